@@ -1,0 +1,199 @@
+"""DistributedDataParallel against torch's: step time, memory, and what the reducer itself costs.
+
+    python benchmarks/bench_ddp.py --json benchmarks/results/ddp.json
+    python benchmarks/bench_ddp.py --only mlp,overhead --quick
+
+Per workload torch's three option sets are measured and the fastest one becomes the opponent. Then
+fresh processes run in pairs, in alternating order, 2 ranks x 1 thread over Gloo, the same fused
+AdamW on both sides. A target is met when the median of the paired ratios ours / torch is at or
+below it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from harness.bad_input import BadInput, unknown_name
+from harness.fresh_run import RANKS, RunTimes, run_fresh
+from harness.machine import cores, machine
+from harness.pairs import OURS, TORCH, TORCH_VIEW, Side, measure_all, measure_pairs
+from harness.ranks import RankFailed
+from harness.reducer_overhead import NUMEL, PARAMETERS, Overhead, measure_overhead
+from harness.results import write_results
+from harness.stats import PairedRatio, verdict
+from harness.strategies import require_trireme
+from harness.table import table
+
+WORKLOAD_NAMES = ("mlp", "gpt", "gpt-small-batch")
+PARTS = (*WORKLOAD_NAMES, "overhead")
+STEP_TARGET = 1.0
+MEMORY_TARGET = 1.0
+OVERHEAD_TARGET = 0.5
+BESIDE = (Side("1 process", "single", {}), Side("2 ranks, no sync", "no-sync", {}))
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much is measured. A quick run is for looking, not for judging."""
+
+    pairs: int
+    repeats: int
+    steps: int
+    blocks: int
+
+
+FULL = Effort(pairs=7, repeats=2, steps=20, blocks=30)
+QUICK = Effort(pairs=2, repeats=1, steps=5, blocks=5)
+
+
+def main() -> int:
+    arguments = _parser().parse_args()
+    effort = QUICK if arguments.quick else FULL
+    try:
+        parts = _parts(arguments)
+        results: dict[str, Any] = {"machine": machine(), "quick": arguments.quick, "workloads": {}}
+        if arguments.quick:
+            print("Quick run: too few pairs for a verdict that counts.\n")
+        ours = OURS[arguments.ours]
+        for part in parts:
+            if part == "overhead":
+                results["reducer_overhead"] = bench_overhead(ours, effort)
+            else:
+                results["workloads"][part] = bench_workload(part, ours, effort)
+    except BadInput as error:
+        print(error, file=sys.stderr)
+        return 2
+    except RankFailed as error:
+        print(error, file=sys.stderr)
+        return 3
+    if arguments.json is not None:
+        write_results(arguments.json, results)
+    return 0
+
+
+def bench_workload(name: str, ours: Side, effort: Effort) -> dict[str, Any]:
+    """Measures and prints one workload; returns its part of the JSON."""
+
+    def measure(side: Side) -> RunTimes:
+        return run_fresh(side, name, effort.steps)
+
+    print(f"{name}: {effort.steps} steps after warm-up in fresh processes", flush=True)
+    runs = measure_all((*BESIDE, *TORCH), effort.repeats, measure)
+    best = min(TORCH, key=lambda side: statistics.median(run.step_ms for run in runs[side.label]))
+    pairs = measure_pairs(ours, best, effort.pairs, measure)
+    runs[ours.label] = pairs.ours
+    runs[best.label] = runs[best.label] + pairs.theirs
+
+    print(_workload_table(runs))
+    ratio = PairedRatio.of(
+        [run.step_ms for run in pairs.ours], [run.step_ms for run in pairs.theirs], STEP_TARGET
+    )
+    print(f"step time, {ours.label} / {best.label} (torch's fastest here):")
+    print("\n".join("  " + line for line in ratio.lines()))
+    memory = _memory_ratio(runs[ours.label], runs[TORCH_VIEW.label])
+    print(
+        f"peak memory per rank, {ours.label} / {TORCH_VIEW.label}: {memory['ratio']:.3f}, "
+        f"target <= {MEMORY_TARGET:g}: {memory['verdict']}\n",
+        flush=True,
+    )
+    return {
+        "torch_best": best.label,
+        "step_ratio": ratio.to_json(),
+        "memory": memory,
+        "runs": {label: [asdict(run) for run in found] for label, found in runs.items()},
+    }
+
+
+def bench_overhead(ours: Side, effort: Effort) -> dict[str, Any]:
+    """Measures and prints the reducer's own cost; returns its part of the JSON."""
+
+    def measure(side: Side) -> Overhead:
+        return measure_overhead(side, RANKS, effort.blocks)
+
+    print(
+        f"reducer overhead: {PARAMETERS} parameters of {NUMEL} elements, world {RANKS}, "
+        "fake process group",
+        flush=True,
+    )
+    runs = measure_all(TORCH, effort.repeats, measure)
+    best = min(TORCH, key=lambda side: statistics.median(run.added_ms for run in runs[side.label]))
+    pairs = measure_pairs(ours, best, effort.pairs, measure)
+    runs[ours.label] = pairs.ours
+    runs[best.label] = runs[best.label] + pairs.theirs
+    alone = measure_all(
+        (ours, best), effort.repeats, lambda side: measure_overhead(side, 1, effort.blocks)
+    )
+
+    rows = [[label, *_overhead_cells(found)] for label, found in runs.items()]
+    rows += [[f"{label}, world 1 (not scored)", *_overhead_cells(f)] for label, f in alone.items()]
+    print(table(["", "bare ms", "wrapped ms", "added ms", "added us/parameter"], rows))
+    ratio = PairedRatio.of(
+        [run.added_ms for run in pairs.ours],
+        [run.added_ms for run in pairs.theirs],
+        OVERHEAD_TARGET,
+    )
+    print(f"added time, {ours.label} / {best.label} (torch's cheapest here):")
+    print("\n".join("  " + line for line in ratio.lines()), flush=True)
+    return {
+        "torch_best": best.label,
+        "added_ratio": ratio.to_json(),
+        "runs": {label: [asdict(run) for run in found] for label, found in runs.items()},
+        "world_1": {label: [asdict(run) for run in found] for label, found in alone.items()},
+    }
+
+
+def _workload_table(runs: dict[str, list[RunTimes]]) -> str:
+    quantities = ("step_ms", "forward_ms", "backward_ms", "optimizer_ms")
+    rows = []
+    for label, found in runs.items():
+        medians = [statistics.median(getattr(run, q) for run in found) for q in quantities]
+        faults = statistics.median(run.faults_per_step for run in found)
+        peak = statistics.median(run.peak_rss_mib for run in found)
+        threads = f" x {cores()} threads" if label == "1 process" else ""
+        cells = [*(f"{value:.1f}" for value in medians), f"{faults:.0f}", f"{peak:.0f}"]
+        rows.append([label + threads, str(len(found)), *cells])
+    header = ["", "runs", "step ms", "forward", "backward", "optimizer", "faults/step"]
+    return table([*header, "peak MiB/rank"], rows)
+
+
+def _overhead_cells(runs: Sequence[Overhead]) -> list[str]:
+    bare = statistics.median(run.bare_ms for run in runs)
+    wrapped = statistics.median(run.wrapped_ms for run in runs)
+    added = statistics.median(run.added_ms for run in runs)
+    return [f"{bare:.3f}", f"{wrapped:.3f}", f"{added:.3f}", f"{added / PARAMETERS * 1e3:.2f}"]
+
+
+def _memory_ratio(ours: Sequence[RunTimes], torch_view: Sequence[RunTimes]) -> dict[str, Any]:
+    mine = statistics.median(run.peak_rss_mib for run in ours)
+    theirs = statistics.median(run.peak_rss_mib for run in torch_view)
+    return {"ratio": mine / theirs, "verdict": verdict(mine / theirs, MEMORY_TARGET)}
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", default=",".join(PARTS), help=f"out of {', '.join(PARTS)}")
+    parser.add_argument("--ours", choices=OURS, default="default", help="our options")
+    parser.add_argument("--quick", action="store_true", help="a few steps, to see that all works")
+    parser.add_argument("--json", type=Path, help="file for all numbers")
+    return parser
+
+
+def _parts(arguments: argparse.Namespace) -> list[str]:
+    parts = [part.strip() for part in arguments.only.split(",")]
+    for part in parts:
+        if part not in PARTS:
+            raise unknown_name("bench_ddp", "part", part, PARTS)
+    require_trireme("bench_ddp", "then run this again.")
+    return parts
+
+
+if __name__ == "__main__":
+    sys.exit(main())

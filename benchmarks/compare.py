@@ -1,0 +1,286 @@
+"""Trains one model under several strategies side by side, and compares speed, memory and losses.
+
+    python benchmarks/compare.py                      # a GPT on Python's own sources, 3.5 minutes
+    python benchmarks/compare.py --model mlp --strategies ddp,torch-ddp --steps 50 --json mlp.json
+
+All strategies train the same model from the same weights on the same global batches. They take
+turns of a few seconds; while one computes the processes of the others sleep. Prints a table and how
+far the losses agree (exit code 1 if they do not), and writes plots and, with --json, every number.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from harness.agreement import Agreement, agreements
+from harness.bad_input import BadInput, unknown_name
+from harness.corpus import read_corpus
+from harness.machine import cores, machine
+from harness.progress import progress
+from harness.ranks import Launch, RankFailed, RankGroup
+from harness.results import write_results
+from harness.rounds import WARM_UP_STEPS, Extent, Rounds, Trajectory
+from harness.strategies import STRATEGIES, Strategy, built, comparable, ready, require_trireme
+from harness.summary import Summary, reference_of, summarize
+from harness.table import comparison
+from harness.worker import RankConfig
+from workloads import NORMS, WORKLOADS, Workload, WorkloadOptions
+
+DEFAULT_STRATEGIES = "single,ddp,torch-ddp"
+DEFAULT_BUDGET_S = 210.0
+PLOTS_S = 6.0
+
+
+@dataclass(frozen=True)
+class Job:
+    """Everything that is equal for all strategies."""
+
+    model: str
+    workload: Workload
+    workload_options: WorkloadOptions
+    data: str
+    ranks: int
+    global_batch: int
+    seed: int
+
+
+def main(command_line: Sequence[str] | None = None) -> int:
+    """Returns the exit code: 0, 1 if losses differ, 2 for wrong options, 3 if a rank failed."""
+    started = time.monotonic()
+    arguments = _parser().parse_args(command_line)
+    try:
+        return _compare(arguments, started)
+    except BadInput as error:
+        print(error, file=sys.stderr)
+        return 2
+    except RankFailed as error:
+        print(error, file=sys.stderr)
+        return 3
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--model", default="gpt", help=f"one of {', '.join(WORKLOADS)} (default: gpt)")
+    add(
+        "--strategies",
+        default=DEFAULT_STRATEGIES,
+        help=f"`all`, or some of {', '.join(comparable())}",
+    )
+    add("--ranks", type=int, default=2, help="ranks of the parallel strategies (default: 2)")
+    add("--budget", type=float, default=DEFAULT_BUDGET_S, help="seconds in all (default: 210)")
+    add("--steps", type=int, help="measured steps per strategy, in place of a time budget")
+    add("--text", help="a file to train the GPT on (default: Python's standard library)")
+    add("--norm", default="groupnorm", help=f"of resnet18: {' or '.join(NORMS)}")
+    add("--seed", type=int, default=0, help="of weights and sample order (default: 0)")
+    add("--out", type=Path, default=Path("build/compare"), help="folder of the plots")
+    add("--json", type=Path, help="file for all numbers")
+    add("--tiny", action="store_true", help=argparse.SUPPRESS)
+    return parser
+
+
+def _compare(arguments: argparse.Namespace, started: float) -> int:
+    names = _strategy_names(arguments)
+    with tempfile.TemporaryDirectory(prefix="compare") as scratch:
+        job = _job(arguments, Path(scratch))
+        _require_trireme(job, names)
+        _announce(job, names)
+        plots_s = PLOTS_S if _can_plot() else 0.0
+        extent = Extent(arguments.steps, started + arguments.budget - plots_s)
+        trajectories = _train(job, names, extent, Path(scratch))
+    summaries = [
+        summarize(
+            name,
+            trajectories[name],
+            global_batch=job.global_batch,
+            threads=_threads(STRATEGIES[name]),
+        )
+        for name in names
+    ]
+    proof = agreements({summary.strategy: summary.losses for summary in summaries})
+    _print_results(job, summaries, proof)
+    if arguments.json is not None:
+        _write_json(arguments.json, job, summaries, proof)
+    _draw(job, summaries, arguments.out)
+    return 0 if all(agreement.holds for agreement in proof) else 1
+
+
+def _strategy_names(arguments: argparse.Namespace) -> list[str]:
+    names = [name.strip() for name in arguments.strategies.split(",") if name.strip()]
+    if names == ["all"]:
+        names = ready()
+    if not names or len(set(names)) != len(names):
+        raise BadInput(
+            "compare",
+            f"got --strategies {arguments.strategies!r}, expected different names",
+            f"Choose out of {', '.join(comparable())}, separated by commas.",
+        )
+    for name in names:
+        built("compare", name)
+    return names
+
+
+def _require_trireme(job: Job, names: Sequence[str]) -> None:
+    needed = job.workload_options.norm == "syncbn" or any(
+        STRATEGIES[n].needs_trireme for n in names
+    )
+    if needed:
+        require_trireme("compare", "or choose --strategies single,torch-ddp.")
+
+
+def _job(arguments: argparse.Namespace, scratch: Path) -> Job:
+    """Checks the options that describe the training and prepares its data."""
+    if arguments.model not in WORKLOADS:
+        raise unknown_name("compare", "model", arguments.model, WORKLOADS)
+    if arguments.norm not in NORMS:
+        raise unknown_name("compare", "norm", arguments.norm, NORMS)
+    for option in ("ranks", "steps", "budget"):
+        value = getattr(arguments, option)
+        if value is not None and value <= 0:
+            raise BadInput("compare", f"got --{option} {value}, expected more than 0", "Raise it.")
+    learns_text = arguments.model.startswith("gpt")
+    for option, fits in (("text", learns_text), ("norm", arguments.model == "resnet18")):
+        if not fits and getattr(arguments, option) != _parser().get_default(option):
+            raise BadInput(
+                "compare",
+                f"got --{option} with --model {arguments.model}, expected a model that uses it",
+                "Leave the option out.",
+            )
+    corpus, data = None, "random samples"
+    if learns_text:
+        text = read_corpus(arguments.text)
+        corpus, data = scratch / "corpus", f"{text.title} ({len(text.text) / 2**20:.1f} MiB)"
+        corpus.write_bytes(text.text)
+    options = WorkloadOptions(str(corpus) if corpus else None, arguments.norm, arguments.tiny)
+    workload = WORKLOADS[arguments.model](options)
+    batch = _global_batch(workload, arguments.ranks)
+    return Job(arguments.model, workload, options, data, arguments.ranks, batch, arguments.seed)
+
+
+def _global_batch(workload: Workload, ranks: int) -> int:
+    """All ranks' rows, or what the samples allow in equal parts; BadInput if a rank gets none."""
+    available = len(workload.samples())
+    if available < ranks:
+        raise BadInput(
+            "compare",
+            f"got {available} {workload.unit} for {ranks} ranks, expected at least one for each",
+            "Give a longer --text or fewer --ranks.",
+        )
+    return min(workload.rows_per_rank, available // ranks) * ranks
+
+
+def _threads(strategy: Strategy) -> int:
+    return cores() if strategy.alone else 1
+
+
+def _announce(job: Job, names: Sequence[str]) -> None:
+    print(
+        f"{job.model} on {job.data}: {job.global_batch} {job.workload.unit} per step, "
+        f"strategies {', '.join(names)}, {job.ranks} ranks, {cores()} cores",
+        flush=True,
+    )
+    if job.ranks > cores():
+        print("More ranks than cores: look at memory and losses, not at speed.", flush=True)
+    busy = os.getloadavg()[0]
+    if busy > cores() / 2:
+        print(f"The machine is busy (load {busy:.1f}): times will be unsteady.", flush=True)
+
+
+def _train(
+    job: Job, names: Sequence[str], extent: Extent, scratch: Path
+) -> Mapping[str, Trajectory]:
+    """Starts all processes, lets them take turns and ends them."""
+    with ExitStack() as stack:
+        groups = {}
+        for name in names:
+            strategy = STRATEGIES[name]
+            config = RankConfig(
+                strategy=name,
+                workload=job.model,
+                global_batch=job.global_batch,
+                threads=_threads(strategy),
+                workload_options=job.workload_options,
+                seed=job.seed,
+                probe=True,
+                ticks=True,
+            )
+            world = 1 if strategy.alone else job.ranks
+            launch = Launch(
+                name, "harness.worker", config.to_json(), world, config.threads, scratch
+            )
+            groups[name] = stack.enter_context(RankGroup(launch))
+        for group in groups.values():
+            group.replies()
+        rounds = Rounds(groups, progress(names))
+        try:
+            rounds.run(extent)
+        finally:
+            rounds.progress.close()
+        return rounds.trajectories
+
+
+def _print_results(job: Job, summaries: list[Summary], proof: list[Agreement]) -> None:
+    reference = reference_of([summary.strategy for summary in summaries])
+    steps = len(summaries[0].losses)
+    print(f"\n{steps} steps each, {WARM_UP_STEPS} of them warm-up:\n")
+    print(comparison(summaries, reference, job.workload.unit))
+    print(
+        f"\nvs {reference}: ratio of the median step times, below 1 is faster."
+        "\nexposed comm: from the last computed gradient to the end of backward, share of the step."
+        "\nhost MiB: memory of all ranks, what they share counted once."
+    )
+    if proof:
+        print("\nLosses, largest relative difference:")
+    for agreement in proof:
+        print(agreement.line())
+
+
+def _write_json(path: Path, job: Job, summaries: list[Summary], proof: list[Agreement]) -> None:
+    result: dict[str, Any] = {
+        "machine": machine(),
+        "job": {
+            "model": job.model,
+            "data": job.data,
+            "global_batch": job.global_batch,
+            "unit": job.workload.unit,
+            "norm": job.workload_options.norm,
+            "optimizer": "AdamW(lr=1e-3, fused=True)",
+            "seed": job.seed,
+            "warm_up_steps": WARM_UP_STEPS,
+        },
+        "runs": [s.to_json(STRATEGIES[s.strategy].options) for s in summaries],
+        "agreement": [asdict(agreement) for agreement in proof],
+    }
+    write_results(path, result)
+    print(f"\nNumbers: {path}")
+
+
+def _can_plot() -> bool:
+    return importlib.util.find_spec("matplotlib") is not None
+
+
+def _draw(job: Job, summaries: list[Summary], folder: Path) -> None:
+    if not _can_plot():
+        print("\nNo plots: matplotlib is not installed (pip install matplotlib).")
+        return
+    from harness.plots import draw
+
+    caption = f"{job.model}, {job.global_batch} {job.workload.unit} per step, {cores()} cores"
+    for path in draw(summaries, caption, folder):
+        print(f"Plot: {path}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,64 @@
+"""One measurement: processes are started, warmed up, timed and ended."""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from workloads import WORKLOADS, WorkloadOptions
+
+from harness.machine import cores
+from harness.pairs import Side
+from harness.ranks import Launch, RankGroup
+from harness.rounds import WARM_UP_STEPS, Trajectory
+from harness.strategies import STRATEGIES
+from harness.worker import RankConfig, StepRecord
+
+RANKS = 2
+
+
+@dataclass(frozen=True)
+class RunTimes:
+    """Medians over the timed steps of the mean over ranks; the highest peak of a rank."""
+
+    step_ms: float
+    forward_ms: float
+    backward_ms: float
+    optimizer_ms: float
+    faults_per_step: float
+    peak_rss_mib: float
+
+
+def run_fresh(side: Side, workload: str, steps: int) -> RunTimes:
+    """Warm-up and `steps` timed steps: 2 ranks x 1 thread, or one process with all cores."""
+    strategy = STRATEGIES[side.strategy]
+    world, threads = (1, cores()) if strategy.alone else (RANKS, 1)
+    config = RankConfig(
+        strategy=side.strategy,
+        workload=workload,
+        global_batch=WORKLOADS[workload](WorkloadOptions()).rows_per_rank * RANKS,
+        threads=threads,
+        options=dict(side.options),
+    )
+    with tempfile.TemporaryDirectory(prefix="bench") as scratch:
+        launch = Launch("bench", "harness.worker", config.to_json(), world, threads, Path(scratch))
+        with RankGroup(launch) as group:
+            group.replies()
+            timed = group.ask({"do": "steps", "count": WARM_UP_STEPS + steps})
+            held = group.ask({"do": "measure"})
+    ranks = [[StepRecord(**record) for record in reply["records"]] for reply in timed]
+    trajectory = Trajectory(ranks)
+
+    def median(quantity: str) -> float:
+        return statistics.median(trajectory.mean(quantity))
+
+    return RunTimes(
+        step_ms=median("step_ms"),
+        forward_ms=median("forward_ms"),
+        backward_ms=median("backward_ms"),
+        optimizer_ms=median("optimizer_ms"),
+        faults_per_step=median("faults"),
+        peak_rss_mib=max(reply["memory"]["peak_rss"] for reply in held),
+    )

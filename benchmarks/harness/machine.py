@@ -1,0 +1,67 @@
+"""On which machine, with which software, from which commit a number was measured."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ALLOCATOR_VARIABLES = ("GLIBC_TUNABLES", "LD_PRELOAD", "MALLOC_CONF")
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+def cores() -> int:
+    """The cores that this process may use, which may be fewer than the machine has."""
+    return len(os.sched_getaffinity(0))
+
+
+def machine() -> dict[str, Any]:
+    """The `machine` entry of every result file. No host name: results are public."""
+    return {
+        "cpu": _cpu_model(),
+        "cores": cores(),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "load_1m": round(os.getloadavg()[0], 2),
+        "allocator_env": allocator_environment(),
+        "commit": commit(),
+    }
+
+
+def allocator_environment() -> dict[str, str]:
+    """Variables that change how memory is allocated, and so how fast a side looks."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name in ALLOCATOR_VARIABLES or (name.startswith("MALLOC_") and name.endswith("_"))
+    }
+
+
+def commit() -> str:
+    """The short commit, with `+` if tracked files differ; `unknown` outside of a git checkout."""
+    try:
+        head = _git("rev-parse", "--short", "HEAD")
+        return head + ("+" if _git("status", "--porcelain", "--untracked-files=no") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def _git(*arguments: str) -> str:
+    command = ["git", "-C", str(REPOSITORY), *arguments]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def _cpu_model() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()

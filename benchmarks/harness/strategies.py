@@ -1,0 +1,166 @@
+"""The strategies that can be compared: one entry each in STRATEGIES.
+
+An entry says how a process joins its group and how a plain module and an optimizer become a
+parallel pair. Forward, backward, `optimizer.step()` and `zero_grad()` are the same code for all of
+them.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from harness.bad_input import BadInput, unknown_name
+
+Options = Mapping[str, Any]
+Report = dict[str, float]
+
+
+def no_report() -> Report:
+    return {}
+
+
+@dataclass(frozen=True)
+class OptimizerSpec:
+    """The optimizer as a class and its arguments, since sharded strategies build it themselves."""
+
+    kind: type[Optimizer] = torch.optim.AdamW
+    arguments: Mapping[str, Any] = field(default_factory=lambda: {"lr": 1e-3, "fused": True})
+
+    def build(self, parameters: Iterable[Tensor]) -> Optimizer:
+        return self.kind(parameters, **self.arguments)
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """A module ready to train; `report` is what the strategy itself says about its last step."""
+
+    module: nn.Module
+    optimizer: Optimizer
+    report: Callable[[], Report] = no_report
+
+
+@dataclass(frozen=True)
+class Group:
+    """How a rank enters and leaves its process group."""
+
+    enter: Callable[[], object]
+    leave: Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """One way to train. `build` is None while the strategy is only planned.
+
+    `alone`: runs as one process with all cores; else one thread on each of several ranks.
+    `agrees`: follows the same trajectory as one process, so that its losses may be compared.
+    """
+
+    title: str
+    build: Callable[[nn.Module, OptimizerSpec, Options], Parallel] | None = None
+    group: Group | None = None
+    options: Options = field(default_factory=dict)
+    alone: bool = False
+    agrees: bool = True
+    needs_trireme: bool = False
+
+
+def build_plain(module: nn.Module, optimizer: OptimizerSpec, options: Options) -> Parallel:
+    return Parallel(module, optimizer.build(module.parameters()))
+
+
+def build_ddp(module: nn.Module, optimizer: OptimizerSpec, options: Options) -> Parallel:
+    import trireme
+
+    parallel = trireme.DistributedDataParallel(module, **options)
+    return Parallel(parallel, optimizer.build(parallel.parameters()), parallel.last_step)
+
+
+def build_torch_ddp(module: nn.Module, optimizer: OptimizerSpec, options: Options) -> Parallel:
+    parallel = nn.parallel.DistributedDataParallel(module, **options)
+
+    def report() -> Report:
+        """The reducer's own clock, a step late: last gradient to end of communication."""
+        parallel._set_ddp_runtime_logging_sample_rate(1)  # else only every 100th step is timed
+        log = parallel._get_ddp_logging_data()
+        hidden = log.get("backward_compute_comm_overlap_time", 0)
+        return {"exposed_comm_ms": (log.get("backward_comm_time", 0) - hidden) / 1e6}
+
+    return Parallel(parallel, optimizer.build(parallel.parameters()), report)
+
+
+def _enter_trireme() -> None:
+    import trireme
+
+    trireme.init()
+
+
+def _leave_trireme() -> None:
+    import trireme
+
+    trireme.shutdown()
+
+
+TRIREME = Group(_enter_trireme, _leave_trireme)
+GLOO = Group(lambda: dist.init_process_group("gloo"), dist.destroy_process_group)
+
+STRATEGIES: dict[str, Strategy] = {
+    "single": Strategy("one process, all cores", build_plain, alone=True),
+    "dp": Strategy("trireme DataParallel", alone=True, needs_trireme=True),
+    "ddp": Strategy("trireme DistributedDataParallel", build_ddp, TRIREME, needs_trireme=True),
+    "zero1": Strategy("trireme ZeRO stage 1", needs_trireme=True),
+    "zero2": Strategy("trireme ZeRO stage 2", needs_trireme=True),
+    "fsdp": Strategy("trireme fully_shard", needs_trireme=True),
+    "torch-ddp": Strategy(
+        "torch DistributedDataParallel",
+        build_torch_ddp,
+        GLOO,
+        {"gradient_as_bucket_view": True, "batched_grad_copy": False},
+    ),
+    "torch-zero1": Strategy("torch ZeroRedundancyOptimizer"),
+    "torch-fsdp2": Strategy("torch fully_shard"),
+    "no-sync": Strategy("ranks that never talk", build_plain, GLOO, agrees=False),
+}
+
+
+def comparable() -> list[str]:
+    """The names that compare.py takes, built or planned."""
+    return [name for name, strategy in STRATEGIES.items() if strategy.agrees]
+
+
+def ready() -> list[str]:
+    """The comparable strategies that are built."""
+    return [name for name in comparable() if STRATEGIES[name].build is not None]
+
+
+def built(area: str, name: str) -> Strategy:
+    """The strategy of that name. Raises BadInput if it is unknown or only planned."""
+    if name not in comparable():
+        raise unknown_name(area, "strategy", name, comparable())
+    strategy = STRATEGIES[name]
+    if strategy.build is None:
+        raise BadInput(
+            area,
+            f"got strategy {name!r}, which is not built yet, expected one of {', '.join(ready())}",
+            "Leave it out.",
+        )
+    return strategy
+
+
+def require_trireme(area: str, next_step: str) -> None:
+    """BadInput if trireme cannot be imported: one line in place of a traceback per rank."""
+    try:
+        importlib.import_module("trireme")
+    except ImportError as error:
+        raise BadInput(
+            area,
+            f"got no usable package trireme ({error}), expected it to be installed",
+            f"Install it (pip install --no-build-isolation .), {next_step}",
+        ) from error

@@ -1,0 +1,115 @@
+"""What one run came to: the numbers of the table, the plots and the JSON."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from harness.memory import host_pss_mib
+from harness.rounds import Trajectory
+from harness.stats import spread
+
+PHASES = ("forward", "backward", "exposed communication", "optimizer")
+KINDS = ("at start", "parameters", "gradients", "optimizer state", "rest")
+
+
+@dataclass(frozen=True)
+class Summary:
+    """One run. Times in ms over the steps after warm-up, mean over ranks; memory in MiB.
+
+    `phase_ms` and `memory_mib` are the stacks of the plots, keyed by PHASES and KINDS; "backward"
+    there is without its exposed communication. `memory_mib` is of the rank with the highest peak
+    and adds up to that peak: "at start" is the interpreter with its libraries and the process
+    group, "rest" is activations, gradient buckets and what the allocator keeps.
+    """
+
+    strategy: str
+    world: int
+    threads: int
+    step_ms: dict[str, float]
+    samples_per_s: float
+    phase_ms: dict[str, float]
+    exposed_comm_ms: float
+    reported_exposed_comm_ms: float
+    faults_per_step: float
+    memory_mib: dict[str, float]
+    peak_rss_mib_per_rank: float
+    pss_mib_host: float
+    losses: list[float]
+    seconds: list[float]
+
+    @property
+    def final_loss(self) -> float:
+        return self.losses[-1]
+
+    def to_json(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """An entry of `runs` in the result file."""
+        return {
+            "strategy": self.strategy,
+            "world": self.world,
+            "threads_per_rank": self.threads,
+            "options": dict(options),
+            "step_ms": self.step_ms,
+            "samples_per_s": self.samples_per_s,
+            "phase_ms": self.phase_ms,
+            "exposed_comm_ms": self.exposed_comm_ms,
+            "reported_exposed_comm_ms": self.reported_exposed_comm_ms,
+            "page_faults_per_step": self.faults_per_step,
+            "peak_rss_mib_per_rank": self.peak_rss_mib_per_rank,
+            "pss_mib_host": self.pss_mib_host,
+            "memory_mib": self.memory_mib,
+            "final_loss": self.final_loss,
+            "losses": self.losses,
+            "seconds": self.seconds,
+        }
+
+
+def summarize(strategy: str, trajectory: Trajectory, *, global_batch: int, threads: int) -> Summary:
+    """The numbers of a finished trajectory."""
+    step_ms = spread(trajectory.mean("step_ms"))
+    exposed = statistics.median(trajectory.mean("exposed_ms"))
+    backward = statistics.median(trajectory.mean("backward_ms"))
+    parts = (
+        statistics.median(trajectory.mean("forward_ms")),
+        backward - exposed,
+        exposed,
+        statistics.median(trajectory.mean("optimizer_ms")),
+    )
+    return Summary(
+        strategy=strategy,
+        world=len(trajectory.ranks),
+        threads=threads,
+        step_ms=step_ms,
+        samples_per_s=global_batch / step_ms["median"] * 1e3,
+        phase_ms=dict(zip(PHASES, parts, strict=True)),
+        exposed_comm_ms=exposed,
+        reported_exposed_comm_ms=statistics.median(trajectory.mean("reported_exposed_ms")),
+        faults_per_step=statistics.median(trajectory.mean("faults")),
+        memory_mib=_memory_stack(max(trajectory.memory, key=lambda held: held["peak_rss"])),
+        peak_rss_mib_per_rank=max(held["peak_rss"] for held in trajectory.memory),
+        pss_mib_host=host_pss_mib(trajectory.memory),
+        losses=trajectory.losses(),
+        seconds=_seconds(trajectory.mean("step_ms", first=0)),
+    )
+
+
+def _memory_stack(held: dict[str, float]) -> dict[str, float]:
+    known = (held["at_start"], held["parameters"], held["gradients"], held["optimizer_state"])
+    parts = (*known, max(0.0, held["peak_rss"] - sum(known)))
+    return dict(zip(KINDS, parts, strict=True))
+
+
+def _seconds(step_ms: list[float]) -> list[float]:
+    """Training time at the end of each step, other runs' turns not counted."""
+    clock, total = [], 0.0
+    for step in step_ms:
+        total += step / 1e3
+        clock.append(total)
+    return clock
+
+
+def reference_of(names: list[str]) -> str:
+    """The run that others are measured against: torch's DDP if it is there, else the first one."""
+    return "torch-ddp" if "torch-ddp" in names else names[0]

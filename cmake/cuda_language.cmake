@@ -1,0 +1,41 @@
+# Decides TRIREME_WITH_CUDA: are the .cu files compiled? Without nvcc no_cuda.cpp stands in for them
+# and nothing is said. nvcc must be of torch's CUDA major version, because both share one CUDA
+# runtime in the process.
+set(TRIREME_WITH_CUDA OFF)
+set(TRIREME_CUDA_MAJOR "")
+if(TRIREME_CUDA STREQUAL "OFF")
+  return()
+endif()
+
+file(STRINGS "${TRIREME_TORCH_DIR}/version.py" torch_cuda REGEX "^cuda.*=")
+string(REGEX MATCH "'([0-9]+)\\." _ "${torch_cuda}")
+set(torch_cuda_major "${CMAKE_MATCH_1}")
+
+set(CMAKE_CUDA_RUNTIME_LIBRARY Shared)
+if(NOT CMAKE_CUDA_ARCHITECTURES)
+  set(CMAKE_CUDA_ARCHITECTURES "80;90")
+endif()
+if(torch_cuda_major)
+  include(CheckLanguage)
+  check_language(CUDA)
+  if(CMAKE_CUDA_COMPILER)
+    enable_language(CUDA)
+    string(REGEX MATCH "^[0-9]+" TRIREME_CUDA_MAJOR "${CMAKE_CUDA_COMPILER_VERSION}")
+  endif()
+endif()
+
+if(TRIREME_CUDA_MAJOR AND TRIREME_CUDA_MAJOR STREQUAL torch_cuda_major)
+  set(TRIREME_WITH_CUDA ON)
+  # CMake < 3.26 knows no CUDA20 for nvcc, and kernels without torch's headers do not need it.
+  set(CMAKE_CUDA_STANDARD 17)
+  set(CMAKE_CUDA_VISIBILITY_PRESET hidden)
+elseif(TRIREME_CUDA STREQUAL "ON")
+  message(FATAL_ERROR
+    "[trireme] TRIREME_CUDA=ON, but nvcc is of CUDA '${TRIREME_CUDA_MAJOR}' and torch of CUDA "
+    "'${torch_cuda_major}'. Install a CUDA toolkit of torch's major version, or leave "
+    "TRIREME_CUDA at AUTO.")
+elseif(TRIREME_CUDA_MAJOR)
+  message(STATUS
+    "CUDA kernels left out: nvcc is of CUDA ${TRIREME_CUDA_MAJOR}, "
+    "torch of CUDA ${torch_cuda_major}")
+endif()

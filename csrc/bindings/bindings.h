@@ -1,0 +1,12 @@
+#pragma once
+
+#include <torch/csrc/utils/pybind.h>
+
+// One function per area, each in the file of its name. The only folder that knows Python.
+namespace trireme {
+
+void init_comm(pybind11::module_& module);
+void init_ddp(pybind11::module_& module);
+void init_launch(pybind11::module_& module);
+
+}  // namespace trireme

@@ -1,0 +1,8 @@
+#include <trireme/bindings/bindings.h>
+
+PYBIND11_MODULE(_C, module) {
+  module.doc() = "The C++ core of Trireme. Private: use the package `trireme`.";
+  trireme::init_comm(module);
+  trireme::init_ddp(module);
+  trireme::init_launch(module);
+}

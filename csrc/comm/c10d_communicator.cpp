@@ -1,0 +1,307 @@
+#include <trireme/comm/c10d_communicator.h>
+
+#include <trireme/comm/c10d_wait.h>
+
+#include <ATen/ATen.h>
+
+#include <atomic>
+#include <functional>
+#include <map>
+#include <tuple>
+#include <utility>
+
+namespace trireme {
+namespace {
+
+using TensorList = std::vector<at::Tensor>;
+using WorkPtr = c10::intrusive_ptr<c10d::Work>;
+
+c10d::ReduceOp to_c10d(ReduceOp op) {
+  switch (op) {
+    case ReduceOp::kSum:
+      return c10d::ReduceOp::SUM;
+    case ReduceOp::kMin:
+      return c10d::ReduceOp::MIN;
+    case ReduceOp::kMax:
+      return c10d::ReduceOp::MAX;
+  }
+  TORCH_INTERNAL_ASSERT(false, "[comm] unknown ReduceOp");
+}
+
+// The calling names changed in torch 2.13 and the old ones warn since; see build.md for the pairs.
+template <typename Group>
+WorkPtr all_gather_flat(Group& group, at::Tensor& output, at::Tensor& input) {
+  if constexpr (requires { group.all_gather_single(output, input); }) {
+    return group.all_gather_single(output, input);
+  } else {
+    return group._allgather_base(output, input);
+  }
+}
+
+template <typename Group>
+WorkPtr reduce_scatter_flat(Group& group, at::Tensor& output, at::Tensor& input,
+                            const c10d::ReduceScatterOptions& options) {
+  if constexpr (requires { group.reduce_scatter_single(output, input, options); }) {
+    return group.reduce_scatter_single(output, input, options);
+  } else {
+    return group._reduce_scatter_base(output, input, options);
+  }
+}
+
+// The same memory in a type every engine can move: complex numbers as pairs of reals.
+at::Tensor as_real(const at::Tensor& tensor) {
+  return tensor.is_complex() ? at::view_as_real(tensor) : tensor;
+}
+
+// The same memory as bytes, for verbs that only move: any dtype, bool and float8 too.
+at::Tensor as_bytes(const at::Tensor& tensor) { return tensor.view({-1}).view(at::kByte); }
+
+// Many tensors in one buffer, each at an offset that any dtype may be read from.
+class FlatGroup {
+ public:
+  static constexpr int64_t kAlignBytes = 16;
+
+  explicit FlatGroup(TensorList members) : members_(std::move(members)) {
+    int64_t bytes = 0;
+    for (const at::Tensor& member : members_) {
+      offsets_.push_back(bytes);
+      const auto member_bytes = static_cast<int64_t>(member.nbytes());
+      bytes += (member_bytes + kAlignBytes - 1) / kAlignBytes * kAlignBytes;
+    }
+    buffer_ = at::empty({bytes}, members_.front().options().dtype(at::kByte));
+  }
+
+  at::Tensor bytes() const { return buffer_; }
+  at::Tensor typed() const { return as_real(buffer_.view(members_.front().scalar_type())); }
+
+  void copy_in() {
+    // The gaps between members travel too; they must not carry what a sum could trap on.
+    buffer_.zero_();
+    for (size_t i = 0; i < members_.size(); ++i) place(i).copy_(members_[i]);
+  }
+  void copy_out() {
+    for (size_t i = 0; i < members_.size(); ++i) members_[i].copy_(place(i));
+  }
+
+ private:
+  at::Tensor place(size_t i) const {
+    const at::Tensor& member = members_[i];
+    return buffer_.narrow(0, offsets_[i], static_cast<int64_t>(member.nbytes()))
+        .view(member.scalar_type())
+        .view(member.sizes());
+  }
+
+  TensorList members_;
+  std::vector<int64_t> offsets_;
+  at::Tensor buffer_;
+};
+
+// Bounds the memory of a broadcast of a whole model.
+constexpr int64_t kFlatGroupBytes = int64_t{64} << 20;
+
+// Splits a list into runs that may share a buffer: one device (and dtype), at most kFlatGroupBytes together.
+std::vector<TensorList> split_by_buffer(const TensorList& tensors, bool by_dtype) {
+  using Key = std::tuple<c10::DeviceType, c10::DeviceIndex, at::ScalarType>;
+  std::map<Key, std::pair<TensorList, int64_t>> open;
+  std::vector<TensorList> closed;
+  for (const at::Tensor& tensor : tensors) {
+    if (tensor.numel() == 0) continue;
+    const Key key{tensor.device().type(), tensor.device().index(),
+                  by_dtype ? tensor.scalar_type() : at::kByte};
+    auto& [members, bytes] = open[key];
+    members.push_back(tensor);
+    bytes += static_cast<int64_t>(tensor.nbytes());
+    if (bytes >= kFlatGroupBytes) {
+      closed.push_back(std::move(members));
+      open.erase(key);
+    }
+  }
+  for (auto& [key, entry] : open) closed.push_back(std::move(entry.first));
+  return closed;
+}
+
+// The works of one verb, in the order they were issued.
+class WorkState final : public Pending::State {
+ public:
+  WorkState(std::shared_ptr<GroupHealth> health, std::string operation)
+      : health_(std::move(health)), operation_(std::move(operation)) {}
+
+  void add(WorkPtr work, TensorList alive, std::function<void()> afterwards = {}) {
+    const bool on_cpu = alive.front().is_cpu();
+    if (on_cpu) stamp_completion(*work);
+    parts_.push_back({std::move(work), std::move(alive), std::move(afterwards), on_cpu});
+  }
+
+  bool done() const override {
+    for (const Part& part : parts_) {
+      if (!part.work->isCompleted()) return false;
+    }
+    return true;
+  }
+
+  void wait() override {
+    for (; next_ < parts_.size(); ++next_) {
+      Part& part = parts_[next_];
+      wait_for_work(*part.work, part.on_cpu, operation_, *health_);
+      if (part.afterwards) part.afterwards();
+    }
+  }
+
+  std::optional<Pending::Clock::time_point> finished_at() const override {
+    const auto ticks = finished_->load(std::memory_order_acquire);
+    if (ticks == 0) return std::nullopt;
+    return Pending::Clock::time_point(Pending::Clock::duration(ticks));
+  }
+
+ private:
+  struct Part {
+    WorkPtr work;
+    TensorList alive;
+    std::function<void()> afterwards;
+    bool on_cpu;
+  };
+  using Stamp = std::atomic<Pending::Clock::rep>;
+
+  // Lets last_step() tell hidden from exposed communication. An engine without futures tells nothing.
+  void stamp_completion(c10d::Work& work) {
+    try {
+      work.getFuture()->addCallback([stamp = finished_](c10::ivalue::Future&) {
+        stamp->store(Pending::Clock::now().time_since_epoch().count(), std::memory_order_release);
+      });
+    } catch (const c10::Error&) {
+    }
+  }
+
+  std::shared_ptr<GroupHealth> health_;
+  std::string operation_;
+  std::vector<Part> parts_;
+  size_t next_ = 0;
+  std::shared_ptr<Stamp> finished_ = std::make_shared<Stamp>(0);
+};
+
+class C10dCommunicator final : public Communicator {
+ public:
+  C10dCommunicator(c10::intrusive_ptr<c10d::ProcessGroup> group, c10::intrusive_ptr<c10d::Store> store)
+      : group_(std::move(group)),
+        where_{group_->getRank(), group_->getSize()},
+        health_(std::make_shared<GroupHealth>(std::move(store), where_)) {}
+
+  RankOf rank_of() const override { return where_; }
+
+  Pending all_reduce(TensorList tensors, ReduceOp op, std::string label) override {
+    auto state = begin("all_reduce of " + label);
+    c10d::AllreduceOptions options;
+    options.reduceOp = to_c10d(op);
+    if (tensors.size() == 1 && (tensors[0].is_sparse() || tensors[0].is_contiguous())) {
+      TensorList arguments{as_real(tensors[0])};
+      add(*state, [&] { return group_->allreduce(arguments, options); }, arguments);
+      return Pending(std::move(state));
+    }
+    for (TensorList& run : split_by_buffer(tensors, /*by_dtype=*/true)) {
+      auto flat = std::make_shared<FlatGroup>(std::move(run));
+      flat->copy_in();
+      TensorList arguments{flat->typed()};
+      add(*state, [&] { return group_->allreduce(arguments, options); }, arguments,
+          [flat] { flat->copy_out(); });
+    }
+    return Pending(std::move(state));
+  }
+
+  Pending broadcast(TensorList tensors, int64_t root, std::string label) override {
+    auto state = begin("broadcast of " + label);
+    c10d::BroadcastOptions options;
+    options.rootRank = root;
+    if (tensors.size() == 1 && tensors[0].is_contiguous() && tensors[0].numel() > 0) {
+      TensorList arguments{as_bytes(tensors[0])};
+      add(*state, [&] { return group_->broadcast(arguments, options); }, arguments);
+      return Pending(std::move(state));
+    }
+    for (TensorList& run : split_by_buffer(tensors, /*by_dtype=*/false)) {
+      auto flat = std::make_shared<FlatGroup>(std::move(run));
+      const bool is_root = where_.rank == root;
+      if (is_root) flat->copy_in();
+      TensorList arguments{flat->bytes()};
+      std::function<void()> afterwards;
+      if (!is_root) afterwards = [flat] { flat->copy_out(); };
+      add(*state, [&] { return group_->broadcast(arguments, options); }, arguments, afterwards);
+    }
+    return Pending(std::move(state));
+  }
+
+  Pending all_gather(TensorList outputs, TensorList inputs, std::string label) override {
+    auto state = begin("all_gather of " + label);
+    for (size_t i = 0; i < inputs.size(); ++i) {
+      at::Tensor output = as_bytes(outputs[i]);
+      at::Tensor input = as_bytes(inputs[i]);
+      add(*state, [&] { return all_gather_flat(*group_, output, input); }, {output, input});
+    }
+    return Pending(std::move(state));
+  }
+
+  Pending reduce_scatter(TensorList outputs, TensorList inputs, ReduceOp op,
+                         std::string label) override {
+    auto state = begin("reduce_scatter of " + label);
+    c10d::ReduceScatterOptions options;
+    options.reduceOp = to_c10d(op);
+    for (size_t i = 0; i < inputs.size(); ++i) {
+      at::Tensor output = as_real(outputs[i]).view({-1});
+      at::Tensor input = as_real(inputs[i]).view({-1});
+      add(*state, [&] { return reduce_scatter_flat(*group_, output, input, options); },
+          {output, input});
+    }
+    return Pending(std::move(state));
+  }
+
+  Pending barrier(std::string label) override {
+    auto state = begin("barrier " + label);
+    const at::Tensor nothing = at::empty({0});
+    add(*state, [&] { return group_->barrier(); }, {nothing});
+    return Pending(std::move(state));
+  }
+
+  void announce_failure(const std::string& reason) noexcept override {
+    health_->board.announce(reason);
+    health_->set_failure(reason);
+  }
+
+  std::optional<std::string> failure() const override { return health_->failure(); }
+
+  const std::shared_ptr<GroupHealth>& health() const { return health_; }
+
+ private:
+  std::unique_ptr<WorkState> begin(std::string operation) {
+    health_->check_usable(operation);
+    health_->board.note_started(operation);
+    operation_ = operation;
+    return std::make_unique<WorkState>(health_, std::move(operation));
+  }
+
+  // Engines may also fail at once, in the call itself.
+  template <typename Issue>
+  void add(WorkState& state, Issue issue, TensorList alive, std::function<void()> afterwards = {}) {
+    WorkPtr work;
+    rethrow_named(operation_, *health_, [&] { work = issue(); });
+    state.add(std::move(work), std::move(alive), std::move(afterwards));
+  }
+
+  c10::intrusive_ptr<c10d::ProcessGroup> group_;
+  RankOf where_;
+  std::shared_ptr<GroupHealth> health_;
+  std::string operation_;  // the one being issued
+};
+
+}  // namespace
+
+std::shared_ptr<GroupHealth> health_of(const Communicator& communicator) {
+  if (const auto* c10d = dynamic_cast<const C10dCommunicator*>(&communicator)) return c10d->health();
+  return std::make_shared<GroupHealth>(nullptr, communicator.rank_of());
+}
+
+std::shared_ptr<Communicator> make_c10d_communicator(c10::intrusive_ptr<c10d::ProcessGroup> group,
+                                                     c10::intrusive_ptr<c10d::Store> store) {
+  TORCH_CHECK_VALUE(group, error_text("comm", "got no process group, expected an initialised one", {},
+                                      "Call trireme::init() (or init_process_group) first."));
+  return std::make_shared<C10dCommunicator>(std::move(group), std::move(store));
+}
+
+}  // namespace trireme

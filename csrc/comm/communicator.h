@@ -1,0 +1,59 @@
+#pragma once
+
+#include <trireme/comm/pending.h>
+#include <trireme/common/error.h>
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace trireme {
+
+// Averages are not here: the division belongs to grad/grad_reducer.
+enum class ReduceOp : uint8_t { kSum, kMin, kMax };
+
+// What a strategy may ask of a group of ranks. Every verb takes a list of tensors (an engine coalesces what
+// it can), is collective (all ranks of the group call it in the same order with the same shapes and dtypes),
+// returns at once, and is finished by Pending::wait. The tensors stay alive as long as the Pending does.
+// `label` names what is moved ("bucket 3: layer.1.weight .. layer.2.bias"); errors and traces repeat it.
+//
+// Failures: a verb, or the wait for it, throws c10::DistBackendError naming operation, label and rank; after
+// that, or after a peer announced its failure, every further verb throws at once: the group must be rebuilt.
+//
+// One thread at a time may use a Communicator.
+class TRIREME_API Communicator {
+ public:
+  virtual ~Communicator() = default;
+
+  virtual RankOf rank_of() const = 0;
+  int64_t rank() const { return rank_of().rank; }
+  int64_t world() const { return rank_of().world; }
+
+  // In place. Dense tensors of any floating, complex or integral dtype; a sparse tensor must be alone in its list.
+  virtual Pending all_reduce(std::vector<at::Tensor> tensors, ReduceOp op, std::string label) = 0;
+
+  // In place; what `root` holds is what all ranks hold afterwards.
+  virtual Pending broadcast(std::vector<at::Tensor> tensors, int64_t root, std::string label) = 0;
+
+  // outputs[i] holds world x inputs[i].numel() elements, rank-major; both contiguous.
+  virtual Pending all_gather(std::vector<at::Tensor> outputs, std::vector<at::Tensor> inputs,
+                             std::string label) = 0;
+
+  // inputs[i] holds world x outputs[i].numel() elements, rank-major; both contiguous.
+  virtual Pending reduce_scatter(std::vector<at::Tensor> outputs, std::vector<at::Tensor> inputs,
+                                 ReduceOp op, std::string label) = 0;
+
+  virtual Pending barrier(std::string label) = 0;
+
+  // Tells the other ranks, outside any collective, that this rank has left the common sequence of
+  // collectives, and why. Their waits raise with this text. Never throws; safe from a destructor.
+  virtual void announce_failure(const std::string& reason) noexcept = 0;
+
+  // Why this group can no longer be used, if so.
+  virtual std::optional<std::string> failure() const = 0;
+};
+
+}  // namespace trireme

@@ -1,0 +1,46 @@
+#pragma once
+
+#include <trireme/common/error.h>
+
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include <chrono>
+#include <deque>
+#include <mutex>
+#include <optional>
+#include <string>
+
+namespace trireme {
+
+// Where ranks leave word for each other when the collectives themselves no longer answer: a few keys in the
+// Store of their group. Nothing here is on the path of a step that goes well.
+//
+//   trireme/fault/text     the first announced failure of the group; every waiting rank raises with it
+//   trireme/report/<rank>  what a rank whose wait failed was doing
+//
+// Thread-safe. Nothing here throws: a Store that no longer answers is one more sign, not one more error.
+class FaultBoard {
+ public:
+  FaultBoard(c10::intrusive_ptr<c10d::Store> store, RankOf where);
+
+  // Ring of the last operations of this rank, for its own report.
+  void note_started(const std::string& operation);
+
+  void announce(const std::string& reason) noexcept;
+  std::optional<std::string> announced() const noexcept;
+
+  // Posts this rank's report, then gathers what the others report within `patience` into one paragraph.
+  std::string exchange_reports(const std::string& waiting_for,
+                               std::chrono::milliseconds patience) noexcept;
+
+ private:
+  std::string own_report(const std::string& waiting_for) const;
+
+  c10::intrusive_ptr<c10d::Store> store_;
+  RankOf where_;
+  mutable std::mutex mutex_;
+  std::deque<std::string> last_operations_;
+  int64_t started_ = 0;
+};
+
+}  // namespace trireme

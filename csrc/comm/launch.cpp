@@ -1,0 +1,193 @@
+#include <trireme/comm/launch.h>
+
+#include <trireme/comm/c10d_communicator.h>
+#include <trireme/comm/gloo_group.h>
+#include <trireme/comm/nccl_backend.h>
+#include <trireme/comm/rendezvous.h>
+#include <trireme/common/cpus.h>
+#include <trireme/common/env.h>
+
+#include <ATen/Context.h>
+#include <ATen/Parallel.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include <algorithm>
+#include <exception>
+#include <utility>
+
+namespace trireme {
+
+using std::chrono::milliseconds;
+
+struct Context::Group {
+  Rendezvous rendezvous;
+  c10::intrusive_ptr<c10d::ProcessGroup> process_group;
+  std::shared_ptr<Communicator> communicator;
+
+  explicit Group(const RendezvousRequest& request) : rendezvous(request) {}
+};
+
+namespace {
+
+constexpr milliseconds kFarewell = std::chrono::seconds(30);
+constexpr milliseconds kFarewellOfAFailure = std::chrono::seconds(1);
+constexpr const char* kGloo = "gloo";
+constexpr const char* kNccl = "nccl";
+constexpr const char* kGlooAndNccl = "cpu:gloo,cuda:nccl";
+
+bool has_nccl(const std::string& backend) { return backend == kNccl || backend == kGlooAndNccl; }
+
+LaunchEnvironment read_environment(const InitOptions& options) {
+  TORCH_CHECK_VALUE(options.rank.has_value() == options.world.has_value(),
+                    error_text("launch", "rank and world were not given together", {},
+                               "Pass both, or neither and let the environment say them."));
+  if (!options.rank) return read_launch_environment();
+  return read_launch_environment(RankOf{*options.rank, *options.world});
+}
+
+void check_backend(const InitOptions& options, RankOf where) {
+  const std::string& backend = options.backend;
+  TORCH_CHECK_VALUE(
+      backend.empty() || backend == kGloo || has_nccl(backend),
+      error_text("launch",
+                 "backend is '" + backend + "', expected gloo, nccl or cpu:gloo,cuda:nccl", where,
+                 "Other engines of c10d are reached from Python."));
+  if (!options.device) return;
+  TORCH_CHECK_VALUE(
+      options.device->is_cpu() || options.device->is_cuda(),
+      error_text("launch", "device is " + options.device->str() + ", expected cpu or cuda", where,
+                 "Pass another device."));
+  TORCH_CHECK_VALUE(options.device->is_cuda() || !has_nccl(backend),
+                    error_text("launch", "backend " + backend + " cannot serve device cpu", where,
+                               "Use the backend \"gloo\", or a CUDA device."));
+}
+
+// A job step that gives each rank one GPU shows each rank that GPU alone, as number 0.
+c10::DeviceIndex index_of_rank(const LaunchEnvironment& environment, int64_t gpus) {
+  const bool one_gpu_each = environment.launcher == Launcher::kSlurm && gpus == 1;
+  return static_cast<c10::DeviceIndex>(one_gpu_each ? 0 : environment.local_rank);
+}
+
+c10::Device choose_device(const InitOptions& options, const LaunchEnvironment& environment) {
+  const RankOf where = environment.rank_of();
+  if (has_nccl(options.backend)) load_nccl(where);  // libtorch_cuda comes with it
+  const bool by_default = has_nccl(options.backend) || (options.backend.empty() && at::hasCUDA());
+  const c10::Device wanted =
+      options.device.value_or(by_default ? c10::DeviceType::CUDA : c10::DeviceType::CPU);
+  if (wanted.is_cpu()) return wanted;
+
+  TORCH_CHECK_VALUE(
+      at::hasCUDA(),
+      error_text("launch", "device is " + wanted.str() + " but this program sees no GPU", where,
+                 "Link it with libtorch_cuda (-Wl,--no-as-needed), check the driver, or "
+                 "use device cpu."));
+  const c10::impl::VirtualGuardImpl cuda(c10::DeviceType::CUDA);
+  const auto gpus = static_cast<int64_t>(cuda.deviceCount());
+  const c10::Device device(c10::DeviceType::CUDA,
+                           wanted.has_index() ? wanted.index() : index_of_rank(environment, gpus));
+  TORCH_CHECK_VALUE(device.index() < gpus,
+                    error_text("launch",
+                               "device is " + device.str() + ", expected one of " +
+                                   std::to_string(gpus) + " GPUs",
+                               where, "Start at most one rank per GPU, or pass a device."));
+  cuda.setDevice(device);
+  return device;
+}
+
+c10::intrusive_ptr<c10d::ProcessGroup> connect(const c10::intrusive_ptr<c10d::Store>& store,
+                                               RankOf where, const std::string& backend,
+                                               std::optional<milliseconds> timeout) {
+  using BackendType = c10d::ProcessGroup::BackendType;
+  auto part_of_store = [&](const char* name) {
+    return c10::make_intrusive<c10d::PrefixStore>(name, store);
+  };
+  GlooOptions gloo;
+  gloo.timeout = timeout.value_or(gloo.timeout);
+  gloo.connect_timeout = timeout.value_or(gloo.connect_timeout);
+  if (backend == kGloo) return make_gloo_group(part_of_store(kGloo), where, gloo);
+
+  auto group = c10::make_intrusive<c10d::ProcessGroup>(store, static_cast<int>(where.rank),
+                                                       static_cast<int>(where.world));
+  if (backend == kGlooAndNccl) {
+    group->setBackend(c10::DeviceType::CPU, BackendType::GLOO,
+                      make_gloo_backend(part_of_store(kGloo), where, gloo));
+  }
+  group->setBackend(c10::DeviceType::CUDA, BackendType::NCCL,
+                    make_nccl_backend({part_of_store(kNccl), where, gloo.timeout}));
+  group->setDefaultBackend(BackendType::NCCL);
+  return group;
+}
+
+}  // namespace
+
+Context::Context(RankOf where, RankOf local, c10::Device device, std::unique_ptr<Group> group)
+    : where_(where), local_(local), device_(device), group_(std::move(group)) {}
+
+Context::Context(Context&&) noexcept = default;
+
+Context& Context::operator=(Context&& other) noexcept {
+  shutdown();
+  where_ = other.where_;
+  local_ = other.local_;
+  device_ = other.device_;
+  group_ = std::move(other.group_);
+  return *this;
+}
+
+Context::~Context() { shutdown(); }
+
+const Context::Group& Context::group() const {
+  TORCH_CHECK_VALUE(group_ != nullptr,
+                    error_text("launch", "the context was shut down", where_,
+                               "Call shutdown() after the last use of the group."));
+  return *group_;
+}
+
+std::shared_ptr<Communicator> Context::communicator() const { return group().communicator; }
+
+const c10::intrusive_ptr<c10d::ProcessGroup>& Context::process_group() const {
+  return group().process_group;
+}
+
+const c10::intrusive_ptr<c10d::Store>& Context::store() const { return group().rendezvous.store(); }
+
+void Context::shutdown() noexcept {
+  if (group_ == nullptr) return;
+  const std::unique_ptr<Group> group = std::move(group_);
+  // First the connections: a peer that waits for this rank then sees at once that nobody will
+  // answer.
+  group->communicator.reset();
+  group->process_group.reset();
+  const bool failing = std::uncaught_exceptions() > 0;
+  if (!group->rendezvous.leave(failing ? kFarewellOfAFailure : kFarewell) && !failing) {
+    TORCH_WARN(
+        error_text("launch", "ended before all other ranks had called shutdown()", where_,
+                   "They may lose the Store that this rank served; look for a rank that failed."));
+  }
+}
+
+Context init(const InitOptions& options) {
+  const LaunchEnvironment environment = read_environment(options);
+  const RankOf where = environment.rank_of();
+  check_backend(options, where);
+  const c10::Device device = choose_device(options, environment);
+  if (const auto threads = threads_per_rank(environment, usable_cpus());
+      threads && options.set_threads) {
+    at::set_num_threads(static_cast<int>(*threads));
+  }
+
+  auto group = std::make_unique<Context::Group>(
+      RendezvousRequest{environment, options.init_method, options.timeout});
+  const auto& store = group->rendezvous.store();
+  const std::string backend = !options.backend.empty() ? options.backend
+                              : device.is_cpu()        ? kGloo
+                                                       : kGlooAndNccl;
+  group->process_group = connect(store, where, backend, options.timeout);
+  group->communicator = make_c10d_communicator(group->process_group, store);
+  return Context(where, {environment.local_rank, environment.local_world}, device,
+                 std::move(group));
+}
+
+}  // namespace trireme

@@ -1,0 +1,4 @@
+#pragma once
+
+// Everything is compiled with hidden visibility; what another library may use carries this mark.
+#define TRIREME_API __attribute__((visibility("default")))

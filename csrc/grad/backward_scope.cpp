@@ -1,0 +1,81 @@
+#include <trireme/grad/backward_scope.h>
+
+#include <trireme/common/error.h>
+#include <trireme/common/trace.h>
+
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/graph_task.h>
+
+#include <algorithm>
+
+// See [Note: when a backward synchronizes] in grad_reducer.h.
+
+namespace trireme {
+
+void GradReducer::after_forward(const std::vector<at::Tensor>& outputs, bool synchronize) {
+  bool is_hooked = false;
+  for (const at::Tensor& output : outputs) {
+    // A leaf here is a parameter or an input handed through; its hooks would pile up from forward to forward.
+    if (!output.requires_grad() || output.is_leaf()) continue;
+    is_hooked = true;
+    output.register_hook([reducer = weak_from_this(), synchronize](const at::Tensor& /*gradient*/) {
+      if (const auto alive = reducer.lock()) alive->output_gradient_arrived(synchronize);
+    });
+  }
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (synchronize && !is_hooked) arm_at_parameter_ = true;
+  clock_.forward_ends();
+}
+
+void GradReducer::prepare_for_backward() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  force_synchronize_ = true;
+}
+
+void GradReducer::output_gradient_arrived(bool synchronize) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (synchronize || force_synchronize_) arm();
+}
+
+void GradReducer::arm() {
+  if (phase_ == Phase::kRunning) return;
+  const auto* visited = torch::autograd::get_current_graph_task_exec_info();
+  if (visited != nullptr && !visited->empty() &&
+      std::none_of(hooks_.begin(), hooks_.end(),
+                   [&](const GradHook& hook) { return hook.is_visited_by(*visited); })) {
+    return;
+  }
+  begin_backward(/*shadow=*/false);
+  const auto scope = std::make_shared<BackwardScope>(shared_from_this());
+  torch::autograd::Engine::get_default_engine().queue_callback([scope] { scope->finish(); });
+}
+
+void GradReducer::finish_backward() {
+  TRIREME_TRACE("grad_reducer.finish_backward");
+  launch_rest();
+  if (manual_finalization_) {
+    phase_ = Phase::kAwaitingFinalize;
+    return;
+  }
+  collect();
+}
+
+void GradReducer::abandon_backward() noexcept {
+  const RankOf where = communicator_->rank_of();
+  try {
+    const std::string cause =
+        own_error_.empty() ? "An exception left it; see the traceback of that rank" : own_error_;
+    const std::string progress =
+        last_arrived_ < 0 ? "before any gradient arrived" : "after the gradient of '" + name_of(last_arrived_) + "'";
+    const std::string text =
+        error_text(options_.area, "backward " + std::to_string(step_) + " was abandoned " + progress, where, cause);
+    if (where.world > 1 && !communicator_->failure()) communicator_->announce_failure(text);
+  } catch (...) {  // out of memory while dying of something else: the peers see their deadline instead
+  }
+  const std::lock_guard<std::mutex> lock(mutex_);
+  for (size_t i = 0; i < fires_seen_.size(); ++i) fires_expected_[i] = std::max(fires_expected_[i], fires_seen_[i]);
+  pending_.clear();
+  phase_ = Phase::kIdle;
+}
+
+}  // namespace trireme

@@ -1,0 +1,60 @@
+#include <trireme/grad/grad_hook.h>
+
+#include <trireme/common/error.h>
+
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/function_hook.h>
+
+#include <memory>
+
+namespace trireme {
+namespace {
+
+using torch::autograd::variable_list;
+
+class ReadyHook final : public torch::autograd::FunctionPostHook {
+ public:
+  ReadyHook(int64_t index, GradSink& sink) : index_(index), sink_(sink) {}
+
+  variable_list operator()(const variable_list& outputs, const variable_list& inputs) override {
+    sink_.gradient_ready(index_, inputs[0].defined());
+    return outputs;
+  }
+
+  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& /*args*/) const override {
+    TORCH_CHECK_NOT_IMPLEMENTED(
+        false, error_text("grad_hook",
+                          "got a backward under compiled autograd, expected the eager autograd engine: "
+                          "its compiled graph would leave out the reduction of gradients",
+                          {}, "Set torch._dynamo.config.compiled_autograd = False."));
+  }
+
+ private:
+  int64_t index_;
+  GradSink& sink_;
+};
+
+}  // namespace
+
+GradHook::GradHook(const at::Tensor& parameter, int64_t index, GradSink& sink)
+    : node_(torch::autograd::impl::grad_accumulator(parameter)) {
+  TORCH_INTERNAL_ASSERT(node_, "[grad_hook] parameter ", index, " does not require a gradient");
+  key_ = node_->add_post_hook(std::make_unique<ReadyHook>(index, sink));
+}
+
+bool GradHook::is_attached_to(const at::Tensor& parameter) const {
+  return node_ && torch::autograd::impl::try_get_grad_accumulator(parameter).get() == node_.get();
+}
+
+bool GradHook::is_visited_by(
+    const std::unordered_map<torch::autograd::Node*, torch::autograd::GraphTask::ExecInfo>& visited) const {
+  const auto entry = visited.find(node_.get());
+  return entry != visited.end() && entry->second.needed_;
+}
+
+void GradHook::detach() noexcept {
+  if (node_) node_->del_post_hook(key_);
+  node_.reset();
+}
+
+}  // namespace trireme

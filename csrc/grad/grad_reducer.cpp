@@ -1,0 +1,250 @@
+#include <trireme/grad/grad_reducer.h>
+
+#include <trireme/comm/comm_hook.h>
+#include <trireme/common/trace.h>
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <utility>
+
+namespace trireme {
+
+using Clock = StepClock::Clock;
+
+void GradReducer::before_forward() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (const auto failure = communicator_->failure()) {
+    C10_THROW_ERROR(DistBackendError,
+                    error_text(options_.area, "got a forward after the group had failed: " + *failure,
+                               communicator_->rank_of(),
+                               "Destroy the process group, initialise it again and wrap the module anew."));
+  }
+  TORCH_CHECK(phase_ != Phase::kAwaitingFinalize,
+              error_text(options_.area, "got a forward before finalize_backward(), expected one call of it "
+                                        "after every synchronized backward",
+                         communicator_->rank_of(), "Call finalize_backward(), or turn manual finalization off."));
+  clock_.forward_begins();
+  if (phase_ == Phase::kIdle) watch_parameters();
+}
+
+double GradReducer::scale() const { return compressor_->is_plain_sum() ? 1.0 / divisor_ : 1.0; }
+
+// Called when the backward is armed: on every rank at the same place in its sequence of collectives.
+void GradReducer::begin_backward(bool shadow) {
+  TORCH_CHECK(phase_ == Phase::kIdle,
+              error_text(options_.area, "got a second backward before finalize_backward()",
+                         communicator_->rank_of(), "Call finalize_backward() once per synchronized backward."));
+  if (map_is_unread_) settle_map();
+  adopt_pending_order();
+  if (plan_is_stale_) build_buckets();
+  ++step_;
+  shadow_ = shadow;
+  force_synchronize_ = arm_at_parameter_ = false;
+  next_launch_ = next_deliver_ = 0;
+  pending_.clear();
+  pending_.resize(buckets_.size());
+  arrivals_.clear();
+  last_arrived_ = -1;
+  own_error_.clear();
+  std::fill(fires_seen_.begin(), fires_seen_.end(), 0);
+  for (size_t i = 0; i < buckets_.size(); ++i) {
+    buckets_[i].begin_step(shadow);
+    waiting_slots_[i] = 0;
+    for (const BucketSlot& slot : plan_.buckets[i].slots) {
+      if (infos_[static_cast<size_t>(slot.parameter)].requires_grad) ++waiting_slots_[i];
+    }
+  }
+  clock_.backward_begins(step_);
+  phase_ = Phase::kRunning;
+}
+
+void GradReducer::gradient_ready(int64_t index, bool has_gradient) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (has_gradient) used_.mark_used(index);
+  if (phase_ != Phase::kRunning) {
+    if (!arm_at_parameter_ && !force_synchronize_) return;
+    arm();
+    if (phase_ != Phase::kRunning) return;
+  }
+  const auto at = static_cast<size_t>(index);
+  const Place place = places_[at];
+  last_arrived_ = index;
+  const int32_t fires = ++fires_seen_[at];
+  if (observing_) arrivals_.push_back(index);
+  check_gradient(index, has_gradient);
+  if (place.bucket < 0) return;  // unfrozen since the plan was made; see settle_change()
+  const auto bucket = static_cast<size_t>(place.bucket);
+  buckets_[bucket].gradient_arrived(static_cast<size_t>(place.slot), scale());
+  if (fires != fires_expected_[at]) return;
+  --waiting_slots_[bucket];
+  if (!observing_) launch_ready();
+}
+
+// What this backward cannot average. Raised here, it comes out of the user's backward().
+void GradReducer::check_gradient(int64_t index, bool has_gradient) {
+  const auto at = static_cast<size_t>(index);
+  const auto refuse = [&](bool is_fine, const char* got, const char* next_step) {
+    if (is_fine) return;
+    own_error_ = error_text(options_.area, "got '" + name_of(index) + "' " + got, communicator_->rank_of(), next_step);
+    TORCH_CHECK_NOT_IMPLEMENTED(false, own_error_);
+  };
+  refuse(!at::GradMode::is_enabled(),
+         "in backward(create_graph=True), expected a first-order backward: the average over ranks has no derivative",
+         "Use torch.autograd.grad(..., create_graph=True) inside the loss instead.");
+  refuse(!has_gradient || parameters_[at].grad().defined(),
+         "without its gradient, expected it in .grad: a post-accumulate-grad hook took it before it was averaged",
+         "Register the optimizer with _apply_optimizer_in_backward before the first forward, or step after backward.");
+  const int32_t bucket = places_[at].bucket;
+  refuse(bucket < 0 || static_cast<size_t>(bucket) >= next_launch_,
+         "with a further gradient in the same backward after its bucket was launched, expected as many as in the "
+         "backward before",
+         "Checkpoint this layer with use_reentrant=False, or the same number of times in every step.");
+}
+
+void GradReducer::launch_ready() {
+  bool launched = false;
+  while (next_launch_ < buckets_.size() && waiting_slots_[next_launch_] <= 0) {
+    launch(next_launch_);
+    launched = true;
+  }
+  if (launched) deliver_done();
+}
+
+void GradReducer::launch(size_t index) {
+  TRIREME_TRACE("grad_reducer.launch");
+  Bucket& bucket = buckets_[index];
+  bucket.complete(scale());
+  const bool is_last = index + 1 == buckets_.size();
+  if (is_last && tail_in_last_bucket_) used_.write_to(bucket.tail(), shadow_);
+  pending_[index] = compressor_->reduce({bucket, parameters_, index, buckets_.size(), labels_[index]});
+  clock_.bucket_launched(bucket.plan().bytes());
+  ++next_launch_;
+}
+
+void GradReducer::launch_rest() {
+  while (next_launch_ < buckets_.size()) launch(next_launch_);
+  if (tail_in_last_bucket_) return;
+  if (!map_wire_.defined()) {
+    map_wire_ = at::empty({used_.numel()}, at::TensorOptions().dtype(at::kFloat).device(infos_.front().device));
+  }
+  used_.write_to(map_wire_, shadow_);
+  map_pending_ = communicator_->all_reduce({map_wire_}, ReduceOp::kSum, "used-map");
+}
+
+// Gradients of finished buckets go where they belong while backward is still at work.
+void GradReducer::deliver_done() {
+  if (manual_finalization_ || buckets_.front().plan().device.is_cuda()) return;
+  while (next_deliver_ < next_launch_ && pending_[next_deliver_].done()) deliver_arrived(next_deliver_);
+}
+
+void GradReducer::deliver_arrived(size_t index) {
+  pending_[index].wait();
+  clock_.bucket_done(index, pending_[index].finished_at());
+  Bucket& bucket = buckets_[index];
+  const std::vector<at::Tensor> result = pending_[index].result();
+  if (!result.empty()) bucket.take_result(result.front());
+  const std::vector<BucketSlot>& slots = bucket.plan().slots;
+  std::vector<int64_t> delivered;
+  for (size_t slot = 0; slot < slots.size(); ++slot) {
+    if (fires_seen_[static_cast<size_t>(slots[slot].parameter)] == 0) continue;
+    bucket.deliver(slot, options_.gradient_as_bucket_view);
+    if (delivered_) delivered.push_back(slots[slot].parameter);
+  }
+  ++next_deliver_;
+  if (delivered_) delivered_(delivered);
+}
+
+// Waits for everything that is in flight and brings every .grad to its final value.
+void GradReducer::collect() {
+  phase_ = Phase::kIdle;  // also if a wait throws
+  const auto begin = Clock::now();
+  while (next_deliver_ < buckets_.size()) deliver_arrived(next_deliver_);
+  map_pending_.wait();
+  map_pending_ = {};
+  clock_.waited(Clock::now() - begin);
+
+  map_is_unread_ = true;
+  bool needs_map = infos_.front().device.is_cpu() || used_.changed_here() || observing_;
+  for (size_t i = 0; i < places_.size() && !needs_map; ++i) {
+    needs_map = places_[i].bucket >= 0 && fires_seen_[i] == 0;
+  }
+  // On CUDA reading the map waits for the device. Where this rank used everything and changed nothing it can
+  // be read when the next backward is armed, long after it has arrived.
+  if (needs_map) settle_map();
+  used_.clear();
+  for (size_t i = 0; i < fires_seen_.size(); ++i) fires_expected_[i] = std::max(1, fires_seen_[i]);
+  if (observing_) learn_order();
+  pending_.clear();
+  clock_.backward_ends();
+}
+
+void GradReducer::settle_map() {
+  map_is_unread_ = false;
+  used_.read_from(tail_in_last_bucket_ ? buckets_.back().tail() : map_wire_);
+  for (size_t b = 0; b < buckets_.size(); ++b) {
+    const std::vector<BucketSlot>& slots = plan_.buckets[b].slots;
+    for (size_t slot = 0; slot < slots.size(); ++slot) {
+      const int64_t index = slots[slot].parameter;
+      if (fires_seen_[static_cast<size_t>(index)] > 0) continue;
+      if (used_.ranks_using(index) > 0) {
+        buckets_[b].deliver(slot, options_.gradient_as_bucket_view);
+        if (delivered_) delivered_({index});
+      } else {
+        buckets_[b].restore(slot);
+      }
+    }
+  }
+  update_trailing();
+  if (used_.changed_anywhere()) settle_change();
+}
+
+void GradReducer::shadow_backward() {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    begin_backward(/*shadow=*/true);
+  }
+  launch_rest();
+  collect();
+}
+
+void GradReducer::finalize_backward() {
+  TORCH_CHECK(phase_ == Phase::kAwaitingFinalize,
+              error_text(options_.area, "got finalize_backward() with no synchronized backward to finalize",
+                         communicator_->rank_of(),
+                         "Call it once after each backward whose forward was not under no_sync()."));
+  collect();
+}
+
+bool GradReducer::should_finalize_after_backward() const { return manual_finalization_; }
+
+void GradReducer::set_manual_finalization(bool manual) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  TORCH_CHECK(phase_ == Phase::kIdle,
+              error_text(options_.area, "got a change of manual finalization while a backward runs",
+                         communicator_->rank_of(), "Change it before forward or after finalize_backward()."));
+  manual_finalization_ = manual;
+}
+
+void GradReducer::set_comm_hook(std::shared_ptr<CommHook> hook) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  TORCH_CHECK(phase_ == Phase::kIdle && compressor_->is_plain_sum(),
+              error_text(options_.area, "got a second communication hook, expected one per module",
+                         communicator_->rank_of(), "Combine the two in one hook (e.g. fp16_compress_wrapper)."));
+  compressor_ = make_hook_compressor(std::move(hook));
+  plan_is_stale_ = true;
+}
+
+void GradReducer::set_divisor(double divisor) { divisor_ = divisor; }
+
+void GradReducer::set_delivered_callback(DeliveredCallback callback) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  delivered_ = std::move(callback);
+}
+
+StepReport GradReducer::last_step() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return clock_.last();
+}
+
+}  // namespace trireme

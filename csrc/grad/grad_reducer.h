@@ -1,0 +1,200 @@
+#pragma once
+
+// Gradient path 4/5. In: compressor.h  Out: (comm), flat_optimizer.h
+
+#include <trireme/comm/communicator.h>
+#include <trireme/grad/bucket.h>
+#include <trireme/grad/compressor.h>
+#include <trireme/grad/grad_hook.h>
+#include <trireme/grad/step_report.h>
+#include <trireme/grad/used_map.h>
+#include <trireme/memory/bucket_plan.h>
+
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace trireme {
+
+// [Note: when a backward synchronizes]
+//
+// Nothing is decided in forward but one flag. after_forward() puts a gradient hook on the output tensors (no
+// clone); the hook carries whether that forward synchronizes (no_sync() forwards do not). When a gradient
+// reaches such an output, the backward that runs is armed: the end callback is queued into *its* graph task,
+// which is the outer one even when checkpointing runs reentrant backwards inside. From then on each parameter's
+// hook counts down its bucket; buckets are launched in plan order; the end callback launches the rest, waits,
+// and delivers. So .grad is final when backward() returns, and 1F1B, several forwards per backward, and
+// several backwards per forward need no care.
+//
+// autograd.grad() and backward(inputs=...) arm only if they accumulate into one of our parameters. A graph task
+// that is destroyed before its end callback ran was left by an exception; its peers are told (BackwardScope).
+
+// [Note: the order of buckets]
+//
+// The first synchronized backward launches everything at its end and watches: in which order gradients arrive,
+// how often per parameter (a layer checkpointed twice fires twice), which do not. Rank 0's order is broadcast
+// while the optimizer and the next forward run, and adopted when the next backward is armed, which every rank
+// reaches at the same point of its sequence of collectives: no rank ever blocks for it. Afterwards every rank
+// knows from the used-map who used what and moves parameters that some rank left unused to trailing buckets.
+
+struct GradReducerOptions {
+  BucketCaps caps{{int64_t{1} << 20, int64_t{25} << 20}};
+  // Replace also a .grad that existed before (see bucket.h); otherwise it keeps its identity.
+  bool gradient_as_bucket_view = false;
+  // The dtype of floating-point gradients on the wire; that of the parameters if absent.
+  std::optional<at::ScalarType> reduce_dtype;
+  std::string area = "ddp";  // which strategy speaks in messages
+};
+
+// All parameters of a module, frozen ones too: they may be unfrozen later.
+struct NamedParameters {
+  std::vector<std::string> names;
+  std::vector<at::Tensor> tensors;
+  std::vector<bool> sparse_gradient;
+};
+
+TRIREME_API std::vector<ParameterInfo> describe_parameters(const NamedParameters& parameters);
+
+// Averages gradients over the ranks while backward computes them.
+//
+// Cost per synchronized backward: one all-reduce per bucket (all gradient bytes once, 4 bytes per parameter
+// for the used-map), buffers of one gradient size in all, which become the .grad of their parameters.
+//
+// Thread-safe towards autograd's threads. The public functions are called by the thread that trains, without
+// the GIL.
+class TRIREME_API GradReducer final : public GradSink, public std::enable_shared_from_this<GradReducer> {
+ public:
+  static std::shared_ptr<GradReducer> make(NamedParameters parameters,
+                                           std::shared_ptr<Communicator> communicator,
+                                           GradReducerOptions options);
+  ~GradReducer() override;
+
+  // Around every forward with gradients enabled.
+  void before_forward();
+  void after_forward(const std::vector<at::Tensor>& outputs, bool synchronize);
+
+  // The next backward that reaches an output or a parameter synchronizes, whatever its forward said.
+  void prepare_for_backward();
+
+  // Replaces the all-reduce. Once, and not while a backward runs.
+  void set_comm_hook(std::shared_ptr<CommHook> hook);
+  // What sums are divided by: the number of ranks, unless a join counts only those still active.
+  void set_divisor(double divisor);
+
+  // With manual finalization backward() returns after the last launch, and the caller calls
+  // finalize_backward() exactly once per synchronized backward.
+  void set_manual_finalization(bool manual);
+  void finalize_backward();
+  // Whether finalize_backward() may only be called after backward returned.
+  bool should_finalize_after_backward() const;
+
+  // Takes part in one synchronized backward of the others with zeros, leaving every .grad alone (join).
+  void shadow_backward();
+
+  // Called with the indices of parameters whose .grad has just become final, while backward may still be at
+  // work on others (optimizer in backward). On the thread that runs backward.
+  using DeliveredCallback = std::function<void(const std::vector<int64_t>& parameters)>;
+  void set_delivered_callback(DeliveredCallback callback);
+
+  // What the last completed backward took.
+  StepReport last_step() const;
+  // One line per bucket of the current plan.
+  std::string describe_plan() const;
+  const BucketPlan& plan() const { return plan_; }
+  const std::vector<ParameterInfo>& parameter_infos() const { return infos_; }
+  Communicator& communicator() { return *communicator_; }
+
+  void gradient_ready(int64_t index, bool has_gradient) override;
+
+ private:
+  friend class BackwardScope;
+  enum class Phase : uint8_t { kIdle, kRunning, kAwaitingFinalize };
+  struct Place {
+    int32_t bucket = -1;  // -1: not planned
+    int32_t slot = -1;
+  };
+
+  GradReducer(NamedParameters parameters, std::shared_ptr<Communicator> communicator,
+              GradReducerOptions options);
+
+  // arming (backward_scope.cpp)
+  void output_gradient_arrived(bool synchronize);
+  void arm();
+  void finish_backward();
+  void abandon_backward() noexcept;
+
+  // one step (grad_reducer.cpp)
+  void begin_backward(bool shadow);
+  void launch_ready();
+  void launch(size_t bucket);
+  void launch_rest();
+  void deliver_done();
+  void deliver_arrived(size_t bucket);
+  void check_gradient(int64_t index, bool has_gradient);
+  void collect();
+  void settle_map();
+  double scale() const;
+  const std::string& name_of(int64_t index) const { return infos_[static_cast<size_t>(index)].name; }
+
+  // plans (grad_reducer_plan.cpp)
+  void watch_parameters();
+  void adopt_pending_order();
+  void build_buckets();
+  void learn_order();
+  void update_trailing();
+  void settle_change();
+  void reduce_unfrozen(const std::vector<int64_t>& unfrozen, const std::vector<bool>& used);
+  BucketPlan make_plan(std::vector<int64_t> order) const;
+
+  const std::vector<at::Tensor> parameters_;
+  std::vector<ParameterInfo> infos_;
+  std::shared_ptr<Communicator> communicator_;
+  GradReducerOptions options_;
+  std::unique_ptr<Compressor> compressor_;
+  std::vector<GradHook> hooks_;
+  double divisor_ = 1;
+
+  // the plan and its memory
+  std::vector<int64_t> order_;         // parameters in the order in which gradients are expected
+  std::vector<bool> trailing_;
+  std::vector<int64_t> partly_used_at_;  // the last step in which some rank left the parameter unused
+  BucketPlan plan_;
+  std::vector<Place> places_;
+  std::vector<Bucket> buckets_;
+  std::vector<std::string> labels_;
+  bool tail_in_last_bucket_ = false;
+  bool plan_is_stale_ = true;
+  bool hook_froze_order_ = false;  // a communication hook may keep state by bucket index
+  bool observing_ = true;          // this backward teaches the order
+  Pending order_pending_;
+  at::Tensor pending_order_;
+
+  // the step that runs
+  mutable std::mutex mutex_;
+  Phase phase_ = Phase::kIdle;
+  bool shadow_ = false;
+  bool force_synchronize_ = false;
+  bool arm_at_parameter_ = false;
+  bool manual_finalization_ = false;
+  int64_t step_ = 0;
+  std::vector<int32_t> fires_expected_;  // per backward, as seen in the last one
+  std::vector<int32_t> fires_seen_;
+  std::vector<int64_t> arrivals_;
+  std::vector<int64_t> waiting_slots_;  // per bucket: parameters whose gradient is still to come
+  size_t next_launch_ = 0;
+  size_t next_deliver_ = 0;
+  std::vector<Pending> pending_;
+  UsedMap used_;
+  at::Tensor map_wire_;
+  Pending map_pending_;
+  bool map_is_unread_ = false;
+  int64_t last_arrived_ = -1;
+  std::string own_error_;
+  DeliveredCallback delivered_;
+  StepClock clock_;
+};
+
+}  // namespace trireme

@@ -1,0 +1,210 @@
+#include <trireme/grad/grad_reducer.h>
+
+#include <trireme/grad/plan_agreement.h>
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <utility>
+
+// How the plan comes to be and changes. See [Note: the order of buckets] in grad_reducer.h.
+
+namespace trireme {
+namespace {
+
+// A parameter that some rank left unused stays in a trailing bucket for that many synchronized steps, so that
+// one that is used every other step does not move the buckets every step.
+constexpr int64_t kTrailingSteps = 8;
+
+}  // namespace
+
+std::vector<ParameterInfo> describe_parameters(const NamedParameters& parameters) {
+  std::vector<ParameterInfo> infos;
+  for (size_t i = 0; i < parameters.tensors.size(); ++i) {
+    const at::Tensor& tensor = parameters.tensors[i];
+    infos.push_back({parameters.names[i], tensor.sizes().vec(), tensor.numel(), tensor.scalar_type(),
+                     tensor.device(), parameters.sparse_gradient[i], tensor.requires_grad()});
+  }
+  return infos;
+}
+
+std::shared_ptr<GradReducer> GradReducer::make(NamedParameters parameters,
+                                               std::shared_ptr<Communicator> communicator,
+                                               GradReducerOptions options) {
+  return std::shared_ptr<GradReducer>(
+      new GradReducer(std::move(parameters), std::move(communicator), std::move(options)));
+}
+
+GradReducer::GradReducer(NamedParameters parameters, std::shared_ptr<Communicator> communicator,
+                         GradReducerOptions options)
+    : parameters_(parameters.tensors),
+      infos_(describe_parameters(parameters)),
+      communicator_(std::move(communicator)),
+      options_(std::move(options)),
+      compressor_(make_identity_compressor(communicator_)),
+      hooks_(parameters_.size()),
+      divisor_(static_cast<double>(communicator_->world())),
+      trailing_(parameters_.size(), false),
+      partly_used_at_(parameters_.size(), -kTrailingSteps),
+      fires_expected_(parameters_.size(), 1),
+      fires_seen_(parameters_.size(), 0),
+      used_(static_cast<int64_t>(parameters_.size())) {
+  for (size_t i = parameters_.size(); i-- > 0;) {
+    const auto index = static_cast<int64_t>(i);
+    if (!infos_[i].requires_grad) continue;
+    hooks_[i] = GradHook(parameters_[i], index, *this);
+    order_.push_back(index);  // last registered, first to get its gradient: the guess until one was seen
+  }
+  build_buckets();
+}
+
+GradReducer::~GradReducer() = default;
+
+// Finds what the user changed since the last look: frozen, unfrozen, cast.
+void GradReducer::watch_parameters() {
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    const at::Tensor& parameter = parameters_[i];
+    ParameterInfo& info = infos_[i];
+    const bool requires_grad = parameter.requires_grad();
+    const bool needs_hook = requires_grad && !hooks_[i].is_attached_to(parameter);
+    if (requires_grad == info.requires_grad && !needs_hook) continue;
+    TORCH_CHECK_VALUE(parameter.device() == info.device,
+                      error_text(options_.area,
+                                 "got '" + info.name + "' on " + parameter.device().str() + ", expected it on " +
+                                     info.device.str() + " where it was when the module was wrapped",
+                                 communicator_->rank_of(), "Move the module before wrapping it."));
+    if (needs_hook) hooks_[i] = GradHook(parameter, static_cast<int64_t>(i), *this);
+    if (requires_grad != info.requires_grad || parameter.scalar_type() != info.dtype) used_.mark_changed();
+    info.requires_grad = requires_grad;
+    info.dtype = parameter.scalar_type();
+  }
+}
+
+BucketPlan GradReducer::make_plan(std::vector<int64_t> order) const {
+  return make_bucket_plan({infos_, std::move(order), trailing_, options_.caps, options_.reduce_dtype});
+}
+
+void GradReducer::build_buckets() {
+  plan_is_stale_ = false;
+  BucketPlan plan = make_plan(order_);
+  const bool tail_fits = compressor_->is_plain_sum() && !plan.buckets.empty() && !plan.buckets.back().sparse &&
+                         (plan.buckets.back().dtype == at::kFloat || plan.buckets.back().dtype == at::kDouble);
+  if (plan == plan_ && tail_fits == tail_in_last_bucket_ && !buckets_.empty()) return;
+
+  std::vector<Bucket> buckets;
+  std::vector<Place> places(parameters_.size());
+  for (size_t b = 0; b < plan.buckets.size(); ++b) {
+    const bool is_last = b + 1 == plan.buckets.size();
+    buckets.emplace_back(plan.buckets[b], parameters_, is_last && tail_fits ? used_.numel() : 0);
+    const std::vector<BucketSlot>& slots = plan.buckets[b].slots;
+    for (size_t slot = 0; slot < slots.size(); ++slot) {
+      const auto index = static_cast<size_t>(slots[slot].parameter);
+      places[index] = {static_cast<int32_t>(b), static_cast<int32_t>(slot)};
+      const int32_t earlier = places_.empty() ? -1 : places_[index].bucket;
+      if (earlier >= 0 && buckets_[static_cast<size_t>(earlier)].holds_gradient_of(parameters_[index])) {
+        buckets.back().adopt_range(slot, buckets_[static_cast<size_t>(earlier)]);
+      }
+    }
+  }
+  plan_ = std::move(plan);
+  places_ = std::move(places);
+  buckets_ = std::move(buckets);
+  tail_in_last_bucket_ = tail_fits;
+  waiting_slots_.assign(buckets_.size(), 0);
+  labels_.clear();
+  for (size_t b = 0; b < buckets_.size(); ++b) labels_.push_back(bucket_label(plan_, b, infos_));
+}
+
+// The end of the first synchronized backward: rank 0's order sets out to everybody.
+void GradReducer::learn_order() {
+  observing_ = false;
+  std::vector<bool> is_placed(parameters_.size(), true);
+  for (const int64_t index : order_) is_placed[static_cast<size_t>(index)] = false;
+  std::vector<int64_t> order;
+  // A parameter is ready with its last gradient; read backwards, that is the first mention.
+  for (auto index = arrivals_.rbegin(); index != arrivals_.rend(); ++index) {
+    if (is_placed[static_cast<size_t>(*index)]) continue;
+    is_placed[static_cast<size_t>(*index)] = true;
+    order.push_back(*index);
+  }
+  std::reverse(order.begin(), order.end());
+  for (const int64_t index : order_) {
+    if (!is_placed[static_cast<size_t>(index)]) order.push_back(index);
+  }
+  pending_order_ = at::tensor(order, at::kLong).to(infos_.front().device);
+  order_pending_ = communicator_->broadcast({pending_order_}, 0, "order of gradients");
+}
+
+void GradReducer::adopt_pending_order() {
+  if (!pending_order_.defined()) return;
+  order_pending_.wait();
+  const at::Tensor host = pending_order_.to(at::kCPU);
+  order_.assign(host.const_data_ptr<int64_t>(), host.const_data_ptr<int64_t>() + host.numel());
+  pending_order_.reset();
+  order_pending_ = {};
+  plan_is_stale_ = true;
+  hook_froze_order_ = !compressor_->is_plain_sum();
+}
+
+// The map is the same on all ranks, so all come to the same plan without a word.
+void GradReducer::update_trailing() {
+  if (hook_froze_order_) return;
+  const int64_t world = communicator_->world();
+  for (const int64_t index : order_) {
+    const auto at = static_cast<size_t>(index);
+    if (used_.ranks_using(index) < world) partly_used_at_[at] = step_;
+    const bool trails = step_ - partly_used_at_[at] < kTrailingSteps;
+    if (trails != trailing_[at]) {
+      trailing_[at] = trails;
+      plan_is_stale_ = true;
+    }
+  }
+}
+
+// Some rank froze, unfroze or cast parameters: all ranks compare notes at the end of this backward.
+void GradReducer::settle_change() {
+  std::vector<ParameterState> states;
+  for (size_t i = 0; i < infos_.size(); ++i) {
+    states.push_back({infos_[i].requires_grad, used_.used_here(static_cast<int64_t>(i)), infos_[i].dtype});
+  }
+  const std::vector<bool> used =
+      agree_on_states(*communicator_, infos_.front().device, infos_, states, options_.area);
+  std::vector<int64_t> unfrozen;
+  std::vector<int64_t> order;
+  for (const int64_t index : order_) {
+    if (infos_[static_cast<size_t>(index)].requires_grad) order.push_back(index);
+  }
+  for (size_t i = infos_.size(); i-- > 0;) {
+    if (!infos_[i].requires_grad || places_[i].bucket >= 0) continue;
+    unfrozen.push_back(static_cast<int64_t>(i));
+    order.push_back(static_cast<int64_t>(i));
+  }
+  if (!unfrozen.empty()) reduce_unfrozen(unfrozen, used);
+  order_ = std::move(order);
+  plan_is_stale_ = true;
+}
+
+// Gradients that this backward produced but the layout of this step did not hold.
+void GradReducer::reduce_unfrozen(const std::vector<int64_t>& unfrozen, const std::vector<bool>& used) {
+  const BucketPlan plan = make_plan(unfrozen);
+  for (size_t b = 0; b < plan.buckets.size(); ++b) {
+    Bucket bucket(plan.buckets[b], parameters_, 0);
+    bucket.begin_step(shadow_);
+    bucket.complete(scale());
+    const std::string label = "unfrozen " + bucket_label(plan, b, infos_);
+    Pending pending = compressor_->reduce({bucket, parameters_, b, plan.buckets.size(), label});
+    pending.wait();
+    const std::vector<at::Tensor> result = pending.result();
+    if (!result.empty()) bucket.take_result(result.front());
+    const std::vector<BucketSlot>& slots = plan.buckets[b].slots;
+    for (size_t slot = 0; slot < slots.size(); ++slot) {
+      if (used[static_cast<size_t>(slots[slot].parameter)]) {
+        bucket.deliver(slot, options_.gradient_as_bucket_view);
+      }
+    }
+  }
+}
+
+std::string GradReducer::describe_plan() const { return to_string(plan_, infos_); }
+
+}  // namespace trireme

@@ -1,0 +1,146 @@
+#include <trireme/grad/plan_agreement.h>
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <cstring>
+#include <sstream>
+
+namespace trireme {
+namespace {
+
+std::string describe(const ParameterInfo& info) {
+  std::ostringstream text;
+  text << '\'' << info.name << "' " << c10::toString(info.dtype) << " [";
+  for (size_t i = 0; i < info.sizes.size(); ++i) text << (i == 0 ? "" : ", ") << info.sizes[i];
+  text << ']' << (info.sparse_gradient ? " sparse" : "") << (info.requires_grad ? "" : " frozen");
+  return text.str();
+}
+
+std::vector<std::string> split_lines(const std::string& text) {
+  std::vector<std::string> lines;
+  std::istringstream stream(text);
+  for (std::string line; std::getline(stream, line);) lines.push_back(line);
+  return lines;
+}
+
+// Empty when `mine` and rank 0's description agree.
+std::string first_difference(const std::vector<ParameterInfo>& mine, const std::string& of_rank_0) {
+  const std::vector<std::string> theirs = split_lines(of_rank_0);
+  const size_t common = std::min(mine.size(), theirs.size());
+  for (size_t i = 0; i < common; ++i) {
+    const std::string here = describe(mine[i]);
+    if (here != theirs[i]) {
+      return "parameter " + std::to_string(i) + " is " + here + " but rank 0 has " + theirs[i];
+    }
+  }
+  if (mine.size() == theirs.size()) return {};
+  const bool more_here = mine.size() > theirs.size();
+  return std::to_string(mine.size()) + " parameters but rank 0 has " + std::to_string(theirs.size()) +
+         ", the first " + (more_here ? "one too many is " + describe(mine[common]) : "one missing is " + theirs[common]);
+}
+
+at::Tensor bytes_tensor(const std::string& text, c10::Device device) {
+  at::Tensor tensor = at::empty({static_cast<int64_t>(text.size())}, at::kByte);
+  std::memcpy(tensor.mutable_data_ptr(), text.data(), text.size());
+  return tensor.to(device);
+}
+
+std::string text_of(const at::Tensor& bytes) {
+  const at::Tensor host = bytes.to(at::kCPU).contiguous();
+  return {static_cast<const char*>(host.const_data_ptr()), static_cast<size_t>(host.numel())};
+}
+
+// `text` of every rank, on every rank.
+std::vector<std::string> gather_texts(Communicator& communicator, c10::Device device,
+                                      const std::string& text) {
+  const int64_t world = communicator.world();
+  const auto long_options = at::TensorOptions().dtype(at::kLong);
+  const at::Tensor own = at::full({1}, static_cast<int64_t>(text.size()), long_options).to(device);
+  const at::Tensor lengths = at::empty({world}, long_options.device(device));
+  communicator.all_gather({lengths}, {own}, "parameter description lengths").wait();
+  const at::Tensor host = lengths.to(at::kCPU);
+  const int64_t longest = host.max().item<int64_t>();
+  std::vector<std::string> texts(static_cast<size_t>(world));
+  if (longest == 0) return texts;
+  const at::Tensor padded = at::zeros({longest}, at::TensorOptions().dtype(at::kByte).device(device));
+  padded.narrow(0, 0, static_cast<int64_t>(text.size())).copy_(bytes_tensor(text, device));
+  const at::Tensor all = at::empty({world * longest}, padded.options());
+  communicator.all_gather({all}, {padded}, "parameter descriptions").wait();
+  for (int64_t rank = 0; rank < world; ++rank) {
+    texts[static_cast<size_t>(rank)] =
+        text_of(all.narrow(0, rank * longest, host[rank].item<int64_t>()));
+  }
+  return texts;
+}
+
+std::string broadcast_text(Communicator& communicator, c10::Device device, const std::string& text) {
+  const auto long_options = at::TensorOptions().dtype(at::kLong);
+  const at::Tensor length = at::full({1}, static_cast<int64_t>(text.size()), long_options).to(device);
+  communicator.broadcast({length}, 0, "parameter description length").wait();
+  const int64_t length_here = length.item<int64_t>();
+  const at::Tensor bytes = communicator.rank() == 0
+                               ? bytes_tensor(text, device)
+                               : at::empty({length_here}, at::TensorOptions().dtype(at::kByte).device(device));
+  communicator.broadcast({bytes}, 0, "parameter descriptions of rank 0").wait();
+  return text_of(bytes);
+}
+
+}  // namespace
+
+void check_same_parameters(Communicator& communicator, c10::Device device,
+                           const std::vector<ParameterInfo>& parameters, const std::string& area) {
+  if (communicator.world() == 1) return;
+  std::string description;
+  for (const ParameterInfo& info : parameters) description += describe(info) + '\n';
+  const std::string difference =
+      first_difference(parameters, broadcast_text(communicator, device, description));
+  const std::vector<std::string> differences = gather_texts(communicator, device, difference);
+  std::string text;
+  for (size_t rank = 0; rank < differences.size(); ++rank) {
+    if (differences[rank].empty()) continue;
+    text += (text.empty() ? "" : "; ") + ("on rank " + std::to_string(rank) + ": ") + differences[rank];
+  }
+  TORCH_CHECK_VALUE(text.empty(),
+                    error_text(area, "got different parameters on different ranks, expected the same: " + text,
+                               communicator.rank_of(), "Build the same model on every rank."));
+}
+
+std::vector<bool> agree_on_states(Communicator& communicator, c10::Device device,
+                                  const std::vector<ParameterInfo>& parameters,
+                                  const std::vector<ParameterState>& states, const std::string& area) {
+  const auto count = static_cast<int64_t>(states.size());
+  const int64_t world = communicator.world();
+  at::Tensor own = at::empty({count, 2}, at::kByte);
+  auto* bytes = own.mutable_data_ptr<uint8_t>();
+  for (size_t i = 0; i < states.size(); ++i) {
+    bytes[2 * i] = static_cast<uint8_t>((states[i].requires_grad ? 1 : 0) | (states[i].used ? 2 : 0));
+    bytes[2 * i + 1] = static_cast<uint8_t>(states[i].dtype);
+  }
+  const at::Tensor sent = own.to(device);
+  const at::Tensor received = at::empty({world * count * 2}, sent.options());
+  communicator.all_gather({received}, {sent}, "changed parameter states").wait();
+  const at::Tensor host = received.to(at::kCPU);
+  const auto* all = host.const_data_ptr<uint8_t>();
+
+  std::vector<bool> used(states.size(), false);
+  for (int64_t rank = 0; rank < world; ++rank) {
+    const uint8_t* theirs = all + rank * count * 2;
+    for (size_t i = 0; i < states.size(); ++i) {
+      used[i] = used[i] || (theirs[2 * i] & 2) != 0;
+      const bool same = ((theirs[2 * i] ^ all[2 * i]) & 1) == 0 && theirs[2 * i + 1] == all[2 * i + 1];
+      TORCH_CHECK_VALUE(
+          same, error_text(area,
+                           "got a change of requires_grad or dtype that ranks do not share: '" +
+                               parameters[i].name + "' requires_grad=" +
+                               ((all[2 * i] & 1) != 0 ? "True" : "False") + " on rank 0 but " +
+                               ((theirs[2 * i] & 1) != 0 ? "True" : "False") + " (" +
+                               c10::toString(static_cast<at::ScalarType>(theirs[2 * i + 1])) +
+                               ") on rank " + std::to_string(rank),
+                           communicator.rank_of(), "Freeze and unfreeze the same parameters on every rank."));
+    }
+  }
+  return used;
+}
+
+}  // namespace trireme

@@ -1,0 +1,38 @@
+#include <trireme/grad/used_map.h>
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+
+namespace trireme {
+
+UsedMap::UsedMap(int64_t parameters)
+    : parameters_(parameters),
+      used_here_(static_cast<size_t>(parameters), false),
+      counts_(static_cast<size_t>(parameters), 0) {}
+
+void UsedMap::write_to(const at::Tensor& wire, bool shadow) const {
+  at::Tensor host = at::zeros({numel()}, at::kFloat);
+  auto* values = host.mutable_data_ptr<float>();
+  if (!shadow) {
+    for (int64_t i = 0; i < parameters_; ++i) values[i] = used_here(i) ? 1.0F : 0.0F;
+    values[parameters_] = changed_here_ ? 1.0F : 0.0F;
+  }
+  wire.copy_(host);
+}
+
+void UsedMap::read_from(const at::Tensor& wire) {
+  const at::Tensor host = wire.to(at::kCPU, at::kFloat);
+  const auto* values = host.const_data_ptr<float>();
+  for (int64_t i = 0; i < parameters_; ++i) {
+    counts_[static_cast<size_t>(i)] = static_cast<int64_t>(values[i]);
+  }
+  changed_anywhere_ = values[parameters_] > 0;
+}
+
+void UsedMap::clear() {
+  std::fill(used_here_.begin(), used_here_.end(), false);
+  changed_here_ = false;
+}
+
+}  // namespace trireme

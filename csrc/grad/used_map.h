@@ -1,0 +1,46 @@
+#pragma once
+
+#include <trireme/common/export.h>
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <vector>
+
+namespace trireme {
+
+// Which parameters were used since the last synchronization, and by how many ranks; with it, one flag: did any
+// rank change what it trains. Summed over the ranks it travels behind the last bucket's gradients (4 or 8 bytes
+// per parameter), or alone where that bucket cannot carry it.
+class TRIREME_API UsedMap {
+ public:
+  explicit UsedMap(int64_t parameters);
+
+  int64_t numel() const { return parameters_ + 1; }
+
+  void mark_used(int64_t parameter) { used_here_[static_cast<size_t>(parameter)] = true; }
+  bool used_here(int64_t parameter) const { return used_here_[static_cast<size_t>(parameter)]; }
+  void mark_changed() { changed_here_ = true; }
+  bool changed_here() const { return changed_here_; }
+
+  // Writes this rank's summands into `wire` (numel() floating-point elements, any device).
+  void write_to(const at::Tensor& wire, bool shadow) const;
+  // Reads the sums. On CUDA this waits for the device.
+  void read_from(const at::Tensor& wire);
+
+  // Of the last read: how many ranks used the parameter, and whether any rank announced a change.
+  int64_t ranks_using(int64_t parameter) const { return counts_[static_cast<size_t>(parameter)]; }
+  bool changed_anywhere() const { return changed_anywhere_; }
+
+  // A synchronization is over; what follows counts for the next.
+  void clear();
+
+ private:
+  int64_t parameters_;
+  std::vector<bool> used_here_;
+  bool changed_here_ = false;
+  std::vector<int64_t> counts_;
+  bool changed_anywhere_ = false;
+};
+
+}  // namespace trireme

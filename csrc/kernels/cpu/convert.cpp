@@ -1,0 +1,151 @@
+#include <trireme/kernels/cpu/convert.h>
+
+#include <trireme/kernels/cpu/isa.h>
+
+#include <c10/util/BFloat16.h>
+#include <c10/util/Half.h>
+
+#include <algorithm>
+#include <bit>
+#include <type_traits>
+#include <vector>
+
+// Loops are written once, as plain C++ that compilers vectorise, and compiled once per instruction
+// set. Whatever runs inside Isa::run is forced inline, because only what is inlined there is
+// compiled for that set.
+#define TRIREME_INLINE [[gnu::always_inline]] inline
+
+namespace trireme::cpu {
+namespace {
+
+using c10::BFloat16;
+using c10::Half;
+
+// Elements of fp16 that pass through a buffer of fp32 at a time: two such buffers stay in the
+// nearest cache.
+constexpr int64_t kBlock = 512;
+
+template <typename Dst, typename Src>
+using Compute =
+    std::conditional_t<std::is_same_v<Dst, double> || std::is_same_v<Src, double>, double, float>;
+
+// c10's own conversion branches on NaN, and a branch is not vectorised.
+TRIREME_INLINE BFloat16 round_to_bfloat16(float value) {
+  const auto bits = std::bit_cast<uint32_t>(value);
+  const uint32_t nearest_even = (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;
+  const bool is_nan = (bits & 0x7FFFFFFFu) > 0x7F800000u;
+  return {static_cast<uint16_t>(is_nan ? 0x7FC0u : nearest_even), BFloat16::from_bits()};
+}
+
+template <typename Dst, typename Value>
+TRIREME_INLINE Dst cast(Value value) {
+  if constexpr (std::is_same_v<Dst, BFloat16>) {
+    return round_to_bfloat16(static_cast<float>(value));
+  } else {
+    return static_cast<Dst>(value);
+  }
+}
+
+template <typename Dst, typename Src>
+TRIREME_INLINE void scale_apart(Dst* __restrict dst, const Src* __restrict src, int64_t numel,
+                                Compute<Dst, Src> scale) {
+  for (int64_t i = 0; i < numel; ++i) {
+    dst[i] = cast<Dst>(static_cast<Compute<Dst, Src>>(src[i]) * scale);
+  }
+}
+
+template <typename T>
+TRIREME_INLINE void scale_in_place(T* data, int64_t numel, Compute<T, T> scale) {
+  for (int64_t i = 0; i < numel; ++i) {
+    data[i] = cast<T>(static_cast<Compute<T, T>>(data[i]) * scale);
+  }
+}
+
+template <typename T>
+TRIREME_INLINE void add_apart(T* __restrict dst, const T* __restrict src, int64_t numel) {
+  for (int64_t i = 0; i < numel; ++i) {
+    dst[i] = cast<T>(static_cast<Compute<T, T>>(dst[i]) + static_cast<Compute<T, T>>(src[i]));
+  }
+}
+
+// Calls piece(begin, numel) for consecutive blocks.
+template <typename Piece>
+TRIREME_INLINE void for_blocks(int64_t numel, const Piece& piece) {
+  for (int64_t begin = 0; begin < numel; begin += kBlock) {
+    piece(begin, std::min(kBlock, numel - begin));
+  }
+}
+
+template <typename Isa, typename Dst, typename Src>
+void convert(void* dst_data, const void* src_data, int64_t numel, double scale) {
+  auto* dst = static_cast<Dst*>(dst_data);
+  const auto* src = static_cast<const Src*>(src_data);
+  if constexpr (std::is_same_v<Dst, Half>) {
+    for_blocks(numel, [&](int64_t begin, int64_t count) {
+      float wide[kBlock];
+      convert<Isa, float, Src>(wide, src + begin, count, scale);
+      Isa::narrow(dst + begin, wide, count);
+    });
+  } else if constexpr (std::is_same_v<Src, Half>) {
+    for_blocks(numel, [&](int64_t begin, int64_t count) {
+      float wide[kBlock];
+      Isa::widen(wide, src + begin, count);
+      convert<Isa, Dst, float>(dst + begin, wide, count, scale);
+    });
+  } else {
+    const auto factor = static_cast<Compute<Dst, Src>>(scale);
+    Isa::run([&]() __attribute__((always_inline)) {
+      if constexpr (std::is_same_v<Dst, Src>) {
+        if (dst == src) return scale_in_place(dst, numel, factor);
+      }
+      scale_apart(dst, src, numel, factor);
+    });
+  }
+}
+
+template <typename Isa, typename T>
+void add(void* dst_data, const void* src_data, int64_t numel) {
+  auto* dst = static_cast<T*>(dst_data);
+  const auto* src = static_cast<const T*>(src_data);
+  if constexpr (std::is_same_v<T, Half>) {
+    for_blocks(numel, [&](int64_t begin, int64_t count) {
+      float sum[kBlock];
+      float wide[kBlock];
+      Isa::widen(sum, dst + begin, count);
+      Isa::widen(wide, src + begin, count);
+      add<Isa, float>(sum, wide, count);
+      Isa::narrow(dst + begin, sum, count);
+    });
+  } else {
+    Isa::run([&]() __attribute__((always_inline)) { add_apart(dst, src, numel); });
+  }
+}
+
+// In the order of Real.
+template <typename Isa, typename Dst>
+constexpr std::array<ConvertLoop, kReals> kConvertRow = {
+    &convert<Isa, Dst, float>, &convert<Isa, Dst, double>, &convert<Isa, Dst, Half>,
+    &convert<Isa, Dst, BFloat16>};
+
+template <typename Isa>
+constexpr ConvertLoops kLoopsOf = {
+    Isa::kName,
+    {kConvertRow<Isa, float>, kConvertRow<Isa, double>, kConvertRow<Isa, Half>,
+     kConvertRow<Isa, BFloat16>},
+    {&add<Isa, float>, &add<Isa, double>, &add<Isa, Half>, &add<Isa, BFloat16>}};
+
+template <typename... Isa>
+std::vector<ConvertLoops> supported_among(std::type_identity<std::tuple<Isa...>>) {
+  std::vector<ConvertLoops> found;
+  ((Isa::supported() ? found.push_back(kLoopsOf<Isa>) : void()), ...);
+  return found;
+}
+
+}  // namespace
+
+c10::ArrayRef<ConvertLoops> supported_convert_loops() {
+  static const std::vector<ConvertLoops> loops = supported_among(std::type_identity<Isas>{});
+  return loops;
+}
+
+}  // namespace trireme::cpu

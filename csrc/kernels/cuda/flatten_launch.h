@@ -1,0 +1,18 @@
+#pragma once
+
+#include <trireme/kernels/cuda/flatten_table.h>
+
+// Between torch's side (flatten_cuda.cpp) and the kernels (flatten.cu, or no_cuda.cpp where nvcc is
+// missing).
+namespace trireme::cuda {
+
+enum class FlattenMove : uint8_t { kFlatten, kAccumulate, kUnflatten };
+
+// Whether the kernels are in this build.
+bool has_flatten();
+
+// One asynchronous launch on `stream` (a cudaStream_t), whose device must be the current one; the
+// table is copied before it returns. nullptr, or CUDA's text for what went wrong.
+const char* launch_flatten(const FlattenTable& table, FlattenMove move, void* stream);
+
+}  // namespace trireme::cuda

@@ -1,0 +1,84 @@
+#pragma once
+
+#include <trireme/common/export.h>
+
+#include <c10/core/Device.h>
+#include <c10/core/ScalarType.h>
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace trireme {
+
+// What a plan has to know of one parameter. `index` of a parameter is its place in the list of all of them,
+// the same on every rank.
+struct ParameterInfo {
+  std::string name;  // fully qualified, as state_dict has it
+  std::vector<int64_t> sizes;
+  int64_t numel = 0;
+  at::ScalarType dtype = at::kFloat;
+  c10::Device device{c10::kCPU};
+  bool sparse_gradient = false;
+  bool requires_grad = true;
+};
+
+// Elements [offset, offset + numel) of a bucket's buffer hold the gradient of `parameter`.
+struct BucketSlot {
+  int64_t parameter = 0;
+  int64_t offset = 0;
+  int64_t numel = 0;
+
+  bool operator==(const BucketSlot&) const = default;
+};
+
+// Gradients that travel in one collective: one dtype, one device; a sparse gradient travels alone.
+struct PlannedBucket {
+  at::ScalarType dtype = at::kFloat;
+  c10::Device device{c10::kCPU};
+  bool sparse = false;
+  int64_t numel = 0;
+  std::vector<BucketSlot> slots;
+
+  int64_t bytes() const;
+  bool operator==(const PlannedBucket&) const = default;
+};
+
+// Which parameters share a bucket and in which order buckets are launched. A value: equal on all ranks, or a
+// collective is about to go wrong.
+struct BucketPlan {
+  std::vector<PlannedBucket> buckets;  // in launch order
+
+  bool operator==(const BucketPlan&) const = default;
+};
+
+struct BucketCaps {
+  // Bytes at which bucket 0, 1, ... of a dtype and device is full; the last entry goes on for the rest. A
+  // bucket is closed by the parameter that reaches its cap, as in torch, so it may exceed it by less than
+  // that parameter.
+  std::vector<int64_t> bytes;
+};
+
+struct BucketPlanRequest {
+  const std::vector<ParameterInfo>& parameters;
+  // Indices in the order in which gradients are expected; those that are left out get no bucket.
+  std::vector<int64_t> order;
+  // By index: planned into buckets after all others, because their gradient may not come.
+  std::vector<bool> trailing;
+  BucketCaps caps;
+  // The dtype of floating-point buckets on the wire; that of their parameters if absent.
+  std::optional<at::ScalarType> reduce_dtype;
+};
+
+TRIREME_API BucketPlan make_bucket_plan(const BucketPlanRequest& request);
+
+// One line per bucket: dtype, device, bytes and the first and last parameter, e.g.
+//   bucket 0: 1049600 bytes Float cpu, 12 gradients: head.weight .. block.7.fc2.bias
+TRIREME_API std::string to_string(const BucketPlan& plan, const std::vector<ParameterInfo>& parameters);
+
+// "bucket 3: head.weight .. block.7.fc2.bias", for errors and traces.
+TRIREME_API std::string bucket_label(const BucketPlan& plan, size_t bucket,
+                                     const std::vector<ParameterInfo>& parameters);
+
+}  // namespace trireme

@@ -1,0 +1,73 @@
+#pragma once
+
+#include <trireme/comm/communicator.h>
+#include <trireme/grad/grad_reducer.h>
+
+#include <ATen/core/Tensor.h>
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace trireme {
+
+struct DdpOptions {
+  // Ranks start from rank 0's parameters and buffers, after all have been compared.
+  bool init_sync = true;
+  bool init_sync_buffers = true;
+  // Buckets of that many MiB; by default 25, the first 1. A list gives one cap per bucket, the last going on.
+  std::optional<double> bucket_cap_mb;
+  std::vector<double> bucket_cap_mb_list;
+  bool gradient_as_bucket_view = false;
+  // Floating-point gradients travel in this dtype; in their own if absent.
+  std::optional<at::ScalarType> reduce_dtype;
+};
+
+// What DDP sees of a module: everything it keeps equal on all ranks.
+struct ModuleTensors {
+  NamedParameters parameters;
+  std::vector<at::Tensor> buffers;
+};
+
+TRIREME_API BucketCaps bucket_caps(const DdpOptions& options);
+
+// Synchronous data parallelism: every rank holds the model, sees its own part of the batch, and .grad is the
+// average over the ranks when backward() returns (torch.nn.parallel.DistributedDataParallel; Li et al., VLDB
+// 2020). What both front doors wrap; a step is, in order:
+//
+//   before_forward    watch what the user froze or cast; buffers of rank 0 for all (sync_buffers)
+//   forward           the user's
+//   after_forward     hooks on the outputs (see grad_reducer.h)
+//   backward          grad_hook -> bucket -> compressor -> grad_reducer -> all_reduce
+//   step              the user's optimizer
+//
+// Bytes per rank and step: every gradient once through an all-reduce, 4 bytes per parameter, buffers once.
+// Extra memory: none beside the gradients themselves (see [Note: who owns a gradient's memory]).
+class TRIREME_API Ddp {
+ public:
+  // Throws ValueError on bad options, a module without trainable parameters, parameters on several kinds of
+  // device, and (on all ranks alike) where ranks hold different parameters.
+  Ddp(ModuleTensors module, std::shared_ptr<Communicator> communicator, const DdpOptions& options);
+
+  // `synchronize`: this forward's backward is to average (false under no_sync).
+  void before_forward() { reducer_->before_forward(); }
+  void after_forward(const std::vector<at::Tensor>& outputs, bool synchronize) {
+    reducer_->after_forward(outputs, synchronize);
+  }
+
+  // `buffers` of `root` for all ranks. One collective.
+  void sync_buffers(const std::vector<at::Tensor>& buffers, int64_t root);
+  // Parameters and buffers of `root` for all ranks (the end of a join).
+  void sync_module(const std::vector<at::Tensor>& buffers, int64_t root);
+
+  GradReducer& reducer() { return *reducer_; }
+  const std::shared_ptr<Communicator>& communicator() const { return communicator_; }
+
+ private:
+  std::shared_ptr<Communicator> communicator_;
+  std::vector<at::Tensor> parameters_;
+  std::shared_ptr<GradReducer> reducer_;
+};
+
+}  // namespace trireme

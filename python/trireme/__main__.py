@@ -1,0 +1,39 @@
+"""``python -m trireme``: where a C++ build finds this installation, and which one it is."""
+
+import argparse
+import importlib
+import sys
+from pathlib import Path
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m trireme", description=__doc__)
+    asked = parser.add_mutually_exclusive_group(required=True)
+    asked.add_argument(
+        "--cmake-dir",
+        action="store_true",
+        help="print the folder for CMake: cmake -DTrireme_DIR=$(python -m trireme --cmake-dir)",
+    )
+    asked.add_argument("--version", action="store_true", help="print what this build was made for")
+    arguments = parser.parse_args()
+
+    if arguments.version:
+        built = importlib.import_module("trireme._build_info")
+        made_for = f"torch {built.TORCH_VERSION}, Python {built.PYTHON_VERSION}"
+        print(f"trireme {built.VERSION} for {made_for}")
+        return 0
+
+    config = Path(__file__).parent / "lib" / "cmake" / "Trireme"
+    if not config.is_dir():
+        print(
+            f"[cmake_dir] got a Trireme that runs from a build tree, expected {config}. "
+            "Install it: pip install, or cmake --install <build> --prefix <where>.",
+            file=sys.stderr,
+        )
+        return 1
+    print(config)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

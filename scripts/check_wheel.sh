@@ -1,0 +1,18 @@
+#!/usr/bin/env bash
+# Makes the wheel, installs it into an empty folder, and builds and runs a foreign CMake project with it. Called with the
+# environment of `scripts/dev.sh run`; what that built is reused.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+place="$(pwd)/build/wheel"
+rm -rf "$place" build/lib.* build/bdist.* # setuptools would pack what an earlier wheel left there
+python -m pip wheel --quiet --no-build-isolation --no-deps --wheel-dir "$place" .
+python -m pip install --quiet --no-deps --target "$place/site" "$place"/*.whl
+export PYTHONPATH="$place/site"
+cd "$place" # away from the sources
+
+python -m trireme --version
+python -c 'import trireme; from trireme import _C; print(_C.__file__)' | grep -q "^$place/site/"
+cmake -S ../../tests/cpp/consumer -B consumer -G Ninja --log-level=WARNING \
+  -DTrireme_DIR="$(python -m trireme --cmake-dir)" -DTrireme_PYTHON="$(command -v python)"
+cmake --build consumer
+./consumer/consumer

@@ -1,0 +1,68 @@
+#pragma once
+
+#include <trireme/comm/c10d_communicator.h>
+#include <trireme/comm/gloo_group.h>
+
+#include <ATen/Parallel.h>
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include <chrono>
+#include <exception>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+namespace trireme::test {
+
+// One rank of a run inside this process.
+struct ThreadRank {
+  RankOf where;
+  c10::intrusive_ptr<c10d::Store> store;
+  c10::intrusive_ptr<c10d::ProcessGroup> group;
+  std::shared_ptr<Communicator> communicator;
+};
+
+// Runs `rank_main` on `world` threads that are the ranks of one Gloo group over loopback and one
+// shared HashStore, and rethrows the first exception any of them threw. A rank that throws loses
+// its connections at once, so that its peers fail instead of waiting; otherwise the groups live
+// until all ranks have returned.
+//
+// Catch's assertions belong to one thread: collect in the ranks, assert after the call.
+inline void run_thread_ranks(int64_t world, const std::function<void(ThreadRank&)>& rank_main,
+                             std::chrono::milliseconds timeout = std::chrono::seconds(30)) {
+  auto store = c10::make_intrusive<c10d::HashStore>();
+  std::vector<ThreadRank> ranks(static_cast<size_t>(world));
+  std::mutex mutex;
+  std::exception_ptr first_error;
+
+  auto run_rank = [&](ThreadRank& rank) {
+    try {
+      at::set_num_threads(1);
+      rank.store = store;
+      rank.group = make_gloo_group(
+          store, rank.where,
+          {.timeout = timeout, .connect_timeout = timeout, .hostname = "127.0.0.1"});
+      rank.communicator = make_c10d_communicator(rank.group, store);
+      rank_main(rank);
+    } catch (...) {
+      rank.communicator.reset();
+      rank.group.reset();
+      const std::lock_guard<std::mutex> lock(mutex);
+      if (!first_error) first_error = std::current_exception();
+    }
+  };
+
+  std::vector<std::thread> threads;
+  for (int64_t r = 0; r < world; ++r) {
+    ThreadRank& rank = ranks[static_cast<size_t>(r)];
+    rank.where = {r, world};
+    threads.emplace_back([&run_rank, &rank] { run_rank(rank); });
+  }
+  for (std::thread& thread : threads) thread.join();
+  if (first_error) std::rethrow_exception(first_error);
+}
+
+}  // namespace trireme::test

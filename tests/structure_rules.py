@@ -1,0 +1,198 @@
+"""The rules of structure, each a function of (path, text) that returns complaints."""
+
+import ast
+import re
+from collections.abc import Callable
+from pathlib import PurePosixPath
+
+# An arrow may only point to a lower number; folders of one number never include each other.
+LAYERS = {
+    "common": 0,
+    "shm": 1,
+    "kernels": 2,
+    "memory": 2,
+    "comm": 2,
+    "grad": 3,
+    "param": 3,
+    "strategies": 4,
+    "bindings": 5,
+}
+MAX_FILE_LINES = 400
+MAX_SETUP_LINES = 150
+MAX_FUNCTION_LINES = 60
+MAX_BINDING_LINES = 120  # an init_<area>() is a list of names, not logic
+REFUSED_WORDS = {"manager", "helper", "helpers", "util", "utils", "handler", "base", "new", "v2"}
+
+Rule = Callable[[PurePosixPath, str], list[str]]
+
+
+def includes(text: str) -> list[str]:
+    return re.findall(r'^\s*#\s*include\s*([<"][^>"]+)[>"]', text, re.MULTILINE)
+
+
+def without_comments(text: str) -> str:
+    return re.sub(r"//[^\n]*|/\*.*?\*/", "", text, flags=re.DOTALL)
+
+
+def home(path: PurePosixPath) -> str:
+    """The folder that a csrc path belongs to: a layer, or strategies/<name>."""
+    parts = path.parts[1:-1] if path.parts[0] == "csrc" else path.parts[:-1]
+    return "/".join(parts[:2]) if parts[0] == "strategies" else parts[0]
+
+
+def layer_edges(path: PurePosixPath, text: str) -> list[str]:
+    found = []
+    here = home(path)
+    if here.split("/")[0] not in LAYERS:
+        return [f"{path}: {here} is no layer; see csrc/README.md"]
+    for include in includes(text):
+        name = include[1:]
+        if include[0] == '"':
+            found.append(f'{path}: "{name}" must be written <trireme/...>')
+        if not name.startswith("trireme/"):
+            continue
+        there = home(PurePosixPath(name.removeprefix("trireme/")))
+        down = LAYERS.get(there.split("/")[0], 99) < LAYERS[here.split("/")[0]]
+        if there != here and not down:
+            found.append(f"{path}: {here} may not include {there} ({name})")
+    return found
+
+
+CUDA_HEADER = re.compile(
+    r"(cuda|cublas|cudnn|nccl|cub/|c10/cuda/|ATen/cuda/|torch/csrc/cuda/)"
+    r"|torch/csrc/distributed/c10d/(nccl2/)?(ProcessGroupNCCL|NCCL)"
+)
+CUDA_HOMES = ("csrc/kernels/cuda/*", "csrc/common/stream.*", "csrc/comm/nccl/*")
+PYTHON_HEADER = re.compile(
+    r"(pybind11/|Python\.h|torch/csrc/utils/pybind|torch/csrc/autograd/python_|torch/python)"
+)
+TORCH_HEADER = re.compile(r"(ATen/|c10/|torch/)")
+GLOO_HEADER = re.compile(r"(gloo/|torch/csrc/distributed/c10d/ProcessGroupGloo)")
+
+
+def foreign_headers(path: PurePosixPath, text: str) -> list[str]:
+    here = home(path)
+    in_cuda = any(map(path.match, CUDA_HOMES))
+    limits = [
+        (PYTHON_HEADER, here == "bindings", "belongs in bindings/ only"),
+        (
+            re.compile(r"torch/csrc/distributed/c10d/"),
+            here in ("comm", "bindings"),
+            "belongs in comm/ or bindings/ only",
+        ),
+        (CUDA_HEADER, in_cuda, f"belongs in {CUDA_HOMES} only"),
+        (GLOO_HEADER, path.match("csrc/comm/gloo_group.cpp"), "belongs in comm/gloo_group.cpp"),
+        (TORCH_HEADER, here != "shm", "is torch's, and shm/ is torch-free"),
+        (TORCH_HEADER, path.suffix != ".cu", "is torch's: kernels take raw pointers"),
+        (re.compile(r"torch/extension\.h"), False, "costs 37 s per file; include what is used"),
+        (re.compile(r"ATen/ATen\.h"), path.suffix != ".h", "is heavy; use ATen/core/Tensor.h"),
+    ]
+    return [
+        f"{path}: <{include[1:]}> {why}"
+        for include in includes(text)
+        for pattern, allowed, why in limits
+        if pattern.match(include[1:]) and not allowed
+    ]
+
+
+def conditional_compilation(path: PurePosixPath, text: str) -> list[str]:
+    """Variants are files chosen by CMake (no_cuda.cpp). What remains has one place per reason."""
+    if home(path) == "common" or path.match("*_compat.h") or path.match("csrc/kernels/cpu/*"):
+        return []
+    return [
+        f"{path}:{number}: conditional compilation; choose a file in CMake, or move the difference "
+        "to a *_compat.h"
+        for number, line in enumerate(text.splitlines(), 1)
+        if re.match(r"\s*#\s*(if|ifdef|ifndef|elif)\b", line)
+        and not ("__CUDACC__" in line and path.match("csrc/kernels/cuda/*.h"))
+    ]
+
+
+def cpp_hygiene(path: PurePosixPath, text: str) -> list[str]:
+    code = without_comments(text)
+    found = []
+    if path.suffix == ".h" and "#pragma once" not in text:
+        found.append(f"{path}: a header begins with #pragma once")
+    if path.suffix == ".h" and re.search(r"^\s*using namespace", code, re.MULTILINE):
+        found.append(f"{path}: a header may not open a namespace for its users")
+    if "getenv" in code and not path.match("csrc/common/env.*"):
+        found.append(f"{path}: environment variables are read in common/env.cpp only")
+    if re.search(r"\bpickle_(load|save)\b|torch::jit\b|(?<![\w.>])(std::)?(_?exit|abort)\(", code):
+        found.append(f"{path}: no pickle, no TorchScript, no ending of the process in the library")
+    return found
+
+
+def cpp_function_length(path: PurePosixPath, text: str) -> list[str]:
+    """Of clang-formatted code: at namespace level a body ends with a brace in the first column."""
+    limit = MAX_BINDING_LINES if home(path) == "bindings" else MAX_FUNCTION_LINES
+    found = []
+    start, head = 0, ""
+    for number, line in enumerate(text.splitlines(), 1):
+        if line == "}":
+            if re.search(r"\)[^;=]*\{$", head) and number - start > limit:
+                found.append(f"{path}:{start}: function of {number - start} lines")
+            head = ""
+        elif re.match(r"(namespace|class|struct|enum|union|extern|#|//|\};|\}  //)", line):
+            head = ""
+        elif re.match(r"\w", line):
+            start, head = number, line
+        elif head and not head.endswith("{"):
+            head += " " + line.strip()
+    return found
+
+
+def file_length(path: PurePosixPath, text: str) -> list[str]:
+    limit = MAX_SETUP_LINES if path.name == "setup.py" else MAX_FILE_LINES
+    lines = text.count("\n")
+    return [f"{path}: {lines} lines, at most {limit}; which noun moves out?"] * (lines > limit)
+
+
+def refused_names(path: PurePosixPath, _text: str) -> list[str]:
+    words = {word for part in path.parts for word in part.split(".")[0].split("_")}
+    return [
+        f"{path}: '{word}' is a refused word; name what it does" for word in words & REFUSED_WORDS
+    ]
+
+
+UNSAFE_MODULES = {"pickle", "cloudpickle", "dill", "marshal", "shelve"}
+UNSAFE_CALLS = {
+    "eval", "exec", "all_gather_object", "broadcast_object_list", "gather_object",
+    "scatter_object_list", "send_object_list", "recv_object_list",
+}  # fmt: skip
+
+
+def unsafe_python(path: PurePosixPath, text: str) -> list[str]:
+    """Nothing that another process or a file sends may become code: no pickle, eval or exec."""
+    found = []
+    for node in ast.walk(ast.parse(text)):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name.split(".")[0] for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [(node.module or "").split(".")[0]]
+        bad = UNSAFE_MODULES & set(names)
+        if isinstance(node, ast.Call):
+            call = ast.unparse(node.func)
+            plain = call if call in ("eval", "exec") else call.rpartition(".")[2]
+            if call in UNSAFE_CALLS or (plain in UNSAFE_CALLS and plain not in ("eval", "exec")):
+                bad.add(plain)
+            safe_load = any(
+                word.arg == "weights_only" and ast.unparse(word.value) == "True"
+                for word in node.keywords
+            )
+            if call == "torch.load" and not safe_load:
+                bad.add("torch.load without weights_only=True")
+        found += [f"{path}:{getattr(node, 'lineno', 0)}: {name} at run time" for name in bad]
+    return found
+
+
+def python_function_length(path: PurePosixPath, text: str) -> list[str]:
+    found = []
+    for node in ast.walk(ast.parse(text)):
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or not node.end_lineno:
+            continue
+        first = node.body[1] if ast.get_docstring(node) and len(node.body) > 1 else node.body[0]
+        lines = node.end_lineno - first.lineno + 1
+        if lines > MAX_FUNCTION_LINES:
+            found.append(f"{path}:{node.lineno}: function of {lines} lines")
+    return found

@@ -1,0 +1,215 @@
+"""The rules that a reader of one file cannot see. Needs neither compiler nor torch.
+
+The made-up snippets at the end prove that each rule bites.
+"""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+
+import pytest
+from structure_rules import (
+    TORCH_HEADER,
+    Rule,
+    conditional_compilation,
+    cpp_function_length,
+    cpp_hygiene,
+    file_length,
+    foreign_headers,
+    includes,
+    layer_edges,
+    python_function_length,
+    refused_names,
+    unsafe_python,
+)
+
+ROOT = Path(__file__).resolve().parent.parent
+
+CPP_RULES: list[Rule] = [
+    layer_edges, foreign_headers, conditional_compilation, cpp_hygiene, cpp_function_length,
+    refused_names,
+]  # fmt: skip
+PYTHON_RULES: list[Rule] = [python_function_length, refused_names]
+
+
+def sources(*patterns: str) -> Iterator[tuple[PurePosixPath, str]]:
+    for pattern in patterns:
+        for path in sorted(ROOT.glob(pattern)):
+            where = PurePosixPath(path.relative_to(ROOT).as_posix())
+            # An editable installation puts headers and libraries beside the Python sources.
+            if path.is_file() and where.parts[:3] not in (
+                ("python", "trireme", "include"),
+                ("python", "trireme", "lib"),
+            ):
+                yield where, path.read_text(encoding="utf-8")
+
+
+def complaints(rules: list[Rule], *patterns: str) -> list[str]:
+    return [
+        line for path, text in sources(*patterns) for rule in rules for line in rule(path, text)
+    ]
+
+
+CSRC = ("csrc/*/**/*.h", "csrc/*/**/*.cpp", "csrc/*/**/*.cu")
+
+
+def core_sources() -> list[tuple[PurePosixPath, str]]:
+    """csrc without the declarations that stand in for Gloo's headers: those follow Gloo's names."""
+    return [(path, text) for path, text in sources(*CSRC) if "gloo_shim" not in path.parts]
+
+
+@pytest.mark.parametrize("rule", CPP_RULES, ids=lambda rule: rule.__name__)
+def test_csrc(rule: Rule) -> None:
+    assert [line for path, text in core_sources() for line in rule(path, text)] == []
+
+
+@pytest.mark.parametrize("rule", PYTHON_RULES, ids=lambda rule: rule.__name__)
+def test_python(rule: Rule) -> None:
+    patterns = ("python/trireme/**/*.py", "benchmarks/**/*.py", "examples/**/*.py")
+    assert complaints([rule], *patterns) == []
+
+
+def test_package_turns_no_data_into_code() -> None:
+    assert complaints([unsafe_python], "python/trireme/**/*.py") == []
+
+
+def test_files_are_short() -> None:
+    kinds = ("h", "cpp", "cu", "py", "pyi")
+    folders = ("csrc", "python", "tests", "benchmarks", "examples")
+    patterns = [f"{folder}/**/*.{kind}" for folder in folders for kind in kinds]
+    assert complaints([file_length], *patterns, "setup.py") == []
+
+
+def test_every_included_file_exists() -> None:
+    generated = {"csrc/common/version.h"}
+    tests = sources("tests/cpp/**/*.h", "tests/cpp/**/*.cpp", "examples/cpp/*.cpp")
+    missing = [
+        f"{path}: <{name[1:]}>"
+        for path, text in [*core_sources(), *tests]
+        for name in includes(text)
+        if name.startswith("<trireme/")
+        and (target := name[1:].replace("trireme/", "csrc/", 1)) not in generated
+        and not (ROOT / target).is_file()
+    ]
+    assert missing == []
+
+
+def test_shm_reaches_no_torch_header_through_common() -> None:
+    texts = {path.as_posix(): text for path, text in core_sources()}
+    todo = [path for path in texts if path.startswith("csrc/shm/")]
+    reached = set(todo)
+    while todo:
+        for name in includes(texts.get(todo.pop(), "")):
+            target = name[1:].replace("trireme/", "csrc/", 1)
+            if name.startswith("<trireme/") and target not in reached:
+                reached.add(target)
+                todo.append(target)
+    with_torch = [
+        path
+        for path in sorted(reached)
+        if any(TORCH_HEADER.match(name[1:]) for name in includes(texts.get(path, "")))
+    ]
+    assert with_torch == []
+
+
+PLACE = re.compile(
+    r"^// \w+ path (\d)/(\d)\. In: (\w+).*?\sOut: (?:\(comm\), )?(\w+)", re.MULTILINE
+)
+
+
+@pytest.mark.parametrize("folder", ["grad", "param"])
+def test_headers_of_a_path_name_their_neighbours(folder: str) -> None:
+    places = {}
+    for path, text in sources(f"csrc/{folder}/*.h"):
+        if " path " not in "".join(text.splitlines(keepends=True)[:4]):
+            continue
+        match = PLACE.search(text)
+        assert match, f"{path}: the place reads '// Gradient path 2/5. In: x.h  Out: y.h'"
+        number, total, before, after = match.groups()
+        assert number not in places, f"{path}: {places[number][0]} has place {number}"
+        places[number] = (path.stem, total, before, after)
+    assert len({total for _, total, _, _ in places.values()}) <= 1, f"{folder}: of how many?"
+    for number, (stem, _, _, after) in places.items():
+        following = places.get(str(int(number) + 1))
+        assert not following or (after, following[2]) == (following[0], stem)
+
+
+def test_trace_names_are_stage_names() -> None:
+    stages = {path.stem for path, _ in sources("csrc/grad/*.h", "csrc/param/*.h")}
+    wrong = [
+        f'{path}: "{name}"'
+        for path, text in sources("csrc/grad/*.cpp", "csrc/param/*.cpp")
+        for name in re.findall(r'TRIREME_TRACE\("([^"]+)"', text)
+        if name.split(".")[0] not in stages
+    ]
+    assert wrong == []
+
+
+@pytest.mark.parametrize(
+    ("rule", "path", "text", "bites"),
+    [
+        (layer_edges, "csrc/comm/a.h", "#include <trireme/grad/bucket.h>", True),
+        (layer_edges, "csrc/comm/a.h", "#include <trireme/memory/bucket_plan.h>", True),
+        (layer_edges, "csrc/strategies/ddp/a.h", "#include <trireme/strategies/fsdp/b.h>", True),
+        (layer_edges, "csrc/grad/a.h", "#include <trireme/param/b.h>", True),
+        (layer_edges, "csrc/grad/a.h", '#include "bucket.h"', True),
+        (layer_edges, "csrc/misc/a.h", "", True),
+        (layer_edges, "csrc/grad/a.h", "#include <trireme/comm/communicator.h>", False),
+        (layer_edges, "csrc/strategies/ddp/a.h", "#include <trireme/strategies/ddp/b.h>", False),
+        (foreign_headers, "csrc/grad/a.cpp", "#include <pybind11/pybind11.h>", True),
+        (
+            foreign_headers,
+            "csrc/grad/a.cpp",
+            "# include <torch/csrc/distributed/c10d/Work.hpp>",
+            True,
+        ),
+        (
+            foreign_headers,
+            "csrc/comm/a.cpp",
+            "#include <torch/csrc/distributed/c10d/Work.hpp>",
+            False,
+        ),
+        (foreign_headers, "csrc/comm/a.cpp", "#include <gloo/context.h>", True),
+        (foreign_headers, "csrc/memory/a.cpp", "#include <cuda_runtime_api.h>", True),
+        (foreign_headers, "csrc/kernels/cuda/a.cu", "#include <cuda_runtime_api.h>", False),
+        (foreign_headers, "csrc/kernels/cuda/a.cu", "#include <ATen/core/Tensor.h>", True),
+        (foreign_headers, "csrc/shm/a.h", "#include <c10/util/Exception.h>", True),
+        (foreign_headers, "csrc/bindings/a.cpp", "#include <torch/extension.h>", True),
+        (foreign_headers, "csrc/grad/a.h", "#include <ATen/ATen.h>", True),
+        (foreign_headers, "csrc/grad/a.cpp", "// #include <pybind11/pybind11.h>", False),
+        (conditional_compilation, "csrc/grad/a.cpp", "#ifdef WITH_CUDA", True),
+        (conditional_compilation, "csrc/comm/work_compat.h", "#if X", False),
+        (cpp_hygiene, "csrc/grad/a.h", "int x;", True),
+        (cpp_hygiene, "csrc/grad/a.h", "#pragma once\nusing namespace std;", True),
+        (cpp_hygiene, "csrc/grad/a.cpp", 'std::getenv("RANK");', True),
+        (cpp_hygiene, "csrc/grad/a.cpp", "std::exit(1);", True),
+        (cpp_hygiene, "csrc/grad/a.cpp", "work.abort();  // getenv", False),
+        (
+            cpp_function_length,
+            "csrc/grad/a.cpp",
+            "void f(\n  int x) {\n" + "  x;\n" * 60 + "}\n",
+            True,
+        ),
+        (cpp_function_length, "csrc/grad/a.cpp", "void f() {\n" + "  x;\n" * 50 + "}\n", False),
+        (cpp_function_length, "csrc/grad/a.h", "struct A {\n" + "  int x;\n" * 70 + "};\n", False),
+        (file_length, "csrc/grad/a.cpp", "\n" * 401, True),
+        (file_length, "setup.py", "\n" * 151, True),
+        (refused_names, "csrc/grad/bucket_manager.h", "", True),
+        (refused_names, "csrc/grad/bucket.h", "", False),
+        (unsafe_python, "a.py", "import pickle", True),
+        (unsafe_python, "a.py", "from pickle import loads", True),
+        (unsafe_python, "a.py", "eval(text)", True),
+        (unsafe_python, "a.py", "dist.all_gather_object(x, y)", True),
+        (unsafe_python, "a.py", "torch.load(file)", True),
+        (unsafe_python, "a.py", "torch.load(file, weights_only=True)\nmodel.eval()", False),
+        (python_function_length, "a.py", "def f():\n" + "    x = 1\n" * 61, True),
+        (
+            python_function_length,
+            "a.py",
+            'def f():\n    """' + "a\n" * 61 + '"""\n    x = 1',
+            False,
+        ),
+    ],
+)
+def test_the_rules_bite(rule: Rule, path: str, text: str, bites: bool) -> None:
+    assert bool(rule(PurePosixPath(path), text)) == bites
