@@ -52,8 +52,9 @@ FULL = Effort(pairs=7, repeats=2, steps=20, blocks=30)
 QUICK = Effort(pairs=2, repeats=1, steps=5, blocks=5)
 
 
-def main() -> int:
-    arguments = _parser().parse_args()
+def main(command_line: Sequence[str] | None = None) -> int:
+    """Returns the exit code: 0 (also if a target is missed), 2 wrong options, 3 a rank failed."""
+    arguments = _parser().parse_args(command_line)
     effort = QUICK if arguments.quick else FULL
     try:
         parts = _parts(arguments)

@@ -30,7 +30,15 @@ from harness.progress import progress
 from harness.ranks import Launch, RankFailed, RankGroup
 from harness.results import write_results
 from harness.rounds import WARM_UP_STEPS, Extent, Rounds, Trajectory
-from harness.strategies import STRATEGIES, Strategy, built, comparable, ready, require_trireme
+from harness.strategies import (
+    STRATEGIES,
+    OptimizerSpec,
+    Strategy,
+    built,
+    comparable,
+    ready,
+    require_trireme,
+)
 from harness.summary import Summary, reference_of, summarize
 from harness.table import comparison
 from harness.worker import RankConfig
@@ -66,6 +74,8 @@ def main(command_line: Sequence[str] | None = None) -> int:
     except RankFailed as error:
         print(error, file=sys.stderr)
         return 3
+    except KeyboardInterrupt:
+        return 130
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -93,6 +103,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _compare(arguments: argparse.Namespace, started: float) -> int:
     names = _strategy_names(arguments)
+    on_machine = machine()
     with tempfile.TemporaryDirectory(prefix="compare") as scratch:
         job = _job(arguments, Path(scratch))
         _require_trireme(job, names)
@@ -112,7 +123,9 @@ def _compare(arguments: argparse.Namespace, started: float) -> int:
     proof = agreements({summary.strategy: summary.losses for summary in summaries})
     _print_results(job, summaries, proof)
     if arguments.json is not None:
-        _write_json(arguments.json, job, summaries, proof)
+        results = {"machine": on_machine, **_results(job, summaries, proof)}
+        write_results(arguments.json, results)
+        print(f"\nNumbers: {arguments.json}")
     _draw(job, summaries, arguments.out)
     return 0 if all(agreement.holds for agreement in proof) else 1
 
@@ -247,24 +260,21 @@ def _print_results(job: Job, summaries: list[Summary], proof: list[Agreement]) -
         print(agreement.line())
 
 
-def _write_json(path: Path, job: Job, summaries: list[Summary], proof: list[Agreement]) -> None:
-    result: dict[str, Any] = {
-        "machine": machine(),
+def _results(job: Job, summaries: list[Summary], proof: list[Agreement]) -> dict[str, Any]:
+    return {
         "job": {
             "model": job.model,
             "data": job.data,
             "global_batch": job.global_batch,
             "unit": job.workload.unit,
             "norm": job.workload_options.norm,
-            "optimizer": "AdamW(lr=1e-3, fused=True)",
+            "optimizer": str(OptimizerSpec()),
             "seed": job.seed,
             "warm_up_steps": WARM_UP_STEPS,
         },
         "runs": [s.to_json(STRATEGIES[s.strategy].options) for s in summaries],
         "agreement": [asdict(agreement) for agreement in proof],
     }
-    write_results(path, result)
-    print(f"\nNumbers: {path}")
 
 
 def _can_plot() -> bool:

@@ -4,7 +4,7 @@ find_program(TRIREME_CCACHE ccache)
 if(TRIREME_CCACHE AND NOT CMAKE_CXX_COMPILER_LAUNCHER)
   set(ccache_sloppiness pch_defines,time_macros,include_file_mtime,include_file_ctime)
   set(CMAKE_CXX_COMPILER_LAUNCHER
-    "${CMAKE_COMMAND}" -E env "CCACHE_SLOPPINESS=${ccache_sloppiness}" "${TRIREME_CCACHE}")
+    env "CCACHE_SLOPPINESS=${ccache_sloppiness}" "${TRIREME_CCACHE}")
   if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
     add_compile_options("$<$<COMPILE_LANGUAGE:CXX>:-fpch-preprocess>")
   else()

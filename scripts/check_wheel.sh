@@ -13,6 +13,6 @@ cd "$place" # away from the sources
 python -m trireme --version
 python -c 'import trireme; from trireme import _C; print(_C.__file__)' | grep -q "^$place/site/"
 cmake -S ../../tests/cpp/consumer -B consumer -G Ninja --log-level=WARNING \
-  -DTrireme_DIR="$(python -m trireme --cmake-dir)" -DTrireme_PYTHON="$(command -v python)"
+  -DTrireme_DIR="$(python -m trireme --cmake-dir)" -DTrireme_PYTHON="$(command -v python)" >/dev/null
 cmake --build consumer
 ./consumer/consumer

@@ -12,7 +12,7 @@ fi
 failed=0
 check() { printf '[lint] %s\n' "$1"; shift; "$@" || failed=1; }
 check clang-format clang-format --dry-run -Werror "${cpp[@]}"
-check ruff ruff check --quiet .
+check ruff ruff check --quiet --output-format=concise .
 check "ruff format" ruff format --check --quiet .
 check mypy mypy python examples
 exit $failed

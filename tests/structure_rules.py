@@ -37,6 +37,8 @@ def without_comments(text: str) -> str:
 def home(path: PurePosixPath) -> str:
     """The folder that a csrc path belongs to: a layer, or strategies/<name>."""
     parts = path.parts[1:-1] if path.parts[0] == "csrc" else path.parts[:-1]
+    if not parts:  # trireme.h, which shows every layer to users and to none of the layers
+        return "users"
     return "/".join(parts[:2]) if parts[0] == "strategies" else parts[0]
 
 

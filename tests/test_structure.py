@@ -153,6 +153,7 @@ def test_trace_names_are_stage_names() -> None:
         (layer_edges, "csrc/strategies/ddp/a.h", "#include <trireme/strategies/fsdp/b.h>", True),
         (layer_edges, "csrc/grad/a.h", "#include <trireme/param/b.h>", True),
         (layer_edges, "csrc/grad/a.h", '#include "bucket.h"', True),
+        (layer_edges, "csrc/grad/a.h", "#include <trireme/trireme.h>", True),
         (layer_edges, "csrc/misc/a.h", "", True),
         (layer_edges, "csrc/grad/a.h", "#include <trireme/comm/communicator.h>", False),
         (layer_edges, "csrc/strategies/ddp/a.h", "#include <trireme/strategies/ddp/b.h>", False),

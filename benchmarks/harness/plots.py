@@ -20,6 +20,7 @@ PHASE_COLOURS = ("#4c78a8", "#72b7b2", "#e45756", "#eeca3b")
 KIND_COLOURS = ("#bab0ac", "#4c78a8", "#e45756", "#eeca3b", "#72b7b2")
 LINE_WIDTHS = (6.0, 3.5, 1.5)
 DPI = 150
+LOGARITHMIC_FROM = 20
 
 
 def draw(summaries: Sequence[Summary], caption: str, folder: Path) -> list[Path]:
@@ -104,6 +105,9 @@ def _loss(summaries: Sequence[Summary]) -> Figure:
     by_step.set_xlabel("steps")
     by_step.set_ylabel("training loss of the global batch")
     by_time.set_xlabel("seconds of training")
+    losses = [loss for summary in summaries for loss in summary.losses]
+    if max(losses) > LOGARITHMIC_FROM * min(losses) > 0:
+        by_step.set_yscale("log")
     for axes in (by_step, by_time):
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)

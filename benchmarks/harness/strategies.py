@@ -37,6 +37,10 @@ class OptimizerSpec:
     def build(self, parameters: Iterable[Tensor]) -> Optimizer:
         return self.kind(parameters, **self.arguments)
 
+    def __str__(self) -> str:
+        arguments = ", ".join(f"{name}={value}" for name, value in self.arguments.items())
+        return f"{self.kind.__name__}({arguments})"
+
 
 @dataclass(frozen=True)
 class Parallel:
@@ -108,8 +112,13 @@ def _leave_trireme() -> None:
     trireme.shutdown()
 
 
+def _leave_gloo() -> None:
+    dist.barrier()  # a rank that leaves first takes the store, or its connections, from the others
+    dist.destroy_process_group()
+
+
 TRIREME = Group(_enter_trireme, _leave_trireme)
-GLOO = Group(lambda: dist.init_process_group("gloo"), dist.destroy_process_group)
+GLOO = Group(lambda: dist.init_process_group("gloo"), _leave_gloo)
 
 STRATEGIES: dict[str, Strategy] = {
     "single": Strategy("one process, all cores", build_plain, alone=True),

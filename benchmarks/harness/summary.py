@@ -71,19 +71,18 @@ def summarize(strategy: str, trajectory: Trajectory, *, global_batch: int, threa
     step_ms = spread(trajectory.mean("step_ms"))
     exposed = statistics.median(trajectory.mean("exposed_ms"))
     backward = statistics.median(trajectory.mean("backward_ms"))
-    parts = (
-        statistics.median(trajectory.mean("forward_ms")),
-        backward - exposed,
-        exposed,
-        statistics.median(trajectory.mean("optimizer_ms")),
-    )
+    forward = statistics.median(trajectory.mean("forward_ms"))
+    optimizer = statistics.median(trajectory.mean("optimizer_ms"))
+    # Medians of parts do not add up to the median of the whole, so they are scaled to.
+    scale = step_ms["median"] / (forward + backward + optimizer)
+    parts = (forward, backward - exposed, exposed, optimizer)
     return Summary(
         strategy=strategy,
         world=len(trajectory.ranks),
         threads=threads,
         step_ms=step_ms,
         samples_per_s=global_batch / step_ms["median"] * 1e3,
-        phase_ms=dict(zip(PHASES, parts, strict=True)),
+        phase_ms={name: scale * part for name, part in zip(PHASES, parts, strict=True)},
         exposed_comm_ms=exposed,
         reported_exposed_comm_ms=statistics.median(trajectory.mean("reported_exposed_ms")),
         faults_per_step=statistics.median(trajectory.mean("faults")),

@@ -2,8 +2,8 @@
 
 Commands (one JSON object per line on standard input):
   {"do": "steps", "count": k}   k training steps; replies with their times, losses and page faults
-  {"do": "measure"}             one untimed step; replies with what the process holds at the end of
-  its backward {"do": "stop"}                leaves the process group and ends
+  {"do": "measure"}             one untimed step; replies with what is held after its backward
+  {"do": "stop"}                leaves the process group and ends
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ def _synchronized_norms(module: torch.nn.Module) -> torch.nn.Module:
     """Ours on all sides: torch's SyncBatchNorm refuses CPU tensors."""
     import trireme
 
-    converted: torch.nn.Module = trireme.SyncBatchNorm.convert_sync_batchnorm(module)
+    converted: torch.nn.Module = trireme.convert_sync_batchnorm(module)
     return converted
 
 
@@ -169,13 +169,12 @@ def take_over_stdout() -> TextIO:
 
 @contextmanager
 def process_group(strategy: Strategy) -> Iterator[None]:
-    """The strategy's process group around the training."""
-    if strategy.group is None:
-        yield
-        return
-    strategy.group.enter()
+    """The strategy's process group around the training; a failure does not wait for the others."""
+    if strategy.group is not None:
+        strategy.group.enter()
     yield
-    strategy.group.leave()
+    if strategy.group is not None:
+        strategy.group.leave()
 
 
 def serve(trainer: Trainer, replies: TextIO) -> None:

@@ -8,5 +8,6 @@ namespace trireme {
 void init_comm(pybind11::module_& module);
 void init_ddp(pybind11::module_& module);
 void init_launch(pybind11::module_& module);
+void init_sync_batch_norm(pybind11::module_& module);
 
 }  // namespace trireme

@@ -5,4 +5,5 @@ PYBIND11_MODULE(_C, module) {
   trireme::init_comm(module);
   trireme::init_ddp(module);
   trireme::init_launch(module);
+  trireme::init_sync_batch_norm(module);
 }

@@ -25,6 +25,10 @@ struct Endpoint {
   int64_t port = 0;
 };
 
+std::string text_of(const Endpoint& endpoint) {
+  return endpoint.host + ":" + std::to_string(endpoint.port);
+}
+
 // Where init_method says that the ranks meet: a file, an endpoint, or neither (env://).
 struct MeetingPlace {
   std::string file;
@@ -92,24 +96,27 @@ Endpoint endpoint_of_environment(const LaunchEnvironment& environment) {
 }
 
 [[noreturn]] void throw_unreachable(const std::string& place, RankOf where,
-                                    const std::exception& error) {
-  const std::string said = first_line_of(error);
-  if (said.find("EADDRINUSE") != std::string::npos) {
-    C10_THROW_ERROR(
-        DistBackendError,
-        error_text("launch", place + " (MASTER_PORT) is in use by another program", where,
-                   "Choose a free port, or wait until the other run has ended."));
-  }
+                                    const std::string& why) {
   C10_THROW_ERROR(
       DistBackendError,
       error_text(
-          "launch", "the ranks did not find each other at " + place + ": " + said, where,
+          "launch", "the ranks did not find each other at " + place + ": " + why, where,
           "Check that all ranks run, with the same address, port and world size, that rank 0 is "
           "on that host, and that no firewall is between them."));
 }
 
+[[noreturn]] void throw_not_opened(const std::string& place, RankOf where,
+                                   const std::exception& error) {
+  const std::string why = first_line_of(error);
+  if (why.find("EADDRINUSE") == std::string::npos) throw_unreachable(place, where, why);
+  C10_THROW_ERROR(DistBackendError,
+                  error_text("launch", place + " (MASTER_PORT) is in use by another program", where,
+                             "Choose a free port, or wait until the other run has ended."));
+}
+
 struct OpenStore {
   StorePtr store;
+  std::string place;  // for messages
   bool served_here = false;
 };
 
@@ -122,11 +129,11 @@ OpenStore open_tcp_store(const Endpoint& endpoint, const LaunchEnvironment& envi
   c10d::TCPStoreOptions options;
   options.port = static_cast<uint16_t>(endpoint.port);
   options.isServer = environment.rank == 0 && !agent_serves;
-  options.multiTenant = true;  // a later init() of this process finds the server of an earlier one
-  options.waitWorkers = !agent_serves;
-  options.numWorkers = static_cast<size_t>(environment.world);
+  options.multiTenant = true;   // a later init() of this process finds the server of an earlier one
+  options.waitWorkers = false;  // wait_for_all does, for every kind of Store
   options.timeout = timeout;
-  return {c10::make_intrusive<c10d::TCPStore>(endpoint.host, options), options.isServer};
+  return {c10::make_intrusive<c10d::TCPStore>(endpoint.host, options), text_of(endpoint),
+          options.isServer};
 }
 
 OpenStore open_store(const RendezvousRequest& request, milliseconds timeout) {
@@ -134,21 +141,21 @@ OpenStore open_store(const RendezvousRequest& request, milliseconds timeout) {
   const RankOf where = environment.rank_of();
   const MeetingPlace place = parse_init_method(
       request.init_method.empty() ? environment.init_method : request.init_method, where);
-  if (where.world == 1) return {c10::make_intrusive<c10d::HashStore>()};
+  if (where.world == 1) return {c10::make_intrusive<c10d::HashStore>(), "", false};
 
-  std::string name = place.file;
-  try {
-    if (!place.file.empty()) {
-      return {c10::make_intrusive<c10d::FileStore>(place.file, static_cast<int>(where.world))};
+  if (!place.file.empty()) {
+    try {
+      const auto world = static_cast<int>(where.world);
+      return {c10::make_intrusive<c10d::FileStore>(place.file, world), place.file, false};
+    } catch (const std::exception& error) {
+      throw_not_opened(place.file, where, error);
     }
-    const Endpoint endpoint =
-        place.endpoint ? *place.endpoint : endpoint_of_environment(environment);
-    name = endpoint.host + ":" + std::to_string(endpoint.port);
+  }
+  const Endpoint endpoint = place.endpoint ? *place.endpoint : endpoint_of_environment(environment);
+  try {
     return open_tcp_store(endpoint, environment, timeout);
-  } catch (const c10::ValueError&) {
-    throw;
   } catch (const std::exception& error) {
-    throw_unreachable(name, where, error);
+    throw_not_opened(text_of(endpoint), where, error);
   }
 }
 
@@ -156,6 +163,25 @@ OpenStore open_store(const RendezvousRequest& request, milliseconds timeout) {
 // invisible.
 std::string next_generation(c10d::Store& store, RankOf where) {
   return std::to_string(store.add("trireme/generation/" + std::to_string(where.rank), 1));
+}
+
+// How many ranks came, if the Store still tells; else what it said last.
+std::string who_came(c10d::Store& store, RankOf where, const std::exception& last) {
+  try {
+    return std::to_string(store.add("joined", 0)) + " of " + std::to_string(where.world) +
+           " came within " + std::to_string(store.getTimeout().count()) + " ms";
+  } catch (const std::exception&) {
+    return first_line_of(last);
+  }
+}
+
+void wait_for_all(c10d::Store& store, RankOf where, const std::string& place) {
+  try {
+    if (store.add("joined", 1) == where.world) store.set("all_joined", std::vector<uint8_t>{1});
+    store.wait({"all_joined"});
+  } catch (const std::exception& error) {
+    throw_unreachable(place, where, who_came(store, where, error));
+  }
 }
 
 }  // namespace
@@ -172,6 +198,7 @@ Rendezvous::Rendezvous(const RendezvousRequest& request) : where_(request.enviro
   opened.store->setTimeout(timeout);
   const std::string generation = next_generation(*opened.store, where_);
   store_ = c10::make_intrusive<c10d::PrefixStore>("trireme/" + generation, opened.store);
+  wait_for_all(*store_, where_, opened.place);
 }
 
 Rendezvous::~Rendezvous() = default;

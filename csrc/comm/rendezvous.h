@@ -28,7 +28,7 @@ struct RendezvousRequest {
 
 // How the ranks of one run find each other: a c10d Store, and the end of its life.
 //
-// The constructor is collective and returns when the Store answers. It throws c10::ValueError for
+// The constructor is collective and returns when all ranks have come. It throws c10::ValueError for
 // an init_method that cannot be used, and c10::DistBackendError naming host and port when the ranks
 // do not find each other or the port is taken.
 class TRIREME_API Rendezvous {

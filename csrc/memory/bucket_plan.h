@@ -41,7 +41,7 @@ struct PlannedBucket {
   int64_t numel = 0;
   std::vector<BucketSlot> slots;
 
-  int64_t bytes() const;
+  TRIREME_API int64_t bytes() const;
   bool operator==(const PlannedBucket&) const = default;
 };
 

@@ -10,15 +10,22 @@ from __future__ import annotations
 import argparse
 import os
 import sysconfig
-from contextlib import nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 import trireme
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset
+
+WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "ddp": trireme.DistributedDataParallel,
+    "torch-ddp": nn.parallel.DistributedDataParallel,
+    "none": lambda module: module,
+}
 
 
 class TextWindows(Dataset[Tensor]):
@@ -45,9 +52,10 @@ class Gpt(nn.Module):
         super().__init__()
         self.tokens = nn.Embedding(256, width)
         self.positions = nn.Embedding(length, width)
-        shape: dict[str, Any] = {"nhead": 4, "dim_feedforward": 4 * width, "dropout": 0.0}
         self.blocks = nn.ModuleList(
-            nn.TransformerEncoderLayer(width, **shape, batch_first=True, norm_first=True)
+            nn.TransformerEncoderLayer(
+                width, 4, 4 * width, dropout=0.0, batch_first=True, norm_first=True
+            )
             for _ in range(depth)
         )
         self.head = nn.Linear(width, 256)
@@ -57,8 +65,7 @@ class Gpt(nn.Module):
         x = self.tokens(tokens) + self.positions.weight
         for block in self.blocks:
             x = block(x, src_mask=self.mask, is_causal=True)
-        logits: Tensor = self.head(x)
-        return logits
+        return cast(Tensor, self.head(x))
 
 
 class Training:
@@ -68,12 +75,11 @@ class Training:
         self.args, self.device = args, device
         torch.manual_seed(args.seed)
         self.module = Gpt(args.width, args.depth, args.length).to(device)
-        self.model = wrap(self.module, args.strategy)
+        self.model = WRAPPERS[args.strategy](self.module)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=args.lr, fused=True)
         # bf16 has the range of fp32; the gradients of fp16 are scaled, or they underflow.
         self.dtype = torch.float16 if device.type == "cuda" else torch.bfloat16
-        scales = args.amp and self.dtype == torch.float16
-        self.scaler = torch.amp.GradScaler(device.type, enabled=scales)
+        self.scaler = torch.amp.GradScaler(enabled=args.amp and self.dtype == torch.float16)
         self.epoch = 0
         self.history: list[float] = []
 
@@ -89,8 +95,7 @@ class Training:
         for number, windows in enumerate(batches, start=1):
             last = number % self.args.accumulate == 0 or number == len(batches)
             # Gradients add up on their rank; only the last backward before a step reduces them.
-            postpone = isinstance(self.model, nn.parallel.DistributedDataParallel) and not last
-            with self.model.no_sync() if postpone else nullcontext():
+            with nullcontext() if last else self.no_sync():
                 loss = self.loss(windows)
                 self.scaler.scale(loss / self.args.accumulate).backward()
             total += loss.item()
@@ -102,8 +107,14 @@ class Training:
                 self.optimizer.zero_grad()
         return total / len(batches)
 
+    def no_sync(self) -> AbstractContextManager[Any]:
+        if isinstance(self.model, nn.parallel.DistributedDataParallel):
+            return self.model.no_sync()
+        return nullcontext()
+
     @torch.no_grad()
     def test(self, batches: DataLoader[Tensor]) -> float:
+        """This rank's mean loss, without learning from it."""
         return sum(self.loss(windows).item() for windows in batches) / len(batches)
 
     def save(self, path: Path) -> None:
@@ -127,14 +138,6 @@ class Training:
         self.epoch, self.history = state["epoch"], state["history"]
 
 
-def wrap(module: nn.Module, strategy: str) -> nn.Module:
-    if strategy == "ddp":
-        return trireme.DistributedDataParallel(module)
-    if strategy == "torch-ddp":
-        return nn.parallel.DistributedDataParallel(module)
-    return module
-
-
 def open_board(folder: Path) -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter
@@ -147,8 +150,8 @@ def train(args: argparse.Namespace, ctx: trireme.Context) -> None:
     data = TextWindows(args.text, args.length)
     train_part = Subset(data, range(len(data) // 10, len(data)))
     test_part = Subset(data, range(len(data) // 10))
-    order = DistributedSampler(train_part, ctx.world, ctx.rank, seed=args.seed)
-    in_order = DistributedSampler(test_part, ctx.world, ctx.rank, shuffle=False)
+    order = DistributedSampler[Tensor](train_part, ctx.world, ctx.rank, seed=args.seed)
+    in_order = DistributedSampler[Tensor](test_part, ctx.world, ctx.rank, shuffle=False)
     train_batches = DataLoader(train_part, args.batch_size, sampler=order)
     test_batches = DataLoader(test_part, args.batch_size, sampler=in_order)
     run = Training(args, ctx.device)
@@ -173,7 +176,7 @@ def train(args: argparse.Namespace, ctx: trireme.Context) -> None:
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Trains a small GPT on text.")
     add = parser.add_argument
-    add("--strategy", choices=("ddp", "torch-ddp", "none"), default="ddp", help="none: one rank")
+    add("--strategy", choices=WRAPPERS, default="ddp", help="none: one rank")
     add("--text", type=Path, help="a file to learn (default: Python's standard library)")
     add("--epochs", type=int, default=2)
     add("--batch-size", type=int, default=16, help="windows per rank and backward")

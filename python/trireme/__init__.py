@@ -5,5 +5,6 @@ from trireme._load_core import load_core
 _C = load_core()
 
 from trireme.ddp import DistributedDataParallel  # noqa: E402
+from trireme.sync_batch_norm import SyncBatchNorm, convert_sync_batchnorm  # noqa: E402
 
-__all__ = ["DistributedDataParallel"]
+__all__ = ["DistributedDataParallel", "SyncBatchNorm", "convert_sync_batchnorm"]

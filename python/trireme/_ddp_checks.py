@@ -10,11 +10,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._utils import _get_device_index
+from torch.distributed import GradBucket
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import GroupMember
+
+from trireme import _C
 
 
-def _where(group: dist.ProcessGroup) -> str:
-    return f"(rank {group.rank()} of {group.size()})"
+def _text(what: str, next_step: str, group: dist.ProcessGroup | None = None) -> str:
+    if group is None:
+        return _C.error_text("ddp", what, next_step)
+    return _C.error_text("ddp", what, next_step, rank=group.rank(), world=group.size())
 
 
 def resolve_process_group(
@@ -22,114 +28,169 @@ def resolve_process_group(
 ) -> dist.ProcessGroup:
     """The group to train over, from whichever of the two arguments was given."""
     if not isinstance(module, nn.Module):
-        raise TypeError(
-            f"[ddp] got {type(module).__name__} as module, expected a torch.nn.Module. Pass the model itself."
-        )
+        got = f"got {type(module).__name__} as module, expected a torch.nn.Module"
+        raise TypeError(_text(got, "Pass the model itself."))
     if process_group is not None and device_mesh is not None:
-        raise ValueError("[ddp] got both process_group and device_mesh, expected one. Leave one of them out.")
+        raise ValueError(
+            _text("got both process_group and device_mesh, expected one", "Leave one of them out.")
+        )
     if device_mesh is not None:
-        if not isinstance(device_mesh, DeviceMesh) or device_mesh.ndim != 1:
-            raise ValueError(f"[ddp] got {device_mesh!r}, expected a 1-D DeviceMesh. Slice the mesh by its name.")
-        root = device_mesh._get_root_mesh()
-        if root != device_mesh:  # DDP over one axis, tensor parallelism over another
-            from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
-
-            _pre_dp_module_transform(module)
-        return device_mesh.get_group(mesh_dim=0)
+        return _group_of_mesh(device_mesh, module)
     if process_group is None:
         if not dist.is_initialized():
-            raise ValueError("[ddp] got no process group, expected an initialised one. Call trireme.init() first.")
+            got = "got no process group, expected an initialised one"
+            raise ValueError(_text(got, "Call trireme.init() first."))
         process_group = dist.group.WORLD
-    if process_group is dist.GroupMember.NON_GROUP_MEMBER:
+    outside: object = GroupMember.NON_GROUP_MEMBER
+    if process_group is outside:
         raise ValueError(
-            f"[ddp] got a process group that rank {dist.get_rank()} is no member of, expected one that contains it. "
-            "Wrap the module on the ranks of the group only."
+            _text(
+                f"got a process group without rank {dist.get_rank()}, expected one that has it",
+                "Wrap the module on the ranks of the group only.",
+            )
         )
     if not isinstance(process_group, dist.ProcessGroup):
         raise TypeError(
-            f"[ddp] got {type(process_group).__name__} as process_group, expected a torch.distributed.ProcessGroup. "
-            "Make one with torch.distributed.new_group()."
+            _text(
+                f"got {type(process_group).__name__} as process_group, expected a "
+                "torch.distributed.ProcessGroup",
+                "Make one with torch.distributed.new_group().",
+            )
         )
     return process_group
 
 
+def _group_of_mesh(device_mesh: DeviceMesh, module: nn.Module) -> dist.ProcessGroup:
+    if not isinstance(device_mesh, DeviceMesh) or device_mesh.ndim != 1:
+        got = f"got {device_mesh!r} as device_mesh, expected a 1-D DeviceMesh"
+        raise ValueError(_text(got, "Slice the mesh by the name of one dimension."))
+    if device_mesh._get_root_mesh() != device_mesh:  # over another axis: tensor parallelism
+        from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
+
+        _pre_dp_module_transform(module)
+    return device_mesh.get_group(mesh_dim=0)
+
+
 def check_module(module: nn.Module, ignored: set[str], group: dist.ProcessGroup) -> None:
-    """Refuses modules that cannot be averaged: lazy, without trainable parameters, on several kinds of device."""
+    """Refuses modules that are lazy, have nothing to train or are on several kinds of device."""
     parameters = [(name, p) for name, p in module.named_parameters() if name not in ignored]
     for name, parameter in parameters:
         if isinstance(parameter, nn.parameter.UninitializedParameter):
-            raise RuntimeError(
-                f"[ddp] got lazy parameter '{name}' without a shape, expected an initialised module {_where(group)}. "
-                "Run one forward before wrapping."
-            )
+            got = f"got lazy parameter '{name}' without a shape, expected an initialised module"
+            raise RuntimeError(_text(got, "Run one forward before wrapping.", group))
     trainable = [(name, p) for name, p in parameters if p.requires_grad]
     if not trainable:
         raise ValueError(
-            f"[ddp] got a module without trainable parameters, expected at least one {_where(group)}. "
-            "Use the module as it is: there is nothing to average."
+            _text(
+                "got a module without trainable parameters, expected at least one",
+                "Use the module as it is: there is nothing to average.",
+                group,
+            )
         )
     first_name, first = trainable[0]
     for name, parameter in parameters:
         if parameter.device.type != first.device.type:
             raise ValueError(
-                f"[ddp] got parameters on several kinds of device: '{first_name}' on {first.device} but '{name}' on "
-                f"{parameter.device} {_where(group)}. Move the whole module to one kind of device."
+                _text(
+                    f"got parameters on several kinds of device, expected one: '{first_name}' on "
+                    f"{first.device} but '{name}' on {parameter.device}",
+                    "Move the whole module to one kind of device.",
+                    group,
+                )
             )
+
+
+def check_bucket_caps(
+    cap_mb: object, cap_mb_list: Sequence[object] | None, group: dist.ProcessGroup
+) -> None:
+    """Caps are positive numbers of MiB."""
+    for cap in [*([] if cap_mb is None else [cap_mb]), *(cap_mb_list or ())]:
+        if not isinstance(cap, (int, float)):
+            got = f"got {type(cap).__name__} as bucket cap, expected a number of MiB"
+            raise TypeError(_text(got, "Leave bucket_cap_mb out for the default of 25.", group))
+        if not cap > 0:
+            got = f"got a bucket cap of {cap} MiB, expected a positive number"
+            raise ValueError(_text(got, "Leave bucket_cap_mb out for the default of 25.", group))
+
+
+def check_delayed(delayed: object, hooked: nn.Parameter | None, group: dist.ProcessGroup) -> None:
+    """torch's two arguments for a delayed all-reduce come together."""
+    if (delayed is None) != (hooked is None):
+        raise ValueError(
+            _text(
+                "got one of delay_all_reduce_named_params and param_to_hook_all_reduce, expected "
+                "both or neither",
+                "Leave both out: nothing needs to be delayed.",
+                group,
+            )
+        )
 
 
 def check_device_ids(
     device_ids: Sequence[int | torch.device] | None,
     output_device: int | torch.device | None,
-    device_type: str,
-    is_multi_device: bool,
+    devices: set[torch.device],
     group: dist.ProcessGroup,
 ) -> tuple[list[int] | None, int | None]:
     """Returns (device_ids, output_device) as indices, or (None, None) where the module decides."""
     if device_ids is not None and len(device_ids) > 1:
-        raise ValueError(
-            f"[ddp] got device_ids {list(device_ids)}, expected None or one entry {_where(group)}. "
-            "Start one rank per device."
-        )
-    if not device_ids or device_type == "cpu" or is_multi_device:
+        got = f"got device_ids {list(device_ids)}, expected None or one entry"
+        raise ValueError(_text(got, "Start one rank per device.", group))
+    on_cpu = any(device.type == "cpu" for device in devices)
+    if not device_ids or on_cpu or len(devices) > 1:
         if device_ids or output_device:
             raise ValueError(
-                f"[ddp] got device_ids {device_ids} and output_device {output_device} for a module on "
-                f"{'several devices' if is_multi_device else device_type}, expected None {_where(group)}. "
-                "Leave both out."
+                _text(
+                    f"got device_ids {device_ids} and output_device {output_device} for a module "
+                    f"on {', '.join(sorted(map(str, devices)))}, expected None",
+                    "Leave both out.",
+                    group,
+                )
             )
         return None, None
     ids = [_get_device_index(device, True) for device in device_ids]
     return ids, ids[0] if output_device is None else _get_device_index(output_device, True)
 
 
-def check_comm_hook(hook: Callable[..., Any]) -> None:
-    """A hook is a callable of (state, bucket); annotations, where present, must be those of torch."""
+def check_comm_hook(hook: Callable[..., Any], group: dist.ProcessGroup) -> None:
+    """A hook is a callable of (state, bucket); annotations, where present, must be torch's."""
     if not callable(hook):
-        raise TypeError(
-            f"[ddp] got {type(hook).__name__} as communication hook, expected a callable (state, bucket). "
-            "Pass the function itself."
+        got = (
+            f"got {type(hook).__name__} as communication hook, expected a callable (state, bucket)"
         )
+        raise TypeError(_text(got, "Pass the function itself.", group))
     signature = inspect.signature(hook)
-    positional = [
-        parameter
-        for parameter in signature.parameters.values()
-        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
-    ]
-    takes_any = any(p.kind is p.VAR_POSITIONAL for p in signature.parameters.values())
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    positional = [one for one in signature.parameters.values() if one.kind in kinds]
+    takes_any = any(
+        one.kind is inspect.Parameter.VAR_POSITIONAL for one in signature.parameters.values()
+    )
     if not takes_any and len(positional) < 2:
         raise TypeError(
-            f"[ddp] got a communication hook with parameters {list(signature.parameters)}, expected two: state and "
-            "bucket. Give it both, even if it ignores the state."
+            _text(
+                f"got a communication hook with parameters {list(signature.parameters)}, expected "
+                "two: state and bucket",
+                "Give it both, even if it ignores the state.",
+                group,
+            )
         )
     empty = inspect.Parameter.empty
-    if len(positional) >= 2 and positional[1].annotation not in (empty, dist.GradBucket, "dist.GradBucket"):
+    bucket_types = (empty, GradBucket, "dist.GradBucket")
+    if len(positional) >= 2 and positional[1].annotation not in bucket_types:
         raise ValueError(
-            f"[ddp] got annotation {positional[1].annotation} for the bucket, expected torch.distributed.GradBucket. "
-            "Correct or remove the annotation."
+            _text(
+                f"got annotation {positional[1].annotation} for the bucket, expected "
+                "torch.distributed.GradBucket",
+                "Correct or remove the annotation.",
+                group,
+            )
         )
     future = torch.futures.Future[torch.Tensor]
     if signature.return_annotation not in (empty, future, "torch.futures.Future[torch.Tensor]"):
         raise ValueError(
-            f"[ddp] got return annotation {signature.return_annotation}, expected {future}. "
-            "Return a future of one tensor, and annotate it so or not at all."
+            _text(
+                f"got return annotation {signature.return_annotation}, expected {future}",
+                "Return a future of one tensor, and annotate it so or not at all.",
+                group,
+            )
         )

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class DdpJoinHook(JoinHook):
-    """Mirrors, for one module, the collectives of a forward and a backward on a rank without inputs."""
+    """Mirrors the collectives of a forward and a backward on a rank without inputs."""
 
     def __init__(self, ddp: DistributedDataParallel, divide_by_initial_world_size: bool) -> None:
         self.ddp = ddp

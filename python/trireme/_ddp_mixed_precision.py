@@ -12,9 +12,10 @@ from torch.distributed.utils import _cast_forward_inputs
 class MixedPrecisionForward:
     """Calls a module with its parameters cast for the length of one forward.
 
-    The casts are part of the autograd graph: gradients arrive at the full-precision parameters in full precision,
-    so the optimizer, clipping and checkpoints see nothing of it. Parameters are cast once per forward, tied ones
-    once together. Extra memory: the cast parameters while the graph lives.
+    The casts are part of the autograd graph: gradients arrive at the full-precision parameters in
+    full precision, so the optimizer, clipping and checkpoints see nothing of it. Parameters are
+    cast once per forward, tied ones once together. Extra memory: the cast parameters while the
+    graph lives.
     """
 
     def __init__(self, policy: Any, module: nn.Module, ignored: set[str]) -> None:

@@ -5,17 +5,20 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import GradBucket
+
+from trireme import _C
 
 
 class Reducer:
     """The few methods of torch's reducer that others call, over the C++ core of one module."""
 
-    def __init__(self, core: Any, group: dist.ProcessGroup) -> None:
+    def __init__(self, core: _C.Ddp, group: dist.ProcessGroup) -> None:
         self._core = core
         self._group = group
 
     def prepare_for_backward(self, outputs: Iterable[torch.Tensor] = ()) -> None:
-        """The next backward synchronizes, whatever its forward said (torch's pipelining arms it so)."""
+        """The next backward synchronizes, whatever its forward said: torch's pipelining asks."""
         self._core.prepare_for_backward()
 
     def prepare_for_forward(self) -> None:
@@ -29,6 +32,6 @@ class Reducer:
         """Of a buffer hook. Waited for at once: what a buffer holds after forward is final."""
         torch.futures.wait_all(futures)
 
-    def _run_allreduce_hook(self, bucket: dist.GradBucket) -> Any:
+    def _run_allreduce_hook(self, bucket: GradBucket) -> Any:
         work = dist.all_reduce(bucket.buffer(), group=self._group, async_op=True)
         return work.get_future()

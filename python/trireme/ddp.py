@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -13,68 +12,75 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.nn.parallel.distributed import _find_tensors
 
 from trireme import _C
 from trireme._ddp_checks import (
+    check_bucket_caps,
     check_comm_hook,
+    check_delayed,
     check_device_ids,
     check_module,
     resolve_process_group,
 )
+from trireme._ddp_in_backward import step_in_backward
 from trireme._ddp_join import DdpJoinHook
 from trireme._ddp_mixed_precision import MixedPrecisionForward
 from trireme._ddp_reducer import Reducer
+from trireme._ddp_tensors import ModuleTensors
+from trireme._ddp_torch_names import TorchNames
 from trireme._group_store import store_of
 
 _MIB = 1024 * 1024
 _DEFAULT_CAP_MB = 25
 
 
-class DistributedDataParallel(TorchDDP):
-    """Synchronous data parallelism; a drop-in for ``torch.nn.parallel.DistributedDataParallel``.
+class DistributedDataParallel(TorchNames):
+    """Synchronous data parallelism; replaces ``torch.nn.parallel.DistributedDataParallel``.
 
-    Each rank holds the whole module and sees its own part of the batch; when ``backward()`` returns, every
-    ``.grad`` is the average over the ranks. Signature, attributes and ``state_dict`` names are those of torch
-    2.15's class, of which this is a subclass (``isinstance`` holds), on every supported torch.
+    Each rank holds the whole module and sees its own part of the batch; when ``backward()``
+    returns, every ``.grad`` is the average over the ranks. Signature, attributes and
+    ``state_dict`` names are those of torch 2.15's class, of which this is a subclass
+    (``isinstance`` holds), on every supported torch.
 
     What differs, for the better:
 
-    * ``find_unused_parameters``, ``static_graph``, ``skip_all_reduce_unused_params``, ``batched_grad_copy``,
-      ``lazy_bucket_allocation`` and the ``delay_all_reduce`` pair are accepted and unneeded: unused parameters,
-      layers checkpointed several times and parameters frozen or unfrozen in mid-run are found without a walk
-      over the graph and without being told.
-    * A backward synchronizes because it reaches an output of a synchronized forward, so pipelines (1F1B),
-      several forwards per backward and several backwards per forward are right.
-    * After ``zero_grad(set_to_none=True)`` gradients are ranges of the buckets that were reduced: no copy, no
-      second buffer. They are ordinary tensors for autograd, but share storage with their neighbours; a gradient
-      that you keep is never overwritten. A ``.grad`` that existed before backward keeps its identity, unless
-      ``gradient_as_bucket_view=True``.
+    * ``find_unused_parameters``, ``static_graph``, ``skip_all_reduce_unused_params``,
+      ``batched_grad_copy``, ``lazy_bucket_allocation`` and the ``delay_all_reduce`` pair are
+      accepted and unneeded: unused parameters, layers checkpointed several times and parameters
+      frozen or unfrozen in mid-run are found without a walk over the graph and without being told.
+    * A backward synchronizes because it reaches an output of a synchronized forward, so pipelines
+      (1F1B), several forwards per backward and several backwards per forward are right.
+    * After ``zero_grad(set_to_none=True)`` gradients are ranges of the buckets that were reduced:
+      no copy, no second buffer. They are ordinary tensors for autograd, but share storage with
+      their neighbours; a gradient that you keep is never overwritten. A ``.grad`` that existed
+      before backward keeps its identity, unless ``gradient_as_bucket_view=True``.
     * When a rank fails in the middle of a backward, the others raise from theirs, naming it.
 
     Args:
         module: has at least one trainable parameter; all of them on one kind of device.
         device_ids, output_device, dim: as in torch; None on CPU.
-        broadcast_buffers, forward_sync_buffers: broadcast rank 0's buffers before each forward (default True).
-            ``broadcast_buffers=False`` also leaves them alone at construction.
+        broadcast_buffers, forward_sync_buffers: broadcast rank 0's buffers before each forward
+            (default True). ``broadcast_buffers=False`` also leaves them alone at construction.
         init_sync: compare the parameter lists of all ranks, then start from rank 0's values.
         process_group: of torch.distributed; the default group if None.
-        bucket_cap_mb: MiB per bucket (default 25, the first 1). ``bucket_cap_mb_list``: one per bucket.
+        bucket_cap_mb: MiB per bucket (default 25, the first 1). ``bucket_cap_mb_list``: one per
+            bucket.
         mixed_precision: torch's ``_MixedPrecision``; needs no CUDA stream, works on CPU.
         device_mesh: a 1-D mesh in place of ``process_group``.
 
     Raises:
-        ValueError, TypeError: bad arguments; parameters that differ between ranks (on all ranks alike).
-        torch.distributed.DistBackendError: out of ``backward()`` or ``forward()``, when the group failed.
+        ValueError, TypeError: bad arguments; parameters that differ between ranks (on all ranks
+            alike).
+        torch.distributed.DistBackendError: out of ``backward()`` or ``forward()``, when the group
+            failed.
 
-    Cost per synchronized step: all gradient bytes once through an all-reduce, 4 bytes per parameter for the map
-    of used parameters, buffers once. Memory: one gradient size for buckets and gradients together.
+    Cost per synchronized step: all gradient bytes once through an all-reduce, 4 bytes per
+    parameter for the map of used parameters, buffers once. Memory: one gradient size for buckets
+    and gradients together.
     """
 
-    module: nn.Module
-
-    def __init__(  # noqa: PLR0913 - torch's signature
+    def __init__(
         self,
         module: nn.Module,
         device_ids: Sequence[int | torch.device] | None = None,
@@ -102,11 +108,8 @@ class DistributedDataParallel(TorchDDP):
         nn.Module.__init__(self)
         Joinable.__init__(self)
         group = resolve_process_group(process_group, device_mesh, module)
-        if (delay_all_reduce_named_params is None) != (param_to_hook_all_reduce is None):
-            raise ValueError(
-                "[ddp] got one of delay_all_reduce_named_params and param_to_hook_all_reduce, expected both or "
-                "neither. Leave both out: nothing needs to be delayed."
-            )
+        check_delayed(delay_all_reduce_named_params, param_to_hook_all_reduce, group)
+        check_bucket_caps(bucket_cap_mb, bucket_cap_mb_list, group)
         if check_reduction:
             warnings.warn("check_reduction has no effect", FutureWarning, stacklevel=2)
         if device_mesh is not None:
@@ -114,12 +117,15 @@ class DistributedDataParallel(TorchDDP):
         self.process_group = group
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         check_module(module, self.parameters_to_ignore, group)
-        self._module_parameters = [p for n, p in module.named_parameters() if n not in self.parameters_to_ignore]
-        self.is_multi_device_module = len({p.device for p in self._module_parameters}) > 1
+        self._module_parameters = [
+            p for n, p in module.named_parameters() if n not in self.parameters_to_ignore
+        ]
+        devices = {p.device for p in self._module_parameters}
+        self.is_multi_device_module = len(devices) > 1
         self.device = next(p.device for p in self._module_parameters if p.requires_grad)
         self.device_type = self.device.type
         self.device_ids, self.output_device = check_device_ids(
-            device_ids, output_device, self.device_type, self.is_multi_device_module, group
+            device_ids, output_device, devices, group
         )
 
         self.module = module
@@ -139,7 +145,9 @@ class DistributedDataParallel(TorchDDP):
         self.require_backward_grad_sync = True
         self.require_forward_param_sync = True
         self.broadcast_bucket_size = 250 * _MIB
-        self.bucket_bytes_cap = int((bucket_cap_mb or _DEFAULT_CAP_MB) * _MIB)
+        self.bucket_bytes_cap = int(
+            (_DEFAULT_CAP_MB if bucket_cap_mb is None else bucket_cap_mb) * _MIB
+        )
         self.bucket_bytes_cap_default = bucket_cap_mb is None and not bucket_cap_mb_list
         self.bucket_bytes_cap_list = [int(cap * _MIB) for cap in bucket_cap_mb_list or ()]
         self.use_side_stream_for_tensor_copies = self.device_type == "cuda"
@@ -152,7 +160,9 @@ class DistributedDataParallel(TorchDDP):
         self._require_manual_backward_finalization = False
         self._divide_by_initial_world_size = True
         self._comm_hooks: list[tuple[Callable[..., Any], object]] = []
-        self._mixed_forward = MixedPrecisionForward.make(mixed_precision, module, self.parameters_to_ignore)
+        self._mixed_forward = MixedPrecisionForward.make(
+            mixed_precision, module, self.parameters_to_ignore
+        )
         self._build_core(init_sync=init_sync, init_sync_buffers=init_sync_buffers)
 
     def _build_core(self, *, init_sync: bool, init_sync_buffers: bool) -> None:
@@ -168,43 +178,16 @@ class DistributedDataParallel(TorchDDP):
         if self._mixed_forward is not None:
             options.reduce_dtype = self._mixed_forward.reduce_dtype
 
-        nested = {
-            id(parameter)
-            for inner in self.module.modules()
-            if isinstance(inner, TorchDDP)
-            for parameter in inner.module.parameters()
-        }
-        sparse_ids = {
-            id(layer.weight)
-            for layer in self.module.modules()
-            if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.sparse
-        }
-        names: list[str] = []
-        parameters: list[torch.Tensor] = []
-        integers: list[torch.Tensor] = []
-        for name, parameter in self.module.named_parameters():
-            if name in self.parameters_to_ignore or id(parameter) in nested:
-                continue
-            if not (parameter.is_floating_point() or parameter.is_complex()):
-                integers.append(parameter.detach())
-                continue
-            names.append(name)
-            parameters.append(parameter)
-        self._reduced_parameters = parameters
+        tensors = ModuleTensors.of(self.module, self.parameters_to_ignore)
+        self._reduced_parameters = tensors.parameters
+        self._buffer_places = tensors.buffer_places
         self._assign_modules_buffers()
-        self._buffer_places = [
-            (layer, name)
-            for prefix, layer in self.module.named_modules()
-            for name in layer._buffers
-            if f"{prefix}.{name}".lstrip(".") not in self.parameters_to_ignore
-        ]
-
         communicator = _C.make_c10d_communicator(self.process_group, store_of(self.process_group))
         self._core = _C.Ddp(
-            names=names,
-            parameters=parameters,
-            sparse_gradient=[id(parameter) in sparse_ids for parameter in parameters],
-            buffers=[*self.modules_buffers, *integers],
+            names=tensors.names,
+            parameters=tensors.parameters,
+            sparse_gradient=tensors.sparse_gradient,
+            buffers=[*self.modules_buffers, *tensors.integers],
             communicator=communicator,
             options=options,
         )
@@ -238,8 +221,8 @@ class DistributedDataParallel(TorchDDP):
         if self._join_config.enable:
             self._check_global_requires_backward_grad_sync(is_joined_rank=False)
         if self.device_ids:
-            inputs, kwargs = self.to_kwargs(inputs, kwargs, self.device_ids[0])
-            inputs, kwargs = inputs[0], kwargs[0]
+            moved, moved_kwargs = self.to_kwargs(inputs, kwargs, self.device_ids[0])
+            inputs, kwargs = moved[0], moved_kwargs[0]
         if self._mixed_forward is not None:
             inputs, kwargs = self._mixed_forward.cast_inputs(inputs, kwargs)
         return inputs, kwargs
@@ -265,19 +248,18 @@ class DistributedDataParallel(TorchDDP):
     def last_step(self) -> dict[str, float]:
         """Where the time of the last synchronized step went, on this rank's host clock.
 
-        Keys: ``step``, ``forward_ms``, ``backward_ms``, ``waiting_ms`` (backward had nothing left to do but wait),
-        ``exposed_comm_ms`` (the same), ``hidden_comm_ms`` (a collective was in flight while backward computed),
-        ``reduced_bytes``, ``buckets``. On CUDA the device may still be at work when the host is done.
+        Keys: ``step``, ``forward_ms``, ``backward_ms``, ``waiting_ms`` (backward had nothing left
+        to do but wait), ``exposed_comm_ms`` (the same), ``hidden_comm_ms`` (a collective was in
+        flight while backward computed), ``reduced_bytes``, ``buckets``. On CUDA the device may
+        still be at work when the host is done.
         """
         return self._core.last_step()
 
     # buffers
 
-    def _assign_modules_buffers(self) -> None:
-        super()._assign_modules_buffers()  # type: ignore[no-untyped-call]
-
     def _sync_buffers(self) -> None:
-        root = self._find_common_rank(self._distributed_rank, True) if self._join_config.enable else 0
+        joining = self._join_config.enable
+        root = self._find_common_rank(self._distributed_rank, True) if joining else 0
         if hasattr(self, "buffer_hook"):
             self._assign_modules_buffers()
             with torch.no_grad():
@@ -298,7 +280,7 @@ class DistributedDataParallel(TorchDDP):
     # uneven inputs
 
     def _notify_join(self) -> None:
-        """Tells joined ranks that this one still trains; counts the active ones where they divide."""
+        """Tells joined ranks that this one still trains; counts the active ones if they divide."""
         divisor = self.process_group.size()
         work = Join.notify_join_context(self)
         if work is not None and not self._divide_by_initial_world_size:
@@ -315,21 +297,22 @@ class DistributedDataParallel(TorchDDP):
     # communication hooks
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """Replaces the all-reduce of each bucket by ``hook(state, bucket) -> torch.futures.Future[Tensor]``.
+        """Replaces the all-reduce of each bucket by ``hook(state, bucket) -> Future[Tensor]``.
 
-        ``bucket`` is a ``torch.distributed.GradBucket``; its buffer is not yet divided by the number of ranks, and
-        the hook divides. The second argument may have any name. Once per module, before the first backward.
+        ``bucket`` is a ``torch.distributed.GradBucket``; its buffer is not yet divided by the
+        number of ranks: the hook divides. The second argument may have any name. Once per module,
+        before the first backward.
 
         Raises:
             TypeError, ValueError: not a callable of two arguments, or annotated with other types.
             RuntimeError: a hook is registered already.
         """
-        check_comm_hook(hook)
+        check_comm_hook(hook, self.process_group)
         self._core.register_comm_hook(state, hook)
         self._comm_hooks.append((hook, state))
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
-        """torch's two C++ hooks, by their Python twins: the C++ ones are not exported from its library."""
+        """torch's two C++ hooks, by their Python twins: its library does not export them."""
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
         hooks = {
@@ -339,28 +322,9 @@ class DistributedDataParallel(TorchDDP):
         self.register_comm_hook(self.process_group, hooks[comm_hook_type])
 
     def _setup_in_backward_optimizers(self) -> None:
-        """Optimizers of torch's ``_apply_optimizer_in_backward``: step when a gradient is final, then drop it."""
-        in_backward = [p for p in self._reduced_parameters if hasattr(p, "_in_backward_optimizers")]
-        if not in_backward:
-            return
-        from torch.distributed.optim.apply_optimizer_in_backward import (
-            param_to_optim_hook_handle_map as handles,
-        )
-
-        for parameter in in_backward:
-            for handle in handles.get(parameter, []):
-                handle.remove()
-        parameters = self._reduced_parameters
-
-        def step(delivered: list[int]) -> None:
-            for index in delivered:
-                parameter = parameters[index]
-                for optimizer in getattr(parameter, "_in_backward_optimizers", ()):
-                    optimizer.step()
-                if hasattr(parameter, "_in_backward_optimizers"):
-                    parameter.grad = None
-
-        self._core.set_delivered_callback(step)
+        step = step_in_backward(self._reduced_parameters)
+        if step is not None:
+            self._core.set_delivered_callback(step)
 
     # manual finalization
 
@@ -368,7 +332,8 @@ class DistributedDataParallel(TorchDDP):
     def require_manual_backward_finalization(self) -> bool:
         """Whether the caller ends each synchronized backward by ``finalize_backward()``.
 
-        Set it before forward or after finalization. ``backward()`` then returns with collectives in flight.
+        Set it before forward or after finalization. ``backward()`` then returns with collectives
+        in flight.
         """
         return self._require_manual_backward_finalization
 
@@ -379,57 +344,22 @@ class DistributedDataParallel(TorchDDP):
 
     @property
     def should_finalize_after_backward(self) -> bool:
-        """Whether ``finalize_backward()`` has to wait until ``backward()`` returned (it always has to)."""
-        return bool(self._core.should_finalize_after_backward())
+        """Whether ``finalize_backward()`` must wait for the end of ``backward()``: always."""
+        return self._core.should_finalize_after_backward()
 
     def finalize_backward(self) -> None:
-        """Waits for the collectives of the last backward and brings every ``.grad`` to its final value.
+        """Waits for the collectives of the last backward; then every ``.grad`` is final.
 
         Raises:
             RuntimeError: there is no synchronized backward to finalize.
         """
         self._core.finalize_backward()
 
-    # what torch keeps in its reducer and logger
-
-    def _get_ddp_logging_data(self) -> dict[str, Any]:
-        return {
-            "module_name": type(self.module).__name__,
-            "world_size": self.process_group.size(),
-            "rank": self.process_group.rank(),
-            "backend_name": dist.get_backend(self.process_group),
-            "bucket_cap_bytes": self.bucket_bytes_cap,
-            "gradient_as_bucket_view": int(self.gradient_as_bucket_view),
-            "find_unused_parameters": int(self.find_unused_parameters),
-            "comm_hook": self._comm_hooks[0][0].__qualname__ if self._comm_hooks else "",
-            "plan": self._core.describe_plan(),
-            **self.last_step(),
-        }
-
-    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
-        if sample_rate < 1:
-            raise ValueError(
-                f"[ddp] got a sample rate of {sample_rate}, expected at least 1. Every step is measured anyway."
-            )
-
-    def _set_static_graph(self) -> None:
-        self.static_graph = True
-
-    def _set_ddp_sink_clone(self, val: bool) -> None:
-        """No sink is put on the outputs, so there is nothing to clone."""
-
-    def _check_reducer_finalized(self) -> None:
-        """A backward here is final when it returns."""
+    # copies
 
     def _update_process_group(self, new_process_group: dist.ProcessGroup) -> None:
         self.process_group = new_process_group
         self._rebuild_core()
-
-    def _remove_autograd_hooks(self) -> None:
-        self._core = None
-        self.reducer = None  # type: ignore[assignment]
-
-    # copies
 
     def _rebuild_core(self) -> None:
         self._build_core(init_sync=False, init_sync_buffers=False)
@@ -453,14 +383,10 @@ class DistributedDataParallel(TorchDDP):
         self._rebuild_core()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DistributedDataParallel:
-        """A copy of the module wrapped over the same process group; works for any group, unlike pickling."""
+        """A copy over the same process group; works for any group, unlike pickling."""
         clone = type(self).__new__(type(self))
         memo[id(self)] = clone
         nn.Module.__setstate__(clone, copy.deepcopy(self._portable_state(), memo))
         clone.process_group = self.process_group
         clone._rebuild_core()
         return clone
-
-
-# Tools that draw signatures (and torch's own wrappers) ask the class, not __init__.
-DistributedDataParallel.__signature__ = inspect.signature(DistributedDataParallel.__init__)  # type: ignore[attr-defined]

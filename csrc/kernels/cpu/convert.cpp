@@ -80,16 +80,20 @@ template <typename Isa, typename Dst, typename Src>
 void convert(void* dst_data, const void* src_data, int64_t numel, double scale) {
   auto* dst = static_cast<Dst*>(dst_data);
   const auto* src = static_cast<const Src*>(src_data);
-  if constexpr (std::is_same_v<Dst, Half>) {
+  if constexpr (std::is_same_v<Dst, Half> && std::is_same_v<Src, float>) {
+    Isa::narrow(dst, src, numel, static_cast<float>(scale));
+  } else if constexpr (std::is_same_v<Dst, float> && std::is_same_v<Src, Half>) {
+    Isa::widen(dst, src, numel, static_cast<float>(scale));
+  } else if constexpr (std::is_same_v<Dst, Half>) {
     for_blocks(numel, [&](int64_t begin, int64_t count) {
       float wide[kBlock];
       convert<Isa, float, Src>(wide, src + begin, count, scale);
-      Isa::narrow(dst + begin, wide, count);
+      Isa::narrow(dst + begin, wide, count, 1.0f);
     });
   } else if constexpr (std::is_same_v<Src, Half>) {
     for_blocks(numel, [&](int64_t begin, int64_t count) {
       float wide[kBlock];
-      Isa::widen(wide, src + begin, count);
+      Isa::widen(wide, src + begin, count, 1.0f);
       convert<Isa, Dst, float>(dst + begin, wide, count, scale);
     });
   } else {
@@ -111,10 +115,10 @@ void add(void* dst_data, const void* src_data, int64_t numel) {
     for_blocks(numel, [&](int64_t begin, int64_t count) {
       float sum[kBlock];
       float wide[kBlock];
-      Isa::widen(sum, dst + begin, count);
-      Isa::widen(wide, src + begin, count);
+      Isa::widen(sum, dst + begin, count, 1.0f);
+      Isa::widen(wide, src + begin, count, 1.0f);
       add<Isa, float>(sum, wide, count);
-      Isa::narrow(dst + begin, sum, count);
+      Isa::narrow(dst + begin, sum, count, 1.0f);
     });
   } else {
     Isa::run([&]() __attribute__((always_inline)) { add_apart(dst, src, numel); });

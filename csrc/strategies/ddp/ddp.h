@@ -16,6 +16,8 @@ struct DdpOptions {
   // Ranks start from rank 0's parameters and buffers, after all have been compared.
   bool init_sync = true;
   bool init_sync_buffers = true;
+  // Rank 0's buffers for all before each forward that follows a synchronized one.
+  bool forward_sync_buffers = true;
   // Buckets of that many MiB; by default 25, the first 1. A list gives one cap per bucket, the last going on.
   std::optional<double> bucket_cap_mb;
   std::vector<double> bucket_cap_mb_list;
@@ -62,6 +64,7 @@ class TRIREME_API Ddp {
   void sync_module(const std::vector<at::Tensor>& buffers, int64_t root);
 
   GradReducer& reducer() { return *reducer_; }
+  const GradReducer& reducer() const { return *reducer_; }
   const std::shared_ptr<Communicator>& communicator() const { return communicator_; }
 
  private:

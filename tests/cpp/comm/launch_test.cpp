@@ -7,6 +7,7 @@
 #include <filesystem>
 #include <functional>
 #include <future>
+#include <memory>
 #include <numeric>
 #include <string>
 #include <sys/socket.h>
@@ -121,17 +122,23 @@ TEST_CASE("the same ranks may meet again in the same place") {
   CHECK(sums_over(2, endpoint) == std::vector<double>{3, 3});
   CHECK(sums_over(2, endpoint) == std::vector<double>{3, 3});
 
-  // Nor does a Store that outlives a run show it to the next: the file is kept by a third, silent
-  // member.
+  // Nor does a Store that outlives one run show it to the next: the first run keeps the file alive.
   const std::string file = fresh_file();
-  RendezvousRequest request{.environment = {}, .init_method = "file://" + file, .timeout = 5s};
-  request.environment.world = 2;
-  const Rendezvous first(request);
-  first.store()->set("key", std::vector<uint8_t>{1});
-  const Rendezvous second(request);
-  CHECK(first.store()->check({"key"}));
-  CHECK_FALSE(second.store()->check({"key"}));
-  std::filesystem::remove(file);
+  const auto meet = [&] {
+    std::vector<std::unique_ptr<Rendezvous>> ranks(2);
+    on_threads(2, [&](int64_t rank) {
+      RendezvousRequest request{.environment = {}, .init_method = "file://" + file, .timeout = 10s};
+      request.environment.rank = rank;
+      request.environment.world = 2;
+      ranks[static_cast<size_t>(rank)] = std::make_unique<Rendezvous>(request);
+    });
+    return ranks;
+  };
+  const auto first = meet();
+  first[0]->store()->set("key", std::vector<uint8_t>{1});
+  const auto second = meet();
+  CHECK(first[1]->store()->check({"key"}));
+  CHECK_FALSE(second[1]->store()->check({"key"}));
 }
 
 TEST_CASE("a single rank needs no port") {
@@ -182,22 +189,15 @@ TEST_CASE("rank 0 serves the store until the last rank has left") {
 
 TEST_CASE("the server does not wait for ever for a rank that never leaves") {
   const std::string endpoint = free_endpoint();
-  std::vector<bool> everybody_left(2);
-  std::promise<void> rank_0_gave_up;
+  std::vector<std::unique_ptr<Rendezvous>> ranks(2);
   on_threads(2, [&](int64_t rank) {
     RendezvousRequest request{.environment = {}, .init_method = endpoint, .timeout = 10s};
     request.environment.rank = rank;
     request.environment.world = 2;
-    Rendezvous rendezvous(request);
-    if (rank == 0) {
-      everybody_left[0] = rendezvous.leave(200ms);
-      rank_0_gave_up.set_value();
-    } else {
-      rank_0_gave_up.get_future().wait();
-      everybody_left[1] = rendezvous.leave(200ms);
-    }
+    ranks[static_cast<size_t>(rank)] = std::make_unique<Rendezvous>(request);
   });
-  CHECK(everybody_left == std::vector<bool>{false, true});
+  CHECK_FALSE(ranks[0]->leave(200ms));
+  CHECK(ranks[1]->leave(200ms));
 }
 
 TEST_CASE("a port in use is named") {
@@ -214,10 +214,16 @@ TEST_CASE("a rank that nobody joins says where it waited") {
   const std::string endpoint = free_endpoint();
   InitOptions options = as_rank(0, 2, endpoint);
   options.timeout = 1s;
-  const std::string text = refusal<c10::DistBackendError>([&] { init(options); });
-  CHECK(text.find("[launch] the ranks did not find each other at " + endpoint.substr(6) + ": ") ==
-        0);
-  CHECK(text.find("(rank 0 of 2)") != std::string::npos);
+  CHECK(refusal<c10::DistBackendError>([&] { init(options); }) ==
+        "[launch] the ranks did not find each other at " + endpoint.substr(6) +
+            ": 1 of 2 came within 1000 ms (rank 0 of 2). Check that all ranks run, with the same "
+            "address, port and "
+            "world size, that rank 0 is on that host, and that no firewall is between them.");
+
+  options.rank = 1;  // and now nobody serves
+  CHECK(refusal<c10::DistBackendError>([&] {
+          init(options);
+        }).find("[launch] the ranks did not find each other at " + endpoint.substr(6)) == 0);
 }
 
 TEST_CASE("options that cannot be honoured are refused") {
@@ -271,6 +277,21 @@ TEST_CASE("CUDA without a GPU is refused, not replaced") {
   CHECK(refused_options([](auto& options) {
           options.device = c10::Device(c10::DeviceType::CUDA);
         }).find("[launch] device is cuda but this program sees no GPU (rank 0 of 1)") == 0);
+}
+
+TEST_CASE("NCCL without its library or without a GPU is refused, not replaced") {
+  if (at::hasCUDA()) {
+    SUCCEED("skipped: this machine has a GPU");
+    return;
+  }
+  const std::string text = refused_options([](auto& options) {
+    options.device.reset();
+    options.backend = "nccl";
+  });
+  const bool no_library = text.find("[launch] NCCL cannot be used from C++ here: ") == 0;
+  const bool no_gpu = text.find("[launch] device is cuda but this program sees no GPU") == 0;
+  CAPTURE(text);
+  CHECK((no_library || no_gpu));
 }
 
 TEST_CASE("init gives a lone rank all CPUs, unless told to leave the threads alone") {

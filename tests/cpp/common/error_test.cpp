@@ -1,4 +1,5 @@
 #include <trireme/common/error.h>
+
 #include <trireme/common/version.h>
 
 #include "catch_torch.h"
@@ -11,7 +12,8 @@ TEST_CASE("an error names area, rank and next step") {
 }
 
 TEST_CASE("without a group an error names no rank") {
-  CHECK(error_text("area", "got 1, expected 2", {}, "Do that.") == "[area] got 1, expected 2. Do that.");
+  CHECK(error_text("area", "got 1, expected 2", {}, "Do that.") ==
+        "[area] got 1, expected 2. Do that.");
 }
 
 }  // namespace trireme

@@ -1,0 +1,120 @@
+"""Writes the results section of README.md from the committed JSON, so that no figure is typed by hand.
+
+    python benchmarks/readme_results.py          rewrite README.md
+    python benchmarks/readme_results.py --check  exit 1 if README.md is not what the JSON says
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+BEGIN = "<!-- results: written by benchmarks/readme_results.py from benchmarks/results/*.json -->\n"
+END = "<!-- results end -->\n"
+
+
+def main(command_line: Sequence[str] | None = None) -> int:
+    """Returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="compare only")
+    arguments = parser.parse_args(command_line)
+    readme = ROOT / "README.md"
+    before = readme.read_text()
+    head, rest = before.split(BEGIN)
+    _, tail = rest.split(END)
+    after = head + BEGIN + section() + END + tail
+    if arguments.check:
+        if before != after:
+            print("[readme] got figures that are not those of benchmarks/results. Run benchmarks/readme_results.py.")
+        return int(before != after)
+    readme.write_text(after)
+    return 0
+
+
+def section() -> str:
+    """The tables, from whichever result files there are."""
+    parts = []
+    if (RESULTS / "compare_gpt.json").exists():
+        parts.append(_compare(_load("compare_gpt.json")))
+    if (RESULTS / "ddp.json").exists():
+        parts.append(_bench_ddp(_load("ddp.json")))
+    return "\n" + "\n".join(parts) + "\n"
+
+
+def _load(name: str) -> dict[str, Any]:
+    loaded: dict[str, Any] = json.loads((RESULTS / name).read_text())
+    return loaded
+
+
+def _markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
+
+
+def _compare(results: dict[str, Any]) -> str:
+    rows = []
+    for run in results["runs"]:
+        step = run["step_ms"]
+        exposed = f"{run['exposed_comm_ms'] / step['median']:.1%}" if run["world"] > 1 else ""
+        rows.append(
+            [
+                run["strategy"],
+                str(run["world"]),
+                f"{step['median']:.0f} ({step['p10']:.0f} to {step['p90']:.0f})",
+                f"{run['samples_per_s']:.1f}",
+                exposed,
+                f"{run['peak_rss_mib_per_rank']:.0f}",
+                f"{run['final_loss']:.4f}",
+            ]
+        )
+    header = ["strategy", "ranks", "step ms (p10 to p90)", "samples/s", "exposed comm", "peak MiB/rank", "final loss"]
+    return "`make demo`, GPT on text, same batches everywhere:\n\n" + _markdown(header, rows)
+
+
+def _bench_ddp(results: dict[str, Any]) -> str:
+    rows = []
+    for name, workload in results["workloads"].items():
+        ratio = workload["step_ratio"]
+        steps = {label: statistics.median(run["step_ms"] for run in runs) for label, runs in workload["runs"].items()}
+        rows.append(
+            [
+                name,
+                f"{steps['1 process']:.0f}",
+                f"{steps['2 ranks, no sync']:.0f}",
+                f"{steps[workload['torch_best']]:.0f} ({workload['torch_best']})",
+                f"{steps['ddp']:.0f}",
+                f"{ratio['median']:.3f} ({ratio['quartiles'][0]:.3f} to {ratio['quartiles'][1]:.3f})",
+                ratio["verdict"],
+                f"{workload['memory']['ratio']:.3f}",
+            ]
+        )
+    header = [
+        "workload",
+        "1 process x 2 threads, ms",
+        "2 ranks, no sync",
+        "torch DDP, its best",
+        "trireme DDP",
+        "ratio (quartiles)",
+        "target 1.0",
+        "memory ratio",
+    ]
+    text = "`bench_ddp.py`, 2 ranks x 1 thread over Gloo, median step of fresh processes in pairs:\n\n"
+    text += _markdown(header, rows)
+    if "reducer_overhead" in results:
+        ratio = results["reducer_overhead"]["added_ratio"]
+        text += (
+            f"\nWhat the reducer adds to a step of 1,000 parameters of 64 elements, over torch's fake process group: "
+            f"{ratio['median']:.2f} of what torch's adds (target {ratio['target']:g}: {ratio['verdict']}).\n"
+        )
+    return text
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,119 @@
+#pragma once
+
+#include <trireme/comm/comm_hook.h>
+#include <trireme/strategies/ddp/ddp.h>
+#include <trireme/strategies/ddp/find_tensors.h>
+
+#include <torch/nn/module.h>
+#include <torch/nn/modules/embedding.h>
+#include <torch/nn/pimpl.h>
+
+#include <memory>
+#include <unordered_set>
+#include <utility>
+#include <vector>
+
+namespace trireme {
+
+// Parameters (each tensor once, however often it is registered) and buffers of a C++ module.
+inline ModuleTensors module_tensors(const torch::nn::Module& module) {
+  std::unordered_set<const at::TensorImpl*> sparse;
+  for (const auto& layer : module.modules()) {
+    if (const auto* embedding = layer->as<torch::nn::EmbeddingImpl>()) {
+      if (embedding->options.sparse()) sparse.insert(embedding->weight.unsafeGetTensorImpl());
+    } else if (const auto* bag = layer->as<torch::nn::EmbeddingBagImpl>()) {
+      if (bag->options.sparse()) sparse.insert(bag->weight.unsafeGetTensorImpl());
+    }
+  }
+  ModuleTensors tensors;
+  std::unordered_set<const at::TensorImpl*> seen;
+  for (const auto& item : module.named_parameters()) {
+    const at::Tensor& parameter = item.value();
+    if (!seen.insert(parameter.unsafeGetTensorImpl()).second) continue;
+    tensors.parameters.names.push_back(item.key());
+    tensors.parameters.tensors.push_back(parameter);
+    tensors.parameters.sparse_gradient.push_back(sparse.count(parameter.unsafeGetTensorImpl()) > 0);
+  }
+  tensors.buffers = module.buffers();
+  return tensors;
+}
+
+// See DistributedDataParallel below.
+template <typename Net>
+class DistributedDataParallelImpl : public torch::nn::Module {
+ public:
+  DistributedDataParallelImpl(Net module, std::shared_ptr<Communicator> communicator,
+                              const DdpOptions& options = {})
+      : module_(register_module("module", std::move(module))),
+        sync_buffers_(options.forward_sync_buffers),
+        ddp_(module_tensors(*module_), std::move(communicator), options) {}
+
+  // Runs the module; its backward leaves in every .grad the average over the ranks. Any arguments; outputs may
+  // be tensors, or vectors, arrays, tuples, pairs, maps and optionals of them.
+  template <typename... Args>
+  auto forward(Args&&... args) {
+    const bool with_gradients = at::GradMode::is_enabled();
+    if (with_gradients) ddp_.before_forward();
+    if (sync_buffers_ && parameters_may_have_moved_) {
+      const std::vector<at::Tensor> buffers = module_->buffers();
+      if (!buffers.empty()) ddp_.sync_buffers(buffers, /*root=*/0);
+    }
+    auto output = module_->forward(std::forward<Args>(args)...);
+    parameters_may_have_moved_ = with_gradients && synchronize_;
+    if (with_gradients) ddp_.after_forward(find_tensors(output), synchronize_);
+    return output;
+  }
+
+  // Forwards while the guard lives only accumulate gradients on this rank; the first one after it averages what
+  // has come together:
+  //   { auto guard = ddp->no_sync(); loss(ddp->forward(a)).backward(); }
+  //   loss(ddp->forward(b)).backward();
+  class NoSync {
+   public:
+    explicit NoSync(bool& synchronize) : synchronize_(synchronize), before_(std::exchange(synchronize, false)) {}
+    ~NoSync() { synchronize_ = before_; }
+    NoSync(const NoSync&) = delete;
+    NoSync& operator=(const NoSync&) = delete;
+
+   private:
+    bool& synchronize_;
+    bool before_;
+  };
+  [[nodiscard]] NoSync no_sync() { return NoSync(synchronize_); }
+
+  // Replaces the all-reduce of each bucket, division included (see comm/comm_hook.h; make_comm_hook() takes
+  // hooks written for torch's DDP). Once, before the first backward.
+  void register_comm_hook(std::shared_ptr<CommHook> hook) { ddp_.reducer().set_comm_hook(std::move(hook)); }
+
+  // Where the time of the last synchronized step went.
+  StepReport last_step() const { return ddp_.reducer().last_step(); }
+
+  Net& module() { return module_; }
+  Ddp& core() { return ddp_; }
+
+ private:
+  Net module_;
+  bool sync_buffers_;
+  bool synchronize_ = true;
+  bool parameters_may_have_moved_ = true;
+  Ddp ddp_;
+};
+
+// torch::nn::parallel has no such class; this is torch.nn.parallel.DistributedDataParallel for C++ modules.
+//
+//   trireme::Context ctx = trireme::init();
+//   trireme::DistributedDataParallel<Net> ddp(net, ctx.communicator());
+//   auto loss = loss_of(ddp->forward(input));   // the loop stays as it was
+//   loss.backward();
+//   optimizer.step();
+//
+// `Net` is a module holder (TORCH_MODULE) or a shared_ptr to a module. The wrapper is itself a module that
+// holds `net` under the name "module". Construct it on every rank, in the same order; destroy it before the
+// Context shuts down. What it costs, throws and guarantees: strategies/ddp/ddp.h.
+template <typename Net>
+class DistributedDataParallel : public torch::nn::ModuleHolder<DistributedDataParallelImpl<Net>> {
+ public:
+  using torch::nn::ModuleHolder<DistributedDataParallelImpl<Net>>::ModuleHolder;
+};
+
+}  // namespace trireme

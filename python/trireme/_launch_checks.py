@@ -1,0 +1,82 @@
+"""What :func:`trireme.init` may be given, and the refusals."""
+
+import numbers
+from datetime import timedelta
+from typing import Any, NoReturn, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from trireme import _C
+
+Kind = TypeVar("Kind")
+
+
+def refuse(
+    what: str,
+    next_step: str,
+    *,
+    kind: type[Exception] = ValueError,
+    rank: int = -1,
+    world: int = -1,
+) -> NoReturn:
+    """Raise ``kind`` in the form of all messages; with a default group it names this rank."""
+    if world < 0 and dist.is_initialized():
+        rank, world = dist.get_rank(), dist.get_world_size()
+    raise kind(_C.error_text("launch", what, next_step, rank=rank, world=world))
+
+
+def expect(name: str, value: Kind | None, kind: type[Kind]) -> Kind | None:
+    if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
+        refuse(
+            f"{name} is {type(value).__name__}, expected {kind.__name__}",
+            f"Pass {name} as {kind.__name__}, or leave it out.",
+            kind=TypeError,
+        )
+    return value
+
+
+def as_timedelta(timeout: timedelta | float | None) -> timedelta | None:
+    if timeout is None or isinstance(timeout, timedelta):
+        limit = timeout
+    elif isinstance(timeout, numbers.Real) and not isinstance(timeout, bool):
+        limit = timedelta(seconds=float(timeout))
+    else:
+        refuse(
+            f"timeout is {type(timeout).__name__}, expected seconds or a timedelta",
+            "Pass a number of seconds.",
+            kind=TypeError,
+        )
+    if limit is not None and limit <= timedelta(0):
+        refuse(f"timeout is {limit}, expected more than 0", "Pass a longer timeout.")
+    return limit
+
+
+def parse_device(device: str | torch.device) -> torch.device:
+    if not isinstance(device, (str, torch.device)):
+        refuse(
+            f"device is {type(device).__name__}, expected str or torch.device",
+            'Pass "cpu", "cuda" or "cuda:1".',
+            kind=TypeError,
+        )
+    try:
+        parsed = torch.device(device)
+    except RuntimeError:
+        parsed = None
+    if parsed is None or parsed.type not in ("cpu", "cuda"):
+        refuse(f"device is {str(device)!r}, expected cpu or cuda", 'Pass "cpu" or "cuda".')
+    return parsed
+
+
+def check_available(backend: str | None, environment: Any) -> None:
+    if backend is None:
+        return
+    for part in backend.split(","):
+        name = part.rpartition(":")[2].lower()
+        if not dist.is_backend_available(name):
+            refuse(
+                f"backend is {backend!r}, and this torch has no backend {name!r}",
+                "Use gloo, nccl, or a backend that torch.distributed lists.",
+                rank=environment.rank,
+                world=environment.world,
+            )

@@ -1,0 +1,316 @@
+// Wire tests: what one backward sends, in which order, and what it leaves in .grad. One rank runs; the recorded
+// group plays a peer that holds the same gradients, so the average is this rank's own gradient.
+
+#include <trireme/comm/recording_communicator.h>
+#include <trireme/grad/grad_reducer.h>
+
+#include <torch/csrc/autograd/autograd.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <catch_torch.h>
+
+using namespace trireme;
+
+namespace {
+
+// A chain y = x * a * b * c * d ...: gradients arrive last letter first. Each parameter has four floats.
+struct Chain {
+  explicit Chain(std::string letters, GradReducerOptions options = {}) : names(std::move(letters)) {
+    NamedParameters parameters;
+    for (const char name : names) {
+      weights.push_back(at::full({4}, 2.0F).set_requires_grad(true));
+      parameters.names.emplace_back(1, name);
+      parameters.tensors.push_back(weights.back());
+      parameters.sparse_gradient.push_back(false);
+    }
+    if (options.caps.bytes == GradReducerOptions().caps.bytes) options.caps = {{16}};  // one parameter per bucket
+    reducer = GradReducer::make(std::move(parameters), wire, std::move(options));
+  }
+
+  // Uses the parameters whose letters are given, in that order.
+  at::Tensor forward(const std::string& used, bool synchronize = true) {
+    reducer->before_forward();
+    at::Tensor y = at::ones({4});
+    for (const char name : used) y = y * weights[names.find(name)];
+    reducer->after_forward({y}, synchronize);
+    return y;
+  }
+  void step(const std::string& used, bool synchronize = true) { backward(forward(used, synchronize).sum()); }
+  static void backward(const at::Tensor& loss) { torch::autograd::backward({loss}, {}); }
+  void zero_grad() {
+    for (const at::Tensor& weight : weights) weight.mutable_grad().reset();
+  }
+  at::Tensor grad(char name) const { return weights[names.find(name)].grad(); }
+
+  // "d c b a" for four all-reduces of one gradient each.
+  std::string sent() const {
+    std::string text;
+    for (const WireRecord& record : wire->records()) {
+      if (record.verb != "all_reduce") continue;
+      const size_t colon = record.label.find(": ");
+      text += (text.empty() ? "" : " ") + (colon == std::string::npos ? record.label : record.label.substr(colon + 2));
+    }
+    return text;
+  }
+
+  std::string names;
+  std::vector<at::Tensor> weights;
+  std::shared_ptr<RecordingCommunicator> wire = std::make_shared<RecordingCommunicator>(RankOf{0, 2});
+  std::shared_ptr<GradReducer> reducer;
+};
+
+}  // namespace
+
+TEST_CASE("one step sends every bucket once, the used-map behind the last gradients") {
+  Chain chain("abcd");
+  chain.step("abcd");
+  CHECK(chain.sent() == "d c b a");
+  const std::vector<WireRecord>& records = chain.wire->records();
+  REQUIRE(records.size() == 5);
+  CHECK(records[0].bytes == 16);
+  CHECK(records[3].bytes == 16 + 5 * 4);  // four counts and the flag of a changed plan
+  CHECK(records[3].dtypes == std::vector<std::string>{"Float"});
+  CHECK(records[4].verb == "broadcast");  // the order that the first backward taught; never again
+  chain.zero_grad();
+  chain.wire->clear();
+  chain.step("abcd");
+  CHECK(chain.wire->records().size() == 4);
+}
+
+TEST_CASE("gradients are the average and final when backward returns") {
+  Chain chain("abc");
+  chain.step("abc");
+  for (const char name : chain.names) CHECK(at::equal(chain.grad(name), at::full({4}, 4.0F)));
+}
+
+TEST_CASE("buckets follow the order in which gradients arrived in the first backward") {
+  Chain chain("abcd");
+  chain.step("dbca");  // gradients arrive a c b d
+  CHECK(chain.sent() == "d c b a");
+  chain.zero_grad();
+  chain.wire->clear();
+  chain.step("dbca");
+  CHECK(chain.sent() == "a c b d");
+}
+
+TEST_CASE("an unused head holds back nobody") {
+  Chain chain("abch");
+  chain.step("abc");
+  chain.zero_grad();
+  chain.wire->clear();
+  std::vector<std::string> sent_before_end;
+  at::Tensor y = chain.forward("abc");
+  // The gradient of a is the last thing that this backward computes; what is sent by then was overlapped.
+  chain.weights[0].register_hook([&](const at::Tensor&) { sent_before_end.push_back(chain.sent()); });
+  Chain::backward(y.sum());
+  REQUIRE(sent_before_end.size() == 1);
+  CHECK(sent_before_end[0] == "c b");
+  CHECK(chain.sent() == "c b a h");
+  CHECK_FALSE(chain.grad('h').defined());
+}
+
+TEST_CASE("a parameter that nobody used keeps its .grad to the last bit") {
+  Chain chain("ab");
+  chain.step("ab");
+  const at::Tensor kept = chain.grad('b');
+  kept.fill_(1.0F / 3.0F);
+  chain.weights[0].mutable_grad().reset();
+  chain.step("a");
+  CHECK(chain.grad('b').is_same(kept));
+  CHECK(at::equal(kept, at::full({4}, 1.0F / 3.0F)));
+}
+
+TEST_CASE("no_sync sends nothing and the next step averages what has come together") {
+  Chain chain("ab");
+  chain.step("ab", /*synchronize=*/false);
+  CHECK(chain.wire->records().empty());
+  const at::Tensor accumulated = chain.grad('a');
+  chain.step("ab");
+  CHECK(chain.sent() == "b a");
+  CHECK(chain.grad('a').is_same(accumulated));
+  CHECK(at::equal(chain.grad('a'), at::full({4}, 4.0F)));
+}
+
+TEST_CASE("a gradient kept by the user is never overwritten") {
+  Chain chain("ab");
+  chain.step("ab");
+  const at::Tensor kept = chain.grad('a');
+  const at::Tensor copy = kept.clone();
+  for (int i = 0; i < 3; ++i) {
+    chain.zero_grad();
+    at::Tensor y = chain.forward("ab") * 5;
+    Chain::backward(y.sum());
+    CHECK(at::equal(chain.grad('a'), at::full({4}, 10.0F)));
+  }
+  CHECK(at::equal(kept, copy));
+}
+
+TEST_CASE("set_to_none=False: gradients stay where they are and nothing is allocated") {
+  Chain chain("ab");
+  chain.step("ab");
+  chain.zero_grad();
+  chain.step("ab");
+  const at::Tensor grad = chain.grad('a');
+  const void* memory = grad.const_data_ptr();
+  grad.zero_();
+  chain.grad('b').zero_();
+  chain.step("ab");
+  CHECK(chain.grad('a').is_same(grad));
+  CHECK(grad.const_data_ptr() == memory);
+  CHECK(at::equal(grad, at::full({4}, 2.0F)));
+}
+
+TEST_CASE("a .grad of the user's own keeps its identity, or is replaced by a range as bucket view") {
+  for (const bool as_view : {false, true}) {
+    GradReducerOptions options;
+    options.gradient_as_bucket_view = as_view;
+    Chain chain("ab", options);
+    const at::Tensor own = at::zeros({4});
+    chain.weights[0].mutable_grad() = own;
+    chain.step("ab");
+    CHECK(chain.grad('a').is_same(own) == !as_view);
+    CHECK(at::equal(chain.grad('a'), at::full({4}, 2.0F)));
+  }
+}
+
+TEST_CASE("ranges of a bucket are no views for autograd") {
+  Chain chain("ab", {{{1024}}, false, std::nullopt, "ddp"});
+  chain.step("ab");
+  CHECK(chain.grad('a').is_alias_of(chain.grad('b')));
+  CHECK_FALSE(chain.grad('a').is_view());
+  CHECK_NOTHROW(chain.grad('a').detach_());
+}
+
+TEST_CASE("reduce_dtype changes the wire and not .grad") {
+  GradReducerOptions options;
+  options.reduce_dtype = at::kBFloat16;
+  Chain chain("ab", options);
+  chain.step("ab");
+  CHECK(chain.wire->records()[0].dtypes == std::vector<std::string>{"BFloat16"});
+  CHECK(chain.wire->records()[0].bytes == 16);  // both gradients: half the bytes under the same cap
+  CHECK(chain.sent() == "b .. a used-map");     // bfloat16 cannot count ranks
+  CHECK(chain.grad('a').scalar_type() == at::kFloat);
+  CHECK(at::equal(chain.grad('a'), at::full({4}, 2.0F)));
+}
+
+TEST_CASE("two forwards, one backward: one synchronization") {
+  Chain chain("ab");
+  const at::Tensor first = chain.forward("ab");
+  const at::Tensor second = chain.forward("ab");
+  Chain::backward((first + second).sum());
+  CHECK(chain.sent() == "b a");
+  CHECK(at::equal(chain.grad('a'), at::full({4}, 4.0F)));
+}
+
+TEST_CASE("two forwards, two backwards in the same order: each synchronizes its own") {
+  Chain chain("ab");
+  const at::Tensor first = chain.forward("ab");
+  const at::Tensor second = chain.forward("ab");
+  Chain::backward(first.sum());
+  CHECK(chain.sent() == "b a");
+  Chain::backward(second.sum());
+  CHECK(chain.sent() == "b a b a");
+  CHECK(at::equal(chain.grad('a'), at::full({4}, 4.0F)));
+}
+
+TEST_CASE("autograd::grad and backward(inputs=) of others arm nothing; of ours they do") {
+  Chain chain("ab");
+  const at::Tensor input = at::ones({4}).set_requires_grad(true);
+  chain.reducer->before_forward();
+  const at::Tensor y = input * chain.weights[0] * chain.weights[1];
+  chain.reducer->after_forward({y}, true);
+  torch::autograd::grad({y.sum()}, {input}, {}, /*retain_graph=*/true);
+  torch::autograd::grad({y.sum()}, {chain.weights[0]}, {}, /*retain_graph=*/true);
+  torch::autograd::backward({y.sum()}, {}, /*retain_graph=*/true, false, {input});
+  CHECK(chain.wire->records().empty());
+  torch::autograd::backward({y.sum()}, {}, false, false, {chain.weights[0]});
+  CHECK(chain.sent() == "b a");
+}
+
+TEST_CASE("prepare_for_backward synchronizes a no_sync forward") {
+  Chain chain("ab");
+  const at::Tensor y = chain.forward("ab", /*synchronize=*/false);
+  chain.reducer->prepare_for_backward();
+  Chain::backward(y.sum());
+  CHECK(chain.sent() == "b a");
+}
+
+TEST_CASE("without output tensors the first gradient arms") {
+  Chain chain("ab");
+  chain.reducer->before_forward();
+  const at::Tensor y = chain.weights[0] * chain.weights[1];
+  chain.reducer->after_forward({}, true);
+  Chain::backward(y.sum());
+  CHECK(chain.sent() == "b a");
+  CHECK(at::equal(chain.grad('a'), at::full({4}, 2.0F)));
+}
+
+TEST_CASE("freezing and unfreezing: announced in one step, planned in the next") {
+  Chain chain("abc");
+  chain.step("abc");
+  chain.zero_grad();
+  chain.weights[2].set_requires_grad(false);
+  chain.wire->clear();
+  chain.step("abc");
+  CHECK(chain.sent() == "c b a");  // c still has its place and carries zeros
+  CHECK_FALSE(chain.grad('c').defined());
+  CHECK(chain.wire->records().back().verb == "all_gather");
+  chain.zero_grad();
+  chain.wire->clear();
+  chain.step("abc");
+  CHECK(chain.sent() == "b a");
+  chain.zero_grad();
+  chain.weights[2].set_requires_grad(true);
+  chain.wire->clear();
+  chain.step("abc");
+  CHECK(chain.sent() == "b a c");  // reduced at the end of the very backward that brought it
+  CHECK(at::equal(chain.grad('c'), at::full({4}, 4.0F)));
+  chain.zero_grad();
+  chain.wire->clear();
+  chain.step("abc");
+  CHECK(chain.sent() == "b a c");
+  CHECK(chain.wire->records().size() == 3);
+}
+
+TEST_CASE("manual finalization leaves the wait to the caller") {
+  Chain chain("ab");
+  chain.reducer->set_manual_finalization(true);
+  chain.step("ab");
+  CHECK(chain.sent() == "b a");
+  CHECK_FALSE(chain.grad('a').defined());
+  CHECK_THROWS_WITH(chain.forward("ab"), Catch::Contains("finalize_backward()"));
+  chain.reducer->finalize_backward();
+  CHECK(at::equal(chain.grad('a'), at::full({4}, 2.0F)));
+  CHECK_THROWS_WITH(chain.reducer->finalize_backward(), Catch::Contains("no synchronized backward"));
+}
+
+TEST_CASE("an exception in the middle of backward is announced with the last gradient") {
+  Chain chain("abc");
+  chain.step("abc");
+  chain.zero_grad();
+  at::Tensor y = chain.forward("abc");
+  chain.weights[1].register_hook([](const at::Tensor&) { TORCH_CHECK(false, "the user's own error"); });
+  CHECK_THROWS_WITH(Chain::backward(y.sum()), Catch::Contains("the user's own error"));
+  REQUIRE(chain.wire->failure());
+  CHECK_THAT(*chain.wire->failure(), Catch::Contains("backward 2 was abandoned after the gradient of 'c' (rank 0 of 2)"));
+  CHECK_THROWS_WITH(chain.forward("abc"), Catch::Contains("wrap the module anew"));
+}
+
+TEST_CASE("create_graph is refused by name") {
+  Chain chain("ab");
+  const at::Tensor y = chain.forward("ab");
+  CHECK_THROWS_WITH(torch::autograd::backward({y.sum()}, {}, true, /*create_graph=*/true),
+                    Catch::Contains("[ddp] got 'b' in backward(create_graph=True)"));
+}
+
+TEST_CASE("a join takes part with zeros and leaves .grad alone") {
+  Chain chain("ab");
+  chain.step("ab");
+  const at::Tensor grad = chain.grad('a');
+  const at::Tensor copy = grad.clone();
+  chain.wire->clear();
+  chain.reducer->shadow_backward();
+  CHECK(chain.sent() == "b a");
+  CHECK(chain.grad('a').is_same(grad));
+  CHECK(at::equal(grad, copy));
+}

@@ -1,0 +1,163 @@
+"""Lets a test function of DDP be the program of its ranks, and compares with torch's class.
+
+    @on_ranks(2)
+    def test_something(rank: int) -> None:
+        model = trireme.DistributedDataParallel(...)
+
+Every rank is a fresh process with a Gloo group; an assertion that fails on one fails the test.
+"""
+
+import functools
+import importlib
+import inspect
+import multiprocessing
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import trireme
+from distributed import run_ranks
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+# What a DDP step imports on first use costs seconds, in every rank of every test.
+multiprocessing.get_context("forkserver").set_forkserver_preload(
+    ["trireme", "torch._dynamo", "torch.distributed.optim", "pytest", "ddp_ranks"]
+)
+
+WORLD = 2
+# [area] what went wrong (rank r of w). next step
+HOUSE_FORM = re.compile(r"^\[\w+\] .+?( \(rank \d+ of \d+\))?\. \S.*\S$", re.DOTALL)
+
+Program = Callable[..., None]
+ModelMaker = Callable[[], nn.Module]
+
+
+def on_ranks(world: int = WORLD, *, timeout: float = 60, patience_s: float = 30) -> Any:
+    """Runs the decorated test on ``world`` ranks; it gets its ``rank`` before its other arguments.
+
+    ``patience_s`` is the timeout of the Gloo group, ``timeout`` that of the whole test.
+    """
+
+    def decorate(program: Program) -> Program:
+        @functools.wraps(program)
+        def test(**case: Any) -> None:
+            place = (program.__module__, program.__qualname__, patience_s)
+            run_ranks(_run_program, world, *place, case, timeout=timeout)
+
+        signature = inspect.signature(program)
+        asked = [one for name, one in signature.parameters.items() if name != "rank"]
+        test.__signature__ = signature.replace(parameters=asked)  # type: ignore[attr-defined]
+        return test
+
+    return decorate
+
+
+def _run_program(rank: int, module: str, name: str, patience_s: float, case: Any) -> None:
+    program = getattr(importlib.import_module(module), name).__wrapped__
+    torch.manual_seed(0)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=patience_s))
+    program(rank, **case)
+    dist.destroy_process_group()
+
+
+@contextmanager
+def raises(kind: type[BaseException], *parts: str) -> Iterator[None]:
+    """Expects an error in the house form whose text contains ``parts``."""
+    try:
+        yield
+    except kind as error:
+        text = message_of(error)
+        assert HOUSE_FORM.match(text), f"not in the house form: {text}"
+        missing = [part for part in parts if part not in text]
+        assert not missing, f"{missing} not in: {text}"
+    else:
+        raise AssertionError(f"no {kind.__name__} was raised")
+
+
+def message_of(error: BaseException) -> str:
+    """Without the C++ stack that torch adds when asked to."""
+    return str(error).split("\nException raised from")[0].strip()
+
+
+def mlp(dtype: torch.dtype = torch.float32) -> nn.Module:
+    """Three layers of uneven shapes; the same on every rank."""
+    torch.manual_seed(7)
+    layers = [nn.Linear(6, 13), nn.Tanh(), nn.Linear(13, 5, bias=False), nn.Tanh(), nn.Linear(5, 3)]
+    return nn.Sequential(*layers).to(dtype)
+
+
+def batch(step: int, rows: int = 8, width: int = 6, dtype: torch.dtype = torch.float32) -> Any:
+    """The whole batch of a step; rank r of w takes ``batch[r::w]``."""
+    generator = torch.Generator().manual_seed(100 + step)
+    return torch.randn(rows, width, generator=generator).to(dtype)
+
+
+def gradients(model: nn.Module) -> dict[str, torch.Tensor | None]:
+    """Copies, by the name inside the wrapper."""
+    module = model.module if isinstance(model, TorchDDP) else model
+    return {
+        name: None if parameter.grad is None else parameter.grad.clone()
+        for name, parameter in module.named_parameters()
+    }
+
+
+def values(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Copies of parameters and buffers, by the name inside the wrapper."""
+    module = model.module if isinstance(model, TorchDDP) else model
+    return {name: value.detach().clone() for name, value in module.state_dict().items()}
+
+
+def assert_same_on_all_ranks(tensors: Sequence[torch.Tensor]) -> None:
+    for tensor in tensors:
+        mine = tensor.detach().contiguous()
+        of_rank_0 = mine.clone()
+        dist.broadcast(of_rank_0, 0)
+        assert torch.equal(mine, of_rank_0), "ranks drifted apart"
+
+
+Step = Callable[[nn.Module, int, int], None]
+"""Forward and backward of one step: (model, step, rank)."""
+
+
+def run_steps(model: nn.Module, optimizer: Any, step_fn: Step, rank: int, steps: int) -> list[Any]:
+    """The gradients after every backward, then the values after the last step."""
+    seen: list[Any] = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        step_fn(model, step, rank)
+        seen.append(gradients(model))
+        optimizer.step()
+    return [*seen, values(model)]
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def assert_equals_torch(
+    make_model: ModelMaker,
+    step_fn: Step,
+    rank: int,
+    *,
+    steps: int = 4,
+    make_optimizer: Callable[[nn.Module], Any] = sgd,
+    torch_options: dict[str, Any] | None = None,
+    rtol: float | None = None,
+    atol: float | None = None,
+    **options: Any,
+) -> None:
+    """Trains with torch's class and with ours and compares gradients and values after every step.
+
+    ``options`` go to both, ``torch_options`` are what torch needs to be told in addition.
+    """
+    theirs = TorchDDP(make_model(), **{**options, **(torch_options or {})})
+    expected = run_steps(theirs, make_optimizer(theirs), step_fn, rank, steps)
+    ours = trireme.DistributedDataParallel(make_model(), **options)
+    got = run_steps(ours, make_optimizer(ours), step_fn, rank, steps)
+    torch.testing.assert_close(got, expected, rtol=rtol, atol=atol)
+    assert_same_on_all_ranks(list(ours.parameters()))

@@ -1,0 +1,107 @@
+"""The typed stub of the compiled module says what the module has.
+
+pybind11 writes each function's signature into its docstring; the stub must name the same parameters.
+"""
+
+import ast
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import trireme
+from trireme import _C
+
+STUB = Path(trireme.__file__).resolve().parent / "_C.pyi"
+# Made by pybind11 for every class or enumeration, and of no use to a reader.
+UNSAID = {"_pybind11_conduit_v1_"}
+
+Signature = list[tuple[str, bool]]
+
+
+def parameters_of(function: ast.FunctionDef) -> Signature:
+    """(name, has a default) per parameter, a keyword-only one with a star before its name."""
+    arguments = function.args
+    positional = [*arguments.posonlyargs, *arguments.args]
+    without_default = len(positional) - len(arguments.defaults)
+    found = [(one.arg, i >= without_default) for i, one in enumerate(positional)]
+    found += [
+        (f"*{one.arg}", default is not None)
+        for one, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+    ]
+    return found
+
+
+def signature_of(documented: object) -> Signature:
+    line = (getattr(documented, "__doc__", "") or "").splitlines()[0]
+    function = ast.parse(f"def {line}: ...").body[0]
+    assert isinstance(function, ast.FunctionDef)
+    return parameters_of(function)
+
+
+def describe_module_class(owner: type) -> dict[str, object]:
+    """Name -> Signature of a method, or what kind of attribute it is."""
+    described: dict[str, object] = {}
+    for name, value in vars(owner).items():
+        if name in UNSAID or (name.startswith("__") and name != "__init__"):
+            continue
+        if isinstance(value, property):
+            described[name] = "attribute" if value.fset else "property"
+        elif isinstance(value, owner):
+            described[name] = "constant"
+        elif name != "__init__" or (value.__doc__ or "").startswith("__init__(self: "):
+            described[name] = signature_of(value)
+    return described
+
+
+def describe_stub_class(owner: ast.ClassDef) -> dict[str, object]:
+    described: dict[str, object] = {}
+    for node in owner.body:
+        if isinstance(node, ast.AnnAssign):
+            is_constant = ast.unparse(node.annotation).startswith("ClassVar")
+            described[ast.unparse(node.target)] = "constant" if is_constant else "attribute"
+        elif isinstance(node, ast.FunctionDef):
+            is_property = any(ast.unparse(one) == "property" for one in node.decorator_list)
+            described[node.name] = "property" if is_property else parameters_of(node)
+    return described
+
+
+def describe_module(module: ModuleType) -> dict[str, object]:
+    described: dict[str, object] = {}
+    for name, value in vars(module).items():
+        if name.startswith("__"):
+            continue
+        if isinstance(value, type):
+            described[name] = describe_module_class(value)
+        else:
+            described[name] = signature_of(value)
+    return described
+
+
+def describe_stub(text: str) -> dict[str, object]:
+    described: dict[str, object] = {}
+    for node in ast.parse(text).body:
+        if isinstance(node, ast.ClassDef):
+            described[node.name] = describe_stub_class(node)
+        elif isinstance(node, ast.FunctionDef):
+            described[node.name] = parameters_of(node)
+    return described
+
+
+def test_stub_and_module_have_the_same_names() -> None:
+    assert sorted(describe_stub(STUB.read_text())) == sorted(describe_module(_C))
+
+
+@pytest.mark.parametrize("name", sorted(describe_module(_C)))
+def test_stub_and_module_have_the_same_signatures(name: str) -> None:
+    stub = describe_stub(STUB.read_text())
+    assert stub[name] == describe_module(_C)[name]
+
+
+def test_a_missing_parameter_is_seen() -> None:
+    text = STUB.read_text().replace("outputs: Sequence[torch.Tensor], synchronize: bool", "outputs")
+    stub = describe_stub(text)
+    assert stub["Ddp"] != describe_module(_C)["Ddp"]
+
+
+def test_types_are_shipped() -> None:
+    assert STUB.with_name("py.typed").is_file()
