@@ -1,7 +1,7 @@
 """Writes the results section of README.md from the committed JSON, so that no figure is typed by hand.
 
-    python benchmarks/readme_results.py          rewrite README.md
-    python benchmarks/readme_results.py --check  exit 1 if README.md is not what the JSON says
+python benchmarks/readme_results.py          rewrite README.md
+python benchmarks/readme_results.py --check  exit 1 if README.md is not what the JSON says
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ END = "<!-- results end -->\n"
 
 def main(command_line: Sequence[str] | None = None) -> int:
     """Returns the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--check", action="store_true", help="compare only")
     arguments = parser.parse_args(command_line)
     readme = ROOT / "README.md"
@@ -32,7 +34,9 @@ def main(command_line: Sequence[str] | None = None) -> int:
     after = head + BEGIN + section() + END + tail
     if arguments.check:
         if before != after:
-            print("[readme] got figures that are not those of benchmarks/results. Run benchmarks/readme_results.py.")
+            print(
+                "[readme] got figures that are not those of benchmarks/results. Run benchmarks/readme_results.py."
+            )
         return int(before != after)
     readme.write_text(after)
     return 0
@@ -74,7 +78,15 @@ def _compare(results: dict[str, Any]) -> str:
                 f"{run['final_loss']:.4f}",
             ]
         )
-    header = ["strategy", "ranks", "step ms (p10 to p90)", "samples/s", "exposed comm", "peak MiB/rank", "final loss"]
+    header = [
+        "strategy",
+        "ranks",
+        "step ms (p10 to p90)",
+        "samples/s",
+        "exposed comm",
+        "peak MiB/rank",
+        "final loss",
+    ]
     return "`make demo`, GPT on text, same batches everywhere:\n\n" + _markdown(header, rows)
 
 
@@ -82,7 +94,10 @@ def _bench_ddp(results: dict[str, Any]) -> str:
     rows = []
     for name, workload in results["workloads"].items():
         ratio = workload["step_ratio"]
-        steps = {label: statistics.median(run["step_ms"] for run in runs) for label, runs in workload["runs"].items()}
+        steps = {
+            label: statistics.median(run["step_ms"] for run in runs)
+            for label, runs in workload["runs"].items()
+        }
         rows.append(
             [
                 name,
@@ -105,7 +120,9 @@ def _bench_ddp(results: dict[str, Any]) -> str:
         "target 1.0",
         "memory ratio",
     ]
-    text = "`bench_ddp.py`, 2 ranks x 1 thread over Gloo, median step of fresh processes in pairs:\n\n"
+    text = (
+        "`bench_ddp.py`, 2 ranks x 1 thread over Gloo, median step of fresh processes in pairs:\n\n"
+    )
     text += _markdown(header, rows)
     if "reducer_overhead" in results:
         ratio = results["reducer_overhead"]["added_ratio"]

@@ -16,8 +16,19 @@ from matplotlib.figure import Figure
 from harness.strategies import STRATEGIES
 from harness.summary import KINDS, PHASES, Summary
 
-PHASE_COLOURS = ("#4c78a8", "#72b7b2", "#e45756", "#eeca3b")
-KIND_COLOURS = ("#bab0ac", "#4c78a8", "#e45756", "#eeca3b", "#72b7b2")
+PHASE_LOOKS = (
+    ("forward", "#4c78a8"),
+    ("backward", "#72b7b2"),
+    ("exposed communication", "#e45756"),
+    ("optimizer", "#eeca3b"),
+)
+KIND_LOOKS = (
+    ("interpreter, libraries", "#bab0ac"),
+    ("parameters", "#4c78a8"),
+    ("gradients", "#e45756"),
+    ("optimizer state", "#eeca3b"),
+    ("activations, buckets, rest", "#72b7b2"),
+)
 LINE_WIDTHS = (6.0, 3.5, 1.5)
 DPI = 150
 LOGARITHMIC_FROM = 20
@@ -44,7 +55,7 @@ def draw(summaries: Sequence[Summary], caption: str, folder: Path) -> list[Path]
 def _step_time(summaries: Sequence[Summary]) -> Figure:
     figure, axes = _bars_figure(summaries)
     stacks = [[s.phase_ms[phase] for s in summaries] for phase in PHASES]
-    _stack(axes, summaries, stacks, list(zip(PHASES, PHASE_COLOURS, strict=True)))
+    _stack(axes, summaries, stacks, PHASE_LOOKS)
     axes.set_xlabel("milliseconds per step (median)")
     axes.set_title("Where a training step spends its time")
     return figure
@@ -53,7 +64,7 @@ def _step_time(summaries: Sequence[Summary]) -> Figure:
 def _memory(summaries: Sequence[Summary]) -> Figure:
     figure, axes = _bars_figure(summaries)
     stacks = [[s.memory_mib[kind] for s in summaries] for kind in KINDS]
-    _stack(axes, summaries, stacks, list(zip(KINDS, KIND_COLOURS, strict=True)))
+    _stack(axes, summaries, stacks, KIND_LOOKS)
     axes.set_xlabel("MiB per rank at its peak")
     axes.set_title("What a rank holds in memory")
     return figure
@@ -68,7 +79,7 @@ def _stack(
     axes: Axes,
     summaries: Sequence[Summary],
     stacks: list[list[float]],
-    legend: list[tuple[str, str]],
+    legend: Sequence[tuple[str, str]],
 ) -> None:
     """Horizontal stacked bars, one per run, from the top down, each with its total at the end."""
     places = list(range(len(summaries)))

@@ -11,8 +11,8 @@ from harness.memory import host_pss_mib
 from harness.rounds import Trajectory
 from harness.stats import spread
 
-PHASES = ("forward", "backward", "exposed communication", "optimizer")
-KINDS = ("at start", "parameters", "gradients", "optimizer state", "rest")
+PHASES = ("forward", "backward", "exposed_comm", "optimizer")
+KINDS = ("at_start", "parameters", "gradients", "optimizer_state", "rest")
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Summary:
 
     `phase_ms` and `memory_mib` are the stacks of the plots, keyed by PHASES and KINDS; "backward"
     there is without its exposed communication. `memory_mib` is of the rank with the highest peak
-    and adds up to that peak: "at start" is the interpreter with its libraries and the process
+    and adds up to that peak: "at_start" is the interpreter with its libraries and the process
     group, "rest" is activations, gradient buckets and what the allocator keeps.
     """
 

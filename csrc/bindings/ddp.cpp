@@ -72,7 +72,7 @@ void init_ddp(py::module_& module) {
            py::arg("buffers"), py::arg("communicator"), py::arg("options"))
       .def("before_forward", wrap_pybind_function_no_gil(&Ddp::before_forward))
       .def("after_forward", wrap_pybind_function_no_gil(&Ddp::after_forward), py::arg("outputs"),
-           py::arg("synchronize"))
+           py::arg("synchronize"), py::arg("all_found"))
       .def("sync_buffers", wrap_pybind_function_no_gil(&Ddp::sync_buffers), py::arg("buffers"),
            py::arg("root"))
       .def("sync_module", wrap_pybind_function_no_gil(&Ddp::sync_module), py::arg("buffers"), py::arg("root"))

@@ -15,6 +15,7 @@
 
 #include <algorithm>
 #include <exception>
+#include <mutex>
 #include <utility>
 
 namespace trireme {
@@ -30,6 +31,15 @@ struct Context::Group {
 };
 
 namespace {
+
+// What current_communicator() hands out. Weak: the Context alone decides how long the group lives.
+std::mutex latest_mutex;
+std::weak_ptr<Communicator> latest_communicator;
+
+void remember_communicator(const std::shared_ptr<Communicator>& communicator) {
+  const std::lock_guard<std::mutex> lock(latest_mutex);
+  latest_communicator = communicator;
+}
 
 constexpr milliseconds kFarewell = std::chrono::seconds(30);
 constexpr milliseconds kFarewellOfAFailure = std::chrono::seconds(1);
@@ -96,11 +106,18 @@ c10::Device choose_device(const InitOptions& options, const LaunchEnvironment& e
   return device;
 }
 
-c10::intrusive_ptr<c10d::ProcessGroup> connect(const c10::intrusive_ptr<c10d::Store>& store,
-                                               RankOf where, const std::string& backend,
-                                               std::optional<milliseconds> timeout) {
+struct ConnectRequest {
+  c10::intrusive_ptr<c10d::Store> store;
+  RankOf where;
+  c10::Device device;
+  std::optional<milliseconds> timeout;
+};
+
+c10::intrusive_ptr<c10d::ProcessGroup> connect(const std::string& backend,
+                                               const ConnectRequest& request) {
   using BackendType = c10d::ProcessGroup::BackendType;
-  auto part_of_store = [&](const char* name) {
+  const auto& [store, where, device, timeout] = request;
+  auto part_of_store = [&store = request.store](const char* name) {
     return c10::make_intrusive<c10d::PrefixStore>(name, store);
   };
   GlooOptions gloo;
@@ -110,6 +127,7 @@ c10::intrusive_ptr<c10d::ProcessGroup> connect(const c10::intrusive_ptr<c10d::St
 
   auto group = c10::make_intrusive<c10d::ProcessGroup>(store, static_cast<int>(where.rank),
                                                        static_cast<int>(where.world));
+  group->setBoundDeviceId(device);
   if (backend == kGlooAndNccl) {
     group->setBackend(c10::DeviceType::CPU, BackendType::GLOO,
                       make_gloo_backend(part_of_store(kGloo), where, gloo));
@@ -118,6 +136,16 @@ c10::intrusive_ptr<c10d::ProcessGroup> connect(const c10::intrusive_ptr<c10d::St
                     make_nccl_backend({part_of_store(kNccl), where, gloo.timeout}));
   group->setDefaultBackend(BackendType::NCCL);
   return group;
+}
+
+// NCCL ends what is in flight before it lets go of a communicator; after a failure that would be a
+// wait for peers that do not come.
+void disconnect(c10::intrusive_ptr<c10d::ProcessGroup> group, bool failing) noexcept {
+  try {
+    failing ? group->abort() : group->shutdown();
+  } catch (const std::exception& error) {
+    TORCH_WARN("[launch] while disconnecting: ", error.what());
+  }
 }
 
 }  // namespace
@@ -146,6 +174,15 @@ const Context::Group& Context::group() const {
 }
 
 std::shared_ptr<Communicator> Context::communicator() const { return group().communicator; }
+
+std::shared_ptr<Communicator> current_communicator() {
+  const std::lock_guard<std::mutex> lock(latest_mutex);
+  auto communicator = latest_communicator.lock();
+  TORCH_CHECK_VALUE(communicator,
+                    error_text("launch", "got no group of ranks, expected a living Context", {},
+                               "Call trireme::init() first and keep what it returns."));
+  return communicator;
+}
 
 const c10::intrusive_ptr<c10d::ProcessGroup>& Context::process_group() const {
   return group().process_group;
@@ -184,8 +221,9 @@ Context init(const InitOptions& options) {
   const std::string backend = !options.backend.empty() ? options.backend
                               : device.is_cpu()        ? kGloo
                                                        : kGlooAndNccl;
-  group->process_group = connect(store, where, backend, options.timeout);
+  group->process_group = connect(backend, {store, where, device, options.timeout});
   group->communicator = make_c10d_communicator(group->process_group, store);
+  remember_communicator(group->communicator);
   return Context(where, {environment.local_rank, environment.local_world}, device,
                  std::move(group));
 }

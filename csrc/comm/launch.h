@@ -83,4 +83,8 @@ class TRIREME_API Context {
 // cannot be honoured, c10::DistBackendError when the ranks do not find each other.
 TRIREME_API Context init(const InitOptions& options = {});
 
+// The group of the Context that init() made last in this process, while that lives. Throws
+// c10::ValueError when there is none.
+TRIREME_API std::shared_ptr<Communicator> current_communicator();
+
 }  // namespace trireme

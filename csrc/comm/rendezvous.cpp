@@ -160,9 +160,13 @@ OpenStore open_store(const RendezvousRequest& request, milliseconds timeout) {
 }
 
 // The n-th rendezvous of each rank in one Store is generation n: what earlier ones left there stays
-// invisible.
-std::string next_generation(c10d::Store& store, RankOf where) {
-  return std::to_string(store.add("trireme/generation/" + std::to_string(where.rank), 1));
+// invisible. torchrun's Store outlives the ranks that it restarts, and those may have failed after
+// different numbers of rendezvous, so each attempt counts anew.
+std::string prefix_of_generation(c10d::Store& store, const LaunchEnvironment& environment) {
+  const std::string attempt = "trireme/" + std::to_string(environment.attempt);
+  const int64_t generation =
+      store.add(attempt + "/generation_of_rank/" + std::to_string(environment.rank), 1);
+  return attempt + "/" + std::to_string(generation);
 }
 
 // How many ranks came, if the Store still tells; else what it said last.
@@ -196,8 +200,8 @@ Rendezvous::Rendezvous(const RendezvousRequest& request) : where_(request.enviro
   OpenStore opened = open_store(request, timeout);
   serves_ = opened.served_here;
   opened.store->setTimeout(timeout);
-  const std::string generation = next_generation(*opened.store, where_);
-  store_ = c10::make_intrusive<c10d::PrefixStore>("trireme/" + generation, opened.store);
+  store_ = c10::make_intrusive<c10d::PrefixStore>(
+      prefix_of_generation(*opened.store, request.environment), opened.store);
   wait_for_all(*store_, where_, opened.place);
 }
 

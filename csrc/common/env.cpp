@@ -281,6 +281,7 @@ LaunchEnvironment read_launch_environment(std::optional<RankOf> caller,
   check_local_rank(environment);
   find_master(variables, environment);
   environment.init_method = variables.text("TRIREME_INIT_METHOD").value_or("");
+  environment.attempt = variables.number("TORCHELASTIC_RESTART_COUNT").value_or(0);
   environment.agent_serves_store = variables.text("TORCHELASTIC_USE_AGENT_STORE") == "True";
   if (environment.launcher == Launcher::kSlurm) {
     environment.cpus_per_task = variables.number("SLURM_CPUS_PER_TASK", {1, kMaxRanks});

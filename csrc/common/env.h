@@ -30,6 +30,7 @@ struct LaunchEnvironment {
   std::string master_addr;          // the host of rank 0; empty: nobody said
   int64_t master_port = 0;          // where rank 0 listens there; 0: nobody said
   std::string init_method;          // TRIREME_INIT_METHOD, see RendezvousRequest
+  int64_t attempt = 0;              // how often torchrun has restarted the ranks
   bool agent_serves_store = false;  // torchrun's agent already listens at master_addr:master_port
   std::optional<int64_t> cpus_per_task;  // what SLURM gave to each rank
   std::optional<int64_t>

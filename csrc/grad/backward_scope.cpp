@@ -12,18 +12,25 @@
 
 namespace trireme {
 
-void GradReducer::after_forward(const std::vector<at::Tensor>& outputs, bool synchronize) {
+void GradReducer::after_forward(const std::vector<at::Tensor>& outputs, bool synchronize,
+                                bool all_found) {
   bool is_hooked = false;
   for (const at::Tensor& output : outputs) {
-    // A leaf here is a parameter or an input handed through; its hooks would pile up from forward to forward.
-    if (!output.requires_grad() || output.is_leaf()) continue;
+    if (!output.requires_grad()) continue;
+    if (output.is_leaf()) {
+      // Handed through; its hooks would pile up from forward to forward. An input is nobody's business, a
+      // parameter of ours has a hook already.
+      all_found = all_found && std::none_of(parameters_.begin(), parameters_.end(),
+                                            [&](const at::Tensor& own) { return own.is_same(output); });
+      continue;
+    }
     is_hooked = true;
     output.register_hook([reducer = weak_from_this(), synchronize](const at::Tensor& /*gradient*/) {
       if (const auto alive = reducer.lock()) alive->output_gradient_arrived(synchronize);
     });
   }
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (synchronize && !is_hooked) arm_at_parameter_ = true;
+  if (synchronize && !(is_hooked && all_found)) arm_at_parameter_ = true;
   clock_.forward_ends();
 }
 

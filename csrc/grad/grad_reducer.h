@@ -72,9 +72,10 @@ class TRIREME_API GradReducer final : public GradSink, public std::enable_shared
                                            GradReducerOptions options);
   ~GradReducer() override;
 
-  // Around every forward with gradients enabled.
+  // Around every forward with gradients enabled. Without `all_found`, further outputs may hide in objects that
+  // the caller could not look into.
   void before_forward();
-  void after_forward(const std::vector<at::Tensor>& outputs, bool synchronize);
+  void after_forward(const std::vector<at::Tensor>& outputs, bool synchronize, bool all_found = true);
 
   // The next backward that reaches an output or a parameter synchronizes, whatever its forward said.
   void prepare_for_backward();

@@ -40,8 +40,8 @@ inline ConstSpan slice(ConstSpan span, int64_t begin, int64_t end) {
 TRIREME_API Span span_of(const at::Tensor& tensor);
 
 // The two calls below take CPU memory, skip the dispatcher and allocate nothing: a gradient of 64
-// elements costs some ten nanoseconds. Products are made in fp32, in fp64 if either side is fp64,
-// and rounded to nearest even; from fp64 to fp16 or bf16 the value passes through fp32, as in
+// elements costs some twenty nanoseconds. Products are made in fp32, in fp64 if either side is
+// fp64, and rounded to nearest even; from fp64 to fp16 or bf16 the value passes through fp32, as in
 // torch's own casts. More than 32768 elements are shared among the threads of torch's intra-op
 // pool. Both throw c10::Error if a dtype is none of the four or if the lengths differ.
 

@@ -56,7 +56,7 @@ int main(int argc, char** argv) {
   torch::manual_seed(0);
   NextCharacter net;
   net->to(ctx.device());
-  trireme::DistributedDataParallel<NextCharacter> model(net, ctx.communicator());     // DDP 3
+  trireme::DistributedDataParallel<NextCharacter> model(net);                         // DDP 3
   torch::optim::AdamW optimizer(model->parameters(), torch::optim::AdamWOptions(3e-3));
 
   const int64_t share = kBatch / ctx.world();                                         // DDP 4

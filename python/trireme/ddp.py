@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.parallel.distributed import _find_tensors
 
 from trireme import _C
 from trireme._ddp_checks import (
@@ -23,6 +22,7 @@ from trireme._ddp_checks import (
     check_module,
     resolve_process_group,
 )
+from trireme._ddp_find_tensors import find_tensors
 from trireme._ddp_in_backward import step_in_backward
 from trireme._ddp_join import DdpJoinHook
 from trireme._ddp_mixed_precision import MixedPrecisionForward
@@ -238,8 +238,8 @@ class DistributedDataParallel(TorchNames):
             self._sync_buffers()
         synchronize = self.require_backward_grad_sync
         if torch.is_grad_enabled():
-            tensors = [output] if isinstance(output, torch.Tensor) else list(_find_tensors(output))
-            self._core.after_forward(tensors, synchronize)
+            tensors, all_found = find_tensors(output)
+            self._core.after_forward(tensors, synchronize, all_found)
             self.require_forward_param_sync = synchronize
         else:
             self.require_forward_param_sync = False

@@ -55,7 +55,7 @@ class Context:
         traceback: TracebackType | None,
     ) -> None:
         if self._began_here:
-            _end_run(_FAREWELL if kind is None else _FAREWELL_OF_A_FAILURE)
+            _end_run(failing=kind is not None)
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ def shutdown() -> None:
     it too, at most half a minute, and warns if they have not. A default group that the program
     made itself stays, and calling this again does nothing.
     """
-    _end_run(_FAREWELL)
+    _end_run(failing=False)
 
 
 def _make_default_group(
@@ -179,16 +179,19 @@ def _begin_run(context: Context, backend: str, rendezvous: Any) -> Context:
     return dataclasses.replace(context, _began_here=True)
 
 
-def _end_run(patience: timedelta) -> None:
+def _end_run(*, failing: bool) -> None:
     global _run
     run, _run = _run, None
     if run is None:
         return
     if dist.is_initialized() and _default_group() is run.group:
+        if failing:
+            run.group.abort()  # or NCCL would wait for peers that do not come
         dist.destroy_process_group()
-    if run.rendezvous is not None and not run.rendezvous.leave(patience):
-        if patience < _FAREWELL:
-            return  # an exception is on its way, which says more
+    if run.rendezvous is None:
+        return
+    all_left = run.rendezvous.leave(_FAREWELL_OF_A_FAILURE if failing else _FAREWELL)
+    if not all_left and not failing:
         warnings.warn(
             _C.error_text(
                 "launch",

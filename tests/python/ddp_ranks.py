@@ -17,12 +17,14 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import trireme
 from distributed import run_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
+from trireme import _C
 
 # What a DDP step imports on first use costs seconds, in every rank of every test.
 multiprocessing.get_context("forkserver").set_forkserver_preload(
@@ -161,3 +163,18 @@ def assert_equals_torch(
     got = run_steps(ours, make_optimizer(ours), step_fn, rank, steps)
     torch.testing.assert_close(got, expected, rtol=rtol, atol=atol)
     assert_same_on_all_ranks(list(ours.parameters()))
+
+
+def record_wire(ddp: trireme.DistributedDataParallel) -> _C.RecordingCommunicator:
+    """What the module sends from now on. Builds its core anew, as if it had just been wrapped."""
+    recorders: list[_C.RecordingCommunicator] = []
+    make = _C.make_c10d_communicator
+
+    def make_recorder(*args: Any) -> _C.RecordingCommunicator:
+        recorders.append(_C.RecordingCommunicator(make(*args)))
+        return recorders[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_C, "make_c10d_communicator", make_recorder)
+        ddp._rebuild_core()
+    return recorders[0]

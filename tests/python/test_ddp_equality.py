@@ -70,13 +70,13 @@ class Mixed(nn.Module):
         self.first = nn.Parameter(torch.randn(6, 7, dtype=torch.float64))
         self.scale = nn.Parameter(torch.tensor(1.5))
         self.second = nn.Parameter(torch.randn(7, 3, 1))
-        self.half = nn.Parameter(torch.randn(3, dtype=torch.bfloat16))
+        self.offset = nn.Parameter(torch.randn(3, dtype=torch.bfloat16))
         self.empty = nn.Parameter(torch.randn(0, 3))
         self.last = nn.Parameter(torch.randn(3, dtype=torch.float64))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = (x.double() @ self.first).float() @ self.second.squeeze(-1) * self.scale
-        return (hidden + self.half + self.empty.sum()).double() * self.last
+        return (hidden + self.offset + self.empty.sum()).double() * self.last
 
 
 @on_ranks()

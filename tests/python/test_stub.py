@@ -1,6 +1,6 @@
 """The typed stub of the compiled module says what the module has.
 
-pybind11 writes each function's signature into its docstring; the stub must name the same parameters.
+pybind11 writes each function's signature into its docstring; the stub names the same parameters.
 """
 
 import ast
@@ -98,7 +98,7 @@ def test_stub_and_module_have_the_same_signatures(name: str) -> None:
 
 
 def test_a_missing_parameter_is_seen() -> None:
-    text = STUB.read_text().replace("outputs: Sequence[torch.Tensor], synchronize: bool", "outputs")
+    text = STUB.read_text().replace("outputs: Sequence[torch.Tensor], ", "")
     stub = describe_stub(text)
     assert stub["Ddp"] != describe_module(_C)["Ddp"]
 

@@ -287,7 +287,7 @@ def train(model: nn.Module, rank: int | None) -> dict[str, torch.Tensor]:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    return model.state_dict()
+    return copy.deepcopy(model.state_dict())
 
 
 def train_wrapped(rank: int) -> dict[str, Any]:

@@ -12,9 +12,8 @@
 #endif
 
 // The instruction sets that one binary carries loops for. Each type below compiles a generic body
-// for its set
-// (`run`), and turns runs of fp16 into fp32 and back, which no compiler vectorises by itself on
-// x86.
+// for its set (`run`), and multiplies runs of fp16 into fp32 (`widen`) and back (`narrow`), which
+// compilers do not vectorise by themselves on x86.
 namespace trireme::cpu {
 
 // What the compiler was told to assume: SSE2 on x86-64, NEON on 64-bit Arm.

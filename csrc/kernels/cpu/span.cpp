@@ -13,8 +13,6 @@ namespace trireme {
 namespace cpu {
 namespace {
 
-constexpr size_t kBytesOf[kReals] = {4, 8, 2, 2};  // in the order of Real
-
 // Products on their way into a sum: at most 4 KiB, so they do not leave the nearest cache.
 constexpr int64_t kBlock = 512;
 
@@ -53,7 +51,7 @@ void copy_run(Span dst, ConstSpan src, double scale) {
   if (to != from || scale != 1.0) {
     best_loops().convert[to][from](dst.data, src.data, dst.numel, scale);
   } else if (dst.data != src.data && dst.numel > 0) {
-    std::memcpy(dst.data, src.data, static_cast<size_t>(dst.numel) * kBytesOf[to]);
+    std::memcpy(dst.data, src.data, static_cast<size_t>(dst.numel) * c10::elementSize(dst.dtype));
   }
 }
 

@@ -54,8 +54,8 @@ class TRIREME_API Ddp {
 
   // `synchronize`: this forward's backward is to average (false under no_sync).
   void before_forward() { reducer_->before_forward(); }
-  void after_forward(const std::vector<at::Tensor>& outputs, bool synchronize) {
-    reducer_->after_forward(outputs, synchronize);
+  void after_forward(const std::vector<at::Tensor>& outputs, bool synchronize, bool all_found = true) {
+    reducer_->after_forward(outputs, synchronize, all_found);
   }
 
   // `buffers` of `root` for all ranks. One collective.

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <trireme/comm/comm_hook.h>
+#include <trireme/comm/launch.h>
 #include <trireme/strategies/ddp/ddp.h>
 #include <trireme/strategies/ddp/find_tensors.h>
 
@@ -47,6 +48,10 @@ class DistributedDataParallelImpl : public torch::nn::Module {
       : module_(register_module("module", std::move(module))),
         sync_buffers_(options.forward_sync_buffers),
         ddp_(module_tensors(*module_), std::move(communicator), options) {}
+
+  // Over the group of the Context that trireme::init() returned.
+  explicit DistributedDataParallelImpl(Net module, const DdpOptions& options = {})
+      : DistributedDataParallelImpl(std::move(module), current_communicator(), options) {}
 
   // Runs the module; its backward leaves in every .grad the average over the ranks. Any arguments; outputs may
   // be tensors, or vectors, arrays, tuples, pairs, maps and optionals of them.
@@ -102,7 +107,7 @@ class DistributedDataParallelImpl : public torch::nn::Module {
 // torch::nn::parallel has no such class; this is torch.nn.parallel.DistributedDataParallel for C++ modules.
 //
 //   trireme::Context ctx = trireme::init();
-//   trireme::DistributedDataParallel<Net> ddp(net, ctx.communicator());
+//   trireme::DistributedDataParallel<Net> ddp(net);
 //   auto loss = loss_of(ddp->forward(input));   // the loop stays as it was
 //   loss.backward();
 //   optimizer.step();

@@ -87,6 +87,23 @@ std::vector<double> sums_over(int64_t world, const std::string& init_method) {
   return sums;
 }
 
+RendezvousRequest request_of(int64_t rank, const std::string& file, int64_t attempt) {
+  RendezvousRequest request{.environment = {}, .init_method = "file://" + file, .timeout = 10s};
+  request.environment.rank = rank;
+  request.environment.world = 2;
+  request.environment.attempt = attempt;
+  return request;
+}
+
+std::vector<std::unique_ptr<Rendezvous>> meet_in(const std::string& file, int64_t attempt) {
+  std::vector<std::unique_ptr<Rendezvous>> ranks(2);
+  on_threads(2, [&](int64_t rank) {
+    ranks[static_cast<size_t>(rank)] =
+        std::make_unique<Rendezvous>(request_of(rank, file, attempt));
+  });
+  return ranks;
+}
+
 template <typename Error>
 std::string refusal(const std::function<void()>& call) {
   try {
@@ -121,24 +138,23 @@ TEST_CASE("the same ranks may meet again in the same place") {
   const std::string endpoint = free_endpoint();
   CHECK(sums_over(2, endpoint) == std::vector<double>{3, 3});
   CHECK(sums_over(2, endpoint) == std::vector<double>{3, 3});
+}
 
-  // Nor does a Store that outlives one run show it to the next: the first run keeps the file alive.
+TEST_CASE("a Store that outlives a run does not show it to the next") {
   const std::string file = fresh_file();
-  const auto meet = [&] {
-    std::vector<std::unique_ptr<Rendezvous>> ranks(2);
-    on_threads(2, [&](int64_t rank) {
-      RendezvousRequest request{.environment = {}, .init_method = "file://" + file, .timeout = 10s};
-      request.environment.rank = rank;
-      request.environment.world = 2;
-      ranks[static_cast<size_t>(rank)] = std::make_unique<Rendezvous>(request);
-    });
-    return ranks;
-  };
-  const auto first = meet();
+  const auto first = meet_in(file, 0);  // which keeps the file alive
   first[0]->store()->set("key", std::vector<uint8_t>{1});
-  const auto second = meet();
+  const auto second = meet_in(file, 0);
   CHECK(first[1]->store()->check({"key"}));
   CHECK_FALSE(second[1]->store()->check({"key"}));
+}
+
+TEST_CASE("restarted ranks meet although only one of them had come before") {
+  const std::string file = fresh_file();
+  RendezvousRequest request = request_of(0, file, 0);
+  request.timeout = 100ms;
+  CHECK_THROWS_AS(Rendezvous(request), c10::DistBackendError);
+  CHECK(meet_in(file, 1).size() == 2);
 }
 
 TEST_CASE("a single rank needs no port") {

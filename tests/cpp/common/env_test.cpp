@@ -64,6 +64,7 @@ TEST_CASE("torchrun's variables") {
                                               {"LOCAL_WORLD_SIZE", "4"},
                                               {"MASTER_ADDR", "host"},
                                               {"MASTER_PORT", "29500"},
+                                              {"TORCHELASTIC_RESTART_COUNT", "3"},
                                               {"TORCHELASTIC_USE_AGENT_STORE", "True"}});
   CHECK(environment.launcher == Launcher::kVariables);
   CHECK(environment.rank == 5);
@@ -72,6 +73,7 @@ TEST_CASE("torchrun's variables") {
   CHECK(environment.local_world == 4);
   CHECK(environment.master_addr == "host");
   CHECK(environment.master_port == 29500);
+  CHECK(environment.attempt == 3);
   CHECK(environment.agent_serves_store);
 }
 

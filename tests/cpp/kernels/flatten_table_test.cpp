@@ -1,10 +1,11 @@
 #include <trireme/kernels/cuda/flatten_table.h>
 
-#include <catch_torch.h>
 #include <cstdint>
 #include <memory>
 #include <numeric>
 #include <vector>
+
+#include "catch_torch.h"
 
 // The arithmetic of the CUDA kernels, run on the host: every block and every thread in turn.
 namespace {

@@ -3,8 +3,8 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/DispatchKeySet.h>
 
-#include <catch_torch.h>
-#include <kernels/reference.h>
+#include "catch_torch.h"
+#include "kernels/reference.h"
 
 namespace {
 
@@ -39,6 +39,7 @@ void for_parts(const std::vector<at::Tensor>& tensors, const at::Tensor& flat, c
 }  // namespace
 
 TEST_CASE("flatten lays scaled and cast tensors one after another") {
+  const reference::ThreeThreads threads;
   const std::vector<at::Tensor> inputs = uneven_tensors();
   for (const at::ScalarType dtype : reference::kDtypes) {
     for (const double scale : {1.0, 1.0 / 3}) {
@@ -56,6 +57,7 @@ TEST_CASE("flatten lays scaled and cast tensors one after another") {
 }
 
 TEST_CASE("flatten_accumulate adds a second gradient") {
+  const reference::ThreeThreads threads;
   const std::vector<at::Tensor> inputs = uneven_tensors();
   for (const at::ScalarType dtype : reference::kDtypes) {
     INFO(dtype);
@@ -70,6 +72,7 @@ TEST_CASE("flatten_accumulate adds a second gradient") {
 }
 
 TEST_CASE("unflatten is the way back") {
+  const reference::ThreeThreads threads;
   for (const at::ScalarType dtype : reference::kDtypes) {
     INFO(dtype);
     const std::vector<at::Tensor> outputs = uneven_tensors();

@@ -1,11 +1,14 @@
 #pragma once
 
+#include <ATen/Parallel.h>
+
 #include <bit>
-#include <catch_torch.h>
 #include <cstring>
 #include <limits>
 #include <random>
 #include <vector>
+
+#include "catch_torch.h"
 
 // What the kernels must compute, one element at a time through c10's own conversions, and numbers
 // to try it on.
@@ -113,6 +116,18 @@ inline std::vector<double> delicate_numbers() {
   for (size_t i = 0; i < count; ++i) numbers.push_back(-numbers[i]);
   return numbers;
 }
+
+// For its lifetime, torch's intra-op pool has three threads, whatever the machine has.
+class ThreeThreads {
+ public:
+  ThreeThreads() { at::set_num_threads(3); }
+  ~ThreeThreads() { at::set_num_threads(before_); }
+  ThreeThreads(const ThreeThreads&) = delete;
+  ThreeThreads& operator=(const ThreeThreads&) = delete;
+
+ private:
+  int before_ = at::get_num_threads();
+};
 
 // `numel` numbers: the delicate ones first, then by turns ordinary ones and arbitrary bits.
 inline at::Tensor draw(int64_t numel, at::ScalarType dtype, unsigned seed) {

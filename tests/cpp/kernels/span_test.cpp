@@ -3,10 +3,10 @@
 #include <trireme/common/stream.h>
 #include <trireme/kernels/cpu/convert.h>
 
-#include <ATen/Parallel.h>
+#include <string>
 
-#include <catch_torch.h>
-#include <kernels/reference.h>
+#include "catch_torch.h"
+#include "kernels/reference.h"
 
 namespace {
 
@@ -133,8 +133,7 @@ TEST_CASE("scaled_add rounds the product, then the sum") {
 }
 
 TEST_CASE("long spans are shared among threads without gap or overlap") {
-  const int threads = at::get_num_threads();
-  at::set_num_threads(3);
+  const reference::ThreeThreads threads;
   const int64_t numel = 3 * 32768 + 517;
   const at::Tensor src = draw(numel, at::kFloat, 8);
   const at::Tensor got = at::zeros({numel}, at::kBFloat16);
@@ -145,7 +144,6 @@ TEST_CASE("long spans are shared among threads without gap or overlap") {
   scaled_add(span_of(got), span_of(src), 0.75);
   reference::scaled_add(expected, src, 0.75);
   CHECK(first_difference(got, expected) == -1);
-  at::set_num_threads(threads);
 }
 
 TEST_CASE("span_of counts a complex number as two reals") {
