@@ -116,18 +116,18 @@ struct ConnectRequest {
 c10::intrusive_ptr<c10d::ProcessGroup> connect(const std::string& backend,
                                                const ConnectRequest& request) {
   using BackendType = c10d::ProcessGroup::BackendType;
-  const auto& [store, where, device, timeout] = request;
-  auto part_of_store = [&store = request.store](const char* name) {
-    return c10::make_intrusive<c10d::PrefixStore>(name, store);
+  const RankOf where = request.where;
+  auto part_of_store = [&](const char* name) {
+    return c10::make_intrusive<c10d::PrefixStore>(name, request.store);
   };
   GlooOptions gloo;
-  gloo.timeout = timeout.value_or(gloo.timeout);
-  gloo.connect_timeout = timeout.value_or(gloo.connect_timeout);
+  gloo.timeout = request.timeout.value_or(gloo.timeout);
+  gloo.connect_timeout = request.timeout.value_or(gloo.connect_timeout);
   if (backend == kGloo) return make_gloo_group(part_of_store(kGloo), where, gloo);
 
-  auto group = c10::make_intrusive<c10d::ProcessGroup>(store, static_cast<int>(where.rank),
+  auto group = c10::make_intrusive<c10d::ProcessGroup>(request.store, static_cast<int>(where.rank),
                                                        static_cast<int>(where.world));
-  group->setBoundDeviceId(device);
+  group->setBoundDeviceId(request.device);
   if (backend == kGlooAndNccl) {
     group->setBackend(c10::DeviceType::CPU, BackendType::GLOO,
                       make_gloo_backend(part_of_store(kGloo), where, gloo));
@@ -193,11 +193,11 @@ const c10::intrusive_ptr<c10d::Store>& Context::store() const { return group().r
 void Context::shutdown() noexcept {
   if (group_ == nullptr) return;
   const std::unique_ptr<Group> group = std::move(group_);
+  const bool failing = std::uncaught_exceptions() > 0;
   // First the connections: a peer that waits for this rank then sees at once that nobody will
   // answer.
   group->communicator.reset();
-  group->process_group.reset();
-  const bool failing = std::uncaught_exceptions() > 0;
+  disconnect(std::move(group->process_group), failing);
   if (!group->rendezvous.leave(failing ? kFarewellOfAFailure : kFarewell) && !failing) {
     TORCH_WARN(
         error_text("launch", "ended before all other ranks had called shutdown()", where_,

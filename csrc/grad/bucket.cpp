@@ -96,13 +96,21 @@ void Bucket::begin_step(bool shadow) {
   }
 }
 
+bool Bucket::is_arranged(const at::Tensor& grad, const Slot& slot) {
+  return grad.layout() == at::kStrided && grad.strides() == at::IntArrayRef(slot.strides) && !grad.is_neg() &&
+         !grad.is_conj();
+}
+
+at::Tensor Bucket::arrange(const at::Tensor& grad, const Slot& slot) {
+  const at::Tensor dense = grad.layout() == at::kStrided ? grad : grad.to_dense();
+  return at::empty_strided(slot.sizes, slot.strides, dense.options()).copy_(dense);
+}
+
 void Bucket::write(const Slot& slot, const at::Tensor& grad, double scale, bool add) {
   if (slot.numel == 0) return;
-  at::Tensor dense = grad.layout() == at::kStrided ? grad : grad.to_dense();
-  if (dense.strides() != at::IntArrayRef(slot.strides) || dense.is_neg() || dense.is_conj()) {
-    at::Tensor arranged = at::empty_strided(slot.sizes, slot.strides, dense.options());
-    dense = arranged.copy_(dense);
-  }
+  at::Tensor arranged;
+  if (!is_arranged(grad, slot)) arranged = arrange(grad, slot);
+  const at::Tensor& dense = arranged.defined() ? arranged : grad;
   const at::ScalarType to = real_dtype(plan_.dtype);
   const at::ScalarType from = real_dtype(dense.scalar_type());
   const int64_t numel = real_numel(plan_.dtype, slot.numel);
@@ -156,11 +164,7 @@ void Bucket::complete_on_device(double scale) {
       continue;
     }
     if (slot.origin == GradOrigin::kInPlace && !slot.arrived) slot.saved = grad.clone();
-    at::Tensor dense = grad.layout() == at::kStrided ? grad : grad.to_dense();
-    if (dense.strides() != at::IntArrayRef(slot.strides) || dense.is_neg() || dense.is_conj()) {
-      dense = at::empty_strided(slot.sizes, slot.strides, dense.options()).copy_(dense);
-    }
-    sources.push_back(std::move(dense));
+    sources.push_back(is_arranged(grad, slot) ? grad : arrange(grad, slot));
   }
   flatten(sources, payload(), scale);
   for (size_t i = 0; i < slots_.size(); ++i) {

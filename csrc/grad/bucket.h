@@ -85,6 +85,9 @@ class TRIREME_API Bucket {
   bool is_range(const at::Tensor& grad, const Slot& slot) const;
   at::Tensor range(const Slot& slot) const;
   void allocate();
+  // Whether a gradient lies in memory as its range of the buffer does; and a copy that does.
+  static bool is_arranged(const at::Tensor& grad, const Slot& slot);
+  static at::Tensor arrange(const at::Tensor& grad, const Slot& slot);
   void write(const Slot& slot, const at::Tensor& grad, double scale, bool add);
   void complete_sparse(double scale);
   void complete_on_device(double scale);

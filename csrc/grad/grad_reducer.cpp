@@ -48,11 +48,14 @@ void GradReducer::begin_backward(bool shadow) {
   last_arrived_ = -1;
   own_error_.clear();
   std::fill(fires_seen_.begin(), fires_seen_.end(), 0);
+  is_delivered_.assign(parameters_.size(), false);
+  set_aside_cast_parameters();
   for (size_t i = 0; i < buckets_.size(); ++i) {
     buckets_[i].begin_step(shadow);
     waiting_slots_[i] = 0;
     for (const BucketSlot& slot : plan_.buckets[i].slots) {
-      if (infos_[static_cast<size_t>(slot.parameter)].requires_grad) ++waiting_slots_[i];
+      const auto at = static_cast<size_t>(slot.parameter);
+      if (infos_[at].requires_grad && places_[at].bucket >= 0) ++waiting_slots_[i];
     }
   }
   clock_.backward_begins(step_);
@@ -73,9 +76,9 @@ void GradReducer::gradient_ready(int64_t index, bool has_gradient) {
   const int32_t fires = ++fires_seen_[at];
   if (observing_) arrivals_.push_back(index);
   check_gradient(index, has_gradient);
-  if (place.bucket < 0) return;  // unfrozen since the plan was made; see settle_change()
+  if (place.bucket < 0) return;  // unfrozen or cast since the plan was made; see settle_change()
   const auto bucket = static_cast<size_t>(place.bucket);
-  buckets_[bucket].gradient_arrived(static_cast<size_t>(place.slot), scale());
+  if (has_gradient) buckets_[bucket].gradient_arrived(static_cast<size_t>(place.slot), scale());
   if (fires != fires_expected_[at]) return;
   --waiting_slots_[bucket];
   if (!observing_) launch_ready();
@@ -147,7 +150,10 @@ void GradReducer::deliver_arrived(size_t index) {
   const std::vector<BucketSlot>& slots = bucket.plan().slots;
   std::vector<int64_t> delivered;
   for (size_t slot = 0; slot < slots.size(); ++slot) {
-    if (fires_seen_[static_cast<size_t>(slots[slot].parameter)] == 0) continue;
+    const auto at = static_cast<size_t>(slots[slot].parameter);
+    // Whether anybody used what this rank did not, only the map can say.
+    if (places_[at].bucket < 0 || !used_.used_here(slots[slot].parameter)) continue;
+    is_delivered_[at] = true;
     bucket.deliver(slot, options_.gradient_as_bucket_view);
     if (delivered_) delivered.push_back(slots[slot].parameter);
   }
@@ -167,7 +173,7 @@ void GradReducer::collect() {
   map_is_unread_ = true;
   bool needs_map = infos_.front().device.is_cpu() || used_.changed_here() || observing_;
   for (size_t i = 0; i < places_.size() && !needs_map; ++i) {
-    needs_map = places_[i].bucket >= 0 && fires_seen_[i] == 0;
+    needs_map = places_[i].bucket >= 0 && !is_delivered_[i];
   }
   // On CUDA reading the map waits for the device. Where this rank used everything and changed nothing it can
   // be read when the next backward is armed, long after it has arrived.
@@ -186,7 +192,7 @@ void GradReducer::settle_map() {
     const std::vector<BucketSlot>& slots = plan_.buckets[b].slots;
     for (size_t slot = 0; slot < slots.size(); ++slot) {
       const int64_t index = slots[slot].parameter;
-      if (fires_seen_[static_cast<size_t>(index)] > 0) continue;
+      if (places_[static_cast<size_t>(index)].bucket < 0 || is_delivered_[static_cast<size_t>(index)]) continue;
       if (used_.ranks_using(index) > 0) {
         buckets_[b].deliver(slot, options_.gradient_as_bucket_view);
         if (delivered_) delivered_({index});

@@ -142,12 +142,13 @@ class TRIREME_API GradReducer final : public GradSink, public std::enable_shared
 
   // plans (grad_reducer_plan.cpp)
   void watch_parameters();
+  void set_aside_cast_parameters();
   void adopt_pending_order();
   void build_buckets();
   void learn_order();
   void update_trailing();
   void settle_change();
-  void reduce_unfrozen(const std::vector<int64_t>& unfrozen, const std::vector<bool>& used);
+  void reduce_left_out(const std::vector<int64_t>& left_out, const std::vector<bool>& used);
   BucketPlan make_plan(std::vector<int64_t> order) const;
 
   const std::vector<at::Tensor> parameters_;
@@ -183,6 +184,7 @@ class TRIREME_API GradReducer final : public GradSink, public std::enable_shared
   int64_t step_ = 0;
   std::vector<int32_t> fires_expected_;  // per backward, as seen in the last one
   std::vector<int32_t> fires_seen_;
+  std::vector<bool> is_delivered_;  // its .grad is final
   std::vector<int64_t> arrivals_;
   std::vector<int64_t> waiting_slots_;  // per bucket: parameters whose gradient is still to come
   size_t next_launch_ = 0;

@@ -66,17 +66,29 @@ void GradReducer::watch_parameters() {
     const at::Tensor& parameter = parameters_[i];
     ParameterInfo& info = infos_[i];
     const bool requires_grad = parameter.requires_grad();
-    const bool needs_hook = requires_grad && !hooks_[i].is_attached_to(parameter);
-    if (requires_grad == info.requires_grad && !needs_hook) continue;
+    // Autograd replaces the node that carries our hook only when dtype or device changes.
+    if (requires_grad == info.requires_grad && parameter.scalar_type() == info.dtype &&
+        parameter.device() == info.device) {
+      continue;
+    }
     TORCH_CHECK_VALUE(parameter.device() == info.device,
                       error_text(options_.area,
                                  "got '" + info.name + "' on " + parameter.device().str() + ", expected it on " +
                                      info.device.str() + " where it was when the module was wrapped",
                                  communicator_->rank_of(), "Move the module before wrapping it."));
-    if (needs_hook) hooks_[i] = GradHook(parameter, static_cast<int64_t>(i), *this);
-    if (requires_grad != info.requires_grad || parameter.scalar_type() != info.dtype) used_.mark_changed();
+    if (requires_grad && !hooks_[i].is_attached_to(parameter)) {
+      hooks_[i] = GradHook(parameter, static_cast<int64_t>(i), *this);
+    }
+    used_.mark_changed();
     info.requires_grad = requires_grad;
-    info.dtype = parameter.scalar_type();
+  }
+}
+
+// The layout of a step stays, so that all ranks have the same: a parameter whose dtype is no longer that of its
+// bucket leaves its slot empty, and is reduced when the ranks have compared notes.
+void GradReducer::set_aside_cast_parameters() {
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    if (parameters_[i].scalar_type() != infos_[i].dtype) places_[i] = {};
   }
 }
 
@@ -165,33 +177,38 @@ void GradReducer::update_trailing() {
 void GradReducer::settle_change() {
   std::vector<ParameterState> states;
   for (size_t i = 0; i < infos_.size(); ++i) {
-    states.push_back({infos_[i].requires_grad, used_.used_here(static_cast<int64_t>(i)), infos_[i].dtype});
+    const bool is_used = used_.used_here(static_cast<int64_t>(i));
+    states.push_back({infos_[i].requires_grad, is_used, parameters_[i].scalar_type()});
   }
   const std::vector<bool> used =
       agree_on_states(*communicator_, infos_.front().device, infos_, states, options_.area);
-  std::vector<int64_t> unfrozen;
   std::vector<int64_t> order;
+  std::vector<bool> is_ordered(infos_.size(), false);
   for (const int64_t index : order_) {
-    if (infos_[static_cast<size_t>(index)].requires_grad) order.push_back(index);
+    if (!infos_[static_cast<size_t>(index)].requires_grad) continue;
+    order.push_back(index);
+    is_ordered[static_cast<size_t>(index)] = true;
   }
+  std::vector<int64_t> left_out;
   for (size_t i = infos_.size(); i-- > 0;) {
+    infos_[i].dtype = states[i].dtype;
     if (!infos_[i].requires_grad || places_[i].bucket >= 0) continue;
-    unfrozen.push_back(static_cast<int64_t>(i));
-    order.push_back(static_cast<int64_t>(i));
+    left_out.push_back(static_cast<int64_t>(i));
+    if (!is_ordered[i]) order.push_back(static_cast<int64_t>(i));
   }
-  if (!unfrozen.empty()) reduce_unfrozen(unfrozen, used);
+  if (!left_out.empty()) reduce_left_out(left_out, used);
   order_ = std::move(order);
   plan_is_stale_ = true;
 }
 
 // Gradients that this backward produced but the layout of this step did not hold.
-void GradReducer::reduce_unfrozen(const std::vector<int64_t>& unfrozen, const std::vector<bool>& used) {
-  const BucketPlan plan = make_plan(unfrozen);
+void GradReducer::reduce_left_out(const std::vector<int64_t>& left_out, const std::vector<bool>& used) {
+  const BucketPlan plan = make_plan(left_out);
   for (size_t b = 0; b < plan.buckets.size(); ++b) {
     Bucket bucket(plan.buckets[b], parameters_, 0);
     bucket.begin_step(shadow_);
     bucket.complete(scale());
-    const std::string label = "unfrozen " + bucket_label(plan, b, infos_);
+    const std::string label = "left-out " + bucket_label(plan, b, infos_);
     Pending pending = compressor_->reduce({bucket, parameters_, b, plan.buckets.size(), label});
     pending.wait();
     const std::vector<at::Tensor> result = pending.result();

@@ -261,7 +261,7 @@ def test_a_future_that_fails(rank: int) -> None:
 def test_a_hook_that_returns_no_future(rank: int, result: object) -> None:
     ddp = trireme.DistributedDataParallel(mlp())
     ddp.register_comm_hook(None, lambda state, bucket: result)
-    with pytest.raises(Exception, match="[Ff]uture"):
+    with pytest.raises(Exception, match=r"[Ff]uture"):
         step_fn(ddp, 0, rank)
 
 
