@@ -172,6 +172,7 @@ class Clock:
 def main() -> int:
     arguments = _parser().parse_args()
     try:
+        _check(arguments)
         require_trireme("bench_kernels", "or put <build>/python on PYTHONPATH.")
     except BadInput as error:
         print(error, file=sys.stderr)
@@ -299,6 +300,14 @@ def _small_table(device: torch.device, small: dict[str, float]) -> str:
             ],
         ],
     )
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    for option, value in (("--threads", arguments.threads), ("--mib", min(arguments.mib))):
+        if value < 1:
+            raise BadInput(
+                "bench_kernels", f"got {option} {value}, expected at least 1", f"Raise {option}."
+            )
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -1,4 +1,4 @@
-"""Writes the results section of README.md from the committed JSON, so that no figure is typed by hand.
+"""Writes the results section of README.md from the committed JSON: no figure is typed by hand.
 
 python benchmarks/readme_results.py          rewrite README.md
 python benchmarks/readme_results.py --check  exit 1 if README.md is not what the JSON says
@@ -35,7 +35,8 @@ def main(command_line: Sequence[str] | None = None) -> int:
     if arguments.check:
         if before != after:
             print(
-                "[readme] got figures that are not those of benchmarks/results. Run benchmarks/readme_results.py."
+                "[readme] got figures that are not those of benchmarks/results. "
+                "Run benchmarks/readme_results.py."
             )
         return int(before != after)
     readme.write_text(after)
@@ -94,6 +95,7 @@ def _bench_ddp(results: dict[str, Any]) -> str:
     rows = []
     for name, workload in results["workloads"].items():
         ratio = workload["step_ratio"]
+        low, high = ratio["quartiles"]
         steps = {
             label: statistics.median(run["step_ms"] for run in runs)
             for label, runs in workload["runs"].items()
@@ -105,7 +107,7 @@ def _bench_ddp(results: dict[str, Any]) -> str:
                 f"{steps['2 ranks, no sync']:.0f}",
                 f"{steps[workload['torch_best']]:.0f} ({workload['torch_best']})",
                 f"{steps['ddp']:.0f}",
-                f"{ratio['median']:.3f} ({ratio['quartiles'][0]:.3f} to {ratio['quartiles'][1]:.3f})",
+                f"{ratio['median']:.3f} ({low:.3f} to {high:.3f})",
                 ratio["verdict"],
                 f"{workload['memory']['ratio']:.3f}",
             ]
@@ -127,8 +129,9 @@ def _bench_ddp(results: dict[str, Any]) -> str:
     if "reducer_overhead" in results:
         ratio = results["reducer_overhead"]["added_ratio"]
         text += (
-            f"\nWhat the reducer adds to a step of 1,000 parameters of 64 elements, over torch's fake process group: "
-            f"{ratio['median']:.2f} of what torch's adds (target {ratio['target']:g}: {ratio['verdict']}).\n"
+            "\nWhat the reducer adds to a step of 1,000 parameters of 64 elements, over torch's "
+            f"fake process group: {ratio['median']:.2f} of what torch's adds (target "
+            f"{ratio['target']:g}: {ratio['verdict']}).\n"
         )
     return text
 

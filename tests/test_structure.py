@@ -94,6 +94,17 @@ def test_every_included_file_exists() -> None:
     assert missing == []
 
 
+def test_every_source_is_built() -> None:
+    lists = [ROOT / "csrc" / "CMakeLists.txt", ROOT / "csrc" / "bindings" / "CMakeLists.txt"]
+    words = set(" ".join(path.read_text() for path in lists).replace(")", " ").split())
+    unlisted = [
+        path.as_posix()
+        for path, _ in sources("csrc/*/**/*.cpp", "csrc/*/**/*.cu")
+        if path.as_posix().removeprefix("csrc/").removeprefix("bindings/") not in words
+    ]
+    assert unlisted == []
+
+
 def test_shm_reaches_no_torch_header_through_common() -> None:
     texts = {path.as_posix(): text for path, text in core_sources()}
     todo = [path for path in texts if path.startswith("csrc/shm/")]

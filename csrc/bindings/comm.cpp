@@ -26,8 +26,8 @@ void init_comm(py::module_& module) {
       .def_property_readonly("records", &RecordingCommunicator::records)
       .def("clear", &RecordingCommunicator::clear);
 
-  module.def("make_c10d_communicator", torch::wrap_pybind_function(make_c10d_communicator), py::arg("group"),
-             py::arg("store"));
+  module.def("make_c10d_communicator", torch::wrap_pybind_function(make_c10d_communicator),
+             py::arg("group"), py::arg("store"));
 }
 
 }  // namespace trireme

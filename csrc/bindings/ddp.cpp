@@ -1,6 +1,7 @@
+#include <trireme/strategies/ddp/ddp.h>
+
 #include <trireme/bindings/bindings.h>
 #include <trireme/comm/comm_hook.h>
-#include <trireme/strategies/ddp/ddp.h>
 
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/distributed/c10d/python_comm_hook.h>
@@ -30,7 +31,8 @@ py::list to_list(const BucketPlan& plan, const std::vector<ParameterInfo>& infos
   py::list buckets;
   for (const PlannedBucket& bucket : plan.buckets) {
     py::list names;
-    for (const BucketSlot& slot : bucket.slots) names.append(infos[static_cast<size_t>(slot.parameter)].name);
+    for (const BucketSlot& slot : bucket.slots)
+      names.append(infos[static_cast<size_t>(slot.parameter)].name);
     buckets.append(names);
   }
   return buckets;
@@ -38,14 +40,17 @@ py::list to_list(const BucketPlan& plan, const std::vector<ParameterInfo>& infos
 
 std::shared_ptr<Ddp> make_ddp(std::vector<std::string> names, std::vector<at::Tensor> parameters,
                               std::vector<bool> sparse, std::vector<at::Tensor> buffers,
-                              std::shared_ptr<Communicator> communicator, const DdpOptions& options) {
-  ModuleTensors tensors{{std::move(names), std::move(parameters), std::move(sparse)}, std::move(buffers)};
+                              std::shared_ptr<Communicator> communicator,
+                              const DdpOptions& options) {
+  ModuleTensors tensors{{std::move(names), std::move(parameters), std::move(sparse)},
+                        std::move(buffers)};
   return std::make_shared<Ddp>(std::move(tensors), std::move(communicator), options);
 }
 
 // torch's PythonCommHook must be destroyed under the GIL, and a reducer may die on any thread.
 std::shared_ptr<c10d::CommHookInterface> python_hook(py::object state, py::object hook) {
-  return {new c10d::PythonCommHook(std::move(state), std::move(hook)), [](c10d::PythonCommHook* python) {
+  return {new c10d::PythonCommHook(std::move(state), std::move(hook)),
+          [](c10d::PythonCommHook* python) {
             const py::gil_scoped_acquire gil;
             delete python;
           }};
@@ -63,34 +68,42 @@ void init_ddp(py::module_& module) {
       .def_readwrite("gradient_as_bucket_view", &DdpOptions::gradient_as_bucket_view)
       .def_property(
           "reduce_dtype", [](const DdpOptions& options) { return options.reduce_dtype; },
-          [](DdpOptions& options, std::optional<at::ScalarType> dtype) { options.reduce_dtype = dtype; });
+          [](DdpOptions& options, std::optional<at::ScalarType> dtype) {
+            options.reduce_dtype = dtype;
+          });
 
   using torch::wrap_pybind_function_no_gil;
   py::class_<Ddp, std::shared_ptr<Ddp>>(module, "Ddp")
-      .def(py::init(wrap_pybind_function_no_gil(make_ddp)),
-           py::kw_only(), py::arg("names"), py::arg("parameters"), py::arg("sparse_gradient"),
-           py::arg("buffers"), py::arg("communicator"), py::arg("options"))
+      .def(py::init(wrap_pybind_function_no_gil(make_ddp)), py::kw_only(), py::arg("names"),
+           py::arg("parameters"), py::arg("sparse_gradient"), py::arg("buffers"),
+           py::arg("communicator"), py::arg("options"))
       .def("before_forward", wrap_pybind_function_no_gil(&Ddp::before_forward))
       .def("after_forward", wrap_pybind_function_no_gil(&Ddp::after_forward), py::arg("outputs"),
            py::arg("synchronize"), py::arg("all_found"))
       .def("sync_buffers", wrap_pybind_function_no_gil(&Ddp::sync_buffers), py::arg("buffers"),
            py::arg("root"))
-      .def("sync_module", wrap_pybind_function_no_gil(&Ddp::sync_module), py::arg("buffers"), py::arg("root"))
-      .def("prepare_for_backward", wrap_pybind_function_no_gil([](Ddp& ddp) { ddp.reducer().prepare_for_backward(); }))
-      .def("shadow_backward", wrap_pybind_function_no_gil([](Ddp& ddp) { ddp.reducer().shadow_backward(); }))
-      .def("finalize_backward", wrap_pybind_function_no_gil([](Ddp& ddp) { ddp.reducer().finalize_backward(); }))
+      .def("sync_module", wrap_pybind_function_no_gil(&Ddp::sync_module), py::arg("buffers"),
+           py::arg("root"))
+      .def("prepare_for_backward",
+           wrap_pybind_function_no_gil([](Ddp& ddp) { ddp.reducer().prepare_for_backward(); }))
+      .def("shadow_backward",
+           wrap_pybind_function_no_gil([](Ddp& ddp) { ddp.reducer().shadow_backward(); }))
+      .def("finalize_backward",
+           wrap_pybind_function_no_gil([](Ddp& ddp) { ddp.reducer().finalize_backward(); }))
       .def("should_finalize_after_backward",
            [](Ddp& ddp) { return ddp.reducer().should_finalize_after_backward(); })
-      .def("set_manual_finalization",
-           wrap_pybind_function_no_gil([](Ddp& ddp, bool manual) { ddp.reducer().set_manual_finalization(manual); }),
+      .def("set_manual_finalization", wrap_pybind_function_no_gil([](Ddp& ddp, bool manual) {
+             ddp.reducer().set_manual_finalization(manual);
+           }),
            py::arg("manual"))
       .def("set_delivered_callback",
            torch::wrap_pybind_function([](Ddp& ddp, py::function callback) {
              // Called from autograd's threads; whoever drops it last needs the GIL too.
-             const std::shared_ptr<py::function> shared(new py::function(std::move(callback)), [](py::function* last) {
-               const py::gil_scoped_acquire gil;
-               delete last;
-             });
+             const std::shared_ptr<py::function> shared(new py::function(std::move(callback)),
+                                                        [](py::function* last) {
+                                                          const py::gil_scoped_acquire gil;
+                                                          delete last;
+                                                        });
              const py::gil_scoped_release no_gil;
              ddp.reducer().set_delivered_callback([shared](const std::vector<int64_t>& parameters) {
                const py::gil_scoped_acquire gil;
@@ -98,24 +111,29 @@ void init_ddp(py::module_& module) {
              });
            }),
            py::arg("callback"))
-      .def("set_divisor", [](Ddp& ddp, double divisor) { ddp.reducer().set_divisor(divisor); }, py::arg("divisor"))
+      .def(
+          "set_divisor", [](Ddp& ddp, double divisor) { ddp.reducer().set_divisor(divisor); },
+          py::arg("divisor"))
       .def("register_comm_hook",
            torch::wrap_pybind_function([](Ddp& ddp, py::object state, py::object hook) {
-             auto adapted = make_comm_hook(python_hook(std::move(state), std::move(hook)), ddp.communicator());
+             auto adapted =
+                 make_comm_hook(python_hook(std::move(state), std::move(hook)), ddp.communicator());
              const py::gil_scoped_release no_gil;
              ddp.reducer().set_comm_hook(std::move(adapted));
            }),
            py::arg("state"), py::arg("hook"))
-      .def("last_step", [](Ddp& ddp) {
-        StepReport report;
-        {
-          const py::gil_scoped_release no_gil;
-          report = ddp.reducer().last_step();
-        }
-        return to_dict(report);
-      })
+      .def("last_step",
+           [](Ddp& ddp) {
+             StepReport report;
+             {
+               const py::gil_scoped_release no_gil;
+               report = ddp.reducer().last_step();
+             }
+             return to_dict(report);
+           })
       .def("describe_plan", [](Ddp& ddp) { return ddp.reducer().describe_plan(); })
-      .def("plan", [](Ddp& ddp) { return to_list(ddp.reducer().plan(), ddp.reducer().parameter_infos()); });
+      .def("plan",
+           [](Ddp& ddp) { return to_list(ddp.reducer().plan(), ddp.reducer().parameter_infos()); });
 }
 
 }  // namespace trireme

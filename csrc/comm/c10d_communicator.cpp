@@ -99,7 +99,8 @@ class FlatGroup {
 // Bounds the memory of a broadcast of a whole model.
 constexpr int64_t kFlatGroupBytes = int64_t{64} << 20;
 
-// Splits a list into runs that may share a buffer: one device (and dtype), at most kFlatGroupBytes together.
+// Splits a list into runs that may share a buffer: one device (and dtype), at most kFlatGroupBytes
+// together.
 std::vector<TensorList> split_by_buffer(const TensorList& tensors, bool by_dtype) {
   using Key = std::tuple<c10::DeviceType, c10::DeviceIndex, at::ScalarType>;
   std::map<Key, std::pair<TensorList, int64_t>> open;
@@ -162,7 +163,8 @@ class WorkState final : public Pending::State {
   };
   using Stamp = std::atomic<Pending::Clock::rep>;
 
-  // Lets last_step() tell hidden from exposed communication. An engine without futures tells nothing.
+  // Lets last_step() tell hidden from exposed communication. An engine without futures tells
+  // nothing.
   void stamp_completion(c10d::Work& work) {
     try {
       work.getFuture()->addCallback([stamp = finished_](c10::ivalue::Future&) {
@@ -181,7 +183,8 @@ class WorkState final : public Pending::State {
 
 class C10dCommunicator final : public Communicator {
  public:
-  C10dCommunicator(c10::intrusive_ptr<c10d::ProcessGroup> group, c10::intrusive_ptr<c10d::Store> store)
+  C10dCommunicator(c10::intrusive_ptr<c10d::ProcessGroup> group,
+                   c10::intrusive_ptr<c10d::Store> store)
       : group_(std::move(group)),
         where_{group_->getRank(), group_->getSize()},
         health_(std::make_shared<GroupHealth>(std::move(store), where_)) {}
@@ -201,7 +204,8 @@ class C10dCommunicator final : public Communicator {
       auto flat = std::make_shared<FlatGroup>(std::move(run));
       flat->copy_in();
       TensorList arguments{flat->typed()};
-      add(*state, [&] { return group_->allreduce(arguments, options); }, arguments,
+      add(
+          *state, [&] { return group_->allreduce(arguments, options); }, arguments,
           [flat] { flat->copy_out(); });
     }
     return Pending(std::move(state));
@@ -293,14 +297,15 @@ class C10dCommunicator final : public Communicator {
 }  // namespace
 
 std::shared_ptr<GroupHealth> health_of(const Communicator& communicator) {
-  if (const auto* c10d = dynamic_cast<const C10dCommunicator*>(&communicator)) return c10d->health();
+  if (const auto* c10d = dynamic_cast<const C10dCommunicator*>(&communicator))
+    return c10d->health();
   return std::make_shared<GroupHealth>(nullptr, communicator.rank_of());
 }
 
 std::shared_ptr<Communicator> make_c10d_communicator(c10::intrusive_ptr<c10d::ProcessGroup> group,
                                                      c10::intrusive_ptr<c10d::Store> store) {
-  TORCH_CHECK_VALUE(group, error_text("comm", "got no process group, expected an initialised one", {},
-                                      "Call trireme::init() (or init_process_group) first."));
+  TORCH_CHECK_VALUE(group, error_text("comm", "got no process group, expected an initialised one",
+                                      {}, "Call trireme::init() (or init_process_group) first."));
   return std::make_shared<C10dCommunicator>(std::move(group), std::move(store));
 }
 

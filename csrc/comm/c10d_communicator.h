@@ -9,14 +9,16 @@
 
 namespace trireme {
 
-// A Communicator over any c10d ProcessGroup: Gloo, NCCL, MPI, UCC, fake, or one of torch's wrappers. Goes
-// through the ProcessGroup and its dispatcher, so that torch's hooks and recorders see every collective.
+// A Communicator over any c10d ProcessGroup: Gloo, NCCL, MPI, UCC, fake, or one of torch's
+// wrappers. Goes through the ProcessGroup and its dispatcher, so that torch's hooks and recorders
+// see every collective.
 //
-// `store` is the Store of that group (ranks leave word there when a collective fails); it may be null, then
-// errors name this rank only. Shares ownership of both.
+// `store` is the Store of that group (ranks leave word there when a collective fails); it may be
+// null, then errors name this rank only. Shares ownership of both.
 //
-// Cost per verb: one collective per list of one contiguous tensor, and for longer lists one collective and
-// one flat copy each way per dtype and device (broadcast and all_gather: per device, whatever the dtypes).
+// Cost per verb: one collective per list of one contiguous tensor, and for longer lists one
+// collective and one flat copy each way per dtype and device (broadcast and all_gather: per device,
+// whatever the dtypes).
 TRIREME_API std::shared_ptr<Communicator> make_c10d_communicator(
     c10::intrusive_ptr<c10d::ProcessGroup> group, c10::intrusive_ptr<c10d::Store> store);
 

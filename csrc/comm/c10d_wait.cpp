@@ -7,19 +7,21 @@ namespace {
 
 using std::chrono::milliseconds;
 
-// A wait that goes well ends long before the first look at the board; after that the looks are as rare as a
-// person can bear.
+// A wait that goes well ends long before the first look at the board; after that the looks are as
+// rare as a person can bear.
 constexpr milliseconds kFirstLook{1000};
 constexpr milliseconds kNextLook{250};
 constexpr milliseconds kReportPatience{2000};
 
 constexpr const char* kRebuild =
-    "This group can no longer be used: end the program, or destroy the process group and initialise it again";
+    "This group can no longer be used: end the program, or destroy the process group and "
+    "initialise it again";
 
 [[noreturn]] void throw_peer_failure(const std::string& operation, const std::string& announced,
                                      GroupHealth& health) {
-  const std::string text = error_text(
-      "comm", operation + " was given up because a peer announced: " + announced, health.where, kRebuild);
+  const std::string text =
+      error_text("comm", operation + " was given up because a peer announced: " + announced,
+                 health.where, kRebuild);
   health.set_failure(text);
   C10_THROW_ERROR(DistBackendError, text);
 }
@@ -69,13 +71,15 @@ void GroupHealth::set_failure(const std::string& text) {
 
 void GroupHealth::check_usable(const std::string& operation) const {
   if (const auto earlier = failure()) {
-    C10_THROW_ERROR(DistBackendError,
-                    error_text("comm", operation + " was not started: the group failed before: " + *earlier,
-                               where, kRebuild));
+    C10_THROW_ERROR(
+        DistBackendError,
+        error_text("comm", operation + " was not started: the group failed before: " + *earlier,
+                   where, kRebuild));
   }
 }
 
-void rethrow_named(const std::string& operation, GroupHealth& health, const std::function<void()>& call) {
+void rethrow_named(const std::string& operation, GroupHealth& health,
+                   const std::function<void()>& call) {
   try {
     call();
   } catch (const std::exception& error) {
@@ -84,7 +88,8 @@ void rethrow_named(const std::string& operation, GroupHealth& health, const std:
   }
 }
 
-void wait_for_work(c10d::Work& work, bool on_cpu, const std::string& operation, GroupHealth& health) {
+void wait_for_work(c10d::Work& work, bool on_cpu, const std::string& operation,
+                   GroupHealth& health) {
   rethrow_named(operation, health, [&] {
     if (!on_cpu) {  // orders streams and returns; the engine's own watchdog holds the deadline
       work.wait();
@@ -98,7 +103,8 @@ void wait_for_work(c10d::Work& work, bool on_cpu, const std::string& operation, 
   });
 }
 
-void wait_for_future(c10::ivalue::Future& future, const std::string& operation, GroupHealth& health) {
+void wait_for_future(c10::ivalue::Future& future, const std::string& operation,
+                     GroupHealth& health) {
   struct Signal {
     std::mutex mutex;
     std::condition_variable finished;
@@ -120,7 +126,8 @@ void wait_for_future(c10::ivalue::Future& future, const std::string& operation, 
       throw_peer_failure(operation, *announced, health);
     }
   }
-  rethrow_named(operation, health, [&] { future.waitAndThrow(); });  // orders the caller's streams too
+  rethrow_named(operation, health,
+                [&] { future.waitAndThrow(); });  // orders the caller's streams too
 }
 
 }  // namespace trireme

@@ -14,7 +14,8 @@ namespace trireme {
 
 // What the operations of one c10d group share: whether it still works, and whom to ask if not.
 struct GroupHealth {
-  GroupHealth(c10::intrusive_ptr<c10d::Store> store, RankOf where) : board(std::move(store), where), where(where) {}
+  GroupHealth(c10::intrusive_ptr<c10d::Store> store, RankOf where)
+      : board(std::move(store), where), where(where) {}
 
   FaultBoard board;
   RankOf where;
@@ -31,17 +32,20 @@ struct GroupHealth {
 
 class Communicator;
 
-// The health that a communicator shares with its Pendings. One that has none (a test's) gets a fresh one
-// without a Store, which watches nothing.
+// The health that a communicator shares with its Pendings. One that has none (a test's) gets a
+// fresh one without a Store, which watches nothing.
 std::shared_ptr<GroupHealth> health_of(const Communicator& communicator);
 
 // Runs `call`; whatever it throws is thrown again as a c10::DistBackendError naming `operation`.
-void rethrow_named(const std::string& operation, GroupHealth& health, const std::function<void()>& call);
+void rethrow_named(const std::string& operation, GroupHealth& health,
+                   const std::function<void()>& call);
 
 // Waits for `work`, watching what peers announce; throws c10::DistBackendError naming `operation`.
-void wait_for_work(c10d::Work& work, bool on_cpu, const std::string& operation, GroupHealth& health);
+void wait_for_work(c10d::Work& work, bool on_cpu, const std::string& operation,
+                   GroupHealth& health);
 
 // The same for the Future that a communication hook returned.
-void wait_for_future(c10::ivalue::Future& future, const std::string& operation, GroupHealth& health);
+void wait_for_future(c10::ivalue::Future& future, const std::string& operation,
+                     GroupHealth& health);
 
 }  // namespace trireme

@@ -10,8 +10,9 @@ namespace {
 
 class HookState final : public Pending::State {
  public:
-  HookState(std::shared_ptr<c10d::CommHookInterface> hook, c10::intrusive_ptr<c10::ivalue::Future> future,
-            std::shared_ptr<GroupHealth> health, std::string operation)
+  HookState(std::shared_ptr<c10d::CommHookInterface> hook,
+            c10::intrusive_ptr<c10::ivalue::Future> future, std::shared_ptr<GroupHealth> health,
+            std::string operation)
       : hook_(std::move(hook)),
         future_(std::move(future)),
         health_(std::move(health)),
@@ -46,7 +47,8 @@ class C10dCommHook final : public CommHook {
     health_->board.note_started(operation);
     c10d::GradBucket grad_bucket(bucket.index, bucket.bucket_count, std::move(bucket.buffer),
                                  std::move(bucket.offsets), std::move(bucket.lengths),
-                                 std::move(bucket.sizes), std::move(bucket.parameters), std::nullopt);
+                                 std::move(bucket.sizes), std::move(bucket.parameters),
+                                 std::nullopt);
     auto future = hook_->runHook(grad_bucket);
     return Pending(std::make_unique<HookState>(hook_, std::move(future), health_, operation));
   }

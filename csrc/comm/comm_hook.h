@@ -10,8 +10,9 @@
 
 namespace trireme {
 
-// One bucket as a communication hook sees it: what c10d::GradBucket is built from. `buffer` is 1-D (or a
-// sparse gradient), neither divided nor padded; parameter i owns lengths[i] elements from offsets[i].
+// One bucket as a communication hook sees it: what c10d::GradBucket is built from. `buffer` is 1-D
+// (or a sparse gradient), neither divided nor padded; parameter i owns lengths[i] elements from
+// offsets[i].
 struct HookBucket {
   size_t index = 0;
   size_t bucket_count = 0;
@@ -22,19 +23,19 @@ struct HookBucket {
   std::vector<at::Tensor> parameters;
 };
 
-// Replaces the all-reduce of a bucket, division included. Collective by its nature: called on all ranks for
-// the same buckets in the same order, on the thread that runs backward, without the GIL.
+// Replaces the all-reduce of a bucket, division included. Collective by its nature: called on all
+// ranks for the same buckets in the same order, on the thread that runs backward, without the GIL.
 class TRIREME_API CommHook {
  public:
   virtual ~CommHook() = default;
 
-  // Starts moving the bucket; Pending::result() then holds one tensor shaped like bucket.buffer. `label` is
-  // for messages.
+  // Starts moving the bucket; Pending::result() then holds one tensor shaped like bucket.buffer.
+  // `label` is for messages.
   virtual Pending run(HookBucket bucket, const std::string& label) = 0;
 };
 
-// Runs any hook of c10d's own shape, e.g. a c10d::CppCommHookInterface<State> written for torch's DDP.
-// `group` is where failures are announced and looked for.
+// Runs any hook of c10d's own shape, e.g. a c10d::CppCommHookInterface<State> written for torch's
+// DDP. `group` is where failures are announced and looked for.
 TRIREME_API std::shared_ptr<CommHook> make_comm_hook(std::shared_ptr<c10d::CommHookInterface> hook,
                                                      std::shared_ptr<Communicator> group);
 

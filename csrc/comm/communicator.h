@@ -15,13 +15,15 @@ namespace trireme {
 // Averages are not here: the division belongs to grad/grad_reducer.
 enum class ReduceOp : uint8_t { kSum, kMin, kMax };
 
-// What a strategy may ask of a group of ranks. Every verb takes a list of tensors (an engine coalesces what
-// it can), is collective (all ranks of the group call it in the same order with the same shapes and dtypes),
-// returns at once, and is finished by Pending::wait. The tensors stay alive as long as the Pending does.
-// `label` names what is moved ("bucket 3: layer.1.weight .. layer.2.bias"); errors and traces repeat it.
+// What a strategy may ask of a group of ranks. Every verb takes a list of tensors (an engine
+// coalesces what it can), is collective (all ranks of the group call it in the same order with the
+// same shapes and dtypes), returns at once, and is finished by Pending::wait. The tensors stay
+// alive as long as the Pending does. `label` names what is moved ("bucket 3: layer.1.weight ..
+// layer.2.bias"); errors and traces repeat it.
 //
-// Failures: a verb, or the wait for it, throws c10::DistBackendError naming operation, label and rank; after
-// that, or after a peer announced its failure, every further verb throws at once: the group must be rebuilt.
+// Failures: a verb, or the wait for it, throws c10::DistBackendError naming operation, label and
+// rank; after that, or after a peer announced its failure, every further verb throws at once: the
+// group must be rebuilt.
 //
 // One thread at a time may use a Communicator.
 class TRIREME_API Communicator {
@@ -32,7 +34,8 @@ class TRIREME_API Communicator {
   int64_t rank() const { return rank_of().rank; }
   int64_t world() const { return rank_of().world; }
 
-  // In place. Dense tensors of any floating, complex or integral dtype; a sparse tensor must be alone in its list.
+  // In place. Dense tensors of any floating, complex or integral dtype; a sparse tensor must be
+  // alone in its list.
   virtual Pending all_reduce(std::vector<at::Tensor> tensors, ReduceOp op, std::string label) = 0;
 
   // In place; what `root` holds is what all ranks hold afterwards.

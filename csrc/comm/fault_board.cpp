@@ -15,8 +15,8 @@ std::vector<uint8_t> to_bytes(const std::string& text) { return {text.begin(), t
 
 std::string to_text(const std::vector<uint8_t>& bytes) { return {bytes.begin(), bytes.end()}; }
 
-// A connection of our own where the Store has connections: another thread of the program may sit in a
-// blocking get on the shared one for as long as it likes.
+// A connection of our own where the Store has connections: another thread of the program may sit in
+// a blocking get on the shared one for as long as it likes.
 c10::intrusive_ptr<c10d::Store> own_connection(const c10::intrusive_ptr<c10d::Store>& store) {
   if (!store) return store;
   try {
@@ -50,7 +50,8 @@ std::optional<std::string> FaultBoard::announced() const noexcept {
   if (!store_) return std::nullopt;
   try {
     if (store_->check({kFaultText})) return to_text(store_->get(kFaultText));
-  } catch (...) {  // an unreachable Store announces nothing; the caller's wait goes on to its own end
+  } catch (
+      ...) {  // an unreachable Store announces nothing; the caller's wait goes on to its own end
   }
   return std::nullopt;
 }

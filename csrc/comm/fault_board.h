@@ -12,13 +12,14 @@
 
 namespace trireme {
 
-// Where ranks leave word for each other when the collectives themselves no longer answer: a few keys in the
-// Store of their group. Nothing here is on the path of a step that goes well.
+// Where ranks leave word for each other when the collectives themselves no longer answer: a few
+// keys in the Store of their group. Nothing here is on the path of a step that goes well.
 //
-//   trireme/fault/text     the first announced failure of the group; every waiting rank raises with it
-//   trireme/report/<rank>  what a rank whose wait failed was doing
+//   trireme/fault/text     the first announced failure of the group; every waiting rank raises with
+//   it trireme/report/<rank>  what a rank whose wait failed was doing
 //
-// Thread-safe. Nothing here throws: a Store that no longer answers is one more sign, not one more error.
+// Thread-safe. Nothing here throws: a Store that no longer answers is one more sign, not one more
+// error.
 class FaultBoard {
  public:
   FaultBoard(c10::intrusive_ptr<c10d::Store> store, RankOf where);
@@ -29,7 +30,8 @@ class FaultBoard {
   void announce(const std::string& reason) noexcept;
   std::optional<std::string> announced() const noexcept;
 
-  // Posts this rank's report, then gathers what the others report within `patience` into one paragraph.
+  // Posts this rank's report, then gathers what the others report within `patience` into one
+  // paragraph.
   std::string exchange_reports(const std::string& waiting_for,
                                std::chrono::milliseconds patience) noexcept;
 

@@ -9,14 +9,15 @@ namespace trireme {
 
 // One verb as it went over the wire.
 struct WireRecord {
-  std::string verb;   // "all_reduce", "broadcast", ...
+  std::string verb;  // "all_reduce", "broadcast", ...
   std::string label;
   int64_t bytes = 0;  // of this rank's tensors
   std::vector<std::string> dtypes;
 };
 
-// A Communicator for wire tests: notes every verb, then hands it to `inner`, or, without one, plays a group in
-// which every peer holds the same tensors as this rank (so sums multiply by `world`, gathers repeat).
+// A Communicator for wire tests: notes every verb, then hands it to `inner`, or, without one, plays
+// a group in which every peer holds the same tensors as this rank (so sums multiply by `world`,
+// gathers repeat).
 class TRIREME_API RecordingCommunicator final : public Communicator {
  public:
   explicit RecordingCommunicator(std::shared_ptr<Communicator> inner);
@@ -27,8 +28,8 @@ class TRIREME_API RecordingCommunicator final : public Communicator {
   Pending broadcast(std::vector<at::Tensor> tensors, int64_t root, std::string label) override;
   Pending all_gather(std::vector<at::Tensor> outputs, std::vector<at::Tensor> inputs,
                      std::string label) override;
-  Pending reduce_scatter(std::vector<at::Tensor> outputs, std::vector<at::Tensor> inputs, ReduceOp op,
-                         std::string label) override;
+  Pending reduce_scatter(std::vector<at::Tensor> outputs, std::vector<at::Tensor> inputs,
+                         ReduceOp op, std::string label) override;
   Pending barrier(std::string label) override;
   void announce_failure(const std::string& reason) noexcept override;
   std::optional<std::string> failure() const override;

@@ -18,10 +18,11 @@ void GradReducer::after_forward(const std::vector<at::Tensor>& outputs, bool syn
   for (const at::Tensor& output : outputs) {
     if (!output.requires_grad()) continue;
     if (output.is_leaf()) {
-      // Handed through; its hooks would pile up from forward to forward. An input is nobody's business, a
-      // parameter of ours has a hook already.
-      all_found = all_found && std::none_of(parameters_.begin(), parameters_.end(),
-                                            [&](const at::Tensor& own) { return own.is_same(output); });
+      // Handed through; its hooks would pile up from forward to forward. An input is nobody's
+      // business, a parameter of ours has a hook already.
+      all_found =
+          all_found && std::none_of(parameters_.begin(), parameters_.end(),
+                                    [&](const at::Tensor& own) { return own.is_same(output); });
       continue;
     }
     is_hooked = true;
@@ -72,15 +73,19 @@ void GradReducer::abandon_backward() noexcept {
   try {
     const std::string cause =
         own_error_.empty() ? "An exception left it; see the traceback of that rank" : own_error_;
-    const std::string progress =
-        last_arrived_ < 0 ? "before any gradient arrived" : "after the gradient of '" + name_of(last_arrived_) + "'";
-    const std::string text =
-        error_text(options_.area, "backward " + std::to_string(step_) + " was abandoned " + progress, where, cause);
+    const std::string progress = last_arrived_ < 0
+                                     ? "before any gradient arrived"
+                                     : "after the gradient of '" + name_of(last_arrived_) + "'";
+    const std::string text = error_text(
+        options_.area, "backward " + std::to_string(step_) + " was abandoned " + progress, where,
+        cause);
     if (where.world > 1 && !communicator_->failure()) communicator_->announce_failure(text);
-  } catch (...) {  // out of memory while dying of something else: the peers see their deadline instead
+  } catch (
+      ...) {  // out of memory while dying of something else: the peers see their deadline instead
   }
   const std::lock_guard<std::mutex> lock(mutex_);
-  for (size_t i = 0; i < fires_seen_.size(); ++i) fires_expected_[i] = std::max(fires_expected_[i], fires_seen_[i]);
+  for (size_t i = 0; i < fires_seen_.size(); ++i)
+    fires_expected_[i] = std::max(fires_expected_[i], fires_seen_[i]);
   pending_.clear();
   phase_ = Phase::kIdle;
 }

@@ -7,8 +7,9 @@
 
 namespace trireme {
 
-// Lives in the end callback of one armed backward. Autograd destroys the callback without calling it when an
-// exception leaves that backward; this is how the reducer, and through it the other ranks, learn of it.
+// Lives in the end callback of one armed backward. Autograd destroys the callback without calling
+// it when an exception leaves that backward; this is how the reducer, and through it the other
+// ranks, learn of it.
 class BackwardScope {
  public:
   explicit BackwardScope(std::shared_ptr<GradReducer> reducer) : reducer_(std::move(reducer)) {}

@@ -19,7 +19,9 @@ std::vector<int64_t> slot_strides(const at::Tensor& parameter) {
 
 // A kernel's view of memory: complex numbers are pairs of reals.
 at::ScalarType real_dtype(at::ScalarType dtype) { return c10::toRealValueType(dtype); }
-int64_t real_numel(at::ScalarType dtype, int64_t numel) { return c10::isComplexType(dtype) ? 2 * numel : numel; }
+int64_t real_numel(at::ScalarType dtype, int64_t numel) {
+  return c10::isComplexType(dtype) ? 2 * numel : numel;
+}
 
 }  // namespace
 
@@ -43,24 +45,27 @@ const at::Tensor& Bucket::parameter(size_t slot) const {
 }
 
 bool Bucket::is_range(const at::Tensor& grad, const Slot& slot) const {
-  return buffer_.defined() && grads_may_alias_ && grad.layout() == at::kStrided && grad.has_storage() &&
+  return buffer_.defined() && grads_may_alias_ && grad.layout() == at::kStrided &&
+         grad.has_storage() &&
          grad.storage().unsafeGetStorageImpl() == buffer_.storage().unsafeGetStorageImpl() &&
          grad.storage_offset() == slot.offset && grad.scalar_type() == plan_.dtype &&
-         grad.strides() == at::IntArrayRef(slot.strides) && grad.sizes() == at::IntArrayRef(slot.sizes);
+         grad.strides() == at::IntArrayRef(slot.strides) &&
+         grad.sizes() == at::IntArrayRef(slot.sizes);
 }
 
 bool Bucket::holds_gradient_of(const at::Tensor& parameter) const {
   const at::Tensor& grad = parameter.grad();
-  return grad.defined() && buffer_.defined() && grad.layout() == at::kStrided && grad.has_storage() &&
+  return grad.defined() && buffer_.defined() && grad.layout() == at::kStrided &&
+         grad.has_storage() &&
          grad.storage().unsafeGetStorageImpl() == buffer_.storage().unsafeGetStorageImpl();
 }
 
-// Made by hand and not by as_strided(): a range must not be a view in autograd's eyes, and 0.1 us per
-// parameter and step is a tenth of what three dispatched calls cost.
+// Made by hand and not by as_strided(): a range must not be a view in autograd's eyes, and 0.1 us
+// per parameter and step is a tenth of what three dispatched calls cost.
 at::Tensor Bucket::range(const Slot& slot) const {
   const c10::DispatchKeySet keys(c10::computeDispatchKey(plan_.dtype, at::kStrided, plan_.device));
-  at::Tensor tensor =
-      at::detail::make_tensor<c10::TensorImpl>(c10::Storage(buffer_.storage()), keys, buffer_.dtype());
+  at::Tensor tensor = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(buffer_.storage()),
+                                                               keys, buffer_.dtype());
   tensor.unsafeGetTensorImpl()->set_sizes_and_strides(slot.sizes, slot.strides, slot.offset);
   return tensor;
 }
@@ -78,9 +83,9 @@ void Bucket::begin_step(bool shadow) {
     slot.packed = slot.arrived = false;
     slot.saved.reset();
     const at::Tensor& grad = parameter(i).grad();
-    slot.origin = !grad.defined()         ? GradOrigin::kFresh
-                  : is_range(grad, slot)  ? GradOrigin::kInPlace
-                                          : GradOrigin::kForeign;
+    slot.origin = !grad.defined()        ? GradOrigin::kFresh
+                  : is_range(grad, slot) ? GradOrigin::kInPlace
+                                         : GradOrigin::kForeign;
     if (slot.origin == GradOrigin::kInPlace) ++in_place;
   }
   if (plan_.sparse) {
@@ -97,8 +102,8 @@ void Bucket::begin_step(bool shadow) {
 }
 
 bool Bucket::is_arranged(const at::Tensor& grad, const Slot& slot) {
-  return grad.layout() == at::kStrided && grad.strides() == at::IntArrayRef(slot.strides) && !grad.is_neg() &&
-         !grad.is_conj();
+  return grad.layout() == at::kStrided && grad.strides() == at::IntArrayRef(slot.strides) &&
+         !grad.is_neg() && !grad.is_conj();
 }
 
 at::Tensor Bucket::arrange(const at::Tensor& grad, const Slot& slot) {
@@ -127,7 +132,8 @@ void Bucket::write(const Slot& slot, const at::Tensor& grad, double scale, bool 
 void Bucket::gradient_arrived(size_t index, double scale) {
   Slot& slot = slots_[index];
   slot.arrived = true;
-  if (plan_.sparse || !plan_.device.is_cpu() || slot.origin != GradOrigin::kFresh || shadow_) return;
+  if (plan_.sparse || !plan_.device.is_cpu() || slot.origin != GradOrigin::kFresh || shadow_)
+    return;
   at::Tensor& grad = parameter(index).mutable_grad();
   if (!grad.defined()) return;  // a node returned no gradient
   write(slot, grad, scale, /*add=*/slot.packed);
@@ -180,11 +186,13 @@ void Bucket::complete_sparse(double scale) {
     const at::Tensor sparse = grad.is_sparse() ? grad : grad.to_sparse(1);
     buffer_ = sparse.detach().mul(scale).to(plan_.dtype);
   } else {
-    // One sparse dimension, as every sparse gradient has (Embedding, EmbeddingBag); engines compare it.
+    // One sparse dimension, as every sparse gradient has (Embedding, EmbeddingBag); engines compare
+    // it.
     std::vector<int64_t> no_rows = slots_[0].sizes;
     no_rows[0] = 0;
     buffer_ = at::sparse_coo_tensor(at::empty({1, 0}, owner.options().dtype(at::kLong)),
-                                    at::empty(no_rows, owner.options().dtype(plan_.dtype)), slots_[0].sizes);
+                                    at::empty(no_rows, owner.options().dtype(plan_.dtype)),
+                                    slots_[0].sizes);
   }
 }
 
@@ -202,18 +210,22 @@ void Bucket::deliver(size_t index, bool as_bucket_view) {
   const Slot& slot = slots_[index];
   at::Tensor& grad = parameter(index).mutable_grad();
   if (plan_.sparse) {
-    if (grad.defined() && grad.is_sparse() && slot.origin != GradOrigin::kFresh) {
-      grad.copy_(buffer_);
+    // A layer tied to the embedding may have made its gradient dense.
+    const bool is_dense = grad.defined() && !grad.is_sparse();
+    const at::Tensor reduced = is_dense ? buffer_.to_dense() : buffer_;
+    if (grad.defined() && slot.origin != GradOrigin::kFresh) {
+      grad.copy_(reduced);
     } else {
-      grad = buffer_.to(parameter(index).scalar_type());
+      grad = reduced.to(parameter(index).scalar_type());
     }
     return;
   }
   if (slot.origin == GradOrigin::kInPlace && is_range(grad, slot)) return;
   const bool keeps_identity = grad.defined() && !(as_bucket_view && grads_may_alias_);
   if (!keeps_identity) {
-    grad = grads_may_alias_ ? range(slot)
-                            : at::empty_strided(slot.sizes, slot.strides, parameter(index).options());
+    grad = grads_may_alias_
+               ? range(slot)
+               : at::empty_strided(slot.sizes, slot.strides, parameter(index).options());
     if (grads_may_alias_) return;
   }
   if (grad.layout() == at::kStrided) {
@@ -239,7 +251,9 @@ void Bucket::adopt_range(size_t index, const Bucket& earlier) {
   grad.set_data(place);
 }
 
-at::Tensor Bucket::payload() const { return plan_.sparse ? buffer_ : buffer_.narrow(0, 0, plan_.numel); }
+at::Tensor Bucket::payload() const {
+  return plan_.sparse ? buffer_ : buffer_.narrow(0, 0, plan_.numel);
+}
 
 at::Tensor Bucket::tail() const { return buffer_.narrow(0, plan_.numel, tail_numel_); }
 

@@ -14,19 +14,23 @@ namespace trireme {
 
 // [Note: who owns a gradient's memory]
 //
-// A bucket owns one flat buffer. What happens to a parameter's .grad depends on what it was when this
-// backward began:
+// A bucket owns one flat buffer. What happens to a parameter's .grad depends on what it was when
+// this backward began:
 //
-//   fresh     it was None. On CPU the gradient is copied into the buffer as soon as it is accumulated and its
-//             own memory is freed, so that the allocator hands the same warm pages to the next layer. After the
-//             reduction .grad becomes a tensor over its range of the buffer: nothing is copied out. It is no
-//             view for autograd (detach_() and friends work) but it shares storage with its neighbours.
-//   in place  it already was such a range (set_to_none=False, accumulation). Nothing is copied at all.
-//   foreign   it was any other tensor. It is copied in when the bucket is launched and out when the bucket is
-//             done, and keeps its identity; with gradient_as_bucket_view it is replaced by a range instead.
+//   fresh     it was None. On CPU the gradient is copied into the buffer as soon as it is
+//   accumulated and its
+//             own memory is freed, so that the allocator hands the same warm pages to the next
+//             layer. After the reduction .grad becomes a tensor over its range of the buffer:
+//             nothing is copied out. It is no view for autograd (detach_() and friends work) but it
+//             shares storage with its neighbours.
+//   in place  it already was such a range (set_to_none=False, accumulation). Nothing is copied at
+//   all. foreign   it was any other tensor. It is copied in when the bucket is launched and out
+//   when the bucket is
+//             done, and keeps its identity; with gradient_as_bucket_view it is replaced by a range
+//             instead.
 //
-// A buffer is used again for the next step only if nobody holds a range of it: a gradient that the user kept
-// from an earlier step is never overwritten. Such a bucket simply takes a new buffer.
+// A buffer is used again for the next step only if nobody holds a range of it: a gradient that the
+// user kept from an earlier step is never overwritten. Such a bucket simply takes a new buffer.
 
 // How one parameter's gradient stands in the step that runs.
 enum class GradOrigin : uint8_t { kFresh, kInPlace, kForeign };
@@ -34,19 +38,19 @@ enum class GradOrigin : uint8_t { kFresh, kInPlace, kForeign };
 // The memory of one planned bucket. Not thread-safe; its reducer serialises access.
 class TRIREME_API Bucket {
  public:
-  // `parameters` is the list that the plan's indices point into; it must outlive the bucket. `tail_numel`
-  // elements follow the gradients in the buffer and are the reducer's.
+  // `parameters` is the list that the plan's indices point into; it must outlive the bucket.
+  // `tail_numel` elements follow the gradients in the buffer and are the reducer's.
   Bucket(PlannedBucket plan, const std::vector<at::Tensor>& parameters, int64_t tail_numel);
 
-  // Starts a step: decides each slot's origin and finds a buffer. A `shadow` step contributes zeros and never
-  // touches a .grad (join).
+  // Starts a step: decides each slot's origin and finds a buffer. A `shadow` step contributes zeros
+  // and never touches a .grad (join).
   void begin_step(bool shadow);
 
   // The gradient of slot `slot` was accumulated (perhaps not for the first time in this step).
   void gradient_arrived(size_t slot, double scale);
 
-  // Brings everything that is not yet in the buffer into it, times `scale`: gradients that did not arrive
-  // contribute what .grad holds, or zeros. Afterwards payload() is ready to be reduced.
+  // Brings everything that is not yet in the buffer into it, times `scale`: gradients that did not
+  // arrive contribute what .grad holds, or zeros. Afterwards payload() is ready to be reduced.
   void complete(double scale);
 
   // Takes the result of a communication hook, if that is not the buffer itself.
@@ -57,7 +61,8 @@ class TRIREME_API Bucket {
   // No rank used this parameter: its .grad is to be what it was when the step began.
   void restore(size_t slot);
 
-  // A .grad that is a range of `earlier` becomes the range of this bucket, with its values and its identity.
+  // A .grad that is a range of `earlier` becomes the range of this bucket, with its values and its
+  // identity.
   void adopt_range(size_t slot, const Bucket& earlier);
   bool holds_gradient_of(const at::Tensor& parameter) const;
 
@@ -76,9 +81,9 @@ class TRIREME_API Bucket {
     std::vector<int64_t> sizes;
     std::vector<int64_t> strides;
     GradOrigin origin = GradOrigin::kFresh;
-    bool packed = false;    // its range of the buffer holds this step's contribution
-    bool arrived = false;   // a hook fired for it in this step
-    at::Tensor saved;       // in place, but not used here: what to restore if nobody used it
+    bool packed = false;   // its range of the buffer holds this step's contribution
+    bool arrived = false;  // a hook fired for it in this step
+    at::Tensor saved;      // in place, but not used here: what to restore if nobody used it
   };
 
   const at::Tensor& parameter(size_t slot) const;

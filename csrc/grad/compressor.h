@@ -22,15 +22,15 @@ struct CompressorRequest {
   const std::string& label;
 };
 
-// How one bucket gets from "this rank's gradients" to "the average over all ranks". The identity sends it as
-// it is; what a user brings (a communication hook) or later issues add (error feedback, quantisation) stands
-// here, and nothing before or after this stage knows the difference.
+// How one bucket gets from "this rank's gradients" to "the average over all ranks". The identity
+// sends it as it is; what a user brings (a communication hook) or later issues add (error feedback,
+// quantisation) stands here, and nothing before or after this stage knows the difference.
 class TRIREME_API Compressor {
  public:
   virtual ~Compressor() = default;
 
-  // Whether the reducer divides by the number of ranks while it fills the bucket, and whether the tail of
-  // the bucket (the used-map) may travel with it.
+  // Whether the reducer divides by the number of ranks while it fills the bucket, and whether the
+  // tail of the bucket (the used-map) may travel with it.
   virtual bool is_plain_sum() const = 0;
 
   // Starts the reduction.
@@ -38,7 +38,8 @@ class TRIREME_API Compressor {
 };
 
 // One all-reduce (sum) of the bucket's wire tensor, in place.
-TRIREME_API std::unique_ptr<Compressor> make_identity_compressor(std::shared_ptr<Communicator> communicator);
+TRIREME_API std::unique_ptr<Compressor> make_identity_compressor(
+    std::shared_ptr<Communicator> communicator);
 
 // Hands each bucket to a communication hook, which also divides.
 TRIREME_API std::unique_ptr<Compressor> make_hook_compressor(std::shared_ptr<CommHook> hook);

@@ -23,16 +23,29 @@ class ReadyHook final : public torch::autograd::FunctionPostHook {
 
   void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& /*args*/) const override {
     TORCH_CHECK_NOT_IMPLEMENTED(
-        false, error_text("grad_hook",
-                          "got a backward under compiled autograd, expected the eager autograd engine: "
-                          "its compiled graph would leave out the reduction of gradients",
-                          {}, "Set torch._dynamo.config.compiled_autograd = False."));
+        false,
+        error_text("grad_hook",
+                   "got a backward under compiled autograd, expected the eager autograd engine: "
+                   "its compiled graph would leave out the reduction of gradients",
+                   {}, "Set torch._dynamo.config.compiled_autograd = False."));
   }
 
  private:
   int64_t index_;
   GradSink& sink_;
 };
+
+// Whether both refer to one node. The strong reference keeps it in its place, so that addresses
+// tell, without the atomic operations that locking the weak one would cost per parameter and
+// forward.
+template <typename Weak, typename Strong>
+bool is_same_node(const Weak& weak, const Strong& strong) {
+  if constexpr (requires { weak._unsafe_get_target(); }) {
+    return weak._unsafe_get_target() == strong.get();
+  } else {
+    return !weak.owner_before(strong) && !strong.owner_before(weak);
+  }
+}
 
 }  // namespace
 
@@ -43,11 +56,13 @@ GradHook::GradHook(const at::Tensor& parameter, int64_t index, GradSink& sink)
 }
 
 bool GradHook::is_attached_to(const at::Tensor& parameter) const {
-  return node_ && torch::autograd::impl::try_get_grad_accumulator(parameter).get() == node_.get();
+  const auto* meta = torch::autograd::impl::get_autograd_meta(parameter);
+  return node_ && meta != nullptr && is_same_node(meta->grad_accumulator_, node_);
 }
 
 bool GradHook::is_visited_by(
-    const std::unordered_map<torch::autograd::Node*, torch::autograd::GraphTask::ExecInfo>& visited) const {
+    const std::unordered_map<torch::autograd::Node*, torch::autograd::GraphTask::ExecInfo>& visited)
+    const {
   const auto entry = visited.find(node_.get());
   return entry != visited.end() && entry->second.needed_;
 }

@@ -14,17 +14,18 @@
 
 namespace trireme {
 
-// Receives "the gradient of parameter `index` has just been accumulated into .grad" (or, with has_gradient
-// false, "backward came by and brought none": a node returned no gradient). Called on the autograd thread of
-// the parameter's device, without the GIL; what it throws comes out of backward().
+// Receives "the gradient of parameter `index` has just been accumulated into .grad" (or, with
+// has_gradient false, "backward came by and brought none": a node returned no gradient). Called on
+// the autograd thread of the parameter's device, without the GIL; what it throws comes out of
+// backward().
 class GradSink {
  public:
   virtual ~GradSink() = default;
   virtual void gradient_ready(int64_t index, bool has_gradient) = 0;
 };
 
-// One parameter's link to the gradient path: a post hook on its AccumulateGrad node. That place is free for
-// any number of hooks, unlike the tensor's single post-accumulate slot, which is Python's.
+// One parameter's link to the gradient path: a post hook on its AccumulateGrad node. That place is
+// free for any number of hooks, unlike the tensor's single post-accumulate slot, which is Python's.
 //
 // The node is kept alive (autograd itself only holds it weakly) and the hook is taken off again on
 // destruction. `sink` must outlive the hook. Move-only.
@@ -39,19 +40,19 @@ class TRIREME_API GradHook {
     return *this;
   }
 
-  // Whether gradients of `parameter` still arrive here. A change of dtype or device makes autograd build
-  // another node, and the hook on the old one silently stops.
+  // Whether gradients of `parameter` still arrive here. A change of dtype or device makes autograd
+  // build another node, and the hook on the old one silently stops.
   bool is_attached_to(const at::Tensor& parameter) const;
 
   // Whether the backward running on this thread will accumulate into this parameter, when it is a
   // backward(inputs=...) or autograd.grad() that visits a part of the graph only.
-  bool is_visited_by(
-      const std::unordered_map<torch::autograd::Node*, torch::autograd::GraphTask::ExecInfo>& visited) const;
+  bool is_visited_by(const std::unordered_map<torch::autograd::Node*,
+                                              torch::autograd::GraphTask::ExecInfo>& visited) const;
 
  private:
   // shared_ptr up to torch 2.12, intrusive_ptr since.
-  using NodePtr =
-      std::decay_t<decltype(torch::autograd::impl::grad_accumulator(std::declval<const at::Tensor&>()))>;
+  using NodePtr = std::decay_t<decltype(torch::autograd::impl::grad_accumulator(
+      std::declval<const at::Tensor&>()))>;
 
   void detach() noexcept;
   void swap(GradHook& other) noexcept {

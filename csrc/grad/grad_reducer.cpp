@@ -15,26 +15,31 @@ using Clock = StepClock::Clock;
 void GradReducer::before_forward() {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (const auto failure = communicator_->failure()) {
-    C10_THROW_ERROR(DistBackendError,
-                    error_text(options_.area, "got a forward after the group had failed: " + *failure,
-                               communicator_->rank_of(),
-                               "Destroy the process group, initialise it again and wrap the module anew."));
+    C10_THROW_ERROR(
+        DistBackendError,
+        error_text(options_.area, "got a forward after the group had failed: " + *failure,
+                   communicator_->rank_of(),
+                   "Destroy the process group, initialise it again and wrap the module anew."));
   }
   TORCH_CHECK(phase_ != Phase::kAwaitingFinalize,
-              error_text(options_.area, "got a forward before finalize_backward(), expected one call of it "
-                                        "after every synchronized backward",
-                         communicator_->rank_of(), "Call finalize_backward(), or turn manual finalization off."));
+              error_text(options_.area,
+                         "got a forward before finalize_backward(), expected one call of it "
+                         "after every synchronized backward",
+                         communicator_->rank_of(),
+                         "Call finalize_backward(), or turn manual finalization off."));
   clock_.forward_begins();
   if (phase_ == Phase::kIdle) watch_parameters();
 }
 
 double GradReducer::scale() const { return compressor_->is_plain_sum() ? 1.0 / divisor_ : 1.0; }
 
-// Called when the backward is armed: on every rank at the same place in its sequence of collectives.
+// Called when the backward is armed: on every rank at the same place in its sequence of
+// collectives.
 void GradReducer::begin_backward(bool shadow) {
   TORCH_CHECK(phase_ == Phase::kIdle,
               error_text(options_.area, "got a second backward before finalize_backward()",
-                         communicator_->rank_of(), "Call finalize_backward() once per synchronized backward."));
+                         communicator_->rank_of(),
+                         "Call finalize_backward() once per synchronized backward."));
   if (map_is_unread_) settle_map();
   adopt_pending_order();
   if (plan_is_stale_) build_buckets();
@@ -89,20 +94,26 @@ void GradReducer::check_gradient(int64_t index, bool has_gradient) {
   const auto at = static_cast<size_t>(index);
   const auto refuse = [&](bool is_fine, const char* got, const char* next_step) {
     if (is_fine) return;
-    own_error_ = error_text(options_.area, "got '" + name_of(index) + "' " + got, communicator_->rank_of(), next_step);
+    own_error_ = error_text(options_.area, "got '" + name_of(index) + "' " + got,
+                            communicator_->rank_of(), next_step);
     TORCH_CHECK_NOT_IMPLEMENTED(false, own_error_);
   };
   refuse(!at::GradMode::is_enabled(),
-         "in backward(create_graph=True), expected a first-order backward: the average over ranks has no derivative",
+         "in backward(create_graph=True), expected a first-order backward: the average over ranks "
+         "has no derivative",
          "Use torch.autograd.grad(..., create_graph=True) inside the loss instead.");
   refuse(!has_gradient || parameters_[at].grad().defined(),
-         "without its gradient, expected it in .grad: a post-accumulate-grad hook took it before it was averaged",
-         "Register the optimizer with _apply_optimizer_in_backward before the first forward, or step after backward.");
+         "without its gradient, expected it in .grad: a post-accumulate-grad hook took it before "
+         "it was averaged",
+         "Register the optimizer with _apply_optimizer_in_backward before the first forward, or "
+         "step after backward.");
   const int32_t bucket = places_[at].bucket;
-  refuse(bucket < 0 || static_cast<size_t>(bucket) >= next_launch_,
-         "with a further gradient in the same backward after its bucket was launched, expected as many as in the "
-         "backward before",
-         "Checkpoint this layer with use_reentrant=False, or the same number of times in every step.");
+  refuse(
+      bucket < 0 || static_cast<size_t>(bucket) >= next_launch_,
+      "with a further gradient in the same backward after its bucket was launched, expected as "
+      "many as in the "
+      "backward before",
+      "Checkpoint this layer with use_reentrant=False, or the same number of times in every step.");
 }
 
 void GradReducer::launch_ready() {
@@ -117,19 +128,28 @@ void GradReducer::launch_ready() {
 void GradReducer::launch(size_t index) {
   TRIREME_TRACE("grad_reducer.launch");
   Bucket& bucket = buckets_[index];
+  // A hook may chain collectives in callbacks, which the engine's threads run: one hook at a time,
+  // so that all ranks issue them in one order.
+  if (!compressor_->is_plain_sum() && index > 0 && bucket.plan().device.is_cpu())
+    pending_[index - 1].wait();
   bucket.complete(scale());
   const bool is_last = index + 1 == buckets_.size();
   if (is_last && tail_in_last_bucket_) used_.write_to(bucket.tail(), shadow_);
-  pending_[index] = compressor_->reduce({bucket, parameters_, index, buckets_.size(), labels_[index]});
+  pending_[index] =
+      compressor_->reduce({bucket, parameters_, index, buckets_.size(), labels_[index]});
   clock_.bucket_launched(bucket.plan().bytes());
   ++next_launch_;
 }
 
 void GradReducer::launch_rest() {
   while (next_launch_ < buckets_.size()) launch(next_launch_);
-  if (tail_in_last_bucket_) return;
+  if (!tail_in_last_bucket_ && compressor_->is_plain_sum()) launch_map();
+}
+
+void GradReducer::launch_map() {
   if (!map_wire_.defined()) {
-    map_wire_ = at::empty({used_.numel()}, at::TensorOptions().dtype(at::kFloat).device(infos_.front().device));
+    map_wire_ = at::empty({used_.numel()},
+                          at::TensorOptions().dtype(at::kFloat).device(infos_.front().device));
   }
   used_.write_to(map_wire_, shadow_);
   map_pending_ = communicator_->all_reduce({map_wire_}, ReduceOp::kSum, "used-map");
@@ -138,7 +158,8 @@ void GradReducer::launch_rest() {
 // Gradients of finished buckets go where they belong while backward is still at work.
 void GradReducer::deliver_done() {
   if (manual_finalization_ || buckets_.front().plan().device.is_cuda()) return;
-  while (next_deliver_ < next_launch_ && pending_[next_deliver_].done()) deliver_arrived(next_deliver_);
+  while (next_deliver_ < next_launch_ && pending_[next_deliver_].done())
+    deliver_arrived(next_deliver_);
 }
 
 void GradReducer::deliver_arrived(size_t index) {
@@ -166,6 +187,7 @@ void GradReducer::collect() {
   phase_ = Phase::kIdle;  // also if a wait throws
   const auto begin = Clock::now();
   while (next_deliver_ < buckets_.size()) deliver_arrived(next_deliver_);
+  if (!compressor_->is_plain_sum()) launch_map();  // not before: see launch()
   map_pending_.wait();
   map_pending_ = {};
   clock_.waited(Clock::now() - begin);
@@ -175,8 +197,8 @@ void GradReducer::collect() {
   for (size_t i = 0; i < places_.size() && !needs_map; ++i) {
     needs_map = places_[i].bucket >= 0 && !is_delivered_[i];
   }
-  // On CUDA reading the map waits for the device. Where this rank used everything and changed nothing it can
-  // be read when the next backward is armed, long after it has arrived.
+  // On CUDA reading the map waits for the device. Where this rank used everything and changed
+  // nothing it can be read when the next backward is armed, long after it has arrived.
   if (needs_map) settle_map();
   used_.clear();
   for (size_t i = 0; i < fires_seen_.size(); ++i) fires_expected_[i] = std::max(1, fires_seen_[i]);
@@ -192,7 +214,9 @@ void GradReducer::settle_map() {
     const std::vector<BucketSlot>& slots = plan_.buckets[b].slots;
     for (size_t slot = 0; slot < slots.size(); ++slot) {
       const int64_t index = slots[slot].parameter;
-      if (places_[static_cast<size_t>(index)].bucket < 0 || is_delivered_[static_cast<size_t>(index)]) continue;
+      if (places_[static_cast<size_t>(index)].bucket < 0 ||
+          is_delivered_[static_cast<size_t>(index)])
+        continue;
       if (used_.ranks_using(index) > 0) {
         buckets_[b].deliver(slot, options_.gradient_as_bucket_view);
         if (delivered_) delivered_({index});
@@ -215,10 +239,11 @@ void GradReducer::shadow_backward() {
 }
 
 void GradReducer::finalize_backward() {
-  TORCH_CHECK(phase_ == Phase::kAwaitingFinalize,
-              error_text(options_.area, "got finalize_backward() with no synchronized backward to finalize",
-                         communicator_->rank_of(),
-                         "Call it once after each backward whose forward was not under no_sync()."));
+  TORCH_CHECK(
+      phase_ == Phase::kAwaitingFinalize,
+      error_text(options_.area, "got finalize_backward() with no synchronized backward to finalize",
+                 communicator_->rank_of(),
+                 "Call it once after each backward whose forward was not under no_sync()."));
   collect();
 }
 
@@ -228,7 +253,8 @@ void GradReducer::set_manual_finalization(bool manual) {
   const std::lock_guard<std::mutex> lock(mutex_);
   TORCH_CHECK(phase_ == Phase::kIdle,
               error_text(options_.area, "got a change of manual finalization while a backward runs",
-                         communicator_->rank_of(), "Change it before forward or after finalize_backward()."));
+                         communicator_->rank_of(),
+                         "Change it before forward or after finalize_backward()."));
   manual_finalization_ = manual;
 }
 
@@ -236,7 +262,8 @@ void GradReducer::set_comm_hook(std::shared_ptr<CommHook> hook) {
   const std::lock_guard<std::mutex> lock(mutex_);
   TORCH_CHECK(phase_ == Phase::kIdle && compressor_->is_plain_sum(),
               error_text(options_.area, "got a second communication hook, expected one per module",
-                         communicator_->rank_of(), "Combine the two in one hook (e.g. fp16_compress_wrapper)."));
+                         communicator_->rank_of(),
+                         "Combine the two in one hook (e.g. fp16_compress_wrapper)."));
   compressor_ = make_hook_compressor(std::move(hook));
   plan_is_stale_ = true;
 }

@@ -21,24 +21,27 @@ namespace trireme {
 
 // [Note: when a backward synchronizes]
 //
-// Nothing is decided in forward but one flag. after_forward() puts a gradient hook on the output tensors (no
-// clone); the hook carries whether that forward synchronizes (no_sync() forwards do not). When a gradient
-// reaches such an output, the backward that runs is armed: the end callback is queued into *its* graph task,
-// which is the outer one even when checkpointing runs reentrant backwards inside. From then on each parameter's
-// hook counts down its bucket; buckets are launched in plan order; the end callback launches the rest, waits,
-// and delivers. So .grad is final when backward() returns, and 1F1B, several forwards per backward, and
-// several backwards per forward need no care.
+// Nothing is decided in forward but one flag. after_forward() puts a gradient hook on the output
+// tensors (no clone); the hook carries whether that forward synchronizes (no_sync() forwards do
+// not). When a gradient reaches such an output, the backward that runs is armed: the end callback
+// is queued into *its* graph task, which is the outer one even when checkpointing runs reentrant
+// backwards inside. From then on each parameter's hook counts down its bucket; buckets are launched
+// in plan order; the end callback launches the rest, waits, and delivers. So .grad is final when
+// backward() returns, and 1F1B, several forwards per backward, and several backwards per forward
+// need no care.
 //
-// autograd.grad() and backward(inputs=...) arm only if they accumulate into one of our parameters. A graph task
-// that is destroyed before its end callback ran was left by an exception; its peers are told (BackwardScope).
+// autograd.grad() and backward(inputs=...) arm only if they accumulate into one of our parameters.
+// A graph task that is destroyed before its end callback ran was left by an exception; its peers
+// are told (BackwardScope).
 
 // [Note: the order of buckets]
 //
-// The first synchronized backward launches everything at its end and watches: in which order gradients arrive,
-// how often per parameter (a layer checkpointed twice fires twice), which do not. Rank 0's order is broadcast
-// while the optimizer and the next forward run, and adopted when the next backward is armed, which every rank
-// reaches at the same point of its sequence of collectives: no rank ever blocks for it. Afterwards every rank
-// knows from the used-map who used what and moves parameters that some rank left unused to trailing buckets.
+// The first synchronized backward launches everything at its end and watches: in which order
+// gradients arrive, how often per parameter (a layer checkpointed twice fires twice), which do not.
+// Rank 0's order is broadcast while the optimizer and the next forward run, and adopted when the
+// next backward is armed, which every rank reaches at the same point of its sequence of
+// collectives: no rank ever blocks for it. Afterwards every rank knows from the used-map who used
+// what and moves parameters that some rank left unused to trailing buckets.
 
 struct GradReducerOptions {
   BucketCaps caps{{int64_t{1} << 20, int64_t{25} << 20}};
@@ -60,24 +63,28 @@ TRIREME_API std::vector<ParameterInfo> describe_parameters(const NamedParameters
 
 // Averages gradients over the ranks while backward computes them.
 //
-// Cost per synchronized backward: one all-reduce per bucket (all gradient bytes once, 4 bytes per parameter
-// for the used-map), buffers of one gradient size in all, which become the .grad of their parameters.
+// Cost per synchronized backward: one all-reduce per bucket (all gradient bytes once, 4 bytes per
+// parameter for the used-map), buffers of one gradient size in all, which become the .grad of their
+// parameters.
 //
-// Thread-safe towards autograd's threads. The public functions are called by the thread that trains, without
-// the GIL.
-class TRIREME_API GradReducer final : public GradSink, public std::enable_shared_from_this<GradReducer> {
+// Thread-safe towards autograd's threads. The public functions are called by the thread that
+// trains, without the GIL.
+class TRIREME_API GradReducer final : public GradSink,
+                                      public std::enable_shared_from_this<GradReducer> {
  public:
   static std::shared_ptr<GradReducer> make(NamedParameters parameters,
                                            std::shared_ptr<Communicator> communicator,
                                            GradReducerOptions options);
   ~GradReducer() override;
 
-  // Around every forward with gradients enabled. Without `all_found`, further outputs may hide in objects that
-  // the caller could not look into.
+  // Around every forward with gradients enabled. Without `all_found`, further outputs may hide in
+  // objects that the caller could not look into.
   void before_forward();
-  void after_forward(const std::vector<at::Tensor>& outputs, bool synchronize, bool all_found = true);
+  void after_forward(const std::vector<at::Tensor>& outputs, bool synchronize,
+                     bool all_found = true);
 
-  // The next backward that reaches an output or a parameter synchronizes, whatever its forward said.
+  // The next backward that reaches an output or a parameter synchronizes, whatever its forward
+  // said.
   void prepare_for_backward();
 
   // Replaces the all-reduce. Once, and not while a backward runs.
@@ -92,11 +99,12 @@ class TRIREME_API GradReducer final : public GradSink, public std::enable_shared
   // Whether finalize_backward() may only be called after backward returned.
   bool should_finalize_after_backward() const;
 
-  // Takes part in one synchronized backward of the others with zeros, leaving every .grad alone (join).
+  // Takes part in one synchronized backward of the others with zeros, leaving every .grad alone
+  // (join).
   void shadow_backward();
 
-  // Called with the indices of parameters whose .grad has just become final, while backward may still be at
-  // work on others (optimizer in backward). On the thread that runs backward.
+  // Called with the indices of parameters whose .grad has just become final, while backward may
+  // still be at work on others (optimizer in backward). On the thread that runs backward.
   using DeliveredCallback = std::function<void(const std::vector<int64_t>& parameters)>;
   void set_delivered_callback(DeliveredCallback callback);
 
@@ -132,13 +140,16 @@ class TRIREME_API GradReducer final : public GradSink, public std::enable_shared
   void launch_ready();
   void launch(size_t bucket);
   void launch_rest();
+  void launch_map();
   void deliver_done();
   void deliver_arrived(size_t bucket);
   void check_gradient(int64_t index, bool has_gradient);
   void collect();
   void settle_map();
   double scale() const;
-  const std::string& name_of(int64_t index) const { return infos_[static_cast<size_t>(index)].name; }
+  const std::string& name_of(int64_t index) const {
+    return infos_[static_cast<size_t>(index)].name;
+  }
 
   // plans (grad_reducer_plan.cpp)
   void watch_parameters();
@@ -160,9 +171,10 @@ class TRIREME_API GradReducer final : public GradSink, public std::enable_shared
   double divisor_ = 1;
 
   // the plan and its memory
-  std::vector<int64_t> order_;         // parameters in the order in which gradients are expected
+  std::vector<int64_t> order_;  // parameters in the order in which gradients are expected
   std::vector<bool> trailing_;
-  std::vector<int64_t> partly_used_at_;  // the last step in which some rank left the parameter unused
+  std::vector<int64_t>
+      partly_used_at_;  // the last step in which some rank left the parameter unused
   BucketPlan plan_;
   std::vector<Place> places_;
   std::vector<Bucket> buckets_;

@@ -1,5 +1,4 @@
 #include <trireme/grad/grad_reducer.h>
-
 #include <trireme/grad/plan_agreement.h>
 
 #include <ATen/ATen.h>
@@ -12,8 +11,8 @@
 namespace trireme {
 namespace {
 
-// A parameter that some rank left unused stays in a trailing bucket for that many synchronized steps, so that
-// one that is used every other step does not move the buckets every step.
+// A parameter that some rank left unused stays in a trailing bucket for that many synchronized
+// steps, so that one that is used every other step does not move the buckets every step.
 constexpr int64_t kTrailingSteps = 8;
 
 }  // namespace
@@ -22,8 +21,9 @@ std::vector<ParameterInfo> describe_parameters(const NamedParameters& parameters
   std::vector<ParameterInfo> infos;
   for (size_t i = 0; i < parameters.tensors.size(); ++i) {
     const at::Tensor& tensor = parameters.tensors[i];
-    infos.push_back({parameters.names[i], tensor.sizes().vec(), tensor.numel(), tensor.scalar_type(),
-                     tensor.device(), parameters.sparse_gradient[i], tensor.requires_grad()});
+    infos.push_back({parameters.names[i], tensor.sizes().vec(), tensor.numel(),
+                     tensor.scalar_type(), tensor.device(), parameters.sparse_gradient[i],
+                     tensor.requires_grad()});
   }
   return infos;
 }
@@ -53,7 +53,8 @@ GradReducer::GradReducer(NamedParameters parameters, std::shared_ptr<Communicato
     const auto index = static_cast<int64_t>(i);
     if (!infos_[i].requires_grad) continue;
     hooks_[i] = GradHook(parameters_[i], index, *this);
-    order_.push_back(index);  // last registered, first to get its gradient: the guess until one was seen
+    order_.push_back(
+        index);  // last registered, first to get its gradient: the guess until one was seen
   }
   build_buckets();
 }
@@ -66,26 +67,23 @@ void GradReducer::watch_parameters() {
     const at::Tensor& parameter = parameters_[i];
     ParameterInfo& info = infos_[i];
     const bool requires_grad = parameter.requires_grad();
-    // Autograd replaces the node that carries our hook only when dtype or device changes.
-    if (requires_grad == info.requires_grad && parameter.scalar_type() == info.dtype &&
-        parameter.device() == info.device) {
-      continue;
-    }
-    TORCH_CHECK_VALUE(parameter.device() == info.device,
-                      error_text(options_.area,
-                                 "got '" + info.name + "' on " + parameter.device().str() + ", expected it on " +
-                                     info.device.str() + " where it was when the module was wrapped",
-                                 communicator_->rank_of(), "Move the module before wrapping it."));
-    if (requires_grad && !hooks_[i].is_attached_to(parameter)) {
-      hooks_[i] = GradHook(parameter, static_cast<int64_t>(i), *this);
-    }
-    used_.mark_changed();
+    const bool needs_hook = requires_grad && !hooks_[i].is_attached_to(parameter);
+    const bool is_cast = parameter.scalar_type() != info.dtype;
+    if (requires_grad == info.requires_grad && !needs_hook && !is_cast) continue;
+    TORCH_CHECK_VALUE(
+        parameter.device() == info.device,
+        error_text(options_.area,
+                   "got '" + info.name + "' on " + parameter.device().str() + ", expected it on " +
+                       info.device.str() + " where it was when the module was wrapped",
+                   communicator_->rank_of(), "Move the module before wrapping it."));
+    if (needs_hook) hooks_[i] = GradHook(parameter, static_cast<int64_t>(i), *this);
+    if (requires_grad != info.requires_grad || is_cast) used_.mark_changed();
     info.requires_grad = requires_grad;
   }
 }
 
-// The layout of a step stays, so that all ranks have the same: a parameter whose dtype is no longer that of its
-// bucket leaves its slot empty, and is reduced when the ranks have compared notes.
+// The layout of a step stays, so that all ranks have the same: a parameter whose dtype is no longer
+// that of its bucket leaves its slot empty, and is reduced when the ranks have compared notes.
 void GradReducer::set_aside_cast_parameters() {
   for (size_t i = 0; i < parameters_.size(); ++i) {
     if (parameters_[i].scalar_type() != infos_[i].dtype) places_[i] = {};
@@ -93,14 +91,16 @@ void GradReducer::set_aside_cast_parameters() {
 }
 
 BucketPlan GradReducer::make_plan(std::vector<int64_t> order) const {
-  return make_bucket_plan({infos_, std::move(order), trailing_, options_.caps, options_.reduce_dtype});
+  return make_bucket_plan(
+      {infos_, std::move(order), trailing_, options_.caps, options_.reduce_dtype});
 }
 
 void GradReducer::build_buckets() {
   plan_is_stale_ = false;
   BucketPlan plan = make_plan(order_);
-  const bool tail_fits = compressor_->is_plain_sum() && !plan.buckets.empty() && !plan.buckets.back().sparse &&
-                         (plan.buckets.back().dtype == at::kFloat || plan.buckets.back().dtype == at::kDouble);
+  const bool tail_fits =
+      compressor_->is_plain_sum() && !plan.buckets.empty() && !plan.buckets.back().sparse &&
+      (plan.buckets.back().dtype == at::kFloat || plan.buckets.back().dtype == at::kDouble);
   if (plan == plan_ && tail_fits == tail_in_last_bucket_ && !buckets_.empty()) return;
 
   std::vector<Bucket> buckets;
@@ -113,7 +113,8 @@ void GradReducer::build_buckets() {
       const auto index = static_cast<size_t>(slots[slot].parameter);
       places[index] = {static_cast<int32_t>(b), static_cast<int32_t>(slot)};
       const int32_t earlier = places_.empty() ? -1 : places_[index].bucket;
-      if (earlier >= 0 && buckets_[static_cast<size_t>(earlier)].holds_gradient_of(parameters_[index])) {
+      if (earlier >= 0 &&
+          buckets_[static_cast<size_t>(earlier)].holds_gradient_of(parameters_[index])) {
         buckets.back().adopt_range(slot, buckets_[static_cast<size_t>(earlier)]);
       }
     }
@@ -202,7 +203,8 @@ void GradReducer::settle_change() {
 }
 
 // Gradients that this backward produced but the layout of this step did not hold.
-void GradReducer::reduce_left_out(const std::vector<int64_t>& left_out, const std::vector<bool>& used) {
+void GradReducer::reduce_left_out(const std::vector<int64_t>& left_out,
+                                  const std::vector<bool>& used) {
   const BucketPlan plan = make_plan(left_out);
   for (size_t b = 0; b < plan.buckets.size(); ++b) {
     Bucket bucket(plan.buckets[b], parameters_, 0);

@@ -36,8 +36,10 @@ std::string first_difference(const std::vector<ParameterInfo>& mine, const std::
   }
   if (mine.size() == theirs.size()) return {};
   const bool more_here = mine.size() > theirs.size();
-  return std::to_string(mine.size()) + " parameters but rank 0 has " + std::to_string(theirs.size()) +
-         ", the first " + (more_here ? "one too many is " + describe(mine[common]) : "one missing is " + theirs[common]);
+  return std::to_string(mine.size()) + " parameters but rank 0 has " +
+         std::to_string(theirs.size()) + ", the first " +
+         (more_here ? "one too many is " + describe(mine[common])
+                    : "one missing is " + theirs[common]);
 }
 
 at::Tensor bytes_tensor(const std::string& text, c10::Device device) {
@@ -63,7 +65,8 @@ std::vector<std::string> gather_texts(Communicator& communicator, c10::Device de
   const int64_t longest = host.max().item<int64_t>();
   std::vector<std::string> texts(static_cast<size_t>(world));
   if (longest == 0) return texts;
-  const at::Tensor padded = at::zeros({longest}, at::TensorOptions().dtype(at::kByte).device(device));
+  const at::Tensor padded =
+      at::zeros({longest}, at::TensorOptions().dtype(at::kByte).device(device));
   padded.narrow(0, 0, static_cast<int64_t>(text.size())).copy_(bytes_tensor(text, device));
   const at::Tensor all = at::empty({world * longest}, padded.options());
   communicator.all_gather({all}, {padded}, "parameter descriptions").wait();
@@ -74,14 +77,17 @@ std::vector<std::string> gather_texts(Communicator& communicator, c10::Device de
   return texts;
 }
 
-std::string broadcast_text(Communicator& communicator, c10::Device device, const std::string& text) {
+std::string broadcast_text(Communicator& communicator, c10::Device device,
+                           const std::string& text) {
   const auto long_options = at::TensorOptions().dtype(at::kLong);
-  const at::Tensor length = at::full({1}, static_cast<int64_t>(text.size()), long_options).to(device);
+  const at::Tensor length =
+      at::full({1}, static_cast<int64_t>(text.size()), long_options).to(device);
   communicator.broadcast({length}, 0, "parameter description length").wait();
   const int64_t length_here = length.item<int64_t>();
-  const at::Tensor bytes = communicator.rank() == 0
-                               ? bytes_tensor(text, device)
-                               : at::empty({length_here}, at::TensorOptions().dtype(at::kByte).device(device));
+  const at::Tensor bytes =
+      communicator.rank() == 0
+          ? bytes_tensor(text, device)
+          : at::empty({length_here}, at::TensorOptions().dtype(at::kByte).device(device));
   communicator.broadcast({bytes}, 0, "parameter descriptions of rank 0").wait();
   return text_of(bytes);
 }
@@ -99,22 +105,26 @@ void check_same_parameters(Communicator& communicator, c10::Device device,
   std::string text;
   for (size_t rank = 0; rank < differences.size(); ++rank) {
     if (differences[rank].empty()) continue;
-    text += (text.empty() ? "" : "; ") + ("on rank " + std::to_string(rank) + ": ") + differences[rank];
+    text +=
+        (text.empty() ? "" : "; ") + ("on rank " + std::to_string(rank) + ": ") + differences[rank];
   }
-  TORCH_CHECK_VALUE(text.empty(),
-                    error_text(area, "got different parameters on different ranks, expected the same: " + text,
-                               communicator.rank_of(), "Build the same model on every rank."));
+  TORCH_CHECK_VALUE(
+      text.empty(),
+      error_text(area, "got different parameters on different ranks, expected the same: " + text,
+                 communicator.rank_of(), "Build the same model on every rank."));
 }
 
 std::vector<bool> agree_on_states(Communicator& communicator, c10::Device device,
                                   const std::vector<ParameterInfo>& parameters,
-                                  const std::vector<ParameterState>& states, const std::string& area) {
+                                  const std::vector<ParameterState>& states,
+                                  const std::string& area) {
   const auto count = static_cast<int64_t>(states.size());
   const int64_t world = communicator.world();
   at::Tensor own = at::empty({count, 2}, at::kByte);
   auto* bytes = own.mutable_data_ptr<uint8_t>();
   for (size_t i = 0; i < states.size(); ++i) {
-    bytes[2 * i] = static_cast<uint8_t>((states[i].requires_grad ? 1 : 0) | (states[i].used ? 2 : 0));
+    bytes[2 * i] =
+        static_cast<uint8_t>((states[i].requires_grad ? 1 : 0) | (states[i].used ? 2 : 0));
     bytes[2 * i + 1] = static_cast<uint8_t>(states[i].dtype);
   }
   const at::Tensor sent = own.to(device);
@@ -128,7 +138,8 @@ std::vector<bool> agree_on_states(Communicator& communicator, c10::Device device
     const uint8_t* theirs = all + rank * count * 2;
     for (size_t i = 0; i < states.size(); ++i) {
       used[i] = used[i] || (theirs[2 * i] & 2) != 0;
-      const bool same = ((theirs[2 * i] ^ all[2 * i]) & 1) == 0 && theirs[2 * i + 1] == all[2 * i + 1];
+      const bool same =
+          ((theirs[2 * i] ^ all[2 * i]) & 1) == 0 && theirs[2 * i + 1] == all[2 * i + 1];
       TORCH_CHECK_VALUE(
           same, error_text(area,
                            "got a change of requires_grad or dtype that ranks do not share: '" +
@@ -137,7 +148,8 @@ std::vector<bool> agree_on_states(Communicator& communicator, c10::Device device
                                ((theirs[2 * i] & 1) != 0 ? "True" : "False") + " (" +
                                c10::toString(static_cast<at::ScalarType>(theirs[2 * i + 1])) +
                                ") on rank " + std::to_string(rank),
-                           communicator.rank_of(), "Freeze and unfreeze the same parameters on every rank."));
+                           communicator.rank_of(),
+                           "Freeze and unfreeze the same parameters on every rank."));
     }
   }
   return used;

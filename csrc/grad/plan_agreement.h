@@ -10,8 +10,8 @@
 
 namespace trireme {
 
-// All ranks must describe the same parameters in the same order. Where they do not, every rank throws the same
-// ValueError, naming the first difference of each rank that differs from rank 0.
+// All ranks must describe the same parameters in the same order. Where they do not, every rank
+// throws the same ValueError, naming the first difference of each rank that differs from rank 0.
 // Collective; 3 small collectives. `device` is where the group moves tensors.
 TRIREME_API void check_same_parameters(Communicator& communicator, c10::Device device,
                                        const std::vector<ParameterInfo>& parameters,
@@ -24,8 +24,9 @@ struct ParameterState {
   at::ScalarType dtype = at::kFloat;
 };
 
-// Exchanges the states; throws on all ranks, naming parameter and ranks, where requires_grad or dtype differ.
-// Returns, by parameter, whether any rank used it. Collective; one all-gather of 2 bytes per parameter.
+// Exchanges the states; throws on all ranks, naming parameter and ranks, where requires_grad or
+// dtype differ. Returns, by parameter, whether any rank used it. Collective; one all-gather of 2
+// bytes per parameter.
 TRIREME_API std::vector<bool> agree_on_states(Communicator& communicator, c10::Device device,
                                               const std::vector<ParameterInfo>& parameters,
                                               const std::vector<ParameterState>& states,

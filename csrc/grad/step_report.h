@@ -10,12 +10,13 @@
 
 namespace trireme {
 
-// Where the time of one synchronized step went, on this rank's host clock (milliseconds; work that a CUDA
-// device still has to do is not in it). communication = hidden + exposed.
+// Where the time of one synchronized step went, on this rank's host clock (milliseconds; work that
+// a CUDA device still has to do is not in it). communication = hidden + exposed.
 struct StepReport {
   int64_t step = 0;
-  double forward_ms = 0;       // all forwards since the last synchronized backward
-  double backward_ms = 0;      // from the first gradient at an output to the end of backward, waiting included
+  double forward_ms = 0;  // all forwards since the last synchronized backward
+  double backward_ms =
+      0;  // from the first gradient at an output to the end of backward, waiting included
   double waiting_ms = 0;       // waiting for collectives, backward having nothing else to do
   double exposed_comm_ms = 0;  // = waiting_ms
   double hidden_comm_ms = 0;   // some collective was in flight while backward computed

@@ -9,9 +9,9 @@
 
 namespace trireme {
 
-// Which parameters were used since the last synchronization, and by how many ranks; with it, one flag: did any
-// rank change what it trains. Summed over the ranks it travels behind the last bucket's gradients (4 or 8 bytes
-// per parameter), or alone where that bucket cannot carry it.
+// Which parameters were used since the last synchronization, and by how many ranks; with it, one
+// flag: did any rank change what it trains. Summed over the ranks it travels behind the last
+// bucket's gradients (4 or 8 bytes per parameter), or alone where that bucket cannot carry it.
 class TRIREME_API UsedMap {
  public:
   explicit UsedMap(int64_t parameters);

@@ -1,7 +1,8 @@
 #include <trireme/memory/bucket_plan.h>
 
-#include <c10/util/Exception.h>
 #include <trireme/common/error.h>
+
+#include <c10/util/Exception.h>
 
 #include <algorithm>
 #include <iterator>
@@ -63,7 +64,8 @@ class Filler {
   std::vector<PlannedBucket> closed_;
 };
 
-std::string first_and_last(const PlannedBucket& bucket, const std::vector<ParameterInfo>& parameters) {
+std::string first_and_last(const PlannedBucket& bucket,
+                           const std::vector<ParameterInfo>& parameters) {
   const std::string& first = parameters[static_cast<size_t>(bucket.slots.front().parameter)].name;
   if (bucket.slots.size() == 1) return first;
   return first + " .. " + parameters[static_cast<size_t>(bucket.slots.back().parameter)].name;
@@ -71,14 +73,17 @@ std::string first_and_last(const PlannedBucket& bucket, const std::vector<Parame
 
 }  // namespace
 
-int64_t PlannedBucket::bytes() const { return numel * static_cast<int64_t>(c10::elementSize(dtype)); }
+int64_t PlannedBucket::bytes() const {
+  return numel * static_cast<int64_t>(c10::elementSize(dtype));
+}
 
 BucketPlan make_bucket_plan(const BucketPlanRequest& request) {
-  TORCH_CHECK_VALUE(!request.caps.bytes.empty() &&
-                        std::all_of(request.caps.bytes.begin(), request.caps.bytes.end(),
-                                    [](int64_t cap) { return cap > 0; }),
-                    error_text("bucket_plan", "got an empty or non-positive bucket cap, expected bytes > 0",
-                               {}, "Leave bucket_cap_mb at its default or give positive numbers."));
+  TORCH_CHECK_VALUE(
+      !request.caps.bytes.empty() &&
+          std::all_of(request.caps.bytes.begin(), request.caps.bytes.end(),
+                      [](int64_t cap) { return cap > 0; }),
+      error_text("bucket_plan", "got an empty or non-positive bucket cap, expected bytes > 0", {},
+                 "Leave bucket_cap_mb at its default or give positive numbers."));
   Filler filler(request);
   for (const int64_t index : request.order) {
     if (!request.trailing[static_cast<size_t>(index)]) filler.add(index);
@@ -86,8 +91,8 @@ BucketPlan make_bucket_plan(const BucketPlanRequest& request) {
   filler.close();
   std::vector<PlannedBucket> leading = filler.take();
 
-  // A bucket is ready when its last gradient is; those left open for the end of the list may be ready earlier
-  // than one that closed before them.
+  // A bucket is ready when its last gradient is; those left open for the end of the list may be
+  // ready earlier than one that closed before them.
   std::vector<int64_t> place(request.parameters.size(), 0);
   for (size_t i = 0; i < request.order.size(); ++i) {
     place[static_cast<size_t>(request.order[i])] = static_cast<int64_t>(i);
@@ -114,8 +119,8 @@ std::string to_string(const BucketPlan& plan, const std::vector<ParameterInfo>& 
   std::ostringstream text;
   for (size_t i = 0; i < plan.buckets.size(); ++i) {
     const PlannedBucket& bucket = plan.buckets[i];
-    text << "bucket " << i << ": " << bucket.bytes() << " bytes " << c10::toString(bucket.dtype) << ' '
-         << bucket.device << (bucket.sparse ? " sparse" : "") << ", " << bucket.slots.size()
+    text << "bucket " << i << ": " << bucket.bytes() << " bytes " << c10::toString(bucket.dtype)
+         << ' ' << bucket.device << (bucket.sparse ? " sparse" : "") << ", " << bucket.slots.size()
          << (bucket.slots.size() == 1 ? " gradient: " : " gradients: ")
          << first_and_last(bucket, parameters) << '\n';
   }
@@ -124,7 +129,8 @@ std::string to_string(const BucketPlan& plan, const std::vector<ParameterInfo>& 
 
 std::string bucket_label(const BucketPlan& plan, size_t bucket,
                          const std::vector<ParameterInfo>& parameters) {
-  return "bucket " + std::to_string(bucket) + ": " + first_and_last(plan.buckets[bucket], parameters);
+  return "bucket " + std::to_string(bucket) + ": " +
+         first_and_last(plan.buckets[bucket], parameters);
 }
 
 }  // namespace trireme

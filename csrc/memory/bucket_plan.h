@@ -12,8 +12,8 @@
 
 namespace trireme {
 
-// What a plan has to know of one parameter. `index` of a parameter is its place in the list of all of them,
-// the same on every rank.
+// What a plan has to know of one parameter. `index` of a parameter is its place in the list of all
+// of them, the same on every rank.
 struct ParameterInfo {
   std::string name;  // fully qualified, as state_dict has it
   std::vector<int64_t> sizes;
@@ -45,8 +45,8 @@ struct PlannedBucket {
   bool operator==(const PlannedBucket&) const = default;
 };
 
-// Which parameters share a bucket and in which order buckets are launched. A value: equal on all ranks, or a
-// collective is about to go wrong.
+// Which parameters share a bucket and in which order buckets are launched. A value: equal on all
+// ranks, or a collective is about to go wrong.
 struct BucketPlan {
   std::vector<PlannedBucket> buckets;  // in launch order
 
@@ -54,9 +54,9 @@ struct BucketPlan {
 };
 
 struct BucketCaps {
-  // Bytes at which bucket 0, 1, ... of a dtype and device is full; the last entry goes on for the rest. A
-  // bucket is closed by the parameter that reaches its cap, as in torch, so it may exceed it by less than
-  // that parameter.
+  // Bytes at which bucket 0, 1, ... of a dtype and device is full; the last entry goes on for the
+  // rest. A bucket is closed by the parameter that reaches its cap, as in torch, so it may exceed
+  // it by less than that parameter.
   std::vector<int64_t> bytes;
 };
 
@@ -75,7 +75,8 @@ TRIREME_API BucketPlan make_bucket_plan(const BucketPlanRequest& request);
 
 // One line per bucket: dtype, device, bytes and the first and last parameter, e.g.
 //   bucket 0: 1049600 bytes Float cpu, 12 gradients: head.weight .. block.7.fc2.bias
-TRIREME_API std::string to_string(const BucketPlan& plan, const std::vector<ParameterInfo>& parameters);
+TRIREME_API std::string to_string(const BucketPlan& plan,
+                                  const std::vector<ParameterInfo>& parameters);
 
 // "bucket 3: head.weight .. block.7.fc2.bias", for errors and traces.
 TRIREME_API std::string bucket_label(const BucketPlan& plan, size_t bucket,

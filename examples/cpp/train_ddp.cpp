@@ -2,11 +2,12 @@
 //
 //   torchrun --no-python --nproc-per-node 2 build/examples/cpp/train_ddp some_text.txt
 //
-// The five lines marked DDP are all that a plain LibTorch loop has to change. examples/python/train_ddp.py is the
-// same program in Python and reaches the same loss.
+// The five lines marked DDP are all that a plain LibTorch loop has to change.
+// examples/python/train_ddp.py is the same program in Python and reaches the same loss.
+
+#include <trireme/trireme.h>  // DDP 1
 
 #include <torch/torch.h>
-#include <trireme/trireme.h>  // DDP 1
 
 #include <cstdio>
 #include <cstdlib>
@@ -36,8 +37,9 @@ TORCH_MODULE(NextCharacter);
 torch::Tensor read_text(const char* path) {
   std::ifstream file(path, std::ios::binary);
   const std::string text((std::istreambuf_iterator<char>(file)), std::istreambuf_iterator<char>());
-  TORCH_CHECK(text.size() > static_cast<size_t>(kContext + 1), "[train_ddp] got '", path,
-              "' with ", text.size(), " characters, expected a text of more than ", kContext + 1, ". Name another file.");
+  TORCH_CHECK(text.size() > static_cast<size_t>(kContext + 1), "[train_ddp] got '", path, "' with ",
+              text.size(), " characters, expected a text of more than ", kContext + 1,
+              ". Name another file.");
   torch::Tensor bytes = torch::from_blob(const_cast<char*>(text.data()),
                                          {static_cast<int64_t>(text.size())}, torch::kByte);
   return bytes.to(torch::kLong).clamp_max(kCharacters - 1);
@@ -49,23 +51,24 @@ int main(int argc, char** argv) {
     return 2;
   }
   const int64_t steps = argc > 2 ? std::atoll(argv[2]) : 100;
-  trireme::Context ctx = trireme::init();                                             // DDP 2
+  trireme::Context ctx = trireme::init();  // DDP 2
   const torch::Tensor text = read_text(argv[1]);
   const torch::Tensor windows = text.unfold(0, kContext + 1, 1);
 
   torch::manual_seed(0);
   NextCharacter net;
   net->to(ctx.device());
-  trireme::DistributedDataParallel<NextCharacter> model(net);                         // DDP 3
+  trireme::DistributedDataParallel<NextCharacter> model(net);  // DDP 3
   torch::optim::AdamW optimizer(model->parameters(), torch::optim::AdamWOptions(3e-3));
 
-  const int64_t share = kBatch / ctx.world();                                         // DDP 4
+  const int64_t share = kBatch / ctx.world();  // DDP 4
   for (int64_t step = 0; step < steps; ++step) {
-    const int64_t first = (step * kBatch + ctx.rank() * share) * 7;                   // DDP 5
+    const int64_t first = (step * kBatch + ctx.rank() * share) * 7;  // DDP 5
     const torch::Tensor rows = torch::arange(first, first + share * 7, 7) % windows.size(0);
     const torch::Tensor batch = windows.index_select(0, rows).to(ctx.device());
     const torch::Tensor scores = model->forward(batch.narrow(1, 0, kContext));
-    const torch::Tensor loss = torch::nn::functional::cross_entropy(scores, batch.select(1, kContext));
+    const torch::Tensor loss =
+        torch::nn::functional::cross_entropy(scores, batch.select(1, kContext));
     optimizer.zero_grad();
     loss.backward();
     optimizer.step();

@@ -2,17 +2,16 @@
 
     torchrun --nproc-per-node 2 examples/python/train_ddp.py some_text.txt
 
-The five lines marked DDP are all that a plain loop has to change. examples/cpp/train_ddp.cpp is the same program in
-C++ and reaches the same loss.
+The five lines marked DDP are all that a plain loop has to change. examples/cpp/train_ddp.cpp is the
+same program in C++ and reaches the same loss.
 """
 
 import sys
 from pathlib import Path
 
 import torch
-from torch import nn
-
 import trireme  # DDP 1
+from torch import nn
 
 CONTEXT, CHARACTERS, BATCH = 32, 128, 64  # BATCH is that of all ranks together
 

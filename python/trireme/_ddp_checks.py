@@ -175,7 +175,7 @@ def check_comm_hook(hook: Callable[..., Any], group: dist.ProcessGroup) -> None:
             )
         )
     empty = inspect.Parameter.empty
-    bucket_types = (empty, GradBucket, "dist.GradBucket")
+    bucket_types = (empty, GradBucket, "dist.GradBucket", "GradBucket")
     if len(positional) >= 2 and positional[1].annotation not in bucket_types:
         raise ValueError(
             _text(
@@ -194,3 +194,18 @@ def check_comm_hook(hook: Callable[..., Any], group: dist.ProcessGroup) -> None:
                 group,
             )
         )
+
+
+def returning_future(hook: Callable[..., Any], group: dist.ProcessGroup) -> Callable[..., Any]:
+    """``hook``, with what it returns checked: c10d dereferences it unseen."""
+
+    def checked(state: object, bucket: GradBucket) -> Any:
+        future = hook(state, bucket)
+        if not isinstance(future, torch.futures.Future):
+            name = getattr(hook, "__qualname__", repr(hook))
+            got = f"got {type(future).__name__} from communication hook '{name}', expected a "
+            next_step = "Return what get_future() of a collective gives, or Future.then()."
+            raise TypeError(_text(got + "torch.futures.Future of one tensor", next_step, group))
+        return future
+
+    return checked

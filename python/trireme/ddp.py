@@ -21,6 +21,7 @@ from trireme._ddp_checks import (
     check_device_ids,
     check_module,
     resolve_process_group,
+    returning_future,
 )
 from trireme._ddp_find_tensors import find_tensors
 from trireme._ddp_in_backward import step_in_backward
@@ -308,7 +309,7 @@ class DistributedDataParallel(TorchNames):
             RuntimeError: a hook is registered already.
         """
         check_comm_hook(hook, self.process_group)
-        self._core.register_comm_hook(state, hook)
+        self._core.register_comm_hook(state, returning_future(hook, self.process_group))
         self._comm_hooks.append((hook, state))
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
@@ -367,7 +368,7 @@ class DistributedDataParallel(TorchNames):
         if self._require_manual_backward_finalization:
             self._core.set_manual_finalization(True)
         for hook, state in self._comm_hooks:
-            self._core.register_comm_hook(state, hook)
+            self._core.register_comm_hook(state, returning_future(hook, self.process_group))
 
     def _portable_state(self) -> dict[str, Any]:
         held_here = ("process_group", "reducer", "_core", "_reduced_parameters", "_buffer_places")

@@ -143,7 +143,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         clone = type(self).__new__(type(self))
         memo[id(self)] = clone
         memo[id(self.process_group)] = self.process_group
-        clone.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        clone.__dict__.update(copy.deepcopy(self.__getstate__(), memo))
         return clone
 
     @classmethod
@@ -233,14 +233,13 @@ def _check_group(group: object) -> None:
         )
 
 
-def _communicator_of(group: dist.ProcessGroup | None) -> _C.Communicator:
+def _communicator_of(process_group: dist.ProcessGroup | None) -> _C.Communicator:
+    group = dist.group.WORLD if process_group is None else process_group
     if group is None:
-        if not dist.is_initialized():
-            _refuse(
-                "got no process group, expected an initialised one for training",
-                "Call trireme.init() first, or model.eval().",
-            )
-        group = dist.group.WORLD
+        _refuse(
+            "got no process group, expected an initialised one for training",
+            "Call trireme.init() first, or model.eval().",
+        )
     communicator = _communicators.get(group)
     if communicator is None:
         communicator = _C.make_c10d_communicator(group, store_of(group))

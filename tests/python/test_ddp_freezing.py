@@ -78,6 +78,7 @@ SEQUENCES: dict[str, list[Change]] = {
         lambda module: (freeze("2.weight")(module), unfreeze("0.weight", "4.weight")(module)),
     ],
     "to double and back": [nothing, nn.Module.double, nn.Module.float],
+    "there and back between two forwards": [nothing, lambda module: module.double().float()],
     "freeze and cast at once": [nothing, lambda m: (freeze("0.bias")(m), m.double())],
 }
 
@@ -140,14 +141,6 @@ def test_ranks_that_cast_apart_raise(rank: int) -> None:
         ddp.module.double()
     with raises(ValueError, "'0.weight'", "Double", "on rank 1"):
         step_fn(ddp, 1, rank)
-
-
-@on_ranks(1)
-def test_a_module_moved_to_another_device_is_refused(rank: int) -> None:
-    ddp = trireme.DistributedDataParallel(mlp())
-    ddp.module.to("meta")
-    with raises(ValueError, "[ddp] got '0.weight' on meta", "expected it on cpu"):
-        ddp(batch(0, dtype=torch.float32).to("meta"))
 
 
 @on_ranks()

@@ -154,15 +154,15 @@ def test_modules_on_two_threads(rank: int) -> None:
     """Each with a group of its own, as c10d asks."""
     groups = [dist.new_group([0, 1]) for _ in range(2)]
     models = [trireme.DistributedDataParallel(mlp(), process_group=group) for group in groups]
+    expected = [one_process([step], [0, 1], WORLD) for step in range(11)]
     wrong: list[str] = []
 
     def train(number: int) -> None:
         for step in range(10):
             models[number].zero_grad()
             models[number](batch(step + number)[rank::WORLD]).square().mean().backward()
-            expected = one_process([step + number], [0, 1], WORLD)
             for name, grad in gradients(models[number]).items():
-                if not torch.allclose(grad, expected[name], atol=1e-6):
+                if not torch.allclose(grad, expected[step + number][name], atol=1e-6):
                     wrong.append(f"thread {number}, step {step}, {name}")
 
     threads = [threading.Thread(target=train, args=(number,)) for number in range(2)]

@@ -16,23 +16,26 @@ constexpr int64_t kFirstBucketBytes = int64_t{1} << 20;
 constexpr double kDefaultCapMb = 25;
 
 int64_t cap_bytes(double cap_mb) {
-  TORCH_CHECK_VALUE(cap_mb > 0, error_text("ddp", "got a bucket cap of " + std::to_string(cap_mb) +
-                                                      " MiB, expected a positive number",
+  TORCH_CHECK_VALUE(cap_mb > 0, error_text("ddp",
+                                           "got a bucket cap of " + std::to_string(cap_mb) +
+                                               " MiB, expected a positive number",
                                            {}, "Leave bucket_cap_mb out for the default of 25."));
   return std::max<int64_t>(1, static_cast<int64_t>(cap_mb * kMiB));
 }
 
 void check_module(const std::vector<ParameterInfo>& infos, RankOf where) {
-  const bool trains = std::any_of(infos.begin(), infos.end(), [](const auto& info) { return info.requires_grad; });
-  TORCH_CHECK_VALUE(trains, error_text("ddp", "got a module without trainable parameters, expected at least one",
-                                       where, "Use the module as it is: there is nothing to average."));
+  const bool trains =
+      std::any_of(infos.begin(), infos.end(), [](const auto& info) { return info.requires_grad; });
+  TORCH_CHECK_VALUE(
+      trains, error_text("ddp", "got a module without trainable parameters, expected at least one",
+                         where, "Use the module as it is: there is nothing to average."));
   for (const ParameterInfo& info : infos) {
-    TORCH_CHECK_VALUE(
-        info.device.type() == infos.front().device.type(),
-        error_text("ddp",
-                   "got parameters on several kinds of device: '" + infos.front().name + "' on " +
-                       infos.front().device.str() + " but '" + info.name + "' on " + info.device.str(),
-                   where, "Move the whole module to one kind of device."));
+    TORCH_CHECK_VALUE(info.device.type() == infos.front().device.type(),
+                      error_text("ddp",
+                                 "got parameters on several kinds of device: '" +
+                                     infos.front().name + "' on " + infos.front().device.str() +
+                                     " but '" + info.name + "' on " + info.device.str(),
+                                 where, "Move the whole module to one kind of device."));
   }
 }
 
@@ -41,9 +44,10 @@ void check_module(const std::vector<ParameterInfo>& infos, RankOf where) {
 BucketCaps bucket_caps(const DdpOptions& options) {
   BucketCaps caps;
   if (!options.bucket_cap_mb_list.empty()) {
-    TORCH_CHECK_VALUE(!options.bucket_cap_mb,
-                      error_text("ddp", "got both bucket_cap_mb and bucket_cap_mb_list, expected one", {},
-                                 "Leave one of them out."));
+    TORCH_CHECK_VALUE(
+        !options.bucket_cap_mb,
+        error_text("ddp", "got both bucket_cap_mb and bucket_cap_mb_list, expected one", {},
+                   "Leave one of them out."));
     for (const double cap_mb : options.bucket_cap_mb_list) caps.bytes.push_back(cap_bytes(cap_mb));
   } else if (options.bucket_cap_mb) {
     caps.bytes = {cap_bytes(*options.bucket_cap_mb)};
@@ -53,7 +57,8 @@ BucketCaps bucket_caps(const DdpOptions& options) {
   return caps;
 }
 
-Ddp::Ddp(ModuleTensors module, std::shared_ptr<Communicator> communicator, const DdpOptions& options)
+Ddp::Ddp(ModuleTensors module, std::shared_ptr<Communicator> communicator,
+         const DdpOptions& options)
     : communicator_(std::move(communicator)), parameters_(module.parameters.tensors) {
   const std::vector<ParameterInfo> infos = describe_parameters(module.parameters);
   check_module(infos, communicator_->rank_of());
@@ -71,13 +76,15 @@ Ddp::Ddp(ModuleTensors module, std::shared_ptr<Communicator> communicator, const
 void Ddp::sync_buffers(const std::vector<at::Tensor>& buffers, int64_t root) {
   TRIREME_TRACE("ddp.sync_buffers");
   const at::NoGradGuard no_grad;
-  // The same values on all ranks are no change that an earlier forward's graph would have to know of: without
-  // this, two forwards of a BatchNorm model before one backward raise.
+  // The same values on all ranks are no change that an earlier forward's graph would have to know
+  // of: without this, two forwards of a BatchNorm model before one backward raise.
   std::vector<uint32_t> versions;
-  for (const at::Tensor& buffer : buffers) versions.push_back(buffer.unsafeGetTensorImpl()->version_counter().current_version());
+  for (const at::Tensor& buffer : buffers)
+    versions.push_back(buffer.unsafeGetTensorImpl()->version_counter().current_version());
   communicator_->broadcast(buffers, root, "module buffers").wait();
   for (size_t i = 0; i < buffers.size(); ++i) {
-    c10::VariableVersion counter = buffers[i].unsafeGetTensorImpl()->version_counter();  // shared, not copied
+    c10::VariableVersion counter =
+        buffers[i].unsafeGetTensorImpl()->version_counter();  // shared, not copied
     counter.set_version(versions[i]);
   }
 }

@@ -18,7 +18,8 @@ struct DdpOptions {
   bool init_sync_buffers = true;
   // Rank 0's buffers for all before each forward that follows a synchronized one.
   bool forward_sync_buffers = true;
-  // Buckets of that many MiB; by default 25, the first 1. A list gives one cap per bucket, the last going on.
+  // Buckets of that many MiB; by default 25, the first 1. A list gives one cap per bucket, the last
+  // going on.
   std::optional<double> bucket_cap_mb;
   std::vector<double> bucket_cap_mb_list;
   bool gradient_as_bucket_view = false;
@@ -34,9 +35,10 @@ struct ModuleTensors {
 
 TRIREME_API BucketCaps bucket_caps(const DdpOptions& options);
 
-// Synchronous data parallelism: every rank holds the model, sees its own part of the batch, and .grad is the
-// average over the ranks when backward() returns (torch.nn.parallel.DistributedDataParallel; Li et al., VLDB
-// 2020). What both front doors wrap; a step is, in order:
+// Synchronous data parallelism: every rank holds the model, sees its own part of the batch, and
+// .grad is the average over the ranks when backward() returns
+// (torch.nn.parallel.DistributedDataParallel; Li et al., VLDB 2020). What both front doors wrap; a
+// step is, in order:
 //
 //   before_forward    watch what the user froze or cast; buffers of rank 0 for all (sync_buffers)
 //   forward           the user's
@@ -44,17 +46,19 @@ TRIREME_API BucketCaps bucket_caps(const DdpOptions& options);
 //   backward          grad_hook -> bucket -> compressor -> grad_reducer -> all_reduce
 //   step              the user's optimizer
 //
-// Bytes per rank and step: every gradient once through an all-reduce, 4 bytes per parameter, buffers once.
-// Extra memory: none beside the gradients themselves (see [Note: who owns a gradient's memory]).
+// Bytes per rank and step: every gradient once through an all-reduce, 4 bytes per parameter,
+// buffers once. Extra memory: none beside the gradients themselves (see [Note: who owns a
+// gradient's memory]).
 class TRIREME_API Ddp {
  public:
-  // Throws ValueError on bad options, a module without trainable parameters, parameters on several kinds of
-  // device, and (on all ranks alike) where ranks hold different parameters.
+  // Throws ValueError on bad options, a module without trainable parameters, parameters on several
+  // kinds of device, and (on all ranks alike) where ranks hold different parameters.
   Ddp(ModuleTensors module, std::shared_ptr<Communicator> communicator, const DdpOptions& options);
 
   // `synchronize`: this forward's backward is to average (false under no_sync).
   void before_forward() { reducer_->before_forward(); }
-  void after_forward(const std::vector<at::Tensor>& outputs, bool synchronize, bool all_found = true) {
+  void after_forward(const std::vector<at::Tensor>& outputs, bool synchronize,
+                     bool all_found = true) {
     reducer_->after_forward(outputs, synchronize, all_found);
   }
 

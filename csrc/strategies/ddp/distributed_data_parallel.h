@@ -53,8 +53,8 @@ class DistributedDataParallelImpl : public torch::nn::Module {
   explicit DistributedDataParallelImpl(Net module, const DdpOptions& options = {})
       : DistributedDataParallelImpl(std::move(module), current_communicator(), options) {}
 
-  // Runs the module; its backward leaves in every .grad the average over the ranks. Any arguments; outputs may
-  // be tensors, or vectors, arrays, tuples, pairs, maps and optionals of them.
+  // Runs the module; its backward leaves in every .grad the average over the ranks. Any arguments;
+  // outputs may be tensors, or vectors, arrays, tuples, pairs, maps and optionals of them.
   template <typename... Args>
   auto forward(Args&&... args) {
     const bool with_gradients = at::GradMode::is_enabled();
@@ -69,13 +69,14 @@ class DistributedDataParallelImpl : public torch::nn::Module {
     return output;
   }
 
-  // Forwards while the guard lives only accumulate gradients on this rank; the first one after it averages what
-  // has come together:
+  // Forwards while the guard lives only accumulate gradients on this rank; the first one after it
+  // averages what has come together:
   //   { auto guard = ddp->no_sync(); loss(ddp->forward(a)).backward(); }
   //   loss(ddp->forward(b)).backward();
   class NoSync {
    public:
-    explicit NoSync(bool& synchronize) : synchronize_(synchronize), before_(std::exchange(synchronize, false)) {}
+    explicit NoSync(bool& synchronize)
+        : synchronize_(synchronize), before_(std::exchange(synchronize, false)) {}
     ~NoSync() { synchronize_ = before_; }
     NoSync(const NoSync&) = delete;
     NoSync& operator=(const NoSync&) = delete;
@@ -86,9 +87,11 @@ class DistributedDataParallelImpl : public torch::nn::Module {
   };
   [[nodiscard]] NoSync no_sync() { return NoSync(synchronize_); }
 
-  // Replaces the all-reduce of each bucket, division included (see comm/comm_hook.h; make_comm_hook() takes
-  // hooks written for torch's DDP). Once, before the first backward.
-  void register_comm_hook(std::shared_ptr<CommHook> hook) { ddp_.reducer().set_comm_hook(std::move(hook)); }
+  // Replaces the all-reduce of each bucket, division included (see comm/comm_hook.h;
+  // make_comm_hook() takes hooks written for torch's DDP). Once, before the first backward.
+  void register_comm_hook(std::shared_ptr<CommHook> hook) {
+    ddp_.reducer().set_comm_hook(std::move(hook));
+  }
 
   // Where the time of the last synchronized step went.
   StepReport last_step() const { return ddp_.reducer().last_step(); }
@@ -104,7 +107,8 @@ class DistributedDataParallelImpl : public torch::nn::Module {
   Ddp ddp_;
 };
 
-// torch::nn::parallel has no such class; this is torch.nn.parallel.DistributedDataParallel for C++ modules.
+// torch::nn::parallel has no such class; this is torch.nn.parallel.DistributedDataParallel for C++
+// modules.
 //
 //   trireme::Context ctx = trireme::init();
 //   trireme::DistributedDataParallel<Net> ddp(net);
@@ -112,9 +116,10 @@ class DistributedDataParallelImpl : public torch::nn::Module {
 //   loss.backward();
 //   optimizer.step();
 //
-// `Net` is a module holder (TORCH_MODULE) or a shared_ptr to a module. The wrapper is itself a module that
-// holds `net` under the name "module". Construct it on every rank, in the same order; destroy it before the
-// Context shuts down. What it costs, throws and guarantees: strategies/ddp/ddp.h.
+// `Net` is a module holder (TORCH_MODULE) or a shared_ptr to a module. The wrapper is itself a
+// module that holds `net` under the name "module". Construct it on every rank, in the same order;
+// destroy it before the Context shuts down. What it costs, throws and guarantees:
+// strategies/ddp/ddp.h.
 template <typename Net>
 class DistributedDataParallel : public torch::nn::ModuleHolder<DistributedDataParallelImpl<Net>> {
  public:

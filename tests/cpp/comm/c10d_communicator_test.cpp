@@ -21,7 +21,8 @@ at::Tensor held(const ThreadRank& rank, at::IntArrayRef sizes, at::ScalarType dt
 template <typename T>
 std::vector<T> on_ranks(int64_t world, const std::function<T(ThreadRank&)>& run) {
   std::vector<T> results(static_cast<size_t>(world));
-  run_thread_ranks(world, [&](ThreadRank& rank) { results[static_cast<size_t>(rank.where.rank)] = run(rank); });
+  run_thread_ranks(
+      world, [&](ThreadRank& rank) { results[static_cast<size_t>(rank.where.rank)] = run(rank); });
   return results;
 }
 
@@ -29,9 +30,13 @@ std::vector<T> on_ranks(int64_t world, const std::function<T(ThreadRank&)>& run)
 
 TEST_CASE("all_reduce sums lists of any dtype, shape and stride in place") {
   const auto results = on_ranks<std::vector<at::Tensor>>(3, [](ThreadRank& rank) {
-    std::vector<at::Tensor> tensors = {
-        held(rank, {5}), held(rank, {2, 3}, at::kDouble), held(rank, {4}, at::kLong),
-        held(rank, {3, 2}).t(), held(rank, {}), held(rank, {0}), held(rank, {2}, at::kComplexFloat)};
+    std::vector<at::Tensor> tensors = {held(rank, {5}),
+                                       held(rank, {2, 3}, at::kDouble),
+                                       held(rank, {4}, at::kLong),
+                                       held(rank, {3, 2}).t(),
+                                       held(rank, {}),
+                                       held(rank, {0}),
+                                       held(rank, {2}, at::kComplexFloat)};
     rank.communicator->all_reduce(tensors, ReduceOp::kSum, "a list").wait();
     return tensors;
   });
@@ -58,15 +63,17 @@ TEST_CASE("all_reduce takes minimum and maximum") {
 
 TEST_CASE("broadcast carries bits, whatever the dtype") {
   const auto results = on_ranks<std::vector<at::Tensor>>(2, [](ThreadRank& rank) {
-    std::vector<at::Tensor> tensors = {held(rank, {3}), held(rank, {2}, at::kLong), held(rank, {1}, at::kBool),
-                                       held(rank, {3, 2}, at::kBFloat16).t(), held(rank, {}, at::kDouble)};
+    std::vector<at::Tensor> tensors = {
+        held(rank, {3}), held(rank, {2}, at::kLong), held(rank, {1}, at::kBool),
+        held(rank, {3, 2}, at::kBFloat16).t(), held(rank, {}, at::kDouble)};
     if (rank.where.rank == 0) tensors[2].fill_(false);
     rank.communicator->broadcast(tensors, /*root=*/1, "a list").wait();
     return tensors;
   });
   for (const auto& tensors : results) {
     CHECK(tensors[2].item<bool>());
-    for (const size_t i : {0U, 1U, 3U, 4U}) CHECK(at::equal(tensors[i], at::full_like(tensors[i], 2)));
+    for (const size_t i : {0U, 1U, 3U, 4U})
+      CHECK(at::equal(tensors[i], at::full_like(tensors[i], 2)));
   }
 }
 
@@ -75,12 +82,15 @@ TEST_CASE("all_gather and reduce_scatter are rank-major") {
     at::Tensor gathered = at::empty({2, 3});
     rank.communicator->all_gather({gathered}, {held(rank, {3})}, "rows").wait();
     at::Tensor mine = at::empty({2});
-    rank.communicator->reduce_scatter({mine}, {at::arange(4, at::kFloat) * (rank.where.rank + 1)}, ReduceOp::kSum, "quarters")
+    rank.communicator
+        ->reduce_scatter({mine}, {at::arange(4, at::kFloat) * (rank.where.rank + 1)},
+                         ReduceOp::kSum, "quarters")
         .wait();
     return std::vector<at::Tensor>{gathered, mine};
   });
   for (size_t rank = 0; rank < 2; ++rank) {
-    CHECK(at::equal(results[rank][0], at::tensor({1.0F, 1.0F, 1.0F, 2.0F, 2.0F, 2.0F}).view({2, 3})));
+    CHECK(
+        at::equal(results[rank][0], at::tensor({1.0F, 1.0F, 1.0F, 2.0F, 2.0F, 2.0F}).view({2, 3})));
     const auto first = static_cast<float>(rank * 2);
     CHECK(at::equal(results[rank][1], at::tensor({3 * first, 3 * (first + 1)})));
   }
@@ -117,7 +127,8 @@ TEST_CASE("a peer that leaves is named, and the group is then unusable") {
     return heard;
   });
   REQUIRE(texts[0].size() == 2);
-  CHECK_THAT(texts[0][0], Catch::Contains("[comm] all_reduce of bucket 7 was given up because a peer announced: [test] rank 1 went home"));
+  CHECK_THAT(texts[0][0], Catch::Contains("[comm] all_reduce of bucket 7 was given up because a "
+                                          "peer announced: [test] rank 1 went home"));
   CHECK_THAT(texts[0][0], Catch::Contains("(rank 0 of 2)"));
   CHECK_THAT(texts[0][1], Catch::Contains("was not started: the group failed before"));
 }
@@ -131,7 +142,9 @@ TEST_CASE("a dead peer is an error that names operation and rank") {
           if (rank.where.rank == 1) throw std::runtime_error("rank 1 dies");
           at::Tensor tensor = at::ones({1 << 20});
           try {
-            rank.communicator->all_reduce({tensor}, ReduceOp::kSum, "bucket 2: fc.weight .. fc.bias").wait();
+            rank.communicator
+                ->all_reduce({tensor}, ReduceOp::kSum, "bucket 2: fc.weight .. fc.bias")
+                .wait();
           } catch (const c10::DistBackendError& error) {
             text = error.what_without_backtrace();
           }
@@ -146,7 +159,8 @@ TEST_CASE("a dead peer is an error that names operation and rank") {
 TEST_CASE("a list may be used again after its Pending was waited for") {
   const auto results = on_ranks<at::Tensor>(2, [](ThreadRank& rank) {
     at::Tensor tensor = held(rank, {4});
-    for (int i = 0; i < 3; ++i) rank.communicator->all_reduce({tensor}, ReduceOp::kSum, "again").wait();
+    for (int i = 0; i < 3; ++i)
+      rank.communicator->all_reduce({tensor}, ReduceOp::kSum, "again").wait();
     return tensor;
   });
   for (const at::Tensor& tensor : results) CHECK(at::equal(tensor, at::full({4}, 12.0F)));

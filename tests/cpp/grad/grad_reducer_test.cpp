@@ -1,8 +1,10 @@
-// Wire tests: what one backward sends, in which order, and what it leaves in .grad. One rank runs; the recorded
-// group plays a peer that holds the same gradients, so the average is this rank's own gradient.
+// Wire tests: what one backward sends, in which order, and what it leaves in .grad. One rank runs;
+// the recorded group plays a peer that holds the same gradients, so the average is this rank's own
+// gradient.
+
+#include <trireme/grad/grad_reducer.h>
 
 #include <trireme/comm/recording_communicator.h>
-#include <trireme/grad/grad_reducer.h>
 
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/variable.h>
@@ -13,7 +15,8 @@ using namespace trireme;
 
 namespace {
 
-// A chain y = x * a * b * c * d ...: gradients arrive last letter first. Each parameter has four floats.
+// A chain y = x * a * b * c * d ...: gradients arrive last letter first. Each parameter has four
+// floats.
 struct Chain {
   explicit Chain(std::string letters, GradReducerOptions options = {}) : names(std::move(letters)) {
     NamedParameters parameters;
@@ -23,7 +26,8 @@ struct Chain {
       parameters.tensors.push_back(weights.back());
       parameters.sparse_gradient.push_back(false);
     }
-    if (options.caps.bytes == GradReducerOptions().caps.bytes) options.caps = {{16}};  // one parameter per bucket
+    if (options.caps.bytes == GradReducerOptions().caps.bytes)
+      options.caps = {{16}};  // one parameter per bucket
     reducer = GradReducer::make(std::move(parameters), wire, std::move(options));
   }
 
@@ -35,7 +39,9 @@ struct Chain {
     reducer->after_forward({y}, synchronize);
     return y;
   }
-  void step(const std::string& used, bool synchronize = true) { backward(forward(used, synchronize).sum()); }
+  void step(const std::string& used, bool synchronize = true) {
+    backward(forward(used, synchronize).sum());
+  }
   static void backward(const at::Tensor& loss) { torch::autograd::backward({loss}, {}); }
   void zero_grad() {
     for (const at::Tensor& weight : weights) weight.mutable_grad().reset();
@@ -48,14 +54,16 @@ struct Chain {
     for (const WireRecord& record : wire->records()) {
       if (record.verb != "all_reduce") continue;
       const size_t colon = record.label.find(": ");
-      text += (text.empty() ? "" : " ") + (colon == std::string::npos ? record.label : record.label.substr(colon + 2));
+      text += (text.empty() ? "" : " ") +
+              (colon == std::string::npos ? record.label : record.label.substr(colon + 2));
     }
     return text;
   }
 
   std::string names;
   std::vector<at::Tensor> weights;
-  std::shared_ptr<RecordingCommunicator> wire = std::make_shared<RecordingCommunicator>(RankOf{0, 2});
+  std::shared_ptr<RecordingCommunicator> wire =
+      std::make_shared<RecordingCommunicator>(RankOf{0, 2});
   std::shared_ptr<GradReducer> reducer;
 };
 
@@ -100,8 +108,10 @@ TEST_CASE("an unused head holds back nobody") {
   chain.wire->clear();
   std::vector<std::string> sent_before_end;
   at::Tensor y = chain.forward("abc");
-  // The gradient of a is the last thing that this backward computes; what is sent by then was overlapped.
-  chain.weights[0].register_hook([&](const at::Tensor&) { sent_before_end.push_back(chain.sent()); });
+  // The gradient of a is the last thing that this backward computes; what is sent by then was
+  // overlapped.
+  chain.weights[0].register_hook(
+      [&](const at::Tensor&) { sent_before_end.push_back(chain.sent()); });
   Chain::backward(y.sum());
   REQUIRE(sent_before_end.size() == 1);
   CHECK(sent_before_end[0] == "c b");
@@ -160,7 +170,8 @@ TEST_CASE("set_to_none=False: gradients stay where they are and nothing is alloc
   CHECK(at::equal(grad, at::full({4}, 2.0F)));
 }
 
-TEST_CASE("a .grad of the user's own keeps its identity, or is replaced by a range as bucket view") {
+TEST_CASE(
+    "a .grad of the user's own keeps its identity, or is replaced by a range as bucket view") {
   for (const bool as_view : {false, true}) {
     GradReducerOptions options;
     options.gradient_as_bucket_view = as_view;
@@ -281,7 +292,8 @@ TEST_CASE("manual finalization leaves the wait to the caller") {
   CHECK_THROWS_WITH(chain.forward("ab"), Catch::Contains("finalize_backward()"));
   chain.reducer->finalize_backward();
   CHECK(at::equal(chain.grad('a'), at::full({4}, 2.0F)));
-  CHECK_THROWS_WITH(chain.reducer->finalize_backward(), Catch::Contains("no synchronized backward"));
+  CHECK_THROWS_WITH(chain.reducer->finalize_backward(),
+                    Catch::Contains("no synchronized backward"));
 }
 
 TEST_CASE("an exception in the middle of backward is announced with the last gradient") {
@@ -289,10 +301,12 @@ TEST_CASE("an exception in the middle of backward is announced with the last gra
   chain.step("abc");
   chain.zero_grad();
   at::Tensor y = chain.forward("abc");
-  chain.weights[1].register_hook([](const at::Tensor&) { TORCH_CHECK(false, "the user's own error"); });
+  chain.weights[1].register_hook(
+      [](const at::Tensor&) { TORCH_CHECK(false, "the user's own error"); });
   CHECK_THROWS_WITH(Chain::backward(y.sum()), Catch::Contains("the user's own error"));
   REQUIRE(chain.wire->failure());
-  CHECK_THAT(*chain.wire->failure(), Catch::Contains("backward 2 was abandoned after the gradient of 'c' (rank 0 of 2)"));
+  CHECK_THAT(*chain.wire->failure(),
+             Catch::Contains("backward 2 was abandoned after the gradient of 'c' (rank 0 of 2)"));
   CHECK_THROWS_WITH(chain.forward("abc"), Catch::Contains("wrap the module anew"));
 }
 

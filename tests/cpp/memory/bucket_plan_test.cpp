@@ -6,7 +6,8 @@ using namespace trireme;
 
 namespace {
 
-// Parameters of one letter each, so that a plan can be drawn: "ba|dc" is two buckets, b and a travel first.
+// Parameters of one letter each, so that a plan can be drawn: "ba|dc" is two buckets, b and a
+// travel first.
 ParameterInfo parameter(char name, int64_t numel, at::ScalarType dtype = at::kFloat) {
   ParameterInfo info;
   info.name = std::string(1, name);
@@ -41,7 +42,8 @@ struct Drawing {
     std::string picture;
     for (const PlannedBucket& bucket : plan().buckets) {
       if (!picture.empty()) picture += '|';
-      for (const BucketSlot& slot : bucket.slots) picture += parameters[static_cast<size_t>(slot.parameter)].name;
+      for (const BucketSlot& slot : bucket.slots)
+        picture += parameters[static_cast<size_t>(slot.parameter)].name;
     }
     return picture;
   }
@@ -74,8 +76,9 @@ TEST_CASE("parameters that may stay unused come last, in buckets of their own") 
 }
 
 TEST_CASE("dtypes do not share a bucket; buckets go in the order in which they are full") {
-  const std::vector<ParameterInfo> mixed = {parameter('a', 4), parameter('b', 4, at::kDouble), parameter('c', 4),
-                                            parameter('d', 2, at::kDouble), parameter('e', 4)};
+  const std::vector<ParameterInfo> mixed = {parameter('a', 4), parameter('b', 4, at::kDouble),
+                                            parameter('c', 4), parameter('d', 2, at::kDouble),
+                                            parameter('e', 4)};
   // caps of 8 floats = 4 doubles: e and c fill one, d and b the other, a is left over
   CHECK(Drawing{mixed, {8}, "", {}}.drawn() == "ec|db|a");
   SECTION("but they do when they travel in one dtype") {
@@ -102,7 +105,8 @@ TEST_CASE("offsets follow each other and scalars and empty tensors have their pl
 }
 
 TEST_CASE("parameters left out of the order get no bucket") {
-  const std::vector<ParameterInfo> three = {parameter('a', 4), parameter('b', 4), parameter('c', 4)};
+  const std::vector<ParameterInfo> three = {parameter('a', 4), parameter('b', 4),
+                                            parameter('c', 4)};
   const BucketPlan plan = make_bucket_plan({three, {2, 0}, {false, false, false}, {{1000}}, {}});
   REQUIRE(plan.buckets.size() == 1);
   CHECK(plan.buckets[0].slots.size() == 2);
@@ -116,11 +120,14 @@ TEST_CASE("plans are values: they compare and print") {
   CHECK(to_string(drawing.plan(), drawing.parameters) ==
         "bucket 0: 16 bytes Float cpu, 1 gradient: b\n"
         "bucket 1: 16 bytes Float cpu, 1 gradient: a\n");
-  CHECK(bucket_label(Drawing{drawing.parameters, {8}, "", {}}.plan(), 0, drawing.parameters) == "bucket 0: b .. a");
+  CHECK(bucket_label(Drawing{drawing.parameters, {8}, "", {}}.plan(), 0, drawing.parameters) ==
+        "bucket 0: b .. a");
 }
 
 TEST_CASE("a cap that is no positive number is refused") {
   const std::vector<ParameterInfo> one = {parameter('a', 4)};
-  CHECK_THROWS_WITH(make_bucket_plan({one, {0}, {false}, {{0}}, {}}), Catch::Contains("[bucket_plan] got"));
-  CHECK_THROWS_WITH(make_bucket_plan({one, {0}, {false}, {{}}, {}}), Catch::Contains("[bucket_plan] got"));
+  CHECK_THROWS_WITH(make_bucket_plan({one, {0}, {false}, {{0}}, {}}),
+                    Catch::Contains("[bucket_plan] got"));
+  CHECK_THROWS_WITH(make_bucket_plan({one, {0}, {false}, {{}}, {}}),
+                    Catch::Contains("[bucket_plan] got"));
 }

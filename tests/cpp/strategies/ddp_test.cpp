@@ -1,4 +1,5 @@
-// DDP over real Gloo groups, ranks as threads: N ranks must train as one process does on the whole batch.
+// DDP over real Gloo groups, ranks as threads: N ranks must train as one process does on the whole
+// batch.
 
 #include <trireme/strategies/ddp/distributed_data_parallel.h>
 
@@ -6,9 +7,8 @@
 #include <torch/optim.h>
 
 #include <catch_torch.h>
-#include <thread_ranks.h>
-
 #include <mutex>
+#include <thread_ranks.h>
 
 using namespace trireme;
 using trireme::test::run_thread_ranks;
@@ -39,7 +39,8 @@ struct NetImpl : torch::nn::Module {
 TORCH_MODULE(Net);
 
 at::Tensor whole_batch(int64_t step) {
-  return at::sin(at::arange(12 * 6, at::kDouble).view({12, 6}) * static_cast<double>(step + 1)).to(at::kFloat);
+  return at::sin(at::arange(12 * 6, at::kDouble).view({12, 6}) * static_cast<double>(step + 1))
+      .to(at::kFloat);
 }
 
 at::Tensor loss_of(const std::pair<at::Tensor, std::optional<at::Tensor>>& output) {
@@ -83,7 +84,8 @@ TEST_CASE("ranks train as one process does on the whole batch, with a head used 
     });
     for (const auto& parameters : results) {
       REQUIRE(parameters.size() == expected.size());
-      for (size_t i = 0; i < expected.size(); ++i) CHECK(at::allclose(parameters[i], expected[i], 1e-5, 1e-6));
+      for (size_t i = 0; i < expected.size(); ++i)
+        CHECK(at::allclose(parameters[i], expected[i], 1e-5, 1e-6));
     }
   }
 }
@@ -94,7 +96,8 @@ TEST_CASE("construction starts all ranks from rank 0") {
     Net net;
     {
       const at::NoGradGuard no_grad;
-      for (const at::Tensor& tensor : net->parameters()) tensor.add_(static_cast<double>(rank.where.rank));
+      for (const at::Tensor& tensor : net->parameters())
+        tensor.add_(static_cast<double>(rank.where.rank));
       net->norm->running_mean.add_(static_cast<double>(rank.where.rank));
     }
     DistributedDataParallel<Net> ddp(net, rank.communicator);
@@ -137,7 +140,8 @@ TEST_CASE("ranks with different models all raise, naming parameter and rank") {
     }
   });
   for (const std::string& text : texts) {
-    CHECK_THAT(text, Catch::Contains("on rank 1: parameter 0 is 'weight' Float [5, 4] but rank 0 has 'weight' Float [3, 4]"));
+    CHECK_THAT(text, Catch::Contains("on rank 1: parameter 0 is 'weight' Float [5, 4] but rank 0 "
+                                     "has 'weight' Float [3, 4]"));
   }
 }
 
@@ -147,7 +151,8 @@ TEST_CASE("an exception on one rank comes out of the other's backward") {
     DistributedDataParallel<Net> ddp(Net(), rank.communicator);
     auto output = ddp->forward(at::ones({2, 6}), true);
     if (rank.where.rank == 1) {
-      ddp->module()->first->weight.register_hook([](const at::Tensor&) { TORCH_CHECK(false, "rank 1's own error"); });
+      ddp->module()->first->weight.register_hook(
+          [](const at::Tensor&) { TORCH_CHECK(false, "rank 1's own error"); });
     }
     try {
       loss_of(output).backward();
@@ -158,7 +163,8 @@ TEST_CASE("an exception on one rank comes out of the other's backward") {
     if (rank.where.rank == 1) std::this_thread::sleep_for(std::chrono::seconds(3));
   });
   CHECK_THAT(texts[1], Catch::Contains("rank 1's own error"));
-  CHECK_THAT(texts[0], Catch::Contains("backward 1 was abandoned") && Catch::Contains("(rank 1 of 2)"));
+  CHECK_THAT(texts[0],
+             Catch::Contains("backward 1 was abandoned") && Catch::Contains("(rank 1 of 2)"));
 }
 
 TEST_CASE("a module without trainable parameters is refused") {

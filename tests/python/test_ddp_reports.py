@@ -1,0 +1,137 @@
+"""What a module tells about its steps: last_step(), profiler ranges, torch's logging data."""
+
+import time
+
+import pytest
+import torch
+import trireme
+from ddp_ranks import WORLD, batch, mlp, on_ranks
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+KEYS = {
+    *("step", "forward_ms", "backward_ms", "waiting_ms", "exposed_comm_ms", "hidden_comm_ms"),
+    *("reduced_bytes", "buckets"),
+}
+
+
+def backward(model: nn.Module, step: int, rank: int) -> None:
+    model(batch(step)[rank::WORLD]).square().mean().backward()
+
+
+@on_ranks()
+def test_last_step(rank: int) -> None:
+    ddp = trireme.DistributedDataParallel(mlp())
+    gradient_bytes = 4 * sum(parameter.numel() for parameter in ddp.parameters())
+    for step in range(1, 4):
+        begin = time.perf_counter()
+        backward(ddp, step, rank)
+        elapsed_ms = (time.perf_counter() - begin) * 1e3
+        report = ddp.last_step()
+        assert set(report) == KEYS
+        assert report["step"] == step
+        assert report["reduced_bytes"] == gradient_bytes
+        assert report["buckets"] == 1
+        assert report["exposed_comm_ms"] == report["waiting_ms"]
+        assert 0 <= report["waiting_ms"] <= report["backward_ms"]
+        assert 0 <= report["hidden_comm_ms"] <= report["backward_ms"]
+        assert report["forward_ms"] > 0
+        assert report["forward_ms"] + report["backward_ms"] <= elapsed_ms
+
+
+@on_ranks()
+def test_waiting_is_seen(rank: int) -> None:
+    """Rank 1 comes late; rank 0 waits for it and says so."""
+    ddp = trireme.DistributedDataParallel(mlp())
+    backward(ddp, 0, rank)
+    loss = ddp(batch(0)[rank::WORLD]).square().mean()
+    torch.distributed.barrier()
+    if rank == 1:
+        time.sleep(0.2)
+    loss.backward()
+    report = ddp.last_step()
+    if rank == 0:
+        assert report["waiting_ms"] > 150
+        assert report["exposed_comm_ms"] > 150
+        assert report["hidden_comm_ms"] < 50
+    else:
+        assert report["waiting_ms"] < 150
+
+
+class Slow(nn.Module):
+    """Its first layer's backward takes long, so that the last layer's bucket travels meanwhile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 64), nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x)
+        hidden.register_hook(lambda grad: time.sleep(0.2))
+        return self.last(hidden)
+
+
+@on_ranks()
+def test_hidden_communication_is_seen(rank: int) -> None:
+    """Rank 1 begins 100 ms later than rank 0, whose 200 ms of computing hide the wait."""
+    ddp = trireme.DistributedDataParallel(Slow(), bucket_cap_mb=0.0001)
+    for step in range(2):
+        backward(ddp, step, rank)
+    loss = ddp(batch(2)[rank::WORLD]).square().mean()
+    torch.distributed.barrier()
+    if rank == 1:
+        time.sleep(0.1)
+    loss.backward()
+    report = ddp.last_step()
+    assert report["backward_ms"] >= 200
+    if rank == 0:
+        assert report["hidden_comm_ms"] > 80
+
+
+@on_ranks()
+def test_forward_time_of_an_accumulation_is_summed(rank: int) -> None:
+    ddp = trireme.DistributedDataParallel(mlp())
+    ddp.module.register_forward_pre_hook(lambda module, inputs: time.sleep(0.05))
+    with ddp.no_sync():
+        backward(ddp, 0, rank)
+        backward(ddp, 1, rank)
+    backward(ddp, 2, rank)
+    assert ddp.last_step()["forward_ms"] >= 150
+    assert ddp.last_step()["step"] == 1
+    backward(ddp, 3, rank)
+    assert 50 <= ddp.last_step()["forward_ms"] < 150
+
+
+@on_ranks()
+def test_profiler_ranges_carry_the_names_of_stages(rank: int) -> None:
+    model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4))
+    ddp = trireme.DistributedDataParallel(model)
+    backward(ddp, 0, rank)
+    with profile(activities=[ProfilerActivity.CPU]) as traced:
+        backward(ddp, 1, rank)
+    names = {event.key for event in traced.key_averages()}
+    ours = {name for name in names if name.startswith("trireme::")}
+    assert ours >= {
+        "trireme::ddp.forward",
+        "trireme::ddp.sync_buffers",
+        "trireme::grad_reducer.launch",
+        "trireme::grad_reducer.finish_backward",
+    }
+    stages = {name.removeprefix("trireme::").split(".")[0] for name in ours}
+    assert stages <= {"ddp", "grad_hook", "bucket", "compressor", "grad_reducer"}
+
+
+@on_ranks()
+def test_logging_data(rank: int) -> None:
+    ddp = trireme.DistributedDataParallel(mlp(), bucket_cap_mb=2)
+    backward(ddp, 0, rank)
+    data = ddp._get_ddp_logging_data()
+    assert data["world_size"] == 2 and data["rank"] == rank
+    assert data["module_name"] == "Sequential"
+    assert data["backend_name"] == "gloo"
+    assert data["bucket_cap_bytes"] == 2 * 2**20
+    assert data["comm_hook"] == ""
+    assert set(data) > KEYS
+    ddp._set_ddp_runtime_logging_sample_rate(1)
+    with pytest.raises(ValueError, match="sample rate of 0"):
+        ddp._set_ddp_runtime_logging_sample_rate(0)
