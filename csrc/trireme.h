@@ -4,3 +4,4 @@
 #include <trireme/comm/all_mean.h>
 #include <trireme/comm/launch.h>
 #include <trireme/strategies/ddp/distributed_data_parallel.h>
+#include <trireme/strategies/sync_batch_norm/sync_batch_norm_module.h>

@@ -22,12 +22,7 @@ class ReadyHook final : public torch::autograd::FunctionPostHook {
   }
 
   void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& /*args*/) const override {
-    TORCH_CHECK_NOT_IMPLEMENTED(
-        false,
-        error_text("grad_hook",
-                   "got a backward under compiled autograd, expected the eager autograd engine: "
-                   "its compiled graph would leave out the reduction of gradients",
-                   {}, "Set torch._dynamo.config.compiled_autograd = False."));
+    refuse_compiled_autograd();
   }
 
  private:
@@ -48,6 +43,14 @@ bool is_same_node(const Weak& weak, const Strong& strong) {
 }
 
 }  // namespace
+
+void refuse_compiled_autograd() {
+  C10_THROW_ERROR(NotImplementedError,
+                  error_text("grad_hook",
+                             "got a backward under compiled autograd, expected the eager engine: "
+                             "its compiled graph would leave out the reduction of gradients",
+                             {}, "Set torch._dynamo.config.compiled_autograd = False."));
+}
 
 GradHook::GradHook(const at::Tensor& parameter, int64_t index, GradSink& sink)
     : node_(torch::autograd::impl::grad_accumulator(parameter)) {

@@ -71,33 +71,13 @@ def _group_of_mesh(device_mesh: DeviceMesh, module: nn.Module) -> dist.ProcessGr
     return device_mesh.get_group(mesh_dim=0)
 
 
-def check_module(module: nn.Module, ignored: set[str], group: dist.ProcessGroup) -> None:
-    """Refuses modules that are lazy, have nothing to train or are on several kinds of device."""
-    parameters = [(name, p) for name, p in module.named_parameters() if name not in ignored]
-    for name, parameter in parameters:
-        if isinstance(parameter, nn.parameter.UninitializedParameter):
+def check_not_lazy(module: nn.Module, ignored: set[str], group: dist.ProcessGroup) -> None:
+    """Refuses parameters without a shape. What else a module must be, the core checks."""
+    for name, parameter in module.named_parameters():
+        lazy = isinstance(parameter, nn.parameter.UninitializedParameter)
+        if lazy and name not in ignored:
             got = f"got lazy parameter '{name}' without a shape, expected an initialised module"
             raise RuntimeError(_text(got, "Run one forward before wrapping.", group))
-    trainable = [(name, p) for name, p in parameters if p.requires_grad]
-    if not trainable:
-        raise ValueError(
-            _text(
-                "got a module without trainable parameters, expected at least one",
-                "Use the module as it is: there is nothing to average.",
-                group,
-            )
-        )
-    first_name, first = trainable[0]
-    for name, parameter in parameters:
-        if parameter.device.type != first.device.type:
-            raise ValueError(
-                _text(
-                    f"got parameters on several kinds of device, expected one: '{first_name}' on "
-                    f"{first.device} but '{name}' on {parameter.device}",
-                    "Move the whole module to one kind of device.",
-                    group,
-                )
-            )
 
 
 def check_bucket_caps(
@@ -201,7 +181,7 @@ def returning_future(hook: Callable[..., Any], group: dist.ProcessGroup) -> Call
 
     def checked(state: object, bucket: GradBucket) -> Any:
         future = hook(state, bucket)
-        if not isinstance(future, torch.futures.Future):
+        if not isinstance(future, torch._C.Future):  # what Work.get_future() returns, too
             name = getattr(hook, "__qualname__", repr(hook))
             got = f"got {type(future).__name__} from communication hook '{name}', expected a "
             next_step = "Return what get_future() of a collective gives, or Future.then()."

@@ -22,7 +22,7 @@ class DdpJoinHook(JoinHook):
         ddp = self.ddp
         if ddp._check_sync_bufs_pre_fwd():
             root = ddp._find_common_rank(ddp._distributed_rank, False)
-            ddp._core.sync_buffers(ddp.modules_buffers, root)
+            ddp._core.sync_buffers(ddp._current_buffers(), root)
         synchronizes = ddp._check_global_requires_backward_grad_sync(is_joined_rank=True)
         ddp.require_forward_param_sync = synchronizes
         if synchronizes:
@@ -31,5 +31,4 @@ class DdpJoinHook(JoinHook):
     def post_hook(self, is_last_joiner: bool) -> None:
         ddp = self.ddp
         root = ddp._find_common_rank(ddp._distributed_rank, is_last_joiner)
-        ddp._assign_modules_buffers()
-        ddp._core.sync_module(ddp.modules_buffers if ddp.forward_sync_buffers else [], root)
+        ddp._core.sync_module(ddp._current_buffers() if ddp.forward_sync_buffers else [], root)

@@ -19,7 +19,7 @@ from trireme._ddp_checks import (
     check_comm_hook,
     check_delayed,
     check_device_ids,
-    check_module,
+    check_not_lazy,
     resolve_process_group,
     returning_future,
 )
@@ -30,7 +30,7 @@ from trireme._ddp_mixed_precision import MixedPrecisionForward
 from trireme._ddp_reducer import Reducer
 from trireme._ddp_tensors import ModuleTensors
 from trireme._ddp_torch_names import TorchNames
-from trireme._group_store import store_of
+from trireme._group_communicator import communicator_of
 
 _MIB = 1024 * 1024
 _DEFAULT_CAP_MB = 25
@@ -117,13 +117,13 @@ class DistributedDataParallel(TorchNames):
             self.device_mesh = device_mesh
         self.process_group = group
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-        check_module(module, self.parameters_to_ignore, group)
+        check_not_lazy(module, self.parameters_to_ignore, group)
         self._module_parameters = [
             p for n, p in module.named_parameters() if n not in self.parameters_to_ignore
         ]
         devices = {p.device for p in self._module_parameters}
         self.is_multi_device_module = len(devices) > 1
-        self.device = next(p.device for p in self._module_parameters if p.requires_grad)
+        self.device = next(iter(devices), torch.device("cpu"))
         self.device_type = self.device.type
         self.device_ids, self.output_device = check_device_ids(
             device_ids, output_device, devices, group
@@ -183,13 +183,13 @@ class DistributedDataParallel(TorchNames):
         self._reduced_parameters = tensors.parameters
         self._buffer_places = tensors.buffer_places
         self._assign_modules_buffers()
-        communicator = _C.make_c10d_communicator(self.process_group, store_of(self.process_group))
+        self._communicator = communicator_of(self.process_group)
         self._core = _C.Ddp(
             names=tensors.names,
             parameters=tensors.parameters,
             sparse_gradient=tensors.sparse_gradient,
             buffers=[*self.modules_buffers, *tensors.integers],
-            communicator=communicator,
+            communicator=self._communicator,
             options=options,
         )
         self._divisor = self.process_group.size()
@@ -210,6 +210,7 @@ class DistributedDataParallel(TorchNames):
             output = self._run_ddp_forward(*inputs, **kwargs)
             return self._post_forward(output)
 
+    @torch._disable_dynamo
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
         if not self._lazy_init_ran:
             self._setup_in_backward_optimizers()
@@ -234,6 +235,7 @@ class DistributedDataParallel(TorchNames):
                 return self._mixed_forward(inputs, kwargs)
             return self.module(*inputs, **kwargs)
 
+    @torch._disable_dynamo
     def _post_forward(self, output: Any) -> Any:
         if self._check_sync_bufs_post_fwd():
             self._sync_buffers()
@@ -263,11 +265,16 @@ class DistributedDataParallel(TorchNames):
         root = self._find_common_rank(self._distributed_rank, True) if joining else 0
         if hasattr(self, "buffer_hook"):
             self._assign_modules_buffers()
-            with torch.no_grad():
+            held = tuple(self.modules_buffers)
+            with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(held):
                 self._sync_module_buffers(root)
             return
-        buffers = (layer._buffers.get(name) for layer, name in self._buffer_places)
-        self._core.sync_buffers([buffer for buffer in buffers if buffer is not None], root)
+        self._core.sync_buffers(self._current_buffers(), root)
+
+    def _current_buffers(self) -> list[torch.Tensor]:
+        """The buffers as they are now (they may have been reassigned), tied ones once."""
+        found = (layer._buffers.get(name) for layer, name in self._buffer_places)
+        return list({id(buffer): buffer for buffer in found if buffer is not None}.values())
 
     @property
     def broadcast_buffers(self) -> bool:
@@ -371,8 +378,9 @@ class DistributedDataParallel(TorchNames):
             self._core.register_comm_hook(state, returning_future(hook, self.process_group))
 
     def _portable_state(self) -> dict[str, Any]:
-        held_here = ("process_group", "reducer", "_core", "_reduced_parameters", "_buffer_places")
-        return {key: value for key, value in self.__dict__.items() if key not in held_here}
+        rebuilt = {"process_group", "reducer", "_core", "_communicator"}
+        rebuilt |= {"_reduced_parameters", "_buffer_places"}
+        return {key: value for key, value in self.__dict__.items() if key not in rebuilt}
 
     def __getstate__(self) -> dict[str, Any]:
         self._check_default_group()

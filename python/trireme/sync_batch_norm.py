@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import numbers
 from typing import Any, NoReturn
-from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -15,10 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from trireme import _C
-from trireme._group_store import store_of
-
-# One per group: each has a connection to the Store. Layers keep it alive, and it its group.
-_communicators: WeakValueDictionary[dist.ProcessGroup, _C.Communicator] = WeakValueDictionary()
+from trireme._group_communicator import communicator_of
 
 
 class SyncBatchNorm(nn.SyncBatchNorm):
@@ -240,8 +236,4 @@ def _communicator_of(process_group: dist.ProcessGroup | None) -> _C.Communicator
             "got no process group, expected an initialised one for training",
             "Call trireme.init() first, or model.eval().",
         )
-    communicator = _communicators.get(group)
-    if communicator is None:
-        communicator = _C.make_c10d_communicator(group, store_of(group))
-        _communicators[group] = communicator
-    return communicator
+    return communicator_of(group)

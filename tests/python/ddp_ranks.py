@@ -25,6 +25,7 @@ from distributed import run_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from trireme import _C
+from trireme._group_communicator import communicator_of
 
 # What a DDP step imports on first use costs seconds, in every rank of every test.
 multiprocessing.get_context("forkserver").set_forkserver_preload(
@@ -168,13 +169,12 @@ def assert_equals_torch(
 def record_wire(ddp: trireme.DistributedDataParallel) -> _C.RecordingCommunicator:
     """What the module sends from now on. Builds its core anew, as if it had just been wrapped."""
     recorders: list[_C.RecordingCommunicator] = []
-    make = _C.make_c10d_communicator
 
-    def make_recorder(*args: Any) -> _C.RecordingCommunicator:
-        recorders.append(_C.RecordingCommunicator(make(*args)))
+    def make_recorder(group: dist.ProcessGroup) -> _C.RecordingCommunicator:
+        recorders.append(_C.RecordingCommunicator(communicator_of(group)))
         return recorders[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_C, "make_c10d_communicator", make_recorder)
+        patch.setattr("trireme.ddp.communicator_of", make_recorder)
         ddp._rebuild_core()
     return recorders[0]

@@ -32,7 +32,7 @@ def bags() -> nn.Module:
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.1)
+    return torch.optim.SGD(model.parameters(), lr=1e-3)
 
 
 def indices(step: int, rank: int, below: int) -> torch.Tensor:

@@ -135,10 +135,13 @@ def run_cases(rank: int, device: str) -> dict[str, Any]:
     """The outcome of every case on this rank."""
     with trireme.init(device="cpu"):
         group = dist.new_group(backend="gloo") if device == "cuda" else None
+        layers = {
+            name: trireme.SyncBatchNorm(case.shape[0], process_group=group, **case.options)
+            for name, case in CASES.items()
+        }
         outcomes = {}
         for name, case in CASES.items():
-            layer = trireme.SyncBatchNorm(case.shape[0], process_group=group, **case.options)
-            case.prepare(layer, case.layer_dtype or case.dtype).to(device)
+            layer = case.prepare(layers[name], case.layer_dtype or case.dtype).to(device)
             own = [case.batches(step)[rank] for step in range(STEPS)]
             outcome = outcome_of(layer, [(x.to(device), dy.to(device)) for x, dy in own], case)
             outcome["dense"] = all(map(case.dense, outcome["outputs"]))

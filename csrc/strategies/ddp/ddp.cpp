@@ -32,7 +32,7 @@ void check_module(const std::vector<ParameterInfo>& infos, RankOf where) {
   for (const ParameterInfo& info : infos) {
     TORCH_CHECK_VALUE(info.device.type() == infos.front().device.type(),
                       error_text("ddp",
-                                 "got parameters on several kinds of device: '" +
+                                 "got parameters on several kinds of device, expected one: '" +
                                      infos.front().name + "' on " + infos.front().device.str() +
                                      " but '" + info.name + "' on " + info.device.str(),
                                  where, "Move the whole module to one kind of device."));
@@ -61,9 +61,12 @@ Ddp::Ddp(ModuleTensors module, std::shared_ptr<Communicator> communicator,
          const DdpOptions& options)
     : communicator_(std::move(communicator)), parameters_(module.parameters.tensors) {
   const std::vector<ParameterInfo> infos = describe_parameters(module.parameters);
+  // What ranks do not share comes first: a rank that refused its own module would leave the others
+  // waiting.
+  const c10::Device device = infos.empty() ? c10::Device(c10::kCPU) : infos.front().device;
+  if (options.init_sync) check_same_parameters(*communicator_, device, infos, "ddp");
   check_module(infos, communicator_->rank_of());
   if (options.init_sync) {
-    check_same_parameters(*communicator_, infos.front().device, infos, "ddp");
     sync_module(options.init_sync_buffers ? module.buffers : std::vector<at::Tensor>{}, /*root=*/0);
   }
   GradReducerOptions reducer_options;

@@ -1,0 +1,226 @@
+"""A rank fails, is killed or leaves: the others raise in time, naming rank and operation."""
+
+import os
+import signal
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import trireme
+from ddp_ranks import HOUSE_FORM, WORLD, batch, gradients, message_of, mlp, on_ranks, raises
+from torch import nn
+
+SOON_S = 5.0
+
+
+def backward(model: nn.Module, step: int, rank: int) -> None:
+    model(batch(step)[rank::WORLD]).square().mean().backward()
+
+
+class Breaks(torch.autograd.Function):
+    """The identity; its backward raises when told to."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, breaks: bool) -> torch.Tensor:
+        ctx.breaks = breaks
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        if ctx.breaks:
+            raise ArithmeticError("the data of this rank are broken")
+        return grad, None
+
+
+class Fragile(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 5), nn.Linear(5, 3)
+
+    def forward(self, x: torch.Tensor, breaks: bool = False) -> torch.Tensor:
+        return self.last(Breaks.apply(self.first(x), breaks))
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("step", [0, 3])
+@on_ranks(timeout=30)
+def test_an_exception_in_the_middle_of_a_backward(rank: int, failing: int, step: int) -> None:
+    ddp = trireme.DistributedDataParallel(Fragile(), bucket_cap_mb=0.0001)
+    for number in range(step):
+        backward(ddp, number, rank)
+    loss = ddp(batch(step)[rank::WORLD], breaks=rank == failing).sum()
+    begin = time.monotonic()
+    if rank == failing:
+        with pytest.raises(ArithmeticError, match="the data of this rank"):
+            loss.backward()
+    else:
+        with raises(
+            dist.DistBackendError,
+            "was given up because a peer announced",
+            f"backward {step + 1} was abandoned after the gradient of 'last.",
+            f"(rank {failing} of 2)",
+        ):
+            loss.backward()
+    assert time.monotonic() - begin < SOON_S
+    parts = ("got a forward after the group had failed", f"(rank {failing} of 2)", "wrap")
+    with raises(dist.DistBackendError, *parts, f"(rank {rank} of 2)"):
+        ddp(batch(0))
+
+
+@on_ranks(3, timeout=30)
+def test_all_other_ranks_learn_of_it(rank: int) -> None:
+    ddp = trireme.DistributedDataParallel(Fragile())
+    loss = ddp(batch(0)[rank::3], breaks=rank == 2).sum()
+    if rank == 2:
+        with pytest.raises(ArithmeticError):
+            loss.backward()
+    else:
+        with raises(dist.DistBackendError, "a peer announced", "(rank 2 of 3)"):
+            loss.backward()
+
+
+@on_ranks(timeout=30)
+def test_an_exception_before_any_gradient(rank: int) -> None:
+    ddp = trireme.DistributedDataParallel(Fragile())
+    output = ddp(batch(0)[rank::WORLD])
+    Broken = Breaks.apply  # between the module's output and its first parameter nothing has arrived
+    ddp.module.last.bias.register_hook(lambda grad: 1 / 0 if rank == 0 else grad)
+    loss = Broken(output, False).sum()
+    if rank == 0:
+        with pytest.raises(ZeroDivisionError):
+            loss.backward()
+    else:
+        with raises(dist.DistBackendError, "was abandoned before any gradient arrived"):
+            loss.backward()
+
+
+@on_ranks(timeout=30)
+def test_an_exception_outside_the_module_concerns_nobody(rank: int) -> None:
+    """It comes before the gradient reaches an output: no synchronization has begun."""
+    ddp = trireme.DistributedDataParallel(mlp())
+    if rank == 1:
+        with pytest.raises(ArithmeticError):
+            Breaks.apply(ddp(batch(0)), True).sum().backward()
+    for step in range(2):
+        ddp.zero_grad()
+        backward(ddp, step, rank)
+        alone = mlp()
+        alone(batch(step)).square().mean().backward()
+        torch.testing.assert_close(gradients(ddp), gradients(alone))
+
+
+@on_ranks(timeout=30)
+def test_an_exception_under_no_sync_concerns_nobody(rank: int) -> None:
+    ddp = trireme.DistributedDataParallel(Fragile())
+    if rank == 1:
+        with ddp.no_sync(), pytest.raises(ArithmeticError):
+            ddp(batch(0), breaks=True).sum().backward()
+    ddp.zero_grad()
+    backward(ddp, 1, rank)
+    backward(ddp, 2, rank)
+
+
+@on_ranks(timeout=30)
+def test_an_exception_in_forward_is_the_users_own(rank: int) -> None:
+    """Nothing was promised to anybody; both ranks go on with the next batch."""
+    ddp = trireme.DistributedDataParallel(mlp())
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        ddp(torch.ones(2, 7))
+    backward(ddp, 0, rank)
+
+
+@on_ranks(timeout=40)
+def test_the_group_can_be_rebuilt(rank: int) -> None:
+    """What the message tells the user to do."""
+    module = Fragile()
+    ddp = trireme.DistributedDataParallel(module)
+    with pytest.raises((ArithmeticError, dist.DistBackendError)):
+        ddp(batch(0)[rank::WORLD], breaks=rank == 0).sum().backward()
+    store = dist.distributed_c10d._get_default_store()
+    dist.destroy_process_group()
+    dist.init_process_group(
+        "gloo", store=dist.PrefixStore("again", store), rank=rank, world_size=WORLD
+    )
+    module.zero_grad()
+    ddp = trireme.DistributedDataParallel(module)
+    backward(ddp, 0, rank)
+    dist.barrier()
+
+
+def run_until_killed(rank: int, when: str) -> str:
+    """Rank 1 dies at the given moment of step 2; what rank 0 raises is returned."""
+    dist.init_process_group("gloo")
+    ddp = trireme.DistributedDataParallel(Fragile(), bucket_cap_mb=0.0001)
+
+    def die(*_: object) -> None:
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    begin = time.monotonic()
+    try:
+        for step in range(4):
+            if step == 2:
+                begin = time.monotonic()
+                if when == "before forward":
+                    die()
+                if when == "in backward":
+                    ddp.module.first.weight.register_hook(die)
+            loss = ddp(batch(step)[rank::WORLD]).square().mean()
+            if step == 2 and when == "before backward":
+                die()
+            loss.backward()
+            if step == 2 and when == "after backward":
+                die()
+    except dist.DistBackendError as error:
+        assert time.monotonic() - begin < 2 * SOON_S
+        return message_of(error)
+    raise AssertionError("rank 0 finished without its peer")
+
+
+@pytest.mark.parametrize(
+    "when", ["before forward", "before backward", "in backward", "after backward"]
+)
+def test_a_killed_rank(when: str) -> None:
+    from distributed import run_ranks
+
+    text = run_ranks(run_until_killed, WORLD, when, timeout=40, dying=(1,))[0]
+    assert HOUSE_FORM.match(text), text
+    for part in ("all_reduce of bucket", "(rank 0 of 2)", "rank 1 has left no report"):
+        assert part in text, text
+
+
+@on_ranks(timeout=40, patience_s=3)
+def test_a_rank_that_does_not_come(rank: int) -> None:
+    """It lives but never runs its backward: the group's timeout ends the wait, with a report."""
+    ddp = trireme.DistributedDataParallel(mlp())
+    backward(ddp, 0, rank)
+    store = dist.distributed_c10d._get_default_store()
+    if rank == 0:
+        begin = time.monotonic()
+        with raises(
+            dist.DistBackendError,
+            "all_reduce of bucket 0: 4.bias .. 0.weight failed",
+            "This rank waited for all_reduce of bucket 0",
+            "rank 1 has left no report",
+        ):
+            backward(ddp, 1, rank)
+        assert 2.5 < time.monotonic() - begin < 3 + SOON_S
+        store.set("rank 0 is done", "yes")
+    else:
+        store.wait(["rank 0 is done"])
+
+
+@on_ranks(timeout=40, patience_s=3)
+def test_ranks_that_run_apart_report_what_they_wait_for(rank: int) -> None:
+    """Rank 1 takes part in a collective of its own: both time out, and each tells of the other."""
+    ddp = trireme.DistributedDataParallel(mlp())
+    backward(ddp, 0, rank)
+    other = dist.new_group([0, 1])
+    late = trireme.DistributedDataParallel(nn.Linear(2, 2), process_group=other)
+    with raises(dist.DistBackendError, "failed", f"(rank {rank} of 2)"):
+        if rank == 0:
+            backward(ddp, 1, rank)
+        else:
+            late(torch.ones(1, 2)).sum().backward()
