@@ -31,6 +31,16 @@ class TorchNames(TorchDDP):
         def _sync_module_buffers(self, authoritative_rank: int) -> None: ...
         def to_kwargs(self, inputs: Any, kwargs: Any, device_id: int) -> tuple[Any, Any]: ...
 
+    def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
+        """torch's two C++ hooks, by their Python twins: its library does not export them."""
+        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+        hooks = {
+            dist.BuiltinCommHookType.ALLREDUCE: default_hooks.allreduce_hook,
+            dist.BuiltinCommHookType.FP16_COMPRESS: default_hooks.fp16_compress_hook,
+        }
+        self.register_comm_hook(self.process_group, hooks[comm_hook_type])
+
     def _get_ddp_logging_data(self) -> dict[str, Any]:
         return {
             "module_name": type(self.module).__name__,

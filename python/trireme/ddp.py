@@ -319,16 +319,6 @@ class DistributedDataParallel(TorchNames):
         self._core.register_comm_hook(state, returning_future(hook, self.process_group))
         self._comm_hooks.append((hook, state))
 
-    def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
-        """torch's two C++ hooks, by their Python twins: its library does not export them."""
-        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-
-        hooks = {
-            dist.BuiltinCommHookType.ALLREDUCE: default_hooks.allreduce_hook,
-            dist.BuiltinCommHookType.FP16_COMPRESS: default_hooks.fp16_compress_hook,
-        }
-        self.register_comm_hook(self.process_group, hooks[comm_hook_type])
-
     def _setup_in_backward_optimizers(self) -> None:
         step = step_in_backward(self._reduced_parameters)
         if step is not None:

@@ -168,13 +168,8 @@ def assert_equals_torch(
 
 def record_wire(ddp: trireme.DistributedDataParallel) -> _C.RecordingCommunicator:
     """What the module sends from now on. Builds its core anew, as if it had just been wrapped."""
-    recorders: list[_C.RecordingCommunicator] = []
-
-    def make_recorder(group: dist.ProcessGroup) -> _C.RecordingCommunicator:
-        recorders.append(_C.RecordingCommunicator(communicator_of(group)))
-        return recorders[-1]
-
+    recorder = _C.RecordingCommunicator(communicator_of(ddp.process_group))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("trireme.ddp.communicator_of", make_recorder)
+        patch.setattr("trireme.ddp.communicator_of", lambda group: recorder)
         ddp._rebuild_core()
-    return recorders[0]
+    return recorder

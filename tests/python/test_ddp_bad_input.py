@@ -16,58 +16,52 @@ def half_on_meta() -> nn.Module:
     return nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
 
 
-CASES: list[tuple[str, Any, dict[str, Any], type[Exception], list[str]]] = [
-    ("no module", lambda: "mlp", {}, TypeError, ["got str as module", "torch.nn.Module"]),
-    ("a class", lambda: nn.Linear, {}, TypeError, ["got type as module"]),
-    ("no parameters", nn.Tanh, {}, ValueError, ["without trainable parameters"]),
-    (
-        "all frozen",
+# What is wrapped, the options, what is raised and what the text says.
+CASES: dict[str, tuple[Any, dict[str, Any], type[Exception], list[str]]] = {
+    "no module": (lambda: "mlp", {}, TypeError, ["got str as module", "torch.nn.Module"]),
+    "a class": (lambda: nn.Linear, {}, TypeError, ["got type as module"]),
+    "no parameters": (nn.Tanh, {}, ValueError, ["without trainable parameters"]),
+    "all frozen": (
         lambda: mlp().requires_grad_(False),
         {},
         ValueError,
         ["without trainable parameters", "Use the module as it is"],
     ),
-    (
-        "several devices",
+    "several devices": (
         half_on_meta,
         {},
         ValueError,
         ["several kinds of device", "'0.weight' on cpu", "'1.weight' on meta"],
     ),
-    (
-        "lazy",
+    "lazy": (
         lambda: nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(2)),
         {},
         RuntimeError,
         ["lazy parameter '1.weight'", "Run one forward before wrapping"],
     ),
-    ("group", mlp, {"process_group": "world"}, TypeError, ["got str as process_group"]),
-    ("mesh", mlp, {"device_mesh": "cpu"}, ValueError, ["'cpu' as device_mesh", "1-D DeviceMesh"]),
-    ("device ids", mlp, {"device_ids": [0]}, ValueError, ["device_ids [0]", "cpu", "Leave both"]),
-    ("two ids", mlp, {"device_ids": [0, 1]}, ValueError, ["[0, 1]", "one rank per device"]),
-    ("output", mlp, {"output_device": 1}, ValueError, ["output_device 1", "expected None"]),
-    ("cap 0", mlp, {"bucket_cap_mb": 0}, ValueError, ["bucket cap of 0 MiB", "positive"]),
-    ("cap -1", mlp, {"bucket_cap_mb": -1.5}, ValueError, ["bucket cap of -1.5 MiB"]),
-    ("cap text", mlp, {"bucket_cap_mb": "25"}, TypeError, ["got str as bucket cap"]),
-    ("cap nan", mlp, {"bucket_cap_mb": float("nan")}, ValueError, ["bucket cap of nan"]),
-    ("caps", mlp, {"bucket_cap_mb_list": [1, 0]}, ValueError, ["bucket cap of 0 MiB"]),
-    (
-        "delayed",
+    "group": (mlp, {"process_group": "world"}, TypeError, ["got str as process_group"]),
+    "mesh": (mlp, {"device_mesh": "cpu"}, ValueError, ["'cpu' as device_mesh", "1-D DeviceMesh"]),
+    "device ids": (mlp, {"device_ids": [0]}, ValueError, ["device_ids [0]", "cpu", "Leave both"]),
+    "two ids": (mlp, {"device_ids": [0, 1]}, ValueError, ["[0, 1]", "one rank per device"]),
+    "output": (mlp, {"output_device": 1}, ValueError, ["output_device 1", "expected None"]),
+    "cap 0": (mlp, {"bucket_cap_mb": 0}, ValueError, ["bucket cap of 0 MiB", "positive"]),
+    "cap -1": (mlp, {"bucket_cap_mb": -1.5}, ValueError, ["bucket cap of -1.5 MiB"]),
+    "cap text": (mlp, {"bucket_cap_mb": "25"}, TypeError, ["got str as bucket cap"]),
+    "cap nan": (mlp, {"bucket_cap_mb": float("nan")}, ValueError, ["bucket cap of nan"]),
+    "caps": (mlp, {"bucket_cap_mb_list": [1, 0]}, ValueError, ["bucket cap of 0 MiB"]),
+    "delayed": (
         mlp,
         {"param_to_hook_all_reduce": nn.Parameter(torch.ones(1))},
         ValueError,
         ["delay_all_reduce_named_params", "both or neither"],
     ),
-]
+}
 
 
-@pytest.mark.parametrize(
-    ("make", "options", "kind", "parts"), [case[1:] for case in CASES], ids=[c[0] for c in CASES]
-)
+@pytest.mark.parametrize("name", CASES)
 @on_ranks(1)
-def test_arguments(
-    rank: int, make: Any, options: dict[str, Any], kind: type[Exception], parts: list[str]
-) -> None:
+def test_arguments(rank: int, name: str) -> None:
+    make, options, kind, parts = CASES[name]
     with raises(kind, "[ddp] got ", ", expected ", *parts):
         trireme.DistributedDataParallel(make(), **options)
 

@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -209,7 +210,7 @@ def test_a_rank_that_does_not_come(rank: int) -> None:
         assert 2.5 < time.monotonic() - begin < 3 + SOON_S
         store.set("rank 0 is done", "yes")
     else:
-        store.wait(["rank 0 is done"])
+        store.wait(["rank 0 is done"], timedelta(seconds=30))
 
 
 @on_ranks(timeout=40, patience_s=3)

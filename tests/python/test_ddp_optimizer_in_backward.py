@@ -111,6 +111,7 @@ def test_fused_optimizer_registration(rank: int) -> None:
     theirs = TorchDDP(nn.Linear(6, 3))
     theirs.load_state_dict(ddp.state_dict())
     for step in range(3):
+        ddp.zero_grad()
         step_fn(ddp, step, rank)
     run_steps(theirs, sgd(theirs), step_fn, rank, 3)
     torch.testing.assert_close(values(ddp), values(theirs))
