@@ -1,5 +1,7 @@
 #include <trireme/comm/c10d_wait.h>
 
+#include <trireme/comm/foreign_error.h>
+
 #include <condition_variable>
 
 namespace trireme {
@@ -36,13 +38,6 @@ constexpr const char* kRebuild =
       error_text("comm", operation + " failed: " + cause + ". " + reports, health.where, kRebuild);
   health.set_failure(text);
   C10_THROW_ERROR(DistBackendError, text);
-}
-
-std::string first_line(const std::string& text) { return text.substr(0, text.find('\n')); }
-
-std::string cause_of(const std::exception& error) {
-  const auto* c10_error = dynamic_cast<const c10::Error*>(&error);
-  return first_line(c10_error != nullptr ? c10_error->what_without_backtrace() : error.what());
 }
 
 // One bounded wait: true when the work is finished, well or not.
@@ -84,7 +79,7 @@ void rethrow_named(const std::string& operation, GroupHealth& health,
     call();
   } catch (const std::exception& error) {
     if (health.failure()) throw;  // already in our words
-    throw_engine_failure(operation, cause_of(error), health);
+    throw_engine_failure(operation, first_line_of(error), health);
   }
 }
 

@@ -63,18 +63,18 @@ void GradReducer::after_forward(const std::vector<at::Tensor>& outputs, bool syn
     output.grad_fn()->add_tensor_pre_hook(
         std::make_unique<OutputHook>(static_cast<size_t>(output.output_nr()), arrived));
   }
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::lock_guard lock(mutex_);
   if (synchronize && !(is_hooked && all_found)) arm_at_parameter_ = true;
   clock_.forward_ends();
 }
 
 void GradReducer::prepare_for_backward() {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::lock_guard lock(mutex_);
   force_synchronize_ = true;
 }
 
 void GradReducer::output_gradient_arrived(bool synchronize) {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::lock_guard lock(mutex_);
   if (synchronize || force_synchronize_) arm();
 }
 
@@ -116,7 +116,7 @@ void GradReducer::abandon_backward() noexcept {
   } catch (
       ...) {  // out of memory while dying of something else: the peers see their deadline instead
   }
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::lock_guard lock(mutex_);
   for (size_t i = 0; i < fires_seen_.size(); ++i)
     fires_expected_[i] = std::max(fires_expected_[i], fires_seen_[i]);
   pending_.clear();

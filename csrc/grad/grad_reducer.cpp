@@ -13,7 +13,7 @@ namespace trireme {
 using Clock = StepClock::Clock;
 
 void GradReducer::before_forward() {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::lock_guard lock(mutex_);
   if (const auto failure = communicator_->failure()) {
     C10_THROW_ERROR(
         DistBackendError,
@@ -68,7 +68,7 @@ void GradReducer::begin_backward(bool shadow) {
 }
 
 void GradReducer::gradient_ready(int64_t index, bool has_gradient) {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::lock_guard lock(mutex_);
   if (has_gradient) used_.mark_used(index);
   if (phase_ != Phase::kRunning) {
     if (!arm_at_parameter_ && !force_synchronize_) return;
@@ -231,7 +231,7 @@ void GradReducer::settle_map() {
 
 void GradReducer::shadow_backward() {
   {
-    const std::lock_guard<std::mutex> lock(mutex_);
+    const std::lock_guard lock(mutex_);
     begin_backward(/*shadow=*/true);
   }
   launch_rest();
@@ -250,7 +250,7 @@ void GradReducer::finalize_backward() {
 bool GradReducer::should_finalize_after_backward() const { return manual_finalization_; }
 
 void GradReducer::set_manual_finalization(bool manual) {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::lock_guard lock(mutex_);
   TORCH_CHECK(phase_ == Phase::kIdle,
               error_text(options_.area, "got a change of manual finalization while a backward runs",
                          communicator_->rank_of(),
@@ -259,7 +259,7 @@ void GradReducer::set_manual_finalization(bool manual) {
 }
 
 void GradReducer::set_comm_hook(std::shared_ptr<CommHook> hook) {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::lock_guard lock(mutex_);
   TORCH_CHECK(phase_ == Phase::kIdle && compressor_->is_plain_sum(),
               error_text(options_.area, "got a second communication hook, expected one per module",
                          communicator_->rank_of(),
@@ -271,12 +271,12 @@ void GradReducer::set_comm_hook(std::shared_ptr<CommHook> hook) {
 void GradReducer::set_divisor(double divisor) { divisor_ = divisor; }
 
 void GradReducer::set_delivered_callback(DeliveredCallback callback) {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::lock_guard lock(mutex_);
   delivered_ = std::move(callback);
 }
 
 StepReport GradReducer::last_step() const {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::lock_guard lock(mutex_);
   return clock_.last();
 }
 

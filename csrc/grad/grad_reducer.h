@@ -187,7 +187,8 @@ class TRIREME_API GradReducer final : public GradSink,
   at::Tensor pending_order_;
 
   // the step that runs
-  mutable std::mutex mutex_;
+  // Recursive: a communication hook, called with it held, may ask for last_step().
+  mutable std::recursive_mutex mutex_;
   Phase phase_ = Phase::kIdle;
   bool shadow_ = false;
   bool force_synchronize_ = false;

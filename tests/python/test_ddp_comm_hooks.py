@@ -148,12 +148,26 @@ def test_buckets_keep_their_contents_once_hooks_have_seen_them(rank: int) -> Non
     for step in range(2):
         step_fn(ddp, step, rank)
     plan = ddp._core.plan()
-    ddp.module[4].bias.requires_grad_(True)
+    for _ in range(3):
+        ddp.module.forward = ddp.module[0].forward  # the other layers are unused from here on
+        step_fn(ddp, 0, rank)
+        assert ddp._core.plan() == plan
+
+
+@on_ranks()
+def test_hooks_can_ask_whether_the_order_is_learned(rank: int) -> None:
+    """torch's ZeRO hooks begin to step when they see _has_rebuilt_buckets."""
+    ddp = trireme.DistributedDataParallel(mlp())
+    seen: list[bool] = []
+
+    def hook(state: object, bucket: dist.GradBucket) -> Future:
+        seen.append(ddp._has_rebuilt_buckets)
+        return default_hooks.allreduce_hook(None, bucket)
+
+    ddp.register_comm_hook(None, hook)
     for step in range(3):
-        torch.nn.functional.linear(  # no bias: unused
-            ddp(batch(step)[rank::WORLD]), torch.ones(1, 3)
-        ).sum().backward()
-    assert ddp._core.plan() == plan
+        step_fn(ddp, step, rank)
+    assert seen == [False, True, True]
 
 
 class Unused(nn.Module):

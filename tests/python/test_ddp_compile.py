@@ -7,9 +7,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import trireme
-from ddp_ranks import WORLD, batch, gradients, on_ranks, raises
+from ddp_ranks import WORLD, batch, gradients, on_ranks, raises, record_wire
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.debugging import aot_eager
+from torch._functorch.aot_autograd import make_boxed_func
 
 WIDTH = 6
 
@@ -143,35 +145,30 @@ def test_graphs_are_split_at_buckets(
 
 @on_ranks(timeout=100)
 def test_buckets_leave_between_the_parts_of_a_split_graph(rank: int) -> None:
-    """What the splitting is for: the last part's gradients travel while the first computes."""
+    """What the splitting is for: gradients of later blocks travel while the first computes."""
     dist._DEFAULT_FIRST_BUCKET_BYTES = 100  # this process ends with the test
-    sent: list[int] = []
     ddp = trireme.DistributedDataParallel(blocks(), bucket_cap_mb=0.0008)
-    core, original = ddp._core, ddp._core.last_step
+    wire = record_wire(ddp)
+    sent: list[int] = []
 
-    class Watched(torch.autograd.Function):
-        """The identity; in backward it looks at what has been sent."""
+    def watch_backward(graph: Any, inputs: Any) -> Any:
+        def run(*arguments: Any) -> Any:
+            sent.append(len(wire.records))
+            return graph(*arguments)
 
-        @staticmethod
-        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-            return x.view_as(x)
+        return make_boxed_func(run)
 
-        @staticmethod
-        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-            sent.append(len(ready))
-            return grad
-
-    ready: list[int] = []
-    for parameter in ddp.parameters():
-        parameter.register_post_accumulate_grad_hook(lambda one: ready.append(one.numel()))
-    model = torch.compile(ddp, backend=Graphs())
+    backend = aot_autograd(
+        fw_compiler=lambda graph, inputs: make_boxed_func(graph), bw_compiler=watch_backward
+    )
+    model = torch.compile(ddp, backend=backend)
     for step in range(3):
-        ready.clear()
+        wire.clear()
         sent.clear()
-        x = Watched.apply(batch(step)[rank::WORLD].requires_grad_())
-        model(x).square().mean().backward()
-    # When the input has its gradient, those of the later blocks are accumulated already.
-    assert sent[0] > 0 and original() == core.last_step()
+        model(batch(step)[rank::WORLD]).square().mean().backward()
+    # What had left when the backward of each part began.
+    assert len(sent) == 4 and sent[0] == 0
+    assert sent == sorted(sent) and sent[-1] >= 2
 
 
 @on_ranks(timeout=100)
