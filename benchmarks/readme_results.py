@@ -50,7 +50,7 @@ def section() -> str:
         parts.append(_compare(_load("compare_gpt.json")))
     if (RESULTS / "ddp.json").exists():
         parts.append(_bench_ddp(_load("ddp.json")))
-    return "\n" + "\n".join(parts) + "\n"
+    return "\n" + "\n".join(parts or ["No run is committed yet.\n"]) + "\n"
 
 
 def _load(name: str) -> dict[str, Any]:
