@@ -21,9 +21,11 @@ import torch
 import torch.distributed as dist
 
 # Ranks are forked from a server that has imported torch and started nothing: 0.1 s per rank, where
-# a spawned interpreter imports torch for seconds.
+# a spawned interpreter imports torch for seconds, and what a first step imports for more.
 _PROCESSES = multiprocessing.get_context("forkserver")
-_PROCESSES.set_forkserver_preload(["torch"])
+_PROCESSES.set_forkserver_preload(
+    ["torch", "trireme", "torch._dynamo", "torch.distributed.optim", "pytest"]
+)
 
 _GRACE = 1.0  # seconds for further failures to come in after the first
 

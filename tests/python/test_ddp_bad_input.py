@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import trireme
-from ddp_ranks import mlp, on_ranks, raises
+from ddp_ranks import HOUSE_FORM, RANKLESS_FORM, mlp, on_ranks, raises
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
@@ -59,21 +59,27 @@ CASES: dict[str, tuple[Any, dict[str, Any], type[Exception], list[str]]] = {
 }
 
 
+# What is found out before the group is known.
+GROUPLESS = {"no module", "a class", "group", "mesh"}
+
+
 @pytest.mark.parametrize("name", CASES)
 @on_ranks(1)
 def test_arguments(rank: int, name: str) -> None:
     make, options, kind, parts = CASES[name]
-    with raises(kind, "[ddp] got ", ", expected ", *parts):
+    form = RANKLESS_FORM if name in GROUPLESS else HOUSE_FORM
+    with raises(kind, "[ddp] got ", ", expected ", *parts, form=form):
         trireme.DistributedDataParallel(make(), **options)
 
 
 @on_ranks(2)
 def test_group_and_mesh_at_once(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2,))
-    with raises(ValueError, "[ddp] got both process_group and device_mesh"):
+    got = "[ddp] got both process_group and device_mesh"
+    with raises(ValueError, got, form=RANKLESS_FORM):
         trireme.DistributedDataParallel(mlp(), process_group=dist.group.WORLD, device_mesh=mesh)
     square = init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"))
-    with raises(ValueError, "as device_mesh", "1-D DeviceMesh"):
+    with raises(ValueError, "as device_mesh", "1-D DeviceMesh", form=RANKLESS_FORM):
         trireme.DistributedDataParallel(mlp(), device_mesh=square)
 
 
@@ -81,7 +87,8 @@ def test_group_and_mesh_at_once(rank: int) -> None:
 def test_a_group_of_others(rank: int) -> None:
     group = dist.new_group([0])
     if rank == 1:
-        with raises(ValueError, "[ddp] got a process group without rank 1"):
+        got = "[ddp] got a process group without rank 1"
+        with raises(ValueError, got, form=RANKLESS_FORM):
             trireme.DistributedDataParallel(mlp(), process_group=group)
     else:
         trireme.DistributedDataParallel(mlp(), process_group=group)
@@ -90,7 +97,8 @@ def test_a_group_of_others(rank: int) -> None:
 @on_ranks(1)
 def test_before_init(rank: int) -> None:
     dist.destroy_process_group()
-    with raises(ValueError, "[ddp] got no process group", "Call trireme.init() first."):
+    parts = ("[ddp] got no process group", "Call trireme.init() first.")
+    with raises(ValueError, *parts, form=RANKLESS_FORM):
         trireme.DistributedDataParallel(mlp())
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 

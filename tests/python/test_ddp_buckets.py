@@ -1,5 +1,7 @@
 """Which gradients share a bucket, in which order buckets leave, and what goes over the wire."""
 
+import time
+
 import pytest
 import torch
 import trireme
@@ -132,6 +134,29 @@ def test_buckets_leave_while_backward_computes(rank: int) -> None:
         # The first backward watches the order. After it, layer 4 is on its way when the output of
         # layer 3 gets its gradient, and so on.
         assert sent == ([0] * 5 if step == 0 else [0, 1, 2, 3, 4])
+
+
+@on_ranks()
+def test_gradients_are_final_before_backward_ends(rank: int) -> None:
+    """A bucket that is done is delivered when the next one leaves, not at the end."""
+    ddp = trireme.DistributedDataParallel(five_layers(), bucket_cap_mb=0.1)
+    last = ddp.module[4].weight
+    early: list[torch.Tensor | None] = []
+
+    def look(grad: torch.Tensor) -> None:
+        early.append(None if last.grad is None else last.grad.clone())
+
+    def pause(grad: torch.Tensor) -> None:
+        time.sleep(0.5)  # long enough for layer 4's bucket to come back
+
+    ddp.module[0].weight.register_hook(look)
+    ddp.module[2].weight.register_hook(pause)
+    for _ in range(3):
+        early.clear()
+        ddp.zero_grad()
+        backward(ddp, rank)
+    assert early[0] is not None
+    assert torch.equal(early[0], last.grad)
 
 
 class Headed(nn.Module):

@@ -117,6 +117,19 @@ def test_accumulation(rank: int, reentrant: bool) -> None:
 
 
 @on_ranks()
+def test_a_pipeline_stage_with_reentrant_checkpoints(rank: int) -> None:
+    """Asked for by the reducer and not by the forward, the end is that of the outer backward."""
+    ddp = trireme.DistributedDataParallel(Layers(some_layers, True), bucket_cap_mb=0.0001)
+    for step in range(3):
+        ddp.zero_grad()
+        with ddp.no_sync():
+            loss = ddp(batch(step)[rank::WORLD].requires_grad_()).square().mean()
+        ddp.reducer.prepare_for_backward([])
+        loss.backward()
+        torch.testing.assert_close(gradients(ddp), one_process(some_layers, step))
+
+
+@on_ranks()
 def test_all_of_a_model_without_input_gradients(rank: int) -> None:
     """The whole module is checkpointed from outside, as transformer training often does."""
     ddp = trireme.DistributedDataParallel(Layers(each_layer, False))
