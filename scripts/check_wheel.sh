@@ -16,3 +16,4 @@ cmake -S ../../tests/cpp/consumer -B consumer -G Ninja --log-level=WARNING \
   -DTrireme_DIR="$(python -m trireme --cmake-dir)" -DTrireme_PYTHON="$(command -v python)" >/dev/null
 cmake --build consumer
 ./consumer/consumer
+OMP_NUM_THREADS=1 python -m torch.distributed.run --standalone --nproc-per-node 2 --no-python ./consumer/consumer

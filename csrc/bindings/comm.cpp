@@ -1,8 +1,12 @@
 #include <trireme/bindings/bindings.h>
 #include <trireme/comm/c10d_communicator.h>
 #include <trireme/comm/recording_communicator.h>
+#include <trireme/comm/shm_backend.h>
 
+#include <pybind11/chrono.h>
 #include <torch/csrc/Exceptions.h>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/Store.hpp>
 
 namespace trireme {
 
@@ -28,6 +32,19 @@ void init_comm(py::module_& module) {
 
   module.def("make_c10d_communicator", torch::wrap_pybind_function(make_c10d_communicator),
              py::arg("group"), py::arg("store"));
+
+  module.def("make_shm_backend",
+             torch::wrap_pybind_function_no_gil(
+                 [](const c10::intrusive_ptr<c10d::Store>& store, int64_t rank, int64_t world,
+                    std::chrono::milliseconds timeout, const std::string& host_partition) {
+                   ShmOptions options;
+                   options.timeout = timeout;
+                   options.host_partition = host_partition;
+                   return make_shm_backend(store, {rank, world}, options);
+                 }),
+             py::arg("store"), py::arg("rank"), py::arg("world"), py::arg("timeout"),
+             py::arg("host_partition") = "",
+             "The c10d backend \"trireme\"; see comm/shm_backend.h.");
 }
 
 }  // namespace trireme

@@ -36,6 +36,9 @@ class RecordingCommunicator(Communicator):
     def clear(self) -> None: ...
 
 def make_c10d_communicator(group: ProcessGroup, store: Store | None) -> Communicator: ...
+def make_shm_backend(
+    store: Store, rank: int, world: int, timeout: timedelta, host_partition: str = ""
+) -> Backend: ...
 
 class DdpOptions:
     init_sync: bool

@@ -4,11 +4,17 @@ from trireme._load_core import load_core
 
 _C = load_core()
 
+from trireme._shm_backend import register  # noqa: E402
+
+register()
+
 from trireme.ddp import DistributedDataParallel  # noqa: E402
 from trireme.launch import Context, init, shutdown  # noqa: E402
 from trireme.rank_log import get_logger  # noqa: E402
 from trireme.ranks import all_mean, rank_generator  # noqa: E402
 from trireme.sync_batch_norm import SyncBatchNorm, convert_sync_batchnorm  # noqa: E402
+
+del register
 
 __all__ = [
     "Context",

@@ -1,25 +1,16 @@
 #include <trireme/kernels/cpu/convert.h>
 
-#include <trireme/kernels/cpu/isa.h>
-
-#include <c10/util/BFloat16.h>
-#include <c10/util/Half.h>
+#include <trireme/common/half.h>
+#include <trireme/common/isa.h>
 
 #include <algorithm>
-#include <bit>
 #include <type_traits>
 #include <vector>
 
 // Loops are written once, as plain C++ that compilers vectorise, and compiled once per instruction
-// set. Whatever runs inside Isa::run is forced inline, because only what is inlined there is
-// compiled for that set.
-#define TRIREME_INLINE [[gnu::always_inline]] inline
-
+// set.
 namespace trireme::cpu {
 namespace {
-
-using c10::BFloat16;
-using c10::Half;
 
 // Elements of fp16 that pass through a buffer of fp32 at a time: two such buffers stay in the
 // nearest cache.
@@ -29,18 +20,12 @@ template <typename Dst, typename Src>
 using Compute =
     std::conditional_t<std::is_same_v<Dst, double> || std::is_same_v<Src, double>, double, float>;
 
-// c10's own conversion branches on NaN, and a branch is not vectorised.
-TRIREME_INLINE BFloat16 round_to_bfloat16(float value) {
-  const auto bits = std::bit_cast<uint32_t>(value);
-  const uint32_t nearest_even = (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;
-  const bool is_nan = (bits & 0x7FFFFFFFu) > 0x7F800000u;
-  return {static_cast<uint16_t>(is_nan ? 0x7FC0u : nearest_even), BFloat16::from_bits()};
-}
-
 template <typename Dst, typename Value>
 TRIREME_INLINE Dst cast(Value value) {
-  if constexpr (std::is_same_v<Dst, BFloat16>) {
-    return round_to_bfloat16(static_cast<float>(value));
+  if constexpr (std::is_same_v<Value, BFloat16>) {
+    return static_cast<Dst>(to_float(value));
+  } else if constexpr (std::is_same_v<Dst, BFloat16>) {
+    return to_bfloat16(static_cast<float>(value));
   } else {
     return static_cast<Dst>(value);
   }
@@ -50,21 +35,21 @@ template <typename Dst, typename Src>
 TRIREME_INLINE void scale_apart(Dst* __restrict dst, const Src* __restrict src, int64_t numel,
                                 Compute<Dst, Src> scale) {
   for (int64_t i = 0; i < numel; ++i) {
-    dst[i] = cast<Dst>(static_cast<Compute<Dst, Src>>(src[i]) * scale);
+    dst[i] = cast<Dst>(cast<Compute<Dst, Src>>(src[i]) * scale);
   }
 }
 
 template <typename T>
 TRIREME_INLINE void scale_in_place(T* data, int64_t numel, Compute<T, T> scale) {
   for (int64_t i = 0; i < numel; ++i) {
-    data[i] = cast<T>(static_cast<Compute<T, T>>(data[i]) * scale);
+    data[i] = cast<T>(cast<Compute<T, T>>(data[i]) * scale);
   }
 }
 
 template <typename T>
 TRIREME_INLINE void add_apart(T* __restrict dst, const T* __restrict src, int64_t numel) {
   for (int64_t i = 0; i < numel; ++i) {
-    dst[i] = cast<T>(static_cast<Compute<T, T>>(dst[i]) + static_cast<Compute<T, T>>(src[i]));
+    dst[i] = cast<T>(cast<Compute<T, T>>(dst[i]) + cast<Compute<T, T>>(src[i]));
   }
 }
 

@@ -4,11 +4,14 @@
 #include <trireme/comm/launch.h>
 #include <trireme/strategies/ddp/ddp.h>
 #include <trireme/strategies/ddp/find_tensors.h>
+#include <trireme/strategies/ddp/uneven_inputs.h>
 
+#include <c10/util/ScopeExit.h>
 #include <torch/nn/module.h>
 #include <torch/nn/modules/embedding.h>
 #include <torch/nn/pimpl.h>
 
+#include <exception>
 #include <memory>
 #include <unordered_set>
 #include <utility>
@@ -59,10 +62,12 @@ class DistributedDataParallelImpl : public torch::nn::Module {
   auto forward(Args&&... args) {
     const bool with_gradients = at::GradMode::is_enabled();
     if (with_gradients) ddp_.before_forward();
-    if (sync_buffers_ && parameters_may_have_moved_) {
-      const std::vector<at::Tensor> buffers = module_->buffers();
-      if (!buffers.empty()) ddp_.sync_buffers(buffers, /*root=*/0);
-    }
+    const bool sync_buffers =
+        sync_buffers_ && parameters_may_have_moved_ && !module_->buffers().empty();
+    int64_t root = 0;
+    if (uneven_inputs_ != nullptr)
+      root = uneven_inputs_->before_forward(with_gradients && synchronize_, sync_buffers);
+    if (sync_buffers) ddp_.sync_buffers(module_->buffers(), root);
     auto output = module_->forward(std::forward<Args>(args)...);
     parameters_may_have_moved_ = with_gradients && synchronize_;
     if (with_gradients) ddp_.after_forward(find_tensors(output), synchronize_);
@@ -87,6 +92,28 @@ class DistributedDataParallelImpl : public torch::nn::Module {
   };
   [[nodiscard]] NoSync no_sync() { return NoSync(synchronize_); }
 
+  // Calls `train`, whose loop may have another number of inputs on each rank, and returns when it
+  // has returned on all of them, everywhere with the parameters and buffers of a rank that trained
+  // to the end:
+  //   ddp->join([&] { for (auto& batch : *loader) step(batch); });
+  // One more small all-reduce per forward. What `train` throws is thrown on, and ends the group.
+  template <typename Train>
+  void join(Train&& train, const JoinOptions& options = {}) {
+    UnevenInputs uneven_inputs(ddp_, options);
+    uneven_inputs_ = &uneven_inputs;
+    const auto leave = c10::make_scope_exit([this] {
+      uneven_inputs_ = nullptr;
+      parameters_may_have_moved_ = true;
+    });
+    try {
+      train();
+    } catch (const std::exception& error) {
+      uneven_inputs.abandon(error);
+      throw;
+    }
+    uneven_inputs.accompany([this] { return module_->buffers(); });
+  }
+
   // Replaces the all-reduce of each bucket, division included (see comm/comm_hook.h;
   // make_comm_hook() takes hooks written for torch's DDP). Once, before the first backward.
   void register_comm_hook(std::shared_ptr<CommHook> hook) {
@@ -104,6 +131,7 @@ class DistributedDataParallelImpl : public torch::nn::Module {
   bool sync_buffers_;
   bool synchronize_ = true;
   bool parameters_may_have_moved_ = true;
+  UnevenInputs* uneven_inputs_ = nullptr;  // inside join()
   Ddp ddp_;
 };
 

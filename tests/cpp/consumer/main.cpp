@@ -1,10 +1,31 @@
-#include <trireme/common/error.h>
+// Three steps of DDP in a foreign project, with whatever group trireme::init() finds: alone, or one
+// rank of torchrun --no-python.
 #include <trireme/common/version.h>
+#include <trireme/trireme.h>
+
+#include <torch/nn.h>
+#include <torch/optim.h>
 
 #include <iostream>
 
 int main() {
-  const std::string text = trireme::error_text("consumer", "got a group", {0, 1}, "Go on.");
-  std::cout << "trireme " << trireme::kVersion << ": " << text << "\n";
-  return text == "[consumer] got a group (rank 0 of 1). Go on." ? 0 : 1;
+  trireme::Context ctx = trireme::init();
+  torch::manual_seed(0);
+  torch::nn::Linear net(8, 2);
+  net->to(ctx.device());
+  trireme::DistributedDataParallel<torch::nn::Linear> ddp(net);
+  torch::optim::SGD optimizer(ddp->parameters(), 0.1);
+  const at::Tensor input = torch::ones({4, 8}, ctx.device()) * (1 + ctx.rank());
+  double first = 0, last = 0;
+  for (int step = 0; step < 3; ++step) {
+    optimizer.zero_grad();
+    const at::Tensor loss = ddp->forward(input).square().mean();
+    loss.backward();
+    optimizer.step();
+    last = trireme::all_mean(loss.detach()).item<double>();
+    if (step == 0) first = last;
+  }
+  std::cout << "trireme " << trireme::kVersion << ", rank " << ctx.rank() << " of " << ctx.world()
+            << ": loss " << first << " -> " << last << "\n";
+  return last < first ? 0 : 1;
 }

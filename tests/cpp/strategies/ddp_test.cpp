@@ -6,6 +6,7 @@
 #include <torch/nn.h>
 #include <torch/optim.h>
 
+#include <algorithm>
 #include <catch_torch.h>
 #include <mutex>
 #include <thread_ranks.h>
@@ -127,6 +128,103 @@ TEST_CASE("no_sync accumulates and the next step averages") {
     expected += alone->first->weight.grad();  // twice per rank, half of the sum
   }
   for (const at::Tensor& grad : grads) CHECK(at::allclose(grad, expected, 1e-5, 1e-6));
+}
+
+namespace {
+
+// What is left of the first layer's weight after rank r trained on its `inputs[r]` batches, and
+// whose buffers all have.
+std::vector<at::Tensor> train_uneven(std::vector<int64_t> inputs, const JoinOptions& join) {
+  std::vector<at::Tensor> results(inputs.size());
+  std::vector<int64_t> roots(inputs.size(), -1);
+  run_thread_ranks(static_cast<int64_t>(inputs.size()), [&](ThreadRank& rank) {
+    const size_t r = static_cast<size_t>(rank.where.rank);
+    DistributedDataParallel<Net> ddp(Net(), rank.communicator);
+    ddp->module()->norm->running_mean.fill_(static_cast<double>(r));
+    torch::optim::SGD optimizer(ddp->parameters(), 0.1);
+    ddp->join(
+        [&] {
+          for (int64_t step = 0; step < inputs[r]; ++step) {
+            optimizer.zero_grad();
+            loss_of(ddp->forward(whole_batch(step), true)).backward();
+            optimizer.step();
+          }
+        },
+        join);
+    results[r] = ddp->module()->first->weight.detach().clone();
+    roots[r] = ddp->module()->norm->running_mean[0].item<int64_t>();
+  });
+  const auto with_inputs =
+      std::find_if(inputs.begin(), inputs.end(), [](int64_t n) { return n > 0; });
+  const int64_t root = with_inputs == inputs.end() ? 0 : with_inputs - inputs.begin();
+  CHECK(roots == std::vector<int64_t>(inputs.size(), root));
+  return results;
+}
+
+// One process whose gradient of each step is scaled.
+at::Tensor train_scaled(const std::vector<double>& scales) {
+  Net net;
+  torch::optim::SGD optimizer(net->parameters(), 0.1);
+  for (size_t step = 0; step < scales.size(); ++step) {
+    optimizer.zero_grad();
+    (loss_of(net->forward(whole_batch(static_cast<int64_t>(step)), true)) * scales[step])
+        .backward();
+    optimizer.step();
+  }
+  return net->first->weight.detach().clone();
+}
+
+}  // namespace
+
+TEST_CASE("join: a rank without inputs keeps the others company") {
+  JoinOptions active_only;
+  active_only.divide_by_initial_world_size = false;
+  for (const at::Tensor& weight : train_uneven({3, 1}, {}))
+    CHECK(at::allclose(weight, train_scaled({1, 0.5, 0.5}), 1e-5, 1e-6));
+  for (const at::Tensor& weight : train_uneven({1, 3}, active_only))
+    CHECK(at::allclose(weight, train_scaled({1, 1, 1}), 1e-5, 1e-6));
+  for (const at::Tensor& weight : train_uneven({0, 2, 1}, {}))
+    CHECK(at::allclose(weight, train_scaled({2. / 3, 1. / 3}), 1e-5, 1e-6));
+  for (const at::Tensor& weight : train_uneven({0, 0}, {}))
+    CHECK(at::equal(weight, train_scaled({})));
+}
+
+TEST_CASE("join: the first rank to run out can end it for all") {
+  JoinOptions together;
+  together.throw_on_early_termination = true;
+  std::vector<std::string> texts(2);
+  run_thread_ranks(2, [&](ThreadRank& rank) {
+    DistributedDataParallel<Net> ddp(Net(), rank.communicator);
+    const auto train = [&] {
+      for (int64_t step = 0; step <= rank.where.rank; ++step)
+        loss_of(ddp->forward(whole_batch(step), true)).backward();
+    };
+    try {
+      ddp->join(train, together);
+    } catch (const c10::Error& error) {
+      texts[static_cast<size_t>(rank.where.rank)] = error.what_without_backtrace();
+    }
+    loss_of(ddp->forward(whole_batch(0), true)).backward();  // the group still works
+  });
+  for (const std::string& text : texts) CHECK_THAT(text, Catch::Contains("rank 0 has none left"));
+}
+
+TEST_CASE("join: an exception in one rank's loop reaches the others") {
+  std::vector<std::string> texts(2);
+  run_thread_ranks(2, [&](ThreadRank& rank) {
+    DistributedDataParallel<Net> ddp(Net(), rank.communicator);
+    try {
+      ddp->join([&] {
+        TORCH_CHECK(rank.where.rank == 0, "the loader broke");
+        loss_of(ddp->forward(whole_batch(0), true)).backward();
+      });
+    } catch (const c10::Error& error) {
+      texts[static_cast<size_t>(rank.where.rank)] = error.what_without_backtrace();
+    }
+    // Rank 1 must not take its connections away before rank 0 has read the announcement.
+    if (rank.where.rank == 1) std::this_thread::sleep_for(std::chrono::seconds(3));
+  });
+  for (const std::string& text : texts) CHECK_THAT(text, Catch::Contains("the loader broke"));
 }
 
 TEST_CASE("ranks with different models all raise, naming parameter and rank") {

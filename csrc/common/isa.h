@@ -1,8 +1,9 @@
 #pragma once
 
-#include <c10/util/Half.h>
+#include <trireme/common/half.h>
 
 #include <cstdint>
+#include <cstring>
 #include <string_view>
 #include <tuple>
 
@@ -12,8 +13,10 @@
 #endif
 
 // The instruction sets that one binary carries loops for. Each type below compiles a generic body
-// for its set (`run`), and multiplies runs of fp16 into fp32 (`widen`) and back (`narrow`), which
-// compilers do not vectorise by themselves on x86.
+// for its set (`run`), and does what compilers do not do by themselves: multiplies runs of fp16
+// into fp32 (`widen`) and back (`narrow`), which x86 has instructions for, and writes past the
+// caches (`stream`). All give the same bits, save those of a NaN, as long as a body never adds to a
+// product: AVX-512 and Arm would fuse the two and round once.
 namespace trireme::cpu {
 
 // What the compiler was told to assume: SSE2 on x86-64, NEON on 64-bit Arm.
@@ -26,11 +29,23 @@ struct Baseline {
     body();
   }
 
-  static void widen(float* to, const c10::Half* from, int64_t numel, float scale) {
-    for (int64_t i = 0; i < numel; ++i) to[i] = static_cast<float>(from[i]) * scale;
+  static void widen(float* to, const Half* from, int64_t numel, float scale) {
+    for (int64_t i = 0; i < numel; ++i) to[i] = to_float(from[i]) * scale;
   }
-  static void narrow(c10::Half* to, const float* from, int64_t numel, float scale) {
-    for (int64_t i = 0; i < numel; ++i) to[i] = from[i] * scale;
+  static void narrow(Half* to, const float* from, int64_t numel, float scale) {
+    for (int64_t i = 0; i < numel; ++i) to[i] = to_half(from[i] * scale);
+  }
+
+  // Copies whole lines of 64 bytes to an address that is a multiple of 64. Other threads may read
+  // them after stream_fence() and an ordinary release.
+  static void stream(void* to, const void* from, int64_t bytes) {
+#if defined(__x86_64__)
+    auto* out = static_cast<__m128i*>(to);
+    const auto* in = static_cast<const __m128i*>(from);
+    for (int64_t i = 0; i < bytes / 16; ++i) _mm_stream_si128(out + i, _mm_loadu_si128(in + i));
+#else
+    if (bytes > 0) std::memcpy(to, from, static_cast<size_t>(bytes));
+#endif
   }
 };
 
@@ -53,17 +68,17 @@ struct Avx2 {
     body();
   }
 
-  TRIREME_AVX2 static void widen(float* to, const c10::Half* from, int64_t numel, float scale) {
+  TRIREME_AVX2 static void widen(float* to, const Half* from, int64_t numel, float scale) {
     const __m256 factor = _mm256_set1_ps(scale);
     int64_t i = 0;
     for (; i + 8 <= numel; i += 8) {
       const __m128i halves = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i));
       _mm256_storeu_ps(to + i, _mm256_mul_ps(_mm256_cvtph_ps(halves), factor));
     }
-    for (; i < numel; ++i) to[i] = _cvtsh_ss(from[i].x) * scale;
+    for (; i < numel; ++i) to[i] = _cvtsh_ss(from[i].bits) * scale;
   }
 
-  TRIREME_AVX2 static void narrow(c10::Half* to, const float* from, int64_t numel, float scale) {
+  TRIREME_AVX2 static void narrow(Half* to, const float* from, int64_t numel, float scale) {
     constexpr int kRounding = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
     const __m256 factor = _mm256_set1_ps(scale);
     int64_t i = 0;
@@ -71,7 +86,15 @@ struct Avx2 {
       const __m256 floats = _mm256_mul_ps(_mm256_loadu_ps(from + i), factor);
       _mm_storeu_si128(reinterpret_cast<__m128i*>(to + i), _mm256_cvtps_ph(floats, kRounding));
     }
-    for (; i < numel; ++i) to[i].x = _cvtss_sh(from[i] * scale, kRounding);
+    for (; i < numel; ++i) to[i].bits = _cvtss_sh(from[i] * scale, kRounding);
+  }
+
+  TRIREME_AVX2 static void stream(void* to, const void* from, int64_t bytes) {
+    auto* out = static_cast<__m256i*>(to);
+    const auto* in = static_cast<const __m256i*>(from);
+    for (int64_t i = 0; i < bytes / 32; ++i) {
+      _mm256_stream_si256(out + i, _mm256_loadu_si256(in + i));
+    }
   }
 };
 
@@ -89,11 +112,19 @@ struct Avx512 {
   }
 
   // Eight at a time already keep up with the nearest cache.
-  static void widen(float* to, const c10::Half* from, int64_t numel, float scale) {
+  static void widen(float* to, const Half* from, int64_t numel, float scale) {
     Avx2::widen(to, from, numel, scale);
   }
-  static void narrow(c10::Half* to, const float* from, int64_t numel, float scale) {
+  static void narrow(Half* to, const float* from, int64_t numel, float scale) {
     Avx2::narrow(to, from, numel, scale);
+  }
+
+  TRIREME_AVX512 static void stream(void* to, const void* from, int64_t bytes) {
+    auto* out = static_cast<__m512i*>(to);
+    const auto* in = static_cast<const __m512i*>(from);
+    for (int64_t i = 0; i < bytes / 64; ++i) {
+      _mm512_stream_si512(out + i, _mm512_loadu_si512(in + i));
+    }
   }
 };
 
@@ -104,5 +135,12 @@ using Isas = std::tuple<Baseline, Avx2, Avx512>;  // the fastest last
 using Isas = std::tuple<Baseline>;
 
 #endif  // __x86_64__
+
+// Ordinary stores that follow are seen after the streamed ones that came before.
+inline void stream_fence() {
+#if defined(__x86_64__)
+  _mm_sfence();
+#endif
+}
 
 }  // namespace trireme::cpu

@@ -1,0 +1,50 @@
+#pragma once
+
+#include <trireme/shm/collectives.h>
+
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/distributed/c10d/Types.hpp>
+
+#include <cstdint>
+#include <functional>
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace trireme {
+
+// How c10d's ReduceOp is done on elements of that dtype. Throws ValueError for what is none.
+shm::ReduceOptions shm_reduce_options(const c10d::ReduceOp& op, at::ScalarType dtype);
+
+// What a collective was called with, and what is wrong with it. One rank may be the only one to see
+// it, so it is not thrown here: the reason travels, and all ranks raise (Collectives::refuse).
+class ShmArguments {
+ public:
+  explicit ShmArguments(const char* name) : name_(name) {}
+
+  // Dense tensors on CPU, all of one dtype.
+  ShmArguments& take(const std::vector<at::Tensor>& tensors);
+  ShmArguments& take(const at::Tensor& tensor) { return take(std::vector<at::Tensor>{tensor}); }
+  ShmArguments& expect(bool fine, const std::function<std::string()>& got);
+  ShmArguments& count(const char* what, size_t got, int64_t expected);
+  ShmArguments& numel(const char* what, int64_t got, int64_t expected);
+
+  // Elements for each of `world` ranks: rows of dim 0 by `splits`, or equal parts if there are
+  // none.
+  std::vector<int64_t> split_numels(const char* what, const at::Tensor& tensor,
+                                    const std::vector<int64_t>& splits, int64_t world);
+
+  bool fine() const { return complaint_.empty(); }
+  const std::string& complaint() const { return complaint_; }
+  at::ScalarType dtype() const { return dtype_.value_or(at::kByte); }
+  const char* name() const { return name_; }
+
+ private:
+  ShmArguments& complain(const std::string& got);
+
+  const char* name_;
+  std::optional<at::ScalarType> dtype_;
+  std::string complaint_;
+};
+
+}  // namespace trireme

@@ -1,0 +1,137 @@
+#include <trireme/comm/gloo_group.h>
+#include <trireme/comm/shm_backend_class.h>
+#include <trireme/comm/shm_tensors.h>
+#include <trireme/comm/store_exchange.h>
+#include <trireme/common/forks.h>
+
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include <algorithm>
+
+namespace trireme {
+
+using std::chrono::milliseconds;
+
+namespace {
+
+constexpr const char* kName = "trireme";
+
+}  // namespace
+
+ShmBackend::ShmBackend(const c10::intrusive_ptr<c10d::Store>& store, RankOf where,
+                       const ShmOptions& options)
+    : Backend(static_cast<int>(where.rank), static_cast<int>(where.world)),
+      store_(store),
+      where_(where),
+      shm_options_(options),
+      options_(c10::make_intrusive<Options>(kName, options.timeout)),
+      forks_(forks_so_far()) {
+  meet();
+  init();
+}
+
+ShmBackend::~ShmBackend() {
+  if (forks_ == forks_so_far()) shutdown();
+}
+
+// Finds out which ranks share memory. Where not all do, Gloo serves the group.
+void ShmBackend::meet() {
+  try {
+    StoreExchange exchange(c10::make_intrusive<c10d::PrefixStore>("shm", store_),
+                           shm_options_.connect_timeout);
+    group_ =
+        shm::HostGroup::join(exchange, {where_, shm_options_.timeout, shm_options_.host_partition});
+  } catch (const shm::Fault& fault) {
+    C10_THROW_ERROR(DistBackendError, fault.what());
+  }
+  if (group_->world() == where_.world) {
+    collectives_ = std::make_unique<shm::Collectives>(*group_);
+    return;
+  }
+  if (where_.rank == 0) {
+    TORCH_WARN(error_text("shm_backend",
+                          "not all ranks share memory (" + group_->why_alone() +
+                              "); the whole group uses Gloo over TCP",
+                          where_, "Nothing to do if they run on several hosts."));
+  }
+  group_.reset();
+  inner_ = make_gloo_backend(c10::make_intrusive<c10d::PrefixStore>("gloo", store_), where_,
+                             {.timeout = shm_options_.timeout,
+                              .connect_timeout = shm_options_.connect_timeout,
+                              .hostname = shm_options_.hostname});
+}
+
+const std::string ShmBackend::getBackendName() const { return kName; }
+
+void ShmBackend::setTimeout(milliseconds timeout) {
+  options_->timeout = timeout;
+  if (inner_) inner_->setTimeout(timeout);
+}
+
+uint64_t ShmBackend::getSequenceNumberForGroup() {
+  return inner_ ? inner_->getSequenceNumberForGroup() : sequence_.load();
+}
+
+c10::intrusive_ptr<c10d::Backend> ShmBackend::split(const c10::intrusive_ptr<c10d::Store>& store,
+                                                    const std::vector<int>& ranks,
+                                                    const c10::intrusive_ptr<Options>& options) {
+  const auto place = std::find(ranks.begin(), ranks.end(), getRank());
+  if (place == ranks.end()) return nullptr;
+  ShmOptions shm_options = shm_options_;
+  if (options) shm_options.timeout = options->timeout;
+  const RankOf where{place - ranks.begin(), static_cast<int64_t>(ranks.size())};
+  return c10::make_intrusive<ShmBackend>(store, where, shm_options);
+}
+
+void ShmBackend::abort() {
+  if (inner_) return inner_->abort();
+  group_->fail(error_text("shm_backend", "the group was aborted", where_,
+                          "Destroy the process group and initialise it again."));
+}
+
+void ShmBackend::shutdown() { inner_ ? inner_->shutdown() : queue_.drain(); }
+
+ShmBackend::WorkPtr ShmBackend::submit(Request request, Run run) {
+  const ShmArguments& arguments = request.arguments;
+  if (forks_ != forks_so_far()) {
+    C10_THROW_ERROR(DistBackendError,
+                    error_text("shm_backend",
+                               std::string("got ") + arguments.name() +
+                                   " in a forked child of the process that made the group",
+                               where_, "Use the group in the parent only."));
+  }
+  const milliseconds timeout =
+      request.timeout == c10d::kUnsetTimeout ? options_->timeout : request.timeout;
+  auto work = c10::make_intrusive<ShmWork>(getRank(), request.type, request.title,
+                                           std::move(request.outputs), ++sequence_);
+  queue_.submit(work, request.synchronous,
+                [this, timeout, complaint = arguments.complaint(),
+                 dtype = shm_dtype(arguments.dtype()), run = std::move(run)] {
+                  Call call{*collectives_, {.timeout = timeout}, dtype};
+                  try {
+                    if (!complaint.empty()) collectives_->refuse(complaint, call.options);
+                    run(call);
+                  } catch (const shm::Fault& fault) {
+                    C10_THROW_ERROR(DistBackendError, fault.what());
+                  }
+                });
+  return work;
+}
+
+c10::intrusive_ptr<c10d::Backend> make_shm_backend(const c10::intrusive_ptr<c10d::Store>& store,
+                                                   RankOf where, const ShmOptions& options) {
+  return c10::make_intrusive<ShmBackend>(store, where, options);
+}
+
+c10::intrusive_ptr<c10d::ProcessGroup> make_shm_group(const c10::intrusive_ptr<c10d::Store>& store,
+                                                      RankOf where, const ShmOptions& options) {
+  constexpr auto kCustom = c10d::ProcessGroup::BackendType::CUSTOM;
+  auto group = c10::make_intrusive<c10d::ProcessGroup>(store, static_cast<int>(where.rank),
+                                                       static_cast<int>(where.world));
+  group->setBackend(c10::DeviceType::CPU, kCustom, make_shm_backend(store, where, options));
+  group->setDefaultBackend(kCustom);
+  return group;
+}
+
+}  // namespace trireme

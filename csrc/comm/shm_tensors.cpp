@@ -1,0 +1,105 @@
+#include <trireme/comm/shm_tensors.h>
+
+#include <ATen/ATen.h>
+
+#include <utility>
+
+namespace trireme {
+namespace {
+
+shm::Piece piece_of(const at::Tensor& flat, int64_t begin, int64_t numel) {
+  const auto element = static_cast<int64_t>(flat.element_size());
+  return {static_cast<std::byte*>(flat.data_ptr()) + begin * element, numel * element};
+}
+
+bool is_plain(const at::Tensor& tensor) {
+  return tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg();
+}
+
+}  // namespace
+
+shm::Dtype shm_dtype(at::ScalarType dtype) {
+  switch (dtype) {
+    case at::kBool:
+      return shm::Dtype::kBool;
+    case at::kByte:
+      return shm::Dtype::kU8;
+    case at::kChar:
+      return shm::Dtype::kI8;
+    case at::kUInt16:
+      return shm::Dtype::kU16;
+    case at::kShort:
+      return shm::Dtype::kI16;
+    case at::kUInt32:
+      return shm::Dtype::kU32;
+    case at::kInt:
+      return shm::Dtype::kI32;
+    case at::kUInt64:
+      return shm::Dtype::kU64;
+    case at::kLong:
+      return shm::Dtype::kI64;
+    case at::kHalf:
+      return shm::Dtype::kF16;
+    case at::kBFloat16:
+      return shm::Dtype::kBF16;
+    case at::kFloat:
+      return shm::Dtype::kF32;
+    case at::kDouble:
+      return shm::Dtype::kF64;
+    case at::kComplexFloat:
+      return shm::Dtype::kComplexF32;
+    case at::kComplexDouble:
+      return shm::Dtype::kComplexF64;
+    default:
+      return shm::Dtype::kBytes;
+  }
+}
+
+ShmTensors::ShmTensors(std::vector<at::Tensor> tensors, Use use)
+    : tensors_(std::move(tensors)), use_(use) {
+  for (const at::Tensor& tensor : tensors_) {
+    if (is_plain(tensor)) {
+      flat_.push_back(tensor);
+    } else if (use == Use::kWrite) {
+      flat_.push_back(at::empty(tensor.sizes(), tensor.options()));
+    } else {
+      flat_.push_back(tensor.detach().resolve_conj().resolve_neg().contiguous());
+    }
+  }
+}
+
+shm::Pieces ShmTensors::pieces() const {
+  shm::Pieces all;
+  for (const at::Tensor& flat : flat_) all.add(piece_of(flat, 0, flat.numel()));
+  return all;
+}
+
+std::vector<shm::Pieces> ShmTensors::pieces_of_each() const {
+  std::vector<shm::Pieces> each(flat_.size());
+  for (size_t i = 0; i < flat_.size(); ++i) each[i].add(piece_of(flat_[i], 0, flat_[i].numel()));
+  return each;
+}
+
+std::vector<shm::Pieces> ShmTensors::ranges(const std::vector<int64_t>& numels) const {
+  std::vector<shm::Pieces> ranges(numels.size());
+  int64_t begin = 0;
+  for (size_t i = 0; i < numels.size(); ++i) {
+    ranges[i].add(piece_of(flat_.front(), begin, numels[i]));
+    begin += numels[i];
+  }
+  return ranges;
+}
+
+void ShmTensors::add_parts(std::vector<shm::Pieces>& by_rank) const {
+  const int64_t numel = flat_.front().numel() / static_cast<int64_t>(by_rank.size());
+  for (size_t rank = 0; rank < by_rank.size(); ++rank)
+    by_rank[rank].add(piece_of(flat_.front(), static_cast<int64_t>(rank) * numel, numel));
+}
+
+void ShmTensors::write_back() {
+  if (use_ == Use::kRead) return;
+  for (size_t i = 0; i < tensors_.size(); ++i)
+    if (!flat_[i].is_same(tensors_[i])) tensors_[i].copy_(flat_[i]);
+}
+
+}  // namespace trireme

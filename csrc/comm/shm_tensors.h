@@ -1,0 +1,43 @@
+#pragma once
+
+#include <trireme/shm/dtype.h>
+#include <trireme/shm/pieces.h>
+
+#include <ATen/core/Tensor.h>
+
+#include <vector>
+
+namespace trireme {
+
+shm::Dtype shm_dtype(at::ScalarType dtype);
+
+// Tensors as a collective reads or writes them: in their own memory where that is contiguous, else
+// in a copy that lives as long as this.
+class ShmTensors {
+ public:
+  enum class Use { kRead, kWrite, kReadWrite };
+
+  ShmTensors(std::vector<at::Tensor> tensors, Use use);
+  ShmTensors(const at::Tensor& tensor, Use use)
+      : ShmTensors(std::vector<at::Tensor>{tensor}, use) {}
+
+  // All of them, as one.
+  shm::Pieces pieces() const;
+  // Each by itself.
+  std::vector<shm::Pieces> pieces_of_each() const;
+  // The first tensor, flattened, in runs of that many elements.
+  std::vector<shm::Pieces> ranges(const std::vector<int64_t>& numels) const;
+  // The first tensor, flattened, in as many equal parts as there are ranks: one more piece for
+  // each.
+  void add_parts(std::vector<shm::Pieces>& by_rank) const;
+
+  // Brings results from copies to the caller's tensors.
+  void write_back();
+
+ private:
+  std::vector<at::Tensor> tensors_;
+  std::vector<at::Tensor> flat_;
+  Use use_;
+};
+
+}  // namespace trireme

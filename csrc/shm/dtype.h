@@ -1,0 +1,95 @@
+#pragma once
+
+#include <cstdint>
+#include <string_view>
+
+namespace trireme::shm {
+
+// What an element is, in torch's words but without torch.
+enum class Dtype : uint8_t {
+  kBool,
+  kU8,
+  kI8,
+  kU16,
+  kI16,
+  kU32,
+  kI32,
+  kU64,
+  kI64,
+  kF16,
+  kBF16,
+  kF32,
+  kF64,
+  kComplexF32,  // two fp32: real, imaginary
+  kComplexF64,
+  kBytes,  // anything else (fp8, packed integers), one byte each: moved, never reduced
+};
+
+// 0 for a number that is no Dtype, as may come from another process.
+constexpr int64_t element_bytes(Dtype dtype) {
+  switch (dtype) {
+    case Dtype::kBool:
+    case Dtype::kU8:
+    case Dtype::kI8:
+    case Dtype::kBytes:
+      return 1;
+    case Dtype::kU16:
+    case Dtype::kI16:
+    case Dtype::kF16:
+    case Dtype::kBF16:
+      return 2;
+    case Dtype::kU32:
+    case Dtype::kI32:
+    case Dtype::kF32:
+      return 4;
+    case Dtype::kU64:
+    case Dtype::kI64:
+    case Dtype::kF64:
+    case Dtype::kComplexF32:
+      return 8;
+    case Dtype::kComplexF64:
+      return 16;
+  }
+  return 0;
+}
+
+// As torch prints it, without "torch."; "unknown" for a number that is no Dtype.
+constexpr std::string_view name(Dtype dtype) {
+  switch (dtype) {
+    case Dtype::kBool:
+      return "bool";
+    case Dtype::kU8:
+      return "uint8";
+    case Dtype::kI8:
+      return "int8";
+    case Dtype::kU16:
+      return "uint16";
+    case Dtype::kI16:
+      return "int16";
+    case Dtype::kU32:
+      return "uint32";
+    case Dtype::kI32:
+      return "int32";
+    case Dtype::kU64:
+      return "uint64";
+    case Dtype::kI64:
+      return "int64";
+    case Dtype::kF16:
+      return "float16";
+    case Dtype::kBF16:
+      return "bfloat16";
+    case Dtype::kF32:
+      return "float32";
+    case Dtype::kF64:
+      return "float64";
+    case Dtype::kComplexF32:
+      return "complex64";
+    case Dtype::kComplexF64:
+      return "complex128";
+    case Dtype::kBytes:
+      return "bytes";
+  }
+  return "unknown";
+}
+
+}  // namespace trireme::shm

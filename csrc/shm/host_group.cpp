@@ -1,0 +1,382 @@
+#include <trireme/shm/host_group.h>
+
+#include <trireme/common/forks.h>
+
+#include <algorithm>
+#include <cstring>
+#include <new>
+#include <unistd.h>
+#include <utility>
+
+namespace trireme::shm {
+namespace {
+
+constexpr std::string_view kArea = "host_group";
+constexpr int64_t kMiB = int64_t{1} << 20;
+constexpr int64_t kRingBytes = 4 * kMiB;      // more than the caches that a core has to itself
+constexpr int64_t kRingsOfAHost = 15 * kMiB;  // all of them, of up to eight ranks
+constexpr int64_t kSmallestRing = 512 * 1024;
+constexpr std::string_view kFailed = "failed ";  // in place of an address
+
+int64_t ring_bytes_for(int64_t world) {
+  const int64_t share = kRingsOfAHost / world / (64 * 1024) * (64 * 1024);
+  return std::clamp(share, kSmallestRing, kRingBytes);
+}
+
+std::string seconds(std::chrono::milliseconds duration) {
+  const auto ms = duration.count();
+  return ms % 1000 == 0 ? std::to_string(ms / 1000) + " s" : std::to_string(ms) + " ms";
+}
+
+}  // namespace
+
+// What a rank looks at while it sleeps: first whether another one has left word, which says more
+// than its silence, then whether the awaited one still lives.
+class HostGroup::PeerWatch final : public Watch {
+ public:
+  PeerWatch(HostGroup& group, int64_t peer) : group_(group), peer_(peer) {}
+
+  bool pointless() override {
+    if (group_.failure()) return true;
+    const bool left = group_.block(peer_).state.load(std::memory_order_acquire) == RankState::kLeft;
+    if (left) why_ = " has left the group";
+    if (!left && !group_.processes_[static_cast<size_t>(peer_)].alive()) why_ = " has died";
+    return !why_.empty();
+  }
+
+  void give_up() override {
+    if (why_.empty()) group_.check_usable();
+    group_.give_up(FaultKind::kPeerLost,
+                   group_.name_of(peer_) + why_ + "; its last operation: " + group_.last_of(peer_));
+  }
+
+  void overdue() override {
+    const PeerProcess& process = group_.processes_[static_cast<size_t>(peer_)];
+    group_.give_up(FaultKind::kTimeout,
+                   group_.name_of(peer_) + " has not come within " + seconds(group_.timeout_) +
+                       "; it is alive (" + process.state() +
+                       ") but not progressing; its last operation: " + group_.last_of(peer_));
+  }
+
+ private:
+  HostGroup& group_;
+  int64_t peer_;
+  std::string why_;
+};
+
+HostGroup::HostGroup(const HostGroupRequest& request)
+    : where_(request.where),
+      request_(request),
+      ring_bytes_(ring_bytes_for(request.where.world)),
+      forks_(forks_so_far()) {}
+
+std::unique_ptr<HostGroup> HostGroup::join(Exchange& exchange, const HostGroupRequest& request) {
+  std::unique_ptr<HostGroup> group(new HostGroup(request));
+  group->meet(exchange, SegmentKind::kAnonymous);
+  return group;
+}
+
+// One round through the Exchange: where my segment is, whose segments I see, what follows.
+void HostGroup::meet(Exchange& exchange, SegmentKind kind) {
+  const std::string round = kind == SegmentKind::kAnonymous ? "anonymous/" : "named/";
+  const auto key = [&](const char* what, int64_t rank) {
+    return round + what + std::to_string(rank);
+  };
+  segments_.clear();
+  segments_.resize(static_cast<size_t>(where_.world));
+  processes_.clear();
+  processes_.resize(static_cast<size_t>(where_.world));
+  std::string failed;
+  Segment own;
+  try {
+    own = Segment::create(kind, static_cast<int64_t>(sizeof(RankBlock)));
+    auto* block = new (own.data()) RankBlock;
+    block->pid = ::getpid();
+    block->rank = static_cast<int32_t>(where_.rank);
+    block->world = static_cast<int32_t>(where_.world);
+    exchange.put(key("address/", where_.rank),
+                 own.address().to_string() + "\n" + pid_namespace() + "\n" + request_.partition);
+  } catch (const Fault& fault) {
+    failed = fault.what();
+    const bool fatal = fault.kind() == FaultKind::kMemory;
+    exchange.put(key("address/", where_.rank), std::string(kFailed) + (fatal ? "1" : "0") + failed);
+  }
+  segments_[static_cast<size_t>(where_.rank)] = std::move(own);
+
+  std::string row;
+  const bool refused = look_for_peers(exchange, kind, row);
+  exchange.put(key("sees/", where_.rank), row + (refused ? "r" : "-") + why_alone_);
+  std::vector<std::string> rows;
+  bool any_refused = false;
+  for (int64_t rank = 0; rank < where_.world; ++rank) {
+    const std::string text = exchange.get(key("sees/", rank));
+    const auto world = static_cast<size_t>(where_.world);
+    if (text.size() <= world) {
+      throw Fault(FaultKind::kNotPossible,
+                  error_text(kArea, "got '" + text + "' from rank " + std::to_string(rank), where_,
+                             "Run the same Trireme on every rank."));
+    }
+    rows.push_back(text.substr(0, world));
+    any_refused |= text[world] == 'r';
+    if (why_alone_.empty()) why_alone_ = text.substr(world + 1);
+  }
+  // Every rank has read everything by now: a name has done its service.
+  for (Segment& segment : segments_) segment.unlink_name();
+  if (any_refused && kind == SegmentKind::kAnonymous) {
+    why_alone_.clear();
+    return meet(exchange, SegmentKind::kNamed);
+  }
+  settle_hosts(rows);
+}
+
+// Fills `row` with one character per rank, '1' for those whose memory this rank shares. True if
+// one was refused that a named segment could reach.
+bool HostGroup::look_for_peers(Exchange& exchange, SegmentKind kind, std::string& row) {
+  const std::string round = kind == SegmentKind::kAnonymous ? "anonymous/" : "named/";
+  const std::string here = pid_namespace() + "\n" + request_.partition;
+  bool refused = false;
+  for (int64_t rank = 0; rank < where_.world; ++rank) {
+    const std::string text = exchange.get(round + "address/" + std::to_string(rank));
+    std::string why_not;
+    if (text.starts_with(kFailed)) {
+      const std::string reason = text.substr(std::min(kFailed.size() + 1, text.size()));
+      if (text.substr(kFailed.size(), 1) == "1") throw Fault(FaultKind::kMemory, reason);
+      why_not = reason;
+      refused = true;
+    } else if (rank != where_.rank) {
+      const size_t line = std::min(text.find('\n'), text.size());
+      const auto address = SegmentAddress::parse(std::string_view(text).substr(0, line));
+      Segment segment;
+      if (!address || line == text.size() || text.substr(line + 1) != here) {
+        why_not = "rank " + std::to_string(rank) + " runs elsewhere";
+      } else {
+        segment = Segment::open(*address, why_not);
+        refused |= !segment && why_not.starts_with("cannot");
+      }
+      if (segment) {
+        try {
+          processes_[static_cast<size_t>(rank)] = PeerProcess(address->pid);
+        } catch (const Fault& fault) {
+          why_not = fault.what();
+          segment = Segment();
+        }
+      }
+      segments_[static_cast<size_t>(rank)] = std::move(segment);
+    }
+    const bool sees = static_cast<bool>(segments_[static_cast<size_t>(rank)]);
+    row += sees ? '1' : '0';
+    if (!sees && why_alone_.empty()) why_alone_ = why_not;
+  }
+  return refused;
+}
+
+void HostGroup::settle_hosts(const std::vector<std::string>& rows) {
+  const auto world = static_cast<size_t>(where_.world);
+  std::vector<bool> placed(world, false);
+  for (size_t first = 0; first < world; ++first) {
+    if (placed[first]) continue;
+    std::vector<int64_t> host;
+    for (size_t rank = first; rank < world; ++rank)
+      if (rank == first || rows[first][rank] == '1') host.push_back(static_cast<int64_t>(rank));
+    const bool unanimous = std::all_of(host.begin(), host.end(), [&](int64_t a) {
+      return std::all_of(host.begin(), host.end(), [&](int64_t b) {
+        return !placed[static_cast<size_t>(b)] &&
+               (a == b || rows[static_cast<size_t>(a)][static_cast<size_t>(b)] == '1');
+      });
+    });
+    if (!unanimous) host = {static_cast<int64_t>(first)};
+    for (const int64_t rank : host) placed[static_cast<size_t>(rank)] = true;
+    hosts_.push_back(host);
+    if (std::find(host.begin(), host.end(), where_.rank) != host.end()) members_ = host;
+  }
+
+  std::vector<Segment> segments;
+  std::vector<PeerProcess> processes;
+  for (const int64_t rank : members_) {
+    if (rank == where_.rank) rank_ = static_cast<int64_t>(segments.size());
+    segments.push_back(std::move(segments_[static_cast<size_t>(rank)]));
+    processes.push_back(std::move(processes_[static_cast<size_t>(rank)]));
+  }
+  segments_ = std::move(segments);
+  processes_ = std::move(processes);
+  if (!segments_[static_cast<size_t>(rank_)]) return;  // alone, and without memory to share
+  for (const Segment& segment : segments_)
+    blocks_.push_back(std::launder(reinterpret_cast<RankBlock*>(segment.data())));
+  flag_wait_ = std::make_unique<FlagWait>(block(rank_), this->world());
+  block(rank_).state.store(RankState::kHere, std::memory_order_release);
+}
+
+HostGroup::~HostGroup() {
+  if (blocks_.empty() || forks_ != forks_so_far()) return;
+  RankState here = RankState::kHere;
+  block(rank_).state.compare_exchange_strong(here, RankState::kLeft);
+  for (RankBlock* peer : blocks_) ring(*peer);
+}
+
+uint64_t HostGroup::begin(const Operation& operation, std::chrono::milliseconds timeout) {
+  check_usable();
+  timeout_ = timeout.count() > 0 ? timeout : request_.timeout;
+  deadline_ = Clock::now() + timeout_;
+  ++sequence_;
+  block(rank_).records[sequence_ % kRecords].write(sequence_, operation);
+  entered_ = false;
+  return sequence_;
+}
+
+void HostGroup::enter() {
+  if (!entered_) publish(&RankBlock::entered, sequence_);
+}
+
+void HostGroup::publish(Counter counter, uint64_t value) {
+  RankBlock& own = block(rank_);
+  (own.*counter).store(value, std::memory_order_seq_cst);
+  if (!std::exchange(entered_, true)) own.entered.store(sequence_, std::memory_order_seq_cst);
+  for (RankBlock* peer : blocks_)
+    if (peer != &own) ring(*peer);
+}
+
+void HostGroup::check_entered() {
+  enter();
+  wait_all(&RankBlock::entered, sequence_);
+  const size_t index = sequence_ % kRecords;
+  const Record& mine = block(rank_).records[index];
+  for (int64_t peer = 0; peer < world(); ++peer) {
+    const Record& theirs = block(peer).records[index];
+    if (theirs.fingerprint == mine.fingerprint) continue;
+    finish();
+    throw Fault(
+        FaultKind::kMismatch,
+        error_text(
+            kArea,
+            "ranks do not agree about collective " + std::to_string(sequence_) + ": " +
+                describe_mismatch(where_.rank, mine, members_[static_cast<size_t>(peer)], theirs),
+            where_,
+            "Call the same collectives in the same order on every rank; nothing "
+            "was moved by this one."));
+  }
+}
+
+// A rank that has no memory says so where the others look for the address.
+void HostGroup::make_rings() {
+  if (!rings_.empty()) return;
+  ++ring_attempts_;
+  RankBlock& own = block(rank_);
+  std::vector<Segment> rings(blocks_.size());
+  std::string text;
+  try {
+    Segment& ring = rings[static_cast<size_t>(rank_)];
+    ring = Segment::create(segments_[static_cast<size_t>(rank_)].address().kind, ring_bytes_);
+    text = ring.address().to_string();
+  } catch (const Fault& fault) {
+    text = std::string(kFailed) + fault.what();
+  }
+  const size_t length = std::min(text.size(), own.ring_address.size() - 1);
+  std::memcpy(own.ring_address.data(), text.data(), length);
+  own.ring_address[length] = '\0';
+  publish(&RankBlock::ring_made, ring_attempts_);
+  wait_all(&RankBlock::ring_made, ring_attempts_);
+  std::string why_not;
+  std::string why_unreachable;
+  for (int64_t peer = 0; peer < world(); ++peer) {
+    const auto& theirs = block(peer).ring_address;
+    const std::string_view said(theirs.data(), ::strnlen(theirs.data(), theirs.size()));
+    if (said.starts_with(kFailed)) {
+      why_not = "rank " + std::to_string(members_[static_cast<size_t>(peer)]) +
+                " says: " + std::string(said.substr(kFailed.size()));
+    } else if (const auto address = SegmentAddress::parse(said); peer != rank_ && address) {
+      rings[static_cast<size_t>(peer)] = Segment::open(*address, why_unreachable);
+    }
+  }
+  if (!why_unreachable.empty()) give_up(FaultKind::kMemory, why_unreachable);
+  // All have read all addresses, and opened what they could, before any goes away.
+  publish(&RankBlock::rings_mapped, ring_attempts_);
+  wait_all(&RankBlock::rings_mapped, ring_attempts_);
+  if (!why_not.empty()) {
+    throw Fault(FaultKind::kMemory,
+                error_text(kArea, "got no memory for " + current() + ": " + why_not, where_,
+                           "Free memory and call it again."));
+  }
+  for (Segment& ring : rings) ring.unlink_name();
+  rings_ = std::move(rings);
+}
+
+void HostGroup::finish() {
+  block(rank_).records[sequence_ % kRecords].finished_ns.store(
+      Clock::now().time_since_epoch().count(), std::memory_order_relaxed);
+}
+
+void HostGroup::wait(int64_t peer, Counter counter, uint64_t target) {
+  PeerWatch watch(*this, peer);
+  flag_wait_->until(block(peer).*counter, target, deadline_, watch);
+}
+
+void HostGroup::wait_all(Counter counter, uint64_t target) {
+  for (int64_t peer = 0; peer < world(); ++peer)
+    if (peer != rank_) wait(peer, counter, target);
+}
+
+void HostGroup::check_usable() {
+  if (forks_ != forks_so_far()) {
+    throw Fault(FaultKind::kForked,
+                error_text(kArea,
+                           "got a collective in a forked child of the process that made the "
+                           "group",
+                           where_, "Use the group in the parent only; a child may only read."));
+  }
+  if (const auto failed = failure()) throw Fault(FaultKind::kAborted, *failed);
+}
+
+std::optional<std::string> HostGroup::failure() {
+  if (!failure_.empty()) return failure_;
+  for (size_t peer = 0; peer < blocks_.size(); ++peer) {
+    RankBlock& block = *blocks_[peer];
+    if (block.state.load(std::memory_order_acquire) != RankState::kFailed) continue;
+    const size_t length = ::strnlen(block.failure.data(), block.failure.size());
+    failure_ = error_text(kArea,
+                          "the group has failed: rank " + std::to_string(members_[peer]) +
+                              " says: " + std::string(block.failure.data(), length),
+                          where_, "Make a new group, without the rank that failed.");
+    return failure_;
+  }
+  return std::nullopt;
+}
+
+void HostGroup::fail(const std::string& text) noexcept {
+  if (blocks_.empty() || forks_ != forks_so_far()) return;
+  RankBlock& own = block(rank_);
+  if (own.state.load(std::memory_order_relaxed) == RankState::kFailed) return;
+  const size_t length = std::min(text.size(), own.failure.size() - 1);
+  std::memcpy(own.failure.data(), text.data(), length);
+  own.failure[length] = '\0';
+  own.state.store(RankState::kFailed, std::memory_order_seq_cst);
+  for (RankBlock* peer : blocks_) ring(*peer);
+}
+
+void HostGroup::give_up(FaultKind kind, const std::string& why) {
+  const char* next_step = kind == FaultKind::kPeerLost
+                              ? "Look for the error of that rank; then start the group again."
+                              : "Look what that rank is doing, or raise the timeout.";
+  failure_ = error_text(kArea, current() + ": " + why, where_, next_step);
+  fail(failure_);
+  throw Fault(kind, failure_);
+}
+
+std::string HostGroup::name_of(int64_t peer) const {
+  const auto index = static_cast<size_t>(peer);
+  return "rank " + std::to_string(members_[index]) + " (process " +
+         std::to_string(blocks_[index]->pid) + ")";
+}
+
+std::string HostGroup::last_of(int64_t peer) {
+  const uint64_t last = block(peer).entered.load(std::memory_order_acquire);
+  if (last == 0) return "none";
+  return "collective " + std::to_string(last) + ", " +
+         block(peer).records[last % kRecords].operation().to_string();
+}
+
+std::string HostGroup::current() const {
+  const Record& record = blocks_[static_cast<size_t>(rank_)]->records[sequence_ % kRecords];
+  return "collective " + std::to_string(sequence_) + ", " + record.operation().to_string();
+}
+
+}  // namespace trireme::shm

@@ -1,0 +1,138 @@
+#pragma once
+
+#include <trireme/common/error.h>
+#include <trireme/common/export.h>
+#include <trireme/shm/fault.h>
+#include <trireme/shm/flag_wait.h>
+#include <trireme/shm/liveness.h>
+#include <trireme/shm/rank_block.h>
+#include <trireme/shm/segment.h>
+
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace trireme::shm {
+
+// How ranks leave word for each other before they share memory: a c10d::Store, in comm/.
+struct Exchange {
+  virtual ~Exchange() = default;
+  virtual void put(const std::string& key, const std::string& text) = 0;
+  virtual std::string get(const std::string& key) = 0;  // waits until it is there; throws
+};
+
+struct HostGroupRequest {
+  RankOf where;
+  std::chrono::milliseconds timeout = std::chrono::minutes(30);  // of one collective
+  // For tests: ranks that say different texts behave as if they were on different hosts.
+  std::string partition{};
+};
+
+using Counter = std::atomic<uint64_t> RankBlock::*;
+
+// The ranks of a group that share the memory of a host, and the ground on which they meet: per rank
+// a small segment with its counters and last operations, and from the first collective that moves
+// data on a second one with a ring of slots, both mapped by all. Ranks may be processes or threads
+// of one process.
+//
+// Who shares a host is proven, not read from the environment: each rank writes a random number into
+// its segment, says through the Exchange where it lies, and looks for the others'. All ranks then
+// vote; a set of ranks is a host only if each of them sees all others of it.
+//
+// Extra memory: world x (ring_bytes() + 16 KiB), never more than 16 MiB up to 8 ranks. Nothing of
+// it, no name and no process, outlives the ranks.
+//
+// Every wait watches the deadline, the word that other ranks leave and whether the awaited process
+// lives; it throws Fault with all that is known, and from then on every call throws at once. One
+// thread at a time.
+class TRIREME_API HostGroup {
+ public:
+  // Collective over all ranks of the group. Throws Fault on all of them if one has no memory;
+  // where a host does not let its processes share memory each rank is a host of its own, and
+  // why_alone() says the reason.
+  static std::unique_ptr<HostGroup> join(Exchange& exchange, const HostGroupRequest& request);
+
+  // Leaves: peers that still wait for this rank raise.
+  ~HostGroup();
+  HostGroup(const HostGroup&) = delete;
+  HostGroup& operator=(const HostGroup&) = delete;
+
+  RankOf where() const { return where_; }
+  // The ranks of the whole group, by host; on every rank the same.
+  const std::vector<std::vector<int64_t>>& hosts() const { return hosts_; }
+  // Of this host, as ranks of the group, ascending. What follows counts them from 0.
+  const std::vector<int64_t>& members() const { return members_; }
+  int64_t rank() const { return rank_; }
+  int64_t world() const { return static_cast<int64_t>(members_.size()); }
+  const std::string& why_alone() const { return why_alone_; }
+
+  RankBlock& block(int64_t peer) { return *blocks_[static_cast<size_t>(peer)]; }
+  int64_t ring_bytes() const { return ring_bytes_; }
+  // After make_rings().
+  std::byte* ring_of(int64_t peer) { return rings_[static_cast<size_t>(peer)].data(); }
+
+  // Begins a collective; returns its sequence number. Peers see it with the next publish().
+  uint64_t begin(const Operation& operation, std::chrono::milliseconds timeout);
+  // Tells the peers that this rank has entered, if no publish() has yet.
+  void enter();
+  // Waits until all have entered and compares what they said. Throws Fault(kMismatch) on all ranks
+  // alike, naming two of them; then nothing has moved and the next collective works.
+  void check_entered();
+  // Collective, inside a collective that all have entered; the first one makes them. Throws
+  // Fault(kMemory) on all ranks alike if one of them has none; the next call tries again.
+  void make_rings();
+  bool has_rings() const { return !rings_.empty(); }
+  void finish();
+
+  // Stores into a counter of this rank, and wakes who sleeps.
+  void publish(Counter counter, uint64_t value);
+  void wait(int64_t peer, Counter counter, uint64_t target);
+  void wait_all(Counter counter, uint64_t target);
+
+  // Leaves word: every rank of the host raises with this text, now and later.
+  void fail(const std::string& text) noexcept;
+  // Why this group can no longer be used, as far as this rank or its peers know.
+  std::optional<std::string> failure();
+
+ private:
+  class PeerWatch;
+  HostGroup(const HostGroupRequest& request);
+
+  void meet(Exchange& exchange, SegmentKind kind);
+  bool look_for_peers(Exchange& exchange, SegmentKind kind, std::string& row);
+  void settle_hosts(const std::vector<std::string>& rows);
+  void check_usable();
+  [[noreturn]] void give_up(FaultKind kind, const std::string& why);
+  std::string name_of(int64_t peer) const;
+  std::string last_of(int64_t peer);
+  std::string current() const;
+
+  RankOf where_;
+  HostGroupRequest request_;
+  std::vector<std::vector<int64_t>> hosts_;
+  std::vector<int64_t> members_;
+  int64_t rank_ = 0;
+  int64_t ring_bytes_ = 0;
+  std::string why_alone_;
+  uint64_t forks_ = 0;  // of this process, when the group was made
+
+  std::vector<Segment> segments_;
+  std::vector<Segment> rings_;
+  std::vector<PeerProcess> processes_;
+  std::vector<RankBlock*> blocks_;
+  std::unique_ptr<FlagWait> flag_wait_;
+
+  uint64_t ring_attempts_ = 0;
+  uint64_t sequence_ = 0;
+  bool entered_ = true;
+  std::chrono::milliseconds timeout_{};
+  Clock::time_point deadline_;
+  std::string failure_;
+};
+
+}  // namespace trireme::shm

@@ -1,0 +1,71 @@
+#pragma once
+
+#include <trireme/shm/dtype.h>
+#include <trireme/shm/reduce.h>
+
+#include <array>
+#include <atomic>
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <string_view>
+
+namespace trireme::shm {
+
+enum class Verb : uint8_t {
+  kNone,
+  kAllReduce,
+  kReduce,
+  kReduceScatter,
+  kAllGather,
+  kBroadcast,
+  kGather,
+  kScatter,
+  kAllToAll,
+  kBarrier,
+  kRefused,  // a rank could not take part; `label` says why
+};
+std::string_view name(Verb verb);
+
+// What all ranks of a group must say alike when they enter a collective.
+struct Operation {
+  Verb verb = Verb::kNone;
+  Dtype dtype = Dtype::kBytes;
+  ReduceOp op = ReduceOp::kSum;
+  int32_t root = -1;         // of the group; -1 where there is none
+  int64_t count = 0;         // elements in all
+  uint64_t shapes_hash = 0;  // of the numbers of elements per tensor, where they matter
+  std::string_view label{};  // what is moved, for messages; empty if the caller has no name for it
+  double factor = 1;         // of kPremulSum; each rank may have its own
+
+  // "all_reduce of 1024 float32 by sum 'bucket 3'".
+  std::string to_string() const;
+};
+
+// One collective as a rank's segment tells it to its peers: the fingerprint they compare, and for
+// some time afterwards what happened to it. Plain memory that only the owner writes, before it
+// publishes the sequence number in RankBlock::entered.
+struct Record {
+  uint64_t sequence = 0;
+  uint64_t fingerprint = 0;  // of all that Operation holds, the whole label included
+  int64_t count = 0;
+  int32_t root = -1;
+  Verb verb = Verb::kNone;
+  Dtype dtype = Dtype::kBytes;
+  ReduceOp op = ReduceOp::kSum;
+  uint8_t label_length = 0;
+  double factor = 1;                     // not compared
+  int64_t started_ns = 0;                // CLOCK_MONOTONIC, which all processes of a host share
+  std::atomic<int64_t> finished_ns = 0;  // 0 while it runs
+  std::array<char, 64> label{};          // its first bytes
+
+  void write(uint64_t sequence, const Operation& operation);
+  Operation operation() const;
+};
+
+uint64_t mix(uint64_t hash, uint64_t value);  // for Operation::shapes_hash
+
+// How two ranks' operations differ ("rank 1 called broadcast of ..."), for the error of both.
+std::string describe_mismatch(int64_t rank, const Record& mine, int64_t peer, const Record& theirs);
+
+}  // namespace trireme::shm

@@ -1,0 +1,57 @@
+#pragma once
+
+#include <trireme/shm/operation.h>
+
+#include <array>
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <sys/types.h>
+
+namespace trireme::shm {
+
+constexpr size_t kCacheLine = 64;
+constexpr size_t kRecords = 64;
+
+enum class RankState : uint32_t { kJoining, kHere, kLeft, kFailed };
+
+// What every rank lets all its peers see: the one thing in its first segment.
+//
+// A step is one chunk of one collective: sequence number of the collective << kStepBits, plus the
+// number of the chunk, plus one. Steps only grow, also over a collective that was refused, so a
+// counter says "done up to and including this step" and nothing is ever reset.
+struct RankBlock {
+  // Written by the owner, read by all.
+  alignas(kCacheLine) std::atomic<uint64_t> entered{0};  // sequence number of the last collective
+  std::atomic<uint64_t> arrived{0};   // step whose input lies in the owner's ring
+  std::atomic<uint64_t> reduced{0};   // step whose slice the owner has reduced
+  std::atomic<uint64_t> consumed{0};  // step of which the owner needs nothing any more
+
+  // Rung by peers after they published something, if the owner sleeps.
+  alignas(kCacheLine) std::atomic<uint32_t> bell{0};
+  std::atomic<uint32_t> sleepers{0};
+
+  alignas(kCacheLine) std::atomic<RankState> state{RankState::kJoining};
+  pid_t pid = 0;
+  int32_t rank = -1;  // in the group
+  int32_t world = 0;
+  std::array<char, 1024> failure{};  // why, zero-terminated, before state becomes kFailed
+
+  // The segment with this rank's ring, which its first collective makes: where it is, or why there
+  // is none.
+  alignas(kCacheLine) std::atomic<uint64_t> ring_made{0};
+  std::atomic<uint64_t> rings_mapped{0};  // the owner has mapped those of all
+  std::array<char, 512> ring_address{};
+
+  alignas(kCacheLine) std::array<Record, kRecords> records{};
+};
+
+constexpr int kStepBits = 24;
+constexpr uint64_t step_of(uint64_t sequence, int64_t chunk) {
+  return (sequence << kStepBits) + static_cast<uint64_t>(chunk) + 1;
+}
+
+static_assert(std::atomic<uint64_t>::is_always_lock_free &&
+              std::atomic<uint32_t>::is_always_lock_free);
+
+}  // namespace trireme::shm

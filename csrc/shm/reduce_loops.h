@@ -1,0 +1,22 @@
+#pragma once
+
+#include <trireme/shm/reduce.h>
+
+#include <cstdint>
+#include <span>
+#include <string_view>
+
+namespace trireme::shm {
+
+// What reduce.h promises, as one instruction set does it. Requests are not checked.
+struct ReduceLoops {
+  std::string_view isa;
+  void (*reduce)(void* dst, void* second, const ReduceRequest& request, bool stream_second);
+  void (*copy_streaming)(void* dst, const void* src, int64_t bytes);
+};
+
+// Those that this processor can run, the fastest last; exported for the tests, which run each of
+// them.
+TRIREME_API std::span<const ReduceLoops> supported_reduce_loops();
+
+}  // namespace trireme::shm

@@ -1,0 +1,253 @@
+#include <trireme/shm/segment.h>
+
+#include <trireme/common/error.h>
+#include <trireme/shm/fault.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <charconv>
+#include <cstring>
+#include <fcntl.h>
+#include <filesystem>
+#include <fstream>
+#include <limits>
+#include <sstream>
+#include <sys/mman.h>
+#include <sys/random.h>
+#include <sys/stat.h>
+#include <unistd.h>
+#include <utility>
+
+namespace trireme::shm {
+namespace {
+
+constexpr uint64_t kMagic = 0x31656d6572697274;  // "trireme1"
+constexpr const char* kMemoryName = "trireme";   // as /proc/<pid>/maps shows it
+
+struct Header {
+  uint64_t magic;
+  Nonce nonce;
+  int64_t bytes;
+};
+static_assert(sizeof(Header) <= Segment::kHeaderBytes);
+
+// Closes what it holds.
+class File {
+ public:
+  explicit File(int fd) : fd_(fd) {}
+  ~File() {
+    if (fd_ >= 0) ::close(fd_);
+  }
+  File(const File&) = delete;
+  File& operator=(const File&) = delete;
+  int get() const { return fd_; }
+  int take() { return std::exchange(fd_, -1); }
+
+ private:
+  int fd_;
+};
+
+std::string text_of(int error) { return std::strerror(error); }
+
+Fault no_memory(int64_t bytes, int error) {
+  return {
+      FaultKind::kMemory,
+      error_text("segment",
+                 "got no memory to share (" + text_of(error) + "): needs " + std::to_string(bytes) +
+                     " bytes, free are " + std::to_string(free_memory_bytes()),
+                 {},
+                 "Raise the container's memory limit or the size of /dev/shm, or use fewer "
+                 "groups.")};
+}
+
+std::string hex(uint64_t value) {
+  std::array<char, 16> digits;
+  digits.fill('0');
+  std::array<char, 16> found{};
+  const auto end = std::to_chars(found.begin(), found.end(), value, 16).ptr;
+  std::copy(found.data(), end, digits.data() + (16 - (end - found.data())));
+  return {digits.begin(), digits.end()};
+}
+
+// Takes one space-separated number off the front of `text`.
+template <typename Number>
+bool take_number(std::string_view& text, Number& number, int radix = 10) {
+  const size_t end = std::min(text.find(' '), text.size());
+  const auto result = std::from_chars(text.data(), text.data() + end, number, radix);
+  if (result.ec != std::errc() || result.ptr != text.data() + end) return false;
+  text.remove_prefix(std::min(end + 1, text.size()));
+  return true;
+}
+
+int64_t read_number(const std::filesystem::path& path) {
+  std::ifstream file(path);
+  int64_t number = -1;
+  return file >> number ? number : -1;
+}
+
+// What the control groups (v2) above this process leave.
+int64_t free_in_control_group() {
+  std::ifstream membership("/proc/self/cgroup");
+  int64_t found = std::numeric_limits<int64_t>::max();
+  for (std::string line; std::getline(membership, line);) {
+    if (line.rfind("0::", 0) != 0) continue;
+    const std::filesystem::path root = "/sys/fs/cgroup";
+    std::filesystem::path group = root / std::filesystem::path(line.substr(3)).relative_path();
+    for (;; group = group.parent_path()) {
+      const int64_t limit = read_number(group / "memory.max");
+      const int64_t used = read_number(group / "memory.current");
+      if (limit >= 0 && used >= 0) found = std::min(found, std::max<int64_t>(limit - used, 0));
+      if (group == root || !group.has_relative_path()) break;
+    }
+  }
+  return found;
+}
+
+}  // namespace
+
+int64_t free_memory_bytes() {
+  std::ifstream meminfo("/proc/meminfo");
+  int64_t available = std::numeric_limits<int64_t>::max();
+  for (std::string word; meminfo >> word;) {
+    if (word != "MemAvailable:") continue;
+    int64_t kib = 0;
+    if (meminfo >> kib) available = kib * 1024;
+    break;
+  }
+  return std::min(available, free_in_control_group());
+}
+
+Nonce random_nonce() {
+  Nonce nonce{};
+  auto* bytes = reinterpret_cast<std::byte*>(nonce.data());
+  for (size_t filled = 0; filled < sizeof(nonce);) {
+    const ssize_t got = ::getrandom(bytes + filled, sizeof(nonce) - filled, 0);
+    if (got > 0) filled += static_cast<size_t>(got);
+  }
+  return nonce;
+}
+
+std::string SegmentAddress::name() const { return "/trireme-" + hex(nonce[0]) + hex(nonce[1]); }
+
+std::string SegmentAddress::to_string() const {
+  std::ostringstream text;
+  text << static_cast<int>(kind) << ' ' << pid << ' ' << fd << ' ' << bytes << ' ' << hex(nonce[0])
+       << ' ' << hex(nonce[1]);
+  return text.str();
+}
+
+std::optional<SegmentAddress> SegmentAddress::parse(std::string_view text) {
+  SegmentAddress address;
+  uint8_t kind = 0;
+  const bool read = take_number(text, kind) && take_number(text, address.pid) &&
+                    take_number(text, address.fd) && take_number(text, address.bytes) &&
+                    take_number(text, address.nonce[0], 16) &&
+                    take_number(text, address.nonce[1], 16) && text.empty();
+  if (!read || kind > 1 || address.pid <= 0 || address.bytes <= 0) return std::nullopt;
+  address.kind = static_cast<SegmentKind>(kind);
+  return address;
+}
+
+Segment::Segment(Segment&& other) noexcept { *this = std::move(other); }
+
+Segment& Segment::operator=(Segment&& other) noexcept {
+  if (this == &other) return *this;
+  release();
+  address_ = other.address_;
+  map_ = std::exchange(other.map_, nullptr);
+  owns_name_ = std::exchange(other.owns_name_, false);
+  fd_ = std::exchange(other.fd_, -1);
+  return *this;
+}
+
+Segment::~Segment() { release(); }
+
+void Segment::release() noexcept {
+  unlink_name();
+  if (map_ != nullptr) ::munmap(map_, static_cast<size_t>(address_.bytes + kHeaderBytes));
+  map_ = nullptr;
+  if (fd_ >= 0) ::close(fd_);
+  fd_ = -1;
+}
+
+void Segment::unlink_name() {
+  if (std::exchange(owns_name_, false)) ::shm_unlink(address_.name().c_str());
+}
+
+void Segment::map(int fd, int64_t mapped_bytes) {
+  void* found =
+      ::mmap(nullptr, static_cast<size_t>(mapped_bytes), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+  map_ = found == MAP_FAILED ? nullptr : found;
+}
+
+Segment Segment::create(SegmentKind kind, int64_t bytes) {
+  const int64_t mapped_bytes = bytes + kHeaderBytes;
+  // Asked first: where a control group is full, the kernel would end a process of it instead of
+  // failing the call.
+  if (free_memory_bytes() < mapped_bytes) throw no_memory(mapped_bytes, ENOMEM);
+
+  Segment segment;
+  segment.address_ = {kind, ::getpid(), -1, bytes, random_nonce()};
+  const bool anonymous = kind == SegmentKind::kAnonymous;
+  File file(anonymous ? ::memfd_create(kMemoryName, MFD_CLOEXEC | MFD_ALLOW_SEALING)
+                      : ::shm_open(segment.address_.name().c_str(),
+                                   O_CREAT | O_EXCL | O_RDWR | O_CLOEXEC, S_IRUSR | S_IWUSR));
+  if (file.get() < 0) {
+    throw Fault(FaultKind::kNotPossible,
+                error_text("segment", "got no shared memory object: " + text_of(errno), {},
+                           "Allow memfd_create, or mount /dev/shm."));
+  }
+  segment.owns_name_ = !anonymous;
+  int error = 0;
+  do {
+    error = ::posix_fallocate(file.get(), 0, mapped_bytes);
+  } while (error == EINTR);
+  if (error != 0) throw no_memory(mapped_bytes, error);
+  if (anonymous) {
+    ::fcntl(file.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL);
+  }
+  segment.map(file.get(), mapped_bytes);
+  if (!segment) throw no_memory(mapped_bytes, errno);
+  const Header header{kMagic, segment.address_.nonce, bytes};
+  std::memcpy(segment.map_, &header, sizeof(header));
+  segment.fd_ = file.take();
+  if (anonymous) segment.address_.fd = segment.fd_;
+  return segment;
+}
+
+Segment Segment::open(const SegmentAddress& address, std::string& why_not) {
+  const std::string path =
+      address.kind == SegmentKind::kAnonymous
+          ? "/proc/" + std::to_string(address.pid) + "/fd/" + std::to_string(address.fd)
+          : address.name();
+  File file(address.kind == SegmentKind::kAnonymous
+                ? ::open(path.c_str(), O_RDWR | O_CLOEXEC | O_NOCTTY | O_NONBLOCK)
+                : ::shm_open(path.c_str(), O_RDWR | O_CLOEXEC, 0));
+  if (file.get() < 0) {
+    why_not = "cannot open " + path + ": " + text_of(errno);
+    return {};
+  }
+  struct stat found{};
+  const int64_t mapped_bytes = address.bytes + kHeaderBytes;
+  if (::fstat(file.get(), &found) != 0 || !S_ISREG(found.st_mode) ||
+      found.st_size != mapped_bytes) {
+    why_not = path + " is not the segment of a peer";
+    return {};
+  }
+  Segment segment;
+  segment.address_ = address;
+  segment.map(file.get(), mapped_bytes);
+  if (!segment) {
+    why_not = "cannot map " + path + ": " + text_of(errno);
+    return {};
+  }
+  Header header{};
+  std::memcpy(&header, segment.map_, sizeof(header));
+  if (header.magic != kMagic || header.nonce != address.nonce || header.bytes != address.bytes) {
+    why_not = path + " is another segment than its address says";
+    return {};
+  }
+  return segment;
+}
+
+}  // namespace trireme::shm

@@ -1,0 +1,82 @@
+#pragma once
+
+#include <trireme/common/export.h>
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <sys/types.h>
+
+namespace trireme::shm {
+
+// 128 random bits at the start of a segment: who reads them there shares memory with its maker.
+using Nonce = std::array<uint64_t, 2>;
+TRIREME_API Nonce random_nonce();
+
+enum class SegmentKind : uint8_t {
+  kAnonymous,  // memfd; peers open /proc/<pid>/fd/<fd>, which takes the rights of a debugger
+  kNamed       // shm_open of a random name, until unlink_name()
+};
+
+// Where a peer finds a segment.
+struct TRIREME_API SegmentAddress {
+  SegmentKind kind = SegmentKind::kAnonymous;
+  pid_t pid = 0;
+  int fd = -1;  // kAnonymous
+  int64_t bytes = 0;
+  Nonce nonce{};
+
+  std::string name() const;  // kNamed: "/trireme-<nonce>"
+  std::string to_string() const;
+  // Empty if the text was not made by to_string().
+  static std::optional<SegmentAddress> parse(std::string_view text);
+
+  bool operator==(const SegmentAddress&) const = default;
+};
+
+// Memory that several processes map. Its pages are reserved when it is made, so that touching them
+// cannot fail later, and its size is sealed. Nothing of it outlives the last process that maps it,
+// however that ends (a named one: once unlink_name() was called). Move-only; not thread-safe.
+class TRIREME_API Segment {
+ public:
+  Segment() = default;
+  Segment(Segment&& other) noexcept;
+  Segment& operator=(Segment&& other) noexcept;
+  ~Segment();
+
+  // At least `bytes` zeros after the nonce, on the pages of the NUMA node that touches them first.
+  // Throws Fault(kMemory) saying how much is free.
+  static Segment create(SegmentKind kind, int64_t bytes);
+
+  // A peer's. Empty, with the reason in `why_not`, if it cannot be opened or is not what the
+  // address says.
+  static Segment open(const SegmentAddress& address, std::string& why_not);
+
+  explicit operator bool() const { return map_ != nullptr; }
+  const SegmentAddress& address() const { return address_; }
+  // Aligned to 64 bytes.
+  std::byte* data() const { return static_cast<std::byte*>(map_) + kHeaderBytes; }
+  int64_t bytes() const { return address_.bytes; }
+
+  // Once every peer has opened it. The mapping stays.
+  void unlink_name();
+
+  static constexpr int64_t kHeaderBytes = 64;
+
+ private:
+  void map(int fd, int64_t mapped_bytes);
+  void release() noexcept;
+
+  SegmentAddress address_;
+  void* map_ = nullptr;
+  bool owns_name_ = false;
+  int fd_ = -1;  // of the maker: peers open it through /proc, and so does the doctor
+};
+
+// Bytes that the memory control group of this process and the machine would still give.
+TRIREME_API int64_t free_memory_bytes();
+
+}  // namespace trireme::shm
