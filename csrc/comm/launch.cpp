@@ -4,6 +4,7 @@
 #include <trireme/comm/gloo_group.h>
 #include <trireme/comm/nccl_backend.h>
 #include <trireme/comm/rendezvous.h>
+#include <trireme/comm/shm_backend.h>
 #include <trireme/common/cpus.h>
 #include <trireme/common/env.h>
 
@@ -15,7 +16,9 @@
 
 #include <algorithm>
 #include <exception>
+#include <map>
 #include <mutex>
+#include <string>
 #include <utility>
 
 namespace trireme {
@@ -43,11 +46,27 @@ void remember_communicator(const std::shared_ptr<Communicator>& communicator) {
 
 constexpr milliseconds kFarewell = std::chrono::seconds(30);
 constexpr milliseconds kFarewellOfAFailure = std::chrono::seconds(1);
-constexpr const char* kGloo = "gloo";
-constexpr const char* kNccl = "nccl";
-constexpr const char* kGlooAndNccl = "cpu:gloo,cuda:nccl";
 
-bool has_nccl(const std::string& backend) { return backend == kNccl || backend == kGlooAndNccl; }
+using c10d::ProcessGroup;
+
+// The engines of a run; empty: none for that kind of device.
+struct Engines {
+  std::string cpu;
+  std::string cuda;
+};
+
+const std::map<std::string, Engines>& known_backends() {
+  static const std::map<std::string, Engines> known = {
+      {"trireme", {"trireme", ""}},
+      {"gloo", {"gloo", "gloo"}},
+      {"nccl", {"", "nccl"}},
+      {"cpu:trireme,cuda:nccl", {"trireme", "nccl"}},
+      {"cpu:gloo,cuda:nccl", {"gloo", "nccl"}},
+  };
+  return known;
+}
+
+bool has_nccl(const std::string& backend) { return known_backends().at(backend).cuda == "nccl"; }
 
 LaunchEnvironment read_environment(const InitOptions& options) {
   TORCH_CHECK_VALUE(options.rank.has_value() == options.world.has_value(),
@@ -59,19 +78,22 @@ LaunchEnvironment read_environment(const InitOptions& options) {
 
 void check_backend(const InitOptions& options, RankOf where) {
   const std::string& backend = options.backend;
-  TORCH_CHECK_VALUE(
-      backend.empty() || backend == kGloo || has_nccl(backend),
-      error_text("launch",
-                 "backend is '" + backend + "', expected gloo, nccl or cpu:gloo,cuda:nccl", where,
-                 "Other engines of c10d are reached from Python."));
+  TORCH_CHECK_VALUE(backend.empty() || known_backends().count(backend) > 0,
+                    error_text("launch",
+                               "backend is '" + backend +
+                                   "', expected trireme, gloo, nccl, or cpu:trireme,cuda:nccl",
+                               where, "Other engines of c10d are reached from Python."));
   if (!options.device) return;
   TORCH_CHECK_VALUE(
       options.device->is_cpu() || options.device->is_cuda(),
       error_text("launch", "device is " + options.device->str() + ", expected cpu or cuda", where,
                  "Pass another device."));
-  TORCH_CHECK_VALUE(options.device->is_cuda() || !has_nccl(backend),
-                    error_text("launch", "backend " + backend + " cannot serve device cpu", where,
-                               "Use the backend \"gloo\", or a CUDA device."));
+  if (backend.empty()) return;
+  const Engines& engines = known_backends().at(backend);
+  TORCH_CHECK_VALUE(
+      !(options.device->is_cuda() ? engines.cuda : engines.cpu).empty(),
+      error_text("launch", "backend " + backend + " cannot serve device " + options.device->str(),
+                 where, "Use another backend, or leave it out."));
 }
 
 // A job step that gives each rank one GPU shows each rank that GPU alone, as number 0.
@@ -82,8 +104,9 @@ c10::DeviceIndex index_of_rank(const LaunchEnvironment& environment, int64_t gpu
 
 c10::Device choose_device(const InitOptions& options, const LaunchEnvironment& environment) {
   const RankOf where = environment.rank_of();
-  if (has_nccl(options.backend)) load_nccl(where);  // libtorch_cuda comes with it
-  const bool by_default = has_nccl(options.backend) || (options.backend.empty() && at::hasCUDA());
+  const bool wants_nccl = !options.backend.empty() && has_nccl(options.backend);
+  if (wants_nccl) load_nccl(where);  // libtorch_cuda comes with it
+  const bool by_default = wants_nccl || (options.backend.empty() && at::hasCUDA());
   const c10::Device wanted =
       options.device.value_or(by_default ? c10::DeviceType::CUDA : c10::DeviceType::CPU);
   if (wanted.is_cpu()) return wanted;
@@ -113,28 +136,41 @@ struct ConnectRequest {
   std::optional<milliseconds> timeout;
 };
 
-c10::intrusive_ptr<c10d::ProcessGroup> connect(const std::string& backend,
-                                               const ConnectRequest& request) {
-  using BackendType = c10d::ProcessGroup::BackendType;
-  const RankOf where = request.where;
-  auto part_of_store = [&](const char* name) {
-    return c10::make_intrusive<c10d::PrefixStore>(name, request.store);
-  };
+c10::intrusive_ptr<c10d::Backend> make_engine(const std::string& engine,
+                                              const ConnectRequest& request) {
+  const auto store = c10::make_intrusive<c10d::PrefixStore>(engine, request.store);
   GlooOptions gloo;
   gloo.timeout = request.timeout.value_or(gloo.timeout);
   gloo.connect_timeout = request.timeout.value_or(gloo.connect_timeout);
-  if (backend == kGloo) return make_gloo_group(part_of_store(kGloo), where, gloo);
+  if (engine == "gloo") return make_gloo_backend(store, request.where, gloo);
+  if (engine == "nccl") return make_nccl_backend({store, request.where, gloo.timeout});
+  ShmOptions shm;
+  shm.timeout = gloo.timeout;
+  shm.connect_timeout = gloo.connect_timeout;
+  return make_shm_backend(store, request.where, shm);
+}
 
-  auto group = c10::make_intrusive<c10d::ProcessGroup>(request.store, static_cast<int>(where.rank),
-                                                       static_cast<int>(where.world));
-  group->setBoundDeviceId(request.device);
-  if (backend == kGlooAndNccl) {
-    group->setBackend(c10::DeviceType::CPU, BackendType::GLOO,
-                      make_gloo_backend(part_of_store(kGloo), where, gloo));
+ProcessGroup::BackendType type_of(const std::string& engine) {
+  using Type = ProcessGroup::BackendType;
+  return engine == "gloo" ? Type::GLOO : engine == "nccl" ? Type::NCCL : Type::CUSTOM;
+}
+
+c10::intrusive_ptr<ProcessGroup> connect(const Engines& engines, const ConnectRequest& request) {
+  const RankOf where = request.where;
+  auto group = c10::make_intrusive<ProcessGroup>(request.store, static_cast<int>(where.rank),
+                                                 static_cast<int>(where.world));
+  c10::intrusive_ptr<c10d::Backend> on_cpu;
+  if (!engines.cpu.empty()) {
+    on_cpu = make_engine(engines.cpu, request);
+    group->setBackend(c10::DeviceType::CPU, type_of(engines.cpu), on_cpu);
   }
-  group->setBackend(c10::DeviceType::CUDA, BackendType::NCCL,
-                    make_nccl_backend({part_of_store(kNccl), where, gloo.timeout}));
-  group->setDefaultBackend(BackendType::NCCL);
+  if (engines.cuda == "nccl") group->setBoundDeviceId(request.device);
+  if (!engines.cuda.empty()) {
+    const bool is_same = engines.cuda == engines.cpu;
+    group->setBackend(c10::DeviceType::CUDA, type_of(engines.cuda),
+                      is_same ? on_cpu : make_engine(engines.cuda, request));
+  }
+  group->setDefaultBackend(type_of(engines.cuda.empty() ? engines.cpu : engines.cuda));
   return group;
 }
 
@@ -219,9 +255,10 @@ Context init(const InitOptions& options) {
       RendezvousRequest{environment, options.init_method, options.timeout});
   const auto& store = group->rendezvous.store();
   const std::string backend = !options.backend.empty() ? options.backend
-                              : device.is_cpu()        ? kGloo
-                                                       : kGlooAndNccl;
-  group->process_group = connect(backend, {store, where, device, options.timeout});
+                              : device.is_cpu()        ? "trireme"
+                                                       : "cpu:trireme,cuda:nccl";
+  group->process_group =
+      connect(known_backends().at(backend), {store, where, device, options.timeout});
   group->communicator = make_c10d_communicator(group->process_group, store);
   remember_communicator(group->communicator);
   return Context(where, {environment.local_rank, environment.local_world}, device,

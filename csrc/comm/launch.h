@@ -20,11 +20,13 @@ class Store;
 namespace trireme {
 
 struct InitOptions {
-  // "gloo", "nccl" or "cpu:gloo,cuda:nccl". Empty: "gloo" on a CPU device, "cpu:gloo,cuda:nccl" on
+  // "trireme" (shared memory between the ranks of a host, see comm/shm_backend.h), "gloo", "nccl",
+  // or one for each kind of device: "cpu:gloo,cuda:nccl". Empty: "trireme" on a CPU device,
+  // "cpu:trireme,cuda:nccl" on
   // a CUDA device.
   std::string backend;
   // Where this rank computes; a CUDA device without an index means the one numbered like the local
-  // rank. Unset: CUDA if there is a GPU and the backend is not "gloo", else the CPU.
+  // rank. Unset: CUDA if there is a GPU and the backend is empty or has NCCL, else the CPU.
   std::optional<c10::Device> device;
   // Of one collective; unset: 30 minutes. Also how long to wait for the other ranks at the start;
   // unset: 5 minutes.

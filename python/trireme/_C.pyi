@@ -9,6 +9,7 @@ from datetime import timedelta
 from typing import ClassVar
 
 import torch
+from torch._C._distributed_c10d import Backend
 from torch.distributed.distributed_c10d import ProcessGroup, Store
 
 class Communicator:

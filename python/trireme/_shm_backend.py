@@ -8,13 +8,13 @@ import torch.distributed as dist
 
 from trireme import _C
 
-NAME = "trireme"
+SHM = "trireme"
 
 
 def register() -> None:
     """Make ``init_process_group("trireme")`` work; torch's entry point, and ``import trireme``."""
-    if not hasattr(dist.Backend, NAME.upper()):
-        dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
+    if not hasattr(dist.Backend, SHM.upper()):
+        dist.Backend.register_backend(SHM, _create, extended_api=True, devices=["cpu"])
 
 
 def _create(options: Any, backend_options: Any) -> Any:

@@ -20,10 +20,11 @@ from trireme._launch_checks import (
     parse_device,
     refuse,
 )
+from trireme._shm_backend import SHM
 
 _FAREWELL = timedelta(seconds=30)
 _FAREWELL_OF_A_FAILURE = timedelta(seconds=1)
-_GLOO_AND_NCCL = "cpu:gloo,cuda:nccl"
+_CPU_AND_CUDA = f"cpu:{SHM},cuda:nccl"
 _MEET_BY_THEMSELVES = ("mpi", "fake")
 
 
@@ -91,10 +92,11 @@ def init(
     and using it as a context manager ends nothing.
 
     Args:
-        backend: as for ``torch.distributed.init_process_group``. Default: ``cpu:gloo,cuda:nccl``
-            on a CUDA device, ``gloo`` on the CPU.
+        backend: as for ``torch.distributed.init_process_group``. Default: ``trireme``
+            on the CPU (shared memory between the ranks of a host; Gloo if they do not share it),
+            ``cpu:trireme,cuda:nccl`` on a CUDA device.
         device: ``cpu`` or ``cuda``; CUDA without an index means the GPU numbered like the local
-            rank. Default: CUDA if there is a GPU and the backend is not ``gloo``.
+            rank. Default: CUDA if there is a GPU and no backend is given, or one with ``nccl``.
         timeout: of one collective, and of meeting the others; seconds, or a timedelta. Default:
             torch's for collectives, 5 minutes for meeting.
         init_method: where the ranks meet: ``tcp://host:port``, ``file:///path`` or ``env://``
@@ -128,7 +130,7 @@ def init(
     if set_threads:
         _share_cpus(environment)
     if backend is None:
-        backend = "gloo" if own_device.type == "cpu" else _GLOO_AND_NCCL
+        backend = SHM if own_device.type == "cpu" else _CPU_AND_CUDA
     rendezvous = None
     if backend not in _MEET_BY_THEMSELVES:
         rendezvous = _C.Rendezvous(environment, init_method or "", limit)
@@ -245,7 +247,7 @@ def _choose_device(
         if has_nccl and "cpu:" not in str(backend):
             refuse(
                 f"backend {backend} cannot serve device cpu",
-                'Use the backend "gloo", or a CUDA device.',
+                'Use the backend "trireme" or "gloo", or a CUDA device.',
                 **where,
             )
         return wanted

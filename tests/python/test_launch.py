@@ -35,7 +35,7 @@ def test_alone_a_process_is_rank_0_of_1() -> None:
         assert (context.rank, context.world) == (0, 1)
         assert (context.local_rank, context.local_world) == (0, 1)
         assert context.device == torch.device("cpu")
-        assert dist.get_backend() == "gloo"
+        assert dist.get_backend() == "trireme"
         value = torch.ones(2)
         dist.all_reduce(value)
         assert value.tolist() == [1, 1]
@@ -55,7 +55,7 @@ def test_a_second_init_describes_the_run_and_does_not_end_it(lone_rank: trireme.
         assert again == lone_rank
     assert dist.is_initialized()
     assert error_of(lambda: trireme.init("mpi")) == (
-        "ValueError: [launch] backend is 'mpi', but the default group exists and has 'gloo' "
+        "ValueError: [launch] backend is 'mpi', but the default group exists and has 'trireme' "
         "(rank 0 of 1). Call shutdown() before another init()."
     )
     assert error_of(lambda: trireme.init(device="cuda")) == (

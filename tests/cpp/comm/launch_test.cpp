@@ -163,7 +163,7 @@ TEST_CASE("a single rank needs no port") {
   CHECK(context.world() == 1);
   CHECK(context.local_rank() == 0);
   CHECK(context.device() == c10::Device(c10::DeviceType::CPU));
-  CHECK(context.process_group()->getBackendName() == "gloo");
+  CHECK(context.process_group()->getBackend(c10::DeviceType::CPU)->getBackendName() == "trireme");
   const at::Tensor value = at::full({2}, 5.0);
   context.communicator()->all_reduce({value}, ReduceOp::kSum, "test").wait();
   CHECK(value[1].item<double>() == 5.0);
@@ -244,12 +244,13 @@ TEST_CASE("a rank that nobody joins says where it waited") {
 
 TEST_CASE("options that cannot be honoured are refused") {
   CHECK(refused_options([](auto& options) { options.backend = "smoke"; }) ==
-        "[launch] backend is 'smoke', expected gloo, nccl or cpu:gloo,cuda:nccl (rank 0 of 1). "
+        "[launch] backend is 'smoke', expected trireme, gloo, nccl, or "
+        "cpu:trireme,cuda:nccl (rank 0 of 1). "
         "Other engines of c10d "
         "are reached from Python.");
   CHECK(refused_options([](auto& options) { options.backend = "nccl"; }) ==
-        "[launch] backend nccl cannot serve device cpu (rank 0 of 1). Use the backend \"gloo\", or "
-        "a CUDA device.");
+        "[launch] backend nccl cannot serve device cpu (rank 0 of 1). Use another backend, or "
+        "leave it out.");
   CHECK(refused_options([](auto& options) {
           options.device = c10::Device(c10::DeviceType::Meta);
         }) == "[launch] device is meta, expected cpu or cuda (rank 0 of 1). Pass another device.");
