@@ -1,9 +1,11 @@
 #include <trireme/comm/c10d_communicator.h>
 
 #include <trireme/comm/c10d_wait.h>
+#include <trireme/comm/shm_backend_class.h>
 
 #include <ATen/ATen.h>
 
+#include <algorithm>
 #include <atomic>
 #include <functional>
 #include <map>
@@ -129,7 +131,11 @@ class WorkState final : public Pending::State {
 
   void add(WorkPtr work, TensorList alive, std::function<void()> afterwards = {}) {
     const bool on_cpu = alive.front().is_cpu();
-    if (on_cpu) stamp_completion(*work);
+    if (const auto* shm = dynamic_cast<const ShmWork*>(work.get())) {
+      shm_ = shm;
+    } else if (on_cpu) {
+      stamp_completion(*work);
+    }
     parts_.push_back({std::move(work), std::move(alive), std::move(afterwards), on_cpu});
   }
 
@@ -149,6 +155,7 @@ class WorkState final : public Pending::State {
   }
 
   std::optional<Pending::Clock::time_point> finished_at() const override {
+    if (shm_ != nullptr) return shm_->finished_at();
     const auto ticks = finished_->load(std::memory_order_acquire);
     if (ticks == 0) return std::nullopt;
     return Pending::Clock::time_point(Pending::Clock::duration(ticks));
@@ -179,7 +186,19 @@ class WorkState final : public Pending::State {
   std::vector<Part> parts_;
   size_t next_ = 0;
   std::shared_ptr<Stamp> finished_ = std::make_shared<Stamp>(0);
+  const ShmWork* shm_ = nullptr;  // the last part, if it tells by itself
 };
+
+c10::intrusive_ptr<ShmBackend> find_shm_backend(c10d::ProcessGroup& group) {
+  if (!group.hasBackends()) return {};
+  const auto devices = group.getDeviceTypes();
+  if (std::none_of(devices.begin(), devices.end(), [](c10::Device d) { return d.is_cpu(); }))
+    return {};
+  const auto backend = group.getBackend(c10::DeviceType::CPU);
+  auto* shm = dynamic_cast<ShmBackend*>(backend.get());
+  return shm == nullptr ? c10::intrusive_ptr<ShmBackend>()
+                        : c10::intrusive_ptr<ShmBackend>::reclaim_copy(shm);
+}
 
 class C10dCommunicator final : public Communicator {
  public:
@@ -187,7 +206,8 @@ class C10dCommunicator final : public Communicator {
                    c10::intrusive_ptr<c10d::Store> store)
       : group_(std::move(group)),
         where_{group_->getRank(), group_->getSize()},
-        health_(std::make_shared<GroupHealth>(std::move(store), where_)) {}
+        health_(std::make_shared<GroupHealth>(std::move(store), where_)),
+        shm_(find_shm_backend(*group_)) {}
 
   RankOf rank_of() const override { return where_; }
 
@@ -266,6 +286,7 @@ class C10dCommunicator final : public Communicator {
   void announce_failure(const std::string& reason) noexcept override {
     health_->board.announce(reason);
     health_->set_failure(reason);
+    if (shm_) shm_->fail(reason);  // heard at once, not at the next look at the board
   }
 
   std::optional<std::string> failure() const override { return health_->failure(); }
@@ -291,7 +312,8 @@ class C10dCommunicator final : public Communicator {
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
   RankOf where_;
   std::shared_ptr<GroupHealth> health_;
-  std::string operation_;  // the one being issued
+  c10::intrusive_ptr<ShmBackend> shm_;  // null: another engine serves CPU tensors
+  std::string operation_;               // the one being issued
 };
 
 }  // namespace

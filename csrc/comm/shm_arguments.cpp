@@ -6,48 +6,6 @@
 
 namespace trireme {
 
-shm::ReduceOptions shm_reduce_options(const c10d::ReduceOp& op, at::ScalarType dtype) {
-  shm::ReduceOptions how;
-  how.dtype = shm_dtype(dtype);
-  switch (op.op_) {
-    case c10d::ReduceOp::SUM:
-      how.op = shm::ReduceOp::kSum;
-      break;
-    case c10d::ReduceOp::AVG:
-      how.op = shm::ReduceOp::kAvg;
-      break;
-    case c10d::ReduceOp::PRODUCT:
-      how.op = shm::ReduceOp::kProduct;
-      break;
-    case c10d::ReduceOp::MIN:
-      how.op = shm::ReduceOp::kMin;
-      break;
-    case c10d::ReduceOp::MAX:
-      how.op = shm::ReduceOp::kMax;
-      break;
-    case c10d::ReduceOp::BAND:
-      how.op = shm::ReduceOp::kBand;
-      break;
-    case c10d::ReduceOp::BOR:
-      how.op = shm::ReduceOp::kBor;
-      break;
-    case c10d::ReduceOp::BXOR:
-      how.op = shm::ReduceOp::kBxor;
-      break;
-    case c10d::ReduceOp::PREMUL_SUM: {
-      how.op = shm::ReduceOp::kPremulSum;
-      const auto* factor = dynamic_cast<const c10d::PreMulSumSupplement*>(op.supplement_.get());
-      TORCH_CHECK_VALUE(factor != nullptr, "[shm_backend] got PREMUL_SUM without its factor");
-      how.factor = factor->tensor_factor.defined() ? factor->tensor_factor.item<double>()
-                                                   : factor->double_factor;
-      break;
-    }
-    case c10d::ReduceOp::UNUSED:
-      C10_THROW_ERROR(ValueError, "[shm_backend] got ReduceOp.UNUSED");
-  }
-  return how;
-}
-
 ShmArguments& ShmArguments::take(const std::vector<at::Tensor>& tensors) {
   for (const at::Tensor& tensor : tensors) {
     if (!tensor.defined()) return complain("an undefined tensor");
@@ -76,6 +34,62 @@ ShmArguments& ShmArguments::numel(const char* what, int64_t got, int64_t expecte
   return expect(got == expected, [&] {
     return std::to_string(got) + " elements in " + what + ", expected " + std::to_string(expected);
   });
+}
+
+ShmArguments& ShmArguments::root(int64_t rank, int64_t world) {
+  return expect(rank >= 0 && rank < world, [&] {
+    return "root " + std::to_string(rank) + ", expected one of the group's " +
+           std::to_string(world) + " ranks";
+  });
+}
+
+shm::ReduceOptions ShmArguments::reduction(const c10d::ReduceOp& op) {
+  shm::ReduceOptions how;
+  how.dtype = shm_dtype(dtype());
+  switch (op.op_) {
+    case c10d::ReduceOp::SUM:
+      how.op = shm::ReduceOp::kSum;
+      break;
+    case c10d::ReduceOp::AVG:
+      how.op = shm::ReduceOp::kAvg;
+      break;
+    case c10d::ReduceOp::PRODUCT:
+      how.op = shm::ReduceOp::kProduct;
+      break;
+    case c10d::ReduceOp::MIN:
+      how.op = shm::ReduceOp::kMin;
+      break;
+    case c10d::ReduceOp::MAX:
+      how.op = shm::ReduceOp::kMax;
+      break;
+    case c10d::ReduceOp::BAND:
+      how.op = shm::ReduceOp::kBand;
+      break;
+    case c10d::ReduceOp::BOR:
+      how.op = shm::ReduceOp::kBor;
+      break;
+    case c10d::ReduceOp::BXOR:
+      how.op = shm::ReduceOp::kBxor;
+      break;
+    case c10d::ReduceOp::PREMUL_SUM: {
+      how.op = shm::ReduceOp::kPremulSum;
+      const auto* factor = dynamic_cast<const c10d::PreMulSumSupplement*>(op.supplement_.get());
+      if (factor == nullptr) {
+        complain("ReduceOp.PREMUL_SUM without a factor");
+      } else if (!factor->tensor_factor.defined()) {
+        how.factor = factor->double_factor;
+      } else if (factor->tensor_factor.numel() == 1) {
+        how.factor = factor->tensor_factor.item<double>();
+      } else {
+        complain("ReduceOp.PREMUL_SUM with " + std::to_string(factor->tensor_factor.numel()) +
+                 " factors, expected one");
+      }
+      break;
+    }
+    case c10d::ReduceOp::UNUSED:
+      complain("ReduceOp.UNUSED");
+  }
+  return how;
 }
 
 ShmArguments& ShmArguments::complain(const std::string& got) {

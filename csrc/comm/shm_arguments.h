@@ -13,9 +13,6 @@
 
 namespace trireme {
 
-// How c10d's ReduceOp is done on elements of that dtype. Throws ValueError for what is none.
-shm::ReduceOptions shm_reduce_options(const c10d::ReduceOp& op, at::ScalarType dtype);
-
 // What a collective was called with, and what is wrong with it. One rank may be the only one to see
 // it, so it is not thrown here: the reason travels, and all ranks raise (Collectives::refuse).
 class ShmArguments {
@@ -28,6 +25,10 @@ class ShmArguments {
   ShmArguments& expect(bool fine, const std::function<std::string()>& got);
   ShmArguments& count(const char* what, size_t got, int64_t expected);
   ShmArguments& numel(const char* what, int64_t got, int64_t expected);
+  ShmArguments& root(int64_t rank, int64_t world);
+
+  // How c10d's ReduceOp is done on elements of what was taken.
+  shm::ReduceOptions reduction(const c10d::ReduceOp& op);
 
   // Elements for each of `world` ranks: rows of dim 0 by `splits`, or equal parts if there are
   // none.

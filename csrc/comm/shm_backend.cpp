@@ -26,7 +26,8 @@ ShmBackend::ShmBackend(const c10::intrusive_ptr<c10d::Store>& store, RankOf wher
       where_(where),
       shm_options_(options),
       options_(c10::make_intrusive<Options>(kName, options.timeout)),
-      forks_(forks_so_far()) {
+      forks_(forks_so_far()),
+      queue_(where.world) {
   meet();
   init();
 }
@@ -86,8 +87,12 @@ c10::intrusive_ptr<c10d::Backend> ShmBackend::split(const c10::intrusive_ptr<c10
 
 void ShmBackend::abort() {
   if (inner_) return inner_->abort();
-  group_->fail(error_text("shm_backend", "the group was aborted", where_,
-                          "Destroy the process group and initialise it again."));
+  fail(error_text("shm_backend", "the group was aborted", where_,
+                  "Destroy the process group and initialise it again."));
+}
+
+void ShmBackend::fail(const std::string& reason) noexcept {
+  if (group_) group_->fail(reason);
 }
 
 void ShmBackend::shutdown() { inner_ ? inner_->shutdown() : queue_.drain(); }

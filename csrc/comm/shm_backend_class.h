@@ -37,6 +37,8 @@ class ShmBackend final : public c10d::Backend {
                                     const c10::intrusive_ptr<Options>& options) override;
   void abort() override;     // whatever waits, and whatever is called later, raises
   void shutdown() override;  // after what is queued
+  // The same as abort(), with a reason that all ranks repeat.
+  void fail(const std::string& reason) noexcept;
 
   // shm_backend_verbs.cpp
   WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override;

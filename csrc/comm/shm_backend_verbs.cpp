@@ -25,7 +25,7 @@ Tensors first_of(const TensorLists& lists) { return lists.empty() ? Tensors{} : 
 WorkPtr ShmBackend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) {
   if (inner_) return inner_->broadcast(tensors, options);
   ShmArguments arguments("broadcast");
-  arguments.take(tensors).count("tensors", tensors.size(), 1);
+  arguments.take(tensors).count("tensors", tensors.size(), 1).root(options.rootRank, getSize());
   return submit({arguments, OpType::BROADCAST, "trireme:broadcast", tensors, options},
                 [=, this](Call& call) {
                   const bool sends = options.rootRank == getRank();
@@ -69,8 +69,8 @@ WorkPtr ShmBackend::allreduce_sparse(Tensors& tensors, const c10d::AllreduceOpti
 WorkPtr ShmBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& options) {
   if (inner_) return inner_->reduce(tensors, options);
   ShmArguments arguments("reduce");
-  arguments.take(tensors).count("tensors", tensors.size(), 1);
-  const auto how = shm_reduce_options(options.reduceOp, arguments.dtype());
+  arguments.take(tensors).count("tensors", tensors.size(), 1).root(options.rootRank, getSize());
+  const auto how = arguments.reduction(options.reduceOp);
   return submit({arguments, OpType::REDUCE, "trireme:reduce", tensors, options},
                 [=, this](Call& call) {
                   const bool receives = options.rootRank == getRank();
@@ -146,7 +146,7 @@ WorkPtr ShmBackend::gather(TensorLists& outputs, Tensors& inputs,
   if (inner_) return inner_->gather(outputs, inputs, options);
   const bool receives = options.rootRank == getRank();
   ShmArguments arguments("gather");
-  arguments.take(inputs).count("inputs", inputs.size(), 1);
+  arguments.take(inputs).count("inputs", inputs.size(), 1).root(options.rootRank, getSize());
   arguments.count("lists of outputs", outputs.size(), receives ? 1 : 0);
   if (receives && arguments.fine()) {
     arguments.take(outputs[0]).count("outputs", outputs[0].size(), getSize());
@@ -168,7 +168,7 @@ WorkPtr ShmBackend::scatter(Tensors& outputs, TensorLists& inputs,
   if (inner_) return inner_->scatter(outputs, inputs, options);
   const bool sends = options.rootRank == getRank();
   ShmArguments arguments("scatter");
-  arguments.take(outputs).count("outputs", outputs.size(), 1);
+  arguments.take(outputs).count("outputs", outputs.size(), 1).root(options.rootRank, getSize());
   arguments.count("lists of inputs", inputs.size(), sends ? 1 : 0);
   if (sends && arguments.fine()) {
     arguments.take(inputs[0]).count("inputs", inputs[0].size(), getSize());
@@ -195,7 +195,7 @@ WorkPtr ShmBackend::reduce_scatter(Tensors& outputs, TensorLists& inputs,
       arguments.numel("the output", outputs[0].numel(),
                       inputs[0][static_cast<size_t>(getRank())].numel());
   }
-  const auto how = shm_reduce_options(options.reduceOp, arguments.dtype());
+  const auto how = arguments.reduction(options.reduceOp);
   return submit({arguments, OpType::REDUCE_SCATTER, "trireme:reduce_scatter", outputs, options},
                 [=](Call& call) {
                   ShmTensors to(outputs, Use::kWrite);
@@ -268,7 +268,7 @@ void ShmBackend::monitoredBarrier(const c10d::BarrierOptions& options, bool wait
 }
 
 WorkPtr ShmBackend::all_reduce(Request request, const c10d::ReduceOp& op) {
-  const auto how = shm_reduce_options(op, request.arguments.dtype());
+  const auto how = request.arguments.reduction(op);
   Tensors tensors = request.outputs;
   return submit(std::move(request), [how, tensors = std::move(tensors)](Call& call) {
     ShmTensors memory(tensors, Use::kReadWrite);
@@ -306,7 +306,7 @@ WorkPtr ShmBackend::reduce_scatter_from(Request request, const Tensors& outputs,
                                               [] { return "lists of different lengths"; });
   for (size_t i = 0; i < inputs.size() && arguments.fine(); ++i)
     arguments.numel("an input", inputs[i].numel(), outputs[i].numel() * getSize());
-  const auto how = shm_reduce_options(op, arguments.dtype());
+  const auto how = arguments.reduction(op);
   return submit(std::move(request), [=, this](Call& call) {
     std::vector<ShmTensors> from;
     std::vector<shm::Pieces> by_rank(static_cast<size_t>(getSize()));

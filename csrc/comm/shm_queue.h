@@ -1,52 +1,38 @@
 #pragma once
 
-#include <trireme/shm/collectives.h>
-
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <deque>
 #include <exception>
 #include <functional>
+#include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 namespace trireme {
 
-// One operation of the backend, before, while and after it runs.
-class ShmWork final : public c10d::Work {
- public:
-  ShmWork(int rank, c10d::OpType type, const char* title, std::vector<at::Tensor> outputs,
-          uint64_t sequence)
-      : Work(rank, type, title), outputs_(std::move(outputs)), sequence_(sequence) {}
+class ShmWork;
 
-  void complete(std::exception_ptr error);
-
-  std::vector<at::Tensor> result() override { return outputs_; }
-  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
-  uint64_t getSequencenumber() const override { return sequence_; }
-
- private:
-  void settle(c10::ivalue::Future& future, const std::exception_ptr& error);
-
-  std::vector<at::Tensor> outputs_;
-  uint64_t sequence_;
-  std::mutex future_mutex_;
-  c10::intrusive_ptr<c10::ivalue::Future> future_;
-};
-
-// Operations of one group, run one after the other in the order in which they were submitted: on
-// the caller's thread where it waits for the result anyway and nothing is ahead of it (a hand-over
-// costs more than a small collective), else on a thread of the queue's own.
+// Operations of one group, run one after the other in the order in which they were submitted. Three
+// threads may run them: the caller's, where it waits for the result anyway and nothing is ahead of
+// it (a hand-over costs more than a small collective); that of whoever waits for one of them; and
+// one of the queue's own. Where the ranks of this host keep all its CPUs busy the last one holds
+// back for a while: a second thread per rank would only take the time that it gains from the first.
 class ShmQueue {
  public:
   using Run = std::function<void()>;
+  using Clock = std::chrono::steady_clock;
 
-  ShmQueue() = default;
+  // `ranks` of this host share its CPUs.
+  explicit ShmQueue(int64_t ranks);
   ~ShmQueue();  // after what is queued
   ShmQueue(const ShmQueue&) = delete;
   ShmQueue& operator=(const ShmQueue&) = delete;
@@ -57,19 +43,60 @@ class ShmQueue {
   void drain();
 
  private:
+  friend class ShmWork;
   struct Task {
     c10::intrusive_ptr<ShmWork> work;
     Run run;
+    Clock::time_point worker_takes_it_at;
   };
+  // What a Work, which may outlive the queue, shares with it.
+  struct Shared {
+    std::mutex mutex;
+    std::condition_variable changed;
+    std::deque<Task> tasks;
+    bool busy = false;
+    bool ending = false;
+  };
+  static void run_next(Shared& shared, std::unique_lock<std::mutex>& lock);
+  static void run_until_done(Shared& shared, ShmWork& work);
   void work_off();
 
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  std::deque<Task> tasks_;
-  bool busy_ = false;
-  bool ending_ = false;
+  int64_t ranks_;
+  int64_t cpus_;
+  std::shared_ptr<Shared> shared_ = std::make_shared<Shared>();
   std::thread worker_;
   uint64_t forks_ = 0;  // of this process, when the worker started
+};
+
+// One operation of the backend, before, while and after it runs.
+class ShmWork final : public c10d::Work {
+ public:
+  ShmWork(int rank, c10d::OpType type, const char* title, std::vector<at::Tensor> outputs,
+          uint64_t sequence)
+      : Work(rank, type, title), outputs_(std::move(outputs)), sequence_(sequence) {}
+
+  // Runs what is queued up to this, unless another thread is at it.
+  bool wait(std::chrono::milliseconds timeout) override;
+  // Who asks for a future will wait for it in a place that cannot run anything: the queue's own
+  // thread then takes the operation at once.
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
+  std::vector<at::Tensor> result() override { return outputs_; }
+  uint64_t getSequencenumber() const override { return sequence_; }
+
+  std::optional<ShmQueue::Clock::time_point> finished_at() const;
+
+ private:
+  friend class ShmQueue;
+  void complete(std::exception_ptr error);
+  void settle(c10::ivalue::Future& future, const std::exception_ptr& error);
+
+  std::vector<at::Tensor> outputs_;
+  uint64_t sequence_;
+  std::weak_ptr<ShmQueue::Shared> queue_;
+  std::atomic<bool> wanted_by_future_{false};
+  std::atomic<ShmQueue::Clock::rep> finished_{0};
+  std::mutex future_mutex_;
+  c10::intrusive_ptr<c10::ivalue::Future> future_;
 };
 
 }  // namespace trireme

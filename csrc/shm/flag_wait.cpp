@@ -17,7 +17,6 @@ using std::chrono::milliseconds;
 
 constexpr microseconds kYieldFor{100};
 constexpr microseconds kYieldOversubscribed{10};
-constexpr milliseconds kLookEvery{50};
 
 // On the word itself, which other processes map (not FUTEX_PRIVATE).
 void futex_wait(std::atomic<uint32_t>& word, uint32_t seen, milliseconds at_most) {
@@ -30,41 +29,28 @@ void futex_wake_all(std::atomic<uint32_t>& word) {
             0);
 }
 
-// Counts this thread as asleep, also when a look throws.
-class Asleep {
- public:
-  explicit Asleep(std::atomic<uint32_t>& sleepers) : sleepers_(sleepers) {
-    sleepers_.fetch_add(1, std::memory_order_seq_cst);
-  }
-  ~Asleep() { sleepers_.fetch_sub(1, std::memory_order_relaxed); }
-  Asleep(const Asleep&) = delete;
-  Asleep& operator=(const Asleep&) = delete;
-
- private:
-  std::atomic<uint32_t>& sleepers_;
-};
-
 }  // namespace
 
-FlagWait::FlagWait(RankBlock& own, int64_t ranks)
-    : own_(own), yield_for_(ranks <= usable_cpus() ? kYieldFor : kYieldOversubscribed) {}
+void sleep_on(Bell& bell, uint32_t seen) { futex_wait(bell.rung, seen, kLookEvery); }
+
+microseconds patience_of(int64_t ranks) {
+  return ranks <= usable_cpus() ? kYieldFor : kYieldOversubscribed;
+}
 
 void FlagWait::wait_longer(const std::atomic<uint64_t>& counter, uint64_t target,
                            Clock::time_point deadline, Watch& watch) {
   const auto come = [&] { return counter.load(std::memory_order_seq_cst) >= target; };
-  const Clock::time_point yield_until = Clock::now() + yield_for_;
+  const Clock::time_point yield_until = Clock::now() + patience_;
   do {
     if (come()) return;
     ::sched_yield();
   } while (Clock::now() < yield_until);
 
-  // A publisher stores its counter, then reads `sleepers`; this counts itself asleep, then reads
-  // the counter. All four are sequentially consistent, so one of the two sees the other.
-  const Asleep asleep(own_.sleepers);
+  const Asleep asleep(bell_);
   for (;;) {
-    const uint32_t seen = own_.bell.load(std::memory_order_seq_cst);
+    const uint32_t seen = bell_.rung.load(std::memory_order_seq_cst);
     if (come()) return;
-    futex_wait(own_.bell, seen, kLookEvery);
+    sleep_on(bell_, seen);
     if (come()) return;
     // What a peer published before it died counts.
     const bool pointless = watch.pointless();
@@ -74,10 +60,10 @@ void FlagWait::wait_longer(const std::atomic<uint64_t>& counter, uint64_t target
   }
 }
 
-void ring(RankBlock& peer) {
-  if (peer.sleepers.load(std::memory_order_seq_cst) == 0) return;
-  peer.bell.fetch_add(1, std::memory_order_seq_cst);
-  futex_wake_all(peer.bell);
+void ring(Bell& bell) {
+  if (bell.sleepers.load(std::memory_order_seq_cst) == 0) return;
+  bell.rung.fetch_add(1, std::memory_order_seq_cst);
+  futex_wake_all(bell.rung);
 }
 
 }  // namespace trireme::shm

@@ -20,14 +20,40 @@ struct Watch {
   [[noreturn]] virtual void overdue() = 0;  // the deadline has passed
 };
 
+// Counts this thread among those that sleep on a bell, for as long as it lives. A publisher stores
+// its counter, then reads `sleepers`; a sleeper counts itself, then reads the counter, then calls
+// sleep_on with the `rung` of before. All of these are sequentially consistent, so one of the two
+// sees the other.
+class TRIREME_API Asleep {
+ public:
+  explicit Asleep(Bell& bell) : bell_(bell) {
+    bell_.sleepers.fetch_add(1, std::memory_order_seq_cst);
+  }
+  ~Asleep() { bell_.sleepers.fetch_sub(1, std::memory_order_relaxed); }
+  Asleep(const Asleep&) = delete;
+  Asleep& operator=(const Asleep&) = delete;
+
+ private:
+  Bell& bell_;
+};
+
+// How often a sleeper looks whether waiting on makes sense.
+constexpr std::chrono::milliseconds kLookEvery{50};
+
+// Returns when the bell was rung after `seen` was read from it, or after kLookEvery, or at once.
+TRIREME_API void sleep_on(Bell& bell, uint32_t seen);
+
+// For how long a rank lets others run before it sleeps. `ranks` is how many wait on this host.
+TRIREME_API std::chrono::microseconds patience_of(int64_t ranks);
+
 // How a rank waits until a counter of a peer has come to a number: a few pauses (the peer is about
 // to write), then letting others run for a bounded time (ranks may outnumber CPUs), then asleep on
 // its own bell, awake every 50 ms to look whether the peer still lives. Spinning alone is a
 // thousand times slower with more ranks than cores; sleeping at once costs 20 to 50 us of wake-up.
 class TRIREME_API FlagWait {
  public:
-  // `bell` and `sleepers` of the waiting rank's own block. `ranks` is how many wait on this host.
-  FlagWait(RankBlock& own, int64_t ranks);
+  // The waiting rank's own bell.
+  FlagWait(Bell& bell, int64_t ranks) : bell_(bell), patience_(patience_of(ranks)) {}
 
   void until(const std::atomic<uint64_t>& counter, uint64_t target, Clock::time_point deadline,
              Watch& watch) {
@@ -43,12 +69,12 @@ class TRIREME_API FlagWait {
   void wait_longer(const std::atomic<uint64_t>& counter, uint64_t target,
                    Clock::time_point deadline, Watch& watch);
 
-  RankBlock& own_;
-  std::chrono::microseconds yield_for_;
+  Bell& bell_;
+  std::chrono::microseconds patience_;
 };
 
-// Wakes `peer` if it sleeps. Called after a sequentially consistent store to whatever counter the
-// peer may wait for.
-void ring(RankBlock& peer);
+// Wakes who sleeps on it. Called after a sequentially consistent store to whatever counter they may
+// wait for.
+TRIREME_API void ring(Bell& bell);
 
 }  // namespace trireme::shm

@@ -23,46 +23,7 @@ int64_t ring_bytes_for(int64_t world) {
   return std::clamp(share, kSmallestRing, kRingBytes);
 }
 
-std::string seconds(std::chrono::milliseconds duration) {
-  const auto ms = duration.count();
-  return ms % 1000 == 0 ? std::to_string(ms / 1000) + " s" : std::to_string(ms) + " ms";
-}
-
 }  // namespace
-
-// What a rank looks at while it sleeps: first whether another one has left word, which says more
-// than its silence, then whether the awaited one still lives.
-class HostGroup::PeerWatch final : public Watch {
- public:
-  PeerWatch(HostGroup& group, int64_t peer) : group_(group), peer_(peer) {}
-
-  bool pointless() override {
-    if (group_.failure()) return true;
-    const bool left = group_.block(peer_).state.load(std::memory_order_acquire) == RankState::kLeft;
-    if (left) why_ = " has left the group";
-    if (!left && !group_.processes_[static_cast<size_t>(peer_)].alive()) why_ = " has died";
-    return !why_.empty();
-  }
-
-  void give_up() override {
-    if (why_.empty()) group_.check_usable();
-    group_.give_up(FaultKind::kPeerLost,
-                   group_.name_of(peer_) + why_ + "; its last operation: " + group_.last_of(peer_));
-  }
-
-  void overdue() override {
-    const PeerProcess& process = group_.processes_[static_cast<size_t>(peer_)];
-    group_.give_up(FaultKind::kTimeout,
-                   group_.name_of(peer_) + " has not come within " + seconds(group_.timeout_) +
-                       "; it is alive (" + process.state() +
-                       ") but not progressing; its last operation: " + group_.last_of(peer_));
-  }
-
- private:
-  HostGroup& group_;
-  int64_t peer_;
-  std::string why_;
-};
 
 HostGroup::HostGroup(const HostGroupRequest& request)
     : where_(request.where),
@@ -202,7 +163,7 @@ void HostGroup::settle_hosts(const std::vector<std::string>& rows) {
   if (!segments_[static_cast<size_t>(rank_)]) return;  // alone, and without memory to share
   for (const Segment& segment : segments_)
     blocks_.push_back(std::launder(reinterpret_cast<RankBlock*>(segment.data())));
-  flag_wait_ = std::make_unique<FlagWait>(block(rank_), this->world());
+  flag_wait_ = std::make_unique<FlagWait>(block(rank_).bell, this->world());
   block(rank_).state.store(RankState::kHere, std::memory_order_release);
 }
 
@@ -210,7 +171,7 @@ HostGroup::~HostGroup() {
   if (blocks_.empty() || forks_ != forks_so_far()) return;
   RankState here = RankState::kHere;
   block(rank_).state.compare_exchange_strong(here, RankState::kLeft);
-  for (RankBlock* peer : blocks_) ring(*peer);
+  ring_all();
 }
 
 uint64_t HostGroup::begin(const Operation& operation, std::chrono::milliseconds timeout) {
@@ -232,7 +193,7 @@ void HostGroup::publish(Counter counter, uint64_t value) {
   (own.*counter).store(value, std::memory_order_seq_cst);
   if (!std::exchange(entered_, true)) own.entered.store(sequence_, std::memory_order_seq_cst);
   for (RankBlock* peer : blocks_)
-    if (peer != &own) ring(*peer);
+    if (peer != &own) ring(peer->bell);
 }
 
 void HostGroup::check_entered() {
@@ -265,7 +226,7 @@ void HostGroup::make_rings() {
   std::string text;
   try {
     Segment& ring = rings[static_cast<size_t>(rank_)];
-    ring = Segment::create(segments_[static_cast<size_t>(rank_)].address().kind, ring_bytes_);
+    ring = Segment::create(segment_kind(), ring_bytes_);
     text = ring.address().to_string();
   } catch (const Fault& fault) {
     text = std::string(kFailed) + fault.what();
@@ -303,80 +264,6 @@ void HostGroup::make_rings() {
 void HostGroup::finish() {
   block(rank_).records[sequence_ % kRecords].finished_ns.store(
       Clock::now().time_since_epoch().count(), std::memory_order_relaxed);
-}
-
-void HostGroup::wait(int64_t peer, Counter counter, uint64_t target) {
-  PeerWatch watch(*this, peer);
-  flag_wait_->until(block(peer).*counter, target, deadline_, watch);
-}
-
-void HostGroup::wait_all(Counter counter, uint64_t target) {
-  for (int64_t peer = 0; peer < world(); ++peer)
-    if (peer != rank_) wait(peer, counter, target);
-}
-
-void HostGroup::check_usable() {
-  if (forks_ != forks_so_far()) {
-    throw Fault(FaultKind::kForked,
-                error_text(kArea,
-                           "got a collective in a forked child of the process that made the "
-                           "group",
-                           where_, "Use the group in the parent only; a child may only read."));
-  }
-  if (const auto failed = failure()) throw Fault(FaultKind::kAborted, *failed);
-}
-
-std::optional<std::string> HostGroup::failure() {
-  if (!failure_.empty()) return failure_;
-  for (size_t peer = 0; peer < blocks_.size(); ++peer) {
-    RankBlock& block = *blocks_[peer];
-    if (block.state.load(std::memory_order_acquire) != RankState::kFailed) continue;
-    const size_t length = ::strnlen(block.failure.data(), block.failure.size());
-    failure_ = error_text(kArea,
-                          "the group has failed: rank " + std::to_string(members_[peer]) +
-                              " says: " + std::string(block.failure.data(), length),
-                          where_, "Make a new group, without the rank that failed.");
-    return failure_;
-  }
-  return std::nullopt;
-}
-
-void HostGroup::fail(const std::string& text) noexcept {
-  if (blocks_.empty() || forks_ != forks_so_far()) return;
-  RankBlock& own = block(rank_);
-  if (own.state.load(std::memory_order_relaxed) == RankState::kFailed) return;
-  const size_t length = std::min(text.size(), own.failure.size() - 1);
-  std::memcpy(own.failure.data(), text.data(), length);
-  own.failure[length] = '\0';
-  own.state.store(RankState::kFailed, std::memory_order_seq_cst);
-  for (RankBlock* peer : blocks_) ring(*peer);
-}
-
-void HostGroup::give_up(FaultKind kind, const std::string& why) {
-  const char* next_step = kind == FaultKind::kPeerLost
-                              ? "Look for the error of that rank; then start the group again."
-                              : "Look what that rank is doing, or raise the timeout.";
-  failure_ = error_text(kArea, current() + ": " + why, where_, next_step);
-  fail(failure_);
-  throw Fault(kind, failure_);
-}
-
-std::string HostGroup::name_of(int64_t peer) const {
-  const auto index = static_cast<size_t>(peer);
-  return "rank " + std::to_string(members_[index]) + " (process " +
-         std::to_string(blocks_[index]->pid) + ")";
-}
-
-std::string HostGroup::last_of(int64_t peer) {
-  const uint64_t last = block(peer).entered.load(std::memory_order_acquire);
-  if (last == 0) return "none";
-  return "collective " + std::to_string(last) + ", " +
-         block(peer).records[last % kRecords].operation().to_string();
-}
-
-std::string HostGroup::current() const {
-  const Record& record = blocks_[static_cast<size_t>(rank_)]->records[sequence_ % kRecords];
-  return "collective " + std::to_string(sequence_) + ", " + record.operation().to_string();
 }
 
 }  // namespace trireme::shm

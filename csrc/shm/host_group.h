@@ -12,6 +12,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -49,7 +50,7 @@ using Counter = std::atomic<uint64_t> RankBlock::*;
 //
 // Every wait watches the deadline, the word that other ranks leave and whether the awaited process
 // lives; it throws Fault with all that is known, and from then on every call throws at once. One
-// thread at a time.
+// thread at a time, except for what says that any thread may call it.
 class TRIREME_API HostGroup {
  public:
   // Collective over all ranks of the group. Throws Fault on all of them if one has no memory;
@@ -71,6 +72,8 @@ class TRIREME_API HostGroup {
   int64_t world() const { return static_cast<int64_t>(members_.size()); }
   const std::string& why_alone() const { return why_alone_; }
 
+  // False only for a rank alone that got no memory to share.
+  bool has_memory() const { return !blocks_.empty(); }
   RankBlock& block(int64_t peer) { return *blocks_[static_cast<size_t>(peer)]; }
   int64_t ring_bytes() const { return ring_bytes_; }
   // After make_rings().
@@ -94,10 +97,22 @@ class TRIREME_API HostGroup {
   void wait(int64_t peer, Counter counter, uint64_t target);
   void wait_all(Counter counter, uint64_t target);
 
+  // What follows any thread may call, beside the one that is in a collective.
+
   // Leaves word: every rank of the host raises with this text, now and later.
   void fail(const std::string& text) noexcept;
   // Why this group can no longer be used, as far as this rank or its peers know.
   std::optional<std::string> failure();
+  // Throws Fault for a group that failed, and in a forked child.
+  void check_usable();
+  // "rank 1 (process 7) has died; its last operation: ..."; empty while it is there.
+  std::string absence_of(int64_t peer) const;
+  // "rank 1 (process 7) has not `come` within 2 s; it is alive (stopped) ...".
+  std::string lateness_of(int64_t peer, std::string_view deed,
+                          std::chrono::milliseconds patience) const;
+  std::chrono::milliseconds timeout() const { return request_.timeout; }
+  // Of the segments of this group.
+  SegmentKind segment_kind() const { return segments_[static_cast<size_t>(rank_)].address().kind; }
 
  private:
   class PeerWatch;
@@ -106,10 +121,10 @@ class TRIREME_API HostGroup {
   void meet(Exchange& exchange, SegmentKind kind);
   bool look_for_peers(Exchange& exchange, SegmentKind kind, std::string& row);
   void settle_hosts(const std::vector<std::string>& rows);
-  void check_usable();
+  void ring_all() noexcept;
   [[noreturn]] void give_up(FaultKind kind, const std::string& why);
   std::string name_of(int64_t peer) const;
-  std::string last_of(int64_t peer);
+  std::string last_of(int64_t peer) const;
   std::string current() const;
 
   RankOf where_;
@@ -132,6 +147,7 @@ class TRIREME_API HostGroup {
   bool entered_ = true;
   std::chrono::milliseconds timeout_{};
   Clock::time_point deadline_;
+  std::mutex failure_mutex_;
   std::string failure_;
 };
 

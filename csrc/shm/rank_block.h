@@ -14,6 +14,13 @@ constexpr size_t kCacheLine = 64;
 constexpr size_t kRecords = 64;
 
 enum class RankState : uint32_t { kJoining, kHere, kLeft, kFailed };
+enum class OutboxState : uint32_t { kNone, kOpen, kClosed };
+
+// What threads of one rank sleep on. A peer that has published something rings it if one sleeps.
+struct Bell {
+  alignas(kCacheLine) std::atomic<uint32_t> rung{0};
+  std::atomic<uint32_t> sleepers{0};
+};
 
 // What every rank lets all its peers see: the one thing in its first segment.
 //
@@ -27,9 +34,8 @@ struct RankBlock {
   std::atomic<uint64_t> reduced{0};   // step whose slice the owner has reduced
   std::atomic<uint64_t> consumed{0};  // step of which the owner needs nothing any more
 
-  // Rung by peers after they published something, if the owner sleeps.
-  alignas(kCacheLine) std::atomic<uint32_t> bell{0};
-  std::atomic<uint32_t> sleepers{0};
+  Bell bell;       // of collectives
+  Bell mail_bell;  // of messages, so that who waits for one is not woken by every collective
 
   alignas(kCacheLine) std::atomic<RankState> state{RankState::kJoining};
   pid_t pid = 0;
@@ -42,6 +48,11 @@ struct RankBlock {
   alignas(kCacheLine) std::atomic<uint64_t> ring_made{0};
   std::atomic<uint64_t> rings_mapped{0};  // the owner has mapped those of all
   std::array<char, 512> ring_address{};
+
+  // The segment with this rank's outgoing messages, which its first send makes: where it is, before
+  // the state becomes kOpen.
+  alignas(kCacheLine) std::atomic<OutboxState> outbox_state{OutboxState::kNone};
+  std::array<char, 256> outbox_address{};
 
   alignas(kCacheLine) std::array<Record, kRecords> records{};
 };

@@ -4,14 +4,14 @@
     def test_something(rank: int) -> None:
         model = trireme.DistributedDataParallel(...)
 
-Every rank is a fresh process with a Gloo group; an assertion that fails on one fails the test.
+Every rank is a fresh process with a group; an assertion that fails on one fails the test.
 """
 
 import functools
 import importlib
 import inspect
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -36,17 +36,26 @@ Program = Callable[..., None]
 ModelMaker = Callable[[], nn.Module]
 
 
-def on_ranks(world: int = WORLD, *, timeout: float = 60, patience_s: float = 30) -> Any:
+def on_ranks(
+    world: int | str = WORLD,
+    *,
+    timeout: float = 60,
+    patience_s: float = 30,
+    backend: str = "gloo",
+    dying: Collection[int] = (),
+) -> Any:
     """Runs the decorated test on ``world`` ranks; it gets its ``rank`` before its other arguments.
 
-    ``patience_s`` is the timeout of the Gloo group, ``timeout`` that of the whole test.
+    ``world`` may be the name of an argument of the test that holds the number. ``patience_s`` is
+    the timeout of the group, ``timeout`` that of the whole test; see run_ranks for ``dying``.
     """
 
     def decorate(program: Program) -> Program:
         @functools.wraps(program)
         def test(**case: Any) -> None:
-            place = (program.__module__, program.__qualname__, patience_s)
-            run_ranks(_run_program, world, *place, case, timeout=timeout)
+            place = (program.__module__, program.__qualname__, backend, patience_s)
+            count = case[world] if isinstance(world, str) else world
+            run_ranks(_run_program, count, *place, case, timeout=timeout, dying=dying)
 
         signature = inspect.signature(program)
         asked = [one for name, one in signature.parameters.items() if name != "rank"]
@@ -56,10 +65,12 @@ def on_ranks(world: int = WORLD, *, timeout: float = 60, patience_s: float = 30)
     return decorate
 
 
-def _run_program(rank: int, module: str, name: str, patience_s: float, case: Any) -> None:
+def _run_program(
+    rank: int, module: str, name: str, backend: str, patience_s: float, case: Any
+) -> None:
     program = getattr(importlib.import_module(module), name).__wrapped__
     torch.manual_seed(0)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=patience_s))
+    dist.init_process_group(backend, timeout=timedelta(seconds=patience_s))
     program(rank, **case)
     dist.destroy_process_group()
 

@@ -1,0 +1,187 @@
+#include <trireme/comm/shm_p2p.h>
+
+#include <trireme/comm/shm_arguments.h>
+#include <trireme/comm/shm_tensors.h>
+#include <trireme/common/error.h>
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/core/jit_type.h>
+
+#include <exception>
+#include <optional>
+#include <string>
+#include <utility>
+
+namespace trireme {
+namespace {
+
+using shm::Transfer;
+using std::chrono::milliseconds;
+using Use = ShmTensors::Use;
+
+constexpr const char* kArea = "shm_p2p";
+
+std::exception_ptr as_c10d_error(const std::string& text) {
+  try {
+    C10_THROW_ERROR(DistBackendError, text);
+  } catch (...) {
+    return std::current_exception();
+  }
+}
+
+// One send or recv. Whoever waits for it moves it.
+class P2pWork final : public c10d::Work {
+ public:
+  P2pWork(RankOf where, c10d::OpType type, const char* title, at::Tensor tensor)
+      : Work(static_cast<int>(where.rank), type, title, std::vector<at::Tensor>{tensor}),
+        where_(where),
+        tensor_(std::move(tensor)),
+        memory_(tensor_, type == c10d::OpType::SEND ? Use::kRead : Use::kWrite),
+        transfer_(std::make_shared<Transfer>()) {}
+
+  Transfer& transfer() { return *transfer_; }
+
+  void post(std::shared_ptr<shm::Courier> courier) {
+    courier_ = std::move(courier);
+    transfer_->memory = memory_.pieces();
+    // The transfer keeps this alive as long as it moves.
+    transfer_->on_done = [self = c10::intrusive_ptr<P2pWork>::reclaim_copy(this)](
+                             const Transfer& transfer) { self->complete(transfer); };
+    courier_->post(transfer_);
+  }
+
+  bool wait(milliseconds timeout) override {
+    std::optional<shm::Clock::time_point> until;
+    if (timeout != kNoTimeout) until = shm::Clock::now() + timeout;
+    if (!courier_->wait(*transfer_, until)) {
+      C10_THROW_ERROR(
+          DistBackendError,
+          error_text(kArea,
+                     std::string(retrieveOpType() == c10d::OpType::SEND ? "send" : "recv") +
+                         " is not done after a wait of " + std::to_string(timeout.count()) + " ms",
+                     where_, "Wait longer; it goes on."));
+    }
+    return Work::wait(kNoTimeout);
+  }
+
+  bool isCompleted() override {
+    if (!transfer_->is_done()) courier_->poll();
+    return Work::isCompleted();
+  }
+
+  int sourceRank() const override { return static_cast<int>(transfer_->source); }
+  std::vector<at::Tensor> result() override { return {tensor_}; }
+
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
+    const std::lock_guard<std::mutex> lock(future_mutex_);
+    if (!future_) {
+      future_ =
+          c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
+      if (Work::isCompleted()) settle(*future_);
+    }
+    return future_;
+  }
+
+ private:
+  void complete(const Transfer& transfer) {
+    std::exception_ptr error;
+    try {
+      const at::NoGradGuard no_grad;
+      if (transfer.fault) {
+        error = as_c10d_error(transfer.fault->what());
+      } else {
+        memory_.write_back();
+      }
+    } catch (...) {
+      error = std::current_exception();
+    }
+    finish(error);
+    c10::intrusive_ptr<c10::ivalue::Future> future;
+    {
+      const std::lock_guard<std::mutex> lock(future_mutex_);
+      future = future_;
+    }
+    if (future) settle(*future);
+  }
+
+  void settle(c10::ivalue::Future& future) {
+    if (future.completed()) return;
+    const auto error = exception();
+    error ? future.setError(error) : future.markCompleted(at::IValue(result()));
+  }
+
+  RankOf where_;
+  at::Tensor tensor_;
+  ShmTensors memory_;
+  shm::TransferPtr transfer_;
+  std::shared_ptr<shm::Courier> courier_;
+  std::mutex future_mutex_;
+  c10::intrusive_ptr<c10::ivalue::Future> future_;
+};
+
+}  // namespace
+
+ShmP2p::WorkPtr ShmP2p::send(const std::vector<at::Tensor>& tensors, const Peer& to) {
+  return post(Transfer::Kind::kSend, tensors, to);
+}
+
+ShmP2p::WorkPtr ShmP2p::recv(const std::vector<at::Tensor>& tensors, const Peer& from) {
+  return post(Transfer::Kind::kRecv, tensors, from);
+}
+
+void ShmP2p::close() {
+  std::shared_ptr<shm::Courier> courier;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    closed_ = true;
+    courier = courier_;
+  }
+  if (courier) courier->close();
+}
+
+ShmP2p::WorkPtr ShmP2p::post(Transfer::Kind kind, const std::vector<at::Tensor>& tensors,
+                             const Peer& peer) {
+  const bool sends = kind == Transfer::Kind::kSend;
+  const RankOf where = group_.where();
+  const bool exists = peer.rank >= 0 && peer.rank < group_.world();
+  ShmArguments arguments(sends ? "send" : "recv");
+  arguments.take(tensors).count("tensors", tensors.size(), 1);
+  arguments.expect(exists || (!sends && peer.rank == shm::kAnyRank),
+                   [&] { return "rank " + std::to_string(peer.rank); });
+  TORCH_CHECK_VALUE(arguments.fine(),
+                    error_text(kArea, arguments.complaint(), where,
+                               "Pass one dense tensor on CPU and a rank of the group."));
+  const bool any = peer.rank == shm::kAnyRank;
+  const auto type = sends ? c10d::OpType::SEND
+                    : any ? c10d::OpType::RECVANYSOURCE
+                          : c10d::OpType::RECV;
+  auto work = c10::make_intrusive<P2pWork>(where, type, sends ? "trireme:send" : "trireme:recv",
+                                           tensors[0]);
+  Transfer& transfer = work->transfer();
+  transfer.kind = kind;
+  transfer.peer = peer.rank;
+  transfer.tag = peer.tag;
+  transfer.dtype = shm_dtype(arguments.dtype());
+  transfer.timeout = peer.timeout;
+  try {
+    work->post(courier());
+  } catch (const shm::Fault& fault) {
+    transfer.on_done = nullptr;  // the Work holds it, and it the Work
+    C10_THROW_ERROR(DistBackendError, fault.what());
+  }
+  return work;
+}
+
+std::shared_ptr<shm::Courier> ShmP2p::courier() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (closed_ || !group_.has_memory()) {
+    throw shm::Fault(shm::FaultKind::kNotPossible,
+                     error_text(kArea, closed_ ? "got a message after the group ended"
+                                               : "got no memory for messages: " + group_.why_alone(),
+                                group_.where(), "Make another group."));
+  }
+  if (!courier_) courier_ = std::make_shared<shm::Courier>(group_);
+  return courier_;
+}
+
+}  // namespace trireme

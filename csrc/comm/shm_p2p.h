@@ -1,0 +1,51 @@
+#pragma once
+
+#include <trireme/shm/courier.h>
+
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/distributed/c10d/Work.hpp>
+
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+namespace trireme {
+
+// send and recv of the backend: messages of one tensor each, through shm::Courier. See
+// shm/mailbox.h for their order and for what each costs; nothing is made before the first of them.
+//
+// Errors: a tensor that cannot be sent, or a rank that does not exist, raises ValueError here. What
+// comes later is a DistBackendError of the Work: a message of another size or dtype than the recv's
+// (the group goes on), and what ends the group.
+//
+// Thread-safe. The host group lives until close().
+class ShmP2p {
+ public:
+  using WorkPtr = c10::intrusive_ptr<c10d::Work>;
+  struct Peer {
+    int64_t rank;  // kAnyRank: of whom the Work knows, in the end
+    int tag;
+    std::chrono::milliseconds timeout;
+  };
+
+  explicit ShmP2p(shm::HostGroup& group) : group_(group) {}
+
+  WorkPtr send(const std::vector<at::Tensor>& tensors, const Peer& to);
+  WorkPtr recv(const std::vector<at::Tensor>& tensors, const Peer& from);
+
+  // Waits for what is being sent; what was to be received raises.
+  void close();
+
+ private:
+  WorkPtr post(shm::Transfer::Kind kind, const std::vector<at::Tensor>& tensors, const Peer& peer);
+  std::shared_ptr<shm::Courier> courier();
+
+  shm::HostGroup& group_;
+  std::mutex mutex_;
+  std::shared_ptr<shm::Courier> courier_;
+  bool closed_ = false;
+};
+
+}  // namespace trireme

@@ -1,0 +1,71 @@
+#pragma once
+
+#include <trireme/shm/rank_block.h>
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+
+namespace trireme::shm {
+
+// The shared part of a byte ring; the bytes follow it. Positions count all bytes that ever passed.
+struct ByteRingBlock {
+  alignas(kCacheLine) std::atomic<uint64_t> written{0};   // by the writer
+  alignas(kCacheLine) std::atomic<uint64_t> consumed{0};  // by the reader
+  std::atomic<bool> mapped{false};                        // the reader sees the ring
+
+  std::byte* bytes() { return reinterpret_cast<std::byte*>(this + 1); }
+};
+
+// Bytes from one process to another, in order. What is written may be read once publish() was
+// called, and its room is free again once the reader has called release(). One thread at a time on
+// either side; never blocks. `capacity` is a multiple of a cache line, the same on both sides.
+class RingWriter {
+ public:
+  RingWriter() = default;
+  RingWriter(ByteRingBlock& block, int64_t capacity) : block_(&block), capacity_(capacity) {}
+
+  int64_t room() const {
+    return capacity_ -
+           static_cast<int64_t>(position_ - block_->consumed.load(std::memory_order_seq_cst));
+  }
+  // At most room() bytes.
+  void write(const std::byte* from, int64_t bytes);
+  void pad_to_line() { position_ = (position_ + kCacheLine - 1) / kCacheLine * kCacheLine; }
+  void publish() { block_->written.store(position_, std::memory_order_seq_cst); }
+
+  // The reader has not seen all, and never may, because it has not mapped the ring.
+  bool is_unfetched() const {
+    return position_ != block_->consumed.load(std::memory_order_seq_cst) &&
+           !block_->mapped.load(std::memory_order_seq_cst);
+  }
+
+ private:
+  ByteRingBlock* block_ = nullptr;
+  int64_t capacity_ = 0;
+  uint64_t position_ = 0;
+};
+
+class RingReader {
+ public:
+  RingReader() = default;
+  RingReader(ByteRingBlock& block, int64_t capacity) : block_(&block), capacity_(capacity) {
+    block.mapped.store(true, std::memory_order_seq_cst);
+  }
+  explicit operator bool() const { return block_ != nullptr; }
+
+  int64_t available() const {
+    return static_cast<int64_t>(block_->written.load(std::memory_order_seq_cst) - position_);
+  }
+  // At most available() bytes; a null `to` drops them.
+  void read(std::byte* to, int64_t bytes);
+  void skip_to_line() { position_ = (position_ + kCacheLine - 1) / kCacheLine * kCacheLine; }
+  void release() { block_->consumed.store(position_, std::memory_order_seq_cst); }
+
+ private:
+  ByteRingBlock* block_ = nullptr;
+  int64_t capacity_ = 0;
+  uint64_t position_ = 0;
+};
+
+}  // namespace trireme::shm

@@ -1,0 +1,183 @@
+#include <trireme/shm/courier.h>
+
+#include <trireme/common/forks.h>
+#include <trireme/common/spin.h>
+
+#include <pthread.h>
+#include <sched.h>
+#include <utility>
+
+namespace trireme::shm {
+namespace {
+
+constexpr int kPauses = 100;
+// The worker looks that often whether somebody else moves the messages, so that a post() need not
+// wake it; after so many looks without work it sleeps until it is told.
+constexpr std::chrono::milliseconds kTick{1};
+constexpr int kTicks = 20;
+
+}  // namespace
+
+Courier::Courier(HostGroup& group)
+    : group_(group),
+      bell_(group.block(group.rank()).mail_bell),
+      patience_(patience_of(group.world())),
+      forks_(forks_so_far()),
+      mailbox_(group) {}
+
+Courier::~Courier() {
+  if (forks_ == forks_so_far()) {
+    close();
+  } else if (worker_.joinable()) {
+    worker_.detach();  // it stayed with the parent
+  }
+}
+
+void Courier::post(const TransferPtr& transfer) {
+  std::vector<TransferPtr> ended;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (closing_) {
+      throw Fault(FaultKind::kAborted, error_text("courier", "got a message after the group ended",
+                                                  group_.where(), "Make another group."));
+    }
+    mailbox_.post(transfer);
+    mailbox_.progress();
+    ended = mailbox_.take_ended();
+    if (!mailbox_.is_idle()) call_worker();
+  }
+  deliver(ended);
+}
+
+bool Courier::wait(const Transfer& transfer, std::optional<Clock::time_point> until) {
+  if (transfer.is_done()) return true;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (closed_) return transfer.is_done();
+    ++drivers_;
+  }
+  for (int i = 0; i < kPauses && !transfer.is_done(); ++i) {
+    advance();
+    spin_pause();
+  }
+  drive([&] { return transfer.is_done() || (until && Clock::now() >= *until); });
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    --drivers_;
+    if (closing_ || (worker_sleeps_ && !mailbox_.is_idle())) changed_.notify_all();
+  }
+  return transfer.is_done();
+}
+
+void Courier::poll() { advance(); }
+
+void Courier::close() {
+  std::vector<TransferPtr> ended;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (std::exchange(closing_, true)) return;
+    mailbox_.withdraw_recvs(error_text("courier", "the group ended before a message came",
+                                       group_.where(), "Receive before you end the group."));
+    ended = mailbox_.take_ended();
+    changed_.notify_all();
+  }
+  deliver(ended);
+  ring(bell_);
+  const Clock::time_point deadline = Clock::now() + group_.timeout();
+  drive([this] {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return !mailbox_.is_sending();
+  });
+  drive([&] {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    mailbox_.close();
+    return !mailbox_.is_unfetched() || Clock::now() >= deadline;
+  });
+  {
+    std::unique_lock<std::mutex> lock(mutex_);
+    changed_.wait(lock, [this] { return drivers_ == 0; });
+    closed_ = true;
+  }
+  if (worker_.joinable()) worker_.join();
+}
+
+// Moves messages until `enough` returns true, asleep where nothing moves.
+template <typename Enough>
+void Courier::drive(Enough&& enough) {
+  for (;;) {
+    Clock::time_point yield_until = Clock::now() + patience_;
+    do {
+      if (enough()) return;
+      if (advance()) yield_until = Clock::now() + patience_;
+      ::sched_yield();
+    } while (Clock::now() < yield_until);
+
+    const Asleep asleep(bell_);
+    for (bool moved = false; !moved;) {
+      const uint32_t seen = bell_.rung.load(std::memory_order_seq_cst);
+      moved = advance();
+      if (enough()) return;
+      if (!moved) sleep_on(bell_, seen);
+    }
+  }
+}
+
+bool Courier::advance() {
+  std::vector<TransferPtr> ended;
+  bool moved = false;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (closed_) return false;
+    moved = mailbox_.progress();
+    if (const Clock::time_point now = Clock::now(); now >= next_look_) {
+      next_look_ = now + kLookEvery;
+      mailbox_.look();
+    }
+    ended = mailbox_.take_ended();
+  }
+  deliver(ended);
+  return moved;
+}
+
+// Without the lock: what is called may take others, and post the next message.
+void Courier::deliver(const std::vector<TransferPtr>& ended) {
+  for (const TransferPtr& transfer : ended) {
+    if (transfer->on_done) transfer->on_done(*transfer);
+    transfer->done.store(true, std::memory_order_seq_cst);
+  }
+  if (!ended.empty()) ring(bell_);
+}
+
+void Courier::call_worker() {
+  if (!worker_.joinable()) {
+    worker_ = std::thread([this] { work(); });
+    ::pthread_setname_np(worker_.native_handle(), "trireme-mail");
+  }
+  if (worker_sleeps_) changed_.notify_all();
+}
+
+void Courier::work() {
+  std::unique_lock<std::mutex> lock(mutex_);
+  const auto is_mine = [this] { return drivers_ == 0 && !mailbox_.is_idle(); };
+  for (int ticks = 0;;) {
+    // Who has just posted a transfer is likely to wait for it himself.
+    changed_.wait_for(lock, kTick, [this] { return closing_; });
+    if (closing_) return;
+    if (is_mine()) {
+      lock.unlock();
+      drive([&] {
+        const std::lock_guard<std::mutex> still(mutex_);
+        return closing_ || !is_mine();
+      });
+      lock.lock();
+      ticks = 0;
+    } else if (++ticks >= kTicks) {
+      worker_sleeps_ = true;
+      changed_.wait(lock, [&] { return closing_ || is_mine(); });
+      worker_sleeps_ = false;
+      ticks = 0;
+    }
+  }
+}
+
+}  // namespace trireme::shm

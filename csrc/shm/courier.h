@@ -1,0 +1,65 @@
+#pragma once
+
+#include <trireme/common/export.h>
+#include <trireme/shm/mailbox.h>
+
+#include <condition_variable>
+#include <cstdint>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <thread>
+#include <vector>
+
+namespace trireme::shm {
+
+// Moves the messages of a mailbox: whoever waits for one does it (a hand-over to another thread
+// costs more than a small message), and while nobody waits, a thread that the first transfer to be
+// left pending starts. That thread takes over within a millisecond; it costs nothing while no
+// transfer is pending.
+//
+// Thread-safe. In a forked child only the destructor may be called.
+class TRIREME_API Courier {
+ public:
+  explicit Courier(HostGroup& group);
+  ~Courier();  // close()
+  Courier(const Courier&) = delete;
+  Courier& operator=(const Courier&) = delete;
+
+  // Moves of it what can be moved at once. Throws Fault if it was not posted; what goes wrong later
+  // is in the transfer.
+  void post(const TransferPtr& transfer);
+  // Until it is done, or that time has come: false.
+  bool wait(const Transfer& transfer, std::optional<Clock::time_point> until = {});
+  // Moves what can be moved now, of any transfer.
+  void poll();
+
+  // Ends recvs with Fault(kAborted), waits for sends, and until the peers see what they were sent,
+  // so that this process may end. From then on post() throws, and the host group may go.
+  void close();
+
+ private:
+  template <typename Enough>
+  void drive(Enough&& enough);
+  bool advance();
+  void deliver(const std::vector<TransferPtr>& ended);
+  void call_worker();
+  void work();
+
+  HostGroup& group_;
+  Bell& bell_;  // of this rank
+  std::chrono::microseconds patience_;
+  uint64_t forks_;
+
+  std::mutex mutex_;  // of all that follows
+  Mailbox mailbox_;
+  Clock::time_point next_look_{};
+  int64_t drivers_ = 0;  // threads in wait()
+  bool closing_ = false;
+  bool closed_ = false;
+  bool worker_sleeps_ = false;  // until it is told
+  std::condition_variable changed_;
+  std::thread worker_;
+};
+
+}  // namespace trireme::shm
