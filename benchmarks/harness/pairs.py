@@ -19,8 +19,9 @@ class Side:
 
 
 OURS = {
-    "default": Side("ddp", "ddp", {}),
-    "view": Side("ddp + view", "ddp", {"gradient_as_bucket_view": True}),
+    "gloo": Side("ddp", "ddp-gloo", {}),
+    "gloo-view": Side("ddp + view", "ddp-gloo", {"gradient_as_bucket_view": True}),
+    "shm": Side("ddp, shared memory", "ddp", {}),
 }
 TORCH_VIEW = Side("torch-ddp + view", "torch-ddp", {"gradient_as_bucket_view": True})
 TORCH = (

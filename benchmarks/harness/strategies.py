@@ -65,6 +65,7 @@ class Strategy:
 
     `alone`: runs as one process with all cores; else one thread on each of several ranks.
     `agrees`: follows the same trajectory as one process, so that its losses may be compared.
+    `only_benchmarked`: a variant for one benchmark, which compare.py does not list.
     """
 
     title: str
@@ -73,6 +74,7 @@ class Strategy:
     options: Options = field(default_factory=dict)
     alone: bool = False
     agrees: bool = True
+    only_benchmarked: bool = False
     needs_trireme: bool = False
 
 
@@ -135,13 +137,24 @@ STRATEGIES: dict[str, Strategy] = {
     ),
     "torch-zero1": Strategy("torch ZeroRedundancyOptimizer"),
     "torch-fsdp2": Strategy("torch fully_shard"),
+    "ddp-gloo": Strategy(
+        "trireme DistributedDataParallel over Gloo",
+        build_ddp,
+        GLOO,
+        only_benchmarked=True,
+        needs_trireme=True,
+    ),
     "no-sync": Strategy("ranks that never talk", build_plain, GLOO, agrees=False),
 }
 
 
 def comparable() -> list[str]:
     """The names that compare.py takes, built or planned."""
-    return [name for name, strategy in STRATEGIES.items() if strategy.agrees]
+    return [
+        name
+        for name, strategy in STRATEGIES.items()
+        if strategy.agrees and not strategy.only_benchmarked
+    ]
 
 
 def ready() -> list[str]:

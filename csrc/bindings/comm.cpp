@@ -2,6 +2,7 @@
 #include <trireme/comm/c10d_communicator.h>
 #include <trireme/comm/recording_communicator.h>
 #include <trireme/comm/shm_backend.h>
+#include <trireme/comm/shm_p2p.h>
 
 #include <pybind11/chrono.h>
 #include <torch/csrc/Exceptions.h>
@@ -45,6 +46,8 @@ void init_comm(py::module_& module) {
              py::arg("store"), py::arg("rank"), py::arg("world"), py::arg("timeout"),
              py::arg("host_partition") = "",
              "The c10d backend \"trireme\"; see comm/shm_backend.h.");
+  module.def("close_all_p2p", &close_all_p2p, py::call_guard<py::gil_scoped_release>(),
+             "For the end of the process: waits until peers can receive what was sent to them.");
 }
 
 }  // namespace trireme

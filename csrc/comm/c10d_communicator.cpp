@@ -196,8 +196,8 @@ c10::intrusive_ptr<ShmBackend> find_shm_backend(c10d::ProcessGroup& group) {
     return {};
   const auto backend = group.getBackend(c10::DeviceType::CPU);
   auto* shm = dynamic_cast<ShmBackend*>(backend.get());
-  return shm == nullptr ? c10::intrusive_ptr<ShmBackend>()
-                        : c10::intrusive_ptr<ShmBackend>::reclaim_copy(shm);
+  if (shm == nullptr || !shm->shares_memory()) return {};
+  return c10::intrusive_ptr<ShmBackend>::reclaim_copy(shm);
 }
 
 class C10dCommunicator final : public Communicator {
@@ -212,7 +212,7 @@ class C10dCommunicator final : public Communicator {
   RankOf rank_of() const override { return where_; }
 
   Pending all_reduce(TensorList tensors, ReduceOp op, std::string label) override {
-    auto state = begin("all_reduce of " + label);
+    auto state = begin("all_reduce", label);
     c10d::AllreduceOptions options;
     options.reduceOp = to_c10d(op);
     if (tensors.size() == 1 && (tensors[0].is_sparse() || tensors[0].is_contiguous())) {
@@ -221,6 +221,12 @@ class C10dCommunicator final : public Communicator {
       return Pending(std::move(state));
     }
     for (TensorList& run : split_by_buffer(tensors, /*by_dtype=*/true)) {
+      if (shm_ && run.front().is_cpu()) {  // which takes lists as they are
+        c10d::AllreduceCoalescedOptions of_list;
+        of_list.reduceOp = options.reduceOp;
+        add(*state, [&] { return group_->allreduce_coalesced(run, of_list); }, run);
+        continue;
+      }
       auto flat = std::make_shared<FlatGroup>(std::move(run));
       flat->copy_in();
       TensorList arguments{flat->typed()};
@@ -232,7 +238,7 @@ class C10dCommunicator final : public Communicator {
   }
 
   Pending broadcast(TensorList tensors, int64_t root, std::string label) override {
-    auto state = begin("broadcast of " + label);
+    auto state = begin("broadcast", label);
     c10d::BroadcastOptions options;
     options.rootRank = root;
     if (tensors.size() == 1 && tensors[0].is_contiguous() && tensors[0].numel() > 0) {
@@ -253,7 +259,7 @@ class C10dCommunicator final : public Communicator {
   }
 
   Pending all_gather(TensorList outputs, TensorList inputs, std::string label) override {
-    auto state = begin("all_gather of " + label);
+    auto state = begin("all_gather", label);
     for (size_t i = 0; i < inputs.size(); ++i) {
       at::Tensor output = as_bytes(outputs[i]);
       at::Tensor input = as_bytes(inputs[i]);
@@ -264,7 +270,7 @@ class C10dCommunicator final : public Communicator {
 
   Pending reduce_scatter(TensorList outputs, TensorList inputs, ReduceOp op,
                          std::string label) override {
-    auto state = begin("reduce_scatter of " + label);
+    auto state = begin("reduce_scatter", label);
     c10d::ReduceScatterOptions options;
     options.reduceOp = to_c10d(op);
     for (size_t i = 0; i < inputs.size(); ++i) {
@@ -277,7 +283,7 @@ class C10dCommunicator final : public Communicator {
   }
 
   Pending barrier(std::string label) override {
-    auto state = begin("barrier " + label);
+    auto state = begin("barrier", label);
     const at::Tensor nothing = at::empty({0});
     add(*state, [&] { return group_->barrier(); }, {nothing});
     return Pending(std::move(state));
@@ -294,7 +300,9 @@ class C10dCommunicator final : public Communicator {
   const std::shared_ptr<GroupHealth>& health() const { return health_; }
 
  private:
-  std::unique_ptr<WorkState> begin(std::string operation) {
+  std::unique_ptr<WorkState> begin(const char* verb, std::string label) {
+    std::string operation = verb + (" of " + label);
+    label_ = std::move(label);
     health_->check_usable(operation);
     health_->board.note_started(operation);
     operation_ = operation;
@@ -305,6 +313,7 @@ class C10dCommunicator final : public Communicator {
   template <typename Issue>
   void add(WorkState& state, Issue issue, TensorList alive, std::function<void()> afterwards = {}) {
     WorkPtr work;
+    const ShmBackend::ScopedLabel label(label_);
     rethrow_named(operation_, *health_, [&] { work = issue(); });
     state.add(std::move(work), std::move(alive), std::move(afterwards));
   }
@@ -312,8 +321,9 @@ class C10dCommunicator final : public Communicator {
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
   RankOf where_;
   std::shared_ptr<GroupHealth> health_;
-  c10::intrusive_ptr<ShmBackend> shm_;  // null: another engine serves CPU tensors
+  c10::intrusive_ptr<ShmBackend> shm_;  // null if CPU tensors do not go through shared memory
   std::string operation_;               // the one being issued
+  std::string label_;                   // what it moves
 };
 
 }  // namespace

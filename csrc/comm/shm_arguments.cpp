@@ -76,13 +76,9 @@ shm::ReduceOptions ShmArguments::reduction(const c10d::ReduceOp& op) {
       const auto* factor = dynamic_cast<const c10d::PreMulSumSupplement*>(op.supplement_.get());
       if (factor == nullptr) {
         complain("ReduceOp.PREMUL_SUM without a factor");
-      } else if (!factor->tensor_factor.defined()) {
-        how.factor = factor->double_factor;
-      } else if (factor->tensor_factor.numel() == 1) {
-        how.factor = factor->tensor_factor.item<double>();
-      } else {
-        complain("ReduceOp.PREMUL_SUM with " + std::to_string(factor->tensor_factor.numel()) +
-                 " factors, expected one");
+      } else {  // one number, c10d has seen to that
+        how.factor = factor->tensor_factor.defined() ? factor->tensor_factor.item<double>()
+                                                     : factor->double_factor;
       }
       break;
     }

@@ -17,6 +17,8 @@ namespace {
 
 constexpr const char* kName = "trireme";
 
+thread_local std::string current_label;
+
 }  // namespace
 
 ShmBackend::ShmBackend(const c10::intrusive_ptr<c10d::Store>& store, RankOf where,
@@ -32,9 +34,7 @@ ShmBackend::ShmBackend(const c10::intrusive_ptr<c10d::Store>& store, RankOf wher
   init();
 }
 
-ShmBackend::~ShmBackend() {
-  if (forks_ == forks_so_far()) shutdown();
-}
+ShmBackend::~ShmBackend() { shutdown(); }
 
 // Finds out which ranks share memory. Where not all do, Gloo serves the group.
 void ShmBackend::meet() {
@@ -48,6 +48,7 @@ void ShmBackend::meet() {
   }
   if (group_->world() == where_.world) {
     collectives_ = std::make_unique<shm::Collectives>(*group_);
+    p2p_ = std::make_unique<ShmP2p>(*group_);
     return;
   }
   if (where_.rank == 0) {
@@ -95,7 +96,12 @@ void ShmBackend::fail(const std::string& reason) noexcept {
   if (group_) group_->fail(reason);
 }
 
-void ShmBackend::shutdown() { inner_ ? inner_->shutdown() : queue_.drain(); }
+void ShmBackend::shutdown() {
+  if (forks_ != forks_so_far()) return;  // what is in flight is the parent's
+  if (inner_) return inner_->shutdown();
+  queue_.drain();
+  p2p_->close();
+}
 
 ShmBackend::WorkPtr ShmBackend::submit(Request request, Run run) {
   const ShmArguments& arguments = request.arguments;
@@ -111,9 +117,9 @@ ShmBackend::WorkPtr ShmBackend::submit(Request request, Run run) {
   auto work = c10::make_intrusive<ShmWork>(getRank(), request.type, request.title,
                                            std::move(request.outputs), ++sequence_);
   queue_.submit(work, request.synchronous,
-                [this, timeout, complaint = arguments.complaint(),
+                [this, timeout, complaint = arguments.complaint(), label = current_label,
                  dtype = shm_dtype(arguments.dtype()), run = std::move(run)] {
-                  Call call{*collectives_, {.timeout = timeout}, dtype};
+                  Call call{*collectives_, {.timeout = timeout, .label = label}, dtype};
                   try {
                     if (!complaint.empty()) collectives_->refuse(complaint, call.options);
                     run(call);
@@ -123,6 +129,10 @@ ShmBackend::WorkPtr ShmBackend::submit(Request request, Run run) {
                 });
   return work;
 }
+
+ShmBackend::ScopedLabel::ScopedLabel(std::string label) { current_label = std::move(label); }
+
+ShmBackend::ScopedLabel::~ScopedLabel() { current_label.clear(); }
 
 c10::intrusive_ptr<c10d::Backend> make_shm_backend(const c10::intrusive_ptr<c10d::Store>& store,
                                                    RankOf where, const ShmOptions& options) {

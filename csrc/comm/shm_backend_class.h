@@ -2,6 +2,7 @@
 
 #include <trireme/comm/shm_arguments.h>
 #include <trireme/comm/shm_backend.h>
+#include <trireme/comm/shm_p2p.h>
 #include <trireme/comm/shm_queue.h>
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
@@ -37,8 +38,20 @@ class ShmBackend final : public c10d::Backend {
                                     const c10::intrusive_ptr<Options>& options) override;
   void abort() override;     // whatever waits, and whatever is called later, raises
   void shutdown() override;  // after what is queued
+  // False where Gloo stands in.
+  bool shares_memory() const { return collectives_ != nullptr; }
   // The same as abort(), with a reason that all ranks repeat.
   void fail(const std::string& reason) noexcept;
+
+  // What the operations that this thread submits meanwhile move: in errors, and compared between
+  // the ranks.
+  class ScopedLabel {
+   public:
+    explicit ScopedLabel(std::string label);
+    ~ScopedLabel();
+    ScopedLabel(const ScopedLabel&) = delete;
+    ScopedLabel& operator=(const ScopedLabel&) = delete;
+  };
 
   // shm_backend_verbs.cpp
   WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override;
@@ -71,6 +84,9 @@ class ShmBackend final : public c10d::Backend {
                         Splits& input_splits, const c10d::AllToAllOptions& options) override;
   WorkPtr barrier(const c10d::BarrierOptions& options) override;
   void monitoredBarrier(const c10d::BarrierOptions& options, bool wait_all_ranks) override;
+  WorkPtr send(Tensors& tensors, int destination, int tag) override;
+  WorkPtr recv(Tensors& tensors, int source, int tag) override;
+  WorkPtr recvAnysource(Tensors& tensors, int tag) override;
 
  private:
   // What an operation is given when its turn has come.
@@ -115,7 +131,8 @@ class ShmBackend final : public c10d::Backend {
   std::atomic<uint64_t> sequence_{0};
   std::unique_ptr<shm::HostGroup> group_;
   std::unique_ptr<shm::Collectives> collectives_;
-  c10::intrusive_ptr<Backend> inner_;  // in place of the two above, where memory is not shared
+  std::unique_ptr<ShmP2p> p2p_;
+  c10::intrusive_ptr<Backend> inner_;  // in place of the three above, where memory is not shared
   ShmQueue queue_;                     // last: its thread uses all of the above
 };
 

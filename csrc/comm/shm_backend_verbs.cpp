@@ -267,6 +267,21 @@ void ShmBackend::monitoredBarrier(const c10d::BarrierOptions& options, bool wait
   barrier(here)->wait();
 }
 
+WorkPtr ShmBackend::send(Tensors& tensors, int destination, int tag) {
+  if (inner_) return inner_->send(tensors, destination, tag);
+  return p2p_->send(tensors, {destination, tag, options_->timeout});
+}
+
+WorkPtr ShmBackend::recv(Tensors& tensors, int source, int tag) {
+  if (inner_) return inner_->recv(tensors, source, tag);
+  return p2p_->recv(tensors, {source, tag, options_->timeout});
+}
+
+WorkPtr ShmBackend::recvAnysource(Tensors& tensors, int tag) {
+  if (inner_) return inner_->recvAnysource(tensors, tag);
+  return p2p_->recv(tensors, {std::nullopt, tag, options_->timeout});
+}
+
 WorkPtr ShmBackend::all_reduce(Request request, const c10d::ReduceOp& op) {
   const auto how = request.arguments.reduction(op);
   Tensors tensors = request.outputs;

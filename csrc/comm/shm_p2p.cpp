@@ -3,12 +3,14 @@
 #include <trireme/comm/shm_arguments.h>
 #include <trireme/comm/shm_tensors.h>
 #include <trireme/common/error.h>
+#include <trireme/common/forks.h>
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/core/jit_type.h>
 
 #include <exception>
 #include <optional>
+#include <set>
 #include <string>
 #include <utility>
 
@@ -119,7 +121,25 @@ class P2pWork final : public c10d::Work {
   c10::intrusive_ptr<c10::ivalue::Future> future_;
 };
 
+// Those of this process that have a courier. Never destroyed: groups may outlive static objects.
+struct Everyone {
+  std::mutex mutex;
+  std::set<ShmP2p*> live;
+};
+Everyone& everyone() {
+  static auto* everyone = new Everyone;
+  return *everyone;
+}
+
 }  // namespace
+
+ShmP2p::ShmP2p(shm::HostGroup& group) : group_(group), forks_(forks_so_far()) {}
+
+ShmP2p::~ShmP2p() {
+  close();
+  const std::lock_guard<std::mutex> lock(everyone().mutex);
+  everyone().live.erase(this);
+}
 
 ShmP2p::WorkPtr ShmP2p::send(const std::vector<at::Tensor>& tensors, const Peer& to) {
   return post(Transfer::Kind::kSend, tensors, to);
@@ -130,6 +150,7 @@ ShmP2p::WorkPtr ShmP2p::recv(const std::vector<at::Tensor>& tensors, const Peer&
 }
 
 void ShmP2p::close() {
+  if (forks_ != forks_so_far()) return;
   std::shared_ptr<shm::Courier> courier;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -143,23 +164,21 @@ ShmP2p::WorkPtr ShmP2p::post(Transfer::Kind kind, const std::vector<at::Tensor>&
                              const Peer& peer) {
   const bool sends = kind == Transfer::Kind::kSend;
   const RankOf where = group_.where();
-  const bool exists = peer.rank >= 0 && peer.rank < group_.world();
+  const bool exists = peer.rank >= 0 && *peer.rank < group_.world();
   ShmArguments arguments(sends ? "send" : "recv");
   arguments.take(tensors).count("tensors", tensors.size(), 1);
-  arguments.expect(exists || (!sends && peer.rank == shm::kAnyRank),
-                   [&] { return "rank " + std::to_string(peer.rank); });
+  arguments.expect(exists || !peer.rank, [&] { return "rank " + std::to_string(*peer.rank); });
   TORCH_CHECK_VALUE(arguments.fine(),
                     error_text(kArea, arguments.complaint(), where,
                                "Pass one dense tensor on CPU and a rank of the group."));
-  const bool any = peer.rank == shm::kAnyRank;
-  const auto type = sends ? c10d::OpType::SEND
-                    : any ? c10d::OpType::RECVANYSOURCE
-                          : c10d::OpType::RECV;
+  const auto type = sends        ? c10d::OpType::SEND
+                    : !peer.rank ? c10d::OpType::RECVANYSOURCE
+                                 : c10d::OpType::RECV;
   auto work = c10::make_intrusive<P2pWork>(where, type, sends ? "trireme:send" : "trireme:recv",
                                            tensors[0]);
   Transfer& transfer = work->transfer();
   transfer.kind = kind;
-  transfer.peer = peer.rank;
+  transfer.peer = peer.rank.value_or(shm::kAnyRank);
   transfer.tag = peer.tag;
   transfer.dtype = shm_dtype(arguments.dtype());
   transfer.timeout = peer.timeout;
@@ -173,15 +192,36 @@ ShmP2p::WorkPtr ShmP2p::post(Transfer::Kind kind, const std::vector<at::Tensor>&
 }
 
 std::shared_ptr<shm::Courier> ShmP2p::courier() {
+  if (forks_ != forks_so_far()) {  // where a lock may be held for ever
+    throw shm::Fault(shm::FaultKind::kForked,
+                     error_text(kArea,
+                                "got a message in a forked child of the process that made the "
+                                "group",
+                                group_.where(), "Use the group in the parent only."));
+  }
   const std::lock_guard<std::mutex> lock(mutex_);
   if (closed_ || !group_.has_memory()) {
     throw shm::Fault(shm::FaultKind::kNotPossible,
-                     error_text(kArea, closed_ ? "got a message after the group ended"
-                                               : "got no memory for messages: " + group_.why_alone(),
+                     error_text(kArea,
+                                closed_ ? "got a message after the group ended"
+                                        : "got no memory for messages: " + group_.why_alone(),
                                 group_.where(), "Make another group."));
   }
-  if (!courier_) courier_ = std::make_shared<shm::Courier>(group_);
+  if (!courier_) {
+    courier_ = std::make_shared<shm::Courier>(group_);
+    const std::lock_guard<std::mutex> all(everyone().mutex);
+    everyone().live.insert(this);
+  }
   return courier_;
+}
+
+void close_all_p2p() {
+  std::set<ShmP2p*> live;
+  {
+    const std::lock_guard<std::mutex> lock(everyone().mutex);
+    live = everyone().live;
+  }
+  for (ShmP2p* one : live) one->close();
 }
 
 }  // namespace trireme

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <trireme/common/export.h>
 #include <trireme/shm/courier.h>
 
 #include <ATen/core/Tensor.h>
@@ -9,6 +10,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <vector>
 
 namespace trireme {
@@ -25,17 +27,20 @@ class ShmP2p {
  public:
   using WorkPtr = c10::intrusive_ptr<c10d::Work>;
   struct Peer {
-    int64_t rank;  // kAnyRank: of whom the Work knows, in the end
+    std::optional<int64_t> rank;  // none: whoever sends; the Work knows in the end
     int tag;
     std::chrono::milliseconds timeout;
   };
 
-  explicit ShmP2p(shm::HostGroup& group) : group_(group) {}
+  explicit ShmP2p(shm::HostGroup& group);
+  ~ShmP2p();
+  ShmP2p(const ShmP2p&) = delete;
+  ShmP2p& operator=(const ShmP2p&) = delete;
 
   WorkPtr send(const std::vector<at::Tensor>& tensors, const Peer& to);
   WorkPtr recv(const std::vector<at::Tensor>& tensors, const Peer& from);
 
-  // Waits for what is being sent; what was to be received raises.
+  // Waits, for some seconds, until what was sent can be received; what was to be received raises.
   void close();
 
  private:
@@ -43,9 +48,13 @@ class ShmP2p {
   std::shared_ptr<shm::Courier> courier();
 
   shm::HostGroup& group_;
+  uint64_t forks_;  // of this process, when this was made
   std::mutex mutex_;
   std::shared_ptr<shm::Courier> courier_;
   bool closed_ = false;
 };
+
+// For a process that ends without having destroyed its groups: close() of all that it has.
+TRIREME_API void close_all_p2p();
 
 }  // namespace trireme

@@ -29,7 +29,9 @@ Courier::~Courier() {
   if (forks_ == forks_so_far()) {
     close();
   } else if (worker_.joinable()) {
-    worker_.detach();  // it stayed with the parent
+    // It stayed with the parent, and so would a wait for it to leave the condition.
+    worker_.detach();
+    static_cast<void>(changed_.release());
   }
 }
 
@@ -64,7 +66,7 @@ bool Courier::wait(const Transfer& transfer, std::optional<Clock::time_point> un
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     --drivers_;
-    if (closing_ || (worker_sleeps_ && !mailbox_.is_idle())) changed_.notify_all();
+    if (closing_ || (worker_sleeps_ && !mailbox_.is_idle())) changed_->notify_all();
   }
   return transfer.is_done();
 }
@@ -72,22 +74,18 @@ bool Courier::wait(const Transfer& transfer, std::optional<Clock::time_point> un
 void Courier::poll() { advance(); }
 
 void Courier::close() {
-  std::vector<TransferPtr> ended;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (std::exchange(closing_, true)) return;
-    mailbox_.withdraw_recvs(error_text("courier", "the group ended before a message came",
-                                       group_.where(), "Receive before you end the group."));
-    ended = mailbox_.take_ended();
-    changed_.notify_all();
+    changed_->notify_all();
   }
-  deliver(ended);
-  ring(bell_);
-  const Clock::time_point deadline = Clock::now() + group_.timeout();
-  drive([this] {
+  withdraw(Transfer::Kind::kRecv, "the group ended before a message came");
+  const Clock::time_point deadline = Clock::now() + kLinger;
+  drive([&] {
     const std::lock_guard<std::mutex> lock(mutex_);
-    return !mailbox_.is_sending();
+    return !mailbox_.is_sending() || Clock::now() >= deadline;
   });
+  withdraw(Transfer::Kind::kSend, "the group ended before a message was received");
   drive([&] {
     const std::lock_guard<std::mutex> lock(mutex_);
     mailbox_.close();
@@ -95,10 +93,22 @@ void Courier::close() {
   });
   {
     std::unique_lock<std::mutex> lock(mutex_);
-    changed_.wait(lock, [this] { return drivers_ == 0; });
+    changed_->wait(lock, [this] { return drivers_ == 0; });
     closed_ = true;
   }
   if (worker_.joinable()) worker_.join();
+}
+
+void Courier::withdraw(Transfer::Kind kind, const char* why) {
+  std::vector<TransferPtr> ended;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    mailbox_.withdraw(kind, error_text("courier", why, group_.where(),
+                                       "Wait for all messages before you end the group."));
+    ended = mailbox_.take_ended();
+  }
+  deliver(ended);
+  ring(bell_);
 }
 
 // Moves messages until `enough` returns true, asleep where nothing moves.
@@ -143,6 +153,7 @@ bool Courier::advance() {
 void Courier::deliver(const std::vector<TransferPtr>& ended) {
   for (const TransferPtr& transfer : ended) {
     if (transfer->on_done) transfer->on_done(*transfer);
+    transfer->on_done = nullptr;  // it may hold what holds the transfer
     transfer->done.store(true, std::memory_order_seq_cst);
   }
   if (!ended.empty()) ring(bell_);
@@ -153,7 +164,7 @@ void Courier::call_worker() {
     worker_ = std::thread([this] { work(); });
     ::pthread_setname_np(worker_.native_handle(), "trireme-mail");
   }
-  if (worker_sleeps_) changed_.notify_all();
+  if (worker_sleeps_) changed_->notify_all();
 }
 
 void Courier::work() {
@@ -161,7 +172,7 @@ void Courier::work() {
   const auto is_mine = [this] { return drivers_ == 0 && !mailbox_.is_idle(); };
   for (int ticks = 0;;) {
     // Who has just posted a transfer is likely to wait for it himself.
-    changed_.wait_for(lock, kTick, [this] { return closing_; });
+    changed_->wait_for(lock, kTick, [this] { return closing_; });
     if (closing_) return;
     if (is_mine()) {
       lock.unlock();
@@ -173,7 +184,7 @@ void Courier::work() {
       ticks = 0;
     } else if (++ticks >= kTicks) {
       worker_sleeps_ = true;
-      changed_.wait(lock, [&] { return closing_ || is_mine(); });
+      changed_->wait(lock, [&] { return closing_ || is_mine(); });
       worker_sleeps_ = false;
       ticks = 0;
     }

@@ -5,6 +5,7 @@
 
 #include <condition_variable>
 #include <cstdint>
+#include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
@@ -34,14 +35,17 @@ class TRIREME_API Courier {
   // Moves what can be moved now, of any transfer.
   void poll();
 
-  // Ends recvs with Fault(kAborted), waits for sends, and until the peers see what they were sent,
-  // so that this process may end. From then on post() throws, and the host group may go.
+  // Ends recvs with Fault(kAborted), and waits until sends are done and the peers see what they
+  // were sent, so that this process may end; but no longer than kLinger: it may end because it
+  // failed, and the peers must hear of that. From then on post() throws, and the host group may go.
   void close();
+  static constexpr std::chrono::seconds kLinger{5};
 
  private:
   template <typename Enough>
   void drive(Enough&& enough);
   bool advance();
+  void withdraw(Transfer::Kind kind, const char* why);
   void deliver(const std::vector<TransferPtr>& ended);
   void call_worker();
   void work();
@@ -58,7 +62,7 @@ class TRIREME_API Courier {
   bool closing_ = false;
   bool closed_ = false;
   bool worker_sleeps_ = false;  // until it is told
-  std::condition_variable changed_;
+  std::unique_ptr<std::condition_variable> changed_ = std::make_unique<std::condition_variable>();
   std::thread worker_;
 };
 

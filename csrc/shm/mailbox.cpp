@@ -179,7 +179,15 @@ bool Mailbox::begin_message(int64_t source) {
   Header header{};
   if (inbox.ring.available() < static_cast<int64_t>(sizeof(header))) return false;
   inbox.ring.read(reinterpret_cast<std::byte*>(&header), sizeof(header));
-  inbox.sequence = header.sequence;
+  if (header.sequence != ++inbox.sequence) {
+    break_off(FaultKind::kAborted,
+              error_text("mailbox",
+                         "got message " + std::to_string(header.sequence) + " from " +
+                             rank_name(source) + ", expected message " +
+                             std::to_string(inbox.sequence) + ": its memory was overwritten",
+                         group_.where(), "Look for stray writes in that process."));
+    return false;
+  }
   inbox.left = header.bytes;
   inbox.streams = true;
   ++streams_;
@@ -194,8 +202,17 @@ bool Mailbox::begin_message(int64_t source) {
     }
     return true;
   }
-  Letter& letter = letters_.emplace_back(Letter{source, header.tag, header.dtype, {}});
-  letter.bytes.resize(static_cast<size_t>(header.bytes));
+  try {
+    const auto bytes = static_cast<size_t>(header.bytes);
+    letters_.push_back({source, header.tag, header.dtype, std::vector<std::byte>(bytes)});
+  } catch (const std::bad_alloc&) {
+    break_off(FaultKind::kMemory,
+              error_text("mailbox",
+                         "got no memory for a message of " + std::to_string(header.bytes) +
+                             " bytes from " + rank_name(source) + " that nobody waits for",
+                         group_.where(), "Post recvs in the order of the sends."));
+    return false;
+  }
   inbox.letter = std::prev(letters_.end());
   return true;
 }

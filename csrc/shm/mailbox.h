@@ -55,8 +55,8 @@ class TRIREME_API Mailbox {
   // What has ended since the last call.
   std::vector<TransferPtr> take_ended();
 
-  // Ends all recvs with Fault(kAborted).
-  void withdraw_recvs(const std::string& why);
+  // Ends all recvs, or all sends, with Fault(kAborted).
+  void withdraw(Transfer::Kind kind, const std::string& why);
   // No more will be sent; peers that wait for it raise.
   void close();
   // A destination that is still there has not mapped what was sent to it: it would lose that if

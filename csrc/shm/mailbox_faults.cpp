@@ -37,9 +37,14 @@ void Mailbox::look() {
     if (!absences_[static_cast<size_t>(peer)].text.empty()) drop_stream(peer);
 }
 
-void Mailbox::withdraw_recvs(const std::string& why) {
+void Mailbox::withdraw(Transfer::Kind kind, const std::string& why) {
   for (const TransferPtr& transfer : pending())
-    if (transfer->kind == Transfer::Kind::kRecv) end(transfer, FaultKind::kAborted, why);
+    if (transfer->kind == kind) end(transfer, FaultKind::kAborted, why);
+  if (kind == Transfer::Kind::kSend) {
+    for (Outbox& outbox : outboxes_) outbox.sends.clear();
+    pending_sends_ = 0;
+    return;
+  }
   recvs_.clear();
   wanted_of_any_ = 0;
   for (Inbox& inbox : inboxes_) {

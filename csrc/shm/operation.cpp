@@ -15,7 +15,7 @@ uint64_t hash_of(std::string_view text) {
     hash = mix(hash, word);
   }
   uint64_t rest = 0;
-  std::memcpy(&rest, text.data(), text.size());
+  std::copy(text.begin(), text.end(), reinterpret_cast<char*>(&rest));
   return mix(hash, rest);
 }
 
@@ -78,7 +78,7 @@ void Record::write(uint64_t number, const Operation& operation) {
   op = operation.op;
   factor = operation.factor;
   label_length = static_cast<uint8_t>(std::min(operation.label.size(), label.size()));
-  std::memcpy(label.data(), operation.label.data(), label_length);
+  std::copy_n(operation.label.begin(), label_length, label.begin());
   const uint64_t kinds = static_cast<uint64_t>(verb) << 16 | static_cast<uint64_t>(dtype) << 8 |
                          static_cast<uint64_t>(op);
   const uint64_t numbers =

@@ -40,6 +40,7 @@ def make_c10d_communicator(group: ProcessGroup, store: Store | None) -> Communic
 def make_shm_backend(
     store: Store, rank: int, world: int, timeout: timedelta, host_partition: str = ""
 ) -> Backend: ...
+def close_all_p2p() -> None: ...
 
 class DdpOptions:
     init_sync: bool

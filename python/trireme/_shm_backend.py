@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 from typing import Any
 
 import torch.distributed as dist
@@ -15,6 +16,8 @@ def register() -> None:
     """Make ``init_process_group("trireme")`` work; torch's entry point, and ``import trireme``."""
     if not hasattr(dist.Backend, SHM.upper()):
         dist.Backend.register_backend(SHM, _create, extended_api=True, devices=["cpu"])
+        # Of a program that ends without destroy_process_group().
+        atexit.register(_C.close_all_p2p)
 
 
 def _create(options: Any, backend_options: Any) -> Any:

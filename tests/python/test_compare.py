@@ -230,7 +230,7 @@ def test_bench_ddp_judges_against_the_fastest_options_of_torch(
     }
 
 
-@pytest.mark.parametrize("side", [OURS["default"], TORCH_VIEW], ids=["ddp", "torch-ddp"])
+@pytest.mark.parametrize("side", [OURS["gloo"], TORCH_VIEW], ids=["ddp", "torch-ddp"])
 def test_reducer_overhead_runs_over_the_fake_group(side: Side) -> None:
     overhead = measure_overhead(side, world=2, blocks=1)
     assert overhead.bare_ms > 0

@@ -14,19 +14,20 @@ import torch.distributed as dist
 from ddp_ranks import raises
 from shm_ranks import assert_bits, assert_lists, backend_of, of_all, on_shm_ranks, reduced, values
 from torch.distributed import ReduceOp
+from torch.distributed.distributed_c10d import AllgatherOptions
 
 SOON_S = 5.0
 WORLD = 3
 
 Layout = Callable[[torch.Tensor], torch.Tensor]
 
-# Each makes from a (4, 6) tensor one with the same values in another layout.
+# Each makes from a matrix one with the same values in another layout.
 LAYOUTS: dict[str, Layout] = {
     "contiguous": lambda t: t,
     "with gaps": lambda t: torch.stack([t, t], dim=-1)[..., 0],
     "transposed": lambda t: t.t().contiguous().t(),
-    "a column of a matrix": lambda t: torch.cat([t, t], dim=1)[:, :6],
-    "a slice": lambda t: torch.cat([t, t])[4:],
+    "some columns of a matrix": lambda t: torch.cat([t, t], dim=1)[:, : t.shape[1]],
+    "a slice": lambda t: torch.cat([t, t])[t.shape[0] :],
 }
 
 
@@ -34,17 +35,14 @@ def total(tensors: list[torch.Tensor]) -> torch.Tensor:
     return reduced(ReduceOp.SUM, tensors)
 
 
-@pytest.mark.parametrize("numel", [24, 60_000])
+@pytest.mark.parametrize("rows", [4, 20_000])
 @on_shm_ranks(WORLD)
-def test_layouts(rank: int, numel: int) -> None:
-    shape = (4, numel // 4) if numel == 24 else (numel // 6, 6)
-    gathered_shape = (WORLD * shape[0], shape[1])
+def test_layouts(rank: int, rows: int) -> None:
+    shape, gathered_shape = (rows, 6), (WORLD * rows, 6)
     for dtype in (torch.float32, torch.bfloat16, torch.int64):
         of_ranks = of_all(WORLD, shape, dtype)
         whole = [values(peer + 9, gathered_shape, dtype) for peer in range(WORLD)]
         for name, lay_out in LAYOUTS.items():
-            if name in ("a column of a matrix", "a slice") and numel != 24:
-                continue
             tensor = lay_out(of_ranks[rank].clone())
             assert tensor.is_contiguous() == (name in ("contiguous", "a slice"))
             dist.all_reduce(tensor)
@@ -96,7 +94,10 @@ def test_inputs_that_repeat_one_element(rank: int) -> None:
 
 @on_shm_ranks(WORLD)
 def test_conjugates_and_negatives(rank: int) -> None:
-    """Views that torch resolves when they are read."""
+    """Views that torch resolves when they are read.
+
+    By the backend itself: torch's dispatcher would hand it resolved copies and drop the results.
+    """
     sources = of_all(WORLD, 40, torch.complex64)
     conjugates = [source.conj() for source in sources]
     tensor = sources[rank].clone().conj()
@@ -105,11 +106,11 @@ def test_conjugates_and_negatives(rank: int) -> None:
     assert tensor.is_conj()
     assert_bits(tensor, total([one.resolve_conj() for one in conjugates]), "all_reduce")
     outputs = [torch.zeros(40, dtype=torch.complex64).conj() for _ in range(WORLD)]
-    dist.all_gather(outputs, sources[rank].conj())
+    backend_of().allgather([outputs], [sources[rank].conj()], AllgatherOptions()).wait()
     assert_lists(outputs, conjugates, "all_gather")
     negative = sources[rank].clone().conj().imag
     assert negative.is_neg()
-    dist.all_reduce(negative)
+    backend_of().allreduce([negative], dist.AllreduceOptions()).wait()
     assert_bits(negative, total([one.imag.resolve_neg() for one in conjugates]), "negative")
 
 
@@ -251,9 +252,7 @@ def only_one_rank(rank: int) -> dict[str, tuple[Callable[[], Any], tuple[str, ..
             ("scatter got 3 elements in an input, expected 2",),
         ),
         "another op on a sparse tensor": (
-            lambda: dist.all_reduce(
-                ones(2).to_sparse(), ReduceOp.MAX if odd else ReduceOp.SUM
-            ),
+            lambda: dist.all_reduce(ones(2).to_sparse(), ReduceOp.MAX if odd else ReduceOp.SUM),
             ("a sparse tensor and another ReduceOp than SUM",),
         ),
     }

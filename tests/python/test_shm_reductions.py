@@ -246,7 +246,9 @@ def test_what_cannot_be_reduced_raises_on_all_and_touches_nothing(rank: int, wor
             all_reduce([tensor], op)
         assert_bits(tensor, values(rank, 10, dtype), op, dtype)
     with raises(dist.DistBackendError, "AVG of int64", "cannot hold an average"):
-        dist.reduce_scatter_tensor(torch.empty(2).long(), torch.ones(2 * world).long(), ReduceOp.AVG)
+        dist.reduce_scatter_tensor(
+            torch.empty(2).long(), torch.ones(2 * world).long(), ReduceOp.AVG
+        )
     tensor = values(rank, 10, torch.float32)
     dist.all_reduce(tensor)
     assert_bits(tensor, reduced(ReduceOp.SUM, of_all(world, 10, torch.float32)))
@@ -259,7 +261,9 @@ def test_sums_of_sparse_tensors(rank: int, dtype: torch.dtype) -> None:
 
     def sparse(peer: int, empty: bool) -> torch.Tensor:
         if empty and peer == 1:
-            return torch.sparse_coo_tensor(torch.empty(2, 0), torch.empty(0, 4), (5, 6, 4)).to(dtype)
+            return torch.sparse_coo_tensor(torch.empty(2, 0), torch.empty(0, 4), (5, 6, 4)).to(
+                dtype
+            )
         indices = torch.tensor([[0, peer, peer, 4], [1, 2, 2, peer]])
         return torch.sparse_coo_tensor(indices, torch.ones(4, 4) + peer, (5, 6, 4)).to(dtype)
 

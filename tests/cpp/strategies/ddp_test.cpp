@@ -17,6 +17,9 @@ using trireme::test::ThreadRank;
 
 namespace {
 
+// Gloo's destructor waits for what is in flight until its timeout.
+constexpr std::chrono::seconds kUntilGlooLetsGo{5};
+
 // Seeding is global; building a net has to be one thread's business at a time.
 std::mutex seed_mutex;
 
@@ -211,19 +214,22 @@ TEST_CASE("join: the first rank to run out can end it for all") {
 
 TEST_CASE("join: an exception in one rank's loop reaches the others") {
   std::vector<std::string> texts(2);
-  run_thread_ranks(2, [&](ThreadRank& rank) {
-    DistributedDataParallel<Net> ddp(Net(), rank.communicator);
-    try {
-      ddp->join([&] {
-        TORCH_CHECK(rank.where.rank == 0, "the loader broke");
-        loss_of(ddp->forward(whole_batch(0), true)).backward();
-      });
-    } catch (const c10::Error& error) {
-      texts[static_cast<size_t>(rank.where.rank)] = error.what_without_backtrace();
-    }
-    // Rank 1 must not take its connections away before rank 0 has read the announcement.
-    if (rank.where.rank == 1) std::this_thread::sleep_for(std::chrono::seconds(3));
-  });
+  run_thread_ranks(
+      2,
+      [&](ThreadRank& rank) {
+        DistributedDataParallel<Net> ddp(Net(), rank.communicator);
+        try {
+          ddp->join([&] {
+            TORCH_CHECK(rank.where.rank == 0, "the loader broke");
+            loss_of(ddp->forward(whole_batch(0), true)).backward();
+          });
+        } catch (const c10::Error& error) {
+          texts[static_cast<size_t>(rank.where.rank)] = error.what_without_backtrace();
+        }
+        // Rank 1 must not take its connections away before rank 0 has read the announcement.
+        if (rank.where.rank == 1) std::this_thread::sleep_for(std::chrono::seconds(3));
+      },
+      kUntilGlooLetsGo);
   for (const std::string& text : texts) CHECK_THAT(text, Catch::Contains("the loader broke"));
 }
 
@@ -245,21 +251,24 @@ TEST_CASE("ranks with different models all raise, naming parameter and rank") {
 
 TEST_CASE("an exception on one rank comes out of the other's backward") {
   std::vector<std::string> texts(2);
-  run_thread_ranks(2, [&](ThreadRank& rank) {
-    DistributedDataParallel<Net> ddp(Net(), rank.communicator);
-    auto output = ddp->forward(at::ones({2, 6}), true);
-    if (rank.where.rank == 1) {
-      ddp->module()->first->weight.register_hook(
-          [](const at::Tensor&) { TORCH_CHECK(false, "rank 1's own error"); });
-    }
-    try {
-      loss_of(output).backward();
-    } catch (const c10::Error& error) {
-      texts[static_cast<size_t>(rank.where.rank)] = error.what_without_backtrace();
-    }
-    // Rank 1 must not take its connections away before rank 0 has read the announcement.
-    if (rank.where.rank == 1) std::this_thread::sleep_for(std::chrono::seconds(3));
-  });
+  run_thread_ranks(
+      2,
+      [&](ThreadRank& rank) {
+        DistributedDataParallel<Net> ddp(Net(), rank.communicator);
+        auto output = ddp->forward(at::ones({2, 6}), true);
+        if (rank.where.rank == 1) {
+          ddp->module()->first->weight.register_hook(
+              [](const at::Tensor&) { TORCH_CHECK(false, "rank 1's own error"); });
+        }
+        try {
+          loss_of(output).backward();
+        } catch (const c10::Error& error) {
+          texts[static_cast<size_t>(rank.where.rank)] = error.what_without_backtrace();
+        }
+        // Rank 1 must not take its connections away before rank 0 has read the announcement.
+        if (rank.where.rank == 1) std::this_thread::sleep_for(std::chrono::seconds(3));
+      },
+      kUntilGlooLetsGo);
   CHECK_THAT(texts[1], Catch::Contains("rank 1's own error"));
   CHECK_THAT(texts[0],
              Catch::Contains("backward 1 was abandoned") && Catch::Contains("(rank 1 of 2)"));
