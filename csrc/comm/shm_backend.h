@@ -35,6 +35,9 @@ struct ShmOptions {
 // run. Inputs need not be contiguous: what is not passes through a copy. Sparse sums go by
 // all-gather.
 //
+// Messages between two ranks (send, recv, also from any rank) go beside the collectives and their
+// order; see comm/shm_p2p.h.
+//
 // Errors: what ranks do not agree about raises c10::DistBackendError on all of them, naming both
 // sides, and moves nothing; the group goes on. A rank that dies or does not come before the
 // deadline ends the group, with the rank and the operation in the text.

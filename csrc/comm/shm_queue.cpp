@@ -22,8 +22,9 @@ ShmQueue::ShmQueue(int64_t ranks) : ranks_(ranks), cpus_(usable_cpus()) {}
 
 ShmQueue::~ShmQueue() {
   if (!worker_.joinable()) return;
-  if (forks_ != forks_so_far()) {  // the thread stayed with the parent
+  if (forks_ != forks_so_far()) {  // the thread stayed with the parent, and waits there:
     worker_.detach();
+    new std::shared_ptr<Shared>(std::move(shared_));  // glibc hangs in destroying what it waits on
     return;
   }
   {
@@ -71,7 +72,7 @@ void ShmQueue::drain() {
 // Runs the oldest task. `lock` is held before and after.
 void ShmQueue::run_next(Shared& shared, std::unique_lock<std::mutex>& lock) {
   const at::NoGradGuard no_grad;  // copies of tensors that require a gradient are no operations
-  const Task task = std::move(shared.tasks.front());
+  Task task = std::move(shared.tasks.front());
   shared.tasks.pop_front();
   shared.busy = true;
   lock.unlock();
@@ -82,6 +83,8 @@ void ShmQueue::run_next(Shared& shared, std::unique_lock<std::mutex>& lock) {
     error = std::current_exception();
   }
   task.work->complete(error);
+  // To free tensors and callbacks of Python takes its lock, which whoever waits for ours may hold.
+  task = {};
   lock.lock();
   shared.busy = false;
   shared.changed.notify_all();

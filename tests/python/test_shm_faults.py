@@ -171,7 +171,8 @@ def leave_without_a_word(rank: int, pending: bool) -> int:
     dist.all_reduce(torch.ones(5), group=group)
     if pending:  # in flight when the interpreter ends
         for _ in range(10):
-            dist.all_reduce(torch.ones(100_000), async_op=True)
+            work = dist.all_reduce(torch.ones(100_000), async_op=True)
+            work.get_future().then(lambda _: time.sleep(0.01))
     return os.getpid()
 
 

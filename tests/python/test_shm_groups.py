@@ -122,6 +122,28 @@ def test_a_callback_may_use_the_group(rank: int) -> None:
     assert sums[0].tolist() == [40.0] * 4
 
 
+@on_shm_ranks(2, timeout=40)
+def test_callbacks_and_temporaries_of_python_while_others_ask_for_futures(rank: int) -> None:
+    """Threads that hold Python's lock wait for the queue, whose thread frees Python's objects."""
+    for _ in range(20):
+        futures = []
+        for _ in range(100):
+            future = dist.all_reduce(torch.ones(10), async_op=True).get_future()
+            futures.append(future.then(lambda f: f.value()[0] + 1))
+        assert all(future.wait()[0] == 3 for future in futures)
+
+
+@on_shm_ranks(2, timeout=40)
+def test_a_group_that_ends_while_a_callback_runs(rank: int) -> None:
+    ended: list[int] = []
+    group = dist.new_group([0, 1])
+    for number in range(3):
+        work = dist.all_reduce(torch.ones(10), group=group, async_op=True)
+        work.get_future().then(lambda f, number=number: (time.sleep(0.2), ended.append(number)))
+    dist.destroy_process_group(group)
+    assert ended == [0, 1, 2]
+
+
 @pytest.mark.parametrize("numel", [10, 2_000_000])
 @on_shm_ranks(2, timeout=40)
 def test_two_groups_in_opposite_order(rank: int, numel: int) -> None:

@@ -322,12 +322,13 @@ def test_messages_outlive_a_program_that_just_ends(tmp_path: Path) -> None:
 
 @on_shm_ranks()
 def test_the_end_of_the_group_ends_a_recv(rank: int) -> None:
-    coming = dist.irecv(torch.empty(1), 1 - rank)
+    group = dist.new_group()
+    coming = dist.irecv(torch.empty(1), 1 - rank, group=group)
     dist.barrier()
-    dist.destroy_process_group()
+    dist.destroy_process_group(group)
+    del group
     with raises(dist.DistBackendError, "the group ended before a message came"):
         coming.wait()
-    dist.init_process_group("trireme")  # what the test's frame destroys
 
 
 @on_shm_ranks()
