@@ -39,10 +39,10 @@ ShmBackend::~ShmBackend() { shutdown(); }
 // Finds out which ranks share memory. Where not all do, Gloo serves the group.
 void ShmBackend::meet() {
   // A Store may have carried an earlier group of the same name, whose keys nobody has removed.
-  const int64_t incarnation = store_->add("shm/incarnation/" + std::to_string(where_.rank), 1);
-  const std::string number = "/" + std::to_string(incarnation);
+  const int64_t incarnation = store_->add("incarnation/" + std::to_string(where_.rank), 1);
+  const std::string number = std::to_string(incarnation);
   try {
-    StoreExchange exchange(c10::make_intrusive<c10d::PrefixStore>("shm" + number, store_),
+    StoreExchange exchange(c10::make_intrusive<c10d::PrefixStore>("shm/" + number, store_),
                            shm_options_.connect_timeout);
     group_ =
         shm::HostGroup::join(exchange, {where_, shm_options_.timeout, shm_options_.host_partition});
@@ -62,7 +62,7 @@ void ShmBackend::meet() {
   }
   group_.reset();
   inner_ =
-      make_gloo_backend(c10::make_intrusive<c10d::PrefixStore>("gloo" + number, store_), where_,
+      make_gloo_backend(c10::make_intrusive<c10d::PrefixStore>("gloo/" + number, store_), where_,
                         {.timeout = shm_options_.timeout,
                          .connect_timeout = shm_options_.connect_timeout,
                          .hostname = shm_options_.hostname});
