@@ -10,6 +10,7 @@ from ddp_ranks import on_ranks
 
 on_shm_ranks = functools.partial(on_ranks, backend="trireme")
 
+TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 WORLDS = (1, 2, 3, 4)
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 HALVES = (torch.float16, torch.bfloat16)

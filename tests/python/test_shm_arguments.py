@@ -93,6 +93,19 @@ def test_inputs_that_repeat_one_element(rank: int) -> None:
 
 
 @on_shm_ranks(WORLD)
+def test_results_that_share_one_element(rank: int) -> None:
+    """Nothing can be written there; torch says so, and the ranks stay in step."""
+    if rank == 1:
+        with pytest.raises(RuntimeError, match="refers to a single memory location"):
+            dist.all_reduce(torch.ones(1).expand(4))
+    else:
+        tensor = torch.ones(4)
+        dist.all_reduce(tensor)
+        assert torch.all(tensor == WORLD)
+    dist.all_reduce(torch.ones(2))
+
+
+@on_shm_ranks(WORLD)
 def test_conjugates_and_negatives(rank: int) -> None:
     """Views that torch resolves when they are read.
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from ddp_ranks import raises
-from shm_ranks import assert_bits, of_all, on_shm_ranks, reduced, values
+from shm_ranks import TORCH, assert_bits, of_all, on_shm_ranks, reduced, values
 from torch.distributed import ReduceOp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -217,7 +217,7 @@ def test_a_group_is_given_back_and_made_again(rank: int) -> None:
     check_sum(None, [0, 1, 2, 3])
 
 
-@pytest.mark.skipif(not hasattr(dist, "split_group"), reason="torch has no split_group")
+@pytest.mark.skipif(TORCH < (2, 14), reason="torch splits groups of CUDA devices only")
 @on_shm_ranks(4)
 def test_a_split_group(rank: int) -> None:
     """torch counts the child's ranks by their place in the list."""

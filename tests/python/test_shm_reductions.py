@@ -189,7 +189,7 @@ def test_the_same_bits_on_all_ranks_and_in_every_run() -> None:
 @every_world
 @on_shm_ranks("world")
 def test_16_bit_sums_are_rounded_once(rank: int, world: int) -> None:
-    """2048 + 1 + 1 + 1 is 2048 in fp16 if every sum is rounded; 1024 tensors find every path."""
+    """2048 + 1 + 1 + 1 is 2048 in fp16 if every sum is rounded."""
     for dtype, big in ((torch.float16, 2048.0), (torch.bfloat16, 256.0)):
         for numel in (1, 9000):
             tensor = torch.full((numel,), big if rank == 0 else 1.0, dtype=dtype)
