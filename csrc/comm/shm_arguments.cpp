@@ -73,7 +73,7 @@ shm::ReduceOptions ShmArguments::reduction(const c10d::ReduceOp& op) {
       break;
     case c10d::ReduceOp::PREMUL_SUM: {
       how.op = shm::ReduceOp::kPremulSum;
-      const auto* factor = dynamic_cast<const c10d::PreMulSumSupplement*>(op.supplement_.get());
+      const auto* factor = dynamic_cast<const c10d::NCCLPreMulSumSupplement*>(op.supplement_.get());
       if (factor == nullptr) {
         complain("ReduceOp.PREMUL_SUM without a factor");
       } else {  // one number, c10d has seen to that

@@ -219,7 +219,7 @@ void BatchNormSync::agree_on(const Layout& layout, c10::Device device) {
   const at::Tensor own =
       at::tensor({layout.channels, static_cast<int64_t>(layout.dtype)}, at::kLong).to(device);
   const at::Tensor all = at::empty({world, 2}, own.options());
-  communicator_->all_gather({all}, {own}, label("layout", layout.channels)).wait();
+  communicator_->all_gather({all}, {own}, "layouts of a batch norm").wait();
   const at::Tensor host = all.to(at::kCPU);
   const auto layouts = host.accessor<int64_t, 2>();
   for (int64_t rank = 1; rank < world; ++rank) {

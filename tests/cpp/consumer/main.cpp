@@ -22,7 +22,7 @@ int main() {
     const at::Tensor loss = ddp->forward(input).square().mean();
     loss.backward();
     optimizer.step();
-    last = trireme::all_mean(loss.detach()).item<double>();
+    last = trireme::all_mean(*ctx.communicator(), loss.detach()).item<double>();
     if (step == 0) first = last;
   }
   std::cout << "trireme " << trireme::kVersion << ", rank " << ctx.rank() << " of " << ctx.world()
