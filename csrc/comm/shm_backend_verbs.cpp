@@ -112,9 +112,9 @@ WorkPtr ShmBackend::_allgather_base(at::Tensor& output, at::Tensor& input,
 WorkPtr ShmBackend::allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                                     const c10d::AllgatherOptions& options) {
   if (inner_) return inner_->allgather_into_tensor_coalesced(outputs, inputs, options);
-  return all_gather_into({ShmArguments("all_gather"), OpType::ALLGATHER_INTO_TENSOR_COALESCED,
-                          "trireme:all_gather", outputs, options},
-                         outputs, inputs);
+  return all_gather_into(
+      {ShmArguments("all_gather"), OpType::COALESCED, "trireme:all_gather", outputs, options},
+      outputs, inputs);
 }
 
 WorkPtr ShmBackend::allgather_coalesced(TensorLists& outputs, Tensors& inputs,
@@ -217,10 +217,9 @@ WorkPtr ShmBackend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
 WorkPtr ShmBackend::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                                     const c10d::ReduceScatterOptions& options) {
   if (inner_) return inner_->reduce_scatter_tensor_coalesced(outputs, inputs, options);
-  return reduce_scatter_from(
-      {ShmArguments("reduce_scatter"), OpType::REDUCE_SCATTER_TENSOR_COALESCED,
-       "trireme:reduce_scatter", outputs, options},
-      outputs, inputs, options.reduceOp);
+  return reduce_scatter_from({ShmArguments("reduce_scatter"), OpType::COALESCED,
+                              "trireme:reduce_scatter", outputs, options},
+                             outputs, inputs, options.reduceOp);
 }
 
 WorkPtr ShmBackend::alltoall(Tensors& outputs, Tensors& inputs,
