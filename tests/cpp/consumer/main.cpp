@@ -14,7 +14,7 @@ int main() {
   torch::nn::Linear net(8, 2);
   net->to(ctx.device());
   trireme::DistributedDataParallel<torch::nn::Linear> ddp(net);
-  torch::optim::SGD optimizer(ddp->parameters(), 0.1);
+  torch::optim::SGD optimizer(ddp->parameters(), 0.01);
   const at::Tensor input = torch::ones({4, 8}, ctx.device()) * (1 + ctx.rank());
   double first = 0, last = 0;
   for (int step = 0; step < 3; ++step) {
