@@ -7,8 +7,6 @@
 namespace trireme::shm {
 namespace {
 
-constexpr auto kLine = static_cast<int64_t>(kCacheLine);
-
 std::vector<int64_t> sizes_of(const std::vector<Pieces>& pieces) {
   std::vector<int64_t> sizes;
   for (const Pieces& piece : pieces) sizes.push_back(piece.bytes());
@@ -32,8 +30,7 @@ void Collectives::multicast(Scope& scope, const Sizes& sizes, const Pieces& inpu
   const int64_t rank = group_.rank();
   const bool in_place = !outputs.empty() && outputs[static_cast<size_t>(rank)].is_same(input);
   const int64_t longest = *std::max_element(sizes.begin(), sizes.end());
-  const int64_t part = std::min({kSliceBytes, ring_.largest_slot(), round_up(longest)});
-  const int64_t chunks = part == 0 ? 0 : (longest + part - 1) / part;
+  const auto [part, chunks] = Chunks(longest, ring_.largest_slot());
   std::array<Slot, 2> slots;
   for (int64_t k = 0; k < chunks + 1; ++k) {
     if (k < chunks) {
@@ -70,9 +67,7 @@ void Collectives::exchange(Scope& scope, const std::vector<Sizes>& sizes,
     for (int64_t d = 0; d < world; ++d)
       if (s != d)
         longest = std::max(longest, sizes[static_cast<size_t>(s)][static_cast<size_t>(d)]);
-  const int64_t part =
-      std::min({kSliceBytes, ring_.largest_slot() / world / kLine * kLine, round_up(longest)});
-  const int64_t chunks = part == 0 ? 0 : (longest + part - 1) / part;
+  const auto [part, chunks] = Chunks(longest, ring_.largest_slot() / world);
   std::array<Slot, 2> slots;
   for (int64_t k = 0; k < chunks + 1; ++k) {
     if (k < chunks) {

@@ -53,10 +53,19 @@ class Collectives::Scope {
 
 constexpr int64_t kSliceBytes = 256 * 1024;  // of one rank in one chunk
 
-inline int64_t round_up(int64_t bytes) {
-  constexpr auto kLine = static_cast<int64_t>(kCacheLine);
-  return (bytes + kLine - 1) / kLine * kLine;
-}
+constexpr auto kLine = static_cast<int64_t>(kCacheLine);
+
+inline int64_t round_up(int64_t bytes) { return (bytes + kLine - 1) / kLine * kLine; }
+
+// How a collective goes through the slots: `count` chunks, of each rank at most `bytes` in one.
+struct Chunks {
+  // Of ranks that have at most `longest` bytes, in slots with room for `room` of each.
+  Chunks(int64_t longest, int64_t room)
+      : bytes(std::min({kSliceBytes, room / kLine * kLine, round_up(longest)})),
+        count(bytes == 0 ? 0 : (longest + bytes - 1) / bytes) {}
+  int64_t bytes;
+  int64_t count;
+};
 
 // What of [0, total) lies in chunk number `chunk`.
 inline int64_t part_of(int64_t total, int64_t chunk, int64_t chunk_bytes) {

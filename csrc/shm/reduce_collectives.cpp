@@ -6,22 +6,25 @@
 namespace trireme::shm {
 namespace {
 
-constexpr auto kLine = static_cast<int64_t>(kCacheLine);
 constexpr int64_t kFlatBytes = 16 * 1024;  // up to here every rank reduces everything
 
 }  // namespace
 
 // A reduction as the owner of a slice sees it.
 struct Collectives::Reducing {
-  Reducing(HostGroup& group, const ReduceOptions& how, int64_t root)
+  Reducing(Scope& scope, HostGroup& group, const ReduceOptions& how, int64_t root)
       : dtype(how.dtype),
         op(how.op),
         element(element_bytes(how.dtype)),
         rank(group.rank()),
         gets_result(root < 0 || root == group.rank()),
         shares_result(group.world() > 1 && (root < 0 || root != group.rank())),
-        sources(static_cast<size_t>(group.world())),
-        factors(how.op == ReduceOp::kPremulSum ? sources.size() : 0) {}
+        sources(static_cast<size_t>(group.world())) {
+    if (op != ReduceOp::kPremulSum) return;
+    scope.check();
+    for (int64_t peer = 0; peer < group.world(); ++peer)
+      factors.push_back(scope.record_of(peer).factor);
+  }
 
   // sources[.] are set for the range.
   void run(std::byte* dst, std::byte* second, int64_t bytes) const {
@@ -41,7 +44,7 @@ struct Collectives::Reducing {
   bool gets_result;
   bool shares_result;
   mutable std::vector<const void*> sources;  // by rank
-  std::vector<double> factors;
+  std::vector<double> factors;               // of kPremulSum, by rank
 };
 
 void Collectives::check_reducible(const ReduceOptions& how, const CallOptions& call) {
@@ -71,12 +74,7 @@ void Collectives::reduce_all(Operation operation, const Pieces& memory, const Re
   operation.count = memory.bytes() / element_bytes(how.dtype);
   operation.label = call.label;
   Scope scope(*this, operation, call);
-  Reducing reducing(group_, how, operation.root);
-  if (!reducing.factors.empty()) {
-    scope.check();
-    for (int64_t peer = 0; peer < group_.world(); ++peer)
-      reducing.factors[static_cast<size_t>(peer)] = scope.record_of(peer).factor;
-  }
+  const Reducing reducing(scope, group_, how, operation.root);
   memory.bytes() <= kFlatBytes ? reduce_flat(scope, memory, reducing)
                                : reduce_sliced(scope, memory, reducing);
   scope.check();
@@ -173,17 +171,10 @@ void Collectives::reduce_scatter(const Pieces& output, const std::vector<Pieces>
                .label = call.label,
                .factor = how.factor},
               call);
-  Reducing reducing(group_, how, rank);
-  if (!reducing.factors.empty()) {
-    scope.check();
-    for (int64_t peer = 0; peer < world; ++peer)
-      reducing.factors[static_cast<size_t>(peer)] = scope.record_of(peer).factor;
-  }
+  const Reducing reducing(scope, group_, how, rank);
   int64_t longest = 0;
   for (const Pieces& input : inputs) longest = std::max(longest, input.bytes());
-  const int64_t part =
-      std::min({kSliceBytes, ring_.largest_slot() / world / kLine * kLine, round_up(longest)});
-  const int64_t chunks = part == 0 ? 0 : (longest + part - 1) / part;
+  const auto [part, chunks] = Chunks(longest, ring_.largest_slot() / world);
   std::array<Slot, 2> slots;
   for (int64_t k = 0; k < chunks + 1; ++k) {
     if (k < chunks) {  // what I have for others
