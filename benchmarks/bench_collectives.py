@@ -28,8 +28,8 @@ from harness.collective_rounds import (
     CollectiveTimes,
     measure_collective,
 )
+from harness.exit_codes import exit_code
 from harness.machine import cores, machine
-from harness.ranks import RankFailed
 from harness.results import write_results
 from harness.stats import PairedRatio
 from harness.strategies import require_trireme
@@ -50,26 +50,23 @@ COPY_TARGET = 1.3  # an all_reduce of 25 MiB and more against a copy by all rank
 def main(command_line: Sequence[str] | None = None) -> int:
     """Returns the exit code: 0 (also if a target is missed), 2 wrong options, 3 a rank failed."""
     arguments = _parser().parse_args(command_line)
-    try:
-        require_trireme("bench_collectives", "then run this again.")
-        if arguments.ranks < 2:
-            raise BadInput("bench_collectives", "got fewer than 2 ranks", "Pass --ranks 2.")
-        results: dict[str, Any] = {
-            "machine": machine(),
-            "ranks": arguments.ranks,
-            "quick": arguments.quick,
-            "operations": {},
-        }
-        for operation in OPERATIONS:
-            results["operations"][operation] = bench(operation, arguments.ranks, arguments.quick)
-        if arguments.raw is not None:
-            results["raw"] = bench_raw(arguments.raw, arguments.ranks)
-    except BadInput as error:
-        print(error, file=sys.stderr)
-        return 2
-    except RankFailed as error:
-        print(error, file=sys.stderr)
-        return 3
+    return exit_code(lambda: _bench(arguments))
+
+
+def _bench(arguments: argparse.Namespace) -> int:
+    require_trireme("bench_collectives", "then run this again.")
+    if arguments.ranks < 2:
+        raise BadInput("bench_collectives", "got fewer than 2 ranks", "Pass --ranks 2.")
+    results: dict[str, Any] = {
+        "machine": machine(),
+        "ranks": arguments.ranks,
+        "quick": arguments.quick,
+        "operations": {},
+    }
+    for operation in OPERATIONS:
+        results["operations"][operation] = bench(operation, arguments.ranks, arguments.quick)
+    if arguments.raw is not None:
+        results["raw"] = bench_raw(arguments.raw, arguments.ranks)
     if arguments.json is not None:
         write_results(arguments.json, results)
     return 0

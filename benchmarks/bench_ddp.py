@@ -21,11 +21,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from harness.bad_input import BadInput, unknown_name
+from harness.bad_input import unknown_name
+from harness.exit_codes import exit_code
 from harness.fresh_run import RANKS, RunTimes, run_fresh
 from harness.machine import cores, machine
 from harness.pairs import OURS, TORCH, TORCH_VIEW, Side, measure_all, measure_pairs
-from harness.ranks import RankFailed
 from harness.reducer_overhead import NUMEL, PARAMETERS, Overhead, measure_overhead
 from harness.results import write_results
 from harness.stats import PairedRatio, verdict
@@ -60,25 +60,22 @@ QUICK = Effort(pairs=2, repeats=1, steps=5, blocks=5)
 def main(command_line: Sequence[str] | None = None) -> int:
     """Returns the exit code: 0 (also if a target is missed), 2 wrong options, 3 a rank failed."""
     arguments = _parser().parse_args(command_line)
+    return exit_code(lambda: _bench(arguments))
+
+
+def _bench(arguments: argparse.Namespace) -> int:
     effort = QUICK if arguments.quick else FULL
-    try:
-        parts = _parts(arguments)
-        results: dict[str, Any] = {"machine": machine(), "quick": arguments.quick, "workloads": {}}
-        if arguments.quick:
-            print("Quick run: too few pairs for a verdict that counts.\n")
-        ours = OURS[arguments.ours]
-        for part in parts:
-            if part == "overhead":
-                results["reducer_overhead"] = bench_overhead(ours, effort)
-            else:
-                target = STEP_TARGETS["shm" if arguments.ours == "shm" else "gloo"][part]
-                results["workloads"][part] = bench_workload(part, ours, effort, target)
-    except BadInput as error:
-        print(error, file=sys.stderr)
-        return 2
-    except RankFailed as error:
-        print(error, file=sys.stderr)
-        return 3
+    parts = _parts(arguments)
+    results: dict[str, Any] = {"machine": machine(), "quick": arguments.quick, "workloads": {}}
+    if arguments.quick:
+        print("Quick run: too few pairs for a verdict that counts.\n")
+    ours = OURS[arguments.ours]
+    for part in parts:
+        if part == "overhead":
+            results["reducer_overhead"] = bench_overhead(ours, effort)
+        else:
+            target = STEP_TARGETS["shm" if arguments.ours == "shm" else "gloo"][part]
+            results["workloads"][part] = bench_workload(part, ours, effort, target)
     if arguments.json is not None:
         write_results(arguments.json, results)
     return 0

@@ -25,9 +25,10 @@ from typing import Any
 from harness.agreement import Agreement, agreements
 from harness.bad_input import BadInput, unknown_name
 from harness.corpus import read_corpus
+from harness.exit_codes import exit_code
 from harness.machine import cores, machine
 from harness.progress import progress
-from harness.ranks import Launch, RankFailed, RankGroup
+from harness.ranks import Launch, RankGroup
 from harness.results import write_results
 from harness.rounds import WARM_UP_STEPS, Extent, Rounds, Trajectory
 from harness.strategies import (
@@ -67,13 +68,7 @@ def main(command_line: Sequence[str] | None = None) -> int:
     started = time.monotonic()
     arguments = _parser().parse_args(command_line)
     try:
-        return _compare(arguments, started)
-    except BadInput as error:
-        print(error, file=sys.stderr)
-        return 2
-    except RankFailed as error:
-        print(error, file=sys.stderr)
-        return 3
+        return exit_code(lambda: _compare(arguments, started))
     except KeyboardInterrupt:
         return 130
 
