@@ -1,7 +1,7 @@
-"""Writes the results section of README.md from the committed JSON: no figure is typed by hand.
+"""Writes the results into README.md and docs/ from the committed JSON: no figure is typed by hand.
 
-python benchmarks/readme_results.py          rewrite README.md
-python benchmarks/readme_results.py --check  exit 1 if README.md is not what the JSON says
+python benchmarks/readme_results.py          rewrite the pages
+python benchmarks/readme_results.py --check  exit 1 if one of them is not what the JSON says
 """
 
 from __future__ import annotations
@@ -27,20 +27,39 @@ def main(command_line: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--check", action="store_true", help="compare only")
     arguments = parser.parse_args(command_line)
-    readme = ROOT / "README.md"
-    before = readme.read_text()
-    head, rest = before.split(BEGIN)
-    _, tail = rest.split(END)
-    after = head + BEGIN + section() + END + tail
-    if arguments.check:
-        if before != after:
+    stale = 0
+    for name, written in (("README.md", section()), ("docs/shared_memory.md", fault_times())):
+        page = ROOT / name
+        before = page.read_text()
+        head, rest = before.split(BEGIN)
+        _, tail = rest.split(END)
+        after = head + BEGIN + written + END + tail
+        if not arguments.check:
+            page.write_text(after)
+        elif before != after:
+            stale = 1
             print(
-                "[readme] got figures that are not those of benchmarks/results. "
+                f"[readme] got figures in {name} that are not those of benchmarks/results. "
                 "Run benchmarks/readme_results.py."
             )
-        return int(before != after)
-    readme.write_text(after)
-    return 0
+    return stale
+
+
+def fault_times() -> str:
+    """How long until the others raise when a rank is lost."""
+    if not (RESULTS / "faults.json").exists():
+        return "\nNo run is committed yet.\n\n"
+    results = _load("faults.json")
+    rows = [
+        [case["kind"], str(case["ranks"]), f"{case['median_ms']:.1f}", f"{case['max_ms']:.1f}"]
+        for case in results["cases"]
+    ]
+    title = (
+        f"`bench_faults.py`, {results['machine']['cores']} cores, all-reduce of 25 MiB from "
+        f"Python, {results['tries']} tries each; until the last of the other ranks has raised:\n\n"
+    )
+    header = ["the last rank is", "ranks", "median ms", "most ms"]
+    return "\n" + title + _markdown(header, rows) + "\n"
 
 
 def section() -> str:

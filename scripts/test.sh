@@ -9,4 +9,7 @@ else
   echo "[test] C++ tests skipped: Catch2 is not installed (apt-get install catch2)"
 fi
 python -m pytest -q || failed=1
+# The tests of DDP run over Gloo; those that see most of the reducer run over shared memory, too.
+TRIREME_TEST_BACKEND=trireme python -m pytest -q tests/python/test_ddp_{accumulation,arming,buckets}.py \
+  tests/python/test_ddp_{comm_hooks,equality,freezing,grad_memory,join,precision,unused}.py || failed=1
 exit $failed

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
+
+from torch.nn.parallel import DistributedDataParallel
 
 Result = TypeVar("Result")
 
@@ -24,14 +27,15 @@ OURS = {
     "shm": Side("ddp, shared memory", "ddp", {}),
 }
 TORCH_VIEW = Side("torch-ddp + view", "torch-ddp", {"gradient_as_bucket_view": True})
-TORCH = (
-    Side("torch-ddp", "torch-ddp", {}),
-    TORCH_VIEW,
-    Side(
-        "torch-ddp + view + batched",
-        "torch-ddp",
-        {"gradient_as_bucket_view": True, "batched_grad_copy": True},
-    ),
+TORCH_BATCHED = Side(
+    "torch-ddp + view + batched",
+    "torch-ddp",
+    {"gradient_as_bucket_view": True, "batched_grad_copy": True},  # not in every torch
+)
+TORCH = tuple(
+    side
+    for side in (Side("torch-ddp", "torch-ddp", {}), TORCH_VIEW, TORCH_BATCHED)
+    if set(side.options) <= set(inspect.signature(DistributedDataParallel).parameters)
 )
 
 

@@ -133,7 +133,7 @@ STRATEGIES: dict[str, Strategy] = {
         "torch DistributedDataParallel",
         build_torch_ddp,
         GLOO,
-        {"gradient_as_bucket_view": True, "batched_grad_copy": False},
+        {"gradient_as_bucket_view": True},
     ),
     "torch-zero1": Strategy("torch ZeroRedundancyOptimizer"),
     "torch-fsdp2": Strategy("torch fully_shard"),

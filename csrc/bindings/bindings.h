@@ -7,6 +7,7 @@ namespace trireme {
 
 void init_comm(pybind11::module_& module);
 void init_ddp(pybind11::module_& module);
+void init_doctor(pybind11::module_& module);
 void init_launch(pybind11::module_& module);
 void init_sync_batch_norm(pybind11::module_& module);
 

@@ -22,6 +22,7 @@ py::dict to_dict(const StepReport& report) {
   dict["waiting_ms"] = report.waiting_ms;
   dict["exposed_comm_ms"] = report.exposed_comm_ms;
   dict["hidden_comm_ms"] = report.hidden_comm_ms;
+  dict["streamed"] = report.streamed;
   dict["reduced_bytes"] = report.reduced_bytes;
   dict["buckets"] = report.buckets;
   return dict;

@@ -1,7 +1,8 @@
 #include <trireme/comm/c10d_communicator.h>
 
 #include <trireme/comm/c10d_wait.h>
-#include <trireme/comm/shm_backend_class.h>
+#include <trireme/comm/reduce_op.h>
+#include <trireme/comm/shm_communicator.h>
 
 #include <ATen/ATen.h>
 
@@ -17,18 +18,6 @@ namespace {
 
 using TensorList = std::vector<at::Tensor>;
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
-
-c10d::ReduceOp to_c10d(ReduceOp op) {
-  switch (op) {
-    case ReduceOp::kSum:
-      return c10d::ReduceOp::SUM;
-    case ReduceOp::kMin:
-      return c10d::ReduceOp::MIN;
-    case ReduceOp::kMax:
-      return c10d::ReduceOp::MAX;
-  }
-  TORCH_INTERNAL_ASSERT(false, "[comm] unknown ReduceOp");
-}
 
 // The calling names changed in torch 2.13 and the old ones warn since; see build.md for the pairs.
 template <typename Group>
@@ -131,11 +120,7 @@ class WorkState final : public Pending::State {
 
   void add(WorkPtr work, TensorList alive, std::function<void()> afterwards = {}) {
     const bool on_cpu = alive.front().is_cpu();
-    if (const auto* shm = dynamic_cast<const ShmWork*>(work.get())) {
-      shm_ = shm;
-    } else if (on_cpu) {
-      stamp_completion(*work);
-    }
+    if (on_cpu) stamp_completion(*work);
     parts_.push_back({std::move(work), std::move(alive), std::move(afterwards), on_cpu});
   }
 
@@ -155,7 +140,6 @@ class WorkState final : public Pending::State {
   }
 
   std::optional<Pending::Clock::time_point> finished_at() const override {
-    if (shm_ != nullptr) return shm_->finished_at();
     const auto ticks = finished_->load(std::memory_order_acquire);
     if (ticks == 0) return std::nullopt;
     return Pending::Clock::time_point(Pending::Clock::duration(ticks));
@@ -186,28 +170,15 @@ class WorkState final : public Pending::State {
   std::vector<Part> parts_;
   size_t next_ = 0;
   std::shared_ptr<Stamp> finished_ = std::make_shared<Stamp>(0);
-  const ShmWork* shm_ = nullptr;  // the last part, if it tells by itself
 };
 
-c10::intrusive_ptr<ShmBackend> find_shm_backend(c10d::ProcessGroup& group) {
-  if (!group.hasBackends()) return {};
-  const auto devices = group.getDeviceTypes();
-  if (std::none_of(devices.begin(), devices.end(), [](c10::Device d) { return d.is_cpu(); }))
-    return {};
-  const auto backend = group.getBackend(c10::DeviceType::CPU);
-  auto* shm = dynamic_cast<ShmBackend*>(backend.get());
-  if (shm == nullptr || !shm->shares_memory()) return {};
-  return c10::intrusive_ptr<ShmBackend>::reclaim_copy(shm);
-}
-
-class C10dCommunicator final : public Communicator {
+class C10dCommunicator final : public Communicator, public HasGroupHealth {
  public:
   C10dCommunicator(c10::intrusive_ptr<c10d::ProcessGroup> group,
                    c10::intrusive_ptr<c10d::Store> store)
       : group_(std::move(group)),
         where_{group_->getRank(), group_->getSize()},
-        health_(std::make_shared<GroupHealth>(std::move(store), where_)),
-        shm_(find_shm_backend(*group_)) {}
+        health_(std::make_shared<GroupHealth>(std::move(store), where_)) {}
 
   RankOf rank_of() const override { return where_; }
 
@@ -221,12 +192,6 @@ class C10dCommunicator final : public Communicator {
       return Pending(std::move(state));
     }
     for (TensorList& run : split_by_buffer(tensors, /*by_dtype=*/true)) {
-      if (shm_ && run.front().is_cpu()) {  // which takes lists as they are
-        c10d::AllreduceCoalescedOptions of_list;
-        of_list.reduceOp = options.reduceOp;
-        add(*state, [&] { return group_->allreduce_coalesced(run, of_list); }, run);
-        continue;
-      }
       auto flat = std::make_shared<FlatGroup>(std::move(run));
       flat->copy_in();
       TensorList arguments{flat->typed()};
@@ -292,17 +257,15 @@ class C10dCommunicator final : public Communicator {
   void announce_failure(const std::string& reason) noexcept override {
     health_->board.announce(reason);
     health_->set_failure(reason);
-    if (shm_) shm_->fail(reason);  // heard at once, not at the next look at the board
   }
 
   std::optional<std::string> failure() const override { return health_->failure(); }
 
-  const std::shared_ptr<GroupHealth>& health() const { return health_; }
+  const std::shared_ptr<GroupHealth>& health() const override { return health_; }
 
  private:
-  std::unique_ptr<WorkState> begin(const char* verb, std::string label) {
+  std::unique_ptr<WorkState> begin(const char* verb, const std::string& label) {
     std::string operation = verb + (" of " + label);
-    label_ = std::move(label);
     health_->check_usable(operation);
     health_->board.note_started(operation);
     operation_ = operation;
@@ -313,7 +276,6 @@ class C10dCommunicator final : public Communicator {
   template <typename Issue>
   void add(WorkState& state, Issue issue, TensorList alive, std::function<void()> afterwards = {}) {
     WorkPtr work;
-    const ShmBackend::ScopedLabel label(label_);
     rethrow_named(operation_, *health_, [&] { work = issue(); });
     state.add(std::move(work), std::move(alive), std::move(afterwards));
   }
@@ -321,16 +283,14 @@ class C10dCommunicator final : public Communicator {
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
   RankOf where_;
   std::shared_ptr<GroupHealth> health_;
-  c10::intrusive_ptr<ShmBackend> shm_;  // null if CPU tensors do not go through shared memory
-  std::string operation_;               // the one being issued
-  std::string label_;                   // what it moves
+  std::string operation_;  // the one being issued
 };
 
 }  // namespace
 
 std::shared_ptr<GroupHealth> health_of(const Communicator& communicator) {
-  if (const auto* c10d = dynamic_cast<const C10dCommunicator*>(&communicator))
-    return c10d->health();
+  if (const auto* owner = dynamic_cast<const HasGroupHealth*>(&communicator))
+    return owner->health();
   return std::make_shared<GroupHealth>(nullptr, communicator.rank_of());
 }
 
@@ -338,7 +298,10 @@ std::shared_ptr<Communicator> make_c10d_communicator(c10::intrusive_ptr<c10d::Pr
                                                      c10::intrusive_ptr<c10d::Store> store) {
   TORCH_CHECK_VALUE(group, error_text("comm", "got no process group, expected an initialised one",
                                       {}, "Call trireme::init() (or init_process_group) first."));
-  return std::make_shared<C10dCommunicator>(std::move(group), std::move(store));
+  const auto backend = find_shm_backend(*group);
+  auto through_c10d = std::make_shared<C10dCommunicator>(std::move(group), std::move(store));
+  if (!backend) return through_c10d;
+  return make_shm_communicator(backend, std::move(through_c10d));
 }
 
 }  // namespace trireme

@@ -13,6 +13,9 @@ namespace trireme {
 // wrappers. Goes through the ProcessGroup and its dispatcher, so that torch's hooks and recorders
 // see every collective.
 //
+// Tensors that the backend "trireme" would move through shared memory take the short way there
+// (shm_communicator.h).
+//
 // `store` is the Store of that group (ranks leave word there when a collective fails); it may be
 // null, then errors name this rank only. Shares ownership of both.
 //

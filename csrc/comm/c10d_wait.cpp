@@ -64,6 +64,11 @@ void GroupHealth::set_failure(const std::string& text) {
   if (!failure_) failure_ = text;
 }
 
+void GroupHealth::clear_failure() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  failure_.reset();
+}
+
 void GroupHealth::check_usable(const std::string& operation) const {
   if (const auto earlier = failure()) {
     C10_THROW_ERROR(

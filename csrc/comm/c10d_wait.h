@@ -22,6 +22,7 @@ struct GroupHealth {
 
   std::optional<std::string> failure() const;
   void set_failure(const std::string& text);
+  void clear_failure();
   // Throws the DistBackendError of a group that has failed before.
   void check_usable(const std::string& operation) const;
 
@@ -32,8 +33,14 @@ struct GroupHealth {
 
 class Communicator;
 
-// The health that a communicator shares with its Pendings. One that has none (a test's) gets a
-// fresh one without a Store, which watches nothing.
+// A communicator that shares its health with its Pendings.
+struct HasGroupHealth {
+  virtual ~HasGroupHealth() = default;
+  virtual const std::shared_ptr<GroupHealth>& health() const = 0;
+};
+
+// That health. A communicator that has none (a test's) gets a fresh one without a Store, which
+// watches nothing.
 std::shared_ptr<GroupHealth> health_of(const Communicator& communicator);
 
 // Runs `call`; whatever it throws is thrown again as a c10::DistBackendError naming `operation`.

@@ -1,16 +1,22 @@
 #pragma once
 
+#include <trireme/comm/deposit_stream.h>
 #include <trireme/comm/pending.h>
 #include <trireme/common/error.h>
 
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
 
 namespace trireme {
+
+namespace shm {
+class HostGroup;
+}
 
 // Averages are not here: the division belongs to grad/grad_reducer.
 enum class ReduceOp : uint8_t { kSum, kMin, kMax };
@@ -22,8 +28,9 @@ enum class ReduceOp : uint8_t { kSum, kMin, kMax };
 // layer.2.bias"); errors and traces repeat it.
 //
 // Failures: a verb, or the wait for it, throws c10::DistBackendError naming operation, label and
-// rank; after that, or after a peer announced its failure, every further verb throws at once: the
-// group must be rebuilt.
+// rank; after that, or after a peer announced its failure, every further verb throws at once, until
+// recover(). A group that cannot recover (any but ours of shared memory; and that one if a rank is
+// gone or came too late) must be rebuilt.
 //
 // One thread at a time may use a Communicator.
 class TRIREME_API Communicator {
@@ -55,8 +62,22 @@ class TRIREME_API Communicator {
   // collectives, and why. Their waits raise with this text. Never throws; safe from a destructor.
   virtual void announce_failure(const std::string& reason) noexcept = 0;
 
+  // Collective, once every rank has announced a failure or thrown because of one: what was in
+  // flight is given up, and the group works again. Nothing happens where none did, or where the
+  // group cannot recover.
+  virtual void recover() {}
+
   // Why this group can no longer be used, if so.
   virtual std::optional<std::string> failure() const = 0;
+
+  // The ranks of this group as shared memory knows them, if all of them share a host's; else null.
+  // Lives as long as the communicator.
+  virtual shm::HostGroup* host_group() { return nullptr; }
+
+  // Collective. Deposit and collect (deposit_stream.h) through rings of `bytes` per rank; null on
+  // all ranks where they do not share memory, or where one of them sees that their threads leave
+  // CPUs free: then a thread of the engine may as well move the data.
+  virtual std::unique_ptr<DepositStream> make_deposit_stream(int64_t /*bytes*/) { return nullptr; }
 };
 
 }  // namespace trireme

@@ -72,6 +72,10 @@ void RecordingCommunicator::announce_failure(const std::string& reason) noexcept
   failure_ = reason;
 }
 
+void RecordingCommunicator::recover() {
+  if (inner_) inner_->recover();
+}
+
 std::optional<std::string> RecordingCommunicator::failure() const {
   return inner_ ? inner_->failure() : failure_;
 }

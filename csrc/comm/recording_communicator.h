@@ -32,6 +32,7 @@ class TRIREME_API RecordingCommunicator final : public Communicator {
                          ReduceOp op, std::string label) override;
   Pending barrier(std::string label) override;
   void announce_failure(const std::string& reason) noexcept override;
+  void recover() override;
   std::optional<std::string> failure() const override;
 
   const std::vector<WireRecord>& records() const { return records_; }

@@ -19,6 +19,17 @@ constexpr const char* kName = "trireme";
 
 thread_local std::string current_label;
 
+// Of what an error says, without the place in torch's source that its checks put before it.
+std::string first_line(const std::exception& error) {
+  const auto* torchs = dynamic_cast<const c10::Error*>(&error);
+  std::string text = torchs != nullptr ? torchs->what_without_backtrace() : error.what();
+  if (text.starts_with('[')) {
+    const size_t end = text.find("] ");
+    if (end != std::string::npos) text.erase(0, end + 2);
+  }
+  return text.substr(0, text.find('\n'));
+}
+
 }  // namespace
 
 ShmBackend::ShmBackend(const c10::intrusive_ptr<c10d::Store>& store, RankOf where,
@@ -34,9 +45,12 @@ ShmBackend::ShmBackend(const c10::intrusive_ptr<c10d::Store>& store, RankOf wher
   init();
 }
 
-ShmBackend::~ShmBackend() { shutdown(); }
+ShmBackend::~ShmBackend() {
+  shutdown();
+  if (forks_ != forks_so_far()) inner_.release();  // its threads stayed with the parent
+}
 
-// Finds out which ranks share memory. Where not all do, Gloo serves the group.
+// Finds out which ranks share memory.
 void ShmBackend::meet() {
   // A Store may have carried an earlier group of the same name, whose keys nobody has removed.
   const int64_t incarnation = store_->add("incarnation/" + std::to_string(where_.rank), 1);
@@ -51,21 +65,35 @@ void ShmBackend::meet() {
   }
   if (group_->world() == where_.world) {
     collectives_ = std::make_unique<shm::Collectives>(*group_);
-    p2p_ = std::make_unique<ShmP2p>(*group_);
+    p2p_ = std::make_unique<ShmP2p>(*group_, hooks_);
     return;
   }
+  meet_hosts(number);
+}
+
+// Memory inside the hosts, if any has more than one of the ranks, and Gloo between them.
+void ShmBackend::meet_hosts(const std::string& incarnation) {
+  const auto hosts = group_->hosts().size();
+  const bool all_alone = hosts == static_cast<size_t>(where_.world);
   if (where_.rank == 0) {
-    TORCH_WARN(error_text("shm_backend",
-                          "not all ranks share memory (" + group_->why_alone() +
-                              "); the whole group uses Gloo over TCP",
-                          where_, "Nothing to do if they run on several hosts."));
+    TORCH_WARN(error_text(
+        "shm_backend",
+        "ranks are on " + std::to_string(hosts) + " hosts (" + group_->why_alone() + "): " +
+            (all_alone ? "Gloo between them" : "shared memory inside each, Gloo between them"),
+        where_, "Nothing to do if that is so."));
   }
-  group_.reset();
-  inner_ =
-      make_gloo_backend(c10::make_intrusive<c10d::PrefixStore>("gloo/" + number, store_), where_,
-                        {.timeout = shm_options_.timeout,
-                         .connect_timeout = shm_options_.connect_timeout,
-                         .hostname = shm_options_.hostname});
+  const auto keys = [&](const char* what) {
+    return c10::make_intrusive<c10d::PrefixStore>(what + incarnation, store_);
+  };
+  const GlooOptions options{.timeout = shm_options_.timeout,
+                            .connect_timeout = shm_options_.connect_timeout,
+                            .hostname = shm_options_.hostname};
+  inner_ = make_gloo_backend(keys("gloo/"), where_, options);
+  if (all_alone) {
+    group_.reset();
+  } else {
+    hosts_ = std::make_unique<MultiHostCollectives>(*group_, keys("hosts/"), options);
+  }
 }
 
 const std::string ShmBackend::getBackendName() const { return kName; }
@@ -76,7 +104,7 @@ void ShmBackend::setTimeout(milliseconds timeout) {
 }
 
 uint64_t ShmBackend::getSequenceNumberForGroup() {
-  return inner_ ? inner_->getSequenceNumberForGroup() : sequence_.load();
+  return uses_memory() ? sequence_.load() : inner_->getSequenceNumberForGroup();
 }
 
 c10::intrusive_ptr<c10d::Backend> ShmBackend::split(const c10::intrusive_ptr<c10d::Store>& store,
@@ -90,21 +118,60 @@ c10::intrusive_ptr<c10d::Backend> ShmBackend::split(const c10::intrusive_ptr<c10
   return c10::make_intrusive<ShmBackend>(store, where, shm_options);
 }
 
+c10::intrusive_ptr<c10d::Backend> ShmBackend::shrink(const std::vector<int64_t>& ranks_to_exclude,
+                                                     int flags,
+                                                     const c10::intrusive_ptr<Options>& options) {
+  std::vector<int> ranks;
+  for (int rank = 0; rank < getSize(); ++rank) {
+    const auto& gone = ranks_to_exclude;
+    if (std::find(gone.begin(), gone.end(), rank) == gone.end()) ranks.push_back(rank);
+  }
+  TORCH_CHECK_VALUE(std::find(ranks.begin(), ranks.end(), getRank()) != ranks.end(),
+                    error_text("shm_backend", "shrink got the rank that calls it", where_,
+                               "Call it on the ranks that remain."));
+  if ((flags & 1) != 0) this->abort();
+  const std::string name = "shrink/" + std::to_string(++shrinks_);
+  return split(c10::make_intrusive<c10d::PrefixStore>(name, store_), ranks, options);
+}
+
 void ShmBackend::abort() {
-  if (inner_) return inner_->abort();
+  if (inner_) inner_->abort();
   fail(error_text("shm_backend", "the group was aborted", where_,
                   "Destroy the process group and initialise it again."));
 }
 
 void ShmBackend::fail(const std::string& reason) noexcept {
-  if (group_) group_->fail(reason);
+  hooks_->aborting();
+  if (hosts_) {
+    hosts_->close(reason);
+  } else if (group_) {
+    group_->fail(reason);
+  }
+}
+
+void ShmBackend::abandon(const std::string& reason) noexcept {
+  group_->abandon(reason);
+  try {
+    C10_THROW_ERROR(DistBackendError, reason);
+  } catch (...) {
+    queue_.cancel(std::current_exception());
+  }
+}
+
+void ShmBackend::run_in_order(const char* title, Task task) {
+  c10d::BarrierOptions options;
+  options.asyncOp = false;
+  submit({ShmArguments(title), c10d::OpType::UNKNOWN, title, {}, options}, [task = std::move(task)](
+                                                                               Call& call) {
+    task(call.run.one_host(), call.options);
+  })->wait();
 }
 
 void ShmBackend::shutdown() {
   if (forks_ != forks_so_far()) return;  // what is in flight is the parent's
-  if (inner_) return inner_->shutdown();
   queue_.drain();
-  p2p_->close();
+  if (p2p_) p2p_->close();
+  if (inner_) inner_->shutdown();
 }
 
 ShmBackend::WorkPtr ShmBackend::submit(Request request, Run run) {
@@ -120,18 +187,42 @@ ShmBackend::WorkPtr ShmBackend::submit(Request request, Run run) {
       request.timeout == c10d::kUnsetTimeout ? options_->timeout : request.timeout;
   auto work = c10::make_intrusive<ShmWork>(getRank(), request.type, request.title,
                                            std::move(request.outputs), ++sequence_);
-  queue_.submit(work, request.synchronous,
-                [this, timeout, complaint = arguments.complaint(), label = current_label,
-                 dtype = shm_dtype(arguments.dtype()), run = std::move(run)] {
-                  Call call{*collectives_, {.timeout = timeout, .label = label}, dtype};
-                  try {
-                    if (!complaint.empty()) collectives_->refuse(complaint, call.options);
-                    run(call);
-                  } catch (const shm::Fault& fault) {
-                    C10_THROW_ERROR(DistBackendError, fault.what());
-                  }
-                });
+  work->report_to(hooks_);
+  queue_.submit(
+      work, request.synchronous,
+      [this, timeout, complaint = arguments.complaint(), name = arguments.name(),
+       label = current_label, dtype = shm_dtype(arguments.dtype()), run = std::move(run)] {
+        Call call{hosts_ ? GroupCollectives(*hosts_) : GroupCollectives(*collectives_),
+                  {.timeout = timeout, .label = label},
+                  dtype};
+        try {
+          if (!complaint.empty()) call.run.refuse(complaint, call.options);
+          run_or_refuse(call, name, run);
+        } catch (const shm::Fault& fault) {
+          hooks_->failed(fault);
+          C10_THROW_ERROR(DistBackendError, fault.what());
+        }
+      });
   return work;
+}
+
+// A rank that fails before it has entered, for want of memory for a copy say, tells its peers, who
+// would wait for it until their deadline; its own error stays what it was.
+void ShmBackend::run_or_refuse(Call& call, const char* name, const Run& run) {
+  const uint64_t before = call.run.sequence();
+  try {
+    run(call);
+  } catch (const shm::Fault&) {
+    throw;
+  } catch (const std::exception& error) {
+    if (call.run.sequence() == before) {
+      try {
+        call.run.refuse(std::string(name) + ": " + first_line(error), call.options);
+      } catch (const shm::Fault&) {  // as it must
+      }
+    }
+    throw;
+  }
 }
 
 ShmBackend::ScopedLabel::ScopedLabel(std::string label) { current_label = std::move(label); }

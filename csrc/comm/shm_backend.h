@@ -18,7 +18,7 @@ namespace trireme {
 
 struct ShmOptions {
   std::chrono::milliseconds timeout = std::chrono::minutes(30);  // of one collective
-  // Where ranks turn out not to share memory, Gloo serves the group; see GlooOptions.
+  // Where ranks turn out to be on several hosts, Gloo connects these; see GlooOptions.
   std::chrono::milliseconds connect_timeout = std::chrono::minutes(5);
   std::string hostname{};
   // For tests: ranks that say different texts behave as if they were on different hosts.
@@ -26,9 +26,9 @@ struct ShmOptions {
 };
 
 // The c10d backend "trireme": collectives of CPU ranks through the memory of their host (see
-// shm/collectives.h), for any program that uses torch.distributed. Collective: every rank of
-// `where.world` calls it with a Store that all of them share and that carries no other group's
-// keys.
+// shm/collectives.h) and, between hosts, over Gloo (see multi_host_collectives.h), for any program
+// that uses torch.distributed. Collective: every rank of `where.world` calls it with a Store that
+// all of them share and that carries no other group's keys.
 //
 // A synchronous operation runs on the caller's thread if nothing is queued; the others run in order
 // on one thread that the first of them starts. Results have the same bits on all ranks and in every

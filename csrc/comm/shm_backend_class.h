@@ -1,7 +1,10 @@
 #pragma once
 
+#include <trireme/comm/group_collectives.h>
 #include <trireme/comm/shm_arguments.h>
 #include <trireme/comm/shm_backend.h>
+#include <trireme/comm/shm_compat.h>
+#include <trireme/comm/shm_hooks.h>
 #include <trireme/comm/shm_p2p.h>
 #include <trireme/comm/shm_queue.h>
 
@@ -36,12 +39,50 @@ class ShmBackend final : public c10d::Backend {
   c10::intrusive_ptr<Backend> split(const c10::intrusive_ptr<c10d::Store>& store,
                                     const std::vector<int>& ranks,
                                     const c10::intrusive_ptr<Options>& options) override;
+  // Called by those that remain, also when a rank that goes has ended this group; with flag 1 it is
+  // aborted first.
+  bool supportsShrinking() const override { return true; }
+  c10::intrusive_ptr<Backend> shrink(const std::vector<int64_t>& ranks_to_exclude, int flags,
+                                     const c10::intrusive_ptr<Options>& options) override;
   void abort() override;     // whatever waits, and whatever is called later, raises
   void shutdown() override;  // after what is queued
-  // False where Gloo stands in.
+  // Do all ranks? False also where only those of each host do.
   bool shares_memory() const { return collectives_ != nullptr; }
+  // shm_backend_hooks.cpp; messages over Gloo are not reported.
+  c10d::ErrorType getError() override;
+  void registerOnCompletionHook(
+      std::function<void(std::shared_ptr<c10d::WorkInfo>)>&& hook) override;
+  void waitForPendingWorks() override;        // with their hooks; not for messages
+  void enableCollectivesTiming() override {}  // they always are
+  bool supportsAbortHooks() const TRIREME_HOOKS_OVERRIDE { return uses_memory(); }
+  void registerAbortHook(int64_t id, AbortHook hook) TRIREME_HOOKS_OVERRIDE;
+  void unregisterAbortHook(int64_t id) TRIREME_HOOKS_OVERRIDE;
+  bool supportsCompletionHooks() const TRIREME_HOOKS_OVERRIDE { return uses_memory(); }
+  void registerCompletionHook(int64_t id, CompletionHook hook) TRIREME_HOOKS_OVERRIDE;
+  void unregisterCompletionHook(int64_t id) TRIREME_HOOKS_OVERRIDE;
+
+  // shm_backend_memory.cpp; local calls, new_window() is collective.
+  bool supportsTensorAlloc(c10::DeviceIndex /*index*/) override { return shares_memory(); }
+  at::Tensor allocateTensor(long size, at::TensorOptions options) override;
+  std::shared_ptr<c10::Allocator> getMemAllocator() override;
+  bool supportsWindow() const TRIREME_WINDOW_OVERRIDE { return shares_memory(); }
+  c10::intrusive_ptr<Window> new_window(const std::optional<at::Tensor>& tensor)
+      TRIREME_WINDOW_OVERRIDE;
+  // What went wrong beside the operations: for the hooks, and getError().
+  void note(const shm::Fault& fault) noexcept;
+
   // The same as abort(), with a reason that all ranks repeat.
   void fail(const std::string& reason) noexcept;
+
+  // What follows is the communicator's, which uses it only where shares_memory().
+  shm::HostGroup& host_group() { return *group_; }
+  // See shm::HostGroup::abandon. What is queued and has not begun ends with that reason, too.
+  void abandon(const std::string& reason) noexcept;
+  using Task = std::function<void(shm::Collectives&, const shm::CallOptions&)>;
+  // In the order of the group's operations; returns when it has run.
+  void run_in_order(const char* title, Task task);
+  // As if the tensors, of one dtype, were one.
+  WorkPtr broadcast_coalesced(Tensors& tensors, const c10d::BroadcastOptions& options);
 
   // What the operations that this thread submits meanwhile move: in errors, and compared between
   // the ranks.
@@ -91,7 +132,7 @@ class ShmBackend final : public c10d::Backend {
  private:
   // What an operation is given when its turn has come.
   struct Call {
-    shm::Collectives& run;
+    GroupCollectives run;
     shm::CallOptions options;
     shm::Dtype dtype;
   };
@@ -117,7 +158,12 @@ class ShmBackend final : public c10d::Backend {
   };
 
   void meet();
+  void meet_hosts(const std::string& incarnation);
+  // False where every rank is alone on its host: then all is Gloo's.
+  bool uses_memory() const { return collectives_ != nullptr || hosts_ != nullptr; }
   WorkPtr submit(Request request, Run run);
+  static void run_or_refuse(Call& call, const char* name, const Run& run);
+  WorkPtr broadcast_from(Request request, int64_t root);
   WorkPtr all_reduce(Request request, const c10d::ReduceOp& op);
   WorkPtr all_gather_into(Request request, const Tensors& outputs, const Tensors& inputs);
   WorkPtr reduce_scatter_from(Request request, const Tensors& outputs, const Tensors& inputs,
@@ -129,11 +175,16 @@ class ShmBackend final : public c10d::Backend {
   c10::intrusive_ptr<Options> options_;
   uint64_t forks_;  // of this process, when the backend was made
   std::atomic<uint64_t> sequence_{0};
+  int64_t shrinks_ = 0;
   std::unique_ptr<shm::HostGroup> group_;
   std::unique_ptr<shm::Collectives> collectives_;
+  std::shared_ptr<ShmHooks> hooks_ = std::make_shared<ShmHooks>();
   std::unique_ptr<ShmP2p> p2p_;
-  c10::intrusive_ptr<Backend> inner_;  // in place of the three above, where memory is not shared
-  ShmQueue queue_;                     // last: its thread uses all of the above
+  // In place of the two above, where ranks are on several hosts: the first only if some of them
+  // share one, the second for what the first does not do.
+  std::unique_ptr<MultiHostCollectives> hosts_;
+  c10::intrusive_ptr<Backend> inner_;
+  ShmQueue queue_;  // last: its thread uses all of the above
 };
 
 }  // namespace trireme

@@ -23,20 +23,21 @@ Tensors first_of(const TensorLists& lists) { return lists.empty() ? Tensors{} : 
 }  // namespace
 
 WorkPtr ShmBackend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) {
-  if (inner_) return inner_->broadcast(tensors, options);
+  if (!uses_memory()) return inner_->broadcast(tensors, options);
   ShmArguments arguments("broadcast");
-  arguments.take(tensors).count("tensors", tensors.size(), 1).root(options.rootRank, getSize());
-  return submit({arguments, OpType::BROADCAST, "trireme:broadcast", tensors, options},
-                [=, this](Call& call) {
-                  const bool sends = options.rootRank == getRank();
-                  ShmTensors memory(tensors, sends ? Use::kRead : Use::kWrite);
-                  call.run.broadcast(memory.pieces(), options.rootRank, call.dtype, call.options);
-                  memory.write_back();
-                });
+  arguments.count("tensors", tensors.size(), 1);
+  return broadcast_from({arguments, OpType::BROADCAST, "trireme:broadcast", tensors, options},
+                        options.rootRank);
+}
+
+WorkPtr ShmBackend::broadcast_coalesced(Tensors& tensors, const c10d::BroadcastOptions& options) {
+  return broadcast_from(
+      {ShmArguments("broadcast"), OpType::BROADCAST, "trireme:broadcast", tensors, options},
+      options.rootRank);
 }
 
 WorkPtr ShmBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) {
-  if (inner_) return inner_->allreduce(tensors, options);
+  if (!uses_memory()) return inner_->allreduce(tensors, options);
   if (tensors.size() == 1 && tensors[0].defined() && tensors[0].is_sparse())
     return allreduce_sparse(tensors, options);
   ShmArguments arguments("all_reduce");
@@ -47,7 +48,7 @@ WorkPtr ShmBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& op
 
 WorkPtr ShmBackend::allreduce_coalesced(Tensors& tensors,
                                         const c10d::AllreduceCoalescedOptions& options) {
-  if (inner_) return inner_->allreduce_coalesced(tensors, options);
+  if (!uses_memory()) return inner_->allreduce_coalesced(tensors, options);
   ShmArguments arguments("all_reduce");
   arguments.take(tensors);
   return all_reduce(
@@ -56,7 +57,7 @@ WorkPtr ShmBackend::allreduce_coalesced(Tensors& tensors,
 }
 
 WorkPtr ShmBackend::allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& options) {
-  if (inner_) return inner_->allreduce(tensors, options);
+  if (!uses_memory()) return inner_->allreduce(tensors, options);
   ShmArguments arguments("all_reduce");
   arguments.count("sparse tensors", tensors.size(), 1)
       .expect(options.reduceOp == c10d::ReduceOp::SUM,
@@ -67,7 +68,7 @@ WorkPtr ShmBackend::allreduce_sparse(Tensors& tensors, const c10d::AllreduceOpti
 }
 
 WorkPtr ShmBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& options) {
-  if (inner_) return inner_->reduce(tensors, options);
+  if (!uses_memory()) return inner_->reduce(tensors, options);
   ShmArguments arguments("reduce");
   arguments.take(tensors).count("tensors", tensors.size(), 1).root(options.rootRank, getSize());
   const auto how = arguments.reduction(options.reduceOp);
@@ -82,7 +83,7 @@ WorkPtr ShmBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& options)
 
 WorkPtr ShmBackend::allgather(TensorLists& outputs, Tensors& inputs,
                               const c10d::AllgatherOptions& options) {
-  if (inner_) return inner_->allgather(outputs, inputs, options);
+  if (!uses_memory()) return inner_->allgather(outputs, inputs, options);
   ShmArguments arguments("all_gather");
   arguments.take(inputs).count("inputs", inputs.size(), 1).count("lists", outputs.size(), 1);
   if (arguments.fine()) {
@@ -102,7 +103,7 @@ WorkPtr ShmBackend::allgather(TensorLists& outputs, Tensors& inputs,
 
 WorkPtr ShmBackend::_allgather_base(at::Tensor& output, at::Tensor& input,
                                     const c10d::AllgatherOptions& options) {
-  if (inner_) return inner_->_allgather_base(output, input, options);
+  if (!uses_memory()) return inner_->_allgather_base(output, input, options);
   Tensors outputs{output}, inputs{input};
   return all_gather_into(
       {ShmArguments("all_gather"), OpType::_ALLGATHER_BASE, "trireme:all_gather", outputs, options},
@@ -111,7 +112,7 @@ WorkPtr ShmBackend::_allgather_base(at::Tensor& output, at::Tensor& input,
 
 WorkPtr ShmBackend::allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                                     const c10d::AllgatherOptions& options) {
-  if (inner_) return inner_->allgather_into_tensor_coalesced(outputs, inputs, options);
+  if (!uses_memory()) return inner_->allgather_into_tensor_coalesced(outputs, inputs, options);
   return all_gather_into(
       {ShmArguments("all_gather"), OpType::COALESCED, "trireme:all_gather", outputs, options},
       outputs, inputs);
@@ -119,7 +120,7 @@ WorkPtr ShmBackend::allgather_into_tensor_coalesced(Tensors& outputs, Tensors& i
 
 WorkPtr ShmBackend::allgather_coalesced(TensorLists& outputs, Tensors& inputs,
                                         const c10d::AllgatherOptions& options) {
-  if (inner_) return inner_->allgather_coalesced(outputs, inputs, options);
+  if (!uses_memory()) return inner_->allgather_coalesced(outputs, inputs, options);
   ShmArguments arguments("all_gather");
   arguments.take(inputs).count("lists", outputs.size(), getSize());
   Tensors all;
@@ -157,8 +158,8 @@ WorkPtr ShmBackend::gather(TensorLists& outputs, Tensors& inputs,
                 [=](Call& call) {
                   ShmTensors to(receives ? outputs[0] : Tensors{}, Use::kWrite);
                   const ShmTensors from(inputs, Use::kRead);
-                  call.run.gather(to.pieces_of_each(), from.pieces(), options.rootRank, call.dtype,
-                                  call.options);
+                  call.run.one_host().gather(to.pieces_of_each(), from.pieces(), options.rootRank,
+                                             call.dtype, call.options);
                   to.write_back();
                 });
 }
@@ -178,15 +179,15 @@ WorkPtr ShmBackend::scatter(Tensors& outputs, TensorLists& inputs,
   return submit({arguments, OpType::SCATTER, "trireme:scatter", outputs, options}, [=](Call& call) {
     ShmTensors to(outputs, Use::kWrite);
     const ShmTensors from(sends ? inputs[0] : Tensors{}, Use::kRead);
-    call.run.scatter(to.pieces(), from.pieces_of_each(), options.rootRank, call.dtype,
-                     call.options);
+    call.run.one_host().scatter(to.pieces(), from.pieces_of_each(), options.rootRank, call.dtype,
+                                call.options);
     to.write_back();
   });
 }
 
 WorkPtr ShmBackend::reduce_scatter(Tensors& outputs, TensorLists& inputs,
                                    const c10d::ReduceScatterOptions& options) {
-  if (inner_) return inner_->reduce_scatter(outputs, inputs, options);
+  if (!uses_memory()) return inner_->reduce_scatter(outputs, inputs, options);
   ShmArguments arguments("reduce_scatter");
   arguments.take(outputs).count("outputs", outputs.size(), 1).count("lists", inputs.size(), 1);
   if (arguments.fine()) {
@@ -207,7 +208,7 @@ WorkPtr ShmBackend::reduce_scatter(Tensors& outputs, TensorLists& inputs,
 
 WorkPtr ShmBackend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
                                          const c10d::ReduceScatterOptions& options) {
-  if (inner_) return inner_->_reduce_scatter_base(output, input, options);
+  if (!uses_memory()) return inner_->_reduce_scatter_base(output, input, options);
   Tensors outputs{output}, inputs{input};
   return reduce_scatter_from({ShmArguments("reduce_scatter"), OpType::_REDUCE_SCATTER_BASE,
                               "trireme:reduce_scatter", outputs, options},
@@ -216,7 +217,7 @@ WorkPtr ShmBackend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
 
 WorkPtr ShmBackend::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                                     const c10d::ReduceScatterOptions& options) {
-  if (inner_) return inner_->reduce_scatter_tensor_coalesced(outputs, inputs, options);
+  if (!uses_memory()) return inner_->reduce_scatter_tensor_coalesced(outputs, inputs, options);
   return reduce_scatter_from({ShmArguments("reduce_scatter"), OpType::COALESCED,
                               "trireme:reduce_scatter", outputs, options},
                              outputs, inputs, options.reduceOp);
@@ -228,13 +229,14 @@ WorkPtr ShmBackend::alltoall(Tensors& outputs, Tensors& inputs,
   ShmArguments arguments("all_to_all");
   arguments.take(inputs).take(outputs).count("inputs", inputs.size(), getSize());
   arguments.count("outputs", outputs.size(), getSize());
-  return submit(
-      {arguments, OpType::ALLTOALL, "trireme:all_to_all", outputs, options}, [=](Call& call) {
-        ShmTensors to(outputs, Use::kWrite);
-        const ShmTensors from(inputs, Use::kRead);
-        call.run.all_to_all(to.pieces_of_each(), from.pieces_of_each(), call.dtype, call.options);
-        to.write_back();
-      });
+  return submit({arguments, OpType::ALLTOALL, "trireme:all_to_all", outputs, options},
+                [=](Call& call) {
+                  ShmTensors to(outputs, Use::kWrite);
+                  const ShmTensors from(inputs, Use::kRead);
+                  call.run.one_host().all_to_all(to.pieces_of_each(), from.pieces_of_each(),
+                                                 call.dtype, call.options);
+                  to.write_back();
+                });
 }
 
 WorkPtr ShmBackend::alltoall_base(at::Tensor& output, at::Tensor& input, Splits& output_splits,
@@ -244,17 +246,17 @@ WorkPtr ShmBackend::alltoall_base(at::Tensor& output, at::Tensor& input, Splits&
   arguments.take(input).take(output);
   const auto out = arguments.split_numels("the output", output, output_splits, getSize());
   const auto in = arguments.split_numels("the input", input, input_splits, getSize());
-  return submit({arguments, OpType::ALLTOALL_BASE, "trireme:all_to_all", {output}, options},
-                [=](Call& call) {
-                  ShmTensors to(output, Use::kWrite);
-                  const ShmTensors from(input, Use::kRead);
-                  call.run.all_to_all(to.ranges(out), from.ranges(in), call.dtype, call.options);
-                  to.write_back();
-                });
+  return submit(
+      {arguments, OpType::ALLTOALL_BASE, "trireme:all_to_all", {output}, options}, [=](Call& call) {
+        ShmTensors to(output, Use::kWrite);
+        const ShmTensors from(input, Use::kRead);
+        call.run.one_host().all_to_all(to.ranges(out), from.ranges(in), call.dtype, call.options);
+        to.write_back();
+      });
 }
 
 WorkPtr ShmBackend::barrier(const c10d::BarrierOptions& options) {
-  if (inner_) return inner_->barrier(options);
+  if (!uses_memory()) return inner_->barrier(options);
   return submit({ShmArguments("barrier"), OpType::BARRIER, "trireme:barrier", {}, options},
                 [](Call& call) { call.run.barrier(call.options); });
 }
@@ -263,7 +265,13 @@ void ShmBackend::monitoredBarrier(const c10d::BarrierOptions& options, bool wait
   if (inner_) return inner_->monitoredBarrier(options, wait_all_ranks);
   c10d::BarrierOptions here = options;
   here.asyncOp = false;
-  barrier(here)->wait();
+  if (!wait_all_ranks) {
+    barrier(here)->wait();
+    return;
+  }
+  submit({ShmArguments("barrier"), OpType::BARRIER, "trireme:barrier", {}, here}, [](Call& call) {
+    call.run.one_host().roll_call(call.options);
+  })->wait();
 }
 
 WorkPtr ShmBackend::send(Tensors& tensors, int destination, int tag) {
@@ -279,6 +287,16 @@ WorkPtr ShmBackend::recv(Tensors& tensors, int source, int tag) {
 WorkPtr ShmBackend::recvAnysource(Tensors& tensors, int tag) {
   if (inner_) return inner_->recvAnysource(tensors, tag);
   return p2p_->recv(tensors, {std::nullopt, tag, options_->timeout});
+}
+
+WorkPtr ShmBackend::broadcast_from(Request request, int64_t root) {
+  request.arguments.take(request.outputs).root(root, getSize());
+  Tensors tensors = request.outputs;
+  return submit(std::move(request), [=, this, tensors = std::move(tensors)](Call& call) {
+    ShmTensors memory(tensors, root == getRank() ? Use::kRead : Use::kWrite);
+    call.run.broadcast(memory.pieces(), root, call.dtype, call.options);
+    memory.write_back();
+  });
 }
 
 WorkPtr ShmBackend::all_reduce(Request request, const c10d::ReduceOp& op) {

@@ -1,6 +1,7 @@
 #include <trireme/comm/shm_p2p.h>
 
 #include <trireme/comm/shm_arguments.h>
+#include <trireme/comm/shm_compat.h>
 #include <trireme/comm/shm_tensors.h>
 #include <trireme/common/error.h>
 #include <trireme/common/forks.h>
@@ -34,17 +35,21 @@ std::exception_ptr as_c10d_error(const std::string& text) {
 // One send or recv. Whoever waits for it moves it.
 class P2pWork final : public c10d::Work {
  public:
-  P2pWork(RankOf where, c10d::OpType type, const char* title, at::Tensor tensor)
-      : Work(static_cast<int>(where.rank), type, title, std::vector<at::Tensor>{tensor}),
-        where_(where),
+  P2pWork(shm::HostGroup& group, c10d::OpType type, const char* title, at::Tensor tensor,
+          uint64_t sequence)
+      : Work(static_cast<int>(group.where().rank), type, title, std::vector<at::Tensor>{tensor}),
+        group_(group),
+        where_(group.where()),
+        sequence_(sequence),
         tensor_(std::move(tensor)),
         memory_(tensor_, type == c10d::OpType::SEND ? Use::kRead : Use::kWrite),
         transfer_(std::make_shared<Transfer>()) {}
 
   Transfer& transfer() { return *transfer_; }
 
-  void post(std::shared_ptr<shm::Courier> courier) {
+  void post(std::shared_ptr<shm::Courier> courier, std::shared_ptr<ShmHooks> hooks) {
     courier_ = std::move(courier);
+    hooks_ = std::move(hooks);
     transfer_->memory = memory_.pieces();
     // The transfer keeps this alive as long as it moves.
     transfer_->on_done = [self = c10::intrusive_ptr<P2pWork>::reclaim_copy(this)](
@@ -71,6 +76,8 @@ class P2pWork final : public c10d::Work {
     return Work::isCompleted();
   }
 
+  uint64_t getSequencenumber() const override { return sequence_; }
+  uint64_t getCompletionKey() const TRIREME_HOOKS_OVERRIDE { return key_; }
   int sourceRank() const override { return static_cast<int>(transfer_->source); }
   std::vector<at::Tensor> result() override { return {tensor_}; }
 
@@ -86,10 +93,12 @@ class P2pWork final : public c10d::Work {
 
  private:
   void complete(const Transfer& transfer) {
+    const auto finished = shm::Clock::now();
     std::exception_ptr error;
     try {
       const at::NoGradGuard no_grad;
       if (transfer.fault) {
+        if (group_.failure()) hooks_->failed(*transfer.fault);  // not where this rank just leaves
         error = as_c10d_error(transfer.fault->what());
       } else {
         memory_.write_back();
@@ -104,6 +113,7 @@ class P2pWork final : public c10d::Work {
       future = future_;
     }
     if (future) settle(*future);
+    if (!error) hooks_->completed({key_, opType_, sequence_, posted_, finished});
   }
 
   void settle(c10::ivalue::Future& future) {
@@ -112,7 +122,12 @@ class P2pWork final : public c10d::Work {
     error ? future.setError(error) : future.markCompleted(at::IValue(result()));
   }
 
+  shm::HostGroup& group_;  // until it is complete
   RankOf where_;
+  uint64_t sequence_;
+  uint64_t key_ = next_completion_key();
+  shm::Clock::time_point posted_ = shm::Clock::now();
+  std::shared_ptr<ShmHooks> hooks_;
   at::Tensor tensor_;
   ShmTensors memory_;
   shm::TransferPtr transfer_;
@@ -133,7 +148,8 @@ Everyone& everyone() {
 
 }  // namespace
 
-ShmP2p::ShmP2p(shm::HostGroup& group) : group_(group), forks_(forks_so_far()) {}
+ShmP2p::ShmP2p(shm::HostGroup& group, std::shared_ptr<ShmHooks> hooks)
+    : group_(group), hooks_(std::move(hooks)), forks_(forks_so_far()) {}
 
 ShmP2p::~ShmP2p() {
   close();
@@ -174,8 +190,8 @@ ShmP2p::WorkPtr ShmP2p::post(Transfer::Kind kind, const std::vector<at::Tensor>&
   const auto type = sends        ? c10d::OpType::SEND
                     : !peer.rank ? c10d::OpType::RECVANYSOURCE
                                  : c10d::OpType::RECV;
-  auto work = c10::make_intrusive<P2pWork>(where, type, sends ? "trireme:send" : "trireme:recv",
-                                           tensors[0]);
+  auto work = c10::make_intrusive<P2pWork>(group_, type, sends ? "trireme:send" : "trireme:recv",
+                                           tensors[0], ++sequence_);
   Transfer& transfer = work->transfer();
   transfer.kind = kind;
   transfer.peer = peer.rank.value_or(shm::kAnyRank);
@@ -183,8 +199,9 @@ ShmP2p::WorkPtr ShmP2p::post(Transfer::Kind kind, const std::vector<at::Tensor>&
   transfer.dtype = shm_dtype(arguments.dtype());
   transfer.timeout = peer.timeout;
   try {
-    work->post(courier());
+    work->post(courier(), hooks_);
   } catch (const shm::Fault& fault) {
+    hooks_->failed(fault);
     transfer.on_done = nullptr;  // the Work holds it, and it the Work
     C10_THROW_ERROR(DistBackendError, fault.what());
   }

@@ -1,11 +1,13 @@
 #pragma once
 
+#include <trireme/comm/shm_hooks.h>
 #include <trireme/common/export.h>
 #include <trireme/shm/courier.h>
 
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
+#include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <memory>
@@ -32,7 +34,7 @@ class ShmP2p {
     std::chrono::milliseconds timeout;
   };
 
-  explicit ShmP2p(shm::HostGroup& group);
+  ShmP2p(shm::HostGroup& group, std::shared_ptr<ShmHooks> hooks);
   ~ShmP2p();
   ShmP2p(const ShmP2p&) = delete;
   ShmP2p& operator=(const ShmP2p&) = delete;
@@ -48,6 +50,8 @@ class ShmP2p {
   std::shared_ptr<shm::Courier> courier();
 
   shm::HostGroup& group_;
+  std::shared_ptr<ShmHooks> hooks_;
+  std::atomic<uint64_t> sequence_{0};
   uint64_t forks_;  // of this process, when this was made
   std::mutex mutex_;
   std::shared_ptr<shm::Courier> courier_;

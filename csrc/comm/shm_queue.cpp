@@ -7,7 +7,9 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/core/jit_type.h>
 
+#include <algorithm>
 #include <pthread.h>
+#include <utility>
 
 namespace trireme {
 namespace {
@@ -16,14 +18,17 @@ namespace {
 // Most backwards end sooner; one that does not gets its first buckets reduced underway.
 constexpr std::chrono::milliseconds kPatience{50};
 
+// The queue whose callbacks this thread runs.
+thread_local const void* calls_back_for = nullptr;
+
 }  // namespace
 
 ShmQueue::ShmQueue(int64_t ranks) : ranks_(ranks), cpus_(usable_cpus()) {}
 
 ShmQueue::~ShmQueue() {
-  if (!worker_.joinable()) return;
-  if (forks_ != forks_so_far()) {  // the thread stayed with the parent, and waits there:
-    worker_.detach();
+  if (workers_.empty()) return;
+  if (forks_ != forks_so_far()) {  // the threads stayed with the parent, and wait there:
+    for (std::thread& worker : workers_) worker.detach();
     new std::shared_ptr<Shared>(std::move(shared_));  // glibc hangs in destroying what it waits on
     return;
   }
@@ -32,7 +37,7 @@ ShmQueue::~ShmQueue() {
     shared_->ending = true;
   }
   shared_->changed.notify_all();
-  worker_.join();
+  for (std::thread& worker : workers_) worker.join();
 }
 
 void ShmQueue::submit(const c10::intrusive_ptr<ShmWork>& work, bool synchronous, Run run) {
@@ -40,7 +45,7 @@ void ShmQueue::submit(const c10::intrusive_ptr<ShmWork>& work, bool synchronous,
   std::unique_lock<std::mutex> lock(shared.mutex);
   if (synchronous && !shared.busy && shared.tasks.empty()) {
     shared.tasks.push_back({work, std::move(run), {}});
-    run_next(shared, lock);
+    run_next_and_tell(shared, lock);
     lock.unlock();
     if (!work->isSuccess()) std::rethrow_exception(work->exception());
     return;
@@ -48,51 +53,105 @@ void ShmQueue::submit(const c10::intrusive_ptr<ShmWork>& work, bool synchronous,
   const bool cpus_are_taken = ranks_ * at::get_num_threads() >= cpus_;
   const auto patience = cpus_are_taken && !synchronous ? kPatience : kPatience.zero();
   work->queue_ = shared_;
-  shared.tasks.push_back({work, std::move(run), Clock::now() + patience});
-  if (!worker_.joinable()) {
+  const bool from_callback = calls_back_for == &shared;
+  shared.tasks.push_back({work, std::move(run), Clock::now() + patience, from_callback});
+  shared.from_callbacks += from_callback ? 1 : 0;
+  if (workers_.empty()) {
     forks_ = forks_so_far();
-    worker_ = std::thread([this] { work_off(); });
-    ::pthread_setname_np(worker_.native_handle(), "trireme-comm");
+    start_worker();
   }
   lock.unlock();
   shared.changed.notify_all();
 }
 
+void ShmQueue::start_worker() {
+  workers_.emplace_back([this] { work_off(); });
+  ::pthread_setname_np(workers_.back().native_handle(), "trireme-comm");
+}
+
+void ShmQueue::cancel(const std::exception_ptr& why) {
+  std::deque<Task> cancelled;
+  {
+    const std::lock_guard<std::mutex> lock(shared_->mutex);
+    cancelled.swap(shared_->tasks);
+    shared_->from_callbacks = 0;
+  }
+  for (const Task& task : cancelled) {
+    task.work->complete(why);
+    task.work->run_callbacks(why);
+  }
+  shared_->changed.notify_all();
+}
+
 void ShmQueue::drain() {
   std::unique_lock<std::mutex> lock(shared_->mutex);
-  while (!shared_->tasks.empty() || shared_->busy) {
-    if (shared_->busy) {
+  while (!shared_->tasks.empty() || shared_->busy || shared_->in_callbacks > 0) {
+    if (shared_->busy || shared_->tasks.empty() || shared_->in_callbacks > 0) {
       shared_->changed.wait(lock);
     } else {
-      run_next(*shared_, lock);
+      run_next_and_tell(*shared_, lock);
     }
   }
 }
 
 // Runs the oldest task. `lock` is held before and after.
-void ShmQueue::run_next(Shared& shared, std::unique_lock<std::mutex>& lock) {
+ShmQueue::Ended ShmQueue::run_next(Shared& shared, std::unique_lock<std::mutex>& lock) {
   const at::NoGradGuard no_grad;  // copies of tensors that require a gradient are no operations
   Task task = std::move(shared.tasks.front());
   shared.tasks.pop_front();
+  shared.from_callbacks -= task.from_callback ? 1 : 0;
   shared.busy = true;
   lock.unlock();
-  std::exception_ptr error;
+  Ended ended{task.work, {}};
+  task.work->started_ = Clock::now();
   try {
     task.run();
   } catch (...) {
-    error = std::current_exception();
+    ended.error = std::current_exception();
   }
-  task.work->complete(error);
   // To free tensors and callbacks of Python takes its lock, which whoever waits for ours may hold.
   task = {};
+  ended.work->complete(ended.error);
   lock.lock();
   shared.busy = false;
   shared.changed.notify_all();
+  return ended;
+}
+
+void ShmQueue::tell(Shared& shared, std::unique_lock<std::mutex>& lock, Ended ended) {
+  if (!ended.work->has_callbacks()) return;
+  if (++shared.in_callbacks == 1) shared.callbacks_began = Clock::now();
+  lock.unlock();
+  const void* outer = std::exchange(calls_back_for, &shared);
+  ended.work->run_callbacks(ended.error);
+  calls_back_for = outer;
+  ended = {};
+  lock.lock();
+  if (--shared.in_callbacks == 0) shared.changed.notify_all();
+}
+
+void ShmQueue::run_next_and_tell(Shared& shared, std::unique_lock<std::mutex>& lock) {
+  Ended ended = run_next(shared, lock);
+  tell(shared, lock, std::move(ended));
 }
 
 void ShmQueue::run_until_done(Shared& shared, ShmWork& work) {
   std::unique_lock<std::mutex> lock(shared.mutex);
-  while (!work.isCompleted() && !shared.busy && !shared.tasks.empty()) run_next(shared, lock);
+  const auto is_its_turn = [&] {
+    return !shared.busy && !shared.tasks.empty() &&
+           (shared.in_callbacks == 0 || calls_back_for == &shared);
+  };
+  while (!work.isCompleted() && is_its_turn()) run_next_and_tell(shared, lock);
+}
+
+// The same on one of the queue's threads, which are all but one in callbacks at most.
+void ShmQueue::run_next_and_stand_in(std::unique_lock<std::mutex>& lock) {
+  Shared& shared = *shared_;
+  Ended ended = run_next(shared, lock);
+  if (++shared.workers_in_callbacks == workers_.size() && ended.work->has_callbacks())
+    start_worker();
+  tell(shared, lock, std::move(ended));
+  --shared.workers_in_callbacks;
 }
 
 void ShmQueue::work_off() {
@@ -106,9 +165,11 @@ void ShmQueue::work_off() {
     }
     const Task& next = shared.tasks.front();
     const bool hurry = shared.ending || next.work->wanted_by_future_.load();
-    const auto takes_it_at = next.worker_takes_it_at;
-    if (hurry || Clock::now() >= takes_it_at) {
-      run_next(shared, lock);
+    auto takes_it_at = hurry ? Clock::time_point::min() : next.worker_takes_it_at;
+    if (shared.in_callbacks > 0 && shared.from_callbacks == 0)
+      takes_it_at = std::max(takes_it_at, shared.callbacks_began + kPatience);
+    if (Clock::now() >= takes_it_at) {
+      run_next_and_stand_in(lock);
     } else {
       shared.changed.wait_until(lock, takes_it_at);
     }
@@ -120,11 +181,27 @@ bool ShmWork::wait(std::chrono::milliseconds timeout) {
   return Work::wait(timeout);
 }
 
-void ShmWork::complete(std::exception_ptr error) {
+void ShmWork::complete(const std::exception_ptr& error) {
   finished_.store(ShmQueue::Clock::now().time_since_epoch().count(), std::memory_order_release);
   finish(error);
-  const std::lock_guard<std::mutex> lock(future_mutex_);
-  if (future_) settle(*future_, error);
+}
+
+void ShmWork::run_callbacks(const std::exception_ptr& error) {
+  c10::intrusive_ptr<c10::ivalue::Future> future;
+  {
+    const std::lock_guard<std::mutex> lock(future_mutex_);
+    future = future_;
+  }
+  if (future) settle(*future, error);
+  if (hooks_ && !error) hooks_->completed({key_, opType_, sequence_, started_, *finished_at()});
+}
+
+float ShmWork::getDuration() const {
+  const auto finished = finished_at();
+  TORCH_CHECK(finished,
+              "[shm_queue] got a question for the duration of an operation that has not "
+              "ended. Wait for it first.");
+  return std::chrono::duration<float, std::milli>(*finished - started_).count();
 }
 
 std::optional<ShmQueue::Clock::time_point> ShmWork::finished_at() const {

@@ -1,5 +1,8 @@
 #pragma once
 
+#include <trireme/comm/shm_compat.h>
+#include <trireme/comm/shm_hooks.h>
+
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
@@ -26,6 +29,10 @@ class ShmWork;
 // it (a hand-over costs more than a small collective); that of whoever waits for one of them; and
 // one of the queue's own. Where the ranks of this host keep all its CPUs busy the last one holds
 // back for a while: a second thread per rank would only take the time that it gains from the first.
+//
+// Callbacks of futures run in the order of their operations. One may wait for a later operation
+// (communication hooks chain them): what was submitted from within a callback is run by another
+// thread while that callback lasts, and whatever else is queued if it lasts long.
 class ShmQueue {
  public:
   using Run = std::function<void()>;
@@ -39,6 +46,8 @@ class ShmQueue {
 
   // `run` throws what went wrong; synchronously that is thrown here, else it is in the Work.
   void submit(const c10::intrusive_ptr<ShmWork>& work, bool synchronous, Run run);
+  // What has not begun ends with this exception.
+  void cancel(const std::exception_ptr& why);
   // Returns when nothing is queued or running.
   void drain();
 
@@ -48,6 +57,7 @@ class ShmQueue {
     c10::intrusive_ptr<ShmWork> work;
     Run run;
     Clock::time_point worker_takes_it_at;
+    bool from_callback = false;
   };
   // What a Work, which may outlive the queue, shares with it.
   struct Shared {
@@ -56,16 +66,28 @@ class ShmQueue {
     std::deque<Task> tasks;
     bool busy = false;
     bool ending = false;
+    size_t from_callbacks = 0;        // of the tasks
+    size_t in_callbacks = 0;          // threads
+    size_t workers_in_callbacks = 0;  // of the queue's own
+    Clock::time_point callbacks_began;
   };
-  static void run_next(Shared& shared, std::unique_lock<std::mutex>& lock);
+  struct Ended {
+    c10::intrusive_ptr<ShmWork> work;
+    std::exception_ptr error;
+  };
+  static Ended run_next(Shared& shared, std::unique_lock<std::mutex>& lock);
+  static void tell(Shared& shared, std::unique_lock<std::mutex>& lock, Ended ended);
+  static void run_next_and_tell(Shared& shared, std::unique_lock<std::mutex>& lock);
   static void run_until_done(Shared& shared, ShmWork& work);
+  void run_next_and_stand_in(std::unique_lock<std::mutex>& lock);
+  void start_worker();
   void work_off();
 
   int64_t ranks_;
   int64_t cpus_;
   std::shared_ptr<Shared> shared_ = std::make_shared<Shared>();
-  std::thread worker_;
-  uint64_t forks_ = 0;  // of this process, when the worker started
+  std::vector<std::thread> workers_;  // under the mutex, until they are ending
+  uint64_t forks_ = 0;                // of this process, when the first worker started
 };
 
 // One operation of the backend, before, while and after it runs.
@@ -82,16 +104,30 @@ class ShmWork final : public c10d::Work {
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
   std::vector<at::Tensor> result() override { return outputs_; }
   uint64_t getSequencenumber() const override { return sequence_; }
+  float getDuration() const override;  // milliseconds, of the operation itself
+  uint64_t getCompletionKey() const TRIREME_HOOKS_OVERRIDE { return key_; }
+
+  // Before it is submitted: who hears when it ends well.
+  void report_to(std::shared_ptr<ShmHooks> hooks) { hooks_ = std::move(hooks); }
 
   std::optional<ShmQueue::Clock::time_point> finished_at() const;
 
  private:
   friend class ShmQueue;
-  void complete(std::exception_ptr error);
+  void complete(const std::exception_ptr& error);
+  void run_callbacks(const std::exception_ptr& error);
+  // Whether to complete it runs code of others.
+  bool has_callbacks() {
+    const std::lock_guard<std::mutex> lock(future_mutex_);
+    return future_ || (hooks_ && hooks_->hears_completions());
+  }
   void settle(c10::ivalue::Future& future, const std::exception_ptr& error);
 
   std::vector<at::Tensor> outputs_;
   uint64_t sequence_;
+  uint64_t key_ = next_completion_key();
+  std::shared_ptr<ShmHooks> hooks_;
+  ShmQueue::Clock::time_point started_{};  // written before it is finished
   std::weak_ptr<ShmQueue::Shared> queue_;
   std::atomic<bool> wanted_by_future_{false};
   std::atomic<ShmQueue::Clock::rep> finished_{0};

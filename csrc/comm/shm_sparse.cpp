@@ -12,7 +12,7 @@ namespace {
 using Use = ShmTensors::Use;
 
 // `mine` of every rank behind each other along dim 0; rank r has numels[r] rows.
-at::Tensor gather_rows(shm::Collectives& collectives, const at::Tensor& mine,
+at::Tensor gather_rows(const GroupCollectives& collectives, const at::Tensor& mine,
                        const std::vector<int64_t>& rows, const shm::CallOptions& options) {
   std::vector<at::Tensor> outputs;
   for (const int64_t count : rows) {
@@ -28,9 +28,9 @@ at::Tensor gather_rows(shm::Collectives& collectives, const at::Tensor& mine,
 
 }  // namespace
 
-void all_reduce_sparse(shm::Collectives& collectives, const at::Tensor& tensor,
+void all_reduce_sparse(const GroupCollectives& collectives, const at::Tensor& tensor,
                        const shm::CallOptions& options) {
-  const auto world = static_cast<size_t>(collectives.group().world());
+  const auto world = static_cast<size_t>(collectives.world());
   at::Tensor user = tensor;
   const at::Tensor mine = tensor.detach().coalesce();
   // What must agree, and how much everybody has.

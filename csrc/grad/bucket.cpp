@@ -141,6 +141,17 @@ void Bucket::gradient_arrived(size_t index, double scale) {
   grad.reset();
 }
 
+at::Tensor Bucket::take(size_t index) {
+  Slot& slot = slots_[index];
+  slot.packed = true;
+  at::Tensor& grad = parameter(index).mutable_grad();
+  if (!grad.defined() || shadow_) return {};
+  if (slot.origin == GradOrigin::kInPlace && !slot.arrived) slot.saved = grad.clone();
+  at::Tensor taken = is_arranged(grad, slot) ? grad : arrange(grad, slot);
+  if (slot.origin == GradOrigin::kFresh && slot.arrived) grad.reset();
+  return taken;
+}
+
 void Bucket::complete(double scale) {
   if (plan_.sparse) return complete_sparse(scale);
   if (!plan_.device.is_cpu()) return complete_on_device(scale);

@@ -49,6 +49,12 @@ class TRIREME_API Bucket {
   // The gradient of slot `slot` was accumulated (perhaps not for the first time in this step).
   void gradient_arrived(size_t slot, double scale);
 
+  // The same, where take() will ask for it.
+  void note_arrived(size_t slot) { slots_[slot].arrived = true; }
+  // Instead of complete(): what this rank has for a slot, as it lies in the buffer; nothing for
+  // zeros. A fresh gradient that arrived is moved out of .grad.
+  at::Tensor take(size_t slot);
+
   // Brings everything that is not yet in the buffer into it, times `scale`: gradients that did not
   // arrive contribute what .grad holds, or zeros. Afterwards payload() is ready to be reduced.
   void complete(double scale);

@@ -14,6 +14,7 @@ using Clock = StepClock::Clock;
 
 void GradReducer::before_forward() {
   const std::lock_guard lock(mutex_);
+  communicator_->recover();
   if (const auto failure = communicator_->failure()) {
     C10_THROW_ERROR(
         DistBackendError,
@@ -63,8 +64,14 @@ void GradReducer::begin_backward(bool shadow) {
       if (infos_[at].requires_grad && places_[at].bucket >= 0) ++waiting_slots_[i];
     }
   }
-  clock_.backward_begins(step_);
+  begin_stream();
+  clock_.backward_begins(step_, streams_);
   phase_ = Phase::kRunning;
+}
+
+void GradReducer::begin_stream() {
+  streams_ = stream_ && BucketStream::takes(plan_);
+  if (streams_) stream_->begin_step(buckets_, labels_, scale());
 }
 
 void GradReducer::gradient_ready(int64_t index, bool has_gradient) {
@@ -83,10 +90,19 @@ void GradReducer::gradient_ready(int64_t index, bool has_gradient) {
   check_gradient(index, has_gradient);
   if (place.bucket < 0) return;  // unfrozen or cast since the plan was made; see settle_change()
   const auto bucket = static_cast<size_t>(place.bucket);
-  if (has_gradient) buckets_[bucket].gradient_arrived(static_cast<size_t>(place.slot), scale());
+  const auto slot = static_cast<size_t>(place.slot);
+  if (has_gradient) {
+    streams_ ? buckets_[bucket].note_arrived(slot)
+             : buckets_[bucket].gradient_arrived(slot, scale());
+  }
   if (fires != fires_expected_[at]) return;
   --waiting_slots_[bucket];
-  if (!observing_) launch_ready();
+  if (observing_) return;
+  if (streams_) {
+    stream_->gradient_ready(bucket, slot);
+    stream_->advance();
+  }
+  launch_ready();
 }
 
 // What this backward cannot average. Raised here, it comes out of the user's backward().
@@ -107,9 +123,14 @@ void GradReducer::check_gradient(int64_t index, bool has_gradient) {
          "it was averaged",
          "Register the optimizer with _apply_optimizer_in_backward before the first forward, or "
          "step after backward.");
-  const int32_t bucket = places_[at].bucket;
+  const Place place = places_[at];
+  const auto bucket = static_cast<size_t>(place.bucket);
+  const bool is_under_way =
+      place.bucket >= 0 &&
+      (bucket < next_launch_ ||
+       (streams_ && stream_->has_taken(bucket, static_cast<size_t>(place.slot))));
   refuse(
-      bucket < 0 || static_cast<size_t>(bucket) >= next_launch_,
+      !is_under_way,
       "with a further gradient in the same backward after its bucket was launched, expected as "
       "many as in the "
       "backward before",
@@ -127,6 +148,12 @@ void GradReducer::launch_ready() {
 
 void GradReducer::launch(size_t index) {
   TRIREME_TRACE("grad_reducer.launch");
+  pending_[index] = streams_ ? stream_->pending(index) : reduce(index);
+  clock_.bucket_launched(buckets_[index].plan().bytes());
+  ++next_launch_;
+}
+
+Pending GradReducer::reduce(size_t index) {
   Bucket& bucket = buckets_[index];
   // A hook may chain collectives in callbacks, which the engine's threads run: one hook at a time,
   // so that all ranks issue them in one order.
@@ -135,14 +162,18 @@ void GradReducer::launch(size_t index) {
   bucket.complete(scale());
   const bool is_last = index + 1 == buckets_.size();
   if (is_last && tail_in_last_bucket_) used_.write_to(bucket.tail(), shadow_);
-  pending_[index] =
-      compressor_->reduce({bucket, parameters_, index, buckets_.size(), labels_[index]});
-  clock_.bucket_launched(bucket.plan().bytes());
-  ++next_launch_;
+  return compressor_->reduce({bucket, parameters_, index, buckets_.size(), labels_[index]});
 }
 
 void GradReducer::launch_rest() {
   while (next_launch_ < buckets_.size()) launch(next_launch_);
+  if (streams_) {
+    at::Tensor tail;
+    if (tail_in_last_bucket_)
+      used_.write_to(tail = at::empty_like(buckets_.back().tail()), shadow_);
+    stream_->close(tail);
+    stream_->advance();
+  }
   if (!tail_in_last_bucket_ && compressor_->is_plain_sum()) launch_map();
 }
 
@@ -265,6 +296,7 @@ void GradReducer::set_comm_hook(std::shared_ptr<CommHook> hook) {
                          communicator_->rank_of(),
                          "Combine the two in one hook (e.g. fp16_compress_wrapper)."));
   compressor_ = make_hook_compressor(std::move(hook));
+  stream_.reset();
   plan_is_stale_ = true;
 }
 

@@ -4,6 +4,7 @@
 
 #include <trireme/comm/communicator.h>
 #include <trireme/grad/bucket.h>
+#include <trireme/grad/bucket_stream.h>
 #include <trireme/grad/compressor.h>
 #include <trireme/grad/grad_hook.h>
 #include <trireme/grad/step_report.h>
@@ -139,7 +140,9 @@ class TRIREME_API GradReducer final : public GradSink,
   void begin_backward(bool shadow);
   void launch_ready();
   void launch(size_t bucket);
+  Pending reduce(size_t bucket);
   void launch_rest();
+  void begin_stream();
   void launch_map();
   void deliver_done();
   void deliver_arrived(size_t bucket);
@@ -167,6 +170,9 @@ class TRIREME_API GradReducer final : public GradSink,
   std::shared_ptr<Communicator> communicator_;
   GradReducerOptions options_;
   std::unique_ptr<Compressor> compressor_;
+  // In place of the compressor from the second synchronized backward on, where it may be had.
+  std::unique_ptr<BucketStream> stream_;
+  bool asked_for_stream_ = false;
   std::vector<GradHook> hooks_;
   double divisor_ = 1;
 
@@ -194,6 +200,7 @@ class TRIREME_API GradReducer final : public GradSink,
   bool force_synchronize_ = false;
   bool arm_at_parameter_ = false;
   bool manual_finalization_ = false;
+  bool streams_ = false;  // this step
   int64_t step_ = 0;
   std::vector<int32_t> fires_expected_;  // per backward, as seen in the last one
   std::vector<int32_t> fires_seen_;

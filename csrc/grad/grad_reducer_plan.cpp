@@ -131,6 +131,10 @@ void GradReducer::build_buckets() {
 // The end of the first synchronized backward: rank 0's order sets out to everybody.
 void GradReducer::learn_order() {
   observing_ = false;
+  // Here, and not when the reducer is made: one rank alone may copy or unpickle a module.
+  const bool may_stream = compressor_->is_plain_sum() && BucketStream::takes(plan_);
+  if (may_stream && !std::exchange(asked_for_stream_, true))
+    stream_ = BucketStream::make(*communicator_);
   std::vector<bool> is_placed(parameters_.size(), true);
   for (const int64_t index : order_) is_placed[static_cast<size_t>(index)] = false;
   std::vector<int64_t> order;
@@ -150,7 +154,14 @@ void GradReducer::learn_order() {
 
 void GradReducer::adopt_pending_order() {
   if (!pending_order_.defined()) return;
-  order_pending_.wait();
+  try {
+    order_pending_.wait();
+  } catch (const c10::DistBackendError&) {
+    if (communicator_->failure()) throw;
+    pending_order_.reset();  // given up with a backward of another module: watch once more
+    observing_ = true;
+    return;
+  }
   const at::Tensor host = pending_order_.to(at::kCPU);
   order_.assign(host.const_data_ptr<int64_t>(), host.const_data_ptr<int64_t>() + host.numel());
   pending_order_.reset();

@@ -22,6 +22,7 @@ struct StepReport {
   double hidden_comm_ms = 0;   // some collective was in flight while backward computed
   int64_t reduced_bytes = 0;   // payload of this rank, once
   int64_t buckets = 0;
+  bool streamed = false;  // they went as one stream of deposits, see bucket_stream.h
 };
 
 // Takes the times of one step.
@@ -31,8 +32,9 @@ class StepClock {
 
   void forward_begins() { forward_begin_ = Clock::now(); }
   void forward_ends() { open_.forward_ms += ms(Clock::now() - forward_begin_); }
-  void backward_begins(int64_t step) {
+  void backward_begins(int64_t step, bool streamed) {
     open_.step = step;
+    open_.streamed = streamed;
     open_.reduced_bytes = open_.buckets = 0;
     backward_begin_ = Clock::now();
     waited_ = {};

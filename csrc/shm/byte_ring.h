@@ -13,6 +13,11 @@ struct ByteRingBlock {
   alignas(kCacheLine) std::atomic<uint64_t> written{0};   // by the writer
   alignas(kCacheLine) std::atomic<uint64_t> consumed{0};  // by the reader
   std::atomic<bool> mapped{false};                        // the reader sees the ring
+  // Number of the last message that the reader could not use, and what it expected: complete before
+  // the number, and that before `consumed` goes on.
+  std::atomic<uint64_t> refused{0};
+  std::atomic<int64_t> expected_bytes{0};
+  std::atomic<uint32_t> expected_dtype{0};
 
   std::byte* bytes() { return reinterpret_cast<std::byte*>(this + 1); }
 };
@@ -29,10 +34,19 @@ class RingWriter {
     return capacity_ -
            static_cast<int64_t>(position_ - block_->consumed.load(std::memory_order_seq_cst));
   }
+  // The reader has written a position that cannot be. (What pads a message may lie behind the
+  // room.)
+  bool is_torn() const { return room() > capacity_ || room() <= -int64_t{kCacheLine}; }
   // At most room() bytes.
   void write(const std::byte* from, int64_t bytes);
   void pad_to_line() { position_ = (position_ + kCacheLine - 1) / kCacheLine * kCacheLine; }
   void publish() { block_->written.store(position_, std::memory_order_seq_cst); }
+
+  bool was_refused(uint64_t message) const {
+    return block_->refused.load(std::memory_order_seq_cst) == message;
+  }
+  int64_t expected_bytes() const { return block_->expected_bytes.load(std::memory_order_relaxed); }
+  uint32_t expected_dtype() const { return block_->expected_dtype.load(std::memory_order_relaxed); }
 
   // The reader has not seen all, and never may, because it has not mapped the ring.
   bool is_unfetched() const {
@@ -57,10 +71,17 @@ class RingReader {
   int64_t available() const {
     return static_cast<int64_t>(block_->written.load(std::memory_order_seq_cst) - position_);
   }
+  // The writer has written a position that cannot be.
+  bool is_torn() const { return available() < 0 || available() >= capacity_ + int64_t{kCacheLine}; }
   // At most available() bytes; a null `to` drops them.
   void read(std::byte* to, int64_t bytes);
   void skip_to_line() { position_ = (position_ + kCacheLine - 1) / kCacheLine * kCacheLine; }
   void release() { block_->consumed.store(position_, std::memory_order_seq_cst); }
+  void refuse(uint64_t message, int64_t expected_bytes, uint32_t expected_dtype) {
+    block_->expected_bytes.store(expected_bytes, std::memory_order_relaxed);
+    block_->expected_dtype.store(expected_dtype, std::memory_order_relaxed);
+    block_->refused.store(message, std::memory_order_seq_cst);
+  }
 
  private:
   ByteRingBlock* block_ = nullptr;

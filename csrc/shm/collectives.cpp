@@ -200,8 +200,24 @@ std::vector<Collectives::Sizes> Collectives::sizes_of_all(Scope& scope, const Si
   return sent;
 }
 
+std::vector<Segment> Collectives::share_segments(int64_t bytes, const CallOptions& call) {
+  Scope scope(*this, {.verb = Verb::kShare, .count = bytes, .label = call.label}, call);
+  scope.check();
+  return group_.share_segments(bytes);
+}
+
 void Collectives::barrier(const CallOptions& call) {
+  meet({.verb = Verb::kBarrier, .label = call.label}, call);
+}
+
+void Collectives::roll_call(const CallOptions& call) {
   Scope scope(*this, {.verb = Verb::kBarrier, .label = call.label}, call);
+  group_.roll_call();
+  scope.check();
+}
+
+void Collectives::meet(const Operation& operation, const CallOptions& call) {
+  Scope scope(*this, operation, call);
   scope.check();
 }
 

@@ -62,6 +62,12 @@ class TRIREME_API Collectives {
   void all_to_all(const std::vector<Pieces>& outputs, const std::vector<Pieces>& inputs,
                   Dtype dtype, const CallOptions& call);
   void barrier(const CallOptions& call);
+  // A barrier whose error names every rank that does not come (HostGroup::roll_call).
+  void roll_call(const CallOptions& call);
+  // A barrier of ranks about to do what `operation` says, by other means: compared like the rest.
+  void meet(const Operation& operation, const CallOptions& call);
+  // A new segment of each rank, of as many bytes; by rank.
+  std::vector<Segment> share_segments(int64_t bytes, const CallOptions& call);
   // A rank that cannot take part, because of what it was called with, enters with the reason: all
   // ranks throw Fault(kMismatch), and nothing moves.
   [[noreturn]] void refuse(std::string_view reason, const CallOptions& call);

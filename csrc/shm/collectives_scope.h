@@ -12,10 +12,10 @@ namespace trireme::shm {
 class Collectives::Scope {
  public:
   Scope(Collectives& owner, const Operation& operation, const CallOptions& call)
-      : group_(owner.group_),
-        ring_(owner.ring_),
-        sequence_(group_.begin(operation, call.timeout)),
-        mark_(ring_.mark(step_of(sequence_, -1))) {}
+      : group_(owner.group_), ring_(owner.ring_), sequence_(group_.begin(operation, call.timeout)) {
+    ring_.settle();
+    mark_ = ring_.mark(step_of(sequence_, -1));
+  }
   ~Scope() { group_.finish(); }
   Scope(const Scope&) = delete;
   Scope& operator=(const Scope&) = delete;
@@ -46,7 +46,7 @@ class Collectives::Scope {
   HostGroup& group_;
   SlotRing& ring_;
   uint64_t sequence_;
-  SlotRing::Mark mark_;
+  SlotRing::Mark mark_{};
   int64_t chunks_ = 0;
   bool checked_ = false;
 };

@@ -11,6 +11,7 @@ enum class FaultKind : uint8_t {
   kPeerLost,    // a process died or left
   kTimeout,     // a rank that lives did not come
   kAborted,     // another rank gave up and left word
+  kAbandoned,   // a rank left what all were at; the next collective works (HostGroup::abandon)
   kMemory,      // no room for a segment
   kForked,      // used in a child of the process that made the group
   kNotPossible  // this host does not let its processes share memory

@@ -81,6 +81,8 @@ void HostGroup::meet(Exchange& exchange, SegmentKind kind) {
     any_refused |= text[world] == 'r';
     if (why_alone_.empty()) why_alone_ = text.substr(world + 1);
   }
+  // What this rank does not map it cannot use, whatever came back.
+  rows[static_cast<size_t>(where_.rank)] = row;
   // Every rank has read everything by now: a name has done its service.
   for (Segment& segment : segments_) segment.unlink_name();
   if (any_refused && kind == SegmentKind::kAnonymous) {
@@ -110,6 +112,8 @@ bool HostGroup::look_for_peers(Exchange& exchange, SegmentKind kind, std::string
       Segment segment;
       if (!address || line == text.size() || text.substr(line + 1) != here) {
         why_not = "rank " + std::to_string(rank) + " runs elsewhere";
+      } else if (address->bytes != static_cast<int64_t>(sizeof(RankBlock))) {
+        why_not = "rank " + std::to_string(rank) + " runs another Trireme";
       } else {
         segment = Segment::open(*address, why_not);
         refused |= !segment && why_not.starts_with("cannot");
@@ -164,6 +168,8 @@ void HostGroup::settle_hosts(const std::vector<std::string>& rows) {
   for (const Segment& segment : segments_)
     blocks_.push_back(std::launder(reinterpret_cast<RankBlock*>(segment.data())));
   flag_wait_ = std::make_unique<FlagWait>(block(rank_).bell, this->world());
+  block(rank_).group = segments_.front().address().nonce;
+  block(rank_).members = static_cast<int32_t>(members_.size());
   block(rank_).state.store(RankState::kHere, std::memory_order_release);
 }
 
@@ -178,6 +184,7 @@ uint64_t HostGroup::begin(const Operation& operation, std::chrono::milliseconds 
   check_usable();
   timeout_ = timeout.count() > 0 ? timeout : request_.timeout;
   deadline_ = Clock::now() + timeout_;
+  if (has_abandoned()) rejoin();
   ++sequence_;
   block(rank_).records[sequence_ % kRecords].write(sequence_, operation);
   entered_ = false;
@@ -192,8 +199,12 @@ void HostGroup::publish(Counter counter, uint64_t value) {
   RankBlock& own = block(rank_);
   (own.*counter).store(value, std::memory_order_seq_cst);
   if (!std::exchange(entered_, true)) own.entered.store(sequence_, std::memory_order_seq_cst);
+  wake_peers();
+}
+
+void HostGroup::wake_peers() {
   for (RankBlock* peer : blocks_)
-    if (peer != &own) ring(peer->bell);
+    if (peer != blocks_[static_cast<size_t>(rank_)]) ring(peer->bell);
 }
 
 void HostGroup::check_entered() {
@@ -217,48 +228,63 @@ void HostGroup::check_entered() {
   }
 }
 
-// A rank that has no memory says so where the others look for the address.
 void HostGroup::make_rings() {
-  if (!rings_.empty()) return;
-  ++ring_attempts_;
-  RankBlock& own = block(rank_);
-  std::vector<Segment> rings(blocks_.size());
-  std::string text;
+  if (rings_.empty()) rings_ = share_segments(ring_bytes_);
+}
+
+// A rank that has no memory says so where the others look for the address; one that cannot map what
+// another made says it there too, once all have read the address.
+std::vector<Segment> HostGroup::share_segments(int64_t bytes) {
+  std::array<char, 512>& board = block(rank_).ring_address;
+  const auto tell = [&](const std::string& text) {
+    const size_t length = std::min(text.size(), board.size() - 1);
+    std::memcpy(board.data(), text.data(), length);
+    board[length] = '\0';
+  };
+  const auto said = [&](int64_t peer) {
+    const auto& theirs = block(peer).ring_address;
+    return std::string_view(theirs.data(), ::strnlen(theirs.data(), theirs.size()));
+  };
+  const auto all_have_told = [&] {
+    publish(&RankBlock::ring_made, ++ring_attempts_);
+    wait_all(&RankBlock::ring_made, ring_attempts_);
+  };
+  std::vector<Segment> segments(blocks_.size());
   try {
-    Segment& ring = rings[static_cast<size_t>(rank_)];
-    ring = Segment::create(segment_kind(), ring_bytes_);
-    text = ring.address().to_string();
+    Segment& own = segments[static_cast<size_t>(rank_)];
+    own = Segment::create(segment_kind(), bytes);
+    tell(own.address().to_string());
   } catch (const Fault& fault) {
-    text = std::string(kFailed) + fault.what();
+    tell(std::string(kFailed) + fault.what());
   }
-  const size_t length = std::min(text.size(), own.ring_address.size() - 1);
-  std::memcpy(own.ring_address.data(), text.data(), length);
-  own.ring_address[length] = '\0';
-  publish(&RankBlock::ring_made, ring_attempts_);
-  wait_all(&RankBlock::ring_made, ring_attempts_);
-  std::string why_not;
+  all_have_told();
   std::string why_unreachable;
   for (int64_t peer = 0; peer < world(); ++peer) {
-    const auto& theirs = block(peer).ring_address;
-    const std::string_view said(theirs.data(), ::strnlen(theirs.data(), theirs.size()));
-    if (said.starts_with(kFailed)) {
-      why_not = "rank " + std::to_string(members_[static_cast<size_t>(peer)]) +
-                " says: " + std::string(said.substr(kFailed.size()));
-    } else if (const auto address = SegmentAddress::parse(said); peer != rank_ && address) {
-      rings[static_cast<size_t>(peer)] = Segment::open(*address, why_unreachable);
+    if (peer == rank_ || said(peer).starts_with(kFailed)) continue;
+    const auto address = SegmentAddress::parse(said(peer));
+    if (address && address->bytes == bytes) {
+      segments[static_cast<size_t>(peer)] = Segment::open(*address, why_unreachable);
+    } else {
+      why_unreachable = "rank " + std::to_string(members_[static_cast<size_t>(peer)]) +
+                        " left no address of " + std::to_string(bytes) + " bytes";
     }
   }
-  if (!why_unreachable.empty()) give_up(FaultKind::kMemory, why_unreachable);
   // All have read all addresses, and opened what they could, before any goes away.
   publish(&RankBlock::rings_mapped, ring_attempts_);
   wait_all(&RankBlock::rings_mapped, ring_attempts_);
-  if (!why_not.empty()) {
+  if (!why_unreachable.empty()) tell(std::string(kFailed) + why_unreachable);
+  all_have_told();
+  for (int64_t peer = 0; peer < world(); ++peer) {
+    if (!said(peer).starts_with(kFailed)) continue;
     throw Fault(FaultKind::kMemory,
-                error_text(kArea, "got no memory for " + current() + ": " + why_not, where_,
-                           "Free memory and call it again."));
+                error_text(kArea,
+                           "got no memory for " + current() + ": rank " +
+                               std::to_string(members_[static_cast<size_t>(peer)]) +
+                               " says: " + std::string(said(peer).substr(kFailed.size())),
+                           where_, "Free memory and call it again."));
   }
-  for (Segment& ring : rings) ring.unlink_name();
-  rings_ = std::move(rings);
+  for (Segment& segment : segments) segment.unlink_name();
+  return segments;
 }
 
 void HostGroup::finish() {

@@ -36,6 +36,20 @@ struct HostGroupRequest {
 
 using Counter = std::atomic<uint64_t> RankBlock::*;
 
+// A wait outside the collectives: what for, in messages, and how long at most.
+struct Errand {
+  std::string_view name;
+  std::chrono::milliseconds timeout;
+};
+
+// [Note: abandoned work]
+//
+// A rank that an exception takes out of what all ranks are at (a backward, say) abandons it. That
+// ends an epoch of the group: who waits for that rank, now or later in the same epoch, raises with
+// its reason and has then abandoned it too. Nothing need be torn down, since no rank can mistake
+// what comes next for what was abandoned: the next collective of each rank first waits until all
+// have come to theirs, and goes on behind the highest sequence number that any of them had reached.
+
 // The ranks of a group that share the memory of a host, and the ground on which they meet: per rank
 // a small segment with its counters and last operations, and from the first collective that moves
 // data on a second one with a ring of slots, both mapped by all. Ranks may be processes or threads
@@ -81,14 +95,21 @@ class TRIREME_API HostGroup {
 
   // Begins a collective; returns its sequence number. Peers see it with the next publish().
   uint64_t begin(const Operation& operation, std::chrono::milliseconds timeout);
+  // Of the last collective that began.
+  uint64_t sequence() const { return sequence_; }
   // Tells the peers that this rank has entered, if no publish() has yet.
   void enter();
   // Waits until all have entered and compares what they said. Throws Fault(kMismatch) on all ranks
   // alike, naming two of them; then nothing has moved and the next collective works.
   void check_entered();
+  // Before check_entered(), where an error shall name every rank that does not come, and not only
+  // the first: waits for each until the deadline, also behind one that has died.
+  void roll_call();
   // Collective, inside a collective that all have entered; the first one makes them. Throws
   // Fault(kMemory) on all ranks alike if one of them has none; the next call tries again.
   void make_rings();
+  // The same for other memory: a segment of each rank, by rank.
+  std::vector<Segment> share_segments(int64_t bytes);
   bool has_rings() const { return !rings_.empty(); }
   void finish();
 
@@ -101,12 +122,25 @@ class TRIREME_API HostGroup {
 
   // Leaves word: every rank of the host raises with this text, now and later.
   void fail(const std::string& text) noexcept;
+  // Ends the epoch (see the note above); does nothing if it has ended.
+  void abandon(const std::string& reason) noexcept;
+  bool has_abandoned() const;
+  // Counts from 1. Changes only inside begin().
+  uint64_t epoch() const { return epoch_.load(std::memory_order_acquire); }
+  // Waits until a counter in shared memory that `peer` writes has come to `target`.
+  void wait_beside(int64_t peer, const std::atomic<uint64_t>& counter, uint64_t target,
+                   const Errand& errand);
+  // After a sequentially consistent store to such a counter.
+  void wake_peers();
   // Why this group can no longer be used, as far as this rank or its peers know.
   std::optional<std::string> failure();
   // Throws Fault for a group that failed, and in a forked child.
   void check_usable();
   // "rank 1 (process 7) has died; its last operation: ..."; empty while it is there.
   std::string absence_of(int64_t peer) const;
+  // Until that rank is gone, the group has failed or a second has passed. A process that is killed
+  // closes its files a moment before it counts as dead; who cannot open one learns here why.
+  void wait_for_end(int64_t peer);
   // "rank 1 (process 7) has not `come` within 2 s; it is alive (stopped) ...".
   std::string lateness_of(int64_t peer, std::string_view deed,
                           std::chrono::milliseconds patience) const;
@@ -116,15 +150,18 @@ class TRIREME_API HostGroup {
 
  private:
   class PeerWatch;
+  class RollCallWatch;
   HostGroup(const HostGroupRequest& request);
 
   void meet(Exchange& exchange, SegmentKind kind);
   bool look_for_peers(Exchange& exchange, SegmentKind kind, std::string& row);
   void settle_hosts(const std::vector<std::string>& rows);
   void ring_all() noexcept;
-  [[noreturn]] void give_up(FaultKind kind, const std::string& why);
+  void rejoin();
+  [[noreturn]] void give_up(FaultKind kind, const std::string& what, const std::string& why);
   std::string name_of(int64_t peer) const;
   std::string last_of(int64_t peer) const;
+  std::string cause_beside(int64_t peer) const;
   std::string current() const;
 
   RankOf where_;
@@ -145,6 +182,7 @@ class TRIREME_API HostGroup {
   uint64_t ring_attempts_ = 0;
   uint64_t sequence_ = 0;
   bool entered_ = true;
+  std::atomic<uint64_t> epoch_{1};
   std::chrono::milliseconds timeout_{};
   Clock::time_point deadline_;
   std::mutex failure_mutex_;

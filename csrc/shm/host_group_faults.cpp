@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <thread>
 
 namespace trireme::shm {
 namespace {
@@ -17,38 +18,125 @@ std::string seconds(std::chrono::milliseconds duration) {
   return ms % 1000 == 0 ? std::to_string(ms / 1000) + " s" : std::to_string(ms) + " ms";
 }
 
+// For the doctor.
+class ShownErrand {
+ public:
+  ShownErrand(RankBlock& own, std::string_view name) : own_(own) {
+    const size_t length = std::min(name.size(), own.errand.size() - 1);
+    std::copy_n(name.begin(), length, own.errand.begin());
+    own.errand[length] = '\0';
+    own.errand_since_ns.store(Clock::now().time_since_epoch().count(), std::memory_order_release);
+  }
+  ~ShownErrand() { own_.errand_since_ns.store(0, std::memory_order_relaxed); }
+  ShownErrand(const ShownErrand&) = delete;
+  ShownErrand& operator=(const ShownErrand&) = delete;
+
+ private:
+  RankBlock& own_;
+};
+
 }  // namespace
 
 // What a rank looks at while it sleeps: first whether another one has left word, which says more
 // than its silence, then whether the awaited one still lives.
-class HostGroup::PeerWatch final : public Watch {
+class HostGroup::PeerWatch : public Watch {
  public:
-  PeerWatch(HostGroup& group, int64_t peer) : group_(group), peer_(peer) {}
+  // Without an errand: of the collective that runs.
+  PeerWatch(HostGroup& group, int64_t peer, const Errand* errand, bool rejoins = false)
+      : group_(group), peer_(peer), errand_(errand), rejoins_(rejoins) {}
 
   bool pointless() override {
     if (group_.failure()) return true;
     why_ = group_.absence_of(peer_);
-    return !why_.empty();
+    return !why_.empty() || !left_by().empty();
   }
 
   void give_up() override {
-    if (why_.empty()) group_.check_usable();
-    group_.give_up(FaultKind::kPeerLost, why_);
+    if (group_.failure()) group_.check_usable();
+    // What it said before it died tells more than its death.
+    if (const std::string left = left_by(); !left.empty())
+      group_.give_up(FaultKind::kAbandoned, what(), left);
+    miss(FaultKind::kPeerLost, why_);
   }
 
   void overdue() override {
-    group_.give_up(FaultKind::kTimeout, group_.lateness_of(peer_, "come", group_.timeout_));
+    const auto patience = errand_ != nullptr ? errand_->timeout : group_.timeout_;
+    miss(FaultKind::kTimeout, group_.lateness_of(peer_, "come", patience));
+  }
+
+ protected:
+  [[noreturn]] virtual void miss(FaultKind kind, const std::string& why) {
+    group_.give_up(kind, what(), why);
   }
 
  private:
+  std::string what() const {
+    return errand_ != nullptr ? std::string(errand_->name) : group_.current();
+  }
+
+  // Who has ended this epoch, of those that this wait depends on, and why.
+  std::string left_by() const {
+    if (rejoins_) return {};
+    const uint64_t epoch = group_.epoch();
+    for (const int64_t rank : {peer_, group_.rank_}) {
+      const RankBlock& block = *group_.blocks_[static_cast<size_t>(rank)];
+      if (block.abandoned.load(std::memory_order_acquire) < epoch) continue;
+      const size_t length = ::strnlen(block.reason.data(), block.reason.size());
+      return group_.name_of(rank) + " has left it: " + std::string(block.reason.data(), length);
+    }
+    return {};
+  }
+
   HostGroup& group_;
   int64_t peer_;
+  const Errand* errand_;
+  bool rejoins_;
   std::string why_;
 };
 
+// Tells its caller who is missing, who then looks for the next.
+class HostGroup::RollCallWatch final : public PeerWatch {
+ public:
+  RollCallWatch(HostGroup& group, int64_t peer) : PeerWatch(group, peer, nullptr) {}
+  struct Missing {
+    FaultKind kind;
+    std::string why;
+  };
+
+ private:
+  [[noreturn]] void miss(FaultKind kind, const std::string& why) override {
+    throw Missing{kind, why};
+  }
+};
+
+void HostGroup::roll_call() {
+  enter();
+  FaultKind kind = FaultKind::kPeerLost;
+  std::string why;
+  for (int64_t peer = 0; peer < world(); ++peer) {
+    if (peer == rank_) continue;
+    RollCallWatch watch(*this, peer);
+    try {
+      flag_wait_->until(block(peer).entered, sequence_, deadline_, watch);
+    } catch (const RollCallWatch::Missing& missing) {
+      if (missing.kind == FaultKind::kTimeout) kind = missing.kind;
+      why += (why.empty() ? "" : "; ") + missing.why;
+    }
+  }
+  if (!why.empty()) give_up(kind, current(), why);
+}
+
 void HostGroup::wait(int64_t peer, Counter counter, uint64_t target) {
-  PeerWatch watch(*this, peer);
+  PeerWatch watch(*this, peer, nullptr);
   flag_wait_->until(block(peer).*counter, target, deadline_, watch);
+}
+
+void HostGroup::wait_beside(int64_t peer, const std::atomic<uint64_t>& counter, uint64_t target,
+                            const Errand& errand) {
+  if (counter.load(std::memory_order_acquire) >= target) return;
+  PeerWatch watch(*this, peer, &errand);
+  const ShownErrand shown(block(rank_), errand.name);
+  flag_wait_->until(counter, target, Clock::now() + errand.timeout, watch);
 }
 
 void HostGroup::wait_all(Counter counter, uint64_t target) {
@@ -95,6 +183,49 @@ void HostGroup::fail(const std::string& text) noexcept {
   ring_all();
 }
 
+bool HostGroup::has_abandoned() const {
+  const RankBlock& own = *blocks_[static_cast<size_t>(rank_)];
+  return own.abandoned.load(std::memory_order_acquire) >= epoch();
+}
+
+void HostGroup::abandon(const std::string& reason) noexcept {
+  if (blocks_.empty() || forks_ != forks_so_far()) return;
+  const std::lock_guard<std::mutex> lock(failure_mutex_);
+  if (has_abandoned()) return;
+  RankBlock& own = block(rank_);
+  const size_t length = std::min(reason.size(), own.reason.size() - 1);
+  std::memcpy(own.reason.data(), reason.data(), length);
+  own.reason[length] = '\0';
+  own.abandoned.store(epoch(), std::memory_order_seq_cst);
+  ring_all();
+}
+
+// See [Note: abandoned work]. Whoever comes again after a wait here failed says what it said
+// before, so that a rank which had enough of the earlier word and one which waits for the later one
+// come to the same number.
+void HostGroup::rejoin() {
+  const uint64_t epoch = this->epoch() + 1;
+  RankBlock& own = block(rank_);
+  own.last_sequence.store(sequence_, std::memory_order_relaxed);
+  own.last_ring_attempt.store(ring_attempts_, std::memory_order_relaxed);
+  own.had_rings.store(has_rings(), std::memory_order_relaxed);
+  own.rejoined.store(epoch, std::memory_order_seq_cst);
+  wake_peers();
+  const Errand errand{"the first collective after work was abandoned", timeout_};
+  for (int64_t peer = 0; peer < world(); ++peer) {
+    if (peer == rank_) continue;
+    PeerWatch watch(*this, peer, &errand, /*rejoins=*/true);
+    flag_wait_->until(block(peer).rejoined, epoch, deadline_, watch);
+  }
+  for (RankBlock* peer : blocks_) {
+    sequence_ = std::max(sequence_, peer->last_sequence.load(std::memory_order_relaxed));
+    ring_attempts_ =
+        std::max(ring_attempts_, peer->last_ring_attempt.load(std::memory_order_relaxed));
+    if (!peer->had_rings.load(std::memory_order_relaxed)) rings_.clear();
+  }
+  epoch_.store(epoch, std::memory_order_release);
+}
+
 void HostGroup::ring_all() noexcept {
   for (RankBlock* peer : blocks_) {
     ring(peer->bell);
@@ -102,11 +233,16 @@ void HostGroup::ring_all() noexcept {
   }
 }
 
-void HostGroup::give_up(FaultKind kind, const std::string& why) {
-  const char* next_step = kind == FaultKind::kPeerLost
-                              ? "Look for the error of that rank; then start the group again."
-                              : "Look what that rank is doing, or raise the timeout.";
-  const std::string text = error_text(kArea, current() + ": " + why, where_, next_step);
+void HostGroup::give_up(FaultKind kind, const std::string& what, const std::string& why) {
+  const char* next_step =
+      kind == FaultKind::kPeerLost ? "Look for the error of that rank; then start the group again."
+      : kind == FaultKind::kAbandoned ? "The next step works, if every rank goes on to it."
+                                      : "Look what that rank is doing, or raise the timeout.";
+  const std::string text = error_text(kArea, what + ": " + why, where_, next_step);
+  if (kind == FaultKind::kAbandoned) {
+    abandon(text);
+    throw Fault(kind, text);
+  }
   {
     const std::lock_guard<std::mutex> lock(failure_mutex_);
     failure_ = text;
@@ -129,11 +265,34 @@ std::string HostGroup::absence_of(int64_t peer) const {
          "; its last operation: " + last_of(peer);
 }
 
+void HostGroup::wait_for_end(int64_t peer) {
+  const Clock::time_point until = Clock::now() + std::chrono::seconds(1);
+  while (absence_of(peer).empty() && !failure() && Clock::now() < until)
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+}
+
+// The awaited rank may be waiting itself: who is stopped, or furthest behind it.
+std::string HostGroup::cause_beside(int64_t peer) const {
+  const auto entered = [&](int64_t rank) {
+    return blocks_[static_cast<size_t>(rank)]->entered.load(std::memory_order_acquire);
+  };
+  std::string stopped;
+  int64_t last = peer;
+  for (int64_t rank = 0; rank < world(); ++rank) {
+    if (rank == peer || rank == rank_) continue;
+    if (processes_[static_cast<size_t>(rank)].state() == "stopped")
+      stopped += "; " + name_of(rank) + " is stopped";
+    if (entered(rank) < entered(last)) last = rank;
+  }
+  if (!stopped.empty() || last == peer) return stopped;
+  return "; " + name_of(last) + " is further behind, its last operation: " + last_of(last);
+}
+
 std::string HostGroup::lateness_of(int64_t peer, std::string_view deed,
                                    std::chrono::milliseconds patience) const {
   return name_of(peer) + " has not " + std::string(deed) + " within " + seconds(patience) +
          "; it is alive (" + processes_[static_cast<size_t>(peer)].state() +
-         ") but not progressing; its last operation: " + last_of(peer);
+         ") but not progressing; its last operation: " + last_of(peer) + cause_beside(peer);
 }
 
 std::string HostGroup::last_of(int64_t peer) const {

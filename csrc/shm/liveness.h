@@ -32,6 +32,6 @@ class TRIREME_API PeerProcess {
 
 // The namespace in which this process's pid means something; equal texts for peers that can watch
 // each other.
-std::string pid_namespace();
+TRIREME_API std::string pid_namespace();
 
 }  // namespace trireme::shm

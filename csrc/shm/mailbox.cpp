@@ -22,6 +22,10 @@ int64_t capacity_for(int64_t world) {
 // Published at once, so that the other side works while this one goes on.
 int64_t chunk_of(int64_t capacity) { return capacity / 4; }
 
+std::string bytes_of(int64_t bytes, Dtype dtype) {
+  return std::to_string(bytes) + " bytes of " + std::string(name(dtype));
+}
+
 int64_t stride_of(int64_t capacity) {
   return static_cast<int64_t>(sizeof(ByteRingBlock)) + capacity;
 }
@@ -105,6 +109,7 @@ bool Mailbox::open_inbox(int64_t source) {
     if (address && address->bytes == stride * group_.world())
       inbox.segment = Segment::open(*address, why_not);
     if (!inbox.segment) {
+      group_.wait_for_end(source);
       if (absence_of(source).text.empty() && !group_.failure()) {
         break_off(
             FaultKind::kMemory,
@@ -129,6 +134,11 @@ bool Mailbox::push(int64_t destination) {
   while (!outbox.sends.empty()) {
     Transfer& send = *outbox.sends.front();
     int64_t room = outbox.ring.room();
+    if (outbox.ring.is_torn()) {
+      report_overwritten(destination, std::to_string(room) + " bytes of room in a ring of " +
+                                          std::to_string(capacity_));
+      return true;
+    }
     if (!outbox.streams) {
       if (room < kLine) break;
       const Header header{send.tag, send.memory.bytes(), ++outbox.sequence, send.dtype};
@@ -151,6 +161,7 @@ bool Mailbox::push(int64_t destination) {
     if (!complete) continue;
     outbox.streams = false;
     --pending_sends_;
+    if (outbox.ring.was_refused(outbox.sequence)) blame(send, destination);
     end(outbox.sends.front());
     outbox.sends.pop_front();
   }
@@ -165,6 +176,11 @@ bool Mailbox::wants(int64_t source) const {
 bool Mailbox::pull(int64_t source) {
   Inbox& inbox = inboxes_[static_cast<size_t>(source)];
   if (!inbox.ring && !open_inbox(source)) return false;
+  if (inbox.ring.is_torn()) {
+    report_overwritten(source, std::to_string(inbox.ring.available()) + " bytes in a ring of " +
+                                   std::to_string(capacity_));
+    return true;
+  }
   bool moved = false;
   for (;;) {
     if (!inbox.streams && (!wants(source) || !begin_message(source))) return moved;
@@ -179,13 +195,10 @@ bool Mailbox::begin_message(int64_t source) {
   Header header{};
   if (inbox.ring.available() < static_cast<int64_t>(sizeof(header))) return false;
   inbox.ring.read(reinterpret_cast<std::byte*>(&header), sizeof(header));
-  if (header.sequence != ++inbox.sequence) {
-    break_off(FaultKind::kAborted,
-              error_text("mailbox",
-                         "got message " + std::to_string(header.sequence) + " from " +
-                             rank_name(source) + ", expected message " +
-                             std::to_string(inbox.sequence) + ": its memory was overwritten",
-                         group_.where(), "Look for stray writes in that process."));
+  if (header.sequence != ++inbox.sequence || header.bytes < 0 || element_bytes(header.dtype) == 0) {
+    report_overwritten(source, "message " + std::to_string(header.sequence) + " of " +
+                                   bytes_of(header.bytes, header.dtype) + ", expected message " +
+                                   std::to_string(inbox.sequence));
     return false;
   }
   inbox.left = header.bytes;
@@ -204,6 +217,8 @@ bool Mailbox::begin_message(int64_t source) {
   }
   try {
     const auto bytes = static_cast<size_t>(header.bytes);
+    // The kernel would promise more than there is.
+    if (header.bytes > kRingsOfARank && header.bytes > free_memory_bytes()) throw std::bad_alloc();
     letters_.push_back({source, header.tag, header.dtype, std::vector<std::byte>(bytes)});
   } catch (const std::bad_alloc&) {
     break_off(FaultKind::kMemory,
@@ -260,7 +275,8 @@ bool Mailbox::take_letter(const TransferPtr& recv) {
   Inbox& inbox = inboxes_[static_cast<size_t>(letter->source)];
   const bool comes = inbox.letter == letter;
   const auto bytes = static_cast<int64_t>(letter->bytes.size());
-  const bool fine = fits(*recv, {letter->tag, bytes, 0, letter->dtype}, letter->source);
+  const uint64_t sequence = comes ? inbox.sequence : 0;
+  const bool fine = fits(*recv, {letter->tag, bytes, sequence, letter->dtype}, letter->source);
   if (fine) {
     recv->memory.visit(0, letter->received, [&](std::byte* memory, int64_t offset, int64_t length) {
       std::memcpy(memory, letter->bytes.data() + offset, static_cast<size_t>(length));
@@ -289,18 +305,31 @@ void Mailbox::unlist(std::list<TransferPtr>::iterator recv) {
   recvs_.erase(recv);
 }
 
+// A send that its destination could not use, known because it did not fit into the ring.
+void Mailbox::blame(Transfer& send, int64_t destination) {
+  const RingWriter& ring = outboxes_[static_cast<size_t>(destination)].ring;
+  send.fault.emplace(
+      FaultKind::kMismatch,
+      error_text("mailbox",
+                 describe(send) + " sent " + bytes_of(send.memory.bytes(), send.dtype) + ", but " +
+                     rank_name(destination) + " expected " +
+                     bytes_of(ring.expected_bytes(), static_cast<Dtype>(ring.expected_dtype())),
+                 group_.where(), "Send what the recv there expects; this message is lost."));
+}
+
 bool Mailbox::fits(Transfer& recv, const Header& header, int64_t source) {
   recv.source = source;
   if (recv.memory.bytes() == header.bytes && recv.dtype == header.dtype) return true;
-  const auto said = [](int64_t bytes, Dtype dtype) {
-    return std::to_string(bytes) + " bytes of " + std::string(name(dtype));
-  };
+  if (header.sequence != 0) {
+    inboxes_[static_cast<size_t>(source)].ring.refuse(header.sequence, recv.memory.bytes(),
+                                                      static_cast<uint32_t>(recv.dtype));
+  }
   recv.fault.emplace(
       FaultKind::kMismatch,
       error_text("mailbox",
-                 describe(recv) + " got a message of " + said(header.bytes, header.dtype) +
+                 describe(recv) + " got a message of " + bytes_of(header.bytes, header.dtype) +
                      " from " + rank_name(source) + ", expected " +
-                     said(recv.memory.bytes(), recv.dtype),
+                     bytes_of(recv.memory.bytes(), recv.dtype),
                  group_.where(),
                  "Give recv a tensor of the size and dtype that is sent; this message is lost."));
   return false;

@@ -29,11 +29,13 @@ namespace trireme::shm {
 // The rings of a rank to all others are one segment, which its first send makes: world x 64 to 256
 // KiB. Ranks that only receive make none, and those that do neither are not needed.
 //
-// Nothing here blocks: whoever waits calls progress() until it returns true no more, then sleeps
-// on mail_bell of the own block, awake every kLookEvery to look(). One thread at a time, but beside
-// the one that uses the host group for collectives. Errors end transfers, with a Fault each:
+// Nothing here blocks (but for a second at most if the memory of a peer cannot be opened): whoever
+// waits calls progress() until it returns true no more, then sleeps on mail_bell of the own block,
+// awake every kLookEvery to look(). One thread at a time, but beside the one that uses the host
+// group for collectives. Errors end transfers, with a Fault each:
 //   kMismatch        a message had other bytes or another dtype than its recv. It is consumed, and
-//                    all goes on
+//                    all goes on. Its send ends so too if it was larger than the ring and the recv
+//                    was posted; else it had been done before anybody could know
 //   any other        peer lost, deadline, another rank's failure, no memory: the group has failed,
 //                    and all transfers end with it
 class TRIREME_API Mailbox {
@@ -107,6 +109,7 @@ class TRIREME_API Mailbox {
   std::list<TransferPtr>::iterator find_recv(int64_t source, int64_t tag);
   bool wants(int64_t source) const;
   bool fits(Transfer& recv, const Header& header, int64_t source);
+  void blame(Transfer& send, int64_t destination);
   void unlist(std::list<TransferPtr>::iterator recv);
 
   std::vector<TransferPtr> pending() const;
@@ -116,6 +119,7 @@ class TRIREME_API Mailbox {
   void end(const TransferPtr& transfer) { ended_.push_back(transfer); }
   void end(const TransferPtr& transfer, FaultKind kind, const std::string& text);
   void break_off(FaultKind kind, const std::string& text);
+  void report_overwritten(int64_t peer, const std::string& got);
   void forget_all();
   void drop_stream(int64_t source);
   std::string describe(const Transfer& transfer) const;

@@ -122,6 +122,13 @@ void Mailbox::end(const TransferPtr& transfer, FaultKind kind, const std::string
   ended_.push_back(transfer);
 }
 
+void Mailbox::report_overwritten(int64_t peer, const std::string& got) {
+  break_off(FaultKind::kAborted,
+            error_text("mailbox",
+                       "got " + got + ", from " + rank_name(peer) + ": its memory was overwritten",
+                       group_.where(), "Look for stray writes in that process."));
+}
+
 void Mailbox::break_off(FaultKind kind, const std::string& text) {
   group_.fail(text);
   for (const TransferPtr& transfer : pending()) end(transfer, kind, text);

@@ -50,6 +50,10 @@ std::string_view name(Verb verb) {
       return "all_to_all";
     case Verb::kBarrier:
       return "barrier";
+    case Verb::kShare:
+      return "share";
+    case Verb::kDeposit:
+      return "deposit";
     case Verb::kRefused:
       return "refused";
     case Verb::kNone:

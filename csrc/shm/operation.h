@@ -23,6 +23,8 @@ enum class Verb : uint8_t {
   kScatter,
   kAllToAll,
   kBarrier,
+  kShare,    // of memory: a segment of each rank
+  kDeposit,  // a round of deposits, see deposit_ring.h
   kRefused,  // a rank could not take part; `label` says why
 };
 std::string_view name(Verb verb);

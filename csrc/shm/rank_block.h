@@ -1,6 +1,7 @@
 #pragma once
 
 #include <trireme/shm/operation.h>
+#include <trireme/shm/segment.h>
 
 #include <array>
 #include <atomic>
@@ -54,7 +55,28 @@ struct RankBlock {
   alignas(kCacheLine) std::atomic<OutboxState> outbox_state{OutboxState::kNone};
   std::array<char, 256> outbox_address{};
 
+  // See HostGroup::abandon. What goes with a counter is there before it.
+  alignas(kCacheLine) std::atomic<uint64_t> abandoned{0};  // last epoch that the owner gave up
+  std::atomic<uint64_t> rejoined{0};                       // last epoch that it is ready for
+  std::atomic<uint64_t> last_sequence{0};
+  std::atomic<uint64_t> last_ring_attempt{0};
+  std::atomic<bool> had_rings{false};
+  std::array<char, 1024> reason{};
+
   alignas(kCacheLine) std::array<Record, kRecords> records{};
+
+  // For who finds this block without knowing of the group (doctor.h); complete before the state
+  // becomes kHere.
+  alignas(kCacheLine) uint64_t layout = kLayout;
+  Nonce group{};        // of the block of this host's first rank
+  int32_t members = 0;  // ranks on this host
+
+  // A wait beside the collectives (HostGroup::wait_beside): what for, and since when, 0 for none.
+  std::array<char, 192> errand{};
+  std::atomic<int64_t> errand_since_ns{0};
+
+  // "rank_b_2": the last letter changes when fields move and the size stays.
+  static constexpr uint64_t kLayout = 0x325f625f6b6e6172;
 };
 
 constexpr int kStepBits = 24;

@@ -32,6 +32,9 @@ void check(const ReduceRequest& request) {
                std::to_string(request.numel) + " elements, expected at least one source",
            "Pass one source per rank.");
   }
+  if (request.terms != 0 && request.sources.size() < 2) {
+    refuse("got terms of a single source, expected at least two sources", "Divide it by itself.");
+  }
   if (request.op == ReduceOp::kPremulSum && request.factors == nullptr) {
     refuse("got PREMUL_SUM without factors, expected one per source", "Pass factors, or use SUM.");
   }

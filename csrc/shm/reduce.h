@@ -27,6 +27,9 @@ struct ReduceRequest {
   int64_t numel;
   std::span<const void* const> sources;  // in rank order, at least one
   const double* factors = nullptr;       // kPremulSum only: one per source
+  // kAvg only, of sources that are sums themselves (at least two of them): how many terms they hold
+  // in all. 0: as many as there are sources.
+  int64_t terms = 0;
 };
 
 // dst[i] = sources[0][i] op sources[1][i] op ..., from left to right. `dst` may be one of the
@@ -38,7 +41,7 @@ struct ReduceRequest {
 // processor, on alignment or on where a call's range begins; which NaN a NaN is stays open, and
 // threads must agree on the floating-point mode (rounding, flushing of subnormals).
 //   fp16, bf16    computed in fp32, rounded once at the end, to nearest even
-//   kAvg          the sum divided by the number of sources: a true division, as torch's `/ world`
+//   kAvg          the sum divided by the number of terms: a true division, as torch's `/ world`
 //   kPremulSum    the sum of factors[r] * sources[r]; each product is rounded before it is added,
 //                 the factor before it is used (to fp64 for fp64, else to fp32)
 //   kMin, kMax    a NaN in any source is the result; of zeros the first counts, whatever its sign
@@ -48,7 +51,7 @@ struct ReduceRequest {
 //
 // Cost: one pass over the sources and `dst`, through the nearest cache; `dst` is written once.
 // Throws std::invalid_argument for what `refusal` names and for a request without sources, factors
-// or with a negative count.
+// or with a negative count, and for `terms` of a single source.
 TRIREME_API void reduce(void* dst, void* second, const ReduceRequest& request, bool stream_second);
 
 // Bytes from `src` to `dst`, which do not overlap; the second writes past the caches, whole lines

@@ -174,7 +174,9 @@ void Collectives::reduce_scatter(const Pieces& output, const std::vector<Pieces>
   const Reducing reducing(scope, group_, how, rank);
   int64_t longest = 0;
   for (const Pieces& input : inputs) longest = std::max(longest, input.bytes());
-  const auto [part, chunks] = Chunks(longest, ring_.largest_slot() / world);
+  const Chunks split(longest, ring_.largest_slot() / world);
+  const int64_t part = split.bytes;
+  const int64_t chunks = split.count;
   std::array<Slot, 2> slots;
   for (int64_t k = 0; k < chunks + 1; ++k) {
     if (k < chunks) {  // what I have for others

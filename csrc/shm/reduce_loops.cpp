@@ -131,6 +131,7 @@ struct Job {
   int64_t numel;
   std::span<const void* const> sources;
   const double* factors;
+  uint64_t terms;  // of an average
 
   template <typename T>
   const T* source(size_t rank, int64_t begin) const {
@@ -231,12 +232,12 @@ void fold(const Job& job, Op op) {
 template <typename Isa, typename T>
 void fold_average(const Job& job) {
   using C = Computed<T>;
-  const auto ranks = static_cast<C>(job.sources.size());
+  const auto terms = static_cast<C>(job.terms);
   // By a power of two, multiplying gives the bits of a division in less time.
-  if (std::has_single_bit(job.sources.size())) {
-    fold<Isa, T>(job, Sum{}, SumScaled<C>{1 / ranks});
+  if (std::has_single_bit(job.terms)) {
+    fold<Isa, T>(job, Sum{}, SumScaled<C>{1 / terms});
   } else {
-    fold<Isa, T>(job, Sum{}, SumDivided<C>{ranks});
+    fold<Isa, T>(job, Sum{}, SumDivided<C>{terms});
   }
 }
 
@@ -365,8 +366,13 @@ void reduce_job(const Job& job, Dtype dtype, ReduceOp op) {
 template <typename Isa>
 void reduce_by(void* dst, void* second, const ReduceRequest& request, bool stream_second) {
   const bool premultiplied = request.op == ReduceOp::kPremulSum;
-  const Job job{dst,           second,          stream_second,
-                request.numel, request.sources, premultiplied ? request.factors : nullptr};
+  const Job job{dst,
+                second,
+                stream_second,
+                request.numel,
+                request.sources,
+                premultiplied ? request.factors : nullptr,
+                request.terms > 0 ? static_cast<uint64_t>(request.terms) : request.sources.size()};
   reduce_job<Isa>(job, request.dtype, request.op);
   if (second != nullptr && stream_second) cpu::stream_fence();
 }

@@ -21,16 +21,6 @@
 namespace trireme::shm {
 namespace {
 
-constexpr uint64_t kMagic = 0x31656d6572697274;  // "trireme1"
-constexpr const char* kMemoryName = "trireme";   // as /proc/<pid>/maps shows it
-
-struct Header {
-  uint64_t magic;
-  Nonce nonce;
-  int64_t bytes;
-};
-static_assert(sizeof(Header) <= Segment::kHeaderBytes);
-
 // Closes what it holds.
 class File {
  public:
@@ -143,7 +133,9 @@ std::optional<SegmentAddress> SegmentAddress::parse(std::string_view text) {
                     take_number(text, address.fd) && take_number(text, address.bytes) &&
                     take_number(text, address.nonce[0], 16) &&
                     take_number(text, address.nonce[1], 16) && text.empty();
-  if (!read || kind > 1 || address.pid <= 0 || address.bytes <= 0) return std::nullopt;
+  constexpr int64_t kMostBytes = std::numeric_limits<int64_t>::max() - Segment::kHeaderBytes;
+  if (!read || kind > 1 || address.pid <= 0 || address.bytes <= 0 || address.bytes > kMostBytes)
+    return std::nullopt;
   address.kind = static_cast<SegmentKind>(kind);
   return address;
 }
@@ -208,7 +200,7 @@ Segment Segment::create(SegmentKind kind, int64_t bytes) {
   }
   segment.map(file.get(), mapped_bytes);
   if (!segment) throw no_memory(mapped_bytes, errno);
-  const Header header{kMagic, segment.address_.nonce, bytes};
+  const SegmentHeader header{SegmentHeader::kMagic, segment.address_.nonce, bytes};
   std::memcpy(segment.map_, &header, sizeof(header));
   segment.fd_ = file.take();
   if (anonymous) segment.address_.fd = segment.fd_;
@@ -238,12 +230,15 @@ Segment Segment::open(const SegmentAddress& address, std::string& why_not) {
   segment.address_ = address;
   segment.map(file.get(), mapped_bytes);
   if (!segment) {
-    why_not = "cannot map " + path + ": " + text_of(errno);
+    const int error = errno;
+    why_not = "cannot map " + std::to_string(mapped_bytes) + " bytes of " + path + ": " +
+              text_of(error) + "; free are " + std::to_string(free_memory_bytes());
     return {};
   }
-  Header header{};
+  SegmentHeader header{};
   std::memcpy(&header, segment.map_, sizeof(header));
-  if (header.magic != kMagic || header.nonce != address.nonce || header.bytes != address.bytes) {
+  if (header.magic != SegmentHeader::kMagic || header.nonce != address.nonce ||
+      header.bytes != address.bytes) {
     why_not = path + " is another segment than its address says";
     return {};
   }

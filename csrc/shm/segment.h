@@ -21,6 +21,17 @@ enum class SegmentKind : uint8_t {
   kNamed       // shm_open of a random name, until unlink_name()
 };
 
+constexpr const char* kMemoryName = "trireme";  // of a memfd, as /proc/<pid>/maps shows it
+
+// What every segment begins with.
+struct SegmentHeader {
+  static constexpr uint64_t kMagic = 0x31656d6572697274;  // "trireme1"
+
+  uint64_t magic;
+  Nonce nonce;
+  int64_t bytes;  // behind the header
+};
+
 // Where a peer finds a segment.
 struct TRIREME_API SegmentAddress {
   SegmentKind kind = SegmentKind::kAnonymous;
@@ -65,6 +76,7 @@ class TRIREME_API Segment {
   void unlink_name();
 
   static constexpr int64_t kHeaderBytes = 64;
+  static_assert(sizeof(SegmentHeader) <= kHeaderBytes);
 
  private:
   void map(int fd, int64_t mapped_bytes);

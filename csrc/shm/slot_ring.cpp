@@ -1,5 +1,7 @@
 #include <trireme/shm/slot_ring.h>
 
+#include <utility>
+
 namespace trireme::shm {
 
 Slot SlotRing::reserve(int64_t bytes, uint64_t step) {
@@ -22,6 +24,12 @@ Slot SlotRing::reserve(int64_t bytes, uint64_t step) {
 void SlotRing::rewind(const Mark& mark) {
   head_ = mark.head;
   while (!held_.empty() && held_.back().step > mark.step) held_.pop_back();
+}
+
+void SlotRing::settle() {
+  if (std::exchange(epoch_, group_.epoch()) == epoch_) return;
+  head_ = 0;
+  held_.clear();
 }
 
 }  // namespace trireme::shm

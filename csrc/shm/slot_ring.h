@@ -39,6 +39,8 @@ class TRIREME_API SlotRing {
   };
   Mark mark(uint64_t step) const { return {head_, step}; }
   void rewind(const Mark& mark);
+  // When a collective begins: ranks that abandoned one may have reserved different slots.
+  void settle();
 
  private:
   struct Held {
@@ -48,6 +50,7 @@ class TRIREME_API SlotRing {
 
   HostGroup& group_;
   uint64_t head_ = 0;
+  uint64_t epoch_ = 1;
   std::deque<Held> held_;
 };
 

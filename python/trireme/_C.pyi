@@ -1,12 +1,13 @@
 """The C++ core, as Python sees it. tests/python/test_stub.py compares this file with the module.
 
 Contracts stand in the headers of the same names: csrc/strategies/ddp/ddp.h,
-csrc/grad/grad_reducer.h, csrc/comm/communicator.h, csrc/comm/rendezvous.h, csrc/common/env.h.
+csrc/grad/grad_reducer.h, csrc/comm/communicator.h, csrc/comm/rendezvous.h, csrc/common/env.h,
+csrc/shm/doctor.h.
 """
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch._C._distributed_c10d import Backend
@@ -41,6 +42,7 @@ def make_shm_backend(
     store: Store, rank: int, world: int, timeout: timedelta, host_partition: str = ""
 ) -> Backend: ...
 def close_all_p2p() -> None: ...
+def examine_host(pids: Sequence[int], patience: timedelta, history: int) -> dict[str, Any]: ...
 
 class DdpOptions:
     init_sync: bool

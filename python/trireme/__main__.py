@@ -1,14 +1,17 @@
-"""``python -m trireme``: where a C++ build finds this installation, and which one it is."""
+"""``python -m trireme``: which installation this is, where a C++ build finds it; the doctor."""
 
 import argparse
 import importlib
 import sys
 from pathlib import Path
 
+from trireme._doctor import add_doctor, examine
+
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m trireme", description=__doc__)
-    asked = parser.add_mutually_exclusive_group(required=True)
+    add_doctor(parser.add_subparsers(dest="command"))
+    asked = parser.add_mutually_exclusive_group()
     asked.add_argument(
         "--cmake-dir",
         action="store_true",
@@ -17,6 +20,10 @@ def main() -> int:
     asked.add_argument("--version", action="store_true", help="print what this build was made for")
     arguments = parser.parse_args()
 
+    if arguments.command == "doctor":
+        return examine(arguments)
+    if not arguments.version and not arguments.cmake_dir:
+        parser.error("one of doctor, --cmake-dir, --version is required")
     if arguments.version:
         built = importlib.import_module("trireme._build_info")
         made_for = f"torch {built.TORCH_VERSION}, Python {built.PYTHON_VERSION}"

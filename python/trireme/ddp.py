@@ -252,8 +252,9 @@ class DistributedDataParallel(TorchNames):
 
         Keys: ``step``, ``forward_ms``, ``backward_ms``, ``waiting_ms`` (backward had nothing left
         to do but wait), ``exposed_comm_ms`` (the same), ``hidden_comm_ms`` (a collective was in
-        flight while backward computed), ``reduced_bytes``, ``buckets``. On CUDA the device may
-        still be at work when the host is done.
+        flight while backward computed), ``reduced_bytes``, ``buckets``, ``streamed`` (they went as
+        one stream of deposits through shared memory, summed up by the ranks themselves). On CUDA
+        the device may still be at work when the host is done.
         """
         return self._core.last_step()
 

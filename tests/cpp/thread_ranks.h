@@ -2,6 +2,7 @@
 
 #include <trireme/comm/c10d_communicator.h>
 #include <trireme/comm/gloo_group.h>
+#include <trireme/comm/shm_backend.h>
 
 #include <ATen/Parallel.h>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
@@ -25,14 +26,17 @@ struct ThreadRank {
   std::shared_ptr<Communicator> communicator;
 };
 
-// Runs `rank_main` on `world` threads that are the ranks of one Gloo group over loopback and one
-// shared HashStore, and rethrows the first exception any of them threw. A rank that throws loses
-// its connections at once, so that its peers fail instead of waiting; otherwise the groups live
-// until all ranks have returned.
+enum class Engine { kGloo, kShm };
+
+// Runs `rank_main` on `world` threads that are the ranks of one group, by default Gloo's over
+// loopback, and one shared HashStore, and rethrows the first exception any of them threw. A rank
+// that throws loses its connections at once, so that its peers fail instead of waiting; otherwise
+// the groups live until all ranks have returned.
 //
 // Catch's assertions belong to one thread: collect in the ranks, assert after the call.
 inline void run_thread_ranks(int64_t world, const std::function<void(ThreadRank&)>& rank_main,
-                             std::chrono::milliseconds timeout = std::chrono::seconds(30)) {
+                             std::chrono::milliseconds timeout = std::chrono::seconds(30),
+                             Engine engine = Engine::kGloo) {
   auto store = c10::make_intrusive<c10d::HashStore>();
   std::vector<ThreadRank> ranks(static_cast<size_t>(world));
   std::mutex mutex;
@@ -42,9 +46,13 @@ inline void run_thread_ranks(int64_t world, const std::function<void(ThreadRank&
     try {
       at::set_num_threads(1);
       rank.store = store;
-      rank.group = make_gloo_group(
-          store, rank.where,
-          {.timeout = timeout, .connect_timeout = timeout, .hostname = "127.0.0.1"});
+      if (engine == Engine::kShm) {
+        rank.group = make_shm_group(store, rank.where, {.timeout = timeout});
+      } else {
+        rank.group = make_gloo_group(
+            store, rank.where,
+            {.timeout = timeout, .connect_timeout = timeout, .hostname = "127.0.0.1"});
+      }
       rank.communicator = make_c10d_communicator(rank.group, store);
       rank_main(rank);
     } catch (...) {

@@ -10,6 +10,7 @@ Every rank is a fresh process with a group; an assertion that fails on one fails
 import functools
 import importlib
 import inspect
+import os
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -41,7 +42,7 @@ def on_ranks(
     *,
     timeout: float = 60,
     patience_s: float = 30,
-    backend: str = "gloo",
+    backend: str = os.environ.get("TRIREME_TEST_BACKEND", "gloo"),
     dying: Collection[int] = (),
 ) -> Any:
     """Runs the decorated test on ``world`` ranks; it gets its ``rank`` before its other arguments.

@@ -56,6 +56,18 @@ def test_a_copy_goes_on_reducing(rank: int, make_copy: Any, trained: int) -> Non
     torch.testing.assert_close(gradients(other), gradients(alone))
 
 
+@pytest.mark.parametrize("trained", [0, 3])
+@on_ranks(timeout=40, backend="trireme")
+def test_one_rank_alone_may_copy(rank: int, trained: int) -> None:
+    ddp = trireme.DistributedDataParallel(mlp())
+    run_steps(ddp, sgd(ddp), step_fn, rank, trained)
+    if rank == 0:
+        for make_copy in (pickled, saved, copy.deepcopy):
+            copied = make_copy(ddp)
+            torch.testing.assert_close(values(copied), values(ddp))
+    run_steps(ddp, sgd(ddp), step_fn, rank, 3)
+
+
 def double_hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """The sum over the ranks, undivided."""
     return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda f: f.value()[0])

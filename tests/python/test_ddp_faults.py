@@ -46,7 +46,7 @@ class Fragile(nn.Module):
 
 @pytest.mark.parametrize("failing", [0, 1])
 @pytest.mark.parametrize("step", [0, 3])
-@on_ranks(timeout=30)
+@on_ranks(timeout=30, backend="gloo")
 def test_an_exception_in_the_middle_of_a_backward(rank: int, failing: int, step: int) -> None:
     ddp = trireme.DistributedDataParallel(Fragile(), bucket_cap_mb=0.0001)
     for number in range(step):
@@ -70,7 +70,7 @@ def test_an_exception_in_the_middle_of_a_backward(rank: int, failing: int, step:
         ddp(batch(0))
 
 
-@on_ranks(3, timeout=30)
+@on_ranks(3, timeout=30, backend="gloo")
 def test_all_other_ranks_learn_of_it(rank: int) -> None:
     ddp = trireme.DistributedDataParallel(Fragile())
     loss = ddp(batch(0)[rank::3], breaks=rank == 2).sum()
@@ -190,7 +190,7 @@ def test_a_killed_rank(when: str) -> None:
         assert part in text, text
 
 
-@on_ranks(timeout=40, patience_s=3)
+@on_ranks(timeout=40, patience_s=3, backend="gloo")
 def test_a_rank_that_does_not_come(rank: int) -> None:
     """It lives but never runs its backward: the group's timeout ends the wait, with a report."""
     ddp = trireme.DistributedDataParallel(mlp())
@@ -211,7 +211,7 @@ def test_a_rank_that_does_not_come(rank: int) -> None:
         store.wait(["rank 0 is done"], timedelta(seconds=30))
 
 
-@on_ranks(timeout=40, patience_s=3)
+@on_ranks(timeout=40, patience_s=3, backend="gloo")
 def test_ranks_that_run_apart_report_what_they_wait_for(rank: int) -> None:
     """Rank 1 takes part in a collective of its own: both time out, and each tells of the other."""
     ddp = trireme.DistributedDataParallel(mlp())

@@ -288,6 +288,32 @@ def test_ranks_that_do_not_agree(rank: int, asynchronous: bool) -> None:
         assert_bits(tensor, total(of_all(WORLD, 9000, torch.float32)), "after", name)
 
 
+@pytest.mark.parametrize("asynchronous", [False, True])
+@on_shm_ranks(WORLD)
+def test_a_rank_that_fails_before_it_enters(rank: int, asynchronous: bool) -> None:
+    """No memory for a copy, say: the others hear of it at once, and the group goes on."""
+    tensor = torch.ones(1).expand(2**46) if rank == 1 else torch.ones(4)
+    began = time.monotonic()
+    try:
+        work = dist.all_reduce(tensor, async_op=asynchronous)
+        if asynchronous:
+            work.wait()
+    except RuntimeError as error:
+        text = str(error)
+    else:
+        raise AssertionError("nothing was raised")
+    assert time.monotonic() - began < SOON_S
+    if rank == 1:
+        assert f"you tried to allocate {4 * 2**46} bytes" in text, text
+    else:
+        part = "rank 1 refused: all_reduce: "
+        assert part in text and "allocate" in text.split(part)[1], text
+        assert torch.all(tensor == 1)
+    total = torch.ones(2)
+    dist.all_reduce(total)
+    assert torch.all(total == WORLD)
+
+
 @on_shm_ranks(WORLD)
 def test_a_mismatch_names_both_sides_and_leaves_the_tensors(rank: int) -> None:
     """Also when the calls move megabytes; two ranks agree, so those name the third one."""

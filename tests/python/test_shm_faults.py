@@ -76,6 +76,44 @@ def test_the_timeout_of_one_call(rank: int) -> None:
     store_of().set("done", "yes")
 
 
+@on_shm_ranks(4, timeout=40)
+def test_a_monitored_barrier_names_all_that_are_missing(rank: int) -> None:
+    dist.all_reduce(torch.ones(5))
+    dist.group.WORLD.monitored_barrier(timedelta(seconds=20), wait_all_ranks=True)
+    if rank in (1, 3):
+        return store_of().wait(["0 is done", "2 is done"], timedelta(seconds=30))
+    began = time.monotonic()
+    missing = [f"rank {other} (process" for other in (1, 3)]
+    with raises(dist.DistBackendError, *missing, "has not come within 1 s; it is alive"):
+        dist.group.WORLD.monitored_barrier(timedelta(seconds=1), wait_all_ranks=True)
+    assert time.monotonic() - began < 1 + SOON_S
+    store_of().set(f"{rank} is done", "yes")
+
+
+def name_the_dead(rank: int) -> str | None:
+    dist.init_process_group("trireme")
+    dist.all_reduce(torch.ones(5))
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == 2:
+        store_of().wait(["done"], timedelta(seconds=30))
+        return None
+    try:
+        dist.group.WORLD.monitored_barrier(timedelta(seconds=1), wait_all_ranks=True)
+    except dist.DistBackendError as error:
+        return message_of(error)
+    finally:
+        store_of().set("done", "yes")
+    raise AssertionError("the barrier passed without rank 1")
+
+
+def test_a_monitored_barrier_waits_behind_a_dead_rank() -> None:
+    text = run_ranks(name_the_dead, 3, timeout=40, dying=(1,))[0]
+    assert HOUSE_FORM.match(text), text
+    for part in ("rank 1 (process", "has died", "; rank 2 (process", "has not come within 1 s"):
+        assert part in text, text
+
+
 @on_shm_ranks(2, timeout=40)
 def test_a_stopped_rank(rank: int) -> None:
     dist.barrier()

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from ddp_ranks import raises
-from shm_ranks import TORCH, assert_bits, of_all, on_shm_ranks, reduced, values
+from shm_ranks import TORCH, assert_bits, backend_of, of_all, on_shm_ranks, reduced, values
 from torch.distributed import ReduceOp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -239,6 +239,30 @@ def test_a_split_group(rank: int) -> None:
 
 
 # --- Meshes, functional collectives, DTensor -----------------------------------------------------
+
+
+@pytest.mark.parametrize("flags", [0, 1])
+@on_shm_ranks(4)
+def test_a_group_without_one_of_its_ranks(rank: int, flags: int) -> None:
+    """Also where that rank has ended the group; twice."""
+    backend = backend_of()
+    assert backend.supports_shrinking
+    dist.all_reduce(torch.ones(3))
+    with raises(ValueError, "shrink got the rank that calls it"):
+        backend.shrink([rank])
+    gone = [[2], [0, 2]]
+    if rank == 2:
+        return backend.abort() if flags else None
+    for ranks in gone:
+        if rank in ranks:
+            return None
+        smaller = backend.shrink(ranks, flags)
+        members = [one for one in range(4) if one not in ranks]
+        assert (smaller.rank(), smaller.size()) == (members.index(rank), len(members))
+        tensor = torch.full((500,), float(rank))
+        smaller.allreduce([tensor], dist.AllreduceOptions()).wait()
+        assert torch.all(tensor == sum(members))
+    return None
 
 
 @on_shm_ranks(4)

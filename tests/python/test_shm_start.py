@@ -1,20 +1,18 @@
-"""Where a group of the backend ``trireme`` comes from, and what it is when hosts are several."""
+"""Where a group of the backend ``trireme`` comes from; test_shm_hosts.py has several hosts."""
 
 import os
 import re
 import subprocess
 import sys
 import textwrap
-import warnings
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from distributed import run_ranks, without_launcher
-from shm_ranks import TORCH, assert_bits, assert_lists, of_all, on_shm_ranks, reduced, values
+from shm_ranks import TORCH, assert_bits, of_all, on_shm_ranks, reduced, values
 from torch.distributed import ReduceOp
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -135,62 +133,3 @@ def test_torchrun_without_an_import(tmp_path: Path) -> None:
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: trireme\nVersion: 0\n")
     (about / "entry_points.txt").write_text("[torch.distributed.backends]\n" + " = ".join(entry))
     check_torchrun(tmp_path, "", "trireme", "dist.destroy_process_group()")
-
-
-# --- Several hosts -------------------------------------------------------------------------------
-
-
-def on_two_hosts(rank: int) -> list[str]:
-    """Ranks 0 and 1 on one host, 2 on another, as far as they are told."""
-    options = SimpleNamespace(host_partition="left" if rank < 2 else "right")
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        dist.init_process_group("trireme", pg_options=options)
-    world = 3
-    tensor = values(rank, 20_000, torch.float32)
-    dist.all_reduce(tensor)
-    # Gloo adds in an order of its own.
-    expected = reduced(ReduceOp.SUM, of_all(world, 20_000, torch.float32))
-    torch.testing.assert_close(tensor, expected)
-    for dtype in (torch.float32, torch.int64, torch.bfloat16):
-        mine, all_of_them = values(rank, 12, dtype), of_all(world, 12, dtype)
-        outputs = [torch.empty(12, dtype=dtype) for _ in range(world)]
-        dist.all_gather(outputs, mine)
-        assert_lists(outputs, all_of_them, "all_gather", dtype)
-        flat = torch.empty(12 * world, dtype=dtype)
-        dist.all_gather_into_tensor(flat, mine)
-        assert_bits(flat, torch.cat(all_of_them), "all_gather_into", dtype)
-        dist.broadcast(mine, 2)
-        assert_bits(mine, all_of_them[2], "broadcast", dtype)
-    part = torch.empty(4)
-    dist.reduce_scatter_tensor(part, torch.arange(12.0))
-    assert_bits(part, 3 * torch.arange(12.0).chunk(3)[rank])
-    part = torch.empty(4)
-    dist.scatter(part, list(torch.arange(12.0).chunk(3)) if rank == 1 else None, src=1)
-    assert_bits(part, torch.arange(12.0).chunk(3)[rank])
-    swapped = torch.empty(3)
-    dist.all_to_all_single(swapped, torch.arange(3.0) + 10 * rank)
-    assert swapped.tolist() == [rank, 10 + rank, 20 + rank]
-    gathered: list[Any] = [None] * world
-    dist.all_gather_object(gathered, rank)
-    assert gathered == [0, 1, 2]
-    work = dist.all_reduce(part, async_op=True)
-    work.wait()
-    dist.barrier()
-    # A group inside one of the hosts shares memory again.
-    pair = dist.new_group([0, 1], pg_options=options)
-    if rank < 2:
-        tensor = torch.ones(5)
-        dist.all_reduce(tensor, group=pair)
-        assert torch.all(tensor == 2)
-    dist.destroy_process_group()
-    return [str(one.message) for one in caught if "shm_backend" in str(one.message)]
-
-
-def test_ranks_on_two_hosts_use_gloo() -> None:
-    """Said once, by rank 0."""
-    said = run_ranks(on_two_hosts, 3)
-    assert said[1:] == [[], []]
-    (text,) = said[0]
-    assert text.startswith("[shm_backend] not all ranks share memory (rank 2 runs elsewhere)")
-    assert "the whole group uses Gloo over TCP (rank 0 of 3)." in text

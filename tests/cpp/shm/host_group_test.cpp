@@ -1,5 +1,6 @@
 // Who shares a host, what goes wrong and what it says.
 
+#include <atomic>
 #include <catch2/catch.hpp>
 #include <csignal>
 #include <shm/two_processes.h>
@@ -10,15 +11,6 @@
 using namespace trireme::shm;
 using namespace trireme::shm::test;
 using std::chrono::milliseconds;
-
-namespace {
-
-void sum(Collectives& collectives, size_t numel, std::string_view label = {}) {
-  std::vector<float> values(numel, 1);
-  collectives.all_reduce(pieces_of(values), {}, {.label = label});
-}
-
-}  // namespace
 
 TEST_CASE("ranks that see each other are a host; a partition separates them") {
   std::vector<std::vector<std::vector<int64_t>>> hosts(4);
@@ -208,6 +200,29 @@ TEST_CASE("a stopped process is alive but not progressing; continued in time it 
     go_on.join();
     CHECK(failure.text == "no fault");
   });
+}
+
+TEST_CASE("who waits too long for a rank also names the one that is further behind") {
+  std::atomic<bool> is_done{false};
+  Failure failure;
+  run_shm_ranks({3}, [&](ShmRank& self) {
+    self.collectives.barrier({});
+    if (self.rank < 2) {
+      self.group.begin({.verb = Verb::kBarrier}, milliseconds(200));
+      self.group.enter();
+    }
+    if (self.rank == 0) {
+      self.group.wait(1, &RankBlock::entered, 2);
+      failure = failure_of([&] { self.group.wait(1, &RankBlock::arrived, ~uint64_t{0}); });
+      is_done = true;
+    }
+    while (!is_done) ::usleep(1000);
+  });
+  INFO(failure.text);
+  CHECK(failure.kind == FaultKind::kTimeout);
+  CHECK(contains(failure.text, "rank 1 (process "));
+  CHECK(contains(failure.text, "its last operation: collective 2, barrier; rank 2 (process "));
+  CHECK(contains(failure.text, ") is further behind, its last operation: collective 1, barrier"));
 }
 
 TEST_CASE("a forked child may read, but no more, and its end changes nothing") {

@@ -9,8 +9,9 @@ using namespace trireme::shm::test;
 using std::chrono::milliseconds;
 using std::chrono::seconds;
 
-TEST_CASE("another size or dtype than sent: the recv raises, and the next one works") {
-  std::vector<Failure> failures(3);
+TEST_CASE(
+    "another size or dtype than sent: the recv raises, a large send too, and the next one works") {
+  std::vector<Failure> failures(4);
   std::vector<int> right(2);
   const auto fail = [&](Post& post, size_t numel, int64_t tag) {
     return failure_of([&] { post.recv(numel, 0, tag); });
@@ -19,7 +20,7 @@ TEST_CASE("another size or dtype than sent: the recv raises, and the next one wo
     Post post(self);
     if (self.rank == 0) {
       post.send(values_of(1, 10), 1, 3);
-      post.send(values_of(2, kMoreThanARing), 1, 3);
+      failures[3] = failure_of([&] { post.send(values_of(2, kMoreThanARing), 1, 3); });
       post.send(values_of(3, 4), 1, 3);
       post.send(values_of(4, 6), 1, 4);
       post.send(values_of(5, 1), 1, 5);
@@ -41,6 +42,10 @@ TEST_CASE("another size or dtype than sent: the recv raises, and the next one wo
         "dtype that is sent; this message is lost.");
   CHECK(contains(failures[1].text, "got a message of 1200000 bytes"));
   CHECK(contains(failures[2].text, "with tag 4 got a message of 24 bytes"));
+  CHECK(failures[3].text ==
+        "[mailbox] send of 300000 int32 to rank 1 with tag 3 sent 1200000 bytes of int32, but rank "
+        "1 expected 16 bytes of int32 (rank 0 of 2). Send what the recv there expects; this "
+        "message is lost.");
 }
 
 TEST_CASE("a rank that does not send in time ends the group, and all hear of it") {

@@ -260,6 +260,16 @@ TEST_CASE("an average is a division, as torch's `/ world`") {
     reduce(&mean, nullptr, {Dtype::kF32, ReduceOp::kAvg, 1, pointers}, false);
     CHECK(mean == 1.0f / static_cast<float>(ranks));
   }
+  // Of sums that hold several terms each.
+  const float first = 4.0f, second = 3.0f;
+  const std::vector<const void*> pointers{&first, &second};
+  for (const int64_t terms : {3, 5, 8}) {
+    float mean = 0;
+    ReduceRequest request{Dtype::kF32, ReduceOp::kAvg, 1, pointers};
+    request.terms = terms;
+    reduce(&mean, nullptr, request, false);
+    CHECK(mean == 7.0f / static_cast<float>(terms));
+  }
 }
 
 TEST_CASE("bytes are copied past the caches, wherever they begin and end") {
@@ -335,6 +345,9 @@ TEST_CASE("a request that cannot be done says so") {
   CHECK(message({Dtype::kF32, ReduceOp::kPremulSum, 1, pointers}) ==
         "[reduce] got PREMUL_SUM without factors, expected one per source. Pass factors, or use "
         "SUM.");
+  ReduceRequest average{Dtype::kF32, ReduceOp::kAvg, 1, pointers};
+  average.terms = 3;
+  CHECK(message(average).find("terms of a single source") != std::string::npos);
 }
 
 }  // namespace trireme::shm

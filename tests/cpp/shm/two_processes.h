@@ -27,6 +27,11 @@ inline Failure failure_of(const std::function<void()>& call) {
   return {FaultKind::kMismatch, "no fault"};
 }
 
+inline void sum(Collectives& collectives, size_t numel, std::string_view label = {}) {
+  std::vector<float> values(numel, 1);
+  collectives.all_reduce(pieces_of(values), {}, {.label = label});
+}
+
 inline bool contains(const std::string& text, std::string_view part) {
   return text.find(part) != std::string::npos;
 }
@@ -38,6 +43,7 @@ class FolderExchange final : public Exchange {
     char name[] = "/tmp/trireme_test_XXXXXX";
     folder_ = ::mkdtemp(name);
   }
+  explicit FolderExchange(const std::string& folder) : folder_(folder) {}
   void remove() const { [[maybe_unused]] const int rc = ::system(("rm -r " + folder_).c_str()); }
   void put(const std::string& key, const std::string& text) override {
     const std::string path = path_of(key);

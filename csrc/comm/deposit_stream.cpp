@@ -1,0 +1,87 @@
+#include <trireme/comm/deposit_stream.h>
+
+#include <trireme/comm/shm_tensors.h>
+#include <trireme/shm/deposit_ring.h>
+
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <array>
+#include <utility>
+#include <vector>
+
+namespace trireme {
+namespace {
+
+template <typename Call>
+auto in_torchs_words(Call&& call) {
+  try {
+    return call();
+  } catch (const shm::Fault& fault) {
+    C10_THROW_ERROR(DistBackendError, fault.what());
+  }
+}
+
+}  // namespace
+
+DepositStream::DepositStream(std::unique_ptr<shm::DepositRing> ring, int64_t world,
+                             std::chrono::milliseconds timeout, std::shared_ptr<void> keeps_alive)
+    : keeps_alive_(std::move(keeps_alive)),
+      ring_(std::move(ring)),
+      world_(world),
+      timeout_(timeout) {}
+
+DepositStream::~DepositStream() = default;
+
+void DepositStream::begin_round(const Round& round) {
+  in_torchs_words([&] {
+    ring_->begin_round({.verb = shm::Verb::kDeposit,
+                        .dtype = shm::Dtype::kBytes,
+                        .count = round.bytes,
+                        .shapes_hash = round.layout_hash,
+                        .label = round.label},
+                       timeout_);
+  });
+}
+
+std::span<std::byte> DepositStream::room(int64_t bytes) { return ring_->room(bytes); }
+
+void DepositStream::deposit(int64_t bytes) { ring_->deposit(bytes); }
+
+int64_t DepositStream::collect(std::byte* sums, at::ScalarType dtype, int64_t bytes) {
+  return in_torchs_words([&] {
+    const int64_t ready = ring_->ready(bytes);
+    if (ready == 0) return ready;
+    if (sums != nullptr) sum_up(sums, dtype, ready);
+    ring_->collect(ready);
+    return ready;
+  });
+}
+
+// Past the caches, by way of a piece that stays in the nearest one: the sums are not read again
+// before the optimizer runs, and what they would push out is.
+void DepositStream::sum_up(std::byte* sums, at::ScalarType dtype, int64_t bytes) const {
+  constexpr int64_t kPieceBytes = 16 * 1024;
+  alignas(64) std::array<std::byte, kPieceBytes> piece;
+  std::vector<const void*> sources(static_cast<size_t>(world_));
+  const auto element = static_cast<int64_t>(c10::elementSize(dtype));
+  for (int64_t at = 0; at < bytes; at += kPieceBytes) {
+    for (int64_t rank = 0; rank < world_; ++rank)
+      sources[static_cast<size_t>(rank)] = ring_->of(rank) + at;
+    shm::reduce(piece.data(), sums + at,
+                {.dtype = shm_dtype(dtype),
+                 .op = shm::ReduceOp::kSum,
+                 .numel = std::min(kPieceBytes, bytes - at) / element,
+                 .sources = {sources.data(), sources.size()}},
+                /*stream_second=*/true);
+  }
+}
+
+int64_t DepositStream::deposited() const { return ring_->deposited(); }
+int64_t DepositStream::collected() const { return ring_->collected(); }
+
+void DepositStream::wait(std::string_view name) {
+  in_torchs_words([&] { ring_->wait(name); });
+}
+
+}  // namespace trireme

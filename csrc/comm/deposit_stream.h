@@ -1,0 +1,72 @@
+#pragma once
+
+#include <trireme/common/export.h>
+
+#include <c10/core/ScalarType.h>
+
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string_view>
+
+namespace trireme {
+
+namespace shm {
+class DepositRing;
+}
+
+// A one-sided reduce-scatter of ranks that share memory: each deposits what it has as soon as it
+// has it, and sums up what it owns when all have deposited it. See shm/deposit_ring.h, of which
+// this is the face for tensors' memory.
+//
+// A round is a run of bytes with the same layout on all ranks, deposited and collected from the
+// first to the last. Of its calls only wait() blocks, and begin_round() after a failure. All of
+// them throw c10::DistBackendError; the group can then recover. One thread at a time.
+class TRIREME_API DepositStream {
+ public:
+  struct Round {
+    int64_t bytes;
+    uint64_t layout_hash;    // of the rest that ranks must agree about
+    std::string_view label;  // what is deposited, for messages
+  };
+
+  // `keeps_alive` owns the group that the ring belongs to.
+  DepositStream(std::unique_ptr<shm::DepositRing> ring, int64_t world,
+                std::chrono::milliseconds timeout, std::shared_ptr<void> keeps_alive);
+  ~DepositStream();
+  DepositStream(const DepositStream&) = delete;
+  DepositStream& operator=(const DepositStream&) = delete;
+
+  // All ranks say the same.
+  void begin_round(const Round& round);
+
+  // Where this rank's next bytes go: at most `bytes`, in one piece, none while the ring is full.
+  // Shared memory: write it once, then deposit() what was written.
+  std::span<std::byte> room(int64_t bytes);
+  void deposit(int64_t bytes);
+
+  // Sums, in rank order, the next `bytes` of `dtype` (which begin where that is aligned) into
+  // `sums`, as far as all ranks have deposited them; says how many bytes that were. fp16 and bf16
+  // are summed in fp32 and rounded once. Without `sums` the bytes are passed over.
+  int64_t collect(std::byte* sums, at::ScalarType dtype, int64_t bytes);
+
+  // Bytes of this round.
+  int64_t deposited() const;
+  int64_t collected() const;
+
+  // When neither room() nor collect() had anything: until one of them may. `name` says in errors
+  // what is lacking.
+  void wait(std::string_view name);
+
+ private:
+  void sum_up(std::byte* sums, at::ScalarType dtype, int64_t bytes) const;
+
+  std::shared_ptr<void> keeps_alive_;
+  std::unique_ptr<shm::DepositRing> ring_;
+  int64_t world_;
+  std::chrono::milliseconds timeout_;
+};
+
+}  // namespace trireme

@@ -1,0 +1,191 @@
+#include <trireme/grad/bucket_stream.h>
+
+#include <trireme/common/trace.h>
+#include <trireme/kernels/span.h>
+#include <trireme/shm/operation.h>
+
+#include <algorithm>
+
+namespace trireme {
+namespace {
+
+constexpr int64_t kMostRanks = 4;
+constexpr int64_t kRingBytes = int64_t{8} << 20;
+// In one go, so that what was summed up is still in a cache when its ring is written again.
+constexpr int64_t kRunBytes = int64_t{256} << 10;
+constexpr int64_t kLine = 64;
+
+int64_t round_up(int64_t bytes) { return (bytes + kLine - 1) / kLine * kLine; }
+
+}  // namespace
+
+std::unique_ptr<BucketStream> BucketStream::make(Communicator& communicator) {
+  if (communicator.world() == 1 || communicator.world() > kMostRanks) return nullptr;
+  auto stream = communicator.make_deposit_stream(kRingBytes);
+  return stream ? std::make_unique<BucketStream>(std::move(stream)) : nullptr;
+}
+
+bool BucketStream::takes(const BucketPlan& plan) {
+  return std::all_of(plan.buckets.begin(), plan.buckets.end(), [](const PlannedBucket& bucket) {
+    return !bucket.sparse && bucket.device.is_cpu();
+  });
+}
+
+void BucketStream::begin_step(std::vector<Bucket>& buckets, const std::vector<std::string>& labels,
+                              double scale) {
+  buckets_ = &buckets;
+  labels_ = &labels;
+  scale_ = scale;
+  closed_ = false;
+  tail_.reset();
+  source_.reset();
+  has_source_ = false;
+  bucket_ = slot_ = collecting_ = 0;
+  element_ = 0;
+  collected_at_.assign(buckets.size(), {});
+  parts_.resize(buckets.size());
+  int64_t begin = 0;
+  uint64_t layout = buckets.size();
+  for (size_t i = 0; i < buckets.size(); ++i) {
+    Part& part = parts_[i];
+    part.begin = begin;
+    part.bytes = static_cast<int64_t>(buckets[i].wire().nbytes());
+    part.padded = round_up(part.bytes);
+    part.ready.assign(buckets[i].plan().slots.size(), false);
+    begin += part.padded;
+    layout = shm::mix(layout, static_cast<uint64_t>(buckets[i].plan().dtype));
+    for (const BucketSlot& slot : buckets[i].plan().slots)
+      layout = shm::mix(shm::mix(layout, static_cast<uint64_t>(slot.parameter)),
+                        static_cast<uint64_t>(slot.numel));
+  }
+  stream_->begin_round({begin, layout, "gradients"});
+}
+
+void BucketStream::gradient_ready(size_t bucket, size_t slot) { parts_[bucket].ready[slot] = true; }
+
+bool BucketStream::has_taken(size_t bucket, size_t slot) const {
+  return bucket < bucket_ ||
+         (bucket == bucket_ && (slot < slot_ || (slot == slot_ && has_source_)));
+}
+
+void BucketStream::advance() {
+  TRIREME_TRACE("bucket_stream.advance");
+  for (bool moves = true; moves;) {
+    moves = deposit_some();
+    moves = collect_some() || moves;
+  }
+}
+
+void BucketStream::close(const at::Tensor& tail) {
+  tail_ = tail;
+  closed_ = true;
+}
+
+// The next piece of what is due, if there is room for it.
+bool BucketStream::deposit_some() {
+  if (bucket_ == parts_.size()) return false;
+  const Part& part = parts_[bucket_];
+  const bool is_last = bucket_ + 1 == parts_.size();
+  if (slot_ < part.ready.size()) {
+    if (!has_source_) {
+      if (!part.ready[slot_] && !closed_) return false;
+      source_ = (*buckets_)[bucket_].take(slot_);
+      has_source_ = true;
+    }
+    return deposit_slot();
+  }
+  if (is_last && !closed_) return false;
+  const int64_t tail_begin = part.begin + part.bytes - tail_bytes();
+  if (is_last && stream_->deposited() < tail_begin + tail_bytes()) {
+    const auto room = stream_->room(tail_begin + tail_bytes() - stream_->deposited());
+    const auto* source = static_cast<const std::byte*>(tail_.const_data_ptr());
+    std::copy_n(source + (stream_->deposited() - tail_begin), room.size(), room.data());
+    return deposit(room.size());
+  }
+  // Up to the next line; the gap is nobody's.
+  if (const int64_t gap = part.begin + part.padded - stream_->deposited(); gap > 0) {
+    const auto room = stream_->room(gap);
+    std::fill(room.begin(), room.end(), std::byte{0});
+    if (!deposit(room.size())) return false;
+    if (stream_->deposited() < part.begin + part.padded) return true;
+  }
+  ++bucket_;
+  slot_ = 0;
+  return true;
+}
+
+// A piece of the gradient whose turn it is.
+bool BucketStream::deposit_slot() {
+  const Bucket& bucket = (*buckets_)[bucket_];
+  const Span wire = span_of(bucket.wire());
+  const int64_t reals = bucket.plan().slots[slot_].numel * (wire.numel / bucket.wire().numel());
+  const auto element = static_cast<int64_t>(c10::elementSize(wire.dtype));
+  if (element_ < reals) {
+    const auto room = stream_->room(std::min((reals - element_) * element, kRunBytes));
+    const int64_t piece = static_cast<int64_t>(room.size()) / element;
+    if (piece == 0) return false;
+    if (source_.defined()) {
+      scaled_copy({room.data(), wire.dtype, piece},
+                  slice(ConstSpan(span_of(source_)), element_, element_ + piece), scale_);
+    } else {
+      std::fill(room.begin(), room.end(), std::byte{0});
+    }
+    deposit(room.size());
+    element_ += piece;
+    if (element_ < reals) return true;
+  }
+  source_.reset();
+  has_source_ = false;
+  element_ = 0;
+  ++slot_;
+  return true;
+}
+
+bool BucketStream::deposit(size_t bytes) {
+  if (bytes == 0) return false;
+  stream_->deposit(static_cast<int64_t>(bytes));
+  return true;
+}
+
+// The next piece of what all have deposited.
+bool BucketStream::collect_some() {
+  if (collecting_ == parts_.size()) return false;
+  const Part& part = parts_[collecting_];
+  const int64_t at = stream_->collected() - part.begin;
+  if (at < part.bytes) {
+    const Span wire = span_of((*buckets_)[collecting_].wire());
+    auto* sums = static_cast<std::byte*>(wire.data) + at;
+    if (stream_->collect(sums, wire.dtype, std::min(part.bytes - at, kRunBytes)) == 0) return false;
+  } else if (at < part.padded) {
+    if (stream_->collect(nullptr, at::kByte, part.padded - at) == 0) return false;
+  }
+  if (stream_->collected() == part.begin + part.padded)
+    collected_at_[collecting_++] = Pending::Clock::now();
+  return true;
+}
+
+void BucketStream::wait_for(size_t bucket) {
+  for (advance(); collecting_ <= bucket; advance())
+    stream_->wait("all_reduce of " + (*labels_)[collecting_]);
+}
+
+// A bucket of the step, as a collective in flight.
+class BucketStream::Arrival final : public Pending::State {
+ public:
+  Arrival(BucketStream& stream, size_t bucket) : stream_(stream), bucket_(bucket) {}
+  bool done() const override { return stream_.collecting_ > bucket_; }
+  void wait() override { stream_.wait_for(bucket_); }
+  std::optional<Pending::Clock::time_point> finished_at() const override {
+    return stream_.collected_at_[bucket_];
+  }
+
+ private:
+  BucketStream& stream_;
+  size_t bucket_;
+};
+
+Pending BucketStream::pending(size_t bucket) {
+  return Pending(std::make_unique<Arrival>(*this, bucket));
+}
+
+}  // namespace trireme

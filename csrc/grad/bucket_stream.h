@@ -1,0 +1,90 @@
+#pragma once
+
+#include <trireme/comm/communicator.h>
+#include <trireme/grad/bucket.h>
+
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace trireme {
+
+// [Note: buckets as a stream]
+//
+// Stands in for the compressor (compressor.h), from bucket.h to grad_reducer.h, where it may be
+// had.
+//
+// Where ranks share memory and keep all its CPUs busy, buckets do not go out one by one. All of
+// them, in plan order, are one round of a DepositStream. A gradient is written into this rank's
+// ring when its turn has come (once, while it is still in cache) and freed; whenever that happens,
+// this rank also sums up what all ranks have deposited meanwhile, straight into the buckets'
+// buffers. Nothing waits inside backward: what finds the ring full stays a gradient until the next
+// one comes, or backward ends.
+//
+// The end of the round holds the used-map, which is deposited when backward ends: so no rank
+// completes a round that another one has abandoned.
+class BucketStream {
+ public:
+  // Collective. Null on all ranks where deposits are not to be had, and with more than four of
+  // them: each reads what all have, which by then costs more than it spares. Extra memory: a ring
+  // of 8 MiB per rank.
+  static std::unique_ptr<BucketStream> make(Communicator& communicator);
+
+  explicit BucketStream(std::unique_ptr<DepositStream> stream) : stream_(std::move(stream)) {}
+
+  // Whether these buckets can go this way: dense, on CPU.
+  static bool takes(const BucketPlan& plan);
+
+  // Begins a step. What is passed lives until the next one; buckets have begun theirs. Gradients
+  // are multiplied by `scale`.
+  void begin_step(std::vector<Bucket>& buckets, const std::vector<std::string>& labels,
+                  double scale);
+
+  // The gradient of a slot is complete.
+  void gradient_ready(size_t bucket, size_t slot);
+  // Whether a slot's gradient is on its way, so that no more can be added.
+  bool has_taken(size_t bucket, size_t slot) const;
+  // Moves what can be moved without waiting.
+  void advance();
+  // Backward is over: whatever is not ready is due now. `tail` follows the last bucket's gradients.
+  void close(const at::Tensor& tail);
+
+  // A bucket, as a collective in flight.
+  Pending pending(size_t bucket);
+
+ private:
+  class Arrival;
+  struct Part {  // of the stream: a bucket with its tail
+    int64_t begin = 0;
+    int64_t bytes = 0;
+    int64_t padded = 0;
+    std::vector<bool> ready;  // by slot
+  };
+
+  bool deposit_some();
+  bool deposit_slot();
+  bool deposit(size_t bytes);
+  bool collect_some();
+  int64_t tail_bytes() const { return tail_.defined() ? static_cast<int64_t>(tail_.nbytes()) : 0; }
+  void wait_for(size_t bucket);
+
+  std::unique_ptr<DepositStream> stream_;
+  std::vector<Bucket>* buckets_ = nullptr;
+  const std::vector<std::string>* labels_ = nullptr;
+  double scale_ = 1;
+  std::vector<Part> parts_;
+  bool closed_ = false;
+  at::Tensor tail_;
+
+  // where depositing stands
+  size_t bucket_ = 0;
+  size_t slot_ = 0;
+  int64_t element_ = 0;  // of the slot, in reals
+  bool has_source_ = false;
+  at::Tensor source_;  // of the slot; undefined: zeros
+  // where collecting stands
+  size_t collecting_ = 0;
+  std::vector<Pending::Clock::time_point> collected_at_;
+};
+
+}  // namespace trireme

@@ -1,0 +1,179 @@
+// Whatever reads bytes that another process wrote, given any bytes: nothing may crash, read outside
+// its memory or do undefined arithmetic. The first byte of an input chooses the reader. Built with
+// libFuzzer where clang has it, else with the driver beside it.
+
+#include <trireme/shm/doctor.h>
+#include <trireme/shm/mailbox.h>
+
+#include <algorithm>
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <new>
+#include <shm/fake_peer.h>
+#include <span>
+#include <string>
+#include <string_view>
+#include <unistd.h>
+#include <utility>
+#include <vector>
+
+namespace trireme::shm::test {
+namespace {
+
+using Bytes = std::span<const std::byte>;
+
+// Takes numbers and texts off an input; zeros once it is used up.
+class Input {
+ public:
+  explicit Input(Bytes bytes) : bytes_(bytes) {}
+
+  bool is_used_up() const { return bytes_.empty(); }
+  template <typename T>
+  T take() {
+    T value{};
+    const size_t length = std::min(sizeof(T), bytes_.size());
+    std::memcpy(&value, bytes_.data(), length);
+    bytes_ = bytes_.subspan(length);
+    return value;
+  }
+  // Up to the byte 0xff.
+  std::string_view text() {
+    const auto end = std::find(bytes_.begin(), bytes_.end(), std::byte{0xff});
+    const auto length = static_cast<size_t>(end - bytes_.begin());
+    const std::string_view found(reinterpret_cast<const char*>(bytes_.data()), length);
+    bytes_ = bytes_.subspan(std::min(length + 1, bytes_.size()));
+    return found;
+  }
+  // Writes runs of (offset, length, bytes) over memory.
+  void scribble(std::byte* memory, size_t size) {
+    while (!is_used_up()) {
+      const size_t offset = take<uint32_t>() % size;
+      const size_t length = std::min<size_t>({take<uint8_t>(), size - offset, bytes_.size()});
+      std::memcpy(memory + offset, bytes_.data(), length);
+      bytes_ = bytes_.subspan(length);
+    }
+  }
+
+ private:
+  Bytes bytes_;
+};
+
+void check(bool is_true) {
+  if (!is_true) std::abort();
+}
+
+void read_address(Input input) {
+  const auto address = SegmentAddress::parse(input.text());
+  if (address) check(SegmentAddress::parse(address->to_string()) == address);
+}
+
+void read_mapping(Input input) {
+  Mapping mapping;
+  parse_mapping(input.text(), sizeof(RankBlock), mapping);
+}
+
+void read_records(Input input) {
+  Record mine;
+  Record theirs;
+  for (Record* record : {&mine, &theirs}) {
+    record->fingerprint = input.take<uint64_t>();
+    record->count = input.take<int64_t>();
+    record->root = input.take<int32_t>();
+    record->verb = input.take<Verb>();
+    record->dtype = input.take<Dtype>();
+    record->op = input.take<ReduceOp>();
+    record->label_length = input.take<uint8_t>();
+    record->label = input.take<std::array<char, 64>>();
+  }
+  check(!describe_mismatch(0, mine, 1, theirs).empty());
+}
+
+void look_at_blocks(Input input) {
+  static std::vector<std::byte> bytes(sizeof(RankBlock));
+  SeenGroup group;
+  for (int32_t rank = 0; rank < 3; ++rank) {
+    auto* block = new (bytes.data()) RankBlock;
+    block->pid = 1;
+    block->rank = rank;
+    block->world = block->members = 3;
+    block->state.store(RankState::kHere);
+    block->records[1].sequence = 1;
+    input.scribble(bytes.data(), bytes.size());
+    auto seen = read_block(bytes, 1'000'000'000, input.take<int64_t>());
+    if (seen) group.ranks.push_back(std::move(*seen));
+  }
+  if (group.ranks.empty()) return;
+  judge(group, std::chrono::seconds(5));
+  check(!group.verdict.empty());
+}
+
+void join_with(Input input) {
+  FakePeer peer;
+  const std::string_view address = input.text();
+  const auto parsed = SegmentAddress::parse(address.substr(0, address.find('\n')));
+  if (parsed && parsed->pid != ::getpid()) return;  // what other processes have is not ours to open
+  peer.say(address, input.text());
+  try {
+    const auto group = peer.join();
+    check(group->members().front() == 0);
+  } catch (const Fault&) {
+  }
+}
+
+// A message as long as the memory that is free would be taken in, for minutes and at the cost of
+// every other program.
+bool is_too_long_to_try(const std::byte* lines, size_t size) {
+  for (size_t line = 0; line + 64 <= size; line += 64) {
+    int64_t length = 0;
+    std::memcpy(&length, lines + line + 8, sizeof(length));
+    if (length > int64_t{1} << 24 && length < int64_t{1} << 44) return true;
+  }
+  return false;
+}
+
+// Messages of the peer, as they come and as nobody would send them.
+void receive(Input input) {
+  static FakePeer peer;
+  peer.block().state.store(RankState::kHere);
+  const auto group = peer.join();
+  Mailbox mailbox(*group);
+  std::array<int32_t, 64> memory{};
+  for (int64_t i = 0; i < 3; ++i) {
+    auto transfer = std::make_shared<Transfer>();
+    transfer->kind = i == 2 ? Transfer::Kind::kSend : Transfer::Kind::kRecv;
+    transfer->peer = 1;
+    transfer->tag = i;
+    transfer->dtype = Dtype::kI32;
+    transfer->memory = Pieces(reinterpret_cast<std::byte*>(memory.data()), 64 * (i + 1));
+    mailbox.post(transfer);
+  }
+  ByteRingBlock& ring = peer.open_outbox();
+  std::memset(ring.bytes(), 0, 4096);
+  ring.written.store(input.take<uint16_t>());
+  input.scribble(reinterpret_cast<std::byte*>(&ring), sizeof(ring) + 4096);
+  if (is_too_long_to_try(ring.bytes(), 4096)) return;
+  for (int i = 0; i < 4 && mailbox.progress(); ++i) {
+  }
+  mailbox.look();
+  mailbox.take_ended();
+}
+
+using Reader = void (*)(Input);
+constexpr std::array<Reader, 6> kReaders{read_address,   read_mapping, read_records,
+                                         look_at_blocks, join_with,    receive};
+
+}  // namespace
+}  // namespace trireme::shm::test
+
+extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size);
+extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
+  using namespace trireme::shm::test;
+  if (size == 0) return 0;
+  const auto* bytes = reinterpret_cast<const std::byte*>(data);
+  kReaders[data[0] % kReaders.size()](Input({bytes + 1, size - 1}));
+  return 0;
+}

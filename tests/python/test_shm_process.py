@@ -1,0 +1,221 @@
+"""A process is interrupted, runs out of memory, holds its interpreter, dies and is replaced."""
+
+import ctypes
+import os
+import resource
+import signal
+import subprocess
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from ddp_ranks import HOUSE_FORM, message_of, raises
+from distributed import run_ranks
+from shm_ranks import assert_bits, of_all, on_shm_ranks, reduced, values
+from torch.distributed import ReduceOp
+
+SOON_S = 5.0
+
+
+def hold_the_interpreter(seconds: int) -> None:
+    """No other thread of Python runs meanwhile."""
+    ctypes.PyDLL(None).sleep(seconds)
+
+
+# --- The interpreter's lock -----------------------------------------------------------------------
+
+
+@on_shm_ranks(3, timeout=40, patience_s=1)
+def test_a_rank_that_holds_the_interpreter_and_does_not_come(rank: int) -> None:
+    dist.all_reduce(torch.ones(5))
+    if rank == 1:
+        hold_the_interpreter(3)
+        with raises(dist.DistBackendError, "the group has failed"):
+            dist.all_reduce(torch.ones(7))
+        return
+    began = time.monotonic()
+    with raises(dist.DistBackendError, "rank 1 (process", "is alive (", "but not progressing"):
+        dist.all_reduce(torch.ones(7))
+    assert time.monotonic() - began < 2.5
+    time.sleep(2.5)  # its memory stays until it has read why
+
+
+@on_shm_ranks(2, timeout=40)
+def test_what_is_in_flight_needs_no_interpreter(rank: int) -> None:
+    dist.all_reduce(torch.ones(5))
+    tensor = torch.ones(1_000_000)
+    if rank == 1:
+        work = dist.all_reduce(tensor, async_op=True)
+        hold_the_interpreter(3)
+        work.wait()
+    else:
+        began = time.monotonic()
+        dist.all_reduce(tensor)
+        assert time.monotonic() - began < 2
+    assert torch.all(tensor == 2)
+
+
+@on_shm_ranks(2, timeout=40)
+def test_who_waits_lets_other_threads_of_python_run(rank: int) -> None:
+    if rank == 1:
+        time.sleep(1)
+        dist.all_reduce(torch.ones(7))
+        return
+    ticks = []
+    done = threading.Event()
+
+    def tick() -> None:
+        while not done.wait(0.05):
+            ticks.append(time.monotonic())
+
+    thread = threading.Thread(target=tick)
+    thread.start()
+    dist.all_reduce(torch.ones(7))
+    done.set()
+    thread.join()
+    assert len(ticks) > 5
+
+
+# --- Signals --------------------------------------------------------------------------------------
+
+
+def interrupted(rank: int, waits: bool) -> float:
+    """Both ranks get what Ctrl-C sends; the seconds that this one went on are returned."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    dist.init_process_group("trireme")
+    dist.all_reduce(torch.ones(5))
+    at = time.monotonic() + 0.5
+    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+    try:
+        if waits and rank == 1:
+            time.sleep(30)  # the other one is inside of a collective
+        while True:
+            dist.all_reduce(torch.ones(1000))
+    except KeyboardInterrupt:
+        seconds = time.monotonic() - at
+    except dist.DistBackendError as error:
+        assert "rank" in message_of(error)
+        seconds = time.monotonic() - at
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    dist.destroy_process_group()
+    return seconds
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_control_c(waits: bool) -> None:
+    """Nobody stays in a collective that its peers have been interrupted out of."""
+    try:
+        took = run_ranks(interrupted, 2, waits, timeout=30)
+    except Exception as error:  # the interrupt may come between two of the lines above
+        assert "KeyboardInterrupt" in str(error)
+        return
+    assert max(took) < SOON_S
+
+
+# --- Memory ---------------------------------------------------------------------------------------
+
+
+def mapped_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+
+
+@on_shm_ranks(2, timeout=40)
+def test_no_room_for_the_rings(rank: int) -> None:
+    """All ranks raise, with numbers; when there is room the next call works."""
+    dist.barrier()  # which moves nothing, and so needs none
+    if rank == 1:
+        resource.setrlimit(resource.RLIMIT_AS, (mapped_bytes(), resource.RLIM_INFINITY))
+    began = time.monotonic()
+    with raises(dist.DistBackendError, "got no memory", "rank 1 says: ", "bytes", "free are "):
+        dist.all_reduce(torch.ones(7))
+    assert time.monotonic() - began < SOON_S
+    resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    tensor = values(rank, 9000, torch.float32)
+    dist.all_reduce(tensor)
+    assert_bits(tensor, reduced(ReduceOp.SUM, of_all(2, 9000, torch.float32)))
+
+
+def files_in_memory() -> set[str]:
+    return {path.name for path in Path("/dev/shm").glob("trireme-*")}
+
+
+def die(rank: int) -> None:
+    dist.init_process_group("trireme")
+    dist.all_reduce(torch.ones(100_000))
+    dist.send(torch.ones(3), 1 - rank)  # messages have memory of their own
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def sums(rank: int, world: int) -> list[float]:
+    dist.init_process_group("trireme")
+    found = []
+    for step in range(50):
+        tensor = torch.full((1000,), float(rank + step))
+        dist.all_reduce(tensor)
+        assert torch.all(tensor == tensor[0])
+        found.append(tensor[0].item())
+    dist.destroy_process_group()
+    return found
+
+
+def test_killed_jobs_leave_nothing_and_disturb_nobody() -> None:
+    before = files_in_memory()
+    run_ranks(die, 2, timeout=40, dying=(0, 1))
+    assert files_in_memory() <= before
+    assert run_ranks(sums, 2, 2, timeout=40)[0][0] == 1
+
+
+def test_two_jobs_at_once() -> None:
+    with ThreadPoolExecutor(2) as jobs:
+        started = [jobs.submit(run_ranks, sums, world, world, timeout=50) for world in (2, 3)]
+        for world, job in zip((2, 3), started, strict=True):
+            expected = [sum(range(world)) + world * step for step in range(50)]
+            assert job.result() == [expected] * world
+
+
+# --- Process numbers ------------------------------------------------------------------------------
+
+
+def meet_a_stranger(rank: int) -> str | None:
+    """Rank 1 dies and another process gets its number."""
+    dist.init_process_group("trireme")
+    dist.all_reduce(torch.ones(5))
+    store = dist.distributed_c10d._get_default_store()
+    if rank == 1:
+        store.set("process", str(os.getpid()))
+        os.kill(os.getpid(), signal.SIGKILL)
+    dead = int(store.get("process"))
+    deadline = time.monotonic() + 10
+    while Path(f"/proc/{dead}").exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    for _ in range(20):
+        try:
+            Path("/proc/sys/kernel/ns_last_pid").write_text(str(dead - 1))
+        except OSError:
+            return None
+        stranger = subprocess.Popen(["sleep", "30"])
+        try:
+            if stranger.pid == dead:
+                began = time.monotonic()
+                try:
+                    dist.all_reduce(torch.ones(5))
+                except dist.DistBackendError as error:
+                    assert time.monotonic() - began < SOON_S
+                    return message_of(error)
+                raise AssertionError("a stranger took part")
+        finally:
+            stranger.kill()
+            stranger.wait()
+    return None
+
+
+def test_a_process_number_that_is_used_again() -> None:
+    text = run_ranks(meet_a_stranger, 2, timeout=60, dying=(1,))[0]
+    if text is None:
+        pytest.skip("the number of the next process cannot be chosen here")
+    assert HOUSE_FORM.match(text), text
+    assert "rank 1 (process" in text and "has died" in text, text
