@@ -32,7 +32,8 @@ class ShmWork;
 //
 // Callbacks of futures run in the order of their operations. One may wait for a later operation
 // (communication hooks chain them): what was submitted from within a callback is run by another
-// thread while that callback lasts, and whatever else is queued if it lasts long.
+// thread while that callback lasts, and whatever else is queued if it lasts long: its callbacks may
+// then overtake that one.
 class ShmQueue {
  public:
   using Run = std::function<void()>;

@@ -141,7 +141,7 @@ def test_a_group_that_ends_while_a_callback_runs(rank: int) -> None:
         work = dist.all_reduce(torch.ones(10), group=group, async_op=True)
         work.get_future().then(lambda f, number=number: (time.sleep(0.2), ended.append(number)))
     dist.destroy_process_group(group)
-    assert ended == [0, 1, 2]
+    assert sorted(ended) == [0, 1, 2], ended  # one that takes long may be overtaken
 
 
 @pytest.mark.parametrize("numel", [10, 2_000_000])
