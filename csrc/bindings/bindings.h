@@ -9,6 +9,9 @@ void init_comm(pybind11::module_& module);
 void init_ddp(pybind11::module_& module);
 void init_doctor(pybind11::module_& module);
 void init_launch(pybind11::module_& module);
+void init_memory(pybind11::module_& module);
+void init_optim(pybind11::module_& module);
 void init_sync_batch_norm(pybind11::module_& module);
+void init_zero(pybind11::module_& module);
 
 }  // namespace trireme

@@ -1,6 +1,8 @@
 #include <trireme/strategies/ddp/ddp.h>
 
 #include <trireme/bindings/bindings.h>
+#include <trireme/bindings/shared_function.h>
+#include <trireme/bindings/step_report.h>
 #include <trireme/comm/comm_hook.h>
 
 #include <torch/csrc/Exceptions.h>
@@ -13,20 +15,6 @@ namespace trireme {
 namespace {
 
 namespace py = pybind11;
-
-py::dict to_dict(const StepReport& report) {
-  py::dict dict;
-  dict["step"] = report.step;
-  dict["forward_ms"] = report.forward_ms;
-  dict["backward_ms"] = report.backward_ms;
-  dict["waiting_ms"] = report.waiting_ms;
-  dict["exposed_comm_ms"] = report.exposed_comm_ms;
-  dict["hidden_comm_ms"] = report.hidden_comm_ms;
-  dict["streamed"] = report.streamed;
-  dict["reduced_bytes"] = report.reduced_bytes;
-  dict["buckets"] = report.buckets;
-  return dict;
-}
 
 py::list to_list(const BucketPlan& plan, const std::vector<ParameterInfo>& infos) {
   py::list buckets;
@@ -99,12 +87,7 @@ void init_ddp(py::module_& module) {
            py::arg("manual"))
       .def("set_delivered_callback",
            torch::wrap_pybind_function([](Ddp& ddp, py::function callback) {
-             // Called from autograd's threads; whoever drops it last needs the GIL too.
-             const std::shared_ptr<py::function> shared(new py::function(std::move(callback)),
-                                                        [](py::function* last) {
-                                                          const py::gil_scoped_acquire gil;
-                                                          delete last;
-                                                        });
+             const auto shared = shared_function(std::move(callback));
              const py::gil_scoped_release no_gil;
              ddp.reducer().set_delivered_callback([shared](const std::vector<int64_t>& parameters) {
                const py::gil_scoped_acquire gil;

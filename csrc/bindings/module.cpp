@@ -6,5 +6,8 @@ PYBIND11_MODULE(_C, module) {
   trireme::init_ddp(module);
   trireme::init_doctor(module);
   trireme::init_launch(module);
+  trireme::init_memory(module);
+  trireme::init_optim(module);
   trireme::init_sync_batch_norm(module);
+  trireme::init_zero(module);
 }

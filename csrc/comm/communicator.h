@@ -16,7 +16,14 @@ namespace trireme {
 
 namespace shm {
 class HostGroup;
-}
+class Segment;
+}  // namespace shm
+
+// Memory that all ranks of a group map; or none, and why.
+struct SharedMemory {
+  std::shared_ptr<const shm::Segment> segment;
+  std::string why_not;
+};
 
 // Averages are not here: the division belongs to grad/grad_reducer.
 enum class ReduceOp : uint8_t { kSum, kMin, kMax };
@@ -76,8 +83,20 @@ class TRIREME_API Communicator {
 
   // Collective. Deposit and collect (deposit_stream.h) through rings of `bytes` per rank; null on
   // all ranks where they do not share memory, or where one of them sees that their threads leave
-  // CPUs free: then a thread of the engine may as well move the data.
-  virtual std::unique_ptr<DepositStream> make_deposit_stream(int64_t /*bytes*/) { return nullptr; }
+  // CPUs free: then a thread of the engine may as well move the data. Who wants deposits whoever
+  // moves them says `also_with_free_cpus`.
+  virtual std::unique_ptr<DepositStream> make_deposit_stream(int64_t /*bytes*/,
+                                                             bool /*also_with_free_cpus*/ = false) {
+    return nullptr;
+  }
+
+  // Collective: one run of `bytes` zeros (> 0, the same on all ranks) for all of them, each rank's
+  // part of its pages on that rank's NUMA node. Lives as long as anybody holds it. Where one rank
+  // cannot have it none has, all are told the same reason, and the group goes on; throws what a
+  // verb throws. In a forked child it is the parent's, not a copy.
+  virtual SharedMemory share_memory(int64_t /*bytes*/, std::string /*label*/) {
+    return {nullptr, "the ranks do not share the memory of one host"};
+  }
 };
 
 }  // namespace trireme

@@ -125,12 +125,13 @@ class ShmCommunicator final : public Communicator, public HasGroupHealth {
 
   shm::HostGroup* host_group() override { return &backend_->host_group(); }
 
-  std::unique_ptr<DepositStream> make_deposit_stream(int64_t bytes) override {
-    const bool cpus_are_taken = world() * at::get_num_threads() >= usable_cpus();
+  std::unique_ptr<DepositStream> make_deposit_stream(int64_t bytes,
+                                                     bool also_with_free_cpus) override {
+    const bool wants_it = also_with_free_cpus || world() * at::get_num_threads() >= usable_cpus();
     std::unique_ptr<shm::DepositRing> ring;
     backend_->run_in_order(
         "trireme:make_deposit_stream", [&](shm::Collectives& collectives, shm::CallOptions call) {
-          int32_t vote = cpus_are_taken ? 1 : 0;
+          int32_t vote = wants_it ? 1 : 0;
           call.label = "vote on a deposit stream";
           collectives.all_reduce({reinterpret_cast<std::byte*>(&vote), sizeof(vote)},
                                  {shm::Dtype::kI32, shm::ReduceOp::kMin}, call);
@@ -141,6 +142,22 @@ class ShmCommunicator final : public Communicator, public HasGroupHealth {
     const auto backend = std::make_shared<c10::intrusive_ptr<ShmBackend>>(backend_);
     return std::make_unique<DepositStream>(std::move(ring), world(),
                                            backend_->getBackendOptions()->timeout, backend);
+  }
+
+  SharedMemory share_memory(int64_t bytes, std::string label) override {
+    TORCH_CHECK_VALUE(bytes > 0, error_text("communicator",
+                                            "share_memory got " + std::to_string(bytes) + " bytes",
+                                            rank_of(), "Ask for at least one."));
+    SharedMemory memory;
+    backend_->run_in_order(
+        "trireme:share_memory", [&](shm::Collectives& collectives, shm::CallOptions call) {
+          call.label = label;
+          shm::SharedSegment shared = collectives.share_segment(bytes, call);
+          memory.why_not = std::move(shared.why_not);
+          if (shared.segment)
+            memory.segment = std::make_shared<const shm::Segment>(std::move(shared.segment));
+        });
+    return memory;
   }
 
   const std::shared_ptr<GroupHealth>& health() const override { return health_; }

@@ -86,6 +86,8 @@ void GradReducer::arm() {
                    [&](const GradHook& hook) { return hook.is_visited_by(*visited); })) {
     return;
   }
+  if (armed_) armed_();
+  if (options_.arms_at_parameters) look_around();
   begin_backward(/*shadow=*/false);
   const auto scope = std::make_shared<BackwardScope>(shared_from_this());
   torch::autograd::Engine::get_default_engine().queue_callback([scope] { scope->finish(); });

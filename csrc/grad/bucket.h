@@ -4,10 +4,13 @@
 
 #include <trireme/common/export.h>
 #include <trireme/memory/bucket_plan.h>
+#include <trireme/memory/shard_plan.h>
 
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <memory>
+#include <utility>
 #include <vector>
 
 namespace trireme {
@@ -29,8 +32,23 @@ namespace trireme {
 //             done, and keeps its identity; with gradient_as_bucket_view it is replaced by a range
 //             instead.
 //
+// Where each rank keeps its shards only (OwnShards), the buffer is lazy (memory/flat_buffer.h): what
+// others own are zeros that take no memory, and .grad has its full shape nevertheless. A .grad that
+// was reduced before is set aside by the reducer and added to what comes.
+//
 // A buffer is used again for the next step only if nobody holds a range of it: a gradient that the
 // user kept from an earlier step is never overwritten. Such a bucket simply takes a new buffer.
+
+// Which part of each gradient this rank keeps: all of it, without a plan.
+struct OwnShards {
+  std::shared_ptr<const ShardPlan> plan;
+  int64_t rank = 0;
+
+  explicit operator bool() const { return plan != nullptr; }
+  ShardRange of(const BucketSlot& slot) const {
+    return plan ? plan->of(slot.parameter, rank) : ShardRange{0, slot.numel};
+  }
+};
 
 // How one parameter's gradient stands in the step that runs.
 enum class GradOrigin : uint8_t { kFresh, kInPlace, kForeign };
@@ -40,7 +58,9 @@ class TRIREME_API Bucket {
  public:
   // `parameters` is the list that the plan's indices point into; it must outlive the bucket.
   // `tail_numel` elements follow the gradients in the buffer and are the reducer's.
-  Bucket(PlannedBucket plan, const std::vector<at::Tensor>& parameters, int64_t tail_numel);
+  // With shards, parameters are contiguous and of the bucket's dtype.
+  Bucket(PlannedBucket plan, const std::vector<at::Tensor>& parameters, int64_t tail_numel,
+         OwnShards own = {});
 
   // Starts a step: decides each slot's origin and finds a buffer. A `shadow` step contributes zeros
   // and never touches a .grad (join).
@@ -64,6 +84,13 @@ class TRIREME_API Bucket {
 
   // Puts the reduced gradient of a slot where the user finds it.
   void deliver(size_t slot, bool as_bucket_view);
+  // With shards: what this rank owns of the sum, plus what it owns of `earlier` (may be undefined),
+  // which keeps its identity. Also in a shadow step.
+  void deliver_shard(size_t slot, const at::Tensor& earlier);
+  // With shards: a collective has brought all of the sum. What others own is given up.
+  void keep_own();
+  // What this rank gets of wire(), in elements: ascending, apart from each other, the tail included.
+  std::vector<ShardRange> own_ranges() const;
   // No rank used this parameter: its .grad is to be what it was when the step began.
   void restore(size_t slot);
 
@@ -95,6 +122,7 @@ class TRIREME_API Bucket {
   const at::Tensor& parameter(size_t slot) const;
   bool is_range(const at::Tensor& grad, const Slot& slot) const;
   at::Tensor range(const Slot& slot) const;
+  at::Tensor own_part(const at::Tensor& grad, size_t slot) const;
   void allocate();
   // Whether a gradient lies in memory as its range of the buffer does; and a copy that does.
   static bool is_arranged(const at::Tensor& grad, const Slot& slot);
@@ -106,6 +134,7 @@ class TRIREME_API Bucket {
   PlannedBucket plan_;
   const std::vector<at::Tensor>& parameters_;
   int64_t tail_numel_;
+  OwnShards own_;
   bool shadow_ = false;
   bool grads_may_alias_ = false;  // buffer and parameters have one dtype
   std::vector<Slot> slots_;

@@ -19,9 +19,9 @@ int64_t round_up(int64_t bytes) { return (bytes + kLine - 1) / kLine * kLine; }
 
 }  // namespace
 
-std::unique_ptr<BucketStream> BucketStream::make(Communicator& communicator) {
-  if (communicator.world() == 1 || communicator.world() > kMostRanks) return nullptr;
-  auto stream = communicator.make_deposit_stream(kRingBytes);
+std::unique_ptr<BucketStream> BucketStream::make(Communicator& communicator, bool sharded) {
+  if (communicator.world() == 1 || (!sharded && communicator.world() > kMostRanks)) return nullptr;
+  auto stream = communicator.make_deposit_stream(kRingBytes, /*also_with_free_cpus=*/sharded);
   return stream ? std::make_unique<BucketStream>(std::move(stream)) : nullptr;
 }
 
@@ -40,7 +40,7 @@ void BucketStream::begin_step(std::vector<Bucket>& buckets, const std::vector<st
   tail_.reset();
   source_.reset();
   has_source_ = false;
-  bucket_ = slot_ = collecting_ = 0;
+  bucket_ = slot_ = collecting_ = own_ = 0;
   element_ = 0;
   collected_at_.assign(buckets.size(), {});
   parts_.resize(buckets.size());
@@ -51,6 +51,11 @@ void BucketStream::begin_step(std::vector<Bucket>& buckets, const std::vector<st
     part.begin = begin;
     part.bytes = static_cast<int64_t>(buckets[i].wire().nbytes());
     part.padded = round_up(part.bytes);
+    part.own = buckets[i].own_ranges();
+    for (ShardRange& own : part.own) {
+      const auto element = static_cast<int64_t>(buckets[i].wire().element_size());
+      own = {own.begin * element, own.numel * element};
+    }
     part.ready.assign(buckets[i].plan().slots.size(), false);
     begin += part.padded;
     layout = shm::mix(layout, static_cast<uint64_t>(buckets[i].plan().dtype));
@@ -152,15 +157,21 @@ bool BucketStream::collect_some() {
   if (collecting_ == parts_.size()) return false;
   const Part& part = parts_[collecting_];
   const int64_t at = stream_->collected() - part.begin;
-  if (at < part.bytes) {
+  while (own_ < part.own.size() && part.own[own_].begin + part.own[own_].numel <= at) ++own_;
+  const bool has_more = own_ < part.own.size();
+  if (has_more && part.own[own_].begin <= at) {
     const Span wire = span_of((*buckets_)[collecting_].wire());
+    const int64_t left = part.own[own_].begin + part.own[own_].numel - at;
     auto* sums = static_cast<std::byte*>(wire.data) + at;
-    if (stream_->collect(sums, wire.dtype, std::min(part.bytes - at, kRunBytes)) == 0) return false;
-  } else if (at < part.padded) {
-    if (stream_->collect(nullptr, at::kByte, part.padded - at) == 0) return false;
+    if (stream_->collect(sums, wire.dtype, std::min(left, kRunBytes)) == 0) return false;
+  } else if (const int64_t others = (has_more ? part.own[own_].begin : part.padded) - at;
+             others > 0) {
+    if (stream_->collect(nullptr, at::kByte, others) == 0) return false;
   }
-  if (stream_->collected() == part.begin + part.padded)
+  if (stream_->collected() == part.begin + part.padded) {
     collected_at_[collecting_++] = Pending::Clock::now();
+    own_ = 0;
+  }
   return true;
 }
 

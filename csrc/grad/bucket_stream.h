@@ -25,10 +25,10 @@ namespace trireme {
 // completes a round that another one has abandoned.
 class BucketStream {
  public:
-  // Collective. Null on all ranks where deposits are not to be had, and with more than four of
-  // them: each reads what all have, which by then costs more than it spares. Extra memory: a ring
-  // of 8 MiB per rank.
-  static std::unique_ptr<BucketStream> make(Communicator& communicator);
+  // Collective. Null on all ranks where deposits are not to be had. Extra memory: a ring of 8 MiB
+  // per rank. Ranks that keep whole gradients also go without if they are more than four (each
+  // reads what all have, which by then costs more than it spares) or leave CPUs free.
+  static std::unique_ptr<BucketStream> make(Communicator& communicator, bool sharded);
 
   explicit BucketStream(std::unique_ptr<DepositStream> stream) : stream_(std::move(stream)) {}
 
@@ -58,6 +58,7 @@ class BucketStream {
     int64_t begin = 0;
     int64_t bytes = 0;
     int64_t padded = 0;
+    std::vector<ShardRange> own;  // in bytes
     std::vector<bool> ready;  // by slot
   };
 
@@ -84,6 +85,7 @@ class BucketStream {
   at::Tensor source_;  // of the slot; undefined: zeros
   // where collecting stands
   size_t collecting_ = 0;
+  size_t own_ = 0;  // of the part's own ranges
   std::vector<Pending::Clock::time_point> collected_at_;
 };
 

@@ -30,6 +30,24 @@ class ReadyHook final : public torch::autograd::FunctionPostHook {
   GradSink& sink_;
 };
 
+class DueHook final : public torch::autograd::FunctionPreHook {
+ public:
+  DueHook(int64_t index, GradSink& sink) : index_(index), sink_(sink) {}
+
+  variable_list operator()(const variable_list& gradients) override {
+    sink_.gradient_due(index_);
+    return gradients;
+  }
+
+  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& /*args*/) const override {
+    refuse_compiled_autograd();
+  }
+
+ private:
+  int64_t index_;
+  GradSink& sink_;
+};
+
 // Whether both refer to one node. The strong reference keeps it in its place, so that addresses
 // tell, without the atomic operations that locking the weak one would cost per parameter and
 // forward.
@@ -52,10 +70,14 @@ void refuse_compiled_autograd() {
                              {}, "Set torch._dynamo.config.compiled_autograd = False."));
 }
 
-GradHook::GradHook(const at::Tensor& parameter, int64_t index, GradSink& sink)
+GradHook::GradHook(const at::Tensor& parameter, int64_t index, GradSink& sink, bool also_before)
     : node_(torch::autograd::impl::grad_accumulator(parameter)) {
   TORCH_INTERNAL_ASSERT(node_, "[grad_hook] parameter ", index, " does not require a gradient");
   key_ = node_->add_post_hook(std::make_unique<ReadyHook>(index, sink));
+  if (!also_before) return;
+  auto before = std::make_unique<DueHook>(index, sink);
+  before_ = before.get();
+  node_->add_pre_hook(std::move(before));
 }
 
 bool GradHook::is_attached_to(const at::Tensor& parameter) const {
@@ -71,7 +93,10 @@ bool GradHook::is_visited_by(
 }
 
 void GradHook::detach() noexcept {
-  if (node_) node_->del_post_hook(key_);
+  if (node_) {
+    node_->del_post_hook(key_);
+    std::erase_if(node_->pre_hooks(), [&](const auto& hook) { return hook.get() == before_; });
+  }
   node_.reset();
 }
 

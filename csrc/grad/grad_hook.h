@@ -22,6 +22,9 @@ class GradSink {
  public:
   virtual ~GradSink() = default;
   virtual void gradient_ready(int64_t index, bool has_gradient) = 0;
+
+  // Its gradient is about to be accumulated. Only from hooks that are told so.
+  virtual void gradient_due(int64_t /*index*/) {}
 };
 
 // What our hooks answer to compiled autograd, which asks every hook how to trace it. Throws.
@@ -35,7 +38,8 @@ class GradSink {
 class TRIREME_API GradHook {
  public:
   GradHook() = default;  // no parameter
-  GradHook(const at::Tensor& parameter, int64_t index, GradSink& sink);
+  // With `also_before` the sink hears of a gradient before it is accumulated, too.
+  GradHook(const at::Tensor& parameter, int64_t index, GradSink& sink, bool also_before = false);
   ~GradHook() { detach(); }
   GradHook(GradHook&& other) noexcept { swap(other); }
   GradHook& operator=(GradHook&& other) noexcept {
@@ -61,10 +65,12 @@ class TRIREME_API GradHook {
   void swap(GradHook& other) noexcept {
     std::swap(node_, other.node_);
     std::swap(key_, other.key_);
+    std::swap(before_, other.before_);
   }
 
   NodePtr node_;
   uintptr_t key_ = 0;
+  const torch::autograd::FunctionPreHook* before_ = nullptr;  // the node's
 };
 
 }  // namespace trireme

@@ -14,6 +14,12 @@ using Clock = StepClock::Clock;
 
 void GradReducer::before_forward() {
   const std::lock_guard lock(mutex_);
+  look_around();
+  clock_.forward_begins();
+}
+
+// What may have changed since the last step: the group, the user's parameters.
+void GradReducer::look_around() {
   communicator_->recover();
   if (const auto failure = communicator_->failure()) {
     C10_THROW_ERROR(
@@ -28,7 +34,6 @@ void GradReducer::before_forward() {
                          "after every synchronized backward",
                          communicator_->rank_of(),
                          "Call finalize_backward(), or turn manual finalization off."));
-  clock_.forward_begins();
   if (phase_ == Phase::kIdle) watch_parameters();
 }
 
@@ -43,6 +48,8 @@ void GradReducer::begin_backward(bool shadow) {
                          "Call finalize_backward() once per synchronized backward."));
   if (map_is_unread_) settle_map();
   adopt_pending_order();
+  for (size_t i = 0; options_.shards && i < parameters_.size(); ++i) set_aside(i);
+  left_out_.clear();
   if (plan_is_stale_) build_buckets();
   ++step_;
   shadow_ = shadow;
@@ -199,6 +206,7 @@ void GradReducer::deliver_arrived(size_t index) {
   Bucket& bucket = buckets_[index];
   const std::vector<at::Tensor> result = pending_[index].result();
   if (!result.empty()) bucket.take_result(result.front());
+  if (options_.shards && !streams_) bucket.keep_own();
   const std::vector<BucketSlot>& slots = bucket.plan().slots;
   std::vector<int64_t> delivered;
   for (size_t slot = 0; slot < slots.size(); ++slot) {
@@ -206,7 +214,7 @@ void GradReducer::deliver_arrived(size_t index) {
     // Whether anybody used what this rank did not, only the map can say.
     if (places_[at].bucket < 0 || !used_.used_here(slots[slot].parameter)) continue;
     is_delivered_[at] = true;
-    bucket.deliver(slot, options_.gradient_as_bucket_view);
+    deliver(bucket, slot);
     if (delivered_) delivered.push_back(slots[slot].parameter);
   }
   ++next_deliver_;
@@ -249,10 +257,10 @@ void GradReducer::settle_map() {
           is_delivered_[static_cast<size_t>(index)])
         continue;
       if (used_.ranks_using(index) > 0) {
-        buckets_[b].deliver(slot, options_.gradient_as_bucket_view);
+        deliver(buckets_[b], slot);
         if (delivered_) delivered_({index});
       } else {
-        buckets_[b].restore(slot);
+        restore(buckets_[b], slot);
       }
     }
   }

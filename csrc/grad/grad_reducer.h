@@ -51,6 +51,12 @@ struct GradReducerOptions {
   // The dtype of floating-point gradients on the wire; that of the parameters if absent.
   std::optional<at::ScalarType> reduce_dtype;
   std::string area = "ddp";  // which strategy speaks in messages
+  // Each rank gets its shards of the average only, and the memory of no others. For contiguous
+  // parameters without sparse gradients; no reduce_dtype, no communication hook.
+  std::shared_ptr<const ShardPlan> shards = nullptr;
+  // Every backward that accumulates into a parameter synchronizes, unless set_synchronize(false)
+  // was called: for callers who see no forward.
+  bool arms_at_parameters = false;
 };
 
 // All parameters of a module, frozen ones too: they may be unfrozen later.
@@ -88,6 +94,12 @@ class TRIREME_API GradReducer final : public GradSink,
   // said.
   void prepare_for_backward();
 
+  // Called when a backward is found to synchronize, before its first collective, on the thread that
+  // runs it.
+  void set_armed_callback(std::function<void()> callback);
+  // Whether backwards synchronize that are armed at parameters.
+  void set_synchronize(bool synchronize);
+
   // Replaces the all-reduce. Once, and not while a backward runs.
   void set_comm_hook(std::shared_ptr<CommHook> hook);
   // What sums are divided by: the number of ranks, unless a join counts only those still active.
@@ -109,6 +121,18 @@ class TRIREME_API GradReducer final : public GradSink,
   using DeliveredCallback = std::function<void(const std::vector<int64_t>& parameters)>;
   void set_delivered_callback(DeliveredCallback callback);
 
+  // With shards: gradients that are not as the reducer left them, because they were changed in
+  // place, replaced, or accumulated without synchronizing since. By index.
+  // `allowed` in-place writes to each are none of that.
+  std::vector<int64_t> changed_gradients(uint32_t allowed = 0) const;
+  // What the caller changed on all ranks alike stays.
+  void accept_gradients();
+  // What others own is zeros again, if anybody wrote to it.
+  void keep_own_gradients();
+  // With shards: forgets what was reduced but is not in .grad, because a backward accumulated on it
+  // without synchronizing.
+  void drop_set_aside();
+
   // What the last completed backward took.
   StepReport last_step() const;
   // One line per bucket of the current plan.
@@ -118,6 +142,7 @@ class TRIREME_API GradReducer final : public GradSink,
   Communicator& communicator() { return *communicator_; }
 
   void gradient_ready(int64_t index, bool has_gradient) override;
+  void gradient_due(int64_t index) override;
 
  private:
   friend class BackwardScope;
@@ -137,6 +162,7 @@ class TRIREME_API GradReducer final : public GradSink,
   void abandon_backward() noexcept;
 
   // one step (grad_reducer.cpp)
+  void look_around();
   void begin_backward(bool shadow);
   void launch_ready();
   void launch(size_t bucket);
@@ -146,6 +172,11 @@ class TRIREME_API GradReducer final : public GradSink,
   void launch_map();
   void deliver_done();
   void deliver_arrived(size_t bucket);
+  void deliver(Bucket& bucket, size_t slot);
+  void restore(Bucket& bucket, size_t slot);
+  void set_aside(size_t index);
+  void watch_gradient(size_t index);
+  OwnShards own_shards() const { return {options_.shards, communicator_->rank()}; }
   void check_gradient(int64_t index, bool has_gradient);
   void collect();
   void settle_map();
@@ -184,6 +215,13 @@ class TRIREME_API GradReducer final : public GradSink,
   BucketPlan plan_;
   std::vector<Place> places_;
   std::vector<Bucket> buckets_;
+  std::vector<Bucket> left_out_;          // of the last step, with shards: theirs are .grad's
+  std::vector<at::Tensor> set_aside_;     // by parameter, see [Note: who owns a gradient's memory]
+  struct Delivered {
+    const at::TensorImpl* grad = nullptr;
+    uint32_t version = 0;
+  };
+  std::vector<Delivered> delivered_as_;  // by parameter, with shards
   std::vector<std::string> labels_;
   bool tail_in_last_bucket_ = false;
   bool plan_is_stale_ = true;
@@ -199,6 +237,7 @@ class TRIREME_API GradReducer final : public GradSink,
   bool shadow_ = false;
   bool force_synchronize_ = false;
   bool arm_at_parameter_ = false;
+  bool synchronize_ = true;  // see set_synchronize()
   bool manual_finalization_ = false;
   bool streams_ = false;  // this step
   int64_t step_ = 0;
@@ -217,6 +256,7 @@ class TRIREME_API GradReducer final : public GradSink,
   int64_t last_arrived_ = -1;
   std::string own_error_;
   DeliveredCallback delivered_;
+  std::function<void()> armed_;
   StepClock clock_;
 };
 

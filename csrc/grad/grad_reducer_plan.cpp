@@ -46,13 +46,15 @@ GradReducer::GradReducer(NamedParameters parameters, std::shared_ptr<Communicato
       divisor_(static_cast<double>(communicator_->world())),
       trailing_(parameters_.size(), false),
       partly_used_at_(parameters_.size(), -kTrailingSteps),
+      set_aside_(parameters_.size()),
+      delivered_as_(parameters_.size()),
       fires_expected_(parameters_.size(), 1),
       fires_seen_(parameters_.size(), 0),
       used_(static_cast<int64_t>(parameters_.size())) {
   for (size_t i = parameters_.size(); i-- > 0;) {
     const auto index = static_cast<int64_t>(i);
     if (!infos_[i].requires_grad) continue;
-    hooks_[i] = GradHook(parameters_[i], index, *this);
+    hooks_[i] = GradHook(parameters_[i], index, *this, options_.shards != nullptr);
     order_.push_back(
         index);  // last registered, first to get its gradient: the guess until one was seen
   }
@@ -76,7 +78,10 @@ void GradReducer::watch_parameters() {
                    "got '" + info.name + "' on " + parameter.device().str() + ", expected it on " +
                        info.device.str() + " where it was when the module was wrapped",
                    communicator_->rank_of(), "Move the module before wrapping it."));
-    if (needs_hook) hooks_[i] = GradHook(parameter, static_cast<int64_t>(i), *this);
+    if (needs_hook) {
+      const auto index = static_cast<int64_t>(i);
+      hooks_[i] = GradHook(parameter, index, *this, options_.shards != nullptr);
+    }
     if (requires_grad != info.requires_grad || is_cast) used_.mark_changed();
     info.requires_grad = requires_grad;
   }
@@ -107,7 +112,8 @@ void GradReducer::build_buckets() {
   std::vector<Place> places(parameters_.size());
   for (size_t b = 0; b < plan.buckets.size(); ++b) {
     const bool is_last = b + 1 == plan.buckets.size();
-    buckets.emplace_back(plan.buckets[b], parameters_, is_last && tail_fits ? used_.numel() : 0);
+    buckets.emplace_back(plan.buckets[b], parameters_, is_last && tail_fits ? used_.numel() : 0,
+                         own_shards());
     const std::vector<BucketSlot>& slots = plan.buckets[b].slots;
     for (size_t slot = 0; slot < slots.size(); ++slot) {
       const auto index = static_cast<size_t>(slots[slot].parameter);
@@ -134,7 +140,7 @@ void GradReducer::learn_order() {
   // Here, and not when the reducer is made: one rank alone may copy or unpickle a module.
   const bool may_stream = compressor_->is_plain_sum() && BucketStream::takes(plan_);
   if (may_stream && !std::exchange(asked_for_stream_, true))
-    stream_ = BucketStream::make(*communicator_);
+    stream_ = BucketStream::make(*communicator_, options_.shards != nullptr);
   std::vector<bool> is_placed(parameters_.size(), true);
   for (const int64_t index : order_) is_placed[static_cast<size_t>(index)] = false;
   std::vector<int64_t> order;
@@ -218,7 +224,7 @@ void GradReducer::reduce_left_out(const std::vector<int64_t>& left_out,
                                   const std::vector<bool>& used) {
   const BucketPlan plan = make_plan(left_out);
   for (size_t b = 0; b < plan.buckets.size(); ++b) {
-    Bucket bucket(plan.buckets[b], parameters_, 0);
+    Bucket& bucket = left_out_.emplace_back(plan.buckets[b], parameters_, 0, own_shards());
     bucket.begin_step(shadow_);
     bucket.complete(scale());
     const std::string label = "left-out " + bucket_label(plan, b, infos_);
@@ -226,13 +232,13 @@ void GradReducer::reduce_left_out(const std::vector<int64_t>& left_out,
     pending.wait();
     const std::vector<at::Tensor> result = pending.result();
     if (!result.empty()) bucket.take_result(result.front());
+    if (options_.shards) bucket.keep_own();
     const std::vector<BucketSlot>& slots = plan.buckets[b].slots;
     for (size_t slot = 0; slot < slots.size(); ++slot) {
-      if (used[static_cast<size_t>(slots[slot].parameter)]) {
-        bucket.deliver(slot, options_.gradient_as_bucket_view);
-      }
+      if (used[static_cast<size_t>(slots[slot].parameter)]) deliver(bucket, slot);
     }
   }
+  if (!options_.shards) left_out_.clear();
 }
 
 std::string GradReducer::describe_plan() const { return to_string(plan_, infos_); }

@@ -206,6 +206,12 @@ std::vector<Segment> Collectives::share_segments(int64_t bytes, const CallOption
   return group_.share_segments(bytes);
 }
 
+SharedSegment Collectives::share_segment(int64_t bytes, const CallOptions& call) {
+  Scope scope(*this, {.verb = Verb::kShare, .root = 0, .count = bytes, .label = call.label}, call);
+  scope.check();
+  return group_.share_segment(bytes);
+}
+
 void Collectives::barrier(const CallOptions& call) {
   meet({.verb = Verb::kBarrier, .label = call.label}, call);
 }

@@ -68,6 +68,9 @@ class TRIREME_API Collectives {
   void meet(const Operation& operation, const CallOptions& call);
   // A new segment of each rank, of as many bytes; by rank.
   std::vector<Segment> share_segments(int64_t bytes, const CallOptions& call);
+  // A new segment that all map, on its pages each rank's part on that rank's NUMA node (see
+  // HostGroup::share_segment); none, with the reason, on all ranks alike.
+  SharedSegment share_segment(int64_t bytes, const CallOptions& call);
   // A rank that cannot take part, because of what it was called with, enters with the reason: all
   // ranks throw Fault(kMismatch), and nothing moves.
   [[noreturn]] void refuse(std::string_view reason, const CallOptions& call);

@@ -232,23 +232,47 @@ void HostGroup::make_rings() {
   if (rings_.empty()) rings_ = share_segments(ring_bytes_);
 }
 
+// How ranks tell each other where memory is, or that they have none: each on a board of its own.
+void HostGroup::tell(const std::string& text) {
+  std::array<char, 512>& board = block(rank_).ring_address;
+  const size_t length = std::min(text.size(), board.size() - 1);
+  std::memcpy(board.data(), text.data(), length);
+  board[length] = '\0';
+}
+
+std::string_view HostGroup::told_by(int64_t peer) const {
+  const auto& board = blocks_[static_cast<size_t>(peer)]->ring_address;
+  return {board.data(), ::strnlen(board.data(), board.size())};
+}
+
+void HostGroup::all_have_told() {
+  publish(&RankBlock::ring_made, ++ring_attempts_);
+  wait_all(&RankBlock::ring_made, ring_attempts_);
+}
+
+// What the first rank that has no memory says of it.
+std::string HostGroup::complaint() const {
+  for (int64_t peer = 0; peer < world(); ++peer) {
+    const std::string_view text = told_by(peer);
+    if (!text.starts_with(kFailed)) continue;
+    return "rank " + std::to_string(members_[static_cast<size_t>(peer)]) +
+           " says: " + std::string(text.substr(kFailed.size()));
+  }
+  return {};
+}
+
+// Opens what that rank told of, if it is of as many bytes.
+Segment HostGroup::open_told(int64_t peer, int64_t bytes, std::string& why_not) const {
+  const auto address = SegmentAddress::parse(told_by(peer));
+  if (address && address->bytes == bytes) return Segment::open(*address, why_not);
+  why_not = "rank " + std::to_string(members_[static_cast<size_t>(peer)]) + " left no address of " +
+            std::to_string(bytes) + " bytes";
+  return {};
+}
+
 // A rank that has no memory says so where the others look for the address; one that cannot map what
 // another made says it there too, once all have read the address.
 std::vector<Segment> HostGroup::share_segments(int64_t bytes) {
-  std::array<char, 512>& board = block(rank_).ring_address;
-  const auto tell = [&](const std::string& text) {
-    const size_t length = std::min(text.size(), board.size() - 1);
-    std::memcpy(board.data(), text.data(), length);
-    board[length] = '\0';
-  };
-  const auto said = [&](int64_t peer) {
-    const auto& theirs = block(peer).ring_address;
-    return std::string_view(theirs.data(), ::strnlen(theirs.data(), theirs.size()));
-  };
-  const auto all_have_told = [&] {
-    publish(&RankBlock::ring_made, ++ring_attempts_);
-    wait_all(&RankBlock::ring_made, ring_attempts_);
-  };
   std::vector<Segment> segments(blocks_.size());
   try {
     Segment& own = segments[static_cast<size_t>(rank_)];
@@ -260,31 +284,47 @@ std::vector<Segment> HostGroup::share_segments(int64_t bytes) {
   all_have_told();
   std::string why_unreachable;
   for (int64_t peer = 0; peer < world(); ++peer) {
-    if (peer == rank_ || said(peer).starts_with(kFailed)) continue;
-    const auto address = SegmentAddress::parse(said(peer));
-    if (address && address->bytes == bytes) {
-      segments[static_cast<size_t>(peer)] = Segment::open(*address, why_unreachable);
-    } else {
-      why_unreachable = "rank " + std::to_string(members_[static_cast<size_t>(peer)]) +
-                        " left no address of " + std::to_string(bytes) + " bytes";
-    }
+    if (peer == rank_ || told_by(peer).starts_with(kFailed)) continue;
+    segments[static_cast<size_t>(peer)] = open_told(peer, bytes, why_unreachable);
   }
   // All have read all addresses, and opened what they could, before any goes away.
   publish(&RankBlock::rings_mapped, ring_attempts_);
   wait_all(&RankBlock::rings_mapped, ring_attempts_);
   if (!why_unreachable.empty()) tell(std::string(kFailed) + why_unreachable);
   all_have_told();
-  for (int64_t peer = 0; peer < world(); ++peer) {
-    if (!said(peer).starts_with(kFailed)) continue;
-    throw Fault(FaultKind::kMemory,
-                error_text(kArea,
-                           "got no memory for " + current() + ": rank " +
-                               std::to_string(members_[static_cast<size_t>(peer)]) +
-                               " says: " + std::string(said(peer).substr(kFailed.size())),
-                           where_, "Free memory and call it again."));
+  if (const std::string why = complaint(); !why.empty()) {
+    throw Fault(FaultKind::kMemory, error_text(kArea, "got no memory for " + current() + ": " + why,
+                                               where_, "Free memory and call it again."));
   }
   for (Segment& segment : segments) segment.unlink_name();
   return segments;
+}
+
+// The first rank makes it. The boards are free again when all have entered the next collective.
+SharedSegment HostGroup::share_segment(int64_t bytes) {
+  SharedSegment shared;
+  std::string text;
+  if (rank_ == 0) {
+    try {
+      shared.segment = Segment::create(segment_kind(), bytes, world());
+      text = shared.segment.address().to_string();
+    } catch (const Fault& fault) {
+      text = std::string(kFailed) + fault.what();
+    }
+  }
+  tell(text);
+  all_have_told();
+  if (rank_ != 0 && !told_by(0).starts_with(kFailed)) {
+    std::string why_not;
+    shared.segment = open_told(0, bytes, why_not);
+    if (!shared.segment || !shared.segment.reserve(rank_, world(), why_not))
+      tell(std::string(kFailed) + why_not);
+  }
+  all_have_told();
+  shared.why_not = complaint();
+  if (!shared.why_not.empty()) shared.segment = Segment();
+  shared.segment.unlink_name();
+  return shared;
 }
 
 void HostGroup::finish() {

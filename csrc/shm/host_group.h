@@ -50,6 +50,12 @@ struct Errand {
 // what comes next for what was abandoned: the next collective of each rank first waits until all
 // have come to theirs, and goes on behind the highest sequence number that any of them had reached.
 
+// One segment that all ranks of a host map; or none, and why.
+struct SharedSegment {
+  Segment segment;
+  std::string why_not;
+};
+
 // The ranks of a group that share the memory of a host, and the ground on which they meet: per rank
 // a small segment with its counters and last operations, and from the first collective that moves
 // data on a second one with a ring of slots, both mapped by all. Ranks may be processes or threads
@@ -110,6 +116,9 @@ class TRIREME_API HostGroup {
   void make_rings();
   // The same for other memory: a segment of each rank, by rank.
   std::vector<Segment> share_segments(int64_t bytes);
+  // One segment for all, each rank reserving its part of the pages (of equal bytes, in rank order).
+  // On all ranks alike none, with the reason, if one of them cannot have it.
+  SharedSegment share_segment(int64_t bytes);
   bool has_rings() const { return !rings_.empty(); }
   void finish();
 
@@ -158,6 +167,11 @@ class TRIREME_API HostGroup {
   void settle_hosts(const std::vector<std::string>& rows);
   void ring_all() noexcept;
   void rejoin();
+  void tell(const std::string& text);
+  std::string_view told_by(int64_t peer) const;
+  void all_have_told();
+  std::string complaint() const;
+  Segment open_told(int64_t peer, int64_t bytes, std::string& why_not) const;
   [[noreturn]] void give_up(FaultKind kind, const std::string& what, const std::string& why);
   std::string name_of(int64_t peer) const;
   std::string last_of(int64_t peer) const;

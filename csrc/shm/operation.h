@@ -23,7 +23,7 @@ enum class Verb : uint8_t {
   kScatter,
   kAllToAll,
   kBarrier,
-  kShare,    // of memory: a segment of each rank
+  kShare,    // of memory: a segment of each rank, or with a root one that it makes for all
   kDeposit,  // a round of deposits, see deposit_ring.h
   kRefused,  // a rank could not take part; `label` says why
 };

@@ -50,6 +50,31 @@ Fault no_memory(int64_t bytes, int error) {
                  "groups.")};
 }
 
+std::string path_of(const SegmentAddress& address) {
+  return address.kind == SegmentKind::kAnonymous
+             ? "/proc/" + std::to_string(address.pid) + "/fd/" + std::to_string(address.fd)
+             : address.name();
+}
+
+int open_peers(const SegmentAddress& address) {
+  const std::string path = path_of(address);
+  return address.kind == SegmentKind::kAnonymous
+             ? ::open(path.c_str(), O_RDWR | O_CLOEXEC | O_NOCTTY | O_NONBLOCK)
+             : ::shm_open(path.c_str(), O_RDWR | O_CLOEXEC, 0);
+}
+
+// Returns an errno.
+int reserve_part(int fd, int64_t mapped_bytes, int64_t part, int64_t parts) {
+  const int64_t share = mapped_bytes / parts;
+  const int64_t length = part + 1 == parts ? mapped_bytes - part * share : share;
+  if (length == 0) return 0;
+  int error = 0;
+  do {
+    error = ::posix_fallocate(fd, part * share, length);
+  } while (error == EINTR);
+  return error;
+}
+
 std::string hex(uint64_t value) {
   std::array<char, 16> digits;
   digits.fill('0');
@@ -172,7 +197,7 @@ void Segment::map(int fd, int64_t mapped_bytes) {
   map_ = found == MAP_FAILED ? nullptr : found;
 }
 
-Segment Segment::create(SegmentKind kind, int64_t bytes) {
+Segment Segment::create(SegmentKind kind, int64_t bytes, int64_t parts) {
   const int64_t mapped_bytes = bytes + kHeaderBytes;
   // Asked first: where a control group is full, the kernel would end a process of it instead of
   // failing the call.
@@ -190,11 +215,9 @@ Segment Segment::create(SegmentKind kind, int64_t bytes) {
                            "Allow memfd_create, or mount /dev/shm."));
   }
   segment.owns_name_ = !anonymous;
-  int error = 0;
-  do {
-    error = ::posix_fallocate(file.get(), 0, mapped_bytes);
-  } while (error == EINTR);
-  if (error != 0) throw no_memory(mapped_bytes, error);
+  if (::ftruncate(file.get(), mapped_bytes) != 0) throw no_memory(mapped_bytes, errno);
+  if (const int error = reserve_part(file.get(), mapped_bytes, 0, parts); error != 0)
+    throw no_memory(mapped_bytes, error);
   if (anonymous) {
     ::fcntl(file.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL);
   }
@@ -208,13 +231,8 @@ Segment Segment::create(SegmentKind kind, int64_t bytes) {
 }
 
 Segment Segment::open(const SegmentAddress& address, std::string& why_not) {
-  const std::string path =
-      address.kind == SegmentKind::kAnonymous
-          ? "/proc/" + std::to_string(address.pid) + "/fd/" + std::to_string(address.fd)
-          : address.name();
-  File file(address.kind == SegmentKind::kAnonymous
-                ? ::open(path.c_str(), O_RDWR | O_CLOEXEC | O_NOCTTY | O_NONBLOCK)
-                : ::shm_open(path.c_str(), O_RDWR | O_CLOEXEC, 0));
+  const std::string path = path_of(address);
+  const File file(open_peers(address));
   if (file.get() < 0) {
     why_not = "cannot open " + path + ": " + text_of(errno);
     return {};
@@ -243,6 +261,17 @@ Segment Segment::open(const SegmentAddress& address, std::string& why_not) {
     return {};
   }
   return segment;
+}
+
+bool Segment::reserve(int64_t part, int64_t parts, std::string& why_not) const {
+  const File file(open_peers(address_));
+  const int error =
+      file.get() < 0 ? errno : reserve_part(file.get(), address_.bytes + kHeaderBytes, part, parts);
+  if (error == 0) return true;
+  why_not = "cannot reserve part " + std::to_string(part) + " of " + std::to_string(parts) +
+            " of " + std::to_string(address_.bytes) + " bytes of " + path_of(address_) + ": " +
+            text_of(error) + "; free are " + std::to_string(free_memory_bytes());
+  return false;
 }
 
 }  // namespace trireme::shm

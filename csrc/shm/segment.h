@@ -48,9 +48,9 @@ struct TRIREME_API SegmentAddress {
   bool operator==(const SegmentAddress&) const = default;
 };
 
-// Memory that several processes map. Its pages are reserved when it is made, so that touching them
-// cannot fail later, and its size is sealed. Nothing of it outlives the last process that maps it,
-// however that ends (a named one: once unlink_name() was called). Move-only; not thread-safe.
+// Memory that several processes map. Its pages are reserved before anybody touches them, so that
+// this cannot fail later, and its size is sealed. Nothing of it outlives the last process that maps
+// it, however that ends (a named one: once unlink_name() was called). Move-only; not thread-safe.
 class TRIREME_API Segment {
  public:
   Segment() = default;
@@ -58,13 +58,18 @@ class TRIREME_API Segment {
   Segment& operator=(Segment&& other) noexcept;
   ~Segment();
 
-  // At least `bytes` zeros after the nonce, on the pages of the NUMA node that touches them first.
-  // Throws Fault(kMemory) saying how much is free.
-  static Segment create(SegmentKind kind, int64_t bytes);
+  // At least `bytes` zeros after the nonce. Pages lie on the NUMA node of who reserves them: the
+  // calling thread, or, of a segment in several `parts`, for the first one it and for the others
+  // whoever calls reserve(). Throws Fault(kMemory) saying how much is free.
+  static Segment create(SegmentKind kind, int64_t bytes, int64_t parts = 1);
 
   // A peer's. Empty, with the reason in `why_not`, if it cannot be opened or is not what the
   // address says.
   static Segment open(const SegmentAddress& address, std::string& why_not);
+
+  // One of the equal parts of the pages. Nobody touches the segment until all of them are reserved.
+  // False, with the reason in `why_not`, if there is no memory.
+  bool reserve(int64_t part, int64_t parts, std::string& why_not) const;
 
   explicit operator bool() const { return map_ != nullptr; }
   const SegmentAddress& address() const { return address_; }

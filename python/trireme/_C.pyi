@@ -2,7 +2,7 @@
 
 Contracts stand in the headers of the same names: csrc/strategies/ddp/ddp.h,
 csrc/grad/grad_reducer.h, csrc/comm/communicator.h, csrc/comm/rendezvous.h, csrc/common/env.h,
-csrc/shm/doctor.h.
+csrc/shm/doctor.h, csrc/memory/memory_estimate.h.
 """
 
 from collections.abc import Callable, Sequence
@@ -42,6 +42,19 @@ def make_shm_backend(
     store: Store, rank: int, world: int, timeout: timedelta, host_partition: str = ""
 ) -> Backend: ...
 def close_all_p2p() -> None: ...
+def estimate_memory(
+    parameters: Sequence[tuple[Sequence[int], torch.dtype, bool]],
+    *,
+    strategy: str,
+    world: int,
+    ranks_per_host: int,
+    accounting: str,
+    optimizer: int | str,
+    grad_dtype: torch.dtype | None,
+    host_params: bool,
+    activation_bytes: int,
+    module_buffer_bytes: int,
+) -> dict[str, dict[str, int]]: ...
 def examine_host(pids: Sequence[int], patience: timedelta, history: int) -> dict[str, Any]: ...
 
 class DdpOptions:

@@ -1,4 +1,4 @@
-"""``python -m trireme``: which installation this is, where a C++ build finds it; the doctor."""
+"""``python -m trireme``: which installation this is, where a C++ build finds it; doctor, plan."""
 
 import argparse
 import importlib
@@ -6,11 +6,14 @@ import sys
 from pathlib import Path
 
 from trireme._doctor import add_doctor, examine
+from trireme._plan import add_plan, plan
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m trireme", description=__doc__)
-    add_doctor(parser.add_subparsers(dest="command"))
+    commands = parser.add_subparsers(dest="command")
+    add_doctor(commands)
+    add_plan(commands)
     asked = parser.add_mutually_exclusive_group()
     asked.add_argument(
         "--cmake-dir",
@@ -22,8 +25,10 @@ def main() -> int:
 
     if arguments.command == "doctor":
         return examine(arguments)
+    if arguments.command == "plan":
+        return plan(arguments)
     if not arguments.version and not arguments.cmake_dir:
-        parser.error("one of doctor, --cmake-dir, --version is required")
+        parser.error("one of doctor, plan, --cmake-dir, --version is required")
     if arguments.version:
         built = importlib.import_module("trireme._build_info")
         made_for = f"torch {built.TORCH_VERSION}, Python {built.PYTHON_VERSION}"

@@ -31,6 +31,7 @@ from trireme._ddp_reducer import Reducer
 from trireme._ddp_tensors import ModuleTensors
 from trireme._ddp_torch_names import TorchNames
 from trireme._group_communicator import communicator_of
+from trireme._parameter_owners import note_ddp
 
 _MIB = 1024 * 1024
 _DEFAULT_CAP_MB = 25
@@ -192,6 +193,7 @@ class DistributedDataParallel(TorchNames):
             options=options,
         )
         self._divisor = self.process_group.size()
+        note_ddp(tensors.parameters, self)
         self.reducer = Reducer(self._core, self.process_group)  # type: ignore[assignment]
         self.logger = None
 

@@ -5,5 +5,5 @@
 #if defined(__CUDACC__)
 #define TRIREME_HOST_DEVICE __host__ __device__ __forceinline__
 #else
-#define TRIREME_HOST_DEVICE inline
+#define TRIREME_HOST_DEVICE [[gnu::always_inline]] inline
 #endif

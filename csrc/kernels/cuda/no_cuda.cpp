@@ -1,12 +1,26 @@
 #include <trireme/kernels/cuda/flatten_launch.h>
+#include <trireme/kernels/cuda/optimizer_launch.h>
 
 // In place of the .cu files where nvcc is missing.
 namespace trireme::cuda {
+namespace {
+
+constexpr char kNoKernels[] = "this build has no CUDA kernels";
+
+}  // namespace
 
 bool has_flatten() { return false; }
 
-const char* launch_flatten(const FlattenTable&, FlattenMove, void*) {
-  return "this build has no CUDA kernels";
+const char* launch_flatten(const FlattenTable&, FlattenMove, void*) { return kNoKernels; }
+
+bool has_optimizer_step() { return false; }
+
+const char* launch_adam(const OptimizerTable&, OptimizerReals, const AdamScalars&, void*) {
+  return kNoKernels;
+}
+
+const char* launch_sgd(const OptimizerTable&, OptimizerReals, const SgdScalars&, void*) {
+  return kNoKernels;
 }
 
 }  // namespace trireme::cuda

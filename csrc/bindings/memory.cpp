@@ -1,0 +1,79 @@
+#include <trireme/bindings/bindings.h>
+#include <trireme/memory/memory_estimate.h>
+
+#include <pybind11/stl.h>
+#include <torch/csrc/Exceptions.h>
+
+#include <optional>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <variant>
+#include <vector>
+
+namespace trireme {
+namespace {
+
+namespace py = pybind11;
+using Described = std::tuple<std::vector<int64_t>, at::ScalarType, bool>;
+
+std::vector<ParameterInfo> infos_of(std::vector<Described> parameters) {
+  std::vector<ParameterInfo> infos;
+  for (auto& [sizes, dtype, requires_grad] : parameters) {
+    ParameterInfo& info = infos.emplace_back();
+    info.numel = 1;
+    for (const int64_t size : sizes) info.numel *= size;
+    info.sizes = std::move(sizes);
+    info.dtype = dtype;
+    info.requires_grad = requires_grad;
+  }
+  return infos;
+}
+
+OptimizerState state_of(const std::variant<int64_t, std::string>& optimizer) {
+  if (const auto* bytes = std::get_if<int64_t>(&optimizer)) return {.bytes = *bytes};
+  return optimizer_state(std::get<std::string>(optimizer));
+}
+
+py::dict to_dict(const MemoryBytes& bytes) {
+  py::dict made;
+  made["parameters"] = bytes.parameters;
+  made["gradients"] = bytes.gradients;
+  made["optimizer"] = bytes.optimizer;
+  made["activations"] = bytes.activations;
+  made["buffers"] = bytes.buffers;
+  return made;
+}
+
+}  // namespace
+
+void init_memory(py::module_& module) {
+  const auto estimate = [](std::vector<Described> parameters, const std::string& strategy,
+                           int64_t world, int64_t ranks_per_host, const std::string& accounting,
+                           const std::variant<int64_t, std::string>& optimizer,
+                           std::optional<at::ScalarType> grad_dtype, bool host_params,
+                           int64_t activation_bytes, int64_t module_buffer_bytes) {
+    const std::vector<ParameterInfo> infos = infos_of(std::move(parameters));
+    const MemoryEstimate found = estimate_memory({.parameters = infos,
+                                                  .strategy = training_strategy(strategy),
+                                                  .world = world,
+                                                  .ranks_per_host = ranks_per_host,
+                                                  .accounting = memory_accounting(accounting),
+                                                  .optimizer = state_of(optimizer),
+                                                  .grad_dtype = grad_dtype,
+                                                  .host_params = host_params,
+                                                  .activation_bytes = activation_bytes,
+                                                  .module_buffer_bytes = module_buffer_bytes});
+    py::dict made;
+    made["rank"] = to_dict(found.rank);
+    made["host"] = to_dict(found.host);
+    return made;
+  };
+  module.def("estimate_memory", torch::wrap_pybind_function(estimate), py::arg("parameters"),
+             py::kw_only(), py::arg("strategy"), py::arg("world"), py::arg("ranks_per_host"),
+             py::arg("accounting"), py::arg("optimizer"), py::arg("grad_dtype"),
+             py::arg("host_params"), py::arg("activation_bytes"), py::arg("module_buffer_bytes"),
+             "See csrc/memory/memory_estimate.h. A parameter is (sizes, dtype, requires_grad).");
+}
+
+}  // namespace trireme

@@ -1,0 +1,94 @@
+#include <trireme/bindings/bindings.h>
+#include <trireme/kernels/optimizer_step.h>
+
+#include <pybind11/stl.h>
+#include <torch/csrc/Exceptions.h>
+
+#include <optional>
+#include <vector>
+
+namespace trireme {
+namespace {
+
+namespace py = pybind11;
+using Tensors = std::vector<at::Tensor>;
+
+bool is_wrapped(const at::Tensor& tensor) {
+  return tensor.unsafeGetTensorImpl()->is_python_dispatch() &&
+         py::hasattr(py::cast(tensor), "_local_tensor");
+}
+
+// An update is elementwise, so that DTensors placed alike are stepped in their local memory. A row
+// placed otherwise stays as it is, and ATen's operators on DTensors serve it.
+void unwrap_rows(Tensors& params, Tensors& grads, std::initializer_list<Tensors*> states) {
+  for (size_t i = 0; i < params.size(); ++i) {
+    if (!is_wrapped(params[i]) || !is_wrapped(grads[i])) continue;
+    const py::object placements = py::cast(params[i]).attr("placements");
+    if (!placements.equal(py::cast(grads[i]).attr("placements"))) continue;
+    const auto unwrap = [i](Tensors& tensors) {
+      if (i >= tensors.size() || !is_wrapped(tensors[i])) return;
+      tensors[i] = py::cast(tensors[i]).attr("_local_tensor").cast<at::Tensor>();
+    };
+    unwrap(params);
+    unwrap(grads);
+    for (Tensors* tensors : states) unwrap(*tensors);
+  }
+}
+
+using OptionalTensor = std::optional<at::Tensor>;
+
+GradScale scale_of(const OptionalTensor& grad_scale, const OptionalTensor& found_inf) {
+  return {1, grad_scale.value_or(at::Tensor()), found_inf.value_or(at::Tensor())};
+}
+
+void adam(Tensors params, Tensors grads, Tensors exp_avgs, Tensors exp_avg_sqs,
+          Tensors max_exp_avg_sqs, const Tensors& steps, const AdamStepOptions& options,
+          const OptionalTensor& grad_scale, const OptionalTensor& found_inf) {
+  unwrap_rows(params, grads, {&exp_avgs, &exp_avg_sqs, &max_exp_avg_sqs});
+  const py::gil_scoped_release no_gil;
+  adam_step({params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps, {}}, options,
+            scale_of(grad_scale, found_inf));
+}
+
+void sgd(Tensors params, Tensors grads, Tensors momentum_buffers, const SgdStepOptions& options,
+         const OptionalTensor& grad_scale, const OptionalTensor& found_inf) {
+  unwrap_rows(params, grads, {&momentum_buffers});
+  const py::gil_scoped_release no_gil;
+  sgd_step({params, grads, momentum_buffers}, options, scale_of(grad_scale, found_inf));
+}
+
+}  // namespace
+
+void init_optim(py::module_& module) {
+  py::class_<AdamStepOptions>(module, "AdamStepOptions")
+      .def(py::init<>())
+      .def_readwrite("lr", &AdamStepOptions::lr)
+      .def_readwrite("beta1", &AdamStepOptions::beta1)
+      .def_readwrite("beta2", &AdamStepOptions::beta2)
+      .def_readwrite("eps", &AdamStepOptions::eps)
+      .def_readwrite("weight_decay", &AdamStepOptions::weight_decay)
+      .def_readwrite("decoupled_weight_decay", &AdamStepOptions::decoupled_weight_decay)
+      .def_readwrite("amsgrad", &AdamStepOptions::amsgrad)
+      .def_readwrite("maximize", &AdamStepOptions::maximize);
+
+  py::class_<SgdStepOptions>(module, "SgdStepOptions")
+      .def(py::init<>())
+      .def_readwrite("lr", &SgdStepOptions::lr)
+      .def_readwrite("momentum", &SgdStepOptions::momentum)
+      .def_readwrite("dampening", &SgdStepOptions::dampening)
+      .def_readwrite("weight_decay", &SgdStepOptions::weight_decay)
+      .def_readwrite("nesterov", &SgdStepOptions::nesterov)
+      .def_readwrite("maximize", &SgdStepOptions::maximize)
+      .def_readwrite("first_step", &SgdStepOptions::first_step);
+
+  using torch::wrap_pybind_function;
+  module.def("adam_step", wrap_pybind_function(adam), py::kw_only(), py::arg("params"),
+             py::arg("grads"), py::arg("exp_avgs"), py::arg("exp_avg_sqs"),
+             py::arg("max_exp_avg_sqs"), py::arg("steps"), py::arg("options"),
+             py::arg("grad_scale"), py::arg("found_inf"));
+  module.def("sgd_step", wrap_pybind_function(sgd), py::kw_only(), py::arg("params"),
+             py::arg("grads"), py::arg("momentum_buffers"), py::arg("options"),
+             py::arg("grad_scale"), py::arg("found_inf"));
+}
+
+}  // namespace trireme

@@ -1,0 +1,115 @@
+#include <trireme/strategies/zero/zero.h>
+
+#include <trireme/bindings/bindings.h>
+#include <trireme/bindings/shared_function.h>
+#include <trireme/bindings/step_report.h>
+
+#include <torch/csrc/Exceptions.h>
+
+#include <memory>
+#include <utility>
+
+namespace trireme {
+namespace {
+
+namespace py = pybind11;
+
+std::shared_ptr<Zero> make_zero(std::vector<std::string> names, std::vector<at::Tensor> parameters,
+                                std::shared_ptr<Communicator> communicator,
+                                const ZeroOptions& options) {
+  std::vector<bool> sparse(parameters.size(), false);
+  NamedParameters named{std::move(names), std::move(parameters), std::move(sparse)};
+  return std::make_shared<Zero>(std::move(named), std::move(communicator), options);
+}
+
+// For each parameter the elements [begin, begin + numel) of each rank.
+std::vector<std::vector<std::pair<int64_t, int64_t>>> plan_of(const Zero& zero) {
+  std::vector<std::vector<std::pair<int64_t, int64_t>>> plan;
+  for (const std::vector<ShardRange>& ranks : zero.plan().shards) {
+    plan.emplace_back();
+    for (const ShardRange& range : ranks) plan.back().emplace_back(range.begin, range.numel);
+  }
+  return plan;
+}
+
+}  // namespace
+
+void init_zero(py::module_& module) {
+  py::enum_<ShardPlacement>(module, "ShardPlacement")
+      .value("DIM0", ShardPlacement::kDim0)
+      .value("FLAT", ShardPlacement::kFlat)
+      .value("WHOLE", ShardPlacement::kWhole);
+
+  py::class_<ZeroOptions>(module, "ZeroOptions")
+      .def(py::init<>())
+      .def_readwrite("stage", &ZeroOptions::stage)
+      .def_readwrite("host_params", &ZeroOptions::host_params)
+      .def_readwrite("placement", &ZeroOptions::placement);
+
+  using torch::wrap_pybind_function_no_gil;
+  py::class_<Zero, std::shared_ptr<Zero>>(module, "Zero")
+      .def(py::init(wrap_pybind_function_no_gil(make_zero)), py::kw_only(), py::arg("names"),
+           py::arg("parameters"), py::arg("communicator"), py::arg("options"))
+      .def("shards", &Zero::shards)
+      .def("plan", &plan_of)
+      .def_property_readonly("shares_parameters", &Zero::shares_parameters)
+      .def("begin_step",
+           wrap_pybind_function_no_gil([](Zero& zero, bool found_inf, uint32_t scaler_writes) {
+             return zero.begin_step({found_inf, scaler_writes});
+           }),
+           py::arg("found_inf"), py::arg("scaler_writes"))
+      .def("end_step", wrap_pybind_function_no_gil(&Zero::end_step))
+      .def("abandon_step", &Zero::abandon_step, py::arg("reason"),
+           py::call_guard<py::gil_scoped_release>())
+      .def("begin_writing", wrap_pybind_function_no_gil(&Zero::begin_writing))
+      .def("end_writing", wrap_pybind_function_no_gil(&Zero::end_writing))
+      .def("set_synchronize", wrap_pybind_function_no_gil(&Zero::set_synchronize),
+           py::arg("synchronize"))
+      .def("set_divisor", [](Zero& zero, double divisor) { zero.reducer()->set_divisor(divisor); },
+           py::arg("divisor"))
+      .def("set_armed_callback",
+           [](Zero& zero, py::function callback) {
+             const auto shared = shared_function(std::move(callback));
+             const py::gil_scoped_release no_gil;
+             zero.reducer()->set_armed_callback([shared] {
+               const py::gil_scoped_acquire gil;
+               (*shared)();
+             });
+           },
+           py::arg("callback"))
+      .def("shadow_backward",
+           wrap_pybind_function_no_gil([](Zero& zero) { zero.reducer()->shadow_backward(); }))
+      .def("own_gradients",
+           wrap_pybind_function_no_gil([](const Zero& zero, const std::vector<int64_t>& parameters) {
+             return zero.gradients(parameters).gradients;
+           }),
+           py::arg("parameters"))
+      .def("accept_gradients", wrap_pybind_function_no_gil(&Zero::accept_gradients))
+      .def("zero_grad", wrap_pybind_function_no_gil(&Zero::zero_grad))
+      .def("last_step", [](Zero& zero) {
+        StepReport report;
+        {
+          const py::gil_scoped_release no_gil;
+          report = zero.reducer()->last_step();
+        }
+        return to_dict(report);
+      });
+
+  // Parts: (optimizer, parameters of it); whole: gradients that every rank has.
+  using Parts = std::vector<std::pair<std::shared_ptr<Zero>, std::vector<int64_t>>>;
+  module.def(
+      "clip_grad_norm_",
+      wrap_pybind_function_no_gil([](const std::vector<at::Tensor>& whole, const Parts& parts,
+                                     double max_norm, double norm_type, bool error_if_nonfinite) {
+        std::vector<GradNormPart> all;
+        if (!whole.empty()) all.push_back({whole, whole.front().device(), nullptr});
+        for (const auto& [zero, parameters] : parts) all.push_back(zero->gradients(parameters));
+        at::Tensor norm = clip_grad_norm_(all, {max_norm, norm_type, error_if_nonfinite});
+        for (const auto& [zero, parameters] : parts) zero->accept_gradients();
+        return norm;
+      }),
+      py::arg("whole"), py::arg("parts"), py::arg("max_norm"), py::arg("norm_type"),
+      py::arg("error_if_nonfinite"));
+}
+
+}  // namespace trireme

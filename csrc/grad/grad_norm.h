@@ -1,0 +1,35 @@
+#pragma once
+
+#include <trireme/comm/communicator.h>
+
+#include <ATen/core/Tensor.h>
+
+#include <memory>
+#include <vector>
+
+namespace trireme {
+
+// Gradients that lie together, on one device.
+struct GradNormPart {
+  std::vector<at::Tensor> gradients;
+  c10::Device device{c10::kCPU};
+  // The other ranks of it hold the rest; null: every rank holds all of them.
+  std::shared_ptr<Communicator> sharded_over;
+};
+
+struct ClipOptions {
+  double max_norm = 1;
+  double norm_type = 2;  // above 0, or infinity
+  bool error_if_nonfinite = false;
+};
+
+// torch.nn.utils.clip_grad_norm_ for gradients of any strategy: scales all of them in place so that
+// their common norm is `max_norm` at most, and returns what it was, the same on all ranks. One
+// all-reduce of one number per group that gradients are sharded over.
+//
+// Collective, if any part is sharded. Throws ValueError for a norm_type it cannot reduce, c10::Error
+// for a norm that is not finite, if that is asked for (on all ranks).
+TRIREME_API at::Tensor clip_grad_norm_(const std::vector<GradNormPart>& parts,
+                                       const ClipOptions& options);
+
+}  // namespace trireme

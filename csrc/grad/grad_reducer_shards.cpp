@@ -1,0 +1,94 @@
+#include <trireme/grad/grad_reducer.h>
+
+#include <algorithm>
+#include <utility>
+
+// What differs where each rank keeps its shards of the gradients. See [Note: who owns a gradient's
+// memory] in bucket.h.
+
+namespace trireme {
+
+void GradReducer::gradient_due(int64_t index) {
+  const std::lock_guard lock(mutex_);
+  if (phase_ != Phase::kIdle) return;
+  if (options_.arms_at_parameters && synchronize_) arm();
+  // Without synchronizing it would be accumulated on what is reduced already.
+  if (phase_ == Phase::kIdle) set_aside(static_cast<size_t>(index));
+}
+
+// With shards: if .grad holds a sum, its place is taken by what this rank accumulates.
+void GradReducer::set_aside(size_t index) {
+  at::Tensor& grad = parameters_[index].mutable_grad();
+  const int32_t bucket = places_[index].bucket;
+  const auto holds = [&](const Bucket& one) { return one.holds_gradient_of(parameters_[index]); };
+  const bool is_reduced =
+      grad.defined() && ((bucket >= 0 && holds(buckets_[static_cast<size_t>(bucket)])) ||
+                         std::any_of(left_out_.begin(), left_out_.end(), holds));
+  if (!is_reduced) return;
+  set_aside_[index] = std::move(grad);
+  grad.reset();
+}
+
+void GradReducer::deliver(Bucket& bucket, size_t slot) {
+  if (!options_.shards) return bucket.deliver(slot, options_.gradient_as_bucket_view);
+  const auto index = static_cast<size_t>(bucket.plan().slots[slot].parameter);
+  bucket.deliver_shard(slot, std::exchange(set_aside_[index], {}));
+  watch_gradient(index);
+}
+
+void GradReducer::restore(Bucket& bucket, size_t slot) {
+  const auto index = static_cast<size_t>(bucket.plan().slots[slot].parameter);
+  // The sum is zeros; what was set aside moves to where its place is now.
+  if (set_aside_[index].defined()) return deliver(bucket, slot);
+  bucket.restore(slot);
+}
+
+void GradReducer::watch_gradient(size_t index) {
+  const at::Tensor& grad = parameters_[index].grad();
+  delivered_as_[index] = {};
+  if (grad.defined())
+    delivered_as_[index] = {grad.unsafeGetTensorImpl(),
+                            grad.unsafeGetTensorImpl()->version_counter().current_version()};
+}
+
+std::vector<int64_t> GradReducer::changed_gradients(uint32_t allowed) const {
+  const std::lock_guard lock(mutex_);
+  std::vector<int64_t> changed;
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    const at::Tensor& grad = parameters_[i].grad();
+    const Delivered& as = delivered_as_[i];
+    const bool is_as_left =
+        !grad.defined() ||
+        (grad.unsafeGetTensorImpl() == as.grad &&
+         grad.unsafeGetTensorImpl()->version_counter().current_version() - as.version <= allowed);
+    if (!is_as_left || set_aside_[i].defined()) changed.push_back(static_cast<int64_t>(i));
+  }
+  return changed;
+}
+
+void GradReducer::accept_gradients() {
+  const std::lock_guard lock(mutex_);
+  for (size_t i = 0; i < parameters_.size(); ++i) watch_gradient(i);
+}
+
+void GradReducer::keep_own_gradients() {
+  const std::lock_guard lock(mutex_);
+  for (Bucket& bucket : buckets_) bucket.keep_own();
+}
+
+void GradReducer::drop_set_aside() {
+  const std::lock_guard lock(mutex_);
+  set_aside_.assign(parameters_.size(), {});
+}
+
+void GradReducer::set_armed_callback(std::function<void()> callback) {
+  const std::lock_guard lock(mutex_);
+  armed_ = std::move(callback);
+}
+
+void GradReducer::set_synchronize(bool synchronize) {
+  const std::lock_guard lock(mutex_);
+  synchronize_ = synchronize;
+}
+
+}  // namespace trireme

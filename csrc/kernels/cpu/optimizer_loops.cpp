@@ -1,0 +1,127 @@
+#include <trireme/kernels/cpu/optimizer_loops.h>
+
+#include <trireme/common/isa.h>
+#include <trireme/kernels/optimizer_math.h>
+
+#include <cmath>
+#include <tuple>
+#include <type_traits>
+#include <vector>
+
+// Loops are written once, as plain C++ that compilers vectorise, and compiled once per instruction
+// set. This file is compiled so that square roots set no errno, which would keep them out of
+// vectors, and nothing is fused but what optimizer_math.h says.
+namespace trireme::cpu {
+namespace {
+
+template <typename Isa>
+struct Math {
+  template <typename T>
+  TRIREME_INLINE static T multiply_add(T a, T b, T c) {
+    return Isa::multiply_add(a, b, c);
+  }
+  template <typename T>
+  TRIREME_INLINE static T root(T value) {
+    return std::sqrt(value);
+  }
+};
+
+template <typename T>
+TRIREME_INLINE T* typed(void* data) {
+  return static_cast<T*>(data);
+}
+
+template <typename Isa, bool kL2, bool kAmsgrad, typename T>
+TRIREME_INLINE void adam_loop(const OptimizerSegment& segment, const AdamFactors<T> factors) {
+  T* __restrict param = typed<T>(segment.param);
+  const T* __restrict grad = typed<T>(segment.grad);
+  T* __restrict exp_avg = typed<T>(segment.exp_avg);
+  T* __restrict exp_avg_sq = typed<T>(segment.exp_avg_sq);
+  T* __restrict max_exp_avg_sq = typed<T>(segment.max_exp_avg_sq);
+  for (int64_t i = 0; i < segment.numel; ++i) {
+    AdamElement<T> e = {param[i], grad[i], exp_avg[i], exp_avg_sq[i], T{0}};
+    if constexpr (kAmsgrad) e.max_exp_avg_sq = max_exp_avg_sq[i];
+    update<Math<Isa>, kL2, kAmsgrad>(e, factors);
+    param[i] = e.param;
+    exp_avg[i] = e.exp_avg;
+    exp_avg_sq[i] = e.exp_avg_sq;
+    if constexpr (kAmsgrad) max_exp_avg_sq[i] = e.max_exp_avg_sq;
+  }
+}
+
+template <typename Isa, typename T>
+void adam(const OptimizerSegment& segment, const AdamScalars& scalars) {
+  const AdamFactors<T> factors = factors_of<T>(scalars);
+  const bool l2 = scalars.l2 != 0;
+  Isa::run([&]() __attribute__((always_inline)) {
+    if (l2 && scalars.amsgrad) return adam_loop<Isa, true, true>(segment, factors);
+    if (l2) return adam_loop<Isa, true, false>(segment, factors);
+    if (scalars.amsgrad) return adam_loop<Isa, false, true>(segment, factors);
+    adam_loop<Isa, false, false>(segment, factors);
+  });
+}
+
+template <typename Isa, bool kL2, bool kMomentum, bool kNesterov, typename T>
+TRIREME_INLINE void sgd_loop(const OptimizerSegment& segment, const SgdFactors<T> factors) {
+  T* __restrict param = typed<T>(segment.param);
+  const T* __restrict grad = typed<T>(segment.grad);
+  T* __restrict momentum_buffer = typed<T>(segment.exp_avg);
+  for (int64_t i = 0; i < segment.numel; ++i) {
+    SgdElement<T> e = {param[i], grad[i], T{0}};
+    if constexpr (kMomentum) e.momentum_buffer = momentum_buffer[i];
+    update<Math<Isa>, kL2, kMomentum, kNesterov>(e, factors);
+    param[i] = e.param;
+    if constexpr (kMomentum) momentum_buffer[i] = e.momentum_buffer;
+  }
+}
+
+template <typename Isa, bool kL2, typename T>
+TRIREME_INLINE void sgd_loops(const OptimizerSegment& segment, const SgdScalars& scalars) {
+  const SgdFactors<T> factors = factors_of<T>(scalars);
+  if (segment.exp_avg == nullptr) {
+    return sgd_loop<Isa, kL2, false, false>(segment, factors);
+  }
+  if (scalars.nesterov) return sgd_loop<Isa, kL2, true, true>(segment, factors);
+  sgd_loop<Isa, kL2, true, false>(segment, factors);
+}
+
+template <typename Isa, typename T>
+void sgd(const OptimizerSegment& segment, const SgdScalars& scalars) {
+  Isa::run([&]() __attribute__((always_inline)) {
+    if (scalars.l2 != 0) return sgd_loops<Isa, true, T>(segment, scalars);
+    sgd_loops<Isa, false, T>(segment, scalars);
+  });
+}
+
+// Whether multiply_add rounds once: (1 + 2^-12)^2 = 1 + 2^-11 + 2^-24 loses its last term in fp32.
+template <typename Isa>
+bool fuses() {
+  bool found = false;
+  Isa::run([&]() __attribute__((always_inline)) {
+    volatile float factor = 1 + 0x1p-12f;
+    const float a = factor;
+    found = Isa::multiply_add(a, a, -(1 + 0x1p-11f)) != 0;
+  });
+  return found;
+}
+
+template <typename... Isa>
+std::vector<OptimizerLoops> supported_among(std::type_identity<std::tuple<Isa...>>) {
+  std::vector<OptimizerLoops> found;
+  ((Isa::supported() ? found.push_back({Isa::kName,
+                                        fuses<Isa>(),
+                                        {&adam<Isa, float>, &adam<Isa, double>},
+                                        {&sgd<Isa, float>, &sgd<Isa, double>}})
+                     : void()),
+   ...);
+  return found;
+}
+
+}  // namespace
+
+std::span<const OptimizerLoops> supported_optimizer_loops() {
+  static const std::vector<OptimizerLoops> loops = supported_among(std::type_identity<Isas>{});
+  return loops;
+}
+
+}  // namespace trireme::cpu

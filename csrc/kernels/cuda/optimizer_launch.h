@@ -1,0 +1,25 @@
+#pragma once
+
+#include <trireme/kernels/cuda/flatten_table.h>
+#include <trireme/kernels/cuda/optimizer_table.h>
+
+// Between torch's side (optimizer_step_cuda.cpp) and the kernels (optimizer_step.cu, or no_cuda.cpp
+// where nvcc is missing).
+namespace trireme::cuda {
+
+struct OptimizerReals {
+  Real param;
+  Real grad;  // param, or kFloat
+};
+
+// Whether the kernels are in this build.
+bool has_optimizer_step();
+
+// One asynchronous launch on `stream` (a cudaStream_t), whose device must be the current one; the
+// table is copied before it returns. nullptr, or CUDA's text for what went wrong.
+const char* launch_adam(const OptimizerTable& table, OptimizerReals reals,
+                        const AdamScalars& scalars, void* stream);
+const char* launch_sgd(const OptimizerTable& table, OptimizerReals reals, const SgdScalars& scalars,
+                       void* stream);
+
+}  // namespace trireme::cuda

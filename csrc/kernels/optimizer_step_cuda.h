@@ -1,0 +1,15 @@
+#pragma once
+
+#include <trireme/kernels/optimizer_rows.h>
+
+// Torch's side of the CUDA kernels. Compiled in every build, without CUDA headers.
+namespace trireme::cuda {
+
+// Whether the kernels are in this build. If not, says so once.
+bool can_step();
+
+// Launches on the current stream of the batch's device; grad_scale and found_inf are read there.
+void step(const OptimizerBatch& batch, const AdamScalars& scalars, const GradScale& scale);
+void step(const OptimizerBatch& batch, const SgdScalars& scalars, const GradScale& scale);
+
+}  // namespace trireme::cuda

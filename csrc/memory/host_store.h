@@ -1,0 +1,106 @@
+#pragma once
+
+#include <trireme/common/error.h>
+#include <trireme/common/export.h>
+#include <trireme/memory/bucket_plan.h>
+#include <trireme/memory/shard_plan.h>
+
+#include <ATen/core/Tensor.h>
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace trireme {
+
+namespace shm {
+class Segment;
+}
+
+// [Note: parameters that a host has once]
+//
+// The mapping holds a cache line per rank, then the parameters where StoreLayout puts them. Every
+// rank maps all of it, wherever its address space has room: what is at whole(i) on one rank is at
+// whole(i) on all of them, at another address.
+//
+// Storages. A tensor over the store has a storage of its own, which spans exactly what the tensor
+// does: torch.save, pickle, DCP and deepcopy see a parameter or a shard, not the model. They copy
+// bytes, so what they make is private. Each storage keeps the mapping alive, also after the store,
+// the group and the other ranks have gone. None of them can be resized.
+//
+// Order. The store orders nothing: who writes and who reads when is the business of the step gate,
+// which waits on the communicator. What a rank wrote before a collective all see after it.
+// version() tells who reads later which completed write of the host it sees; each rank counts in
+// its own line, so nothing is written by two.
+//
+// Writes outside the gate. Autograd counts in-place writes per tensor and its views
+// (Tensor::_version). A rank notes the counters of its parameters when a gate ends and compares
+// them when the next one begins. A write through `.data`, another process or a raw pointer is not
+// counted. A write into the store from elsewhere (a peer's, or through a shard(), which counts for
+// itself) becomes visible to autograd with bump_versions(): a graph kept over a step then raises,
+// as it does in torch.
+//
+// A forked child may read what it inherits; what it writes its parent sees.
+
+// Parameters of a model in one mapping that all ranks of a host share. One thread at a time, but
+// for version(), whole() and shard().
+class TRIREME_API HostStore : public std::enable_shared_from_this<HostStore> {
+ public:
+  // Of the segment that make() takes for that many ranks of one host.
+  static int64_t bytes_for(const std::vector<ParameterInfo>& parameters, int64_t world);
+
+  // `segment`: new, all zeros, of at least bytes_for(); as this rank sees the memory that all ranks
+  // of the host share. `parameters`: the same on all of them, on CPU. `where`: among those ranks.
+  // Copies and writes nothing. Throws ValueError.
+  static std::shared_ptr<HostStore> make(std::shared_ptr<const shm::Segment> segment,
+                                         std::vector<ParameterInfo> parameters, RankOf where);
+
+  const std::vector<ParameterInfo>& parameters() const { return parameters_; }
+
+  // Row-major, of the parameter's sizes and dtype. Each call makes a new tensor and storage.
+  at::Tensor whole(int64_t parameter) const;
+  // Its elements `range`, as row-major `sizes` of as many (shard_sizes). Throws ValueError.
+  at::Tensor shard(int64_t parameter, const ShardRange& range, at::IntArrayRef sizes) const;
+  // Does `tensor` lie where whole() does, element for element? No longer after to(), `p.data =` or
+  // swap_tensors. Always, if the parameter has no elements.
+  bool holds(int64_t parameter, const at::Tensor& tensor) const;
+
+  // How many writes of this store all ranks have completed; starts at 0.
+  uint64_t version() const;
+  // This rank's part of write number `version` is done; it only grows. Wakes nobody.
+  void publish_version(uint64_t version);
+  // What a rank has published, for who waits for it (HostGroup::wait_beside).
+  const std::atomic<uint64_t>& version_of(int64_t rank) const;
+
+  // Notes autograd's counters, without changing them. `tensors`: one per parameter, or undefined.
+  void snapshot_versions(const std::vector<at::Tensor>& tensors);
+  // Which parameters were written in place since snapshot_versions(); none before the first one. Of
+  // tensors that holds() refuses it says nothing.
+  std::vector<int64_t> changed_outside(const std::vector<at::Tensor>& tensors) const;
+  // Counts a write for each of them; before snapshot_versions().
+  static void bump_versions(const std::vector<at::Tensor>& tensors);
+
+ private:
+  // What a rank publishes: a line that only it writes, with room for more counters. Zeros are a
+  // store that nobody has written.
+  struct alignas(64) RankLine {
+    std::atomic<uint64_t> version;
+  };
+
+  HostStore(std::shared_ptr<const shm::Segment> segment, std::vector<ParameterInfo> parameters,
+            RankOf where);
+  RankLine& line_of(int64_t rank) const;
+  const ParameterInfo& info_of(int64_t parameter) const;
+  std::byte* data_of(int64_t parameter) const;
+
+  std::shared_ptr<const shm::Segment> segment_;
+  std::vector<ParameterInfo> parameters_;
+  StoreLayout layout_;
+  RankOf where_;
+  std::vector<int64_t> versions_seen_;  // autograd's, by parameter
+};
+
+}  // namespace trireme

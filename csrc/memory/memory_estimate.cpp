@@ -1,0 +1,283 @@
+#include <trireme/memory/memory_estimate.h>
+
+#include <trireme/common/error.h>
+#include <trireme/memory/shard_plan.h>
+
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <array>
+#include <string>
+#include <utility>
+
+namespace trireme {
+namespace {
+
+constexpr std::string_view kArea = "memory_estimate";
+constexpr int64_t kKiB = 1024;
+constexpr int64_t kMiB = 1024 * kKiB;
+// grad/bucket_stream.cpp: a ring of each rank, to which whole gradients go of few ranks only.
+constexpr int64_t kDepositRing = 8 * kMiB;
+constexpr int64_t kMostStreamingRanks = 4;
+// shm/host_group.cpp: slots and counters of each rank.
+constexpr int64_t kSlotRings = 15 * kMiB;
+constexpr int64_t kLargestSlotRing = 4 * kMiB;
+constexpr int64_t kSmallestSlotRing = 512 * kKiB;
+constexpr int64_t kSlotUnit = 64 * kKiB;
+constexpr int64_t kCounters = 16 * kKiB;
+// Of reductions without deposits: one that fills and one on its way.
+constexpr int64_t kBuckets = 2 * 25 * kMiB;
+
+template <typename Value, size_t count>
+Value named(const std::array<std::pair<std::string_view, Value>, count>& values,
+            std::string_view what, std::string_view name) {
+  std::string names;
+  for (const auto& [known, value] : values) {
+    if (known == name) return value;
+    names.append(names.empty() ? "" : ", ").append(known);
+  }
+  std::string text = "got ";
+  text.append(what).append(" '").append(name).append("', expected one of ").append(names);
+  C10_THROW_ERROR(ValueError, error_text(kArea, text, {}, "Give one of these names."));
+}
+
+// Of the fullest rank, and of the fullest host.
+struct Spread {
+  int64_t rank = 0;
+  int64_t host = 0;
+};
+
+int64_t ceil_div(int64_t value, int64_t divisor) { return (value + divisor - 1) / divisor; }
+
+class Estimator {
+ public:
+  explicit Estimator(const MemoryRequest& request)
+      : request_(request), ranks_(request.ranks_per_host), one_host_(ranks_ == request.world) {}
+
+  MemoryEstimate by_paper() const {
+    int64_t all = 0;
+    int64_t trained = 0;
+    for (const ParameterInfo& parameter : request_.parameters) {
+      all += parameter.numel;
+      if (parameter.requires_grad) trained += parameter.numel;
+    }
+    const auto kept = [&](int64_t bytes, TrainingStrategy sharded_from) {
+      return of_each(request_.strategy >= sharded_from ? ceil_div(bytes, request_.world) : bytes);
+    };
+    return together(kept(2 * all, TrainingStrategy::kZero3),
+                    kept(2 * trained, TrainingStrategy::kZero2),
+                    kept(12 * trained, TrainingStrategy::kZero1), of_each(module_buffers()));
+  }
+
+  MemoryEstimate by_library() const {
+    switch (request_.strategy) {
+      case TrainingStrategy::kSingle:
+      case TrainingStrategy::kDdp:
+        return together(of_each(parameters()), of_each(gradients()), of_each(states()), buffers());
+      case TrainingStrategy::kDp:
+        return together(of_host(parameters()), of_each(gradients()), of_host(states()),
+                        of_each(module_buffers()));
+      case TrainingStrategy::kZero1:
+        return together(stored_parameters(), of_each(gradients()), sharded_states(), buffers());
+      case TrainingStrategy::kZero2:
+      case TrainingStrategy::kZero3:
+        return together(stored_parameters(), sharded_gradients(), sharded_states(), buffers());
+    }
+    return {};
+  }
+
+ private:
+  Spread of_each(int64_t bytes) const { return {bytes, bytes * ranks_}; }
+  Spread of_host(int64_t bytes) const { return {ceil_div(bytes, ranks_), bytes}; }
+
+  MemoryEstimate together(Spread parameters, Spread gradients, Spread optimizer,
+                          Spread buffers) const {
+    const Spread activations = of_each(request_.activation_bytes);
+    return {{parameters.rank, gradients.rank, optimizer.rank, activations.rank, buffers.rank},
+            {parameters.host, gradients.host, optimizer.host, activations.host, buffers.host}};
+  }
+
+  // Bytes of one element.
+  int64_t parameter_rate(const ParameterInfo& parameter) const {
+    return static_cast<int64_t>(c10::elementSize(parameter.dtype));
+  }
+  int64_t gradient_rate(const ParameterInfo& parameter) const {
+    if (!parameter.requires_grad) return 0;
+    return static_cast<int64_t>(c10::elementSize(request_.grad_dtype.value_or(parameter.dtype)));
+  }
+  int64_t state_rate(const ParameterInfo& parameter) const {
+    if (!parameter.requires_grad) return 0;
+    if (request_.optimizer.bytes) return *request_.optimizer.bytes;
+    const int64_t fp32 = c10::isComplexType(parameter.dtype) ? 8 : 4;
+    return request_.optimizer.tensors * std::max(fp32, parameter_rate(parameter));
+  }
+
+  using Rate = int64_t (Estimator::*)(const ParameterInfo&) const;
+
+  int64_t whole(Rate rate) const {
+    int64_t bytes = 0;
+    for (const ParameterInfo& parameter : request_.parameters) {
+      bytes += parameter.numel * (this->*rate)(parameter);
+    }
+    return bytes;
+  }
+
+  // By the rule of ShardPlacement::kDim0, under which rank 0 has most, and host 0.
+  Spread by_rows(Rate rate) const {
+    Spread found;
+    for (const ParameterInfo& parameter : request_.parameters) {
+      const int64_t rows = parameter.sizes.empty() ? 1 : parameter.sizes.front();
+      if (parameter.numel == 0) continue;
+      const int64_t of_row = parameter.numel / rows * (this->*rate)(parameter);
+      const int64_t of_rank = ceil_div(rows, request_.world);
+      found.rank += of_rank * of_row;
+      found.host += std::min(rows, of_rank * ranks_) * of_row;
+    }
+    return found;
+  }
+
+  int64_t parameters() const { return whole(&Estimator::parameter_rate); }
+  int64_t gradients() const { return whole(&Estimator::gradient_rate); }
+  int64_t states() const { return whole(&Estimator::state_rate); }
+  int64_t module_buffers() const { return request_.module_buffer_bytes; }
+  Spread sharded_gradients() const { return by_rows(&Estimator::gradient_rate); }
+  Spread sharded_states() const { return by_rows(&Estimator::state_rate); }
+
+  bool is_zero3() const { return request_.strategy == TrainingStrategy::kZero3; }
+  bool is_zero() const { return request_.strategy >= TrainingStrategy::kZero1; }
+  bool has_store() const { return is_zero3() || (request_.host_params && one_host_); }
+
+  Spread stored_parameters() const {
+    if (!has_store() || request_.world == 1) return of_each(parameters());
+    return of_host(make_store_layout(request_.parameters).bytes);
+  }
+
+  Spread buffers() const {
+    int64_t bytes = module_buffers();
+    if (request_.world == 1) return of_each(bytes);
+    const bool shards_gradients = request_.strategy >= TrainingStrategy::kZero2;
+    if (ranks_ > 1) {
+      bytes += std::clamp(kSlotRings / ranks_ / kSlotUnit * kSlotUnit, kSmallestSlotRing,
+                          kLargestSlotRing) +
+               kCounters;
+    }
+    if (one_host_ && (shards_gradients || ranks_ <= kMostStreamingRanks)) {
+      bytes += kDepositRing;
+    } else if (shards_gradients) {
+      bytes += std::min(kBuckets, gradients());
+    }
+    if (is_zero() && !has_store()) {  // what a step gathers, and what it sends for that
+      const int64_t own = by_rows(&Estimator::parameter_rate).rank;
+      bytes += own * (request_.world + 1);
+    }
+    return of_each(bytes);
+  }
+
+  const MemoryRequest& request_;
+  int64_t ranks_;
+  bool one_host_;
+};
+
+[[noreturn]] void refuse(const std::string& what, std::string_view next_step) {
+  C10_THROW_ERROR(ValueError, error_text(kArea, what, {}, next_step));
+}
+
+void check_counts(const MemoryRequest& request) {
+  const auto text = [](int64_t count) { return std::to_string(count); };
+  if (request.world < 1) {
+    refuse("got a world of " + text(request.world) + ", expected at least one rank",
+           "Give the number of ranks.");
+  }
+  if (request.ranks_per_host < 1 || request.ranks_per_host > request.world) {
+    refuse("got " + text(request.ranks_per_host) + " ranks per host, expected 1 to the world of " +
+               text(request.world),
+           "Give the ranks of the fullest host, or leave it out where all share one.");
+  }
+  if (request.activation_bytes < 0 || request.module_buffer_bytes < 0 ||
+      request.optimizer.bytes.value_or(0) < 0 || request.optimizer.tensors < 0) {
+    refuse("got a negative number of bytes, expected 0 or more",
+           "Look at activation_bytes and optimizer.");
+  }
+}
+
+void check_range(const MemoryRequest& request) {
+  double numel = 0;
+  for (const ParameterInfo& parameter : request.parameters) {
+    numel += static_cast<double>(parameter.numel);
+  }
+  // The widest element has 16 bytes, a store wastes 64 per parameter; the rest is room to spare.
+  const double of_element =
+      128 + static_cast<double>(request.optimizer.bytes.value_or(request.optimizer.tensors * 16));
+  const double of_rank = (numel + static_cast<double>(request.world)) * of_element +
+                         static_cast<double>(request.parameters.size()) * 64 +
+                         static_cast<double>(request.activation_bytes) +
+                         static_cast<double>(request.module_buffer_bytes);
+  if (of_rank * static_cast<double>(request.ranks_per_host) > 9e18) {
+    refuse("got more bytes than 64 bits count, expected below 9e18 on a host",
+           "Look at the number of parameters and ranks.");
+  }
+}
+
+void check_strategy(const MemoryRequest& request) {
+  if (request.strategy == TrainingStrategy::kSingle && request.world != 1) {
+    refuse("got a world of " + std::to_string(request.world) + ", expected 1 for 'single'",
+           "Give world=1, or a strategy for several ranks.");
+  }
+  if (request.accounting == MemoryAccounting::kPaper) {
+    const bool is_adam = request.optimizer.tensors == 2 && !request.optimizer.bytes;
+    if (!is_adam || request.grad_dtype || !request.host_params) {
+      refuse(
+          "got a grad_dtype, an optimizer or host_params for the paper's accounting, which has "
+          "its own: Adam in mixed precision",
+          "Leave them at their defaults, or use accounting 'trireme'.");
+    }
+    return;
+  }
+  if (request.strategy == TrainingStrategy::kDp && request.ranks_per_host != request.world) {
+    refuse("got " + std::to_string(request.ranks_per_host) + " of " +
+               std::to_string(request.world) + " ranks per host, expected all of them for 'dp'",
+           "Its replicas are threads of one process: choose 'ddp' for several hosts.");
+  }
+  if (request.strategy == TrainingStrategy::kZero3 && !request.host_params) {
+    refuse("got 'zero3' without host_params, expected a store on each host",
+           "Leave host_params at its default, or use the paper's accounting.");
+  }
+}
+
+}  // namespace
+
+TrainingStrategy training_strategy(std::string_view name) {
+  using enum TrainingStrategy;
+  constexpr std::array<std::pair<std::string_view, TrainingStrategy>, 6> kNames{
+      {{"single", kSingle},
+       {"dp", kDp},
+       {"ddp", kDdp},
+       {"zero1", kZero1},
+       {"zero2", kZero2},
+       {"zero3", kZero3}}};
+  return named(kNames, "strategy", name);
+}
+
+MemoryAccounting memory_accounting(std::string_view name) {
+  using enum MemoryAccounting;
+  constexpr std::array<std::pair<std::string_view, MemoryAccounting>, 2> kNames{
+      {{"trireme", kTrireme}, {"paper", kPaper}}};
+  return named(kNames, "accounting", name);
+}
+
+OptimizerState optimizer_state(std::string_view name) {
+  constexpr std::array<std::pair<std::string_view, int64_t>, 4> kNames{
+      {{"sgd", 0}, {"sgd_momentum", 1}, {"adam", 2}, {"adamw", 2}}};
+  return {.tensors = named(kNames, "optimizer", name)};
+}
+
+MemoryEstimate estimate_memory(const MemoryRequest& request) {
+  check_counts(request);
+  check_strategy(request);
+  check_range(request);
+  const Estimator estimator(request);
+  return request.accounting == MemoryAccounting::kPaper ? estimator.by_paper()
+                                                        : estimator.by_library();
+}
+
+}  // namespace trireme

@@ -1,0 +1,93 @@
+#pragma once
+
+#include <trireme/common/export.h>
+#include <trireme/memory/bucket_plan.h>
+
+#include <c10/core/ScalarType.h>
+
+#include <cstdint>
+#include <optional>
+#include <string_view>
+#include <vector>
+
+namespace trireme {
+
+// [Note: what an estimate counts]
+//
+// Tensors that a strategy makes a rank keep, at their largest, in steady state. Not counted: the
+// interpreter and torch itself, gradients on their way from a layer to where they are kept (at that
+// time activations have gone), what an allocator holds beyond its tensors, counters and flags of a
+// few bytes per parameter. docs/memory.md has the formulas.
+
+enum class TrainingStrategy : uint8_t { kSingle, kDp, kDdp, kZero1, kZero2, kZero3 };
+
+// "single", "dp", "ddp", "zero1", "zero2", "zero3". Throws ValueError, naming them.
+TRIREME_API TrainingStrategy training_strategy(std::string_view name);
+
+enum class MemoryAccounting : uint8_t {
+  // This library on CPU: dtypes as they are, parameters once per host where ZeRO can have that,
+  // rings of the ranks that share memory.
+  kTrireme,
+  // Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
+  // SC 2020, section 3: mixed precision with Adam, 2 bytes for a parameter, 2 for its gradient, 12
+  // for its state (with the fp32 copy); each rank on a device of its own, no buffers. The
+  // parameters' dtypes are not looked at, and another optimizer is refused.
+  kPaper,
+};
+
+// "trireme", "paper". Throws ValueError.
+TRIREME_API MemoryAccounting memory_accounting(std::string_view name);
+
+// What an optimizer keeps for each element of a parameter.
+struct OptimizerState {
+  // Tensors of the parameter's sizes, in fp32, or in the parameter's dtype where that is wider.
+  int64_t tensors = 2;
+  // Bytes, in their stead.
+  std::optional<int64_t> bytes = {};
+};
+
+// "sgd" 0 tensors, "sgd_momentum" 1, "adam" and "adamw" 2. Throws ValueError.
+TRIREME_API OptimizerState optimizer_state(std::string_view name);
+
+struct MemoryRequest {
+  // Their sizes, numel, dtype and requires_grad are read; a frozen one has no gradient and no
+  // state. Those that share memory are given once.
+  const std::vector<ParameterInfo>& parameters;
+  TrainingStrategy strategy = TrainingStrategy::kDdp;
+  int64_t world = 1;
+  int64_t ranks_per_host = 1;  // of the fullest host
+  MemoryAccounting accounting = MemoryAccounting::kTrireme;
+  OptimizerState optimizer = {};
+  std::optional<at::ScalarType> grad_dtype = {};  // else each parameter's
+  bool host_params = true;                        // as in ZeroOptions
+  // Of each rank; under kDp of each replica.
+  int64_t activation_bytes = 0;
+  int64_t module_buffer_bytes = 0;  // running statistics and such
+};
+
+struct MemoryBytes {
+  int64_t parameters = 0;
+  int64_t gradients = 0;
+  int64_t optimizer = 0;
+  int64_t activations = 0;
+  // The module's own buffers; rings of ranks that share memory; buckets and gathered parameters of
+  // ranks that do not.
+  int64_t buffers = 0;
+
+  int64_t model_states() const { return parameters + gradients + optimizer; }
+  int64_t total() const { return model_states() + activations + buffers; }
+  bool operator==(const MemoryBytes&) const = default;
+};
+
+struct MemoryEstimate {
+  MemoryBytes rank;  // of the fullest one; of what a host has once, its share
+  MemoryBytes host;  // of the fullest one: what its ranks take together (the sum of their PSS)
+
+  bool operator==(const MemoryEstimate&) const = default;
+};
+
+// Throws ValueError for counts that contradict each other, for what no path is built for, and where
+// 64 bits do not count the bytes. Costs one pass over the parameters, whatever the world.
+TRIREME_API MemoryEstimate estimate_memory(const MemoryRequest& request);
+
+}  // namespace trireme

@@ -1,0 +1,134 @@
+#pragma once
+
+#include <trireme/comm/communicator.h>
+#include <trireme/grad/grad_norm.h>
+#include <trireme/grad/grad_reducer.h>
+#include <trireme/memory/host_store.h>
+#include <trireme/memory/shard_plan.h>
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace trireme {
+
+// [Note: the step of a sharded optimizer]
+//
+//   backward       stage 1: the user's gradients, whole on every rank (DDP averages them)
+//                  stage 2: grad_hook -> bucket_stream -> each rank's shards of the average
+//   begin_step     one small all-reduce, which returns when all ranks have come: nobody reads the
+//                  parameters any more, everybody has told what is wrong
+//   step           each rank's optimizer, over its shards
+//   end_step       all ranks have written; parameters are whole
+//
+// Where the ranks share a host's memory, parameters lie in one HostStore: a shard is the place in
+// it that its owner writes, and nothing is moved. Elsewhere parameters are private, and end_step
+// gathers the shards.
+//
+// What the user writes into a parameter outside of this would be written by all ranks at once, into
+// one memory; `x.mul_(2)` would come out multiplied by 2 to the world. So it raises, unless it is
+// done between begin_writing() and end_writing(), where all ranks write the same values.
+
+struct ZeroOptions {
+  // 1: optimizer state is sharded. 2: gradients too; they are averaged by this class, not by DDP.
+  int64_t stage = 1;
+  // Parameters in memory that the ranks of the host share, where that can be had.
+  bool host_params = true;
+  // kWhole for optimizers that need whole matrices.
+  ShardPlacement placement = ShardPlacement::kDim0;
+};
+
+// What the caller knows when a step begins, and the other ranks may not.
+struct ZeroStep {
+  bool found_inf = false;        // in this rank's gradients
+  uint32_t scaler_writes = 0;    // how often a GradScaler has written each gradient in place
+};
+
+// The optimizer's part of ZeRO stages 1 and 2 (Rajbhandari et al., SC 2020;
+// torch.distributed.optim.ZeroRedundancyOptimizer is stage 1). What both front doors wrap.
+//
+// Cost per step and rank, N parameters of 4 bytes, P ranks: stage 1 moves nothing beyond DDP's
+// all-reduce; stage 2 deposits 4 N bytes of gradients and sums up 4 N / P. Two small collectives.
+// Without shared memory stage 2 all-reduces its gradients, and both gather 4 N bytes of parameters.
+// Memory: parameters 4 N per host, gradients 4 N per rank (stage 1) or 4 N / P (stage 2, and rings
+// of 8 MiB), the optimizer's state 1 / P of its size.
+//
+// Collective: the constructor, and every function that says so. Throws c10::ValueError on all ranks
+// for parameters that differ between them; c10::DistBackendError as Communicator does.
+class TRIREME_API Zero {
+ public:
+  // Ranks start from rank 0's values. Parameters become contiguous; their data moves, they remain
+  // the same tensors.
+  Zero(NamedParameters parameters, std::shared_ptr<Communicator> communicator,
+       const ZeroOptions& options);
+
+  // What this rank's optimizer works on: by parameter, its shard as a leaf with a storage of its
+  // own. Without elements where it owns none.
+  const std::vector<at::Tensor>& shards() const { return shards_; }
+  const ShardPlan& plan() const { return *plan_; }
+  const std::vector<ParameterInfo>& parameter_infos() const { return infos_; }
+  const std::shared_ptr<Communicator>& communicator() const { return communicator_; }
+  bool shares_parameters() const { return store_ != nullptr; }
+
+  // Collective. Each shard has the matching part of its parameter's .grad, or none. False if any
+  // rank found an inf: nobody may step. Throws c10::Error on all ranks if one has changed a
+  // parameter or, under stage 2, a gradient in a way that the others cannot know.
+  bool begin_step(const ZeroStep& step = {});
+  // Collective, after begin_step() also where nothing was written.
+  void end_step();
+  // Instead of end_step(), when an exception left the step: the other ranks raise with the reason.
+  void abandon_step(const std::string& reason) noexcept;
+
+  // Collective. Between them every rank may write parameters, all of them the same values.
+  void begin_writing();
+  void end_writing();
+
+  // stage 2
+
+  // Whether backwards average gradients; without, they accumulate on this rank.
+  void set_synchronize(bool synchronize);
+  // The reducer, or null under stage 1.
+  GradReducer* reducer() { return reducer_.get(); }
+
+  // This rank's part of the gradients of some parameters, for clip_grad_norm_ (grad_norm.h): under
+  // stage 2 its shards, under stage 1 all of them. Throws if one is not as backward left it.
+  GradNormPart gradients(const std::vector<int64_t>& parameters) const;
+  // Gradients were changed on all ranks alike.
+  void accept_gradients();
+  void zero_grad();
+
+ private:
+  // All ranks have come and are told the highest of everybody's flags.
+  struct Flags {
+    int64_t changed_parameter = -1;
+    int64_t changed_gradient = -1;
+    int64_t found_inf = 0;
+  };
+  Flags meet(Flags flags, const char* label);
+  void check_options() const;
+  void move_into_store();
+  void make_shards();
+  void gather_shards();
+  void settle_storages();
+  void refuse_changed(const Flags& flags) const;
+  Flags look_at_parameters() const;
+  const ShardRange& own(size_t parameter) const;
+  at::Tensor own_gradient(size_t parameter) const;
+
+  std::vector<at::Tensor> parameters_;
+  std::vector<ParameterInfo> infos_;
+  std::shared_ptr<Communicator> communicator_;
+  ZeroOptions options_;
+  std::shared_ptr<const ShardPlan> plan_;
+  std::shared_ptr<HostStore> store_;
+  std::vector<at::Tensor> places_;  // where each whole parameter lies
+  std::vector<at::Tensor> shards_;
+  std::shared_ptr<GradReducer> reducer_;
+  bool scaler_wrote_ = false;
+  int64_t step_ = 0;
+};
+
+}  // namespace trireme

@@ -1,0 +1,231 @@
+"""The state of a sharded optimizer as one of the whole parameters, and back."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.optim import Optimizer
+
+from trireme._zero_checks import refuse
+
+
+@dataclass
+class ShardLayout:
+    """All parameters of an optimizer in the order of its groups, and who owns what of them."""
+
+    names: list[str]
+    parameters: list[torch.Tensor]
+    shards: list[torch.Tensor]
+    """This rank's; without elements where it owns none."""
+    ranges: list[list[tuple[int, int]]]
+    """By parameter and rank: first element and how many."""
+    group_sizes: list[int]
+
+    def owners(self, index: int) -> list[int]:
+        """Ranks that own some of a parameter, ascending; rank 0 of one without elements."""
+        return [rank for rank, (_, numel) in enumerate(self.ranges[index]) if numel > 0]
+
+    def shard_shape(self, index: int, rank: int) -> torch.Size:
+        """Of the tensor that ``rank`` holds of a parameter."""
+        shape = self.parameters[index].shape
+        numel = self.ranges[index][rank][1]
+        if numel == self.parameters[index].numel():
+            return shape
+        return torch.Size((numel // shape[1:].numel(), *shape[1:]))
+
+
+# from shards
+
+
+def consolidate(
+    optimizer: Optimizer, layout: ShardLayout, group: dist.ProcessGroup, to: int
+) -> dict[int, dict[str, Any]] | None:
+    """The state by parameter index on rank ``to``, None elsewhere. Collective."""
+    if not 0 <= to < group.size():
+        refuse(f"got rank {to} to consolidate on", f"Pass 0 to {group.size() - 1}.", group)
+    mine = [dict(optimizer.state.get(shard, {})) for shard in layout.shards]
+    described = _gather_descriptions([_describe(one, group) for one in mine], layout, group)
+    device = layout.parameters[0].device
+    state: dict[int, dict[str, Any]] = {}
+    for index in range(len(layout.parameters)):
+        parts: dict[int, dict[str, Any]] = {}
+        for rank in layout.owners(index):
+            entries = described[rank][index]
+            if rank == group.rank():
+                _send(mine[index], entries, to, group)
+            if group.rank() != to:
+                continue
+            parts[rank] = (
+                {name: _to_cpu(mine[index][name]) for name in entries}
+                if rank == to
+                else _receive(entries, rank, group, device)
+            )
+        if group.rank() == to and any(parts.values()):
+            state[index] = _join(index, parts, layout)
+    return state if group.rank() == to else None
+
+
+def _describe(state: dict[str, Any], group: dist.ProcessGroup) -> dict[str, Any]:
+    described: dict[str, Any] = {}
+    for name, value in sorted(state.items()):
+        if isinstance(value, torch.Tensor):
+            dtype = str(value.dtype).removeprefix("torch.")
+            described[name] = {"shape": list(value.shape), "dtype": dtype}
+            continue
+        try:
+            json.dumps(value)
+        except TypeError:
+            refuse(
+                f"got optimizer state '{name}' of type {type(value).__name__}, expected a tensor, "
+                "number, text or list of them",
+                "Keep it in tensors.",
+                group,
+                kind=TypeError,
+            )
+        described[name] = {"value": value}
+    return described
+
+
+def _gather_descriptions(
+    mine: list[dict[str, Any]], layout: ShardLayout, group: dist.ProcessGroup
+) -> list[list[dict[str, Any]]]:
+    """Every rank's descriptions, by rank and parameter, on all ranks."""
+    device = layout.parameters[0].device
+    text = torch.frombuffer(bytearray(json.dumps(mine).encode()), dtype=torch.uint8).to(device)
+    lengths = torch.empty(group.size(), dtype=torch.long, device=device)
+    dist.all_gather_into_tensor(lengths, torch.tensor([text.numel()], device=device), group=group)
+    longest = int(lengths.max())
+    padded = torch.zeros(longest, dtype=torch.uint8, device=device)
+    padded[: text.numel()] = text
+    gathered = torch.empty(group.size() * longest, dtype=torch.uint8, device=device)
+    dist.all_gather_into_tensor(gathered, padded, group=group)
+    rows = gathered.cpu().view(group.size(), longest)
+    texts = (bytes(row[: int(n)].tolist()) for row, n in zip(rows, lengths, strict=True))
+    return [json.loads(one) for one in texts]
+
+
+def _send(
+    state: dict[str, Any], entries: dict[str, Any], to: int, group: dist.ProcessGroup
+) -> None:
+    if group.rank() == to:
+        return
+    for name, entry in entries.items():
+        if "shape" in entry and state[name].numel() > 0:
+            tensor = state[name].to(_wire_device(group, state[name])).contiguous()
+            dist.send(tensor, group=group, group_dst=to)
+
+
+def _receive(
+    entries: dict[str, Any], rank: int, group: dist.ProcessGroup, device: torch.device
+) -> dict[str, Any]:
+    state: dict[str, Any] = {}
+    for name, entry in entries.items():
+        if "value" in entry:
+            state[name] = entry["value"]
+            continue
+        tensor = torch.empty(entry["shape"], dtype=getattr(torch, entry["dtype"]))
+        if tensor.numel() > 0:
+            wire = tensor.to(device) if device.type == "cuda" else tensor
+            dist.recv(wire, group=group, group_src=rank)
+            tensor = wire.cpu()
+        state[name] = tensor
+    return state
+
+
+def _wire_device(group: dist.ProcessGroup, tensor: torch.Tensor) -> torch.device:
+    """Small counters lie on the CPU also where the group moves tensors of a GPU only."""
+    has_cpu = any(device.type == "cpu" for device in group._device_types)
+    return tensor.device if tensor.is_cuda or has_cpu else torch.device("cuda")
+
+
+def _to_cpu(value: Any) -> Any:
+    return value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
+
+
+def _join(index: int, parts: dict[int, dict[str, Any]], layout: ShardLayout) -> dict[str, Any]:
+    """What lies along the shards is put together, what does not is the same on all."""
+    first = parts[min(parts)]
+    joined: dict[str, Any] = {}
+    for name, value in first.items():
+        along = (
+            len(parts) > 1
+            and isinstance(value, torch.Tensor)
+            and value.shape == layout.shard_shape(index, min(parts))
+        )
+        joined[name] = torch.cat([parts[rank][name] for rank in sorted(parts)]) if along else value
+    return joined
+
+
+# to shards
+
+
+class LoadedState:
+    """A whole state dict, checked against a layout, of which a rank takes its part."""
+
+    def __init__(
+        self, state_dict: dict[str, Any], layout: ShardLayout, group: dist.ProcessGroup
+    ) -> None:
+        self._layout = layout
+        self._group = group
+        sizes = [len(one["params"]) for one in state_dict["param_groups"]]
+        if sizes != layout.group_sizes:
+            refuse(
+                f"got a state dict of groups of {sizes} parameters, expected {layout.group_sizes}",
+                "Load the state of the same model and groups.",
+                group,
+            )
+        self.param_groups = [
+            {key: value for key, value in one.items() if key not in ("params", "param_names")}
+            for one in state_dict["param_groups"]
+        ]
+        # Numbers need not be consecutive: what they number is told by the groups.
+        order = [number for one in state_dict["param_groups"] for number in one["params"]]
+        state = state_dict["state"]
+        self._state = [state.get(number) or {} for number in order]
+        for index, entries in enumerate(self._state):
+            self._check(index, entries)
+
+    def _check(self, index: int, entries: dict[str, Any]) -> None:
+        shape = self._layout.parameters[index].shape
+        for name, value in entries.items():
+            has_shape = isinstance(value, torch.Tensor) and value.dim() > 0
+            # An optimizer that works on whole parameters may keep what it likes.
+            if not has_shape or value.shape == shape or len(self._layout.owners(index)) < 2:
+                continue
+            refuse(
+                f"got state '{name}' of shape {tuple(value.shape)} for "
+                f"'{self._layout.names[index]}' of shape {tuple(shape)}",
+                "Load the state of the same model.",
+                self._group,
+            )
+
+    def put_into(self, optimizer: Optimizer) -> None:
+        """Gives ``optimizer``, which works on the shards, what belongs to them."""
+        numbers = {
+            id(parameter): number
+            for number, parameter in enumerate(
+                parameter for one in optimizer.param_groups for parameter in one["params"]
+            )
+        }
+        taken = {}
+        for index, entries in enumerate(self._state):
+            number = numbers.get(id(self._layout.shards[index]))
+            if number is not None and entries:
+                taken[number] = {name: self._part(index, v) for name, v in entries.items()}
+        optimizer.load_state_dict(
+            {"state": taken, "param_groups": optimizer.state_dict()["param_groups"]}
+        )
+
+    def _part(self, index: int, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        parameter = self._layout.parameters[index]
+        begin, numel = self._layout.ranges[index][self._group.rank()]
+        if value.shape != parameter.shape or numel == parameter.numel():
+            return value.clone()
+        shape = self._layout.shards[index].shape
+        return value.contiguous().view(-1)[begin : begin + numel].view(shape).clone()

@@ -1,0 +1,178 @@
+"""How much memory a strategy will take, told before anything is allocated: docs/memory.md."""
+
+import numbers
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NoReturn
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from trireme import _C
+
+STRATEGIES = ("single", "dp", "ddp", "zero1", "zero2", "zero3")
+
+_Described = tuple[Sequence[int], torch.dtype, bool]
+
+
+@dataclass(frozen=True)
+class MemoryBytes:
+    """What tensors take, in bytes. ``buffers`` are the module's, and those of the strategy."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    activations: int
+    buffers: int
+
+    @property
+    def model_states(self) -> int:
+        """Parameters, gradients and the optimizer's state."""
+        return self.parameters + self.gradients + self.optimizer
+
+    @property
+    def total(self) -> int:
+        return self.model_states + self.activations + self.buffers
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """What :func:`estimate_memory` says.
+
+    ``rank`` is the fullest one, with its share of what a host has once. ``host`` is the fullest
+    one: what its ranks take together, to be compared with the sum of their PSS.
+    """
+
+    strategy: str
+    world: int
+    ranks_per_host: int
+    accounting: str
+    numel: int
+    rank: MemoryBytes
+    host: MemoryBytes
+
+
+def estimate_memory(
+    model_or_numel: nn.Module | float,
+    strategy: str,
+    world: int,
+    *,
+    ranks_per_host: int | None = None,
+    optimizer: str | int = "adamw",
+    dtype: torch.dtype | None = None,
+    grad_dtype: torch.dtype | None = None,
+    activation_bytes: int = 0,
+    host_params: bool = True,
+    accounting: Literal["trireme", "paper"] = "trireme",
+) -> MemoryEstimate:
+    """What a rank and a host keep in memory under a strategy.
+
+    Not counted: the interpreter, torch itself, and gradients on their way from a layer to where
+    they are kept. Nothing is allocated or communicated; a model may be on the meta device.
+
+    Args:
+        model_or_numel: a module, of which sizes, dtypes and ``requires_grad`` are read (shared
+            parameters once; its buffers are counted for each rank), or a number of parameters.
+        strategy: "single", "dp", "ddp", "zero1", "zero2" or "zero3".
+        world: ranks, under "dp" replicas.
+        ranks_per_host: of the fullest host; all of them if left out.
+        optimizer: "sgd", "sgd_momentum", "adam", "adamw" (states in fp32, or in a wider dtype of
+            the parameter), or the bytes of state per element of a parameter.
+        dtype: of parameters that are given as a number; fp32 if left out.
+        grad_dtype: of gradients; that of their parameters if left out.
+        activation_bytes: of each rank. This function does not guess them.
+        host_params: whether ZeRO may keep parameters once per host.
+        accounting: "trireme", or "paper" for the table of the ZeRO paper (mixed precision, Adam).
+
+    Raises:
+        TypeError: an argument of another type.
+        ValueError: counts that contradict each other; a strategy, optimizer or accounting that is
+            not known; a lazy module that has not seen an input.
+    """
+    for name, count in (("world", world), ("activation_bytes", activation_bytes)):
+        _expect_count(name, count)
+    if ranks_per_host is not None:
+        _expect_count("ranks_per_host", ranks_per_host)
+    if not isinstance(optimizer, str):
+        _expect_count("optimizer", optimizer, "str or int")
+    if accounting == "paper" and dtype is not None:
+        _refuse(
+            f"got dtype={dtype} for the paper's accounting, which has its own",
+            "Leave it out, or use accounting='trireme'.",
+        )
+    parameters, buffer_bytes = _describe(model_or_numel, dtype)
+    per_host = world if ranks_per_host is None else ranks_per_host
+    found = _C.estimate_memory(
+        parameters,
+        strategy=strategy,
+        world=world,
+        ranks_per_host=per_host,
+        accounting=accounting,
+        optimizer=optimizer,
+        grad_dtype=grad_dtype,
+        host_params=host_params,
+        activation_bytes=activation_bytes,
+        module_buffer_bytes=buffer_bytes,
+    )
+    return MemoryEstimate(
+        strategy=strategy,
+        world=world,
+        ranks_per_host=per_host,
+        accounting=accounting,
+        numel=sum(torch.Size(sizes).numel() for sizes, _, _ in parameters),
+        rank=MemoryBytes(**found["rank"]),
+        host=MemoryBytes(**found["host"]),
+    )
+
+
+def _describe(
+    model_or_numel: object, dtype: torch.dtype | None
+) -> tuple[list[_Described], int]:
+    """What the core has to know of the parameters, and the bytes of the module's buffers."""
+    if not isinstance(model_or_numel, nn.Module):
+        return [([_as_numel(model_or_numel)], dtype or torch.float32, True)], 0
+    if dtype is not None:
+        _refuse(
+            f"got dtype={dtype} beside a module, expected it beside a number",
+            "Leave it out, or convert the module: module.to(dtype).",
+        )
+    for name, tensor in [*model_or_numel.named_parameters(), *model_or_numel.named_buffers()]:
+        if is_lazy(tensor):
+            _refuse(
+                f"got a module whose '{name}' has no sizes yet, expected known sizes",
+                "Feed it an input first.",
+            )
+    parameters: list[_Described] = [
+        (tuple(one.shape), one.dtype, one.requires_grad) for one in model_or_numel.parameters()
+    ]
+    return parameters, sum(one.numel() * one.element_size() for one in model_or_numel.buffers())
+
+
+def _as_numel(number: Any) -> int:
+    if not isinstance(number, numbers.Real) or isinstance(number, bool):
+        _refuse(
+            f"got {type(number).__name__}, expected a torch.nn.Module or a number of parameters",
+            "Pass the module itself, or for example 7.5e9.",
+            kind=TypeError,
+        )
+    # Neither nan nor infinity is between these.
+    if not 0 <= number < 2**63 or int(number) != number:
+        _refuse(
+            f"got {number} parameters, expected a whole number from 0 to 2**63 - 1",
+            "Pass how many elements all parameters have.",
+        )
+    return int(number)
+
+
+def _expect_count(name: str, value: object, expected: str = "int") -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        _refuse(
+            f"{name} is {type(value).__name__}, expected {expected}",
+            "Pass a whole number.",
+            kind=TypeError,
+        )
+
+
+def _refuse(what: str, next_step: str, *, kind: type[Exception] = ValueError) -> NoReturn:
+    raise kind(_C.error_text("memory_estimate", what, next_step))

@@ -1,0 +1,373 @@
+"""ZeroRedundancyOptimizer: optimizer state, and with stage 2 gradients, sharded over the ranks."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.amp import GradScaler
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
+from torch.optim import Optimizer
+
+from trireme import _C
+from trireme._group_communicator import communicator_of
+from trireme._parameter_owners import claim, ddp_of
+from trireme._zero_checks import (
+    as_param_groups,
+    check_optimizer_class,
+    check_stage,
+    names_of,
+    placement_for,
+    refuse,
+    resolve_group,
+)
+from trireme._zero_join import ZeroJoinHook
+from trireme._zero_scaler import ScalerCheck
+from trireme._zero_state import LoadedState, ShardLayout, consolidate
+
+# torch means to replace the keyword by attributes, which cannot tell the scaler what the other
+# ranks found. Until then the keyword is the way to take the same decision on all ranks.
+warnings.filterwarnings(
+    "ignore", message="GradScaler is going to stop passing itself", category=FutureWarning
+)
+
+
+class ZeroRedundancyOptimizer(TorchZero):
+    """ZeRO stages 1 and 2; replaces ``torch.distributed.optim.ZeroRedundancyOptimizer``.
+
+    Each rank runs ``optimizer_class`` on its shards of the parameters only, so the optimizer's
+    state is there once per group of ranks. With ``stage=2`` the gradients are sharded, too: this
+    class averages them while backward computes them, and needs no DistributedDataParallel.
+
+    On ranks that share a host (backend ``trireme``) the parameters lie once, in memory that all of
+    them map; a rank's optimizer writes its shards in place and nothing is gathered. ``step()`` is
+    the gate: it waits until nobody reads the parameters any more, writes, waits until all have
+    written. Elsewhere parameters are private and ``step()`` gathers them.
+
+    Signature, ``state_dict`` format and ``consolidate_state_dict`` are those of torch's class, of
+    which this is a subclass; a state dict fits any number of ranks, and the plain optimizer.
+
+    What differs:
+
+    * Parameters of several dtypes; parameter groups added later; every optimizer class. One that
+      is known to treat elements alike (``torch.optim`` but for the following, ``trireme.optim``)
+      gets a slice of each parameter; any other (``Muon``, ``Adafactor``, yours) whole parameters,
+      balanced by size. ``placement="shards"`` or ``"whole"`` decides otherwise. ``LBFGS`` is
+      refused: it needs all of them at once.
+    * An in-place write to a parameter outside of ``step()`` raises at the next one, since all ranks
+      would write the same memory; do it inside ``with trireme.writing(optimizer):``.
+    * With ``stage=2`` a ``.grad`` has its full shape, but holds this rank's shards of the average
+      and zeros elsewhere. Clip with ``optimizer.clip_grad_norm_()`` or
+      ``trireme.clip_grad_norm_()``. What changes such a gradient otherwise makes ``step()`` raise
+      (``GradScaler`` is welcome).
+    * ``overlap_with_ddp=True`` is refused: there is nothing to overlap.
+      ``parameters_as_bucket_view`` is accepted and unneeded.
+
+    Args:
+        params: parameters, named parameters or groups, the same on all ranks, on one device. Ranks
+            start from rank 0's values.
+        optimizer_class: of ``torch.optim``, ``trireme.optim`` or yours; ``**defaults`` go to it.
+        process_group: of torch.distributed; the default group if None.
+        stage: 1 or 2.
+        host_params: False keeps parameters private to each rank.
+        placement: ``"shards"``, ``"whole"`` or None (see above).
+
+    Raises:
+        ValueError, TypeError: bad arguments; parameters that differ between ranks (on all ranks).
+        RuntimeError: out of ``step()``, on all ranks: a parameter or gradient was changed in a way
+            that ranks cannot follow.
+        torch.distributed.DistBackendError: the group failed.
+
+    Cost: see ``csrc/strategies/zero/zero.h``; ``step()`` is two small collectives.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        optimizer_class: type[Optimizer],
+        process_group: dist.ProcessGroup | None = None,
+        parameters_as_bucket_view: bool = False,
+        overlap_with_ddp: bool = False,
+        *,
+        stage: int = 1,
+        host_params: bool = True,
+        placement: str | None = None,
+        **defaults: Any,
+    ) -> None:
+        # torch's __init__ would partition whole parameters; its methods below are all replaced.
+        self.process_group = resolve_group(process_group)
+        check_stage(stage, overlap_with_ddp, self.process_group)
+        check_optimizer_class(optimizer_class, self.process_group)
+        groups = as_param_groups(params, self.process_group)
+        self.initialized = False
+        Optimizer.__init__(self, groups, dict(defaults))
+        Joinable.__init__(self)
+        self.stage = stage
+        self.world_size = self.process_group.size()
+        self.rank = self.process_group.rank()
+        self.parameters_as_bucket_view = parameters_as_bucket_view
+        self._options = _C.ZeroOptions()
+        self._options.stage = stage
+        self._options.host_params = host_params
+        self._options.placement = placement_for(optimizer_class, placement, self.process_group)
+        self._cores: list[_C.Zero] = []
+        self._places: dict[torch.Tensor, tuple[int, int]] = {}
+        self._shards: dict[torch.Tensor, torch.Tensor] = {}
+        self._names = names_of(self.param_groups)
+        self._default_device = self.param_groups[0]["params"][0].device
+        self._divide_by_initial_world_size = True
+        self._consolidated: dict[str, Any] | None = None
+        self._add_core(self.param_groups)
+        local = [self._local_group(group) for group in self.param_groups]
+        self.optim = optimizer_class(local, **defaults)  # type: ignore[call-arg]
+        self._show_defaults()
+        self.initialized = True
+
+    def _add_core(self, groups: list[dict[str, Any]]) -> None:
+        """Shards the parameters of ``groups``. Collective."""
+        parameters = [parameter for group in groups for parameter in group["params"]]
+        for parameter in parameters:
+            ddp = ddp_of(parameter)
+            if ddp is not None and (self.stage == 2 or ddp.process_group != self.process_group):
+                name = self._names[parameter]
+                if self.stage == 2:
+                    got = f"got stage 2 for '{name}', which DistributedDataParallel averages already"
+                    refuse(got, "Use the plain module, or stage=1.", self.process_group)
+                got = f"got '{name}', which DistributedDataParallel averages over another group"
+                refuse(got, "Pass the same process_group to both.", self.process_group)
+        claim(parameters, self, lambda parameter: self._names[parameter])
+        core = _C.Zero(
+            names=[self._names[parameter] for parameter in parameters],
+            parameters=parameters,
+            communicator=communicator_of(self.process_group),
+            options=self._options,
+        )
+        for index, (parameter, shard) in enumerate(zip(parameters, core.shards(), strict=True)):
+            self._places[parameter] = (len(self._cores), index)
+            self._shards[parameter] = shard
+        self._cores.append(core)
+
+    def _local_group(self, group: dict[str, Any]) -> dict[str, Any]:
+        """``group`` for this rank's optimizer: of its parameters the shards that it owns."""
+        rest = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        shards = (self._shards[parameter] for parameter in group["params"])
+        return {"params": [shard for shard in shards if shard.numel() > 0], **rest}
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As in torch; collective once the optimizer is made."""
+        Optimizer.add_param_group(self, param_group)
+        if not self.initialized:
+            return
+        added = self.param_groups[-1]
+        self._names = names_of(self.param_groups)
+        try:
+            self._add_core([added])
+        except Exception:
+            self.param_groups.pop()
+            raise
+        self.optim.add_param_group(self._local_group(added))
+        self._show_defaults()
+
+    def _show_defaults(self) -> None:
+        """What the inner optimizer has filled in, schedulers look for in our groups."""
+        for shown, local in zip(self.param_groups, self.optim.param_groups, strict=True):
+            for key, value in local.items():
+                if key not in ("params", "param_names"):
+                    shown.setdefault(key, value)
+
+    def _sync_hyperparameters(self) -> None:
+        for shown, local in zip(self.param_groups, self.optim.param_groups, strict=True):
+            for key, value in shown.items():
+                if key not in ("params", "param_names"):
+                    local[key] = value
+
+    # the step
+
+    def step(  # type: ignore[override]
+        self,
+        closure: Callable[[], Any] | None = None,
+        grad_scaler: GradScaler | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """One step of all ranks together; when it returns every parameter is whole. Collective.
+
+        ``closure`` is called once, before anything is written. ``grad_scaler`` is what
+        ``GradScaler.step`` passes: gradients are unscaled here, and no rank steps if any rank found
+        an inf. Further arguments go to the optimizer.
+
+        Raises:
+            RuntimeError: a parameter was written outside, or with stage 2 a gradient changed.
+            torch.distributed.DistBackendError: another rank failed in its step.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if self.stage == 1:
+            Join.notify_join_context(self)
+        scaler = ScalerCheck(grad_scaler, self)
+        goes = [core.begin_step(scaler.found_inf, scaler.writes) for core in self._cores]
+        scaler.tell(found_inf=not all(goes))
+        try:
+            if all(goes):
+                self._sync_hyperparameters()
+                scaler.unscale(self._shards.values())
+                self.optim.step(**kwargs)
+        except BaseException as error:
+            for core in self._cores:
+                core.abandon_step(f"{type(error).__name__}: {error}")
+            raise
+        for core in self._cores:
+            core.end_step()
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As in torch. With stage 2 None is much cheaper: zeros would take memory for all ranks."""
+        if not set_to_none:
+            Optimizer.zero_grad(self, set_to_none=False)
+            return
+        for core in self._cores:
+            core.zero_grad()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards inside only accumulate on this rank; the next one outside averages. Stage 2.
+
+        Gradients that were averaged before are set aside meanwhile and added then.
+        """
+        if self.stage == 1:
+            refuse(
+                "got no_sync() under stage 1, where DistributedDataParallel averages",
+                "Use the no_sync() of the wrapped module.",
+                self.process_group,
+                kind=RuntimeError,
+            )
+        for core in self._cores:
+            core.set_synchronize(False)
+        try:
+            yield
+        finally:
+            for core in self._cores:
+                core.set_synchronize(True)
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """Scales the gradients of all parameters to a common norm of at most ``max_norm``.
+
+        Returns the norm before, the same on all ranks. Under stage 2 one all-reduce of one number
+        per call of ``add_param_group`` and constructor, under stage 1 none. Collective.
+        """
+        from trireme.clip_grad import clip_grad_norm_
+
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        return clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
+
+    def last_step(self) -> dict[str, float]:
+        """Where the time of the last synchronized backward went; keys as in DDP's. Stage 2."""
+        if self.stage == 1:
+            refuse(
+                "got last_step() under stage 1, which moves no gradients",
+                "Ask the DistributedDataParallel module.",
+                self.process_group,
+                kind=RuntimeError,
+            )
+        return self._cores[0].last_step()
+
+    # state
+
+    def consolidate_state_dict(self, to: int = 0) -> None:
+        """Brings the state of all shards to rank ``to``, on CPU. Collective.
+
+        Tensors are sent as they are and described by JSON: nothing is pickled. Costs the state of
+        the other ranks once, over the network and in the memory of ``to``.
+        """
+        self._sync_hyperparameters()
+        self._consolidated = consolidate(self.optim, self._layout(), self.process_group, to)
+
+    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+        """What ``consolidate_state_dict`` brought here last, as the plain optimizer has it.
+
+        Raises:
+            RuntimeError: nothing was brought to this rank.
+        """
+        if self._consolidated is None:
+            refuse(
+                "got state_dict() of a state that was not consolidated here",
+                f"Call consolidate_state_dict(to={self.rank}) on all ranks before.",
+                self.process_group,
+                kind=RuntimeError,
+            )
+        shown = Optimizer.state_dict(self)
+        return {**shown, "state": self._consolidated}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes this rank's part of a whole state dict: of this class, at any number of ranks, of
+        torch's, or of the plain optimizer.
+
+        Raises:
+            ValueError: it belongs to other parameters.
+        """
+        loaded = LoadedState(state_dict, self._layout(), self.process_group)
+        for shown, group in zip(self.param_groups, loaded.param_groups, strict=True):
+            shown.update(group)
+        self._sync_hyperparameters()
+        loaded.put_into(self.optim)
+
+    def _counts(self) -> list[int]:
+        """How many parameters each core holds."""
+        counts = [0] * len(self._cores)
+        for core, _ in self._places.values():
+            counts[core] += 1
+        return counts
+
+    def _layout(self) -> ShardLayout:
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        ranges = []
+        for parameter in parameters:
+            core, index = self._places[parameter]
+            ranges.append(self._cores[core].plan()[index])
+        names = [self._names[parameter] for parameter in parameters]
+        shards = [self._shards[parameter] for parameter in parameters]
+        return ShardLayout(
+            names=names,
+            parameters=parameters,
+            shards=shards,
+            ranges=ranges,
+            group_sizes=[len(group["params"]) for group in self.param_groups],
+        )
+
+    # uneven inputs
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """A rank that has joined takes part in the step, under stage 2 with zeros as gradients.
+
+        Keyword ``divide_by_initial_world_size`` as for DDP (stage 2).
+        """
+        self._divide_by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
+        if self.stage == 2:
+            self._cores[0].set_armed_callback(self._notify_join)
+        return ZeroJoinHook(self)
+
+    def _notify_join(self) -> None:
+        """Before the first collective of a backward; counts the active ranks if they divide."""
+        divisor = self.world_size
+        work = Join.notify_join_context(self)
+        if work is not None and not self._divide_by_initial_world_size:
+            work.wait()
+            divisor = int(work.get_future().value()[0].item())
+        for core in self._cores:
+            core.set_divisor(divisor)
+
+    @property
+    def join_device(self) -> torch.device:
+        return self._default_device
+
+    @property
+    def join_process_group(self) -> dist.ProcessGroup:
+        return self.process_group
