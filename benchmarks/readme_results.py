@@ -28,7 +28,7 @@ def main(command_line: Sequence[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="compare only")
     arguments = parser.parse_args(command_line)
     stale = 0
-    for name, written in (("README.md", section()), ("docs/shared_memory.md", fault_times())):
+    for name, written in (("README.md", section()), ("docs/shared_memory.md", shared_memory_tables())):
         page = ROOT / name
         before = page.read_text()
         head, rest = before.split(BEGIN)
@@ -43,6 +43,14 @@ def main(command_line: Sequence[str] | None = None) -> int:
                 "Run benchmarks/readme_results.py."
             )
     return stale
+
+
+def shared_memory_tables() -> str:
+    """What happens when a rank is lost, and with more ranks than CPUs."""
+    text = fault_times()
+    if (RESULTS / "collectives_4_ranks.json").exists():
+        text += _collectives(_load("collectives_4_ranks.json")) + "\n"
+    return text
 
 
 def fault_times() -> str:

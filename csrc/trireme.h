@@ -3,6 +3,7 @@
 // Everything a C++ program needs.
 #include <trireme/comm/all_mean.h>
 #include <trireme/comm/launch.h>
+#include <trireme/grad/flat_optimizer.h>
 #include <trireme/memory/memory_estimate.h>
 #include <trireme/strategies/ddp/distributed_data_parallel.h>
 #include <trireme/strategies/sync_batch_norm/sync_batch_norm_module.h>

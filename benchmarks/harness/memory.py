@@ -1,13 +1,19 @@
-"""What a process holds: resident memory, page faults, and the bytes of tensors by kind."""
+"""What a process holds: resident memory, page faults, and the memory of tensors by kind."""
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import resource
 from collections.abc import Iterable
 from pathlib import Path
 
-from torch import Tensor
+from torch import Tensor, UntypedStorage
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import Optimizer
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_PAGE = resource.getpagesize()
 
 
 def peak_rss_mib() -> float:
@@ -36,22 +42,69 @@ def resident_mib() -> dict[str, float]:
     }
 
 
+def without_files_mib(rank: dict[str, float]) -> float:
+    """Of what `resident_mib` says: what the process and its peers have written."""
+    return rank["pss_anon"] + rank["pss_shmem"]
+
+
 def host_pss_mib(ranks: list[dict[str, float]]) -> float:
     """What a strategy alone would hold on this host: every shared page counted once."""
-    private_and_shared = sum(rank["pss_anon"] + rank["pss_shmem"] for rank in ranks)
-    return private_and_shared + max(rank["rss_file"] for rank in ranks)
+    return sum(map(without_files_mib, ranks)) + max(rank["rss_file"] for rank in ranks)
 
 
-def tensor_mib(tensors: Iterable[Tensor]) -> float:
-    """Memory of the storages under `tensors`; views of one storage (a bucket) count once."""
+def give_back_unused() -> None:
+    """Garbage is collected, and what malloc has kept of freed memory goes back to the system."""
+    gc.collect()
+    _LIBC.malloc_trim(0)
+
+
+def tensor_mib(tensors: Iterable[Tensor], sharers: int = 1) -> float:
+    """Memory of the storages under `tensors`: pages that nobody has written to take none.
+
+    Views of one storage (a bucket) count once. What other processes map, too, counts as 1/sharers,
+    so that the sum over the ranks of a host has it once, as with PSS.
+    """
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}
-    return sum(storage.nbytes() for storage in storages.values()) / 2**20
+    shared = _shared_mappings()
+    total = 0.0
+    for begin, storage in storages.items():
+        is_shared = any(begin in mapping for mapping in shared)
+        total += _resident_bytes(storage) / (sharers if is_shared else 1)
+    return total / 2**20
 
 
-def optimizer_state_mib(optimizer: Optimizer) -> float:
-    """Momenta and everything else that the optimizer keeps per parameter."""
-    states = (value for state in optimizer.state.values() for value in state.values())
-    return tensor_mib(value for value in states if isinstance(value, Tensor))
+def optimizer_state(optimizer: Optimizer) -> list[Tensor]:
+    """Momenta and everything else that this rank's optimizer keeps per parameter."""
+    local = optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer
+    values = (value for state in local.state.values() for value in state.values())
+    return [value for value in values if isinstance(value, Tensor)]
+
+
+def _resident_bytes(storage: UntypedStorage) -> int:
+    begin, end = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+    if begin == end:
+        return 0
+    first = begin // _PAGE * _PAGE
+    pages = (ctypes.c_ubyte * -(-(end - first) // _PAGE))()
+    if _LIBC.mincore(ctypes.c_void_p(first), ctypes.c_size_t(end - first), pages) != 0:
+        raise OSError(ctypes.get_errno(), "mincore")
+    missing = sum(
+        min(end, first + (i + 1) * _PAGE) - max(begin, first + i * _PAGE)
+        for i, page in enumerate(pages)
+        if not page & 1
+    )
+    return end - begin - missing
+
+
+def _shared_mappings() -> list[range]:
+    """Addresses that a write by another process may change."""
+    found = []
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        addresses, permissions = line.split()[:2]
+        if permissions.endswith("s"):
+            begin, end = addresses.split("-")
+            found.append(range(int(begin, 16), int(end, 16)))
+    return found
 
 
 def _kib_fields(path: str) -> dict[str, int]:

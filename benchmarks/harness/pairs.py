@@ -14,11 +14,12 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Side:
-    """One strategy with one set of options."""
+    """One strategy with one set of options; `optimizer` says whose AdamW it steps."""
 
     label: str
     strategy: str
     options: Mapping[str, Any]
+    optimizer: str = "torch"
 
 
 OURS = {

@@ -23,11 +23,11 @@ PHASE_LOOKS = (
     ("optimizer", "#eeca3b"),
 )
 KIND_LOOKS = (
-    ("interpreter, libraries", "#bab0ac"),
+    ("interpreters, libraries, data", "#bab0ac"),
     ("parameters", "#4c78a8"),
     ("gradients", "#e45756"),
     ("optimizer state", "#eeca3b"),
-    ("activations, buckets, rest", "#72b7b2"),
+    ("buckets, allocator, rest", "#72b7b2"),
 )
 LINE_WIDTHS = (6.0, 3.5, 1.5)
 DPI = 150
@@ -65,8 +65,8 @@ def _memory(summaries: Sequence[Summary]) -> Figure:
     figure, axes = _bars_figure(summaries)
     stacks = [[s.memory_mib[kind] for s in summaries] for kind in KINDS]
     _stack(axes, summaries, stacks, KIND_LOOKS)
-    axes.set_xlabel("MiB per rank at its peak")
-    axes.set_title("What a rank holds in memory")
+    axes.set_xlabel("MiB of all ranks after a backward, what they share counted once")
+    axes.set_title("What the host holds in memory")
     return figure
 
 

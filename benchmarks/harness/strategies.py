@@ -10,7 +10,8 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from harness.bad_input import BadInput, unknown_name
+
+if TYPE_CHECKING:
+    import trireme
 
 Options = Mapping[str, Any]
 Report = dict[str, float]
@@ -40,6 +44,15 @@ class OptimizerSpec:
     def __str__(self) -> str:
         arguments = ", ".join(f"{name}={value}" for name, value in self.arguments.items())
         return f"{self.kind.__name__}({arguments})"
+
+
+def optimizer_spec(library: str) -> OptimizerSpec:
+    """AdamW of `library`, "torch" (fused) or "trireme", with the same arguments."""
+    if library == "torch":
+        return OptimizerSpec()
+    import trireme
+
+    return OptimizerSpec(trireme.optim.AdamW)
 
 
 @dataclass(frozen=True)
@@ -91,15 +104,46 @@ def build_ddp(module: nn.Module, optimizer: OptimizerSpec, options: Options) -> 
 
 def build_torch_ddp(module: nn.Module, optimizer: OptimizerSpec, options: Options) -> Parallel:
     parallel = nn.parallel.DistributedDataParallel(module, **options)
-
-    def report() -> Report:
-        """The reducer's own clock, a step late: last gradient to end of communication."""
-        parallel._set_ddp_runtime_logging_sample_rate(1)  # else only every 100th step is timed
-        log = parallel._get_ddp_logging_data()
-        hidden = log.get("backward_compute_comm_overlap_time", 0)
-        return {"exposed_comm_ms": (log.get("backward_comm_time", 0) - hidden) / 1e6}
-
+    report = partial(_torch_report, parallel)
     return Parallel(parallel, optimizer.build(parallel.parameters()), report)
+
+
+def _torch_report(parallel: nn.parallel.DistributedDataParallel) -> Report:
+    """The reducer's own clock, a step late: last gradient to end of communication."""
+    parallel._set_ddp_runtime_logging_sample_rate(1)  # else only every 100th step is timed
+    log = parallel._get_ddp_logging_data()
+    hidden = log.get("backward_compute_comm_overlap_time", 0)
+    return {"exposed_comm_ms": (log.get("backward_comm_time", 0) - hidden) / 1e6}
+
+
+def build_zero1(module: nn.Module, optimizer: OptimizerSpec, options: Options) -> Parallel:
+    import trireme
+
+    parallel = trireme.DistributedDataParallel(module)
+    return Parallel(parallel, _sharded(parallel, optimizer, 1, options), parallel.last_step)
+
+
+def build_zero2(module: nn.Module, optimizer: OptimizerSpec, options: Options) -> Parallel:
+    sharded = _sharded(module, optimizer, 2, options)
+    return Parallel(module, sharded, sharded.last_step)
+
+
+def _sharded(
+    module: nn.Module, optimizer: OptimizerSpec, stage: int, options: Options
+) -> trireme.ZeroRedundancyOptimizer:
+    import trireme
+
+    parameters, arguments = module.parameters(), {**options, **optimizer.arguments}
+    return trireme.ZeroRedundancyOptimizer(parameters, optimizer.kind, stage=stage, **arguments)
+
+
+def build_torch_zero1(module: nn.Module, optimizer: OptimizerSpec, options: Options) -> Parallel:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    parallel = nn.parallel.DistributedDataParallel(module, gradient_as_bucket_view=True)
+    arguments = {**options, **optimizer.arguments}
+    sharded = ZeroRedundancyOptimizer(parallel.parameters(), optimizer.kind, **arguments)
+    return Parallel(parallel, sharded, partial(_torch_report, parallel))
 
 
 def _enter_trireme() -> None:
@@ -126,8 +170,8 @@ STRATEGIES: dict[str, Strategy] = {
     "single": Strategy("one process, all cores", build_plain, alone=True),
     "dp": Strategy("trireme DataParallel", alone=True, needs_trireme=True),
     "ddp": Strategy("trireme DistributedDataParallel", build_ddp, TRIREME, needs_trireme=True),
-    "zero1": Strategy("trireme ZeRO stage 1", needs_trireme=True),
-    "zero2": Strategy("trireme ZeRO stage 2", needs_trireme=True),
+    "zero1": Strategy("trireme ZeRO stage 1, in DDP", build_zero1, TRIREME, needs_trireme=True),
+    "zero2": Strategy("trireme ZeRO stage 2", build_zero2, TRIREME, needs_trireme=True),
     "fsdp": Strategy("trireme fully_shard", needs_trireme=True),
     "torch-ddp": Strategy(
         "torch DistributedDataParallel",
@@ -135,11 +179,18 @@ STRATEGIES: dict[str, Strategy] = {
         GLOO,
         {"gradient_as_bucket_view": True},
     ),
-    "torch-zero1": Strategy("torch ZeroRedundancyOptimizer"),
+    "torch-zero1": Strategy("torch ZeroRedundancyOptimizer, in DDP", build_torch_zero1, GLOO),
     "torch-fsdp2": Strategy("torch fully_shard"),
     "ddp-gloo": Strategy(
         "trireme DistributedDataParallel over Gloo",
         build_ddp,
+        GLOO,
+        only_benchmarked=True,
+        needs_trireme=True,
+    ),
+    "zero2-gloo": Strategy(
+        "trireme ZeRO stage 2 over Gloo",
+        build_zero2,
         GLOO,
         only_benchmarked=True,
         needs_trireme=True,

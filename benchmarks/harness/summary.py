@@ -20,9 +20,10 @@ class Summary:
     """One run. Times in ms over the steps after warm-up, mean over ranks; memory in MiB.
 
     `phase_ms` and `memory_mib` are the stacks of the plots, keyed by PHASES and KINDS; "backward"
-    there is without its exposed communication. `memory_mib` is of the rank with the highest peak
-    and adds up to that peak: "at_start" is the interpreter with its libraries and the process
-    group, "rest" is activations, gradient buckets and what the allocator keeps.
+    there is without its exposed communication. `memory_mib` is of all ranks after a backward, with
+    what they share counted once, and adds up to `pss_mib_host`: "at_start" is interpreters with
+    libraries, samples and the process group, "rest" is gradient buckets and what the allocator
+    keeps of the activations.
     """
 
     strategy: str
@@ -86,7 +87,7 @@ def summarize(strategy: str, trajectory: Trajectory, *, global_batch: int, threa
         exposed_comm_ms=exposed,
         reported_exposed_comm_ms=statistics.median(trajectory.mean("reported_exposed_ms")),
         faults_per_step=statistics.median(trajectory.mean("faults")),
-        memory_mib=_memory_stack(max(trajectory.memory, key=lambda held: held["peak_rss"])),
+        memory_mib=_memory_stack(trajectory.memory),
         peak_rss_mib_per_rank=max(held["peak_rss"] for held in trajectory.memory),
         pss_mib_host=host_pss_mib(trajectory.memory),
         losses=trajectory.losses(),
@@ -94,10 +95,11 @@ def summarize(strategy: str, trajectory: Trajectory, *, global_batch: int, threa
     )
 
 
-def _memory_stack(held: dict[str, float]) -> dict[str, float]:
-    known = (held["at_start"], held["parameters"], held["gradients"], held["optimizer_state"])
-    parts = (*known, max(0.0, held["peak_rss"] - sum(known)))
-    return dict(zip(KINDS, parts, strict=True))
+def _memory_stack(ranks: list[dict[str, float]]) -> dict[str, float]:
+    stack = {kind: sum(rank[kind] for rank in ranks) for kind in KINDS[:-1]}
+    stack["at_start"] += max(rank["rss_file"] for rank in ranks)
+    rest = max(0.0, host_pss_mib(ranks) - sum(stack.values()))
+    return {**stack, "rest": rest}
 
 
 def _seconds(step_ms: list[float]) -> list[float]:

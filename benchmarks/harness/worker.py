@@ -3,11 +3,13 @@
 Commands (one JSON object per line on standard input):
   {"do": "steps", "count": k}   k training steps; replies with their times, losses and page faults
   {"do": "measure"}             one untimed step; replies with what is held after its backward
+  {"do": "rest"}                replies with what is held between steps, freed memory given back
   {"do": "stop"}                leaves the process group and ends
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import sys
@@ -22,16 +24,16 @@ from torch import Tensor
 from workloads import WORKLOADS, Batch, SampleOrder, WorkloadOptions
 
 from harness import memory
-from harness.strategies import STRATEGIES, OptimizerSpec, Report, Strategy
+from harness.strategies import STRATEGIES, Report, Strategy, optimizer_spec
 
 
 @dataclass(frozen=True)
 class RankConfig:
     """What a rank trains.
 
-    `options`: arguments of the strategy in place of its own. `probe`: times the last gradient of
-    each step with a hook per parameter, which costs about a microsecond each, so pure timing goes
-    without. `ticks`: rank 0 reports every step as it ends.
+    `options`: arguments of the strategy in place of its own. `optimizer`: whose AdamW. `probe`:
+    times the last gradient of each step with a hook per parameter, which costs about a microsecond
+    each, so pure timing goes without. `ticks`: rank 0 reports every step as it ends.
     """
 
     strategy: str
@@ -39,6 +41,7 @@ class RankConfig:
     global_batch: int
     threads: int
     options: dict[str, Any] | None = None
+    optimizer: str = "torch"
     workload_options: WorkloadOptions = field(default_factory=WorkloadOptions)
     seed: int = 0
     probe: bool = False
@@ -79,8 +82,11 @@ class Trainer:
         self.config = config
         self.rank = int(os.environ["RANK"])
         self.world = int(os.environ["WORLD_SIZE"])
-        self.at_start_mib = memory.peak_rss_mib()
         workload = WORKLOADS[config.workload](config.workload_options)
+        self.samples = workload.samples()
+        importlib.import_module("torch._dynamo")  # or the first step of an optimizer imports it
+        memory.give_back_unused()
+        self.at_start_mib = memory.without_files_mib(memory.resident_mib())
         torch.manual_seed(config.seed)
         module = workload.model()
         if config.workload_options.norm == "syncbn" and self.world > 1:
@@ -88,9 +94,8 @@ class Trainer:
         build = strategy.build
         assert build is not None  # compare.py refuses planned strategies
         options = strategy.options if config.options is None else config.options
-        self.parallel = build(module, OptimizerSpec(), options)
+        self.parallel = build(module, optimizer_spec(config.optimizer), options)
         self.loss = workload.loss
-        self.samples = workload.samples()
         self.order = SampleOrder(len(self.samples), config.global_batch, config.seed)
         self.steps_done = 0
         self.last_gradient_s = 0.0
@@ -127,16 +132,28 @@ class Trainer:
         """One more step; memory is read while parameters, gradients and optimizer state exist."""
         batch = self._next_batch()
         self.loss(self.parallel.module(batch.inputs), batch).backward()
-        parameters = list(self.parallel.module.parameters())
-        held = {
-            **memory.resident_mib(),
-            "parameters": memory.tensor_mib(parameters),
-            "gradients": memory.tensor_mib(p.grad for p in parameters if p.grad is not None),
-            "optimizer_state": memory.optimizer_state_mib(self.parallel.optimizer),
-        }
+        held = self._held()
         self.parallel.optimizer.step()
         self.parallel.optimizer.zero_grad(set_to_none=True)
-        return {**held, "at_start": self.at_start_mib, "peak_rss": memory.peak_rss_mib()}
+        return {**held, "peak_rss": memory.peak_rss_mib()}
+
+    def rest(self) -> Report:
+        """What stays between steps, when all activations have gone."""
+        memory.give_back_unused()
+        return self._held()
+
+    def _held(self) -> Report:
+        parameters = list(self.parallel.module.parameters())
+        kinds = {
+            "parameters": parameters,
+            "gradients": [p.grad for p in parameters if p.grad is not None],
+            "optimizer_state": memory.optimizer_state(self.parallel.optimizer),
+        }
+        return {
+            **memory.resident_mib(),
+            **{kind: memory.tensor_mib(held, self.world) for kind, held in kinds.items()},
+            "at_start": self.at_start_mib,
+        }
 
     def _next_batch(self) -> Batch:
         indices = self.order.indices(self.steps_done)
@@ -196,6 +213,8 @@ def serve(trainer: Trainer, replies: TextIO) -> None:
             reply({"records": [asdict(record) for record in records]})
         elif command["do"] == "measure":
             reply({"memory": trainer.measure()})
+        elif command["do"] == "rest":
+            reply({"memory": trainer.rest()})
         else:
             return
 

@@ -8,10 +8,10 @@
 #include <torch/optim/adamw.h>
 #include <torch/optim/sgd.h>
 
-// torch's optimizers, stepped by the kernels of kernels/optimizer_step.h: one pass over memory, where
-// torch's C++ classes make some ten operators per parameter. Each is torch's class with step()
-// replaced: the same options, parameter groups, state and archives (torch::save, torch::load), and it
-// goes wherever a torch::optim::Optimizer& does.
+// torch's optimizers, stepped by the kernels of kernels/optimizer_step.h: one pass over memory,
+// where torch's C++ classes make some ten operators per parameter. Each is torch's class with
+// step() replaced: the same options, parameter groups, state and archives (torch::save,
+// torch::load), and it goes wherever a torch::optim::Optimizer& does.
 //
 // What differs: states of bf16 and fp16 parameters are fp32. Results are those of torch's Python
 // optimizers with fused=True (optimizer_step.h); those of torch's C++ classes round some terms

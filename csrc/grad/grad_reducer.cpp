@@ -49,7 +49,6 @@ void GradReducer::begin_backward(bool shadow) {
   if (map_is_unread_) settle_map();
   adopt_pending_order();
   for (size_t i = 0; options_.shards && i < parameters_.size(); ++i) set_aside(i);
-  left_out_.clear();
   if (plan_is_stale_) build_buckets();
   ++step_;
   shadow_ = shadow;

@@ -175,6 +175,7 @@ class TRIREME_API GradReducer final : public GradSink,
   void deliver(Bucket& bucket, size_t slot);
   void restore(Bucket& bucket, size_t slot);
   void set_aside(size_t index);
+  void put_back();
   void watch_gradient(size_t index);
   OwnShards own_shards() const { return {options_.shards, communicator_->rank()}; }
   void check_gradient(int64_t index, bool has_gradient);
@@ -215,13 +216,19 @@ class TRIREME_API GradReducer final : public GradSink,
   BucketPlan plan_;
   std::vector<Place> places_;
   std::vector<Bucket> buckets_;
-  std::vector<Bucket> left_out_;          // of the last step, with shards: theirs are .grad's
-  std::vector<at::Tensor> set_aside_;     // by parameter, see [Note: who owns a gradient's memory]
+  // by parameter, with shards; see [Note: who owns a gradient's memory] in bucket.h
+  using WeakTensor = c10::weak_intrusive_ptr<at::TensorImpl, at::UndefinedTensorImpl>;
   struct Delivered {
-    const at::TensorImpl* grad = nullptr;
+    std::optional<WeakTensor> grad;
     uint32_t version = 0;
+
+    bool is(const at::Tensor& tensor) const {
+      return grad && tensor.defined() &&
+             grad->_unsafe_get_target() == tensor.unsafeGetTensorImpl();
+    }
   };
-  std::vector<Delivered> delivered_as_;  // by parameter, with shards
+  std::vector<Delivered> delivered_as_;
+  std::vector<at::Tensor> set_aside_;
   std::vector<std::string> labels_;
   bool tail_in_last_bucket_ = false;
   bool plan_is_stale_ = true;

@@ -46,8 +46,8 @@ GradReducer::GradReducer(NamedParameters parameters, std::shared_ptr<Communicato
       divisor_(static_cast<double>(communicator_->world())),
       trailing_(parameters_.size(), false),
       partly_used_at_(parameters_.size(), -kTrailingSteps),
-      set_aside_(parameters_.size()),
       delivered_as_(parameters_.size()),
+      set_aside_(parameters_.size()),
       fires_expected_(parameters_.size(), 1),
       fires_seen_(parameters_.size(), 0),
       used_(static_cast<int64_t>(parameters_.size())) {
@@ -224,7 +224,7 @@ void GradReducer::reduce_left_out(const std::vector<int64_t>& left_out,
                                   const std::vector<bool>& used) {
   const BucketPlan plan = make_plan(left_out);
   for (size_t b = 0; b < plan.buckets.size(); ++b) {
-    Bucket& bucket = left_out_.emplace_back(plan.buckets[b], parameters_, 0, own_shards());
+    Bucket bucket(plan.buckets[b], parameters_, 0, own_shards());
     bucket.begin_step(shadow_);
     bucket.complete(scale());
     const std::string label = "left-out " + bucket_label(plan, b, infos_);
@@ -238,7 +238,6 @@ void GradReducer::reduce_left_out(const std::vector<int64_t>& left_out,
       if (used[static_cast<size_t>(slots[slot].parameter)]) deliver(bucket, slot);
     }
   }
-  if (!options_.shards) left_out_.clear();
 }
 
 std::string GradReducer::describe_plan() const { return to_string(plan_, infos_); }

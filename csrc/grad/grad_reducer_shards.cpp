@@ -19,14 +19,16 @@ void GradReducer::gradient_due(int64_t index) {
 // With shards: if .grad holds a sum, its place is taken by what this rank accumulates.
 void GradReducer::set_aside(size_t index) {
   at::Tensor& grad = parameters_[index].mutable_grad();
-  const int32_t bucket = places_[index].bucket;
-  const auto holds = [&](const Bucket& one) { return one.holds_gradient_of(parameters_[index]); };
-  const bool is_reduced =
-      grad.defined() && ((bucket >= 0 && holds(buckets_[static_cast<size_t>(bucket)])) ||
-                         std::any_of(left_out_.begin(), left_out_.end(), holds));
-  if (!is_reduced) return;
+  if (!grad.defined()) set_aside_[index].reset();  // zeroed since
+  if (!delivered_as_[index].is(grad)) return;
   set_aside_[index] = std::move(grad);
   grad.reset();
+}
+
+// As if the backward that was abandoned had never begun, for what had been reduced before.
+void GradReducer::put_back() {
+  for (size_t i = 0; i < parameters_.size(); ++i)
+    if (set_aside_[i].defined()) parameters_[i].mutable_grad() = std::exchange(set_aside_[i], {});
 }
 
 void GradReducer::deliver(Bucket& bucket, size_t slot) {
@@ -47,7 +49,7 @@ void GradReducer::watch_gradient(size_t index) {
   const at::Tensor& grad = parameters_[index].grad();
   delivered_as_[index] = {};
   if (grad.defined())
-    delivered_as_[index] = {grad.unsafeGetTensorImpl(),
+    delivered_as_[index] = {WeakTensor(grad.getIntrusivePtr()),
                             grad.unsafeGetTensorImpl()->version_counter().current_version()};
 }
 
@@ -59,7 +61,7 @@ std::vector<int64_t> GradReducer::changed_gradients(uint32_t allowed) const {
     const Delivered& as = delivered_as_[i];
     const bool is_as_left =
         !grad.defined() ||
-        (grad.unsafeGetTensorImpl() == as.grad &&
+        (as.is(grad) &&
          grad.unsafeGetTensorImpl()->version_counter().current_version() - as.version <= allowed);
     if (!is_as_left || set_aside_[i].defined()) changed.push_back(static_cast<int64_t>(i));
   }

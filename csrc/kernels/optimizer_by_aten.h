@@ -2,8 +2,9 @@
 
 #include <trireme/kernels/optimizer_rows.h>
 
-// A step of one row in terms of ATen, some ten calls: for devices without a kernel of their own, for
-// CUDA where nvcc was missing at build time, and for tensor subclasses. Same results but for rounding.
+// A step of one row in terms of ATen, some ten calls: for devices without a kernel of their own,
+// for CUDA where nvcc was missing at build time, and for tensor subclasses. Same results but for
+// rounding.
 namespace trireme::by_aten {
 
 // Exported for the tests.

@@ -5,9 +5,9 @@
 
 #include <cmath>
 
-// The update of one element, for every device. Operations have torch's order (its fused CPU kernels),
-// and Math::multiply_add stands where its compiler fuses a product into a sum; so results have
-// torch's bits, if the compiler fuses nothing else (-ffp-contract=off, -fmad=false).
+// The update of one element, for every device. Operations have torch's order (its fused CPU
+// kernels), and Math::multiply_add stands where its compiler fuses a product into a sum; so results
+// have torch's bits, if the compiler fuses nothing else (-ffp-contract=off, -fmad=false).
 namespace trireme {
 
 // The scalars in T, the type computed in: fp64 for fp64 parameters, else fp32.
@@ -92,8 +92,8 @@ TRIREME_HOST_DEVICE void update(AdamElement<T>& e, const AdamFactors<T>& f) {
   T grad = e.grad * f.grad_factor;
   // Not by a factor of 0: an infinite parameter would become a NaN.
   if constexpr (kL2) grad = Math::multiply_add(e.param, f.l2, grad);
-  e.exp_avg = Math::multiply_add(f.lerp_weight, grad - e.exp_avg,
-                                 f.lerp_from_avg ? e.exp_avg : grad);
+  e.exp_avg =
+      Math::multiply_add(f.lerp_weight, grad - e.exp_avg, f.lerp_from_avg ? e.exp_avg : grad);
   e.exp_avg_sq = Math::multiply_add(grad * f.grad_sq_share, grad, e.exp_avg_sq * f.beta2);
   T mean_sq = e.exp_avg_sq;
   if constexpr (kAmsgrad) {
@@ -117,8 +117,7 @@ TRIREME_HOST_DEVICE void update(SgdElement<T>& e, const SgdFactors<T>& f) {
   T grad = e.grad * f.grad_factor;
   if constexpr (kL2) grad = Math::multiply_add(e.param, f.l2, grad);
   if constexpr (kMomentum) {
-    e.momentum_buffer =
-        Math::multiply_add(grad, f.grad_share, e.momentum_buffer * f.buffer_share);
+    e.momentum_buffer = Math::multiply_add(grad, f.grad_share, e.momentum_buffer * f.buffer_share);
     grad = kNesterov ? Math::multiply_add(e.momentum_buffer, f.momentum, grad) : e.momentum_buffer;
   }
   e.param = Math::multiply_add(grad, f.minus_lr, e.param);

@@ -40,20 +40,22 @@ void check_dtype(const Checked& row, const char* name, const at::Tensor& tensor,
   const at::ScalarType dtype = tensor.scalar_type();
   TORCH_CHECK_TYPE(
       dtype == allowed[0] || dtype == allowed[1],
-      error_text(row.area,
-                 text_of("got ", name, " of dtype ", dtype, " for parameter ", row.index, " of dtype ",
-                         row.param.scalar_type(), ", expected ", allowed[0],
-                         allowed[0] == allowed[1] ? std::string()
-                                                  : std::string(" or ") + c10::toString(allowed[1])),
-                 {}, "Convert it first."));
+      error_text(
+          row.area,
+          text_of("got ", name, " of dtype ", dtype, " for parameter ", row.index, " of dtype ",
+                  row.param.scalar_type(), ", expected ", allowed[0],
+                  allowed[0] == allowed[1] ? std::string()
+                                           : std::string(" or ") + c10::toString(allowed[1])),
+          {}, "Convert it first."));
 }
 
 void check_place(const Checked& row, const char* name, const at::Tensor& tensor) {
-  TORCH_CHECK_VALUE(tensor.sizes() == row.param.sizes(),
-                    error_text(row.area,
-                               text_of("got ", name, " of shape ", tensor.sizes(), " for parameter ",
-                                       row.index, ", expected ", row.param.sizes()),
-                               {}, "Load a state of the same model."));
+  TORCH_CHECK_VALUE(
+      tensor.sizes() == row.param.sizes(),
+      error_text(row.area,
+                 text_of("got ", name, " of shape ", tensor.sizes(), " for parameter ", row.index,
+                         ", expected ", row.param.sizes()),
+                 {}, "Load a state of the same model."));
   TORCH_CHECK_VALUE(tensor.device() == row.param.device(),
                     error_text(row.area,
                                text_of("got ", name, " on ", tensor.device(), " for parameter ",

@@ -62,12 +62,12 @@ Route route_of(const OptimizerRow& row) {
 }
 
 void check_length(std::string_view area, const char* name, size_t got, size_t expected) {
-  TORCH_CHECK_VALUE(got == expected, error_text(area,
-                                                std::string("got ") + std::to_string(got) + " " +
-                                                    name + ", expected " +
-                                                    std::to_string(expected) +
-                                                    " as there are parameters",
-                                                {}, "Pass one for each."));
+  TORCH_CHECK_VALUE(
+      got == expected,
+      error_text(area,
+                 std::string("got ") + std::to_string(got) + " " + name + ", expected " +
+                     std::to_string(expected) + " as there are parameters",
+                 {}, "Pass one for each."));
 }
 
 void bump_version(const at::Tensor& tensor) {
@@ -169,9 +169,7 @@ template <typename Algorithm>
 class Step {
  public:
   Step(Algorithm algorithm, const GradScale& scale)
-      : algorithm_(std::move(algorithm)),
-        scale_(scale),
-        write_grad_(scale.grad_scale.defined()) {}
+      : algorithm_(std::move(algorithm)), scale_(scale), write_grad_(scale.grad_scale.defined()) {}
 
   void run() {
     const size_t count = algorithm_.lists.params.size();

@@ -14,14 +14,14 @@ namespace trireme {
 // One step of Adam, AdamW or SGD over many parameters: one pass over memory, in place.
 //
 // Common to all: a parameter is real or complex fp32, fp64, fp16 or bf16 (a complex element is two
-// reals); its gradient has its dtype or is fp32; its states are fp32 and computed with in fp32, fp64
-// for an fp64 parameter, and the new value is rounded to the parameter once. fp32 and fp64 results
-// have the bits of torch's fused CPU optimizers wherever both fuse multiply and add.
+// reals); its gradient has its dtype or is fp32; its states are fp32 and computed with in fp32,
+// fp64 for an fp64 parameter, and the new value is rounded to the parameter once. fp32 and fp64
+// results have the bits of torch's fused CPU optimizers wherever both fuse multiply and add.
 
 // --- lists of tensors, on any devices ------------------------------------------------------------
 
-// Entry i of each list belongs to parameter i and has its shape. Memory that is not dense, or not in
-// the order of the parameter's, is copied there and back.
+// Entry i of each list belongs to parameter i and has its shape. Memory that is not dense, or not
+// in the order of the parameter's, is copied there and back.
 struct AdamLists {
   at::TensorList params;
   at::TensorList grads;
@@ -29,7 +29,8 @@ struct AdamLists {
   at::TensorList exp_avg_sqs;
   at::TensorList max_exp_avg_sqs;  // empty unless amsgrad
   // How many steps parameter i has seen, this one included: tensors of one fp32 or fp64 each, which
-  // are counted up here, on the CPU or (then fp32) on the device of a CUDA parameter; or else numbers.
+  // are counted up here, on the CPU or (then fp32) on the device of a CUDA parameter; or else
+  // numbers.
   at::TensorList steps;
   c10::ArrayRef<int64_t> step_numbers;
 };
@@ -50,8 +51,8 @@ struct GradScale {
   at::Tensor found_inf;
 };
 
-// Throws ValueError or TypeError naming the index of the parameter, before anything is written. Moves
-// the version counters of what it writes; records nothing for autograd.
+// Throws ValueError or TypeError naming the index of the parameter, before anything is written.
+// Moves the version counters of what it writes; records nothing for autograd.
 //
 // Cost on the CPU: one pass, shared among torch's intra-op threads; some 100 ns per parameter
 // besides. On CUDA one launch per device, dtype and 512 parameters on the current stream,
@@ -78,9 +79,9 @@ TRIREME_API at::ScalarType optimizer_state_dtype(at::ScalarType param);
 TRIREME_API OptimizerSegment slice(const OptimizerSegment& segment, SegmentDtypes dtypes,
                                    int64_t begin, int64_t end);
 
-// For instance the shards of a rank. Neither dispatcher nor checks; no state may be nullptr that the
-// scalars ask for, and nothing may overlap. More than 32768 elements in all are shared among the
-// threads of torch's intra-op pool.
+// For instance the shards of a rank. Neither dispatcher nor checks; no state may be nullptr that
+// the scalars ask for, and nothing may overlap. More than 32768 elements in all are shared among
+// the threads of torch's intra-op pool.
 TRIREME_API void adam_segments(c10::ArrayRef<OptimizerSegment> segments, SegmentDtypes dtypes,
                                const AdamScalars& scalars);
 TRIREME_API void sgd_segments(c10::ArrayRef<OptimizerSegment> segments, SegmentDtypes dtypes,

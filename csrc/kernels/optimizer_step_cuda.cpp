@@ -39,10 +39,10 @@ template <typename Scalars>
 void launch(const OptimizerTable& table, const OptimizerBatch& batch, const Scalars& scalars) {
   const OptimizerReals reals = {real_of(batch.dtypes.param), real_of(batch.dtypes.grad)};
   const char* failure = launch_step(table, reals, scalars, current_stream_handle(batch.device));
-  TORCH_CHECK(failure == nullptr,
-              error_text("optimizer_step",
-                         std::string("CUDA refused the kernel launch: ") + failure, {},
-                         "An earlier kernel may be the cause: run with CUDA_LAUNCH_BLOCKING=1."));
+  TORCH_CHECK(
+      failure == nullptr,
+      error_text("optimizer_step", std::string("CUDA refused the kernel launch: ") + failure, {},
+                 "An earlier kernel may be the cause: run with CUDA_LAUNCH_BLOCKING=1."));
 }
 
 // One fp32 number on the device, undefined if there is none.

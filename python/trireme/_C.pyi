@@ -2,7 +2,8 @@
 
 Contracts stand in the headers of the same names: csrc/strategies/ddp/ddp.h,
 csrc/grad/grad_reducer.h, csrc/comm/communicator.h, csrc/comm/rendezvous.h, csrc/common/env.h,
-csrc/shm/doctor.h, csrc/memory/memory_estimate.h.
+csrc/shm/doctor.h, csrc/memory/memory_estimate.h,
+csrc/kernels/optimizer_step.h.
 """
 
 from collections.abc import Callable, Sequence
@@ -108,6 +109,49 @@ class BatchNormSync:
         momentum: float,
         eps: float,
     ) -> torch.Tensor: ...
+
+class AdamStepOptions:
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    decoupled_weight_decay: bool
+    amsgrad: bool
+    maximize: bool
+    def __init__(self) -> None: ...
+
+class SgdStepOptions:
+    lr: float
+    momentum: float
+    dampening: float
+    weight_decay: float
+    nesterov: bool
+    maximize: bool
+    first_step: bool
+    def __init__(self) -> None: ...
+
+def adam_step(
+    *,
+    params: Sequence[torch.Tensor],
+    grads: Sequence[torch.Tensor],
+    exp_avgs: Sequence[torch.Tensor],
+    exp_avg_sqs: Sequence[torch.Tensor],
+    max_exp_avg_sqs: Sequence[torch.Tensor],
+    steps: Sequence[torch.Tensor],
+    options: AdamStepOptions,
+    grad_scale: torch.Tensor | None,
+    found_inf: torch.Tensor | None,
+) -> None: ...
+def sgd_step(
+    *,
+    params: Sequence[torch.Tensor],
+    grads: Sequence[torch.Tensor],
+    momentum_buffers: Sequence[torch.Tensor],
+    options: SgdStepOptions,
+    grad_scale: torch.Tensor | None,
+    found_inf: torch.Tensor | None,
+) -> None: ...
 
 class Launcher:
     ALONE: ClassVar[Launcher]

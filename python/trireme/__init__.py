@@ -8,6 +8,7 @@ from trireme._shm_backend import register  # noqa: E402
 
 register()
 
+from trireme import optim  # noqa: E402
 from trireme.clip_grad import clip_grad_norm_  # noqa: E402
 from trireme.ddp import DistributedDataParallel  # noqa: E402
 from trireme.host_writing import writing  # noqa: E402
@@ -33,6 +34,7 @@ __all__ = [
     "estimate_memory",
     "get_logger",
     "init",
+    "optim",
     "rank_generator",
     "shutdown",
     "writing",

@@ -1,9 +1,8 @@
 """How much memory a strategy will take, told before anything is allocated: docs/memory.md."""
 
-import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NoReturn
+from typing import Literal, NoReturn
 
 import torch
 from torch import nn
@@ -126,9 +125,7 @@ def estimate_memory(
     )
 
 
-def _describe(
-    model_or_numel: object, dtype: torch.dtype | None
-) -> tuple[list[_Described], int]:
+def _describe(model_or_numel: object, dtype: torch.dtype | None) -> tuple[list[_Described], int]:
     """What the core has to know of the parameters, and the bytes of the module's buffers."""
     if not isinstance(model_or_numel, nn.Module):
         return [([_as_numel(model_or_numel)], dtype or torch.float32, True)], 0
@@ -149,8 +146,8 @@ def _describe(
     return parameters, sum(one.numel() * one.element_size() for one in model_or_numel.buffers())
 
 
-def _as_numel(number: Any) -> int:
-    if not isinstance(number, numbers.Real) or isinstance(number, bool):
+def _as_numel(number: object) -> int:
+    if not isinstance(number, (int, float)) or isinstance(number, bool):
         _refuse(
             f"got {type(number).__name__}, expected a torch.nn.Module or a number of parameters",
             "Pass the module itself, or for example 7.5e9.",

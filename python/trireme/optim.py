@@ -140,7 +140,9 @@ class SGD(_Fused, torch.optim.SGD):
         if fresh:
             self._first_step([params[i] for i in fresh], [grads[i] for i in fresh], options)
             later = [i for i, buffer in enumerate(buffers) if buffer is not None]
-            params, grads, buffers = ([list_[i] for i in later] for list_ in (params, grads, buffers))
+            params, grads, buffers = (
+                [list_[i] for i in later] for list_ in (params, grads, buffers)
+            )
         self._call(params, grads, buffers, options)
 
     def _first_step(
@@ -198,9 +200,7 @@ def _state_dtype(param: Tensor) -> torch.dtype:
 
 
 def _zeros_like(param: Tensor) -> Tensor:
-    return torch.zeros_like(
-        param, dtype=_state_dtype(param), memory_format=torch.preserve_format
-    )
+    return torch.zeros_like(param, dtype=_state_dtype(param), memory_format=torch.preserve_format)
 
 
 def _init_adam(param: Tensor, state: State, group: Group) -> None:

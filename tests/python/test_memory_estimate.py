@@ -189,7 +189,9 @@ def test_the_table(monkeypatch: Patch, capsys: Captured) -> None:
 
 
 def test_json_has_what_the_function_says(monkeypatch: Patch, capsys: Captured) -> None:
-    assert run_plan(monkeypatch, "--numel", 1000, "--world", 8, "--ranks-per-host", 4, "--json") == 0
+    assert (
+        run_plan(monkeypatch, "--numel", 1000, "--world", 8, "--ranks-per-host", 4, "--json") == 0
+    )
     printed = json.loads(capsys.readouterr().out)
     # One process on two hosts there is not.
     assert [one["strategy"] for one in printed] == [one for one in STRATEGIES if one != "dp"]

@@ -106,8 +106,8 @@ OptimizerSegment slice(const OptimizerSegment& segment, SegmentDtypes dtypes, in
     return data == nullptr ? nullptr : static_cast<char*>(data) + begin * bytes;
   };
   const at::ScalarType state = optimizer_state_dtype(dtypes.param);
-  return {skip(segment.param, dtypes.param),  skip(segment.grad, dtypes.grad),
-          skip(segment.exp_avg, state),       skip(segment.exp_avg_sq, state),
+  return {skip(segment.param, dtypes.param),   skip(segment.grad, dtypes.grad),
+          skip(segment.exp_avg, state),        skip(segment.exp_avg_sq, state),
           skip(segment.max_exp_avg_sq, state), end - begin};
 }
 

@@ -13,8 +13,8 @@ inline constexpr int kTableSegments = 512;
 inline constexpr int kOptimizerThreads = 256;     // per block
 inline constexpr int64_t kOptimizerChunk = 8192;  // elements per block, at most
 
-// The argument of one launch. Segment s has blocks [block_begin[s], block_begin[s + 1]) of the grid.
-// Only the first `segments` entries (plus one of the beginnings) are ever written or read.
+// The argument of one launch. Segment s has blocks [block_begin[s], block_begin[s + 1]) of the
+// grid. Only the first `segments` entries (plus one of the beginnings) are ever written or read.
 struct OptimizerTable {
   int32_t segments;
   const float* grad_scale;  // nullptr if there is none, as below
@@ -23,7 +23,7 @@ struct OptimizerTable {
   int64_t numel[kTableSegments];
   void* param[kTableSegments];
   void* grad[kTableSegments];
-  void* states[3][kTableSegments];         // in the order of OptimizerSegment
+  void* states[3][kTableSegments];       // in the order of OptimizerSegment
   const float* counter[kTableSegments];  // the step number; nullptr if the scalars hold it
 };
 // CUDA takes kernel arguments of up to 32764 bytes on every GPU that torch supports.
@@ -39,8 +39,7 @@ inline bool append(OptimizerTable& table, const OptimizerSegment& segment, const
   if (segment.numel == 0) return true;
   if (table.segments == kTableSegments) return false;
   const int32_t s = table.segments++;
-  const auto blocks =
-      static_cast<int32_t>((segment.numel + kOptimizerChunk - 1) / kOptimizerChunk);
+  const auto blocks = static_cast<int32_t>((segment.numel + kOptimizerChunk - 1) / kOptimizerChunk);
   table.param[s] = segment.param;
   table.grad[s] = segment.grad;
   table.states[0][s] = segment.exp_avg;
@@ -109,8 +108,8 @@ TRIREME_HOST_DEVICE OptimizerPack<T, kWidth>* packs_of(T* data) {
 // Updates kWidth adjacent elements, pack number p. All loads come before the first store, so that
 // they are in flight together.
 template <int kWidth, typename Op, typename Param, typename Grad, typename T, int kStates>
-TRIREME_HOST_DEVICE void update_pack(const OptimizerChunk<Param, Grad, T, kStates>& chunk, int32_t p,
-                                     const Op& op) {
+TRIREME_HOST_DEVICE void update_pack(const OptimizerChunk<Param, Grad, T, kStates>& chunk,
+                                     int32_t p, const Op& op) {
   auto param = packs_of<kWidth>(chunk.param)[p];
   auto grad = packs_of<kWidth>(chunk.grad)[p];
   OptimizerPack<T, kWidth> states[kStates == 0 ? 1 : kStates];

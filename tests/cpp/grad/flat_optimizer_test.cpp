@@ -2,9 +2,10 @@
 
 #include <trireme/grad/flat_optimizer.h>
 
-#include <sstream>
 #include <torch/nn/modules/linear.h>
 #include <torch/serialize.h>
+
+#include <sstream>
 #include <vector>
 
 #include "catch_torch.h"
@@ -83,8 +84,8 @@ TEST_CASE("an optimizer is a drop-in: groups, schedulers' set_lr, parameters wit
   trireme::optim::AdamW ours(groups(), torch::optim::AdamWOptions(1e-2));
   torch::optim::AdamW torch(groups(), torch::optim::AdamWOptions(1e-2));
   check_steps(ours, torch, 3);
-  for (torch::optim::Optimizer* optimizer :
-       {static_cast<torch::optim::Optimizer*>(&ours), static_cast<torch::optim::Optimizer*>(&torch)}) {
+  for (torch::optim::Optimizer* optimizer : {static_cast<torch::optim::Optimizer*>(&ours),
+                                             static_cast<torch::optim::Optimizer*>(&torch)}) {
     optimizer->param_groups()[0].options().set_lr(0.5);
     optimizer->zero_grad();
     const at::Tensor param = optimizer->param_groups()[0].params()[0];

@@ -1,5 +1,6 @@
-#include <trireme/kernels/cpu/optimizer_loops.h>
 #include <trireme/kernels/cuda/optimizer_table.h>
+
+#include <trireme/kernels/cpu/optimizer_loops.h>
 #include <trireme/kernels/optimizer_step.h>
 
 #include <algorithm>

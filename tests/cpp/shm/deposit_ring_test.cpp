@@ -91,8 +91,10 @@ TEST_CASE("what all deposited is collected, whatever the pace, the sizes and the
         }
         round.finish();
         Values expected(numel);
-        for (int64_t rank = 0; rank < world; ++rank)
-          for (size_t i = 0; i < numel; ++i) expected[i] += values_of(rank, numel, step)[i];
+        for (int64_t rank = 0; rank < world; ++rank) {
+          const Values theirs = values_of(rank, numel, step);
+          for (size_t i = 0; i < numel; ++i) expected[i] += theirs[i];
+        }
         wrong[static_cast<size_t>(self.rank)] += sums != expected;
       }
     });
