@@ -17,18 +17,19 @@ import argparse
 import statistics
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from harness.bad_input import unknown_name
 from harness.exit_codes import exit_code
 from harness.fresh_run import RANKS, RunTimes, run_fresh
-from harness.machine import cores, machine
+from harness.machine import machine
 from harness.pairs import OURS, TORCH, TORCH_VIEW, Side, measure_all, measure_pairs
 from harness.reducer_overhead import NUMEL, PARAMETERS, Overhead, measure_overhead
 from harness.results import write_results
 from harness.stats import PairedRatio, verdict
+from harness.step_runs import BESIDE, FULL, QUICK, Effort, StepRuns
 from harness.strategies import require_trireme
 from harness.table import table
 
@@ -40,21 +41,6 @@ STEP_TARGETS = {
 }
 MEMORY_TARGET = 1.0
 OVERHEAD_TARGET = 0.5
-BESIDE = (Side("1 process", "single", {}), Side("2 ranks, no sync", "no-sync", {}))
-
-
-@dataclass(frozen=True)
-class Effort:
-    """How much is measured. A quick run is for looking, not for judging."""
-
-    pairs: int
-    repeats: int
-    steps: int
-    blocks: int
-
-
-FULL = Effort(pairs=7, repeats=2, steps=20, blocks=30)
-QUICK = Effort(pairs=2, repeats=1, steps=5, blocks=5)
 
 
 def main(command_line: Sequence[str] | None = None) -> int:
@@ -83,24 +69,16 @@ def _bench(arguments: argparse.Namespace) -> int:
 
 def bench_workload(name: str, ours: Side, effort: Effort, target: float) -> dict[str, Any]:
     """Measures and prints one workload; returns its part of the JSON."""
-
-    def measure(side: Side) -> RunTimes:
-        return run_fresh(side, name, effort.steps)
-
     print(f"{name}: {effort.steps} steps after warm-up in fresh processes", flush=True)
-    runs = measure_all((*BESIDE, *TORCH), effort.repeats, measure)
-    best = min(TORCH, key=lambda side: statistics.median(run.step_ms for run in runs[side.label]))
-    pairs = measure_pairs(ours, best, effort.pairs, measure)
-    runs[ours.label] = pairs.ours
-    runs[best.label] = runs[best.label] + pairs.theirs
+    runs = StepRuns(lambda side: run_fresh(side, name, effort.steps))
+    runs.add((*BESIDE, *TORCH), effort.repeats)
+    best = runs.fastest(TORCH)
+    ratio = runs.pair(ours, best, effort.pairs, target)
 
-    print(_workload_table(runs))
-    ratio = PairedRatio.of(
-        [run.step_ms for run in pairs.ours], [run.step_ms for run in pairs.theirs], target
-    )
+    print(runs.table())
     print(f"step time, {ours.label} / {best.label} (torch's fastest here):")
     print("\n".join("  " + line for line in ratio.lines()))
-    memory = _memory_ratio(runs[ours.label], runs[TORCH_VIEW.label])
+    memory = _memory_ratio(runs.by_label[ours.label], runs.by_label[TORCH_VIEW.label])
     print(
         f"peak memory per rank, {ours.label} / {TORCH_VIEW.label}: {memory['ratio']:.3f}, "
         f"target <= {MEMORY_TARGET:g}: {memory['verdict']}\n",
@@ -110,7 +88,7 @@ def bench_workload(name: str, ours: Side, effort: Effort, target: float) -> dict
         "torch_best": best.label,
         "step_ratio": ratio.to_json(),
         "memory": memory,
-        "runs": {label: [asdict(run) for run in found] for label, found in runs.items()},
+        "runs": runs.to_json(),
     }
 
 
@@ -150,20 +128,6 @@ def bench_overhead(ours: Side, effort: Effort) -> dict[str, Any]:
         "runs": {label: [asdict(run) for run in found] for label, found in runs.items()},
         "world_1": {label: [asdict(run) for run in found] for label, found in alone.items()},
     }
-
-
-def _workload_table(runs: dict[str, list[RunTimes]]) -> str:
-    quantities = ("step_ms", "forward_ms", "backward_ms", "optimizer_ms")
-    rows = []
-    for label, found in runs.items():
-        medians = [statistics.median(getattr(run, q) for run in found) for q in quantities]
-        faults = statistics.median(run.faults_per_step for run in found)
-        peak = statistics.median(run.peak_rss_mib for run in found)
-        threads = f" x {cores()} threads" if label == "1 process" else ""
-        cells = [*(f"{value:.1f}" for value in medians), f"{faults:.0f}", f"{peak:.0f}"]
-        rows.append([label + threads, str(len(found)), *cells])
-    header = ["", "runs", "step ms", "forward", "backward", "optimizer", "faults/step"]
-    return table([*header, "peak MiB/rank"], rows)
 
 
 def _overhead_cells(runs: Sequence[Overhead]) -> list[str]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import statistics
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,23 +33,31 @@ class RunTimes:
     peak_rss_mib: float
 
 
-def run_fresh(side: Side, workload: str, steps: int) -> RunTimes:
-    """Warm-up and `steps` timed steps: 2 ranks x 1 thread, or one process with all cores."""
+@contextmanager
+def fresh_ranks(side: Side, workload: str, ranks: int = RANKS) -> Iterator[RankGroup]:
+    """Processes that have built `side` and wait for commands (worker.py); each has a batch."""
     strategy = STRATEGIES[side.strategy]
-    world, threads = (1, cores()) if strategy.alone else (RANKS, 1)
+    world, threads = (1, cores()) if strategy.alone else (ranks, 1)
     config = RankConfig(
         strategy=side.strategy,
         workload=workload,
-        global_batch=WORKLOADS[workload](WorkloadOptions()).rows_per_rank * RANKS,
+        global_batch=WORKLOADS[workload](WorkloadOptions()).rows_per_rank * ranks,
         threads=threads,
         options=dict(side.options),
+        optimizer=side.optimizer,
     )
     with tempfile.TemporaryDirectory(prefix="bench") as scratch:
         launch = Launch("bench", "harness.worker", config.to_json(), world, threads, Path(scratch))
         with RankGroup(launch) as group:
             group.replies()
-            timed = group.ask({"do": "steps", "count": WARM_UP_STEPS + steps})
-            held = group.ask({"do": "measure"})
+            yield group
+
+
+def run_fresh(side: Side, workload: str, steps: int) -> RunTimes:
+    """Warm-up and `steps` timed steps: 2 ranks x 1 thread, or one process with all cores."""
+    with fresh_ranks(side, workload) as group:
+        timed = group.ask({"do": "steps", "count": WARM_UP_STEPS + steps})
+        held = group.ask({"do": "measure"})
     ranks = [[StepRecord(**record) for record in reply["records"]] for reply in timed]
     trajectory = Trajectory(ranks)
 

@@ -44,7 +44,17 @@ void init_zero(py::module_& module) {
       .def(py::init<>())
       .def_readwrite("stage", &ZeroOptions::stage)
       .def_readwrite("host_params", &ZeroOptions::host_params)
-      .def_readwrite("placement", &ZeroOptions::placement);
+      .def_readwrite("placement", &ZeroOptions::placement)
+      .def_readwrite("fused_step", &ZeroOptions::fused_step);
+
+  py::class_<FusedAdamGroup>(module, "FusedAdamGroup")
+      .def(py::init<>())
+      .def_readwrite("parameters", &FusedAdamGroup::parameters)
+      .def_readwrite("exp_avgs", &FusedAdamGroup::exp_avgs)
+      .def_readwrite("exp_avg_sqs", &FusedAdamGroup::exp_avg_sqs)
+      .def_readwrite("max_exp_avg_sqs", &FusedAdamGroup::max_exp_avg_sqs)
+      .def_readwrite("steps", &FusedAdamGroup::steps)
+      .def_readwrite("options", &FusedAdamGroup::options);
 
   using torch::wrap_pybind_function_no_gil;
   py::class_<Zero, std::shared_ptr<Zero>>(module, "Zero")
@@ -79,6 +89,10 @@ void init_zero(py::module_& module) {
            py::arg("callback"))
       .def("shadow_backward",
            wrap_pybind_function_no_gil([](Zero& zero) { zero.reducer()->shadow_backward(); }))
+      .def("summed",
+           [](const Zero& zero) { return zero.has_sums() ? zero.summed() : std::vector<bool>(); })
+      .def("fused_adam_step", wrap_pybind_function_no_gil(&Zero::fused_adam_step),
+           py::arg("groups"))
       .def("own_gradients",
            wrap_pybind_function_no_gil([](const Zero& zero, const std::vector<int64_t>& parameters) {
              return zero.gradients(parameters).gradients;

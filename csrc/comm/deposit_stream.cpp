@@ -52,15 +52,25 @@ int64_t DepositStream::collect(std::byte* sums, at::ScalarType dtype, int64_t by
   return in_torchs_words([&] {
     const int64_t ready = ring_->ready(bytes);
     if (ready == 0) return ready;
-    if (sums != nullptr) sum_up(sums, dtype, ready);
+    if (sums != nullptr) sum_up(sums, dtype, ready, nullptr);
     ring_->collect(ready);
+    return ready;
+  });
+}
+
+int64_t DepositStream::collect(const Sink& sink, at::ScalarType dtype, int64_t bytes) {
+  return in_torchs_words([&] {
+    const int64_t ready = ring_->ready(bytes);
+    sum_up(nullptr, dtype, ready, &sink);
+    if (ready > 0) ring_->collect(ready);
     return ready;
   });
 }
 
 // Past the caches, by way of a piece that stays in the nearest one: the sums are not read again
 // before the optimizer runs, and what they would push out is.
-void DepositStream::sum_up(std::byte* sums, at::ScalarType dtype, int64_t bytes) const {
+void DepositStream::sum_up(std::byte* sums, at::ScalarType dtype, int64_t bytes,
+                           const Sink* sink) const {
   constexpr int64_t kPieceBytes = 16 * 1024;
   alignas(64) std::array<std::byte, kPieceBytes> piece;
   std::vector<const void*> sources(static_cast<size_t>(world_));
@@ -68,12 +78,14 @@ void DepositStream::sum_up(std::byte* sums, at::ScalarType dtype, int64_t bytes)
   for (int64_t at = 0; at < bytes; at += kPieceBytes) {
     for (int64_t rank = 0; rank < world_; ++rank)
       sources[static_cast<size_t>(rank)] = ring_->of(rank) + at;
-    shm::reduce(piece.data(), sums + at,
+    const int64_t length = std::min(kPieceBytes, bytes - at);
+    shm::reduce(piece.data(), sink == nullptr ? sums + at : nullptr,
                 {.dtype = shm_dtype(dtype),
                  .op = shm::ReduceOp::kSum,
-                 .numel = std::min(kPieceBytes, bytes - at) / element,
+                 .numel = length / element,
                  .sources = {sources.data(), sources.size()}},
                 /*stream_second=*/true);
+    if (sink != nullptr) (*sink)(piece.data(), at, length);
   }
 }
 

@@ -7,6 +7,7 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <span>
 #include <string_view>
@@ -51,6 +52,10 @@ class TRIREME_API DepositStream {
   // `sums`, as far as all ranks have deposited them; says how many bytes that were. fp16 and bf16
   // are summed in fp32 and rounded once. Without `sums` the bytes are passed over.
   int64_t collect(std::byte* sums, at::ScalarType dtype, int64_t bytes);
+  // The same, handing out the sums of some KiB at a time while they are in the nearest cache: of
+  // `bytes` bytes from `at` on. They may be written to.
+  using Sink = std::function<void(std::byte* sums, int64_t at, int64_t bytes)>;
+  int64_t collect(const Sink& sink, at::ScalarType dtype, int64_t bytes);
 
   // Bytes of this round.
   int64_t deposited() const;
@@ -61,7 +66,7 @@ class TRIREME_API DepositStream {
   void wait(std::string_view name);
 
  private:
-  void sum_up(std::byte* sums, at::ScalarType dtype, int64_t bytes) const;
+  void sum_up(std::byte* sums, at::ScalarType dtype, int64_t bytes, const Sink* sink) const;
 
   std::shared_ptr<void> keeps_alive_;
   std::unique_ptr<shm::DepositRing> ring_;

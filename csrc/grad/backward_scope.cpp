@@ -123,6 +123,7 @@ void GradReducer::abandon_backward() noexcept {
     fires_expected_[i] = std::max(fires_expected_[i], fires_seen_[i]);
   pending_.clear();
   phase_ = Phase::kIdle;
+  defers_ = false;
   put_back();
 }
 

@@ -89,6 +89,7 @@ class TRIREME_API Bucket {
   void deliver_shard(size_t slot, const at::Tensor& earlier);
   // With shards: a collective has brought all of the sum. What others own is given up.
   void keep_own();
+  ShardRange own(size_t slot) const { return own_.of(plan_.slots[slot]); }
   // What this rank gets of wire(), in elements: ascending, apart from each other, the tail included.
   std::vector<ShardRange> own_ranges() const;
   // No rank used this parameter: its .grad is to be what it was when the step began.

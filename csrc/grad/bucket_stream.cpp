@@ -1,7 +1,6 @@
 #include <trireme/grad/bucket_stream.h>
 
 #include <trireme/common/trace.h>
-#include <trireme/kernels/span.h>
 #include <trireme/shm/operation.h>
 
 #include <algorithm>
@@ -10,7 +9,6 @@ namespace trireme {
 namespace {
 
 constexpr int64_t kMostRanks = 4;
-constexpr int64_t kRingBytes = int64_t{8} << 20;
 // In one go, so that what was summed up is still in a cache when its ring is written again.
 constexpr int64_t kRunBytes = int64_t{256} << 10;
 constexpr int64_t kLine = 64;
@@ -19,10 +17,20 @@ int64_t round_up(int64_t bytes) { return (bytes + kLine - 1) / kLine * kLine; }
 
 }  // namespace
 
-std::unique_ptr<BucketStream> BucketStream::make(Communicator& communicator, bool sharded) {
-  if (communicator.world() == 1 || (!sharded && communicator.world() > kMostRanks)) return nullptr;
-  auto stream = communicator.make_deposit_stream(kRingBytes, /*also_with_free_cpus=*/sharded);
-  return stream ? std::make_unique<BucketStream>(std::move(stream)) : nullptr;
+std::unique_ptr<BucketStream> BucketStream::make(Communicator& communicator,
+                                                 const Options& options) {
+  if (communicator.world() == 1 || (!options.sharded && communicator.world() > kMostRanks))
+    return nullptr;
+  const int64_t bytes = round_up(options.bytes);
+  auto stream = communicator.make_deposit_stream(bytes, /*also_with_free_cpus=*/options.sharded);
+  return stream ? std::make_unique<BucketStream>(std::move(stream), bytes) : nullptr;
+}
+
+int64_t BucketStream::bytes_for(const std::vector<ParameterInfo>& parameters) {
+  int64_t bytes = 0;
+  for (const ParameterInfo& info : parameters)
+    bytes += round_up(info.numel * static_cast<int64_t>(c10::elementSize(info.dtype)));
+  return bytes;
 }
 
 bool BucketStream::takes(const BucketPlan& plan) {
@@ -31,11 +39,11 @@ bool BucketStream::takes(const BucketPlan& plan) {
   });
 }
 
-void BucketStream::begin_step(std::vector<Bucket>& buckets, const std::vector<std::string>& labels,
-                              double scale) {
-  buckets_ = &buckets;
-  labels_ = &labels;
-  scale_ = scale;
+void BucketStream::begin_step(const Step& step) {
+  const std::vector<Bucket>& buckets = step.buckets;
+  buckets_ = &step.buckets;
+  labels_ = &step.labels;
+  scale_ = step.scale;
   closed_ = false;
   tail_.reset();
   source_.reset();
@@ -63,6 +71,7 @@ void BucketStream::begin_step(std::vector<Bucket>& buckets, const std::vector<st
       layout = shm::mix(shm::mix(layout, static_cast<uint64_t>(slot.parameter)),
                         static_cast<uint64_t>(slot.numel));
   }
+  defers_ = step.defers && begin <= ring_bytes_;
   stream_->begin_round({begin, layout, "gradients"});
 }
 
@@ -154,7 +163,7 @@ bool BucketStream::deposit(size_t bytes) {
 
 // The next piece of what all have deposited.
 bool BucketStream::collect_some() {
-  if (collecting_ == parts_.size()) return false;
+  if (defers_ || collecting_ == parts_.size()) return false;
   const Part& part = parts_[collecting_];
   const int64_t at = stream_->collected() - part.begin;
   while (own_ < part.own.size() && part.own[own_].begin + part.own[own_].numel <= at) ++own_;
@@ -176,15 +185,56 @@ bool BucketStream::collect_some() {
 }
 
 void BucketStream::wait_for(size_t bucket) {
-  for (advance(); collecting_ <= bucket; advance())
+  for (advance(); !is_done(bucket); advance())
     stream_->wait("all_reduce of " + (*labels_)[collecting_]);
+}
+
+void BucketStream::pass_over(int64_t end) {
+  while (stream_->collected() < end) {
+    if (stream_->collect(nullptr, at::kByte, end - stream_->collected()) == 0)
+      stream_->wait("reduce_scatter of " + (*labels_)[collecting_]);
+  }
+}
+
+void BucketStream::hand_out(const std::function<void(const Sums&)>& visit) {
+  for (; collecting_ < parts_.size(); ++collecting_) {
+    const Bucket& bucket = (*buckets_)[collecting_];
+    const Part& part = parts_[collecting_];
+    const at::ScalarType real = c10::toRealValueType(bucket.plan().dtype);
+    const auto bytes_of = [&](int64_t numel) {
+      return numel * static_cast<int64_t>(c10::elementSize(bucket.plan().dtype));
+    };
+    for (size_t slot = 0; slot < bucket.plan().slots.size(); ++slot) {
+      const BucketSlot& planned = bucket.plan().slots[slot];
+      const ShardRange own = bucket.own(slot);
+      if (own.numel == 0) continue;
+      const int64_t begin = part.begin + bytes_of(planned.offset + own.begin);
+      const int64_t end = begin + bytes_of(own.numel);
+      pass_over(begin);
+      const auto element = static_cast<int64_t>(c10::elementSize(real));
+      while (stream_->collected() < end) {
+        const int64_t from = stream_->collected();
+        const auto sink = [&](std::byte* sums, int64_t at, int64_t bytes) {
+          visit({planned.parameter, (from + at - begin) / element, {sums, real, bytes / element}});
+        };
+        if (stream_->collect(sink, real, end - from) == 0)
+          stream_->wait("reduce_scatter of " + (*labels_)[collecting_]);
+      }
+    }
+    pass_over(part.begin + part.padded);
+  }
+}
+
+void BucketStream::stop_deferring() {
+  defers_ = false;
+  if (!parts_.empty()) wait_for(parts_.size() - 1);
 }
 
 // A bucket of the step, as a collective in flight.
 class BucketStream::Arrival final : public Pending::State {
  public:
   Arrival(BucketStream& stream, size_t bucket) : stream_(stream), bucket_(bucket) {}
-  bool done() const override { return stream_.collecting_ > bucket_; }
+  bool done() const override { return stream_.is_done(bucket_); }
   void wait() override { stream_.wait_for(bucket_); }
   std::optional<Pending::Clock::time_point> finished_at() const override {
     return stream_.collected_at_[bucket_];

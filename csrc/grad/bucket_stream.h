@@ -2,7 +2,9 @@
 
 #include <trireme/comm/communicator.h>
 #include <trireme/grad/bucket.h>
+#include <trireme/kernels/span.h>
 
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -25,20 +27,31 @@ namespace trireme {
 // completes a round that another one has abandoned.
 class BucketStream {
  public:
-  // Collective. Null on all ranks where deposits are not to be had. Extra memory: a ring of 8 MiB
+  // Collective. Null on all ranks where deposits are not to be had. Extra memory: a ring 
   // per rank. Ranks that keep whole gradients also go without if they are more than four (each
   // reads what all have, which by then costs more than it spares) or leave CPUs free.
-  static std::unique_ptr<BucketStream> make(Communicator& communicator, bool sharded);
+  struct Options {
+    bool sharded = false;
+    int64_t bytes = int64_t{8} << 20;  // of the ring, at least
+  };
+  static std::unique_ptr<BucketStream> make(Communicator& communicator, const Options& options);
+  // What a ring must hold for all gradients of these parameters, however they are ordered.
+  static int64_t bytes_for(const std::vector<ParameterInfo>& parameters);
 
-  explicit BucketStream(std::unique_ptr<DepositStream> stream) : stream_(std::move(stream)) {}
+  BucketStream(std::unique_ptr<DepositStream> stream, int64_t ring_bytes)
+      : stream_(std::move(stream)), ring_bytes_(ring_bytes) {}
 
   // Whether these buckets can go this way: dense, on CPU.
   static bool takes(const BucketPlan& plan);
 
-  // Begins a step. What is passed lives until the next one; buckets have begun theirs. Gradients
-  // are multiplied by `scale`.
-  void begin_step(std::vector<Bucket>& buckets, const std::vector<std::string>& labels,
-                  double scale);
+  // What is passed lives until the next step; buckets have begun theirs.
+  struct Step {
+    std::vector<Bucket>& buckets;
+    const std::vector<std::string>& labels;
+    double scale = 1;     // gradients are multiplied by it
+    bool defers = false;  // nothing is summed up before hand_out() or stop_deferring()
+  };
+  void begin_step(const Step& step);
 
   // The gradient of a slot is complete.
   void gradient_ready(size_t bucket, size_t slot);
@@ -49,8 +62,21 @@ class BucketStream {
   // Backward is over: whatever is not ready is due now. `tail` follows the last bucket's gradients.
   void close(const at::Tensor& tail);
 
-  // A bucket, as a collective in flight.
+  // A bucket, as a collective in flight; done when it is deposited, in a step that defers.
   Pending pending(size_t bucket);
+
+  // Whether this step defers: the ring must have room for all of it.
+  bool defers() const { return defers_; }
+  // Of such a step, once it is deposited: calls `visit` with the sums of what this rank owns, piece
+  // by piece in the order of the stream. May wait for other ranks.
+  struct Sums {
+    int64_t parameter = 0;
+    int64_t begin = 0;  // in reals of this rank's shard
+    Span values{};      // may be written to
+  };
+  void hand_out(const std::function<void(const Sums&)>& visit);
+  // Sums it up into the buckets after all.
+  void stop_deferring();
 
  private:
   class Arrival;
@@ -66,10 +92,14 @@ class BucketStream {
   bool deposit_slot();
   bool deposit(size_t bytes);
   bool collect_some();
+  bool is_done(size_t bucket) const { return defers_ ? bucket_ > bucket : collecting_ > bucket; }
+  void pass_over(int64_t end);
   int64_t tail_bytes() const { return tail_.defined() ? static_cast<int64_t>(tail_.nbytes()) : 0; }
   void wait_for(size_t bucket);
 
   std::unique_ptr<DepositStream> stream_;
+  int64_t ring_bytes_;
+  bool defers_ = false;
   std::vector<Bucket>* buckets_ = nullptr;
   const std::vector<std::string>* labels_ = nullptr;
   double scale_ = 1;

@@ -35,7 +35,7 @@ class DueHook final : public torch::autograd::FunctionPreHook {
   DueHook(int64_t index, GradSink& sink) : index_(index), sink_(sink) {}
 
   variable_list operator()(const variable_list& gradients) override {
-    sink_.gradient_due(index_);
+    if (gradients[0].defined()) sink_.gradient_due(index_);
     return gradients;
   }
 

@@ -48,6 +48,7 @@ void GradReducer::begin_backward(bool shadow) {
                          "Call finalize_backward() once per synchronized backward."));
   if (map_is_unread_) settle_map();
   adopt_pending_order();
+  settle_sums();
   for (size_t i = 0; options_.shards && i < parameters_.size(); ++i) set_aside(i);
   if (plan_is_stale_) build_buckets();
   ++step_;
@@ -77,7 +78,12 @@ void GradReducer::begin_backward(bool shadow) {
 
 void GradReducer::begin_stream() {
   streams_ = stream_ && BucketStream::takes(plan_);
-  if (streams_) stream_->begin_step(buckets_, labels_, scale());
+  const bool defers = options_.defers_sums &&
+                      std::none_of(set_aside_.begin(), set_aside_.end(),
+                                   [](const at::Tensor& grad) { return grad.defined(); });
+  if (streams_) stream_->begin_step({buckets_, labels_, scale(), defers});
+  defers_ = streams_ && stream_->defers();
+  summed_.assign(parameters_.size(), false);
 }
 
 void GradReducer::gradient_ready(int64_t index, bool has_gradient) {
@@ -242,6 +248,7 @@ void GradReducer::collect() {
   for (size_t i = 0; i < fires_seen_.size(); ++i) fires_expected_[i] = std::max(1, fires_seen_[i]);
   if (observing_) learn_order();
   pending_.clear();
+  has_sums_ = defers_;
   clock_.backward_ends();
 }
 

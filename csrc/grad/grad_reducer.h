@@ -57,6 +57,9 @@ struct GradReducerOptions {
   // Every backward that accumulates into a parameter synchronizes, unless set_synchronize(false)
   // was called: for callers who see no forward.
   bool arms_at_parameters = false;
+  // With shards: where they go as a stream, backward leaves the sums to be made by visit_sums(), and
+  // every .grad undefined. Takes a ring for all gradients.
+  bool defers_sums = false;
 };
 
 // All parameters of a module, frozen ones too: they may be unfrozen later.
@@ -99,6 +102,12 @@ class TRIREME_API GradReducer final : public GradSink,
   void set_armed_callback(std::function<void()> callback);
   // Whether backwards synchronize that are armed at parameters.
   void set_synchronize(bool synchronize);
+  // Reducers that are armed at parameters together, in this order: whichever of them a backward
+  // reaches first. So ranks that reach them in different orders do not wait for each other in
+  // different orders. Nobody is kept alive.
+  static void arm_together(const std::vector<std::shared_ptr<GradReducer>>& reducers);
+  // Finds parameters that were unfrozen, whose gradients would else go by unseen.
+  void notice_changes();
 
   // Replaces the all-reduce. Once, and not while a backward runs.
   void set_comm_hook(std::shared_ptr<CommHook> hook);
@@ -112,9 +121,9 @@ class TRIREME_API GradReducer final : public GradSink,
   // Whether finalize_backward() may only be called after backward returned.
   bool should_finalize_after_backward() const;
 
-  // Takes part in one synchronized backward of the others with zeros, leaving every .grad alone
-  // (join).
-  void shadow_backward();
+  // Takes part in one synchronized backward of the others with zeros (join), leaving every .grad
+  // alone unless `deliver` says that this rank steps with them.
+  void shadow_backward(bool deliver = false);
 
   // Called with the indices of parameters whose .grad has just become final, while backward may
   // still be at work on others (optimizer in backward). On the thread that runs backward.
@@ -127,6 +136,14 @@ class TRIREME_API GradReducer final : public GradSink,
   std::vector<int64_t> changed_gradients(uint32_t allowed = 0) const;
   // What the caller changed on all ranks alike stays.
   void accept_gradients();
+  // Whether the last backward has left sums to be made, and of which parameters: those that some
+  // rank used.
+  bool has_sums() const { return has_sums_; }
+  const std::vector<bool>& summed() const { return summed_; }
+  // Makes them, once; `visit` sees those of summed() parameters. May wait for other ranks.
+  void visit_sums(const std::function<void(const BucketStream::Sums&)>& visit);
+  // Makes them as .grad, as if they had not been deferred. Nothing happens if there are none.
+  void settle_sums();
   // What others own is zeros again, if anybody wrote to it.
   void keep_own_gradients();
   // With shards: forgets what was reduced but is not in .grad, because a backward accumulated on it
@@ -229,6 +246,9 @@ class TRIREME_API GradReducer final : public GradSink,
   };
   std::vector<Delivered> delivered_as_;
   std::vector<at::Tensor> set_aside_;
+  bool defers_ = false;    // this step
+  bool has_sums_ = false;  // of the last one
+  std::vector<bool> summed_;
   std::vector<std::string> labels_;
   bool tail_in_last_bucket_ = false;
   bool plan_is_stale_ = true;

@@ -104,7 +104,8 @@ void GradReducer::build_buckets() {
   plan_is_stale_ = false;
   BucketPlan plan = make_plan(order_);
   const bool tail_fits =
-      compressor_->is_plain_sum() && !plan.buckets.empty() && !plan.buckets.back().sparse &&
+      compressor_->is_plain_sum() && !options_.defers_sums && !plan.buckets.empty() &&
+      !plan.buckets.back().sparse &&
       (plan.buckets.back().dtype == at::kFloat || plan.buckets.back().dtype == at::kDouble);
   if (plan == plan_ && tail_fits == tail_in_last_bucket_ && !buckets_.empty()) return;
 
@@ -139,8 +140,12 @@ void GradReducer::learn_order() {
   observing_ = false;
   // Here, and not when the reducer is made: one rank alone may copy or unpickle a module.
   const bool may_stream = compressor_->is_plain_sum() && BucketStream::takes(plan_);
-  if (may_stream && !std::exchange(asked_for_stream_, true))
-    stream_ = BucketStream::make(*communicator_, options_.shards != nullptr);
+  if (may_stream && !std::exchange(asked_for_stream_, true)) {
+    BucketStream::Options options{.sharded = options_.shards != nullptr};
+    if (options_.defers_sums)
+      options.bytes = std::max(options.bytes, BucketStream::bytes_for(infos_));
+    stream_ = BucketStream::make(*communicator_, options);
+  }
   std::vector<bool> is_placed(parameters_.size(), true);
   for (const int64_t index : order_) is_placed[static_cast<size_t>(index)] = false;
   std::vector<int64_t> order;

@@ -34,6 +34,11 @@ void GradReducer::put_back() {
 void GradReducer::deliver(Bucket& bucket, size_t slot) {
   if (!options_.shards) return bucket.deliver(slot, options_.gradient_as_bucket_view);
   const auto index = static_cast<size_t>(bucket.plan().slots[slot].parameter);
+  if (defers_ && places_[index].bucket >= 0) {  // not one that was left out of the layout
+    summed_[index] = true;
+    parameters_[index].mutable_grad().reset();
+    return;
+  }
   bucket.deliver_shard(slot, std::exchange(set_aside_[index], {}));
   watch_gradient(index);
 }
@@ -78,8 +83,29 @@ void GradReducer::keep_own_gradients() {
   for (Bucket& bucket : buckets_) bucket.keep_own();
 }
 
+void GradReducer::visit_sums(const std::function<void(const BucketStream::Sums&)>& visit) {
+  const std::lock_guard lock(mutex_);
+  if (!std::exchange(has_sums_, false)) return;
+  stream_->hand_out([&](const BucketStream::Sums& sums) {
+    if (summed_[static_cast<size_t>(sums.parameter)]) visit(sums);
+  });
+}
+
+void GradReducer::settle_sums() {
+  const std::lock_guard lock(mutex_);
+  if (!std::exchange(has_sums_, false)) return;
+  defers_ = false;
+  stream_->stop_deferring();
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    const Place place = places_[i];
+    if (summed_[i])
+      deliver(buckets_[static_cast<size_t>(place.bucket)], static_cast<size_t>(place.slot));
+  }
+}
+
 void GradReducer::drop_set_aside() {
   const std::lock_guard lock(mutex_);
+  visit_sums([](const BucketStream::Sums&) {});
   set_aside_.assign(parameters_.size(), {});
 }
 

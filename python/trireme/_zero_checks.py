@@ -12,6 +12,7 @@ from torch.distributed.distributed_c10d import GroupMember
 from torch.optim import Optimizer
 
 from trireme import _C
+from trireme import optim as trireme_optim
 
 # Each element is treated by itself, so that a slice of a parameter is as good as all of it.
 _ELEMENTWISE = frozenset(
@@ -90,6 +91,21 @@ def check_optimizer_class(optimizer_class: Any, group: dist.ProcessGroup) -> Non
         )
     if issubclass(optimizer_class, optim.SparseAdam):
         refuse("got SparseAdam, expected dense gradients", "Use Adam and sparse=False.", group)
+
+
+def check_fused_step(
+    fused_step: bool, stage: int, optimizer_class: type[Optimizer], group: dist.ProcessGroup
+) -> None:
+    """The fused step is that of our own Adam, over gradients that were reduced for stage 2."""
+    if not fused_step:
+        return
+    if stage != 2 or not issubclass(optimizer_class, (trireme_optim.Adam, trireme_optim.AdamW)):
+        refuse(
+            f"got fused_step=True for stage {stage} and {optimizer_class.__name__}, expected stage "
+            "2 and trireme.optim.Adam or AdamW",
+            "Change them, or leave fused_step out.",
+            group,
+        )
 
 
 def as_param_groups(params: Any, group: dist.ProcessGroup) -> list[Any]:

@@ -9,6 +9,8 @@ import torch
 from torch.amp import GradScaler
 from torch.amp.grad_scaler import OptState
 
+from trireme._zero_checks import refuse
+
 if TYPE_CHECKING:
     from trireme.zero import ZeroRedundancyOptimizer
 
@@ -30,6 +32,14 @@ class ScalerCheck:
         self._device = optimizer.join_device
         self._state = scaler._per_optimizer_states[id(optimizer)]
         if self._state["stage"] is OptState.UNSCALED:
+            if any(core.summed() for core in optimizer._cores):
+                refuse(
+                    "got GradScaler.unscale_ under fused_step=True, expected no gradients to be "
+                    "looked for before step()",
+                    "Leave unscale_ out, or fused_step.",
+                    optimizer.process_group,
+                    kind=RuntimeError,
+                )
             self.writes = 1
             found = self._state["found_inf_per_device"].values()
             self.found_inf = any(bool(one.item()) for one in found)

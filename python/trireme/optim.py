@@ -84,7 +84,7 @@ class _FusedAdam(_Fused):
         if not all(states):
             for param, state in zip(params, states, strict=True):
                 if not state:
-                    _init_adam(param, state, group)
+                    init_adam(param, state, group)
         amsgrad = group["amsgrad"]
         _C.adam_step(
             params=params,
@@ -93,7 +93,7 @@ class _FusedAdam(_Fused):
             exp_avg_sqs=[state["exp_avg_sq"] for state in states],
             max_exp_avg_sqs=[state["max_exp_avg_sq"] for state in states] if amsgrad else [],
             steps=[state["step"] for state in states],
-            options=_adam_options(group),
+            options=adam_options(group),
             **self._scaling(),
         )
 
@@ -203,7 +203,7 @@ def _zeros_like(param: Tensor) -> Tensor:
     return torch.zeros_like(param, dtype=_state_dtype(param), memory_format=torch.preserve_format)
 
 
-def _init_adam(param: Tensor, state: State, group: Group) -> None:
+def init_adam(param: Tensor, state: State, group: Group) -> None:
     # On the device, so that a GradScaler need not wait for it.
     device = param.device if param.is_cuda else "cpu"
     state["step"] = torch.zeros((), dtype=torch.float32, device=device)
@@ -213,7 +213,7 @@ def _init_adam(param: Tensor, state: State, group: Group) -> None:
         state["max_exp_avg_sq"] = _zeros_like(param)
 
 
-def _adam_options(group: Group) -> _C.AdamStepOptions:
+def adam_options(group: Group) -> _C.AdamStepOptions:
     options = _C.AdamStepOptions()
     options.lr = float(group["lr"])
     options.beta1, options.beta2 = map(float, group["betas"])

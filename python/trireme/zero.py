@@ -19,6 +19,7 @@ from trireme._group_communicator import communicator_of
 from trireme._parameter_owners import claim, ddp_of
 from trireme._zero_checks import (
     as_param_groups,
+    check_fused_step,
     check_optimizer_class,
     check_stage,
     names_of,
@@ -26,6 +27,7 @@ from trireme._zero_checks import (
     refuse,
     resolve_group,
 )
+from trireme._zero_fused import fused_adam_step
 from trireme._zero_join import ZeroJoinHook
 from trireme._zero_scaler import ScalerCheck
 from trireme._zero_state import LoadedState, ShardLayout, consolidate
@@ -76,6 +78,11 @@ class ZeroRedundancyOptimizer(TorchZero):
         stage: 1 or 2.
         host_params: False keeps parameters private to each rank.
         placement: ``"shards"``, ``"whole"`` or None (see above).
+        fused_step: with stage 2 and ``trireme.optim.Adam`` or ``AdamW``, on ranks that share
+            memory: gradients are summed up, averaged and stepped with in one pass inside
+            ``step()``. ``.grad`` stays None, so use ``optimizer.zero_grad()``, which forgets what
+            was not stepped with. ``clip_grad_norm_`` and ``GradScaler.step`` make the sums first.
+            Takes memory for all gradients of each rank.
 
     Raises:
         ValueError, TypeError: bad arguments; parameters that differ between ranks (on all ranks).
@@ -97,6 +104,7 @@ class ZeroRedundancyOptimizer(TorchZero):
         stage: int = 1,
         host_params: bool = True,
         placement: str | None = None,
+        fused_step: bool = False,
         **defaults: Any,
     ) -> None:
         # torch's __init__ would partition whole parameters; its methods below are all replaced.
@@ -115,6 +123,8 @@ class ZeroRedundancyOptimizer(TorchZero):
         self._options.stage = stage
         self._options.host_params = host_params
         self._options.placement = placement_for(optimizer_class, placement, self.process_group)
+        check_fused_step(fused_step, stage, optimizer_class, self.process_group)
+        self._options.fused_step = fused_step
         self._cores: list[_C.Zero] = []
         self._places: dict[torch.Tensor, tuple[int, int]] = {}
         self._shards: dict[torch.Tensor, torch.Tensor] = {}
@@ -217,6 +227,8 @@ class ZeroRedundancyOptimizer(TorchZero):
             if all(goes):
                 self._sync_hyperparameters()
                 scaler.unscale(self._shards.values())
+                for number, core in enumerate(self._cores):
+                    fused_adam_step(self, number, core)
                 self.optim.step(**kwargs)
         except BaseException as error:
             for core in self._cores:

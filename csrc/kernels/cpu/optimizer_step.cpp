@@ -8,6 +8,7 @@
 #include <c10/util/SmallVector.h>
 
 #include <algorithm>
+#include <optional>
 
 namespace trireme {
 namespace cpu {
@@ -22,15 +23,26 @@ const OptimizerLoops& best_loops() {
   return best;
 }
 
-void run_loop(const OptimizerSegment& segment, bool is_double, const AdamScalars& scalars) {
-  best_loops().adam[is_double ? 1 : 0](segment, scalars);
+void run_loop(const OptimizerSegment& segment, LoopDtypes dtypes, const AdamScalars& scalars) {
+  best_loops().adam[static_cast<size_t>(dtypes)](segment, scalars);
 }
 
-void run_loop(const OptimizerSegment& segment, bool is_double, const SgdScalars& scalars) {
-  best_loops().sgd[is_double ? 1 : 0](segment, scalars);
+void run_loop(const OptimizerSegment& segment, LoopDtypes dtypes, const SgdScalars& scalars) {
+  best_loops().sgd[static_cast<size_t>(dtypes)](segment, scalars);
 }
 
-// One block by way of buffers in the dtype computed in, as far as the segment's own dtypes differ.
+// The loop that takes the segments as they are.
+std::optional<LoopDtypes> loop_for(SegmentDtypes dtypes) {
+  const auto [param, grad] = dtypes;
+  if (param == at::kBFloat16 && grad == at::kFloat) return LoopDtypes::kBFloat16FloatGrad;
+  if (param != grad) return std::nullopt;
+  if (param == at::kFloat) return LoopDtypes::kFloat;
+  if (param == at::kDouble) return LoopDtypes::kDouble;
+  if (param == at::kBFloat16) return LoopDtypes::kBFloat16;
+  return std::nullopt;
+}
+
+// One block by way of buffers in the dtype computed in.
 template <typename Scalars>
 void step_block(OptimizerSegment block, SegmentDtypes dtypes, Scalars scalars) {
   const at::ScalarType computed = optimizer_state_dtype(dtypes.param);
@@ -44,25 +56,20 @@ void step_block(OptimizerSegment block, SegmentDtypes dtypes, Scalars scalars) {
     copy_run(param_buffer, param, 1.0);
     block.param = params;
   }
-  if (dtypes.grad != computed || scalars.write_grad) {
-    const double factor = scalars.write_grad ? scalars.grad_factor : 1.0;
-    copy_run(grad_buffer, grad, factor);
-    block.grad = grads;
-  }
+  copy_run(grad_buffer, grad, scalars.write_grad ? scalars.grad_factor : 1.0);
+  block.grad = grads;
   if (scalars.write_grad) {
     copy_run(grad, grad_buffer, 1.0);
     scalars.grad_factor = 1;
   }
-  run_loop(block, computed == at::kDouble, scalars);
+  run_loop(block, computed == at::kDouble ? LoopDtypes::kDouble : LoopDtypes::kFloat, scalars);
   if (dtypes.param != computed) copy_run(param, param_buffer, 1.0);
 }
 
 template <typename Scalars>
 void step_segment(const OptimizerSegment& segment, SegmentDtypes dtypes, const Scalars& scalars) {
-  const at::ScalarType computed = optimizer_state_dtype(dtypes.param);
-  if (dtypes.param == computed && dtypes.grad == computed && !scalars.write_grad) {
-    return run_loop(segment, computed == at::kDouble, scalars);
-  }
+  const std::optional<LoopDtypes> loop = loop_for(dtypes);
+  if (loop && !scalars.write_grad) return run_loop(segment, *loop, scalars);
   for (int64_t begin = 0; begin < segment.numel; begin += kBlock) {
     const int64_t end = std::min(begin + kBlock, segment.numel);
     step_block(slice(segment, dtypes, begin, end), dtypes, scalars);

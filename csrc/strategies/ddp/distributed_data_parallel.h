@@ -2,18 +2,17 @@
 
 #include <trireme/comm/comm_hook.h>
 #include <trireme/comm/launch.h>
+#include <trireme/grad/module_parameters.h>
 #include <trireme/strategies/ddp/ddp.h>
 #include <trireme/strategies/ddp/find_tensors.h>
 #include <trireme/strategies/ddp/uneven_inputs.h>
 
 #include <c10/util/ScopeExit.h>
 #include <torch/nn/module.h>
-#include <torch/nn/modules/embedding.h>
 #include <torch/nn/pimpl.h>
 
 #include <exception>
 #include <memory>
-#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -21,25 +20,7 @@ namespace trireme {
 
 // Parameters (each tensor once, however often it is registered) and buffers of a C++ module.
 inline ModuleTensors module_tensors(const torch::nn::Module& module) {
-  std::unordered_set<const at::TensorImpl*> sparse;
-  for (const auto& layer : module.modules()) {
-    if (const auto* embedding = layer->as<torch::nn::EmbeddingImpl>()) {
-      if (embedding->options.sparse()) sparse.insert(embedding->weight.unsafeGetTensorImpl());
-    } else if (const auto* bag = layer->as<torch::nn::EmbeddingBagImpl>()) {
-      if (bag->options.sparse()) sparse.insert(bag->weight.unsafeGetTensorImpl());
-    }
-  }
-  ModuleTensors tensors;
-  std::unordered_set<const at::TensorImpl*> seen;
-  for (const auto& item : module.named_parameters()) {
-    const at::Tensor& parameter = item.value();
-    if (!seen.insert(parameter.unsafeGetTensorImpl()).second) continue;
-    tensors.parameters.names.push_back(item.key());
-    tensors.parameters.tensors.push_back(parameter);
-    tensors.parameters.sparse_gradient.push_back(sparse.count(parameter.unsafeGetTensorImpl()) > 0);
-  }
-  tensors.buffers = module.buffers();
-  return tensors;
+  return {named_parameters(module), module.buffers()};
 }
 
 // See DistributedDataParallel below.

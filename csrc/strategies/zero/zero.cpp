@@ -51,6 +51,7 @@ Zero::Zero(NamedParameters parameters, std::shared_ptr<Communicator> communicato
   reducing.area = "zero";
   reducing.shards = plan_;
   reducing.arms_at_parameters = true;
+  reducing.defers_sums = options_.fused_step;
   parameters.tensors = parameters_;
   reducer_ = GradReducer::make(std::move(parameters), communicator_, std::move(reducing));
 }
@@ -304,6 +305,7 @@ GradNormPart Zero::gradients(const std::vector<int64_t>& parameters) const {
   GradNormPart part;
   part.device = infos_.front().device;
   if (reducer_) {
+    reducer_->settle_sums();
     part.sharded_over = communicator_;
     // One write: GradScaler.unscale_, by the same factor on all ranks.
     const std::vector<int64_t> changed = reducer_->changed_gradients(/*allowed=*/1);

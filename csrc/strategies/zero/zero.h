@@ -3,6 +3,7 @@
 #include <trireme/comm/communicator.h>
 #include <trireme/grad/grad_norm.h>
 #include <trireme/grad/grad_reducer.h>
+#include <trireme/kernels/optimizer_step.h>
 #include <trireme/memory/host_store.h>
 #include <trireme/memory/shard_plan.h>
 
@@ -39,6 +40,20 @@ struct ZeroOptions {
   bool host_params = true;
   // kWhole for optimizers that need whole matrices.
   ShardPlacement placement = ShardPlacement::kDim0;
+  // Stage 2, ranks that share memory: fused_adam_step() sums up the gradients while it steps, and
+  // .grad stays undefined; two passes over the shards less. Takes a ring of 4 N bytes per rank.
+  bool fused_step = false;
+};
+
+// A parameter group for fused_adam_step(): what Adam keeps for this rank's shards of `parameters`.
+// As AdamLists says, with steps on the CPU.
+struct FusedAdamGroup {
+  std::vector<int64_t> parameters;
+  std::vector<at::Tensor> exp_avgs;
+  std::vector<at::Tensor> exp_avg_sqs;
+  std::vector<at::Tensor> max_exp_avg_sqs;
+  std::vector<at::Tensor> steps;
+  AdamStepOptions options;
 };
 
 // What the caller knows when a step begins, and the other ranks may not.
@@ -92,6 +107,13 @@ class TRIREME_API Zero {
   void set_synchronize(bool synchronize);
   // The reducer, or null under stage 1.
   GradReducer* reducer() { return reducer_.get(); }
+
+  // Whether the last backward has left the sums of gradients to fused_adam_step(), and of which
+  // parameters. gradients() makes them after all.
+  bool has_sums() const { return reducer_ && reducer_->has_sums(); }
+  const std::vector<bool>& summed() const { return reducer_->summed(); }
+  // Between begin_step() and end_step(): sums up, averages and steps every shard that a group holds.
+  void fused_adam_step(const std::vector<FusedAdamGroup>& groups);
 
   // This rank's part of the gradients of some parameters, for clip_grad_norm_ (grad_norm.h): under
   // stage 2 its shards, under stage 1 all of them. Throws if one is not as backward left it.

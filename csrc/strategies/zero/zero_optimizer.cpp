@@ -1,0 +1,314 @@
+#include <trireme/strategies/zero/zero_optimizer.h>
+
+#include <trireme/common/error.h>
+
+#include <ATen/ATen.h>
+#include <torch/serialize/archive.h>
+
+#include <algorithm>
+#include <exception>
+#include <mutex>
+#include <numeric>
+#include <unordered_set>
+
+namespace trireme {
+
+using torch::optim::OptimizerParamGroup;
+
+namespace {
+
+std::string text_of(const std::exception& error) {
+  const auto* torchs = dynamic_cast<const c10::Error*>(&error);
+  return torchs != nullptr ? torchs->what_without_backtrace() : error.what();
+}
+
+// Their places, where no module tells names.
+NamedParameters by_place(const std::vector<at::Tensor>& parameters, size_t group) {
+  NamedParameters named;
+  for (const at::Tensor& parameter : parameters) {
+    named.names.push_back("param_groups()[" + std::to_string(group) + "].params()[" +
+                          std::to_string(named.names.size()) + "]");
+    named.tensors.push_back(parameter);
+    named.sparse_gradient.push_back(false);
+  }
+  return named;
+}
+
+}  // namespace
+
+ZeroParameters::ZeroParameters(std::vector<at::Tensor> parameters)
+    : ZeroParameters(std::vector<OptimizerParamGroup>{{std::move(parameters)}}) {}
+
+ZeroParameters::ZeroParameters(const std::vector<OptimizerParamGroup>& param_groups)
+    : groups(param_groups) {
+  for (size_t g = 0; g < groups.size(); ++g) {
+    NamedParameters of_group = by_place(groups[g].params(), g);
+    for (size_t i = 0; i < of_group.names.size(); ++i) {
+      named.names.push_back(std::move(of_group.names[i]));
+      named.tensors.push_back(of_group.tensors[i]);
+      named.sparse_gradient.push_back(false);
+    }
+  }
+}
+
+ZeroParameters::ZeroParameters(const torch::nn::Module& module) : named(named_parameters(module)) {
+  groups.emplace_back(named.tensors);
+}
+
+// Two optimizers over one parameter would both write it.
+class ZeroOptimizer::Claim {
+ public:
+  ~Claim() {
+    const std::lock_guard lock(mutex());
+    for (const at::Tensor& parameter : parameters_) claimed().erase(parameter.unsafeGetTensorImpl());
+  }
+  // The first of them that somebody holds, or -1 and all are held.
+  int64_t add(const std::vector<at::Tensor>& parameters) {
+    const std::lock_guard lock(mutex());
+    for (size_t i = 0; i < parameters.size(); ++i)
+      if (claimed().count(parameters[i].unsafeGetTensorImpl()) > 0) return static_cast<int64_t>(i);
+    for (const at::Tensor& parameter : parameters) claimed().insert(parameter.unsafeGetTensorImpl());
+    parameters_.insert(parameters_.end(), parameters.begin(), parameters.end());
+    return -1;
+  }
+
+ private:
+  static std::mutex& mutex() {
+    static std::mutex one;
+    return one;
+  }
+  static std::unordered_set<const at::TensorImpl*>& claimed() {
+    static std::unordered_set<const at::TensorImpl*> all;
+    return all;
+  }
+  std::vector<at::Tensor> parameters_;
+};
+
+ZeroOptimizer::ZeroOptimizer(ZeroParameters parameters, Setup setup)
+    : Optimizer(parameters.groups, std::move(setup.defaults)),
+      communicator_(std::move(setup.communicator)),
+      options_(setup.options),
+      claim_(std::make_unique<Claim>()) {
+  for (const OptimizerParamGroup& group : param_groups_)
+    group_counts_.push_back(static_cast<int64_t>(group.params().size()));
+  add_core(std::move(parameters.named));
+  std::vector<OptimizerParamGroup> groups;
+  for (size_t g = 0; g < param_groups_.size(); ++g) groups.push_back(local_group(g));
+  local_ = setup.make_local(groups);
+}
+
+ZeroOptimizer::~ZeroOptimizer() = default;
+
+void ZeroOptimizer::add_core(NamedParameters parameters) {
+  const std::vector<at::Tensor> tensors = parameters.tensors;
+  const int64_t held = claim_->add(tensors);
+  if (held >= 0) {
+    refuse("got '" + parameters.names[static_cast<size_t>(held)] +
+               "', which another ZeroRedundancyOptimizer holds",
+           "Give each parameter to one optimizer, or destroy the other one first.");
+  }
+  cores_.push_back(std::make_unique<Zero>(std::move(parameters), communicator_, options_));
+  parameters_.insert(parameters_.end(), tensors.begin(), tensors.end());
+  const std::vector<at::Tensor>& shards = cores_.back()->shards();
+  shards_.insert(shards_.end(), shards.begin(), shards.end());
+}
+
+// A group's shards on this rank, with its options.
+OptimizerParamGroup ZeroOptimizer::local_group(size_t group) const {
+  const std::vector<ShardedParameter> all = sharded_parameters();
+  auto index = static_cast<size_t>(std::accumulate(
+      group_counts_.begin(), group_counts_.begin() + static_cast<int64_t>(group), int64_t{0}));
+  std::vector<at::Tensor> owned;
+  for (int64_t i = 0; i < group_counts_[group]; ++i, ++index)
+    if (all[index].is_owned_by(communicator_->rank())) owned.push_back(shards_[index]);
+  return {std::move(owned), param_groups_[group].options().clone()};
+}
+
+void ZeroOptimizer::add_param_group(const OptimizerParamGroup& param_group) {
+  check_groups();
+  Optimizer::add_param_group(param_group);
+  const size_t group = param_groups_.size() - 1;
+  try {
+    add_core(by_place(param_group.params(), group));
+  } catch (...) {
+    param_groups_.pop_back();
+    throw;
+  }
+  group_counts_.push_back(static_cast<int64_t>(param_group.params().size()));
+  local_->add_param_group(local_group(group));
+}
+
+// Torch's add_param_group() and add_parameters() are not virtual.
+void ZeroOptimizer::check_groups() const {
+  bool are_ours = param_groups_.size() == group_counts_.size();
+  for (size_t g = 0; are_ours && g < group_counts_.size(); ++g)
+    are_ours = static_cast<int64_t>(param_groups_[g].params().size()) == group_counts_[g];
+  if (are_ours) return;
+  refuse("got parameters that were added through torch::optim::Optimizer",
+         "Call add_param_group() of the ZeroRedundancyOptimizer itself.");
+}
+
+at::Tensor ZeroOptimizer::step(LossClosure closure) {
+  at::Tensor loss;
+  if (closure != nullptr) {
+    const at::AutoGradMode enable_grad(true);
+    loss = closure();
+  }
+  check_groups();
+  for (const auto& core : cores_) core->begin_step();
+  try {
+    for (size_t g = 0; g < param_groups_.size(); ++g)
+      local_->param_groups()[g].set_options(param_groups_[g].options().clone());
+    local_->step();
+  } catch (const std::exception& error) {
+    abandon(text_of(error));
+    throw;
+  } catch (...) {
+    abandon("something that is no std::exception was thrown");
+    throw;
+  }
+  for (const auto& core : cores_) core->end_step();
+  return loss;
+}
+
+void ZeroOptimizer::abandon(const std::string& reason) noexcept {
+  for (const auto& core : cores_) core->abandon_step(reason);
+}
+
+void ZeroOptimizer::zero_grad(bool set_to_none) {
+  if (!set_to_none) return Optimizer::zero_grad(false);
+  for (const auto& core : cores_) core->zero_grad();
+}
+
+at::Tensor ZeroOptimizer::clip_grad_norm_(double max_norm, double norm_type,
+                                          bool error_if_nonfinite) {
+  std::vector<GradNormPart> parts;
+  for (const auto& core : cores_) {
+    std::vector<int64_t> all(core->parameter_infos().size());
+    std::iota(all.begin(), all.end(), int64_t{0});
+    parts.push_back(core->gradients(all));
+  }
+  at::Tensor norm = trireme::clip_grad_norm_(parts, {max_norm, norm_type, error_if_nonfinite});
+  for (const auto& core : cores_) core->accept_gradients();
+  return norm;
+}
+
+void ZeroOptimizer::set_synchronize(bool synchronize) {
+  synchronize_ = synchronize;
+  for (const auto& core : cores_) core->set_synchronize(synchronize);
+}
+
+ZeroOptimizer::NoSync::NoSync(ZeroOptimizer& optimizer)
+    : optimizer_(optimizer), before_(optimizer.synchronize_) {
+  if (optimizer.options_.stage == 1) {
+    optimizer.refuse("got no_sync() under stage 1, where DistributedDataParallel averages",
+                     "Use the no_sync() of the wrapped module.");
+  }
+  optimizer_.set_synchronize(false);
+}
+
+ZeroOptimizer::NoSync::~NoSync() { optimizer_.set_synchronize(before_); }
+
+ZeroOptimizer::Writing::Writing(ZeroOptimizer& optimizer)
+    : optimizer_(optimizer), exceptions_before_(std::uncaught_exceptions()) {
+  for (const auto& core : optimizer_.cores_) core->begin_writing();
+}
+
+ZeroOptimizer::Writing::~Writing() noexcept(false) {
+  if (std::uncaught_exceptions() > exceptions_before_)
+    return optimizer_.abandon("an exception left writing(); see that rank");
+  for (const auto& core : optimizer_.cores_) core->end_writing();
+}
+
+StepReport ZeroOptimizer::last_step() const {
+  if (options_.stage == 1) {
+    refuse("got last_step() under stage 1, which moves no gradients",
+           "Ask the DistributedDataParallel module.");
+  }
+  return cores_.front()->reducer()->last_step();
+}
+
+std::vector<ShardedParameter> ZeroOptimizer::sharded_parameters() const {
+  std::vector<ShardedParameter> all;
+  for (const auto& core : cores_) {
+    const std::vector<ParameterInfo>& infos = core->parameter_infos();
+    for (size_t i = 0; i < infos.size(); ++i)
+      all.push_back({infos[i], core->plan().shards[i], core->plan().placement});
+  }
+  return all;
+}
+
+void ZeroOptimizer::consolidate(int64_t to) {
+  const RankOf where = communicator_->rank_of();
+  if (to < 0 || to >= where.world) {
+    refuse("got rank " + std::to_string(to) + " to consolidate on",
+           "Pass 0 to " + std::to_string(where.world - 1) + ".");
+  }
+  const std::vector<ShardedParameter> parameters = sharded_parameters();
+  OptimizerArchive content = take_apart(*local_);
+  std::vector<ArchivedValues> own(parameters.size());
+  size_t next = 0;  // the local optimizer has those of this rank only, in the same order
+  for (size_t i = 0; i < parameters.size(); ++i)
+    if (parameters[i].is_owned_by(where.rank)) own[i] = std::move(content.states[next++]);
+  try {
+    consolidated_ = gather_states(own, parameters, *communicator_, to);
+  } catch (const c10::TypeError&) {
+    throw;  // on all ranks
+  } catch (const std::exception& error) {
+    abandon(text_of(error));
+    throw;
+  }
+}
+
+void ZeroOptimizer::save(torch::serialize::OutputArchive& archive) const {
+  if (consolidated_.size() != parameters_.size()) {
+    refuse("got save() of a state that was not consolidated here",
+           "Call consolidate(" + std::to_string(communicator_->rank()) + ") on all ranks before.");
+  }
+  OptimizerArchive content{group_counts_, {}, consolidated_};
+  for (const OptimizerParamGroup& group : param_groups_)
+    content.options.push_back(take_apart(group.options()));
+  write_optimizer_archive(content, archive);
+}
+
+void ZeroOptimizer::load(torch::serialize::InputArchive& archive) {
+  OptimizerArchive content = read_optimizer_archive(archive);
+  if (content.group_counts != group_counts_) {
+    refuse("got an archive of groups of " + c10::str(at::IntArrayRef(content.group_counts)) +
+               " parameters, expected " + c10::str(at::IntArrayRef(group_counts_)),
+           "Load the state of the same model and groups.");
+  }
+  for (size_t g = 0; g < group_counts_.size(); ++g) {
+    const ArchivedValues options = take_apart(param_groups_[g].options());
+    const bool are_ours = std::equal(options.begin(), options.end(), content.options[g].begin(),
+                                     content.options[g].end(),
+                                     [](const auto& a, const auto& b) { return a.first == b.first; });
+    if (!are_ours) {
+      refuse("got an archive of another optimizer than this one",
+             "Load the state of the same torch::optim class.");
+    }
+  }
+  const std::vector<ShardedParameter> parameters = sharded_parameters();
+  OptimizerArchive local{{}, content.options, {}};
+  size_t next = 0;
+  for (const int64_t count : group_counts_) {
+    int64_t& owned = local.group_counts.emplace_back(0);
+    for (int64_t i = 0; i < count; ++i, ++next) {
+      ArchivedValues part = own_part(content.states[next], parameters[next], communicator_->rank_of());
+      if (!parameters[next].is_owned_by(communicator_->rank())) continue;
+      local.states.push_back(std::move(part));
+      ++owned;
+    }
+  }
+  put_into(*local_, local);
+  for (size_t g = 0; g < param_groups_.size(); ++g)
+    param_groups_[g].set_options(local_->param_groups()[g].options().clone());
+}
+
+void ZeroOptimizer::refuse(const std::string& got, const std::string& next_step) const {
+  const std::string text = error_text("zero", got, communicator_->rank_of(), next_step);
+  TORCH_CHECK_VALUE(false, text);
+  std::terminate();  // not reached
+}
+
+}  // namespace trireme

@@ -1,0 +1,148 @@
+#pragma once
+
+#include <trireme/comm/communicator.h>
+#include <trireme/grad/module_parameters.h>
+#include <trireme/grad/step_report.h>
+#include <trireme/strategies/zero/consolidated_state.h>
+#include <trireme/strategies/zero/zero.h>
+
+#include <torch/nn/pimpl.h>
+#include <torch/optim/optimizer.h>
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace torch::nn {
+class Module;
+}
+
+namespace trireme {
+
+// What an optimizer is made of, and what messages call it.
+struct TRIREME_API ZeroParameters {
+  // NOLINTBEGIN(google-explicit-constructor): one parameter of the optimizer, whatever it is
+  ZeroParameters(std::vector<at::Tensor> parameters);
+  ZeroParameters(const std::vector<torch::optim::OptimizerParamGroup>& param_groups);
+  ZeroParameters(const torch::nn::Module& module);  // names are the module's
+  template <typename Module>
+  ZeroParameters(const torch::nn::ModuleHolder<Module>& holder) : ZeroParameters(*holder) {}
+  // NOLINTEND(google-explicit-constructor)
+
+  std::vector<torch::optim::OptimizerParamGroup> groups;
+  NamedParameters named;  // of all groups, in their order
+};
+
+// ZeroRedundancyOptimizer<Optimizer> for any `Optimizer`: the part of it that is no template. See
+// zero_redundancy_optimizer.h.
+class TRIREME_API ZeroOptimizer : public torch::optim::Optimizer {
+ public:
+  ~ZeroOptimizer() override;
+  ZeroOptimizer(const ZeroOptimizer&) = delete;
+  ZeroOptimizer& operator=(const ZeroOptimizer&) = delete;
+
+  // One step of all ranks together; when it returns every parameter is whole. Collective. `closure`
+  // is called once, before anything is written. Throws c10::Error on all ranks if a parameter was
+  // written outside or, under stage 2, a gradient changed; c10::DistBackendError if another rank
+  // failed in its step.
+  at::Tensor step(LossClosure closure = nullptr) override;
+
+  // As torch's, which they hide. add_param_group() is collective; called through
+  // torch::optim::Optimizer it shards nothing, and step() refuses.
+  void zero_grad(bool set_to_none = true);
+  void add_param_group(const torch::optim::OptimizerParamGroup& param_group);
+
+  // Scales the gradients of all parameters to a common norm of at most `max_norm`; returns what it
+  // was, the same on all ranks. See grad/grad_norm.h. Collective under stage 2.
+  at::Tensor clip_grad_norm_(double max_norm, double norm_type = 2.0,
+                             bool error_if_nonfinite = false);
+
+  // Stage 2. Backwards while the guard lives only accumulate on this rank; the first one after it
+  // averages what has come together. Throws ValueError under stage 1, where DDP has a no_sync().
+  class NoSync {
+   public:
+    explicit NoSync(ZeroOptimizer& optimizer);
+    ~NoSync();
+    NoSync(const NoSync&) = delete;
+    NoSync& operator=(const NoSync&) = delete;
+
+   private:
+    ZeroOptimizer& optimizer_;
+    bool before_;
+  };
+  [[nodiscard]] NoSync no_sync() { return NoSync(*this); }
+
+  // While the guard lives every rank may write parameters in place, all of them the same values:
+  //   { auto writing = optimizer.writing(); torch::load(net, "net.pt"); }
+  // Collective at both ends, which wait until nobody reads the parameters and until all have
+  // written; either may throw as step() does. Where an exception ends it the other ranks raise.
+  class Writing {
+   public:
+    explicit Writing(ZeroOptimizer& optimizer);
+    ~Writing() noexcept(false);
+    Writing(const Writing&) = delete;
+    Writing& operator=(const Writing&) = delete;
+
+   private:
+    ZeroOptimizer& optimizer_;
+    int exceptions_before_;
+  };
+  [[nodiscard]] Writing writing() { return Writing(*this); }
+
+  // Stage 2: where the time of the last synchronized backward went. Throws ValueError under 1.
+  StepReport last_step() const;
+
+  // Brings the state of all shards to rank `to`, where save() then writes it. Collective. Costs the
+  // state of all ranks once, on the wire and in the memory of `to`.
+  void consolidate(int64_t to = 0);
+  // What consolidate() brought here last, as the plain optimizer over the same parameters writes
+  // and reads it. Throws ValueError where that is nothing.
+  void save(torch::serialize::OutputArchive& archive) const override;
+  // Takes this rank's part of such an archive, be it ours, of any number of ranks, or the plain
+  // optimizer's; on all ranks. Throws ValueError if it belongs to other parameters.
+  void load(torch::serialize::InputArchive& archive) override;
+
+  // This rank's optimizer, over its shards. It holds the state; state() of this object is empty.
+  torch::optim::Optimizer& local() { return *local_; }
+  // One per constructor and add_param_group().
+  const std::vector<std::unique_ptr<Zero>>& cores() const { return cores_; }
+
+ protected:
+  using MakeLocal = std::function<std::unique_ptr<torch::optim::Optimizer>(
+      const std::vector<torch::optim::OptimizerParamGroup>&)>;
+  struct Setup {
+    std::unique_ptr<torch::optim::OptimizerOptions> defaults;
+    MakeLocal make_local;
+    std::shared_ptr<Communicator> communicator;
+    ZeroOptions options;
+  };
+  ZeroOptimizer(ZeroParameters parameters, Setup setup);
+
+ private:
+  // Says that these are ours, until destroyed.
+  class Claim;
+
+  void add_core(NamedParameters parameters);
+  torch::optim::OptimizerParamGroup local_group(size_t group) const;
+  void check_groups() const;
+  void set_synchronize(bool synchronize);
+  void abandon(const std::string& reason) noexcept;
+  std::vector<ShardedParameter> sharded_parameters() const;
+  [[noreturn]] void refuse(const std::string& got, const std::string& next_step) const;
+
+  std::shared_ptr<Communicator> communicator_;
+  ZeroOptions options_;
+  std::unique_ptr<Claim> claim_;
+  std::vector<std::unique_ptr<Zero>> cores_;
+  std::vector<at::Tensor> parameters_;  // of all groups, in their order
+  std::vector<at::Tensor> shards_;      // of these
+  std::vector<int64_t> group_counts_;   // as sharded
+  std::unique_ptr<torch::optim::Optimizer> local_;
+  std::vector<ArchivedValues> consolidated_;  // by parameter
+  bool synchronize_ = true;
+};
+
+}  // namespace trireme
