@@ -52,7 +52,8 @@ class ScalerCheck:
     def _has_inf(self, optimizer: ZeroRedundancyOptimizer) -> bool:
         gradients: list[torch.Tensor] = []
         for core, count in zip(optimizer._cores, optimizer._counts(), strict=True):
-            gradients += core.own_gradients(list(range(count)))
+            own = core.own_gradients(list(range(count)))
+            gradients += [gradient for gradient in own if gradient.numel() > 0]
         if not gradients:
             return False
         norms = torch._foreach_norm(gradients, float("inf"))

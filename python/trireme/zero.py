@@ -93,6 +93,9 @@ class ZeroRedundancyOptimizer(TorchZero):
     Cost: see ``csrc/strategies/zero/zero.h``; ``step()`` is two small collectives.
     """
 
+    # GradScaler leaves unscaling and the decision to step to us.
+    _step_supports_amp_scaling = True
+
     def __init__(
         self,
         params: Iterable[Any],
