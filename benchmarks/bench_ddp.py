@@ -18,10 +18,9 @@ import statistics
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
-from harness.bad_input import unknown_name
+from harness.bench_options import bench_parser, chosen_parts
 from harness.exit_codes import exit_code
 from harness.fresh_run import RANKS, RunTimes, run_fresh
 from harness.machine import machine
@@ -144,21 +143,13 @@ def _memory_ratio(ours: Sequence[RunTimes], torch_view: Sequence[RunTimes]) -> d
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--only", default=",".join(PARTS), help=f"out of {', '.join(PARTS)}")
+    parser = bench_parser(__doc__, PARTS)
     parser.add_argument("--ours", choices=OURS, default="gloo", help="our options")
-    parser.add_argument("--quick", action="store_true", help="a few steps, to see that all works")
-    parser.add_argument("--json", type=Path, help="file for all numbers")
     return parser
 
 
 def _parts(arguments: argparse.Namespace) -> list[str]:
-    parts = [part.strip() for part in arguments.only.split(",")]
-    for part in parts:
-        if part not in PARTS:
-            raise unknown_name("bench_ddp", "part", part, PARTS)
+    parts = chosen_parts("bench_ddp", arguments.only, PARTS)
     require_trireme("bench_ddp", "then run this again.")
     return parts
 

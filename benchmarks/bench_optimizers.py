@@ -4,8 +4,8 @@
     python benchmarks/bench_optimizers.py --quick --threads 1
 
 CPU rows always, CUDA rows where there is a GPU. Parameters: one flat tensor of 16.8 M elements, the
-list of the workload `mlp` (as many, in 32 tensors), 1000 tensors of 64 elements. Both sides step the
-same memory, in turns; of bf16 parameters torch has bf16 states and so fewer bytes to move. `of
+list of the workload `mlp` (as many, in 32 tensors), 1000 tensors of 64 elements. Both sides step
+the same memory, in turns; of bf16 parameters torch has bf16 states and so fewer bytes to move. `of
 in-place` compares bytes read and written per second with those of one in-place multiplication of a
 contiguous tensor that moves as many, measured beside it; of small tensors it says nothing.
 """
@@ -112,9 +112,7 @@ def bench_device(
     return rows
 
 
-def bench_case(
-    case: Case, shapes: Shapes, clock: Clock, device: torch.device
-) -> dict[str, Any]:
+def bench_case(case: Case, shapes: Shapes, clock: Clock, device: torch.device) -> dict[str, Any]:
     pair = Pair(case, shapes, device)
     moved = pair.bytes_per_step()
     memory = torch.ones(max(1, moved // 8), device=device)  # fp32, read and written

@@ -6,12 +6,13 @@
 Per workload torch's DDP is measured with its option sets, and the fastest one becomes the opponent
 of stage 2; on `mlp` our own DDP is that of stage 1. Fresh processes run in pairs, in alternating
 order, 2 ranks x 1 thread, ours over the backend "trireme", torch's over Gloo, both with torch's
-fused AdamW; --optimizer trireme gives ours the one of trireme.optim. A target is met when the
-median of the paired ratios is at or below it. Torch's own ZeRO (stage 1) and ours over Gloo are
-measured beside.
+fused AdamW. A target is met when the median of the paired ratios is at or below it. Measured beside
+are stage 2 with trireme.optim's AdamW, with that inside fused_step=True, and over Gloo, and torch's
+own ZeRO (stage 1). --ours makes one of these the side that is paired.
 
 The memory of a host is the sum of PSS over its ranks between two steps, less what the ranks held
-before they built their model. trireme.estimate_memory has to agree with what tensors take.
+before they built their model; ranks that never talk show what torch itself leaves of a step.
+trireme.estimate_memory has to agree with what tensors take.
 """
 
 from __future__ import annotations
@@ -20,10 +21,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
-from harness.bad_input import unknown_name
+from harness.bench_options import bench_parser, chosen_parts
 from harness.exit_codes import exit_code
 from harness.fresh_run import run_fresh
 from harness.host_memory import HostMemory, measure_host_memory
@@ -43,8 +43,9 @@ PARTS = (*STEP_TARGETS, "memory")
 DDP = OURS["shm"]
 STAGE_1 = Side("zero1", "zero1", {})
 STAGE_2 = {
-    "torch": Side("zero2", "zero2", {}),
-    "trireme": Side("zero2, trireme.optim", "zero2", {}, optimizer="trireme"),
+    "torch-optim": Side("zero2", "zero2", {}),
+    "trireme-optim": Side("zero2, trireme.optim", "zero2", {}, "trireme"),
+    "fused-step": Side("zero2, fused step", "zero2", {"fused_step": True}, "trireme"),
 }
 STAGE_2_GLOO = Side("zero2 over Gloo", "zero2-gloo", {"host_params": False})
 TORCH_ZERO = (
@@ -54,6 +55,12 @@ TORCH_ZERO = (
 
 MEMORY_WORKLOADS = ("mlp", "gpt")
 MEMORY_RANKS = (2, 4)
+# With the name under which the estimate knows what its ranks hold.
+MEMORY_SIDES = (
+    (STAGE_2["torch-optim"], "zero2"),
+    (TORCH_VIEW, "ddp"),
+    (Side("no sync", "no-sync", {}), "ddp"),
+)
 BYTES_PER_PARAMETER = 16  # fp32: parameter, gradient, two moments of AdamW
 MEMORY_MARGIN = 1.10
 RING_MIB = 8  # what a rank deposits its gradients in
@@ -75,17 +82,16 @@ def _bench(arguments: argparse.Namespace) -> int:
         print("Quick run: too few pairs for a verdict that counts.\n")
     for part in parts:
         if part == "memory":
-            results["memory"] = bench_memory(MEMORY_WORKLOADS[:1] if arguments.quick else None)
+            results["memory"] = bench_memory(MEMORY_WORKLOADS[: 1 if arguments.quick else None])
         else:
-            results["workloads"][part] = bench_workload(part, arguments.optimizer, effort)
+            results["workloads"][part] = bench_workload(part, STAGE_2[arguments.ours], effort)
     if arguments.json is not None:
         write_results(arguments.json, results)
     return 0 if all(row["estimate_agrees"] for row in results.get("memory", [])) else 1
 
 
-def bench_workload(name: str, optimizer: str, effort: Effort) -> dict[str, Any]:
+def bench_workload(name: str, ours: Side, effort: Effort) -> dict[str, Any]:
     """Measures and prints one workload; returns its part of the JSON."""
-    ours = STAGE_2[optimizer]
     beside = [side for side in STAGE_2.values() if side != ours]
     beside += [STAGE_2_GLOO, *TORCH_ZERO]
     if name not in STAGE_1_TARGETS:
@@ -126,12 +132,12 @@ class Contest:
         return cls(ours.label, theirs.label, runs.pair(ours, theirs, pairs, target))
 
 
-def bench_memory(workloads: Sequence[str] | None = None) -> list[dict[str, Any]]:
+def bench_memory(workloads: Sequence[str]) -> list[dict[str, Any]]:
     """Measures and prints what a host holds; returns its part of the JSON."""
     rows = []
-    for workload in workloads or MEMORY_WORKLOADS:
+    for workload in workloads:
         for ranks in MEMORY_RANKS:
-            for side, planned in ((STAGE_2["torch"], "zero2"), (TORCH_VIEW, "ddp")):
+            for side, planned in MEMORY_SIDES:
                 print(f"memory: {workload}, {side.label}, {ranks} ranks", flush=True)
                 held = measure_host_memory(side, workload, ranks)
                 rows.append(_memory_row(workload, ranks, side, planned, held))
@@ -140,8 +146,10 @@ def bench_memory(workloads: Sequence[str] | None = None) -> list[dict[str, Any]]
     print(table(header, [_memory_cells(row) for row in rows]))
     for row in rows:
         if "limit" in row:
-            print(f"{_what(row)}: {row['between_steps'] / row['limit']:.3f} of the limit: "
-                  f"{row['verdict']}")  # fmt: skip
+            share = row["between_steps"] / row["limit"]
+            print(f"{_what(row)}: {share:.3f} of the limit: {row['verdict']}")
+        if "left_by_torch" in row:
+            print(f"{_what(row)}: {row['left_by_torch']:.1f} MiB left beside parameters, moments")
         if not row["estimate_agrees"]:
             print(
                 f"[bench_zero] {_what(row)}: estimate_memory said {row['estimated']:.1f} MiB of "
@@ -172,6 +180,8 @@ def _memory_row(
         of_states = BYTES_PER_PARAMETER * estimate.numel / 2**20
         row["limit"] = MEMORY_MARGIN * of_states + RING_MIB * ranks
         row["verdict"] = verdict(held.between_steps / row["limit"], 1.0)
+    if side.strategy == "no-sync":  # what any rank has: first uses of libraries, the allocator
+        row["left_by_torch"] = held.between_steps - held.parameters - held.optimizer_state
     return row
 
 
@@ -191,23 +201,15 @@ def _memory_cells(row: dict[str, Any]) -> list[str]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--only", default=",".join(PARTS), help=f"out of {', '.join(PARTS)}")
+    parser = bench_parser(__doc__, PARTS)
     parser.add_argument(
-        "--optimizer", choices=STAGE_2, default="torch", help="whose AdamW our stage 2 steps"
+        "--ours", choices=STAGE_2, default="torch-optim", help="how our stage 2 steps in the pairs"
     )
-    parser.add_argument("--quick", action="store_true", help="a few steps, to see that all works")
-    parser.add_argument("--json", type=Path, help="file for all numbers")
     return parser
 
 
 def _parts(arguments: argparse.Namespace) -> list[str]:
-    parts = [part.strip() for part in arguments.only.split(",")]
-    for part in parts:
-        if part not in PARTS:
-            raise unknown_name("bench_zero", "part", part, PARTS)
+    parts = chosen_parts("bench_zero", arguments.only, PARTS)
     require_trireme("bench_zero", "then run this again.")
     return parts
 

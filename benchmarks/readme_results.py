@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 BEGIN = "<!-- results: written by benchmarks/readme_results.py from benchmarks/results/*.json -->\n"
 END = "<!-- results end -->\n"
+PHASES_MS = ("step_ms", "forward_ms", "backward_ms", "optimizer_ms")
 
 
 def main(command_line: Sequence[str] | None = None) -> int:
@@ -28,7 +29,12 @@ def main(command_line: Sequence[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="compare only")
     arguments = parser.parse_args(command_line)
     stale = 0
-    for name, written in (("README.md", section()), ("docs/shared_memory.md", shared_memory_tables())):
+    pages = {
+        "README.md": section(),
+        "docs/shared_memory.md": shared_memory_tables(),
+        "docs/zero.md": zero_tables(),
+    }
+    for name, written in pages.items():
         page = ROOT / name
         before = page.read_text()
         head, rest = before.split(BEGIN)
@@ -70,6 +76,24 @@ def fault_times() -> str:
     return "\n" + title + _markdown(header, rows) + "\n"
 
 
+def zero_tables() -> str:
+    """Every side of bench_zero.py, and what a host holds."""
+    if not (RESULTS / "zero.json").exists():
+        return "\nNo run is committed yet.\n\n"
+    results = _load("zero.json")
+    parts = [_bench_zero(results)] if results["workloads"] else []
+    for name, workload in results["workloads"].items():
+        rows = [
+            [label, *(f"{_median(runs, phase):.1f}" for phase in PHASES_MS)]
+            for label, runs in workload["runs"].items()
+        ]
+        header = ["median of fresh processes, ms", "step", "forward", "backward", "optimizer"]
+        parts.append(f"`{name}`:\n\n" + _markdown(header, rows))
+    if "memory" in results:
+        parts.append(_host_memory(results["memory"]))
+    return "\n" + "\n".join(parts) + "\n"
+
+
 def section() -> str:
     """The tables, from whichever result files there are."""
     parts = []
@@ -83,6 +107,8 @@ def section() -> str:
     ):
         if (RESULTS / name).exists():
             parts.append(_bench_ddp(_load(name), ours, over))
+    if (RESULTS / "zero.json").exists():
+        parts.append(_bench_zero(_load("zero.json")))
     return "\n" + "\n".join(parts or ["No run is committed yet.\n"]) + "\n"
 
 
@@ -207,6 +233,89 @@ def _bench_ddp(results: dict[str, Any], ours: str, over: str) -> str:
             f"{ratio['target']:g}: {ratio['verdict']}).\n"
         )
     return text
+
+
+def _bench_zero(results: dict[str, Any]) -> str:
+    rows = []
+    for name, workload in results["workloads"].items():
+        runs = workload["runs"]
+        for contest in workload["contests"]:
+            ratio = contest["ratio"]
+            low, high = ratio["quartiles"]
+            ours, theirs, torch_zero = (
+                f"{_median(runs[label], 'step_ms'):.0f} ({label})"
+                for label in (contest["ours"], contest["theirs"], workload["torch_zero_best"])
+            )
+            rows.append(
+                [
+                    name,
+                    f"{_median(runs['1 process'], 'step_ms'):.0f}",
+                    f"{_median(runs['2 ranks, no sync'], 'step_ms'):.0f}",
+                    torch_zero,
+                    theirs,
+                    ours,
+                    f"{ratio['median']:.3f} ({low:.3f} to {high:.3f})",
+                    f"{ratio['target']:g}: {ratio['verdict']}",
+                ]
+            )
+    header = [
+        "workload",
+        "1 process x 2 threads, ms",
+        "2 ranks, no sync",
+        "torch ZeRO-1, its best",
+        "measured against",
+        "trireme ZeRO",
+        "ratio (quartiles)",
+        "target",
+    ]
+    title = (
+        "`bench_zero.py`, 2 ranks x 1 thread, ours through shared memory, torch's over Gloo, "
+        "median step of fresh processes in pairs:\n\n"
+    )
+    return title + _markdown(header, rows)
+
+
+def _host_memory(found: list[dict[str, Any]]) -> str:
+    rows = [
+        [
+            row["workload"],
+            row["side"],
+            str(row["ranks"]),
+            f"{row['between_steps']:.0f}",
+            f"{row['between_steps'] * 2**20 / row['numel']:.1f}",
+            f"{row['limit']:.0f}: {row['verdict']}" if "limit" in row else "",
+            f"{row['model_states']:.1f}",
+            f"{row['estimated']:.1f}",
+        ]
+        for row in found
+    ]
+    header = [
+        "workload",
+        "side",
+        "ranks",
+        "MiB between steps",
+        "bytes per parameter",
+        "target",
+        "model states",
+        "as estimated",
+    ]
+    title = (
+        "Memory of a host, all ranks together (PSS), less what they held before the model was "
+        "built; model states are gradients, parameters and moments after a backward:\n\n"
+    )
+    text = title + _markdown(header, rows)
+    left = [row for row in found if "left_by_torch" in row]
+    if left:
+        each = ", ".join(
+            f"{row['left_by_torch']:.0f} MiB in {row['ranks']} ranks of {row['workload']}"
+            for row in left
+        )
+        text += f"\nRanks that never talk hold more than parameters and moments, too: {each}.\n"
+    return text
+
+
+def _median(runs: Sequence[dict[str, float]], quantity: str) -> float:
+    return statistics.median(run[quantity] for run in runs)
 
 
 if __name__ == "__main__":

@@ -7,3 +7,4 @@
 #include <trireme/memory/memory_estimate.h>
 #include <trireme/strategies/ddp/distributed_data_parallel.h>
 #include <trireme/strategies/sync_batch_norm/sync_batch_norm_module.h>
+#include <trireme/strategies/zero/zero_redundancy_optimizer.h>

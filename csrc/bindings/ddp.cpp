@@ -75,8 +75,10 @@ void init_ddp(py::module_& module) {
            py::arg("root"))
       .def("prepare_for_backward",
            wrap_pybind_function_no_gil([](Ddp& ddp) { ddp.reducer().prepare_for_backward(); }))
-      .def("shadow_backward",
-           wrap_pybind_function_no_gil([](Ddp& ddp) { ddp.reducer().shadow_backward(); }))
+      .def("shadow_backward", wrap_pybind_function_no_gil([](Ddp& ddp, bool deliver) {
+             ddp.reducer().shadow_backward(deliver);
+           }),
+           py::arg("deliver"))
       .def("finalize_backward",
            wrap_pybind_function_no_gil([](Ddp& ddp) { ddp.reducer().finalize_backward(); }))
       .def("should_finalize_after_backward",

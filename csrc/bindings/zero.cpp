@@ -75,31 +75,41 @@ void init_zero(py::module_& module) {
       .def("end_writing", wrap_pybind_function_no_gil(&Zero::end_writing))
       .def("set_synchronize", wrap_pybind_function_no_gil(&Zero::set_synchronize),
            py::arg("synchronize"))
-      .def("set_divisor", [](Zero& zero, double divisor) { zero.reducer()->set_divisor(divisor); },
-           py::arg("divisor"))
-      .def("set_armed_callback",
-           [](Zero& zero, py::function callback) {
-             const auto shared = shared_function(std::move(callback));
-             const py::gil_scoped_release no_gil;
-             zero.reducer()->set_armed_callback([shared] {
-               const py::gil_scoped_acquire gil;
-               (*shared)();
-             });
-           },
-           py::arg("callback"))
+      .def(
+          "set_divisor", [](Zero& zero, double divisor) { zero.reducer()->set_divisor(divisor); },
+          py::arg("divisor"))
+      .def(
+          "set_armed_callback",
+          [](Zero& zero, py::function callback) {
+            const auto shared = shared_function(std::move(callback));
+            const py::gil_scoped_release no_gil;
+            zero.reducer()->set_armed_callback([shared] {
+              const py::gil_scoped_acquire gil;
+              (*shared)();
+            });
+          },
+          py::arg("callback"))
+      .def_static(
+          "arm_together",
+          [](const std::vector<std::shared_ptr<Zero>>& zeros) {
+            std::vector<std::shared_ptr<GradReducer>> reducers;
+            for (const auto& zero : zeros) reducers.push_back(zero->reducer()->shared_from_this());
+            GradReducer::arm_together(reducers);
+          },
+          py::arg("zeros"))
       .def("shadow_backward",
            wrap_pybind_function_no_gil([](Zero& zero) { zero.reducer()->shadow_backward(); }))
       .def("summed",
            [](const Zero& zero) { return zero.has_sums() ? zero.summed() : std::vector<bool>(); })
       .def("fused_adam_step", wrap_pybind_function_no_gil(&Zero::fused_adam_step),
            py::arg("groups"))
-      .def("own_gradients",
-           wrap_pybind_function_no_gil([](const Zero& zero, const std::vector<int64_t>& parameters) {
-             return zero.gradients(parameters).gradients;
-           }),
-           py::arg("parameters"))
-      .def("accept_gradients", wrap_pybind_function_no_gil(&Zero::accept_gradients))
-      .def("zero_grad", wrap_pybind_function_no_gil(&Zero::zero_grad))
+      .def(
+          "own_gradients",
+          wrap_pybind_function_no_gil([](const Zero& zero, const std::vector<int64_t>& parameters) {
+            return zero.gradients(parameters).gradients;
+          }),
+          py::arg("parameters"))
+      .def("zero_grad", wrap_pybind_function_no_gil(&Zero::zero_grad), py::arg("set_to_none"))
       .def("last_step", [](Zero& zero) {
         StepReport report;
         {
@@ -118,9 +128,7 @@ void init_zero(py::module_& module) {
         std::vector<GradNormPart> all;
         if (!whole.empty()) all.push_back({whole, whole.front().device(), nullptr});
         for (const auto& [zero, parameters] : parts) all.push_back(zero->gradients(parameters));
-        at::Tensor norm = clip_grad_norm_(all, {max_norm, norm_type, error_if_nonfinite});
-        for (const auto& [zero, parameters] : parts) zero->accept_gradients();
-        return norm;
+        return clip_grad_norm_(all, {max_norm, norm_type, error_if_nonfinite});
       }),
       py::arg("whole"), py::arg("parts"), py::arg("max_norm"), py::arg("norm_type"),
       py::arg("error_if_nonfinite"));

@@ -217,7 +217,6 @@ void Bucket::take_result(const at::Tensor& result) {
 }
 
 void Bucket::deliver(size_t index, bool as_bucket_view) {
-  if (shadow_) return;
   const Slot& slot = slots_[index];
   at::Tensor& grad = parameter(index).mutable_grad();
   if (plan_.sparse) {
@@ -264,8 +263,7 @@ void Bucket::deliver_shard(size_t index, const at::Tensor& earlier) {
 std::vector<ShardRange> Bucket::own_ranges() const {
   std::vector<ShardRange> ranges;
   const auto add = [&](ShardRange next) {
-    const bool joins =
-        !ranges.empty() && ranges.back().begin + ranges.back().numel == next.begin;
+    const bool joins = !ranges.empty() && ranges.back().begin + ranges.back().numel == next.begin;
     if (joins) {
       ranges.back().numel += next.numel;
     } else if (next.numel > 0) {

@@ -21,20 +21,19 @@ namespace trireme {
 // this backward began:
 //
 //   fresh     it was None. On CPU the gradient is copied into the buffer as soon as it is
-//   accumulated and its
-//             own memory is freed, so that the allocator hands the same warm pages to the next
-//             layer. After the reduction .grad becomes a tensor over its range of the buffer:
-//             nothing is copied out. It is no view for autograd (detach_() and friends work) but it
-//             shares storage with its neighbours.
+//             accumulated and its own memory is freed, so that the allocator hands the same warm
+//             pages to the next layer. After the reduction .grad becomes a tensor over its range of
+//             the buffer: nothing is copied out. It is no view for autograd (detach_() and friends
+//             work) but it shares storage with its neighbours.
 //   in place  it already was such a range (set_to_none=False, accumulation). Nothing is copied at
-//   all. foreign   it was any other tensor. It is copied in when the bucket is launched and out
-//   when the bucket is
-//             done, and keeps its identity; with gradient_as_bucket_view it is replaced by a range
-//             instead.
+//             all.
+//   foreign   it was any other tensor. It is copied in when the bucket is launched and out when the
+//             bucket is done, and keeps its identity; with gradient_as_bucket_view it is replaced
+//             by a range instead.
 //
-// Where each rank keeps its shards only (OwnShards), the buffer is lazy (memory/flat_buffer.h): what
-// others own are zeros that take no memory, and .grad has its full shape nevertheless. A .grad that
-// was reduced before is set aside by the reducer and added to what comes.
+// Where each rank keeps its shards only (OwnShards), the buffer is lazy (memory/flat_buffer.h):
+// what others own are zeros that take no memory, and .grad has its full shape nevertheless. A .grad
+// that was reduced before is set aside by the reducer and added to what comes.
 //
 // A buffer is used again for the next step only if nobody holds a range of it: a gradient that the
 // user kept from an earlier step is never overwritten. Such a bucket simply takes a new buffer.
@@ -90,7 +89,8 @@ class TRIREME_API Bucket {
   // With shards: a collective has brought all of the sum. What others own is given up.
   void keep_own();
   ShardRange own(size_t slot) const { return own_.of(plan_.slots[slot]); }
-  // What this rank gets of wire(), in elements: ascending, apart from each other, the tail included.
+  // What this rank gets of wire(), in elements: ascending, apart from each other, the tail
+  // included.
   std::vector<ShardRange> own_ranges() const;
   // No rank used this parameter: its .grad is to be what it was when the step began.
   void restore(size_t slot);

@@ -27,7 +27,7 @@ namespace trireme {
 // completes a round that another one has abandoned.
 class BucketStream {
  public:
-  // Collective. Null on all ranks where deposits are not to be had. Extra memory: a ring 
+  // Collective. Null on all ranks where deposits are not to be had. Extra memory: a ring
   // per rank. Ranks that keep whole gradients also go without if they are more than four (each
   // reads what all have, which by then costs more than it spares) or leave CPUs free.
   struct Options {
@@ -85,7 +85,7 @@ class BucketStream {
     int64_t bytes = 0;
     int64_t padded = 0;
     std::vector<ShardRange> own;  // in bytes
-    std::vector<bool> ready;  // by slot
+    std::vector<bool> ready;      // by slot
   };
 
   bool deposit_some();

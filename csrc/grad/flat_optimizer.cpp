@@ -7,6 +7,7 @@
 
 #include <memory>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 namespace trireme::optim {
@@ -34,7 +35,8 @@ at::Tensor fresh_state(const at::Tensor& param) {
 }
 
 template <typename Options>
-AdamStepOptions step_options(const Options& options, bool decoupled_weight_decay) {
+AdamStepOptions adam_options(const OptimizerParamGroup& group, bool decoupled_weight_decay) {
+  const auto& options = static_cast<const Options&>(group.options());
   AdamStepOptions step;
   step.lr = options.lr();
   std::tie(step.beta1, step.beta2) = options.betas();
@@ -44,30 +46,65 @@ AdamStepOptions step_options(const Options& options, bool decoupled_weight_decay
   step.amsgrad = options.amsgrad();
   return step;
 }
+AdamStepOptions adam_options(const Adam& /*optimizer*/, const OptimizerParamGroup& group) {
+  return adam_options<torch::optim::AdamOptions>(group, false);
+}
+AdamStepOptions adam_options(const AdamW& /*optimizer*/, const OptimizerParamGroup& group) {
+  return adam_options<torch::optim::AdamWOptions>(group, true);
+}
+
+// The next step of some parameters of a group, and whose states it is.
+template <typename State>
+struct NextAdamStep {
+  AdamStates lists;
+  std::vector<State*> states;
+
+  void count() const {
+    for (State* state : states) state->step(state->step() + 1);
+  }
+};
 
 template <typename State>
-void step_adam(Optimizer& optimizer, OptimizerParamGroup& group, const AdamStepOptions& options) {
-  std::vector<at::Tensor> params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs;
-  std::vector<int64_t> steps;
-  std::vector<State*> states;
-  for (const at::Tensor& param : group.params()) {
-    if (!param.grad().defined()) continue;
+NextAdamStep<State> next_adam_step(Optimizer& optimizer, const std::vector<at::Tensor>& params,
+                                   const AdamStepOptions& options) {
+  NextAdamStep<State> next;
+  next.lists.options = options;
+  for (const at::Tensor& param : params) {
     State& state = state_of<State>(optimizer, param);
     if (!state.exp_avg().defined()) state.exp_avg(fresh_state(param));
     if (!state.exp_avg_sq().defined()) state.exp_avg_sq(fresh_state(param));
     if (options.amsgrad && !state.max_exp_avg_sq().defined()) {
       state.max_exp_avg_sq(fresh_state(param));
     }
+    next.lists.exp_avgs.push_back(state.exp_avg());
+    next.lists.exp_avg_sqs.push_back(state.exp_avg_sq());
+    if (options.amsgrad) next.lists.max_exp_avg_sqs.push_back(state.max_exp_avg_sq());
+    next.lists.step_numbers.push_back(state.step() + 1);
+    next.states.push_back(&state);
+  }
+  return next;
+}
+
+template <typename State>
+void step_adam(Optimizer& optimizer, OptimizerParamGroup& group, const AdamStepOptions& options) {
+  std::vector<at::Tensor> params, grads;
+  for (const at::Tensor& param : group.params()) {
+    if (!param.grad().defined()) continue;
     params.push_back(param);
     grads.push_back(param.grad());
-    exp_avgs.push_back(state.exp_avg());
-    exp_avg_sqs.push_back(state.exp_avg_sq());
-    if (options.amsgrad) max_exp_avg_sqs.push_back(state.max_exp_avg_sq());
-    steps.push_back(state.step() + 1);
-    states.push_back(&state);
   }
-  adam_step({params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, {}, steps}, options);
-  for (State* state : states) state->step(state->step() + 1);
+  const NextAdamStep<State> next = next_adam_step<State>(optimizer, params, options);
+  const auto& [exp_avgs, exp_avg_sqs, max_exp_avg_sqs, numbers, same_options] = next.lists;
+  adam_step({params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, {}, numbers}, same_options);
+  next.count();
+}
+
+template <typename State>
+AdamStates count_adam_step(Optimizer& optimizer, const std::vector<at::Tensor>& params,
+                           const AdamStepOptions& options) {
+  NextAdamStep<State> next = next_adam_step<State>(optimizer, params, options);
+  next.count();
+  return std::move(next.lists);
 }
 
 struct SgdGroup {
@@ -122,20 +159,26 @@ void step_sgd(Optimizer& optimizer, OptimizerParamGroup& group, SgdStepOptions o
 
 at::Tensor Adam::step(LossClosure closure) {
   at::Tensor loss = call(closure);
-  for (OptimizerParamGroup& group : param_groups_) {
-    const auto& options = static_cast<const torch::optim::AdamOptions&>(group.options());
-    step_adam<torch::optim::AdamParamState>(*this, group, step_options(options, false));
-  }
+  for (OptimizerParamGroup& group : param_groups_)
+    step_adam<torch::optim::AdamParamState>(*this, group, adam_options(*this, group));
   return loss;
+}
+
+AdamStates Adam::count_step(const OptimizerParamGroup& group,
+                            const std::vector<at::Tensor>& params) {
+  return count_adam_step<torch::optim::AdamParamState>(*this, params, adam_options(*this, group));
 }
 
 at::Tensor AdamW::step(LossClosure closure) {
   at::Tensor loss = call(closure);
-  for (OptimizerParamGroup& group : param_groups_) {
-    const auto& options = static_cast<const torch::optim::AdamWOptions&>(group.options());
-    step_adam<torch::optim::AdamWParamState>(*this, group, step_options(options, true));
-  }
+  for (OptimizerParamGroup& group : param_groups_)
+    step_adam<torch::optim::AdamWParamState>(*this, group, adam_options(*this, group));
   return loss;
+}
+
+AdamStates AdamW::count_step(const OptimizerParamGroup& group,
+                             const std::vector<at::Tensor>& params) {
+  return count_adam_step<torch::optim::AdamWParamState>(*this, params, adam_options(*this, group));
 }
 
 at::Tensor SGD::step(LossClosure closure) {

@@ -3,10 +3,14 @@
 // Gradient path 5/5. In: grad_reducer.h  Out: the parameters, by step()
 
 #include <trireme/common/export.h>
+#include <trireme/kernels/optimizer_scalars.h>
 
 #include <torch/optim/adam.h>
 #include <torch/optim/adamw.h>
 #include <torch/optim/sgd.h>
+
+#include <cstdint>
+#include <vector>
 
 // torch's optimizers, stepped by the kernels of kernels/optimizer_step.h: one pass over memory,
 // where torch's C++ classes make some ten operators per parameter. Each is torch's class with
@@ -21,16 +25,33 @@
 // names, and c10::ValueError for a state that does not fit its parameter; nothing is written then.
 namespace trireme::optim {
 
+// What a step of Adam or AdamW works on besides parameters and gradients. Lists as in AdamLists
+// (optimizer_step.h).
+struct AdamStates {
+  std::vector<at::Tensor> exp_avgs;
+  std::vector<at::Tensor> exp_avg_sqs;
+  std::vector<at::Tensor> max_exp_avg_sqs;
+  std::vector<int64_t> step_numbers;
+  AdamStepOptions options;
+};
+
 class TRIREME_API Adam : public torch::optim::Adam {
  public:
   using torch::optim::Adam::Adam;
   at::Tensor step(LossClosure closure = nullptr) override;
+  // Counts a step of `params`, which `group` holds, that the caller makes in place of step(),
+  // having the gradients elsewhere than in .grad. States that are not there yet are made.
+  AdamStates count_step(const torch::optim::OptimizerParamGroup& group,
+                        const std::vector<at::Tensor>& params);
 };
 
 class TRIREME_API AdamW : public torch::optim::AdamW {
  public:
   using torch::optim::AdamW::AdamW;
   at::Tensor step(LossClosure closure = nullptr) override;
+  // As Adam's.
+  AdamStates count_step(const torch::optim::OptimizerParamGroup& group,
+                        const std::vector<at::Tensor>& params);
 };
 
 class TRIREME_API SGD : public torch::optim::SGD {

@@ -27,8 +27,8 @@ struct ClipOptions {
 // their common norm is `max_norm` at most, and returns what it was, the same on all ranks. One
 // all-reduce of one number per group that gradients are sharded over.
 //
-// Collective, if any part is sharded. Throws ValueError for a norm_type it cannot reduce, c10::Error
-// for a norm that is not finite, if that is asked for (on all ranks).
+// Collective, if any part is sharded. Throws ValueError for a norm_type it cannot reduce,
+// c10::Error for a norm that is not finite, if that is asked for (on all ranks).
 TRIREME_API at::Tensor clip_grad_norm_(const std::vector<GradNormPart>& parts,
                                        const ClipOptions& options);
 

@@ -22,11 +22,15 @@ void GradReducer::before_forward() {
 void GradReducer::look_around() {
   communicator_->recover();
   if (const auto failure = communicator_->failure()) {
+    const bool at_parameters = options_.arms_at_parameters;
     C10_THROW_ERROR(
         DistBackendError,
-        error_text(options_.area, "got a forward after the group had failed: " + *failure,
+        error_text(options_.area,
+                   (at_parameters ? "got a backward" : "got a forward") +
+                       (" after the group had failed: " + *failure),
                    communicator_->rank_of(),
-                   "Destroy the process group, initialise it again and wrap the module anew."));
+                   std::string("Destroy the process group, initialise it again and ") +
+                       (at_parameters ? "make the optimizer anew." : "wrap the module anew.")));
   }
   TORCH_CHECK(phase_ != Phase::kAwaitingFinalize,
               error_text(options_.area,
@@ -78,9 +82,9 @@ void GradReducer::begin_backward(bool shadow) {
 
 void GradReducer::begin_stream() {
   streams_ = stream_ && BucketStream::takes(plan_);
-  const bool defers = options_.defers_sums &&
-                      std::none_of(set_aside_.begin(), set_aside_.end(),
-                                   [](const at::Tensor& grad) { return grad.defined(); });
+  const bool defers =
+      options_.defers_sums && std::none_of(set_aside_.begin(), set_aside_.end(),
+                                           [](const at::Tensor& grad) { return grad.defined(); });
   if (streams_) stream_->begin_step({buckets_, labels_, scale(), defers});
   defers_ = streams_ && stream_->defers();
   summed_.assign(parameters_.size(), false);
@@ -90,6 +94,7 @@ void GradReducer::gradient_ready(int64_t index, bool has_gradient) {
   const std::lock_guard lock(mutex_);
   if (has_gradient) used_.mark_used(index);
   if (phase_ != Phase::kRunning) {
+    if (options_.shards) watch_accumulated(static_cast<size_t>(index));
     if (!arm_at_parameter_ && !force_synchronize_) return;
     arm();
     if (phase_ != Phase::kRunning) return;
@@ -274,10 +279,11 @@ void GradReducer::settle_map() {
   if (used_.changed_anywhere()) settle_change();
 }
 
-void GradReducer::shadow_backward() {
+void GradReducer::shadow_backward(bool deliver) {
   {
     const std::lock_guard lock(mutex_);
     begin_backward(/*shadow=*/true);
+    shadow_delivers_ = deliver;
   }
   launch_rest();
   collect();

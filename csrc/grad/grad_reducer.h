@@ -57,8 +57,8 @@ struct GradReducerOptions {
   // Every backward that accumulates into a parameter synchronizes, unless set_synchronize(false)
   // was called: for callers who see no forward.
   bool arms_at_parameters = false;
-  // With shards: where they go as a stream, backward leaves the sums to be made by visit_sums(), and
-  // every .grad undefined. Takes a ring for all gradients.
+  // With shards: where they go as a stream, backward leaves the sums to be made by visit_sums(),
+  // and every .grad undefined. Takes a ring for all gradients.
   bool defers_sums = false;
 };
 
@@ -131,11 +131,9 @@ class TRIREME_API GradReducer final : public GradSink,
   void set_delivered_callback(DeliveredCallback callback);
 
   // With shards: gradients that are not as the reducer left them, because they were changed in
-  // place, replaced, or accumulated without synchronizing since. By index.
-  // `allowed` in-place writes to each are none of that.
+  // place, replaced, or accumulated without synchronizing, since or before a further backward was
+  // added to them. By index. `allowed` in-place writes to each are none of that, nor are zeros.
   std::vector<int64_t> changed_gradients(uint32_t allowed = 0) const;
-  // What the caller changed on all ranks alike stays.
-  void accept_gradients();
   // Whether the last backward has left sums to be made, and of which parameters: those that some
   // rank used.
   bool has_sums() const { return has_sums_; }
@@ -181,6 +179,7 @@ class TRIREME_API GradReducer final : public GradSink,
   // one step (grad_reducer.cpp)
   void look_around();
   void begin_backward(bool shadow);
+  void mark_seen_late(size_t index);
   void launch_ready();
   void launch(size_t bucket);
   Pending reduce(size_t bucket);
@@ -191,9 +190,10 @@ class TRIREME_API GradReducer final : public GradSink,
   void deliver_arrived(size_t bucket);
   void deliver(Bucket& bucket, size_t slot);
   void restore(Bucket& bucket, size_t slot);
+  void arm_with_siblings();
   void set_aside(size_t index);
   void put_back();
-  void watch_gradient(size_t index);
+  void watch_accumulated(size_t index);
   OwnShards own_shards() const { return {options_.shards, communicator_->rank()}; }
   void check_gradient(int64_t index, bool has_gradient);
   void collect();
@@ -235,19 +235,20 @@ class TRIREME_API GradReducer final : public GradSink,
   std::vector<Bucket> buckets_;
   // by parameter, with shards; see [Note: who owns a gradient's memory] in bucket.h
   using WeakTensor = c10::weak_intrusive_ptr<at::TensorImpl, at::UndefinedTensorImpl>;
-  struct Delivered {
+  struct Watched {
     std::optional<WeakTensor> grad;
     uint32_t version = 0;
 
-    bool is(const at::Tensor& tensor) const {
-      return grad && tensor.defined() &&
-             grad->_unsafe_get_target() == tensor.unsafeGetTensorImpl();
-    }
+    static Watched of(const at::Tensor& tensor);
+    bool is(const at::Tensor& tensor) const;
+    bool is_unchanged(const at::Tensor& tensor, uint32_t allowed = 0) const;
   };
-  std::vector<Delivered> delivered_as_;
+  std::vector<Watched> delivered_as_;
+  std::vector<Watched> accumulated_as_;  // in place of what was set aside
   std::vector<at::Tensor> set_aside_;
-  bool defers_ = false;    // this step
-  bool has_sums_ = false;  // of the last one
+  std::vector<bool> was_changed_;  // what was set aside, or is in .grad since a backward was lost
+  bool defers_ = false;            // this step
+  bool has_sums_ = false;          // of the last one
   std::vector<bool> summed_;
   std::vector<std::string> labels_;
   bool tail_in_last_bucket_ = false;
@@ -284,6 +285,8 @@ class TRIREME_API GradReducer final : public GradSink,
   std::string own_error_;
   DeliveredCallback delivered_;
   std::function<void()> armed_;
+  std::vector<std::weak_ptr<GradReducer>> siblings_;  // see arm_together(); with this one
+  bool shadow_delivers_ = false;
   StepClock clock_;
 };
 

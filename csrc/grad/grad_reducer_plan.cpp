@@ -47,7 +47,9 @@ GradReducer::GradReducer(NamedParameters parameters, std::shared_ptr<Communicato
       trailing_(parameters_.size(), false),
       partly_used_at_(parameters_.size(), -kTrailingSteps),
       delivered_as_(parameters_.size()),
+      accumulated_as_(parameters_.size()),
       set_aside_(parameters_.size()),
+      was_changed_(parameters_.size(), false),
       fires_expected_(parameters_.size(), 1),
       fires_seen_(parameters_.size(), 0),
       used_(static_cast<int64_t>(parameters_.size())) {
@@ -81,6 +83,7 @@ void GradReducer::watch_parameters() {
     if (needs_hook) {
       const auto index = static_cast<int64_t>(i);
       hooks_[i] = GradHook(parameter, index, *this, options_.shards != nullptr);
+      mark_seen_late(i);
     }
     if (requires_grad != info.requires_grad || is_cast) used_.mark_changed();
     info.requires_grad = requires_grad;

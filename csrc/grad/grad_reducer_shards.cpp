@@ -7,32 +7,94 @@
 // memory] in bucket.h.
 
 namespace trireme {
+namespace {
+
+// Module.zero_grad(set_to_none=False) has written them: on all ranks, or they are zeros anyway.
+bool is_zero(const at::Tensor& grad) { return !grad.any().item<bool>(); }
+
+}  // namespace
+
+GradReducer::Watched GradReducer::Watched::of(const at::Tensor& tensor) {
+  if (!tensor.defined()) return {};
+  return {WeakTensor(tensor.getIntrusivePtr()),
+          tensor.unsafeGetTensorImpl()->version_counter().current_version()};
+}
+
+bool GradReducer::Watched::is(const at::Tensor& tensor) const {
+  return grad && tensor.defined() && grad->_unsafe_get_target() == tensor.unsafeGetTensorImpl();
+}
+
+bool GradReducer::Watched::is_unchanged(const at::Tensor& tensor, uint32_t allowed) const {
+  return is(tensor) &&
+         tensor.unsafeGetTensorImpl()->version_counter().current_version() - version <= allowed;
+}
 
 void GradReducer::gradient_due(int64_t index) {
+  arm_with_siblings();
   const std::lock_guard lock(mutex_);
-  if (phase_ != Phase::kIdle) return;
-  if (options_.arms_at_parameters && synchronize_) arm();
   // Without synchronizing it would be accumulated on what is reduced already.
   if (phase_ == Phase::kIdle) set_aside(static_cast<size_t>(index));
+}
+
+void GradReducer::arm_with_siblings() {
+  if (!options_.arms_at_parameters) return;
+  const auto arm_one = [](GradReducer& one) {
+    const std::lock_guard lock(one.mutex_);
+    if (one.phase_ == Phase::kIdle && one.synchronize_) one.arm();
+  };
+  {
+    const std::lock_guard lock(mutex_);
+    if (phase_ != Phase::kIdle || !synchronize_) return;
+  }
+  for (const std::weak_ptr<GradReducer>& sibling : siblings_)
+    if (const auto alive = sibling.lock()) arm_one(*alive);
+  arm_one(*this);  // if it is not among them
+}
+
+void GradReducer::arm_together(const std::vector<std::shared_ptr<GradReducer>>& reducers) {
+  for (const std::shared_ptr<GradReducer>& one : reducers) {
+    const std::lock_guard lock(one->mutex_);
+    one->siblings_.assign(reducers.begin(), reducers.end());
+  }
 }
 
 // With shards: if .grad holds a sum, its place is taken by what this rank accumulates.
 void GradReducer::set_aside(size_t index) {
   at::Tensor& grad = parameters_[index].mutable_grad();
-  if (!grad.defined()) set_aside_[index].reset();  // zeroed since
-  if (!delivered_as_[index].is(grad)) return;
+  const Watched& expected =
+      set_aside_[index].defined() ? accumulated_as_[index] : delivered_as_[index];
+  if (grad.defined() && !expected.grad) return;  // nothing of it was ever reduced
+  const bool is_changed = was_changed_[index] || !expected.is_unchanged(grad);
+  was_changed_[index] = is_changed && grad.defined() && !is_zero(grad);
+  if (is_changed && !was_changed_[index]) set_aside_[index].reset();  // the user has begun anew
+  const bool holds_sum = delivered_as_[index].is(grad);
+  delivered_as_[index] = {};
+  if (!holds_sum) return;
   set_aside_[index] = std::move(grad);
   grad.reset();
 }
 
-// As if the backward that was abandoned had never begun, for what had been reduced before.
+void GradReducer::watch_accumulated(size_t index) {
+  if (set_aside_[index].defined()) accumulated_as_[index] = Watched::of(parameters_[index].grad());
+}
+
+// As if the backward that was abandoned had never begun, where that can be had.
 void GradReducer::put_back() {
-  for (size_t i = 0; i < parameters_.size(); ++i)
-    if (set_aside_[i].defined()) parameters_[i].mutable_grad() = std::exchange(set_aside_[i], {});
+  for (size_t i = 0; i < set_aside_.size(); ++i) {
+    at::Tensor& grad = parameters_[i].mutable_grad();
+    const bool is_delivered = i < is_delivered_.size() && is_delivered_[i];
+    was_changed_[i] = was_changed_[i] || is_delivered;
+    if (grad.defined() || !set_aside_[i].defined()) continue;
+    grad = std::exchange(set_aside_[i], {});
+    delivered_as_[i] = Watched::of(grad);
+  }
 }
 
 void GradReducer::deliver(Bucket& bucket, size_t slot) {
-  if (!options_.shards) return bucket.deliver(slot, options_.gradient_as_bucket_view);
+  if (!options_.shards) {
+    if (!shadow_ || shadow_delivers_) bucket.deliver(slot, options_.gradient_as_bucket_view);
+    return;
+  }
   const auto index = static_cast<size_t>(bucket.plan().slots[slot].parameter);
   if (defers_ && places_[index].bucket >= 0) {  // not one that was left out of the layout
     summed_[index] = true;
@@ -40,7 +102,7 @@ void GradReducer::deliver(Bucket& bucket, size_t slot) {
     return;
   }
   bucket.deliver_shard(slot, std::exchange(set_aside_[index], {}));
-  watch_gradient(index);
+  delivered_as_[index] = Watched::of(parameters_[index].grad());
 }
 
 void GradReducer::restore(Bucket& bucket, size_t slot) {
@@ -50,37 +112,37 @@ void GradReducer::restore(Bucket& bucket, size_t slot) {
   bucket.restore(slot);
 }
 
-void GradReducer::watch_gradient(size_t index) {
-  const at::Tensor& grad = parameters_[index].grad();
-  delivered_as_[index] = {};
-  if (grad.defined())
-    delivered_as_[index] = {WeakTensor(grad.getIntrusivePtr()),
-                            grad.unsafeGetTensorImpl()->version_counter().current_version()};
-}
-
 std::vector<int64_t> GradReducer::changed_gradients(uint32_t allowed) const {
   const std::lock_guard lock(mutex_);
   std::vector<int64_t> changed;
   for (size_t i = 0; i < parameters_.size(); ++i) {
     const at::Tensor& grad = parameters_[i].grad();
-    const Delivered& as = delivered_as_[i];
-    const bool is_as_left =
-        !grad.defined() ||
-        (as.is(grad) &&
-         grad.unsafeGetTensorImpl()->version_counter().current_version() - as.version <= allowed);
-    if (!is_as_left || set_aside_[i].defined()) changed.push_back(static_cast<int64_t>(i));
+    if (!grad.defined()) continue;
+    const bool lacks_sum = set_aside_[i].defined() && accumulated_as_[i].is_unchanged(grad);
+    const bool is_as_left = !was_changed_[i] && delivered_as_[i].is_unchanged(grad, allowed);
+    if (lacks_sum || (!is_as_left && !is_zero(grad))) changed.push_back(static_cast<int64_t>(i));
   }
   return changed;
-}
-
-void GradReducer::accept_gradients() {
-  const std::lock_guard lock(mutex_);
-  for (size_t i = 0; i < parameters_.size(); ++i) watch_gradient(i);
 }
 
 void GradReducer::keep_own_gradients() {
   const std::lock_guard lock(mutex_);
   for (Bucket& bucket : buckets_) bucket.keep_own();
+  for (size_t i = 0; i < parameters_.size(); ++i)
+    if (delivered_as_[i].is(parameters_[i].grad()))
+      delivered_as_[i] = Watched::of(parameters_[i].grad());
+}
+
+void GradReducer::notice_changes() {
+  const std::lock_guard lock(mutex_);
+  if (phase_ == Phase::kIdle) watch_parameters();
+}
+
+// Its hook was put on in the middle of the backward that has already come by.
+void GradReducer::mark_seen_late(size_t index) {
+  const at::Tensor& grad = parameters_[index].grad();
+  if (options_.shards && grad.defined() && !delivered_as_[index].is(grad))
+    used_.mark_used(static_cast<int64_t>(index));
 }
 
 void GradReducer::visit_sums(const std::function<void(const BucketStream::Sums&)>& visit) {
@@ -107,6 +169,7 @@ void GradReducer::drop_set_aside() {
   const std::lock_guard lock(mutex_);
   visit_sums([](const BucketStream::Sums&) {});
   set_aside_.assign(parameters_.size(), {});
+  was_changed_.assign(parameters_.size(), false);
 }
 
 void GradReducer::set_armed_callback(std::function<void()> callback) {

@@ -3,6 +3,7 @@
 #include <trireme/kernels/cuda/flatten_launch.h>
 #include <trireme/kernels/flatten_by_copies.h>
 #include <trireme/kernels/flatten_check.h>
+#include <trireme/kernels/real_of.h>
 #include <trireme/kernels/span.h>
 
 #include <ATen/core/Tensor.h>
@@ -13,21 +14,6 @@
 // CUDA headers.
 namespace trireme::cuda {
 namespace {
-
-Real real_of(at::ScalarType dtype) {
-  switch (dtype) {
-    case at::kFloat:
-      return Real::kFloat;
-    case at::kDouble:
-      return Real::kDouble;
-    case at::kHalf:
-      return Real::kHalf;
-    case at::kBFloat16:
-      return Real::kBFloat16;
-    default:
-      TORCH_INTERNAL_ASSERT(false, "check_flatten let dtype ", dtype, " pass");
-  }
-}
 
 void launch(const FlattenTable& table, FlattenMove move, c10::Device device) {
   const char* failure = launch_flatten(table, move, current_stream_handle(device));

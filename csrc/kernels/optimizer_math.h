@@ -17,7 +17,8 @@ struct AdamFactors {
   T shrink;
   T l2;
   T lerp_weight;
-  bool lerp_from_avg;  // torch's lerp starts at its nearer end
+  T lerp_from_avg;  // positive: torch's lerp starts at its nearer end; as a T it keeps loops in
+                    // vectors
   T beta2;
   T grad_sq_share;
   T root_scale;
@@ -43,7 +44,7 @@ TRIREME_HOST_DEVICE AdamFactors<T> factors_of(const AdamScalars& scalars) {
           static_cast<T>(scalars.shrink),
           static_cast<T>(scalars.l2),
           from_avg ? weight : weight - static_cast<T>(1),
-          from_avg,
+          static_cast<T>(from_avg ? 1 : -1),
           static_cast<T>(scalars.beta2),
           static_cast<T>(1 - scalars.beta2),
           static_cast<T>(scalars.root_scale),
@@ -93,12 +94,11 @@ TRIREME_HOST_DEVICE void update(AdamElement<T>& e, const AdamFactors<T>& f) {
   // Not by a factor of 0: an infinite parameter would become a NaN.
   if constexpr (kL2) grad = Math::multiply_add(e.param, f.l2, grad);
   e.exp_avg =
-      Math::multiply_add(f.lerp_weight, grad - e.exp_avg, f.lerp_from_avg ? e.exp_avg : grad);
+      Math::multiply_add(f.lerp_weight, grad - e.exp_avg, f.lerp_from_avg > 0 ? e.exp_avg : grad);
   e.exp_avg_sq = Math::multiply_add(grad * f.grad_sq_share, grad, e.exp_avg_sq * f.beta2);
   T mean_sq = e.exp_avg_sq;
   if constexpr (kAmsgrad) {
-    const bool is_nan = mean_sq != mean_sq;
-    e.max_exp_avg_sq = mean_sq > e.max_exp_avg_sq || is_nan ? mean_sq : e.max_exp_avg_sq;
+    e.max_exp_avg_sq = mean_sq <= e.max_exp_avg_sq ? e.max_exp_avg_sq : mean_sq;  // also a NaN
     mean_sq = e.max_exp_avg_sq;
   }
   const T denominator = Math::root(mean_sq) / f.root_scale + f.eps;

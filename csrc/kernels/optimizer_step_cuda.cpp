@@ -3,6 +3,7 @@
 #include <trireme/common/error.h>
 #include <trireme/common/stream.h>
 #include <trireme/kernels/cuda/optimizer_launch.h>
+#include <trireme/kernels/real_of.h>
 
 #include <c10/core/DeviceGuard.h>
 
@@ -10,21 +11,6 @@
 
 namespace trireme::cuda {
 namespace {
-
-Real real_of(at::ScalarType dtype) {
-  switch (dtype) {
-    case at::kFloat:
-      return Real::kFloat;
-    case at::kDouble:
-      return Real::kDouble;
-    case at::kHalf:
-      return Real::kHalf;
-    case at::kBFloat16:
-      return Real::kBFloat16;
-    default:
-      TORCH_INTERNAL_ASSERT(false, "check_row let dtype ", dtype, " pass");
-  }
-}
 
 const char* launch_step(const OptimizerTable& table, OptimizerReals reals,
                         const AdamScalars& scalars, void* stream) {

@@ -2,6 +2,7 @@
 
 python examples/python/train_gpt.py                                   # alone
 torchrun --nproc-per-node 2 examples/python/train_gpt.py              # two ranks
+torchrun --nproc-per-node 2 examples/python/train_gpt.py --strategy zero2
 torchrun --nproc-per-node 2 examples/python/train_gpt.py --epochs 4 --resume
 """
 
@@ -23,9 +24,12 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset
 
 WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "ddp": trireme.DistributedDataParallel,
+    "zero1": trireme.DistributedDataParallel,
+    "zero2": lambda module: module,  # the optimizer averages
     "torch-ddp": nn.parallel.DistributedDataParallel,
     "none": lambda module: module,
 }
+ZERO_STAGES = {"zero1": 1, "zero2": 2}
 
 
 class TextWindows(Dataset[Tensor]):
@@ -76,12 +80,21 @@ class Training:
         torch.manual_seed(args.seed)
         self.module = Gpt(args.width, args.depth, args.length).to(device)
         self.model = WRAPPERS[args.strategy](self.module)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=args.lr, fused=True)
+        self.optimizer = self.make_optimizer()
         # bf16 has the range of fp32; the gradients of fp16 are scaled, or they underflow.
         self.dtype = torch.float16 if device.type == "cuda" else torch.bfloat16
         self.scaler = torch.amp.GradScaler(enabled=args.amp and self.dtype == torch.float16)
         self.epoch = 0
         self.history: list[float] = []
+
+    def make_optimizer(self) -> torch.optim.Optimizer:
+        parameters, options = self.model.parameters(), {"lr": self.args.lr, "fused": True}
+        stage = ZERO_STAGES.get(self.args.strategy)
+        if stage is None:
+            return torch.optim.AdamW(parameters, **options)
+        return trireme.ZeroRedundancyOptimizer(
+            parameters, torch.optim.AdamW, stage=stage, **options
+        )
 
     def loss(self, windows: Tensor) -> Tensor:
         windows = windows.to(self.device)
@@ -101,7 +114,7 @@ class Training:
             total += loss.item()
             if last:
                 self.scaler.unscale_(self.optimizer)
-                nn.utils.clip_grad_norm_(self.model.parameters(), max_norm=1.0)
+                trireme.clip_grad_norm_(self.model.parameters(), max_norm=1.0)
                 self.scaler.step(self.optimizer)
                 self.scaler.update()
                 self.optimizer.zero_grad()
@@ -110,6 +123,8 @@ class Training:
     def no_sync(self) -> AbstractContextManager[Any]:
         if isinstance(self.model, nn.parallel.DistributedDataParallel):
             return self.model.no_sync()
+        if isinstance(self.optimizer, trireme.ZeroRedundancyOptimizer):
+            return self.optimizer.no_sync()
         return nullcontext()
 
     @torch.no_grad()
@@ -117,8 +132,15 @@ class Training:
         """This rank's mean loss, without learning from it."""
         return sum(self.loss(windows).item() for windows in batches) / len(batches)
 
-    def save(self, path: Path) -> None:
-        """Writes beside the checkpoint and renames, so that a crash leaves the old one whole."""
+    def save(self, path: Path, rank: int) -> None:
+        """Writes beside the checkpoint and renames, so that a crash leaves the old one whole.
+
+        All ranks call it: rank 0 writes, and gets what the others have of a sharded optimizer.
+        """
+        if isinstance(self.optimizer, trireme.ZeroRedundancyOptimizer):
+            self.optimizer.consolidate_state_dict(to=0)
+        if rank != 0:
+            return
         state = {
             "model": self.module.state_dict(),
             "optimizer": self.optimizer.state_dict(),
@@ -132,7 +154,8 @@ class Training:
 
     def load(self, path: Path) -> None:
         state = torch.load(path, map_location=self.device, weights_only=True)
-        self.module.load_state_dict(state["model"])
+        with trireme.writing(self.module):  # its ranks may share the memory of the parameters
+            self.module.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.scaler.load_state_dict(state["scaler"])
         self.epoch, self.history = state["epoch"], state["history"]
@@ -167,8 +190,7 @@ def train(args: argparse.Namespace, ctx: trireme.Context) -> None:
         run.epoch += 1
         run.history.append(test_loss)
         log.info("epoch %d  train loss %.4f  test loss %.4f", run.epoch, train_loss, test_loss)
-        if ctx.rank == 0:
-            run.save(args.checkpoint)
+        run.save(args.checkpoint, ctx.rank)
         if board is not None:
             board.add_scalars("loss", {"train": train_loss, "test": test_loss}, run.epoch)
 

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 from torch.distributed.algorithms.join import JoinHook
 
+from trireme._parameter_owners import optimizer_of
+
 if TYPE_CHECKING:
     from trireme.ddp import DistributedDataParallel
 
@@ -26,7 +28,12 @@ class DdpJoinHook(JoinHook):
         synchronizes = ddp._check_global_requires_backward_grad_sync(is_joined_rank=True)
         ddp.require_forward_param_sync = synchronizes
         if synchronizes:
-            ddp._core.shadow_backward()
+            # A rank that owns shards of the optimizer's state steps on what the others average,
+            # and on nothing that it still has of a parameter that they no longer use.
+            sharding = {optimizer_of(one) for one in ddp._reduced_parameters} - {None}
+            for optimizer in sharding:
+                optimizer.zero_grad()
+            ddp._core.shadow_backward(deliver=bool(sharding))
 
     def post_hook(self, is_last_joiner: bool) -> None:
         ddp = self.ddp

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from trireme import _C
+from trireme._C import error_text
 
 if TYPE_CHECKING:
     from trireme.ddp import DistributedDataParallel
@@ -24,18 +24,39 @@ def claim(
     optimizer: ZeroRedundancyOptimizer,
     name_of: Callable[[torch.Tensor], str],
 ) -> None:
-    """Says that ``optimizer`` shards them; ValueError if another one does."""
+    """Says that ``optimizer`` shards them.
+
+    Raises:
+        ValueError: another one does, or a module averages them in a way that it cannot step with.
+    """
     claimed = list(parameters)
     for parameter in claimed:
-        if optimizer_of(parameter) is not None:
-            group = optimizer.process_group
-            got = f"got '{name_of(parameter)}', which another ZeroRedundancyOptimizer holds"
-            next_step = "Give each parameter to one optimizer, or delete the other one first."
-            raise ValueError(
-                _C.error_text("zero", got, next_step, rank=group.rank(), world=group.size())
-            )
+        _check_free(parameter, optimizer, name_of(parameter))
     for parameter in claimed:
         _optimizers[parameter] = weakref.ref(optimizer)
+
+
+def _check_free(parameter: torch.Tensor, optimizer: ZeroRedundancyOptimizer, name: str) -> None:
+    group = optimizer.process_group
+    ddp = ddp_of(parameter)
+    if optimizer_of(parameter) is not None:
+        got = f"got '{name}', which another ZeroRedundancyOptimizer holds"
+        next_step = "Give each parameter to one optimizer, or delete the other one first."
+    elif ddp is not None and optimizer.stage == 2:
+        got = f"got stage 2 for '{name}', which DistributedDataParallel averages already"
+        next_step = "Use the plain module, or stage=1."
+    elif ddp is not None and ddp.process_group != group:
+        got = f"got '{name}', which DistributedDataParallel averages over another group"
+        next_step = "Pass the same process_group to both."
+    else:
+        return
+    raise ValueError(error_text("zero", got, next_step, rank=group.rank(), world=group.size()))
+
+
+def release(parameters: Iterable[torch.Tensor]) -> None:
+    """Takes back ``claim``."""
+    for parameter in parameters:
+        _optimizers.pop(parameter, None)
 
 
 def optimizer_of(parameter: torch.Tensor) -> ZeroRedundancyOptimizer | None:

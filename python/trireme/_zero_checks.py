@@ -16,8 +16,19 @@ from trireme import optim as trireme_optim
 
 # Each element is treated by itself, so that a slice of a parameter is as good as all of it.
 _ELEMENTWISE = frozenset(
-    ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop")
-    + ("Rprop", "SGD")
+    {
+        "ASGD",
+        "Adadelta",
+        "Adagrad",
+        "Adam",
+        "AdamW",
+        "Adamax",
+        "NAdam",
+        "RAdam",
+        "RMSprop",
+        "Rprop",
+        "SGD",
+    }
 )
 
 

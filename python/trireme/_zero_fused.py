@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trireme import _C
+from trireme._C import FusedAdamGroup, Zero
 from trireme.optim import adam_options, init_adam
 
 if TYPE_CHECKING:
     from trireme.zero import ZeroRedundancyOptimizer
 
 
-def fused_adam_step(optimizer: ZeroRedundancyOptimizer, number: int, core: _C.Zero) -> None:
+def fused_adam_step(optimizer: ZeroRedundancyOptimizer, number: int, core: Zero) -> None:
     """Steps what the last backward has left to be summed up; nothing if it has left nothing."""
     summed = core.summed()
     if not summed:
         return
     groups = []
     for shown, local in zip(optimizer.param_groups, optimizer.optim.param_groups, strict=True):
-        group = _C.FusedAdamGroup()
+        group = FusedAdamGroup()
         indices, states = [], []
         for parameter in shown["params"]:
             place, index = optimizer._places[parameter]

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
+from trireme._zero_agreement import gather_values, raise_together
 from trireme._zero_checks import refuse
 
 
@@ -26,7 +27,7 @@ class ShardLayout:
     group_sizes: list[int]
 
     def owners(self, index: int) -> list[int]:
-        """Ranks that own some of a parameter, ascending; rank 0 of one without elements."""
+        """Ranks that own some of a parameter, ascending; none of one without elements."""
         return [rank for rank, (_, numel) in enumerate(self.ranges[index]) if numel > 0]
 
     def shard_shape(self, index: int, rank: int) -> torch.Size:
@@ -48,8 +49,14 @@ def consolidate(
     if not 0 <= to < group.size():
         refuse(f"got rank {to} to consolidate on", f"Pass 0 to {group.size() - 1}.", group)
     mine = [dict(optimizer.state.get(shard, {})) for shard in layout.shards]
-    described = _gather_descriptions([_describe(one, group) for one in mine], layout, group)
     device = layout.parameters[0].device
+    error, descriptions = None, None
+    try:
+        descriptions = [_describe(one, group) for one in mine]
+    except TypeError as raised:
+        error = raised
+    raise_together(error, "a state", device, group)
+    described = gather_values(descriptions, device, group)
     state: dict[int, dict[str, Any]] = {}
     for index in range(len(layout.parameters)):
         parts: dict[int, dict[str, Any]] = {}
@@ -88,24 +95,6 @@ def _describe(state: dict[str, Any], group: dist.ProcessGroup) -> dict[str, Any]
             )
         described[name] = {"value": value}
     return described
-
-
-def _gather_descriptions(
-    mine: list[dict[str, Any]], layout: ShardLayout, group: dist.ProcessGroup
-) -> list[list[dict[str, Any]]]:
-    """Every rank's descriptions, by rank and parameter, on all ranks."""
-    device = layout.parameters[0].device
-    text = torch.frombuffer(bytearray(json.dumps(mine).encode()), dtype=torch.uint8).to(device)
-    lengths = torch.empty(group.size(), dtype=torch.long, device=device)
-    dist.all_gather_into_tensor(lengths, torch.tensor([text.numel()], device=device), group=group)
-    longest = int(lengths.max())
-    padded = torch.zeros(longest, dtype=torch.uint8, device=device)
-    padded[: text.numel()] = text
-    gathered = torch.empty(group.size() * longest, dtype=torch.uint8, device=device)
-    dist.all_gather_into_tensor(gathered, padded, group=group)
-    rows = gathered.cpu().view(group.size(), longest)
-    texts = (bytes(row[: int(n)].tolist()) for row, n in zip(rows, lengths, strict=True))
-    return [json.loads(one) for one in texts]
 
 
 def _send(
@@ -171,6 +160,10 @@ class LoadedState:
     ) -> None:
         self._layout = layout
         self._group = group
+        for key in ("state", "param_groups"):
+            if key not in state_dict:
+                got = f"got a state dict without '{key}'"
+                refuse(got, "Load what the state_dict() of an optimizer returns.", group)
         sizes = [len(one["params"]) for one in state_dict["param_groups"]]
         if sizes != layout.group_sizes:
             refuse(

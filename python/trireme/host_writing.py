@@ -5,10 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
 from torch import nn
 
 from trireme._parameter_owners import optimizer_of
+from trireme._zero_agreement import abandoning
+from trireme._zero_checks import refuse
 from trireme.zero import ZeroRedundancyOptimizer
+
+_Place = tuple[nn.Module, str, nn.Parameter]
 
 
 @contextmanager
@@ -21,6 +26,9 @@ def writing(target: nn.Module | ZeroRedundancyOptimizer) -> Iterator[None]:
         with trireme.writing(optimizer):
             model.load_state_dict(state)
 
+    With the model as ``target`` what ``load_state_dict(assign=True)`` puts in place of its
+    parameters is copied into them. An optimizer knows nothing of it otherwise, as in torch.
+
     Waits at the begin until no rank reads them, at the end until all have written. Collective;
     nothing happens for parameters that no ZeroRedundancyOptimizer holds.
 
@@ -28,19 +36,45 @@ def writing(target: nn.Module | ZeroRedundancyOptimizer) -> Iterator[None]:
         RuntimeError: a parameter was written outside before.
         torch.distributed.DistBackendError: another rank left it by an exception.
     """
+    places: list[_Place] = []
     if isinstance(target, ZeroRedundancyOptimizer):
         optimizers = [target]
     else:
-        owners = (optimizer_of(parameter) for parameter in target.parameters())
+        places = _places_in(target)
+        owners = (optimizer_of(parameter) for _, _, parameter in places)
         optimizers = list(dict.fromkeys(owner for owner in owners if owner is not None))
     cores = [core for optimizer in optimizers for core in optimizer._cores]
     for core in cores:
         core.begin_writing()
-    try:
+    with abandoning(cores):
         yield
-    except BaseException as error:
-        for core in cores:
-            core.abandon_step(f"{type(error).__name__}: {error}")
-        raise
+        for place in places:
+            _put_back(*place)
     for core in cores:
         core.end_writing()
+
+
+def _places_in(module: nn.Module) -> list[_Place]:
+    """Where parameters hang that an optimizer holds."""
+    return [
+        (owner, name, parameter)
+        for owner in module.modules()
+        for name, parameter in owner._parameters.items()
+        if parameter is not None and optimizer_of(parameter) is not None
+    ]
+
+
+def _put_back(owner: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    """Gives ``parameter``, which its optimizer knows, the values of what was assigned instead."""
+    assigned = owner._parameters.get(name)
+    if assigned is None or assigned is parameter:
+        return
+    if assigned.shape != parameter.shape:
+        refuse(
+            f"got '{name}' of shape {tuple(assigned.shape)} in place of one of shape "
+            f"{tuple(parameter.shape)}",
+            "Make the optimizer anew.",
+        )
+    with torch.no_grad():
+        parameter.copy_(assigned)
+    owner._parameters[name] = parameter

@@ -121,7 +121,7 @@ class AdamW(_FusedAdam, torch.optim.AdamW):
 
     Raises:
         ValueError: ``capturable=True`` or ``differentiable=True``; what torch's class refuses.
-        TypeError: (from ``step``) a sparse gradient; a dtype that is none of fp32, fp64, fp16, bf16.
+        TypeError: (from ``step``) a sparse gradient; a dtype other than fp32, fp64, fp16, bf16.
     """
 
 

@@ -16,7 +16,8 @@ from torch.optim import Optimizer
 
 from trireme import _C
 from trireme._group_communicator import communicator_of
-from trireme._parameter_owners import claim, ddp_of
+from trireme._parameter_owners import claim, release
+from trireme._zero_agreement import abandoning, raise_together
 from trireme._zero_checks import (
     as_param_groups,
     check_fused_step,
@@ -133,37 +134,55 @@ class ZeroRedundancyOptimizer(TorchZero):
         self._shards: dict[torch.Tensor, torch.Tensor] = {}
         self._names = names_of(self.param_groups)
         self._default_device = self.param_groups[0]["params"][0].device
-        self._divide_by_initial_world_size = True
-        self._consolidated: dict[str, Any] | None = None
+        self._consolidated: dict[int, dict[str, Any]] | None = None
         self._add_core(self.param_groups)
-        local = [self._local_group(group) for group in self.param_groups]
-        self.optim = optimizer_class(local, **defaults)  # type: ignore[call-arg]
+        with self._together(self.param_groups):
+            local = [self._local_group(group) for group in self.param_groups]
+            self.optim = optimizer_class(local, **defaults)
         self._show_defaults()
         self.initialized = True
 
     def _add_core(self, groups: list[dict[str, Any]]) -> None:
         """Shards the parameters of ``groups``. Collective."""
         parameters = [parameter for group in groups for parameter in group["params"]]
-        for parameter in parameters:
-            ddp = ddp_of(parameter)
-            if ddp is not None and (self.stage == 2 or ddp.process_group != self.process_group):
-                name = self._names[parameter]
-                if self.stage == 2:
-                    got = f"got stage 2 for '{name}', which DistributedDataParallel averages already"
-                    refuse(got, "Use the plain module, or stage=1.", self.process_group)
-                got = f"got '{name}', which DistributedDataParallel averages over another group"
-                refuse(got, "Pass the same process_group to both.", self.process_group)
-        claim(parameters, self, lambda parameter: self._names[parameter])
-        core = _C.Zero(
-            names=[self._names[parameter] for parameter in parameters],
-            parameters=parameters,
-            communicator=communicator_of(self.process_group),
-            options=self._options,
-        )
+        claim(parameters, self, self._names.__getitem__)
+        try:
+            core = _C.Zero(
+                names=[self._names[parameter] for parameter in parameters],
+                parameters=parameters,
+                communicator=communicator_of(self.process_group),
+                options=self._options,
+            )
+        except Exception:
+            release(parameters)
+            raise
         for index, (parameter, shard) in enumerate(zip(parameters, core.shards(), strict=True)):
             self._places[parameter] = (len(self._cores), index)
             self._shards[parameter] = shard
         self._cores.append(core)
+        if self.stage == 2:
+            _C.Zero.arm_together(self._cores)
+
+    @contextmanager
+    def _together(self, groups: list[dict[str, Any]]) -> Iterator[None]:
+        """What an optimizer of one rank refuses is refused on all ranks, and ``groups`` are free
+        again. Collective."""
+        error = None
+        try:
+            yield
+        except Exception as raised:
+            error = raised
+        try:
+            raise_together(error, "an optimizer", self._default_device, self.process_group)
+        except Exception:
+            is_shared = self._cores.pop().shares_parameters
+            for group in groups:
+                release(group["params"])
+                for parameter in group["params"]:
+                    del self._places[parameter], self._shards[parameter]
+                    if is_shared:  # what steps it now knows of no other rank
+                        parameter.data = parameter.detach().clone()
+            raise
 
     def _local_group(self, group: dict[str, Any]) -> dict[str, Any]:
         """``group`` for this rank's optimizer: of its parameters the shards that it owns."""
@@ -180,10 +199,11 @@ class ZeroRedundancyOptimizer(TorchZero):
         self._names = names_of(self.param_groups)
         try:
             self._add_core([added])
+            with self._together([added]):
+                self.optim.add_param_group(self._local_group(added))
         except Exception:
             self.param_groups.pop()
             raise
-        self.optim.add_param_group(self._local_group(added))
         self._show_defaults()
 
     def _show_defaults(self) -> None:
@@ -192,6 +212,8 @@ class ZeroRedundancyOptimizer(TorchZero):
             for key, value in local.items():
                 if key not in ("params", "param_names"):
                     shown.setdefault(key, value)
+        for key, value in self.optim.defaults.items():
+            self.defaults.setdefault(key, value)
 
     def _sync_hyperparameters(self) -> None:
         for shown, local in zip(self.param_groups, self.optim.param_groups, strict=True):
@@ -201,7 +223,7 @@ class ZeroRedundancyOptimizer(TorchZero):
 
     # the step
 
-    def step(  # type: ignore[override]
+    def step(
         self,
         closure: Callable[[], Any] | None = None,
         grad_scaler: GradScaler | None = None,
@@ -219,35 +241,28 @@ class ZeroRedundancyOptimizer(TorchZero):
         """
         loss = None
         if closure is not None:
-            with torch.enable_grad():
+            with torch.enable_grad(), abandoning(self._cores):
                 loss = closure()
         if self.stage == 1:
             Join.notify_join_context(self)
         scaler = ScalerCheck(grad_scaler, self)
         goes = [core.begin_step(scaler.found_inf, scaler.writes) for core in self._cores]
         scaler.tell(found_inf=not all(goes))
-        try:
+        with abandoning(self._cores):
             if all(goes):
                 self._sync_hyperparameters()
                 scaler.unscale(self._shards.values())
                 for number, core in enumerate(self._cores):
                     fused_adam_step(self, number, core)
                 self.optim.step(**kwargs)
-        except BaseException as error:
-            for core in self._cores:
-                core.abandon_step(f"{type(error).__name__}: {error}")
-            raise
         for core in self._cores:
             core.end_step()
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As in torch. With stage 2 None is much cheaper: zeros would take memory for all ranks."""
-        if not set_to_none:
-            Optimizer.zero_grad(self, set_to_none=False)
-            return
+        """As in torch. Under stage 2 zeros take the memory of this rank's shards only."""
         for core in self._cores:
-            core.zero_grad()
+            core.zero_grad(set_to_none)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -305,7 +320,7 @@ class ZeroRedundancyOptimizer(TorchZero):
         self._sync_hyperparameters()
         self._consolidated = consolidate(self.optim, self._layout(), self.process_group, to)
 
-    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+    def state_dict(self) -> dict[str, Any]:
         """What ``consolidate_state_dict`` brought here last, as the plain optimizer has it.
 
         Raises:
@@ -364,25 +379,12 @@ class ZeroRedundancyOptimizer(TorchZero):
 
         Keyword ``divide_by_initial_world_size`` as for DDP (stage 2).
         """
-        self._divide_by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
-        if self.stage == 2:
-            self._cores[0].set_armed_callback(self._notify_join)
-        return ZeroJoinHook(self)
-
-    def _notify_join(self) -> None:
-        """Before the first collective of a backward; counts the active ranks if they divide."""
-        divisor = self.world_size
-        work = Join.notify_join_context(self)
-        if work is not None and not self._divide_by_initial_world_size:
-            work.wait()
-            divisor = int(work.get_future().value()[0].item())
-        for core in self._cores:
-            core.set_divisor(divisor)
+        return ZeroJoinHook(self, kwargs.get("divide_by_initial_world_size", True))
 
     @property
     def join_device(self) -> torch.device:
         return self._default_device
 
     @property
-    def join_process_group(self) -> dist.ProcessGroup:
+    def join_process_group(self) -> Any:
         return self.process_group

@@ -12,9 +12,7 @@ import bench_optimizers
 import torch
 
 
-def test_a_tiny_run_measures_every_case(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_tiny_run_measures_every_case(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "numbers.json"
     command = ["--tiny", "--quick", "--threads", "1", "--json", str(file)]
     assert bench_optimizers.main(command) == 0

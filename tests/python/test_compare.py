@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import mmap
 import sys
 from pathlib import Path
 from typing import Any
@@ -36,13 +37,14 @@ RUN_FIELDS = {
     "final_loss": float,
 }
 STEPS = 3
+WORLDS = {"single": 1, "ddp": 2, "zero1": 2, "zero2": 2, "torch-ddp": 2, "torch-zero1": 2}
 
 
 @pytest.fixture(scope="module")
 def comparison(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, dict[str, Any], Path]:
     """Exit code, JSON and plot folder of one tiny comparison."""
     folder = tmp_path_factory.mktemp("compare")
-    options = ["--tiny", "--steps", str(STEPS), "--strategies", "single,ddp,torch-ddp"]
+    options = ["--tiny", "--steps", str(STEPS), "--strategies", ",".join(WORLDS)]
     files = ["--out", str(folder), "--json", str(folder / "numbers.json")]
     code = compare.main([*options, *files])
     return code, json.loads((folder / "numbers.json").read_text()), folder
@@ -51,7 +53,7 @@ def comparison(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, dict[str,
 def test_losses_agree(comparison: tuple[int, dict[str, Any], Path]) -> None:
     code, numbers, _ = comparison
     assert code == 0
-    assert [proof["run"] for proof in numbers["agreement"]] == ["ddp", "torch-ddp"]
+    assert [proof["run"] for proof in numbers["agreement"]] == list(WORLDS)[1:]
     single, *others = (run["losses"] for run in numbers["runs"])
     for losses in others:
         assert losses == pytest.approx(single, rel=1e-4)
@@ -61,22 +63,32 @@ def test_losses_agree(comparison: tuple[int, dict[str, Any], Path]) -> None:
 def test_json_has_the_promised_fields(comparison: tuple[int, dict[str, Any], Path]) -> None:
     _, numbers, _ = comparison
     assert {"cpu", "cores", "torch", "commit", "allocator_env"} <= numbers["machine"].keys()
-    assert [(run["strategy"], run["world"]) for run in numbers["runs"]] == [
-        ("single", 1),
-        ("ddp", 2),
-        ("torch-ddp", 2),
-    ]
+    assert [(run["strategy"], run["world"]) for run in numbers["runs"]] == list(WORLDS.items())
     for run in numbers["runs"]:
         for name, kind in RUN_FIELDS.items():
             assert isinstance(run[name], kind), name
         assert run["step_ms"]["p10"] <= run["step_ms"]["median"] <= run["step_ms"]["p90"]
         # A model this small may fit into what the process gave back since its start was measured:
-        # then the kinds add up to a little more than the peak.
-        kinds, peak = sum(run["memory_mib"].values()), run["peak_rss_mib_per_rank"]
+        # then the kinds add up to a little more than all that is held.
+        kinds, held = sum(run["memory_mib"].values()), run["pss_mib_host"]
         exact = run["memory_mib"]["rest"] > 0
-        assert kinds == pytest.approx(peak, rel=1e-4 if exact else 1e-2)
+        assert kinds == pytest.approx(held, rel=1e-4 if exact else 1e-2)
         assert len(run["losses"]) == len(run["seconds"]) == STEPS + 5
         assert 0 < run["phase_ms"]["forward"] < run["step_ms"]["p90"]
+
+
+def test_the_host_holds_a_store_once(comparison: tuple[int, dict[str, Any], Path]) -> None:
+    _, numbers, _ = comparison
+    parameters, states = (
+        {run["strategy"]: run["memory_mib"][kind] for run in numbers["runs"]}
+        for kind in ("parameters", "optimizer_state")
+    )
+    for sharded in ("zero1", "zero2"):
+        assert parameters[sharded] == pytest.approx(parameters["single"], rel=1e-4)
+        assert states[sharded] == pytest.approx(states["single"], rel=1e-2)
+    assert parameters["ddp"] == pytest.approx(2 * parameters["single"], rel=1e-4)
+    assert states["ddp"] == pytest.approx(2 * states["single"], rel=1e-2)
+    assert states["torch-zero1"] == pytest.approx(states["single"], rel=1e-2)
 
 
 def test_plots_are_pictures(comparison: tuple[int, dict[str, Any], Path]) -> None:
@@ -100,7 +112,7 @@ def test_synchronized_batch_norm_sees_the_whole_batch(tmp_path: Path) -> None:
             "[compare] got --text '/nowhere/text' (No such file or directory)",
         ),
         ("--strategies torch-dpp", "Did you mean 'torch-ddp'?"),
-        ("--strategies zero2", "got strategy 'zero2', which is not built yet, expected one of"),
+        ("--strategies fsdp", "got strategy 'fsdp', which is not built yet, expected one of"),
         ("--strategies single,single", "expected different names"),
         ("--model gtp", "Did you mean 'gpt'?"),
         ("--ranks 0", "got --ranks 0, expected more than 0"),
@@ -252,6 +264,18 @@ def test_percentile_interpolates() -> None:
 
 def test_memory_counts_shared_things_once() -> None:
     bucket = torch.zeros(1 << 18)
-    assert tensor_mib([bucket[:10], bucket[10:], bucket]) == 1.0
+    assert tensor_mib([bucket[:10], bucket[10:], bucket], sharers=2) == 1.0
     rank = {"pss_anon": 10.0, "pss_shmem": 2.0, "rss_file": 7.0}
     assert host_pss_mib([rank, rank]) == 31.0
+
+
+def test_memory_of_tensors_is_what_was_written() -> None:
+    page = mmap.PAGESIZE
+    private, shared = (
+        mmap.mmap(-1, 16 * page, kind) for kind in (mmap.MAP_PRIVATE, mmap.MAP_SHARED)
+    )
+    for mapping in (private, shared):
+        tensor = torch.frombuffer(mapping, dtype=torch.uint8)[100:]
+        tensor[: 3 * page].fill_(1)
+        written = (4 * page) / 2**20
+        assert tensor_mib([tensor], sharers=4) == written / (4 if mapping is shared else 1)

@@ -74,6 +74,15 @@ def test_ddp_equals_torch_ddp(two_epochs: Run, tmp_path: Path) -> None:
     assert two_epochs.losses == pytest.approx(of_torch.losses, rel=1e-4)
 
 
+def test_sharded_optimizers_equal_ddp_and_load_each_others_state(
+    two_epochs: Run, tmp_path: Path
+) -> None:
+    checkpoint = tmp_path / "gpt.pt"
+    train_gpt(2, checkpoint, "--epochs", "1", "--strategy", "zero2")
+    resumed = train_gpt(2, checkpoint, "--epochs", "2", "--strategy", "zero1", "--resume")
+    assert resumed.losses == pytest.approx(two_epochs.losses, rel=1e-4)
+
+
 def test_alone_with_mixed_precision_and_tensorboard(tmp_path: Path) -> None:
     board = tmp_path / "board"
     options = ["--epochs", "1", "--strategy", "none", "--amp"]

@@ -4,27 +4,23 @@
 #include <trireme/kernels/optimizer_scalars.h>
 
 #include <array>
-#include <cstdint>
 #include <span>
 #include <string_view>
 
 namespace trireme::cpu {
 
-// What there are loops for: parameter and gradient in memory. Others are converted first.
-enum class LoopDtypes : uint8_t { kFloat, kDouble, kBFloat16, kBFloat16FloatGrad };
-inline constexpr size_t kLoopDtypes = 4;
-
-// One step of a segment on the calling thread. The gradient is not written, whatever the scalars
-// say.
+// One step of a segment on the calling thread. Parameter, gradient and states are all of one dtype,
+// fp32 or fp64; the gradient is not written, whatever the scalars say.
 using AdamLoop = void (*)(const OptimizerSegment& segment, const AdamScalars& scalars);
 using SgdLoop = void (*)(const OptimizerSegment& segment, const SgdScalars& scalars);
 
-// The loops of one instruction set. All sets that have a fused multiply-add give the same bits.
+// The loops of one instruction set, for fp32 and fp64. All sets that have a fused multiply-add give
+// the same bits.
 struct OptimizerLoops {
   std::string_view isa;
   bool fuses;
-  std::array<AdamLoop, kLoopDtypes> adam;
-  std::array<SgdLoop, kLoopDtypes> sgd;
+  std::array<AdamLoop, 2> adam;
+  std::array<SgdLoop, 2> sgd;
 };
 
 // Those that this processor can run, the fastest last; exported for the tests, which run each of

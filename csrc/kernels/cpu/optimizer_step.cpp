@@ -8,14 +8,12 @@
 #include <c10/util/SmallVector.h>
 
 #include <algorithm>
-#include <optional>
 
 namespace trireme {
 namespace cpu {
 namespace {
 
-// Elements that are converted at a time: parameters and gradients of two blocks in fp64 stay in the
-// nearest cache.
+// Elements that are converted at a time, in buffers that stay in the nearest cache.
 constexpr int64_t kBlock = 512;
 
 const OptimizerLoops& best_loops() {
@@ -23,26 +21,15 @@ const OptimizerLoops& best_loops() {
   return best;
 }
 
-void run_loop(const OptimizerSegment& segment, LoopDtypes dtypes, const AdamScalars& scalars) {
-  best_loops().adam[static_cast<size_t>(dtypes)](segment, scalars);
+void run_loop(const OptimizerSegment& segment, bool is_double, const AdamScalars& scalars) {
+  best_loops().adam[is_double ? 1 : 0](segment, scalars);
 }
 
-void run_loop(const OptimizerSegment& segment, LoopDtypes dtypes, const SgdScalars& scalars) {
-  best_loops().sgd[static_cast<size_t>(dtypes)](segment, scalars);
+void run_loop(const OptimizerSegment& segment, bool is_double, const SgdScalars& scalars) {
+  best_loops().sgd[is_double ? 1 : 0](segment, scalars);
 }
 
-// The loop that takes the segments as they are.
-std::optional<LoopDtypes> loop_for(SegmentDtypes dtypes) {
-  const auto [param, grad] = dtypes;
-  if (param == at::kBFloat16 && grad == at::kFloat) return LoopDtypes::kBFloat16FloatGrad;
-  if (param != grad) return std::nullopt;
-  if (param == at::kFloat) return LoopDtypes::kFloat;
-  if (param == at::kDouble) return LoopDtypes::kDouble;
-  if (param == at::kBFloat16) return LoopDtypes::kBFloat16;
-  return std::nullopt;
-}
-
-// One block by way of buffers in the dtype computed in.
+// One block by way of buffers in the dtype computed in, as far as memory holds others.
 template <typename Scalars>
 void step_block(OptimizerSegment block, SegmentDtypes dtypes, Scalars scalars) {
   const at::ScalarType computed = optimizer_state_dtype(dtypes.param);
@@ -56,20 +43,24 @@ void step_block(OptimizerSegment block, SegmentDtypes dtypes, Scalars scalars) {
     copy_run(param_buffer, param, 1.0);
     block.param = params;
   }
-  copy_run(grad_buffer, grad, scalars.write_grad ? scalars.grad_factor : 1.0);
-  block.grad = grads;
+  if (dtypes.grad != computed || scalars.write_grad) {
+    copy_run(grad_buffer, grad, scalars.write_grad ? scalars.grad_factor : 1.0);
+    block.grad = grads;
+  }
   if (scalars.write_grad) {
     copy_run(grad, grad_buffer, 1.0);
     scalars.grad_factor = 1;
   }
-  run_loop(block, computed == at::kDouble ? LoopDtypes::kDouble : LoopDtypes::kFloat, scalars);
+  run_loop(block, computed == at::kDouble, scalars);
   if (dtypes.param != computed) copy_run(param, param_buffer, 1.0);
 }
 
 template <typename Scalars>
 void step_segment(const OptimizerSegment& segment, SegmentDtypes dtypes, const Scalars& scalars) {
-  const std::optional<LoopDtypes> loop = loop_for(dtypes);
-  if (loop && !scalars.write_grad) return run_loop(segment, *loop, scalars);
+  const at::ScalarType computed = optimizer_state_dtype(dtypes.param);
+  if (dtypes.param == computed && dtypes.grad == computed && !scalars.write_grad) {
+    return run_loop(segment, computed == at::kDouble, scalars);
+  }
   for (int64_t begin = 0; begin < segment.numel; begin += kBlock) {
     const int64_t end = std::min(begin + kBlock, segment.numel);
     step_block(slice(segment, dtypes, begin, end), dtypes, scalars);

@@ -1,14 +1,13 @@
 #pragma once
 
-#include <trireme/kernels/cuda/host_device_compat.h>
+#include <trireme/kernels/cuda/block_search.h>
+#include <trireme/kernels/cuda/real.h>
 
 #include <cstdint>
 
 // The arithmetic of the CUDA flatten kernels: which thread of which block moves which elements.
 // Plain C++ without CUDA or torch headers, so that it is tested on machines without a GPU.
 namespace trireme::cuda {
-
-enum class Real : uint8_t { kFloat, kDouble, kHalf, kBFloat16 };
 
 inline constexpr int kTableTensors = 512;
 inline constexpr int kThreads = 256;     // per block
@@ -62,19 +61,10 @@ inline bool append(FlattenTable& table, void* data, Real dtype, int64_t numel) {
 inline int32_t blocks_of(const FlattenTable& table) { return table.block_begin[table.tensors]; }
 
 TRIREME_HOST_DEVICE Chunk locate(const FlattenTable& table, int32_t block) {
-  int32_t low = 0;
-  int32_t high = table.tensors - 1;
-  while (low < high) {  // the last tensor that begins at or before this block
-    const int32_t middle = (low + high + 1) / 2;
-    if (table.block_begin[middle] <= block) {
-      low = middle;
-    } else {
-      high = middle - 1;
-    }
-  }
-  const int64_t begin = (block - table.block_begin[low]) * kChunk;
-  const int64_t left = table.flat_begin[low + 1] - table.flat_begin[low] - begin;
-  return {low, begin, static_cast<int32_t>(left < kChunk ? left : kChunk)};
+  const int32_t tensor = find_by_block(table.block_begin, table.tensors, block);
+  const int64_t begin = (block - table.block_begin[tensor]) * kChunk;
+  const int64_t left = table.flat_begin[tensor + 1] - table.flat_begin[tensor] - begin;
+  return {tensor, begin, static_cast<int32_t>(left < kChunk ? left : kChunk)};
 }
 
 template <typename T, int kWidth>

@@ -1,7 +1,7 @@
 #pragma once
 
-#include <trireme/kernels/cuda/flatten_table.h>
 #include <trireme/kernels/cuda/optimizer_table.h>
+#include <trireme/kernels/cuda/real.h>
 
 // Between torch's side (optimizer_step_cuda.cpp) and the kernels (optimizer_step.cu, or no_cuda.cpp
 // where nvcc is missing).

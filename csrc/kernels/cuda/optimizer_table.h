@@ -1,6 +1,6 @@
 #pragma once
 
-#include <trireme/kernels/cuda/host_device_compat.h>
+#include <trireme/kernels/cuda/block_search.h>
 #include <trireme/kernels/optimizer_math.h>
 
 #include <cstdint>
@@ -55,17 +55,7 @@ inline int32_t blocks_of(const OptimizerTable& table) { return table.block_begin
 
 // The segment that a block works for.
 TRIREME_HOST_DEVICE int32_t segment_of(const OptimizerTable& table, int32_t block) {
-  int32_t low = 0;
-  int32_t high = table.segments - 1;
-  while (low < high) {  // the last one that begins at or before this block
-    const int32_t middle = (low + high + 1) / 2;
-    if (table.block_begin[middle] <= block) {
-      low = middle;
-    } else {
-      high = middle - 1;
-    }
-  }
-  return low;
+  return find_by_block(table.block_begin, table.segments, block);
 }
 
 // The elements of one block, with kStates states of type T, the type computed in.

@@ -109,12 +109,12 @@ std::vector<std::string> gather_texts(const std::string& own, Communicator& comm
 void refuse_foreign(const std::vector<Described>& of_rank, RankOf owner,
                     const std::vector<ShardedParameter>& parameters) {
   for (const Described& one : of_rank) {
-    TORCH_CHECK_TYPE(one.kind != ValueKind::kForeign,
-                     error_text("zero",
-                                "got state '" + one.name + "' of '" +
-                                    parameters[one.parameter].info.name +
-                                    "', expected a tensor, number or truth value",
-                                owner, "Keep it in tensors."));
+    TORCH_CHECK_TYPE(
+        one.kind != ValueKind::kForeign,
+        error_text("zero",
+                   "got state '" + one.name + "' of '" + parameters[one.parameter].info.name +
+                       "', expected a tensor, number or truth value",
+                   owner, "Keep it in tensors."));
   }
 }
 
@@ -148,8 +148,7 @@ class TensorBroadcast {
       if (tensor.numel() > 0) tensors.push_back(tensor);
     if (!tensors.empty())
       communicator_
-          .broadcast(std::move(tensors), root_,
-                     "optimizer state of rank " + std::to_string(root_))
+          .broadcast(std::move(tensors), root_, "optimizer state of rank " + std::to_string(root_))
           .wait();
     for (const auto& [one, tensor] : batch_)
       if (take) take(*one, tensor.to(at::kCPU, tensor.scalar_type(), false, /*copy=*/true));
@@ -252,13 +251,12 @@ ArchivedValues own_part(const ArchivedValues& whole, const ShardedParameter& par
     if (!value.isTensor() || value.toTensor().dim() == 0) continue;
     const at::Tensor tensor = value.toTensor().to(parameter.info.device);
     const bool is_alike = tensor.sizes() == at::IntArrayRef(parameter.info.sizes);
-    TORCH_CHECK_VALUE(
-        is_alike || parameter.placement == ShardPlacement::kWhole,
-        error_text("zero",
-                   "got state '" + name + "' of sizes " + c10::str(tensor.sizes()) + " for '" +
-                       parameter.info.name + "' of sizes " +
-                       c10::str(at::IntArrayRef(parameter.info.sizes)),
-                   where, "Load the state of the same model."));
+    TORCH_CHECK_VALUE(is_alike || parameter.placement == ShardPlacement::kWhole,
+                      error_text("zero",
+                                 "got state '" + name + "' of sizes " + c10::str(tensor.sizes()) +
+                                     " for '" + parameter.info.name + "' of sizes " +
+                                     c10::str(at::IntArrayRef(parameter.info.sizes)),
+                                 where, "Load the state of the same model."));
     own[name] = is_alike ? tensor.reshape({-1})
                                .narrow(0, range.begin, range.numel)
                                .view(parameter.sizes_on(where.rank))

@@ -1,6 +1,5 @@
-#include <trireme/strategies/zero/zero.h>
-
 #include <trireme/common/trace.h>
+#include <trireme/strategies/zero/zero.h>
 
 #include <ATen/ATen.h>
 
@@ -16,7 +15,10 @@ struct Target {
   AdamScalars scalars{};
 };
 
-double count_up(const at::Tensor& step) {
+// Which step this is for a parameter of `group`.
+double count_up(const FusedAdamGroup& group, size_t index) {
+  if (group.steps.empty()) return static_cast<double>(group.step_numbers[index]);
+  const at::Tensor& step = group.steps[index];
   if (step.scalar_type() == at::kDouble) return *step.mutable_data_ptr<double>() += 1;
   return *step.mutable_data_ptr<float>() += 1;
 }
@@ -41,7 +43,7 @@ void Zero::fused_adam_step(const std::vector<FusedAdamGroup>& groups) {
                         .max_exp_avg_sq = memory_of(group.max_exp_avg_sqs, i),
                         .numel = shard.numel() * (shard.is_complex() ? 2 : 1)};
       target.dtype = c10::toRealValueType(shard.scalar_type());
-      target.scalars = adam_scalars(group.options, count_up(group.steps[i]));
+      target.scalars = adam_scalars(group.options, count_up(group, i));
     }
   }
   reducer_->visit_sums([&](const BucketStream::Sums& sums) {

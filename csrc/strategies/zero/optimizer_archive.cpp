@@ -52,11 +52,11 @@ OptimizerArchive read_optimizer_archive(InputArchive& archive) {
   c10::IValue format;
   const bool is_known = archive.try_read("pytorch_version", format) && format.isString() &&
                         format.toStringRef() == kFormat;
-  TORCH_CHECK_VALUE(
-      is_known, error_text("zero",
-                           "got an archive without an optimizer's state, expected what "
-                           "torch::optim::Optimizer::save() writes since torch 1.5",
-                           {}, "Save an optimizer of torch::optim, or give yours a save()."));
+  TORCH_CHECK_VALUE(is_known,
+                    error_text("zero",
+                               "got an archive without an optimizer's state, expected what "
+                               "torch::optim::Optimizer::save() writes since torch 1.5",
+                               {}, "Save an optimizer of torch::optim, or give yours a save()."));
   OptimizerArchive content;
   std::unordered_map<std::string, ArchivedValues> by_key;
   InputArchive states;

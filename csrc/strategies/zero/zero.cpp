@@ -23,6 +23,8 @@ at::Tensor flat(const at::Tensor& tensor, const ShardRange& range) {
   return tensor.view({-1}).narrow(0, range.begin, range.numel);
 }
 
+int64_t version_of(const at::Tensor& one) { return one.is_inference() ? 0 : one._version(); }
+
 }  // namespace
 
 Zero::Zero(NamedParameters parameters, std::shared_ptr<Communicator> communicator,
@@ -35,8 +37,9 @@ Zero::Zero(NamedParameters parameters, std::shared_ptr<Communicator> communicato
   const c10::Device device = infos_.empty() ? c10::Device(c10::kCPU) : infos_.front().device;
   check_same_parameters(*communicator_, device, infos_, "zero");
   check_options();
-  plan_ = std::make_shared<const ShardPlan>(
-      make_shard_plan({infos_, communicator_->world(), options_.placement}));
+  check_same_options();
+  plan_ = std::make_shared<const ShardPlan>(make_shard_plan(
+      {infos_, communicator_->world(), options_.placement.value_or(ShardPlacement::kDim0)}));
   std::vector<at::Tensor> values;
   for (at::Tensor& parameter : parameters_) {
     if (!parameter.is_contiguous()) parameter.set_data(parameter.contiguous());
@@ -45,6 +48,7 @@ Zero::Zero(NamedParameters parameters, std::shared_ptr<Communicator> communicato
   communicator_->broadcast(values, 0, "parameters").wait();
   move_into_store();
   make_shards();
+  snapshot_versions();
   if (options_.stage == 1) return;
   GradReducerOptions reducing;
   reducing.caps = {{kFirstBucketBytes, kBucketBytes}};
@@ -58,13 +62,12 @@ Zero::Zero(NamedParameters parameters, std::shared_ptr<Communicator> communicato
 
 void Zero::check_options() const {
   const RankOf where = communicator_->rank_of();
-  TORCH_CHECK_VALUE(!infos_.empty(),
-                    error_text("zero", "got no parameters, expected at least one", where,
-                               "Pass model.parameters()."));
-  TORCH_CHECK_VALUE(options_.stage == 1 || options_.stage == 2,
-                    error_text("zero",
-                               "got stage " + std::to_string(options_.stage) + ", expected 1 or 2",
-                               where, "Stage 3 shards the parameters, too: use fully_shard."));
+  TORCH_CHECK_VALUE(!infos_.empty(), error_text("zero", "got no parameters, expected at least one",
+                                                where, "Pass model.parameters()."));
+  TORCH_CHECK_VALUE(
+      options_.stage == 1 || options_.stage == 2,
+      error_text("zero", "got stage " + std::to_string(options_.stage) + ", expected 1 or 2", where,
+                 "Stage 3 shards the parameters, too: use fully_shard."));
   for (const ParameterInfo& info : infos_) {
     TORCH_CHECK_VALUE(info.device == infos_.front().device,
                       error_text("zero",
@@ -74,8 +77,24 @@ void Zero::check_options() const {
                                  where, "Move all of them to one device."));
     TORCH_CHECK_VALUE(options_.stage == 1 || !info.sparse_gradient,
                       error_text("zero", "got '" + info.name + "' with sparse gradients", where,
-                                 "Use sparse=False, or stage=1."));
+                                 "Use sparse=False in its layer."));
   }
+}
+
+void Zero::check_same_options() const {
+  const std::vector<int64_t> own = {
+      options_.stage, static_cast<int64_t>(options_.placement.value_or(ShardPlacement::kDim0)),
+      options_.host_params ? 1 : 0, options_.fused_step ? 1 : 0};
+  const at::Tensor highest = at::tensor(own, at::kLong).to(infos_.front().device);
+  const at::Tensor lowest = highest.clone();
+  communicator_->all_reduce({highest}, ReduceOp::kMax, "options").wait();
+  communicator_->all_reduce({lowest}, ReduceOp::kMin, "options").wait();
+  TORCH_CHECK_VALUE(at::equal(highest, lowest),
+                    error_text("zero",
+                               "got options that differ between the ranks, expected one stage, "
+                               "placement, host_params and fused_step; here stage " +
+                                   std::to_string(options_.stage),
+                               communicator_->rank_of(), "Pass the same on all ranks."));
 }
 
 void Zero::move_into_store() {
@@ -103,7 +122,22 @@ void Zero::move_into_store() {
   communicator_->barrier("parameters are in their store").wait();
   for (size_t i = 0; i < parameters_.size(); ++i)
     parameters_[i].set_data(store_->whole(static_cast<int64_t>(i)));
-  store_->snapshot_versions(parameters_);
+}
+
+void Zero::snapshot_versions() {
+  if (store_) return store_->snapshot_versions(parameters_);
+  versions_.clear();
+  for (const at::Tensor& parameter : parameters_) versions_.push_back(version_of(parameter));
+}
+
+// Private parameters could follow a write on all ranks, but a program must not depend on where it
+// runs. A rank alone may do as it likes.
+int64_t Zero::changed_outside() const {
+  std::vector<int64_t> changed;
+  if (store_) changed = store_->changed_outside(parameters_);
+  for (size_t i = 0; !store_ && communicator_->world() > 1 && i < parameters_.size(); ++i)
+    if (version_of(parameters_[i]) != versions_[i]) changed.push_back(static_cast<int64_t>(i));
+  return changed.empty() ? -1 : changed.front();
 }
 
 const ShardRange& Zero::own(size_t parameter) const {
@@ -114,7 +148,7 @@ void Zero::make_shards() {
   for (size_t i = 0; i < parameters_.size(); ++i) {
     const at::Tensor& parameter = parameters_[i];
     places_.push_back(parameter.detach());
-    const std::vector<int64_t> sizes = shard_sizes(infos_[i], own(i), options_.placement);
+    const std::vector<int64_t> sizes = shard_sizes(infos_[i], own(i), plan_->placement);
     at::Tensor shard;
     if (store_) {
       shard = store_->shard(static_cast<int64_t>(i), own(i), sizes);
@@ -129,47 +163,77 @@ void Zero::make_shards() {
 }
 
 Zero::Flags Zero::meet(Flags flags, const char* label) {
-  const auto on_device = at::TensorOptions().device(infos_.front().device);
-  at::Tensor highest =
-      at::tensor({flags.changed_parameter, flags.changed_gradient, flags.found_inf}, at::kLong)
-          .to(on_device);
+  constexpr auto kNumel = static_cast<int64_t>(sizeof(Flags) / sizeof(int64_t));
+  const at::Tensor own = at::from_blob(&flags, {kNumel}, at::kLong);
+  const at::Tensor highest = own.clone().to(infos_.front().device);
   communicator_->recover();
   communicator_->all_reduce({highest}, ReduceOp::kMax, label).wait();
-  highest = highest.cpu();
-  const auto* found = highest.const_data_ptr<int64_t>();
-  return {found[0], found[1], found[2]};
+  own.copy_(highest);
+  return flags;
+}
+
+bool Zero::is_moved(size_t index) const {
+  return parameters_[index].const_data_ptr() != places_[index].const_data_ptr();
+}
+
+bool Zero::is_fit(size_t index) const {
+  const at::Tensor& parameter = parameters_[index];
+  const ParameterInfo& info = infos_[index];
+  return parameter.sizes() == at::IntArrayRef(info.sizes) &&
+         parameter.scalar_type() == info.dtype && parameter.device() == info.device;
+}
+
+bool Zero::has_fit_gradient(size_t index) const {
+  const at::Tensor& grad = parameters_[index].grad();
+  return grad.defined() && grad.layout() == at::kStrided && grad.device() == infos_[index].device &&
+         grad.sizes() == at::IntArrayRef(infos_[index].sizes);
 }
 
 Zero::Flags Zero::look_at_parameters() const {
   Flags flags;
-  if (!store_) return flags;
-  const std::vector<int64_t> changed = store_->changed_outside(parameters_);
-  if (!changed.empty()) flags.changed_parameter = changed.front();
+  uint64_t moved = 0;
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    const auto index = static_cast<int64_t>(i);
+    if (!is_fit(i)) flags.unfit_parameter = index;
+    if (!is_moved(i)) continue;
+    flags.moved_parameter = index;
+    moved = moved * 31 + i + 1;
+  }
+  flags.moved = static_cast<int64_t>(moved >> 1U);
+  flags.minus_moved = -flags.moved;
+  flags.changed_parameter = changed_outside();
   return flags;
 }
 
-void Zero::refuse_changed(const Flags& flags) const {
-  const RankOf where = communicator_->rank_of();
-  if (flags.changed_parameter >= 0) {
-    const std::string& name = infos_[static_cast<size_t>(flags.changed_parameter)].name;
-    store_->snapshot_versions(parameters_);  // it is said once
-    TORCH_CHECK(false, error_text("zero", "parameter '" + name + "' was changed outside step()",
-                                  where,
-                                  "All ranks write one memory: do it inside `with "
-                                  "trireme.writing(optimizer):`, all with the same values."));
-  }
-  if (flags.changed_gradient < 0) return;
-  const std::string& name = infos_[static_cast<size_t>(flags.changed_gradient)].name;
-  TORCH_CHECK(
-      false,
-      error_text("zero",
-                 "the gradient of '" + name +
-                     "' is not the average over the ranks: it was changed, replaced, or "
-                     "accumulated under no_sync()",
-                 where,
-                 "Each rank sees its shards only: clip with trireme.clip_grad_norm_, scale the "
-                 "loss instead of gradients, and end an accumulation with a backward outside "
-                 "no_sync()."));
+void Zero::refuse(const Flags& flags) {
+  const auto refuse_one = [&](int64_t index, const std::string& before, const char* after,
+                              const char* next_step) {
+    if (index < 0) return;
+    const std::string& name = infos_[static_cast<size_t>(index)].name;
+    TORCH_CHECK(false, error_text("zero", before + "'" + name + "'" + after,
+                                  communicator_->rank_of(), next_step));
+  };
+  // What was written is said once.
+  if (flags.changed_parameter >= 0) snapshot_versions();
+  refuse_one(flags.unfit_parameter, "got ",
+             " with another shape, dtype or device than when the optimizer was made",
+             "Make the optimizer anew.");
+  refuse_one(
+      flags.changed_parameter, "parameter ", " was changed outside step()",
+      "All ranks write one memory: do it inside `with trireme.writing(optimizer):`, all with "
+      "the same values.");
+  refuse_one(flags.moved == -flags.minus_moved ? -1 : flags.moved_parameter, "parameter ",
+             " was given other data on some of the ranks only",
+             "Do it on all of them, with the same values.");
+  refuse_one(flags.unfit_gradient, "got a gradient of ",
+             ", expected it dense and of its parameter's shape", "Use sparse=False in its layer.");
+  refuse_one(
+      flags.changed_gradient, "the gradient of ",
+      " is not the average over the ranks: it was changed, replaced, or accumulated under "
+      "no_sync()",
+      "Each rank sees its shards only: clip with trireme.clip_grad_norm_, scale the loss "
+      "instead of gradients, end an accumulation with a backward outside no_sync(), and call "
+      "zero_grad() after a backward that failed.");
 }
 
 bool Zero::begin_step(const ZeroStep& step) {
@@ -177,29 +241,29 @@ bool Zero::begin_step(const ZeroStep& step) {
   Flags flags = look_at_parameters();
   flags.found_inf = step.found_inf ? 1 : 0;
   scaler_wrote_ = step.scaler_writes > 0;
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    if (parameters_[i].grad().defined() && !has_fit_gradient(i))
+      flags.unfit_gradient = static_cast<int64_t>(i);
+  }
   if (reducer_) {
     const std::vector<int64_t> changed = reducer_->changed_gradients(step.scaler_writes);
     if (!changed.empty()) flags.changed_gradient = changed.front();
   }
   flags = meet(flags, "step gate: before writing");
-  refuse_changed(flags);
+  refuse(flags);
   const at::NoGradGuard no_grad;
   settle_storages();
-  if (flags.found_inf > 0) return false;
-  for (size_t i = 0; i < parameters_.size(); ++i) {
-    at::Tensor& grad = shards_[i].mutable_grad();
-    grad = parameters_[i].grad().defined() ? own_gradient(i) : at::Tensor();
+  steps_ = flags.found_inf == 0;
+  for (size_t i = 0; steps_ && i < parameters_.size(); ++i) {
+    shards_[i].mutable_grad() = has_fit_gradient(i) ? own_gradient(i) : at::Tensor();
     shards_[i].set_requires_grad(parameters_[i].requires_grad());
   }
-  return true;
+  return steps_;
 }
 
 // As its shard is shaped, over the memory of the parameter's gradient.
 at::Tensor Zero::own_gradient(size_t index) const {
   at::Tensor grad = parameters_[index].grad();
-  TORCH_CHECK_VALUE(!grad.is_sparse(),
-                    error_text("zero", "got a sparse gradient of '" + infos_[index].name + "'",
-                               communicator_->rank_of(), "Use sparse=False in its layer."));
   if (!grad.is_contiguous()) grad = grad.contiguous();
   return range_of(grad, shards_[index].sizes(), shards_[index].strides(),
                   grad.storage_offset() + own(index).begin);
@@ -210,24 +274,27 @@ void Zero::end_step() {
   const at::NoGradGuard no_grad;
   ++step_;
   for (const at::Tensor& shard : shards_) shard.mutable_grad().reset();
+  if (steps_) HostStore::bump_versions(parameters_);
+  snapshot_versions();  // before a wait that may throw
   if (store_) {
-    HostStore::bump_versions(parameters_);
     communicator_->barrier("step gate: written").wait();
     store_->publish_version(static_cast<uint64_t>(step_));
-    store_->snapshot_versions(parameters_);
-  } else {
+  } else if (steps_) {
     gather_shards();
+    snapshot_versions();
   }
   // A GradScaler has written zeros to what others own.
   if (reducer_ && std::exchange(scaler_wrote_, false)) reducer_->keep_own_gradients();
+  if (reducer_) reducer_->notice_changes();
 }
 
 void Zero::abandon_step(const std::string& reason) noexcept {
   for (const at::Tensor& shard : shards_) shard.mutable_grad().reset();
   try {
-    communicator_->announce_failure(error_text("zero",
-                                               "step " + std::to_string(step_) + " was abandoned",
-                                               communicator_->rank_of(), reason));
+    snapshot_versions();  // the reason is told, that is enough
+    const RankOf where = communicator_->rank_of();
+    const std::string what = "step " + std::to_string(step_) + " was abandoned";
+    if (where.world > 1) communicator_->announce_failure(error_text("zero", what, where, reason));
   } catch (...) {  // out of memory: the peers see their deadline instead
   }
 }
@@ -268,16 +335,8 @@ void Zero::gather_shards() {
 // What the user put elsewhere (load_state_dict(assign=True), p.data =) comes back into the store.
 void Zero::settle_storages() {
   for (size_t i = 0; i < parameters_.size(); ++i) {
+    if (!is_moved(i)) continue;
     at::Tensor& parameter = parameters_[i];
-    if (parameter.const_data_ptr() == places_[i].const_data_ptr()) continue;
-    TORCH_CHECK_VALUE(parameter.sizes() == at::IntArrayRef(infos_[i].sizes) &&
-                          parameter.scalar_type() == infos_[i].dtype &&
-                          parameter.device() == infos_[i].device,
-                      error_text("zero",
-                                 "got '" + infos_[i].name +
-                                     "' with another shape, dtype or device than when the "
-                                     "optimizer was made",
-                                 communicator_->rank_of(), "Make the optimizer anew."));
     const at::Tensor moved = parameter.detach().contiguous();
     const ShardRange range = store_ ? own(i) : ShardRange{0, infos_[i].numel};
     flat(places_[i], range).copy_(flat(moved, range));
@@ -285,16 +344,17 @@ void Zero::settle_storages() {
   }
 }
 
-void Zero::begin_writing() {
-  const Flags flags = meet(look_at_parameters(), "step gate: before writing");
-  refuse_changed(flags);
-}
+void Zero::begin_writing() { refuse(meet(look_at_parameters(), "step gate: before writing")); }
 
 void Zero::end_writing() {
   const at::NoGradGuard no_grad;
+  Flags flags = look_at_parameters();
+  flags.changed_parameter = -1;  // that is what this is for
+  snapshot_versions();           // before a wait that may throw
+  refuse(meet(flags, "step gate: written"));
   settle_storages();
-  communicator_->barrier("step gate: written").wait();
-  if (store_) store_->snapshot_versions(parameters_);
+  snapshot_versions();
+  communicator_->barrier("step gate: settled").wait();
 }
 
 void Zero::set_synchronize(bool synchronize) {
@@ -307,26 +367,34 @@ GradNormPart Zero::gradients(const std::vector<int64_t>& parameters) const {
   if (reducer_) {
     reducer_->settle_sums();
     part.sharded_over = communicator_;
-    // One write: GradScaler.unscale_, by the same factor on all ranks.
-    const std::vector<int64_t> changed = reducer_->changed_gradients(/*allowed=*/1);
-    if (!changed.empty()) refuse_changed({-1, changed.front(), 0});
   }
   for (const int64_t parameter : parameters) {
     const auto i = static_cast<size_t>(parameter);
-    if (!parameters_[i].grad().defined()) continue;
+    if (!has_fit_gradient(i)) continue;
     part.gradients.push_back(reducer_ ? own_gradient(i) : parameters_[i].grad());
   }
   return part;
 }
 
-void Zero::accept_gradients() {
-  if (reducer_) reducer_->accept_gradients();
-}
-
-void Zero::zero_grad() {
-  for (const at::Tensor& parameter : parameters_) parameter.mutable_grad().reset();
-  for (const at::Tensor& shard : shards_) shard.mutable_grad().reset();
-  if (reducer_) reducer_->drop_set_aside();
+void Zero::zero_grad(bool set_to_none) {
+  const at::NoGradGuard no_grad;
+  std::vector<int64_t> foreign;
+  if (reducer_) foreign = reducer_->changed_gradients();
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    at::Tensor& grad = parameters_[i].mutable_grad();
+    shards_[i].mutable_grad().reset();
+    if (set_to_none || !grad.defined()) {
+      grad.reset();
+      continue;
+    }
+    // The zeros that others own take no memory as long as nobody writes them.
+    const bool is_ours =
+        reducer_ && !std::binary_search(foreign.begin(), foreign.end(), static_cast<int64_t>(i));
+    is_ours ? own_gradient(i).zero_() : grad.detach_().zero_();
+  }
+  if (!reducer_) return;
+  reducer_->drop_set_aside();
+  reducer_->notice_changes();
 }
 
 }  // namespace trireme

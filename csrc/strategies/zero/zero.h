@@ -11,6 +11,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -38,28 +39,29 @@ struct ZeroOptions {
   int64_t stage = 1;
   // Parameters in memory that the ranks of the host share, where that can be had.
   bool host_params = true;
-  // kWhole for optimizers that need whole matrices.
-  ShardPlacement placement = ShardPlacement::kDim0;
+  // kWhole for optimizers that need whole matrices; kDim0 if absent.
+  std::optional<ShardPlacement> placement = std::nullopt;
   // Stage 2, ranks that share memory: fused_adam_step() sums up the gradients while it steps, and
   // .grad stays undefined; two passes over the shards less. Takes a ring of 4 N bytes per rank.
   bool fused_step = false;
 };
 
 // A parameter group for fused_adam_step(): what Adam keeps for this rank's shards of `parameters`.
-// As AdamLists says, with steps on the CPU.
+// As AdamLists says, with steps on the CPU, or numbers.
 struct FusedAdamGroup {
   std::vector<int64_t> parameters;
   std::vector<at::Tensor> exp_avgs;
   std::vector<at::Tensor> exp_avg_sqs;
   std::vector<at::Tensor> max_exp_avg_sqs;
   std::vector<at::Tensor> steps;
+  std::vector<int64_t> step_numbers;
   AdamStepOptions options;
 };
 
 // What the caller knows when a step begins, and the other ranks may not.
 struct ZeroStep {
-  bool found_inf = false;        // in this rank's gradients
-  uint32_t scaler_writes = 0;    // how often a GradScaler has written each gradient in place
+  bool found_inf = false;      // in this rank's gradients
+  uint32_t scaler_writes = 0;  // how often a GradScaler has written each gradient in place
 };
 
 // The optimizer's part of ZeRO stages 1 and 2 (Rajbhandari et al., SC 2020;
@@ -94,7 +96,8 @@ class TRIREME_API Zero {
   bool begin_step(const ZeroStep& step = {});
   // Collective, after begin_step() also where nothing was written.
   void end_step();
-  // Instead of end_step(), when an exception left the step: the other ranks raise with the reason.
+  // Instead of end_step(), or before begin_step(), when an exception left the step: the other ranks
+  // raise with the reason.
   void abandon_step(const std::string& reason) noexcept;
 
   // Collective. Between them every rank may write parameters, all of them the same values.
@@ -112,31 +115,43 @@ class TRIREME_API Zero {
   // parameters. gradients() makes them after all.
   bool has_sums() const { return reducer_ && reducer_->has_sums(); }
   const std::vector<bool>& summed() const { return reducer_->summed(); }
-  // Between begin_step() and end_step(): sums up, averages and steps every shard that a group holds.
+  // Between begin_step() and end_step(): sums up, averages and steps every shard that a group
+  // holds.
   void fused_adam_step(const std::vector<FusedAdamGroup>& groups);
 
   // This rank's part of the gradients of some parameters, for clip_grad_norm_ (grad_norm.h): under
-  // stage 2 its shards, under stage 1 all of them. Throws if one is not as backward left it.
+  // stage 2 its shards, under stage 1 all of them. What is written to them, begin_step() accepts;
+  // what was wrong with them before, it refuses on all ranks.
   GradNormPart gradients(const std::vector<int64_t>& parameters) const;
-  // Gradients were changed on all ranks alike.
-  void accept_gradients();
-  void zero_grad();
+  void zero_grad(bool set_to_none = true);
 
  private:
-  // All ranks have come and are told the highest of everybody's flags.
+  // What a rank sees when it comes to the gate; all are told the highest of everybody's. Only
+  // int64_t. Parameters by index.
   struct Flags {
+    int64_t unfit_parameter = -1;
     int64_t changed_parameter = -1;
+    int64_t moved_parameter = -1;
+    int64_t moved = 0;        // which were moved, as one number
+    int64_t minus_moved = 0;  // so that the highest tells whether that is the same everywhere
+    int64_t unfit_gradient = -1;
     int64_t changed_gradient = -1;
     int64_t found_inf = 0;
   };
   Flags meet(Flags flags, const char* label);
   void check_options() const;
+  void check_same_options() const;
   void move_into_store();
   void make_shards();
   void gather_shards();
   void settle_storages();
-  void refuse_changed(const Flags& flags) const;
+  void snapshot_versions();
+  int64_t changed_outside() const;
+  void refuse(const Flags& flags);
   Flags look_at_parameters() const;
+  bool is_moved(size_t parameter) const;
+  bool is_fit(size_t parameter) const;
+  bool has_fit_gradient(size_t parameter) const;
   const ShardRange& own(size_t parameter) const;
   at::Tensor own_gradient(size_t parameter) const;
 
@@ -148,8 +163,10 @@ class TRIREME_API Zero {
   std::shared_ptr<HostStore> store_;
   std::vector<at::Tensor> places_;  // where each whole parameter lies
   std::vector<at::Tensor> shards_;
+  std::vector<int64_t> versions_;  // autograd's, of private parameters; a store keeps its own
   std::shared_ptr<GradReducer> reducer_;
   bool scaler_wrote_ = false;
+  bool steps_ = false;  // this step was not skipped
   int64_t step_ = 0;
 };
 

@@ -60,16 +60,13 @@ class ZeroOptimizer::Claim {
  public:
   ~Claim() {
     const std::lock_guard lock(mutex());
-    for (const at::Tensor& parameter : parameters_) claimed().erase(parameter.unsafeGetTensorImpl());
+    for (const at::Tensor& parameter : parameters_) held().erase(parameter.unsafeGetTensorImpl());
   }
-  // The first of them that somebody holds, or -1 and all are held.
-  int64_t add(const std::vector<at::Tensor>& parameters) {
+  bool add(const at::Tensor& parameter) {
     const std::lock_guard lock(mutex());
-    for (size_t i = 0; i < parameters.size(); ++i)
-      if (claimed().count(parameters[i].unsafeGetTensorImpl()) > 0) return static_cast<int64_t>(i);
-    for (const at::Tensor& parameter : parameters) claimed().insert(parameter.unsafeGetTensorImpl());
-    parameters_.insert(parameters_.end(), parameters.begin(), parameters.end());
-    return -1;
+    if (!held().insert(parameter.unsafeGetTensorImpl()).second) return false;
+    parameters_.push_back(parameter);
+    return true;
   }
 
  private:
@@ -77,7 +74,7 @@ class ZeroOptimizer::Claim {
     static std::mutex one;
     return one;
   }
-  static std::unordered_set<const at::TensorImpl*>& claimed() {
+  static std::unordered_set<const at::TensorImpl*>& held() {
     static std::unordered_set<const at::TensorImpl*> all;
     return all;
   }
@@ -88,29 +85,47 @@ ZeroOptimizer::ZeroOptimizer(ZeroParameters parameters, Setup setup)
     : Optimizer(parameters.groups, std::move(setup.defaults)),
       communicator_(std::move(setup.communicator)),
       options_(setup.options),
-      claim_(std::make_unique<Claim>()) {
+      count_step_(std::move(setup.count_step)) {
+  if (options_.fused_step && (options_.stage != 2 || count_step_ == nullptr)) {
+    const std::string what = count_step_ == nullptr
+                                 ? std::string("another optimizer")
+                                 : std::string("stage ") + std::to_string(options_.stage);
+    refuse("got fused_step for " + what + ", expected trireme::optim::Adam or AdamW and stage 2",
+           "Change that, or leave fused_step out.");
+  }
   for (const OptimizerParamGroup& group : param_groups_)
     group_counts_.push_back(static_cast<int64_t>(group.params().size()));
   add_core(std::move(parameters.named));
   std::vector<OptimizerParamGroup> groups;
   for (size_t g = 0; g < param_groups_.size(); ++g) groups.push_back(local_group(g));
-  local_ = setup.make_local(groups);
+  try {
+    local_ = setup.make_local(groups);
+  } catch (const std::exception& error) {
+    abandon(text_of(error));  // the others have theirs, and would wait
+    throw;
+  }
 }
 
 ZeroOptimizer::~ZeroOptimizer() = default;
 
 void ZeroOptimizer::add_core(NamedParameters parameters) {
   const std::vector<at::Tensor> tensors = parameters.tensors;
-  const int64_t held = claim_->add(tensors);
-  if (held >= 0) {
-    refuse("got '" + parameters.names[static_cast<size_t>(held)] +
-               "', which another ZeroRedundancyOptimizer holds",
-           "Give each parameter to one optimizer, or destroy the other one first.");
+  auto claim = std::make_unique<Claim>();
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    if (claim->add(tensors[i])) continue;
+    refuse("got '" + parameters.names[i] +
+               "', which another ZeroRedundancyOptimizer holds, or this one twice",
+           "Give each parameter to one optimizer once, or destroy the other one first.");
   }
   cores_.push_back(std::make_unique<Zero>(std::move(parameters), communicator_, options_));
+  claims_.push_back(std::move(claim));
   parameters_.insert(parameters_.end(), tensors.begin(), tensors.end());
   const std::vector<at::Tensor>& shards = cores_.back()->shards();
   shards_.insert(shards_.end(), shards.begin(), shards.end());
+  std::vector<std::shared_ptr<GradReducer>> reducers;
+  for (const auto& core : cores_)
+    if (core->reducer() != nullptr) reducers.push_back(core->reducer()->shared_from_this());
+  GradReducer::arm_together(reducers);
 }
 
 // A group's shards on this rank, with its options.
@@ -159,6 +174,7 @@ at::Tensor ZeroOptimizer::step(LossClosure closure) {
   try {
     for (size_t g = 0; g < param_groups_.size(); ++g)
       local_->param_groups()[g].set_options(param_groups_[g].options().clone());
+    step_sums();
     local_->step();
   } catch (const std::exception& error) {
     abandon(text_of(error));
@@ -171,13 +187,42 @@ at::Tensor ZeroOptimizer::step(LossClosure closure) {
   return loss;
 }
 
+// Steps what the last backward has left to be summed up (fused_step).
+void ZeroOptimizer::step_sums() {
+  size_t group = 0;
+  size_t parameter = 0;  // of all
+  for (const auto& core : cores_) {
+    const size_t first = parameter;
+    const size_t end = first + core->parameter_infos().size();
+    std::vector<FusedAdamGroup> fused;
+    for (; parameter < end; ++group) {
+      FusedAdamGroup one;
+      std::vector<at::Tensor> shards;
+      for (int64_t i = 0; i < group_counts_[group]; ++i, ++parameter) {
+        const bool is_summed = core->has_sums() && core->summed()[parameter - first];
+        if (!is_summed || shards_[parameter].numel() == 0) continue;
+        one.parameters.push_back(static_cast<int64_t>(parameter - first));
+        shards.push_back(shards_[parameter]);
+      }
+      if (shards.empty()) continue;
+      optim::AdamStates states = count_step_(*local_, group, shards);
+      one.exp_avgs = std::move(states.exp_avgs);
+      one.exp_avg_sqs = std::move(states.exp_avg_sqs);
+      one.max_exp_avg_sqs = std::move(states.max_exp_avg_sqs);
+      one.step_numbers = std::move(states.step_numbers);
+      one.options = states.options;
+      fused.push_back(std::move(one));
+    }
+    if (core->has_sums()) core->fused_adam_step(fused);
+  }
+}
+
 void ZeroOptimizer::abandon(const std::string& reason) noexcept {
   for (const auto& core : cores_) core->abandon_step(reason);
 }
 
 void ZeroOptimizer::zero_grad(bool set_to_none) {
-  if (!set_to_none) return Optimizer::zero_grad(false);
-  for (const auto& core : cores_) core->zero_grad();
+  for (const auto& core : cores_) core->zero_grad(set_to_none);
 }
 
 at::Tensor ZeroOptimizer::clip_grad_norm_(double max_norm, double norm_type,
@@ -188,9 +233,7 @@ at::Tensor ZeroOptimizer::clip_grad_norm_(double max_norm, double norm_type,
     std::iota(all.begin(), all.end(), int64_t{0});
     parts.push_back(core->gradients(all));
   }
-  at::Tensor norm = trireme::clip_grad_norm_(parts, {max_norm, norm_type, error_if_nonfinite});
-  for (const auto& core : cores_) core->accept_gradients();
-  return norm;
+  return trireme::clip_grad_norm_(parts, {max_norm, norm_type, error_if_nonfinite});
 }
 
 void ZeroOptimizer::set_synchronize(bool synchronize) {
@@ -215,8 +258,10 @@ ZeroOptimizer::Writing::Writing(ZeroOptimizer& optimizer)
 }
 
 ZeroOptimizer::Writing::~Writing() noexcept(false) {
-  if (std::uncaught_exceptions() > exceptions_before_)
-    return optimizer_.abandon("an exception left writing(); see that rank");
+  if (std::uncaught_exceptions() > exceptions_before_) {
+    optimizer_.abandon("an exception left writing(); see that rank");
+    return;
+  }
   for (const auto& core : optimizer_.cores_) core->end_writing();
 }
 
@@ -280,9 +325,9 @@ void ZeroOptimizer::load(torch::serialize::InputArchive& archive) {
   }
   for (size_t g = 0; g < group_counts_.size(); ++g) {
     const ArchivedValues options = take_apart(param_groups_[g].options());
-    const bool are_ours = std::equal(options.begin(), options.end(), content.options[g].begin(),
-                                     content.options[g].end(),
-                                     [](const auto& a, const auto& b) { return a.first == b.first; });
+    const bool are_ours = std::equal(
+        options.begin(), options.end(), content.options[g].begin(), content.options[g].end(),
+        [](const auto& a, const auto& b) { return a.first == b.first; });
     if (!are_ours) {
       refuse("got an archive of another optimizer than this one",
              "Load the state of the same torch::optim class.");
@@ -294,7 +339,8 @@ void ZeroOptimizer::load(torch::serialize::InputArchive& archive) {
   for (const int64_t count : group_counts_) {
     int64_t& owned = local.group_counts.emplace_back(0);
     for (int64_t i = 0; i < count; ++i, ++next) {
-      ArchivedValues part = own_part(content.states[next], parameters[next], communicator_->rank_of());
+      ArchivedValues part =
+          own_part(content.states[next], parameters[next], communicator_->rank_of());
       if (!parameters[next].is_owned_by(communicator_->rank())) continue;
       local.states.push_back(std::move(part));
       ++owned;
@@ -306,9 +352,7 @@ void ZeroOptimizer::load(torch::serialize::InputArchive& archive) {
 }
 
 void ZeroOptimizer::refuse(const std::string& got, const std::string& next_step) const {
-  const std::string text = error_text("zero", got, communicator_->rank_of(), next_step);
-  TORCH_CHECK_VALUE(false, text);
-  std::terminate();  // not reached
+  C10_THROW_ERROR(ValueError, error_text("zero", got, communicator_->rank_of(), next_step));
 }
 
 }  // namespace trireme

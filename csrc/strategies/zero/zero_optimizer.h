@@ -1,6 +1,7 @@
 #pragma once
 
 #include <trireme/comm/communicator.h>
+#include <trireme/grad/flat_optimizer.h>
 #include <trireme/grad/module_parameters.h>
 #include <trireme/grad/step_report.h>
 #include <trireme/strategies/zero/consolidated_state.h>
@@ -113,34 +114,41 @@ class TRIREME_API ZeroOptimizer : public torch::optim::Optimizer {
  protected:
   using MakeLocal = std::function<std::unique_ptr<torch::optim::Optimizer>(
       const std::vector<torch::optim::OptimizerParamGroup>&)>;
+  // count_step() of an `Inner` that the fused step can stand in for: of the local optimizer, for
+  // some shards of one of its groups.
+  using CountStep = std::function<optim::AdamStates(torch::optim::Optimizer& local, size_t group,
+                                                    const std::vector<at::Tensor>& shards)>;
   struct Setup {
     std::unique_ptr<torch::optim::OptimizerOptions> defaults;
     MakeLocal make_local;
+    CountStep count_step;  // empty for any other
     std::shared_ptr<Communicator> communicator;
     ZeroOptions options;
   };
   ZeroOptimizer(ZeroParameters parameters, Setup setup);
 
  private:
-  // Says that these are ours, until destroyed.
+  // Says that parameters are ours, until destroyed.
   class Claim;
 
   void add_core(NamedParameters parameters);
   torch::optim::OptimizerParamGroup local_group(size_t group) const;
   void check_groups() const;
   void set_synchronize(bool synchronize);
+  void step_sums();
   void abandon(const std::string& reason) noexcept;
   std::vector<ShardedParameter> sharded_parameters() const;
   [[noreturn]] void refuse(const std::string& got, const std::string& next_step) const;
 
   std::shared_ptr<Communicator> communicator_;
   ZeroOptions options_;
-  std::unique_ptr<Claim> claim_;
+  std::vector<std::unique_ptr<Claim>> claims_;
   std::vector<std::unique_ptr<Zero>> cores_;
   std::vector<at::Tensor> parameters_;  // of all groups, in their order
   std::vector<at::Tensor> shards_;      // of these
   std::vector<int64_t> group_counts_;   // as sharded
   std::unique_ptr<torch::optim::Optimizer> local_;
+  CountStep count_step_;
   std::vector<ArchivedValues> consolidated_;  // by parameter
   bool synchronize_ = true;
 };

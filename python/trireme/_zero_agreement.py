@@ -1,0 +1,65 @@
+"""What ranks tell each other once, as plain values: nothing is unpickled."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from trireme import _C
+from trireme._zero_checks import refuse
+
+
+def gather_values(value: Any, device: torch.device, group: dist.ProcessGroup) -> list[Any]:
+    """What JSON can say, of every rank, by rank. ``device`` is where the group moves tensors.
+
+    Collective: two small collectives.
+    """
+    text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
+    lengths = torch.empty(group.size(), dtype=torch.long, device=device)
+    dist.all_gather_into_tensor(lengths, torch.tensor([text.numel()], device=device), group=group)
+    longest = int(lengths.max())
+    padded = torch.zeros(longest, dtype=torch.uint8, device=device)
+    padded[: text.numel()] = text
+    gathered = torch.empty(group.size() * longest, dtype=torch.uint8, device=device)
+    dist.all_gather_into_tensor(gathered, padded, group=group)
+    rows = gathered.cpu().view(group.size(), longest)
+    return [
+        json.loads(row[: int(length)].numpy().tobytes())
+        for row, length in zip(rows, lengths, strict=True)
+    ]
+
+
+def raise_together(
+    error: Exception | None, what: str, device: torch.device, group: dist.ProcessGroup
+) -> None:
+    """Raises on all ranks if one passes an error: that rank its own, the others one naming it.
+
+    ``what`` it could not use. Collective.
+    """
+    told = None if error is None else f"{type(error).__name__}: {error}"
+    texts = gather_values(told, device, group)
+    if error is not None:
+        raise error
+    for rank, text in enumerate(texts):
+        if text is not None:
+            refuse(
+                f"got {what} that rank {rank} cannot use: {text}",
+                "Pass what every rank can use for its part of the parameters.",
+                group,
+            )
+
+
+@contextmanager
+def abandoning(cores: Sequence[_C.Zero]) -> Iterator[None]:
+    """An exception that leaves this is what ranks raise with that wait for this one."""
+    try:
+        yield
+    except BaseException as error:
+        for core in cores:
+            core.abandon_step(f"{type(error).__name__}: {error}")
+        raise
