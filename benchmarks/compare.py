@@ -45,7 +45,7 @@ from harness.table import comparison
 from harness.worker import RankConfig
 from workloads import NORMS, WORKLOADS, Workload, WorkloadOptions
 
-DEFAULT_STRATEGIES = "single,ddp,torch-ddp"
+DEFAULT_STRATEGIES = "single,ddp,zero2,torch-ddp"
 DEFAULT_BUDGET_S = 210.0
 PLOTS_S = 6.0
 

@@ -147,7 +147,7 @@ def _compare(results: dict[str, Any]) -> str:
         "peak MiB/rank",
         "final loss",
     ]
-    return "`make demo`, GPT on text, same batches everywhere:\n\n" + _markdown(header, rows)
+    return "`make compare`, GPT on text, same batches everywhere:\n\n" + _markdown(header, rows)
 
 
 def _collectives(results: dict[str, Any]) -> str:

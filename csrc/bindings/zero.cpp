@@ -7,6 +7,7 @@
 #include <torch/csrc/Exceptions.h>
 
 #include <memory>
+#include <optional>
 #include <utility>
 
 namespace trireme {
@@ -64,9 +65,10 @@ void init_zero(py::module_& module) {
       .def("plan", &plan_of)
       .def_property_readonly("shares_parameters", &Zero::shares_parameters)
       .def("begin_step",
-           wrap_pybind_function_no_gil([](Zero& zero, bool found_inf, uint32_t scaler_writes) {
-             return zero.begin_step({found_inf, scaler_writes});
-           }),
+           wrap_pybind_function_no_gil(
+               [](Zero& zero, bool found_inf, std::optional<uint32_t> scaler_writes) {
+                 return zero.begin_step({found_inf, scaler_writes});
+               }),
            py::arg("found_inf"), py::arg("scaler_writes"))
       .def("end_step", wrap_pybind_function_no_gil(&Zero::end_step))
       .def("abandon_step", &Zero::abandon_step, py::arg("reason"),

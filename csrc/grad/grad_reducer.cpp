@@ -119,7 +119,9 @@ void GradReducer::gradient_ready(int64_t index, bool has_gradient) {
     stream_->gradient_ready(bucket, slot);
     stream_->advance();
   }
-  launch_ready();
+  // Ranks may come by the gradients of several reducers in different orders, or by none (join):
+  // collectives go out where the end callbacks run, which is in one order.
+  if (streams_ || siblings_.size() < 2) launch_ready();
 }
 
 // What this backward cannot average. Raised here, it comes out of the user's backward().

@@ -51,6 +51,9 @@ struct GradReducerOptions {
   // The dtype of floating-point gradients on the wire; that of the parameters if absent.
   std::optional<at::ScalarType> reduce_dtype;
   std::string area = "ddp";  // which strategy speaks in messages
+  // Follows the name of each bucket, so that ranks notice if they take reducers of parameters with
+  // the same names in different orders.
+  std::string bucket_suffix;
   // Each rank gets its shards of the average only, and the memory of no others. For contiguous
   // parameters without sparse gradients; no reduce_dtype, no communication hook.
   std::shared_ptr<const ShardPlan> shards = nullptr;
@@ -104,7 +107,8 @@ class TRIREME_API GradReducer final : public GradSink,
   void set_synchronize(bool synchronize);
   // Reducers that are armed at parameters together, in this order: whichever of them a backward
   // reaches first. So ranks that reach them in different orders do not wait for each other in
-  // different orders. Nobody is kept alive.
+  // different orders. Where gradients do not stream, collectives go out when backward ends. Nobody
+  // is kept alive.
   static void arm_together(const std::vector<std::shared_ptr<GradReducer>>& reducers);
   // Finds parameters that were unfrozen, whose gradients would else go by unseen.
   void notice_changes();

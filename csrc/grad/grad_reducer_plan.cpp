@@ -135,7 +135,8 @@ void GradReducer::build_buckets() {
   tail_in_last_bucket_ = tail_fits;
   waiting_slots_.assign(buckets_.size(), 0);
   labels_.clear();
-  for (size_t b = 0; b < buckets_.size(); ++b) labels_.push_back(bucket_label(plan_, b, infos_));
+  for (size_t b = 0; b < buckets_.size(); ++b)
+    labels_.push_back(bucket_label(plan_, b, infos_) + options_.bucket_suffix);
 }
 
 // The end of the first synchronized backward: rank 0's order sets out to everybody.

@@ -8,7 +8,6 @@
 #include <algorithm>
 #include <cstring>
 #include <string>
-
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -20,14 +19,13 @@ at::Tensor lazy_zeros(int64_t numel, at::ScalarType dtype, c10::Device device) {
   const size_t bytes = static_cast<size_t>(numel) * c10::elementSize(dtype);
   void* pages = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE,
                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  TORCH_CHECK_WITH(OutOfMemoryError, pages != MAP_FAILED,
-                   error_text("flat_buffer",
-                              "got no address space for " + std::to_string(bytes) + " bytes", {},
-                              "Raise the limit of virtual memory (ulimit -v)."));
+  TORCH_CHECK_WITH(
+      OutOfMemoryError, pages != MAP_FAILED,
+      error_text("flat_buffer", "got no address space for " + std::to_string(bytes) + " bytes", {},
+                 "Raise the limit of virtual memory (ulimit -v)."));
   // A huge page would take in what belongs to others.
   ::madvise(pages, bytes, MADV_NOHUGEPAGE);
-  return at::from_blob(
-      pages, {numel}, [bytes](void* mapped) { ::munmap(mapped, bytes); }, options);
+  return at::from_blob(pages, {numel}, [bytes](void* mapped) { ::munmap(mapped, bytes); }, options);
 }
 
 void make_zero(const at::Tensor& lazy, int64_t begin, int64_t numel) {

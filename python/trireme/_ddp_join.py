@@ -30,7 +30,8 @@ class DdpJoinHook(JoinHook):
         if synchronizes:
             # A rank that owns shards of the optimizer's state steps on what the others average,
             # and on nothing that it still has of a parameter that they no longer use.
-            sharding = {optimizer_of(one) for one in ddp._reduced_parameters} - {None}
+            owners = (optimizer_of(parameter) for parameter in ddp._reduced_parameters)
+            sharding = {owner for owner in owners if owner is not None}
             for optimizer in sharding:
                 optimizer.zero_grad()
             ddp._core.shadow_backward(deliver=bool(sharding))

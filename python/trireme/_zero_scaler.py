@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -15,16 +16,24 @@ if TYPE_CHECKING:
     from trireme.zero import ZeroRedundancyOptimizer
 
 
+@functools.cache
+def _counted_writes() -> int:
+    """How many writes autograd counts when a GradScaler unscales a gradient."""
+    gradient = torch.ones(1)
+    torch._amp_foreach_non_finite_check_and_unscale_([gradient], torch.zeros(1), torch.ones(1))
+    return gradient._version
+
+
 class ScalerCheck:
     """The inf check of one step. Each rank looks at its own shards; all take one decision.
 
-    If the user has called ``unscale_``, that has written every gradient once and looked for infs
-    on this rank. Else both are done here, for the shards only.
+    If the user has called ``unscale_``, that has written every gradient and looked for infs on
+    this rank. Else both are done here, for the shards only.
     """
 
     def __init__(self, scaler: GradScaler | None, optimizer: ZeroRedundancyOptimizer) -> None:
         self.found_inf = False
-        self.writes = 0
+        self.writes: int | None = None
         self._inverse: torch.Tensor | None = None
         self._state = None
         if scaler is None or not scaler.is_enabled():
@@ -40,7 +49,7 @@ class ScalerCheck:
                     optimizer.process_group,
                     kind=RuntimeError,
                 )
-            self.writes = 1
+            self.writes = _counted_writes()
             found = self._state["found_inf_per_device"].values()
             self.found_inf = any(bool(one.item()) for one in found)
             return

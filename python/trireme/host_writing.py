@@ -18,7 +18,7 @@ _Place = tuple[nn.Module, str, nn.Parameter]
 
 @contextmanager
 def writing(target: nn.Module | ZeroRedundancyOptimizer) -> Iterator[None]:
-    """Inside, every rank may write the parameters of ``target`` in place, all the same values.
+    """Inside, every rank may write the parameters of ``target``, all of them the same values.
 
     For what changes parameters outside of ``optimizer.step()``: loading a state, weight surgery,
     averaged weights swapped in and out::
@@ -29,11 +29,13 @@ def writing(target: nn.Module | ZeroRedundancyOptimizer) -> Iterator[None]:
     With the model as ``target`` what ``load_state_dict(assign=True)`` puts in place of its
     parameters is copied into them. An optimizer knows nothing of it otherwise, as in torch.
 
-    Waits at the begin until no rank reads them, at the end until all have written. Collective;
-    nothing happens for parameters that no ZeroRedundancyOptimizer holds.
+    Each rank writes a copy of its own meanwhile, of which the shards that it owns become
+    everybody's at the end; an exception drops what was written on all ranks. Collective at the
+    begin and at the end; nothing happens for parameters that no ZeroRedundancyOptimizer holds.
 
     Raises:
         RuntimeError: a parameter was written outside before.
+        ValueError: a parameter of another shape was assigned.
         torch.distributed.DistBackendError: another rank left it by an exception.
     """
     places: list[_Place] = []
@@ -67,13 +69,15 @@ def _places_in(module: nn.Module) -> list[_Place]:
 def _put_back(owner: nn.Module, name: str, parameter: nn.Parameter) -> None:
     """Gives ``parameter``, which its optimizer knows, the values of what was assigned instead."""
     assigned = owner._parameters.get(name)
-    if assigned is None or assigned is parameter:
+    optimizer = optimizer_of(parameter)
+    if assigned is None or assigned is parameter or optimizer is None:
         return
     if assigned.shape != parameter.shape:
         refuse(
             f"got '{name}' of shape {tuple(assigned.shape)} in place of one of shape "
             f"{tuple(parameter.shape)}",
             "Make the optimizer anew.",
+            optimizer.process_group,
         )
     with torch.no_grad():
         parameter.copy_(assigned)

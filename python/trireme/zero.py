@@ -134,6 +134,7 @@ class ZeroRedundancyOptimizer(TorchZero):
         self._shards: dict[torch.Tensor, torch.Tensor] = {}
         self._names = names_of(self.param_groups)
         self._default_device = self.param_groups[0]["params"][0].device
+        self._communicator = communicator_of(self.process_group)  # which lives as long as this
         self._consolidated: dict[int, dict[str, Any]] | None = None
         self._add_core(self.param_groups)
         with self._together(self.param_groups):
@@ -150,7 +151,7 @@ class ZeroRedundancyOptimizer(TorchZero):
             core = _C.Zero(
                 names=[self._names[parameter] for parameter in parameters],
                 parameters=parameters,
-                communicator=communicator_of(self.process_group),
+                communicator=self._communicator,
                 options=self._options,
             )
         except Exception:
@@ -203,6 +204,7 @@ class ZeroRedundancyOptimizer(TorchZero):
                 self.optim.add_param_group(self._local_group(added))
         except Exception:
             self.param_groups.pop()
+            del self.optim.param_groups[len(self.param_groups) :]  # where this rank's took it
             raise
         self._show_defaults()
 
@@ -375,9 +377,11 @@ class ZeroRedundancyOptimizer(TorchZero):
     # uneven inputs
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """A rank that has joined takes part in the step, under stage 2 with zeros as gradients.
+        """For ``Join([optimizer])`` under stage 2, ``Join([module, optimizer])`` under stage 1.
 
-        Keyword ``divide_by_initial_world_size`` as for DDP (stage 2).
+        A rank that has joined takes part in the others' backwards with zeros, and steps its shards.
+        Under stage 1 it gets the averages from Trireme's DistributedDataParallel; torch's leaves
+        its gradients as they are. ``divide_by_initial_world_size`` as for DDP (stage 2).
         """
         return ZeroJoinHook(self, kwargs.get("divide_by_initial_world_size", True))
 

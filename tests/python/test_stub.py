@@ -44,6 +44,8 @@ def describe_module_class(owner: type) -> dict[str, object]:
     for name, value in vars(owner).items():
         if name in UNSAID or (name.startswith("__") and name != "__init__"):
             continue
+        if isinstance(value, staticmethod):
+            value = value.__func__
         if isinstance(value, property):
             described[name] = "attribute" if value.fset else "property"
         elif isinstance(value, owner):

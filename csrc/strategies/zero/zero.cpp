@@ -8,6 +8,7 @@
 #include <ATen/ops/from_blob.h>
 
 #include <algorithm>
+#include <atomic>
 #include <map>
 #include <utility>
 
@@ -23,8 +24,6 @@ at::Tensor flat(const at::Tensor& tensor, const ShardRange& range) {
   return tensor.view({-1}).narrow(0, range.begin, range.numel);
 }
 
-int64_t version_of(const at::Tensor& one) { return one.is_inference() ? 0 : one._version(); }
-
 }  // namespace
 
 Zero::Zero(NamedParameters parameters, std::shared_ptr<Communicator> communicator,
@@ -37,7 +36,7 @@ Zero::Zero(NamedParameters parameters, std::shared_ptr<Communicator> communicato
   const c10::Device device = infos_.empty() ? c10::Device(c10::kCPU) : infos_.front().device;
   check_same_parameters(*communicator_, device, infos_, "zero");
   check_options();
-  check_same_options();
+  const int64_t number = agree_on_options();
   plan_ = std::make_shared<const ShardPlan>(make_shard_plan(
       {infos_, communicator_->world(), options_.placement.value_or(ShardPlacement::kDim0)}));
   std::vector<at::Tensor> values;
@@ -53,6 +52,7 @@ Zero::Zero(NamedParameters parameters, std::shared_ptr<Communicator> communicato
   GradReducerOptions reducing;
   reducing.caps = {{kFirstBucketBytes, kBucketBytes}};
   reducing.area = "zero";
+  reducing.bucket_suffix = " of sharded optimizer " + std::to_string(number);
   reducing.shards = plan_;
   reducing.arms_at_parameters = true;
   reducing.defers_sums = options_.fused_step;
@@ -81,12 +81,16 @@ void Zero::check_options() const {
   }
 }
 
-void Zero::check_same_options() const {
+// Returns a number for this one, by which ranks tell their optimizers apart.
+int64_t Zero::agree_on_options() const {
+  static std::atomic<int64_t> last_number{0};
   const std::vector<int64_t> own = {
       options_.stage, static_cast<int64_t>(options_.placement.value_or(ShardPlacement::kDim0)),
       options_.host_params ? 1 : 0, options_.fused_step ? 1 : 0};
   const at::Tensor highest = at::tensor(own, at::kLong).to(infos_.front().device);
   const at::Tensor lowest = highest.clone();
+  const at::Tensor number = at::full({1}, last_number + 1, highest.options());
+  communicator_->all_reduce({number}, ReduceOp::kMax, "number").wait();
   communicator_->all_reduce({highest}, ReduceOp::kMax, "options").wait();
   communicator_->all_reduce({lowest}, ReduceOp::kMin, "options").wait();
   TORCH_CHECK_VALUE(at::equal(highest, lowest),
@@ -95,6 +99,9 @@ void Zero::check_same_options() const {
                                "placement, host_params and fused_step; here stage " +
                                    std::to_string(options_.stage),
                                communicator_->rank_of(), "Pass the same on all ranks."));
+  const int64_t agreed = number.item<int64_t>();
+  last_number = agreed;
+  return agreed;
 }
 
 void Zero::move_into_store() {
@@ -122,22 +129,6 @@ void Zero::move_into_store() {
   communicator_->barrier("parameters are in their store").wait();
   for (size_t i = 0; i < parameters_.size(); ++i)
     parameters_[i].set_data(store_->whole(static_cast<int64_t>(i)));
-}
-
-void Zero::snapshot_versions() {
-  if (store_) return store_->snapshot_versions(parameters_);
-  versions_.clear();
-  for (const at::Tensor& parameter : parameters_) versions_.push_back(version_of(parameter));
-}
-
-// Private parameters could follow a write on all ranks, but a program must not depend on where it
-// runs. A rank alone may do as it likes.
-int64_t Zero::changed_outside() const {
-  std::vector<int64_t> changed;
-  if (store_) changed = store_->changed_outside(parameters_);
-  for (size_t i = 0; !store_ && communicator_->world() > 1 && i < parameters_.size(); ++i)
-    if (version_of(parameters_[i]) != versions_[i]) changed.push_back(static_cast<int64_t>(i));
-  return changed.empty() ? -1 : changed.front();
 }
 
 const ShardRange& Zero::own(size_t parameter) const {
@@ -199,7 +190,7 @@ Zero::Flags Zero::look_at_parameters() const {
     flags.moved_parameter = index;
     moved = moved * 31 + i + 1;
   }
-  flags.moved = static_cast<int64_t>(moved >> 1U);
+  flags.moved = static_cast<int64_t>(moved & (~uint64_t{0} >> 1U));
   flags.minus_moved = -flags.moved;
   flags.changed_parameter = changed_outside();
   return flags;
@@ -240,13 +231,14 @@ bool Zero::begin_step(const ZeroStep& step) {
   TRIREME_TRACE("zero.begin_step");
   Flags flags = look_at_parameters();
   flags.found_inf = step.found_inf ? 1 : 0;
-  scaler_wrote_ = step.scaler_writes > 0;
+  scaler_wrote_ = step.scaler_writes.has_value();
   for (size_t i = 0; i < parameters_.size(); ++i) {
     if (parameters_[i].grad().defined() && !has_fit_gradient(i))
       flags.unfit_gradient = static_cast<int64_t>(i);
   }
   if (reducer_) {
-    const std::vector<int64_t> changed = reducer_->changed_gradients(step.scaler_writes);
+    const std::vector<int64_t> changed =
+        reducer_->changed_gradients(step.scaler_writes.value_or(0));
     if (!changed.empty()) flags.changed_gradient = changed.front();
   }
   flags = meet(flags, "step gate: before writing");
@@ -291,9 +283,10 @@ void Zero::end_step() {
 void Zero::abandon_step(const std::string& reason) noexcept {
   for (const at::Tensor& shard : shards_) shard.mutable_grad().reset();
   try {
+    drop_writes();
     snapshot_versions();  // the reason is told, that is enough
     const RankOf where = communicator_->rank_of();
-    const std::string what = "step " + std::to_string(step_) + " was abandoned";
+    const std::string what = std::string("step ") + std::to_string(step_) + " was abandoned";
     if (where.world > 1) communicator_->announce_failure(error_text("zero", what, where, reason));
   } catch (...) {  // out of memory: the peers see their deadline instead
   }
@@ -342,19 +335,6 @@ void Zero::settle_storages() {
     flat(places_[i], range).copy_(flat(moved, range));
     parameter.set_data(places_[i]);
   }
-}
-
-void Zero::begin_writing() { refuse(meet(look_at_parameters(), "step gate: before writing")); }
-
-void Zero::end_writing() {
-  const at::NoGradGuard no_grad;
-  Flags flags = look_at_parameters();
-  flags.changed_parameter = -1;  // that is what this is for
-  snapshot_versions();           // before a wait that may throw
-  refuse(meet(flags, "step gate: written"));
-  settle_storages();
-  snapshot_versions();
-  communicator_->barrier("step gate: settled").wait();
 }
 
 void Zero::set_synchronize(bool synchronize) {

@@ -32,7 +32,7 @@ namespace trireme {
 //
 // What the user writes into a parameter outside of this would be written by all ranks at once, into
 // one memory; `x.mul_(2)` would come out multiplied by 2 to the world. So it raises, unless it is
-// done between begin_writing() and end_writing(), where all ranks write the same values.
+// done between begin_writing() and end_writing(), where each rank writes a copy of its own.
 
 struct ZeroOptions {
   // 1: optimizer state is sharded. 2: gradients too; they are averaged by this class, not by DDP.
@@ -60,8 +60,9 @@ struct FusedAdamGroup {
 
 // What the caller knows when a step begins, and the other ranks may not.
 struct ZeroStep {
-  bool found_inf = false;      // in this rank's gradients
-  uint32_t scaler_writes = 0;  // how often a GradScaler has written each gradient in place
+  bool found_inf = false;  // in this rank's gradients
+  // A GradScaler has written each gradient in place, and autograd has counted so many writes of it.
+  std::optional<uint32_t> scaler_writes = std::nullopt;
 };
 
 // The optimizer's part of ZeRO stages 1 and 2 (Rajbhandari et al., SC 2020;
@@ -100,7 +101,8 @@ class TRIREME_API Zero {
   // raise with the reason.
   void abandon_step(const std::string& reason) noexcept;
 
-  // Collective. Between them every rank may write parameters, all of them the same values.
+  // Collective. Between them every rank may write parameters, all of them the same values: each a
+  // copy of its own (4 N bytes meanwhile), of which its shards become everybody's at the end.
   void begin_writing();
   void end_writing();
 
@@ -140,11 +142,12 @@ class TRIREME_API Zero {
   };
   Flags meet(Flags flags, const char* label);
   void check_options() const;
-  void check_same_options() const;
+  int64_t agree_on_options() const;
   void move_into_store();
   void make_shards();
   void gather_shards();
   void settle_storages();
+  void drop_writes();
   void snapshot_versions();
   int64_t changed_outside() const;
   void refuse(const Flags& flags);
@@ -165,6 +168,7 @@ class TRIREME_API Zero {
   std::vector<at::Tensor> shards_;
   std::vector<int64_t> versions_;  // autograd's, of private parameters; a store keeps its own
   std::shared_ptr<GradReducer> reducer_;
+  bool writing_ = false;  // since begin_writing()
   bool scaler_wrote_ = false;
   bool steps_ = false;  // this step was not skipped
   int64_t step_ = 0;

@@ -98,15 +98,34 @@ ZeroOptimizer::ZeroOptimizer(ZeroParameters parameters, Setup setup)
   add_core(std::move(parameters.named));
   std::vector<OptimizerParamGroup> groups;
   for (size_t g = 0; g < param_groups_.size(); ++g) groups.push_back(local_group(g));
-  try {
-    local_ = setup.make_local(groups);
-  } catch (const std::exception& error) {
-    abandon(text_of(error));  // the others have theirs, and would wait
-    throw;
-  }
+  make_together([&] { local_ = setup.make_local(groups); });
 }
 
 ZeroOptimizer::~ZeroOptimizer() = default;
+
+// What one rank cannot make none has: that rank raises its own error, the others one naming it.
+void ZeroOptimizer::make_together(const std::function<void()>& make) {
+  std::exception_ptr own;
+  std::string text;  // empty: made
+  try {
+    make();
+  } catch (const std::exception& error) {
+    own = std::current_exception();
+    text = ": " + text_of(error);
+  }
+  const c10::Device device = parameters_.front().device();
+  const std::vector<std::string> texts = gather_texts(text, *communicator_, device);
+  const auto failed =
+      std::find_if(texts.begin(), texts.end(), [](const std::string& one) { return !one.empty(); });
+  if (failed == texts.end()) return;
+  if (cores_.front()->shares_parameters()) {  // what steps them now knows of no other rank
+    for (at::Tensor& parameter : parameters_) parameter.set_data(parameter.detach().clone());
+  }
+  if (own) std::rethrow_exception(own);
+  refuse("got an optimizer that rank " + std::to_string(failed - texts.begin()) + " cannot use" +
+             *failed,
+         "Pass what every rank can use for its part of the parameters.");
+}
 
 void ZeroOptimizer::add_core(NamedParameters parameters) {
   const std::vector<at::Tensor> tensors = parameters.tensors;
@@ -167,22 +186,16 @@ at::Tensor ZeroOptimizer::step(LossClosure closure) {
   at::Tensor loss;
   if (closure != nullptr) {
     const at::AutoGradMode enable_grad(true);
-    loss = closure();
+    or_abandon([&] { loss = closure(); });
   }
   check_groups();
   for (const auto& core : cores_) core->begin_step();
-  try {
+  or_abandon([&] {
     for (size_t g = 0; g < param_groups_.size(); ++g)
       local_->param_groups()[g].set_options(param_groups_[g].options().clone());
     step_sums();
     local_->step();
-  } catch (const std::exception& error) {
-    abandon(text_of(error));
-    throw;
-  } catch (...) {
-    abandon("something that is no std::exception was thrown");
-    throw;
-  }
+  });
   for (const auto& core : cores_) core->end_step();
   return loss;
 }
@@ -217,6 +230,19 @@ void ZeroOptimizer::step_sums() {
   }
 }
 
+// An exception that leaves `call` is what ranks raise with that wait for this one.
+void ZeroOptimizer::or_abandon(const std::function<void()>& call) {
+  try {
+    call();
+  } catch (const std::exception& error) {
+    abandon(text_of(error));
+    throw;
+  } catch (...) {
+    abandon("something that is no std::exception was thrown");
+    throw;
+  }
+}
+
 void ZeroOptimizer::abandon(const std::string& reason) noexcept {
   for (const auto& core : cores_) core->abandon_step(reason);
 }
@@ -225,15 +251,19 @@ void ZeroOptimizer::zero_grad(bool set_to_none) {
   for (const auto& core : cores_) core->zero_grad(set_to_none);
 }
 
-at::Tensor ZeroOptimizer::clip_grad_norm_(double max_norm, double norm_type,
-                                          bool error_if_nonfinite) {
+std::vector<GradNormPart> ZeroOptimizer::gradients() const {
   std::vector<GradNormPart> parts;
   for (const auto& core : cores_) {
     std::vector<int64_t> all(core->parameter_infos().size());
     std::iota(all.begin(), all.end(), int64_t{0});
     parts.push_back(core->gradients(all));
   }
-  return trireme::clip_grad_norm_(parts, {max_norm, norm_type, error_if_nonfinite});
+  return parts;
+}
+
+at::Tensor ZeroOptimizer::clip_grad_norm_(double max_norm, double norm_type,
+                                          bool error_if_nonfinite) {
+  return trireme::clip_grad_norm_(gradients(), {max_norm, norm_type, error_if_nonfinite});
 }
 
 void ZeroOptimizer::set_synchronize(bool synchronize) {

@@ -60,6 +60,8 @@ class TRIREME_API ZeroOptimizer : public torch::optim::Optimizer {
   // was, the same on all ranks. See grad/grad_norm.h. Collective under stage 2.
   at::Tensor clip_grad_norm_(double max_norm, double norm_type = 2.0,
                              bool error_if_nonfinite = false);
+  // This rank's part of them, for trireme::clip_grad_norm_() over several optimizers.
+  std::vector<GradNormPart> gradients() const;
 
   // Stage 2. Backwards while the guard lives only accumulate on this rank; the first one after it
   // averages what has come together. Throws ValueError under stage 1, where DDP has a no_sync().
@@ -136,6 +138,8 @@ class TRIREME_API ZeroOptimizer : public torch::optim::Optimizer {
   void check_groups() const;
   void set_synchronize(bool synchronize);
   void step_sums();
+  void make_together(const std::function<void()>& make);
+  void or_abandon(const std::function<void()>& call);
   void abandon(const std::string& reason) noexcept;
   std::vector<ShardedParameter> sharded_parameters() const;
   [[noreturn]] void refuse(const std::string& got, const std::string& next_step) const;

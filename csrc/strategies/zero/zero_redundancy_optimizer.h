@@ -39,7 +39,7 @@ inline constexpr bool kIsElementwise =
 //   trireme::ZeroRedundancyOptimizer<torch::optim::AdamW> optimizer(
 //       net->parameters(), torch::optim::AdamWOptions(1e-3), trireme::ZeroOptions{.stage = 2});
 //   optimizer.zero_grad();
-//   loss_of(net->forward(input)).backward();   // stage 2 averages here; with stage 1 DDP does
+//   loss_of(net->forward(input)).backward();   // stage 2 averages here: net is not under DDP
 //   optimizer.clip_grad_norm_(1.0);
 //   optimizer.step();                          // collective; afterwards every parameter is whole
 //
@@ -50,14 +50,16 @@ inline constexpr bool kIsElementwise =
 // ZeroOptions::placement decides otherwise.
 //
 // It is a torch::optim::Optimizer: learning-rate schedulers change its groups, torch::save (after
-// consolidate()) and torch::load exchange its state with the plain `Inner`. With stage 2 a
-// .grad has its full shape but holds this rank's shards of the average and zeros elsewhere; what
-// changes it otherwise than clip_grad_norm_() makes step() throw. ZeroOptions::fused_step takes
-// trireme::optim::Adam or AdamW as `Inner`; use the optimizer's zero_grad() with it, which forgets
-// what was not stepped with.
+// consolidate()) and torch::load exchange its state with the plain `Inner`. With stage 1
+// DistributedDataParallel averages gradients. With stage 2 a .grad has its full shape but holds
+// this rank's shards of the average and zeros elsewhere; what changes it otherwise than
+// clip_grad_norm_() makes step() throw. ZeroOptions::fused_step takes trireme::optim::Adam or AdamW
+// as `Inner`; use the optimizer's zero_grad() with it, which forgets what was not stepped with.
 //
-// Construct it on every rank, in the same order; destroy it before the Context shuts down. What
-// else it costs, throws and guarantees: zero_optimizer.h, zero.h.
+// Construct it on every rank, in the same order; destroy it before the Context shuts down. Where
+// ranks share the parameters' memory they do so after it is gone: clone them before anything else
+// than another sharded optimizer steps them. What else it costs, throws and guarantees:
+// zero_optimizer.h, zero.h.
 template <Shardable Inner>
 class ZeroRedundancyOptimizer final : public ZeroOptimizer {
  public:

@@ -1,5 +1,5 @@
-// Three steps of DDP in a foreign project, with whatever group trireme::init() finds: alone, or one
-// rank of torchrun --no-python.
+// Three steps of DDP and of ZeRO in a foreign project, with whatever group trireme::init() finds:
+// alone, or one rank of torchrun --no-python.
 #include <trireme/common/version.h>
 #include <trireme/trireme.h>
 
@@ -7,6 +7,21 @@
 #include <torch/optim.h>
 
 #include <iostream>
+
+// Whether ZeRO makes `net` better.
+bool learns_sharded(torch::nn::Linear net, const at::Tensor& input) {
+  trireme::ZeroRedundancyOptimizer<torch::optim::AdamW> optimizer(
+      net->parameters(), torch::optim::AdamWOptions(0.01), trireme::ZeroOptions{.stage = 2});
+  const auto loss = [&] { return net->forward(input).square().mean(); };
+  const double first = loss().item<double>();
+  for (int step = 0; step < 3; ++step) {
+    optimizer.zero_grad();
+    loss().backward();
+    optimizer.clip_grad_norm_(1.0);
+    optimizer.step();
+  }
+  return loss().item<double>() < first;
+}
 
 int main() {
   trireme::Context ctx = trireme::init();
@@ -27,5 +42,7 @@ int main() {
   }
   std::cout << "trireme " << trireme::kVersion << ", rank " << ctx.rank() << " of " << ctx.world()
             << ": loss " << first << " -> " << last << "\n";
-  return last < first ? 0 : 1;
+  torch::nn::Linear sharded(8, 2);
+  sharded->to(ctx.device());
+  return last < first && learns_sharded(sharded, input) ? 0 : 1;
 }

@@ -277,6 +277,54 @@ TEST_CASE("clip_grad_norm_ clips as torch does on one process") {
   }
 }
 
+TEST_CASE("two optimizers of one net, clipped together") {
+  const auto matrices_of = [](UnevenNet& net) {
+    return Values{net->first->weight, net->second->weight};
+  };
+  const auto rest_of = [](UnevenNet& net) {
+    return Values{net->first->bias, net->second->bias, net->head->weight, net->head->bias,
+                  net->gain};
+  };
+  UnevenNet alone;
+  NormedDescent plain(matrices_of(alone), SGDOptions(0.05));
+  AdamW plain_rest(rest_of(alone), AdamWOptions(0.01));
+  std::vector<double> norms;
+  for (int64_t step = 0; step < 4; ++step) {
+    alone->zero_grad();
+    alone->forward(whole_batch(step), step % 2 == 0).backward();
+    norms.push_back(torch::nn::utils::clip_grad_norm_(alone->parameters(), 0.05));
+    plain.step();
+    plain_rest.step();
+  }
+  for (const Engine engine : kEngines) {
+    std::vector<std::vector<double>> seen(3);
+    const auto found = on_ranks<Values>(3, engine, [&](ThreadRank& rank) {
+      UnevenNet net;
+      ZeroRedundancyOptimizer<NormedDescent> matrices(matrices_of(net), SGDOptions(0.05),
+                                                      rank.communicator, {.stage = 2});
+      ZeroRedundancyOptimizer<AdamW> rest(rest_of(net), AdamWOptions(0.01), rank.communicator,
+                                          {.stage = 2});
+      for (int64_t step = 0; step < 4; ++step) {
+        matrices.zero_grad();
+        rest.zero_grad();
+        net->forward(part_of_batch(step, rank.where), step % 2 == 0).backward();
+        std::vector<GradNormPart> parts = matrices.gradients();
+        for (GradNormPart& part : rest.gradients()) parts.push_back(std::move(part));
+        seen[static_cast<size_t>(rank.where.rank)].push_back(
+            clip_grad_norm_(parts, {.max_norm = 0.05}).item<double>());
+        matrices.step();
+        rest.step();
+      }
+      return values_of(net->parameters());
+    });
+    for (const Values& values : found)
+      CHECK(count_unlike(values, values_of(alone->parameters())) == 0);
+    for (const auto& of_rank : seen)
+      for (size_t step = 0; step < norms.size(); ++step)
+        CHECK(of_rank[step] == Approx(norms[step]));
+  }
+}
+
 TEST_CASE("what a step of stage 2 sends over Gloo") {
   const auto sent = on_ranks<std::vector<WireRecord>>(2, Engine::kGloo, [](ThreadRank& rank) {
     const auto wire = std::make_shared<RecordingCommunicator>(rank.communicator);

@@ -1,0 +1,272 @@
+// The gate of ZeRO's step: writes inside and outside, ranks that fail, what is refused.
+
+#include <torch/serialize.h>
+
+#include <algorithm>
+#include <catch_torch.h>
+#include <sstream>
+#include <strategies/zero_ranks.h>
+
+using namespace trireme;
+using namespace trireme::test;
+using torch::optim::OptimizerParamGroup;
+using torch::optim::SGD;
+using torch::optim::SGDOptions;
+using Texts = std::vector<std::string>;
+
+namespace {
+
+constexpr Engine kEngines[] = {Engine::kGloo, Engine::kShm};
+
+void fill(const at::Tensor& parameter, double value) {
+  const at::NoGradGuard no_grad;
+  parameter.fill_(value);
+}
+
+template <typename Optimizer>
+void train_step(UnevenNet& net, Optimizer& optimizer, RankOf where) {
+  optimizer.zero_grad();
+  net->forward(part_of_batch(0, where)).backward();
+  optimizer.step();
+}
+
+// torch's, but for what it throws on one rank.
+class Stumbling : public SGD {
+ public:
+  using SGD::SGD;
+  at::Tensor step(LossClosure closure = nullptr) override {
+    TORCH_CHECK(!stumbles, "stumbled over a stone");
+    return SGD::step(std::move(closure));
+  }
+  bool stumbles = false;
+};
+
+// torch's, but for what it does with nothing to do.
+class Idle : public SGD {
+ public:
+  Idle(const std::vector<OptimizerParamGroup>& groups, SGDOptions defaults)
+      : SGD(groups, defaults) {
+    TORCH_CHECK(!groups[0].params().empty(), "there is nothing to do");
+  }
+};
+
+}  // namespace
+
+TEST_CASE("a write outside raises on all ranks, once") {
+  for (const Engine engine : kEngines) {
+    const auto said = on_ranks<Texts>(2, engine, [](ThreadRank& rank) {
+      UnevenNet net;
+      ZeroRedundancyOptimizer<SGD> optimizer(net, SGDOptions(0.1), rank.communicator, {.stage = 2});
+      train_step(net, optimizer, rank.where);
+      if (rank.where.rank == 1) fill(net->gain, 2);
+      return Texts{error_of([&] { train_step(net, optimizer, rank.where); }),
+                   error_of([&] { train_step(net, optimizer, rank.where); })};
+    });
+    for (const Texts& one : said) {
+      CHECK_THAT(one[0], Catch::Contains("[zero] parameter 'gain' was changed outside step()"));
+      CHECK(one[1] == "no error");
+    }
+  }
+}
+
+TEST_CASE("inside writing() all ranks write, and load, the same") {
+  for (const Engine engine : kEngines) {
+    CAPTURE(engine);
+    UnevenNet source;
+    fill(source->second->weight, 3);
+    std::ostringstream saved;
+    torch::save(source, saved);
+    const auto unlike = on_ranks<std::vector<int64_t>>(2, engine, [&](ThreadRank& rank) {
+      UnevenNet net;
+      ZeroRedundancyOptimizer<SGD> optimizer(net, SGDOptions(0.1), rank.communicator, {.stage = 2});
+      train_step(net, optimizer, rank.where);
+      {
+        const auto writing = optimizer.writing();
+        std::istringstream stream(saved.str());
+        torch::load(net, stream);
+        fill(net->gain, 5);
+      }
+      std::vector<at::Tensor> expected = values_of(source->parameters());
+      // The parameters of the module itself come first.
+      expected[0].fill_(5);
+      std::vector<int64_t> counts{count_unlike(net->parameters(), expected, 0)};
+      train_step(net, optimizer, rank.where);  // and the gate knows
+      counts.push_back(count_unlike({net->frozen}, {source->frozen}, 0));
+      return counts;
+    });
+    for (const auto& counts : unlike) CHECK(counts == std::vector<int64_t>{0, 0});
+  }
+}
+
+TEST_CASE("an exception inside writing() is told to the others, and the next step works") {
+  const auto said = on_ranks<Texts>(2, Engine::kShm, [](ThreadRank& rank) {
+    UnevenNet net;
+    ZeroRedundancyOptimizer<SGD> optimizer(net, SGDOptions(0.1), rank.communicator, {.stage = 2});
+    Texts texts{error_of([&] {
+      const auto writing = optimizer.writing();
+      TORCH_CHECK(rank.where.rank == 0, "the file is not there");
+    })};
+    texts.push_back(error_of([&] { train_step(net, optimizer, rank.where); }));
+    return texts;
+  });
+  CHECK_THAT(said[0][0], Catch::Contains("an exception left writing()"));
+  CHECK(said[1][0] == "the file is not there");
+  for (const Texts& one : said) CHECK(one[1] == "no error");
+}
+
+TEST_CASE("an optimizer that throws on one rank does so on all, and the next step works") {
+  const auto said = on_ranks<Texts>(3, Engine::kShm, [](ThreadRank& rank) {
+    UnevenNet net;
+    ZeroRedundancyOptimizer<Stumbling> optimizer(net, SGDOptions(0.1), rank.communicator,
+                                                 {.stage = 2});
+    auto& local = static_cast<Stumbling&>(optimizer.local());
+    Texts texts;
+    for (const bool stumbles : {false, true, false}) {
+      local.stumbles = stumbles && rank.where.rank == 1;
+      texts.push_back(error_of([&] { train_step(net, optimizer, rank.where); }));
+    }
+    return texts;
+  });
+  for (const Texts& one : said) {
+    CHECK(one[0] == "no error");
+    CHECK_THAT(one[1], Catch::Contains("stumbled over a stone"));
+    CHECK(one[2] == "no error");
+  }
+  CHECK_THAT(said[0][1], Catch::Contains("[zero] step 1 was abandoned (rank 1 of 3)"));
+}
+
+TEST_CASE("an optimizer that one rank cannot make none has, and nothing is left of it") {
+  for (const Engine engine : kEngines) {
+    const auto said = on_ranks<Texts>(2, engine, [](ThreadRank& rank) {
+      torch::nn::Linear layer(torch::nn::LinearOptions(3, 3).bias(false));  // rank 0's
+      const auto make = [&] {
+        return error_of(
+            [&] { ZeroRedundancyOptimizer<Idle>(layer, SGDOptions(0.1), rank.communicator); });
+      };
+      Texts texts{make(), make()};
+      fill(layer->weight, static_cast<double>(rank.where.rank));
+      rank.communicator->barrier("written").wait();
+      texts.push_back(std::to_string(layer->weight.sum().item<int>()));
+      return texts;
+    });
+    for (const size_t again : {0, 1}) {
+      CHECK(said[1][again] == "there is nothing to do");
+      CHECK_THAT(said[0][again], Catch::Contains("[zero] got an optimizer that rank 1 cannot use: "
+                                                 "there is nothing to do (rank 0 of 2)"));
+    }
+    CHECK(said[0][2] == "0");
+    CHECK(said[1][2] == "9");
+  }
+}
+
+TEST_CASE("a closure that throws on one rank does so on all, and the next step works") {
+  const auto said = on_ranks<Texts>(2, Engine::kShm, [](ThreadRank& rank) {
+    UnevenNet net;
+    ZeroRedundancyOptimizer<SGD> optimizer(net, SGDOptions(0.1), rank.communicator, {.stage = 2});
+    Texts texts{error_of([&] {
+      optimizer.step([&] {
+        TORCH_CHECK(rank.where.rank == 0, "no more batches");
+        const at::Tensor loss = net->forward(part_of_batch(0, rank.where));
+        loss.backward();
+        return loss;
+      });
+    })};
+    texts.push_back(error_of([&] { train_step(net, optimizer, rank.where); }));
+    return texts;
+  });
+  for (const Texts& one : said) {
+    CHECK_THAT(one[0], Catch::Contains("no more batches"));
+    CHECK(one[1] == "no error");
+  }
+}
+
+TEST_CASE("stage 2: a gradient that was scaled by hand raises on all ranks") {
+  for (const Engine engine : kEngines) {
+    const auto said = on_ranks<Texts>(2, engine, [](ThreadRank& rank) {
+      UnevenNet net;
+      ZeroRedundancyOptimizer<SGD> optimizer(net, SGDOptions(0.1), rank.communicator, {.stage = 2});
+      net->forward(part_of_batch(0, rank.where)).backward();
+      if (rank.where.rank == 0) net->first->bias.mutable_grad().mul_(0.5);
+      Texts texts{error_of([&] { optimizer.step(); })};
+      texts.push_back(error_of([&] { train_step(net, optimizer, rank.where); }));
+      return texts;
+    });
+    for (const Texts& one : said) {
+      CHECK_THAT(one[0], Catch::Contains("[zero] the gradient of 'first.bias' is not the average"));
+      CHECK(one[1] == "no error");
+    }
+  }
+}
+
+TEST_CASE("a parameter belongs to one optimizer, until that is gone") {
+  const auto said = on_ranks<Texts>(1, Engine::kShm, [](ThreadRank& rank) {
+    UnevenNet net;
+    const auto make = [&](ZeroParameters parameters) {
+      return error_of<c10::ValueError>([&] {
+        ZeroRedundancyOptimizer<SGD>(std::move(parameters), SGDOptions(0.1), rank.communicator);
+      });
+    };
+    Texts texts;
+    {
+      ZeroRedundancyOptimizer<SGD> first(net->head->parameters(), SGDOptions(0.1),
+                                         rank.communicator);
+      texts.push_back(make(net));
+      texts.push_back(error_of([&] {
+        first.add_param_group(OptimizerParamGroup(net->first->parameters()));
+        net->forward(whole_batch(0)).backward();
+        first.step();
+      }));
+    }
+    texts.push_back(make(net));
+    return texts;
+  });
+  CHECK_THAT(said[0][0], Catch::Contains("[zero] got 'head.weight', which another"));
+  CHECK(said[0][1] == "no error");
+  CHECK(said[0][2] == "no error");
+}
+
+TEST_CASE("what cannot be honoured is refused") {
+  const auto said = on_ranks<Texts>(1, Engine::kShm, [](ThreadRank& rank) {
+    UnevenNet net;
+    const auto make = [&](const ZeroOptions& options) {
+      return error_of<c10::ValueError>(
+          [&] { ZeroRedundancyOptimizer<SGD>(net, SGDOptions(0.1), rank.communicator, options); });
+    };
+    Texts texts{make({.stage = 0}), make({.stage = 3})};
+    ZeroRedundancyOptimizer<SGD> optimizer(net->first->parameters(), SGDOptions(0.1),
+                                           rank.communicator);
+    texts.push_back(error_of<c10::ValueError>([&] { const auto guard = optimizer.no_sync(); }));
+    texts.push_back(error_of<c10::ValueError>([&] { optimizer.last_step(); }));
+    static_cast<torch::optim::Optimizer&>(optimizer).add_param_group(
+        OptimizerParamGroup(net->head->parameters()));
+    texts.push_back(error_of<c10::ValueError>([&] { optimizer.step(); }));
+    return texts;
+  });
+  const Texts& one = said[0];
+  CHECK_THAT(one[0], Catch::Contains("[zero] got stage 0, expected 1 or 2"));
+  CHECK_THAT(one[1], Catch::Contains("use fully_shard"));
+  CHECK_THAT(one[2], Catch::Contains("[zero] got no_sync() under stage 1"));
+  CHECK_THAT(one[3], Catch::Contains("[zero] got last_step() under stage 1"));
+  CHECK_THAT(one[4], Catch::Contains("added through torch::optim::Optimizer"));
+}
+
+TEST_CASE("options that differ between the ranks are refused on all") {
+  for (const Engine engine : kEngines) {
+    const auto said = on_ranks<std::string>(2, engine, [](ThreadRank& rank) {
+      UnevenNet net;
+      return error_of<c10::ValueError>([&] {
+        ZeroRedundancyOptimizer<SGD>(net, SGDOptions(0.1), rank.communicator,
+                                     {.stage = 1 + rank.where.rank});
+      });
+    });
+    for (const std::string& one : said)
+      CHECK_THAT(one, Catch::Contains("[zero] got options that differ between the ranks"));
+  }
+}
+
+TEST_CASE("LBFGS and what is no optimizer do not compile") {
+  STATIC_REQUIRE(Shardable<SGD>);
+  STATIC_REQUIRE(Shardable<Stumbling>);
+  STATIC_REQUIRE_FALSE(Shardable<torch::optim::LBFGS>);
+  STATIC_REQUIRE_FALSE(Shardable<UnevenNet>);
+}
