@@ -51,9 +51,9 @@ struct GradReducerOptions {
   // The dtype of floating-point gradients on the wire; that of the parameters if absent.
   std::optional<at::ScalarType> reduce_dtype;
   std::string area = "ddp";  // which strategy speaks in messages
-  // Follows the name of each bucket, so that ranks notice if they take reducers of parameters with
-  // the same names in different orders.
-  std::string bucket_suffix;
+  // In front of the name of each bucket, so that ranks notice if they take reducers of parameters
+  // with the same names in different orders.
+  std::string bucket_prefix = {};
   // Each rank gets its shards of the average only, and the memory of no others. For contiguous
   // parameters without sparse gradients; no reduce_dtype, no communication hook.
   std::shared_ptr<const ShardPlan> shards = nullptr;

@@ -136,7 +136,7 @@ void GradReducer::build_buckets() {
   waiting_slots_.assign(buckets_.size(), 0);
   labels_.clear();
   for (size_t b = 0; b < buckets_.size(); ++b)
-    labels_.push_back(bucket_label(plan_, b, infos_) + options_.bucket_suffix);
+    labels_.push_back(options_.bucket_prefix + bucket_label(plan_, b, infos_));
 }
 
 // The end of the first synchronized backward: rank 0's order sets out to everybody.

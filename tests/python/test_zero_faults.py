@@ -369,3 +369,11 @@ def test_a_rank_that_leaves(rank: int) -> None:
         pass
     with pytest.raises(dist.DistBackendError):
         ours.train(1)
+
+
+@on_shm_ranks(2)
+def test_two_optimizers_in_another_order_on_each_rank(rank: int) -> None:
+    """Their parameters have the same names and shapes: only the optimizers can be told apart."""
+    trainings = [sharded(mlp, SGD, 2, lr=0.1) for _ in range(2)]
+    with raises(dist.DistBackendError, "'optimizer 1, bucket 0", "'optimizer 2, bucket 0"):
+        trainings[rank].backward(0)

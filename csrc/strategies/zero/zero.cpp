@@ -52,7 +52,7 @@ Zero::Zero(NamedParameters parameters, std::shared_ptr<Communicator> communicato
   GradReducerOptions reducing;
   reducing.caps = {{kFirstBucketBytes, kBucketBytes}};
   reducing.area = "zero";
-  reducing.bucket_suffix = " of sharded optimizer " + std::to_string(number);
+  reducing.bucket_prefix = "optimizer " + std::to_string(number) + ", ";
   reducing.shards = plan_;
   reducing.arms_at_parameters = true;
   reducing.defers_sums = options_.fused_step;
