@@ -166,10 +166,6 @@ class Estimator {
     } else if (shards_gradients) {
       bytes += std::min(kBuckets, gradients());
     }
-    if (is_zero() && !has_store()) {  // what a step gathers, and what it sends for that
-      const int64_t own = by_rows(&Estimator::parameter_rate).rank;
-      bytes += own * (request_.world + 1);
-    }
     return of_each(bytes);
   }
 

@@ -70,8 +70,7 @@ struct MemoryBytes {
   int64_t gradients = 0;
   int64_t optimizer = 0;
   int64_t activations = 0;
-  // The module's own buffers; rings of ranks that share memory; buckets and gathered parameters of
-  // ranks that do not.
+  // The module's own buffers; rings of ranks that share memory; buckets of ranks that do not.
   int64_t buffers = 0;
 
   int64_t model_states() const { return parameters + gradients + optimizer; }

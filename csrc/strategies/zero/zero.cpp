@@ -9,7 +9,6 @@
 
 #include <algorithm>
 #include <atomic>
-#include <map>
 #include <utility>
 
 // See [Note: the step of a sharded optimizer] in zero.h.
@@ -292,37 +291,25 @@ void Zero::abandon_step(const std::string& reason) noexcept {
   }
 }
 
-// Private parameters: one padded run of shards per dtype.
+// Private parameters. Each owner sends from where they lie to where they lie; small parts go
+// together, by way of a buffer.
 void Zero::gather_shards() {
-  const int64_t world = communicator_->world();
-  if (world == 1) return;
-  std::map<at::ScalarType, std::vector<size_t>> by_dtype;
-  for (size_t i = 0; i < parameters_.size(); ++i) by_dtype[infos_[i].dtype].push_back(i);
-  for (const auto& [dtype, indices] : by_dtype) {
-    std::vector<int64_t> numel(static_cast<size_t>(world), 0);
-    for (const size_t i : indices)
-      for (int64_t rank = 0; rank < world; ++rank)
-        numel[static_cast<size_t>(rank)] += plan_->of(static_cast<int64_t>(i), rank).numel;
-    const int64_t longest = *std::max_element(numel.begin(), numel.end());
-    const auto options = parameters_[indices.front()].options().requires_grad(false);
-    const at::Tensor mine = at::empty({longest}, options);
-    const at::Tensor all = at::empty({world * longest}, options);
-    int64_t at = 0;
-    for (const size_t i : indices) {
-      mine.narrow(0, at, own(i).numel).copy_(flat(parameters_[i].detach(), own(i)));
-      at += own(i).numel;
-    }
-    communicator_->all_gather({all}, {mine}, "parameters").wait();
-    for (int64_t rank = 0; rank < world; ++rank) {
-      at = rank * longest;
-      for (const size_t i : indices) {
-        const ShardRange& range = plan_->of(static_cast<int64_t>(i), rank);
-        if (rank != communicator_->rank())
-          flat(parameters_[i], range).copy_(all.narrow(0, at, range.numel));
-        at += range.numel;
+  constexpr int64_t kSmallBytes = int64_t{1} << 20;
+  std::vector<Pending> pending;
+  for (int64_t rank = 0; rank < communicator_->world(); ++rank) {
+    const std::string label = "parameters of rank " + std::to_string(rank);
+    std::vector<at::Tensor> small;
+    for (size_t i = 0; i < places_.size(); ++i) {
+      at::Tensor part = flat(places_[i], plan_->of(static_cast<int64_t>(i), rank));
+      if (static_cast<int64_t>(part.nbytes()) < kSmallBytes) {
+        small.push_back(std::move(part));
+      } else {
+        pending.push_back(communicator_->broadcast({std::move(part)}, rank, label));
       }
     }
+    pending.push_back(communicator_->broadcast(std::move(small), rank, label));
   }
+  for (Pending& one : pending) one.wait();
 }
 
 // What the user put elsewhere (load_state_dict(assign=True), p.data =) comes back into the store.

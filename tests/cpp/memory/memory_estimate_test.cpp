@@ -90,7 +90,7 @@ TEST_CASE("several hosts: state over all ranks, parameters as the strategy can h
   CHECK(drawn(estimate(model, "zero3", 4, 2), numel) == "2|1|2  4|2|4");
 }
 
-TEST_CASE("without a store every rank keeps its parameters, and gathers them") {
+TEST_CASE("without a store every rank keeps its parameters") {
   const std::vector<ParameterInfo> model = {parameter({64, 1024})};
   const int64_t bytes = 4 * 64 * 1024;
   const MemoryEstimate shared = estimate(model, "zero2", 4);
@@ -101,7 +101,7 @@ TEST_CASE("without a store every rank keeps its parameters, and gathers them") {
                                                 .host_params = false});
   CHECK(found.rank.parameters == bytes);
   CHECK(found.host.parameters == 4 * bytes);
-  CHECK(found.rank.buffers == shared.rank.buffers + bytes + bytes / 4);
+  CHECK(found.rank.buffers == shared.rank.buffers);
   CHECK(found.rank.optimizer == shared.rank.optimizer);
 }
 

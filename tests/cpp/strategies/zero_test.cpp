@@ -339,15 +339,17 @@ TEST_CASE("what a step of stage 2 sends over Gloo") {
     return wire->records();
   });
   for (const std::vector<WireRecord>& records : sent) {
-    REQUIRE(records.size() == 3);
+    REQUIRE(records.size() == 4);
     CHECK(records[0].verb == "all_reduce");
     CHECK(records[0].label.ends_with(", bucket 0: bias .. weight"));
     CHECK(records[0].bytes == (45 + 3) * 4);  // and who used what
     CHECK(records[1].verb == "all_reduce");
     CHECK(records[1].label == "step gate: before writing");
     CHECK(records[1].bytes <= 128);
-    CHECK(records[2].verb == "all_gather");
-    CHECK(records[2].label == "parameters");
-    CHECK(records[2].bytes == (24 + 3) * 4);  // rank 0's shards, as long as the longest
+    CHECK(records[2].verb == "broadcast");
+    CHECK(records[2].label == "parameters of rank 0");
+    CHECK(records[2].bytes == (24 + 3) * 4);
+    CHECK(records[3].label == "parameters of rank 1");
+    CHECK(records[3].bytes == (16 + 2) * 4);
   }
 }
