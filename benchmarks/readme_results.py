@@ -33,6 +33,7 @@ def main(command_line: Sequence[str] | None = None) -> int:
         "README.md": section(),
         "docs/shared_memory.md": shared_memory_tables(),
         "docs/zero.md": zero_tables(),
+        "docs/optimizers.md": optimizer_tables(),
     }
     for name, written in pages.items():
         page = ROOT / name
@@ -74,6 +75,31 @@ def fault_times() -> str:
     )
     header = ["the last rank is", "ranks", "median ms", "most ms"]
     return "\n" + title + _markdown(header, rows) + "\n"
+
+
+def optimizer_tables() -> str:
+    """Steps beside torch's fused ones and beside an in-place pass over as many bytes."""
+    if not (RESULTS / "optimizers.json").exists():
+        return "\nNo run is committed yet.\n\n"
+    header = [
+        "",
+        "step, ms",
+        "torch's fused, ms",
+        "ratio (quartiles)",
+        "of an in-place pass, target 85 %",
+    ]
+    text = ""
+    for device, rows in _load("optimizers.json")["devices"].items():
+        cells = []
+        for name, row in rows.items():
+            low, high = row["time_ratio"]["quartiles"]
+            ratio = f"{row['time_ratio']['median']:.3f} ({low:.3f} to {high:.3f})"
+            in_place = row.get("in_place_ratio")
+            reached = f"{1 / in_place['median']:.0%}: {in_place['verdict']}" if in_place else ""
+            times = [f"{row['step_ms']:.2f}", f"{row['torch_step_ms']:.2f}"]
+            cells.append([name, *times, ratio, reached])
+        text += f"\n`bench_optimizers.py`, {device}:\n\n" + _markdown(header, cells)
+    return text + "\n"
 
 
 def zero_tables() -> str:
