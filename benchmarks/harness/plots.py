@@ -29,7 +29,7 @@ KIND_LOOKS = (
     ("optimizer state", "#eeca3b"),
     ("buckets, allocator, rest", "#72b7b2"),
 )
-LINE_WIDTHS = (6.0, 3.5, 1.5)
+LAST_WIDTH, WIDER_BY = 1.5, 1.2  # of curves, in points
 DPI = 150
 LOGARITHMIC_FROM = 20
 
@@ -95,7 +95,11 @@ def _stack(
     axes.spines[["top", "right"]].set_visible(False)
     handles = axes.get_legend_handles_labels()[0]
     axes.figure.legend(
-        handles=handles, loc="outside upper center", ncols=len(legend), frameon=False
+        handles=handles,
+        loc="outside upper center",
+        ncols=len(legend),
+        frameon=False,
+        fontsize="small",  # else five labels are wider than the picture
     )
 
 
@@ -107,7 +111,7 @@ def _loss(summaries: Sequence[Summary]) -> Figure:
     for number, summary in enumerate(summaries):
         style = {
             "color": _colour(summary.strategy),
-            "linewidth": LINE_WIDTHS[min(number, len(LINE_WIDTHS) - 1)],
+            "linewidth": LAST_WIDTH + WIDER_BY * (len(summaries) - 1 - number),
             "alpha": 0.45 if number == 0 else 0.9,
             "label": summary.strategy,
         }
