@@ -97,6 +97,19 @@ def message_of(error: BaseException) -> str:
     return str(error).split("\nException raised from")[0].strip()
 
 
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.embed = nn.Linear(6, 6, bias=False)
+        self.mid = nn.Linear(6, 6)
+        self.head = nn.Linear(6, 6)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.mid(self.embed(x)).tanh())
+
+
 def mlp(dtype: torch.dtype = torch.float32) -> nn.Module:
     """Three layers of uneven shapes; the same on every rank."""
     torch.manual_seed(7)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import trireme
-from ddp_ranks import WORLD, assert_equals_torch, batch, mlp, on_ranks, run_steps, sgd
+from ddp_ranks import WORLD, Tied, assert_equals_torch, batch, mlp, on_ranks, run_steps, sgd
 from torch import nn
 
 
@@ -108,19 +108,6 @@ def test_channels_last(rank: int) -> None:
     convolve(model, 0, rank)
     weight = model.module.stem.weight
     assert weight.grad.stride() == weight.stride()  # an optimizer walks both side by side
-
-
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.embed = nn.Linear(6, 6, bias=False)
-        self.mid = nn.Linear(6, 6)
-        self.head = nn.Linear(6, 6)
-        self.head.weight = self.embed.weight
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.mid(self.embed(x)).tanh())
 
 
 @on_ranks()

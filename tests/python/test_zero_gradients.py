@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from ddp_ranks import batch, mlp, on_ranks, raises
+from ddp_ranks import Tied, batch, mlp, on_ranks, raises
 from shm_ranks import on_shm_ranks
 from torch import nn
 from torch.optim import SGD, AdamW
@@ -177,19 +177,6 @@ def test_forwards_and_derivatives_in_between(rank: int) -> None:
                 training.loss(7)
             loss.backward()
         step_both(ours, one)
-
-
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.embed = nn.Linear(6, 6, bias=False)
-        self.mid = nn.Linear(6, 6)
-        self.head = nn.Linear(6, 6)
-        self.head.weight = self.embed.weight
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.mid(self.embed(x)).tanh())
 
 
 @on_shm_ranks(2)

@@ -41,6 +41,15 @@ std::vector<Values> train_sharded(int64_t world, Engine engine, const Options& d
   });
 }
 
+// Every rank has the parameters of `alone`, and has seen its norms.
+void check_like(const UnevenNet& alone, const std::vector<double>& norms,
+                const std::vector<Values>& found, const std::vector<std::vector<double>>& seen) {
+  for (const Values& values : found)
+    CHECK(count_unlike(values, values_of(alone->parameters())) == 0);
+  for (const auto& of_rank : seen)
+    for (size_t step = 0; step < norms.size(); ++step) CHECK(of_rank[step] == Approx(norms[step]));
+}
+
 // Treats a parameter as one thing: divides its gradient by the norm of all of it.
 class NormedDescent : public torch::optim::Optimizer {
  public:
@@ -268,11 +277,7 @@ TEST_CASE("clip_grad_norm_ clips as torch does on one process") {
         }
         return values_of(net->parameters());
       });
-      for (const Values& values : found)
-        CHECK(count_unlike(values, values_of(alone->parameters())) == 0);
-      for (const auto& of_rank : seen)
-        for (size_t step = 0; step < norms.size(); ++step)
-          CHECK(of_rank[step] == Approx(norms[step]));
+      check_like(alone, norms, found, seen);
     }
   }
 }
@@ -317,11 +322,7 @@ TEST_CASE("two optimizers of one net, clipped together") {
       }
       return values_of(net->parameters());
     });
-    for (const Values& values : found)
-      CHECK(count_unlike(values, values_of(alone->parameters())) == 0);
-    for (const auto& of_rank : seen)
-      for (size_t step = 0; step < norms.size(); ++step)
-        CHECK(of_rank[step] == Approx(norms[step]));
+    check_like(alone, norms, found, seen);
   }
 }
 
