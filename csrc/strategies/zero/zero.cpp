@@ -86,19 +86,21 @@ int64_t Zero::agree_on_options() const {
   const std::vector<int64_t> own = {
       options_.stage, static_cast<int64_t>(options_.placement.value_or(ShardPlacement::kDim0)),
       options_.host_params ? 1 : 0, options_.fused_step ? 1 : 0};
-  const at::Tensor highest = at::tensor(own, at::kLong).to(infos_.front().device);
-  const at::Tensor lowest = highest.clone();
-  const at::Tensor number = at::full({1}, last_number + 1, highest.options());
-  communicator_->all_reduce({number}, ReduceOp::kMax, "number").wait();
-  communicator_->all_reduce({highest}, ReduceOp::kMax, "options").wait();
-  communicator_->all_reduce({lowest}, ReduceOp::kMin, "options").wait();
+  std::vector<int64_t> told = own;
+  for (const int64_t option : own) told.push_back(-option);  // the highest of which is the lowest
+  told.push_back(last_number + 1);
+  const at::Tensor wire = at::tensor(told, at::kLong).to(infos_.front().device);
+  communicator_->all_reduce({wire}, ReduceOp::kMax, "options").wait();
+  const auto numel = static_cast<int64_t>(own.size());
+  const at::Tensor highest = wire.narrow(0, 0, numel);
+  const at::Tensor lowest = wire.narrow(0, numel, numel).neg();
   TORCH_CHECK_VALUE(at::equal(highest, lowest),
                     error_text("zero",
                                "got options that differ between the ranks, expected one stage, "
                                "placement, host_params and fused_step; here stage " +
                                    std::to_string(options_.stage),
                                communicator_->rank_of(), "Pass the same on all ranks."));
-  const int64_t agreed = number.item<int64_t>();
+  const int64_t agreed = wire[2 * numel].item<int64_t>();
   last_number = agreed;
   return agreed;
 }
