@@ -1,5 +1,7 @@
 """Trireme trains torch models in parallel: one C++ core, used from Python and from C++."""
 
+from typing import TYPE_CHECKING, Any
+
 from trireme._load_core import load_core
 
 _C = load_core()
@@ -17,9 +19,21 @@ from trireme.memory_estimate import MemoryBytes, MemoryEstimate, estimate_memory
 from trireme.rank_log import get_logger  # noqa: E402
 from trireme.ranks import all_mean, rank_generator  # noqa: E402
 from trireme.sync_batch_norm import SyncBatchNorm, convert_sync_batchnorm  # noqa: E402
-from trireme.zero import ZeroRedundancyOptimizer  # noqa: E402
+
+if TYPE_CHECKING:
+    from trireme.zero import ZeroRedundancyOptimizer
 
 del register
+
+
+def __getattr__(name: str) -> Any:
+    """What costs every rank half a second to import, because torch's class does: when asked for."""
+    if name == "ZeroRedundancyOptimizer":
+        from trireme.zero import ZeroRedundancyOptimizer
+
+        return ZeroRedundancyOptimizer
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 __all__ = [
     "Context",

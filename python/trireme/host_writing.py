@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -11,7 +12,9 @@ from torch import nn
 from trireme._parameter_owners import optimizer_of
 from trireme._zero_agreement import abandoning
 from trireme._zero_checks import refuse
-from trireme.zero import ZeroRedundancyOptimizer
+
+if TYPE_CHECKING:
+    from trireme.zero import ZeroRedundancyOptimizer
 
 _Place = tuple[nn.Module, str, nn.Parameter]
 
@@ -39,7 +42,7 @@ def writing(target: nn.Module | ZeroRedundancyOptimizer) -> Iterator[None]:
         torch.distributed.DistBackendError: another rank left it by an exception.
     """
     places: list[_Place] = []
-    if isinstance(target, ZeroRedundancyOptimizer):
+    if not isinstance(target, nn.Module):
         optimizers = [target]
     else:
         places = _places_in(target)

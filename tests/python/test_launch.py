@@ -349,3 +349,13 @@ def test_wrong_arguments_are_refused(arguments: dict[str, Any], expected: str) -
 )
 def test_cuda_without_a_gpu_is_refused_not_replaced(arguments: dict[str, Any]) -> None:
     assert "but torch sees no GPU (rank 0 of 1)" in error_of(lambda: trireme.init(**arguments))
+
+
+def test_importing_leaves_out_what_only_zero_needs() -> None:
+    script = """
+        import sys
+        import trireme
+        assert "torch.distributed.optim" not in sys.modules
+        assert trireme.ZeroRedundancyOptimizer.__module__ == "trireme.zero"
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=True, timeout=60)
