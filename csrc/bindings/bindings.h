@@ -8,6 +8,7 @@ namespace trireme {
 void init_comm(pybind11::module_& module);
 void init_ddp(pybind11::module_& module);
 void init_doctor(pybind11::module_& module);
+void init_fsdp(pybind11::module_& module);
 void init_launch(pybind11::module_& module);
 void init_memory(pybind11::module_& module);
 void init_optim(pybind11::module_& module);

@@ -5,6 +5,7 @@ PYBIND11_MODULE(_C, module) {
   trireme::init_comm(module);
   trireme::init_ddp(module);
   trireme::init_doctor(module);
+  trireme::init_fsdp(module);
   trireme::init_launch(module);
   trireme::init_memory(module);
   trireme::init_optim(module);

@@ -1,9 +1,8 @@
 #include <trireme/comm/deposit_stream.h>
 
 #include <trireme/comm/shm_tensors.h>
+#include <trireme/comm/torchs_words.h>
 #include <trireme/shm/deposit_ring.h>
-
-#include <c10/util/Exception.h>
 
 #include <algorithm>
 #include <array>
@@ -11,18 +10,6 @@
 #include <vector>
 
 namespace trireme {
-namespace {
-
-template <typename Call>
-auto in_torchs_words(Call&& call) {
-  try {
-    return call();
-  } catch (const shm::Fault& fault) {
-    C10_THROW_ERROR(DistBackendError, fault.what());
-  }
-}
-
-}  // namespace
 
 DepositStream::DepositStream(std::unique_ptr<shm::DepositRing> ring, int64_t world,
                              std::chrono::milliseconds timeout, std::shared_ptr<void> keeps_alive)

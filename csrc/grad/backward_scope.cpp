@@ -2,46 +2,19 @@
 
 #include <trireme/common/error.h>
 #include <trireme/common/trace.h>
+#include <trireme/grad/output_hook.h>
 
 #include <torch/csrc/autograd/engine.h>
-#include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
-#include <functional>
 #include <memory>
 #include <utility>
 
 // See [Note: when a backward synchronizes] in grad_reducer.h.
 
 namespace trireme {
-namespace {
-
-using torch::autograd::variable_list;
-
-// Calls `arrived` when a gradient reaches one output of a forward. Of a node with several outputs
-// autograd shows all gradients; ours is at `place`.
-class OutputHook final : public torch::autograd::FunctionPreHook {
- public:
-  OutputHook(size_t place, std::function<void()> arrived)
-      : place_(place), arrived_(std::move(arrived)) {}
-
-  variable_list operator()(const variable_list& gradients) override {
-    if (gradients[place_].defined()) arrived_();
-    return gradients;
-  }
-
-  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& /*args*/) const override {
-    refuse_compiled_autograd();
-  }
-
- private:
-  size_t place_;
-  std::function<void()> arrived_;
-};
-
-}  // namespace
 
 void GradReducer::after_forward(const std::vector<at::Tensor>& outputs, bool synchronize,
                                 bool all_found) {
@@ -57,11 +30,9 @@ void GradReducer::after_forward(const std::vector<at::Tensor>& outputs, bool syn
       continue;
     }
     is_hooked = true;
-    const auto arrived = [reducer = weak_from_this(), synchronize] {
+    on_output_gradient(output, [reducer = weak_from_this(), synchronize] {
       if (const auto alive = reducer.lock()) alive->output_gradient_arrived(synchronize);
-    };
-    output.grad_fn()->add_tensor_pre_hook(
-        std::make_unique<OutputHook>(static_cast<size_t>(output.output_nr()), arrived));
+    });
   }
   const std::lock_guard lock(mutex_);
   if (synchronize && !(is_hooked && all_found)) arm_at_parameter_ = true;
@@ -75,7 +46,7 @@ void GradReducer::prepare_for_backward() {
 
 void GradReducer::output_gradient_arrived(bool synchronize) {
   const std::lock_guard lock(mutex_);
-  if (synchronize || force_synchronize_) arm();
+  if ((synchronize && synchronize_) || force_synchronize_) arm();
 }
 
 void GradReducer::arm() {

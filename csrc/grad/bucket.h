@@ -57,7 +57,7 @@ class TRIREME_API Bucket {
  public:
   // `parameters` is the list that the plan's indices point into; it must outlive the bucket.
   // `tail_numel` elements follow the gradients in the buffer and are the reducer's.
-  // With shards, parameters are contiguous and of the bucket's dtype.
+  // With shards, parameters are dense in memory.
   Bucket(PlannedBucket plan, const std::vector<at::Tensor>& parameters, int64_t tail_numel,
          OwnShards own = {});
 
@@ -86,6 +86,9 @@ class TRIREME_API Bucket {
   // With shards: what this rank owns of the sum, plus what it owns of `earlier` (may be undefined),
   // which keeps its identity. Also in a shadow step.
   void deliver_shard(size_t slot, const at::Tensor& earlier);
+  // With shards: what this rank owns of the sum becomes the .grad of `owner`, which is shaped like
+  // its shard, or is added to it.
+  void deliver_to(size_t slot, const at::Tensor& owner);
   // With shards: a collective has brought all of the sum. What others own is given up.
   void keep_own();
   ShardRange own(size_t slot) const { return own_.of(plan_.slots[slot]); }

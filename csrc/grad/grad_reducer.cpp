@@ -53,7 +53,7 @@ void GradReducer::begin_backward(bool shadow) {
   if (map_is_unread_) settle_map();
   adopt_pending_order();
   settle_sums();
-  for (size_t i = 0; options_.shards && i < parameters_.size(); ++i) set_aside(i);
+  for (size_t i = 0; options_.shards && !has_owners() && i < parameters_.size(); ++i) set_aside(i);
   if (plan_is_stale_) build_buckets();
   ++step_;
   shadow_ = shadow;
@@ -94,7 +94,11 @@ void GradReducer::gradient_ready(int64_t index, bool has_gradient) {
   const std::lock_guard lock(mutex_);
   if (has_gradient) used_.mark_used(index);
   if (phase_ != Phase::kRunning) {
-    if (options_.shards) watch_accumulated(static_cast<size_t>(index));
+    if (has_owners()) {
+      widen_accumulated(static_cast<size_t>(index));
+    } else if (options_.shards) {
+      watch_accumulated(static_cast<size_t>(index));
+    }
     if (!arm_at_parameter_ && !force_synchronize_) return;
     arm();
     if (phase_ != Phase::kRunning) return;
@@ -234,7 +238,7 @@ void GradReducer::deliver_arrived(size_t index) {
 }
 
 // Waits for everything that is in flight and brings every .grad to its final value.
-void GradReducer::collect() {
+void GradReducer::collect(bool may_learn) {
   phase_ = Phase::kIdle;  // also if a wait throws
   const auto begin = Clock::now();
   while (next_deliver_ < buckets_.size()) deliver_arrived(next_deliver_);
@@ -253,7 +257,7 @@ void GradReducer::collect() {
   if (needs_map) settle_map();
   used_.clear();
   for (size_t i = 0; i < fires_seen_.size(); ++i) fires_expected_[i] = std::max(1, fires_seen_[i]);
-  if (observing_) learn_order();
+  if (observing_ && may_learn) learn_order();
   pending_.clear();
   has_sums_ = defers_;
   clock_.backward_ends();

@@ -57,6 +57,12 @@ struct GradReducerOptions {
   // Each rank gets its shards of the average only, and the memory of no others. For contiguous
   // parameters without sparse gradients; no reduce_dtype, no communication hook.
   std::shared_ptr<const ShardPlan> shards = nullptr;
+  // With shards, by parameter: a leaf over this rank's shard, whose .grad becomes its part of the
+  // average, or has it added. The .grad of the parameter itself is then what this rank contributes,
+  // and undefined once it was reduced.
+  std::vector<at::Tensor> sharded_parameters = {};
+  // With sharded_parameters, by parameter: see ParameterInfo.
+  std::vector<std::optional<at::ScalarType>> reduce_dtypes = {};
   // Every backward that accumulates into a parameter synchronizes, unless set_synchronize(false)
   // was called: for callers who see no forward.
   bool arms_at_parameters = false;
@@ -122,6 +128,11 @@ class TRIREME_API GradReducer final : public GradSink,
   // finalize_backward() exactly once per synchronized backward.
   void set_manual_finalization(bool manual);
   void finalize_backward();
+  // With sharded_parameters, collective: reduces what backwards have accumulated that did not
+  // synchronize.
+  void reduce_accumulated();
+  // With sharded_parameters: forgets what this rank has accumulated.
+  void drop_accumulated();
   // Whether finalize_backward() may only be called after backward returned.
   bool should_finalize_after_backward() const;
 
@@ -197,10 +208,12 @@ class TRIREME_API GradReducer final : public GradSink,
   void arm_with_siblings();
   void set_aside(size_t index);
   void put_back();
+  bool has_owners() const { return !options_.sharded_parameters.empty(); }
+  void widen_accumulated(size_t index);
   void watch_accumulated(size_t index);
   OwnShards own_shards() const { return {options_.shards, communicator_->rank()}; }
   void check_gradient(int64_t index, bool has_gradient);
-  void collect();
+  void collect(bool may_learn = true);
   void settle_map();
   double scale() const;
   const std::string& name_of(int64_t index) const {

@@ -53,6 +53,8 @@ GradReducer::GradReducer(NamedParameters parameters, std::shared_ptr<Communicato
       fires_expected_(parameters_.size(), 1),
       fires_seen_(parameters_.size(), 0),
       used_(static_cast<int64_t>(parameters_.size())) {
+  for (size_t i = 0; i < options_.reduce_dtypes.size(); ++i)
+    infos_[i].reduce_dtype = options_.reduce_dtypes[i];
   for (size_t i = parameters_.size(); i-- > 0;) {
     const auto index = static_cast<int64_t>(i);
     if (!infos_[i].requires_grad) continue;

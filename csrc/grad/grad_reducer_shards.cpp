@@ -33,7 +33,7 @@ void GradReducer::gradient_due(int64_t index) {
   arm_with_siblings();
   const std::lock_guard lock(mutex_);
   // Without synchronizing it would be accumulated on what is reduced already.
-  if (phase_ == Phase::kIdle) set_aside(static_cast<size_t>(index));
+  if (phase_ == Phase::kIdle && !has_owners()) set_aside(static_cast<size_t>(index));
 }
 
 void GradReducer::arm_with_siblings() {
@@ -80,6 +80,7 @@ void GradReducer::watch_accumulated(size_t index) {
 
 // As if the backward that was abandoned had never begun, where that can be had.
 void GradReducer::put_back() {
+  if (has_owners()) return drop_accumulated();
   for (size_t i = 0; i < set_aside_.size(); ++i) {
     at::Tensor& grad = parameters_[i].mutable_grad();
     const bool is_delivered = i < is_delivered_.size() && is_delivered_[i];
@@ -96,6 +97,11 @@ void GradReducer::deliver(Bucket& bucket, size_t slot) {
     return;
   }
   const auto index = static_cast<size_t>(bucket.plan().slots[slot].parameter);
+  if (has_owners()) {
+    bucket.deliver_to(slot, options_.sharded_parameters[index]);
+    parameters_[index].mutable_grad().reset();
+    return;
+  }
   if (defers_ && places_[index].bucket >= 0) {  // not one that was left out of the layout
     summed_[index] = true;
     parameters_[index].mutable_grad().reset();
@@ -107,6 +113,7 @@ void GradReducer::deliver(Bucket& bucket, size_t slot) {
 
 void GradReducer::restore(Bucket& bucket, size_t slot) {
   const auto index = static_cast<size_t>(bucket.plan().slots[slot].parameter);
+  if (has_owners()) return;
   // The sum is zeros; what was set aside moves to where its place is now.
   if (set_aside_[index].defined()) return deliver(bucket, slot);
   bucket.restore(slot);
@@ -170,6 +177,27 @@ void GradReducer::drop_set_aside() {
   visit_sums([](const BucketStream::Sums&) {});
   set_aside_.assign(parameters_.size(), {});
   was_changed_.assign(parameters_.size(), false);
+}
+
+// As torch: in the dtype in which it will be reduced.
+void GradReducer::widen_accumulated(size_t index) {
+  at::Tensor& grad = parameters_[index].mutable_grad();
+  const ParameterInfo& info = infos_[index];
+  if (grad.defined()) grad = grad.to(info.reduce_dtype.value_or(info.dtype));
+}
+
+void GradReducer::reduce_accumulated() {
+  {
+    const std::lock_guard lock(mutex_);
+    begin_backward(/*shadow=*/false);
+  }
+  launch_rest();
+  collect(/*may_learn=*/false);
+}
+
+void GradReducer::drop_accumulated() {
+  const std::lock_guard lock(mutex_);
+  for (const at::Tensor& parameter : parameters_) parameter.mutable_grad().reset();
 }
 
 void GradReducer::set_armed_callback(std::function<void()> callback) {

@@ -22,6 +22,8 @@ struct ParameterInfo {
   c10::Device device{c10::kCPU};
   bool sparse_gradient = false;
   bool requires_grad = true;
+  // Of its gradient on the wire; its own if absent.
+  std::optional<at::ScalarType> reduce_dtype = {};
 };
 
 // Elements [offset, offset + numel) of a bucket's buffer hold the gradient of `parameter`.

@@ -118,6 +118,14 @@ const std::atomic<uint64_t>& HostStore::version_of(int64_t rank) const {
   return line_of(rank).version;
 }
 
+void HostStore::publish_release(uint64_t version) {
+  line_of(where_.rank).release.store(version, std::memory_order_seq_cst);
+}
+
+const std::atomic<uint64_t>& HostStore::release_of(int64_t rank) const {
+  return line_of(rank).release;
+}
+
 void HostStore::snapshot_versions(const std::vector<at::Tensor>& tensors) {
   TORCH_INTERNAL_ASSERT(tensors.size() == parameters_.size());
   versions_seen_.clear();

@@ -68,12 +68,18 @@ class TRIREME_API HostStore : public std::enable_shared_from_this<HostStore> {
   // swap_tensors. Always, if the parameter has no elements.
   bool holds(int64_t parameter, const at::Tensor& tensor) const;
 
+  // Two counters of each rank, for the step gate: the last write of which it has completed its part,
+  // and the last one that it no longer reads.
+
   // How many writes of this store all ranks have completed; starts at 0.
   uint64_t version() const;
   // This rank's part of write number `version` is done; it only grows. Wakes nobody.
   void publish_version(uint64_t version);
   // What a rank has published, for who waits for it (HostGroup::wait_beside).
   const std::atomic<uint64_t>& version_of(int64_t rank) const;
+  // The same of what it no longer reads.
+  void publish_release(uint64_t version);
+  const std::atomic<uint64_t>& release_of(int64_t rank) const;
 
   // Notes autograd's counters, without changing them. `tensors`: one per parameter, or undefined.
   void snapshot_versions(const std::vector<at::Tensor>& tensors);
@@ -88,6 +94,7 @@ class TRIREME_API HostStore : public std::enable_shared_from_this<HostStore> {
   // store that nobody has written.
   struct alignas(64) RankLine {
     std::atomic<uint64_t> version;
+    std::atomic<uint64_t> release;
   };
 
   HostStore(std::shared_ptr<const shm::Segment> segment, std::vector<ParameterInfo> parameters,

@@ -1,5 +1,6 @@
 """Trireme trains torch models in parallel: one C++ core, used from Python and from C++."""
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from trireme._load_core import load_core
@@ -21,23 +22,30 @@ from trireme.ranks import all_mean, rank_generator  # noqa: E402
 from trireme.sync_batch_norm import SyncBatchNorm, convert_sync_batchnorm  # noqa: E402
 
 if TYPE_CHECKING:
+    from trireme.fsdp import FSDPModule, fully_shard
     from trireme.zero import ZeroRedundancyOptimizer
 
 del register
 
 
+_LAZY = {
+    "FSDPModule": "fsdp",
+    "ZeroRedundancyOptimizer": "zero",
+    "fully_shard": "fsdp",
+}
+
+
 def __getattr__(name: str) -> Any:
     """What costs every rank half a second to import, because torch's class does: when asked for."""
-    if name == "ZeroRedundancyOptimizer":
-        from trireme.zero import ZeroRedundancyOptimizer
-
-        return ZeroRedundancyOptimizer
+    if name in _LAZY:
+        return getattr(import_module(f"trireme.{_LAZY[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 __all__ = [
     "Context",
     "DistributedDataParallel",
+    "FSDPModule",
     "MemoryBytes",
     "MemoryEstimate",
     "SyncBatchNorm",
@@ -46,6 +54,7 @@ __all__ = [
     "clip_grad_norm_",
     "convert_sync_batchnorm",
     "estimate_memory",
+    "fully_shard",
     "get_logger",
     "init",
     "optim",

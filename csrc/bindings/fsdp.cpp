@@ -1,0 +1,245 @@
+#include <trireme/strategies/fsdp/fsdp.h>
+
+#include <trireme/bindings/bindings.h>
+#include <trireme/bindings/shared_function.h>
+#include <trireme/bindings/step_report.h>
+
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+#include <memory>
+#include <optional>
+#include <utility>
+
+namespace trireme {
+namespace {
+
+namespace py = pybind11;
+using OptionalDtype = std::optional<at::ScalarType>;
+
+// Where parameters hang in Python's modules. Modules are held weakly: they own the group.
+struct Place {
+  py::weakref module;
+  py::str name;
+  size_t parameter = 0;
+};
+// The sharded ones are held as Python's objects only: swap_tensors, which Module.to() uses, refuses
+// a tensor that C++ holds.
+struct Places final : ModuleFace {
+  std::vector<Place> places;
+  std::vector<py::object> sharded;
+  std::vector<py::object> unsharded;
+
+  // Dropped under the GIL.
+  static std::shared_ptr<Places> make() {
+    return {new Places, [](Places* last) {
+              const py::gil_scoped_acquire gil;
+              delete last;
+            }};
+  }
+
+  bool requires_grad(size_t parameter) const override {
+    return THPVariable_Unpack(sharded[parameter].ptr()).requires_grad();
+  }
+
+  // The dictionary of the module's parameters, or nothing if that is gone.
+  static py::object parameters_of(const Place& place) {
+    const py::object module = place.module();
+    return module.is_none() ? py::object() : module.attr("_parameters");
+  }
+
+  void show(bool are_unsharded) const override {
+    const py::gil_scoped_acquire gil;
+    const std::vector<py::object>& shown = are_unsharded ? unsharded : sharded;
+    for (const Place& place : places)
+      if (const py::object parameters = parameters_of(place))
+        parameters[place.name] = shown[place.parameter];
+  }
+
+  // Whether modules hold the sharded parameters, and these the shards.
+  bool are_settled(const ParamGroup& group) const {
+    if (group.is_unsharded()) return true;
+    for (const Place& place : places) {
+      const py::object parameters = parameters_of(place);
+      if (parameters && !py::object(parameters[place.name]).is(sharded[place.parameter])) return false;
+    }
+    for (size_t i = 0; i < sharded.size(); ++i) {
+      const py::object local = sharded[i].attr("_local_tensor");
+      const ShardedParam& param = group.params()[i];
+      if (THPVariable_Unpack(local.ptr()).unsafeGetTensorImpl() !=
+              param.sharded().unsafeGetTensorImpl() ||
+          !param.lies_in_store())
+        return false;
+    }
+    return true;
+  }
+};
+
+// A group as Python holds it.
+struct PyParamGroup {
+  std::shared_ptr<ParamGroup> group;
+  std::shared_ptr<Places> places = Places::make();
+};
+
+std::shared_ptr<PyParamGroup> make_group(
+    const std::vector<std::tuple<std::string, std::vector<int64_t>, at::ScalarType, int64_t,
+                                 OptionalDtype, OptionalDtype, bool>>& rows,
+    std::shared_ptr<Communicator> communicator) {
+  std::vector<ShardedParamSpec> specs;
+  for (const auto& [name, sizes, dtype, dim, param_dtype, reduce_dtype, requires_grad] : rows)
+    specs.push_back({name, sizes, dtype, dim, param_dtype, reduce_dtype, requires_grad});
+  auto made = std::make_shared<PyParamGroup>();
+  made->group = make_param_group(std::move(specs), std::move(communicator));
+  return made;
+}
+
+void set_places(PyParamGroup& self,
+                const std::vector<std::tuple<py::object, std::string, size_t>>& places,
+                const std::vector<py::object>& sharded, const std::vector<py::object>& unsharded) {
+  const auto held = Places::make();
+  for (const auto& [module, name, parameter] : places)
+    held->places.push_back({py::weakref(module), py::str(name), parameter});
+  held->sharded = sharded;
+  held->unsharded = unsharded;
+  std::vector<at::Tensor> leaves;
+  for (const py::object& one : unsharded) leaves.push_back(py::cast<at::Tensor>(one));
+  self.places = held;
+  self.group->set_face(held, std::move(leaves));
+}
+
+Fsdp::Forward forward_of(const std::shared_ptr<PyParamGroup>& group, bool is_root) {
+  return {group ? group->group : nullptr, is_root};
+}
+
+void init_param_group(py::module_& module) {
+  using torch::wrap_pybind_function_no_gil;
+  using Group = PyParamGroup;
+  py::class_<Group, std::shared_ptr<Group>>(module, "ParamGroup")
+      .def(py::init(wrap_pybind_function_no_gil(make_group)), py::kw_only(), py::arg("specs"),
+           py::arg("communicator"))
+      .def("sharded",
+           [](const Group& self) {
+             std::vector<at::Tensor> shards;
+             for (const ShardedParam& param : self.group->params())
+               shards.push_back(param.sharded());
+             return shards;
+           })
+      .def("unsharded",
+           [](const Group& self) {
+             std::vector<at::Tensor> whole;
+             for (const ShardedParam& param : self.group->params())
+               whole.push_back(param.unsharded());
+             return whole;
+           })
+      .def("write_whole", wrap_pybind_function_no_gil(
+                              [](const Group& self, size_t parameter, const at::Tensor& whole) {
+                                self.group->params().at(parameter).write_whole(whole);
+                              }),
+           py::arg("parameter"), py::arg("whole"))
+      .def("write_shard", wrap_pybind_function_no_gil(
+                              [](const Group& self, size_t parameter, const at::Tensor& shard) {
+                                self.group->params().at(parameter).write_shard(shard);
+                              }),
+           py::arg("parameter"), py::arg("shard"))
+      .def("lies_in_store",
+           [](const Group& self, size_t parameter) {
+             return self.group->params().at(parameter).lies_in_store();
+           },
+           py::arg("parameter"))
+      .def("return_to_store",
+           [](const Group& self, size_t parameter) {
+             self.group->params().at(parameter).return_to_store();
+           },
+           py::arg("parameter"))
+      .def("set_places", &set_places, py::arg("places"), py::arg("sharded"), py::arg("unsharded"))
+      .def_property_readonly("is_settled",
+                             [](const Group& self) { return self.places->are_settled(*self.group); })
+      .def_property_readonly("is_unsharded",
+                             [](const Group& self) { return self.group->is_unsharded(); })
+      .def("unshard", wrap_pybind_function_no_gil([](Group& self) { self.group->unshard(); }))
+      .def("reshard", wrap_pybind_function_no_gil([](Group& self) { self.group->reshard(); }))
+      .def_property(
+          "reshard_after_forward",
+          [](const Group& self) { return self.group->reshard_after_forward(); },
+          [](Group& self, bool reshard) { self.group->set_reshard_after_forward(reshard); })
+      .def_property(
+          "reshard_after_backward",
+          [](const Group& self) { return self.group->reshard_after_backward(); },
+          [](Group& self, bool reshard) { self.group->set_reshard_after_backward(reshard); });
+}
+
+std::shared_ptr<Fsdp> make_fsdp(const std::vector<std::shared_ptr<PyParamGroup>>& groups,
+                                std::vector<std::string> names,
+                                std::shared_ptr<Communicator> communicator) {
+  std::vector<std::shared_ptr<ParamGroup>> held;
+  for (const auto& group : groups) held.push_back(group->group);
+  return Fsdp::make(std::move(held), std::move(names), std::move(communicator));
+}
+
+void set_delivered_callback(Fsdp& fsdp, py::function callback) {
+  const auto shared = shared_function(std::move(callback));
+  const py::gil_scoped_release no_gil;
+  fsdp.reducer().set_delivered_callback([shared](const std::vector<int64_t>& parameters) {
+    const py::gil_scoped_acquire gil;
+    (*shared)(parameters);
+  });
+}
+
+}  // namespace
+
+void init_fsdp(py::module_& module) {
+  init_param_group(module);
+  using torch::wrap_pybind_function_no_gil;
+  py::class_<Fsdp, std::shared_ptr<Fsdp>>(module, "Fsdp")
+      .def(py::init(wrap_pybind_function_no_gil(make_fsdp)), py::kw_only(), py::arg("groups"),
+           py::arg("names"), py::arg("communicator"))
+      .def("pre_forward", wrap_pybind_function_no_gil(
+                              [](Fsdp& fsdp, const std::shared_ptr<PyParamGroup>& group,
+                                 bool is_root) { fsdp.pre_forward(forward_of(group, is_root)); }),
+           py::arg("group"), py::arg("is_root"))
+      .def("post_forward",
+           wrap_pybind_function_no_gil(
+               [](Fsdp& fsdp, const std::shared_ptr<PyParamGroup>& group, bool is_root,
+                  const std::vector<at::Tensor>& outputs, bool all_found) {
+                 fsdp.post_forward(forward_of(group, is_root), outputs, all_found);
+               }),
+           py::arg("group"), py::arg("is_root"), py::arg("outputs"), py::arg("all_found"))
+      .def_property_readonly("is_writing", &Fsdp::is_writing)
+      .def("begin_reading", wrap_pybind_function_no_gil(&Fsdp::begin_reading))
+      .def("begin_writing", wrap_pybind_function_no_gil(&Fsdp::begin_writing))
+      .def("set_synchronize", wrap_pybind_function_no_gil(&Fsdp::set_synchronize),
+           py::arg("synchronize"))
+      .def("set_manual_finalization", wrap_pybind_function_no_gil(&Fsdp::set_manual_finalization),
+           py::arg("manual"))
+      .def("finalize_backward", wrap_pybind_function_no_gil(&Fsdp::finalize_backward))
+      .def("reset", wrap_pybind_function_no_gil(&Fsdp::reset))
+      .def("set_delivered_callback", &set_delivered_callback, py::arg("callback"))
+      .def("take_gradients", &Fsdp::take_gradients, py::arg("parameters"))
+      .def(
+          "set_divisor",
+          [](Fsdp& fsdp, double divisor) { fsdp.reducer().set_divisor(divisor); },
+          py::arg("divisor"))
+      .def("set_armed_callback",
+           [](Fsdp& fsdp, py::function callback) {
+             const auto shared = shared_function(std::move(callback));
+             const py::gil_scoped_release no_gil;
+             fsdp.reducer().set_armed_callback([shared] {
+               const py::gil_scoped_acquire gil;
+               (*shared)();
+             });
+           },
+           py::arg("callback"))
+      .def("shadow_backward", wrap_pybind_function_no_gil([](Fsdp& fsdp) {
+             fsdp.reducer().shadow_backward(/*deliver=*/true);
+           }))
+      .def("last_step", [](Fsdp& fsdp) {
+        StepReport report;
+        {
+          const py::gil_scoped_release no_gil;
+          report = fsdp.reducer().last_step();
+        }
+        return to_dict(report);
+      });
+}
+
+}  // namespace trireme

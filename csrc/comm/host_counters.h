@@ -1,0 +1,28 @@
+#pragma once
+
+#include <trireme/common/export.h>
+
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <string_view>
+
+namespace trireme {
+
+namespace shm {
+class HostGroup;
+}
+
+// Counters in memory that the ranks of a host share, one per rank, which only that rank writes:
+// waiting for them is no collective, so ranks may wait in different orders, or not at all.
+
+// After a sequentially consistent store to one.
+TRIREME_API void wake_peers(shm::HostGroup& group);
+
+// Returns when those of all ranks have come to `target`. `name` says in errors what is waited for.
+// Throws c10::DistBackendError: a rank has died, left word, or not come before the group's timeout.
+using CounterOf = std::function<const std::atomic<uint64_t>&(int64_t rank)>;
+TRIREME_API void wait_for_peers(shm::HostGroup& group, const CounterOf& counter_of, uint64_t target,
+                                std::string_view name);
+
+}  // namespace trireme

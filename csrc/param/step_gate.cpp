@@ -1,0 +1,43 @@
+#include <trireme/param/step_gate.h>
+
+#include <trireme/comm/host_counters.h>
+#include <trireme/common/trace.h>
+
+#include <string>
+#include <utility>
+
+namespace trireme {
+
+StepGate::StepGate(std::shared_ptr<HostStore> store, std::shared_ptr<Communicator> communicator)
+    : store_(std::move(store)), communicator_(std::move(communicator)) {}
+
+void StepGate::begin_reading() {
+  if (!is_writing_) return;
+  TRIREME_TRACE("step_gate.begin_reading");
+  store_->publish_version(version_);
+  if (shm::HostGroup* group = communicator_->host_group()) {
+    wake_peers(*group);
+    const auto written = [this](int64_t rank) -> const auto& { return store_->version_of(rank); };
+    const std::string name =
+        "step gate: written, parameters of version " + std::to_string(version_);
+    wait_for_peers(*group, written, version_, name);
+  }
+  is_writing_ = false;
+}
+
+void StepGate::begin_writing() {
+  if (is_writing_) return;
+  TRIREME_TRACE("step_gate.begin_writing");
+  store_->publish_release(version_);
+  if (shm::HostGroup* group = communicator_->host_group()) {
+    wake_peers(*group);
+    const auto released = [this](int64_t rank) -> const auto& { return store_->release_of(rank); };
+    const std::string name = "step gate: before writing, readers of version " +
+                             std::to_string(version_);
+    wait_for_peers(*group, released, version_, name);
+  }
+  ++version_;
+  is_writing_ = true;
+}
+
+}  // namespace trireme

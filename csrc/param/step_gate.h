@@ -1,0 +1,49 @@
+#pragma once
+
+#include <trireme/comm/communicator.h>
+#include <trireme/common/export.h>
+#include <trireme/memory/host_store.h>
+
+#include <cstdint>
+#include <memory>
+
+namespace trireme {
+
+// [Note: who reads and who writes what a host has once]
+//
+// Parameters go through versions. Version k is read by forwards and backwards; then every rank
+// writes its shards, and it is version k + 1. A rank is at one of two things:
+//
+//   writing   from begin_writing() on: no rank of the host reads any more
+//   reading   from begin_reading() on: all ranks have written
+//
+// Both wait for counters and are no collectives. begin_reading() says "version k is written" and
+// waits until all have said so; a second forward of the same version says and waits for nothing, so
+// forwards without backward, and more of them on one rank than on another, are right by
+// construction. begin_writing() says "I read nothing of version k" and waits until all have.
+//
+// The first version is what ranks write before their first forward.
+class TRIREME_API StepGate {
+ public:
+  // `store`: whose counters are used; shared by the ranks of `communicator`, which share memory, or
+  // are one.
+  StepGate(std::shared_ptr<HostStore> store, std::shared_ptr<Communicator> communicator);
+
+  bool is_writing() const { return is_writing_; }
+  // Of what is being written or read; counts from 1.
+  uint64_t version() const { return version_; }
+
+  // If this rank is writing: what it wrote, others may read. Throws c10::DistBackendError: a rank
+  // has died, failed, or not come before the group's timeout. May be called again then.
+  void begin_reading();
+  // If this rank is reading: waits until nobody does. Throws as begin_reading().
+  void begin_writing();
+
+ private:
+  std::shared_ptr<HostStore> store_;
+  std::shared_ptr<Communicator> communicator_;
+  uint64_t version_ = 1;
+  bool is_writing_ = true;
+};
+
+}  // namespace trireme

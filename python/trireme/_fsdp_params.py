@@ -1,0 +1,220 @@
+"""The parameters of a unit: found in its modules, and as DTensors over the shards."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+from trireme._fsdp_checks import check_gradient_dtype, check_parameter, refuse, shard_dim
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    from trireme import _C
+    from trireme._fsdp_unit import FsdpUnit
+
+# Up to torch 2.14 gradients were reduced in param_dtype where no reduce_dtype was given.
+_REDUCES_IN_ORIGINAL_DTYPE = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15)
+
+Spec = tuple[str, Sequence[int], torch.dtype, int, torch.dtype | None, torch.dtype | None, bool]
+
+
+@dataclass
+class ShardedParameter:
+    """One parameter of a unit, in all modules where it hangs."""
+
+    name: str  # within the unit
+    original: nn.Parameter | None  # until it is sharded
+    places: list[tuple[nn.Module, str]]
+    dim: int
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    specs: dict[torch.dtype, DTensorSpec] = field(default_factory=dict)
+    sharded: nn.Parameter | None = None  # a DTensor
+    unsharded: nn.Parameter | None = None
+
+    def spec(self) -> Spec:
+        """As the core wants it."""
+        original = self.original
+        assert original is not None
+        return (
+            self.name,
+            list(original.shape),
+            original.dtype,
+            self.dim,
+            self.param_dtype,
+            self.reduce_dtype,
+            original.requires_grad,
+        )
+
+    def as_dtensor(self, local: torch.Tensor, *, requires_grad: bool = False) -> DTensor:
+        """``local`` as this rank's part of the parameter, or of its gradient."""
+        spec = self.specs.get(local.dtype)
+        if spec is None:
+            known = next(iter(self.specs.values()))
+            assert known.tensor_meta is not None
+            meta = TensorMeta(known.tensor_meta.shape, known.tensor_meta.stride, local.dtype)
+            spec = DTensorSpec(known.mesh, known.placements, tensor_meta=meta)
+            self.specs[local.dtype] = spec
+        return DTensor(local, spec, requires_grad=requires_grad)
+
+    def describe_on(self, mesh: DeviceMesh) -> None:
+        """Says how the parameter lies on ``mesh``."""
+        original = self.original
+        assert original is not None
+        placement: Placement = Shard(self.dim) if original.ndim else Replicate()
+        whole = torch.empty(original.shape, device="meta")
+        meta = TensorMeta(original.shape, whole.stride(), original.dtype)
+        self.specs[original.dtype] = DTensorSpec(mesh, (placement,), tensor_meta=meta)
+
+    def receive(self, part: torch.Tensor) -> None:
+        """``part`` of the averaged gradient becomes ``.grad``, or is added to it."""
+        param = self.sharded
+        assert param is not None
+        grad = param.grad
+        if grad is None:
+            param.grad = self.as_dtensor(part)
+        else:
+            with torch.no_grad():
+                local = grad.to_local() if isinstance(grad, DTensor) else grad
+                local.add_(part)
+        hooks = getattr(param, "_post_accumulate_grad_hooks", None)
+        for hook in tuple(hooks.values()) if hooks else ():
+            hook(param)
+
+    def tag(self, unit: FsdpUnit) -> None:
+        """Lets who meets the parameter in an optimizer find its unit."""
+        self.sharded._trireme_unit = weakref.ref(unit)  # type: ignore[union-attr]
+
+
+def unit_of(parameter: torch.Tensor) -> FsdpUnit | None:
+    """The living unit that has sharded ``parameter``."""
+    found: Callable[[], Any] | None = getattr(parameter, "_trireme_unit", None)
+    return None if found is None else found()
+
+
+def collect(
+    modules: Iterable[nn.Module],
+    roots: Sequence[nn.Module],
+    ignored: set[nn.Parameter],
+    placement_of: Callable[[nn.Parameter], Any] | None,
+    policy: MixedPrecisionPolicy,
+) -> list[ShardedParameter]:
+    """The parameters of ``modules``, each once, in the order of their names.
+
+    Raises:
+        ValueError, NotImplementedError: one of them cannot be sharded.
+    """
+    prefixes = {module: name for root in roots for name, module in root.named_modules()}
+    found: dict[nn.Parameter, ShardedParameter] = {}
+    for module in modules:
+        for name, param in module._parameters.items():
+            if param is None or param in ignored:
+                continue
+            if param not in found:
+                full_name = f"{prefixes[module]}.{name}".removeprefix(".")
+                check_parameter(full_name, param)
+                dim = shard_dim(full_name, param, placement_of)
+                found[param] = ShardedParameter(full_name, param, [], dim)
+                _set_dtypes(found[param], policy)
+            found[param].places.append((module, name))
+    return list(found.values())
+
+
+def _set_dtypes(one: ShardedParameter, policy: MixedPrecisionPolicy) -> None:
+    """What torch's policy says for this parameter."""
+    original = one.original
+    assert original is not None
+    if not original.is_floating_point():
+        return
+    resolved = policy
+    if hasattr(policy, "_resolve_for_param"):
+        resolved = policy._resolve_for_param(original)
+    one.param_dtype = resolved.param_dtype
+    one.reduce_dtype = resolved.reduce_dtype
+    check_gradient_dtype(one.name, original)
+    if one.reduce_dtype is None and not _REDUCES_IN_ORIGINAL_DTYPE:
+        one.reduce_dtype = one.param_dtype
+
+
+def shard(group: _C.ParamGroup, params: Sequence[ShardedParameter], mesh: DeviceMesh) -> None:
+    """Writes this rank's shards of the original parameters, which are given up for DTensors."""
+    locals_, wholes = group.sharded(), group.unsharded()
+    for index, one in enumerate(params):
+        original = one.original
+        assert original is not None
+        one.describe_on(mesh)
+        local = locals_[index]
+        if original.is_meta:
+            local = torch.empty_like(local, device="meta")
+        else:
+            group.write_whole(index, original.detach())
+        one.sharded = nn.Parameter(one.as_dtensor(local), requires_grad=original.requires_grad)
+        one.sharded.__dict__.update(original.__dict__)
+        one.unsharded = nn.Parameter(wholes[index], requires_grad=original.requires_grad)
+        original._trireme_sharded = one.name  # type: ignore[attr-defined]
+        one.original = None
+        for module, name in one.places:
+            module._parameters[name] = one.sharded
+
+
+def adopt(
+    group: _C.ParamGroup, params: Sequence[ShardedParameter], shards: Sequence[torch.Tensor]
+) -> None:
+    """What the user has put in place of sharded parameters, or of their memory, is brought back
+    into the memory that all ranks share.
+
+    Raises:
+        ValueError: it does not fit.
+    """
+    for index, one in enumerate(params):
+        module, name = one.places[0]
+        given = module._parameters[name]
+        if given is None or given is one.unsharded:
+            continue
+        sharded = _checked(one, given)
+        for other, other_name in one.places[1:]:
+            other._parameters[other_name] = sharded
+        local = sharded._local_tensor  # type: ignore[attr-defined]
+        shard_ = shards[index]
+        if local.is_meta:
+            refuse(
+                f"got parameter '{one.name}' on the meta device at its first use",
+                "Call model.to_empty(device='cpu') and initialise the parameters.",
+                kind=RuntimeError,
+            )
+        if local is not shard_ or not group.lies_in_store(index):
+            values = local.detach().clone()
+            group.return_to_store(index)
+            group.write_shard(index, values)
+            sharded._local_tensor = shard_  # type: ignore[attr-defined]
+        one.sharded = sharded
+
+
+def _checked(one: ShardedParameter, given: nn.Parameter) -> nn.Parameter:
+    expected = next(iter(one.specs.values()))
+    if not isinstance(given, DTensor):
+        got = f"got a plain tensor for '{one.name}', expected a DTensor on {expected.mesh}"
+        refuse(got, "Load with torch.distributed.checkpoint.state_dict.set_model_state_dict.")
+    dtype = next(iter(one.specs))
+    if given.shape != expected.shape or given.dtype != dtype:
+        refuse(
+            f"got '{one.name}' as {given.dtype} of shape {tuple(given.shape)}, expected "
+            f"{dtype} of shape {tuple(expected.shape)}",
+            "Change shapes and dtypes before fully_shard.",
+        )
+    if given.placements != expected.placements or given.device_mesh != expected.mesh:
+        refuse(
+            f"got '{one.name}' placed {given.placements} on {given.device_mesh}, expected "
+            f"{expected.placements} on {expected.mesh}",
+            "Keep the placement that fully_shard gave it.",
+        )
+    return given

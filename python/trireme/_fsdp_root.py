@@ -1,0 +1,95 @@
+"""All units under one root: what they share in a step."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from trireme import _C
+from trireme._fsdp_checks import not_here, refuse
+
+if TYPE_CHECKING:
+    from trireme._fsdp_params import ShardedParameter
+    from trireme._fsdp_unit import FsdpUnit
+
+
+class FsdpRoot:
+    """Made when the outermost unit is first used. Not collective."""
+
+    def __init__(self, unit: FsdpUnit) -> None:
+        module = unit.modules[0]
+        units = units_in(module)
+        _check(units, unit)
+        self.units = units
+        self.finalizes_manually = False
+        names = _names_in(module)
+        self.params: list[ShardedParameter] = []
+        for one in units:
+            for param in one.params:
+                param.name = names.get(id(param.sharded), param.name)
+                self.params.append(param)
+        groups = [one.group for one in units if one.group is not None]
+        self.core: _C.Fsdp | None = None
+        if groups:
+            self.core = _C.Fsdp(
+                groups=groups,
+                names=[param.name for param in self.params],
+                communicator=unit.communicator,
+            )
+            held = weakref.ref(self)  # the core must not keep alive who keeps it
+
+            def deliver(indices: list[int]) -> None:
+                if (root := held()) is not None:
+                    root.deliver(indices)
+
+            self.core.set_delivered_callback(deliver)
+        for one in units:
+            one.root = self
+        unit.is_root = True
+        self.follow_flags()
+
+    def deliver(self, indices: list[int]) -> None:
+        """This rank's parts of averaged gradients have come."""
+        assert self.core is not None
+        for index, part in zip(indices, self.core.take_gradients(indices), strict=True):
+            self.params[index].receive(part)
+
+    def settle(self) -> None:
+        if self.core is not None and self.core.is_writing:
+            for unit in self.units:
+                unit.settle()
+
+    def begin_writing(self) -> None:
+        """Waits until no rank reads. Every rank must come."""
+        if self.core is not None:
+            self.core.begin_writing()
+
+    def follow_flags(self) -> None:
+        """The units' wish to synchronize is that of all of them, or it cannot be had."""
+        if self.core is not None:
+            self.core.set_synchronize(any(unit.synchronizes for unit in self.units))
+
+
+def units_in(module: nn.Module) -> list[FsdpUnit]:
+    """The units of ``module`` and in it, outer ones first."""
+    found = (getattr(one, "_trireme_unit", None) for one in module.modules())
+    return list(dict.fromkeys(unit for unit in found if unit is not None))
+
+
+def _names_in(module: nn.Module) -> dict[int, str]:
+    return {id(param): name for name, param in module.named_parameters()}
+
+
+def _check(units: list[FsdpUnit], root: FsdpUnit) -> None:
+    for unit in units:
+        if unit.root is not None:
+            refuse(
+                f"got a first forward of {type(root.modules[0]).__name__} after one of "
+                f"{type(unit.modules[0]).__name__} in it, expected the outermost unit first",
+                "Run the outermost unit before its parts.",
+                kind=RuntimeError,
+            )
+        if unit.communicator is not root.communicator:
+            not_here("units on different meshes under one root")

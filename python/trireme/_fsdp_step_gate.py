@@ -1,0 +1,75 @@
+"""The gate in front of optimizers: nobody writes what another rank of the host may read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from trireme._fsdp_checks import refuse
+from trireme._fsdp_params import unit_of
+from trireme._fsdp_root import FsdpRoot
+
+_watched: list[Any] = []
+
+
+def watch_optimizers() -> None:
+    """From now on each ``step()`` of an optimizer that holds sharded parameters waits first."""
+    if not _watched:
+        _watched.append(register_optimizer_step_pre_hook(_before_step))
+
+
+def _before_step(
+    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    roots = _roots_of(optimizer)
+    if not roots:
+        return None
+    begin_writing(roots)
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if closure is None:
+        return None
+    gated = _gated(closure, roots)
+    if len(args) > 1:
+        return (args[0], gated, *args[2:]), kwargs
+    return args, {**kwargs, "closure": gated}
+
+
+def begin_writing(roots: list[FsdpRoot]) -> None:
+    for root in roots:
+        root.begin_writing()
+
+
+def _gated(closure: Callable[[], Any], roots: list[FsdpRoot]) -> Callable[[], Any]:
+    """What a closure reads, the optimizer writes afterwards."""
+
+    def call() -> Any:
+        result = closure()
+        begin_writing(roots)
+        return result
+
+    return call
+
+
+def _roots_of(optimizer: Optimizer) -> list[FsdpRoot]:
+    roots: dict[FsdpRoot, None] = {}
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            unit = unit_of(param)
+            if unit is None:
+                _check_not_replaced(param)
+            elif unit.root is not None:
+                roots[unit.root] = None
+    return list(roots)
+
+
+def _check_not_replaced(param: Any) -> None:
+    name = getattr(param, "_trireme_sharded", None)
+    if name is not None:
+        refuse(
+            f"got an optimizer of '{name}' as it was before fully_shard, which trains nothing",
+            "Make the optimizer after the last fully_shard.",
+            kind=RuntimeError,
+        )
