@@ -20,16 +20,14 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from harness.bench_options import bench_parser, chosen_parts
+from harness.bench_options import begin_results, bench_parser, chosen_parts
 from harness.exit_codes import exit_code
 from harness.fresh_run import RANKS, RunTimes, run_fresh
-from harness.machine import machine
 from harness.pairs import OURS, TORCH, TORCH_VIEW, Side, measure_all, measure_pairs
 from harness.reducer_overhead import NUMEL, PARAMETERS, Overhead, measure_overhead
 from harness.results import write_results
 from harness.stats import PairedRatio, verdict
 from harness.step_runs import BESIDE, FULL, QUICK, Effort, StepRuns
-from harness.strategies import require_trireme
 from harness.table import table
 
 WORKLOAD_NAMES = ("mlp", "gpt", "gpt-small-batch")
@@ -50,10 +48,8 @@ def main(command_line: Sequence[str] | None = None) -> int:
 
 def _bench(arguments: argparse.Namespace) -> int:
     effort = QUICK if arguments.quick else FULL
-    parts = _parts(arguments)
-    results: dict[str, Any] = {"machine": machine(), "quick": arguments.quick, "workloads": {}}
-    if arguments.quick:
-        print("Quick run: too few pairs for a verdict that counts.\n")
+    parts = chosen_parts("bench_ddp", arguments.only, PARTS)
+    results = begin_results(arguments.quick)
     ours = OURS[arguments.ours]
     for part in parts:
         if part == "overhead":
@@ -72,7 +68,8 @@ def bench_workload(name: str, ours: Side, effort: Effort, target: float) -> dict
     runs = StepRuns(lambda side: run_fresh(side, name, effort.steps))
     runs.add((*BESIDE, *TORCH), effort.repeats)
     best = runs.fastest(TORCH)
-    ratio = runs.pair(ours, best, effort.pairs, target)
+    (contest,) = runs.contests([(ours, best, target)], effort.pairs)
+    ratio = contest.ratio
 
     print(runs.table())
     print(f"step time, {ours.label} / {best.label} (torch's fastest here):")
@@ -146,12 +143,6 @@ def _parser() -> argparse.ArgumentParser:
     parser = bench_parser(__doc__, PARTS)
     parser.add_argument("--ours", choices=OURS, default="gloo", help="our options")
     return parser
-
-
-def _parts(arguments: argparse.Namespace) -> list[str]:
-    parts = chosen_parts("bench_ddp", arguments.only, PARTS)
-    require_trireme("bench_ddp", "then run this again.")
-    return parts
 
 
 if __name__ == "__main__":

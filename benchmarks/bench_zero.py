@@ -20,21 +20,17 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
-from harness.bench_options import bench_parser, chosen_parts
+from harness.bench_options import begin_results, bench_parser, chosen_parts
 from harness.exit_codes import exit_code
 from harness.fresh_run import run_fresh
-from harness.host_memory import HostMemory, measure_host_memory
-from harness.machine import machine
+from harness.host_memory import measure_host_memory
+from harness.memory_report import NO_SYNC, WORKLOAD_NAMES, measure_memory
 from harness.pairs import OURS, TORCH, TORCH_VIEW, Side
 from harness.results import write_results
-from harness.stats import PairedRatio, verdict
 from harness.step_runs import BESIDE, FULL, QUICK, Effort, StepRuns
-from harness.strategies import require_trireme
-from harness.table import table
-from workloads import WORKLOADS, WorkloadOptions
 
 STEP_TARGETS = {"mlp": 0.58, "gpt": 1.0, "gpt-small-batch": 0.8}
 STAGE_1_TARGETS = {"mlp": 0.9}
@@ -53,18 +49,8 @@ TORCH_ZERO = (
     Side("torch-zero1 + view", "torch-zero1", {"parameters_as_bucket_view": True}),
 )
 
-MEMORY_WORKLOADS = ("mlp", "gpt")
-MEMORY_RANKS = (2, 4)
 # With the name under which the estimate knows what its ranks hold.
-MEMORY_SIDES = (
-    (STAGE_2["torch-optim"], "zero2"),
-    (TORCH_VIEW, "ddp"),
-    (Side("no sync", "no-sync", {}), "ddp"),
-)
-BYTES_PER_PARAMETER = 16  # fp32: parameter, gradient, two moments of AdamW
-MEMORY_MARGIN = 1.10
-RING_MIB = 8  # what a rank deposits its gradients in
-ESTIMATE_TOLERANCE = 0.05
+MEMORY_SIDES = ((STAGE_2["torch-optim"], "zero2"), (TORCH_VIEW, "ddp"), (NO_SYNC, "ddp"))
 
 
 def main(command_line: Sequence[str] | None = None) -> int:
@@ -76,13 +62,14 @@ def main(command_line: Sequence[str] | None = None) -> int:
 
 def _bench(arguments: argparse.Namespace) -> int:
     effort = QUICK if arguments.quick else FULL
-    parts = _parts(arguments)
-    results: dict[str, Any] = {"machine": machine(), "quick": arguments.quick, "workloads": {}}
-    if arguments.quick:
-        print("Quick run: too few pairs for a verdict that counts.\n")
+    parts = chosen_parts("bench_zero", arguments.only, PARTS)
+    results = begin_results(arguments.quick)
     for part in parts:
         if part == "memory":
-            results["memory"] = bench_memory(MEMORY_WORKLOADS[: 1 if arguments.quick else None])
+            workloads = WORKLOAD_NAMES[: 1 if arguments.quick else None]
+            results["memory"] = measure_memory(
+                "bench_zero", workloads, MEMORY_SIDES, measure_host_memory
+            )
         else:
             results["workloads"][part] = bench_workload(part, STAGE_2[arguments.ours], effort)
     if arguments.json is not None:
@@ -101,15 +88,11 @@ def bench_workload(name: str, ours: Side, effort: Effort) -> dict[str, Any]:
     runs = StepRuns(lambda side: run_fresh(side, name, effort.steps))
     runs.add((*BESIDE, *TORCH, *beside), effort.repeats)
     best = runs.fastest(TORCH)
-    contests = [Contest.of(runs, (ours, best), effort.pairs, STEP_TARGETS[name])]
+    pairs = [(ours, best, STEP_TARGETS[name])]
     if name in STAGE_1_TARGETS:
-        contests.append(Contest.of(runs, (STAGE_1, DDP), effort.pairs, STAGE_1_TARGETS[name]))
-
-    print(runs.table())
-    for contest in contests:
-        print(f"step time, {contest.ours} / {contest.theirs}:")
-        print("\n".join("  " + line for line in contest.ratio.lines()))
-    print(flush=True)
+        pairs.append((STAGE_1, DDP, STAGE_1_TARGETS[name]))
+    contests = [contest for pair in pairs for contest in runs.contests([pair], effort.pairs)]
+    runs.print_with(contests)
     return {
         "torch_best": best.label,
         "torch_zero_best": runs.fastest(TORCH_ZERO).label,
@@ -118,100 +101,12 @@ def bench_workload(name: str, ours: Side, effort: Effort) -> dict[str, Any]:
     }
 
 
-@dataclass(frozen=True)
-class Contest:
-    """Labels of two sides, and the ratio of their steps."""
-
-    ours: str
-    theirs: str
-    ratio: PairedRatio
-
-    @classmethod
-    def of(cls, runs: StepRuns, sides: tuple[Side, Side], pairs: int, target: float) -> Contest:
-        ours, theirs = sides
-        return cls(ours.label, theirs.label, runs.pair(ours, theirs, pairs, target))
-
-
-def bench_memory(workloads: Sequence[str]) -> list[dict[str, Any]]:
-    """Measures and prints what a host holds; returns its part of the JSON."""
-    rows = []
-    for workload in workloads:
-        for ranks in MEMORY_RANKS:
-            for side, planned in MEMORY_SIDES:
-                print(f"memory: {workload}, {side.label}, {ranks} ranks", flush=True)
-                held = measure_host_memory(side, workload, ranks)
-                rows.append(_memory_row(workload, ranks, side, planned, held))
-    header = ["MiB of the host", "ranks", "between steps", "limit", "bytes/parameter"]
-    header += ["after backward", "model states", "estimated"]
-    print(table(header, [_memory_cells(row) for row in rows]))
-    for row in rows:
-        if "limit" in row:
-            share = row["between_steps"] / row["limit"]
-            print(f"{_what(row)}: {share:.3f} of the limit: {row['verdict']}")
-        if "left_by_torch" in row:
-            print(f"{_what(row)}: {row['left_by_torch']:.1f} MiB left beside parameters, moments")
-        if not row["estimate_agrees"]:
-            print(
-                f"[bench_zero] {_what(row)}: estimate_memory said {row['estimated']:.1f} MiB of "
-                f"model states, expected {row['model_states']:.1f} within "
-                f"{ESTIMATE_TOLERANCE:.0%}. Look at docs/memory.md."
-            )
-    return rows
-
-
-def _memory_row(
-    workload: str, ranks: int, side: Side, planned: str, held: HostMemory
-) -> dict[str, Any]:
-    import trireme
-
-    module = WORKLOADS[workload](WorkloadOptions()).model()
-    estimate = trireme.estimate_memory(module, planned, ranks)
-    estimated = estimate.host.model_states / 2**20
-    row = {
-        "workload": workload,
-        "ranks": ranks,
-        "side": side.label,
-        "numel": estimate.numel,
-        **held.to_json(),
-        "estimated": estimated,
-        "estimate_agrees": abs(estimated / held.model_states - 1) <= ESTIMATE_TOLERANCE,
-    }
-    if planned == "zero2":
-        of_states = BYTES_PER_PARAMETER * estimate.numel / 2**20
-        row["limit"] = MEMORY_MARGIN * of_states + RING_MIB * ranks
-        row["verdict"] = verdict(held.between_steps / row["limit"], 1.0)
-    if side.strategy == "no-sync":  # what any rank has: first uses of libraries, the allocator
-        row["left_by_torch"] = held.between_steps - held.parameters - held.optimizer_state
-    return row
-
-
-def _what(row: dict[str, Any]) -> str:
-    return f"{row['workload']}, {row['side']}, {row['ranks']} ranks"
-
-
-def _memory_cells(row: dict[str, Any]) -> list[str]:
-    return [
-        f"{row['workload']}, {row['side']}",
-        str(row["ranks"]),
-        f"{row['between_steps']:.1f}",
-        f"{row['limit']:.1f}" if "limit" in row else "",
-        f"{row['between_steps'] * 2**20 / row['numel']:.1f}",
-        *(f"{row[name]:.1f}" for name in ("after_backward", "model_states", "estimated")),
-    ]
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = bench_parser(__doc__, PARTS)
     parser.add_argument(
         "--ours", choices=STAGE_2, default="torch-optim", help="how our stage 2 steps in the pairs"
     )
     return parser
-
-
-def _parts(arguments: argparse.Namespace) -> list[str]:
-    parts = chosen_parts("bench_zero", arguments.only, PARTS)
-    require_trireme("bench_zero", "then run this again.")
-    return parts
 
 
 if __name__ == "__main__":

@@ -14,11 +14,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from harness.pages import host_memory, markdown, median_of, phases, ratio_cells
+from readme_fsdp import fsdp_section, fsdp_tables, strategy_tables
+
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 BEGIN = "<!-- results: written by benchmarks/readme_results.py from benchmarks/results/*.json -->\n"
 END = "<!-- results end -->\n"
-PHASES_MS = ("step_ms", "forward_ms", "backward_ms", "optimizer_ms")
 
 
 def main(command_line: Sequence[str] | None = None) -> int:
@@ -33,6 +35,8 @@ def main(command_line: Sequence[str] | None = None) -> int:
         "README.md": section(),
         "docs/shared_memory.md": shared_memory_tables(),
         "docs/zero.md": zero_tables(),
+        "docs/fsdp.md": sharding_tables(),
+        "docs/strategies.md": all_strategies(),
         "docs/optimizers.md": optimizer_tables(),
     }
     for name, written in pages.items():
@@ -74,7 +78,7 @@ def fault_times() -> str:
         f"Python, {results['tries']} tries each; until the last of the other ranks has raised:\n\n"
     )
     header = ["the last rank is", "ranks", "median ms", "most ms"]
-    return "\n" + title + _markdown(header, rows) + "\n"
+    return "\n" + title + markdown(header, rows) + "\n"
 
 
 def optimizer_tables() -> str:
@@ -98,7 +102,7 @@ def optimizer_tables() -> str:
             reached = f"{1 / in_place['median']:.0%}: {in_place['verdict']}" if in_place else ""
             times = [f"{row['step_ms']:.2f}", f"{row['torch_step_ms']:.2f}"]
             cells.append([name, *times, ratio, reached])
-        text += f"\n`bench_optimizers.py`, {device}:\n\n" + _markdown(header, cells)
+        text += f"\n`bench_optimizers.py`, {device}:\n\n" + markdown(header, cells)
     return text + "\n"
 
 
@@ -109,15 +113,23 @@ def zero_tables() -> str:
     results = _load("zero.json")
     parts = [_bench_zero(results)] if results["workloads"] else []
     for name, workload in results["workloads"].items():
-        rows = [
-            [label, *(f"{_median(runs, phase):.1f}" for phase in PHASES_MS)]
-            for label, runs in workload["runs"].items()
-        ]
-        header = ["median of fresh processes, ms", "step", "forward", "backward", "optimizer"]
-        parts.append(f"`{name}`:\n\n" + _markdown(header, rows))
+        parts.append(f"`{name}`:\n\n" + phases(workload["runs"]))
     if "memory" in results:
-        parts.append(_host_memory(results["memory"]))
+        parts.append(host_memory(results["memory"]))
     return "\n" + "\n".join(parts) + "\n"
+
+
+def sharding_tables() -> str:
+    """Every part of bench_fsdp.py."""
+    if not (RESULTS / "fsdp.json").exists():
+        return "\nNo run is committed yet.\n\n"
+    return fsdp_tables(_load("fsdp.json"))
+
+
+def all_strategies() -> str:
+    """What the benchmarks of one strategy each say of all of them."""
+    names = ("fsdp.json", "zero.json", "ddp_shm.json")
+    return strategy_tables([_load(name) for name in names if (RESULTS / name).exists()])
 
 
 def section() -> str:
@@ -135,17 +147,14 @@ def section() -> str:
             parts.append(_bench_ddp(_load(name), ours, over))
     if (RESULTS / "zero.json").exists():
         parts.append(_bench_zero(_load("zero.json")))
+    if (RESULTS / "fsdp.json").exists() and _load("fsdp.json")["workloads"]:
+        parts.append(fsdp_section(_load("fsdp.json")))
     return "\n" + "\n".join(parts or ["No run is committed yet.\n"]) + "\n"
 
 
 def _load(name: str) -> dict[str, Any]:
     loaded: dict[str, Any] = json.loads((RESULTS / name).read_text())
     return loaded
-
-
-def _markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
 
 
 def _compare(results: dict[str, Any]) -> str:
@@ -173,7 +182,7 @@ def _compare(results: dict[str, Any]) -> str:
         "peak MiB/rank",
         "final loss",
     ]
-    return "`make compare`, GPT on text, same batches everywhere:\n\n" + _markdown(header, rows)
+    return "`make compare`, GPT on text, same batches everywhere:\n\n" + markdown(header, rows)
 
 
 def _collectives(results: dict[str, Any]) -> str:
@@ -206,7 +215,7 @@ def _collectives(results: dict[str, Any]) -> str:
         f"`bench_collectives.py`, {results['ranks']} ranks x 1 thread, fp32, through "
         "torch.distributed from Python:\n\n"
     )
-    return title + _markdown(header, rows)
+    return title + markdown(header, rows)
 
 
 def _bytes_text(size: int) -> str:
@@ -250,7 +259,7 @@ def _bench_ddp(results: dict[str, Any], ours: str, over: str) -> str:
     text = (
         f"`bench_ddp.py`, 2 ranks x 1 thread, {over}, median step of fresh processes in pairs:\n\n"
     )
-    text += _markdown(header, rows)
+    text += markdown(header, rows)
     if "reducer_overhead" in results:
         ratio = results["reducer_overhead"]["added_ratio"]
         text += (
@@ -266,22 +275,19 @@ def _bench_zero(results: dict[str, Any]) -> str:
     for name, workload in results["workloads"].items():
         runs = workload["runs"]
         for contest in workload["contests"]:
-            ratio = contest["ratio"]
-            low, high = ratio["quartiles"]
             ours, theirs, torch_zero = (
-                f"{_median(runs[label], 'step_ms'):.0f} ({label})"
+                f"{median_of(runs[label], 'step_ms'):.0f} ({label})"
                 for label in (contest["ours"], contest["theirs"], workload["torch_zero_best"])
             )
             rows.append(
                 [
                     name,
-                    f"{_median(runs['1 process'], 'step_ms'):.0f}",
-                    f"{_median(runs['2 ranks, no sync'], 'step_ms'):.0f}",
+                    f"{median_of(runs['1 process'], 'step_ms'):.0f}",
+                    f"{median_of(runs['2 ranks, no sync'], 'step_ms'):.0f}",
                     torch_zero,
                     theirs,
                     ours,
-                    f"{ratio['median']:.3f} ({low:.3f} to {high:.3f})",
-                    f"{ratio['target']:g}: {ratio['verdict']}",
+                    *ratio_cells(contest["ratio"]),
                 ]
             )
     header = [
@@ -298,50 +304,7 @@ def _bench_zero(results: dict[str, Any]) -> str:
         "`bench_zero.py`, 2 ranks x 1 thread, ours through shared memory, torch's over Gloo, "
         "median step of fresh processes in pairs:\n\n"
     )
-    return title + _markdown(header, rows)
-
-
-def _host_memory(found: list[dict[str, Any]]) -> str:
-    rows = [
-        [
-            row["workload"],
-            row["side"],
-            str(row["ranks"]),
-            f"{row['between_steps']:.0f}",
-            f"{row['between_steps'] * 2**20 / row['numel']:.1f}",
-            f"{row['limit']:.0f}: {row['verdict']}" if "limit" in row else "",
-            f"{row['model_states']:.1f}",
-            f"{row['estimated']:.1f}",
-        ]
-        for row in found
-    ]
-    header = [
-        "workload",
-        "side",
-        "ranks",
-        "MiB between steps",
-        "bytes per parameter",
-        "target",
-        "model states",
-        "as estimated",
-    ]
-    title = (
-        "Memory of a host, all ranks together (PSS), less what they held before the model was "
-        "built; model states are gradients, parameters and moments after a backward:\n\n"
-    )
-    text = title + _markdown(header, rows)
-    left = [row for row in found if "left_by_torch" in row]
-    if left:
-        each = ", ".join(
-            f"{row['left_by_torch']:.0f} MiB in {row['ranks']} ranks of {row['workload']}"
-            for row in left
-        )
-        text += f"\nRanks that never talk hold more than parameters and moments, too: {each}.\n"
-    return text
-
-
-def _median(runs: Sequence[dict[str, float]], quantity: str) -> float:
-    return statistics.median(run[quantity] for run in runs)
+    return title + markdown(header, rows)
 
 
 if __name__ == "__main__":

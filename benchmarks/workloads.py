@@ -66,11 +66,13 @@ class SampleOrder:
 
 @dataclass(frozen=True)
 class WorkloadOptions:
-    """`corpus`: a file of bytes for the GPTs, random tokens if None. `tiny`: sizes for tests."""
+    """`corpus`: a file of bytes for the GPTs, random tokens if None. `tiny`: sizes for tests.
+    `width`: of mlp's layers, in place of its own."""
 
     corpus: str | None = None
     norm: str = "groupnorm"
     tiny: bool = False
+    width: int | None = None
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,7 @@ def gpt_small_batch(options: WorkloadOptions) -> Workload:
 def mlp(options: WorkloadOptions) -> Workload:
     """16 residual Linear(1024, 1024) + ReLU: 16.8 M parameters, 16 rows per rank."""
     width, depth = (32, 2) if options.tiny else (1024, 16)
+    width = options.width or width
     return Workload(
         unit="rows",
         rows_per_rank=16,

@@ -36,20 +36,31 @@ class RunTimes:
 @contextmanager
 def fresh_ranks(side: Side, workload: str, ranks: int = RANKS) -> Iterator[RankGroup]:
     """Processes that have built `side` and wait for commands (worker.py); each has a batch."""
+    with starting_ranks(side, workload, ranks) as group:
+        group.replies()
+        yield group
+
+
+@contextmanager
+def starting_ranks(
+    side: Side, workload: str, ranks: int, workload_options: WorkloadOptions | None = None
+) -> Iterator[RankGroup]:
+    """Processes that are about to build `side`, and reply when they have."""
+    workload_options = workload_options or WorkloadOptions()
     strategy = STRATEGIES[side.strategy]
     world, threads = (1, cores()) if strategy.alone else (ranks, 1)
     config = RankConfig(
         strategy=side.strategy,
         workload=workload,
-        global_batch=WORKLOADS[workload](WorkloadOptions()).rows_per_rank * ranks,
+        global_batch=WORKLOADS[workload](workload_options).rows_per_rank * ranks,
         threads=threads,
         options=dict(side.options),
         optimizer=side.optimizer,
+        workload_options=workload_options,
     )
     with tempfile.TemporaryDirectory(prefix="bench") as scratch:
         launch = Launch("bench", "harness.worker", config.to_json(), world, threads, Path(scratch))
         with RankGroup(launch) as group:
-            group.replies()
             yield group
 
 

@@ -26,6 +26,12 @@ def minor_faults() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
+def written_mib(process: int) -> float:
+    """What another process has written: its share of the host's memory, without mapped files."""
+    shares = _kib_fields(f"/proc/{process}/smaps_rollup")
+    return (shares["Pss_Anon"] + shares["Pss_Shmem"]) / 1024
+
+
 def resident_mib() -> dict[str, float]:
     """This process's share of the host's memory, by what backs it.
 
@@ -62,15 +68,28 @@ def tensor_mib(tensors: Iterable[Tensor], sharers: int = 1) -> float:
     """Memory of the storages under `tensors`: pages that nobody has written to take none.
 
     Views of one storage (a bucket) count once. What other processes map, too, counts as 1/sharers,
-    so that the sum over the ranks of a host has it once, as with PSS.
+    so that the sum over the ranks of a host has it once, as with PSS. Of a DTensor it is this
+    rank's shard, which nobody shares.
     """
-    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}
     shared = _shared_mappings()
-    total = 0.0
-    for begin, storage in storages.items():
-        is_shared = any(begin in mapping for mapping in shared)
-        total += _resident_bytes(storage) / (sharers if is_shared else 1)
-    return total / 2**20
+    total = {}
+    for tensor in tensors:
+        storage = local_of(tensor).untyped_storage()
+        begin = storage.data_ptr()
+        is_shared = not is_sharded(tensor) and any(begin in mapping for mapping in shared)
+        total[begin] = _resident_bytes(storage) / (sharers if is_shared else 1)
+    return sum(total.values()) / 2**20
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether it is a DTensor. To ask for the class would import it, on ranks that need it not."""
+    return hasattr(tensor, "to_local")
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """The part of a DTensor that this rank holds; any other tensor itself."""
+    local: Tensor = tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+    return local
 
 
 def optimizer_state(optimizer: Optimizer) -> list[Tensor]:

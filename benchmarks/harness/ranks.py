@@ -24,6 +24,7 @@ Message = dict[str, Any]
 BENCHMARKS = Path(__file__).resolve().parents[1]
 REPLY_LIMIT_S = 600.0
 LAST_WORDS_S = 2.0
+DYING_S = 30.0  # on a busy host a rank has closed its pipe long before it has ended
 LAST_WORDS_LINES = 12
 
 
@@ -52,6 +53,11 @@ class RankGroup:
         port = str(_free_port())
         self._ranks = [self._start(rank, port) for rank in range(launch.world)]
         self._unread = [b""] * launch.world
+
+    @property
+    def processes(self) -> list[int]:
+        """Their ids, in rank order."""
+        return [process.pid for process in self._ranks]
 
     def __enter__(self) -> RankGroup:
         return self
@@ -140,10 +146,16 @@ class RankGroup:
         *lines, self._unread[rank] = (self._unread[rank] + chunk).split(b"\n")
         return [json.loads(line) for line in lines]
 
+    def _dead(self) -> list[int]:
+        return [r for r, process in enumerate(self._ranks) if process.poll() is not None]
+
     def _fail(self, what: str) -> None:
         """Raises with the last words of all dead ranks; peers get a moment to follow the first."""
+        deadline = time.monotonic() + (DYING_S if what == "ended" else 0.0)
+        while not self._dead() and time.monotonic() < deadline:
+            time.sleep(0.05)
         time.sleep(LAST_WORDS_S)
-        dead = [r for r, process in enumerate(self._ranks) if process.poll() is not None]
+        dead = self._dead()
         words = [f"rank {r} printed last:\n{_tail(self._logs[r])}" for r in dead]
         name, world = self.launch.name, self.launch.world
         raise RankFailed(

@@ -14,8 +14,9 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -68,10 +69,30 @@ def measure_overhead(side: Side, world: int, blocks: int) -> Overhead:
     return Overhead(**reply)
 
 
-def _step_ms(module: nn.Module, x: Tensor) -> float:
+def timed_in_blocks(steps: Mapping[str, Callable[[], None]], blocks: int) -> Overhead:
+    """Blocks of the steps "bare" and "wrapped" in turn; the first two of each are warm-up."""
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for block in range(WARM_UP_BLOCKS + blocks):
+        for name, step in steps.items():
+            taken = [_taken_ms(step) for _ in range(BLOCK_STEPS)]
+            if block >= WARM_UP_BLOCKS:
+                times[name] += taken
+    return Overhead(statistics.median(times["bare"]), statistics.median(times["wrapped"]))
+
+
+def enter_fake_group(world: int) -> None:
+    """This process becomes rank 0 of `world`, of which the others answer at once, and nothing."""
+    # Importing the module registers the "fake" backend.
+    from torch.testing._internal.distributed.fake_pg import FakeProcessGroup, FakeStore
+
+    options = FakeProcessGroup.Options()
+    options.simulate_uniform_ranks = True  # or its futures are empty, which torch refuses
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world, pg_options=options)
+
+
+def _taken_ms(step: Callable[[], None]) -> float:
     start = time.perf_counter()
-    module(x).backward()
-    module.zero_grad(set_to_none=True)
+    step()
     return (time.perf_counter() - start) * 1e3
 
 
@@ -84,31 +105,20 @@ def _measure(config: Mapping[str, Any]) -> Overhead:
         "wrapped": build(ManyParameters(), OptimizerSpec(), config["options"]).module,
     }
     x = torch.randn(NUMEL)
-    times: dict[str, list[float]] = {name: [] for name in modules}
-    for block in range(WARM_UP_BLOCKS + config["blocks"]):
-        for name, module in modules.items():
-            steps = [_step_ms(module, x) for _ in range(BLOCK_STEPS)]
-            if block >= WARM_UP_BLOCKS:
-                times[name] += steps
-    return Overhead(statistics.median(times["bare"]), statistics.median(times["wrapped"]))
+    steps = {name: partial(_step, module, x) for name, module in modules.items()}
+    return timed_in_blocks(steps, config["blocks"])
+
+
+def _step(module: nn.Module, x: Tensor) -> None:
+    module(x).backward()
+    module.zero_grad(set_to_none=True)
 
 
 def main() -> None:
-    # Importing the module registers the "fake" backend.
-    from torch.testing._internal.distributed.fake_pg import FakeProcessGroup, FakeStore
-
     replies = take_over_stdout()
     config = json.loads(sys.argv[1])
     torch.set_num_threads(1)
-    group_options = FakeProcessGroup.Options()
-    group_options.simulate_uniform_ranks = True  # or its futures are empty, which torch refuses
-    dist.init_process_group(
-        "fake",
-        store=FakeStore(),
-        rank=0,
-        world_size=config["world"],
-        pg_options=group_options,
-    )
+    enter_fake_group(config["world"])
     replies.write(json.dumps(asdict(_measure(config))) + "\n")
     sys.stdin.readline()
     dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""Step times of one workload: sides measured one after the other, then two of them in pairs."""
+"""Step times of one workload: sides measured one after the other, then some in paired rounds."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from harness.fresh_run import RunTimes
 from harness.machine import cores
-from harness.pairs import Side, measure_all, measure_pairs
+from harness.pairs import Side, measure_all
 from harness.stats import PairedRatio
 from harness.table import table
 
@@ -30,6 +30,15 @@ FULL = Effort(pairs=7, repeats=2, steps=20, blocks=30)
 QUICK = Effort(pairs=2, repeats=1, steps=5, blocks=5)
 
 
+@dataclass(frozen=True)
+class Contest:
+    """Labels of two sides, and the ratio of their steps."""
+
+    ours: str
+    theirs: str
+    ratio: PairedRatio
+
+
 class StepRuns:
     """The runs of one workload, which `measure` makes in fresh processes."""
 
@@ -46,14 +55,28 @@ class StepRuns:
         """Of sides that were measured, the one with the least median step."""
         return min(sides, key=lambda side: self._median(side.label, "step_ms"))
 
-    def pair(self, ours: Side, theirs: Side, count: int, target: float) -> PairedRatio:
-        """The ratio of their steps in `count` pairs, which also are runs."""
-        pairs = measure_pairs(ours, theirs, count, self._measure)
-        self._keep(ours.label, pairs.ours)
-        self._keep(theirs.label, pairs.theirs)
-        return PairedRatio.of(
-            [run.step_ms for run in pairs.ours], [run.step_ms for run in pairs.theirs], target
-        )
+    def contests(self, opponents: Sequence[tuple[Side, Side, float]], rounds: int) -> list[Contest]:
+        """The ratios of ours / theirs against a target, from rounds in which every side runs once.
+
+        Odd rounds are reversed, so that of one pair the rounds are A-B, B-A, A-B, ...
+        """
+        sides = {side.label: side for ours, theirs, _ in opponents for side in (ours, theirs)}
+        found = measure_all(list(sides.values()), rounds, self._measure)
+        for label, runs in found.items():
+            self._keep(label, runs)
+        steps = {label: [run.step_ms for run in runs] for label, runs in found.items()}
+        return [
+            Contest(a.label, b.label, PairedRatio.of(steps[a.label], steps[b.label], target))
+            for a, b, target in opponents
+        ]
+
+    def print_with(self, contests: Sequence[Contest]) -> None:
+        """The table, and under it every ratio."""
+        print(self.table())
+        for contest in contests:
+            print(f"step time, {contest.ours} / {contest.theirs}:")
+            print("\n".join("  " + line for line in contest.ratio.lines()))
+        print(flush=True)
 
     def table(self) -> str:
         """A row per side, medians over its runs."""

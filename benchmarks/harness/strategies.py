@@ -47,9 +47,11 @@ class OptimizerSpec:
 
 
 def optimizer_spec(library: str) -> OptimizerSpec:
-    """AdamW of `library`, "torch" (fused) or "trireme", with the same arguments."""
+    """AdamW of `library`, "torch" (fused), "torch-foreach" or "trireme", which runs as fused."""
     if library == "torch":
         return OptimizerSpec()
+    if library == "torch-foreach":
+        return OptimizerSpec(arguments={"lr": 1e-3, "foreach": True})
     import trireme
 
     return OptimizerSpec(trireme.optim.AdamW)
@@ -146,6 +148,31 @@ def build_torch_zero1(module: nn.Module, optimizer: OptimizerSpec, options: Opti
     return Parallel(parallel, sharded, partial(_torch_report, parallel))
 
 
+def build_fsdp(module: nn.Module, optimizer: OptimizerSpec, options: Options) -> Parallel:
+    import trireme
+
+    root = shard_units(module, partial(trireme.fully_shard, **options))
+    return Parallel(module, optimizer.build(module.parameters()), root.last_step)
+
+
+def build_torch_fsdp2(module: nn.Module, optimizer: OptimizerSpec, options: Options) -> Parallel:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    shard_units(module, partial(fully_shard, mesh=mesh, **options))
+    return Parallel(module, optimizer.build(module.parameters()))
+
+
+def shard_units(module: nn.Module, fully_shard: Callable[[nn.Module], Any]) -> Any:
+    """Makes each of the module's `blocks` a unit, and the module around them, which is returned."""
+    blocks = module.blocks
+    assert isinstance(blocks, nn.ModuleList)
+    for block in blocks:
+        fully_shard(block)
+    return fully_shard(module)
+
+
 def _enter_trireme() -> None:
     import trireme
 
@@ -172,7 +199,7 @@ STRATEGIES: dict[str, Strategy] = {
     "ddp": Strategy("trireme DistributedDataParallel", build_ddp, TRIREME, needs_trireme=True),
     "zero1": Strategy("trireme ZeRO stage 1, in DDP", build_zero1, TRIREME, needs_trireme=True),
     "zero2": Strategy("trireme ZeRO stage 2", build_zero2, TRIREME, needs_trireme=True),
-    "fsdp": Strategy("trireme fully_shard", needs_trireme=True),
+    "fsdp": Strategy("trireme fully_shard", build_fsdp, TRIREME, needs_trireme=True),
     "torch-ddp": Strategy(
         "torch DistributedDataParallel",
         build_torch_ddp,
@@ -180,7 +207,7 @@ STRATEGIES: dict[str, Strategy] = {
         {"gradient_as_bucket_view": True},
     ),
     "torch-zero1": Strategy("torch ZeroRedundancyOptimizer, in DDP", build_torch_zero1, GLOO),
-    "torch-fsdp2": Strategy("torch fully_shard"),
+    "torch-fsdp2": Strategy("torch fully_shard", build_torch_fsdp2, GLOO),
     "ddp-gloo": Strategy(
         "trireme DistributedDataParallel over Gloo",
         build_ddp,

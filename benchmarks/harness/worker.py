@@ -84,7 +84,8 @@ class Trainer:
         self.world = int(os.environ["WORLD_SIZE"])
         workload = WORKLOADS[config.workload](config.workload_options)
         self.samples = workload.samples()
-        importlib.import_module("torch._dynamo")  # or the first step of an optimizer imports it
+        for name in ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.optim"):
+            importlib.import_module(name)  # or an optimizer or a strategy imports it in its place
         memory.give_back_unused()
         self.at_start_mib = memory.without_files_mib(memory.resident_mib())
         torch.manual_seed(config.seed)
@@ -100,8 +101,7 @@ class Trainer:
         self.steps_done = 0
         self.last_gradient_s = 0.0
         if config.probe:
-            for parameter in module.parameters():
-                parameter.register_post_accumulate_grad_hook(self._note_gradient)
+            self._note_gradients_of(module)
 
     def step(self) -> StepRecord:
         """One step, timed from the forward to the cleared gradients."""
@@ -159,6 +159,28 @@ class Trainer:
         indices = self.order.indices(self.steps_done)
         self.steps_done += 1
         return self.samples.rows(indices.chunk(self.world)[self.rank])
+
+    def _note_gradients_of(self, module: torch.nn.Module) -> None:
+        """When backward has made a gradient, the clock is read.
+
+        Of sharded parameters a gradient only comes when it has been reduced, so theirs is that of
+        the unsharded ones, which each module has in its forward.
+        """
+        parameters = list(module.parameters())
+        if not any(map(memory.is_sharded, parameters)):
+            for parameter in parameters:
+                parameter.register_post_accumulate_grad_hook(self._note_gradient)
+            return
+        known: dict[int, Tensor] = {}
+
+        def follow(part: torch.nn.Module, _: object) -> None:
+            for parameter in part.parameters(recurse=False):
+                if id(parameter) not in known and parameter.requires_grad:
+                    known[id(parameter)] = parameter
+                    parameter.register_hook(self._note_gradient)
+
+        for part in module.modules():
+            part.register_forward_pre_hook(follow)
 
     def _note_gradient(self, _: Tensor) -> None:
         self.last_gradient_s = time.perf_counter()

@@ -5,6 +5,7 @@
 // One function per area, each in the file of its name. The only folder that knows Python.
 namespace trireme {
 
+void init_checkpoint(pybind11::module_& module);
 void init_comm(pybind11::module_& module);
 void init_ddp(pybind11::module_& module);
 void init_doctor(pybind11::module_& module);

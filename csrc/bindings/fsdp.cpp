@@ -42,6 +42,16 @@ struct Places final : ModuleFace {
     return THPVariable_Unpack(sharded[parameter].ptr()).requires_grad();
   }
 
+  void set_requires_grad(size_t parameter, bool requires_grad) const override {
+    THPVariable_Unpack(sharded[parameter].ptr()).set_requires_grad(requires_grad);
+  }
+
+  // What is done to a DTensor its local tensor does not count.
+  uint32_t version(size_t parameter) const override {
+    const at::Tensor& tensor = THPVariable_Unpack(sharded[parameter].ptr());
+    return tensor.is_inference() ? 0 : static_cast<uint32_t>(tensor._version());
+  }
+
   // The dictionary of the module's parameters, or nothing if that is gone.
   static py::object parameters_of(const Place& place) {
     const py::object module = place.module();
@@ -61,7 +71,8 @@ struct Places final : ModuleFace {
     if (group.is_unsharded()) return true;
     for (const Place& place : places) {
       const py::object parameters = parameters_of(place);
-      if (parameters && !py::object(parameters[place.name]).is(sharded[place.parameter])) return false;
+      if (parameters && !py::object(parameters[place.name]).is(sharded[place.parameter]))
+        return false;
     }
     for (size_t i = 0; i < sharded.size(); ++i) {
       const py::object local = sharded[i].attr("_local_tensor");
@@ -131,31 +142,37 @@ void init_param_group(py::module_& module) {
                whole.push_back(param.unsharded());
              return whole;
            })
-      .def("write_whole", wrap_pybind_function_no_gil(
-                              [](const Group& self, size_t parameter, const at::Tensor& whole) {
-                                self.group->params().at(parameter).write_whole(whole);
-                              }),
+      .def("write_whole",
+           wrap_pybind_function_no_gil(
+               [](const Group& self, size_t parameter, const at::Tensor& whole) {
+                 self.group->params().at(parameter).write_whole(whole);
+               }),
            py::arg("parameter"), py::arg("whole"))
-      .def("write_shard", wrap_pybind_function_no_gil(
-                              [](const Group& self, size_t parameter, const at::Tensor& shard) {
-                                self.group->params().at(parameter).write_shard(shard);
-                              }),
+      .def("write_shard",
+           wrap_pybind_function_no_gil(
+               [](const Group& self, size_t parameter, const at::Tensor& shard) {
+                 self.group->params().at(parameter).write_shard(shard);
+               }),
            py::arg("parameter"), py::arg("shard"))
-      .def("lies_in_store",
-           [](const Group& self, size_t parameter) {
-             return self.group->params().at(parameter).lies_in_store();
-           },
-           py::arg("parameter"))
-      .def("return_to_store",
-           [](const Group& self, size_t parameter) {
-             self.group->params().at(parameter).return_to_store();
-           },
-           py::arg("parameter"))
+      .def(
+          "lies_in_store",
+          [](const Group& self, size_t parameter) {
+            return self.group->params().at(parameter).lies_in_store();
+          },
+          py::arg("parameter"))
+      .def(
+          "return_to_store",
+          [](const Group& self, size_t parameter) {
+            self.group->params().at(parameter).return_to_store();
+          },
+          py::arg("parameter"))
       .def("set_places", &set_places, py::arg("places"), py::arg("sharded"), py::arg("unsharded"))
-      .def_property_readonly("is_settled",
-                             [](const Group& self) { return self.places->are_settled(*self.group); })
+      .def_property_readonly(
+          "is_settled", [](const Group& self) { return self.places->are_settled(*self.group); })
       .def_property_readonly("is_unsharded",
                              [](const Group& self) { return self.group->is_unsharded(); })
+      .def("finish_writes",
+           wrap_pybind_function_no_gil([](Group& self) { self.group->finish_writes(); }))
       .def("unshard", wrap_pybind_function_no_gil([](Group& self) { self.group->unshard(); }))
       .def("reshard", wrap_pybind_function_no_gil([](Group& self) { self.group->reshard(); }))
       .def_property(
@@ -193,22 +210,24 @@ void init_fsdp(py::module_& module) {
   py::class_<Fsdp, std::shared_ptr<Fsdp>>(module, "Fsdp")
       .def(py::init(wrap_pybind_function_no_gil(make_fsdp)), py::kw_only(), py::arg("groups"),
            py::arg("names"), py::arg("communicator"))
-      .def("pre_forward", wrap_pybind_function_no_gil(
-                              [](Fsdp& fsdp, const std::shared_ptr<PyParamGroup>& group,
-                                 bool is_root) { fsdp.pre_forward(forward_of(group, is_root)); }),
+      .def("pre_forward",
+           wrap_pybind_function_no_gil(
+               [](Fsdp& fsdp, const std::shared_ptr<PyParamGroup>& group, bool is_root) {
+                 fsdp.pre_forward(forward_of(group, is_root));
+               }),
            py::arg("group"), py::arg("is_root"))
       .def("post_forward",
-           wrap_pybind_function_no_gil(
-               [](Fsdp& fsdp, const std::shared_ptr<PyParamGroup>& group, bool is_root,
-                  const std::vector<at::Tensor>& outputs, bool all_found) {
-                 fsdp.post_forward(forward_of(group, is_root), outputs, all_found);
-               }),
+           wrap_pybind_function_no_gil([](Fsdp& fsdp, const std::shared_ptr<PyParamGroup>& group,
+                                          bool is_root, const std::vector<at::Tensor>& outputs,
+                                          bool all_found) {
+             fsdp.post_forward(forward_of(group, is_root), outputs, all_found);
+           }),
            py::arg("group"), py::arg("is_root"), py::arg("outputs"), py::arg("all_found"))
       .def_property_readonly("is_writing", &Fsdp::is_writing)
       .def("begin_reading", wrap_pybind_function_no_gil(&Fsdp::begin_reading))
       .def("begin_writing", wrap_pybind_function_no_gil(&Fsdp::begin_writing))
       .def("set_synchronize", wrap_pybind_function_no_gil(&Fsdp::set_synchronize),
-           py::arg("synchronize"))
+           py::arg("groups"))
       .def("set_manual_finalization", wrap_pybind_function_no_gil(&Fsdp::set_manual_finalization),
            py::arg("manual"))
       .def("finalize_backward", wrap_pybind_function_no_gil(&Fsdp::finalize_backward))
@@ -216,19 +235,19 @@ void init_fsdp(py::module_& module) {
       .def("set_delivered_callback", &set_delivered_callback, py::arg("callback"))
       .def("take_gradients", &Fsdp::take_gradients, py::arg("parameters"))
       .def(
-          "set_divisor",
-          [](Fsdp& fsdp, double divisor) { fsdp.reducer().set_divisor(divisor); },
+          "set_divisor", [](Fsdp& fsdp, double divisor) { fsdp.reducer().set_divisor(divisor); },
           py::arg("divisor"))
-      .def("set_armed_callback",
-           [](Fsdp& fsdp, py::function callback) {
-             const auto shared = shared_function(std::move(callback));
-             const py::gil_scoped_release no_gil;
-             fsdp.reducer().set_armed_callback([shared] {
-               const py::gil_scoped_acquire gil;
-               (*shared)();
-             });
-           },
-           py::arg("callback"))
+      .def(
+          "set_armed_callback",
+          [](Fsdp& fsdp, py::function callback) {
+            const auto shared = shared_function(std::move(callback));
+            const py::gil_scoped_release no_gil;
+            fsdp.reducer().set_armed_callback([shared] {
+              const py::gil_scoped_acquire gil;
+              (*shared)();
+            });
+          },
+          py::arg("callback"))
       .def("shadow_backward", wrap_pybind_function_no_gil([](Fsdp& fsdp) {
              fsdp.reducer().shadow_backward(/*deliver=*/true);
            }))

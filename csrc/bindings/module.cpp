@@ -3,6 +3,7 @@
 PYBIND11_MODULE(_C, module) {
   module.doc() = "The C++ core of Trireme. Private: use the package `trireme`.";
   trireme::init_comm(module);
+  trireme::init_checkpoint(module);  // which takes its communicators
   trireme::init_ddp(module);
   trireme::init_doctor(module);
   trireme::init_fsdp(module);

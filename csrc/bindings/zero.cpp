@@ -123,17 +123,22 @@ void init_zero(py::module_& module) {
 
   // Parts: (optimizer, parameters of it); whole: gradients that every rank has.
   using Parts = std::vector<std::pair<std::shared_ptr<Zero>, std::vector<int64_t>>>;
+  // Gradients of which each rank of a group has a part.
+  using Sharded = std::vector<std::pair<std::shared_ptr<Communicator>, std::vector<at::Tensor>>>;
   module.def(
       "clip_grad_norm_",
       wrap_pybind_function_no_gil([](const std::vector<at::Tensor>& whole, const Parts& parts,
-                                     double max_norm, double norm_type, bool error_if_nonfinite) {
+                                     const Sharded& sharded, double max_norm, double norm_type,
+                                     bool error_if_nonfinite) {
         std::vector<GradNormPart> all;
         if (!whole.empty()) all.push_back({whole, whole.front().device(), nullptr});
         for (const auto& [zero, parameters] : parts) all.push_back(zero->gradients(parameters));
+        for (const auto& [communicator, gradients] : sharded)
+          all.push_back({gradients, at::kCPU, communicator});
         return clip_grad_norm_(all, {max_norm, norm_type, error_if_nonfinite});
       }),
-      py::arg("whole"), py::arg("parts"), py::arg("max_norm"), py::arg("norm_type"),
-      py::arg("error_if_nonfinite"));
+      py::arg("whole"), py::arg("parts"), py::arg("sharded"), py::arg("max_norm"),
+      py::arg("norm_type"), py::arg("error_if_nonfinite"));
 }
 
 }  // namespace trireme

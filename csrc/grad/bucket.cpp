@@ -262,9 +262,8 @@ void Bucket::deliver_shard(size_t index, const at::Tensor& earlier) {
 
 void Bucket::deliver_to(size_t index, const at::Tensor& owner) {
   const int64_t offset = slots_[index].offset + own_.of(plan_.slots[index]).begin;
-  at::Tensor part = owner.numel() == 0
-                        ? at::empty_like(owner)
-                        : range_of(buffer_, owner.sizes(), owner.strides(), offset);
+  at::Tensor part = owner.numel() == 0 ? at::empty_like(owner)
+                                       : range_of(buffer_, owner.sizes(), owner.strides(), offset);
   if (part.scalar_type() != owner.scalar_type()) part = part.to(owner.scalar_type());
   at::Tensor& grad = owner.mutable_grad();
   grad.defined() ? void(grad.add_(part)) : void(grad = std::move(part));

@@ -49,7 +49,7 @@ void BucketStream::begin_step(const Step& step) {
   source_.reset();
   has_source_ = false;
   bucket_ = slot_ = collecting_ = own_ = 0;
-  element_ = 0;
+  element_ = backlog_bytes_ = 0;
   collected_at_.assign(buckets.size(), {});
   parts_.resize(buckets.size());
   int64_t begin = 0;
@@ -75,7 +75,15 @@ void BucketStream::begin_step(const Step& step) {
   stream_->begin_round({begin, layout, "gradients"});
 }
 
-void BucketStream::gradient_ready(size_t bucket, size_t slot) { parts_[bucket].ready[slot] = true; }
+int64_t BucketStream::slot_bytes(size_t bucket, size_t slot) const {
+  const PlannedBucket& plan = (*buckets_)[bucket].plan();
+  return plan.slots[slot].numel * static_cast<int64_t>(c10::elementSize(plan.dtype));
+}
+
+void BucketStream::gradient_ready(size_t bucket, size_t slot) {
+  parts_[bucket].ready[slot] = true;
+  backlog_bytes_ += slot_bytes(bucket, slot);
+}
 
 bool BucketStream::has_taken(size_t bucket, size_t slot) const {
   return bucket < bucket_ ||
@@ -88,6 +96,16 @@ void BucketStream::advance() {
     moves = deposit_some();
     moves = collect_some() || moves;
   }
+}
+
+// Those whose turn has not come wait for autograd, not for room.
+bool BucketStream::is_behind() const {
+  return backlog_bytes_ > kMostBacklogBytes && bucket_ < parts_.size() &&
+         slot_ < parts_[bucket_].ready.size() && parts_[bucket_].ready[slot_];
+}
+
+void BucketStream::catch_up() {
+  for (; is_behind(); advance()) stream_->wait("gradients of " + (*labels_)[bucket_]);
 }
 
 void BucketStream::close(const at::Tensor& tail) {
@@ -151,6 +169,7 @@ bool BucketStream::deposit_slot() {
   source_.reset();
   has_source_ = false;
   element_ = 0;
+  if (parts_[bucket_].ready[slot_]) backlog_bytes_ -= slot_bytes(bucket_, slot_);
   ++slot_;
   return true;
 }

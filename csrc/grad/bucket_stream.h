@@ -20,13 +20,15 @@ namespace trireme {
 // them, in plan order, are one round of a DepositStream. A gradient is written into this rank's
 // ring when its turn has come (once, while it is still in cache) and freed; whenever that happens,
 // this rank also sums up what all ranks have deposited meanwhile, straight into the buckets'
-// buffers. Nothing waits inside backward: what finds the ring full stays a gradient until the next
-// one comes, or backward ends.
+// buffers. What finds the ring full stays a gradient until the next one comes, or backward ends;
+// only a rank that has run so far ahead of a peer that it holds kMostBacklogBytes of them waits.
 //
 // The end of the round holds the used-map, which is deposited when backward ends: so no rank
 // completes a round that another one has abandoned.
 class BucketStream {
  public:
+  static constexpr int64_t kMostBacklogBytes = int64_t{64} << 20;
+
   // Collective. Null on all ranks where deposits are not to be had. Extra memory: a ring
   // per rank. Ranks that keep whole gradients also go without if they are more than four (each
   // reads what all have, which by then costs more than it spares) or leave CPUs free.
@@ -59,6 +61,9 @@ class BucketStream {
   bool has_taken(size_t bucket, size_t slot) const;
   // Moves what can be moved without waiting.
   void advance();
+  // Whether more gradients than kMostBacklogBytes find no room; waits for peers until they do.
+  bool is_behind() const;
+  void catch_up();
   // Backward is over: whatever is not ready is due now. `tail` follows the last bucket's gradients.
   void close(const at::Tensor& tail);
 
@@ -94,6 +99,7 @@ class BucketStream {
   bool collect_some();
   bool is_done(size_t bucket) const { return defers_ ? bucket_ > bucket : collecting_ > bucket; }
   void pass_over(int64_t end);
+  int64_t slot_bytes(size_t bucket, size_t slot) const;
   int64_t tail_bytes() const { return tail_.defined() ? static_cast<int64_t>(tail_.nbytes()) : 0; }
   void wait_for(size_t bucket);
 
@@ -107,6 +113,7 @@ class BucketStream {
   bool closed_ = false;
   at::Tensor tail_;
 
+  int64_t backlog_bytes_ = 0;  // ready and not deposited
   // where depositing stands
   size_t bucket_ = 0;
   size_t slot_ = 0;

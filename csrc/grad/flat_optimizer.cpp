@@ -1,5 +1,6 @@
 #include <trireme/grad/flat_optimizer.h>
 
+#include <trireme/grad/write_gate.h>
 #include <trireme/kernels/optimizer_step.h>
 
 #include <ATen/core/grad_mode.h>
@@ -17,10 +18,15 @@ using torch::optim::Optimizer;
 using torch::optim::OptimizerParamGroup;
 using torch::optim::OptimizerParamState;
 
-at::Tensor call(const Optimizer::LossClosure& closure) {
-  if (closure == nullptr) return {};
-  const at::AutoGradMode enable_grad(true);
-  return closure();
+// What comes before the first write.
+at::Tensor begin_step(const Optimizer& optimizer, const Optimizer::LossClosure& closure) {
+  at::Tensor loss;
+  if (closure != nullptr) {
+    const at::AutoGradMode enable_grad(true);
+    loss = closure();
+  }
+  pass_gates(optimizer);
+  return loss;
 }
 
 template <typename State>
@@ -158,7 +164,7 @@ void step_sgd(Optimizer& optimizer, OptimizerParamGroup& group, SgdStepOptions o
 }  // namespace
 
 at::Tensor Adam::step(LossClosure closure) {
-  at::Tensor loss = call(closure);
+  at::Tensor loss = begin_step(*this, closure);
   for (OptimizerParamGroup& group : param_groups_)
     step_adam<torch::optim::AdamParamState>(*this, group, adam_options(*this, group));
   return loss;
@@ -170,7 +176,7 @@ AdamStates Adam::count_step(const OptimizerParamGroup& group,
 }
 
 at::Tensor AdamW::step(LossClosure closure) {
-  at::Tensor loss = call(closure);
+  at::Tensor loss = begin_step(*this, closure);
   for (OptimizerParamGroup& group : param_groups_)
     step_adam<torch::optim::AdamWParamState>(*this, group, adam_options(*this, group));
   return loss;
@@ -182,7 +188,7 @@ AdamStates AdamW::count_step(const OptimizerParamGroup& group,
 }
 
 at::Tensor SGD::step(LossClosure closure) {
-  at::Tensor loss = call(closure);
+  at::Tensor loss = begin_step(*this, closure);
   for (OptimizerParamGroup& group : param_groups_) {
     const auto& options = static_cast<const torch::optim::SGDOptions&>(group.options());
     step_sgd(*this, group, step_options(options));

@@ -21,8 +21,10 @@
 // optimizers with fused=True (optimizer_step.h); those of torch's C++ classes round some terms
 // otherwise.
 //
-// step() throws c10::TypeError for sparse gradients and for other dtypes than optimizer_step.h
-// names, and c10::ValueError for a state that does not fit its parameter; nothing is written then.
+// step() asks the gates of its parameters (write_gate.h), so that trireme::step() is not needed. It
+// throws what they do, c10::TypeError for sparse gradients and for other dtypes than those of
+// optimizer_step.h, and c10::ValueError for a state that does not fit its parameter; nothing is
+// written then.
 namespace trireme::optim {
 
 // What a step of Adam or AdamW works on besides parameters and gradients. Lists as in AdamLists

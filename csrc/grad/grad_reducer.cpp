@@ -109,6 +109,7 @@ void GradReducer::gradient_ready(int64_t index, bool has_gradient) {
   const int32_t fires = ++fires_seen_[at];
   if (observing_) arrivals_.push_back(index);
   check_gradient(index, has_gradient);
+  if (has_owners() && held_[at]) return widen_accumulated(at);
   if (place.bucket < 0) return;  // unfrozen or cast since the plan was made; see settle_change()
   const auto bucket = static_cast<size_t>(place.bucket);
   const auto slot = static_cast<size_t>(place.slot);
@@ -122,10 +123,17 @@ void GradReducer::gradient_ready(int64_t index, bool has_gradient) {
   if (streams_) {
     stream_->gradient_ready(bucket, slot);
     stream_->advance();
+    if (stream_->is_behind()) catch_up();
   }
   // Ranks may come by the gradients of several reducers in different orders, or by none (join):
   // collectives go out where the end callbacks run, which is in one order.
   if (streams_ || siblings_.size() < 2) launch_ready();
+}
+
+void GradReducer::catch_up() {
+  const auto begin = Clock::now();
+  stream_->catch_up();
+  clock_.waited(Clock::now() - begin);
 }
 
 // What this backward cannot average. Raised here, it comes out of the user's backward().
@@ -256,6 +264,8 @@ void GradReducer::collect(bool may_learn) {
   // nothing it can be read when the next backward is armed, long after it has arrived.
   if (needs_map) settle_map();
   used_.clear();
+  for (size_t i = 0; i < held_.size(); ++i)
+    if (held_[i] && parameters_[i].grad().defined()) used_.mark_used(static_cast<int64_t>(i));
   for (size_t i = 0; i < fires_seen_.size(); ++i) fires_expected_[i] = std::max(1, fires_seen_[i]);
   if (observing_ && may_learn) learn_order();
   pending_.clear();

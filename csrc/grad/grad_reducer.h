@@ -116,6 +116,9 @@ class TRIREME_API GradReducer final : public GradSink,
   // different orders. Where gradients do not stream, collectives go out when backward ends. Nobody
   // is kept alive.
   static void arm_together(const std::vector<std::shared_ptr<GradReducer>>& reducers);
+  // With sharded_parameters, by parameter: gradients of these are left out when others are
+  // averaged, and accumulate on this rank. The same on all ranks.
+  void hold(const std::vector<bool>& held);
   // Finds parameters that were unfrozen, whose gradients would else go by unseen.
   void notice_changes();
 
@@ -200,6 +203,7 @@ class TRIREME_API GradReducer final : public GradSink,
   Pending reduce(size_t bucket);
   void launch_rest();
   void begin_stream();
+  void catch_up();
   void launch_map();
   void deliver_done();
   void deliver_arrived(size_t bucket);
@@ -263,6 +267,7 @@ class TRIREME_API GradReducer final : public GradSink,
   std::vector<Watched> delivered_as_;
   std::vector<Watched> accumulated_as_;  // in place of what was set aside
   std::vector<at::Tensor> set_aside_;
+  std::vector<bool> held_;
   std::vector<bool> was_changed_;  // what was set aside, or is in .grad since a backward was lost
   bool defers_ = false;            // this step
   bool has_sums_ = false;          // of the last one

@@ -49,6 +49,7 @@ GradReducer::GradReducer(NamedParameters parameters, std::shared_ptr<Communicato
       delivered_as_(parameters_.size()),
       accumulated_as_(parameters_.size()),
       set_aside_(parameters_.size()),
+      held_(parameters_.size(), false),
       was_changed_(parameters_.size(), false),
       fires_expected_(parameters_.size(), 1),
       fires_seen_(parameters_.size(), 0),
@@ -101,6 +102,7 @@ void GradReducer::set_aside_cast_parameters() {
 }
 
 BucketPlan GradReducer::make_plan(std::vector<int64_t> order) const {
+  std::erase_if(order, [this](int64_t index) { return held_[static_cast<size_t>(index)]; });
   return make_bucket_plan(
       {infos_, std::move(order), trailing_, options_.caps, options_.reduce_dtype});
 }
@@ -221,7 +223,7 @@ void GradReducer::settle_change() {
   std::vector<int64_t> left_out;
   for (size_t i = infos_.size(); i-- > 0;) {
     infos_[i].dtype = states[i].dtype;
-    if (!infos_[i].requires_grad || places_[i].bucket >= 0) continue;
+    if (!infos_[i].requires_grad || places_[i].bucket >= 0 || held_[i]) continue;
     left_out.push_back(static_cast<int64_t>(i));
     if (!is_ordered[i]) order.push_back(static_cast<int64_t>(i));
   }
@@ -246,7 +248,9 @@ void GradReducer::reduce_left_out(const std::vector<int64_t>& left_out,
     if (options_.shards) bucket.keep_own();
     const std::vector<BucketSlot>& slots = plan.buckets[b].slots;
     for (size_t slot = 0; slot < slots.size(); ++slot) {
-      if (used[static_cast<size_t>(slots[slot].parameter)]) deliver(bucket, slot);
+      if (!used[static_cast<size_t>(slots[slot].parameter)]) continue;
+      deliver(bucket, slot);
+      if (delivered_) delivered_({slots[slot].parameter});
     }
   }
 }

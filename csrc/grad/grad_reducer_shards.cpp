@@ -186,6 +186,13 @@ void GradReducer::widen_accumulated(size_t index) {
   if (grad.defined()) grad = grad.to(info.reduce_dtype.value_or(info.dtype));
 }
 
+void GradReducer::hold(const std::vector<bool>& held) {
+  const std::lock_guard lock(mutex_);
+  TORCH_INTERNAL_ASSERT(held.size() == parameters_.size());
+  plan_is_stale_ = plan_is_stale_ || held != held_;
+  held_ = held;
+}
+
 void GradReducer::reduce_accumulated() {
   {
     const std::lock_guard lock(mutex_);

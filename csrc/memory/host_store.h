@@ -68,8 +68,8 @@ class TRIREME_API HostStore : public std::enable_shared_from_this<HostStore> {
   // swap_tensors. Always, if the parameter has no elements.
   bool holds(int64_t parameter, const at::Tensor& tensor) const;
 
-  // Two counters of each rank, for the step gate: the last write of which it has completed its part,
-  // and the last one that it no longer reads.
+  // Two counters of each rank, for the step gate: the last write of which it has completed its
+  // part, and the last one that it no longer reads.
 
   // How many writes of this store all ranks have completed; starts at 0.
   uint64_t version() const;

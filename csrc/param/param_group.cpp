@@ -59,12 +59,17 @@ ParamGroup::ParamGroup(std::vector<ShardedParamSpec> specs,
 void ParamGroup::set_face(std::shared_ptr<const ModuleFace> face, std::vector<at::Tensor> leaves) {
   face_ = std::move(face);
   leaves_ = std::move(leaves);
+  leaves_require_grad_.clear();
+  for (const at::Tensor& leaf : leaves_) leaves_require_grad_.push_back(leaf.requires_grad());
 }
 
-void ParamGroup::follow_requires_grad() const {
+void ParamGroup::follow_requires_grad() {
   for (size_t i = 0; i < leaves_.size(); ++i) {
+    const bool by_leaf = leaves_[i].requires_grad();
+    if (by_leaf != leaves_require_grad_[i]) face_->set_requires_grad(i, by_leaf);
     const bool requires_grad = face_->requires_grad(i);
-    if (leaves_[i].requires_grad() != requires_grad) leaves_[i].set_requires_grad(requires_grad);
+    if (by_leaf != requires_grad) leaves_[i].set_requires_grad(requires_grad);
+    leaves_require_grad_[i] = requires_grad;
   }
 }
 
@@ -81,12 +86,30 @@ void ParamGroup::reshard() {
 void ParamGroup::finish_writes() {
   for (const ShardedParam& param : params_) param.cast_own();
   stores_.original->snapshot_versions(shards_);
+  note_versions();
+}
+
+void ParamGroup::note_versions() {
+  versions_.clear();
+  leaf_versions_.clear();
+  for (size_t i = 0; i < leaves_.size(); ++i) {
+    versions_.push_back(face_->version(i));
+    leaf_versions_.push_back(static_cast<uint32_t>(leaves_[i]._version()));
+  }
 }
 
 std::vector<int64_t> ParamGroup::changed_outside() const {
-  return stores_.original->changed_outside(shards_);
+  std::vector<int64_t> changed = stores_.original->changed_outside(shards_);
+  for (size_t i = 0; i < versions_.size(); ++i)
+    if (versions_[i] != face_->version(i) ||
+        leaf_versions_[i] != static_cast<uint32_t>(leaves_[i]._version()))
+      changed.push_back(static_cast<int64_t>(i));
+  return changed;
 }
 
-void ParamGroup::bump_unsharded() const { HostStore::bump_versions(leaves_); }
+void ParamGroup::bump_unsharded() {
+  HostStore::bump_versions(leaves_);
+  note_versions();
+}
 
 }  // namespace trireme

@@ -21,6 +21,10 @@ class TRIREME_API ModuleFace {
   virtual void show(bool unsharded) const = 0;
   // Of what the optimizer has.
   virtual bool requires_grad(size_t parameter) const = 0;
+  // The user has set it on the unsharded leaf, which the module showed.
+  virtual void set_requires_grad(size_t /*parameter*/, bool /*requires_grad*/) const {}
+  // Counts in-place writes to that which the shard itself does not count.
+  virtual uint32_t version(size_t /*parameter*/) const { return 0; }
 };
 
 // Parameters that are unsharded and resharded together: those of one unit of a model. On a host's
@@ -54,24 +58,31 @@ class TRIREME_API ParamGroup {
   // The parameters have been written by all ranks: the step gate has seen to that.
   void unshard();
   void reshard();
-  // The unsharded leaves require gradients where the sharded ones do.
-  void follow_requires_grad() const;
+  // The unsharded leaves require gradients where the sharded ones do, and the other way round where
+  // it was set on a leaf.
+  void follow_requires_grad();
 
   // What this rank wrote is complete: casts it where a param_dtype asks for that, and notes
   // autograd's counters.
   void finish_writes();
-  // Shards that were written in place since finish_writes(), by index.
+  // Parameters that were written in place since finish_writes(), sharded or unsharded, by index.
   std::vector<int64_t> changed_outside() const;
   // Others have written: a graph that still holds what was there before raises.
-  void bump_unsharded() const;
+  void bump_unsharded();
 
  private:
+  void note_versions();
+
   std::shared_ptr<Communicator> communicator_;
   ParamStores stores_;
   std::vector<ShardedParam> params_;
   std::vector<at::Tensor> shards_;  // of params_
   std::shared_ptr<const ModuleFace> face_;
   std::vector<at::Tensor> leaves_;
+  std::vector<bool> leaves_require_grad_;  // when last followed
+  // By face_, and of leaves_, when writes were complete.
+  std::vector<uint32_t> versions_;
+  std::vector<uint32_t> leaf_versions_;
   bool is_unsharded_ = false;
   bool reshard_after_forward_ = true;
   bool reshard_after_backward_ = true;

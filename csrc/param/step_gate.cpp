@@ -32,8 +32,8 @@ void StepGate::begin_writing() {
   if (shm::HostGroup* group = communicator_->host_group()) {
     wake_peers(*group);
     const auto released = [this](int64_t rank) -> const auto& { return store_->release_of(rank); };
-    const std::string name = "step gate: before writing, readers of version " +
-                             std::to_string(version_);
+    const std::string name =
+        "step gate: before writing, readers of version " + std::to_string(version_);
     wait_for_peers(*group, released, version_, name);
   }
   ++version_;

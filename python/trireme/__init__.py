@@ -22,6 +22,7 @@ from trireme.ranks import all_mean, rank_generator  # noqa: E402
 from trireme.sync_batch_norm import SyncBatchNorm, convert_sync_batchnorm  # noqa: E402
 
 if TYPE_CHECKING:
+    from trireme.checkpoint import load_checkpoint, save_checkpoint
     from trireme.fsdp import FSDPModule, fully_shard
     from trireme.zero import ZeroRedundancyOptimizer
 
@@ -32,6 +33,8 @@ _LAZY = {
     "FSDPModule": "fsdp",
     "ZeroRedundancyOptimizer": "zero",
     "fully_shard": "fsdp",
+    "load_checkpoint": "checkpoint",
+    "save_checkpoint": "checkpoint",
 }
 
 
@@ -57,8 +60,10 @@ __all__ = [
     "fully_shard",
     "get_logger",
     "init",
+    "load_checkpoint",
     "optim",
     "rank_generator",
+    "save_checkpoint",
     "shutdown",
     "writing",
 ]

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from trireme._C import error_text
+from trireme._parameter_owners import unit_of
 
 
 def refuse(got: str, next_step: str, *, kind: type[Exception] = ValueError) -> NoReturn:
@@ -91,6 +92,11 @@ def resolve_reshard(reshard_after_forward: bool | int | None, world: int) -> boo
 
 
 def check_parameter(name: str, param: nn.Parameter) -> None:
+    if unit_of(param) is not None:
+        refuse(
+            f"got '{name}', which is in an outer unit already",
+            "Call fully_shard on inner modules before outer ones.",
+        )
     if isinstance(param, DTensor):
         not_here(f"'{name}', which is a DTensor already")
     if param.layout != torch.strided:
@@ -125,7 +131,7 @@ def shard_dim(
     dim = placement.dim + param.ndim if placement.dim < 0 else placement.dim
     if not 0 <= dim < max(param.ndim, 1):
         refuse(
-            f"got {placement} for '{name}' of shape {tuple(param.shape)}",
+            f"got {placement!r} for '{name}' of shape {tuple(param.shape)}",
             "Choose one of its dimensions.",
         )
     return dim

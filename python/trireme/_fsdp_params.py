@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,12 +13,12 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from trireme._fsdp_checks import check_gradient_dtype, check_parameter, refuse, shard_dim
+from trireme._parameter_owners import local_of
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
-    from trireme import _C
-    from trireme._fsdp_unit import FsdpUnit
+    from trireme._C import ParamGroup
 
 # Up to torch 2.14 gradients were reduced in param_dtype where no reduce_dtype was given.
 _REDUCES_IN_ORIGINAL_DTYPE = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15)
@@ -43,7 +42,7 @@ class ShardedParameter:
 
     def spec(self) -> Spec:
         """As the core wants it."""
-        original = self.original
+        original = self.original if self.sharded is None else self.sharded
         assert original is not None
         return (
             self.name,
@@ -90,16 +89,6 @@ class ShardedParameter:
         for hook in tuple(hooks.values()) if hooks else ():
             hook(param)
 
-    def tag(self, unit: FsdpUnit) -> None:
-        """Lets who meets the parameter in an optimizer find its unit."""
-        self.sharded._trireme_unit = weakref.ref(unit)  # type: ignore[union-attr]
-
-
-def unit_of(parameter: torch.Tensor) -> FsdpUnit | None:
-    """The living unit that has sharded ``parameter``."""
-    found: Callable[[], Any] | None = getattr(parameter, "_trireme_unit", None)
-    return None if found is None else found()
-
 
 def collect(
     modules: Iterable[nn.Module],
@@ -131,7 +120,7 @@ def collect(
 
 def _set_dtypes(one: ShardedParameter, policy: MixedPrecisionPolicy) -> None:
     """What torch's policy says for this parameter."""
-    original = one.original
+    original = one.original if one.sharded is None else one.sharded
     assert original is not None
     if not original.is_floating_point():
         return
@@ -145,7 +134,7 @@ def _set_dtypes(one: ShardedParameter, policy: MixedPrecisionPolicy) -> None:
         one.reduce_dtype = one.param_dtype
 
 
-def shard(group: _C.ParamGroup, params: Sequence[ShardedParameter], mesh: DeviceMesh) -> None:
+def shard(group: ParamGroup, params: Sequence[ShardedParameter], mesh: DeviceMesh) -> None:
     """Writes this rank's shards of the original parameters, which are given up for DTensors."""
     locals_, wholes = group.sharded(), group.unsharded()
     for index, one in enumerate(params):
@@ -166,8 +155,49 @@ def shard(group: _C.ParamGroup, params: Sequence[ShardedParameter], mesh: Device
             module._parameters[name] = one.sharded
 
 
+def copy_shards(
+    group: ParamGroup, params: Sequence[ShardedParameter], memo: dict[int, Any]
+) -> list[ShardedParameter]:
+    """Copies of ``params`` over the memory of ``group``, under their modules' old places. ``memo``
+    is that of the deep copy: who meets a parameter later takes its copy."""
+    copies = []
+    wholes = group.unsharded()
+    for index, (one, shard_) in enumerate(zip(params, group.sharded(), strict=True)):
+        sharded = one.sharded
+        assert sharded is not None
+        local = local_of(sharded)
+        if local.is_meta:
+            shard_ = local
+        else:
+            group.write_shard(index, local.detach())
+        made = replace(one, places=list(one.places))
+        requires_grad = sharded.requires_grad
+        made.sharded = nn.Parameter(one.as_dtensor(shard_), requires_grad=requires_grad)
+        made.unsharded = nn.Parameter(wholes[index], requires_grad=requires_grad)
+        memo[id(sharded)] = made.sharded
+        copies.append(made)
+    return copies
+
+
+def note_casts(params: Sequence[ShardedParameter], policy: MixedPrecisionPolicy) -> bool:
+    """Takes over the dtypes to which sharded parameters were cast; whether any was."""
+    any_cast = False
+    for one in params:
+        module, name = one.places[0]
+        given = module._parameters[name]
+        dtype, spec = next(iter(one.specs.items()))
+        if not isinstance(given, DTensor) or given.dtype == dtype:
+            continue
+        meta = TensorMeta(spec.shape, spec.stride, given.dtype)
+        one.specs = {given.dtype: DTensorSpec(spec.mesh, spec.placements, tensor_meta=meta)}
+        one.sharded = given
+        _set_dtypes(one, policy)
+        any_cast = True
+    return any_cast
+
+
 def adopt(
-    group: _C.ParamGroup, params: Sequence[ShardedParameter], shards: Sequence[torch.Tensor]
+    group: ParamGroup, params: Sequence[ShardedParameter], shards: Sequence[torch.Tensor]
 ) -> None:
     """What the user has put in place of sharded parameters, or of their memory, is brought back
     into the memory that all ranks share.
@@ -209,7 +239,7 @@ def _checked(one: ShardedParameter, given: nn.Parameter) -> nn.Parameter:
         refuse(
             f"got '{one.name}' as {given.dtype} of shape {tuple(given.shape)}, expected "
             f"{dtype} of shape {tuple(expected.shape)}",
-            "Change shapes and dtypes before fully_shard.",
+            "Change shapes before fully_shard, and dtypes before the first forward.",
         )
     if given.placements != expected.placements or given.device_mesh != expected.mesh:
         refuse(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from trireme import _C
+from trireme._C import Fsdp
 from trireme._fsdp_checks import not_here, refuse
 
 if TYPE_CHECKING:
@@ -16,24 +16,28 @@ if TYPE_CHECKING:
 
 
 class FsdpRoot:
-    """Made when the outermost unit is first used. Not collective."""
+    """Made when the outermost unit is first used. Collective only if parameters were cast."""
 
     def __init__(self, unit: FsdpUnit) -> None:
         module = unit.modules[0]
         units = units_in(module)
         _check(units, unit)
+        for one in units:
+            one.follow_casts()
         self.units = units
         self.finalizes_manually = False
-        names = _names_in(module)
+        self.divides_by_active_ranks = False
+        prefixes = {one: name for name, one in module.named_modules()}
         self.params: list[ShardedParameter] = []
         for one in units:
             for param in one.params:
-                param.name = names.get(id(param.sharded), param.name)
+                owner, name = param.places[0]
+                param.name = f"{prefixes[owner]}.{name}".removeprefix(".")
                 self.params.append(param)
         groups = [one.group for one in units if one.group is not None]
-        self.core: _C.Fsdp | None = None
+        self.core: Fsdp | None = None
         if groups:
-            self.core = _C.Fsdp(
+            self.core = Fsdp(
                 groups=groups,
                 names=[param.name for param in self.params],
                 communicator=unit.communicator,
@@ -66,20 +70,25 @@ class FsdpRoot:
         if self.core is not None:
             self.core.begin_writing()
 
-    def follow_flags(self) -> None:
-        """The units' wish to synchronize is that of all of them, or it cannot be had."""
+    def begin_writing_anew(self) -> None:
+        """begin_writing() where some ranks may have read since they wrote and others have not: all
+        take one turn of reading."""
         if self.core is not None:
-            self.core.set_synchronize(any(unit.synchronizes for unit in self.units))
+            self.settle()
+            self.core.begin_reading()
+            self.core.begin_writing()
+
+    def follow_flags(self) -> None:
+        """Tells the core which units average gradients."""
+        if self.core is not None:
+            groups = [unit.synchronizes for unit in self.units if unit.group is not None]
+            self.core.set_synchronize(groups)
 
 
 def units_in(module: nn.Module) -> list[FsdpUnit]:
     """The units of ``module`` and in it, outer ones first."""
     found = (getattr(one, "_trireme_unit", None) for one in module.modules())
     return list(dict.fromkeys(unit for unit in found if unit is not None))
-
-
-def _names_in(module: nn.Module) -> dict[int, str]:
-    return {id(param): name for name, param in module.named_parameters()}
 
 
 def _check(units: list[FsdpUnit], root: FsdpUnit) -> None:

@@ -9,8 +9,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from trireme._fsdp_checks import refuse
-from trireme._fsdp_params import unit_of
-from trireme._fsdp_root import FsdpRoot
+from trireme._fsdp_unit import FsdpUnit
+from trireme._parameter_owners import unit_of
 
 _watched: list[Any] = []
 
@@ -24,45 +24,46 @@ def watch_optimizers() -> None:
 def _before_step(
     optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    roots = _roots_of(optimizer)
-    if not roots:
+    units = _units_of(optimizer)
+    if not units:
         return None
-    begin_writing(roots)
+    begin_writing(units)
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if closure is None:
         return None
-    gated = _gated(closure, roots)
+    gated = _gated(closure, units)
     if len(args) > 1:
         return (args[0], gated, *args[2:]), kwargs
     return args, {**kwargs, "closure": gated}
 
 
-def begin_writing(roots: list[FsdpRoot]) -> None:
-    for root in roots:
+def begin_writing(units: list[FsdpUnit]) -> None:
+    """Of the roots of ``units``; those that have none yet were not read."""
+    for root in dict.fromkeys(unit.root for unit in units if unit.root is not None):
         root.begin_writing()
 
 
-def _gated(closure: Callable[[], Any], roots: list[FsdpRoot]) -> Callable[[], Any]:
-    """What a closure reads, the optimizer writes afterwards."""
+def _gated(closure: Callable[[], Any], units: list[FsdpUnit]) -> Callable[[], Any]:
+    """What a closure reads, the optimizer writes afterwards. It may be the first to read."""
 
     def call() -> Any:
         result = closure()
-        begin_writing(roots)
+        begin_writing(units)
         return result
 
     return call
 
 
-def _roots_of(optimizer: Optimizer) -> list[FsdpRoot]:
-    roots: dict[FsdpRoot, None] = {}
+def _units_of(optimizer: Optimizer) -> list[FsdpUnit]:
+    units: dict[FsdpUnit, None] = {}
     for group in optimizer.param_groups:
         for param in group["params"]:
             unit = unit_of(param)
             if unit is None:
                 _check_not_replaced(param)
-            elif unit.root is not None:
-                roots[unit.root] = None
-    return list(roots)
+            else:
+                units[unit] = None
+    return list(units)
 
 
 def _check_not_replaced(param: Any) -> None:

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import copy
 import functools
-import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from trireme import _C
+from trireme._C import ParamGroup
 from trireme._ddp_find_tensors import find_tensors
 from trireme._fsdp_checks import refuse
-from trireme._fsdp_params import ShardedParameter, adopt, shard
+from trireme._fsdp_join import notify_of_forward
+from trireme._fsdp_params import ShardedParameter, adopt, copy_shards, note_casts, shard
 from trireme._group_communicator import communicator_of
+from trireme._parameter_owners import note_unit
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -48,10 +51,10 @@ class FsdpUnit:
         self.synchronizes = True
         self._comm_ctx = object()
         self._fsdp_param_groups: list[Any] = []
-        self.group: _C.ParamGroup | None = None
+        self.group: ParamGroup | None = None
         if params:
             specs = [one.spec() for one in params]
-            self.group = _C.ParamGroup(specs=specs, communicator=self.communicator)
+            self.group = ParamGroup(specs=specs, communicator=self.communicator)
             self.shards = self.group.sharded()
             shard(self.group, params, mesh)
             self._place()
@@ -70,27 +73,61 @@ class FsdpUnit:
         sharded = [one.sharded for one in self.params]
         self.group.set_places(places, sharded, [one.unsharded for one in self.params])
         for one in self.params:
-            one.tag(self)
+            assert one.sharded is not None
+            note_unit(one.sharded, self)
 
     def _register_hooks(self) -> None:
         for module in self.modules:
             module.register_forward_pre_hook(self._pre_forward, prepend=True, with_kwargs=True)
             module.register_forward_hook(self._post_forward)
-        held = weakref.ref(self)
-
-        def before_state_dict(*_: Any) -> None:
-            if (unit := held()) is not None:
-                unit.reshard()
-
-        def before_load(*_: Any) -> None:
-            if (unit := held()) is not None:
-                unit.reshard()
-                if unit.root is not None:
-                    unit.root.begin_writing()
-
         for module in {module for one in self.params for module, _ in one.places}:
-            module.register_state_dict_pre_hook(before_state_dict)
-            module.register_load_state_dict_pre_hook(before_load)
+            module.register_state_dict_pre_hook(self._before_state_dict)
+            module.register_load_state_dict_pre_hook(self._before_load)
+
+    def _before_state_dict(self, *_: Any) -> None:
+        self.reshard()
+
+    def _before_load(self, *_: Any) -> None:
+        self.reshard()
+        if self.root is not None:
+            self.root.begin_writing_anew()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FsdpUnit:
+        """A unit of the copies of its modules, with memory of its own. Collective."""
+        self.reshard()
+        made = copy.copy(self)
+        memo[id(self)] = made
+        made.root, made.is_root = None, False
+        made._comm_ctx = object()
+        if self.group is not None:
+            made.group = self._another_group(self.group)
+            made.shards = made.group.sharded()
+            made.params = copy_shards(made.group, self.params, memo)
+        made.modules = tuple(copy.deepcopy(module, memo) for module in self.modules)
+        for one in made.params:
+            one.places = [(copy.deepcopy(module, memo), name) for module, name in one.places]
+        if made.group is not None:
+            made._place()
+        return made
+
+    def _another_group(self, like: ParamGroup) -> ParamGroup:
+        specs = [one.spec() for one in self.params]
+        group = ParamGroup(specs=specs, communicator=self.communicator)
+        group.reshard_after_forward = like.reshard_after_forward
+        group.reshard_after_backward = like.reshard_after_backward
+        return group
+
+    def follow_casts(self) -> None:
+        """Before the first forward: memory of the dtypes to which parameters were cast, if any
+        was. Collective then."""
+        if self.group is None or not note_casts(self.params, self.policy):
+            return
+        self.group = self._another_group(self.group)
+        self.shards = self.group.sharded()
+        for one, whole in zip(self.params, self.group.unsharded(), strict=True):
+            assert one.sharded is not None
+            one.unsharded = nn.Parameter(whole, requires_grad=one.sharded.requires_grad)
+        self._place()  # settle() brings the values
 
     # around forward
 
@@ -104,11 +141,13 @@ class FsdpUnit:
     def _enter(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        core = self.own_root().core
-        if core is not None:
-            if core.is_writing:
-                self.own_root().settle()
-            core.pre_forward(self.group, self.is_root)
+        root = self.own_root()
+        if self.is_root:
+            notify_of_forward(root)
+        if root.core is not None:
+            if root.core.is_writing:
+                root.settle()
+            root.core.pre_forward(self.group, self.is_root)
         if self._cast_inputs is not None:
             return self._cast_inputs(args), self._cast_inputs(kwargs)
         return args, kwargs
@@ -142,12 +181,16 @@ class FsdpUnit:
         return self.root
 
     def unshard(self) -> None:
-        root = self.own_root()
-        if root.core is not None:
-            root.settle()
-            root.core.begin_reading()
-        if self.group is not None:
-            self.group.unshard()
+        if self.group is None:
+            return
+        if self.root is None:  # no forward yet, so no gate
+            self.settle()
+            self.group.finish_writes()
+            dist.barrier(self.mesh.get_group())
+        elif self.root.core is not None:
+            self.root.settle()
+            self.root.core.begin_reading()
+        self.group.unshard()
 
     def reshard(self) -> None:
         if self.group is not None:

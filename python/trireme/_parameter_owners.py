@@ -1,4 +1,4 @@
-"""Which optimizer has sharded a parameter, and which module averages its gradient."""
+"""Which optimizer or unit has sharded a parameter, and which module averages its gradient."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from trireme._C import error_text
 
 if TYPE_CHECKING:
+    from trireme._fsdp_unit import FsdpUnit
     from trireme.ddp import DistributedDataParallel
     from trireme.zero import ZeroRedundancyOptimizer
 
@@ -75,3 +76,20 @@ def ddp_of(parameter: torch.Tensor) -> DistributedDataParallel | None:
     """The living module of ours that averages the gradient of ``parameter``."""
     found = _modules.get(parameter)
     return None if found is None else found()
+
+
+def note_unit(parameter: torch.Tensor, unit: FsdpUnit) -> None:
+    """Says that ``unit`` has sharded it. An attribute: ``Module.to`` refuses parameters to which
+    there are weak references."""
+    parameter._trireme_unit = weakref.ref(unit)  # type: ignore[attr-defined]
+
+
+def unit_of(parameter: torch.Tensor) -> FsdpUnit | None:
+    """The living unit of fully_shard that has sharded ``parameter``."""
+    found: Callable[[], FsdpUnit | None] | None = getattr(parameter, "_trireme_unit", None)
+    return None if found is None else found()
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a DTensor, in its memory; any other tensor as it is."""
+    return getattr(tensor, "_local_tensor", tensor)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 
 from trireme import _C
-from trireme._parameter_owners import optimizer_of
+from trireme._parameter_owners import local_of, optimizer_of, unit_of
 
 
 def clip_grad_norm_(
@@ -20,9 +20,9 @@ def clip_grad_norm_(
 
     Scales the gradients of ``parameters`` in place so that their common norm is at most
     ``max_norm``; returns what it was, the same on all ranks. Gradients that are whole on every
-    rank (DDP, ZeRO stage 1) are counted as they are; sharded ones (ZeRO stage 2) take one
-    all-reduce of one number per optimizer. Collective if any is sharded: every rank passes the
-    same parameters.
+    rank (DDP, ZeRO stage 1) are counted as they are; sharded ones (ZeRO stage 2,
+    ``fully_shard``) take one all-reduce of one number per optimizer or mesh. Collective if any is
+    sharded: every rank passes the same parameters.
 
     Args:
         norm_type: above 0, or infinity.
@@ -36,16 +36,22 @@ def clip_grad_norm_(
         parameters = [parameters]
     whole: list[torch.Tensor] = []
     parts: dict[_C.Zero, list[int]] = {}
+    sharded: dict[_C.Communicator, list[torch.Tensor]] = {}
     for parameter in parameters:
         optimizer = optimizer_of(parameter)
         if optimizer is not None and optimizer.stage == 2:
             number, index = optimizer._places[parameter]
             parts.setdefault(optimizer._cores[number], []).append(index)
-        elif parameter.grad is not None:
-            whole.append(parameter.grad)
+        elif parameter.grad is None:
+            continue
+        elif (unit := unit_of(parameter)) is not None and parameter.ndim > 0:
+            sharded.setdefault(unit.communicator, []).append(local_of(parameter.grad))
+        else:
+            whole.append(local_of(parameter.grad))
     return _C.clip_grad_norm_(
         whole=whole,
         parts=list(parts.items()),
+        sharded=list(sharded.items()),
         max_norm=float(max_norm),
         norm_type=float(norm_type),
         error_if_nonfinite=error_if_nonfinite,

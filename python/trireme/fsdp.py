@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
+from torch.distributed.algorithms.join import Joinable, JoinHook, _JoinConfig
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
@@ -21,6 +23,7 @@ from trireme._fsdp_checks import (
     resolve_mesh,
     resolve_reshard,
 )
+from trireme._fsdp_join import FsdpJoinHook
 from trireme._fsdp_params import collect
 from trireme._fsdp_root import units_in
 from trireme._fsdp_step_gate import watch_optimizers
@@ -29,6 +32,9 @@ from trireme.rank_log import get_logger
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import Shard
+
+
+ModuleOrModules = TypeVar("ModuleOrModules", bound=nn.Module | list[nn.Module])
 
 
 class UnshardHandle:
@@ -47,10 +53,11 @@ class FSDPModule(TorchFSDPModule):
     would get something else than what was asked for.
     """
 
-    # [FSDP<Orig>, FSDPModule, torch's FSDPModule, Orig, ...]
+    # [FSDP<Orig>, FSDPModule, torch's FSDPModule, Orig, ..., Joinable, ...]
     _orig_cls_mro_index = 3
 
     _trireme_unit: FsdpUnit
+    _join_config = _JoinConfig.construct_disabled_join_config()
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Of a part of a container (``model[:1]``): the plain class."""
@@ -103,7 +110,7 @@ class FSDPModule(TorchFSDPModule):
         self, requires_gradient_sync: bool, *, recurse: bool = True
     ) -> None:
         """Whether backwards average gradients; without, they accumulate on this rank, unsharded
-        and in ``reduce_dtype``, until one does. For the whole model at once."""
+        and in ``reduce_dtype``, until one does."""
         for unit in self._units(recurse):
             unit.synchronizes = requires_gradient_sync
         if (root := self._trireme_unit.root) is not None:
@@ -217,7 +224,41 @@ class FSDPModule(TorchFSDPModule):
     def set_symm_mem_for_comm(self, backend: Any = "NCCL") -> None:
         not_here("set_symm_mem_for_comm()")
 
+    # uneven inputs
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """For ``Join([model], optimizer=optimizer)``, on the outermost unit.
+
+        A rank that has joined takes part in the others' backwards with zeros, and steps its shards
+        with ``optimizer``. ``divide_by_initial_world_size`` as for DDP. One more small all-reduce
+        per forward.
+        """
+        optimizer = kwargs.get("optimizer")
+        if optimizer is None:
+            got = "got Join without the optimizer, which steps this rank's shards"
+            refuse(got, "Pass it: Join([model], optimizer=optimizer).")
+        return FsdpJoinHook(self, optimizer, kwargs.get("divide_by_initial_world_size", True))
+
+    @property
+    def join_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    @property
+    def join_process_group(self) -> Any:
+        return self._trireme_unit.mesh.get_group()
+
     # nn.Module
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A copy with memory of its own, sharded in the same way. Collective."""
+        copy.deepcopy(self._trireme_unit, memo)
+        if id(self) in memo:
+            return memo[id(self)]
+        made = object.__new__(type(self))
+        memo[id(self)] = made
+        for name, value in self.__dict__.items():
+            made.__dict__[name] = copy.deepcopy(value, memo)
+        return made
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         unit = self._trireme_unit
@@ -246,17 +287,13 @@ def _swap_class(module: nn.Module) -> None:
     plain = type(module)
     sharded = _sharded_classes.get(plain)
     if sharded is None:
-        sharded = type(f"FSDP{plain.__name__}", (FSDPModule, plain), {})
+        sharded = type(f"FSDP{plain.__name__}", (FSDPModule, plain, Joinable), {})
         _sharded_classes[plain] = sharded
     module.__class__ = sharded
 
 
-@overload
-def fully_shard(module: nn.Module, **kwargs: Any) -> FSDPModule: ...
-@overload
-def fully_shard(module: list[nn.Module], **kwargs: Any) -> list[FSDPModule]: ...
 def fully_shard(
-    module: Any,
+    module: ModuleOrModules,
     *,
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | int | None = None,
@@ -265,7 +302,7 @@ def fully_shard(
     offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: object = None,
-) -> Any:
+) -> ModuleOrModules:
     """Shards the parameters of ``module``, their gradients and, through them, the state of the
     optimizer; replaces ``torch.distributed.fsdp.fully_shard``.
 

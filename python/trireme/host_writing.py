@@ -36,6 +36,9 @@ def writing(target: nn.Module | ZeroRedundancyOptimizer) -> Iterator[None]:
     everybody's at the end; an exception drops what was written on all ranks. Collective at the
     begin and at the end; nothing happens for parameters that no ZeroRedundancyOptimizer holds.
 
+    Of what ``fully_shard`` has made every rank writes its own shards, in place, until its next
+    forward or ``unshard()``. The begin waits until all ranks have come; nothing happens at the end.
+
     Raises:
         RuntimeError: a parameter was written outside before.
         ValueError: a parameter of another shape was assigned.
@@ -48,6 +51,7 @@ def writing(target: nn.Module | ZeroRedundancyOptimizer) -> Iterator[None]:
         places = _places_in(target)
         owners = (optimizer_of(parameter) for _, _, parameter in places)
         optimizers = list(dict.fromkeys(owner for owner in owners if owner is not None))
+        _begin_writing_shards(target)
     cores = [core for optimizer in optimizers for core in optimizer._cores]
     for core in cores:
         core.begin_writing()
@@ -57,6 +61,17 @@ def writing(target: nn.Module | ZeroRedundancyOptimizer) -> Iterator[None]:
             _put_back(*place)
     for core in cores:
         core.end_writing()
+
+
+def _begin_writing_shards(module: nn.Module) -> None:
+    """Of the units in ``module``. Before the first forward nobody reads."""
+    from trireme._fsdp_root import units_in  # which imports DTensor: half a second of every start
+
+    units = units_in(module)
+    for unit in units:
+        unit.reshard()
+    for root in dict.fromkeys(unit.root for unit in units if unit.root is not None):
+        root.begin_writing_anew()
 
 
 def _places_in(module: nn.Module) -> list[_Place]:

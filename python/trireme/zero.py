@@ -14,7 +14,7 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
 from torch.optim import Optimizer
 
-from trireme import _C
+from trireme._C import Zero, ZeroOptions
 from trireme._group_communicator import communicator_of
 from trireme._parameter_owners import claim, release
 from trireme._zero_agreement import abandoning, raise_together
@@ -123,13 +123,13 @@ class ZeroRedundancyOptimizer(TorchZero):
         self.world_size = self.process_group.size()
         self.rank = self.process_group.rank()
         self.parameters_as_bucket_view = parameters_as_bucket_view
-        self._options = _C.ZeroOptions()
+        self._options = ZeroOptions()
         self._options.stage = stage
         self._options.host_params = host_params
         self._options.placement = placement_for(optimizer_class, placement, self.process_group)
         check_fused_step(fused_step, stage, optimizer_class, self.process_group)
         self._options.fused_step = fused_step
-        self._cores: list[_C.Zero] = []
+        self._cores: list[Zero] = []
         self._places: dict[torch.Tensor, tuple[int, int]] = {}
         self._shards: dict[torch.Tensor, torch.Tensor] = {}
         self._names = names_of(self.param_groups)
@@ -148,7 +148,7 @@ class ZeroRedundancyOptimizer(TorchZero):
         parameters = [parameter for group in groups for parameter in group["params"]]
         claim(parameters, self, self._names.__getitem__)
         try:
-            core = _C.Zero(
+            core = Zero(
                 names=[self._names[parameter] for parameter in parameters],
                 parameters=parameters,
                 communicator=self._communicator,
@@ -162,7 +162,7 @@ class ZeroRedundancyOptimizer(TorchZero):
             self._shards[parameter] = shard
         self._cores.append(core)
         if self.stage == 2:
-            _C.Zero.arm_together(self._cores)
+            Zero.arm_together(self._cores)
 
     @contextmanager
     def _together(self, groups: list[dict[str, Any]]) -> Iterator[None]:

@@ -37,7 +37,10 @@ RUN_FIELDS = {
     "final_loss": float,
 }
 STEPS = 3
-WORLDS = {"single": 1, "ddp": 2, "zero1": 2, "zero2": 2, "torch-ddp": 2, "torch-zero1": 2}
+WORLDS = {
+    **{"single": 1, "ddp": 2, "zero1": 2, "zero2": 2, "fsdp": 2},
+    **{"torch-ddp": 2, "torch-zero1": 2, "torch-fsdp2": 2},
+}
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +86,7 @@ def test_the_host_holds_a_store_once(comparison: tuple[int, dict[str, Any], Path
         {run["strategy"]: run["memory_mib"][kind] for run in numbers["runs"]}
         for kind in ("parameters", "optimizer_state")
     )
-    for sharded in ("zero1", "zero2"):
+    for sharded in ("zero1", "zero2", "fsdp", "torch-fsdp2"):
         assert parameters[sharded] == pytest.approx(parameters["single"], rel=1e-4)
         assert states[sharded] == pytest.approx(states["single"], rel=1e-2)
     assert parameters["ddp"] == pytest.approx(2 * parameters["single"], rel=1e-4)
@@ -112,7 +115,7 @@ def test_synchronized_batch_norm_sees_the_whole_batch(tmp_path: Path) -> None:
             "[compare] got --text '/nowhere/text' (No such file or directory)",
         ),
         ("--strategies torch-dpp", "Did you mean 'torch-ddp'?"),
-        ("--strategies fsdp", "got strategy 'fsdp', which is not built yet, expected one of"),
+        ("--strategies dp", "got strategy 'dp', which is not built yet, expected one of"),
         ("--strategies single,single", "expected different names"),
         ("--model gtp", "Did you mean 'gpt'?"),
         ("--ranks 0", "got --ranks 0, expected more than 0"),

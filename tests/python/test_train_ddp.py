@@ -65,3 +65,13 @@ def test_zero_reaches_the_losses_of_ddp_and_saves_its_state(
     assert of_zero == pytest.approx(of_cpp_ddp, rel=1e-4)
     # Two states of fp32 for each parameter, which rank 0 could not have written before.
     assert state.stat().st_size > 2 * 4 * (128 * 32 + 1024 * 256 + 256 * 128)
+
+
+def test_fully_sharded_reaches_the_losses_of_ddp_and_saves_the_model(
+    of_cpp_ddp: list[float], tmp_path: Path
+) -> None:
+    model = tmp_path / "model.pt"
+    of_fsdp = losses(run(cpp_program("train_fsdp"), 2, str(model)))
+    assert of_fsdp == pytest.approx(of_cpp_ddp, rel=1e-4)
+    # All parameters, of which each rank has a half.
+    assert model.stat().st_size > 4 * (128 * 32 + 1024 * 256 + 256 * 128)

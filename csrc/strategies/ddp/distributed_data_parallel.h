@@ -2,9 +2,9 @@
 
 #include <trireme/comm/comm_hook.h>
 #include <trireme/comm/launch.h>
+#include <trireme/grad/find_tensors.h>
 #include <trireme/grad/module_parameters.h>
 #include <trireme/strategies/ddp/ddp.h>
-#include <trireme/strategies/ddp/find_tensors.h>
 #include <trireme/strategies/ddp/uneven_inputs.h>
 
 #include <c10/util/ScopeExit.h>

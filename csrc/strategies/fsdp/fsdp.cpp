@@ -28,7 +28,8 @@ bool runs_backward() { return torch::autograd::get_current_graph_task_id() != -1
 ShardPlan plan_of(const std::vector<ParameterInfo>& stored, int64_t world) {
   ShardPlan plan = make_shard_plan({stored, world, ShardPlacement::kDim0});
   for (size_t i = 0; i < stored.size(); ++i)  // every rank steps its own
-    if (stored[i].sizes.empty()) std::fill(plan.shards[i].begin(), plan.shards[i].end(), ShardRange{0, 1});
+    if (stored[i].sizes.empty())
+      std::fill(plan.shards[i].begin(), plan.shards[i].end(), ShardRange{0, 1});
   return plan;
 }
 
@@ -197,8 +198,13 @@ std::vector<at::Tensor> Fsdp::take_gradients(const std::vector<int64_t>& paramet
   return gradients;
 }
 
-void Fsdp::set_synchronize(bool synchronize) {
-  synchronize_ = synchronize;
+void Fsdp::set_synchronize(const std::vector<bool>& groups) {
+  TORCH_INTERNAL_ASSERT(groups.size() == groups_.size());
+  synchronize_ = std::find(groups.begin(), groups.end(), true) != groups.end();
+  std::vector<bool> held;
+  for (size_t i = 0; i < groups.size(); ++i)
+    held.insert(held.end(), groups_[i]->params().size(), synchronize_ && !groups[i]);
+  reducer_->hold(held);
   reducer_->set_synchronize(synchronize_ && !manual_);
 }
 

@@ -75,8 +75,9 @@ class TRIREME_API Fsdp : public std::enable_shared_from_this<Fsdp> {
   // ShardedParam::sharded(), leaving none there: for a caller who keeps gradients himself.
   std::vector<at::Tensor> take_gradients(const std::vector<int64_t>& parameters) const;
 
-  // Whether backwards average gradients; without, they accumulate on this rank.
-  void set_synchronize(bool synchronize);
+  // Whether backwards average the gradients of each group; without, they accumulate on this rank.
+  // The same on all ranks.
+  void set_synchronize(const std::vector<bool>& groups);
   // With manual finalization backwards only accumulate, and finalize_backward() averages.
   void set_manual_finalization(bool manual);
   void finalize_backward();

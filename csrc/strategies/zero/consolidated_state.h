@@ -33,10 +33,6 @@ TRIREME_API std::vector<ArchivedValues> gather_states(
     const std::vector<ArchivedValues>& own, const std::vector<ShardedParameter>& parameters,
     Communicator& communicator, int64_t to);
 
-// What every rank says, by rank. Collective: two small gathers over `device`.
-TRIREME_API std::vector<std::string> gather_texts(const std::string& own,
-                                                  Communicator& communicator, c10::Device device);
-
 // What `rank` takes of the state of a whole parameter, as copies on the parameter's device. Throws
 // ValueError where that is the state of a parameter of another shape.
 TRIREME_API ArchivedValues own_part(const ArchivedValues& whole, const ShardedParameter& parameter,

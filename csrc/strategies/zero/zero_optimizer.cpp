@@ -1,5 +1,6 @@
 #include <trireme/strategies/zero/zero_optimizer.h>
 
+#include <trireme/comm/gather_texts.h>
 #include <trireme/common/error.h>
 
 #include <ATen/ATen.h>

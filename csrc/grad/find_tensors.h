@@ -14,7 +14,7 @@
 namespace trireme {
 
 // Collects the tensors in what a C++ module's forward() returns. Types it does not know hold none
-// in its eyes; DDP then arms at the first parameter's gradient (see grad_reducer.h).
+// in its eyes; a reducer then arms at the first parameter's gradient (see grad_reducer.h).
 class TensorCollector {
  public:
   template <typename T>

@@ -1,0 +1,155 @@
+"""The tables of bench_fsdp.py, and those that compare all strategies, in Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from harness.pages import Runs, host_memory, markdown, median_of, phases, ratio_cells
+
+Results = Mapping[str, Any]
+
+# What each strategy is called where it was measured; of several labels the fastest one counts.
+STRATEGIES: dict[str, Sequence[str]] = {
+    "1 process x 2 threads": ["1 process"],
+    "torch DDP": ["torch-ddp", "torch-ddp + view", "torch-ddp + view + batched"],
+    "torch ZeRO-1": ["torch-zero1", "torch-zero1 + view"],
+    "torch FSDP2": [
+        "torch-fsdp2",
+        "torch-fsdp2, kept",
+        "torch-fsdp2, foreach",
+        "torch-fsdp2, kept, foreach",
+    ],
+    "DDP": ["ddp, shared memory"],
+    "ZeRO 1": ["zero1"],
+    "ZeRO 2": ["zero2"],
+    "ZeRO 2, `trireme.optim`": ["zero2, trireme.optim"],
+    "fully_shard": ["fsdp"],
+    "fully_shard, `trireme.optim`": ["fsdp, trireme.optim"],
+}
+WORKLOADS = ("mlp", "gpt-small-batch", "gpt")
+
+
+def fsdp_section(results: Results) -> str:
+    """Who is measured against whom."""
+    rows = []
+    for name, workload in results["workloads"].items():
+        runs = workload["runs"]
+        for contest in workload["contests"]:
+            ours, theirs = (
+                f"{median_of(runs[label], 'step_ms'):.0f} ({label})"
+                for label in (contest["ours"], contest["theirs"])
+            )
+            beside = [
+                f"{median_of(runs[label], 'step_ms'):.0f}"
+                for label in ("1 process", "2 ranks, no sync")
+            ]
+            rows.append([name, *beside, theirs, ours, *ratio_cells(contest["ratio"])])
+    header = [
+        "workload",
+        "1 process x 2 threads, ms",
+        "2 ranks, no sync",
+        "measured against",
+        "trireme fully_shard",
+        "ratio (quartiles)",
+        "target",
+    ]
+    title = (
+        "`bench_fsdp.py`, each block a unit, 2 ranks x 1 thread, ours through shared memory, "
+        "torch's over Gloo, median step of fresh processes in paired rounds:\n\n"
+    )
+    return title + markdown(header, rows)
+
+
+def fsdp_tables(results: Results) -> str:
+    """Every part of bench_fsdp.py that was run."""
+    parts = []
+    if results["workloads"]:
+        parts.append(fsdp_section(results))
+    if "engine" in results:
+        parts.append(_engine(results["engine"]))
+    if "memory_limit" in results:
+        parts.append(_memory_limit(results["memory_limit"]))
+    for name, workload in results["workloads"].items():
+        parts.append(f"`{name}`:\n\n" + phases(workload["runs"]))
+    if "memory" in results:
+        parts.append(host_memory(results["memory"]))
+    return "\n" + "\n".join(parts) + "\n"
+
+
+def strategy_tables(results: Sequence[Results]) -> str:
+    """All strategies side by side, out of the results of several benchmarks; the first one that
+    measured a strategy says how fast it is."""
+    parts = []
+    rows = [
+        [title, *(_of_torch_ddp(results, name, labels) for name in WORKLOADS)]
+        for title, labels in STRATEGIES.items()
+    ]
+    if any(cell for row in rows for cell in row[1:]):
+        title = "Step time, 2 ranks x 1 thread, torch's fastest DDP of the same run = 1:\n\n"
+        parts.append(title + markdown(["", *WORKLOADS], [row for row in rows if any(row[1:])]))
+    if held := _bytes_per_parameter(results):
+        parts.append(held)
+    for found in results:
+        if "memory_limit" in found:
+            parts.append(_memory_limit(found["memory_limit"]))
+    return "\n" + "\n".join(parts or ["No run is committed yet.\n"]) + "\n"
+
+
+def _of_torch_ddp(results: Sequence[Results], workload: str, labels: Sequence[str]) -> str:
+    for found in results:
+        measured = found.get("workloads", {}).get(workload)
+        if measured is not None and (step := _fastest(measured["runs"], labels)) is not None:
+            return f"{step / median_of(measured['runs'][measured['torch_best']], 'step_ms'):.2f}"
+    return ""
+
+
+def _fastest(runs: Runs, labels: Sequence[str]) -> float | None:
+    steps = [median_of(runs[label], "step_ms") for label in labels if label in runs]
+    return min(steps, default=None)
+
+
+def _bytes_per_parameter(results: Sequence[Results]) -> str:
+    cells: dict[str, dict[str, str]] = {}
+    for row in _memory_rows(results):
+        case = f"{row['workload']}, {row['ranks']} ranks"
+        held = row["between_steps"] * 2**20 / row["numel"]
+        cells.setdefault(row["side"], {}).setdefault(case, f"{held:.1f}")
+    cases = list(dict.fromkeys(case for found in cells.values() for case in found))
+    rows = [[side, *(found.get(case, "") for case in cases)] for side, found in cells.items()]
+    title = "Bytes per parameter that a host holds between two steps, fp32 AdamW:\n\n"
+    return title + markdown(["", *cases], rows) if rows else ""
+
+
+def _memory_rows(results: Sequence[Results]) -> Iterator[Mapping[str, Any]]:
+    for found in results:
+        yield from found.get("memory", [])
+
+
+def _engine(engine: Mapping[str, Any]) -> str:
+    rows = []
+    for label, runs in engine["runs"].items():
+        added = [{**run, "added_ms": run["wrapped_ms"] - run["bare_ms"]} for run in runs]
+        names = ("bare_ms", "wrapped_ms", "added_ms")
+        rows.append([label, *(f"{median_of(added, name):.2f}" for name in names)])
+    header = ["64 units of 4 small parameters, ms per step", "bare", "sharded", "added"]
+    text = markdown(header, rows) + "\nWhat sharding adds to a step"
+    for contest in engine["contests"]:
+        ratio, target = ratio_cells(contest["ratio"])
+        text += f"; {contest['ours']} / {contest['theirs']}: {ratio}, target {target}"
+    return text + ".\n"
+
+
+def _memory_limit(found: Mapping[str, Any]) -> str:
+    rows = []
+    for label, fitting in found["sides"].items():
+        width = fitting["width"]
+        millions = f"{16 * (width + 1) * width / 1e6:.0f}" if width else ""
+        peak = f"{fitting['peaks'][str(width)]:.0f}" if width else ""
+        rows.append([label, str(width or "none"), millions, peak])
+    header = ["", "widest `mlp`", "million parameters", "MiB at its fullest moment"]
+    title = (
+        f"The widest `mlp` (in steps of {found['step']}) that 2 ranks build and train within "
+        f"{found['limit_mib'] / 1024:g} GiB of the host, beyond what they held before:\n\n"
+    )
+    return title + markdown(header, rows)

@@ -1,0 +1,73 @@
+#include <trireme/param/checkpoint.h>
+
+#include <trireme/bindings/bindings.h>
+
+#include <pybind11/stl.h>
+#include <torch/csrc/Exceptions.h>
+
+#include <memory>
+#include <optional>
+#include <utility>
+
+namespace trireme {
+namespace {
+
+namespace py = pybind11;
+
+CheckpointTensor make_tensor(std::string name, at::ScalarType dtype, std::vector<int64_t> sizes,
+                             std::optional<at::Tensor> values, int64_t dim, int64_t first) {
+  return {std::move(name),
+          dtype,
+          std::move(sizes),
+          {values ? std::move(*values) : at::Tensor(), dim, first}};
+}
+
+}  // namespace
+
+void init_checkpoint(py::module_& module) {
+  using torch::wrap_pybind_function_no_gil;
+  py::class_<CheckpointTensor>(module, "CheckpointTensor")
+      .def(py::init(&make_tensor), py::arg("name"), py::arg("dtype"), py::arg("sizes"),
+           py::arg("values") = py::none(), py::kw_only(), py::arg("dim") = 0, py::arg("first") = 0)
+      .def_readonly("name", &CheckpointTensor::name)
+      .def_readonly("dtype", &CheckpointTensor::dtype)
+      .def_readonly("sizes", &CheckpointTensor::sizes);
+
+  py::class_<CheckpointRanks>(module, "CheckpointRanks")
+      .def(py::init([](std::shared_ptr<Communicator> communicator, c10::Device device) {
+             return CheckpointRanks{std::move(communicator), device};
+           }),
+           py::arg("communicator"), py::arg("device"))
+      .def("together",
+           wrap_pybind_function_no_gil(
+               [](const CheckpointRanks& ranks, const std::optional<std::string>& error) {
+                 together(ranks, [&] { TORCH_CHECK_VALUE(!error, *error); });
+               }),
+           py::arg("error"), "See csrc/param/checkpoint.h. `error`: what this rank would throw.");
+
+  using Tensors = std::map<std::string, std::vector<CheckpointTensor>>;
+  module.def("save_checkpoint",
+             wrap_pybind_function_no_gil(
+                 [](const std::string& path, const CheckpointRanks& ranks, Tensors tensors,
+                    std::map<std::string, std::string> texts, int64_t max_file_bytes) {
+                   const CheckpointContent content{std::move(tensors), std::move(texts)};
+                   save_checkpoint({path, content, max_file_bytes}, ranks);
+                 }),
+             py::arg("path"), py::arg("ranks"), py::kw_only(), py::arg("tensors"), py::arg("texts"),
+             py::arg("max_file_bytes"));
+
+  using Reader = CheckpointReader;
+  py::class_<Reader, std::shared_ptr<Reader>>(module, "CheckpointReader")
+      .def(py::init(wrap_pybind_function_no_gil(
+               [](const std::string& path, const CheckpointRanks& ranks) {
+                 return std::make_shared<Reader>(path, ranks);
+               })),
+           py::arg("path"), py::arg("ranks"))
+      .def("tensors", &Reader::tensors, py::arg("kind"))
+      .def("text", torch::wrap_pybind_function(&Reader::text), py::arg("name"))
+      .def("check", wrap_pybind_function_no_gil(&Reader::check), py::arg("kind"),
+           py::arg("tensors"))
+      .def("read", wrap_pybind_function_no_gil(&Reader::read), py::arg("kind"), py::arg("tensors"));
+}
+
+}  // namespace trireme

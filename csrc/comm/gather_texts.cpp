@@ -1,0 +1,33 @@
+#include <trireme/comm/gather_texts.h>
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <cstring>
+
+namespace trireme {
+
+std::vector<std::string> gather_texts(const std::string& own, Communicator& communicator,
+                                      c10::Device device) {
+  const int64_t world = communicator.world();
+  const auto integers = at::TensorOptions().dtype(at::kLong).device(device);
+  at::Tensor lengths = at::empty({world}, integers);
+  const auto length = static_cast<int64_t>(own.size());
+  communicator.all_gather({lengths}, {at::full({1}, length, integers)}, "lengths of texts").wait();
+  lengths = lengths.cpu();
+  const int64_t longest = std::max<int64_t>(1, lengths.max().item<int64_t>());
+  at::Tensor mine = at::zeros({longest}, at::kByte);
+  std::memcpy(mine.mutable_data_ptr(), own.data(), own.size());
+  mine = mine.to(device);
+  at::Tensor all = at::empty({world * longest}, mine.options());
+  communicator.all_gather({all}, {mine}, "texts").wait();
+  all = all.cpu();
+  std::vector<std::string> texts;
+  for (int64_t rank = 0; rank < world; ++rank) {
+    const auto* text = static_cast<const char*>(all.const_data_ptr()) + rank * longest;
+    texts.emplace_back(text, static_cast<size_t>(lengths.const_data_ptr<int64_t>()[rank]));
+  }
+  return texts;
+}
+
+}  // namespace trireme

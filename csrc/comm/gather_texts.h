@@ -1,0 +1,16 @@
+#pragma once
+
+#include <trireme/comm/communicator.h>
+
+#include <c10/core/Device.h>
+
+#include <string>
+#include <vector>
+
+namespace trireme {
+
+// What every rank says, by rank. Collective: two small gathers over `device`.
+TRIREME_API std::vector<std::string> gather_texts(const std::string& own,
+                                                  Communicator& communicator, c10::Device device);
+
+}  // namespace trireme

@@ -1,0 +1,298 @@
+#include <trireme/memory/safetensors_file.h>
+
+#include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
+
+#include <algorithm>
+#include <array>
+#include <bit>
+#include <cerrno>
+#include <cstring>
+#include <fcntl.h>
+#include <nlohmann/json.hpp>
+#include <sys/stat.h>
+#include <unistd.h>
+#include <utility>
+
+namespace trireme {
+namespace {
+
+using Json = nlohmann::ordered_json;
+
+static_assert(std::endian::native == std::endian::little);
+constexpr int64_t kLengthBytes = 8;
+constexpr int64_t kMaxHeaderBytes = 100'000'000;  // as the reference implementation has it
+constexpr const char* kMetadata = "__metadata__";
+
+struct DtypeName {
+  at::ScalarType dtype;
+  const char* name;
+};
+constexpr std::array<DtypeName, 15> kDtypes = {{{at::kBool, "BOOL"},
+                                                {at::kByte, "U8"},
+                                                {at::kChar, "I8"},
+                                                {at::kShort, "I16"},
+                                                {at::kInt, "I32"},
+                                                {at::kLong, "I64"},
+                                                {at::kHalf, "F16"},
+                                                {at::kBFloat16, "BF16"},
+                                                {at::kFloat, "F32"},
+                                                {at::kDouble, "F64"},
+                                                {at::kComplexFloat, "C64"},
+                                                {at::kFloat8_e4m3fn, "F8_E4M3"},
+                                                {at::kFloat8_e5m2, "F8_E5M2"},
+                                                {at::kUInt16, "U16"},
+                                                {at::kUInt32, "U32"}}};
+
+std::string text_of(const SafetensorsHeader& header) {
+  Json text;
+  if (!header.metadata.empty()) text[kMetadata] = header.metadata;
+  for (const SafetensorsEntry& entry : header.entries) {
+    text[entry.name] = {{"dtype", safetensors_dtype(entry.dtype)},
+                        {"shape", entry.sizes},
+                        {"data_offsets", {entry.begin, entry.begin + entry.bytes()}}};
+  }
+  std::string written = text.is_null() ? "{}" : text.dump();
+  written.resize((written.size() + 7) / 8 * 8, ' ');
+  return written;
+}
+
+// What one entry of the text says; its end goes to `end`. Throws Json::exception for what is of
+// another form.
+SafetensorsEntry entry_of(const std::string& name, const Json& text, int64_t& end) {
+  SafetensorsEntry entry;
+  entry.name = name;
+  const std::string dtype = text.at("dtype").get<std::string>();
+  const auto* known = std::find_if(kDtypes.begin(), kDtypes.end(),
+                                   [&](const DtypeName& one) { return dtype == one.name; });
+  entry.dtype = known == kDtypes.end() ? at::ScalarType::Undefined : known->dtype;
+  entry.sizes = text.at("shape").get<std::vector<int64_t>>();
+  entry.begin = text.at("data_offsets").at(0).get<int64_t>();
+  end = text.at("data_offsets").at(1).get<int64_t>();
+  return entry;
+}
+
+// Whether [begin, end) is what dtype and sizes need.
+bool fits(const SafetensorsEntry& entry, int64_t end) {
+  if (entry.dtype == at::ScalarType::Undefined) return false;
+  auto bytes = static_cast<int64_t>(c10::elementSize(entry.dtype));
+  for (const int64_t extent : entry.sizes)
+    if (extent < 0 || __builtin_mul_overflow(bytes, extent, &bytes)) return false;
+  return entry.begin >= 0 && end >= entry.begin && end - entry.begin == bytes;
+}
+
+}  // namespace
+
+int64_t SafetensorsEntry::numel() const { return c10::multiply_integers(sizes); }
+
+int64_t SafetensorsEntry::bytes() const {
+  return numel() * static_cast<int64_t>(c10::elementSize(dtype));
+}
+
+std::string safetensors_dtype(at::ScalarType dtype) {
+  for (const DtypeName& one : kDtypes)
+    if (one.dtype == dtype) return one.name;
+  return "";
+}
+
+SafetensorsHeader plan_safetensors(std::vector<SafetensorsEntry> entries,
+                                   std::map<std::string, std::string> metadata) {
+  std::stable_sort(entries.begin(), entries.end(), [](const auto& one, const auto& other) {
+    return c10::elementSize(one.dtype) > c10::elementSize(other.dtype);
+  });
+  SafetensorsHeader header{std::move(entries), std::move(metadata)};
+  int64_t end = 0;
+  for (SafetensorsEntry& entry : header.entries) {
+    entry.begin = end;
+    end += entry.bytes();
+  }
+  header.bytes = kLengthBytes + static_cast<int64_t>(text_of(header).size());
+  header.file_bytes = header.bytes + end;
+  return header;
+}
+
+SafetensorsFile::SafetensorsFile(std::string path, int descriptor, RankOf where)
+    : path_(std::move(path)), descriptor_(descriptor), where_(where) {
+  if (descriptor_ < 0) fail("open");
+}
+
+SafetensorsFile::SafetensorsFile(SafetensorsFile&& other) noexcept
+    : path_(std::move(other.path_)),
+      descriptor_(std::exchange(other.descriptor_, -1)),
+      where_(other.where_),
+      header_(std::move(other.header_)) {}
+
+SafetensorsFile& SafetensorsFile::operator=(SafetensorsFile&& other) noexcept {
+  std::swap(path_, other.path_);
+  std::swap(descriptor_, other.descriptor_);
+  std::swap(where_, other.where_);
+  std::swap(header_, other.header_);
+  return *this;
+}
+
+SafetensorsFile::~SafetensorsFile() {
+  if (descriptor_ >= 0) ::close(descriptor_);
+}
+
+SafetensorsFile SafetensorsFile::create(std::string path, SafetensorsHeader header, RankOf where) {
+  const int descriptor = ::open(path.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
+  SafetensorsFile file(std::move(path), descriptor, where);
+  file.header_ = std::move(header);
+  // Room is taken now, where the file system can: a full disk is then noticed before any work.
+  int result = ::fallocate(descriptor, 0, 0, file.header_.file_bytes);
+  if (result != 0 && (errno == EOPNOTSUPP || errno == ENOSYS))
+    result = ::ftruncate(descriptor, file.header_.file_bytes);
+  if (result != 0) file.fail("make room in");
+  const std::string text = text_of(file.header_);
+  const auto length = static_cast<uint64_t>(text.size());
+  std::array<char, kLengthBytes> prefix{};
+  std::memcpy(prefix.data(), &length, sizeof length);
+  file.write_bytes(prefix.data(), kLengthBytes, 0);
+  file.write_bytes(text.data(), static_cast<int64_t>(text.size()), kLengthBytes);
+  return file;
+}
+
+SafetensorsFile SafetensorsFile::open_to_write(std::string path, SafetensorsHeader header,
+                                               RankOf where) {
+  const int descriptor = ::open(path.c_str(), O_RDWR | O_CLOEXEC);
+  SafetensorsFile file(std::move(path), descriptor, where);
+  file.header_ = std::move(header);
+  return file;
+}
+
+SafetensorsFile SafetensorsFile::open(std::string path, RankOf where) {
+  const int descriptor = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
+  SafetensorsFile file(std::move(path), descriptor, where);
+  file.read_header();
+  return file;
+}
+
+void SafetensorsFile::read_header() {
+  struct stat found{};
+  if (::fstat(descriptor_, &found) != 0) fail("look at");
+  header_.file_bytes = found.st_size;
+  uint64_t length = 0;
+  if (header_.file_bytes >= kLengthBytes)
+    read_bytes(reinterpret_cast<char*>(&length), kLengthBytes, 0);
+  const int64_t most = std::min(kMaxHeaderBytes, header_.file_bytes - kLengthBytes);
+  if (most < 2 || length > static_cast<uint64_t>(most)) refuse("no header");
+  std::string written(length, ' ');
+  read_bytes(written.data(), static_cast<int64_t>(length), kLengthBytes);
+  header_.bytes = kLengthBytes + static_cast<int64_t>(length);
+  try {
+    const Json text = Json::parse(written);
+    for (const auto& [name, value] : text.items()) {
+      if (name == kMetadata) {
+        header_.metadata = value.get<std::map<std::string, std::string>>();
+        continue;
+      }
+      int64_t end = 0;
+      header_.entries.push_back(entry_of(name, value, end));
+      if (!fits(header_.entries.back(), end)) refuse("'" + name + "' as " + value.dump());
+    }
+  } catch (const Json::exception& error) {
+    refuse(std::string("a header that cannot be read (") + error.what() + ")");
+  }
+  check_entries(header_.file_bytes - header_.bytes);
+}
+
+void SafetensorsFile::check_entries(int64_t data_bytes) const {
+  std::vector<const SafetensorsEntry*> by_place;
+  for (const SafetensorsEntry& entry : header_.entries) by_place.push_back(&entry);
+  std::stable_sort(by_place.begin(), by_place.end(),
+                   [](const auto* one, const auto* other) { return one->begin < other->begin; });
+  int64_t end = 0;
+  for (const SafetensorsEntry* entry : by_place) {
+    if (entry->begin < end) refuse("'" + entry->name + "' over another tensor");
+    end = entry->begin + entry->bytes();
+    if (end > data_bytes) refuse("'" + entry->name + "' cut off at the end of the file");
+  }
+}
+
+// Calls move(offset in the part, offset in the file, bytes) for each piece that is one in both.
+template <typename Move>
+void SafetensorsFile::for_runs(const SafetensorsEntry& entry, const TensorPart& part,
+                               const Move& move) const {
+  const at::IntArrayRef sizes = entry.sizes;
+  std::vector<int64_t> expected = entry.sizes;
+  const auto dim = static_cast<size_t>(part.dim);
+  const int64_t rows = sizes.empty() ? 1 : part.values.size(part.dim);
+  if (!sizes.empty()) expected[dim] = rows;
+  const int64_t whole_rows = sizes.empty() ? 1 : sizes[dim];
+  TORCH_INTERNAL_ASSERT(part.values.scalar_type() == entry.dtype &&
+                        part.values.sizes() == at::IntArrayRef(expected) && part.first >= 0 &&
+                        part.first + rows <= whole_rows);
+  if (part.values.numel() == 0) return;
+  const int64_t outer = sizes.empty() ? 1 : c10::multiply_integers(sizes.slice(0, dim));
+  const int64_t row_bytes = entry.bytes() / (outer * whole_rows);
+  const int64_t start = header_.bytes + entry.begin;
+  for (int64_t i = 0; i < outer; ++i)
+    move(i * rows * row_bytes, start + (i * whole_rows + part.first) * row_bytes, rows * row_bytes);
+}
+
+void SafetensorsFile::write(const SafetensorsEntry& entry, const TensorPart& part) const {
+  if (!part.values.defined()) return;
+  const at::Tensor values = part.values.detach().resolve_conj().resolve_neg().cpu().contiguous();
+  const auto* data = static_cast<const char*>(values.const_data_ptr());
+  for_runs(entry, part,
+           [&](int64_t from, int64_t to, int64_t bytes) { write_bytes(data + from, bytes, to); });
+}
+
+void SafetensorsFile::read(const SafetensorsEntry& entry, const TensorPart& part) const {
+  if (!part.values.defined()) return;
+  const at::NoGradGuard no_grad;
+  const at::Tensor values = part.values.detach();
+  const bool in_place =
+      values.is_cpu() && values.is_contiguous() && !values.is_conj() && !values.is_neg();
+  const at::Tensor target =
+      in_place ? values
+               : at::empty(values.sizes(), at::TensorOptions().dtype(values.scalar_type()));
+  auto* data = static_cast<char*>(target.mutable_data_ptr());
+  for_runs(entry, part,
+           [&](int64_t to, int64_t from, int64_t bytes) { read_bytes(data + to, bytes, from); });
+  if (!in_place) {
+    part.values.detach().copy_(target);
+  } else if (!values.is_inference()) {
+    values.unsafeGetTensorImpl()->bump_version();
+  }
+}
+
+void SafetensorsFile::sync() const {
+  if (::fsync(descriptor_) != 0) fail("write");
+}
+
+void SafetensorsFile::write_bytes(const char* data, int64_t bytes, int64_t offset) const {
+  while (bytes > 0) {
+    const ssize_t done = ::pwrite(descriptor_, data, static_cast<size_t>(bytes), offset);
+    if (done < 0 && errno == EINTR) continue;
+    if (done < 0) fail("write");
+    data += done;
+    offset += done;
+    bytes -= done;
+  }
+}
+
+void SafetensorsFile::read_bytes(char* data, int64_t bytes, int64_t offset) const {
+  while (bytes > 0) {
+    const ssize_t done = ::pread(descriptor_, data, static_cast<size_t>(bytes), offset);
+    if (done < 0 && errno == EINTR) continue;
+    if (done < 0) fail("read");
+    if (done == 0) refuse("an end of the file in the middle of a tensor");
+    data += done;
+    offset += done;
+    bytes -= done;
+  }
+}
+
+void SafetensorsFile::fail(const std::string& doing) const {
+  const std::string why = std::strerror(errno);
+  TORCH_CHECK(false, error_text("checkpoint", "cannot " + doing + " '" + path_ + "': " + why,
+                                where_, "See that every rank can use this folder."));
+}
+
+void SafetensorsFile::refuse(const std::string& got) const {
+  TORCH_CHECK_VALUE(false, error_text("checkpoint", "got " + got + " in '" + path_ + "'", where_,
+                                      "Restore the file, or load another checkpoint."));
+}
+
+}  // namespace trireme

@@ -1,0 +1,97 @@
+#pragma once
+
+#include <trireme/common/error.h>
+#include <trireme/common/export.h>
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <map>
+#include <string>
+#include <vector>
+
+namespace trireme {
+
+// Where a tensor lies in a file of the safetensors format: 8 bytes with the length of a JSON text,
+// that text, the tensors' bytes, row-major and little-endian
+// (https://github.com/huggingface/safetensors#format).
+struct SafetensorsEntry {
+  std::string name;
+  at::ScalarType dtype = at::kFloat;
+  std::vector<int64_t> sizes;
+  int64_t begin = 0;  // in bytes, from the end of the header
+
+  TRIREME_API int64_t numel() const;
+  TRIREME_API int64_t bytes() const;
+  bool operator==(const SafetensorsEntry&) const = default;
+};
+
+// What the text says.
+struct SafetensorsHeader {
+  std::vector<SafetensorsEntry> entries;        // in the order of their bytes
+  std::map<std::string, std::string> metadata;  // texts, whatever a writer likes to say
+  int64_t bytes = 0;                            // of the header, its length included
+  int64_t file_bytes = 0;                       // of all
+
+  bool operator==(const SafetensorsHeader&) const = default;
+};
+
+// The format's word for a dtype ("F32"); empty where it has none.
+TRIREME_API std::string safetensors_dtype(at::ScalarType dtype);
+
+// Lays tensors out: those of wide elements first, so that each is aligned. `begin` is not read.
+TRIREME_API SafetensorsHeader plan_safetensors(std::vector<SafetensorsEntry> entries,
+                                               std::map<std::string, std::string> metadata);
+
+// The part of a tensor that somebody has: [first, first + values.size(dim)) of dimension `dim`, or
+// all of a tensor without dimensions. Undefined `values`: nothing.
+struct TensorPart {
+  at::Tensor values;
+  int64_t dim = 0;
+  int64_t first = 0;
+};
+
+// A file that several processes write or read at once, each the bytes of its parts. Parts of
+// contiguous CPU tensors go straight between memory and file; others take one copy of the part.
+//
+// Throws ValueError for a file of another content, c10::Error where the system refuses; `where` is
+// only for messages. One thread at a time.
+class TRIREME_API SafetensorsFile {
+ public:
+  // A file with its header, and room for its tensors; it must not exist yet.
+  static SafetensorsFile create(std::string path, SafetensorsHeader header, RankOf where);
+  // For writing: one that create() made from the same header.
+  static SafetensorsFile open_to_write(std::string path, SafetensorsHeader header, RankOf where);
+  // For reading. The header is checked against the size of the file.
+  static SafetensorsFile open(std::string path, RankOf where);
+
+  SafetensorsFile(SafetensorsFile&& other) noexcept;
+  SafetensorsFile& operator=(SafetensorsFile&& other) noexcept;
+  ~SafetensorsFile();
+
+  const SafetensorsHeader& header() const { return header_; }
+
+  void write(const SafetensorsEntry& entry, const TensorPart& part) const;
+  // In place, without autograd; the version of `part.values` is raised.
+  void read(const SafetensorsEntry& entry, const TensorPart& part) const;
+  // What was written is on the disk.
+  void sync() const;
+
+ private:
+  SafetensorsFile(std::string path, int descriptor, RankOf where);
+  void read_header();
+  void check_entries(int64_t data_bytes) const;
+  template <typename Move>
+  void for_runs(const SafetensorsEntry& entry, const TensorPart& part, const Move& move) const;
+  void write_bytes(const char* data, int64_t bytes, int64_t offset) const;
+  void read_bytes(char* data, int64_t bytes, int64_t offset) const;
+  [[noreturn]] void fail(const std::string& doing) const;  // errno says why
+  [[noreturn]] void refuse(const std::string& got) const;
+
+  std::string path_;
+  int descriptor_ = -1;
+  RankOf where_;
+  SafetensorsHeader header_;
+};
+
+}  // namespace trireme

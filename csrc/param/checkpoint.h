@@ -1,0 +1,109 @@
+#pragma once
+
+#include <trireme/comm/communicator.h>
+#include <trireme/common/export.h>
+#include <trireme/memory/safetensors_file.h>
+#include <trireme/param/checkpoint_files.h>
+
+#include <c10/core/Device.h>
+
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace trireme {
+
+// [Note: saving and loading without gathering]
+//
+// Every rank says which tensors it knows and which part of each it has; together they plan the
+// files. One rank makes them, all write the bytes that they have, one replaces the previous
+// checkpoint. Loading, every rank reads the bytes that it needs. So no rank ever holds more than
+// its parts, and any number of ranks, under any strategy, loads what another one saved.
+//
+// What goes wrong on one rank is raised on all: there its own error, elsewhere one that names it.
+
+// A tensor by the name that it has in the plain model, and this rank's part of it.
+struct CheckpointTensor {
+  std::string name;
+  at::ScalarType dtype = at::kFloat;
+  std::vector<int64_t> sizes;  // of the whole
+  TensorPart part = {};
+};
+
+// Who saves or loads together; a null communicator is a rank alone. `device`: where it moves
+// tensors.
+struct CheckpointRanks {
+  std::shared_ptr<Communicator> communicator;
+  c10::Device device = c10::kCPU;
+
+  RankOf where() const { return communicator ? communicator->rank_of() : RankOf{0, 1}; }
+};
+
+struct CheckpointContent {
+  // By kind: "model", "optimizer". Each element is in the part of exactly one rank; a rank need not
+  // know what others have.
+  std::map<std::string, std::vector<CheckpointTensor>> tensors;
+  // JSON objects by file name (without a path). What ranks say is merged, key by key; where they
+  // differ the lowest rank is right.
+  std::map<std::string, std::string> texts;
+};
+
+struct SaveCheckpointRequest {
+  std::string path;
+  const CheckpointContent& content;
+  int64_t max_file_bytes = int64_t{5'000'000'000};
+};
+
+// Replaces what checkpoint there is at `path`, in one step at the end. Collective; a few small
+// gathers, and each rank's part once to the disk, which is waited for. Throws ValueError for what
+// cannot be saved, c10::Error where the system refuses; the previous checkpoint is loadable then.
+TRIREME_API void save_checkpoint(const SaveCheckpointRequest& request,
+                                 const CheckpointRanks& ranks);
+
+class TRIREME_API CheckpointReader {
+ public:
+  // Collective. Throws ValueError for a checkpoint that is not whole, naming file and tensor.
+  CheckpointReader(const std::string& path, CheckpointRanks ranks);
+
+  // The tensors of a kind, without parts, by name; none if the checkpoint has none.
+  const std::map<std::string, CheckpointTensor>& tensors(const std::string& kind) const;
+  // A JSON object; empty if there is none.
+  std::string text(const std::string& name) const;
+
+  // That `tensors` are those of the checkpoint, whatever their parts. Collective; throws ValueError
+  // naming the tensor that is missing, foreign, or of another dtype or shape.
+  void check(const std::string& kind, const std::vector<CheckpointTensor>& tensors) const;
+
+  // Reads into the parts, in place. Collective; a failure leaves them half read.
+  void read(const std::string& kind, const std::vector<CheckpointTensor>& tensors) const;
+
+ private:
+  struct Place {
+    size_t file = 0;
+    size_t entry = 0;
+  };
+  struct Kind {
+    std::vector<SafetensorsFile> files;
+    std::map<std::string, Place> places;  // by tensor
+    std::map<std::string, CheckpointTensor> tensors;
+    std::string save;
+  };
+  void open(const std::string& kind);
+  void take(Kind& opened, const CheckpointIndex& index, SafetensorsFile file,
+            const std::string& name) const;
+  void check_one(const Kind& opened, const CheckpointTensor& tensor) const;
+  void compare_saves() const;
+  [[noreturn]] void refuse(const std::string& got, const std::string& next_step) const;
+
+  std::string folder_;
+  CheckpointRanks ranks_;
+  std::map<std::string, Kind> kinds_;
+};
+
+// Collective. Calls `work`; what it throws on one rank is raised on all of them.
+TRIREME_API void together(const CheckpointRanks& ranks, const std::function<void()>& work);
+
+}  // namespace trireme

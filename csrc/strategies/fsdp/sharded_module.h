@@ -1,0 +1,141 @@
+#pragma once
+
+#include <trireme/grad/grad_norm.h>
+#include <trireme/strategies/fsdp/fsdp.h>
+
+#include <torch/nn/module.h>
+#include <torch/serialize/archive.h>
+
+#include <iosfwd>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace trireme {
+
+struct FsdpOptions {
+  // What forward and backward read, and gradients are on the wire; the parameters' own if absent.
+  std::optional<at::ScalarType> param_dtype = {};
+  std::optional<at::ScalarType> reduce_dtype = {};
+  // Of floating-point outputs of the module; as they come if absent.
+  std::optional<at::ScalarType> output_dtype = {};
+  // Whether floating-point inputs are brought to param_dtype.
+  bool cast_forward_inputs = true;
+  // As in Python; between ranks of one host it changes nothing.
+  bool reshard_after_forward = true;
+  // Of the ranks that share the parameters; that of the last trireme::init() if null.
+  std::shared_ptr<Communicator> communicator = nullptr;
+};
+
+// [Note: a sharded C++ module]
+//
+// C++ modules have no forward hooks, so a unit is a module around another:
+//
+//   inner    the user's module, which computes. Its parameters stay the same tensors for ever, over
+//            the memory of the host: unsharded. It is held, not registered
+//   mirror   what is registered in its place: the same tree of names, with this rank's shards as
+//            parameters, inner's own buffers, and the units in it themselves
+//
+// So parameters(), named_parameters() and zero_grad() of any module around it see shards, under the
+// names of the plain model, and an optimizer is made of them as of any. Before it writes them it
+// passes a gate: trireme::step(optimizer), or an optimizer of grad/flat_optimizer.h, which does so
+// by itself. What goes around the gate is noticed in the next forward, which throws.
+//
+// What a program reads through inner's own members (net->head->weight) is whole, and final from
+// unshard() to the next step; nobody may write it.
+
+// All of a unit that does not depend on the type of its module; see Sharded in fully_shard.h. One
+// thread at a time.
+class TRIREME_API ShardedModule : public torch::nn::Module {
+ public:
+  ~ShardedModule() override;
+  ShardedModule(const ShardedModule&) = delete;
+  ShardedModule& operator=(const ShardedModule&) = delete;
+
+  // Waits until all ranks have written their shards: the members of the module may be read.
+  // Every rank must come, here or to a forward.
+  void unshard();
+  // Shards may be written in place until the next forward or unshard(). Waits until no rank reads;
+  // every rank must come.
+  void begin_writing();
+
+  // Backwards while the guard lives only accumulate the gradients of this unit, and of those in it,
+  // on this rank; the first one after it averages what has come together:
+  //   { auto guard = model->no_sync(); loss(model->forward(a)).backward(); }
+  //   loss(model->forward(b)).backward();
+  class TRIREME_API NoSync {
+   public:
+    explicit NoSync(ShardedModule& module);
+    ~NoSync();
+    NoSync(const NoSync&) = delete;
+    NoSync& operator=(const NoSync&) = delete;
+
+   private:
+    ShardedModule& module_;
+    bool before_;
+  };
+  [[nodiscard]] NoSync no_sync() { return NoSync(*this); }
+
+  // Scales the gradients of this unit and those in it to a common norm of at most `max_norm`;
+  // returns what it was, the same on all ranks. See grad/grad_norm.h. Collective.
+  at::Tensor clip_grad_norm_(double max_norm, double norm_type = 2.0,
+                             bool error_if_nonfinite = false);
+  // This rank's part of them, for trireme::clip_grad_norm_() over several models.
+  std::vector<GradNormPart> gradients() const;
+  // The parameters of this unit, without those of units in it; they live as long as it.
+  std::vector<const ShardedParam*> sharded_params() const;
+
+  // Where the time of the last synchronized backward went.
+  StepReport last_step() const;
+  // After an exception: what forward and backward have left, accumulated gradients included, is
+  // forgotten.
+  void reset_iter_state();
+
+  void train(bool on = true) override;
+  // Only where nothing is to be done; else throw NotImplementedError, as clone() always does.
+  void to(torch::Device device, torch::Dtype dtype, bool non_blocking = false) override;
+  void to(torch::Dtype dtype, bool non_blocking = false) override;
+  void to(torch::Device device, bool non_blocking = false) override;
+  std::shared_ptr<torch::nn::Module> clone(
+      const std::optional<torch::Device>& device = std::nullopt) const override;
+  // What the plain module writes: whole parameters, in their own dtype. Every rank calls it, or
+  // unshard(), while one saves.
+  void save(torch::serialize::OutputArchive& archive) const override;
+  // What save(), of any number of ranks, or the plain module has written. Every rank calls it.
+  // Throws ValueError for parameters that do not fit, which then stay as they were.
+  void load(torch::serialize::InputArchive& archive) override;
+  void pretty_print(std::ostream& stream) const override;
+  bool is_serializable() const override;
+
+ protected:
+  // Collective. Throws ValueError for a module that is sharded, or shares a parameter with one that
+  // is, or has none; on all ranks for modules that differ; NotImplementedError for parameters that
+  // cannot be shared.
+  ShardedModule(std::shared_ptr<torch::nn::Module> inner, FsdpOptions options);
+  // Around the forward of inner.
+  void enter();
+  void leave(const std::vector<at::Tensor>& outputs);
+  std::optional<at::ScalarType> input_dtype() const;
+  std::optional<at::ScalarType> output_dtype() const { return options_.output_dtype; }
+
+ private:
+  class Root;
+  class Gate;
+  void collect(std::vector<ShardedParamSpec>& specs);
+  void shard();
+  Root& own_root() const;
+  void set_synchronize(bool synchronize);
+  void check_unchanged(std::optional<torch::Device> device,
+                       std::optional<torch::Dtype> dtype) const;
+
+  std::shared_ptr<torch::nn::Module> inner_;
+  FsdpOptions options_;
+  std::vector<at::Tensor> leaves_;     // inner's own parameters
+  std::shared_ptr<ParamGroup> group_;  // null if units in it have all parameters
+  std::shared_ptr<Gate> gate_;
+  bool synchronizes_ = true;
+  mutable std::shared_ptr<Root> root_;  // of the outermost unit, once that was used
+};
+
+}  // namespace trireme

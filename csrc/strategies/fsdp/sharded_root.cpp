@@ -1,0 +1,154 @@
+#include <trireme/strategies/fsdp/sharded_root.h>
+
+#include <cstring>
+#include <unordered_map>
+#include <unordered_set>
+#include <utility>
+
+namespace trireme {
+namespace {
+
+constexpr const char* kArea = "fully_shard";
+
+std::string sizes_text(at::IntArrayRef sizes) {
+  std::string text = "(";
+  for (size_t i = 0; i < sizes.size(); ++i)
+    text += (i == 0 ? std::string() : std::string(", ")) + std::to_string(sizes[i]);
+  return text + ")";
+}
+
+}  // namespace
+
+std::vector<ShardedModule*> units_below(const torch::nn::Module& module) {
+  std::vector<ShardedModule*> units;
+  std::unordered_set<const ShardedModule*> seen;
+  for (const auto& one : module.modules(/*include_self=*/false))
+    if (auto* unit = dynamic_cast<ShardedModule*>(one.get()))
+      if (seen.insert(unit).second) units.push_back(unit);
+  return units;
+}
+
+void settle_shard(const ShardedParam& param, const std::string& name, RankOf where) {
+  if (param.lies_in_store()) return;
+  const at::Tensor given = param.sharded().detach().clone();
+  param.return_to_store();
+  const ShardedParamSpec& spec = param.spec();
+  const bool is_whole = given.sizes() == at::IntArrayRef(spec.sizes);
+  TORCH_CHECK_VALUE(
+      given.scalar_type() == spec.dtype && (is_whole || given.sizes() == param.sharded().sizes()),
+      error_text(kArea,
+                 "got '" + name + "' as " + c10::toString(given.scalar_type()) + " of shape " +
+                     sizes_text(given.sizes()) + ", expected " + c10::toString(spec.dtype) +
+                     " of shape " + sizes_text(spec.sizes) + " or this rank's part of it",
+                 where, "Load what the same model has saved, and keep shapes and dtypes."));
+  is_whole ? param.write_whole(given) : param.write_shard(given);
+}
+
+ShardedModule::Root::Root(const ShardedModule& unit) : outermost(&unit) {
+  std::vector<const ShardedModule*> units{&unit};
+  for (const ShardedModule* one : units_below(unit)) units.push_back(one);
+  const auto& communicator = unit.options_.communicator;
+  std::unordered_map<const at::TensorImpl*, std::string> name_of;
+  for (const auto& item : unit.named_parameters())
+    name_of.emplace(item.value().unsafeGetTensorImpl(), item.key());
+  for (const ShardedModule* one : units) {
+    TORCH_CHECK(!one->root_,
+                error_text(kArea,
+                           "got a first forward of " + unit.name() + " after one of " +
+                               one->name() + " in it, expected the outermost unit first",
+                           communicator->rank_of(), "Run the outermost unit before its parts."));
+    TORCH_CHECK_NOT_IMPLEMENTED(
+        one->options_.communicator == communicator,
+        error_text(kArea, "got units with different communicators under one root",
+                   communicator->rank_of(),
+                   "Give all units the communicator of the outermost one."));
+    if (!one->group_) continue;
+    groups.push_back(one->group_);
+    synchronizes.push_back(one->synchronizes_);
+    for (const ShardedParam& param : one->group_->params())
+      names.push_back(name_of.at(param.sharded().unsafeGetTensorImpl()));
+  }
+  core = Fsdp::make(groups, names, communicator);
+  core->set_synchronize(synchronizes);
+}
+
+void ShardedModule::Root::settle() {
+  check_members();
+  if (!core->is_writing()) return check_writes();
+  size_t at = 0;
+  for (const auto& group : groups)
+    for (const ShardedParam& param : group->params())
+      settle_shard(param, names[at++], core->communicator()->rank_of());
+  probes_ = probe();
+}
+
+void ShardedModule::Root::begin_reading() {
+  settle();
+  core->begin_reading();
+  note_members();
+}
+
+void ShardedModule::Root::begin_writing() {
+  if (core->is_writing()) return;  // asked for each parameter
+  check_members();
+  check_writes();
+  core->begin_writing();
+}
+
+ShardedModule::Root::Probe::Probe(const at::Tensor& shard) {
+  if (shard.numel() == 0 || !shard.is_contiguous()) return;
+  const size_t item_bytes = shard.element_size();
+  const auto* data = static_cast<const std::byte*>(shard.const_data_ptr());
+  std::memcpy(bytes.data(), data, item_bytes);
+  std::memcpy(bytes.data() + item_bytes, data + shard.nbytes() - item_bytes, item_bytes);
+}
+
+std::vector<ShardedModule::Root::Probe> ShardedModule::Root::probe() const {
+  std::vector<Probe> probes;
+  for (const auto& group : groups)
+    for (const ShardedParam& param : group->params()) probes.emplace_back(param.sharded());
+  return probes;
+}
+
+void ShardedModule::Root::check_writes() {
+  const std::vector<Probe> before = std::exchange(probes_, probe());  // said once
+  for (size_t i = 0; i < before.size(); ++i) {
+    TORCH_CHECK(before[i] == probes_[i],
+                error_text(kArea,
+                           "parameter '" + names[i] +
+                               "' was written after a forward, when other ranks of the host may be "
+                               "reading it",
+                           core->communicator()->rank_of(),
+                           "Step with trireme::step(optimizer), and write it between "
+                           "begin_writing() and the next forward."));
+  }
+}
+
+void ShardedModule::Root::note_members() {
+  member_versions_.clear();
+  for (const auto& group : groups)
+    for (const at::Tensor& leaf : group->leaves())
+      member_versions_.push_back(leaf.is_inference() ? 0 : leaf._version());
+}
+
+void ShardedModule::Root::check_members() {
+  size_t at = 0;
+  for (const auto& group : groups) {
+    for (size_t i = 0; i < group->leaves().size(); ++i, ++at) {
+      const at::Tensor& leaf = group->leaves()[i];
+      const bool is_in_place =
+          leaf.const_data_ptr() == group->params()[i].unsharded().const_data_ptr();
+      const int64_t version = leaf.is_inference() ? 0 : leaf._version();
+      if (is_in_place && (member_versions_.empty() || version == member_versions_[at])) continue;
+      if (is_in_place) note_members();  // said once
+      TORCH_CHECK(false, error_text(kArea,
+                                    "the module's own '" + names[at] +
+                                        "', which all ranks read, was written or replaced",
+                                    core->communicator()->rank_of(),
+                                    "Write model->named_parameters(), which are this rank's "
+                                    "shards, and convert the module before fully_shard."));
+    }
+  }
+}
+
+}  // namespace trireme

@@ -1,0 +1,60 @@
+#pragma once
+
+#include <trireme/common/error.h>
+#include <trireme/strategies/fsdp/fsdp.h>
+#include <trireme/strategies/fsdp/sharded_module.h>
+
+#include <array>
+#include <cstddef>
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace trireme {
+
+// The units in a module, itself left out.
+std::vector<ShardedModule*> units_below(const torch::nn::Module& module);
+
+// What the user, or torch::load, has put in place of a shard's memory comes back into the memory
+// that all ranks share; whole parameters are welcome, too. Throws ValueError for what does not fit,
+// with the shard as it was.
+void settle_shard(const ShardedParam& param, const std::string& name, RankOf where);
+
+// All units under the outermost one: what they share in a step. Made when that is first used; not
+// collective.
+class ShardedModule::Root {
+ public:
+  // Throws c10::Error if a unit in it was used before it.
+  explicit Root(const ShardedModule& unit);
+
+  // Before the parameters are read: throws c10::Error for a shard that was written while others may
+  // have read it, and for a member of the module that was.
+  void settle();
+  // After Fsdp has begun to read.
+  void note_members();
+  void begin_reading();
+  void begin_writing();
+
+  const ShardedModule* outermost;
+  std::vector<std::shared_ptr<ParamGroup>> groups;
+  std::vector<std::string> names;  // of all parameters, group by group
+  std::vector<bool> synchronizes;  // by group
+  std::shared_ptr<Fsdp> core;
+
+ private:
+  // The first and the last element of a shard. torch's C++ SGD writes `.data`, which no version
+  // counts.
+  struct Probe {
+    explicit Probe(const at::Tensor& shard);
+    bool operator==(const Probe& other) const = default;
+    std::array<std::byte, 32> bytes{};
+  };
+  void check_writes();
+  void check_members();
+  std::vector<Probe> probe() const;
+
+  std::vector<Probe> probes_;  // of what was written last
+  std::vector<int64_t> member_versions_;
+};
+
+}  // namespace trireme

@@ -1,0 +1,270 @@
+"""The state of any optimizer by the names of parameters, and back."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from trireme._C import CheckpointReader, CheckpointTensor
+from trireme._checkpoint_parts import NamedTensor, Part, Ranks, local_of, part_of, whole
+from trireme.zero import ZeroRedundancyOptimizer
+
+FILE = "optimizer.json"
+KIND = "optimizer"
+
+
+@dataclass(frozen=True)
+class Stepped:
+    """What the optimizer of this rank steps of one parameter."""
+
+    name: str
+    target: torch.Tensor
+    """The parameter, or this rank's shard of it."""
+    part: Part
+    owner: int | None
+    """The rank that speaks for all about what is no part; None: all ranks say the same."""
+
+
+class OptimizerParts:
+    """An optimizer over the parameters of a model, of which a rank may have shards only.
+
+    Raises:
+        ValueError: it has a parameter that the model has not; it is torch's own sharded one.
+    """
+
+    def __init__(self, optimizer: Optimizer, model: Iterable[NamedTensor], ranks: Ranks) -> None:
+        self.ranks = ranks
+        self.shown = optimizer
+        self.stepping = optimizer
+        self.sharded: ZeroRedundancyOptimizer | None = None
+        if isinstance(optimizer, ZeroRedundancyOptimizer):
+            optimizer._sync_hyperparameters()
+            self.sharded = optimizer
+            self.stepping = optimizer.optim
+        elif isinstance(optimizer, TorchZero):
+            ranks.refuse(
+                "got torch's ZeroRedundancyOptimizer, which tells nobody what its ranks own",
+                "Use trireme.ZeroRedundancyOptimizer.",
+            )
+        names = {id(one.tensor): one.name for one in model}
+        self.groups: list[list[Stepped]] = []
+        for number, group in enumerate(optimizer.param_groups):
+            self.groups.append([])
+            for index, param in enumerate(group["params"]):
+                if id(param) not in names:
+                    ranks.refuse(
+                        f"got an optimizer whose param_groups[{number}]['params'][{index}] of "
+                        f"shape {tuple(param.shape)} is no parameter of the model",
+                        "Pass the model that it was made for.",
+                    )
+                self.groups[-1].append(self._stepped(names[id(param)], param))
+
+    def _stepped(self, name: str, param: torch.Tensor) -> Stepped:
+        if self.sharded is not None:
+            return _shard_of(name, param, self.sharded, self.ranks)
+        return Stepped(name, param, part_of(name, param, self.ranks), None)
+
+    # saving
+
+    def to_save(self) -> tuple[list[CheckpointTensor], str]:
+        """This rank's part of the state, and the JSON text of the rest."""
+        tensors: list[CheckpointTensor] = []
+        states: dict[str, Any] = {}
+        for stepped in (one for group in self.groups for one in group):
+            state = self.stepping.state.get(stepped.target, {})
+            kept: dict[str, Any] = {"tensors": [], "values": {}}
+            for key, value in state.items():
+                if isinstance(value, torch.Tensor):
+                    tensors.append(self._tensor_to_save(stepped, key, value))
+                    kept["tensors"].append(key)
+                else:
+                    what = f"optimizer state '{key}' of '{stepped.name}'"
+                    kept["values"][key] = plain_json(value, what, self.ranks)
+            if state:
+                states[stepped.name] = kept
+        groups = [
+            {"params": [one.name for one in group], **self._group_values(shown)}
+            for group, shown in zip(self.groups, self.shown.param_groups, strict=True)
+        ]
+        return tensors, json.dumps({"param_groups": groups, "state": states})
+
+    def _group_values(self, group: dict[str, Any]) -> dict[str, Any]:
+        values = {}
+        for key, value in group.items():
+            if key in ("params", "param_names"):
+                continue
+            if isinstance(value, torch.Tensor) and value.numel() == 1:
+                value = value.item()
+            if isinstance(value, tuple):
+                value = list(value)
+            values[key] = plain_json(value, f"'{key}' of a parameter group", self.ranks)
+        return values
+
+    def _tensor_to_save(self, stepped: Stepped, key: str, value: torch.Tensor) -> CheckpointTensor:
+        name = f"{stepped.name}.{key}"
+        local = local_of(value)
+        if local.shape == stepped.part.local_shape and (
+            not isinstance(value, DTensor) or value.shape == stepped.part.shape
+        ):
+            return stepped.part.to_save(name, local, self.ranks)
+        if local.dim() > 0 and not stepped.part.is_whole:
+            self.ranks.refuse(
+                f"got optimizer state '{key}' of '{stepped.name}' of shape {tuple(value.shape)}, "
+                f"expected that of the parameter, {tuple(stepped.part.shape)}, or a scalar",
+                "Save it under a strategy that keeps whole parameters.",
+            )
+        if stepped.owner is None:
+            return whole(local.shape, is_shared=True).to_save(name, local, self.ranks)
+        own = local if stepped.owner == self.ranks.rank else None
+        return CheckpointTensor(name, local.dtype, list(local.shape), own)
+
+    # loading
+
+    def to_load(self, reader: CheckpointReader) -> LoadedOptimizer:
+        """Memory for this rank's part of a saved state.
+
+        Raises:
+            ValueError: it is that of other parameters.
+        """
+        text = reader.text(FILE)
+        if not text:
+            self.ranks.refuse(
+                "got a checkpoint without an optimizer", "Leave the optimizer out, or save one."
+            )
+        saved = json.loads(text)
+        self._check_groups(saved["param_groups"])
+        known = reader.tensors(KIND)
+        loaded = LoadedOptimizer(self, saved["param_groups"])
+        for stepped in (one for group in self.groups for one in group):
+            entry = saved["state"].get(stepped.name)
+            if entry is None or (stepped.owner is not None and stepped.target.numel() == 0):
+                continue
+            state = dict(entry["values"])
+            for key in entry["tensors"]:
+                name = f"{stepped.name}.{key}"
+                if name not in known:
+                    got = f"got a checkpoint without '{name}'"
+                    self.ranks.refuse(got, "Restore its files, or load another checkpoint.")
+                state[key], read = self._memory_for(stepped, key, known[name])
+                loaded.tensors.append(read)
+            loaded.states[id(stepped.target)] = state
+        return loaded
+
+    def _memory_for(
+        self, stepped: Stepped, key: str, saved: CheckpointTensor
+    ) -> tuple[torch.Tensor, CheckpointTensor]:
+        target, shape = stepped.target, torch.Size(saved.sizes)
+        if shape != stepped.part.shape:
+            if shape and not stepped.part.is_whole:
+                self.ranks.refuse(
+                    f"got optimizer state '{saved.name}' of shape {tuple(shape)}, expected "
+                    f"{tuple(stepped.part.shape)}",
+                    "Load it under a strategy that keeps whole parameters.",
+                )
+            values = torch.empty(shape, dtype=saved.dtype)
+            return values, whole(shape).to_load(saved.name, values)
+        values = torch.empty(stepped.part.local_shape, dtype=saved.dtype, device=target.device)
+        read = stepped.part.to_load(saved.name, values)
+        # Torch, too, tells by the name what belongs to no element, where a parameter is a scalar.
+        if isinstance(target, DTensor) and key != "step":
+            return DTensor.from_local(
+                values,
+                target.device_mesh,
+                target.placements,
+                run_check=False,
+                shape=target.shape,
+                stride=target.stride(),
+            ), read
+        return values, read
+
+    def _check_groups(self, saved: list[dict[str, Any]]) -> None:
+        next_step = "Make the optimizer with the groups of the one that was saved."
+        for number, group in enumerate(self.groups):
+            mine = {one.name for one in group}
+            theirs = set(saved[number]["params"]) if number < len(saved) else set()
+            for name in sorted(mine ^ theirs):
+                has = "without" if name in mine else "with"
+                got = f"got an optimizer {has} '{name}' in group {number} of the checkpoint"
+                self.ranks.refuse(f"{got}, expected the groups of this one", next_step)
+        if len(saved) != len(self.groups):
+            got = f"got {len(saved)} parameter groups, expected {len(self.groups)}"
+            self.ranks.refuse(got, next_step)
+
+
+class LoadedOptimizer:
+    """A state whose tensors are read, then put in place."""
+
+    def __init__(self, parts: OptimizerParts, groups: list[dict[str, Any]]) -> None:
+        self._parts = parts
+        self._groups = groups
+        self.states: dict[int, dict[str, Any]] = {}
+        self.tensors: list[CheckpointTensor] = []
+
+    def put_into_optimizer(self) -> None:
+        """Through its own ``load_state_dict``, which knows what its class wants."""
+        shown, stepping = self._parts.shown, self._parts.stepping
+        updates = [
+            {key: _as_before(current.get(key), value) for key, value in saved.items()}
+            for current, saved in zip(shown.param_groups, self._groups, strict=True)
+        ]
+        for update in updates:
+            del update["params"]
+        if (sharded := self._parts.sharded) is not None:
+            for group, update in zip(sharded.param_groups, updates, strict=True):
+                group.update(update)
+            sharded._sync_hyperparameters()
+        description = stepping.state_dict()["param_groups"]
+        states: dict[int, dict[str, Any]] = {}
+        for group, described, update in zip(
+            stepping.param_groups, description, updates, strict=True
+        ):
+            described.update(update)
+            for param, number in zip(group["params"], described["params"], strict=True):
+                if id(param) in self.states:
+                    states[number] = self.states[id(param)]
+        stepping.load_state_dict({"state": states, "param_groups": description})
+
+
+def _shard_of(
+    name: str, param: torch.Tensor, optimizer: ZeroRedundancyOptimizer, ranks: Ranks
+) -> Stepped:
+    core, index = optimizer._places[param]
+    ranges = optimizer._cores[core].plan()[index]
+    begin, numel = ranges[ranks.rank]
+    owners = [rank for rank, (_, count) in enumerate(ranges) if count > 0]
+    row = param.shape[1:].numel()
+    # Of a parameter without elements nobody owns anything.
+    part = Part(param.shape, 0, begin // row, numel // row) if row > 0 else whole(param.shape)
+    return Stepped(name, optimizer._shards[param], part, owners[0] if owners else 0)
+
+
+def _as_before(current: Any, value: Any) -> Any:
+    """What JSON has made a list of, or a number, is what it was."""
+    if isinstance(current, torch.Tensor):
+        return torch.full_like(current, value)
+    return tuple(value) if isinstance(current, tuple) else value
+
+
+def plain_json(value: Any, what: str, ranks: Ranks) -> Any:
+    """``value``, of which JSON says the same.
+
+    Raises:
+        TypeError: JSON says something else.
+    """
+    try:
+        if json.loads(json.dumps(value, allow_nan=False)) == value:
+            return value
+    except (TypeError, ValueError):
+        pass
+    ranks.refuse(
+        f"got {what} as {type(value).__name__}: {value!r:.200}, which JSON cannot say",
+        "Keep it in tensors, or in numbers, texts, lists and dicts with texts as keys.",
+        kind=TypeError,
+    )

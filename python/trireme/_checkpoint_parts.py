@@ -1,0 +1,206 @@
+"""Which part of which tensor a rank has, as checkpoints want to know it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from trireme._C import CheckpointRanks, CheckpointTensor, error_text
+from trireme._group_communicator import communicator_of
+
+
+class Ranks:
+    """Who saves or loads together."""
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self.rank = 0 if group is None else group.rank()
+        self.world = 1 if group is None else group.size()
+        device = torch.device("cpu")
+        if group is not None and all(one.type != "cpu" for one in group._device_types):
+            device = torch.device("cuda", torch.cuda.current_device())
+        self.core = CheckpointRanks(None if group is None else communicator_of(group), device)
+
+    def refuse(self, got: str, next_step: str, kind: type[Exception] = ValueError) -> NoReturn:
+        """Raises ``kind`` in the form of all messages."""
+        text = error_text("checkpoint", got, next_step, rank=self.rank, world=self.world)
+        raise kind(text)
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """An exception inside is raised on all ranks: elsewhere as one that names it. Collective
+        at the end."""
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as raised:
+            error = raised
+        try:
+            self.core.together(None if error is None else str(error))
+        except ValueError:
+            if error is None:
+                raise
+        if error is not None:
+            raise error
+
+
+@dataclass(frozen=True)
+class Part:
+    """Of a tensor of ``shape`` a rank has [first, first + rows) of dimension ``dim``."""
+
+    shape: torch.Size
+    dim: int
+    first: int
+    rows: int
+    is_shared: bool = False
+    """Every rank has all of it."""
+
+    @property
+    def local_shape(self) -> torch.Size:
+        if not self.shape:
+            return self.shape
+        sizes = list(self.shape)
+        sizes[self.dim] = self.rows
+        return torch.Size(sizes)
+
+    @property
+    def is_whole(self) -> bool:
+        return self.local_shape == self.shape
+
+    def to_load(self, name: str, values: torch.Tensor) -> CheckpointTensor:
+        """``values``, of the local shape, are to be read."""
+        given = values.detach()
+        return CheckpointTensor(
+            name, values.dtype, list(self.shape), given, dim=self.dim, first=self.first
+        )
+
+    def to_save(self, name: str, values: torch.Tensor, ranks: Ranks) -> CheckpointTensor:
+        """``values`` are to be written; of what all ranks have, each writes its rows."""
+        if not self.is_shared:
+            return self.to_load(name, values)
+        if not self.shape:
+            own = values if ranks.rank == 0 else None
+            return CheckpointTensor(name, values.dtype, [], own)
+        part = rows_of(self.shape, 0, ranks.rank, ranks.world)
+        return part.to_load(name, values.detach().narrow(0, part.first, part.rows))
+
+
+def rows_of(shape: torch.Size, dim: int, rank: int, world: int) -> Part:
+    """By torch.chunk's rule, as fully_shard does."""
+    chunk = -(-shape[dim] // world)
+    first = min(rank * chunk, shape[dim])
+    return Part(shape, dim, first, min(chunk, shape[dim] - first))
+
+
+def whole(shape: torch.Size, *, is_shared: bool = False) -> Part:
+    return Part(shape, 0, 0, shape[0] if shape else 1, is_shared)
+
+
+def part_of(name: str, tensor: torch.Tensor, ranks: Ranks) -> Part:
+    """What this rank has of a parameter: of a DTensor its shard, of a plain tensor all.
+
+    Raises:
+        ValueError: a DTensor that lies in another way.
+    """
+    if not isinstance(tensor, DTensor):
+        return whole(tensor.shape, is_shared=True)
+    placement = tensor.placements[0]
+    if tensor.device_mesh.ndim == 1 and tensor.device_mesh.size() == ranks.world:
+        if type(placement) is Replicate:
+            return whole(tensor.shape, is_shared=True)
+        if type(placement) is Shard:
+            return rows_of(tensor.shape, placement.dim, ranks.rank, ranks.world)
+    ranks.refuse(
+        f"got '{name}' placed {tensor.placements} on {tensor.device_mesh}, expected one Shard or "
+        f"Replicate over the {ranks.world} ranks that save and load",
+        "Pass process_group, or save it with torch.distributed.checkpoint.",
+    )
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank has of a tensor, in the same memory."""
+    detached = tensor.detach()
+    return detached._local_tensor if isinstance(detached, DTensor) else detached
+
+
+@dataclass(frozen=True)
+class NamedTensor:
+    """A parameter or buffer under its name in the plain model."""
+
+    name: str
+    tensor: torch.Tensor
+    is_buffer: bool
+
+
+def named_tensors(model: nn.Module, ranks: Ranks) -> list[NamedTensor]:
+    """Parameters and persistent buffers, each once, under the first of its names.
+
+    Raises:
+        ValueError: a module keeps extra state, which is no tensor.
+    """
+    found: dict[int, NamedTensor] = {}
+    for prefix, owner in plain_model(model).named_modules():
+        if type(owner).get_extra_state is not nn.Module.get_extra_state:
+            ranks.refuse(
+                f"got '{prefix}' with a get_extra_state(), expected parameters and buffers",
+                "Keep it in buffers, or save it as `extra`.",
+            )
+        kept = owner._non_persistent_buffers_set
+        for is_buffer, members in ((False, owner._parameters), (True, owner._buffers)):
+            for name, tensor in members.items():
+                if tensor is None or id(tensor) in found or (is_buffer and name in kept):
+                    continue
+                full_name = _plain_name(f"{prefix}.{name}" if prefix else name)
+                found[id(tensor)] = NamedTensor(full_name, tensor, is_buffer)
+    return list(found.values())
+
+
+def plain_model(model: nn.Module) -> nn.Module:
+    """Without DistributedDataParallel and torch.compile around it; sharded, where it can be."""
+    inner: Any = model
+    while isinstance(inner, nn.parallel.DistributedDataParallel) or hasattr(inner, "_orig_mod"):
+        inner = inner._orig_mod if hasattr(inner, "_orig_mod") else inner.module
+    for module in inner.modules():
+        if hasattr(module, "_get_fsdp_state"):
+            module.reshard()
+    return inner
+
+
+def _plain_name(name: str) -> str:
+    """Without what wrappers in the model have added."""
+    added = ("_orig_mod", "_checkpoint_wrapped_module")
+    return ".".join(part for part in name.split(".") if part not in added)
+
+
+def model_to_save(model: nn.Module, ranks: Ranks) -> list[CheckpointTensor]:
+    """This rank's part. Buffers are rank 0's: ranks need not have the same."""
+    tensors = []
+    for one in named_tensors(model, ranks):
+        part = part_of(one.name, one.tensor, ranks)
+        if one.is_buffer and part.is_shared:
+            own = one.tensor.detach() if ranks.rank == 0 else None
+            made = CheckpointTensor(one.name, one.tensor.dtype, list(one.tensor.shape), own)
+            tensors.append(made)
+        else:
+            tensors.append(part.to_save(one.name, local_of(one.tensor), ranks))
+    return tensors
+
+
+def model_to_load(model: nn.Module, ranks: Ranks) -> list[CheckpointTensor]:
+    """What this rank needs, in the model's memory."""
+    tensors = []
+    for one in named_tensors(model, ranks):
+        if one.tensor.is_meta:
+            ranks.refuse(
+                f"got '{one.name}' on the meta device, expected memory",
+                "Call model.to_empty(device='cpu') before.",
+            )
+        part = part_of(one.name, one.tensor, ranks)
+        tensors.append(part.to_load(one.name, local_of(one.tensor)))
+    return tensors

@@ -1,0 +1,52 @@
+"""How a rank that ran out of inputs keeps the others company under fully_shard."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch.distributed.algorithms.join import Join, JoinHook
+from torch.optim import Optimizer
+
+if TYPE_CHECKING:
+    from trireme._fsdp_root import FsdpRoot
+    from trireme.fsdp import FSDPModule
+
+
+class FsdpJoinHook(JoinHook):
+    """Takes part in backwards with zeros, and steps this rank's shards."""
+
+    def __init__(
+        self, module: FSDPModule, optimizer: Optimizer, divide_by_initial_world_size: bool
+    ) -> None:
+        self.root = module._trireme_unit.own_root()
+        self.root.divides_by_active_ranks = not divide_by_initial_world_size
+        self.optimizer = optimizer
+        super().__init__()
+
+    def main_hook(self) -> None:
+        core = self.root.core
+        if core is None:
+            return
+        self.optimizer.zero_grad()  # with what this rank still has it has stepped
+        core.begin_reading()
+        core.shadow_backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def notify_of_forward(root: FsdpRoot) -> None:
+    """Before the outermost forward of a rank that still has inputs."""
+    module = root.units[0].modules[0]
+    if not module._join_config.enable or not torch.is_grad_enabled():  # type: ignore[union-attr]
+        return
+    if torch._C._current_graph_task_id() != -1:  # computed again by a checkpoint
+        return
+    work = Join.notify_join_context(module)  # type: ignore[arg-type]
+    if work is None or root.core is None:
+        return
+    divisor = root.units[0].mesh.size()
+    if root.divides_by_active_ranks:
+        work.wait()
+        divisor = int(work.get_future().value()[0].item())
+    root.core.set_divisor(divisor)

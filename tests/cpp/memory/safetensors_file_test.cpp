@@ -1,0 +1,166 @@
+// A file of tensors that several processes write and read, each its part.
+
+#include <trireme/memory/safetensors_file.h>
+
+#include <ATen/ATen.h>
+
+#include <catch_torch.h>
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
+#include <functional>
+#include <string>
+#include <vector>
+
+using namespace trireme;
+
+namespace {
+
+const RankOf kAlone{0, 1};
+
+// A folder that goes with the test.
+struct Folder {
+  Folder() {
+    std::string pattern = (std::filesystem::temp_directory_path() / "trireme_XXXXXX").string();
+    path = mkdtemp(pattern.data());
+  }
+  ~Folder() { std::filesystem::remove_all(path); }
+  std::string at(const std::string& name) const { return path + "/" + name; }
+  std::string path;
+};
+
+void write_text(const std::string& path, const std::string& text) {
+  std::ofstream(path, std::ios::binary) << text;
+}
+
+// A file of any header text and so many bytes of tensors.
+void write_file(const std::string& path, const std::string& header, size_t bytes) {
+  std::string length(8, '\0');
+  for (size_t i = 0; i < 8; ++i) length[i] = static_cast<char>(header.size() >> (8 * i) & 0xff);
+  write_text(path, length + header + std::string(bytes, 'x'));
+}
+
+std::string error_of(const std::function<void()>& call) {
+  try {
+    call();
+  } catch (const c10::Error& error) {
+    return error.what_without_backtrace();
+  }
+  return "";
+}
+
+std::string error_of(const std::string& path) {
+  return error_of([&] { SafetensorsFile::open(path, kAlone); });
+}
+
+bool has(const std::string& text, const std::string& part) {
+  return text.find(part) != std::string::npos;
+}
+
+}  // namespace
+
+TEST_CASE("a layout has wide elements first, and no gaps") {
+  const SafetensorsHeader header = plan_safetensors({{"a", at::kByte, {3}},
+                                                     {"b", at::kDouble, {2, 2}},
+                                                     {"c", at::kFloat, {}},
+                                                     {"d", at::kInt, {0}}},
+                                                    {{"format", "pt"}});
+  std::string picture;
+  for (const SafetensorsEntry& entry : header.entries)
+    picture +=
+        entry.name + "@" + std::to_string(entry.begin) + "+" + std::to_string(entry.bytes()) + " ";
+  CHECK(picture == "b@0+32 c@32+4 d@36+0 a@36+3 ");
+  CHECK(header.bytes % 8 == 0);
+  CHECK(header.file_bytes == header.bytes + 39);
+}
+
+TEST_CASE("what is written part by part is read part by part") {
+  const Folder folder;
+  const at::Tensor whole = at::arange(60).view({3, 5, 4}).to(at::kFloat);
+  for (int64_t dim = 0; dim < 3; ++dim) {
+    const std::string path = folder.at(std::to_string(dim));
+    const SafetensorsHeader header = plan_safetensors(
+        {{"other", at::kDouble, {7}}, {"w", at::kFloat, {3, 5, 4}}, {"s", at::kLong, {}}}, {});
+    SafetensorsFile::create(path, header, kAlone);
+    const auto entry_of = [&](const std::string& name) {
+      for (const SafetensorsEntry& entry : header.entries)
+        if (entry.name == name) return entry;
+      return SafetensorsEntry{};
+    };
+    const int64_t cut = 2;
+    for (const auto& [first, rows] : {std::pair{int64_t{0}, cut}, {cut, whole.size(dim) - cut}}) {
+      const auto file = SafetensorsFile::open_to_write(path, header, kAlone);
+      file.write(entry_of("w"), {whole.narrow(dim, first, rows), dim, first});
+      file.sync();
+    }
+    const auto file = SafetensorsFile::open(path, kAlone);
+    file.write(entry_of("s"), {});  // nothing of it
+    CHECK(file.header() == header);
+    const at::Tensor all = at::zeros({3, 5, 4});
+    const auto version = all._version();
+    file.read(entry_of("w"), {all});
+    CHECK(at::equal(all, whole));
+    CHECK(all._version() > version);
+    const at::Tensor turned = at::zeros({4, 1, 3}).permute({2, 1, 0});  // not contiguous
+    file.read(entry_of("w"), {turned, 1, 3});
+    CHECK(at::equal(turned, whole.narrow(1, 3, 1)));
+  }
+}
+
+TEST_CASE("every dtype that the format has") {
+  const Folder folder;
+  std::vector<SafetensorsEntry> entries;
+  std::vector<at::Tensor> values;
+  for (const at::ScalarType dtype :
+       {at::kBool, at::kByte, at::kChar, at::kShort, at::kInt, at::kLong, at::kHalf, at::kBFloat16,
+        at::kFloat, at::kDouble, at::kComplexFloat, at::kFloat8_e4m3fn}) {
+    entries.push_back({c10::toString(dtype), dtype, {5}});
+    values.push_back((at::arange(5) % 2).to(dtype));
+  }
+  const SafetensorsHeader header = plan_safetensors(entries, {});
+  const auto file = SafetensorsFile::create(folder.at("f"), header, kAlone);
+  for (const SafetensorsEntry& entry : header.entries)
+    for (size_t i = 0; i < entries.size(); ++i)
+      if (entries[i].name == entry.name) file.write(entry, {values[i]});
+  const auto again = SafetensorsFile::open(folder.at("f"), kAlone);
+  for (const SafetensorsEntry& entry : again.header().entries)
+    for (size_t i = 0; i < entries.size(); ++i) {
+      if (entries[i].name != entry.name) continue;
+      const at::Tensor read = at::empty({5}, at::TensorOptions().dtype(entry.dtype));
+      again.read(entry, {read});
+      CHECK(at::equal(read.view(at::kByte), values[i].view(at::kByte)));
+    }
+  CHECK(safetensors_dtype(at::kComplexDouble).empty());
+}
+
+TEST_CASE("files that are none, are cut, or lie") {
+  const Folder folder;
+  const std::string path = folder.at("f");
+  write_text(path, "");
+  CHECK(has(error_of(path), "got no header in"));
+  write_text(path, "\xff\xff\xff\xff\xff\xff\xff\xff{}");
+  CHECK(has(error_of(path), "got no header in"));
+  write_file(path, "{\"a\": ", 0);
+  CHECK(has(error_of(path), "a header that cannot be read"));
+  write_file(path, R"({"a": 5})", 0);
+  CHECK(has(error_of(path), "a header that cannot be read"));
+  const std::string a = R"({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]})";
+  write_file(path, a + "}", 8);
+  CHECK(error_of(path).empty());
+  write_file(path, a + "}", 7);
+  CHECK(has(error_of(path), "'a' cut off at the end of the file"));
+  write_file(path, a + R"(, "b": {"dtype": "U8", "shape": [8], "data_offsets": [4, 12]}})", 12);
+  CHECK(has(error_of(path), "'b' over another tensor"));
+  for (const char* entry :
+       {R"({"dtype": "F32", "shape": [3], "data_offsets": [0, 8]})",
+        R"({"dtype": "F33", "shape": [2], "data_offsets": [0, 8]})",
+        R"({"dtype": "F32", "shape": [-2], "data_offsets": [0, -8]})",
+        R"({"dtype": "F32", "shape": [4611686018427387904, 4], "data_offsets": [0, 0]})",
+        R"({"dtype": "F32", "shape": [2], "data_offsets": [-8, 0]})"}) {
+    write_file(path, std::string(R"({"w": )") + entry + "}", 8);
+    CHECK(has(error_of(path), "got 'w' as "));
+  }
+  CHECK(has(error_of([&] { SafetensorsFile::open(folder.at("none"), kAlone); }), "No such file"));
+  const auto create = [&] { SafetensorsFile::create(path, plan_safetensors({}, {}), kAlone); };
+  CHECK(has(error_of(create), "cannot open '" + path + "': File exists"));
+}

@@ -1,0 +1,301 @@
+// The gate of fully_shard for C++ modules: writes inside and outside, ranks that fail, archives,
+// what is refused.
+
+#include <torch/serialize.h>
+
+#include <catch_torch.h>
+#include <sstream>
+#include <strategies/fsdp_ranks.h>
+
+using namespace trireme;
+using namespace trireme::test;
+using torch::optim::SGD;
+using torch::optim::SGDOptions;
+using Texts = std::vector<std::string>;
+using Values = std::vector<at::Tensor>;
+
+namespace {
+
+void fill(const at::Tensor& parameter, double value) {
+  const at::NoGradGuard no_grad;
+  parameter.fill_(value);
+}
+
+// What a saved model holds, as a plain one.
+Values values_in(const std::string& saved) {
+  UnevenNet plain;
+  std::istringstream stream(saved);
+  torch::load(plain, stream);
+  return values_of(plain->parameters());
+}
+
+template <typename Model>
+std::string archive_of(const Model& model) {
+  std::ostringstream stream;
+  torch::save(model, stream);
+  return stream.str();
+}
+
+// Throws in its backward.
+struct StumbleFunction : torch::autograd::Function<StumbleFunction> {
+  static at::Tensor forward(torch::autograd::AutogradContext* /*context*/, const at::Tensor& x) {
+    return x.clone();
+  }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* /*context*/,
+                                                 const torch::autograd::variable_list& /*grads*/) {
+    TORCH_CHECK(false, "stumbled over a stone");
+  }
+};
+
+struct StumblingNetImpl : torch::nn::Module {
+  StumblingNetImpl() { layer = register_module("layer", UnevenNet()); }
+  at::Tensor forward(const at::Tensor& x, bool stumbles) {
+    return layer->forward(stumbles ? StumbleFunction::apply(x * layer->gain) : x);
+  }
+  UnevenNet layer{nullptr};
+};
+TORCH_MODULE(StumblingNet);
+
+}  // namespace
+
+TEST_CASE("a step around the gate raises in the next forward, once, naming the parameter") {
+  const auto said = on_shm_ranks<Texts>(2, [](ThreadRank& rank) {
+    UnevenNet net;
+    auto model = fully_shard(net, over(rank));
+    SGD optimizer(model->parameters(), SGDOptions(0.1));
+    fsdp_step(model, optimizer, 0, rank.where);
+    model->forward(part_of_batch(0, rank.where)).backward();
+    optimizer.step();
+    const auto forward = [&] { model->forward(part_of_batch(0, rank.where)); };
+    return Texts{error_of(forward), error_of(forward)};
+  });
+  for (const Texts& one : said) {
+    CHECK_THAT(one[0],
+               Catch::Contains("[fully_shard] parameter 'gain' was written after a forward"));
+    CHECK_THAT(one[0], Catch::Contains("begin_writing()"));
+    CHECK(one[1] == "no error");
+  }
+}
+
+TEST_CASE("the module's own members are not to be written, nor replaced") {
+  const auto said = on_shm_ranks<Texts>(1, [](ThreadRank& rank) {
+    UnevenNet net;
+    auto model = fully_shard(net, over(rank));
+    SGD optimizer(model->parameters(), SGDOptions(0.1));
+    fsdp_step(model, optimizer, 0, rank.where);
+    const auto step = [&] { fsdp_step(model, optimizer, 0, rank.where); };
+    fill(net->head->bias, 2);
+    Texts texts{error_of(step), error_of(step)};
+    net->to(at::kDouble);
+    texts.push_back(error_of(step));
+    return texts;
+  });
+  CHECK_THAT(said[0][0], Catch::Contains("[fully_shard] the module's own 'head.bias'"));
+  CHECK(said[0][1] == "no error");
+  CHECK_THAT(said[0][2], Catch::Contains("[fully_shard] the module's own 'gain'"));
+}
+
+TEST_CASE("shards are written before the first forward, after a step, and after begin_writing()") {
+  const auto said = on_shm_ranks<Texts>(2, [](ThreadRank& rank) {
+    UnevenNet net;
+    auto model = fully_shard(net, over(rank));
+    SGD optimizer(model->parameters(), SGDOptions(0));
+    Texts texts;
+    const auto write = [&](double value) {
+      fill(model->named_parameters()["second.bias"], value);
+      texts.push_back(error_of([&] { fsdp_step(model, optimizer, 0, rank.where); }));
+      model->unshard();
+      texts.push_back(std::to_string(net->second->bias.sum().item<int>()));
+    };
+    write(1);
+    model->begin_writing();
+    write(2);
+    fsdp_step(model, optimizer, 0, rank.where);
+    write(3);
+    return texts;
+  });
+  for (const Texts& one : said)
+    CHECK(one == Texts{"no error", "2", "no error", "4", "no error", "6"});
+}
+
+TEST_CASE("one rank evaluates between steps, more often than the others") {
+  const SGDOptions options(0.1);
+  const Values expected = train_alone<SGD>(options, 5);
+  const auto found = on_shm_ranks<Values>(2, [&](ThreadRank& rank) {
+    UnevenNet net;
+    auto model = fully_shard(net, over(rank));
+    SGD optimizer(model->parameters(), options);
+    for (int64_t step = 0; step < 5; ++step) {
+      fsdp_step(model, optimizer, step, rank.where);
+      const at::NoGradGuard no_grad;
+      for (int64_t batch = 0; batch < 3 * rank.where.rank; ++batch)
+        model->forward(part_of_batch(batch, rank.where));
+    }
+    return whole_values(*model, net->parameters());
+  });
+  for (const Values& values : found) CHECK(count_unlike(values, expected) == 0);
+}
+
+TEST_CASE("an optimizer of parameters as they were before is refused") {
+  const auto said = on_shm_ranks<Texts>(1, [](ThreadRank& rank) {
+    UnevenNet net;
+    SGD before(net->parameters(), SGDOptions(0.1));
+    optim::SGD ours(net->parameters(), SGDOptions(0.1));
+    auto model = fully_shard(net, over(rank));
+    return Texts{error_of([&] { trireme::step(before); }), error_of([&] { ours.step(); })};
+  });
+  for (const std::string& one : said[0])
+    CHECK_THAT(one, Catch::Contains("parameters as they were before fully_shard"));
+}
+
+TEST_CASE("a backward that throws on one rank does so on all, and training goes on") {
+  std::vector<Texts> said(2);
+  const auto found = on_shm_ranks<Values>(2, [&](ThreadRank& rank) {
+    StumblingNet net;
+    auto model = fully_shard(net, over(rank));
+    SGD optimizer(model->parameters(), SGDOptions(0.1));
+    for (int64_t step = 0; step < 4; ++step) {
+      const bool stumbles = step == 1 && rank.where.rank == 1;
+      said[static_cast<size_t>(rank.where.rank)].push_back(error_of([&] {
+        optimizer.zero_grad();
+        model->forward(part_of_batch(step, rank.where), stumbles).backward();
+        trireme::step(optimizer);
+      }));
+      if (step == 1) model->reset_iter_state();
+    }
+    return whole_values(*model, net->parameters());
+  });
+  CHECK_THAT(said[1][1], Catch::Contains("stumbled over a stone"));
+  CHECK_THAT(said[0][1], Catch::Contains("was abandoned"));
+  for (const Texts& one : said) {
+    CHECK(one[0] == "no error");
+    CHECK(one[2] == "no error");
+    CHECK(one[3] == "no error");
+  }
+  CHECK(count_unlike(found[0], found[1], 0) == 0);
+}
+
+TEST_CASE("archives hold whole parameters, and load into any number of ranks") {
+  std::string of_plain;
+  {
+    UnevenNet plain;
+    fill(plain->second->weight, 3);
+    of_plain = archive_of(plain);
+  }
+  std::string saved;
+  const auto loaded = on_shm_ranks<Values>(3, [&](ThreadRank& rank) {
+    UnevenNet net;
+    auto model = fully_shard(net, over(rank));
+    SGD optimizer(model->parameters(), SGDOptions(0.1));
+    fsdp_step(model, optimizer, 0, rank.where);
+    model->unshard();
+    std::istringstream stream(of_plain);
+    torch::load(model, stream);
+    Values values = whole_values(*model, net->parameters());
+    fsdp_step(model, optimizer, 0, rank.where);
+    model->unshard();
+    if (rank.where.rank == 1) saved = archive_of(model);  // one is enough
+    return values;
+  });
+  for (const Values& values : loaded) CHECK(count_unlike(values, values_in(of_plain), 0) == 0);
+  const auto again = on_shm_ranks<Values>(2, [&](ThreadRank& rank) {
+    UnevenNet net;
+    auto model = fully_shard(net, over(rank));
+    std::istringstream stream(saved);
+    torch::load(model, stream);
+    return whole_values(*model, net->parameters());
+  });
+  for (const Values& values : again) CHECK(count_unlike(values, values_in(saved), 0) == 0);
+}
+
+TEST_CASE("an archive of another model is refused, and nothing of it is left") {
+  const auto said = on_shm_ranks<Texts>(2, [](ThreadRank& rank) {
+    torch::nn::Linear other(3, 5), layer(4, 5);
+    auto model = fully_shard(layer, over(rank));
+    model->unshard();
+    const at::Tensor before = layer->weight.clone();
+    std::istringstream stream(archive_of(other));
+    Texts texts{error_of<c10::ValueError>([&] { torch::load(model, stream); })};
+    model->unshard();
+    texts.push_back(at::equal(layer->weight, before) ? "as it was" : "changed");
+    return texts;
+  });
+  for (const Texts& one : said) {
+    CHECK_THAT(one[0], Catch::Contains("[fully_shard] got 'weight' as Float of shape (5, 3), "
+                                       "expected Float of shape (5, 4) or this rank's part"));
+    CHECK(one[1] == "as it was");
+  }
+}
+
+TEST_CASE("fully_shard refuses what it cannot shard") {
+  const auto said = on_shm_ranks<Texts>(1, [](ThreadRank& rank) {
+    const FsdpOptions options = over(rank);
+    const auto refusal = [&](auto module) {
+      return error_of<c10::Error>([&] { fully_shard(module, options); });
+    };
+    torch::nn::Linear layer(4, 5);
+    auto model = fully_shard(layer, options);
+    torch::nn::Sequential sharing;
+    sharing->push_back("head", layer);
+    UnevenNet on_meta;
+    on_meta->register_parameter("hollow", at::empty({2, 2}, at::kMeta));
+    Texts texts{refusal(layer),
+                refusal(model),
+                refusal(sharing),
+                refusal(torch::nn::Tanh()),
+                refusal(on_meta),
+                refusal(torch::nn::Embedding(torch::nn::EmbeddingOptions(4, 2).sparse(true)))};
+    texts.push_back(error_of([&] { model->to(at::kDouble); }));
+    texts.push_back(error_of([&] { model->to(at::kMeta); }));
+    texts.push_back(error_of([&] { model->to(at::kCPU, at::kFloat); }));
+    texts.push_back(error_of([&] { model->clone(); }));
+    return texts;
+  });
+  const Texts& one = said[0];
+  CHECK_THAT(one[0], Catch::Contains("[fully_shard] got 'weight', which is sharded already"));
+  CHECK_THAT(one[1], Catch::Contains("which is sharded already"));
+  CHECK_THAT(one[2], Catch::Contains("[fully_shard] got 'head.weight', which is sharded already"));
+  CHECK_THAT(one[3], Catch::Contains("which has no parameters"));
+  CHECK_THAT(one[4], Catch::Contains("[fully_shard] got 'hollow' on meta"));
+  CHECK_THAT(one[5], Catch::Contains("[fully_shard] got 'weight' with sparse gradients"));
+  CHECK_THAT(one[6], Catch::Contains("[fully_shard] got to(Double) of a sharded module of Float"));
+  CHECK_THAT(one[7], Catch::Contains("[fully_shard] got to(meta)"));
+  CHECK(one[8] == "no error");
+  CHECK_THAT(one[9], Catch::Contains("[fully_shard] got clone()"));
+}
+
+TEST_CASE("modules that differ between the ranks are refused on all") {
+  const auto said = on_shm_ranks<std::string>(2, [](ThreadRank& rank) {
+    torch::nn::Linear layer(4, 5 + rank.where.rank);
+    return error_of<c10::ValueError>([&] { fully_shard(layer, over(rank)); });
+  });
+  for (const std::string& one : said) CHECK_THAT(one, Catch::Contains("[fully_shard]"));
+}
+
+TEST_CASE("the outermost unit is used first") {
+  const auto said = on_shm_ranks<std::string>(1, [](ThreadRank& rank) {
+    const auto inner = fully_shard(torch::nn::Linear(6, 6), over(rank));
+    torch::nn::Sequential net;
+    net->push_back("inner", inner);
+    net->push_back("last", torch::nn::Linear(6, 2));
+    auto model = fully_shard(net, over(rank));
+    inner.ptr()->forward(whole_batch(0));
+    return error_of([&] { model->forward(whole_batch(0)); });
+  });
+  CHECK_THAT(said[0], Catch::Contains("expected the outermost unit first"));
+}
+
+TEST_CASE("a rank that is gone ends the forwards of the others, by name") {
+  std::string said;
+  const std::string thrown = error_of([&] {
+    on_shm_ranks<int>(2, [&](ThreadRank& rank) {
+      UnevenNet net;
+      auto model = fully_shard(net, over(rank));
+      TORCH_CHECK(rank.where.rank == 0, "gone");
+      said = error_of([&] { model->forward(part_of_batch(0, rank.where)); });
+      return 0;
+    });
+  });
+  CHECK(thrown == "gone");
+  CHECK_THAT(said, Catch::Contains("rank 1"));
+}

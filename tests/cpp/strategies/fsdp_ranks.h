@@ -1,0 +1,32 @@
+#pragma once
+
+#include <trireme/strategies/fsdp/fully_shard.h>
+
+#include <strategies/zero_ranks.h>
+
+namespace trireme::test {
+
+inline FsdpOptions over(const ThreadRank& rank) { return {.communicator = rank.communicator}; }
+
+// What every rank of `world` says, over shared memory.
+template <typename Result>
+std::vector<Result> on_shm_ranks(int64_t world, const std::function<Result(ThreadRank&)>& main) {
+  return on_ranks<Result>(world, Engine::kShm, main);
+}
+
+// One step of rank `where` of them, over its part of the batch.
+template <typename Model>
+void fsdp_step(Model& model, torch::optim::Optimizer& optimizer, int64_t number, RankOf where) {
+  optimizer.zero_grad();
+  model->forward(part_of_batch(number, where), number % 2 == 0).backward();
+  trireme::step(optimizer);
+}
+
+// All of the parameters, once all ranks have written them.
+inline std::vector<at::Tensor> whole_values(ShardedModule& model,
+                                            const std::vector<at::Tensor>& parameters) {
+  model.unshard();
+  return values_of(parameters);
+}
+
+}  // namespace trireme::test

@@ -1,0 +1,93 @@
+"""Activation checkpointing: units whose forwards run once more in backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import trireme
+from ddp_ranks import mlp
+from fsdp_ranks import pair, rows_of, step_both, train_both
+from shm_ranks import on_shm_ranks
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+
+class Checkpointed(nn.Module):
+    """Units computed again in backward: around one, inside of one, nested, twice."""
+
+    def __init__(self, reentrant: bool, inside: bool) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.reentrant, self.inside = reentrant, inside
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(6))
+        if inside:
+            self.layers[1] = Recomputing(self.layers[1], reentrant)
+
+    def again(self, layer: Callable[..., Any], x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(layer, x, use_reentrant=self.reentrant)
+
+    def nested(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layers[3](x).tanh()
+        return self.again(self.layers[4], x).tanh() + self.layers[1](x)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layers[0](x.clone().requires_grad_()).tanh()
+        x = self.again(self.layers[1], x).tanh()
+        x = self.layers[2](x).tanh()
+        x = self.again(self.nested, x)
+        x = self.again(self.layers[1], x).tanh()
+        return self.again(self.layers[5], x)
+
+
+class Recomputing(nn.Module):
+    def __init__(self, layer: nn.Module, reentrant: bool) -> None:
+        super().__init__()
+        self.layer, self.reentrant = layer, reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.layer, x, use_reentrant=self.reentrant)
+
+
+def shard_list(model: Any) -> None:
+    for layer in model.layers:
+        trireme.fully_shard(layer)
+    trireme.fully_shard(model)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@on_shm_ranks("world")
+def test_checkpointing(rank: int, world: int) -> None:
+    for reentrant in (False, True):
+        for inside in (False, True):
+
+            def make(reentrant: bool = reentrant, inside: bool = inside) -> nn.Module:
+                return Checkpointed(reentrant, inside)
+
+            for shard in (shard_list, trireme.fully_shard):
+                ours, one = pair(make, shard=shard)
+                for step in range(4):
+                    numbers = (step, step + 1) if step == 2 else (step,)
+                    train_both(ours, one, *numbers)
+
+
+@on_shm_ranks(2)
+def test_checkpointing_the_root(rank: int) -> None:
+    """The whole model is computed again in its backward; then also two of its forwards."""
+    for reentrant in (False, True):
+        ours, one = pair(mlp)
+        for step in range(4):
+            for training in (ours, one):
+                training.optimizer.zero_grad()
+                outputs = [
+                    checkpoint(
+                        training.model,
+                        rows_of(number, training).requires_grad_(),
+                        use_reentrant=reentrant,
+                    )
+                    for number in range(step, step + 1 + step % 2)
+                ]
+                torch.stack(outputs).square().mean().backward()
+            step_both(ours, one)

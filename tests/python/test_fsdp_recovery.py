@@ -1,0 +1,89 @@
+"""What an exception on all ranks leaves behind, and a graph that outlives its parameters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import trireme
+from ddp_ranks import mlp, raises
+from fsdp_ranks import pair, shard_layers, sharded, train_both
+from shm_ranks import on_shm_ranks
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+
+class Failing(nn.Module):
+    """mlp() with an exception in forward or backward when it is told so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = mlp()
+        self.where = ""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.body[1](self.body[0](x))
+        if self.where == "forward":
+            raise ArithmeticError("in forward")
+        if self.where == "backward":
+            hidden.register_hook(_fail)
+        return self.body[4](self.body[3](self.body[2](hidden)))
+
+
+def _fail(gradient: torch.Tensor) -> None:
+    raise ArithmeticError("in backward")
+
+
+def shard_body(model: Any) -> None:
+    shard_layers(model.body)
+    trireme.fully_shard(model)
+
+
+@on_shm_ranks(2)
+def test_training_goes_on_after_an_exception(rank: int) -> None:
+    """On all ranks, in forward and backward, with gradients accumulated before."""
+    ours, one = pair(Failing, shard=shard_body)
+    for step, where in enumerate(("forward", "backward", "backward", "forward")):
+        train_both(ours, one, step)
+        ours.optimizer.zero_grad()
+        if step % 2:
+            ours.backward(17, sync=False)
+        ours.model.where = where
+        with pytest.raises(ArithmeticError, match=where):
+            ours.loss(20).backward()
+        ours.model.where = ""
+        with raises(RuntimeError, "of an inner unit"):
+            ours.model.body[0].reset_iter_state()
+        ours.model.reset_iter_state()
+        assert all(isinstance(param, DTensor) for param in ours.model.parameters())
+        train_both(ours, one, step + 7)
+
+
+@on_shm_ranks(2)
+def test_exceptions_without_a_reset(rank: int) -> None:
+    """What one forward left does no harm to the next; a backward drops what it has."""
+    ours, one = pair(Failing, shard=shard_body)
+    for step, where in enumerate(("forward", "backward")):
+        train_both(ours, one, step)
+        ours.optimizer.zero_grad()
+        ours.model.where = where
+        with pytest.raises(ArithmeticError, match=where):
+            ours.loss(20).backward()
+        ours.model.where = ""
+        train_both(ours, one, step + 7)
+
+
+@on_shm_ranks(2)
+def test_a_graph_kept_over_a_step(rank: int) -> None:
+    """Raises as in one process; also on a rank whose own shard was not written."""
+    ours = sharded(mlp)
+    ours.train(0)
+    ours.optimizer.zero_grad()
+    kept = ours.loss(1)
+    kept.backward(retain_graph=True)
+    ours.optimizer.step()
+    with torch.no_grad():
+        ours.loss(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        kept.backward()
