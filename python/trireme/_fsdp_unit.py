@@ -181,16 +181,16 @@ class FsdpUnit:
         return self.root
 
     def unshard(self) -> None:
-        if self.group is None:
-            return
-        if self.root is None:  # no forward yet, so no gate
+        if self.root is not None:
+            if self.root.core is not None:
+                self.root.settle()
+                self.root.core.begin_reading()
+        elif self.group is not None:  # no forward yet, so no gate
             self.settle()
             self.group.finish_writes()
             dist.barrier(self.mesh.get_group())
-        elif self.root.core is not None:
-            self.root.settle()
-            self.root.core.begin_reading()
-        self.group.unshard()
+        if self.group is not None:
+            self.group.unshard()
 
     def reshard(self) -> None:
         if self.group is not None:

@@ -75,3 +75,11 @@ def test_fully_sharded_reaches_the_losses_of_ddp_and_saves_the_model(
     assert of_fsdp == pytest.approx(of_cpp_ddp, rel=1e-4)
     # All parameters, of which each rank has a half.
     assert model.stat().st_size > 4 * (128 * 32 + 1024 * 256 + 256 * 128)
+
+
+def test_fully_sharded_in_python_reaches_them_too(of_cpp_ddp: list[float], tmp_path: Path) -> None:
+    program = [str(ROOT / "examples" / "python" / "train_fsdp.py")]
+    of_fsdp = losses(run(program, 2, str(tmp_path / "checkpoint")))
+    assert of_fsdp == pytest.approx(of_cpp_ddp, rel=1e-4)
+    written = sum(file.stat().st_size for file in (tmp_path / "checkpoint").iterdir())
+    assert written > 3 * 4 * (128 * 32 + 1024 * 256 + 256 * 128)  # and two states of each
