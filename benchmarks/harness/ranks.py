@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import selectors
-import socket
 import subprocess
 import sys
 import time
@@ -19,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
+
+import torch.distributed as dist
 
 Message = dict[str, Any]
 BENCHMARKS = Path(__file__).resolve().parents[1]
@@ -50,7 +51,9 @@ class RankGroup:
     def __init__(self, launch: Launch) -> None:
         self.launch = launch
         self._logs = [launch.log_folder / f"{launch.name}.{r}.log" for r in range(launch.world)]
-        port = str(_free_port())
+        # Served here: a port that was only found free may be taken until a rank has imported torch.
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        port = str(self._store.port)
         self._ranks = [self._start(rank, port) for rank in range(launch.world)]
         self._unread = [b""] * launch.world
 
@@ -119,6 +122,7 @@ class RankGroup:
             "LOCAL_WORLD_SIZE": world,
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": port,
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
         }
         with open(self._logs[rank], "wb") as log:
             return subprocess.Popen(
@@ -162,12 +166,6 @@ class RankGroup:
             f"[ranks] {name}: got no reply because a rank {what} (dead: {dead} of {world}), "
             "expected one from each. " + "\n".join(words)
         )
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _pipe(stream: IO[bytes] | None) -> IO[bytes]:

@@ -48,7 +48,7 @@ torch::Tensor read_text(const char* path) {
 
 int main(int argc, char** argv) {
   if (argc < 2) {
-    std::fprintf(stderr, "usage: %s TEXT_FILE [STEPS [MODEL_FILE]]\n", argv[0]);
+    std::fprintf(stderr, "usage: %s TEXT_FILE [STEPS [FOLDER]]\n", argv[0]);
     return 2;
   }
   const int64_t steps = argc > 2 ? std::atoll(argv[2]) : 100;
@@ -79,9 +79,6 @@ int main(int argc, char** argv) {
       if (ctx.rank() == 0) std::printf("step %3ld  loss %.6f\n", static_cast<long>(step), mean);
     }
   }
-  if (argc > 3) {
-    model->unshard();  // on all ranks; rank 0 then saves what the plain net would
-    if (ctx.rank() == 0) torch::save(model, argv[3]);
-  }
+  if (argc > 3) trireme::save_checkpoint(argv[3], *model);  // each rank writes its part
   return 0;
 }

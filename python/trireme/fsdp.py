@@ -264,7 +264,7 @@ class FSDPModule(TorchFSDPModule):
         unit = self._trireme_unit
         unit.reshard()
         if unit.root is not None:
-            unit.root.begin_writing()
+            unit.root.begin_writing_anew() if unit.is_root else unit.root.begin_writing()
         return super(TorchFSDPModule, self)._apply(fn, recurse)  # type: ignore[misc]
 
     def last_step(self) -> dict[str, float]:

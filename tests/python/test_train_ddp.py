@@ -7,7 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import trireme
+from safetensors.torch import load_file
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = ROOT / "examples" / "python" / "train_gpt.py"  # any text will do
@@ -67,19 +69,20 @@ def test_zero_reaches_the_losses_of_ddp_and_saves_its_state(
     assert state.stat().st_size > 2 * 4 * (128 * 32 + 1024 * 256 + 256 * 128)
 
 
-def test_fully_sharded_reaches_the_losses_of_ddp_and_saves_the_model(
+def test_fully_sharded_in_cpp_and_python_leaves_one_checkpoint(
     of_cpp_ddp: list[float], tmp_path: Path
 ) -> None:
-    model = tmp_path / "model.pt"
-    of_fsdp = losses(run(cpp_program("train_fsdp"), 2, str(model)))
-    assert of_fsdp == pytest.approx(of_cpp_ddp, rel=1e-4)
-    # All parameters, of which each rank has a half.
-    assert model.stat().st_size > 4 * (128 * 32 + 1024 * 256 + 256 * 128)
-
-
-def test_fully_sharded_in_python_reaches_them_too(of_cpp_ddp: list[float], tmp_path: Path) -> None:
-    program = [str(ROOT / "examples" / "python" / "train_fsdp.py")]
-    of_fsdp = losses(run(program, 2, str(tmp_path / "checkpoint")))
-    assert of_fsdp == pytest.approx(of_cpp_ddp, rel=1e-4)
-    written = sum(file.stat().st_size for file in (tmp_path / "checkpoint").iterdir())
-    assert written > 3 * 4 * (128 * 32 + 1024 * 256 + 256 * 128)  # and two states of each
+    """Both reach the losses of DDP, and their ranks write the same files, which anybody reads."""
+    python = [str(ROOT / "examples" / "python" / "train_fsdp.py")]
+    written = []
+    for name, program in (("cpp", cpp_program("train_fsdp")), ("python", python)):
+        folder = tmp_path / name
+        assert losses(run(program, 2, str(folder))) == pytest.approx(of_cpp_ddp, rel=1e-4)
+        written.append(load_file(folder / "model-00001-of-00001.safetensors"))
+    of_cpp, of_python = written
+    assert of_cpp.keys() == of_python.keys() and len(of_cpp) == 5
+    for name, values in of_cpp.items():
+        torch.testing.assert_close(values, of_python[name], rtol=1e-2, atol=1e-2)
+    # Two states of each parameter beside it.
+    state = (tmp_path / "python" / "optimizer-00001-of-00001.safetensors").stat().st_size
+    assert state > 2 * 4 * (128 * 32 + 1024 * 256 + 256 * 128)

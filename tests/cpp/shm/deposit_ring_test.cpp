@@ -55,8 +55,9 @@ struct Round {
       if (!moved) ring.wait("the rest");
     }
     while (pad > 0 && ring.collected() < total + pad) {
-      if (ring.deposited() < total + pad) ring.deposit(static_cast<int64_t>(ring.room(pad).size()));
-      if (const int64_t bytes = ring.ready(pad); bytes > 0)
+      if (const auto room = ring.room(total + pad - ring.deposited()); !room.empty())
+        ring.deposit(static_cast<int64_t>(room.size()));
+      if (const int64_t bytes = ring.ready(total + pad - ring.collected()); bytes > 0)
         ring.collect(bytes);
       else
         ring.wait("the end");
