@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,7 +32,8 @@ class FsdpUnit:
 
     ``_pre_forward`` and ``_post_forward`` have torch's names and arguments, since
     ``register_fsdp_forward_method`` calls them; so have ``_comm_ctx`` and ``_fsdp_param_groups``,
-    which torch's pipelining and ``share_comm_ctx`` read.
+    which torch's pipelining and ``share_comm_ctx`` read, and what the pipelining of torch 2.11
+    reads: ``_fsdp_param_group``, ``_state_ctx``, ``_root_post_backward_final_callback``.
     """
 
     def __init__(
@@ -51,6 +53,8 @@ class FsdpUnit:
         self.synchronizes = True
         self._comm_ctx = object()
         self._fsdp_param_groups: list[Any] = []
+        self._fsdp_param_group = None
+        self._state_ctx = SimpleNamespace(all_states=[])
         self.group: ParamGroup | None = None
         if params:
             specs = [one.spec() for one in params]
@@ -163,7 +167,11 @@ class FsdpUnit:
             core.post_forward(self.group, self.is_root, *find_tensors(output))
         return output if self._cast_outputs is None else self._cast_outputs(output)
 
-    # for FSDPModule
+    # for torch's pipelining and FSDPModule
+
+    def _root_post_backward_final_callback(self) -> None:
+        if (core := self.own_root().core) is not None:
+            core.finalize_backward()
 
     def own_root(self) -> FsdpRoot:
         """The root of this unit; if there is none yet, this unit is."""

@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
+from torch.distributed._composable.contract import STATE_KEY
 from torch.distributed.algorithms.join import Joinable, JoinHook, _JoinConfig
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.utils import _get_root_modules
 
 from trireme._fsdp_checks import (
@@ -263,8 +265,10 @@ class FSDPModule(TorchFSDPModule):
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         unit = self._trireme_unit
         unit.reshard()
-        if unit.root is not None:
-            unit.root.begin_writing_anew() if unit.is_root else unit.root.begin_writing()
+        if unit.root is not None and unit.is_root:
+            unit.root.begin_writing_anew()
+        elif unit.root is not None:
+            unit.root.begin_writing()
         return super(TorchFSDPModule, self)._apply(fn, recurse)  # type: ignore[misc]
 
     def last_step(self) -> dict[str, float]:
@@ -358,6 +362,8 @@ def fully_shard(
         one._fsdp_use_orig_params = True  # type: ignore[assignment]
     for root in roots:
         root._trireme_unit = unit  # type: ignore[assignment]
+        # Up to torch 2.14 pipelining asks torch's function for the state of a module.
+        root.__dict__.setdefault(STATE_KEY, {})[torch_fully_shard.__wrapped__] = unit  # type: ignore[attr-defined]
         _swap_class(root)
     watch_optimizers()
     return module

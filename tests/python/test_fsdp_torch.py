@@ -111,9 +111,9 @@ def test_two_pipelines_whose_stages_are_sharded(rank: int, schedule_type: Any) -
     for step in range(3):
         x, y = batch(step, ROWS), batch(step + 50, ROWS, 3)
         if index == 0:
-            schedule.step(x[pipeline::2])
+            schedule.step(x[pipeline::2].contiguous())
         else:
-            schedule.step(target=y[pipeline::2])
+            schedule.step(target=y[pipeline::2].contiguous())
         loss_of(reference(x), y).backward()
         for part, place in zip(mine, places, strict=True):
             for ours, theirs in zip(part.parameters(), reference[place].parameters(), strict=True):
