@@ -1,5 +1,6 @@
 #include <trireme/grad/grad_reducer.h>
 #include <trireme/grad/plan_agreement.h>
+#include <trireme/memory/warm_heap.h>
 
 #include <ATen/ATen.h>
 
@@ -14,6 +15,15 @@ namespace {
 // A parameter that some rank left unused stays in a trailing bucket for that many synchronized
 // steps, so that one that is used every other step does not move the buckets every step.
 constexpr int64_t kTrailingSteps = 8;
+// That a stream of deposits may hold at a time, more often than not.
+constexpr int64_t kGradientsInFlight = 4;
+
+int64_t largest_gradient_bytes(const std::vector<ParameterInfo>& infos) {
+  int64_t largest = 0;
+  for (const ParameterInfo& info : infos)
+    largest = std::max(largest, info.numel * static_cast<int64_t>(c10::elementSize(info.dtype)));
+  return largest;
+}
 
 }  // namespace
 
@@ -153,6 +163,7 @@ void GradReducer::learn_order() {
     if (options_.defers_sums)
       options.bytes = std::max(options.bytes, BucketStream::bytes_for(infos_));
     stream_ = BucketStream::make(*communicator_, options);
+    if (stream_) keep_heap_warm(kGradientsInFlight * largest_gradient_bytes(infos_));
   }
   std::vector<bool> is_placed(parameters_.size(), true);
   for (const int64_t index : order_) is_placed[static_cast<size_t>(index)] = false;
