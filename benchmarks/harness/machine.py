@@ -30,6 +30,7 @@ def machine() -> dict[str, Any]:
         "torch": torch.__version__,
         "load_1m": round(os.getloadavg()[0], 2),
         "allocator_env": allocator_environment(),
+        "allocator": "kept warm on all sides (harness/memory.py)",
         "commit": commit(),
     }
 
