@@ -2,7 +2,6 @@
 
 #include <ATen/ATen.h>
 
-#include <algorithm>
 #include <cstring>
 
 namespace trireme {
@@ -15,17 +14,19 @@ std::vector<std::string> gather_texts(const std::string& own, Communicator& comm
   const auto length = static_cast<int64_t>(own.size());
   communicator.all_gather({lengths}, {at::full({1}, length, integers)}, "lengths of texts").wait();
   lengths = lengths.cpu();
-  const int64_t longest = std::max<int64_t>(1, lengths.max().item<int64_t>());
+  const int64_t longest = lengths.max().item<int64_t>();
+  std::vector<std::string> texts(static_cast<size_t>(world));
+  if (longest == 0) return texts;
   at::Tensor mine = at::zeros({longest}, at::kByte);
   std::memcpy(mine.mutable_data_ptr(), own.data(), own.size());
   mine = mine.to(device);
   at::Tensor all = at::empty({world * longest}, mine.options());
   communicator.all_gather({all}, {mine}, "texts").wait();
   all = all.cpu();
-  std::vector<std::string> texts;
   for (int64_t rank = 0; rank < world; ++rank) {
     const auto* text = static_cast<const char*>(all.const_data_ptr()) + rank * longest;
-    texts.emplace_back(text, static_cast<size_t>(lengths.const_data_ptr<int64_t>()[rank]));
+    const auto bytes = static_cast<size_t>(lengths.const_data_ptr<int64_t>()[rank]);
+    texts[static_cast<size_t>(rank)].assign(text, bytes);
   }
   return texts;
 }

@@ -1,5 +1,7 @@
 #include <trireme/grad/plan_agreement.h>
 
+#include <trireme/comm/gather_texts.h>
+
 #include <ATen/ATen.h>
 
 #include <algorithm>
@@ -53,30 +55,6 @@ std::string text_of(const at::Tensor& bytes) {
   return {static_cast<const char*>(host.const_data_ptr()), static_cast<size_t>(host.numel())};
 }
 
-// `text` of every rank, on every rank.
-std::vector<std::string> gather_texts(Communicator& communicator, c10::Device device,
-                                      const std::string& text) {
-  const int64_t world = communicator.world();
-  const auto long_options = at::TensorOptions().dtype(at::kLong);
-  const at::Tensor own = at::full({1}, static_cast<int64_t>(text.size()), long_options).to(device);
-  const at::Tensor lengths = at::empty({world}, long_options.device(device));
-  communicator.all_gather({lengths}, {own}, "parameter description lengths").wait();
-  const at::Tensor host = lengths.to(at::kCPU);
-  const int64_t longest = host.max().item<int64_t>();
-  std::vector<std::string> texts(static_cast<size_t>(world));
-  if (longest == 0) return texts;
-  const at::Tensor padded =
-      at::zeros({longest}, at::TensorOptions().dtype(at::kByte).device(device));
-  padded.narrow(0, 0, static_cast<int64_t>(text.size())).copy_(bytes_tensor(text, device));
-  const at::Tensor all = at::empty({world * longest}, padded.options());
-  communicator.all_gather({all}, {padded}, "parameter descriptions").wait();
-  for (int64_t rank = 0; rank < world; ++rank) {
-    texts[static_cast<size_t>(rank)] =
-        text_of(all.narrow(0, rank * longest, host[rank].item<int64_t>()));
-  }
-  return texts;
-}
-
 std::string broadcast_text(Communicator& communicator, c10::Device device,
                            const std::string& text) {
   const auto long_options = at::TensorOptions().dtype(at::kLong);
@@ -101,7 +79,7 @@ void check_same_parameters(Communicator& communicator, c10::Device device,
   for (const ParameterInfo& info : parameters) description += describe(info) + '\n';
   const std::string difference =
       first_difference(parameters, broadcast_text(communicator, device, description));
-  const std::vector<std::string> differences = gather_texts(communicator, device, difference);
+  const std::vector<std::string> differences = gather_texts(difference, communicator, device);
   std::string text;
   for (size_t rank = 0; rank < differences.size(); ++rank) {
     if (differences[rank].empty()) continue;

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from trireme._C import CheckpointReader, CheckpointTensor
-from trireme._checkpoint_parts import NamedTensor, Part, Ranks, local_of, part_of, whole
+from trireme._checkpoint_parts import NamedTensor, Part, Ranks, held_of, part_of, whole
 from trireme.zero import ZeroRedundancyOptimizer
 
 FILE = "optimizer.json"
@@ -109,7 +109,7 @@ class OptimizerParts:
 
     def _tensor_to_save(self, stepped: Stepped, key: str, value: torch.Tensor) -> CheckpointTensor:
         name = f"{stepped.name}.{key}"
-        local = local_of(value)
+        local = held_of(value)
         if local.shape == stepped.part.local_shape and (
             not isinstance(value, DTensor) or value.shape == stepped.part.shape
         ):

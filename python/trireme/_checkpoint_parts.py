@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from trireme._C import CheckpointRanks, CheckpointTensor, error_text
 from trireme._group_communicator import communicator_of
+from trireme._parameter_owners import local_of
 
 
 class Ranks:
@@ -123,10 +124,9 @@ def part_of(name: str, tensor: torch.Tensor, ranks: Ranks) -> Part:
     )
 
 
-def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank has of a tensor, in the same memory."""
-    detached = tensor.detach()
-    return detached._local_tensor if isinstance(detached, DTensor) else detached
+def held_of(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank has of a tensor, in the same memory and nothing of autograd's."""
+    return local_of(tensor).detach()
 
 
 @dataclass(frozen=True)
@@ -188,7 +188,7 @@ def model_to_save(model: nn.Module, ranks: Ranks) -> list[CheckpointTensor]:
             made = CheckpointTensor(one.name, one.tensor.dtype, list(one.tensor.shape), own)
             tensors.append(made)
         else:
-            tensors.append(part.to_save(one.name, local_of(one.tensor), ranks))
+            tensors.append(part.to_save(one.name, held_of(one.tensor), ranks))
     return tensors
 
 
@@ -202,5 +202,5 @@ def model_to_load(model: nn.Module, ranks: Ranks) -> list[CheckpointTensor]:
                 "Call model.to_empty(device='cpu') before.",
             )
         part = part_of(one.name, one.tensor, ranks)
-        tensors.append(part.to_load(one.name, local_of(one.tensor)))
+        tensors.append(part.to_load(one.name, held_of(one.tensor)))
     return tensors

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,35 +10,17 @@ import trireme
 from ddp_ranks import mlp
 from fsdp_ranks import pair, rows_of, step_both, train_both
 from shm_ranks import on_shm_ranks
+from test_zero_gradients import Checkpointed
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 
-class Checkpointed(nn.Module):
-    """Units computed again in backward: around one, inside of one, nested, twice."""
+class CheckpointedInside(Checkpointed):
+    """With a unit, besides, that computes its own layer again."""
 
-    def __init__(self, reentrant: bool, inside: bool) -> None:
-        super().__init__()
-        torch.manual_seed(5)
-        self.reentrant, self.inside = reentrant, inside
-        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(6))
-        if inside:
-            self.layers[1] = Recomputing(self.layers[1], reentrant)
-
-    def again(self, layer: Callable[..., Any], x: torch.Tensor) -> torch.Tensor:
-        return checkpoint(layer, x, use_reentrant=self.reentrant)
-
-    def nested(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.layers[3](x).tanh()
-        return self.again(self.layers[4], x).tanh() + self.layers[1](x)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.layers[0](x.clone().requires_grad_()).tanh()
-        x = self.again(self.layers[1], x).tanh()
-        x = self.layers[2](x).tanh()
-        x = self.again(self.nested, x)
-        x = self.again(self.layers[1], x).tanh()
-        return self.again(self.layers[5], x)
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__(reentrant)
+        self.layers[1] = Recomputing(self.layers[1], reentrant)
 
 
 class Recomputing(nn.Module):
@@ -61,10 +42,10 @@ def shard_list(model: Any) -> None:
 @on_shm_ranks("world")
 def test_checkpointing(rank: int, world: int) -> None:
     for reentrant in (False, True):
-        for inside in (False, True):
+        for kind in (Checkpointed, CheckpointedInside):
 
-            def make(reentrant: bool = reentrant, inside: bool = inside) -> nn.Module:
-                return Checkpointed(reentrant, inside)
+            def make(reentrant: bool = reentrant, kind: Any = kind) -> nn.Module:
+                return kind(reentrant)
 
             for shard in (shard_list, trireme.fully_shard):
                 ours, one = pair(make, shard=shard)
