@@ -23,7 +23,6 @@ A target is met when the median of the paired ratios is at or below it.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 from collections.abc import Sequence
@@ -31,8 +30,14 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-from harness.bad_input import BadInput
-from harness.bench_options import begin_results, bench_parser, chosen_parts
+from harness.bench_options import (
+    begin_results,
+    bench_parser,
+    chosen_parts,
+    earlier_results,
+    let_add,
+    write_added,
+)
 from harness.engine_cost import measure_engine_cost
 from harness.exit_codes import exit_code
 from harness.fresh_run import run_fresh
@@ -41,7 +46,6 @@ from harness.memory_report import NO_SYNC, WORKLOAD_NAMES, measure_memory
 from harness.pairs import OURS, TORCH, TORCH_VIEW, Side, measure_all
 from harness.peak_memory import measure_peak, widest_fitting
 from harness.reducer_overhead import Overhead
-from harness.results import write_results
 from harness.stats import PairedRatio
 from harness.step_runs import BESIDE, FULL, QUICK, Contest, Effort, StepRuns
 from harness.table import table
@@ -87,9 +91,7 @@ def main(command_line: Sequence[str] | None = None) -> int:
     """Returns the exit code: 0 (also if a target is missed), 1 if the estimate of memory is off,
     2 wrong options, 3 a rank failed."""
     parser = bench_parser(__doc__, PARTS)
-    parser.add_argument(
-        "--add", action="store_true", help="keep the parts that --json has and that are not run"
-    )
+    let_add(parser)
     arguments = parser.parse_args(command_line)
     return exit_code(lambda: _bench(arguments))
 
@@ -97,7 +99,7 @@ def main(command_line: Sequence[str] | None = None) -> int:
 def _bench(arguments: argparse.Namespace) -> int:
     effort = QUICK if arguments.quick else FULL
     parts = chosen_parts("bench_fsdp", arguments.only, PARTS)
-    earlier = _earlier(arguments)
+    earlier = earlier_results("bench_fsdp", arguments)
     results = begin_results(arguments.quick)
     for part in parts:
         if part == "engine":
@@ -114,23 +116,8 @@ def _bench(arguments: argparse.Namespace) -> int:
         else:
             results["workloads"][part] = bench_workload(part, effort)
     if arguments.json is not None:
-        commits = dict.fromkeys(parts, results["machine"]["commit"])
-        results["commits"] = {**earlier.get("commits", {}), **commits}
-        results["workloads"] = {**earlier.get("workloads", {}), **results["workloads"]}
-        write_results(arguments.json, {**earlier, **results})
+        write_added(arguments.json, results, earlier, parts)
     return 0 if all(row["estimate_agrees"] for row in results.get("memory", [])) else 1
-
-
-def _earlier(arguments: argparse.Namespace) -> dict[str, Any]:
-    """What `--add` adds to. Raises BadInput if there is nothing."""
-    if not arguments.add:
-        return {}
-    if arguments.json is None or not arguments.json.exists():
-        raise BadInput(
-            "bench_fsdp", "got --add, expected --json with a file to add to", "Leave it out."
-        )
-    earlier: dict[str, Any] = json.loads(arguments.json.read_text())
-    return earlier
 
 
 def bench_workload(name: str, effort: Effort) -> dict[str, Any]:

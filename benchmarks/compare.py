@@ -34,7 +34,6 @@ from harness.rounds import WARM_UP_STEPS, Extent, Rounds, Trajectory
 from harness.strategies import (
     STRATEGIES,
     OptimizerSpec,
-    Strategy,
     built,
     comparable,
     ready,
@@ -111,7 +110,7 @@ def _compare(arguments: argparse.Namespace, started: float) -> int:
             name,
             trajectories[name],
             global_batch=job.global_batch,
-            threads=_threads(STRATEGIES[name]),
+            threads=STRATEGIES[name].processes(job.ranks)[1],
         )
         for name in names
     ]
@@ -127,8 +126,9 @@ def _compare(arguments: argparse.Namespace, started: float) -> int:
 
 def _strategy_names(arguments: argparse.Namespace) -> list[str]:
     names = [name.strip() for name in arguments.strategies.split(",") if name.strip()]
+    synchronized = arguments.norm == "syncbn"
     if names == ["all"]:
-        names = ready()
+        names = [n for n in ready() if not (synchronized and STRATEGIES[n].replicates)]
     if not names or len(set(names)) != len(names):
         raise BadInput(
             "compare",
@@ -136,7 +136,13 @@ def _strategy_names(arguments: argparse.Namespace) -> list[str]:
             f"Choose out of {', '.join(comparable())}, separated by commas.",
         )
     for name in names:
-        built("compare", name)
+        if built("compare", name).replicates and synchronized:
+            raise BadInput(
+                "compare",
+                f"got --norm syncbn with {name}, whose replicas normalize their own rows, "
+                "expected strategies of ranks",
+                "Leave it out.",
+            )
     return names
 
 
@@ -189,10 +195,6 @@ def _global_batch(workload: Workload, ranks: int) -> int:
     return min(workload.rows_per_rank, available // ranks) * ranks
 
 
-def _threads(strategy: Strategy) -> int:
-    return cores() if strategy.alone else 1
-
-
 def _announce(job: Job, names: Sequence[str]) -> None:
     print(
         f"{job.model} on {job.data}: {job.global_batch} {job.workload.unit} per step, "
@@ -213,21 +215,18 @@ def _train(
     with ExitStack() as stack:
         groups = {}
         for name in names:
-            strategy = STRATEGIES[name]
+            world, threads = STRATEGIES[name].processes(job.ranks)
             config = RankConfig(
                 strategy=name,
                 workload=job.model,
                 global_batch=job.global_batch,
-                threads=_threads(strategy),
+                threads=threads,
                 workload_options=job.workload_options,
                 seed=job.seed,
                 probe=True,
                 ticks=True,
             )
-            world = 1 if strategy.alone else job.ranks
-            launch = Launch(
-                name, "harness.worker", config.to_json(), world, config.threads, scratch
-            )
+            launch = Launch(name, "harness.worker", config.to_json(), world, threads, scratch)
             groups[name] = stack.enter_context(RankGroup(launch))
         for group in groups.values():
             group.replies()

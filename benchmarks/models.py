@@ -67,6 +67,26 @@ class Mlp(nn.Module):
         return x
 
 
+class PlainMlp(nn.Module):
+    """`depth` layers of Linear and ReLU that keep the scale of their input."""
+
+    def __init__(self, width: int, depth: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(self._layer(width) for _ in range(depth))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+    @staticmethod
+    def _layer(width: int) -> nn.Sequential:
+        linear = nn.Linear(width, width)
+        nn.init.kaiming_normal_(linear.weight, nonlinearity="relu")
+        nn.init.zeros_(linear.bias)
+        return nn.Sequential(linear, nn.ReLU())
+
+
 class BasicBlock(nn.Module):
     """Two 3x3 convolutions and a shortcut, with the norm that `norm(channels)` makes."""
 

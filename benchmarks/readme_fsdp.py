@@ -20,6 +20,7 @@ STRATEGIES: dict[str, Sequence[str]] = {
         "torch-fsdp2, foreach",
         "torch-fsdp2, kept, foreach",
     ],
+    "DataParallel": ["dp"],
     "DDP": ["ddp, shared memory"],
     "ZeRO 1": ["zero1"],
     "ZeRO 2": ["zero2"],
@@ -27,7 +28,7 @@ STRATEGIES: dict[str, Sequence[str]] = {
     "fully_shard": ["fsdp"],
     "fully_shard, `trireme.optim`": ["fsdp, trireme.optim"],
 }
-WORKLOADS = ("mlp", "gpt-small-batch", "gpt")
+WORKLOADS = ("mlp", "gpt-small-batch", "gpt", "narrow")
 
 
 def fsdp_section(results: Results) -> str:
@@ -81,13 +82,15 @@ def strategy_tables(results: Sequence[Results]) -> str:
     """All strategies side by side, out of the results of several benchmarks; the first one that
     measured a strategy says how fast it is."""
     parts = []
+    measured = {name for found in results for name in found.get("workloads", {})}
+    workloads = [name for name in WORKLOADS if name in measured]
     rows = [
-        [title, *(_of_torch_ddp(results, name, labels) for name in WORKLOADS)]
+        [title, *(_of_torch_ddp(results, name, labels) for name in workloads)]
         for title, labels in STRATEGIES.items()
     ]
     if any(cell for row in rows for cell in row[1:]):
         title = "Step time, 2 ranks x 1 thread, torch's fastest DDP of the same run = 1:\n\n"
-        parts.append(title + markdown(["", *WORKLOADS], [row for row in rows if any(row[1:])]))
+        parts.append(title + markdown(["", *workloads], [row for row in rows if any(row[1:])]))
     if held := _bytes_per_parameter(results):
         parts.append(held)
     for found in results:

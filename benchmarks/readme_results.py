@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.pages import host_memory, markdown, median_of, phases, ratio_cells
+from readme_dp import dp_section, dp_tables
 from readme_fsdp import fsdp_section, fsdp_tables, strategy_tables
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -36,6 +37,7 @@ def main(command_line: Sequence[str] | None = None) -> int:
         "docs/shared_memory.md": shared_memory_tables(),
         "docs/zero.md": zero_tables(),
         "docs/fsdp.md": sharding_tables(),
+        "docs/data_parallel.md": data_parallel_tables(),
         "docs/strategies.md": all_strategies(),
         "docs/optimizers.md": optimizer_tables(),
     }
@@ -126,9 +128,16 @@ def sharding_tables() -> str:
     return fsdp_tables(_load("fsdp.json"))
 
 
+def data_parallel_tables() -> str:
+    """Every part of bench_dp.py."""
+    if not (RESULTS / "dp.json").exists():
+        return "\nNo run is committed yet.\n\n"
+    return dp_tables(_load("dp.json"))
+
+
 def all_strategies() -> str:
     """What the benchmarks of one strategy each say of all of them."""
-    names = ("fsdp.json", "zero.json", "ddp_shm.json")
+    names = ("fsdp.json", "zero.json", "ddp_shm.json", "dp.json")
     return strategy_tables([_load(name) for name in names if (RESULTS / name).exists()])
 
 
@@ -149,6 +158,8 @@ def section() -> str:
         parts.append(_bench_zero(_load("zero.json")))
     if (RESULTS / "fsdp.json").exists() and _load("fsdp.json")["workloads"]:
         parts.append(fsdp_section(_load("fsdp.json")))
+    if (RESULTS / "dp.json").exists() and _load("dp.json")["workloads"]:
+        parts.append(dp_section(_load("dp.json")))
     return "\n" + "\n".join(parts or ["No run is committed yet.\n"]) + "\n"
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from models import Gpt, Mlp, NormFactory, ResNet18
+from models import Gpt, Mlp, NormFactory, PlainMlp, ResNet18
 from torch import Tensor, nn
 
 RANDOM_VOCABULARY = 128
@@ -109,6 +109,18 @@ def mlp(options: WorkloadOptions) -> Workload:
     )
 
 
+def narrow(options: WorkloadOptions) -> Workload:
+    """64 x (Linear(128, 128) + ReLU), 128 rows per rank: too little in a layer to share it."""
+    width, depth = (32, 2) if options.tiny else (128, 64)
+    return Workload(
+        unit="rows",
+        rows_per_rank=128,
+        model=lambda: PlainMlp(width, depth),
+        samples=lambda: _random_rows(width),
+        loss=lambda output, batch: F.mse_loss(output, batch.targets),
+    )
+
+
 def resnet18(options: WorkloadOptions) -> Workload:
     """ResNet-18 on 32 x 32 images of ten made-up classes: 11.2 M parameters, 8 images per rank."""
     width, side = (8, 8) if options.tiny else (64, 32)
@@ -125,6 +137,7 @@ WORKLOADS: dict[str, Callable[[WorkloadOptions], Workload]] = {
     "mlp": mlp,
     "gpt": gpt,
     "gpt-small-batch": gpt_small_batch,
+    "narrow": narrow,
     "resnet18": resnet18,
 }
 

@@ -5,6 +5,7 @@
 #include <trireme/comm/launch.h>
 #include <trireme/grad/flat_optimizer.h>
 #include <trireme/memory/memory_estimate.h>
+#include <trireme/strategies/data_parallel/data_parallel.h>
 #include <trireme/strategies/ddp/distributed_data_parallel.h>
 #include <trireme/strategies/fsdp/fully_shard.h>
 #include <trireme/strategies/fsdp/module_checkpoint.h>

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from harness.bad_input import unknown_name
+from harness.bad_input import BadInput, unknown_name
 from harness.machine import machine
+from harness.results import write_results
 from harness.strategies import require_trireme
 
 
@@ -21,6 +23,13 @@ def bench_parser(description: str | None, parts: Sequence[str]) -> argparse.Argu
     parser.add_argument("--quick", action="store_true", help="a few steps, to see that all works")
     parser.add_argument("--json", type=Path, help="file for all numbers")
     return parser
+
+
+def let_add(parser: argparse.ArgumentParser) -> None:
+    """The option `--add`, for benchmarks that are run in parts."""
+    parser.add_argument(
+        "--add", action="store_true", help="keep the parts that --json has and that are not run"
+    )
 
 
 def chosen_parts(area: str, only: str, parts: Sequence[str]) -> list[str]:
@@ -38,3 +47,23 @@ def begin_results(quick: bool) -> dict[str, Any]:
     if quick:
         print("Quick run: too few pairs for a verdict that counts.\n")
     return {"machine": machine(), "quick": quick, "workloads": {}}
+
+
+def earlier_results(area: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    """What `--add` adds to. Raises BadInput if there is nothing."""
+    if not arguments.add:
+        return {}
+    if arguments.json is None or not arguments.json.exists():
+        raise BadInput(area, "got --add, expected --json with a file to add to", "Leave it out.")
+    earlier: dict[str, Any] = json.loads(arguments.json.read_text())
+    return earlier
+
+
+def write_added(
+    path: Path, results: dict[str, Any], earlier: dict[str, Any], parts: Sequence[str]
+) -> None:
+    """Writes `results` over `earlier`, and of which commit each of the parts is."""
+    commits = dict.fromkeys(parts, results["machine"]["commit"])
+    results["commits"] = {**earlier.get("commits", {}), **commits}
+    results["workloads"] = {**earlier.get("workloads", {}), **results["workloads"]}
+    write_results(path, {**earlier, **results})

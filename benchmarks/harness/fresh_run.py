@@ -11,7 +11,6 @@ from pathlib import Path
 
 from workloads import WORKLOADS, WorkloadOptions
 
-from harness.machine import cores
 from harness.pairs import Side
 from harness.ranks import Launch, RankGroup
 from harness.rounds import WARM_UP_STEPS, Trajectory
@@ -48,7 +47,7 @@ def starting_ranks(
     """Processes that are about to build `side`, and reply when they have."""
     workload_options = workload_options or WorkloadOptions()
     strategy = STRATEGIES[side.strategy]
-    world, threads = (1, cores()) if strategy.alone else (ranks, 1)
+    world, threads = strategy.processes(ranks)
     config = RankConfig(
         strategy=side.strategy,
         workload=workload,
@@ -65,7 +64,7 @@ def starting_ranks(
 
 
 def run_fresh(side: Side, workload: str, steps: int) -> RunTimes:
-    """Warm-up and `steps` timed steps: 2 ranks x 1 thread, or one process with all cores."""
+    """Warm-up and `steps` timed steps: 2 ranks x 1 thread, or one process."""
     with fresh_ranks(side, workload) as group:
         timed = group.ask({"do": "steps", "count": WARM_UP_STEPS + steps})
         held = group.ask({"do": "measure"})

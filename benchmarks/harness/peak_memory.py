@@ -50,13 +50,17 @@ def watching(processes: Sequence[int]) -> Iterator[Watch]:
 
 
 def measure_peak(side: Side, width: int) -> float:
-    """MiB that 2 ranks take at most while `mlp` of this width is built and trained for 3 steps.
+    """As `measure_peak_of`, of `mlp` with layers of this width."""
+    return measure_peak_of(side, "mlp", WorkloadOptions(width=width))
+
+
+def measure_peak_of(side: Side, workload: str, options: WorkloadOptions | None = None) -> float:
+    """MiB that 2 ranks take at most while a workload is built and trained for 3 steps.
 
     Of the sum of PSS over the ranks, mapped files not counted, what they held before they built
     their model is taken off.
     """
-    options = WorkloadOptions(width=width)
-    with starting_ranks(side, "mlp", RANKS, options) as group:
+    with starting_ranks(side, workload, RANKS, options) as group:
         with watching(group.processes) as watch:
             group.replies()
             group.ask({"do": "steps", "count": STEPS})

@@ -69,15 +69,21 @@ def measure_overhead(side: Side, world: int, blocks: int) -> Overhead:
     return Overhead(**reply)
 
 
-def timed_in_blocks(steps: Mapping[str, Callable[[], None]], blocks: int) -> Overhead:
-    """Blocks of the steps "bare" and "wrapped" in turn; the first two of each are warm-up."""
+def timed_in_blocks(steps: Mapping[str, Callable[[], object]], blocks: int) -> Overhead:
+    """Of the steps "bare" and "wrapped"."""
+    medians = medians_of_blocks(steps, blocks)
+    return Overhead(medians["bare"], medians["wrapped"])
+
+
+def medians_of_blocks(steps: Mapping[str, Callable[[], object]], blocks: int) -> dict[str, float]:
+    """ms of each of the steps, which take turns in blocks; the first two of each are warm-up."""
     times: dict[str, list[float]] = {name: [] for name in steps}
     for block in range(WARM_UP_BLOCKS + blocks):
         for name, step in steps.items():
             taken = [_taken_ms(step) for _ in range(BLOCK_STEPS)]
             if block >= WARM_UP_BLOCKS:
                 times[name] += taken
-    return Overhead(statistics.median(times["bare"]), statistics.median(times["wrapped"]))
+    return {name: statistics.median(taken) for name, taken in times.items()}
 
 
 def enter_fake_group(world: int) -> None:
@@ -90,7 +96,7 @@ def enter_fake_group(world: int) -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world, pg_options=options)
 
 
-def _taken_ms(step: Callable[[], None]) -> float:
+def _taken_ms(step: Callable[[], object]) -> float:
     start = time.perf_counter()
     step()
     return (time.perf_counter() - start) * 1e3

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from harness.bad_input import BadInput, unknown_name
+from harness.machine import cores
 
 if TYPE_CHECKING:
     import trireme
@@ -79,6 +80,7 @@ class Strategy:
     """One way to train. `build` is None while the strategy is only planned.
 
     `alone`: runs as one process with all cores; else one thread on each of several ranks.
+    `replicates`: the one process has as many replicas as others have ranks, of one thread each.
     `agrees`: follows the same trajectory as one process, so that its losses may be compared.
     `only_benchmarked`: a variant for one benchmark, which compare.py does not list.
     """
@@ -88,13 +90,28 @@ class Strategy:
     group: Group | None = None
     options: Options = field(default_factory=dict)
     alone: bool = False
+    replicates: bool = False
     agrees: bool = True
     only_benchmarked: bool = False
     needs_trireme: bool = False
 
+    def processes(self, ranks: int) -> tuple[int, int]:
+        """How many there are where others have `ranks`, and the threads of each."""
+        if not self.alone:
+            return ranks, 1
+        return 1, ranks if self.replicates else cores()
+
 
 def build_plain(module: nn.Module, optimizer: OptimizerSpec, options: Options) -> Parallel:
     return Parallel(module, optimizer.build(module.parameters()))
+
+
+def build_dp(module: nn.Module, optimizer: OptimizerSpec, options: Options) -> Parallel:
+    """With a replica for each of the threads that this process was given."""
+    import trireme
+
+    parallel = trireme.DataParallel(module, **{"replicas": torch.get_num_threads(), **options})
+    return Parallel(parallel, optimizer.build(parallel.parameters()))
 
 
 def build_ddp(module: nn.Module, optimizer: OptimizerSpec, options: Options) -> Parallel:
@@ -195,7 +212,9 @@ GLOO = Group(lambda: dist.init_process_group("gloo"), _leave_gloo)
 
 STRATEGIES: dict[str, Strategy] = {
     "single": Strategy("one process, all cores", build_plain, alone=True),
-    "dp": Strategy("trireme DataParallel", alone=True, needs_trireme=True),
+    "dp": Strategy(
+        "trireme DataParallel", build_dp, alone=True, replicates=True, needs_trireme=True
+    ),
     "ddp": Strategy("trireme DistributedDataParallel", build_ddp, TRIREME, needs_trireme=True),
     "zero1": Strategy("trireme ZeRO stage 1, in DDP", build_zero1, TRIREME, needs_trireme=True),
     "zero2": Strategy("trireme ZeRO stage 2", build_zero2, TRIREME, needs_trireme=True),

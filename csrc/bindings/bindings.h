@@ -7,6 +7,7 @@ namespace trireme {
 
 void init_checkpoint(pybind11::module_& module);
 void init_comm(pybind11::module_& module);
+void init_data_parallel(pybind11::module_& module);
 void init_ddp(pybind11::module_& module);
 void init_doctor(pybind11::module_& module);
 void init_fsdp(pybind11::module_& module);

@@ -4,6 +4,7 @@ PYBIND11_MODULE(_C, module) {
   module.doc() = "The C++ core of Trireme. Private: use the package `trireme`.";
   trireme::init_comm(module);
   trireme::init_checkpoint(module);  // which takes its communicators
+  trireme::init_data_parallel(module);
   trireme::init_ddp(module);
   trireme::init_doctor(module);
   trireme::init_fsdp(module);

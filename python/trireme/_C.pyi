@@ -1,11 +1,6 @@
 """The C++ core, as Python sees it. tests/python/test_stub.py compares this file with the module.
 
-Contracts stand in the headers of the same names: csrc/strategies/ddp/ddp.h,
-csrc/grad/grad_reducer.h, csrc/comm/communicator.h, csrc/comm/rendezvous.h, csrc/common/env.h,
-csrc/shm/doctor.h, csrc/memory/memory_estimate.h,
-csrc/kernels/optimizer_step.h, csrc/strategies/zero/zero.h, csrc/strategies/fsdp/fsdp.h,
-csrc/param/param_group.h, csrc/param/checkpoint.h,
-csrc/grad/grad_norm.h.
+Contracts stand in the headers of csrc/ that declare the same names; csrc/README.md is their map.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,6 +10,11 @@ from typing import Any, ClassVar
 import torch
 from torch._C._distributed_c10d import Backend
 from torch.distributed.distributed_c10d import ProcessGroup, Store
+
+_Tensors = Sequence[torch.Tensor]
+_Devices = Sequence[torch.device]
+_Job = Callable[[int], None]
+_Call = Callable[[], None]
 
 class Communicator:
     @property
@@ -60,6 +60,50 @@ def estimate_memory(
 ) -> dict[str, dict[str, int]]: ...
 def examine_host(pids: Sequence[int], patience: timedelta, history: int) -> dict[str, Any]: ...
 
+class WorkerPool:
+    def __init__(self, *, devices: _Devices, intra_op_threads: Sequence[int]) -> None: ...
+    def seat(self, worker: int) -> _Call: ...
+    def stopper(self) -> _Call: ...
+    def run(self, workers: Sequence[int], function: _Job, on_interrupt: _Call) -> None: ...
+
+class ModuleReplicas:
+    def __init__(
+        self,
+        *,
+        devices: _Devices,
+        names: Sequence[str],
+        parameters: _Tensors,
+        leaves: Sequence[_Tensors],
+        buffers: _Tensors,
+        replica_buffers: Sequence[_Tensors],
+    ) -> None: ...
+
+class ReplicasOptions:
+    weights: list[float]
+    auto_balance: bool
+    output_device: torch.device
+    def __init__(self) -> None: ...
+
+class ReplicaPass:
+    @property
+    def chunks(self) -> list[tuple[int, int]]: ...
+    def scatter(self, input: torch.Tensor, dim: int) -> list[torch.Tensor]: ...
+    def gather(
+        self, outputs: Sequence[_Tensors], dim: int, weights: Sequence[float]
+    ) -> list[torch.Tensor]: ...
+
+class Replicas:
+    def __init__(
+        self, *, module: ModuleReplicas, pool: WorkerPool, options: ReplicasOptions
+    ) -> None: ...
+    def begin(self, rows: int) -> ReplicaPass: ...
+    def forward(self, pass_: ReplicaPass, function: _Job, on_interrupt: _Call) -> None: ...
+    def describe(self, replica: int) -> str: ...
+    def last_step(self) -> dict[str, Any]: ...
+
+def default_replicas(threads: int) -> int: ...
+def threads_of_replicas(threads: int, replicas: int) -> list[int]: ...
+
 class DdpOptions:
     init_sync: bool
     init_sync_buffers: bool
@@ -74,18 +118,16 @@ class Ddp:
         self,
         *,
         names: Sequence[str],
-        parameters: Sequence[torch.Tensor],
+        parameters: _Tensors,
         sparse_gradient: Sequence[bool],
-        buffers: Sequence[torch.Tensor],
+        buffers: _Tensors,
         communicator: Communicator,
         options: DdpOptions,
     ) -> None: ...
     def before_forward(self) -> None: ...
-    def after_forward(
-        self, outputs: Sequence[torch.Tensor], synchronize: bool, all_found: bool
-    ) -> None: ...
-    def sync_buffers(self, buffers: Sequence[torch.Tensor], root: int) -> None: ...
-    def sync_module(self, buffers: Sequence[torch.Tensor], root: int) -> None: ...
+    def after_forward(self, outputs: _Tensors, synchronize: bool, all_found: bool) -> None: ...
+    def sync_buffers(self, buffers: _Tensors, root: int) -> None: ...
+    def sync_module(self, buffers: _Tensors, root: int) -> None: ...
     def prepare_for_backward(self) -> None: ...
     def shadow_backward(self, deliver: bool) -> None: ...
     def finalize_backward(self) -> None: ...
@@ -135,21 +177,21 @@ class SgdStepOptions:
 
 def adam_step(
     *,
-    params: Sequence[torch.Tensor],
-    grads: Sequence[torch.Tensor],
-    exp_avgs: Sequence[torch.Tensor],
-    exp_avg_sqs: Sequence[torch.Tensor],
-    max_exp_avg_sqs: Sequence[torch.Tensor],
-    steps: Sequence[torch.Tensor],
+    params: _Tensors,
+    grads: _Tensors,
+    exp_avgs: _Tensors,
+    exp_avg_sqs: _Tensors,
+    max_exp_avg_sqs: _Tensors,
+    steps: _Tensors,
     options: AdamStepOptions,
     grad_scale: torch.Tensor | None,
     found_inf: torch.Tensor | None,
 ) -> None: ...
 def sgd_step(
     *,
-    params: Sequence[torch.Tensor],
-    grads: Sequence[torch.Tensor],
-    momentum_buffers: Sequence[torch.Tensor],
+    params: _Tensors,
+    grads: _Tensors,
+    momentum_buffers: _Tensors,
     options: SgdStepOptions,
     grad_scale: torch.Tensor | None,
     found_inf: torch.Tensor | None,
@@ -224,7 +266,7 @@ class Zero:
         self,
         *,
         names: Sequence[str],
-        parameters: Sequence[torch.Tensor],
+        parameters: _Tensors,
         communicator: Communicator,
         options: ZeroOptions,
     ) -> None: ...
@@ -239,7 +281,7 @@ class Zero:
     def end_writing(self) -> None: ...
     def set_synchronize(self, synchronize: bool) -> None: ...
     def set_divisor(self, divisor: float) -> None: ...
-    def set_armed_callback(self, callback: Callable[[], None]) -> None: ...
+    def set_armed_callback(self, callback: _Call) -> None: ...
     @staticmethod
     def arm_together(zeros: Sequence[Zero]) -> None: ...
     def shadow_backward(self) -> None: ...
@@ -283,11 +325,7 @@ class Fsdp:
     ) -> None: ...
     def pre_forward(self, group: ParamGroup | None, is_root: bool) -> None: ...
     def post_forward(
-        self,
-        group: ParamGroup | None,
-        is_root: bool,
-        outputs: Sequence[torch.Tensor],
-        all_found: bool,
+        self, group: ParamGroup | None, is_root: bool, outputs: _Tensors, all_found: bool
     ) -> None: ...
     @property
     def is_writing(self) -> bool: ...
@@ -300,14 +338,14 @@ class Fsdp:
     def set_delivered_callback(self, callback: Callable[[list[int]], None]) -> None: ...
     def take_gradients(self, parameters: Sequence[int]) -> list[torch.Tensor]: ...
     def set_divisor(self, divisor: float) -> None: ...
-    def set_armed_callback(self, callback: Callable[[], None]) -> None: ...
+    def set_armed_callback(self, callback: _Call) -> None: ...
     def shadow_backward(self) -> None: ...
     def last_step(self) -> dict[str, float]: ...
 
 def clip_grad_norm_(
-    whole: Sequence[torch.Tensor],
+    whole: _Tensors,
     parts: Sequence[tuple[Zero, Sequence[int]]],
-    sharded: Sequence[tuple[Communicator, Sequence[torch.Tensor]]],
+    sharded: Sequence[tuple[Communicator, _Tensors]],
     max_norm: float,
     norm_type: float,
     error_if_nonfinite: bool,

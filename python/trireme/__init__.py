@@ -22,19 +22,33 @@ from trireme.ranks import all_mean, rank_generator  # noqa: E402
 from trireme.sync_batch_norm import SyncBatchNorm, convert_sync_batchnorm  # noqa: E402
 
 if TYPE_CHECKING:
+    from trireme._dp_coalesced import broadcast_coalesced, reduce_add_coalesced
+    from trireme._dp_parallel_apply import data_parallel, parallel_apply
+    from trireme._dp_replicate import replicate
     from trireme.checkpoint import load_checkpoint, save_checkpoint
+    from trireme.dp import DataParallel
     from trireme.fsdp import FSDPModule, fully_shard
+    from trireme.scatter_gather import gather, scatter, scatter_kwargs
     from trireme.zero import ZeroRedundancyOptimizer
 
 del register
 
 
 _LAZY = {
+    "DataParallel": "dp",
     "FSDPModule": "fsdp",
     "ZeroRedundancyOptimizer": "zero",
+    "broadcast_coalesced": "_dp_coalesced",
+    "data_parallel": "_dp_parallel_apply",
     "fully_shard": "fsdp",
+    "gather": "scatter_gather",
     "load_checkpoint": "checkpoint",
+    "parallel_apply": "_dp_parallel_apply",
+    "reduce_add_coalesced": "_dp_coalesced",
+    "replicate": "_dp_replicate",
     "save_checkpoint": "checkpoint",
+    "scatter": "scatter_gather",
+    "scatter_kwargs": "scatter_gather",
 }
 
 
@@ -47,6 +61,7 @@ def __getattr__(name: str) -> Any:
 
 __all__ = [
     "Context",
+    "DataParallel",
     "DistributedDataParallel",
     "FSDPModule",
     "MemoryBytes",
@@ -54,16 +69,24 @@ __all__ = [
     "SyncBatchNorm",
     "ZeroRedundancyOptimizer",
     "all_mean",
+    "broadcast_coalesced",
     "clip_grad_norm_",
     "convert_sync_batchnorm",
+    "data_parallel",
     "estimate_memory",
     "fully_shard",
+    "gather",
     "get_logger",
     "init",
     "load_checkpoint",
     "optim",
+    "parallel_apply",
     "rank_generator",
+    "reduce_add_coalesced",
+    "replicate",
     "save_checkpoint",
+    "scatter",
+    "scatter_kwargs",
     "shutdown",
     "writing",
 ]

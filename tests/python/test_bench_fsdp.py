@@ -139,8 +139,8 @@ def test_strategies_are_taken_from_the_first_run_that_has_them() -> None:
 
     both = [run(torch_ddp=100.0, fsdp=50.0), run(torch_ddp=200.0, fsdp=150.0, zero2=120.0)]
     table = readme_fsdp.strategy_tables(both)
-    assert "| fully_shard | 0.50 |  |  |" in table
-    assert "| ZeRO 2 | 0.60 |  |  |" in table
+    assert "| fully_shard | 0.50 |\n" in table
+    assert "| ZeRO 2 | 0.60 |\n" in table
     assert "ZeRO 1 |" not in table
 
 

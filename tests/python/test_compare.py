@@ -17,12 +17,14 @@ import bench_ddp
 import compare
 from harness.agreement import agreements
 from harness.fresh_run import RunTimes
+from harness.machine import cores
 from harness.memory import host_pss_mib, tensor_mib
 from harness.pairs import OURS, TORCH_VIEW, Side, measure_pairs
 from harness.ranks import Launch, RankFailed, RankGroup
 from harness.reducer_overhead import measure_overhead
 from harness.rounds import Trajectory
 from harness.stats import PairedRatio, percentile
+from harness.strategies import STRATEGIES, Strategy
 from harness.worker import RankConfig, StepRecord
 from workloads import WORKLOADS, SampleOrder, WorkloadOptions
 
@@ -38,7 +40,7 @@ RUN_FIELDS = {
 }
 STEPS = 3
 WORLDS = {
-    **{"single": 1, "ddp": 2, "zero1": 2, "zero2": 2, "fsdp": 2},
+    **{"single": 1, "dp": 1, "ddp": 2, "zero1": 2, "zero2": 2, "fsdp": 2},
     **{"torch-ddp": 2, "torch-zero1": 2, "torch-fsdp2": 2},
 }
 
@@ -86,7 +88,7 @@ def test_the_host_holds_a_store_once(comparison: tuple[int, dict[str, Any], Path
         {run["strategy"]: run["memory_mib"][kind] for run in numbers["runs"]}
         for kind in ("parameters", "optimizer_state")
     )
-    for sharded in ("zero1", "zero2", "fsdp", "torch-fsdp2"):
+    for sharded in ("dp", "zero1", "zero2", "fsdp", "torch-fsdp2"):
         assert parameters[sharded] == pytest.approx(parameters["single"], rel=1e-4)
         assert states[sharded] == pytest.approx(states["single"], rel=1e-2)
     assert parameters["ddp"] == pytest.approx(2 * parameters["single"], rel=1e-4)
@@ -115,7 +117,10 @@ def test_synchronized_batch_norm_sees_the_whole_batch(tmp_path: Path) -> None:
             "[compare] got --text '/nowhere/text' (No such file or directory)",
         ),
         ("--strategies torch-dpp", "Did you mean 'torch-ddp'?"),
-        ("--strategies dp", "got strategy 'dp', which is not built yet, expected one of"),
+        (
+            "--model resnet18 --norm syncbn --strategies single,dp",
+            "got --norm syncbn with dp, whose replicas normalize their own rows",
+        ),
         ("--strategies single,single", "expected different names"),
         ("--model gtp", "Did you mean 'gpt'?"),
         ("--ranks 0", "got --ranks 0, expected more than 0"),
@@ -129,6 +134,20 @@ def test_bad_options_are_named(
 ) -> None:
     assert compare.main(options.split()) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_planned_strategy_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(STRATEGIES, "pipeline", Strategy("pipeline of stages"))
+    assert compare.main(["--strategies", "pipeline"]) == 2
+    assert "got strategy 'pipeline', which is not built yet" in capsys.readouterr().err
+
+
+def test_processes_and_their_threads() -> None:
+    assert STRATEGIES["ddp"].processes(4) == (4, 1)
+    assert STRATEGIES["dp"].processes(4) == (1, 4)
+    assert STRATEGIES["single"].processes(4) == (1, cores())
 
 
 def test_fewer_samples_than_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

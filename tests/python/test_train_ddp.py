@@ -69,6 +69,28 @@ def test_zero_reaches_the_losses_of_ddp_and_saves_its_state(
     assert state.stat().st_size > 2 * 4 * (128 * 32 + 1024 * 256 + 256 * 128)
 
 
+def test_replicas_in_one_process_reach_the_losses_of_ddp() -> None:
+    program = [str(ROOT / "examples" / "python" / "train_dp.py")]
+    alone = losses(run(PYTHON, 1))
+    for replicas in ("1", "2"):
+        assert losses(run(program, 1, replicas)) == pytest.approx(alone, rel=1e-3)
+
+
+def test_one_process_with_replicas_reaches_the_losses_of_ddp(of_cpp_ddp: list[float]) -> None:
+    if not (CPP / "train_dp").exists():
+        pytest.skip("the C++ examples are not built beside this package")
+    for replicas in ("1", "3"):
+        finished = subprocess.run(
+            [str(CPP / "train_dp"), str(TEXT), "60", replicas],
+            capture_output=True,
+            text=True,
+            timeout=100,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            check=True,
+        )
+        assert losses(finished.stdout) == pytest.approx(of_cpp_ddp, rel=1e-3)
+
+
 def test_fully_sharded_in_cpp_and_python_leaves_one_checkpoint(
     of_cpp_ddp: list[float], tmp_path: Path
 ) -> None:

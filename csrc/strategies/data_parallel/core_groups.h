@@ -1,0 +1,28 @@
+#pragma once
+
+#include <trireme/common/export.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <filesystem>
+#include <vector>
+
+namespace trireme {
+
+// How many replicas suit this process's CPUs when `threads` may compute: one for each group of CPUs
+// in its affinity mask that share a last-level cache, two where there is one group, never more than
+// threads; at least 1. Reads small files, once per CPU.
+TRIREME_API int64_t default_replicas(int64_t threads);
+
+// The same for `cpus`, whose caches stand below `root`; CPUs that say nothing are one group:
+//
+//   caches {0 1} {2 3}   4 threads   2 replicas        caches {0 1 2 3}   4 threads   2 replicas
+//   caches {0 1} {2 3}   1 thread    1 replica         cache {0}          1 thread    1 replica
+TRIREME_API int64_t default_replicas(int64_t threads, const std::vector<int>& cpus,
+                                     const std::filesystem::path& root);
+
+// The intra-op threads of each replica, which together are `threads`, so that each core is used
+// once; at least 1 each: 5 threads for 2 replicas are 3 and 2.
+TRIREME_API std::vector<int> threads_of_replicas(int64_t threads, size_t replicas);
+
+}  // namespace trireme

@@ -1,0 +1,69 @@
+#pragma once
+
+#include <trireme/common/export.h>
+#include <trireme/grad/grad_hook.h>
+
+#include <ATen/core/Tensor.h>
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+namespace trireme {
+
+// The gradients that the replicas of a module get at the same time, summed up while their backwards
+// run.
+//
+//   replica 0   dW3   dW2       dW1
+//   replica 1      dW3     dW2     dW1
+//   sums           |3      |2      |1    each in the thread that brings the last part, still warm
+//
+// Always in the order of the replicas, whoever comes last: the same bits in every run. A sum of
+// parts on several devices is made on the device of one of them, a parameter's turn after the
+// other's, and brought to its master from there.
+class TRIREME_API GradSum {
+ public:
+  // Takes every gradient that is accumulated in `leaves` ([replica][parameter]) out of .grad again.
+  // Hooks that autograd has lost, because a leaf has changed its dtype, are renewed by begin().
+  explicit GradSum(const std::vector<std::vector<at::Tensor>>& leaves);
+  ~GradSum();
+  GradSum(const GradSum&) = delete;
+  GradSum& operator=(const GradSum&) = delete;
+
+  // Before the backwards of `replicas`, whose sums are wanted on `devices`.
+  void begin(const std::vector<size_t>& replicas, const std::vector<at::Tensor>& masters);
+  // Their next gradient throws Cancelled: another replica has failed. From any thread.
+  void cancel() noexcept { cancelled_.store(true, std::memory_order_relaxed); }
+  struct Cancelled final : std::exception {
+    const char* what() const noexcept override { return "another replica has failed"; }
+  };
+  // When they have returned: the sum for each parameter, undefined where nothing came.
+  std::vector<at::Tensor> finish();
+  // Instead of finish(), after a failure: forgets what has come.
+  void drop();
+
+ private:
+  class Replica;
+  struct Part {
+    at::Tensor first = {};
+    at::Tensor later = {};  // of further times in one backward: reentrant checkpoints
+    bool came = false;
+  };
+  void came(size_t replica, size_t parameter);
+  void sum_up(size_t parameter);
+  at::Tensor at_home(const at::Tensor& sum, size_t parameter) const;
+
+  const std::vector<std::vector<at::Tensor>>& leaves_;
+  std::vector<std::unique_ptr<Replica>> replicas_;
+  std::vector<size_t> active_;
+  std::vector<c10::Device> homes_;
+  std::vector<std::vector<Part>> parts_;  // [replica][parameter]; each written by its replica
+  std::vector<std::atomic<int64_t>> arrived_;
+  std::vector<at::Tensor> sums_;
+  std::atomic<bool> cancelled_{false};
+};
+
+}  // namespace trireme

@@ -1,0 +1,20 @@
+#include <trireme/strategies/data_parallel/intra_op_threads.h>
+
+#include <ATen/Parallel.h>
+
+// Of the OpenMP runtime and the MKL that torch has loaded; a torch without has none to set.
+extern "C" {
+__attribute__((weak)) void omp_set_num_threads(int threads);
+__attribute__((weak)) int MKL_Set_Num_Threads_Local(int threads);
+}
+
+namespace trireme {
+
+void set_own_intra_op_threads(int threads) {
+  // ATen sets a thread's numbers when it is first asked there; after that it leaves them alone.
+  static_cast<void>(at::get_num_threads());
+  if (omp_set_num_threads != nullptr) omp_set_num_threads(threads);
+  if (MKL_Set_Num_Threads_Local != nullptr) MKL_Set_Num_Threads_Local(threads);
+}
+
+}  // namespace trireme

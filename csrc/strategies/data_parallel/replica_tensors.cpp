@@ -1,0 +1,191 @@
+#include <trireme/strategies/data_parallel/replica_tensors.h>
+
+#include <trireme/common/error.h>
+#include <trireme/kernels/flatten.h>
+
+#include <ATen/ATen.h>
+#include <c10/core/InferenceMode.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <map>
+#include <utility>
+
+namespace trireme {
+namespace {
+
+// Larger ones gain nothing from travelling together.
+constexpr int64_t kCoalescedBytes = int64_t{1} << 20;
+
+bool same_layout(const at::Tensor& a, const at::Tensor& b) {
+  return a.scalar_type() == b.scalar_type() && a.sizes() == b.sizes() && a.layout() == b.layout() &&
+         (a.layout() != at::kStrided || a.strides() == b.strides());
+}
+
+bool same_memory(const at::Tensor& a, const at::Tensor& b) {
+  return same_layout(a, b) && a.has_storage() && b.has_storage() &&
+         a.storage().is_alias_of(b.storage()) && a.storage_offset() == b.storage_offset();
+}
+
+// Gives `copy` the memory and the version counter of `master`.
+void share(const at::Tensor& master, at::Tensor& copy) {
+  copy.set_data(master.detach());
+  if (!master.is_inference())
+    torch::autograd::impl::set_version_counter(copy,
+                                               torch::autograd::impl::version_counter(master));
+}
+
+int64_t version_of(const at::Tensor& tensor) {
+  return tensor.is_inference() ? -1 : tensor._version();
+}
+
+// Real and complex floating point, which `flatten` takes.
+bool is_flattened(const at::Tensor& tensor) {
+  return tensor.layout() == at::kStrided && tensor.is_non_overlapping_and_dense() &&
+         (tensor.is_floating_point() || tensor.is_complex()) &&
+         static_cast<int64_t>(tensor.nbytes()) < kCoalescedBytes;
+}
+
+// Batch norm writes its statistics under the same version, in training and without a word in its
+// schema: what may be such statistics is copied every time.
+bool writes_unseen(const at::Tensor& buffer) {
+  return buffer.is_floating_point() && buffer.dim() <= 1;
+}
+
+at::ScalarType real_type(const at::Tensor& tensor) {
+  return c10::toRealValueType(tensor.scalar_type());
+}
+
+}  // namespace
+
+// What one replica has to copy.
+struct ReplicaTensors::Stale {
+  std::vector<at::Tensor> masters;
+  std::vector<at::Tensor> copies;
+  std::vector<Copied*> notes;
+
+  void look_at(const at::Tensor& master, at::Tensor& copy, Copied& note, bool always) {
+    if (!same_layout(master, copy)) {
+      copy.set_data(at::empty_like(master, master.options().device(copy.device())));
+      note = {};
+    }
+    const bool fresh = !always && note.master >= 0 && note.master == version_of(master) &&
+                       note.copy == version_of(copy);
+    if (fresh) return;
+    masters.push_back(master);
+    copies.push_back(copy);
+    notes.push_back(&note);
+  }
+
+  int64_t copy() {
+    const at::NoGradGuard no_grad;
+    std::map<at::ScalarType, std::pair<std::vector<at::Tensor>, std::vector<at::Tensor>>> together;
+    int64_t bytes = 0;
+    for (size_t i = 0; i < masters.size(); ++i) {
+      bytes += static_cast<int64_t>(masters[i].nbytes());
+      const bool travels = masters[i].device() != copies[i].device();
+      if (travels && is_flattened(masters[i])) {
+        auto& [from, to] = together[real_type(masters[i])];
+        from.push_back(masters[i]);
+        to.push_back(copies[i]);
+      } else {
+        copies[i].copy_(masters[i], /*non_blocking=*/true);
+      }
+    }
+    for (auto& [dtype, lists] : together) {
+      const at::Tensor flat = flatten(lists.first, dtype);
+      unflatten(flat.to(lists.second.front().device(), /*non_blocking=*/true), lists.second);
+    }
+    for (size_t i = 0; i < masters.size(); ++i)
+      *notes[i] = {version_of(masters[i]), version_of(copies[i])};
+    return bytes;
+  }
+};
+
+ReplicaTensors::ReplicaTensors(ModuleReplicas module, bool copy_always)
+    : module_(std::move(module)),
+      copy_always_(copy_always),
+      copied_leaves_(module_.devices.size()),
+      copied_buffers_(module_.devices.size()) {
+  check_devices();
+  const c10::InferenceMode no_inference(false);  // tensors made here outlive it
+  for (size_t replica = 0; replica < count(); ++replica) {
+    TORCH_INTERNAL_ASSERT(module_.leaves[replica].size() == module_.parameters.size() &&
+                          module_.replica_buffers[replica].size() == module_.buffers.size());
+    copied_leaves_[replica].resize(module_.parameters.size());
+    copied_buffers_[replica].resize(module_.buffers.size());
+    refresh_leaves(replica, /*first=*/true);
+    refresh_buffers(replica, /*first=*/true);
+  }
+}
+
+void ReplicaTensors::check_devices() const {
+  for (size_t i = 0; i < module_.parameters.size(); ++i)
+    TORCH_CHECK_VALUE(module_.parameters[i].device() == module_.devices.front(),
+                      error_text("data_parallel",
+                                 "got parameter '" + module_.names[i] + "' on " +
+                                     module_.parameters[i].device().str() + ", expected it on " +
+                                     module_.devices.front().str() + ", the device of replica 0",
+                                 {}, "Move the module there, or name its device first."));
+}
+
+int64_t ReplicaTensors::refresh() {
+  check_devices();
+  const c10::InferenceMode no_inference(false);
+  copied_bytes_ = 0;
+  for (size_t replica = 0; replica < count(); ++replica) {
+    refresh_leaves(replica, /*first=*/false);
+    refresh_buffers(replica, /*first=*/false);
+  }
+  return copied_bytes_;
+}
+
+int64_t ReplicaTensors::own_bytes(size_t replica) const {
+  int64_t bytes = 0;
+  for (size_t i = 0; i < module_.parameters.size(); ++i)
+    if (!shares_leaf(replica, i))
+      bytes += static_cast<int64_t>(module_.leaves[replica][i].nbytes());
+  for (size_t i = 0; i < module_.buffers.size(); ++i)
+    if (!shares_buffer(replica, i))
+      bytes += static_cast<int64_t>(module_.replica_buffers[replica][i].nbytes());
+  return bytes;
+}
+
+bool ReplicaTensors::shares_leaf(size_t replica, size_t parameter) const {
+  return !copy_always_ && module_.parameters[parameter].device() == module_.devices[replica];
+}
+
+bool ReplicaTensors::shares_buffer(size_t replica, size_t buffer) const {
+  return replica == 0 && module_.buffers[buffer].device() == module_.devices[replica];
+}
+
+void ReplicaTensors::refresh_leaves(size_t replica, bool first) {
+  Stale stale;
+  for (size_t i = 0; i < module_.parameters.size(); ++i) {
+    const at::Tensor& master = module_.parameters[i];
+    at::Tensor& leaf = module_.leaves[replica][i];
+    if (!shares_leaf(replica, i)) {
+      stale.look_at(master, leaf, copied_leaves_[replica][i], /*always=*/false);
+    } else if (first || !same_memory(master, leaf)) {
+      share(master, leaf);
+    }
+    if (leaf.requires_grad() != master.requires_grad())
+      leaf.set_requires_grad(master.requires_grad());
+  }
+  copied_bytes_ += stale.copy();
+}
+
+void ReplicaTensors::refresh_buffers(size_t replica, bool first) {
+  Stale stale;
+  for (size_t i = 0; i < module_.buffers.size(); ++i) {
+    const at::Tensor& master = module_.buffers[i];
+    at::Tensor& copy = module_.replica_buffers[replica][i];
+    if (!shares_buffer(replica, i)) {
+      stale.look_at(master, copy, copied_buffers_[replica][i], writes_unseen(master));
+    } else if (first || !same_memory(master, copy)) {
+      share(master, copy);
+    }
+  }
+  copied_bytes_ += stale.copy();
+}
+
+}  // namespace trireme

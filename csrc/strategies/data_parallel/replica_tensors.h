@@ -1,0 +1,70 @@
+#pragma once
+
+#include <trireme/common/export.h>
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Device.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace trireme {
+
+// The tensors of a module and those of its replicas, replica by replica in the same order.
+//
+// A leaf stands for a parameter (or a buffer that requires a gradient) in a replica: a leaf of
+// autograd of its own, which begins the graph of that replica. Where it is on the device of its
+// master it is the master's memory under the master's version counter, and takes no memory; a graph
+// kept over an optimizer step raises as in one process.
+struct ModuleReplicas {
+  std::vector<c10::Device> devices = {};  // of the replicas
+  std::vector<std::string> names = {};    // of parameters, for messages
+  std::vector<at::Tensor> parameters = {};
+  std::vector<std::vector<at::Tensor>> leaves = {};  // [replica][parameter]
+  std::vector<at::Tensor> buffers = {};
+  std::vector<std::vector<at::Tensor>> replica_buffers = {};  // [replica][buffer]
+};
+
+// Keeps replicas like their master. Not thread-safe.
+class TRIREME_API ReplicaTensors {
+ public:
+  // Fills the leaves and buffers of `module`, whatever they hold. Replica 0 has the master's own
+  // buffers if it is on their device, so that what its forward writes there stays; the others have
+  // copies. With `copy_always` no leaf shares memory with its master (tests of other devices).
+  explicit ReplicaTensors(ModuleReplicas module, bool copy_always = false);
+
+  // Brings the replicas up to date, in time for a forward: leaves that share memory follow a master
+  // that was given other memory, a dtype or another requires_grad; copies are made again of what
+  // was written since, in one transfer per device. Costs a comparison per tensor where nothing
+  // changed. Returns how many bytes were copied. Throws ValueError for a parameter that is not on
+  // the device of replica 0.
+  int64_t refresh();
+
+  const ModuleReplicas& module() const { return module_; }
+  size_t count() const { return module_.devices.size(); }
+  // What `replica` holds for itself: copies of parameters and buffers.
+  int64_t own_bytes(size_t replica) const;
+
+ private:
+  // The versions after a copy was made; -1 if none was.
+  struct Copied {
+    int64_t master = -1;
+    int64_t copy = -1;
+  };
+  struct Stale;
+  bool shares_leaf(size_t replica, size_t parameter) const;
+  bool shares_buffer(size_t replica, size_t buffer) const;
+  void check_devices() const;
+  void refresh_leaves(size_t replica, bool first);
+  void refresh_buffers(size_t replica, bool first);
+
+  ModuleReplicas module_;
+  bool copy_always_;
+  std::vector<std::vector<Copied>> copied_leaves_;   // [replica][parameter]
+  std::vector<std::vector<Copied>> copied_buffers_;  // [replica][buffer]
+  int64_t copied_bytes_ = 0;
+};
+
+}  // namespace trireme

@@ -1,0 +1,97 @@
+#pragma once
+
+#include <trireme/common/export.h>
+#include <trireme/strategies/data_parallel/module_clones.h>
+#include <trireme/strategies/data_parallel/replica_pass.h>
+#include <trireme/strategies/data_parallel/replicas.h>
+#include <trireme/strategies/data_parallel/worker_pool.h>
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Device.h>
+#include <c10/core/StorageImpl.h>
+#include <c10/util/intrusive_ptr.h>
+#include <torch/nn/module.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <vector>
+
+namespace trireme {
+
+struct DataParallelOptions {
+  // One per replica, the module's own first; one may be named twice. If empty, `replicas` times the
+  // module's own.
+  std::vector<c10::Device> devices = {};
+  // 0: as many as devices or weights; with neither as suit the CPUs (core_groups.h) for a module
+  // there, and 1 elsewhere.
+  int64_t replicas = 0;
+  // Where outputs are put together; the first device if absent.
+  std::optional<c10::Device> output_device = {};
+  // Which dimension of inputs and outputs is the batch's; from the end if negative.
+  int64_t dim = 0;
+  // Shares of the batch, one per replica; all the same if empty.
+  std::vector<double> weights = {};
+  // Shares follow the measured speed of the replicas.
+  bool auto_balance = false;
+};
+
+// All of DataParallel that does not depend on the type of its module; see data_parallel.h. One
+// thread at a time.
+class TRIREME_API ReplicatedModule : public torch::nn::Module {
+ public:
+  ReplicatedModule(const ReplicatedModule&) = delete;
+  ReplicatedModule& operator=(const ReplicatedModule&) = delete;
+
+  // Makes the replicas and their threads anew: after a change of what is not a tensor in the module
+  // (a dropout's p), of what is registered in it, or of at::get_num_threads(). Values, dtypes,
+  // requires_grad, train() and eval(), and a module that was moved are followed anyway.
+  void replicate();
+
+  // What the last step took; all 0 for a single replica, which is the module itself.
+  ReplicasReport last_step() const;
+  // Of the replicas.
+  const std::vector<c10::Device>& devices() const { return devices_; }
+
+ protected:
+  // Throws ValueError for options that contradict each other or the module, and for a
+  // ReplicatedModule in it.
+  ReplicatedModule(std::shared_ptr<torch::nn::Module> module, DataParallelOptions options);
+
+  const DataParallelOptions& options() const { return options_; }
+  c10::Device output_device() const { return options_.output_device.value_or(devices_.front()); }
+
+  // Before a forward: the replicas follow the module. Whether it is a single one.
+  bool get_ready();
+  // Rows of the batch whose first tensor is `first`; one if there is none.
+  int64_t rows_of(const at::Tensor* first) const;
+  std::shared_ptr<ReplicaPass> begin(int64_t rows);
+  torch::nn::Module& replica(const ReplicaPass& pass, size_t position) const;
+  Replicas& replicas() const { return *replicas_; }
+  // Of 0-dim losses, one per chunk, weighted by their rows.
+  at::Tensor mean_loss(ReplicaPass& pass, std::vector<std::vector<at::Tensor>> losses) const;
+  std::shared_ptr<torch::nn::Module> clone_of_module(
+      const std::optional<c10::Device>& device) const;
+
+ private:
+  void choose_devices();
+  void expire_copies();
+
+  std::shared_ptr<torch::nn::Module> inner_;
+  DataParallelOptions options_;
+  std::vector<c10::Device> devices_;
+  at::Tensor probe_;     // of the module: tells whether it was moved
+  ModuleClones clones_;  // without their tensors, which replicas_ has
+  std::shared_ptr<WorkerPool> pool_;
+  std::shared_ptr<Replicas> replicas_;
+  // Of parameters and buffers, when copies were last compared.
+  std::vector<std::optional<c10::weak_intrusive_ptr<c10::StorageImpl>>> memory_;
+  int64_t last_step_ = 0;
+  uint64_t born_ = 0;  // forks_so_far() when the replicas were made
+};
+
+// `device` with the index it stands for. Throws ValueError if this machine has none.
+TRIREME_API c10::Device existing_device(c10::Device device);
+
+}  // namespace trireme

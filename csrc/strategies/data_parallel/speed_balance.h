@@ -1,0 +1,31 @@
+#pragma once
+
+#include <trireme/common/export.h>
+#include <trireme/strategies/data_parallel/chunk_plan.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+namespace trireme {
+
+// How replicas of different speed get chunks that take them the same time. It learns from what
+// steps took, and moves the shares only where that promises to make the slowest replica faster by a
+// twentieth, so that a batch is not cut anew for every tremor of the machine.
+class TRIREME_API SpeedBalance {
+ public:
+  explicit SpeedBalance(size_t replicas);
+
+  // What one step took on each replica that had rows: rows and seconds, parallel to `chunks`.
+  void record(const std::vector<Chunk>& chunks, const std::vector<double>& seconds);
+
+  // Shares of the batch, equal until every replica was measured.
+  const std::vector<double>& weights() const { return weights_; }
+
+ private:
+  std::vector<double> weights_;
+  std::vector<double> seconds_per_row_;  // smoothed; 0: not yet known
+  int64_t steps_ = 0;
+};
+
+}  // namespace trireme

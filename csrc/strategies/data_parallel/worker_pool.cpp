@@ -1,0 +1,182 @@
+#include <trireme/strategies/data_parallel/worker_pool.h>
+
+#include <trireme/common/error.h>
+#include <trireme/common/forks.h>
+#include <trireme/strategies/data_parallel/intra_op_threads.h>
+
+#include <ATen/SavedTensorHooks.h>
+#include <ATen/ThreadLocalState.h>
+#include <c10/core/DeviceGuard.h>
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <chrono>
+#include <condition_variable>
+#include <optional>
+#include <utility>
+
+namespace trireme {
+namespace {
+
+constexpr std::chrono::milliseconds kLookAround{50};
+
+thread_local const void* working_for = nullptr;  // the state of a pool
+
+// The CPU and meta devices have no streams to hand over.
+std::optional<c10::Stream> current_stream(c10::Device device) {
+  if (device.is_cpu() || device.is_meta()) return std::nullopt;
+  return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
+}
+
+}  // namespace
+
+struct WorkerPool::Task {
+  const Job* job;
+  at::ThreadLocalState state;
+  std::vector<std::optional<c10::Stream>> streams;  // per worker
+
+  void run(size_t worker) const {
+    const at::ThreadLocalStateGuard state_guard(state);
+    // Hooks of the caller count what is saved, in the order of one thread.
+    at::SavedTensorDefaultHooks::set_tls_state({});
+    const c10::OptionalStreamGuard stream_guard(streams[worker]);
+    (*job)(worker);
+  }
+};
+
+struct WorkerPool::State {
+  struct Worker {
+    c10::Device device = c10::Device(c10::kCPU);
+    int intra_op_threads = 1;
+    const Task* task = nullptr;
+    std::exception_ptr error = nullptr;
+    std::condition_variable wake = {};
+  };
+
+  void serve(size_t worker);
+  void stop();
+
+  std::vector<Worker> workers;  // never moved
+  std::mutex mutex = {};        // of all below, and of tasks and errors
+  std::condition_variable done = {};
+  size_t open = 0;
+  bool stopping = false;
+};
+
+void WorkerPool::State::serve(size_t worker) {
+  Worker& own = workers[worker];
+  set_own_intra_op_threads(own.intra_op_threads);
+  working_for = this;
+  const c10::OptionalDeviceGuard device_guard(own.device);
+  std::unique_lock lock(mutex);
+  for (;;) {
+    own.wake.wait(lock, [&] { return own.task != nullptr || stopping; });
+    if (own.task == nullptr) return;
+    const Task& task = *own.task;
+    lock.unlock();
+    std::exception_ptr error;
+    try {
+      task.run(worker);
+    } catch (...) {
+      error = std::current_exception();
+    }
+    lock.lock();
+    own.task = nullptr;
+    own.error = std::move(error);
+    if (--open == 0) done.notify_one();
+  }
+}
+
+WorkerPool::WorkerPool(std::vector<c10::Device> devices, std::vector<int> intra_op_threads)
+    : state_(std::make_shared<State>()), born_(forks_so_far()) {
+  TORCH_INTERNAL_ASSERT(!devices.empty() && devices.size() == intra_op_threads.size());
+  state_->workers = std::vector<State::Worker>(devices.size());
+  for (size_t i = 0; i < devices.size(); ++i) {
+    state_->workers[i].device = devices[i];
+    state_->workers[i].intra_op_threads = intra_op_threads[i];
+  }
+}
+
+WorkerPool::~WorkerPool() {
+  if (forks_so_far() != born_) {
+    // The threads of the parent, which this process never had.
+    for (std::thread& thread : threads_) thread.detach();
+    return;
+  }
+  stop();
+  for (std::thread& thread : threads_) {
+    // A graph may die in the thread of a replica, and the pool with it.
+    if (thread.get_id() == std::this_thread::get_id()) {
+      thread.detach();
+    } else {
+      thread.join();
+    }
+  }
+}
+
+void WorkerPool::State::stop() {
+  const std::lock_guard lock(mutex);
+  stopping = true;
+  for (Worker& worker : workers) worker.wake.notify_one();
+}
+
+void WorkerPool::stop() noexcept { state_->stop(); }
+
+std::function<void()> WorkerPool::stopper() {
+  return [state = state_] { state->stop(); };
+}
+
+size_t WorkerPool::count() const { return state_->workers.size(); }
+
+void WorkerPool::start() {
+  for (size_t worker = threads_.size(); worker < count(); ++worker)
+    threads_.emplace_back(seat(worker));
+}
+
+std::function<void()> WorkerPool::seat(size_t worker) {
+  return [state = state_, worker] { state->serve(worker); };
+}
+
+std::vector<std::exception_ptr> WorkerPool::run(const std::vector<size_t>& workers, const Job& job,
+                                                const std::function<void()>& while_waiting) {
+  TORCH_CHECK_VALUE(forks_so_far() == born_,
+                    error_text("data_parallel",
+                               "got a call in a forked child, whose parent has the threads of the "
+                               "replicas, expected one in the process that made them",
+                               {}, "Build DataParallel after the fork."));
+  TORCH_CHECK_VALUE(working_for != state_.get(),
+                    error_text("data_parallel",
+                               "got a call from within a replica, expected one from outside: it "
+                               "would wait for itself",
+                               {}, "Do not call DataParallel in its own forward or backward."));
+  const std::lock_guard turn(turn_);
+  State& state = *state_;
+  Task task{&job, {}, {}};
+  for (const State::Worker& worker : state.workers)
+    task.streams.push_back(current_stream(worker.device));
+  std::unique_lock lock(state.mutex);
+  TORCH_CHECK_VALUE(
+      !state.stopping,
+      error_text("data_parallel",
+                 "got a call after the threads of the replicas were stopped, expected "
+                 "one before",
+                 {}, "Build DataParallel again."));
+  state.open = workers.size();
+  for (const size_t worker : workers) {
+    state.workers[worker].task = &task;
+    state.workers[worker].wake.notify_one();
+  }
+  const auto all_returned = [&] { return state.open == 0; };
+  if (!while_waiting) state.done.wait(lock, all_returned);
+  while (!state.done.wait_for(lock, kLookAround, all_returned)) {
+    lock.unlock();
+    while_waiting();
+    lock.lock();
+  }
+  std::vector<std::exception_ptr> errors;
+  for (const size_t worker : workers)
+    errors.push_back(std::exchange(state.workers[worker].error, nullptr));
+  return errors;
+}
+
+}  // namespace trireme

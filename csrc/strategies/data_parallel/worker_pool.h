@@ -1,0 +1,67 @@
+#pragma once
+
+#include <trireme/common/export.h>
+
+#include <c10/core/Device.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <exception>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+namespace trireme {
+
+// Threads that stay, one per replica. Each has its own current device and number of intra-op
+// threads, and for as long as a job runs the streams, grad mode, autocast, profiler and dispatch
+// modes of the thread that gave it, but not its hooks for saved tensors.
+//
+// The threads are the pool's own (start()), or the caller's, who calls a seat() on each: Python's
+// have to be made by Python. Thread-safe; one run() at a time, the next one waits. None from within
+// a job of the same pool.
+class TRIREME_API WorkerPool {
+ public:
+  // `intra_op_threads`: per worker, as many as `devices`; at least one of each.
+  WorkerPool(std::vector<c10::Device> devices, std::vector<int> intra_op_threads);
+  ~WorkerPool();  // stops; the threads of start() have ended
+  WorkerPool(const WorkerPool&) = delete;
+  WorkerPool& operator=(const WorkerPool&) = delete;
+
+  size_t count() const;
+
+  // Either: threads of the pool.
+  void start();
+  // Or: what runs the jobs of `worker` on the thread that calls it, and returns when the pool is
+  // gone. It does not keep the pool.
+  std::function<void()> seat(size_t worker);
+  // Lets the threads end. Not while a job runs.
+  void stop() noexcept;
+  // What does the same, also when the pool is gone from where it was made and lives in a graph. It
+  // does not keep the pool.
+  std::function<void()> stopper();
+
+  using Job = std::function<void(size_t worker)>;
+  // Calls job(w) on each of `workers`, at the same time, and returns when all have returned: what
+  // each of them threw, or null, parallel to `workers`. Cost: two thread wake-ups, one after the
+  // other. `while_waiting` is called some twenty times a second on the calling thread; not to
+  // throw.
+  //
+  // Throws ValueError from within a job, after stop(), and in a child that a process with the pool
+  // has forked, where its threads are missing.
+  std::vector<std::exception_ptr> run(const std::vector<size_t>& workers, const Job& job,
+                                      const std::function<void()>& while_waiting = {});
+
+ private:
+  struct Task;
+  struct State;
+
+  std::shared_ptr<State> state_;  // also of the seats
+  std::vector<std::thread> threads_;
+  std::mutex turn_;  // of run()
+  uint64_t born_;    // forks_so_far() then
+};
+
+}  // namespace trireme

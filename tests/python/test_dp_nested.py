@@ -1,0 +1,334 @@
+"""Tensors in nested inputs and outputs: found, replaced, and matched between replicas."""
+
+import dataclasses
+import enum
+import types
+from collections import OrderedDict, UserDict, defaultdict, namedtuple
+from collections.abc import Callable, Iterator, MutableMapping
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from trireme._dp_nested import (
+    first_tensor,
+    matching_tensors,
+    same_structure,
+    tensors_in,
+    with_tensors,
+)
+
+Pair = namedtuple("Pair", ["left", "right"])
+NAMES = ["replica 0 of 2 (cpu)", "replica 1 of 2 (cpu)"]
+
+
+class Typed(NamedTuple):
+    left: Tensor
+    right: Tensor
+    scale: float = 2.0
+
+
+@dataclasses.dataclass
+class Record:
+    left: Tensor
+    note: str
+    right: Tensor
+    late: Any = dataclasses.field(init=False, repr=False)  # may stay unset
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    left: Tensor
+    right: Tensor
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Slotted:
+    left: Tensor
+    right: Tensor
+
+
+class Output(OrderedDict[str, Any]):
+    """As Hugging Face's ModelOutput: a mapping whose subclasses are dataclasses."""
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):  # type: ignore[arg-type]
+            if getattr(self, field.name) is not None:
+                super().__setitem__(field.name, getattr(self, field.name))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self.keys() and value is not None:
+            super().__setitem__(name, value)
+        super().__setattr__(name, value)
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        super().__setitem__(key, value)
+        super().__setattr__(key, value)
+
+    def __reduce__(self) -> Any:
+        kind, _, *remaining = super().__reduce__()
+        arguments = tuple(getattr(self, field.name) for field in dataclasses.fields(self))  # type: ignore[arg-type]
+        return (kind, arguments, *remaining)
+
+
+@dataclasses.dataclass
+class LossOutput(Output):
+    loss: Any = None
+    hidden: Any = None
+    logits: Any = None
+
+
+class Tagged(dict[str, Any]):
+    def __init__(self, tag: str) -> None:  # not what dict takes
+        super().__init__()
+        self.tag = tag
+
+
+class OwnList(list[Any]):
+    tag = ""
+
+
+class Store(MutableMapping[str, Any]):
+    """A mapping of which a shallow copy shares its items."""
+
+    def __init__(self, items: dict[str, Any]) -> None:
+        self.items_ = dict(items)
+
+    def __getitem__(self, key: str) -> Any:
+        return self.items_[key]
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self.items_[key] = value
+
+    def __delitem__(self, key: str) -> None:
+        del self.items_[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.items_)
+
+    def __len__(self) -> int:
+        return len(self.items_)
+
+
+def tagged(left: Any, right: Any) -> Tagged:
+    made = Tagged("x")
+    made.update(left=left, right=right)
+    return made
+
+
+def own_list(left: Any, right: Any) -> OwnList:
+    made = OwnList([left, right])
+    made.tag = "x"
+    return made
+
+
+# How two tensors are packed, left before right, and how they are got out again.
+KINDS: dict[str, tuple[Callable[[Any, Any], Any], Callable[[Any], tuple[Any, Any]]]] = {
+    "tuple": (lambda a, b: (a, b), lambda v: (v[0], v[1])),
+    "list with others": (lambda a, b: ["x", a, 3, b, None], lambda v: (v[1], v[3])),
+    "dict": (lambda a, b: {"b": a, "a": b}, lambda v: (v["b"], v["a"])),
+    "OrderedDict": (lambda a, b: OrderedDict(b=a, a=b), lambda v: (v["b"], v["a"])),
+    "defaultdict": (lambda a, b: defaultdict(list, b=a, a=b), lambda v: (v["b"], v["a"])),
+    "UserDict": (lambda a, b: UserDict(b=a, a=b), lambda v: (v["b"], v["a"])),
+    "dict with another constructor": (tagged, lambda v: (v["left"], v["right"])),
+    "mapping": (lambda a, b: Store({"b": a, "a": b}), lambda v: (v["b"], v["a"])),
+    "read-only mapping": (
+        lambda a, b: types.MappingProxyType({"b": a, "a": b}),
+        lambda v: (v["b"], v["a"]),
+    ),
+    "namedtuple": (Pair, lambda v: (v.left, v.right)),
+    "NamedTuple": (Typed, lambda v: (v.left, v.right)),
+    "return type": (
+        lambda a, b: torch.return_types.max((a, b)),
+        lambda v: (v.values, v.indices),
+    ),
+    "subclass of list": (own_list, lambda v: (v[0], v[1])),
+    "dataclass": (lambda a, b: Record(a, "x", b), lambda v: (v.left, v.right)),
+    "frozen dataclass": (Frozen, lambda v: (v.left, v.right)),
+    "frozen dataclass with slots": (Slotted, lambda v: (v.left, v.right)),
+    "mapping and dataclass": (
+        lambda a, b: LossOutput(loss=a, logits=b),
+        lambda v: (v.loss, v["logits"]),
+    ),
+    "nested": (
+        lambda a, b: [{"x": (a, 1)}, Record(b, "x", {}), []],  # type: ignore[arg-type]
+        lambda v: (v[0]["x"][0], v[1].left),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_found_in_order(kind: str) -> None:
+    pack, _ = KINDS[kind]
+    left, right = torch.zeros(2), torch.ones(2)
+    found = tensors_in(pack(left, right))
+    assert [id(one) for one in found] == [id(left), id(right)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_replaced_in_a_new_container_of_the_same_type(kind: str) -> None:
+    pack, unpack = KINDS[kind]
+    left, right = torch.zeros(2), torch.ones(2)
+    value = pack(left, right)
+    others = torch.zeros(1), torch.ones(1)
+    changed = with_tensors(value, iter(others))
+    assert changed is not value and type(changed) is type(value)
+    assert all(a is b for a, b in zip(unpack(changed), others, strict=True))
+    assert all(a is b for a, b in zip(unpack(value), (left, right), strict=True))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_matched_between_replicas(kind: str) -> None:
+    pack, _ = KINDS[kind]
+    rows = [(torch.zeros(i), torch.ones(i)) for i in range(2)]
+    outputs = [pack(*row) for row in rows]
+    same_structure(outputs, NAMES)
+    found = matching_tensors(outputs, NAMES)
+    assert [[id(one) for one in row] for row in found] == [[id(a), id(b)] for a, b in rows]
+
+
+def test_what_else_containers_hold_is_kept() -> None:
+    value = tagged(torch.zeros(1), [3])
+    value["factory"] = defaultdict(list, x=torch.zeros(1))
+    changed = with_tensors(value, iter([torch.ones(1), torch.ones(1)]))
+    assert changed.tag == "x"
+    assert changed["factory"].default_factory is list
+    assert own_list(0, 1).tag == with_tensors(own_list(0, 1), iter(())).tag
+    record = Record(torch.zeros(1), "x", torch.zeros(1))
+    record.late = "set"
+    assert with_tensors(record, iter([torch.ones(1)] * 2)).late == "set"
+
+
+class Opaque:
+    def __init__(self) -> None:
+        self.tensor = torch.zeros(1)
+
+
+@dataclasses.dataclass(eq=False)
+class RecordModule(nn.Module):
+    width: int
+
+    def __post_init__(self) -> None:
+        super().__init__()
+        self.register_buffer("tensor", torch.zeros(self.width))
+
+
+@pytest.mark.parametrize(
+    "leaf",
+    [3, "x", None, Opaque(), {torch.zeros(1)}, torch.Size([2, 3]), Record, torch.float32, print,
+     RecordModule(2), [], {}, ()],
+    ids=lambda leaf: type(leaf).__name__,
+)  # fmt: skip
+def test_others_are_handed_on_by_reference(leaf: Any) -> None:
+    """Empty containers, too: what a forward puts into an empty list reaches the caller."""
+    tensor = torch.zeros(1)
+    assert tensors_in(leaf) == []
+    assert with_tensors(leaf, iter(())) is leaf
+    assert with_tensors((leaf, tensor), iter([tensor]))[0] is leaf
+
+
+def test_tensor_alone_and_twice() -> None:
+    tensor, other = nn.Parameter(torch.zeros(2)), torch.ones(2)
+    assert tensors_in(tensor)[0] is tensor
+    assert with_tensors(tensor, iter([other])) is other
+    assert len(tensors_in((tensor, [tensor]))) == 2
+
+
+def test_packed_sequence_is_refused() -> None:
+    packed = nn.utils.rnn.pack_sequence([torch.zeros(3), torch.zeros(2)])
+    for value in (packed, {"x": packed}):
+        with pytest.raises(TypeError, match=r"\[data_parallel\] got a PackedSequence, expected .*"):
+            tensors_in(value)
+    with pytest.raises(TypeError, match="Pack and unpack inside forward"):
+        same_structure([(packed,), (packed,)], NAMES)
+
+
+def test_first_tensor() -> None:
+    tensor = torch.zeros(3)
+    packed = nn.utils.rnn.pack_sequence([tensor])
+    assert first_tensor((3, {"x": [tensor]}, torch.zeros(1))) is tensor
+    assert first_tensor(("x", packed)) is packed.data
+    assert first_tensor((3, "x", Opaque())) is None
+
+
+class Color(enum.Enum):
+    RED = 1
+    BLUE = 2
+
+
+SHARED = Opaque()
+
+
+@pytest.mark.parametrize(
+    "value",
+    [None, 3, 3.5, "x", b"x", 2j, True, float("nan"), Color.RED, torch.float32, torch.Size([2]),
+     torch.device("cpu"), Opaque, SHARED, [], {}, ()],
+    ids=repr,
+)  # fmt: skip
+def test_equal_values_fit(value: Any) -> None:
+    tensor = torch.zeros(1)
+    same_structure([value, value], NAMES)
+    copies = [(tensor, {"n": float("nan") if value != value else value}) for _ in range(2)]
+    same_structure(copies, NAMES)
+
+
+def test_class_made_in_forward_fits() -> None:
+    def forward() -> Any:
+        return namedtuple("Local", ["x"])(torch.zeros(1))
+
+    same_structure([forward(), forward()], NAMES)
+
+
+t = torch.zeros(1)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "error", "text"),
+    [
+        (t, None, TypeError, "got None for output from {1}, expected a tensor as from {0}"),
+        (None, t, TypeError, "got a tensor for output from {1}, expected None as from {0}"),
+        ((t, t), [t, t], TypeError, "got list for output from {1}, expected tuple"),
+        ((t, t), t, TypeError, "got a tensor for output from {1}, expected tuple"),
+        ((t, 3), (t, 3.0), TypeError, "got float for output[1] from {1}, expected int"),
+        ((t, 1), (t, True), TypeError, "got bool for output[1] from {1}, expected int"),
+        ([t], [t, t], ValueError, "got 2 items for output from {1}, expected 1"),
+        ([t, {"a": (t, 3)}], [t, {"a": (t, 4)}], ValueError,
+         "got 4 for output[1]['a'][1] from {1}, expected 3"),
+        ([{"logits": t}], [{"hidden": t}], ValueError,
+         "got keys ['hidden'] for output[0] from {1}, expected ['logits']"),
+        (Pair(t, "x"), Pair(t, "y"), ValueError, "got 'y' for output.right from {1}"),
+        (Record(t, "x", t), Record(t, "y", t), ValueError, "got 'y' for output.note from {1}"),
+        (LossOutput(loss=t), LossOutput(logits=t), ValueError, "got keys ['logits'] for output"),
+        (Color.RED, Color.BLUE, ValueError, "BLUE"),
+        ({"a": Opaque()}, {"a": Opaque()}, TypeError,
+         "got Opaque, which cannot be compared, for output['a'] from {1}, expected the same obj"),
+        ({"a": t, "b": t.clone()}, {"b": t, "a": t.clone()}, ValueError,
+         "got the keys of a mapping in another order from {1}"),
+    ],
+)  # fmt: skip
+def test_other_structure_is_refused(
+    first: Any, second: Any, error: type[Exception], text: str
+) -> None:
+    """Naming the place and the replica."""
+    with pytest.raises(error) as caught:
+        same_structure([first, second], NAMES)
+    assert str(caught.value).startswith("[data_parallel] got ")
+    assert text.format(*NAMES) in str(caught.value)
+
+
+def test_unset_field_is_refused() -> None:
+    first, second = Record(t, "x", t), Record(t, "x", t)
+    first.late = 1
+    with pytest.raises(ValueError, match=r"got fields \['left', 'note', 'right'\] for output"):
+        same_structure([first, second], NAMES)
+
+
+def test_third_replica_is_named() -> None:
+    with pytest.raises(ValueError, match="from c, expected 2 as from a"):
+        same_structure([(t, 2), (t, 2), (t, 3)], ["a", "b", "c"])
+
+
+def test_keys_in_another_order_are_matched() -> None:
+    a, b = torch.zeros(1), torch.ones(1)
+    found = matching_tensors([{"a": a, "b": b}, {"b": b, "a": a}], NAMES)
+    assert [[id(one) for one in row] for row in found] == [[id(a), id(b)]] * 2

@@ -1,0 +1,170 @@
+"""DataParallel and the life of its process: Ctrl-C, the end of the interpreter, forks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+import trireme
+from ddp_ranks import batch, mlp
+from distributed import run_ranks
+from dp_cases import TIME_LIMIT, Called, assert_same_backward, pair, square_mean
+from torch import Tensor, nn
+
+pytestmark = TIME_LIMIT
+
+SOON_S = 8.0
+LATE_S = 20.0
+
+
+def data(step: int = 0) -> Tensor:
+    return batch(step, rows=8, dtype=torch.float64)
+
+
+def press_ctrl_c_in(seconds: float) -> None:
+    threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT)).start()
+
+
+def wait_for_nothing() -> None:
+    began = time.monotonic()
+    while time.monotonic() - began < LATE_S:
+        time.sleep(0.01)
+
+
+class WaitsInBackward(torch.autograd.Function):
+    """A tenth of a second."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        time.sleep(0.1)
+        return grad
+
+
+def waiting_where_told(module: Any, x: Tensor, where: str) -> Tensor:
+    if where == "forward" or (where == "one forward" and torch.equal(x[0], data()[0])):
+        wait_for_nothing()
+    x = module.net(x)
+    if where == "backward":
+        for factor in module.factors:
+            x = WaitsInBackward.apply(x * factor)
+    return x
+
+
+def waiting() -> nn.Module:
+    ones = [torch.ones((), dtype=torch.float64) for _ in range(int(LATE_S * 10))]
+    return Called(waiting_where_told, net=mlp(torch.float64), factors=nn.ParameterList(ones))
+
+
+def interrupted(rank: int, where: str) -> None:
+    ours, one = pair(waiting)
+    for step in range(2):
+        assert_same_backward(ours, one, data(step), where="")
+        press_ctrl_c_in(0.2)
+        began = time.monotonic()
+        with pytest.raises(KeyboardInterrupt):
+            square_mean(ours(data(), where=where)).backward()
+        assert time.monotonic() - began < SOON_S
+        ours.zero_grad()
+    assert_same_backward(ours, one, data(2), where="")
+
+
+@pytest.mark.parametrize("where", ["forward", "one forward", "backward"])
+def test_ctrl_c(where: str) -> None:
+    """Ends forward at a line of Python, backward at a parameter; the next step works."""
+    run_ranks(interrupted, 1, where, timeout=45)
+
+
+def forking(rank: int) -> None:
+    ours, one = pair(lambda: mlp(torch.float64))
+    assert_same_backward(ours, one, data())
+    loss = square_mean(ours(data()))
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            with pytest.raises(ValueError, match="forked child"):
+                loss.backward()
+            for step in range(2):
+                assert_same_backward(ours, one, data(step))
+            code = 0
+        finally:
+            os._exit(code)
+    loss.backward()
+    assert_same_backward(ours, one, data(1))
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+
+
+def test_a_fork_after_use() -> None:
+    """The child makes threads of its own; a graph of the parent's raises in it."""
+    run_ranks(forking, 1, timeout=30)
+
+
+PROGRAM = """
+import threading, time
+import torch, trireme
+import torch.utils.checkpoint
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(6, 3)
+
+    def forward(self, x, wait=0.0):
+        time.sleep(wait)
+        return torch.utils.checkpoint.checkpoint(self.net, x, use_reentrant=False)
+
+dp = trireme.DataParallel(Net(), replicas=3)
+x = torch.ones(7, 6)
+dp(x).sum().backward()
+{last}
+"""
+
+ENDS = {
+    "graphs alive": "import builtins\nkept = [dp, dp(x)]\nkept.append(kept)\nbuiltins.kept = kept",
+    "a graph of one that is gone": "kept = dp(x)\ndel dp",
+    "in forward": (
+        "threading.Thread(target=dp, args=(x, 0.3)).start()\ntime.sleep(0.1)\nraise SystemExit(5)"
+    ),
+}
+
+
+def run_all_ends() -> dict[str, subprocess.Popen[str]]:
+    folder = os.path.dirname(os.path.dirname(trireme.__file__))
+    path = os.pathsep.join([folder, *filter(None, [os.environ.get("PYTHONPATH")])])
+    return {
+        name: subprocess.Popen(
+            [sys.executable, "-c", PROGRAM.format(last=last)],
+            env={**os.environ, "PYTHONPATH": path},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for name, last in ENDS.items()
+    }
+
+
+def test_the_end_of_the_interpreter() -> None:
+    """With graphs alive, after an exception, while replicas work: no crash, no wait, no text."""
+    processes = run_all_ends()
+    try:
+        for name, process in processes.items():
+            output, errors = process.communicate(timeout=50)
+            expected = 5 if name == "in forward" else 0
+            assert (process.returncode, output, errors) == (expected, "", ""), name
+    finally:
+        for process in processes.values():
+            process.kill()
+            process.wait()
