@@ -77,7 +77,7 @@ def _measure(blocks: int) -> ReplicaOverhead:
         "wake_up": partial(pool.run, [0], _nothing, _nothing),
     }
     us = {name: 1e3 * ms for name, ms in medians_of_blocks(calls, blocks).items()}
-    pool.stop()
+    pool.stopper()()
     thread.join()
     us["wake_up"] /= 2  # there and back
     return ReplicaOverhead(**us)

@@ -61,8 +61,8 @@ class DataParallel(nn.DataParallel[T]):
         loss: ``forward(*inputs, target=y)`` then returns ``loss(output, y)``, computed for each
             part by its replica: for a 0-dim loss the mean weighted by the number of rows, or the
             sum if ``loss.reduction == "sum"``; anything else is gathered. Without ``target`` as
-            without ``loss``. A mean over anything but rows (``ignore_index``, class weights) is weighted by
-            rows all the same, as under DDP.
+            without ``loss``. A mean over anything but rows (``ignore_index``, class weights) is
+            weighted by rows all the same, as under DDP.
         balance: ``"even"`` cuts as ``torch.chunk``; ``"auto"`` by measured speed; or one weight per
             replica. Gradients are those of the whole batch in each case.
 

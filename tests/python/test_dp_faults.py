@@ -373,7 +373,7 @@ def test_threads_that_were_stopped() -> None:
         ours(with_a_nine_in(1))
     threads = set(threading.enumerate()) - before
     assert len(threads) == 2
-    ours._threads.pool.stop()
+    ours._threads.pool.stopper()()
     for thread in threads:
         thread.join(10)
         assert not thread.is_alive()
