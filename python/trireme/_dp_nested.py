@@ -55,37 +55,18 @@ def with_tensors(value: Any, tensors: Iterator[Tensor]) -> Any:
     return _rebuilt(value, [with_tensors(child, tensors) for child in children])
 
 
-def same_structure(outputs: Sequence[Any], names: Sequence[str]) -> None:
-    """Checks that `tensors_in` finds in the outputs of all replicas tensors that belong together.
+def matching_tensors(outputs: Sequence[Any], names: Sequence[str]) -> list[list[Tensor]]:
+    """The tensors in each output, all in the order of the first: mappings are matched by key.
 
     Values that are no tensors have to be equal, and of a type that can be compared, or the very
     same object. ``names``: who returned each output.
 
     Raises:
         TypeError: another type, or objects that cannot be compared.
-        ValueError: another length, other keys or another order of them, another value.
+        ValueError: another length, other keys, another value.
     """
-    if all(map(_is_tensor, outputs)) or _are_rows_of_tensors(outputs):
-        return
-    for i, found in enumerate(matching_tensors(outputs, names)):
-        # As many in any case; mappings may have the same keys in another order.
-        if any(a is not b for a, b in zip(found, tensors_in(outputs[i]), strict=True)):
-            raise ValueError(
-                _C.error_text(
-                    "data_parallel",
-                    f"got the keys of a mapping in another order from {names[i]}, expected that "
-                    f"from {names[0]}",
-                    "Fill mappings in one order in forward.",
-                )
-            )
-
-
-def matching_tensors(outputs: Sequence[Any], names: Sequence[str]) -> list[list[Tensor]]:
-    """The tensors in each output, all in the order of the first: mappings are matched by key.
-
-    Raises:
-        TypeError, ValueError: as `same_structure`, but for the order of keys.
-    """
+    if all(map(_is_tensor, outputs)):
+        return [[output] for output in outputs]
     found: list[list[Tensor]] = [[] for _ in outputs]
     _match(outputs, "output", names, found)
     return found
@@ -106,14 +87,6 @@ def first_tensor(value: Any) -> Tensor | None:
 
 def _is_tensor(value: Any) -> bool:
     return isinstance(value, Tensor)
-
-
-def _are_rows_of_tensors(outputs: Sequence[Any]) -> bool:
-    """The common case, without a walk."""
-    return all(
-        type(one) is tuple and len(one) == len(outputs[0]) and all(map(_is_tensor, one))
-        for one in outputs
-    )
 
 
 def _collect(value: Any, found: list[Tensor]) -> None:

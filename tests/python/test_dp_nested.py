@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from trireme._dp_nested import (
     first_tensor,
     matching_tensors,
-    same_structure,
     tensors_in,
     with_tensors,
 )
@@ -182,7 +181,6 @@ def test_matched_between_replicas(kind: str) -> None:
     pack, _ = KINDS[kind]
     rows = [(torch.zeros(i), torch.ones(i)) for i in range(2)]
     outputs = [pack(*row) for row in rows]
-    same_structure(outputs, NAMES)
     found = matching_tensors(outputs, NAMES)
     assert [[id(one) for one in row] for row in found] == [[id(a), id(b)] for a, b in rows]
 
@@ -240,7 +238,7 @@ def test_packed_sequence_is_refused() -> None:
         with pytest.raises(TypeError, match=r"\[data_parallel\] got a PackedSequence, expected .*"):
             tensors_in(value)
     with pytest.raises(TypeError, match="Pack and unpack inside forward"):
-        same_structure([(packed,), (packed,)], NAMES)
+        matching_tensors([(packed,), (packed,)], NAMES)
 
 
 def test_first_tensor() -> None:
@@ -267,16 +265,16 @@ SHARED = Opaque()
 )  # fmt: skip
 def test_equal_values_fit(value: Any) -> None:
     tensor = torch.zeros(1)
-    same_structure([value, value], NAMES)
+    matching_tensors([value, value], NAMES)
     copies = [(tensor, {"n": float("nan") if value != value else value}) for _ in range(2)]
-    same_structure(copies, NAMES)
+    matching_tensors(copies, NAMES)
 
 
 def test_class_made_in_forward_fits() -> None:
     def forward() -> Any:
         return namedtuple("Local", ["x"])(torch.zeros(1))
 
-    same_structure([forward(), forward()], NAMES)
+    matching_tensors([forward(), forward()], NAMES)
 
 
 t = torch.zeros(1)
@@ -311,7 +309,7 @@ def test_other_structure_is_refused(
 ) -> None:
     """Naming the place and the replica."""
     with pytest.raises(error) as caught:
-        same_structure([first, second], NAMES)
+        matching_tensors([first, second], NAMES)
     assert str(caught.value).startswith("[data_parallel] got ")
     assert text.format(*NAMES) in str(caught.value)
 
@@ -320,12 +318,12 @@ def test_unset_field_is_refused() -> None:
     first, second = Record(t, "x", t), Record(t, "x", t)
     first.late = 1
     with pytest.raises(ValueError, match=r"got fields \['left', 'note', 'right'\] for output"):
-        same_structure([first, second], NAMES)
+        matching_tensors([first, second], NAMES)
 
 
 def test_third_replica_is_named() -> None:
     with pytest.raises(ValueError, match="from c, expected 2 as from a"):
-        same_structure([(t, 2), (t, 2), (t, 3)], ["a", "b", "c"])
+        matching_tensors([(t, 2), (t, 2), (t, 3)], ["a", "b", "c"])
 
 
 def test_keys_in_another_order_are_matched() -> None:

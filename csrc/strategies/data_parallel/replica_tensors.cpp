@@ -4,6 +4,7 @@
 #include <trireme/kernels/flatten.h>
 
 #include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
 #include <c10/core/InferenceMode.h>
 #include <torch/csrc/autograd/variable.h>
 
