@@ -122,14 +122,12 @@ class DataParallel(nn.DataParallel[T]):
     @torch._disable_dynamo
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The outputs of ``module`` for the whole batch; with ``loss`` and ``target`` the loss."""
-        with torch.autograd.profiler.record_function("trireme::data_parallel.forward"):
-            loss = self._loss[0]
-            with_loss = loss is not None and "target" in kwargs
-            if any(getattr(type(self), one) is not getattr(DataParallel, one) for one in _STEPS):
-                return self._forward_of_subclass(inputs, kwargs)
-            if len(self._devices) == 1:
-                return self._forward_alone(inputs, kwargs, with_loss)
-            return self._forward_together(inputs, kwargs, with_loss)
+        with_loss = self._loss[0] is not None and "target" in kwargs
+        if _replaces_steps(type(self)):
+            return self._forward_of_subclass(inputs, kwargs)
+        if len(self._devices) == 1:
+            return self._forward_alone(inputs, kwargs, with_loss)
+        return self._forward_together(inputs, kwargs, with_loss)
 
     def _forward_together(
         self, inputs: tuple[Any, ...], kwargs: dict[str, Any], with_loss: bool
@@ -287,6 +285,11 @@ def _check_module(module: nn.Module) -> None:
             f"[data_parallel] got {refused[1]} at '{refused[0]}', expected plain modules. "
             "Wrap the module before it is compiled or made parallel, and shapes known."
         )
+
+
+@functools.cache
+def _replaces_steps(kind: type[DataParallel[Any]]) -> bool:
+    return any(getattr(kind, one) is not getattr(DataParallel, one) for one in _STEPS)
 
 
 def _rows(tensors: Sequence[Tensor], dim: int, without: int) -> int:
