@@ -7,7 +7,7 @@ import functools
 import math
 import os
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -78,6 +78,14 @@ class DataParallel(nn.DataParallel[T]):
     ``trireme.data_parallel`` has a graph for it.
     """
 
+    _replaces_steps: ClassVar[bool] = False
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls._replaces_steps = any(
+            getattr(cls, one) is not getattr(DataParallel, one) for one in _STEPS
+        )
+
     def __init__(
         self,
         module: T,
@@ -123,7 +131,7 @@ class DataParallel(nn.DataParallel[T]):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The outputs of ``module`` for the whole batch; with ``loss`` and ``target`` the loss."""
         with_loss = self._loss[0] is not None and "target" in kwargs
-        if _replaces_steps(type(self)):
+        if self._replaces_steps:
             return self._forward_of_subclass(inputs, kwargs)
         if len(self._devices) == 1:
             return self._forward_alone(inputs, kwargs, with_loss)
@@ -285,11 +293,6 @@ def _check_module(module: nn.Module) -> None:
             f"[data_parallel] got {refused[1]} at '{refused[0]}', expected plain modules. "
             "Wrap the module before it is compiled or made parallel, and shapes known."
         )
-
-
-@functools.cache
-def _replaces_steps(kind: type[DataParallel[Any]]) -> bool:
-    return any(getattr(kind, one) is not getattr(DataParallel, one) for one in _STEPS)
 
 
 def _rows(tensors: Sequence[Tensor], dim: int, without: int) -> int:
