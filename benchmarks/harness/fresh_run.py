@@ -40,23 +40,29 @@ def fresh_ranks(side: Side, workload: str, ranks: int = RANKS) -> Iterator[RankG
         yield group
 
 
+def rank_config(
+    side: Side, workload: str, ranks: int, workload_options: WorkloadOptions | None = None
+) -> RankConfig:
+    """What each process of `side` is told, on the batch of `ranks` ranks."""
+    options = workload_options or WorkloadOptions()
+    return RankConfig(
+        strategy=side.strategy,
+        workload=workload,
+        global_batch=WORKLOADS[workload](options).rows_per_rank * ranks,
+        threads=STRATEGIES[side.strategy].processes(ranks)[1],
+        options=dict(side.options),
+        optimizer=side.optimizer,
+        workload_options=options,
+    )
+
+
 @contextmanager
 def starting_ranks(
     side: Side, workload: str, ranks: int, workload_options: WorkloadOptions | None = None
 ) -> Iterator[RankGroup]:
     """Processes that are about to build `side`, and reply when they have."""
-    workload_options = workload_options or WorkloadOptions()
-    strategy = STRATEGIES[side.strategy]
-    world, threads = strategy.processes(ranks)
-    config = RankConfig(
-        strategy=side.strategy,
-        workload=workload,
-        global_batch=WORKLOADS[workload](workload_options).rows_per_rank * ranks,
-        threads=threads,
-        options=dict(side.options),
-        optimizer=side.optimizer,
-        workload_options=workload_options,
-    )
+    world, threads = STRATEGIES[side.strategy].processes(ranks)
+    config = rank_config(side, workload, ranks, workload_options)
     with tempfile.TemporaryDirectory(prefix="bench") as scratch:
         launch = Launch("bench", "harness.worker", config.to_json(), world, threads, Path(scratch))
         with RankGroup(launch) as group:

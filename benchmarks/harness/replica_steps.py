@@ -26,8 +26,9 @@ from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
-from workloads import WORKLOADS, WorkloadOptions
+from workloads import WorkloadOptions
 
+from harness.fresh_run import rank_config
 from harness.pairs import Side
 from harness.ranks import Launch, RankGroup
 from harness.rounds import WARM_UP_STEPS
@@ -62,20 +63,10 @@ def measure_replica_steps(
     side: Side, workload: str, steps: int, options: WorkloadOptions | None = None
 ) -> ReplicaSteps:
     """In a fresh process, on the batch of 2 ranks. `side` runs as one process."""
-    options = options or WorkloadOptions()
-    _, threads = STRATEGIES[side.strategy].processes(RANKS)
-    config = RankConfig(
-        strategy=side.strategy,
-        workload=workload,
-        global_batch=WORKLOADS[workload](options).rows_per_rank * RANKS,
-        threads=threads,
-        options=dict(side.options),
-        optimizer=side.optimizer,
-        workload_options=options,
-    )
+    config = rank_config(side, workload, RANKS, options)
     text = json.dumps({"config": config.to_json(), "steps": steps})
     with tempfile.TemporaryDirectory(prefix="bench") as scratch:
-        launch = Launch("steps", "harness.replica_steps", text, 1, threads, Path(scratch))
+        launch = Launch("steps", "harness.replica_steps", text, 1, config.threads, Path(scratch))
         with RankGroup(launch) as group:
             (reply,) = group.replies()
     return ReplicaSteps(**reply)

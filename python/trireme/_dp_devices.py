@@ -83,6 +83,9 @@ def _default_devices(module: nn.Module, replicas: int | None) -> list[torch.devi
 
 def _refuse(kind: type[Exception], got: str, expected: str) -> NoReturn:
     raise kind(
-        f"[data_parallel] got {got}, expected {expected}. Name devices that exist, or on a machine "
-        "without accelerators say replicas=n."
+        _C.error_text(
+            "data_parallel",
+            f"got {got}, expected {expected}",
+            "Name devices that exist, or on a machine without accelerators say replicas=n.",
+        )
     )

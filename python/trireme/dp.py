@@ -102,8 +102,11 @@ class DataParallel(nn.DataParallel[T]):
         _check_module(module)
         if isinstance(dim, bool) or not isinstance(dim, int):
             raise TypeError(
-                f"[data_parallel] got dim={dim!r}, expected an int. "
-                "Name the dimension of the batch."
+                _C.error_text(
+                    "data_parallel",
+                    f"got dim={dim!r}, expected an int",
+                    "Name the dimension of the batch.",
+                )
             )
         self._devices = devices_of_replicas(module, device_ids, replicas)
         self.dim = dim
@@ -143,8 +146,11 @@ class DataParallel(nn.DataParallel[T]):
         threads = self._own_threads()
         if not threads.turn.acquire(blocking=False):
             raise RuntimeError(
-                "[data_parallel] got a forward during another one, expected one at a time. "
-                "Use a DataParallel for each thread, and none in its own forward."
+                _C.error_text(
+                    "data_parallel",
+                    "got a forward during another one, expected one at a time",
+                    "Use a DataParallel for each thread, and none in its own forward.",
+                )
             )
         try:
             return self._run_replicas(threads, (inputs, kwargs), with_loss)
@@ -284,14 +290,20 @@ class DataParallel(nn.DataParallel[T]):
 def _check_module(module: nn.Module) -> None:
     if not isinstance(module, nn.Module):
         raise TypeError(
-            f"[data_parallel] got {type(module).__name__} as module, expected a torch.nn.Module. "
-            "Pass the module to wrap."
+            _C.error_text(
+                "data_parallel",
+                f"got {type(module).__name__} as module, expected a torch.nn.Module",
+                "Pass the module to wrap.",
+            )
         )
     refused = find_refused(module)
     if refused is not None:
         raise ValueError(
-            f"[data_parallel] got {refused[1]} at '{refused[0]}', expected plain modules. "
-            "Wrap the module before it is compiled or made parallel, and shapes known."
+            _C.error_text(
+                "data_parallel",
+                f"got {refused[1]} at '{refused[0]}', expected plain modules",
+                "Wrap the module before it is compiled or made parallel, and shapes known.",
+            )
         )
 
 
@@ -300,16 +312,23 @@ def _rows(tensors: Sequence[Tensor], dim: int, without: int) -> int:
     for tensor in tensors:
         if tensor.is_meta:
             raise ValueError(
-                "[data_parallel] got an input on 'meta', expected data. "
-                "Give tensors that have memory."
+                _C.error_text(
+                    "data_parallel",
+                    "got an input on 'meta', expected data",
+                    "Give tensors that have memory.",
+                )
             )
     first = next((tensor for tensor in tensors if tensor.dim() > 0), None)
     if first is None:
         return without
     if not -first.dim() <= dim < first.dim():
         raise ValueError(
-            f"[data_parallel] got dim={dim} for an input of {first.dim()} dimensions, expected "
-            f"{-first.dim()} to {first.dim() - 1}. Name the dimension that holds the batch."
+            _C.error_text(
+                "data_parallel",
+                f"got dim={dim} for an input of {first.dim()} dimensions, expected "
+                f"{-first.dim()} to {first.dim() - 1}",
+                "Name the dimension that holds the batch.",
+            )
         )
     return first.size(dim)
 
@@ -326,22 +345,32 @@ def _checked_balance(balance: str | Sequence[float], replicas: int) -> str | tup
     if isinstance(balance, str):
         if balance not in ("even", "auto"):
             raise ValueError(
-                f'[data_parallel] got balance="{balance}", expected "even", "auto" or weights. '
-                "Choose one of them."
+                _C.error_text(
+                    "data_parallel",
+                    f'got balance="{balance}", expected "even", "auto" or weights',
+                    "Choose one of them.",
+                )
             )
         return balance
     try:
         weights = tuple(float(one) for one in balance)
     except (TypeError, ValueError):
         raise TypeError(
-            f'[data_parallel] got balance={balance!r}, expected "even", "auto" or weights. '
-            "Choose one of them."
+            _C.error_text(
+                "data_parallel",
+                f'got balance={balance!r}, expected "even", "auto" or weights',
+                "Choose one of them.",
+            )
         ) from None
     sound = all(math.isfinite(one) and one >= 0 for one in weights) and any(weights)
     if len(weights) != replicas or not sound:
         raise ValueError(
-            f"[data_parallel] got balance={list(weights)} for {replicas} replicas, expected one "
-            "finite weight >= 0 for each, not all 0. Give each its share of the batch."
+            _C.error_text(
+                "data_parallel",
+                f"got balance={list(weights)} for {replicas} replicas, expected one "
+                "finite weight >= 0 for each, not all 0",
+                "Give each its share of the batch.",
+            )
         )
     return weights
 
@@ -349,12 +378,18 @@ def _checked_balance(balance: str | Sequence[float], replicas: int) -> str | tup
 def _checked_loss(loss: Callable[..., Any] | None) -> Callable[..., Any] | None:
     if loss is not None and not callable(loss):
         raise TypeError(
-            f"[data_parallel] got loss={loss!r}, expected a function of output and target. "
-            "Pass for example torch.nn.functional.cross_entropy."
+            _C.error_text(
+                "data_parallel",
+                f"got loss={loss!r}, expected a function of output and target",
+                "Pass for example torch.nn.functional.cross_entropy.",
+            )
         )
     if isinstance(loss, nn.Module) and next(loss.parameters(), None) is not None:
         raise ValueError(
-            "[data_parallel] got a loss with parameters, expected them in the module. "
-            "Compute such a loss in the forward of the module, and return it."
+            _C.error_text(
+                "data_parallel",
+                "got a loss with parameters, expected them in the module",
+                "Compute such a loss in the forward of the module, and return it.",
+            )
         )
     return loss

@@ -33,7 +33,7 @@ class TRIREME_API GradSum {
   GradSum(const GradSum&) = delete;
   GradSum& operator=(const GradSum&) = delete;
 
-  // Before the backwards of `replicas`, whose sums are wanted on `devices`.
+  // Before the backwards of `replicas`, whose sums are wanted where `masters` are.
   void begin(const std::vector<size_t>& replicas, const std::vector<at::Tensor>& masters);
   // Their next gradient throws Cancelled: another replica has failed. From any thread.
   void cancel() noexcept { cancelled_.store(true, std::memory_order_relaxed); }
