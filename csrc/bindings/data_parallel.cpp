@@ -196,6 +196,7 @@ void init_data_parallel(py::module_& module) {
       .def(py::init<>())
       .def_readwrite("weights", &ReplicasOptions::weights)
       .def_readwrite("auto_balance", &ReplicasOptions::auto_balance)
+      .def_readwrite("copy_always", &ReplicasOptions::copy_always)
       .def_property(
           "output_device", [](const ReplicasOptions& options) { return options.output_device; },
           [](ReplicasOptions& options, c10::Device device) { options.output_device = device; });

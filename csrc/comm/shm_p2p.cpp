@@ -3,6 +3,7 @@
 #include <trireme/comm/shm_arguments.h>
 #include <trireme/comm/shm_compat.h>
 #include <trireme/comm/shm_tensors.h>
+#include <trireme/comm/torchs_words.h>
 #include <trireme/common/error.h>
 #include <trireme/common/forks.h>
 
@@ -198,13 +199,11 @@ ShmP2p::WorkPtr ShmP2p::post(Transfer::Kind kind, const std::vector<at::Tensor>&
   transfer.tag = peer.tag;
   transfer.dtype = shm_dtype(arguments.dtype());
   transfer.timeout = peer.timeout;
-  try {
-    work->post(courier(), hooks_);
-  } catch (const shm::Fault& fault) {
-    hooks_->failed(fault);
-    transfer.on_done = nullptr;  // the Work holds it, and it the Work
-    C10_THROW_ERROR(DistBackendError, fault.what());
-  }
+  in_torchs_words([&] { work->post(courier(), hooks_); },
+                  [&](const shm::Fault& fault) {
+                    hooks_->failed(fault);
+                    transfer.on_done = nullptr;  // the Work holds it, and it the Work
+                  });
   return work;
 }
 

@@ -1,6 +1,7 @@
 #include <trireme/comm/shm_window.h>
 
 #include <trireme/comm/shm_memory.h>
+#include <trireme/comm/torchs_words.h>
 
 #include <ATen/ATen.h>
 
@@ -26,8 +27,10 @@ struct alignas(shm::kCacheLine) Count {
   std::atomic<uint64_t> value{0};
 };
 
-[[noreturn]] void raise(const shm::Fault& fault) {
-  C10_THROW_ERROR(DistBackendError, fault.what());
+// Calls `call`; a fault in it is the backend's, too.
+template <typename Call>
+void noted_by(ShmBackend& backend, Call&& call) {
+  in_torchs_words(call, [&](const shm::Fault& fault) { backend.note(fault); });
 }
 
 class DoneWork final : public c10d::Work {
@@ -98,14 +101,11 @@ class ShmWindow::SignalWork final : public c10d::Work {
   bool wait(milliseconds timeout) override {
     const bool limited = timeout != kNoTimeout;
     const std::string name = "the signal of a window from rank " + std::to_string(peer_);
-    try {
+    noted_by(*backend_, [&] {
       backend_->host_group().check_usable();
       backend_->host_group().wait_beside(peer_, count(), target_,
                                          {name, limited ? timeout : timeout_});
-    } catch (const shm::Fault& fault) {
-      backend_->note(fault);
-      raise(fault);
-    }
+    });
     if (!Work::isCompleted()) finish();
     return true;
   }
@@ -263,12 +263,7 @@ void ShmWindow::check_rank(int64_t rank, const char* verb) const {
 }
 
 void ShmWindow::check_usable() const {
-  try {
-    backend_->host_group().check_usable();
-  } catch (const shm::Fault& fault) {
-    backend_->note(fault);
-    raise(fault);
-  }
+  noted_by(*backend_, [&] { backend_->host_group().check_usable(); });
 }
 
 at::Tensor ShmWindow::tensor_of(int64_t rank, const char* verb) {

@@ -6,14 +6,21 @@
 
 namespace trireme {
 
-// Calls `call`; what goes wrong in shm/ comes out as torch's users expect it.
-template <typename Call>
-auto in_torchs_words(Call&& call) {
+// Calls `call`; what goes wrong in shm/ comes out as torch's users expect it, after note(fault) has
+// seen it.
+template <typename Call, typename Note>
+auto in_torchs_words(Call&& call, const Note& note) {
   try {
     return call();
   } catch (const shm::Fault& fault) {
+    note(fault);
     C10_THROW_ERROR(DistBackendError, fault.what());
   }
+}
+
+template <typename Call>
+auto in_torchs_words(Call&& call) {
+  return in_torchs_words(call, [](const shm::Fault& /*nobody's*/) {});
 }
 
 }  // namespace trireme

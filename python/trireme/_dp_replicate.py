@@ -9,10 +9,8 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from trireme import _C
 from trireme._dp_devices import DeviceLike
-from trireme._dp_modules import find_refused
-from trireme._dp_targets import check_module, moved, target_devices
+from trireme._dp_targets import check_replicable, moved, target_devices
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -37,18 +35,8 @@ def replicate(network: M, devices: Sequence[DeviceLike], detach: bool = False) -
     Cost: parameters share memory with those of ``network`` on the same device, and are copied to
     others in every call.
     """
-    check_module(network)
+    check_replicable(network)
     targets = target_devices(devices, "devices")
-    refused = find_refused(network)
-    if refused is not None:
-        raise ValueError(
-            _C.error_text(
-                "data_parallel",
-                f"got {refused[1]} at '{refused[0]}', expected plain modules",
-                "Replicate the module before it is scripted, compiled or made parallel, and run "
-                "one forward of lazy ones before.",
-            )
-        )
     layers = list(network.modules())
     parameters = list(network.parameters())
     buffers = list(network.buffers())

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from trireme import _C
 from trireme._dp_devices import DeviceLike, to_device
+from trireme._dp_modules import find_refused
 
 
 def target_devices(given: Iterable[DeviceLike], name: str) -> list[torch.device]:
@@ -45,6 +46,21 @@ def check_module(given: object) -> None:
                 "data_parallel",
                 f"got {type(given).__name__} as module, expected a torch.nn.Module",
                 "Pass the model itself.",
+            )
+        )
+
+
+def check_replicable(module: nn.Module) -> None:
+    """Raises TypeError for what is no module, ValueError for a layer that no replica can have."""
+    check_module(module)
+    refused = find_refused(module)
+    if refused is not None:
+        raise ValueError(
+            _C.error_text(
+                "data_parallel",
+                f"got {refused[1]} at '{refused[0]}', expected plain modules",
+                "Replicate the module before it is scripted, compiled or made parallel, and run "
+                "one forward of lazy ones before.",
             )
         )
 

@@ -14,10 +14,11 @@ from torch import Tensor, nn
 
 from trireme import _C
 from trireme._dp_devices import DeviceLike, devices_of_replicas, threads_of_replicas, to_device
-from trireme._dp_modules import ReplicaModules, find_refused
+from trireme._dp_modules import ReplicaModules
 from trireme._dp_nested import matching_tensors, tensors_in, with_tensors
 from trireme._dp_parallel_apply import parallel_apply
 from trireme._dp_replicate import replicate
+from trireme._dp_targets import check_replicable, wrapped_dim
 from trireme._dp_workers import ReplicaThreads
 from trireme.scatter_gather import gather, scatter_kwargs
 
@@ -38,7 +39,7 @@ class DataParallel(nn.DataParallel[T]):
 
     * It works on CPU, where replicas share the module's parameters and take no memory for them.
     * Replicas are made once. On other devices they are copied to again only after a parameter was
-      written.
+      written, or may have been by an optimizer.
     * Backward runs the replicas' graphs at the same time, each in the thread of its replica,
       without Python; gradients are summed meanwhile, in a fixed order: the same bits in every run.
     * ``loss=`` computes the loss where the outputs are, so that no device holds all of them.
@@ -99,7 +100,7 @@ class DataParallel(nn.DataParallel[T]):
     ) -> None:
         # torch's __init__ would find no device on a CPU and do nothing then.
         nn.Module.__init__(self)
-        _check_module(module)
+        check_replicable(module)
         if isinstance(dim, bool) or not isinstance(dim, int):
             raise TypeError(
                 _C.error_text(
@@ -224,7 +225,7 @@ class DataParallel(nn.DataParallel[T]):
         if modules is not None and modules.is_current(self.module):
             modules.follow()
             return modules
-        _check_module(self.module)
+        check_replicable(self.module)
         with torch.inference_mode(False):  # what is made here outlives it
             modules = ReplicaModules(self.module, self._devices)
         options = _C.ReplicasOptions()
@@ -287,26 +288,6 @@ class DataParallel(nn.DataParallel[T]):
         return vars(self) | {"_threads": None, "_modules_of_replicas": None, "_core": None}
 
 
-def _check_module(module: nn.Module) -> None:
-    if not isinstance(module, nn.Module):
-        raise TypeError(
-            _C.error_text(
-                "data_parallel",
-                f"got {type(module).__name__} as module, expected a torch.nn.Module",
-                "Pass the module to wrap.",
-            )
-        )
-    refused = find_refused(module)
-    if refused is not None:
-        raise ValueError(
-            _C.error_text(
-                "data_parallel",
-                f"got {refused[1]} at '{refused[0]}', expected plain modules",
-                "Wrap the module before it is compiled or made parallel, and shapes known.",
-            )
-        )
-
-
 def _rows(tensors: Sequence[Tensor], dim: int, without: int) -> int:
     """Of the batch: those of the first tensor that has dimensions."""
     for tensor in tensors:
@@ -321,16 +302,7 @@ def _rows(tensors: Sequence[Tensor], dim: int, without: int) -> int:
     first = next((tensor for tensor in tensors if tensor.dim() > 0), None)
     if first is None:
         return without
-    if not -first.dim() <= dim < first.dim():
-        raise ValueError(
-            _C.error_text(
-                "data_parallel",
-                f"got dim={dim} for an input of {first.dim()} dimensions, expected "
-                f"{-first.dim()} to {first.dim() - 1}",
-                "Name the dimension that holds the batch.",
-            )
-        )
-    return first.size(dim)
+    return first.size(wrapped_dim(first, dim, "an input"))
 
 
 def _loss_weights(loss: Any, rows: Sequence[int]) -> list[float]:

@@ -12,3 +12,21 @@
 #else
 #include <catch2/catch.hpp>
 #endif
+
+#include <functional>
+#include <string>
+
+namespace trireme::test {
+
+// The message that `call` throws, or "no error".
+template <typename Error = c10::Error>
+std::string error_of(const std::function<void()>& call) {
+  try {
+    call();
+  } catch (const Error& error) {
+    return error.what_without_backtrace();
+  }
+  return "no error";
+}
+
+}  // namespace trireme::test

@@ -9,8 +9,18 @@ from typing import Any
 import pytest
 import torch
 from ddp_ranks import batch, mlp
-from dp_cases import DP, TIME_LIMIT, Called, assert_close, assert_same_backward, pair
+from dp_cases import (
+    DP,
+    TIME_LIMIT,
+    Called,
+    assert_close,
+    assert_same_backward,
+    gradients,
+    pair,
+    square_mean,
+)
 from torch import Tensor, nn
+from trireme import _C
 
 pytestmark = TIME_LIMIT
 
@@ -89,6 +99,22 @@ CHANGES = [
 ]
 
 
+@pytest.fixture(params=["shared", "copied"])
+def memory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With replicas that share the module's parameters, and with copies as on other devices."""
+    if request.param == "shared":
+        return
+    make_options = _C.ReplicasOptions
+
+    def with_copies() -> _C.ReplicasOptions:
+        options = make_options()
+        options.copy_always = True
+        return options
+
+    monkeypatch.setattr(_C, "ReplicasOptions", with_copies)
+
+
+@pytest.mark.usefixtures("memory")
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 def test_changes_reach_the_replicas(change: Callable[[Any], None]) -> None:
     ours, one = pair(make)
@@ -102,6 +128,16 @@ def test_changes_reach_the_replicas(change: Callable[[Any], None]) -> None:
             assert_same_backward(ours, one, data(repetition))
         if change in (tie_parameters, add_weight_norm, remove_layer, add_layer):
             break
+
+
+@pytest.mark.usefixtures("memory")
+def test_other_data_between_evaluations() -> None:
+    ours, one = pair(make)
+    for value in (1.0, 2.0):
+        for module in (ours.module, one):
+            module[0].weight.data = torch.full_like(module[0].weight, value)
+        with torch.no_grad():
+            assert_close(ours(data()), one(data()))
 
 
 def test_another_dtype_between_steps() -> None:
@@ -135,6 +171,18 @@ def test_a_graph_that_is_older_than_the_weights() -> None:
     assert_same_backward(ours, one, data())
 
 
+@pytest.mark.usefixtures("memory")
+def test_a_forward_before_the_backward_of_an_earlier_one() -> None:
+    ours, one = pair(make)
+    for module in (ours, one):
+        first, second = (square_mean(module(data(step))) for step in range(2))
+        first.backward()
+        third = square_mean(module(data(2)))
+        second.backward()
+        third.backward()
+    assert_close(gradients(ours), gradients(one))
+
+
 # Buffers
 
 
@@ -150,6 +198,20 @@ def test_batch_norm_keeps_the_statistics_of_the_first_part(replicas: int) -> Non
     one.eval()
     assert_same_backward(ours, one, data(5))
     assert_close(ours(data(6)), one(data(6)))
+
+
+@pytest.mark.usefixtures("memory")
+@pytest.mark.parametrize("training", [True, False])
+def test_two_forwards_with_batch_norm_before_a_backward(training: bool) -> None:
+    """As of a discriminator, whose loss is of both."""
+    ours, one = (module.train(training) for module in pair(normed))
+
+    def in_halves(x: Tensor) -> Tensor:
+        return torch.cat([one(half) for half in x.chunk(2)])
+
+    for forward in (ours, in_halves):
+        (square_mean(forward(data(0))) + 3 * square_mean(forward(data(1)))).backward()
+    assert_close(gradients(ours), gradients(one))
 
 
 def test_buffers_written_between_steps() -> None:

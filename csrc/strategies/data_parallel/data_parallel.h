@@ -1,5 +1,6 @@
 #pragma once
 
+#include <trireme/grad/for_each_tensor.h>
 #include <trireme/strategies/data_parallel/nested_tensors.h>
 #include <trireme/strategies/data_parallel/parallel_functions.h>
 #include <trireme/strategies/data_parallel/replicated_module.h>
@@ -32,7 +33,8 @@ class DataParallelImpl final : public ReplicatedModule {
   template <typename... Args>
   auto forward(Args&&... args) {
     static_assert((!kCannotBeCut<std::decay_t<Args>> && ...),
-                  "pack sequences inside of forward, and pass a std::vector for a TensorList");
+                  "pack sequences inside of forward, pass a std::vector for a TensorList, and in "
+                  "containers tensors by value");
     std::tuple<std::decay_t<Args>...> values(std::forward<Args>(args)...);
     using Output = decltype(call<Args...>(std::declval<Net&>(), values));
     static_assert(!std::is_void_v<Output>, "forward returns what is to be put together");
@@ -56,7 +58,8 @@ class DataParallelImpl final : public ReplicatedModule {
   template <typename LossFunction, typename Target, typename... Args>
   at::Tensor loss(const LossFunction& loss_function, Target&& target, Args&&... inputs) {
     static_assert((!kCannotBeCut<std::decay_t<Args>> && ...) && !kCannotBeCut<std::decay_t<Target>>,
-                  "pack sequences inside of forward, and pass a std::vector for a TensorList");
+                  "pack sequences inside of forward, pass a std::vector for a TensorList, and in "
+                  "containers tensors by value");
     std::tuple<std::decay_t<Args>...> values(std::forward<Args>(inputs)...);
     std::decay_t<Target> wanted(std::forward<Target>(target));
     if (get_ready()) {

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <trireme/common/export.h>
+#include <trireme/grad/for_each_tensor.h>
 
 #include <ATen/core/Tensor.h>
 #include <c10/util/ArrayRef.h>
@@ -23,78 +24,16 @@ class PackedSequence;
 
 namespace trireme {
 
-// Whether values of a type are cut along the batch and put together again: tensors, and standard
-// containers of them.
+// What holds tensors and can neither be cut nor be given to every replica as it is: types of
+// torch's, and containers of references to tensors, or of const ones.
+template <typename T, typename Elements = typename ElementsOf<T>::type>
+inline constexpr bool kCannotBeCut = std::is_same_v<T, torch::nn::utils::rnn::PackedSequence> ||
+                                     (kHoldsTensors<T> && !std::is_same_v<T, std::decay_t<T>>);
 template <typename T>
-inline constexpr bool kIsScattered = std::is_same_v<T, at::Tensor>;
-template <typename T, typename A>
-inline constexpr bool kIsScattered<std::vector<T, A>> = kIsScattered<T>;
-template <typename T, size_t N>
-inline constexpr bool kIsScattered<std::array<T, N>> = kIsScattered<T>;
-template <typename T>
-inline constexpr bool kIsScattered<std::optional<T>> = kIsScattered<T>;
-template <typename A, typename B>
-inline constexpr bool kIsScattered<std::pair<A, B>> = kIsScattered<A> || kIsScattered<B>;
-template <typename... T>
-inline constexpr bool kIsScattered<std::tuple<T...>> = (kIsScattered<T> || ...);
-template <typename K, typename T, typename C, typename A>
-inline constexpr bool kIsScattered<std::map<K, T, C, A>> = kIsScattered<T>;
-template <typename K, typename T, typename H, typename E, typename A>
-inline constexpr bool kIsScattered<std::unordered_map<K, T, H, E, A>> = kIsScattered<T>;
-
-// What holds tensors and can neither be cut nor be given to every replica as it is.
-template <typename T>
-inline constexpr bool kCannotBeCut = std::is_same_v<T, torch::nn::utils::rnn::PackedSequence>;
-template <typename T>
-inline constexpr bool kCannotBeCut<c10::ArrayRef<T>> = kIsScattered<T>;
-
-// Calls visit(at::Tensor&) for each tensor of a value, undefined ones too, in an order that stays
-// while its containers do.
-template <typename Visit>
-class TensorVisitor {
- public:
-  explicit TensorVisitor(Visit& visit) : visit_(visit) {}
-
-  template <typename T>
-  void go(T& value) {
-    if constexpr (kIsScattered<T>) enter(value);
-  }
-
- private:
-  void enter(at::Tensor& tensor) { visit_(tensor); }
-  template <typename T>
-  void enter(std::optional<T>& item) {
-    if (item) go(*item);
-  }
-  template <typename A, typename B>
-  void enter(std::pair<A, B>& items) {
-    go(items.first);
-    go(items.second);
-  }
-  template <typename... T>
-  void enter(std::tuple<T...>& items) {
-    std::apply([this](auto&... item) { (go(item), ...); }, items);
-  }
-  template <typename K, typename T, typename C, typename A>
-  void enter(std::map<K, T, C, A>& items) {
-    for (auto& item : items) go(item.second);
-  }
-  template <typename K, typename T, typename H, typename E, typename A>
-  void enter(std::unordered_map<K, T, H, E, A>& items) {
-    for (auto& item : items) go(item.second);
-  }
-  template <typename List>
-  void enter(List& items) {  // a vector or an array
-    for (auto& item : items) go(item);
-  }
-
-  Visit& visit_;
-};
-
-template <typename T, typename Visit>
-void for_each_tensor(T& value, Visit&& visit) {
-  TensorVisitor<std::remove_reference_t<Visit>>(visit).go(value);
-}
+inline constexpr bool kCannotBeCut<c10::ArrayRef<T>, std::tuple<>> = kHoldsTensors<T>;
+template <typename T, typename First, typename... Rest>
+inline constexpr bool kCannotBeCut<T, std::tuple<First, Rest...>> =
+    kCannotBeCut<First> || (kCannotBeCut<Rest> || ...);
 
 // The tensors of several values of one type side by side: [value][tensor], in the order in which
 // for_each_tensor() meets them in the first, maps by key.
@@ -108,7 +47,7 @@ class TRIREME_API TensorsSideBySide {
   // Throws ValueError naming the values where containers differ in length or keys.
   template <typename T>
   void collect(const std::vector<const T*>& values) {
-    if constexpr (kIsScattered<T>) enter(values);
+    if constexpr (kHoldsTensors<T>) enter(values);
   }
 
   std::vector<std::vector<at::Tensor>> take() { return std::move(found_); }

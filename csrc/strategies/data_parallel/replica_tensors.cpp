@@ -22,9 +22,12 @@ bool same_layout(const at::Tensor& a, const at::Tensor& b) {
          (a.layout() != at::kStrided || a.strides() == b.strides());
 }
 
+bool share_storage(const at::Tensor& a, const at::Tensor& b) {
+  return a.has_storage() && b.has_storage() && a.storage().is_alias_of(b.storage());
+}
+
 bool same_memory(const at::Tensor& a, const at::Tensor& b) {
-  return same_layout(a, b) && a.has_storage() && b.has_storage() &&
-         a.storage().is_alias_of(b.storage()) && a.storage_offset() == b.storage_offset();
+  return same_layout(a, b) && share_storage(a, b) && a.storage_offset() == b.storage_offset();
 }
 
 // Gives `copy` the memory and the version counter of `master`.
@@ -52,6 +55,10 @@ bool writes_unseen(const at::Tensor& buffer) {
   return buffer.is_floating_point() && buffer.dim() <= 1;
 }
 
+bool may_be_stepped(const at::Tensor& parameter) {
+  return parameter.requires_grad() || parameter.grad().defined();
+}
+
 at::ScalarType real_type(const at::Tensor& tensor) {
   return c10::toRealValueType(tensor.scalar_type());
 }
@@ -65,13 +72,13 @@ struct ReplicaTensors::Stale {
   std::vector<Copied*> notes;
 
   void look_at(const at::Tensor& master, at::Tensor& copy, Copied& note, bool always) {
-    if (!same_layout(master, copy)) {
+    const bool shared = share_storage(master, copy);
+    if (shared || !same_layout(master, copy)) {
+      if (shared) torch::autograd::impl::set_version_counter(copy, c10::VariableVersion(0));
       copy.set_data(at::empty_like(master, master.options().device(copy.device())));
       note = {};
     }
-    const bool fresh = !always && note.master >= 0 && note.master == version_of(master) &&
-                       note.copy == version_of(copy);
-    if (fresh) return;
+    if (!always && same_versions(master, copy, note) && same_place(master, note)) return;
     masters.push_back(master);
     copies.push_back(copy);
     notes.push_back(&note);
@@ -83,22 +90,44 @@ struct ReplicaTensors::Stale {
     int64_t bytes = 0;
     for (size_t i = 0; i < masters.size(); ++i) {
       bytes += static_cast<int64_t>(masters[i].nbytes());
+      const at::Tensor target = target_of(i);
       const bool travels = masters[i].device() != copies[i].device();
       if (travels && is_flattened(masters[i])) {
         auto& [from, to] = together[real_type(masters[i])];
         from.push_back(masters[i]);
-        to.push_back(copies[i]);
+        to.push_back(target);
       } else {
-        copies[i].copy_(masters[i], /*non_blocking=*/true);
+        target.copy_(masters[i], /*non_blocking=*/true);
       }
     }
     for (auto& [dtype, lists] : together) {
       const at::Tensor flat = flatten(lists.first, dtype);
       unflatten(flat.to(lists.second.front().device(), /*non_blocking=*/true), lists.second);
     }
-    for (size_t i = 0; i < masters.size(); ++i)
-      *notes[i] = {version_of(masters[i]), version_of(copies[i])};
+    for (size_t i = 0; i < masters.size(); ++i) *notes[i] = note_of(masters[i], copies[i]);
     return bytes;
+  }
+
+ private:
+  static Copied note_of(const at::Tensor& master, const at::Tensor& copy) {
+    Copied note{version_of(master), version_of(copy)};
+    if (!master.has_storage()) return note;
+    note.memory = master.storage().getWeakStorageImpl();
+    note.offset = master.storage_offset();
+    return note;
+  }
+  static bool same_versions(const at::Tensor& master, const at::Tensor& copy, const Copied& note) {
+    return note.master >= 0 && note.master == version_of(master) && note.copy == version_of(copy);
+  }
+  static bool same_place(const at::Tensor& master, const Copied& note) {
+    if (!master.has_storage() || !note.memory) return !master.has_storage() && !note.memory;
+    return note.memory->_unsafe_get_target() == master.storage().unsafeGetStorageImpl() &&
+           note.offset == master.storage_offset();
+  }
+  // Copy i, or its memory under a version of its own where no version tells of a change.
+  at::Tensor target_of(size_t i) const {
+    const bool unseen = same_versions(masters[i], copies[i], *notes[i]) && copies[i].has_storage();
+    return unseen ? copies[i].variable_data() : copies[i];
   }
 };
 
@@ -137,6 +166,7 @@ int64_t ReplicaTensors::refresh() {
     refresh_leaves(replica, /*first=*/false);
     refresh_buffers(replica, /*first=*/false);
   }
+  may_have_stepped_ = false;
   return copied_bytes_;
 }
 
@@ -165,7 +195,8 @@ void ReplicaTensors::refresh_leaves(size_t replica, bool first) {
     const at::Tensor& master = module_.parameters[i];
     at::Tensor& leaf = module_.leaves[replica][i];
     if (!shares_leaf(replica, i)) {
-      stale.look_at(master, leaf, copied_leaves_[replica][i], /*always=*/false);
+      stale.look_at(master, leaf, copied_leaves_[replica][i],
+                    may_have_stepped_ && may_be_stepped(master));
     } else if (first || !same_memory(master, leaf)) {
       share(master, leaf);
     }

@@ -4,9 +4,12 @@
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
+#include <c10/core/StorageImpl.h>
+#include <c10/util/intrusive_ptr.h>
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -35,12 +38,18 @@ class TRIREME_API ReplicaTensors {
   // copies. With `copy_always` no leaf shares memory with its master (tests of other devices).
   explicit ReplicaTensors(ModuleReplicas module, bool copy_always = false);
 
-  // Brings the replicas up to date, in time for a forward: leaves that share memory follow a master
-  // that was given other memory, a dtype or another requires_grad; copies are made again of what
-  // was written since, in one transfer per device. Costs a comparison per tensor where nothing
-  // changed. Returns how many bytes were copied. Throws ValueError for a parameter that is not on
-  // the device of replica 0.
+  // Brings the replicas up to date, in time for a forward: they follow a master that was given
+  // other memory, a dtype or another requires_grad; copies are made again of what was written
+  // since, in one transfer per device. Costs a comparison per tensor where nothing changed. Returns
+  // how many bytes were copied. Throws ValueError for a parameter that is not on the device of
+  // replica 0.
+  //
+  // A graph of replicas that is older than a refresh raises where it would in one process: after
+  // what its tensors' versions tell of. What is copied for another reason keeps its version.
   int64_t refresh();
+  // After a backward, which an optimizer may follow that writes parameters under no version, as
+  // torch::optim::SGD does through .data(): the next refresh() copies what it may have written.
+  void expect_step() { may_have_stepped_ = true; }
 
   const ModuleReplicas& module() const { return module_; }
   size_t count() const { return module_.devices.size(); }
@@ -48,10 +57,13 @@ class TRIREME_API ReplicaTensors {
   int64_t own_bytes(size_t replica) const;
 
  private:
-  // The versions after a copy was made; -1 if none was.
+  // What a copy was made of. set_data() and torch::load() give a master other memory under the same
+  // version. A weak reference keeps the place of what it refers to, so that addresses tell.
   struct Copied {
-    int64_t master = -1;
+    int64_t master = -1;  // versions after the copy; -1 if there was none
     int64_t copy = -1;
+    std::optional<c10::weak_intrusive_ptr<c10::StorageImpl>> memory = {};
+    int64_t offset = 0;  // in it
   };
   struct Stale;
   bool shares_leaf(size_t replica, size_t parameter) const;
@@ -62,6 +74,7 @@ class TRIREME_API ReplicaTensors {
 
   ModuleReplicas module_;
   bool copy_always_;
+  bool may_have_stepped_ = false;
   std::vector<std::vector<Copied>> copied_leaves_;   // [replica][parameter]
   std::vector<std::vector<Copied>> copied_buffers_;  // [replica][buffer]
   int64_t copied_bytes_ = 0;

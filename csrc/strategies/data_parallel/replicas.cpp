@@ -42,15 +42,14 @@ std::string two_digits(double number) { return std::to_string(number).substr(0, 
 
 }  // namespace
 
-Replicas::Replicas(ModuleReplicas module, std::shared_ptr<WorkerPool> pool, ReplicasOptions options,
-                   bool copy_always)
-    : tensors_(std::move(module), copy_always),
+Replicas::Replicas(ModuleReplicas module, std::shared_ptr<WorkerPool> pool, ReplicasOptions options)
+    : tensors_(std::move(module), options.copy_always),
       pool_(std::move(pool)),
       options_(std::move(options)),
       grad_sum_(tensors_.module().leaves),
       balances_{SpeedBalance(tensors_.count()), SpeedBalance(tensors_.count())},
       smoothed_ms_(tensors_.count()),
-      backward_in_engine_(copy_always || !tensors_.module().devices.front().is_cpu()) {
+      backward_in_engine_(options_.copy_always || !tensors_.module().devices.front().is_cpu()) {
   TORCH_INTERNAL_ASSERT(pool_->count() == tensors_.count());
   TORCH_CHECK_VALUE(options_.weights.empty() || options_.weights.size() == tensors_.count(),
                     error_text(kArea,
@@ -149,6 +148,7 @@ std::vector<at::Tensor> Replicas::backward(ReplicaPass& pass, const RunBackward&
   TRIREME_TRACE("data_parallel.backward");
   const std::lock_guard turn(turn_);
   const Clock::time_point begin = Clock::now();
+  tensors_.expect_step();
   grad_sum_.begin(pass.replicas(), tensors_.module().parameters);
   try {
     run_all_backwards(pass, run_backward);

@@ -49,23 +49,24 @@ struct ReplicasOptions {
   bool auto_balance = false;
   // Where outputs are gathered.
   c10::Device output_device = c10::Device(c10::kCPU);
+  // No replica shares memory with its master, and backwards are one run of the engine, as on other
+  // devices: for tests.
+  bool copy_always = false;
 };
 
 // The replicas of a module, the threads they run on, and what they did. Both front doors of
 // DataParallel stand on this: a step is
 //
-//   auto pass = replicas->begin(rows);         // replicas follow their master, the batch is cut
+//   auto pass = replicas->begin(rows);  // replicas follow their master, the batch is cut
 //   pass->scatter(input, dim) ...
-//   replicas->forward(*pass, job);             // one call of the module per replica, at the same
-//   time pass->gather(outputs, ...)                 // whose backward runs the replicas' at the
-//   same time
+//   replicas->forward(*pass, job);      // a call of the module per replica, at the same time
+//   pass->gather(outputs, ...)          // whose backward runs the replicas' at the same time
 //
 // Thread-safe between begin() of one pass and the next: passes take turns.
 class TRIREME_API Replicas : public std::enable_shared_from_this<Replicas> {
  public:
   // The pool has one worker per replica, in the order of `module`.
-  Replicas(ModuleReplicas module, std::shared_ptr<WorkerPool> pool, ReplicasOptions options,
-           bool copy_always = false);
+  Replicas(ModuleReplicas module, std::shared_ptr<WorkerPool> pool, ReplicasOptions options);
 
   // Before a forward on a batch of `rows`. See ReplicaTensors::refresh for what it copies. Warns,
   // once, when replicas take turns of very different length.

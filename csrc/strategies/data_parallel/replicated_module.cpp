@@ -136,36 +136,6 @@ void ReplicatedModule::replicate() {
       std::move(clones.tensors), pool_,
       ReplicasOptions{options_.weights, options_.auto_balance, output_device()});
   clones_ = std::move(clones);
-  memory_.clear();
-  expire_copies();
-}
-
-// ReplicaTensors copies again what has another version. torch::load() and set_data() give a tensor
-// other memory instead, and torch::optim::SGD writes through .data(): after either, copies are
-// given another version.
-void ReplicatedModule::expire_copies() {
-  const ModuleReplicas& tensors = replicas_->tensors().module();
-  const int64_t step = replicas_->last_step().step;
-  const bool may_have_stepped = std::exchange(last_step_, step) != step;
-  memory_.resize(tensors.parameters.size() + tensors.buffers.size());
-  size_t place = 0;
-  const auto look_at = [&](const at::Tensor& original, const auto& twins, size_t i, bool expired) {
-    auto& known = memory_[place++];
-    if (!original.has_storage()) return;
-    // A weak reference keeps the place of what it refers to, so that addresses tell.
-    const auto* memory = original.storage().unsafeGetStorageImpl();
-    if (!expired && known && known->_unsafe_get_target() == memory) return;
-    known = original.storage().getWeakStorageImpl();
-    for (const std::vector<at::Tensor>& of_replica : twins) {
-      const at::Tensor& copy = of_replica[i];
-      if (!copy.is_inference() && !copy.is_alias_of(original))
-        copy.unsafeGetTensorImpl()->bump_version();
-    }
-  };
-  for (size_t i = 0; i < tensors.parameters.size(); ++i)
-    look_at(tensors.parameters[i], tensors.leaves, i, may_have_stepped);
-  for (size_t i = 0; i < tensors.buffers.size(); ++i)
-    look_at(tensors.buffers[i], tensors.replica_buffers, i, false);
 }
 
 bool ReplicatedModule::get_ready() {
@@ -173,7 +143,6 @@ bool ReplicatedModule::get_ready() {
   if (device_holding(probe_) != devices_.front() || forks_so_far() != born_) replicate();
   if (!replicas_) return true;
   follow_training(clones_);
-  expire_copies();
   pool_->start();
   return false;
 }

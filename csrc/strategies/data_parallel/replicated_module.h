@@ -8,8 +8,6 @@
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
-#include <c10/core/StorageImpl.h>
-#include <c10/util/intrusive_ptr.h>
 #include <torch/nn/module.h>
 
 #include <cstddef>
@@ -76,7 +74,6 @@ class TRIREME_API ReplicatedModule : public torch::nn::Module {
 
  private:
   void choose_devices();
-  void expire_copies();
 
   std::shared_ptr<torch::nn::Module> inner_;
   DataParallelOptions options_;
@@ -85,9 +82,6 @@ class TRIREME_API ReplicatedModule : public torch::nn::Module {
   ModuleClones clones_;  // without their tensors, which replicas_ has
   std::shared_ptr<WorkerPool> pool_;
   std::shared_ptr<Replicas> replicas_;
-  // Of parameters and buffers, when copies were last compared.
-  std::vector<std::optional<c10::weak_intrusive_ptr<c10::StorageImpl>>> memory_;
-  int64_t last_step_ = 0;
   uint64_t born_ = 0;  // forks_so_far() when the replicas were made
 };
 

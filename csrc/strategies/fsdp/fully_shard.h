@@ -1,6 +1,7 @@
 #pragma once
 
 #include <trireme/grad/find_tensors.h>
+#include <trireme/grad/for_each_tensor.h>
 #include <trireme/grad/write_gate.h>
 #include <trireme/strategies/fsdp/cast_tensors.h>
 #include <trireme/strategies/fsdp/sharded_module.h>

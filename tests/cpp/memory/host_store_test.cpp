@@ -15,6 +15,7 @@
 
 using namespace trireme;
 using trireme::test::Engine;
+using trireme::test::error_of;
 using trireme::test::run_thread_ranks;
 using trireme::test::ThreadRank;
 
@@ -71,16 +72,6 @@ void run_stores(int64_t world,
         rank_main(rank, HostStore::make(std::move(memory.segment), parameters, rank.where));
       },
       std::chrono::seconds(30), Engine::kShm);
-}
-
-template <typename Error>
-std::string error_of(const std::function<void()>& call) {
-  try {
-    call();
-  } catch (const Error& error) {
-    return error.what_without_backtrace();
-  }
-  return "no error";
 }
 
 }  // namespace

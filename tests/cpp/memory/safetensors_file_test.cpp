@@ -3,12 +3,12 @@
 #include <trireme/memory/safetensors_file.h>
 
 #include <ATen/ATen.h>
+#include <ATen/Parallel.h>
 
 #include <catch_torch.h>
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
-#include <functional>
 #include <string>
 #include <vector>
 
@@ -40,14 +40,7 @@ void write_file(const std::string& path, const std::string& header, size_t bytes
   write_text(path, length + header + std::string(bytes, 'x'));
 }
 
-std::string error_of(const std::function<void()>& call) {
-  try {
-    call();
-  } catch (const c10::Error& error) {
-    return error.what_without_backtrace();
-  }
-  return "";
-}
+using trireme::test::error_of;
 
 std::string error_of(const std::string& path) {
   return error_of([&] { SafetensorsFile::open(path, kAlone); });
@@ -133,6 +126,42 @@ TEST_CASE("every dtype that the format has") {
   CHECK(safetensors_dtype(at::kComplexDouble).empty());
 }
 
+TEST_CASE("parts of many pieces are read by several threads, each its bytes") {
+  const Folder folder;
+  const at::Tensor whole = at::arange(3 * 1500 * 1000, at::kFloat).view({3, 1500, 1000});
+  const SafetensorsHeader header = plan_safetensors({{"w", at::kFloat, {3, 1500, 1000}}}, {});
+  const auto file = SafetensorsFile::create(folder.at("f"), header, kAlone);
+  file.write(header.entries.front(), {whole});
+  const int threads = at::get_num_threads();
+  for (const int each : {1, 2, 5}) {
+    at::set_num_threads(each);
+    for (int64_t dim = 0; dim < 3; ++dim) {
+      const int64_t rows = whole.size(dim) - 1;
+      std::vector<int64_t> sizes = whole.sizes().vec();
+      sizes[static_cast<size_t>(dim)] = rows;
+      const at::Tensor part = at::zeros(sizes);
+      file.read(header.entries.front(), {part, dim, 1});
+      CHECK(at::equal(part, whole.narrow(dim, 1, rows)));
+    }
+  }
+  std::filesystem::resize_file(folder.at("f"), static_cast<uintmax_t>(header.file_bytes - 4));
+  const at::Tensor all = at::zeros({3, 1500, 1000});
+  const auto read = [&] { file.read(header.entries.front(), {all}); };
+  CHECK(has(error_of(read), "an end of the file in the middle of a tensor"));
+  at::set_num_threads(threads);
+}
+
+TEST_CASE("values of another dtype than the file's are cast") {
+  const Folder folder;
+  const at::Tensor whole = at::arange(12, at::kFloat).view({4, 3}) / 7;
+  const SafetensorsHeader header = plan_safetensors({{"w", at::kFloat, {4, 3}}}, {});
+  const auto file = SafetensorsFile::create(folder.at("f"), header, kAlone);
+  file.write(header.entries.front(), {whole});
+  const at::Tensor part = at::zeros({2, 3}, at::kBFloat16);
+  file.read(header.entries.front(), {part, 0, 1});
+  CHECK(at::equal(part, whole.narrow(0, 1, 2).to(at::kBFloat16)));
+}
+
 TEST_CASE("files that are none, are cut, or lie") {
   const Folder folder;
   const std::string path = folder.at("f");
@@ -146,7 +175,7 @@ TEST_CASE("files that are none, are cut, or lie") {
   CHECK(has(error_of(path), "a header that cannot be read"));
   const std::string a = R"({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]})";
   write_file(path, a + "}", 8);
-  CHECK(error_of(path).empty());
+  CHECK(error_of(path) == "no error");
   write_file(path, a + "}", 7);
   CHECK(has(error_of(path), "'a' cut off at the end of the file"));
   write_file(path, a + R"(, "b": {"dtype": "U8", "shape": [8], "data_offsets": [4, 12]}})", 12);

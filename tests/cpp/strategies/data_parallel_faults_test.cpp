@@ -65,12 +65,7 @@ struct UnclonableImpl : torch::nn::Module {
 TORCH_MODULE(Unclonable);
 
 std::string text_of_forward(FaultyModel& faulty, Fault fault) {
-  try {
-    faulty.loss(fault);
-  } catch (const c10::Error& error) {
-    return error.what_without_backtrace();
-  }
-  return "";
+  return error_of([&] { faulty.loss(fault); });
 }
 
 }  // namespace
@@ -202,12 +197,7 @@ TEST_CASE("a DataParallel in the module is refused") {
 
 TEST_CASE("options that contradict each other are refused") {
   const auto refused = [](DataParallelOptions options) {
-    try {
-      const DataParallel<Faulty> model(Faulty(), std::move(options));
-    } catch (const c10::ValueError& error) {
-      return std::string(error.what_without_backtrace());
-    }
-    return std::string();
+    return error_of<c10::ValueError>([&] { DataParallel<Faulty>(Faulty(), std::move(options)); });
   };
   DataParallelOptions options;
   SECTION("a negative number of replicas") {

@@ -69,6 +69,11 @@ std::vector<int64_t> rows_of(const ReplicasReport& report) {
 
 }  // namespace
 
+static_assert(!kCannotBeCut<std::tuple<at::Tensor, int&, std::string>>);
+static_assert(kCannotBeCut<at::TensorList> && kCannotBeCut<std::tuple<at::Tensor&>>);
+static_assert(kCannotBeCut<std::vector<torch::nn::utils::rnn::PackedSequence>>);
+static_assert(kCannotBeCut<std::optional<const at::Tensor>>);
+
 TEST_CASE("containers are cut and put together wherever tensors hide in them") {
   using Named = std::map<std::string, std::vector<at::Tensor>>;
   using Hashed = std::unordered_map<int, at::Tensor>;
@@ -310,8 +315,9 @@ TEST_CASE("copies of other devices train like shared memory") {
     ModuleClones clones = clone_module(*net, devices);
     auto pool = std::make_shared<WorkerPool>(devices, std::vector<int>{1, 1});
     pool->start();
-    const auto replicas =
-        std::make_shared<Replicas>(std::move(clones.tensors), pool, ReplicasOptions{}, copy_always);
+    ReplicasOptions options;
+    options.copy_always = copy_always;
+    const auto replicas = std::make_shared<Replicas>(std::move(clones.tensors), pool, options);
     torch::optim::AdamW optimizer(net->parameters());
     Values values;
     for (int64_t step = 0; step < 4; ++step) {

@@ -248,6 +248,17 @@ TEST_CASE("BatchNorm keeps the statistics that replica 0 has seen, and eval uses
   }
 }
 
+TEST_CASE("two forwards with BatchNorm before a backward") {
+  Normed net;
+  DataParallel<Normed> model(net, on_cpu(2));
+  for (const bool training : {true, false}) {
+    model->train(training);
+    const at::Tensor first = model->forward(whole_rows(8));
+    (first + model->forward(whole_rows(8) + 1)).square().sum().backward();
+    CHECK(net->norm->weight.grad().defined());
+  }
+}
+
 TEST_CASE("without gradients nothing is recorded") {
   WholeNumbers net;
   DataParallel<WholeNumbers> model(net, on_cpu(2));

@@ -101,11 +101,18 @@ TEST_CASE("leaves follow a master that was given other memory, a dtype, or froze
     ReplicaTensors tensors(some_module(2), copy_always);
     const ModuleReplicas& module = tensors.module();
     at::Tensor weight = module.parameters[0];
-    if (!copy_always) {  // which a version tells nothing of
-      weight.set_data(at::full({3, 2}, 9.0));
+    weight.set_data(at::full({3, 2}, 9.0));  // which a version tells nothing of
+    static_cast<void>(tensors.refresh());
+    CHECK(count_unlike(module) == 0);
+    const at::Tensor twelve = at::arange(12, at::kFloat).view({6, 2});
+    for (const int64_t begin : {0, 3}) {
+      weight.set_data(twelve.narrow(0, begin, 3));
       static_cast<void>(tensors.refresh());
       CHECK(count_unlike(module) == 0);
     }
+    at::Tensor(module.buffers[0]).set_data(at::full({4}, 6, at::kLong));
+    static_cast<void>(tensors.refresh());
+    CHECK(count_unlike(module) == 0);
     weight.set_data(at::full({3, 2}, 8.0, at::kDouble));
     static_cast<void>(tensors.refresh());
     CHECK(count_unlike(module) == 0);
@@ -130,6 +137,51 @@ TEST_CASE("copies are made when the master, or the copy, was written, and then o
   write(module.leaves[1][1], 3);
   CHECK(tensors.refresh() == 2 * 4);
   CHECK(count_unlike(module) == 0);
+}
+
+TEST_CASE("copies that came with the master's memory get their own") {
+  ModuleReplicas module = some_module(2);
+  for (auto& leaves : module.leaves) leaves[1] = module.parameters[1].detach();
+  const int64_t version = module.parameters[1]._version();
+  const ReplicaTensors tensors(module, /*copy_always=*/true);
+  CHECK(count_unlike(module) == 0);
+  write(module.leaves[0][1], 3);
+  CHECK(module.parameters[1][0].item<double>() == 5);
+  CHECK(module.parameters[1]._version() == version);
+}
+
+TEST_CASE("after a backward, copies are made of what an optimizer may have written unseen") {
+  ReplicaTensors tensors(some_module(2), /*copy_always=*/true);
+  const ModuleReplicas& module = tensors.module();
+  module.parameters[0].variable_data().fill_(3);
+  CHECK(tensors.refresh() == 0);
+  tensors.expect_step();
+  CHECK(tensors.refresh() == 2 * 6 * 4);
+  CHECK(count_unlike(module) == 0);
+  CHECK(tensors.refresh() == 0);
+  module.parameters[1].mutable_grad() = at::ones({2});  // was frozen after a backward
+  tensors.expect_step();
+  CHECK(tensors.refresh() == 2 * kParameterBytes);
+}
+
+TEST_CASE("a graph of a copy is older than the next one only where a version tells") {
+  ModuleReplicas like_norm = some_module(2);
+  like_norm.buffers = {at::full({2}, 2.0)};  // might be statistics: copied every time
+  for (auto& of_replica : like_norm.replica_buffers) of_replica = {at::empty({0})};
+  ReplicaTensors tensors(like_norm, /*copy_always=*/true);
+  const ModuleReplicas& module = tensors.module();
+  const auto loss = [&] {
+    return (module.leaves[1][0].square() * module.replica_buffers[1][0]).sum();
+  };
+  const at::Tensor earlier = loss();
+  tensors.expect_step();
+  CHECK(tensors.refresh() == 2 * 6 * 4 + 2 * 4);
+  earlier.backward();
+  CHECK(module.leaves[1][0].grad()[0][0].item<double>() == 4);
+  const at::Tensor stale = loss();
+  write(module.parameters[0], 3);
+  static_cast<void>(tensors.refresh());
+  CHECK_THROWS_WITH(stale.backward(), Catch::Contains("modified by an inplace operation"));
 }
 
 TEST_CASE("a parameter that is not on the device of replica 0 is refused") {

@@ -6,6 +6,7 @@
 #include <torch/nn.h>
 #include <torch/optim.h>
 
+#include <catch_torch.h>
 #include <functional>
 #include <mutex>
 #include <optional>
@@ -89,17 +90,6 @@ std::vector<at::Tensor> train_alone(const Options& options, int64_t steps) {
   Optimizer optimizer(net->parameters(), options);
   train(net, optimizer, steps);
   return values_of(net->parameters());
-}
-
-// The message that `call` throws, or "no error".
-template <typename Error = c10::Error>
-std::string error_of(const std::function<void()>& call) {
-  try {
-    call();
-  } catch (const Error& error) {
-    return error.what_without_backtrace();
-  }
-  return "no error";
 }
 
 // Ranks as threads that collect what they have to say, by rank.
