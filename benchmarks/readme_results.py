@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.pages import host_memory, markdown, median_of, phases, ratio_cells
+from readme_checkpoint import checkpoint_tables
 from readme_dp import dp_section, dp_tables
 from readme_fsdp import fsdp_section, fsdp_tables, strategy_tables
 
@@ -40,6 +41,7 @@ def main(command_line: Sequence[str] | None = None) -> int:
         "docs/data_parallel.md": data_parallel_tables(),
         "docs/strategies.md": all_strategies(),
         "docs/optimizers.md": optimizer_tables(),
+        "docs/checkpoint.md": loading_tables(),
     }
     for name, written in pages.items():
         page = ROOT / name
@@ -133,6 +135,13 @@ def data_parallel_tables() -> str:
     if not (RESULTS / "dp.json").exists():
         return "\nNo run is committed yet.\n\n"
     return dp_tables(_load("dp.json"))
+
+
+def loading_tables() -> str:
+    """Every part of bench_checkpoint.py."""
+    if not (RESULTS / "checkpoint.json").exists():
+        return "\nNo run is committed yet.\n\n"
+    return checkpoint_tables(_load("checkpoint.json"))
 
 
 def all_strategies() -> str:

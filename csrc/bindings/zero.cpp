@@ -75,6 +75,8 @@ void init_zero(py::module_& module) {
            py::call_guard<py::gil_scoped_release>())
       .def("begin_writing", wrap_pybind_function_no_gil(&Zero::begin_writing))
       .def("end_writing", wrap_pybind_function_no_gil(&Zero::end_writing))
+      .def("begin_writing_shards", wrap_pybind_function_no_gil(&Zero::begin_writing_shards))
+      .def("end_writing_shards", wrap_pybind_function_no_gil(&Zero::end_writing_shards))
       .def("set_synchronize", wrap_pybind_function_no_gil(&Zero::set_synchronize),
            py::arg("synchronize"))
       .def(

@@ -1,6 +1,7 @@
 #include <trireme/memory/safetensors_file.h>
 
 #include <ATen/ATen.h>
+#include <ATen/Parallel.h>
 #include <ATen/core/grad_mode.h>
 
 #include <algorithm>
@@ -23,6 +24,7 @@ static_assert(std::endian::native == std::endian::little);
 constexpr int64_t kLengthBytes = 8;
 constexpr int64_t kMaxHeaderBytes = 100'000'000;  // as the reference implementation has it
 constexpr const char* kMetadata = "__metadata__";
+constexpr int64_t kBytesPerThread = int64_t{4} << 20;  // less is not worth waking one
 
 struct DtypeName {
   at::ScalarType dtype;
@@ -209,47 +211,42 @@ void SafetensorsFile::check_entries(int64_t data_bytes) const {
   }
 }
 
-// Calls move(offset in the part, offset in the file, bytes) for each piece that is one in both.
-template <typename Move>
-void SafetensorsFile::for_runs(const SafetensorsEntry& entry, const TensorPart& part,
-                               const Move& move) const {
+SafetensorsFile::Runs SafetensorsFile::runs_of(const SafetensorsEntry& entry,
+                                               const TensorPart& part) const {
   const at::IntArrayRef sizes = entry.sizes;
   std::vector<int64_t> expected = entry.sizes;
   const auto dim = static_cast<size_t>(part.dim);
   const int64_t rows = sizes.empty() ? 1 : part.values.size(part.dim);
   if (!sizes.empty()) expected[dim] = rows;
   const int64_t whole_rows = sizes.empty() ? 1 : sizes[dim];
-  TORCH_INTERNAL_ASSERT(part.values.scalar_type() == entry.dtype &&
-                        part.values.sizes() == at::IntArrayRef(expected) && part.first >= 0 &&
+  TORCH_INTERNAL_ASSERT(part.values.sizes() == at::IntArrayRef(expected) && part.first >= 0 &&
                         part.first + rows <= whole_rows);
-  if (part.values.numel() == 0) return;
+  if (part.values.numel() == 0) return {};
   const int64_t outer = sizes.empty() ? 1 : c10::multiply_integers(sizes.slice(0, dim));
   const int64_t row_bytes = entry.bytes() / (outer * whole_rows);
-  const int64_t start = header_.bytes + entry.begin;
-  for (int64_t i = 0; i < outer; ++i)
-    move(i * rows * row_bytes, start + (i * whole_rows + part.first) * row_bytes, rows * row_bytes);
+  const int64_t begin = header_.bytes + entry.begin + part.first * row_bytes;
+  return {outer, rows * row_bytes, begin, whole_rows * row_bytes};
 }
 
 void SafetensorsFile::write(const SafetensorsEntry& entry, const TensorPart& part) const {
   if (!part.values.defined()) return;
+  TORCH_INTERNAL_ASSERT(part.values.scalar_type() == entry.dtype);
   const at::Tensor values = part.values.detach().resolve_conj().resolve_neg().cpu().contiguous();
   const auto* data = static_cast<const char*>(values.const_data_ptr());
-  for_runs(entry, part,
-           [&](int64_t from, int64_t to, int64_t bytes) { write_bytes(data + from, bytes, to); });
+  const Runs runs = runs_of(entry, part);
+  for (int64_t i = 0; i < runs.numel; ++i)
+    write_bytes(data + i * runs.bytes, runs.bytes, runs.begin + i * runs.stride);
 }
 
 void SafetensorsFile::read(const SafetensorsEntry& entry, const TensorPart& part) const {
   if (!part.values.defined()) return;
   const at::NoGradGuard no_grad;
   const at::Tensor values = part.values.detach();
-  const bool in_place =
-      values.is_cpu() && values.is_contiguous() && !values.is_conj() && !values.is_neg();
+  const bool in_place = values.is_cpu() && values.is_contiguous() && !values.is_conj() &&
+                        !values.is_neg() && values.scalar_type() == entry.dtype;
   const at::Tensor target =
-      in_place ? values
-               : at::empty(values.sizes(), at::TensorOptions().dtype(values.scalar_type()));
-  auto* data = static_cast<char*>(target.mutable_data_ptr());
-  for_runs(entry, part,
-           [&](int64_t to, int64_t from, int64_t bytes) { read_bytes(data + to, bytes, from); });
+      in_place ? values : at::empty(values.sizes(), at::TensorOptions().dtype(entry.dtype));
+  read_runs(static_cast<char*>(target.mutable_data_ptr()), runs_of(entry, part));
   if (!in_place) {
     part.values.detach().copy_(target);
   } else if (!values.is_inference()) {
@@ -282,6 +279,21 @@ void SafetensorsFile::read_bytes(char* data, int64_t bytes, int64_t offset) cons
     offset += done;
     bytes -= done;
   }
+}
+
+// Each thread takes as many bytes. One core alone is the limit of a copy out of the page cache, and
+// all the more of one into memory that is new to the process.
+void SafetensorsFile::read_runs(char* part, const Runs& runs) const {
+  if (runs.numel == 0) return;
+  const auto read_some = [&](int64_t begin, int64_t end) {
+    for (int64_t done = begin; done < end;) {
+      const int64_t in_run = done % runs.bytes;
+      const int64_t bytes = std::min(end - done, runs.bytes - in_run);
+      read_bytes(part + done, bytes, runs.begin + done / runs.bytes * runs.stride + in_run);
+      done += bytes;
+    }
+  };
+  at::parallel_for(0, runs.numel * runs.bytes, kBytesPerThread, read_some);
 }
 
 void SafetensorsFile::fail(const std::string& doing) const {

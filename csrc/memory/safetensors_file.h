@@ -53,6 +53,7 @@ struct TensorPart {
 
 // A file that several processes write or read at once, each the bytes of its parts. Parts of
 // contiguous CPU tensors go straight between memory and file; others take one copy of the part.
+// Reading is spread over the intra-op threads of the caller.
 //
 // Throws ValueError for a file of another content, c10::Error where the system refuses; `where` is
 // only for messages. One thread at a time.
@@ -72,7 +73,8 @@ class TRIREME_API SafetensorsFile {
   const SafetensorsHeader& header() const { return header_; }
 
   void write(const SafetensorsEntry& entry, const TensorPart& part) const;
-  // In place, without autograd; the version of `part.values` is raised.
+  // In place, without autograd; the version of `part.values` is raised. Values of another dtype
+  // than the file's are cast, a copy of the part in between.
   void read(const SafetensorsEntry& entry, const TensorPart& part) const;
   // What was written is on the disk.
   void sync() const;
@@ -81,8 +83,15 @@ class TRIREME_API SafetensorsFile {
   SafetensorsFile(std::string path, int descriptor, RankOf where);
   void read_header();
   void check_entries(int64_t data_bytes) const;
-  template <typename Move>
-  void for_runs(const SafetensorsEntry& entry, const TensorPart& part, const Move& move) const;
+  // The pieces of a part that are one in memory, where they follow each other, and in the file.
+  struct Runs {
+    int64_t numel = 0;
+    int64_t bytes = 0;   // of each
+    int64_t begin = 0;   // of the first, in the file
+    int64_t stride = 0;  // from one to the next, in the file
+  };
+  Runs runs_of(const SafetensorsEntry& entry, const TensorPart& part) const;
+  void read_runs(char* part, const Runs& runs) const;
   void write_bytes(const char* data, int64_t bytes, int64_t offset) const;
   void read_bytes(char* data, int64_t bytes, int64_t offset) const;
   [[noreturn]] void fail(const std::string& doing) const;  // errno says why

@@ -13,7 +13,16 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from trireme._C import CheckpointReader, CheckpointTensor
-from trireme._checkpoint_parts import NamedTensor, Part, Ranks, held_of, part_of, whole
+from trireme._checkpoint_parts import (
+    NamedTensor,
+    Part,
+    Ranks,
+    ZeroParts,
+    held_of,
+    part_of,
+    whole,
+)
+from trireme.optim import loaded_state_dtype
 from trireme.zero import ZeroRedundancyOptimizer
 
 FILE = "optimizer.json"
@@ -44,9 +53,11 @@ class OptimizerParts:
         self.shown = optimizer
         self.stepping = optimizer
         self.sharded: ZeroRedundancyOptimizer | None = None
+        self._zero_parts: ZeroParts | None = None
         if isinstance(optimizer, ZeroRedundancyOptimizer):
             optimizer._sync_hyperparameters()
             self.sharded = optimizer
+            self._zero_parts = ZeroParts(optimizer)
             self.stepping = optimizer.optim
         elif isinstance(optimizer, TorchZero):
             ranks.refuse(
@@ -67,8 +78,9 @@ class OptimizerParts:
                 self.groups[-1].append(self._stepped(names[id(param)], param))
 
     def _stepped(self, name: str, param: torch.Tensor) -> Stepped:
-        if self.sharded is not None:
-            return _shard_of(name, param, self.sharded, self.ranks)
+        if (zero := self._zero_parts) is not None:
+            owner = zero.first_owner(param)
+            return Stepped(name, zero.shard_of(param), zero.part_of(param), owner)
         return Stepped(name, param, part_of(name, param, self.ranks), None)
 
     # saving
@@ -128,7 +140,7 @@ class OptimizerParts:
     # loading
 
     def to_load(self, reader: CheckpointReader) -> LoadedOptimizer:
-        """Memory for this rank's part of a saved state.
+        """Memory for this rank's part of a saved state: that of the present one, where it has.
 
         Raises:
             ValueError: it is that of other parameters.
@@ -170,10 +182,13 @@ class OptimizerParts:
                 )
             values = torch.empty(shape, dtype=saved.dtype)
             return values, whole(shape).to_load(saved.name, values)
-        values = torch.empty(stepped.part.local_shape, dtype=saved.dtype, device=target.device)
-        read = stepped.part.to_load(saved.name, values)
-        # Torch, too, tells by the name what belongs to no element, where a parameter is a scalar.
-        if isinstance(target, DTensor) and key != "step":
+        dtype = loaded_state_dtype(self.stepping, target, key, saved.dtype)
+        if (present := self._present(stepped, key, dtype)) is not None:
+            return present, stepped.part.to_load(saved.name, held_of(present), saved.dtype)
+        values = torch.empty(stepped.part.local_shape, dtype=dtype, device=target.device)
+        read = stepped.part.to_load(saved.name, values, saved.dtype)
+        if _follows(target, key):
+            assert isinstance(target, DTensor)
             return DTensor.from_local(
                 values,
                 target.device_mesh,
@@ -183,6 +198,21 @@ class OptimizerParts:
                 stride=target.stride(),
             ), read
         return values, read
+
+    def _present(self, stepped: Stepped, key: str, dtype: torch.dtype) -> torch.Tensor | None:
+        """What the optimizer has already, if it can be read into."""
+        target, value = stepped.target, self.stepping.state.get(stepped.target, {}).get(key)
+        if not isinstance(value, torch.Tensor):
+            return None
+        if _follows(target, key):
+            assert isinstance(target, DTensor)
+            if not isinstance(value, DTensor) or _layout(value) != _layout(target):
+                return None
+        elif isinstance(value, DTensor):
+            return None
+        held = held_of(value)
+        expected = (stepped.part.local_shape, dtype, target.device)
+        return value if (held.shape, held.dtype, held.device) == expected else None
 
     def _check_groups(self, saved: list[dict[str, Any]]) -> None:
         next_step = "Make the optimizer with the groups of the one that was saved."
@@ -232,17 +262,14 @@ class LoadedOptimizer:
         stepping.load_state_dict({"state": states, "param_groups": description})
 
 
-def _shard_of(
-    name: str, param: torch.Tensor, optimizer: ZeroRedundancyOptimizer, ranks: Ranks
-) -> Stepped:
-    core, index = optimizer._places[param]
-    ranges = optimizer._cores[core].plan()[index]
-    begin, numel = ranges[ranks.rank]
-    owners = [rank for rank, (_, count) in enumerate(ranges) if count > 0]
-    row = param.shape[1:].numel()
-    # Of a parameter without elements nobody owns anything.
-    part = Part(param.shape, 0, begin // row, numel // row) if row > 0 else whole(param.shape)
-    return Stepped(name, optimizer._shards[param], part, owners[0] if owners else 0)
+def _follows(target: torch.Tensor, key: str) -> bool:
+    """Whether a state that is shaped as its parameter is a DTensor. Torch, too, tells by the name
+    what belongs to no element, where a parameter is a scalar."""
+    return isinstance(target, DTensor) and key != "step"
+
+
+def _layout(tensor: DTensor) -> tuple[Any, ...]:
+    return tensor.device_mesh, tensor.placements
 
 
 def _as_before(current: Any, value: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -14,7 +14,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from trireme._C import CheckpointRanks, CheckpointTensor, error_text
 from trireme._group_communicator import communicator_of
-from trireme._parameter_owners import local_of
+from trireme._parameter_owners import local_of, optimizer_of
+
+if TYPE_CHECKING:
+    from trireme.zero import ZeroRedundancyOptimizer
 
 
 class Ranks:
@@ -74,11 +77,13 @@ class Part:
     def is_whole(self) -> bool:
         return self.local_shape == self.shape
 
-    def to_load(self, name: str, values: torch.Tensor) -> CheckpointTensor:
-        """``values``, of the local shape, are to be read."""
+    def to_load(
+        self, name: str, values: torch.Tensor, dtype: torch.dtype | None = None
+    ) -> CheckpointTensor:
+        """``values``, of the local shape, are to be read; cast from ``dtype``, if that is given."""
         given = values.detach()
         return CheckpointTensor(
-            name, values.dtype, list(self.shape), given, dim=self.dim, first=self.first
+            name, dtype or values.dtype, list(self.shape), given, dim=self.dim, first=self.first
         )
 
     def to_save(self, name: str, values: torch.Tensor, ranks: Ranks) -> CheckpointTensor:
@@ -122,6 +127,35 @@ def part_of(name: str, tensor: torch.Tensor, ranks: Ranks) -> Part:
         f"Replicate over the {ranks.world} ranks that save and load",
         "Pass process_group, or save it with torch.distributed.checkpoint.",
     )
+
+
+class ZeroParts:
+    """Which parts of its parameters the ranks of a ZeroRedundancyOptimizer own."""
+
+    def __init__(self, optimizer: ZeroRedundancyOptimizer) -> None:
+        self._optimizer = optimizer
+        self._plans = [core.plan() for core in optimizer._cores]
+
+    def part_of(self, param: torch.Tensor) -> Part:
+        """This rank's."""
+        row = param.shape[1:].numel()
+        if row == 0:  # of what has no elements nobody owns anything
+            return whole(param.shape)
+        begin, numel = self._ranges(param)[self._optimizer.rank]
+        return Part(param.shape, 0, begin // row, numel // row)
+
+    def shard_of(self, param: torch.Tensor) -> torch.Tensor:
+        """This rank's, in the memory of the parameter."""
+        return self._optimizer._shards[param]
+
+    def first_owner(self, param: torch.Tensor) -> int:
+        """The lowest rank that owns elements of it; 0 if it has none."""
+        ranges = enumerate(self._ranges(param))
+        return next((rank for rank, (_, numel) in ranges if numel > 0), 0)
+
+    def _ranges(self, param: torch.Tensor) -> list[tuple[int, int]]:
+        core, index = self._optimizer._places[param]
+        return self._plans[core][index]
 
 
 def held_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -193,14 +227,25 @@ def model_to_save(model: nn.Module, ranks: Ranks) -> list[CheckpointTensor]:
 
 
 def model_to_load(model: nn.Module, ranks: Ranks) -> list[CheckpointTensor]:
-    """What this rank needs, in the model's memory."""
+    """What this rank needs, in the model's memory: of what others write for it nothing."""
     tensors = []
+    zeros: dict[ZeroRedundancyOptimizer, ZeroParts] = {}
     for one in named_tensors(model, ranks):
         if one.tensor.is_meta:
             ranks.refuse(
                 f"got '{one.name}' on the meta device, expected memory",
                 "Call model.to_empty(device='cpu') before.",
             )
-        part = part_of(one.name, one.tensor, ranks)
-        tensors.append(part.to_load(one.name, held_of(one.tensor)))
+        optimizer = optimizer_of(one.tensor)
+        if optimizer is None:
+            part = part_of(one.name, one.tensor, ranks)
+            tensors.append(part.to_load(one.name, held_of(one.tensor)))
+            continue
+        if optimizer not in zeros:
+            zeros[optimizer] = ZeroParts(optimizer)
+        shard = zeros[optimizer].shard_of(one.tensor)
+        if shard.numel() > 0:
+            tensors.append(zeros[optimizer].part_of(one.tensor).to_load(one.name, shard))
+        else:
+            tensors.append(CheckpointTensor(one.name, one.tensor.dtype, list(one.tensor.shape)))
     return tensors

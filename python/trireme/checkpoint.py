@@ -22,7 +22,7 @@ from trireme._checkpoint_parts import (
     named_tensors,
     plain_model,
 )
-from trireme.host_writing import writing
+from trireme.host_writing import writing_shards
 
 _MODEL = "model"
 _EXTRA = "extra.json"
@@ -118,7 +118,7 @@ def load_checkpoint(
             parts = OptimizerParts(optimizer, named_tensors(model, ranks), ranks)
             loaded = parts.to_load(reader)
         reader.read(KIND, loaded.tensors)
-    with writing(plain_model(model)), torch.no_grad():
+    with writing_shards(plain_model(model)), torch.no_grad():
         reader.read(_MODEL, model_to_load(model, ranks))
     if loaded is not None:
         with ranks.together():

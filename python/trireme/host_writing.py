@@ -63,6 +63,30 @@ def writing(target: nn.Module | ZeroRedundancyOptimizer) -> Iterator[None]:
         core.end_writing()
 
 
+@contextmanager
+def writing_shards(module: nn.Module) -> Iterator[None]:
+    """Inside, each rank writes its shards of what the ranks share in ``module`` and reads nothing.
+
+    In place, without the copies of ``writing``: for loading. Shards are those of ``fully_shard``
+    and of ZeroRedundancyOptimizer. What an exception ends stays half written. Collective at the
+    begin and at the end.
+
+    Raises:
+        RuntimeError: a parameter was written outside before.
+        torch.distributed.DistBackendError: another rank left it by an exception.
+    """
+    _begin_writing_shards(module)
+    owners = (optimizer_of(parameter) for _, _, parameter in _places_in(module))
+    optimizers = dict.fromkeys(owner for owner in owners if owner is not None)
+    cores = [core for optimizer in optimizers for core in optimizer._cores]
+    for core in cores:
+        core.begin_writing_shards()
+    with abandoning(cores):
+        yield
+    for core in cores:
+        core.end_writing_shards()
+
+
 def _begin_writing_shards(module: nn.Module) -> None:
     """Of the units in ``module``. Before the first forward nobody reads."""
     from trireme._fsdp_root import units_in  # which imports DTensor: half a second of every start

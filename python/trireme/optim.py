@@ -43,26 +43,37 @@ class _Fused(torch.optim.Optimizer):
         """As in torch, also from torch's own class; states of bf16 and fp16 parameters are fp32."""
         for group in state_dict["param_groups"]:
             _check_flags(type(self).__name__, group)
-        given: dict[str, Any] = {}
+        held_back: dict[Tensor, State] = {}
         # Registered last, it sees what the user's hooks made of the dictionary.
-        handle = self.register_load_state_dict_pre_hook(lambda _, loaded: given.update(loaded))
+        handle = self.register_load_state_dict_pre_hook(
+            lambda _, loaded: self._hold_back(loaded, held_back)
+        )
         try:
             super().load_state_dict(state_dict)
         finally:
             handle.remove()
-        self._restore_precision(given)
+        for param, state in held_back.items():
+            self.state[param] |= state
 
-    def _restore_precision(self, given: dict[str, Any]) -> None:
-        """Torch has rounded the states to the dtype of their parameter."""
-        for group, saved in zip(self.param_groups, given["param_groups"], strict=True):
-            for param, key in zip(group["params"], saved["params"], strict=True):
-                if param.dtype not in _LOW_PRECISION or key not in given["state"]:
+    def _hold_back(self, loaded: dict[str, Any], held_back: dict[Tensor, State]) -> dict[str, Any]:
+        """``loaded`` without what torch would round to the dtype of its parameter."""
+        states = dict(loaded["state"])
+        # What does not fit, torch refuses.
+        for group, saved in zip(self.param_groups, loaded["param_groups"], strict=False):
+            for param, key in zip(group["params"], saved["params"], strict=False):
+                if param.dtype not in _LOW_PRECISION or key not in states:
                     continue
-                self.state[param] |= {
+                held_back[param] = {
                     name: value.to(device=param.device, dtype=_state_dtype(param))
-                    for name, value in given["state"][key].items()
+                    for name, value in states[key].items()
                     if isinstance(value, Tensor) and name != "step"
                 }
+                states[key] = {
+                    name: value
+                    for name, value in states[key].items()
+                    if name not in held_back[param]
+                }
+        return {**loaded, "state": states}
 
     def _step_group(self, group: Group) -> None:
         raise NotImplementedError
@@ -191,6 +202,19 @@ def _with_grad(group: Group) -> tuple[list[Tensor], list[Tensor]]:
         pairs = [(p, g) for p, g in zip(params, grads, strict=True) if g is not None]
         return [p for p, _ in pairs], [g for _, g in pairs]
     return params, grads
+
+
+def loaded_state_dtype(
+    optimizer: torch.optim.Optimizer, param: Tensor, key: str, saved: torch.dtype
+) -> torch.dtype:
+    """What ``optimizer.load_state_dict`` makes of a state that was saved in this dtype; that
+    itself, where its class has a ``load_state_dict`` of its own."""
+    if key == "step" or not saved.is_floating_point or not param.is_floating_point():
+        return saved
+    if isinstance(optimizer, _Fused):
+        return _state_dtype(param)
+    is_torchs = type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict
+    return param.dtype if is_torchs else saved
 
 
 def _state_dtype(param: Tensor) -> torch.dtype:

@@ -106,6 +106,11 @@ class TRIREME_API Zero {
   // copy of its own (4 N bytes meanwhile), of which its shards become everybody's at the end.
   void begin_writing();
   void end_writing();
+  // Collective. Between them each rank writes its shards() without reading a parameter, as loading
+  // does: in place, without a copy. What an exception ends stays half written; abandon_step() tells
+  // the others.
+  void begin_writing_shards();
+  void end_writing_shards();
 
   // stage 2
 

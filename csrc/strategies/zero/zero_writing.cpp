@@ -59,6 +59,23 @@ void Zero::end_writing() {
   communicator_->barrier("step gate: settled").wait();
 }
 
+void Zero::begin_writing_shards() {
+  const at::NoGradGuard no_grad;
+  refuse(meet(look_at_parameters(), "step gate: before writing"));
+  settle_storages();
+}
+
+void Zero::end_writing_shards() {
+  const at::NoGradGuard no_grad;
+  HostStore::bump_versions(parameters_);
+  snapshot_versions();  // before a wait that may throw
+  if (!store_) {
+    gather_shards();
+    snapshot_versions();
+  }
+  communicator_->barrier("step gate: written").wait();
+}
+
 // What an exception ended was never written.
 void Zero::drop_writes() {
   if (!std::exchange(writing_, false)) return;
