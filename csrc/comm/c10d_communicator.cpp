@@ -1,13 +1,18 @@
 #include <trireme/comm/c10d_communicator.h>
 
+#include <trireme/comm/c10d_calls.h>
 #include <trireme/comm/c10d_wait.h>
 #include <trireme/comm/reduce_op.h>
 #include <trireme/comm/shm_communicator.h>
+#include <trireme/comm/shm_tensors.h>
+#include <trireme/shm/reduce.h>
 
 #include <ATen/ATen.h>
+#include <ATen/Parallel.h>
 
 #include <algorithm>
 #include <atomic>
+#include <cstddef>
 #include <functional>
 #include <map>
 #include <tuple>
@@ -17,27 +22,6 @@ namespace trireme {
 namespace {
 
 using TensorList = std::vector<at::Tensor>;
-using WorkPtr = c10::intrusive_ptr<c10d::Work>;
-
-// The calling names changed in torch 2.13 and the old ones warn since; see build.md for the pairs.
-template <typename Group>
-WorkPtr all_gather_flat(Group& group, at::Tensor& output, at::Tensor& input) {
-  if constexpr (requires { group.all_gather_single(output, input); }) {
-    return group.all_gather_single(output, input);
-  } else {
-    return group._allgather_base(output, input);
-  }
-}
-
-template <typename Group>
-WorkPtr reduce_scatter_flat(Group& group, at::Tensor& output, at::Tensor& input,
-                            const c10d::ReduceScatterOptions& options) {
-  if constexpr (requires { group.reduce_scatter_single(output, input, options); }) {
-    return group.reduce_scatter_single(output, input, options);
-  } else {
-    return group._reduce_scatter_base(output, input, options);
-  }
-}
 
 // The same memory in a type every engine can move: complex numbers as pairs of reals.
 at::Tensor as_real(const at::Tensor& tensor) {
@@ -112,6 +96,49 @@ std::vector<TensorList> split_by_buffer(const TensorList& tensors, bool by_dtype
   return closed;
 }
 
+// [Note: pieces over Gloo]
+//
+// Gloo gathers into a buffer of its own, from which it copies, and reduces by rings of small steps
+// before it scatters. From 1 MiB on ranks get there two to three times faster, with a fifth of the
+// CPU time, by broadcasts of their parts straight into the output, all at once; and by an exchange
+// of parts that each rank then adds up itself, in rank order. Tensors below kSmallBytes travel in
+// one buffer.
+constexpr int64_t kSmallBytes = 64 * 1024;
+
+// Whether that engine moves CPU tensors; also under the backend "trireme", if all ranks are alone
+// on their hosts.
+bool is_gloo(c10d::ProcessGroup& group) {
+  if (!group.hasBackends()) return false;
+  const auto devices = group.getDeviceTypes();
+  if (std::none_of(devices.begin(), devices.end(), [](c10::Device d) { return d.is_cpu(); }))
+    return false;
+  const auto backend = group.getBackend(c10::DeviceType::CPU);
+  const auto* shm = dynamic_cast<const ShmBackend*>(backend.get());
+  return shm != nullptr ? !shm->uses_memory() : backend->getBackendName() == "gloo";
+}
+
+shm::ReduceOp to_shm(ReduceOp op) {
+  if (op == ReduceOp::kSum) return shm::ReduceOp::kSum;
+  return op == ReduceOp::kMin ? shm::ReduceOp::kMin : shm::ReduceOp::kMax;
+}
+
+// `parts`: what each rank has for `output`, as bytes.
+void reduce_parts(const at::Tensor& output, const at::Tensor& parts, ReduceOp op, int64_t world) {
+  constexpr int64_t kGrain = 1 << 16;
+  const auto item_bytes = static_cast<int64_t>(output.element_size());
+  const auto part_bytes = static_cast<int64_t>(output.nbytes());
+  auto* sums = static_cast<std::byte*>(output.mutable_data_ptr());
+  const auto* data = static_cast<const std::byte*>(parts.const_data_ptr());
+  const shm::Dtype dtype = shm_dtype(output.scalar_type());
+  at::parallel_for(0, output.numel(), kGrain, [&](int64_t begin, int64_t end) {
+    std::vector<const void*> sources;
+    for (int64_t rank = 0; rank < world; ++rank)
+      sources.push_back(data + rank * part_bytes + begin * item_bytes);
+    const shm::ReduceRequest request{dtype, to_shm(op), end - begin, sources};
+    shm::reduce(sums + begin * item_bytes, nullptr, request, false);
+  });
+}
+
 // The works of one verb, in the order they were issued.
 class WorkState final : public Pending::State {
  public:
@@ -178,7 +205,8 @@ class C10dCommunicator final : public Communicator, public HasGroupHealth {
                    c10::intrusive_ptr<c10d::Store> store)
       : group_(std::move(group)),
         where_{group_->getRank(), group_->getSize()},
-        health_(std::make_shared<GroupHealth>(std::move(store), where_)) {}
+        health_(std::make_shared<GroupHealth>(std::move(store), where_)),
+        is_gloo_(is_gloo(*group_)) {}
 
   RankOf rank_of() const override { return where_; }
 
@@ -226,9 +254,15 @@ class C10dCommunicator final : public Communicator, public HasGroupHealth {
   Pending all_gather(TensorList outputs, TensorList inputs, std::string label) override {
     auto state = begin("all_gather", label);
     for (size_t i = 0; i < inputs.size(); ++i) {
-      at::Tensor output = as_bytes(outputs[i]);
-      at::Tensor input = as_bytes(inputs[i]);
-      add(*state, [&] { return all_gather_flat(*group_, output, input); }, {output, input});
+      outputs[i] = as_bytes(outputs[i]);
+      inputs[i] = as_bytes(inputs[i]);
+    }
+    if (sends_in_pieces(inputs)) {
+      gather_in_pieces(*state, std::move(outputs), std::move(inputs));
+    } else if (inputs.size() > 1 && !inputs.front().is_cpu()) {
+      add(*state, [&] { return all_gather_flat_list(*group_, outputs, inputs); }, outputs);
+    } else {
+      for (size_t i = 0; i < inputs.size(); ++i) gather_flat(*state, outputs[i], inputs[i]);
     }
     return Pending(std::move(state));
   }
@@ -238,11 +272,16 @@ class C10dCommunicator final : public Communicator, public HasGroupHealth {
     auto state = begin("reduce_scatter", label);
     c10d::ReduceScatterOptions options;
     options.reduceOp = to_c10d(op);
+    const bool in_pieces = sends_in_pieces(inputs);
     for (size_t i = 0; i < inputs.size(); ++i) {
       at::Tensor output = as_real(outputs[i]).view({-1});
       at::Tensor input = as_real(inputs[i]).view({-1});
-      add(*state, [&] { return reduce_scatter_flat(*group_, output, input, options); },
-          {output, input});
+      if (in_pieces && shm_dtype(output.scalar_type()) != shm::Dtype::kBytes) {
+        scatter_in_pieces(*state, output, input, op);
+      } else {
+        add(*state, [&] { return reduce_scatter_flat(*group_, output, input, options); },
+            {output, input});
+      }
     }
     return Pending(std::move(state));
   }
@@ -280,9 +319,63 @@ class C10dCommunicator final : public Communicator, public HasGroupHealth {
     state.add(std::move(work), std::move(alive), std::move(afterwards));
   }
 
+  // See [Note: pieces over Gloo].
+  bool sends_in_pieces(const TensorList& inputs) const {
+    return is_gloo_ && !inputs.empty() && inputs.front().is_cpu();
+  }
+
+  void gather_flat(WorkState& state, at::Tensor output, at::Tensor input) {
+    add(state, [&] { return all_gather_flat(*group_, output, input); }, {output, input});
+  }
+
+  void gather_in_pieces(WorkState& state, TensorList outputs, TensorList inputs) {
+    TensorList small_outputs;
+    TensorList small_inputs;
+    for (size_t i = 0; i < inputs.size(); ++i) {
+      if (inputs[i].numel() < kSmallBytes) {
+        small_outputs.push_back(outputs[i]);
+        small_inputs.push_back(inputs[i]);
+        continue;
+      }
+      const std::vector<at::Tensor> parts = outputs[i].chunk(where_.world);
+      at::Tensor own = parts[static_cast<size_t>(where_.rank)];
+      if (own.data_ptr() != inputs[i].data_ptr()) own.copy_(inputs[i]);
+      c10d::BroadcastOptions options;
+      for (options.rootRank = 0; options.rootRank < where_.world; ++options.rootRank) {
+        TensorList part{parts[static_cast<size_t>(options.rootRank)]};
+        add(state, [&] { return group_->broadcast(part, options); }, part);
+      }
+    }
+    if (small_inputs.size() == 1) return gather_flat(state, small_outputs[0], small_inputs[0]);
+    if (small_inputs.empty()) return;
+    at::Tensor input = at::cat(small_inputs);
+    at::Tensor output = at::empty({where_.world, input.numel()}, input.options());
+    at::Tensor flat = output.view({-1});
+    add(
+        state, [&] { return all_gather_flat(*group_, flat, input); }, {flat, input},
+        [output, places = std::move(small_outputs), world = where_.world] {
+          int64_t at = 0;
+          for (const at::Tensor& place : places) {
+            const int64_t bytes = place.numel() / world;
+            place.view({world, bytes}).copy_(output.narrow(1, at, bytes));
+            at += bytes;
+          }
+        });
+  }
+
+  void scatter_in_pieces(WorkState& state, at::Tensor output, at::Tensor input, ReduceOp op) {
+    at::Tensor sent = as_bytes(input);
+    at::Tensor received = at::empty_like(sent);
+    const auto add_up = [output, received, op, world = where_.world] {
+      reduce_parts(output, received, op, world);
+    };
+    add(state, [&] { return all_to_all_flat(*group_, received, sent); }, {received, sent}, add_up);
+  }
+
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
   RankOf where_;
   std::shared_ptr<GroupHealth> health_;
+  bool is_gloo_;           // on CPU
   std::string operation_;  // the one being issued
 };
 

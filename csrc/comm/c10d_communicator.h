@@ -20,8 +20,9 @@ namespace trireme {
 // null, then errors name this rank only. Shares ownership of both.
 //
 // Cost per verb: one collective per list of one contiguous tensor, and for longer lists one
-// collective and one flat copy each way per dtype and device (broadcast and all_gather: per device,
-// whatever the dtypes).
+// collective and one flat copy each way per dtype and device (broadcast: per device, whatever the
+// dtypes). all_gather and reduce_scatter copy nothing where the engine takes lists (NCCL); over
+// Gloo see [Note: pieces over Gloo]: reduce_scatter takes as much memory as its inputs.
 TRIREME_API std::shared_ptr<Communicator> make_c10d_communicator(
     c10::intrusive_ptr<c10d::ProcessGroup> group, c10::intrusive_ptr<c10d::Store> store);
 

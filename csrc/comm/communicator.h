@@ -10,6 +10,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace trireme {
@@ -24,6 +25,15 @@ struct SharedMemory {
   std::shared_ptr<const shm::Segment> segment;
   std::string why_not;
 };
+
+// The same of the ranks of each host, where a group may have several.
+struct HostMemory {
+  SharedMemory memory = {};
+  RankOf where = {};  // this rank, among those that map it
+};
+
+// CPU tensors, by the rank of a group that has their values.
+using PartsByRank = std::vector<std::vector<at::Tensor>>;
 
 // Averages are not here: the division belongs to grad/grad_reducer.
 enum class ReduceOp : uint8_t { kSum, kMin, kMax };
@@ -77,8 +87,8 @@ class TRIREME_API Communicator {
   // Why this group can no longer be used, if so.
   virtual std::optional<std::string> failure() const = 0;
 
-  // The ranks of this group as shared memory knows them, if all of them share a host's; else null.
-  // Lives as long as the communicator.
+  // The ranks of this host as shared memory knows them: all of the group, or on several hosts those
+  // of this one; null where ranks share none. Lives as long as the communicator.
   virtual shm::HostGroup* host_group() { return nullptr; }
 
   // Collective. Deposit and collect (deposit_stream.h) through rings of `bytes` per rank; null on
@@ -96,6 +106,18 @@ class TRIREME_API Communicator {
   // verb throws. In a forked child it is the parent's, not a copy.
   virtual SharedMemory share_memory(int64_t /*bytes*/, std::string /*label*/) {
     return {nullptr, "the ranks do not share the memory of one host"};
+  }
+  // The same for the ranks of each host, those of host_group(). Where one rank cannot have it, on
+  // any host, none has.
+  virtual HostMemory share_host_memory(int64_t bytes, std::string label) {
+    return {share_memory(bytes, std::move(label)), rank_of()};
+  }
+
+  // What each rank has, brought to all, where it lies in memory of share_host_memory() already:
+  // parts[r] are what rank r of the group has, contiguous. Those of other hosts come to their
+  // places, each byte once per host; of this host's nothing moves. Finished when all is there.
+  virtual Pending all_gather_in_host(PartsByRank /*parts*/, std::string label) {
+    return barrier(std::move(label));
   }
 };
 

@@ -44,8 +44,9 @@ class GroupCollectives {
     hosts_ ? hosts_->refuse(reason, call) : one_host_->refuse(reason, call);
   }
 
-  // For what goes through memory only where all ranks share it.
+  // For what goes through memory only where all ranks share it, and only where they do not.
   shm::Collectives& one_host() const { return *one_host_; }
+  MultiHostCollectives& hosts() const { return *hosts_; }
 
  private:
   shm::Collectives* one_host_ = nullptr;

@@ -245,4 +245,19 @@ void MultiHostCollectives::Scope::all_to_all(const std::vector<Pieces>& outputs,
   owner_.local_->all_to_all(outputs, inputs, shm::Dtype::kBytes, here());
 }
 
+void MultiHostCollectives::Scope::barrier() const {
+  if (owner_.local_) owner_.local_->barrier(here());
+}
+
+shm::SharedSegment MultiHostCollectives::Scope::share_segment(int64_t bytes) const {
+  if (owner_.local_) return owner_.local_->share_segment(bytes, here());
+  shm::SharedSegment alone;
+  try {
+    alone.segment = shm::Segment::create(shm::SegmentKind::kAnonymous, bytes);
+  } catch (const Fault& fault) {
+    alone.why_not = "rank " + std::to_string(owner_.group_.where().rank) + " says: " + fault.what();
+  }
+  return alone;
+}
+
 }  // namespace trireme

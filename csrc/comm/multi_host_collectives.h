@@ -54,6 +54,13 @@ class MultiHostCollectives {
                   shm::Dtype dtype, const shm::CallOptions& call);
   void broadcast(const shm::Pieces& memory, int64_t root, shm::Dtype dtype,
                  const shm::CallOptions& call);
+  // parts[r], which lie in memory that the ranks of this host share, are what rank r of the group
+  // has. Those of other hosts come to their places, split over the legs; of this host's nothing is
+  // copied, but to be sent. No rank returns before its host has all of them.
+  void all_gather_in_host(const std::vector<shm::Pieces>& parts, const shm::CallOptions& call);
+  // On each host a new segment that its ranks map, a rank alone too; none, with the same reason, on
+  // all ranks of the group if one of them cannot have it.
+  shm::SharedSegment share_segment(int64_t bytes, const shm::CallOptions& call);
   void barrier(const shm::CallOptions& call);
   void refuse(std::string_view reason, const shm::CallOptions& call);
 
@@ -71,6 +78,7 @@ class MultiHostCollectives {
   class Summing;
   class Scattering;
   class Gathering;
+  class Placing;
   class Casting;
   struct Header;
   // Of one chunk on its way.

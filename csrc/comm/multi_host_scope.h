@@ -38,6 +38,8 @@ class MultiHostCollectives::Scope {
   void broadcast(const shm::Pieces& memory, int64_t root) const;
   void all_to_all(const std::vector<shm::Pieces>& outputs,
                   const std::vector<shm::Pieces>& inputs) const;
+  void barrier() const;
+  shm::SharedSegment share_segment(int64_t bytes) const;
 
  private:
   void tell_host(std::string& complaint) const;

@@ -158,13 +158,36 @@ void ShmBackend::abandon(const std::string& reason) noexcept {
   }
 }
 
-void ShmBackend::run_in_order(const char* title, Task task) {
+void ShmBackend::run_alone(const char* title, Run run) {
   c10d::BarrierOptions options;
   options.asyncOp = false;
-  submit({ShmArguments(title), c10d::OpType::UNKNOWN, title, {}, options}, [task = std::move(task)](
-                                                                               Call& call) {
-    task(call.run.one_host(), call.options);
-  })->wait();
+  submit({ShmArguments(title), c10d::OpType::UNKNOWN, title, {}, options}, std::move(run))->wait();
+}
+
+void ShmBackend::run_in_order(const char* title, Task task) {
+  run_alone(title,
+            [task = std::move(task)](Call& call) { task(call.run.one_host(), call.options); });
+}
+
+void ShmBackend::run_between_hosts(const char* title, HostsTask task) {
+  run_alone(title, [task = std::move(task)](Call& call) { task(call.run.hosts(), call.options); });
+}
+
+ShmBackend::WorkPtr ShmBackend::all_gather_in_host(const TensorLists& parts) {
+  const c10d::AllgatherOptions options;
+  const ShmArguments arguments("all_gather");
+  return submit({arguments, c10d::OpType::ALLGATHER, "trireme:all_gather_in_host", {}, options},
+                [parts](Call& call) {
+                  std::vector<shm::Pieces> pieces(parts.size());
+                  for (size_t rank = 0; rank < parts.size(); ++rank) {
+                    for (const at::Tensor& part : parts[rank]) {
+                      TORCH_INTERNAL_ASSERT(part.is_contiguous());
+                      pieces[rank].add({static_cast<std::byte*>(part.data_ptr()),
+                                        static_cast<int64_t>(part.nbytes())});
+                    }
+                  }
+                  call.run.hosts().all_gather_in_host(pieces, call.options);
+                });
 }
 
 void ShmBackend::shutdown() {

@@ -48,6 +48,8 @@ class ShmBackend final : public c10d::Backend {
   void shutdown() override;  // after what is queued
   // Do all ranks? False also where only those of each host do.
   bool shares_memory() const { return collectives_ != nullptr; }
+  // False where every rank is alone on its host: then all is Gloo's.
+  bool uses_memory() const { return collectives_ != nullptr || hosts_ != nullptr; }
   // shm_backend_hooks.cpp; messages over Gloo are not reported.
   c10d::ErrorType getError() override;
   void registerOnCompletionHook(
@@ -74,13 +76,18 @@ class ShmBackend final : public c10d::Backend {
   // The same as abort(), with a reason that all ranks repeat.
   void fail(const std::string& reason) noexcept;
 
-  // What follows is the communicator's, which uses it only where shares_memory().
+  // What follows is the communicators': of this host's ranks, only where uses_memory().
   shm::HostGroup& host_group() { return *group_; }
   // See shm::HostGroup::abandon. What is queued and has not begun ends with that reason, too.
   void abandon(const std::string& reason) noexcept;
   using Task = std::function<void(shm::Collectives&, const shm::CallOptions&)>;
-  // In the order of the group's operations; returns when it has run.
+  // In the order of the group's operations, where shares_memory(); returns when it has run.
   void run_in_order(const char* title, Task task);
+  // The same where only the ranks of each host do.
+  using HostsTask = std::function<void(MultiHostCollectives&, const shm::CallOptions&)>;
+  void run_between_hosts(const char* title, HostsTask task);
+  // See Communicator::all_gather_in_host; there, too.
+  WorkPtr all_gather_in_host(const TensorLists& parts);
   // As if the tensors, of one dtype, were one.
   WorkPtr broadcast_coalesced(Tensors& tensors, const c10d::BroadcastOptions& options);
 
@@ -159,9 +166,8 @@ class ShmBackend final : public c10d::Backend {
 
   void meet();
   void meet_hosts(const std::string& incarnation);
-  // False where every rank is alone on its host: then all is Gloo's.
-  bool uses_memory() const { return collectives_ != nullptr || hosts_ != nullptr; }
   WorkPtr submit(Request request, Run run);
+  void run_alone(const char* title, Run run);
   static void run_or_refuse(Call& call, const char* name, const Run& run);
   WorkPtr broadcast_from(Request request, int64_t root);
   WorkPtr all_reduce(Request request, const c10d::ReduceOp& op);

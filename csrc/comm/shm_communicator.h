@@ -7,14 +7,13 @@
 
 namespace trireme {
 
-// The backend that moves CPU tensors of that group; null if they do not go through shared memory.
+// The backend that moves CPU tensors of that group; null if they do not go through shared memory,
+// at least inside some of the hosts.
 c10::intrusive_ptr<ShmBackend> find_shm_backend(c10d::ProcessGroup& group);
 
-// A Communicator of ranks that share the memory of their host (ShmBackend::shares_memory()). Lists
-// of CPU tensors go there as they are, one collective per dtype, without flat copies; tensors of
-// other devices go through `others`, which belongs to the same group.
-//
-// As long as only shared memory was used, it recovers from an announced failure.
+// A Communicator over that backend (shm_verbs.h); `others`, of the same group, is for tensors of
+// other devices. Where all ranks share the memory of a host it recovers from an announced failure,
+// as long as nothing else was used; on several hosts see hosts_communicator.h.
 std::shared_ptr<Communicator> make_shm_communicator(c10::intrusive_ptr<ShmBackend> backend,
                                                     std::shared_ptr<Communicator> others);
 

@@ -59,6 +59,8 @@ class TRIREME_API HostStore : public std::enable_shared_from_this<HostStore> {
                                          std::vector<ParameterInfo> parameters, RankOf where);
 
   const std::vector<ParameterInfo>& parameters() const { return parameters_; }
+  // Among the ranks of this host.
+  RankOf where() const { return where_; }
 
   // Row-major, of the parameter's sizes and dtype. Each call makes a new tensor and storage.
   at::Tensor whole(int64_t parameter) const;

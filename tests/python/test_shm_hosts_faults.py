@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ddp_ranks import HOUSE_FORM, message_of, raises
+import trireme
+from ddp_ranks import HOUSE_FORM, batch, message_of, mlp, raises
 from distributed import run_ranks
 from shm_hosts import LAYOUTS, SOME_LAYOUTS, join, on_hosts
 from shm_ranks import backend_of
@@ -133,6 +134,25 @@ def aborted(rank: int, world: int) -> None:
 @pytest.mark.parametrize("layout", ["2x2", "1+3"])
 def test_an_aborted_group(layout: str) -> None:
     on_hosts(layout, aborted)
+
+
+def abandon(rank: int, world: int) -> None:
+    """An exception in one rank's backward, while the others are in its collectives."""
+    model = trireme.DistributedDataParallel(mlp())
+    loss = model(batch(0)).square().mean()
+    if rank == 1:
+        model.module[0].weight.register_hook(lambda _: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            loss.backward()
+        return
+    began = time.monotonic()
+    with raises(dist.DistBackendError, "was abandoned", "(rank 1 of 4)"):
+        loss.backward()
+    assert time.monotonic() - began < SOON_S
+
+
+def test_a_backward_of_ddp_that_raises_on_one_rank() -> None:
+    on_hosts("2x2", abandon)
 
 
 def fork_and_go_on(rank: int, world: int) -> None:

@@ -1,89 +1,23 @@
-"""What a collective of the backend ``trireme`` sends from host to host, counted at the interface.
+"""What collectives of the backend ``trireme`` send from host to host, counted at the interface."""
 
-The hosts are two network namespaces joined by a virtual cable; their ranks are told that they do
-not share memory with each other.
-"""
-
-import ctypes
-import os
-import shutil
-import subprocess
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from datetime import timedelta
-from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from distributed import run_ranks
+from network_hosts import ENVIRONMENT, about, join, of_hosts, sent_bytes, two_hosts_or_skip
 
 MIB = 1 << 20
 WORLD = 4
-INTERFACE = "trireme0"  # in both namespaces
-PORT = 29500  # nothing else listens there
 NUMEL = 2 * MIB  # of fp32: 8 MiB
 PAYLOAD = 4 * NUMEL
 
 
-def ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True, text=True, timeout=20)
-
-
-@contextmanager
-def two_hosts() -> Iterator[list[str]]:
-    """The names of the namespaces; host h is 10.77.0.(h + 1)."""
-    hosts = [f"trireme{os.getpid()}{side}" for side in "ab"]
-    ends = [f"tri{os.getpid() % 100000}{side}" for side in "ab"]
-    made: list[str] = []
-    try:
-        for host in hosts:
-            ip("netns", "add", host)
-            made.append(host)
-        ip("link", "add", ends[0], "type", "veth", "peer", "name", ends[1])
-        for number, (host, end) in enumerate(zip(hosts, ends, strict=True), start=1):
-            ip("link", "set", end, "netns", host, "name", INTERFACE)
-            ip("-n", host, "addr", "add", f"10.77.0.{number}/24", "dev", INTERFACE)
-            ip("-n", host, "link", "set", INTERFACE, "up")
-            ip("-n", host, "link", "set", "lo", "up")
-        yield hosts
-    finally:
-        for host in made:
-            ip("netns", "delete", host)  # and the cable with it
-
-
 @pytest.fixture(scope="module")
 def hosts() -> Iterator[list[str]]:
-    if shutil.which("ip") is None:
-        pytest.skip("needs the command ip (package iproute2)")
-    if os.geteuid() != 0:
-        pytest.skip("only root may make network namespaces")
-    try:
-        stack = two_hosts()
-        names = stack.__enter__()
-    except subprocess.CalledProcessError as error:
-        pytest.skip(f"network namespaces are not possible here: {error.stderr.strip()}")
-    yield names
-    stack.__exit__(None, None, None)
-
-
-def move_to(host: str) -> None:
-    """This thread and those that it starts from now on."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    with Path("/run/netns", host).open() as namespace:
-        if libc.setns(namespace.fileno(), 0x40000000) != 0:  # CLONE_NEWNET
-            raise OSError(ctypes.get_errno(), "setns")
-
-
-def sent_bytes() -> int:
-    """By the interface of this namespace so far, headers and all."""
-    for line in Path("/proc/thread-self/net/dev").read_text().splitlines():
-        name, _, numbers = line.partition(":")
-        if name.strip() == INTERFACE:
-            return int(numbers.split()[8])
-    raise AssertionError("no such interface")
+    with two_hosts_or_skip() as names:
+        yield names
 
 
 def all_reduce(rank: int) -> None:
@@ -115,18 +49,7 @@ COLLECTIVES = (all_reduce, reduce_scatter, all_gather, broadcast)
 
 def count(rank: int, hosts: list[str], layout: str, backend: str) -> list[int]:
     """What this rank's host sends in each of the collectives."""
-    host = layout[rank]
-    move_to(hosts["ab".index(host)])
-    store = dist.TCPStore("10.77.0.1", PORT, is_master=rank == 0, timeout=timedelta(seconds=30))
-    options: Any = SimpleNamespace(host_partition=host) if backend == "trireme" else None
-    dist.init_process_group(
-        backend,
-        store=store,
-        rank=rank,
-        world_size=WORLD,
-        timeout=timedelta(seconds=30),
-        pg_options=options,
-    )
+    join(rank, hosts, layout, backend)
     sent = []
     for collective in COLLECTIVES:
         collective(rank)  # connections are slow to start
@@ -142,15 +65,9 @@ def count(rank: int, hosts: list[str], layout: str, backend: str) -> list[int]:
 
 
 def by_host(hosts: list[str], layout: str, backend: str) -> dict[Callable[[int], None], list[int]]:
-    env = {"GLOO_SOCKET_IFNAME": INTERFACE}
-    sent = run_ranks(count, WORLD, hosts, layout, backend, timeout=90, env=env)
-    first = [sent[layout.index(host)] for host in "ab"]
+    sent = run_ranks(count, WORLD, hosts, layout, backend, timeout=90, env=ENVIRONMENT)
+    first = of_hosts(layout, sent)
     return {one: [host[at] for host in first] for at, one in enumerate(COLLECTIVES)}
-
-
-def about(bytes_: float) -> tuple[float, float]:
-    """With the headers of TCP, and what a few barriers and acknowledgements take."""
-    return bytes_, 1.1 * bytes_ + 128 * 1024
 
 
 @pytest.mark.parametrize("layout", ["aabb", "abbb", "abab"])

@@ -1,6 +1,9 @@
+#include <trireme/comm/c10d_communicator.h>
 #include <trireme/comm/host_layout.h>
 #include <trireme/comm/shm_backend.h>
+#include <trireme/shm/segment.h>
 
+#include <ATen/ATen.h>
 #include <ATen/Parallel.h>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
@@ -91,6 +94,54 @@ bool all_verbs(int64_t rank, int64_t world, const Group& group, int64_t numel) {
   return fine;
 }
 
+// What is wrong, by rank, of what each rank says of a communicator over its group.
+std::vector<std::string> by_communicator(
+    const std::string& hosts,
+    const std::function<std::string(const std::shared_ptr<Communicator>&)>& main) {
+  std::vector<std::string> said(hosts.size());
+  const auto errors = on_hosts(hosts, [&](int64_t rank, const Group& group) {
+    said[static_cast<size_t>(rank)] = main(make_c10d_communicator(group, nullptr));
+  });
+  for (size_t rank = 0; rank < hosts.size(); ++rank)
+    if (!errors[rank].empty()) said[rank] = "raised " + errors[rank];
+  return said;
+}
+
+// Of each rank a long part, which takes several chunks, a short one and an empty one; of unlike
+// sizes, one behind the other.
+PartsByRank parts_in(const std::shared_ptr<const shm::Segment>& memory, int64_t world) {
+  PartsByRank parts;
+  auto* at = reinterpret_cast<int64_t*>(memory->data());
+  for (int64_t rank = 0; rank < world; ++rank) {
+    std::vector<at::Tensor>& own = parts.emplace_back();
+    for (const int64_t numel : {300'000 + 1000 * rank, 5 + rank, int64_t{0}}) {
+      own.push_back(at::from_blob(at, {numel}, [memory](void*) {}, at::kLong));
+      at += numel;
+    }
+  }
+  return parts;
+}
+
+std::string gather_twice(const std::shared_ptr<Communicator>& communicator) {
+  const int64_t world = communicator->world();
+  const int64_t bytes = world * 320'000 * 8;
+  const HostMemory host = communicator->share_host_memory(bytes, "store");
+  if (!host.memory.segment) return host.memory.why_not;
+  const PartsByRank parts = parts_in(host.memory.segment, world);
+  for (int64_t step = 0; step < 2; ++step) {
+    const auto rank = static_cast<size_t>(communicator->rank());
+    for (const at::Tensor& own : parts[rank])
+      own.copy_(held(static_cast<int64_t>(rank) + step, own.numel()));
+    communicator->all_gather_in_host(parts, "step " + std::to_string(step)).wait();
+    for (size_t peer = 0; peer < parts.size(); ++peer)
+      for (const at::Tensor& part : parts[peer])
+        if (!at::equal(part, held(static_cast<int64_t>(peer) + step, part.numel())))
+          return "step " + std::to_string(step) + ": part of rank " + std::to_string(peer);
+    communicator->barrier("all have looked").wait();
+  }
+  return std::to_string(host.where.rank) + "/" + std::to_string(host.where.world);
+}
+
 }  // namespace
 
 TEST_CASE("a layout says who connects to whom") {
@@ -132,6 +183,64 @@ TEST_CASE("a rank that aborts ends the group on all hosts") {
   });
   for (const std::string& error : errors)
     CHECK_THAT(error, Catch::Contains("the group was aborted (rank 4 of 5)"));
+}
+
+TEST_CASE("what ranks of other hosts have comes into the memory of each host") {
+  using Said = std::vector<std::string>;
+  CHECK(by_communicator("aabb", gather_twice) == Said{"0/2", "1/2", "0/2", "1/2"});
+  CHECK(by_communicator("abbb", gather_twice) == Said{"0/1", "0/3", "1/3", "2/3"});
+  CHECK(by_communicator("abcab", gather_twice) == Said{"0/2", "0/2", "0/1", "1/2", "1/2"});
+  CHECK(by_communicator("aa", gather_twice) == Said{"0/2", "1/2"});  // one host: nothing to bring
+}
+
+TEST_CASE("memory that one host cannot have no host has, and the group goes on") {
+  const auto said = by_communicator("abb", [](const std::shared_ptr<Communicator>& one) {
+    const HostMemory none = one->share_host_memory(int64_t{1} << 50, "store");
+    if (none.memory.segment) return std::string("got it");
+    if (one->share_memory(64, "all").segment) return std::string("got memory over hosts");
+    one->barrier("still there").wait();
+    return none.memory.why_not;
+  });
+  CHECK(said == std::vector<std::string>(3, said[0]));
+  CHECK_THAT(said[0], Catch::Contains("rank 0 says: ") && Catch::Contains("bytes, free are "));
+}
+
+TEST_CASE("hosts that ask for different memory, or bring different parts, raise") {
+  const auto said = by_communicator("aabb", [](const std::shared_ptr<Communicator>& one) {
+    std::string text;
+    const auto note = [&](const std::function<void()>& call) {
+      try {
+        call();
+      } catch (const c10::DistBackendError& error) {
+        text += error.what_without_backtrace();
+      }
+    };
+    const int64_t host = one->rank() / 2;
+    note([&] { one->share_host_memory(64 + host, "store"); });
+    const HostMemory memory = one->share_host_memory(64, "store");
+    const PartsByRank none(4);
+    note([&] { one->all_gather_in_host(none, "version " + std::to_string(host)).wait(); });
+    one->barrier("still there").wait();
+    return text;
+  });
+  for (const std::string& text : said)
+    CHECK_THAT(text, Catch::Contains("share of 64 bytes with root 0 'store'") &&
+                         Catch::Contains("share of 65 bytes with root 0 'store'") &&
+                         Catch::Contains("'version 0'") && Catch::Contains("'version 1'"));
+}
+
+TEST_CASE("a rank that announces its failure ends the group on all hosts at once") {
+  const auto errors = by_communicator("aabb", [](const std::shared_ptr<Communicator>& one) {
+    one->barrier("before").wait();
+    if (one->rank() == 3) one->announce_failure("its data ran out");
+    try {
+      one->all_reduce({at::ones({100})}, ReduceOp::kSum, "bucket 0").wait();
+    } catch (const c10::DistBackendError& error) {
+      return std::string(one->failure() ? error.what_without_backtrace() : "no failure");
+    }
+    return std::string("went on");
+  });
+  for (const std::string& error : errors) CHECK_THAT(error, Catch::Contains("its data ran out"));
 }
 
 }  // namespace trireme
