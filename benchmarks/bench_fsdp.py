@@ -12,6 +12,12 @@ step with the same AdamW: fused, or, where that makes FSDP2 faster, foreach.
 engine (4 minutes): the time that sharding adds to a step of 64 units of 4 small parameters, beside
 what torch's adds over Gloo, and over its fake process group (harness/engine_cost.py).
 
+With --path all-gather (mlp, gpt-small-batch and engine; 4, 5 and 3 minutes) ours is over Gloo, too,
+where it gathers parameters as torch's does; what sharding adds is compared over the fake group,
+where nothing is moved and time is CPU time.
+
+    python benchmarks/bench_fsdp.py --path all-gather --json benchmarks/results/fsdp_gathered.json
+
 memory (4 minutes): what a host holds between two steps, as in bench_zero.py.
 
 memory-limit (7 minutes): the widest `mlp` that 2 ranks train for three steps without ever taking
@@ -55,6 +61,9 @@ STEP_TARGETS = {"mlp": (0.20, 0.58), "gpt-small-batch": (0.31, 0.80), "gpt": (0.
 DDP_TARGET = 1.0  # our own
 ENGINE_TARGETS = {"gloo": 0.2, "fake": 0.5}
 PARTS = (*STEP_TARGETS, "engine", "memory", "memory-limit")
+GATHERED_TARGETS = {"mlp": 0.85, "gpt-small-batch": 0.85}
+GATHERED_ENGINE_TARGET = 0.25
+GATHERED_PARTS = (*GATHERED_TARGETS, "engine")
 
 KEPT = {"reshard_after_forward": False}
 FSDP = Side("fsdp", "fsdp", {})
@@ -66,6 +75,12 @@ TORCH_FSDP = (
     Side("torch-fsdp2, foreach", "torch-fsdp2", {}, "torch-foreach"),
     Side("torch-fsdp2, kept, foreach", "torch-fsdp2", KEPT, "torch-foreach"),
 )
+GATHERED = (
+    Side("fsdp, Gloo", "fsdp-gloo", {}),
+    Side("fsdp, Gloo, kept", "fsdp-gloo", KEPT),
+    Side("fsdp, Gloo, foreach", "fsdp-gloo", {}, "torch-foreach"),
+    Side("fsdp, Gloo, kept, foreach", "fsdp-gloo", KEPT, "torch-foreach"),
+)
 DDP = OURS["shm"]
 ZERO_1 = Side("zero1", "zero1", {})
 ZERO_2 = Side("zero2", "zero2", {})
@@ -76,6 +91,9 @@ TORCH_ENGINES = {
         Side(f"{side.label}, fake group", side.strategy, side.options) for side in TORCH_FSDP[:2]
     ),
 }
+GATHERED_FAKE = tuple(
+    Side(f"{side.label}, fake group", side.strategy, side.options) for side in GATHERED[:2]
+)
 ENGINE_BLOCKS = 3  # of a full run's: these steps are slow
 
 # With the name under which the estimate knows what its ranks hold.
@@ -92,18 +110,24 @@ def main(command_line: Sequence[str] | None = None) -> int:
     2 wrong options, 3 a rank failed."""
     parser = bench_parser(__doc__, PARTS)
     let_add(parser)
+    parser.add_argument("--path", choices=("host", "all-gather"), default="host")
     arguments = parser.parse_args(command_line)
     return exit_code(lambda: _bench(arguments))
 
 
 def _bench(arguments: argparse.Namespace) -> int:
     effort = QUICK if arguments.quick else FULL
-    parts = chosen_parts("bench_fsdp", arguments.only, PARTS)
+    gathers = arguments.path == "all-gather"
+    if gathers and arguments.only == ",".join(PARTS):
+        arguments.only = ",".join(GATHERED_PARTS)
+    parts = chosen_parts("bench_fsdp", arguments.only, GATHERED_PARTS if gathers else PARTS)
     earlier = earlier_results("bench_fsdp", arguments)
     results = begin_results(arguments.quick)
     for part in parts:
         if part == "engine":
-            results["engine"] = bench_engine(effort)
+            results["engine"] = (bench_gathered_engine if gathers else bench_engine)(effort)
+        elif gathers:
+            results["workloads"][part] = bench_gathered(part, effort)
         elif part == "memory":
             workloads = WORKLOAD_NAMES[: 1 if arguments.quick else None]
             results["memory"] = measure_memory(
@@ -139,6 +163,41 @@ def bench_workload(name: str, effort: Effort) -> dict[str, Any]:
     }
 
 
+def bench_gathered(name: str, effort: Effort) -> dict[str, Any]:
+    """The same where ours gathers."""
+    print(f"{name}, all-gather: {effort.steps} steps after warm-up in fresh processes", flush=True)
+    runs = StepRuns(lambda side: run_fresh(side, name, effort.steps))
+    runs.add((*BESIDE, *TORCH_FSDP, *GATHERED), repeats=1)
+    theirs = runs.fastest(TORCH_FSDP)
+    ours = runs.fastest([side for side in GATHERED if side.optimizer == theirs.optimizer])
+    contests = runs.contests([(ours, theirs, GATHERED_TARGETS[name])], effort.pairs)
+    runs.print_with(contests)
+    return {
+        "torch_fsdp2_best": theirs.label,
+        "contests": [asdict(contest) for contest in contests],
+        "runs": runs.to_json(),
+    }
+
+
+def bench_gathered_engine(effort: Effort) -> dict[str, Any]:
+    """Measures and prints what gathered units cost the CPU; returns its part of the JSON."""
+    print("engine: 64 units of 4 parameters, fake group", flush=True)
+    blocks = max(1, effort.blocks // ENGINE_BLOCKS)
+    measure = partial(measure_engine_cost, blocks=blocks, fake=True)
+    pairs = list(zip(GATHERED_FAKE, TORCH_ENGINES["fake"], strict=True))
+    runs = measure_all([side for pair in pairs for side in pair], effort.pairs, measure)
+    added = {label: [run.added_ms for run in found] for label, found in runs.items()}
+    contests = [
+        Contest(
+            ours.label,
+            theirs.label,
+            PairedRatio.of(added[ours.label], added[theirs.label], GATHERED_ENGINE_TARGET),
+        )
+        for ours, theirs in pairs
+    ]
+    return _print_engine(contests, runs)
+
+
 def bench_engine(effort: Effort) -> dict[str, Any]:
     """Measures and prints what units cost; returns its part of the JSON."""
 
@@ -161,7 +220,10 @@ def bench_engine(effort: Effort) -> dict[str, Any]:
     for kind, side in best.items():
         ratio = PairedRatio.of(added[FSDP.label], added[side.label], ENGINE_TARGETS[kind])
         contests.append(Contest(FSDP.label, side.label, ratio))
+    return _print_engine(contests, runs)
 
+
+def _print_engine(contests: Sequence[Contest], runs: dict[str, list[Overhead]]) -> dict[str, Any]:
     print(table(["", "runs", "bare ms", "sharded ms", "added ms"], _engine_rows(runs)))
     for contest in contests:
         print(f"added time, {contest.ours} / {contest.theirs}:")

@@ -227,6 +227,13 @@ STRATEGIES: dict[str, Strategy] = {
     ),
     "torch-zero1": Strategy("torch ZeroRedundancyOptimizer, in DDP", build_torch_zero1, GLOO),
     "torch-fsdp2": Strategy("torch fully_shard", build_torch_fsdp2, GLOO),
+    "fsdp-gloo": Strategy(
+        "trireme fully_shard over Gloo",
+        build_fsdp,
+        GLOO,
+        only_benchmarked=True,
+        needs_trireme=True,
+    ),
     "ddp-gloo": Strategy(
         "trireme DistributedDataParallel over Gloo",
         build_ddp,

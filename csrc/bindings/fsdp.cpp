@@ -68,7 +68,7 @@ struct Places final : ModuleFace {
 
   // Whether modules hold the sharded parameters, and these the shards.
   bool are_settled(const ParamGroup& group) const {
-    if (group.is_unsharded()) return true;
+    if (group.is_shown()) return true;
     for (const Place& place : places) {
       const py::object parameters = parameters_of(place);
       if (parameters && !py::object(parameters[place.name]).is(sharded[place.parameter]))
@@ -92,15 +92,22 @@ struct PyParamGroup {
   std::shared_ptr<Places> places = Places::make();
 };
 
-std::shared_ptr<PyParamGroup> make_group(
-    const std::vector<std::tuple<std::string, std::vector<int64_t>, at::ScalarType, int64_t,
-                                 OptionalDtype, OptionalDtype, bool>>& rows,
-    std::shared_ptr<Communicator> communicator) {
-  std::vector<ShardedParamSpec> specs;
+using Spec = std::tuple<std::string, std::vector<int64_t>, at::ScalarType, int64_t, OptionalDtype,
+                        OptionalDtype, bool>;
+
+std::shared_ptr<PyParamGroup> make_group(const std::vector<Spec>& rows,
+                                         std::shared_ptr<Communicator> communicator,
+                                         std::shared_ptr<Communicator> gathers_with,
+                                         c10::Device device, bool always_gathers) {
+  ParamGroupRequest request;
   for (const auto& [name, sizes, dtype, dim, param_dtype, reduce_dtype, requires_grad] : rows)
-    specs.push_back({name, sizes, dtype, dim, param_dtype, reduce_dtype, requires_grad});
+    request.specs.push_back({name, sizes, dtype, dim, param_dtype, reduce_dtype, requires_grad});
+  request.communicator = std::move(communicator);
+  request.gathers_with = std::move(gathers_with);
+  request.device = device;
+  request.always_gathers = always_gathers;
   auto made = std::make_shared<PyParamGroup>();
-  made->group = make_param_group(std::move(specs), std::move(communicator));
+  made->group = make_param_group(std::move(request));
   return made;
 }
 
@@ -127,7 +134,16 @@ void init_param_group(py::module_& module) {
   using Group = PyParamGroup;
   py::class_<Group, std::shared_ptr<Group>>(module, "ParamGroup")
       .def(py::init(wrap_pybind_function_no_gil(make_group)), py::kw_only(), py::arg("specs"),
-           py::arg("communicator"))
+           py::arg("communicator"), py::arg("gathers_with") = nullptr,
+           py::arg("device") = c10::Device(c10::kCPU), py::arg("always_gathers") = false)
+      .def_static("gathers_over", &ParamGroup::gathers_over, py::arg("communicator"),
+                  py::arg("device"))
+      .def_property_readonly("gathers", [](const Group& self) { return self.group->gathers(); })
+      .def_property_readonly("gathers_with",
+                             [](const Group& self) { return self.group->gathers_with(); })
+      .def_property(
+          "label", [](const Group& self) { return self.group->label(); },
+          [](Group& self, std::string label) { self.group->set_label(std::move(label)); })
       .def("sharded",
            [](const Group& self) {
              std::vector<at::Tensor> shards;
@@ -169,11 +185,19 @@ void init_param_group(py::module_& module) {
       .def("set_places", &set_places, py::arg("places"), py::arg("sharded"), py::arg("unsharded"))
       .def_property_readonly(
           "is_settled", [](const Group& self) { return self.places->are_settled(*self.group); })
-      .def_property_readonly("is_unsharded",
-                             [](const Group& self) { return self.group->is_unsharded(); })
-      .def("finish_writes",
-           wrap_pybind_function_no_gil([](Group& self) { self.group->finish_writes(); }))
-      .def("unshard", wrap_pybind_function_no_gil([](Group& self) { self.group->unshard(); }))
+      .def_property_readonly("is_shown", [](const Group& self) { return self.group->is_shown(); })
+      .def_property_readonly("has_unsharded",
+                             [](const Group& self) { return self.group->has_unsharded(); })
+      .def("share_writes",
+           wrap_pybind_function_no_gil([](Group& self) { self.group->share_writes(); }))
+      .def("unshard", wrap_pybind_function_no_gil([](Group& self) {
+             self.group->unshard();
+             self.group->wait_for_unshard();
+           }))
+      .def("show_unsharded",
+           wrap_pybind_function_no_gil([](Group& self) { self.group->show_unsharded(); }))
+      .def("show_sharded",
+           wrap_pybind_function_no_gil([](Group& self) { self.group->show_sharded(); }))
       .def("reshard", wrap_pybind_function_no_gil([](Group& self) { self.group->reshard(); }))
       .def_property(
           "reshard_after_forward",
@@ -185,12 +209,27 @@ void init_param_group(py::module_& module) {
           [](Group& self, bool reshard) { self.group->set_reshard_after_backward(reshard); });
 }
 
-std::shared_ptr<Fsdp> make_fsdp(const std::vector<std::shared_ptr<PyParamGroup>>& groups,
-                                std::vector<std::string> names,
-                                std::shared_ptr<Communicator> communicator) {
+std::vector<std::shared_ptr<ParamGroup>> groups_of(
+    const std::vector<std::shared_ptr<PyParamGroup>>& groups) {
   std::vector<std::shared_ptr<ParamGroup>> held;
   for (const auto& group : groups) held.push_back(group->group);
-  return Fsdp::make(std::move(held), std::move(names), std::move(communicator));
+  return held;
+}
+
+std::shared_ptr<Fsdp> make_fsdp(const std::vector<std::shared_ptr<PyParamGroup>>& groups,
+                                std::vector<std::string> names,
+                                std::shared_ptr<Communicator> communicator,
+                                std::shared_ptr<Communicator> replicates_with) {
+  return Fsdp::make(
+      {groups_of(groups), std::move(names), std::move(communicator), std::move(replicates_with)});
+}
+
+template <void (Prefetch::*Set)(const ParamGroup&, const std::vector<const ParamGroup*>&)>
+void set_prefetch(Fsdp& fsdp, const std::shared_ptr<PyParamGroup>& group,
+                  const std::vector<std::shared_ptr<PyParamGroup>>& ahead) {
+  std::vector<const ParamGroup*> held;
+  for (const auto& one : ahead) held.push_back(one->group.get());
+  (fsdp.prefetch().*Set)(*group->group, held);
 }
 
 void set_delivered_callback(Fsdp& fsdp, py::function callback) {
@@ -202,20 +241,50 @@ void set_delivered_callback(Fsdp& fsdp, py::function callback) {
   });
 }
 
+void init_fsdp_gathers(py::class_<Fsdp, std::shared_ptr<Fsdp>>& fsdp) {
+  using torch::wrap_pybind_function_no_gil;
+  using Group = std::shared_ptr<PyParamGroup>;
+  fsdp.def("unshard", wrap_pybind_function_no_gil([](Fsdp& self, const Group& group) {
+             self.unshard(*group->group);
+           }),
+           py::arg("group"))
+      .def("begin_unshard", wrap_pybind_function_no_gil([](Fsdp& self, const Group& group) {
+             self.begin_unshard(*group->group);
+           }),
+           py::arg("group"))
+      .def("reshard", wrap_pybind_function_no_gil([](Fsdp& self, const Group& group) {
+             self.reshard(*group->group);
+           }),
+           py::arg("group"))
+      .def("set_forward_prefetch", &set_prefetch<&Prefetch::set_forward_prefetch>, py::arg("group"),
+           py::arg("ahead"))
+      .def("set_backward_prefetch", &set_prefetch<&Prefetch::set_backward_prefetch>,
+           py::arg("group"), py::arg("ahead"))
+      .def(
+          "set_dynamic_gather",
+          [](Fsdp& self, bool dynamic) { self.prefetch().set_dynamic(dynamic); },
+          py::arg("dynamic"))
+      .def("abandon_forward",
+           wrap_pybind_function_no_gil(
+               [](Fsdp& self, const std::string& reason) { self.abandon_forward(reason); }),
+           py::arg("reason"));
+}
+
 }  // namespace
 
 void init_fsdp(py::module_& module) {
   init_param_group(module);
   using torch::wrap_pybind_function_no_gil;
-  py::class_<Fsdp, std::shared_ptr<Fsdp>>(module, "Fsdp")
-      .def(py::init(wrap_pybind_function_no_gil(make_fsdp)), py::kw_only(), py::arg("groups"),
-           py::arg("names"), py::arg("communicator"))
+  py::class_<Fsdp, std::shared_ptr<Fsdp>> fsdp(module, "Fsdp");
+  init_fsdp_gathers(fsdp);
+  fsdp.def(py::init(wrap_pybind_function_no_gil(make_fsdp)), py::kw_only(), py::arg("groups"),
+           py::arg("names"), py::arg("communicator"), py::arg("replicates_with") = nullptr)
       .def("pre_forward",
-           wrap_pybind_function_no_gil(
-               [](Fsdp& fsdp, const std::shared_ptr<PyParamGroup>& group, bool is_root) {
-                 fsdp.pre_forward(forward_of(group, is_root));
-               }),
-           py::arg("group"), py::arg("is_root"))
+           wrap_pybind_function_no_gil([](Fsdp& fsdp, const std::shared_ptr<PyParamGroup>& group,
+                                          bool is_root, const std::vector<at::Tensor>& inputs) {
+             fsdp.pre_forward(forward_of(group, is_root), inputs);
+           }),
+           py::arg("group"), py::arg("is_root"), py::arg("inputs"))
       .def("post_forward",
            wrap_pybind_function_no_gil([](Fsdp& fsdp, const std::shared_ptr<PyParamGroup>& group,
                                           bool is_root, const std::vector<at::Tensor>& outputs,
@@ -227,6 +296,8 @@ void init_fsdp(py::module_& module) {
       .def("begin_reading", wrap_pybind_function_no_gil(&Fsdp::begin_reading))
       .def("begin_writing", wrap_pybind_function_no_gil(&Fsdp::begin_writing))
       .def("set_synchronize", wrap_pybind_function_no_gil(&Fsdp::set_synchronize),
+           py::arg("groups"))
+      .def("set_divide_factors", wrap_pybind_function_no_gil(&Fsdp::set_divide_factors),
            py::arg("groups"))
       .def("set_manual_finalization", wrap_pybind_function_no_gil(&Fsdp::set_manual_finalization),
            py::arg("manual"))
@@ -248,9 +319,11 @@ void init_fsdp(py::module_& module) {
             });
           },
           py::arg("callback"))
-      .def("shadow_backward", wrap_pybind_function_no_gil([](Fsdp& fsdp) {
-             fsdp.reducer().shadow_backward(/*deliver=*/true);
-           }))
+      .def("shadow_step",
+           wrap_pybind_function_no_gil([](Fsdp& fsdp, const std::shared_ptr<PyParamGroup>& root) {
+             fsdp.shadow_step(root ? root->group : nullptr);
+           }),
+           py::arg("root"))
       .def("last_step", [](Fsdp& fsdp) {
         StepReport report;
         {

@@ -43,6 +43,7 @@ Bucket::Bucket(PlannedBucket plan, const std::vector<at::Tensor>& parameters, in
     slot.strides = slot_strides(parameter);
     slots_.push_back(std::move(slot));
   }
+  if (own_.scatters) plan_runs();
 }
 
 const at::Tensor& Bucket::parameter(size_t slot) const {
@@ -70,6 +71,7 @@ at::Tensor Bucket::range(const Slot& slot) const {
 }
 
 void Bucket::allocate() {
+  if (own_.scatters) return allocate_runs();
   const int64_t numel = plan_.numel + tail_numel_;
   buffer_ = own_ ? lazy_zeros(numel, plan_.dtype, plan_.device)
                  : at::empty({numel}, at::TensorOptions().dtype(plan_.dtype).device(plan_.device));
@@ -88,8 +90,9 @@ void Bucket::begin_step(bool shadow) {
                                          : GradOrigin::kForeign;
     if (slot.origin == GradOrigin::kInPlace) ++in_place;
   }
-  if (plan_.sparse) {
+  if (plan_.sparse || own_.scatters) {
     buffer_.reset();
+    sums_.reset();
     return;
   }
   // Whoever else holds the storage holds a gradient of an earlier step: leave it alone.
@@ -111,8 +114,10 @@ at::Tensor Bucket::arrange(const at::Tensor& grad, const Slot& slot) {
   return at::empty_strided(slot.sizes, slot.strides, dense.options()).copy_(dense);
 }
 
-void Bucket::write(const Slot& slot, const at::Tensor& grad, double scale, bool add) {
+void Bucket::write(size_t index, const at::Tensor& grad, double scale, bool add) {
+  const Slot& slot = slots_[index];
   if (slot.numel == 0) return;
+  if (own_.scatters) return write_runs(index, grad, scale, add);
   at::Tensor arranged;
   if (!is_arranged(grad, slot)) arranged = arrange(grad, slot);
   const at::Tensor& dense = arranged.defined() ? arranged : grad;
@@ -136,7 +141,7 @@ void Bucket::gradient_arrived(size_t index, double scale) {
     return;
   at::Tensor& grad = parameter(index).mutable_grad();
   if (!grad.defined()) return;  // a node returned no gradient
-  write(slot, grad, scale, /*add=*/slot.packed);
+  write(index, grad, scale, /*add=*/slot.packed);
   slot.packed = true;
   grad.reset();
 }
@@ -154,6 +159,7 @@ at::Tensor Bucket::take(size_t index) {
 
 void Bucket::complete(double scale) {
   if (plan_.sparse) return complete_sparse(scale);
+  if (own_.scatters) return complete_runs(scale);
   if (!plan_.device.is_cpu()) return complete_on_device(scale);
   for (size_t i = 0; i < slots_.size(); ++i) {
     Slot& slot = slots_[i];
@@ -162,7 +168,7 @@ void Bucket::complete(double scale) {
     const at::Tensor& grad = parameter(i).grad();
     if (grad.defined() && !shadow_) {
       if (slot.origin == GradOrigin::kInPlace && !slot.arrived) slot.saved = grad.clone();
-      write(slot, grad, scale, /*add=*/false);
+      write(i, grad, scale, /*add=*/false);
     } else {
       payload().narrow(0, slot.offset, slot.numel).zero_();
     }
@@ -260,10 +266,12 @@ void Bucket::deliver_shard(size_t index, const at::Tensor& earlier) {
   grad.defined() ? grad.set_data(reduced) : void(grad = std::move(reduced));
 }
 
-void Bucket::deliver_to(size_t index, const at::Tensor& owner) {
-  const int64_t offset = slots_[index].offset + own_.of(plan_.slots[index]).begin;
+void Bucket::deliver_to(size_t index, const at::Tensor& owner, double scale) {
+  const int64_t begin = own_.scatters ? 0 : own_.of(plan_.slots[index]).begin;
   at::Tensor part = owner.numel() == 0 ? at::empty_like(owner)
-                                       : range_of(buffer_, owner.sizes(), owner.strides(), offset);
+                                       : range_of(own_.scatters ? sums_ : buffer_, owner.sizes(),
+                                                  owner.strides(), slots_[index].offset + begin);
+  if (scale != 1) part.mul_(scale);
   if (part.scalar_type() != owner.scalar_type()) part = part.to(owner.scalar_type());
   at::Tensor& grad = owner.mutable_grad();
   grad.defined() ? void(grad.add_(part)) : void(grad = std::move(part));
@@ -288,6 +296,7 @@ std::vector<ShardRange> Bucket::own_ranges() const {
 }
 
 void Bucket::keep_own() {
+  if (own_.scatters) buffer_.reset();
   if (!buffer_.defined()) return;
   int64_t end = 0;
   for (const ShardRange& own : own_ranges()) {
@@ -314,7 +323,7 @@ void Bucket::adopt_range(size_t index, const Bucket& earlier) {
 }
 
 at::Tensor Bucket::payload() const {
-  return plan_.sparse ? buffer_ : buffer_.narrow(0, 0, plan_.numel);
+  return plan_.sparse || own_.scatters ? buffer_ : buffer_.narrow(0, 0, plan_.numel);
 }
 
 at::Tensor Bucket::tail() const { return buffer_.narrow(0, plan_.numel, tail_numel_); }

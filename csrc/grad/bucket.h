@@ -35,6 +35,11 @@ namespace trireme {
 // what others own are zeros that take no memory, and .grad has its full shape nevertheless. A .grad
 // that was reduced before is set aside by the reducer and added to what comes.
 //
+// Where ranks reduce_scatter what each of them keeps (OwnShards::scatters), the buffer holds one
+// run per rank, of what that rank owns of each gradient, padded to the longest: nothing else is
+// moved than what goes over the wire. It is taken when the first gradient comes and given up when
+// the sums are there; these are what .grad becomes.
+//
 // A buffer is used again for the next step only if nobody holds a range of it: a gradient that the
 // user kept from an earlier step is never overwritten. Such a bucket simply takes a new buffer.
 
@@ -42,6 +47,7 @@ namespace trireme {
 struct OwnShards {
   std::shared_ptr<const ShardPlan> plan;
   int64_t rank = 0;
+  bool scatters = false;
 
   explicit operator bool() const { return plan != nullptr; }
   ShardRange of(const BucketSlot& slot) const {
@@ -86,11 +92,14 @@ class TRIREME_API Bucket {
   // With shards: what this rank owns of the sum, plus what it owns of `earlier` (may be undefined),
   // which keeps its identity. Also in a shadow step.
   void deliver_shard(size_t slot, const at::Tensor& earlier);
-  // With shards: what this rank owns of the sum becomes the .grad of `owner`, which is shaped like
-  // its shard, or is added to it.
-  void deliver_to(size_t slot, const at::Tensor& owner);
-  // With shards: a collective has brought all of the sum. What others own is given up.
+  // With shards: what this rank owns of the sum, times `scale`, becomes the .grad of `owner`, which
+  // is shaped like its shard, or is added to it.
+  void deliver_to(size_t slot, const at::Tensor& owner, double scale);
+  // With shards: a collective has brought all of the sum, or with scatters what this rank owns of
+  // it. What others own is given up.
   void keep_own();
+  // With scatters: where what this rank owns of the sum goes, as a reduce_scatter of wire() has it.
+  const at::Tensor& sums();
   ShardRange own(size_t slot) const { return own_.of(plan_.slots[slot]); }
   // What this rank gets of wire(), in elements: ascending, apart from each other, the tail
   // included.
@@ -113,8 +122,9 @@ class TRIREME_API Bucket {
 
  private:
   struct Slot {
-    int64_t offset = 0;
+    int64_t offset = 0;  // with scatters, in the run of each rank
     int64_t numel = 0;
+    int64_t run_numel = 0;  // with scatters: in the run of each rank, padding included
     std::vector<int64_t> sizes;
     std::vector<int64_t> strides;
     GradOrigin origin = GradOrigin::kFresh;
@@ -131,7 +141,13 @@ class TRIREME_API Bucket {
   // Whether a gradient lies in memory as its range of the buffer does; and a copy that does.
   static bool is_arranged(const at::Tensor& grad, const Slot& slot);
   static at::Tensor arrange(const at::Tensor& grad, const Slot& slot);
-  void write(const Slot& slot, const at::Tensor& grad, double scale, bool add);
+  void write(size_t slot, const at::Tensor& grad, double scale, bool add);
+  void plan_runs();
+  void allocate_runs();
+  ShardRange part_of(size_t slot, int64_t rank) const;
+  void write_runs(size_t slot, const at::Tensor& grad, double scale, bool add);
+  void complete_runs(double scale);
+  std::vector<at::Tensor> runs_on_device();
   void complete_sparse(double scale);
   void complete_on_device(double scale);
 
@@ -143,6 +159,9 @@ class TRIREME_API Bucket {
   bool grads_may_alias_ = false;  // buffer and parameters have one dtype
   std::vector<Slot> slots_;
   at::Tensor buffer_;
+  // with scatters
+  int64_t run_numel_ = 0;
+  at::Tensor sums_;
 };
 
 }  // namespace trireme

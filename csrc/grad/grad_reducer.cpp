@@ -12,6 +12,12 @@ namespace trireme {
 
 using Clock = StepClock::Clock;
 
+namespace {
+
+constexpr size_t kMostInFlight = 2;
+
+}  // namespace
+
 void GradReducer::before_forward() {
   const std::lock_guard lock(mutex_);
   look_around();
@@ -182,6 +188,14 @@ void GradReducer::launch(size_t index) {
   pending_[index] = streams_ ? stream_->pending(index) : reduce(index);
   clock_.bucket_launched(buckets_[index].plan().bytes());
   ++next_launch_;
+  if (scatters_ && !streams_ && !manual_finalization_) keep_few_in_flight();
+}
+
+// Each bucket that is reduce_scattered has a buffer as long as it is on its way.
+void GradReducer::keep_few_in_flight() {
+  const auto begin = Clock::now();
+  while (next_launch_ - next_deliver_ > kMostInFlight) deliver_arrived(next_deliver_);
+  clock_.waited(Clock::now() - begin);
 }
 
 Pending GradReducer::reduce(size_t index) {

@@ -61,6 +61,10 @@ struct GradReducerOptions {
   // average, or has it added. The .grad of the parameter itself is then what this rank contributes,
   // and undefined once it was reduced.
   std::vector<at::Tensor> sharded_parameters = {};
+  // With sharded_parameters: the ranks among which gradients are scattered, if not all; and then
+  // those that have the same shards, over which these are summed up, too.
+  std::shared_ptr<Communicator> scatters_with = nullptr;
+  std::shared_ptr<Communicator> replicates_with = nullptr;
   // With sharded_parameters, by parameter: see ParameterInfo.
   std::vector<std::optional<at::ScalarType>> reduce_dtypes = {};
   // Every backward that accumulates into a parameter synchronizes, unless set_synchronize(false)
@@ -126,6 +130,10 @@ class TRIREME_API GradReducer final : public GradSink,
   void set_comm_hook(std::shared_ptr<CommHook> hook);
   // What sums are divided by: the number of ranks, unless a join counts only those still active.
   void set_divisor(double divisor);
+
+  // With sharded_parameters, by parameter: what its sum is divided by in place of that; as that
+  // where it is 0.
+  void set_divide_factors(std::vector<double> factors);
 
   // With manual finalization backward() returns after the last launch, and the caller calls
   // finalize_backward() exactly once per synchronized backward.
@@ -215,7 +223,13 @@ class TRIREME_API GradReducer final : public GradSink,
   bool has_owners() const { return !options_.sharded_parameters.empty(); }
   void widen_accumulated(size_t index);
   void watch_accumulated(size_t index);
-  OwnShards own_shards() const { return {options_.shards, communicator_->rank()}; }
+  const Communicator& sharers() const {
+    return options_.scatters_with ? *options_.scatters_with : *communicator_;
+  }
+  OwnShards own_shards(bool scatters) const {
+    return {options_.shards, sharers().rank(), scatters};
+  }
+  void keep_few_in_flight();
   void check_gradient(int64_t index, bool has_gradient);
   void collect(bool may_learn = true);
   void settle_map();
@@ -245,6 +259,7 @@ class TRIREME_API GradReducer final : public GradSink,
   bool asked_for_stream_ = false;
   std::vector<GradHook> hooks_;
   double divisor_ = 1;
+  std::vector<double> divide_factors_;
 
   // the plan and its memory
   std::vector<int64_t> order_;  // parameters in the order in which gradients are expected
@@ -274,6 +289,7 @@ class TRIREME_API GradReducer final : public GradSink,
   std::vector<bool> summed_;
   std::vector<std::string> labels_;
   bool tail_in_last_bucket_ = false;
+  bool scatters_ = false;  // buckets_ are reduce_scattered
   bool plan_is_stale_ = true;
   bool hook_froze_order_ = false;  // a communication hook may keep state by bucket index
   bool observing_ = true;          // this backward teaches the order

@@ -51,7 +51,11 @@ GradReducer::GradReducer(NamedParameters parameters, std::shared_ptr<Communicato
       infos_(describe_parameters(parameters)),
       communicator_(std::move(communicator)),
       options_(std::move(options)),
-      compressor_(make_identity_compressor(communicator_)),
+      compressor_(has_owners()
+                      ? make_scatter_compressor(
+                            options_.scatters_with ? options_.scatters_with : communicator_,
+                            options_.replicates_with)
+                      : make_identity_compressor(communicator_)),
       hooks_(parameters_.size()),
       divisor_(static_cast<double>(communicator_->world())),
       trailing_(parameters_.size(), false),
@@ -120,18 +124,21 @@ BucketPlan GradReducer::make_plan(std::vector<int64_t> order) const {
 void GradReducer::build_buckets() {
   plan_is_stale_ = false;
   BucketPlan plan = make_plan(order_);
+  const bool scatters = has_owners() && !(stream_ && BucketStream::takes(plan));
   const bool tail_fits =
-      compressor_->is_plain_sum() && !options_.defers_sums && !plan.buckets.empty() &&
+      compressor_->is_plain_sum() && !scatters && !options_.defers_sums && !plan.buckets.empty() &&
       !plan.buckets.back().sparse &&
       (plan.buckets.back().dtype == at::kFloat || plan.buckets.back().dtype == at::kDouble);
-  if (plan == plan_ && tail_fits == tail_in_last_bucket_ && !buckets_.empty()) return;
+  if (plan == plan_ && tail_fits == tail_in_last_bucket_ && scatters == scatters_ &&
+      !buckets_.empty())
+    return;
 
   std::vector<Bucket> buckets;
   std::vector<Place> places(parameters_.size());
   for (size_t b = 0; b < plan.buckets.size(); ++b) {
     const bool is_last = b + 1 == plan.buckets.size();
     buckets.emplace_back(plan.buckets[b], parameters_, is_last && tail_fits ? used_.numel() : 0,
-                         own_shards());
+                         own_shards(scatters));
     const std::vector<BucketSlot>& slots = plan.buckets[b].slots;
     for (size_t slot = 0; slot < slots.size(); ++slot) {
       const auto index = static_cast<size_t>(slots[slot].parameter);
@@ -147,6 +154,7 @@ void GradReducer::build_buckets() {
   places_ = std::move(places);
   buckets_ = std::move(buckets);
   tail_in_last_bucket_ = tail_fits;
+  scatters_ = scatters;
   waiting_slots_.assign(buckets_.size(), 0);
   labels_.clear();
   for (size_t b = 0; b < buckets_.size(); ++b)
@@ -157,7 +165,8 @@ void GradReducer::build_buckets() {
 void GradReducer::learn_order() {
   observing_ = false;
   // Here, and not when the reducer is made: one rank alone may copy or unpickle a module.
-  const bool may_stream = compressor_->is_plain_sum() && BucketStream::takes(plan_);
+  const bool may_stream =
+      compressor_->is_plain_sum() && !options_.replicates_with && BucketStream::takes(plan_);
   if (may_stream && !std::exchange(asked_for_stream_, true)) {
     BucketStream::Options options{.sharded = options_.shards != nullptr};
     if (options_.defers_sums)
@@ -248,7 +257,7 @@ void GradReducer::reduce_left_out(const std::vector<int64_t>& left_out,
                                   const std::vector<bool>& used) {
   const BucketPlan plan = make_plan(left_out);
   for (size_t b = 0; b < plan.buckets.size(); ++b) {
-    Bucket bucket(plan.buckets[b], parameters_, 0, own_shards());
+    Bucket bucket(plan.buckets[b], parameters_, 0, own_shards(has_owners()));
     bucket.begin_step(shadow_);
     bucket.complete(scale());
     const std::string label = "left-out " + bucket_label(plan, b, infos_);

@@ -98,7 +98,8 @@ void GradReducer::deliver(Bucket& bucket, size_t slot) {
   }
   const auto index = static_cast<size_t>(bucket.plan().slots[slot].parameter);
   if (has_owners()) {
-    bucket.deliver_to(slot, options_.sharded_parameters[index]);
+    const double factor = divide_factors_.empty() ? 0 : divide_factors_[index];
+    bucket.deliver_to(slot, options_.sharded_parameters[index], factor > 0 ? divisor_ / factor : 1);
     parameters_[index].mutable_grad().reset();
     return;
   }
@@ -191,6 +192,12 @@ void GradReducer::hold(const std::vector<bool>& held) {
   TORCH_INTERNAL_ASSERT(held.size() == parameters_.size());
   plan_is_stale_ = plan_is_stale_ || held != held_;
   held_ = held;
+}
+
+void GradReducer::set_divide_factors(std::vector<double> factors) {
+  const std::lock_guard lock(mutex_);
+  TORCH_INTERNAL_ASSERT(factors.size() == parameters_.size());
+  divide_factors_ = std::move(factors);
 }
 
 void GradReducer::reduce_accumulated() {

@@ -1,7 +1,10 @@
 #include <trireme/param/param_group.h>
 
 #include <trireme/common/error.h>
-#include <trireme/shm/segment.h>
+#include <trireme/common/trace.h>
+#include <trireme/memory/host_store.h>
+#include <trireme/param/gathered_params.h>
+#include <trireme/param/host_params.h>
 
 #include <c10/util/Exception.h>
 
@@ -12,48 +15,38 @@ namespace {
 
 constexpr const char* kArea = "fully_shard";
 
-std::shared_ptr<HostStore> make_store(const std::vector<ParameterInfo>& infos,
-                                      Communicator& communicator) {
-  const RankOf where = communicator.rank_of();
-  const int64_t bytes = HostStore::bytes_for(infos, where.world);
-  if (where.world == 1) {  // nobody to share it with
-    auto segment = shm::Segment::create(shm::SegmentKind::kAnonymous, bytes);
-    return HostStore::make(std::make_shared<const shm::Segment>(std::move(segment)), infos, where);
-  }
-  SharedMemory memory = communicator.share_memory(bytes, "parameters of " + infos.front().name);
-  TORCH_CHECK_NOT_IMPLEMENTED(
-      memory.segment,
-      error_text(kArea, "got ranks that do not share parameters: " + memory.why_not, where,
-                 "Start the ranks on one host with the backend \"trireme\" and parameters on the "
-                 "CPU; other ranks need the all-gather path, which is not built yet."));
-  return HostStore::make(std::move(memory.segment), infos, where);
+uint32_t version_of(const at::Tensor& tensor) {
+  return tensor.is_inference() ? 0 : static_cast<uint32_t>(tensor._version());
+}
+
+std::string label_of(const std::vector<ShardedParamSpec>& specs) {
+  const std::string& first = specs.front().name;
+  return specs.size() == 1 ? first : first + " .. " + specs.back().name;
 }
 
 }  // namespace
 
-ParamGroup::ParamGroup(std::vector<ShardedParamSpec> specs,
-                       std::shared_ptr<Communicator> communicator)
-    : communicator_(std::move(communicator)) {
+bool ParamGroup::gathers_over(Communicator& communicator, c10::Device device) {
+  return !device.is_cpu() || (communicator.world() > 1 && communicator.host_group() == nullptr);
+}
+
+ParamGroup::ParamGroup(ParamGroupRequest request)
+    : communicator_(std::move(request.communicator)),
+      gathers_with_(request.gathers_with ? std::move(request.gathers_with) : communicator_),
+      device_(request.device) {
   const RankOf where = communicator_->rank_of();
-  TORCH_CHECK_VALUE(!specs.empty(), error_text(kArea, "got a group without parameters", where,
-                                               "Shard a module that has some."));
-  std::vector<ParameterInfo> original;
-  std::vector<ParameterInfo> cast;
-  bool casts = false;
-  for (const ShardedParamSpec& spec : specs) {
-    original.push_back(stored_info(spec, spec.dtype));
-    cast.push_back(stored_info(spec, spec.param_dtype.value_or(spec.dtype)));
-    if (!spec.is_cast()) {  // takes no room there
-      cast.back().sizes = {0};
-      cast.back().numel = 0;
-    }
-    casts = casts || spec.is_cast();
+  TORCH_CHECK_VALUE(!request.specs.empty(), error_text(kArea, "got a group without parameters",
+                                                       where, "Shard a module that has some."));
+  label_ = label_of(request.specs);
+  gathers_ = request.always_gathers || gathers_over(*communicator_, device_);
+  if (gathers_) {
+    memory_ = std::make_shared<GatheredParams>(request.specs, gathers_with_, device_);
+  } else {
+    memory_ = std::make_shared<HostParams>(request.specs, communicator_);
   }
-  stores_.original = make_store(original, *communicator_);
-  if (casts) stores_.cast = make_store(cast, *communicator_);
-  for (size_t i = 0; i < specs.size(); ++i)
-    params_.emplace_back(std::move(specs[i]), static_cast<int64_t>(i), where, stores_);
-  for (const ShardedParam& param : params_) shards_.push_back(param.sharded());
+  for (size_t i = 0; i < request.specs.size(); ++i)
+    params_.emplace_back(std::move(request.specs[i]), where,
+                         memory_->place(static_cast<int64_t>(i)));
 }
 
 void ParamGroup::set_face(std::shared_ptr<const ModuleFace> face, std::vector<at::Tensor> leaves) {
@@ -74,36 +67,63 @@ void ParamGroup::follow_requires_grad() {
 }
 
 void ParamGroup::unshard() {
-  if (std::exchange(is_unsharded_, true)) return;
+  if (!gathers_) return;
+  TRIREME_TRACE("param_group.unshard");
+  wait_for_unshard();
+  gathering_ = memory_->gather("unit " + label_);
+  has_unsharded_ = true;
+}
+
+void ParamGroup::wait_for_unshard() {
+  Pending arriving = std::exchange(gathering_, {});
+  try {
+    arriving.wait();
+  } catch (...) {
+    has_unsharded_ = false;  // but keeps its memory: an engine may still write there
+    throw;
+  }
+}
+
+void ParamGroup::show_unsharded() {
+  if (std::exchange(is_shown_, true)) return;
   face_->show(true);
 }
 
+void ParamGroup::show_sharded() {
+  if (std::exchange(is_shown_, false)) face_->show(false);
+}
+
 void ParamGroup::reshard() {
-  if (!std::exchange(is_unsharded_, false)) return;
-  face_->show(false);
+  show_sharded();
+  if (!std::exchange(has_unsharded_, false)) return;
+  wait_for_unshard();
+  memory_->release();
 }
 
 void ParamGroup::finish_writes() {
   for (const ShardedParam& param : params_) param.cast_own();
-  stores_.original->snapshot_versions(shards_);
   note_versions();
+}
+
+void ParamGroup::share_writes() {
+  finish_writes();
+  communicator_->all_gather_in_host(memory_->parts(), "unit " + label_).wait();
+}
+
+ParamGroup::Versions ParamGroup::versions_of(size_t parameter) const {
+  return {version_of(params_[parameter].sharded()), face_->version(parameter),
+          version_of(leaves_[parameter])};
 }
 
 void ParamGroup::note_versions() {
   versions_.clear();
-  leaf_versions_.clear();
-  for (size_t i = 0; i < leaves_.size(); ++i) {
-    versions_.push_back(face_->version(i));
-    leaf_versions_.push_back(static_cast<uint32_t>(leaves_[i]._version()));
-  }
+  for (size_t i = 0; i < leaves_.size(); ++i) versions_.push_back(versions_of(i));
 }
 
 std::vector<int64_t> ParamGroup::changed_outside() const {
-  std::vector<int64_t> changed = stores_.original->changed_outside(shards_);
+  std::vector<int64_t> changed;
   for (size_t i = 0; i < versions_.size(); ++i)
-    if (versions_[i] != face_->version(i) ||
-        leaf_versions_[i] != static_cast<uint32_t>(leaves_[i]._version()))
-      changed.push_back(static_cast<int64_t>(i));
+    if (versions_[i] != versions_of(i)) changed.push_back(static_cast<int64_t>(i));
   return changed;
 }
 

@@ -1,10 +1,13 @@
 #pragma once
 
-// Parameter path 2/2. In: sharded_param.h  Out: forward and backward
+// Parameter path 2/3. In: sharded_param.h  Out: prefetch.h
 
 #include <trireme/comm/communicator.h>
 #include <trireme/common/export.h>
+#include <trireme/param/param_memory.h>
 #include <trireme/param/sharded_param.h>
+
+#include <c10/core/Device.h>
 
 #include <cstdint>
 #include <memory>
@@ -27,22 +30,44 @@ class TRIREME_API ModuleFace {
   virtual uint32_t version(size_t /*parameter*/) const { return 0; }
 };
 
-// Parameters that are unsharded and resharded together: those of one unit of a model. On a host's
-// shared memory nothing moves when they are, so that a group is what changes hands together: who
-// asks the unit's module for a parameter gets the sharded ones, or the unsharded ones.
+struct ParamGroupRequest {
+  std::vector<ShardedParamSpec> specs;
+  // Of the ranks among which parameters are sharded.
+  std::shared_ptr<Communicator> communicator;
+  // Of the same ranks, for what is gathered: another one than gradients use, since ranks may come
+  // to the two in different orders. `communicator` if null.
+  std::shared_ptr<Communicator> gathers_with = nullptr;
+  c10::Device device = c10::kCPU;
+  // Gather also where ranks share memory.
+  bool always_gathers = false;
+};
+
+// Parameters that are unsharded and resharded together: those of one unit of a model. Who asks the
+// unit's module for a parameter gets the sharded ones, or the unsharded ones. On CPU, where the
+// ranks of a host share memory, nothing moves meanwhile; else they are gathered. See [Note: a
+// parameter, sharded and unsharded].
 //
-// Memory: each dtype of the parameters once per host, that of param_dtype in addition. One thread
-// at a time.
+// Memory: on a host, each dtype of the parameters once, that of param_dtype in addition; else see
+// gathered_params.h. One thread at a time.
 class TRIREME_API ParamGroup {
  public:
-  // Collective over the ranks of `communicator`, which share a host's memory, or are one. All pass
-  // the same specs. Throws ValueError on all ranks where they differ; c10::Error where memory is
-  // not shared.
-  ParamGroup(std::vector<ShardedParamSpec> specs, std::shared_ptr<Communicator> communicator);
+  // Collective; all ranks pass the same specs. Throws ValueError for none; c10::Error on all ranks
+  // where memory that should be shared is refused.
+  explicit ParamGroup(ParamGroupRequest request);
+  // Whether one of these would gather.
+  static bool gathers_over(Communicator& communicator, c10::Device device);
 
   const std::vector<ShardedParam>& params() const { return params_; }
   const std::shared_ptr<Communicator>& communicator() const { return communicator_; }
-  const std::shared_ptr<HostStore>& store() const { return stores_.original; }
+  const std::shared_ptr<Communicator>& gathers_with() const { return gathers_with_; }
+  c10::Device device() const { return device_; }
+  // Null if it gathers.
+  std::shared_ptr<HostStore> store() const { return memory_->store(); }
+  bool gathers() const { return gathers_; }
+  ParamMemory& memory() { return *memory_; }
+  // "block 3: layer.1.weight .. layer.2.bias"
+  const std::string& label() const { return label_; }
+  void set_label(std::string label) { label_ = std::move(label); }
 
   // `leaves`: what autograd works on, over the memory of unsharded(), by parameter.
   void set_face(std::shared_ptr<const ModuleFace> face, std::vector<at::Tensor> leaves);
@@ -54,17 +79,30 @@ class TRIREME_API ParamGroup {
   void set_reshard_after_backward(bool reshard) { reshard_after_backward_ = reshard; }
   bool reshard_after_backward() const { return reshard_after_backward_; }
 
-  bool is_unsharded() const { return is_unsharded_; }
-  // The parameters have been written by all ranks: the step gate has seen to that.
+  // Starts to gather the parameters, all of which ranks have written, once more if they are there.
+  // Collective where the group gathers, and nothing else.
   void unshard();
+  // Until they are there; nothing if they are not on their way.
+  void wait_for_unshard();
+  // Whether they are there, or on their way.
+  bool has_unsharded() const { return has_unsharded_ || !gathers_; }
+  // The module shows them; they are there.
+  void show_unsharded();
+  bool is_shown() const { return is_shown_; }
+  // The module shows the sharded ones.
+  void show_sharded();
+  // That, and the memory of the others goes.
   void reshard();
   // The unsharded leaves require gradients where the sharded ones do, and the other way round where
   // it was set on a leaf.
   void follow_requires_grad();
 
-  // What this rank wrote is complete: casts it where a param_dtype asks for that, and notes
+  // What this rank wrote is complete: casts it where others read it in param_dtype, and notes
   // autograd's counters.
   void finish_writes();
+  // The same where there is no step gate yet: after it any rank may read what all have written.
+  // Collective.
+  void share_writes();
   // Parameters that were written in place since finish_writes(), sharded or unsharded, by index.
   std::vector<int64_t> changed_outside() const;
   // Others have written: a graph that still holds what was there before raises.
@@ -74,16 +112,27 @@ class TRIREME_API ParamGroup {
   void note_versions();
 
   std::shared_ptr<Communicator> communicator_;
-  ParamStores stores_;
+  std::shared_ptr<Communicator> gathers_with_;
+  c10::Device device_;
+  std::shared_ptr<ParamMemory> memory_;
+  bool gathers_ = false;
   std::vector<ShardedParam> params_;
-  std::vector<at::Tensor> shards_;  // of params_
   std::shared_ptr<const ModuleFace> face_;
   std::vector<at::Tensor> leaves_;
   std::vector<bool> leaves_require_grad_;  // when last followed
-  // By face_, and of leaves_, when writes were complete.
-  std::vector<uint32_t> versions_;
-  std::vector<uint32_t> leaf_versions_;
-  bool is_unsharded_ = false;
+  std::string label_;
+  // Of the shards, of what face_ shows for them, and of leaves_, when writes were complete.
+  struct Versions {
+    uint32_t shard = 0;
+    uint32_t shown = 0;
+    uint32_t leaf = 0;
+    bool operator==(const Versions&) const = default;
+  };
+  Versions versions_of(size_t parameter) const;
+  std::vector<Versions> versions_;
+  Pending gathering_;
+  bool has_unsharded_ = false;
+  bool is_shown_ = false;
   bool reshard_after_forward_ = true;
   bool reshard_after_backward_ = true;
 };

@@ -7,7 +7,7 @@
 #include <algorithm>
 #include <utility>
 
-// See [Note: a parameter of a host, sharded and unsharded] in sharded_param.h.
+// See [Note: a parameter, sharded and unsharded] in sharded_param.h.
 
 namespace trireme {
 
@@ -18,45 +18,38 @@ ParameterInfo stored_info(const ShardedParamSpec& spec, at::ScalarType dtype) {
   return {spec.name, std::move(sizes), numel, dtype, c10::kCPU, false, spec.requires_grad};
 }
 
-ShardedParam::ShardedParam(ShardedParamSpec spec, int64_t index, RankOf where,
-                           const ParamStores& stores)
-    : spec_(std::move(spec)) {
-  if (spec_.is_replicated()) {
-    const at::Tensor own_copy = at::zeros({1}, at::TensorOptions().dtype(spec_.dtype));
-    sharded_ = range_of(own_copy, {}, {}, 0);
-    unsharded_ = spec_.is_cast() ? at::zeros({}, at::TensorOptions().dtype(*spec_.param_dtype))
-                                 : range_of(own_copy, {}, {}, 0);
-    own_cast_ = unsharded_;
-    place_ = sharded_.detach();
-    return;
-  }
-  const int64_t rows = spec_.sizes[static_cast<size_t>(spec_.dim)];
-  const int64_t chunk = (rows + where.world - 1) / where.world;
-  first_row_ = std::min(where.rank * chunk, rows);
-  rows_ = std::min(chunk, rows - first_row_);
-  const auto shard_of = [&](HostStore& store) {
-    const ParameterInfo& info = store.parameters()[static_cast<size_t>(index)];
-    const int64_t row_numel = rows == 0 ? 0 : info.numel / rows;
-    std::vector<int64_t> sizes = info.sizes;
-    sizes.front() = rows_;
-    return along_dim(store.shard(index, {first_row_ * row_numel, rows_ * row_numel}, sizes));
-  };
-  sharded_ = shard_of(*stores.original);
-  place_ = sharded_.detach();
-  HostStore& read_from = spec_.is_cast() ? *stores.cast : *stores.original;
-  unsharded_ = along_dim(read_from.whole(index));
-  if (spec_.is_cast()) own_cast_ = shard_of(*stores.cast);
+ShardRows::ShardRows(const ShardedParamSpec& spec, RankOf where) {
+  if (spec.is_replicated()) return;
+  const int64_t rows = spec.sizes[static_cast<size_t>(spec.dim)];
+  most = (rows + where.world - 1) / where.world;
+  first = std::min(where.rank * most, rows);
+  count = std::min(most, rows - first);
+  numel = rows == 0 ? 0 : c10::multiply_integers(spec.sizes) / rows;
 }
 
-// The dimension that lies first in memory goes where the user has it.
+ShardedParam::ShardedParam(ShardedParamSpec spec, RankOf where, const ParamPlace& place)
+    : spec_(std::move(spec)),
+      rows_(spec_, where),
+      sharded_(along_dim(place.shard)),
+      place_(sharded_.detach()),
+      unsharded_(along_dim(place.whole)) {
+  if (place.own_cast.defined()) own_cast_ = along_dim(place.own_cast);
+}
+
+// The dimension that lies first in memory goes where the user has it. By hand: `stored` may have no
+// memory now.
 at::Tensor ShardedParam::along_dim(const at::Tensor& stored) const {
   if (spec_.dim == 0) return stored;
-  const at::Tensor view = stored.movedim(0, spec_.dim);
-  return range_of(view, view.sizes(), view.strides(), 0);
+  const auto moved = [this](at::IntArrayRef of_stored) {
+    std::vector<int64_t> of_user = of_stored.vec();
+    std::rotate(of_user.begin(), of_user.begin() + 1, of_user.begin() + 1 + spec_.dim);
+    return of_user;
+  };
+  return range_of(stored, moved(stored.sizes()), moved(stored.strides()), stored.storage_offset());
 }
 
 void ShardedParam::write_whole(const at::Tensor& whole) const {
-  write_shard(spec_.is_replicated() ? whole : whole.narrow(spec_.dim, first_row_, rows_));
+  write_shard(spec_.is_replicated() ? whole : whole.narrow(spec_.dim, rows_.first, rows_.count));
 }
 
 void ShardedParam::write_shard(const at::Tensor& shard) const {
@@ -65,7 +58,7 @@ void ShardedParam::write_shard(const at::Tensor& shard) const {
 }
 
 void ShardedParam::cast_own() const {
-  if (!spec_.is_cast()) return;
+  if (!own_cast_.defined()) return;
   const at::NoGradGuard no_grad;
   own_cast_.copy_(sharded_);
 }

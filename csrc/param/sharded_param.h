@@ -1,33 +1,36 @@
 #pragma once
 
-// Parameter path 1/2. In: fully_shard  Out: param_group.h
+// Parameter path 1/3. In: fully_shard  Out: param_group.h
 
+#include <trireme/common/error.h>
 #include <trireme/common/export.h>
 #include <trireme/memory/bucket_plan.h>
-#include <trireme/memory/host_store.h>
-#include <trireme/memory/shard_plan.h>
 
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
-#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
 
 namespace trireme {
 
-// [Note: a parameter of a host, sharded and unsharded]
+// [Note: a parameter, sharded and unsharded]
 //
 //   sharded     this rank's slice of dimension `dim`, by torch.chunk's rule; what the optimizer
 //               writes, in the parameter's dtype
 //   unsharded   all of it; what forward and backward read, in param_dtype
 //
-// Both lie in memory that the ranks of the host share, and for one dtype the first is a part of the
-// second: nothing is gathered. Memory runs along `dim` first, so that each shard is one piece; an
-// unsharded parameter that is sharded along another dimension than its first is a strided tensor.
-// With a param_dtype of its own there are two stores, and each owner casts its shard once per step
-// for the whole host.
+// Memory runs along `dim` first, so that each shard is one piece, and the shards of all ranks laid
+// end to end are the parameter: nothing is ever copied out of what was gathered. An unsharded
+// parameter that is sharded along another dimension than its first is a strided tensor.
+//
+//   host_params.h      both lie in memory that the ranks of a host share, and for one dtype the
+//                      first is a part of the second: nothing is gathered on a host. With a
+//                      param_dtype of its own there are two stores, and each owner casts its shard
+//                      once per step for the whole host
+//   gathered_params.h  each rank has its shards, and gathers the rest into a buffer of its own when
+//                      they are needed
 //
 // A parameter without dimensions has nothing to shard: each rank has and steps its own, and all of
 // them come to the same.
@@ -48,43 +51,54 @@ struct ShardedParamSpec {
 // As it lies in memory: the sharded dimension first.
 TRIREME_API ParameterInfo stored_info(const ShardedParamSpec& spec, at::ScalarType dtype);
 
-// Where parameters of a group lie; `cast` is null where none is cast.
-struct ParamStores {
-  std::shared_ptr<HostStore> original;
-  std::shared_ptr<HostStore> cast;
+// Of the sharded dimension, what a rank has.
+struct ShardRows {
+  int64_t first = 0;
+  int64_t count = 0;
+  int64_t most = 0;   // that any rank has
+  int64_t numel = 0;  // elements of a row
+
+  ShardRows(const ShardedParamSpec& spec, RankOf where);
+};
+
+// Where a parameter lies, the sharded dimension first.
+struct ParamPlace {
+  at::Tensor shard;     // of this rank, in the parameter's dtype
+  at::Tensor whole;     // in param_dtype
+  at::Tensor own_cast;  // of `whole`, this rank's part, if its owner has to keep that up to date
 };
 
 class TRIREME_API ShardedParam {
  public:
-  // `index`: in the stores.
-  ShardedParam(ShardedParamSpec spec, int64_t index, RankOf where, const ParamStores& stores);
+  // `where`: among the ranks that share the parameter.
+  ShardedParam(ShardedParamSpec spec, RankOf where, const ParamPlace& place);
 
   const ShardedParamSpec& spec() const { return spec_; }
 
-  // Over the stores; the same tensors in every call.
+  // Over the group's memory; the same tensors in every call.
   const at::Tensor& sharded() const { return sharded_; }
   const at::Tensor& unsharded() const { return unsharded_; }
 
   // Writes this rank's shard: of a whole parameter, or from a tensor shaped like sharded().
   void write_whole(const at::Tensor& whole) const;
   void write_shard(const at::Tensor& shard) const;
-  // Whether sharded() still is where all ranks look for it; no longer after `.data =`.
+  // Whether sharded() still is where the group looks for it; no longer after `.data =`.
   bool lies_in_store() const { return sharded_.const_data_ptr() == place_.const_data_ptr(); }
   // It is there again.
   void return_to_store() const { sharded_.set_data(place_); }
-  // Of a param_dtype of its own: brings this rank's part of unsharded() up to date.
+  // Of a param_dtype of its own: brings this rank's part of unsharded() up to date, where others
+  // read it.
   void cast_own() const;
-
- private:
+  // `stored`, shaped as it lies in memory, as the user sees it.
   at::Tensor along_dim(const at::Tensor& stored) const;
 
+ private:
   ShardedParamSpec spec_;
-  int64_t first_row_ = 0;  // of the sharded dimension
-  int64_t rows_ = 0;
+  ShardRows rows_;
   at::Tensor sharded_;
   at::Tensor place_;  // where sharded_ belongs
   at::Tensor unsharded_;
-  at::Tensor own_cast_;  // this rank's part of unsharded_, if that has a dtype of its own
+  at::Tensor own_cast_;
 };
 
 }  // namespace trireme

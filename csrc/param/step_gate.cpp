@@ -8,18 +8,20 @@
 
 namespace trireme {
 
-StepGate::StepGate(std::shared_ptr<HostStore> store, std::shared_ptr<Communicator> communicator)
-    : store_(std::move(store)), communicator_(std::move(communicator)) {}
+StepGate::StepGate(std::shared_ptr<HostStore> store, std::shared_ptr<Communicator> communicator,
+                   PartsByRank parts)
+    : store_(std::move(store)), communicator_(std::move(communicator)), parts_(std::move(parts)) {}
 
 void StepGate::begin_reading() {
   if (!is_writing_) return;
   TRIREME_TRACE("step_gate.begin_reading");
-  store_->publish_version(version_);
-  if (shm::HostGroup* group = communicator_->host_group()) {
+  if (store_) store_->publish_version(version_);
+  const std::string name = "step gate: written, parameters of version " + std::to_string(version_);
+  if (!parts_.empty()) {
+    communicator_->all_gather_in_host(parts_, name).wait();
+  } else if (shm::HostGroup* group = store_ ? communicator_->host_group() : nullptr) {
     wake_peers(*group);
     const auto written = [this](int64_t rank) -> const auto& { return store_->version_of(rank); };
-    const std::string name =
-        "step gate: written, parameters of version " + std::to_string(version_);
     wait_for_peers(*group, written, version_, name);
   }
   is_writing_ = false;
@@ -28,8 +30,8 @@ void StepGate::begin_reading() {
 void StepGate::begin_writing() {
   if (is_writing_) return;
   TRIREME_TRACE("step_gate.begin_writing");
-  store_->publish_release(version_);
-  if (shm::HostGroup* group = communicator_->host_group()) {
+  if (store_) store_->publish_release(version_);
+  if (shm::HostGroup* group = store_ ? communicator_->host_group() : nullptr) {
     wake_peers(*group);
     const auto released = [this](int64_t rank) -> const auto& { return store_->release_of(rank); };
     const std::string name =

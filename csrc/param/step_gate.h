@@ -22,12 +22,18 @@ namespace trireme {
 // forwards without backward, and more of them on one rank than on another, are right by
 // construction. begin_writing() says "I read nothing of version k" and waits until all have.
 //
+// Of a group on several hosts each has a store. There begin_reading(), if this rank is writing, is
+// one collective, which brings to each host what the ranks of the others have written; then "all"
+// are all ranks of the group. begin_writing() is the business of each host.
+//
 // The first version is what ranks write before their first forward.
 class TRIREME_API StepGate {
  public:
-  // `store`: whose counters are used; shared by the ranks of `communicator`, which share memory, or
-  // are one.
-  StepGate(std::shared_ptr<HostStore> store, std::shared_ptr<Communicator> communicator);
+  // `store`: whose counters are used; shared by the ranks of this host, or of one rank; null where
+  // nobody reads what another one writes, and nothing is waited for. `parts`: on several hosts,
+  // what each rank writes and others read; see Communicator::all_gather_in_host.
+  StepGate(std::shared_ptr<HostStore> store, std::shared_ptr<Communicator> communicator,
+           PartsByRank parts = {});
 
   bool is_writing() const { return is_writing_; }
   // Of what is being written or read; counts from 1.
@@ -42,6 +48,7 @@ class TRIREME_API StepGate {
  private:
   std::shared_ptr<HostStore> store_;
   std::shared_ptr<Communicator> communicator_;
+  PartsByRank parts_;  // empty on one host
   uint64_t version_ = 1;
   bool is_writing_ = true;
 };

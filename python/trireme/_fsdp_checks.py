@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from trireme._C import error_text
+from trireme._fsdp_mesh import FsdpMesh
 from trireme._parameter_owners import unit_of
 
 
@@ -22,12 +23,8 @@ def refuse(got: str, next_step: str, *, kind: type[Exception] = ValueError) -> N
 
 
 def not_here(got: str) -> NoReturn:
-    """For what has a meaning only where parameters are gathered."""
-    refuse(
-        f"got {got}, which ranks that share a host's memory have no use for",
-        "It comes with the all-gather path; leave it out until then.",
-        kind=NotImplementedError,
-    )
+    """For what torch has and we do not."""
+    refuse(f"got {got}, which is not implemented", "Leave it out.", kind=NotImplementedError)
 
 
 def check_module(module: Any) -> None:
@@ -47,8 +44,8 @@ def check_module(module: Any) -> None:
         )
 
 
-def resolve_mesh(mesh: DeviceMesh | None, dp_mesh_dims: object) -> DeviceMesh:
-    """``mesh``, or one of all ranks on CPU."""
+def resolve_mesh(mesh: DeviceMesh | None, dp_mesh_dims: object) -> FsdpMesh:
+    """``mesh``, or one of all ranks, on the accelerator if their group has an engine for it."""
     if dp_mesh_dims is not None:
         not_here("dp_mesh_dims")
     if mesh is None:
@@ -58,24 +55,30 @@ def resolve_mesh(mesh: DeviceMesh | None, dp_mesh_dims: object) -> DeviceMesh:
                 "Call trireme.init() first, or pass mesh=.",
                 kind=RuntimeError,
             )
-        return init_device_mesh("cpu", (dist.get_world_size(),))
+        return FsdpMesh(init_device_mesh(_default_device_type(), (dist.get_world_size(),)))
     if not isinstance(mesh, DeviceMesh):
         refuse(f"got {type(mesh).__name__} as mesh, expected a DeviceMesh", "Use init_device_mesh.")
     if mesh.ndim not in (1, 2):
         refuse(
-            f"got a mesh of {mesh.ndim} dimensions, expected 1 (sharded)",
-            "Pass one dimension of it: mesh['dp'].",
+            f"got a mesh of {mesh.ndim} dimensions, expected 1 (sharded) or 2 (replicated, "
+            "sharded)",
+            "Pass one or two dimensions of it: mesh['replicate', 'shard'].",
         )
-    if mesh.ndim == 2:
-        not_here("a mesh of 2 dimensions (HSDP)")
-    if mesh.device_type != "cpu":
-        not_here(f"a mesh of {mesh.device_type} devices")
-    return mesh
+    if dist.get_rank() not in mesh.mesh.flatten().tolist():
+        refuse(f"got {mesh}, in which this rank is not", "Call fully_shard on its ranks only.")
+    return FsdpMesh(mesh)
 
 
-def resolve_reshard(reshard_after_forward: bool | int | None, world: int) -> bool:
+def _default_device_type() -> str:
+    group = dist.group.WORLD
+    kinds = {device.type for device in group._device_types} if group is not None else set()
+    return "cuda" if torch.cuda.is_available() and "cuda" in kinds else "cpu"
+
+
+def resolve_reshard(reshard_after_forward: bool | int | None, world: int) -> bool | None:
+    """Whether units reshard after forward; None if that depends on whether they are the root."""
     if reshard_after_forward is None or isinstance(reshard_after_forward, bool):
-        return reshard_after_forward is not False
+        return reshard_after_forward
     if not isinstance(reshard_after_forward, int):
         refuse(
             f"got reshard_after_forward={reshard_after_forward!r}, expected a bool, an int or None",
@@ -91,7 +94,7 @@ def resolve_reshard(reshard_after_forward: bool | int | None, world: int) -> boo
     return reshard_after_forward > 1
 
 
-def check_parameter(name: str, param: nn.Parameter) -> None:
+def check_parameter(name: str, param: nn.Parameter, device: torch.device) -> None:
     if unit_of(param) is not None:
         refuse(
             f"got '{name}', which is in an outer unit already",
@@ -101,8 +104,11 @@ def check_parameter(name: str, param: nn.Parameter) -> None:
         not_here(f"'{name}', which is a DTensor already")
     if param.layout != torch.strided:
         refuse(f"got '{name}' of layout {param.layout}, expected a dense one", "Make it dense.")
-    if param.device.type not in ("cpu", "meta"):
-        not_here(f"'{name}' on {param.device}")
+    if param.device.type not in ("cpu", "meta", device.type):
+        refuse(
+            f"got '{name}' on {param.device}, expected it on {device}, where the mesh is",
+            "Move the module, or pass a mesh of its device.",
+        )
 
 
 def check_gradient_dtype(name: str, param: nn.Parameter) -> None:

@@ -9,12 +9,12 @@ from torch.distributed.algorithms.join import Join, JoinHook
 from torch.optim import Optimizer
 
 if TYPE_CHECKING:
+    from trireme._fsdp_module import FSDPModule
     from trireme._fsdp_root import FsdpRoot
-    from trireme.fsdp import FSDPModule
 
 
 class FsdpJoinHook(JoinHook):
-    """Takes part in backwards with zeros, and steps this rank's shards."""
+    """Takes part in forwards and backwards with zeros, and steps this rank's shards."""
 
     def __init__(
         self, module: FSDPModule, optimizer: Optimizer, divide_by_initial_world_size: bool
@@ -30,7 +30,7 @@ class FsdpJoinHook(JoinHook):
             return
         self.optimizer.zero_grad()  # with what this rank still has it has stepped
         core.begin_reading()
-        core.shadow_backward()
+        core.shadow_step(self.root.units[0].group)
         self.optimizer.step()
         self.optimizer.zero_grad()
 
@@ -45,7 +45,7 @@ def notify_of_forward(root: FsdpRoot) -> None:
     work = Join.notify_join_context(module)  # type: ignore[arg-type]
     if work is None or root.core is None:
         return
-    divisor = root.units[0].mesh.size()
+    divisor = root.units[0].mesh.world
     if root.divides_by_active_ranks:
         work.wait()
         divisor = int(work.get_future().value()[0].item())

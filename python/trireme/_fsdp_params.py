@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from trireme._fsdp_checks import check_gradient_dtype, check_parameter, refuse, shard_dim
@@ -19,6 +18,7 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     from trireme._C import ParamGroup
+    from trireme._fsdp_mesh import FsdpMesh
 
 # Up to torch 2.14 gradients were reduced in param_dtype where no reduce_dtype was given.
 _REDUCES_IN_ORIGINAL_DTYPE = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15)
@@ -65,14 +65,14 @@ class ShardedParameter:
             self.specs[local.dtype] = spec
         return DTensor(local, spec, requires_grad=requires_grad)
 
-    def describe_on(self, mesh: DeviceMesh) -> None:
+    def describe_on(self, mesh: FsdpMesh) -> None:
         """Says how the parameter lies on ``mesh``."""
         original = self.original
         assert original is not None
-        placement: Placement = Shard(self.dim) if original.ndim else Replicate()
+        placements = mesh.placements(self.dim if original.ndim else None)
         whole = torch.empty(original.shape, device="meta")
         meta = TensorMeta(original.shape, whole.stride(), original.dtype)
-        self.specs[original.dtype] = DTensorSpec(mesh, (placement,), tensor_meta=meta)
+        self.specs[original.dtype] = DTensorSpec(mesh.mesh, placements, tensor_meta=meta)
 
     def receive(self, part: torch.Tensor) -> None:
         """``part`` of the averaged gradient becomes ``.grad``, or is added to it."""
@@ -96,6 +96,7 @@ def collect(
     ignored: set[nn.Parameter],
     placement_of: Callable[[nn.Parameter], Any] | None,
     policy: MixedPrecisionPolicy,
+    device: torch.device,
 ) -> list[ShardedParameter]:
     """The parameters of ``modules``, each once, in the order of their names.
 
@@ -110,7 +111,7 @@ def collect(
                 continue
             if param not in found:
                 full_name = f"{prefixes[module]}.{name}".removeprefix(".")
-                check_parameter(full_name, param)
+                check_parameter(full_name, param, device)
                 dim = shard_dim(full_name, param, placement_of)
                 found[param] = ShardedParameter(full_name, param, [], dim)
                 _set_dtypes(found[param], policy)
@@ -134,7 +135,7 @@ def _set_dtypes(one: ShardedParameter, policy: MixedPrecisionPolicy) -> None:
         one.reduce_dtype = one.param_dtype
 
 
-def shard(group: ParamGroup, params: Sequence[ShardedParameter], mesh: DeviceMesh) -> None:
+def shard(group: ParamGroup, params: Sequence[ShardedParameter], mesh: FsdpMesh) -> None:
     """Writes this rank's shards of the original parameters, which are given up for DTensors."""
     locals_, wholes = group.sharded(), group.unsharded()
     for index, one in enumerate(params):

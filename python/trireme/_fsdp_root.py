@@ -26,6 +26,7 @@ class FsdpRoot:
             one.follow_casts()
         self.units = units
         self.finalizes_manually = False
+        self.gathers_dynamically = False
         self.divides_by_active_ranks = False
         prefixes = {one: name for name, one in module.named_modules()}
         self.params: list[ShardedParameter] = []
@@ -34,13 +35,17 @@ class FsdpRoot:
                 owner, name = param.places[0]
                 param.name = f"{prefixes[owner]}.{name}".removeprefix(".")
                 self.params.append(param)
+            if one.group is not None:  # what errors call it
+                ends = dict.fromkeys((one.params[0].name, one.params[-1].name))
+                one.group.label = " .. ".join(ends)
         groups = [one.group for one in units if one.group is not None]
         self.core: Fsdp | None = None
         if groups:
             self.core = Fsdp(
                 groups=groups,
                 names=[param.name for param in self.params],
-                communicator=unit.communicator,
+                communicator=unit.mesh.communicator,
+                replicates_with=unit.mesh.replicate_communicator,
             )
             held = weakref.ref(self)  # the core must not keep alive who keeps it
 
@@ -51,8 +56,10 @@ class FsdpRoot:
             self.core.set_delivered_callback(deliver)
         for one in units:
             one.root = self
+            one.settle_reshard(is_root=one is unit)
         unit.is_root = True
         self.follow_flags()
+        self.follow_gathers()
 
     def deliver(self, indices: list[int]) -> None:
         """This rank's parts of averaged gradients have come."""
@@ -79,10 +86,26 @@ class FsdpRoot:
             self.core.begin_writing()
 
     def follow_flags(self) -> None:
-        """Tells the core which units average gradients."""
+        """Tells the core which units average gradients, and what they are divided by."""
         if self.core is not None:
-            groups = [unit.synchronizes for unit in self.units if unit.group is not None]
-            self.core.set_synchronize(groups)
+            units = [unit for unit in self.units if unit.group is not None]
+            self.core.set_synchronize([unit.synchronizes for unit in units])
+            self.core.set_divide_factors([unit.divide_factor for unit in units])
+
+    def follow_gathers(self) -> None:
+        """Tells the core in which order units are gathered, where they are."""
+        if self.core is None or not self.units[0].mesh.gathers:
+            return
+        if self.units[0].gathers_dynamically != self.gathers_dynamically:
+            self.gathers_dynamically = self.units[0].gathers_dynamically
+            self.core.set_dynamic_gather(self.gathers_dynamically)
+        for unit in self.units:
+            for setter, ahead in unit.ahead.items():
+                if not set(ahead) <= set(self.units):
+                    refuse("got a unit to prefetch that is not under this root", "Leave it out.")
+                if unit.group is not None:
+                    groups = [one.group for one in ahead if one.group is not None]
+                    getattr(self.core, setter)(unit.group, groups)
 
 
 def units_in(module: nn.Module) -> list[FsdpUnit]:
@@ -100,5 +123,5 @@ def _check(units: list[FsdpUnit], root: FsdpUnit) -> None:
                 "Run the outermost unit before its parts.",
                 kind=RuntimeError,
             )
-        if unit.communicator is not root.communicator:
+        if not unit.mesh.is_like(root.mesh):
             not_here("units on different meshes under one root")

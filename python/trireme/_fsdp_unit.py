@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import copy
 import functools
+import sys
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from trireme._C import ParamGroup
 from trireme._ddp_find_tensors import find_tensors
 from trireme._fsdp_checks import refuse
 from trireme._fsdp_join import notify_of_forward
+from trireme._fsdp_mesh import FsdpMesh
 from trireme._fsdp_params import ShardedParameter, adopt, copy_shards, note_casts, shard
-from trireme._group_communicator import communicator_of
 from trireme._parameter_owners import note_unit
 
 if TYPE_CHECKING:
@@ -40,31 +39,43 @@ class FsdpUnit:
         self,
         modules: Sequence[nn.Module],
         params: list[ShardedParameter],
-        mesh: DeviceMesh,
+        mesh: FsdpMesh,
         policy: MixedPrecisionPolicy,
     ) -> None:
         self.modules = tuple(modules)
         self.params = params
         self.mesh = mesh
         self.policy = policy
-        self.communicator = communicator_of(mesh.get_group())
         self.root: FsdpRoot | None = None
         self.is_root = False
         self.synchronizes = True
+        self.post_optim_event: torch.Event | None = None
+        self.divide_factor = 0.0  # 0: the number of ranks
+        self.reshard_after_forward: bool | None = None  # None: if it is not the root
+        self.ahead: dict[str, list[FsdpUnit]] = {}  # by the core's method that is told of it
+        self.gathers_dynamically = False  # of the root
+        self._is_entered = False
         self._comm_ctx = object()
         self._fsdp_param_groups: list[Any] = []
         self._fsdp_param_group = None
         self._state_ctx = SimpleNamespace(all_states=[])
         self.group: ParamGroup | None = None
         if params:
-            specs = [one.spec() for one in params]
-            self.group = ParamGroup(specs=specs, communicator=self.communicator)
+            self.group = self._make_group()
             self.shards = self.group.sharded()
             shard(self.group, params, mesh)
             self._place()
         self._cast_inputs = _caster(policy.param_dtype if policy.cast_forward_inputs else None)
         self._cast_outputs = _caster(policy.output_dtype)
         self._register_hooks()
+
+    def _make_group(self) -> ParamGroup:
+        return ParamGroup(
+            specs=[one.spec() for one in self.params],
+            communicator=self.mesh.shard_communicator,
+            gathers_with=self.mesh.gather_communicator,
+            device=self.mesh.device,
+        )
 
     def _place(self) -> None:
         """Tells the core, and the parameters, which tensors hang where."""
@@ -84,24 +95,27 @@ class FsdpUnit:
         for module in self.modules:
             module.register_forward_pre_hook(self._pre_forward, prepend=True, with_kwargs=True)
             module.register_forward_hook(self._post_forward)
+            if self.mesh.gathers:
+                module.register_forward_hook(self._after_forward, always_call=True)
         for module in {module for one in self.params for module, _ in one.places}:
             module.register_state_dict_pre_hook(self._before_state_dict)
             module.register_load_state_dict_pre_hook(self._before_load)
 
     def _before_state_dict(self, *_: Any) -> None:
-        self.reshard()
+        self._show_sharded()
 
     def _before_load(self, *_: Any) -> None:
-        self.reshard()
+        self._show_sharded()
         if self.root is not None:
             self.root.begin_writing_anew()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FsdpUnit:
         """A unit of the copies of its modules, with memory of its own. Collective."""
-        self.reshard()
+        self._show_sharded()
         made = copy.copy(self)
         memo[id(self)] = made
         made.root, made.is_root = None, False
+        made.ahead = {}  # of other units than the copies of these
         made._comm_ctx = object()
         if self.group is not None:
             made.group = self._another_group(self.group)
@@ -115,8 +129,7 @@ class FsdpUnit:
         return made
 
     def _another_group(self, like: ParamGroup) -> ParamGroup:
-        specs = [one.spec() for one in self.params]
-        group = ParamGroup(specs=specs, communicator=self.communicator)
+        group = self._make_group()
         group.reshard_after_forward = like.reshard_after_forward
         group.reshard_after_backward = like.reshard_after_backward
         return group
@@ -146,15 +159,28 @@ class FsdpUnit:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         root = self.own_root()
+        self._is_entered = True
         if self.is_root:
             notify_of_forward(root)
+            self._await_post_optim_event()
         if root.core is not None:
             if root.core.is_writing:
                 root.settle()
-            root.core.pre_forward(self.group, self.is_root)
+            root.core.pre_forward(self.group, self.is_root, self._inputs_of(args, kwargs))
         if self._cast_inputs is not None:
             return self._cast_inputs(args), self._cast_inputs(kwargs)
         return args, kwargs
+
+    def _await_post_optim_event(self) -> None:
+        event, self.post_optim_event = self.post_optim_event, None
+        if event is not None:
+            event.wait()
+
+    def _inputs_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+        """Those that backward may bring gradients to."""
+        if self.group is None or not self.group.gathers or not torch.is_grad_enabled():
+            return []
+        return find_tensors((args, kwargs))[0]
 
     def _post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         if torch.compiler.is_compiling():
@@ -162,10 +188,21 @@ class FsdpUnit:
         return self._leave(output)
 
     def _leave(self, output: Any) -> Any:
+        self._is_entered = False
         core = self.own_root().core
         if core is not None:
             core.post_forward(self.group, self.is_root, *find_tensors(output))
         return output if self._cast_outputs is None else self._cast_outputs(output)
+
+    def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Called also where forward has raised; then nobody calls ``_post_forward``."""
+        if not self._is_entered:
+            return
+        self._is_entered = False
+        error = sys.exc_info()[1]
+        core = self.own_root().core
+        if self.is_root and core is not None and error is not None:
+            core.abandon_forward(f"{type(error).__name__}: {error}")
 
     # for torch's pipelining and FSDPModule
 
@@ -188,6 +225,13 @@ class FsdpUnit:
         assert self.root is not None
         return self.root
 
+    def settle_reshard(self, *, is_root: bool) -> None:
+        """Says to the core whether to reshard after forward."""
+        if self.group is not None:
+            default = not (is_root and self.mesh.gathers)
+            chosen = self.reshard_after_forward
+            self.group.reshard_after_forward = default if chosen is None else chosen
+
     def unshard(self) -> None:
         if self.root is not None:
             if self.root.core is not None:
@@ -195,14 +239,34 @@ class FsdpUnit:
                 self.root.core.begin_reading()
         elif self.group is not None:  # no forward yet, so no gate
             self.settle()
-            self.group.finish_writes()
-            dist.barrier(self.mesh.get_group())
-        if self.group is not None:
+            self.group.share_writes()
+        if self.group is None:
+            return
+        if self.root is not None and self.root.core is not None:
+            self.root.core.unshard(self.group)
+        else:
             self.group.unshard()
+            self.group.show_unsharded()
+
+    def begin_unshard(self) -> None:
+        """For who reads parameters later, and calls ``unshard()`` or a forward first."""
+        if self.root is None or self.root.core is None or self.group is None:
+            return
+        self.root.settle()
+        self.root.core.begin_reading()
+        self.root.core.begin_unshard(self.group)
 
     def reshard(self) -> None:
-        if self.group is not None:
+        if self.group is None:
+            return
+        if self.root is not None and self.root.core is not None:
+            self.root.core.reshard(self.group)
+        else:
             self.group.reshard()
+
+    def _show_sharded(self) -> None:
+        if self.group is not None:
+            self.group.show_sharded()
 
     def settle(self) -> None:
         """What the user has replaced comes back into the memory that all ranks share."""

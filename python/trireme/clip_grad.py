@@ -45,7 +45,7 @@ def clip_grad_norm_(
         elif parameter.grad is None:
             continue
         elif (unit := unit_of(parameter)) is not None and parameter.ndim > 0:
-            sharded.setdefault(unit.communicator, []).append(local_of(parameter.grad))
+            sharded.setdefault(unit.mesh.shard_communicator, []).append(local_of(parameter.grad))
         else:
             whole.append(local_of(parameter.grad))
     return _C.clip_grad_norm_(

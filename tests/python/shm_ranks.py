@@ -1,6 +1,7 @@
 """What the tests of the backend ``trireme`` share: values, the plain reference, bits."""
 
 import functools
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,7 +9,10 @@ import torch
 import torch.distributed as dist
 from ddp_ranks import on_ranks
 
-on_shm_ranks = functools.partial(on_ranks, backend="trireme")
+# The backend may be another one, to run the tests of a strategy over that.
+on_shm_ranks = functools.partial(
+    on_ranks, backend=os.environ.get("TRIREME_TEST_BACKEND", "trireme")
+)
 
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 WORLDS = (1, 2, 3, 4)

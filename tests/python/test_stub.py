@@ -11,7 +11,8 @@ import pytest
 import trireme
 from trireme import _C
 
-STUB = Path(trireme.__file__).resolve().parent / "_C.pyi"
+PACKAGE = Path(trireme.__file__).resolve().parent
+STUBS = (PACKAGE / "_C.pyi", *PACKAGE.glob("_c_*.pyi"))
 # Made by pybind11 for every class or enumeration, and of no use to a reader.
 UNSAID = {"_pybind11_conduit_v1_"}
 
@@ -89,21 +90,25 @@ def describe_stub(text: str) -> dict[str, object]:
     return described
 
 
+def text_of_stubs() -> str:
+    return "\n".join(path.read_text() for path in STUBS)
+
+
 def test_stub_and_module_have_the_same_names() -> None:
-    assert sorted(describe_stub(STUB.read_text())) == sorted(describe_module(_C))
+    assert sorted(describe_stub(text_of_stubs())) == sorted(describe_module(_C))
 
 
 @pytest.mark.parametrize("name", sorted(describe_module(_C)))
 def test_stub_and_module_have_the_same_signatures(name: str) -> None:
-    stub = describe_stub(STUB.read_text())
+    stub = describe_stub(text_of_stubs())
     assert stub[name] == describe_module(_C)[name]
 
 
 def test_a_missing_parameter_is_seen() -> None:
-    text = STUB.read_text().replace("outputs: _Tensors, ", "")
+    text = text_of_stubs().replace("outputs: _Tensors, ", "")
     stub = describe_stub(text)
     assert stub["Ddp"] != describe_module(_C)["Ddp"]
 
 
 def test_types_are_shipped() -> None:
-    assert STUB.with_name("py.typed").is_file()
+    assert (PACKAGE / "py.typed").is_file()

@@ -94,7 +94,7 @@ ShardedModule::ShardedModule(std::shared_ptr<torch::nn::Module> inner, FsdpOptio
                     error_text(kArea, "got " + inner_->name() + ", which has no parameters", where,
                                "Shard a module that has some."));
   if (!specs.empty()) {
-    group_ = make_param_group(std::move(specs), options_.communicator);
+    group_ = make_param_group({std::move(specs), options_.communicator});
     group_->set_reshard_after_forward(options_.reshard_after_forward);
   }
   shard();
@@ -268,10 +268,9 @@ void ShardedModule::save(torch::serialize::OutputArchive& archive) const {
   Replacements wholes;
   for (size_t i = 0; i < leaves_.size(); ++i) {
     const ShardedParam& param = group_->params()[i];
-    if (!param.spec().is_cast()) continue;
-    wholes.emplace(impl_of(leaves_[i]), param.spec().is_replicated()
-                                            ? param.sharded().detach()
-                                            : group_->store()->whole(static_cast<int64_t>(i)));
+    if (!param.spec().is_cast() && !group_->gathers()) continue;
+    wholes.emplace(impl_of(leaves_[i]),
+                   param.along_dim(group_->memory().read_whole(static_cast<int64_t>(i))));
   }
   if (wholes.empty()) return inner_->save(archive);  // its own way, which may be any
   torch::nn::Module whole;

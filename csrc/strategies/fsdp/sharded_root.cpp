@@ -68,7 +68,7 @@ ShardedModule::Root::Root(const ShardedModule& unit) : outermost(&unit) {
     for (const ShardedParam& param : one->group_->params())
       names.push_back(name_of.at(param.sharded().unsafeGetTensorImpl()));
   }
-  core = Fsdp::make(groups, names, communicator);
+  core = Fsdp::make({groups, names, communicator});
   core->set_synchronize(synchronizes);
 }
 

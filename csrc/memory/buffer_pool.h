@@ -1,0 +1,41 @@
+#pragma once
+
+#include <trireme/common/export.h>
+
+#include <c10/core/Allocator.h>
+#include <c10/core/Device.h>
+
+#include <cstdint>
+#include <memory>
+
+namespace trireme {
+
+// Blocks of memory of one device that are taken and given back all the time (unsharded parameters),
+// so that they stay the same warm pages. On CPU it keeps up to kIdle blocks that nobody uses; other
+// devices have such a pool already, their allocator, which is asked each time.
+//
+// Thread-safe. Blocks may outlive the pool.
+class TRIREME_API BufferPool {
+ public:
+  static constexpr int64_t kIdle = 2;
+
+  explicit BufferPool(c10::Device device);
+  ~BufferPool();
+  BufferPool(const BufferPool&) = delete;
+  BufferPool& operator=(const BufferPool&) = delete;
+
+  // At least `bytes`, uninitialised, aligned to 64; given back when the pointer goes. Throws
+  // c10::OutOfMemoryError saying how many bytes `label` needed.
+  at::DataPtr take(int64_t bytes, const char* label);
+
+  // Bytes that are taken now, and the most that ever were.
+  int64_t taken_bytes() const;
+  int64_t most_taken_bytes() const;
+
+ private:
+  class Blocks;
+  c10::Device device_;
+  std::shared_ptr<Blocks> blocks_;
+};
+
+}  // namespace trireme

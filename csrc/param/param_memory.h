@@ -1,0 +1,46 @@
+#pragma once
+
+#include <trireme/comm/communicator.h>
+#include <trireme/common/export.h>
+#include <trireme/param/sharded_param.h>
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <memory>
+#include <string>
+
+namespace trireme {
+
+class BufferPool;
+class HostStore;
+
+// Where the parameters of a group lie, and how all of them come to a rank. See [Note: a parameter,
+// sharded and unsharded] in sharded_param.h. One thread at a time.
+class TRIREME_API ParamMemory {
+ public:
+  virtual ~ParamMemory() = default;
+
+  // The tensors stay the same, whatever comes and goes.
+  virtual ParamPlace place(int64_t parameter) const = 0;
+
+  // Starts to bring what all ranks have in their shards into `whole`, once more if it is there
+  // already; it may be read when the Pending is done. Collective where anything moves. `label` says
+  // in errors what is gathered. Throws what all_gather does, and c10::OutOfMemoryError.
+  virtual Pending gather(const std::string& label) = 0;
+  // Nobody reads `whole` any more.
+  virtual void release() = 0;
+
+  // All of a parameter in its own dtype, not to be written to. Collective where anything moves.
+  virtual at::Tensor read_whole(int64_t parameter) = 0;
+
+  // On several hosts, each of which has a store(): what each rank of the group writes and others
+  // read there, for the step gate to bring to all of them. Else empty.
+  virtual PartsByRank parts() const { return {}; }
+  // The memory of a host that all its ranks read, and need not gather; else null.
+  virtual std::shared_ptr<HostStore> store() const { return nullptr; }
+  // Where `whole` comes from, from now on.
+  virtual void share_pool(std::shared_ptr<BufferPool> /*pool*/) {}
+};
+
+}  // namespace trireme

@@ -1,0 +1,258 @@
+#include <trireme/param/prefetch.h>
+
+#include <trireme/common/error.h>
+#include <trireme/common/trace.h>
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <set>
+#include <string>
+
+// See [Note: in which order units are gathered] in prefetch.h.
+
+namespace trireme {
+namespace {
+
+constexpr const char* kArea = "fully_shard";
+constexpr int64_t kNothing = -1;  // this rank needs no more
+
+}  // namespace
+
+Prefetch::Prefetch(const std::vector<std::shared_ptr<ParamGroup>>& groups) {
+  for (const auto& group : groups)
+    if (group->gathers()) groups_.push_back(group);
+  if (!groups_.empty()) communicator_ = groups_.front()->gathers_with();
+  states_.resize(groups_.size());
+}
+
+Prefetch::Index Prefetch::index_of(const ParamGroup* group) const {
+  for (size_t i = 0; i < groups_.size(); ++i)
+    if (groups_[i].get() == group) return static_cast<Index>(i);
+  return kNothing;
+}
+
+bool Prefetch::reshards(Index index) const {
+  const ParamGroup& group = *groups_[static_cast<size_t>(index)];
+  return pass_ == Pass::kBackward ? group.reshard_after_backward() : group.reshard_after_forward();
+}
+
+void Prefetch::begin_forward(const ParamGroup* entry, bool trains) {
+  if (groups_.empty()) return;
+  for (State& state : states_) state.claims = 0;  // of a pass that an exception has left
+  pass_ = Pass::kForward;
+  key_ = {index_of(entry), trains};
+  const auto known = plans_.find(key_);
+  learns_ = dynamic_ || known == plans_.end();
+  plan_ = learns_ ? Plan() : known->second;
+  next_ = 0;
+}
+
+void Prefetch::begin_backward() {
+  if (groups_.empty() || pass_ == Pass::kBackward) return;
+  for (State& state : states_) state.claims = 0;
+  pass_ = Pass::kBackward;
+  learns_ = dynamic_;
+  plan_.clear();
+  next_ = 0;
+}
+
+void Prefetch::enter_forward(const Key& key) {
+  const auto forward = plans_.find(key);
+  if (learns_ || forward == plans_.end()) return;
+  plan_.insert(plan_.end(), forward->second.rbegin(), forward->second.rend());
+}
+
+void Prefetch::claim(Index index) {
+  State& state = state_of(index);
+  if (pass_ == Pass::kForward && key_.second) state.was_used = true;
+  if (state.claims > 0) return;
+  if (learns_) {
+    agree(index);
+  } else {
+    gather_up_to(index);
+  }
+}
+
+void Prefetch::need_later(ParamGroup& group) {
+  const Index index = index_of(&group);
+  if (index == kNothing) return;
+  if (pass_ != Pass::kNone) return claim(index);
+  if (!group.has_unsharded()) group.unshard();
+  state_of(index).is_kept = true;
+}
+
+void Prefetch::need(ParamGroup& group) {
+  const Index index = index_of(&group);
+  if (index == kNothing) return;
+  need_later(group);
+  State& state = state_of(index);
+  state.claims = std::max<int64_t>(state.claims - 1, 0);
+  // Kept, and backward comes back to it as often: the first time must not take its memory.
+  if (pass_ == Pass::kForward && key_.second && ++state.uses > 1 && !reshards(index))
+    state.is_held = true;
+  TORCH_CHECK(group.has_unsharded(),
+              error_text(kArea,
+                         "unit '" + group.label() + "' is needed in a " +
+                             (pass_ == Pass::kForward ? "forward" : "backward") +
+                             " after its place in the order of gathers, which the first forward "
+                             "has set",
+                         communicator_->rank_of(),
+                         "Call set_dynamic_gather(True) on the model if units are used in varying "
+                         "order, or keep this one unsharded (set_reshard_after_forward(False))."));
+  if (pass_ != Pass::kNone && !learns_) gather_ahead(index);
+  group.wait_for_unshard();
+}
+
+bool Prefetch::comes_again(Index index) const {
+  return std::find(plan_.begin() + static_cast<int64_t>(next_), plan_.end(), index) != plan_.end();
+}
+
+void Prefetch::done(ParamGroup& group, bool hold) {
+  const Index index = index_of(&group);
+  if (index == kNothing) return group.show_sharded();
+  State& state = state_of(index);
+  state.is_held = state.is_held || hold;
+  // What is kept is not gathered again where it comes again.
+  const bool stays =
+      state.claims > 0 || state.is_held || (state.is_kept && (learns_ || comes_again(index)));
+  stays ? group.show_sharded() : group.reshard();
+}
+
+void Prefetch::drop(ParamGroup& group) {
+  const Index index = index_of(&group);
+  if (index != kNothing && pass_ == Pass::kNone) state_of(index).is_kept = false;
+  if (index != kNothing && pass_ != Pass::kNone) return done(group);
+  group.reshard();
+}
+
+// Tells the others what this rank needs, and gathers what any rank does. Whether any rank still
+// needs something.
+bool Prefetch::agree(Index wanted) {
+  const auto options = at::TensorOptions().dtype(at::kLong).device(groups_.front()->device());
+  const at::Tensor all = at::empty({communicator_->world()}, options);
+  const at::Tensor own = at::full({1}, wanted, options);
+  communicator_->all_gather({all}, {own}, "units that ranks need").wait();
+  const at::Tensor host = all.cpu();
+  const int64_t* begin = host.const_data_ptr<int64_t>();
+  std::set<Index> needed(begin, begin + host.numel());
+  needed.erase(kNothing);
+  for (const Index index : needed) {
+    plan_.push_back(index);
+    gather_next();
+  }
+  return !needed.empty();
+}
+
+void Prefetch::gather_next() {
+  const Index index = plan_[next_++];
+  ++state_of(index).claims;
+  gather(index);
+}
+
+void Prefetch::gather(Index index) {
+  State& state = state_of(index);
+  if (state.is_kept) return;
+  groups_[static_cast<size_t>(index)]->unshard();
+  state.is_kept = !reshards(index);
+}
+
+void Prefetch::gather_up_to(Index index) {
+  const auto ahead = std::find(plan_.begin() + static_cast<int64_t>(next_), plan_.end(), index);
+  if (ahead == plan_.end()) return;  // it may still be there
+  for (const auto end = static_cast<size_t>(ahead - plan_.begin()) + 1; next_ < end;) {
+    gather_next();
+    const Index gathered = plan_[next_ - 1];
+    if (gathered != index) drop_unused(gathered);
+  }
+}
+
+// What no forward of this rank has used its backward does not need.
+void Prefetch::drop_unused(Index index) {
+  State& state = state_of(index);
+  if (pass_ != Pass::kBackward || state.was_used || state.is_kept) return;
+  state.claims = 0;
+  groups_[static_cast<size_t>(index)]->reshard();
+}
+
+void Prefetch::gather_ahead(Index index) {
+  const State& state = state_of(index);
+  const int which = pass_ == Pass::kForward ? 0 : 1;
+  if (!state.has_ahead[which]) {
+    if (next_ < plan_.size()) gather_next();
+    return;
+  }
+  for (const Index one : state.ahead[which])
+    if (state_of(one).claims == 0) gather_up_to(one);
+}
+
+void Prefetch::gather_rest() {
+  while (next_ < plan_.size()) gather_next();
+}
+
+void Prefetch::end_pass() {
+  if (pass_ == Pass::kNone) return;
+  TRIREME_TRACE("prefetch.end_pass");
+  if (learns_) {
+    while (agree(kNothing)) {
+    }
+  }
+  gather_rest();
+  for (size_t i = 0; i < groups_.size(); ++i) {
+    State& state = states_[i];
+    state.claims = 0;
+    if (pass_ == Pass::kBackward) {
+      state.is_held = false;
+      state.uses = 0;
+    }
+    groups_[i]->wait_for_unshard();
+    if (!reshards(static_cast<Index>(i))) continue;
+    state.is_kept = false;
+    state.is_held ? groups_[i]->show_sharded() : groups_[i]->reshard();
+  }
+  if (pass_ == Pass::kForward && learns_) plans_[key_] = plan_;
+  pass_ = Pass::kNone;
+}
+
+void Prefetch::reset() noexcept {
+  pass_ = Pass::kNone;
+  for (size_t i = 0; i < groups_.size(); ++i) {
+    states_[i].claims = states_[i].uses = 0;
+    states_[i].is_kept = states_[i].is_held = false;
+    try {
+      groups_[i]->reshard();
+    } catch (const c10::Error&) {  // the group has failed; the next verb says so
+    }
+  }
+}
+
+void Prefetch::expire() {
+  for (size_t i = 0; i < groups_.size(); ++i) {
+    groups_[i]->reshard();
+    states_[i].is_kept = states_[i].is_held = states_[i].was_used = false;
+    states_[i].uses = 0;
+  }
+}
+
+void Prefetch::set_forward_prefetch(const ParamGroup& group,
+                                    const std::vector<const ParamGroup*>& ahead) {
+  State& state = state_of(index_of(&group));
+  state.has_ahead[0] = true;
+  state.ahead[0].clear();
+  for (const ParamGroup* one : ahead) state.ahead[0].push_back(index_of(one));
+}
+
+void Prefetch::set_backward_prefetch(const ParamGroup& group,
+                                     const std::vector<const ParamGroup*>& ahead) {
+  State& state = state_of(index_of(&group));
+  state.has_ahead[1] = true;
+  state.ahead[1].clear();
+  for (const ParamGroup* one : ahead) state.ahead[1].push_back(index_of(one));
+}
+
+void Prefetch::set_dynamic(bool dynamic) {
+  dynamic_ = dynamic;
+  plans_.clear();
+}
+
+}  // namespace trireme

@@ -1,0 +1,120 @@
+#pragma once
+
+// Parameter path 3/3. In: param_group.h  Out: forward and backward
+
+#include <trireme/comm/communicator.h>
+#include <trireme/common/export.h>
+#include <trireme/param/param_group.h>
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <utility>
+#include <vector>
+
+namespace trireme {
+
+// [Note: in which order units are gathered]
+//
+// A gather is a collective, so all ranks must come to all of them in one order, and a rank that
+// uses other units, or in another order, must not hang or mix up what it gets. So gathers go by
+// plan. When a unit is needed, all that is planned up to it is gathered; what a rank does not use
+// it gathers all the same, and at the end of a pass the rest. Of passes that begin at the same
+// unit, with gradients or without, the first one makes the plan: before each gather ranks tell each
+// other which unit they need (one small collective), all of those are gathered, and so the plan is
+// the same on all ranks. A backward's plan is the reverse of each forward's that it comes to.
+//
+// Where the plan is known, the next units are on their way while one computes.
+//
+// A unit that is needed after its last place in the plan, and is not there any more, cannot be had:
+// an error says so. With set_dynamic() there is no plan, and every pass is like the first.
+//
+// All ranks agree about which units are there when a pass begins: those that were needed by anybody
+// and are not resharded after forward. These are not gathered again until somebody writes.
+
+// Whose turn it is to be gathered. Only groups that gather take part; the others are always there.
+// One thread at a time.
+class TRIREME_API Prefetch {
+ public:
+  // Those that gather do so with one communicator, on one device.
+  explicit Prefetch(const std::vector<std::shared_ptr<ParamGroup>>& groups);
+
+  // A pass begins. `entry`: the group of the unit at which a forward does, null for one without.
+  void begin_forward(const ParamGroup* entry, bool trains);
+  void begin_backward();
+  // The backward has come to a forward, for the first time; `key`: what forward_key() was then.
+  using Key = std::pair<int64_t, bool>;  // where a forward begins, whether it trains
+  const Key& forward_key() const { return key_; }
+  void enter_forward(const Key& key);
+  // Whether any group does.
+  bool gathers() const { return !groups_.empty(); }
+  bool is_in_pass() const { return pass_ != Pass::kNone; }
+
+  // Returns when the group's parameters are there. Outside of a pass all ranks must need the same
+  // group; in one, see above. Throws c10::Error naming the unit that cannot be had, and what a
+  // gather throws.
+  void need(ParamGroup& group);
+  // The same for who needs them later, and then calls need(); waits for nothing.
+  void need_later(ParamGroup& group);
+  // A unit that was needed in this pass is done with it: reshards it. With `hold`, backward may
+  // reach it unnoticed, so that its memory stays until that is over.
+  void done(ParamGroup& group, bool hold = false);
+  // Reshards it, whatever may come. Outside of a pass all ranks must.
+  void drop(ParamGroup& group);
+  // Starts to gather all that the pass still has; nothing if it makes its plan.
+  void gather_rest();
+  // This rank is through with the pass: gathers what others may still need. Units that reshard
+  // after it are resharded.
+  void end_pass();
+  // After an exception: there is no pass, and all units are resharded. What was learned stays.
+  void reset() noexcept;
+  // The parameters were written: nothing that is there counts any more.
+  void expire();
+
+  // Units that are gathered ahead, by plan, while `group` computes, up to the last of `ahead`
+  // (nothing ahead if empty). Else the next one.
+  void set_forward_prefetch(const ParamGroup& group, const std::vector<const ParamGroup*>& ahead);
+  void set_backward_prefetch(const ParamGroup& group, const std::vector<const ParamGroup*>& ahead);
+  void set_dynamic(bool dynamic);
+
+ private:
+  enum class Pass : uint8_t { kNone, kForward, kBackward };
+  using Index = int64_t;
+  using Plan = std::vector<Index>;
+  struct State {
+    int64_t claims = 0;     // places in the plan that were gathered and not needed yet
+    bool is_kept = false;   // there, and not gathered again, until expire(); the same on all ranks
+    bool is_held = false;   // there on this rank until backward is over
+    bool was_used = false;  // by a forward that trains, since expire()
+    int64_t uses = 0;       // by forwards that train, since a backward ended
+    std::vector<Index> ahead[2];  // forward, backward
+    bool has_ahead[2] = {false, false};
+  };
+
+  Index index_of(const ParamGroup* group) const;
+  State& state_of(Index index) { return states_[static_cast<size_t>(index)]; }
+  void claim(Index index);
+  bool comes_again(Index index) const;
+  bool reshards(Index index) const;
+  bool agree(Index wanted);
+  void gather(Index index);
+  void gather_next();
+  void gather_up_to(Index index);
+  void gather_ahead(Index index);
+  void drop_unused(Index index);
+
+  std::vector<std::shared_ptr<ParamGroup>> groups_;
+  std::shared_ptr<Communicator> communicator_;
+  std::vector<State> states_;
+  std::map<Key, Plan> plans_;
+  bool dynamic_ = false;
+
+  // the pass
+  Pass pass_ = Pass::kNone;
+  Key key_;              // of the last forward
+  bool learns_ = false;  // this pass makes its plan
+  Plan plan_;
+  size_t next_ = 0;  // place in plan_
+};
+
+}  // namespace trireme

@@ -1,0 +1,202 @@
+// In which order units are gathered. With a recorded group one rank runs, and its peer needs the
+// same units; ranks that need others run as threads.
+
+#include <trireme/comm/recording_communicator.h>
+#include <trireme/param/prefetch.h>
+
+#include <ATen/ATen.h>
+
+#include <catch_torch.h>
+#include <string>
+#include <thread_ranks.h>
+
+using namespace trireme;
+using trireme::test::error_of;
+using trireme::test::run_thread_ranks;
+using trireme::test::ThreadRank;
+
+namespace {
+
+// Units a, b, c of one parameter each, and the wire: a letter for each gather, '?' where ranks tell
+// each other what they need.
+struct Units {
+  explicit Units(std::shared_ptr<RecordingCommunicator> over) : wire(std::move(over)) {
+    for (const char name : std::string("abc")) {
+      std::vector<ShardedParamSpec> specs{{std::string(1, name), {4}}};
+      groups.push_back(std::make_shared<ParamGroup>(ParamGroupRequest{std::move(specs), wire}));
+    }
+    prefetch = std::make_unique<Prefetch>(groups);
+  }
+
+  ParamGroup& unit(char name) { return *groups[static_cast<size_t>(name - 'a')]; }
+  void need(char name) { prefetch->need(unit(name)); }
+  void use(char name) {
+    need(name);
+    prefetch->done(unit(name));
+  }
+  // What went over the wire since the last call.
+  std::string gathered() {
+    std::string letters;
+    for (const WireRecord& record : wire->records())
+      letters += record.label == "units that ranks need" ? '?' : record.label.back();
+    wire->clear();
+    return letters;
+  }
+  std::string there() const {
+    std::string letters;
+    for (const auto& group : groups)
+      if (group->has_unsharded()) letters += group->label();
+    return letters;
+  }
+  std::string forward(const std::string& used, bool trains = true) {
+    prefetch->begin_forward(&unit('a'), trains);
+    for (const char name : used) use(name);
+    prefetch->end_pass();
+    return gathered();
+  }
+  std::string backward(const std::string& used) {
+    prefetch->begin_backward();
+    prefetch->enter_forward(prefetch->forward_key());
+    for (const char name : used) use(name);
+    prefetch->end_pass();
+    return gathered();
+  }
+
+  std::shared_ptr<RecordingCommunicator> wire;
+  std::vector<std::shared_ptr<ParamGroup>> groups;
+  std::unique_ptr<Prefetch> prefetch;
+};
+
+struct TwoRanks : Units {
+  TwoRanks() : Units(std::make_shared<RecordingCommunicator>(RankOf{0, 2})) {}
+};
+
+}  // namespace
+
+TEST_CASE("the first forward makes the plan; the next ones and their backwards go by it") {
+  TwoRanks units;
+  CHECK(units.forward("abc") == "?a?b?c?");
+  CHECK(units.there() == "");
+  CHECK(units.backward("cba") == "cba");
+  CHECK(units.forward("abc") == "abc");
+  CHECK(units.forward("ab", /*trains=*/false) == "?a?b?");  // has a plan of its own
+  CHECK(units.forward("ab", /*trains=*/false) == "ab");
+  CHECK(units.backward("ba") == "ba");
+  CHECK(units.there() == "");
+}
+
+TEST_CASE("while one unit computes the next one is on its way, or those that were set") {
+  TwoRanks units;
+  units.forward("abc");
+  const auto after_first = [&] {
+    units.prefetch->begin_forward(&units.unit('a'), true);
+    units.need('a');
+    return units.gathered();
+  };
+  CHECK(after_first() == "ab");
+  units.prefetch->reset();
+  units.prefetch->set_forward_prefetch(units.unit('a'), {&units.unit('b'), &units.unit('c')});
+  CHECK(after_first() == "abc");
+  units.prefetch->reset();
+  units.prefetch->set_forward_prefetch(units.unit('a'), {});
+  CHECK(after_first() == "a");
+  units.prefetch->end_pass();
+  CHECK(units.gathered() == "bc");  // others may need them
+  units.prefetch->set_backward_prefetch(units.unit('c'), {&units.unit('a')});
+  units.prefetch->begin_backward();
+  units.prefetch->enter_forward(units.prefetch->forward_key());
+  units.need('c');
+  CHECK(units.gathered() == "cba");
+}
+
+TEST_CASE("what is not used is gathered all the same, and goes; so does what is used in another order") {
+  TwoRanks units;
+  units.forward("abc");
+  CHECK(units.forward("ac") == "abc");
+  CHECK(units.there() == "");
+  CHECK(units.forward("cab") == "abc");
+  CHECK(units.forward("") == "abc");
+  CHECK(units.backward("b") == "cba");
+  CHECK(units.there() == "");
+}
+
+TEST_CASE("a unit that comes twice is gathered twice") {
+  TwoRanks units;
+  CHECK(units.forward("aba") == "?a?b?a?");
+  CHECK(units.forward("aba") == "aba");
+  CHECK(units.backward("aba") == "aba");
+}
+
+TEST_CASE("what comes after its place in the plan cannot be had; with a dynamic plan it can") {
+  TwoRanks units;
+  units.forward("abc");
+  const std::string said = error_of([&] { units.forward("aba"); });
+  CHECK_THAT(said, Catch::Contains("[fully_shard] unit 'a' is needed in a forward after its place"));
+  CHECK_THAT(said, Catch::Contains("set_dynamic_gather(True)"));
+  units.prefetch->reset();
+  units.gathered();
+  CHECK(units.forward("abc") == "abc");
+  units.prefetch->set_dynamic(true);
+  CHECK(units.forward("aba") == "?a?b?a?");
+  CHECK(units.forward("cb") == "?c?b?");
+  CHECK(units.backward("bc") == "?b?c?");
+}
+
+TEST_CASE("units that are kept after forward are gathered once, until somebody writes") {
+  TwoRanks units;
+  units.unit('b').set_reshard_after_forward(false);
+  CHECK(units.forward("abc") == "?a?b?c?");
+  CHECK(units.there() == "b");
+  CHECK(units.backward("cba") == "ca");
+  CHECK(units.there() == "");
+  CHECK(units.forward("abc") == "abc");
+  CHECK(units.forward("abc") == "ac");
+  units.prefetch->expire();
+  CHECK(units.there() == "");
+  CHECK(units.forward("abc") == "abc");
+}
+
+TEST_CASE("outside of a pass a unit is there from need to drop") {
+  TwoRanks units;
+  units.prefetch->need_later(units.unit('b'));
+  CHECK(units.gathered() == "b");
+  units.need('b');
+  CHECK(units.gathered() == "");
+  CHECK(units.there() == "b");
+  units.prefetch->drop(units.unit('b'));
+  CHECK(units.there() == "");
+}
+
+TEST_CASE("ranks that need different units gather the same, in one order") {
+  std::vector<std::string> wires(2), said(2);
+  run_thread_ranks(2, [&](ThreadRank& rank) {
+    const auto own = static_cast<size_t>(rank.where.rank);
+    Units units(std::make_shared<RecordingCommunicator>(rank.communicator));
+    const auto write = [&](double times) {
+      for (const auto& group : units.groups)
+        group->params()[0].write_whole(at::full({4}, times * (group->label()[0] - 'a' + 1)));
+    };
+    const auto check = [&](char name, double times) {
+      units.need(name);
+      const at::Tensor& whole = units.unit(name).params()[0].unsharded();
+      if (!at::equal(whole, at::full({4}, times * (name - 'a' + 1)))) said[own] += name;
+      units.prefetch->done(units.unit(name));
+    };
+    for (const double times : {1.0, 2.0, 3.0}) {
+      write(times);
+      units.prefetch->begin_forward(&units.unit('a'), true);
+      check('a', times);
+      check((own == 0) == (times == 1.0) ? 'b' : 'c', times);
+      units.prefetch->end_pass();
+      units.prefetch->begin_backward();
+      units.prefetch->enter_forward(units.prefetch->forward_key());
+      check('a', times);
+      units.prefetch->end_pass();
+      wires[own] += units.gathered() + " ";
+    }
+  });
+  for (const size_t own : {0, 1}) {
+    CHECK(wires[own] == "?a?bc?cba abccba abccba ");
+    CHECK(said[own] == "");
+  }
+}

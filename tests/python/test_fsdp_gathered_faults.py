@@ -1,0 +1,99 @@
+"""A rank fails, dies or does not come where fully_shard gathers over Gloo: the others raise soon,
+and say who it was and which unit they were waiting for. The group must then be rebuilt.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ddp_ranks import mlp, on_ranks, raises
+from fsdp_ranks import own, sharded
+from test_zero_faults import SOON_S, break_it
+
+on_gloo_ranks = functools.partial(on_ranks, backend="gloo", timeout=40)
+
+
+@pytest.mark.parametrize("steps_before", [0, 2])
+@on_gloo_ranks(3)
+def test_a_forward_that_raises_on_one_rank(rank: int, steps_before: int) -> None:
+    """While the order of units is learned, and later."""
+    ours = sharded(mlp)
+    for step in range(steps_before):
+        ours.train(step)
+    if rank == 1:
+        ours.model[2].register_forward_pre_hook(break_it)
+        with pytest.raises(ArithmeticError, match="the data of this rank"):
+            ours.loss(5)
+    began = time.monotonic()
+    reason = "a forward was abandoned: ArithmeticError: the data of this rank are broken"
+    with raises(dist.DistBackendError, reason, "(rank 1 of 3)"):
+        ours.loss(5).backward()
+    assert time.monotonic() - began < SOON_S
+    assert all(own(param).isfinite().all() for param in ours.model.parameters())
+    with raises(dist.DistBackendError, "initialise it again"):
+        ours.loss(6)
+
+
+@on_gloo_ranks(3)
+def test_a_backward_that_raises_on_one_rank(rank: int) -> None:
+    ours = sharded(mlp)
+    ours.train(0)
+    if rank == 1:
+        ours.model[2].register_full_backward_hook(break_it)
+        loss = ours.loss(1)
+        with pytest.raises(ArithmeticError, match="the data of this rank"):
+            loss.backward()
+        return
+    loss = ours.loss(1)
+    began = time.monotonic()
+    with raises(dist.DistBackendError, "backward", "was abandoned", "(rank 1 of 3)"):
+        loss.backward()
+    assert time.monotonic() - began < SOON_S
+
+
+def kill_this_rank(*_: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("moment", ["forward", "backward"])
+@on_gloo_ranks(3, dying=(1,))
+def test_a_rank_is_killed(rank: int, moment: str) -> None:
+    """The error says what was gathered, or reduced."""
+    ours = sharded(mlp)
+    ours.train(0)
+    ours.train(1)
+    if rank == 1 and moment == "forward":
+        kill_this_rank()
+    if rank == 1:
+        ours.model[2].register_full_backward_hook(kill_this_rank)
+    began = time.monotonic()
+    waited_for = "all_gather of unit 0.weight .. 0.bias" if moment == "forward" else "of bucket"
+    with raises(dist.DistBackendError, waited_for, f"(rank {rank} of 3)"):
+        ours.train(2)
+    assert time.monotonic() - began < SOON_S
+
+
+@on_gloo_ranks(2, patience_s=2)
+def test_a_rank_that_does_not_come(rank: int) -> None:
+    """To the first forward, in which ranks say what they need."""
+    ours = sharded(mlp)
+    if rank == 1:
+        time.sleep(4)
+        return
+    with raises(dist.DistBackendError, "all_gather of units that ranks need", "rank 1"):
+        ours.loss(0)
+
+
+@on_gloo_ranks(3)
+def test_units_of_different_parameters(rank: int) -> None:
+    """All ranks raise, and name one."""
+    width = 5 + rank
+    with raises(ValueError, "[fully_shard]", "weight"):
+        sharded(lambda: torch.nn.Sequential(torch.nn.Linear(6, width)))
