@@ -3,16 +3,15 @@
 #include <trireme/comm/c10d_calls.h>
 #include <trireme/comm/c10d_wait.h>
 #include <trireme/comm/reduce_op.h>
+#include <trireme/comm/reduce_parts.h>
 #include <trireme/comm/shm_communicator.h>
 #include <trireme/comm/shm_tensors.h>
-#include <trireme/shm/reduce.h>
+#include <trireme/comm/twin.h>
 
 #include <ATen/ATen.h>
-#include <ATen/Parallel.h>
 
 #include <algorithm>
 #include <atomic>
-#include <cstddef>
 #include <functional>
 #include <map>
 #include <tuple>
@@ -117,28 +116,6 @@ bool is_gloo(c10d::ProcessGroup& group) {
   return shm != nullptr ? !shm->uses_memory() : backend->getBackendName() == "gloo";
 }
 
-shm::ReduceOp to_shm(ReduceOp op) {
-  if (op == ReduceOp::kSum) return shm::ReduceOp::kSum;
-  return op == ReduceOp::kMin ? shm::ReduceOp::kMin : shm::ReduceOp::kMax;
-}
-
-// `parts`: what each rank has for `output`, as bytes.
-void reduce_parts(const at::Tensor& output, const at::Tensor& parts, ReduceOp op, int64_t world) {
-  constexpr int64_t kGrain = 1 << 16;
-  const auto item_bytes = static_cast<int64_t>(output.element_size());
-  const auto part_bytes = static_cast<int64_t>(output.nbytes());
-  auto* sums = static_cast<std::byte*>(output.mutable_data_ptr());
-  const auto* data = static_cast<const std::byte*>(parts.const_data_ptr());
-  const shm::Dtype dtype = shm_dtype(output.scalar_type());
-  at::parallel_for(0, output.numel(), kGrain, [&](int64_t begin, int64_t end) {
-    std::vector<const void*> sources;
-    for (int64_t rank = 0; rank < world; ++rank)
-      sources.push_back(data + rank * part_bytes + begin * item_bytes);
-    const shm::ReduceRequest request{dtype, to_shm(op), end - begin, sources};
-    shm::reduce(sums + begin * item_bytes, nullptr, request, false);
-  });
-}
-
 // The works of one verb, in the order they were issued.
 class WorkState final : public Pending::State {
  public:
@@ -199,7 +176,7 @@ class WorkState final : public Pending::State {
   std::shared_ptr<Stamp> finished_ = std::make_shared<Stamp>(0);
 };
 
-class C10dCommunicator final : public Communicator, public HasGroupHealth {
+class C10dCommunicator final : public Communicator, public HasGroupHealth, public HasTwin {
  public:
   C10dCommunicator(c10::intrusive_ptr<c10d::ProcessGroup> group,
                    c10::intrusive_ptr<c10d::Store> store)
@@ -302,6 +279,14 @@ class C10dCommunicator final : public Communicator, public HasGroupHealth {
 
   const std::shared_ptr<GroupHealth>& health() const override { return health_; }
 
+  std::shared_ptr<Communicator> twin() override {
+    if (!twin_ && is_gloo_) {
+      const auto group = split_all(*group_, "trireme/twin");
+      twin_ = make_c10d_communicator(group, group->getStore());
+    }
+    return twin_;
+  }
+
  private:
   std::unique_ptr<WorkState> begin(const char* verb, const std::string& label) {
     std::string operation = verb + (" of " + label);
@@ -377,6 +362,7 @@ class C10dCommunicator final : public Communicator, public HasGroupHealth {
   std::shared_ptr<GroupHealth> health_;
   bool is_gloo_;           // on CPU
   std::string operation_;  // the one being issued
+  std::shared_ptr<Communicator> twin_;
 };
 
 }  // namespace

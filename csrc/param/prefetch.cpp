@@ -63,6 +63,12 @@ void Prefetch::enter_forward(const Key& key) {
   plan_.insert(plan_.end(), forward->second.rbegin(), forward->second.rend());
 }
 
+void Prefetch::repeat_forward(const ParamGroup* entry) {
+  const auto forward = plans_.find({index_of(entry), false});
+  if (learns_ || forward == plans_.end()) return;
+  plan_.insert(plan_.end(), forward->second.begin(), forward->second.end());
+}
+
 void Prefetch::claim(Index index) {
   State& state = state_of(index);
   if (pass_ == Pass::kForward && key_.second) state.was_used = true;
@@ -114,8 +120,8 @@ void Prefetch::done(ParamGroup& group, bool hold) {
   State& state = state_of(index);
   state.is_held = state.is_held || hold;
   // What is kept is not gathered again where it comes again.
-  const bool stays =
-      state.claims > 0 || state.is_held || (state.is_kept && (learns_ || comes_again(index)));
+  const bool stays_kept = state.is_kept && (!reshards(index) || learns_ || comes_again(index));
+  const bool stays = state.claims > 0 || state.is_held || stays_kept;
   stays ? group.show_sharded() : group.reshard();
 }
 
@@ -221,7 +227,7 @@ void Prefetch::reset() noexcept {
     states_[i].is_kept = states_[i].is_held = false;
     try {
       groups_[i]->reshard();
-    } catch (const c10::Error&) {  // the group has failed; the next verb says so
+    } catch (...) {  // the group has failed; the next verb says so
     }
   }
 }
@@ -234,20 +240,25 @@ void Prefetch::expire() {
   }
 }
 
+void Prefetch::set_ahead(const ParamGroup& group, int which,
+                         const std::vector<const ParamGroup*>& ahead) {
+  const Index index = index_of(&group);
+  if (index == kNothing) return;
+  State& state = state_of(index);
+  state.has_ahead[which] = true;
+  state.ahead[which].clear();
+  for (const ParamGroup* one : ahead)
+    if (const Index other = index_of(one); other != kNothing) state.ahead[which].push_back(other);
+}
+
 void Prefetch::set_forward_prefetch(const ParamGroup& group,
                                     const std::vector<const ParamGroup*>& ahead) {
-  State& state = state_of(index_of(&group));
-  state.has_ahead[0] = true;
-  state.ahead[0].clear();
-  for (const ParamGroup* one : ahead) state.ahead[0].push_back(index_of(one));
+  set_ahead(group, 0, ahead);
 }
 
 void Prefetch::set_backward_prefetch(const ParamGroup& group,
                                      const std::vector<const ParamGroup*>& ahead) {
-  State& state = state_of(index_of(&group));
-  state.has_ahead[1] = true;
-  state.ahead[1].clear();
-  for (const ParamGroup* one : ahead) state.ahead[1].push_back(index_of(one));
+  set_ahead(group, 1, ahead);
 }
 
 void Prefetch::set_dynamic(bool dynamic) {

@@ -46,6 +46,9 @@ class TRIREME_API Prefetch {
   using Key = std::pair<int64_t, bool>;  // where a forward begins, whether it trains
   const Key& forward_key() const { return key_; }
   void enter_forward(const Key& key);
+  // The backward computes a whole forward again, which was without gradients (a reentrant
+  // checkpoint around the outermost unit).
+  void repeat_forward(const ParamGroup* entry);
   // Whether any group does.
   bool gathers() const { return !groups_.empty(); }
   bool is_in_pass() const { return pass_ != Pass::kNone; }
@@ -72,7 +75,7 @@ class TRIREME_API Prefetch {
   void expire();
 
   // Units that are gathered ahead, by plan, while `group` computes, up to the last of `ahead`
-  // (nothing ahead if empty). Else the next one.
+  // (nothing ahead if empty). Else the next one. Groups that do not gather are left out.
   void set_forward_prefetch(const ParamGroup& group, const std::vector<const ParamGroup*>& ahead);
   void set_backward_prefetch(const ParamGroup& group, const std::vector<const ParamGroup*>& ahead);
   void set_dynamic(bool dynamic);
@@ -102,6 +105,7 @@ class TRIREME_API Prefetch {
   void gather_up_to(Index index);
   void gather_ahead(Index index);
   void drop_unused(Index index);
+  void set_ahead(const ParamGroup& group, int which, const std::vector<const ParamGroup*>& ahead);
 
   std::vector<std::shared_ptr<ParamGroup>> groups_;
   std::shared_ptr<Communicator> communicator_;

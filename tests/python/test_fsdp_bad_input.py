@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import trireme
-from ddp_ranks import RANKLESS_FORM, Tied, batch, message_of, mlp, on_ranks, raises
-from fsdp_ranks import SGD_OPTIONS, gloo_mesh, in_training, shard_layers
+from ddp_ranks import RANKLESS_FORM, Tied, batch, message_of, mlp, raises
+from fsdp_ranks import SGD_OPTIONS, gloo_mesh, in_training, pair, shard_layers, train_both
 from shm_ranks import on_shm_ranks
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
@@ -62,8 +62,6 @@ def test_arguments(rank: int) -> None:
 def test_meshes_that_do_not_fit(rank: int) -> None:
     net = nn.Linear(4, 4)
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    with raises(NotImplementedError, "got a mesh of 2 dimensions (HSDP)", "all-gather path"):
-        shard(net, mesh=grid)
     cube = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("a", "b", "c"))
     with raises(ValueError, "got a mesh of 3 dimensions"):
         shard(net, mesh=cube)
@@ -83,16 +81,38 @@ def test_meshes_that_do_not_fit(rank: int) -> None:
         outer(torch.ones(1, 4))
 
 
-@on_ranks(2, backend="gloo")
-def test_ranks_that_do_not_share_memory(rank: int) -> None:
-    with raises(NotImplementedError, "[fully_shard] got ranks that do not share", "backend"):
-        shard(nn.Linear(4, 4))
+@on_shm_ranks(3)
+def test_ranks_and_devices_outside_of_the_mesh(rank: int) -> None:
+    two = DeviceMesh("cpu", [0, 1])
+    if rank == 2:
+        with raises(ValueError, "got DeviceMesh", "in which this rank is not"):
+            shard(nn.Linear(4, 4), mesh=two)
+        return
+    elsewhere = nn.Linear(4, 4)
+    elsewhere.weight = nn.Parameter(_Elsewhere(elsewhere.weight.detach()))
+    with raises(ValueError, "got 'weight' on cuda:0, expected it on cpu, where the mesh is"):
+        shard(elsewhere, mesh=two)
+    shard(nn.Linear(4, 4), mesh=two)
+
+
+class _Elsewhere(torch.Tensor):
+    """Says that it is on a device that this machine need not have."""
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return torch.device("cuda", 0)
 
 
 @on_shm_ranks(2)
 def test_a_mesh_over_gloo(rank: int) -> None:
-    with raises(NotImplementedError, "[fully_shard] got ranks that do not share"):
-        shard(nn.Linear(4, 4), mesh=gloo_mesh())
+    """Its units are gathered, and cannot be under the root of others."""
+    mesh = gloo_mesh()
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    shard(net[0], mesh=mesh)
+    shard(net)
+    with raises(NotImplementedError, "got units on different meshes under one root"):
+        net(torch.ones(1, 4))
+    train_both(*pair(mlp, options={"mesh": mesh}), 0)
 
 
 @on_shm_ranks(2)
@@ -151,21 +171,22 @@ def test_parameters_without_values(rank: int) -> None:
 
 
 @on_shm_ranks(2)
-def test_what_comes_with_the_all_gather_path_says_so(rank: int) -> None:
+def test_what_tunes_gathering(rank: int) -> None:
+    """What is not here says so; the rest is accepted."""
     net: Any = shard_layers(mlp())
     for name, arguments in {
         "set_custom_all_gather": (None,),
         "set_custom_reduce_scatter": (None,),
         "set_all_reduce_hook": (None,),
-        "set_post_optim_event": (None,),
-        "set_gradient_divide_factor": (2.0,),
-        "set_reduce_scatter_divide_factor": (2.0,),
-        "set_separate_reduce_scatter_group": (),
         "set_allocate_memory_from_process_group_for_comm": (True,),
         "set_symm_mem_for_comm": (),
     }.items():
-        with raises(NotImplementedError, f"[fully_shard] got {name}()", "all-gather path"):
+        with raises(NotImplementedError, f"[fully_shard] got {name}()", "not implemented"):
             getattr(net, name)(*arguments)
+    for factor in (0.0, -1.0, "2", True):
+        with raises(ValueError, f"got factor={factor!r}, expected a number above 0"):
+            net.set_gradient_divide_factor(factor)
+    net.set_separate_reduce_scatter_group()
     net.set_modules_to_forward_prefetch([net[0]])
     net.set_modules_to_backward_prefetch([net[2]])
     with raises(ValueError, "got Tanh, expected an FSDPModule"):

@@ -208,7 +208,9 @@ def test_what_is_gathered_ahead(rank: int) -> None:
     for ahead, in_forward, in_backward in cases:
         for name, indices in ahead.items():
             for index in (0, 2, 4):
-                later = [one for one in indices if (one > index if name == "forward" else one < index)]
+                later = [
+                    one for one in indices if (one > index if name == "forward" else one < index)
+                ]
                 setter = getattr(ours.model[index], f"set_modules_to_{name}_prefetch")
                 setter([ours.model[one] for one in later])
         for step in range(2):

@@ -111,6 +111,8 @@ struct Fsdp::Use {
 void Fsdp::pre_forward(const Forward& forward, const std::vector<at::Tensor>& inputs) {
   if (runs_backward()) {  // computed again by a checkpoint
     enter_backward();
+    if (forward.is_root && forwards_in_backward_.empty())
+      prefetch_.repeat_forward(forward.group.get());
     if (forward.group && forward.group->has_unsharded()) {  // for its backward, which needs it, too
       forward.group->wait_for_unshard();
       return forward.group->show_unsharded();

@@ -9,10 +9,12 @@
 #include <torch/nn/pimpl.h>
 
 #include <concepts>
+#include <exception>
 #include <memory>
 #include <tuple>
 #include <type_traits>
 #include <utility>
+#include <vector>
 
 namespace trireme {
 
@@ -68,7 +70,23 @@ class ShardedHolding : public ShardedModule {
 
   template <typename... Args>
   auto run(Args&&... args) {
-    enter();
+    try {
+      return call(std::forward<Args>(args)...);
+    } catch (const std::exception& error) {
+      abandon(error.what());
+      throw;
+    } catch (...) {
+      abandon("an exception that says nothing");
+      throw;
+    }
+  }
+
+  std::shared_ptr<Net> module_;
+
+ private:
+  template <typename... Args>
+  auto call(Args&&... args) {
+    enter(gathers() ? inputs_of(args...) : std::vector<at::Tensor>());
     auto output = input_dtype() ? call_cast(std::forward<Args>(args)...)
                                 : module_->forward(std::forward<Args>(args)...);
     leave(find_tensors(output));
@@ -76,9 +94,17 @@ class ShardedHolding : public ShardedModule {
     return output;
   }
 
-  std::shared_ptr<Net> module_;
+  template <typename... Args>
+  static std::vector<at::Tensor> inputs_of(const Args&... args) {
+    std::vector<at::Tensor> inputs;
+    const auto add = [&](const auto& arg) {
+      const std::vector<at::Tensor> found = find_tensors(arg);
+      inputs.insert(inputs.end(), found.begin(), found.end());
+    };
+    (add(args), ...);
+    return inputs;
+  }
 
- private:
   // What holds tensors is copied and cast; other things are handed on.
   template <typename Arg>
   using Held =

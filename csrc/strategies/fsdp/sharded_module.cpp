@@ -1,6 +1,7 @@
 #include <trireme/strategies/fsdp/sharded_module.h>
 
 #include <trireme/comm/launch.h>
+#include <trireme/comm/twin.h>
 #include <trireme/common/error.h>
 #include <trireme/grad/module_parameters.h>
 #include <trireme/grad/write_gate.h>
@@ -94,8 +95,11 @@ ShardedModule::ShardedModule(std::shared_ptr<torch::nn::Module> inner, FsdpOptio
                     error_text(kArea, "got " + inner_->name() + ", which has no parameters", where,
                                "Shard a module that has some."));
   if (!specs.empty()) {
-    group_ = make_param_group({std::move(specs), options_.communicator});
-    group_->set_reshard_after_forward(options_.reshard_after_forward);
+    ParamGroupRequest request{std::move(specs), options_.communicator};
+    if (ParamGroup::gathers_over(*options_.communicator, request.device))
+      request.gathers_with =
+          options_.gathers_with ? options_.gathers_with : twin_of(*options_.communicator);
+    group_ = make_param_group(std::move(request));
   }
   shard();
   Module::train(inner_->is_training());
@@ -163,12 +167,12 @@ ShardedModule::Root& ShardedModule::own_root() const {
   return *root_;
 }
 
-void ShardedModule::enter() {
+void ShardedModule::enter(const std::vector<at::Tensor>& inputs) {
   Root& root = own_root();
   const bool is_outermost = root.outermost == this;
   const bool begins = root.core->is_writing();
   if (is_outermost || begins) root.settle();
-  root.core->pre_forward({group_, is_outermost});
+  root.core->pre_forward({group_, is_outermost}, inputs);
   if (begins) root.note_members();
 }
 
@@ -176,11 +180,50 @@ void ShardedModule::leave(const std::vector<at::Tensor>& outputs) {
   root_->core->post_forward({group_, root_->outermost == this}, outputs, /*all_found=*/true);
 }
 
+void ShardedModule::abandon(const std::string& reason) noexcept {
+  if (root_ && root_->outermost == this)
+    root_->core->abandon_forward(reason.substr(0, reason.find('\n')));
+}
+
 std::optional<at::ScalarType> ShardedModule::input_dtype() const {
   return options_.cast_forward_inputs ? options_.param_dtype : std::nullopt;
 }
 
-void ShardedModule::unshard() { own_root().begin_reading(); }
+// Of this unit and those in it.
+std::vector<ParamGroup*> ShardedModule::groups_within() const {
+  std::vector<ParamGroup*> groups;
+  if (group_) groups.push_back(group_.get());
+  for (const ShardedModule* unit : units_below(*this))
+    if (unit->group_) groups.push_back(unit->group_.get());
+  return groups;
+}
+
+void ShardedModule::unshard() {
+  Root& root = own_root();
+  root.begin_reading();
+  for (ParamGroup* group : groups_within()) root.core->unshard(*group);
+}
+
+void ShardedModule::reshard() {
+  if (!root_) return;
+  for (ParamGroup* group : groups_within()) root_->core->reshard(*group);
+}
+
+void ShardedModule::set_forward_prefetch(const std::vector<const ShardedModule*>& units) {
+  std::vector<const ParamGroup*> ahead;
+  for (const ShardedModule* unit : units) ahead.push_back(unit->group_.get());
+  if (group_) own_root().core->prefetch().set_forward_prefetch(*group_, ahead);
+}
+
+void ShardedModule::set_backward_prefetch(const std::vector<const ShardedModule*>& units) {
+  std::vector<const ParamGroup*> ahead;
+  for (const ShardedModule* unit : units) ahead.push_back(unit->group_.get());
+  if (group_) own_root().core->prefetch().set_backward_prefetch(*group_, ahead);
+}
+
+void ShardedModule::set_dynamic_gather(bool dynamic) {
+  own_root().core->prefetch().set_dynamic(dynamic);
+}
 
 void ShardedModule::begin_writing() {
   if (root_) root_->begin_writing();

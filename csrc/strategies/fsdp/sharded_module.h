@@ -22,10 +22,14 @@ struct FsdpOptions {
   std::optional<at::ScalarType> output_dtype = {};
   // Whether floating-point inputs are brought to param_dtype.
   bool cast_forward_inputs = true;
-  // As in Python; between ranks of one host it changes nothing.
-  bool reshard_after_forward = true;
+  // As in Python; none: unless it is the outermost unit. Between ranks of one host it changes
+  // nothing.
+  std::optional<bool> reshard_after_forward = {};
   // Of the ranks that share the parameters; that of the last trireme::init() if null.
   std::shared_ptr<Communicator> communicator = nullptr;
+  // Where parameters are gathered: another one of the same ranks for that, the same for all units;
+  // twin_of() `communicator` (comm/twin.h) if null.
+  std::shared_ptr<Communicator> gathers_with = nullptr;
 };
 
 // [Note: a sharded C++ module]
@@ -33,7 +37,8 @@ struct FsdpOptions {
 // C++ modules have no forward hooks, so a unit is a module around another:
 //
 //   inner    the user's module, which computes. Its parameters stay the same tensors for ever, over
-//            the memory of the host: unsharded. It is held, not registered
+//            the memory of the host: unsharded. It is held, not registered. Where ranks share no
+//            memory they have some only while the unit is unsharded
 //   mirror   what is registered in its place: the same tree of names, with this rank's shards as
 //            parameters, inner's own buffers, and the units in it themselves
 //
@@ -43,7 +48,7 @@ struct FsdpOptions {
 // by itself. What goes around the gate is noticed in the next forward, which throws.
 //
 // What a program reads through inner's own members (net->head->weight) is whole, and final from
-// unshard() to the next step; nobody may write it.
+// unshard() to the next step (or reshard()); nobody may write it.
 
 // All of a unit that does not depend on the type of its module; see Sharded in fully_shard.h. One
 // thread at a time.
@@ -54,8 +59,18 @@ class TRIREME_API ShardedModule : public torch::nn::Module {
   ShardedModule& operator=(const ShardedModule&) = delete;
 
   // Waits until all ranks have written their shards: the members of the module may be read.
-  // Every rank must come, here or to a forward.
+  // Every rank must come, here or to a forward; where parameters are gathered, here.
   void unshard();
+  // Where parameters are gathered: gives up what unshard() has brought. Every rank calls it.
+  void reshard();
+
+  // Where parameters are gathered: units that are on their way, by plan, while this one computes,
+  // in place of the next one (param/prefetch.h); and whether every forward makes its own plan, for
+  // units that are used in varying order. The outermost unit must be in use already, or this one is
+  // the outermost one. The same on all ranks.
+  void set_forward_prefetch(const std::vector<const ShardedModule*>& units);
+  void set_backward_prefetch(const std::vector<const ShardedModule*>& units);
+  void set_dynamic_gather(bool dynamic);
   // Shards may be written in place until the next forward or unshard(). Waits until no rank reads;
   // every rank must come.
   void begin_writing();
@@ -99,8 +114,8 @@ class TRIREME_API ShardedModule : public torch::nn::Module {
   void to(torch::Device device, bool non_blocking = false) override;
   std::shared_ptr<torch::nn::Module> clone(
       const std::optional<torch::Device>& device = std::nullopt) const override;
-  // What the plain module writes: whole parameters, in their own dtype. Every rank calls it, or
-  // unshard(), while one saves.
+  // What the plain module writes: whole parameters, in their own dtype. Every rank calls it; where
+  // ranks share memory they may call unshard() instead while one saves.
   void save(torch::serialize::OutputArchive& archive) const override;
   // What save(), of any number of ranks, or the plain module has written. Every rank calls it.
   // Throws ValueError for parameters that do not fit, which then stay as they were.
@@ -113,9 +128,12 @@ class TRIREME_API ShardedModule : public torch::nn::Module {
   // is, or has none; on all ranks for modules that differ; NotImplementedError for parameters that
   // cannot be shared.
   ShardedModule(std::shared_ptr<torch::nn::Module> inner, FsdpOptions options);
-  // Around the forward of inner.
-  void enter();
+  // Around the forward of inner; `inputs` where gathers() says so.
+  void enter(const std::vector<at::Tensor>& inputs);
   void leave(const std::vector<at::Tensor>& outputs);
+  // Instead of leave(), after an exception.
+  void abandon(const std::string& reason) noexcept;
+  bool gathers() const { return group_ && group_->gathers(); }
   std::optional<at::ScalarType> input_dtype() const;
   std::optional<at::ScalarType> output_dtype() const { return options_.output_dtype; }
 
@@ -125,6 +143,7 @@ class TRIREME_API ShardedModule : public torch::nn::Module {
   void collect(std::vector<ShardedParamSpec>& specs);
   void shard();
   Root& own_root() const;
+  std::vector<ParamGroup*> groups_within() const;
   void set_synchronize(bool synchronize);
   void check_unchanged(std::optional<torch::Device> device,
                        std::optional<torch::Dtype> dtype) const;

@@ -63,6 +63,8 @@ ShardedModule::Root::Root(const ShardedModule& unit) : outermost(&unit) {
                    communicator->rank_of(),
                    "Give all units the communicator of the outermost one."));
     if (!one->group_) continue;
+    const bool stays = one == &unit && one->group_->gathers();
+    one->group_->set_reshard_after_forward(one->options_.reshard_after_forward.value_or(!stays));
     groups.push_back(one->group_);
     synchronizes.push_back(one->synchronizes_);
     for (const ShardedParam& param : one->group_->params())
@@ -136,8 +138,10 @@ void ShardedModule::Root::check_members() {
   for (const auto& group : groups) {
     for (size_t i = 0; i < group->leaves().size(); ++i, ++at) {
       const at::Tensor& leaf = group->leaves()[i];
+      const at::Tensor& unsharded = group->params()[i].unsharded();
+      // Not by address: there may be no memory now.
       const bool is_in_place =
-          leaf.const_data_ptr() == group->params()[i].unsharded().const_data_ptr();
+          leaf.is_alias_of(unsharded) && leaf.storage_offset() == unsharded.storage_offset();
       const int64_t version = leaf.is_inference() ? 0 : leaf._version();
       if (is_in_place && (member_versions_.empty() || version == member_versions_[at])) continue;
       if (is_in_place) note_members();  // said once

@@ -1,5 +1,6 @@
 #include <trireme/comm/all_mean.h>
 #include <trireme/comm/comm_hook.h>
+#include <trireme/comm/twin.h>
 
 #include <ATen/ATen.h>
 
@@ -94,6 +95,84 @@ TEST_CASE("all_gather and reduce_scatter are rank-major") {
     const auto first = static_cast<float>(rank * 2);
     CHECK(at::equal(results[rank][1], at::tensor({3 * first, 3 * (first + 1)})));
   }
+}
+
+TEST_CASE("all_gather takes lists of small and large tensors of any dtype, also in place") {
+  // Gloo takes another way from 64 KiB on; see [Note: pieces over Gloo].
+  constexpr int64_t kLarge = 64 * 1024;
+  const std::vector<at::ScalarType> dtypes = {at::kFloat,    at::kDouble, at::kHalf,
+                                              at::kBFloat16, at::kLong,   at::kComplexFloat,
+                                              at::kBool,     at::kByte};
+  for (const int64_t world : {1, 2, 3, 4}) {
+    CAPTURE(world);
+    const auto unlike = on_ranks<int64_t>(world, [&](ThreadRank& rank) {
+      std::vector<at::Tensor> outputs, inputs, expected;
+      for (const at::ScalarType dtype : dtypes) {
+        for (const int64_t numel : {int64_t{3}, kLarge + 1}) {
+          const at::Tensor all =
+              (at::arange(world * numel).remainder(101)).to(dtype).view({world, numel});
+          outputs.push_back(at::zeros_like(all));
+          const bool in_place = outputs.size() % 3 == 0;
+          if (in_place) outputs.back()[rank.where.rank].copy_(all[rank.where.rank]);
+          inputs.push_back((in_place ? outputs.back() : all)[rank.where.rank]);
+          expected.push_back(all);
+        }
+      }
+      rank.communicator->all_gather(outputs, inputs, "a list").wait();
+      int64_t count = 0;
+      for (size_t i = 0; i < outputs.size(); ++i) count += !at::equal(outputs[i], expected[i]);
+      return count;
+    });
+    for (const int64_t count : unlike) CHECK(count == 0);
+  }
+}
+
+TEST_CASE("reduce_scatter sums, takes minimum and maximum of lists of small and large tensors") {
+  const std::vector<at::ScalarType> dtypes = {at::kFloat,    at::kDouble, at::kHalf,
+                                              at::kBFloat16, at::kInt,    at::kLong};
+  for (const int64_t world : {1, 2, 3, 4}) {
+    CAPTURE(world);
+    const auto unlike = on_ranks<int64_t>(world, [&](ThreadRank& rank) {
+      int64_t count = 0;
+      for (const ReduceOp op : {ReduceOp::kSum, ReduceOp::kMin, ReduceOp::kMax}) {
+        std::vector<at::Tensor> outputs, inputs, expected;
+        for (const at::ScalarType dtype : dtypes) {
+          for (const int64_t numel : {3, 70'000}) {
+            const at::Tensor base = at::arange(world * numel).remainder(9).to(dtype);
+            inputs.push_back(base * (rank.where.rank + 1));
+            outputs.push_back(at::empty({numel}, inputs.back().options()));
+            const int64_t times = op == ReduceOp::kSum   ? world * (world + 1) / 2
+                                  : op == ReduceOp::kMin ? 1
+                                                         : world;
+            expected.push_back(base.narrow(0, rank.where.rank * numel, numel) * times);
+          }
+        }
+        rank.communicator->reduce_scatter(outputs, inputs, op, "a list").wait();
+        for (size_t i = 0; i < outputs.size(); ++i) count += !at::equal(outputs[i], expected[i]);
+      }
+      return count;
+    });
+    for (const int64_t count : unlike) CHECK(count == 0);
+  }
+}
+
+TEST_CASE("verbs of a twin do not mix with those of its communicator") {
+  const auto results = on_ranks<std::vector<float>>(2, [](ThreadRank& rank) {
+    const auto twin = twin_of(*rank.communicator);
+    at::Tensor one = held(rank, {4});
+    at::Tensor other = held(rank, {4}) * 10;
+    const auto on_one = [&] { return rank.communicator->all_reduce({one}, ReduceOp::kSum, "one"); };
+    const auto on_twin = [&] { return twin->all_reduce({other}, ReduceOp::kSum, "other"); };
+    const bool in_order = rank.where.rank == 0;  // each rank has an order of its own
+    Pending first = in_order ? on_one() : on_twin();
+    Pending second = in_order ? on_twin() : on_one();
+    first.wait();
+    second.wait();
+    const bool is_same = twin == twin_of(*rank.communicator);
+    return std::vector<float>{one[0].item<float>(), other[0].item<float>(),
+                              static_cast<float>(is_same)};
+  });
+  for (const auto& result : results) CHECK(result == std::vector<float>{3, 30, 1});
 }
 
 TEST_CASE("all_mean leaves its argument and makes integers floats") {

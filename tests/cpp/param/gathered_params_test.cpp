@@ -1,7 +1,8 @@
 // Parameters of a unit that ranks gather: what comes, where it lies, and when it is gone.
 
-#include <trireme/memory/buffer_pool.h>
 #include <trireme/param/gathered_params.h>
+
+#include <trireme/memory/buffer_pool.h>
 #include <trireme/param/param_group.h>
 
 #include <ATen/ATen.h>
@@ -18,7 +19,8 @@ namespace {
 
 using Strings = std::vector<std::string>;
 
-// Even and uneven rows, fewer rows than ranks, none; another dimension, no dimension; dtypes, casts.
+// Even and uneven rows, fewer rows than ranks, none; another dimension, no dimension; dtypes,
+// casts.
 std::vector<ShardedParamSpec> all_kinds() {
   return {{"even", {12, 2}},
           {"uneven", {5, 2}},
@@ -149,8 +151,7 @@ TEST_CASE("all of a parameter can be read beside, in its own dtype") {
     write(group, 1);
     for (size_t i = 0; i < group.params().size(); ++i) {
       const ShardedParam& param = group.params()[i];
-      const at::Tensor whole =
-          param.along_dim(group.memory().read_whole(static_cast<int64_t>(i)));
+      const at::Tensor whole = param.along_dim(group.memory().read_whole(static_cast<int64_t>(i)));
       if (!at::equal(whole, value_of(param.spec(), 1)) || group.has_unsharded())
         heard[static_cast<size_t>(rank.where.rank)] += param.spec().name + " ";
     }

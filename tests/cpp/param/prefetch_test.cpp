@@ -1,8 +1,9 @@
 // In which order units are gathered. With a recorded group one rank runs, and its peer needs the
 // same units; ranks that need others run as threads.
 
-#include <trireme/comm/recording_communicator.h>
 #include <trireme/param/prefetch.h>
+
+#include <trireme/comm/recording_communicator.h>
 
 #include <ATen/ATen.h>
 
@@ -109,7 +110,8 @@ TEST_CASE("while one unit computes the next one is on its way, or those that wer
   CHECK(units.gathered() == "cba");
 }
 
-TEST_CASE("what is not used is gathered all the same, and goes; so does what is used in another order") {
+TEST_CASE(
+    "what is not used is gathered all the same, and goes; so does what is used in another order") {
   TwoRanks units;
   units.forward("abc");
   CHECK(units.forward("ac") == "abc");
@@ -131,7 +133,8 @@ TEST_CASE("what comes after its place in the plan cannot be had; with a dynamic 
   TwoRanks units;
   units.forward("abc");
   const std::string said = error_of([&] { units.forward("aba"); });
-  CHECK_THAT(said, Catch::Contains("[fully_shard] unit 'a' is needed in a forward after its place"));
+  CHECK_THAT(said,
+             Catch::Contains("[fully_shard] unit 'a' is needed in a forward after its place"));
   CHECK_THAT(said, Catch::Contains("set_dynamic_gather(True)"));
   units.prefetch->reset();
   units.gathered();

@@ -2,10 +2,11 @@
 
 #include <trireme/param/sharded_param.h>
 
-#include <trireme/shm/segment.h>
+#include <trireme/memory/flat_buffer.h>
 
 #include <ATen/ATen.h>
 
+#include <algorithm>
 #include <catch_torch.h>
 #include <string>
 #include <utility>
@@ -14,22 +15,43 @@ using namespace trireme;
 
 namespace {
 
-ParamStores stores_of(const ShardedParamSpec& spec, int64_t world) {
-  const auto make = [&](at::ScalarType dtype) {
-    const std::vector<ParameterInfo> infos{stored_info(spec, dtype)};
-    return HostStore::make(std::make_shared<const shm::Segment>(shm::Segment::create(
-                               shm::SegmentKind::kAnonymous, HostStore::bytes_for(infos, world))),
-                           infos, {0, world});
-  };
-  return {make(spec.dtype), spec.is_cast() ? make(*spec.param_dtype) : nullptr};
+// All of a parameter, as it lies in the memory of a host, in its dtype and in param_dtype.
+struct Host {
+  at::Tensor original;
+  at::Tensor cast;
+};
+
+Host host_of(const ShardedParamSpec& spec) {
+  const auto sizes = stored_info(spec, spec.dtype).sizes;
+  Host host{at::zeros(sizes, at::TensorOptions().dtype(spec.dtype)), {}};
+  if (spec.is_cast()) host.cast = host.original.to(*spec.param_dtype);
+  return host;
 }
 
-// The ranks of a host, which see one store.
-std::vector<ShardedParam> all_ranks(const ShardedParamSpec& spec, int64_t world,
-                                    const ParamStores& stores) {
+// Of the first dimension, what a rank has.
+at::Tensor rows_of(const at::Tensor& whole, RankOf where) {
+  std::vector<int64_t> sizes = whole.sizes().vec();
+  const int64_t most = (sizes.front() + where.world - 1) / where.world;
+  const int64_t first = std::min(most * where.rank, sizes.front());
+  sizes.front() = std::min(most, sizes.front() - first);
+  return range_of(whole, sizes, whole.strides(), first * whole.stride(0));
+}
+
+ParamPlace place_of(const ShardedParamSpec& spec, RankOf where, const Host& host) {
+  if (spec.is_replicated()) {
+    const at::Tensor own = at::zeros({}, at::TensorOptions().dtype(spec.dtype));
+    return {own, range_of(own, {}, {}, 0), {}};
+  }
+  const at::Tensor shard = rows_of(host.original, where);
+  if (!spec.is_cast()) return {shard, host.original, {}};
+  return {shard, host.cast, rows_of(host.cast, where)};
+}
+
+// The ranks of a host, which see one memory.
+std::vector<ShardedParam> all_ranks(const ShardedParamSpec& spec, int64_t world, const Host& host) {
   std::vector<ShardedParam> ranks;
   for (int64_t rank = 0; rank < world; ++rank)
-    ranks.emplace_back(spec, 0, RankOf{rank, world}, stores);
+    ranks.emplace_back(spec, RankOf{rank, world}, place_of(spec, {rank, world}, host));
   return ranks;
 }
 
@@ -43,8 +65,8 @@ ShardedParamSpec spec_of(std::vector<int64_t> sizes, int64_t dim = 0) {
 
 // Each rank fills its shard with its number: what the whole then looks like, rows parted by '|'.
 std::string drawn(const ShardedParamSpec& spec, int64_t world) {
-  const ParamStores stores = stores_of(spec, world);
-  const std::vector<ShardedParam> ranks = all_ranks(spec, world, stores);
+  const Host host = host_of(spec);
+  const std::vector<ShardedParam> ranks = all_ranks(spec, world, host);
   for (int64_t rank = 0; rank < world; ++rank) {
     const ShardedParam& param = ranks[static_cast<size_t>(rank)];
     param.write_shard(at::full_like(param.sharded(), static_cast<double>(rank)));
@@ -61,9 +83,9 @@ std::string drawn(const ShardedParamSpec& spec, int64_t world) {
 }
 
 std::string sizes_of(const ShardedParamSpec& spec, int64_t world) {
-  const ParamStores stores = stores_of(spec, world);
+  const Host host = host_of(spec);
   std::string text;
-  for (const ShardedParam& param : all_ranks(spec, world, stores))
+  for (const ShardedParam& param : all_ranks(spec, world, host))
     text += (text.empty() ? "" : " ") + c10::str(param.sharded().sizes());
   return text;
 }
@@ -94,8 +116,8 @@ TEST_CASE("ranks without rows, and parameters without elements, have shards of n
 
 TEST_CASE("every rank has a scalar of its own") {
   const ShardedParamSpec spec = spec_of({});
-  const ParamStores stores = stores_of(spec, 2);
-  const std::vector<ShardedParam> ranks = all_ranks(spec, 2, stores);
+  const Host host = host_of(spec);
+  const std::vector<ShardedParam> ranks = all_ranks(spec, 2, host);
   ranks[0].write_whole(at::full({}, 3.0));
   ranks[1].write_whole(at::full({}, 4.0));
   CHECK(ranks[0].unsharded().item<float>() == 3);
@@ -106,8 +128,8 @@ TEST_CASE("every rank has a scalar of its own") {
 TEST_CASE("write_whole takes this rank's part, of any strides") {
   for (const int64_t dim : {0, 1}) {
     const ShardedParamSpec spec = spec_of({5, 3}, dim);
-    const ParamStores stores = stores_of(spec, 2);
-    const std::vector<ShardedParam> ranks = all_ranks(spec, 2, stores);
+    const Host host = host_of(spec);
+    const std::vector<ShardedParam> ranks = all_ranks(spec, 2, host);
     const at::Tensor whole = at::arange(15, at::kFloat).view({3, 5}).t();
     ranks[1].write_whole(whole);
     CHECK_FALSE(at::equal(ranks[0].unsharded(), whole));  // the rest is rank 0's
@@ -120,8 +142,8 @@ TEST_CASE("write_whole takes this rank's part, of any strides") {
 TEST_CASE("under a param_dtype each rank casts its own part") {
   ShardedParamSpec spec = spec_of({4, 2});
   spec.param_dtype = at::kBFloat16;
-  const ParamStores stores = stores_of(spec, 2);
-  const std::vector<ShardedParam> ranks = all_ranks(spec, 2, stores);
+  const Host host = host_of(spec);
+  const std::vector<ShardedParam> ranks = all_ranks(spec, 2, host);
   const at::Tensor whole = at::arange(8, at::kFloat).view({4, 2}) + 1.0 / 512;
   for (const ShardedParam& param : ranks) param.write_whole(whole);
   ranks[0].cast_own();
@@ -136,8 +158,8 @@ TEST_CASE("under a param_dtype each rank casts its own part") {
 
 TEST_CASE("a shard that was given other memory is noticed, and comes back") {
   const ShardedParamSpec spec = spec_of({4, 2});
-  const ParamStores stores = stores_of(spec, 2);
-  const ShardedParam param(spec, 0, RankOf{1, 2}, stores);
+  const Host host = host_of(spec);
+  const ShardedParam param(spec, RankOf{1, 2}, place_of(spec, {1, 2}, host));
   param.write_shard(at::ones({2, 2}));
   CHECK(param.lies_in_store());
   param.sharded().set_data(at::zeros({2, 2}));

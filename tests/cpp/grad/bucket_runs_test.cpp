@@ -1,0 +1,99 @@
+// A bucket that is reduce_scattered, drawn as what goes over the wire: one run per rank, of what
+// that rank owns of each gradient, padded to the longest.
+
+#include <trireme/grad/bucket.h>
+
+#include <ATen/ATen.h>
+
+#include <catch_torch.h>
+#include <string>
+
+using namespace trireme;
+
+namespace {
+
+// Gradients of five and of three elements, of which rank 0 of 2 owns three and two.
+struct Gradients {
+  explicit Gradients(at::ScalarType wire = at::kFloat) {
+    std::vector<ParameterInfo> infos;
+    for (const int64_t numel : {5, 3}) {
+      parameters.push_back(at::zeros({numel}).set_requires_grad(true));
+      infos.push_back({"p", {numel}, numel});
+    }
+    OwnShards own;
+    own.plan = std::make_shared<const ShardPlan>(
+        make_shard_plan({infos, /*world=*/2, ShardPlacement::kDim0}));
+    own.scatters = true;
+    PlannedBucket plan;
+    plan.dtype = wire;
+    plan.numel = 8;
+    plan.slots = {{0, 0, 5}, {1, 5, 3}};
+    bucket = std::make_unique<Bucket>(plan, parameters, /*tail_numel=*/0, own);
+  }
+  void set(size_t parameter, double first) {
+    const int64_t numel = parameters[parameter].numel();
+    parameters[parameter].mutable_grad() = at::arange(numel).to(at::kFloat) + first;
+  }
+  bool has_any() const { return parameters[0].grad().defined() || parameters[1].grad().defined(); }
+  // Runs parted by '|'.
+  std::string wire() const {
+    const at::Tensor runs = bucket->wire().to(at::kFloat).view({2, -1});
+    std::string picture;
+    for (int64_t rank = 0; rank < 2; ++rank) {
+      if (rank > 0) picture += "| ";
+      for (int64_t i = 0; i < runs.size(1); ++i)
+        picture += std::to_string(runs[rank][i].item<int>()) + " ";
+    }
+    return picture;
+  }
+
+  std::vector<at::Tensor> parameters;
+  std::unique_ptr<Bucket> bucket;
+};
+
+}  // namespace
+
+TEST_CASE("runs of what each rank owns, padded with zeros; gradients are gone") {
+  for (const at::ScalarType wire : {at::kFloat, at::kBFloat16, at::kDouble}) {
+    Gradients gradients(wire);
+    gradients.bucket->begin_step(/*shadow=*/false);
+    gradients.set(0, 1);
+    gradients.set(1, 6);
+    gradients.bucket->complete(2);
+    CHECK(gradients.wire() == "2 4 6 12 14 | 8 10 0 16 0 ");
+    CHECK(gradients.bucket->wire().scalar_type() == wire);
+    CHECK(gradients.bucket->sums().numel() == 5);
+    CHECK_FALSE(gradients.has_any());
+  }
+}
+
+TEST_CASE("gradients that come one by one, twice, or not at all") {
+  Gradients gradients;
+  gradients.bucket->begin_step(/*shadow=*/false);
+  gradients.set(0, 1);
+  gradients.bucket->gradient_arrived(0, /*scale=*/1);
+  CHECK_FALSE(gradients.has_any());  // freed at once
+  gradients.set(0, 1);
+  gradients.bucket->gradient_arrived(0, /*scale=*/1);
+  gradients.bucket->complete(1);
+  CHECK(gradients.wire() == "2 4 6 0 0 | 8 10 0 0 0 ");
+}
+
+TEST_CASE("what was accumulated before goes too, at the end") {
+  Gradients gradients;
+  gradients.set(1, 1);
+  gradients.bucket->begin_step(/*shadow=*/false);
+  gradients.set(0, 1);
+  gradients.bucket->gradient_arrived(0, /*scale=*/1);
+  gradients.bucket->complete(1);
+  CHECK(gradients.wire() == "1 2 3 1 2 | 4 5 0 3 0 ");
+}
+
+TEST_CASE("a shadow step sends zeros and leaves gradients alone") {
+  Gradients gradients;
+  gradients.set(0, 1);
+  gradients.bucket->begin_step(/*shadow=*/true);
+  gradients.bucket->complete(1);
+  CHECK(gradients.wire() == "0 0 0 0 0 | 0 0 0 0 0 ");
+  CHECK(gradients.parameters[0].grad().sum().item<float>() == 15);
+}
