@@ -67,6 +67,7 @@ def waiting() -> nn.Module:
 
 
 def interrupted(rank: int, where: str) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
     ours, one = pair(waiting)
     for step in range(2):
         assert_same_backward(ours, one, data(step), where="")

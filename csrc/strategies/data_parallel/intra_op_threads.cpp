@@ -2,6 +2,8 @@
 
 #include <ATen/Parallel.h>
 
+#include <mutex>
+
 // Of the OpenMP runtime and the MKL that torch has loaded; a torch without has none to set.
 extern "C" {
 __attribute__((weak)) void omp_set_num_threads(int threads);
@@ -11,8 +13,14 @@ __attribute__((weak)) int MKL_Set_Num_Threads_Local(int threads);
 namespace trireme {
 
 void set_own_intra_op_threads(int threads) {
-  // ATen sets a thread's numbers when it is first asked there; after that it leaves them alone.
-  static_cast<void>(at::get_num_threads());
+  // ATen sets a thread's numbers when it is first asked there; after that it leaves them alone. In
+  // a forked child the first ones must not ask at once: it makes its thread pool anew then,
+  // unlocked.
+  static std::mutex asking;
+  {
+    const std::lock_guard lock(asking);
+    static_cast<void>(at::get_num_threads());
+  }
   if (omp_set_num_threads != nullptr) omp_set_num_threads(threads);
   if (MKL_Set_Num_Threads_Local != nullptr) MKL_Set_Num_Threads_Local(threads);
 }
