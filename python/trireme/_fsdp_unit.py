@@ -233,18 +233,14 @@ class FsdpUnit:
             self.group.reshard_after_forward = default if chosen is None else chosen
 
     def unshard(self) -> None:
-        if self.root is not None:
-            if self.root.core is not None:
-                self.root.settle()
-                self.root.core.begin_reading()
+        if self.root is not None and self.root.core is not None:
+            self.root.settle()
+            self.root.core.begin_reading()
+            if self.group is not None:
+                self.root.core.unshard(self.group)
         elif self.group is not None:  # no forward yet, so no gate
             self.settle()
             self.group.share_writes()
-        if self.group is None:
-            return
-        if self.root is not None and self.root.core is not None:
-            self.root.core.unshard(self.group)
-        else:
             self.group.unshard()
             self.group.show_unsharded()
 

@@ -11,13 +11,14 @@ Every rank's part of every gradient and parameter is compared with what one proc
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import trireme
-from ddp_ranks import batch
+from ddp_ranks import batch, message_of
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
@@ -187,3 +188,15 @@ def rows_of(number: int, training: Training, dtype: torch.dtype = torch.float32)
 
 def units_of(model: nn.Module) -> Sequence[TorchFSDPModule]:
     return [one for one in model.modules() if isinstance(one, TorchFSDPModule)]
+
+
+def error_of_training(training: Sharded, soon_s: float) -> str | None:
+    """What a survivor says of a rank that dies meanwhile, no later than ``soon_s`` seconds."""
+    began = time.monotonic()
+    try:
+        for step in range(3):
+            training.train(step)
+    except dist.DistBackendError as error:
+        assert time.monotonic() - began < soon_s
+        return message_of(error)
+    return None

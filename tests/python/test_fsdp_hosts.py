@@ -17,11 +17,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import trireme
-from ddp_ranks import HOUSE_FORM, Tied, message_of, mlp, raises
+from ddp_ranks import HOUSE_FORM, Tied, mlp, raises
 from distributed import run_ranks
 from fsdp_ranks import (
     assert_locals,
     assert_parts,
+    error_of_training,
     evaluate,
     own,
     pair,
@@ -206,14 +207,7 @@ def survive(rank: int, layout: str, moment: str) -> str | None:
         if moment == "forward":
             os.kill(os.getpid(), signal.SIGKILL)
         ours.model[0].register_full_backward_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
-    began = time.monotonic()
-    try:
-        for step in range(3):
-            ours.train(step)
-    except dist.DistBackendError as error:
-        assert time.monotonic() - began < SOON_S
-        return message_of(error)
-    return None
+    return error_of_training(ours, SOON_S)
 
 
 @pytest.mark.parametrize(("layout", "moment"), [("2x2", "forward"), ("1+3", "backward")])

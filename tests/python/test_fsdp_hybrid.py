@@ -7,7 +7,6 @@ from __future__ import annotations
 import os
 import signal
 import tempfile
-import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -17,11 +16,12 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import trireme
-from ddp_ranks import HOUSE_FORM, Tied, batch, message_of, mlp, raises
+from ddp_ranks import HOUSE_FORM, Tied, batch, mlp, raises
 from distributed import run_ranks
 from fsdp_ranks import (
     SGD_OPTIONS,
     assert_locals,
+    error_of_training,
     in_training,
     local,
     rows_of,
@@ -245,14 +245,7 @@ def survive(rank: int, backend: str) -> str | None:
     ours.train(0)
     if rank == 3:
         ours.model[2].register_full_backward_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
-    began = time.monotonic()
-    try:
-        for step in range(3):
-            ours.train(step)
-    except dist.DistBackendError as error:
-        assert time.monotonic() - began < SOON_S
-        return message_of(error)
-    return None
+    return error_of_training(ours, SOON_S)
 
 
 @BACKENDS
