@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Mapping
 from typing import Any
 
-from harness.pages import markdown
+from harness.pages import markdown, measured_on
 
 Results = Mapping[str, Any]
 TITLES = {
@@ -30,7 +30,7 @@ def checkpoint_tables(results: Results) -> str:
     if "memory" in results:
         text += "\nMemory of the host at the fullest moment of a load, beyond the final state:\n\n"
         text += _memory(results["memory"])
-    return text + "\n"
+    return text + measured_on(results) + "\n"
 
 
 def _speeds(found: Results, model: Results) -> str:

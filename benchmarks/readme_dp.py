@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from harness.pages import markdown, median_of, phases, ratio_cells
+from harness.pages import markdown, measured_on, median_of, phases, ratio_cells
 
 Results = Mapping[str, Any]
 Rows = Sequence[Mapping[str, Any]]
@@ -41,7 +41,7 @@ def dp_section(results: Results) -> str:
         "`bench_dp.py`, 2 replicas or ranks x 1 thread, median step of fresh processes in paired "
         "rounds:\n\n"
     )
-    return title + markdown(header, rows)
+    return title + markdown(header, rows) + measured_on(results)
 
 
 def dp_tables(results: Results) -> str:

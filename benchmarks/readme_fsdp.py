@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from harness.pages import Runs, host_memory, markdown, median_of, phases, ratio_cells
+from harness.pages import (
+    Runs,
+    host_memory,
+    markdown,
+    measured_on,
+    median_of,
+    phases,
+    ratio_cells,
+)
 
 Results = Mapping[str, Any]
 
@@ -31,21 +40,27 @@ STRATEGIES: dict[str, Sequence[str]] = {
 WORKLOADS = ("mlp", "gpt-small-batch", "gpt", "narrow")
 
 
-def fsdp_section(results: Results) -> str:
-    """Who is measured against whom."""
+def _contests(results: Results, against: str = "") -> list[list[str]]:
+    """A row per contest with a side whose name begins so, beside what computing alone takes."""
     rows = []
     for name, workload in results["workloads"].items():
         runs = workload["runs"]
+        beside = [
+            f"{median_of(runs[one], 'step_ms'):.0f}" for one in ("1 process", "2 ranks, no sync")
+        ]
         for contest in workload["contests"]:
-            ours, theirs = (
-                f"{median_of(runs[label], 'step_ms'):.0f} ({label})"
-                for label in (contest["ours"], contest["theirs"])
-            )
-            beside = [
-                f"{median_of(runs[label], 'step_ms'):.0f}"
-                for label in ("1 process", "2 ranks, no sync")
+            if not contest["theirs"].startswith(against):
+                continue
+            sides = [
+                f"{median_of(runs[contest[side]], 'step_ms'):.0f} ({contest[side]})"
+                for side in ("theirs", "ours")
             ]
-            rows.append([name, *beside, theirs, ours, *ratio_cells(contest["ratio"])])
+            rows.append([name, *beside, *sides, *ratio_cells(contest["ratio"])])
+    return rows
+
+
+def fsdp_section(results: Results, against: str = "") -> str:
+    """Who is measured against whom; of these those whose name begins so."""
     header = [
         "workload",
         "1 process x 2 threads, ms",
@@ -59,7 +74,54 @@ def fsdp_section(results: Results) -> str:
         "`bench_fsdp.py`, each block a unit, 2 ranks x 1 thread, ours through shared memory, "
         "torch's over Gloo, median step of fresh processes in paired rounds:\n\n"
     )
-    return title + markdown(header, rows)
+    return title + markdown(header, _contests(results, against)) + measured_on(results)
+
+
+def gathered_tables(results: Results) -> str:
+    """Where ours gathers parameters, too."""
+    header = ["workload", "1 process x 2 threads, ms", "2 ranks, no sync", "torch FSDP2, its best"]
+    header += ["trireme fully_shard", "ratio (quartiles)", "target"]
+    title = (
+        "\n`bench_fsdp.py --path all-gather`, 2 ranks x 1 thread, both over Gloo, median step of "
+        "fresh processes in paired rounds:\n\n"
+    )
+    parts = [title + markdown(header, _contests(results)) + measured_on(results)]
+    if "engine" in results:
+        parts.append("Over torch's fake process group, where nothing moves:\n\n")
+        parts[-1] += _engine(results["engine"])
+    for name, workload in results["workloads"].items():
+        parts.append(f"`{name}`:\n\n" + phases(workload["runs"]))
+    return "\n".join(parts)
+
+
+def hosts_tables(results: Results) -> str:
+    """What crosses the cable between two hosts."""
+    parts = []
+    for name, workload in results["workloads"].items():
+        rows = []
+        for label, runs in workload["runs"].items():
+            sent = [statistics.median(run["sent_mb"][host] for run in runs) for host in (0, 1)]
+            ratio = workload["bytes_ratios"].get(label)
+            rows.append(
+                [
+                    label,
+                    *(f"{mb:.1f}" for mb in sent),
+                    f"{ratio['median']:.2f}" if ratio else "",
+                    f"{ratio['target']:g}: {ratio['verdict']}" if ratio else "",
+                    f"{median_of(runs, 'step_ms'):.0f}",
+                ]
+            )
+        header = [f"`{name}`, 2 x 2 ranks", "host 0 sends MB per step", "host 1"]
+        header += ["fsdp / this", "target", "step ms"]
+        parts.append(markdown(header, rows))
+    title = (
+        f"\n`bench_hosts.py`, two namespaces of one machine of {results['machine']['cores']} "
+        "cores, bytes as their interfaces count them, medians of fresh processes in rounds (four "
+        "ranks on those cores and a cable as fast as memory: step times say what sharding costs "
+        "the CPU):"
+        "\n\n"
+    )
+    return title + "\n".join(parts) + measured_on(results) + "\n"
 
 
 def fsdp_tables(results: Results) -> str:

@@ -10,19 +10,43 @@ import argparse
 import json
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness.pages import host_memory, markdown, median_of, phases, ratio_cells
+from harness.pages import host_memory, markdown, measured_on, median_of, phases, ratio_cells
 from readme_checkpoint import checkpoint_tables
 from readme_dp import dp_section, dp_tables
-from readme_fsdp import fsdp_section, fsdp_tables, strategy_tables
+from readme_fsdp import (
+    fsdp_section,
+    fsdp_tables,
+    gathered_tables,
+    hosts_tables,
+    strategy_tables,
+)
+from readme_summary import summary
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 BEGIN = "<!-- results: written by benchmarks/readme_results.py from benchmarks/results/*.json -->\n"
 END = "<!-- results end -->\n"
+SHORT_LIST_BYTES = (64 << 10, 25 << 20)  # of collectives, in README
+
+
+@dataclass(frozen=True)
+class DdpRun:
+    """A committed run of bench_ddp.py."""
+
+    file: str
+    ours: str  # the side
+    over: str  # what gradients went over
+
+
+DDP_RUNS = (
+    DdpRun("ddp_shm.json", "ddp, shared memory", "ours through shared memory, torch's over Gloo"),
+    DdpRun("ddp.json", "ddp", "both over Gloo"),
+)
 
 
 def main(command_line: Sequence[str] | None = None) -> int:
@@ -36,12 +60,14 @@ def main(command_line: Sequence[str] | None = None) -> int:
     pages = {
         "README.md": section(),
         "docs/shared_memory.md": shared_memory_tables(),
+        "docs/ddp.md": ddp_tables(),
         "docs/zero.md": zero_tables(),
         "docs/fsdp.md": sharding_tables(),
         "docs/data_parallel.md": data_parallel_tables(),
         "docs/strategies.md": all_strategies(),
         "docs/optimizers.md": optimizer_tables(),
         "docs/checkpoint.md": loading_tables(),
+        "docs/multi_host.md": hosts_page(),
     }
     for name, written in pages.items():
         page = ROOT / name
@@ -61,10 +87,11 @@ def main(command_line: Sequence[str] | None = None) -> int:
 
 
 def shared_memory_tables() -> str:
-    """What happens when a rank is lost, and with more ranks than CPUs."""
+    """What happens when a rank is lost; collectives, also with more ranks than CPUs."""
     text = fault_times()
-    if (RESULTS / "collectives_4_ranks.json").exists():
-        text += _collectives(_load("collectives_4_ranks.json")) + "\n"
+    for name in ("collectives.json", "collectives_4_ranks.json"):
+        if (RESULTS / name).exists():
+            text += _collectives(_load(name)) + "\n"
     return text
 
 
@@ -82,7 +109,7 @@ def fault_times() -> str:
         f"Python, {results['tries']} tries each; until the last of the other ranks has raised:\n\n"
     )
     header = ["the last rank is", "ranks", "median ms", "most ms"]
-    return "\n" + title + markdown(header, rows) + "\n"
+    return "\n" + title + markdown(header, rows) + measured_on(results) + "\n"
 
 
 def optimizer_tables() -> str:
@@ -97,7 +124,8 @@ def optimizer_tables() -> str:
         "of an in-place pass, target 85 %",
     ]
     text = ""
-    for device, rows in _load("optimizers.json")["devices"].items():
+    results = _load("optimizers.json")
+    for device, rows in results["devices"].items():
         cells = []
         for name, row in rows.items():
             low, high = row["time_ratio"]["quartiles"]
@@ -107,7 +135,7 @@ def optimizer_tables() -> str:
             times = [f"{row['step_ms']:.2f}", f"{row['torch_step_ms']:.2f}"]
             cells.append([name, *times, ratio, reached])
         text += f"\n`bench_optimizers.py`, {device}:\n\n" + markdown(header, cells)
-    return text + "\n"
+    return text + measured_on(results) + "\n"
 
 
 def zero_tables() -> str:
@@ -125,23 +153,31 @@ def zero_tables() -> str:
 
 def sharding_tables() -> str:
     """Every part of bench_fsdp.py."""
-    if not (RESULTS / "fsdp.json").exists():
-        return "\nNo run is committed yet.\n\n"
-    return fsdp_tables(_load("fsdp.json"))
+    text = _tables_of("fsdp.json", fsdp_tables)
+    if (RESULTS / "fsdp_gathered.json").exists():
+        text += gathered_tables(_load("fsdp_gathered.json")) + "\n"
+    return text
+
+
+def hosts_page() -> str:
+    """Every part of bench_hosts.py."""
+    return _tables_of("hosts.json", hosts_tables)
 
 
 def data_parallel_tables() -> str:
     """Every part of bench_dp.py."""
-    if not (RESULTS / "dp.json").exists():
-        return "\nNo run is committed yet.\n\n"
-    return dp_tables(_load("dp.json"))
+    return _tables_of("dp.json", dp_tables)
 
 
 def loading_tables() -> str:
     """Every part of bench_checkpoint.py."""
-    if not (RESULTS / "checkpoint.json").exists():
-        return "\nNo run is committed yet.\n\n"
-    return checkpoint_tables(_load("checkpoint.json"))
+    return _tables_of("checkpoint.json", checkpoint_tables)
+
+
+def ddp_tables() -> str:
+    """Every run of bench_ddp.py."""
+    parts = [_bench_ddp(_load(one.file), one) for one in DDP_RUNS if (RESULTS / one.file).exists()]
+    return "\n" + "\n".join(parts or ["No run is committed yet.\n"]) + "\n"
 
 
 def all_strategies() -> str:
@@ -151,25 +187,30 @@ def all_strategies() -> str:
 
 
 def section() -> str:
-    """The tables, from whichever result files there are."""
+    """What a reader should know first, then the tables, from whichever result files there are."""
     parts = []
+    found = {path.stem: _load(path.name) for path in RESULTS.glob("*.json")}
+    if lines := summary(found):
+        parts.append(lines)
     if (RESULTS / "compare_gpt.json").exists():
         parts.append(_compare(_load("compare_gpt.json")))
     if (RESULTS / "collectives.json").exists():
-        parts.append(_collectives(_load("collectives.json")))
-    for name, ours, over in (
-        ("ddp_shm.json", "ddp, shared memory", "ours through shared memory, torch's over Gloo"),
-        ("ddp.json", "ddp", "both over Gloo"),
-    ):
-        if (RESULTS / name).exists():
-            parts.append(_bench_ddp(_load(name), ours, over))
+        parts.append(_collectives(_load("collectives.json"), SHORT_LIST_BYTES))
+    if (RESULTS / DDP_RUNS[0].file).exists():
+        parts.append(_bench_ddp(_load(DDP_RUNS[0].file), DDP_RUNS[0]))
     if (RESULTS / "zero.json").exists():
         parts.append(_bench_zero(_load("zero.json")))
     if (RESULTS / "fsdp.json").exists() and _load("fsdp.json")["workloads"]:
-        parts.append(fsdp_section(_load("fsdp.json")))
+        parts.append(fsdp_section(_load("fsdp.json"), against="torch"))
     if (RESULTS / "dp.json").exists() and _load("dp.json")["workloads"]:
         parts.append(dp_section(_load("dp.json")))
     return "\n" + "\n".join(parts or ["No run is committed yet.\n"]) + "\n"
+
+
+def _tables_of(name: str, tables: Callable[[dict[str, Any]], str]) -> str:
+    if not (RESULTS / name).exists():
+        return "\nNo run is committed yet.\n\n"
+    return tables(_load(name))
 
 
 def _load(name: str) -> dict[str, Any]:
@@ -202,13 +243,16 @@ def _compare(results: dict[str, Any]) -> str:
         "peak MiB/rank",
         "final loss",
     ]
-    return "`make compare`, GPT on text, same batches everywhere:\n\n" + markdown(header, rows)
+    title = "`make compare`, GPT on text, same batches everywhere:\n\n"
+    return title + markdown(header, rows) + measured_on(results)
 
 
-def _collectives(results: dict[str, Any]) -> str:
+def _collectives(results: dict[str, Any], sizes_shown: Sequence[int] = ()) -> str:
     rows = []
     for operation, sizes in results["operations"].items():
         for size, found in sizes.items():
+            if sizes_shown and int(size) not in sizes_shown:
+                continue
             times, ratio = found["times_us"], found["ratio_to_gloo"]
             low, high = (1 / quartile for quartile in reversed(ratio["quartiles"]))
             rows.append(
@@ -235,7 +279,7 @@ def _collectives(results: dict[str, Any]) -> str:
         f"`bench_collectives.py`, {results['ranks']} ranks x 1 thread, fp32, through "
         "torch.distributed from Python:\n\n"
     )
-    return title + markdown(header, rows)
+    return title + markdown(header, rows) + measured_on(results)
 
 
 def _bytes_text(size: int) -> str:
@@ -245,7 +289,7 @@ def _bytes_text(size: int) -> str:
     return f"{size} B"
 
 
-def _bench_ddp(results: dict[str, Any], ours: str, over: str) -> str:
+def _bench_ddp(results: dict[str, Any], run: DdpRun) -> str:
     rows = []
     for name, workload in results["workloads"].items():
         ratio = workload["step_ratio"]
@@ -260,7 +304,7 @@ def _bench_ddp(results: dict[str, Any], ours: str, over: str) -> str:
                 f"{steps['1 process']:.0f}",
                 f"{steps['2 ranks, no sync']:.0f}",
                 f"{steps[workload['torch_best']]:.0f} ({workload['torch_best']})",
-                f"{steps[ours]:.0f}",
+                f"{steps[run.ours]:.0f}",
                 f"{ratio['median']:.3f} ({low:.3f} to {high:.3f})",
                 f"{ratio['target']:g}: {ratio['verdict']}",
                 f"{workload['memory']['ratio']:.3f}",
@@ -277,7 +321,8 @@ def _bench_ddp(results: dict[str, Any], ours: str, over: str) -> str:
         "memory ratio",
     ]
     text = (
-        f"`bench_ddp.py`, 2 ranks x 1 thread, {over}, median step of fresh processes in pairs:\n\n"
+        f"`bench_ddp.py`, 2 ranks x 1 thread, {run.over}, median step of fresh processes in "
+        "pairs:\n\n"
     )
     text += markdown(header, rows)
     if "reducer_overhead" in results:
@@ -287,7 +332,7 @@ def _bench_ddp(results: dict[str, Any], ours: str, over: str) -> str:
             f"fake process group: {ratio['median']:.2f} of what torch's adds (target "
             f"{ratio['target']:g}: {ratio['verdict']}).\n"
         )
-    return text
+    return text + measured_on(results)
 
 
 def _bench_zero(results: dict[str, Any]) -> str:
@@ -324,7 +369,7 @@ def _bench_zero(results: dict[str, Any]) -> str:
         "`bench_zero.py`, 2 ranks x 1 thread, ours through shared memory, torch's over Gloo, "
         "median step of fresh processes in pairs:\n\n"
     )
-    return title + markdown(header, rows)
+    return title + markdown(header, rows) + measured_on(results)
 
 
 if __name__ == "__main__":

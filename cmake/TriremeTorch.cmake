@@ -52,3 +52,16 @@ function(trireme_import_torch dir)
   set(TRIREME_TORCH_VERSION "${MAJOR}.${MINOR}.${PATCH}" PARENT_SCOPE)
   set(TRIREME_TORCH_MINOR "${MAJOR}.${MINOR}" PARENT_SCOPE)
 endfunction()
+
+# trireme_link_torch_cuda(<out> <dir>): Trireme::torch brings libtorch_cuda, too, with which at::hasCUDA()
+# sees the GPUs. <out> is FALSE where that torch has none.
+function(trireme_link_torch_cuda out dir)
+  set(${out} FALSE PARENT_SCOPE)
+  if(EXISTS "${dir}/lib/libtorch_cuda.so")
+    target_link_libraries(Trireme::torch INTERFACE
+      "${dir}/lib/libtorch_cuda.so" "${dir}/lib/libc10_cuda.so")
+    # What these need is found by their own run paths when the program starts, not by the linker.
+    target_link_options(Trireme::torch INTERFACE LINKER:--allow-shlib-undefined)
+    set(${out} TRUE PARENT_SCOPE)
+  endif()
+endfunction()

@@ -12,8 +12,11 @@ string(REGEX MATCH "'([0-9]+)\\." _ "${torch_cuda}")
 set(torch_cuda_major "${CMAKE_MATCH_1}")
 
 set(CMAKE_CUDA_RUNTIME_LIBRARY Shared)
-if(NOT CMAKE_CUDA_ARCHITECTURES)
-  set(CMAKE_CUDA_ARCHITECTURES "80;90")
+# Turing and newer, as torch has. Code for 80 also runs on 86 and 89; newer generations take the PTX of
+# 90, which the driver compiles at its first use. Where nothing fits Trireme says so and goes on
+# without its kernels. Each takes nvcc half a minute; the variable CUDAARCHS names others.
+if(NOT CMAKE_CUDA_ARCHITECTURES AND NOT DEFINED ENV{CUDAARCHS})
+  set(CMAKE_CUDA_ARCHITECTURES "75-real;80-real;90")
 endif()
 if(torch_cuda_major)
   include(CheckLanguage)

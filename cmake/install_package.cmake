@@ -8,8 +8,11 @@ install(TARGETS trireme EXPORT TriremeTargets
   LIBRARY DESTINATION lib COMPONENT core
   INCLUDES DESTINATION include)
 install(EXPORT TriremeTargets NAMESPACE Trireme:: DESTINATION ${config_dir} COMPONENT core)
-if(TRIREME_WITH_NCCL)
+if(TARGET trireme_nccl)
   install(TARGETS trireme_nccl LIBRARY DESTINATION lib COMPONENT core)
+  if(TRIREME_PYTHON)
+    add_dependencies(_C trireme_nccl) # opened at run time, so nothing links it
+  endif()
 endif()
 install(DIRECTORY "${PROJECT_SOURCE_DIR}/csrc/" DESTINATION include/trireme COMPONENT core
   FILES_MATCHING PATTERN "*.h"

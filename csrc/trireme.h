@@ -2,8 +2,13 @@
 
 // Everything a C++ program needs.
 #include <trireme/comm/all_mean.h>
+#include <trireme/comm/custom_communicator.h>
+#include <trireme/comm/group_memory.h>
 #include <trireme/comm/launch.h>
+#include <trireme/comm/shm_backend.h>
+#include <trireme/comm/subgroups.h>
 #include <trireme/grad/flat_optimizer.h>
+#include <trireme/grad/grad_norm.h>
 #include <trireme/memory/memory_estimate.h>
 #include <trireme/strategies/data_parallel/data_parallel.h>
 #include <trireme/strategies/ddp/distributed_data_parallel.h>

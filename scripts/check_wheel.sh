@@ -12,6 +12,11 @@ cd "$place" # away from the sources
 
 python -m trireme --version
 python -c 'import trireme; from trireme import _C; print(_C.__file__)' | grep -q "^$place/site/"
+# Opened at run time only, so nothing above asks for it.
+torch="$(python -c 'import importlib.util as u, os; print(os.path.dirname(u.find_spec("torch").origin))')"
+if [ -e "$torch/lib/libtorch_cuda.so" ] && compgen -G "$torch/../nvidia/*/include" >/dev/null; then
+  python -c 'import ctypes, sys, torch; ctypes.CDLL(sys.argv[1])' site/trireme/lib/libtrireme_nccl-*-torch*.so
+fi
 cmake -S ../../tests/cpp/consumer -B consumer -G Ninja --log-level=WARNING \
   -DTrireme_DIR="$(python -m trireme --cmake-dir)" -DTrireme_PYTHON="$(command -v python)" >/dev/null
 cmake --build consumer

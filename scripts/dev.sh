@@ -1,19 +1,28 @@
 #!/usr/bin/env bash
 # Everything that `make` does, each part done once:
 #   scripts/dev.sh setup         compiler, Python, the environment with torch and the tools
-#   scripts/dev.sh build         setup, then libtrireme, the Python module, the C++ tests and examples
+#   scripts/dev.sh build         setup, then libtrireme, the Python module, the C++ tests and examples;
+#                                build/current leads to them
 #   scripts/dev.sh run COMMAND   build, then COMMAND with the environment's tools and this build
 # Settings: VENV=<environment to use or make>  TORCH=<version>  PYTHON=<interpreter for a new environment>
 #           CMAKE_FLAGS="-D..."  BUILD=<build folder>  TOOLS=<requirements file>
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-default_torch=2.15.0
 tools="${TOOLS:-scripts/tools.txt}"
 torch="${TORCH:-}"
+python="${PYTHON:-python3}"
+
+# The newest torch that there is for this Python.
+default_torch() {
+  local newest=2.15.0
+  if "$python" -c 'import sys; sys.exit(sys.version_info >= (3, 11))' 2>/dev/null; then newest=2.14.1; fi
+  echo "$newest"
+}
+
 if [ -z "${VENV:-}" ]; then
   VENV=".venv"
-  if [ -n "$torch" ] && [ "$torch" != "$default_torch" ]; then VENV=".venv-torch$torch"; fi
+  if [ -n "$torch" ] && [ "$torch" != "$(default_torch)" ]; then VENV=".venv-torch$torch"; fi
 fi
 
 say() { printf '[setup] %s\n' "$*"; }
@@ -105,7 +114,7 @@ setup_venv() {
     die "got torch $found in $VENV, expected TORCH=$torch. Name another VENV, or leave TORCH out."
   fi
 
-  local torch_line="torch==${found:-${torch:-$default_torch}}" key stamp
+  local torch_line="torch==${found:-${torch:-$(default_torch)}}" key stamp
   key="$({ realpath "$VENV"; echo "$torch_line $tools"; cat scripts/*.txt; } | cksum | cut -d' ' -f1)"
   stamp="$state/packages-$key"
   [ ! -e "$stamp" ] || return 0
@@ -117,7 +126,6 @@ setup_venv() {
 setup() {
   state="build/.setup"
   mkdir -p "$state"
-  python="${PYTHON:-python3}"
   if [ -x "$VENV/bin/python" ]; then python="$VENV/bin/python"; fi
   setup_host
   setup_venv
@@ -138,6 +146,7 @@ build() {
     -DPython3_EXECUTABLE="$(command -v python)" ${CMAKE_FLAGS:-} >"$state/configure.log" 2>&1 ||
     { cat "$state/configure.log" >&2; die "CMake could not configure $BUILD"; }
   cmake --build "$BUILD" -j "$(nproc)"
+  ln -sfn "$(realpath "$BUILD")" build/current
   export BUILD
   PYTHONPATH="$(pwd)/$BUILD/python${PYTHONPATH:+:$PYTHONPATH}"
   export PYTHONPATH
@@ -148,5 +157,5 @@ case "${1:-}" in
   build) build ;;
   run) shift; build; exec "$@" ;;
   tool) shift; setup; exec "$@" ;;
-  *) sed -n '2,7p' "${BASH_SOURCE[0]}" | cut -c3-; exit 2 ;;
+  *) sed -n '2,8p' "${BASH_SOURCE[0]}" | cut -c3-; exit 2 ;;
 esac

@@ -15,4 +15,5 @@ check clang-format clang-format --dry-run -Werror "${cpp[@]}"
 check ruff ruff check --quiet --output-format=concise .
 check "ruff format" ruff format --check --quiet .
 check mypy mypy python examples
+check "tables of the pages" python benchmarks/readme_results.py --check
 exit $failed

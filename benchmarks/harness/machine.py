@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ def machine() -> dict[str, Any]:
         "allocator_env": allocator_environment(),
         "allocator": "kept warm on all sides (harness/memory.py)",
         "commit": commit(),
+        "date": date.today().isoformat(),
     }
 
 

@@ -15,6 +15,20 @@ def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "".join("| " + " | ".join(line) + " |\n" for line in lines)
 
 
+def measured_on(results: Mapping[str, Any]) -> str:
+    """The line under a table: which machine, torch and commit its figures are from."""
+    machine = results["machine"]
+    commits = sorted({*results.get("commits", {}).values()} or {machine["commit"]})
+    parts = [
+        f"{machine['cores']} cores of {machine['cpu']}",
+        f"torch {machine['torch']}",
+        "commit " + ", ".join(commits).replace("+", " with changes"),
+        *([machine["date"]] if "date" in machine else []),
+        "heap warm on all sides" if "allocator" in machine else "heap as glibc leaves it",
+    ]
+    return "\nMeasured on " + ", ".join(parts) + ".\n"
+
+
 def median_of(runs: Sequence[Mapping[str, float]], quantity: str) -> float:
     return statistics.median(run[quantity] for run in runs)
 
@@ -47,6 +61,7 @@ def host_memory(found: Sequence[Mapping[str, Any]]) -> str:
             str(row["ranks"]),
             f"{row['between_steps']:.0f}",
             f"{row['between_steps'] * 2**20 / row['numel']:.1f}",
+            f"{row['after_backward']:.0f}",
             f"{row['limit']:.0f}: {row['verdict']}" if "limit" in row else "",
             f"{row['model_states']:.1f}",
             f"{row['estimated']:.1f}",
@@ -59,13 +74,15 @@ def host_memory(found: Sequence[Mapping[str, Any]]) -> str:
         "ranks",
         "MiB between steps",
         "bytes per parameter",
-        "target",
+        "MiB after a backward",
+        "target between steps",
         "model states",
         "as estimated",
     ]
     title = (
         "Memory of a host, all ranks together (PSS), less what they held before the model was "
-        "built; model states are gradients, parameters and moments after a backward:\n\n"
+        "built; after a backward with what the allocator keeps of activations; model states are "
+        "gradients, parameters and moments then:\n\n"
     )
     text = title + markdown(header, rows)
     left = [row for row in found if "left_by_torch" in row]

@@ -193,7 +193,7 @@ def shard_units(module: nn.Module, fully_shard: Callable[[nn.Module], Any]) -> A
 def _enter_trireme() -> None:
     import trireme
 
-    trireme.init()
+    trireme.init(device="cpu")
 
 
 def _leave_trireme() -> None:

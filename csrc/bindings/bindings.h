@@ -5,6 +5,7 @@
 // One function per area, each in the file of its name. The only folder that knows Python.
 namespace trireme {
 
+void init_autograd(pybind11::module_& module);
 void init_checkpoint(pybind11::module_& module);
 void init_comm(pybind11::module_& module);
 void init_data_parallel(pybind11::module_& module);
@@ -13,6 +14,7 @@ void init_doctor(pybind11::module_& module);
 void init_fsdp(pybind11::module_& module);
 void init_launch(pybind11::module_& module);
 void init_memory(pybind11::module_& module);
+void init_offload(pybind11::module_& module);
 void init_optim(pybind11::module_& module);
 void init_sync_batch_norm(pybind11::module_& module);
 void init_zero(pybind11::module_& module);

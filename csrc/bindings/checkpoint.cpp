@@ -15,11 +15,11 @@ namespace {
 namespace py = pybind11;
 
 CheckpointTensor make_tensor(std::string name, at::ScalarType dtype, std::vector<int64_t> sizes,
-                             std::optional<at::Tensor> values, int64_t dim, int64_t first) {
+                             std::optional<at::Tensor> values, std::vector<int64_t> first) {
   return {std::move(name),
           dtype,
           std::move(sizes),
-          {values ? std::move(*values) : at::Tensor(), dim, first}};
+          {values ? std::move(*values) : at::Tensor(), std::move(first)}};
 }
 
 }  // namespace
@@ -28,7 +28,7 @@ void init_checkpoint(py::module_& module) {
   using torch::wrap_pybind_function_no_gil;
   py::class_<CheckpointTensor>(module, "CheckpointTensor")
       .def(py::init(&make_tensor), py::arg("name"), py::arg("dtype"), py::arg("sizes"),
-           py::arg("values") = py::none(), py::kw_only(), py::arg("dim") = 0, py::arg("first") = 0)
+           py::arg("values") = py::none(), py::kw_only(), py::arg("first") = std::vector<int64_t>())
       .def_readonly("name", &CheckpointTensor::name)
       .def_readonly("dtype", &CheckpointTensor::dtype)
       .def_readonly("sizes", &CheckpointTensor::sizes);

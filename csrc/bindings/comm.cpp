@@ -1,5 +1,7 @@
 #include <trireme/bindings/bindings.h>
+#include <trireme/bindings/shared_function.h>
 #include <trireme/comm/c10d_communicator.h>
+#include <trireme/comm/custom_communicator.h>
 #include <trireme/comm/recording_communicator.h>
 #include <trireme/comm/shm_backend.h>
 #include <trireme/comm/shm_p2p.h>
@@ -9,15 +11,67 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
+#include <memory>
+#include <optional>
+#include <utility>
+
 namespace trireme {
 
 namespace py = pybind11;
+
+namespace {
+
+// Python's object keeps the Work, which may be one of Python's own.
+std::shared_ptr<c10d::Work> held_work(const py::object& work) {
+  if (work.is_none()) return nullptr;
+  c10d::Work* inside = py::cast<c10::intrusive_ptr<c10d::Work>>(work).get();
+  const std::shared_ptr<py::object> held(new py::object(work), [](py::object* last) {
+    const py::gil_scoped_acquire gil;
+    delete last;
+  });
+  return {held, inside};
+}
+
+CustomCollective collective_of(std::optional<py::function> allocate,
+                               std::optional<py::function> start) {
+  if (!allocate || !start) return {};
+  return {[allocate = shared_function(std::move(*allocate))](int64_t numel, at::ScalarType dtype,
+                                                             c10::Device device) {
+            const py::gil_scoped_acquire gil;
+            return py::cast<at::Tensor>((*allocate)(numel, dtype, device));
+          },
+          [start = shared_function(std::move(*start))](const at::Tensor& output,
+                                                       const at::Tensor& input) {
+            const py::gil_scoped_acquire gil;
+            return held_work((*start)(output, input));
+          }};
+}
+
+}  // namespace
 
 void init_comm(py::module_& module) {
   py::class_<Communicator, std::shared_ptr<Communicator>>(module, "Communicator")
       .def_property_readonly("rank", &Communicator::rank)
       .def_property_readonly("world", &Communicator::world)
       .def_property_readonly("failure", &Communicator::failure);
+
+  py::class_<CustomCommunicator, Communicator, std::shared_ptr<CustomCommunicator>>(
+      module, "CustomCommunicator")
+      .def(py::init<std::shared_ptr<Communicator>>(), py::arg("inner"))
+      .def(
+          "set_all_gather",
+          [](CustomCommunicator& self, std::optional<py::function> allocate,
+             std::optional<py::function> start) {
+            self.set_all_gather(collective_of(std::move(allocate), std::move(start)));
+          },
+          py::arg("allocate"), py::arg("start"))
+      .def(
+          "set_reduce_scatter",
+          [](CustomCommunicator& self, std::optional<py::function> allocate,
+             std::optional<py::function> start) {
+            self.set_reduce_scatter(collective_of(std::move(allocate), std::move(start)));
+          },
+          py::arg("allocate"), py::arg("start"));
 
   py::class_<WireRecord>(module, "WireRecord")
       .def_readonly("verb", &WireRecord::verb)

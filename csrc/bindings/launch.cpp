@@ -29,6 +29,7 @@ void bind_environment(py::module_& module) {
       .value("ALONE", Launcher::kAlone)
       .value("VARIABLES", Launcher::kVariables)
       .value("OPEN_MPI", Launcher::kOpenMpi)
+      .value("MPICH", Launcher::kMpich)
       .value("SLURM", Launcher::kSlurm)
       .value("CALLER", Launcher::kCaller);
 

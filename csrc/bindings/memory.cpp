@@ -52,7 +52,8 @@ void init_memory(py::module_& module) {
                            int64_t world, int64_t ranks_per_host, const std::string& accounting,
                            const std::variant<int64_t, std::string>& optimizer,
                            std::optional<at::ScalarType> grad_dtype, bool host_params,
-                           int64_t activation_bytes, int64_t module_buffer_bytes) {
+                           int64_t unit_numel, int64_t activation_bytes,
+                           int64_t module_buffer_bytes) {
     const std::vector<ParameterInfo> infos = infos_of(std::move(parameters));
     const MemoryEstimate found = estimate_memory({.parameters = infos,
                                                   .strategy = training_strategy(strategy),
@@ -62,6 +63,7 @@ void init_memory(py::module_& module) {
                                                   .optimizer = state_of(optimizer),
                                                   .grad_dtype = grad_dtype,
                                                   .host_params = host_params,
+                                                  .unit_numel = unit_numel,
                                                   .activation_bytes = activation_bytes,
                                                   .module_buffer_bytes = module_buffer_bytes});
     py::dict made;
@@ -72,7 +74,8 @@ void init_memory(py::module_& module) {
   module.def("estimate_memory", torch::wrap_pybind_function(estimate), py::arg("parameters"),
              py::kw_only(), py::arg("strategy"), py::arg("world"), py::arg("ranks_per_host"),
              py::arg("accounting"), py::arg("optimizer"), py::arg("grad_dtype"),
-             py::arg("host_params"), py::arg("activation_bytes"), py::arg("module_buffer_bytes"),
+             py::arg("host_params"), py::arg("unit_numel"), py::arg("activation_bytes"),
+             py::arg("module_buffer_bytes"),
              "See csrc/memory/memory_estimate.h. A parameter is (sizes, dtype, requires_grad).");
 }
 

@@ -2,6 +2,7 @@
 
 PYBIND11_MODULE(_C, module) {
   module.doc() = "The C++ core of Trireme. Private: use the package `trireme`.";
+  trireme::init_autograd(module);
   trireme::init_comm(module);
   trireme::init_checkpoint(module);  // which takes its communicators
   trireme::init_data_parallel(module);
@@ -10,6 +11,7 @@ PYBIND11_MODULE(_C, module) {
   trireme::init_fsdp(module);
   trireme::init_launch(module);
   trireme::init_memory(module);
+  trireme::init_offload(module);
   trireme::init_optim(module);
   trireme::init_sync_batch_norm(module);
   trireme::init_zero(module);

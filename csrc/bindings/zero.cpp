@@ -8,6 +8,7 @@
 
 #include <memory>
 #include <optional>
+#include <tuple>
 #include <utility>
 
 namespace trireme {
@@ -31,6 +32,13 @@ std::vector<std::vector<std::pair<int64_t, int64_t>>> plan_of(const Zero& zero) 
     for (const ShardRange& range : ranks) plan.back().emplace_back(range.begin, range.numel);
   }
   return plan;
+}
+
+// Where they are, but for those that are offloaded to the CPU.
+c10::Device device_of(const std::vector<at::Tensor>& gradients) {
+  for (const at::Tensor& gradient : gradients)
+    if (!gradient.is_cpu()) return gradient.device();
+  return c10::kCPU;
 }
 
 }  // namespace
@@ -125,18 +133,20 @@ void init_zero(py::module_& module) {
 
   // Parts: (optimizer, parameters of it); whole: gradients that every rank has.
   using Parts = std::vector<std::pair<std::shared_ptr<Zero>, std::vector<int64_t>>>;
-  // Gradients of which each rank of a group has a part.
-  using Sharded = std::vector<std::pair<std::shared_ptr<Communicator>, std::vector<at::Tensor>>>;
+  // Gradients of which each rank of a group has a part; how many have the same one; the group's
+  // device.
+  using Sharded = std::vector<
+      std::tuple<std::shared_ptr<Communicator>, int64_t, c10::Device, std::vector<at::Tensor>>>;
   module.def(
       "clip_grad_norm_",
       wrap_pybind_function_no_gil([](const std::vector<at::Tensor>& whole, const Parts& parts,
                                      const Sharded& sharded, double max_norm, double norm_type,
                                      bool error_if_nonfinite) {
         std::vector<GradNormPart> all;
-        if (!whole.empty()) all.push_back({whole, whole.front().device(), nullptr});
+        if (!whole.empty()) all.push_back({whole, device_of(whole), nullptr});
         for (const auto& [zero, parameters] : parts) all.push_back(zero->gradients(parameters));
-        for (const auto& [communicator, gradients] : sharded)
-          all.push_back({gradients, at::kCPU, communicator});
+        for (const auto& [communicator, copies, device, gradients] : sharded)
+          all.push_back({gradients, device, communicator, copies});
         return clip_grad_norm_(all, {max_norm, norm_type, error_if_nonfinite});
       }),
       py::arg("whole"), py::arg("parts"), py::arg("sharded"), py::arg("max_norm"),

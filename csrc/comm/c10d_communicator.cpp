@@ -2,11 +2,13 @@
 
 #include <trireme/comm/c10d_calls.h>
 #include <trireme/comm/c10d_wait.h>
+#include <trireme/comm/only_device.h>
 #include <trireme/comm/reduce_op.h>
 #include <trireme/comm/reduce_parts.h>
+#include <trireme/comm/scratch.h>
 #include <trireme/comm/shm_communicator.h>
 #include <trireme/comm/shm_tensors.h>
-#include <trireme/comm/twin.h>
+#include <trireme/comm/subgroups.h>
 
 #include <ATen/ATen.h>
 
@@ -107,10 +109,7 @@ constexpr int64_t kSmallBytes = 64 * 1024;
 // Whether that engine moves CPU tensors; also under the backend "trireme", if all ranks are alone
 // on their hosts.
 bool is_gloo(c10d::ProcessGroup& group) {
-  if (!group.hasBackends()) return false;
-  const auto devices = group.getDeviceTypes();
-  if (std::none_of(devices.begin(), devices.end(), [](c10::Device d) { return d.is_cpu(); }))
-    return false;
+  if (!group.hasBackends() || only_device_of(group)) return false;
   const auto backend = group.getBackend(c10::DeviceType::CPU);
   const auto* shm = dynamic_cast<const ShmBackend*>(backend.get());
   return shm != nullptr ? !shm->uses_memory() : backend->getBackendName() == "gloo";
@@ -123,7 +122,7 @@ class WorkState final : public Pending::State {
       : health_(std::move(health)), operation_(std::move(operation)) {}
 
   void add(WorkPtr work, TensorList alive, std::function<void()> afterwards = {}) {
-    const bool on_cpu = alive.front().is_cpu();
+    const bool on_cpu = !alive.empty() && alive.front().is_cpu();
     if (on_cpu) stamp_completion(*work);
     parts_.push_back({std::move(work), std::move(alive), std::move(afterwards), on_cpu});
   }
@@ -176,13 +175,17 @@ class WorkState final : public Pending::State {
   std::shared_ptr<Stamp> finished_ = std::make_shared<Stamp>(0);
 };
 
-class C10dCommunicator final : public Communicator, public HasGroupHealth, public HasTwin {
+class C10dCommunicator final : public Communicator,
+                               public HasGroupHealth,
+                               public HasOnlyDevice,
+                               public CanSplit {
  public:
   C10dCommunicator(c10::intrusive_ptr<c10d::ProcessGroup> group,
                    c10::intrusive_ptr<c10d::Store> store)
       : group_(std::move(group)),
         where_{group_->getRank(), group_->getSize()},
         health_(std::make_shared<GroupHealth>(std::move(store), where_)),
+        only_device_(only_device_of(*group_)),
         is_gloo_(is_gloo(*group_)) {}
 
   RankOf rank_of() const override { return where_; }
@@ -263,10 +266,15 @@ class C10dCommunicator final : public Communicator, public HasGroupHealth, publi
     return Pending(std::move(state));
   }
 
+  // By the CPU's engine where there is one, as only its work may be waited for in slices: NCCL ends
+  // its communicators when such a wait is over.
   Pending barrier(std::string label) override {
     auto state = begin("barrier", label);
-    const at::Tensor nothing = at::empty({0});
-    add(*state, [&] { return group_->barrier(); }, {nothing});
+    c10d::BarrierOptions options;
+    if (group_->hasBackends() && !only_device_) options.device = c10::kCPU;
+    add(
+        *state, [&] { return group_->barrier(options); },
+        only_device_ ? TensorList{} : TensorList{at::empty({0})});
     return Pending(std::move(state));
   }
 
@@ -279,12 +287,16 @@ class C10dCommunicator final : public Communicator, public HasGroupHealth, publi
 
   const std::shared_ptr<GroupHealth>& health() const override { return health_; }
 
-  std::shared_ptr<Communicator> twin() override {
-    if (!twin_ && is_gloo_) {
-      const auto group = split_all(*group_, "trireme/twin");
-      twin_ = make_c10d_communicator(group, group->getStore());
+  std::optional<c10::Device> only_device() const override { return only_device_; }
+
+  std::shared_ptr<Communicator> split(const std::vector<int>& ranks,
+                                      const std::string& name) override {
+    std::shared_ptr<Communicator>& made = parts_[name];
+    if (!made) {
+      const auto group = split_group(*group_, ranks, name);
+      if (group) made = make_c10d_communicator(group, group->getStore());
     }
-    return twin_;
+    return made;
   }
 
  private:
@@ -350,7 +362,7 @@ class C10dCommunicator final : public Communicator, public HasGroupHealth, publi
 
   void scatter_in_pieces(WorkState& state, at::Tensor output, at::Tensor input, ReduceOp op) {
     at::Tensor sent = as_bytes(input);
-    at::Tensor received = at::empty_like(sent);
+    at::Tensor received = scratch_.take(sent.numel());
     const auto add_up = [output, received, op, world = where_.world] {
       reduce_parts(output, received, op, world);
     };
@@ -360,9 +372,11 @@ class C10dCommunicator final : public Communicator, public HasGroupHealth, publi
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
   RankOf where_;
   std::shared_ptr<GroupHealth> health_;
-  bool is_gloo_;           // on CPU
-  std::string operation_;  // the one being issued
-  std::shared_ptr<Communicator> twin_;
+  std::optional<c10::Device> only_device_;
+  bool is_gloo_;  // on CPU
+  Scratch scratch_;
+  std::string operation_;                                       // the one being issued
+  std::map<std::string, std::shared_ptr<Communicator>> parts_;  // by the name they were split by
 };
 
 }  // namespace

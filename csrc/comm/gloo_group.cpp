@@ -1,5 +1,6 @@
 #include <trireme/comm/gloo_group.h>
 
+#include <trireme/comm/engine_options.h>
 #include <trireme/comm/foreign_error.h>
 
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
@@ -38,6 +39,11 @@ c10::intrusive_ptr<c10d::Backend> make_gloo_backend(const c10::intrusive_ptr<c10
             "Check that all ranks run and that this machine's name resolves to an address the "
             "others can reach, or name an interface in GLOO_SOCKET_IFNAME."));
   }
+}
+
+EngineOptions copy_gloo_options(const EngineOptions& options) {
+  return c10::make_intrusive<ProcessGroupGloo::Options>(
+      dynamic_cast<const ProcessGroupGloo::Options&>(*options));
 }
 
 c10::intrusive_ptr<c10d::ProcessGroup> make_gloo_group(const c10::intrusive_ptr<c10d::Store>& store,

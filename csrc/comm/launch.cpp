@@ -10,12 +10,14 @@
 
 #include <ATen/Context.h>
 #include <ATen/Parallel.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include <algorithm>
 #include <exception>
+#include <filesystem>
 #include <map>
 #include <mutex>
 #include <string>
@@ -102,11 +104,24 @@ c10::DeviceIndex index_of_rank(const LaunchEnvironment& environment, int64_t gpu
   return static_cast<c10::DeviceIndex>(one_gpu_each ? 0 : environment.local_rank);
 }
 
+// libtorch_cuda comes into a C++ program only by being linked or loaded; without it torch sees no
+// GPU.
+void tell_of_unseen_gpus(RankOf where) {
+  if (where.rank != 0 || c10::impl::hasDeviceGuardImpl(c10::DeviceType::CUDA)) return;
+  std::error_code unreadable;
+  if (!std::filesystem::exists("/dev/nvidiactl", unreadable)) return;
+  TORCH_WARN_ONCE(error_text(
+      "launch", "this machine has a GPU, but libtorch_cuda is not linked: the device is cpu", where,
+      "For the GPU use find_package(Trireme COMPONENTS CUDA), or pass the backend "
+      "\"cpu:trireme,cuda:nccl\"; for no GPU pass the device cpu."));
+}
+
 c10::Device choose_device(const InitOptions& options, const LaunchEnvironment& environment) {
   const RankOf where = environment.rank_of();
   const bool wants_nccl = !options.backend.empty() && has_nccl(options.backend);
   if (wants_nccl) load_nccl(where);  // libtorch_cuda comes with it
   const bool by_default = wants_nccl || (options.backend.empty() && at::hasCUDA());
+  if (!by_default && options.backend.empty() && !options.device) tell_of_unseen_gpus(where);
   const c10::Device wanted =
       options.device.value_or(by_default ? c10::DeviceType::CUDA : c10::DeviceType::CPU);
   if (wanted.is_cpu()) return wanted;
@@ -114,8 +129,8 @@ c10::Device choose_device(const InitOptions& options, const LaunchEnvironment& e
   TORCH_CHECK_VALUE(
       at::hasCUDA(),
       error_text("launch", "device is " + wanted.str() + " but this program sees no GPU", where,
-                 "Link it with libtorch_cuda (-Wl,--no-as-needed), check the driver, or "
-                 "use device cpu."));
+                 "Link it with libtorch_cuda (find_package(Trireme COMPONENTS CUDA)), check the "
+                 "driver, or use device cpu."));
   const c10::impl::VirtualGuardImpl cuda(c10::DeviceType::CUDA);
   const auto gpus = static_cast<int64_t>(cuda.deviceCount());
   const c10::Device device(c10::DeviceType::CUDA,

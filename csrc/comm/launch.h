@@ -26,7 +26,9 @@ struct InitOptions {
   // a CUDA device.
   std::string backend;
   // Where this rank computes; a CUDA device without an index means the one numbered like the local
-  // rank. Unset: CUDA if there is a GPU and the backend is empty or has NCCL, else the CPU.
+  // rank. Unset: CUDA if the backend has NCCL, or if it is empty and the program sees a GPU, which
+  // takes libtorch_cuda: find_package(Trireme COMPONENTS CUDA). Else the CPU; rank 0 warns where
+  // the machine has a GPU and that library is missing.
   std::optional<c10::Device> device;
   // Of one collective; unset: 30 minutes. Also how long to wait for the other ranks at the start;
   // unset: 5 minutes.

@@ -16,7 +16,7 @@ using std::chrono::milliseconds;
 
 namespace {
 
-constexpr std::string_view kArea = "multi_host";
+constexpr std::string_view kMultiHostArea = "multi_host";
 // How long a rank whose leg has broken waits for the word of one who knows why.
 constexpr milliseconds kWordComesWithin{1000};
 
@@ -74,7 +74,7 @@ MultiHostCollectives::Scope::Scope(MultiHostCollectives& owner, const Operation&
     tell_host(complaint);
   if (complaint.empty()) return;
   throw Fault(FaultKind::kMismatch,
-              error_text(kArea, complaint, owner.group_.where(),
+              error_text(kMultiHostArea, complaint, owner.group_.where(),
                          "Call the same collectives in the same order on every rank; nothing was "
                          "moved by this one."));
 }
@@ -90,7 +90,7 @@ void MultiHostCollectives::Scope::tell_host(std::string& complaint) const {
 void MultiHostCollectives::meet_on_host(const Operation& operation, const CallOptions& call) {
   if (operation.verb == shm::Verb::kRefused) {
     if (local_) local_->refuse(operation.label, call);
-    throw Fault(FaultKind::kMismatch, error_text(kArea, std::string(operation.label),
+    throw Fault(FaultKind::kMismatch, error_text(kMultiHostArea, std::string(operation.label),
                                                  group_.where(), "Nothing was moved."));
   }
   if (local_) local_->meet(operation, call);
@@ -142,7 +142,7 @@ void MultiHostCollectives::run(const Operation& operation, const CallOptions& ca
   } catch (const LegBroken& broken) {
     why = broken.what();
   } catch (const std::exception& error) {  // of memory, say, with messages under way
-    close(error_text(kArea, operation.to_string() + ": " + error.what(), group_.where(),
+    close(error_text(kMultiHostArea, operation.to_string() + ": " + error.what(), group_.where(),
                      "Look for the error of that rank; then start the group again."));
     throw;
   }
@@ -179,7 +179,7 @@ std::optional<Fault> MultiHostCollectives::word_of_this_host(const std::string& 
     if (peer == group_.rank()) continue;
     if (const std::string absence = group_.absence_of(peer); !absence.empty()) {
       return Fault(FaultKind::kPeerLost,
-                   error_text(kArea, operation + ": " + absence, group_.where(),
+                   error_text(kMultiHostArea, operation + ": " + absence, group_.where(),
                               "Look for the error of that rank; then start the group again."));
     }
   }
@@ -192,15 +192,15 @@ Fault MultiHostCollectives::reason_for(const std::string& broken, const std::str
   do {
     if (const auto fault = word_of_this_host(operation)) return *fault;
     if (const auto word = board_.announced()) {
-      return Fault(
-          FaultKind::kAborted,
-          error_text(kArea, operation + ": the group has failed; another host says: " + *word,
-                     group_.where(), "Make a new group, without the rank that failed."));
+      return Fault(FaultKind::kAborted,
+                   error_text(kMultiHostArea,
+                              operation + ": the group has failed; another host says: " + *word,
+                              group_.where(), "Make a new group, without the rank that failed."));
     }
     std::this_thread::sleep_for(milliseconds(20));
   } while (shm::Clock::now() < until);
   return Fault(FaultKind::kPeerLost,
-               error_text(kArea, operation + ": " + broken, group_.where(),
+               error_text(kMultiHostArea, operation + ": " + broken, group_.where(),
                           "Look for the error of that rank; then start the group again."));
 }
 

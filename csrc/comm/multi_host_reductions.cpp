@@ -5,7 +5,6 @@ namespace trireme {
 
 using shm::CallOptions;
 using shm::Pieces;
-using shm::ReduceOp;
 using shm::ReduceOptions;
 
 namespace {
@@ -16,7 +15,7 @@ constexpr int64_t kFlatBytes = 16 * 1024;
 
 // What the ranks of a host do before their sums travel.
 ReduceOptions on_host(ReduceOptions how) {
-  if (how.op == ReduceOp::kAvg) how.op = ReduceOp::kSum;
+  if (how.op == shm::ReduceOp::kAvg) how.op = shm::ReduceOp::kSum;
   return how;
 }
 

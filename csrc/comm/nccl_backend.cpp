@@ -1,5 +1,7 @@
 #include <trireme/comm/nccl_backend.h>
 
+#include <trireme/comm/engine_options.h>
+
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
@@ -22,27 +24,35 @@ std::filesystem::path nccl_library_path() {
   return own.parent_path() / (stem + "_nccl" + name.substr(std::min(stem.size(), name.size())));
 }
 
-MakeNcclBackend* open_nccl_library(RankOf where) {
+template <typename Function>
+Function* find_in_nccl_library(const char* name, RankOf where) {
   void* library = dlopen(nccl_library_path().c_str(), RTLD_NOW | RTLD_LOCAL);
-  void* symbol = library != nullptr ? dlsym(library, kMakeNcclBackend) : nullptr;
+  void* symbol = library != nullptr ? dlsym(library, name) : nullptr;
   if (symbol == nullptr) {
     C10_THROW_ERROR(
         ValueError,
         error_text("launch", std::string("NCCL cannot be used from C++ here: ") + dlerror(), where,
                    "Use the backend \"gloo\", or build Trireme against a torch with CUDA."));
   }
-  return reinterpret_cast<MakeNcclBackend*>(symbol);
+  return reinterpret_cast<Function*>(symbol);
 }
 
 }  // namespace
 
-void load_nccl(RankOf where) { open_nccl_library(where); }
+void load_nccl(RankOf where) { find_in_nccl_library<MakeNcclBackend>(kMakeNcclBackend, where); }
 
 c10::intrusive_ptr<c10d::Backend> make_nccl_backend(const NcclRequest& request) {
-  MakeNcclBackend* const make = open_nccl_library(request.where);
+  auto* const make = find_in_nccl_library<MakeNcclBackend>(kMakeNcclBackend, request.where);
   c10::intrusive_ptr<c10d::Backend> backend;
   make(request, backend);
   return backend;
+}
+
+EngineOptions copy_nccl_options(const EngineOptions& options, RankOf where) {
+  auto* const make = find_in_nccl_library<CopyNcclOptions>(kCopyNcclOptions, where);
+  EngineOptions copy;
+  make(options, copy);
+  return copy;
 }
 
 }  // namespace trireme

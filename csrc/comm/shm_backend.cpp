@@ -151,6 +151,7 @@ void ShmBackend::fail(const std::string& reason) noexcept {
 
 void ShmBackend::abandon(const std::string& reason) noexcept {
   group_->abandon(reason);
+  queue_.note_told(group_->epoch());
   try {
     C10_THROW_ERROR(DistBackendError, reason);
   } catch (...) {
@@ -211,22 +212,37 @@ ShmBackend::WorkPtr ShmBackend::submit(Request request, Run run) {
   auto work = c10::make_intrusive<ShmWork>(getRank(), request.type, request.title,
                                            std::move(request.outputs), ++sequence_);
   work->report_to(hooks_);
-  queue_.submit(
-      work, request.synchronous,
-      [this, timeout, complaint = arguments.complaint(), name = arguments.name(),
-       label = current_label, dtype = shm_dtype(arguments.dtype()), run = std::move(run)] {
-        Call call{hosts_ ? GroupCollectives(*hosts_) : GroupCollectives(*collectives_),
-                  {.timeout = timeout, .label = label},
-                  dtype};
-        try {
-          if (!complaint.empty()) call.run.refuse(complaint, call.options);
-          run_or_refuse(call, name, run);
-        } catch (const shm::Fault& fault) {
-          hooks_->failed(fault);
-          C10_THROW_ERROR(DistBackendError, fault.what());
-        }
-      });
+  queue_.submit(work, request.synchronous,
+                [this, timeout, complaint = arguments.complaint(), name = arguments.name(),
+                 label = current_label, dtype = shm_dtype(arguments.dtype()), epoch = open_epoch(),
+                 run = std::move(run)] {
+                  refuse_if_over(epoch);
+                  Call call{hosts_ ? GroupCollectives(*hosts_) : GroupCollectives(*collectives_),
+                            {.timeout = timeout, .label = label},
+                            dtype};
+                  try {
+                    if (!complaint.empty()) call.run.refuse(complaint, call.options);
+                    run_or_refuse(call, name, run);
+                  } catch (const shm::Fault& fault) {
+                    hooks_->failed(fault);
+                    if (fault.kind() == shm::FaultKind::kAbandoned)
+                      queue_.note_untold(group_->epoch());
+                    C10_THROW_ERROR(DistBackendError, fault.what());
+                  }
+                });
   return work;
+}
+
+// Of the group, to which what is submitted now belongs; 0 if that begins the next one.
+uint64_t ShmBackend::open_epoch() const {
+  const uint64_t epoch = group_ && group_->has_memory() ? group_->epoch() : 0;
+  return epoch > 0 && group_->has_abandoned() && queue_.is_told(epoch) ? 0 : epoch;
+}
+
+// Or else a further step of what was abandoned would be taken for the first one of what follows.
+void ShmBackend::refuse_if_over(uint64_t epoch) const {
+  if (epoch > 0 && group_->epoch() == epoch && group_->has_abandoned())
+    C10_THROW_ERROR(DistBackendError, group_->why_abandoned());
 }
 
 // A rank that fails before it has entered, for want of memory for a copy say, tells its peers, who

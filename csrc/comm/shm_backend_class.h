@@ -167,6 +167,8 @@ class ShmBackend final : public c10d::Backend {
   void meet();
   void meet_hosts(const std::string& incarnation);
   WorkPtr submit(Request request, Run run);
+  uint64_t open_epoch() const;
+  void refuse_if_over(uint64_t epoch) const;
   void run_alone(const char* title, Run run);
   static void run_or_refuse(Call& call, const char* name, const Run& run);
   WorkPtr broadcast_from(Request request, int64_t root);

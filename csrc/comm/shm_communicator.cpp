@@ -26,6 +26,7 @@ class ShmCommunicator final : public ShmVerbs {
 
   void recover() override {
     if (uses_others() || !backend()->host_group().has_abandoned()) return;
+    backend()->abandon("what comes next has begun");  // whatever is still queued
     barrier("recovery").wait();
     health()->clear_failure();
   }

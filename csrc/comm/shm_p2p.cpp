@@ -23,7 +23,7 @@ using shm::Transfer;
 using std::chrono::milliseconds;
 using Use = ShmTensors::Use;
 
-constexpr const char* kArea = "shm_p2p";
+constexpr const char* kP2pArea = "shm_p2p";
 
 std::exception_ptr as_c10d_error(const std::string& text) {
   try {
@@ -64,7 +64,7 @@ class P2pWork final : public c10d::Work {
     if (!courier_->wait(*transfer_, until)) {
       C10_THROW_ERROR(
           DistBackendError,
-          error_text(kArea,
+          error_text(kP2pArea,
                      std::string(retrieveOpType() == c10d::OpType::SEND ? "send" : "recv") +
                          " is not done after a wait of " + std::to_string(timeout.count()) + " ms",
                      where_, "Wait longer; it goes on."));
@@ -186,7 +186,7 @@ ShmP2p::WorkPtr ShmP2p::post(Transfer::Kind kind, const std::vector<at::Tensor>&
   arguments.take(tensors).count("tensors", tensors.size(), 1);
   arguments.expect(exists || !peer.rank, [&] { return "rank " + std::to_string(*peer.rank); });
   TORCH_CHECK_VALUE(arguments.fine(),
-                    error_text(kArea, arguments.complaint(), where,
+                    error_text(kP2pArea, arguments.complaint(), where,
                                "Pass one dense tensor on CPU and a rank of the group."));
   const auto type = sends        ? c10d::OpType::SEND
                     : !peer.rank ? c10d::OpType::RECVANYSOURCE
@@ -210,7 +210,7 @@ ShmP2p::WorkPtr ShmP2p::post(Transfer::Kind kind, const std::vector<at::Tensor>&
 std::shared_ptr<shm::Courier> ShmP2p::courier() {
   if (forks_ != forks_so_far()) {  // where a lock may be held for ever
     throw shm::Fault(shm::FaultKind::kForked,
-                     error_text(kArea,
+                     error_text(kP2pArea,
                                 "got a message in a forked child of the process that made the "
                                 "group",
                                 group_.where(), "Use the group in the parent only."));
@@ -218,7 +218,7 @@ std::shared_ptr<shm::Courier> ShmP2p::courier() {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (closed_ || !group_.has_memory()) {
     throw shm::Fault(shm::FaultKind::kNotPossible,
-                     error_text(kArea,
+                     error_text(kP2pArea,
                                 closed_ ? "got a message after the group ended"
                                         : "got no memory for messages: " + group_.why_alone(),
                                 group_.where(), "Make another group."));

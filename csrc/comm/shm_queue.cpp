@@ -47,7 +47,10 @@ void ShmQueue::submit(const c10::intrusive_ptr<ShmWork>& work, bool synchronous,
     shared.tasks.push_back({work, std::move(run), {}});
     run_next_and_tell(shared, lock);
     lock.unlock();
-    if (!work->isSuccess()) std::rethrow_exception(work->exception());
+    if (!work->isSuccess()) {
+      shared.told = shared.untold.load();
+      std::rethrow_exception(work->exception());
+    }
     return;
   }
   const bool cpus_are_taken = ranks_ * at::get_num_threads() >= cpus_;
@@ -81,6 +84,12 @@ void ShmQueue::cancel(const std::exception_ptr& why) {
     task.work->run_callbacks(why);
   }
   shared_->changed.notify_all();
+}
+
+bool ShmQueue::is_told(uint64_t epoch) const {
+  const std::lock_guard<std::mutex> lock(shared_->mutex);
+  const bool may_be_untold = shared_->busy || !shared_->tasks.empty() || shared_->untold == epoch;
+  return shared_->told == epoch || !may_be_untold;
 }
 
 void ShmQueue::drain() {
@@ -177,8 +186,15 @@ void ShmQueue::work_off() {
 }
 
 bool ShmWork::wait(std::chrono::milliseconds timeout) {
-  if (const auto queue = queue_.lock()) ShmQueue::run_until_done(*queue, *this);
-  return Work::wait(timeout);
+  const auto queue = queue_.lock();
+  if (!queue) return Work::wait(timeout);
+  ShmQueue::run_until_done(*queue, *this);
+  try {
+    return Work::wait(timeout);
+  } catch (...) {
+    if (isCompleted()) queue->told = queue->untold.load();
+    throw;
+  }
 }
 
 void ShmWork::complete(const std::exception_ptr& error) {
@@ -192,6 +208,8 @@ void ShmWork::run_callbacks(const std::exception_ptr& error) {
     const std::lock_guard<std::mutex> lock(future_mutex_);
     future = future_;
   }
+  if (const auto queue = queue_.lock(); queue && future && error)
+    queue->told = queue->untold.load();
   if (future) settle(*future, error);
   if (hooks_ && !error) hooks_->completed({key_, opType_, sequence_, started_, *finished_at()});
 }

@@ -49,6 +49,14 @@ class ShmQueue {
   void submit(const c10::intrusive_ptr<ShmWork>& work, bool synchronous, Run run);
   // What has not begun ends with this exception.
   void cancel(const std::exception_ptr& why);
+
+  // An operation has ended because this epoch of the group was abandoned (shm::HostGroup), which
+  // the caller does not know until it waits for that; or it knows.
+  void note_untold(uint64_t epoch) { shared_->untold = epoch; }
+  void note_told(uint64_t epoch) { shared_->told = epoch; }
+  // Whether a caller who submits now means what comes after the epoch that was abandoned, and not a
+  // further step of what ended with it.
+  bool is_told(uint64_t epoch) const;
   // Returns when nothing is queued or running.
   void drain();
 
@@ -71,6 +79,8 @@ class ShmQueue {
     size_t in_callbacks = 0;          // threads
     size_t workers_in_callbacks = 0;  // of the queue's own
     Clock::time_point callbacks_began;
+    std::atomic<uint64_t> untold{0};  // epochs; 0: none
+    std::atomic<uint64_t> told{0};
   };
   struct Ended {
     c10::intrusive_ptr<ShmWork> work;

@@ -115,6 +115,12 @@ std::optional<std::string> ShmVerbs::failure() const {
   return others_->failure();
 }
 
+std::shared_ptr<Communicator> ShmVerbs::split(const std::vector<int>& ranks,
+                                              const std::string& name) {
+  auto* group = dynamic_cast<CanSplit*>(others_.get());
+  return group == nullptr ? nullptr : group->split(ranks, name);
+}
+
 Pending ShmVerbs::issue(std::string label, const std::function<Works()>& submit) {
   const ShmBackend::ScopedLabel scope(std::move(label));
   return Pending(std::make_unique<ShmState>(submit()));

@@ -3,6 +3,7 @@
 #include <trireme/comm/c10d_wait.h>
 #include <trireme/comm/communicator.h>
 #include <trireme/comm/shm_backend_class.h>
+#include <trireme/comm/subgroups.h>
 
 #include <functional>
 #include <memory>
@@ -15,7 +16,7 @@ namespace trireme {
 // CPU tensors go there as they are, one collective per dtype, without flat copies; tensors of other
 // devices go through `others`, which belongs to the same group. What ranks share, and what follows
 // a failure, is said by the classes made of this.
-class ShmVerbs : public Communicator, public HasGroupHealth {
+class ShmVerbs : public Communicator, public HasGroupHealth, public CanSplit {
  public:
   ShmVerbs(c10::intrusive_ptr<ShmBackend> backend, std::shared_ptr<Communicator> others);
 
@@ -30,6 +31,8 @@ class ShmVerbs : public Communicator, public HasGroupHealth {
   std::optional<std::string> failure() const override;
   shm::HostGroup* host_group() override { return &backend_->host_group(); }
   const std::shared_ptr<GroupHealth>& health() const override { return health_; }
+  std::shared_ptr<Communicator> split(const std::vector<int>& ranks,
+                                      const std::string& name) override;
 
  protected:
   using Works = std::vector<ShmBackend::WorkPtr>;

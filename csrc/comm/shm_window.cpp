@@ -20,7 +20,7 @@ using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
 namespace {
 
-constexpr const char* kArea = "shm_window";
+constexpr const char* kWindowArea = "shm_window";
 constexpr size_t kMaxDims = 16;
 
 struct alignas(shm::kCacheLine) Count {
@@ -185,7 +185,7 @@ void ShmWindow::tensor_register(const at::Tensor& tensor, bool owning) {
           if (one.why[0] == '\0') continue;
           throw shm::Fault(
               shm::FaultKind::kNotPossible,
-              error_text(kArea, "a tensor cannot be shared: " + std::string(one.why.data()),
+              error_text(kWindowArea, "a tensor cannot be shared: " + std::string(one.why.data()),
                          backend_->host_group().where(),
                          "Look at the limits on open files and memory, and let the ranks "
                          "open each other's memory through /proc."));
@@ -212,7 +212,7 @@ WorkPtr ShmWindow::put(const at::Tensor& tensor, int64_t rank, int64_t offset,
   const at::Tensor target = tensor_of(rank, "put");
   const auto where = backend_->host_group().where();
   TORCH_CHECK_VALUE(tensor.scalar_type() == target.scalar_type() && tensor.device().is_cpu(),
-                    error_text(kArea,
+                    error_text(kWindowArea,
                                std::string("put got ") + c10::toString(tensor.scalar_type()) +
                                    ", but the window of rank " + std::to_string(rank) + " holds " +
                                    c10::toString(target.scalar_type()),
@@ -220,7 +220,7 @@ WorkPtr ShmWindow::put(const at::Tensor& tensor, int64_t rank, int64_t offset,
   const int64_t numel = tensor.numel();
   TORCH_CHECK_VALUE(
       offset >= 0 && offset <= target.numel() - numel,
-      error_text(kArea,
+      error_text(kWindowArea,
                  "put got " + std::to_string(numel) + " elements at " + std::to_string(offset) +
                      ", but the window of rank " + std::to_string(rank) + " holds " +
                      std::to_string(target.numel()),
@@ -258,7 +258,7 @@ WindowAttr ShmWindow::get_attr(int64_t peer) {
 
 void ShmWindow::check_rank(int64_t rank, const char* verb) const {
   TORCH_CHECK_VALUE(rank >= 0 && rank < backend_->getSize(),
-                    error_text(kArea, std::string(verb) + " got rank " + std::to_string(rank),
+                    error_text(kWindowArea, std::string(verb) + " got rank " + std::to_string(rank),
                                backend_->host_group().where(), "Pass a rank of the group."));
 }
 
@@ -271,7 +271,7 @@ at::Tensor ShmWindow::tensor_of(int64_t rank, const char* verb) {
   check_usable();
   const std::lock_guard<std::mutex> lock(mutex_);
   TORCH_CHECK_VALUE(!views_.empty(),
-                    error_text(kArea, std::string(verb) + " got a window without a tensor",
+                    error_text(kWindowArea, std::string(verb) + " got a window without a tensor",
                                backend_->host_group().where(), "Call tensor_register first."));
   return views_[static_cast<size_t>(rank)].tensor;
 }

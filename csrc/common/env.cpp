@@ -63,20 +63,43 @@ struct Place {
   std::optional<int64_t> local_world;
 };
 
-std::optional<Place> place_by_variables(const Variables& variables) {
-  const auto rank = variables.number("RANK");
-  const auto world = variables.number("WORLD_SIZE", {1, kMaxRanks});
+struct PlaceNames {
+  const char* rank;
+  const char* world;
+  const char* local_rank;
+  const char* local_world;
+};
+
+std::optional<Place> place_named(const Variables& variables, Launcher launcher,
+                                 const PlaceNames& names) {
+  const auto rank = variables.number(names.rank);
+  const auto world = variables.number(names.world, {1, kMaxRanks});
   if (!rank || !world) return std::nullopt;
-  return Place{Launcher::kVariables, *rank, *world, variables.number("LOCAL_RANK"),
-               variables.number("LOCAL_WORLD_SIZE", {1, kMaxRanks})};
+  return Place{launcher, *rank, *world, variables.number(names.local_rank),
+               variables.number(names.local_world, {1, kMaxRanks})};
+}
+
+std::optional<Place> place_by_variables(const Variables& variables) {
+  return place_named(variables, Launcher::kVariables,
+                     {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"});
 }
 
 std::optional<Place> place_by_open_mpi(const Variables& variables) {
-  const auto rank = variables.number("OMPI_COMM_WORLD_RANK");
-  const auto world = variables.number("OMPI_COMM_WORLD_SIZE", {1, kMaxRanks});
-  if (!rank || !world) return std::nullopt;
-  return Place{Launcher::kOpenMpi, *rank, *world, variables.number("OMPI_COMM_WORLD_LOCAL_RANK"),
-               variables.number("OMPI_COMM_WORLD_LOCAL_SIZE", {1, kMaxRanks})};
+  return place_named(variables, Launcher::kOpenMpi,
+                     {"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
+                      "OMPI_COMM_WORLD_LOCAL_SIZE"});
+}
+
+// Hydra is mpirun of MPICH and Intel MPI, and one of MVAPICH's. Only it says what MPI_LOCALNRANKS
+// says: srun, too, may set the other two.
+std::optional<Place> place_by_mpich(const Variables& variables) {
+  if (variables.has("MPI_LOCALNRANKS")) {
+    return place_named(variables, Launcher::kMpich,
+                       {"PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"});
+  }
+  return place_named(variables, Launcher::kMpich,
+                     {"MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK",
+                      "MV2_COMM_WORLD_LOCAL_SIZE"});
 }
 
 // "4(x2),3": four tasks on each of the first two nodes of the step, three on the next.
@@ -112,7 +135,8 @@ std::optional<Place> place_by_slurm(const Variables& variables) {
 }
 
 Place find_place(const Variables& variables) {
-  for (const auto& reader : {place_by_variables, place_by_open_mpi, place_by_slurm}) {
+  for (const auto& reader :
+       {place_by_variables, place_by_open_mpi, place_by_mpich, place_by_slurm}) {
     if (const auto place = reader(variables)) return *place;
   }
   return Place{Launcher::kAlone, 0, 1, variables.number("LOCAL_RANK"), std::nullopt};
@@ -127,6 +151,19 @@ void refuse_batch_script(const Variables& variables) {
       "SLURM allocated " + std::to_string(tasks) +
           " tasks, but srun did not start this process (SLURM_STEP_NUM_TASKS is not set)",
       "Start the program with srun or torchrun, or set RANK=0 and WORLD_SIZE=1 to run it alone.");
+}
+
+// Taken for a process that is alone each of these ranks would train by itself.
+void refuse_unknown_launcher(const Variables& variables) {
+  const auto rank = variables.number("PMI_RANK");
+  const int64_t world = variables.number("PMI_SIZE", {1, kMaxRanks}).value_or(1);
+  if (!rank || world == 1) return;
+  refuse(
+      "PMI_RANK and PMI_SIZE are set, but nothing tells which ranks share a host (MPI_LOCALRANKID "
+      "and MPI_LOCALNRANKS are not set)",
+      "Start the program with torchrun, srun or mpirun, or set RANK, WORLD_SIZE, LOCAL_RANK and "
+      "LOCAL_WORLD_SIZE.",
+      {*rank, world});
 }
 
 void refuse_incomplete(const Variables& variables, const Place& found) {
@@ -145,7 +182,9 @@ void refuse_incomplete(const Variables& variables, const Place& found) {
                std::to_string(found.world) + " ranks",
            "Unset WORLD_SIZE, or set RANK as well.", {found.rank, found.world});
   }
-  if (found.launcher == Launcher::kAlone) refuse_batch_script(variables);
+  if (found.launcher != Launcher::kAlone) return;
+  refuse_batch_script(variables);
+  refuse_unknown_launcher(variables);
 }
 
 void check_rank(RankOf where) {
@@ -235,7 +274,9 @@ void find_master(const Variables& variables, LaunchEnvironment& environment) {
       environment.master_addr = variables.text("SLURM_LAUNCH_NODE_IPADDR").value_or("");
     }
   }
-  if (environment.launcher == Launcher::kOpenMpi && one_host && environment.master_addr.empty()) {
+  const bool by_mpirun =
+      environment.launcher == Launcher::kOpenMpi || environment.launcher == Launcher::kMpich;
+  if (by_mpirun && one_host && environment.master_addr.empty()) {
     environment.master_addr = "127.0.0.1";
   }
 }

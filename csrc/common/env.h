@@ -14,7 +14,8 @@ namespace trireme {
 enum class Launcher : uint8_t {
   kAlone,      // nobody: one process, world 1
   kVariables,  // RANK and WORLD_SIZE: torchrun, or set by hand
-  kOpenMpi,    // mpirun
+  kOpenMpi,    // mpirun of Open MPI
+  kMpich,      // mpirun of MPICH, Intel MPI or MVAPICH
   kSlurm,      // srun
   kCaller,     // rank and world were arguments, and no launcher says the same (mp.spawn, threads)
 };
@@ -45,15 +46,16 @@ TRIREME_API std::optional<std::string> lookup_process_environment(const char* na
 
 // Reads, in this order of trust: `caller` (only complements it from the environment); RANK and
 // WORLD_SIZE with LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT; Open MPI's
-// OMPI_COMM_WORLD_*; SLURM's step variables; else world 1. Open MPI comes before SLURM because
-// mpirun inside a batch script hands every rank the same SLURM_PROCID.
+// OMPI_COMM_WORLD_*; PMI_RANK and PMI_SIZE beside MPI_LOCALRANKID and MPI_LOCALNRANKS (MPICH, Intel
+// MPI), or MV2_COMM_WORLD_* (MVAPICH); SLURM's step variables; else world 1. mpirun comes before
+// SLURM because inside a batch script it hands the ranks of a host the same SLURM_PROCID.
 //
 // Where nobody gives local ranks, all ranks are taken to be on one host. Under SLURM rank 0 is on
 // the first host of the step, and its port follows from the job's and the step's number.
 //
 // Throws std::invalid_argument (ValueError in Python) for variables that are incomplete, contradict
-// each other, are no numbers or out of range, and in a SLURM batch script of several tasks that
-// srun did not start.
+// each other, are no numbers or out of range, in a SLURM batch script of several tasks that srun
+// did not start, and where PMI_RANK and PMI_SIZE of several ranks stand alone.
 TRIREME_API LaunchEnvironment
 read_launch_environment(std::optional<RankOf> caller = std::nullopt,
                         const EnvironmentLookup& lookup = lookup_process_environment);

@@ -10,6 +10,7 @@
 
 #include <algorithm>
 #include <memory>
+#include <set>
 #include <utility>
 
 // See [Note: when a backward synchronizes] in grad_reducer.h.
@@ -74,6 +75,14 @@ void GradReducer::finish_backward() {
   collect();
 }
 
+void GradReducer::announce_failure(const std::string& text) noexcept {
+  std::set<Communicator*> told{nullptr};
+  for (Communicator* one :
+       {communicator_.get(), options_.scatters_with.get(), options_.replicates_with.get()}) {
+    if (told.insert(one).second && one->world() > 1 && !one->failure()) one->announce_failure(text);
+  }
+}
+
 void GradReducer::abandon_backward() noexcept {
   const RankOf where = communicator_->rank_of();
   try {
@@ -85,14 +94,14 @@ void GradReducer::abandon_backward() noexcept {
     const std::string text = error_text(
         options_.area, "backward " + std::to_string(step_) + " was abandoned " + progress, where,
         cause);
-    if (where.world > 1 && !communicator_->failure()) communicator_->announce_failure(text);
+    announce_failure(text);
   } catch (
       ...) {  // out of memory while dying of something else: the peers see their deadline instead
   }
   const std::lock_guard lock(mutex_);
   for (size_t i = 0; i < fires_seen_.size(); ++i)
     fires_expected_[i] = std::max(fires_expected_[i], fires_seen_[i]);
-  pending_.clear();
+  drop_pending();
   phase_ = Phase::kIdle;
   defers_ = false;
   put_back();

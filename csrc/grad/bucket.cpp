@@ -61,13 +61,14 @@ bool Bucket::is_range(const at::Tensor& grad, const Slot& slot) const {
 
 bool Bucket::holds_gradient_of(const at::Tensor& parameter) const {
   const at::Tensor& grad = parameter.grad();
-  return grad.defined() && buffer_.defined() && grad.layout() == at::kStrided &&
+  return grad.defined() && home().defined() && grad.layout() == at::kStrided &&
          grad.has_storage() &&
-         grad.storage().unsafeGetStorageImpl() == buffer_.storage().unsafeGetStorageImpl();
+         grad.storage().unsafeGetStorageImpl() == home().storage().unsafeGetStorageImpl();
 }
 
-at::Tensor Bucket::range(const Slot& slot) const {
-  return range_of(buffer_, slot.sizes, slot.strides, slot.offset);
+at::Tensor Bucket::range(size_t index) const {
+  const Slot& slot = slots_[index];
+  return range_of(home(), slot.sizes, slot.strides, plan_.slots[index].offset);
 }
 
 void Bucket::allocate() {
@@ -75,6 +76,12 @@ void Bucket::allocate() {
   const int64_t numel = plan_.numel + tail_numel_;
   buffer_ = own_ ? lazy_zeros(numel, plan_.dtype, plan_.device)
                  : at::empty({numel}, at::TensorOptions().dtype(plan_.dtype).device(plan_.device));
+}
+
+void Bucket::have_home() {
+  if (home().defined()) return;
+  if (!own_.scatters) return allocate();
+  whole_ = lazy_zeros(plan_.numel, plan_.dtype, plan_.device);
 }
 
 void Bucket::begin_step(bool shadow) {
@@ -93,6 +100,7 @@ void Bucket::begin_step(bool shadow) {
   if (plan_.sparse || own_.scatters) {
     buffer_.reset();
     sums_.reset();
+    if (whole_.defined() && whole_.storage().use_count() > 1) whole_.reset();
     return;
   }
   // Whoever else holds the storage holds a gradient of an earlier step: leave it alone.
@@ -104,12 +112,11 @@ void Bucket::begin_step(bool shadow) {
   }
 }
 
-bool Bucket::is_arranged(const at::Tensor& grad, const Slot& slot) {
-  return grad.layout() == at::kStrided && grad.strides() == at::IntArrayRef(slot.strides) &&
-         !grad.is_neg() && !grad.is_conj();
-}
-
-at::Tensor Bucket::arrange(const at::Tensor& grad, const Slot& slot) {
+at::Tensor Bucket::arranged(const at::Tensor& grad, const Slot& slot) {
+  const bool is_arranged = grad.layout() == at::kStrided &&
+                           grad.strides() == at::IntArrayRef(slot.strides) && !grad.is_neg() &&
+                           !grad.is_conj();
+  if (is_arranged) return grad;
   const at::Tensor dense = grad.layout() == at::kStrided ? grad : grad.to_dense();
   return at::empty_strided(slot.sizes, slot.strides, dense.options()).copy_(dense);
 }
@@ -118,20 +125,19 @@ void Bucket::write(size_t index, const at::Tensor& grad, double scale, bool add)
   const Slot& slot = slots_[index];
   if (slot.numel == 0) return;
   if (own_.scatters) return write_runs(index, grad, scale, add);
-  at::Tensor arranged;
-  if (!is_arranged(grad, slot)) arranged = arrange(grad, slot);
-  const at::Tensor& dense = arranged.defined() ? arranged : grad;
-  const at::ScalarType to = real_dtype(plan_.dtype);
-  const at::ScalarType from = real_dtype(dense.scalar_type());
-  const int64_t numel = real_numel(plan_.dtype, slot.numel);
+  write_range(slot.offset, arranged(grad, slot), {0, slot.numel}, {scale, add});
+}
+
+void Bucket::write_range(int64_t offset, const at::Tensor& from, ShardRange range, Write how) {
+  const auto* data = static_cast<const char*>(from.const_data_ptr()) +
+                     range.begin * static_cast<int64_t>(from.element_size());
   auto* target = static_cast<char*>(buffer_.mutable_data_ptr()) +
-                 slot.offset * static_cast<int64_t>(buffer_.element_size());
-  if (target == dense.const_data_ptr() && scale == 1) return;
-  if (add) {
-    scaled_add({target, to, numel}, {dense.const_data_ptr(), from, numel}, scale);
-  } else {
-    scaled_copy({target, to, numel}, {dense.const_data_ptr(), from, numel}, scale);
-  }
+                 offset * static_cast<int64_t>(buffer_.element_size());
+  if (target == data && how.scale == 1) return;
+  const int64_t numel = real_numel(plan_.dtype, range.numel);
+  const Span into{target, real_dtype(plan_.dtype), numel};
+  const ConstSpan source{data, real_dtype(from.scalar_type()), numel};
+  how.add ? scaled_add(into, source, how.scale) : scaled_copy(into, source, how.scale);
 }
 
 void Bucket::gradient_arrived(size_t index, double scale) {
@@ -152,7 +158,7 @@ at::Tensor Bucket::take(size_t index) {
   at::Tensor& grad = parameter(index).mutable_grad();
   if (!grad.defined() || shadow_) return {};
   if (slot.origin == GradOrigin::kInPlace && !slot.arrived) slot.saved = grad.clone();
-  at::Tensor taken = is_arranged(grad, slot) ? grad : arrange(grad, slot);
+  at::Tensor taken = arranged(grad, slot);
   if (slot.origin == GradOrigin::kFresh && slot.arrived) grad.reset();
   return taken;
 }
@@ -187,7 +193,7 @@ void Bucket::complete_on_device(double scale) {
       continue;
     }
     if (slot.origin == GradOrigin::kInPlace && !slot.arrived) slot.saved = grad.clone();
-    sources.push_back(is_arranged(grad, slot) ? grad : arrange(grad, slot));
+    sources.push_back(arranged(grad, slot));
   }
   flatten(sources, payload(), scale);
   for (size_t i = 0; i < slots_.size(); ++i) {
@@ -240,14 +246,14 @@ void Bucket::deliver(size_t index, bool as_bucket_view) {
   const bool keeps_identity = grad.defined() && !(as_bucket_view && grads_may_alias_);
   if (!keeps_identity) {
     grad = grads_may_alias_
-               ? range(slot)
+               ? range(index)
                : at::empty_strided(slot.sizes, slot.strides, parameter(index).options());
     if (grads_may_alias_) return;
   }
   if (grad.layout() == at::kStrided) {
-    grad.copy_(range(slot));
+    grad.copy_(range(index));
   } else {
-    grad = range(slot).clone();  // a sparse .grad of a parameter that others filled densely
+    grad = range(index).clone();  // a sparse .grad of a parameter that others filled densely
   }
 }
 
@@ -258,12 +264,20 @@ at::Tensor Bucket::own_part(const at::Tensor& grad, size_t index) const {
 
 void Bucket::deliver_shard(size_t index, const at::Tensor& earlier) {
   at::Tensor& grad = parameter(index).mutable_grad();
-  at::Tensor reduced = range(slots_[index]);
+  have_home();
+  at::Tensor reduced = range(index);
+  if (own_.scatters) own_part(reduced, index).copy_(own_sum(index));
   if (earlier.defined()) {
     own_part(reduced, index).add_(own_part(earlier, index));
     grad = earlier;
   }
   grad.defined() ? grad.set_data(reduced) : void(grad = std::move(reduced));
+}
+
+at::Tensor Bucket::own_sum(size_t index) const {
+  const ShardRange own = this->own(index);
+  const int64_t begin = own_.scatters ? 0 : own.begin;
+  return range_of(own_.scatters ? sums_ : buffer_, {own.numel}, {1}, slots_[index].offset + begin);
 }
 
 void Bucket::deliver_to(size_t index, const at::Tensor& owner, double scale) {
@@ -295,15 +309,17 @@ std::vector<ShardRange> Bucket::own_ranges() const {
   return ranges;
 }
 
-void Bucket::keep_own() {
-  if (own_.scatters) buffer_.reset();
-  if (!buffer_.defined()) return;
+void Bucket::keep_own() { own_.scatters ? buffer_.reset() : keep_own_gradients(); }
+
+void Bucket::keep_own_gradients() {
+  const at::Tensor& lazy = home();
+  if (!lazy.defined()) return;
   int64_t end = 0;
   for (const ShardRange& own : own_ranges()) {
-    make_zero(buffer_, end, own.begin - end);
+    make_zero(lazy, end, own.begin - end);
     end = own.begin + own.numel;
   }
-  make_zero(buffer_, end, buffer_.numel() - end);
+  make_zero(lazy, end, lazy.numel() - end);
 }
 
 void Bucket::restore(size_t index) {
@@ -313,11 +329,10 @@ void Bucket::restore(size_t index) {
 }
 
 void Bucket::adopt_range(size_t index, const Bucket& earlier) {
-  if (!buffer_.defined()) allocate();
-  const Slot& slot = slots_[index];
+  have_home();
   at::Tensor& grad = parameter(index).mutable_grad();
   if (!grads_may_alias_ || !earlier.grads_may_alias_) return;
-  const at::Tensor place = range(slot);
+  const at::Tensor place = range(index);
   place.copy_(grad);
   grad.set_data(place);
 }

@@ -15,6 +15,8 @@
 
 namespace trireme {
 
+class BufferPool;
+
 // [Note: who owns a gradient's memory]
 //
 // A bucket owns one flat buffer. What happens to a parameter's .grad depends on what it was when
@@ -38,7 +40,8 @@ namespace trireme {
 // Where ranks reduce_scatter what each of them keeps (OwnShards::scatters), the buffer holds one
 // run per rank, of what that rank owns of each gradient, padded to the longest: nothing else is
 // moved than what goes over the wire. It is taken when the first gradient comes and given up when
-// the sums are there; these are what .grad becomes.
+// the sums are there. These are what .grad of an owner becomes; without owners they are copied into
+// a lazy buffer, over which .grad has its full shape as above.
 //
 // A buffer is used again for the next step only if nobody holds a range of it: a gradient that the
 // user kept from an earlier step is never overwritten. Such a bucket simply takes a new buffer.
@@ -48,6 +51,7 @@ struct OwnShards {
   std::shared_ptr<const ShardPlan> plan;
   int64_t rank = 0;
   bool scatters = false;
+  std::shared_ptr<BufferPool> pool = nullptr;  // with scatters: where buffers come from
 
   explicit operator bool() const { return plan != nullptr; }
   ShardRange of(const BucketSlot& slot) const {
@@ -98,8 +102,14 @@ class TRIREME_API Bucket {
   // With shards: a collective has brought all of the sum, or with scatters what this rank owns of
   // it. What others own is given up.
   void keep_own();
+  // The same, if what others own of .grad was written to.
+  void keep_own_gradients();
   // With scatters: where what this rank owns of the sum goes, as a reduce_scatter of wire() has it.
   const at::Tensor& sums();
+  // Of that, what belongs to the slots for which `chosen` says so; neighbours are one tensor.
+  std::vector<at::Tensor> sums_of(const std::vector<bool>& chosen);
+  // With shards, once the sum is there: what this rank owns of it, in one row; to be written to.
+  at::Tensor own_sum(size_t slot) const;
   ShardRange own(size_t slot) const { return own_.of(plan_.slots[slot]); }
   // What this rank gets of wire(), in elements: ascending, apart from each other, the tail
   // included.
@@ -135,13 +145,21 @@ class TRIREME_API Bucket {
 
   const at::Tensor& parameter(size_t slot) const;
   bool is_range(const at::Tensor& grad, const Slot& slot) const;
-  at::Tensor range(const Slot& slot) const;
+  // Where the gradients that deliver() and deliver_shard() leave have their memory.
+  const at::Tensor& home() const { return own_.scatters ? whole_ : buffer_; }
+  at::Tensor range(size_t slot) const;
   at::Tensor own_part(const at::Tensor& grad, size_t slot) const;
   void allocate();
-  // Whether a gradient lies in memory as its range of the buffer does; and a copy that does.
-  static bool is_arranged(const at::Tensor& grad, const Slot& slot);
-  static at::Tensor arrange(const at::Tensor& grad, const Slot& slot);
+  void have_home();
+  // The gradient, or a copy, that lies in memory as its range of the buffer does.
+  static at::Tensor arranged(const at::Tensor& grad, const Slot& slot);
   void write(size_t slot, const at::Tensor& grad, double scale, bool add);
+  struct Write {
+    double scale = 1;
+    bool add = false;
+  };
+  // Elements of a dense tensor, to `offset` in the buffer.
+  void write_range(int64_t offset, const at::Tensor& from, ShardRange range, Write how);
   void plan_runs();
   void allocate_runs();
   ShardRange part_of(size_t slot, int64_t rank) const;
@@ -162,6 +180,7 @@ class TRIREME_API Bucket {
   // with scatters
   int64_t run_numel_ = 0;
   at::Tensor sums_;
+  at::Tensor whole_;  // without owners: the gradients, lazy
 };
 
 }  // namespace trireme

@@ -1,6 +1,6 @@
 #include <trireme/grad/bucket.h>
 #include <trireme/kernels/flatten.h>
-#include <trireme/kernels/span.h>
+#include <trireme/memory/buffer_pool.h>
 
 #include <ATen/ATen.h>
 
@@ -22,8 +22,7 @@ void Bucket::plan_runs() {
 }
 
 void Bucket::allocate_runs() {
-  buffer_ = at::empty({own_.plan->world * run_numel_},
-                      at::TensorOptions().dtype(plan_.dtype).device(plan_.device));
+  buffer_ = own_.pool->empty({own_.plan->world * run_numel_}, plan_.dtype, "gradients");
   for (size_t i = 0; i < slots_.size(); ++i) {  // it is summed up, too
     for (int64_t rank = 0; rank < own_.plan->world; ++rank) {
       const int64_t numel = part_of(i, rank).numel;
@@ -43,24 +42,32 @@ const at::Tensor& Bucket::sums() {
   return sums_;
 }
 
+std::vector<at::Tensor> Bucket::sums_of(const std::vector<bool>& chosen) {
+  std::vector<at::Tensor> found;
+  int64_t begin = 0;
+  int64_t end = 0;  // of neighbours
+  const auto add = [&] {
+    if (end > begin) found.push_back(sums().narrow(0, begin, end - begin));
+  };
+  for (size_t i = 0; i < slots_.size(); ++i) {
+    if (!chosen[i]) continue;
+    if (slots_[i].offset != end) {
+      add();
+      begin = slots_[i].offset;
+    }
+    end = slots_[i].offset + slots_[i].run_numel;
+  }
+  add();
+  return found;
+}
+
 void Bucket::write_runs(size_t index, const at::Tensor& grad, double scale, bool add) {
   const Slot& slot = slots_[index];
   if (!buffer_.defined()) allocate();
-  const at::Tensor dense = is_arranged(grad, slot) ? grad : arrange(grad, slot);
-  const at::ScalarType to = c10::toRealValueType(plan_.dtype);
-  const at::ScalarType from = c10::toRealValueType(dense.scalar_type());
-  const int64_t reals = c10::isComplexType(plan_.dtype) ? 2 : 1;
-  const auto item = static_cast<int64_t>(buffer_.element_size());
-  const auto source_item = static_cast<int64_t>(dense.element_size());
-  auto* buffer = static_cast<char*>(buffer_.mutable_data_ptr());
-  const auto* data = static_cast<const char*>(dense.const_data_ptr());
+  const at::Tensor dense = arranged(grad, slot);
   for (int64_t rank = 0; rank < own_.plan->world; ++rank) {
     const ShardRange part = part_of(index, rank);
-    if (part.numel == 0) continue;
-    char* target = buffer + (rank * run_numel_ + slot.offset) * item;
-    const Span into{target, to, part.numel * reals};
-    const ConstSpan source{data + part.begin * source_item, from, part.numel * reals};
-    add ? scaled_add(into, source, scale) : scaled_copy(into, source, scale);
+    if (part.numel > 0) write_range(rank * run_numel_ + slot.offset, dense, part, {scale, add});
   }
 }
 
@@ -95,8 +102,7 @@ std::vector<at::Tensor> Bucket::runs_on_device() {
       flat.push_back(at::zeros({slots_[i].numel}, buffer_.options()));
       continue;
     }
-    const at::Tensor dense = is_arranged(grad, slots_[i]) ? grad : arrange(grad, slots_[i]);
-    flat.push_back(dense.as_strided({slots_[i].numel}, {1}));
+    flat.push_back(arranged(grad, slots_[i]).as_strided({slots_[i].numel}, {1}));
   }
   std::vector<at::Tensor> sources;
   for (int64_t rank = 0; rank < own_.plan->world; ++rank) {

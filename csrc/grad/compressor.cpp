@@ -22,52 +22,20 @@ class IdentityCompressor final : public Compressor {
   std::shared_ptr<Communicator> communicator_;
 };
 
-// The all_reduce begins when the caller waits: buckets are waited for in one order on all ranks.
-class ScatteredThenReduced final : public Pending::State {
- public:
-  ScatteredThenReduced(Pending scattered, at::Tensor sums,
-                       std::shared_ptr<Communicator> communicator, std::string label)
-      : scattered_(std::move(scattered)),
-        sums_(std::move(sums)),
-        communicator_(std::move(communicator)),
-        label_(std::move(label)) {}
-
-  bool done() const override { return scattered_.done(); }
-  void wait() override {
-    scattered_.wait();
-    communicator_->all_reduce({sums_}, ReduceOp::kSum, label_).wait();
-  }
-  std::optional<Pending::Clock::time_point> finished_at() const override {
-    return scattered_.finished_at();
-  }
-
- private:
-  Pending scattered_;
-  at::Tensor sums_;
-  std::shared_ptr<Communicator> communicator_;
-  std::string label_;
-};
-
 class ScatterCompressor final : public Compressor {
  public:
-  ScatterCompressor(std::shared_ptr<Communicator> communicator,
-                    std::shared_ptr<Communicator> replicates_with)
-      : communicator_(std::move(communicator)), replicates_with_(std::move(replicates_with)) {}
+  explicit ScatterCompressor(std::shared_ptr<Communicator> communicator)
+      : communicator_(std::move(communicator)) {}
 
   bool is_plain_sum() const override { return true; }
 
   Pending reduce(const CompressorRequest& request) override {
-    const at::Tensor& sums = request.bucket.sums();
-    Pending scattered = communicator_->reduce_scatter({sums}, {request.bucket.wire()},
-                                                      ReduceOp::kSum, request.label);
-    if (!replicates_with_) return scattered;
-    return Pending(std::make_unique<ScatteredThenReduced>(std::move(scattered), sums,
-                                                          replicates_with_, request.label));
+    return communicator_->reduce_scatter({request.bucket.sums()}, {request.bucket.wire()},
+                                         ReduceOp::kSum, request.label);
   }
 
  private:
   std::shared_ptr<Communicator> communicator_;
-  std::shared_ptr<Communicator> replicates_with_;
 };
 
 class HookCompressor final : public Compressor {
@@ -101,9 +69,8 @@ std::unique_ptr<Compressor> make_identity_compressor(std::shared_ptr<Communicato
   return std::make_unique<IdentityCompressor>(std::move(communicator));
 }
 
-std::unique_ptr<Compressor> make_scatter_compressor(std::shared_ptr<Communicator> communicator,
-                                                    std::shared_ptr<Communicator> replicates_with) {
-  return std::make_unique<ScatterCompressor>(std::move(communicator), std::move(replicates_with));
+std::unique_ptr<Compressor> make_scatter_compressor(std::shared_ptr<Communicator> communicator) {
+  return std::make_unique<ScatterCompressor>(std::move(communicator));
 }
 
 std::unique_ptr<Compressor> make_hook_compressor(std::shared_ptr<CommHook> hook) {

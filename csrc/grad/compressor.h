@@ -41,10 +41,9 @@ class TRIREME_API Compressor {
 TRIREME_API std::unique_ptr<Compressor> make_identity_compressor(
     std::shared_ptr<Communicator> communicator);
 
-// One reduce_scatter (sum) of a bucket with OwnShards::scatters into its sums(); then, unless
-// `replicates_with` is null, one all_reduce of these.
+// One reduce_scatter (sum) of a bucket with OwnShards::scatters into its sums().
 TRIREME_API std::unique_ptr<Compressor> make_scatter_compressor(
-    std::shared_ptr<Communicator> communicator, std::shared_ptr<Communicator> replicates_with);
+    std::shared_ptr<Communicator> communicator);
 
 // Hands each bucket to a communication hook, which also divides.
 TRIREME_API std::unique_ptr<Compressor> make_hook_compressor(std::shared_ptr<CommHook> hook);

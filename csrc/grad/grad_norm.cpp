@@ -19,11 +19,11 @@ bool is_largest(double norm_type) { return std::isinf(norm_type); }
 
 // What _foreach operators take in one call.
 std::vector<TensorList> alike(const TensorList& tensors) {
-  std::map<at::ScalarType, TensorList> runs;
+  std::map<std::pair<c10::DeviceType, at::ScalarType>, TensorList> runs;
   for (const at::Tensor& tensor : tensors)
-    if (tensor.numel() > 0) runs[tensor.scalar_type()].push_back(tensor);
+    if (tensor.numel() > 0) runs[{tensor.device().type(), tensor.scalar_type()}].push_back(tensor);
   std::vector<TensorList> lists;
-  for (auto& [dtype, list] : runs) lists.push_back(std::move(list));
+  for (auto& [kind, list] : runs) lists.push_back(std::move(list));
   return lists;
 }
 
@@ -39,6 +39,7 @@ at::Tensor measure(const GradNormPart& part, const ClipOptions& options) {
   if (part.sharded_over) {
     const ReduceOp op = is_largest(options.norm_type) ? ReduceOp::kMax : ReduceOp::kSum;
     part.sharded_over->all_reduce({total}, op, "norm of the gradients").wait();
+    if (!is_largest(options.norm_type)) total /= part.copies;
   }
   return total;
 }
@@ -73,7 +74,8 @@ at::Tensor clip_grad_norm_(const std::vector<GradNormPart>& parts, const ClipOpt
   const at::Tensor scale = (options.max_norm / (norm + 1e-6)).clamp_max(1.0);
   for (const GradNormPart& part : parts)
     for (const TensorList& list : alike(part.gradients))
-      at::_foreach_mul_(list, scale.to(c10::toRealValueType(list.front().scalar_type())));
+      at::_foreach_mul_(
+          list, scale.to(list.front().device(), c10::toRealValueType(list.front().scalar_type())));
   return norm.to(dtype.value_or(at::kFloat));
 }
 

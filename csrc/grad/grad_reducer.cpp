@@ -15,6 +15,7 @@ using Clock = StepClock::Clock;
 namespace {
 
 constexpr size_t kMostInFlight = 2;
+constexpr std::chrono::seconds kPatience{1};
 
 }  // namespace
 
@@ -64,9 +65,10 @@ void GradReducer::begin_backward(bool shadow) {
   ++step_;
   shadow_ = shadow;
   force_synchronize_ = arm_at_parameter_ = false;
-  next_launch_ = next_deliver_ = 0;
-  pending_.clear();
+  next_launch_ = next_settle_ = next_deliver_ = 0;
+  drop_pending();
   pending_.resize(buckets_.size());
+  replicas_pending_.resize(buckets_.size());
   arrivals_.clear();
   last_arrived_ = -1;
   own_error_.clear();
@@ -78,7 +80,8 @@ void GradReducer::begin_backward(bool shadow) {
     waiting_slots_[i] = 0;
     for (const BucketSlot& slot : plan_.buckets[i].slots) {
       const auto at = static_cast<size_t>(slot.parameter);
-      if (infos_[at].requires_grad && places_[at].bucket >= 0) ++waiting_slots_[i];
+      if (infos_[at].requires_grad && places_[at].bucket >= 0 && is_expected(at))
+        ++waiting_slots_[i];
     }
   }
   begin_stream();
@@ -91,6 +94,7 @@ void GradReducer::begin_stream() {
   const bool defers =
       options_.defers_sums && std::none_of(set_aside_.begin(), set_aside_.end(),
                                            [](const at::Tensor& grad) { return grad.defined(); });
+  waits_in_vain_ = false;
   if (streams_) stream_->begin_step({buckets_, labels_, scale(), defers});
   defers_ = streams_ && stream_->defers();
   summed_.assign(parameters_.size(), false);
@@ -123,17 +127,19 @@ void GradReducer::gradient_ready(int64_t index, bool has_gradient) {
     streams_ ? buckets_[bucket].note_arrived(slot)
              : buckets_[bucket].gradient_arrived(slot, scale());
   }
+  if (!is_expected(at)) {
+    unused_[at] = false;
+    ++waiting_slots_[bucket];
+  }
   if (fires != fires_expected_[at]) return;
   --waiting_slots_[bucket];
   if (observing_) return;
   if (streams_) {
     stream_->gradient_ready(bucket, slot);
     stream_->advance();
-    if (stream_->is_behind()) catch_up();
+    if (stream_->is_behind() && leads_siblings()) catch_up();
   }
-  // Ranks may come by the gradients of several reducers in different orders, or by none (join):
-  // collectives go out where the end callbacks run, which is in one order.
-  if (streams_ || siblings_.size() < 2) launch_ready();
+  if (streams_ || (leads_siblings() && !scatter_waits())) launch_ready();
 }
 
 void GradReducer::catch_up() {
@@ -191,10 +197,17 @@ void GradReducer::launch(size_t index) {
   if (scatters_ && !streams_ && !manual_finalization_) keep_few_in_flight();
 }
 
-// Each bucket that is reduce_scattered has a buffer as long as it is on its way.
+// Each bucket that is reduce_scattered has a buffer as long as it is on its way. But a rank that
+// has left a parameter out launches its bucket when its backward is over, and until then may need
+// others for something else, such as a gather: who waits for it in vain goes on.
 void GradReducer::keep_few_in_flight() {
   const auto begin = Clock::now();
-  while (next_launch_ - next_deliver_ > kMostInFlight) deliver_arrived(next_deliver_);
+  while (next_launch_ - next_settle_ > kMostInFlight && !waits_in_vain_) {
+    const bool is_on_cpu = buckets_[next_settle_].plan().device.is_cpu();
+    waits_in_vain_ = is_on_cpu && !pending_[next_settle_].comes_within(kPatience);
+    if (!waits_in_vain_) settle(next_settle_);
+  }
+  deliver_settled();
   clock_.waited(Clock::now() - begin);
 }
 
@@ -234,29 +247,40 @@ void GradReducer::launch_map() {
 // Gradients of finished buckets go where they belong while backward is still at work.
 void GradReducer::deliver_done() {
   if (manual_finalization_ || buckets_.front().plan().device.is_cuda()) return;
-  while (next_deliver_ < next_launch_ && pending_[next_deliver_].done())
-    deliver_arrived(next_deliver_);
+  while (next_settle_ < next_launch_ && pending_[next_settle_].done()) settle(next_settle_);
+  deliver_settled();
 }
 
 void GradReducer::deliver_arrived(size_t index) {
-  pending_[index].wait();
-  clock_.bucket_done(index, pending_[index].finished_at());
-  Bucket& bucket = buckets_[index];
-  const std::vector<at::Tensor> result = pending_[index].result();
-  if (!result.empty()) bucket.take_result(result.front());
-  if (options_.shards && !streams_) bucket.keep_own();
+  if (index == next_settle_) settle(index);
+  replicas_pending_[index].wait();
+  ++next_deliver_;
+  deliver_used(buckets_[index], /*chosen=*/false);
+}
+
+void GradReducer::drop_pending() {
+  pending_.clear();
+  replicas_pending_.clear();
+}
+
+// Of those that wait for the summed callback, or of the others, what this rank used. Whether
+// anybody used what this rank did not, only the map can say.
+void GradReducer::deliver_used(Bucket& bucket, bool chosen) {
   const std::vector<BucketSlot>& slots = bucket.plan().slots;
   std::vector<int64_t> delivered;
   for (size_t slot = 0; slot < slots.size(); ++slot) {
     const auto at = static_cast<size_t>(slots[slot].parameter);
-    // Whether anybody used what this rank did not, only the map can say.
-    if (places_[at].bucket < 0 || !used_.used_here(slots[slot].parameter)) continue;
+    if (places_[at].bucket < 0) continue;
+    if (is_deferred(at)) {
+      is_delivered_[at] = true;  // it is where it belongs
+      continue;
+    }
+    if (is_chosen(at) != chosen || !used_.used_here(slots[slot].parameter)) continue;
     is_delivered_[at] = true;
     deliver(bucket, slot);
     if (delivered_) delivered.push_back(slots[slot].parameter);
   }
-  ++next_deliver_;
-  if (delivered_) delivered_(delivered);
+  if (!delivered.empty()) delivered_(delivered);
 }
 
 // Waits for everything that is in flight and brings every .grad to its final value.
@@ -268,21 +292,21 @@ void GradReducer::collect(bool may_learn) {
   map_pending_.wait();
   map_pending_ = {};
   clock_.waited(Clock::now() - begin);
+  show_sums();
 
   map_is_unread_ = true;
   bool needs_map = infos_.front().device.is_cpu() || used_.changed_here() || observing_;
   for (size_t i = 0; i < places_.size() && !needs_map; ++i) {
     needs_map = places_[i].bucket >= 0 && !is_delivered_[i];
   }
-  // On CUDA reading the map waits for the device. Where this rank used everything and changed
-  // nothing it can be read when the next backward is armed, long after it has arrived.
+  // On CUDA reading the map waits for all that the stream was given. Where this rank used
+  // everything and changed nothing it is read when the next backward is armed, which then waits for
+  // its forward, and no longer for this step.
   if (needs_map) settle_map();
-  used_.clear();
-  for (size_t i = 0; i < held_.size(); ++i)
-    if (held_[i] && parameters_[i].grad().defined()) used_.mark_used(static_cast<int64_t>(i));
+  begin_use_anew();
   for (size_t i = 0; i < fires_seen_.size(); ++i) fires_expected_[i] = std::max(1, fires_seen_[i]);
   if (observing_ && may_learn) learn_order();
-  pending_.clear();
+  drop_pending();
   has_sums_ = defers_;
   clock_.backward_ends();
 }
@@ -315,8 +339,7 @@ void GradReducer::shadow_backward(bool deliver) {
     begin_backward(/*shadow=*/true);
     shadow_delivers_ = deliver;
   }
-  launch_rest();
-  collect();
+  collect_by_itself(/*may_learn=*/true);
 }
 
 void GradReducer::finalize_backward() {

@@ -10,6 +10,7 @@
 #include <trireme/grad/step_report.h>
 #include <trireme/grad/used_map.h>
 #include <trireme/memory/bucket_plan.h>
+#include <trireme/memory/buffer_pool.h>
 
 #include <functional>
 #include <memory>
@@ -54,8 +55,9 @@ struct GradReducerOptions {
   // In front of the name of each bucket, so that ranks notice if they take reducers of parameters
   // with the same names in different orders.
   std::string bucket_prefix = {};
-  // Each rank gets its shards of the average only, and the memory of no others. For contiguous
-  // parameters without sparse gradients; no reduce_dtype, no communication hook.
+  // Each rank gets its shards of the average only, and the memory of no others; under kDim0 by
+  // reduce_scatter. For contiguous parameters without sparse gradients; no reduce_dtype, no
+  // communication hook.
   std::shared_ptr<const ShardPlan> shards = nullptr;
   // With shards, by parameter: a leaf over this rank's shard, whose .grad becomes its part of the
   // average, or has it added. The .grad of the parameter itself is then what this rank contributes,
@@ -86,9 +88,9 @@ TRIREME_API std::vector<ParameterInfo> describe_parameters(const NamedParameters
 
 // Averages gradients over the ranks while backward computes them.
 //
-// Cost per synchronized backward: one all-reduce per bucket (all gradient bytes once, 4 bytes per
-// parameter for the used-map), buffers of one gradient size in all, which become the .grad of their
-// parameters.
+// Cost per synchronized backward: one all-reduce (reduce_scatter) per bucket (all gradient bytes
+// once, 4 bytes per parameter for the used-map), buffers of one gradient size in all, which become
+// the .grad of their parameters.
 //
 // Thread-safe towards autograd's threads. The public functions are called by the thread that
 // trains, without the GIL.
@@ -116,13 +118,23 @@ class TRIREME_API GradReducer final : public GradSink,
   // Whether backwards synchronize that are armed at parameters.
   void set_synchronize(bool synchronize);
   // Reducers that are armed at parameters together, in this order: whichever of them a backward
-  // reaches first. So ranks that reach them in different orders do not wait for each other in
-  // different orders. Where gradients do not stream, collectives go out when backward ends. Nobody
+  // reaches first. Ranks may come by their gradients in different orders, or by none (join), and do
+  // not wait for each other in different orders, since only the first one's collectives go out
+  // while backward runs, those of the others, where gradients do not stream, when it ends. Nobody
   // is kept alive.
   static void arm_together(const std::vector<std::shared_ptr<GradReducer>>& reducers);
   // With sharded_parameters, by parameter: gradients of these are left out when others are
   // averaged, and accumulate on this rank. The same on all ranks.
   void hold(const std::vector<bool>& held);
+  // With replicates_with, by parameter: sums of these are not summed up over it, nor delivered, but
+  // wait on this rank, in the dtype of the reduction, for the first backward that does so. The same
+  // on all ranks.
+  void defer_all_reduce(const std::vector<bool>& deferred);
+  // With sharded_parameters, by parameter: this rank knows that the next synchronized backward
+  // brings no gradients of these, so that others in their buckets do not wait for it to end. For
+  // the callback of set_armed_callback(). A gradient that comes all the same is in time until its
+  // bucket is launched.
+  void expect_none(std::vector<bool> unused);
   // Finds parameters that were unfrozen, whose gradients would else go by unseen.
   void notice_changes();
 
@@ -130,6 +142,9 @@ class TRIREME_API GradReducer final : public GradSink,
   void set_comm_hook(std::shared_ptr<CommHook> hook);
   // What sums are divided by: the number of ranks, unless a join counts only those still active.
   void set_divisor(double divisor);
+
+  // With sharded_parameters: see BufferPool::set_source().
+  void set_memory_source(BufferPool::Source source) { pool_->set_source(std::move(source)); }
 
   // With sharded_parameters, by parameter: what its sum is divided by in place of that; as that
   // where it is 0.
@@ -142,7 +157,7 @@ class TRIREME_API GradReducer final : public GradSink,
   // With sharded_parameters, collective: reduces what backwards have accumulated that did not
   // synchronize.
   void reduce_accumulated();
-  // With sharded_parameters: forgets what this rank has accumulated.
+  // With sharded_parameters: forgets what this rank has accumulated, and sums that wait.
   void drop_accumulated();
   // Whether finalize_backward() may only be called after backward returned.
   bool should_finalize_after_backward() const;
@@ -155,6 +170,19 @@ class TRIREME_API GradReducer final : public GradSink,
   // still be at work on others (optimizer in backward). On the thread that runs backward.
   using DeliveredCallback = std::function<void(const std::vector<int64_t>& parameters)>;
   void set_delivered_callback(DeliveredCallback callback);
+
+  // What this rank owns of a sum.
+  struct OwnSum {
+    int64_t parameter = 0;
+    at::Tensor values;    // in one row, in the dtype of the reduction; to be written to
+    int64_t longest = 0;  // elements that any of the ranks has
+  };
+  // With sharded_parameters, by parameter: the `chosen` ones become .grad when backward is over and
+  // nothing of this reducer is on its way any more. Before, `callback` is shown their sums,
+  // divided, in an order that is the same on all ranks; also those that no rank used: zeros. Once
+  // per synchronized backward, and once per bucket of gradients that its plan did not hold.
+  using SummedCallback = std::function<void(const std::vector<OwnSum>& sums)>;
+  void set_summed_callback(std::vector<bool> chosen, SummedCallback callback);
 
   // With shards: gradients that are not as the reducer left them, because they were changed in
   // place, replaced, or accumulated without synchronizing, since or before a further backward was
@@ -173,6 +201,10 @@ class TRIREME_API GradReducer final : public GradSink,
   // With shards: forgets what was reduced but is not in .grad, because a backward accumulated on it
   // without synchronizing.
   void drop_set_aside();
+
+  // Tells all ranks that may wait for this one in a collective of this reducer. An exception in
+  // backward is told without that.
+  void announce_failure(const std::string& text) noexcept;
 
   // What the last completed backward took.
   StepReport last_step() const;
@@ -214,10 +246,16 @@ class TRIREME_API GradReducer final : public GradSink,
   void catch_up();
   void launch_map();
   void deliver_done();
+  void settle(size_t bucket);
+  void deliver_settled();
   void deliver_arrived(size_t bucket);
+  void drop_pending();
+  void deliver_used(Bucket& bucket, bool chosen);
   void deliver(Bucket& bucket, size_t slot);
   void restore(Bucket& bucket, size_t slot);
   void arm_with_siblings();
+  bool leads_siblings() const;
+  bool scatter_waits() const;
   void set_aside(size_t index);
   void put_back();
   bool has_owners() const { return !options_.sharded_parameters.empty(); }
@@ -226,17 +264,32 @@ class TRIREME_API GradReducer final : public GradSink,
   const Communicator& sharers() const {
     return options_.scatters_with ? *options_.scatters_with : *communicator_;
   }
+  // Under the other placements some ranks own all of a gradient, and runs would be mostly padding.
+  bool may_scatter() const {
+    return options_.shards && options_.shards->placement == ShardPlacement::kDim0;
+  }
   OwnShards own_shards(bool scatters) const {
-    return {options_.shards, sharers().rank(), scatters};
+    return {options_.shards, sharers().rank(), scatters, pool_};
   }
   void keep_few_in_flight();
+  bool is_expected(size_t index) const { return unused_.empty() || !unused_[index]; }
   void check_gradient(int64_t index, bool has_gradient);
   void collect(bool may_learn = true);
   void settle_map();
+  void collect_by_itself(bool may_learn);
   double scale() const;
   const std::string& name_of(int64_t index) const {
     return infos_[static_cast<size_t>(index)].name;
   }
+
+  // sums before they become .grad (grad_reducer_sums.cpp)
+  Pending sum_over_replicas(Bucket& bucket, const std::string& label);
+  bool is_deferred(size_t index) const { return !deferred_.empty() && deferred_[index]; }
+  bool is_chosen(size_t index) const { return summed_callback_ != nullptr && chosen_[index]; }
+  double last_scale(size_t index) const;
+  void add_own_sums(Bucket& bucket, std::vector<OwnSum>& sums) const;
+  void show_sums();
+  void begin_use_anew();
 
   // plans (grad_reducer_plan.cpp)
   void watch_parameters();
@@ -268,6 +321,7 @@ class TRIREME_API GradReducer final : public GradSink,
       partly_used_at_;  // the last step in which some rank left the parameter unused
   BucketPlan plan_;
   std::vector<Place> places_;
+  std::shared_ptr<BufferPool> pool_;
   std::vector<Bucket> buckets_;
   // by parameter, with shards; see [Note: who owns a gradient's memory] in bucket.h
   using WeakTensor = c10::weak_intrusive_ptr<at::TensorImpl, at::UndefinedTensorImpl>;
@@ -283,6 +337,11 @@ class TRIREME_API GradReducer final : public GradSink,
   std::vector<Watched> accumulated_as_;  // in place of what was set aside
   std::vector<at::Tensor> set_aside_;
   std::vector<bool> held_;
+  std::vector<bool> unused_;              // see expect_none(); empty: none
+  std::vector<bool> deferred_;            // see defer_all_reduce(); empty: none
+  std::vector<at::Tensor> partial_sums_;  // of these, by parameter
+  std::vector<bool> chosen_;
+  SummedCallback summed_callback_;
   std::vector<bool> was_changed_;  // what was set aside, or is in .grad since a backward was lost
   bool defers_ = false;            // this step
   bool has_sums_ = false;          // of the last one
@@ -306,6 +365,7 @@ class TRIREME_API GradReducer final : public GradSink,
   bool synchronize_ = true;  // see set_synchronize()
   bool manual_finalization_ = false;
   bool streams_ = false;  // this step
+  bool waits_in_vain_ = false;
   int64_t step_ = 0;
   std::vector<int32_t> fires_expected_;  // per backward, as seen in the last one
   std::vector<int32_t> fires_seen_;
@@ -313,8 +373,10 @@ class TRIREME_API GradReducer final : public GradSink,
   std::vector<int64_t> arrivals_;
   std::vector<int64_t> waiting_slots_;  // per bucket: parameters whose gradient is still to come
   size_t next_launch_ = 0;
+  size_t next_settle_ = 0;
   size_t next_deliver_ = 0;
   std::vector<Pending> pending_;
+  std::vector<Pending> replicas_pending_;  // see sum_over_replicas()
   UsedMap used_;
   at::Tensor map_wire_;
   Pending map_pending_;

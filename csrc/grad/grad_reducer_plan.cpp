@@ -1,5 +1,6 @@
 #include <trireme/grad/grad_reducer.h>
 #include <trireme/grad/plan_agreement.h>
+#include <trireme/memory/buffer_pool.h>
 #include <trireme/memory/warm_heap.h>
 
 #include <ATen/ATen.h>
@@ -51,10 +52,9 @@ GradReducer::GradReducer(NamedParameters parameters, std::shared_ptr<Communicato
       infos_(describe_parameters(parameters)),
       communicator_(std::move(communicator)),
       options_(std::move(options)),
-      compressor_(has_owners()
-                      ? make_scatter_compressor(
-                            options_.scatters_with ? options_.scatters_with : communicator_,
-                            options_.replicates_with)
+      compressor_(may_scatter()
+                      ? make_scatter_compressor(options_.scatters_with ? options_.scatters_with
+                                                                       : communicator_)
                       : make_identity_compressor(communicator_)),
       hooks_(parameters_.size()),
       divisor_(static_cast<double>(communicator_->world())),
@@ -64,10 +64,12 @@ GradReducer::GradReducer(NamedParameters parameters, std::shared_ptr<Communicato
       accumulated_as_(parameters_.size()),
       set_aside_(parameters_.size()),
       held_(parameters_.size(), false),
+      partial_sums_(parameters_.size()),
       was_changed_(parameters_.size(), false),
       fires_expected_(parameters_.size(), 1),
       fires_seen_(parameters_.size(), 0),
       used_(static_cast<int64_t>(parameters_.size())) {
+  if (may_scatter()) pool_ = std::make_shared<BufferPool>(parameters_.front().device());
   for (size_t i = 0; i < options_.reduce_dtypes.size(); ++i)
     infos_[i].reduce_dtype = options_.reduce_dtypes[i];
   for (size_t i = parameters_.size(); i-- > 0;) {
@@ -124,7 +126,9 @@ BucketPlan GradReducer::make_plan(std::vector<int64_t> order) const {
 void GradReducer::build_buckets() {
   plan_is_stale_ = false;
   BucketPlan plan = make_plan(order_);
-  const bool scatters = has_owners() && !(stream_ && BucketStream::takes(plan));
+  const bool scatters = may_scatter() && !(stream_ && BucketStream::takes(plan));
+  // Gradients may become a stream, which needs none of it, after the first backward.
+  if (pool_) pool_->keep_idle(scatters && !observing_ ? BufferPool::kIdle : 0);
   const bool tail_fits =
       compressor_->is_plain_sum() && !scatters && !options_.defers_sums && !plan.buckets.empty() &&
       !plan.buckets.back().sparse &&
@@ -257,7 +261,7 @@ void GradReducer::reduce_left_out(const std::vector<int64_t>& left_out,
                                   const std::vector<bool>& used) {
   const BucketPlan plan = make_plan(left_out);
   for (size_t b = 0; b < plan.buckets.size(); ++b) {
-    Bucket bucket(plan.buckets[b], parameters_, 0, own_shards(has_owners()));
+    Bucket bucket(plan.buckets[b], parameters_, 0, own_shards(may_scatter()));
     bucket.begin_step(shadow_);
     bucket.complete(scale());
     const std::string label = "left-out " + bucket_label(plan, b, infos_);
@@ -266,9 +270,14 @@ void GradReducer::reduce_left_out(const std::vector<int64_t>& left_out,
     const std::vector<at::Tensor> result = pending.result();
     if (!result.empty()) bucket.take_result(result.front());
     if (options_.shards) bucket.keep_own();
+    sum_over_replicas(bucket, label).wait();
+    std::vector<OwnSum> sums;
+    add_own_sums(bucket, sums);
+    if (!sums.empty()) summed_callback_(sums);
     const std::vector<BucketSlot>& slots = plan.buckets[b].slots;
     for (size_t slot = 0; slot < slots.size(); ++slot) {
-      if (!used[static_cast<size_t>(slots[slot].parameter)]) continue;
+      const auto index = static_cast<size_t>(slots[slot].parameter);
+      if (!used[index] || is_deferred(index)) continue;
       deliver(bucket, slot);
       if (delivered_) delivered_({slots[slot].parameter});
     }

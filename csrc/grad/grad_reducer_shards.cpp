@@ -51,11 +51,23 @@ void GradReducer::arm_with_siblings() {
   arm_one(*this);  // if it is not among them
 }
 
+void GradReducer::expect_none(std::vector<bool> unused) {
+  const std::lock_guard lock(mutex_);
+  unused_ = std::move(unused);
+}
+
 void GradReducer::arm_together(const std::vector<std::shared_ptr<GradReducer>>& reducers) {
   for (const std::shared_ptr<GradReducer>& one : reducers) {
     const std::lock_guard lock(one->mutex_);
     one->siblings_.assign(reducers.begin(), reducers.end());
   }
+}
+
+// May wait for other ranks while backward runs.
+bool GradReducer::leads_siblings() const {
+  if (siblings_.empty()) return true;
+  const auto first = siblings_.front().lock();
+  return first.get() == this;
 }
 
 // With shards: if .grad holds a sum, its place is taken by what this rank accumulates.
@@ -98,8 +110,8 @@ void GradReducer::deliver(Bucket& bucket, size_t slot) {
   }
   const auto index = static_cast<size_t>(bucket.plan().slots[slot].parameter);
   if (has_owners()) {
-    const double factor = divide_factors_.empty() ? 0 : divide_factors_[index];
-    bucket.deliver_to(slot, options_.sharded_parameters[index], factor > 0 ? divisor_ / factor : 1);
+    bucket.deliver_to(slot, options_.sharded_parameters[index],
+                      is_chosen(index) ? 1 : last_scale(index));
     parameters_[index].mutable_grad().reset();
     return;
   }
@@ -135,7 +147,7 @@ std::vector<int64_t> GradReducer::changed_gradients(uint32_t allowed) const {
 
 void GradReducer::keep_own_gradients() {
   const std::lock_guard lock(mutex_);
-  for (Bucket& bucket : buckets_) bucket.keep_own();
+  for (Bucket& bucket : buckets_) bucket.keep_own_gradients();
   for (size_t i = 0; i < parameters_.size(); ++i)
     if (delivered_as_[i].is(parameters_[i].grad()))
       delivered_as_[i] = Watched::of(parameters_[i].grad());
@@ -205,13 +217,13 @@ void GradReducer::reduce_accumulated() {
     const std::lock_guard lock(mutex_);
     begin_backward(/*shadow=*/false);
   }
-  launch_rest();
-  collect(/*may_learn=*/false);
+  collect_by_itself(/*may_learn=*/false);
 }
 
 void GradReducer::drop_accumulated() {
   const std::lock_guard lock(mutex_);
   for (const at::Tensor& parameter : parameters_) parameter.mutable_grad().reset();
+  for (at::Tensor& partial : partial_sums_) partial.reset();
 }
 
 void GradReducer::set_armed_callback(std::function<void()> callback) {

@@ -4,6 +4,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <cstdint>
 #include <functional>
 
 namespace trireme {
@@ -11,6 +12,14 @@ namespace trireme {
 // Calls `arrived` whenever backward has brought a gradient to `output`, which a function has made
 // (not a leaf), before it goes on from there. On autograd's thread, without the GIL; what it throws
 // comes out of backward().
-TRIREME_API void on_output_gradient(const at::Tensor& output, std::function<void()> arrived);
+TRIREME_API void on_gradient(const at::Tensor& output, std::function<void()> arrived);
+
+// The same, also if a caller changes `output` in place, and it is a view: autograd then leaves the
+// view's function out, and goes on to its base's. `arrived` may then be called a little late, but
+// before backward comes to anything from which the base was made. A base whose function is older
+// than `first_node` (at::sequence_number::peek() when the module began) is none of the module's and
+// stays unwatched.
+TRIREME_API void on_output_gradient(const at::Tensor& output, std::function<void()> arrived,
+                                    uint64_t first_node = 0);
 
 }  // namespace trireme

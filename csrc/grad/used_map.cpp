@@ -12,13 +12,14 @@ UsedMap::UsedMap(int64_t parameters)
       counts_(static_cast<size_t>(parameters), 0) {}
 
 void UsedMap::write_to(const at::Tensor& wire, bool shadow) const {
-  at::Tensor host = at::zeros({numel()}, at::kFloat);
+  const bool goes_to_gpu = wire.is_cuda();  // from pinned memory, so that nobody waits for the copy
+  at::Tensor host = at::zeros({numel()}, at::dtype(at::kFloat).pinned_memory(goes_to_gpu));
   auto* values = host.mutable_data_ptr<float>();
   if (!shadow) {
     for (int64_t i = 0; i < parameters_; ++i) values[i] = used_here(i) ? 1.0F : 0.0F;
     values[parameters_] = changed_here_ ? 1.0F : 0.0F;
   }
-  wire.copy_(host);
+  wire.copy_(host, /*non_blocking=*/goes_to_gpu);
 }
 
 void UsedMap::read_from(const at::Tensor& wire) {

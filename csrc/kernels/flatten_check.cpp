@@ -1,26 +1,14 @@
 #include <trireme/kernels/flatten_check.h>
 
 #include <trireme/common/error.h>
+#include <trireme/kernels/checks.h>
 
-#include <sstream>
 #include <string>
 
 namespace trireme {
 namespace {
 
-bool is_supported(at::ScalarType dtype) {
-  const at::ScalarType real = c10::toRealValueType(dtype);
-  return real == at::kFloat || real == at::kDouble || real == at::kHalf || real == at::kBFloat16;
-}
-
 constexpr char kDtypes[] = "real or complex float32, float64, float16 or bfloat16";
-
-template <typename... Parts>
-std::string text_of(const Parts&... parts) {
-  std::ostringstream out;
-  (out << ... << parts);
-  return out.str();
-}
 
 c10::SymInt sym_reals(at::TensorList tensors) {
   c10::SymInt sum = 0;

@@ -3,6 +3,7 @@
 #include <trireme/kernels/cuda/flatten_launch.h>
 #include <trireme/kernels/flatten_by_copies.h>
 #include <trireme/kernels/flatten_check.h>
+#include <trireme/kernels/once_per_device.h>
 #include <trireme/kernels/real_of.h>
 #include <trireme/kernels/span.h>
 
@@ -40,29 +41,31 @@ void run(at::TensorList tensors, const at::Tensor& flat, FlattenMove move, doubl
   launch(table, move, flat.device());
 }
 
-// Whether the kernels are there. If not, says so once.
-bool can_launch() {
-  if (has_flatten()) return true;
-  TORCH_WARN_ONCE(error_text("flatten",
-                             "this build has no CUDA kernels: tensors are copied one by one", {},
-                             "Build Trireme where nvcc is, of torch's CUDA version."));
+// Whether the kernels are there for that GPU. If not, says so once.
+bool can_launch(c10::Device device) {
+  static OncePerDevice devices;
+  const char* reason = devices.why_not(device, why_no_flatten);
+  if (reason == nullptr) return true;
+  TORCH_WARN_ONCE(error_text(
+      "flatten", std::string(reason) + ": tensors are copied one by one on " + device.str(), {},
+      "Build Trireme where nvcc is, of torch's CUDA version, for this GPU (CUDAARCHS)."));
   return false;
 }
 
 void flatten(at::TensorList inputs, const at::Tensor& flat, double scale) {
-  if (!can_launch()) return by_copies::flatten(inputs, flat, scale);
+  if (!can_launch(flat.device())) return by_copies::flatten(inputs, flat, scale);
   check_flatten("flatten", inputs, flat);
   run(inputs, flat, FlattenMove::kFlatten, scale);
 }
 
 void flatten_accumulate(at::TensorList inputs, const at::Tensor& flat, double scale) {
-  if (!can_launch()) return by_copies::flatten_accumulate(inputs, flat, scale);
+  if (!can_launch(flat.device())) return by_copies::flatten_accumulate(inputs, flat, scale);
   check_flatten("flatten_accumulate", inputs, flat);
   run(inputs, flat, FlattenMove::kAccumulate, scale);
 }
 
 void unflatten(const at::Tensor& flat, at::TensorList outputs, double scale) {
-  if (!can_launch()) return by_copies::unflatten(flat, outputs, scale);
+  if (!can_launch(flat.device())) return by_copies::unflatten(flat, outputs, scale);
   check_flatten("unflatten", outputs, flat);
   run(outputs, flat, FlattenMove::kUnflatten, scale);
 }

@@ -1,28 +1,16 @@
 #include <trireme/kernels/optimizer_rows.h>
 
 #include <trireme/common/error.h>
+#include <trireme/kernels/checks.h>
 #include <trireme/kernels/span.h>
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
 
-#include <sstream>
 #include <string>
 
 namespace trireme {
 namespace {
-
-template <typename... Parts>
-std::string text_of(const Parts&... parts) {
-  std::ostringstream out;
-  (out << ... << parts);
-  return out.str();
-}
-
-bool is_supported(at::ScalarType dtype) {
-  const at::ScalarType real = c10::toRealValueType(dtype);
-  return real == at::kFloat || real == at::kDouble || real == at::kHalf || real == at::kBFloat16;
-}
 
 // fp32, complex if the parameter is.
 at::ScalarType single_of(at::ScalarType param) {

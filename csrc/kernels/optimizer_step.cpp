@@ -58,7 +58,7 @@ bool is_subclass(const at::Tensor& tensor) {
 Route route_of(const OptimizerRow& row) {
   if (is_subclass(row.param) || is_subclass(row.grad)) return Route::kAten;
   if (row.param.is_cpu()) return Route::kCpu;
-  return row.param.is_cuda() && cuda::can_step() ? Route::kCuda : Route::kAten;
+  return row.param.is_cuda() && cuda::can_step(row.param.device()) ? Route::kCuda : Route::kAten;
 }
 
 void check_length(std::string_view area, const char* name, size_t got, size_t expected) {
@@ -70,7 +70,7 @@ void check_length(std::string_view area, const char* name, size_t got, size_t ex
                  {}, "Pass one for each."));
 }
 
-void bump_version(const at::Tensor& tensor) {
+void bump_if_counted(const at::Tensor& tensor) {
   if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
 }
 
@@ -153,7 +153,7 @@ HostScale read(const GradScale& scale) {
 // One more step on a counter of the host, or one that ATen has to be asked for.
 double count_up(const at::Tensor& counter) {
   if (counter.is_cpu() && counter.scalar_type() == at::kFloat && counter.numel() == 1) {
-    bump_version(counter);
+    bump_if_counted(counter);
     return *counter.data_ptr<float>() += 1;
   }
   counter.add_(1);
@@ -217,10 +217,10 @@ class Step {
   }
 
   void written(const OptimizerRow& row) const {
-    bump_version(row.param);
-    if (write_grad_) bump_version(row.grad);
+    bump_if_counted(row.param);
+    if (write_grad_) bump_if_counted(row.grad);
     for (const at::Tensor* state : row.states) {
-      if (state != nullptr) bump_version(*state);
+      if (state != nullptr) bump_if_counted(*state);
     }
   }
 

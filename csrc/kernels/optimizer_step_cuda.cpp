@@ -3,6 +3,7 @@
 #include <trireme/common/error.h>
 #include <trireme/common/stream.h>
 #include <trireme/kernels/cuda/optimizer_launch.h>
+#include <trireme/kernels/once_per_device.h>
 #include <trireme/kernels/real_of.h>
 
 #include <c10/core/DeviceGuard.h>
@@ -59,11 +60,14 @@ void run(const OptimizerBatch& batch, const Scalars& scalars, const GradScale& s
 
 }  // namespace
 
-bool can_step() {
-  if (has_optimizer_step()) return true;
-  TORCH_WARN_ONCE(error_text("optimizer_step",
-                             "this build has no CUDA kernels: parameters are stepped one by one",
-                             {}, "Build Trireme where nvcc is, of torch's CUDA version."));
+bool can_step(c10::Device device) {
+  static OncePerDevice devices;
+  const char* reason = devices.why_not(device, why_no_optimizer_step);
+  if (reason == nullptr) return true;
+  TORCH_WARN_ONCE(error_text(
+      "optimizer_step",
+      std::string(reason) + ": parameters are stepped one by one on " + device.str(), {},
+      "Build Trireme where nvcc is, of torch's CUDA version, for this GPU (CUDAARCHS)."));
   return false;
 }
 

@@ -5,8 +5,8 @@
 // Torch's side of the CUDA kernels. Compiled in every build, without CUDA headers.
 namespace trireme::cuda {
 
-// Whether the kernels are in this build. If not, says so once.
-bool can_step();
+// Whether the kernels are in this build, for that GPU. If not, says so once.
+bool can_step(c10::Device device);
 
 // Launches on the current stream of the batch's device; grad_scale and found_inf are read there.
 void step(const OptimizerBatch& batch, const AdamScalars& scalars, const GradScale& scale);

@@ -2,6 +2,7 @@
 
 #include <trireme/common/error.h>
 
+#include <ATen/ATen.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/util/Exception.h>
 
@@ -35,9 +36,17 @@ class BufferPool::Blocks {
   }
 
   void drop_idle() {
-    std::list<Block> dropped;
+    std::list<Block> dropped;  // after the lock
     const std::lock_guard lock(mutex_);
     dropped.swap(idle_);
+  }
+
+  void keep_idle(int64_t blocks) {
+    std::list<Block> dropped;
+    const std::lock_guard lock(mutex_);
+    most_idle_ = blocks;
+    while (static_cast<int64_t>(idle_.size()) > most_idle_)
+      dropped.splice(dropped.end(), idle_, idle_.begin());
   }
 
   void note_taken(int64_t bytes) {
@@ -55,9 +64,18 @@ class BufferPool::Blocks {
       return;
     }
     idle_.push_back(std::move(block));
-    if (static_cast<int64_t>(idle_.size()) <= kIdle) return;
+    if (static_cast<int64_t>(idle_.size()) <= most_idle_) return;
     dropped = std::move(idle_.front());
     idle_.pop_front();
+  }
+
+  void set_source(Source source) {
+    const std::lock_guard lock(mutex_);
+    source_ = std::move(source);
+  }
+  Source source() const {
+    const std::lock_guard lock(mutex_);
+    return source_;
   }
 
   int64_t taken() const {
@@ -71,14 +89,23 @@ class BufferPool::Blocks {
 
  private:
   mutable std::mutex mutex_;
+  Source source_;
   std::list<Block> idle_;  // the longest unused first
+  int64_t most_idle_ = kIdle;
   int64_t taken_ = 0;
   int64_t most_taken_ = 0;
 };
 
 BufferPool::BufferPool(c10::Device device) : device_(device), blocks_(std::make_shared<Blocks>()) {}
 
-BufferPool::~BufferPool() { blocks_->drop_idle(); }
+BufferPool::~BufferPool() { blocks_->keep_idle(0); }
+
+void BufferPool::keep_idle(int64_t blocks) { blocks_->keep_idle(blocks); }
+
+void BufferPool::set_source(Source source) {
+  blocks_->set_source(std::move(source));
+  blocks_->drop_idle();
+}
 
 at::DataPtr BufferPool::take(int64_t bytes, const char* label) {
   struct Taken {
@@ -92,7 +119,10 @@ at::DataPtr BufferPool::take(int64_t bytes, const char* label) {
   if (!block.data) {
     const c10::OptionalDeviceGuard guard(device_);
     try {
-      block = {c10::GetAllocator(device_.type())->allocate(static_cast<size_t>(bytes)), bytes};
+      const Source source = blocks_->source();
+      block = {source ? source(bytes)
+                      : c10::GetAllocator(device_.type())->allocate(static_cast<size_t>(bytes)),
+               bytes};
     } catch (const c10::Error& error) {
       blocks_->drop_idle();
       C10_THROW_ERROR(
@@ -113,6 +143,14 @@ at::DataPtr BufferPool::take(int64_t bytes, const char* label) {
             last->blocks->give_back(std::move(last->block), last->is_kept);
           },
           device_};
+}
+
+at::Tensor BufferPool::empty(at::IntArrayRef sizes, at::ScalarType dtype, const char* label) {
+  const auto bytes = c10::multiply_integers(sizes) * static_cast<int64_t>(c10::elementSize(dtype));
+  const at::Tensor made = at::empty({0}, at::TensorOptions().dtype(dtype).device(device_));
+  c10::Storage storage(c10::Storage::use_byte_size_t(), static_cast<size_t>(bytes),
+                       take(bytes, label));
+  return made.set_(std::move(storage), 0, sizes);
 }
 
 int64_t BufferPool::taken_bytes() const { return blocks_->taken(); }

@@ -2,17 +2,20 @@
 
 #include <trireme/common/export.h>
 
+#include <ATen/core/Tensor.h>
 #include <c10/core/Allocator.h>
 #include <c10/core/Device.h>
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 
 namespace trireme {
 
-// Blocks of memory of one device that are taken and given back all the time (unsharded parameters),
-// so that they stay the same warm pages. On CPU it keeps up to kIdle blocks that nobody uses; other
-// devices have such a pool already, their allocator, which is asked each time.
+// Blocks of memory of one device that are taken and given back all the time (unsharded parameters,
+// gradients on their way), so that they stay the same warm pages. On CPU it keeps up to kIdle
+// blocks that nobody uses (at first); other devices have such a pool already, their allocator,
+// which is asked each time.
 //
 // Thread-safe. Blocks may outlive the pool.
 class TRIREME_API BufferPool {
@@ -27,6 +30,16 @@ class TRIREME_API BufferPool {
   // At least `bytes`, uninitialised, aligned to 64; given back when the pointer goes. Throws
   // c10::OutOfMemoryError saying how many bytes `label` needed.
   at::DataPtr take(int64_t bytes, const char* label);
+  // The same as a contiguous tensor, whose storage gives it back.
+  at::Tensor empty(at::IntArrayRef sizes, at::ScalarType dtype, const char* label);
+
+  // Where blocks come from, from now on, if not from the device's allocator; throws c10::Error
+  // where it has none. Blocks that are idle go.
+  using Source = std::function<at::DataPtr(int64_t bytes)>;
+  void set_source(Source source);
+
+  // From now on it keeps up to so many; gives up the others.
+  void keep_idle(int64_t blocks);
 
   // Bytes that are taken now, and the most that ever were.
   int64_t taken_bytes() const;

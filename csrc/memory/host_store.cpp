@@ -12,7 +12,7 @@
 namespace trireme {
 namespace {
 
-constexpr std::string_view kArea = "host_store";
+constexpr std::string_view kStoreArea = "host_store";
 
 bool counts_versions(const at::Tensor& tensor) {
   return tensor.defined() && !tensor.is_inference();
@@ -33,14 +33,14 @@ std::shared_ptr<HostStore> HostStore::make(std::shared_ptr<const shm::Segment> s
   const int64_t needed = bytes_for(parameters, where.world);
   const int64_t bytes = segment ? segment->bytes() : 0;
   TORCH_CHECK_VALUE(bytes >= needed,
-                    error_text(kArea,
+                    error_text(kStoreArea,
                                "got a mapping of " + std::to_string(bytes) + " bytes, " +
                                    std::to_string(parameters.size()) + " parameters need " +
                                    std::to_string(needed),
                                where, "Share HostStore::bytes_for(parameters, world) bytes."));
   for (const ParameterInfo& info : parameters) {
     TORCH_CHECK_VALUE(info.device.is_cpu(),
-                      error_text(kArea,
+                      error_text(kStoreArea,
                                  "got parameter " + info.name + " on " + info.device.str() +
                                      ", expected CPU memory",
                                  where, "Keep parameters of other devices out of the store."));
@@ -80,7 +80,7 @@ at::Tensor HostStore::shard(int64_t parameter, const ShardRange& range,
   TORCH_CHECK_VALUE(
       range.begin >= 0 && range.numel >= 0 && range.numel <= info.numel - range.begin &&
           c10::multiply_integers(sizes) == range.numel,
-      error_text(kArea,
+      error_text(kStoreArea,
                  "got elements [" + std::to_string(range.begin) + ", " +
                      std::to_string(range.begin + range.numel) + ") as a shard of " +
                      std::to_string(c10::multiply_integers(sizes)) + " elements, but " + info.name +

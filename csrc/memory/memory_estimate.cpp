@@ -13,7 +13,7 @@
 namespace trireme {
 namespace {
 
-constexpr std::string_view kArea = "memory_estimate";
+constexpr std::string_view kEstimateArea = "memory_estimate";
 constexpr int64_t kKiB = 1024;
 constexpr int64_t kMiB = 1024 * kKiB;
 // grad/bucket_stream.cpp: a ring of each rank, to which whole gradients go of few ranks only.
@@ -25,8 +25,13 @@ constexpr int64_t kLargestSlotRing = 4 * kMiB;
 constexpr int64_t kSmallestSlotRing = 512 * kKiB;
 constexpr int64_t kSlotUnit = 64 * kKiB;
 constexpr int64_t kCounters = 16 * kKiB;
-// Of reductions without deposits: one that fills and one on its way.
-constexpr int64_t kBuckets = 2 * 25 * kMiB;
+// Reductions without deposits, grad/grad_reducer.cpp: one bucket fills, two are on their way.
+constexpr int64_t kBucket = 25 * kMiB;
+constexpr int64_t kBuckets = 3;
+// comm/scratch.h: what comes in over Gloo before it is summed up.
+constexpr int64_t kScratchBlocks = 2;
+// param/prefetch.h: one unit computes, the next one is on its way.
+constexpr int64_t kGatheredUnits = 2;
 
 template <typename Value, size_t count>
 Value named(const std::array<std::pair<std::string_view, Value>, count>& values,
@@ -38,7 +43,7 @@ Value named(const std::array<std::pair<std::string_view, Value>, count>& values,
   }
   std::string text = "got ";
   text.append(what).append(" '").append(name).append("', expected one of ").append(names);
-  C10_THROW_ERROR(ValueError, error_text(kArea, text, {}, "Give one of these names."));
+  C10_THROW_ERROR(ValueError, error_text(kEstimateArea, text, {}, "Give one of these names."));
 }
 
 // Of the fullest rank, and of the fullest host.
@@ -47,7 +52,7 @@ struct Spread {
   int64_t host = 0;
 };
 
-int64_t ceil_div(int64_t value, int64_t divisor) { return (value + divisor - 1) / divisor; }
+int64_t largest_part(int64_t whole, int64_t parts) { return (whole + parts - 1) / parts; }
 
 class Estimator {
  public:
@@ -62,7 +67,8 @@ class Estimator {
       if (parameter.requires_grad) trained += parameter.numel;
     }
     const auto kept = [&](int64_t bytes, TrainingStrategy sharded_from) {
-      return of_each(request_.strategy >= sharded_from ? ceil_div(bytes, request_.world) : bytes);
+      return of_each(request_.strategy >= sharded_from ? largest_part(bytes, request_.world)
+                                                       : bytes);
     };
     return together(kept(2 * all, TrainingStrategy::kZero3),
                     kept(2 * trained, TrainingStrategy::kZero2),
@@ -88,7 +94,7 @@ class Estimator {
 
  private:
   Spread of_each(int64_t bytes) const { return {bytes, bytes * ranks_}; }
-  Spread of_host(int64_t bytes) const { return {ceil_div(bytes, ranks_), bytes}; }
+  Spread of_host(int64_t bytes) const { return {largest_part(bytes, ranks_), bytes}; }
 
   MemoryEstimate together(Spread parameters, Spread gradients, Spread optimizer,
                           Spread buffers) const {
@@ -129,7 +135,7 @@ class Estimator {
       const int64_t rows = parameter.sizes.empty() ? 1 : parameter.sizes.front();
       if (parameter.numel == 0) continue;
       const int64_t of_row = parameter.numel / rows * (this->*rate)(parameter);
-      const int64_t of_rank = ceil_div(rows, request_.world);
+      const int64_t of_rank = largest_part(rows, request_.world);
       found.rank += of_rank * of_row;
       found.host += std::min(rows, of_rank * ranks_) * of_row;
     }
@@ -144,29 +150,46 @@ class Estimator {
   Spread sharded_states() const { return by_rows(&Estimator::state_rate); }
 
   bool is_zero3() const { return request_.strategy == TrainingStrategy::kZero3; }
-  bool is_zero() const { return request_.strategy >= TrainingStrategy::kZero1; }
-  bool has_store() const { return is_zero3() || (request_.host_params && one_host_); }
+  bool has_store() const { return request_.host_params && (is_zero3() ? ranks_ > 1 : one_host_); }
+  bool gathers_units() const { return is_zero3() && !has_store(); }
 
   Spread stored_parameters() const {
-    if (!has_store() || request_.world == 1) return of_each(parameters());
-    return of_host(make_store_layout(request_.parameters).bytes);
+    if (request_.world == 1) return of_each(parameters());
+    if (has_store()) return of_host(make_store_layout(request_.parameters).bytes);
+    return gathers_units() ? by_rows(&Estimator::parameter_rate) : of_each(parameters());
   }
 
   Spread buffers() const {
     int64_t bytes = module_buffers();
     if (request_.world == 1) return of_each(bytes);
     const bool shards_gradients = request_.strategy >= TrainingStrategy::kZero2;
-    if (ranks_ > 1) {
+    const bool shares_memory = ranks_ > 1 && !gathers_units();
+    if (shares_memory) {
       bytes += std::clamp(kSlotRings / ranks_ / kSlotUnit * kSlotUnit, kSmallestSlotRing,
                           kLargestSlotRing) +
                kCounters;
     }
-    if (one_host_ && (shards_gradients || ranks_ <= kMostStreamingRanks)) {
+    const bool streams = shares_memory && one_host_;
+    if (streams && (shards_gradients || ranks_ <= kMostStreamingRanks)) {
       bytes += kDepositRing;
     } else if (shards_gradients) {
-      bytes += std::min(kBuckets, gradients());
+      bytes += std::min(kBuckets * kBucket, gradients());
+      if (!shares_memory) bytes += std::min(kScratchBlocks * kBucket, gradients());
     }
+    if (gathers_units()) bytes += gathered_units();
     return of_each(bytes);
+  }
+
+  // Of units of several dtypes at most.
+  int64_t gathered_units() const {
+    int64_t numel = 0;
+    int64_t widest = 0;
+    for (const ParameterInfo& parameter : request_.parameters) {
+      numel += parameter.numel;
+      widest = std::max(widest, parameter_rate(parameter));
+    }
+    if (request_.unit_numel == 0 || request_.unit_numel >= numel) return parameters();
+    return std::min(parameters(), kGatheredUnits * request_.unit_numel * widest);
   }
 
   const MemoryRequest& request_;
@@ -175,7 +198,7 @@ class Estimator {
 };
 
 [[noreturn]] void refuse(const std::string& what, std::string_view next_step) {
-  C10_THROW_ERROR(ValueError, error_text(kArea, what, {}, next_step));
+  C10_THROW_ERROR(ValueError, error_text(kEstimateArea, what, {}, next_step));
 }
 
 void check_counts(const MemoryRequest& request) {
@@ -189,10 +212,10 @@ void check_counts(const MemoryRequest& request) {
                text(request.world),
            "Give the ranks of the fullest host, or leave it out where all share one.");
   }
-  if (request.activation_bytes < 0 || request.module_buffer_bytes < 0 ||
+  if (request.activation_bytes < 0 || request.module_buffer_bytes < 0 || request.unit_numel < 0 ||
       request.optimizer.bytes.value_or(0) < 0 || request.optimizer.tensors < 0) {
-    refuse("got a negative number of bytes, expected 0 or more",
-           "Look at activation_bytes and optimizer.");
+    refuse("got a negative number of bytes or elements, expected 0 or more",
+           "Look at activation_bytes, unit_numel and optimizer.");
   }
 }
 
@@ -221,10 +244,10 @@ void check_strategy(const MemoryRequest& request) {
   }
   if (request.accounting == MemoryAccounting::kPaper) {
     const bool is_adam = request.optimizer.tensors == 2 && !request.optimizer.bytes;
-    if (!is_adam || request.grad_dtype || !request.host_params) {
+    if (!is_adam || request.grad_dtype || !request.host_params || request.unit_numel > 0) {
       refuse(
-          "got a grad_dtype, an optimizer or host_params for the paper's accounting, which has "
-          "its own: Adam in mixed precision",
+          "got a grad_dtype, an optimizer, host_params or unit_numel for the paper's accounting, "
+          "which has its own: Adam in mixed precision",
           "Leave them at their defaults, or use accounting 'trireme'.");
     }
     return;
@@ -233,10 +256,6 @@ void check_strategy(const MemoryRequest& request) {
     refuse("got " + std::to_string(request.ranks_per_host) + " of " +
                std::to_string(request.world) + " ranks per host, expected all of them for 'dp'",
            "Its replicas are threads of one process: choose 'ddp' for several hosts.");
-  }
-  if (request.strategy == TrainingStrategy::kZero3 && !request.host_params) {
-    refuse("got 'zero3' without host_params, expected a store on each host",
-           "Leave host_params at its default, or use the paper's accounting.");
   }
 }
 

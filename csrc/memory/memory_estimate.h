@@ -26,7 +26,7 @@ TRIREME_API TrainingStrategy training_strategy(std::string_view name);
 
 enum class MemoryAccounting : uint8_t {
   // This library on CPU: dtypes as they are, parameters once per host where ZeRO can have that,
-  // rings of the ranks that share memory.
+  // rings of the ranks that share memory, units and buckets of those that gather over Gloo.
   kTrireme,
   // Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
   // SC 2020, section 3: mixed precision with Adam, 2 bytes for a parameter, 2 for its gradient, 12
@@ -59,7 +59,11 @@ struct MemoryRequest {
   MemoryAccounting accounting = MemoryAccounting::kTrireme;
   OptimizerState optimizer = {};
   std::optional<at::ScalarType> grad_dtype = {};  // else each parameter's
-  bool host_params = true;                        // as in ZeroOptions
+  // As in ZeroOptions. Under kZero3 false where ranks share no memory (Gloo): they gather units.
+  bool host_params = true;
+  // kZero3 that gathers: elements of the largest unit (one call of fully_shard); 0: the model
+  // is one.
+  int64_t unit_numel = 0;
   // Of each rank; under kDp of each replica.
   int64_t activation_bytes = 0;
   int64_t module_buffer_bytes = 0;  // running statistics and such
@@ -70,7 +74,8 @@ struct MemoryBytes {
   int64_t gradients = 0;
   int64_t optimizer = 0;
   int64_t activations = 0;
-  // The module's own buffers; rings of ranks that share memory; buckets of ranks that do not.
+  // The module's own buffers; rings of ranks that share memory; buckets and gathered units of ranks
+  // that do not.
   int64_t buffers = 0;
 
   int64_t model_states() const { return parameters + gradients + optimizer; }

@@ -213,19 +213,35 @@ void SafetensorsFile::check_entries(int64_t data_bytes) const {
 
 SafetensorsFile::Runs SafetensorsFile::runs_of(const SafetensorsEntry& entry,
                                                const TensorPart& part) const {
-  const at::IntArrayRef sizes = entry.sizes;
-  std::vector<int64_t> expected = entry.sizes;
-  const auto dim = static_cast<size_t>(part.dim);
-  const int64_t rows = sizes.empty() ? 1 : part.values.size(part.dim);
-  if (!sizes.empty()) expected[dim] = rows;
-  const int64_t whole_rows = sizes.empty() ? 1 : sizes[dim];
-  TORCH_INTERNAL_ASSERT(part.values.sizes() == at::IntArrayRef(expected) && part.first >= 0 &&
-                        part.first + rows <= whole_rows);
-  if (part.values.numel() == 0) return {};
-  const int64_t outer = sizes.empty() ? 1 : c10::multiply_integers(sizes.slice(0, dim));
-  const int64_t row_bytes = entry.bytes() / (outer * whole_rows);
-  const int64_t begin = header_.bytes + entry.begin + part.first * row_bytes;
-  return {outer, rows * row_bytes, begin, whole_rows * row_bytes};
+  const at::IntArrayRef whole = entry.sizes, own = part.values.sizes();
+  TORCH_INTERNAL_ASSERT(own.size() == whole.size() &&
+                        (part.first.empty() || part.first.size() == whole.size()));
+  auto stride = static_cast<int64_t>(c10::elementSize(entry.dtype));
+  Runs runs{1, stride, header_.bytes + entry.begin, {}};
+  bool is_one = true;  // so far
+  for (size_t dim = whole.size(); dim-- > 0;) {
+    const int64_t first = part.first.empty() ? 0 : part.first[dim];
+    TORCH_INTERNAL_ASSERT(first >= 0 && first + own[dim] <= whole[dim]);
+    runs.begin += first * stride;
+    if (is_one) {
+      runs.bytes *= own[dim];
+      is_one = own[dim] == whole[dim];
+    } else {
+      runs.numel *= own[dim];
+      runs.dims.push_back({own[dim], stride});
+    }
+    stride *= whole[dim];
+  }
+  return part.values.numel() == 0 ? Runs{} : runs;
+}
+
+int64_t SafetensorsFile::Runs::begin_of(int64_t run) const {
+  int64_t found = begin;
+  for (const Dim& dim : dims) {
+    found += run % dim.numel * dim.stride;
+    run /= dim.numel;
+  }
+  return found;
 }
 
 void SafetensorsFile::write(const SafetensorsEntry& entry, const TensorPart& part) const {
@@ -235,7 +251,7 @@ void SafetensorsFile::write(const SafetensorsEntry& entry, const TensorPart& par
   const auto* data = static_cast<const char*>(values.const_data_ptr());
   const Runs runs = runs_of(entry, part);
   for (int64_t i = 0; i < runs.numel; ++i)
-    write_bytes(data + i * runs.bytes, runs.bytes, runs.begin + i * runs.stride);
+    write_bytes(data + i * runs.bytes, runs.bytes, runs.begin_of(i));
 }
 
 void SafetensorsFile::read(const SafetensorsEntry& entry, const TensorPart& part) const {
@@ -289,7 +305,7 @@ void SafetensorsFile::read_runs(char* part, const Runs& runs) const {
     for (int64_t done = begin; done < end;) {
       const int64_t in_run = done % runs.bytes;
       const int64_t bytes = std::min(end - done, runs.bytes - in_run);
-      read_bytes(part + done, bytes, runs.begin + done / runs.bytes * runs.stride + in_run);
+      read_bytes(part + done, bytes, runs.begin_of(done / runs.bytes) + in_run);
       done += bytes;
     }
   };

@@ -43,12 +43,11 @@ TRIREME_API std::string safetensors_dtype(at::ScalarType dtype);
 TRIREME_API SafetensorsHeader plan_safetensors(std::vector<SafetensorsEntry> entries,
                                                std::map<std::string, std::string> metadata);
 
-// The part of a tensor that somebody has: [first, first + values.size(dim)) of dimension `dim`, or
-// all of a tensor without dimensions. Undefined `values`: nothing.
+// The part of a tensor that somebody has: of each dimension d [first[d], first[d] +
+// values.size(d)). No `first`: from zero on along all of them. Undefined `values`: nothing.
 struct TensorPart {
   at::Tensor values;
-  int64_t dim = 0;
-  int64_t first = 0;
+  std::vector<int64_t> first = {};
 };
 
 // A file that several processes write or read at once, each the bytes of its parts. Parts of
@@ -85,10 +84,15 @@ class TRIREME_API SafetensorsFile {
   void check_entries(int64_t data_bytes) const;
   // The pieces of a part that are one in memory, where they follow each other, and in the file.
   struct Runs {
+    struct Dim {
+      int64_t numel = 0;
+      int64_t stride = 0;  // in bytes of the file
+    };
     int64_t numel = 0;
-    int64_t bytes = 0;   // of each
-    int64_t begin = 0;   // of the first, in the file
-    int64_t stride = 0;  // from one to the next, in the file
+    int64_t bytes = 0;      // of each
+    int64_t begin = 0;      // of the first, in the file
+    std::vector<Dim> dims;  // that tell them apart, the innermost first
+    int64_t begin_of(int64_t run) const;
   };
   Runs runs_of(const SafetensorsEntry& entry, const TensorPart& part) const;
   void read_runs(char* part, const Runs& runs) const;

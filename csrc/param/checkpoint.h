@@ -43,8 +43,8 @@ struct CheckpointRanks {
 };
 
 struct CheckpointContent {
-  // By kind: "model", "optimizer". Each element is in the part of exactly one rank; a rank need not
-  // know what others have.
+  // By kind: "model", "optimizer". Each element is in the part of one rank, or of several that have
+  // the same part, of which the lowest writes it; a rank need not know what others have.
   std::map<std::string, std::vector<CheckpointTensor>> tensors;
   // JSON objects by file name (without a path). What ranks say is merged, key by key; where they
   // differ the lowest rank is right.
@@ -73,8 +73,9 @@ class TRIREME_API CheckpointReader {
   // A JSON object; empty if there is none.
   std::string text(const std::string& name) const;
 
-  // That `tensors` are those of the checkpoint, whatever their parts. Collective; throws ValueError
-  // naming the tensor that is missing, foreign, or of another dtype or shape.
+  // That `tensors`, those of all ranks together, are those of the checkpoint, whatever their parts.
+  // Collective; throws ValueError naming the tensor that is missing, foreign to all ranks, or of
+  // another dtype or shape.
   void check(const std::string& kind, const std::vector<CheckpointTensor>& tensors) const;
 
   // Reads into the parts, in place. Collective; a failure leaves them half read.
@@ -102,6 +103,15 @@ class TRIREME_API CheckpointReader {
   CheckpointRanks ranks_;
   std::map<std::string, Kind> kinds_;
 };
+
+// The kinds that there are.
+constexpr const char* kModelTensors = "model";
+constexpr const char* kOptimizerTensors = "optimizer";
+
+// "Float of sizes [2, 3]"
+std::string describe(at::ScalarType dtype, at::IntArrayRef sizes);
+// What every rank says, by rank; see comm/gather_texts.h. Collective.
+std::vector<std::string> gather_texts(const std::string& own, const CheckpointRanks& ranks);
 
 // Collective. Calls `work`; what it throws on one rank is raised on all of them.
 TRIREME_API void together(const CheckpointRanks& ranks, const std::function<void()>& work);

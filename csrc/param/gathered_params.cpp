@@ -1,5 +1,6 @@
 #include <trireme/param/gathered_params.h>
 
+#include <trireme/common/error.h>
 #include <trireme/memory/buffer_pool.h>
 #include <trireme/memory/flat_buffer.h>
 
@@ -8,10 +9,14 @@
 
 #include <utility>
 
+// See [Note: pieces] in gathered_params.h.
+
 namespace trireme {
 namespace {
 
 constexpr int64_t kAlignBytes = 64;
+
+int64_t aligned(int64_t bytes) { return (bytes + kAlignBytes - 1) / kAlignBytes * kAlignBytes; }
 
 at::Tensor contiguous_range(const at::Tensor& buffer, at::IntArrayRef sizes, int64_t offset) {
   return range_of(buffer, sizes, at::detail::defaultStrides(sizes), offset);
@@ -19,27 +24,28 @@ at::Tensor contiguous_range(const at::Tensor& buffer, at::IntArrayRef sizes, int
 
 }  // namespace
 
-GatheredParams::GatheredParams(const std::vector<ShardedParamSpec>& specs,
-                               std::shared_ptr<Communicator> communicator, c10::Device device)
-    : communicator_(std::move(communicator)),
-      device_(device),
-      pool_(std::make_shared<BufferPool>(device)) {
+GatheredParams::GatheredParams(Request request)
+    : communicator_(std::move(request.communicator)),
+      reshards_with_(std::move(request.reshards_with)),
+      device_(request.device),
+      pins_memory_(request.pins_memory),
+      pool_(std::make_shared<BufferPool>(device_)),
+      copies_(device_) {
   const RankOf where = communicator_->rank_of();
+  const int64_t among = reshards_with_ ? reshards_with_->world() : 0;
+  TORCH_CHECK_VALUE(
+      among == 0 || (among > 1 && among < where.world && where.world % among == 0),
+      error_text("fully_shard", "got " + std::to_string(among) + " ranks to reshard among", where,
+                 "Pass a factor of " + std::to_string(where.world) + ", above 1 and below it."));
   std::vector<int64_t> offsets;
-  for (const ShardedParamSpec& spec : specs) {
-    const auto options = at::TensorOptions().dtype(spec.dtype).device(device_);
-    const ShardRows rows(spec, where);
-    Entry entry;
-    entry.spec = spec;
-    std::vector<int64_t> sizes = stored_info(spec, spec.dtype).sizes;
-    if (!spec.is_replicated()) sizes.front() = rows.count;
-    // A storage of its own: who saves or pickles a shard gets no more than that.
-    entry.shard = spec.is_replicated() ? at::zeros({}, options) : at::empty(sizes, options);
-    entries_.push_back(std::move(entry));
+  for (const ShardedParamSpec& spec : request.specs) {
+    entries_.push_back(make_entry(spec));
     offsets.push_back(bytes_);
+    const ShardRows rows(spec, where);
     const auto item = static_cast<int64_t>(c10::elementSize(spec.param_dtype.value_or(spec.dtype)));
-    const int64_t bytes = item * (spec.is_replicated() ? 1 : where.world * rows.most * rows.numel);
-    bytes_ += (bytes + kAlignBytes - 1) / kAlignBytes * kAlignBytes;
+    const int64_t most = item * (spec.is_replicated() ? 1 : rows.most * rows.numel);
+    bytes_ += aligned(spec.is_replicated() ? most : where.world * most);
+    if (among > 0 && !spec.is_replicated()) pieces_bytes_ += aligned(where.world / among * most);
   }
   const at::Tensor buffer =
       at::empty({bytes_}, at::TensorOptions().dtype(at::kByte).device(device_));
@@ -47,6 +53,34 @@ GatheredParams::GatheredParams(const std::vector<ShardedParamSpec>& specs,
   for (size_t i = 0; i < entries_.size(); ++i) lay_out(entries_[i], buffer, offsets[i]);
   has_memory_ = true;
   release();
+}
+
+GatheredParams::Entry GatheredParams::make_entry(const ShardedParamSpec& spec) const {
+  const auto on_device = at::TensorOptions().device(device_);
+  Entry entry;
+  entry.spec = spec;
+  std::vector<int64_t> sizes = stored_info(spec, spec.dtype).sizes;
+  if (!spec.is_replicated()) sizes.front() = ShardRows(spec, communicator_->rank_of()).count;
+  // A storage of its own: who saves or pickles a shard gets no more than that.
+  entry.shard = spec.offload == ShardOffload::kNone ? at::empty(sizes, on_device.dtype(spec.dtype))
+                                                    : on_host(sizes, spec);
+  if (spec.is_replicated()) entry.shard.zero_();
+  if (spec.offload == ShardOffload::kOptimizer)
+    entry.copied = at::empty(sizes, on_device.dtype(spec.param_dtype.value_or(spec.dtype)));
+  return entry;
+}
+
+at::Tensor GatheredParams::on_host(at::IntArrayRef sizes, const ShardedParamSpec& spec) const {
+  try {
+    return at::empty(sizes, at::TensorOptions().dtype(spec.dtype).pinned_memory(pins_memory_));
+  } catch (const c10::Error& error) {
+    if (!pins_memory_) throw;
+    C10_THROW_ERROR(Error, error_text("fully_shard",
+                                      "got no pinned memory for the offloaded part of '" +
+                                          spec.name + "': " + error.what_without_backtrace(),
+                                      communicator_->rank_of(),
+                                      "Pass pin_memory=False to the offload policy."));
+  }
 }
 
 void GatheredParams::lay_out(Entry& entry, const at::Tensor& buffer, int64_t offset_bytes) const {
@@ -68,43 +102,113 @@ void GatheredParams::lay_out(Entry& entry, const at::Tensor& buffer, int64_t off
   std::vector<int64_t> own_sizes = sizes;
   own_sizes.front() = rows.count;
   entry.own_shard = contiguous_range(typed, own_sizes, offset + where.rank * most);
+  if (!reshards_with_) return;
+  const int64_t numel = where.world / reshards_with_->world() * most;
+  entry.piece = contiguous_range(typed, {numel}, offset + reshards_with_->rank() * numel);
 }
 
 ParamPlace GatheredParams::place(int64_t parameter) const {
   const Entry& entry = entries_[static_cast<size_t>(parameter)];
-  return {entry.shard, entry.whole, {}};
+  return {entry.shard, entry.whole, entry.copied};
 }
 
 Pending GatheredParams::gather(const std::string& label) {
   const at::NoGradGuard no_grad;
+  const bool of_pieces = has_pieces_;
   if (!has_memory_) {
-    c10::StorageImpl& storage = *storage_.unsafeGetStorageImpl();
-    storage.set_data_ptr_noswap(pool_->take(bytes_, label.c_str()));
-    storage.set_nbytes(static_cast<size_t>(bytes_));
-    has_memory_ = true;
+    take_buffer(label);
+    if (of_pieces) copy_pieces(/*into_buffer=*/true);
   }
+  copy_in_shards(/*only_replicated=*/of_pieces);
   std::vector<at::Tensor> regions;
   std::vector<at::Tensor> own;
   for (const Entry& entry : entries_) {
-    entry.own_shard.copy_(entry.shard);
     if (entry.spec.is_replicated() || entry.region.numel() == 0) continue;
     regions.push_back(entry.region);
-    own.push_back(entry.own);
+    own.push_back(of_pieces ? entry.piece : entry.own);
   }
+  has_pieces_ = reshards_with_ != nullptr;
   if (regions.empty() || communicator_->world() == 1) return {};
-  return communicator_->all_gather(std::move(regions), std::move(own), label);
+  if (!of_pieces) return communicator_->all_gather(std::move(regions), std::move(own), label);
+  return reshards_with_->all_gather(std::move(regions), std::move(own), label + sharers_text());
+}
+
+void GatheredParams::take_buffer(const std::string& label) {
+  c10::StorageImpl& storage = *storage_.unsafeGetStorageImpl();
+  storage.set_data_ptr_noswap(pool_->take(bytes_, label.c_str()));
+  storage.set_nbytes(static_cast<size_t>(bytes_));
+  has_memory_ = true;
+}
+
+void GatheredParams::copy_in_shards(bool only_replicated) {
+  bool from_host = false;
+  for (const Entry& entry : entries_) {
+    if (only_replicated && !entry.spec.is_replicated()) continue;
+    from_host = from_host || entry.spec.offload == ShardOffload::kAll;
+    // In its own dtype: a cast on the way would go through memory that is not pinned.
+    const at::Tensor& source = entry.copied.defined() ? entry.copied : entry.shard;
+    entry.own_shard.copy_(source.to(device_, /*non_blocking=*/true));
+  }
+  if (from_host) copies_.note();
 }
 
 void GatheredParams::release() {
-  if (!std::exchange(has_memory_, false)) return;
+  if (!has_memory_) return;
+  const at::NoGradGuard no_grad;
+  if (has_pieces_ && !pieces_.defined()) {
+    pieces_ = pool_->empty({pieces_bytes_}, at::kByte, "pieces of a unit");
+    copy_pieces(/*into_buffer=*/false);
+  }
+  has_memory_ = false;
   c10::StorageImpl& storage = *storage_.unsafeGetStorageImpl();
   storage.set_data_ptr_noswap(at::DataPtr(nullptr, device_));
   storage.set_nbytes(0);
 }
 
+void GatheredParams::copy_pieces(bool into_buffer) const {
+  int64_t offset = 0;
+  for (const Entry& entry : entries_) {
+    if (!entry.piece.defined()) continue;
+    const auto bytes = static_cast<int64_t>(entry.piece.nbytes());
+    const at::Tensor kept = pieces_.narrow(0, offset, bytes).view(entry.piece.scalar_type());
+    into_buffer ? entry.piece.copy_(kept) : kept.copy_(entry.piece);
+    offset += aligned(bytes);
+  }
+}
+
+void GatheredParams::forget_pieces() {
+  has_pieces_ = false;
+  pieces_.reset();
+}
+
+void GatheredParams::reshard_to_all() {
+  forget_pieces();
+  reshards_with_.reset();
+}
+
+std::string GatheredParams::sharers_text() const {
+  const int64_t first = communicator_->rank() - reshards_with_->rank();
+  const int64_t last = first + reshards_with_->world() - 1;
+  return " (from ranks " + std::to_string(first) + " to " + std::to_string(last) + ")";
+}
+
+at::Tensor GatheredParams::to_shard(int64_t parameter, const at::Tensor& gradient) {
+  const Entry& entry = entries_[static_cast<size_t>(parameter)];
+  if (entry.spec.offload == ShardOffload::kNone) return gradient;
+  const at::NoGradGuard no_grad;
+  at::Tensor on_host =
+      at::empty_like(gradient, at::TensorOptions().device(c10::kCPU).pinned_memory(pins_memory_));
+  return on_host.copy_(gradient, /*non_blocking=*/pins_memory_);
+}
+
+void GatheredParams::note_copies() {
+  for (const Entry& entry : entries_)
+    if (entry.copied.defined()) return copies_.note();
+}
+
 at::Tensor GatheredParams::read_whole(int64_t parameter) {
   const Entry& entry = entries_[static_cast<size_t>(parameter)];
-  return gather_whole(entry.spec, entry.shard, *communicator_);
+  return gather_whole(entry.spec, entry.shard.to(device_), *communicator_);
 }
 
 at::Tensor gather_whole(const ShardedParamSpec& spec, const at::Tensor& shard,

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <trireme/comm/communicator.h>
+#include <trireme/memory/stream_handoff.h>
 #include <trireme/param/param_memory.h>
 
 #include <c10/core/Device.h>
@@ -17,6 +18,18 @@ namespace trireme {
 at::Tensor gather_whole(const ShardedParamSpec& spec, const at::Tensor& shard,
                         Communicator& communicator);
 
+// [Note: pieces]
+//
+// A unit may be resharded among n neighbouring ranks in place of all P, so that backward gathers it
+// from these. Whoever releases a unit that was gathered from all ranks first copies its piece, 1/n
+// of the buffer, which is the padded shards of P/n neighbours, into a block of its own; the next
+// gather copies it back and gathers the n pieces in place.
+//
+// Which ranks a gather needs must be the same on all of them, whether one has released the unit or
+// still has it. So it is a matter of what happened to all: after a gather from all ranks, and until
+// forget_pieces(), which all call between the same two gathers, every further gather is one of
+// pieces; whoever still has the unit has its piece in place.
+
 // Parameters of which each rank has its shards, and gathers the rest into a buffer of its own when
 // they are needed: on devices, between hosts, over any engine.
 //
@@ -26,40 +39,71 @@ at::Tensor gather_whole(const ShardedParamSpec& spec, const at::Tensor& shard,
 // if it has one, and all are gathered in place, in one collective. Between release() and gather()
 // the unsharded tensors have no memory; they stay the same tensors.
 //
+// Offloaded shards lie in CPU memory, pinned if possible, and are copied to the device when they
+// are gathered, or, with ShardOffload::kOptimizer, once when they were written.
+//
 // On devices all of it is ordered by the caller's current stream: nothing is synchronised.
 //
 // Memory: shards, 1/P of the parameters; while they are unsharded, a block of the pool of their
-// size in param_dtype.
+// size in param_dtype; while there are pieces, 1/n of that.
 class GatheredParams final : public ParamMemory {
  public:
-  // `communicator`: of the ranks that share them. Not collective.
-  GatheredParams(const std::vector<ShardedParamSpec>& specs,
-                 std::shared_ptr<Communicator> communicator, c10::Device device);
+  struct Request {
+    std::vector<ShardedParamSpec> specs;
+    std::shared_ptr<Communicator> communicator;  // of the ranks that share them
+    // Of the n neighbouring ranks around this one among which units are resharded, if not all.
+    std::shared_ptr<Communicator> reshards_with = nullptr;
+    c10::Device device = c10::kCPU;
+    bool pins_memory = true;  // of offloaded shards and their gradients
+  };
+  // Not collective. Throws ValueError if n is no factor of P; c10::Error if pinned memory is
+  // refused.
+  explicit GatheredParams(Request request);
 
   ParamPlace place(int64_t parameter) const override;
   Pending gather(const std::string& label) override;
   void release() override;
   at::Tensor read_whole(int64_t parameter) override;
   void share_pool(std::shared_ptr<BufferPool> pool) override { pool_ = std::move(pool); }
+  bool has_pieces() const override { return has_pieces_; }
+  void forget_pieces() override;
+  void reshard_to_all() override;
+  at::Tensor to_shard(int64_t parameter, const at::Tensor& gradient) override;
+  void note_copies() override;
+  void finish_copies() override { copies_.wait(); }
 
  private:
   struct Entry {
     ShardedParamSpec spec;
-    at::Tensor shard;  // as it lies in memory
+    at::Tensor shard;   // as it lies in memory
+    at::Tensor copied;  // of an offloaded one, on the device in param_dtype; undefined without
     at::Tensor whole;
     at::Tensor region;     // of the buffer: what all ranks have, padded
     at::Tensor own;        // of that, this rank's part
     at::Tensor own_shard;  // of that, without padding
+    at::Tensor piece;      // of the region, what this rank keeps
   };
+  Entry make_entry(const ShardedParamSpec& spec) const;
+  at::Tensor on_host(at::IntArrayRef sizes, const ShardedParamSpec& spec) const;
   void lay_out(Entry& entry, const at::Tensor& buffer, int64_t offset_bytes) const;
+  void take_buffer(const std::string& label);
+  void copy_in_shards(bool only_replicated);
+  void copy_pieces(bool into_buffer) const;
+  std::string sharers_text() const;
 
   std::shared_ptr<Communicator> communicator_;
+  std::shared_ptr<Communicator> reshards_with_;
   c10::Device device_;
+  bool pins_memory_;
   std::vector<Entry> entries_;
   int64_t bytes_ = 0;
   c10::Storage storage_;  // of the buffer; without memory while released
   bool has_memory_ = false;
   std::shared_ptr<BufferPool> pool_;
+  bool has_pieces_ = false;  // the same on all ranks
+  int64_t pieces_bytes_ = 0;
+  at::Tensor pieces_;     // this rank's, once the buffer was released
+  StreamHandoff copies_;  // out of offloaded shards
 };
 
 }  // namespace trireme

@@ -14,8 +14,6 @@
 namespace trireme {
 namespace {
 
-constexpr const char* kArea = "fully_shard";
-
 std::shared_ptr<HostStore> make_store(const std::vector<ParameterInfo>& infos,
                                       Communicator& communicator) {
   const RankOf where = communicator.rank_of();
@@ -27,8 +25,8 @@ std::shared_ptr<HostStore> make_store(const std::vector<ParameterInfo>& infos,
   HostMemory host = communicator.share_host_memory(bytes, "parameters of " + infos.front().name);
   TORCH_CHECK(
       host.memory.segment,
-      error_text(kArea, "got ranks that cannot share parameters: " + host.memory.why_not, where,
-                 "Give them memory, or use a backend that gathers parameters (\"gloo\")."));
+      error_text("fully_shard", "got ranks that cannot share parameters: " + host.memory.why_not,
+                 where, "Give them memory, or use a backend that gathers parameters (\"gloo\")."));
   return HostStore::make(std::move(host.memory.segment), infos, host.where);
 }
 

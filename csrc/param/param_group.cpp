@@ -13,8 +13,6 @@
 namespace trireme {
 namespace {
 
-constexpr const char* kArea = "fully_shard";
-
 uint32_t version_of(const at::Tensor& tensor) {
   return tensor.is_inference() ? 0 : static_cast<uint32_t>(tensor._version());
 }
@@ -35,12 +33,15 @@ ParamGroup::ParamGroup(ParamGroupRequest request)
       gathers_with_(request.gathers_with ? std::move(request.gathers_with) : communicator_),
       device_(request.device) {
   const RankOf where = communicator_->rank_of();
-  TORCH_CHECK_VALUE(!request.specs.empty(), error_text(kArea, "got a group without parameters",
-                                                       where, "Shard a module that has some."));
+  TORCH_CHECK_VALUE(!request.specs.empty(),
+                    error_text("fully_shard", "got a group without parameters", where,
+                               "Shard a module that has some."));
   label_ = label_of(request.specs);
   gathers_ = request.always_gathers || gathers_over(*communicator_, device_);
   if (gathers_) {
-    memory_ = std::make_shared<GatheredParams>(request.specs, gathers_with_, device_);
+    reshards_with_ = std::move(request.reshards_with);
+    memory_ = std::make_shared<GatheredParams>(GatheredParams::Request{
+        request.specs, gathers_with_, reshards_with_, device_, request.pins_memory});
   } else {
     memory_ = std::make_shared<HostParams>(request.specs, communicator_);
   }
@@ -49,19 +50,22 @@ ParamGroup::ParamGroup(ParamGroupRequest request)
                          memory_->place(static_cast<int64_t>(i)));
 }
 
-void ParamGroup::set_face(std::shared_ptr<const ModuleFace> face, std::vector<at::Tensor> leaves) {
+void ParamGroup::set_face(std::shared_ptr<const ModuleFace> face, std::vector<at::Tensor> leaves,
+                          std::vector<at::Tensor> shown) {
   face_ = std::move(face);
   leaves_ = std::move(leaves);
+  shown_ = shown.empty() ? leaves_ : std::move(shown);
   leaves_require_grad_.clear();
   for (const at::Tensor& leaf : leaves_) leaves_require_grad_.push_back(leaf.requires_grad());
 }
 
 void ParamGroup::follow_requires_grad() {
   for (size_t i = 0; i < leaves_.size(); ++i) {
-    const bool by_leaf = leaves_[i].requires_grad();
+    const bool by_leaf = shown_[i].requires_grad();
     if (by_leaf != leaves_require_grad_[i]) face_->set_requires_grad(i, by_leaf);
     const bool requires_grad = face_->requires_grad(i);
-    if (by_leaf != requires_grad) leaves_[i].set_requires_grad(requires_grad);
+    for (const at::Tensor& leaf : {leaves_[i], shown_[i]})
+      if (leaf.requires_grad() != requires_grad) leaf.set_requires_grad(requires_grad);
     leaves_require_grad_[i] = requires_grad;
   }
 }
@@ -80,6 +84,7 @@ void ParamGroup::wait_for_unshard() {
     arriving.wait();
   } catch (...) {
     has_unsharded_ = false;  // but keeps its memory: an engine may still write there
+    memory_->forget_pieces();
     throw;
   }
 }
@@ -100,19 +105,26 @@ void ParamGroup::reshard() {
   memory_->release();
 }
 
+void ParamGroup::reshard_to_all() {
+  memory_->reshard_to_all();
+  reshards_with_.reset();
+}
+
 void ParamGroup::finish_writes() {
   for (const ShardedParam& param : params_) param.cast_own();
+  memory_->note_copies();
   note_versions();
 }
 
 void ParamGroup::share_writes() {
   finish_writes();
+  memory_->forget_pieces();
   communicator_->all_gather_in_host(memory_->parts(), "unit " + label_).wait();
 }
 
 ParamGroup::Versions ParamGroup::versions_of(size_t parameter) const {
   return {version_of(params_[parameter].sharded()), face_->version(parameter),
-          version_of(leaves_[parameter])};
+          version_of(leaves_[parameter]) + version_of(shown_[parameter])};
 }
 
 void ParamGroup::note_versions() {
@@ -129,6 +141,10 @@ std::vector<int64_t> ParamGroup::changed_outside() const {
 
 void ParamGroup::bump_unsharded() {
   HostStore::bump_versions(leaves_);
+  std::vector<at::Tensor> others;
+  for (size_t i = 0; i < shown_.size(); ++i)
+    if (!shown_[i].is_same(leaves_[i])) others.push_back(shown_[i]);
+  HostStore::bump_versions(others);
   note_versions();
 }
 

@@ -40,6 +40,11 @@ struct ParamGroupRequest {
   c10::Device device = c10::kCPU;
   // Gather also where ranks share memory.
   bool always_gathers = false;
+  // Where units are gathered: of the n neighbouring ranks around this one among which the unit is
+  // resharded, if not all. See [Note: pieces] in gathered_params.h.
+  std::shared_ptr<Communicator> reshards_with = nullptr;
+  // Of offloaded shards, and their gradients.
+  bool pins_memory = true;
 };
 
 // Parameters that are unsharded and resharded together: those of one unit of a model. Who asks the
@@ -52,7 +57,7 @@ struct ParamGroupRequest {
 class TRIREME_API ParamGroup {
  public:
   // Collective; all ranks pass the same specs. Throws ValueError for none; c10::Error on all ranks
-  // where memory that should be shared is refused.
+  // where memory that should be shared is refused, and on this one for pinned memory.
   explicit ParamGroup(ParamGroupRequest request);
   // Whether one of these would gather.
   static bool gathers_over(Communicator& communicator, c10::Device device);
@@ -60,6 +65,8 @@ class TRIREME_API ParamGroup {
   const std::vector<ShardedParam>& params() const { return params_; }
   const std::shared_ptr<Communicator>& communicator() const { return communicator_; }
   const std::shared_ptr<Communicator>& gathers_with() const { return gathers_with_; }
+  // Null if it reshards among all ranks.
+  const std::shared_ptr<Communicator>& reshards_with() const { return reshards_with_; }
   c10::Device device() const { return device_; }
   // Null if it gathers.
   std::shared_ptr<HostStore> store() const { return memory_->store(); }
@@ -69,8 +76,11 @@ class TRIREME_API ParamGroup {
   const std::string& label() const { return label_; }
   void set_label(std::string label) { label_ = std::move(label); }
 
-  // `leaves`: what autograd works on, over the memory of unsharded(), by parameter.
-  void set_face(std::shared_ptr<const ModuleFace> face, std::vector<at::Tensor> leaves);
+  // `leaves`: what gradients come to, over the memory of unsharded(), by parameter. `shown`: what
+  // the module shows for them, where that is another tensor over that memory, of which gradients go
+  // on into the leaf (Python's DTensors); the leaves if empty.
+  void set_face(std::shared_ptr<const ModuleFace> face, std::vector<at::Tensor> leaves,
+                std::vector<at::Tensor> shown = {});
   const std::vector<at::Tensor>& leaves() const { return leaves_; }
 
   // Whether reshard() is called when forward, and when backward, is over.
@@ -78,6 +88,9 @@ class TRIREME_API ParamGroup {
   bool reshard_after_forward() const { return reshard_after_forward_; }
   void set_reshard_after_backward(bool reshard) { reshard_after_backward_ = reshard; }
   bool reshard_after_backward() const { return reshard_after_backward_; }
+  // From now on the unit is resharded among all ranks. Every rank calls it, between the same two
+  // gathers.
+  void reshard_to_all();
 
   // Starts to gather the parameters, all of which ranks have written, once more if they are there.
   // Collective where the group gathers, and nothing else.
@@ -97,8 +110,8 @@ class TRIREME_API ParamGroup {
   // it was set on a leaf.
   void follow_requires_grad();
 
-  // What this rank wrote is complete: casts it where others read it in param_dtype, and notes
-  // autograd's counters.
+  // What this rank wrote is complete: casts it where others read it in param_dtype, copies it where
+  // the shard is offloaded, and notes autograd's counters.
   void finish_writes();
   // The same where there is no step gate yet: after it any rank may read what all have written.
   // Collective.
@@ -113,15 +126,18 @@ class TRIREME_API ParamGroup {
 
   std::shared_ptr<Communicator> communicator_;
   std::shared_ptr<Communicator> gathers_with_;
+  std::shared_ptr<Communicator> reshards_with_;
   c10::Device device_;
   std::shared_ptr<ParamMemory> memory_;
   bool gathers_ = false;
   std::vector<ShardedParam> params_;
   std::shared_ptr<const ModuleFace> face_;
   std::vector<at::Tensor> leaves_;
+  std::vector<at::Tensor> shown_;
   std::vector<bool> leaves_require_grad_;  // when last followed
   std::string label_;
-  // Of the shards, of what face_ shows for them, and of leaves_, when writes were complete.
+  // Of the shards, of what face_ shows for them, and of leaves_ with shown_, when writes were
+  // complete.
   struct Versions {
     uint32_t shard = 0;
     uint32_t shown = 0;

@@ -31,6 +31,15 @@ class TRIREME_API ParamMemory {
   // Nobody reads `whole` any more.
   virtual void release() = 0;
 
+  // Whether the next gather is one of pieces, of what ranks had in their shards at an earlier one.
+  // See [Note: pieces] in gathered_params.h.
+  virtual bool has_pieces() const { return false; }
+  // It is not, and what this rank has kept for it is given up. Every rank calls it, between the
+  // same two gathers.
+  virtual void forget_pieces() {}
+  // That, and there will be none any more.
+  virtual void reshard_to_all() {}
+
   // All of a parameter in its own dtype, not to be written to. Collective where anything moves.
   virtual at::Tensor read_whole(int64_t parameter) = 0;
 
@@ -39,6 +48,17 @@ class TRIREME_API ParamMemory {
   virtual PartsByRank parts() const { return {}; }
   // The memory of a host that all its ranks read, and need not gather; else null.
   virtual std::shared_ptr<HostStore> store() const { return nullptr; }
+
+  // This rank's part of a gradient in memory like that of the shard. A copy into pinned memory may
+  // still be under way: what the caller's current stream was given so far comes first.
+  virtual at::Tensor to_shard(int64_t /*parameter*/, const at::Tensor& gradient) {
+    return gradient;
+  }
+  // Shards were copied to the device where that is not a gather's business.
+  virtual void note_copies() {}
+  // Until copies out of shards are done, so that these may be written.
+  virtual void finish_copies() {}
+
   // Where `whole` comes from, from now on.
   virtual void share_pool(std::shared_ptr<BufferPool> /*pool*/) {}
 };

@@ -1,5 +1,6 @@
 #include <trireme/param/prefetch.h>
 
+#include <trireme/comm/custom_communicator.h>
 #include <trireme/common/error.h>
 #include <trireme/common/trace.h>
 
@@ -14,15 +15,16 @@
 namespace trireme {
 namespace {
 
-constexpr const char* kArea = "fully_shard";
 constexpr int64_t kNothing = -1;  // this rank needs no more
 
 }  // namespace
 
-Prefetch::Prefetch(const std::vector<std::shared_ptr<ParamGroup>>& groups) {
+Prefetch::Prefetch(const std::vector<std::shared_ptr<ParamGroup>>& groups,
+                   const std::shared_ptr<Communicator>& agrees_with) {
   for (const auto& group : groups)
     if (group->gathers()) groups_.push_back(group);
-  if (!groups_.empty()) communicator_ = groups_.front()->gathers_with();
+  if (!groups_.empty())
+    communicator_ = plain_of(agrees_with ? agrees_with : groups_.front()->gathers_with());
   states_.resize(groups_.size());
 }
 
@@ -60,13 +62,21 @@ void Prefetch::begin_backward() {
 void Prefetch::enter_forward(const Key& key) {
   const auto forward = plans_.find(key);
   if (learns_ || forward == plans_.end()) return;
-  plan_.insert(plan_.end(), forward->second.rbegin(), forward->second.rend());
+  const Plan& used = forward->second;
+  const bool has_entry = !used.empty() && used.front() == key.first;
+  if (has_entry) plan_.push_back(key.first);
+  plan_.insert(plan_.end(), used.rbegin(), used.rend() - (has_entry ? 1 : 0));
 }
 
 void Prefetch::repeat_forward(const ParamGroup* entry) {
   const auto forward = plans_.find({index_of(entry), false});
   if (learns_ || forward == plans_.end()) return;
   plan_.insert(plan_.end(), forward->second.begin(), forward->second.end());
+}
+
+bool Prefetch::may_have_been_needed(const ParamGroup& group) const {
+  const Index index = index_of(&group);
+  return index == kNothing || states_[static_cast<size_t>(index)].was_needed;
 }
 
 void Prefetch::claim(Index index) {
@@ -83,6 +93,7 @@ void Prefetch::claim(Index index) {
 void Prefetch::need_later(ParamGroup& group) {
   const Index index = index_of(&group);
   if (index == kNothing) return;
+  state_of(index).was_needed = true;
   if (pass_ != Pass::kNone) return claim(index);
   if (!group.has_unsharded()) group.unshard();
   state_of(index).is_kept = true;
@@ -98,7 +109,7 @@ void Prefetch::need(ParamGroup& group) {
   if (pass_ == Pass::kForward && key_.second && ++state.uses > 1 && !reshards(index))
     state.is_held = true;
   TORCH_CHECK(group.has_unsharded(),
-              error_text(kArea,
+              error_text("fully_shard",
                          "unit '" + group.label() + "' is needed in a " +
                              (pass_ == Pass::kForward ? "forward" : "backward") +
                              " after its place in the order of gathers, which the first forward "
@@ -146,6 +157,7 @@ bool Prefetch::agree(Index wanted) {
   for (const Index index : needed) {
     plan_.push_back(index);
     gather_next();
+    if (wanted == kNothing) leave(index, /*is_last=*/false);
   }
   return !needed.empty();
 }
@@ -196,14 +208,39 @@ void Prefetch::gather_rest() {
   while (next_ < plan_.size()) gather_next();
 }
 
-void Prefetch::end_pass() {
-  if (pass_ == Pass::kNone) return;
-  TRIREME_TRACE("prefetch.end_pass");
+void Prefetch::gather_for_others(bool is_last) {
   if (learns_) {
     while (agree(kNothing)) {
     }
   }
-  gather_rest();
+  Index before = kNothing;
+  while (next_ < plan_.size()) {
+    gather_next();
+    if (before != kNothing) leave(before, is_last);
+    before = plan_[next_ - 1];
+  }
+  if (before != kNothing) leave(before, is_last);
+}
+
+// This rank does not need the unit in this pass any more. What it is for all ranks stays as it is
+// until the pass is over for them, too.
+void Prefetch::leave(Index index, bool is_last) {
+  State& state = state_of(index);
+  if (state.is_kept || !reshards(index)) return;
+  if (pass_ == Pass::kBackward) state.is_held = false;
+  if (state.is_held) return;
+  state.claims = 0;
+  ParamGroup& group = *groups_[static_cast<size_t>(index)];
+  if (is_last && !learns_ && !comes_again(index)) group.memory().forget_pieces();
+  group.reshard();
+}
+
+void Prefetch::end_pass(bool is_last) {
+  if (pass_ == Pass::kNone) return;
+  TRIREME_TRACE("prefetch.end_pass");
+  for (size_t i = 0; i < groups_.size(); ++i) leave(static_cast<Index>(i), is_last);
+  gather_for_others(is_last);
+  if (is_last) forget_pieces();
   for (size_t i = 0; i < groups_.size(); ++i) {
     State& state = states_[i];
     state.claims = 0;
@@ -220,6 +257,10 @@ void Prefetch::end_pass() {
   pass_ = Pass::kNone;
 }
 
+void Prefetch::forget_pieces() {
+  for (const auto& group : groups_) group->memory().forget_pieces();
+}
+
 void Prefetch::reset() noexcept {
   pass_ = Pass::kNone;
   for (size_t i = 0; i < groups_.size(); ++i) {
@@ -233,9 +274,11 @@ void Prefetch::reset() noexcept {
 }
 
 void Prefetch::expire() {
+  forget_pieces();  // before they are copied
   for (size_t i = 0; i < groups_.size(); ++i) {
     groups_[i]->reshard();
-    states_[i].is_kept = states_[i].is_held = states_[i].was_used = false;
+    states_[i].is_kept = states_[i].is_held = false;
+    states_[i].was_used = states_[i].was_needed = false;
     states_[i].uses = 0;
   }
 }

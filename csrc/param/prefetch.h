@@ -22,22 +22,31 @@ namespace trireme {
 // it gathers all the same, and at the end of a pass the rest. Of passes that begin at the same
 // unit, with gradients or without, the first one makes the plan: before each gather ranks tell each
 // other which unit they need (one small collective), all of those are gathered, and so the plan is
-// the same on all ranks. A backward's plan is the reverse of each forward's that it comes to.
+// the same on all ranks. A backward's plan is the reverse of each forward's that it comes to, but
+// for the unit at which that began: around all others, it is the first that backward comes to.
 //
 // Where the plan is known, the next units are on their way while one computes.
+//
+// What a rank gathers for others only goes again at once where that is certain: what is left when
+// its pass is over, and in backward what no forward of its has used. What it passes over before
+// that stays until the pass is over, since it may need it yet, in another order.
 //
 // A unit that is needed after its last place in the plan, and is not there any more, cannot be had:
 // an error says so. With set_dynamic() there is no plan, and every pass is like the first.
 //
 // All ranks agree about which units are there when a pass begins: those that were needed by anybody
-// and are not resharded after forward. These are not gathered again until somebody writes.
+// and are not resharded after forward. These are not gathered again until somebody writes. They
+// agree as well about which gathers are of pieces ([Note: pieces] in gathered_params.h): what they
+// keep for those they forget at the end of a pass, or when they have written.
 
 // Whose turn it is to be gathered. Only groups that gather take part; the others are always there.
 // One thread at a time.
 class TRIREME_API Prefetch {
  public:
-  // Those that gather do so with one communicator, on one device.
-  explicit Prefetch(const std::vector<std::shared_ptr<ParamGroup>>& groups);
+  // On one device. `agrees_with`: by which all ranks find the order; what the first group gathers
+  // with if null. Needed where groups gather with different ones: of all their ranks.
+  explicit Prefetch(const std::vector<std::shared_ptr<ParamGroup>>& groups,
+                    const std::shared_ptr<Communicator>& agrees_with = nullptr);
 
   // A pass begins. `entry`: the group of the unit at which a forward does, null for one without.
   void begin_forward(const ParamGroup* entry, bool trains);
@@ -51,6 +60,11 @@ class TRIREME_API Prefetch {
   void repeat_forward(const ParamGroup* entry);
   // Whether any group does.
   bool gathers() const { return !groups_.empty(); }
+  // By which ranks find the order; null where none does.
+  Communicator* communicator() const { return communicator_.get(); }
+  // Whether this rank has needed the group's parameters since they were written; of one that does
+  // not gather nobody knows.
+  bool may_have_been_needed(const ParamGroup& group) const;
   bool is_in_pass() const { return pass_ != Pass::kNone; }
 
   // Returns when the group's parameters are there. Outside of a pass all ranks must need the same
@@ -64,12 +78,17 @@ class TRIREME_API Prefetch {
   void done(ParamGroup& group, bool hold = false);
   // Reshards it, whatever may come. Outside of a pass all ranks must.
   void drop(ParamGroup& group);
-  // Starts to gather all that the pass still has; nothing if it makes its plan.
+  // Starts to gather all that the pass still has, at once; nothing if it makes its plan.
   void gather_rest();
-  // This rank is through with the pass: gathers what others may still need. Units that reshard
-  // after it are resharded.
-  void end_pass();
-  // After an exception: there is no pass, and all units are resharded. What was learned stays.
+  // This rank is through with the pass: gathers what others may still need, one unit after another
+  // (two are there at most). Units that reshard after it are resharded. `is_last`, the same on all
+  // ranks: no pass is to be expected before the parameters are written, so that pieces are
+  // forgotten.
+  void end_pass(bool is_last = false);
+  // The same, about pieces, outside of a pass.
+  void forget_pieces();
+  // After an exception: there is no pass, and all units are resharded. What was learned stays, and
+  // so do pieces: other ranks may know nothing of it.
   void reset() noexcept;
   // The parameters were written: nothing that is there counts any more.
   void expire();
@@ -89,7 +108,8 @@ class TRIREME_API Prefetch {
     bool is_kept = false;   // there, and not gathered again, until expire(); the same on all ranks
     bool is_held = false;   // there on this rank until backward is over
     bool was_used = false;  // by a forward that trains, since expire()
-    int64_t uses = 0;       // by forwards that train, since a backward ended
+    bool was_needed = false;      // by anybody, since expire()
+    int64_t uses = 0;             // by forwards that train, since a backward ended
     std::vector<Index> ahead[2];  // forward, backward
     bool has_ahead[2] = {false, false};
   };
@@ -104,6 +124,8 @@ class TRIREME_API Prefetch {
   void gather_next();
   void gather_up_to(Index index);
   void gather_ahead(Index index);
+  void gather_for_others(bool is_last);
+  void leave(Index index, bool is_last);
   void drop_unused(Index index);
   void set_ahead(const ParamGroup& group, int which, const std::vector<const ParamGroup*>& ahead);
 

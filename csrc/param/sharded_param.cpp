@@ -32,8 +32,12 @@ ShardedParam::ShardedParam(ShardedParamSpec spec, RankOf where, const ParamPlace
       rows_(spec_, where),
       sharded_(along_dim(place.shard)),
       place_(sharded_.detach()),
-      unsharded_(along_dim(place.whole)) {
+      unsharded_(along_dim(place.whole)),
+      gradient_leaf_(sharded_) {
   if (place.own_cast.defined()) own_cast_ = along_dim(place.own_cast);
+  if (spec_.offload == ShardOffload::kNone) return;
+  const at::Tensor no_memory = at::empty({0}, sharded_.options().device(unsharded_.device()));
+  gradient_leaf_ = range_of(no_memory, sharded_.sizes(), sharded_.strides(), 0);
 }
 
 // The dimension that lies first in memory goes where the user has it. By hand: `stored` may have no
@@ -60,7 +64,7 @@ void ShardedParam::write_shard(const at::Tensor& shard) const {
 void ShardedParam::cast_own() const {
   if (!own_cast_.defined()) return;
   const at::NoGradGuard no_grad;
-  own_cast_.copy_(sharded_);
+  own_cast_.copy_(sharded_.to(own_cast_.device(), /*non_blocking=*/true));
 }
 
 }  // namespace trireme

@@ -34,6 +34,15 @@ namespace trireme {
 //
 // A parameter without dimensions has nothing to shard: each rank has and steps its own, and all of
 // them come to the same.
+
+// Where a rank has its shard, its gradient and so the optimizer's state, of what is gathered onto
+// another device.
+enum class ShardOffload : uint8_t {
+  kNone,       // there
+  kOptimizer,  // in CPU memory; there a copy in param_dtype, made whenever the shard was written
+  kAll,        // in CPU memory; copied there for each gather
+};
+
 struct ShardedParamSpec {
   std::string name;
   std::vector<int64_t> sizes;
@@ -43,6 +52,7 @@ struct ShardedParamSpec {
   std::optional<at::ScalarType> param_dtype = {};
   std::optional<at::ScalarType> reduce_dtype = {};
   bool requires_grad = true;
+  ShardOffload offload = ShardOffload::kNone;
 
   bool is_replicated() const { return sizes.empty(); }
   bool is_cast() const { return param_dtype.value_or(dtype) != dtype; }
@@ -63,9 +73,11 @@ struct ShardRows {
 
 // Where a parameter lies, the sharded dimension first.
 struct ParamPlace {
-  at::Tensor shard;     // of this rank, in the parameter's dtype
-  at::Tensor whole;     // in param_dtype
-  at::Tensor own_cast;  // of `whole`, this rank's part, if its owner has to keep that up to date
+  at::Tensor shard;  // of this rank, in the parameter's dtype
+  at::Tensor whole;  // in param_dtype
+  // In param_dtype, if the owner of the shard has to keep it up to date: of `whole`, this rank's
+  // part; or the copy of a shard that is offloaded.
+  at::Tensor own_cast;
 };
 
 class TRIREME_API ShardedParam {
@@ -78,6 +90,10 @@ class TRIREME_API ShardedParam {
   // Over the group's memory; the same tensors in every call.
   const at::Tensor& sharded() const { return sharded_; }
   const at::Tensor& unsharded() const { return unsharded_; }
+  // Shaped like sharded(), where the parameter is computed with: this rank's part of a gradient
+  // comes as the .grad of this one. Of an offloaded shard a leaf of its own, without memory; else
+  // sharded().
+  const at::Tensor& gradient_leaf() const { return gradient_leaf_; }
 
   // Writes this rank's shard: of a whole parameter, or from a tensor shaped like sharded().
   void write_whole(const at::Tensor& whole) const;
@@ -87,7 +103,7 @@ class TRIREME_API ShardedParam {
   // It is there again.
   void return_to_store() const { sharded_.set_data(place_); }
   // Of a param_dtype of its own: brings this rank's part of unsharded() up to date, where others
-  // read it.
+  // read it. The same of the copy of an offloaded shard, in the caller's current stream.
   void cast_own() const;
   // `stored`, shaped as it lies in memory, as the user sees it.
   at::Tensor along_dim(const at::Tensor& stored) const;
@@ -98,6 +114,7 @@ class TRIREME_API ShardedParam {
   at::Tensor sharded_;
   at::Tensor place_;  // where sharded_ belongs
   at::Tensor unsharded_;
+  at::Tensor gradient_leaf_;
   at::Tensor own_cast_;
 };
 

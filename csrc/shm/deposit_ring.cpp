@@ -8,15 +8,15 @@
 namespace trireme::shm {
 namespace {
 
-constexpr std::string_view kArea = "deposit_ring";
-constexpr auto kBlockBytes = static_cast<int64_t>(sizeof(DepositBlock));
+constexpr std::string_view kDepositArea = "deposit_ring";
+constexpr auto kDepositBlockBytes = static_cast<int64_t>(sizeof(DepositBlock));
 
 }  // namespace
 
 DepositRing::DepositRing(Collectives& collectives, int64_t bytes, const CallOptions& call)
     : group_(collectives.group()),
       bytes_(bytes),
-      segments_(collectives.share_segments(kBlockBytes + bytes, call)),
+      segments_(collectives.share_segments(kDepositBlockBytes + bytes, call)),
       epoch_(group_.epoch()) {}
 
 DepositBlock& DepositRing::block(int64_t peer) const {
@@ -32,7 +32,7 @@ void DepositRing::begin_round(const Operation& what, std::chrono::milliseconds t
   if (group_.has_abandoned()) {
     throw Fault(
         FaultKind::kAbandoned,
-        error_text(kArea, "got a round of deposits after work was abandoned", group_.where(),
+        error_text(kDepositArea, "got a round of deposits after work was abandoned", group_.where(),
                    "Call a collective on all ranks first, a barrier if nothing else."));
   }
   timeout_ = timeout;
@@ -74,7 +74,7 @@ std::span<std::byte> DepositRing::room(int64_t bytes) {
   // A peer that has not begun the round yet may be far behind after an abandoned one.
   const int64_t free = free_until > deposited_ ? static_cast<int64_t>(free_until - deposited_) : 0;
   const int64_t piece = std::min({bytes, free, until_wrap(deposited_)});
-  std::byte* ring = segments_[static_cast<size_t>(group_.rank())].data() + kBlockBytes;
+  std::byte* ring = segments_[static_cast<size_t>(group_.rank())].data() + kDepositBlockBytes;
   return {ring + deposited_ % capacity, static_cast<size_t>(piece)};
 }
 
@@ -96,7 +96,7 @@ int64_t DepositRing::ready(int64_t bytes) {
 }
 
 const std::byte* DepositRing::of(int64_t peer) const {
-  return segments_[static_cast<size_t>(peer)].data() + kBlockBytes +
+  return segments_[static_cast<size_t>(peer)].data() + kDepositBlockBytes +
          collected_ % static_cast<uint64_t>(bytes_);
 }
 
@@ -115,7 +115,7 @@ void DepositRing::check_round() {
     if (theirs.fingerprint == mine.fingerprint && theirs.sequence == mine.sequence) continue;
     const auto& members = group_.members();
     const std::string text =
-        error_text(kArea,
+        error_text(kDepositArea,
                    "ranks do not agree about round " + std::to_string(round_) + " of deposits: " +
                        describe_mismatch(group_.where().rank, mine,
                                          members[static_cast<size_t>(peer)], theirs),

@@ -11,7 +11,6 @@
 namespace trireme::shm {
 namespace {
 
-constexpr std::string_view kArea = "host_group";
 constexpr int64_t kMiB = int64_t{1} << 20;
 constexpr int64_t kRingBytes = 4 * kMiB;      // more than the caches that a core has to itself
 constexpr int64_t kRingsOfAHost = 15 * kMiB;  // all of them, of up to eight ranks
@@ -74,8 +73,8 @@ void HostGroup::meet(Exchange& exchange, SegmentKind kind) {
     const auto world = static_cast<size_t>(where_.world);
     if (text.size() <= world) {
       throw Fault(FaultKind::kNotPossible,
-                  error_text(kArea, "got '" + text + "' from rank " + std::to_string(rank), where_,
-                             "Run the same Trireme on every rank."));
+                  error_text("host_group", "got '" + text + "' from rank " + std::to_string(rank),
+                             where_, "Run the same Trireme on every rank."));
     }
     rows.push_back(text.substr(0, world));
     any_refused |= text[world] == 'r';
@@ -219,7 +218,7 @@ void HostGroup::check_entered() {
     throw Fault(
         FaultKind::kMismatch,
         error_text(
-            kArea,
+            "host_group",
             "ranks do not agree about collective " + std::to_string(sequence_) + ": " +
                 describe_mismatch(where_.rank, mine, members_[static_cast<size_t>(peer)], theirs),
             where_,
@@ -293,8 +292,9 @@ std::vector<Segment> HostGroup::share_segments(int64_t bytes) {
   if (!why_unreachable.empty()) tell(std::string(kFailed) + why_unreachable);
   all_have_told();
   if (const std::string why = complaint(); !why.empty()) {
-    throw Fault(FaultKind::kMemory, error_text(kArea, "got no memory for " + current() + ": " + why,
-                                               where_, "Free memory and call it again."));
+    throw Fault(FaultKind::kMemory,
+                error_text("host_group", "got no memory for " + current() + ": " + why, where_,
+                           "Free memory and call it again."));
   }
   for (Segment& segment : segments) segment.unlink_name();
   return segments;

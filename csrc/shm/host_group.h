@@ -134,6 +134,8 @@ class TRIREME_API HostGroup {
   // Ends the epoch (see the note above); does nothing if it has ended.
   void abandon(const std::string& reason) noexcept;
   bool has_abandoned() const;
+  // What this rank said, or heard, when it last did.
+  std::string why_abandoned() const;
   // Counts from 1. Changes only inside begin().
   uint64_t epoch() const { return epoch_.load(std::memory_order_acquire); }
   // Waits until a counter in shared memory that `peer` writes has come to `target`.

@@ -11,8 +11,6 @@
 namespace trireme::shm {
 namespace {
 
-constexpr std::string_view kArea = "host_group";
-
 std::string seconds(std::chrono::milliseconds duration) {
   const auto ms = duration.count();
   return ms % 1000 == 0 ? std::to_string(ms / 1000) + " s" : std::to_string(ms) + " ms";
@@ -147,7 +145,7 @@ void HostGroup::wait_all(Counter counter, uint64_t target) {
 void HostGroup::check_usable() {
   if (forks_ != forks_so_far()) {
     throw Fault(FaultKind::kForked,
-                error_text(kArea,
+                error_text("host_group",
                            "got a collective in a forked child of the process that made the "
                            "group",
                            where_, "Use the group in the parent only; a child may only read."));
@@ -162,7 +160,7 @@ std::optional<std::string> HostGroup::failure() {
     RankBlock& block = *blocks_[peer];
     if (block.state.load(std::memory_order_acquire) != RankState::kFailed) continue;
     const size_t length = ::strnlen(block.failure.data(), block.failure.size());
-    failure_ = error_text(kArea,
+    failure_ = error_text("host_group",
                           "the group has failed: rank " + std::to_string(members_[peer]) +
                               " says: " + std::string(block.failure.data(), length),
                           where_, "Make a new group, without the rank that failed.");
@@ -186,6 +184,11 @@ void HostGroup::fail(const std::string& text) noexcept {
 bool HostGroup::has_abandoned() const {
   const RankBlock& own = *blocks_[static_cast<size_t>(rank_)];
   return own.abandoned.load(std::memory_order_acquire) >= epoch();
+}
+
+std::string HostGroup::why_abandoned() const {
+  const RankBlock& own = *blocks_[static_cast<size_t>(rank_)];
+  return {own.reason.data(), ::strnlen(own.reason.data(), own.reason.size())};
 }
 
 void HostGroup::abandon(const std::string& reason) noexcept {
@@ -238,7 +241,7 @@ void HostGroup::give_up(FaultKind kind, const std::string& what, const std::stri
       kind == FaultKind::kPeerLost ? "Look for the error of that rank; then start the group again."
       : kind == FaultKind::kAbandoned ? "The next step works, if every rank goes on to it."
                                       : "Look what that rank is doing, or raise the timeout.";
-  const std::string text = error_text(kArea, what + ": " + why, where_, next_step);
+  const std::string text = error_text("host_group", what + ": " + why, where_, next_step);
   if (kind == FaultKind::kAbandoned) {
     abandon(text);
     throw Fault(kind, text);

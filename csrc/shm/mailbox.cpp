@@ -9,14 +9,14 @@
 namespace trireme::shm {
 namespace {
 
-constexpr auto kLine = static_cast<int64_t>(kCacheLine);
-constexpr int64_t kLargestRing = 256 * 1024;
-constexpr int64_t kSmallestRing = 64 * 1024;
+constexpr auto kByteLine = static_cast<int64_t>(kCacheLine);
+constexpr int64_t kLargestByteRing = 256 * 1024;
+constexpr int64_t kSmallestByteRing = 64 * 1024;
 constexpr int64_t kRingsOfARank = int64_t{1} << 20;
 
 int64_t capacity_for(int64_t world) {
-  return std::clamp(kRingsOfARank / world / kSmallestRing * kSmallestRing, kSmallestRing,
-                    kLargestRing);
+  return std::clamp(kRingsOfARank / world / kSmallestByteRing * kSmallestByteRing,
+                    kSmallestByteRing, kLargestByteRing);
 }
 
 // Published at once, so that the other side works while this one goes on.
@@ -140,7 +140,7 @@ bool Mailbox::push(int64_t destination) {
       return true;
     }
     if (!outbox.streams) {
-      if (room < kLine) break;
+      if (room < kByteLine) break;
       const Header header{send.tag, send.memory.bytes(), ++outbox.sequence, send.dtype};
       outbox.ring.write(reinterpret_cast<const std::byte*>(&header), sizeof(header));
       outbox.streams = true;

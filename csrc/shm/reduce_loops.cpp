@@ -17,13 +17,13 @@
 namespace trireme::shm {
 namespace {
 
-constexpr int64_t kLine = 64;
+constexpr int64_t kVectorLine = 64;
 // Bytes of one buffer of partial results. Small, so that the processor's prefetching sees the
 // sources side by side: with 8 sources in memory, 8 KiB take 1.7 times as long as 2 KiB.
-constexpr int64_t kBlockBytes = 2048;
+constexpr int64_t kPartialBytes = 2048;
 
 template <typename T>
-constexpr int64_t kBlock = kBlockBytes / static_cast<int64_t>(sizeof(Computed<T>));
+constexpr int64_t kBlock = kPartialBytes / static_cast<int64_t>(sizeof(Computed<T>));
 
 template <typename Out, typename A, typename B, typename Op>
 TRIREME_INLINE void combine_apart(Out* __restrict out, const A* __restrict a, const B* __restrict b,
@@ -103,15 +103,15 @@ void multiply(Complex<Real>* out, const Complex<Real>* a, const Complex<Real>* b
 }
 
 int64_t past_line(const void* address) {
-  return static_cast<int64_t>(reinterpret_cast<uintptr_t>(address) % kLine);
+  return static_cast<int64_t>(reinterpret_cast<uintptr_t>(address) % kVectorLine);
 }
 
 template <typename Isa>
 void stream(void* dst, const void* src, int64_t bytes) {
   auto* to = static_cast<char*>(dst);
   const auto* from = static_cast<const char*>(src);
-  const int64_t head = std::min(bytes, (kLine - past_line(to)) % kLine);
-  const int64_t lines = (bytes - head) / kLine * kLine;
+  const int64_t head = std::min(bytes, (kVectorLine - past_line(to)) % kVectorLine);
+  const int64_t lines = (bytes - head) / kVectorLine * kVectorLine;
   copy(to, from, head);
   Isa::stream(to + head, from + head, lines);
   copy(to + head + lines, from + head + lines, bytes - head - lines);

@@ -1,6 +1,6 @@
 // Trains a next-character model (Bengio et al., 2003) on any text, over any number of ranks:
 //
-//   torchrun --no-python --nproc-per-node 2 build/examples/cpp/train_ddp some_text.txt
+//   torchrun --no-python --nproc-per-node 2 build/current/examples/cpp/train_ddp README.md
 //
 // The five lines marked DDP are all that a plain LibTorch loop has to change.
 // examples/python/train_ddp.py is the same program in Python and reaches the same loss.

@@ -1,7 +1,7 @@
 // The model and data of train_ddp.cpp in one process: replicas of the model work on their parts of
 // each batch at the same time. No launcher, no ranks:
 //
-//   build/examples/cpp/train_dp some_text.txt
+//   build/current/examples/cpp/train_dp README.md
 //
 // The two lines marked DP are all that a plain LibTorch loop has to change, besides the base class
 // of its model, which must be one that can be cloned. It reaches the losses of train_ddp.

@@ -1,7 +1,7 @@
 // The model and data of train_ddp.cpp, fully sharded: the ranks of a host hold one copy of the
 // parameters, and each rank its part of the gradients and of the optimizer's state.
 //
-//   torchrun --no-python --nproc-per-node 2 build/examples/cpp/train_fsdp some_text.txt
+//   torchrun --no-python --nproc-per-node 2 build/current/examples/cpp/train_fsdp README.md
 //
 // The five lines marked FSDP are all that a plain LibTorch loop has to change, besides giving each
 // rank its part of the data. It reaches the losses of train_ddp.

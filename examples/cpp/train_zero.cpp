@@ -1,7 +1,7 @@
 // The model and data of train_ddp.cpp, trained with ZeRO stage 2: the ranks of a host hold one copy
 // of the parameters, and each rank its part of the gradients and of the optimizer's state.
 //
-//   torchrun --no-python --nproc-per-node 2 build/examples/cpp/train_zero some_text.txt
+//   torchrun --no-python --nproc-per-node 2 build/current/examples/cpp/train_zero README.md
 //
 // The four lines marked ZeRO are all that a plain LibTorch loop has to change, besides giving each
 // rank its part of the data. It reaches the losses of train_ddp.

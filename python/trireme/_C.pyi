@@ -8,11 +8,12 @@ from datetime import timedelta
 from typing import Any, ClassVar
 
 import torch
-from torch._C._distributed_c10d import Backend
+from torch._C._distributed_c10d import Backend, Work
 from torch.distributed.distributed_c10d import ProcessGroup, Store
 
 from trireme._c_fsdp import Fsdp as Fsdp
 from trireme._c_fsdp import ParamGroup as ParamGroup
+from trireme._c_fsdp import plan_offload as plan_offload
 
 _Tensors = Sequence[torch.Tensor]
 _Devices = Sequence[torch.device]
@@ -43,11 +44,25 @@ class RecordingCommunicator(Communicator):
     def records(self) -> list[WireRecord]: ...
     def clear(self) -> None: ...
 
+class CustomCommunicator(Communicator):
+    def __init__(self, inner: Communicator) -> None: ...
+    def set_all_gather(
+        self,
+        allocate: Callable[[int, torch.dtype, torch.device], torch.Tensor] | None,
+        start: Callable[[torch.Tensor, torch.Tensor], Work | None] | None,
+    ) -> None: ...
+    def set_reduce_scatter(
+        self,
+        allocate: Callable[[int, torch.dtype, torch.device], torch.Tensor] | None,
+        start: Callable[[torch.Tensor, torch.Tensor], Work | None] | None,
+    ) -> None: ...
+
 def make_c10d_communicator(group: ProcessGroup, store: Store | None) -> Communicator: ...
 def make_shm_backend(
     store: Store, rank: int, world: int, timeout: timedelta, host_partition: str = ""
 ) -> Backend: ...
 def close_all_p2p() -> None: ...
+def accumulate_through(leaf: torch.Tensor, through: torch.Tensor) -> None: ...
 def estimate_memory(
     parameters: Sequence[tuple[Sequence[int], torch.dtype, bool]],
     *,
@@ -58,6 +73,7 @@ def estimate_memory(
     optimizer: int | str,
     grad_dtype: torch.dtype | None,
     host_params: bool,
+    unit_numel: int,
     activation_bytes: int,
     module_buffer_bytes: int,
 ) -> dict[str, dict[str, int]]: ...
@@ -235,8 +251,7 @@ class CheckpointTensor:
         sizes: Sequence[int],
         values: torch.Tensor | None = None,
         *,
-        dim: int = 0,
-        first: int = 0,
+        first: Sequence[int] = (),
     ) -> None: ...
     @property
     def name(self) -> str: ...
@@ -300,7 +315,7 @@ class Zero:
 def clip_grad_norm_(
     whole: _Tensors,
     parts: Sequence[tuple[Zero, Sequence[int]]],
-    sharded: Sequence[tuple[Communicator, _Tensors]],
+    sharded: Sequence[tuple[Communicator, int, torch.device, _Tensors]],
     max_norm: float,
     norm_type: float,
     error_if_nonfinite: bool,
@@ -310,6 +325,7 @@ class Launcher:
     ALONE: ClassVar[Launcher]
     VARIABLES: ClassVar[Launcher]
     OPEN_MPI: ClassVar[Launcher]
+    MPICH: ClassVar[Launcher]
     SLURM: ClassVar[Launcher]
     CALLER: ClassVar[Launcher]
     def __init__(self, value: int) -> None: ...

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from trireme._dp_replicate import replicate
     from trireme.checkpoint import load_checkpoint, save_checkpoint
     from trireme.dp import DataParallel
-    from trireme.fsdp import FSDPModule, fully_shard
+    from trireme.fsdp import FSDPModule, Offload, fully_shard
     from trireme.scatter_gather import gather, scatter, scatter_kwargs
     from trireme.zero import ZeroRedundancyOptimizer
 
@@ -37,6 +37,7 @@ del register
 _LAZY = {
     "DataParallel": "dp",
     "FSDPModule": "fsdp",
+    "Offload": "fsdp",
     "ZeroRedundancyOptimizer": "zero",
     "broadcast_coalesced": "_dp_coalesced",
     "data_parallel": "_dp_parallel_apply",
@@ -66,6 +67,7 @@ __all__ = [
     "FSDPModule",
     "MemoryBytes",
     "MemoryEstimate",
+    "Offload",
     "SyncBatchNorm",
     "ZeroRedundancyOptimizer",
     "all_mean",

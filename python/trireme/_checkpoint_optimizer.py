@@ -133,7 +133,8 @@ class OptimizerParts:
                 "Save it under a strategy that keeps whole parameters.",
             )
         if stepped.owner is None:
-            return whole(local.shape, is_shared=True).to_save(name, local, self.ranks)
+            part = whole(local.shape, is_shared=stepped.part.is_shared)
+            return part.to_save(name, local, self.ranks)
         own = local if stepped.owner == self.ranks.rank else None
         return CheckpointTensor(name, local.dtype, list(local.shape), own)
 

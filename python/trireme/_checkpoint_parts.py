@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor
 
 from trireme._C import CheckpointRanks, CheckpointTensor, error_text
+from trireme._fsdp_dtensor import is_cut
+from trireme._fsdp_mesh import ranks_of
 from trireme._group_communicator import communicator_of
 from trireme._parameter_owners import local_of, optimizer_of
 
@@ -26,6 +28,7 @@ class Ranks:
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.rank = 0 if group is None else group.rank()
         self.world = 1 if group is None else group.size()
+        self.members = {0} if group is None else set(dist.get_process_group_ranks(group))
         device = torch.device("cpu")
         if group is not None and all(one.type != "cpu" for one in group._device_types):
             device = torch.device("cuda", torch.cuda.current_device())
@@ -56,35 +59,40 @@ class Ranks:
 
 @dataclass(frozen=True)
 class Part:
-    """Of a tensor of ``shape`` a rank has [first, first + rows) of dimension ``dim``."""
+    """Of a tensor of ``shape`` a rank has ``local_shape[d]`` elements of each dimension ``d``, from
+    ``first[d]`` on. Where several ranks have the same part, the lowest one writes it."""
 
     shape: torch.Size
-    dim: int
-    first: int
-    rows: int
+    first: tuple[int, ...]
+    local_shape: torch.Size
     is_shared: bool = False
-    """Every rank has all of it."""
-
-    @property
-    def local_shape(self) -> torch.Size:
-        if not self.shape:
-            return self.shape
-        sizes = list(self.shape)
-        sizes[self.dim] = self.rows
-        return torch.Size(sizes)
+    """Every rank has all of it, and writes some."""
 
     @property
     def is_whole(self) -> bool:
         return self.local_shape == self.shape
+
+    def rows(self, dim: int, first: int, count: int) -> Part:
+        """``count`` of the rows that it has along ``dim``, from ``first`` on."""
+        begin, sizes = list(self.first), list(self.local_shape)
+        begin[dim] += first
+        sizes[dim] = count
+        return Part(self.shape, tuple(begin), torch.Size(sizes))
+
+    def chunk(self, dim: int, number: int, chunks: int) -> Part:
+        """One of so many along ``dim``, by torch.chunk's rule, as DTensor and fully_shard do."""
+        rows = self.local_shape[dim]
+        most = -(-rows // chunks)
+        first = min(number * most, rows)
+        return self.rows(dim, first, min(most, rows - first))
 
     def to_load(
         self, name: str, values: torch.Tensor, dtype: torch.dtype | None = None
     ) -> CheckpointTensor:
         """``values``, of the local shape, are to be read; cast from ``dtype``, if that is given."""
         given = values.detach()
-        return CheckpointTensor(
-            name, dtype or values.dtype, list(self.shape), given, dim=self.dim, first=self.first
-        )
+        sizes = list(self.shape)
+        return CheckpointTensor(name, dtype or values.dtype, sizes, given, first=self.first)
 
     def to_save(self, name: str, values: torch.Tensor, ranks: Ranks) -> CheckpointTensor:
         """``values`` are to be written; of what all ranks have, each writes its rows."""
@@ -93,40 +101,65 @@ class Part:
         if not self.shape:
             own = values if ranks.rank == 0 else None
             return CheckpointTensor(name, values.dtype, [], own)
-        part = rows_of(self.shape, 0, ranks.rank, ranks.world)
-        return part.to_load(name, values.detach().narrow(0, part.first, part.rows))
-
-
-def rows_of(shape: torch.Size, dim: int, rank: int, world: int) -> Part:
-    """By torch.chunk's rule, as fully_shard does."""
-    chunk = -(-shape[dim] // world)
-    first = min(rank * chunk, shape[dim])
-    return Part(shape, dim, first, min(chunk, shape[dim] - first))
+        part = self.chunk(0, ranks.rank, ranks.world)
+        rows = values.detach().narrow(0, part.first[0], part.local_shape[0])
+        return part.to_load(name, rows)
 
 
 def whole(shape: torch.Size, *, is_shared: bool = False) -> Part:
-    return Part(shape, 0, 0, shape[0] if shape else 1, is_shared)
+    return Part(shape, (0,) * len(shape), shape, is_shared)
 
 
 def part_of(name: str, tensor: torch.Tensor, ranks: Ranks) -> Part:
-    """What this rank has of a parameter: of a DTensor its shard, of a plain tensor all.
+    """What this rank has of a parameter: of a DTensor its part, of a plain tensor all.
 
     Raises:
         ValueError: a DTensor that lies in another way.
     """
     if not isinstance(tensor, DTensor):
         return whole(tensor.shape, is_shared=True)
-    placement = tensor.placements[0]
-    if tensor.device_mesh.ndim == 1 and tensor.device_mesh.size() == ranks.world:
-        if type(placement) is Replicate:
-            return whole(tensor.shape, is_shared=True)
-        if type(placement) is Shard:
-            return rows_of(tensor.shape, placement.dim, ranks.rank, ranks.world)
-    ranks.refuse(
-        f"got '{name}' placed {tensor.placements} on {tensor.device_mesh}, expected one Shard or "
-        f"Replicate over the {ranks.world} ranks that save and load",
-        "Pass process_group, or save it with torch.distributed.checkpoint.",
-    )
+    mesh = tensor.device_mesh
+    coordinate, order = mesh.get_coordinate(), _order_of_cuts(tensor)
+    if coordinate is None or order is None or not ranks.members.issuperset(ranks_of(mesh)):
+        ranks.refuse(
+            f"got '{name}' placed {tensor.placements} on {mesh}, expected Shard or Replicate over "
+            f"ranks that save and load, which are {sorted(ranks.members)}",
+            "Pass process_group, or save it with torch.distributed.checkpoint.",
+        )
+    part = whole(tensor.shape, is_shared=not order and mesh.size() == ranks.world)
+    for index in order:
+        cut: Any = tensor.placements[index]
+        part = part.chunk(cut.dim, coordinate[index], mesh.size(index))
+    if held_of(tensor).shape != part.local_shape:
+        ranks.refuse(
+            f"got a part of '{name}' of shape {tuple(held_of(tensor).shape)}, expected "
+            f"{tuple(part.local_shape)}, since it is placed {tensor.placements} on {mesh}",
+            "Distribute it by distribute_tensor, parallelize_module or fully_shard.",
+        )
+    return part
+
+
+def _order_of_cuts(tensor: DTensor) -> list[int] | None:
+    """The dimensions of its mesh that cut it, each what those before it have left; None if one does
+    otherwise. A Shard comes before those to its right, a _StridedShard behind as many of them as
+    make up its split_factor: so fully_shard has cut what tensor parallelism had cut already."""
+    placements: Any = tensor.placements
+    order: list[int] = []
+    for index in reversed(range(len(placements))):
+        placement = placements[index]
+        if placement.is_replicate():
+            continue
+        if not is_cut(placement):
+            return None
+        behind, parts, expected = 0, 1, getattr(placement, "split_factor", 1)
+        while parts < expected and behind < len(order):
+            if is_cut(placements[order[behind]], placement.dim):
+                parts *= tensor.device_mesh.size(order[behind])
+            behind += 1
+        if parts != expected:
+            return None
+        order.insert(behind, index)
+    return order
 
 
 class ZeroParts:
@@ -142,7 +175,8 @@ class ZeroParts:
         if row == 0:  # of what has no elements nobody owns anything
             return whole(param.shape)
         begin, numel = self._ranges(param)[self._optimizer.rank]
-        return Part(param.shape, 0, begin // row, numel // row)
+        own = whole(param.shape)
+        return own.rows(0, begin // row, numel // row) if param.shape else own
 
     def shard_of(self, param: torch.Tensor) -> torch.Tensor:
         """This rank's, in the memory of the parameter."""

@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import Shard
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from trireme._C import error_text
-from trireme._fsdp_mesh import FsdpMesh
-from trireme._parameter_owners import unit_of
+from trireme._fsdp_mesh import FsdpMesh, ranks_of
+from trireme._parameter_owners import local_of, unit_of
+
+if TYPE_CHECKING:
+    from trireme._fsdp_unit import FsdpUnit
 
 
 def refuse(got: str, next_step: str, *, kind: type[Exception] = ValueError) -> NoReturn:
     """Raises ``kind`` in the house form."""
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (-1, -1)
     raise kind(error_text("fully_shard", got, next_step, rank=rank, world=world))
-
-
-def not_here(got: str) -> NoReturn:
-    """For what torch has and we do not."""
-    refuse(f"got {got}, which is not implemented", "Leave it out.", kind=NotImplementedError)
 
 
 def check_module(module: Any) -> None:
@@ -47,7 +46,11 @@ def check_module(module: Any) -> None:
 def resolve_mesh(mesh: DeviceMesh | None, dp_mesh_dims: object) -> FsdpMesh:
     """``mesh``, or one of all ranks, on the accelerator if their group has an engine for it."""
     if dp_mesh_dims is not None:
-        not_here("dp_mesh_dims")
+        from trireme._fsdp_mesh_dims import data_mesh, full_mesh
+
+        full = full_mesh(mesh, dp_mesh_dims)
+        _check_takes_part(full.mesh)
+        return FsdpMesh(data_mesh(full), full)
     if mesh is None:
         if not dist.is_initialized():
             refuse(
@@ -64,9 +67,13 @@ def resolve_mesh(mesh: DeviceMesh | None, dp_mesh_dims: object) -> FsdpMesh:
             "sharded)",
             "Pass one or two dimensions of it: mesh['replicate', 'shard'].",
         )
-    if dist.get_rank() not in mesh.mesh.flatten().tolist():
-        refuse(f"got {mesh}, in which this rank is not", "Call fully_shard on its ranks only.")
+    _check_takes_part(mesh)
     return FsdpMesh(mesh)
+
+
+def _check_takes_part(mesh: DeviceMesh) -> None:
+    if dist.get_rank() not in ranks_of(mesh):
+        refuse(f"got {mesh}, in which this rank is not", "Call fully_shard on its ranks only.")
 
 
 def _default_device_type() -> str:
@@ -75,10 +82,13 @@ def _default_device_type() -> str:
     return "cuda" if torch.cuda.is_available() and "cuda" in kinds else "cpu"
 
 
-def resolve_reshard(reshard_after_forward: bool | int | None, world: int) -> bool | None:
-    """Whether units reshard after forward; None if that depends on whether they are the root."""
+def resolve_reshard(
+    reshard_after_forward: bool | int | None, world: int
+) -> tuple[bool | None, int]:
+    """Whether a unit reshards after forward (None if that depends on whether it is the root), and
+    among how many ranks; 0: all."""
     if reshard_after_forward is None or isinstance(reshard_after_forward, bool):
-        return reshard_after_forward
+        return reshard_after_forward, 0
     if not isinstance(reshard_after_forward, int):
         refuse(
             f"got reshard_after_forward={reshard_after_forward!r}, expected a bool, an int or None",
@@ -89,9 +99,8 @@ def resolve_reshard(reshard_after_forward: bool | int | None, world: int) -> boo
             f"got reshard_after_forward={reshard_after_forward}, expected a factor of {world}",
             "Pass True or False.",
         )
-    if 1 < reshard_after_forward < world:
-        not_here(f"reshard_after_forward={reshard_after_forward}")
-    return reshard_after_forward > 1
+    is_part = 1 < reshard_after_forward < world
+    return reshard_after_forward > 1, reshard_after_forward if is_part else 0
 
 
 def check_parameter(name: str, param: nn.Parameter, device: torch.device) -> None:
@@ -100,13 +109,19 @@ def check_parameter(name: str, param: nn.Parameter, device: torch.device) -> Non
             f"got '{name}', which is in an outer unit already",
             "Call fully_shard on inner modules before outer ones.",
         )
-    if isinstance(param, DTensor):
-        not_here(f"'{name}', which is a DTensor already")
+    local = local_of(param)
+    if hasattr(local, "fsdp_pre_all_gather") or is_traceable_wrapper_subclass(local):
+        refuse(
+            f"got '{name}' as {type(local).__name__}, a tensor subclass that would be lost",
+            "Shard it with torch's fully_shard, or make it a plain tensor before.",
+            kind=NotImplementedError,
+        )
     if param.layout != torch.strided:
         refuse(f"got '{name}' of layout {param.layout}, expected a dense one", "Make it dense.")
-    if param.device.type not in ("cpu", "meta", device.type):
+    own = local.device
+    if own.type not in ("cpu", "meta", device.type):
         refuse(
-            f"got '{name}' on {param.device}, expected it on {device}, where the mesh is",
+            f"got '{name}' on {own}, expected it on {device}, where the mesh is",
             "Move the module, or pass a mesh of its device.",
         )
 
@@ -120,16 +135,40 @@ def check_gradient_dtype(name: str, param: nn.Parameter) -> None:
         )
 
 
-def shard_dim(
-    name: str, param: nn.Parameter, placement_of: Callable[[nn.Parameter], Any] | None
-) -> int:
+def resolve_placement(
+    name: str, placement: Any, default: FsdpMesh, others: dict[DeviceMesh, FsdpMesh]
+) -> tuple[Any, FsdpMesh]:
+    """What ``shard_placement_fn`` says of a parameter: a Shard or None, and over which mesh.
+    ``others``: meshes other than ``default`` that were asked for already. Collective if this one is
+    a new one.
+    """
+    if not hasattr(placement, "mesh_info"):  # of torch's ShardPlacementResult
+        return placement, default
+    info = placement.mesh_info
+    mesh = getattr(info, "mesh", None)
+    if mesh == default.mesh and _is_sharded_last(info):
+        return placement.placement, default
+    if not isinstance(mesh, DeviceMesh) or mesh.ndim not in (1, 2) or not _is_sharded_last(info):
+        refuse(
+            f"got a placement of '{name}' by {info!r}, expected FSDPMeshInfo over a mesh of 1 "
+            "dimension, or HSDPMeshInfo over (replicated, sharded)",
+            "Pass FSDPMeshInfo(mesh=mesh, shard_mesh_dim=0).",
+        )
+    if mesh not in others:
+        _check_takes_part(mesh)
+        others[mesh] = FsdpMesh(mesh)
+    return placement.placement, others[mesh]
+
+
+def _is_sharded_last(info: Any) -> bool:
+    return bool(getattr(info, "shard_mesh_dim", None) == info.mesh.ndim - 1)
+
+
+def shard_dim(name: str, param: nn.Parameter, placement: Any) -> int:
     """The dimension of ``param`` that is sharded."""
-    placement = None if placement_of is None else placement_of(param)
     if placement is None:
         return 0
     if not isinstance(placement, Shard):
-        if hasattr(placement, "mesh_info"):
-            not_here(f"a mesh of its own for '{name}'")
         refuse(
             f"got {placement!r} as placement of '{name}', expected Shard(dim) or None",
             "Return torch.distributed.tensor.Shard.",
@@ -141,6 +180,19 @@ def shard_dim(
             "Choose one of its dimensions.",
         )
     return dim
+
+
+def check_mesh_within(unit: FsdpUnit, root: FsdpUnit) -> None:
+    """The ranks of a unit are among those of the outermost one, on its device."""
+    own, all_ = unit.mesh, root.mesh
+    if own.ranks <= all_.ranks and own.device == all_.device:
+        return
+    refuse(
+        f"got a unit of {type(unit.modules[0]).__name__} on ranks {sorted(own.ranks)} of "
+        f"{own.device}, expected some of {sorted(all_.ranks)} on {all_.device}, over which the "
+        "outermost unit is sharded",
+        "Shard the outermost module over a mesh of all ranks that train it.",
+    )
 
 
 def check_units(modules: Sequence[nn.Module], is_unit: Callable[[nn.Module], bool]) -> None:

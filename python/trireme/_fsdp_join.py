@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from torch.distributed.algorithms.join import Join, JoinHook
+from torch.distributed.algorithms.join import Join, JoinHook, _JoinConfig
 from torch.optim import Optimizer
+
+from trireme._fsdp_checks import refuse
 
 if TYPE_CHECKING:
     from trireme._fsdp_module import FSDPModule
@@ -20,6 +22,11 @@ class FsdpJoinHook(JoinHook):
         self, module: FSDPModule, optimizer: Optimizer, divide_by_initial_world_size: bool
     ) -> None:
         self.root = module._trireme_unit.own_root()
+        if len(self.root.meshes) > 1:
+            refuse(
+                f"got Join of a model with units on {len(self.root.meshes)} meshes",
+                "Give all ranks as many inputs: which of them are active differs between meshes.",
+            )
         self.root.divides_by_active_ranks = not divide_by_initial_world_size
         self.optimizer = optimizer
         super().__init__()
@@ -38,11 +45,12 @@ class FsdpJoinHook(JoinHook):
 def notify_of_forward(root: FsdpRoot) -> None:
     """Before the outermost forward of a rank that still has inputs."""
     module = root.units[0].modules[0]
-    if not module._join_config.enable or not torch.is_grad_enabled():  # type: ignore[union-attr]
+    config = module._join_config  # the user's, if the class has one
+    if not isinstance(config, _JoinConfig) or not config.enable or not torch.is_grad_enabled():
         return
     if torch._C._current_graph_task_id() != -1:  # computed again by a checkpoint
         return
-    work = Join.notify_join_context(module)  # type: ignore[arg-type]
+    work = Join.notify_join_context(module)
     if work is None or root.core is None:
         return
     divisor = root.units[0].mesh.world

@@ -11,10 +11,24 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from trireme._fsdp_checks import check_gradient_dtype, check_parameter, refuse, shard_dim
+from trireme._fsdp_checks import (
+    check_gradient_dtype,
+    check_parameter,
+    refuse,
+    resolve_placement,
+    shard_dim,
+)
+from trireme._fsdp_dtensor import (
+    ModelLayout,
+    check_placement,
+    contiguous_meta,
+    model_layout,
+    sharded_spec,
+)
 from trireme._parameter_owners import local_of
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     from trireme._C import ParamGroup
@@ -34,11 +48,14 @@ class ShardedParameter:
     original: nn.Parameter | None  # until it is sharded
     places: list[tuple[nn.Module, str]]
     dim: int
+    sizes: list[int]  # of what is sharded: of a DTensor this rank's part
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     specs: dict[torch.dtype, DTensorSpec] = field(default_factory=dict)
     sharded: nn.Parameter | None = None  # a DTensor
-    unsharded: nn.Parameter | None = None
+    unsharded: nn.Parameter | None = None  # what the core computes the gradient of
+    layout: ModelLayout | None = None  # of what was a DTensor before
+    shown: nn.Parameter | None = None  # what the module shows for the unsharded one
 
     def spec(self) -> Spec:
         """As the core wants it."""
@@ -46,7 +63,7 @@ class ShardedParameter:
         assert original is not None
         return (
             self.name,
-            list(original.shape),
+            self.sizes,
             original.dtype,
             self.dim,
             self.param_dtype,
@@ -69,10 +86,21 @@ class ShardedParameter:
         """Says how the parameter lies on ``mesh``."""
         original = self.original
         assert original is not None
-        placements = mesh.placements(self.dim if original.ndim else None)
-        whole = torch.empty(original.shape, device="meta")
-        meta = TensorMeta(original.shape, whole.stride(), original.dtype)
-        self.specs[original.dtype] = DTensorSpec(mesh.mesh, placements, tensor_meta=meta)
+        dim = self.dim if original.ndim else None
+        if isinstance(original, DTensor):
+            self.layout = model_layout(original, self.dim, mesh)
+            self.specs[original.dtype] = sharded_spec(original, dim, mesh)
+        else:
+            meta = contiguous_meta(original.shape, original.dtype)
+            spec = DTensorSpec(mesh.mesh, mesh.placements(dim), tensor_meta=meta)
+            self.specs[original.dtype] = spec
+
+    def compute_with(self, whole: torch.Tensor, *, requires_grad: bool) -> None:
+        """``whole`` is the memory of the unsharded parameter."""
+        self.unsharded = nn.Parameter(whole, requires_grad=requires_grad)
+        self.shown = self.unsharded
+        if self.layout is not None:
+            self.shown = self.layout.show(self.unsharded, self.reduce_dtype)
 
     def receive(self, part: torch.Tensor) -> None:
         """``part`` of the averaged gradient becomes ``.grad``, or is added to it."""
@@ -96,27 +124,35 @@ def collect(
     ignored: set[nn.Parameter],
     placement_of: Callable[[nn.Parameter], Any] | None,
     policy: MixedPrecisionPolicy,
-    device: torch.device,
-) -> list[ShardedParameter]:
-    """The parameters of ``modules``, each once, in the order of their names.
+    mesh: FsdpMesh,
+) -> dict[FsdpMesh, list[ShardedParameter]]:
+    """The parameters of ``modules``, each once, in the order of their names: those over ``mesh``,
+    and over what ``placement_of`` says for others.
 
     Raises:
         ValueError, NotImplementedError: one of them cannot be sharded.
     """
     prefixes = {module: name for root in roots for name, module in root.named_modules()}
     found: dict[nn.Parameter, ShardedParameter] = {}
+    by_mesh: dict[FsdpMesh, list[ShardedParameter]] = {mesh: []}
+    others: dict[DeviceMesh, FsdpMesh] = {}
     for module in modules:
         for name, param in module._parameters.items():
             if param is None or param in ignored:
                 continue
             if param not in found:
                 full_name = f"{prefixes[module]}.{name}".removeprefix(".")
-                check_parameter(full_name, param, device)
-                dim = shard_dim(full_name, param, placement_of)
-                found[param] = ShardedParameter(full_name, param, [], dim)
+                given = None if placement_of is None else placement_of(param)
+                placement, own_mesh = resolve_placement(full_name, given, mesh, others)
+                check_parameter(full_name, param, own_mesh.device)
+                check_placement(full_name, param, own_mesh)
+                dim = shard_dim(full_name, param, placement)
+                sizes = list(local_of(param).shape)
+                found[param] = ShardedParameter(full_name, param, [], dim, sizes)
                 _set_dtypes(found[param], policy)
+                by_mesh.setdefault(own_mesh, []).append(found[param])
             found[param].places.append((module, name))
-    return list(found.values())
+    return by_mesh
 
 
 def _set_dtypes(one: ShardedParameter, policy: MixedPrecisionPolicy) -> None:
@@ -143,17 +179,26 @@ def shard(group: ParamGroup, params: Sequence[ShardedParameter], mesh: FsdpMesh)
         assert original is not None
         one.describe_on(mesh)
         local = locals_[index]
-        if original.is_meta:
+        given = local_of(original)
+        if given.is_meta:
             local = torch.empty_like(local, device="meta")
         else:
-            group.write_whole(index, original.detach())
+            group.write_whole(index, given.detach())
         one.sharded = nn.Parameter(one.as_dtensor(local), requires_grad=original.requires_grad)
         one.sharded.__dict__.update(original.__dict__)
-        one.unsharded = nn.Parameter(wholes[index], requires_grad=original.requires_grad)
+        one.compute_with(wholes[index], requires_grad=original.requires_grad)
         original._trireme_sharded = one.name  # type: ignore[attr-defined]
         one.original = None
         for module, name in one.places:
-            module._parameters[name] = one.sharded
+            _put(module, name, one.sharded)
+
+
+def _put(module: nn.Module, name: str, param: nn.Parameter) -> None:
+    """By setattr where the class has its own: layers with caches of their parameters renew them."""
+    if type(module).__setattr__ is nn.Module.__setattr__:
+        module._parameters[name] = param
+    else:
+        setattr(module, name, param)
 
 
 def copy_shards(
@@ -174,7 +219,7 @@ def copy_shards(
         made = replace(one, places=list(one.places))
         requires_grad = sharded.requires_grad
         made.sharded = nn.Parameter(one.as_dtensor(shard_), requires_grad=requires_grad)
-        made.unsharded = nn.Parameter(wholes[index], requires_grad=requires_grad)
+        made.compute_with(wholes[index], requires_grad=requires_grad)
         memo[id(sharded)] = made.sharded
         copies.append(made)
     return copies
@@ -209,11 +254,11 @@ def adopt(
     for index, one in enumerate(params):
         module, name = one.places[0]
         given = module._parameters[name]
-        if given is None or given is one.unsharded:
+        if given is None or given is one.shown:
             continue
         sharded = _checked(one, given)
         for other, other_name in one.places[1:]:
-            other._parameters[other_name] = sharded
+            _put(other, other_name, sharded)
         local = sharded._local_tensor  # type: ignore[attr-defined]
         shard_ = shards[index]
         if local.is_meta:
@@ -222,11 +267,11 @@ def adopt(
                 "Call model.to_empty(device='cpu') and initialise the parameters.",
                 kind=RuntimeError,
             )
-        if local is not shard_ or not group.lies_in_store(index):
+        if not (group.lies_in_store(index) and local.is_set_to(shard_)):
             values = local.detach().clone()
             group.return_to_store(index)
             group.write_shard(index, values)
-            sharded._local_tensor = shard_  # type: ignore[attr-defined]
+        sharded._local_tensor = shard_  # type: ignore[attr-defined]
         one.sharded = sharded
 
 

@@ -8,15 +8,28 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from trireme._C import Fsdp
-from trireme._fsdp_checks import not_here, refuse
+from trireme._fsdp_checks import check_mesh_within, refuse
+from trireme._fsdp_comms import (
+    customizable,
+    group_of_memory,
+    hook_of,
+    say_no_memory,
+    use_reduce_scatter,
+)
 
 if TYPE_CHECKING:
+    from trireme._fsdp_mesh import FsdpMesh
     from trireme._fsdp_params import ShardedParameter
     from trireme._fsdp_unit import FsdpUnit
 
 
 class FsdpRoot:
-    """Made when the outermost unit is first used. Collective only if parameters were cast."""
+    """Made when the outermost unit is first used. Collective only if parameters were cast, or
+    units that gather are on several meshes.
+
+    ``meshes`` are those of the units, the outermost one's first; ``mesh_of`` says which of them
+    each unit with parameters has (csrc/strategies/fsdp/unit_reducers.h).
+    """
 
     def __init__(self, unit: FsdpUnit) -> None:
         module = unit.modules[0]
@@ -25,6 +38,7 @@ class FsdpRoot:
         for one in units:
             one.follow_casts()
         self.units = units
+        self.offloads = any(one.offload is not None for one in units)
         self.finalizes_manually = False
         self.gathers_dynamically = False
         self.divides_by_active_ranks = False
@@ -38,14 +52,24 @@ class FsdpRoot:
             if one.group is not None:  # what errors call it
                 ends = dict.fromkeys((one.params[0].name, one.params[-1].name))
                 one.group.label = " .. ".join(ends)
-        groups = [one.group for one in units if one.group is not None]
+        self.meshes = [unit.mesh]
+        self.mesh_of = {one: self._place_of(one.mesh) for one in units if one.group is not None}
+        self.scatters_with = [
+            customizable(mesh.shard_communicator if mesh.gathers else None) for mesh in self.meshes
+        ]
+        self.gathers = any(one.mesh.gathers for one in self.mesh_of)
         self.core: Fsdp | None = None
-        if groups:
+        if self.mesh_of:
+            agrees = self.gathers and len(self.meshes) > 1
             self.core = Fsdp(
-                groups=groups,
+                groups=[one.group for one in self.mesh_of if one.group is not None],
                 names=[param.name for param in self.params],
-                communicator=unit.mesh.communicator,
-                replicates_with=unit.mesh.replicate_communicator,
+                ranks=[
+                    (mesh.communicator, mesh.replicate_communicator, scatters_with)
+                    for mesh, scatters_with in zip(self.meshes, self.scatters_with, strict=True)
+                ],
+                ranks_of=list(self.mesh_of.values()),
+                agrees_with=unit.mesh.twin_communicator if agrees else None,
             )
             held = weakref.ref(self)  # the core must not keep alive who keeps it
 
@@ -54,17 +78,31 @@ class FsdpRoot:
                     root.deliver(indices)
 
             self.core.set_delivered_callback(deliver)
+        for one in unit.all:
+            one.is_root = True
         for one in units:
             one.root = self
-            one.settle_reshard(is_root=one is unit)
-        unit.is_root = True
+            one.settle_reshard()
         self.follow_flags()
+        self.follow_hooks()
         self.follow_gathers()
+        self.comms_changed = True
+        self.follow_comms()
+
+    def _place_of(self, mesh: FsdpMesh) -> int:
+        for place, known in enumerate(self.meshes):
+            if mesh.is_like(known):
+                return place
+        self.meshes.append(mesh)
+        return len(self.meshes) - 1
 
     def deliver(self, indices: list[int]) -> None:
         """This rank's parts of averaged gradients have come."""
         assert self.core is not None
-        for index, part in zip(indices, self.core.take_gradients(indices), strict=True):
+        parts = self.core.take_gradients(indices)
+        if self.offloads and any(_reads_at_once(self.params[index]) for index in indices):
+            self.core.wait_for_gradients()
+        for index, part in zip(indices, parts, strict=True):
             self.params[index].receive(part)
 
     def settle(self) -> None:
@@ -88,13 +126,33 @@ class FsdpRoot:
     def follow_flags(self) -> None:
         """Tells the core which units average gradients, and what they are divided by."""
         if self.core is not None:
-            units = [unit for unit in self.units if unit.group is not None]
+            units = list(self.mesh_of)
             self.core.set_synchronize([unit.synchronizes for unit in units])
+            self.core.set_all_reduce([unit.all_reduces for unit in units])
             self.core.set_divide_factors([unit.divide_factor for unit in units])
+
+    def follow_hooks(self) -> None:
+        """Tells the core who is shown the gradients of which units."""
+        if self.core is not None:
+            units = list(self.mesh_of)
+            self.core.set_all_reduce_hooks([hook_of(unit) for unit in units])
+
+    def follow_comms(self) -> None:
+        """Before a forward, when all units have been told: by what gradients are scattered, and
+        whose memory is used."""
+        if self.core is not None and self.comms_changed:
+            for place, scatters_with in enumerate(self.scatters_with):
+                use_reduce_scatter(
+                    scatters_with, [unit for unit, one in self.mesh_of.items() if one == place]
+                )
+            groups = group_of_memory(self.units)
+            if not self.core.allocate_from(groups) and groups is not None:
+                say_no_memory(groups)
+        self.comms_changed = False
 
     def follow_gathers(self) -> None:
         """Tells the core in which order units are gathered, where they are."""
-        if self.core is None or not self.units[0].mesh.gathers:
+        if self.core is None or not self.gathers:
             return
         if self.units[0].gathers_dynamically != self.gathers_dynamically:
             self.gathers_dynamically = self.units[0].gathers_dynamically
@@ -104,14 +162,28 @@ class FsdpRoot:
                 if not set(ahead) <= set(self.units):
                     refuse("got a unit to prefetch that is not under this root", "Leave it out.")
                 if unit.group is not None:
-                    groups = [one.group for one in ahead if one.group is not None]
+                    groups = [
+                        of_mesh.group
+                        for one in ahead
+                        for of_mesh in one.all
+                        if of_mesh.group is not None
+                    ]
                     getattr(self.core, setter)(unit.group, groups)
+
+
+def _reads_at_once(param: ShardedParameter) -> bool:
+    """Whether ``receive()`` reads a gradient, or lets the user do so, before backward is over."""
+    sharded = param.sharded
+    assert sharded is not None
+    hooks = getattr(sharded, "_post_accumulate_grad_hooks", None)
+    return sharded.grad is not None or bool(hooks)
 
 
 def units_in(module: nn.Module) -> list[FsdpUnit]:
     """The units of ``module`` and in it, outer ones first."""
     found = (getattr(one, "_trireme_unit", None) for one in module.modules())
-    return list(dict.fromkeys(unit for unit in found if unit is not None))
+    firsts = dict.fromkeys(unit for unit in found if unit is not None)
+    return [unit for first in firsts for unit in first.all]
 
 
 def _check(units: list[FsdpUnit], root: FsdpUnit) -> None:
@@ -123,5 +195,4 @@ def _check(units: list[FsdpUnit], root: FsdpUnit) -> None:
                 "Run the outermost unit before its parts.",
                 kind=RuntimeError,
             )
-        if not unit.mesh.is_like(root.mesh):
-            not_here("units on different meshes under one root")
+        check_mesh_within(unit, root)

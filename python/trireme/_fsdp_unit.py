@@ -4,25 +4,30 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from trireme._C import ParamGroup
+from trireme._C import Communicator, ParamGroup
 from trireme._ddp_find_tensors import find_tensors
 from trireme._fsdp_checks import refuse
+from trireme._fsdp_comms import customizable, use_all_gather
+from trireme._fsdp_dtensor import is_cut
 from trireme._fsdp_join import notify_of_forward
-from trireme._fsdp_mesh import FsdpMesh
+from trireme._fsdp_mesh import FsdpMesh, ranks_of
 from trireme._fsdp_params import ShardedParameter, adopt, copy_shards, note_casts, shard
+from trireme._fsdp_state_hooks import StateHooks
 from trireme._parameter_owners import note_unit
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
+    from trireme._fsdp_offload import OffloadRow
     from trireme._fsdp_root import FsdpRoot
 
 
@@ -33,6 +38,9 @@ class FsdpUnit:
     ``register_fsdp_forward_method`` calls them; so have ``_comm_ctx`` and ``_fsdp_param_groups``,
     which torch's pipelining and ``share_comm_ctx`` read, and what the pipelining of torch 2.11
     reads: ``_fsdp_param_group``, ``_state_ctx``, ``_root_post_backward_final_callback``.
+
+    Parameters of the same modules that are sharded over other meshes are units of their own,
+    ``others`` of the first one, whose hooks serve them all.
     """
 
     def __init__(
@@ -41,20 +49,35 @@ class FsdpUnit:
         params: list[ShardedParameter],
         mesh: FsdpMesh,
         policy: MixedPrecisionPolicy,
+        *,
+        reshards_among: int = 0,
+        offload: OffloadRow | None = None,
+        others: Sequence[FsdpUnit] | None = (),
     ) -> None:
+        """``others`` is None for one of them."""
         self.modules = tuple(modules)
         self.params = params
         self.mesh = mesh
         self.policy = policy
+        self.reshards_among = reshards_among  # neighbouring ranks; 0: all
+        self.offload = offload
         self.root: FsdpRoot | None = None
         self.is_root = False
+        self.others = tuple(others or ())
+        self.gathers = any(one.mesh.gathers for one in self.all)  # any of its modules' parameters
         self.synchronizes = True
+        self.all_reduces = True  # over replicas
+        self.all_reduce_hook: Callable[[torch.Tensor], None] | None = None
+        self.all_gather: Any = None  # torch's AllGather and ReduceScatter, if the user has set them
+        self.reduce_scatter: Any = None
+        self.allocates_from_group = False
         self.post_optim_event: torch.Event | None = None
         self.divide_factor = 0.0  # 0: the number of ranks
         self.reshard_after_forward: bool | None = None  # None: if it is not the root
         self.ahead: dict[str, list[FsdpUnit]] = {}  # by the core's method that is told of it
         self.gathers_dynamically = False  # of the root
         self._is_entered = False
+        self.uses = 0  # how often it was entered, or resharded
         self._comm_ctx = object()
         self._fsdp_param_groups: list[Any] = []
         self._fsdp_param_group = None
@@ -67,15 +90,29 @@ class FsdpUnit:
             self._place()
         self._cast_inputs = _caster(policy.param_dtype if policy.cast_forward_inputs else None)
         self._cast_outputs = _caster(policy.output_dtype)
-        self._register_hooks()
+        if others is not None:
+            self._register_hooks()
+        self._state_hooks = StateHooks()
+        self._state_hooks.follow(self)
+        for module in {module for one in params for module, _ in one.places}:
+            self._state_hooks.register(module)
+
+    @property
+    def all(self) -> tuple[FsdpUnit, ...]:
+        """Those of its modules: this one and the others."""
+        return (self, *self.others)
 
     def _make_group(self) -> ParamGroup:
-        return ParamGroup(
+        group = ParamGroup(
             specs=[one.spec() for one in self.params],
             communicator=self.mesh.shard_communicator,
-            gathers_with=self.mesh.gather_communicator,
+            gathers_with=customizable(self.mesh.gather_communicator),
             device=self.mesh.device,
+            reshards_with=self.mesh.neighbours(self.reshards_among),
+            offload=self.offload,
         )
+        use_all_gather(self, group)
+        return group
 
     def _place(self) -> None:
         """Tells the core, and the parameters, which tensors hang where."""
@@ -86,7 +123,8 @@ class FsdpUnit:
             for module, name in one.places
         ]
         sharded = [one.sharded for one in self.params]
-        self.group.set_places(places, sharded, [one.unsharded for one in self.params])
+        leaves = [one.unsharded for one in self.params if one.unsharded is not None]
+        self.group.set_places(places, sharded, leaves, [one.shown for one in self.params])
         for one in self.params:
             assert one.sharded is not None
             note_unit(one.sharded, self)
@@ -95,26 +133,17 @@ class FsdpUnit:
         for module in self.modules:
             module.register_forward_pre_hook(self._pre_forward, prepend=True, with_kwargs=True)
             module.register_forward_hook(self._post_forward)
-            if self.mesh.gathers:
-                module.register_forward_hook(self._after_forward, always_call=True)
-        for module in {module for one in self.params for module, _ in one.places}:
-            module.register_state_dict_pre_hook(self._before_state_dict)
-            module.register_load_state_dict_pre_hook(self._before_load)
-
-    def _before_state_dict(self, *_: Any) -> None:
-        self._show_sharded()
-
-    def _before_load(self, *_: Any) -> None:
-        self._show_sharded()
-        if self.root is not None:
-            self.root.begin_writing_anew()
+            module.register_forward_hook(self._after_forward, always_call=True)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FsdpUnit:
         """A unit of the copies of its modules, with memory of its own. Collective."""
-        self._show_sharded()
+        self.show_sharded()
         made = copy.copy(self)
         memo[id(self)] = made
+        made._state_hooks = copy.deepcopy(self._state_hooks, memo)
+        made._state_hooks.follow(made)
         made.root, made.is_root = None, False
+        made.others = tuple(copy.deepcopy(one, memo) for one in self.others)
         made.ahead = {}  # of other units than the copies of these
         made._comm_ctx = object()
         if self.group is not None:
@@ -143,30 +172,28 @@ class FsdpUnit:
         self.shards = self.group.sharded()
         for one, whole in zip(self.params, self.group.unsharded(), strict=True):
             assert one.sharded is not None
-            one.unsharded = nn.Parameter(whole, requires_grad=one.sharded.requires_grad)
+            one.compute_with(whole, requires_grad=one.sharded.requires_grad)
         self._place()  # settle() brings the values
 
-    # around forward
+    # around forward; torch.compiler.disable would import the compiler along with us
 
+    @torch._disable_dynamo
     def _pre_forward(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if torch.compiler.is_compiling():
-            return torch._dynamo.disable(self._enter)(module, args, kwargs)
-        return self._enter(module, args, kwargs)
-
-    def _enter(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         root = self.own_root()
         self._is_entered = True
+        self.uses += 1
         if self.is_root:
+            root.follow_comms()
             notify_of_forward(root)
             self._await_post_optim_event()
         if root.core is not None:
             if root.core.is_writing:
                 root.settle()
-            root.core.pre_forward(self.group, self.is_root, self._inputs_of(args, kwargs))
+            inputs = self._inputs_of(args, kwargs)
+            for one in self.all:
+                root.core.pre_forward(one.group, self.is_root and one is self, inputs)
         if self._cast_inputs is not None:
             return self._cast_inputs(args), self._cast_inputs(kwargs)
         return args, kwargs
@@ -178,22 +205,22 @@ class FsdpUnit:
 
     def _inputs_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
         """Those that backward may bring gradients to."""
-        if self.group is None or not self.group.gathers or not torch.is_grad_enabled():
+        if not self.gathers or not torch.is_grad_enabled():
             return []
         return find_tensors((args, kwargs))[0]
 
+    @torch._disable_dynamo
     def _post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return torch._dynamo.disable(self._leave)(output)
-        return self._leave(output)
-
-    def _leave(self, output: Any) -> Any:
-        self._is_entered = False
         core = self.own_root().core
         if core is not None:
-            core.post_forward(self.group, self.is_root, *find_tensors(output))
+            tensors, all_found = find_tensors(output)
+            for one in reversed(self.all):
+                is_root = self.is_root and one is self
+                core.post_forward(one.group, is_root, tensors, all_found)
+        self._is_entered = False
         return output if self._cast_outputs is None else self._cast_outputs(output)
 
+    @torch._disable_dynamo
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         """Called also where forward has raised; then nobody calls ``_post_forward``."""
         if not self._is_entered:
@@ -201,8 +228,11 @@ class FsdpUnit:
         self._is_entered = False
         error = sys.exc_info()[1]
         core = self.own_root().core
-        if self.is_root and core is not None and error is not None:
-            core.abandon_forward(f"{type(error).__name__}: {error}")
+        if core is None or error is None:
+            return
+        for one in reversed(self.all):
+            is_root = self.is_root and one is self
+            core.abandon_forward(one.group, is_root, f"{type(error).__name__}: {error}")
 
     # for torch's pipelining and FSDPModule
 
@@ -225,12 +255,20 @@ class FsdpUnit:
         assert self.root is not None
         return self.root
 
-    def settle_reshard(self, *, is_root: bool) -> None:
+    def settle_reshard(self) -> None:
         """Says to the core whether to reshard after forward."""
         if self.group is not None:
-            default = not (is_root and self.mesh.gathers)
+            default = not (self.is_root and self.mesh.gathers)
             chosen = self.reshard_after_forward
             self.group.reshard_after_forward = default if chosen is None else chosen
+
+    def set_reshard_after_forward(self, reshard: bool) -> None:
+        """As torch: among all ranks, whatever it was before."""
+        if self.group is not None and self.reshards_among > 0:
+            self.group.reshard_to_all()
+        self.reshards_among = 0
+        self.reshard_after_forward = reshard
+        self.settle_reshard()
 
     def unshard(self) -> None:
         if self.root is not None and self.root.core is not None:
@@ -253,6 +291,7 @@ class FsdpUnit:
         self.root.core.begin_unshard(self.group)
 
     def reshard(self) -> None:
+        self.uses += 1
         if self.group is None:
             return
         if self.root is not None and self.root.core is not None:
@@ -260,7 +299,27 @@ class FsdpUnit:
         else:
             self.group.reshard()
 
-    def _show_sharded(self) -> None:
+    def norm_over(self, param: Any) -> tuple[Communicator, int, torch.device] | None:
+        """Of the ranks that have other parts of a sharded parameter of this unit; how many of them
+        have the same part; where they talk. None if every rank has all of it. Collective over them
+        where these are not those of its mesh, when first called.
+
+        What fewer ranks share than the outermost unit may be another parameter on others (experts),
+        which all count.
+        """
+        mesh: Any = param.device_mesh
+        meshes = [] if self.root is None else self.root.meshes
+        if len(meshes) > 1 and not meshes[0].ranks.issubset(ranks_of(mesh)):
+            parts = math.prod(mesh.size(dim) for dim in _cut_dims(param))
+            return meshes[0].communicator, mesh.size() // parts, self.mesh.device
+        if param.ndim == 0:
+            return None
+        if mesh == self.mesh.mesh:
+            return self.mesh.shard_communicator, 1, self.mesh.device
+        sharers = self.mesh.communicator_over(mesh, _cut_dims(param))
+        return sharers, 1, self.mesh.device
+
+    def show_sharded(self) -> None:
         if self.group is not None:
             self.group.show_sharded()
 
@@ -270,6 +329,11 @@ class FsdpUnit:
             return
         adopt(self.group, self.params, self.shards)
         self._place()
+
+
+def _cut_dims(param: Any) -> list[int]:
+    """Of its mesh, those along which it is cut."""
+    return [dim for dim, one in enumerate(param.placements) if is_cut(one)]
 
 
 def _caster(dtype: torch.dtype | None) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
@@ -78,16 +78,27 @@ def ddp_of(parameter: torch.Tensor) -> DistributedDataParallel | None:
     return None if found is None else found()
 
 
+class _UnitOf:
+    """Held by a parameter, and left out of its copies and pickles, where an empty set, which
+    ``torch.load(weights_only=True)`` takes, comes in its place."""
+
+    def __init__(self, unit: FsdpUnit) -> None:
+        self.unit = weakref.ref(unit)
+
+    def __reduce__(self) -> tuple[type[set[Any]], tuple[()]]:
+        return set, ()
+
+
 def note_unit(parameter: torch.Tensor, unit: FsdpUnit) -> None:
     """Says that ``unit`` has sharded it. An attribute: ``Module.to`` refuses parameters to which
     there are weak references."""
-    parameter._trireme_unit = weakref.ref(unit)  # type: ignore[attr-defined]
+    parameter._trireme_unit = _UnitOf(unit)  # type: ignore[attr-defined]
 
 
 def unit_of(parameter: torch.Tensor) -> FsdpUnit | None:
     """The living unit of fully_shard that has sharded ``parameter``."""
-    found: Callable[[], FsdpUnit | None] | None = getattr(parameter, "_trireme_unit", None)
-    return None if found is None else found()
+    found = getattr(parameter, "_trireme_unit", None)
+    return found.unit() if isinstance(found, _UnitOf) else None
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -42,6 +42,20 @@ def add_plan(commands: Any) -> None:
         "--ranks-per-host", metavar="R", type=int, help="of the fullest host (default: all)"
     )
     parser.add_argument(
+        "--no-host-params",
+        dest="host_params",
+        action="store_false",
+        help="ranks of a host share no memory for parameters: Gloo, GPUs",
+    )
+    parser.add_argument(
+        "--unit",
+        metavar="N",
+        type=number,
+        default=0,
+        help="parameters of the largest unit of fully_shard, where units are gathered "
+        "(default: the model is one)",
+    )
+    parser.add_argument(
         "--strategy",
         nargs="+",
         choices=("all", *STRATEGIES),
@@ -104,6 +118,8 @@ def _estimates(arguments: argparse.Namespace) -> list[MemoryEstimate]:
             dtype=_dtype(arguments.dtype),
             grad_dtype=_dtype(arguments.grad_dtype),
             activation_bytes=arguments.activations,
+            host_params=arguments.host_params,
+            unit_numel=arguments.unit if strategy == "zero3" else 0,
             accounting="paper" if arguments.paper else "trireme",
         )
         for strategy in strategies
@@ -128,7 +144,9 @@ def _dtype(name: str | None) -> torch.dtype | None:
 def _build(path: str) -> nn.Module:
     module_name, colon, attribute = path.partition(":")
     if not (module_name and colon and attribute):
-        _refuse(f"got --model {path}, expected MODULE:FACTORY", "Say for example models:make_gpt.")
+        _refuse(
+            f"got --model {path}, expected MODULE:FACTORY", "Say for example my_models:make_gpt."
+        )
     try:
         factory = operator.attrgetter(attribute)(importlib.import_module(module_name))
         with torch.device("meta"):

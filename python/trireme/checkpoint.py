@@ -22,6 +22,7 @@ from trireme._checkpoint_parts import (
     named_tensors,
     plain_model,
 )
+from trireme._fsdp_mesh import group_over
 from trireme.host_writing import writing_shards
 
 _MODEL = "model"
@@ -46,7 +47,8 @@ def save_checkpoint(
 
     Args:
         path: of a folder that all ranks see; nothing but a checkpoint may be there.
-        model: plain, in DistributedDataParallel (ours or torch's), or sharded by ``fully_shard``.
+        model: plain, in DistributedDataParallel (ours or torch's), or sharded by ``fully_shard``;
+            tensor parallelism may have cut it before.
         optimizer: any of ``torch.optim`` and ``trireme.optim``, or
             ``trireme.ZeroRedundancyOptimizer``, over parameters of ``model``.
         extra: what else to keep, such as the epoch: what JSON can say. Rank 0's.
@@ -133,9 +135,10 @@ def _group_for(
     """Over which the model is trained; None where nobody made one."""
     if given is not None or not dist.is_initialized():
         return given
-    for parameter in model.parameters():
-        if isinstance(parameter, DTensor) and parameter.device_mesh.ndim == 1:
-            return parameter.device_mesh.get_group()
+    parameters = plain_model(model).parameters()
+    meshes = dict.fromkeys(one.device_mesh for one in parameters if isinstance(one, DTensor))
+    if meshes:
+        return group_over(list(meshes))
     for one in (model, optimizer):
         group = getattr(one, "process_group", None)
         if isinstance(group, dist.ProcessGroup):

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+from abc import ABCMeta
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
-import torch
 from torch import nn
 from torch.distributed._composable.contract import STATE_KEY
-from torch.distributed.algorithms.join import Joinable
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.utils import _get_root_modules
 
@@ -19,17 +18,17 @@ from trireme._fsdp_checks import (
     check_free,
     check_module,
     check_units,
-    not_here,
-    refuse,
     resolve_mesh,
     resolve_reshard,
 )
 from trireme._fsdp_module import FSDPModule as FSDPModule
+from trireme._fsdp_offload import Offload as Offload
+from trireme._fsdp_offload import choose, resolve_offload
+from trireme._fsdp_own_names import OwnNames
 from trireme._fsdp_params import collect
 from trireme._fsdp_root import units_in
 from trireme._fsdp_step_gate import watch_optimizers
 from trireme._fsdp_unit import FsdpUnit
-from trireme.rank_log import get_logger
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import Shard
@@ -39,14 +38,18 @@ ModuleOrModules = TypeVar("ModuleOrModules", bound=nn.Module | list[nn.Module])
 _sharded_classes: dict[type, type] = {}
 
 
-def _swap_class(module: nn.Module) -> None:
-    """``module`` becomes an FSDPModule, in place."""
-    plain = type(module)
+def _sharded_class(plain: type) -> type:
+    """What a module of class ``plain`` becomes: an FSDPModule, and a Joinable."""
     sharded = _sharded_classes.get(plain)
     if sharded is None:
-        sharded = type(f"FSDP{plain.__name__}", (FSDPModule, plain, Joinable), {})
+        metaclass = type(plain)
+        if metaclass is type:
+            metaclass = ABCMeta  # that of Joinable
+        elif not issubclass(metaclass, ABCMeta):
+            metaclass = type(f"ABC{metaclass.__name__}", (metaclass, ABCMeta), {})
+        sharded = metaclass(f"FSDP{plain.__name__}", (FSDPModule, plain, OwnNames), {})
         _sharded_classes[plain] = sharded
-    module.__class__ = sharded
+    return sharded
 
 
 def fully_shard(
@@ -84,42 +87,72 @@ def fully_shard(
     contiguous. Ranks keep the values of their own shards, as in torch: start from one seed, or
     load a state.
 
+    Parameters that are DTensors already, by tensor parallelism, are sharded once more: see
+    ``mesh``. Their modules show them unsharded as the DTensors that they were.
+
     Args:
         module: a module, or several that make one unit.
-        mesh: 1-D (sharded), or 2-D (replicated, sharded; HSDP); all ranks if None.
+        mesh: 1-D (sharded), or 2-D (replicated, sharded; HSDP); all ranks if None. Beside tensor
+            parallelism: the data parallel dimensions of the mesh that both are cut from. Units may
+            have meshes of some of the ranks of the outermost one's (experts).
         reshard_after_forward: whether the module shows its sharded parameters after forward, and
             memory of gathered ones is freed, or only after backward. None is True, where units are
-            gathered but for the outermost one, as in torch.
-        shard_placement_fn: returns ``Shard(dim)`` or None (``Shard(0)``) for a parameter.
+            gathered but for the outermost one, as in torch. A number, which divides that of the
+            ranks: from forward until the backward that averages is over, so many neighbouring ranks
+            have all parameters between them, and further gathers are among these only.
+        shard_placement_fn: returns ``Shard(dim)`` or None (``Shard(0)``) for a parameter; or
+            torch's ``ShardPlacementResult`` of these and another mesh, of some of the ranks, for
+            this parameter (experts).
         mp_policy: torch's. ``reduce_dtype=None`` follows the installed torch: the parameter's dtype
             since 2.15, ``param_dtype`` before.
-        offload_policy: ``CPUOffloadPolicy`` has nothing to do on CPU, and says so.
+        offload_policy: ``trireme.Offload`` or torch's ``CPUOffloadPolicy``. On CPU they have
+            nothing to do, and say so.
         ignored_params: left alone.
-        dp_mesh_dims: not yet.
+        dp_mesh_dims: torch's ``DataParallelMeshDims``: ``mesh`` is that of all dimensions, on which
+            every parameter is a DTensor, Replicate along those that are named here. With
+            ``replicate`` only every rank keeps all of its part, and steps it (DDP).
 
     Raises:
         ValueError, TypeError: bad arguments; modules that differ between ranks (on all ranks).
-        NotImplementedError: reshard_after_forward of a part of the ranks, dp_mesh_dims, parameters
-            that are DTensors, offload from GPUs.
+        NotImplementedError: dp_mesh_dims where torch has none; parameters that are tensor
+            subclasses.
+        RuntimeError: pinned memory is refused.
         torch.distributed.DistBackendError: the group failed.
 
-    Collective; of the first call for a process group that gathers also one new group of its ranks.
+    Collective; of the first call for a process group that gathers also one new group of its ranks,
+    and of the first one with each number as ``reshard_after_forward`` another one.
     Cost: see ``csrc/strategies/fsdp/fsdp.h``.
     """
     check_module(module)
     resolved = resolve_mesh(mesh, dp_mesh_dims)
-    reshard = resolve_reshard(reshard_after_forward, resolved.shard_communicator.world)
-    _check_offload(offload_policy, resolved.device)
+    offload = resolve_offload(offload_policy, resolved.device)
     roots = _get_root_modules(list(module)) if isinstance(module, (list, tuple)) else [module]
     check_units(roots, lambda one: isinstance(one, TorchFSDPModule))
+    classes = {root: _sharded_class(type(root)) for root in roots}
     managed = _managed_modules(roots)
     inner = [unit for root in roots for unit in units_in(root)]
     names = {one: name for root in roots for name, one in root.named_modules()}
     check_free(managed, inner, names)
     ignored = ignored_params or set()
-    params = collect(managed, roots, ignored, shard_placement_fn, mp_policy, resolved.device)
-    unit = FsdpUnit(roots, params, resolved, mp_policy)
-    unit.reshard_after_forward = reshard
+    by_mesh = collect(managed, roots, ignored, shard_placement_fn, mp_policy, resolved)
+    reshards = {
+        one: resolve_reshard(reshard_after_forward, one.shard_communicator.world) for one in by_mesh
+    }
+    units: list[FsdpUnit] = []
+    for own_mesh, params in reversed(by_mesh.items()):
+        reshard, among = reshards[own_mesh]
+        made = FsdpUnit(
+            roots,
+            params,
+            own_mesh,
+            mp_policy,
+            reshards_among=among,
+            offload=choose(offload, [one.original for one in params if one.original is not None]),
+            others=units if own_mesh is resolved else None,
+        )
+        made.reshard_after_forward = reshard
+        units = [made, *units]
+    unit = units[0]
     for one in managed:  # torch.compile asks for these
         one._is_fsdp_managed_module = True  # type: ignore[assignment]
         one._fsdp_use_orig_params = True  # type: ignore[assignment]
@@ -127,9 +160,17 @@ def fully_shard(
         root._trireme_unit = unit  # type: ignore[assignment]
         # Up to torch 2.14 pipelining asks torch's function for the state of a module.
         root.__dict__.setdefault(STATE_KEY, {})[torch_fully_shard.__wrapped__] = unit  # type: ignore[attr-defined]
-        _swap_class(root)
+        root.__class__ = classes[root]
     watch_optimizers()
     return module
+
+
+def _state(module: nn.Module) -> FsdpUnit | None:
+    """As of torch's function: what a module was sharded into."""
+    return module.__dict__.get("_trireme_unit")
+
+
+fully_shard.state = _state  # type: ignore[attr-defined]
 
 
 def _managed_modules(roots: Sequence[nn.Module]) -> list[nn.Module]:
@@ -146,13 +187,3 @@ def _managed_modules(roots: Sequence[nn.Module]) -> list[nn.Module]:
     for root in roots:
         visit(root)
     return list(found)
-
-
-def _check_offload(policy: OffloadPolicy, device: torch.device) -> None:
-    if isinstance(policy, CPUOffloadPolicy) and device.type != "cpu":
-        not_here(f"CPUOffloadPolicy on {device}")
-    elif isinstance(policy, CPUOffloadPolicy):
-        get_logger().info("[fully_shard] CPUOffloadPolicy: parameters are in CPU memory already")
-    elif not isinstance(policy, OffloadPolicy):
-        got = f"got {type(policy).__name__} as offload_policy"
-        refuse(got, "Pass torch.distributed.fsdp.OffloadPolicy().", kind=TypeError)

@@ -85,8 +85,9 @@ def init(
     """Make this process a rank and initialise ``torch.distributed``; every rank calls it.
 
     The place of the process comes from ``rank`` and ``world`` (as under ``mp.spawn``), else from
-    RANK and WORLD_SIZE (torchrun, or set by hand), else from Open MPI's or SLURM's variables; if
-    nobody says anything, it is alone: world 1, no port is opened.
+    RANK and WORLD_SIZE (torchrun, or set by hand), else from the variables of mpirun (Open MPI,
+    MPICH, Intel MPI, MVAPICH) or SLURM; if nobody says anything, it is alone: world 1, no port is
+    opened.
 
     If the default process group already exists, nothing is made: the context describes that group,
     and using it as a context manager ends nothing.

@@ -32,6 +32,7 @@ class MemoryBytes:
 
     @property
     def total(self) -> int:
+        """All of it: model states, activations and buffers."""
         return self.model_states + self.activations + self.buffers
 
 
@@ -63,6 +64,7 @@ def estimate_memory(
     grad_dtype: torch.dtype | None = None,
     activation_bytes: int = 0,
     host_params: bool = True,
+    unit_numel: int = 0,
     accounting: Literal["trireme", "paper"] = "trireme",
 ) -> MemoryEstimate:
     """What a rank and a host keep in memory under a strategy.
@@ -81,7 +83,10 @@ def estimate_memory(
         dtype: of parameters that are given as a number; fp32 if left out.
         grad_dtype: of gradients; that of their parameters if left out.
         activation_bytes: of each rank. This function does not guess them.
-        host_params: whether ZeRO may keep parameters once per host.
+        host_params: whether ZeRO may keep parameters once per host. False under "zero3" means ranks
+            that share no memory (Gloo, GPUs): each keeps its shards, and gathers units.
+        unit_numel: "zero3" that gathers, so also with one rank per host: parameters of the largest
+            unit, of which two are there at a time. 0: the whole model is one unit.
         accounting: "trireme", or "paper" for the table of the ZeRO paper (mixed precision, Adam).
 
     Raises:
@@ -89,7 +94,8 @@ def estimate_memory(
         ValueError: counts that contradict each other; a strategy, optimizer or accounting that is
             not known; a lazy module that has not seen an input.
     """
-    for name, count in (("world", world), ("activation_bytes", activation_bytes)):
+    counts = {"world": world, "activation_bytes": activation_bytes, "unit_numel": unit_numel}
+    for name, count in counts.items():
         _expect_count(name, count)
     if ranks_per_host is not None:
         _expect_count("ranks_per_host", ranks_per_host)
@@ -111,6 +117,7 @@ def estimate_memory(
         optimizer=optimizer,
         grad_dtype=grad_dtype,
         host_params=host_params,
+        unit_numel=unit_numel,
         activation_bytes=activation_bytes,
         module_buffer_bytes=buffer_bytes,
     )

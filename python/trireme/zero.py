@@ -387,8 +387,10 @@ class ZeroRedundancyOptimizer(TorchZero):
 
     @property
     def join_device(self) -> torch.device:
+        """Where torch's ``Join`` puts the tensor by which ranks tell whether they have inputs."""
         return self._default_device
 
     @property
     def join_process_group(self) -> Any:
+        """The group over which torch's ``Join`` counts the ranks that have inputs."""
         return self.process_group

@@ -16,12 +16,21 @@ import trireme
 from safetensors.torch import load_file
 from shm_ranks import assert_bits, on_shm_ranks
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from zero_ranks import Shapes, Training
 
 # Strategy and number of ranks.
-CASES = (("plain", 1), ("ddp", 2), ("zero1", 3), ("zero2", 2), ("fsdp", 2), ("fsdp", 3))
+CASES = (
+    ("plain", 1),
+    ("ddp", 2),
+    ("zero1", 3),
+    ("zero2", 2),
+    ("fsdp", 2),
+    ("fsdp", 3),
+    ("hsdp", 4),
+)
 
 
 class Net(Shapes):
@@ -57,12 +66,16 @@ def make(
     net = model
     if strategy in ("ddp", "zero1"):
         net = trireme.DistributedDataParallel(model)
-    if strategy == "fsdp":
+    if strategy in ("fsdp", "hsdp"):
+        mesh = None
+        if strategy == "hsdp":
+            names = ("replicate", "shard")
+            mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=names)
         for child in model.children():
             # Only what is called may be a unit, and what is tied belongs to one unit.
             if isinstance(child, nn.Linear) and child.weight.dtype == torch.float64:
-                trireme.fully_shard(child)
-        trireme.fully_shard(model)
+                trireme.fully_shard(child, mesh=mesh)
+        trireme.fully_shard(model, mesh=mesh)
     optimizer: Any
     if strategy.startswith("zero"):
         stage = int(strategy[-1])
@@ -130,6 +143,28 @@ def assert_holds(training: Training, expected: dict[str, torch.Tensor]) -> None:
     assert got.keys() == expected.keys()
     for name, value in expected.items():
         assert_bits(got[name], value, name)
+
+
+def most_allocated(call: Callable[[], Any]) -> int:
+    """Bytes held at the fullest moment of ``call`` beyond those at its begin."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+        call()
+    results = profile.profiler.kineto_results.events()
+    events = [event for event in results if event.name() == "[memory]"]
+    most = total = 0
+    for event in sorted(events, key=lambda one: one.start_ns()):
+        total += event.nbytes()
+        most = max(most, total)
+    return most
+
+
+def state_bytes(optimizer: Any) -> int:
+    """Of this rank."""
+    inner = optimizer.optim if isinstance(optimizer, trireme.ZeroRedundancyOptimizer) else optimizer
+    values = [value for state in inner.state.values() for value in state.values()]
+    locals_ = [one.to_local() if isinstance(one, DTensor) else one for one in values]
+    return sum(one.nbytes for one in locals_)
 
 
 @on_shm_ranks("world")

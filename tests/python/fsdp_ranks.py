@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import trireme
 from ddp_ranks import batch, message_of
+from distributed import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
@@ -200,3 +202,18 @@ def error_of_training(training: Sharded, soon_s: float) -> str | None:
         assert time.monotonic() - began < soon_s
         return message_of(error)
     return None
+
+
+def run_programs(
+    backend: str, world: int, *programs: Callable[[int], None], timeout: float = 60
+) -> None:
+    """Each on all ranks, one after another, from one seed."""
+    run_ranks(_one_after_another, world, backend, programs, timeout=timeout)
+
+
+def _one_after_another(rank: int, backend: str, programs: Sequence[Callable[[int], None]]) -> None:
+    dist.init_process_group(backend, timeout=timedelta(seconds=30))
+    for program in programs:
+        torch.manual_seed(0)
+        program(rank)
+    dist.destroy_process_group()

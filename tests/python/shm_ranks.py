@@ -2,7 +2,9 @@
 
 import functools
 import os
-from collections.abc import Sequence
+import time
+from collections.abc import Collection, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -105,3 +107,17 @@ def backend_of(group: Any = None) -> Any:
     """The c10d::Backend itself, without what torch.distributed does to arguments."""
     group = group or dist.group.WORLD
     return group._get_backend(torch.device("cpu"))
+
+
+def files_in_memory() -> set[str]:
+    return {path.name for path in Path("/dev/shm").glob("trireme-*")}
+
+
+def left_in_memory(before: Collection[str]) -> set[str]:
+    """Files that were not there ``before`` and stay; those of other tests go when these meet."""
+    left = files_in_memory() - set(before)
+    deadline = time.monotonic() + 5
+    while left and time.monotonic() < deadline:
+        time.sleep(0.05)
+        left &= files_in_memory()
+    return left

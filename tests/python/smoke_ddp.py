@@ -45,7 +45,7 @@ def run_rank(rank: int, port: int) -> None:
         LOCAL_RANK=str(rank),
         WORLD_SIZE=str(WORLD),
     )
-    trireme.init()
+    trireme.init(device="cpu")
     model = trireme.DistributedDataParallel(make_model())
     train(model, rank, WORLD)
 

@@ -33,10 +33,13 @@ STEP_MS = {
     **{"torch-fsdp2, foreach": 390.0, "torch-fsdp2, kept, foreach": 360.0},
     **{"zero1": 95.0, "zero2": 80.0, "ddp, shared memory": 100.0},
     **{"fsdp": 75.0, "fsdp, foreach": 90.0, "fsdp, trireme.optim": 70.0},
+    **{"fsdp, Gloo": 310.0, "fsdp, Gloo, kept": 300.0},
+    **{"fsdp, Gloo, foreach": 340.0, "fsdp, Gloo, kept, foreach": 324.0},
 }
 ADDED_MS = {
     **{"fsdp": 2.0, "torch-fsdp2": 60.0, "torch-fsdp2, kept": 50.0},
     **{"torch-fsdp2, fake group": 10.0, "torch-fsdp2, kept, fake group": 8.0},
+    **{"fsdp, Gloo, fake group": 2.0, "fsdp, Gloo, kept, fake group": 2.2},
 }
 
 
@@ -86,7 +89,8 @@ def test_who_is_measured_against_whom(tmp_path: Path) -> None:
         ("fsdp", "ddp, shared memory", "met"),
     ]
     lacking = {"torch-ddp + view + batched"} - {side.label for side in TORCH}
-    assert mlp["runs"].keys() == STEP_MS.keys() - lacking
+    gathered = {side.label for side in bench_fsdp.GATHERED}
+    assert mlp["runs"].keys() == STEP_MS.keys() - lacking - gathered
     for name in ("fsdp", "fsdp, foreach", "ddp, shared memory"):
         assert len(mlp["runs"][name]) == 7
     assert len(mlp["runs"]["torch-ddp"]) == 8
@@ -124,12 +128,36 @@ def test_pages_show_the_figures(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     page = readme_results.sharding_tables()
     assert "| fsdp, trireme.optim | 70.0 |" in page
     assert "| torch-fsdp2, kept, fake group | 5.00 | 13.00 | 8.00 |" in page
-    assert "| mlp | fsdp | 2 | 274 | 17.1 | 298: met | 256.2 | 256.2 |" in page
+    assert "| mlp | fsdp | 2 | 274 | 17.1 | 320 | 298: met | 256.2 | 256.2 |" in page
     assert "| fsdp | 2880 | 133 | 2025 |" in page
     assert "| torch-ddp + view | 2048 | 67 | 2048 |" in page
     strategies = readme_results.all_strategies()
     assert "| torch FSDP2 | 2.40 | 2.40 | 2.40 |" in strategies
     assert "| fully_shard | 0.50 | 0.50 | 0.50 |" in strategies
+
+
+@pytest.mark.usefixtures("made_up")
+def test_where_ours_gathers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(readme_results, "RESULTS", tmp_path)
+    (tmp_path / "fsdp.json").write_text('{"workloads": {}}')
+    file = tmp_path / "fsdp_gathered.json"
+    assert bench_fsdp.main(["--path", "all-gather", "--json", str(file)]) == 0
+    found = json.loads(file.read_text())
+    assert found["workloads"].keys() == bench_fsdp.GATHERED_TARGETS.keys()
+    for workload in found["workloads"].values():  # the fastest of each, with the same AdamW
+        assert _contests(workload) == [
+            ("fsdp, Gloo, kept, foreach", "torch-fsdp2, kept, foreach", "missed")
+        ]
+    assert [contest[2] for contest in _contests(found["engine"])] == [
+        "met",
+        "missed",
+    ]
+    page = readme_results.sharding_tables()
+    assert (
+        "| mlp | 80 | 90 | 360 (torch-fsdp2, kept, foreach) | 324 (fsdp, Gloo, kept, foreach) | "
+        "0.900 (0.900 to 0.900) | 0.85: missed |"
+    ) in page
+    assert "| fsdp, Gloo, fake group | 5.00 | 7.00 | 2.00 |" in page
 
 
 def test_strategies_are_taken_from_the_first_run_that_has_them() -> None:
@@ -196,4 +224,5 @@ def test_a_host_holds_what_is_told_beforehand() -> None:
 
 def test_a_peak_is_more_than_the_states_of_the_model() -> None:
     states = 16 * 16 * 768**2 / 2**20  # MiB of 16 layers: 16 bytes per parameter
-    assert states < measure_peak(bench_fsdp.FSDP, 768) < 2 * states
+    # Beside them: activations, batches and pages that the heap keeps, which differ between runs.
+    assert states < measure_peak(bench_fsdp.FSDP, 768) < 3 * states

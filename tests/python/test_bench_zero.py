@@ -109,7 +109,7 @@ def test_pages_show_the_figures(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     assert "| 0.500 (0.500 to 0.500) | 0.58: met |" in readme_results.section()
     page = readme_results.zero_tables()
     assert "| zero2, fused step | 60.0 |" in page
-    assert "| mlp | zero2 | 2 | 274 | 17.1 | 298: met | 256.2 | 256.2 |" in page
+    assert "| mlp | zero2 | 2 | 274 | 17.1 | 320 | 298: met | 256.2 | 256.2 |" in page
 
 
 def test_wrong_part(capsys: pytest.CaptureFixture[str]) -> None:

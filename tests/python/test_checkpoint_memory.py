@@ -5,7 +5,6 @@ Counted are the bytes that torch's allocator has given out, by torch's own profi
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import trireme
-from checkpoint_ranks import held, load, make, run_on_ranks, save
+from checkpoint_ranks import held, load, make, most_allocated, run_on_ranks, save, state_bytes
 from ddp_ranks import raises
 from shm_ranks import assert_bits, on_shm_ranks
 from torch import nn
-from torch.distributed.tensor import DTensor
 from zero_ranks import Training
 
 WIDTH, UNITS = 128, 8
@@ -35,29 +33,6 @@ def _bf16() -> nn.Module:
     return _units().to(torch.bfloat16)
 
 
-def _most_allocated(call: Callable[[], Any]) -> int:
-    """Bytes held at the fullest moment of ``call`` beyond those at its begin."""
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
-        call()
-    results = profile.profiler.kineto_results.events()
-    events = [event for event in results if event.name() == "[memory]"]
-    most = total = 0
-    for event in sorted(events, key=lambda one: one.start_ns()):
-        total += event.nbytes()
-        most = max(most, total)
-    return most
-
-
-def _state_bytes(training: Training) -> int:
-    """Of this rank's optimizer."""
-    optimizer = training.optimizer
-    inner = optimizer.optim if isinstance(optimizer, trireme.ZeroRedundancyOptimizer) else optimizer
-    values = [value for state in inner.state.values() for value in state.values()]
-    locals_ = [one.to_local() if isinstance(one, DTensor) else one for one in values]
-    return sum(one.nbytes for one in locals_)
-
-
 def _step(training: Training) -> None:
     parameters = list(training.model.parameters())
     rows = torch.ones(2, WIDTH, dtype=parameters[0].dtype)
@@ -70,14 +45,14 @@ def _load_counting(rank: int, path: str, strategy: str, options: dict[str, Any])
     expected = None
     training = make(strategy, elsewhere=True, **options)
     for is_fresh in (True, False):
-        most = _most_allocated(lambda: load(training, path))
-        made = _state_bytes(training) if is_fresh else 0
+        most = most_allocated(lambda: load(training, path))
+        made = state_bytes(training.optimizer) if is_fresh else 0
         assert made <= most <= made + UNIT_BYTES, (is_fresh, most, made)
         expected = expected or held(training)
         for name, value in held(training).items():
             assert_bits(value, expected[name], name)
         _step(training)
-        assert _state_bytes(training) > 2 * UNIT_BYTES
+        assert state_bytes(training.optimizer) > 2 * UNIT_BYTES
 
 
 @on_shm_ranks(2)

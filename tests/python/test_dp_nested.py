@@ -261,7 +261,7 @@ SHARED = Opaque()
     "value",
     [None, 3, 3.5, "x", b"x", 2j, True, float("nan"), Color.RED, torch.float32, torch.Size([2]),
      torch.device("cpu"), Opaque, SHARED, [], {}, ()],
-    ids=repr,
+    ids=lambda value: "SHARED" if value is SHARED else repr(value),
 )  # fmt: skip
 def test_equal_values_fit(value: Any) -> None:
     tensor = torch.zeros(1)

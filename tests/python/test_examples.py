@@ -38,7 +38,7 @@ def train_gpt(ranks: int, checkpoint: Path, *options: str) -> Run:
         capture_output=True,
         text=True,
         timeout=LIMIT_S,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
         check=False,
     )
     assert finished.returncode == 0, finished.stderr[-4000:]

@@ -10,15 +10,24 @@ import torch
 import torch.distributed as dist
 import trireme
 from ddp_ranks import RANKLESS_FORM, Tied, batch, message_of, mlp, raises
-from fsdp_ranks import SGD_OPTIONS, gloo_mesh, in_training, pair, shard_layers, train_both
+from fsdp_ranks import (
+    SGD_OPTIONS,
+    FullyShard,
+    gloo_mesh,
+    in_training,
+    pair,
+    shard_layers,
+    train_both,
+)
 from shm_ranks import on_shm_ranks
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard
 from torch.optim import SGD
+from torch.testing._internal.two_tensor import TwoTensor
 
 shard = trireme.fully_shard
 
@@ -55,30 +64,29 @@ def test_arguments(rank: int) -> None:
     sparse.weight = nn.Parameter(torch.eye(3).to_sparse())
     with raises(ValueError, "got 'weight' of layout torch.sparse_coo"):
         shard(sparse)
-    assert type(net) is nn.Linear
+    scaled = nn.Linear(4, 4)
+    scaled.weight = nn.Parameter(TwoTensor(torch.ones(4, 4), torch.ones(4, 4)))
+    with raises(NotImplementedError, "got 'weight' as TwoTensor, a tensor subclass"):
+        shard(scaled)
+    scaled.weight = nn.Parameter(_Gathered(torch.ones(4, 4)))
+    with raises(NotImplementedError, "got 'weight' as _Gathered, a tensor subclass"):
+        shard(scaled)
+    assert type(net) is nn.Linear and type(scaled) is nn.Linear
+
+
+class _Gathered(torch.Tensor):
+    """As those of torchao, which are gathered in a form of their own."""
+
+    def fsdp_pre_all_gather(self, *_: Any) -> Any:
+        raise AssertionError("called")
 
 
 @on_shm_ranks(4)
 def test_meshes_that_do_not_fit(rank: int) -> None:
     net = nn.Linear(4, 4)
-    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     cube = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("a", "b", "c"))
     with raises(ValueError, "got a mesh of 3 dimensions"):
         shard(net, mesh=cube)
-    with raises(NotImplementedError, "got dp_mesh_dims"):
-        shard(net, mesh=grid, dp_mesh_dims=object())
-    with raises(NotImplementedError, "got reshard_after_forward=2"):
-        shard(net, reshard_after_forward=2)
-    tensor_parallel = nn.Linear(4, 4)
-    weight = distribute_tensor(tensor_parallel.weight.detach(), grid["tp"], [Shard(0)])
-    tensor_parallel.weight = nn.Parameter(weight)
-    with raises(NotImplementedError, "got 'weight', which is a DTensor already"):
-        shard(tensor_parallel, mesh=grid["dp"])
-    outer = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    shard(outer[0], mesh=grid["dp"])
-    shard(outer)
-    with raises(NotImplementedError, "got units on different meshes under one root"):
-        outer(torch.ones(1, 4))
 
 
 @on_shm_ranks(3)
@@ -105,14 +113,17 @@ class _Elsewhere(torch.Tensor):
 
 @on_shm_ranks(2)
 def test_a_mesh_over_gloo(rank: int) -> None:
-    """Its units are gathered, and cannot be under the root of others."""
+    """Its units are gathered, also under the root of others."""
     mesh = gloo_mesh()
-    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    shard(net[0], mesh=mesh)
-    shard(net)
-    with raises(NotImplementedError, "got units on different meshes under one root"):
-        net(torch.ones(1, 4))
+
+    def mixed(model: nn.Module, shard: FullyShard = shard) -> nn.Module:
+        shard(model[0], mesh=mesh)
+        return shard(model)
+
     train_both(*pair(mlp, options={"mesh": mesh}), 0)
+    ours, one = pair(mlp, shard=mixed)
+    for step in range(3):
+        train_both(ours, one, step)
 
 
 @on_shm_ranks(2)
@@ -172,17 +183,8 @@ def test_parameters_without_values(rank: int) -> None:
 
 @on_shm_ranks(2)
 def test_what_tunes_gathering(rank: int) -> None:
-    """What is not here says so; the rest is accepted."""
+    """What has nothing to do here is accepted."""
     net: Any = shard_layers(mlp())
-    for name, arguments in {
-        "set_custom_all_gather": (None,),
-        "set_custom_reduce_scatter": (None,),
-        "set_all_reduce_hook": (None,),
-        "set_allocate_memory_from_process_group_for_comm": (True,),
-        "set_symm_mem_for_comm": (),
-    }.items():
-        with raises(NotImplementedError, f"[fully_shard] got {name}()", "not implemented"):
-            getattr(net, name)(*arguments)
     for factor in (0.0, -1.0, "2", True):
         with raises(ValueError, f"got factor={factor!r}, expected a number above 0"):
             net.set_gradient_divide_factor(factor)

@@ -99,6 +99,28 @@ def test_a_forward_waits_for_a_slow_writer(rank: int) -> None:
         ours.model[0].reshard()
 
 
+@pytest.mark.parametrize("next_unit", [0, 2])
+@on_shm_ranks(2)
+def test_a_unit_that_is_used_by_itself_after_it_raised(rank: int, next_unit: int) -> None:
+    """It, or another one, waits for writers, and its gradients are averaged."""
+    ours, one = pair(mlp)
+    train_both(ours, one, 0)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        ours.model[0](torch.ones(2, 5))
+    rows = torch.ones(2, ours.model[next_unit].in_features)
+    for step in range(2):
+        for training in (ours, one):
+            training.optimizer.zero_grad()
+            training.model[next_unit](rows).square().mean().backward()
+        assert_parts(ours, one, grads=True)
+        if rank == step:
+            time.sleep(SLOW_S)
+        for training in (ours, one):
+            training.optimizer.step()
+        with torch.no_grad():
+            torch.testing.assert_close(ours.model[next_unit](rows), one.model[next_unit](rows))
+
+
 @on_shm_ranks(2)
 def test_steps_without_much_in_between(rank: int) -> None:
     """Before any forward, twice in a row, without a gradient, of an optimizer of other things."""

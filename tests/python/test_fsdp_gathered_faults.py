@@ -6,16 +6,20 @@ from __future__ import annotations
 
 import functools
 import os
+import resource
 import signal
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import trireme
 from ddp_ranks import mlp, on_ranks, raises
 from fsdp_ranks import own, sharded
 from test_zero_faults import SOON_S, break_it
+from torch import nn
 
 on_gloo_ranks = functools.partial(on_ranks, backend="gloo", timeout=40)
 
@@ -96,3 +100,25 @@ def test_units_of_different_parameters(rank: int) -> None:
     width = 5 + rank
     with raises(ValueError, "[fully_shard]", "weight"):
         sharded(lambda: torch.nn.Sequential(torch.nn.Linear(6, width)))
+
+
+@on_gloo_ranks(2)
+def test_no_memory_for_a_unit(rank: int) -> None:
+    """The rank says how much of what it needed; the other one is told."""
+    width = 4096  # 64 MiB, more than the heap keeps
+    model = trireme.fully_shard(nn.Linear(width, width, bias=False))
+    x = torch.ones(1, width)
+    if rank == 1:
+        taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        limits = resource.getrlimit(resource.RLIMIT_AS)
+        resource.setrlimit(resource.RLIMIT_AS, (taken + (16 << 20), limits[1]))
+        try:
+            with pytest.raises(
+                torch.OutOfMemoryError, match="got no memory for 67108864 bytes of unit weight"
+            ):
+                model(x)
+        finally:
+            resource.setrlimit(resource.RLIMIT_AS, limits)
+        return
+    with raises(dist.DistBackendError, "got no memory for 67108864 bytes", "(rank 1 of 2)"):
+        model(x)

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import trireme
-from ddp_ranks import HOUSE_FORM, Tied, batch, mlp, raises
+from ddp_ranks import HOUSE_FORM, Tied, batch, mlp
 from distributed import run_ranks
 from fsdp_ranks import (
     SGD_OPTIONS,
@@ -164,7 +164,7 @@ def test_training(backend: str) -> None:
 
 
 def accumulation(rank: int, mesh: DeviceMesh) -> None:
-    """Without averaging at all; without its second half only it is refused."""
+    """Without averaging at all."""
     ours, one = pair(mlp, mesh)
     for step in range(3):
         for training in (ours, one):
@@ -174,8 +174,70 @@ def accumulation(rank: int, mesh: DeviceMesh) -> None:
                 assert all(param.grad is None for param in ours.model.parameters())
             training.backward(3 * step + 2)
         step_both(ours, one)
-    with raises(NotImplementedError, "got set_requires_all_reduce(False) on a mesh of 2"):
-        ours.model.set_requires_all_reduce(False)
+
+
+# Of each backward of a step: whether it scatters, and the layers that do not all-reduce.
+PARTS: tuple[tuple[tuple[bool, tuple[int, ...]], ...], ...] = (
+    ((True, (0, 2, 4)), (True, (0, 2, 4)), (True, ())),
+    ((True, (2,)), (True, (0, 2)), (True, ())),
+    ((False, ()), (True, (0, 2, 4)), (False, (0, 2, 4)), (True, (4,)), (True, ())),
+)
+
+
+def partial_sums_as_torch(rank: int, mesh: DeviceMesh) -> None:
+    """Sums wait for the replicas: of all units, of some, between backwards that accumulate only."""
+    theirs_mesh = gloo_grid(rank)
+    for policy in (MixedPrecisionPolicy(), MixedPrecisionPolicy(torch.bfloat16, torch.float32)):
+        tolerance: dict[str, Any] = {"rtol": 2**-7, "atol": 1e-3} if policy.param_dtype else {}
+        ours = in_training(shard_layers(mlp(), mesh=mesh, mp_policy=policy), SGD, lr=0.1)
+        model = shard_layers(mlp(), torch_fully_shard, mesh=theirs_mesh, mp_policy=policy)
+        theirs = in_training(model, SGD, lr=0.1)
+        for step, parts in enumerate(PARTS):
+            for training in (ours, theirs):
+                training.optimizer.zero_grad()
+            for number, (scatters, deferred) in enumerate(parts):
+                for training in (ours, theirs):
+                    training.model.set_requires_gradient_sync(scatters)
+                    for layer in (0, 2, 4):
+                        training.model[layer].set_requires_all_reduce(layer not in deferred)
+                    x = rows_of(10 * step + number, training)
+                    training.model(x).float().square().mean().backward()
+                assert_locals(ours.model, theirs.model, **tolerance)
+            for training in (ours, theirs):
+                training.optimizer.step()
+
+
+def partial_sums_of_what_is_used(rank: int, mesh: DeviceMesh) -> None:
+    """Units that only the backwards before use, on some of the ranks; what nobody uses has no
+    .grad; reset_iter_state() forgets."""
+    ours, one = pair(Skipping, mesh)
+    ours.model.set_dynamic_gather(True)
+    steps = (("a", "b", "ab", "b"), ("c", "s", "c", "c")), (("a", "a", "s", "s"), ("s",) * 4)
+    for step, backwards in enumerate(steps):
+        for training in (ours, one):
+            training.optimizer.zero_grad()
+        for number, ways in enumerate(backwards):
+            batch_number = 10 * step + number
+            ours.model.set_requires_all_reduce(number == len(backwards) - 1)
+            ours.model(rows_of(batch_number, ours), ways[rank]).square().mean().backward()
+            for other, way in enumerate(ways):
+                rows = batch(batch_number, rows=ROWS)[other::WORLD]
+                (one.model(rows, way).square().mean() / WORLD).backward()
+        step_both(ours, one)
+    for training in (ours, one):
+        training.optimizer.zero_grad()
+    ours.model.set_requires_all_reduce(False)
+    ours.model(rows_of(7, ours), "abc").square().mean().backward()
+    ours.model.reset_iter_state()
+    ours.model.set_requires_all_reduce(True)
+    for training in (ours, one):
+        training.model(rows_of(8, training), "abc").square().mean().backward()
+    step_both(ours, one)
+
+
+@BACKENDS
+def test_partial_sums(backend: str) -> None:
+    on_grid(backend, partial_sums_as_torch, partial_sums_of_what_is_used)
 
 
 def unused_parameters(rank: int, mesh: DeviceMesh) -> None:

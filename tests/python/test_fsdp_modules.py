@@ -264,10 +264,13 @@ def blocks() -> nn.Sequential:
     return nn.Sequential(*(Block() for _ in range(3)))
 
 
+WHOLE: Any = {"backend": "aot_eager", "fullgraph": True}
+
+
 def compile_blocks(model: Any) -> None:
     """In place, then sharded: what torchtitan does."""
     for block in model:
-        block.compile(backend="aot_eager")
+        block.compile(**WHOLE)
     for block in model:
         trireme.fully_shard(block)
     trireme.fully_shard(model)
@@ -276,14 +279,14 @@ def compile_blocks(model: Any) -> None:
 def compile_sharded_blocks(model: Any) -> None:
     for block in model:
         trireme.fully_shard(block)
-        block.compile(backend="aot_eager")
+        block.compile(**WHOLE)
     trireme.fully_shard(model)
 
 
 def shard_compiled_blocks(model: Any) -> None:
     """Of torch.compile(block), an OptimizedModule."""
     for index, block in enumerate(model):
-        model[index] = torch.compile(block, backend="aot_eager")
+        model[index] = torch.compile(block, **WHOLE)
         trireme.fully_shard(model[index])
     trireme.fully_shard(model)
 
@@ -291,7 +294,7 @@ def shard_compiled_blocks(model: Any) -> None:
 def wrap_sharded_blocks(model: Any) -> None:
     for index, block in enumerate(model):
         trireme.fully_shard(block)
-        model[index] = torch.compile(block, backend="aot_eager")
+        model[index] = torch.compile(block, **WHOLE)
     trireme.fully_shard(model)
 
 
@@ -314,6 +317,7 @@ def test_compiled_units(rank: int) -> None:
                 training.optimizer.step()
         for param, right in zip(model.parameters(), one.model.parameters(), strict=True):
             torch.testing.assert_close(param.full_tensor(), right.detach())
+        assert not torch._dynamo.utils.counters["graph_break"]
 
 
 @on_shm_ranks(2)
@@ -325,6 +329,8 @@ def test_what_torch_asks_for(rank: int) -> None:
     assert type(model[0]) is type(model[2]) and type(model[0]).__name__ == "FSDPLinear"
     state = model._get_fsdp_state()
     assert state is model._get_fsdp_state() and hasattr(state, "_comm_ctx")
+    assert trireme.fully_shard.state(model) is state  # type: ignore[attr-defined]
+    assert trireme.fully_shard.state(nn.Tanh()) is None  # type: ignore[attr-defined]
     assert all(isinstance(param, DTensor) for param in model.parameters())
     assert all(isinstance(value, DTensor) for value in model.state_dict().values())
     missing = [name for name in dir(TorchFSDPModule) if not callable(getattr(model, name, None))]

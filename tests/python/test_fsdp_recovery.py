@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
 import torch
 import trireme
-from ddp_ranks import mlp, raises
-from fsdp_ranks import pair, shard_layers, sharded, train_both
+from ddp_ranks import batch, mlp, raises
+from fsdp_ranks import pair, rows_of, shard_layers, sharded, step_both, train_both
 from shm_ranks import on_shm_ranks
 from torch import nn
 from torch.distributed.tensor import DTensor
+from zero_ranks import ROWS
 
 
 class Failing(nn.Module):
@@ -72,6 +74,46 @@ def test_exceptions_without_a_reset(rank: int) -> None:
             ours.loss(20).backward()
         ours.model.where = ""
         train_both(ours, one, step + 7)
+
+
+class Picky(nn.Linear):
+    fails = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = super().forward(x)
+        if self.fails:
+            raise ValueError("not to my taste")
+        return hidden
+
+
+class Forgiving(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.first, self.picky, self.last = nn.Linear(6, 6), Picky(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor, fails: bool = False) -> torch.Tensor:
+        hidden = self.first(x)
+        self.picky.fails = fails
+        with contextlib.suppress(ValueError):
+            hidden = hidden + self.picky(hidden)
+        return self.last(hidden.tanh())
+
+
+@on_shm_ranks(2)
+def test_a_unit_raises_inside_a_forward_that_goes_on(rank: int) -> None:
+    """On all ranks, also in the first forward, or on one of them."""
+    for failing in ([(0, 1), (), (1,), (0, 1), (0,)], [(1,), (), (0, 1)]):
+        ours, one = pair(Forgiving)
+        for step, ranks in enumerate(failing):
+            for training in (ours, one):
+                training.optimizer.zero_grad()
+            ours.model(rows_of(step, ours), rank in ranks).square().mean().backward()
+            assert all(isinstance(param, DTensor) for param in ours.model.parameters())
+            for other in range(2):
+                rows = batch(step, rows=ROWS)[other::2]
+                (one.model(rows, other in ranks).square().mean() / 2).backward()
+            step_both(ours, one)
 
 
 @on_shm_ranks(2)

@@ -122,6 +122,17 @@ def test_the_options_are_heard() -> None:
     assert apart.rank.buffers < private.rank.buffers
 
 
+def test_zero3_that_gathers_keeps_its_shards_two_units_and_buckets() -> None:
+    numel, unit = 100 * MIB, 4 * MIB
+    apart = estimate_memory(numel, "zero3", 4, ranks_per_host=1, unit_numel=unit)
+    assert (apart.rank.parameters, apart.rank.buffers) == (numel, 2 * 4 * unit + 5 * 25 * MIB)
+    over_gloo = estimate_memory(numel, "zero3", 4, host_params=False, unit_numel=unit)
+    assert over_gloo.rank == apart.rank
+    assert over_gloo.host.total == 4 * apart.host.total
+    shared = estimate_memory(numel, "zero3", 4)
+    assert shared.host.parameters == over_gloo.host.parameters == 4 * numel
+
+
 LAZY = nn.LazyLinear(3)
 WRONG: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: estimate_memory(1, "zero4", 2), ValueError, "got strategy 'zero4', expected one of"),
@@ -154,7 +165,13 @@ WRONG: list[tuple[Callable[[], object], type[Exception], str]] = [
         ValueError,
         "for the paper's accounting",
     ),
-    (lambda: estimate_memory(1, "zero3", 2, host_params=False), ValueError, "without host_params"),
+    (lambda: estimate_memory(1, "zero3", 2, unit_numel=-1), ValueError, "negative number"),
+    (
+        lambda: estimate_memory(1, "zero3", 2, accounting="paper", unit_numel=1),
+        ValueError,
+        "for the paper's accounting",
+    ),
+    (lambda: estimate_memory(1, "zero3", 2, unit_numel=0.5), TypeError, "unit_numel is float"),  # type: ignore[arg-type]
     (lambda: estimate_memory("1", "ddp", 2), TypeError, "got str"),  # type: ignore[arg-type]
     (lambda: estimate_memory(True, "ddp", 2), TypeError, "got bool"),
     (lambda: estimate_memory(1, "ddp", 2.0), TypeError, "world is float"),  # type: ignore[arg-type]
@@ -270,6 +287,16 @@ def test_what_the_command_refuses(
     assert captured.out == ""
     assert text in captured.err and captured.err.startswith("[") and captured.err.count("\n") == 1
     sys.modules.pop("their_models", None)
+
+
+def test_the_command_knows_units_and_ranks_without_common_memory(
+    monkeypatch: Patch, capsys: Captured
+) -> None:
+    arguments = ["--numel", "1e8", "--world", 4, "--no-host-params", "--unit", "1e6", "--json"]
+    assert run_plan(monkeypatch, *arguments, "--strategy", "zero2", "zero3") == 0
+    zero2, zero3 = (one["rank"] for one in json.loads(capsys.readouterr().out))
+    assert (zero2["parameters"], zero3["parameters"]) == (4 * 10**8, 10**8)
+    assert zero3["buffers"] == 2 * 4 * 10**6 + 5 * 25 * MIB
 
 
 @pytest.mark.parametrize("wrong", ["5.5", "inf", "many"])

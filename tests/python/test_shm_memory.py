@@ -12,7 +12,17 @@ import torch
 import torch.distributed as dist
 from ddp_ranks import batch, mlp, raises
 from distributed import run_ranks
-from shm_ranks import TORCH, assert_bits, backend_of, of_all, on_shm_ranks, reduced, values
+from shm_ranks import (
+    TORCH,
+    assert_bits,
+    backend_of,
+    files_in_memory,
+    left_in_memory,
+    of_all,
+    on_shm_ranks,
+    reduced,
+    values,
+)
 from torch import nn
 from torch.distributed import ReduceOp
 from torch.distributed.device_mesh import init_device_mesh
@@ -109,9 +119,9 @@ def use_and_die(rank: int) -> None:
 
 
 def test_nothing_is_left_of_killed_processes() -> None:
-    before = set(os.listdir("/dev/shm"))
+    before = files_in_memory()
     run_ranks(use_and_die, 2, timeout=40, dying=(0, 1))
-    assert not [name for name in set(os.listdir("/dev/shm")) - before if "trireme" in name]
+    assert not left_in_memory(before)
 
 
 # --- FSDP -----------------------------------------------------------------------------------------

@@ -15,7 +15,15 @@ import torch
 import torch.distributed as dist
 from ddp_ranks import HOUSE_FORM, message_of, raises
 from distributed import run_ranks
-from shm_ranks import assert_bits, of_all, on_shm_ranks, reduced, values
+from shm_ranks import (
+    assert_bits,
+    files_in_memory,
+    left_in_memory,
+    of_all,
+    on_shm_ranks,
+    reduced,
+    values,
+)
 from torch.distributed import ReduceOp
 
 SOON_S = 5.0
@@ -139,10 +147,6 @@ def test_no_room_for_the_rings(rank: int) -> None:
     assert_bits(tensor, reduced(ReduceOp.SUM, of_all(2, 9000, torch.float32)))
 
 
-def files_in_memory() -> set[str]:
-    return {path.name for path in Path("/dev/shm").glob("trireme-*")}
-
-
 def die(rank: int) -> None:
     dist.init_process_group("trireme")
     dist.all_reduce(torch.ones(100_000))
@@ -165,7 +169,7 @@ def sums(rank: int, world: int) -> list[float]:
 def test_killed_jobs_leave_nothing_and_disturb_nobody() -> None:
     before = files_in_memory()
     run_ranks(die, 2, timeout=40, dying=(0, 1))
-    assert files_in_memory() <= before
+    assert not left_in_memory(before)
     assert run_ranks(sums, 2, 2, timeout=40)[0][0] == 1
 
 

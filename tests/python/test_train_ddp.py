@@ -32,7 +32,7 @@ def run(program: list[str], ranks: int, *options: str) -> str:
         capture_output=True,
         text=True,
         timeout=100,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
         check=False,
     )
     assert finished.returncode == 0, finished.stderr[-4000:]
@@ -85,7 +85,7 @@ def test_one_process_with_replicas_reaches_the_losses_of_ddp(of_cpp_ddp: list[fl
             capture_output=True,
             text=True,
             timeout=100,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
             check=True,
         )
         assert losses(finished.stdout) == pytest.approx(of_cpp_ddp, rel=1e-3)

@@ -41,7 +41,7 @@ def test_equals_one_process(rank: int, world: int) -> None:
 
 @on_ranks(2, backend="gloo")
 def test_equals_one_process_over_gloo(rank: int) -> None:
-    """Parameters are private, gradients all-reduced."""
+    """Parameters are private, gradients scattered."""
     for stage in STAGES:
         ours = sharded(Shapes, AdamW, stage, lr=0.01)
         assert not ours.optimizer._cores[0].shares_parameters

@@ -1,3 +1,4 @@
+#include <trireme/comm/engine_options.h>
 #include <trireme/comm/nccl_backend.h>
 
 #include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
@@ -11,4 +12,10 @@ extern "C" TRIREME_API void trireme_make_nccl_backend(const trireme::NcclRequest
   backend = c10::make_intrusive<c10d::ProcessGroupNCCL>(
       request.store, static_cast<int>(request.where.rank), static_cast<int>(request.where.world),
       std::move(options));
+}
+
+extern "C" TRIREME_API void trireme_copy_nccl_options(const trireme::EngineOptions& options,
+                                                      trireme::EngineOptions& copy) {
+  copy = c10::make_intrusive<c10d::ProcessGroupNCCL::Options>(
+      dynamic_cast<const c10d::ProcessGroupNCCL::Options&>(*options));
 }

@@ -14,7 +14,7 @@ namespace {
 
 // Elements of fp16 that pass through a buffer of fp32 at a time: two such buffers stay in the
 // nearest cache.
-constexpr int64_t kBlock = 512;
+constexpr int64_t kConvertBlock = 512;
 
 template <typename Dst, typename Src>
 using Compute =
@@ -56,8 +56,8 @@ TRIREME_INLINE void add_apart(T* __restrict dst, const T* __restrict src, int64_
 // Calls piece(begin, numel) for consecutive blocks.
 template <typename Piece>
 TRIREME_INLINE void for_blocks(int64_t numel, const Piece& piece) {
-  for (int64_t begin = 0; begin < numel; begin += kBlock) {
-    piece(begin, std::min(kBlock, numel - begin));
+  for (int64_t begin = 0; begin < numel; begin += kConvertBlock) {
+    piece(begin, std::min(kConvertBlock, numel - begin));
   }
 }
 
@@ -71,13 +71,13 @@ void convert(void* dst_data, const void* src_data, int64_t numel, double scale) 
     Isa::widen(dst, src, numel, static_cast<float>(scale));
   } else if constexpr (std::is_same_v<Dst, Half>) {
     for_blocks(numel, [&](int64_t begin, int64_t count) {
-      float wide[kBlock];
+      float wide[kConvertBlock];
       convert<Isa, float, Src>(wide, src + begin, count, scale);
       Isa::narrow(dst + begin, wide, count, 1.0f);
     });
   } else if constexpr (std::is_same_v<Src, Half>) {
     for_blocks(numel, [&](int64_t begin, int64_t count) {
-      float wide[kBlock];
+      float wide[kConvertBlock];
       Isa::widen(wide, src + begin, count, 1.0f);
       convert<Isa, Dst, float>(dst + begin, wide, count, scale);
     });
@@ -98,8 +98,8 @@ void add(void* dst_data, const void* src_data, int64_t numel) {
   const auto* src = static_cast<const T*>(src_data);
   if constexpr (std::is_same_v<T, Half>) {
     for_blocks(numel, [&](int64_t begin, int64_t count) {
-      float sum[kBlock];
-      float wide[kBlock];
+      float sum[kConvertBlock];
+      float wide[kConvertBlock];
       Isa::widen(sum, dst + begin, count, 1.0f);
       Isa::widen(wide, src + begin, count, 1.0f);
       add<Isa, float>(sum, wide, count);

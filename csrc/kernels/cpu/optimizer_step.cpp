@@ -14,27 +14,27 @@ namespace cpu {
 namespace {
 
 // Elements that are converted at a time, in buffers that stay in the nearest cache.
-constexpr int64_t kBlock = 512;
+constexpr int64_t kStepBlock = 512;
 
-const OptimizerLoops& best_loops() {
+const OptimizerLoops& best_optimizer_loops() {
   static const OptimizerLoops& best = supported_optimizer_loops().back();
   return best;
 }
 
 void run_loop(const OptimizerSegment& segment, bool is_double, const AdamScalars& scalars) {
-  best_loops().adam[is_double ? 1 : 0](segment, scalars);
+  best_optimizer_loops().adam[is_double ? 1 : 0](segment, scalars);
 }
 
 void run_loop(const OptimizerSegment& segment, bool is_double, const SgdScalars& scalars) {
-  best_loops().sgd[is_double ? 1 : 0](segment, scalars);
+  best_optimizer_loops().sgd[is_double ? 1 : 0](segment, scalars);
 }
 
 // One block by way of buffers in the dtype computed in, as far as memory holds others.
 template <typename Scalars>
 void step_block(OptimizerSegment block, SegmentDtypes dtypes, Scalars scalars) {
   const at::ScalarType computed = optimizer_state_dtype(dtypes.param);
-  alignas(64) char params[kBlock * sizeof(double)];
-  alignas(64) char grads[kBlock * sizeof(double)];
+  alignas(64) char params[kStepBlock * sizeof(double)];
+  alignas(64) char grads[kStepBlock * sizeof(double)];
   const Span param = {block.param, dtypes.param, block.numel};
   const Span grad = {block.grad, dtypes.grad, block.numel};
   const Span param_buffer = {params, computed, block.numel};
@@ -61,8 +61,8 @@ void step_segment(const OptimizerSegment& segment, SegmentDtypes dtypes, const S
   if (dtypes.param == computed && dtypes.grad == computed && !scalars.write_grad) {
     return run_loop(segment, computed == at::kDouble, scalars);
   }
-  for (int64_t begin = 0; begin < segment.numel; begin += kBlock) {
-    const int64_t end = std::min(begin + kBlock, segment.numel);
+  for (int64_t begin = 0; begin < segment.numel; begin += kStepBlock) {
+    const int64_t end = std::min(begin + kStepBlock, segment.numel);
     step_block(slice(segment, dtypes, begin, end), dtypes, scalars);
   }
 }

@@ -14,7 +14,7 @@ namespace cpu {
 namespace {
 
 // Products on their way into a sum: at most 4 KiB, so they do not leave the nearest cache.
-constexpr int64_t kBlock = 512;
+constexpr int64_t kProductBlock = 512;
 
 [[noreturn]] void refuse_dtype(at::ScalarType dtype) {
   TORCH_CHECK_TYPE(false, error_text("span",
@@ -61,9 +61,9 @@ void add_run(Span dst, ConstSpan src, double scale) {
   if (to == index_of(src.dtype) && scale == 1.0) return add(dst.data, src.data, dst.numel);
 
   const ConvertLoop convert = best_loops().convert[to][index_of(src.dtype)];
-  alignas(64) char products[kBlock * sizeof(double)];
-  for (int64_t begin = 0; begin < dst.numel; begin += kBlock) {
-    const int64_t count = std::min(kBlock, dst.numel - begin);
+  alignas(64) char products[kProductBlock * sizeof(double)];
+  for (int64_t begin = 0; begin < dst.numel; begin += kProductBlock) {
+    const int64_t count = std::min(kProductBlock, dst.numel - begin);
     convert(products, slice(src, begin, begin + count).data, count, scale);
     add(slice(dst, begin, begin + count).data, products, count);
   }

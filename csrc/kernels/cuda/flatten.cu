@@ -1,4 +1,5 @@
 #include <trireme/kernels/cuda/flatten_launch.h>
+#include <trireme/kernels/cuda/kernel_image.h>
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -140,7 +141,10 @@ Kernel kernel_for(FlattenMove move, Real flat_dtype) {
 
 }  // namespace
 
-bool has_flatten() { return true; }
+const char* why_no_flatten() {
+  return why_no_image(
+      reinterpret_cast<const void*>(kernel_for(FlattenMove::kFlatten, Real::kFloat)));
+}
 
 const char* launch_flatten(const FlattenTable& table, FlattenMove move, void* stream) {
   const int32_t blocks = blocks_of(table);

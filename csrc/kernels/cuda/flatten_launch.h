@@ -8,8 +8,9 @@ namespace trireme::cuda {
 
 enum class FlattenMove : uint8_t { kFlatten, kAccumulate, kUnflatten };
 
-// Whether the kernels are in this build.
-bool has_flatten();
+// nullptr if the kernels run on the current device, else why not: this build has none, or none for
+// that GPU. The first question on a device loads them.
+const char* why_no_flatten();
 
 // One asynchronous launch on `stream` (a cudaStream_t), whose device must be the current one; the
 // table is copied before it returns. nullptr, or CUDA's text for what went wrong.

@@ -9,11 +9,11 @@ constexpr char kNoKernels[] = "this build has no CUDA kernels";
 
 }  // namespace
 
-bool has_flatten() { return false; }
+const char* why_no_flatten() { return kNoKernels; }
 
 const char* launch_flatten(const FlattenTable&, FlattenMove, void*) { return kNoKernels; }
 
-bool has_optimizer_step() { return false; }
+const char* why_no_optimizer_step() { return kNoKernels; }
 
 const char* launch_adam(const OptimizerTable&, OptimizerReals, const AdamScalars&, void*) {
   return kNoKernels;

@@ -12,8 +12,8 @@ struct OptimizerReals {
   Real grad;  // param, or kFloat
 };
 
-// Whether the kernels are in this build.
-bool has_optimizer_step();
+// nullptr if the kernels run on the current device, else why not; see why_no_flatten().
+const char* why_no_optimizer_step();
 
 // One asynchronous launch on `stream` (a cudaStream_t), whose device must be the current one; the
 // table is copied before it returns. nullptr, or CUDA's text for what went wrong.

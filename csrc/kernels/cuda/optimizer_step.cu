@@ -1,3 +1,4 @@
+#include <trireme/kernels/cuda/kernel_image.h>
 #include <trireme/kernels/cuda/optimizer_launch.h>
 
 #include <cuda_bf16.h>
@@ -163,7 +164,9 @@ const char* launch(const void* kernel, const OptimizerTable& table, const Scalar
 
 }  // namespace
 
-bool has_optimizer_step() { return true; }
+const char* why_no_optimizer_step() {
+  return why_no_image(kernel_for<SgdKernels>({Real::kFloat, Real::kFloat}));
+}
 
 const char* launch_adam(const OptimizerTable& table, OptimizerReals reals,
                         const AdamScalars& scalars, void* stream) {

@@ -1,6 +1,8 @@
 #include <trireme/strategies/data_parallel/module_clones.h>
 
 #include <trireme/common/error.h>
+#include <trireme/strategies/data_parallel/replica_tensors.h>
+#include <trireme/strategies/data_parallel/words.h>
 
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
@@ -20,12 +22,10 @@ namespace {
 using torch::nn::Module;
 using Modules = std::vector<std::shared_ptr<Module>>;
 
-constexpr const char* kArea = "data_parallel";
-
 [[noreturn]] void refuse_clone(const std::string& what) {
-  C10_THROW_ERROR(ValueError,
-                  error_text(kArea, "got a clone " + what + ", expected one like its module", {},
-                             "Let reset() register what the module has."));
+  C10_THROW_ERROR(ValueError, error_text(kDataParallelArea,
+                                         "got a clone " + what + ", expected one like its module",
+                                         {}, "Let reset() register what the module has."));
 }
 
 std::shared_ptr<Module> cloned(const Module& module, c10::Device device) {
@@ -48,20 +48,13 @@ std::shared_ptr<Module> cloned(const Module& module, c10::Device device) {
   } catch (const c10::Error& error) {
     C10_THROW_ERROR(
         NotImplementedError,
-        error_text(kArea,
+        error_text(kDataParallelArea,
                    std::string("got a module that cannot be cloned (") +
                        error.what_without_backtrace() + "), expected one that can",
                    {},
                    "Derive it from torch::nn::Cloneable, and register parameters, buffers and "
                    "modules in reset()."));
   }
-}
-
-void share(const at::Tensor& original, at::Tensor& copy) {
-  copy.set_data(original.detach());
-  if (!original.is_inference())
-    torch::autograd::impl::set_version_counter(copy,
-                                               torch::autograd::impl::version_counter(original));
 }
 
 // Walks through a module and its clones side by side.
@@ -167,7 +160,7 @@ void connect(ModuleClones& clones) {
       const at::Tensor value = here ? at::alias(parameter) : parameter.to(leaf.device());
       leaf.set_requires_grad(false);
       if (here) {
-        share(parameter, leaf);
+        share_tensor(parameter, leaf);
       } else {
         leaf.set_data(value.detach());
       }
@@ -180,7 +173,7 @@ void connect(ModuleClones& clones) {
       const at::Tensor& buffer = tensors.buffers[i];
       at::Tensor& copy = tensors.replica_buffers[replica][i];
       if (replica == 0 && buffer.device() == copy.device()) {
-        share(buffer, copy);
+        share_tensor(buffer, copy);
       } else {
         copy.set_data(buffer.detach().to(copy.device(), /*non_blocking=*/true, /*copy=*/true));
       }

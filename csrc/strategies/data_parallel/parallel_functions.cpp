@@ -3,6 +3,7 @@
 #include <trireme/common/error.h>
 #include <trireme/strategies/data_parallel/core_groups.h>
 #include <trireme/strategies/data_parallel/module_clones.h>
+#include <trireme/strategies/data_parallel/words.h>
 #include <trireme/strategies/data_parallel/worker_pool.h>
 
 #include <ATen/ATen.h>
@@ -18,12 +19,10 @@
 namespace trireme {
 namespace {
 
-constexpr const char* kArea = "data_parallel";
-
 void check_dim(const at::Tensor& tensor, int64_t dim) {
   const int64_t rank = tensor.dim();
   TORCH_CHECK_VALUE(-rank <= dim && dim < rank,
-                    error_text(kArea,
+                    error_text(kDataParallelArea,
                                std::string("got dim ") + std::to_string(dim) + " for a tensor of " +
                                    std::to_string(rank) + " dimensions, expected " +
                                    std::to_string(-rank) + " to " + std::to_string(rank - 1),
@@ -31,28 +30,23 @@ void check_dim(const at::Tensor& tensor, int64_t dim) {
 }
 
 void check_devices(const std::vector<c10::Device>& devices) {
-  TORCH_CHECK_VALUE(!devices.empty(), error_text(kArea, "got no devices, expected one at least", {},
-                                                 "Name a device for each replica."));
-}
-
-std::string shape_text(const at::Tensor& tensor) {
-  std::ostringstream text;
-  text << tensor.sizes();
-  return text.str();
+  TORCH_CHECK_VALUE(!devices.empty(),
+                    error_text(kDataParallelArea, "got no devices, expected one at least", {},
+                               "Name a device for each replica."));
 }
 
 // Whether `tensor` goes behind `first` along `dim`.
 void check_fits(const at::Tensor& tensor, const at::Tensor& first, int64_t dim) {
   TORCH_CHECK_TYPE(
       tensor.scalar_type() == first.scalar_type(),
-      error_text(kArea,
+      error_text(kDataParallelArea,
                  std::string("got ") + c10::toString(tensor.scalar_type()) + " beside " +
                      c10::toString(first.scalar_type()) + ", expected tensors of one dtype",
                  {}, "Bring them to one dtype."));
   bool fits = tensor.dim() == first.dim();
   for (int64_t i = 0; fits && i < first.dim(); ++i)
     fits = i == dim || tensor.size(i) == first.size(i);
-  TORCH_CHECK_VALUE(fits, error_text(kArea,
+  TORCH_CHECK_VALUE(fits, error_text(kDataParallelArea,
                                      std::string("got shape ") + shape_text(tensor) + " beside " +
                                          shape_text(first) + ", expected them to differ in dim " +
                                          std::to_string(dim) + " at most",
@@ -77,8 +71,9 @@ std::vector<at::Tensor> scatter(const at::Tensor& tensor, const std::vector<c10:
 }
 
 at::Tensor gather(const std::vector<at::Tensor>& tensors, c10::Device device, int64_t dim) {
-  TORCH_CHECK_VALUE(!tensors.empty(), error_text(kArea, "got no tensors, expected one at least", {},
-                                                 "Gather what replicas have returned."));
+  TORCH_CHECK_VALUE(!tensors.empty(),
+                    error_text(kDataParallelArea, "got no tensors, expected one at least", {},
+                               "Gather what replicas have returned."));
   const at::Tensor& first = tensors.front();
   if (first.dim() > 0) check_dim(first, dim);
   const int64_t place = dim < 0 ? dim + first.dim() : dim;
@@ -88,7 +83,7 @@ at::Tensor gather(const std::vector<at::Tensor>& tensors, c10::Device device, in
     parts.push_back(tensor.to(device, /*non_blocking=*/true));
   }
   if (first.dim() > 0) return at::cat(parts, dim);
-  TORCH_WARN(error_text(kArea, "got 0-dim tensors to gather, expected rows", {},
+  TORCH_WARN(error_text(kDataParallelArea, "got 0-dim tensors to gather, expected rows", {},
                         "They are returned as a vector."));
   return at::stack(parts);
 }
@@ -104,7 +99,7 @@ std::vector<std::shared_ptr<torch::nn::Module>> replicate_module(
 
 void check_as_many(const std::string& what, size_t got, size_t expected) {
   TORCH_CHECK_VALUE(got == expected && expected > 0,
-                    error_text(kArea,
+                    error_text(kDataParallelArea,
                                std::string("got ") + std::to_string(got) + " " + what + " for " +
                                    std::to_string(expected) + " modules, expected as many",
                                {}, "Give one for each module."));

@@ -3,6 +3,7 @@
 #include <trireme/common/error.h>
 #include <trireme/strategies/data_parallel/replica_node.h>
 #include <trireme/strategies/data_parallel/replicas.h>
+#include <trireme/strategies/data_parallel/words.h>
 
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/engine.h>
@@ -18,23 +19,15 @@ namespace {
 using torch::autograd::edge_list;
 using torch::autograd::variable_list;
 
-constexpr const char* kArea = "data_parallel";
-
 int64_t wrapped_dim(const at::Tensor& tensor, int64_t dim, const char* what) {
   const int64_t rank = tensor.dim();
   TORCH_CHECK_VALUE(-rank <= dim && dim < rank,
-                    error_text(kArea,
+                    error_text(kDataParallelArea,
                                std::string("got dim ") + std::to_string(dim) + " for " + what +
                                    " of " + std::to_string(rank) + " dimensions, expected " +
                                    std::to_string(-rank) + " to " + std::to_string(rank - 1),
                                {}, "Give the dimension that holds the batch."));
   return dim < 0 ? dim + rank : dim;
-}
-
-std::string shape_text(const at::Tensor& tensor) {
-  std::ostringstream text;
-  text << tensor.sizes();
-  return text.str();
 }
 
 std::string kind_text(const at::Tensor& tensor) {
@@ -74,7 +67,7 @@ std::vector<size_t> ReplicaPass::replicas() const {
 std::vector<at::Tensor> ReplicaPass::scatter(const at::Tensor& input, int64_t dim) {
   TORCH_CHECK_NOT_IMPLEMENTED(
       !input._fw_grad(/*level=*/0).defined(),
-      error_text(kArea, "got an input with a forward-mode gradient, expected none", {},
+      error_text(kDataParallelArea, "got an input with a forward-mode gradient, expected none", {},
                  "Use trireme.data_parallel(module, inputs), whose graph is one."));
   Input plan;
   plan.repeated = input.dim() == 0;
@@ -124,7 +117,7 @@ ReplicaPass::Output ReplicaPass::plan_output(const std::vector<std::vector<at::T
     const at::Tensor& part = outputs[position][i];
     const auto text = [&](const std::string& got, const std::string& expected) {
       return error_text(
-          kArea,
+          kDataParallelArea,
           "got " + got + " for output " + std::to_string(i) + " from " +
               replicas_->describe(chunks_[position].replica) + ", expected " + expected +
               " as from " + replicas_->describe(chunks_.front().replica),
@@ -243,7 +236,7 @@ void ReplicaPass::run_backward(const std::vector<at::Tensor>& gradients,
 std::vector<at::Tensor> ReplicaPass::backward(const std::vector<at::Tensor>& gradients,
                                               bool keep_graph) {
   TORCH_CHECK(!released_,
-              error_text(kArea,
+              error_text(kDataParallelArea,
                          "got a second backward through one forward, whose graphs are freed, "
                          "expected the first",
                          {}, "Call backward(retain_graph=True) the first time."));

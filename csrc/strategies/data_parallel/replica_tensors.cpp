@@ -30,14 +30,6 @@ bool same_memory(const at::Tensor& a, const at::Tensor& b) {
   return same_layout(a, b) && share_storage(a, b) && a.storage_offset() == b.storage_offset();
 }
 
-// Gives `copy` the memory and the version counter of `master`.
-void share(const at::Tensor& master, at::Tensor& copy) {
-  copy.set_data(master.detach());
-  if (!master.is_inference())
-    torch::autograd::impl::set_version_counter(copy,
-                                               torch::autograd::impl::version_counter(master));
-}
-
 int64_t version_of(const at::Tensor& tensor) {
   return tensor.is_inference() ? -1 : tensor._version();
 }
@@ -64,6 +56,13 @@ at::ScalarType real_type(const at::Tensor& tensor) {
 }
 
 }  // namespace
+
+void share_tensor(const at::Tensor& master, at::Tensor& copy) {
+  copy.set_data(master.detach());
+  if (!master.is_inference())
+    torch::autograd::impl::set_version_counter(copy,
+                                               torch::autograd::impl::version_counter(master));
+}
 
 // What one replica has to copy.
 struct ReplicaTensors::Stale {
@@ -198,7 +197,7 @@ void ReplicaTensors::refresh_leaves(size_t replica, bool first) {
       stale.look_at(master, leaf, copied_leaves_[replica][i],
                     may_have_stepped_ && may_be_stepped(master));
     } else if (first || !same_memory(master, leaf)) {
-      share(master, leaf);
+      share_tensor(master, leaf);
     }
     if (leaf.requires_grad() != master.requires_grad())
       leaf.set_requires_grad(master.requires_grad());
@@ -214,7 +213,7 @@ void ReplicaTensors::refresh_buffers(size_t replica, bool first) {
     if (!shares_buffer(replica, i)) {
       stale.look_at(master, copy, copied_buffers_[replica][i], writes_unseen(master));
     } else if (first || !same_memory(master, copy)) {
-      share(master, copy);
+      share_tensor(master, copy);
     }
   }
   copied_bytes_ += stale.copy();

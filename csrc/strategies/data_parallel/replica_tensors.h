@@ -80,4 +80,7 @@ class TRIREME_API ReplicaTensors {
   int64_t copied_bytes_ = 0;
 };
 
+// Gives `copy` the memory and the version counter of `master`.
+void share_tensor(const at::Tensor& master, at::Tensor& copy);
+
 }  // namespace trireme

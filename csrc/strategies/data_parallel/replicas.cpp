@@ -4,6 +4,7 @@
 #include <trireme/common/trace.h>
 #include <trireme/memory/warm_heap.h>
 #include <trireme/strategies/data_parallel/replica_pass.h>
+#include <trireme/strategies/data_parallel/words.h>
 
 #include <ATen/ATen.h>
 #include <c10/util/Exception.h>
@@ -18,7 +19,6 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr const char* kArea = "data_parallel";
 constexpr double kLopsided = 1.25;
 constexpr int64_t kStepsBeforeWarning = 10;
 constexpr double kLeastMsToWarn = 5;       // below, wake-ups make the difference
@@ -52,7 +52,7 @@ Replicas::Replicas(ModuleReplicas module, std::shared_ptr<WorkerPool> pool, Repl
       backward_in_engine_(options_.copy_always || !tensors_.module().devices.front().is_cpu()) {
   TORCH_INTERNAL_ASSERT(pool_->count() == tensors_.count());
   TORCH_CHECK_VALUE(options_.weights.empty() || options_.weights.size() == tensors_.count(),
-                    error_text(kArea,
+                    error_text(kDataParallelArea,
                                "got " + std::to_string(options_.weights.size()) +
                                    " weights, expected one for each of " +
                                    std::to_string(tensors_.count()) + " replicas",
@@ -179,7 +179,7 @@ void Replicas::rethrow_first(const std::vector<size_t>& replicas,
       if (error_listener_) throw;  // which has named it
       std::throw_with_nested(
           c10::Error({__func__, __FILE__, static_cast<uint32_t>(__LINE__)},
-                     error_text(kArea,
+                     error_text(kDataParallelArea,
                                 std::string("got an exception in ") + describe(replicas[position]) +
                                     ": " + error.what(),
                                 {}, "The exception itself is nested in this one.")));
@@ -189,15 +189,13 @@ void Replicas::rethrow_first(const std::vector<size_t>& replicas,
 
 // What the last pass took, for reports and for the balance. Under report_mutex_.
 void Replicas::note(const ReplicaPass& pass, bool with_backward) {
-  std::vector<double> seconds;
+  std::vector<double> milliseconds = pass.forward_ms_;
   double longest = 0;
-  for (size_t position = 0; position < pass.chunks().size(); ++position) {
-    const double ms =
-        pass.forward_ms_[position] + (with_backward ? pass.backward_ms_[position] : 0);
-    longest = std::max(longest, ms);
-    seconds.push_back(ms / 1e3);
+  for (size_t position = 0; position < milliseconds.size(); ++position) {
+    if (with_backward) milliseconds[position] += pass.backward_ms_[position];
+    longest = std::max(longest, milliseconds[position]);
   }
-  balances_[with_backward ? 1 : 0].record(pass.chunks(), seconds);
+  balances_[with_backward ? 1 : 0].record(pass.chunks(), milliseconds);
   report_.replicas.assign(tensors_.count(), {});
   for (size_t replica = 0; replica < tensors_.count(); ++replica) {
     report_.replicas[replica].device = tensors_.module().devices[replica];
@@ -208,13 +206,13 @@ void Replicas::note(const ReplicaPass& pass, bool with_backward) {
     own.rows = pass.chunks()[position].rows;
     own.forward_ms = pass.forward_ms_[position];
     own.backward_ms = with_backward ? pass.backward_ms_[position] : 0;
-    own.waiting_share = longest > 0 ? 1 - seconds[position] * 1e3 / longest : 0;
+    own.waiting_share = longest > 0 ? 1 - milliseconds[position] / longest : 0;
   }
   if (pass.chunks().size() != tensors_.count()) return;
   ++measured_steps_;
-  for (size_t position = 0; position < seconds.size(); ++position) {
+  for (size_t position = 0; position < milliseconds.size(); ++position) {
     double& smoothed = smoothed_ms_[pass.chunks()[position].replica];
-    const double ms = seconds[position] * 1e3;
+    const double ms = milliseconds[position];
     smoothed = measured_steps_ == 1 ? ms : 0.8 * smoothed + 0.2 * ms;
   }
 }
@@ -228,7 +226,7 @@ void Replicas::warn_if_lopsided() {
     if (*most <= kLopsided * *least || *most < kLeastMsToWarn) return;
     warned_ = true;
     text = error_text(
-        kArea,
+        kDataParallelArea,
         describe(static_cast<size_t>(most - smoothed_ms_.begin())) + " takes " +
             two_digits(*most / *least) + " times as long as " +
             describe(static_cast<size_t>(least - smoothed_ms_.begin())) + ", expected at most " +

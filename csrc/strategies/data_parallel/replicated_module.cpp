@@ -4,6 +4,7 @@
 #include <trireme/common/forks.h>
 #include <trireme/strategies/data_parallel/chunk_plan.h>
 #include <trireme/strategies/data_parallel/core_groups.h>
+#include <trireme/strategies/data_parallel/words.h>
 
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
@@ -16,8 +17,6 @@
 namespace trireme {
 namespace {
 
-constexpr const char* kArea = "data_parallel";
-
 // One of the module's tensors, which are all on its device; undefined if it has none.
 at::Tensor any_tensor_of(const torch::nn::Module& module) {
   std::vector<at::Tensor> tensors = module.parameters();
@@ -26,7 +25,7 @@ at::Tensor any_tensor_of(const torch::nn::Module& module) {
   for (const at::Tensor& tensor : tensors)
     TORCH_CHECK_VALUE(
         tensor.device() == tensors.front().device(),
-        error_text(kArea,
+        error_text(kDataParallelArea,
                    std::string("got a module on ") + tensors.front().device().str() + " and " +
                        tensor.device().str() + ", expected one device",
                    {}, "Move it to the device of the first replica: net->to(device)."));
@@ -40,19 +39,20 @@ c10::Device device_holding(const at::Tensor& tensor) {
 void check_options(const DataParallelOptions& options) {
   const auto got = static_cast<int64_t>(options.devices.size());
   TORCH_CHECK_VALUE(options.replicas >= 0,
-                    error_text(kArea,
+                    error_text(kDataParallelArea,
                                std::string("got ") + std::to_string(options.replicas) +
                                    " replicas, expected at least 1, or 0 for a number that suits",
                                {}, "Say how many parts a batch has."));
   TORCH_CHECK_VALUE(
       options.replicas == 0 || got == 0 || options.replicas == got,
-      error_text(kArea,
+      error_text(kDataParallelArea,
                  std::string("got ") + std::to_string(options.replicas) + " replicas and " +
                      std::to_string(got) + " devices, expected as many",
                  {}, "Name one device per replica, or none."));
-  TORCH_CHECK_VALUE(options.weights.empty() || !options.auto_balance,
-                    error_text(kArea, "got weights and auto_balance, expected one of them", {},
-                               "Leave the weights out: balance finds them."));
+  TORCH_CHECK_VALUE(
+      options.weights.empty() || !options.auto_balance,
+      error_text(kDataParallelArea, "got weights and auto_balance, expected one of them", {},
+                 "Leave the weights out: balance finds them."));
   if (!options.weights.empty())
     static_cast<void>(weighted_chunks(1, options.weights));  // throws for bad ones
 }
@@ -60,7 +60,7 @@ void check_options(const DataParallelOptions& options) {
 void refuse_nesting(const torch::nn::Module& module) {
   for (const auto& item : module.named_modules())
     TORCH_CHECK_VALUE(dynamic_cast<const ReplicatedModule*>(item.value().get()) == nullptr,
-                      error_text(kArea,
+                      error_text(kDataParallelArea,
                                  std::string("got a DataParallel at '") + item.key() +
                                      "' in the module, expected plain modules",
                                  {}, "Wrap the outermost module alone."));
@@ -75,7 +75,7 @@ c10::Device existing_device(c10::Device device) {
       known ? int64_t{c10::impl::VirtualGuardImpl(device.type()).deviceCount()} : 0;
   TORCH_CHECK_VALUE(
       device.index() < count && count > 0,
-      error_text(kArea,
+      error_text(kDataParallelArea,
                  std::string("got the device ") + device.str() + ", expected one of the " +
                      std::to_string(count) + " of its kind here",
                  {}, "Name devices that exist, or torch::kCPU."));
@@ -105,17 +105,17 @@ void ReplicatedModule::choose_devices() {
   }
   for (const c10::Device device : devices_)
     TORCH_CHECK_VALUE(device.type() == devices_.front().type(),
-                      error_text(kArea,
+                      error_text(kDataParallelArea,
                                  std::string("got replicas on ") + devices_.front().str() +
                                      " and " + device.str() + ", expected one kind of device",
                                  {}, "Name devices of one kind."));
   TORCH_CHECK_VALUE(home == devices_.front(),
-                    error_text(kArea,
+                    error_text(kDataParallelArea,
                                std::string("got a module on ") + home.str() + ", expected it on " +
                                    devices_.front().str() + ", the device of the first replica",
                                {}, "Move it there, or name its own device first."));
   TORCH_CHECK_VALUE(options_.weights.empty() || options_.weights.size() == devices_.size(),
-                    error_text(kArea,
+                    error_text(kDataParallelArea,
                                std::string("got ") + std::to_string(options_.weights.size()) +
                                    " weights, expected one for each of " +
                                    std::to_string(devices_.size()) + " replicas",
@@ -172,7 +172,7 @@ at::Tensor ReplicatedModule::mean_loss(ReplicaPass& pass,
     const bool fits = loss.defined() && loss.dim() == 0 && loss.is_floating_point();
     TORCH_CHECK_VALUE(
         fits,
-        error_text(kArea,
+        error_text(kDataParallelArea,
                    std::string("got a loss ") +
                        (loss.defined() ? std::string("of ") + std::to_string(loss.dim()) +
                                              " dimensions and " + c10::toString(loss.scalar_type())

@@ -16,15 +16,15 @@ class TRIREME_API SpeedBalance {
  public:
   explicit SpeedBalance(size_t replicas);
 
-  // What one step took on each replica that had rows: rows and seconds, parallel to `chunks`.
-  void record(const std::vector<Chunk>& chunks, const std::vector<double>& seconds);
+  // What one step took on each replica that had rows: rows and milliseconds, parallel to `chunks`.
+  void record(const std::vector<Chunk>& chunks, const std::vector<double>& milliseconds);
 
   // Shares of the batch, equal until every replica was measured.
   const std::vector<double>& weights() const { return weights_; }
 
  private:
   std::vector<double> weights_;
-  std::vector<double> seconds_per_row_;  // smoothed; 0: not yet known
+  std::vector<double> ms_per_row_;  // smoothed; 0: not yet known
   int64_t steps_ = 0;
 };
 

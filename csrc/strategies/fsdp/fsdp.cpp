@@ -4,14 +4,15 @@
 #include <trireme/common/trace.h>
 #include <trireme/grad/output_hook.h>
 #include <trireme/grad/plan_agreement.h>
-#include <trireme/memory/buffer_pool.h>
 
 #include <ATen/ATen.h>
+#include <ATen/SequenceNumber.h>
 #include <c10/core/InferenceMode.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
+#include <iterator>
 #include <utility>
 
 // See [Note: a step of fully sharded training] in fsdp.h.
@@ -19,44 +20,7 @@
 namespace trireme {
 namespace {
 
-constexpr const char* kArea = "fully_shard";
-constexpr int64_t kFirstBucketBytes = int64_t{1} << 20;
-constexpr int64_t kBucketBytes = int64_t{25} << 20;
-
 bool runs_backward() { return torch::autograd::get_current_graph_task_id() != -1; }
-
-// Which rank gets which elements of a gradient, as it lies in memory.
-ShardPlan plan_of(const std::vector<ParameterInfo>& stored, int64_t world) {
-  ShardPlan plan = make_shard_plan({stored, world, ShardPlacement::kDim0});
-  for (size_t i = 0; i < stored.size(); ++i)  // every rank steps its own
-    if (stored[i].sizes.empty())
-      std::fill(plan.shards[i].begin(), plan.shards[i].end(), ShardRange{0, 1});
-  return plan;
-}
-
-std::shared_ptr<GradReducer> make_reducer(const Fsdp::Request& request) {
-  NamedParameters parameters{request.names, {}, std::vector<bool>(request.names.size(), false)};
-  GradReducerOptions options;
-  options.caps = {{kFirstBucketBytes, kBucketBytes}};
-  options.area = kArea;
-  options.arms_at_parameters = true;
-  std::vector<ParameterInfo> stored;
-  for (const auto& group : request.groups) {
-    for (size_t i = 0; i < group->params().size(); ++i) {
-      const ShardedParam& param = group->params()[i];
-      const ShardedParamSpec& spec = param.spec();
-      parameters.tensors.push_back(group->leaves()[i]);
-      options.sharded_parameters.push_back(param.sharded());
-      options.reduce_dtypes.emplace_back(spec.reduce_dtype.value_or(spec.dtype));
-      stored.push_back(stored_info(spec, spec.dtype));
-    }
-  }
-  const std::shared_ptr<Communicator>& sharers = request.groups.front()->communicator();
-  options.shards = std::make_shared<const ShardPlan>(plan_of(stored, sharers->world()));
-  options.scatters_with = sharers;
-  options.replicates_with = request.replicates_with;
-  return GradReducer::make(std::move(parameters), request.communicator, std::move(options));
-}
 
 // What other hosts read of each rank, in all groups.
 PartsByRank parts_of(const std::vector<std::shared_ptr<ParamGroup>>& groups) {
@@ -70,6 +34,20 @@ PartsByRank parts_of(const std::vector<std::shared_ptr<ParamGroup>>& groups) {
   return all;
 }
 
+// One for each set of ranks.
+std::vector<StepGate> make_gates(const Fsdp::Request& request) {
+  std::vector<StepGate> gates;
+  for (size_t ranks = 0; ranks < request.ranks.size(); ++ranks) {
+    std::vector<std::shared_ptr<ParamGroup>> groups;
+    for (size_t i = 0; i < request.groups.size(); ++i)
+      if (request.ranks_of[i] == ranks) groups.push_back(request.groups[i]);
+    if (groups.empty()) continue;
+    const auto& first = groups.front();
+    gates.emplace_back(first->store(), first->communicator(), parts_of(groups));
+  }
+  return gates;
+}
+
 }  // namespace
 
 std::shared_ptr<ParamGroup> make_param_group(ParamGroupRequest request) {
@@ -78,33 +56,50 @@ std::shared_ptr<ParamGroup> make_param_group(ParamGroupRequest request) {
     infos.push_back(stored_info(spec, spec.dtype));
     infos.back().sizes = spec.sizes;
   }
-  check_same_parameters(*request.communicator, request.device, infos, kArea);
+  check_same_parameters(*request.communicator, request.device, infos, "fully_shard");
   return std::make_shared<ParamGroup>(std::move(request));
 }
 
 std::shared_ptr<Fsdp> Fsdp::make(Request request) {
   const c10::InferenceMode no_inference(false);
-  return std::shared_ptr<Fsdp>(new Fsdp(std::move(request)));
+  if (request.ranks_of.empty()) request.ranks_of.assign(request.groups.size(), 0);
+  std::shared_ptr<Fsdp> made(new Fsdp(request));
+  if (made->prefetch_.gathers()) {
+    made->reducers_.ask_for_unused([self = made->weak_from_this()] {
+      const auto alive = self.lock();
+      return alive ? alive->unused_groups() : std::vector<bool>();
+    });
+  }
+  return made;
 }
 
-Fsdp::Fsdp(Request request)
-    : groups_(std::move(request.groups)),
-      names_(std::move(request.names)),
-      communicator_(std::move(request.communicator)),
-      gate_(groups_.front()->store(), groups_.front()->communicator(), parts_of(groups_)),
-      prefetch_(groups_),
-      reducer_(make_reducer({groups_, names_, communicator_, request.replicates_with})) {
-  const auto pool = std::make_shared<BufferPool>(groups_.front()->device());
+std::vector<bool> Fsdp::unused_groups() const {
+  std::vector<bool> unused;
+  for (const auto& group : groups_) unused.push_back(!prefetch_.may_have_been_needed(*group));
+  return unused;
+}
+
+Fsdp::Fsdp(const Request& request)
+    : groups_(request.groups),
+      names_(request.names),
+      communicator_(request.ranks.front().communicator),
+      gates_(make_gates(request)),
+      pool_(std::make_shared<BufferPool>(groups_.front()->device())),
+      prefetch_(groups_, request.agrees_with),
+      reducers_({groups_, names_, request.ranks, request.ranks_of}),
+      copied_gradients_(groups_.front()->device()) {
   for (const auto& group : groups_) {
-    group->memory().share_pool(pool);
-    for (const ShardedParam& param : group->params()) shards_.push_back(param.sharded());
+    group->memory().share_pool(pool_);
+    for (size_t i = 0; i < group->params().size(); ++i)
+      owners_.push_back({group.get(), static_cast<int64_t>(i)});
   }
 }
 
 // One forward of a unit that gathers, as backward sees it.
 struct Fsdp::Use {
-  size_t inputs = 0;     // that get gradients
-  int64_t backward = 0;  // that has entered it
+  uint64_t first_node = at::sequence_number::peek();  // of autograd's
+  size_t inputs = 0;                                  // that get gradients
+  int64_t backward = 0;                               // that has entered it
   size_t inputs_left = 0;
 };
 
@@ -118,10 +113,12 @@ void Fsdp::pre_forward(const Forward& forward, const std::vector<at::Tensor>& in
       return forward.group->show_unsharded();
     }
   } else {
-    if (forward.is_root) depth_ = 0;
-    if (depth_++ == 0) begin_forward(forward);
+    // No forward goes on over a step: what is open was left, and nobody said so.
+    if (forward.is_root || is_writing()) open_.clear();
+    open_.push_back({forward.group.get(), forward.is_root, nullptr});
+    if (open_.size() == 1) begin_forward(forward);
     if (forward.group && forward.group->gathers())
-      open_uses_[forward.group.get()].push_back(watch_inputs(forward.group, inputs));
+      open_.back().use = watch_inputs(forward.group, inputs);
   }
   if (!forward.group) return;
   prefetch_.need(*forward.group);
@@ -130,9 +127,8 @@ void Fsdp::pre_forward(const Forward& forward, const std::vector<at::Tensor>& in
 
 void Fsdp::begin_forward(const Forward& forward) {
   ++forward_;
-  open_uses_.clear();
   for (const auto& group : groups_) group->follow_requires_grad();
-  reducer_->before_forward();
+  reducers_.before_forward();
   begin_reading();
   prefetch_.begin_forward(forward.group.get(), at::GradMode::is_enabled());
 }
@@ -151,7 +147,7 @@ std::shared_ptr<Fsdp::Use> Fsdp::watch_inputs(const std::shared_ptr<ParamGroup>&
   }
   use->inputs = watched.size();
   for (const at::Tensor& input : watched) {
-    on_output_gradient(input, [self = weak_from_this(), group, use] {
+    on_gradient(input, [self = weak_from_this(), group, use] {
       if (const auto alive = self.lock()) alive->post_backward(*group, *use);
     });
   }
@@ -162,21 +158,24 @@ void Fsdp::post_forward(const Forward& forward, const std::vector<at::Tensor>& o
                         bool all_found) {
   if (runs_backward()) return;
   const bool trains = at::GradMode::is_enabled();
-  const std::shared_ptr<Use> use = close_use(forward.group.get());
+  const std::shared_ptr<Use> use = close(forward);
   if (trains) watch_outputs(forward, outputs, use);
   if (forward.group && forward.group->reshard_after_forward())
     prefetch_.done(*forward.group, /*hold=*/trains && !all_found);
-  depth_ = std::max<int64_t>(depth_ - 1, 0);
-  if (depth_ > 0) return;
+  if (!open_.empty()) return;
   prefetch_.end_pass();
-  if (trains) reducer_->after_forward(outputs, /*synchronize=*/true, all_found);
+  if (trains) reducers_.after_forward(outputs, all_found);
 }
 
-std::shared_ptr<Fsdp::Use> Fsdp::close_use(const ParamGroup* group) {
-  const auto open = open_uses_.find(group);
-  if (open == open_uses_.end() || open->second.empty()) return nullptr;
-  std::shared_ptr<Use> use = std::move(open->second.back());
-  open->second.pop_back();
+// With it goes what is still open inside.
+std::shared_ptr<Fsdp::Use> Fsdp::close(const Forward& forward) {
+  const auto last = std::find_if(open_.rbegin(), open_.rend(), [&](const Open& one) {
+    return one.group == forward.group.get() && one.is_root == forward.is_root;
+  });
+  if (last == open_.rend()) return nullptr;
+  const auto first_closed = std::prev(last.base());
+  std::shared_ptr<Use> use = std::move(first_closed->use);
+  open_.erase(first_closed, open_.end());
   return use;
 }
 
@@ -186,23 +185,44 @@ void Fsdp::watch_outputs(const Forward& forward, const std::vector<at::Tensor>& 
   const Pass pass{forward_, prefetch_.forward_key()};
   for (const at::Tensor& output : outputs) {
     if (!output.requires_grad() || output.is_leaf()) continue;
-    on_output_gradient(output, [self = weak_from_this(), group = forward.group, use, pass] {
+    const auto arrived = [self = weak_from_this(), group = forward.group, use, pass] {
       if (const auto alive = self.lock()) alive->pre_backward(group.get(), use.get(), pass);
-    });
+    };
+    on_output_gradient(output, arrived, use ? use->first_node : 0);
   }
 }
 
-void Fsdp::abandon_forward(const std::string& reason) noexcept {
+void Fsdp::abandon_forward(const Forward& forward, const std::string& reason) noexcept {
   if (runs_backward()) return;  // which says so, if it is more than a checkpoint's early end
-  depth_ = 0;
-  if (!prefetch_.is_in_pass()) return;
+  close(forward);
+  try {  // what it has computed may have been kept, and backward may come to it
+    if (forward.group && forward.group->reshard_after_forward())
+      prefetch_.done(*forward.group, /*hold=*/at::GradMode::is_enabled());
+  } catch (...) {  // no memory for a piece of the unit, which so stays unsharded
+  }
+  if (!open_.empty() || !prefetch_.is_in_pass()) return;
   prefetch_.reset();
-  const RankOf where = communicator_->rank_of();
-  if (where.world == 1) return;
-  const std::string text =
-      error_text(kArea, "a forward was abandoned: " + reason, where, "See the traceback there.");
-  communicator_->announce_failure(text);
-  groups_.front()->gathers_with()->announce_failure(text);
+  if (communicator_->world() == 1) return;
+  const std::string what = "a forward was abandoned: " + reason;
+  reducers_.announce_failure(abandoned_text(what));
+  tell_gatherers(what);
+}
+
+std::string Fsdp::abandoned_text(const std::string& what) const {
+  return error_text("fully_shard", what, communicator_->rank_of(), "See the traceback there.");
+}
+
+// Others may wait for this rank in a gather, of a unit or of its pieces, or to agree on an order.
+void Fsdp::tell_gatherers(const std::string& what) noexcept {
+  std::set<Communicator*> told{nullptr};
+  const auto tell = [&](Communicator* one) {
+    if (told.insert(one).second && !one->failure()) one->announce_failure(abandoned_text(what));
+  };
+  tell(prefetch_.communicator());
+  for (const auto& group : groups_) {
+    tell(group->gathers_with().get());
+    tell(group->reshards_with().get());
+  }
 }
 
 void Fsdp::unshard(ParamGroup& group) {
@@ -214,21 +234,27 @@ void Fsdp::begin_unshard(ParamGroup& group) { prefetch_.need_later(group); }
 
 void Fsdp::reshard(ParamGroup& group) { prefetch_.drop(group); }
 
+bool Fsdp::is_writing() const {
+  return std::any_of(gates_.begin(), gates_.end(),
+                     [](const StepGate& gate) { return gate.is_writing(); });
+}
+
 void Fsdp::begin_reading() {
-  if (!gate_.is_writing()) return check_writes();
+  if (!is_writing()) return check_writes();
   TRIREME_TRACE("fsdp.begin_reading");
   const c10::InferenceMode no_inference(false);
   for (const auto& group : groups_) group->finish_writes();
-  gate_.begin_reading();
+  for (StepGate& gate : gates_) gate.begin_reading();
   prefetch_.expire();
   for (const auto& group : groups_) group->bump_unsharded();
 }
 
 void Fsdp::begin_writing() {
-  if (gate_.is_writing()) return;
+  if (is_writing()) return;
   TRIREME_TRACE("fsdp.begin_writing");
   check_writes();
-  gate_.begin_writing();
+  for (const auto& group : groups_) group->memory().finish_copies();
+  for (StepGate& gate : gates_) gate.begin_writing();
 }
 
 // A slower rank may have read while this one wrote; or the unsharded parameters are still those of
@@ -237,14 +263,16 @@ void Fsdp::check_writes() {
   size_t first = 0;
   for (const auto& group : groups_) {
     const std::vector<int64_t> changed = group->changed_outside();
-    if (!changed.empty() && !group->has_unsharded()) {
+    const bool is_kept = group->has_unsharded() || group->memory().has_pieces();
+    if (!changed.empty() && !is_kept) {
       group->finish_writes();  // nobody has what was there before
     } else if (!changed.empty()) {
       const std::string name = names_[first + static_cast<size_t>(changed.front())];
-      const std::string why = group->gathers() ? "while it was kept unsharded"
-                                               : "when other ranks of the host may be reading it";
+      const std::string why = !group->gathers() ? "when other ranks of the host may be reading it"
+                              : group->has_unsharded() ? "while it was kept unsharded"
+                                                       : "while ranks kept pieces of it";
       for (const auto& one : groups_) one->finish_writes();  // said once
-      TORCH_CHECK(false, error_text(kArea,
+      TORCH_CHECK(false, error_text("fully_shard",
                                     "parameter '" + name +
                                         "' was written after a forward and before "
                                         "optimizer.step(), " +
@@ -312,13 +340,13 @@ void Fsdp::shadow_step(const std::shared_ptr<ParamGroup>& root) {
     prefetch_.enter_forward(prefetch_.forward_key());
     prefetch_.gather_rest();  // the others reduce meanwhile
   }
-  reducer_->shadow_backward(/*deliver=*/true);
-  prefetch_.end_pass();
+  reducers_.shadow_backward();
+  prefetch_.end_pass(/*is_last=*/synchronize_ && !manual_);
 }
 
 void Fsdp::finish_backward() {
   try {
-    prefetch_.end_pass();
+    prefetch_.end_pass(/*is_last=*/synchronize_ && !manual_);
   } catch (...) {
     abandon_backward();
     throw;
@@ -327,6 +355,8 @@ void Fsdp::finish_backward() {
 }
 
 void Fsdp::abandon_backward() noexcept {
+  if (prefetch_.is_in_pass() && communicator_->world() > 1)
+    tell_gatherers("a backward was abandoned");
   prefetch_.reset();
   reshard_after_backward();
 }
@@ -337,48 +367,24 @@ void Fsdp::reshard_after_backward() {
     if (group->reshard_after_backward()) group->show_sharded();
 }
 
-std::vector<at::Tensor> Fsdp::take_gradients(const std::vector<int64_t>& parameters) const {
-  std::vector<at::Tensor> gradients;
-  for (const int64_t parameter : parameters)
-    gradients.push_back(
-        std::exchange(shards_[static_cast<size_t>(parameter)].mutable_grad(), at::Tensor()));
-  return gradients;
-}
-
-void Fsdp::set_synchronize(const std::vector<bool>& groups) {
-  TORCH_INTERNAL_ASSERT(groups.size() == groups_.size());
-  synchronize_ = std::find(groups.begin(), groups.end(), true) != groups.end();
-  std::vector<bool> held;
-  for (size_t i = 0; i < groups.size(); ++i)
-    held.insert(held.end(), groups_[i]->params().size(), synchronize_ && !groups[i]);
-  reducer_->hold(held);
-  reducer_->set_synchronize(synchronize_ && !manual_);
-}
-
-void Fsdp::set_divide_factors(const std::vector<double>& groups) {
-  TORCH_INTERNAL_ASSERT(groups.size() == groups_.size());
-  std::vector<double> factors;
-  for (size_t i = 0; i < groups.size(); ++i)
-    factors.insert(factors.end(), groups_[i]->params().size(), groups[i]);
-  reducer_->set_divide_factors(std::move(factors));
-}
-
 void Fsdp::set_manual_finalization(bool manual) {
   manual_ = manual;
-  reducer_->set_synchronize(synchronize_ && !manual_);
+  reducers_.set_synchronize(synchronize_ && !manual_);
 }
 
 void Fsdp::finalize_backward() {
-  if (synchronize_) reducer_->reduce_accumulated();
+  if (synchronize_) {
+    reducers_.reduce_accumulated();
+    prefetch_.forget_pieces();
+  }
   reshard_after_backward();
 }
 
 void Fsdp::reset() {
-  depth_ = 0;
-  open_uses_.clear();
+  open_.clear();
   prefetch_.reset();
   for (const auto& group : groups_) group->show_sharded();
-  reducer_->drop_accumulated();
+  reducers_.drop_accumulated();
 }
 
 }  // namespace trireme

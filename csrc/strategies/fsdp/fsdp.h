@@ -1,10 +1,12 @@
 #pragma once
 
 #include <trireme/comm/communicator.h>
-#include <trireme/grad/grad_reducer.h>
+#include <trireme/memory/buffer_pool.h>
+#include <trireme/memory/stream_handoff.h>
 #include <trireme/param/param_group.h>
 #include <trireme/param/prefetch.h>
 #include <trireme/param/step_gate.h>
+#include <trireme/strategies/fsdp/unit_reducers.h>
 
 #include <ATen/core/Tensor.h>
 
@@ -26,7 +28,7 @@ namespace trireme {
 //                  to
 //   pre_backward   a gradient has reached an output of the unit: as pre_forward
 //   backward       grad_hook -> bucket -> each rank's shards of the average; one reducer for all
-//                  units
+//                  units that the same ranks share
 //   post_backward  the unit's inputs have their gradients, or backward is over: as post_forward
 //   begin_writing  before the optimizer: waits until nobody reads
 //
@@ -47,18 +49,22 @@ TRIREME_API std::shared_ptr<ParamGroup> make_param_group(ParamGroupRequest reque
 // and rings of 8 MiB. Where parameters are gathered: one all_gather per unit in forward and, if it
 // reshards, one in backward, 4 N (P - 1) / P bytes received each; one reduce_scatter per bucket of
 // 25 MiB, and one small all_reduce. Memory: 16 N / P per rank (with the state of Adam), the two
-// largest units, and two buckets.
+// largest units (more where ranks use different ones; see prefetch.h), and two buckets. Resharded
+// among n ranks backward receives 4 N (n - 1) / n bytes from these, and 4 N / n stay until it is
+// over.
 //
 // The thread that trains calls these, without the GIL.
 class TRIREME_API Fsdp : public std::enable_shared_from_this<Fsdp> {
  public:
   struct Request {
-    std::vector<std::shared_ptr<ParamGroup>> groups;  // with one communicator of their own
+    std::vector<std::shared_ptr<ParamGroup>> groups;  // on one device
     std::vector<std::string> names;                   // of all parameters, group by group
-    std::shared_ptr<Communicator> communicator;       // of all ranks that train
-    // Where these are more than share the parameters (HSDP): of the ranks that have the same
-    // shards.
-    std::shared_ptr<Communicator> replicates_with = nullptr;
+    // The first are all that train. See [Note: units on several meshes] in unit_reducers.h.
+    std::vector<FsdpRanks> ranks;
+    // By group, into `ranks`: groups of the same have one communicator. Empty: all are the first's.
+    std::vector<size_t> ranks_of = {};
+    // See Prefetch; needed where groups of several ranks gather.
+    std::shared_ptr<Communicator> agrees_with = nullptr;
   };
   // Not collective.
   static std::shared_ptr<Fsdp> make(Request request);
@@ -81,9 +87,10 @@ class TRIREME_API Fsdp : public std::enable_shared_from_this<Fsdp> {
   // come as from a backward.
   void shadow_step(const std::shared_ptr<ParamGroup>& root);
 
-  // An exception has left the outermost forward: where units gather, the other ranks, which would
+  // Instead of post_forward(): an exception has left the forward of a unit, whether somebody around
+  // it catches it or not. If no forward is around it and units gather, the other ranks, which would
   // wait for this one, are told.
-  void abandon_forward(const std::string& reason) noexcept;
+  void abandon_forward(const Forward& forward, const std::string& reason) noexcept;
 
   // For a caller who reads parameters outside of forward, or earlier there. Where units are
   // gathered every rank calls it at the same place; begin_unshard() does not wait until they are
@@ -101,15 +108,30 @@ class TRIREME_API Fsdp : public std::enable_shared_from_this<Fsdp> {
   void begin_writing();
 
   // Whether this rank may write its shards now.
-  bool is_writing() const { return gate_.is_writing(); }
+  bool is_writing() const;
 
   // This rank's part of the gradients of some parameters, which have become the .grad of their
-  // ShardedParam::sharded(), leaving none there: for a caller who keeps gradients himself.
-  std::vector<at::Tensor> take_gradients(const std::vector<int64_t>& parameters) const;
+  // ShardedParam::gradient_leaf(), leaving none there: for a caller who keeps gradients himself. Of
+  // offloaded shards they are copied into CPU memory, where they are when backward, or the call
+  // that delivers them outside of one, is over; or when wait_for_gradients() returns.
+  std::vector<at::Tensor> take_gradients(const std::vector<int64_t>& parameters);
+  void wait_for_gradients() { copied_gradients_.wait(); }
+  // For a caller who does not: those of offloaded shards become the .grad of
+  // ShardedParam::sharded() too, or are added to it. Takes the delivered callback of reducers().
+  void keep_offloaded_gradients();
 
   // Whether backwards average the gradients of each group; without, they accumulate on this rank.
   // The same on all ranks.
   void set_synchronize(const std::vector<bool>& groups);
+  // Under replicates_with: whether backwards sum up the gradients of each group over it; without,
+  // what the sharing ranks have summed up waits on this rank for the next one that does. The same
+  // on all ranks.
+  void set_all_reduce(const std::vector<bool>& groups);
+  // Where memory comes from that is gathered into, and that gradients are sent from; the device's
+  // allocator where it is empty.
+  void set_memory_sources(BufferPool::Source gathered, const BufferPool::Source& gradients);
+  // See [Note: all-reduce hooks]; by group.
+  void set_all_reduce_hooks(std::vector<AllReduceHook> groups);
   // What the gradients of each group are divided by; the number of ranks where it is 0. The same on
   // all ranks.
   void set_divide_factors(const std::vector<double>& groups);
@@ -120,8 +142,9 @@ class TRIREME_API Fsdp : public std::enable_shared_from_this<Fsdp> {
   // After an exception: what forward and backward have left is forgotten.
   void reset();
 
-  GradReducer& reducer() { return *reducer_; }
+  UnitReducers& reducers() { return reducers_; }
   const std::shared_ptr<Communicator>& communicator() const { return communicator_; }
+  c10::Device device() const { return groups_.front()->device(); }
 
  private:
   class PostBackward;
@@ -131,11 +154,12 @@ class TRIREME_API Fsdp : public std::enable_shared_from_this<Fsdp> {
     int64_t number = 0;
     Prefetch::Key key;
   };
-  explicit Fsdp(Request request);
+  explicit Fsdp(const Request& request);
+  std::vector<bool> unused_groups() const;
   void begin_forward(const Forward& forward);
   std::shared_ptr<Use> watch_inputs(const std::shared_ptr<ParamGroup>& group,
                                     const std::vector<at::Tensor>& inputs);
-  std::shared_ptr<Use> close_use(const ParamGroup* group);
+  std::shared_ptr<Use> close(const Forward& forward);
   void watch_outputs(const Forward& forward, const std::vector<at::Tensor>& outputs,
                      const std::shared_ptr<Use>& use);
   void enter_backward();
@@ -143,21 +167,39 @@ class TRIREME_API Fsdp : public std::enable_shared_from_this<Fsdp> {
   void post_backward(ParamGroup& group, Use& use);
   void finish_backward();
   void abandon_backward() noexcept;
+  std::string abandoned_text(const std::string& what) const;
+  void tell_gatherers(const std::string& what) noexcept;
   void reshard_after_backward();
   void check_writes();
+  void receive_gradients(const std::vector<int64_t>& parameters);
+  AllReduceHook told_of_errors(AllReduceHook hook);
 
   std::vector<std::shared_ptr<ParamGroup>> groups_;
   std::vector<std::string> names_;
-  std::vector<at::Tensor> shards_;  // of all groups
+  struct Owner {
+    ParamGroup* group;
+    int64_t parameter;  // of that
+  };
+  static const ShardedParam& param_of(const Owner& owner) {
+    return owner.group->params()[static_cast<size_t>(owner.parameter)];
+  }
+  std::vector<Owner> owners_;  // of all parameters
   std::shared_ptr<Communicator> communicator_;
-  StepGate gate_;
+  std::vector<StepGate> gates_;  // one of each ranks that have parameters
+  std::shared_ptr<BufferPool> pool_;
   Prefetch prefetch_;
-  std::shared_ptr<GradReducer> reducer_;
-  int64_t depth_ = 0;  // of nested forwards
-  // Of a unit that gathers: forwards that are not over, and how many of them backward is in.
-  std::map<const ParamGroup*, std::vector<std::shared_ptr<Use>>> open_uses_;
-  std::map<const ParamGroup*, int64_t> uses_in_backward_;
-  int64_t backward_ = 0;  // counts them
+  UnitReducers reducers_;
+  StreamHandoff copied_gradients_;
+  int64_t waiting_task_ = -1;  // the backward that waits for them at its end
+  // Forwards that are not over, each inside the one before it.
+  struct Open {
+    const ParamGroup* group;
+    bool is_root;
+    std::shared_ptr<Use> use;  // null unless the group gathers
+  };
+  std::vector<Open> open_;
+  std::map<const ParamGroup*, int64_t> uses_in_backward_;  // of units that gather
+  int64_t backward_ = 0;                                   // counts them
   int64_t forward_ = 0;
   std::set<int64_t> forwards_in_backward_;
   bool in_backward_ = false;

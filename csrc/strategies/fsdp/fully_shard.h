@@ -61,6 +61,14 @@ constexpr auto forward_method_of() {
   }
 }
 
+// Whether find_tensors() sees all tensors that a value of a type may hold.
+template <typename T, typename Elements = typename ElementsOf<std::remove_cvref_t<T>>::type>
+inline constexpr bool kFindsAllTensors = std::is_same_v<std::remove_cvref_t<T>, at::Tensor> ||
+                                         std::is_arithmetic_v<T> || std::is_enum_v<T>;
+template <typename T, typename First, typename... Rest>
+inline constexpr bool kFindsAllTensors<T, std::tuple<First, Rest...>> =
+    kFindsAllTensors<First> && (kFindsAllTensors<Rest> && ...);
+
 // A unit and the type of its module.
 template <typename Net>
 class ShardedHolding : public ShardedModule {
@@ -89,7 +97,7 @@ class ShardedHolding : public ShardedModule {
     enter(gathers() ? inputs_of(args...) : std::vector<at::Tensor>());
     auto output = input_dtype() ? call_cast(std::forward<Args>(args)...)
                                 : module_->forward(std::forward<Args>(args)...);
-    leave(find_tensors(output));
+    leave(find_tensors(output), kFindsAllTensors<decltype(output)>);
     cast_tensors(output, output_dtype());
     return output;
   }
@@ -125,7 +133,8 @@ template <typename Net, typename Method>
 class ShardedForward : public ShardedHolding<Net> {
  public:
   // Any arguments; outputs may be tensors, or vectors, arrays, tuples, pairs, maps and optionals of
-  // them.
+  // them. Of any other type they work, too; a unit that gathers then stays unsharded until backward
+  // is over.
   template <typename... Args>
   auto forward(Args&&... args) {
     return this->run(std::forward<Args>(args)...);

@@ -1,6 +1,7 @@
 #include <trireme/strategies/fsdp/module_checkpoint.h>
 
 #include <trireme/comm/launch.h>
+#include <trireme/comm/only_device.h>
 #include <trireme/param/checkpoint.h>
 #include <trireme/strategies/fsdp/sharded_module.h>
 #include <trireme/strategies/fsdp/sharded_root.h>
@@ -16,10 +17,13 @@
 namespace trireme {
 namespace {
 
-constexpr const char* kModel = "model";
 constexpr const char* kExtra = "extra.json";
 
-using ShardsByTensor = std::unordered_map<const at::TensorImpl*, const ShardedParam*>;
+struct Shard {
+  const ShardedParam* param;
+  RankOf sharing;  // this rank, among those that share it
+};
+using ShardsByTensor = std::unordered_map<const at::TensorImpl*, Shard>;
 
 ShardsByTensor shards_in(const torch::nn::Module& module) {
   std::vector<const ShardedModule*> units;
@@ -28,7 +32,7 @@ ShardsByTensor shards_in(const torch::nn::Module& module) {
   ShardsByTensor shards;
   for (const ShardedModule* unit : units)
     for (const ShardedParam* param : unit->sharded_params())
-      shards[param->sharded().unsafeGetTensorImpl()] = param;
+      shards.insert({param->sharded().unsafeGetTensorImpl(), {param, unit->sharing()}});
   return shards;
 }
 
@@ -48,17 +52,21 @@ CheckpointTensor own_rows(const std::string& name, const at::Tensor& tensor, Ran
   CheckpointTensor made = whole_tensor(name, tensor);
   if (tensor.dim() > 0) {
     const auto [first, rows] = rows_of(tensor.size(0), where);
-    made.part = {made.part.values.narrow(0, first, rows), 0, first};
+    made.part.values = made.part.values.narrow(0, first, rows);
+    made.part.first.resize(made.sizes.size());
+    made.part.first.front() = first;
   } else if (where.rank != 0) {
     made.part = {};
   }
   return made;
 }
 
-CheckpointTensor own_shard(const std::string& name, const ShardedParam& param, RankOf where) {
-  const ShardedParamSpec& spec = param.spec();
-  const int64_t first = rows_of(spec.sizes[static_cast<size_t>(spec.dim)], where).first;
-  return {name, spec.dtype, spec.sizes, {param.sharded().detach(), spec.dim, first}};
+CheckpointTensor own_shard(const std::string& name, const Shard& shard) {
+  const ShardedParamSpec& spec = shard.param->spec();
+  const auto dim = static_cast<size_t>(spec.dim);
+  std::vector<int64_t> first(spec.sizes.size());
+  first[dim] = rows_of(spec.sizes[dim], shard.sharing).first;
+  return {name, spec.dtype, spec.sizes, {shard.param->sharded().detach(), std::move(first)}};
 }
 
 // What this rank writes, or with `loads` what it reads.
@@ -71,8 +79,8 @@ std::vector<CheckpointTensor> tensors_of(const torch::nn::Module& module, RankOf
     const at::Tensor& tensor = item.value();
     if (!seen.insert(tensor.unsafeGetTensorImpl()).second) continue;
     const auto shard = shards.find(tensor.unsafeGetTensorImpl());
-    if (shard != shards.end() && !shard->second->spec().is_replicated()) {
-      tensors.push_back(own_shard(item.key(), *shard->second, where));
+    if (shard != shards.end() && !shard->second.param->spec().is_replicated()) {
+      tensors.push_back(own_shard(item.key(), shard->second));
     } else {
       tensors.push_back(loads ? whole_tensor(item.key(), tensor)
                               : own_rows(item.key(), tensor, where));
@@ -92,7 +100,9 @@ void begin_writing(torch::nn::Module& module) {
 }
 
 CheckpointRanks ranks_of(std::shared_ptr<Communicator> communicator) {
-  return {communicator ? std::move(communicator) : current_communicator()};
+  if (!communicator) communicator = current_communicator();
+  const c10::Device device = device_of_texts(*communicator);
+  return {std::move(communicator), device};
 }
 
 }  // namespace
@@ -108,7 +118,7 @@ void save_checkpoint(const std::string& path, const torch::nn::Module& module,
                      const ModuleCheckpointOptions& options) {
   const CheckpointRanks ranks = ranks_of(options.communicator);
   CheckpointContent content;
-  content.tensors[kModel] = tensors_of(module, ranks.where(), /*loads=*/false);
+  content.tensors[kModelTensors] = tensors_of(module, ranks.where(), /*loads=*/false);
   if (!options.extra.empty()) content.texts[kExtra] = options.extra;
   save_checkpoint({path, content, options.max_file_bytes}, ranks);
 }
@@ -118,9 +128,9 @@ std::string load_checkpoint(const std::string& path, torch::nn::Module& module,
   const CheckpointRanks ranks = ranks_of(std::move(communicator));
   const CheckpointReader reader(path, ranks);
   const std::vector<CheckpointTensor> tensors = tensors_of(module, ranks.where(), /*loads=*/true);
-  reader.check(kModel, tensors);
+  reader.check(kModelTensors, tensors);
   begin_writing(module);
-  reader.read(kModel, tensors);
+  reader.read(kModelTensors, tensors);
   return reader.text(kExtra);
 }
 

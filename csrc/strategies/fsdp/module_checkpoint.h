@@ -27,9 +27,9 @@ struct ModuleCheckpointOptions {
 //
 // Modules in `module`, or itself, may be Sharded: each rank writes and reads its shards, nothing is
 // gathered, and any number of ranks loads what another one saved. What is not sharded is the same
-// on all ranks; of buffers rank 0's are saved. Under DistributedDataParallel pass the module
-// inside; under ZeroRedundancyOptimizer load while its writing() lives. Optimizers are not saved
-// here.
+// on all ranks; of buffers rank 0's are saved. Units that fewer ranks share (experts) need other
+// names on ranks that have other ones. Under DistributedDataParallel pass the module inside; under
+// ZeroRedundancyOptimizer load while its writing() lives. Optimizers are not saved here.
 //
 // Collective. What they throw is thrown on all ranks: ValueError for what cannot be saved, for a
 // checkpoint that is not whole, or of another module (which is then as it was); c10::Error where

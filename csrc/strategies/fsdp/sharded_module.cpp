@@ -1,7 +1,7 @@
 #include <trireme/strategies/fsdp/sharded_module.h>
 
 #include <trireme/comm/launch.h>
-#include <trireme/comm/twin.h>
+#include <trireme/comm/subgroups.h>
 #include <trireme/common/error.h>
 #include <trireme/grad/module_parameters.h>
 #include <trireme/grad/write_gate.h>
@@ -37,8 +37,14 @@ class ShardsFace final : public ModuleFace {
   std::vector<at::Tensor> shards_;
 };
 
-void check_parameter(const std::string& name, const at::Tensor& parameter, bool sparse_gradient,
-                     RankOf where) {
+struct Checked {
+  const std::string& name;
+  const at::Tensor& parameter;
+  bool sparse_gradient;
+};
+
+void check_parameter(const Checked& checked, c10::Device device, RankOf where) {
+  const auto& [name, parameter, sparse_gradient] = checked;
   TORCH_CHECK_VALUE(gate_of(parameter) == nullptr,
                     error_text(kArea, "got '" + name + "', which is sharded already", where,
                                "Share it inside one unit, and shard it once."));
@@ -49,13 +55,11 @@ void check_parameter(const std::string& name, const at::Tensor& parameter, bool 
                      (sparse_gradient ? "' with sparse gradients" : "' of a sparse layout") +
                      ", expected dense ones",
                  where, "Make it dense."));
-  TORCH_CHECK_NOT_IMPLEMENTED(
-      parameter.is_cpu(),
-      error_text(kArea,
-                 "got '" + name + "' on " + parameter.device().str() +
-                     ", which ranks that share a host's memory have no use for",
-                 where,
-                 "It comes with the all-gather path; keep parameters on the CPU until then."));
+  TORCH_CHECK_VALUE(parameter.device() == device,
+                    error_text(kArea,
+                               "got '" + name + "' on " + parameter.device().str() +
+                                   ", expected it on " + device.str() + ", where others are",
+                               where, "Move the module before fully_shard."));
 }
 
 }  // namespace
@@ -89,16 +93,23 @@ ShardedModule::ShardedModule(std::shared_ptr<torch::nn::Module> inner, FsdpOptio
   TORCH_CHECK_VALUE(dynamic_cast<ShardedModule*>(inner_.get()) == nullptr,
                     error_text(kArea, "got " + inner_->name() + ", which is sharded already", where,
                                "Call fully_shard once per module, inner modules first."));
+  const std::vector<at::Tensor> parameters = inner_->parameters();
+  if (!parameters.empty() && !parameters.front().is_meta()) device_ = parameters.front().device();
+  settle_sharing();
+  settle_resharding();
   std::vector<ShardedParamSpec> specs;
   collect(specs);
   TORCH_CHECK_VALUE(!leaves_.empty() || !units_below(*inner_).empty(),
                     error_text(kArea, "got " + inner_->name() + ", which has no parameters", where,
                                "Shard a module that has some."));
   if (!specs.empty()) {
-    ParamGroupRequest request{std::move(specs), options_.communicator};
-    if (ParamGroup::gathers_over(*options_.communicator, request.device))
-      request.gathers_with =
-          options_.gathers_with ? options_.gathers_with : twin_of(*options_.communicator);
+    ParamGroupRequest request{std::move(specs), sharers_};
+    request.device = device_;
+    if (ParamGroup::gathers_over(*sharers_, request.device)) {
+      request.gathers_with = options_.gathers_with ? options_.gathers_with : twin_of(*sharers_);
+      request.reshards_with = options_.reshards_with;
+    }
+    settle_offload(request);
     group_ = make_param_group(std::move(request));
   }
   shard();
@@ -106,6 +117,46 @@ ShardedModule::ShardedModule(std::shared_ptr<torch::nn::Module> inner, FsdpOptio
 }
 
 ShardedModule::~ShardedModule() = default;
+
+// Who shares the parameters, and who has the same shards.
+void ShardedModule::settle_sharing() {
+  Communicator& all = *options_.communicator;
+  const int64_t among = options_.shard_among;
+  if (among == 0 || among == all.world()) {
+    sharers_ = options_.communicator;
+    return;
+  }
+  sharers_ = neighbours_of(all, among);
+  replicates_with_ = counterparts_of(all, among);
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      sharers_, error_text(kArea, "got a communicator that cannot make one of some of its ranks",
+                           all.rank_of(), "Leave FsdpOptions::shard_among out."));
+}
+
+// Says by reshard_after_forward whether, and by reshards_with among whom if not all.
+void ShardedModule::settle_resharding() {
+  const RankOf where = sharers_->rank_of();
+  const int64_t among = options_.reshard_among;
+  const bool fits = among >= 0 && (among == 0 || where.world % among == 0);
+  TORCH_CHECK_VALUE(fits, error_text(kArea, "got reshard_among=" + std::to_string(among), where,
+                                     "Pass a factor of " + std::to_string(where.world) + "."));
+  const bool is_said_once = among == 0 ? !options_.reshards_with : !options_.reshard_after_forward;
+  const bool are_as_many = !options_.reshards_with || options_.reshards_with->world() == among;
+  TORCH_CHECK_VALUE(is_said_once && are_as_many,
+                    error_text(kArea, "got options of resharding that contradict each other", where,
+                               "Pass reshard_after_forward, or reshard_among with, if at all, a "
+                               "reshards_with of so many ranks."));
+  if (among > 0) options_.reshard_after_forward = among > 1;
+  if (among <= 1 || among == where.world) {
+    options_.reshards_with = nullptr;
+  } else if (!options_.reshards_with && ParamGroup::gathers_over(*sharers_, device_)) {
+    options_.reshards_with = neighbours_of(*sharers_, among);
+    TORCH_CHECK_NOT_IMPLEMENTED(
+        options_.reshards_with,
+        error_text(kArea, "got a communicator that cannot make one of some of its ranks", where,
+                   "Pass FsdpOptions::reshards_with, or leave reshard_among out."));
+  }
+}
 
 // The parameters of inner that no unit in it has.
 void ShardedModule::collect(std::vector<ShardedParamSpec>& specs) {
@@ -116,13 +167,14 @@ void ShardedModule::collect(std::vector<ShardedParamSpec>& specs) {
   for (size_t i = 0; i < all.names.size(); ++i) {
     const at::Tensor& parameter = all.tensors[i];
     if (shards.count(impl_of(parameter)) > 0) continue;
-    check_parameter(all.names[i], parameter, all.sparse_gradient[i],
+    check_parameter({all.names[i], parameter, all.sparse_gradient[i]}, device_,
                     options_.communicator->rank_of());
     ShardedParamSpec spec;
     spec.name = all.names[i];
     spec.sizes = parameter.sizes().vec();
     spec.dtype = parameter.scalar_type();
     spec.requires_grad = parameter.requires_grad();
+    spec.dim = shard_dim(spec.name, parameter);
     if (parameter.is_floating_point()) {
       spec.param_dtype = options_.param_dtype;
       spec.reduce_dtype = options_.reduce_dtype;
@@ -130,6 +182,19 @@ void ShardedModule::collect(std::vector<ShardedParamSpec>& specs) {
     specs.push_back(std::move(spec));
     leaves_.push_back(parameter);
   }
+}
+
+// By FsdpOptions::shard_dim.
+int64_t ShardedModule::shard_dim(const std::string& name, const at::Tensor& parameter) const {
+  if (!options_.shard_dim || parameter.dim() == 0) return 0;
+  const int64_t given = options_.shard_dim(name, parameter);
+  const int64_t dim = given < 0 ? given + parameter.dim() : given;
+  TORCH_CHECK_VALUE(dim >= 0 && dim < parameter.dim(),
+                    error_text(kArea,
+                               "got dimension " + std::to_string(given) + " for '" + name +
+                                   "', which has " + std::to_string(parameter.dim()),
+                               options_.communicator->rank_of(), "Choose one of its dimensions."));
+  return dim;
 }
 
 // Writes this rank's shards, gives the parameters the host's memory, and shows the shards.
@@ -176,95 +241,26 @@ void ShardedModule::enter(const std::vector<at::Tensor>& inputs) {
   if (begins) root.note_members();
 }
 
-void ShardedModule::leave(const std::vector<at::Tensor>& outputs) {
-  root_->core->post_forward({group_, root_->outermost == this}, outputs, /*all_found=*/true);
+void ShardedModule::leave(const std::vector<at::Tensor>& outputs, bool all_found) {
+  root_->core->post_forward({group_, root_->outermost == this}, outputs, all_found);
 }
 
 void ShardedModule::abandon(const std::string& reason) noexcept {
-  if (root_ && root_->outermost == this)
-    root_->core->abandon_forward(reason.substr(0, reason.find('\n')));
+  if (root_)
+    root_->core->abandon_forward({group_, root_->outermost == this},
+                                 reason.substr(0, reason.find('\n')));
 }
 
 std::optional<at::ScalarType> ShardedModule::input_dtype() const {
   return options_.cast_forward_inputs ? options_.param_dtype : std::nullopt;
 }
 
-// Of this unit and those in it.
-std::vector<ParamGroup*> ShardedModule::groups_within() const {
-  std::vector<ParamGroup*> groups;
-  if (group_) groups.push_back(group_.get());
-  for (const ShardedModule* unit : units_below(*this))
-    if (unit->group_) groups.push_back(unit->group_.get());
-  return groups;
-}
-
-void ShardedModule::unshard() {
-  Root& root = own_root();
-  root.begin_reading();
-  for (ParamGroup* group : groups_within()) root.core->unshard(*group);
-}
-
-void ShardedModule::reshard() {
-  if (!root_) return;
-  for (ParamGroup* group : groups_within()) root_->core->reshard(*group);
-}
-
-void ShardedModule::set_forward_prefetch(const std::vector<const ShardedModule*>& units) {
-  std::vector<const ParamGroup*> ahead;
-  for (const ShardedModule* unit : units) ahead.push_back(unit->group_.get());
-  if (group_) own_root().core->prefetch().set_forward_prefetch(*group_, ahead);
-}
-
-void ShardedModule::set_backward_prefetch(const std::vector<const ShardedModule*>& units) {
-  std::vector<const ParamGroup*> ahead;
-  for (const ShardedModule* unit : units) ahead.push_back(unit->group_.get());
-  if (group_) own_root().core->prefetch().set_backward_prefetch(*group_, ahead);
-}
-
-void ShardedModule::set_dynamic_gather(bool dynamic) {
-  own_root().core->prefetch().set_dynamic(dynamic);
-}
-
 void ShardedModule::begin_writing() {
   if (root_) root_->begin_writing();
 }
 
-ShardedModule::NoSync::NoSync(ShardedModule& module)
-    : module_(module), before_(module.synchronizes_) {
-  module_.set_synchronize(false);
-}
-
-ShardedModule::NoSync::~NoSync() { module_.set_synchronize(before_); }
-
-void ShardedModule::set_synchronize(bool synchronize) {
-  std::vector<ShardedModule*> units = units_below(*this);
-  units.push_back(this);
-  for (ShardedModule* unit : units) {
-    unit->synchronizes_ = synchronize;
-    for (size_t i = 0; root_ && i < root_->groups.size(); ++i)
-      if (root_->groups[i] == unit->group_) root_->synchronizes[i] = synchronize;
-  }
-  if (root_) root_->core->set_synchronize(root_->synchronizes);
-}
-
-std::vector<GradNormPart> ShardedModule::gradients() const {
-  GradNormPart sharded{{}, c10::kCPU, options_.communicator};
-  GradNormPart whole;
-  std::unordered_set<Impl> seen;
-  for (const at::Tensor& shard : parameters()) {
-    if (!seen.insert(impl_of(shard)).second || !shard.grad().defined()) continue;
-    (shard.dim() == 0 ? whole : sharded).gradients.push_back(shard.grad());
-  }
-  return {std::move(sharded), std::move(whole)};
-}
-
-at::Tensor ShardedModule::clip_grad_norm_(double max_norm, double norm_type,
-                                          bool error_if_nonfinite) {
-  return trireme::clip_grad_norm_(gradients(), {max_norm, norm_type, error_if_nonfinite});
-}
-
 StepReport ShardedModule::last_step() const {
-  return root_ ? root_->core->reducer().last_step() : StepReport{};
+  return root_ ? root_->core->reducers().last_step() : StepReport{};
 }
 
 void ShardedModule::reset_iter_state() {
@@ -279,10 +275,12 @@ void ShardedModule::train(bool on) {
 void ShardedModule::check_unchanged(std::optional<torch::Device> device,
                                     std::optional<torch::Dtype> dtype) const {
   const RankOf where = options_.communicator->rank_of();
-  TORCH_CHECK_NOT_IMPLEMENTED(
-      !device || device->is_cpu(),
-      error_text(kArea, "got to(" + (device ? device->str() : "") + ")", where,
-                 "It comes with the all-gather path; stay on the CPU."));
+  const bool is_there =
+      !device || *device == device_ || (device->type() == device_.type() && !device->has_index());
+  TORCH_CHECK_NOT_IMPLEMENTED(is_there, error_text(kArea,
+                                                   "got to(" + (device ? device->str() : "") +
+                                                       ") of a sharded module on " + device_.str(),
+                                                   where, "Move the module before fully_shard."));
   for (const at::Tensor& shard : parameters()) {
     TORCH_CHECK_NOT_IMPLEMENTED(
         !dtype || !shard.is_floating_point() || shard.scalar_type() == *dtype,

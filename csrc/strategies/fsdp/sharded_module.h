@@ -2,10 +2,12 @@
 
 #include <trireme/grad/grad_norm.h>
 #include <trireme/strategies/fsdp/fsdp.h>
+#include <trireme/strategies/fsdp/offload_plan.h>
 
 #include <torch/nn/module.h>
 #include <torch/serialize/archive.h>
 
+#include <functional>
 #include <iosfwd>
 #include <memory>
 #include <optional>
@@ -25,11 +27,35 @@ struct FsdpOptions {
   // As in Python; none: unless it is the outermost unit. Between ranks of one host it changes
   // nothing.
   std::optional<bool> reshard_after_forward = {};
-  // Of the ranks that share the parameters; that of the last trireme::init() if null.
+  // Of all ranks; that of the last trireme::init() if null. Of an inner unit: of some of those of
+  // the outermost one, which share it with each other only (experts); its gradients are averaged
+  // over these. Parts of several ranks get the same one for each: neighbours_of(),
+  // counterparts_of() (comm/subgroups.h).
   std::shared_ptr<Communicator> communicator = nullptr;
-  // Where parameters are gathered: another one of the same ranks for that, the same for all units;
-  // twin_of() `communicator` (comm/twin.h) if null.
+  // Among how many neighbouring ranks the parameters are sharded (HSDP): the next ones have the
+  // same shards again, and gradients are averaged over all. 0: among all ranks.
+  int64_t shard_among = 0;
+  // Where parameters are gathered: another one of the ranks that share them for that, the same for
+  // all units that they share; twin_of() theirs (comm/subgroups.h) if null.
   std::shared_ptr<Communicator> gathers_with = nullptr;
+  // Where parameters are gathered: among how many neighbouring ranks the unit is resharded after
+  // forward, so that backward gathers it from these only, and a part of it stays on each of them
+  // until then (see [Note: pieces] in param/gathered_params.h). 0 and the number of ranks: among
+  // all of them; 1: it is not resharded. In place of reshard_after_forward. The same on all ranks.
+  int64_t reshard_among = 0;
+  // Of these ranks, the same for all units; neighbours_of() the ranks that share parameters if
+  // null.
+  std::shared_ptr<Communicator> reshards_with = nullptr;
+  // Where parameters are gathered: what gradients are scattered with, the same for all units of the
+  // same ranks; the communicator of those that share the parameters if null. A CustomCommunicator
+  // (comm/custom_communicator.h) around theirs, here and in gathers_with, brings collectives of
+  // one's own.
+  std::shared_ptr<Communicator> scatters_with = nullptr;
+  // Which dimension of a parameter is sharded, below 0 from behind; the first one if empty. The
+  // same on all ranks.
+  std::function<int64_t(const std::string& name, const at::Tensor& parameter)> shard_dim = {};
+  // What lies in CPU memory; on CPU it has nothing to do, and rank 0 says so once.
+  std::optional<Offload> offload = {};
 };
 
 // [Note: a sharded C++ module]
@@ -61,8 +87,15 @@ class TRIREME_API ShardedModule : public torch::nn::Module {
   // Waits until all ranks have written their shards: the members of the module may be read.
   // Every rank must come, here or to a forward; where parameters are gathered, here.
   void unshard();
+  // Where parameters are gathered: starts that, for who calls unshard() or a forward later.
+  void begin_unshard();
   // Where parameters are gathered: gives up what unshard() has brought. Every rank calls it.
   void reshard();
+
+  // Whether this unit and those in it are resharded when forward, and when backward, is over; among
+  // all ranks, whatever reshard_among said. Between forwards, the same on all ranks.
+  void set_reshard_after_forward(bool reshard);
+  void set_reshard_after_backward(bool reshard);
 
   // Where parameters are gathered: units that are on their way, by plan, while this one computes,
   // in place of the next one (param/prefetch.h); and whether every forward makes its own plan, for
@@ -71,6 +104,10 @@ class TRIREME_API ShardedModule : public torch::nn::Module {
   void set_forward_prefetch(const std::vector<const ShardedModule*>& units);
   void set_backward_prefetch(const std::vector<const ShardedModule*>& units);
   void set_dynamic_gather(bool dynamic);
+  // Where memory comes from that is gathered into, and that gradients are sent from, such as
+  // memory_of() a process group (comm/group_memory.h); the device's allocator where it is empty. On
+  // the outermost unit.
+  void set_memory_sources(BufferPool::Source gathered, const BufferPool::Source& gradients);
   // Shards may be written in place until the next forward or unshard(). Waits until no rank reads;
   // every rank must come.
   void begin_writing();
@@ -92,6 +129,24 @@ class TRIREME_API ShardedModule : public torch::nn::Module {
   };
   [[nodiscard]] NoSync no_sync() { return NoSync(*this); }
 
+  // Under shard_among: whether backwards average the gradients of this unit, and of those in it,
+  // over replicas. Without, what the sharing ranks have summed up waits on this rank, 1/P of the
+  // gradients in reduce_dtype, for the next backward that does. The same on all ranks.
+  void set_requires_all_reduce(bool requires_all_reduce);
+
+  // What the gradients of this unit are divided by in place of the number of ranks. Throws
+  // ValueError unless it is above 0. The same on all ranks.
+  void set_gradient_divide_factor(double factor);
+
+  // Called with this unit's part of the averaged gradients before they become .grad, at the end of
+  // each backward; empty: nothing. See [Note: all-reduce hooks]. The same on all ranks.
+  void set_all_reduce_hook(AllReduceHook hook);
+
+  // With `enabled` backwards only accumulate, and finalize_backward() averages what has come
+  // together. On the outermost unit, the same on all ranks; finalize_backward() is collective.
+  void set_manual_backward_finalization(bool enabled);
+  void finalize_backward();
+
   // Scales the gradients of this unit and those in it to a common norm of at most `max_norm`;
   // returns what it was, the same on all ranks. See grad/grad_norm.h. Collective.
   at::Tensor clip_grad_norm_(double max_norm, double norm_type = 2.0,
@@ -100,6 +155,8 @@ class TRIREME_API ShardedModule : public torch::nn::Module {
   std::vector<GradNormPart> gradients() const;
   // The parameters of this unit, without those of units in it; they live as long as it.
   std::vector<const ShardedParam*> sharded_params() const;
+  // This rank among those that share them; the first ones of all ranks have rank() there, too.
+  RankOf sharing() const { return sharers_->rank_of(); }
 
   // Where the time of the last synchronized backward went.
   StepReport last_step() const;
@@ -130,7 +187,8 @@ class TRIREME_API ShardedModule : public torch::nn::Module {
   ShardedModule(std::shared_ptr<torch::nn::Module> inner, FsdpOptions options);
   // Around the forward of inner; `inputs` where gathers() says so.
   void enter(const std::vector<at::Tensor>& inputs);
-  void leave(const std::vector<at::Tensor>& outputs);
+  // `outputs`, `all_found`: see Fsdp::post_forward.
+  void leave(const std::vector<at::Tensor>& outputs, bool all_found);
   // Instead of leave(), after an exception.
   void abandon(const std::string& reason) noexcept;
   bool gathers() const { return group_ && group_->gathers(); }
@@ -141,19 +199,34 @@ class TRIREME_API ShardedModule : public torch::nn::Module {
   class Root;
   class Gate;
   void collect(std::vector<ShardedParamSpec>& specs);
+  int64_t shard_dim(const std::string& name, const at::Tensor& parameter) const;
+  void settle_sharing();
+  void settle_resharding();
+  void settle_offload(ParamGroupRequest& request) const;
   void shard();
   Root& own_root() const;
   std::vector<ParamGroup*> groups_within() const;
+  std::vector<ShardedModule*> units();
   void set_synchronize(bool synchronize);
   void check_unchanged(std::optional<torch::Device> device,
                        std::optional<torch::Dtype> dtype) const;
 
   std::shared_ptr<torch::nn::Module> inner_;
   FsdpOptions options_;
-  std::vector<at::Tensor> leaves_;     // inner's own parameters
-  std::shared_ptr<ParamGroup> group_;  // null if units in it have all parameters
+  c10::Device device_{c10::kCPU};  // of all parameters
+  std::shared_ptr<Communicator> sharers_;
+  std::shared_ptr<Communicator> replicates_with_;  // of ranks with the same shards, if there are
+  std::vector<at::Tensor> leaves_;                 // inner's own parameters
+  std::shared_ptr<ParamGroup> group_;              // null if units in it have all parameters
   std::shared_ptr<Gate> gate_;
-  bool synchronizes_ = true;
+  // What the user says of this unit's gradients.
+  struct GradientFlags {
+    bool synchronizes = true;
+    bool all_reduces = true;
+    double divide_factor = 0;  // 0: the number of ranks
+    AllReduceHook hook = {};
+  };
+  GradientFlags flags_;
   mutable std::shared_ptr<Root> root_;  // of the outermost unit, once that was used
 };
 

@@ -1,5 +1,8 @@
 #include <trireme/strategies/fsdp/sharded_root.h>
 
+#include <trireme/comm/subgroups.h>
+
+#include <algorithm>
 #include <cstring>
 #include <unordered_map>
 #include <unordered_set>
@@ -7,8 +10,6 @@
 
 namespace trireme {
 namespace {
-
-constexpr const char* kArea = "fully_shard";
 
 std::string sizes_text(at::IntArrayRef sizes) {
   std::string text = "(";
@@ -36,7 +37,7 @@ void settle_shard(const ShardedParam& param, const std::string& name, RankOf whe
   const bool is_whole = given.sizes() == at::IntArrayRef(spec.sizes);
   TORCH_CHECK_VALUE(
       given.scalar_type() == spec.dtype && (is_whole || given.sizes() == param.sharded().sizes()),
-      error_text(kArea,
+      error_text("fully_shard",
                  "got '" + name + "' as " + c10::toString(given.scalar_type()) + " of shape " +
                      sizes_text(given.sizes()) + ", expected " + c10::toString(spec.dtype) +
                      " of shape " + sizes_text(spec.sizes) + " or this rank's part of it",
@@ -45,33 +46,83 @@ void settle_shard(const ShardedParam& param, const std::string& name, RankOf whe
 }
 
 ShardedModule::Root::Root(const ShardedModule& unit) : outermost(&unit) {
-  std::vector<const ShardedModule*> units{&unit};
-  for (const ShardedModule* one : units_below(unit)) units.push_back(one);
+  std::vector<const ShardedModule*> all{&unit};
+  for (const ShardedModule* one : units_below(unit)) all.push_back(one);
   const auto& communicator = unit.options_.communicator;
+  ranks.push_back({communicator, unit.replicates_with_, unit.options_.scatters_with});
+  sharers_.push_back(unit.sharers_);
   std::unordered_map<const at::TensorImpl*, std::string> name_of;
   for (const auto& item : unit.named_parameters())
     name_of.emplace(item.value().unsafeGetTensorImpl(), item.key());
-  for (const ShardedModule* one : units) {
+  for (const ShardedModule* one : all) {
     TORCH_CHECK(!one->root_,
-                error_text(kArea,
+                error_text("fully_shard",
                            "got a first forward of " + unit.name() + " after one of " +
                                one->name() + " in it, expected the outermost unit first",
                            communicator->rank_of(), "Run the outermost unit before its parts."));
-    TORCH_CHECK_NOT_IMPLEMENTED(
-        one->options_.communicator == communicator,
-        error_text(kArea, "got units with different communicators under one root",
-                   communicator->rank_of(),
-                   "Give all units the communicator of the outermost one."));
     if (!one->group_) continue;
+    ranks_of.push_back(place_of(*one));
     const bool stays = one == &unit && one->group_->gathers();
     one->group_->set_reshard_after_forward(one->options_.reshard_after_forward.value_or(!stays));
+    units.push_back(one);
     groups.push_back(one->group_);
-    synchronizes.push_back(one->synchronizes_);
     for (const ShardedParam& param : one->group_->params())
       names.push_back(name_of.at(param.sharded().unsafeGetTensorImpl()));
   }
-  core = Fsdp::make({groups, names, communicator});
-  core->set_synchronize(synchronizes);
+  core = Fsdp::make({groups, names, ranks, ranks_of, order_agreement()});
+  core->keep_offloaded_gradients();
+  follow_flags();
+}
+
+// In `ranks`, of those that share a unit.
+size_t ShardedModule::Root::place_of(const ShardedModule& unit) {
+  const Communicator& all = *ranks.front().communicator;
+  const Communicator& own = *unit.options_.communicator;
+  TORCH_CHECK_VALUE(own.world() <= all.world() && unit.device_ == outermost->device_,
+                    error_text("fully_shard",
+                               "got " + unit.name() + " of " + std::to_string(own.world()) +
+                                   " ranks on " + unit.device_.str() + " inside a unit of " +
+                                   std::to_string(all.world()) + " on " + outermost->device_.str(),
+                               all.rank_of(),
+                               "Give inner units a communicator of some of its ranks, on its "
+                               "device."));
+  for (size_t i = 0; i < ranks.size(); ++i)
+    if (ranks[i].communicator.get() == &own && sharers_[i] == unit.sharers_) return i;
+  ranks.push_back({unit.options_.communicator, unit.replicates_with_, unit.options_.scatters_with});
+  sharers_.push_back(unit.sharers_);
+  return ranks.size() - 1;
+}
+
+// By which all ranks agree about the order of gathers; null where that of the units will do.
+std::shared_ptr<Communicator> ShardedModule::Root::order_agreement() const {
+  const bool gathers =
+      std::any_of(groups.begin(), groups.end(), [](const auto& group) { return group->gathers(); });
+  if (ranks.size() < 2 || !gathers) return nullptr;
+  Communicator& all = *ranks.front().communicator;
+  std::shared_ptr<Communicator> twin = twin_of(all);
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      twin, error_text("fully_shard",
+                       "got units that fewer ranks share than the outermost one, and a "
+                       "communicator that cannot make another one of its ranks",
+                       all.rank_of(), "Give all units one communicator and shard_among."));
+  return twin;
+}
+
+void ShardedModule::Root::follow_flags() {
+  std::vector<bool> synchronize;
+  std::vector<bool> all_reduce;
+  std::vector<double> factors;
+  std::vector<AllReduceHook> hooks;
+  for (const ShardedModule* unit : units) {
+    synchronize.push_back(unit->flags_.synchronizes);
+    all_reduce.push_back(unit->flags_.all_reduces || !unit->replicates_with_);
+    factors.push_back(unit->flags_.divide_factor);
+    hooks.push_back(unit->flags_.hook);
+  }
+  core->set_synchronize(synchronize);
+  core->set_all_reduce(all_reduce);
+  core->set_divide_factors(factors);
+  core->set_all_reduce_hooks(std::move(hooks));
 }
 
 void ShardedModule::Root::settle() {
@@ -98,7 +149,7 @@ void ShardedModule::Root::begin_writing() {
 }
 
 ShardedModule::Root::Probe::Probe(const at::Tensor& shard) {
-  if (shard.numel() == 0 || !shard.is_contiguous()) return;
+  if (shard.numel() == 0 || !shard.is_non_overlapping_and_dense() || !shard.is_cpu()) return;
   const size_t item_bytes = shard.element_size();
   const auto* data = static_cast<const std::byte*>(shard.const_data_ptr());
   std::memcpy(bytes.data(), data, item_bytes);
@@ -116,7 +167,7 @@ void ShardedModule::Root::check_writes() {
   const std::vector<Probe> before = std::exchange(probes_, probe());  // said once
   for (size_t i = 0; i < before.size(); ++i) {
     TORCH_CHECK(before[i] == probes_[i],
-                error_text(kArea,
+                error_text("fully_shard",
                            "parameter '" + names[i] +
                                "' was written after a forward, when other ranks of the host may be "
                                "reading it",
@@ -145,7 +196,7 @@ void ShardedModule::Root::check_members() {
       const int64_t version = leaf.is_inference() ? 0 : leaf._version();
       if (is_in_place && (member_versions_.empty() || version == member_versions_[at])) continue;
       if (is_in_place) note_members();  // said once
-      TORCH_CHECK(false, error_text(kArea,
+      TORCH_CHECK(false, error_text("fully_shard",
                                     "the module's own '" + names[at] +
                                         "', which all ranks read, was written or replaced",
                                     core->communicator()->rank_of(),

@@ -20,8 +20,8 @@ std::vector<ShardedModule*> units_below(const torch::nn::Module& module);
 // with the shard as it was.
 void settle_shard(const ShardedParam& param, const std::string& name, RankOf where);
 
-// All units under the outermost one: what they share in a step. Made when that is first used; not
-// collective.
+// All units under the outermost one: what they share in a step. Made when that is first used;
+// collective where units gather that not all of its ranks share.
 class ShardedModule::Root {
  public:
   // Throws c10::Error if a unit in it was used before it.
@@ -34,26 +34,33 @@ class ShardedModule::Root {
   void note_members();
   void begin_reading();
   void begin_writing();
+  // What is said of the gradients of a unit has changed.
+  void follow_flags();
 
   const ShardedModule* outermost;
-  std::vector<std::shared_ptr<ParamGroup>> groups;
-  std::vector<std::string> names;  // of all parameters, group by group
-  std::vector<bool> synchronizes;  // by group
+  std::vector<const ShardedModule*> units;          // that have parameters of their own
+  std::vector<std::shared_ptr<ParamGroup>> groups;  // theirs
+  std::vector<FsdpRanks> ranks;                     // that share these; the outermost unit's first
+  std::vector<size_t> ranks_of;                     // by group
+  std::vector<std::string> names;                   // of all parameters, group by group
   std::shared_ptr<Fsdp> core;
 
  private:
-  // The first and the last element of a shard. torch's C++ SGD writes `.data`, which no version
-  // counts.
+  // The first and the last element of a shard, as it lies in memory; nothing of one that is not in
+  // CPU memory. torch's C++ SGD writes `.data`, which no version counts.
   struct Probe {
     explicit Probe(const at::Tensor& shard);
     bool operator==(const Probe& other) const = default;
     std::array<std::byte, 32> bytes{};
   };
+  size_t place_of(const ShardedModule& unit);
+  std::shared_ptr<Communicator> order_agreement() const;
   void check_writes();
   void check_members();
   std::vector<Probe> probe() const;
 
-  std::vector<Probe> probes_;  // of what was written last
+  std::vector<std::shared_ptr<Communicator>> sharers_;  // by `ranks`
+  std::vector<Probe> probes_;                           // of what was written last
   std::vector<int64_t> member_versions_;
 };
 

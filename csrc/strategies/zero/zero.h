@@ -70,7 +70,8 @@ struct ZeroStep {
 //
 // Cost per step and rank, N parameters of 4 bytes, P ranks: stage 1 moves nothing beyond DDP's
 // all-reduce; stage 2 deposits 4 N bytes of gradients and sums up 4 N / P. Two small collectives.
-// Without shared memory stage 2 all-reduces its gradients, and owners broadcast 4 N bytes of
+// Without shared memory stage 2 reduce_scatters its gradients, up to three buckets of 25 MiB at a
+// time (under another placement than kDim0 it all-reduces them), and owners broadcast 4 N bytes of
 // parameters.
 // Memory: parameters 4 N per host, gradients 4 N per rank (stage 1) or 4 N / P (stage 2, and rings
 // of 8 MiB), the optimizer's state 1 / P of its size.

@@ -1,6 +1,6 @@
 #include <trireme/comm/all_mean.h>
 #include <trireme/comm/comm_hook.h>
-#include <trireme/comm/twin.h>
+#include <trireme/comm/subgroups.h>
 
 #include <ATen/ATen.h>
 
@@ -8,6 +8,7 @@
 #include <thread_ranks.h>
 
 using namespace trireme;
+using trireme::test::Engine;
 using trireme::test::run_thread_ranks;
 using trireme::test::ThreadRank;
 
@@ -173,6 +174,29 @@ TEST_CASE("verbs of a twin do not mix with those of its communicator") {
                               static_cast<float>(is_same)};
   });
   for (const auto& result : results) CHECK(result == std::vector<float>{3, 30, 1});
+}
+
+TEST_CASE("neighbours, and those with the same place among them, over Gloo and shared memory") {
+  for (const Engine engine : {Engine::kGloo, Engine::kShm}) {
+    std::vector<std::vector<float>> sums(4);
+    std::vector<int> are_kept(4);
+    run_thread_ranks(
+        4,
+        [&](ThreadRank& rank) {
+          Communicator& all = *rank.communicator;
+          const auto place = static_cast<size_t>(rank.where.rank);
+          for (const auto& some : {neighbours_of(all, 2), counterparts_of(all, 2)}) {
+            at::Tensor own = held(rank, {1});
+            some->all_reduce({own}, ReduceOp::kSum, "some").wait();
+            sums[place].push_back(own.item<float>());
+          }
+          are_kept[place] = neighbours_of(all, 2) == neighbours_of(all, 2) &&
+                            counterparts_of(all, 2)->world() == 2;
+        },
+        std::chrono::seconds(20), engine);
+    CHECK(are_kept == std::vector<int>(4, 1));
+    CHECK(sums == std::vector<std::vector<float>>{{3, 4}, {3, 6}, {7, 4}, {7, 6}});
+  }
 }
 
 TEST_CASE("all_mean leaves its argument and makes integers floats") {

@@ -210,6 +210,53 @@ TEST_CASE("mpirun inside a SLURM job counts, not the job") {
   CHECK(read(values).master_addr.empty());
 }
 
+TEST_CASE("mpirun of MPICH, Intel MPI and MVAPICH") {
+  Values hydra{
+      {"PMI_RANK", "3"}, {"PMI_SIZE", "4"}, {"MPI_LOCALRANKID", "1"}, {"MPI_LOCALNRANKS", "2"}};
+  const LaunchEnvironment environment = read(hydra);
+  CHECK(environment.launcher == Launcher::kMpich);
+  CHECK(environment.rank == 3);
+  CHECK(environment.world == 4);
+  CHECK(environment.local_rank == 1);
+  CHECK(environment.local_world == 2);
+  CHECK(environment.master_addr.empty());
+  const LaunchEnvironment mvapich = read({{"MV2_COMM_WORLD_RANK", "1"},
+                                          {"MV2_COMM_WORLD_SIZE", "2"},
+                                          {"MV2_COMM_WORLD_LOCAL_RANK", "1"},
+                                          {"MV2_COMM_WORLD_LOCAL_SIZE", "2"}});
+  CHECK(mvapich.launcher == Launcher::kMpich);
+  CHECK(mvapich.rank == 1);
+  CHECK(mvapich.local_world == 2);
+  CHECK(mvapich.master_addr == "127.0.0.1");
+
+  SECTION("Hydra starts one of its own per host with srun") {
+    hydra.merge(slurm_step("1", "0", "1"));
+    CHECK(read(hydra).launcher == Launcher::kMpich);
+    CHECK(read(hydra).rank == 3);
+  }
+  SECTION("srun may set PMI's variables, too") {
+    Values step = slurm_step("3", "1", "1");
+    step["PMI_RANK"] = "3";
+    step["PMI_SIZE"] = "5";
+    CHECK(read(step).launcher == Launcher::kSlurm);
+    CHECK(read(step).local_rank == 1);
+  }
+  SECTION("torchrun under mpirun, one per host") {
+    hydra["RANK"] = "6";
+    hydra["WORLD_SIZE"] = "8";
+    CHECK(read(hydra).launcher == Launcher::kVariables);
+    CHECK(read(hydra).rank == 6);
+  }
+  SECTION("of a launcher that does not say which ranks share a host") {
+    CHECK(refusal({{"PMI_RANK", "1"}, {"PMI_SIZE", "4"}}) ==
+          "[launch] PMI_RANK and PMI_SIZE are set, but nothing tells which ranks share a host "
+          "(MPI_LOCALRANKID and MPI_LOCALNRANKS are not set) (rank 1 of 4). Start the program with "
+          "torchrun, srun or mpirun, or set RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE.");
+    CHECK(read({{"PMI_RANK", "0"}, {"PMI_SIZE", "1"}}).world == 1);
+    CHECK(read({{"PMI_RANK", "1"}, {"PMI_SIZE", "4"}}, RankOf{1, 4}).rank == 1);
+  }
+}
+
 TEST_CASE("numbers from the caller go before the environment") {
   const Values torchrun{
       {"RANK", "3"}, {"WORLD_SIZE", "4"}, {"LOCAL_RANK", "1"}, {"LOCAL_WORLD_SIZE", "2"}};

@@ -23,6 +23,15 @@ bool learns_sharded(torch::nn::Linear net, const at::Tensor& input) {
   return loss().item<double>() < first;
 }
 
+// Beside what is used below: trireme.h has all that a program needs.
+using trireme::clip_grad_norm_;
+using trireme::counterparts_of;
+using trireme::CustomCommunicator;
+using trireme::make_shm_group;
+using trireme::memory_of;
+using trireme::neighbours_of;
+using trireme::twin_of;
+
 int main() {
   trireme::Context ctx = trireme::init();
   torch::manual_seed(0);

@@ -2,6 +2,7 @@
 // that rank owns of each gradient, padded to the longest.
 
 #include <trireme/grad/bucket.h>
+#include <trireme/memory/buffer_pool.h>
 
 #include <ATen/ATen.h>
 
@@ -24,6 +25,7 @@ struct Gradients {
     own.plan = std::make_shared<const ShardPlan>(
         make_shard_plan({infos, /*world=*/2, ShardPlacement::kDim0}));
     own.scatters = true;
+    own.pool = std::make_shared<BufferPool>(c10::kCPU);
     PlannedBucket plan;
     plan.dtype = wire;
     plan.numel = 8;
@@ -87,6 +89,24 @@ TEST_CASE("what was accumulated before goes too, at the end") {
   gradients.bucket->gradient_arrived(0, /*scale=*/1);
   gradients.bucket->complete(1);
   CHECK(gradients.wire() == "1 2 3 1 2 | 4 5 0 3 0 ");
+}
+
+TEST_CASE("of the sums what was chosen, neighbours as one, and what this rank owns of each") {
+  Gradients gradients;
+  gradients.bucket->begin_step(/*shadow=*/false);
+  gradients.set(0, 1);
+  gradients.set(1, 6);
+  gradients.bucket->complete(1);
+  gradients.bucket->sums().copy_(at::arange(5));  // of rank 0: 3 elements and 2
+  const auto both = gradients.bucket->sums_of({true, true});
+  REQUIRE(both.size() == 1);
+  CHECK(both.front().equal(gradients.bucket->sums()));
+  const auto second = gradients.bucket->sums_of({false, true});
+  REQUIRE(second.size() == 1);
+  CHECK(second.front().equal(at::tensor({3.0F, 4.0F})));
+  CHECK(gradients.bucket->sums_of({false, false}).empty());
+  gradients.bucket->own_sum(1).mul_(2);
+  CHECK(gradients.bucket->sums().equal(at::tensor({0.0F, 1.0F, 2.0F, 6.0F, 8.0F})));
 }
 
 TEST_CASE("a shadow step sends zeros and leaves gradients alone") {

@@ -22,7 +22,8 @@ namespace {
 // y = (a + b + ...) * factor of the parameters used; each has four floats, of which rank 0 of 2
 // owns the first two. Armed at its parameters, as the sharded optimizers do.
 struct Sum {
-  explicit Sum(std::string letters, std::shared_ptr<Communicator> over, int64_t numel = 4)
+  explicit Sum(std::string letters, std::shared_ptr<Communicator> over, int64_t numel = 4,
+               ShardPlacement placement = ShardPlacement::kDim0)
       : names(std::move(letters)), communicator(std::move(over)) {
     NamedParameters parameters;
     for (const char name : names) {
@@ -35,8 +36,8 @@ struct Sum {
     options.caps = {{numel * 4}};  // one parameter per bucket
     options.area = "zero";
     options.arms_at_parameters = true;
-    options.shards = std::make_shared<const ShardPlan>(make_shard_plan(
-        {describe_parameters(parameters), communicator->world(), ShardPlacement::kDim0}));
+    options.shards = std::make_shared<const ShardPlan>(
+        make_shard_plan({describe_parameters(parameters), communicator->world(), placement}));
     reducer = GradReducer::make(std::move(parameters), communicator, std::move(options));
   }
 
@@ -86,9 +87,28 @@ TEST_CASE("a rank keeps its shard of the average and zeros elsewhere") {
   }
 }
 
-TEST_CASE("a step without shared memory: one all-reduce per bucket, the used-map in the last") {
+TEST_CASE("a step without shared memory: one reduce_scatter per bucket, then the used-map") {
   const auto wire = recorded();
   Sum sum("abc", wire);
+  sum.backward("abc", 1);  // teaches the order
+  sum.zero_grad();
+  wire->clear();
+  sum.backward("abc", 1);
+  std::vector<std::string> verbs;
+  std::vector<int64_t> bytes;
+  for (const WireRecord& record : wire->records()) {
+    CHECK(record.dtypes == std::vector<std::string>{"Float"});
+    verbs.push_back(record.verb);
+    bytes.push_back(record.bytes);
+  }
+  const std::string scatter = "reduce_scatter";
+  CHECK(verbs == std::vector<std::string>{scatter, scatter, scatter, "all_reduce"});
+  CHECK(bytes == std::vector<int64_t>{16, 16, 16, 4 * 4});  // three counts and a flag
+}
+
+TEST_CASE("a step under another placement: one all-reduce per bucket, the used-map in the last") {
+  const auto wire = recorded();
+  Sum sum("abc", wire, 4, ShardPlacement::kWhole);
   sum.backward("abc", 1);  // teaches the order
   sum.zero_grad();
   wire->clear();
@@ -96,10 +116,9 @@ TEST_CASE("a step without shared memory: one all-reduce per bucket, the used-map
   std::vector<int64_t> bytes;
   for (const WireRecord& record : wire->records()) {
     CHECK(record.verb == "all_reduce");
-    CHECK(record.dtypes == std::vector<std::string>{"Float"});
     bytes.push_back(record.bytes);
   }
-  CHECK(bytes == std::vector<int64_t>{16, 16, 16 + 4 * 4});  // three counts and a flag
+  CHECK(bytes == std::vector<int64_t>{16, 16, 16 + 4 * 4});
 }
 
 TEST_CASE("what others own takes no memory") {

@@ -17,7 +17,7 @@ using trireme::scaled_add;
 using trireme::scaled_copy;
 using trireme::span_of;
 
-constexpr int64_t kLengths[] = {0, 1, 7, 8, 9, 15, 16, 17, 33, 64, 511, 512, 513, 1100};
+constexpr int64_t kSpanLengths[] = {0, 1, 7, 8, 9, 15, 16, 17, 33, 64, 511, 512, 513, 1100};
 constexpr double kScales[] = {1.0, 0.5, 1.0 / 3, -1e30};
 
 std::string case_of(at::ScalarType dst, at::ScalarType src, int64_t numel, double scale) {
@@ -40,7 +40,7 @@ TEST_CASE("every instruction set converts as the reference does") {
     INFO("instruction set " << loops.isa);
     for (size_t to = 0; to < 4; ++to) {
       for (size_t from = 0; from < 4; ++from) {
-        for (const int64_t numel : kLengths) {
+        for (const int64_t numel : kSpanLengths) {
           for (const double scale : kScales) {
             INFO(case_of(kDtypes[to], kDtypes[from], numel, scale));
             const at::Tensor src = draw(numel, kDtypes[from], 1);
@@ -59,7 +59,7 @@ TEST_CASE("every instruction set converts as the reference does") {
 TEST_CASE("every instruction set adds as the reference does") {
   for (const auto& loops : trireme::cpu::supported_convert_loops()) {
     for (size_t t = 0; t < 4; ++t) {
-      for (const int64_t numel : kLengths) {
+      for (const int64_t numel : kSpanLengths) {
         INFO(loops.isa << ", " << case_of(kDtypes[t], kDtypes[t], numel, 1.0));
         const at::Tensor src = draw(numel, kDtypes[t], 2);
         const at::Tensor got = draw(numel, kDtypes[t], 3).flip(0);

@@ -47,6 +47,37 @@ TEST_CASE("of several that fit the smallest is taken") {
   CHECK(pool.take(kBytes, "fits both").get() == address);
 }
 
+TEST_CASE("idle blocks can be given up, and fewer kept; those that are taken stay") {
+  BufferPool pool(c10::kCPU);
+  at::DataPtr taken = pool.take(kBytes, "taken");
+  pool.take(kBytes, "idle").clear();
+  pool.keep_idle(1);
+  CHECK(pool.taken_bytes() == kBytes);
+  const void* const address = taken.get();
+  taken.clear();  // in place of the other
+  CHECK(pool.take(kBytes, "again").get() == address);
+  pool.keep_idle(0);
+  at::DataPtr other = pool.take(4 * kBytes, "not that");
+  CHECK(pool.taken_bytes() == 4 * kBytes);
+}
+
+TEST_CASE("a tensor gives its block back when its last user goes") {
+  BufferPool pool(c10::kCPU);
+  at::Tensor tensor = pool.empty({4, 3}, at::kDouble, "a");
+  CHECK(tensor.sizes() == at::IntArrayRef({4, 3}));
+  CHECK(tensor.is_contiguous());
+  CHECK(tensor.scalar_type() == at::kDouble);
+  CHECK(pool.taken_bytes() == 4 * 3 * 8);
+  const void* const address = tensor.data_ptr();
+  at::Tensor view = tensor.view({-1}).narrow(0, 3, 2);
+  tensor.reset();
+  CHECK(pool.taken_bytes() == 4 * 3 * 8);
+  tensor = pool.empty({0, 3}, at::kFloat, "nothing");
+  CHECK(tensor.numel() == 0);
+  view.reset();
+  CHECK(pool.empty({12}, at::kDouble, "again").data_ptr() == address);
+}
+
 TEST_CASE("counts what is taken, with the whole of a block that was used again") {
   BufferPool pool(c10::kCPU);
   CHECK(pool.taken_bytes() == 0);
@@ -106,6 +137,23 @@ TEST_CASE("several threads take and give back, and no block is two threads'") {
   for (std::thread& thread : threads) thread.join();
   CHECK(mixed_up == 0);
   CHECK(pool.taken_bytes() == 0);
+}
+
+TEST_CASE("blocks come from a source of one's own; idle ones of another source are not used") {
+  BufferPool pool(c10::kCPU);
+  pool.take(kBytes, "a").clear();
+  std::vector<int64_t> asked;
+  pool.set_source([&](int64_t bytes) {
+    asked.push_back(bytes);
+    return c10::GetAllocator(c10::kCPU)->allocate(static_cast<size_t>(bytes));
+  });
+  pool.take(kBytes, "b").clear();
+  pool.take(kBytes, "c").clear();
+  CHECK(asked == std::vector<int64_t>{kBytes});
+  pool.set_source({});
+  const at::DataPtr block = pool.take(kBytes, "d");
+  CHECK(asked.size() == 1);
+  CHECK(pool.taken_bytes() == kBytes);
 }
 
 TEST_CASE("where there is no memory the error says how much was needed, and for what") {

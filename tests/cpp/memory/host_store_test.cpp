@@ -23,7 +23,7 @@ namespace {
 
 ParameterInfo parameter(std::vector<int64_t> sizes, at::ScalarType dtype = at::kFloat) {
   ParameterInfo info;
-  info.name = "p";
+  info.name = 'p';
   info.sizes = std::move(sizes);
   info.numel = c10::multiply_integers(info.sizes);
   info.dtype = dtype;

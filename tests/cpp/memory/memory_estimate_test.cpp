@@ -88,6 +88,7 @@ TEST_CASE("several hosts: state over all ranks, parameters as the strategy can h
   CHECK(drawn(estimate(model, "ddp", 8, 4), numel) == "4|4|8  16|16|32");
   CHECK(drawn(estimate(model, "zero1", 8, 4), numel) == "4|4|1  16|16|4");
   CHECK(drawn(estimate(model, "zero3", 4, 2), numel) == "2|1|2  4|2|4");
+  CHECK(drawn(estimate(model, "zero3", 4, 1), numel) == "1|1|2  1|1|2");
 }
 
 TEST_CASE("without a store every rank keeps its parameters") {
@@ -103,6 +104,40 @@ TEST_CASE("without a store every rank keeps its parameters") {
   CHECK(found.host.parameters == 4 * bytes);
   CHECK(found.rank.buffers == shared.rank.buffers);
   CHECK(found.rank.optimizer == shared.rank.optimizer);
+}
+
+TEST_CASE("zero3 that gathers keeps shards, two units, three buckets and Gloo's two blocks") {
+  const std::vector<ParameterInfo> model = {parameter({64, 1024 * 1024})};
+  const int64_t whole = 256 * kMiB;
+  const auto gathered = [&](int64_t world, int64_t ranks_per_host, int64_t unit_numel) {
+    return estimate_memory({.parameters = model,
+                            .strategy = TrainingStrategy::kZero3,
+                            .world = world,
+                            .ranks_per_host = ranks_per_host,
+                            .host_params = ranks_per_host == 1,
+                            .unit_numel = unit_numel});
+  };
+  const int64_t unit = 4 * 1024 * 1024;
+  for (const int64_t ranks_per_host : {1, 2, 4}) {  // alone on their hosts, or over Gloo
+    const MemoryEstimate found = gathered(4, ranks_per_host, unit);
+    CHECK(found.rank.parameters == whole / 4);
+    CHECK(found.rank.gradients == whole / 4);
+    CHECK(found.rank.optimizer == whole / 2);
+    CHECK(found.rank.buffers == 2 * 4 * unit + (3 + 2) * 25 * kMiB);
+    CHECK(found.host.parameters == ranks_per_host * whole / 4);
+    CHECK(found.host.buffers == ranks_per_host * found.rank.buffers);
+  }
+  SECTION("a model in one unit is there once, whatever its size") {
+    const int64_t beside = 5 * 25 * kMiB;
+    CHECK(gathered(4, 1, 0).rank.buffers == whole + beside);
+    CHECK(gathered(4, 1, 48 * 1024 * 1024).rank.buffers == whole + beside);
+    CHECK(gathered(4, 1, int64_t{1} << 62).rank.buffers == whole + beside);
+    CHECK(gathered(1, 1, unit) == estimate(model, "single", 1));
+  }
+  SECTION("of a small one buckets hold no more than its gradients") {
+    const std::vector<ParameterInfo> small = {parameter({1024})};
+    CHECK(estimate(small, "zero3", 4, 1).rank.buffers == 3 * 4096);
+  }
 }
 
 TEST_CASE("shards are those of the fullest rank and host, as the plan has them") {
@@ -181,7 +216,8 @@ TEST_CASE("rings of ranks that share memory, buckets of ranks that do not") {
   SECTION("several hosts") {
     CHECK(buffers("ddp", 4, 1) == 0);
     CHECK(buffers("ddp", 4, 2) == slots);
-    CHECK(buffers("zero3", 4, 2) == slots + 50 * kMiB);
+    CHECK(buffers("zero3", 4, 2) == slots + 75 * kMiB);
+    CHECK(buffers("zero2", 4, 1) == (75 + 50) * kMiB);
   }
 }
 
@@ -213,12 +249,10 @@ TEST_CASE("requests that contradict themselves are refused") {
   CHECK_THROWS_WITH(estimate(vast, "ddp", 2), Catch::Contains("more bytes than 64 bits count"));
   CHECK_THROWS_WITH(estimate_memory({.parameters = model, .activation_bytes = -1}),
                     Catch::Contains("negative number of bytes"));
+  CHECK_THROWS_WITH(estimate_memory({.parameters = model, .unit_numel = -1}),
+                    Catch::Contains("Look at activation_bytes, unit_numel"));
   CHECK_THROWS_WITH(estimate_memory({.parameters = model,
                                      .accounting = MemoryAccounting::kPaper,
                                      .optimizer = optimizer_state("sgd")}),
                     Catch::Contains("for the paper's accounting"));
-  CHECK_THROWS_WITH(
-      estimate_memory(
-          {.parameters = model, .strategy = TrainingStrategy::kZero3, .host_params = false}),
-      Catch::Contains("'zero3' without host_params"));
 }

@@ -6,28 +6,18 @@
 #include <ATen/Parallel.h>
 
 #include <catch_torch.h>
-#include <cstdlib>
 #include <filesystem>
 #include <fstream>
 #include <string>
+#include <temporary_folder.h>
 #include <vector>
 
 using namespace trireme;
+using trireme::test::TemporaryFolder;
 
 namespace {
 
 const RankOf kAlone{0, 1};
-
-// A folder that goes with the test.
-struct Folder {
-  Folder() {
-    std::string pattern = (std::filesystem::temp_directory_path() / "trireme_XXXXXX").string();
-    path = mkdtemp(pattern.data());
-  }
-  ~Folder() { std::filesystem::remove_all(path); }
-  std::string at(const std::string& name) const { return path + "/" + name; }
-  std::string path;
-};
 
 void write_text(const std::string& path, const std::string& text) {
   std::ofstream(path, std::ios::binary) << text;
@@ -50,6 +40,13 @@ bool has(const std::string& text, const std::string& part) {
   return text.find(part) != std::string::npos;
 }
 
+// Of three dimensions, where a part begins that is cut along `dim`.
+std::vector<int64_t> from(int64_t dim, int64_t first) {
+  std::vector<int64_t> all(3, 0);
+  all[static_cast<size_t>(dim)] = first;
+  return all;
+}
+
 }  // namespace
 
 TEST_CASE("a layout has wide elements first, and no gaps") {
@@ -68,7 +65,7 @@ TEST_CASE("a layout has wide elements first, and no gaps") {
 }
 
 TEST_CASE("what is written part by part is read part by part") {
-  const Folder folder;
+  const TemporaryFolder folder;
   const at::Tensor whole = at::arange(60).view({3, 5, 4}).to(at::kFloat);
   for (int64_t dim = 0; dim < 3; ++dim) {
     const std::string path = folder.at(std::to_string(dim));
@@ -83,7 +80,7 @@ TEST_CASE("what is written part by part is read part by part") {
     const int64_t cut = 2;
     for (const auto& [first, rows] : {std::pair{int64_t{0}, cut}, {cut, whole.size(dim) - cut}}) {
       const auto file = SafetensorsFile::open_to_write(path, header, kAlone);
-      file.write(entry_of("w"), {whole.narrow(dim, first, rows), dim, first});
+      file.write(entry_of("w"), {whole.narrow(dim, first, rows), from(dim, first)});
       file.sync();
     }
     const auto file = SafetensorsFile::open(path, kAlone);
@@ -95,13 +92,47 @@ TEST_CASE("what is written part by part is read part by part") {
     CHECK(at::equal(all, whole));
     CHECK(all._version() > version);
     const at::Tensor turned = at::zeros({4, 1, 3}).permute({2, 1, 0});  // not contiguous
-    file.read(entry_of("w"), {turned, 1, 3});
+    file.read(entry_of("w"), {turned, {0, 3, 0}});
     CHECK(at::equal(turned, whole.narrow(1, 3, 1)));
   }
 }
 
+TEST_CASE("what is cut along several dimensions is written and read part by part") {
+  const TemporaryFolder folder;
+  const at::Tensor whole = at::arange(3 * 5 * 4 * 2).view({3, 5, 4, 2}).to(at::kFloat);
+  const SafetensorsHeader header = plan_safetensors({{"w", at::kFloat, {3, 5, 4, 2}}}, {});
+  const SafetensorsEntry& entry = header.entries.front();
+  // {first, rows} along each dimension.
+  using Cut = std::pair<int64_t, int64_t>;
+  const std::vector<std::vector<Cut>> cuts = {
+      {{0, 1}, {1, 2}}, {{0, 5}}, {{0, 3}, {3, 1}}, {{0, 1}, {1, 1}}};
+  const auto for_each_part = [&](const auto& call) {
+    for (const Cut& a : cuts[0])
+      for (const Cut& b : cuts[1])
+        for (const Cut& c : cuts[2])
+          for (const Cut& d : cuts[3])
+            call(whole.narrow(0, a.first, a.second)
+                     .narrow(1, b.first, b.second)
+                     .narrow(2, c.first, c.second)
+                     .narrow(3, d.first, d.second),
+                 std::vector<int64_t>{a.first, b.first, c.first, d.first});
+  };
+  const auto file = SafetensorsFile::create(folder.at("f"), header, kAlone);
+  for_each_part([&](const at::Tensor& part, const std::vector<int64_t>& first) {
+    file.write(entry, {part, first});
+  });
+  const at::Tensor all = at::zeros({3, 5, 4, 2});
+  file.read(entry, {all});
+  CHECK(at::equal(all, whole));
+  for_each_part([&](const at::Tensor& part, const std::vector<int64_t>& first) {
+    const at::Tensor read = at::zeros(part.sizes());
+    file.read(entry, {read, first});
+    CHECK(at::equal(read, part));
+  });
+}
+
 TEST_CASE("every dtype that the format has") {
-  const Folder folder;
+  const TemporaryFolder folder;
   std::vector<SafetensorsEntry> entries;
   std::vector<at::Tensor> values;
   for (const at::ScalarType dtype :
@@ -127,7 +158,7 @@ TEST_CASE("every dtype that the format has") {
 }
 
 TEST_CASE("parts of many pieces are read by several threads, each its bytes") {
-  const Folder folder;
+  const TemporaryFolder folder;
   const at::Tensor whole = at::arange(3 * 1500 * 1000, at::kFloat).view({3, 1500, 1000});
   const SafetensorsHeader header = plan_safetensors({{"w", at::kFloat, {3, 1500, 1000}}}, {});
   const auto file = SafetensorsFile::create(folder.at("f"), header, kAlone);
@@ -140,7 +171,7 @@ TEST_CASE("parts of many pieces are read by several threads, each its bytes") {
       std::vector<int64_t> sizes = whole.sizes().vec();
       sizes[static_cast<size_t>(dim)] = rows;
       const at::Tensor part = at::zeros(sizes);
-      file.read(header.entries.front(), {part, dim, 1});
+      file.read(header.entries.front(), {part, from(dim, 1)});
       CHECK(at::equal(part, whole.narrow(dim, 1, rows)));
     }
   }
@@ -152,18 +183,18 @@ TEST_CASE("parts of many pieces are read by several threads, each its bytes") {
 }
 
 TEST_CASE("values of another dtype than the file's are cast") {
-  const Folder folder;
+  const TemporaryFolder folder;
   const at::Tensor whole = at::arange(12, at::kFloat).view({4, 3}) / 7;
   const SafetensorsHeader header = plan_safetensors({{"w", at::kFloat, {4, 3}}}, {});
   const auto file = SafetensorsFile::create(folder.at("f"), header, kAlone);
   file.write(header.entries.front(), {whole});
   const at::Tensor part = at::zeros({2, 3}, at::kBFloat16);
-  file.read(header.entries.front(), {part, 0, 1});
+  file.read(header.entries.front(), {part, {1, 0}});
   CHECK(at::equal(part, whole.narrow(0, 1, 2).to(at::kBFloat16)));
 }
 
 TEST_CASE("files that are none, are cut, or lie") {
-  const Folder folder;
+  const TemporaryFolder folder;
   const std::string path = folder.at("f");
   write_text(path, "");
   CHECK(has(error_of(path), "got no header in"));

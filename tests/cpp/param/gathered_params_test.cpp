@@ -8,37 +8,19 @@
 #include <ATen/ATen.h>
 
 #include <catch_torch.h>
+#include <param/kinds_of_params.h>
 #include <string>
 #include <thread_ranks.h>
 
 using namespace trireme;
+using trireme::test::all_kinds;
 using trireme::test::run_thread_ranks;
 using trireme::test::ThreadRank;
+using trireme::test::value_of;
 
 namespace {
 
 using Strings = std::vector<std::string>;
-
-// Even and uneven rows, fewer rows than ranks, none; another dimension, no dimension; dtypes,
-// casts.
-std::vector<ShardedParamSpec> all_kinds() {
-  return {{"even", {12, 2}},
-          {"uneven", {5, 2}},
-          {"few", {2}},
-          {"none", {0, 3}},
-          {"along", {3, 5, 2}, at::kFloat, 1},
-          {"scalar", {}},
-          {"double", {7}, at::kDouble},
-          {"complex", {3}, at::kComplexFloat},
-          {"cast", {7, 3}, at::kFloat, 0, at::kBFloat16},
-          {"scalar_cast", {}, at::kFloat, 0, at::kBFloat16}};
-}
-
-// Whole numbers, which bf16 has, too.
-at::Tensor value_of(const ShardedParamSpec& spec, int64_t times) {
-  const int64_t numel = c10::multiply_integers(spec.sizes);
-  return ((at::arange(numel) + 1) * times).view(spec.sizes).to(spec.dtype);
-}
 
 ParamGroup gathering(const ThreadRank& rank, std::vector<ShardedParamSpec> specs) {
   ParamGroupRequest request{std::move(specs), rank.communicator};

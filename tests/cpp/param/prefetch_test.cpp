@@ -4,6 +4,7 @@
 #include <trireme/param/prefetch.h>
 
 #include <trireme/comm/recording_communicator.h>
+#include <trireme/memory/buffer_pool.h>
 
 #include <ATen/ATen.h>
 
@@ -18,13 +19,17 @@ using trireme::test::ThreadRank;
 
 namespace {
 
+constexpr int64_t kUnitBytes = 64;
+
 // Units a, b, c of one parameter each, and the wire: a letter for each gather, '?' where ranks tell
 // each other what they need.
 struct Units {
-  explicit Units(std::shared_ptr<RecordingCommunicator> over) : wire(std::move(over)) {
-    for (const char name : std::string("abc")) {
+  explicit Units(std::shared_ptr<RecordingCommunicator> over, const std::string& names = "abc")
+      : wire(std::move(over)) {
+    for (const char name : names) {
       std::vector<ShardedParamSpec> specs{{std::string(1, name), {4}}};
       groups.push_back(std::make_shared<ParamGroup>(ParamGroupRequest{std::move(specs), wire}));
+      groups.back()->memory().share_pool(pool);
     }
     prefetch = std::make_unique<Prefetch>(groups);
   }
@@ -50,7 +55,7 @@ struct Units {
     return letters;
   }
   std::string forward(const std::string& used, bool trains = true) {
-    prefetch->begin_forward(&unit('a'), trains);
+    prefetch->begin_forward(nullptr, trains);
     for (const char name : used) use(name);
     prefetch->end_pass();
     return gathered();
@@ -64,12 +69,14 @@ struct Units {
   }
 
   std::shared_ptr<RecordingCommunicator> wire;
+  std::shared_ptr<BufferPool> pool = std::make_shared<BufferPool>(c10::kCPU);
   std::vector<std::shared_ptr<ParamGroup>> groups;
   std::unique_ptr<Prefetch> prefetch;
 };
 
 struct TwoRanks : Units {
-  TwoRanks() : Units(std::make_shared<RecordingCommunicator>(RankOf{0, 2})) {}
+  explicit TwoRanks(const std::string& names = "abc")
+      : Units(std::make_shared<RecordingCommunicator>(RankOf{0, 2}), names) {}
 };
 
 }  // namespace
@@ -90,7 +97,7 @@ TEST_CASE("while one unit computes the next one is on its way, or those that wer
   TwoRanks units;
   units.forward("abc");
   const auto after_first = [&] {
-    units.prefetch->begin_forward(&units.unit('a'), true);
+    units.prefetch->begin_forward(nullptr, true);
     units.need('a');
     return units.gathered();
   };
@@ -120,6 +127,45 @@ TEST_CASE(
   CHECK(units.forward("") == "abc");
   CHECK(units.backward("b") == "cba");
   CHECK(units.there() == "");
+}
+
+TEST_CASE("what only others need comes and goes by itself at the end of a pass") {
+  TwoRanks units("abcdef");
+  units.forward("abcdef");
+  CHECK(units.backward("") == "fedcba");  // nothing is trained, or in the last units only
+  CHECK(units.forward("a") == "abcdef");
+  CHECK(units.backward("fe") == "fedcba");
+  CHECK(units.pool->most_taken_bytes() == 2 * kUnitBytes);
+  units.unit('c').set_reshard_after_forward(false);
+  CHECK(units.forward("a") == "abcdef");
+  CHECK(units.there() == "c");
+  CHECK(units.forward("a") == "abdef");
+  CHECK(units.backward("f") == "fedba");
+  CHECK(units.there() == "");
+  CHECK(units.pool->most_taken_bytes() == 3 * kUnitBytes);
+}
+
+TEST_CASE("backward comes first to the unit around the others, whether it was kept or not") {
+  for (const bool reshards : {false, true}) {
+    TwoRanks units;
+    units.unit('a').set_reshard_after_forward(reshards);
+    units.prefetch->begin_forward(&units.unit('a'), true);
+    units.need('a');
+    for (const char name : std::string("bc")) units.use(name);
+    if (reshards) units.prefetch->done(units.unit('a'));
+    units.prefetch->end_pass();
+    CHECK(units.gathered() == "?a?b?c?");
+    units.prefetch->begin_backward();
+    units.prefetch->enter_forward(units.prefetch->forward_key());
+    units.need('a');
+    CHECK(units.gathered() == (reshards ? "ac" : "c"));
+    units.use('c');
+    CHECK(units.there() == "ab");
+    units.use('b');
+    units.prefetch->end_pass();
+    CHECK(units.gathered() == "b");
+    CHECK(units.there() == "");
+  }
 }
 
 TEST_CASE("a unit that comes twice is gathered twice") {
@@ -187,7 +233,7 @@ TEST_CASE("ranks that need different units gather the same, in one order") {
     };
     for (const double times : {1.0, 2.0, 3.0}) {
       write(times);
-      units.prefetch->begin_forward(&units.unit('a'), true);
+      units.prefetch->begin_forward(nullptr, true);
       check('a', times);
       check((own == 0) == (times == 1.0) ? 'b' : 'c', times);
       units.prefetch->end_pass();
@@ -201,5 +247,21 @@ TEST_CASE("ranks that need different units gather the same, in one order") {
   for (const size_t own : {0, 1}) {
     CHECK(wires[own] == "?a?bc?cba abccba abccba ");
     CHECK(said[own] == "");
+  }
+}
+
+TEST_CASE(
+    "who is through with a first pass has one unit at a time, and so has who makes its plan") {
+  std::vector<int64_t> most_taken(2);
+  std::vector<std::string> wires(2);
+  run_thread_ranks(2, [&](ThreadRank& rank) {
+    const auto own = static_cast<size_t>(rank.where.rank);
+    Units units(std::make_shared<RecordingCommunicator>(rank.communicator), "abcdef");
+    wires[own] = units.forward(own == 0 ? "a" : "abcdef");
+    most_taken[own] = units.pool->most_taken_bytes();
+  });
+  for (const size_t own : {0, 1}) {
+    CHECK(wires[own] == "?a?b?c?d?e?f?");
+    CHECK(most_taken[own] == kUnitBytes);
   }
 }

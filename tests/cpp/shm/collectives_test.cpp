@@ -15,7 +15,7 @@ float value_of(int64_t rank, size_t i) {
   return static_cast<float>((static_cast<size_t>(rank) * 7 + i * 3) % 101);
 }
 
-std::vector<float> values_of(int64_t rank, size_t numel) {
+std::vector<float> floats_of(int64_t rank, size_t numel) {
   std::vector<float> values(numel);
   for (size_t i = 0; i < numel; ++i) values[i] = value_of(rank, i);
   return values;
@@ -38,7 +38,7 @@ TEST_CASE("all_reduce: every rank gets the same sum") {
     std::vector<int> wrong(static_cast<size_t>(world));
     run_shm_ranks({world}, [&](ShmRank& self) {
       for (const size_t numel : kNumels) {
-        std::vector<float> values = values_of(self.rank, numel);
+        std::vector<float> values = floats_of(self.rank, numel);
         self.collectives.all_reduce(pieces_of(values), {}, {});
         wrong[static_cast<size_t>(self.rank)] += values != sum_of(world, numel);
       }
@@ -81,9 +81,9 @@ TEST_CASE("reduce leaves the memory of all but the root alone") {
   run_shm_ranks({3}, [&](ShmRank& self) {
     for (const size_t numel : kNumels) {
       for (const int64_t root : {0, 2}) {
-        std::vector<float> values = values_of(self.rank, numel);
+        std::vector<float> values = floats_of(self.rank, numel);
         self.collectives.reduce(pieces_of(values), root, {}, {});
-        const auto expected = self.rank == root ? sum_of(3, numel) : values_of(self.rank, numel);
+        const auto expected = self.rank == root ? sum_of(3, numel) : floats_of(self.rank, numel);
         wrong[static_cast<size_t>(self.rank)] += values != expected;
       }
     }
@@ -95,9 +95,9 @@ TEST_CASE("averages and sums with a factor per rank") {
   std::vector<int> wrong(4);
   run_shm_ranks({4}, [&](ShmRank& self) {
     for (const size_t numel : {5, 200'000}) {
-      std::vector<float> average = values_of(self.rank, numel);
+      std::vector<float> average = floats_of(self.rank, numel);
       self.collectives.all_reduce(pieces_of(average), {Dtype::kF32, ReduceOp::kAvg}, {});
-      std::vector<float> scaled = values_of(self.rank, numel);
+      std::vector<float> scaled = floats_of(self.rank, numel);
       const double factor = static_cast<double>(self.rank + 1);
       self.collectives.all_reduce(pieces_of(scaled), {Dtype::kF32, ReduceOp::kPremulSum, factor},
                                   {});
@@ -123,7 +123,7 @@ TEST_CASE("reduce_scatter with a size per rank, in place and not") {
           std::vector<std::vector<float>> inputs;
           std::vector<Pieces> pieces;
           for (int64_t owner = 0; owner < world; ++owner)
-            inputs.push_back(values_of(self.rank, numel / static_cast<size_t>(owner + 1)));
+            inputs.push_back(floats_of(self.rank, numel / static_cast<size_t>(owner + 1)));
           for (auto& input : inputs) pieces.push_back(pieces_of(input));
           const auto own = static_cast<size_t>(self.rank);
           std::vector<float> output(inputs[own].size());
@@ -148,11 +148,11 @@ TEST_CASE("all_gather, gather and scatter with their sizes") {
         for (int64_t source = 0; source < world; ++source)
           outputs.emplace_back(numel / static_cast<size_t>(source + 1), -1.0F);
         for (auto& output : outputs) pieces.push_back(pieces_of(output));
-        std::vector<float> input = values_of(self.rank, outputs[own].size());
+        std::vector<float> input = floats_of(self.rank, outputs[own].size());
         self.collectives.all_gather(pieces, pieces_of(input), Dtype::kF32, {});
         for (int64_t source = 0; source < world; ++source) {
           const auto& output = outputs[static_cast<size_t>(source)];
-          wrong[own] += output != values_of(source, output.size());
+          wrong[own] += output != floats_of(source, output.size());
         }
 
         const int64_t root = world - 1;
@@ -160,12 +160,12 @@ TEST_CASE("all_gather, gather and scatter with their sizes") {
                                               std::vector<float>(numel));
         pieces.clear();
         for (auto& part : parts) pieces.push_back(pieces_of(part));
-        std::vector<float> mine = values_of(self.rank, numel);
+        std::vector<float> mine = floats_of(self.rank, numel);
         const bool is_root = self.rank == root;
         self.collectives.gather(is_root ? pieces : std::vector<Pieces>{}, pieces_of(mine), root,
                                 Dtype::kF32, {});
         for (int64_t source = 0; is_root && source < world; ++source)
-          wrong[own] += parts[static_cast<size_t>(source)] != values_of(source, numel);
+          wrong[own] += parts[static_cast<size_t>(source)] != floats_of(source, numel);
         std::vector<float> back(numel);
         self.collectives.scatter(pieces_of(back), is_root ? pieces : std::vector<Pieces>{}, root,
                                  Dtype::kF32, {});
@@ -181,9 +181,9 @@ TEST_CASE("broadcast from every root") {
   run_shm_ranks({4}, [&](ShmRank& self) {
     for (const size_t numel : kNumels) {
       for (int64_t root = 0; root < 4; ++root) {
-        std::vector<float> values = values_of(self.rank, numel);
+        std::vector<float> values = floats_of(self.rank, numel);
         self.collectives.broadcast(pieces_of(values), root, Dtype::kF32, {});
-        wrong[static_cast<size_t>(self.rank)] += values != values_of(root, numel);
+        wrong[static_cast<size_t>(self.rank)] += values != floats_of(root, numel);
       }
     }
   });
@@ -200,7 +200,7 @@ TEST_CASE("all_to_all with a size per pair") {
         };
         std::vector<std::vector<float>> inputs, outputs;
         for (int64_t peer = 0; peer < world; ++peer) {
-          inputs.push_back(values_of(self.rank * 10 + peer, numel(self.rank, peer)));
+          inputs.push_back(floats_of(self.rank * 10 + peer, numel(self.rank, peer)));
           outputs.emplace_back(numel(peer, self.rank));
         }
         std::vector<Pieces> in, out;
@@ -210,7 +210,7 @@ TEST_CASE("all_to_all with a size per pair") {
         for (int64_t peer = 0; peer < world; ++peer) {
           const auto& output = outputs[static_cast<size_t>(peer)];
           wrong[static_cast<size_t>(self.rank)] +=
-              output != values_of(peer * 10 + self.rank, output.size());
+              output != floats_of(peer * 10 + self.rank, output.size());
         }
       }
     });
@@ -228,7 +228,7 @@ TEST_CASE("a thousand collectives of random kinds and sizes, over groups of ever
         const size_t limit = round % 10 == 0 ? 700'000 : round % 3 == 0 ? 20'000 : 64;
         const size_t numel = random() % limit;
         const auto root = static_cast<int64_t>(random() % static_cast<size_t>(world));
-        std::vector<float> values = values_of(self.rank, numel);
+        std::vector<float> values = floats_of(self.rank, numel);
         switch (random() % 4) {
           case 0:
             self.collectives.all_reduce(pieces_of(values), {}, {});
@@ -236,7 +236,7 @@ TEST_CASE("a thousand collectives of random kinds and sizes, over groups of ever
             break;
           case 1:
             self.collectives.broadcast(pieces_of(values), root, Dtype::kF32, {});
-            wrong[own] += values != values_of(root, numel);
+            wrong[own] += values != floats_of(root, numel);
             break;
           case 2:
             self.collectives.barrier({});

@@ -77,6 +77,22 @@ TEST_CASE("a step around the gate raises in the next forward, once, naming the p
   }
 }
 
+TEST_CASE("the same of parameters that are sharded along their last dimension, read in bf16") {
+  const auto said = on_shm_ranks<std::string>(2, [](ThreadRank& rank) {
+    const auto last_dim = [](const std::string&, const at::Tensor&) { return int64_t{1}; };
+    auto model = fully_shard(
+        torch::nn::Linear(torch::nn::LinearOptions(6, 4).bias(false)),
+        {.param_dtype = at::kBFloat16, .communicator = rank.communicator, .shard_dim = last_dim});
+    SGD optimizer(model->parameters(), SGDOptions(0.1));
+    const at::Tensor batch = at::ones({2, 6});
+    model->forward(batch).sum().backward();
+    optimizer.step();
+    return error_of([&] { model->forward(batch); });
+  });
+  for (const std::string& one : said)
+    CHECK_THAT(one, Catch::Contains("[fully_shard] parameter 'weight' was written after a forw"));
+}
+
 TEST_CASE("the module's own members are not to be written, nor replaced") {
   const auto said = on_shm_ranks<Texts>(1, [](ThreadRank& rank) {
     UnevenNet net;

@@ -1,6 +1,9 @@
 // fully_shard for C++ modules whose ranks gather parameters, over Gloo: they train as one process
 // does on the whole batch.
 
+#include <trireme/comm/recording_communicator.h>
+#include <trireme/comm/subgroups.h>
+
 #include <torch/serialize.h>
 
 #include <catch_torch.h>
@@ -48,22 +51,48 @@ struct LayersImpl : torch::nn::Module {
   at::Tensor forward(const at::Tensor& x, bool skips = false) {
     at::Tensor hidden = torch::tanh(layer(0, x));
     TORCH_CHECK(!fails, "spilled the coffee");
+    if (skips && stumbles) TORCH_CHECK(error_of([&] { layer(1, x); }) != "no error");
     if (!skips) hidden = hidden + torch::tanh(layer(1, hidden));
     return layer(2, hidden).square().mean();
   }
   std::vector<Sharded<Linear>> units;
   std::vector<Linear> plain;
   bool fails = false;
+  bool stumbles = false;  // over what it skips
 };
 TORCH_MODULE(Layers);
 const std::shared_ptr<Communicator> kAlone;
 
-// Whether memory of a module's own parameters is there.
-bool has_memory(const torch::nn::Module& module) {
-  for (const at::Tensor& parameter : module.parameters())
-    if (parameter.numel() > 0 && parameter.storage().nbytes() > 0) return true;
-  return false;
-}
+// A unit whose outputs nobody finds, in a net around it.
+struct Hidden {
+  at::Tensor tensor;
+};
+struct HidingImpl : torch::nn::Module {
+  HidingImpl() {
+    const std::lock_guard<std::mutex> lock(zero_seed_mutex);
+    torch::manual_seed(3);
+    first = register_module("first", Linear(6, 5));
+    second = register_module("second", Linear(5, 4));  // read in backward
+  }
+  Hidden forward(const at::Tensor& x) { return {second(torch::tanh(first(x)))}; }
+  Linear first{nullptr}, second{nullptr};
+};
+TORCH_MODULE(Hiding);
+template <typename Inner>
+struct HidingNetImpl : torch::nn::Module {
+  explicit HidingNetImpl(Inner one) : inner(register_module("inner", std::move(one))) {
+    gain = register_parameter("gain", at::ones({4}));
+  }
+  at::Tensor forward(const at::Tensor& x) {
+    return (inner->forward(x).tensor * gain).square().mean();
+  }
+  Inner inner;
+  at::Tensor gain;
+};
+template <typename Inner>
+struct HidingNet : torch::nn::ModuleHolder<HidingNetImpl<Inner>> {
+  using torch::nn::ModuleHolder<HidingNetImpl<Inner>>::ModuleHolder;
+};
 
 // Over some steps in which rank r skips the second layer in every step of which `skips` says so.
 using Skips = std::function<bool(int64_t step, int64_t rank)>;
@@ -138,6 +167,52 @@ TEST_CASE("units in a unit, some of which ranks skip; memory goes after each; sa
   }
 }
 
+TEST_CASE("a unit that throws, and is caught around it, is one that is skipped") {
+  const Skips skips = [](int64_t step, int64_t rank) { return step == 0 || step == 1 + rank; };
+  const auto found = on_gloo_ranks<Values>(2, [&](ThreadRank& rank) {
+    Layers net(rank.communicator);
+    auto model = fully_shard(net, over(rank));
+    net->stumbles = true;
+    AdamW optimizer(model->parameters(), AdamWOptions(0.02));
+    for (int64_t step = 0; step < 4; ++step) {
+      optimizer.zero_grad();
+      model->forward(part_of_batch(step, rank.where), skips(step, rank.where.rank)).backward();
+      trireme::step(optimizer);
+    }
+    return saved_values(model);
+  });
+  const Values expected = train_layers_alone(4, 2, skips);
+  for (const Values& values : found) CHECK(count_unlike(values, expected) == 0);
+}
+
+TEST_CASE("outputs in a type of the user's: the unit stays until backward is over") {
+  static_assert(kFindsAllTensors<std::pair<at::Tensor, std::vector<at::Tensor>>>);
+  static_assert(kFindsAllTensors<std::tuple<at::Tensor, double>>);
+  static_assert(!kFindsAllTensors<std::pair<at::Tensor, Hidden>>);
+  const auto train = [](auto& model, RankOf where, const std::function<void()>& after_forward) {
+    SGD optimizer(model->parameters(), SGDOptions(0.1));
+    for (int64_t step = 0; step < 3; ++step) {
+      optimizer.zero_grad();
+      const at::Tensor loss = model->forward(part_of_batch(step, where));
+      after_forward();
+      loss.backward();
+      trireme::step(optimizer);
+    }
+  };
+  HidingNet<Hiding> alone{Hiding()};
+  train(alone, {0, 1}, [] {});
+  const auto found = on_gloo_ranks<Values>(2, [&](ThreadRank& rank) {
+    HidingNet<Sharded<Hiding>> net{fully_shard(Hiding(), over(rank))};
+    auto model = fully_shard(net.ptr(), over(rank));
+    train(model, rank.where, [&] { TORCH_CHECK(has_memory(net->inner->module())); });
+    TORCH_CHECK(!has_memory(net->inner->module()));
+    model->unshard();
+    return values_of(net->inner->module().parameters());
+  });
+  const Values expected = values_of(alone->inner->parameters());
+  for (const Values& values : found) CHECK(count_unlike(values, expected) == 0);
+}
+
 TEST_CASE("a gathering model loads what a plain one has saved") {
   const Layers plain(kAlone);
   for (const at::Tensor& parameter : plain->parameters()) at::Tensor(parameter.detach()).mul_(3);
@@ -186,6 +261,47 @@ TEST_CASE("gathering ranks accumulate under no_sync, and clip by one norm") {
   for (const size_t rank : {0, 1}) {
     CHECK(count_unlike(found[rank], values_of(alone->parameters())) == 0);
     for (const size_t step : {0, 1}) CHECK(seen[rank][step] == Approx(norms[step]));
+  }
+}
+
+TEST_CASE("resharded among two of four ranks a unit is gathered from these in backward") {
+  const AdamWOptions options(0.01);
+  const Values expected = train_alone<AdamW>(options, 3);
+  std::vector<std::string> wires(4);
+  const auto found = on_gloo_ranks<Values>(4, [&](ThreadRank& rank) {
+    const auto wire = std::make_shared<RecordingCommunicator>(neighbours_of(*rank.communicator, 2));
+    UnevenNet net;
+    auto model = fully_shard(
+        net, {.communicator = rank.communicator, .reshard_among = 2, .reshards_with = wire});
+    AdamW optimizer(model->parameters(), options);
+    for (int64_t step = 0; step < 3; ++step) fsdp_step(model, optimizer, step, rank.where);
+    std::string& text = wires[static_cast<size_t>(rank.where.rank)];
+    for (const WireRecord& record : wire->records()) text += record.verb + " ";
+    return whole_values(*model, net->parameters());
+  });
+  for (const size_t rank : {0, 1, 2, 3}) {
+    CHECK(count_unlike(found[rank], expected) == 0);
+    CHECK(wires[rank] == "all_gather all_gather all_gather ");
+  }
+}
+
+TEST_CASE("ways to reshard that contradict each other, or the number of ranks") {
+  std::vector<std::string> said(4);
+  run_thread_ranks(4, [&](ThreadRank& rank) {
+    const auto refused = [&](FsdpOptions options) {
+      options.communicator = rank.communicator;
+      return error_of<c10::ValueError>([&] { fully_shard(Linear(4, 4), std::move(options)); });
+    };
+    std::string& text = said[static_cast<size_t>(rank.where.rank)];
+    text = refused({.reshard_among = 3});
+    text += refused({.reshard_after_forward = true, .reshard_among = 2});
+    text += refused({.reshards_with = rank.communicator});
+  });
+  for (const std::string& text : said) {
+    CHECK_THAT(text, Catch::Contains("[fully_shard] got reshard_among=3"));
+    const std::string contradict = "got options of resharding that contradict each other";
+    const size_t first = text.find(contradict);
+    CHECK(text.find(contradict, first + 1) != std::string::npos);
   }
 }
 

@@ -22,6 +22,13 @@ void fsdp_step(Model& model, torch::optim::Optimizer& optimizer, int64_t number,
   trireme::step(optimizer);
 }
 
+// Whether memory of a module's own parameters is there.
+inline bool has_memory(const torch::nn::Module& module) {
+  for (const at::Tensor& parameter : module.parameters())
+    if (parameter.numel() > 0 && parameter.storage().nbytes() > 0) return true;
+  return false;
+}
+
 // All of the parameters, once all ranks have written them.
 inline std::vector<at::Tensor> whole_values(ShardedModule& model,
                                             const std::vector<at::Tensor>& parameters) {

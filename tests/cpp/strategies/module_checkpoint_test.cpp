@@ -2,33 +2,27 @@
 
 #include <trireme/strategies/fsdp/module_checkpoint.h>
 
+#include <trireme/param/checkpoint.h>
 #include <trireme/strategies/fsdp/fully_shard.h>
 
 #include <torch/nn/modules/batchnorm.h>
 #include <torch/nn/modules/linear.h>
 
+#include <algorithm>
 #include <catch_torch.h>
-#include <cstdlib>
-#include <filesystem>
+#include <comm/fake_engine.h>
 #include <string>
+#include <temporary_folder.h>
 #include <thread_ranks.h>
 #include <vector>
 
 using namespace trireme;
 using trireme::test::Engine;
 using trireme::test::run_thread_ranks;
+using trireme::test::TemporaryFolder;
 using trireme::test::ThreadRank;
 
 namespace {
-
-struct Folder {
-  Folder() {
-    std::string pattern = (std::filesystem::temp_directory_path() / "trireme_XXXXXX").string();
-    path = mkdtemp(pattern.data());
-  }
-  ~Folder() { std::filesystem::remove_all(path); }
-  std::string path;
-};
 
 // Rows that no number of ranks divides, a scalar, a shared weight, buffers. Plain, or a unit with
 // one in it.
@@ -66,10 +60,25 @@ bool holds(const NetImpl& net, int64_t number) {
   return same;
 }
 
+// What one of four ranks has: some rows, and some columns of these. What has no columns several
+// ranks have, and only the lowest of them the right values.
+CheckpointTensor quarter(const std::string& name, const at::Tensor& whole, int64_t number) {
+  at::Tensor part = whole.detach();
+  std::vector<int64_t> first(static_cast<size_t>(whole.dim()), 0);
+  for (int64_t dim = 0; dim < std::min<int64_t>(whole.dim(), 2); ++dim) {
+    const int64_t half = (whole.size(dim) + 1) / 2;
+    const bool is_second = dim == 0 ? number >= 2 : number % 2 == 1;
+    first[static_cast<size_t>(dim)] = is_second ? half : 0;
+    part = part.narrow(dim, is_second ? half : 0, is_second ? whole.size(dim) - half : half);
+  }
+  const bool is_copy = whole.dim() == 0 ? number > 0 : whole.dim() == 1 && number % 2 == 1;
+  return {name, whole.scalar_type(), whole.sizes().vec(), {is_copy ? part + 1 : part, first}};
+}
+
 }  // namespace
 
 TEST_CASE("sharded modules save what plain ones load, at any number of ranks") {
-  const Folder folder;
+  const TemporaryFolder folder;
   const std::string path = folder.path + "/checkpoint";
   for (const int64_t world : {1, 2, 3}) {
     run_thread_ranks(
@@ -108,8 +117,36 @@ TEST_CASE("sharded modules save what plain ones load, at any number of ranks") {
   }
 }
 
+TEST_CASE("modules load what ranks have saved in parts along two dimensions") {
+  const TemporaryFolder folder;
+  const std::string path = folder.path + "/checkpoint", again = folder.path + "/again";
+  std::vector<int> fine(4, 0);
+  run_thread_ranks(
+      4,
+      [&](ThreadRank& rank) {
+        const CheckpointRanks ranks{rank.communicator};
+        const Net given(4);
+        CheckpointContent content;
+        for (const auto& items : {given->named_parameters(), given->named_buffers()})
+          for (const auto& item : items)
+            content.tensors["model"].push_back(quarter(item.key(), item.value(), rank.where.rank));
+        save_checkpoint({path, content}, ranks);
+        Net plain(50), copy(80);
+        load_checkpoint(path, *plain, rank.communicator);
+        auto net =
+            fully_shard(Net(60, rank.communicator), FsdpOptions{.communicator = rank.communicator});
+        load_checkpoint(path, *net, rank.communicator);
+        save_checkpoint(again, *net, {.communicator = rank.communicator});
+        load_checkpoint(again, *copy, rank.communicator);
+        fine[static_cast<size_t>(rank.where.rank)] =
+            static_cast<int>(holds(*plain, 4) && holds(*copy, 4));
+      },
+      std::chrono::seconds(30), Engine::kShm);
+  CHECK(fine == std::vector<int>(4, 1));
+}
+
 TEST_CASE("the checkpoint of another module is refused on all ranks") {
-  const Folder folder;
+  const TemporaryFolder folder;
   const std::string path = folder.path + "/checkpoint";
   std::vector<std::string> errors(2);
   run_thread_ranks(
@@ -125,4 +162,14 @@ TEST_CASE("the checkpoint of another module is refused on all ranks") {
       std::chrono::seconds(30), Engine::kShm);
   for (const std::string& error : errors)
     CHECK(error.find("got a checkpoint without 'weight'") != std::string::npos);
+}
+
+TEST_CASE("over engines of GPUs alone ranks agree through the GPU") {
+  const TemporaryFolder folder;
+  const auto communicator = make_c10d_communicator(test::make_fake_group({}), nullptr);
+  // This program has no libtorch_cuda, so that is as far as it gets.
+  const std::string error = test::error_of([&] {
+    save_checkpoint(folder.path + "/checkpoint", *Net(1), {.communicator = communicator});
+  });
+  CHECK(error.find("CUDA") != std::string::npos);
 }

@@ -7,17 +7,16 @@ using namespace trireme;
 
 namespace {
 
-// A batch after the other, on replicas that need so many seconds per row.
-std::vector<Chunk> balanced(const std::vector<double>& seconds_per_row, int64_t rows,
-                            int64_t steps) {
-  SpeedBalance balance(seconds_per_row.size());
+// A batch after the other, on replicas that need so many milliseconds per row.
+std::vector<Chunk> balanced(const std::vector<double>& ms_per_row, int64_t rows, int64_t steps) {
+  SpeedBalance balance(ms_per_row.size());
   std::vector<Chunk> chunks;
   for (int64_t step = 0; step < steps; ++step) {
     chunks = weighted_chunks(rows, balance.weights());
-    std::vector<double> seconds;
+    std::vector<double> milliseconds;
     for (const Chunk& chunk : chunks)
-      seconds.push_back(static_cast<double>(chunk.rows) * seconds_per_row[chunk.replica]);
-    balance.record(chunks, seconds);
+      milliseconds.push_back(static_cast<double>(chunk.rows) * ms_per_row[chunk.replica]);
+    balance.record(chunks, milliseconds);
   }
   return chunks;
 }
@@ -43,11 +42,11 @@ TEST_CASE("a replica that becomes slow gives rows away") {
   std::vector<Chunk> chunks;
   for (int64_t step = 0; step < 60; ++step) {
     chunks = weighted_chunks(12, balance.weights());
-    std::vector<double> seconds;
+    std::vector<double> milliseconds;
     for (const Chunk& chunk : chunks)
-      seconds.push_back(static_cast<double>(chunk.rows) *
-                        (step >= 20 && chunk.replica == 0 ? 2.0 : 1.0));
-    balance.record(chunks, seconds);
+      milliseconds.push_back(static_cast<double>(chunk.rows) *
+                             (step >= 20 && chunk.replica == 0 ? 2.0 : 1.0));
+    balance.record(chunks, milliseconds);
     if (step == 19) CHECK((chunks == std::vector<Chunk>{{0, 6}, {1, 6}}));
   }
   CHECK((chunks == std::vector<Chunk>{{0, 4}, {1, 8}}));

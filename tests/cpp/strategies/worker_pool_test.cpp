@@ -23,7 +23,7 @@ using namespace trireme;
 
 namespace {
 
-std::vector<c10::Device> cpus(size_t count) {
+std::vector<c10::Device> cpu_devices(size_t count) {
   return std::vector<c10::Device>(count, c10::Device(c10::kCPU));
 }
 
@@ -52,7 +52,7 @@ std::vector<int> threads_seen(WorkerPool& pool) {
 }  // namespace
 
 TEST_CASE("a job runs on each worker, in threads that stay") {
-  WorkerPool pool(cpus(3), {1, 1, 1});
+  WorkerPool pool(cpu_devices(3), {1, 1, 1});
   pool.start();
   std::vector<std::set<std::thread::id>> ids(3);
   for (int round = 0; round < 20; ++round)
@@ -66,7 +66,7 @@ TEST_CASE("a job runs on each worker, in threads that stay") {
 }
 
 TEST_CASE("workers run at the same time") {
-  WorkerPool pool(cpus(3), {1, 1, 1});
+  WorkerPool pool(cpu_devices(3), {1, 1, 1});
   pool.start();
   std::atomic<int> here{0};
   std::atomic<int> met{0};
@@ -80,7 +80,7 @@ TEST_CASE("workers run at the same time") {
 }
 
 TEST_CASE("only those that are named run") {
-  WorkerPool pool(cpus(3), {1, 1, 1});
+  WorkerPool pool(cpu_devices(3), {1, 1, 1});
   pool.start();
   std::vector<int> runs(3);
   CHECK(pool.run({2, 0}, [&](size_t worker) { ++runs[worker]; }).size() == 2);
@@ -88,7 +88,7 @@ TEST_CASE("only those that are named run") {
 }
 
 TEST_CASE("what a job throws comes back in its place, and the next one works") {
-  WorkerPool pool(cpus(3), {1, 1, 1});
+  WorkerPool pool(cpu_devices(3), {1, 1, 1});
   pool.start();
   for (int round = 0; round < 3; ++round) {
     const auto errors = pool.run({0, 1, 2}, [](size_t worker) {
@@ -104,7 +104,7 @@ TEST_CASE("what a job throws comes back in its place, and the next one works") {
 }
 
 TEST_CASE("a job has the modes of the thread that gave it, for as long as it runs") {
-  WorkerPool pool(cpus(2), {1, 1});
+  WorkerPool pool(cpu_devices(2), {1, 1});
   pool.start();
   struct Modes {
     bool grad, inference, autocast;
@@ -136,7 +136,7 @@ TEST_CASE("a job has the modes of the thread that gave it, for as long as it run
 
 TEST_CASE("each worker has its number of intra-op threads, the caller keeps its own") {
   const int before = at::get_num_threads();
-  WorkerPool pool(cpus(3), {1, 2, 3});
+  WorkerPool pool(cpu_devices(3), {1, 2, 3});
   pool.start();
   CHECK(threads_seen(pool) == std::vector<int>{1, 2, 3});
   CHECK(at::get_num_threads() == before);
@@ -154,7 +154,7 @@ TEST_CASE("the caller may have threads of its own serve the pool") {
   std::vector<std::thread::id> seen(2);
   std::vector<std::thread::id> expected;
   {
-    WorkerPool pool(cpus(2), {1, 1});
+    WorkerPool pool(cpu_devices(2), {1, 1});
     for (const size_t worker : {0, 1}) {
       threads.emplace_back([&left, seat = pool.seat(worker)] {
         seat();
@@ -172,7 +172,7 @@ TEST_CASE("the caller may have threads of its own serve the pool") {
 }
 
 TEST_CASE("while it waits, the caller looks around") {
-  WorkerPool pool(cpus(1), {1});
+  WorkerPool pool(cpu_devices(1), {1});
   pool.start();
   std::atomic<bool> seen{false};
   int looks = 0;
@@ -189,7 +189,7 @@ TEST_CASE("while it waits, the caller looks around") {
 }
 
 TEST_CASE("callers take turns") {
-  WorkerPool pool(cpus(2), {1, 1});
+  WorkerPool pool(cpu_devices(2), {1, 1});
   pool.start();
   std::vector<int64_t> counts(2);  // by the worker of that number only
   std::vector<std::thread> callers;
@@ -204,9 +204,9 @@ TEST_CASE("callers take turns") {
 
 TEST_CASE("a pool that never started, and one that was stopped, end") {
   {
-    const WorkerPool pool(cpus(2), {1, 1});
+    const WorkerPool pool(cpu_devices(2), {1, 1});
   }
-  WorkerPool pool(cpus(2), {1, 1});
+  WorkerPool pool(cpu_devices(2), {1, 1});
   pool.start();
   pool.stop();
   CHECK_THROWS_WITH(pool.run({0}, [](size_t /*worker*/) {}),
@@ -214,7 +214,7 @@ TEST_CASE("a pool that never started, and one that was stopped, end") {
 }
 
 TEST_CASE("a forked process has no threads of the pool, and is told so") {
-  WorkerPool pool(cpus(2), {1, 1});
+  WorkerPool pool(cpu_devices(2), {1, 1});
   pool.start();
   const pid_t child = fork();
   if (child == 0) {

@@ -16,7 +16,7 @@ using Texts = std::vector<std::string>;
 
 namespace {
 
-constexpr Engine kEngines[] = {Engine::kGloo, Engine::kShm};
+constexpr Engine kGateEngines[] = {Engine::kGloo, Engine::kShm};
 
 void fill(const at::Tensor& parameter, double value) {
   const at::NoGradGuard no_grad;
@@ -53,7 +53,7 @@ class Idle : public SGD {
 }  // namespace
 
 TEST_CASE("a write outside raises on all ranks, once") {
-  for (const Engine engine : kEngines) {
+  for (const Engine engine : kGateEngines) {
     const auto said = on_ranks<Texts>(2, engine, [](ThreadRank& rank) {
       UnevenNet net;
       ZeroRedundancyOptimizer<SGD> optimizer(net, SGDOptions(0.1), rank.communicator, {.stage = 2});
@@ -70,7 +70,7 @@ TEST_CASE("a write outside raises on all ranks, once") {
 }
 
 TEST_CASE("inside writing() all ranks write, and load, the same") {
-  for (const Engine engine : kEngines) {
+  for (const Engine engine : kGateEngines) {
     CAPTURE(engine);
     UnevenNet source;
     fill(source->second->weight, 3);
@@ -136,7 +136,7 @@ TEST_CASE("an optimizer that throws on one rank does so on all, and the next ste
 }
 
 TEST_CASE("an optimizer that one rank cannot make none has, and nothing is left of it") {
-  for (const Engine engine : kEngines) {
+  for (const Engine engine : kGateEngines) {
     const auto said = on_ranks<Texts>(2, engine, [](ThreadRank& rank) {
       torch::nn::Linear layer(torch::nn::LinearOptions(3, 3).bias(false));  // rank 0's
       const auto make = [&] {
@@ -181,7 +181,7 @@ TEST_CASE("a closure that throws on one rank does so on all, and the next step w
 }
 
 TEST_CASE("stage 2: a gradient that was scaled by hand raises on all ranks") {
-  for (const Engine engine : kEngines) {
+  for (const Engine engine : kGateEngines) {
     const auto said = on_ranks<Texts>(2, engine, [](ThreadRank& rank) {
       UnevenNet net;
       ZeroRedundancyOptimizer<SGD> optimizer(net, SGDOptions(0.1), rank.communicator, {.stage = 2});
@@ -251,7 +251,7 @@ TEST_CASE("what cannot be honoured is refused") {
 }
 
 TEST_CASE("options that differ between the ranks are refused on all") {
-  for (const Engine engine : kEngines) {
+  for (const Engine engine : kGateEngines) {
     const auto said = on_ranks<std::string>(2, engine, [](ThreadRank& rank) {
       UnevenNet net;
       return error_of<c10::ValueError>([&] {

@@ -340,17 +340,20 @@ TEST_CASE("what a step of stage 2 sends over Gloo") {
     return wire->records();
   });
   for (const std::vector<WireRecord>& records : sent) {
-    REQUIRE(records.size() == 4);
-    CHECK(records[0].verb == "all_reduce");
+    REQUIRE(records.size() == 5);
+    CHECK(records[0].verb == "reduce_scatter");
     CHECK(records[0].label.ends_with(", bucket 0: bias .. weight"));
-    CHECK(records[0].bytes == (45 + 3) * 4);  // and who used what
+    CHECK(records[0].bytes == 2 * (24 + 3) * 4);
     CHECK(records[1].verb == "all_reduce");
-    CHECK(records[1].label == "step gate: before writing");
-    CHECK(records[1].bytes <= 128);
-    CHECK(records[2].verb == "broadcast");
-    CHECK(records[2].label == "parameters of rank 0");
-    CHECK(records[2].bytes == (24 + 3) * 4);
-    CHECK(records[3].label == "parameters of rank 1");
-    CHECK(records[3].bytes == (16 + 2) * 4);
+    CHECK(records[1].label == "used-map");
+    CHECK(records[1].bytes == 3 * 4);
+    CHECK(records[2].verb == "all_reduce");
+    CHECK(records[2].label == "step gate: before writing");
+    CHECK(records[2].bytes <= 128);
+    CHECK(records[3].verb == "broadcast");
+    CHECK(records[3].label == "parameters of rank 0");
+    CHECK(records[3].bytes == (24 + 3) * 4);
+    CHECK(records[4].label == "parameters of rank 1");
+    CHECK(records[4].bytes == (16 + 2) * 4);
   }
 }

@@ -1,0 +1,131 @@
+"""fully_shard on two hosts of two ranks: what crosses the cable in a step, and how long that takes.
+
+    python benchmarks/bench_hosts.py --json benchmarks/results/hosts.json
+
+The hosts are namespaces of this machine (examples/two_hosts.sh; needs root), and the bytes those
+that the network interface of each has counted, headers and all. The cable between them is as fast
+as memory, and ranks are more than a small machine has cores: step times say what strategies cost
+the CPU, and are no model of a real network. Rounds of one run per side, every other round in
+reversed order; each block of `mlp` is a unit; all sides step with the same fused AdamW.
+
+A target is met when the median of the paired ratios is at or below it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from harness.bad_input import BadInput
+from harness.bench_options import begin_results, bench_parser, chosen_parts
+from harness.exit_codes import exit_code
+from harness.fresh_run import rank_config
+from harness.pairs import Side, measure_all
+from harness.ranks import LAST_WORDS_LINES, RankFailed
+from harness.results import write_results
+from harness.stats import PairedRatio
+from harness.table import table
+
+ROOT = Path(__file__).resolve().parents[1]
+WORKLOAD = "mlp"
+PARTS = (WORKLOAD,)
+HOSTS, RANKS_PER_HOST = 2, 2
+BYTES_TARGET = 0.5
+RUN_LIMIT_S = 300
+NO_NAMESPACES = 3  # of examples/two_hosts.sh
+
+OURS = Side("fsdp", "fsdp", {})
+TORCH = (
+    Side("torch-fsdp2", "torch-fsdp2", {}),
+    Side("torch-fsdp2, kept", "torch-fsdp2", {"reshard_after_forward": False}),
+)
+
+
+@dataclass(frozen=True)
+class HostsRun:
+    """Medians of one run: of the slower host, and what each of them sent in a step."""
+
+    step_ms: float
+    sent_mb: list[float]
+
+
+def main(command_line: Sequence[str] | None = None) -> int:
+    """Returns the exit code: 0 (also if a target is missed), 2 wrong options or no namespaces,
+    3 a rank failed."""
+    arguments = bench_parser(__doc__, PARTS).parse_args(command_line)
+    return exit_code(lambda: _bench(arguments))
+
+
+def _bench(arguments: Any) -> int:
+    chosen_parts("bench_hosts", arguments.only, PARTS)
+    rounds, steps = (2, 3) if arguments.quick else (5, 10)
+    results = begin_results(arguments.quick)
+    runs = measure_all((OURS, *TORCH), rounds, lambda side: run_on_hosts(side, steps))
+    rows = [
+        [
+            label,
+            f"{min(run.step_ms for run in found):.0f} to {max(run.step_ms for run in found):.0f}",
+            *(f"{found[-1].sent_mb[host]:.1f}" for host in range(HOSTS)),
+        ]
+        for label, found in runs.items()
+    ]
+    print(table(["2 hosts x 2 ranks, mlp", "step ms", "host 0 sends MB", "host 1"], rows))
+    sent = {label: [sum(run.sent_mb) for run in found] for label, found in runs.items()}
+    ratios = {
+        side.label: PairedRatio.of(sent[OURS.label], sent[side.label], BYTES_TARGET)
+        for side in TORCH
+    }
+    for label, ratio in ratios.items():
+        print(f"bytes, fsdp / {label}:")
+        print("\n".join("  " + line for line in ratio.lines()))
+    results["workloads"][WORKLOAD] = {
+        "runs": {label: [asdict(run) for run in found] for label, found in runs.items()},
+        "bytes_ratios": {label: ratio.to_json() for label, ratio in ratios.items()},
+    }
+    if arguments.json is not None:
+        write_results(arguments.json, results)
+    return 0
+
+
+def run_on_hosts(side: Side, steps: int) -> HostsRun:
+    """One run in fresh processes. Raises RankFailed, and BadInput where there are no namespaces."""
+    config = rank_config(side, WORKLOAD, HOSTS * RANKS_PER_HOST)
+    benchmarks = ROOT / "benchmarks"
+    worker = benchmarks / "harness" / "hosts_worker.py"
+    command = ["bash", str(ROOT / "examples" / "two_hosts.sh"), str(worker)]
+    environment = {
+        **os.environ,
+        "PYTHON": sys.executable,
+        "PYTHONPATH": os.pathsep.join([str(benchmarks), os.environ.get("PYTHONPATH", "")]),
+        "RANKS": str(RANKS_PER_HOST),
+    }
+    with tempfile.TemporaryDirectory(prefix="bench") as scratch:
+        finished = subprocess.run(
+            [*command, config.to_json(), str(steps), scratch],
+            capture_output=True,
+            text=True,
+            timeout=RUN_LIMIT_S,
+            check=False,
+            env=environment,
+        )
+        found = [json.loads(file.read_text()) for file in sorted(Path(scratch).iterdir())]
+    if finished.returncode == NO_NAMESPACES:
+        raise BadInput("bench_hosts", finished.stderr.strip(), "Run it as root, with iproute2.")
+    if finished.returncode != 0 or len(found) != HOSTS:
+        words = "\n".join(finished.stderr.splitlines()[-LAST_WORDS_LINES:])
+        raise RankFailed(f"[bench_hosts] {side.label}: a rank failed. It printed last:\n{words}")
+    return HostsRun(
+        step_ms=max(one["step_ms"] for one in found),
+        sent_mb=[one["sent_mb"] for one in found],
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,25 @@
+#include <trireme/bindings/bindings.h>
+
+#include <torch/csrc/autograd/variable.h>
+#include <torch/csrc/utils/pybind.h>
+
+namespace trireme {
+namespace {
+
+// Gradients of `leaf` are not accumulated there but go into the node that has made `through`, of
+// the same shape: for a tensor that stands for another one. `leaf` stays a leaf, and holds the node
+// weakly: who wants it keeps `through`.
+void accumulate_through(const at::Tensor& leaf, const at::Tensor& through) {
+  TORCH_INTERNAL_ASSERT(leaf.is_leaf() && through.grad_fn());
+  using Weak = decltype(torch::autograd::AutogradMeta::grad_accumulator_);
+  torch::autograd::impl::set_grad_accumulator(leaf, Weak(through.grad_fn()));
+}
+
+}  // namespace
+
+void init_autograd(pybind11::module_& module) {
+  module.def("accumulate_through", &accumulate_through, pybind11::arg("leaf"),
+             pybind11::arg("through"));
+}
+
+}  // namespace trireme

@@ -1,0 +1,49 @@
+#pragma once
+
+#include <trireme/comm/communicator.h>
+#include <trireme/common/export.h>
+
+#include <c10/util/intrusive_ptr.h>
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace c10d {
+class ProcessGroup;
+}  // namespace c10d
+
+namespace trireme {
+
+// A communicator that can make others of some of its ranks, over the same engine.
+struct CanSplit {
+  virtual ~CanSplit() = default;
+  // Of `ranks`, this one among them, in that order. Null where it cannot. The same one in every
+  // call with this `name`; lives as long as this one. Collective over `ranks` the first time.
+  virtual std::shared_ptr<Communicator> split(const std::vector<int>& ranks,
+                                              const std::string& name) = 0;
+};
+
+// Communicators over the same engine as another one, which they live as long as: for verbs to which
+// ranks may come in another order than to its own, or which not all ranks come to. The same one in
+// every call; null where an engine can make none. Collective over all ranks the first time; throws
+// what the engine does when it cannot connect.
+
+// Of the same ranks.
+TRIREME_API std::shared_ptr<Communicator> twin_of(Communicator& communicator);
+// Of part of them: the first `count` ranks, the next `count`, and so on. Throws ValueError where
+// `count` is no factor of the number of ranks.
+TRIREME_API std::shared_ptr<Communicator> neighbours_of(Communicator& communicator, int64_t count);
+// Of those that have the same place among their neighbours: ranks 0, `count`, 2 x `count`, and so
+// on. Throws the same.
+TRIREME_API std::shared_ptr<Communicator> counterparts_of(Communicator& communicator,
+                                                          int64_t count);
+
+// A group of some ranks of `group`, for the same devices; null where one of its engines can make
+// none. `name`: of its keys in that group's Store, once per group and first rank.
+c10::intrusive_ptr<c10d::ProcessGroup> split_group(c10d::ProcessGroup& group,
+                                                   const std::vector<int>& ranks,
+                                                   const std::string& name);
+
+}  // namespace trireme

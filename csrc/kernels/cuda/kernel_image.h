@@ -1,0 +1,28 @@
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+// For the .cu files only.
+namespace trireme::cuda {
+
+// nullptr if the current device can run `kernel`, else CUDA's text for why there is no machine code
+// for it. Any other trouble (no device, an error of an earlier kernel) is left to the launch.
+inline const char* why_no_image(const void* kernel) {
+  cudaFuncAttributes attributes;
+  const cudaError_t error = cudaFuncGetAttributes(&attributes, kernel);
+  switch (error) {
+    case cudaErrorNoKernelImageForDevice:
+    case cudaErrorInvalidDeviceFunction:
+    case cudaErrorInvalidKernelImage:
+    case cudaErrorInvalidPtx:
+    case cudaErrorUnsupportedPtxVersion:
+    case cudaErrorJitCompilerNotFound:
+    case cudaErrorJitCompilationDisabled:
+      cudaGetLastError();  // or the next one to ask would take it for his own
+      return cudaGetErrorString(error);
+    default:
+      return nullptr;
+  }
+}
+
+}  // namespace trireme::cuda

@@ -1,0 +1,97 @@
+#pragma once
+
+#include <trireme/comm/communicator.h>
+#include <trireme/grad/grad_reducer.h>
+#include <trireme/param/param_group.h>
+#include <trireme/strategies/fsdp/all_reduce_hooks.h>
+
+#include <ATen/core/Tensor.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace trireme {
+
+// [Note: units on several meshes]
+//
+// Units under one root may be shared by different ranks: those of a mixture of experts by fewer
+// than the rest. Each such set of ranks has a gate, a reducer, and communicators of its own. Ranks
+// that come to units in different orders, or leave some out, do not wait for each other crosswise,
+// since
+//
+//   gathers    have one order, about which all ranks agree, whoever gathers (param/prefetch.h)
+//   gates      are passed in one order, all of them before forward and before the optimizer
+//   gradients  go out in one order: those of the first reducer while backward runs, those of the
+//              others, unless they stream through shared memory, when it is over. Only in the first
+//              one does a rank wait for others before that
+
+// The ranks that train some units.
+struct FsdpRanks {
+  std::shared_ptr<Communicator> communicator;  // of all of them
+  // Where these are more than share the parameters (HSDP): of the ranks that have the same shards.
+  std::shared_ptr<Communicator> replicates_with = nullptr;
+  // What gradients are scattered with; that of the groups if null.
+  std::shared_ptr<Communicator> scatters_with = nullptr;
+};
+
+// What averages the gradients of all units under one root: a GradReducer for each set of ranks,
+// armed together. See there for costs, threads, and what is thrown.
+class TRIREME_API UnitReducers {
+ public:
+  struct Request {
+    const std::vector<std::shared_ptr<ParamGroup>>& groups;
+    const std::vector<std::string>& names;  // of all parameters, group by group
+    const std::vector<FsdpRanks>& ranks;
+    const std::vector<size_t>& ranks_of;  // by group, into `ranks`
+  };
+  explicit UnitReducers(const Request& request);
+  UnitReducers(const UnitReducers&) = delete;
+  UnitReducers& operator=(const UnitReducers&) = delete;
+
+  void before_forward();
+  void after_forward(const std::vector<at::Tensor>& outputs, bool all_found);
+  void set_synchronize(bool synchronize);
+  void shadow_backward();
+  void reduce_accumulated();
+  void announce_failure(const std::string& text) noexcept;  // to all ranks of all of them
+  void drop_accumulated();
+
+  // By group.
+  void hold(const std::vector<bool>& groups);
+  void defer_all_reduce(const std::vector<bool>& groups);
+  void set_divide_factors(const std::vector<double>& groups);
+  void set_all_reduce_hooks(const std::vector<AllReduceHook>& groups);
+
+  void set_divisor(double divisor);
+  void set_memory_source(const BufferPool::Source& source);
+  // Called with indices into `names`.
+  void set_delivered_callback(const GradReducer::DeliveredCallback& callback);
+  // Asked before each backward that synchronizes: which groups this rank has not used, so that it
+  // will bring no gradients of them. May say fewer; says nothing once this object is gone.
+  void ask_for_unused(const std::function<std::vector<bool>()>& groups);
+  // Of all: bytes, buckets and times of communication are sums.
+  StepReport last_step() const;
+
+ private:
+  // One reducer, and what it has of all.
+  struct Part {
+    std::vector<size_t> groups;
+    std::vector<size_t> numbers_of_parameters;  // of these
+    std::vector<int64_t> parameters;
+    std::shared_ptr<GradReducer> reducer;
+
+    template <typename Value>
+    std::vector<Value> of_groups(const std::vector<Value>& all) const;
+    template <typename Value>
+    std::vector<Value> of_parameters(const std::vector<Value>& all_groups) const;
+  };
+  static std::shared_ptr<GradReducer> make_reducer(const Request& request, const Part& part);
+
+  std::vector<Part> parts_;
+};
+
+}  // namespace trireme

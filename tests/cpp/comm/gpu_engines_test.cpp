@@ -1,0 +1,57 @@
+// What a communicator does over engines of GPUs, on machines that have none.
+
+#include <trireme/comm/c10d_communicator.h>
+#include <trireme/comm/only_device.h>
+#include <trireme/comm/recording_communicator.h>
+#include <trireme/comm/subgroups.h>
+
+#include <catch_torch.h>
+#include <comm/fake_engine.h>
+
+using namespace trireme;
+using trireme::test::FakeEngine;
+using trireme::test::FakeEngines;
+using trireme::test::make_fake_group;
+
+namespace {
+
+std::shared_ptr<Communicator> communicator_over(const FakeEngines& engines) {
+  return make_c10d_communicator(make_fake_group(engines), nullptr);
+}
+
+FakeEngines of_cpu_and_gpu() { return {.cpu = c10::make_intrusive<FakeEngine>("fake")}; }
+FakeEngines of_gpu() { return {}; }
+
+}  // namespace
+
+TEST_CASE("a barrier goes over the CPU's engine, where there is one") {
+  const FakeEngines engines = of_cpu_and_gpu();
+  communicator_over(engines)->barrier("a step").wait();
+  CHECK(engines.cpu->barriers == 1);
+  CHECK(engines.cuda->barriers == 0);
+  // In slices, between which it is seen what peers announce.
+  CHECK(engines.cpu->work->waits.at(0) < std::chrono::minutes(1));
+}
+
+TEST_CASE("a barrier of GPUs has no limit of ours, since NCCL ends its group when a wait is over") {
+  const FakeEngines engines = of_gpu();
+  communicator_over(engines)->barrier("a step").wait();
+  CHECK(engines.cuda->barriers == 1);
+  CHECK(engines.cuda->work->waits == std::vector<std::chrono::milliseconds>{kNoTimeout});
+}
+
+TEST_CASE("texts go over the CPU, or over the one GPU that a group takes tensors of") {
+  CHECK(device_of_texts(*communicator_over(of_cpu_and_gpu())) == c10::Device(c10::kCPU));
+  CHECK(device_of_texts(*communicator_over(of_gpu())) == c10::Device(c10::kCUDA, 1));
+  CHECK(device_of_texts(RecordingCommunicator(RankOf{0, 2})) == c10::Device(c10::kCPU));
+}
+
+TEST_CASE("a part gets options of its own, also below a part") {
+  const FakeEngines engines = of_cpu_and_gpu();
+  const auto communicator = communicator_over(engines);
+  const auto twin = twin_of(*communicator);
+  REQUIRE(twin);
+  CHECK(twin_of(*twin));
+  for (const auto& engine : {engines.cpu, engines.cuda})
+    CHECK(engine->options->global_ranks_in_group.empty());
+}
