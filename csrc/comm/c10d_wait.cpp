@@ -40,16 +40,17 @@ constexpr const char* kRebuild =
   C10_THROW_ERROR(DistBackendError, text);
 }
 
-// One bounded wait: true when the work is finished, well or not.
+// One bounded wait: true when the work is finished; throws what it failed of.
 bool wait_slice(c10d::Work& work, milliseconds slice) {
   try {
     work.wait(slice);
     return true;
   } catch (const std::exception&) {
     // c10d says "Operation timed out!" by an exception too; only completion tells the two apart.
-    if (work.isCompleted()) throw;
-    return false;
+    if (!work.isCompleted()) return false;
   }
+  work.wait(slice);  // it may have ended, and well, after it was given up: asked again it says so
+  return true;
 }
 
 }  // namespace

@@ -246,7 +246,7 @@ void GradReducer::launch_map() {
 
 // Gradients of finished buckets go where they belong while backward is still at work.
 void GradReducer::deliver_done() {
-  if (manual_finalization_ || buckets_.front().plan().device.is_cuda()) return;
+  if (manual_finalization_ || !buckets_.front().plan().device.is_cpu()) return;
   while (next_settle_ < next_launch_ && pending_[next_settle_].done()) settle(next_settle_);
   deliver_settled();
 }

@@ -12,7 +12,7 @@ UsedMap::UsedMap(int64_t parameters)
       counts_(static_cast<size_t>(parameters), 0) {}
 
 void UsedMap::write_to(const at::Tensor& wire, bool shadow) const {
-  const bool goes_to_gpu = wire.is_cuda();  // from pinned memory, so that nobody waits for the copy
+  const bool goes_to_gpu = !wire.is_cpu();  // from pinned memory, so that nobody waits for the copy
   at::Tensor host = at::zeros({numel()}, at::dtype(at::kFloat).pinned_memory(goes_to_gpu));
   auto* values = host.mutable_data_ptr<float>();
   if (!shadow) {

@@ -25,7 +25,7 @@ class TRIREME_API UsedMap {
 
   // Writes this rank's summands into `wire` (numel() floating-point elements, any device).
   void write_to(const at::Tensor& wire, bool shadow) const;
-  // Reads the sums. On CUDA this waits for the device.
+  // Reads the sums. This waits for a device that is not the CPU.
   void read_from(const at::Tensor& wire);
 
   // Of the last read: how many ranks used the parameter, and whether any rank announced a change.

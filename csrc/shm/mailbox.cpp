@@ -161,7 +161,7 @@ bool Mailbox::push(int64_t destination) {
     if (!complete) continue;
     outbox.streams = false;
     --pending_sends_;
-    if (outbox.ring.was_refused(outbox.sequence)) blame(send, destination);
+    if (!fits_ring(send) && outbox.ring.was_refused(outbox.sequence)) blame(send, destination);
     end(outbox.sends.front());
     outbox.sends.pop_front();
   }
@@ -303,6 +303,11 @@ void Mailbox::unlist(std::list<TransferPtr>::iterator recv) {
   const int64_t peer = (*recv)->peer;
   --(peer == kAnyRank ? wanted_of_any_ : inboxes_[static_cast<size_t>(peer)].wanted);
   recvs_.erase(recv);
+}
+
+// Then it is done whether or not its destination was quick enough to refuse it meanwhile.
+bool Mailbox::fits_ring(const Transfer& send) const {
+  return static_cast<int64_t>(sizeof(Header)) + send.memory.bytes() <= capacity_;
 }
 
 // A send that its destination could not use, known because it did not fit into the ring.

@@ -109,6 +109,7 @@ class TRIREME_API Mailbox {
   std::list<TransferPtr>::iterator find_recv(int64_t source, int64_t tag);
   bool wants(int64_t source) const;
   bool fits(Transfer& recv, const Header& header, int64_t source);
+  bool fits_ring(const Transfer& send) const;
   void blame(Transfer& send, int64_t destination);
   void unlist(std::list<TransferPtr>::iterator recv);
 

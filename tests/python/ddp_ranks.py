@@ -12,6 +12,7 @@ import importlib
 import inspect
 import os
 import re
+import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -33,6 +34,8 @@ HOUSE_FORM = re.compile(r"^\[\w+\] \S.* \(rank \d+ of \d+\)\. [A-Z].*\S$", re.DO
 # The same before a group is known.
 RANKLESS_FORM = re.compile(r"^\[\w+\] \S.*[^.)]\. [A-Z].*\S$", re.DOTALL)
 
+_PATIENCE_S = 30.0
+
 Program = Callable[..., None]
 ModelMaker = Callable[[], nn.Module]
 
@@ -41,7 +44,7 @@ def on_ranks(
     world: int | str = WORLD,
     *,
     timeout: float = 60,
-    patience_s: float = 30,
+    patience_s: float = _PATIENCE_S,
     backend: str = os.environ.get("TRIREME_TEST_BACKEND", "gloo"),
     dying: Collection[int] = (),
 ) -> Any:
@@ -71,9 +74,37 @@ def _run_program(
 ) -> None:
     program = getattr(importlib.import_module(module), name).__wrapped__
     torch.manual_seed(0)
+    if patience_s < _PATIENCE_S:
+        wait_for_all(rank)
     dist.init_process_group(backend, timeout=timedelta(seconds=patience_s))
     program(rank, **case)
     dist.destroy_process_group()
+
+
+def wait_for_all(rank: int) -> None:
+    """On a busy machine ranks begin longer after each other than some tests wait for a late one."""
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+    store.set(f"{rank} began", "yes")
+    began = [f"{other} began" for other in range(int(os.environ["WORLD_SIZE"]))]
+    store.wait(began, timedelta(seconds=_PATIENCE_S))
+
+
+def set_timeout(seconds: float) -> None:
+    """Of the default group, from now on."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # torch 2.15 has a public name for it
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds))
+
+
+def say(word: str) -> None:
+    """To ranks that stay until they hear it."""
+    dist.distributed_c10d._get_default_store().set(word, "yes")
+
+
+def stay_until(*words: str) -> None:
+    """Until other ranks have said these; meanwhile this one is there, and does nothing."""
+    store = dist.distributed_c10d._get_default_store()
+    store.wait(list(words), timedelta(seconds=_PATIENCE_S))
 
 
 @contextmanager

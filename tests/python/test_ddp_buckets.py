@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 import trireme
-from ddp_ranks import WORLD, assert_equals_torch, on_ranks, record_wire
+from ddp_ranks import WORLD, assert_equals_torch, on_ranks, record_wire, say, stay_until
 from torch import nn
 
 ROW = 256  # a layer of ROW x ROW floats takes 256 KiB
@@ -147,11 +147,13 @@ def test_gradients_are_final_before_backward_ends(rank: int) -> None:
         early.append(None if last.grad is None else last.grad.clone())
 
     def pause(grad: torch.Tensor) -> None:
+        say(f"{rank} has sent it in step {step}")
+        stay_until(f"{1 - rank} has sent it in step {step}")
         time.sleep(0.5)  # long enough for layer 4's bucket to come back
 
     ddp.module[0].weight.register_hook(look)
     ddp.module[2].weight.register_hook(pause)
-    for _ in range(3):
+    for step in range(3):  # noqa: B007 - pause() reads it
         early.clear()
         ddp.zero_grad()
         backward(ddp, rank)

@@ -244,6 +244,7 @@ def test_the_others_are_stopped() -> None:
 def test_the_others_are_stopped_in_backward() -> None:
     """At their next parameter."""
     arrived: list[int] = []
+    has_failed = threading.Event()
 
     class Waits(torch.autograd.Function):
         @staticmethod
@@ -254,7 +255,9 @@ def test_the_others_are_stopped_in_backward() -> None:
         @staticmethod
         def backward(ctx: Any, grad: Tensor) -> Any:
             if ctx.fails:
+                has_failed.set()
                 raise Odd(8, 9)
+            has_failed.wait(LATE_S)
             time.sleep(0.3)
             return grad, None
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ddp_ranks import batch, mlp, raises
+from ddp_ranks import batch, mlp, raises, say, stay_until
 from fsdp_ranks import local, pair, sharded, train_both
 from shm_ranks import on_shm_ranks
 from test_zero_faults import SOON_S, break_it
@@ -97,10 +97,10 @@ def test_a_rank_that_does_not_step(rank: int) -> None:
     ours.train(0)
     ours.backward(1)
     if rank == 1:
-        time.sleep(4)
-        return
+        return stay_until("done")
     with raises(dist.DistBackendError, "step gate: before writing", "rank 1", "alive"):
         ours.optimizer.step()
+    say("done")
 
 
 @on_shm_ranks(2, patience_s=2, timeout=40)
@@ -108,10 +108,10 @@ def test_a_rank_that_does_not_run_forward(rank: int) -> None:
     ours = sharded(mlp)
     ours.train(0)
     if rank == 1:
-        time.sleep(4)
-        return
+        return stay_until("done")
     with raises(dist.DistBackendError, "step gate: written", "rank 1", "alive"):
         ours.loss(1)
+    say("done")
 
 
 @on_shm_ranks(2, timeout=40)

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import trireme
-from ddp_ranks import mlp, on_ranks, raises
+from ddp_ranks import mlp, on_ranks, raises, say, stay_until
 from fsdp_ranks import own, sharded
 from test_zero_faults import SOON_S, break_it
 from torch import nn
@@ -88,10 +88,10 @@ def test_a_rank_that_does_not_come(rank: int) -> None:
     """To the first forward, in which ranks say what they need."""
     ours = sharded(mlp)
     if rank == 1:
-        time.sleep(4)
-        return
+        return stay_until("done")
     with raises(dist.DistBackendError, "all_gather of units that ranks need", "rank 1"):
         ours.loss(0)
+    say("done")
 
 
 @on_gloo_ranks(3)

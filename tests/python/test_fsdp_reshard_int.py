@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import trireme
-from ddp_ranks import message_of, mlp, on_ranks, raises
+from ddp_ranks import message_of, mlp, on_ranks, raises, say, stay_until
 from fsdp_ranks import (
     assert_locals,
     evaluate,
@@ -241,10 +241,11 @@ def test_a_rank_raises_before_its_neighbour_gathers_from_it(rank: int) -> None:
     if rank == 1:
         with pytest.raises(ArithmeticError, match="the data of this rank"):
             loss.backward()
-        time.sleep(2)  # until that is read
+        stay_until("read")
     elif rank == 0:
         said = error_of_backward(loss)
         assert "unit 0.weight .. 0.bias (from ranks 0 to 1) was given up" in said, said
         assert "a backward was abandoned (rank 1 of 4)" in said, said
+        say("read")
     else:
         loss.backward()  # with those that are there

@@ -4,14 +4,13 @@ import os
 import signal
 import threading
 import time
-import warnings
 from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from ddp_ranks import HOUSE_FORM, batch, message_of, mlp, raises
+from ddp_ranks import HOUSE_FORM, batch, message_of, mlp, raises, set_timeout
 from distributed import run_ranks
 from shm_ranks import assert_bits, backend_of, of_all, on_shm_ranks, reduced, values
 from torch.distributed import ReduceOp
@@ -23,12 +22,6 @@ SOON_S = 5.0
 
 def store_of() -> Any:
     return dist.distributed_c10d._get_default_store()
-
-
-def set_timeout(seconds: float) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # torch 2.15 has a public name for it
-        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds))
 
 
 # --- Late ----------------------------------------------------------------------------------------

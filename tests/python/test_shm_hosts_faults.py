@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import trireme
-from ddp_ranks import HOUSE_FORM, batch, message_of, mlp, raises
+from ddp_ranks import HOUSE_FORM, batch, message_of, mlp, raises, wait_for_all
 from distributed import run_ranks
 from shm_hosts import LAYOUTS, SOME_LAYOUTS, join, on_hosts
 from shm_ranks import backend_of
@@ -93,6 +93,7 @@ def test_a_killed_rank(layout: str, victim: int, when: str) -> None:
 
 
 def late(rank: int, layout: str) -> str | None:
+    wait_for_all(rank)
     join(rank, layout, timeout_s=1.5)
     dist.all_reduce(torch.ones(5))
     store = dist.distributed_c10d._get_default_store()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
@@ -22,6 +21,7 @@ from ddp_ranks import (
     mlp,
     on_ranks,
     raises,
+    set_timeout,
 )
 from distributed import run_ranks
 from shm_ranks import on_shm_ranks
@@ -340,9 +340,7 @@ def test_a_rank_that_does_not_step(rank: int) -> None:
     """It lives, but does something else: the group's timeout ends the wait and names the gate."""
     ours = sharded(mlp, SGD, 2, lr=0.1)
     ours.train(0)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # torch 2.15 has a public name for it
-        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1))
+    set_timeout(1)
     store = dist.distributed_c10d._get_default_store()
     if rank == 1:
         store.wait(["done"], timedelta(seconds=30))

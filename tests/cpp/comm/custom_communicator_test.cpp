@@ -8,6 +8,8 @@
 #include <ATen/ATen.h>
 
 #include <catch_torch.h>
+#include <chrono>
+#include <memory>
 #include <utility>
 
 using namespace trireme;
@@ -43,6 +45,15 @@ struct Custom {
   std::vector<int64_t> allocated;
   at::Tensor seen;
   bool is_in_place = false;
+};
+
+// Ends when a wait for it has just been given up.
+struct LateWork final : c10d::Work {
+  bool wait(std::chrono::milliseconds) override {
+    if (isCompleted()) return true;
+    finish();
+    TORCH_CHECK(false, "Operation timed out!");
+  }
 };
 
 using Sizes = std::vector<int64_t>;
@@ -106,6 +117,20 @@ TEST_CASE("sums are scattered from memory of the user's into memory of the user'
   CHECK(sums.equal(at::tensor({6.0F, 9.0F})));
   custom.communicator.reduce_scatter({sums}, {gradients}, ReduceOp::kMax, "largest").wait();
   CHECK(custom.inner->records().size() == 1);
+}
+
+TEST_CASE("a Work that ends just when a look at the others is due has not failed") {
+  Custom custom;
+  CustomCollective collective = custom.collective();
+  collective.start = [start = collective.start](const at::Tensor& output, const at::Tensor& input) {
+    start(output, input);
+    const auto work = c10::make_intrusive<LateWork>();
+    return std::shared_ptr<c10d::Work>(work.get(), [work](c10d::Work*) {});
+  };
+  custom.communicator.set_all_gather(collective);
+  at::Tensor whole = at::zeros({kWorld * 2});
+  custom.communicator.all_gather({whole}, {floats(2, 5)}, "unit").wait();
+  CHECK(whole.eq(5).all().item<bool>());
 }
 
 TEST_CASE("memory that does not fit is refused, with what was expected") {

@@ -24,12 +24,13 @@ using namespace std::chrono_literals;
 using test::run_thread_ranks;
 using test::ThreadRank;
 
-// A listening socket on a port that the kernel chose.
+// A listening socket on that port; by default one that the kernel chooses.
 class TakenPort {
  public:
-  TakenPort() : socket_(::socket(AF_INET6, SOCK_STREAM, 0)) {
+  explicit TakenPort(int number = 0) : socket_(::socket(AF_INET6, SOCK_STREAM, 0)) {
     sockaddr_in6 address{};
     address.sin6_family = AF_INET6;
+    address.sin6_port = htons(static_cast<uint16_t>(number));
     socklen_t size = sizeof(address);
     auto* plain = reinterpret_cast<sockaddr*>(&address);
     TORCH_CHECK(::bind(socket_, plain, size) == 0 && ::listen(socket_, 1) == 0);
@@ -44,7 +45,18 @@ class TakenPort {
   int number_ = 0;
 };
 
-std::string free_endpoint() { return "tcp://127.0.0.1:" + std::to_string(TakenPort().number()); }
+// Below the ports that the kernel chooses, of which another test may get this one meanwhile.
+std::string free_endpoint() {
+  static int number = 10'000 + ::getpid() % 20'000;
+  for (;; ++number) {
+    try {
+      const TakenPort is_free(number);
+      break;
+    } catch (const c10::Error&) {
+    }
+  }
+  return "tcp://127.0.0.1:" + std::to_string(number++);
+}
 
 std::string fresh_file() {
   std::string pattern = (std::filesystem::temp_directory_path() / "trireme_meet_XXXXXX").string();

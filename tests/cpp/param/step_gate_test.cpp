@@ -83,6 +83,7 @@ TEST_CASE("a reader sees the writes of all ranks, a writer disturbs no reader") 
 TEST_CASE("a rank that does not come is waited for until the timeout, and named") {
   std::string said;
   bool may_try_again = false;
+  std::atomic<bool> is_over{false};
   on_shm(
       2,
       [&](ThreadRank& rank) {
@@ -95,8 +96,9 @@ TEST_CASE("a rank that does not come is waited for until the timeout, and named"
             said = error.what_without_backtrace();
           }
           may_try_again = gate.is_writing();
+          is_over = true;
         } else {
-          std::this_thread::sleep_for(std::chrono::seconds(2));
+          while (!is_over) std::this_thread::sleep_for(std::chrono::milliseconds(1));
         }
       },
       std::chrono::seconds(1));

@@ -48,6 +48,26 @@ TEST_CASE(
         "message is lost.");
 }
 
+TEST_CASE("a send that fits into the ring is done, however early its destination refused it") {
+  constexpr size_t kMoreThanHalfARing = 40'000;
+  Failure sent;
+  Failure received;
+  run_shm_ranks({}, [&](ShmRank& self) {
+    Post post(self);
+    if (self.rank == 0) {
+      sent = failure_of([&] {
+        post.send(values_of(1, kMoreThanHalfARing), 1);
+        post.send(values_of(2, kMoreThanHalfARing), 1);  // waits for room: refused on its way
+      });
+      return;
+    }
+    post.recv(kMoreThanHalfARing, 0);
+    received = failure_of([&] { post.recv(4, 0); });
+  });
+  CHECK(sent.text == "no fault");
+  CHECK(contains(received.text, "expected 16 bytes of int32"));
+}
+
 TEST_CASE("a rank that does not send in time ends the group, and all hear of it") {
   std::vector<Failure> failures(2);
   run_shm_ranks({}, [&](ShmRank& self) {

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <chrono>
 #include <csignal>
 #include <cstdio>
 #include <cstdlib>
@@ -27,9 +28,10 @@ inline Failure failure_of(const std::function<void()>& call) {
   return {FaultKind::kMismatch, "no fault"};
 }
 
-inline void sum(Collectives& collectives, size_t numel, std::string_view label = {}) {
+inline void sum(Collectives& collectives, size_t numel, std::string_view label = {},
+                std::chrono::milliseconds timeout = {}) {
   std::vector<float> values(numel, 1);
-  collectives.all_reduce(pieces_of(values), {}, {.label = label});
+  collectives.all_reduce(pieces_of(values), {}, {.timeout = timeout, .label = label});
 }
 
 inline bool contains(const std::string& text, std::string_view part) {

@@ -60,9 +60,11 @@ inline at::Tensor part_of_batch(int64_t step, RankOf where) {
   return whole_batch(step).narrow(0, where.rank * share, share);
 }
 
+// Copies on the CPU.
 inline std::vector<at::Tensor> values_of(const std::vector<at::Tensor>& tensors) {
   std::vector<at::Tensor> copies;
-  for (const at::Tensor& tensor : tensors) copies.push_back(tensor.detach().clone());
+  for (const at::Tensor& tensor : tensors)
+    copies.push_back(tensor.detach().to(at::kCPU, tensor.scalar_type(), false, /*copy=*/true));
   return copies;
 }
 
