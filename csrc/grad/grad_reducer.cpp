@@ -295,13 +295,13 @@ void GradReducer::collect(bool may_learn) {
   show_sums();
 
   map_is_unread_ = true;
+  used_.start_reading(tail_in_last_bucket_ ? buckets_.back().tail() : map_wire_);
   bool needs_map = infos_.front().device.is_cpu() || used_.changed_here() || observing_;
   for (size_t i = 0; i < places_.size() && !needs_map; ++i) {
     needs_map = places_[i].bucket >= 0 && !is_delivered_[i];
   }
-  // On CUDA reading the map waits for all that the stream was given. Where this rank used
-  // everything and changed nothing it is read when the next backward is armed, which then waits for
-  // its forward, and no longer for this step.
+  // On devices reading the map waits for this backward. Where this rank used everything and changed
+  // nothing it is read when the next one is armed.
   if (needs_map) settle_map();
   begin_use_anew();
   for (size_t i = 0; i < fires_seen_.size(); ++i) fires_expected_[i] = std::max(1, fires_seen_[i]);
@@ -313,7 +313,7 @@ void GradReducer::collect(bool may_learn) {
 
 void GradReducer::settle_map() {
   map_is_unread_ = false;
-  used_.read_from(tail_in_last_bucket_ ? buckets_.back().tail() : map_wire_);
+  used_.finish_reading();
   for (size_t b = 0; b < buckets_.size(); ++b) {
     const std::vector<BucketSlot>& slots = plan_.buckets[b].slots;
     for (size_t slot = 0; slot < slots.size(); ++slot) {

@@ -22,13 +22,26 @@ void UsedMap::write_to(const at::Tensor& wire, bool shadow) const {
   wire.copy_(host, /*non_blocking=*/goes_to_gpu);
 }
 
-void UsedMap::read_from(const at::Tensor& wire) {
-  const at::Tensor host = wire.to(at::kCPU, at::kFloat);
-  const auto* values = host.const_data_ptr<float>();
+void UsedMap::start_reading(const at::Tensor& wire) {
+  const at::Tensor sums = wire.to(at::kFloat);
+  if (wire.is_cpu()) {
+    read_ = sums;
+    return;
+  }
+  if (!handoff_) handoff_.emplace(wire.device());
+  read_ = at::empty({numel()}, at::dtype(at::kFloat).pinned_memory(true));
+  read_.copy_(sums, /*non_blocking=*/true);
+  handoff_->note();
+}
+
+void UsedMap::finish_reading() {
+  if (handoff_) handoff_->wait();
+  const auto* values = read_.const_data_ptr<float>();
   for (int64_t i = 0; i < parameters_; ++i) {
     counts_[static_cast<size_t>(i)] = static_cast<int64_t>(values[i]);
   }
   changed_anywhere_ = values[parameters_] > 0;
+  read_.reset();
 }
 
 void UsedMap::clear() {

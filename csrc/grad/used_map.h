@@ -1,10 +1,12 @@
 #pragma once
 
 #include <trireme/common/export.h>
+#include <trireme/memory/stream_handoff.h>
 
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 namespace trireme {
@@ -25,8 +27,10 @@ class TRIREME_API UsedMap {
 
   // Writes this rank's summands into `wire` (numel() floating-point elements, any device).
   void write_to(const at::Tensor& wire, bool shadow) const;
-  // Reads the sums. This waits for a device that is not the CPU.
-  void read_from(const at::Tensor& wire);
+  // The sums, as the caller's current stream has them; `wire` may be written when this returns.
+  void start_reading(const at::Tensor& wire);
+  // Waits for a device to come as far as that.
+  void finish_reading();
 
   // Of the last read: how many ranks used the parameter, and whether any rank announced a change.
   int64_t ranks_using(int64_t parameter) const { return counts_[static_cast<size_t>(parameter)]; }
@@ -41,6 +45,8 @@ class TRIREME_API UsedMap {
   bool changed_here_ = false;
   std::vector<int64_t> counts_;
   bool changed_anywhere_ = false;
+  at::Tensor read_;  // on the CPU
+  std::optional<StreamHandoff> handoff_;
 };
 
 }  // namespace trireme

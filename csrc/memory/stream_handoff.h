@@ -2,30 +2,48 @@
 
 #include <trireme/common/export.h>
 
+#include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
 #include <c10/core/Event.h>
 #include <c10/core/Stream.h>
 
+#include <functional>
+#include <optional>
 #include <utility>
 #include <vector>
 
 namespace trireme {
 
-// What streams of a device were given to do, for the CPU to wait for: copies between the device and
-// pinned memory. On CPU, which has no streams, there is nothing to wait for.
+// Copies between a device and the CPU's memory, which run beside what the device computes: what one
+// stream hands to another, and what streams hand to the CPU. On CPU, which has no streams, work is
+// done at once and there is nothing to wait for.
 //
 // One thread at a time.
 class TRIREME_API StreamHandoff {
  public:
   explicit StreamHandoff(c10::Device device) : device_(device) {}
 
-  // What the caller's current stream was given so far.
+  // Calls `work` with another stream as the current one. What it enqueues comes after what the
+  // caller's stream was given so far, and beside what that is given next, until join(). It counts
+  // as noted.
+  void beside(const std::function<void()>& work);
+  // What the caller's current stream is given next comes after all that beside() was given.
+  void join();
+
+  // What the caller's current stream was given so far, for wait().
   void note();
-  // Until all that was noted is done.
+  // The CPU waits until all that was noted is done.
   void wait();
+
+  // In beside(): the memory of `tensor` stays until the current stream has done what it was given so
+  // far, whoever frees it.
+  static void keep(const at::Tensor& tensor);
 
  private:
   c10::Device device_;
+  std::optional<c10::Stream> side_;
+  std::optional<c10::Event> begun_;
+  std::optional<c10::Event> ended_;
   std::vector<std::pair<c10::Stream, c10::Event>> noted_;  // the last of each stream
 };
 

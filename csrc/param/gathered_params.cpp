@@ -22,6 +22,25 @@ at::Tensor contiguous_range(const at::Tensor& buffer, at::IntArrayRef sizes, int
   return range_of(buffer, sizes, at::detail::defaultStrides(sizes), offset);
 }
 
+// A gather on a stream beside that of who waits for it.
+class GatherBeside final : public Pending::State {
+ public:
+  GatherBeside(Pending gather, StreamHandoff& handoff)
+      : gather_(std::move(gather)), handoff_(handoff) {}
+  bool done() const override { return gather_.done(); }
+  void wait() override {
+    gather_.wait();
+    handoff_.join();
+  }
+  std::optional<Pending::Clock::time_point> finished_at() const override {
+    return gather_.finished_at();
+  }
+
+ private:
+  Pending gather_;
+  StreamHandoff& handoff_;  // of the same parameters
+};
+
 }  // namespace
 
 GatheredParams::GatheredParams(Request request)
@@ -40,6 +59,7 @@ GatheredParams::GatheredParams(Request request)
   std::vector<int64_t> offsets;
   for (const ShardedParamSpec& spec : request.specs) {
     entries_.push_back(make_entry(spec));
+    is_offloaded_ = is_offloaded_ || spec.offload != ShardOffload::kNone;
     offsets.push_back(bytes_);
     const ShardRows rows(spec, where);
     const auto item = static_cast<int64_t>(c10::elementSize(spec.param_dtype.value_or(spec.dtype)));
@@ -119,6 +139,14 @@ Pending GatheredParams::gather(const std::string& label) {
     take_buffer(label);
     if (of_pieces) copy_pieces(/*into_buffer=*/true);
   }
+  has_pieces_ = reshards_with_ != nullptr;
+  if (!is_offloaded_) return gather_now(of_pieces, label);
+  Pending gathering;
+  copies_.beside([&] { gathering = gather_now(of_pieces, label); });
+  return Pending(std::make_unique<GatherBeside>(std::move(gathering), copies_));
+}
+
+Pending GatheredParams::gather_now(bool of_pieces, const std::string& label) {
   copy_in_shards(/*only_replicated=*/of_pieces);
   std::vector<at::Tensor> regions;
   std::vector<at::Tensor> own;
@@ -127,7 +155,6 @@ Pending GatheredParams::gather(const std::string& label) {
     regions.push_back(entry.region);
     own.push_back(of_pieces ? entry.piece : entry.own);
   }
-  has_pieces_ = reshards_with_ != nullptr;
   if (regions.empty() || communicator_->world() == 1) return {};
   if (!of_pieces) return communicator_->all_gather(std::move(regions), std::move(own), label);
   return reshards_with_->all_gather(std::move(regions), std::move(own), label + sharers_text());
@@ -141,15 +168,12 @@ void GatheredParams::take_buffer(const std::string& label) {
 }
 
 void GatheredParams::copy_in_shards(bool only_replicated) {
-  bool from_host = false;
   for (const Entry& entry : entries_) {
     if (only_replicated && !entry.spec.is_replicated()) continue;
-    from_host = from_host || entry.spec.offload == ShardOffload::kAll;
     // In its own dtype: a cast on the way would go through memory that is not pinned.
     const at::Tensor& source = entry.copied.defined() ? entry.copied : entry.shard;
     entry.own_shard.copy_(source.to(device_, /*non_blocking=*/true));
   }
-  if (from_host) copies_.note();
 }
 
 void GatheredParams::release() {
@@ -198,12 +222,12 @@ at::Tensor GatheredParams::to_shard(int64_t parameter, const at::Tensor& gradien
   const at::NoGradGuard no_grad;
   at::Tensor on_host =
       at::empty_like(gradient, at::TensorOptions().device(c10::kCPU).pinned_memory(pins_memory_));
+  StreamHandoff::keep(gradient);
   return on_host.copy_(gradient, /*non_blocking=*/pins_memory_);
 }
 
-void GatheredParams::note_copies() {
-  for (const Entry& entry : entries_)
-    if (entry.copied.defined()) return copies_.note();
+void GatheredParams::copy_shards(const std::function<void()>& copy) {
+  is_offloaded_ ? copies_.beside(copy) : copy();
 }
 
 at::Tensor GatheredParams::read_whole(int64_t parameter) {

@@ -7,6 +7,7 @@
 #include <c10/core/Device.h>
 #include <c10/core/Storage.h>
 
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -42,7 +43,8 @@ at::Tensor gather_whole(const ShardedParamSpec& spec, const at::Tensor& shard,
 // Offloaded shards lie in CPU memory, pinned if possible, and are copied to the device when they
 // are gathered, or, with ShardOffload::kOptimizer, once when they were written.
 //
-// On devices all of it is ordered by the caller's current stream: nothing is synchronised.
+// On devices all of it is ordered by the caller's current stream: nothing is synchronised. Copies
+// from CPU memory, and gathers of what they bring, run beside that stream, as gathers do anyway.
 //
 // Memory: shards, 1/P of the parameters; while they are unsharded, a block of the pool of their
 // size in param_dtype; while there are pieces, 1/n of that.
@@ -69,7 +71,7 @@ class GatheredParams final : public ParamMemory {
   void forget_pieces() override;
   void reshard_to_all() override;
   at::Tensor to_shard(int64_t parameter, const at::Tensor& gradient) override;
-  void note_copies() override;
+  void copy_shards(const std::function<void()>& copy) override;
   void finish_copies() override { copies_.wait(); }
 
  private:
@@ -87,6 +89,7 @@ class GatheredParams final : public ParamMemory {
   at::Tensor on_host(at::IntArrayRef sizes, const ShardedParamSpec& spec) const;
   void lay_out(Entry& entry, const at::Tensor& buffer, int64_t offset_bytes) const;
   void take_buffer(const std::string& label);
+  Pending gather_now(bool of_pieces, const std::string& label);
   void copy_in_shards(bool only_replicated);
   void copy_pieces(bool into_buffer) const;
   std::string sharers_text() const;
@@ -103,7 +106,8 @@ class GatheredParams final : public ParamMemory {
   bool has_pieces_ = false;  // the same on all ranks
   int64_t pieces_bytes_ = 0;
   at::Tensor pieces_;     // this rank's, once the buffer was released
-  StreamHandoff copies_;  // out of offloaded shards
+  bool is_offloaded_ = false;  // any of it
+  StreamHandoff copies_;       // out of offloaded shards, and what is gathered with them
 };
 
 }  // namespace trireme

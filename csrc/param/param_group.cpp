@@ -111,8 +111,9 @@ void ParamGroup::reshard_to_all() {
 }
 
 void ParamGroup::finish_writes() {
-  for (const ShardedParam& param : params_) param.cast_own();
-  memory_->note_copies();
+  memory_->copy_shards([this] {
+    for (const ShardedParam& param : params_) param.cast_own();
+  });
   note_versions();
 }
 

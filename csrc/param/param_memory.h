@@ -7,6 +7,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 
@@ -50,12 +51,13 @@ class TRIREME_API ParamMemory {
   virtual std::shared_ptr<HostStore> store() const { return nullptr; }
 
   // This rank's part of a gradient in memory like that of the shard. A copy into pinned memory may
-  // still be under way: what the caller's current stream was given so far comes first.
+  // still be under way: what the caller's current stream was given so far comes first, and the
+  // gradient may be freed.
   virtual at::Tensor to_shard(int64_t /*parameter*/, const at::Tensor& gradient) {
     return gradient;
   }
-  // Shards were copied to the device where that is not a gather's business.
-  virtual void note_copies() {}
+  // Calls `copy`, which copies shards to the device where that is not a gather's business.
+  virtual void copy_shards(const std::function<void()>& copy) { copy(); }
   // Until copies out of shards are done, so that these may be written.
   virtual void finish_copies() {}
 

@@ -62,7 +62,8 @@ PeerProcess::~PeerProcess() {
 bool PeerProcess::alive() const {
   if (fd_ >= 0) {
     pollfd watch{fd_, POLLIN, 0};
-    return ::poll(&watch, 1, 0) == 0;
+    // Less than 0 where a signal of this process came between, say: that tells nothing of the peer.
+    return ::poll(&watch, 1, 0) <= 0;
   }
   return started_at_.empty() || stat_field(pid_, kStartTime) == started_at_;
 }

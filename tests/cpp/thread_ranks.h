@@ -11,6 +11,7 @@
 #include <chrono>
 #include <exception>
 #include <functional>
+#include <latch>
 #include <memory>
 #include <mutex>
 #include <thread>
@@ -41,25 +42,38 @@ inline void run_thread_ranks(int64_t world, const std::function<void(ThreadRank&
   std::vector<ThreadRank> ranks(static_cast<size_t>(world));
   std::mutex mutex;
   std::exception_ptr first_error;
+  std::latch all_connected(world);
+
+  auto connect = [&](ThreadRank& rank) {
+    // A rank that throws at once must not take its connections away while others still make theirs.
+    struct Arrival {
+      std::latch& all;
+      ~Arrival() { all.arrive_and_wait(); }
+    };
+    const Arrival arrival{all_connected};
+    if (engine == Engine::kShm) {
+      rank.group = make_shm_group(store, rank.where, {.timeout = timeout});
+    } else {
+      rank.group = make_gloo_group(
+          store, rank.where,
+          {.timeout = timeout, .connect_timeout = timeout, .hostname = "127.0.0.1"});
+    }
+  };
 
   auto run_rank = [&](ThreadRank& rank) {
     try {
       at::set_num_threads(1);
       rank.store = store;
-      if (engine == Engine::kShm) {
-        rank.group = make_shm_group(store, rank.where, {.timeout = timeout});
-      } else {
-        rank.group = make_gloo_group(
-            store, rank.where,
-            {.timeout = timeout, .connect_timeout = timeout, .hostname = "127.0.0.1"});
-      }
+      connect(rank);
       rank.communicator = make_c10d_communicator(rank.group, store);
       rank_main(rank);
     } catch (...) {
-      rank.communicator.reset();
+      {
+        const std::lock_guard<std::mutex> lock(mutex);
+        if (!first_error) first_error = std::current_exception();
+      }
+      rank.communicator.reset();  // only now, or the error of a peer might be the first one
       rank.group.reset();
-      const std::lock_guard<std::mutex> lock(mutex);
-      if (!first_error) first_error = std::current_exception();
     }
   };
 

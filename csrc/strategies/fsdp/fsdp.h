@@ -183,6 +183,9 @@ class TRIREME_API Fsdp : public std::enable_shared_from_this<Fsdp> {
   static const ShardedParam& param_of(const Owner& owner) {
     return owner.group->params()[static_cast<size_t>(owner.parameter)];
   }
+  bool is_offloaded(int64_t parameter) const {
+    return param_of(owners_[static_cast<size_t>(parameter)]).spec().offload != ShardOffload::kNone;
+  }
   std::vector<Owner> owners_;  // of all parameters
   std::shared_ptr<Communicator> communicator_;
   std::vector<StepGate> gates_;  // one of each ranks that have parameters

@@ -17,16 +17,20 @@ namespace trireme {
 
 std::vector<at::Tensor> Fsdp::take_gradients(const std::vector<int64_t>& parameters) {
   std::vector<at::Tensor> gradients;
-  bool any_copied = false;
-  for (const int64_t parameter : parameters) {
-    const Owner& owner = owners_[static_cast<size_t>(parameter)];
-    const at::Tensor& leaf = param_of(owner).gradient_leaf();
-    const at::Tensor gradient = std::exchange(leaf.mutable_grad(), at::Tensor());
-    gradients.push_back(owner.group->memory().to_shard(owner.parameter, gradient));
-    any_copied = any_copied || !gradients.back().is_same(gradient);
+  const auto take = [&] {
+    for (const int64_t parameter : parameters) {
+      const Owner& owner = owners_[static_cast<size_t>(parameter)];
+      const at::Tensor& leaf = param_of(owner).gradient_leaf();
+      const at::Tensor gradient = std::exchange(leaf.mutable_grad(), at::Tensor());
+      gradients.push_back(owner.group->memory().to_shard(owner.parameter, gradient));
+    }
+  };
+  if (std::none_of(parameters.begin(), parameters.end(),
+                   [this](int64_t parameter) { return is_offloaded(parameter); })) {
+    take();
+    return gradients;
   }
-  if (!any_copied) return gradients;
-  copied_gradients_.note();
+  copied_gradients_.beside(take);
   const int64_t task = torch::autograd::get_current_graph_task_id();
   if (task == -1) {
     wait_for_gradients();
@@ -38,18 +42,16 @@ std::vector<at::Tensor> Fsdp::take_gradients(const std::vector<int64_t>& paramet
 }
 
 void Fsdp::keep_offloaded_gradients() {
-  const auto is_offloaded = [](const Owner& owner) {
-    return param_of(owner).spec().offload != ShardOffload::kNone;
-  };
-  if (std::none_of(owners_.begin(), owners_.end(), is_offloaded)) return;
+  bool any = false;
+  for (size_t i = 0; i < owners_.size(); ++i) any = any || is_offloaded(static_cast<int64_t>(i));
+  if (!any) return;
   reducers_.set_delivered_callback(
-      [self = weak_from_this(), is_offloaded](const std::vector<int64_t>& parameters) {
+      [self = weak_from_this()](const std::vector<int64_t>& parameters) {
         const auto alive = self.lock();
         if (!alive) return;
         std::vector<int64_t> offloaded;
         for (const int64_t parameter : parameters)
-          if (is_offloaded(alive->owners_[static_cast<size_t>(parameter)]))
-            offloaded.push_back(parameter);
+          if (alive->is_offloaded(parameter)) offloaded.push_back(parameter);
         alive->receive_gradients(offloaded);
       });
 }

@@ -22,18 +22,6 @@ c10::Stream other_stream() {
 
 SimStream& own_stream() { return sim_stream(current_sim_stream(sim_device(0))); }
 
-// What the stream is given waits until release().
-class Held {
- public:
-  explicit Held(SimStream& stream) {
-    stream.enqueue([released = released_.get_future().share()] { released.wait(); });
-  }
-  void release() { released_.set_value(); }
-
- private:
-  std::promise<void> released_;
-};
-
 at::Tensor pinned(float value) {
   return at::full({4}, value, at::TensorOptions().pinned_memory(true));
 }
@@ -61,7 +49,7 @@ TEST_CASE("who reads from another stream without an event is too early") {
   use_sim_device(sim_device(0));
   const c10::Stream other = other_stream();
   c10::Event event(kSim);
-  Held held(own_stream());
+  HeldStream held(own_stream());
   const at::Tensor written = enqueued_ones();
   event.record(current_sim_stream(sim_device(0)));
   const c10::StreamGuard guard(other);
@@ -79,7 +67,7 @@ TEST_CASE("memory goes in the order of its stream, unless another one is recorde
     at::Tensor freed = enqueued_ones();
     const at::Tensor copy = at::zeros({4}, sim_device(0));
     synchronize(sim_device(0));
-    Held held(sim_stream(other));
+    HeldStream held(sim_stream(other));
     {
       const c10::StreamGuard guard(other);
       copy.copy_(freed);
@@ -99,7 +87,7 @@ TEST_CASE("pinned memory is read and written when its turn comes") {
   const at::Tensor received = pinned(0);
   CHECK(sent.is_pinned());
   const at::Tensor ones = enqueued_ones();
-  Held held(own_stream());
+  HeldStream held(own_stream());
   const at::Tensor copy = sent.to(sim_device(0), /*non_blocking=*/true);
   sent.zero_();
   received.copy_(ones, /*non_blocking=*/true);

@@ -3,12 +3,12 @@
 #include <c10/core/Device.h>
 #include <c10/core/Stream.h>
 
-#include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
 #include <functional>
-#include <memory>
+#include <future>
 #include <mutex>
 
 namespace trireme::test {
@@ -67,6 +67,18 @@ class SimStream {
 struct SimEvent {
   SimStream* stream = nullptr;
   SimStream::Ticket ticket = 0;
+};
+
+// What the stream is given waits until release().
+class HeldStream {
+ public:
+  explicit HeldStream(SimStream& stream) {
+    stream.enqueue([released = released_.get_future().share()] { released.wait(); });
+  }
+  void release() { released_.set_value(); }
+
+ private:
+  std::promise<void> released_;
 };
 
 SimStream& sim_stream(const c10::Stream& stream);

@@ -8,6 +8,7 @@
 #include <shm/two_processes.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
+#include <unistd.h>
 
 using namespace trireme::shm;
 using namespace trireme::shm::test;
@@ -114,6 +115,14 @@ TEST_CASE("where one process cannot open or map it neither has it, and both go o
           agree(self, true);  // before this rank goes
         });
   }
+}
+
+TEST_CASE("a peer is not dead because this rank may open no file, and so cannot look") {
+  const PeerProcess peer(::getppid());
+  limit(RLIMIT_NOFILE, 0);
+  const bool is_alive = peer.alive();
+  limit(RLIMIT_NOFILE, RLIM_INFINITY);
+  CHECK(is_alive);
 }
 
 TEST_CASE("a killed process is named by who waits to share with it") {
