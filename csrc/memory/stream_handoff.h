@@ -35,8 +35,8 @@ class TRIREME_API StreamHandoff {
   // The CPU waits until all that was noted is done.
   void wait();
 
-  // In beside(): the memory of `tensor` stays until the current stream has done what it was given so
-  // far, whoever frees it.
+  // In beside(): the memory of `tensor` stays until the current stream has done what it was given
+  // so far, whoever frees it.
   static void keep(const at::Tensor& tensor);
 
  private:

@@ -105,7 +105,7 @@ class GatheredParams final : public ParamMemory {
   std::shared_ptr<BufferPool> pool_;
   bool has_pieces_ = false;  // the same on all ranks
   int64_t pieces_bytes_ = 0;
-  at::Tensor pieces_;     // this rank's, once the buffer was released
+  at::Tensor pieces_;          // this rank's, once the buffer was released
   bool is_offloaded_ = false;  // any of it
   StreamHandoff copies_;       // out of offloaded shards, and what is gathered with them
 };

@@ -188,9 +188,9 @@ def test_wrong_part(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_units_have_a_cost() -> None:
-    """Real ranks: what is sharded still costs more than what is not."""
-    ours = measure_engine_cost(bench_fsdp.FSDP, 1)
-    fake = measure_engine_cost(bench_fsdp.TORCH_ENGINES["fake"][0], 1, fake=True)
+    """Real ranks: what is sharded still costs more than what is not, also on a busy machine."""
+    ours = measure_engine_cost(bench_fsdp.FSDP, 5)
+    fake = measure_engine_cost(bench_fsdp.TORCH_ENGINES["fake"][0], 5, fake=True)
     for found in (ours, fake):
         assert 0 < found.bare_ms < found.wrapped_ms
 

@@ -108,9 +108,8 @@ TEST_CASE("ZeRO on devices, stages 1 and 2") {
               UnevenNet net = net_on(device);
               std::optional<DistributedDataParallel<UnevenNet>> ddp;
               if (stage == 1) ddp.emplace(net, rank.communicator);
-              ZeroRedundancyOptimizer<AdamW> optimizer(
-                  net, AdamWOptions(0.01), rank.communicator,
-                  {.stage = stage, .placement = placement});
+              ZeroRedundancyOptimizer<AdamW> optimizer(net, AdamWOptions(0.01), rank.communicator,
+                                                       {.stage = stage, .placement = placement});
               for (int64_t step = 0; step < 5; ++step) {
                 optimizer.zero_grad();
                 const at::Tensor part = part_of_batch(step, rank.where).to(device);

@@ -106,8 +106,8 @@ void check_like_cpu(int64_t world, const FsdpOptions& options, double tolerance 
   });
   for (const SimGroup kind : {SimGroup::kBesideGloo, SimGroup::kAlone}) {
     const auto on_sim = on_sim_ranks<Values>(
-        world,
-        [&](ThreadRank& rank) { return train_in_all_ways<Optimizer>(rank, options, true); }, kind);
+        world, [&](ThreadRank& rank) { return train_in_all_ways<Optimizer>(rank, options, true); },
+        kind);
     for (size_t rank = 0; rank < on_cpu.size(); ++rank) {
       CAPTURE(rank, kind);
       CHECK(count_unlike(on_sim[rank], on_cpu[rank], tolerance) == 0);

@@ -1,13 +1,11 @@
 // The sim device itself: it trains as the CPU does, and what CUDA would punish is seen.
 
-#include <ATen/ATen.h>
 #include <c10/core/Event.h>
 #include <c10/core/StreamGuard.h>
 
 #include <catch_torch.h>
-#include <device/sim_device.h>
 #include <device/sim_engine.h>
-#include <device/sim_stream.h>
+#include <device/sim_rows.h>
 #include <future>
 #include <strategies/zero_ranks.h>
 
@@ -19,14 +17,6 @@ namespace {
 c10::Stream other_stream() {
   return c10::impl::VirtualGuardImpl(kSim).getStreamFromGlobalPool(sim_device(0), false);
 }
-
-SimStream& own_stream() { return sim_stream(current_sim_stream(sim_device(0))); }
-
-at::Tensor pinned(float value) {
-  return at::full({4}, value, at::TensorOptions().pinned_memory(true));
-}
-at::Tensor enqueued_ones() { return pinned(1).to(sim_device(0), /*non_blocking=*/true); }
-bool are_ones(const at::Tensor& tensor) { return tensor.cpu().eq(1).all().item<bool>(); }
 
 }  // namespace
 
@@ -49,14 +39,14 @@ TEST_CASE("who reads from another stream without an event is too early") {
   use_sim_device(sim_device(0));
   const c10::Stream other = other_stream();
   c10::Event event(kSim);
-  HeldStream held(own_stream());
-  const at::Tensor written = enqueued_ones();
+  HeldStream held(current_stream());
+  const at::Tensor written = to_sim(pinned(1));
   event.record(current_sim_stream(sim_device(0)));
   const c10::StreamGuard guard(other);
-  CHECK_FALSE(are_ones(written));
+  CHECK_FALSE(are(written, 1));
   event.block(other);
   held.release();
-  CHECK(are_ones(written));
+  CHECK(are(written, 1));
 }
 
 TEST_CASE("memory goes in the order of its stream, unless another one is recorded") {
@@ -64,7 +54,7 @@ TEST_CASE("memory goes in the order of its stream, unless another one is recorde
   const c10::Stream other = other_stream();
   for (const bool is_recorded : {false, true}) {
     CAPTURE(is_recorded);
-    at::Tensor freed = enqueued_ones();
+    at::Tensor freed = to_sim(pinned(1));
     const at::Tensor copy = at::zeros({4}, sim_device(0));
     synchronize(sim_device(0));
     HeldStream held(sim_stream(other));
@@ -74,10 +64,10 @@ TEST_CASE("memory goes in the order of its stream, unless another one is recorde
     }
     if (is_recorded) freed.record_stream(other);
     freed.reset();
-    if (!is_recorded) own_stream().wait(own_stream().last());
+    if (!is_recorded) current_stream().wait(current_stream().last());
     held.release();
     synchronize(sim_device(0));
-    CHECK(are_ones(copy) == is_recorded);
+    CHECK(are(copy, 1) == is_recorded);
   }
 }
 
@@ -86,15 +76,15 @@ TEST_CASE("pinned memory is read and written when its turn comes") {
   const at::Tensor sent = pinned(1);
   const at::Tensor received = pinned(0);
   CHECK(sent.is_pinned());
-  const at::Tensor ones = enqueued_ones();
-  HeldStream held(own_stream());
-  const at::Tensor copy = sent.to(sim_device(0), /*non_blocking=*/true);
+  const at::Tensor ones = to_sim(pinned(1));
+  HeldStream held(current_stream());
+  const at::Tensor copy = to_sim(sent);
   sent.zero_();
   received.copy_(ones, /*non_blocking=*/true);
-  CHECK_FALSE(are_ones(received));
+  CHECK_FALSE(are(received, 1));
   held.release();
-  CHECK_FALSE(are_ones(copy));
-  CHECK(are_ones(received));
+  CHECK_FALSE(are(copy, 1));
+  CHECK(are(received, 1));
 }
 
 TEST_CASE("collectives do not wait for each other's caller; his stream waits if asked") {

@@ -1,10 +1,11 @@
+#include <device/sim_engine.h>
+
 #include <ATen/ATen.h>
 #include <c10/core/StreamGuard.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include <algorithm>
 #include <device/sim_device.h>
-#include <device/sim_engine.h>
 #include <device/sim_stream.h>
 #include <memory>
 #include <utility>
@@ -29,9 +30,9 @@ class SimWork final : public c10d::Work {
         end_(end),
         ending_(std::move(ending)),
         kept_(std::move(kept)),
-        future_(c10::make_intrusive<c10::ivalue::Future>(
-            c10::ListType::create(c10::TensorType::get()), std::vector<c10::Device>{
-                                                               stream.device()})) {
+        future_(
+            c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()),
+                                                     std::vector<c10::Device>{stream.device()})) {
     const c10::StreamGuard guard(stream);
     future_->markCompleted(c10::IValue(kept_));
   }
@@ -76,7 +77,8 @@ class SimEngine final : public c10d::Backend {
 
   c10::intrusive_ptr<c10d::Work> allreduce(Tensors& tensors,
                                            const c10d::AllreduceOptions& options) override {
-    return issue(tensors, [this, options](Tensors& host) { reduce(host.front(), options.reduceOp); });
+    return issue(tensors,
+                 [this, options](Tensors& host) { reduce(host.front(), options.reduceOp); });
   }
   c10::intrusive_ptr<c10d::Work> broadcast(Tensors& tensors,
                                            const c10d::BroadcastOptions& options) override {
@@ -110,11 +112,10 @@ class SimEngine final : public c10d::Backend {
                                                std::vector<int64_t>& output_split,
                                                std::vector<int64_t>& input_split,
                                                const c10d::AllToAllOptions& options) override {
-    return issue({output, input},
-                 [this, output_split, input_split, options](Tensors& host) mutable {
-                   within_->alltoall_base(host[0], host[1], output_split, input_split, options)
-                       ->wait();
-                 });
+    return issue(
+        {output, input}, [this, output_split, input_split, options](Tensors& host) mutable {
+          within_->alltoall_base(host[0], host[1], output_split, input_split, options)->wait();
+        });
   }
   // The caller waits, as with NCCL.
   c10::intrusive_ptr<c10d::Work> barrier(const c10d::BarrierOptions& /*options*/) override {
@@ -197,7 +198,8 @@ void run_sim_ranks(int64_t world, const std::function<void(ThreadRank&)>& rank_m
     auto group = c10::make_intrusive<Group>(rank.store, static_cast<int>(rank.where.rank),
                                             static_cast<int>(rank.where.world));
     if (kind == SimGroup::kBesideGloo)
-      group->setBackend(c10::kCPU, Group::BackendType::GLOO, connect("cpu", rank.store, rank.where));
+      group->setBackend(c10::kCPU, Group::BackendType::GLOO,
+                        connect("cpu", rank.store, rank.where));
     group->setBackend(kSim, Group::BackendType::CUSTOM, make_sim_engine(rank.store, rank.where));
     group->setDefaultBackend(Group::BackendType::CUSTOM);
     rank.group = group;

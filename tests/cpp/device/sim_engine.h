@@ -8,8 +8,8 @@
 namespace trireme::test {
 
 // What NCCL is on CUDA: an engine of the sim device with a stream of its own, on which a collective
-// happens once what the caller's stream was given is done. wait() lets the caller's stream wait, not
-// the caller. Tensors are kept until wait(). Gloo moves the bytes.
+// happens once what the caller's stream was given is done. wait() lets the caller's stream wait,
+// not the caller. Tensors are kept until wait(). Gloo moves the bytes.
 c10::intrusive_ptr<c10d::Backend> make_sim_engine(const c10::intrusive_ptr<c10d::Store>& store,
                                                   RankOf where);
 

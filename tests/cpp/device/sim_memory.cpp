@@ -1,8 +1,6 @@
 #include <ATen/ATen.h>
 #include <c10/core/impl/alloc_cpu.h>
 #include <c10/util/Exception.h>
-#include <sys/mman.h>
-#include <unistd.h>
 
 #include <array>
 #include <atomic>
@@ -12,6 +10,8 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <sys/mman.h>
+#include <unistd.h>
 #include <vector>
 
 namespace trireme::test {
@@ -20,8 +20,8 @@ namespace {
 // Never used twice, so that who comes late is seen.
 constexpr int64_t kAddressesOfADevice = int64_t{1} << 33;
 constexpr int64_t kAddresses = kSimDevices * kAddressesOfADevice;
-constexpr int64_t kAlign = 512;                   // CUDA's
-constexpr int kPoison = 0xFF;                     // NaN in every floating-point dtype
+constexpr int64_t kAlign = 512;  // CUDA's
+constexpr int kPoison = 0xFF;    // NaN in every floating-point dtype
 
 std::atomic<int64_t> bytes_taken{0};
 std::atomic<int64_t> bytes_left{-1};
@@ -81,8 +81,7 @@ struct SimAllocator final : c10::Allocator {
       C10_THROW_ERROR(OutOfMemoryError, "sim out of memory");
     }
     const auto place = static_cast<size_t>(device.index());
-    const int64_t offset =
-        arena().next.at(place).fetch_add((bytes + kAlign - 1) / kAlign * kAlign);
+    const int64_t offset = arena().next.at(place).fetch_add((bytes + kAlign - 1) / kAlign * kAlign);
     auto* block = new Block{.shown = arena().shown + device.index() * kAddressesOfADevice + offset,
                             .bytes = bytes,
                             .stream = &sim_stream(guard.getStream(device)),

@@ -41,7 +41,7 @@ at::Tensor empty_strided(at::IntArrayRef sizes, at::IntArrayRef strides,
 
 // What is there is lost if memory is needed, as nobody here minds.
 const at::Tensor& resize_storage(const at::Tensor& self, at::IntArrayRef sizes,
-                         std::optional<c10::MemoryFormat> format) {
+                                 std::optional<c10::MemoryFormat> format) {
   const c10::OptionalDeviceGuard guard(self.device());
   const size_t bytes = at::detail::computeStorageNbytesContiguous(
       sizes, self.itemsize(), static_cast<size_t>(self.storage_offset()));

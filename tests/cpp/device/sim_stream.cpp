@@ -1,10 +1,11 @@
+#include <device/sim_stream.h>
+
 #include <ATen/Parallel.h>
 #include <ATen/core/grad_mode.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <array>
 #include <device/sim_device.h>
-#include <device/sim_stream.h>
 #include <thread>
 #include <utility>
 
@@ -57,7 +58,8 @@ void SimStream::work() {
 SimStream& sim_stream(const c10::Stream& stream) {
   // Never destroyed: their threads may outlive main().
   static auto& streams = *new std::array<std::array<SimStream, kSimStreams>, kSimDevices>();
-  return streams.at(static_cast<size_t>(stream.device_index())).at(static_cast<size_t>(stream.id()));
+  return streams.at(static_cast<size_t>(stream.device_index()))
+      .at(static_cast<size_t>(stream.id()));
 }
 
 SimEvent event_of(SimStream& stream) { return {&stream, stream.last()}; }

@@ -2,30 +2,11 @@
 
 #include <trireme/memory/stream_handoff.h>
 
-#include <ATen/ATen.h>
-
 #include <catch_torch.h>
-#include <device/sim_device.h>
-#include <device/sim_stream.h>
+#include <device/sim_rows.h>
 
 using namespace trireme;
 using namespace trireme::test;
-
-namespace {
-
-SimStream& current_stream() { return sim_stream(current_sim_stream(sim_device(0))); }
-
-at::Tensor pinned(float value) {
-  return at::full({4}, value, at::TensorOptions().pinned_memory(true));
-}
-at::Tensor to_sim(const at::Tensor& tensor) {
-  return tensor.to(sim_device(0), /*non_blocking=*/true);
-}
-bool are(const at::Tensor& tensor, double value) {
-  return tensor.cpu().eq(value).all().item<bool>();
-}
-
-}  // namespace
 
 TEST_CASE("beside() comes after what the caller's stream was given, and waits for no more") {
   use_sim_device(sim_device(0));
