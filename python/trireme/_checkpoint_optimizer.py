@@ -186,19 +186,12 @@ class OptimizerParts:
         dtype = loaded_state_dtype(self.stepping, target, key, saved.dtype)
         if (present := self._present(stepped, key, dtype)) is not None:
             return present, stepped.part.to_load(saved.name, held_of(present), saved.dtype)
-        values = torch.empty(stepped.part.local_shape, dtype=dtype, device=target.device)
-        read = stepped.part.to_load(saved.name, values, saved.dtype)
         if _follows(target, key):
-            assert isinstance(target, DTensor)
-            return DTensor.from_local(
-                values,
-                target.device_mesh,
-                target.placements,
-                run_check=False,
-                shape=target.shape,
-                stride=target.stride(),
-            ), read
-        return values, read
+            # Not from_local(), which would move what is offloaded to the mesh's device.
+            values = torch.empty_like(target.detach(), dtype=dtype)
+        else:
+            values = torch.empty(stepped.part.local_shape, dtype=dtype, device=target.device)
+        return values, stepped.part.to_load(saved.name, held_of(values), saved.dtype)
 
     def _present(self, stepped: Stepped, key: str, dtype: torch.dtype) -> torch.Tensor | None:
         """What the optimizer has already, if it can be read into."""

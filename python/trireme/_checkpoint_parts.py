@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from trireme._C import CheckpointRanks, CheckpointTensor, error_text
 from trireme._fsdp_dtensor import is_cut
 from trireme._fsdp_mesh import ranks_of
-from trireme._group_communicator import communicator_of
+from trireme._group_communicator import communicator_of, device_of_numbers
 from trireme._parameter_owners import local_of, optimizer_of
 
 if TYPE_CHECKING:
@@ -29,9 +29,7 @@ class Ranks:
         self.rank = 0 if group is None else group.rank()
         self.world = 1 if group is None else group.size()
         self.members = {0} if group is None else set(dist.get_process_group_ranks(group))
-        device = torch.device("cpu")
-        if group is not None and all(one.type != "cpu" for one in group._device_types):
-            device = torch.device("cuda", torch.cuda.current_device())
+        device = torch.device("cpu") if group is None else device_of_numbers(group)
         self.core = CheckpointRanks(None if group is None else communicator_of(group), device)
 
     def refuse(self, got: str, next_step: str, kind: type[Exception] = ValueError) -> NoReturn:

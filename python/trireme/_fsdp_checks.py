@@ -79,7 +79,8 @@ def _check_takes_part(mesh: DeviceMesh) -> None:
 def _default_device_type() -> str:
     group = dist.group.WORLD
     kinds = {device.type for device in group._device_types} if group is not None else set()
-    return "cuda" if torch.cuda.is_available() and "cuda" in kinds else "cpu"
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return accelerator.type if accelerator is not None and accelerator.type in kinds else "cpu"
 
 
 def resolve_reshard(

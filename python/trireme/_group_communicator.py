@@ -2,6 +2,7 @@
 
 from weakref import WeakValueDictionary
 
+import torch
 import torch.distributed as dist
 from torch.distributed import Store, distributed_c10d
 
@@ -19,6 +20,15 @@ def communicator_of(group: dist.ProcessGroup) -> _C.Communicator:
         communicator = _C.make_c10d_communicator(group, _store_of(group))
         _communicators[group] = communicator
     return communicator
+
+
+def device_of_numbers(group: dist.ProcessGroup) -> torch.device:
+    """Where numbers lie for ``group`` to move them: the CPU, or this rank's device of a group that
+    takes none there (NCCL alone)."""
+    kinds = [device.type for device in group._device_types]
+    if not kinds or "cpu" in kinds:
+        return torch.device("cpu")
+    return torch.device(kinds[0], torch.accelerator.current_device_index())
 
 
 def _store_of(group: dist.ProcessGroup) -> Store | None:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from trireme._zero_agreement import gather_values, raise_together
+from trireme._group_communicator import device_of_numbers
 from trireme._zero_checks import refuse
 
 
@@ -81,7 +82,7 @@ def _describe(state: dict[str, Any], group: dist.ProcessGroup) -> dict[str, Any]
     for name, value in sorted(state.items()):
         if isinstance(value, torch.Tensor):
             dtype = str(value.dtype).removeprefix("torch.")
-            described[name] = {"shape": list(value.shape), "dtype": dtype}
+            described[name] = {"shape": list(value.shape), "dtype": dtype, "on_cpu": value.is_cpu}
             continue
         try:
             json.dumps(value)
@@ -104,8 +105,8 @@ def _send(
         return
     for name, entry in entries.items():
         if "shape" in entry and state[name].numel() > 0:
-            tensor = state[name].to(_wire_device(group, state[name])).contiguous()
-            dist.send(tensor, group=group, group_dst=to)
+            wire = _wire_device(entry, group, state[name].device)
+            dist.send(state[name].to(wire).contiguous(), group=group, group_dst=to)
 
 
 def _receive(
@@ -118,17 +119,18 @@ def _receive(
             continue
         tensor = torch.empty(entry["shape"], dtype=getattr(torch, entry["dtype"]))
         if tensor.numel() > 0:
-            wire = tensor.to(device) if device.type == "cuda" else tensor
+            wire = tensor.to(_wire_device(entry, group, device))
             dist.recv(wire, group=group, group_src=rank)
             tensor = wire.cpu()
         state[name] = tensor
     return state
 
 
-def _wire_device(group: dist.ProcessGroup, tensor: torch.Tensor) -> torch.device:
-    """Small counters lie on the CPU also where the group moves tensors of a GPU only."""
-    has_cpu = any(device.type == "cpu" for device in group._device_types)
-    return tensor.device if tensor.is_cuda or has_cpu else torch.device("cuda")
+def _wire_device(
+    entry: dict[str, Any], group: dist.ProcessGroup, device: torch.device
+) -> torch.device:
+    """Small counters lie on the CPU, also where the group moves tensors of a GPU only."""
+    return device_of_numbers(group) if entry["on_cpu"] else device
 
 
 def _to_cpu(value: Any) -> Any:

@@ -6,6 +6,7 @@ from typing import overload
 import torch
 import torch.distributed as dist
 
+from trireme._group_communicator import device_of_numbers
 from trireme._launch_checks import refuse
 
 
@@ -35,8 +36,7 @@ def all_mean(
             "Convert the value first.",
             kind=TypeError,
         )
-    on_cpu = "cpu:" in dist.get_backend_config(group)
-    device = torch.device("cpu" if on_cpu else "cuda")
+    device = device_of_numbers(group or dist.group.WORLD)
     total = torch.tensor(float(value), dtype=torch.float64, device=device)
     dist.all_reduce(total, group=group)
     return float(total.item()) / dist.get_world_size(group)

@@ -117,6 +117,13 @@ class SimEngine final : public c10d::Backend {
           within_->alltoall_base(host[0], host[1], output_split, input_split, options)->wait();
         });
   }
+  c10::intrusive_ptr<c10d::Work> send(Tensors& tensors, int to, int tag) override {
+    return issue(tensors, [this, to, tag](Tensors& host) { within_->send(host, to, tag)->wait(); });
+  }
+  c10::intrusive_ptr<c10d::Work> recv(Tensors& tensors, int from, int tag) override {
+    return issue(tensors,
+                 [this, from, tag](Tensors& host) { within_->recv(host, from, tag)->wait(); });
+  }
   // The caller waits, as with NCCL.
   c10::intrusive_ptr<c10d::Work> barrier(const c10d::BarrierOptions& /*options*/) override {
     Tensors one{at::ones({1}, c10::Device(kSim))};
