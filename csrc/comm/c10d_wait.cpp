@@ -70,6 +70,14 @@ void GroupHealth::clear_failure() {
   failure_.reset();
 }
 
+bool GroupHealth::is_look_due() {
+  using Clock = std::chrono::steady_clock;
+  const auto now = Clock::now().time_since_epoch();
+  auto before = looked_at_.load(std::memory_order_relaxed);
+  const bool is_due = now - Clock::duration(before) >= kFirstLook;
+  return is_due && looked_at_.compare_exchange_strong(before, now.count());
+}
+
 void GroupHealth::check_usable(const std::string& operation) const {
   if (const auto earlier = failure()) {
     C10_THROW_ERROR(
@@ -92,8 +100,14 @@ void rethrow_named(const std::string& operation, GroupHealth& health,
 void wait_for_work(c10d::Work& work, bool on_cpu, const std::string& operation,
                    GroupHealth& health) {
   rethrow_named(operation, health, [&] {
-    if (!on_cpu) {  // orders streams and returns; the engine's own watchdog holds the deadline
+    // Orders streams and returns; the engine's own watchdog holds the deadline. Until that bites, a
+    // rank whose device waits in vain goes on to enqueue, and comes here.
+    if (!on_cpu) {
       work.wait();
+      if (!health.is_look_due()) return;
+      if (const auto announced = health.board.announced()) {
+        throw_peer_failure(operation, *announced, health);
+      }
       return;
     }
     for (milliseconds slice = kFirstLook; !wait_slice(work, slice); slice = kNextLook) {

@@ -5,6 +5,8 @@
 
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
+#include <atomic>
+#include <chrono>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -25,10 +27,13 @@ struct GroupHealth {
   void clear_failure();
   // Throws the DistBackendError of a group that has failed before.
   void check_usable(const std::string& operation) const;
+  // Whether it is time to look at the board, for who does not wait himself: once a second.
+  bool is_look_due();
 
  private:
   mutable std::mutex mutex_;
   std::optional<std::string> failure_;
+  std::atomic<std::chrono::steady_clock::rep> looked_at_{0};
 };
 
 class Communicator;

@@ -1,5 +1,6 @@
 #include <trireme/param/prefetch.h>
 
+#include <trireme/comm/only_device.h>
 #include <trireme/comm/custom_communicator.h>
 #include <trireme/common/error.h>
 #include <trireme/common/trace.h>
@@ -146,7 +147,8 @@ void Prefetch::drop(ParamGroup& group) {
 // Tells the others what this rank needs, and gathers what any rank does. Whether any rank still
 // needs something.
 bool Prefetch::agree(Index wanted) {
-  const auto options = at::TensorOptions().dtype(at::kLong).device(groups_.front()->device());
+  // On the CPU where that may be, whose waits watch the other ranks.
+  const auto options = at::TensorOptions().dtype(at::kLong).device(device_of_texts(*communicator_));
   const at::Tensor all = at::empty({communicator_->world()}, options);
   const at::Tensor own = at::full({1}, wanted, options);
   communicator_->all_gather({all}, {own}, "units that ranks need").wait();
