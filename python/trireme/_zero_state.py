@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from trireme._zero_agreement import gather_values, raise_together
 from trireme._group_communicator import device_of_numbers
+from trireme._zero_agreement import gather_values, raise_together
 from trireme._zero_checks import refuse
 
 

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from ddp_ranks import on_ranks
 from torch import nn
-
 from trireme import _C
 
 _FOLDER = Path(_C.__file__).parents[2] / "tests" / "cpp"

@@ -11,19 +11,18 @@ import pytest
 import sim_device
 import torch
 import torch.distributed as dist
+import trireme
 from ddp_ranks import batch, mlp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, StateDictOptions
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
-
-import trireme
 
 BACKENDS = [sim_device.BESIDE_GLOO, sim_device.ALONE]
 STEPS = 4
 
 
-def _trained_alone(clips: bool = True) -> nn.Module:
+def trained_alone(clips: bool = True) -> nn.Module:
     model = mlp()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     for step in range(STEPS):
@@ -35,7 +34,7 @@ def _trained_alone(clips: bool = True) -> nn.Module:
     return model
 
 
-def _train(
+def train(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     device: torch.device,
@@ -51,13 +50,13 @@ def _train(
         optimizer.step()
 
 
-def _check(model: nn.Module, device: torch.device, expected: nn.Module, close: float) -> None:
+def check(model: nn.Module, device: torch.device, expected: nn.Module, close: float) -> None:
     rows = batch(9)
     found = model(rows.to(device)).float().cpu()
     torch.testing.assert_close(found, expected(rows), rtol=close, atol=close)
 
 
-def _sharded(device: torch.device, **options: Any) -> nn.Module:
+def sharded(device: torch.device, **options: Any) -> nn.Module:
     model = sim_device.moved(mlp(), device)
     for layer in model.children():
         if isinstance(layer, nn.Linear):
@@ -66,7 +65,7 @@ def _sharded(device: torch.device, **options: Any) -> nn.Module:
     return model
 
 
-def _adamw(model: nn.Module) -> torch.optim.Optimizer:
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)
 
 
@@ -77,8 +76,8 @@ def test_ddp(rank: int, static_graph: bool) -> None:
     model = trireme.DistributedDataParallel(
         sim_device.moved(mlp(), device), static_graph=static_graph
     )
-    _train(model, _adamw(model), device)
-    _check(model, device, _trained_alone(), 1e-5)
+    train(model, adamw(model), device)
+    check(model, device, trained_alone(), 1e-5)
 
 
 @pytest.mark.parametrize("stage", [1, 2])
@@ -97,7 +96,7 @@ def test_zero(rank: int, stage: int) -> None:
         # Parts of different length: of the mean over all rows.
         (net(part).square().sum() * 3 / batch(step)[:, :3].numel()).backward()
         optimizer.step()
-    _check(model, device, _trained_alone(clips=False), 1e-5)
+    check(model, device, trained_alone(clips=False), 1e-5)
     optimizer.consolidate_state_dict(to=0)  # with step counts, which lie on the CPU
     if rank == 0:
         state = optimizer.state_dict()["state"]
@@ -109,11 +108,11 @@ def test_zero(rank: int, stage: int) -> None:
 @sim_device.on_sim_ranks()
 def test_fully_shard(rank: int, reshard: bool | None) -> None:
     device = sim_device.use_device(rank)
-    model = _sharded(device, reshard_after_forward=reshard)
+    model = sharded(device, reshard_after_forward=reshard)
     assert all(one.device == device for one in model.parameters())
-    _train(model, _adamw(model), device)
-    expected = _trained_alone()
-    _check(model, device, expected, 1e-5)
+    train(model, adamw(model), device)
+    expected = trained_alone()
+    check(model, device, expected, 1e-5)
     whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
     for name, value in expected.state_dict().items():
         torch.testing.assert_close(whole[name].cpu(), value, rtol=1e-5, atol=1e-6)
@@ -122,9 +121,9 @@ def test_fully_shard(rank: int, reshard: bool | None) -> None:
 @sim_device.on_sim_ranks(backend=sim_device.ALONE)
 def test_fully_shard_without_an_engine_for_the_cpu(rank: int) -> None:
     device = sim_device.use_device(rank)
-    model = _sharded(device)
-    _train(model, _adamw(model), device)
-    _check(model, device, _trained_alone(), 1e-5)
+    model = sharded(device)
+    train(model, adamw(model), device)
+    check(model, device, trained_alone(), 1e-5)
     assert trireme.all_mean(float(rank)) == 0.5
 
 
@@ -132,9 +131,9 @@ def test_fully_shard_without_an_engine_for_the_cpu(rank: int) -> None:
 def test_mixed_precision(rank: int) -> None:
     device = sim_device.use_device(rank)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    model = _sharded(device, mp_policy=policy)
-    _train(model, _adamw(model), device)
-    _check(model, device, _trained_alone(), 2e-2)
+    model = sharded(device, mp_policy=policy)
+    train(model, adamw(model), device)
+    check(model, device, trained_alone(), 2e-2)
 
 
 @pytest.mark.parametrize("kind", ["hsdp", "pieces"])
@@ -143,41 +142,42 @@ def test_meshes_of_four(rank: int, kind: str) -> None:
     device = sim_device.use_device(rank)
     if kind == "hsdp":
         names = ("replicate", "shard")
-        model = _sharded(device, mesh=init_device_mesh("sim", (2, 2), mesh_dim_names=names))
+        model = sharded(device, mesh=init_device_mesh("sim", (2, 2), mesh_dim_names=names))
     else:
-        model = _sharded(device, reshard_after_forward=2)
-    _train(model, _adamw(model), device)
-    _check(model, device, _trained_alone(), 1e-5)
+        model = sharded(device, reshard_after_forward=2)
+    train(model, adamw(model), device)
+    check(model, device, trained_alone(), 1e-5)
 
 
 @pytest.mark.parametrize(
-    "policy", [trireme.Offload(optimizer=0.5, params=0.25), trireme.Offload(1, 0), CPUOffloadPolicy()]
+    "policy",
+    [trireme.Offload(optimizer=0.5, params=0.25), trireme.Offload(1, 0), CPUOffloadPolicy()],
 )
 @sim_device.on_sim_ranks()
 def test_offload(rank: int, policy: Any) -> None:
     device = sim_device.use_device(rank)
-    model = _sharded(device, offload_policy=policy)
+    model = sharded(device, offload_policy=policy)
     offloaded = [one for one in model.parameters() if one.device.type == "cpu"]
     assert offloaded
     assert all(one.to_local().is_pinned() for one in offloaded if one.to_local().numel() > 0)
-    optimizer = _adamw(model)
-    _train(model, optimizer, device)
-    _check(model, device, _trained_alone(), 1e-5)
+    optimizer = adamw(model)
+    train(model, optimizer, device)
+    check(model, device, trained_alone(), 1e-5)
 
 
 @sim_device.on_sim_ranks()
 def test_checkpoint(rank: int, tmp_path: Path) -> None:
     device = sim_device.use_device(rank)
-    model = _sharded(device)
-    optimizer = _adamw(model)
-    _train(model, optimizer, device)
+    model = sharded(device)
+    optimizer = adamw(model)
+    train(model, optimizer, device)
     trireme.save_checkpoint(tmp_path / "saved", model, optimizer)
-    again = _sharded(device, offload_policy=trireme.Offload(optimizer=0.5))
-    other = _adamw(again)
+    again = sharded(device, offload_policy=trireme.Offload(optimizer=0.5))
+    other = adamw(again)
     trireme.load_checkpoint(tmp_path / "saved", again, other)
     for model_of, optimizer_of in ((model, optimizer), (again, other)):
-        _train(model_of, optimizer_of, device)
-    _check(again, device, copy.deepcopy(_whole(model)), 1e-5)
+        train(model_of, optimizer_of, device)
+    check(again, device, copy.deepcopy(_whole(model)), 1e-5)
 
 
 def _whole(model: nn.Module) -> nn.Module:

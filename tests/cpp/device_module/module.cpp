@@ -11,10 +11,9 @@ using namespace trireme::test;
 namespace py = pybind11;
 
 PYBIND11_MODULE(_sim_device, module) {
-  module.def("make_engine", [](const c10::intrusive_ptr<c10d::Store>& store, int64_t rank,
-                               int64_t world, const py::object& /*timeout*/) {
-    return make_sim_engine(store, {rank, world});
-  });
+  module.def("make_engine",
+             [](const c10::intrusive_ptr<c10d::Store>& store, int64_t rank, int64_t world,
+                const py::object& /*timeout*/) { return make_sim_engine(store, {rank, world}); });
   module.def("device_count", [] { return static_cast<int64_t>(kSimDevices); });
   module.def("current_device", [] {
     return static_cast<int64_t>(c10::impl::VirtualGuardImpl(kSim).getDevice().index());
