@@ -47,17 +47,19 @@ def on_ranks(
     patience_s: float = _PATIENCE_S,
     backend: str = os.environ.get("TRIREME_TEST_BACKEND", "gloo"),
     dying: Collection[int] = (),
+    prepare: Callable[[int], None] | None = None,
 ) -> Any:
     """Runs the decorated test on ``world`` ranks; it gets its ``rank`` before its other arguments.
 
     ``world`` may be the name of an argument of the test that holds the number. ``patience_s`` is
     the timeout of the group, ``timeout`` that of the whole test; see run_ranks for ``dying``.
+    ``prepare`` is called with the rank, before there is a group.
     """
 
     def decorate(program: Program) -> Program:
         @functools.wraps(program)
         def test(**case: Any) -> None:
-            place = (program.__module__, program.__qualname__, backend, patience_s)
+            place = (program.__module__, program.__qualname__, backend, patience_s, prepare)
             count = case[world] if isinstance(world, str) else world
             run_ranks(_run_program, count, *place, case, timeout=timeout, dying=dying)
 
@@ -70,10 +72,18 @@ def on_ranks(
 
 
 def _run_program(
-    rank: int, module: str, name: str, backend: str, patience_s: float, case: Any
+    rank: int,
+    module: str,
+    name: str,
+    backend: str,
+    patience_s: float,
+    prepare: Callable[[int], None] | None,
+    case: Any,
 ) -> None:
     program = getattr(importlib.import_module(module), name).__wrapped__
     torch.manual_seed(0)
+    if prepare is not None:
+        prepare(rank)
     if patience_s < _PATIENCE_S:
         wait_for_all(rank)
     dist.init_process_group(backend, timeout=timedelta(seconds=patience_s))

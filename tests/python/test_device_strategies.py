@@ -72,7 +72,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 @pytest.mark.parametrize("static_graph", [False, True])
 @sim_device.on_sim_ranks()
 def test_ddp(rank: int, static_graph: bool) -> None:
-    device = sim_device.use_device(rank)
+    device = sim_device.device_of(rank)
     model = trireme.DistributedDataParallel(
         sim_device.moved(mlp(), device), static_graph=static_graph
     )
@@ -83,7 +83,7 @@ def test_ddp(rank: int, static_graph: bool) -> None:
 @pytest.mark.parametrize("stage", [1, 2])
 @sim_device.on_sim_ranks(3)
 def test_zero(rank: int, stage: int) -> None:
-    device = sim_device.use_device(rank)
+    device = sim_device.device_of(rank)
     model = sim_device.moved(mlp(), device)
     net = trireme.DistributedDataParallel(model) if stage == 1 else model
     optimizer = trireme.ZeroRedundancyOptimizer(
@@ -107,7 +107,7 @@ def test_zero(rank: int, stage: int) -> None:
 @pytest.mark.parametrize("reshard", [None, True, False])
 @sim_device.on_sim_ranks()
 def test_fully_shard(rank: int, reshard: bool | None) -> None:
-    device = sim_device.use_device(rank)
+    device = sim_device.device_of(rank)
     model = sharded(device, reshard_after_forward=reshard)
     assert all(one.device == device for one in model.parameters())
     train(model, adamw(model), device)
@@ -120,7 +120,7 @@ def test_fully_shard(rank: int, reshard: bool | None) -> None:
 
 @sim_device.on_sim_ranks(backend=sim_device.ALONE)
 def test_fully_shard_without_an_engine_for_the_cpu(rank: int) -> None:
-    device = sim_device.use_device(rank)
+    device = sim_device.device_of(rank)
     model = sharded(device)
     train(model, adamw(model), device)
     check(model, device, trained_alone(), 1e-5)
@@ -129,7 +129,7 @@ def test_fully_shard_without_an_engine_for_the_cpu(rank: int) -> None:
 
 @sim_device.on_sim_ranks()
 def test_mixed_precision(rank: int) -> None:
-    device = sim_device.use_device(rank)
+    device = sim_device.device_of(rank)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     model = sharded(device, mp_policy=policy)
     train(model, adamw(model), device)
@@ -139,7 +139,7 @@ def test_mixed_precision(rank: int) -> None:
 @pytest.mark.parametrize("kind", ["hsdp", "pieces"])
 @sim_device.on_sim_ranks(4)
 def test_meshes_of_four(rank: int, kind: str) -> None:
-    device = sim_device.use_device(rank)
+    device = sim_device.device_of(rank)
     if kind == "hsdp":
         names = ("replicate", "shard")
         model = sharded(device, mesh=init_device_mesh("sim", (2, 2), mesh_dim_names=names))
@@ -155,7 +155,7 @@ def test_meshes_of_four(rank: int, kind: str) -> None:
 )
 @sim_device.on_sim_ranks()
 def test_offload(rank: int, policy: Any) -> None:
-    device = sim_device.use_device(rank)
+    device = sim_device.device_of(rank)
     model = sharded(device, offload_policy=policy)
     offloaded = [one for one in model.parameters() if one.device.type == "cpu"]
     assert offloaded
@@ -167,7 +167,7 @@ def test_offload(rank: int, policy: Any) -> None:
 
 @sim_device.on_sim_ranks()
 def test_checkpoint(rank: int, tmp_path: Path) -> None:
-    device = sim_device.use_device(rank)
+    device = sim_device.device_of(rank)
     model = sharded(device)
     optimizer = adamw(model)
     train(model, optimizer, device)

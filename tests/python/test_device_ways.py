@@ -35,7 +35,7 @@ def _check_same(model: nn.Module) -> None:
 @pytest.mark.parametrize("options", [{}, {"offload_policy": trireme.Offload(optimizer=0.5)}])
 @sim_device.on_sim_ranks()
 def test_fused_optimizer_and_own_clip(rank: int, options: dict[str, Any]) -> None:
-    device = sim_device.use_device(rank)
+    device = sim_device.device_of(rank)
     model = sharded(device, **options)
     optimizer = trireme.optim.AdamW(model.parameters(), lr=0.01)
     train(model, optimizer, device, clip=trireme.clip_grad_norm_)
@@ -44,7 +44,7 @@ def test_fused_optimizer_and_own_clip(rank: int, options: dict[str, Any]) -> Non
 
 @sim_device.on_sim_ranks()
 def test_accumulation_prefetch_and_unshard(rank: int) -> None:
-    device = sim_device.use_device(rank)
+    device = sim_device.device_of(rank)
     model: Any = sharded(device)
     first, second, third = (one for one in model if isinstance(one, nn.Linear))
     first.set_modules_to_forward_prefetch([second, third])
@@ -66,7 +66,7 @@ def test_accumulation_prefetch_and_unshard(rank: int) -> None:
 
 @sim_device.on_sim_ranks()
 def test_all_reduce_hook(rank: int) -> None:
-    device = sim_device.use_device(rank)
+    device = sim_device.device_of(rank)
     mesh = init_device_mesh("sim", (2, 1), mesh_dim_names=("replicate", "shard"))
     model: Any = sharded(device, mesh=mesh)
     seen = []
@@ -78,7 +78,7 @@ def test_all_reduce_hook(rank: int) -> None:
 
 @sim_device.on_sim_ranks()
 def test_ranks_that_join_early(rank: int) -> None:
-    device = sim_device.use_device(rank)
+    device = sim_device.device_of(rank)
     model: Any = sharded(device)
     optimizer = adamw(model)
     with Join([model], optimizer=optimizer):
@@ -98,7 +98,7 @@ def test_ranks_that_join_early(rank: int) -> None:
 
 @sim_device.on_sim_ranks()
 def test_ddp_with_buffers_and_a_hook(rank: int) -> None:
-    device = sim_device.use_device(rank)
+    device = sim_device.device_of(rank)
     torch.manual_seed(1)
     net = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
     model = trireme.DistributedDataParallel(sim_device.moved(net, device))
@@ -123,7 +123,7 @@ class Branches(nn.Module):
 
 @sim_device.on_sim_ranks()
 def test_ddp_with_parameters_that_not_all_ranks_use(rank: int) -> None:
-    device = sim_device.use_device(rank)
+    device = sim_device.device_of(rank)
     alone = Branches()
     net = sim_device.moved(copy.deepcopy(alone), device)
     model = trireme.DistributedDataParallel(net, find_unused_parameters=True)
@@ -143,7 +143,7 @@ def test_ddp_with_parameters_that_not_all_ranks_use(rank: int) -> None:
 
 @sim_device.on_sim_ranks(timeout=60)
 def test_the_others_hear_of_an_exception(rank: int) -> None:
-    device = sim_device.use_device(rank)
+    device = sim_device.device_of(rank)
     model: Any = sharded(device)
     optimizer = adamw(model)
     train(model, optimizer, device)
@@ -162,8 +162,9 @@ def _fail(*_: Any) -> None:
     raise ValueError("spilled the coffee")
 
 
-def test_data_parallel_over_devices() -> None:
-    device = sim_device.use_device(0)
+@sim_device.on_sim_ranks(1)
+def test_data_parallel_over_devices(rank: int) -> None:
+    device = sim_device.device_of(rank)
     expected = trained_alone()
     for count in (1, 2, 3):
         net = sim_device.moved(mlp(), device)

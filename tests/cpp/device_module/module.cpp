@@ -22,5 +22,4 @@ PYBIND11_MODULE(_sim_device, module) {
   module.def(
       "synchronize", [](int64_t number) { synchronize(sim_device(number)); },
       py::call_guard<py::gil_scoped_release>());
-  module.def("allocated_bytes", &sim_bytes);
 }
