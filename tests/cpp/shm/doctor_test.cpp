@@ -76,6 +76,7 @@ TEST_CASE("the doctor names a process that is stopped in front of a collective")
       },
       [](ShmRank& self, pid_t child) {
         sum(self.collectives, 5);
+        ::waitpid(child, nullptr, WUNTRACED);
         std::thread waits([&] { sum(self.collectives, 7, "bucket 3"); });
         const SeenGroup seen = examine_until("waits in it");
         ::kill(child, SIGCONT);
