@@ -11,7 +11,7 @@ import sim_device
 import torch
 import torch.distributed as dist
 import trireme
-from ddp_ranks import batch, mlp, raises
+from ddp_ranks import assert_same_on_all_ranks, batch, mlp, raises
 from test_device_strategies import adamw, check, sharded, train, trained_alone
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -21,15 +21,6 @@ from torch.distributed.device_mesh import init_device_mesh
 
 def _part(step: int, device: torch.device) -> torch.Tensor:
     return batch(step).chunk(dist.get_world_size())[dist.get_rank()].to(device)
-
-
-def _check_same(model: nn.Module) -> None:
-    """On all ranks."""
-    for value in model.parameters():
-        own = value.detach().cpu()
-        theirs = own.clone()
-        dist.broadcast(theirs, 0)
-        assert torch.equal(own, theirs)
 
 
 @pytest.mark.parametrize("options", [{}, {"offload_policy": trireme.Offload(optimizer=0.5)}])
@@ -93,7 +84,7 @@ def test_ranks_that_join_early(rank: int) -> None:
             optimizer.zero_grad()
             ddp(batch(step).to(device)).square().mean().backward()
             optimizer.step()
-    _check_same(ddp)
+    assert_same_on_all_ranks(list(ddp.parameters()))
 
 
 @sim_device.on_sim_ranks()
@@ -108,7 +99,7 @@ def test_ddp_with_buffers_and_a_hook(rank: int) -> None:
         optimizer.zero_grad()
         model(_part(step, device)).square().mean().backward()
         optimizer.step()
-    _check_same(model)
+    assert_same_on_all_ranks(list(model.parameters()))
 
 
 class Branches(nn.Module):

@@ -43,13 +43,4 @@ bool is_pinned(const void* address);
 // Whether pinned memory is refused, from now on.
 void refuse_pinned(bool refused);
 
-// What operators compute is enqueued while one lives; see the note.
-class ComputesOnStream {
- public:
-  ComputesOnStream();
-  ~ComputesOnStream();
-  ComputesOnStream(const ComputesOnStream&) = delete;
-  ComputesOnStream& operator=(const ComputesOnStream&) = delete;
-};
-
 }  // namespace trireme::test

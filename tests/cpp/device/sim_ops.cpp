@@ -19,7 +19,12 @@
 namespace trireme::test {
 namespace {
 
+// What operators compute is enqueued while one lives.
 thread_local bool computes_on_stream = false;
+struct ComputesOnStream {
+  ComputesOnStream() { computes_on_stream = true; }
+  ~ComputesOnStream() { computes_on_stream = false; }
+};
 
 constexpr c10::DispatchKeySet kSimKeys(c10::DispatchKey::PrivateUse1);
 
@@ -127,9 +132,6 @@ void by_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
 }
 
 }  // namespace
-
-ComputesOnStream::ComputesOnStream() { computes_on_stream = true; }
-ComputesOnStream::~ComputesOnStream() { computes_on_stream = false; }
 
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("empty.memory_format", &empty);
