@@ -14,10 +14,11 @@ LAYERS = {
     "comm": 2,
     "grad": 3,
     "param": 3,
+    "saving": 3,
     "strategies": 4,
     "bindings": 5,
 }
-MAX_FILE_LINES = 400
+MAX_FILE_LINES = 500
 MAX_SETUP_LINES = 150
 MAX_FUNCTION_LINES = 60
 MAX_BINDING_LINES = 120  # an init_<area>() is a list of names, not logic

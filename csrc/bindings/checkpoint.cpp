@@ -1,4 +1,4 @@
-#include <trireme/param/checkpoint.h>
+#include <trireme/saving/checkpoint.h>
 
 #include <trireme/bindings/bindings.h>
 
@@ -43,7 +43,7 @@ void init_checkpoint(py::module_& module) {
                [](const CheckpointRanks& ranks, const std::optional<std::string>& error) {
                  together(ranks, [&] { TORCH_CHECK_VALUE(!error, *error); });
                }),
-           py::arg("error"), "See csrc/param/checkpoint.h. `error`: what this rank would throw.");
+           py::arg("error"), "See csrc/saving/checkpoint.h. `error`: what this rank would throw.");
 
   using Tensors = std::map<std::string, std::vector<CheckpointTensor>>;
   module.def("save_checkpoint",

@@ -2,7 +2,7 @@
 
 #include <trireme/comm/launch.h>
 #include <trireme/comm/only_device.h>
-#include <trireme/param/checkpoint.h>
+#include <trireme/saving/checkpoint.h>
 #include <trireme/strategies/fsdp/sharded_module.h>
 #include <trireme/strategies/fsdp/sharded_root.h>
 

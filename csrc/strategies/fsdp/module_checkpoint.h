@@ -20,7 +20,7 @@ struct ModuleCheckpointOptions {
 };
 
 // The parameters and buffers of a module in the files that Python's save_checkpoint writes and
-// load_checkpoint reads (param/checkpoint_files.h), under the module's own names:
+// load_checkpoint reads (saving/checkpoint_files.h), under the module's own names:
 //
 //   trireme::save_checkpoint("checkpoint", *net);
 //   trireme::load_checkpoint("checkpoint", *net);

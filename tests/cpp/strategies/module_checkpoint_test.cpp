@@ -2,7 +2,7 @@
 
 #include <trireme/strategies/fsdp/module_checkpoint.h>
 
-#include <trireme/param/checkpoint.h>
+#include <trireme/saving/checkpoint.h>
 #include <trireme/strategies/fsdp/fully_shard.h>
 
 #include <torch/nn/modules/batchnorm.h>

@@ -2,7 +2,7 @@
 
 #include <trireme/common/error.h>
 #include <trireme/common/export.h>
-#include <trireme/memory/safetensors_file.h>
+#include <trireme/saving/safetensors_file.h>
 
 #include <cstdint>
 #include <map>

@@ -1,5 +1,5 @@
 #include <trireme/common/error.h>
-#include <trireme/param/checkpoint.h>
+#include <trireme/saving/checkpoint.h>
 
 #include <ATen/ATen.h>
 

@@ -1,4 +1,4 @@
-#include <trireme/param/checkpoint_files.h>
+#include <trireme/saving/checkpoint_files.h>
 
 #include <c10/util/Exception.h>
 

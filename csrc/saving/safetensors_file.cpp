@@ -1,4 +1,4 @@
-#include <trireme/memory/safetensors_file.h>
+#include <trireme/saving/safetensors_file.h>
 
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>

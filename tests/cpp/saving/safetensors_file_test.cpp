@@ -1,6 +1,6 @@
 // A file of tensors that several processes write and read, each its part.
 
-#include <trireme/memory/safetensors_file.h>
+#include <trireme/saving/safetensors_file.h>
 
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>

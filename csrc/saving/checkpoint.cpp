@@ -1,4 +1,4 @@
-#include <trireme/param/checkpoint.h>
+#include <trireme/saving/checkpoint.h>
 
 #include <trireme/comm/gather_texts.h>
 
