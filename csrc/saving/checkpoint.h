@@ -2,8 +2,8 @@
 
 #include <trireme/comm/communicator.h>
 #include <trireme/common/export.h>
-#include <trireme/saving/safetensors_file.h>
 #include <trireme/saving/checkpoint_files.h>
+#include <trireme/saving/safetensors_file.h>
 
 #include <c10/core/Device.h>
 

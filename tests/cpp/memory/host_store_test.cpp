@@ -9,6 +9,7 @@
 
 #include <catch_torch.h>
 #include <functional>
+#include <memory/parameter.h>
 #include <sstream>
 #include <string>
 #include <thread_ranks.h>
@@ -16,19 +17,11 @@
 using namespace trireme;
 using trireme::test::Engine;
 using trireme::test::error_of;
+using trireme::test::parameter;
 using trireme::test::run_thread_ranks;
 using trireme::test::ThreadRank;
 
 namespace {
-
-ParameterInfo parameter(std::vector<int64_t> sizes, at::ScalarType dtype = at::kFloat) {
-  ParameterInfo info;
-  info.name = 'p';
-  info.sizes = std::move(sizes);
-  info.numel = c10::multiply_integers(info.sizes);
-  info.dtype = dtype;
-  return info;
-}
 
 std::vector<ParameterInfo> mixed_parameters() {
   return {parameter({7, 3}),

@@ -4,24 +4,17 @@
 
 #include <algorithm>
 #include <catch_torch.h>
+#include <memory/parameter.h>
 #include <numeric>
 #include <shm/shm_ranks.h>
 
 using namespace trireme;
+using trireme::test::parameter;
 
 namespace {
 
 constexpr int64_t kMiB = int64_t{1} << 20;
 constexpr int64_t kDepositRing = 8 * kMiB;
-
-ParameterInfo parameter(std::vector<int64_t> sizes, at::ScalarType dtype = at::kFloat) {
-  ParameterInfo info;
-  info.numel = 1;
-  for (const int64_t size : sizes) info.numel *= size;
-  info.sizes = std::move(sizes);
-  info.dtype = dtype;
-  return info;
-}
 
 MemoryEstimate estimate(const std::vector<ParameterInfo>& parameters, std::string_view strategy,
                         int64_t world, int64_t ranks_per_host = 0) {
