@@ -1,11 +1,11 @@
 #include <trireme/saving/checkpoint.h>
 
 #include <trireme/comm/gather_texts.h>
+#include <trireme/saving/json_text.h>
 
 #include <ATen/ATen.h>
 
 #include <exception>
-#include <filesystem>
 #include <nlohmann/json.hpp>
 #include <random>
 #include <set>
@@ -16,7 +16,7 @@
 namespace trireme {
 namespace {
 
-using Json = nlohmann::ordered_json;
+using Json = nlohmann::json;
 
 constexpr char kFine = '-', kValueError = 'v', kError = 'e';
 
@@ -37,25 +37,56 @@ Json place_of(const CheckpointTensor& tensor) {
   return place;
 }
 
+// Throws ValueError for a text that is not to be saved.
+void check_text(const std::string& name, const std::string& text, RankOf where) {
+  TORCH_CHECK_VALUE(
+      name == kOptimizerText || name == kExtraText,
+      error_text("checkpoint", "got a text called '" + name + "'", where, "Keep it in `extra`."));
+  try {
+    check_json(text);
+  } catch (const JsonTextError& error) {
+    const std::string what = name == kExtraText ? "`extra`" : "'" + name + "'";
+    TORCH_CHECK_VALUE(
+        false, error_text("checkpoint",
+                          "got " + what + " with " + error.what() + ", expected a JSON object",
+                          where, "Keep other things in tensors."));
+  }
+}
+
 // What one rank tells the others of its content.
 std::string content_text(const CheckpointContent& content, const CheckpointRanks& ranks) {
+  const RankOf where = ranks.where();
+  const auto refuse = [&](const std::string& got, const std::string& next_step) {
+    TORCH_CHECK_VALUE(false, error_text("checkpoint", "got " + got, where, next_step));
+  };
   Json all;
   all["save"] = random_name();
   all["tensors"] = Json::object();
   all["texts"] = Json::object();
   for (const auto& [kind, tensors] : content.tensors) {
     Json& rows = all["tensors"][kind] = Json::array();
+    std::set<std::string> names;
     for (const CheckpointTensor& one : tensors) {
-      TORCH_CHECK_VALUE(!safetensors_dtype(one.dtype).empty(),
-                        error_text("checkpoint",
-                                   "got '" + one.name + "' as " + describe(one.dtype, one.sizes) +
-                                       ", for which safetensors has no name",
-                                   ranks.where(), "Keep it as real numbers, or in `extra`."));
+      if (safetensors_dtype(one.dtype).empty())
+        refuse("'" + one.name + "' as " + describe(one.dtype, one.sizes) +
+                   ", for which safetensors has no name",
+               "Keep it as real numbers, or in `extra`.");
+      if (!names.insert(one.name).second)
+        refuse("two tensors called '" + one.name + "'", "Give one of them another name.");
       rows.push_back({one.name, static_cast<int>(one.dtype), one.sizes, place_of(one)});
     }
   }
-  for (const auto& [name, text] : content.texts) all["texts"][name] = Json::parse(text);
-  return all.dump();
+  for (const auto& [name, text] : content.texts) {
+    if (name == kExtraText && where.rank != 0) continue;
+    check_text(name, text, where);
+    all["texts"][name] = text;
+  }
+  try {
+    return all.dump();
+  } catch (const Json::exception&) {  // Texts were looked through, so it is a name.
+    refuse("a tensor whose name is not UTF-8", "Give it a name of characters.");
+  }
+  return {};
 }
 
 // What all ranks together save.
@@ -63,7 +94,7 @@ struct Agreed {
   std::string save;
   std::map<std::string, std::vector<SafetensorsEntry>> tensors;  // by kind
   std::map<std::string, std::set<std::string>> own;              // by kind: this rank writes them
-  std::map<std::string, Json> texts;
+  std::map<std::string, std::string> texts;
 };
 
 // One kind of tensors, from what ranks know of it.
@@ -142,12 +173,12 @@ Agreed agree(const CheckpointContent& content, const CheckpointRanks& ranks) {
     agreed.tensors[kind] = tensors.finish();
     agreed.own[kind] = tensors.own();
   }
-  for (auto of_rank = all.rbegin(); of_rank != all.rend(); ++of_rank) {  // so the lowest is right
-    for (const auto& [name, text] : of_rank->at("texts").items()) {
-      Json& known = agreed.texts.try_emplace(name, Json::object()).first->second;
-      known.update(text, /*merge_objects=*/true);
-    }
-  }
+  std::map<std::string, std::vector<std::string_view>> texts;
+  for (const Json& of_rank : all)
+    for (const auto& [name, text] : of_rank.at("texts").items())
+      texts[name].push_back(text.get_ref<const std::string&>());
+  for (const auto& [name, of_ranks] : texts)
+    agreed.texts[name] = name == kExtraText ? std::string(of_ranks.front()) : merge_json(of_ranks);
   return agreed;
 }
 
@@ -211,38 +242,35 @@ void together(const CheckpointRanks& ranks, const std::function<void()>& work) {
 void save_checkpoint(const SaveCheckpointRequest& request, const CheckpointRanks& ranks) {
   const RankOf where = ranks.where();
   Agreed agreed = agree(request.content, ranks);
-  std::map<std::string, CheckpointFiles> planned;
-  std::map<std::string, std::string> texts;
-  for (auto& [kind, tensors] : agreed.tensors) {
-    planned[kind] =
+  CheckpointPlan plan;
+  plan.texts = std::move(agreed.texts);
+  agreed.tensors.try_emplace(kModelTensors);  // its index is there always
+  for (auto& [kind, tensors] : agreed.tensors)
+    plan.kinds[kind] =
         plan_checkpoint_files(kind, agreed.save, std::move(tensors), request.max_file_bytes);
-    texts[index_name(kind)] = index_text(planned[kind]);
-  }
-  for (const auto& [name, text] : agreed.texts) texts[name] = text.dump(2) + "\n";
 
-  const CheckpointFolder folder(request.path, where);
+  std::unique_ptr<CheckpointFolder> folder;
   const bool is_first = where.rank == 0;
   bool has_begun = false;
   try {
     together(ranks, [&] {
-      if (!is_first) return;
-      folder.begin();
-      has_begun = true;
-      for (const auto& [kind, files] : planned) folder.create(files);
+      folder = std::make_unique<CheckpointFolder>(request.path, where);
+      if (is_first) folder->begin(plan);
+      has_begun = is_first;
     });
     together(ranks, [&] {
       for (const auto& [kind, tensors] : request.content.tensors) {
         TensorsByName own;
         for (const CheckpointTensor& one : tensors)
           if (agreed.own.at(kind).count(one.name) > 0) own[one.name] = &one;
-        write_parts(planned.at(kind), own, folder.staging(), where);
+        write_parts(plan.kinds.at(kind), own, folder->staging(), where);
       }
     });
     together(ranks, [&] {
-      if (is_first) folder.commit(texts);
+      if (is_first) folder->commit(plan);
     });
   } catch (...) {
-    if (has_begun) folder.abandon();
+    if (has_begun) folder->abandon();
     throw;
   }
 }

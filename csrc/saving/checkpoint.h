@@ -3,6 +3,7 @@
 #include <trireme/comm/communicator.h>
 #include <trireme/common/export.h>
 #include <trireme/saving/checkpoint_files.h>
+#include <trireme/saving/checkpoint_folder.h>
 #include <trireme/saving/safetensors_file.h>
 
 #include <c10/core/Device.h>
@@ -46,8 +47,9 @@ struct CheckpointContent {
   // By kind: "model", "optimizer". Each element is in the part of one rank, or of several that have
   // the same part, of which the lowest writes it; a rank need not know what others have.
   std::map<std::string, std::vector<CheckpointTensor>> tensors;
-  // JSON objects by file name (without a path). What ranks say is merged, key by key; where they
-  // differ the lowest rank is right.
+  // JSON objects by file name. What ranks say under kOptimizerText is merged, key by key; where
+  // they differ the lowest rank is right. kExtraText is rank 0's alone, byte for byte. Values stay
+  // as they are written (see json_text.h). There are no other names.
   std::map<std::string, std::string> texts;
 };
 
@@ -70,7 +72,7 @@ class TRIREME_API CheckpointReader {
 
   // The tensors of a kind, without parts, by name; none if the checkpoint has none.
   const std::map<std::string, CheckpointTensor>& tensors(const std::string& kind) const;
-  // A JSON object; empty if there is none.
+  // kOptimizerText or kExtraText, a JSON object as it was saved; empty if there is none.
   std::string text(const std::string& name) const;
 
   // That `tensors`, those of all ranks together, are those of the checkpoint, whatever their parts.
@@ -92,7 +94,11 @@ class TRIREME_API CheckpointReader {
     std::map<std::string, CheckpointTensor> tensors;
     std::string save;
   };
-  void open(const std::string& kind);
+  void open_all(const CheckpointPlace& place);
+  CheckpointIndex index_of_one(const std::string& file) const;
+  void check_others(const CheckpointIndex& model) const;
+  int64_t bytes_of(const std::string& name, const std::string& holding) const;
+  void open(const std::string& kind, const CheckpointIndex& index);
   void take(Kind& opened, const CheckpointIndex& index, SafetensorsFile file,
             const std::string& name) const;
   void check_one(const Kind& opened, const CheckpointTensor& tensor) const;
@@ -102,11 +108,8 @@ class TRIREME_API CheckpointReader {
   std::string folder_;
   CheckpointRanks ranks_;
   std::map<std::string, Kind> kinds_;
+  std::map<std::string, std::string> texts_;  // by file name
 };
-
-// The kinds that there are.
-constexpr const char* kModelTensors = "model";
-constexpr const char* kOptimizerTensors = "optimizer";
 
 // "Float of sizes [2, 3]"
 std::string describe(at::ScalarType dtype, at::IntArrayRef sizes);

@@ -1,32 +1,29 @@
 #include <trireme/saving/checkpoint_files.h>
 
+#include <trireme/saving/json_text.h>
+
 #include <c10/util/Exception.h>
 
 #include <algorithm>
-#include <cerrno>
 #include <cstdio>
-#include <cstring>
-#include <fcntl.h>
 #include <filesystem>
 #include <fstream>
 #include <nlohmann/json.hpp>
-#include <set>
 #include <sstream>
-#include <sys/syscall.h>
 #include <system_error>
-#include <unistd.h>
 #include <utility>
+
+// See [Note: a checkpoint is a folder whose index names every file in it] in checkpoint_files.h.
 
 namespace trireme {
 namespace {
 
-namespace fs = std::filesystem;
-using Json = nlohmann::ordered_json;
-
 constexpr const char* kIndexSuffix = ".safetensors.index.json";
 constexpr const char* kFileSuffix = ".safetensors";
 constexpr const char* kOurs = "trireme";
-constexpr unsigned kExchange = 2;  // RENAME_EXCHANGE of linux/fs.h
+constexpr const char* kOtherBytes = "other_file_bytes";
+
+using BytesByFile = std::map<std::string, int64_t>;
 
 std::string file_name(const std::string& kind, size_t number, size_t count) {
   char numbers[32];
@@ -34,18 +31,50 @@ std::string file_name(const std::string& kind, size_t number, size_t count) {
   return kind + numbers + kFileSuffix;
 }
 
-bool is_of_a_checkpoint(const fs::directory_entry& entry) {
-  const std::string name = entry.path().filename().string();
-  return entry.is_regular_file() && (name.ends_with(kFileSuffix) || name.ends_with(kIndexSuffix) ||
-                                     name == "optimizer.json" || name == "extra.json");
+BytesByFile bytes_of(const CheckpointFiles& files) {
+  BytesByFile bytes;
+  for (const auto& [name, header] : files.files) bytes[name] = header.file_bytes;
+  return bytes;
 }
 
-// True where two folders have changed places; false where the file system cannot do that.
-bool exchange(const std::string& one, const std::string& other) {
-  if (::syscall(SYS_renameat2, AT_FDCWD, one.c_str(), AT_FDCWD, other.c_str(), kExchange) == 0)
-    return true;
-  if (errno == EINVAL || errno == ENOSYS || errno == EOPNOTSUPP) return false;
-  throw std::system_error(errno, std::generic_category());
+// `ours`: what we say beyond what Hugging Face does.
+std::string index_text(const CheckpointFiles& files, nlohmann::ordered_json ours) {
+  int64_t total_bytes = 0;
+  std::map<std::string, std::string> weight_map;
+  for (const auto& [name, header] : files.files) {
+    total_bytes += header.file_bytes - header.bytes;
+    for (const SafetensorsEntry& entry : header.entries)
+      weight_map[to_safetensors_name(entry.name)] = name;
+  }
+  nlohmann::ordered_json index;
+  index["metadata"] = {{"total_size", total_bytes}, {kOurs, std::move(ours)}};
+  index["weight_map"] = weight_map;
+  return index.dump(2) + "\n";
+}
+
+// A file of the folder itself. What lies there may be a symbolic link: in Hugging Face's cache all
+// files are.
+bool is_in_folder(const std::string& name) {
+  return !name.empty() && name != "." && name != ".." && name.find('/') == std::string::npos &&
+         name.find('\0') == std::string::npos;
+}
+
+CheckpointIndex parse_index(const std::string& text) {
+  CheckpointIndex index;
+  const auto parsed = nlohmann::json::parse(text);
+  for (const auto& [name, file] : parsed.at("weight_map").get<std::map<std::string, std::string>>())
+    index.weight_map[from_safetensors_name(name)] = file;
+  const auto metadata = parsed.find("metadata");
+  if (metadata == parsed.end() || !metadata->contains(kOurs)) return index;
+  const auto& ours = metadata->at(kOurs);
+  index.save = ours.at("save").get<std::string>();
+  index.file_bytes = ours.at("file_bytes").get<BytesByFile>();
+  index.names_all = ours.contains(kOtherBytes);
+  if (index.names_all) {
+    index.other_bytes = ours.at(kOtherBytes).get<BytesByFile>();
+    index.replaces = ours.at("replaces").get<std::string>();
+  }
+  return index;
 }
 
 }  // namespace
@@ -76,165 +105,72 @@ CheckpointFiles plan_checkpoint_files(const std::string& kind, const std::string
   return files;
 }
 
-std::string index_text(const CheckpointFiles& files) {
-  int64_t total_bytes = 0;
-  Json lengths = Json::object();
-  Json weight_map = Json::object();
-  for (const auto& [name, header] : files.files) {
-    lengths[name] = header.file_bytes;
-    total_bytes += header.file_bytes - header.bytes;
-    for (const SafetensorsEntry& entry : header.entries) weight_map[entry.name] = name;
+std::map<std::string, std::string> index_texts(const CheckpointPlan& plan,
+                                               const std::string& replaces) {
+  std::map<std::string, std::string> texts;
+  BytesByFile others;
+  for (const auto& [name, text] : plan.texts) others[name] = static_cast<int64_t>(text.size());
+  for (const auto& [kind, files] : plan.kinds) {
+    if (kind == kModelTensors) continue;
+    const std::string name = index_name(kind);
+    texts[name] = index_text(files, {{"save", files.save}, {"file_bytes", bytes_of(files)}});
+    others[name] = static_cast<int64_t>(texts[name].size());
+    others.merge(bytes_of(files));
   }
-  Json index;
-  index["metadata"] = {{"total_size", total_bytes},
-                       {kOurs, {{"save", files.save}, {"file_bytes", std::move(lengths)}}}};
-  index["weight_map"] = std::move(weight_map);
-  return index.dump(2) + "\n";
+  const CheckpointFiles& model = plan.kinds.at(kModelTensors);
+  texts[index_name(kModelTensors)] = index_text(model, {{"save", model.save},
+                                                        {"replaces", replaces},
+                                                        {"file_bytes", bytes_of(model)},
+                                                        {kOtherBytes, others}});
+  return texts;
 }
 
 CheckpointIndex read_index(const std::string& path, RankOf where) {
-  const std::string text = read_text(path, where);
+  const std::string text = read_json_file(path, where);
+  const auto refuse = [&](const std::string& got) {
+    TORCH_CHECK_VALUE(false, error_text("checkpoint", "got " + got, where,
+                                        "Restore the file, or load another checkpoint."));
+  };
   CheckpointIndex index;
   try {
-    const Json parsed = Json::parse(text);
-    index.weight_map = parsed.at("weight_map").get<std::map<std::string, std::string>>();
-    const Json metadata = parsed.value("metadata", Json::object());
-    if (metadata.contains(kOurs)) {
-      index.save = metadata.at(kOurs).at("save").get<std::string>();
-      index.file_bytes = metadata.at(kOurs).at("file_bytes").get<std::map<std::string, int64_t>>();
-    }
-  } catch (const Json::exception& error) {
-    TORCH_CHECK_VALUE(
-        false, error_text("checkpoint", "got no index in '" + path + "': " + error.what(), where,
-                          "Restore the file, or load another checkpoint."));
+    index = parse_index(text);
+  } catch (const nlohmann::json::exception& error) {
+    refuse("no index in '" + path + "': " + error.what());
   }
+  std::set<std::string> names = file_names(index);
+  for (const auto& [tensor, file] : index.weight_map) names.insert(file);
+  for (const std::string& name : names)
+    if (!is_in_folder(name))
+      refuse("'" + name + "' as the name of a file in '" + path + "', expected one in its folder");
   return index;
 }
 
-std::string read_text(const std::string& path, RankOf where) {
-  const std::ifstream file(path, std::ios::binary);
-  TORCH_CHECK_VALUE(file.good(), error_text("checkpoint", "got no file '" + path + "'", where,
-                                            "Restore the file, or load another checkpoint."));
+std::set<std::string> file_names(const CheckpointIndex& index) {
+  std::set<std::string> names;
+  for (const auto* files : {&index.file_bytes, &index.other_bytes})
+    for (const auto& [name, bytes] : *files) names.insert(name);
+  names.insert(index_name(kModelTensors));
+  return names;
+}
+
+std::string read_json_file(const std::string& path, RankOf where) {
+  const std::string next_step = "Restore the file, or load another checkpoint.";
+  std::error_code ignored;
+  const bool is_file = std::filesystem::is_regular_file(path, ignored);
+  const std::ifstream file(is_file ? path : "", std::ios::binary);
+  TORCH_CHECK_VALUE(file.good(),
+                    error_text("checkpoint", "got no file '" + path + "'", where, next_step));
   std::ostringstream text;
   text << file.rdbuf();
+  try {
+    check_json(text.str());
+  } catch (const JsonTextError& error) {
+    TORCH_CHECK_VALUE(
+        false,
+        error_text("checkpoint", "got no usable JSON object in '" + path + "': " + error.what(),
+                   where, next_step));
+  }
   return text.str();
-}
-
-std::string find_checkpoint(const std::string& path, RankOf where) {
-  fs::path folder(path);
-  if (!folder.has_filename()) folder = folder.parent_path();
-  std::error_code ignored;
-  if (fs::is_directory(folder, ignored)) return folder.string();
-  const std::string previous = folder.string() + ".previous";
-  TORCH_CHECK_VALUE(fs::is_directory(previous, ignored),
-                    error_text("checkpoint", "got no folder '" + path + "'", where,
-                               "Pass the folder of a checkpoint, on a disk that every rank sees."));
-  return previous;
-}
-
-CheckpointFolder::CheckpointFolder(const std::string& path, RankOf where) : where_(where) {
-  fs::path folder = fs::absolute(path).lexically_normal();
-  if (!folder.has_filename()) folder = folder.parent_path();
-  std::error_code ignored;
-  if (fs::is_symlink(folder, ignored)) folder = fs::weakly_canonical(folder);
-  path_ = folder.string();
-  staging_ = path_ + ".saving";
-  previous_ = path_ + ".previous";
-}
-
-void CheckpointFolder::begin() const {
-  try {
-    check_replaceable(path_);
-    check_replaceable(staging_);
-    fs::remove_all(staging_);
-    fs::create_directories(staging_);
-  } catch (const std::system_error& error) {
-    fail("make '" + staging_ + "'", error.code().value());
-  }
-}
-
-void CheckpointFolder::check_replaceable(const std::string& folder) const {
-  if (!fs::exists(folder)) return;
-  std::string foreign;
-  if (!fs::is_directory(folder)) {
-    foreign = "a file";
-  } else {
-    for (const fs::directory_entry& entry : fs::directory_iterator(folder))
-      if (!is_of_a_checkpoint(entry)) foreign = "'" + entry.path().filename().string() + "' in it";
-  }
-  TORCH_CHECK_VALUE(foreign.empty(),
-                    error_text("checkpoint",
-                               "got '" + folder +
-                                   "' to be replaced, expected nothing but a checkpoint there and "
-                                   "found " +
-                                   foreign,
-                               where_, "Pass another path."));
-}
-
-void CheckpointFolder::create(const CheckpointFiles& files) const {
-  for (const auto& [name, header] : files.files)
-    SafetensorsFile::create(staging_ + "/" + name, header, where_);
-}
-
-void CheckpointFolder::commit(const std::map<std::string, std::string>& texts) const {
-  for (const auto& [name, text] : texts) write_text(name, text);
-  try {
-    sync_folder(staging_);
-    if (!fs::exists(path_)) {
-      fs::rename(staging_, path_);
-    } else if (exchange(staging_, path_)) {
-      abandon();  // what is there now is the previous one
-    } else {
-      fs::remove_all(previous_);
-      fs::rename(path_, previous_);
-      fs::rename(staging_, path_);
-    }
-    sync_folder(fs::path(path_).parent_path().string());
-    // Also what an interrupted save has left: there is a newer one now.
-    std::error_code ignored;
-    fs::remove_all(previous_, ignored);
-  } catch (const std::system_error& error) {
-    fail("replace '" + path_ + "'", error.code().value());
-  }
-}
-
-void CheckpointFolder::abandon() const noexcept {
-  std::error_code ignored;
-  fs::remove_all(staging_, ignored);
-}
-
-void CheckpointFolder::write_text(const std::string& name, const std::string& text) const {
-  const std::string path = staging_ + "/" + name;
-  const int descriptor = ::open(path.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
-  if (descriptor < 0) fail("make '" + path + "'", errno);
-  int error = 0;
-  for (size_t done = 0; done < text.size() && error == 0;) {
-    const ssize_t written = ::write(descriptor, text.data() + done, text.size() - done);
-    if (written >= 0) {
-      done += static_cast<size_t>(written);
-    } else if (errno != EINTR) {
-      error = errno;
-    }
-  }
-  if (error == 0 && ::fsync(descriptor) != 0) error = errno;
-  ::close(descriptor);
-  if (error != 0) fail("write '" + path + "'", error);
-}
-
-void CheckpointFolder::sync_folder(const std::string& folder) const {
-  const int descriptor = ::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-  if (descriptor < 0) throw std::system_error(errno, std::generic_category());
-  const int result = ::fsync(descriptor);
-  const int error = errno;
-  ::close(descriptor);
-  // Some file systems know no fsync of a folder.
-  if (result != 0 && error != EINVAL) throw std::system_error(error, std::generic_category());
-}
-
-void CheckpointFolder::fail(const std::string& doing, int error) const {
-  TORCH_CHECK(false,
-              error_text("checkpoint", "cannot " + doing + ": " + std::strerror(error), where_,
-                         "See that the folder around it can be written and has room."));
 }
 
 }  // namespace trireme

@@ -6,12 +6,13 @@
 
 #include <cstdint>
 #include <map>
+#include <set>
 #include <string>
 #include <vector>
 
 namespace trireme {
 
-// [Note: a checkpoint is a folder]
+// [Note: a checkpoint is a folder whose index names every file in it]
 //
 //   model.safetensors.index.json         which tensor is in which file; as Hugging Face has it
 //   model-00001-of-00002.safetensors     whole tensors, under the names of the plain model
@@ -20,14 +21,18 @@ namespace trireme {
 //   optimizer.json                       groups, and what no tensor holds
 //   extra.json                           what the user gave
 //
-// It is written as "<path>.saving" and takes the place of "<path>" in one step when all of it is on
-// the disk, so that <path> is always a whole checkpoint, the previous one or this one. Where the
-// file system cannot exchange folders (NFS), the previous one is "<path>.previous" in between, and
-// is what is loaded then.
-//
-// Every file names the save that it belongs to and itself, and the index the length of every file;
-// so a file that is missing, cut, or of another checkpoint is found before anything is loaded. The
-// tensors' bytes have no checksum: what the disk has turned over within a file is not found.
+// The model's index also says of which length every file of the folder is, so one that is missing
+// or cut is found before anything is loaded. Every tensors' file names the save that it belongs to
+// and itself, so one of another checkpoint is found, too. The tensors' bytes have no checksum: what
+// the disk has turned over within a file is not found. Files of other programs say none of this
+// and are loaded as they are, also a single "model.safetensors" without an index.
+
+// The kinds of tensors that there are.
+constexpr const char* kModelTensors = "model";
+constexpr const char* kOptimizerTensors = "optimizer";
+// The texts that there are.
+constexpr const char* kOptimizerText = "optimizer.json";
+constexpr const char* kExtraText = "extra.json";
 
 // The files of one kind of tensors ("model").
 struct CheckpointFiles {
@@ -42,52 +47,37 @@ TRIREME_API CheckpointFiles plan_checkpoint_files(const std::string& kind, const
                                                   std::vector<SafetensorsEntry> tensors,
                                                   int64_t max_file_bytes);
 
-// The JSON text of their index.
-TRIREME_API std::string index_text(const CheckpointFiles& files);
+// All that one save writes. `kinds` has a "model".
+struct CheckpointPlan {
+  std::map<std::string, CheckpointFiles> kinds;
+  std::map<std::string, std::string> texts;  // by file name
+};
 
-// What an index says. Throws ValueError for what is none.
+// The JSON texts of the indexes, by file name. The model's index names all files, and by `replaces`
+// the save whose place this one takes; empty: none.
+TRIREME_API std::map<std::string, std::string> index_texts(const CheckpointPlan& plan,
+                                                           const std::string& replaces);
+
+// What an index says. File names lead nowhere else than into the folder.
 struct CheckpointIndex {
   std::string save;                               // empty: written by another program
   std::map<std::string, std::string> weight_map;  // file by tensor
   std::map<std::string, int64_t> file_bytes;      // by file; empty: written by another program
+  // What only the model's index says.
+  bool names_all = false;
+  std::map<std::string, int64_t> other_bytes;  // by every other file of the folder
+  std::string replaces;                        // which save was there before; empty: none
 };
+// Throws ValueError for what is no index, and where it names files outside of the folder.
 TRIREME_API CheckpointIndex read_index(const std::string& path, RankOf where);
 
 TRIREME_API std::string index_name(const std::string& kind);
 
-// The text of a small file; throws ValueError if there is none.
-TRIREME_API std::string read_text(const std::string& path, RankOf where);
+// The names of all files of a checkpoint, from its model's index.
+TRIREME_API std::set<std::string> file_names(const CheckpointIndex& index);
 
-// Where `path` is loaded from: itself, or what an interrupted save has left of the previous
-// checkpoint. Throws ValueError if neither is there.
-TRIREME_API std::string find_checkpoint(const std::string& path, RankOf where);
-
-// The folder in the making: one rank begins, commits or abandons it. All throw ValueError or
-// c10::Error.
-class TRIREME_API CheckpointFolder {
- public:
-  CheckpointFolder(const std::string& path, RankOf where);
-
-  // Where files are while they are written.
-  const std::string& staging() const { return staging_; }
-
-  // An empty folder. Refuses a path where something else is than a checkpoint: it would be gone.
-  void begin() const;
-  void create(const CheckpointFiles& files) const;
-  // `texts`: by file name. Then the folder is the checkpoint.
-  void commit(const std::map<std::string, std::string>& texts) const;
-  void abandon() const noexcept;
-
- private:
-  void check_replaceable(const std::string& folder) const;
-  void write_text(const std::string& name, const std::string& text) const;
-  void sync_folder(const std::string& folder) const;
-  [[noreturn]] void fail(const std::string& doing, int error) const;
-
-  std::string path_;
-  std::string staging_;
-  std::string previous_;
-  RankOf where_;
-};
+// The text of a small file, a JSON object. Throws ValueError if it is not there, or none; see
+// check_json().
+TRIREME_API std::string read_json_file(const std::string& path, RankOf where);
 
 }  // namespace trireme

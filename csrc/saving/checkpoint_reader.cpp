@@ -4,7 +4,7 @@
 #include <ATen/ATen.h>
 
 #include <filesystem>
-#include <sstream>
+#include <nlohmann/json.hpp>
 #include <utility>
 
 // See [Note: saving and loading without gathering] in checkpoint.h.
@@ -27,35 +27,85 @@ std::string held_by(const std::string& file, const CheckpointIndex& index) {
   return "'" + first + "'" + (more > 0 ? " and " + std::to_string(more) + " more" : "");
 }
 
-// The first of the lines that all ranks say; empty if there is none. Ranks may have other parts of
+// The first of the names that all ranks say; empty if there is none. Ranks may have other parts of
 // a model under other names (experts).
-std::string foreign_to_all(const std::string& own, const CheckpointRanks& ranks) {
-  const std::vector<std::string> said = gather_texts(own, ranks);
+std::string foreign_to_all(const std::vector<std::string>& own, const CheckpointRanks& ranks) {
+  const std::vector<std::string> said = gather_texts(nlohmann::json(own).dump(), ranks);
   std::map<std::string, size_t> counts;
-  for (const std::string& names : said) {
-    std::istringstream lines(names);
-    for (std::string name; std::getline(lines, name);) ++counts[name];
-  }
+  for (const std::string& names : said)
+    for (const auto& name : nlohmann::json::parse(names)) ++counts[name.get<std::string>()];
   for (const auto& [name, count] : counts)
     if (count == said.size()) return name;
   return {};
 }
+
+constexpr const char* kRestore = "Restore the file, or load another checkpoint.";
 
 }  // namespace
 
 CheckpointReader::CheckpointReader(const std::string& path, CheckpointRanks ranks)
     : ranks_(std::move(ranks)) {
   together(ranks_, [&] {
-    folder_ = find_checkpoint(path, ranks_.where());
-    open(kModelTensors);
-    if (std::filesystem::exists(folder_ + "/" + index_name(kOptimizerTensors)))
-      open(kOptimizerTensors);
+    const CheckpointPlace place = find_checkpoint(path, ranks_.where());
+    folder_ = place.folder;
+    open_all(place);
   });
   together(ranks_, [&] { compare_saves(); });
 }
 
-void CheckpointReader::open(const std::string& kind) {
-  const CheckpointIndex index = read_index(folder_ + "/" + index_name(kind), ranks_.where());
+void CheckpointReader::open_all(const CheckpointPlace& place) {
+  const auto is_there = [&](const std::string& name) {
+    return std::filesystem::exists(folder_ + "/" + name);
+  };
+  const std::string only = std::string(kModelTensors) + ".safetensors";
+  const std::string name = index_name(kModelTensors), of_optimizer = index_name(kOptimizerTensors);
+  if (!place.file.empty()) return open(kModelTensors, index_of_one(place.file));
+  if (!is_there(name) && is_there(only)) return open(kModelTensors, index_of_one(only));
+
+  const CheckpointIndex model = read_index(folder_ + "/" + name, ranks_.where());
+  open(kModelTensors, model);
+  check_others(model);
+  const auto belongs = [&](const std::string& other) {
+    return model.names_all ? model.other_bytes.count(other) > 0 : is_there(other);
+  };
+  if (belongs(of_optimizer)) {
+    const CheckpointIndex index = read_index(folder_ + "/" + of_optimizer, ranks_.where());
+    if (index.save != model.save)
+      refuse("'" + of_optimizer + "' of another save in '" + folder_ + "'", kRestore);
+    open(kOptimizerTensors, index);
+  }
+  for (const char* text : {kOptimizerText, kExtraText})
+    if (belongs(text)) texts_[text] = read_json_file(folder_ + "/" + text, ranks_.where());
+}
+
+// As other programs write it, without an index.
+CheckpointIndex CheckpointReader::index_of_one(const std::string& file) const {
+  CheckpointIndex index;
+  const auto opened = SafetensorsFile::open(folder_ + "/" + file, ranks_.where());
+  for (const SafetensorsEntry& entry : opened.header().entries) index.weight_map[entry.name] = file;
+  return index;
+}
+
+// The files that are not opened here, or not yet.
+void CheckpointReader::check_others(const CheckpointIndex& model) const {
+  for (const auto& [name, expected] : model.other_bytes) {
+    const int64_t bytes = bytes_of(name, "', which '" + index_name(kModelTensors) + "' names");
+    if (bytes != expected)
+      refuse(std::to_string(bytes) + " bytes in '" + folder_ + "/" + name + "', expected " +
+                 std::to_string(expected),
+             kRestore);
+  }
+}
+
+int64_t CheckpointReader::bytes_of(const std::string& name, const std::string& holding) const {
+  const std::string path = folder_ + "/" + name;
+  std::error_code missing;
+  const auto bytes = static_cast<int64_t>(std::filesystem::file_size(path, missing));
+  if (missing) refuse("no file '" + path + holding, kRestore);
+  return bytes;
+}
+
+void CheckpointReader::open(const std::string& kind, const CheckpointIndex& index) {
   Kind opened;
   opened.save = index.save;
   std::map<std::string, int64_t> names = index.file_bytes;
@@ -63,20 +113,16 @@ void CheckpointReader::open(const std::string& kind) {
   for (const auto& [name, expected] : names) {
     const std::string path = folder_ + "/" + name;
     const std::string holding = "', which holds " + held_by(name, index);
-    std::error_code missing;
-    const auto bytes = static_cast<int64_t>(std::filesystem::file_size(path, missing));
-    const std::string restore = "Restore the file, or load another checkpoint.";
-    if (missing) refuse("no file '" + path + holding, restore);
+    const int64_t bytes = bytes_of(name, holding);
     if (expected >= 0 && bytes != expected)
       refuse(std::to_string(bytes) + " bytes in '" + path + holding + ", expected " +
                  std::to_string(expected),
-             restore);
+             kRestore);
     take(opened, index, SafetensorsFile::open(path, ranks_.where()), name);
   }
   for (const auto& [tensor, name] : index.weight_map)
     if (opened.tensors.count(tensor) == 0)
-      refuse("no '" + tensor + "' in '" + name + "', where the index has it",
-             "Restore the file, or load another checkpoint.");
+      refuse("no '" + tensor + "' in '" + name + "', where the index has it", kRestore);
   kinds_[kind] = std::move(opened);
 }
 
@@ -88,7 +134,7 @@ void CheckpointReader::take(Kind& opened, const CheckpointIndex& index, Safetens
     if (found != index.save + "/" + name)
       refuse("a file of another save in '" + folder_ + "/" + name + "', which holds " +
                  held_by(name, index) + ": " + found + ", expected " + index.save + "/" + name,
-             "Restore the file, or load another checkpoint.");
+             kRestore);
   }
   const std::vector<SafetensorsEntry>& entries = file.header().entries;
   for (size_t i = 0; i < entries.size(); ++i) {
@@ -121,8 +167,8 @@ const std::map<std::string, CheckpointTensor>& CheckpointReader::tensors(
 }
 
 std::string CheckpointReader::text(const std::string& name) const {
-  const std::string path = folder_ + "/" + name;
-  return std::filesystem::exists(path) ? read_text(path, ranks_.where()) : "";
+  const auto found = texts_.find(name);
+  return found == texts_.end() ? "" : found->second;
 }
 
 void CheckpointReader::check_one(const Kind& opened, const CheckpointTensor& tensor) const {
@@ -139,7 +185,7 @@ void CheckpointReader::check_one(const Kind& opened, const CheckpointTensor& ten
 
 void CheckpointReader::check(const std::string& kind,
                              const std::vector<CheckpointTensor>& tensors) const {
-  std::string foreign;  // to this rank: names, a line each
+  std::vector<std::string> foreign;  // to this rank
   together(ranks_, [&] {
     const auto opened = kinds_.find(kind);
     if (opened == kinds_.end())
@@ -150,7 +196,7 @@ void CheckpointReader::check(const std::string& kind,
       expected[one.name] = true;
     }
     for (const auto& [name, saved] : opened->second.tensors)
-      if (expected.count(name) == 0) foreign += name + '\n';
+      if (expected.count(name) == 0) foreign.push_back(name);
   });
   const std::string name = foreign_to_all(foreign, ranks_);
   if (!name.empty())

@@ -1,5 +1,7 @@
 #include <trireme/saving/safetensors_file.h>
 
+#include <trireme/saving/json_text.h>
+
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
 #include <ATen/core/grad_mode.h>
@@ -18,12 +20,13 @@
 namespace trireme {
 namespace {
 
-using Json = nlohmann::ordered_json;
+using Json = nlohmann::json;
 
 static_assert(std::endian::native == std::endian::little);
 constexpr int64_t kLengthBytes = 8;
 constexpr int64_t kMaxHeaderBytes = 100'000'000;  // as the reference implementation has it
-constexpr const char* kMetadata = "__metadata__";
+constexpr std::string_view kMetadata = "__metadata__";
+constexpr size_t kMaxShown = 200;                      // bytes of what an entry says
 constexpr int64_t kBytesPerThread = int64_t{4} << 20;  // less is not worth waking one
 
 struct DtypeName {
@@ -46,17 +49,25 @@ constexpr std::array<DtypeName, 15> kDtypes = {{{at::kBool, "BOOL"},
                                                 {at::kUInt16, "U16"},
                                                 {at::kUInt32, "U32"}}};
 
+// "__metadata__" after any number of dots.
+bool is_like_metadata(const std::string& name) {
+  return name.ends_with(kMetadata) && name.find_first_not_of('.') == name.size() - kMetadata.size();
+}
+
 std::string text_of(const SafetensorsHeader& header) {
-  Json text;
-  if (!header.metadata.empty()) text[kMetadata] = header.metadata;
-  for (const SafetensorsEntry& entry : header.entries) {
-    text[entry.name] = {{"dtype", safetensors_dtype(entry.dtype)},
-                        {"shape", entry.sizes},
-                        {"data_offsets", {entry.begin, entry.begin + entry.bytes()}}};
-  }
-  std::string written = text.is_null() ? "{}" : text.dump();
-  written.resize((written.size() + 7) / 8 * 8, ' ');
-  return written;
+  std::string text = "{";
+  const auto add = [&](const std::string& name, const Json& value) {
+    text += (text.size() > 1 ? "," : "") + Json(name).dump() + ":" + value.dump();
+  };
+  if (!header.metadata.empty()) add(std::string(kMetadata), header.metadata);
+  for (const SafetensorsEntry& entry : header.entries)
+    add(to_safetensors_name(entry.name),
+        {{"dtype", safetensors_dtype(entry.dtype)},
+         {"shape", entry.sizes},
+         {"data_offsets", {entry.begin, entry.begin + entry.bytes()}}});
+  text += "}";
+  text.resize((text.size() + 7) / 8 * 8, ' ');
+  return text;
 }
 
 // What one entry of the text says; its end goes to `end`. Throws Json::exception for what is of
@@ -95,6 +106,15 @@ std::string safetensors_dtype(at::ScalarType dtype) {
   for (const DtypeName& one : kDtypes)
     if (one.dtype == dtype) return one.name;
   return "";
+}
+
+std::string to_safetensors_name(const std::string& name) {
+  return is_like_metadata(name) ? "." + name : name;
+}
+
+std::string from_safetensors_name(const std::string& written) {
+  return is_like_metadata(written) && written.size() > kMetadata.size() ? written.substr(1)
+                                                                        : written;
 }
 
 SafetensorsHeader plan_safetensors(std::vector<SafetensorsEntry> entries,
@@ -182,6 +202,7 @@ void SafetensorsFile::read_header() {
   read_bytes(written.data(), static_cast<int64_t>(length), kLengthBytes);
   header_.bytes = kLengthBytes + static_cast<int64_t>(length);
   try {
+    check_json(written);
     const Json text = Json::parse(written);
     for (const auto& [name, value] : text.items()) {
       if (name == kMetadata) {
@@ -189,25 +210,29 @@ void SafetensorsFile::read_header() {
         continue;
       }
       int64_t end = 0;
-      header_.entries.push_back(entry_of(name, value, end));
-      if (!fits(header_.entries.back(), end)) refuse("'" + name + "' as " + value.dump());
+      header_.entries.push_back(entry_of(from_safetensors_name(name), value, end));
+      if (!fits(header_.entries.back(), end))
+        refuse("'" + name + "' as " + value.dump(-1, ' ', true).substr(0, kMaxShown));
     }
+  } catch (const JsonTextError& error) {
+    refuse(std::string("a header that cannot be read (") + error.what() + ")");
   } catch (const Json::exception& error) {
     refuse(std::string("a header that cannot be read (") + error.what() + ")");
   }
+  // What has no bytes lies before what begins there.
+  std::stable_sort(
+      header_.entries.begin(), header_.entries.end(), [](const auto& one, const auto& other) {
+        return std::pair(one.begin, one.bytes()) < std::pair(other.begin, other.bytes());
+      });
   check_entries(header_.file_bytes - header_.bytes);
 }
 
 void SafetensorsFile::check_entries(int64_t data_bytes) const {
-  std::vector<const SafetensorsEntry*> by_place;
-  for (const SafetensorsEntry& entry : header_.entries) by_place.push_back(&entry);
-  std::stable_sort(by_place.begin(), by_place.end(),
-                   [](const auto* one, const auto* other) { return one->begin < other->begin; });
   int64_t end = 0;
-  for (const SafetensorsEntry* entry : by_place) {
-    if (entry->begin < end) refuse("'" + entry->name + "' over another tensor");
-    end = entry->begin + entry->bytes();
-    if (end > data_bytes) refuse("'" + entry->name + "' cut off at the end of the file");
+  for (const SafetensorsEntry& entry : header_.entries) {
+    if (entry.begin < end) refuse("'" + entry.name + "' over another tensor");
+    end = entry.begin + entry.bytes();
+    if (end > data_bytes) refuse("'" + entry.name + "' cut off at the end of the file");
   }
 }
 

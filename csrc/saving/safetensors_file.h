@@ -39,6 +39,11 @@ struct SafetensorsHeader {
 // The format's word for a dtype ("F32"); empty where it has none.
 TRIREME_API std::string safetensors_dtype(at::ScalarType dtype);
 
+// A tensor's name as it is in the text. There "__metadata__" is no tensor's, so one that is called
+// so gets a dot in front, as does one that is called so after dots; all others stay.
+TRIREME_API std::string to_safetensors_name(const std::string& name);
+TRIREME_API std::string from_safetensors_name(const std::string& written);
+
 // Lays tensors out: those of wide elements first, so that each is aligned. `begin` is not read.
 TRIREME_API SafetensorsHeader plan_safetensors(std::vector<SafetensorsEntry> entries,
                                                std::map<std::string, std::string> metadata);

@@ -282,10 +282,17 @@ def plain_json(value: Any, what: str, ranks: Ranks) -> Any:
     try:
         if json.loads(json.dumps(value, allow_nan=False)) == value:
             return value
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, RecursionError):
         pass
     ranks.refuse(
-        f"got {what} as {type(value).__name__}: {value!r:.200}, which JSON cannot say",
+        f"got {what} as {type(value).__name__}: {_shown(value)}, which JSON cannot say",
         "Keep it in tensors, or in numbers, texts, lists and dicts with texts as keys.",
         kind=TypeError,
     )
+
+
+def _shown(value: Any) -> str:
+    try:
+        return f"{value!r:.200}"
+    except (ValueError, RecursionError):  # an integer of very many digits; nested very deep
+        return "..."

@@ -223,6 +223,9 @@ def named_tensors(model: nn.Module, ranks: Ranks) -> list[NamedTensor]:
                 if tensor is None or id(tensor) in found or (is_buffer and name in kept):
                     continue
                 full_name = _plain_name(f"{prefix}.{name}" if prefix else name)
+                if any("\ud800" <= one <= "\udfff" for one in full_name):
+                    got = f"got a tensor called {full_name!a}, which has half of a surrogate pair"
+                    ranks.refuse(got, "Give it a name of characters.")
                 found[id(tensor)] = NamedTensor(full_name, tensor, is_buffer)
     return list(found.values())
 

@@ -46,12 +46,14 @@ def save_checkpoint(
     takes the place of a previous checkpoint in one step, when all of it is on the disk.
 
     Args:
-        path: of a folder that all ranks see; nothing but a checkpoint may be there.
+        path: of a folder that all ranks see; nothing but a checkpoint may be there, whose index
+            names every file.
         model: plain, in DistributedDataParallel (ours or torch's), or sharded by ``fully_shard``;
             tensor parallelism may have cut it before.
         optimizer: any of ``torch.optim`` and ``trireme.optim``, or
             ``trireme.ZeroRedundancyOptimizer``, over parameters of ``model``.
-        extra: what else to keep, such as the epoch: what JSON can say. Rank 0's.
+        extra: what else to keep, such as the epoch or the state of a random generator: what JSON
+            can say, integers of any length included. Rank 0's alone; that of others is not read.
         process_group: the ranks that save; by default those of the model, or all.
         max_file_bytes: of one file.
 
@@ -73,7 +75,7 @@ def save_checkpoint(
         if optimizer is not None:
             parts = OptimizerParts(optimizer, named_tensors(model, ranks), ranks)
             tensors[KIND], texts[FILE] = parts.to_save()
-        if extra is not None:
+        if extra is not None and ranks.rank == 0:
             texts[_EXTRA] = json.dumps(plain_json(extra, "`extra`", ranks))
     _C.save_checkpoint(
         os.fspath(path),
@@ -97,7 +99,8 @@ def load_checkpoint(
     checked before anything is changed; a disk that fails later leaves the model half loaded.
 
     Args:
-        path: the folder.
+        path: the folder; or one file of tensors as the safetensors package writes it. A folder may
+            have that as ``model.safetensors`` without an index.
         model: as for ``save_checkpoint``, of the same names, shapes and dtypes.
         optimizer: of the same class and parameter groups; may be left out.
         process_group: the ranks that load; by default those of the model, or all.

@@ -1,0 +1,135 @@
+// How a folder takes the place of another, where the file system can exchange them and where not.
+
+#include <trireme/saving/checkpoint_folder.h>
+
+#include <catch_torch.h>
+#include <filesystem>
+#include <fstream>
+#include <string>
+#include <temporary_folder.h>
+
+using namespace trireme;
+using trireme::test::error_of;
+using trireme::test::TemporaryFolder;
+
+namespace {
+
+namespace fs = std::filesystem;
+
+const RankOf kAlone{0, 1};
+
+CheckpointPlan plan_of(const std::string& save) {
+  CheckpointPlan plan;
+  for (const char* kind : {kModelTensors, kOptimizerTensors})
+    plan.kinds[kind] = plan_checkpoint_files(kind, save, {{"w", at::kFloat, {3}}}, 100);
+  plan.texts[kExtraText] = "{}";
+  return plan;
+}
+
+std::string index_in(const std::string& folder) { return folder + "/" + index_name(kModelTensors); }
+
+// The save that a folder holds whole; empty if it holds none.
+std::string save_in(const std::string& folder) {
+  if (!fs::exists(index_in(folder))) return "";
+  const CheckpointIndex index = read_index(index_in(folder), kAlone);
+  for (const std::string& name : file_names(index))
+    if (!fs::exists(folder + "/" + name)) return "";
+  return index.save;
+}
+
+void save(const std::string& path, const std::string& name, bool can_exchange) {
+  const CheckpointPlan plan = plan_of(name);
+  CheckpointFolder folder(path, kAlone, can_exchange);
+  folder.begin(plan);
+  folder.commit(plan);
+}
+
+size_t entries_in(const std::string& folder) {
+  return static_cast<size_t>(
+      std::distance(fs::directory_iterator(folder), fs::directory_iterator()));
+}
+
+bool has(const std::string& text, const std::string& part) {
+  return text.find(part) != std::string::npos;
+}
+
+}  // namespace
+
+TEST_CASE("a checkpoint replaces another, exchanged or renamed, and nothing stays beside it") {
+  for (const bool can_exchange : {true, false}) {
+    const TemporaryFolder folder;
+    const std::string path = folder.at("ck");
+    for (const char* name : {"first", "second", "third"}) {
+      save(path, name, can_exchange);
+      CHECK(save_in(path) == name);
+      CHECK(entries_in(folder.path) == 1);
+      CHECK(entries_in(path) == 5);
+    }
+    CHECK(read_index(index_in(path), kAlone).replaces == "second");
+  }
+}
+
+TEST_CASE("what is put into a folder during a save is not lost") {
+  for (const bool can_exchange : {true, false}) {
+    const TemporaryFolder folder;
+    const std::string path = folder.at("ck");
+    save(path, "first", can_exchange);
+    const CheckpointPlan plan = plan_of("second");
+    CheckpointFolder next(path, kAlone, can_exchange);
+    next.begin(plan);
+    CHECK(save_in(path) == "first");
+    CHECK(save_in(next.staging()).empty());
+    std::ofstream(path + "/notes.txt") << "mine";
+    CHECK(has(error_of([&] { next.commit(plan); }), "found 'notes.txt' in it"));
+    next.abandon();
+    CHECK(save_in(path) == "first");
+    CHECK(fs::exists(path + "/notes.txt"));
+    CHECK(entries_in(folder.path) == 1);
+  }
+}
+
+TEST_CASE("a folder that cannot take its place leaves the one before") {
+  const TemporaryFolder folder;
+  const std::string path = folder.at("ck");
+  save(path, "first", false);
+  const CheckpointPlan plan = plan_of("second");
+  CheckpointFolder next(path, kAlone, false);
+  next.begin(plan);
+  // Somebody else's, which came during the save.
+  fs::create_directories(path + ".replaced/theirs");
+  CHECK(has(error_of([&] { next.commit(plan); }), "cannot replace '" + path));
+  next.abandon();
+  CHECK(save_in(path) == "first");
+  CHECK(fs::exists(path + ".replaced/theirs"));
+  CHECK_FALSE(fs::exists(path + ".saving"));
+}
+
+TEST_CASE("the previous checkpoint is loaded while it is moved away") {
+  const TemporaryFolder folder;
+  const std::string path = folder.at("ck");
+  save(path, "first", false);
+  {
+    CheckpointFolder next(path, kAlone, false);
+    next.begin(plan_of("second"));
+  }
+  CHECK(find_checkpoint(path, kAlone).folder == path);
+  fs::rename(path, path + ".replaced");
+  CHECK(find_checkpoint(path, kAlone).folder == path + ".replaced");
+  const CheckpointPlan plan = plan_of("third");
+  CheckpointFolder next(path, kAlone, false);
+  next.begin(plan);
+  CHECK(save_in(path) == "first");
+  next.abandon();
+  CHECK(entries_in(folder.path) == 1);
+}
+
+TEST_CASE("what NFS keeps of files that somebody reads is in nobody's way") {
+  const TemporaryFolder folder;
+  const std::string path = folder.at("ck");
+  save(path, "first", true);
+  fs::create_directories(path + ".saving");
+  std::ofstream(path + ".saving/.nfs0001") << "read";
+  save(path, "second", true);
+  save(path, "third", true);
+  CHECK(save_in(path) == "third");
+}
