@@ -10,9 +10,9 @@
 #include <trireme/grad/flat_optimizer.h>
 #include <trireme/grad/grad_norm.h>
 #include <trireme/memory/memory_estimate.h>
+#include <trireme/saving/module_checkpoint.h>
 #include <trireme/strategies/data_parallel/data_parallel.h>
 #include <trireme/strategies/ddp/distributed_data_parallel.h>
 #include <trireme/strategies/fsdp/fully_shard.h>
-#include <trireme/strategies/fsdp/module_checkpoint.h>
 #include <trireme/strategies/sync_batch_norm/sync_batch_norm_module.h>
 #include <trireme/strategies/zero/zero_redundancy_optimizer.h>

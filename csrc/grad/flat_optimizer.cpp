@@ -1,12 +1,15 @@
 #include <trireme/grad/flat_optimizer.h>
 
+#include <trireme/common/error.h>
 #include <trireme/grad/write_gate.h>
 #include <trireme/kernels/optimizer_step.h>
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/zeros_like.h>
+#include <torch/serialize/archive.h>
 
 #include <memory>
+#include <string>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -27,6 +30,46 @@ at::Tensor begin_step(const Optimizer& optimizer, const Optimizer::LossClosure& 
   }
   pass_gates(optimizer);
   return loss;
+}
+
+// Parameters of the same sizes on all ranks would take each other's states in silence.
+constexpr const char* kHeldParts = "trireme_held_parts";
+
+// Of which rank the parameters are shards; empty where they are whole.
+std::string held_parts(const Optimizer& optimizer) {
+  std::string all, last;
+  for (const OptimizerParamGroup& group : optimizer.param_groups()) {
+    for (const at::Tensor& param : group.params()) {
+      const std::shared_ptr<WriteGate> gate = gate_of(param);
+      const std::string own = gate ? gate->held_part() : std::string();
+      if (own == last) continue;
+      all += (all.empty() ? "" : ", ") + (own.empty() ? "all" : own);
+      last = own;
+    }
+  }
+  return all;
+}
+
+void write_held_parts(const Optimizer& optimizer, torch::serialize::OutputArchive& archive) {
+  const std::string own = held_parts(optimizer);
+  if (!own.empty()) archive.write(kHeldParts, c10::IValue(own));
+}
+
+void check_held_parts(const Optimizer& optimizer, torch::serialize::InputArchive& archive) {
+  const auto said = [](const std::string& parts) {
+    return parts.empty() ? std::string("whole parameters") : "the shards of " + parts;
+  };
+  c10::IValue line;
+  const bool is_said = archive.try_read(kHeldParts, line) && line.isString();
+  const std::string saved = is_said ? line.toStringRef() : std::string();
+  const std::string own = held_parts(optimizer);
+  TORCH_CHECK_VALUE(
+      saved == own,
+      error_text(
+          "optim",
+          "got an archive with the state of " + said(saved) + ", expected that of " + said(own), {},
+          "Save and load by trireme::save_checkpoint and load_checkpoint, or "
+          "keep a file per rank."));
 }
 
 template <typename State>
@@ -170,6 +213,16 @@ at::Tensor Adam::step(LossClosure closure) {
   return loss;
 }
 
+void Adam::save(torch::serialize::OutputArchive& archive) const {
+  torch::optim::Adam::save(archive);
+  write_held_parts(*this, archive);
+}
+
+void Adam::load(torch::serialize::InputArchive& archive) {
+  check_held_parts(*this, archive);
+  torch::optim::Adam::load(archive);
+}
+
 AdamStates Adam::count_step(const OptimizerParamGroup& group,
                             const std::vector<at::Tensor>& params) {
   return count_adam_step<torch::optim::AdamParamState>(*this, params, adam_options(*this, group));
@@ -180,6 +233,16 @@ at::Tensor AdamW::step(LossClosure closure) {
   for (OptimizerParamGroup& group : param_groups_)
     step_adam<torch::optim::AdamWParamState>(*this, group, adam_options(*this, group));
   return loss;
+}
+
+void AdamW::save(torch::serialize::OutputArchive& archive) const {
+  torch::optim::AdamW::save(archive);
+  write_held_parts(*this, archive);
+}
+
+void AdamW::load(torch::serialize::InputArchive& archive) {
+  check_held_parts(*this, archive);
+  torch::optim::AdamW::load(archive);
 }
 
 AdamStates AdamW::count_step(const OptimizerParamGroup& group,
@@ -194,6 +257,16 @@ at::Tensor SGD::step(LossClosure closure) {
     step_sgd(*this, group, step_options(options));
   }
   return loss;
+}
+
+void SGD::save(torch::serialize::OutputArchive& archive) const {
+  torch::optim::SGD::save(archive);
+  write_held_parts(*this, archive);
+}
+
+void SGD::load(torch::serialize::InputArchive& archive) {
+  check_held_parts(*this, archive);
+  torch::optim::SGD::load(archive);
 }
 
 }  // namespace trireme::optim

@@ -3,7 +3,7 @@
 // Gradient path 5/5. In: grad_reducer.h  Out: the parameters, by step()
 
 #include <trireme/common/export.h>
-#include <trireme/kernels/optimizer_scalars.h>
+#include <trireme/kernels/optimizer_step.h>
 
 #include <torch/optim/adam.h>
 #include <torch/optim/adamw.h>
@@ -16,6 +16,10 @@
 // where torch's C++ classes make some ten operators per parameter. Each is torch's class with
 // step() replaced: the same options, parameter groups, state and archives (torch::save,
 // torch::load), and it goes wherever a torch::optim::Optimizer& does.
+//
+// Over shards (fully_shard) an archive says of which rank, and load() throws c10::ValueError for
+// that of another one; torch's classes do not. save_checkpoint() (saving/module_checkpoint.h) has
+// no such bounds.
 //
 // What differs: states of bf16 and fp16 parameters are fp32. Results are those of torch's Python
 // optimizers with fused=True (optimizer_step.h); those of torch's C++ classes round some terms
@@ -37,29 +41,35 @@ struct AdamStates {
   AdamStepOptions options;
 };
 
-class TRIREME_API Adam : public torch::optim::Adam {
+class TRIREME_API Adam : public torch::optim::Adam, public KeepsWideStates {
  public:
   using torch::optim::Adam::Adam;
   at::Tensor step(LossClosure closure = nullptr) override;
+  void save(torch::serialize::OutputArchive& archive) const override;
+  void load(torch::serialize::InputArchive& archive) override;
   // Counts a step of `params`, which `group` holds, that the caller makes in place of step(),
   // having the gradients elsewhere than in .grad. States that are not there yet are made.
   AdamStates count_step(const torch::optim::OptimizerParamGroup& group,
                         const std::vector<at::Tensor>& params);
 };
 
-class TRIREME_API AdamW : public torch::optim::AdamW {
+class TRIREME_API AdamW : public torch::optim::AdamW, public KeepsWideStates {
  public:
   using torch::optim::AdamW::AdamW;
   at::Tensor step(LossClosure closure = nullptr) override;
+  void save(torch::serialize::OutputArchive& archive) const override;
+  void load(torch::serialize::InputArchive& archive) override;
   // As Adam's.
   AdamStates count_step(const torch::optim::OptimizerParamGroup& group,
                         const std::vector<at::Tensor>& params);
 };
 
-class TRIREME_API SGD : public torch::optim::SGD {
+class TRIREME_API SGD : public torch::optim::SGD, public KeepsWideStates {
  public:
   using torch::optim::SGD::SGD;
   at::Tensor step(LossClosure closure = nullptr) override;
+  void save(torch::serialize::OutputArchive& archive) const override;
+  void load(torch::serialize::InputArchive& archive) override;
 };
 
 }  // namespace trireme::optim

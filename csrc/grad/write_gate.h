@@ -5,6 +5,7 @@
 #include <torch/optim/optimizer.h>
 
 #include <memory>
+#include <string>
 #include <vector>
 
 namespace trireme {
@@ -18,6 +19,8 @@ class TRIREME_API WriteGate {
   // On the thread that steps; may wait for other ranks, and throw. Called for each parameter of
   // each step.
   virtual void before_write(const at::Tensor& parameter) = 0;
+  // Which part of a parameter this rank has, "rank 0 of 2"; empty: all of it.
+  virtual std::string held_part() const { return {}; }
 };
 
 // `gate` is asked before these are written, as long as it lives. Keeps neither it nor them alive.

@@ -75,6 +75,13 @@ struct SegmentDtypes {
 // fp64 for fp64, else fp32; complex if the parameter is.
 TRIREME_API at::ScalarType optimizer_state_dtype(at::ScalarType param);
 
+// What an optimizer class is derived from that keeps states of that dtype; torch's own have the
+// dtype of their parameter.
+class TRIREME_API KeepsWideStates {
+ public:
+  virtual ~KeepsWideStates() = default;
+};
+
 // Elements [begin, end).
 TRIREME_API OptimizerSegment slice(const OptimizerSegment& segment, SegmentDtypes dtypes,
                                    int64_t begin, int64_t end);

@@ -4,7 +4,8 @@
 //   torchrun --no-python --nproc-per-node 2 build/current/examples/cpp/train_fsdp README.md
 //
 // The five lines marked FSDP are all that a plain LibTorch loop has to change, besides giving each
-// rank its part of the data. It reaches the losses of train_ddp.
+// rank its part of the data. It reaches the losses of train_ddp. FOLDER is a checkpoint: training
+// goes on from what is there, be it of another number of ranks, or of the twin in Python.
 
 #include <trireme/trireme.h>  // FSDP 1
 
@@ -12,6 +13,7 @@
 
 #include <cstdio>
 #include <cstdlib>
+#include <filesystem>
 #include <fstream>
 #include <iterator>
 #include <string>
@@ -62,8 +64,14 @@ int main(int argc, char** argv) {
   auto model = trireme::fully_shard(net);  // FSDP 3
   torch::optim::AdamW optimizer(model->parameters(), torch::optim::AdamWOptions(3e-3));
 
+  long begin = 0;
+  if (argc > 3 && std::filesystem::exists(argv[3])) {
+    const std::string extra = trireme::load_checkpoint(argv[3], *model, {.optimizer = &optimizer});
+    TORCH_CHECK(std::sscanf(extra.c_str(), " { \"step\" : %ld", &begin) == 1, "[train_fsdp] got '",
+                extra, "' in ", argv[3], ", expected a step. Name another.");
+  }
   const int64_t share = kBatch / ctx.world();
-  for (int64_t step = 0; step < steps; ++step) {
+  for (int64_t step = begin; step < steps; ++step) {
     const int64_t first = (step * kBatch + ctx.rank() * share) * 7;
     const torch::Tensor rows = torch::arange(first, first + share * 7, 7) % windows.size(0);
     const torch::Tensor batch = windows.index_select(0, rows).to(ctx.device());
@@ -79,6 +87,9 @@ int main(int argc, char** argv) {
       if (ctx.rank() == 0) std::printf("step %3ld  loss %.6f\n", static_cast<long>(step), mean);
     }
   }
-  if (argc > 3) trireme::save_checkpoint(argv[3], *model);  // each rank writes its part
+  if (argc > 3)  // each rank writes its part
+    trireme::save_checkpoint(
+        argv[3], *model,
+        {.optimizer = &optimizer, .extra = "{\"step\": " + std::to_string(steps) + "}"});
   return 0;
 }

@@ -3,8 +3,8 @@
     torchrun --nproc-per-node 2 examples/python/train_fsdp.py some_text.txt [STEPS [FOLDER]]
 
 The six lines marked FSDP are all that a plain loop has to change. examples/cpp/train_fsdp.cpp is
-the same program in C++. Both reach the losses of train_ddp. With FOLDER the ranks write a
-checkpoint there, which every strategy loads at any number of ranks.
+the same program in C++. Both reach the losses of train_ddp. FOLDER is a checkpoint, which every
+strategy loads at any number of ranks: training goes on from what is there, from either language.
 """
 
 import sys
@@ -27,8 +27,11 @@ def main(text_file: str, steps: int, folder: str | None = None) -> None:
     trireme.fully_shard(model)  # FSDP 4: the rest
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 
+    begin = 0
+    if folder is not None and Path(folder).exists():
+        begin = trireme.load_checkpoint(folder, model, optimizer)["step"]
     share = BATCH // ctx.world  # FSDP 5
-    for step in range(steps):
+    for step in range(begin, steps):
         first = (step * BATCH + ctx.rank * share) * 7  # FSDP 6
         rows = torch.arange(first, first + share * 7, 7) % windows.size(0)
         batch = windows[rows]
@@ -42,7 +45,7 @@ def main(text_file: str, steps: int, folder: str | None = None) -> None:
             if ctx.rank == 0:
                 print(f"step {step:3d}  loss {mean:.6f}")
     if folder is not None:
-        trireme.save_checkpoint(folder, model, optimizer)
+        trireme.save_checkpoint(folder, model, optimizer, extra={"step": steps})
     trireme.shutdown()
 
 

@@ -24,11 +24,18 @@ def cpp_program(name: str) -> list[str]:
     return ["--no-python", str(CPP / name)]
 
 
-def run(program: list[str], ranks: int, *options: str) -> str:
-    """What 60 steps print."""
+def run(program: list[str], ranks: int, *options: str, steps: int = 60) -> str:
+    """What so many steps print."""
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     finished = subprocess.run(
-        [sys.executable, *(launcher if ranks > 1 else []), *program, str(TEXT), "60", *options],
+        [
+            sys.executable,
+            *(launcher if ranks > 1 else []),
+            *program,
+            str(TEXT),
+            str(steps),
+            *options,
+        ],
         capture_output=True,
         text=True,
         timeout=100,
@@ -108,3 +115,18 @@ def test_fully_sharded_in_cpp_and_python_leaves_one_checkpoint(
     # Two states of each parameter beside it.
     state = (tmp_path / "python" / "optimizer-00001-of-00001.safetensors").stat().st_size
     assert state > 2 * 4 * (128 * 32 + 1024 * 256 + 256 * 128)
+
+
+@pytest.mark.parametrize(("first", "second"), [("cpp", "python"), ("python", "cpp")])
+def test_one_language_goes_on_where_the_other_stopped(
+    of_cpp_ddp: list[float], tmp_path: Path, first: str, second: str
+) -> None:
+    """Model, optimizer and step come back at another number of ranks, as if nobody had stopped."""
+    programs = {
+        "cpp": cpp_program("train_fsdp"),
+        "python": [str(ROOT / "examples" / "python" / "train_fsdp.py")],
+    }
+    folder = str(tmp_path / "checkpoint")
+    before = losses(run(programs[first], 2, folder, steps=30))
+    after = losses(run(programs[second], 4, folder))
+    assert [*before[:2], *after] == pytest.approx(of_cpp_ddp, rel=1e-4)

@@ -4,6 +4,7 @@
 #include <trireme/comm/launch.h>
 #include <trireme/grad/find_tensors.h>
 #include <trireme/grad/module_parameters.h>
+#include <trireme/saving/held_parts.h>
 #include <trireme/strategies/ddp/ddp.h>
 #include <trireme/strategies/ddp/uneven_inputs.h>
 
@@ -25,7 +26,7 @@ inline ModuleTensors module_tensors(const torch::nn::Module& module) {
 
 // See DistributedDataParallel below.
 template <typename Net>
-class DistributedDataParallelImpl : public torch::nn::Module {
+class DistributedDataParallelImpl : public torch::nn::Module, public WrapsModule {
  public:
   DistributedDataParallelImpl(Net module, std::shared_ptr<Communicator> communicator,
                               const DdpOptions& options = {})
@@ -105,6 +106,7 @@ class DistributedDataParallelImpl : public torch::nn::Module {
   StepReport last_step() const { return ddp_.reducer().last_step(); }
 
   Net& module() { return module_; }
+  torch::nn::Module& wrapped() const override { return *children().front(); }
   Ddp& core() { return ddp_; }
 
  private:

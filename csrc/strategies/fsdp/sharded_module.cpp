@@ -66,7 +66,8 @@ void check_parameter(const Checked& checked, c10::Device device, RankOf where) {
 
 class ShardedModule::Gate final : public WriteGate {
  public:
-  Gate(RankOf where, const std::vector<at::Tensor>& leaves) : where_(where) {
+  Gate(RankOf where, RankOf sharing, const std::vector<at::Tensor>& leaves)
+      : where_(where), sharing_(sharing) {
     for (const at::Tensor& leaf : leaves) leaves_.insert(impl_of(leaf));
   }
   void before_write(const at::Tensor& parameter) override {
@@ -79,10 +80,15 @@ class ShardedModule::Gate final : public WriteGate {
                            "returned."));
     if (const auto alive = root.lock()) alive->begin_writing();
   }
+  std::string held_part() const override {
+    if (sharing_.world == 1) return {};
+    return "rank " + std::to_string(sharing_.rank) + " of " + std::to_string(sharing_.world);
+  }
   std::weak_ptr<Root> root;
 
  private:
   RankOf where_;
+  RankOf sharing_;
   std::unordered_set<Impl> leaves_;
 };
 
@@ -213,7 +219,7 @@ void ShardedModule::shard() {
     shards.emplace(impl_of(leaf), std::move(shard));
   }
   fill_mirror(*this, *inner_, shards);
-  gate_ = std::make_shared<Gate>(options_.communicator->rank_of(), leaves_);
+  gate_ = std::make_shared<Gate>(options_.communicator->rank_of(), sharing(), leaves_);
   put_gate(gated, gate_);
   if (!group_) return;
   gated.erase(gated.begin(), gated.begin() + static_cast<int64_t>(leaves_.size()));
@@ -257,6 +263,23 @@ std::optional<at::ScalarType> ShardedModule::input_dtype() const {
 
 void ShardedModule::begin_writing() {
   if (root_) root_->begin_writing();
+}
+
+std::vector<const ShardedParam*> ShardedModule::sharded_params() const {
+  std::vector<const ShardedParam*> params;
+  if (group_)
+    for (const ShardedParam& param : group_->params()) params.push_back(&param);
+  return params;
+}
+
+void ShardedModule::add_parts(HeldParts& parts) const {
+  for (const ShardedParam* param : sharded_params()) {
+    const ShardedParamSpec& spec = param->spec();
+    if (spec.is_replicated()) continue;
+    std::vector<int64_t> first(spec.sizes.size());
+    first[static_cast<size_t>(spec.dim)] = ShardRows(spec, sharing()).first;
+    parts[impl_of(param->sharded())] = {param->sharded(), spec.sizes, std::move(first)};
+  }
 }
 
 StepReport ShardedModule::last_step() const {

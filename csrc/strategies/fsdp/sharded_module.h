@@ -1,6 +1,7 @@
 #pragma once
 
 #include <trireme/grad/grad_norm.h>
+#include <trireme/saving/held_parts.h>
 #include <trireme/strategies/fsdp/fsdp.h>
 #include <trireme/strategies/fsdp/offload_plan.h>
 
@@ -78,7 +79,7 @@ struct FsdpOptions {
 
 // All of a unit that does not depend on the type of its module; see Sharded in fully_shard.h. One
 // thread at a time.
-class TRIREME_API ShardedModule : public torch::nn::Module {
+class TRIREME_API ShardedModule : public torch::nn::Module, public HoldsParts {
  public:
   ~ShardedModule() override;
   ShardedModule(const ShardedModule&) = delete;
@@ -110,7 +111,7 @@ class TRIREME_API ShardedModule : public torch::nn::Module {
   void set_memory_sources(BufferPool::Source gathered, const BufferPool::Source& gradients);
   // Shards may be written in place until the next forward or unshard(). Waits until no rank reads;
   // every rank must come.
-  void begin_writing();
+  void begin_writing() override;
 
   // Backwards while the guard lives only accumulate the gradients of this unit, and of those in it,
   // on this rank; the first one after it averages what has come together:
@@ -157,6 +158,7 @@ class TRIREME_API ShardedModule : public torch::nn::Module {
   std::vector<const ShardedParam*> sharded_params() const;
   // This rank among those that share them; the first ones of all ranks have rank() there, too.
   RankOf sharing() const { return sharers_->rank_of(); }
+  void add_parts(HeldParts& parts) const override;
 
   // Where the time of the last synchronized backward went.
   StepReport last_step() const;

@@ -382,6 +382,30 @@ void ZeroOptimizer::load(torch::serialize::InputArchive& archive) {
     param_groups_[g].set_options(local_->param_groups()[g].options().clone());
 }
 
+void ZeroOptimizer::add_parts(HeldParts& parts) const {
+  check_groups();
+  if (options_.placement == ShardPlacement::kFlat) {
+    refuse("got a checkpoint of shards that are no rows (ShardPlacement::kFlat)",
+           "Leave ZeroOptions::placement out, or use consolidate() and torch::save.");
+  }
+  const std::vector<ShardedParameter> parameters = sharded_parameters();
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    const ParameterInfo& info = parameters[i].info;
+    std::vector<int64_t> first(info.sizes.size());
+    const ShardRange& range = parameters[i].ranges[static_cast<size_t>(communicator_->rank())];
+    if (range.begin > 0) first.front() = range.begin / (info.numel / info.sizes.front());
+    parts[parameters_[i].unsafeGetTensorImpl()] = {shards_[i], info.sizes, std::move(first)};
+  }
+}
+
+void ZeroOptimizer::begin_writing() {
+  for (const auto& core : cores_) core->begin_writing_shards();
+}
+
+void ZeroOptimizer::end_writing() {
+  for (const auto& core : cores_) core->end_writing_shards();
+}
+
 void ZeroOptimizer::refuse(const std::string& got, const std::string& next_step) const {
   C10_THROW_ERROR(ValueError, error_text("zero", got, communicator_->rank_of(), next_step));
 }

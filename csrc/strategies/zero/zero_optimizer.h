@@ -4,6 +4,7 @@
 #include <trireme/grad/flat_optimizer.h>
 #include <trireme/grad/module_parameters.h>
 #include <trireme/grad/step_report.h>
+#include <trireme/saving/held_parts.h>
 #include <trireme/strategies/zero/consolidated_state.h>
 #include <trireme/strategies/zero/zero.h>
 
@@ -39,7 +40,7 @@ struct TRIREME_API ZeroParameters {
 
 // ZeroRedundancyOptimizer<Optimizer> for any `Optimizer`: the part of it that is no template. See
 // zero_redundancy_optimizer.h.
-class TRIREME_API ZeroOptimizer : public torch::optim::Optimizer {
+class TRIREME_API ZeroOptimizer : public torch::optim::Optimizer, public ShardedOptimizer {
  public:
   ~ZeroOptimizer() override;
   ZeroOptimizer(const ZeroOptimizer&) = delete;
@@ -130,6 +131,14 @@ class TRIREME_API ZeroOptimizer : public torch::optim::Optimizer {
   ZeroOptimizer(ZeroParameters parameters, Setup setup);
 
  private:
+  // For load_checkpoint() and save_checkpoint() (saving/module_checkpoint.h), which need no
+  // gathered state. Writing as begin_writing_shards() of Zero.
+  torch::optim::Optimizer& stepping() override { return *local_; }
+  void add_parts(HeldParts& parts) const override;
+  void begin_writing() override;
+  void end_writing() override;
+  void abandon_writing(const std::string& reason) noexcept override { abandon(reason); }
+
   // Says that parameters are ours, until destroyed.
   class Claim;
 

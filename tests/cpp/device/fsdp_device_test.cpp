@@ -1,7 +1,7 @@
 // fully_shard on a device with streams and an engine of its own: what it does there equals, in
 // every option, what it does on the CPU over Gloo.
 
-#include <trireme/strategies/fsdp/module_checkpoint.h>
+#include <trireme/saving/module_checkpoint.h>
 
 #include <torch/serialize.h>
 
@@ -189,7 +189,7 @@ TEST_CASE("saved on devices, and loaded on others and on the CPU") {
     trained[static_cast<size_t>(rank.where.rank)] = net->wholes();
 
     auto [plain_net, plain] = make(rank, true, {});
-    load_checkpoint(folder.at("saved"), *plain, rank.communicator);
+    load_checkpoint(folder.at("saved"), *plain, {.communicator = rank.communicator});
     std::stringstream saved;
     torch::save(plain, saved);
     auto [again_net, again] = make(rank, true, {});
@@ -200,7 +200,7 @@ TEST_CASE("saved on devices, and loaded on others and on the CPU") {
   for (const Values& values : loaded) CHECK(count_unlike(values, trained[0], 0) == 0);
   const auto on_cpu = on_ranks<Values>(2, Engine::kGloo, [&](ThreadRank& rank) {
     auto [net, model] = make(rank, false, {});
-    load_checkpoint(folder.at("saved"), *model, rank.communicator);
+    load_checkpoint(folder.at("saved"), *model, {.communicator = rank.communicator});
     model->unshard();
     return net->wholes();
   });

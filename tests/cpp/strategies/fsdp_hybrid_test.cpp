@@ -1,7 +1,7 @@
 // fully_shard for C++ modules that are sharded among some ranks and replicated over the others
 // (HSDP): they train as one process does on the whole batch.
 
-#include <trireme/strategies/fsdp/module_checkpoint.h>
+#include <trireme/saving/module_checkpoint.h>
 
 #include <catch_torch.h>
 #include <strategies/fsdp_ranks.h>
@@ -26,7 +26,7 @@ TEST_CASE("sharded among two of four ranks, over shared memory and Gloo; saved b
       AdamW optimizer(model->parameters(), options);
       for (int64_t step = 0; step < 4; ++step) fsdp_step(model, optimizer, step, rank.where);
       sharing[static_cast<size_t>(rank.where.rank)] = model->sharing().rank;
-      const ModuleCheckpointOptions together{.communicator = rank.communicator};
+      const SaveCheckpointOptions together{.communicator = rank.communicator};
       save_checkpoint(folder.at("checkpoint"), *model, together);
       return whole_values(*model, net->parameters());
     });
@@ -36,7 +36,7 @@ TEST_CASE("sharded among two of four ranks, over shared memory and Gloo; saved b
     UnevenNet plain;
     for (const at::Tensor& parameter : plain->parameters()) parameter.detach().zero_();
     on_ranks<bool>(1, Engine::kShm, [&](ThreadRank& rank) {
-      load_checkpoint(folder.at("checkpoint"), *plain, rank.communicator);
+      load_checkpoint(folder.at("checkpoint"), *plain, {.communicator = rank.communicator});
       return true;
     });
     CHECK(count_unlike(values_of(plain->parameters()), expected) == 0);

@@ -2,7 +2,7 @@
 // one, inside a model of all four. It trains as one process does that has both experts.
 
 #include <trireme/comm/subgroups.h>
-#include <trireme/strategies/fsdp/module_checkpoint.h>
+#include <trireme/saving/module_checkpoint.h>
 
 #include <catch_torch.h>
 #include <strategies/fsdp_ranks.h>
@@ -103,7 +103,7 @@ Values train_own(ThreadRank& rank, const std::string& checkpoint) {
   save_checkpoint(checkpoint, *model, {.communicator = rank.communicator});
   model->begin_writing();
   for (at::Tensor& shard : model->parameters()) shard.detach().zero_();
-  load_checkpoint(checkpoint, *model, rank.communicator);
+  load_checkpoint(checkpoint, *model, {.communicator = rank.communicator});
   model->unshard();
   net->expert->unshard();
   return values_of({net->inner->weight, net->inner->bias, expert[0], expert[1], net->outer->weight,
@@ -125,7 +125,7 @@ TEST_CASE("a model of all ranks with experts of two ranks each, over shared memo
     Mixture plain;
     for (const at::Tensor& parameter : plain->parameters()) parameter.detach().zero_();
     on_ranks<bool>(1, Engine::kShm, [&](ThreadRank& rank) {
-      load_checkpoint(checkpoint, *plain, rank.communicator);
+      load_checkpoint(checkpoint, *plain, {.communicator = rank.communicator});
       return true;
     });
     for (size_t number = 0; number < kExperts; ++number) {

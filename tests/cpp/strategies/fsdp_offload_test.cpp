@@ -1,7 +1,7 @@
 // What of a sharded C++ module lies in CPU memory. There is no other device here, so units are told
 // that theirs is one; what is copied and when is then what it would be elsewhere.
 
-#include <trireme/strategies/fsdp/module_checkpoint.h>
+#include <trireme/saving/module_checkpoint.h>
 
 #include <torch/serialize.h>
 
@@ -185,7 +185,7 @@ TEST_CASE("what is offloaded is saved and loaded as what is not") {
     auto loaded = make(offload_of(1, 1));
     torch::load(loaded, saved);
     auto read = make(offload_of(1, 0));
-    load_checkpoint(folder.at("checkpoint"), *read, rank.communicator);
+    load_checkpoint(folder.at("checkpoint"), *read, {.communicator = rank.communicator});
     std::vector<Values> shards;
     for (auto* one : {&plain, &loaded, &read}) {
       step_layers(*one, 1, rank.where);

@@ -2,7 +2,7 @@
 
 #include <trireme/comm/custom_communicator.h>
 #include <trireme/comm/subgroups.h>
-#include <trireme/strategies/fsdp/module_checkpoint.h>
+#include <trireme/saving/module_checkpoint.h>
 
 #include <array>
 #include <catch_torch.h>
@@ -38,7 +38,7 @@ TEST_CASE("sharded along their last dimension parameters train, are saved and lo
       save_checkpoint(folder.at("checkpoint"), *model, {.communicator = rank.communicator});
       model->begin_writing();
       for (const at::Tensor& shard : model->parameters()) shard.detach().zero_();
-      load_checkpoint(folder.at("checkpoint"), *model, rank.communicator);
+      load_checkpoint(folder.at("checkpoint"), *model, {.communicator = rank.communicator});
       return whole_values(*model, net->parameters());
     });
     for (const auto& one : sizes) CHECK(one == std::vector<int64_t>{13, 2});

@@ -1,6 +1,6 @@
 // The C++ door of checkpoints: plain and sharded modules, any number of ranks.
 
-#include <trireme/strategies/fsdp/module_checkpoint.h>
+#include <trireme/saving/module_checkpoint.h>
 
 #include <trireme/saving/checkpoint.h>
 #include <trireme/strategies/fsdp/fully_shard.h>
@@ -98,15 +98,16 @@ TEST_CASE("sharded modules save what plain ones load, at any number of ranks") {
           reading,
           [&](ThreadRank& rank) {
             Net plain(50);
-            const std::string extra = load_checkpoint(path, *plain, rank.communicator);
+            const std::string extra =
+                load_checkpoint(path, *plain, {.communicator = rank.communicator});
             auto net = fully_shard(Net(60, rank.communicator),
                                    FsdpOptions{.communicator = rank.communicator});
-            load_checkpoint(path, *net, rank.communicator);
+            load_checkpoint(path, *net, {.communicator = rank.communicator});
             // Back into files: then they are what the sharded module has.
             const std::string again = folder.path + "/again";
             save_checkpoint(again, *net, {.communicator = rank.communicator});
             Net copy(70);
-            load_checkpoint(again, *copy, rank.communicator);
+            load_checkpoint(again, *copy, {.communicator = rank.communicator});
             fine[static_cast<size_t>(rank.where.rank)] =
                 static_cast<int>(holds(*plain, world) && holds(*copy, world) &&
                                  extra.find("\"world\": 1") != std::string::npos);
@@ -132,12 +133,12 @@ TEST_CASE("modules load what ranks have saved in parts along two dimensions") {
             content.tensors["model"].push_back(quarter(item.key(), item.value(), rank.where.rank));
         save_checkpoint({path, content}, ranks);
         Net plain(50), copy(80);
-        load_checkpoint(path, *plain, rank.communicator);
+        load_checkpoint(path, *plain, {.communicator = rank.communicator});
         auto net =
             fully_shard(Net(60, rank.communicator), FsdpOptions{.communicator = rank.communicator});
-        load_checkpoint(path, *net, rank.communicator);
+        load_checkpoint(path, *net, {.communicator = rank.communicator});
         save_checkpoint(again, *net, {.communicator = rank.communicator});
-        load_checkpoint(again, *copy, rank.communicator);
+        load_checkpoint(again, *copy, {.communicator = rank.communicator});
         fine[static_cast<size_t>(rank.where.rank)] =
             static_cast<int>(holds(*plain, 4) && holds(*copy, 4));
       },
@@ -154,7 +155,7 @@ TEST_CASE("the checkpoint of another module is refused on all ranks") {
       [&](ThreadRank& rank) {
         save_checkpoint(path, *Net(1), {.communicator = rank.communicator});
         try {
-          load_checkpoint(path, *torch::nn::Linear(4, 7), rank.communicator);
+          load_checkpoint(path, *torch::nn::Linear(4, 7), {.communicator = rank.communicator});
         } catch (const c10::ValueError& error) {
           errors[static_cast<size_t>(rank.where.rank)] = error.what_without_backtrace();
         }

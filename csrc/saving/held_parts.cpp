@@ -1,0 +1,43 @@
+#include <trireme/saving/held_parts.h>
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+
+namespace trireme {
+namespace {
+
+// Of what all ranks have, this one writes the rows that torch.chunk's rule gives it.
+CheckpointTensor own_rows(const std::string& name, const at::Tensor& values, RankOf where) {
+  CheckpointTensor made{name, values.scalar_type(), values.sizes().vec(), {}};
+  if (values.dim() == 0) {
+    if (where.rank == 0) made.part.values = values.detach();
+    return made;
+  }
+  const int64_t rows = values.size(0);
+  const int64_t chunk = (rows + where.world - 1) / where.world;
+  const int64_t first = std::min(where.rank * chunk, rows);
+  made.part.values = values.detach().narrow(0, first, std::min(chunk, rows - first));
+  made.part.first.resize(made.sizes.size());
+  made.part.first.front() = first;
+  return made;
+}
+
+}  // namespace
+
+CheckpointTensor part_to_save(const std::string& name, const at::Tensor& values,
+                              const HeldPart* held, RankOf where) {
+  if (held == nullptr) return own_rows(name, values, where);
+  return part_to_load(name, values.scalar_type(), values, held);
+}
+
+CheckpointTensor part_to_load(const std::string& name, at::ScalarType dtype,
+                              const at::Tensor& values, const HeldPart* held) {
+  if (held == nullptr) return {name, dtype, values.sizes().vec(), {values.detach()}};
+  CheckpointTensor made{name, dtype, held->sizes, {}};
+  // What has no elements may also have other dimensions.
+  if (values.numel() > 0) made.part = {values.detach(), held->first};
+  return made;
+}
+
+}  // namespace trireme
