@@ -1,15 +1,27 @@
-# Decides TRIREME_WITH_CUDA: are the .cu files compiled? Without nvcc no_cuda.cpp stands in for them
-# and nothing is said. nvcc must be of torch's CUDA major version, because both share one CUDA
-# runtime in the process.
+# Decides TRIREME_WITH_CUDA: are the .cu files compiled (two minutes of nvcc)? Without them there is no
+# libtrireme_cuda, and torch's operators stand in. nvcc must be of torch's CUDA major version, because
+# both share one CUDA runtime in the process. AUTO asks for a GPU, too: whoever builds for other
+# machines says ON. TRIREME_FLAVOUR is what the version of a wheel says of it: cu132, or cpu.
 set(TRIREME_WITH_CUDA OFF)
 set(TRIREME_CUDA_MAJOR "")
+set(TRIREME_FLAVOUR cpu)
 if(TRIREME_CUDA STREQUAL "OFF")
   return()
 endif()
 
 file(STRINGS "${TRIREME_TORCH_DIR}/version.py" torch_cuda REGEX "^cuda.*=")
-string(REGEX MATCH "'([0-9]+)\\." _ "${torch_cuda}")
+string(REGEX MATCH "'([0-9]+)\\.([0-9]+)" _ "${torch_cuda}")
 set(torch_cuda_major "${CMAKE_MATCH_1}")
+set(torch_cuda_minor "${CMAKE_MATCH_2}")
+
+if(TRIREME_CUDA STREQUAL "AUTO")
+  find_program(TRIREME_NVIDIA_SMI nvidia-smi)
+  mark_as_advanced(TRIREME_NVIDIA_SMI)
+  if(NOT TRIREME_NVIDIA_SMI AND NOT EXISTS /dev/nvidia0)
+    message(STATUS "CUDA kernels left out: there is no GPU here (TRIREME_CUDA=ON compiles them)")
+    return()
+  endif()
+endif()
 
 set(CMAKE_CUDA_RUNTIME_LIBRARY Shared)
 # Turing and newer, as torch has. Code for 80 also runs on 86 and 89; newer generations take the PTX of
@@ -29,6 +41,7 @@ endif()
 
 if(TRIREME_CUDA_MAJOR AND TRIREME_CUDA_MAJOR STREQUAL torch_cuda_major)
   set(TRIREME_WITH_CUDA ON)
+  set(TRIREME_FLAVOUR "cu${torch_cuda_major}${torch_cuda_minor}")
   # CMake < 3.26 knows no CUDA20 for nvcc, and kernels without torch's headers do not need it.
   set(CMAKE_CUDA_STANDARD 17)
   set(CMAKE_CUDA_VISIBILITY_PRESET hidden)

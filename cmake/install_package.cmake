@@ -8,12 +8,14 @@ install(TARGETS trireme EXPORT TriremeTargets
   LIBRARY DESTINATION lib COMPONENT core
   INCLUDES DESTINATION include)
 install(EXPORT TriremeTargets NAMESPACE Trireme:: DESTINATION ${config_dir} COMPONENT core)
-if(TARGET trireme_nccl)
-  install(TARGETS trireme_nccl LIBRARY DESTINATION lib COMPONENT core)
-  if(TRIREME_PYTHON)
-    add_dependencies(_C trireme_nccl) # opened at run time, so nothing links it
+foreach(opened IN ITEMS trireme_cuda trireme_nccl) # at run time, so nothing links them
+  if(TARGET ${opened})
+    install(TARGETS ${opened} LIBRARY DESTINATION lib COMPONENT core)
+    if(TRIREME_PYTHON)
+      add_dependencies(_C ${opened})
+    endif()
   endif()
-endif()
+endforeach()
 install(DIRECTORY "${PROJECT_SOURCE_DIR}/csrc/" DESTINATION include/trireme COMPONENT core
   FILES_MATCHING PATTERN "*.h"
   PATTERN bindings EXCLUDE PATTERN gloo_shim EXCLUDE PATTERN cpu EXCLUDE PATTERN cuda EXCLUDE)

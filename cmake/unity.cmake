@@ -1,7 +1,7 @@
 # trireme_unity(<target> [<most>]): with TRIREME_UNITY the files of a folder are compiled together, <most>
 # (8) of them at a time. A file with our precompiled header takes 2.4 s before its own first line,
 # because GCC instantiates in each what torch's headers have left pending; a folder takes them once.
-# For builds of everything, such as CI's; whoever edits a file wants that one compiled. Names in
+# For builds of everything, such as the first one and CI's; whoever edits a file wants that one compiled. Names in
 # anonymous namespaces are then a folder's, not a file's. Files with options of their own stay alone.
 option(TRIREME_UNITY "Compile the files of a folder together, for builds of everything" OFF)
 

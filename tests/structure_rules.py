@@ -99,7 +99,7 @@ def foreign_headers(path: PurePosixPath, text: str) -> list[str]:
 
 
 def conditional_compilation(path: PurePosixPath, text: str) -> list[str]:
-    """Variants are files chosen by CMake (no_cuda.cpp). What remains has one place per reason."""
+    """Variants are files or libraries that CMake chooses. What remains has one place per reason."""
     if home(path) == "common" or path.match("*_compat.h") or path.match("csrc/kernels/cpu/*"):
         return []
     return [

@@ -1,6 +1,6 @@
 #include <trireme/common/error.h>
 #include <trireme/common/stream.h>
-#include <trireme/kernels/cuda/flatten_launch.h>
+#include <trireme/kernels/cuda_library.h>
 #include <trireme/kernels/flatten_by_copies.h>
 #include <trireme/kernels/flatten_check.h>
 #include <trireme/kernels/once_per_device.h>
@@ -17,7 +17,7 @@ namespace trireme::cuda {
 namespace {
 
 void launch(const FlattenTable& table, FlattenMove move, c10::Device device) {
-  const char* failure = launch_flatten(table, move, current_stream_handle(device));
+  const char* failure = cuda_kernels()->launch_flatten(table, move, current_stream_handle(device));
   TORCH_CHECK(failure == nullptr,
               error_text("flatten", std::string("CUDA refused the kernel launch: ") + failure, {},
                          "An earlier kernel may be the cause: run with CUDA_LAUNCH_BLOCKING=1."));
@@ -44,11 +44,12 @@ void run(at::TensorList tensors, const at::Tensor& flat, FlattenMove move, doubl
 // Whether the kernels are there for that GPU. If not, says so once.
 bool can_launch(c10::Device device) {
   static OncePerDevice devices;
-  const char* reason = devices.why_not(device, why_no_flatten);
+  const char* reason =
+      devices.why_not(device, [] { return why_no_cuda(&CudaKernels::why_no_flatten); });
   if (reason == nullptr) return true;
   TORCH_WARN_ONCE(error_text(
       "flatten", std::string(reason) + ": tensors are copied one by one on " + device.str(), {},
-      "Build Trireme where nvcc is, of torch's CUDA version, for this GPU (CUDAARCHS)."));
+      kHowToGetCudaKernels));
   return false;
 }
 

@@ -2,7 +2,7 @@
 
 #include <trireme/common/error.h>
 #include <trireme/common/stream.h>
-#include <trireme/kernels/cuda/optimizer_launch.h>
+#include <trireme/kernels/cuda_library.h>
 #include <trireme/kernels/once_per_device.h>
 #include <trireme/kernels/real_of.h>
 
@@ -15,11 +15,11 @@ namespace {
 
 const char* launch_step(const OptimizerTable& table, OptimizerReals reals,
                         const AdamScalars& scalars, void* stream) {
-  return launch_adam(table, reals, scalars, stream);
+  return cuda_kernels()->launch_adam(table, reals, scalars, stream);
 }
 const char* launch_step(const OptimizerTable& table, OptimizerReals reals,
                         const SgdScalars& scalars, void* stream) {
-  return launch_sgd(table, reals, scalars, stream);
+  return cuda_kernels()->launch_sgd(table, reals, scalars, stream);
 }
 
 template <typename Scalars>
@@ -62,12 +62,13 @@ void run(const OptimizerBatch& batch, const Scalars& scalars, const GradScale& s
 
 bool can_step(c10::Device device) {
   static OncePerDevice devices;
-  const char* reason = devices.why_not(device, why_no_optimizer_step);
+  const char* reason =
+      devices.why_not(device, [] { return why_no_cuda(&CudaKernels::why_no_optimizer_step); });
   if (reason == nullptr) return true;
-  TORCH_WARN_ONCE(error_text(
-      "optimizer_step",
-      std::string(reason) + ": parameters are stepped one by one on " + device.str(), {},
-      "Build Trireme where nvcc is, of torch's CUDA version, for this GPU (CUDAARCHS)."));
+  TORCH_WARN_ONCE(
+      error_text("optimizer_step",
+                 std::string(reason) + ": parameters are stepped one by one on " + device.str(), {},
+                 kHowToGetCudaKernels));
   return false;
 }
 

@@ -2,14 +2,14 @@
 
 #include <trireme/kernels/cuda/flatten_table.h>
 
-// Between torch's side (flatten_cuda.cpp) and the kernels (flatten.cu, or no_cuda.cpp where nvcc is
-// missing).
+// Between torch's side (flatten_cuda.cpp) and the kernels (flatten.cu), which lie in another
+// library: torch's side calls them through cuda_kernels.h.
 namespace trireme::cuda {
 
 enum class FlattenMove : uint8_t { kFlatten, kAccumulate, kUnflatten };
 
-// nullptr if the kernels run on the current device, else why not: this build has none, or none for
-// that GPU. The first question on a device loads them.
+// nullptr if the kernels run on the current device, else why not: there are none for that GPU. The
+// first question on a device loads them.
 const char* why_no_flatten();
 
 // One asynchronous launch on `stream` (a cudaStream_t), whose device must be the current one; the

@@ -3,8 +3,8 @@
 #include <trireme/kernels/cuda/optimizer_table.h>
 #include <trireme/kernels/cuda/real.h>
 
-// Between torch's side (optimizer_step_cuda.cpp) and the kernels (optimizer_step.cu, or no_cuda.cpp
-// where nvcc is missing).
+// Between torch's side (optimizer_step_cuda.cpp) and the kernels (optimizer_step.cu), which lie in
+// another library: torch's side calls them through cuda_kernels.h.
 namespace trireme::cuda {
 
 struct OptimizerReals {

@@ -1,0 +1,20 @@
+#pragma once
+
+#include <trireme/common/export.h>
+
+#include <string>
+
+namespace trireme {
+
+// What needs libraries that not every machine has (NCCL, the CUDA runtime) lies in a library of its
+// own, libtrireme_<part><suffix>.so beside libtrireme<suffix>.so, so that the two are of one build.
+struct SiblingSymbol {
+  void* address = nullptr;
+  std::string why_not;  // the loader's text, if `address` is nullptr
+};
+
+// The C function `name` of the sibling `part`, which is opened by the first call and stays open.
+// Any thread; repeated calls cost a lookup.
+TRIREME_API SiblingSymbol find_in_sibling(const std::string& part, const char* name);
+
+}  // namespace trireme
