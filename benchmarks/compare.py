@@ -16,21 +16,19 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from harness.agreement import Agreement, agreements
 from harness.bad_input import BadInput, unknown_name
-from harness.corpus import read_corpus
 from harness.exit_codes import exit_code
+from harness.job import Job, JobOptions, prepare, summaries_of, train
 from harness.machine import cores, machine
 from harness.progress import progress
-from harness.ranks import Launch, RankGroup
 from harness.results import write_results
-from harness.rounds import WARM_UP_STEPS, Extent, Rounds, Trajectory
+from harness.rounds import WARM_UP_STEPS, Extent
 from harness.strategies import (
     STRATEGIES,
     OptimizerSpec,
@@ -39,27 +37,13 @@ from harness.strategies import (
     ready,
     require_trireme,
 )
-from harness.summary import Summary, reference_of, summarize
+from harness.summary import Summary, reference_of
 from harness.table import comparison
-from harness.worker import RankConfig
-from workloads import NORMS, WORKLOADS, Workload, WorkloadOptions
+from workloads import NORMS, WORKLOADS
 
 DEFAULT_STRATEGIES = "single,ddp,zero2,torch-ddp"
 DEFAULT_BUDGET_S = 210.0
 PLOTS_S = 6.0
-
-
-@dataclass(frozen=True)
-class Job:
-    """Everything that is equal for all strategies."""
-
-    model: str
-    workload: Workload
-    workload_options: WorkloadOptions
-    data: str
-    ranks: int
-    global_batch: int
-    seed: int
 
 
 def main(command_line: Sequence[str] | None = None) -> int:
@@ -104,16 +88,8 @@ def _compare(arguments: argparse.Namespace, started: float) -> int:
         _announce(job, names)
         plots_s = PLOTS_S if _can_plot() else 0.0
         extent = Extent(arguments.steps, started + arguments.budget - plots_s)
-        trajectories = _train(job, names, extent, Path(scratch))
-    summaries = [
-        summarize(
-            name,
-            trajectories[name],
-            global_batch=job.global_batch,
-            threads=STRATEGIES[name].processes(job.ranks)[1],
-        )
-        for name in names
-    ]
+        trajectories = train(job, names, extent, Path(scratch), progress(names))
+    summaries = summaries_of(job, trajectories)
     proof = agreements({summary.strategy: summary.losses for summary in summaries})
     _print_results(job, summaries, proof)
     if arguments.json is not None:
@@ -172,27 +148,10 @@ def _job(arguments: argparse.Namespace, scratch: Path) -> Job:
                 f"got --{option} with --model {arguments.model}, expected a model that uses it",
                 "Leave the option out.",
             )
-    corpus, data = None, "random samples"
-    if learns_text:
-        text = read_corpus(arguments.text)
-        corpus, data = scratch / "corpus", f"{text.title} ({len(text.text) / 2**20:.1f} MiB)"
-        corpus.write_bytes(text.text)
-    options = WorkloadOptions(str(corpus) if corpus else None, arguments.norm, arguments.tiny)
-    workload = WORKLOADS[arguments.model](options)
-    batch = _global_batch(workload, arguments.ranks)
-    return Job(arguments.model, workload, options, data, arguments.ranks, batch, arguments.seed)
-
-
-def _global_batch(workload: Workload, ranks: int) -> int:
-    """All ranks' rows, or what the samples allow in equal parts; BadInput if a rank gets none."""
-    available = len(workload.samples())
-    if available < ranks:
-        raise BadInput(
-            "compare",
-            f"got {available} {workload.unit} for {ranks} ranks, expected at least one for each",
-            "Give a longer --text or fewer --ranks.",
-        )
-    return min(workload.rows_per_rank, available // ranks) * ranks
+    options = JobOptions(
+        arguments.ranks, arguments.seed, arguments.text, arguments.norm, arguments.tiny
+    )
+    return prepare(arguments.model, options, scratch)
 
 
 def _announce(job: Job, names: Sequence[str]) -> None:
@@ -206,36 +165,6 @@ def _announce(job: Job, names: Sequence[str]) -> None:
     busy = os.getloadavg()[0]
     if busy > cores() / 2:
         print(f"The machine is busy (load {busy:.1f}): times will be unsteady.", flush=True)
-
-
-def _train(
-    job: Job, names: Sequence[str], extent: Extent, scratch: Path
-) -> Mapping[str, Trajectory]:
-    """Starts all processes, lets them take turns and ends them."""
-    with ExitStack() as stack:
-        groups = {}
-        for name in names:
-            world, threads = STRATEGIES[name].processes(job.ranks)
-            config = RankConfig(
-                strategy=name,
-                workload=job.model,
-                global_batch=job.global_batch,
-                threads=threads,
-                workload_options=job.workload_options,
-                seed=job.seed,
-                probe=True,
-                ticks=True,
-            )
-            launch = Launch(name, "harness.worker", config.to_json(), world, threads, scratch)
-            groups[name] = stack.enter_context(RankGroup(launch))
-        for group in groups.values():
-            group.replies()
-        rounds = Rounds(groups, progress(names))
-        try:
-            rounds.run(extent)
-        finally:
-            rounds.progress.close()
-        return rounds.trajectories
 
 
 def _print_results(job: Job, summaries: list[Summary], proof: list[Agreement]) -> None:

@@ -1,8 +1,10 @@
-"""One progress bar per run on a terminal, plain lines elsewhere."""
+"""One progress bar per run, or one for all with the time left; plain lines where no terminal is."""
 
 from __future__ import annotations
 
 import sys
+import threading
+import time
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -66,12 +68,75 @@ class Lines:
         pass
 
 
-def progress(runs: Sequence[str]) -> Progress:
-    """Bars if standard error is a terminal and tqdm is installed, else lines."""
+class Countdown:
+    """One bar for a job that takes `total_s` seconds, with the time left; several runs in turn.
+
+    On a terminal with tqdm it moves by itself; elsewhere a line is printed every `LINE_S` seconds.
+    """
+
+    REDRAW_S, LINE_S = 0.5, 15.0
+
+    def __init__(self, total_s: float) -> None:
+        self._total_s, self._began = total_s, time.monotonic()
+        self._what = self._job = "starting"
+        self._ended = threading.Event()
+        self._bar = None
+        tqdm = tqdm_for_terminal()
+        if tqdm is not None:
+            form = "{desc:<44.44}|{bar}| {percentage:3.0f}%{postfix}"
+            self._bar = tqdm(total=total_s, bar_format=form, dynamic_ncols=True, leave=False)
+        self._redrawing = threading.Thread(target=self._redraw, daemon=True)
+        self._redrawing.start()
+
+    def begin(self, job: str, doing: str) -> None:
+        """From now on the runs are those of `job`; before their first step it is `doing`."""
+        self._job, self._what = job, f"{job}: {doing}"
+
+    def step(self, run: str, done: int, total: int, loss: float) -> None:
+        pass
+
+    def round(self, run: str, done: int, loss: float, step_ms: float) -> None:
+        self._what = f"{self._job}: {run:<11} {step_ms:6.1f} ms/step"
+
+    def close(self) -> None:
+        """The runs of one job have ended; another may begin."""
+
+    def end(self) -> None:
+        self._ended.set()
+        self._redrawing.join()
+        if self._bar is not None:
+            self._bar.close()
+
+    def _redraw(self) -> None:
+        pause = self.LINE_S if self._bar is None else self.REDRAW_S
+        while not self._ended.wait(pause):
+            done = time.monotonic() - self._began
+            left = f"about {_minutes(max(self._total_s - done, 1.0))} left"
+            if self._bar is None:
+                print(f"  {self._what:<44} {left}", file=sys.stderr, flush=True)
+                continue
+            self._bar.n = min(done, self._total_s)
+            self._bar.set_description_str(self._what, refresh=False)
+            self._bar.set_postfix_str(left, refresh=False)
+            self._bar.refresh()
+
+
+def _minutes(seconds: float) -> str:
+    return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
+
+
+def tqdm_for_terminal() -> Any:
+    """tqdm's class, if standard error is a terminal and tqdm is installed; else None."""
     if not sys.stderr.isatty():
-        return Lines()
+        return None
     try:
         from tqdm import tqdm  # type: ignore[import-untyped]
     except ImportError:
-        return Lines()
-    return Bars(runs, tqdm)
+        return None
+    return tqdm
+
+
+def progress(runs: Sequence[str]) -> Progress:
+    """Bars if standard error is a terminal and tqdm is installed, else lines."""
+    tqdm = tqdm_for_terminal()
+    return Lines() if tqdm is None else Bars(runs, tqdm)

@@ -17,6 +17,7 @@ import bench_ddp
 import compare
 from harness.agreement import agreements
 from harness.fresh_run import RunTimes
+from harness.job import Job
 from harness.machine import cores
 from harness.memory import host_pss_mib, tensor_mib
 from harness.pairs import OURS, TORCH_VIEW, Side, measure_pairs
@@ -168,13 +169,13 @@ def test_losses_that_differ_fail_the_run(
     held = dict.fromkeys(("at_start", "parameters", "gradients", "optimizer_state"), 1.0)
     held |= {"peak_rss": 9.0, "pss_anon": 5.0, "pss_shmem": 0.0, "rss_file": 1.0}
 
-    def trained(job: compare.Job, names: list[str], *_: object) -> dict[str, Trajectory]:
+    def trained(job: Job, names: list[str], *_: object) -> dict[str, Trajectory]:
         return {
             name: Trajectory([[_record(2.0 + 0.001 * number)] * 6], [held])
             for number, name in enumerate(names)
         }
 
-    monkeypatch.setattr(compare, "_train", trained)
+    monkeypatch.setattr(compare, "train", trained)
     options = ["--strategies", "single,torch-ddp", "--out", str(tmp_path)]
     assert compare.main(options) == 1
     assert "torch-ddp    DIFFER with single" in capsys.readouterr().out
