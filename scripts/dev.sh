@@ -1,15 +1,24 @@
 #!/usr/bin/env bash
-# Everything that `make` does, each part done once:
-#   scripts/dev.sh setup         compiler, Python, the environment with torch and the tools
-#   scripts/dev.sh build         setup, then libtrireme, the Python module, the C++ tests and examples;
-#                                build/current leads to them
-#   scripts/dev.sh run COMMAND   build, then COMMAND with the environment's tools and this build
+# Everything that `make` does, each part done once; the time of each part is printed.
+#   scripts/dev.sh setup               compiler, Python, the environment with torch and the tools
+#   scripts/dev.sh build [TARGET...]   setup, then libtrireme, the Python module, the C++ tests and examples, or
+#                                      these targets of CMake only; build/current leads to them
+#   scripts/dev.sh run COMMAND         build, then COMMAND with the environment's tools and this build
+#   scripts/dev.sh core COMMAND        as run, but only libtrireme and the Python module are built
+#   scripts/dev.sh demo [OPTION...]    core, with benchmarks/demo.py and its options as COMMAND
+#   scripts/dev.sh tool COMMAND        setup, then COMMAND; builds nothing
 # Settings: VENV=<environment to use or make>  TORCH=<version>  PYTHON=<interpreter for a new environment>
-#           CMAKE_FLAGS="-D..."  BUILD=<build folder>  TOOLS=<requirements file>
+#           CMAKE_FLAGS="-D..."  BUILD=<build folder>  TOOLS=<requirements file>  TRIREME_CUDA=<AUTO, ON or OFF>
+# The first build of a folder decides how it compiles: `core` and `demo` the files of a folder together, which takes
+# half the time, `build` and `run` file by file, so that an edit costs one file. CMAKE_FLAGS=-DTRIREME_UNITY=ON (or OFF)
+# changes it.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-tools="${TOOLS:-scripts/tools.txt}"
+all_tools=scripts/tools.txt
+tools="${TOOLS:-$all_tools}"
+unity=OFF
+wants_test_tools=yes
 torch="${TORCH:-}"
 python="${PYTHON:-python3}"
 
@@ -27,6 +36,9 @@ fi
 
 say() { printf '[setup] %s\n' "$*"; }
 die() { printf '[setup] %s\n' "$*" >&2; exit 1; }
+
+# took <area> <what> <value of SECONDS at its beginning>: says so, if it took any.
+took() { if [ $((SECONDS - $3)) -gt 0 ]; then printf '[%s] %s: %d s\n' "$1" "$2" $((SECONDS - $3)); fi; }
 
 # --- what the machine must have -------------------------------------------------------------------
 
@@ -81,7 +93,8 @@ setup_host() {
     [ ${#lacking[@]} -eq 0 ] || die "still missing after apt-get: $(join_comma "${lacking[@]}")"
   fi
 
-  # Wanted, not needed. A failed attempt is not repeated.
+  # Wanted by who builds again and again, not needed. A failed attempt is not repeated.
+  [ "$wants_test_tools" = yes ] || return 0
   local wanted=()
   has_catch2 || wanted+=(catch2)
   command -v ccache >/dev/null || wanted+=(ccache)
@@ -114,16 +127,27 @@ setup_venv() {
     die "got torch $found in $VENV, expected TORCH=$torch. Name another VENV, or leave TORCH out."
   fi
 
-  local torch_line="torch==${found:-${torch:-$(default_torch)}}" key stamp
-  key="$({ realpath "$VENV"; echo "$torch_line $tools"; cat scripts/*.txt; } | cksum | cut -d' ' -f1)"
-  stamp="$state/packages-$key"
-  [ ! -e "$stamp" ] || return 0
+  local torch_line="torch==${found:-${torch:-$(default_torch)}}"
+  ! has_packages "$torch_line" "$tools" || return 0
+  ! has_packages "$torch_line" "$all_tools" || return 0
   say "installing $torch_line and what $tools lists into $VENV"
-  "$python" -m pip install --quiet --disable-pip-version-check "$torch_line" -r "$tools"
-  touch "$stamp"
+  # Of pip's lines those that tell how far it is: large downloads, and the last one.
+  "$python" -m pip install --progress-bar off --disable-pip-version-check "$torch_line" -r "$tools" |
+    sed -un -e 's/^ *Downloading \(.*[0-9]\{3\}[.0-9]* [MG]B)\).*/[setup]   downloading \1/p' \
+      -e 's/^Installing collected packages.*/[setup]   installing/p'
+  touch "$(packages_stamp "$torch_line" "$tools")"
 }
 
+# The file that is there when these packages have been installed into the environment.
+packages_stamp() {
+  local key
+  key="$({ realpath "$VENV"; echo "$1 $2"; cat scripts/*.txt; } | cksum | cut -d' ' -f1)"
+  echo "$state/packages-$key"
+}
+has_packages() { [ -e "$(packages_stamp "$@")" ]; }
+
 setup() {
+  local began=$SECONDS
   state="build/.setup"
   mkdir -p "$state"
   if [ -x "$VENV/bin/python" ]; then python="$VENV/bin/python"; fi
@@ -131,31 +155,88 @@ setup() {
   setup_venv
   PATH="$(cd "$VENV/bin" && pwd):$PATH"
   export PATH
+  took setup "the environment" "$began"
 }
 
 # --- the build ------------------------------------------------------------------------------------
 
-build() {
-  setup
+default_build() {
   local tag
   tag="$(python -c 'import sys; print(f"cp{sys.version_info.major}{sys.version_info.minor}")')"
-  tag="$tag-torch$(torch_of python | cut -d. -f1,2)"  # the name that setup.py uses, so both share it
-  BUILD="${BUILD:-build/$tag}"
+  echo "build/$tag-torch$(torch_of python | cut -d. -f1,2)"  # the name that setup.py uses, so both share it
+}
+
+configure() {
+  local flags=(-DTRIREME_RELOCATABLE=OFF "-DPython3_EXECUTABLE=$(command -v python)")
+  if [ ! -e "$BUILD/CMakeCache.txt" ]; then
+    flags+=("-DTRIREME_UNITY=$unity")
+  elif [ "$unity" = OFF ] && [[ "${CMAKE_FLAGS:-}" != *TRIREME_UNITY* ]] &&
+    grep -q '^TRIREME_UNITY:BOOL=ON' "$BUILD/CMakeCache.txt"; then
+    say "$BUILD compiles the files of a folder together, as its first build did (CMAKE_FLAGS=-DTRIREME_UNITY=OFF: one by one)"
+  fi
+  if [ -n "${TRIREME_CUDA:-}" ]; then flags+=("-DTRIREME_CUDA=$TRIREME_CUDA"); fi
   # shellcheck disable=SC2086  # CMAKE_FLAGS is a list of words
-  cmake -S . -B "$BUILD" -G Ninja --log-level=WARNING -DTRIREME_RELOCATABLE=OFF \
-    -DPython3_EXECUTABLE="$(command -v python)" ${CMAKE_FLAGS:-} >"$state/configure.log" 2>&1 ||
+  cmake -S . -B "$BUILD" -G Ninja --log-level=WARNING "${flags[@]}" ${CMAKE_FLAGS:-} >"$state/configure.log" 2>&1 ||
     { cat "$state/configure.log" >&2; die "CMake could not configure $BUILD"; }
-  cmake --build "$BUILD" -j "$(nproc)"
+}
+
+# build [TARGET...]: all targets if none is given.
+build() {
+  setup
+  BUILD="${BUILD:-$(default_build)}"
+  local began=$SECONDS since targets=()
+  since="$(date +%s)"
+  configure
+  took build "CMake" "$began"
+  began=$SECONDS
+  if [ $# -gt 0 ]; then targets=(--target "$@"); fi
+  cmake --build "$BUILD" -j "$(nproc)" "${targets[@]}"
+  took build "${*:-everything}" "$began"
+  python scripts/build_times.py "$BUILD" "$since"
   ln -sfn "$(realpath "$BUILD")" build/current
   export BUILD
   PYTHONPATH="$(pwd)/$BUILD/python${PYTHONPATH:+:$PYTHONPATH}"
   export PYTHONPATH
 }
 
+# Libtrireme, the Python module and what they open at run time, in the least time.
+build_core() {
+  tools="${TOOLS:-scripts/demo_tools.txt}"
+  unity=ON
+  wants_test_tools=no
+  build trireme _C
+}
+
+# --- the demo -------------------------------------------------------------------------------------
+
+core_build_s=520  # of one core: measured, without CUDA kernels and without ccache
+
+announce_demo() {
+  printf '[demo] Two models, each trained in seven ways, Trireme beside torch. On this machine, if nothing else runs:\n'
+  if [ ! -x "$VENV/bin/python" ]; then
+    printf '[demo]   3 minutes   %s with torch, a download of 2 to 3 GB\n' "$VENV"
+  fi
+  if ! compgen -G 'build/current/python/trireme/_C*.so' >/dev/null; then
+    printf '[demo]   %d minutes   libtrireme and the Python module, without tests, on %d cores\n' \
+      $((core_build_s / $(nproc) / 60 + 1)) "$(nproc)"
+  fi
+  printf '[demo]   2 minutes   the training; then a picture, and two sentences on what was fastest\n'
+}
+
 case "${1:-}" in
   setup) setup ;;
-  build) build ;;
+  build) shift; build "$@" ;;
   run) shift; build; exec "$@" ;;
+  core) shift; build_core; exec "$@" ;;
+  demo)
+    shift
+    announce_demo
+    build_core
+    began=$SECONDS
+    python benchmarks/demo.py "$@"
+    took demo "training" "$began"
+    took demo "all" 0
+    ;;
   tool) shift; setup; exec "$@" ;;
-  *) sed -n '2,8p' "${BASH_SOURCE[0]}" | cut -c3-; exit 2 ;;
+  *) sed -n '2,15p' "${BASH_SOURCE[0]}" | cut -c3-; exit 2 ;;
 esac

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from trireme._load_core import load_core
 
 _C = load_core()
+__version__: str = import_module("trireme._build_info").VERSION
 
 from trireme._shm_backend import register  # noqa: E402
 
