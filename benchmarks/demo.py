@@ -37,6 +37,7 @@ MODELS = ("mlp", "gpt-small-batch")
 STRATEGY_NAMES = ("single", "dp", "ddp", "zero2", "fsdp", "torch-ddp", "torch-fsdp2")
 REFERENCE = "torch-ddp"
 BUDGET_S = 130.0
+ENOUGH_STEPS = 10  # for a median
 END_S = 5.0  # the ranks' last step and end, and the picture
 
 
@@ -91,6 +92,9 @@ def _show(arguments: argparse.Namespace) -> int:
     print(f"\nNumbers: {arguments.out / 'demo.json'}")
     _draw(outcomes, arguments.out / "demo.png")
     print()
+    fewest = min(len(o.summaries[0].losses) for o in outcomes.values()) - WARM_UP_STEPS
+    if fewest < ENOUGH_STEPS:
+        print(f"Take this with care: {fewest} steps were measured, --budget gives more time.")
     for model, outcome in outcomes.items():
         print(sentence(model, outcome.summaries))
     return 0 if all(a.holds for outcome in outcomes.values() for a in outcome.proof) else 1

@@ -37,8 +37,8 @@ fi
 say() { printf '[setup] %s\n' "$*"; }
 die() { printf '[setup] %s\n' "$*" >&2; exit 1; }
 
-# took <area> <what> <value of SECONDS at its beginning>: says so, if it took any.
-took() { if [ $((SECONDS - $3)) -gt 0 ]; then printf '[%s] %s: %d s\n' "$1" "$2" $((SECONDS - $3)); fi; }
+# took <area> <what> <value of SECONDS at its beginning>: says so, if it took some.
+took() { if [ $((SECONDS - $3)) -gt 1 ]; then printf '[%s] %s: %d s\n' "$1" "$2" $((SECONDS - $3)); fi; }
 
 # --- what the machine must have -------------------------------------------------------------------
 
@@ -132,9 +132,11 @@ setup_venv() {
   ! has_packages "$torch_line" "$all_tools" || return 0
   say "installing $torch_line and what $tools lists into $VENV"
   # Of pip's lines those that tell how far it is: large downloads, and the last one.
-  "$python" -m pip install --progress-bar off --disable-pip-version-check "$torch_line" -r "$tools" |
-    sed -un -e 's/^ *Downloading \(.*[0-9]\{3\}[.0-9]* [MG]B)\).*/[setup]   downloading \1/p' \
+  # pip would compile the Python sources on one core, half a minute.
+  "$python" -m pip install --no-compile --progress-bar off --disable-pip-version-check "$torch_line" -r "$tools" |
+    sed -un -e 's/^ *Downloading \(.*[0-9]\{3\}[.0-9]* MB)\).*/[setup]   downloading \1/p' \
       -e 's/^Installing collected packages.*/[setup]   installing/p'
+  "$python" -m compileall -q -j 0 "$VENV/lib" >/dev/null 2>&1 || true  # some packages carry examples of broken code
   touch "$(packages_stamp "$torch_line" "$tools")"
 }
 
@@ -238,5 +240,5 @@ case "${1:-}" in
     took demo "all" 0
     ;;
   tool) shift; setup; exec "$@" ;;
-  *) sed -n '2,15p' "${BASH_SOURCE[0]}" | cut -c3-; exit 2 ;;
+  *) sed -n '2,14p' "${BASH_SOURCE[0]}" | cut -c3-; exit 2 ;;
 esac
