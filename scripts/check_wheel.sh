@@ -32,6 +32,7 @@ if [ "${1:-}" = tree ]; then
   make_wheel .
 else
   make_sdist
+  echo "[wheel] building it in the unpacked sdist, 5 minutes on 2 cores"
   make_wheel "$place"/trireme-*/
 fi
 printf '[wheel] %s: %d s\n' "$(basename "$place"/*.whl)" $((SECONDS - began))
