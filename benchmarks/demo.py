@@ -36,7 +36,7 @@ from harness.verdict import sentence
 MODELS = ("mlp", "gpt-small-batch")
 STRATEGY_NAMES = ("single", "dp", "ddp", "zero2", "fsdp", "torch-ddp", "torch-fsdp2")
 REFERENCE = "torch-ddp"
-BUDGET_S = 130.0
+BUDGET_S = 120.0
 ENOUGH_STEPS = 10  # for a median
 END_S = 5.0  # the ranks' last step and end, and the picture
 

@@ -111,7 +111,9 @@ class Countdown:
         pause = self.LINE_S if self._bar is None else self.REDRAW_S
         while not self._ended.wait(pause):
             done = time.monotonic() - self._began
-            left = f"about {_minutes(max(self._total_s - done, 1.0))} left"
+            left = f"about {_minutes(self._total_s - done)} left"
+            if done >= self._total_s:
+                left = "longer than planned"
             if self._bar is None:
                 print(f"  {self._what:<44} {left}", file=sys.stderr, flush=True)
                 continue
