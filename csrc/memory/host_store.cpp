@@ -118,8 +118,17 @@ const std::atomic<uint64_t>& HostStore::version_of(int64_t rank) const {
   return line_of(rank).version;
 }
 
-void HostStore::publish_release(uint64_t version) {
-  line_of(where_.rank).release.store(version, std::memory_order_seq_cst);
+void HostStore::publish_release(uint64_t version, const FactorRange& factor) {
+  RankLine& own = line_of(where_.rank);
+  own.least_factor.store(factor.least, std::memory_order_relaxed);
+  own.most_factor.store(factor.most, std::memory_order_relaxed);
+  own.release.store(version, std::memory_order_seq_cst);
+}
+
+FactorRange HostStore::factor_of(int64_t rank) const {
+  const RankLine& line = line_of(rank);
+  return {line.least_factor.load(std::memory_order_relaxed),
+          line.most_factor.load(std::memory_order_relaxed)};
 }
 
 const std::atomic<uint64_t>& HostStore::release_of(int64_t rank) const {

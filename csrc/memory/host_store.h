@@ -4,6 +4,7 @@
 #include <trireme/common/export.h>
 #include <trireme/memory/bucket_plan.h>
 #include <trireme/memory/shard_plan.h>
+#include <trireme/memory/tensor_samples.h>
 
 #include <ATen/core/Tensor.h>
 
@@ -39,9 +40,9 @@ class Segment;
 // Writes outside the gate. Autograd counts in-place writes per tensor and its views
 // (Tensor::_version). A rank notes the counters of its parameters when a gate ends and compares
 // them when the next one begins. A write through `.data`, another process or a raw pointer is not
-// counted. A write into the store from elsewhere (a peer's, or through a shard(), which counts for
-// itself) becomes visible to autograd with bump_versions(): a graph kept over a step then raises,
-// as it does in torch.
+// counted; tensor_samples.h finds most of these. A write into the store from elsewhere (a peer's,
+// or through a shard(), which counts for itself) becomes visible to autograd with bump_versions():
+// a graph kept over a step then raises, as it does in torch.
 //
 // A forked child may read what it inherits; what it writes its parent sees.
 
@@ -79,9 +80,11 @@ class TRIREME_API HostStore : public std::enable_shared_from_this<HostStore> {
   void publish_version(uint64_t version);
   // What a rank has published, for who waits for it (HostGroup::wait_beside).
   const std::atomic<uint64_t>& version_of(int64_t rank) const;
-  // The same of what it no longer reads.
-  void publish_release(uint64_t version);
+  // The same of what it no longer reads; with it, by what this rank has multiplied its gradients.
+  void publish_release(uint64_t version, const FactorRange& factor = {});
   const std::atomic<uint64_t>& release_of(int64_t rank) const;
+  // As published with the last release that was seen.
+  FactorRange factor_of(int64_t rank) const;
 
   // Notes autograd's counters, without changing them. `tensors`: one per parameter, or undefined.
   void snapshot_versions(const std::vector<at::Tensor>& tensors);
@@ -97,6 +100,8 @@ class TRIREME_API HostStore : public std::enable_shared_from_this<HostStore> {
   struct alignas(64) RankLine {
     std::atomic<uint64_t> version;
     std::atomic<uint64_t> release;
+    std::atomic<double> least_factor;
+    std::atomic<double> most_factor;
   };
 
   HostStore(std::shared_ptr<const shm::Segment> segment, std::vector<ParameterInfo> parameters,

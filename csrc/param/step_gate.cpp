@@ -27,19 +27,24 @@ void StepGate::begin_reading() {
   is_writing_ = false;
 }
 
-void StepGate::begin_writing() {
-  if (is_writing_) return;
+FactorRange StepGate::begin_writing(const FactorRange& factor) {
+  if (is_writing_) return {};
   TRIREME_TRACE("step_gate.begin_writing");
-  if (store_) store_->publish_release(version_);
+  FactorRange of_all;
+  if (store_) store_->publish_release(version_, factor);
   if (shm::HostGroup* group = store_ ? communicator_->host_group() : nullptr) {
     wake_peers(*group);
     const auto released = [this](int64_t rank) -> const auto& { return store_->release_of(rank); };
     const std::string name =
         "step gate: before writing, readers of version " + std::to_string(version_);
     wait_for_peers(*group, released, version_, name);
+    // Nobody publishes the next one before this rank has come to begin_reading().
+    for (int64_t rank = 0; rank < store_->where().world; ++rank)
+      of_all = of_all & store_->factor_of(rank);
   }
   ++version_;
   is_writing_ = true;
+  return of_all;
 }
 
 }  // namespace trireme

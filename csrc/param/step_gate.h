@@ -42,8 +42,10 @@ class TRIREME_API StepGate {
   // If this rank is writing: what it wrote, others may read. Throws c10::DistBackendError: a rank
   // has died, failed, or not come before the group's timeout. May be called again then.
   void begin_reading();
-  // If this rank is reading: waits until nobody does. Throws as begin_reading().
-  void begin_writing();
+  // If this rank is reading: waits until nobody does. Throws as begin_reading(). `factor`: by what
+  // this rank has multiplied its gradients. Returns what lies in that of all ranks of this host:
+  // nothing, if they do not agree. All numbers if this rank is writing, or there is nobody to ask.
+  FactorRange begin_writing(const FactorRange& factor = {});
 
  private:
   std::shared_ptr<HostStore> store_;

@@ -63,7 +63,8 @@ class ZeroRedundancyOptimizer(TorchZero):
       balanced by size. ``placement="shards"`` or ``"whole"`` decides otherwise. ``LBFGS`` is
       refused: it needs all of them at once.
     * An in-place write to a parameter outside of ``step()`` raises at the next one, since all ranks
-      would write the same memory; do it inside ``with trireme.writing(optimizer):``.
+      would write the same memory; do it inside ``with trireme.writing(optimizer):``. Writes through
+      ``.data`` raise, too, if they change a sampled element: those to whole parameters do.
     * With ``stage=2`` a ``.grad`` has its full shape, but holds this rank's shards of the average
       and zeros elsewhere. Clip with ``optimizer.clip_grad_norm_()`` or
       ``trireme.clip_grad_norm_()``. What changes such a gradient otherwise makes ``step()`` raise

@@ -64,6 +64,41 @@ def write_outside(rank: int) -> None:
             ours.train(10 * step + 1)
 
 
+@on_shm_ranks(2)
+def test_a_write_through_data_is_refused_once(rank: int) -> None:
+    write_through_data(rank)
+
+
+@on_ranks(2, backend="gloo")
+def test_a_write_through_data_is_refused_once_over_gloo(rank: int) -> None:
+    write_through_data(rank)
+
+
+def write_through_data(rank: int) -> None:
+    """It changes no version, and each rank would do it: also before the first step."""
+    text = "[zero] parameter '2.weight' was changed outside step() (rank "
+    for stage in (1, 2):
+        ours = named(stage)
+        for step, writers in enumerate(((0, 1), (1,), (0,))):
+            if rank in writers:
+                ours.model[2].weight.data.mul_(2)
+            ours.backward(10 * step)
+            with raises(RuntimeError, text, "writing("):
+                ours.optimizer.step()
+            ours.train(10 * step + 1)
+        if rank == 0:  # a view taken before leads around the copies of writing()
+            ours.model[2].weight.data.mul_(2)
+        with raises(RuntimeError, text), trireme.writing(ours.model):
+            pass
+        alias = ours.model[2].weight.detach().data
+        with raises(RuntimeError, text), trireme.writing(ours.model):
+            alias.mul_(2)
+        with trireme.writing(ours.model):
+            for parameter in ours.model.parameters():
+                parameter.data.mul_(0.5)
+        ours.train(50)
+
+
 def halved() -> dict[str, torch.Tensor]:
     return {name: 0.5 * value for name, value in mlp().state_dict().items()}
 

@@ -254,7 +254,11 @@ void Fsdp::begin_writing() {
   TRIREME_TRACE("fsdp.begin_writing");
   check_writes();
   for (const auto& group : groups_) group->memory().finish_copies();
-  for (StepGate& gate : gates_) gate.begin_writing();
+  const FactorRange own = gradient_factor();
+  FactorRange of_all = own;
+  for (StepGate& gate : gates_) of_all = of_all & gate.begin_writing(own);
+  delivered_.clear();
+  check_factor(own, of_all);
 }
 
 // A slower rank may have read while this one wrote; or the unsharded parameters are still those of

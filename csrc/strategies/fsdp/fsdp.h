@@ -3,6 +3,7 @@
 #include <trireme/comm/communicator.h>
 #include <trireme/memory/buffer_pool.h>
 #include <trireme/memory/stream_handoff.h>
+#include <trireme/memory/tensor_samples.h>
 #include <trireme/param/param_group.h>
 #include <trireme/param/prefetch.h>
 #include <trireme/param/step_gate.h>
@@ -104,7 +105,8 @@ class TRIREME_API Fsdp : public std::enable_shared_from_this<Fsdp> {
   void begin_reading();
   // The gate before the optimizer's step and other writes of shards. Waits for all ranks; every
   // rank must come, and may write its own shards until its next forward or unshard(). Throws
-  // c10::Error if a shard was written before.
+  // c10::Error if a shard was written before; and, on all ranks of the host, which are through the
+  // gate then, if keep_gradients() was called and ranks have scaled their gradients differently.
   void begin_writing();
 
   // Whether this rank may write its shards now.
@@ -117,8 +119,10 @@ class TRIREME_API Fsdp : public std::enable_shared_from_this<Fsdp> {
   std::vector<at::Tensor> take_gradients(const std::vector<int64_t>& parameters);
   void wait_for_gradients() { copied_gradients_.wait(); }
   // For a caller who does not: those of offloaded shards become the .grad of
-  // ShardedParam::sharded() too, or are added to it. Takes the delivered callback of reducers().
-  void keep_offloaded_gradients();
+  // ShardedParam::sharded() too, or are added to it, and begin_writing() looks by what those in the
+  // memory of the host were multiplied since; see fsdp_gradients.cpp. Takes the delivered callback
+  // of reducers().
+  void keep_gradients();
 
   // Whether backwards average the gradients of each group; without, they accumulate on this rank.
   // The same on all ranks.
@@ -172,6 +176,9 @@ class TRIREME_API Fsdp : public std::enable_shared_from_this<Fsdp> {
   void reshard_after_backward();
   void check_writes();
   void receive_gradients(const std::vector<int64_t>& parameters);
+  SampledMemory gradient_memory(int64_t parameter) const;
+  FactorRange gradient_factor() const;
+  void check_factor(const FactorRange& own, const FactorRange& of_all) const;
   AllReduceHook told_of_errors(AllReduceHook hook);
 
   std::vector<std::shared_ptr<ParamGroup>> groups_;
@@ -193,6 +200,7 @@ class TRIREME_API Fsdp : public std::enable_shared_from_this<Fsdp> {
   Prefetch prefetch_;
   UnitReducers reducers_;
   StreamHandoff copied_gradients_;
+  TensorSamples delivered_;  // of gradients, by parameter; none unless keep_gradients() was called
   int64_t waiting_task_ = -1;  // the backward that waits for them at its end
   // Forwards that are not over, each inside the one before it.
   struct Open {

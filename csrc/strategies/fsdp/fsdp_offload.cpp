@@ -41,21 +41,6 @@ std::vector<at::Tensor> Fsdp::take_gradients(const std::vector<int64_t>& paramet
   return gradients;
 }
 
-void Fsdp::keep_offloaded_gradients() {
-  bool any = false;
-  for (size_t i = 0; i < owners_.size(); ++i) any = any || is_offloaded(static_cast<int64_t>(i));
-  if (!any) return;
-  reducers_.set_delivered_callback(
-      [self = weak_from_this()](const std::vector<int64_t>& parameters) {
-        const auto alive = self.lock();
-        if (!alive) return;
-        std::vector<int64_t> offloaded;
-        for (const int64_t parameter : parameters)
-          if (alive->is_offloaded(parameter)) offloaded.push_back(parameter);
-        alive->receive_gradients(offloaded);
-      });
-}
-
 void Fsdp::receive_gradients(const std::vector<int64_t>& parameters) {
   const std::vector<at::Tensor> parts = take_gradients(parameters);
   for (size_t i = 0; i < parts.size(); ++i) {

@@ -3,7 +3,6 @@
 #include <trireme/comm/subgroups.h>
 
 #include <algorithm>
-#include <cstring>
 #include <unordered_map>
 #include <unordered_set>
 #include <utility>
@@ -70,7 +69,7 @@ ShardedModule::Root::Root(const ShardedModule& unit) : outermost(&unit) {
       names.push_back(name_of.at(param.sharded().unsafeGetTensorImpl()));
   }
   core = Fsdp::make({groups, names, ranks, ranks_of, order_agreement()});
-  core->keep_offloaded_gradients();
+  core->keep_gradients();
   follow_flags();
 }
 
@@ -132,7 +131,7 @@ void ShardedModule::Root::settle() {
   for (const auto& group : groups)
     for (const ShardedParam& param : group->params())
       settle_shard(param, names[at++], core->communicator()->rank_of());
-  probes_ = probe();
+  sample_shards();
 }
 
 void ShardedModule::Root::begin_reading() {
@@ -148,32 +147,29 @@ void ShardedModule::Root::begin_writing() {
   core->begin_writing();
 }
 
-ShardedModule::Root::Probe::Probe(const at::Tensor& shard) {
-  if (shard.numel() == 0 || !shard.is_non_overlapping_and_dense() || !shard.is_cpu()) return;
-  const size_t item_bytes = shard.element_size();
-  const auto* data = static_cast<const std::byte*>(shard.const_data_ptr());
-  std::memcpy(bytes.data(), data, item_bytes);
-  std::memcpy(bytes.data() + item_bytes, data + shard.nbytes() - item_bytes, item_bytes);
-}
-
-std::vector<ShardedModule::Root::Probe> ShardedModule::Root::probe() const {
-  std::vector<Probe> probes;
+void ShardedModule::Root::sample_shards() {
+  size_t at = 0;
   for (const auto& group : groups)
-    for (const ShardedParam& param : group->params()) probes.emplace_back(param.sharded());
-  return probes;
+    for (const ShardedParam& param : group->params())
+      samples_.read(at++, SampledMemory::of(param.sharded()));
 }
 
 void ShardedModule::Root::check_writes() {
-  const std::vector<Probe> before = std::exchange(probes_, probe());  // said once
-  for (size_t i = 0; i < before.size(); ++i) {
-    TORCH_CHECK(before[i] == probes_[i],
-                error_text("fully_shard",
-                           "parameter '" + names[i] +
-                               "' was written after a forward, when other ranks of the host may be "
-                               "reading it",
-                           core->communicator()->rank_of(),
-                           "Step with trireme::step(optimizer), and write it between "
-                           "begin_writing() and the next forward."));
+  size_t at = 0;
+  for (const auto& group : groups) {
+    for (const ShardedParam& param : group->params()) {
+      const std::string& name = names[at];
+      if (!samples_.is_changed(at++, SampledMemory::of(param.sharded()))) continue;
+      sample_shards();  // said once
+      TORCH_CHECK(false,
+                  error_text("fully_shard",
+                             "parameter '" + name +
+                                 "' was written after a forward, when other ranks of the host may "
+                                 "be reading it",
+                             core->communicator()->rank_of(),
+                             "Step with trireme::step(optimizer), and write it between "
+                             "begin_writing() and the next forward."));
+    }
   }
 }
 

@@ -1,10 +1,10 @@
 #pragma once
 
 #include <trireme/common/error.h>
+#include <trireme/memory/tensor_samples.h>
 #include <trireme/strategies/fsdp/fsdp.h>
 #include <trireme/strategies/fsdp/sharded_module.h>
 
-#include <array>
 #include <cstddef>
 #include <memory>
 #include <string>
@@ -46,21 +46,15 @@ class ShardedModule::Root {
   std::shared_ptr<Fsdp> core;
 
  private:
-  // The first and the last element of a shard, as it lies in memory; nothing of one that is not in
-  // CPU memory. torch's C++ SGD writes `.data`, which no version counts.
-  struct Probe {
-    explicit Probe(const at::Tensor& shard);
-    bool operator==(const Probe& other) const = default;
-    std::array<std::byte, 32> bytes{};
-  };
   size_t place_of(const ShardedModule& unit);
   std::shared_ptr<Communicator> order_agreement() const;
   void check_writes();
   void check_members();
-  std::vector<Probe> probe() const;
+  void sample_shards();
 
   std::vector<std::shared_ptr<Communicator>> sharers_;  // by `ranks`
-  std::vector<Probe> probes_;                           // of what was written last
+  // What was written last: torch's C++ SGD writes `.data`, which no version counts.
+  TensorSamples samples_;
   std::vector<int64_t> member_versions_;
 };
 

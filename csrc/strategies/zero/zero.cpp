@@ -30,7 +30,8 @@ Zero::Zero(NamedParameters parameters, std::shared_ptr<Communicator> communicato
     : parameters_(parameters.tensors),
       infos_(describe_parameters(parameters)),
       communicator_(std::move(communicator)),
-      options_(options) {
+      options_(options),
+      samples_(static_cast<uint64_t>(communicator_->rank())) {
   const at::NoGradGuard no_grad;
   const c10::Device device = infos_.empty() ? c10::Device(c10::kCPU) : infos_.front().device;
   check_same_parameters(*communicator_, device, infos_, "zero");
@@ -47,6 +48,7 @@ Zero::Zero(NamedParameters parameters, std::shared_ptr<Communicator> communicato
   move_into_store();
   make_shards();
   snapshot_versions();
+  take_samples();
   if (options_.stage == 1) return;
   GradReducerOptions reducing;
   reducing.caps = {{kFirstBucketBytes, kBucketBytes}};
@@ -57,6 +59,7 @@ Zero::Zero(NamedParameters parameters, std::shared_ptr<Communicator> communicato
   reducing.defers_sums = options_.fused_step;
   parameters.tensors = parameters_;
   reducer_ = GradReducer::make(std::move(parameters), communicator_, std::move(reducing));
+  watch_gradients();
 }
 
 void Zero::check_options() const {
@@ -194,6 +197,7 @@ Zero::Flags Zero::look_at_parameters() const {
   flags.moved = static_cast<int64_t>(moved & (~uint64_t{0} >> 1U));
   flags.minus_moved = -flags.moved;
   flags.changed_parameter = changed_outside();
+  if (flags.changed_parameter < 0) flags.changed_parameter = written_unseen();
   return flags;
 }
 
@@ -206,7 +210,10 @@ void Zero::refuse(const Flags& flags) {
                                   communicator_->rank_of(), next_step));
   };
   // What was written is said once.
-  if (flags.changed_parameter >= 0) snapshot_versions();
+  if (flags.changed_parameter >= 0) {
+    snapshot_versions();
+    take_samples();
+  }
   refuse_one(flags.unfit_parameter, "got ",
              " with another shape, dtype or device than when the optimizer was made",
              "Make the optimizer anew.");
@@ -226,6 +233,14 @@ void Zero::refuse(const Flags& flags) {
       "Each rank sees its shards only: clip with trireme.clip_grad_norm_, scale the loss "
       "instead of gradients, end an accumulation with a backward outside no_sync(), and call "
       "zero_grad() after a backward that failed.");
+  TORCH_CHECK(
+      flags.least_factor <= -flags.minus_most_factor,
+      error_text("zero",
+                 "gradients were multiplied by factors that differ between the ranks, as torch's "
+                 "clip_grad_norm_ does, which sees the norm of a rank's shards only",
+                 communicator_->rank_of(),
+                 "Clip with optimizer.clip_grad_norm_(max_norm), and call zero_grad() before the "
+                 "next backward."));
 }
 
 bool Zero::begin_step(const ZeroStep& step) {
@@ -241,9 +256,14 @@ bool Zero::begin_step(const ZeroStep& step) {
     const std::vector<int64_t> changed =
         reducer_->changed_gradients(step.scaler_writes.value_or(0));
     if (!changed.empty()) flags.changed_gradient = changed.front();
+    const FactorRange factor = gradient_factor();
+    flags.least_factor = in_order(factor.least);
+    flags.minus_most_factor = -in_order(factor.most);
   }
   flags = meet(flags, "step gate: before writing");
   refuse(flags);
+  samples_.clear();
+  if (delivered_) delivered_->clear();
   const at::NoGradGuard no_grad;
   settle_storages();
   steps_ = flags.found_inf == 0;
@@ -276,6 +296,7 @@ void Zero::end_step() {
     gather_shards();
     snapshot_versions();
   }
+  take_samples();
   // A GradScaler has written zeros to what others own.
   if (reducer_ && std::exchange(scaler_wrote_, false)) reducer_->keep_own_gradients();
   if (reducer_) reducer_->notice_changes();
@@ -340,6 +361,7 @@ GradNormPart Zero::gradients(const std::vector<int64_t>& parameters) const {
   for (const int64_t parameter : parameters) {
     const auto i = static_cast<size_t>(parameter);
     if (!has_fit_gradient(i)) continue;
+    if (delivered_) delivered_->read(i, {});  // what is scaled by way of this, all ranks scale
     part.gradients.push_back(reducer_ ? own_gradient(i) : parameters_[i].grad());
   }
   return part;
@@ -362,6 +384,7 @@ void Zero::zero_grad(bool set_to_none) {
     is_ours ? own_gradient(i).zero_() : grad.detach_().zero_();
   }
   if (!reducer_) return;
+  delivered_->clear();
   reducer_->drop_set_aside();
   reducer_->notice_changes();
 }

@@ -6,6 +6,7 @@
 #include <trireme/kernels/optimizer_step.h>
 #include <trireme/memory/host_store.h>
 #include <trireme/memory/shard_plan.h>
+#include <trireme/memory/tensor_samples.h>
 
 #include <ATen/core/Tensor.h>
 
@@ -33,6 +34,13 @@ namespace trireme {
 // What the user writes into a parameter outside of this would be written by all ranks at once, into
 // one memory; `x.mul_(2)` would come out multiplied by 2 to the world. So it raises, unless it is
 // done between begin_writing() and end_writing(), where each rank writes a copy of its own.
+//
+// Writes through `.data` no version tells. So every rank samples all parameters, those of others
+// too, when a step or writing is over, and compares before it comes to the next gate: nobody writes
+// there before all have come, nobody leaves the gate before all have written. What a rank writes in
+// between it finds itself, whatever others have sampled by then; one that finds something is
+// enough, since all are told. See memory/tensor_samples.h for what samples find. Private
+// parameters are sampled, too, in CPU memory; on other devices each would take a kernel.
 
 struct ZeroOptions {
   // 1: optimizer state is sharded. 2: gradients too; they are averaged by this class, not by DDP.
@@ -146,7 +154,12 @@ class TRIREME_API Zero {
     int64_t unfit_gradient = -1;
     int64_t changed_gradient = -1;
     int64_t found_inf = 0;
+    // By what this rank has multiplied its gradients, in_order(); see FactorRange. The highest of
+    // the first is above the lowest of the second if ranks do not agree.
+    int64_t least_factor = in_order(FactorRange{}.least);
+    int64_t minus_most_factor = -in_order(FactorRange{}.most);
   };
+  static int64_t in_order(double number);
   Flags meet(Flags flags, const char* label);
   void check_options() const;
   int64_t agree_on_options() const;
@@ -157,6 +170,11 @@ class TRIREME_API Zero {
   void drop_writes();
   void snapshot_versions();
   int64_t changed_outside() const;
+  void take_samples();
+  int64_t written_unseen() const;
+  void watch_gradients();
+  SampledMemory gradient_memory(size_t parameter) const;
+  FactorRange gradient_factor() const;
   void refuse(const Flags& flags);
   Flags look_at_parameters() const;
   bool is_moved(size_t parameter) const;
@@ -174,6 +192,8 @@ class TRIREME_API Zero {
   std::vector<at::Tensor> places_;  // where each whole parameter lies
   std::vector<at::Tensor> shards_;
   std::vector<int64_t> versions_;  // autograd's, of private parameters; a store keeps its own
+  TensorSamples samples_;          // of places_; none while a step writes
+  std::shared_ptr<TensorSamples> delivered_;  // of own gradients, under stage 2
   std::shared_ptr<GradReducer> reducer_;
   bool writing_ = false;  // since begin_writing()
   bool scaler_wrote_ = false;

@@ -43,8 +43,8 @@ void Zero::begin_writing() {
 void Zero::end_writing() {
   const at::NoGradGuard no_grad;
   Flags flags = look_at_parameters();
-  if (writing_) flags.changed_parameter = -1;  // that is what this is for
-  snapshot_versions();                         // before a wait that may throw
+  if (writing_) flags.changed_parameter = written_unseen();  // versions: that is what this is for
+  snapshot_versions();                                       // before a wait that may throw
   try {
     flags = meet(flags, "step gate: written");
   } catch (...) {
@@ -53,15 +53,18 @@ void Zero::end_writing() {
   }
   writing_ = false;
   refuse(flags);
+  samples_.clear();
   settle_storages();
   if (!store_) gather_shards();
   snapshot_versions();
   communicator_->barrier("step gate: settled").wait();
+  take_samples();
 }
 
 void Zero::begin_writing_shards() {
   const at::NoGradGuard no_grad;
   refuse(meet(look_at_parameters(), "step gate: before writing"));
+  samples_.clear();
   settle_storages();
 }
 
@@ -74,6 +77,7 @@ void Zero::end_writing_shards() {
     snapshot_versions();
   }
   communicator_->barrier("step gate: written").wait();
+  take_samples();
 }
 
 // What an exception ended was never written.

@@ -59,6 +59,34 @@ TEST_CASE("versions: writing and reading take turns, and either may be said twic
   for (const std::string& seen : steps) CHECK(seen == "w1w1r1r1w2r2r2w3");
 }
 
+TEST_CASE("ranks hear at the gate whether they multiplied their gradients alike") {
+  std::vector<std::vector<FactorRange>> heard(3);
+  on_shm(3, [&](ThreadRank& rank) {
+    StepGate gate(store_of(rank), rank.communicator);
+    std::vector<FactorRange>& own = heard[static_cast<size_t>(rank.where.rank)];
+    const auto pass = [&](const FactorRange& factor) {
+      gate.begin_reading();
+      own.push_back(gate.begin_writing(factor));
+    };
+    const double number = static_cast<double>(rank.where.rank);
+    pass({});
+    pass({number, number + 2.5});
+    if (rank.where.rank == 1) {
+      pass({});  // it has nothing to say
+    } else {
+      pass({0.5 + number, 1 + number});
+    }
+    own.push_back(gate.begin_writing({7, 8}));  // it is
+  });
+  for (const auto& own : heard) {
+    REQUIRE(own.size() == 4);
+    CHECK(own[0] == FactorRange{});
+    CHECK(own[1] == FactorRange{2, 2.5});
+    CHECK(own[2].is_empty());
+    CHECK(own[3] == FactorRange{});
+  }
+}
+
 TEST_CASE("a reader sees the writes of all ranks, a writer disturbs no reader") {
   constexpr int64_t kVersions = 200;
   std::atomic<int64_t> wrong{0};

@@ -1,9 +1,12 @@
 // The gate of fully_shard for C++ modules: writes inside and outside, ranks that fail, archives,
 // what is refused.
 
+#include <torch/nn/utils.h>
 #include <torch/serialize.h>
 
+#include <atomic>
 #include <catch_torch.h>
+#include <limits>
 #include <sstream>
 #include <strategies/fsdp_ranks.h>
 
@@ -91,6 +94,76 @@ TEST_CASE("the same of parameters that are sharded along their last dimension, r
   });
   for (const std::string& one : said)
     CHECK_THAT(one, Catch::Contains("[fully_shard] parameter 'weight' was written after a forw"));
+}
+
+TEST_CASE("torch's clip_grad_norm_, by a norm of each rank's own, raises on all ranks") {
+  const auto said = on_shm_ranks<Texts>(3, [](ThreadRank& rank) {
+    UnevenNet net;
+    auto model = fully_shard(net, over(rank));
+    SGD optimizer(model->parameters(), SGDOptions(0.1));
+    const auto step_after = [&](const std::function<void()>& change) {
+      optimizer.zero_grad();
+      {
+        auto guard = model->no_sync();
+        model->forward(part_of_batch(1, rank.where)).backward();
+      }
+      model->forward(part_of_batch(0, rank.where)).backward();
+      change();
+      return error_of([&] { trireme::step(optimizer); });
+    };
+    const auto clip = [&] { torch::nn::utils::clip_grad_norm_(model->parameters(), 0.01); };
+    const auto by_element = [&] { torch::nn::utils::clip_grad_value_(model->parameters(), 1e-3); };
+    const auto by_number = [&](double number) {
+      for (const at::Tensor& shard : model->parameters())
+        if (shard.grad().defined()) shard.grad().data().mul_(number);
+    };
+    const auto on_one_rank = [&] {
+      if (rank.where.rank == 2) by_number(0.5);
+    };
+    return Texts{step_after(clip), step_after(on_one_rank),
+                 step_after([&] { model->clip_grad_norm_(0.01); }), step_after(by_element),
+                 step_after([&] { by_number(1.0 / 65536); }), step_after([] {}),
+                 // The last one: nothing is finite afterwards.
+                 step_after([&] { by_number(std::numeric_limits<double>::infinity()); })};
+  });
+  for (const Texts& one : said) {
+    for (const size_t refused : {0, 1}) {
+      CHECK_THAT(one[refused],
+                 Catch::Contains("[fully_shard] gradients were multiplied by factors that differ"));
+      CHECK_THAT(one[refused], Catch::Contains("Clip with model->clip_grad_norm_(max_norm)"));
+    }
+    for (size_t passes = 2; passes < one.size(); ++passes) CHECK(one[passes] == "no error");
+  }
+}
+
+TEST_CASE("after a step that was refused the next one is right; few elements refuse nothing") {
+  const SGDOptions options(0.1);
+  const Values expected = train_alone<SGD>(options, 2);
+  std::atomic<int64_t> refused{0};
+  const auto found = on_shm_ranks<Values>(2, [&](ThreadRank& rank) {
+    UnevenNet net;
+    auto model = fully_shard(net, over(rank));
+    SGD optimizer(model->parameters(), options);
+    fsdp_step(model, optimizer, 0, rank.where);
+    optimizer.zero_grad();
+    model->forward(part_of_batch(1, rank.where)).backward();
+    torch::nn::utils::clip_grad_norm_(model->parameters(), 0.01);
+    refused += error_of([&] { trireme::step(optimizer); }) != "no error";
+    fsdp_step(model, optimizer, 1, rank.where);
+    return whole_values(*model, net->parameters());
+  });
+  CHECK(refused == 2);
+  for (const Values& values : found) CHECK(count_unlike(values, expected) == 0);
+  // Rank 1 has no shard at all of either.
+  const auto said = on_shm_ranks<std::string>(2, [](ThreadRank& rank) {
+    torch::nn::Linear layer(1, 1);
+    auto model = fully_shard(layer, over(rank));
+    SGD optimizer(model->parameters(), SGDOptions(0.1));
+    model->forward(at::ones({2, 1})).sum().backward();
+    torch::nn::utils::clip_grad_norm_(model->parameters(), 0.01);
+    return error_of([&] { trireme::step(optimizer); });
+  });
+  for (const std::string& one : said) CHECK(one == "no error");
 }
 
 TEST_CASE("the module's own members are not to be written, nor replaced") {

@@ -1,5 +1,6 @@
 // The gate of ZeRO's step: writes inside and outside, ranks that fail, what is refused.
 
+#include <torch/nn/utils.h>
 #include <torch/serialize.h>
 
 #include <algorithm>
@@ -67,6 +68,60 @@ TEST_CASE("a write outside raises on all ranks, once") {
       CHECK(one[1] == "no error");
     }
   }
+}
+
+TEST_CASE("a write through .data raises on all ranks, once, also before the first step") {
+  for (const Engine engine : kGateEngines) {
+    for (const int64_t stage : {1, 2}) {
+      CAPTURE(engine, stage);
+      const auto said = on_ranks<Texts>(2, engine, [&](ThreadRank& rank) {
+        UnevenNet net;
+        ZeroRedundancyOptimizer<SGD> optimizer(net, SGDOptions(0.1), rank.communicator,
+                                               {.stage = stage});
+        const auto say = [&] { return error_of([&] { train_step(net, optimizer, rank.where); }); };
+        Texts texts;
+        for (int64_t time = 0; time < 3; ++time) {
+          // All ranks, the one that owns the scalar, and the other one.
+          if (time == 0 || time - 1 == rank.where.rank) net->gain.data().mul_(2);
+          texts.push_back(say());
+          texts.push_back(say());
+        }
+        if (rank.where.rank == 1) net->second->weight.data().mul_(2);
+        texts.push_back(error_of([&] { const auto writing = optimizer.writing(); }));
+        return texts;
+      });
+      for (const Texts& one : said) {
+        for (const size_t time : {0, 2, 4}) {
+          CHECK_THAT(one[time], Catch::Contains("[zero] parameter 'gain' was changed outside"));
+          CHECK(one[time + 1] == "no error");
+        }
+        CHECK_THAT(one[6], Catch::Contains("[zero] parameter 'second.weight' was changed outside"));
+      }
+    }
+  }
+}
+
+TEST_CASE("a step that was abandoned half way is no write through .data; private ranks go free") {
+  const auto said = on_ranks<Texts>(2, Engine::kShm, [](ThreadRank& rank) {
+    UnevenNet net;
+    ZeroRedundancyOptimizer<Stumbling> optimizer(net, SGDOptions(0.1), rank.communicator,
+                                                 {.stage = 2});
+    Texts texts;
+    for (int64_t step = 0; step < 6; ++step) {
+      static_cast<Stumbling&>(optimizer.local()).stumbles = step % 2 == 1 && rank.where.rank == 1;
+      texts.push_back(error_of([&] { train_step(net, optimizer, rank.where); }));
+    }
+    return texts;
+  });
+  for (const Texts& one : said)
+    for (const size_t step : {0, 2, 4}) CHECK(one[step] == "no error");
+  const auto alone = on_ranks<Texts>(1, Engine::kShm, [](ThreadRank& rank) {
+    UnevenNet net;
+    ZeroRedundancyOptimizer<SGD> optimizer(net, SGDOptions(0.1), rank.communicator, {.stage = 2});
+    net->gain.data().mul_(2);
+    return Texts{error_of([&] { train_step(net, optimizer, rank.where); })};
+  });
+  CHECK(alone[0][0] == "no error");
 }
 
 TEST_CASE("inside writing() all ranks write, and load, the same") {
@@ -194,6 +249,35 @@ TEST_CASE("stage 2: a gradient that was scaled by hand raises on all ranks") {
     for (const Texts& one : said) {
       CHECK_THAT(one[0], Catch::Contains("[zero] the gradient of 'first.bias' is not the average"));
       CHECK(one[1] == "no error");
+    }
+  }
+}
+
+TEST_CASE("stage 2: torch's clip_grad_norm_, by a norm of each rank's own, raises on all ranks") {
+  for (const Engine engine : kGateEngines) {
+    const auto said = on_ranks<Texts>(2, engine, [](ThreadRank& rank) {
+      UnevenNet net;
+      ZeroRedundancyOptimizer<SGD> optimizer(net, SGDOptions(0.1), rank.communicator, {.stage = 2});
+      const auto step_after = [&](const std::function<void()>& change) {
+        optimizer.zero_grad();
+        net->forward(part_of_batch(0, rank.where)).backward();
+        change();
+        return error_of([&] { optimizer.step(); });
+      };
+      const auto by_element = [&] { torch::nn::utils::clip_grad_value_(net->parameters(), 1e-3); };
+      const auto alike = [&] {
+        for (const at::Tensor& parameter : net->parameters())
+          if (parameter.grad().defined()) parameter.grad().data().mul_(0.25);
+      };
+      return Texts{step_after([&] { torch::nn::utils::clip_grad_norm_(net->parameters(), 0.01); }),
+                   step_after([&] { optimizer.clip_grad_norm_(0.01); }), step_after(by_element),
+                   step_after(alike), step_after([] {})};
+    });
+    for (const Texts& one : said) {
+      CHECK_THAT(one[0],
+                 Catch::Contains("[zero] gradients were multiplied by factors that differ"));
+      CHECK_THAT(one[0], Catch::Contains("optimizer.clip_grad_norm_(max_norm)"));
+      for (const size_t passes : {1, 2, 3, 4}) CHECK(one[passes] == "no error");
     }
   }
 }
