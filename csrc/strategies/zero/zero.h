@@ -35,12 +35,15 @@ namespace trireme {
 // one memory; `x.mul_(2)` would come out multiplied by 2 to the world. So it raises, unless it is
 // done between begin_writing() and end_writing(), where each rank writes a copy of its own.
 //
-// Writes through `.data` no version tells. So every rank samples all parameters, those of others
-// too, when a step or writing is over, and compares before it comes to the next gate: nobody writes
-// there before all have come, nobody leaves the gate before all have written. What a rank writes in
-// between it finds itself, whatever others have sampled by then; one that finds something is
-// enough, since all are told. See memory/tensor_samples.h for what samples find. Private
-// parameters are sampled, too, in CPU memory; on other devices each would take a kernel.
+// No version tells of a write through `.data`. So every rank samples all parameters, those of
+// others too, when a step or writing is over, and compares before it comes to the next gate. That
+// is safe although all see one memory: no step writes before all ranks have come to the gate, which
+// is after they have compared, and none leaves it before all have written. If another rank writes
+// while this one samples, this one may miss it, but the writer finds its own write, and one that
+// finds something is enough, since all are told. After a step that an exception ended nothing is
+// compared: others may have written before or after. See memory/tensor_samples.h for what samples
+// find. Private parameters are sampled, too, if they are in CPU memory; on other devices each would
+// take a kernel.
 
 struct ZeroOptions {
   // 1: optimizer state is sharded. 2: gradients too; they are averaged by this class, not by DDP.
