@@ -131,7 +131,7 @@ setup_venv() {
   ! has_packages "$torch_line" "$tools" || return 0
   ! has_packages "$torch_line" "$all_tools" || return 0
   say "installing $torch_line and what $tools lists into $VENV"
-  # Of pip's lines those that tell how far it is: large downloads, and the last one.
+  # Only those lines of pip are shown that tell how far it is: large downloads, and the last one.
   # pip would compile the Python sources on one core, half a minute.
   "$python" -m pip install --no-compile --progress-bar off --disable-pip-version-check "$torch_line" -r "$tools" |
     sed -un -e 's/^ *Downloading \(.*[0-9]\{3\}[.0-9]* MB)\).*/[setup]   downloading \1/p' \
