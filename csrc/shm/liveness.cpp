@@ -72,9 +72,14 @@ std::string PeerProcess::state() const {
   if (!alive()) return "gone";
   const std::string letter = stat_field(pid_, kState);
   if (letter == "T" || letter == "t") return "stopped";
-  if (letter == "Z" || letter == "X") return "gone";
+  if (letter == "Z" || letter == "X" || (letter.empty() && !alive())) return "gone";
   if (letter == "D") return "waiting for a device";
   return letter == "S" ? "sleeping" : "running";
+}
+
+bool has_ended(pid_t pid) {
+  const std::string letter = stat_field(pid, kState);
+  return letter.empty() || letter == "Z" || letter == "X";
 }
 
 std::string pid_namespace() {

@@ -30,6 +30,11 @@ class TRIREME_API PeerProcess {
   std::string started_at_;
 };
 
+// Whether that process has ended: there is none of that number, or only what is left of it until
+// its parent has asked. A process may go at any moment, so that a file below /proc/<pid> may fail
+// to open, or to be read once it is open; who meets such an error asks this.
+TRIREME_API bool has_ended(pid_t pid);
+
 // The namespace in which this process's pid means something; equal texts for peers that can watch
 // each other.
 TRIREME_API std::string pid_namespace();

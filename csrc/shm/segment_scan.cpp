@@ -1,5 +1,7 @@
 #include <trireme/shm/segment_scan.h>
 
+#include <trireme/shm/liveness.h>
+
 #include <algorithm>
 #include <cerrno>
 #include <charconv>
@@ -166,8 +168,11 @@ SegmentScan scan_segments(int64_t bytes, ReadThrough way) {
       if (read) break;
     }
     if (!read) {
-      const pid_t pid = candidate.holders.front().first;
-      scan.sealed.push_back({pid, std::strerror(error != 0 ? error : EACCES)});
+      // Who has ended since its mappings were listed is no rank that hides.
+      const auto holder = std::find_if(candidate.holders.begin(), candidate.holders.end(),
+                                       [](const auto& one) { return !has_ended(one.first); });
+      if (holder != candidate.holders.end())
+        scan.sealed.push_back({holder->first, std::strerror(error != 0 ? error : EACCES)});
       continue;
     }
     auto segment = segment_in(mapped, bytes);

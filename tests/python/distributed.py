@@ -1,5 +1,6 @@
 """Runs a function on several ranks, each a process of its own, and brings back what they return."""
 
+import contextlib
 import ctypes
 import faulthandler
 import io
@@ -198,7 +199,8 @@ def _result(rank: _Rank) -> Any:
 
 def _stacks_of(ranks: list[_Rank]) -> str:
     for rank in ranks:
-        os.kill(rank.process.pid, signal.SIGUSR1)
+        with contextlib.suppress(ProcessLookupError):  # it may end at this very moment
+            os.kill(rank.process.pid, signal.SIGUSR1)
     time.sleep(0.5)
     texts = [f"rank {rank.number} hangs in:\n{rank.stacks.read_text()}" for rank in ranks]
     return "\n".join(texts)

@@ -3,13 +3,15 @@
 import functools
 import os
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from ddp_ranks import on_ranks
+from trireme import _C
 
 # The backend may be another one, to run the tests of a strategy over that.
 on_shm_ranks = functools.partial(
@@ -107,6 +109,33 @@ def backend_of(group: Any = None) -> Any:
     """The c10d::Backend itself, without what torch.distributed does to arguments."""
     group = group or dist.group.WORLD
     return group._get_backend(torch.device("cpu"))
+
+
+def until(true: Callable[[], bool], seconds: float = 20) -> None:
+    """Returns when that is so; asks every 10 ms."""
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def state_of(pid: int) -> str:
+    """T is stopped; Z is dead, and so is who is there no more, or goes while it is read."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return "Z"
+
+
+def is_inside(pid: int, what: str) -> bool:
+    """As an onlooker sees it: of a collective, or a wait beside these, that holds this text."""
+    for group in _C.examine_host([pid], timedelta(seconds=5), 1)["groups"]:
+        for rank in group["ranks"]:
+            begun = [one for one in rank["operations"] if one["finished_s_ago"] is None]
+            places = [one["operation"] for one in begun] + [rank["waits_for"] or ""]
+            if rank["pid"] == pid and any(place and what in place for place in places):
+                return True
+    return False
 
 
 def files_in_memory() -> set[str]:

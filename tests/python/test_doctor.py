@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -15,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed import run_ranks
-from shm_ranks import on_shm_ranks
+from shm_ranks import on_shm_ranks, state_of, until
 from trireme.__main__ import main
 
 
@@ -27,21 +26,6 @@ def doctor(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 def store_of() -> Any:
     return dist.distributed_c10d._get_default_store()
-
-
-def state_of(pid: int) -> str:
-    """T is stopped; Z is dead, and so is who is there no more."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        return "Z"
-
-
-def until(true: Any) -> None:
-    deadline = time.monotonic() + 20
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def get_lost(rank: int) -> None:

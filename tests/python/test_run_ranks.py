@@ -35,9 +35,12 @@ def one_fails_then_zero(rank: int, folder: Path) -> None:
 
 
 def exists(pid: int) -> bool:
-    # A killed process stays a zombie until the fork server has reaped it.
-    status = Path(f"/proc/{pid}/status")
-    return status.exists() and "State:\tZ" not in status.read_text()
+    # A killed process stays a zombie until the fork server has reaped it, which may be while its
+    # status is read.
+    try:
+        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 def assert_all_gone(folder: Path, count: int) -> None:
