@@ -20,6 +20,13 @@ int64_t numel_of(const Tensors& tensors) {
 
 Tensors first_of(const TensorLists& lists) { return lists.empty() ? Tensors{} : lists.front(); }
 
+// By rank, as would_read_results() wants it: that of one rank alone.
+std::vector<shm::Pieces> only_of(int rank, shm::Pieces pieces) {
+  std::vector<shm::Pieces> by_rank(static_cast<size_t>(rank) + 1);
+  by_rank.back() = std::move(pieces);
+  return by_rank;
+}
+
 }  // namespace
 
 WorkPtr ShmBackend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) {
@@ -93,10 +100,13 @@ WorkPtr ShmBackend::allgather(TensorLists& outputs, Tensors& inputs,
                       outputs[0][static_cast<size_t>(getRank())].numel());
   }
   return submit({arguments, OpType::ALLGATHER, "trireme:all_gather", first_of(outputs), options},
-                [=](Call& call) {
+                [=, this](Call& call) {
                   ShmTensors to(outputs[0], Use::kWrite);
-                  const ShmTensors from(inputs, Use::kRead);
-                  call.run.all_gather(to.pieces_of_each(), from.pieces(), call.dtype, call.options);
+                  ShmTensors from(inputs, Use::kRead);
+                  const auto pieces = to.pieces_of_each();
+                  if (would_read_results(pieces, only_of(getRank(), from.pieces())))
+                    from.make_copies();
+                  call.run.all_gather(pieces, from.pieces(), call.dtype, call.options);
                   to.write_back();
                 });
 }
@@ -129,14 +139,16 @@ WorkPtr ShmBackend::allgather_coalesced(TensorLists& outputs, Tensors& inputs,
     all.insert(all.end(), of_rank.begin(), of_rank.end());
   }
   return submit({arguments, OpType::ALLGATHER_COALESCED, "trireme:all_gather", all, options},
-                [=](Call& call) {
+                [=, this](Call& call) {
                   std::vector<ShmTensors> to;
                   std::vector<shm::Pieces> pieces;
                   for (const Tensors& of_rank : outputs) {
                     to.emplace_back(of_rank, Use::kWrite);
                     pieces.push_back(to.back().pieces());
                   }
-                  const ShmTensors from(inputs, Use::kRead);
+                  ShmTensors from(inputs, Use::kRead);
+                  if (would_read_results(pieces, only_of(getRank(), from.pieces())))
+                    from.make_copies();
                   call.run.all_gather(pieces, from.pieces(), call.dtype, call.options);
                   for (ShmTensors& of_rank : to) of_rank.write_back();
                 });
@@ -155,11 +167,14 @@ WorkPtr ShmBackend::gather(TensorLists& outputs, Tensors& inputs,
       arguments.numel("an output", output.numel(), inputs[0].numel());
   }
   return submit({arguments, OpType::GATHER, "trireme:gather", first_of(outputs), options},
-                [=](Call& call) {
+                [=, this](Call& call) {
                   ShmTensors to(receives ? outputs[0] : Tensors{}, Use::kWrite);
-                  const ShmTensors from(inputs, Use::kRead);
-                  call.run.one_host().gather(to.pieces_of_each(), from.pieces(), options.rootRank,
-                                             call.dtype, call.options);
+                  ShmTensors from(inputs, Use::kRead);
+                  const auto pieces = to.pieces_of_each();
+                  if (would_read_results(pieces, only_of(getRank(), from.pieces())))
+                    from.make_copies();
+                  call.run.one_host().gather(pieces, from.pieces(), options.rootRank, call.dtype,
+                                             call.options);
                   to.write_back();
                 });
 }
@@ -198,9 +213,11 @@ WorkPtr ShmBackend::reduce_scatter(Tensors& outputs, TensorLists& inputs,
   }
   const auto how = arguments.reduction(options.reduceOp);
   return submit({arguments, OpType::REDUCE_SCATTER, "trireme:reduce_scatter", outputs, options},
-                [=](Call& call) {
+                [=, this](Call& call) {
                   ShmTensors to(outputs, Use::kWrite);
-                  const ShmTensors from(inputs[0], Use::kRead);
+                  ShmTensors from(inputs[0], Use::kRead);
+                  if (would_read_results(only_of(getRank(), to.pieces()), from.pieces_of_each()))
+                    from.make_copies();
                   call.run.reduce_scatter(to.pieces(), from.pieces_of_each(), how, call.options);
                   to.write_back();
                 });
@@ -232,7 +249,9 @@ WorkPtr ShmBackend::alltoall(Tensors& outputs, Tensors& inputs,
   return submit({arguments, OpType::ALLTOALL, "trireme:all_to_all", outputs, options},
                 [=](Call& call) {
                   ShmTensors to(outputs, Use::kWrite);
-                  const ShmTensors from(inputs, Use::kRead);
+                  ShmTensors from(inputs, Use::kRead);
+                  if (would_read_results(to.pieces_of_each(), from.pieces_of_each()))
+                    from.make_copies();
                   call.run.one_host().all_to_all(to.pieces_of_each(), from.pieces_of_each(),
                                                  call.dtype, call.options);
                   to.write_back();
@@ -249,7 +268,8 @@ WorkPtr ShmBackend::alltoall_base(at::Tensor& output, at::Tensor& input, Splits&
   return submit(
       {arguments, OpType::ALLTOALL_BASE, "trireme:all_to_all", {output}, options}, [=](Call& call) {
         ShmTensors to(output, Use::kWrite);
-        const ShmTensors from(input, Use::kRead);
+        ShmTensors from(input, Use::kRead);
+        if (would_read_results(to.ranges(out), from.ranges(in))) from.make_copies();
         call.run.one_host().all_to_all(to.ranges(out), from.ranges(in), call.dtype, call.options);
         to.write_back();
       });
@@ -324,7 +344,8 @@ WorkPtr ShmBackend::all_gather_into(Request request, const Tensors& outputs,
       to.emplace_back(output, Use::kWrite);
       to.back().add_parts(by_rank);
     }
-    const ShmTensors from(inputs, Use::kRead);
+    ShmTensors from(inputs, Use::kRead);
+    if (would_read_results(by_rank, only_of(getRank(), from.pieces()))) from.make_copies();
     call.run.all_gather(by_rank, from.pieces(), call.dtype, call.options);
     for (ShmTensors& output : to) output.write_back();
   });
@@ -341,12 +362,18 @@ WorkPtr ShmBackend::reduce_scatter_from(Request request, const Tensors& outputs,
   const auto how = arguments.reduction(op);
   return submit(std::move(request), [=, this](Call& call) {
     std::vector<ShmTensors> from;
-    std::vector<shm::Pieces> by_rank(static_cast<size_t>(getSize()));
-    for (const at::Tensor& input : inputs) {
-      from.emplace_back(input, Use::kRead);
-      from.back().add_parts(by_rank);
-    }
+    for (const at::Tensor& input : inputs) from.emplace_back(input, Use::kRead);
+    std::vector<shm::Pieces> by_rank;
+    const auto divide = [&] {
+      by_rank.assign(static_cast<size_t>(getSize()), {});
+      for (const ShmTensors& input : from) input.add_parts(by_rank);
+    };
+    divide();
     ShmTensors to(outputs, Use::kWrite);
+    if (would_read_results(only_of(getRank(), to.pieces()), by_rank)) {
+      for (ShmTensors& input : from) input.make_copies();
+      divide();
+    }
     call.run.reduce_scatter(to.pieces(), by_rank, how, call.options);
     to.write_back();
   });

@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 
+#include <algorithm>
 #include <utility>
 
 namespace trireme {
@@ -10,6 +11,25 @@ namespace {
 shm::Piece piece_of(const at::Tensor& flat, int64_t begin, int64_t numel) {
   const auto element = static_cast<int64_t>(flat.element_size());
   return {static_cast<std::byte*>(flat.data_ptr()) + begin * element, numel * element};
+}
+
+// Bytes of the caller's, and where they stand among those of a rank.
+struct Run {
+  const std::byte* begin;
+  const std::byte* end;
+  size_t rank;
+  int64_t offset;
+};
+
+std::vector<Run> runs_of(const std::vector<shm::Pieces>& by_rank) {
+  std::vector<Run> runs;
+  for (size_t rank = 0; rank < by_rank.size(); ++rank) {
+    by_rank[rank].visit(0, by_rank[rank].bytes(),
+                        [&](const std::byte* data, int64_t offset, int64_t bytes) {
+                          runs.push_back({data, data + bytes, rank, offset});
+                        });
+  }
+  return runs;
 }
 
 bool is_plain(const at::Tensor& tensor) {
@@ -66,6 +86,31 @@ ShmTensors::ShmTensors(std::vector<at::Tensor> tensors, Use use)
       flat_.push_back(tensor.detach().resolve_conj().resolve_neg().contiguous());
     }
   }
+  if (use == Use::kReadWrite && tensors_.size() > 1 && would_read_results({pieces()}, {pieces()}))
+    make_copies();
+}
+
+bool would_read_results(const std::vector<shm::Pieces>& outputs,
+                        const std::vector<shm::Pieces>& inputs) {
+  std::vector<Run> written = runs_of(outputs);
+  if (written.empty()) return false;
+  std::sort(written.begin(), written.end(),
+            [](const Run& a, const Run& b) { return a.begin < b.begin; });
+  std::vector<const std::byte*> furthest;  // end of those up to each
+  for (const Run& run : written)
+    furthest.push_back(furthest.empty() ? run.end : std::max(furthest.back(), run.end));
+  for (const Run& read : runs_of(inputs)) {
+    const auto first = std::upper_bound(furthest.begin(), furthest.end(), read.begin);
+    for (auto at = static_cast<size_t>(first - furthest.begin());
+         at < written.size() && written[at].begin < read.end; ++at) {
+      const Run& run = written[at];
+      const bool apart = run.end <= read.begin;
+      const bool in_place =
+          run.rank == read.rank && run.begin - run.offset == read.begin - read.offset;
+      if (!apart && !in_place) return true;
+    }
+  }
+  return false;
 }
 
 shm::Pieces ShmTensors::pieces() const {
@@ -94,6 +139,11 @@ void ShmTensors::add_parts(std::vector<shm::Pieces>& by_rank) const {
   const int64_t numel = flat_.front().numel() / static_cast<int64_t>(by_rank.size());
   for (size_t rank = 0; rank < by_rank.size(); ++rank)
     by_rank[rank].add(piece_of(flat_.front(), static_cast<int64_t>(rank) * numel, numel));
+}
+
+void ShmTensors::make_copies() {
+  for (size_t i = 0; i < tensors_.size(); ++i)
+    if (flat_[i].is_same(tensors_[i])) flat_[i] = tensors_[i].detach().clone();
 }
 
 void ShmTensors::write_back() {

@@ -13,6 +13,7 @@ shm::Dtype shm_dtype(at::ScalarType dtype);
 
 // Tensors as a collective reads or writes them: in their own memory where that is contiguous, else
 // in a copy that lives as long as this.
+// Those of a list that is read and written are apart from each other, if need be by copies.
 class ShmTensors {
  public:
   enum class Use { kRead, kWrite, kReadWrite };
@@ -31,6 +32,9 @@ class ShmTensors {
   // each.
   void add_parts(std::vector<shm::Pieces>& by_rank) const;
 
+  // What is only read, moved out of the way of what is written meanwhile: copies of all.
+  void make_copies();
+
   // Brings results from copies to the caller's tensors.
   void write_back();
 
@@ -39,5 +43,11 @@ class ShmTensors {
   std::vector<at::Tensor> flat_;
   Use use_;
 };
+
+// Whether a collective that writes outputs[r] while it still reads inputs[r], in the order of their
+// bytes, may read what it has written. In place it does not: where a byte of inputs[r] lies in
+// outputs[r] at the same offset, it has been read by then.
+bool would_read_results(const std::vector<shm::Pieces>& outputs,
+                        const std::vector<shm::Pieces>& inputs);
 
 }  // namespace trireme

@@ -34,7 +34,8 @@ struct ReduceOptions {
 // slots stay in cache and memory sees one pass. Small ones every rank reduces as a whole: one
 // meeting instead of two.
 //
-// Ranks are those of the HostGroup, counted from 0. One thread at a time.
+// Ranks are those of the HostGroup, counted from 0. One thread at a time. Where outputs are not
+// inputs, as said below, they must not overlap these.
 class TRIREME_API Collectives {
  public:
   explicit Collectives(HostGroup& group) : group_(group), ring_(group) {}
