@@ -5,14 +5,18 @@
 #include <trireme/comm/recording_communicator.h>
 #include <trireme/comm/shm_backend.h>
 #include <trireme/comm/shm_p2p.h>
+#include <trireme/common/interruption.h>
 
 #include <pybind11/chrono.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
+#include <exception>
 #include <memory>
 #include <optional>
+#include <string>
+#include <unistd.h>
 #include <utility>
 
 namespace trireme {
@@ -47,9 +51,42 @@ CustomCollective collective_of(std::optional<py::function> allocate,
           }};
 }
 
+// [Note: signals while a rank waits]
+//
+// Python runs the handlers of signals between two instructions of its main thread, and a collective
+// is one instruction. So the main thread asks for them itself while it waits, about every 50 ms.
+// For that it takes Python's lock, at most once in 50 ms and never in a shorter wait, and lets it
+// go at once, so that other threads hardly notice. It holds no lock of ours meanwhile, and nothing
+// of ours waits for a peer with Python's lock in its hands, so neither of the two waits for the
+// other. (Foreign code that keeps Python's lock on another thread until this very wait is over
+// would; it would keep the main thread from going on in any case.)
+//
+// What a handler raises ends the wait (see common/interruption.h).
+class RaisedInSignalHandler final : public py::error_already_set, public Interruption {
+ public:
+  // With Python's lock, and its error set.
+  RaisedInSignalHandler() : Interruption({}) {
+    reason = py::str(type().attr("__name__")).cast<std::string>();
+    try {
+      const auto text = py::str(value()).cast<std::string>();
+      if (!text.empty()) reason += " (" + text + ")";
+    } catch (const std::exception&) {  // it has no text, then
+    }
+    reason += " was raised by a signal handler while it waited";
+  }
+};
+
+void run_signal_handlers() {
+  if (::gettid() != ::getpid() || Py_IsInitialized() == 0) return;
+  const py::gil_scoped_acquire gil;
+  if (PyErr_CheckSignals() != 0) throw RaisedInSignalHandler();
+}
+
 }  // namespace
 
 void init_comm(py::module_& module) {
+  set_interruption_check(&run_signal_handlers);
+
   py::class_<Communicator, std::shared_ptr<Communicator>>(module, "Communicator")
       .def_property_readonly("rank", &Communicator::rank)
       .def_property_readonly("world", &Communicator::world)
@@ -102,6 +139,9 @@ void init_comm(py::module_& module) {
              "The c10d backend \"trireme\"; see comm/shm_backend.h.");
   module.def("close_all_p2p", &close_all_p2p, py::call_guard<py::gil_scoped_release>(),
              "For the end of the process: waits until peers can receive what was sent to them.");
+  module.def("leave_all_groups", &leave_all_groups, py::arg("error"),
+             py::call_guard<py::gil_scoped_release>(),
+             "For the end of the process: tells the peers by which error, or by none if empty.");
 }
 
 }  // namespace trireme

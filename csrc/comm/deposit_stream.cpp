@@ -11,12 +11,12 @@
 
 namespace trireme {
 
-DepositStream::DepositStream(std::unique_ptr<shm::DepositRing> ring, int64_t world,
-                             std::chrono::milliseconds timeout, std::shared_ptr<void> keeps_alive)
+DepositStream::DepositStream(std::unique_ptr<shm::DepositRing> ring, shm::HostGroup& group,
+                             std::shared_ptr<void> keeps_alive)
     : keeps_alive_(std::move(keeps_alive)),
       ring_(std::move(ring)),
-      world_(world),
-      timeout_(timeout) {}
+      world_(group.world()),
+      group_(group) {}
 
 DepositStream::~DepositStream() = default;
 
@@ -27,7 +27,7 @@ void DepositStream::begin_round(const Round& round) {
                         .count = round.bytes,
                         .shapes_hash = round.layout_hash,
                         .label = round.label},
-                       timeout_);
+                       group_.timeout());
   });
 }
 

@@ -4,7 +4,6 @@
 
 #include <c10/core/ScalarType.h>
 
-#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -16,7 +15,8 @@ namespace trireme {
 
 namespace shm {
 class DepositRing;
-}
+class HostGroup;
+}  // namespace shm
 
 // A one-sided reduce-scatter of ranks that share memory: each deposits what it has as soon as it
 // has it, and sums up what it owns when all have deposited it. See shm/deposit_ring.h, of which
@@ -33,9 +33,9 @@ class TRIREME_API DepositStream {
     std::string_view label;  // what is deposited, for messages
   };
 
-  // `keeps_alive` owns the group that the ring belongs to.
-  DepositStream(std::unique_ptr<shm::DepositRing> ring, int64_t world,
-                std::chrono::milliseconds timeout, std::shared_ptr<void> keeps_alive);
+  // `group` is that of the ring; `keeps_alive` owns it.
+  DepositStream(std::unique_ptr<shm::DepositRing> ring, shm::HostGroup& group,
+                std::shared_ptr<void> keeps_alive);
   ~DepositStream();
   DepositStream(const DepositStream&) = delete;
   DepositStream& operator=(const DepositStream&) = delete;
@@ -71,7 +71,7 @@ class TRIREME_API DepositStream {
   std::shared_ptr<void> keeps_alive_;
   std::unique_ptr<shm::DepositRing> ring_;
   int64_t world_;
-  std::chrono::milliseconds timeout_;
+  shm::HostGroup& group_;
 };
 
 }  // namespace trireme

@@ -2,6 +2,7 @@
 
 #include <trireme/comm/engine_options.h>
 #include <trireme/comm/foreign_error.h>
+#include <trireme/common/duration.h>
 
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
@@ -15,9 +16,9 @@ using c10d::ProcessGroupGloo;
 
 c10::intrusive_ptr<ProcessGroupGloo::Options> gloo_options(const GlooOptions& options) {
   if (options.hostname.empty()) {
-    return ProcessGroupGloo::Options::create_default(options.connect_timeout);
+    return ProcessGroupGloo::Options::create_default(saturated(options.connect_timeout));
   }
-  auto result = ProcessGroupGloo::Options::create(options.connect_timeout);
+  auto result = ProcessGroupGloo::Options::create(saturated(options.connect_timeout));
   result->devices.push_back(ProcessGroupGloo::createDeviceForHostname(options.hostname));
   return result;
 }
@@ -29,7 +30,7 @@ c10::intrusive_ptr<c10d::Backend> make_gloo_backend(const c10::intrusive_ptr<c10
   try {
     auto backend = c10::make_intrusive<ProcessGroupGloo>(
         store, static_cast<int>(where.rank), static_cast<int>(where.world), gloo_options(options));
-    backend->setTimeout(options.timeout);
+    backend->setTimeout(saturated(options.timeout));
     return backend;
   } catch (const std::exception& error) {
     C10_THROW_ERROR(

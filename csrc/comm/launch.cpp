@@ -6,6 +6,7 @@
 #include <trireme/comm/rendezvous.h>
 #include <trireme/comm/shm_backend.h>
 #include <trireme/common/cpus.h>
+#include <trireme/common/duration.h>
 #include <trireme/common/env.h>
 
 #include <ATen/Context.h>
@@ -155,8 +156,7 @@ c10::intrusive_ptr<c10d::Backend> make_engine(const std::string& engine,
                                               const ConnectRequest& request) {
   const auto store = c10::make_intrusive<c10d::PrefixStore>(engine, request.store);
   GlooOptions gloo;
-  gloo.timeout = request.timeout.value_or(gloo.timeout);
-  gloo.connect_timeout = request.timeout.value_or(gloo.connect_timeout);
+  if (request.timeout) gloo.timeout = gloo.connect_timeout = saturated(*request.timeout);
   if (engine == "gloo") return make_gloo_backend(store, request.where, gloo);
   if (engine == "nccl") return make_nccl_backend({store, request.where, gloo.timeout});
   ShmOptions shm;

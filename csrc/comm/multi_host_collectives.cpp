@@ -1,4 +1,5 @@
 #include <trireme/comm/multi_host_scope.h>
+#include <trireme/common/duration.h>
 
 #include <ATen/core/Tensor.h>
 
@@ -50,8 +51,9 @@ MultiHostCollectives::MultiHostCollectives(shm::HostGroup& group,
 MultiHostCollectives::Scope::Scope(MultiHostCollectives& owner, const Operation& operation,
                                    const CallOptions& call)
     : owner_(owner), label_(operation.to_string()) {
-  const milliseconds patience = call.timeout.count() > 0 ? call.timeout : owner.group_.timeout();
-  deadline_ = shm::Clock::now() + patience;
+  const milliseconds patience =
+      saturated(call.timeout.count() > 0 ? call.timeout : owner.group_.timeout());
+  deadline_ = deadline_after(patience);
   ++owner.sequence_;
   shm::Record record;
   record.write(owner.sequence_, operation);
@@ -178,9 +180,8 @@ std::optional<Fault> MultiHostCollectives::word_of_this_host(const std::string& 
   for (int64_t peer = 0; peer < group_.world(); ++peer) {
     if (peer == group_.rank()) continue;
     if (const std::string absence = group_.absence_of(peer); !absence.empty()) {
-      return Fault(FaultKind::kPeerLost,
-                   error_text(kMultiHostArea, operation + ": " + absence, group_.where(),
-                              "Look for the error of that rank; then start the group again."));
+      return Fault(FaultKind::kPeerLost, error_text(kMultiHostArea, operation + ": " + absence,
+                                                    group_.where(), group_.advice_on_absence()));
     }
   }
   return std::nullopt;

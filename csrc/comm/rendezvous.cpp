@@ -1,6 +1,7 @@
 #include <trireme/comm/rendezvous.h>
 
 #include <trireme/comm/foreign_error.h>
+#include <trireme/common/duration.h>
 
 #include <torch/csrc/distributed/c10d/FileStore.hpp>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
@@ -191,7 +192,7 @@ void wait_for_all(c10d::Store& store, RankOf where, const std::string& place) {
 }  // namespace
 
 Rendezvous::Rendezvous(const RendezvousRequest& request) : where_(request.environment.rank_of()) {
-  const milliseconds timeout = request.timeout.value_or(kDefaultTimeout);
+  const milliseconds timeout = saturated(request.timeout.value_or(kDefaultTimeout));
   TORCH_CHECK_VALUE(
       timeout.count() > 0,
       error_text("launch",
@@ -212,7 +213,7 @@ bool Rendezvous::leave(milliseconds patience) noexcept {
   left_ = true;
   try {
     if (store_->add("left", 1) == where_.world) store_->set("all_left", std::vector<uint8_t>{1});
-    if (serves_) store_->wait({"all_left"}, patience);
+    if (serves_) store_->wait({"all_left"}, saturated(patience));
     return true;
   } catch (const std::exception&) {
     return false;

@@ -2,12 +2,16 @@
 #include <trireme/comm/shm_backend_class.h>
 #include <trireme/comm/shm_tensors.h>
 #include <trireme/comm/store_exchange.h>
+#include <trireme/common/duration.h>
 #include <trireme/common/forks.h>
+#include <trireme/common/interruption.h>
 
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include <algorithm>
+#include <mutex>
+#include <set>
 
 namespace trireme {
 
@@ -18,6 +22,16 @@ namespace {
 constexpr const char* kName = "trireme";
 
 thread_local std::string current_label;
+
+// Those of this process. Never destroyed: groups may outlive static objects.
+struct LivingBackends {
+  std::mutex mutex;
+  std::set<ShmBackend*> all;
+};
+LivingBackends& living_backends() {
+  static auto* living = new LivingBackends;
+  return *living;
+}
 
 // Of what an error says, without the place in torch's source that its checks put before it.
 std::string first_line(const std::exception& error) {
@@ -38,15 +52,25 @@ ShmBackend::ShmBackend(const c10::intrusive_ptr<c10d::Store>& store, RankOf wher
       store_(store),
       where_(where),
       shm_options_(options),
-      options_(c10::make_intrusive<Options>(kName, options.timeout)),
+      options_(c10::make_intrusive<Options>(kName, saturated(options.timeout))),
       forks_(forks_so_far()),
-      queue_(where.world) {
+      queue_(where, [this](const std::string& reason) { return leave(reason); }) {
   meet();
   init();
+  const std::lock_guard<std::mutex> lock(living_backends().mutex);
+  living_backends().all.insert(this);
 }
 
 ShmBackend::~ShmBackend() {
-  shutdown();
+  {
+    const std::lock_guard<std::mutex> lock(living_backends().mutex);
+    living_backends().all.erase(this);
+  }
+  try {
+    shutdown();
+  } catch (const std::exception& error) {  // a signal handler raised while this waited
+    TORCH_WARN(first_line(error));
+  }
   if (forks_ != forks_so_far()) inner_.release();  // its threads stayed with the parent
 }
 
@@ -99,8 +123,9 @@ void ShmBackend::meet_hosts(const std::string& incarnation) {
 const std::string ShmBackend::getBackendName() const { return kName; }
 
 void ShmBackend::setTimeout(milliseconds timeout) {
-  options_->timeout = timeout;
-  if (inner_) inner_->setTimeout(timeout);
+  options_->timeout = saturated(timeout);
+  if (group_) group_->set_timeout(options_->timeout);
+  if (inner_) inner_->setTimeout(options_->timeout);
 }
 
 uint64_t ShmBackend::getSequenceNumberForGroup() {
@@ -149,6 +174,11 @@ void ShmBackend::fail(const std::string& reason) noexcept {
   }
 }
 
+void ShmBackend::end_run(const std::string& error) noexcept {
+  if (forks_ != forks_so_far() || !group_) return;
+  if (!error.empty() || queue_.is_idle()) group_->leave(error);
+}
+
 void ShmBackend::abandon(const std::string& reason) noexcept {
   group_->abandon(reason);
   queue_.note_told(group_->epoch());
@@ -157,6 +187,18 @@ void ShmBackend::abandon(const std::string& reason) noexcept {
   } catch (...) {
     queue_.cancel(std::current_exception());
   }
+}
+
+// A thread of this rank no longer waits for an operation that runs.
+uint64_t ShmBackend::leave(const std::string& reason) {
+  const std::string text =
+      error_text("shm_backend", reason, where_, "Look for the error of that rank.");
+  if (hosts_) {
+    fail(text);
+  } else {
+    group_->abandon(text);
+  }
+  return group_->epoch();
 }
 
 void ShmBackend::run_alone(const char* title, Run run) {
@@ -208,7 +250,7 @@ ShmBackend::WorkPtr ShmBackend::submit(Request request, Run run) {
                                where_, "Use the group in the parent only."));
   }
   const milliseconds timeout =
-      request.timeout == c10d::kUnsetTimeout ? options_->timeout : request.timeout;
+      request.timeout == c10d::kUnsetTimeout ? options_->timeout : saturated(request.timeout);
   auto work = c10::make_intrusive<ShmWork>(getRank(), request.type, request.title,
                                            std::move(request.outputs), ++sequence_);
   work->report_to(hooks_);
@@ -228,6 +270,9 @@ ShmBackend::WorkPtr ShmBackend::submit(Request request, Run run) {
                     if (fault.kind() == shm::FaultKind::kAbandoned)
                       queue_.note_untold(group_->epoch());
                     C10_THROW_ERROR(DistBackendError, fault.what());
+                  } catch (const Interruption&) {  // the group has heard of it
+                    queue_.note_untold(group_->epoch());
+                    throw;
                   }
                 });
   return work;
@@ -253,6 +298,8 @@ void ShmBackend::run_or_refuse(Call& call, const char* name, const Run& run) {
     run(call);
   } catch (const shm::Fault&) {
     throw;
+  } catch (const Interruption&) {
+    throw;
   } catch (const std::exception& error) {
     if (call.run.sequence() == before) {
       try {
@@ -267,6 +314,11 @@ void ShmBackend::run_or_refuse(Call& call, const char* name, const Run& run) {
 ShmBackend::ScopedLabel::ScopedLabel(std::string label) { current_label = std::move(label); }
 
 ShmBackend::ScopedLabel::~ScopedLabel() { current_label.clear(); }
+
+void leave_all_groups(const std::string& error) {
+  const std::lock_guard<std::mutex> lock(living_backends().mutex);
+  for (ShmBackend* backend : living_backends().all) backend->end_run(error);
+}
 
 c10::intrusive_ptr<c10d::Backend> make_shm_backend(const c10::intrusive_ptr<c10d::Store>& store,
                                                    RankOf where, const ShmOptions& options) {

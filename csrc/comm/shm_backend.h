@@ -44,6 +44,11 @@ struct ShmOptions {
 TRIREME_API c10::intrusive_ptr<c10d::Backend> make_shm_backend(
     const c10::intrusive_ptr<c10d::Store>& store, RankOf where, const ShmOptions& options = {});
 
+// For the end of the process: peers that wait for this rank hear that it has left each group which
+// still lives, and by which error, if not in good order (empty). Not of a group that has operations
+// in flight in good order: these may still end well.
+TRIREME_API void leave_all_groups(const std::string& error);
+
 // A process group of that backend alone, for tensors on CPU.
 TRIREME_API c10::intrusive_ptr<c10d::ProcessGroup> make_shm_group(
     const c10::intrusive_ptr<c10d::Store>& store, RankOf where, const ShmOptions& options = {});

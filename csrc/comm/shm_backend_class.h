@@ -73,6 +73,9 @@ class ShmBackend final : public c10d::Backend {
   // What went wrong beside the operations: for the hooks, and getError().
   void note(const shm::Fault& fault) noexcept;
 
+  // See leave_all_groups().
+  void end_run(const std::string& error) noexcept;
+
   // The same as abort(), with a reason that all ranks repeat.
   void fail(const std::string& reason) noexcept;
 
@@ -170,6 +173,7 @@ class ShmBackend final : public c10d::Backend {
   uint64_t open_epoch() const;
   void refuse_if_over(uint64_t epoch) const;
   void run_alone(const char* title, Run run);
+  uint64_t leave(const std::string& reason);
   static void run_or_refuse(Call& call, const char* name, const Run& run);
   WorkPtr broadcast_from(Request request, int64_t root);
   WorkPtr all_reduce(Request request, const c10d::ReduceOp& op);

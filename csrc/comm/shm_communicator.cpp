@@ -46,7 +46,7 @@ class ShmCommunicator final : public ShmVerbs {
         });
     if (!ring) return nullptr;
     return std::make_unique<DepositStream>(
-        std::move(ring), world(), backend()->getBackendOptions()->timeout,
+        std::move(ring), backend()->host_group(),
         std::make_shared<c10::intrusive_ptr<ShmBackend>>(backend()));
   }
 

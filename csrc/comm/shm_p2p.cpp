@@ -4,6 +4,7 @@
 #include <trireme/comm/shm_compat.h>
 #include <trireme/comm/shm_tensors.h>
 #include <trireme/comm/torchs_words.h>
+#include <trireme/common/duration.h>
 #include <trireme/common/error.h>
 #include <trireme/common/forks.h>
 
@@ -60,7 +61,7 @@ class P2pWork final : public c10d::Work {
 
   bool wait(milliseconds timeout) override {
     std::optional<shm::Clock::time_point> until;
-    if (timeout != kNoTimeout) until = shm::Clock::now() + timeout;
+    if (timeout != kNoTimeout) until = deadline_after(timeout);
     if (!courier_->wait(*transfer_, until)) {
       C10_THROW_ERROR(
           DistBackendError,

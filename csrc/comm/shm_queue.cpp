@@ -1,7 +1,11 @@
 #include <trireme/comm/shm_queue.h>
 
 #include <trireme/common/cpus.h>
+#include <trireme/common/duration.h>
+#include <trireme/common/error.h>
 #include <trireme/common/forks.h>
+#include <trireme/common/interruption.h>
+#include <trireme/shm/flag_wait.h>
 
 #include <ATen/Parallel.h>
 #include <ATen/core/grad_mode.h>
@@ -18,12 +22,18 @@ namespace {
 // Most backwards end sooner; one that does not gets its first buckets reduced underway.
 constexpr std::chrono::milliseconds kPatience{50};
 
-// The queue whose callbacks this thread runs.
+// The queue whose callbacks this thread runs, and the one whose operation it is at.
 thread_local const void* calls_back_for = nullptr;
+thread_local const void* operates_for = nullptr;
+
+constexpr const char* kQueueArea = "shm_queue";
 
 }  // namespace
 
-ShmQueue::ShmQueue(int64_t ranks) : ranks_(ranks), cpus_(usable_cpus()) {}
+ShmQueue::ShmQueue(RankOf where, Abandon abandon) : ranks_(where.world), cpus_(usable_cpus()) {
+  shared_->where = where;
+  shared_->abandon = std::move(abandon);
+}
 
 ShmQueue::~ShmQueue() {
   if (workers_.empty()) return;
@@ -42,6 +52,7 @@ ShmQueue::~ShmQueue() {
 
 void ShmQueue::submit(const c10::intrusive_ptr<ShmWork>& work, bool synchronous, Run run) {
   Shared& shared = *shared_;
+  refuse_within(shared, "an operation");
   std::unique_lock<std::mutex> lock(shared.mutex);
   if (synchronous && !shared.busy && shared.tasks.empty()) {
     shared.tasks.push_back({work, std::move(run), {}});
@@ -92,14 +103,28 @@ bool ShmQueue::is_told(uint64_t epoch) const {
   return shared_->told == epoch || !may_be_untold;
 }
 
+bool ShmQueue::is_idle() const {
+  const std::lock_guard<std::mutex> lock(shared_->mutex);
+  return !shared_->busy && shared_->tasks.empty();
+}
+
 void ShmQueue::drain() {
+  refuse_within(*shared_, "the end of the group");
   std::unique_lock<std::mutex> lock(shared_->mutex);
   while (!shared_->tasks.empty() || shared_->busy || shared_->in_callbacks > 0) {
-    if (shared_->busy || shared_->tasks.empty() || shared_->in_callbacks > 0) {
-      shared_->changed.wait(lock);
-    } else {
-      run_next_and_tell(*shared_, lock);
+    if (!shared_->busy && !shared_->tasks.empty() && shared_->in_callbacks == 0) {
+      rethrow_interruption(*shared_, run_next_and_tell(*shared_, lock));
+      continue;
     }
+    shared_->changed.wait_for(lock, shm::kLookEvery);
+    lock.unlock();
+    try {
+      check_interruption();
+    } catch (const Interruption& interruption) {
+      shared_->told = shared_->abandon(interruption.reason);
+      throw;
+    }
+    lock.lock();
   }
 }
 
@@ -113,11 +138,13 @@ ShmQueue::Ended ShmQueue::run_next(Shared& shared, std::unique_lock<std::mutex>&
   lock.unlock();
   Ended ended{task.work, {}};
   task.work->started_ = Clock::now();
+  const void* outer = std::exchange(operates_for, &shared);
   try {
     task.run();
   } catch (...) {
     ended.error = std::current_exception();
   }
+  operates_for = outer;
   // To free tensors and callbacks of Python takes its lock, which whoever waits for ours may hold.
   task = {};
   ended.work->complete(ended.error);
@@ -139,9 +166,23 @@ void ShmQueue::tell(Shared& shared, std::unique_lock<std::mutex>& lock, Ended en
   if (--shared.in_callbacks == 0) shared.changed.notify_all();
 }
 
-void ShmQueue::run_next_and_tell(Shared& shared, std::unique_lock<std::mutex>& lock) {
+std::exception_ptr ShmQueue::run_next_and_tell(Shared& shared, std::unique_lock<std::mutex>& lock) {
   Ended ended = run_next(shared, lock);
+  const std::exception_ptr error = ended.error;
   tell(shared, lock, std::move(ended));
+  return error;
+}
+
+// Ends this thread's wait, whichever operation it was at.
+void ShmQueue::rethrow_interruption(Shared& shared, const std::exception_ptr& error) {
+  if (!error) return;
+  try {
+    std::rethrow_exception(error);
+  } catch (const Interruption&) {
+    shared.told = shared.untold.load();
+    throw;
+  } catch (...) {  // whoever waits for that operation hears of it
+  }
 }
 
 void ShmQueue::run_until_done(Shared& shared, ShmWork& work) {
@@ -150,7 +191,43 @@ void ShmQueue::run_until_done(Shared& shared, ShmWork& work) {
     return !shared.busy && !shared.tasks.empty() &&
            (shared.in_callbacks == 0 || calls_back_for == &shared);
   };
-  while (!work.isCompleted() && is_its_turn()) run_next_and_tell(shared, lock);
+  while (!work.isCompleted() && is_its_turn())
+    rethrow_interruption(shared, run_next_and_tell(shared, lock));
+}
+
+// Has the queue's own thread take what is queued up to that.
+void ShmQueue::hurry(Shared& shared, const ShmWork& work) {
+  const std::lock_guard<std::mutex> lock(shared.mutex);
+  const auto is_it = [&](const Task& task) { return task.work.get() == &work; };
+  const auto last = std::find_if(shared.tasks.begin(), shared.tasks.end(), is_it);
+  if (last == shared.tasks.end()) return;
+  for (auto task = shared.tasks.begin(); task <= last; ++task)
+    task->worker_takes_it_at = Clock::time_point::min();
+  shared.changed.notify_all();
+}
+
+// A thread that was called away while it waited for an operation that another one runs: the same
+// becomes of that as if this thread had run it.
+void ShmQueue::leave(Shared& shared, ShmWork& work, const std::string& reason) {
+  std::unique_lock<std::mutex> lock(shared.mutex);
+  if (work.isCompleted()) return;
+  if (++shared.in_callbacks == 1) shared.callbacks_began = Clock::now();  // drain() waits for it
+  lock.unlock();
+  shared.told = shared.abandon(reason);
+  lock.lock();
+  if (--shared.in_callbacks == 0) shared.changed.notify_all();
+}
+
+// Nothing could run it: operations go one after the other, and this thread is in the middle of one.
+void ShmQueue::refuse_within(const Shared& shared, const char* call) {
+  if (operates_for != &shared) return;
+  C10_THROW_ERROR(
+      DistBackendError,
+      error_text(kQueueArea,
+                 std::string("got ") + call +
+                     " of a group from within a signal handler, while this thread "
+                     "waits in an operation of that group",
+                 shared.where, "Only note the signal there, and act on it between operations."));
 }
 
 // The same on one of the queue's threads, which are all but one in callbacks at most.
@@ -173,8 +250,7 @@ void ShmQueue::work_off() {
       continue;
     }
     const Task& next = shared.tasks.front();
-    const bool hurry = shared.ending || next.work->wanted_by_future_.load();
-    auto takes_it_at = hurry ? Clock::time_point::min() : next.worker_takes_it_at;
+    auto takes_it_at = shared.ending ? Clock::time_point::min() : next.worker_takes_it_at;
     if (shared.in_callbacks > 0 && shared.from_callbacks == 0)
       takes_it_at = std::max(takes_it_at, shared.callbacks_began + kPatience);
     if (Clock::now() >= takes_it_at) {
@@ -188,12 +264,44 @@ void ShmQueue::work_off() {
 bool ShmWork::wait(std::chrono::milliseconds timeout) {
   const auto queue = queue_.lock();
   if (!queue) return Work::wait(timeout);
-  ShmQueue::run_until_done(*queue, *this);
+  if (!isCompleted()) ShmQueue::refuse_within(*queue, "a wait for an operation");
+  if (timeout == kNoTimeout) {
+    ShmQueue::run_until_done(*queue, *this);
+  } else {
+    ShmQueue::hurry(*queue, *this);
+  }
   try {
-    return Work::wait(timeout);
+    wait_for_end(*queue, timeout);
+    return Work::wait(kNoTimeout);
   } catch (...) {
     if (isCompleted()) queue->told = queue->untold.load();
     throw;
+  }
+}
+
+void ShmWork::wait_for_end(ShmQueue::Shared& queue, std::chrono::milliseconds timeout) {
+  const bool limited = timeout != kNoTimeout;
+  const auto deadline = deadline_after(limited ? timeout : kLongestWait);
+  std::unique_lock<std::mutex> lock(mutex_);
+  while (!completed_) {
+    const auto now = ShmQueue::Clock::now();
+    if (now >= deadline) {
+      C10_THROW_ERROR(DistBackendError, error_text(kQueueArea,
+                                                   "operation " + std::to_string(sequence_) +
+                                                       " is not done after a wait of " +
+                                                       std::to_string(timeout.count()) + " ms",
+                                                   queue.where, "Wait longer; it goes on."));
+    }
+    cv_.wait_until(lock, std::min(deadline, now + shm::kLookEvery), [this] { return completed_; });
+    if (completed_) return;
+    lock.unlock();
+    try {
+      check_interruption();
+    } catch (const Interruption& interruption) {
+      ShmQueue::leave(queue, *this, interruption.reason);
+      throw;
+    }
+    lock.lock();
   }
 }
 
@@ -239,11 +347,7 @@ c10::intrusive_ptr<c10::ivalue::Future> ShmWork::getFuture() {
     }
     future = future_;
   }
-  wanted_by_future_.store(true);
-  if (const auto queue = queue_.lock()) {
-    const std::lock_guard<std::mutex> lock(queue->mutex);
-    queue->changed.notify_all();
-  }
+  if (const auto queue = queue_.lock()) ShmQueue::hurry(*queue, *this);
   return future;
 }
 

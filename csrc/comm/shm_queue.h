@@ -2,6 +2,7 @@
 
 #include <trireme/comm/shm_compat.h>
 #include <trireme/comm/shm_hooks.h>
+#include <trireme/common/error.h>
 
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/distributed/c10d/Work.hpp>
@@ -39,13 +40,17 @@ class ShmQueue {
   using Run = std::function<void()>;
   using Clock = std::chrono::steady_clock;
 
-  // `ranks` of this host share its CPUs.
-  explicit ShmQueue(int64_t ranks);
+  // Tells the group that this rank abandons what it is at, for that reason; returns the epoch.
+  using Abandon = std::function<uint64_t(const std::string& reason)>;
+
+  // All ranks of the group are taken to share the CPUs of this host.
+  ShmQueue(RankOf where, Abandon abandon);
   ~ShmQueue();  // after what is queued
   ShmQueue(const ShmQueue&) = delete;
   ShmQueue& operator=(const ShmQueue&) = delete;
 
-  // `run` throws what went wrong; synchronously that is thrown here, else it is in the Work.
+  // `run` throws what went wrong; synchronously that is thrown here, else it is in the Work. Throws
+  // where this thread runs an operation of this queue already: in a signal handler, while it waits.
   void submit(const c10::intrusive_ptr<ShmWork>& work, bool synchronous, Run run);
   // What has not begun ends with this exception.
   void cancel(const std::exception_ptr& why);
@@ -57,7 +62,9 @@ class ShmQueue {
   // Whether a caller who submits now means what comes after the epoch that was abandoned, and not a
   // further step of what ended with it.
   bool is_told(uint64_t epoch) const;
-  // Returns when nothing is queued or running.
+  bool is_idle() const;
+  // Returns when nothing is queued or running. May throw an Interruption, with what is queued given
+  // up.
   void drain();
 
  private:
@@ -81,6 +88,8 @@ class ShmQueue {
     Clock::time_point callbacks_began;
     std::atomic<uint64_t> untold{0};  // epochs; 0: none
     std::atomic<uint64_t> told{0};
+    RankOf where;
+    Abandon abandon;  // until drain() has returned for the last time
   };
   struct Ended {
     c10::intrusive_ptr<ShmWork> work;
@@ -88,8 +97,12 @@ class ShmQueue {
   };
   static Ended run_next(Shared& shared, std::unique_lock<std::mutex>& lock);
   static void tell(Shared& shared, std::unique_lock<std::mutex>& lock, Ended ended);
-  static void run_next_and_tell(Shared& shared, std::unique_lock<std::mutex>& lock);
+  static std::exception_ptr run_next_and_tell(Shared& shared, std::unique_lock<std::mutex>& lock);
   static void run_until_done(Shared& shared, ShmWork& work);
+  static void hurry(Shared& shared, const ShmWork& work);
+  static void rethrow_interruption(Shared& shared, const std::exception_ptr& error);
+  static void leave(Shared& shared, ShmWork& work, const std::string& reason);
+  static void refuse_within(const Shared& shared, const char* call);
   void run_next_and_stand_in(std::unique_lock<std::mutex>& lock);
   void start_worker();
   void work_off();
@@ -108,7 +121,9 @@ class ShmWork final : public c10d::Work {
           uint64_t sequence)
       : Work(rank, type, title), outputs_(std::move(outputs)), sequence_(sequence) {}
 
-  // Runs what is queued up to this, unless another thread is at it.
+  // Runs what is queued up to this, unless another thread is at it. With a timeout that is left to
+  // the queue's own thread: who gave up waiting throws c10::DistBackendError, the operation goes
+  // on, and may be waited for again.
   bool wait(std::chrono::milliseconds timeout) override;
   // Who asks for a future will wait for it in a place that cannot run anything: the queue's own
   // thread then takes the operation at once.
@@ -125,6 +140,7 @@ class ShmWork final : public c10d::Work {
 
  private:
   friend class ShmQueue;
+  void wait_for_end(ShmQueue::Shared& queue, std::chrono::milliseconds timeout);
   void complete(const std::exception_ptr& error);
   void run_callbacks(const std::exception_ptr& error);
   // Whether to complete it runs code of others.
@@ -140,7 +156,6 @@ class ShmWork final : public c10d::Work {
   std::shared_ptr<ShmHooks> hooks_;
   ShmQueue::Clock::time_point started_{};  // written before it is finished
   std::weak_ptr<ShmQueue::Shared> queue_;
-  std::atomic<bool> wanted_by_future_{false};
   std::atomic<ShmQueue::Clock::rep> finished_{0};
   std::mutex future_mutex_;
   c10::intrusive_ptr<c10::ivalue::Future> future_;

@@ -27,10 +27,12 @@ struct alignas(shm::kCacheLine) Count {
   std::atomic<uint64_t> value{0};
 };
 
-// Calls `call`; a fault in it is the backend's, too.
+// Calls `call`; a fault in it is the backend's, too, unless only the caller's patience was over.
 template <typename Call>
-void noted_by(ShmBackend& backend, Call&& call) {
-  in_torchs_words(call, [&](const shm::Fault& fault) { backend.note(fault); });
+void noted_by(ShmBackend& backend, Call&& call, bool is_impatient = false) {
+  in_torchs_words(call, [&](const shm::Fault& fault) {
+    if (!is_impatient || fault.kind() != shm::FaultKind::kTimeout) backend.note(fault);
+  });
 }
 
 class DoneWork final : public c10d::Work {
@@ -101,11 +103,14 @@ class ShmWindow::SignalWork final : public c10d::Work {
   bool wait(milliseconds timeout) override {
     const bool limited = timeout != kNoTimeout;
     const std::string name = "the signal of a window from rank " + std::to_string(peer_);
-    noted_by(*backend_, [&] {
-      backend_->host_group().check_usable();
-      backend_->host_group().wait_beside(peer_, count(), target_,
-                                         {name, limited ? timeout : timeout_});
-    });
+    noted_by(
+        *backend_,
+        [&] {
+          backend_->host_group().check_usable();
+          backend_->host_group().wait_beside(peer_, count(), target_,
+                                             {name, limited ? timeout : timeout_, limited});
+        },
+        limited);
     if (!Work::isCompleted()) finish();
     return true;
   }

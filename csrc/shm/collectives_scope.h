@@ -33,7 +33,7 @@ class Collectives::Scope {
     if (checked_) return;
     try {
       group_.check_entered();
-    } catch (const Fault&) {
+    } catch (...) {
       ring_.rewind(mark_);
       throw;
     }

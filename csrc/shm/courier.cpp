@@ -1,6 +1,7 @@
 #include <trireme/shm/courier.h>
 
 #include <trireme/common/forks.h>
+#include <trireme/common/interruption.h>
 #include <trireme/common/spin.h>
 
 #include <pthread.h>
@@ -62,12 +63,28 @@ bool Courier::wait(const Transfer& transfer, std::optional<Clock::time_point> un
     advance();
     spin_pause();
   }
-  drive([&] { return transfer.is_done() || (until && Clock::now() >= *until); });
-  {
+  const auto end = [this] {
     const std::lock_guard<std::mutex> lock(mutex_);
     --drivers_;
     if (closing_ || (worker_sleeps_ && !mailbox_.is_idle())) changed_->notify_all();
+  };
+  Clock::time_point look_at = Clock::now() + kLookEvery;
+  try {
+    drive([&] {
+      if (transfer.is_done()) return true;
+      const Clock::time_point now = Clock::now();
+      if (until && now >= *until) return true;
+      if (now >= look_at) {
+        check_interruption();
+        look_at = Clock::now() + kLookEvery;
+      }
+      return false;
+    });
+  } catch (...) {  // who waits is called away; the transfer goes on
+    end();
+    throw;
   }
+  end();
   return transfer.is_done();
 }
 

@@ -44,6 +44,7 @@ void DepositRing::begin_round(const Operation& what, std::chrono::milliseconds t
   round_is_checked_ = false;
   ++round_;
   block(group_.rank()).rounds[round_ % 2].write(round_, what);
+  group_.show_round(what);
 }
 
 // Ranks may have abandoned different rounds: all go on behind the last position of any.

@@ -47,6 +47,7 @@ void FlagWait::wait_longer(const std::atomic<uint64_t>& counter, uint64_t target
   } while (Clock::now() < yield_until);
 
   const Asleep asleep(bell_);
+  Clock::time_point look_at = Clock::now() + kLookEvery;
   for (;;) {
     const uint32_t seen = bell_.rung.load(std::memory_order_seq_cst);
     if (come()) return;
@@ -56,7 +57,11 @@ void FlagWait::wait_longer(const std::atomic<uint64_t>& counter, uint64_t target
     const bool pointless = watch.pointless();
     if (come()) return;
     if (pointless) watch.give_up();
-    if (Clock::now() >= deadline) watch.overdue();
+    const Clock::time_point now = Clock::now();
+    if (now >= deadline) watch.overdue();
+    if (now < look_at) continue;
+    watch.look_around();
+    look_at = Clock::now() + kLookEvery;
   }
 }
 

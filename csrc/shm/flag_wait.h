@@ -16,6 +16,7 @@ using Clock = std::chrono::steady_clock;
 struct Watch {
   virtual ~Watch() = default;
   virtual bool pointless() = 0;
+  virtual void look_around() {}             // every kLookEvery; what it throws ends the wait
   [[noreturn]] virtual void give_up() = 0;  // pointless, and the counter has not come after all
   [[noreturn]] virtual void overdue() = 0;  // the deadline has passed
 };

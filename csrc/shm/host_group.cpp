@@ -1,5 +1,6 @@
 #include <trireme/shm/host_group.h>
 
+#include <trireme/common/duration.h>
 #include <trireme/common/forks.h>
 
 #include <algorithm>
@@ -28,7 +29,8 @@ HostGroup::HostGroup(const HostGroupRequest& request)
     : where_(request.where),
       request_(request),
       ring_bytes_(ring_bytes_for(request.where.world)),
-      forks_(forks_so_far()) {}
+      forks_(forks_so_far()),
+      group_timeout_(saturated(request.timeout)) {}
 
 std::unique_ptr<HostGroup> HostGroup::join(Exchange& exchange, const HostGroupRequest& request) {
   std::unique_ptr<HostGroup> group(new HostGroup(request));
@@ -174,15 +176,13 @@ void HostGroup::settle_hosts(const std::vector<std::string>& rows) {
 
 HostGroup::~HostGroup() {
   if (blocks_.empty() || forks_ != forks_so_far()) return;
-  RankState here = RankState::kHere;
-  block(rank_).state.compare_exchange_strong(here, RankState::kLeft);
-  ring_all();
+  leave({});
 }
 
 uint64_t HostGroup::begin(const Operation& operation, std::chrono::milliseconds timeout) {
   check_usable();
-  timeout_ = timeout.count() > 0 ? timeout : request_.timeout;
-  deadline_ = Clock::now() + timeout_;
+  timeout_ = saturated(timeout.count() > 0 ? timeout : this->timeout());
+  deadline_ = deadline_after(timeout_);
   if (has_abandoned()) rejoin();
   ++sequence_;
   block(rank_).records[sequence_ % kRecords].write(sequence_, operation);

@@ -8,6 +8,7 @@
 #include <trireme/shm/rank_block.h>
 #include <trireme/shm/segment.h>
 
+#include <atomic>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
@@ -40,6 +41,7 @@ using Counter = std::atomic<uint64_t> RankBlock::*;
 struct Errand {
   std::string_view name;
   std::chrono::milliseconds timeout;
+  bool spares_group = false;  // when the time is over: then only this wait ends
 };
 
 // [Note: abandoned work]
@@ -70,7 +72,8 @@ struct SharedSegment {
 //
 // Every wait watches the deadline, the word that other ranks leave and whether the awaited process
 // lives; it throws Fault with all that is known, and from then on every call throws at once. One
-// thread at a time, except for what says that any thread may call it.
+// thread at a time, except for what says that any thread may call it. A wait may also be ended by
+// an Interruption (common/interruption.h), which abandons the epoch with its reason.
 class TRIREME_API HostGroup {
  public:
   // Collective over all ranks of the group. Throws Fault on all of them if one has no memory;
@@ -131,6 +134,9 @@ class TRIREME_API HostGroup {
 
   // Leaves word: every rank of the host raises with this text, now and later.
   void fail(const std::string& text) noexcept;
+  // Says that this rank takes no further part, as its destructor does; `error` is what ended it, if
+  // that was none of its own will.
+  void leave(std::string_view error) noexcept;
   // Ends the epoch (see the note above); does nothing if it has ended.
   void abandon(const std::string& reason) noexcept;
   bool has_abandoned() const;
@@ -143,19 +149,26 @@ class TRIREME_API HostGroup {
                    const Errand& errand);
   // After a sequentially consistent store to such a counter.
   void wake_peers();
+  // Lets peers see that this rank begins a round of deposits, its last operation until it enters a
+  // collective. One thread at a time.
+  void show_round(const Operation& what);
   // Why this group can no longer be used, as far as this rank or its peers know.
   std::optional<std::string> failure();
   // Throws Fault for a group that failed, and in a forked child.
   void check_usable();
   // "rank 1 (process 7) has died; its last operation: ..."; empty while it is there.
   std::string absence_of(int64_t peer) const;
+  // What the user of a rank that missed peers may do, by how these went.
+  std::string_view advice_on_absence() const;
   // Until that rank is gone, the group has failed or a second has passed. A process that is killed
   // closes its files a moment before it counts as dead; who cannot open one learns here why.
   void wait_for_end(int64_t peer);
   // "rank 1 (process 7) has not `come` within 2 s; it is alive (stopped) ...".
   std::string lateness_of(int64_t peer, std::string_view deed,
                           std::chrono::milliseconds patience) const;
-  std::chrono::milliseconds timeout() const { return request_.timeout; }
+  // Of a wait that has none of its own, from now on; any thread may set it.
+  std::chrono::milliseconds timeout() const { return group_timeout_.load(); }
+  void set_timeout(std::chrono::milliseconds timeout) { group_timeout_ = timeout; }
   // Of the segments of this group.
   SegmentKind segment_kind() const { return segments_[static_cast<size_t>(rank_)].address().kind; }
 
@@ -199,7 +212,8 @@ class TRIREME_API HostGroup {
   uint64_t sequence_ = 0;
   bool entered_ = true;
   std::atomic<uint64_t> epoch_{1};
-  std::chrono::milliseconds timeout_{};
+  std::atomic<std::chrono::milliseconds> group_timeout_;
+  std::chrono::milliseconds timeout_{};  // of the collective that runs
   Clock::time_point deadline_;
   std::mutex failure_mutex_;
   std::string failure_;

@@ -1,7 +1,9 @@
 // How a wait of a host group ends without what it waited for: who is missing, and what all say
 // then.
 
+#include <trireme/common/duration.h>
 #include <trireme/common/forks.h>
+#include <trireme/common/interruption.h>
 #include <trireme/shm/host_group.h>
 
 #include <algorithm>
@@ -14,6 +16,11 @@ namespace {
 std::string seconds(std::chrono::milliseconds duration) {
   const auto ms = duration.count();
   return ms % 1000 == 0 ? std::to_string(ms / 1000) + " s" : std::to_string(ms) + " ms";
+}
+
+template <size_t N>
+std::string_view text_at(const std::array<char, N>& place) {
+  return {place.data(), ::strnlen(place.data(), place.size())};
 }
 
 // For the doctor.
@@ -49,6 +56,17 @@ class HostGroup::PeerWatch : public Watch {
     return !why_.empty() || !left_by().empty();
   }
 
+  // Who is called away has abandoned what it was at.
+  void look_around() override {
+    try {
+      check_interruption();
+    } catch (const Interruption& interruption) {
+      group_.abandon(error_text("host_group", what() + ": " + interruption.reason, group_.where_,
+                                "Look for the error of that rank."));
+      throw;
+    }
+  }
+
   void give_up() override {
     if (group_.failure()) group_.check_usable();
     // What it said before it died tells more than its death.
@@ -59,7 +77,12 @@ class HostGroup::PeerWatch : public Watch {
 
   void overdue() override {
     const auto patience = errand_ != nullptr ? errand_->timeout : group_.timeout_;
-    miss(FaultKind::kTimeout, group_.lateness_of(peer_, "come", patience));
+    const std::string why = group_.lateness_of(peer_, "come", patience);
+    if (errand_ != nullptr && errand_->spares_group) {
+      throw Fault(FaultKind::kTimeout, error_text("host_group", what() + ": " + why, group_.where_,
+                                                  "Wait longer; the group goes on."));
+    }
+    miss(FaultKind::kTimeout, why);
   }
 
  protected:
@@ -134,7 +157,7 @@ void HostGroup::wait_beside(int64_t peer, const std::atomic<uint64_t>& counter, 
   if (counter.load(std::memory_order_acquire) >= target) return;
   PeerWatch watch(*this, peer, &errand);
   const ShownErrand shown(block(rank_), errand.name);
-  flag_wait_->until(counter, target, Clock::now() + errand.timeout, watch);
+  flag_wait_->until(counter, target, deadline_after(errand.timeout), watch);
 }
 
 void HostGroup::wait_all(Counter counter, uint64_t target) {
@@ -237,10 +260,10 @@ void HostGroup::ring_all() noexcept {
 }
 
 void HostGroup::give_up(FaultKind kind, const std::string& what, const std::string& why) {
-  const char* next_step =
-      kind == FaultKind::kPeerLost ? "Look for the error of that rank; then start the group again."
-      : kind == FaultKind::kAbandoned ? "The next step works, if every rank goes on to it."
-                                      : "Look what that rank is doing, or raise the timeout.";
+  const std::string_view next_step = kind == FaultKind::kPeerLost ? advice_on_absence()
+                                     : kind == FaultKind::kAbandoned
+                                         ? "The next step works, if every rank goes on to it."
+                                         : "Look what that rank is doing, or raise the timeout.";
   const std::string text = error_text("host_group", what + ": " + why, where_, next_step);
   if (kind == FaultKind::kAbandoned) {
     abandon(text);
@@ -262,10 +285,40 @@ std::string HostGroup::name_of(int64_t peer) const {
 
 std::string HostGroup::absence_of(int64_t peer) const {
   const auto index = static_cast<size_t>(peer);
-  const bool left = blocks_[index]->state.load(std::memory_order_acquire) == RankState::kLeft;
+  const RankBlock& block = *blocks_[index];
+  const bool left = block.state.load(std::memory_order_acquire) == RankState::kLeft;
   if (!left && processes_[index].alive()) return {};
-  return name_of(peer) + (left ? " has left the group" : " has died") +
-         "; its last operation: " + last_of(peer);
+  std::string how = left ? " has left the group" : " has died";
+  if (const std::string_view error = text_at(block.failure); left && !error.empty())
+    how += ", ended by " + std::string(error);
+  return name_of(peer) + how + "; its last operation: " + last_of(peer);
+}
+
+// The gravest of those that are gone says it: the others may have left because of it.
+std::string_view HostGroup::advice_on_absence() const {
+  bool by_error = false;
+  for (size_t peer = 0; peer < blocks_.size(); ++peer) {
+    const bool left = blocks_[peer]->state.load(std::memory_order_acquire) == RankState::kLeft;
+    if (!left && !processes_[peer].alive()) {
+      return "Look for the error of that rank; if it left none, it was killed (out of memory? see "
+             "dmesg). Then start the group again.";
+    }
+    by_error |= left && !text_at(blocks_[peer]->failure).empty();
+  }
+  return by_error ? "Look for the error of that rank; then start the group again."
+                  : "It ended normally: did it have fewer batches, or steps? See join().";
+}
+
+void HostGroup::leave(std::string_view error) noexcept {
+  if (blocks_.empty() || forks_ != forks_so_far()) return;
+  const std::lock_guard<std::mutex> lock(failure_mutex_);
+  RankBlock& own = block(rank_);
+  if (own.state.load(std::memory_order_relaxed) != RankState::kHere) return;
+  const size_t length = std::min(error.size(), own.failure.size() - 1);
+  std::copy_n(error.begin(), length, own.failure.begin());
+  own.failure[length] = '\0';
+  own.state.store(RankState::kLeft, std::memory_order_seq_cst);
+  ring_all();
 }
 
 void HostGroup::wait_for_end(int64_t peer) {
@@ -301,9 +354,21 @@ std::string HostGroup::lateness_of(int64_t peer, std::string_view deed,
 std::string HostGroup::last_of(int64_t peer) const {
   const RankBlock& block = *blocks_[static_cast<size_t>(peer)];
   const uint64_t last = block.entered.load(std::memory_order_acquire);
+  const uint64_t round = block.rounds.load(std::memory_order_acquire);
+  if (const Record& record = block.deposits[round % block.deposits.size()];
+      round > 0 && record.sequence >= last)
+    return "round " + std::to_string(round) + " of deposits, " + record.operation().to_string();
   if (last == 0) return "none";
   return "collective " + std::to_string(last) + ", " +
          block.records[last % kRecords].operation().to_string();
+}
+
+void HostGroup::show_round(const Operation& what) {
+  RankBlock& own = block(rank_);
+  const uint64_t round = own.rounds.load(std::memory_order_relaxed) + 1;
+  own.deposits[round % own.deposits.size()].write(own.entered.load(std::memory_order_relaxed),
+                                                  what);
+  own.rounds.store(round, std::memory_order_release);
 }
 
 std::string HostGroup::current() const {

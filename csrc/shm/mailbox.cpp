@@ -1,5 +1,7 @@
 #include <trireme/shm/mailbox.h>
 
+#include <trireme/common/duration.h>
+
 #include <algorithm>
 #include <cstring>
 #include <new>
@@ -51,7 +53,7 @@ Mailbox::Mailbox(HostGroup& group)
 void Mailbox::post(const TransferPtr& transfer) {
   group_.check_usable();
   const bool limited = transfer->timeout.count() > 0;
-  transfer->deadline = Clock::now() + (limited ? transfer->timeout : group_.timeout());
+  transfer->deadline = deadline_after(limited ? transfer->timeout : group_.timeout());
   if (transfer->kind == Transfer::Kind::kSend) {
     if (!segment_) make_outbox();
     outboxes_[static_cast<size_t>(transfer->peer)].sends.push_back(transfer);

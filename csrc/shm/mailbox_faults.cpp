@@ -23,7 +23,7 @@ void Mailbox::look() {
     if (const std::string why = why_lost(*transfer); !why.empty()) {
       return break_off(FaultKind::kPeerLost,
                        error_text("mailbox", describe(*transfer) + ": " + why, group_.where(),
-                                  "Look for the error of that rank; then start the group again."));
+                                  group_.advice_on_absence()));
     }
     if (now >= transfer->deadline) {
       return break_off(

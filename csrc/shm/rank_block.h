@@ -42,7 +42,7 @@ struct RankBlock {
   pid_t pid = 0;
   int32_t rank = -1;  // in the group
   int32_t world = 0;
-  std::array<char, 1024> failure{};  // why, zero-terminated, before state becomes kFailed
+  std::array<char, 1024> failure{};  // why, zero-terminated, before state becomes kFailed or kLeft
 
   // The segment with this rank's ring, which its first collective makes: where it is, or why there
   // is none.
@@ -75,8 +75,13 @@ struct RankBlock {
   std::array<char, 192> errand{};
   std::atomic<int64_t> errand_since_ns{0};
 
-  // "rank_b_2": the last letter changes when fields move and the size stays.
-  static constexpr uint64_t kLayout = 0x325f625f6b6e6172;
+  // Rounds of deposits (deposit_ring.h), for messages: how many have begun, and the last ones by
+  // that number; `sequence` is that of the last collective which the owner had entered by then.
+  std::atomic<uint64_t> rounds{0};
+  std::array<Record, 4> deposits{};
+
+  // "rank_b_3": the last letter changes when fields move and the size stays.
+  static constexpr uint64_t kLayout = 0x335f625f6b6e6172;
 };
 
 constexpr int kStepBits = 24;

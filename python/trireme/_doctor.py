@@ -8,6 +8,7 @@ from datetime import timedelta
 from typing import Any
 
 from trireme import _C
+from trireme._launch_checks import LONGEST_WAIT
 
 Found = dict[str, Any]
 
@@ -40,17 +41,21 @@ def add_doctor(commands: Any) -> None:
     parser.add_argument(
         "--patience",
         metavar="S",
-        type=float,
-        default=5.0,
+        type=_patience,
+        default=timedelta(seconds=5),
         help="seconds that a rank may be waited for until that is a hang (default 5)",
     )
 
 
+def _patience(seconds: str) -> timedelta:
+    if not float(seconds) >= 0:  # nan is not
+        raise argparse.ArgumentTypeError(f"got {seconds}, expected 0 seconds or more")
+    return timedelta(seconds=min(float(seconds), LONGEST_WAIT.total_seconds()))
+
+
 def examine(arguments: argparse.Namespace) -> int:
     """Prints what was found; returns the exit code."""
-    found: Found = _C.examine_host(
-        arguments.pids, timedelta(seconds=arguments.patience), arguments.history
-    )
+    found: Found = _C.examine_host(arguments.pids, arguments.patience, arguments.history)
     if arguments.pids:  # about others nobody asked
         found["hidden"] = [one for one in found["hidden"] if one["pid"] in arguments.pids]
     if arguments.json:

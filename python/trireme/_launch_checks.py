@@ -1,5 +1,6 @@
 """What :func:`trireme.init` may be given, and the refusals."""
 
+import math
 import numbers
 from datetime import timedelta
 from typing import Any, NoReturn, TypeVar
@@ -10,6 +11,9 @@ import torch.distributed as dist
 from trireme import _C
 
 Kind = TypeVar("Kind")
+
+# As in common/duration.h: a hundred years, which any clock can be moved on by.
+LONGEST_WAIT = timedelta(days=36525)
 
 
 def refuse(
@@ -37,19 +41,26 @@ def expect(name: str, value: Kind | None, kind: type[Kind]) -> Kind | None:
 
 
 def as_timedelta(timeout: timedelta | float | None) -> timedelta | None:
-    if timeout is None or isinstance(timeout, timedelta):
+    """``timeout``, or that many seconds; at most what a wait can last."""
+    if timeout is None:
+        return None
+    if isinstance(timeout, timedelta):
         limit = timeout
     elif isinstance(timeout, numbers.Real) and not isinstance(timeout, bool):
-        limit = timedelta(seconds=float(timeout))
+        longest = LONGEST_WAIT.total_seconds()
+        seconds = float(max(min(timeout, longest), -longest))
+        if math.isnan(seconds):
+            refuse("timeout is nan, expected a number of seconds", "Pass a number of seconds.")
+        limit = timedelta(seconds=seconds)
     else:
         refuse(
             f"timeout is {type(timeout).__name__}, expected seconds or a timedelta",
             "Pass a number of seconds.",
             kind=TypeError,
         )
-    if limit is not None and limit <= timedelta(0):
+    if limit <= timedelta(0):
         refuse(f"timeout is {limit}, expected more than 0", "Pass a longer timeout.")
-    return limit
+    return min(limit, LONGEST_WAIT)
 
 
 def parse_device(device: str | torch.device) -> torch.device:

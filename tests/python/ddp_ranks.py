@@ -99,11 +99,12 @@ def wait_for_all(rank: int) -> None:
     store.wait(began, timedelta(seconds=_PATIENCE_S))
 
 
-def set_timeout(seconds: float) -> None:
-    """Of the default group, from now on."""
+def set_timeout(timeout: float | timedelta) -> None:
+    """Of the default group, from now on; seconds, or a timedelta."""
+    limit = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # torch 2.15 has a public name for it
-        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds))
+        dist.distributed_c10d._set_pg_timeout(limit)
 
 
 def say(word: str) -> None:

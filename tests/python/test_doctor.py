@@ -128,6 +128,15 @@ def test_two_jobs_at_once(
             job.result()
 
 
+def test_patience_is_a_number_of_seconds(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_main(monkeypatch, "--patience", "inf", os.getpid()) == 0
+    with pytest.raises(SystemExit, match="2"):
+        run_main(monkeypatch, "--patience", "nan", os.getpid())
+    assert "--patience: got nan, expected 0 seconds or more" in capsys.readouterr().err
+
+
 def test_no_job(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_main(monkeypatch, os.getpid()) == 0
     assert capsys.readouterr().out == f"no Trireme group of process {os.getpid()} on this host\n"

@@ -1,6 +1,7 @@
 """init() and shutdown(): who meets whom, on which device, with how many threads; and bad input."""
 
 import contextlib
+import math
 import os
 import socket
 import subprocess
@@ -324,6 +325,8 @@ def test_a_rank_that_nobody_joins_gives_up() -> None:
         ({"device": "gpu"}, "ValueError: [launch] device is 'gpu', expected cpu or cuda."),
         ({"device": "meta"}, "ValueError: [launch] device is 'meta', expected cpu or cuda."),
         ({"timeout": "60"}, "TypeError: [launch] timeout is str, expected seconds or a timedelta."),
+        ({"timeout": float("nan")}, "ValueError: [launch] timeout is nan, expected a number of"),
+        ({"timeout": -math.inf}, "ValueError: [launch] timeout is -36525 days, 0:00:00, expected"),
         ({"timeout": 0}, "ValueError: [launch] timeout is 0:00:00, expected more than 0."),
         (
             {"timeout": timedelta(-1)},

@@ -39,6 +39,11 @@ class MemoryExchange final : public Exchange {
   std::map<std::string, std::string> texts_;
 };
 
+// Returns when that is so, and not before.
+inline void until(const std::function<bool()>& is_so) {
+  while (!is_so()) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+}
+
 struct ShmRank {
   int64_t rank;
   HostGroup& group;
@@ -75,6 +80,13 @@ inline void run_shm_ranks(const ShmRun& run, const std::function<void(ShmRank&)>
   }
   for (std::thread& thread : threads) thread.join();
   if (first_error) std::rethrow_exception(first_error);
+}
+
+// Until a thread of that rank sleeps in a wait for another one, or for a message.
+inline void until_asleep(HostGroup& group, int64_t rank) {
+  until([&] {
+    return group.block(rank).bell.sleepers > 0 || group.block(rank).mail_bell.sleepers > 0;
+  });
 }
 
 template <typename T>

@@ -1,0 +1,227 @@
+// What ends a wait besides what it waits for, and how ranks are gone.
+
+#include <trireme/common/duration.h>
+#include <trireme/common/interruption.h>
+#include <trireme/shm/deposit_ring.h>
+
+#include <atomic>
+#include <catch2/catch.hpp>
+#include <csignal>
+#include <shm/post.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+using namespace trireme;
+using namespace trireme::shm;
+using namespace trireme::shm::test;
+using std::chrono::hours;
+using std::chrono::milliseconds;
+
+namespace {
+
+// As if a signal handler raised, on the threads that say so.
+struct Called final : Interruption {
+  Called() : Interruption("Called was raised by a signal handler") {}
+};
+thread_local bool is_called_away = false;
+
+void look_for_calls() {
+  if (is_called_away) throw Called();
+}
+
+bool is_interrupted(const std::function<void()>& call) {
+  set_interruption_check(&look_for_calls);
+  is_called_away = true;
+  bool interrupted = false;
+  try {
+    call();
+  } catch (const Called&) {
+    interrupted = true;
+  }
+  is_called_away = false;
+  return interrupted;
+}
+
+}  // namespace
+
+TEST_CASE("durations that no clock can be moved on by become the longest wait") {
+  for (const milliseconds given : {milliseconds::max(), milliseconds(hours(24) * 365 * 300),
+                                   milliseconds(-5'830'000'000'000'000), milliseconds::min()}) {
+    CHECK(saturated(given) == kLongestWait);
+    CHECK(deadline_after(given) > std::chrono::steady_clock::now() + hours(24) * 365 * 99);
+  }
+  for (const milliseconds given : {milliseconds(-1), milliseconds(0), milliseconds(hours(24))})
+    CHECK(saturated(given) == given);
+}
+
+TEST_CASE("a timeout of centuries waits, in a collective, for a counter and for a message") {
+  const milliseconds very_long = hours(24) * 365 * 300;
+  const int wrong = count_wrong({.timeout = very_long}, [&](ShmRank& self, Post& post) {
+    Values values = values_of(1, 3);
+    if (self.rank == 1) {
+      until_asleep(self.group, 0);
+      self.collectives.barrier({});
+      until_asleep(self.group, 0);
+      sum(self.collectives, 5, "late", very_long);
+      until_asleep(self.group, 0);
+      post.send(values, 0, 0, very_long);
+      return 0;
+    }
+    self.collectives.barrier({});
+    sum(self.collectives, 5, "late", very_long);
+    return static_cast<int>(post.recv(3, 1, 0, very_long) != values);
+  });
+  CHECK(wrong == 0);
+}
+
+TEST_CASE("the timeout of a group can be set later, for waits beside the collectives, too") {
+  Failure failure;
+  run_shm_ranks({}, [&](ShmRank& self) {
+    self.group.set_timeout(milliseconds(20));
+    if (self.rank == 0) failure = failure_of([&] { self.collectives.barrier({}); });
+    until([&] { return self.group.failure().has_value(); });
+  });
+  CHECK(contains(failure.text, "has not come within 20 ms"));
+}
+
+TEST_CASE("a rank that is called away abandons its collective, and its peer hears why") {
+  std::atomic<bool> interrupted{false};
+  Failure failure;
+  int wrong = 0;
+  run_shm_ranks({}, [&](ShmRank& self) {
+    for (int round = 0; round < 2; ++round) {
+      if (self.rank == 0) {
+        interrupted = is_interrupted([&] { sum(self.collectives, 3'000'000, "bucket 3"); });
+      } else {
+        until([&] { return interrupted.load(); });
+        failure = failure_of([&] { sum(self.collectives, 3'000'000, "bucket 3"); });
+        wrong += failure.kind != FaultKind::kAbandoned;
+        interrupted = false;
+      }
+      std::vector<float> values(5, 1);
+      self.collectives.all_reduce(pieces_of(values), {}, {});
+      wrong += values != std::vector<float>(5, 2);
+    }
+  });
+  INFO(failure.text);
+  CHECK(wrong == 0);
+  CHECK(contains(failure.text, "rank 0 (process "));
+  CHECK(contains(failure.text, "has left it: [host_group] collective "));
+  CHECK(contains(failure.text, "Called was raised by a signal handler"));
+}
+
+TEST_CASE("a rank that is called away from a wait for deposits abandons these") {
+  std::atomic<bool> interrupted{false};
+  Failure failure;
+  run_shm_ranks({}, [&](ShmRank& self) {
+    DepositRing ring(self.collectives, 4096, {});
+    ring.begin_round({.verb = Verb::kDeposit, .count = 64, .label = "gradients"},
+                     std::chrono::seconds(20));
+    ring.deposit(64);
+    if (self.rank == 0) {
+      until([&] { return ring.ready(64) == 64; });
+      ring.collect(64);
+      ring.begin_round({.verb = Verb::kDeposit, .count = 64, .label = "gradients"},
+                       std::chrono::seconds(20));
+      ring.deposit(64);
+      interrupted = is_interrupted([&] { ring.wait("all_reduce of bucket 0"); });
+    } else {
+      until([&] { return interrupted.load(); });
+      failure = failure_of([&] { sum(self.collectives, 3'000'000); });
+    }
+    self.collectives.barrier({});
+  });
+  CHECK(interrupted);
+  CHECK(contains(failure.text, "all_reduce of bucket 0: Called was raised by a signal handler"));
+}
+
+TEST_CASE("who is called away from a message gets it later") {
+  std::atomic<bool> interrupted{false};
+  const int wrong = count_wrong({}, [&](ShmRank& self, Post& post) {
+    if (self.rank == 1) {
+      until([&] { return interrupted.load(); });
+      post.send(values_of(1, 3), 0);
+      return 0;
+    }
+    Values values(3);
+    const TransferPtr coming = post.start_recv(values, 1);
+    interrupted = is_interrupted([&] { post.wait(coming); });
+    post.wait(coming);
+    return static_cast<int>(values != values_of(1, 3));
+  });
+  CHECK(interrupted);
+  CHECK(wrong == 0);
+}
+
+TEST_CASE("a wait that spares its group ends alone") {
+  Failure failure;
+  run_shm_ranks({}, [&](ShmRank& self) {
+    const std::atomic<uint64_t> never{0};
+    const Errand errand{"a signal", milliseconds(20), /*spares_group=*/true};
+    if (self.rank == 0) failure = failure_of([&] { self.group.wait_beside(1, never, 1, errand); });
+    self.collectives.barrier({});
+  });
+  CHECK(failure.kind == FaultKind::kTimeout);
+  CHECK(contains(failure.text, "a signal: rank 1 (process "));
+  CHECK(contains(failure.text, "within 20 ms"));
+}
+
+TEST_CASE("a rank that ended well is told apart from one that ended by an error") {
+  for (const std::string error : {"", "ValueError: no such file"}) {
+    Failure failure;
+    run_shm_ranks({}, [&](ShmRank& self) {
+      if (self.rank == 1) return self.group.leave(error);
+      failure = failure_of([&] { self.collectives.barrier({}); });
+    });
+    INFO(failure.text);
+    CHECK(failure.kind == FaultKind::kPeerLost);
+    CHECK(contains(failure.text, error.empty()
+                                     ? "has left the group; its last operation: none"
+                                     : "has left the group, ended by ValueError: no such file; "));
+    CHECK(contains(failure.text, error.empty()
+                                     ? "It ended normally: did it have fewer batches, or steps?"
+                                     : "Look for the error of that rank; then start"));
+  }
+  run_two_processes([](ShmRank&) { ::raise(SIGKILL); },
+                    [](ShmRank& self, pid_t) {
+                      const Failure failure = failure_of([&] { self.collectives.barrier({}); });
+                      CHECK(contains(failure.text, "it was killed (out of memory? see dmesg)"));
+                    });
+}
+
+TEST_CASE("the last operation of a rank is the round of deposits that it has begun") {
+  Failure failure;
+  run_shm_ranks({}, [&](ShmRank& self) {
+    DepositRing ring(self.collectives, 4096, {});
+    for (int round = 0; round < 3; ++round) {
+      if (self.rank == 1 && round == 2) {
+        until_asleep(self.group, 0);
+        self.group.leave({});
+        return;
+      }
+      ring.begin_round({.verb = Verb::kDeposit, .count = 64, .label = "gradients"},
+                       std::chrono::seconds(20));
+      ring.deposit(64);
+      if (round == 2) {
+        failure = failure_of([&] { ring.wait("all_reduce of bucket 0"); });
+        return;
+      }
+      until([&] { return ring.ready(64) == 64; });
+      ring.collect(64);
+    }
+  });
+  INFO(failure.text);
+  CHECK(contains(failure.text, "its last operation: round 2 of deposits, "));
+  CHECK(contains(failure.text, "'gradients'"));
+}
+
+TEST_CASE("a process has ended when it is dead, also before its parent has asked") {
+  CHECK_FALSE(has_ended(::getpid()));
+  const pid_t child = ::fork();
+  if (child == 0) ::_exit(0);
+  siginfo_t ended{};
+  ::waitid(P_PID, static_cast<id_t>(child), &ended, WEXITED | WNOWAIT);
+  CHECK(has_ended(child));
+  ::waitpid(child, nullptr, 0);
+  CHECK(has_ended(child));
+}
