@@ -13,6 +13,7 @@ void init_ddp(pybind11::module_& module);
 void init_doctor(pybind11::module_& module);
 void init_fsdp(pybind11::module_& module);
 void init_launch(pybind11::module_& module);
+void init_layer_watch(pybind11::module_& module);
 void init_memory(pybind11::module_& module);
 void init_offload(pybind11::module_& module);
 void init_optim(pybind11::module_& module);

@@ -9,7 +9,11 @@
 #include <torch/csrc/distributed/c10d/python_comm_hook.h>
 
 #include <memory>
+#include <optional>
+#include <string>
+#include <tuple>
 #include <utility>
+#include <vector>
 
 namespace trireme {
 namespace {
@@ -43,6 +47,30 @@ std::shared_ptr<c10d::CommHookInterface> python_hook(py::object state, py::objec
             const py::gil_scoped_acquire gil;
             delete python;
           }};
+}
+
+// What `look` of watching() (_ddp_tensors.py) returns: None, or names, parameters, which of them
+// have sparse gradients, and what else ranks must have alike.
+using Look = std::tuple<std::vector<std::string>, std::vector<at::Tensor>, std::vector<bool>,
+                        std::vector<std::string>>;
+
+void watch_module(Ddp& ddp, py::function look, py::function adopted) {
+  const auto shared_look = shared_function(std::move(look));
+  const auto shared_adopted = shared_function(std::move(adopted));
+  ModuleWatch watch;
+  watch.look = [shared_look](bool thoroughly) -> std::optional<ModuleNow> {
+    const py::gil_scoped_acquire gil;
+    const py::object found = (*shared_look)(thoroughly);
+    if (found.is_none()) return std::nullopt;
+    auto [names, tensors, sparse, beside] = found.cast<Look>();
+    return ModuleNow{{std::move(names), std::move(tensors), std::move(sparse)}, std::move(beside)};
+  };
+  watch.adopted = [shared_adopted] {
+    const py::gil_scoped_acquire gil;
+    (*shared_adopted)();
+  };
+  const py::gil_scoped_release no_gil;
+  ddp.reducer().watch_module(std::move(watch));
 }
 
 }  // namespace
@@ -117,6 +145,7 @@ void init_ddp(py::module_& module) {
              }
              return to_dict(report);
            })
+      .def("watch_module", watch_module, py::arg("look"), py::arg("adopted"))
       .def("describe_plan", [](Ddp& ddp) { return ddp.reducer().describe_plan(); })
       .def("plan",
            [](Ddp& ddp) { return to_list(ddp.reducer().plan(), ddp.reducer().parameter_infos()); });

@@ -10,6 +10,7 @@ PYBIND11_MODULE(_C, module) {
   trireme::init_doctor(module);
   trireme::init_fsdp(module);
   trireme::init_launch(module);
+  trireme::init_layer_watch(module);
   trireme::init_memory(module);
   trireme::init_offload(module);
   trireme::init_optim(module);

@@ -37,6 +37,7 @@ void GradReducer::after_forward(const std::vector<at::Tensor>& outputs, bool syn
   }
   const std::lock_guard lock(mutex_);
   if (synchronize && !(is_hooked && all_found)) arm_at_parameter_ = true;
+  if (phase_ == Phase::kIdle) look_at_module();
   clock_.forward_ends();
 }
 
@@ -55,7 +56,10 @@ void GradReducer::arm() {
   const auto* visited = torch::autograd::get_current_graph_task_exec_info();
   if (visited != nullptr && !visited->empty() &&
       std::none_of(hooks_.begin(), hooks_.end(),
-                   [&](const GradHook& hook) { return hook.is_visited_by(*visited); })) {
+                   [&](const GradHook& hook) { return hook.is_visited_by(*visited); }) &&
+      std::none_of(newcomers_.begin(), newcomers_.end(), [&](const Newcomer& newcomer) {
+        return newcomer.hook.is_visited_by(*visited);
+      })) {
     return;
   }
   if (armed_) armed_();

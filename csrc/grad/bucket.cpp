@@ -1,5 +1,6 @@
 #include <trireme/grad/bucket.h>
 
+#include <trireme/common/error.h>
 #include <trireme/kernels/flatten.h>
 #include <trireme/kernels/span.h>
 #include <trireme/memory/flat_buffer.h>
@@ -50,6 +51,10 @@ const at::Tensor& Bucket::parameter(size_t slot) const {
   return parameters_[static_cast<size_t>(plan_.slots[slot].parameter)];
 }
 
+at::Tensor Bucket::contribution(size_t index) const {
+  return shadow_ || slots_[index].empty ? at::Tensor() : parameter(index).grad();
+}
+
 bool Bucket::is_range(const at::Tensor& grad, const Slot& slot) const {
   return buffer_.defined() && grads_may_alias_ && grad.layout() == at::kStrided &&
          grad.has_storage() &&
@@ -89,7 +94,7 @@ void Bucket::begin_step(bool shadow) {
   size_t in_place = 0;
   for (size_t i = 0; i < slots_.size(); ++i) {
     Slot& slot = slots_[i];
-    slot.packed = slot.arrived = false;
+    slot.packed = slot.arrived = slot.empty = false;
     slot.saved.reset();
     const at::Tensor& grad = parameter(i).grad();
     slot.origin = !grad.defined()        ? GradOrigin::kFresh
@@ -113,6 +118,12 @@ void Bucket::begin_step(bool shadow) {
 }
 
 at::Tensor Bucket::arranged(const at::Tensor& grad, const Slot& slot) {
+  TORCH_CHECK(grad.sizes() == at::IntArrayRef(slot.sizes),
+              error_text("grad_reducer",
+                         "got a gradient of " + c10::str(grad.sizes()) + ", expected one of " +
+                             c10::str(at::IntArrayRef(slot.sizes)) +
+                             " as its parameter was when the forward began",
+                         {}, "Give parameters other data before the forward."));
   const bool is_arranged = grad.layout() == at::kStrided &&
                            grad.strides() == at::IntArrayRef(slot.strides) && !grad.is_neg() &&
                            !grad.is_conj();
@@ -155,11 +166,11 @@ void Bucket::gradient_arrived(size_t index, double scale) {
 at::Tensor Bucket::take(size_t index) {
   Slot& slot = slots_[index];
   slot.packed = true;
-  at::Tensor& grad = parameter(index).mutable_grad();
-  if (!grad.defined() || shadow_) return {};
+  const at::Tensor grad = contribution(index);
+  if (!grad.defined()) return {};
   if (slot.origin == GradOrigin::kInPlace && !slot.arrived) slot.saved = grad.clone();
   at::Tensor taken = arranged(grad, slot);
-  if (slot.origin == GradOrigin::kFresh && slot.arrived) grad.reset();
+  if (slot.origin == GradOrigin::kFresh && slot.arrived) parameter(index).mutable_grad().reset();
   return taken;
 }
 
@@ -171,8 +182,8 @@ void Bucket::complete(double scale) {
     Slot& slot = slots_[i];
     if (slot.packed) continue;
     slot.packed = true;
-    const at::Tensor& grad = parameter(i).grad();
-    if (grad.defined() && !shadow_) {
+    const at::Tensor grad = contribution(i);
+    if (grad.defined()) {
       if (slot.origin == GradOrigin::kInPlace && !slot.arrived) slot.saved = grad.clone();
       write(i, grad, scale, /*add=*/false);
     } else {
@@ -187,8 +198,8 @@ void Bucket::complete_on_device(double scale) {
   for (size_t i = 0; i < slots_.size(); ++i) {
     Slot& slot = slots_[i];
     slot.packed = true;
-    const at::Tensor& grad = parameter(i).grad();
-    if (!grad.defined() || shadow_) {
+    const at::Tensor grad = contribution(i);
+    if (!grad.defined()) {
       sources.push_back(at::zeros({slot.numel}, buffer_.options()));
       continue;
     }
@@ -197,15 +208,16 @@ void Bucket::complete_on_device(double scale) {
   }
   flatten(sources, payload(), scale);
   for (size_t i = 0; i < slots_.size(); ++i) {
-    if (slots_[i].origin == GradOrigin::kFresh && !shadow_) parameter(i).mutable_grad().reset();
+    const bool is_taken = slots_[i].origin == GradOrigin::kFresh && !slots_[i].empty;
+    if (is_taken && !shadow_) parameter(i).mutable_grad().reset();
   }
 }
 
 void Bucket::complete_sparse(double scale) {
   const at::Tensor& owner = parameter(0);
-  const at::Tensor& grad = owner.grad();
+  const at::Tensor grad = contribution(0);
   slots_[0].packed = true;
-  if (grad.defined() && !shadow_) {
+  if (grad.defined()) {
     const at::Tensor sparse = grad.is_sparse() ? grad : grad.to_sparse(1);
     buffer_ = sparse.detach().mul(scale).to(plan_.dtype);
   } else {

@@ -75,6 +75,10 @@ class TRIREME_API Bucket {
   // and never touches a .grad (join).
   void begin_step(bool shadow);
 
+  // In this step the slot holds zeros, whatever .grad its parameter has: the parameter is no longer
+  // what the slot was planned for.
+  void leave_empty(size_t slot) { slots_[slot].empty = true; }
+
   // The gradient of slot `slot` was accumulated (perhaps not for the first time in this step).
   void gradient_arrived(size_t slot, double scale);
 
@@ -140,10 +144,13 @@ class TRIREME_API Bucket {
     GradOrigin origin = GradOrigin::kFresh;
     bool packed = false;   // its range of the buffer holds this step's contribution
     bool arrived = false;  // a hook fired for it in this step
+    bool empty = false;    // see leave_empty()
     at::Tensor saved;      // in place, but not used here: what to restore if nobody used it
   };
 
   const at::Tensor& parameter(size_t slot) const;
+  // What this rank has for a slot; undefined for zeros.
+  at::Tensor contribution(size_t slot) const;
   bool is_range(const at::Tensor& grad, const Slot& slot) const;
   // Where the gradients that deliver() and deliver_shard() leave have their memory.
   const at::Tensor& home() const { return own_.scatters ? whole_ : buffer_; }
@@ -151,7 +158,8 @@ class TRIREME_API Bucket {
   at::Tensor own_part(const at::Tensor& grad, size_t slot) const;
   void allocate();
   void have_home();
-  // The gradient, or a copy, that lies in memory as its range of the buffer does.
+  // The gradient, or a copy, that lies in memory as its range of the buffer does. Throws c10::Error
+  // where it has other sizes than were planned.
   static at::Tensor arranged(const at::Tensor& grad, const Slot& slot);
   void write(size_t slot, const at::Tensor& grad, double scale, bool add);
   struct Write {

@@ -77,8 +77,8 @@ void Bucket::complete_runs(double scale) {
     flatten(runs_on_device(), buffer_, scale);
   } else {
     for (size_t i = 0; i < slots_.size(); ++i) {
-      const at::Tensor& grad = parameter(i).grad();
-      if (!slots_[i].packed && grad.defined() && !shadow_) {
+      const at::Tensor grad = contribution(i);
+      if (!slots_[i].packed && grad.defined()) {
         write_runs(i, grad, scale, /*add=*/false);
       } else if (!slots_[i].packed) {
         buffer_.view({own_.plan->world, run_numel_})
@@ -89,7 +89,8 @@ void Bucket::complete_runs(double scale) {
   }
   for (size_t i = 0; i < slots_.size(); ++i) {
     slots_[i].packed = true;
-    if (slots_[i].origin == GradOrigin::kFresh && !shadow_) parameter(i).mutable_grad().reset();
+    const bool is_taken = slots_[i].origin == GradOrigin::kFresh && !slots_[i].empty;
+    if (is_taken && !shadow_) parameter(i).mutable_grad().reset();
   }
 }
 
@@ -97,8 +98,8 @@ void Bucket::complete_runs(double scale) {
 std::vector<at::Tensor> Bucket::runs_on_device() {
   std::vector<at::Tensor> flat;
   for (size_t i = 0; i < slots_.size(); ++i) {
-    const at::Tensor& grad = parameter(i).grad();
-    if (!grad.defined() || shadow_) {
+    const at::Tensor grad = contribution(i);
+    if (!grad.defined()) {
       flat.push_back(at::zeros({slots_[i].numel}, buffer_.options()));
       continue;
     }

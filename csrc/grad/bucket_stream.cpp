@@ -1,5 +1,6 @@
 #include <trireme/grad/bucket_stream.h>
 
+#include <trireme/common/error.h>
 #include <trireme/common/trace.h>
 #include <trireme/shm/operation.h>
 
@@ -157,6 +158,13 @@ bool BucketStream::deposit_slot() {
     const int64_t piece = static_cast<int64_t>(room.size()) / element;
     if (piece == 0) return false;
     if (source_.defined()) {
+      // What lies behind a shorter gradient is not ours to send.
+      TORCH_CHECK(source_.numel() == bucket.plan().slots[slot_].numel,
+                  error_text("grad_reducer",
+                             "got a gradient of " + std::to_string(source_.numel()) +
+                                 " elements in " + (*labels_)[bucket_] + ", expected " +
+                                 std::to_string(bucket.plan().slots[slot_].numel),
+                             {}, "Give parameters other data before the forward."));
       scaled_copy({room.data(), wire.dtype, piece},
                   slice(ConstSpan(span_of(source_)), element_, element_ + piece), scale_);
     } else {

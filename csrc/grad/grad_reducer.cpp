@@ -57,8 +57,9 @@ void GradReducer::begin_backward(bool shadow) {
               error_text(options_.area, "got a second backward before finalize_backward()",
                          communicator_->rank_of(),
                          "Call finalize_backward() once per synchronized backward."));
-  if (map_is_unread_) settle_map();
+  if (map_is_unread_) settle_map(/*late=*/true);
   adopt_pending_order();
+  look_again(shadow);
   settle_sums();
   for (size_t i = 0; options_.shards && !has_owners() && i < parameters_.size(); ++i) set_aside(i);
   if (plan_is_stale_) build_buckets();
@@ -74,9 +75,9 @@ void GradReducer::begin_backward(bool shadow) {
   own_error_.clear();
   std::fill(fires_seen_.begin(), fires_seen_.end(), 0);
   is_delivered_.assign(parameters_.size(), false);
-  set_aside_cast_parameters();
+  for (Bucket& bucket : buckets_) bucket.begin_step(shadow);
+  leave_out_changed();
   for (size_t i = 0; i < buckets_.size(); ++i) {
-    buckets_[i].begin_step(shadow);
     waiting_slots_[i] = 0;
     for (const BucketSlot& slot : plan_.buckets[i].slots) {
       const auto at = static_cast<size_t>(slot.parameter);
@@ -102,6 +103,8 @@ void GradReducer::begin_stream() {
 
 void GradReducer::gradient_ready(int64_t index, bool has_gradient) {
   const std::lock_guard lock(mutex_);
+  if (index >= static_cast<int64_t>(parameters_.size()))
+    return newcomer_ready(static_cast<size_t>(index) - parameters_.size(), has_gradient);
   if (has_gradient) used_.mark_used(index);
   if (phase_ != Phase::kRunning) {
     if (has_owners()) {
@@ -151,33 +154,46 @@ void GradReducer::catch_up() {
 // What this backward cannot average. Raised here, it comes out of the user's backward().
 void GradReducer::check_gradient(int64_t index, bool has_gradient) {
   const auto at = static_cast<size_t>(index);
-  const auto refuse = [&](bool is_fine, const char* got, const char* next_step) {
-    if (is_fine) return;
-    own_error_ = error_text(options_.area, "got '" + name_of(index) + "' " + got,
-                            communicator_->rank_of(), next_step);
-    TORCH_CHECK_NOT_IMPLEMENTED(false, own_error_);
-  };
-  refuse(!at::GradMode::is_enabled(),
-         "in backward(create_graph=True), expected a first-order backward: the average over ranks "
-         "has no derivative",
-         "Use torch.autograd.grad(..., create_graph=True) inside the loss instead.");
-  refuse(!has_gradient || parameters_[at].grad().defined(),
-         "without its gradient, expected it in .grad: a post-accumulate-grad hook took it before "
-         "it was averaged",
-         "Register the optimizer with _apply_optimizer_in_backward before the first forward, or "
-         "step after backward.");
+  check_kind(parameters_[at], '\'' + name_of(index) + '\'', has_gradient);
   const Place place = places_[at];
   const auto bucket = static_cast<size_t>(place.bucket);
   const bool is_under_way =
       place.bucket >= 0 &&
       (bucket < next_launch_ ||
        (streams_ && stream_->has_taken(bucket, static_cast<size_t>(place.slot))));
-  refuse(
-      !is_under_way,
-      "with a further gradient in the same backward after its bucket was launched, expected as "
-      "many as in the "
-      "backward before",
-      "Checkpoint this layer with use_reentrant=False, or the same number of times in every step.");
+  if (is_under_way) {
+    refuse_gradient(
+        '\'' + name_of(index) + '\'',
+        "with a further gradient in the same backward after its bucket was launched, expected as "
+        "many as in the backward before",
+        "Checkpoint this layer with use_reentrant=False, or the same number of times in every "
+        "step.");
+  }
+}
+
+void GradReducer::check_kind(const at::Tensor& parameter, const std::string& name,
+                             bool has_gradient) {
+  if (at::GradMode::is_enabled()) {
+    refuse_gradient(
+        name,
+        "in backward(create_graph=True), expected a first-order backward: the average over ranks "
+        "has no derivative",
+        "Use torch.autograd.grad(..., create_graph=True) inside the loss instead.");
+  }
+  if (has_gradient && !parameter.grad().defined()) {
+    refuse_gradient(
+        name,
+        "without its gradient, expected it in .grad: a post-accumulate-grad hook took it before "
+        "it was averaged",
+        "Register the optimizer with _apply_optimizer_in_backward before the first forward, or "
+        "step after backward.");
+  }
+}
+
+void GradReducer::refuse_gradient(const std::string& name, const char* got, const char* next_step) {
+  own_error_ =
+      error_text(options_.area, "got " + name + ' ' + got, communicator_->rank_of(), next_step);
+  C10_THROW_ERROR(NotImplementedError, own_error_);
 }
 
 void GradReducer::launch_ready() {
@@ -305,13 +321,13 @@ void GradReducer::collect(bool may_learn) {
   if (needs_map) settle_map();
   begin_use_anew();
   for (size_t i = 0; i < fires_seen_.size(); ++i) fires_expected_[i] = std::max(1, fires_seen_[i]);
-  if (observing_ && may_learn) learn_order();
+  if (observing_ && may_learn && replanned_at_ != step_) learn_order();
   drop_pending();
   has_sums_ = defers_;
   clock_.backward_ends();
 }
 
-void GradReducer::settle_map() {
+void GradReducer::settle_map(bool late) {
   map_is_unread_ = false;
   used_.finish_reading();
   for (size_t b = 0; b < buckets_.size(); ++b) {
@@ -330,7 +346,7 @@ void GradReducer::settle_map() {
     }
   }
   update_trailing();
-  if (used_.changed_anywhere()) settle_change();
+  if (used_.changed_anywhere()) settle_change(late);
 }
 
 void GradReducer::shadow_backward(bool deliver) {

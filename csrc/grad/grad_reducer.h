@@ -7,6 +7,7 @@
 #include <trireme/grad/bucket_stream.h>
 #include <trireme/grad/compressor.h>
 #include <trireme/grad/grad_hook.h>
+#include <trireme/grad/plan_agreement.h>
 #include <trireme/grad/step_report.h>
 #include <trireme/grad/used_map.h>
 #include <trireme/memory/bucket_plan.h>
@@ -86,6 +87,23 @@ struct NamedParameters {
 
 TRIREME_API std::vector<ParameterInfo> describe_parameters(const NamedParameters& parameters);
 
+// What a module has when somebody looks.
+struct ModuleNow {
+  NamedParameters parameters;
+  std::vector<std::string> beside;  // what else all ranks must have alike, one line each
+};
+
+// See [Note: a module that changes] in grad_reducer_changes.cpp.
+struct ModuleWatch {
+  // Absent while the module has the parameters that it had when the reducer was made, or when
+  // adopted() was called last. Called after every forward, when it may miss some changes for a few
+  // forwards, and `thoroughly` in a backward where there is reason to, on the threads that run
+  // these.
+  std::function<std::optional<ModuleNow>(bool thoroughly)> look;
+  // What look() returned last is what the reducer works with from now on.
+  std::function<void()> adopted;
+};
+
 // Averages gradients over the ranks while backward computes them.
 //
 // Cost per synchronized backward: one all-reduce (reduce_scatter) per bucket (all gradient bytes
@@ -107,6 +125,10 @@ class TRIREME_API GradReducer final : public GradSink,
   void before_forward();
   void after_forward(const std::vector<at::Tensor>& outputs, bool synchronize,
                      bool all_found = true);
+
+  // Parameters that are replaced, added or removed are then noticed. Once, before the first
+  // forward.
+  void watch_module(ModuleWatch watch);
 
   // The next backward that reaches an output or a parameter synchronizes, whatever its forward
   // said.
@@ -212,6 +234,7 @@ class TRIREME_API GradReducer final : public GradSink,
   std::string describe_plan() const;
   const BucketPlan& plan() const { return plan_; }
   const std::vector<ParameterInfo>& parameter_infos() const { return infos_; }
+  const std::vector<at::Tensor>& parameters() const { return parameters_; }
   Communicator& communicator() { return *communicator_; }
 
   void gradient_ready(int64_t index, bool has_gradient) override;
@@ -274,8 +297,11 @@ class TRIREME_API GradReducer final : public GradSink,
   void keep_few_in_flight();
   bool is_expected(size_t index) const { return unused_.empty() || !unused_[index]; }
   void check_gradient(int64_t index, bool has_gradient);
+  void check_kind(const at::Tensor& parameter, const std::string& name, bool has_gradient);
+  [[noreturn]] void refuse_gradient(const std::string& name, const char* got,
+                                    const char* next_step);
   void collect(bool may_learn = true);
-  void settle_map();
+  void settle_map(bool late = false);
   void collect_by_itself(bool may_learn);
   double scale() const;
   const std::string& name_of(int64_t index) const {
@@ -291,18 +317,31 @@ class TRIREME_API GradReducer final : public GradSink,
   void show_sums();
   void begin_use_anew();
 
-  // plans (grad_reducer_plan.cpp)
+  // changes (grad_reducer_changes.cpp)
   void watch_parameters();
-  void set_aside_cast_parameters();
+  bool is_reshaped(size_t index) const {
+    return parameters_[index].sizes() != at::IntArrayRef(infos_[index].sizes);
+  }
+  void look_at_module();
+  void look_again(bool shadow);
+  void newcomer_ready(size_t newcomer, bool has_gradient);
+  void leave_out_changed();
+  void settle_change(bool late);
+  void replan(bool late);
+  void check_replannable(const ParameterChange& change) const;
+  void reduce_left_out(const std::vector<int64_t>& left_out, const std::vector<bool>& used);
+  void spread_values(const std::vector<int64_t>& parameters);
+
+  // plans (grad_reducer_plan.cpp)
+  void set_parameters(const NamedParameters& parameters);
   void adopt_pending_order();
   void build_buckets();
   void learn_order();
   void update_trailing();
-  void settle_change();
-  void reduce_left_out(const std::vector<int64_t>& left_out, const std::vector<bool>& used);
   BucketPlan make_plan(std::vector<int64_t> order) const;
+  std::vector<Place> places_in(const BucketPlan& plan) const;
 
-  const std::vector<at::Tensor> parameters_;
+  std::vector<at::Tensor> parameters_;
   std::vector<ParameterInfo> infos_;
   std::shared_ptr<Communicator> communicator_;
   GradReducerOptions options_;
@@ -313,6 +352,17 @@ class TRIREME_API GradReducer final : public GradSink,
   std::vector<GradHook> hooks_;
   double divisor_ = 1;
   std::vector<double> divide_factors_;
+
+  // the module that changes
+  ModuleWatch watch_;
+  std::optional<ModuleNow> present_;  // where it is not as planned
+  struct Newcomer {                   // a parameter that is not planned yet
+    at::Tensor tensor;
+    GradHook hook;
+    bool used = false;  // since the last synchronization
+  };
+  std::vector<Newcomer> newcomers_;  // their hooks count on from parameters_
+  int64_t replanned_at_ = -1;        // the step
 
   // the plan and its memory
   std::vector<int64_t> order_;  // parameters in the order in which gradients are expected
@@ -377,7 +427,7 @@ class TRIREME_API GradReducer final : public GradSink,
   size_t next_deliver_ = 0;
   std::vector<Pending> pending_;
   std::vector<Pending> replicas_pending_;  // see sum_over_replicas()
-  UsedMap used_;
+  UsedMap used_{0};
   at::Tensor map_wire_;
   Pending map_pending_;
   bool map_is_unread_ = false;

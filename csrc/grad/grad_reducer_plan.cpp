@@ -1,5 +1,4 @@
 #include <trireme/grad/grad_reducer.h>
-#include <trireme/grad/plan_agreement.h>
 #include <trireme/memory/buffer_pool.h>
 #include <trireme/memory/warm_heap.h>
 
@@ -8,7 +7,7 @@
 #include <algorithm>
 #include <utility>
 
-// How the plan comes to be and changes. See [Note: the order of buckets] in grad_reducer.h.
+// How the plan comes to be. See [Note: the order of buckets] in grad_reducer.h.
 
 namespace trireme {
 namespace {
@@ -48,79 +47,74 @@ std::shared_ptr<GradReducer> GradReducer::make(NamedParameters parameters,
 
 GradReducer::GradReducer(NamedParameters parameters, std::shared_ptr<Communicator> communicator,
                          GradReducerOptions options)
-    : parameters_(parameters.tensors),
-      infos_(describe_parameters(parameters)),
-      communicator_(std::move(communicator)),
+    : communicator_(std::move(communicator)),
       options_(std::move(options)),
       compressor_(may_scatter()
                       ? make_scatter_compressor(options_.scatters_with ? options_.scatters_with
                                                                        : communicator_)
                       : make_identity_compressor(communicator_)),
-      hooks_(parameters_.size()),
-      divisor_(static_cast<double>(communicator_->world())),
-      trailing_(parameters_.size(), false),
-      partly_used_at_(parameters_.size(), -kTrailingSteps),
-      delivered_as_(parameters_.size()),
-      accumulated_as_(parameters_.size()),
-      set_aside_(parameters_.size()),
-      held_(parameters_.size(), false),
-      partial_sums_(parameters_.size()),
-      was_changed_(parameters_.size(), false),
-      fires_expected_(parameters_.size(), 1),
-      fires_seen_(parameters_.size(), 0),
-      used_(static_cast<int64_t>(parameters_.size())) {
-  if (may_scatter()) pool_ = std::make_shared<BufferPool>(parameters_.front().device());
+      divisor_(static_cast<double>(communicator_->world())) {
+  if (may_scatter()) pool_ = std::make_shared<BufferPool>(parameters.tensors.front().device());
+  set_parameters(parameters);
+}
+
+// Begins as if nothing had been known of any parameter before.
+void GradReducer::set_parameters(const NamedParameters& parameters) {
+  const size_t count = parameters.tensors.size();
+  newcomers_.clear();
+  hooks_.clear();
+  buckets_.clear();
+  places_.clear();
+  plan_ = {};
+  parameters_ = parameters.tensors;
+  infos_ = describe_parameters(parameters);
   for (size_t i = 0; i < options_.reduce_dtypes.size(); ++i)
     infos_[i].reduce_dtype = options_.reduce_dtypes[i];
-  for (size_t i = parameters_.size(); i-- > 0;) {
+  hooks_.resize(count);
+  trailing_.assign(count, false);
+  partly_used_at_.assign(count, step_ - kTrailingSteps);
+  delivered_as_.assign(count, {});
+  accumulated_as_.assign(count, {});
+  set_aside_.assign(count, {});
+  held_.assign(count, false);
+  partial_sums_.assign(count, {});
+  was_changed_.assign(count, false);
+  fires_expected_.assign(count, 1);
+  fires_seen_.assign(count, 0);
+  is_delivered_.assign(count, false);
+  used_ = UsedMap(static_cast<int64_t>(count));
+  map_wire_.reset();
+  arrivals_.clear();
+  last_arrived_ = -1;
+  observing_ = true;
+  order_.clear();
+  for (size_t i = count; i-- > 0;) {
     const auto index = static_cast<int64_t>(i);
     if (!infos_[i].requires_grad) continue;
     hooks_[i] = GradHook(parameters_[i], index, *this, options_.shards != nullptr);
-    order_.push_back(
-        index);  // last registered, first to get its gradient: the guess until one was seen
+    // Last registered, first to get its gradient: the guess until one was seen.
+    order_.push_back(index);
   }
   build_buckets();
 }
 
 GradReducer::~GradReducer() = default;
 
-// Finds what the user changed since the last look: frozen, unfrozen, cast.
-void GradReducer::watch_parameters() {
-  for (size_t i = 0; i < parameters_.size(); ++i) {
-    const at::Tensor& parameter = parameters_[i];
-    ParameterInfo& info = infos_[i];
-    const bool requires_grad = parameter.requires_grad();
-    const bool needs_hook = requires_grad && !hooks_[i].is_attached_to(parameter);
-    const bool is_cast = parameter.scalar_type() != info.dtype;
-    if (requires_grad == info.requires_grad && !needs_hook && !is_cast) continue;
-    TORCH_CHECK_VALUE(
-        parameter.device() == info.device,
-        error_text(options_.area,
-                   "got '" + info.name + "' on " + parameter.device().str() + ", expected it on " +
-                       info.device.str() + " where it was when the module was wrapped",
-                   communicator_->rank_of(), "Move the module before wrapping it."));
-    if (needs_hook) {
-      const auto index = static_cast<int64_t>(i);
-      hooks_[i] = GradHook(parameter, index, *this, options_.shards != nullptr);
-      mark_seen_late(i);
-    }
-    if (requires_grad != info.requires_grad || is_cast) used_.mark_changed();
-    info.requires_grad = requires_grad;
-  }
-}
-
-// The layout of a step stays, so that all ranks have the same: a parameter whose dtype is no longer
-// that of its bucket leaves its slot empty, and is reduced when the ranks have compared notes.
-void GradReducer::set_aside_cast_parameters() {
-  for (size_t i = 0; i < parameters_.size(); ++i) {
-    if (parameters_[i].scalar_type() != infos_[i].dtype) places_[i] = {};
-  }
-}
-
 BucketPlan GradReducer::make_plan(std::vector<int64_t> order) const {
   std::erase_if(order, [this](int64_t index) { return held_[static_cast<size_t>(index)]; });
   return make_bucket_plan(
       {infos_, std::move(order), trailing_, options_.caps, options_.reduce_dtype});
+}
+
+std::vector<GradReducer::Place> GradReducer::places_in(const BucketPlan& plan) const {
+  std::vector<Place> places(parameters_.size());
+  for (size_t b = 0; b < plan.buckets.size(); ++b) {
+    const std::vector<BucketSlot>& slots = plan.buckets[b].slots;
+    for (size_t slot = 0; slot < slots.size(); ++slot)
+      places[static_cast<size_t>(slots[slot].parameter)] = {static_cast<int32_t>(b),
+                                                            static_cast<int32_t>(slot)};
+  }
+  return places;
 }
 
 void GradReducer::build_buckets() {
@@ -133,12 +127,14 @@ void GradReducer::build_buckets() {
       compressor_->is_plain_sum() && !scatters && !options_.defers_sums && !plan.buckets.empty() &&
       !plan.buckets.back().sparse &&
       (plan.buckets.back().dtype == at::kFloat || plan.buckets.back().dtype == at::kDouble);
+  std::vector<Place> places = places_in(plan);
   if (plan == plan_ && tail_fits == tail_in_last_bucket_ && scatters == scatters_ &&
-      !buckets_.empty())
+      !buckets_.empty()) {
+    places_ = std::move(places);  // a step may have left out some
     return;
+  }
 
   std::vector<Bucket> buckets;
-  std::vector<Place> places(parameters_.size());
   for (size_t b = 0; b < plan.buckets.size(); ++b) {
     const bool is_last = b + 1 == plan.buckets.size();
     buckets.emplace_back(plan.buckets[b], parameters_, is_last && tail_fits ? used_.numel() : 0,
@@ -146,7 +142,6 @@ void GradReducer::build_buckets() {
     const std::vector<BucketSlot>& slots = plan.buckets[b].slots;
     for (size_t slot = 0; slot < slots.size(); ++slot) {
       const auto index = static_cast<size_t>(slots[slot].parameter);
-      places[index] = {static_cast<int32_t>(b), static_cast<int32_t>(slot)};
       const int32_t earlier = places_.empty() ? -1 : places_[index].bucket;
       if (earlier >= 0 &&
           buckets_[static_cast<size_t>(earlier)].holds_gradient_of(parameters_[index])) {
@@ -224,62 +219,6 @@ void GradReducer::update_trailing() {
     if (trails != trailing_[at]) {
       trailing_[at] = trails;
       plan_is_stale_ = true;
-    }
-  }
-}
-
-// Some rank froze, unfroze or cast parameters: all ranks compare notes at the end of this backward.
-void GradReducer::settle_change() {
-  std::vector<ParameterState> states;
-  for (size_t i = 0; i < infos_.size(); ++i) {
-    const bool is_used = used_.used_here(static_cast<int64_t>(i));
-    states.push_back({infos_[i].requires_grad, is_used, parameters_[i].scalar_type()});
-  }
-  const std::vector<bool> used =
-      agree_on_states(*communicator_, infos_.front().device, infos_, states, options_.area);
-  std::vector<int64_t> order;
-  std::vector<bool> is_ordered(infos_.size(), false);
-  for (const int64_t index : order_) {
-    if (!infos_[static_cast<size_t>(index)].requires_grad) continue;
-    order.push_back(index);
-    is_ordered[static_cast<size_t>(index)] = true;
-  }
-  std::vector<int64_t> left_out;
-  for (size_t i = infos_.size(); i-- > 0;) {
-    infos_[i].dtype = states[i].dtype;
-    if (!infos_[i].requires_grad || places_[i].bucket >= 0 || held_[i]) continue;
-    left_out.push_back(static_cast<int64_t>(i));
-    if (!is_ordered[i]) order.push_back(static_cast<int64_t>(i));
-  }
-  if (!left_out.empty()) reduce_left_out(left_out, used);
-  order_ = std::move(order);
-  plan_is_stale_ = true;
-}
-
-// Gradients that this backward produced but the layout of this step did not hold.
-void GradReducer::reduce_left_out(const std::vector<int64_t>& left_out,
-                                  const std::vector<bool>& used) {
-  const BucketPlan plan = make_plan(left_out);
-  for (size_t b = 0; b < plan.buckets.size(); ++b) {
-    Bucket bucket(plan.buckets[b], parameters_, 0, own_shards(may_scatter()));
-    bucket.begin_step(shadow_);
-    bucket.complete(scale());
-    const std::string label = "left-out " + bucket_label(plan, b, infos_);
-    Pending pending = compressor_->reduce({bucket, parameters_, b, plan.buckets.size(), label});
-    pending.wait();
-    const std::vector<at::Tensor> result = pending.result();
-    if (!result.empty()) bucket.take_result(result.front());
-    if (options_.shards) bucket.keep_own();
-    sum_over_replicas(bucket, label).wait();
-    std::vector<OwnSum> sums;
-    add_own_sums(bucket, sums);
-    if (!sums.empty()) summed_callback_(sums);
-    const std::vector<BucketSlot>& slots = plan.buckets[b].slots;
-    for (size_t slot = 0; slot < slots.size(); ++slot) {
-      const auto index = static_cast<size_t>(slots[slot].parameter);
-      if (!used[index] || is_deferred(index)) continue;
-      deliver(bucket, slot);
-      if (delivered_) delivered_({slots[slot].parameter});
     }
   }
 }

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cstring>
 #include <sstream>
+#include <unordered_map>
 
 namespace trireme {
 namespace {
@@ -17,6 +18,10 @@ std::string describe(const ParameterInfo& info) {
   for (size_t i = 0; i < info.sizes.size(); ++i) text << (i == 0 ? "" : ", ") << info.sizes[i];
   text << ']' << (info.sparse_gradient ? " sparse" : "") << (info.requires_grad ? "" : " frozen");
   return text.str();
+}
+
+std::string without_name(const std::string& description) {
+  return description.substr(description.rfind('\'') + 1);
 }
 
 std::vector<std::string> split_lines(const std::string& text) {
@@ -70,7 +75,77 @@ std::string broadcast_text(Communicator& communicator, c10::Device device,
   return text_of(bytes);
 }
 
+// Everything that must be alike where ranks change what they train.
+std::string describe_fully(const ParameterChange& change) {
+  std::string text;
+  for (size_t i = 0; i < change.present.size(); ++i) {
+    const ParameterInfo& info = change.present[i];
+    text += describe(info) + ' ' + info.device.str().substr(0, info.device.str().find(':')) + ' ' +
+            std::to_string(change.earlier[i]) + '\n';
+  }
+  for (const std::string& line : change.beside) text += line + '\n';
+  return text;
+}
+
 }  // namespace
+
+std::string describe_change(const ParameterChange& change) {
+  std::vector<std::string> changes;
+  std::vector<bool> is_kept(change.planned.size(), false);
+  for (const int64_t index : change.earlier) {
+    if (index >= 0) is_kept[static_cast<size_t>(index)] = true;
+  }
+  std::unordered_map<std::string, const ParameterInfo*> gone;
+  for (size_t i = 0; i < change.planned.size(); ++i) {
+    if (!is_kept[i]) gone[change.planned[i].name] = &change.planned[i];
+  }
+  for (size_t i = 0; i < change.present.size(); ++i) {
+    const ParameterInfo& now = change.present[i];
+    const auto replaced = gone.find(now.name);
+    if (change.earlier[i] >= 0) {
+      ParameterInfo was = change.planned[static_cast<size_t>(change.earlier[i])];
+      was.name = now.name;  // under which it is found makes no difference
+      const std::string before = describe(was);
+      if (before == describe(now)) continue;
+      changes.push_back('\'' + now.name + "' was" + without_name(before) + ", is" +
+                        without_name(describe(now)));
+    } else if (replaced != gone.end()) {
+      changes.push_back('\'' + now.name + "' was" + without_name(describe(*replaced->second)) +
+                        ", is another tensor," + without_name(describe(now)));
+      gone.erase(replaced);
+    } else {
+      changes.push_back(describe(now) + " came in addition");
+    }
+  }
+  for (const ParameterInfo& info : change.planned) {
+    const auto found = gone.find(info.name);
+    if (found != gone.end() && found->second == &info)
+      changes.push_back(describe(info) + " is gone");
+  }
+  if (changes.empty()) return change.beside.empty() ? "nothing changed" : "buffers changed";
+  const size_t more = changes.size() - 1;
+  return changes.front() + (more == 0 ? "" : " (and " + std::to_string(more) + " more)");
+}
+
+void check_same_change(Communicator& communicator, c10::Device device,
+                       const ParameterChange& change, const std::string& area) {
+  const std::vector<std::string> all = gather_texts(describe_fully(change), communicator, device);
+  const bool is_same = std::all_of(all.begin(), all.end(),
+                                   [&](const std::string& one) { return one == all.front(); });
+  if (is_same) return;
+  const std::vector<std::string> changes =
+      gather_texts(describe_change(change), communicator, device);
+  std::string text;
+  for (size_t rank = 0; rank < changes.size(); ++rank) {
+    text += (rank == 0 ? "" : "; ") + ("on rank " + std::to_string(rank) + ": ") + changes[rank];
+  }
+  TORCH_CHECK_VALUE(
+      false, error_text(area,
+                        "got other parameters than were planned, expected the same change on all "
+                        "ranks: " +
+                            text,
+                        communicator.rank_of(), "Change the module on every rank alike."));
+}
 
 void check_same_parameters(Communicator& communicator, c10::Device device,
                            const std::vector<ParameterInfo>& parameters, const std::string& area) {
@@ -92,32 +167,35 @@ void check_same_parameters(Communicator& communicator, c10::Device device,
                  communicator.rank_of(), "Build the same model on every rank."));
 }
 
-std::vector<bool> agree_on_states(Communicator& communicator, c10::Device device,
-                                  const std::vector<ParameterInfo>& parameters,
-                                  const std::vector<ParameterState>& states,
-                                  const std::string& area) {
-  const auto count = static_cast<int64_t>(states.size());
+AgreedStates agree_on_states(Communicator& communicator, c10::Device device,
+                             const std::vector<ParameterInfo>& parameters,
+                             const std::vector<ParameterState>& states, bool replans,
+                             const std::string& area) {
+  const auto count = static_cast<int64_t>(states.size()) + 1;  // the last is not a parameter
   const int64_t world = communicator.world();
-  at::Tensor own = at::empty({count, 2}, at::kByte);
+  at::Tensor own = at::zeros({count, 2}, at::kByte);
   auto* bytes = own.mutable_data_ptr<uint8_t>();
   for (size_t i = 0; i < states.size(); ++i) {
     bytes[2 * i] =
         static_cast<uint8_t>((states[i].requires_grad ? 1 : 0) | (states[i].used ? 2 : 0));
     bytes[2 * i + 1] = static_cast<uint8_t>(states[i].dtype);
   }
+  bytes[2 * states.size()] = replans ? 1 : 0;
   const at::Tensor sent = own.to(device);
   const at::Tensor received = at::empty({world * count * 2}, sent.options());
   communicator.all_gather({received}, {sent}, "changed parameter states").wait();
   const at::Tensor host = received.to(at::kCPU);
   const auto* all = host.const_data_ptr<uint8_t>();
 
-  std::vector<bool> used(states.size(), false);
+  AgreedStates agreed{std::vector<bool>(states.size(), false)};
+  for (int64_t rank = 0; rank < world; ++rank)
+    agreed.replans = agreed.replans || all[2 * (rank * count + count - 1)] != 0;
   for (int64_t rank = 0; rank < world; ++rank) {
     const uint8_t* theirs = all + rank * count * 2;
     for (size_t i = 0; i < states.size(); ++i) {
-      used[i] = used[i] || (theirs[2 * i] & 2) != 0;
-      const bool same =
-          ((theirs[2 * i] ^ all[2 * i]) & 1) == 0 && theirs[2 * i + 1] == all[2 * i + 1];
+      agreed.used[i] = agreed.used[i] || (theirs[2 * i] & 2) != 0;
+      const bool same = agreed.replans || (((theirs[2 * i] ^ all[2 * i]) & 1) == 0 &&
+                                           theirs[2 * i + 1] == all[2 * i + 1]);
       TORCH_CHECK_VALUE(
           same, error_text(area,
                            "got a change of requires_grad or dtype that ranks do not share: '" +
@@ -130,7 +208,7 @@ std::vector<bool> agree_on_states(Communicator& communicator, c10::Device device
                            "Freeze and unfreeze the same parameters on every rank."));
     }
   }
-  return used;
+  return agreed;
 }
 
 }  // namespace trireme

@@ -24,12 +24,37 @@ struct ParameterState {
   at::ScalarType dtype = at::kFloat;
 };
 
-// Exchanges the states; throws on all ranks, naming parameter and ranks, where requires_grad or
-// dtype differ. Returns, by parameter, whether any rank used it. Collective; one all-gather of 2
+struct AgreedStates {
+  std::vector<bool> used;  // by parameter: by any rank
+  bool replans = false;    // some rank has other parameters than planned; states may then differ
+};
+
+// Exchanges the states and whether this rank `replans`; throws on all ranks, naming parameter and
+// ranks, where no rank does and requires_grad or dtype differ. Collective; one all-gather of 2
 // bytes per parameter.
-TRIREME_API std::vector<bool> agree_on_states(Communicator& communicator, c10::Device device,
-                                              const std::vector<ParameterInfo>& parameters,
-                                              const std::vector<ParameterState>& states,
-                                              const std::string& area);
+TRIREME_API AgreedStates agree_on_states(Communicator& communicator, c10::Device device,
+                                         const std::vector<ParameterInfo>& parameters,
+                                         const std::vector<ParameterState>& states, bool replans,
+                                         const std::string& area);
+
+// What a module had when its gradients were planned, and what it has now.
+struct ParameterChange {
+  const std::vector<ParameterInfo>& planned;
+  const std::vector<ParameterInfo>& present;
+  // By present parameter: the planned one that is the same tensor, -1 if there is none.
+  const std::vector<int64_t>& earlier;
+  const std::vector<std::string>& beside;  // what else ranks must have alike
+};
+
+// The first difference, as "'head.weight' was Float [10, 4], is another tensor, Float [12, 4]", and
+// how many more there are; if there is none "nothing changed", or "buffers changed" where there is
+// something beside.
+TRIREME_API std::string describe_change(const ParameterChange& change);
+
+// All ranks must have come by the same parameters, from the same earlier ones. Where they have not,
+// every rank throws the same ValueError, which says what each of them changed. Collective; two
+// small gathers, four where it throws.
+TRIREME_API void check_same_change(Communicator& communicator, c10::Device device,
+                                   const ParameterChange& change, const std::string& area);
 
 }  // namespace trireme

@@ -17,8 +17,8 @@ void UsedMap::write_to(const at::Tensor& wire, bool shadow) const {
   auto* values = host.mutable_data_ptr<float>();
   if (!shadow) {
     for (int64_t i = 0; i < parameters_; ++i) values[i] = used_here(i) ? 1.0F : 0.0F;
-    values[parameters_] = changed_here_ ? 1.0F : 0.0F;
   }
+  values[parameters_] = changed_here_ ? 1.0F : 0.0F;
   wire.copy_(host, /*non_blocking=*/goes_to_gpu);
 }
 

@@ -71,13 +71,18 @@ def _group_of_mesh(device_mesh: DeviceMesh, module: nn.Module) -> dist.ProcessGr
     return device_mesh.get_group(mesh_dim=0)
 
 
-def check_not_lazy(module: nn.Module, ignored: set[str], group: dist.ProcessGroup) -> None:
-    """Refuses parameters without a shape. What else a module must be, the core checks."""
+def check_materialized(module: nn.Module, ignored: set[str], group: dist.ProcessGroup) -> None:
+    """Refuses parameters without a shape or memory. What else a module must be, the core checks."""
     for name, parameter in module.named_parameters():
-        lazy = isinstance(parameter, nn.parameter.UninitializedParameter)
-        if lazy and name not in ignored:
+        if name in ignored:
+            continue
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
             got = f"got lazy parameter '{name}' without a shape, expected an initialised module"
             raise RuntimeError(_text(got, "Run one forward before wrapping.", group))
+        if parameter.is_meta:
+            got = f"got '{name}' on the meta device, expected a parameter with memory"
+            next_step = "Call module.to_empty(device=...) and initialise it before wrapping."
+            raise ValueError(_text(got, next_step, group))
 
 
 def check_bucket_caps(

@@ -19,7 +19,7 @@ from trireme._ddp_checks import (
     check_comm_hook,
     check_delayed,
     check_device_ids,
-    check_not_lazy,
+    check_materialized,
     resolve_process_group,
     returning_future,
 )
@@ -28,9 +28,10 @@ from trireme._ddp_in_backward import step_in_backward
 from trireme._ddp_join import DdpJoinHook
 from trireme._ddp_mixed_precision import MixedPrecisionForward
 from trireme._ddp_reducer import Reducer
-from trireme._ddp_tensors import ModuleTensors
+from trireme._ddp_tensors import ModuleTensors, watching
 from trireme._ddp_torch_names import TorchNames
 from trireme._group_communicator import communicator_of
+from trireme._layer_watch import LayerWatch
 from trireme._parameter_owners import note_ddp
 
 _MIB = 1024 * 1024
@@ -118,7 +119,7 @@ class DistributedDataParallel(TorchNames):
             self.device_mesh = device_mesh
         self.process_group = group
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-        check_not_lazy(module, self.parameters_to_ignore, group)
+        check_materialized(module, self.parameters_to_ignore, group)
         self._module_parameters = [
             p for n, p in module.named_parameters() if n not in self.parameters_to_ignore
         ]
@@ -180,9 +181,7 @@ class DistributedDataParallel(TorchNames):
             options.reduce_dtype = self._mixed_forward.reduce_dtype
 
         tensors = ModuleTensors.of(self.module, self.parameters_to_ignore)
-        self._reduced_parameters = tensors.parameters
-        self._buffer_places = tensors.buffer_places
-        self._assign_modules_buffers()
+        self._take_over(tensors)
         self._communicator = communicator_of(self.process_group)
         self._core = _C.Ddp(
             names=tensors.names,
@@ -193,9 +192,41 @@ class DistributedDataParallel(TorchNames):
             options=options,
         )
         self._divisor = self.process_group.size()
-        note_ddp(tensors.parameters, self)
+        self._layer_watch = LayerWatch(self)
+        self._core.watch_module(*watching(self))
         self.reducer = Reducer(self._core, self.process_group)  # type: ignore[assignment]
         self.logger = None
+
+    def _take_over(self, tensors: ModuleTensors) -> None:
+        self._tensors = self._present = tensors
+        self._reduced_parameters = tensors.parameters
+        self._buffer_places = tensors.buffer_places
+        self._assign_modules_buffers()
+        note_ddp(tensors.parameters, self)
+
+    def _look_at_module(self, thoroughly: bool) -> ModuleTensors | None:
+        """What the module has now, unless that is what the core knows."""
+        self._present = self._tensors
+        if self._layer_watch.is_as_it_was(thoroughly=thoroughly):
+            return None
+        present = ModuleTensors.of(self.module, self.parameters_to_ignore)
+        if present.has_those_of(self._tensors):
+            self._layer_watch.take_snapshot()
+        elif not present.is_lent():
+            self._present = present
+            return present
+        return None
+
+    def _adopt_module(self) -> None:
+        """All ranks have agreed on what ``_look_at_module`` returned last."""
+        self._take_over(self._present)
+        self._module_parameters = [
+            p for n, p in self.module.named_parameters() if n not in self.parameters_to_ignore
+        ]
+        if self._mixed_forward is not None:
+            self._mixed_forward.module = self.module
+        self._layer_watch.take_snapshot()
+        self._setup_in_backward_optimizers()
 
     # forward
 
@@ -371,7 +402,8 @@ class DistributedDataParallel(TorchNames):
 
     def _portable_state(self) -> dict[str, Any]:
         rebuilt = {"process_group", "reducer", "_core", "_communicator"}
-        rebuilt |= {"_reduced_parameters", "_buffer_places"}
+        rebuilt |= {"_reduced_parameters", "_buffer_places", "_tensors", "_present"}
+        rebuilt |= {"_layer_watch"}
         return {key: value for key, value in self.__dict__.items() if key not in rebuilt}
 
     def __getstate__(self) -> dict[str, Any]:

@@ -59,7 +59,7 @@ BucketCaps bucket_caps(const DdpOptions& options) {
 
 Ddp::Ddp(ModuleTensors module, std::shared_ptr<Communicator> communicator,
          const DdpOptions& options)
-    : communicator_(std::move(communicator)), parameters_(module.parameters.tensors) {
+    : communicator_(std::move(communicator)) {
   const std::vector<ParameterInfo> infos = describe_parameters(module.parameters);
   // What ranks do not share comes first: a rank that refused its own module would leave the others
   // waiting.
@@ -67,7 +67,9 @@ Ddp::Ddp(ModuleTensors module, std::shared_ptr<Communicator> communicator,
   if (options.init_sync) check_same_parameters(*communicator_, device, infos, "ddp");
   check_module(infos, communicator_->rank_of());
   if (options.init_sync) {
-    sync_module(options.init_sync_buffers ? module.buffers : std::vector<at::Tensor>{}, /*root=*/0);
+    broadcast_module(module.parameters.tensors,
+                     options.init_sync_buffers ? module.buffers : std::vector<at::Tensor>{},
+                     /*root=*/0);
   }
   GradReducerOptions reducer_options;
   reducer_options.caps = bucket_caps(options);
@@ -93,9 +95,14 @@ void Ddp::sync_buffers(const std::vector<at::Tensor>& buffers, int64_t root) {
 }
 
 void Ddp::sync_module(const std::vector<at::Tensor>& buffers, int64_t root) {
+  broadcast_module(reducer_->parameters(), buffers, root);
+}
+
+void Ddp::broadcast_module(const std::vector<at::Tensor>& parameters,
+                           const std::vector<at::Tensor>& buffers, int64_t root) {
   const at::NoGradGuard no_grad;
   std::vector<at::Tensor> tensors;
-  for (const at::Tensor& parameter : parameters_) tensors.push_back(parameter.detach());
+  for (const at::Tensor& parameter : parameters) tensors.push_back(parameter.detach());
   tensors.insert(tensors.end(), buffers.begin(), buffers.end());
   communicator_->broadcast(tensors, root, "parameters and buffers").wait();
 }

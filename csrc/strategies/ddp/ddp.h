@@ -42,7 +42,7 @@ TRIREME_API BucketCaps bucket_caps(const DdpOptions& options);
 //
 //   before_forward    watch what the user froze or cast; buffers of rank 0 for all (sync_buffers)
 //   forward           the user's
-//   after_forward     hooks on the outputs (see grad_reducer.h)
+//   after_forward     watch what the user replaced; hooks on the outputs (see grad_reducer.h)
 //   backward          grad_hook -> bucket -> compressor -> grad_reducer -> all_reduce
 //   step              the user's optimizer
 //
@@ -71,11 +71,13 @@ class TRIREME_API Ddp {
   const GradReducer& reducer() const { return *reducer_; }
   const std::shared_ptr<Communicator>& communicator() const { return communicator_; }
   // Of the first parameter; all are of its kind.
-  c10::Device device() const { return parameters_.front().device(); }
+  c10::Device device() const { return reducer_->parameters().front().device(); }
 
  private:
+  void broadcast_module(const std::vector<at::Tensor>& parameters,
+                        const std::vector<at::Tensor>& buffers, int64_t root);
+
   std::shared_ptr<Communicator> communicator_;
-  std::vector<at::Tensor> parameters_;
   std::shared_ptr<GradReducer> reducer_;
 };
 

@@ -32,7 +32,9 @@ class DistributedDataParallelImpl : public torch::nn::Module, public WrapsModule
                               const DdpOptions& options = {})
       : module_(register_module("module", std::move(module))),
         sync_buffers_(options.forward_sync_buffers),
-        ddp_(module_tensors(*module_), std::move(communicator), options) {}
+        ddp_(module_tensors(*module_), std::move(communicator), options) {
+    ddp_.reducer().watch_module(watch_parameters_of(children().front()));
+  }
 
   // Over the group of the Context that trireme::init() returned.
   explicit DistributedDataParallelImpl(Net module, const DdpOptions& options = {})

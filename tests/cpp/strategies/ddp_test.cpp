@@ -249,6 +249,77 @@ TEST_CASE("ranks with different models all raise, naming parameter and rank") {
   }
 }
 
+namespace {
+
+// What a user may do to a net in mid-run.
+void change(Net& net, int64_t which) {
+  const at::NoGradGuard no_grad;
+  const std::lock_guard<std::mutex> lock(seed_mutex);
+  torch::manual_seed(11);
+  if (which == 0) net->head = net->replace_module("head", torch::nn::Linear(16, 5));
+  if (which == 1) {
+    net->second->weight.set_data(at::ones({300, 16}) * 0.1);
+    net->second->bias.set_data(at::ones({300}));
+  }
+  if (which == 2) net->unregister_module("head");
+}
+
+}  // namespace
+
+TEST_CASE("a module that changes alike on all ranks goes on as if wrapped anew") {
+  for (const int64_t which : {0, 1, 2}) {
+    std::vector<std::vector<at::Tensor>> results(2);
+    run_thread_ranks(2, [&](ThreadRank& rank) {
+      const int64_t r = rank.where.rank;
+      Net net;
+      DistributedDataParallel<Net> ddp(net, rank.communicator);
+      train(ddp, 2, r, 2);
+      for (const at::Tensor& parameter : ddp->parameters()) parameter.mutable_grad().reset();
+      change(net, which);
+      train(ddp, 4, r, 2);
+      results[static_cast<size_t>(r)] = detached(net->parameters());
+    });
+    Net alone;
+    train(alone, 2, 0, 1);
+    for (const at::Tensor& parameter : alone->parameters()) parameter.mutable_grad().reset();
+    change(alone, which);
+    train(alone, 4, 0, 1);
+    const std::vector<at::Tensor> expected = detached(alone->parameters());
+    REQUIRE(results[0].size() == expected.size());
+    for (size_t i = 0; i < expected.size(); ++i) {
+      CHECK(at::equal(results[0][i], results[1][i]));
+      CHECK(at::allclose(results[0][i], expected[i], 1e-5, 1e-6));
+    }
+  }
+}
+
+TEST_CASE("a module that changes on one rank alone raises on all, with what it was and is") {
+  for (const auto& [which, text] : std::vector<std::pair<int64_t, std::string>>{
+           {0, "on rank 1: 'head.weight' was Float [2, 16], is another tensor, Float [5, 16]"},
+           {1, "on rank 1: 'second.weight' was Float [4, 16], is Float [300, 16]"},
+           {2, "on rank 1: 'head.weight' Float [2, 16] is gone"}}) {
+    std::vector<std::string> texts(2);
+    run_thread_ranks(
+        2,
+        [&](ThreadRank& rank) {
+          Net net;
+          DistributedDataParallel<Net> ddp(net, rank.communicator);
+          train(ddp, 2, rank.where.rank, 2);
+          if (rank.where.rank == 1) change(net, which);
+          try {
+            train(ddp, 1, rank.where.rank, 2);
+          } catch (const c10::ValueError& error) {
+            texts[static_cast<size_t>(rank.where.rank)] = error.what_without_backtrace();
+          }
+        },
+        kUntilGlooLetsGo);
+    for (const std::string& found : texts) {
+      CHECK_THAT(found, Catch::Contains("[ddp] got other parameters than were planned") &&
+                            Catch::Contains("on rank 0: nothing changed") && Catch::Contains(text));
+    }
+  }
+}
+
 TEST_CASE("an exception on one rank comes out of the other's backward") {
   std::vector<std::string> texts(2);
   run_thread_ranks(
