@@ -16,6 +16,7 @@ from trireme._fsdp_comms import (
     say_no_memory,
     use_reduce_scatter,
 )
+from trireme._layer_watch import LayerWatch
 
 if TYPE_CHECKING:
     from trireme._fsdp_mesh import FsdpMesh
@@ -83,11 +84,31 @@ class FsdpRoot:
         for one in units:
             one.root = self
             one.settle_reshard()
+        self._layer_watch = LayerWatch(module, by_identity=False)
+        self._plain = list(_plain_parameters(module).values())
         self.follow_flags()
         self.follow_hooks()
         self.follow_gathers()
         self.comms_changed = True
         self.follow_comms()
+
+    def check_layers(self) -> None:
+        """Before a forward: refuses parameters that came after the first one, since nobody would
+        average their gradients.
+
+        Raises:
+            ValueError: there is one.
+        """
+        if self._layer_watch.is_as_it_was():
+            return
+        known = set(map(id, self._plain))
+        for name, param in _plain_parameters(self.units[0].modules[0]).items():
+            if param.requires_grad and id(param) not in known:
+                refuse(
+                    f"got '{name}' of shape {tuple(param.shape)}, which came after fully_shard",
+                    "Change layers before fully_shard, or call it on the layer itself, too.",
+                )
+        self._layer_watch.take_snapshot()
 
     def _place_of(self, mesh: FsdpMesh) -> int:
         for place, known in enumerate(self.meshes):
@@ -184,6 +205,22 @@ def units_in(module: nn.Module) -> list[FsdpUnit]:
     found = (getattr(one, "_trireme_unit", None) for one in module.modules())
     firsts = dict.fromkeys(unit for unit in found if unit is not None)
     return [unit for first in firsts for unit in first.all]
+
+
+def _plain_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """By name, what no unit has: fully_shard was told to ignore it, or it came later."""
+    places = {
+        (id(owner), name)
+        for unit in units_in(module)
+        for one in unit.params
+        for owner, name in one.places
+    }
+    return {
+        f"{prefix}.{name}".removeprefix("."): param
+        for prefix, layer in module.named_modules()
+        for name, param in layer._parameters.items()
+        if param is not None and (id(layer), name) not in places
+    }
 
 
 def _check(units: list[FsdpUnit], root: FsdpUnit) -> None:

@@ -185,6 +185,7 @@ class FsdpUnit:
         self._is_entered = True
         self.uses += 1
         if self.is_root:
+            root.check_layers()
             root.follow_comms()
             notify_of_forward(root)
             self._await_post_optim_event()

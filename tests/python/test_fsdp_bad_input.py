@@ -39,6 +39,50 @@ def test_without_a_group() -> None:
 
 
 @on_shm_ranks(2)
+def test_layers_that_come_late(rank: int) -> None:
+    """Nobody would average their gradients; what changes nothing of that may come and go."""
+    ignored = nn.Linear(3, 3)
+    ours = in_training(
+        shard(nn.Sequential(*mlp(), ignored), ignored_params=set(ignored.parameters()))
+    )
+    ours.train(0)
+    ours.model.append(nn.Tanh())
+    ours.model.append(nn.Linear(3, 3).requires_grad_(False))
+    ours.model.append(shard(nn.Linear(3, 3)))
+    ours.train(1)
+
+    def add(model: nn.Module) -> None:
+        model.append(nn.Linear(3, 4))
+
+    def replace(model: nn.Module) -> None:
+        model[4] = nn.Linear(5, 3)
+
+    def assign(model: nn.Module) -> None:
+        model[2].load_state_dict({"weight": torch.ones(5, 13)}, assign=True)
+
+    def reshape(model: nn.Module) -> None:
+        model[4].weight = nn.Parameter(torch.ones(7, 5))
+
+    def register(model: nn.Module) -> None:
+        model[0].scale = nn.Parameter(torch.ones(()))
+
+    late = "which came after fully_shard"
+    cases = [
+        (add, f"got '5.weight' of shape (4, 3), {late}"),
+        (replace, f"got '4.weight' of shape (3, 5), {late}"),
+        (assign, "got a plain tensor for '2.weight'"),
+        (reshape, "got a plain tensor for '4.weight'"),
+        (register, f"got '0.scale' of shape (), {late}"),
+    ]
+    for change, text in cases:
+        ours = in_training(shard(mlp()))
+        ours.train(0)
+        change(ours.model)
+        with raises(ValueError, "[fully_shard] ", text):
+            ours.train(1)
+
+
+@on_shm_ranks(2)
 def test_arguments(rank: int) -> None:
     """None of these is collective: the ranks stay together."""
     net: Any = nn.Linear(4, 4)
