@@ -1,5 +1,5 @@
 # trireme_unity(<target> [<most>]): with TRIREME_UNITY the files of a folder are compiled together, <most>
-# (8) of them at a time. A file with our precompiled header takes 2.4 s before its own first line,
+# (12) of them at a time. A file with our precompiled header takes 2.4 s before its own first line,
 # because GCC instantiates in each what torch's headers have left pending; a folder takes them once.
 # For builds of everything, such as the first one and CI's; whoever edits a file wants that one compiled. Names in
 # anonymous namespaces are then a folder's, not a file's. Files with options of their own stay alone.
@@ -15,7 +15,7 @@ function(trireme_unity target)
   if(NOT TRIREME_UNITY)
     return()
   endif()
-  set(most 8)
+  set(most 12)
   if(ARGC GREATER 1)
     set(most "${ARGV1}")
   endif()

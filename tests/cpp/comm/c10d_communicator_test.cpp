@@ -7,7 +7,8 @@
 #include <catch_torch.h>
 #include <thread_ranks.h>
 
-using namespace trireme;
+namespace trireme::c10d_communicator_test {
+
 using trireme::test::Engine;
 using trireme::test::run_thread_ranks;
 using trireme::test::ThreadRank;
@@ -268,3 +269,5 @@ TEST_CASE("a list may be used again after its Pending was waited for") {
   });
   for (const at::Tensor& tensor : results) CHECK(at::equal(tensor, at::full({4}, 12.0F)));
 }
+
+}  // namespace trireme::c10d_communicator_test

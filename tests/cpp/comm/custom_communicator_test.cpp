@@ -12,7 +12,8 @@
 #include <memory>
 #include <utility>
 
-using namespace trireme;
+namespace trireme::custom_communicator_test {
+
 using trireme::test::error_of;
 
 namespace {
@@ -144,3 +145,5 @@ TEST_CASE("memory that does not fit is refused, with what was expected") {
                                    "custom collective, expected 6 of Float on cpu, contiguous "
                                    "(rank 1 of 3). Return torch.empty"));
 }
+
+}  // namespace trireme::custom_communicator_test

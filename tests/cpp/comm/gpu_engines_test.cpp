@@ -8,7 +8,8 @@
 #include <catch_torch.h>
 #include <comm/fake_engine.h>
 
-using namespace trireme;
+namespace trireme::gpu_engines_test {
+
 using trireme::test::FakeEngine;
 using trireme::test::FakeEngines;
 using trireme::test::make_fake_group;
@@ -55,3 +56,5 @@ TEST_CASE("a part gets options of its own, also below a part") {
   for (const auto& engine : {engines.cpu, engines.cuda})
     CHECK(engine->options->global_ranks_in_group.empty());
 }
+
+}  // namespace trireme::gpu_engines_test

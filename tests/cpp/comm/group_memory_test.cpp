@@ -8,7 +8,8 @@
 #include <cstring>
 #include <thread_ranks.h>
 
-using namespace trireme;
+namespace trireme::group_memory_test {
+
 using trireme::test::Engine;
 using trireme::test::run_thread_ranks;
 using trireme::test::ThreadRank;
@@ -44,3 +45,5 @@ TEST_CASE("Gloo has none") {
   });
   CHECK(has_memory == std::vector<int>{0, 0});
 }
+
+}  // namespace trireme::group_memory_test

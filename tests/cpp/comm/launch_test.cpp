@@ -17,7 +17,7 @@
 #include "catch_torch.h"
 #include "thread_ranks.h"
 
-namespace trireme {
+namespace trireme::launch_test {
 namespace {
 
 using namespace std::chrono_literals;
@@ -352,4 +352,4 @@ TEST_CASE("thread ranks: the first error comes out and the peers do not wait") {
   CHECK(std::chrono::steady_clock::now() - start < 20s);
 }
 
-}  // namespace trireme
+}  // namespace trireme::launch_test

@@ -16,7 +16,7 @@
 #include <thread>
 #include <vector>
 
-namespace trireme {
+namespace trireme::multi_host_test {
 namespace {
 
 using namespace std::chrono_literals;
@@ -243,4 +243,4 @@ TEST_CASE("a rank that announces its failure ends the group on all hosts at once
   for (const std::string& error : errors) CHECK_THAT(error, Catch::Contains("its data ran out"));
 }
 
-}  // namespace trireme
+}  // namespace trireme::multi_host_test

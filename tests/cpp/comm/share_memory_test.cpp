@@ -8,7 +8,8 @@
 #include <string>
 #include <thread_ranks.h>
 
-using namespace trireme;
+namespace trireme::share_memory_test {
+
 using trireme::test::Engine;
 using trireme::test::run_thread_ranks;
 using trireme::test::ThreadRank;
@@ -113,3 +114,5 @@ TEST_CASE("deposits are for ranks that take all CPUs, or for whoever insists") {
   CHECK(by_itself == (usable_cpus() == 1));
   CHECK(insisting);
 }
+
+}  // namespace trireme::share_memory_test

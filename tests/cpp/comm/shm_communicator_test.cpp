@@ -10,7 +10,8 @@
 #include <utility>
 #include <vector>
 
-using namespace trireme;
+namespace trireme::shm_communicator_test {
+
 using trireme::test::Engine;
 using trireme::test::run_thread_ranks;
 using trireme::test::ThreadRank;
@@ -56,3 +57,5 @@ TEST_CASE("what is submitted before a failure was noticed ends with it") {
     CHECK_THAT(one, Catch::Contains("has left it: [test] rank 1 stumbled"));
   CHECK(sums == std::vector<float>{2, 2});
 }
+
+}  // namespace trireme::shm_communicator_test

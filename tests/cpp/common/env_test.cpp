@@ -11,7 +11,7 @@
 
 #include "catch_torch.h"
 
-namespace trireme {
+namespace trireme::env_test {
 namespace {
 
 using Values = std::map<std::string, std::string>;
@@ -360,4 +360,4 @@ TEST_CASE("a quota of the old control groups counts") {
   CHECK(usable_cpus(root.path()) == 1);
 }
 
-}  // namespace trireme
+}  // namespace trireme::env_test

@@ -4,7 +4,7 @@
 
 #include "catch_torch.h"
 
-namespace trireme {
+namespace trireme::error_test {
 
 TEST_CASE("an error names area, rank and next step") {
   CHECK(error_text("area", "got 1, expected 2", {2, 8}, "Do that.") ==
@@ -16,4 +16,4 @@ TEST_CASE("without a group an error names no rank") {
         "[area] got 1, expected 2. Do that.");
 }
 
-}  // namespace trireme
+}  // namespace trireme::error_test

@@ -9,7 +9,7 @@
 #include <type_traits>
 #include <vector>
 
-namespace trireme::cpu {
+namespace trireme::cpu::isa_test {
 namespace {
 
 constexpr int kFirstNan = 0x7C01;
@@ -114,4 +114,4 @@ TEST_CASE("a NaN narrows to a NaN") {
       std::type_identity<Isas>{});
 }
 
-}  // namespace trireme::cpu
+}  // namespace trireme::cpu::isa_test

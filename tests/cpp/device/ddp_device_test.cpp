@@ -6,7 +6,8 @@
 #include <device/sim_engine.h>
 #include <strategies/zero_ranks.h>
 
-using namespace trireme;
+namespace trireme::ddp_device_test {
+
 using namespace trireme::test;
 using torch::optim::AdamW;
 using torch::optim::AdamWOptions;
@@ -125,3 +126,5 @@ TEST_CASE("ZeRO on devices, stages 1 and 2") {
     }
   }
 }
+
+}  // namespace trireme::ddp_device_test

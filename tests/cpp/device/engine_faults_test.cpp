@@ -7,7 +7,8 @@
 #include <device/sim_engine.h>
 #include <thread>
 
-using namespace trireme;
+namespace trireme::engine_faults_test {
+
 using namespace trireme::test;
 
 TEST_CASE("what a peer announced is raised by a rank that only enqueues") {
@@ -35,3 +36,5 @@ TEST_CASE("what a peer announced is raised by a rank that only enqueues") {
   CHECK_THAT(said, Catch::Contains("[comm] all_reduce of the sums was given up because a peer "
                                    "announced: [test] dropped the ball"));
 }
+
+}  // namespace trireme::engine_faults_test

@@ -13,7 +13,8 @@
 #include <strategies/fsdp_ranks.h>
 #include <temporary_folder.h>
 
-using namespace trireme;
+namespace trireme::fsdp_device_test {
+
 using namespace trireme::test;
 using torch::nn::Linear;
 using torch::nn::Sequential;
@@ -244,3 +245,5 @@ TEST_CASE("a gather without memory says what it needed, and frees what it had") 
   CHECK_THAT(said, Catch::Contains("[buffer_pool] got no memory for "));
   CHECK(after <= before);
 }
+
+}  // namespace trireme::fsdp_device_test

@@ -9,7 +9,8 @@
 #include <future>
 #include <strategies/zero_ranks.h>
 
-using namespace trireme;
+namespace trireme::sim_device_test {
+
 using namespace trireme::test;
 
 namespace {
@@ -102,3 +103,5 @@ TEST_CASE("collectives do not wait for each other's caller; his stream waits if 
   CHECK(found[0] == std::vector<float>{1, 3});
   CHECK(found[1][1] == 3);
 }
+
+}  // namespace trireme::sim_device_test

@@ -5,7 +5,8 @@
 #include <catch_torch.h>
 #include <device/sim_rows.h>
 
-using namespace trireme;
+namespace trireme::stream_handoff_test {
+
 using namespace trireme::test;
 
 TEST_CASE("beside() comes after what the caller's stream was given, and waits for no more") {
@@ -72,3 +73,5 @@ TEST_CASE("on CPU it is done at once") {
   handoff.note();
   handoff.wait();
 }
+
+}  // namespace trireme::stream_handoff_test

@@ -9,7 +9,7 @@
 #include <catch_torch.h>
 #include <string>
 
-using namespace trireme;
+namespace trireme::bucket_runs_test {
 
 namespace {
 
@@ -117,3 +117,5 @@ TEST_CASE("a shadow step sends zeros and leaves gradients alone") {
   CHECK(gradients.wire() == "0 0 0 0 0 | 0 0 0 0 0 ");
   CHECK(gradients.parameters[0].grad().sum().item<float>() == 15);
 }
+
+}  // namespace trireme::bucket_runs_test

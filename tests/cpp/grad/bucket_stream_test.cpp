@@ -9,7 +9,8 @@
 #include <functional>
 #include <thread_ranks.h>
 
-using namespace trireme;
+namespace trireme::bucket_stream_test {
+
 using trireme::test::Engine;
 using trireme::test::run_thread_ranks;
 using trireme::test::ThreadRank;
@@ -194,3 +195,5 @@ TEST_CASE("ranks that leave CPUs free keep to buckets") {
       std::chrono::seconds(20), Engine::kShm);
   CHECK(streamed == std::vector<int>{0, 0});
 }
+
+}  // namespace trireme::bucket_stream_test

@@ -10,6 +10,8 @@
 
 #include "catch_torch.h"
 
+namespace trireme::flat_optimizer_test {
+
 namespace {
 
 std::vector<at::Tensor> parameters(at::ScalarType dtype = at::kFloat) {
@@ -146,3 +148,5 @@ TEST_CASE("a step that is refused leaves everything as it was") {
       *optimizer.state().at(params[0].unsafeGetTensorImpl()));
   CHECK(state.step() == 0);
 }
+
+}  // namespace trireme::flat_optimizer_test

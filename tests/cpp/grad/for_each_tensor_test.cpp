@@ -8,7 +8,7 @@
 #include <list>
 #include <string>
 
-using namespace trireme;
+namespace trireme::for_each_tensor_test {
 
 namespace {
 
@@ -73,3 +73,5 @@ TEST_CASE("tensors that are not const can be replaced") {
   for_each_tensor(value, [](at::Tensor& tensor) { tensor = tensor * 10; });
   CHECK(numbers_in(value) == std::vector<int>{10, 20, 30, 40});
 }
+
+}  // namespace trireme::for_each_tensor_test

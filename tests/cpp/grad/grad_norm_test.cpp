@@ -10,7 +10,8 @@
 #include <limits>
 #include <thread_ranks.h>
 
-using namespace trireme;
+namespace trireme::grad_norm_test {
+
 using trireme::test::Engine;
 using trireme::test::run_thread_ranks;
 using trireme::test::ThreadRank;
@@ -148,3 +149,5 @@ TEST_CASE("a norm that is none") {
                       Catch::Contains("[grad_norm] got norm_type"));
   }
 }
+
+}  // namespace trireme::grad_norm_test

@@ -11,7 +11,7 @@
 
 #include <catch_torch.h>
 
-using namespace trireme;
+namespace trireme::grad_reducer_test {
 
 namespace {
 
@@ -328,3 +328,5 @@ TEST_CASE("a join takes part with zeros and leaves .grad alone") {
   CHECK(chain.grad('a').is_same(grad));
   CHECK(at::equal(grad, copy));
 }
+
+}  // namespace trireme::grad_reducer_test

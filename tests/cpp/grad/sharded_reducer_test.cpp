@@ -12,7 +12,8 @@
 #include <thread_ranks.h>
 #include <unistd.h>
 
-using namespace trireme;
+namespace trireme::sharded_reducer_test {
+
 using trireme::test::Engine;
 using trireme::test::run_thread_ranks;
 using trireme::test::ThreadRank;
@@ -246,3 +247,5 @@ TEST_CASE("ranks that share memory: after an abandoned backward the next ones wo
   CHECK(seen[0] == std::vector<Floats>{{2, 2, 0, 0}, {1.5, 1.5, 0, 0}, {4, 4, 0, 0}, {3, 3, 0, 0}});
   CHECK(seen[1] == std::vector<Floats>{{0, 0, 2, 2}, {0, 0, 1.5, 1.5}, {0, 0, 4, 4}, {0, 0, 3, 3}});
 }
+
+}  // namespace trireme::sharded_reducer_test

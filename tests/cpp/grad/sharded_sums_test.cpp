@@ -9,7 +9,7 @@
 
 #include <catch_torch.h>
 
-using namespace trireme;
+namespace trireme::sharded_sums_test {
 
 namespace {
 
@@ -166,3 +166,5 @@ TEST_CASE("what throws when it is shown sums leaves backward, and the others are
   CHECK_THAT(sum.all->failure().value_or(""), Catch::Contains("backward 1 was abandoned"));
   CHECK(sum.grad('a').empty());
 }
+
+}  // namespace trireme::sharded_sums_test

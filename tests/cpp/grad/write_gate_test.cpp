@@ -10,7 +10,8 @@
 #include <string>
 #include <vector>
 
-using namespace trireme;
+namespace trireme::write_gate_test {
+
 using torch::optim::SGDOptions;
 
 namespace {
@@ -81,3 +82,5 @@ TEST_CASE("a gate that is gone is not asked, and no tensor is kept for it") {
   own.reset();
   CHECK(weak.expired());
 }
+
+}  // namespace trireme::write_gate_test

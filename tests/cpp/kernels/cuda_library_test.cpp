@@ -5,6 +5,8 @@
 
 #include "catch_torch.h"
 
+namespace trireme::cuda_library_test {
+
 namespace {
 
 using namespace trireme::cuda;
@@ -43,3 +45,5 @@ TEST_CASE("the library of CUDA kernels offers all of them, or it is said why the
   clear(table, 0);
   CHECK(kernels->launch_flatten(table, FlattenMove::kFlatten, nullptr) == nullptr);
 }
+
+}  // namespace trireme::cuda_library_test

@@ -7,6 +7,8 @@
 
 #include "catch_torch.h"
 
+namespace trireme::flatten_table_test {
+
 // The arithmetic of the CUDA kernels, run on the host: every block and every thread in turn.
 namespace {
 
@@ -132,3 +134,5 @@ TEST_CASE("the threads of a block move every element once, aligned or not") {
   check_moves<uint64_t, uint16_t>();
   check_moves<uint32_t, uint64_t>();
 }
+
+}  // namespace trireme::flatten_table_test

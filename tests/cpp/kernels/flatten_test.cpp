@@ -6,6 +6,8 @@
 #include "catch_torch.h"
 #include "kernels/reference.h"
 
+namespace trireme::flatten_test {
+
 namespace {
 
 using reference::draw;
@@ -220,3 +222,5 @@ TEST_CASE("what cannot be flattened is refused by name") {
   CHECK_THROWS_WITH(flatten({at::empty({6}, at::kMeta)}, flat),
                     Catch::Contains("got tensor 0 on meta, expected cpu where the flat tensor is"));
 }
+
+}  // namespace trireme::flatten_test

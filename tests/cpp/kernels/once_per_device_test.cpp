@@ -4,7 +4,7 @@
 #include <string>
 #include <vector>
 
-using namespace trireme;
+namespace trireme::once_per_device_test {
 
 TEST_CASE("each device is asked once, and its answer kept") {
   OncePerDevice devices;
@@ -22,3 +22,5 @@ TEST_CASE("each device is asked once, and its answer kept") {
   }
   CHECK(asked == std::vector<int>(2, 1));
 }
+
+}  // namespace trireme::once_per_device_test

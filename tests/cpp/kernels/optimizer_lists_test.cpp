@@ -12,9 +12,10 @@
 #include "catch_torch.h"
 #include "kernels/optimizer_reference.h"
 
+namespace trireme::optimizer_lists_test {
+
 namespace {
 
-using namespace trireme;
 using reference::adam_options;
 using reference::AdamTensors;
 using reference::magnitudes;
@@ -241,3 +242,5 @@ TEST_CASE("what cannot be stepped is refused by name, and nothing is written") {
   refused("got 1 steps, expected 2 as there are parameters");
   CHECK_THROWS_AS(sgd_step({tensors.params, {}, {}}, {}), c10::ValueError);
 }
+
+}  // namespace trireme::optimizer_lists_test

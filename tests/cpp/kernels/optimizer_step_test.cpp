@@ -11,9 +11,10 @@
 #include "catch_torch.h"
 #include "kernels/optimizer_reference.h"
 
+namespace trireme::optimizer_step_test {
+
 namespace {
 
-using namespace trireme;
 using reference::adam_options;
 using reference::AdamTensors;
 using reference::magnitudes;
@@ -198,3 +199,5 @@ TEST_CASE("ATen's operators come to the same but for rounding") {
     CHECK(at::allclose(ours.exp_avgs[0], other.exp_avgs[0], 1e-5));
   }
 }
+
+}  // namespace trireme::optimizer_step_test

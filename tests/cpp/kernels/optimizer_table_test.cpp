@@ -11,10 +11,11 @@
 #include "catch_torch.h"
 #include "kernels/optimizer_reference.h"
 
+namespace trireme::optimizer_table_test {
+
 // The arithmetic of the CUDA kernels, run on the host: every block and every thread in turn.
 namespace {
 
-using namespace trireme;
 using namespace trireme::cuda;
 using reference::AdamTensors;
 
@@ -176,3 +177,5 @@ TEST_CASE("an optimizer table gives segments whole blocks, and refuses one too m
   CHECK(append(*table, {memory, memory, memory, memory, nullptr, 0}, nullptr));
   CHECK(blocks_of(*table) == kTableSegments);
 }
+
+}  // namespace trireme::optimizer_table_test

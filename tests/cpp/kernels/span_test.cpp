@@ -8,6 +8,8 @@
 #include "catch_torch.h"
 #include "kernels/reference.h"
 
+namespace trireme::span_test {
+
 namespace {
 
 using reference::draw;
@@ -172,3 +174,5 @@ TEST_CASE("spans of other dtypes or of unequal lengths are refused") {
 TEST_CASE("the CPU has no stream") {
   CHECK(trireme::current_stream_handle(c10::Device(at::kCPU)) == nullptr);
 }
+
+}  // namespace trireme::span_test

@@ -2,7 +2,7 @@
 
 #include <catch_torch.h>
 
-using namespace trireme;
+namespace trireme::bucket_plan_test {
 
 namespace {
 
@@ -131,3 +131,5 @@ TEST_CASE("a cap that is no positive number is refused") {
   CHECK_THROWS_WITH(make_bucket_plan({one, {0}, {false}, {{}}, {}}),
                     Catch::Contains("[bucket_plan] got"));
 }
+
+}  // namespace trireme::bucket_plan_test

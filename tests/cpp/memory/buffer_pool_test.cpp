@@ -11,7 +11,8 @@
 #include <thread>
 #include <vector>
 
-using namespace trireme;
+namespace trireme::buffer_pool_test {
+
 using trireme::test::error_of;
 
 namespace {
@@ -166,3 +167,5 @@ TEST_CASE("where there is no memory the error says how much was needed, and for 
   CHECK_THAT(said, Catch::Contains("Make units smaller"));
   CHECK(pool.taken_bytes() == kBytes);
 }
+
+}  // namespace trireme::buffer_pool_test

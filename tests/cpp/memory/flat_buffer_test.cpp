@@ -10,7 +10,7 @@
 #include <unistd.h>
 #include <vector>
 
-using namespace trireme;
+namespace trireme::flat_buffer_test {
 
 namespace {
 
@@ -113,3 +113,5 @@ TEST_CASE("a range is a tensor over its part of the storage, and no view") {
   CHECK(buffer.narrow(0, 10, 6).count_nonzero().item<int>() == 0);
   CHECK(buffer._version() == 0);  // each counts for itself
 }
+
+}  // namespace trireme::flat_buffer_test

@@ -14,7 +14,8 @@
 #include <string>
 #include <thread_ranks.h>
 
-using namespace trireme;
+namespace trireme::host_store_test {
+
 using trireme::test::Engine;
 using trireme::test::error_of;
 using trireme::test::parameter;
@@ -254,3 +255,5 @@ TEST_CASE("a store takes CPU parameters that fit, and ranges inside of them") {
                Catch::Contains("but p has 10"));
   }
 }
+
+}  // namespace trireme::host_store_test

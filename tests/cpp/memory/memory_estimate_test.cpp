@@ -8,7 +8,8 @@
 #include <numeric>
 #include <shm/shm_ranks.h>
 
-using namespace trireme;
+namespace trireme::memory_estimate_test {
+
 using trireme::test::parameter;
 
 namespace {
@@ -249,3 +250,5 @@ TEST_CASE("requests that contradict themselves are refused") {
                                      .optimizer = optimizer_state("sgd")}),
                     Catch::Contains("for the paper's accounting"));
 }
+
+}  // namespace trireme::memory_estimate_test

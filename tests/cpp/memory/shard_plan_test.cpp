@@ -2,7 +2,7 @@
 
 #include <catch_torch.h>
 
-using namespace trireme;
+namespace trireme::shard_plan_test {
 
 namespace {
 
@@ -211,3 +211,5 @@ TEST_CASE("no parameters, and no ranks") {
                       Catch::Contains("[shard_plan] got a world of -1, expected"));
   }
 }
+
+}  // namespace trireme::shard_plan_test

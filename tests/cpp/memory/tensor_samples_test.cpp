@@ -10,7 +10,7 @@
 #include <set>
 #include <vector>
 
-using namespace trireme;
+namespace trireme::tensor_samples_test {
 
 namespace {
 
@@ -187,3 +187,5 @@ TEST_CASE("what was changed element by element, or tensor by tensor, has no fact
           t.mul_(1.0 / static_cast<double>(t.numel()));
         }) == any);
 }
+
+}  // namespace trireme::tensor_samples_test

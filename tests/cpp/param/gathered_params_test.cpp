@@ -12,7 +12,8 @@
 #include <string>
 #include <thread_ranks.h>
 
-using namespace trireme;
+namespace trireme::gathered_params_test {
+
 using trireme::test::all_kinds;
 using trireme::test::run_thread_ranks;
 using trireme::test::ThreadRank;
@@ -160,3 +161,5 @@ TEST_CASE("a gather that fails names the unit, and what it had is not there") {
   CHECK_THAT(said, Catch::Contains("all_gather of unit a.weight .. a.bias"));
   CHECK_FALSE(is_there);
 }
+
+}  // namespace trireme::gathered_params_test

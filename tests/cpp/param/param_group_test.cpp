@@ -8,7 +8,8 @@
 #include <string>
 #include <thread_ranks.h>
 
-using namespace trireme;
+namespace trireme::param_group_test {
+
 using trireme::test::Engine;
 using trireme::test::error_of;
 using trireme::test::run_thread_ranks;
@@ -123,3 +124,5 @@ TEST_CASE("ranks that share memory gather nothing; a group of nothing is refused
   CHECK(is_there);
   CHECK_THAT(nothing, Catch::Contains("[fully_shard] got a group without parameters"));
 }
+
+}  // namespace trireme::param_group_test

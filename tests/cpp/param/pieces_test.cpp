@@ -14,7 +14,8 @@
 #include <string>
 #include <thread_ranks.h>
 
-using namespace trireme;
+namespace trireme::pieces_test {
+
 using trireme::test::all_kinds;
 using trireme::test::error_of;
 using trireme::test::run_thread_ranks;
@@ -268,3 +269,5 @@ TEST_CASE("pinned memory that is refused") {
                                    "'a.weight': "));
   CHECK_THAT(said, Catch::Contains("(rank 1 of 2). Pass pin_memory=False"));
 }
+
+}  // namespace trireme::pieces_test

@@ -12,7 +12,8 @@
 #include <string>
 #include <thread_ranks.h>
 
-using namespace trireme;
+namespace trireme::prefetch_test {
+
 using trireme::test::error_of;
 using trireme::test::run_thread_ranks;
 using trireme::test::ThreadRank;
@@ -265,3 +266,5 @@ TEST_CASE(
     CHECK(most_taken[own] == kUnitBytes);
   }
 }
+
+}  // namespace trireme::prefetch_test

@@ -11,7 +11,7 @@
 #include <string>
 #include <utility>
 
-using namespace trireme;
+namespace trireme::sharded_param_test {
 
 namespace {
 
@@ -168,3 +168,5 @@ TEST_CASE("a shard that was given other memory is noticed, and comes back") {
   CHECK(param.lies_in_store());
   CHECK(at::equal(param.sharded(), at::ones({2, 2})));
 }
+
+}  // namespace trireme::sharded_param_test

@@ -12,7 +12,8 @@
 #include <string>
 #include <thread_ranks.h>
 
-using namespace trireme;
+namespace trireme::step_gate_test {
+
 using trireme::test::Engine;
 using trireme::test::run_thread_ranks;
 using trireme::test::ThreadRank;
@@ -171,3 +172,5 @@ TEST_CASE("a rank alone waits for nobody") {
   CHECK(store->version() == 3);
   CHECK(store->release_of(0) == 3);
 }
+
+}  // namespace trireme::step_gate_test

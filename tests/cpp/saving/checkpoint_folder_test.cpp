@@ -8,7 +8,8 @@
 #include <string>
 #include <temporary_folder.h>
 
-using namespace trireme;
+namespace trireme::checkpoint_folder_test {
+
 using trireme::test::error_of;
 using trireme::test::TemporaryFolder;
 
@@ -133,3 +134,5 @@ TEST_CASE("what NFS keeps of files that somebody reads is in nobody's way") {
   save(path, "third", true);
   CHECK(save_in(path) == "third");
 }
+
+}  // namespace trireme::checkpoint_folder_test

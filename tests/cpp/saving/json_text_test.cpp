@@ -7,7 +7,8 @@
 #include <string>
 #include <vector>
 
-using namespace trireme;
+namespace trireme::json_text_test {
+
 using namespace std::string_literals;
 
 namespace {
@@ -127,3 +128,5 @@ TEST_CASE("objects are merged key by key, values stay as they are written") {
   CHECK(merge_json({"{}", "{ }"}) == "{}");
   CHECK(merge_json({R"({"\u0061\"": 1})", R"({"a\"": 2})"}) == "{\n  \"a\\\"\": 1\n}");
 }
+
+}  // namespace trireme::json_text_test

@@ -12,7 +12,8 @@
 #include <temporary_folder.h>
 #include <vector>
 
-using namespace trireme;
+namespace trireme::safetensors_file_test {
+
 using trireme::test::TemporaryFolder;
 
 namespace {
@@ -224,3 +225,5 @@ TEST_CASE("files that are none, are cut, or lie") {
   const auto create = [&] { SafetensorsFile::create(path, plan_safetensors({}, {}), kAlone); };
   CHECK(has(error_of(create), "cannot open '" + path + "': File exists"));
 }
+
+}  // namespace trireme::safetensors_file_test

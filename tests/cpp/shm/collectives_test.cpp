@@ -6,6 +6,8 @@
 #include <random>
 #include <shm/shm_ranks.h>
 
+namespace trireme::collectives_test {
+
 using namespace trireme::shm;
 using namespace trireme::shm::test;
 
@@ -253,3 +255,5 @@ TEST_CASE("a thousand collectives of random kinds and sizes, over groups of ever
     CHECK(wrong == std::vector<int>(wrong.size()));
   }
 }
+
+}  // namespace trireme::collectives_test

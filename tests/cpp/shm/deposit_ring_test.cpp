@@ -6,6 +6,8 @@
 #include <random>
 #include <shm/two_processes.h>
 
+namespace trireme::deposit_ring_test {
+
 using namespace trireme::shm;
 using namespace trireme::shm::test;
 using std::chrono::milliseconds;
@@ -214,3 +216,5 @@ TEST_CASE("a rank that abandons and goes is reported as gone") {
   CHECK_THAT(failures[0].text, Catch::Contains("had enough") || Catch::Contains("left the group"));
   CHECK(failures[1].kind != FaultKind::kMismatch);
 }
+
+}  // namespace trireme::deposit_ring_test

@@ -15,6 +15,8 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+namespace trireme::doctor_test {
+
 using namespace trireme::shm;
 using namespace trireme::shm::test;
 using std::chrono::milliseconds;
@@ -305,3 +307,5 @@ TEST_CASE("only whole mappings of our segments are looked at") {
   CHECK_FALSE(parse_mapping("/memfd:trireme (deleted)", bytes, mapping));
   CHECK_FALSE(parse_mapping("zz-7f rw-s 0 00:01 7 /memfd:trireme (deleted)", bytes, mapping));
 }
+
+}  // namespace trireme::doctor_test

@@ -8,6 +8,8 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+namespace trireme::host_group_test {
+
 using namespace trireme::shm;
 using namespace trireme::shm::test;
 using std::chrono::milliseconds;
@@ -283,3 +285,5 @@ TEST_CASE("too much memory is an error with what is needed and what is free") {
   CHECK(failure.kind == FaultKind::kMemory);
   CHECK_THAT(failure.text, Catch::Contains("needs 1125899906842688 bytes, free are "));
 }
+
+}  // namespace trireme::host_group_test

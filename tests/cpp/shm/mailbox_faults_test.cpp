@@ -4,6 +4,8 @@
 #include <optional>
 #include <shm/post.h>
 
+namespace trireme::mailbox_faults_test {
+
 using namespace trireme::shm;
 using namespace trireme::shm::test;
 using std::chrono::milliseconds;
@@ -228,3 +230,5 @@ TEST_CASE("a forked process can neither send nor receive, and its end changes no
   });
   CHECK(status == 0);
 }
+
+}  // namespace trireme::mailbox_faults_test

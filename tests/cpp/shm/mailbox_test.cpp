@@ -6,6 +6,8 @@
 #include <random>
 #include <shm/post.h>
 
+namespace trireme::mailbox_test {
+
 using namespace trireme::shm;
 using namespace trireme::shm::test;
 
@@ -246,3 +248,5 @@ TEST_CASE("messages of random sizes, tags and order between all ranks") {
     CHECK(wrong == 0);
   }
 }
+
+}  // namespace trireme::mailbox_test

@@ -9,7 +9,7 @@
 
 #include "shm/reference.h"
 
-namespace trireme::shm {
+namespace trireme::shm::reduce_test {
 namespace {
 
 using reference::Bytes;
@@ -350,4 +350,4 @@ TEST_CASE("a request that cannot be done says so") {
   CHECK(message(average).find("terms of a single source") != std::string::npos);
 }
 
-}  // namespace trireme::shm
+}  // namespace trireme::shm::reduce_test

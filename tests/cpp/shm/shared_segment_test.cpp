@@ -10,6 +10,8 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+namespace trireme::shared_segment_test {
+
 using namespace trireme::shm;
 using namespace trireme::shm::test;
 
@@ -188,3 +190,5 @@ TEST_CASE("segments of both kinds, made, refused and dropped between other colle
   });
   CHECK(wrong == std::vector<int>(4));
 }
+
+}  // namespace trireme::shared_segment_test

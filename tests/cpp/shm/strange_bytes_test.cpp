@@ -10,6 +10,8 @@
 #include <shm/fake_peer.h>
 #include <shm/two_processes.h>
 
+namespace trireme::strange_bytes_test {
+
 using namespace trireme::shm;
 using namespace trireme::shm::test;
 
@@ -125,3 +127,5 @@ TEST_CASE("a peer that leaves no address for its ring is an error with its numbe
     CHECK(contains(failure.text, "rank 1 left no address of "));
   }
 }
+
+}  // namespace trireme::strange_bytes_test

@@ -11,7 +11,8 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-using namespace trireme;
+namespace trireme::waits_test {
+
 using namespace trireme::shm;
 using namespace trireme::shm::test;
 using std::chrono::hours;
@@ -225,3 +226,5 @@ TEST_CASE("a process has ended when it is dead, also before its parent has asked
   ::waitpid(child, nullptr, 0);
   CHECK(has_ended(child));
 }
+
+}  // namespace trireme::waits_test

@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-using namespace trireme;
+namespace trireme::chunk_plan_test {
 
 namespace {
 
@@ -90,3 +90,5 @@ TEST_CASE("another tensor of the batch is cut in the same proportion") {
                     Catch::Contains("got a tensor of 2 rows beside one of 12") &&
                         Catch::Contains("each of 3 replicas"));
 }
+
+}  // namespace trireme::chunk_plan_test

@@ -7,7 +7,7 @@
 #include <unistd.h>
 #include <vector>
 
-using namespace trireme;
+namespace trireme::core_groups_test {
 
 namespace {
 
@@ -81,3 +81,5 @@ TEST_CASE("threads are shared out once") {
   CHECK(threads_of_replicas(1, 3) == std::vector<int>{1, 1, 1});
   CHECK(threads_of_replicas(7, 1) == std::vector<int>{7});
 }
+
+}  // namespace trireme::core_groups_test

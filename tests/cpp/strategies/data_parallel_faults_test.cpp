@@ -7,7 +7,8 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-using namespace trireme;
+namespace trireme::data_parallel_faults_test {
+
 using namespace trireme::test;
 using Catch::Contains;
 
@@ -239,3 +240,5 @@ TEST_CASE("options that contradict each other are refused") {
     CHECK_THAT(refused(options), Contains("got the device xla:0"));
   }
 }
+
+}  // namespace trireme::data_parallel_faults_test

@@ -11,7 +11,8 @@
 #include <strategies/replicated_nets.h>
 #include <thread>
 
-using namespace trireme;
+namespace trireme::data_parallel_forms_test {
+
 using namespace trireme::test;
 
 namespace {
@@ -346,3 +347,5 @@ TEST_CASE("copies of other devices train like shared memory") {
   }
   CHECK(count_unlike(copied, shared, 0) == 0);
 }
+
+}  // namespace trireme::data_parallel_forms_test

@@ -7,7 +7,8 @@
 #include <sstream>
 #include <strategies/replicated_nets.h>
 
-using namespace trireme;
+namespace trireme::data_parallel_test {
+
 using namespace trireme::test;
 
 namespace {
@@ -349,3 +350,5 @@ TEST_CASE("a wrapper is a module: names, archives, clones") {
   CHECK(clone->devices().size() == 2);
   CHECK_FALSE(at::equal(model->forward(characters(0, 6)), expected));
 }
+
+}  // namespace trireme::data_parallel_test

@@ -11,7 +11,8 @@
 #include <mutex>
 #include <thread_ranks.h>
 
-using namespace trireme;
+namespace trireme::ddp_test {
+
 using trireme::test::run_thread_ranks;
 using trireme::test::ThreadRank;
 
@@ -367,3 +368,5 @@ TEST_CASE("outputs are searched for tensors wherever they hide") {
   CHECK(find_tensors(std::array<at::Tensor, 2>{t, at::Tensor()}).size() == 1);
   CHECK(find_tensors(std::string("none")).empty());
 }
+
+}  // namespace trireme::ddp_test

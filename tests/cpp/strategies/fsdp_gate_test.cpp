@@ -10,7 +10,8 @@
 #include <sstream>
 #include <strategies/fsdp_ranks.h>
 
-using namespace trireme;
+namespace trireme::fsdp_gate_test {
+
 using namespace trireme::test;
 using torch::optim::SGD;
 using torch::optim::SGDOptions;
@@ -388,3 +389,5 @@ TEST_CASE("a rank that is gone ends the forwards of the others, by name") {
   CHECK(thrown == "gone");
   CHECK_THAT(said, Catch::Contains("rank 1"));
 }
+
+}  // namespace trireme::fsdp_gate_test

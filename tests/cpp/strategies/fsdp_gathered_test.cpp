@@ -10,7 +10,8 @@
 #include <sstream>
 #include <strategies/fsdp_ranks.h>
 
-using namespace trireme;
+namespace trireme::fsdp_gathered_test {
+
 using namespace trireme::test;
 using torch::nn::Linear;
 using torch::optim::AdamW;
@@ -322,3 +323,5 @@ TEST_CASE("a forward that throws on one rank ends that of the other, which is to
   CHECK_THAT(said[1], Catch::Contains("spilled the coffee"));
   CHECK_THAT(said[0], Catch::Contains("a forward was abandoned: spilled the coffee"));
 }
+
+}  // namespace trireme::fsdp_gathered_test

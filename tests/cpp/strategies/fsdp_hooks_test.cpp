@@ -3,7 +3,8 @@
 #include <catch_torch.h>
 #include <strategies/fsdp_ranks.h>
 
-using namespace trireme;
+namespace trireme::fsdp_hooks_test {
+
 using namespace trireme::test;
 using torch::optim::SGD;
 using Values = std::vector<at::Tensor>;
@@ -55,3 +56,5 @@ TEST_CASE("ranks of any number see the same average") {
   for (const Seen& rank : train_with_hook(2, 2))
     CHECK(count_unlike(rank.parameters, alone.front().parameters) == 0);
 }
+
+}  // namespace trireme::fsdp_hooks_test

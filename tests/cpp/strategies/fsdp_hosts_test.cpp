@@ -10,7 +10,8 @@
 #include <strategies/fsdp_ranks.h>
 #include <thread>
 
-using namespace trireme;
+namespace trireme::fsdp_hosts_test {
+
 using namespace trireme::test;
 using torch::optim::AdamW;
 using torch::optim::AdamWOptions;
@@ -83,3 +84,5 @@ TEST_CASE("what one rank saves of parameters that are read in bf16 is all of the
   });
   CHECK(told == std::vector<int64_t>(3, 0));
 }
+
+}  // namespace trireme::fsdp_hosts_test

@@ -7,7 +7,8 @@
 #include <strategies/fsdp_ranks.h>
 #include <temporary_folder.h>
 
-using namespace trireme;
+namespace trireme::fsdp_hybrid_test {
+
 using namespace trireme::test;
 using torch::nn::Linear;
 using torch::optim::AdamW;
@@ -133,3 +134,5 @@ TEST_CASE("what does not fit the ranks") {
     CHECK_THAT(text, Catch::Contains("got a divide factor of 0"));
   }
 }
+
+}  // namespace trireme::fsdp_hybrid_test

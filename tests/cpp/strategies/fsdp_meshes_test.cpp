@@ -8,7 +8,8 @@
 #include <strategies/fsdp_ranks.h>
 #include <temporary_folder.h>
 
-using namespace trireme;
+namespace trireme::fsdp_meshes_test {
+
 using namespace trireme::test;
 using torch::nn::Linear;
 using torch::optim::AdamW;
@@ -147,3 +148,5 @@ TEST_CASE("a unit that more ranks share than the outermost one is refused") {
     CHECK_THAT(error, Catch::Contains("some of its ranks"));
   }
 }
+
+}  // namespace trireme::fsdp_meshes_test

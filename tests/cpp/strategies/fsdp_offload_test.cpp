@@ -10,7 +10,8 @@
 #include <strategies/fsdp_ranks.h>
 #include <temporary_folder.h>
 
-using namespace trireme;
+namespace trireme::fsdp_offload_test {
+
 using namespace trireme::test;
 using torch::nn::Linear;
 using torch::nn::Sequential;
@@ -232,3 +233,5 @@ TEST_CASE("on CPU there is nothing to do, and rank 0 says so") {
     CHECK(heard[1] == "");
   }
 }
+
+}  // namespace trireme::fsdp_offload_test

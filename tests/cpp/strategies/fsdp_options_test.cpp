@@ -9,7 +9,8 @@
 #include <strategies/fsdp_ranks.h>
 #include <temporary_folder.h>
 
-using namespace trireme;
+namespace trireme::fsdp_options_test {
+
 using namespace trireme::test;
 using torch::nn::Linear;
 using torch::optim::AdamW;
@@ -145,3 +146,5 @@ TEST_CASE("when units are whole is said before and while a model trains") {
           "-w"
           "-w-");
 }
+
+}  // namespace trireme::fsdp_options_test

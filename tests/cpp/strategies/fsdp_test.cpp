@@ -6,7 +6,8 @@
 #include <sstream>
 #include <strategies/fsdp_ranks.h>
 
-using namespace trireme;
+namespace trireme::fsdp_test {
+
 using namespace trireme::test;
 using torch::optim::AdamW;
 using torch::optim::AdamWOptions;
@@ -397,3 +398,5 @@ TEST_CASE("optional arguments, outputs in tuples, modules in shared pointers") {
   CHECK(dtypes[0] ==
         std::vector<at::ScalarType>{at::kBFloat16, at::kDouble, at::kDouble, at::kFloat});
 }
+
+}  // namespace trireme::fsdp_test

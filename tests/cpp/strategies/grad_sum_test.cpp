@@ -6,7 +6,7 @@
 #include <thread>
 #include <vector>
 
-using namespace trireme;
+namespace trireme::grad_sum_test {
 
 namespace {
 
@@ -188,3 +188,5 @@ TEST_CASE("a leaf that has changed its dtype is listened to again") {
   CHECK(sums[0].scalar_type() == at::kDouble);
   CHECK(at::equal(sums[0], at::full_like(sums[0], 4)));
 }
+
+}  // namespace trireme::grad_sum_test

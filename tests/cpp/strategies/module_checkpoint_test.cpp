@@ -16,7 +16,8 @@
 #include <thread_ranks.h>
 #include <vector>
 
-using namespace trireme;
+namespace trireme::module_checkpoint_test {
+
 using trireme::test::Engine;
 using trireme::test::run_thread_ranks;
 using trireme::test::TemporaryFolder;
@@ -174,3 +175,5 @@ TEST_CASE("over engines of GPUs alone ranks agree through the GPU") {
   });
   CHECK(error.find("CUDA") != std::string::npos);
 }
+
+}  // namespace trireme::module_checkpoint_test

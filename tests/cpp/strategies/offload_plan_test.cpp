@@ -6,7 +6,8 @@
 #include <cmath>
 #include <string>
 
-using namespace trireme;
+namespace trireme::offload_plan_test {
+
 using trireme::test::error_of;
 
 namespace {
@@ -67,3 +68,5 @@ TEST_CASE("fractions that are none are refused") {
       Catch::Contains("[fully_shard] got Offload(optimizer=0.5, params=0.6), expected "));
   CHECK(error_of<c10::ValueError>([] { check_offload({}, {}); }) == "no error");
 }
+
+}  // namespace trireme::offload_plan_test

@@ -14,7 +14,8 @@
 #include <strategies/fsdp_ranks.h>
 #include <temporary_folder.h>
 
-using namespace trireme;
+namespace trireme::optimizer_checkpoint_test {
+
 using namespace trireme::test;
 
 namespace {
@@ -401,3 +402,5 @@ TEST_CASE("the archive of another rank's shards is refused by optimizers of trir
     CHECK(errors[rank][3].find("expected that of whole parameters") != std::string::npos);
   }
 }
+
+}  // namespace trireme::optimizer_checkpoint_test

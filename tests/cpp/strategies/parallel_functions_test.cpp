@@ -9,7 +9,8 @@
 #include <strategies/replicated_nets.h>
 #include <thread>
 
-using namespace trireme;
+namespace trireme::parallel_functions_test {
+
 using namespace trireme::test;
 using Catch::Contains;
 
@@ -176,3 +177,5 @@ TEST_CASE("data_parallel has torch's defaults and takes fewer rows than devices"
                   net->forward(whole_rows(2))));
   CHECK_THROWS_WITH(data_parallel(net, x, cpus(0)), Contains("got no devices"));
 }
+
+}  // namespace trireme::parallel_functions_test

@@ -5,7 +5,7 @@
 #include <catch_torch.h>
 #include <vector>
 
-using namespace trireme;
+namespace trireme::replica_tensors_test {
 
 namespace {
 
@@ -191,3 +191,5 @@ TEST_CASE("a parameter that is not on the device of replica 0 is refused") {
                     Catch::Contains("[data_parallel] got parameter 'weight' on cpu") &&
                         Catch::Contains("on meta, the device of replica 0"));
 }
+
+}  // namespace trireme::replica_tensors_test

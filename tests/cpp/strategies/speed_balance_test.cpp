@@ -3,7 +3,7 @@
 #include <catch_torch.h>
 #include <vector>
 
-using namespace trireme;
+namespace trireme::speed_balance_test {
 
 namespace {
 
@@ -57,3 +57,5 @@ TEST_CASE("steps in which a replica had no rows say nothing of it") {
   for (int64_t step = 0; step < 10; ++step) balance.record({{0, 4}}, {1.0});
   CHECK(balance.weights() == std::vector<double>{1, 1});
 }
+
+}  // namespace trireme::speed_balance_test

@@ -11,7 +11,7 @@
 #include <thread_ranks.h>
 #include <vector>
 
-using namespace trireme;
+namespace trireme::sync_batch_norm_test {
 
 namespace {
 
@@ -213,3 +213,5 @@ TEST_CASE("bad calls name what they got") {
   norm->eval();
   CHECK_THROWS_WITH(norm->forward(at::ones({3})), Contains("got an input of shape [3]"));
 }
+
+}  // namespace trireme::sync_batch_norm_test

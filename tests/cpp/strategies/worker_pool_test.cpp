@@ -19,7 +19,7 @@
 #include <unistd.h>
 #include <vector>
 
-using namespace trireme;
+namespace trireme::worker_pool_test {
 
 namespace {
 
@@ -231,3 +231,5 @@ TEST_CASE("a forked process has no threads of the pool, and is told so") {
   CHECK((WIFEXITED(status) && WEXITSTATUS(status) == 0));
   CHECK(pool.run({0, 1}, [](size_t /*worker*/) {}).size() == 2);
 }
+
+}  // namespace trireme::worker_pool_test

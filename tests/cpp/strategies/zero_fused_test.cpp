@@ -3,7 +3,8 @@
 #include <catch_torch.h>
 #include <strategies/zero_ranks.h>
 
-using namespace trireme;
+namespace trireme::zero_fused_test {
+
 using namespace trireme::test;
 using torch::optim::OptimizerParamGroup;
 using Values = std::vector<at::Tensor>;
@@ -140,3 +141,5 @@ TEST_CASE("only with our own Adam and stage 2") {
   CHECK_THAT(said[0][0], Catch::Contains("[zero] got fused_step for stage 1, expected"));
   CHECK_THAT(said[0][1], Catch::Contains("[zero] got fused_step for another optimizer"));
 }
+
+}  // namespace trireme::zero_fused_test

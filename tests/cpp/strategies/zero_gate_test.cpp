@@ -8,7 +8,8 @@
 #include <sstream>
 #include <strategies/zero_ranks.h>
 
-using namespace trireme;
+namespace trireme::zero_gate_test {
+
 using namespace trireme::test;
 using torch::optim::OptimizerParamGroup;
 using torch::optim::SGD;
@@ -354,3 +355,5 @@ TEST_CASE("LBFGS and what is no optimizer do not compile") {
   STATIC_REQUIRE_FALSE(Shardable<torch::optim::LBFGS>);
   STATIC_REQUIRE_FALSE(Shardable<UnevenNet>);
 }
+
+}  // namespace trireme::zero_gate_test

@@ -8,7 +8,8 @@
 #include <sstream>
 #include <strategies/zero_ranks.h>
 
-using namespace trireme;
+namespace trireme::zero_state_test {
+
 using namespace trireme::test;
 using torch::optim::AdamW;
 using torch::optim::AdamWOptions;
@@ -217,3 +218,5 @@ TEST_CASE("what cannot be saved or loaded is refused") {
     CHECK_THAT(one[4], Catch::Contains("of sizes [8, 8] for '") && Catch::Contains("of 2)"));
   }
 }
+
+}  // namespace trireme::zero_state_test

@@ -8,7 +8,8 @@
 #include <catch_torch.h>
 #include <strategies/zero_ranks.h>
 
-using namespace trireme;
+namespace trireme::zero_test {
+
 using namespace trireme::test;
 using torch::optim::AdamW;
 using torch::optim::AdamWOptions;
@@ -357,3 +358,5 @@ TEST_CASE("what a step of stage 2 sends over Gloo") {
     CHECK(records[4].bytes == (16 + 2) * 4);
   }
 }
+
+}  // namespace trireme::zero_test
