@@ -27,7 +27,10 @@ set(CMAKE_CUDA_RUNTIME_LIBRARY Shared)
 # Turing and newer, as torch has. Code for 80 also runs on 86 and 89; newer generations take the PTX of
 # 90, which the driver compiles at its first use. Where nothing fits Trireme says so and goes on
 # without its kernels. Each takes nvcc half a minute; the variable CUDAARCHS names others.
-if(NOT CMAKE_CUDA_ARCHITECTURES AND NOT DEFINED ENV{CUDAARCHS})
+# CMake itself reads it in the first configuration of a folder only.
+if(DEFINED ENV{CUDAARCHS})
+  set(CMAKE_CUDA_ARCHITECTURES "$ENV{CUDAARCHS}")
+elseif(NOT CMAKE_CUDA_ARCHITECTURES)
   set(CMAKE_CUDA_ARCHITECTURES "75-real;80-real;90")
 endif()
 if(torch_cuda_major)
