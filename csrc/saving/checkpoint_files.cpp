@@ -141,7 +141,8 @@ CheckpointIndex read_index(const std::string& path, RankOf where) {
   for (const auto& [tensor, file] : index.weight_map) names.insert(file);
   for (const std::string& name : names)
     if (!is_in_folder(name))
-      refuse("'" + name + "' as the name of a file in '" + path + "', expected one in its folder");
+      refuse(nlohmann::json(name).dump(-1, ' ', true) + " as the name of a file in '" + path +
+             "', expected one in its folder");
   return index;
 }
 

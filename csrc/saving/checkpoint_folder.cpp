@@ -107,7 +107,9 @@ void CheckpointFolder::begin(const CheckpointPlan& plan) {
 
 void CheckpointFolder::commit(const CheckpointPlan& plan) {
   for (const auto* texts : {&plan.texts, &std::as_const(indexes_)})
-    for (const auto& [name, text] : *texts) write_text(name, text);
+    for (const auto& [name, text] : *texts)
+      if (name != model_index()) write_text(name, text);
+  write_text(model_index(), indexes_.at(model_index()));  // the last, so that it is there with all
   try {
     sync_folder(staging_);
     check_path();  // somebody may have put something there meanwhile

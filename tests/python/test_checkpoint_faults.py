@@ -37,6 +37,8 @@ def _refused(rank: int, path: str, *parts: str, damage: Any) -> None:
             load(training, path)
         assert_holds(training, before)
         training.train(2)  # the group is whole, too
+        if rank == 0:
+            shutil.rmtree(path)
         dist.barrier()
 
 
@@ -54,7 +56,7 @@ def test_files_missing_cut_and_swapped(rank: int, tmp_path: Path) -> None:
     held_first = ("'0.bias' and ", " more")
     _refused(rank, path, "no file", FIRST, *held_first, damage=lambda at: (at / FIRST).unlink())
     _refused(rank, path, SECOND, "which holds '", "bytes", "expected", damage=cut)
-    _refused(rank, path, "got no index", damage=damage_index)
+    _refused(rank, path, "got no usable JSON", damage=damage_index)
     if rank == 0:  # alone: `other` is saved by one rank
         alone = tmp_path / "alone"
         group = dist.new_group([0], use_local_synchronization=True)
@@ -193,18 +195,6 @@ def test_a_path_that_holds_something_else(tmp_path: Path) -> None:
     with raises(ValueError, "got no file", "model.safetensors.index.json"):
         trireme.load_checkpoint(tmp_path, mlp())
     assert (tmp_path / "notes.txt").read_text() == "mine"
-
-
-def test_what_an_interrupted_save_leaves(tmp_path: Path) -> None:
-    """Between two renames, where folders cannot be exchanged; and in the middle of writing."""
-    path, model = tmp_path / "checkpoint", mlp()
-    trireme.save_checkpoint(path, model, extra={"number": 1})
-    shutil.copytree(path, tmp_path / "checkpoint.saving")
-    path.rename(tmp_path / "checkpoint.previous")
-    assert trireme.load_checkpoint(path, model) == {"number": 1}
-    trireme.save_checkpoint(path, model, extra={"number": 2})
-    assert trireme.load_checkpoint(path, model) == {"number": 2}
-    assert os.listdir(tmp_path) == ["checkpoint"]
 
 
 class Extra(nn.Linear):
