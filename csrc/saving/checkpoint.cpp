@@ -43,7 +43,8 @@ void check_text(const std::string& name, const std::string& text, RankOf where) 
       name == kOptimizerText || name == kExtraText,
       error_text("checkpoint", "got a text called '" + name + "'", where, "Keep it in `extra`."));
   try {
-    check_json(text);
+    if (name == kExtraText) return check_json(text);
+    merge_json({text});
   } catch (const JsonTextError& error) {
     const std::string what = name == kExtraText ? "`extra`" : "'" + name + "'";
     TORCH_CHECK_VALUE(
@@ -173,12 +174,11 @@ Agreed agree(const CheckpointContent& content, const CheckpointRanks& ranks) {
     agreed.tensors[kind] = tensors.finish();
     agreed.own[kind] = tensors.own();
   }
-  std::map<std::string, std::vector<std::string_view>> texts;
+  std::map<std::string, std::vector<std::string>> texts;
   for (const Json& of_rank : all)
-    for (const auto& [name, text] : of_rank.at("texts").items())
-      texts[name].push_back(text.get_ref<const std::string&>());
+    for (const auto& [name, text] : of_rank.at("texts").items()) texts[name].push_back(text);
   for (const auto& [name, of_ranks] : texts)
-    agreed.texts[name] = name == kExtraText ? std::string(of_ranks.front()) : merge_json(of_ranks);
+    agreed.texts[name] = name == kExtraText ? of_ranks.front() : merge_json(of_ranks);
   return agreed;
 }
 

@@ -368,9 +368,9 @@ BAD_JSON = {
     "nested": (b'{"a": ' + b"[" * DEEP + b"]" * DEEP + b"}", "nested deeper than 500"),
     "nested_objects": (b'{"a":' * DEEP + b"1" + b"}" * DEEP, "nested deeper than 500"),
     "metadata": (b'{"__metadata__": ' + b"[" * DEEP + b"]" * DEEP + b"}", "nested deeper than"),
-    "utf8": (b'{"\xff\xfe": 1}', "bytes that are not UTF-8, at byte 2"),
-    "duplicate": (b'{"weight_map": {"a": 1, "\\u0061": 2}}', 'the key "a" twice'),
-    "surrogate": (b'{"\\ud800": 1}', "half of a surrogate pair"),
+    "utf8": (b'{"\xff\xfe": 1}', "ill-formed UTF-8 byte"),
+    "duplicate": (b'{"weight_map": {"a": 1, "\\u0061": 2}}', 'has the key "a" twice'),
+    "surrogate": (b'{"\\ud800": 1}', "surrogate U+D800"),
     "cut": (b'{"weight_map": {', "no key"),
 }
 
