@@ -211,7 +211,7 @@ build_core() {
 
 # --- the demo -------------------------------------------------------------------------------------
 
-core_build_s=520  # of one core: measured, without CUDA kernels and without ccache
+core_build_s=520  # of one core, without CUDA kernels and without ccache
 
 announce_demo() {
   printf '[demo] Two models, each trained in seven ways, Trireme beside torch. On this machine, if nothing else runs:\n'
