@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <catch_torch.h>
+#include <functional>
 #include <limits>
 #include <set>
 #include <vector>
