@@ -2,9 +2,12 @@
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,16 +15,28 @@ import torch
 import torch.distributed as dist
 from ddp_ranks import HOUSE_FORM, batch, message_of, mlp, raises, set_timeout
 from distributed import run_ranks
-from shm_ranks import assert_bits, backend_of, of_all, on_shm_ranks, reduced, values
+from shm_ranks import (
+    assert_bits,
+    backend_of,
+    is_inside,
+    of_all,
+    on_shm_ranks,
+    reduced,
+    state_of,
+    until,
+    values,
+)
 from torch.distributed import ReduceOp
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.data import DataLoader, TensorDataset
 
-SOON_S = 5.0
-
 
 def store_of() -> Any:
     return dist.distributed_c10d._get_default_store()
+
+
+def process_of(rank: int) -> int:
+    return int(store_of().get(f"process {rank}"))
 
 
 # --- Late ----------------------------------------------------------------------------------------
@@ -35,12 +50,9 @@ def test_a_rank_that_does_not_come(rank: int, asynchronous: bool) -> None:
     set_timeout(1)
     if rank == 1:
         store_of().wait(["0 is done", "2 is done"], timedelta(seconds=30))
-        began = time.monotonic()
         with raises(dist.DistBackendError, "the group has failed", "(rank 1 of 3)"):
             dist.all_reduce(torch.ones(7))
-        assert time.monotonic() - began < SOON_S
         return
-    began = time.monotonic()
     work = None
     parts = (
         "collective 2, all_reduce of 7 float32 by SUM",
@@ -51,7 +63,6 @@ def test_a_rank_that_does_not_come(rank: int, asynchronous: bool) -> None:
         work = dist.all_reduce(torch.ones(7), async_op=asynchronous)
         if work is not None:
             work.wait()
-    assert time.monotonic() - began < 1 + SOON_S
     with raises(dist.DistBackendError, "collective 2, all_reduce of 7 float32"):
         dist.barrier()  # nothing works any more, for the reason that was first
     store_of().set(f"{rank} is done", "yes")
@@ -62,10 +73,8 @@ def test_the_timeout_of_one_call(rank: int) -> None:
     """monitored_barrier has its own; that of the group is 30 s."""
     if rank == 1:
         return store_of().wait(["done"], timedelta(seconds=30))
-    began = time.monotonic()
     with raises(dist.DistBackendError, "barrier: rank 1 (process", "within 1 s; it is alive"):
         dist.group.WORLD.monitored_barrier(timedelta(seconds=1))
-    assert time.monotonic() - began < 1 + SOON_S
     store_of().set("done", "yes")
 
 
@@ -75,11 +84,9 @@ def test_a_monitored_barrier_names_all_that_are_missing(rank: int) -> None:
     dist.group.WORLD.monitored_barrier(timedelta(seconds=20), wait_all_ranks=True)
     if rank in (1, 3):
         return store_of().wait(["0 is done", "2 is done"], timedelta(seconds=30))
-    began = time.monotonic()
     missing = [f"rank {other} (process" for other in (1, 3)]
     with raises(dist.DistBackendError, *missing, "has not come within 1 s; it is alive"):
         dist.group.WORLD.monitored_barrier(timedelta(seconds=1), wait_all_ranks=True)
-    assert time.monotonic() - began < 1 + SOON_S
     store_of().set(f"{rank} is done", "yes")
 
 
@@ -116,7 +123,7 @@ def test_a_stopped_rank(rank: int) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
         return
     stopped = int(store_of().get("process"))
-    time.sleep(0.2)
+    until(lambda: state_of(stopped) == "T")
     with raises(dist.DistBackendError, "it is alive (stopped) but not progressing"):
         dist.all_reduce(torch.ones(2))
     os.kill(stopped, signal.SIGCONT)
@@ -124,9 +131,10 @@ def test_a_stopped_rank(rank: int) -> None:
 
 @on_shm_ranks(2)
 def test_a_slow_rank_is_waited_for(rank: int) -> None:
+    store_of().set(f"process {rank}", str(os.getpid()))
     for numel in (2, 1_000_000):
         if rank == 1:
-            time.sleep(0.5)
+            until(lambda numel=numel: is_inside(process_of(0), f"all_reduce of {numel} float32"))
         tensor = torch.ones(numel)
         dist.all_reduce(tensor)
         assert torch.all(tensor == 2)
@@ -138,30 +146,30 @@ def test_a_slow_rank_is_waited_for(rank: int) -> None:
 def survive(rank: int, when: str) -> str | None:
     """Rank 1 dies; what the others raise is returned."""
     dist.init_process_group("trireme")
+    store_of().set(f"process {rank}", str(os.getpid()))
     dist.all_reduce(torch.ones(5))
-    store = store_of()
     if rank == 1:
-        store.wait(["0 came", "2 came"], timedelta(seconds=20))
         if when == "in the middle":
-            threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGKILL)).start()
+            threading.Thread(target=die_inside, args=("all_reduce of 3000000",)).start()
             while True:
                 dist.all_reduce(torch.ones(3_000_000))
         if when == "while others wait":
-            time.sleep(0.3)
+            until(lambda: all(is_inside(process_of(other), "all_reduce") for other in (0, 2)))
         os.kill(os.getpid(), signal.SIGKILL)
-    store.set(f"{rank} came", "yes")
     if when == "before they call":
-        time.sleep(0.5)
-    began = time.monotonic()
+        until(lambda: state_of(process_of(1)) == "Z")
     try:
-        while time.monotonic() - began < 2 * SOON_S:
+        while True:
             work = dist.all_reduce(torch.ones(3_000_000), async_op=when == "while others wait")
             if work is not None:
                 work.wait()
     except dist.DistBackendError as error:
-        assert time.monotonic() - began < SOON_S
         return message_of(error)
-    raise AssertionError("collectives passed without rank 1")
+
+
+def die_inside(what: str) -> None:
+    until(lambda: is_inside(os.getpid(), what))
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.parametrize("when", ["before they call", "while others wait", "in the middle"])
@@ -213,6 +221,39 @@ def test_an_end_without_destroy_process_group(pending: bool) -> None:
     run_ranks(leave_without_a_word, 2, pending, timeout=40)
 
 
+ENDS = """
+import sys, torch, torch.distributed as dist, trireme
+rank = int(sys.argv[1])
+dist.init_process_group("trireme", init_method=sys.argv[2], rank=rank, world_size=2)
+dist.all_reduce(torch.ones(5))
+if rank == 0:
+    try:
+        dist.all_reduce(torch.ones(7))
+    except dist.DistBackendError as error:
+        print(error)
+elif sys.argv[3] == "error":
+    raise ValueError("there is no such file")
+"""
+
+HOW_IT_ENDED = {
+    "well": ("has left the group; ", "It ended normally: did it have fewer batches, or steps?"),
+    "error": ("ended by ValueError: there is no such file; ", "Look for the error of that rank; "),
+}
+
+
+@pytest.mark.parametrize("how", HOW_IT_ENDED)
+def test_how_a_program_ended_is_told(how: str, tmp_path: Path) -> None:
+    """Of one that has not called destroy_process_group()."""
+    command = [sys.executable, "-c", ENDS]
+    arguments = [f"file://{tmp_path / 'store'}", how]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    ranks = [subprocess.Popen([*command, str(rank), *arguments], **pipes) for rank in range(2)]
+    said = [rank.communicate(timeout=60)[0] for rank in ranks]
+    text = said[0]
+    for part in ("rank 1 (process", *HOW_IT_ENDED[how], "last operation: collective 1, all_reduce"):
+        assert part in text, text
+
+
 # --- Forks ---------------------------------------------------------------------------------------
 
 
@@ -221,26 +262,25 @@ def test_a_forked_child_cannot_use_the_group(rank: int) -> None:
     """It raises at once; neither that nor how the child ends concerns the parents."""
     dist.all_reduce(torch.ones(5))
     in_flight = dist.all_reduce(torch.ones(5), async_op=True) if rank == 0 else None
-    time.sleep(0.2)  # until a thread is at it, which the child does not have
+    if rank == 0:  # a thread is at it, which the child does not have
+        until(lambda: is_inside(os.getpid(), "all_reduce of 5 float32"))
     read_end, write_end = os.pipe()
     child = os.fork()
     if child == 0:
-        began = time.monotonic()
         try:
             dist.all_reduce(torch.ones(5))
             text = "nothing was raised"
         except dist.DistBackendError as error:
             text = message_of(error)
         dist.destroy_process_group()
-        os.write(write_end, f"{time.monotonic() - began:.1f} {text}".encode())
+        os.write(write_end, text.encode())
         os._exit(0)
     os.close(write_end)
-    seconds, text = os.read(read_end, 4096).decode().split(" ", 1)
+    text = os.read(read_end, 4096).decode()
     assert os.waitpid(child, 0)[1] == 0
     if rank == 1:
         dist.all_reduce(torch.ones(5))
     assert HOUSE_FORM.match(text) and "all_reduce in a forked child" in text, text
-    assert float(seconds) < SOON_S
     if in_flight is not None:
         in_flight.wait()
     for _ in range(3):

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,10 +16,12 @@ from shm_ranks import (
     assert_bits,
     backend_of,
     files_in_memory,
+    is_inside,
     left_in_memory,
     of_all,
     on_shm_ranks,
     reduced,
+    until,
     values,
 )
 from torch import nn
@@ -242,14 +243,15 @@ def test_what_a_window_cannot_do(rank: int) -> None:
 @on_shm_ranks(2, timeout=40, dying=[1])
 def test_a_signal_of_a_killed_rank(rank: int) -> None:
     window = dist.group.WORLD.new_window(allocate(4))
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"process {rank}", str(os.getpid()))
     dist.barrier()
     if rank == 1:
-        time.sleep(0.3)
+        waiting = int(store.get("process 0"))
+        until(lambda: is_inside(waiting, "the signal of a window from rank 1"))
         os.kill(os.getpid(), signal.SIGKILL)
-    began = time.monotonic()
     with raises(dist.DistBackendError, "the signal of a window from rank 1", "has died"):
         window.wait_signal(1, False)
-    assert time.monotonic() - began < 5
     with raises(dist.DistBackendError, "has died"):
         window.signal(1, False)
 

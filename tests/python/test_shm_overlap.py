@@ -76,13 +76,13 @@ def test_outputs_that_overlap_inputs(rank: int, rows: int) -> None:
 @on_shm_ranks(WORLD)
 def test_blocks_of_a_matrix_that_change_their_places(rank: int, rows: int) -> None:
     """all_to_all in the memory of its input, with splits that put parts where others are read."""
-    sends = [(rank + to) % WORLD * rows for to in range(WORLD)]
-    gets = [(rank + of) % WORLD * rows for of in range(WORLD)]
+    sends = [(rank + 2 * to) % WORLD * rows for to in range(WORLD)]
+    gets = [(of + 2 * rank) % WORLD * rows for of in range(WORLD)]
     whole = [values(peer, sum(sends), torch.float32) for peer in range(WORLD)]
     memory = whole[rank].clone()
     dist.all_to_all_single(memory, memory, gets, sends)
     parts = [
-        one.split([(of + to) % WORLD * rows for to in range(WORLD)])[rank]
+        one.split([(of + 2 * to) % WORLD * rows for to in range(WORLD)])[rank]
         for of, one in enumerate(whole)
     ]
     assert_bits(memory, torch.cat(parts))

@@ -67,11 +67,12 @@ def test_isend_and_irecv_complete_without_wait(rank: int) -> None:
 @on_shm_ranks()
 def test_future_of_a_recv_is_settled_by_itself(rank: int) -> None:
     if rank == 0:
-        time.sleep(0.05)
+        stay_until("1 has posted")
         dist.send(torch.arange(4.0), 1)
         return
     got = torch.empty(4)
     sums = dist.irecv(got, 0).get_future().then(lambda future: future.value()[0].sum())
+    say("1 has posted")
     assert sums.wait() == 6
     assert torch.equal(got, torch.arange(4.0))
 
@@ -283,11 +284,13 @@ def test_a_wait_with_its_own_time_leaves_the_recv_alone(rank: int) -> None:
 def test_an_abort_is_heard(rank: int) -> None:
     got = torch.empty(1)
     if rank == 0:
-        time.sleep(0.1)
+        stay_until("1 has posted")
         backend_of().abort()
         return
+    coming = dist.irecv(got, 0)
+    say("1 has posted")
     with raises(dist.DistBackendError, "rank 0 says: [shm_backend] the group was aborted"):
-        dist.recv(got, 0)
+        coming.wait()
 
 
 @on_shm_ranks()

@@ -18,10 +18,12 @@ from distributed import run_ranks
 from shm_ranks import (
     assert_bits,
     files_in_memory,
+    is_inside,
     left_in_memory,
     of_all,
     on_shm_ranks,
     reduced,
+    until,
     values,
 )
 from torch.distributed import ReduceOp
@@ -83,8 +85,7 @@ def test_who_waits_lets_other_threads_of_python_run(rank: int) -> None:
         return
 
     def tick() -> None:
-        for _ in range(10):
-            time.sleep(0.05)
+        until(lambda: is_inside(os.getpid(), "all_reduce of 7 float32"))
         say("rank 0 ticks")
 
     thread = threading.Thread(target=tick)

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import trireme
-from ddp_ranks import HOUSE_FORM, message_of, raises, set_timeout
+from ddp_ranks import HOUSE_FORM, message_of, raises, say, set_timeout, stay_until
 from distributed import run_ranks
 from shm_ranks import backend_of, is_inside, on_shm_ranks, until
 from torch import nn
@@ -130,6 +130,36 @@ def test_a_run_without_end(timeout: Any) -> None:
     run_ranks(meet_for_ever, 2, timeout, timeout=40)
 
 
+def zero_step() -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """A backward and a step of ZeRO, after one of each."""
+    torch.manual_seed(0)
+    model = trireme.DistributedDataParallel(nn.Linear(40, 40))
+    optimizer = trireme.ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+
+    def backward() -> None:
+        model(torch.ones(2, 40)).sum().backward()
+
+    for _ in range(2):
+        backward()
+        optimizer.step()
+    return backward, optimizer.step
+
+
+@pytest.mark.parametrize("where", ["backward", "step"])
+@on_shm_ranks(2, timeout=60)
+def test_a_timeout_that_is_set_later(rank: int, where: str) -> None:
+    """It reaches what was made before: deposits and gates."""
+    backward, step = zero_step()
+    set_timeout(1)
+    if where == "step":
+        backward()
+    if rank == 1:
+        return stay_until("0 has given up")
+    with raises(dist.DistBackendError, "rank 1 (process", "has not come within 1 s"):
+        backward() if where == "backward" else step()
+    say("0 has given up")
+
+
 # --- Signals -------------------------------------------------------------------------------------
 
 
@@ -153,24 +183,11 @@ def handled(handler: Any, number: int = signal.SIGUSR2) -> Iterator[None]:
         signal.signal(number, before)
 
 
-def zero_step(rank: int) -> Callable[[], Any]:
-    torch.manual_seed(0)
-    model = trireme.DistributedDataParallel(nn.Linear(40, 40))
-    optimizer = trireme.ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
-
-    def step() -> None:
-        model(torch.ones(2, 40)).sum().backward()
-        optimizer.step()
-
-    step()
-    return step
-
-
 @on_shm_ranks(2, timeout=100)
 def test_signal_handlers_run_while_a_rank_waits(rank: int) -> None:
     """Rank 1 comes only after the handler has run on rank 0."""
     store = store_of()
-    step = zero_step(rank)
+    backward, step = zero_step()
     starts: dict[str, tuple[str, Callable[[], Any]]] = {
         "at once": ("all_reduce of 3 float32", lambda: dist.all_reduce(sent())),
         "later": (
@@ -181,7 +198,8 @@ def test_signal_handlers_run_while_a_rank_waits(rank: int) -> None:
             "all_reduce of 5 float32",
             lambda: dist.all_reduce(sent(5), async_op=True).wait(PATIENCE),
         ),
-        "in a backward or a step": ("", step),
+        "in a backward": ("", backward),
+        "in a step": ("step gate", step),
     }
     if rank == 0:
         store.set("process", str(os.getpid()))
