@@ -193,12 +193,11 @@ TEST_CASE("what nobody waits for moves by itself") {
     Values values = self.rank == 0 ? values_of(1, kMoreThanARing) : Values(kMoreThanARing);
     if (self.rank == 0) {
       const TransferPtr sending = post.start_send(values, 1);
-      while (!sending->is_done()) ::usleep(1000);
-      while (!received) ::usleep(1000);
+      until([&] { return sending->is_done() && received; });
       return 0;
     }
     const TransferPtr coming = post.start_recv(values, 0);
-    while (!coming->is_done()) ::usleep(1000);
+    until([&] { return coming->is_done(); });
     received = true;
     return static_cast<int>(values != values_of(1, kMoreThanARing));
   });

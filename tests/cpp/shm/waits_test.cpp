@@ -167,7 +167,7 @@ TEST_CASE("a wait that spares its group ends alone") {
   CHECK(contains(failure.text, "within 20 ms"));
 }
 
-TEST_CASE("a rank that ended well is told apart from one that ended by an error") {
+TEST_CASE("a rank that ended well is told apart from one whose process failed or was killed") {
   for (const std::string error : {"", "ValueError: no such file"}) {
     Failure failure;
     run_shm_ranks({}, [&](ShmRank& self) {
