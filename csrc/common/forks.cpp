@@ -1,7 +1,12 @@
 #include <trireme/common/forks.h>
 
+#include <algorithm>
 #include <atomic>
+#include <mutex>
 #include <pthread.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <vector>
 
 namespace trireme {
 namespace {
@@ -10,12 +15,82 @@ std::atomic<uint64_t> forks{0};
 
 void count_fork() { forks.fetch_add(1, std::memory_order_relaxed); }
 
+// A file by what does not change when its descriptor is closed and the number used again.
+struct SharedMapping {
+  void* begin;
+  size_t bytes;
+  int fd;
+  dev_t device;
+  ino_t inode;
+};
+
+// Never destroyed: children of a process that is about to end need it, too.
+struct SharedMappings {
+  std::mutex mutex;
+  std::vector<SharedMapping> all;
+
+  static SharedMappings& instance() {
+    static auto& one = *new SharedMappings;
+    return one;
+  }
+};
+
+bool is_open(const SharedMapping& mapping) {
+  struct stat found{};
+  return ::fstat(mapping.fd, &found) == 0 && found.st_dev == mapping.device &&
+         found.st_ino == mapping.inode;
+}
+
+// In the child, which has one thread and may not allocate. Without a reserve of swap: it takes what
+// it writes.
+void make_private(const SharedMapping& mapping) {
+  constexpr int kFlags = MAP_PRIVATE | MAP_FIXED | MAP_NORESERVE;
+  if (is_open(mapping) && ::mmap(mapping.begin, mapping.bytes, PROT_READ | PROT_WRITE, kFlags,
+                                 mapping.fd, 0) != MAP_FAILED)
+    return;
+  if (::mprotect(mapping.begin, mapping.bytes, PROT_READ) != 0)
+    ::munmap(mapping.begin, mapping.bytes);
+}
+
+void before_fork() { SharedMappings::instance().mutex.lock(); }
+
+void after_fork_in_parent() { SharedMappings::instance().mutex.unlock(); }
+
+// What is private already stays so in the child's own children, with what the child has written.
+void after_fork_in_child() {
+  SharedMappings& mappings = SharedMappings::instance();
+  for (const SharedMapping& mapping : mappings.all) make_private(mapping);
+  mappings.all.clear();
+  mappings.mutex.unlock();
+}
+
 }  // namespace
 
 uint64_t forks_so_far() {
   static const int registered = ::pthread_atfork(nullptr, nullptr, count_fork);
   static_cast<void>(registered);
   return forks.load(std::memory_order_relaxed);
+}
+
+PrivateInChildren::PrivateInChildren(void* begin, size_t bytes, int fd) : begin_(begin) {
+  static const int registered =
+      ::pthread_atfork(before_fork, after_fork_in_parent, after_fork_in_child);
+  static_cast<void>(registered);
+  SharedMapping mapping{begin, bytes, fd, 0, 0};
+  struct stat found{};
+  if (::fstat(fd, &found) == 0) {
+    mapping.device = found.st_dev;
+    mapping.inode = found.st_ino;
+  }
+  SharedMappings& mappings = SharedMappings::instance();
+  const std::lock_guard<std::mutex> lock(mappings.mutex);
+  mappings.all.push_back(mapping);
+}
+
+PrivateInChildren::~PrivateInChildren() {
+  SharedMappings& mappings = SharedMappings::instance();
+  const std::lock_guard<std::mutex> lock(mappings.mutex);
+  std::erase_if(mappings.all, [this](const SharedMapping& one) { return one.begin == begin_; });
 }
 
 }  // namespace trireme

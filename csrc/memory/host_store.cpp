@@ -1,5 +1,6 @@
 #include <trireme/memory/host_store.h>
 
+#include <trireme/common/forks.h>
 #include <trireme/shm/segment.h>
 
 #include <ATen/ops/from_blob.h>
@@ -52,6 +53,7 @@ std::shared_ptr<HostStore> HostStore::make(std::shared_ptr<const shm::Segment> s
 HostStore::HostStore(std::shared_ptr<const shm::Segment> segment,
                      std::vector<ParameterInfo> parameters, RankOf where)
     : segment_(std::move(segment)),
+      private_in_children_(segment_->private_in_children()),
       parameters_(std::move(parameters)),
       layout_(make_store_layout(parameters_)),
       where_(where) {}

@@ -17,6 +17,7 @@
 
 namespace trireme {
 
+class PrivateInChildren;
 namespace shm {
 class Segment;
 }
@@ -44,7 +45,8 @@ class Segment;
 // or through a shard(), which counts for itself) becomes visible to autograd with bump_versions():
 // a graph kept over a step then raises, as it does in torch.
 //
-// A forked child may read what it inherits; what it writes its parent sees.
+// A forked child writes into a copy of its own, page by page. What it has not written it may see
+// change while the ranks train; see [Note: shared memory in a forked child] in common/forks.h.
 
 // Parameters of a model in one mapping that all ranks of a host share. One thread at a time, but
 // for version(), whole() and shard().
@@ -111,6 +113,7 @@ class TRIREME_API HostStore : public std::enable_shared_from_this<HostStore> {
   std::byte* data_of(int64_t parameter) const;
 
   std::shared_ptr<const shm::Segment> segment_;
+  std::shared_ptr<const PrivateInChildren> private_in_children_;  // goes before the segment
   std::vector<ParameterInfo> parameters_;
   StoreLayout layout_;
   RankOf where_;

@@ -261,9 +261,10 @@ std::string HostGroup::complaint() const {
 }
 
 // Opens what that rank told of, if it is of as many bytes.
-Segment HostGroup::open_told(int64_t peer, int64_t bytes, std::string& why_not) const {
+Segment HostGroup::open_told(int64_t peer, int64_t bytes, std::string& why_not,
+                             bool keeps_file) const {
   const auto address = SegmentAddress::parse(told_by(peer));
-  if (address && address->bytes == bytes) return Segment::open(*address, why_not);
+  if (address && address->bytes == bytes) return Segment::open(*address, why_not, keeps_file);
   why_not = "rank " + std::to_string(members_[static_cast<size_t>(peer)]) + " left no address of " +
             std::to_string(bytes) + " bytes";
   return {};
@@ -316,7 +317,7 @@ SharedSegment HostGroup::share_segment(int64_t bytes) {
   all_have_told();
   if (rank_ != 0 && !told_by(0).starts_with(kFailed)) {
     std::string why_not;
-    shared.segment = open_told(0, bytes, why_not);
+    shared.segment = open_told(0, bytes, why_not, /*keeps_file=*/true);
     if (!shared.segment || !shared.segment.reserve(rank_, world(), why_not))
       tell(std::string(kFailed) + why_not);
   }

@@ -186,7 +186,8 @@ class TRIREME_API HostGroup {
   std::string_view told_by(int64_t peer) const;
   void all_have_told();
   std::string complaint() const;
-  Segment open_told(int64_t peer, int64_t bytes, std::string& why_not) const;
+  Segment open_told(int64_t peer, int64_t bytes, std::string& why_not,
+                    bool keeps_file = false) const;
   [[noreturn]] void give_up(FaultKind kind, const std::string& what, const std::string& why);
   std::string name_of(int64_t peer) const;
   std::string last_of(int64_t peer) const;

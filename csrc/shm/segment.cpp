@@ -230,9 +230,9 @@ Segment Segment::create(SegmentKind kind, int64_t bytes, int64_t parts) {
   return segment;
 }
 
-Segment Segment::open(const SegmentAddress& address, std::string& why_not) {
+Segment Segment::open(const SegmentAddress& address, std::string& why_not, bool keeps_file) {
   const std::string path = path_of(address);
-  const File file(open_peers(address));
+  File file(open_peers(address));
   if (file.get() < 0) {
     why_not = "cannot open " + path + ": " + text_of(errno);
     return {};
@@ -260,7 +260,14 @@ Segment Segment::open(const SegmentAddress& address, std::string& why_not) {
     why_not = path + " is another segment than its address says";
     return {};
   }
+  if (keeps_file) segment.fd_ = file.take();
   return segment;
+}
+
+std::unique_ptr<PrivateInChildren> Segment::private_in_children() const {
+  if (map_ == nullptr || fd_ < 0) return nullptr;
+  return std::make_unique<PrivateInChildren>(
+      map_, static_cast<size_t>(address_.bytes + kHeaderBytes), fd_);
 }
 
 bool Segment::reserve(int64_t part, int64_t parts, std::string& why_not) const {

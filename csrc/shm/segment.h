@@ -1,10 +1,12 @@
 #pragma once
 
 #include <trireme/common/export.h>
+#include <trireme/common/forks.h>
 
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -64,8 +66,8 @@ class TRIREME_API Segment {
   static Segment create(SegmentKind kind, int64_t bytes, int64_t parts = 1);
 
   // A peer's. Empty, with the reason in `why_not`, if it cannot be opened or is not what the
-  // address says.
-  static Segment open(const SegmentAddress& address, std::string& why_not);
+  // address says. Who `keeps_file` takes one file descriptor, for private_in_children().
+  static Segment open(const SegmentAddress& address, std::string& why_not, bool keeps_file = false);
 
   // One of the equal parts of the pages. Nobody touches the segment until all of them are reserved.
   // False, with the reason in `why_not`, if there is no memory.
@@ -76,6 +78,10 @@ class TRIREME_API Segment {
   // Aligned to 64 bytes.
   std::byte* data() const { return static_cast<std::byte*>(map_) + kHeaderBytes; }
   int64_t bytes() const { return address_.bytes; }
+
+  // While the result lives, which may be no longer than this, forked children write copies of their
+  // own. Null for a peer's that was opened without its file.
+  std::unique_ptr<PrivateInChildren> private_in_children() const;
 
   // Once every peer has opened it. The mapping stays.
   void unlink_name();
@@ -90,7 +96,8 @@ class TRIREME_API Segment {
   SegmentAddress address_;
   void* map_ = nullptr;
   bool owns_name_ = false;
-  int fd_ = -1;  // of the maker: peers open it through /proc, and so does the doctor
+  // Of the maker: peers open it through /proc, and so does the doctor. Of a peer, if it keeps it.
+  int fd_ = -1;
 };
 
 // Bytes that the memory control group of this process and the machine would still give.
