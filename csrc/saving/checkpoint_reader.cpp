@@ -30,10 +30,12 @@ std::string held_by(const std::string& file, const CheckpointIndex& index) {
 // The first of the names that all ranks say; empty if there is none. Ranks may have other parts of
 // a model under other names (experts).
 std::string foreign_to_all(const std::vector<std::string>& own, const CheckpointRanks& ranks) {
-  const std::vector<std::string> said = gather_texts(nlohmann::json(own).dump(), ranks);
+  const std::string text = own.empty() ? "" : nlohmann::json(own).dump();
+  const std::vector<std::string> said = gather_texts(text, ranks);
   std::map<std::string, size_t> counts;
   for (const std::string& names : said)
-    for (const auto& name : nlohmann::json::parse(names)) ++counts[name.get<std::string>()];
+    if (!names.empty())
+      for (const auto& name : nlohmann::json::parse(names)) ++counts[name.get<std::string>()];
   for (const auto& [name, count] : counts)
     if (count == said.size()) return name;
   return {};
