@@ -35,8 +35,7 @@ constexpr std::string_view kNoStepReads[] = {
     "max_lr", "min_lr",  "base_momentum", "max_momentum", "swa_lr"};
 
 std::string class_name(const Optimizer& optimizer) {
-  const Optimizer& one = optimizer;
-  return c10::demangle(typeid(one).name());
+  return c10::demangle(typeid(optimizer).name());
 }
 
 [[noreturn]] void refuse_optimizer(const std::string& got, const std::string& next_step,
