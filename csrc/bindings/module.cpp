@@ -1,7 +1,9 @@
 #include <trireme/bindings/bindings.h>
+#include <trireme/common/language.h>
 
 PYBIND11_MODULE(_C, module) {
   module.doc() = "The C++ core of Trireme. Private: use the package `trireme`.";
+  trireme::speak_python();
   trireme::init_autograd(module);
   trireme::init_comm(module);
   trireme::init_checkpoint(module);  // which takes its communicators

@@ -83,6 +83,10 @@ void init_zero(py::module_& module) {
            py::call_guard<py::gil_scoped_release>())
       .def("begin_writing", wrap_pybind_function_no_gil(&Zero::begin_writing))
       .def("end_writing", wrap_pybind_function_no_gil(&Zero::end_writing))
+      .def_property_readonly("is_writing", &Zero::is_writing)
+      .def("give_own_memory", wrap_pybind_function_no_gil(&Zero::give_own_memory),
+           py::arg("parameters"))
+      .def("retire", wrap_pybind_function_no_gil(&Zero::retire))
       .def("begin_writing_shards", wrap_pybind_function_no_gil(&Zero::begin_writing_shards))
       .def("end_writing_shards", wrap_pybind_function_no_gil(&Zero::end_writing_shards))
       .def("set_synchronize", wrap_pybind_function_no_gil(&Zero::set_synchronize),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,30 +20,54 @@ _optimizers = WeakIdKeyDictionary()
 _modules = WeakIdKeyDictionary()
 
 
-def claim(
-    parameters: Iterable[torch.Tensor],
-    optimizer: ZeroRedundancyOptimizer,
-    name_of: Callable[[torch.Tensor], str],
-) -> None:
-    """Says that ``optimizer`` shards them.
+class Claim:
+    """Says that ``optimizer`` shards ``parameters``, which it may take over from another one, if it
+    gets all that the other one has.
 
     Raises:
-        ValueError: another one does, or a module averages them in a way that it cannot step with.
+        ValueError: it gets some of them only, or a module averages them in a way that it cannot
+            step with.
     """
-    claimed = list(parameters)
-    for parameter in claimed:
-        _check_free(parameter, optimizer, name_of(parameter))
-    for parameter in claimed:
-        _optimizers[parameter] = weakref.ref(optimizer)
+
+    def __init__(
+        self,
+        parameters: Iterable[torch.Tensor],
+        optimizer: ZeroRedundancyOptimizer,
+        name_of: Callable[[torch.Tensor], str],
+    ) -> None:
+        # By reference, so that an exception does not keep those who are not claimed from.
+        self._before = {parameter: _optimizers.get(parameter) for parameter in parameters}
+        for parameter in self._before:
+            _check_averaged(parameter, optimizer, name_of(parameter))
+            _check_all_given(parameter, self._before, optimizer, name_of(parameter))
+        for parameter in self._before:
+            _optimizers[parameter] = weakref.ref(optimizer)
+
+    @property
+    def parameters(self) -> Collection[torch.Tensor]:
+        """Each once."""
+        return self._before.keys()
+
+    def undo(self) -> None:
+        """Gives them back."""
+        for parameter, other in self._before.items():
+            if other is None:
+                _optimizers.pop(parameter, None)
+            else:
+                _optimizers[parameter] = other
+
+    def settle(self) -> None:
+        """Those who had them before let go of them."""
+        others = (before() for before in self._before.values() if before is not None)
+        for other in {id(one): one for one in others if one is not None}.values():
+            other._retire()
+        self._before = dict.fromkeys(self._before)
 
 
-def _check_free(parameter: torch.Tensor, optimizer: ZeroRedundancyOptimizer, name: str) -> None:
+def _check_averaged(parameter: torch.Tensor, optimizer: ZeroRedundancyOptimizer, name: str) -> None:
     group = optimizer.process_group
     ddp = ddp_of(parameter)
-    if optimizer_of(parameter) is not None:
-        got = f"got '{name}', which another ZeroRedundancyOptimizer holds"
-        next_step = "Give each parameter to one optimizer, or delete the other one first."
-    elif ddp is not None and optimizer.stage == 2:
+    if ddp is not None and optimizer.stage == 2:
         got = f"got stage 2 for '{name}', which DistributedDataParallel averages already"
         next_step = "Use the plain module, or stage=1."
     elif ddp is not None and ddp.process_group != group:
@@ -54,10 +78,26 @@ def _check_free(parameter: torch.Tensor, optimizer: ZeroRedundancyOptimizer, nam
     raise ValueError(error_text("zero", got, next_step, rank=group.rank(), world=group.size()))
 
 
-def release(parameters: Iterable[torch.Tensor]) -> None:
-    """Takes back ``claim``."""
-    for parameter in parameters:
-        _optimizers.pop(parameter, None)
+def _check_all_given(
+    parameter: torch.Tensor,
+    given: Collection[torch.Tensor],
+    optimizer: ZeroRedundancyOptimizer,
+    name: str,
+) -> None:
+    other = optimizer_of(parameter)
+    if other is None:
+        return
+    left = [other._names[one] for one in other._places if one not in given]
+    if not left:
+        return
+    got = (
+        f"got '{name}', which another ZeroRedundancyOptimizer holds, without '{left[0]}'"
+        + (f" and {len(left) - 1} more of its parameters" if len(left) > 1 else "")
+        + ", expected all of them or none"
+    )
+    next_step = "Give all of them to take over from it, or delete it first."
+    group = optimizer.process_group
+    raise ValueError(error_text("zero", got, next_step, rank=group.rank(), world=group.size()))
 
 
 def optimizer_of(parameter: torch.Tensor) -> ZeroRedundancyOptimizer | None:

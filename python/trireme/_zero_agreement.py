@@ -44,7 +44,10 @@ def raise_together(
     told = None if error is None else f"{type(error).__name__}: {error}"
     texts = gather_values(told, device, group)
     if error is not None:
-        raise error
+        try:
+            raise error
+        finally:
+            del error  # which holds this frame, and with it what its frames hold
     for rank, text in enumerate(texts):
         if text is not None:
             refuse(
@@ -52,6 +55,19 @@ def raise_together(
                 "Pass what every rank can use for its part of the parameters.",
                 group,
             )
+
+
+def agree_on_names(
+    names: dict[torch.Tensor, str], were_given: bool, device: torch.device, group: dist.ProcessGroup
+) -> dict[torch.Tensor, str]:
+    """``names``, or rank 0's where both ranks have found them by themselves: modules that one rank
+    alone has made, such as a wrapper for logging, make names that differ. Names that a caller gave
+    are compared later, and those of models that differ, too. Collective.
+    """
+    told = gather_values(None if were_given else list(names.values()), device, group)[0]
+    if were_given or told is None or len(told) != len(names):
+        return names
+    return dict(zip(names, told, strict=True))
 
 
 @contextmanager

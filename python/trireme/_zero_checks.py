@@ -145,14 +145,17 @@ def _holds_any(group: dict[str, Any]) -> bool:
     return len(group["params"]) > 0
 
 
-def names_of(param_groups: list[dict[str, Any]]) -> dict[torch.Tensor, str]:
-    """What messages call a parameter: its name, if the caller gave names, else its place."""
+def names_of(
+    groups: list[dict[str, Any]], first: int, found: dict[torch.Tensor, str]
+) -> dict[torch.Tensor, str]:
+    """What messages call the parameters of ``groups``, the first of which is number ``first``: the
+    name that the caller gave, else the one that was ``found``, else its place."""
     names = {}
-    for number, group in enumerate(param_groups):
+    for number, group in enumerate(groups, first):
         given = group.get("param_names")
         for index, parameter in enumerate(group["params"]):
             place = f"param_groups[{number}]['params'][{index}]"
-            names[parameter] = place if given is None else given[index]
+            names[parameter] = found.get(parameter, place) if given is None else given[index]
     return names
 
 

@@ -15,9 +15,10 @@ from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
 from torch.optim import Optimizer
 
 from trireme._C import Zero, ZeroOptions
-from trireme._group_communicator import communicator_of
-from trireme._parameter_owners import claim, release
-from trireme._zero_agreement import abandoning, raise_together
+from trireme._group_communicator import communicator_of, device_of_numbers
+from trireme._modules_around import ModulesAround
+from trireme._parameter_owners import Claim
+from trireme._zero_agreement import abandoning, agree_on_names, raise_together
 from trireme._zero_checks import (
     as_param_groups,
     check_fused_step,
@@ -30,6 +31,7 @@ from trireme._zero_checks import (
 )
 from trireme._zero_fused import fused_adam_step
 from trireme._zero_join import ZeroJoinHook
+from trireme._zero_loading import watch_loading
 from trireme._zero_scaler import ScalerCheck
 from trireme._zero_state import LoadedState, ShardLayout, consolidate
 
@@ -65,6 +67,8 @@ class ZeroRedundancyOptimizer(TorchZero):
     * An in-place write to a parameter outside of ``step()`` raises at the next one, since all ranks
       would write the same memory; do it inside ``with trireme.writing(optimizer):``. Writes through
       ``.data`` raise, too, if they change a sampled element: those to whole parameters do.
+      ``model.load_state_dict()`` needs no such thing: load the same on all ranks.
+    * One that is made over all parameters of another takes over: the first one raises from then on.
     * With ``stage=2`` a ``.grad`` has its full shape, but holds this rank's shards of the average
       and zeros elsewhere. Clip with ``optimizer.clip_grad_norm_()`` or
       ``trireme.clip_grad_norm_()``. What changes such a gradient otherwise makes ``step()`` raise
@@ -74,7 +78,8 @@ class ZeroRedundancyOptimizer(TorchZero):
 
     Args:
         params: parameters, named parameters or groups, the same on all ranks, on one device. Ranks
-            start from rank 0's values.
+            start from rank 0's values. Messages call a parameter by the name that is given, else by
+            the one that the module has in which it hangs.
         optimizer_class: of ``torch.optim``, ``trireme.optim`` or yours; ``**defaults`` go to it.
         process_group: of torch.distributed; the default group if None.
         stage: 1 or 2.
@@ -97,6 +102,7 @@ class ZeroRedundancyOptimizer(TorchZero):
 
     # GradScaler leaves unscaling and the decision to step to us.
     _step_supports_amp_scaling = True
+    _is_retired = False
 
     def __init__(
         self,
@@ -130,45 +136,87 @@ class ZeroRedundancyOptimizer(TorchZero):
         self._options.placement = placement_for(optimizer_class, placement, self.process_group)
         check_fused_step(fused_step, stage, optimizer_class, self.process_group)
         self._options.fused_step = fused_step
-        self._cores: list[Zero] = []
+        self._all_cores: list[Zero] = []
         self._places: dict[torch.Tensor, tuple[int, int]] = {}
         self._shards: dict[torch.Tensor, torch.Tensor] = {}
-        self._names = names_of(self.param_groups)
+        self._names: dict[torch.Tensor, str] = {}
         self._default_device = self.param_groups[0]["params"][0].device
         self._communicator = communicator_of(self.process_group)  # which lives as long as this
         self._consolidated: dict[int, dict[str, Any]] | None = None
-        self._add_core(self.param_groups)
-        with self._together(self.param_groups):
+        with self._together(self._add_core(self.param_groups)):
             local = [self._local_group(group) for group in self.param_groups]
             self.optim = optimizer_class(local, **defaults)
         self._show_defaults()
         self.initialized = True
 
-    def _add_core(self, groups: list[dict[str, Any]]) -> None:
+    @property
+    def _cores(self) -> list[Zero]:
+        """One of the constructor, and one of each ``add_param_group``. Raises as _check_alive()."""
+        self._check_alive()
+        return self._all_cores
+
+    def _check_alive(self) -> None:
+        """Raises RuntimeError if another optimizer has taken over its parameters."""
+        if self._is_retired:
+            refuse(
+                "got a call of an optimizer whose parameters another ZeroRedundancyOptimizer has "
+                "taken over",
+                "Use the one that was made last.",
+                self.process_group,
+                kind=RuntimeError,
+            )
+
+    def _retire(self) -> None:
+        """Lets go of its parameters; what was consolidated stays."""
+        self._is_retired = True
+        for core in self._all_cores:
+            core.retire()
+        self._all_cores = []
+        self._places, self._shards = {}, {}
+        self.optim.param_groups = []
+        self.optim.state.clear()
+
+    def _add_core(self, groups: list[dict[str, Any]]) -> Claim:
         """Shards the parameters of ``groups``. Collective."""
         parameters = [parameter for group in groups for parameter in group["params"]]
-        claim(parameters, self, self._names.__getitem__)
+        around = ModulesAround(parameters)
+        names = names_of(groups, len(self.param_groups) - len(groups), around.names())
+        error = None
         try:
+            claim = Claim(parameters, self, names.__getitem__)
+        except ValueError as raised:
+            error = raised
+        numbers = device_of_numbers(self.process_group)
+        try:
+            raise_together(error, "parameters", numbers, self.process_group)
+            were_given = "param_names" in groups[0]
+            names = agree_on_names(names, were_given, numbers, self.process_group)
             core = Zero(
-                names=[self._names[parameter] for parameter in parameters],
+                names=[names[parameter] for parameter in parameters],
                 parameters=parameters,
                 communicator=self._communicator,
                 options=self._options,
             )
         except Exception:
-            release(parameters)
+            if error is None:
+                claim.undo()
             raise
+        finally:
+            del error  # which holds this frame
         for index, (parameter, shard) in enumerate(zip(parameters, core.shards(), strict=True)):
             self._places[parameter] = (len(self._cores), index)
             self._shards[parameter] = shard
+        self._names.update(names)
         self._cores.append(core)
         if self.stage == 2:
             Zero.arm_together(self._cores)
+        watch_loading(around.holders)
+        return claim
 
     @contextmanager
-    def _together(self, groups: list[dict[str, Any]]) -> Iterator[None]:
-        """What an optimizer of one rank refuses is refused on all ranks, and ``groups`` are free
-        again. Collective."""
+    def _together(self, claim: Claim) -> Iterator[None]:
+        """What an optimizer of one rank refuses is refused on all ranks, and the parameters of
+        ``claim`` are as before. Collective."""
         error = None
         try:
             yield
@@ -178,13 +226,15 @@ class ZeroRedundancyOptimizer(TorchZero):
             raise_together(error, "an optimizer", self._default_device, self.process_group)
         except Exception:
             is_shared = self._cores.pop().shares_parameters
-            for group in groups:
-                release(group["params"])
-                for parameter in group["params"]:
-                    del self._places[parameter], self._shards[parameter]
-                    if is_shared:  # what steps it now knows of no other rank
-                        parameter.data = parameter.detach().clone()
+            claim.undo()
+            for parameter in claim.parameters:
+                del self._places[parameter], self._shards[parameter], self._names[parameter]
+                if is_shared:  # what steps it now knows of no other rank
+                    parameter.data = parameter.detach().clone()
             raise
+        finally:
+            del error  # which holds this frame
+        claim.settle()
 
     def _local_group(self, group: dict[str, Any]) -> dict[str, Any]:
         """``group`` for this rank's optimizer: of its parameters the shards that it owns."""
@@ -194,14 +244,13 @@ class ZeroRedundancyOptimizer(TorchZero):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch; collective once the optimizer is made."""
+        self._check_alive()
         Optimizer.add_param_group(self, param_group)
         if not self.initialized:
             return
         added = self.param_groups[-1]
-        self._names = names_of(self.param_groups)
         try:
-            self._add_core([added])
-            with self._together([added]):
+            with self._together(self._add_core([added])):
                 self.optim.add_param_group(self._local_group(added))
         except Exception:
             self.param_groups.pop()
@@ -242,23 +291,23 @@ class ZeroRedundancyOptimizer(TorchZero):
             RuntimeError: a parameter was written outside, or with stage 2 a gradient changed.
             torch.distributed.DistBackendError: another rank failed in its step.
         """
-        loss = None
+        cores, loss = self._cores, None
         if closure is not None:
-            with torch.enable_grad(), abandoning(self._cores):
+            with torch.enable_grad(), abandoning(cores):
                 loss = closure()
         if self.stage == 1:
             Join.notify_join_context(self)
         scaler = ScalerCheck(grad_scaler, self)
-        goes = [core.begin_step(scaler.found_inf, scaler.writes) for core in self._cores]
+        goes = [core.begin_step(scaler.found_inf, scaler.writes) for core in cores]
         scaler.tell(found_inf=not all(goes))
-        with abandoning(self._cores):
+        with abandoning(cores):
             if all(goes):
                 self._sync_hyperparameters()
                 scaler.unscale(self._shards.values())
-                for number, core in enumerate(self._cores):
+                for number, core in enumerate(cores):
                     fused_adam_step(self, number, core)
                 self.optim.step(**kwargs)
-        for core in self._cores:
+        for core in cores:
             core.end_step()
         return loss
 
@@ -298,6 +347,7 @@ class ZeroRedundancyOptimizer(TorchZero):
         """
         from trireme.clip_grad import clip_grad_norm_
 
+        self._check_alive()
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         return clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
 
@@ -320,8 +370,9 @@ class ZeroRedundancyOptimizer(TorchZero):
         Tensors are sent as they are and described by JSON: nothing is pickled. Costs the state of
         the other ranks once, over the network and in the memory of ``to``.
         """
+        layout = self._layout()
         self._sync_hyperparameters()
-        self._consolidated = consolidate(self.optim, self._layout(), self.process_group, to)
+        self._consolidated = consolidate(self.optim, layout, self.process_group, to)
 
     def state_dict(self) -> dict[str, Any]:
         """What ``consolidate_state_dict`` brought here last, as the plain optimizer has it.
@@ -360,11 +411,12 @@ class ZeroRedundancyOptimizer(TorchZero):
         return counts
 
     def _layout(self) -> ShardLayout:
+        cores = self._cores
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         ranges = []
         for parameter in parameters:
             core, index = self._places[parameter]
-            ranges.append(self._cores[core].plan()[index])
+            ranges.append(cores[core].plan()[index])
         names = [self._names[parameter] for parameter in parameters]
         shards = [self._shards[parameter] for parameter in parameters]
         return ShardLayout(

@@ -180,7 +180,7 @@ def test_parameters_are_free_for_another_optimizer_when_theirs_is_gone(rank: int
     for stage in (2, 1, 2):
         optimizer = Zero(model.parameters(), SGD, stage=stage, lr=0.1)
         with pytest.raises(ValueError, match="another ZeroRedundancyOptimizer"):
-            Zero(model.parameters(), SGD, lr=0.1)
+            Zero([model[0].weight], SGD, lr=0.1)
         model(torch.ones(2, 6)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -1,5 +1,6 @@
 #include <trireme/strategies/zero/zero.h>
 
+#include <trireme/common/language.h>
 #include <trireme/common/trace.h>
 #include <trireme/grad/plan_agreement.h>
 #include <trireme/memory/flat_buffer.h>
@@ -18,6 +19,9 @@ namespace {
 
 constexpr int64_t kFirstBucketBytes = int64_t{1} << 20;
 constexpr int64_t kBucketBytes = int64_t{25} << 20;
+
+constexpr Advice kUseDense = {.cpp = "Use sparse(false) in the options of its layer.",
+                              .python = "Use sparse=False in its layer."};
 
 at::Tensor flat(const at::Tensor& tensor, const ShardRange& range) {
   return tensor.view({-1}).narrow(0, range.begin, range.numel);
@@ -79,7 +83,7 @@ void Zero::check_options() const {
                                  where, "Move all of them to one device."));
     TORCH_CHECK_VALUE(options_.stage == 1 || !info.sparse_gradient,
                       error_text("zero", "got '" + info.name + "' with sparse gradients", where,
-                                 "Use sparse=False in its layer."));
+                                 in_language(kUseDense)));
   }
 }
 
@@ -120,9 +124,12 @@ void Zero::move_into_store() {
   }
   if (!store_) {
     if (communicator_->rank() == 0)
-      TORCH_WARN(error_text("zero", "parameters stay private to each rank: " + why_not,
-                            communicator_->rank_of(),
-                            "Each step gathers them. host_params=False says that this is wanted."));
+      TORCH_WARN(error_text(
+          "zero", "parameters stay private to each rank: " + why_not, communicator_->rank_of(),
+          in_language({.cpp = "Each step gathers them. ZeroOptions::host_params = "
+                              "false says that this is wanted.",
+                       .python = "Each step gathers them. host_params=False says "
+                                 "that this is wanted."})));
     return;
   }
   // Who owns a part touches its pages first, so that they lie near it.
@@ -186,18 +193,13 @@ bool Zero::has_fit_gradient(size_t index) const {
 
 Zero::Flags Zero::look_at_parameters() const {
   Flags flags;
-  uint64_t moved = 0;
   for (size_t i = 0; i < parameters_.size(); ++i) {
     const auto index = static_cast<int64_t>(i);
     if (!is_fit(i)) flags.unfit_parameter = index;
-    if (!is_moved(i)) continue;
-    flags.moved_parameter = index;
-    moved = moved * 31 + i + 1;
+    if (is_moved(i)) flags.moved_parameter = index;
   }
-  flags.moved = static_cast<int64_t>(moved & (~uint64_t{0} >> 1U));
-  flags.minus_moved = -flags.moved;
-  flags.changed_parameter = changed_outside();
-  if (flags.changed_parameter < 0) flags.changed_parameter = written_unseen();
+  const std::vector<int64_t> changed = changed_outside();
+  flags.changed_parameter = changed.empty() ? written_unseen() : changed.front();
   return flags;
 }
 
@@ -219,20 +221,24 @@ void Zero::refuse(const Flags& flags) {
              "Make the optimizer anew.");
   refuse_one(
       flags.changed_parameter, "parameter ", " was changed outside step()",
-      "All ranks write one memory: do it inside `with trireme.writing(optimizer):`, all with "
-      "the same values.");
-  refuse_one(flags.moved == -flags.minus_moved ? -1 : flags.moved_parameter, "parameter ",
-             " was given other data on some of the ranks only",
-             "Do it on all of them, with the same values.");
+      in_language({.cpp = "All ranks write one memory: do it while the guard `auto writing = "
+                          "optimizer.writing();` lives, all with the same values.",
+                   .python = "All ranks write one memory: do it inside `with "
+                             "trireme.writing(optimizer):`, all with the same values."}));
   refuse_one(flags.unfit_gradient, "got a gradient of ",
-             ", expected it dense and of its parameter's shape", "Use sparse=False in its layer.");
+             ", expected it dense and of its parameter's shape", in_language(kUseDense));
   refuse_one(
       flags.changed_gradient, "the gradient of ",
       " is not the average over the ranks: it was changed, replaced, or accumulated under "
       "no_sync()",
-      "Each rank sees its shards only: clip with trireme.clip_grad_norm_, scale the loss "
-      "instead of gradients, end an accumulation with a backward outside no_sync(), and call "
-      "zero_grad() after a backward that failed.");
+      in_language(
+          {.cpp = "Each rank sees its shards only: clip with optimizer.clip_grad_norm_() or "
+                  "trireme::clip_grad_norm_(), scale the loss instead of gradients, end an "
+                  "accumulation with a backward after no_sync(), and call zero_grad() "
+                  "after a backward that failed.",
+           .python = "Each rank sees its shards only: clip with trireme.clip_grad_norm_, scale "
+                     "the loss instead of gradients, end an accumulation with a backward outside "
+                     "no_sync(), and call zero_grad() after a backward that failed."}));
   TORCH_CHECK(
       flags.least_factor <= -flags.minus_most_factor,
       error_text("zero",
@@ -265,6 +271,7 @@ bool Zero::begin_step(const ZeroStep& step) {
   samples_.clear();
   if (delivered_) delivered_->clear();
   const at::NoGradGuard no_grad;
+  agree_on_moved(flags, Moved::kSameValues);
   settle_storages();
   steps_ = flags.found_inf == 0;
   for (size_t i = 0; steps_ && i < parameters_.size(); ++i) {
@@ -345,6 +352,7 @@ void Zero::settle_storages() {
     flat(places_[i], range).copy_(flat(moved, range));
     parameter.set_data(places_[i]);
   }
+  own_memory_.clear();
 }
 
 void Zero::set_synchronize(bool synchronize) {
@@ -387,6 +395,17 @@ void Zero::zero_grad(bool set_to_none) {
   delivered_->clear();
   reducer_->drop_set_aside();
   reducer_->notice_changes();
+}
+
+void Zero::retire() {
+  if (reducer_)
+    for (const at::Tensor& parameter : parameters_) parameter.mutable_grad().reset();
+  reducer_.reset();
+  parameters_.clear();
+  places_.clear();
+  shards_.clear();
+  own_memory_.clear();
+  store_.reset();
 }
 
 }  // namespace trireme

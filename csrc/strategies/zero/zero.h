@@ -44,6 +44,10 @@ namespace trireme {
 // compared: others may have written before or after. See memory/tensor_samples.h for what samples
 // find. Private parameters are sampled, too, if they are in CPU memory; on other devices each would
 // take a kernel.
+//
+// Loading a state writes without reading, so give_own_memory() may come before it at any time: the
+// parameters get private copies, and the next gate takes them in. What ranks bring in private
+// memory, loaded or assigned (`p.data =`), must be the same bits on all of them.
 
 struct ZeroOptions {
   // 1: optimizer state is sharded. 2: gradients too; they are averaged by this class, not by DDP.
@@ -118,6 +122,12 @@ class TRIREME_API Zero {
   // copy of its own (4 N bytes meanwhile), of which its shards become everybody's at the end.
   void begin_writing();
   void end_writing();
+  bool is_writing() const { return writing_; }
+  // Not collective. These parameters, by index, leave shared memory for copies of their own, which
+  // may be written until the next begin_step() or begin_writing(), which takes them in: the same
+  // values on all ranks, or all of them throw naming one that differs, and again until they agree.
+  // Leaves alone what lies elsewhere already, and what was written outside before.
+  void give_own_memory(const std::vector<int64_t>& parameters);
   // Collective. Between them each rank writes its shards() without reading a parameter, as loading
   // does: in place, without a copy. What an exception ends stays half written; abandon_step() tells
   // the others.
@@ -145,6 +155,11 @@ class TRIREME_API Zero {
   GradNormPart gradients(const std::vector<int64_t>& parameters) const;
   void zero_grad(bool set_to_none = true);
 
+  // Another one has taken over the parameters: lets go of them, of the store and of the hooks on
+  // gradients, and under stage 2 drops gradients, of which each rank has a part only. Nothing but
+  // the destructor may be called then.
+  void retire();
+
  private:
   // What a rank sees when it comes to the gate; all are told the highest of everybody's. Only
   // int64_t. Parameters by index.
@@ -152,8 +167,6 @@ class TRIREME_API Zero {
     int64_t unfit_parameter = -1;
     int64_t changed_parameter = -1;
     int64_t moved_parameter = -1;
-    int64_t moved = 0;        // which were moved, as one number
-    int64_t minus_moved = 0;  // so that the highest tells whether that is the same everywhere
     int64_t unfit_gradient = -1;
     int64_t changed_gradient = -1;
     int64_t found_inf = 0;
@@ -170,9 +183,12 @@ class TRIREME_API Zero {
   void make_shards();
   void gather_shards();
   void settle_storages();
+  enum class Moved { kSameValues, kAnyValues };
+  void agree_on_moved(const Flags& flags, Moved expected);
+  bool has_own_memory(size_t parameter) const;
   void drop_writes();
   void snapshot_versions();
-  int64_t changed_outside() const;
+  std::vector<int64_t> changed_outside() const;
   void take_samples();
   int64_t written_unseen() const;
   void watch_gradients();
@@ -194,8 +210,9 @@ class TRIREME_API Zero {
   std::shared_ptr<HostStore> store_;
   std::vector<at::Tensor> places_;  // where each whole parameter lies
   std::vector<at::Tensor> shards_;
-  std::vector<int64_t> versions_;  // autograd's, of private parameters; a store keeps its own
-  TensorSamples samples_;          // of places_; none while a step writes
+  std::vector<int64_t> versions_;       // autograd's, of private parameters; a store keeps its own
+  std::vector<at::Tensor> own_memory_;  // by parameter what give_own_memory() gave, or undefined
+  TensorSamples samples_;               // of places_; none while a step writes
   std::shared_ptr<TensorSamples> delivered_;  // of own gradients, under stage 2
   std::shared_ptr<GradReducer> reducer_;
   bool writing_ = false;  // since begin_writing()

@@ -10,6 +10,7 @@
 #include <exception>
 #include <mutex>
 #include <numeric>
+#include <unordered_map>
 #include <unordered_set>
 
 namespace trireme {
@@ -56,18 +57,43 @@ ZeroParameters::ZeroParameters(const torch::nn::Module& module) : named(named_pa
   groups.emplace_back(named.tensors);
 }
 
-// Two optimizers over one parameter would both write it.
+// Two optimizers over one parameter would both write it. Until settle() what this has taken goes
+// back to who had it before.
 class ZeroOptimizer::Claim {
  public:
+  explicit Claim(ZeroOptimizer& owner) : owner_(owner) {}
   ~Claim() {
     const std::lock_guard lock(mutex());
-    for (const at::Tensor& parameter : parameters_) held().erase(parameter.unsafeGetTensorImpl());
+    for (const auto& [parameter, before] : taken_) {
+      const auto found = owners().find(parameter.unsafeGetTensorImpl());
+      if (found == owners().end() || found->second != &owner_) continue;
+      if (before != nullptr) {
+        found->second = before;
+      } else {
+        owners().erase(found);
+      }
+    }
   }
+  Claim(const Claim&) = delete;
+  Claim& operator=(const Claim&) = delete;
+
+  // False if it is the owner's already.
   bool add(const at::Tensor& parameter) {
     const std::lock_guard lock(mutex());
-    if (!held().insert(parameter.unsafeGetTensorImpl()).second) return false;
-    parameters_.push_back(parameter);
+    ZeroOptimizer*& owner = owners()[parameter.unsafeGetTensorImpl()];
+    if (owner == &owner_) return false;
+    taken_.emplace_back(parameter, owner);
+    owner = &owner_;
     return true;
+  }
+  // By parameter, in the order of add(); null where it was free.
+  const std::vector<std::pair<at::Tensor, ZeroOptimizer*>>& taken() const { return taken_; }
+  // The owners before are done with.
+  void settle() {
+    std::unordered_set<ZeroOptimizer*> others;
+    for (auto& [parameter, before] : taken_)
+      if (ZeroOptimizer* other = std::exchange(before, nullptr)) others.insert(other);
+    for (ZeroOptimizer* other : others) other->retire();
   }
 
  private:
@@ -75,11 +101,12 @@ class ZeroOptimizer::Claim {
     static std::mutex one;
     return one;
   }
-  static std::unordered_set<const at::TensorImpl*>& held() {
-    static std::unordered_set<const at::TensorImpl*> all;
+  static std::unordered_map<const at::TensorImpl*, ZeroOptimizer*>& owners() {
+    static std::unordered_map<const at::TensorImpl*, ZeroOptimizer*> all;
     return all;
   }
-  std::vector<at::Tensor> parameters_;
+  ZeroOptimizer& owner_;
+  std::vector<std::pair<at::Tensor, ZeroOptimizer*>> taken_;
 };
 
 ZeroOptimizer::ZeroOptimizer(ZeroParameters parameters, Setup setup)
@@ -100,6 +127,7 @@ ZeroOptimizer::ZeroOptimizer(ZeroParameters parameters, Setup setup)
   std::vector<OptimizerParamGroup> groups;
   for (size_t g = 0; g < param_groups_.size(); ++g) groups.push_back(local_group(g));
   make_together([&] { local_ = setup.make_local(groups); });
+  claims_.back()->settle();
 }
 
 ZeroOptimizer::~ZeroOptimizer() = default;
@@ -130,13 +158,12 @@ void ZeroOptimizer::make_together(const std::function<void()>& make) {
 
 void ZeroOptimizer::add_core(NamedParameters parameters) {
   const std::vector<at::Tensor> tensors = parameters.tensors;
-  auto claim = std::make_unique<Claim>();
+  auto claim = std::make_unique<Claim>(*this);
   for (size_t i = 0; i < tensors.size(); ++i) {
     if (claim->add(tensors[i])) continue;
-    refuse("got '" + parameters.names[i] +
-               "', which another ZeroRedundancyOptimizer holds, or this one twice",
-           "Give each parameter to one optimizer once, or destroy the other one first.");
+    refuse("got '" + parameters.names[i] + "' twice", "Give each parameter once.");
   }
+  check_claim(*claim, parameters.names);
   cores_.push_back(std::make_unique<Zero>(std::move(parameters), communicator_, options_));
   claims_.push_back(std::move(claim));
   parameters_.insert(parameters_.end(), tensors.begin(), tensors.end());
@@ -146,6 +173,45 @@ void ZeroOptimizer::add_core(NamedParameters parameters) {
   for (const auto& core : cores_)
     if (core->reducer() != nullptr) reducers.push_back(core->reducer()->shared_from_this());
   GradReducer::arm_together(reducers);
+}
+
+// Who has some of another one's parameters must have all.
+void ZeroOptimizer::check_claim(const Claim& claim, const std::vector<std::string>& names) const {
+  std::unordered_map<const ZeroOptimizer*, std::unordered_set<const at::TensorImpl*>> taken;
+  for (const auto& [parameter, before] : claim.taken())
+    if (before != nullptr) taken[before].insert(parameter.unsafeGetTensorImpl());
+  for (size_t i = 0; i < names.size(); ++i) {
+    const ZeroOptimizer* other = claim.taken()[i].second;
+    if (other == nullptr) continue;
+    const auto left = std::find_if(other->parameters_.begin(), other->parameters_.end(),
+                                   [&](const at::Tensor& parameter) {
+                                     return !taken[other].contains(parameter.unsafeGetTensorImpl());
+                                   });
+    if (left == other->parameters_.end()) continue;
+    refuse("got '" + names[i] + "', which another ZeroRedundancyOptimizer holds, without its " +
+               std::to_string(other->parameters_.size() - taken[other].size()) +
+               " other parameters, expected all of them or none",
+           "Give all of them to take over from it, or destroy it first.");
+  }
+}
+
+void ZeroOptimizer::retire() noexcept {
+  for (const auto& core : cores_) core->retire();
+  cores_.clear();
+  claims_.clear();
+  shards_.clear();
+  for (OptimizerParamGroup& group : local_->param_groups()) group.params().clear();
+  local_->state().clear();
+  is_retired_ = true;
+}
+
+const std::vector<std::unique_ptr<Zero>>& ZeroOptimizer::live_cores() const {
+  TORCH_CHECK(!is_retired_,
+              error_text("zero",
+                         "got a call of an optimizer whose parameters another "
+                         "ZeroRedundancyOptimizer has taken over",
+                         communicator_->rank_of(), "Use the one that was made last."));
+  return cores_;
 }
 
 // A group's shards on this rank, with its options.
@@ -160,6 +226,7 @@ OptimizerParamGroup ZeroOptimizer::local_group(size_t group) const {
 }
 
 void ZeroOptimizer::add_param_group(const OptimizerParamGroup& param_group) {
+  live_cores();
   check_groups();
   Optimizer::add_param_group(param_group);
   const size_t group = param_groups_.size() - 1;
@@ -171,6 +238,7 @@ void ZeroOptimizer::add_param_group(const OptimizerParamGroup& param_group) {
   }
   group_counts_.push_back(static_cast<int64_t>(param_group.params().size()));
   local_->add_param_group(local_group(group));
+  claims_.back()->settle();
 }
 
 // Torch's add_param_group() and add_parameters() are not virtual.
@@ -184,6 +252,7 @@ void ZeroOptimizer::check_groups() const {
 }
 
 at::Tensor ZeroOptimizer::step(LossClosure closure) {
+  live_cores();
   at::Tensor loss;
   if (closure != nullptr) {
     const at::AutoGradMode enable_grad(true);
@@ -249,12 +318,12 @@ void ZeroOptimizer::abandon(const std::string& reason) noexcept {
 }
 
 void ZeroOptimizer::zero_grad(bool set_to_none) {
-  for (const auto& core : cores_) core->zero_grad(set_to_none);
+  for (const auto& core : live_cores()) core->zero_grad(set_to_none);
 }
 
 std::vector<GradNormPart> ZeroOptimizer::gradients() const {
   std::vector<GradNormPart> parts;
-  for (const auto& core : cores_) {
+  for (const auto& core : live_cores()) {
     std::vector<int64_t> all(core->parameter_infos().size());
     std::iota(all.begin(), all.end(), int64_t{0});
     parts.push_back(core->gradients(all));
@@ -278,6 +347,7 @@ ZeroOptimizer::NoSync::NoSync(ZeroOptimizer& optimizer)
     optimizer.refuse("got no_sync() under stage 1, where DistributedDataParallel averages",
                      "Use the no_sync() of the wrapped module.");
   }
+  optimizer.live_cores();
   optimizer_.set_synchronize(false);
 }
 
@@ -285,7 +355,7 @@ ZeroOptimizer::NoSync::~NoSync() { optimizer_.set_synchronize(before_); }
 
 ZeroOptimizer::Writing::Writing(ZeroOptimizer& optimizer)
     : optimizer_(optimizer), exceptions_before_(std::uncaught_exceptions()) {
-  for (const auto& core : optimizer_.cores_) core->begin_writing();
+  for (const auto& core : optimizer_.live_cores()) core->begin_writing();
 }
 
 ZeroOptimizer::Writing::~Writing() noexcept(false) {
@@ -301,12 +371,12 @@ StepReport ZeroOptimizer::last_step() const {
     refuse("got last_step() under stage 1, which moves no gradients",
            "Ask the DistributedDataParallel module.");
   }
-  return cores_.front()->reducer()->last_step();
+  return live_cores().front()->reducer()->last_step();
 }
 
 std::vector<ShardedParameter> ZeroOptimizer::sharded_parameters() const {
   std::vector<ShardedParameter> all;
-  for (const auto& core : cores_) {
+  for (const auto& core : live_cores()) {
     const std::vector<ParameterInfo>& infos = core->parameter_infos();
     for (size_t i = 0; i < infos.size(); ++i)
       all.push_back({infos[i], core->plan().shards[i], core->plan().placement});

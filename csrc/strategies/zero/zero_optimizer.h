@@ -40,6 +40,10 @@ struct TRIREME_API ZeroParameters {
 
 // ZeroRedundancyOptimizer<Optimizer> for any `Optimizer`: the part of it that is no template. See
 // zero_redundancy_optimizer.h.
+//
+// A parameter belongs to one of them. One that is made over all parameters of another, or gets them
+// by add_param_group(), takes over: the other one keeps what consolidate() brought, and throws from
+// every other function. Throws ValueError for some of its parameters only.
 class TRIREME_API ZeroOptimizer : public torch::optim::Optimizer, public ShardedOptimizer {
  public:
   ~ZeroOptimizer() override;
@@ -148,6 +152,9 @@ class TRIREME_API ZeroOptimizer : public torch::optim::Optimizer, public Sharded
   void set_synchronize(bool synchronize);
   void step_sums();
   void make_together(const std::function<void()>& make);
+  void check_claim(const Claim& claim, const std::vector<std::string>& names) const;
+  void retire() noexcept;
+  const std::vector<std::unique_ptr<Zero>>& live_cores() const;
   void or_abandon(const std::function<void()>& call);
   void abandon(const std::string& reason) noexcept;
   std::vector<ShardedParameter> sharded_parameters() const;
@@ -164,6 +171,7 @@ class TRIREME_API ZeroOptimizer : public torch::optim::Optimizer, public Sharded
   CountStep count_step_;
   std::vector<ArchivedValues> consolidated_;  // by parameter
   bool synchronize_ = true;
+  bool is_retired_ = false;  // another one has its parameters
 };
 
 }  // namespace trireme

@@ -5,6 +5,8 @@
 
 #include <algorithm>
 #include <catch_torch.h>
+#include <memory>
+#include <numeric>
 #include <sstream>
 #include <strategies/zero_ranks.h>
 
@@ -66,6 +68,7 @@ TEST_CASE("a write outside raises on all ranks, once") {
     });
     for (const Texts& one : said) {
       CHECK_THAT(one[0], Catch::Contains("[zero] parameter 'gain' was changed outside step()"));
+      CHECK_THAT(one[0], Catch::Contains("`auto writing = optimizer.writing();`"));
       CHECK(one[1] == "no error");
     }
   }
@@ -168,6 +171,70 @@ TEST_CASE("an exception inside writing() is told to the others, and the next ste
   CHECK_THAT(said[0][0], Catch::Contains("an exception left writing()"));
   CHECK(said[1][0] == "the file is not there");
   for (const Texts& one : said) CHECK(one[1] == "no error");
+}
+
+TEST_CASE("one that is made over all parameters of another takes over; of some it is refused") {
+  for (const Engine engine : kGateEngines) {
+    const auto said = on_ranks<Texts>(2, engine, [](ThreadRank& rank) {
+      UnevenNet net;
+      const auto make = [&](const auto& of) {
+        return std::make_unique<ZeroRedundancyOptimizer<SGD>>(of, SGDOptions(0.1),
+                                                              rank.communicator, ZeroOptions{2});
+      };
+      auto first = make(net);
+      train_step(net, *first, rank.where);
+      Texts texts{error_of([&] { make(net->first); })};
+      train_step(net, *first, rank.where);  // as if nothing had been
+      auto second = make(net);
+      texts.push_back(error_of([&] { train_step(net, *first, rank.where); }));
+      texts.push_back(error_of([&] { first->clip_grad_norm_(1); }));
+      texts.push_back(error_of([&] { const auto writing = first->writing(); }));
+      first.reset();  // takes nothing from the second one
+      texts.push_back(error_of([&] { make(net->first); }));
+      train_step(net, *second, rank.where);
+      second = make(net);
+      train_step(net, *second, rank.where);
+      UnevenNet alone;
+      SGD plain(alone->parameters(), SGDOptions(0.1));
+      for (int step = 0; step < 4; ++step) train_step(alone, plain, {0, 1});
+      texts.push_back(std::to_string(count_unlike(net->parameters(), alone->parameters())));
+      return texts;
+    });
+    for (const Texts& one : said) {
+      for (const size_t refused : {0, 4}) {
+        CHECK_THAT(one[refused], Catch::Contains("[zero] got 'weight', which another "
+                                                 "ZeroRedundancyOptimizer holds, without its 6 "
+                                                 "other parameters"));
+      }
+      for (const size_t retired : {1, 2, 3})
+        CHECK_THAT(one[retired], Catch::Contains("has taken over"));
+      CHECK(one[5] == "0");
+    }
+  }
+}
+
+TEST_CASE("parameters with memory of their own are taken in if all ranks hold the same") {
+  const auto said = on_ranks<Texts>(2, Engine::kShm, [](ThreadRank& rank) {
+    UnevenNet net;
+    ZeroRedundancyOptimizer<SGD> optimizer(net, SGDOptions(0.1), rank.communicator, {.stage = 2});
+    Zero& core = *optimizer.cores().front();
+    std::vector<int64_t> all(net->parameters().size());
+    std::iota(all.begin(), all.end(), 0);
+    core.give_own_memory(all);
+    for (const at::Tensor& parameter : net->parameters()) fill(parameter, 0.5);
+    // A bit of the last element of what needs no whole number of words.
+    net->first->weight.data_ptr<float>()[77] += static_cast<float>(rank.where.rank) * 1e-7F;
+    Texts texts{error_of([&] { train_step(net, optimizer, rank.where); })};
+    fill(net->first->weight, 0.5);
+    texts.push_back(error_of([&] { train_step(net, optimizer, rank.where); }));
+    texts.push_back(std::to_string((net->frozen == 0.5).all().item<bool>()));
+    return texts;
+  });
+  for (const Texts& one : said) {
+    CHECK_THAT(one[0], Catch::Contains("parameter 'first.weight' was given other data on all"));
+    CHECK(one[1] == "no error");
+    CHECK(one[2] == "1");
+  }
 }
 
 TEST_CASE("an optimizer that throws on one rank does so on all, and the next step works") {
@@ -295,17 +362,17 @@ TEST_CASE("a parameter belongs to one optimizer, until that is gone") {
     {
       ZeroRedundancyOptimizer<SGD> first(net->head->parameters(), SGDOptions(0.1),
                                          rank.communicator);
-      texts.push_back(make(net));
+      texts.push_back(make(std::vector<at::Tensor>{net->head->weight}));
       texts.push_back(error_of([&] {
         first.add_param_group(OptimizerParamGroup(net->first->parameters()));
         net->forward(whole_batch(0)).backward();
         first.step();
       }));
     }
-    texts.push_back(make(net));
+    texts.push_back(make(std::vector<at::Tensor>{net->head->weight}));
     return texts;
   });
-  CHECK_THAT(said[0][0], Catch::Contains("[zero] got 'head.weight', which another"));
+  CHECK_THAT(said[0][0], Catch::Contains("which another ZeroRedundancyOptimizer holds, without"));
   CHECK(said[0][1] == "no error");
   CHECK(said[0][2] == "no error");
 }

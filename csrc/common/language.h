@@ -1,0 +1,19 @@
+#pragma once
+
+#include <trireme/common/export.h>
+
+namespace trireme {
+
+// One advice, for both kinds of programs. Texts that live for ever.
+struct Advice {
+  const char* cpp;
+  const char* python;
+};
+
+// From now on messages speak to a Python program. The Python module says so when it is imported;
+// no C++ program does. Any thread.
+TRIREME_API void speak_python();
+// What a message tells the program that this process runs. Any thread.
+TRIREME_API const char* in_language(const Advice& advice);
+
+}  // namespace trireme
