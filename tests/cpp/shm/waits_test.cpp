@@ -88,7 +88,7 @@ TEST_CASE("the timeout of a group can be set later, for waits beside the collect
 TEST_CASE("a rank that is called away abandons its collective, and its peer hears why") {
   std::atomic<bool> interrupted{false};
   Failure failure;
-  int wrong = 0;
+  std::atomic<int> wrong{0};
   run_shm_ranks({}, [&](ShmRank& self) {
     for (int round = 0; round < 2; ++round) {
       if (self.rank == 0) {
