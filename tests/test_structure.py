@@ -204,7 +204,7 @@ def test_trace_names_are_stage_names() -> None:
         ),
         (cpp_function_length, "csrc/grad/a.cpp", "void f() {\n" + "  x;\n" * 50 + "}\n", False),
         (cpp_function_length, "csrc/grad/a.h", "struct A {\n" + "  int x;\n" * 70 + "};\n", False),
-        (file_length, "csrc/grad/a.cpp", "\n" * 401, True),
+        (file_length, "csrc/grad/a.cpp", "\n" * 501, True),
         (file_length, "setup.py", "\n" * 151, True),
         (refused_names, "csrc/grad/bucket_manager.h", "", True),
         (refused_names, "csrc/grad/bucket.h", "", False),

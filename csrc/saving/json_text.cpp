@@ -8,14 +8,14 @@
 namespace trireme {
 namespace {
 
-using Json = nlohmann::ordered_json;
+using OrderedJson = nlohmann::ordered_json;
 
 constexpr size_t kMaxShownKey = 60;       // bytes
 constexpr size_t kMostLongNumbers = 100;  // that no double holds
 constexpr int kNumberOverflow = 406;      // nlohmann's number for it
 
 std::string shown(const std::string& key) {
-  return Json(key.size() <= kMaxShownKey ? key : "...").dump(-1, ' ', true);
+  return OrderedJson(key.size() <= kMaxShownKey ? key : "...").dump(-1, ' ', true);
 }
 
 // What nlohmann's parser says of an error, in ASCII: without the place in its code that comes first
@@ -30,7 +30,7 @@ std::string plain_words(const std::string& message) {
 }
 
 // Sees what nlohmann's parser reads. In this form the parser takes no stack and makes no tree.
-class JsonCheck final : public nlohmann::json_sax<Json> {
+class JsonCheck final : public nlohmann::json_sax<OrderedJson> {
  public:
   bool null() override { return is_value(); }
   bool boolean(bool /*value*/) override { return is_value(); }
@@ -95,7 +95,7 @@ bool look_through(std::string_view given) {
   bool has_long_integer = false;
   for (size_t i = 0; i <= kMostLongNumbers; ++i) {
     JsonCheck check;
-    if (Json::sax_parse(text, &check)) return has_long_integer || check.has_long_integer();
+    if (OrderedJson::sax_parse(text, &check)) return has_long_integer || check.has_long_integer();
     if (check.long_number_ends() == 0) throw JsonTextError(check.problem());
     // The parser makes doubles of long numbers, and ends where it cannot: look on behind this one.
     has_long_integer = true;
@@ -111,10 +111,10 @@ bool look_through(std::string_view given) {
 void check_json(std::string_view text) { look_through(text); }
 
 std::string merge_json(const std::vector<std::string>& texts) {
-  Json merged = Json::object();
+  OrderedJson merged = OrderedJson::object();
   for (auto text = texts.rbegin(); text != texts.rend(); ++text) {  // so that the first one stays
     if (look_through(*text)) throw JsonTextError("an integer of more than 64 bits");
-    merged.update(Json::parse(*text), /*merge_objects=*/true);
+    merged.update(OrderedJson::parse(*text), /*merge_objects=*/true);
   }
   return merged.dump(2);
 }

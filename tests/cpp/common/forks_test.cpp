@@ -9,7 +9,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-using namespace trireme;
+namespace trireme::forks_test {
 
 namespace {
 
@@ -97,3 +97,5 @@ TEST_CASE("where a program has closed the file, its child reads and may not writ
   ::close(another);
   ::close(kept);
 }
+
+}  // namespace trireme::forks_test

@@ -5,7 +5,7 @@
 #include <catch_torch.h>
 #include <set>
 
-using namespace trireme;
+namespace trireme::value_hash_test {
 
 TEST_CASE("any bit of any element makes another hash, strides make none") {
   for (const auto dtype : {at::kByte, at::kHalf, at::kFloat, at::kComplexDouble}) {
@@ -28,3 +28,5 @@ TEST_CASE("any bit of any element makes another hash, strides make none") {
   CHECK(hash_of_values(table.t()) != hash_of_values(table));
   CHECK(hash_of_values(at::zeros({3})) != hash_of_values(at::zeros({4})));
 }
+
+}  // namespace trireme::value_hash_test
