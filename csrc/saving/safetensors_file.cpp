@@ -1,9 +1,9 @@
 #include <trireme/saving/safetensors_file.h>
 
+#include <trireme/kernels/cpu/parallel.h>
 #include <trireme/saving/json_text.h>
 
 #include <ATen/ATen.h>
-#include <ATen/Parallel.h>
 #include <ATen/core/grad_mode.h>
 
 #include <algorithm>
@@ -334,7 +334,7 @@ void SafetensorsFile::read_runs(char* part, const Runs& runs) const {
       done += bytes;
     }
   };
-  at::parallel_for(0, runs.numel * runs.bytes, kBytesPerThread, read_some);
+  cpu::for_ranges(runs.numel * runs.bytes, read_some, kBytesPerThread);
 }
 
 void SafetensorsFile::fail(const std::string& doing) const {

@@ -6,9 +6,9 @@
 // this one is.
 namespace trireme::cpu {
 
-void for_ranges(int64_t numel, c10::function_ref<void(int64_t, int64_t)> body) {
-  if (numel <= kGrain) return body(0, numel);
-  at::parallel_for(0, numel, kGrain, body);
+void for_ranges(int64_t numel, c10::function_ref<void(int64_t, int64_t)> body, int64_t grain) {
+  if (numel <= grain) return body(0, numel);
+  at::parallel_for(0, numel, grain, body);
 }
 
 }  // namespace trireme::cpu
