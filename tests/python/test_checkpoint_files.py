@@ -366,6 +366,13 @@ def _header(text: bytes, bytes_of_tensors: int = 0) -> bytes:
 DEEP = 400_000
 BAD_JSON = {
     "nested": (b'{"a": ' + b"[" * DEEP + b"]" * DEEP + b"}", "nested deeper than 500"),
+    "nested_in_an_entry": (
+        b'{"a": {"dtype": "F32", "shape": [3], "data_offsets": [0, 8], "x": '
+        + b"[" * DEEP
+        + b"]" * DEEP
+        + b"}}",
+        "nested deeper than 500",
+    ),
     "nested_objects": (b'{"a":' * DEEP + b"1" + b"}" * DEEP, "nested deeper than 500"),
     "metadata": (b'{"__metadata__": ' + b"[" * DEEP + b"]" * DEEP + b"}", "nested deeper than"),
     "utf8": (b'{"\xff\xfe": 1}', "ill-formed UTF-8 byte"),
