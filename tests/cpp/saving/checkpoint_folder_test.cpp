@@ -17,7 +17,7 @@ namespace {
 
 namespace fs = std::filesystem;
 
-const RankOf kAlone{0, 1};
+const RankOf kOneRank{0, 1};
 
 CheckpointPlan plan_of(const std::string& save) {
   CheckpointPlan plan;
@@ -32,7 +32,7 @@ std::string index_in(const std::string& folder) { return folder + "/" + index_na
 // The save that a folder holds whole; empty if it holds none.
 std::string save_in(const std::string& folder) {
   if (!fs::exists(index_in(folder))) return "";
-  const CheckpointIndex index = read_index(index_in(folder), kAlone);
+  const CheckpointIndex index = read_index(index_in(folder), kOneRank);
   for (const std::string& name : file_names(index))
     if (!fs::exists(folder + "/" + name)) return "";
   return index.save;
@@ -40,7 +40,7 @@ std::string save_in(const std::string& folder) {
 
 void save(const std::string& path, const std::string& name, bool can_exchange) {
   const CheckpointPlan plan = plan_of(name);
-  CheckpointFolder folder(path, kAlone, can_exchange);
+  CheckpointFolder folder(path, kOneRank, can_exchange);
   folder.begin(plan);
   folder.commit(plan);
 }
@@ -50,7 +50,7 @@ size_t entries_in(const std::string& folder) {
       std::distance(fs::directory_iterator(folder), fs::directory_iterator()));
 }
 
-bool has(const std::string& text, const std::string& part) {
+bool contains(const std::string& text, const std::string& part) {
   return text.find(part) != std::string::npos;
 }
 
@@ -66,7 +66,7 @@ TEST_CASE("a checkpoint replaces another, exchanged or renamed, and nothing stay
       CHECK(entries_in(folder.path) == 1);
       CHECK(entries_in(path) == 5);
     }
-    CHECK(read_index(index_in(path), kAlone).replaces == "second");
+    CHECK(read_index(index_in(path), kOneRank).replaces == "second");
   }
 }
 
@@ -76,12 +76,12 @@ TEST_CASE("what is put into a folder during a save is not lost") {
     const std::string path = folder.at("ck");
     save(path, "first", can_exchange);
     const CheckpointPlan plan = plan_of("second");
-    CheckpointFolder next(path, kAlone, can_exchange);
+    CheckpointFolder next(path, kOneRank, can_exchange);
     next.begin(plan);
     CHECK(save_in(path) == "first");
     CHECK(save_in(next.staging()).empty());
     std::ofstream(path + "/notes.txt") << "mine";
-    CHECK(has(error_of([&] { next.commit(plan); }), "found 'notes.txt' in it"));
+    CHECK(contains(error_of([&] { next.commit(plan); }), "found 'notes.txt' in it"));
     next.abandon();
     CHECK(save_in(path) == "first");
     CHECK(fs::exists(path + "/notes.txt"));
@@ -94,11 +94,11 @@ TEST_CASE("a folder that cannot take its place leaves the one before") {
   const std::string path = folder.at("ck");
   save(path, "first", false);
   const CheckpointPlan plan = plan_of("second");
-  CheckpointFolder next(path, kAlone, false);
+  CheckpointFolder next(path, kOneRank, false);
   next.begin(plan);
   // Somebody else's, which came during the save.
   fs::create_directories(path + ".replaced/theirs");
-  CHECK(has(error_of([&] { next.commit(plan); }), "cannot replace '" + path));
+  CHECK(contains(error_of([&] { next.commit(plan); }), "cannot replace '" + path));
   next.abandon();
   CHECK(save_in(path) == "first");
   CHECK(fs::exists(path + ".replaced/theirs"));
@@ -110,14 +110,14 @@ TEST_CASE("the previous checkpoint is loaded while it is moved away") {
   const std::string path = folder.at("ck");
   save(path, "first", false);
   {
-    CheckpointFolder next(path, kAlone, false);
+    CheckpointFolder next(path, kOneRank, false);
     next.begin(plan_of("second"));
   }
-  CHECK(find_checkpoint(path, kAlone).folder == path);
+  CHECK(find_checkpoint(path, kOneRank).folder == path);
   fs::rename(path, path + ".replaced");
-  CHECK(find_checkpoint(path, kAlone).folder == path + ".replaced");
+  CHECK(find_checkpoint(path, kOneRank).folder == path + ".replaced");
   const CheckpointPlan plan = plan_of("third");
-  CheckpointFolder next(path, kAlone, false);
+  CheckpointFolder next(path, kOneRank, false);
   next.begin(plan);
   CHECK(save_in(path) == "first");
   next.abandon();
