@@ -304,3 +304,19 @@ def test_a_handler_that_calls_a_collective(rank: int) -> None:
     with handled(collective):
         dist.all_reduce(tensor)
     assert torch.all(tensor == 2)
+
+
+@on_shm_ranks(2, timeout=60)
+def test_a_signal_while_a_group_ends(rank: int) -> None:
+    """What is queued is given up, and the handler's exception comes out."""
+    store = store_of()
+    made = dist.new_group()
+    if rank == 1:
+        signal_once_it_waits("all_reduce of 6 float32")
+        store.wait(["rank 0 has stopped"], PATIENCE)
+        return
+    store.set("process", str(os.getpid()))
+    with handled(stop), pytest.raises(Stop):
+        dist.all_reduce(sent(6), group=made, async_op=True)
+        dist.destroy_process_group(made)
+    store.set("rank 0 has stopped", "yes")
