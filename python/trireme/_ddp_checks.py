@@ -73,13 +73,12 @@ def _group_of_mesh(device_mesh: DeviceMesh, module: nn.Module) -> dist.ProcessGr
 
 def check_materialized(module: nn.Module, ignored: set[str], group: dist.ProcessGroup) -> None:
     """Refuses parameters without a shape or memory. What else a module must be, the core checks."""
-    for name, parameter in module.named_parameters():
-        if name in ignored:
-            continue
+    named = [(name, one) for name, one in module.named_parameters() if name not in ignored]
+    for index, (name, parameter) in enumerate(named):
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             got = f"got lazy parameter '{name}' without a shape, expected an initialised module"
             raise RuntimeError(_text(got, "Run one forward before wrapping.", group))
-        if parameter.is_meta:
+        if parameter.is_meta and index == 0:  # where the ranks would compare what they have
             got = f"got '{name}' on the meta device, expected a parameter with memory"
             next_step = "Call module.to_empty(device=...) and initialise it before wrapping."
             raise ValueError(_text(got, next_step, group))
