@@ -40,7 +40,7 @@ class LayerWatch:
     def __init__(self, module: nn.Module, *, by_identity: bool = True) -> None:
         """Without ``by_identity`` other tensors may come in the places of parameters."""
         _Registrations.begin_counting()
-        self._module = module
+        self.module = module
         self._by_identity = by_identity
         self._layers: list[tuple[dict[str, object], dict[str, object] | int, dict[str, object]]]
         self.take_snapshot()
@@ -52,7 +52,7 @@ class LayerWatch:
                 dict(layer._parameters) if self._by_identity else len(layer._parameters),
                 dict(layer._modules),
             )
-            for layer in self._module.modules()
+            for layer in self.module.modules()
         ]
         self._next = 0
         self._seen = _Registrations.count

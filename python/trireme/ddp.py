@@ -192,7 +192,8 @@ class DistributedDataParallel(TorchNames):
             options=options,
         )
         self._divisor = self.process_group.size()
-        self._layer_watch = LayerWatch(self)
+        # Not of the wrapper itself, which would keep itself alive.
+        self._layer_watch = LayerWatch(self.module)
         self._core.watch_module(*watching(self))
         self.reducer = Reducer(self._core, self.process_group)  # type: ignore[assignment]
         self.logger = None
@@ -207,11 +208,12 @@ class DistributedDataParallel(TorchNames):
     def _look_at_module(self, thoroughly: bool) -> ModuleTensors | None:
         """What the module has now, unless that is what the core knows."""
         self._present = self._tensors
-        if self._layer_watch.is_as_it_was(thoroughly=thoroughly):
+        watch = self._layer_watch
+        if watch.module is self.module and watch.is_as_it_was(thoroughly=thoroughly):
             return None
         present = ModuleTensors.of(self.module, self.parameters_to_ignore)
         if present.has_those_of(self._tensors):
-            self._layer_watch.take_snapshot()
+            self._layer_watch = LayerWatch(self.module)
         elif not present.is_lent():
             self._present = present
             return present
@@ -225,7 +227,7 @@ class DistributedDataParallel(TorchNames):
         ]
         if self._mixed_forward is not None:
             self._mixed_forward.module = self.module
-        self._layer_watch.take_snapshot()
+        self._layer_watch = LayerWatch(self.module)
         self._setup_in_backward_optimizers()
 
     # forward
