@@ -378,7 +378,7 @@ BAD_JSON = {
     "utf8": (b'{"\xff\xfe": 1}', "ill-formed UTF-8 byte"),
     "duplicate": (b'{"weight_map": {"a": 1, "\\u0061": 2}}', 'has the key "a" twice'),
     "surrogate": (b'{"\\ud800": 1}', "surrogate U+D800"),
-    "cut": (b'{"weight_map": {', "no key"),
+    "cut": (b'{"weight_map": {', "unexpected end of input"),
 }
 
 

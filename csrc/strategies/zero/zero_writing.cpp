@@ -111,12 +111,13 @@ void Zero::end_writing() {
   snapshot_versions();                                       // before a wait that may throw
   try {
     flags = meet(flags, "step gate: written");
+    refuse(flags);
   } catch (...) {
     drop_writes();
+    snapshot_versions();
     throw;
   }
   writing_ = false;
-  refuse(flags);
   samples_.clear();
   agree_on_moved(flags, Moved::kAnyValues);
   settle_storages();
