@@ -94,7 +94,8 @@ inline Values gradients_of(const torch::nn::Module& module) {
 }
 
 // Exactly, with a tolerance of 0.
-inline int64_t count_unlike(const Values& found, const Values& expected, double tolerance = 1e-5) {
+inline int64_t count_differing(const Values& found, const Values& expected,
+                               double tolerance = 1e-5) {
   int64_t unlike = found.size() == expected.size() ? 0 : 1;
   for (size_t i = 0; i < found.size() && i < expected.size(); ++i) {
     if (!found[i].defined() || !expected[i].defined()) {
