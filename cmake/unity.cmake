@@ -8,7 +8,7 @@ option(TRIREME_UNITY "Compile the files of a folder together, for builds of ever
 # The more GCC 12 inlines, the more it warns of "literals" that are assigned to a std::string.
 if(TRIREME_UNITY AND CMAKE_CXX_COMPILER_ID STREQUAL "GNU" AND CMAKE_CXX_COMPILER_VERSION VERSION_LESS 13)
   add_compile_options(
-    "$<$<COMPILE_LANGUAGE:CXX>:-Wno-error=stringop-overflow;-Wno-error=restrict>")
+    "$<$<COMPILE_LANGUAGE:CXX>:-Wno-error=stringop-overflow;-Wno-error=restrict;-Wno-error=array-bounds>")
 endif()
 
 function(trireme_unity target)

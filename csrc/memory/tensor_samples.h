@@ -30,7 +30,7 @@ TRIREME_API std::vector<int64_t> sample_positions(int64_t numel, int64_t item_by
 
 // By which numbers values may have been multiplied, as far as their rounding tells: those in
 // [least, most].
-struct FactorRange {
+struct TRIREME_API FactorRange {
   double least = -std::numeric_limits<double>::infinity();
   double most = std::numeric_limits<double>::infinity();
 
