@@ -106,15 +106,27 @@ bool look_through(std::string_view given) {
                       " numbers that no double holds");
 }
 
+// nlohmann's update() throws where one of two values is no object.
+void add_members(OrderedJson& merged, const OrderedJson& more) {
+  for (const auto& [key, value] : more.items()) {
+    const auto known = merged.find(key);
+    if (known == merged.end()) {
+      merged[key] = value;
+    } else if (known->is_object() && value.is_object()) {
+      add_members(*known, value);
+    }
+  }
+}
+
 }  // namespace
 
 void check_json(std::string_view text) { look_through(text); }
 
 std::string merge_json(const std::vector<std::string>& texts) {
   OrderedJson merged = OrderedJson::object();
-  for (auto text = texts.rbegin(); text != texts.rend(); ++text) {  // so that the first one stays
-    if (look_through(*text)) throw JsonTextError("an integer of more than 64 bits");
-    merged.update(OrderedJson::parse(*text), /*merge_objects=*/true);
+  for (const std::string& text : texts) {
+    if (look_through(text)) throw JsonTextError("an integer of more than 64 bits");
+    add_members(merged, OrderedJson::parse(text));
   }
   return merged.dump(2);
 }

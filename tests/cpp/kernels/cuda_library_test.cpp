@@ -1,9 +1,8 @@
 #include <trireme/kernels/cuda_library.h>
 
+#include <catch_torch.h>
 #include <fstream>
 #include <string>
-
-#include "catch_torch.h"
 
 namespace trireme::cuda_library_test {
 
@@ -11,20 +10,20 @@ namespace {
 
 using namespace trireme::cuda;
 
-bool maps_the_cuda_runtime() {
+bool maps_the_kernels() {
   std::ifstream maps("/proc/self/maps");
   for (std::string line; std::getline(maps, line);) {
-    if (line.find("libcudart") != std::string::npos) return true;
+    if (line.find("libtrireme_cuda-") != std::string::npos) return true;
   }
   return false;
 }
 
 }  // namespace
 
-TEST_CASE("the CUDA runtime comes with the kernels, which are opened when they are asked for") {
-  CHECK_FALSE(maps_the_cuda_runtime());
+TEST_CASE("the library of CUDA kernels is opened when they are asked for") {
+  CHECK_FALSE(maps_the_kernels());
   const bool are_there = cuda_kernels() != nullptr;
-  CHECK(maps_the_cuda_runtime() == are_there);
+  CHECK(maps_the_kernels() == are_there);
 }
 
 TEST_CASE("the library of CUDA kernels offers all of them, or it is said why there is none") {
