@@ -6,6 +6,7 @@
 
 #include <ATen/ATen.h>
 #include <ATen/EmptyTensor.h>
+#include <ATen/core/grad_mode.h>
 
 #include <utility>
 
