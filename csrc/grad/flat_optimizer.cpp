@@ -35,7 +35,7 @@ at::Tensor begin_step(const Optimizer& optimizer, const Optimizer::LossClosure& 
 // Parameters of the same sizes on all ranks would take each other's states in silence.
 constexpr const char* kHeldParts = "trireme_held_parts";
 
-// Of which rank the parameters are shards; empty where they are whole.
+// Names the rank whose shards the parameters are; empty where they are whole.
 std::string held_parts(const Optimizer& optimizer) {
   std::string all, last;
   for (const OptimizerParamGroup& group : optimizer.param_groups()) {

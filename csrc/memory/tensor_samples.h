@@ -25,7 +25,7 @@ namespace trireme {
 
 // Which of `numel` elements are looked at, ascending: the first, the last, and one at random of
 // each of equal stretches between them: 4 per tensor and 8 per MiB, or all if there are no more.
-// The same for the same arguments.
+// Equal arguments give equal results.
 TRIREME_API std::vector<int64_t> sample_positions(int64_t numel, int64_t item_bytes, uint64_t seed);
 
 // By which numbers values may have been multiplied, as far as their rounding tells: those in

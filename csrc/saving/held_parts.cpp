@@ -7,7 +7,7 @@
 namespace trireme {
 namespace {
 
-// Of what all ranks have, this one writes the rows that torch.chunk's rule gives it.
+// This rank writes the rows that torch.chunk's rule gives it of what all ranks have.
 CheckpointTensor own_rows(const std::string& name, const at::Tensor& values, RankOf where) {
   CheckpointTensor made{name, values.scalar_type(), values.sizes().vec(), {}};
   if (values.dim() == 0) {

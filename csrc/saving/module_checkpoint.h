@@ -18,7 +18,7 @@ struct SaveCheckpointOptions {
   // What else to keep, as the text of a JSON object; rank 0's.
   std::string extra = {};
   int64_t max_file_bytes = int64_t{5'000'000'000};
-  // Of the ranks that save together; that of the last trireme::init() if null.
+  // Joins the ranks that save together; that of the last trireme::init() if null.
   std::shared_ptr<Communicator> communicator = nullptr;
 };
 

@@ -166,7 +166,7 @@ class TRIREME_API HostGroup {
   // "rank 1 (process 7) has not `come` within 2 s; it is alive (stopped) ...".
   std::string lateness_of(int64_t peer, std::string_view deed,
                           std::chrono::milliseconds patience) const;
-  // Of a wait that has none of its own, from now on; any thread may set it.
+  // Holds for a wait that has none of its own, from now on; any thread may set it.
   std::chrono::milliseconds timeout() const { return group_timeout_.load(); }
   void set_timeout(std::chrono::milliseconds timeout) { group_timeout_ = timeout; }
   // Of the segments of this group.
