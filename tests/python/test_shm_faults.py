@@ -13,7 +13,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ddp_ranks import HOUSE_FORM, batch, message_of, mlp, raises, set_timeout
+from ddp_ranks import (
+    HOUSE_FORM,
+    batch,
+    message_of,
+    mlp,
+    raises,
+    say,
+    set_timeout,
+    stay_until,
+)
 from distributed import run_ranks
 from shm_ranks import (
     assert_bits,
@@ -264,6 +273,7 @@ def test_a_forked_child_cannot_use_the_group(rank: int) -> None:
     in_flight = dist.all_reduce(torch.ones(5), async_op=True) if rank == 0 else None
     if rank == 0:  # a thread is at it, which the child does not have
         until(lambda: is_inside(os.getpid(), "all_reduce of 5 float32"))
+        say("rank 0 is inside")
     read_end, write_end = os.pipe()
     child = os.fork()
     if child == 0:
@@ -279,6 +289,7 @@ def test_a_forked_child_cannot_use_the_group(rank: int) -> None:
     text = os.read(read_end, 4096).decode()
     assert os.waitpid(child, 0)[1] == 0
     if rank == 1:
+        stay_until("rank 0 is inside")
         dist.all_reduce(torch.ones(5))
     assert HOUSE_FORM.match(text) and "all_reduce in a forked child" in text, text
     if in_flight is not None:
