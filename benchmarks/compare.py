@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import os
 import sys
 import tempfile
 import time
@@ -22,10 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from harness.agreement import Agreement, agreements
-from harness.bad_input import BadInput, unknown_name
+from harness.bad_input import BadInput, expect_positive, unknown_name
 from harness.exit_codes import exit_code
 from harness.job import Job, JobOptions, prepare, summaries_of, train
-from harness.machine import cores, machine
+from harness.machine import cores, machine, warn_if_busy
 from harness.progress import progress
 from harness.results import write_results
 from harness.rounds import WARM_UP_STEPS, Extent
@@ -50,10 +49,7 @@ def main(command_line: Sequence[str] | None = None) -> int:
     """Returns the exit code: 0, 1 if losses differ, 2 for wrong options, 3 if a rank failed."""
     started = time.monotonic()
     arguments = _parser().parse_args(command_line)
-    try:
-        return exit_code(lambda: _compare(arguments, started))
-    except KeyboardInterrupt:
-        return 130
+    return exit_code(lambda: _compare(arguments, started))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -136,10 +132,7 @@ def _job(arguments: argparse.Namespace, scratch: Path) -> Job:
         raise unknown_name("compare", "model", arguments.model, WORKLOADS)
     if arguments.norm not in NORMS:
         raise unknown_name("compare", "norm", arguments.norm, NORMS)
-    for option in ("ranks", "steps", "budget"):
-        value = getattr(arguments, option)
-        if value is not None and value <= 0:
-            raise BadInput("compare", f"got --{option} {value}, expected more than 0", "Raise it.")
+    expect_positive("compare", arguments, "ranks", "steps", "budget")
     learns_text = arguments.model.startswith("gpt")
     for option, fits in (("text", learns_text), ("norm", arguments.model == "resnet18")):
         if not fits and getattr(arguments, option) != _parser().get_default(option):
@@ -162,9 +155,7 @@ def _announce(job: Job, names: Sequence[str]) -> None:
     )
     if job.ranks > cores():
         print("More ranks than cores: look at memory and losses, not at speed.", flush=True)
-    busy = os.getloadavg()[0]
-    if busy > cores() / 2:
-        print(f"The machine is busy (load {busy:.1f}): times will be unsteady.", flush=True)
+    warn_if_busy()
 
 
 def _print_results(job: Job, summaries: list[Summary], proof: list[Agreement]) -> None:

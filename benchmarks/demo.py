@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import os
 import sys
 import tempfile
 import time
@@ -21,10 +20,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from harness.agreement import Agreement, agreements
-from harness.bad_input import BadInput
+from harness.bad_input import expect_positive
 from harness.exit_codes import exit_code
 from harness.job import Job, JobOptions, prepare, summaries_of, train
-from harness.machine import cores, machine
+from harness.machine import cores, machine, warn_if_busy
 from harness.progress import Countdown
 from harness.results import write_results
 from harness.rounds import WARM_UP_STEPS, Extent
@@ -53,10 +52,7 @@ class Outcome:
 def main(command_line: Sequence[str] | None = None) -> int:
     """Returns the exit code: 0, 1 if losses differ, 2 for wrong options, 3 if a rank failed."""
     arguments = _parser().parse_args(command_line)
-    try:
-        return exit_code(lambda: _show(arguments))
-    except KeyboardInterrupt:
-        return 130
+    return exit_code(lambda: _show(arguments))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -72,10 +68,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _show(arguments: argparse.Namespace) -> int:
-    for option in ("steps", "budget"):
-        value = getattr(arguments, option)
-        if value is not None and value <= 0:
-            raise BadInput("demo", f"got --{option} {value}, expected more than 0", "Raise it.")
+    expect_positive("demo", arguments, "steps", "budget")
     require_trireme("demo", "or say `make demo`.")
     on_machine = machine()
     _announce(arguments.budget)
@@ -107,9 +100,7 @@ def _announce(budget_s: float) -> None:
         f"  {', '.join(STRATEGY_NAMES)}; 2 ranks of 1 thread, `single` with all cores",
         flush=True,
     )
-    busy = os.getloadavg()[0]
-    if busy > cores() / 2:
-        print(f"The machine is busy (load {busy:.1f}): times will be unsteady.", flush=True)
+    warn_if_busy()
 
 
 def _train_all(arguments: argparse.Namespace) -> dict[str, Outcome]:

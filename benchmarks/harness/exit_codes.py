@@ -10,7 +10,8 @@ from harness.ranks import RankFailed
 
 
 def exit_code(run: Callable[[], int]) -> int:
-    """What `run` returns; 2 for BadInput and 3 for RankFailed, whose text is printed."""
+    """What `run` returns; 2 for BadInput and 3 for RankFailed, whose text is printed; 130, as
+    shells have it, for Ctrl-C."""
     try:
         return run()
     except BadInput as error:
@@ -19,3 +20,5 @@ def exit_code(run: Callable[[], int]) -> int:
     except RankFailed as error:
         print(error, file=sys.stderr)
         return 3
+    except KeyboardInterrupt:
+        return 130

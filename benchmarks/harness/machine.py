@@ -20,6 +20,13 @@ def cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
+def warn_if_busy() -> None:
+    """Says so if other programs take more than half of the cores."""
+    busy = os.getloadavg()[0]
+    if busy > cores() / 2:
+        print(f"The machine is busy (load {busy:.1f}): times will be unsteady.", flush=True)
+
+
 def machine() -> dict[str, Any]:
     """The `machine` entry of every result file. No host name: results are public."""
     return {

@@ -82,7 +82,7 @@ class TRIREME_API HostStore : public std::enable_shared_from_this<HostStore> {
   void publish_version(uint64_t version);
   // What a rank has published, for who waits for it (HostGroup::wait_beside).
   const std::atomic<uint64_t>& version_of(int64_t rank) const;
-  // The same of what it no longer reads; with it, by what this rank has multiplied its gradients.
+  // This rank no longer reads `version`; `factor` is what it has multiplied its gradients by.
   void publish_release(uint64_t version, const FactorRange& factor = {});
   const std::atomic<uint64_t>& release_of(int64_t rank) const;
   // As published with the last release that was seen.

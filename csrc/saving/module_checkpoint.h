@@ -23,7 +23,7 @@ struct SaveCheckpointOptions {
 };
 
 struct LoadCheckpointOptions {
-  // Of the same class and parameter groups as the one that was saved; may be left out.
+  // It has the class and parameter groups of the one that was saved; may be left out.
   torch::optim::Optimizer* optimizer = nullptr;
   // As above, of the ranks that load together.
   std::shared_ptr<Communicator> communicator = nullptr;

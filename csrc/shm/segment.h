@@ -96,7 +96,7 @@ class TRIREME_API Segment {
   SegmentAddress address_;
   void* map_ = nullptr;
   bool owns_name_ = false;
-  // Of the maker: peers open it through /proc, and so does the doctor. Of a peer, if it keeps it.
+  // The maker has it: peers and the doctor open it through /proc. A peer has it if it keeps it.
   int fd_ = -1;
 };
 

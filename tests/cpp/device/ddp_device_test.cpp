@@ -11,7 +11,6 @@ namespace trireme::ddp_device_test {
 using namespace trireme::test;
 using torch::optim::AdamW;
 using torch::optim::AdamWOptions;
-using Values = std::vector<at::Tensor>;
 
 namespace {
 

@@ -20,7 +20,6 @@ using torch::nn::Linear;
 using torch::nn::Sequential;
 using torch::optim::AdamW;
 using torch::optim::AdamWOptions;
-using Values = std::vector<at::Tensor>;
 
 namespace {
 

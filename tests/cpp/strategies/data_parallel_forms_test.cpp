@@ -206,7 +206,7 @@ TEST_CASE("weights are shares of the batch, and the result is that of the whole"
     const at::Tensor output = model->forward(x);
     output.sum().backward();
     CHECK(at::equal(output, expected));
-    CHECK(count_differing(gradients_of(*net), gradients_of(*alone), 0) == 0);
+    CHECK(count_unlike(gradients_of(*net), gradients_of(*alone), 0) == 0);
     CHECK(model->devices().size() == weights.size());
     std::vector<int64_t> shares(weights.size());
     for (const Chunk& chunk : weighted_chunks(8, weights)) shares[chunk.replica] = chunk.rows;
@@ -286,7 +286,7 @@ TEST_CASE("a Sequential with names, and modules that occur twice in it") {
   const Values found = gradients_of(*net);
   net->zero_grad();
   net->forward(x).square().sum().backward();
-  CHECK(count_differing(found, gradients_of(*net)) == 0);
+  CHECK(count_unlike(found, gradients_of(*net), 1e-5, 1e-5) == 0);
 }
 
 TEST_CASE("a module inside that cannot be cloned follows all the same") {
@@ -297,7 +297,7 @@ TEST_CASE("a module inside that cannot be cloned follows all the same") {
   const Values found = gradients_of(*net);
   net->zero_grad();
   net->forward(whole_rows(6)).square().sum().backward();
-  CHECK(count_differing(found, gradients_of(*net)) == 0);
+  CHECK(count_unlike(found, gradients_of(*net), 1e-5, 1e-5) == 0);
   CHECK(replicate(net, model->devices())[1]->inside->weight.is_alias_of(net->inside->weight));
 }
 
@@ -345,7 +345,7 @@ TEST_CASE("copies of other devices train like shared memory") {
     CHECK(copied[step].item<double>() > 0);
     copied[step].zero_();
   }
-  CHECK(count_differing(copied, shared, 0) == 0);
+  CHECK(count_unlike(copied, shared, 0) == 0);
 }
 
 }  // namespace trireme::data_parallel_forms_test

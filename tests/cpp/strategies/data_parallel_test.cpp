@@ -53,7 +53,7 @@ TEST_CASE("training equals one process on the whole batch") {
       CAPTURE(rows, replicas);
       auto net = seeded<Layers>();
       DataParallel<Layers> model(net, on_cpu(replicas));
-      CHECK(count_differing(train(model, 5, rows), expected, 1e-4) == 0);
+      CHECK(count_unlike(train(model, 5, rows), expected, 1e-4, 1e-4) == 0);
       CHECK(model->devices().size() == static_cast<size_t>(replicas));
     }
   }
@@ -71,7 +71,7 @@ TEST_CASE("sums of whole numbers are the same to the bit") {
     const at::Tensor output = model->forward(x);
     output.sum().backward();
     CHECK(at::equal(output, expected));
-    CHECK(count_differing(gradients_of(*net), gradients_of(*alone), 0) == 0);
+    CHECK(count_unlike(gradients_of(*net), gradients_of(*alone), 0) == 0);
     CHECK_FALSE(net->unused.grad().defined());
     CHECK_FALSE(net->frozen.grad().defined());
   }
@@ -83,7 +83,7 @@ TEST_CASE("the same bits in every run") {
     DataParallel<Layers> model(net, on_cpu(3));
     return train(model, 5, 10);
   };
-  CHECK(count_differing(run(), run(), 0) == 0);
+  CHECK(count_unlike(run(), run(), 0) == 0);
 }
 
 TEST_CASE("random numbers are settled by the seed, and cloning draws none") {
@@ -95,7 +95,7 @@ TEST_CASE("random numbers are settled by the seed, and cloning draws none") {
     return Values{model->forward(x), model->forward(x), next};
   };
   const Values first = run();
-  CHECK(count_differing(run(), first, 0) == 0);
+  CHECK(count_unlike(run(), first, 0) == 0);
   CHECK_FALSE(at::equal(first[0], first[1]));
   CHECK_FALSE(at::equal(first[0].narrow(0, 0, 6), first[0].narrow(0, 6, 6)));
   torch::manual_seed(3);
@@ -116,7 +116,7 @@ TEST_CASE("the loss is computed by replicas, its mean is that of the batch") {
       CHECK(loss.dim() == 0);
       loss.backward();
       CHECK(at::allclose(loss, expected));
-      CHECK(count_differing(gradients_of(*net), gradients_of(*alone), 1e-5) == 0);
+      CHECK(count_unlike(gradients_of(*net), gradients_of(*alone), 1e-5, 1e-5) == 0);
     }
   }
 }
@@ -126,9 +126,7 @@ TEST_CASE("gradients accumulate until they are set to zero, and a graph may be k
   WholeNumbers alone;
   WholeNumbers net;
   DataParallel<WholeNumbers> model(net, on_cpu(2));
-  const auto equal = [&] {
-    return count_differing(gradients_of(*net), gradients_of(*alone), 0) == 0;
-  };
+  const auto equal = [&] { return count_unlike(gradients_of(*net), gradients_of(*alone), 0) == 0; };
   for (int round = 0; round < 2; ++round) {
     model->forward(x).sum().backward();
     alone->forward(x).sum().backward();
@@ -160,7 +158,7 @@ TEST_CASE("two forwards before a backward, and two in one graph") {
   };
   run(alone);
   run(model);
-  CHECK(count_differing(gradients_of(*net), gradients_of(*alone), 0) == 0);
+  CHECK(count_unlike(gradients_of(*net), gradients_of(*alone), 0) == 0);
 }
 
 TEST_CASE("gradients of inputs, by backward and by grad") {
@@ -176,7 +174,7 @@ TEST_CASE("gradients of inputs, by backward and by grad") {
   const Values found = torch::autograd::grad({model->forward(mine).sum()}, {mine, net->second});
   const Values expected =
       torch::autograd::grad({net->forward(theirs).sum()}, {theirs, net->second});
-  CHECK(count_differing(found, expected, 0) == 0);
+  CHECK(count_unlike(found, expected, 0) == 0);
   CHECK_FALSE(net->second.grad().defined());
 }
 
@@ -209,7 +207,7 @@ TEST_CASE("frozen parameters are left alone, and trained from when they are unfr
     model->forward(whole_rows(5)).sum().backward();
     alone->forward(whole_rows(5)).sum().backward();
     CHECK(net->first.grad().defined() == trained);
-    CHECK(count_differing(gradients_of(*net), gradients_of(*alone), 0) == 0);
+    CHECK(count_unlike(gradients_of(*net), gradients_of(*alone), 0) == 0);
   }
 }
 
@@ -221,7 +219,7 @@ TEST_CASE("a parameter in two places gets the sum") {
   model->forward(x).square().sum().backward();
   alone->forward(x).square().sum().backward();
   CHECK(net->back.is_same(net->there->weight));
-  CHECK(count_differing(gradients_of(*net), gradients_of(*alone)) == 0);
+  CHECK(count_unlike(gradients_of(*net), gradients_of(*alone), 1e-5, 1e-5) == 0);
   torch::optim::SGD(std::vector<at::Tensor>{net->there->weight}, 0.1).step();
   const at::NoGradGuard no_grad;
   CHECK(at::allclose(model->forward(x), net->forward(x)));

@@ -16,7 +16,6 @@ using namespace trireme::test;
 using torch::optim::SGD;
 using torch::optim::SGDOptions;
 using Texts = std::vector<std::string>;
-using Values = std::vector<at::Tensor>;
 
 namespace {
 

@@ -18,7 +18,6 @@ using torch::optim::AdamW;
 using torch::optim::AdamWOptions;
 using torch::optim::SGD;
 using torch::optim::SGDOptions;
-using Values = std::vector<at::Tensor>;
 
 namespace {
 

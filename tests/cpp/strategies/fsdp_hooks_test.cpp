@@ -7,7 +7,6 @@ namespace trireme::fsdp_hooks_test {
 
 using namespace trireme::test;
 using torch::optim::SGD;
-using Values = std::vector<at::Tensor>;
 
 namespace {
 

@@ -15,7 +15,6 @@ namespace trireme::fsdp_hosts_test {
 using namespace trireme::test;
 using torch::optim::AdamW;
 using torch::optim::AdamWOptions;
-using Values = std::vector<at::Tensor>;
 
 namespace {
 

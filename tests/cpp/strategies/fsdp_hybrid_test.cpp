@@ -13,7 +13,6 @@ using namespace trireme::test;
 using torch::nn::Linear;
 using torch::optim::AdamW;
 using torch::optim::AdamWOptions;
-using Values = std::vector<at::Tensor>;
 
 TEST_CASE("sharded among two of four ranks, over shared memory and Gloo; saved by the first two") {
   const AdamWOptions options(0.01);

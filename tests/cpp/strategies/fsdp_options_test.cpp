@@ -15,7 +15,6 @@ using namespace trireme::test;
 using torch::nn::Linear;
 using torch::optim::AdamW;
 using torch::optim::AdamWOptions;
-using Values = std::vector<at::Tensor>;
 
 namespace {
 

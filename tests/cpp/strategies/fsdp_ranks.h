@@ -30,8 +30,7 @@ inline bool has_memory(const torch::nn::Module& module) {
 }
 
 // All of the parameters, once all ranks have written them.
-inline std::vector<at::Tensor> whole_values(ShardedModule& model,
-                                            const std::vector<at::Tensor>& parameters) {
+inline Values whole_values(ShardedModule& model, const Values& parameters) {
   model.unshard();
   return values_of(parameters);
 }

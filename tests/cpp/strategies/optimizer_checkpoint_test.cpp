@@ -20,8 +20,6 @@ using namespace trireme::test;
 
 namespace {
 
-using Values = std::vector<at::Tensor>;
-
 enum class Under : uint8_t { kPlain, kDdp, kZero1, kZero2, kFsdp };
 
 struct Stretch {
@@ -172,7 +170,7 @@ class Refusals {
     return error_of(
         [&] { load_checkpoint(path(), *net_, {.optimizer = &optimizer, .communicator = all_}); });
   }
-  // The same where optimizer.json has `after` in place of `before`.
+  // As loading(), but optimizer.json has `after` in place of `before`.
   std::string loading_changed(torch::optim::Optimizer& optimizer, const std::string& before,
                               const std::string& after) {
     const std::string text = packed_file(path() + "/optimizer.json");

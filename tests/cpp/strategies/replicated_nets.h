@@ -8,12 +8,11 @@
 #include <torch/optim.h>
 
 #include <catch_torch.h>
+#include <strategies/values.h>
 #include <string>
 #include <vector>
 
 namespace trireme::test {
-
-using Values = std::vector<at::Tensor>;
 
 // Layers of all kinds on rows of six characters; no statistics of the batch.
 struct LayersImpl : torch::nn::Cloneable<LayersImpl> {
@@ -91,24 +90,6 @@ inline Values gradients_of(const torch::nn::Module& module) {
   for (const at::Tensor& parameter : module.parameters())
     gradients.push_back(parameter.grad().defined() ? parameter.grad().clone() : at::Tensor());
   return gradients;
-}
-
-// Exactly, with a tolerance of 0.
-inline int64_t count_differing(const Values& found, const Values& expected,
-                               double tolerance = 1e-5) {
-  int64_t unlike = found.size() == expected.size() ? 0 : 1;
-  for (size_t i = 0; i < found.size() && i < expected.size(); ++i) {
-    if (!found[i].defined() || !expected[i].defined()) {
-      unlike += found[i].defined() != expected[i].defined();
-    } else if (found[i].sizes() != expected[i].sizes() ||
-               found[i].scalar_type() != expected[i].scalar_type()) {
-      ++unlike;
-    } else {
-      unlike += tolerance > 0 ? !at::allclose(found[i], expected[i], tolerance, tolerance)
-                              : !at::equal(found[i], expected[i]);
-    }
-  }
-  return unlike;
 }
 
 // Steps of AdamW on batches of `rows`; what the parameters are then, and the losses.

@@ -7,7 +7,6 @@ namespace trireme::zero_fused_test {
 
 using namespace trireme::test;
 using torch::optim::OptimizerParamGroup;
-using Values = std::vector<at::Tensor>;
 
 namespace {
 

@@ -10,6 +10,7 @@
 #include <functional>
 #include <mutex>
 #include <optional>
+#include <strategies/values.h>
 #include <string>
 #include <thread_ranks.h>
 #include <utility>
@@ -61,19 +62,11 @@ inline at::Tensor part_of_batch(int64_t step, RankOf where) {
 }
 
 // Copies on the CPU.
-inline std::vector<at::Tensor> values_of(const std::vector<at::Tensor>& tensors) {
-  std::vector<at::Tensor> copies;
+inline Values values_of(const Values& tensors) {
+  Values copies;
   for (const at::Tensor& tensor : tensors)
     copies.push_back(tensor.detach().to(at::kCPU, tensor.scalar_type(), false, /*copy=*/true));
   return copies;
-}
-
-inline int64_t count_unlike(const std::vector<at::Tensor>& a, const std::vector<at::Tensor>& b,
-                            double tolerance = 1e-5) {
-  if (a.size() != b.size()) return -1;
-  int64_t unlike = 0;
-  for (size_t i = 0; i < a.size(); ++i) unlike += !at::allclose(a[i], b[i], tolerance, 1e-6);
-  return unlike;
 }
 
 // `call` with every number of steps behind it on one process and the whole batch: the oracle.
@@ -87,7 +80,7 @@ void train(UnevenNet& net, Optimizer& optimizer, int64_t steps, RankOf where = {
 }
 
 template <typename Optimizer, typename Options>
-std::vector<at::Tensor> train_alone(const Options& options, int64_t steps) {
+Values train_alone(const Options& options, int64_t steps) {
   UnevenNet net;
   Optimizer optimizer(net->parameters(), options);
   train(net, optimizer, steps);

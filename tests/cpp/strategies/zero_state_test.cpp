@@ -14,7 +14,6 @@ using namespace trireme::test;
 using torch::optim::AdamW;
 using torch::optim::AdamWOptions;
 using torch::optim::OptimizerParamGroup;
-using Values = std::vector<at::Tensor>;
 
 namespace {
 

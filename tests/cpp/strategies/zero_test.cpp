@@ -16,7 +16,6 @@ using torch::optim::AdamWOptions;
 using torch::optim::OptimizerParamGroup;
 using torch::optim::SGD;
 using torch::optim::SGDOptions;
-using Values = std::vector<at::Tensor>;
 
 namespace {
 
