@@ -385,6 +385,7 @@ void GradReducer::set_comm_hook(std::shared_ptr<CommHook> hook) {
                          communicator_->rank_of(),
                          "Combine the two in one hook (e.g. fp16_compress_wrapper)."));
   compressor_ = make_hook_compressor(std::move(hook));
+  storages_.clear();  // a hook may average less than all ranks' gradients
   stream_.reset();
   plan_is_stale_ = true;
 }

@@ -76,6 +76,9 @@ struct GradReducerOptions {
   // With shards: where they go as a stream, backward leaves the sums to be made by visit_sums(),
   // and every .grad undefined. Takes a ring for all gradients.
   bool defers_sums = false;
+  // Parameters have the same values on all ranks. Where `.data` is given other memory, ranks
+  // compare samples of it at the end of the backward that follows, and warn, once, if these differ.
+  bool compares_moved_values = false;
 };
 
 // All parameters of a module, frozen ones too: they may be unfrozen later.
@@ -322,11 +325,18 @@ class TRIREME_API GradReducer final : public GradSink,
   bool is_reshaped(size_t index) const {
     return parameters_[index].sizes() != at::IntArrayRef(infos_[index].sizes);
   }
+  static const c10::StorageImpl* storage_of(const at::Tensor& tensor) {
+    return tensor.has_storage() ? tensor.storage().unsafeGetStorageImpl() : nullptr;
+  }
+  bool is_moved(size_t index) const {
+    return !storages_.empty() && storages_[index] != storage_of(parameters_[index]);
+  }
   void look_at_module();
   void look_again(bool shadow);
   void newcomer_ready(size_t newcomer, bool has_gradient);
   void leave_out_changed();
   void settle_change(bool late);
+  void compare_moved_values(const std::vector<bool>& moved);
   void replan(bool late);
   void check_replannable(const ParameterChange& change) const;
   void reduce_left_out(const std::vector<int64_t>& left_out, const std::vector<bool>& used);
@@ -363,6 +373,8 @@ class TRIREME_API GradReducer final : public GradSink,
   };
   std::vector<Newcomer> newcomers_;  // their hooks count on from parameters_
   int64_t replanned_at_ = -1;        // the step
+  // By parameter: where its values were when ranks had the same; empty: nobody asks.
+  std::vector<const c10::StorageImpl*> storages_;
 
   // the plan and its memory
   std::vector<int64_t> order_;  // parameters in the order in which gradients are expected

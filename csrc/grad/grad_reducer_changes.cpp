@@ -1,5 +1,7 @@
 #include <trireme/grad/grad_reducer.h>
 #include <trireme/grad/plan_agreement.h>
+#include <trireme/memory/tensor_samples.h>
+#include <trireme/memory/value_hash.h>
 
 #include <ATen/ATen.h>
 
@@ -26,6 +28,12 @@ namespace trireme {
 // of parameters as long as the forward runs), so it is looked at again when the backward is armed.
 // Until all have agreed, hooks on the newcomers arm a backward that reaches nothing else, and tell
 // which of them were used.
+//
+// A parameter whose `.data` was given other memory of the same sizes is the same one, and its
+// gradient is averaged as before. But whoever does so on one rank only, or with other values there,
+// trains another model on each rank from then on. So ranks compare samples of what lies elsewhere
+// on some rank, and warn. It is no error: ranks that average models instead of gradients may mean
+// it.
 
 namespace {
 
@@ -34,6 +42,15 @@ std::unordered_map<const at::TensorImpl*, int64_t> places_of(const std::vector<a
   for (size_t i = 0; i < all.size(); ++i)
     places[all[i].unsafeGetTensorImpl()] = static_cast<int64_t>(i);
   return places;
+}
+
+// The bits of some elements, the same ones on every rank.
+int64_t hash_of_samples(const at::Tensor& tensor, int64_t seed) {
+  const at::NoGradGuard no_grad;
+  const std::vector<int64_t> positions =
+      sample_positions(tensor.numel(), tensor.element_size(), static_cast<uint64_t>(seed));
+  const at::Tensor index = at::tensor(positions, at::kLong).to(tensor.device());
+  return static_cast<int64_t>(hash_of_values(tensor.detach().reshape(-1).index_select(0, index)));
 }
 
 }  // namespace
@@ -50,7 +67,9 @@ void GradReducer::watch_parameters() {
     if (reshaped) hooks_[i] = {};
     const bool needs_hook = requires_grad && !hooks_[i].is_attached_to(parameter);
     const bool is_cast = parameter.scalar_type() != info.dtype;
-    if (requires_grad == info.requires_grad && !needs_hook && !is_cast && !reshaped) continue;
+    const bool moved = is_moved(i);
+    if (requires_grad == info.requires_grad && !needs_hook && !is_cast && !reshaped && !moved)
+      continue;
     TORCH_CHECK_VALUE(
         parameter.device() == info.device,
         error_text(options_.area,
@@ -62,7 +81,7 @@ void GradReducer::watch_parameters() {
       hooks_[i] = GradHook(parameter, index, *this, options_.shards != nullptr);
       mark_seen_late(i);
     }
-    if (requires_grad != info.requires_grad || is_cast || reshaped) used_.mark_changed();
+    if (requires_grad != info.requires_grad || is_cast || reshaped || moved) used_.mark_changed();
     info.requires_grad = requires_grad;
   }
 }
@@ -131,12 +150,14 @@ void GradReducer::settle_change(bool late) {
   bool replans = present_.has_value();
   for (size_t i = 0; i < infos_.size(); ++i) {
     const bool is_used = used_.used_here(static_cast<int64_t>(i));
-    states.push_back({infos_[i].requires_grad, is_used, parameters_[i].scalar_type()});
+    states.push_back({infos_[i].requires_grad, is_used, parameters_[i].scalar_type(),
+                      is_moved(i) && !is_reshaped(i)});
     replans = replans || is_reshaped(i);
   }
   const AgreedStates agreed = agree_on_states(*communicator_, infos_.front().device, infos_, states,
                                               replans && !late, options_.area);
   if (agreed.replans) return replan(late);
+  compare_moved_values(agreed.moved);
   std::vector<int64_t> order;
   std::vector<bool> is_ordered(infos_.size(), false);
   for (const int64_t index : order_) {
@@ -154,6 +175,39 @@ void GradReducer::settle_change(bool late) {
   if (!left_out.empty()) reduce_left_out(left_out, agreed.used);
   order_ = std::move(order);
   plan_is_stale_ = true;
+}
+
+// Those that lie elsewhere than they did, on some rank.
+void GradReducer::compare_moved_values(const std::vector<bool>& moved) {
+  std::vector<size_t> compared;
+  for (size_t i = 0; i < moved.size(); ++i)
+    if (moved[i]) compared.push_back(i);
+  if (compared.empty() || storages_.empty()) return;
+  const c10::Device device = infos_.front().device;
+  const auto count = static_cast<int64_t>(compared.size());
+  at::Tensor hashes = at::empty({count}, at::kLong);
+  for (int64_t i = 0; i < count; ++i) {
+    const size_t index = compared[static_cast<size_t>(i)];
+    hashes.mutable_data_ptr<int64_t>()[i] = hash_of_samples(parameters_[index], step_);
+    storages_[index] = storage_of(parameters_[index]);
+  }
+  hashes = hashes.to(device);
+  const at::Tensor received = at::empty({communicator_->world() * count}, hashes.options());
+  communicator_->all_gather({received}, {hashes}, "samples of parameters in other memory").wait();
+  const at::Tensor all = received.to(at::kCPU);
+  const auto* theirs = all.const_data_ptr<int64_t>();
+  for (int64_t i = 0; i < communicator_->world() * count; ++i) {
+    if (theirs[i] == theirs[i % count]) continue;
+    storages_.clear();  // once is enough
+    TORCH_WARN(error_text(
+        options_.area,
+        "got '" + name_of(static_cast<int64_t>(compared[static_cast<size_t>(i % count)])) +
+            "' with other values on rank " + std::to_string(i / count) +
+            " than on rank 0 since its .data was given other memory, expected the same values: "
+            "gradients are averaged, and each rank goes on with a model of its own",
+        communicator_->rank_of(), "Give all ranks the same values."));
+    return;
+  }
 }
 
 // Begins anew with the parameters that all ranks have now, or throws on all of them.
@@ -181,6 +235,7 @@ void GradReducer::replan(bool late) {
   std::vector<ParameterState> states;
   std::vector<int64_t> left_out;
   std::vector<int64_t> fresh;
+  std::vector<const c10::StorageImpl*> storages;
   for (size_t i = 0; i < infos.size(); ++i) {
     const at::Tensor& tensor = now.parameters.tensors[i];
     const auto found = planned.find(tensor.unsafeGetTensorImpl());
@@ -189,7 +244,10 @@ void GradReducer::replan(bool late) {
     const auto at = static_cast<size_t>(is_new ? 0 : earlier[i]);
     const bool used = is_new ? is_used(tensor) : used_.used_here(earlier[i]);
     states.push_back({infos[i].requires_grad, used, infos[i].dtype});
-    if (is_new || is_reshaped(at)) fresh.push_back(static_cast<int64_t>(i));
+    const bool is_fresh = is_new || is_reshaped(at);
+    if (is_fresh) fresh.push_back(static_cast<int64_t>(i));
+    // One that is kept, and lies elsewhere, is compared after the next backward.
+    if (!storages_.empty()) storages.push_back(is_fresh ? storage_of(tensor) : storages_[at]);
     if (infos[i].requires_grad && (is_new || places_[at].bucket < 0))
       left_out.push_back(static_cast<int64_t>(i));
   }
@@ -200,6 +258,7 @@ void GradReducer::replan(bool late) {
       agree_on_states(*communicator_, infos.front().device, infos, states, false, options_.area);
   present_.reset();
   set_parameters(now.parameters);
+  storages_ = std::move(storages);
   replanned_at_ = step_;
   if (watch_.adopted) watch_.adopted();
   spread_values(fresh);

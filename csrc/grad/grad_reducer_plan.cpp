@@ -71,6 +71,10 @@ void GradReducer::set_parameters(const NamedParameters& parameters) {
   for (size_t i = 0; i < options_.reduce_dtypes.size(); ++i)
     infos_[i].reduce_dtype = options_.reduce_dtypes[i];
   hooks_.resize(count);
+  storages_.clear();
+  if (options_.compares_moved_values && communicator_->world() > 1) {
+    for (const at::Tensor& parameter : parameters_) storages_.push_back(storage_of(parameter));
+  }
   trailing_.assign(count, false);
   partly_used_at_.assign(count, step_ - kTrailingSteps);
   delivered_as_.assign(count, {});

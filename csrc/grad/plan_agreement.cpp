@@ -176,8 +176,8 @@ AgreedStates agree_on_states(Communicator& communicator, c10::Device device,
   at::Tensor own = at::zeros({count, 2}, at::kByte);
   auto* bytes = own.mutable_data_ptr<uint8_t>();
   for (size_t i = 0; i < states.size(); ++i) {
-    bytes[2 * i] =
-        static_cast<uint8_t>((states[i].requires_grad ? 1 : 0) | (states[i].used ? 2 : 0));
+    bytes[2 * i] = static_cast<uint8_t>((states[i].requires_grad ? 1 : 0) |
+                                        (states[i].used ? 2 : 0) | (states[i].moved ? 4 : 0));
     bytes[2 * i + 1] = static_cast<uint8_t>(states[i].dtype);
   }
   bytes[2 * states.size()] = replans ? 1 : 0;
@@ -187,13 +187,15 @@ AgreedStates agree_on_states(Communicator& communicator, c10::Device device,
   const at::Tensor host = received.to(at::kCPU);
   const auto* all = host.const_data_ptr<uint8_t>();
 
-  AgreedStates agreed{std::vector<bool>(states.size(), false)};
+  AgreedStates agreed{std::vector<bool>(states.size(), false),
+                      std::vector<bool>(states.size(), false)};
   for (int64_t rank = 0; rank < world; ++rank)
     agreed.replans = agreed.replans || all[2 * (rank * count + count - 1)] != 0;
   for (int64_t rank = 0; rank < world; ++rank) {
     const uint8_t* theirs = all + rank * count * 2;
     for (size_t i = 0; i < states.size(); ++i) {
       agreed.used[i] = agreed.used[i] || (theirs[2 * i] & 2) != 0;
+      agreed.moved[i] = agreed.moved[i] || (theirs[2 * i] & 4) != 0;
       const bool same = agreed.replans || (((theirs[2 * i] ^ all[2 * i]) & 1) == 0 &&
                                            theirs[2 * i + 1] == all[2 * i + 1]);
       TORCH_CHECK_VALUE(

@@ -22,11 +22,13 @@ struct ParameterState {
   bool requires_grad = false;
   bool used = false;  // since the last synchronization
   at::ScalarType dtype = at::kFloat;
+  bool moved = false;  // lies in other memory
 };
 
 struct AgreedStates {
-  std::vector<bool> used;  // by parameter: by any rank
-  bool replans = false;    // some rank has other parameters than planned; states may then differ
+  std::vector<bool> used;   // by parameter: by any rank
+  std::vector<bool> moved;  // by parameter: on any rank
+  bool replans = false;     // some rank has other parameters than planned; states may then differ
 };
 
 // Exchanges the states and whether this rank `replans`; throws on all ranks, naming parameter and

@@ -2,6 +2,8 @@
 
 import copy
 import functools
+import re
+import warnings
 from collections.abc import Callable
 
 import pytest
@@ -287,3 +289,42 @@ def test_other_changes_on_each_rank(rank: int) -> None:
 def test_meta_parameters_are_refused(rank: int) -> None:
     with raises(ValueError, "[ddp] got '0.weight' on the meta device"):
         trireme.DistributedDataParallel(mlp().to("meta"))
+
+
+def move(module: nn.Module, factor: float = 2.0) -> None:
+    for parameter in module.parameters():
+        parameter.data = parameter.data * factor
+
+
+@on_ranks()
+def test_data_in_other_memory(rank: int) -> None:
+    """Values that all ranks have alike need no word, and averages stay right."""
+    ddp = trireme.DistributedDataParallel(mlp())
+    alone = copy.deepcopy(ddp.module)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for step in range(4):
+            for module in (ddp.module, alone):
+                move(module)
+                if step == 1:  # a step that all ranks begin anew for another reason
+                    replace_layer(module)
+            ddp.zero_grad()
+            alone.zero_grad()
+            step_fn(ddp, step, rank)
+            alone(batch(step)).square().mean().backward()
+            torch.testing.assert_close(gradients(ddp), gradients(alone))
+
+
+@on_ranks()
+def test_data_with_other_values_on_a_rank(rank: int) -> None:
+    """Every rank tells of them, once."""
+    ddp = trireme.DistributedDataParallel(mlp())
+    step_fn(ddp, 0, rank)
+    expected = r"\[ddp\] got '0.weight' with other values on rank 1 than on rank 0 since its .data"
+    for step in range(1, 3):
+        move(ddp.module, 1.0 + rank)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            step_fn(ddp, step, rank)
+        told = [one for one in caught if re.search(expected, str(one.message))]
+        assert len(told) == (1 if step == 1 else 0)

@@ -75,6 +75,7 @@ Ddp::Ddp(ModuleTensors module, std::shared_ptr<Communicator> communicator,
   reducer_options.caps = bucket_caps(options);
   reducer_options.gradient_as_bucket_view = options.gradient_as_bucket_view;
   reducer_options.reduce_dtype = options.reduce_dtype;
+  reducer_options.compares_moved_values = true;
   reducer_ = GradReducer::make(std::move(module.parameters), communicator_, reducer_options);
 }
 
