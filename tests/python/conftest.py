@@ -1,6 +1,7 @@
 """What every test starts from: no launcher around it, a fixed seed, no group of another test."""
 
 import os
+import subprocess
 from collections.abc import Iterator
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 import torch.distributed as dist
 import trireme
 from distributed import without_launcher
+from forked_programs import ForkedPopen
 
 
 @pytest.fixture(autouse=True)
@@ -21,6 +23,19 @@ def fresh_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     trireme.shutdown()
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def forked_harness() -> Iterator[None]:
+    """Ranks of the benchmarks are forked with torch imported: see forked_programs.py."""
+    import harness.ranks
+
+    class Forked:
+        Popen, PIPE, TimeoutExpired = ForkedPopen, subprocess.PIPE, subprocess.TimeoutExpired
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(harness.ranks, "subprocess", Forked)
+        yield
 
 
 @pytest.fixture

@@ -23,8 +23,8 @@ import torch.distributed as dist
 
 # Ranks are forked from a server that has imported torch and started nothing: 0.1 s per rank, where
 # a spawned interpreter imports torch for seconds, and what a first step imports for more.
-_PROCESSES = multiprocessing.get_context("forkserver")
-_PROCESSES.set_forkserver_preload(
+PROCESSES = multiprocessing.get_context("forkserver")
+PROCESSES.set_forkserver_preload(
     ["torch", "trireme", "torch._dynamo", "torch.distributed.optim", "pytest"]
 )
 
@@ -89,7 +89,7 @@ def run_ranks(
         ranks: list[_Rank] = []
         try:
             for number in range(world):
-                variables = {**_torchrun_variables(number, world, store.port), **(env or {})}
+                variables = {**torchrun_variables(number, world, store.port), **(env or {})}
                 ranks.append(_start(fn, number, args, variables, Path(folder)))
             _collect(ranks, time.monotonic() + timeout, dying)
             return [_result(rank) for rank in ranks]
@@ -107,7 +107,7 @@ def without_launcher(environment: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def _torchrun_variables(rank: int, world: int, port: int) -> dict[str, str]:
+def torchrun_variables(rank: int, world: int, port: int) -> dict[str, str]:
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -122,9 +122,9 @@ def _torchrun_variables(rank: int, world: int, port: int) -> dict[str, str]:
 def _start(
     fn: Callable[..., Any], number: int, args: Any, variables: dict[str, str], folder: Path
 ) -> _Rank:
-    pipe, far_end = _PROCESSES.Pipe(duplex=False)
+    pipe, far_end = PROCESSES.Pipe(duplex=False)
     stacks = folder / f"stacks_{number}"
-    process = _PROCESSES.Process(
+    process = PROCESSES.Process(
         target=_rank_main,
         args=(far_end, stacks, variables, fn, number, args),
         name=f"rank {number}",

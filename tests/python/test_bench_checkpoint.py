@@ -90,6 +90,7 @@ def test_cold_needs_the_right_to_drop_the_cache(
     assert bench_checkpoint.main(["--only", "cool"]) == 2
 
 
+@pytest.mark.usefixtures("forked_harness")
 def test_a_small_run(tmp_path: Path) -> None:
     """Saved by 2 ranks, loaded by one process."""
     checkpoints = Checkpoints(tmp_path, TINY.model)

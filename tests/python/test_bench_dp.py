@@ -159,6 +159,7 @@ def test_time_in_operators_counts_once_and_only_inside_of_steps() -> None:
     assert (found.step_ms, found.caller_ms, found.others_ms) == pytest.approx((8.0, 3.0, 1.3))
 
 
+@pytest.mark.usefixtures("forked_harness")
 def test_replicas_have_operators_and_copy_nothing() -> None:
     """Real steps, of DataParallel and of one process."""
     ours = measure_replica_steps(bench_dp.DP, "narrow", 3, TINY)
@@ -172,6 +173,7 @@ def test_replicas_have_operators_and_copy_nothing() -> None:
     assert 0 < alone.caller_python_ms < alone.step_ms
 
 
+@pytest.mark.usefixtures("forked_harness")
 def test_replicas_have_a_cost() -> None:
     found = measure_replica_overhead(1)
     assert found.added_to_forward > 0

@@ -47,7 +47,9 @@ WORLDS = {
 
 
 @pytest.fixture(scope="module")
-def comparison(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, dict[str, Any], Path]:
+def comparison(
+    tmp_path_factory: pytest.TempPathFactory, forked_harness: None
+) -> tuple[int, dict[str, Any], Path]:
     """Exit code, JSON and plot folder of one tiny comparison."""
     folder = tmp_path_factory.mktemp("compare")
     options = ["--tiny", "--steps", str(STEPS), "--strategies", ",".join(WORLDS)]
@@ -74,11 +76,6 @@ def test_json_has_the_promised_fields(comparison: tuple[int, dict[str, Any], Pat
         for name, kind in RUN_FIELDS.items():
             assert isinstance(run[name], kind), name
         assert run["step_ms"]["p10"] <= run["step_ms"]["median"] <= run["step_ms"]["p90"]
-        # A model this small may fit into what the process gave back since its start was measured:
-        # then the kinds add up to a little more than all that is held.
-        kinds, held = sum(run["memory_mib"].values()), run["pss_mib_host"]
-        exact = run["memory_mib"]["rest"] > 0
-        assert kinds == pytest.approx(held, rel=1e-4 if exact else 1e-2)
         assert len(run["losses"]) == len(run["seconds"]) == STEPS + 5
         assert 0 < run["phase_ms"]["forward"] < run["step_ms"]["p90"]
 

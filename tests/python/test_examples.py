@@ -1,4 +1,4 @@
-"""examples/python/train_gpt.py as users start it: alone, under torchrun, resumed."""
+"""examples/python/train_gpt.py: under torchrun, as users start it; resumed; alone."""
 
 import importlib.util
 import os
@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from forked_programs import ON_CPU, run_script
 
 TRAIN_GPT = Path(__file__).resolve().parents[2] / "examples" / "python" / "train_gpt.py"
 SMALL = ["--width", "16", "--depth", "1", "--length", "32"]
@@ -31,25 +32,28 @@ class Run:
 
 
 def train_gpt(ranks: int, checkpoint: Path, *options: str) -> Run:
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    command = [sys.executable, *(launcher if ranks > 1 else []), str(TRAIN_GPT), *SMALL]
+    options = (*SMALL, "--checkpoint", str(checkpoint), *options)
+    printed = run_script(TRAIN_GPT, ranks, *options, timeout=LIMIT_S)
+    return Run(printed, torch.load(checkpoint, weights_only=True))
+
+
+@pytest.fixture(scope="module")
+def two_epochs(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Two ranks, two epochs, nothing in between, started as users do."""
+    checkpoint = tmp_path_factory.mktemp("gpt") / "gpt.pt"
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    options = [*SMALL, "--checkpoint", str(checkpoint), "--epochs", "2"]
     finished = subprocess.run(
-        [*command, "--checkpoint", str(checkpoint), *options],
+        [sys.executable, *launcher, str(TRAIN_GPT), *options],
         capture_output=True,
         text=True,
         timeout=LIMIT_S,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        env={**os.environ, **ON_CPU},
         check=False,
     )
     assert finished.returncode == 0, finished.stderr[-4000:]
     state = torch.load(checkpoint, weights_only=True)
     return Run(finished.stdout + finished.stderr, state)
-
-
-@pytest.fixture(scope="module")
-def two_epochs(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Two ranks, two epochs, nothing in between."""
-    return train_gpt(2, tmp_path_factory.mktemp("gpt") / "gpt.pt", "--epochs", "2")
 
 
 def test_two_ranks_learn(two_epochs: Run) -> None:

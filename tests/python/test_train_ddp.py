@@ -1,14 +1,12 @@
 """examples/python/train_ddp.py and its C++ twins are one program: they print the same losses."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 import trireme
+from forked_programs import run_command, run_script
 from safetensors.torch import load_file
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -21,29 +19,15 @@ CPP = Path(trireme.__file__).parents[2] / "examples" / "cpp"
 def cpp_program(name: str) -> list[str]:
     if not (CPP / name).exists():
         pytest.skip("the C++ examples are not built beside this package")
-    return ["--no-python", str(CPP / name)]
+    return [str(CPP / name)]
 
 
 def run(program: list[str], ranks: int, *options: str, steps: int = 60) -> str:
     """What so many steps print."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    finished = subprocess.run(
-        [
-            sys.executable,
-            *(launcher if ranks > 1 else []),
-            *program,
-            str(TEXT),
-            str(steps),
-            *options,
-        ],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-        check=False,
-    )
-    assert finished.returncode == 0, finished.stderr[-4000:]
-    return finished.stdout
+    options = (str(TEXT), str(steps), *options)
+    if program[0].endswith(".py"):
+        return run_script(Path(program[0]), ranks, *options)
+    return run_command([*program, *options], ranks)
 
 
 def losses(printed: str) -> list[float]:
@@ -84,18 +68,9 @@ def test_replicas_in_one_process_reach_the_losses_of_ddp() -> None:
 
 
 def test_one_process_with_replicas_reaches_the_losses_of_ddp(of_cpp_ddp: list[float]) -> None:
-    if not (CPP / "train_dp").exists():
-        pytest.skip("the C++ examples are not built beside this package")
     for replicas in ("1", "3"):
-        finished = subprocess.run(
-            [str(CPP / "train_dp"), str(TEXT), "60", replicas],
-            capture_output=True,
-            text=True,
-            timeout=100,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-            check=True,
-        )
-        assert losses(finished.stdout) == pytest.approx(of_cpp_ddp, rel=1e-3)
+        of_replicas = losses(run(cpp_program("train_dp"), 1, replicas))
+        assert of_replicas == pytest.approx(of_cpp_ddp, rel=1e-3)
 
 
 def test_fully_sharded_in_cpp_and_python_leaves_one_checkpoint(
