@@ -77,7 +77,7 @@ def test_an_exception_in_the_middle_of_a_backward(rank: int, failing: int, step:
         ddp(batch(0))
 
 
-@on_ranks(3, timeout=30, backend="gloo")
+@on_ranks(3, patience_s=AGES_S, backend="gloo")
 def test_all_other_ranks_learn_of_it(rank: int) -> None:
     ddp = trireme.DistributedDataParallel(Fragile())
     loss = ddp(batch(0)[rank::3], breaks=rank == 2).sum()
@@ -89,7 +89,7 @@ def test_all_other_ranks_learn_of_it(rank: int) -> None:
             loss.backward()
 
 
-@on_ranks(timeout=30)
+@on_ranks(patience_s=AGES_S)
 def test_an_exception_before_any_gradient(rank: int) -> None:
     ddp = trireme.DistributedDataParallel(Fragile())
     ddp.module.last.bias.register_hook(lambda grad: 1 / 0 if rank == 0 else grad)
@@ -102,7 +102,7 @@ def test_an_exception_before_any_gradient(rank: int) -> None:
             loss.backward()
 
 
-@on_ranks(timeout=30)
+@on_ranks(patience_s=AGES_S)
 def test_an_exception_outside_the_module_concerns_nobody(rank: int) -> None:
     """It comes before the gradient reaches an output: no synchronization has begun."""
     ddp = trireme.DistributedDataParallel(mlp())
@@ -117,7 +117,7 @@ def test_an_exception_outside_the_module_concerns_nobody(rank: int) -> None:
         torch.testing.assert_close(gradients(ddp), gradients(alone))
 
 
-@on_ranks(timeout=30)
+@on_ranks(patience_s=AGES_S)
 def test_an_exception_under_no_sync_concerns_nobody(rank: int) -> None:
     ddp = trireme.DistributedDataParallel(Fragile())
     if rank == 1:
@@ -128,7 +128,7 @@ def test_an_exception_under_no_sync_concerns_nobody(rank: int) -> None:
     backward(ddp, 2, rank)
 
 
-@on_ranks(timeout=30)
+@on_ranks(patience_s=AGES_S)
 def test_an_exception_in_forward_is_the_users_own(rank: int) -> None:
     """Nothing was promised to anybody; both ranks go on with the next batch."""
     ddp = trireme.DistributedDataParallel(mlp())

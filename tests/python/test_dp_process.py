@@ -92,7 +92,7 @@ def interrupted(rank: int, where: str) -> None:
 @pytest.mark.parametrize("where", ["forward", "one forward", "backward"])
 def test_ctrl_c(where: str) -> None:
     """Ends forward at a line of Python, backward at a parameter; the next step works."""
-    run_ranks(interrupted, 1, where, timeout=45)
+    run_ranks(interrupted, 1, where)
 
 
 def forking(rank: int) -> None:
@@ -118,7 +118,7 @@ def forking(rank: int) -> None:
 
 def test_a_fork_after_use() -> None:
     """The child makes threads of its own; a graph of the parent's raises in it."""
-    run_ranks(forking, 1, timeout=30)
+    run_ranks(forking, 1)
 
 
 PROGRAM = """
@@ -174,7 +174,7 @@ def test_the_end_of_the_interpreter() -> None:
     processes = run_all_ends()
     try:
         for name, process in processes.items():
-            output, errors = process.communicate(timeout=50)
+            output, errors = process.communicate(timeout=90)
             expected = 5 if name == "in forward" else 0
             assert (process.returncode, output, errors) == (expected, "", ""), name
     finally:

@@ -257,7 +257,7 @@ def test_how_a_program_ended_is_told(how: str, tmp_path: Path) -> None:
     arguments = [f"file://{tmp_path / 'store'}", how]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     ranks = [subprocess.Popen([*command, str(rank), *arguments], **pipes) for rank in range(2)]
-    said = [rank.communicate(timeout=60)[0] for rank in ranks]
+    said = [rank.communicate(timeout=100)[0] for rank in ranks]
     text = said[0]
     for part in ("rank 1 (process", *HOW_IT_ENDED[how], "last operation: collective 1, all_reduce"):
         assert part in text, text

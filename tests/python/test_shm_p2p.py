@@ -321,8 +321,8 @@ def test_messages_outlive_a_program_that_just_ends(tmp_path: Path) -> None:
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     ranks = [subprocess.Popen([*command, str(rank), place], **pipes) for rank in range(2)]
     assert ranks[0].stdout.readline() == "rank 0 ends\n"
-    assert ranks[1].communicate("receive\n", timeout=60)[0] == "99.0\n"
-    assert ranks[0].communicate(timeout=60)[0] == ""
+    assert ranks[1].communicate("receive\n", timeout=100)[0] == "99.0\n"
+    assert ranks[0].communicate(timeout=100)[0] == ""
 
 
 @on_shm_ranks()
