@@ -20,6 +20,7 @@ TEST_CASE("what a peer announced is raised by a rank that only enqueues") {
     };
     sum();  // nothing is announced yet
     if (rank.where.rank == 0) {
+      rank.store->set("looked", "yes");
       rank.store->wait({"announced"});
       int64_t enqueued = 0;  // who raises has enqueued
       for (; said.empty(); ++enqueued) {
@@ -33,6 +34,7 @@ TEST_CASE("what a peer announced is raised by a rank that only enqueues") {
       }
       rank.store->set("enqueued", std::to_string(enqueued));
     } else {
+      rank.store->wait({"looked"});
       rank.communicator->announce_failure("[test] dropped the ball");
       rank.store->set("announced", "yes");
       const int64_t enqueued = std::stoll(rank.store->get_to_str("enqueued"));
