@@ -32,7 +32,8 @@ enum class Engine { kGloo, kShm };
 // Runs `rank_main` on `world` threads that are the ranks of one group, by default Gloo's over
 // loopback, and one shared HashStore, and rethrows the first exception any of them threw. A rank
 // that throws loses its connections at once, so that its peers fail instead of waiting; otherwise
-// the groups live until all ranks have returned.
+// the groups live until all ranks have returned. Then they end at the same time: Gloo's destructor
+// waits for what is in flight, which the end of a peer's connections ends.
 //
 // Catch's assertions belong to one thread: collect in the ranks, assert after the call.
 inline void run_thread_ranks(int64_t world, const std::function<void(ThreadRank&)>& rank_main,
@@ -43,6 +44,7 @@ inline void run_thread_ranks(int64_t world, const std::function<void(ThreadRank&
   std::mutex mutex;
   std::exception_ptr first_error;
   std::latch all_connected(world);
+  std::latch all_returned(world);
 
   auto connect = [&](ThreadRank& rank) {
     // A rank that throws at once must not take its connections away while others still make theirs.
@@ -75,6 +77,9 @@ inline void run_thread_ranks(int64_t world, const std::function<void(ThreadRank&
       rank.communicator.reset();  // only now, or the error of a peer might be the first one
       rank.group.reset();
     }
+    all_returned.arrive_and_wait();
+    rank.communicator.reset();
+    rank.group.reset();
   };
 
   std::vector<std::thread> threads;

@@ -35,6 +35,9 @@ HOUSE_FORM = re.compile(r"^\[\w+\] \S.* \(rank \d+ of \d+\)\. [A-Z].*\S$", re.DO
 RANKLESS_FORM = re.compile(r"^\[\w+\] \S.*[^.)]\. [A-Z].*\S$", re.DOTALL)
 
 _PATIENCE_S = 30.0
+# The timeout of a group where failures end every wait at once: if one does not, run_ranks ends the
+# test, with the stack of each rank.
+AGES_S = 300.0
 
 Program = Callable[..., None]
 ModelMaker = Callable[[], nn.Module]
@@ -84,27 +87,30 @@ def _run_program(
     torch.manual_seed(0)
     if prepare is not None:
         prepare(rank)
-    if patience_s < _PATIENCE_S:
-        wait_for_all(rank)
     dist.init_process_group(backend, timeout=timedelta(seconds=patience_s))
+    tell_process(rank)
     program(rank, **case)
     dist.destroy_process_group()
 
 
-def wait_for_all(rank: int) -> None:
-    """On a busy machine ranks begin longer after each other than some tests wait for a late one."""
-    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
-    store.set(f"{rank} began", "yes")
-    began = [f"{other} began" for other in range(int(os.environ["WORLD_SIZE"]))]
-    store.wait(began, timedelta(seconds=_PATIENCE_S))
+def tell_process(rank: int) -> None:
+    """Which this rank is, to ranks that ask for its process_of()."""
+    dist.distributed_c10d._get_default_store().set(f"process {rank}", str(os.getpid()))
 
 
-def set_timeout(timeout: float | timedelta) -> None:
-    """Of the default group, from now on; seconds, or a timedelta."""
+def process_of(rank: int) -> int:
+    return int(dist.distributed_c10d._get_default_store().get(f"process {rank}"))
+
+
+def set_timeout(timeout: float | timedelta, group: Any = None) -> None:
+    """Of a group, by default all ranks', from now on; seconds, or a timedelta.
+
+    A short one is set after ranks have met: on a busy machine they begin longer after each other.
+    """
     limit = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # torch 2.15 has a public name for it
-        dist.distributed_c10d._set_pg_timeout(limit)
+        dist.distributed_c10d._set_pg_timeout(limit, group)
 
 
 def say(word: str) -> None:

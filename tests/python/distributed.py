@@ -28,7 +28,7 @@ PROCESSES.set_forkserver_preload(
     ["torch", "trireme", "torch._dynamo", "torch.distributed.optim", "pytest"]
 )
 
-_GRACE = 1.0  # seconds for further failures to come in after the first
+_GRACE = 3.0  # seconds for further failures to come in after the first
 
 _LAUNCH_VARIABLES = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
@@ -38,7 +38,7 @@ _LAUNCHER_PREFIXES = ("SLURM_", "OMPI_", "PMI_", "MPI_LOCAL", "MV2_", "TORCHELAS
 
 
 class RankFailed(Exception):
-    """Which rank failed first, and its traceback; then those that followed within a second."""
+    """Which rank failed first, and its traceback; then those that followed within _GRACE."""
 
     def __init__(self, failures: dict[int, str]) -> None:
         texts = [f"rank {rank} failed:\n{text}" for rank, text in failures.items()]
@@ -81,7 +81,7 @@ def run_ranks(
 
     Raises:
         RankFailed: a rank raised, or died without being in ``dying`` (whose result is None). Ranks
-            that have not ended a second later are killed.
+            that have not ended three seconds later are killed.
         TimeoutError: not all ranks ended within ``timeout`` seconds; with the stack of each.
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -201,7 +201,13 @@ def _stacks_of(ranks: list[_Rank]) -> str:
     for rank in ranks:
         with contextlib.suppress(ProcessLookupError):  # it may end at this very moment
             os.kill(rank.process.pid, signal.SIGUSR1)
-    time.sleep(0.5)
+    deadline = time.monotonic() + 5
+    sizes: list[int] = []
+    while time.monotonic() < deadline:  # until all have written, and write no more
+        before, sizes = sizes, [rank.stacks.stat().st_size for rank in ranks]
+        if sizes == before and all(sizes):
+            break
+        time.sleep(0.1)
     texts = [f"rank {rank.number} hangs in:\n{rank.stacks.read_text()}" for rank in ranks]
     return "\n".join(texts)
 

@@ -25,7 +25,7 @@ Make = Callable[[], nn.Module]
 HOUSE_FORM = re.compile(r"^\[data_parallel\] got \S.*, expected \S.*\. [A-Z].*\.$", re.DOTALL)
 
 # Threads that wait for each other in C++ hear no signal: only the process can be ended.
-TIME_LIMIT = pytest.mark.timeout(60, method="thread")
+TIME_LIMIT = pytest.mark.timeout(110, method="thread")
 
 
 class Called(nn.Module):

@@ -1,23 +1,45 @@
 """Ranks of the backend ``trireme`` that behave as if they were on several hosts."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from ddp_ranks import AGES_S, process_of, stay_until, tell_process
 from distributed import run_ranks
+from shm_ranks import until
+from trireme import _C
 
 # By rank: the host that it says it is on.
 LAYOUTS = {"2x2": "aabb", "apart": "abab", "1+3": "abbb", "1+1+2": "abcc", "alone": "abc"}
 SOME_LAYOUTS = ("2x2", "1+3", "1+1+2")
 
 
-def join(rank: int, layout: str, timeout_s: float = 30) -> Any:
+def join(rank: int, layout: str, timeout_s: float = AGES_S) -> Any:
     options = SimpleNamespace(host_partition=LAYOUTS[layout][rank])
     dist.init_process_group("trireme", timeout=timedelta(seconds=timeout_s), pg_options=options)
+    tell_process(rank)
     return options
+
+
+def until_entered(others: Iterable[int], what: str = "") -> None:
+    """Until these have said that they come, and are seen in what this rank has to come to.
+
+    Of a rank that is alone on its host, or waits for another host, what it entered before is seen.
+    """
+    ranks = list(others)
+    stay_until(*(f"{rank} comes" for rank in ranks))
+    until(lambda: all(has_entered(process_of(rank), what) for rank in ranks))
+
+
+def has_entered(process: int, what: str) -> bool:
+    for group in _C.examine_host([process], timedelta(seconds=5), 1)["groups"]:
+        for rank in group["ranks"]:
+            if rank["pid"] == process and len(group["ranks"]) > 1:
+                return any(what in one["operation"] for one in rank["operations"])
+    return True
 
 
 def under(rank: int, layout: str, program: Callable[..., Any], args: Sequence[Any]) -> Any:

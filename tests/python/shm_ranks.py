@@ -3,14 +3,14 @@
 import functools
 import os
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from ddp_ranks import on_ranks
+from ddp_ranks import on_ranks, process_of
 from trireme import _C
 
 # The backend may be another one, to run the tests of a strategy over that.
@@ -138,6 +138,13 @@ def is_inside(pid: int, what: str) -> bool:
     return False
 
 
+def until_inside(others: int | Iterable[int], what: str = "") -> None:
+    """Until these ranks are seen in such a collective or wait, which this rank has to come to."""
+    ranks = [others] if isinstance(others, int) else others
+    processes = [process_of(rank) for rank in ranks]
+    until(lambda: all(is_inside(process, what) for process in processes))
+
+
 def files_in_memory() -> set[str]:
     return {path.name for path in Path("/dev/shm").glob("trireme-*")}
 
@@ -145,7 +152,7 @@ def files_in_memory() -> set[str]:
 def left_in_memory(before: Collection[str]) -> set[str]:
     """Files that were not there ``before`` and stay; those of other tests go when these meet."""
     left = files_in_memory() - set(before)
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 20
     while left and time.monotonic() < deadline:
         time.sleep(0.05)
         left &= files_in_memory()

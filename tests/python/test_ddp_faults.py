@@ -2,18 +2,27 @@
 
 import os
 import signal
-import time
-from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import trireme
-from ddp_ranks import HOUSE_FORM, WORLD, batch, gradients, message_of, mlp, on_ranks, raises
+from ddp_ranks import (
+    AGES_S,
+    HOUSE_FORM,
+    WORLD,
+    batch,
+    gradients,
+    message_of,
+    mlp,
+    on_ranks,
+    raises,
+    say,
+    set_timeout,
+    stay_until,
+)
 from torch import nn
-
-SOON_S = 5.0
 
 
 def backward(model: nn.Module, step: int, rank: int) -> None:
@@ -46,13 +55,12 @@ class Fragile(nn.Module):
 
 @pytest.mark.parametrize("failing", [0, 1])
 @pytest.mark.parametrize("step", [0, 3])
-@on_ranks(timeout=30, backend="gloo")
+@on_ranks(timeout=40, patience_s=AGES_S, backend="gloo")
 def test_an_exception_in_the_middle_of_a_backward(rank: int, failing: int, step: int) -> None:
     ddp = trireme.DistributedDataParallel(Fragile(), bucket_cap_mb=0.0001)
     for number in range(step):
         backward(ddp, number, rank)
     loss = ddp(batch(step)[rank::WORLD], breaks=rank == failing).sum()
-    begin = time.monotonic()
     if rank == failing:
         with pytest.raises(ArithmeticError, match="the data of this rank"):
             loss.backward()
@@ -64,13 +72,12 @@ def test_an_exception_in_the_middle_of_a_backward(rank: int, failing: int, step:
             f"(rank {failing} of 2)",
         ):
             loss.backward()
-    assert time.monotonic() - begin < SOON_S
     parts = ("got a forward after the group had failed", f"(rank {failing} of 2)", "wrap")
     with raises(dist.DistBackendError, *parts, f"(rank {rank} of 2)"):
         ddp(batch(0))
 
 
-@on_ranks(3, timeout=30, backend="gloo")
+@on_ranks(3, patience_s=AGES_S, backend="gloo")
 def test_all_other_ranks_learn_of_it(rank: int) -> None:
     ddp = trireme.DistributedDataParallel(Fragile())
     loss = ddp(batch(0)[rank::3], breaks=rank == 2).sum()
@@ -82,7 +89,7 @@ def test_all_other_ranks_learn_of_it(rank: int) -> None:
             loss.backward()
 
 
-@on_ranks(timeout=30)
+@on_ranks(patience_s=AGES_S)
 def test_an_exception_before_any_gradient(rank: int) -> None:
     ddp = trireme.DistributedDataParallel(Fragile())
     ddp.module.last.bias.register_hook(lambda grad: 1 / 0 if rank == 0 else grad)
@@ -95,7 +102,7 @@ def test_an_exception_before_any_gradient(rank: int) -> None:
             loss.backward()
 
 
-@on_ranks(timeout=30)
+@on_ranks(patience_s=AGES_S)
 def test_an_exception_outside_the_module_concerns_nobody(rank: int) -> None:
     """It comes before the gradient reaches an output: no synchronization has begun."""
     ddp = trireme.DistributedDataParallel(mlp())
@@ -110,7 +117,7 @@ def test_an_exception_outside_the_module_concerns_nobody(rank: int) -> None:
         torch.testing.assert_close(gradients(ddp), gradients(alone))
 
 
-@on_ranks(timeout=30)
+@on_ranks(patience_s=AGES_S)
 def test_an_exception_under_no_sync_concerns_nobody(rank: int) -> None:
     ddp = trireme.DistributedDataParallel(Fragile())
     if rank == 1:
@@ -121,7 +128,7 @@ def test_an_exception_under_no_sync_concerns_nobody(rank: int) -> None:
     backward(ddp, 2, rank)
 
 
-@on_ranks(timeout=30)
+@on_ranks(patience_s=AGES_S)
 def test_an_exception_in_forward_is_the_users_own(rank: int) -> None:
     """Nothing was promised to anybody; both ranks go on with the next batch."""
     ddp = trireme.DistributedDataParallel(mlp())
@@ -157,11 +164,9 @@ def run_until_killed(rank: int, when: str) -> str:
         if rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    begin = time.monotonic()
     try:
         for step in range(4):
             if step == 2:
-                begin = time.monotonic()
                 if when == "before forward":
                     die()
                 if when == "in backward":
@@ -173,7 +178,6 @@ def run_until_killed(rank: int, when: str) -> str:
             if step == 2 and when == "after backward":
                 die()
     except dist.DistBackendError as error:
-        assert time.monotonic() - begin < 2 * SOON_S
         return message_of(error)
     raise AssertionError("rank 0 finished without its peer")
 
@@ -190,14 +194,13 @@ def test_a_killed_rank(when: str) -> None:
         assert part in text, text
 
 
-@on_ranks(timeout=40, patience_s=3, backend="gloo")
+@on_ranks(timeout=40, patience_s=AGES_S, backend="gloo")
 def test_a_rank_that_does_not_come(rank: int) -> None:
     """It lives but never runs its backward: the group's timeout ends the wait, with a report."""
     ddp = trireme.DistributedDataParallel(mlp())
     backward(ddp, 0, rank)
-    store = dist.distributed_c10d._get_default_store()
     if rank == 0:
-        begin = time.monotonic()
+        set_timeout(3)
         with raises(
             dist.DistBackendError,
             "all_reduce of bucket 0: 4.bias .. 0.weight failed",
@@ -205,19 +208,20 @@ def test_a_rank_that_does_not_come(rank: int) -> None:
             "rank 1 has left no report",
         ):
             backward(ddp, 1, rank)
-        assert 2.5 < time.monotonic() - begin < 3 + SOON_S
-        store.set("rank 0 is done", "yes")
+        say("rank 0 is done")
     else:
-        store.wait(["rank 0 is done"], timedelta(seconds=30))
+        stay_until("rank 0 is done")
 
 
-@on_ranks(timeout=40, patience_s=3, backend="gloo")
+@on_ranks(timeout=40, patience_s=AGES_S, backend="gloo")
 def test_ranks_that_run_apart_report_what_they_wait_for(rank: int) -> None:
     """Rank 1 takes part in a collective of its own: both time out, and each tells of the other."""
     ddp = trireme.DistributedDataParallel(mlp())
     backward(ddp, 0, rank)
     other = dist.new_group([0, 1])
     late = trireme.DistributedDataParallel(nn.Linear(2, 2), process_group=other)
+    for group in (dist.group.WORLD, other):
+        set_timeout(3, group)
     with raises(dist.DistBackendError, "failed", f"(rank {rank} of 2)"):
         if rank == 0:
             backward(ddp, 1, rank)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import trireme
-from ddp_ranks import on_ranks, raises
+from ddp_ranks import AGES_S, on_ranks, raises
 from torch import nn
 
 Make = Callable[[int], nn.Module]
@@ -70,7 +70,7 @@ CASES: list[tuple[Make, list[str]]] = [
 
 
 @pytest.mark.parametrize(("make", "parts"), CASES, ids=lambda value: getattr(value, "__name__", ""))
-@on_ranks(timeout=20)
+@on_ranks(patience_s=AGES_S)
 def test_models_that_differ(rank: int, make: Make, parts: list[str]) -> None:
     with raises(ValueError, "[ddp] got different parameters", "on rank 1: ", *parts):
         trireme.DistributedDataParallel(make(rank))
@@ -79,13 +79,13 @@ def test_models_that_differ(rank: int, make: Make, parts: list[str]) -> None:
     ddp(torch.ones(1, 2)).sum().backward()
 
 
-@on_ranks(3, timeout=20)
+@on_ranks(3, patience_s=AGES_S)
 def test_the_odd_rank_is_named_on_all(rank: int) -> None:
     with raises(ValueError, "on rank 2: ", f"(rank {rank} of 3)"):
         trireme.DistributedDataParallel(nn.Linear(3, 5 if rank == 2 else 4))
 
 
-@on_ranks(3, timeout=20)
+@on_ranks(3, patience_s=AGES_S)
 def test_every_odd_rank_is_named(rank: int) -> None:
     with raises(ValueError, "on rank 1: ", "on rank 2: ", "Float [5, 3]", "Float [6, 3]"):
         trireme.DistributedDataParallel(nn.Linear(3, 4 + rank))
@@ -106,7 +106,7 @@ def no_parameters(rank: int) -> nn.Module:
         (no_parameters, ["0 parameters but rank 0 has 2"]),
     ],
 )
-@on_ranks(timeout=20)
+@on_ranks(patience_s=AGES_S)
 def test_what_one_rank_would_refuse_alone(rank: int, make: Make, parts: list[str]) -> None:
     """Nothing to train on rank 1: it must not leave rank 0 waiting."""
     with raises(ValueError, "[ddp] got different parameters", "on rank 1: ", *parts):

@@ -1,15 +1,23 @@
 """On shared memory a backward that one rank abandons raises on all, and the next step works."""
 
 import os
-import time
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import trireme
-from ddp_ranks import WORLD, assert_same_on_all_ranks, batch, gradients, mlp, on_ranks, raises
-from test_ddp_faults import SOON_S, Fragile, backward
+from ddp_ranks import (
+    AGES_S,
+    WORLD,
+    assert_same_on_all_ranks,
+    batch,
+    gradients,
+    mlp,
+    on_ranks,
+    raises,
+)
+from test_ddp_faults import Fragile, backward
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
@@ -27,14 +35,12 @@ def assert_next_steps_work(ddp: nn.Module, rank: int, steps: int = 3) -> None:
 
 def fail_once(ddp: nn.Module, step: int, rank: int, failing: int, *parts: str) -> None:
     loss = ddp(batch(step)[rank :: dist.get_world_size()], breaks=rank == failing).sum()
-    begin = time.monotonic()
     if rank == failing:
         with pytest.raises(ArithmeticError, match="the data of this rank"):
             loss.backward()
     else:
         with raises(dist.DistBackendError, *parts, f"(rank {rank} of "):
             loss.backward()
-    assert time.monotonic() - begin < SOON_S
 
 
 def hooked(ddp: nn.Module) -> None:
@@ -44,7 +50,7 @@ def hooked(ddp: nn.Module) -> None:
 @pytest.mark.parametrize("failing", [0, 1])
 @pytest.mark.parametrize("steps_before", [0, 3])
 @pytest.mark.parametrize("prepare", [None, hooked], ids=["stream", "hook"])
-@on_ranks(timeout=40, backend="trireme")
+@on_ranks(timeout=40, patience_s=AGES_S, backend="trireme")
 def test_the_next_step_works(rank: int, failing: int, steps_before: int, prepare: Any) -> None:
     ddp = trireme.DistributedDataParallel(Fragile(), bucket_cap_mb=0.0001)
     if prepare:
@@ -56,7 +62,7 @@ def test_the_next_step_works(rank: int, failing: int, steps_before: int, prepare
     assert_next_steps_work(ddp, rank)
 
 
-@on_ranks(timeout=40, backend="trireme")
+@on_ranks(timeout=40, patience_s=AGES_S, backend="trireme")
 def test_every_other_step_fails_somewhere(rank: int) -> None:
     ddp = trireme.DistributedDataParallel(Fragile())
     for step in range(0, 12, 2):
@@ -66,7 +72,7 @@ def test_every_other_step_fails_somewhere(rank: int) -> None:
 
 
 @pytest.mark.parametrize("world", [3, 5])
-@on_ranks("world", timeout=60, backend="trireme")
+@on_ranks("world", timeout=60, patience_s=AGES_S, backend="trireme")
 def test_all_ranks_of_more_learn_of_it_and_go_on(rank: int, world: int) -> None:
     """Three ranks stream, five send buckets."""
     ddp = trireme.DistributedDataParallel(Fragile(), bucket_cap_mb=0.0001)
@@ -94,7 +100,7 @@ class FragileNorm(Fragile):
         return super().forward(self.norm(x), breaks)
 
 
-@on_ranks(timeout=40, backend="trireme")
+@on_ranks(timeout=40, patience_s=AGES_S, backend="trireme")
 def test_a_collective_of_the_model_itself_is_given_up(rank: int) -> None:
     """Rank 1 waits for rank 0 in SyncBatchNorm's backward, which rank 0 never reaches."""
     ddp = trireme.DistributedDataParallel(FragileNorm())
@@ -107,7 +113,7 @@ def test_a_collective_of_the_model_itself_is_given_up(rank: int) -> None:
         assert_same_on_all_ranks([parameter.grad for parameter in ddp.parameters()])
 
 
-@on_ranks(timeout=40, backend="trireme")
+@on_ranks(timeout=40, patience_s=AGES_S, backend="trireme")
 def test_two_modules_of_a_group_go_on(rank: int) -> None:
     """The exception leaves both modules' backward; collectives of the user go on as well."""
     first = trireme.DistributedDataParallel(Fragile())
@@ -129,7 +135,7 @@ def test_two_modules_of_a_group_go_on(rank: int) -> None:
     assert_next_steps_work(second, rank)
 
 
-@on_ranks(3, timeout=40, backend="trireme", dying=(2,))
+@on_ranks(3, timeout=40, patience_s=AGES_S, backend="trireme", dying=(2,))
 def test_a_rank_that_does_not_go_on_is_named(rank: int) -> None:
     ddp = trireme.DistributedDataParallel(Fragile())
     fail_once(ddp, 0, rank, 2, "was abandoned", "(rank 2 of 3)")

@@ -27,7 +27,6 @@ from torch import Tensor, nn
 
 pytestmark = TIME_LIMIT
 
-SOON_S = 5.0
 LATE_S = 30.0  # what nobody ends is long
 HAS_NOTES = sys.version_info >= (3, 11)
 
@@ -220,23 +219,19 @@ def test_the_others_are_stopped() -> None:
             waits.wait(LATE_S)
             raise Odd(8, 9)
         if (x == 7).any():
-            began = time.monotonic()
             try:
                 waits.set()
-                while time.monotonic() - began < LATE_S:
+                while True:
                     time.sleep(0.01)
-                ended.append("by itself")
             finally:
                 ended.append("cleaned up")
         return module.net(x)
 
     ours, one = pair(lambda: make(forward))
-    began = time.monotonic()
     x = with_a_nine_in(5)
     x[0, 0] = 7
     with pytest.raises(Odd):
         ours(x)
-    assert time.monotonic() - began < SOON_S
     assert ended == ["cleaned up"]
     assert_same_backward(ours, one, data())
 
@@ -258,7 +253,7 @@ def test_the_others_are_stopped_in_backward() -> None:
                 has_failed.set()
                 raise Odd(8, 9)
             has_failed.wait(LATE_S)
-            time.sleep(0.3)
+            time.sleep(0.1)
             return grad, None
 
     class Counts(torch.autograd.Function):
@@ -272,15 +267,20 @@ def test_the_others_are_stopped_in_backward() -> None:
             return grad
 
     def forward(module: Any, x: Tensor) -> Tensor:
-        return Waits.apply(module.last(Counts.apply(module.first(x))), x)
+        hidden = Counts.apply(module.first(x))
+        for factor in module.factors if fails else ():
+            hidden = Waits.apply(hidden * factor, x)
+        return hidden
 
-    ours = DP(
-        Called(forward, first=nn.Linear(6, 6).double(), last=nn.Linear(6, 6).double()), replicas=2
-    )
+    # The other one has 20 s to hear of it: at any of these parameters.
+    factors = nn.ParameterList(torch.ones(6).double() for _ in range(200))
+    ours = DP(Called(forward, first=nn.Linear(6, 6).double(), factors=factors), replicas=2)
+    fails = True
     loss = square_mean(ours(with_a_nine_in(0)))
     with pytest.raises(Odd):
         loss.backward()
     assert arrived == []
+    fails = False
     square_mean(ours(data())).backward()
     assert arrived == [4, 4]
 

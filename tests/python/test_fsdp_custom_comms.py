@@ -7,14 +7,13 @@ from __future__ import annotations
 import functools
 import os
 import signal
-import time
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from ddp_ranks import batch, mlp, on_ranks, raises
+from ddp_ranks import AGES_S, batch, mlp, on_ranks, raises
 from fsdp_ranks import (
     assert_locals,
     in_training,
@@ -27,7 +26,6 @@ from fsdp_ranks import (
     units_of,
 )
 from test_fsdp_gradients import Skipping
-from test_zero_faults import SOON_S
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim import SGD
@@ -251,7 +249,7 @@ def test_collectives_that_do_not_fit(rank: int, comm: Any, kind: Any, text: str)
         ours.loss(0)
 
 
-@on_gloo_ranks(2, dying=(1,), timeout=40)
+@on_gloo_ranks(2, dying=(1,), timeout=40, patience_s=AGES_S)
 def test_a_rank_is_killed(rank: int) -> None:
     """The error says what was gathered, and by whom."""
     ours = sharded(mlp)
@@ -259,10 +257,8 @@ def test_a_rank_is_killed(rank: int) -> None:
     ours.train(0)
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    began = time.monotonic()
     with raises(dist.DistBackendError, "[comm] custom all_gather of unit 0.weight .. 0.bias"):
         ours.train(1)
-    assert time.monotonic() - began < SOON_S
 
 
 @on_ranks(2, backend="trireme")

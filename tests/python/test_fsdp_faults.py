@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from ddp_ranks import batch, mlp, raises, say, stay_until
+from ddp_ranks import AGES_S, batch, mlp, raises, say, set_timeout, stay_until
 from fsdp_ranks import local, pair, sharded, train_both
 from shm_ranks import on_shm_ranks
-from test_zero_faults import SOON_S, break_it
+from test_zero_faults import break_it
 
 MOMENTS = ("unshard", "collect", "step gate")
 
@@ -23,13 +22,12 @@ def kill_this_rank(*_: Any) -> None:
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
-@on_shm_ranks(3, dying=(1,), timeout=40)
+@on_shm_ranks(3, dying=(1,), timeout=40, patience_s=AGES_S)
 def test_a_rank_is_killed(rank: int, moment: str) -> None:
     """Before it publishes its writes, in backward, before it lets others write."""
     ours = sharded(mlp)
     ours.train(0)
     ours.train(1)
-    began = time.monotonic()
     with raises(dist.DistBackendError, "rank 1", "has died", f"(rank {rank} of 3)"):
         if moment == "unshard":
             if rank == 1:
@@ -47,7 +45,6 @@ def test_a_rank_is_killed(rank: int, moment: str) -> None:
             if rank == 1:
                 kill_this_rank()
             ours.optimizer.step()
-    assert time.monotonic() - began < SOON_S
 
 
 @on_shm_ranks(2, timeout=40)
@@ -90,7 +87,7 @@ def test_an_exception_in_forward_on_one_rank(rank: int) -> None:
         train_both(ours, one, 2)
 
 
-@on_shm_ranks(2, patience_s=2, timeout=40)
+@on_shm_ranks(2, timeout=40, patience_s=AGES_S)
 def test_a_rank_that_does_not_step(rank: int) -> None:
     """The message says what is waited for and that the rank is alive."""
     ours = sharded(mlp)
@@ -98,17 +95,19 @@ def test_a_rank_that_does_not_step(rank: int) -> None:
     ours.backward(1)
     if rank == 1:
         return stay_until("done")
+    set_timeout(2)
     with raises(dist.DistBackendError, "step gate: before writing", "rank 1", "alive"):
         ours.optimizer.step()
     say("done")
 
 
-@on_shm_ranks(2, patience_s=2, timeout=40)
+@on_shm_ranks(2, timeout=40, patience_s=AGES_S)
 def test_a_rank_that_does_not_run_forward(rank: int) -> None:
     ours = sharded(mlp)
     ours.train(0)
     if rank == 1:
         return stay_until("done")
+    set_timeout(2)
     with raises(dist.DistBackendError, "step gate: written", "rank 1", "alive"):
         ours.loss(1)
     say("done")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
@@ -19,12 +18,10 @@ from fsdp_ranks import (
     shard_layers,
     train_both,
 )
-from shm_ranks import WORLDS, on_shm_ranks
+from shm_ranks import WORLDS, on_shm_ranks, until_inside
 from torch import nn
 from torch.optim import SGD, AdamW
 from zero_ranks import alone
-
-SLOW_S = 0.15
 
 
 @pytest.mark.parametrize("world", WORLDS)
@@ -59,7 +56,8 @@ def test_evaluations_that_ranks_do_by_themselves(rank: int) -> None:
         for _ in range((rank + step) % 3):
             torch.testing.assert_close(evaluate(ours, 9), expected)
         if rank == step % 3:
-            time.sleep(SLOW_S / 3)
+            if step < 4:
+                until_inside({0, 1, 2} - {rank})  # the next backward
             torch.testing.assert_close(ours.model(batch(9)), expected)
     evaluate(ours, 9)  # who has left cannot say that it has written
 
@@ -68,9 +66,12 @@ def test_evaluations_that_ranks_do_by_themselves(rank: int) -> None:
 def test_a_step_waits_for_a_slow_reader(rank: int) -> None:
     """One rank still evaluates with the old parameters when the other comes to its step."""
     ours, one = pair(mlp)
-    ours.model[3].register_forward_hook(
-        lambda *_: time.sleep(SLOW_S) if not torch.is_grad_enabled() else None
-    )
+
+    def evaluate_slowly(*_: Any) -> None:
+        if not torch.is_grad_enabled():
+            until_inside(1 - rank, "step gate: before writing")
+
+    ours.model[3].register_forward_hook(evaluate_slowly)
     for step in range(4):
         for training in (ours, one):
             training.optimizer.zero_grad()
@@ -90,7 +91,7 @@ def test_a_forward_waits_for_a_slow_writer(rank: int) -> None:
             training.optimizer.zero_grad()
             training.backward(step)
         if rank == step % 2:
-            time.sleep(SLOW_S)
+            until_inside(1 - rank, "step gate")
         for training in (ours, one):
             training.optimizer.step()
         torch.testing.assert_close(evaluate(ours, 9), evaluate(one, 9))
@@ -114,7 +115,7 @@ def test_a_unit_that_is_used_by_itself_after_it_raised(rank: int, next_unit: int
             training.model[next_unit](rows).square().mean().backward()
         assert_parts(ours, one, grads=True)
         if rank == step:
-            time.sleep(SLOW_S)
+            until_inside(1 - rank, "step gate")
         for training in (ours, one):
             training.optimizer.step()
         with torch.no_grad():

@@ -5,10 +5,8 @@ raises; over Gloo, which gathers, and where ranks share memory.
 from __future__ import annotations
 
 import gc
-import time
 import weakref
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -30,7 +28,6 @@ from fsdp_ranks import (
 )
 from test_fsdp_gradients import Skipping
 from test_fsdp_hybrid import BACKENDS, on_grid
-from test_zero_faults import SOON_S
 from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import DeviceMesh
@@ -321,7 +318,7 @@ def test_when_hooks_are_called(backend: str) -> None:
 
 
 def survive(rank: int, backend: str) -> None:
-    dist.init_process_group(backend, timeout=timedelta(seconds=30))
+    dist.init_process_group(backend)
     ours = sharded(mlp)
     ours.train(0)
     is_broken = True
@@ -331,7 +328,6 @@ def survive(rank: int, backend: str) -> None:
             raise ArithmeticError("the hook of this rank is broken")
 
     ours.model[2].set_all_reduce_hook(hook)
-    began = time.monotonic()
     if rank == 1:
         loss = ours.loss(1)
         with pytest.raises(ArithmeticError, match="the hook of this rank"):
@@ -341,7 +337,6 @@ def survive(rank: int, backend: str) -> None:
         with raises(dist.DistBackendError, reason, "(rank 1 of 2)"):
             ours.train(1)
             ours.loss(2)
-        assert time.monotonic() - began < SOON_S
     if backend == "gloo":
         return
     is_broken = False

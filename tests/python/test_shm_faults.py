@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -18,10 +17,12 @@ from ddp_ranks import (
     batch,
     message_of,
     mlp,
+    process_of,
     raises,
     say,
     set_timeout,
     stay_until,
+    tell_process,
 )
 from distributed import run_ranks
 from shm_ranks import (
@@ -33,6 +34,7 @@ from shm_ranks import (
     reduced,
     state_of,
     until,
+    until_inside,
     values,
 )
 from torch.distributed import ReduceOp
@@ -42,10 +44,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 def store_of() -> Any:
     return dist.distributed_c10d._get_default_store()
-
-
-def process_of(rank: int) -> int:
-    return int(store_of().get(f"process {rank}"))
 
 
 # --- Late ----------------------------------------------------------------------------------------
@@ -140,10 +138,9 @@ def test_a_stopped_rank(rank: int) -> None:
 
 @on_shm_ranks(2)
 def test_a_slow_rank_is_waited_for(rank: int) -> None:
-    store_of().set(f"process {rank}", str(os.getpid()))
     for numel in (2, 1_000_000):
         if rank == 1:
-            until(lambda numel=numel: is_inside(process_of(0), f"all_reduce of {numel} float32"))
+            until_inside(0, f"all_reduce of {numel} float32")
         tensor = torch.ones(numel)
         dist.all_reduce(tensor)
         assert torch.all(tensor == 2)
@@ -155,7 +152,7 @@ def test_a_slow_rank_is_waited_for(rank: int) -> None:
 def survive(rank: int, when: str) -> str | None:
     """Rank 1 dies; what the others raise is returned."""
     dist.init_process_group("trireme")
-    store_of().set(f"process {rank}", str(os.getpid()))
+    tell_process(rank)
     dist.all_reduce(torch.ones(5))
     if rank == 1:
         if when == "in the middle":
@@ -163,7 +160,7 @@ def survive(rank: int, when: str) -> str | None:
             while True:
                 dist.all_reduce(torch.ones(3_000_000))
         if when == "while others wait":
-            until(lambda: all(is_inside(process_of(other), "all_reduce") for other in (0, 2)))
+            until_inside((0, 2), "all_reduce")
         os.kill(os.getpid(), signal.SIGKILL)
     if when == "before they call":
         until(lambda: state_of(process_of(1)) == "Z")
@@ -218,9 +215,12 @@ def leave_without_a_word(rank: int, pending: bool) -> int:
     group = dist.new_group([0, 1])
     dist.all_reduce(torch.ones(5), group=group)
     if pending:  # in flight when the interpreter ends
+        begun, ending = threading.Event(), threading.Event()
         for _ in range(10):
             work = dist.all_reduce(torch.ones(100_000), async_op=True)
-            work.get_future().then(lambda _: time.sleep(0.01))
+            work.get_future().then(lambda _: (begun.set(), ending.wait(20)))
+        assert begun.wait(20)
+        ending.set()
     return os.getpid()
 
 
@@ -257,7 +257,7 @@ def test_how_a_program_ended_is_told(how: str, tmp_path: Path) -> None:
     arguments = [f"file://{tmp_path / 'store'}", how]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     ranks = [subprocess.Popen([*command, str(rank), *arguments], **pipes) for rank in range(2)]
-    said = [rank.communicate(timeout=60)[0] for rank in ranks]
+    said = [rank.communicate(timeout=100)[0] for rank in ranks]
     text = said[0]
     for part in ("rank 1 (process", *HOW_IT_ENDED[how], "last operation: collective 1, all_reduce"):
         assert part in text, text

@@ -1,7 +1,6 @@
 """The backend ``trireme`` under async operations, several groups, meshes and DTensor."""
 
 import threading
-import time
 from typing import Any
 
 import pytest
@@ -9,7 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from ddp_ranks import raises
-from shm_ranks import TORCH, assert_bits, backend_of, of_all, on_shm_ranks, reduced, values
+from shm_ranks import TORCH, assert_bits, backend_of, of_all, on_shm_ranks, reduced, until, values
 from torch.distributed import ReduceOp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -48,10 +47,7 @@ def test_an_async_operation(rank: int) -> None:
 
     # Nobody waits: polling must come to an end all the same.
     work = dist.all_reduce(torch.ones(3), async_op=True)
-    deadline = time.monotonic() + 20
-    while not work.is_completed() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert work.is_completed()
+    until(work.is_completed)
 
 
 @on_shm_ranks(3)
@@ -136,10 +132,19 @@ def test_callbacks_and_temporaries_of_python_while_others_ask_for_futures(rank: 
 @on_shm_ranks(2, timeout=40)
 def test_a_group_that_ends_while_a_callback_runs(rank: int) -> None:
     ended: list[int] = []
+    begun, ending = threading.Event(), threading.Event()
     group = dist.new_group([0, 1])
+
+    def call_back(number: int) -> None:
+        begun.set()
+        assert ending.wait(20)
+        ended.append(number)
+
     for number in range(3):
         work = dist.all_reduce(torch.ones(10), group=group, async_op=True)
-        work.get_future().then(lambda f, number=number: (time.sleep(0.2), ended.append(number)))
+        work.get_future().then(lambda f, number=number: call_back(number))
+    assert begun.wait(20)
+    ending.set()
     dist.destroy_process_group(group)
     assert sorted(ended) == [0, 1, 2], ended  # one that takes long may be overtaken
 

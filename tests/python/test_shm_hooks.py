@@ -2,28 +2,20 @@
 
 import json
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from ddp_ranks import raises, say, stay_until
+from ddp_ranks import raises, say, set_timeout, stay_until
 from distributed import run_ranks
-from shm_ranks import TORCH, backend_of, on_shm_ranks
+from shm_ranks import TORCH, backend_of, on_shm_ranks, until, until_inside
 
 has_hooks = pytest.mark.skipif(TORCH < (2, 15), reason="torch has these hooks since 2.15")
 has_errors = pytest.mark.skipif(
     not hasattr(dist.Backend, "get_error") and TORCH < (2, 15), reason="torch cannot ask"
 )
-
-
-def eventually(condition: Callable[[], bool]) -> bool:
-    deadline = time.monotonic() + 5
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return condition()
 
 
 def error_of(backend: Any) -> str:
@@ -80,39 +72,41 @@ def test_an_abort_hook_may_abort_and_throw(rank: int) -> None:
 
 
 @has_hooks
-@on_shm_ranks(2, timeout=40, patience_s=1)
+@on_shm_ranks(2, timeout=40)
 def test_a_message_that_does_not_come_calls_abort_hooks(rank: int) -> None:
     called: list[int] = []
     backend_of().register_abort_hook(1, lambda: called.append(1))
-    store = dist.distributed_c10d._get_default_store()
     if rank == 0:
+        set_timeout(1)
         with raises(dist.DistBackendError, "recv of 2 float32 from rank 1"):
             dist.recv(torch.empty(2), 1)
         assert called == [1] and error_of(backend_of()) == "TIMEOUT"
-        store.set("done", "yes")
+        say("done")
     else:
-        store.wait(["done"], timedelta(seconds=20))
+        stay_until("done")
         assert called == []  # a rank hears of it at its next operation
         assert error_of(backend_of()) == "REMOTE_ERROR"
 
 
 @has_errors
-@on_shm_ranks(3, timeout=40, patience_s=1)
+@on_shm_ranks(3, timeout=40)
 def test_what_ended_the_group(rank: int) -> None:
     backend = backend_of()
     dist.all_reduce(torch.ones(5))
     with raises(dist.DistBackendError, "ranks do not agree"):
         dist.all_reduce(torch.ones(5 + rank))
     assert error_of(backend) == "SUCCESS"  # the group goes on
-    store = dist.distributed_c10d._get_default_store()
+    say(f"{rank} has looked")
+    stay_until("0 has looked", "1 has looked", "2 has looked")
     if rank == 1:
-        store.wait(["0 is done", "2 is done"], timedelta(seconds=20))
+        stay_until("0 is done", "2 is done")
         assert error_of(backend) == "REMOTE_ERROR"
         return
+    set_timeout(1)
     with raises(dist.DistBackendError, "rank 1 (process"):
         dist.all_reduce(torch.ones(5))
     assert error_of(backend) in ("TIMEOUT", "REMOTE_ERROR")  # whose deadline was first
-    store.set(f"{rank} is done", "yes")
+    say(f"{rank} is done")
 
 
 # --- The end of an operation ----------------------------------------------------------------------
@@ -129,16 +123,16 @@ def test_a_completion_hook_sees_kind_number_and_duration(rank: int) -> None:
     work.wait()
     with raises(dist.DistBackendError, "ranks do not agree"):
         dist.all_reduce(torch.ones(5 + rank))  # what fails is not reported
+    store = dist.distributed_c10d._get_default_store()
     if rank == 0:
-        stay_until("1 comes")
-        time.sleep(0.3)
-    say(f"{rank} comes")
-    waited = time.monotonic()
+        until_inside(1, "barrier")
+        seen = time.monotonic()
+        until_inside(1, "barrier")
+        store.set("rank 1 waited", str(time.monotonic() - seen))
     dist.barrier()
-    waited = time.monotonic() - waited
     tensor = torch.ones(3)
     dist.send(tensor, 1) if rank == 0 else dist.recv(tensor, 0)
-    assert eventually(lambda: len(infos) == 4)
+    until(lambda: len(infos) == 4)
     # Hooks of two operations may run at once, on two threads.
     infos.sort(key=lambda info: info.time_started)
     elapsed = timedelta(seconds=time.monotonic() - began)
@@ -149,7 +143,8 @@ def test_a_completion_hook_sees_kind_number_and_duration(rank: int) -> None:
     assert all(timedelta(0) < info.active_duration < elapsed for info in infos)
     assert all(info.time_started < info.time_finished for info in infos)
     if rank == 1:
-        assert infos[2].active_duration > timedelta(seconds=waited / 2)
+        waited = float(store.get("rank 1 waited"))
+        assert infos[2].active_duration >= timedelta(seconds=waited)
     with raises(ValueError, "got a second hook"):
         group._register_on_completion_hook(infos.append)
 
@@ -180,7 +175,7 @@ def recorded(rank: int) -> list[dict[str, Any]]:
         entries[:] = json.loads(dump).get("entries", [])
         return bool(entries) and all(one["state"] == "completed" for one in entries)
 
-    eventually(done)
+    until(done)
     dist.destroy_process_group()
     return entries
 

@@ -2,26 +2,24 @@
 
 import os
 import signal
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from ddp_ranks import batch, mlp, raises
+from ddp_ranks import batch, mlp, raises, say, set_timeout, stay_until
 from distributed import run_ranks
 from shm_ranks import (
     TORCH,
     assert_bits,
     backend_of,
     files_in_memory,
-    is_inside,
     left_in_memory,
     of_all,
     on_shm_ranks,
     reduced,
-    until,
+    until_inside,
     values,
 )
 from torch import nn
@@ -243,12 +241,9 @@ def test_what_a_window_cannot_do(rank: int) -> None:
 @on_shm_ranks(2, timeout=40, dying=[1])
 def test_a_signal_of_a_killed_rank(rank: int) -> None:
     window = dist.group.WORLD.new_window(allocate(4))
-    store = dist.distributed_c10d._get_default_store()
-    store.set(f"process {rank}", str(os.getpid()))
     dist.barrier()
     if rank == 1:
-        waiting = int(store.get("process 0"))
-        until(lambda: is_inside(waiting, "the signal of a window from rank 1"))
+        until_inside(0, "the signal of a window from rank 1")
         os.kill(os.getpid(), signal.SIGKILL)
     with raises(dist.DistBackendError, "the signal of a window from rank 1", "has died"):
         window.wait_signal(1, False)
@@ -257,13 +252,12 @@ def test_a_signal_of_a_killed_rank(rank: int) -> None:
 
 
 @has_windows
-@on_shm_ranks(2, timeout=40, patience_s=1)
+@on_shm_ranks(2, timeout=40)
 def test_a_signal_that_does_not_come(rank: int) -> None:
+    set_timeout(1)  # which a window takes over when it waits
     window = dist.group.WORLD.new_window()
-    store = dist.distributed_c10d._get_default_store()
     if rank == 1:
-        store.wait(["done"], timedelta(seconds=20))
-        return
+        return stay_until("done")
     with raises(dist.DistBackendError, "the signal of a window from rank 1", "within 1 s"):
         window.wait_signal(1, False)
-    store.set("done", "yes")
+    say("done")

@@ -150,9 +150,9 @@ def zero_step() -> tuple[Callable[[], Any], Callable[[], Any]]:
 def test_a_timeout_that_is_set_later(rank: int, where: str) -> None:
     """It reaches what was made before: deposits and gates."""
     backward, step = zero_step()
-    set_timeout(1)
     if where == "step":
         backward()
+    set_timeout(1)
     if rank == 1:
         return stay_until("0 has given up")
     with raises(dist.DistBackendError, "rank 1 (process", "has not come within 1 s"):
@@ -205,11 +205,13 @@ def test_signal_handlers_run_while_a_rank_waits(rank: int) -> None:
         store.set("process", str(os.getpid()))
     for name, (what, start) in starts.items():
         if rank == 1:
+            stay_until(f"{name}: rank 0 comes")  # and is not in what was before
             signal_once_it_waits(what)
             store.wait([name], PATIENCE)
             start()
         else:
             with handled(lambda *_, name=name: store.set(name, "was handled")):
+                say(f"{name}: rank 0 comes")
                 start()
     dist.barrier()
 

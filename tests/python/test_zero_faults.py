@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
@@ -15,6 +14,7 @@ import torch
 import torch.distributed as dist
 import trireme
 from ddp_ranks import (
+    AGES_S,
     HOUSE_FORM,
     batch,
     message_of,
@@ -22,16 +22,16 @@ from ddp_ranks import (
     on_ranks,
     raises,
     set_timeout,
+    tell_process,
 )
 from distributed import run_ranks
-from shm_ranks import on_shm_ranks
+from shm_ranks import on_shm_ranks, until_inside
 from test_ddp_faults import Breaks
 from torch import nn
 from torch.optim import SGD
 from zero_ranks import DDP, Training, Zero, alone, assert_equal_parameters, sharded
 
 STAGES = pytest.mark.parametrize("stage", [1, 2])
-SOON_S = 5.0
 
 
 class Fragile(SGD):
@@ -69,7 +69,7 @@ def assert_goes_on(ours: Training, steps: int = 3) -> None:
 
 
 @STAGES
-@on_shm_ranks(2, timeout=40)
+@on_shm_ranks(2, timeout=40, patience_s=AGES_S)
 def test_the_inner_optimizer_raises_on_one_rank(rank: int, stage: int) -> None:
     """Others raise from the same step and name it; the next step works, and nothing is kept."""
     ours = sharded(mlp, Fragile, stage, lr=0.1)
@@ -78,11 +78,9 @@ def test_the_inner_optimizer_raises_on_one_rank(rank: int, stage: int) -> None:
         ours.train(number)
         ours.optimizer.zero_grad()
         ours.backward(50)
-        began = time.monotonic()
         ours.optimizer.optim.breaks = when if rank == failing else ""
         with fails(rank == failing, "[zero] step ", "was abandoned", f"(rank {failing} of 2)"):
             ours.optimizer.step()
-        assert time.monotonic() - began < SOON_S
         ours.optimizer.optim.breaks = ""
         assert_goes_on(ours)
 
@@ -122,7 +120,7 @@ def hook_after_accumulation(parameter: torch.Tensor, break_it: Callable[..., Any
 
 
 @pytest.mark.parametrize("register", [hook_of_parameter, hook_after_accumulation])
-@on_shm_ranks(2, timeout=40)
+@on_shm_ranks(2, timeout=40, patience_s=AGES_S)
 def test_a_hook_raises_on_one_rank(rank: int, register: Any) -> None:
     """In the middle of a backward that averages; in the first one and in one that streams."""
     for before in (0, 3):
@@ -132,7 +130,6 @@ def test_a_hook_raises_on_one_rank(rank: int, register: Any) -> None:
         for failing in (0, 1):
             ours.optimizer.zero_grad()
             loss = ours.loss(50)
-            began = time.monotonic()
             if rank == failing:
                 handle = register(ours.model[2].weight, break_it)
                 with pytest.raises(ArithmeticError, match="the data of this rank"):
@@ -142,7 +139,6 @@ def test_a_hook_raises_on_one_rank(rank: int, register: Any) -> None:
                 text = f"[zero] backward {before + 1 + 4 * failing} was abandoned"
                 with raises(dist.DistBackendError, text, f"(rank {failing} of 2)"):
                     loss.backward()
-            assert time.monotonic() - began < SOON_S
             assert_goes_on(ours)
 
 
@@ -201,7 +197,7 @@ class ArithmeticBreak(nn.Module):
 
 
 @pytest.mark.parametrize("where", ["backward", "step"])
-@on_ranks(2, timeout=40, backend="gloo")
+@on_ranks(2, timeout=40, patience_s=AGES_S, backend="gloo")
 def test_gloo_cannot_go_on(rank: int, where: str) -> None:
     """All raise, and then say what to do."""
     ours = sharded(mlp, Fragile, 2, lr=0.1)
@@ -211,7 +207,6 @@ def test_gloo_cannot_go_on(rank: int, where: str) -> None:
         ours.model[2].weight.register_hook(break_it)
     ours.optimizer.optim.breaks = "before" if rank == 1 else ""
     expected = pytest.raises(ArithmeticError) if rank == 1 else nullcontext()
-    began = time.monotonic()
     with expected:
         if rank == 1:
             ours.backward(1)
@@ -220,7 +215,6 @@ def test_gloo_cannot_go_on(rank: int, where: str) -> None:
             with raises(dist.DistBackendError, "was abandoned", "(rank 1 of 2)"):
                 ours.backward(1)
                 ours.optimizer.step()
-    assert time.monotonic() - began < 2 * SOON_S
     again = "got a backward after the group had failed"
     with raises(dist.DistBackendError, "[zero] ", again, "make the optimizer anew"):
         ours.backward(2)
@@ -289,30 +283,33 @@ class Dies(SGD):
 
     def step(self, closure: Any = None) -> Any:
         if self.dies:
-            os.kill(os.getpid(), signal.SIGKILL)
+            die_when_others_wait()
         return super().step(closure)
+
+
+def die_when_others_wait(*_: Any) -> None:
+    until_inside((0, 2))
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def survive(rank: int, stage: int, when: str) -> str | None:
     """Rank 1 dies in its third step; what the others raise is returned."""
     dist.init_process_group("trireme")
+    tell_process(rank)
     torch.manual_seed(0)
     ours = sharded(mlp, Dies, stage, lr=0.1)
     ours.train(0)
     ours.train(1)
-    began = time.monotonic()
     if rank == 1:
-        time.sleep(0.2)  # the others are on their way into the step
         if when == "before the step":
-            ours.optimizer.register_step_pre_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+            ours.optimizer.register_step_pre_hook(die_when_others_wait)
         if when == "in the step":
             ours.optimizer.optim.dies = True
         if when == "in backward":
-            ours.model[2].weight.register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
+            ours.model[2].weight.register_hook(die_when_others_wait)
     try:
         ours.train(2)
     except dist.DistBackendError as error:
-        assert time.monotonic() - began < SOON_S
         assert torch.isfinite(ours.model[0].weight).all()  # what is there can be saved
         return message_of(error)
     raise AssertionError("the step passed without rank 1")
@@ -345,11 +342,9 @@ def test_a_rank_that_does_not_step(rank: int) -> None:
     if rank == 1:
         store.wait(["done"], timedelta(seconds=30))
         return
-    began = time.monotonic()
     parts = ("step gate: before writing", "rank 1 (process", "has not come within 1 s")
     with raises(dist.DistBackendError, *parts):
         ours.optimizer.step()
-    assert time.monotonic() - began < 1 + SOON_S
     store.set("done", "yes")
 
 

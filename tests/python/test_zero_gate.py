@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
 import torch
 import trireme
 from ddp_ranks import assert_same_on_all_ranks, batch, mlp, on_ranks, values
-from shm_ranks import on_shm_ranks
+from shm_ranks import on_shm_ranks, until_inside
 from torch import nn
 from torch.optim import SGD, AdamW
 from zero_ranks import DDP, Zero, alone, assert_equal_parameters, sharded
@@ -45,15 +44,15 @@ def test_who_reads_sees_one_step(rank: int, stage: int) -> None:
         ours.backward(step)
         before = values(ours.model)
         if rank == 0:
-            time.sleep(0.1)
+            until_inside((1, 2), "step gate: before writing")
             with torch.no_grad():
                 ours.model(batch(50))
             assert_unchanged(ours.model, before)
         ours.optimizer.step()
         after = values(ours.model)
         assert not torch.equal(before["0.weight"], after["0.weight"])
-        if rank == 2:
-            time.sleep(0.1)
+        if rank == 2 and step < 2:
+            until_inside((0, 1))  # at the latest in the next backward
             assert_unchanged(ours.model, after)
         assert_equal_parameters(ours.model, one.model)
 

@@ -113,24 +113,23 @@ TEST_CASE("a rank that does not come is waited for until the timeout, and named"
   std::string said;
   bool may_try_again = false;
   std::atomic<bool> is_over{false};
-  on_shm(
-      2,
-      [&](ThreadRank& rank) {
-        StepGate gate(store_of(rank), rank.communicator);
-        rank.communicator->barrier("made").wait();
-        if (rank.where.rank == 0) {
-          try {
-            gate.begin_reading();
-          } catch (const c10::DistBackendError& error) {
-            said = error.what_without_backtrace();
-          }
-          may_try_again = gate.is_writing();
-          is_over = true;
-        } else {
-          while (!is_over) std::this_thread::sleep_for(std::chrono::milliseconds(1));
-        }
-      },
-      std::chrono::seconds(1));
+  on_shm(2, [&](ThreadRank& rank) {
+    StepGate gate(store_of(rank), rank.communicator);
+    rank.communicator->barrier("made").wait();
+    if (rank.where.rank == 0) {
+      rank.group->getBackend(c10::DeviceType::CPU)->setTimeout(std::chrono::seconds(1));
+      try {
+        gate.begin_reading();
+      } catch (const c10::DistBackendError& error) {
+        said = error.what_without_backtrace();
+      }
+      may_try_again = gate.is_writing();
+      is_over = true;
+      is_over.notify_all();
+    } else {
+      is_over.wait(false);
+    }
+  });
   CHECK(may_try_again);
   CHECK_THAT(said, Catch::Contains("step gate: written, parameters of version 1"));
   CHECK_THAT(said, Catch::Contains("rank 1"));

@@ -23,11 +23,11 @@ using std::chrono::milliseconds;
 
 namespace {
 
-// The group of this process, once its verdict has that part, or after five seconds.
+// The group of this process, once its verdict has that part, or after twenty seconds.
 SeenGroup examine_until(std::string_view part, ExamineRequest request = {}) {
   request.pids = {::getpid()};
   SeenGroup seen;
-  for (int i = 0; i < 500; ++i) {
+  for (int i = 0; i < 2000; ++i) {
     const Examination found = examine_host(request);
     if (found.groups.size() == 1) seen = found.groups.front();
     if (contains(seen.verdict, part)) break;

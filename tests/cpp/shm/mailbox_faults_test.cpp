@@ -208,7 +208,7 @@ TEST_CASE("a forked process can neither send nor receive, and its end changes no
       return;
     }
     for (int i = 0; i < 2; ++i) {
-      ::usleep(100'000);  // the thread sleeps by now
+      if (i == 1) ::usleep(100'000);  // the thread that the first message started sleeps by now
       Values values(1);
       const TransferPtr coming = post->start_recv(values, 1);  // the first starts the thread
       if (i == 1) {

@@ -18,9 +18,6 @@ using trireme::test::ThreadRank;
 
 namespace {
 
-// Gloo's destructor waits for what is in flight until its timeout.
-constexpr std::chrono::seconds kUntilGlooLetsGo{5};
-
 // Seeding is global; building a net has to be one thread's business at a time.
 std::mutex seed_mutex;
 
@@ -215,22 +212,17 @@ TEST_CASE("join: the first rank to run out can end it for all") {
 
 TEST_CASE("join: an exception in one rank's loop reaches the others") {
   std::vector<std::string> texts(2);
-  run_thread_ranks(
-      2,
-      [&](ThreadRank& rank) {
-        DistributedDataParallel<Net> ddp(Net(), rank.communicator);
-        try {
-          ddp->join([&] {
-            TORCH_CHECK(rank.where.rank == 0, "the loader broke");
-            loss_of(ddp->forward(whole_batch(0), true)).backward();
-          });
-        } catch (const c10::Error& error) {
-          texts[static_cast<size_t>(rank.where.rank)] = error.what_without_backtrace();
-        }
-        // Rank 1 must not take its connections away before rank 0 has read the announcement.
-        if (rank.where.rank == 1) std::this_thread::sleep_for(std::chrono::seconds(3));
-      },
-      kUntilGlooLetsGo);
+  run_thread_ranks(2, [&](ThreadRank& rank) {
+    DistributedDataParallel<Net> ddp(Net(), rank.communicator);
+    try {
+      ddp->join([&] {
+        TORCH_CHECK(rank.where.rank == 0, "the loader broke");
+        loss_of(ddp->forward(whole_batch(0), true)).backward();
+      });
+    } catch (const c10::Error& error) {
+      texts[static_cast<size_t>(rank.where.rank)] = error.what_without_backtrace();
+    }
+  });
   for (const std::string& text : texts) CHECK_THAT(text, Catch::Contains("the loader broke"));
 }
 
@@ -300,20 +292,17 @@ TEST_CASE("a module that changes on one rank alone raises on all, with what it w
            {1, "on rank 1: 'second.weight' was Float [4, 16], is Float [300, 16]"},
            {2, "on rank 1: 'head.weight' Float [2, 16] is gone"}}) {
     std::vector<std::string> texts(2);
-    run_thread_ranks(
-        2,
-        [&](ThreadRank& rank) {
-          Net net;
-          DistributedDataParallel<Net> ddp(net, rank.communicator);
-          train(ddp, 2, rank.where.rank, 2);
-          if (rank.where.rank == 1) change(net, which);
-          try {
-            train(ddp, 1, rank.where.rank, 2);
-          } catch (const c10::ValueError& error) {
-            texts[static_cast<size_t>(rank.where.rank)] = error.what_without_backtrace();
-          }
-        },
-        kUntilGlooLetsGo);
+    run_thread_ranks(2, [&](ThreadRank& rank) {
+      Net net;
+      DistributedDataParallel<Net> ddp(net, rank.communicator);
+      train(ddp, 2, rank.where.rank, 2);
+      if (rank.where.rank == 1) change(net, which);
+      try {
+        train(ddp, 1, rank.where.rank, 2);
+      } catch (const c10::ValueError& error) {
+        texts[static_cast<size_t>(rank.where.rank)] = error.what_without_backtrace();
+      }
+    });
     for (const std::string& found : texts) {
       CHECK_THAT(found, Catch::Contains("[ddp] got other parameters than were planned") &&
                             Catch::Contains("on rank 0: nothing changed") && Catch::Contains(text));
@@ -323,24 +312,19 @@ TEST_CASE("a module that changes on one rank alone raises on all, with what it w
 
 TEST_CASE("an exception on one rank comes out of the other's backward") {
   std::vector<std::string> texts(2);
-  run_thread_ranks(
-      2,
-      [&](ThreadRank& rank) {
-        DistributedDataParallel<Net> ddp(Net(), rank.communicator);
-        auto output = ddp->forward(at::ones({2, 6}), true);
-        if (rank.where.rank == 1) {
-          ddp->module()->first->weight.register_hook(
-              [](const at::Tensor&) { TORCH_CHECK(false, "rank 1's own error"); });
-        }
-        try {
-          loss_of(output).backward();
-        } catch (const c10::Error& error) {
-          texts[static_cast<size_t>(rank.where.rank)] = error.what_without_backtrace();
-        }
-        // Rank 1 must not take its connections away before rank 0 has read the announcement.
-        if (rank.where.rank == 1) std::this_thread::sleep_for(std::chrono::seconds(3));
-      },
-      kUntilGlooLetsGo);
+  run_thread_ranks(2, [&](ThreadRank& rank) {
+    DistributedDataParallel<Net> ddp(Net(), rank.communicator);
+    auto output = ddp->forward(at::ones({2, 6}), true);
+    if (rank.where.rank == 1) {
+      ddp->module()->first->weight.register_hook(
+          [](const at::Tensor&) { TORCH_CHECK(false, "rank 1's own error"); });
+    }
+    try {
+      loss_of(output).backward();
+    } catch (const c10::Error& error) {
+      texts[static_cast<size_t>(rank.where.rank)] = error.what_without_backtrace();
+    }
+  });
   CHECK_THAT(texts[1], Catch::Contains("rank 1's own error"));
   CHECK_THAT(texts[0],
              Catch::Contains("backward 1 was abandoned") && Catch::Contains("(rank 1 of 2)"));

@@ -18,9 +18,6 @@
 
 namespace trireme::test {
 
-// Gloo's destructor waits for what is in flight until its timeout.
-constexpr std::chrono::seconds kUntilGlooLetsGo{5};
-
 // Seeding is global; building a net has to be one thread's business at a time.
 inline std::mutex zero_seed_mutex;
 
@@ -92,12 +89,10 @@ template <typename Result>
 std::vector<Result> on_ranks(int64_t world, Engine engine,
                              const std::function<Result(ThreadRank&)>& rank_main) {
   std::vector<Result> results(static_cast<size_t>(world));
-  const std::chrono::seconds timeout =
-      engine == Engine::kGloo ? std::chrono::seconds(20) : std::chrono::seconds(30);
   run_thread_ranks(
       world,
       [&](ThreadRank& rank) { results[static_cast<size_t>(rank.where.rank)] = rank_main(rank); },
-      timeout, engine);
+      std::chrono::seconds(30), engine);
   return results;
 }
 
