@@ -254,10 +254,10 @@ def test_a_signal_of_a_killed_rank(rank: int) -> None:
 @has_windows
 @on_shm_ranks(2, timeout=40)
 def test_a_signal_that_does_not_come(rank: int) -> None:
-    set_timeout(1)  # which a window takes over when it waits
     window = dist.group.WORLD.new_window()
     if rank == 1:
         return stay_until("done")
+    set_timeout(1)
     with raises(dist.DistBackendError, "the signal of a window from rank 1", "within 1 s"):
         window.wait_signal(1, False)
     say("done")
