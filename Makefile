@@ -8,7 +8,7 @@ export TORCH VENV PYTHON CMAKE_FLAGS BUILD SOAK FAST TRIREME_CUDA
 
 help:
 	@echo "make demo      DP, DDP, ZeRO and FSDP beside torch's: a picture, and what was fastest"
-	@echo "               (10 minutes on 2 cores from nothing, 2 when it is built)"
+	@echo "               (10 minutes on 2 cores from nothing, 3 when it is built)"
 	@echo "make compare   the long one: a GPT under all strategies (3.5 minutes when it is built)"
 	@echo "make test      build, C++ tests, Python tests; FAST=1: those to run after each edit"
 	@echo "make soak      kill ranks, fuzz and run the sanitizers' tests for ten minutes; SOAK=<seconds>"

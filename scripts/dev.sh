@@ -216,13 +216,13 @@ core_build_s=520  # of one core, without CUDA kernels and without ccache
 announce_demo() {
   printf '[demo] Two models, each trained in seven ways, Trireme beside torch. On this machine, if nothing else runs:\n'
   if [ ! -x "$VENV/bin/python" ]; then
-    printf '[demo]   3 minutes   %s with torch, a download of 2 to 3 GB\n' "$VENV"
+    printf '[demo]   2 minutes   %s with torch, a download of 2 to 3 GB\n' "$VENV"
   fi
   if ! compgen -G 'build/current/python/trireme/_C*.so' >/dev/null; then
     printf '[demo]   %d minutes   libtrireme and the Python module, without tests, on %d cores\n' \
       $((core_build_s / $(nproc) / 60 + 1)) "$(nproc)"
   fi
-  printf '[demo]   2 minutes   the training; then a picture, and two sentences on what was fastest\n'
+  printf '[demo]   3 minutes   the training; then a picture, and two sentences on what was fastest\n'
 }
 
 case "${1:-}" in
