@@ -32,7 +32,7 @@ def run_script(script: Path, ranks: int, *options: str, timeout: float = 100) ->
 
 
 def run_command(command: Sequence[str], ranks: int, timeout: float = 100) -> str:
-    """The same of a program that is not Python's, with what torchrun would tell its ranks."""
+    """What so many ranks of another program print; they are told what torchrun would tell them."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     running = [
         subprocess.Popen(
