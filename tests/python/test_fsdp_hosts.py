@@ -6,6 +6,7 @@ Hosts are pretended by ``host_partition``; ranks that say different texts do not
 
 from __future__ import annotations
 
+import gc
 import os
 import resource
 import signal
@@ -165,10 +166,12 @@ def checkpoints(rank: int, world: int, folder: str) -> None:
 
 def memory_of_a_host(rank: int, world: int) -> None:
     """All parameters in the dtype that is read; in another one of their own, shards."""
+    models = []
     for param_dtype, mebibytes in ((None, 4), (BF16, 2)):
+        gc.collect()  # what an earlier model mapped does not go meanwhile
         before = mapped_mebibytes()
-        model = nn.Linear(1024, 1024, bias=False)
-        trireme.fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype, torch.float32))
+        models.append(nn.Linear(1024, 1024, bias=False))
+        trireme.fully_shard(models[-1], mp_policy=MixedPrecisionPolicy(param_dtype, torch.float32))
         assert mebibytes <= mapped_mebibytes() - before < mebibytes + 0.5
         dist.barrier()
 
