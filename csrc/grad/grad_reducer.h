@@ -373,7 +373,7 @@ class TRIREME_API GradReducer final : public GradSink,
   };
   std::vector<Newcomer> newcomers_;  // their hooks count on from parameters_
   int64_t replanned_at_ = -1;        // the step
-  // By parameter: where its values were when ranks had the same; empty: nobody asks.
+  // Tells for each parameter where its values were when ranks had the same; empty if nobody asks.
   std::vector<const c10::StorageImpl*> storages_;
 
   // the plan and its memory

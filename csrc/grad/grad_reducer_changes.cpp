@@ -44,7 +44,7 @@ std::unordered_map<const at::TensorImpl*, int64_t> places_of(const std::vector<a
   return places;
 }
 
-// The bits of some elements, the same ones on every rank.
+// Hashes the bits of some elements; every rank takes the same ones.
 int64_t hash_of_samples(const at::Tensor& tensor, int64_t seed) {
   const at::NoGradGuard no_grad;
   const std::vector<int64_t> positions =
@@ -177,7 +177,7 @@ void GradReducer::settle_change(bool late) {
   plan_is_stale_ = true;
 }
 
-// Those that lie elsewhere than they did, on some rank.
+// Compares the parameters that lie elsewhere than they did on some rank.
 void GradReducer::compare_moved_values(const std::vector<bool>& moved) {
   std::vector<size_t> compared;
   for (size_t i = 0; i < moved.size(); ++i)

@@ -94,7 +94,7 @@ def _run_program(
 
 
 def tell_process(rank: int) -> None:
-    """Which this rank is, to ranks that ask for its process_of()."""
+    """Lets other ranks ask for this one's process_of()."""
     dist.distributed_c10d._get_default_store().set(f"process {rank}", str(os.getpid()))
 
 
@@ -103,7 +103,7 @@ def process_of(rank: int) -> int:
 
 
 def set_timeout(timeout: float | timedelta, group: Any = None) -> None:
-    """Of a group, by default all ranks', from now on; seconds, or a timedelta.
+    """Gives a group, by default that of all ranks, another timeout: seconds, or a timedelta.
 
     A short one is set after ranks have met: on a busy machine they begin longer after each other.
     """

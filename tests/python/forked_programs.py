@@ -32,15 +32,19 @@ def run_script(script: Path, ranks: int, *options: str, timeout: float = 100) ->
 
 
 def run_command(command: Sequence[str], ranks: int, timeout: float = 100) -> str:
-    """What so many ranks of another program print; they are told what torchrun would tell them."""
+    """What so many ranks of another program print. Several are told what torchrun tells them."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+    def launched(rank: int) -> dict[str, str]:
+        return torchrun_variables(rank, ranks, store.port) if ranks > 1 else {}
+
     running = [
         subprocess.Popen(
             command,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env={**os.environ, **ON_CPU, **torchrun_variables(rank, ranks, store.port)},
+            env={**os.environ, **ON_CPU, **launched(rank)},
         )
         for rank in range(ranks)
     ]
@@ -128,6 +132,8 @@ def _module(ends: Sequence[Connection], environment: dict[str, str], command: li
         runpy.run_module(command[0], run_name="__main__", alter_sys=True)
     except SystemExit as end:
         code = end.code or 0
+        if not isinstance(code, int):
+            print(code, file=sys.stderr)
     except BaseException:
         traceback.print_exc()
         code = 1

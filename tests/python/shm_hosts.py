@@ -27,7 +27,7 @@ def join(rank: int, layout: str, timeout_s: float = AGES_S) -> Any:
 def until_entered(others: Iterable[int], what: str = "") -> None:
     """Until these have said that they come, and are seen in what this rank has to come to.
 
-    Of a rank that is alone on its host, or waits for another host, what it entered before is seen.
+    A rank that is alone on its host, or waits for another host, is seen in what it entered before.
     """
     ranks = list(others)
     stay_until(*(f"{rank} comes" for rank in ranks))

@@ -29,6 +29,15 @@ def step_fn(model: nn.Module, step: int, rank: int) -> None:
     model(batch(step)[rank::WORLD]).square().mean().backward()
 
 
+def assert_step_equals(ddp: nn.Module, alone: nn.Module, step: int, rank: int) -> None:
+    """Averages are what one process gets from the whole batch."""
+    ddp.zero_grad()
+    alone.zero_grad()
+    step_fn(ddp, step, rank)
+    alone(batch(step)).square().mean().backward()
+    torch.testing.assert_close(gradients(ddp), gradients(alone))
+
+
 def seeded(make: Callable[[], nn.Module], rank: int = 0) -> nn.Module:
     torch.manual_seed(50 + rank)
     return make()
@@ -134,11 +143,7 @@ def test_frozen_at_wrapping_then_given_another_shape(rank: int, rows: int) -> No
     module[1].requires_grad_(True)
     alone = copy.deepcopy(module)
     for step in range(1, 4):
-        ddp.zero_grad()
-        alone.zero_grad()
-        step_fn(ddp, step, rank)
-        alone(batch(step)).square().mean().backward()
-        torch.testing.assert_close(gradients(ddp), gradients(alone))
+        assert_step_equals(ddp, alone, step, rank)
 
 
 @on_ranks()
@@ -308,11 +313,7 @@ def test_data_in_other_memory(rank: int) -> None:
                 move(module)
                 if step == 1:  # a step that all ranks begin anew for another reason
                     replace_layer(module)
-            ddp.zero_grad()
-            alone.zero_grad()
-            step_fn(ddp, step, rank)
-            alone(batch(step)).square().mean().backward()
-            torch.testing.assert_close(gradients(ddp), gradients(alone))
+            assert_step_equals(ddp, alone, step, rank)
 
 
 @on_ranks()
