@@ -11,6 +11,10 @@ import trireme
 from distributed import without_launcher
 from forked_programs import ForkedPopen
 
+# torch's Store asks DNS for the name of each address that connects to it, 127.0.0.1 included, and
+# stands still until it is answered. After a failure it asks no more.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+
 
 @pytest.fixture(autouse=True)
 def fresh_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
