@@ -65,7 +65,7 @@ CUDA_HEADER = re.compile(
     r"(cuda|cublas|cudnn|nccl|cub/|c10/cuda/|ATen/cuda/|torch/csrc/cuda/)"
     r"|torch/csrc/distributed/c10d/(nccl2/)?(ProcessGroupNCCL|NCCL)"
 )
-CUDA_HOMES = ("csrc/kernels/cuda/*", "csrc/common/stream.*", "csrc/comm/nccl/*")
+CUDA_HOMES = ("csrc/kernels/cuda/*", "csrc/common/stream.*", "csrc/comm/c10d/nccl/*")
 PYTHON_HEADER = re.compile(
     r"(pybind11/|Python\.h|torch/csrc/utils/pybind|torch/csrc/autograd/python_|torch/python)"
 )
@@ -84,7 +84,7 @@ def foreign_headers(path: PurePosixPath, text: str) -> list[str]:
             "belongs in comm/ or bindings/ only",
         ),
         (CUDA_HEADER, in_cuda, f"belongs in {CUDA_HOMES} only"),
-        (GLOO_HEADER, path.match("csrc/comm/gloo_group.cpp"), "belongs in comm/gloo_group.cpp"),
+        (GLOO_HEADER, path.match("csrc/comm/c10d/gloo_group.cpp"), "belongs in comm/c10d/gloo_group.cpp"),
         (TORCH_HEADER, here != "shm", "is torch's, and shm/ is torch-free"),
         (TORCH_HEADER, path.suffix != ".cu", "is torch's: kernels take raw pointers"),
         (re.compile(r"torch/extension\.h"), False, "costs 37 s per file; include what is used"),

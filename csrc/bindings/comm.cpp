@@ -1,10 +1,10 @@
 #include <trireme/bindings/bindings.h>
 #include <trireme/bindings/shared_function.h>
-#include <trireme/comm/c10d_communicator.h>
-#include <trireme/comm/custom_communicator.h>
+#include <trireme/comm/launch/make_communicator.h>
+#include <trireme/comm/c10d/custom_communicator.h>
 #include <trireme/comm/recording_communicator.h>
-#include <trireme/comm/shm_backend.h>
-#include <trireme/comm/shm_p2p.h>
+#include <trireme/comm/backend/shm_backend.h>
+#include <trireme/comm/backend/p2p.h>
 #include <trireme/common/interruption.h>
 
 #include <pybind11/chrono.h>
@@ -123,7 +123,7 @@ void init_comm(py::module_& module) {
       .def_property_readonly("records", &RecordingCommunicator::records)
       .def("clear", &RecordingCommunicator::clear);
 
-  module.def("make_c10d_communicator", torch::wrap_pybind_function(make_c10d_communicator),
+  module.def("make_communicator", torch::wrap_pybind_function(make_communicator),
              py::arg("group"), py::arg("store"));
 
   module.def("make_shm_backend",
@@ -137,7 +137,7 @@ void init_comm(py::module_& module) {
                  }),
              py::arg("store"), py::arg("rank"), py::arg("world"), py::arg("timeout"),
              py::arg("host_partition") = "",
-             "The c10d backend \"trireme\"; see comm/shm_backend.h.");
+             "The c10d backend \"trireme\"; see comm/backend/shm_backend.h.");
   module.def("close_all_p2p", &close_all_p2p, py::call_guard<py::gil_scoped_release>(),
              "For the end of the process: waits until peers can receive what was sent to them.");
   module.def("leave_all_groups", &leave_all_groups, py::arg("error"),

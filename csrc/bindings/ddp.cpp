@@ -3,7 +3,7 @@
 #include <trireme/bindings/bindings.h>
 #include <trireme/bindings/shared_function.h>
 #include <trireme/bindings/step_report.h>
-#include <trireme/comm/comm_hook.h>
+#include <trireme/comm/c10d/comm_hook.h>
 
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/distributed/c10d/python_comm_hook.h>

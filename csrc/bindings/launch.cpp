@@ -1,5 +1,5 @@
 #include <trireme/bindings/bindings.h>
-#include <trireme/comm/rendezvous.h>
+#include <trireme/comm/launch/rendezvous.h>
 #include <trireme/common/cpus.h>
 #include <trireme/common/env.h>
 #include <trireme/common/error.h>
@@ -60,7 +60,7 @@ void bind_environment(py::module_& module) {
 }
 
 void bind_rendezvous(py::module_& module) {
-  py::class_<Rendezvous>(module, "Rendezvous", "See csrc/comm/rendezvous.h.")
+  py::class_<Rendezvous>(module, "Rendezvous", "See csrc/comm/launch/rendezvous.h.")
       .def(py::init(torch::wrap_pybind_function_no_gil([](const LaunchEnvironment& environment,
                                                           const std::string& init_method,
                                                           Timeout timeout) {

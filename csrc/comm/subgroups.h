@@ -3,16 +3,10 @@
 #include <trireme/comm/communicator.h>
 #include <trireme/common/export.h>
 
-#include <c10/util/intrusive_ptr.h>
-
 #include <cstdint>
 #include <memory>
 #include <string>
 #include <vector>
-
-namespace c10d {
-class ProcessGroup;
-}  // namespace c10d
 
 namespace trireme {
 
@@ -39,11 +33,5 @@ TRIREME_API std::shared_ptr<Communicator> neighbours_of(Communicator& communicat
 // on. Throws the same.
 TRIREME_API std::shared_ptr<Communicator> counterparts_of(Communicator& communicator,
                                                           int64_t count);
-
-// A group of some ranks of `group`, for the same devices; null where one of its engines can make
-// none. `name`: of its keys in that group's Store, once per group and first rank.
-c10::intrusive_ptr<c10d::ProcessGroup> split_group(c10d::ProcessGroup& group,
-                                                   const std::vector<int>& ranks,
-                                                   const std::string& name);
 
 }  // namespace trireme

@@ -1,6 +1,6 @@
 #include <trireme/grad/compressor.h>
 
-#include <trireme/comm/comm_hook.h>
+#include <trireme/comm/c10d/comm_hook.h>
 
 #include <utility>
 

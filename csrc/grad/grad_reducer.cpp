@@ -1,6 +1,6 @@
 #include <trireme/grad/grad_reducer.h>
 
-#include <trireme/comm/comm_hook.h>
+#include <trireme/comm/c10d/comm_hook.h>
 #include <trireme/common/trace.h>
 
 #include <ATen/ATen.h>

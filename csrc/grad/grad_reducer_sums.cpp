@@ -1,4 +1,4 @@
-#include <trireme/comm/custom_communicator.h>
+#include <trireme/comm/c10d/custom_communicator.h>
 #include <trireme/grad/grad_reducer.h>
 
 #include <ATen/ATen.h>

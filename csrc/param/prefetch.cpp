@@ -1,6 +1,6 @@
 #include <trireme/param/prefetch.h>
 
-#include <trireme/comm/custom_communicator.h>
+#include <trireme/comm/c10d/custom_communicator.h>
 #include <trireme/comm/only_device.h>
 #include <trireme/common/error.h>
 #include <trireme/common/trace.h>

@@ -1,6 +1,6 @@
 #include <trireme/saving/module_checkpoint.h>
 
-#include <trireme/comm/launch.h>
+#include <trireme/comm/launch/launch.h>
 #include <trireme/comm/only_device.h>
 #include <trireme/saving/checkpoint.h>
 #include <trireme/saving/held_parts.h>

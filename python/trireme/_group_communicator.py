@@ -17,7 +17,7 @@ def communicator_of(group: dist.ProcessGroup) -> _C.Communicator:
     """The communicator of ``group``, which lives as long as somebody keeps it."""
     communicator = _communicators.get(group)
     if communicator is None:
-        communicator = _C.make_c10d_communicator(group, _store_of(group))
+        communicator = _C.make_communicator(group, _store_of(group))
         _communicators[group] = communicator
     return communicator
 

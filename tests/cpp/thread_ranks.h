@@ -1,8 +1,8 @@
 #pragma once
 
-#include <trireme/comm/c10d_communicator.h>
-#include <trireme/comm/gloo_group.h>
-#include <trireme/comm/shm_backend.h>
+#include <trireme/comm/launch/make_communicator.h>
+#include <trireme/comm/c10d/gloo_group.h>
+#include <trireme/comm/backend/shm_backend.h>
 
 #include <ATen/Parallel.h>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
@@ -67,7 +67,7 @@ inline void run_thread_ranks(int64_t world, const std::function<void(ThreadRank&
       at::set_num_threads(1);
       rank.store = store;
       connect(rank);
-      rank.communicator = make_c10d_communicator(rank.group, store);
+      rank.communicator = make_communicator(rank.group, store);
       rank_main(rank);
     } catch (...) {
       {

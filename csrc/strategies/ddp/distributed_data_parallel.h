@@ -1,7 +1,7 @@
 #pragma once
 
-#include <trireme/comm/comm_hook.h>
-#include <trireme/comm/launch.h>
+#include <trireme/comm/c10d/comm_hook.h>
+#include <trireme/comm/launch/launch.h>
 #include <trireme/grad/find_tensors.h>
 #include <trireme/grad/module_parameters.h>
 #include <trireme/saving/held_parts.h>
@@ -98,7 +98,7 @@ class DistributedDataParallelImpl : public torch::nn::Module, public WrapsModule
     uneven_inputs.accompany([this] { return module_->buffers(); });
   }
 
-  // Replaces the all-reduce of each bucket, division included (see comm/comm_hook.h;
+  // Replaces the all-reduce of each bucket, division included (see comm/c10d/comm_hook.h;
   // make_comm_hook() takes hooks written for torch's DDP). Once, before the first backward.
   void register_comm_hook(std::shared_ptr<CommHook> hook) {
     ddp_.reducer().set_comm_hook(std::move(hook));

@@ -1,6 +1,6 @@
 #include <trireme/strategies/fsdp/sharded_module.h>
 
-#include <trireme/comm/launch.h>
+#include <trireme/comm/launch/launch.h>
 #include <trireme/comm/subgroups.h>
 #include <trireme/common/error.h>
 #include <trireme/grad/module_parameters.h>

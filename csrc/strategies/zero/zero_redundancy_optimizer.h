@@ -1,6 +1,6 @@
 #pragma once
 
-#include <trireme/comm/launch.h>
+#include <trireme/comm/launch/launch.h>
 #include <trireme/grad/flat_optimizer.h>
 #include <trireme/strategies/zero/zero_optimizer.h>
 

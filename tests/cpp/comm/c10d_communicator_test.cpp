@@ -1,5 +1,5 @@
 #include <trireme/comm/all_mean.h>
-#include <trireme/comm/comm_hook.h>
+#include <trireme/comm/c10d/comm_hook.h>
 #include <trireme/comm/subgroups.h>
 
 #include <ATen/ATen.h>

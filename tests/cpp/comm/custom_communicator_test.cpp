@@ -1,7 +1,7 @@
 // Collectives of the user's: how lists of tensors are laid out for them, and what is refused. The
 // user's are played by functions that do what a group would in which all ranks have the same.
 
-#include <trireme/comm/custom_communicator.h>
+#include <trireme/comm/c10d/custom_communicator.h>
 
 #include <trireme/comm/recording_communicator.h>
 

@@ -1,6 +1,6 @@
 // What a communicator does over engines of GPUs, on machines that have none.
 
-#include <trireme/comm/c10d_communicator.h>
+#include <trireme/comm/launch/make_communicator.h>
 #include <trireme/comm/only_device.h>
 #include <trireme/comm/recording_communicator.h>
 #include <trireme/comm/subgroups.h>
@@ -17,7 +17,7 @@ using trireme::test::make_fake_group;
 namespace {
 
 std::shared_ptr<Communicator> communicator_over(const FakeEngines& engines) {
-  return make_c10d_communicator(make_fake_group(engines), nullptr);
+  return make_communicator(make_fake_group(engines), nullptr);
 }
 
 FakeEngines of_cpu_and_gpu() { return {.cpu = c10::make_intrusive<FakeEngine>("fake")}; }

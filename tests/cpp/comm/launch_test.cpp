@@ -1,6 +1,6 @@
-#include <trireme/comm/launch.h>
+#include <trireme/comm/launch/launch.h>
 
-#include <trireme/comm/rendezvous.h>
+#include <trireme/comm/launch/rendezvous.h>
 #include <trireme/common/cpus.h>
 
 #include <arpa/inet.h>

@@ -1,6 +1,6 @@
-#include <trireme/comm/c10d_communicator.h>
-#include <trireme/comm/host_layout.h>
-#include <trireme/comm/shm_backend.h>
+#include <trireme/comm/launch/make_communicator.h>
+#include <trireme/comm/hosts/host_layout.h>
+#include <trireme/comm/backend/shm_backend.h>
 #include <trireme/shm/segment.h>
 
 #include <ATen/ATen.h>
@@ -100,7 +100,7 @@ std::vector<std::string> by_communicator(
     const std::function<std::string(const std::shared_ptr<Communicator>&)>& main) {
   std::vector<std::string> said(hosts.size());
   const auto errors = on_hosts(hosts, [&](int64_t rank, const Group& group) {
-    said[static_cast<size_t>(rank)] = main(make_c10d_communicator(group, nullptr));
+    said[static_cast<size_t>(rank)] = main(make_communicator(group, nullptr));
   });
   for (size_t rank = 0; rank < hosts.size(); ++rank)
     if (!errors[rank].empty()) said[rank] = "raised " + errors[rank];

@@ -210,7 +210,7 @@ void run_sim_ranks(int64_t world, const std::function<void(ThreadRank&)>& rank_m
     group->setBackend(kSim, Group::BackendType::CUSTOM, make_sim_engine(rank.store, rank.where));
     group->setDefaultBackend(Group::BackendType::CUSTOM);
     rank.group = group;
-    rank.communicator = make_c10d_communicator(group, rank.store);
+    rank.communicator = make_communicator(group, rank.store);
     rank_main(rank);
     synchronize(sim_device(rank.where.rank));
   };

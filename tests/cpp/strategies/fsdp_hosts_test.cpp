@@ -1,7 +1,7 @@
 // fully_shard for C++ modules whose ranks are on several hosts: they train as one process does.
 
-#include <trireme/comm/c10d_communicator.h>
-#include <trireme/comm/shm_backend.h>
+#include <trireme/comm/launch/make_communicator.h>
+#include <trireme/comm/backend/shm_backend.h>
 
 #include <torch/serialize.h>
 
@@ -39,7 +39,7 @@ std::vector<Result> on_hosts(const std::string& hosts,
                                      .connect_timeout = std::chrono::seconds(20),
                                      .hostname = "127.0.0.1",
                                      .host_partition = hosts.substr(index, 1)});
-        rank.communicator = make_c10d_communicator(rank.group, store);
+        rank.communicator = make_communicator(rank.group, store);
         results[index] = main(rank);
       } catch (const std::exception& error) {
         errors[index] = error.what();

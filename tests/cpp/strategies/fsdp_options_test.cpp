@@ -1,6 +1,6 @@
 // What a C++ program says of how its units are sharded, gathered and freed.
 
-#include <trireme/comm/custom_communicator.h>
+#include <trireme/comm/c10d/custom_communicator.h>
 #include <trireme/comm/subgroups.h>
 #include <trireme/saving/module_checkpoint.h>
 

@@ -168,7 +168,7 @@ TEST_CASE("the checkpoint of another module is refused on all ranks") {
 
 TEST_CASE("over engines of GPUs alone ranks agree through the GPU") {
   const TemporaryFolder folder;
-  const auto communicator = make_c10d_communicator(test::make_fake_group({}), nullptr);
+  const auto communicator = make_communicator(test::make_fake_group({}), nullptr);
   // This program has no libtorch_cuda, so that is as far as it gets.
   const std::string error = test::error_of([&] {
     save_checkpoint(folder.path + "/checkpoint", *Net(1), {.communicator = communicator});

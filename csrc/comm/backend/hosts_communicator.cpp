@@ -1,0 +1,51 @@
+#include <trireme/comm/backend/hosts_communicator.h>
+
+#include <trireme/comm/backend/verbs.h>
+#include <trireme/shm/segment.h>
+
+#include <utility>
+
+namespace trireme {
+namespace {
+
+class HostsCommunicator final : public ShmVerbs {
+ public:
+  using ShmVerbs::ShmVerbs;
+
+  // Whoever waits, here or on another host, raises: no rank looks into the Store meanwhile.
+  void announce_failure(const std::string& reason) noexcept override {
+    if (uses_others()) others().announce_failure(reason);
+    backend()->fail(reason);
+  }
+
+  HostMemory share_host_memory(int64_t bytes, std::string label) override {
+    TORCH_CHECK_VALUE(
+        bytes > 0,
+        error_text("communicator", "share_host_memory got " + std::to_string(bytes) + " bytes",
+                   rank_of(), "Ask for at least one."));
+    const shm::HostGroup& group = backend()->host_group();
+    HostMemory host{.where = {group.rank(), group.world()}};
+    backend()->run_between_hosts(
+        "trireme:share_memory", [&](MultiHostCollectives& hosts, shm::CallOptions call) {
+          call.label = label;
+          shm::SharedSegment shared = hosts.share_segment(bytes, call);
+          host.memory.why_not = std::move(shared.why_not);
+          if (shared.segment)
+            host.memory.segment = std::make_shared<const shm::Segment>(std::move(shared.segment));
+        });
+    return host;
+  }
+
+  Pending all_gather_in_host(PartsByRank parts, std::string label) override {
+    return issue(std::move(label), [&] { return Works{backend()->all_gather_in_host(parts)}; });
+  }
+};
+
+}  // namespace
+
+std::shared_ptr<Communicator> make_hosts_communicator(c10::intrusive_ptr<ShmBackend> backend,
+                                                      std::shared_ptr<Communicator> others) {
+  return std::make_shared<HostsCommunicator>(std::move(backend), std::move(others));
+}
+
+}  // namespace trireme

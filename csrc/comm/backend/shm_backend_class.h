@@ -1,0 +1,202 @@
+#pragma once
+
+#include <trireme/comm/hosts/group_collectives.h>
+#include <trireme/comm/backend/arguments.h>
+#include <trireme/comm/backend/shm_backend.h>
+#include <trireme/comm/backend/torch_compat.h>
+#include <trireme/comm/backend/hooks.h>
+#include <trireme/comm/backend/p2p.h>
+#include <trireme/comm/backend/queue.h>
+
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace trireme {
+
+// See shm_backend.h. Old names of c10d's verbs are overridden, which newer torch forwards to.
+class ShmBackend final : public c10d::Backend {
+ public:
+  using Tensors = std::vector<at::Tensor>;
+  using TensorLists = std::vector<Tensors>;
+  using WorkPtr = c10::intrusive_ptr<c10d::Work>;
+  using Splits = std::vector<int64_t>;
+
+  ShmBackend(const c10::intrusive_ptr<c10d::Store>& store, RankOf where, const ShmOptions& options);
+  ~ShmBackend() override;
+
+  const std::string getBackendName() const override;
+  c10::intrusive_ptr<Options> getBackendOptions() override { return options_; }
+  void setTimeout(std::chrono::milliseconds timeout) override;
+  uint64_t getSequenceNumberForGroup() override;
+  bool supportsSplitting() const override { return true; }
+  c10::intrusive_ptr<Backend> split(const c10::intrusive_ptr<c10d::Store>& store,
+                                    const std::vector<int>& ranks,
+                                    const c10::intrusive_ptr<Options>& options) override;
+  // Called by those that remain, also when a rank that goes has ended this group; with flag 1 it is
+  // aborted first.
+  bool supportsShrinking() const override { return true; }
+  c10::intrusive_ptr<Backend> shrink(const std::vector<int64_t>& ranks_to_exclude, int flags,
+                                     const c10::intrusive_ptr<Options>& options) override;
+  void abort() override;     // whatever waits, and whatever is called later, raises
+  void shutdown() override;  // after what is queued
+  // Do all ranks? False also where only those of each host do.
+  bool shares_memory() const { return collectives_ != nullptr; }
+  // False where every rank is alone on its host: then all is Gloo's.
+  bool uses_memory() const { return collectives_ != nullptr || hosts_ != nullptr; }
+  // shm_backend_hooks.cpp; messages over Gloo are not reported.
+  c10d::ErrorType getError() override;
+  void registerOnCompletionHook(
+      std::function<void(std::shared_ptr<c10d::WorkInfo>)>&& hook) override;
+  void waitForPendingWorks() override;        // with their hooks; not for messages
+  void enableCollectivesTiming() override {}  // they always are
+  bool supportsAbortHooks() const TRIREME_HOOKS_OVERRIDE { return uses_memory(); }
+  void registerAbortHook(int64_t id, AbortHook hook) TRIREME_HOOKS_OVERRIDE;
+  void unregisterAbortHook(int64_t id) TRIREME_HOOKS_OVERRIDE;
+  bool supportsCompletionHooks() const TRIREME_HOOKS_OVERRIDE { return uses_memory(); }
+  void registerCompletionHook(int64_t id, CompletionHook hook) TRIREME_HOOKS_OVERRIDE;
+  void unregisterCompletionHook(int64_t id) TRIREME_HOOKS_OVERRIDE;
+
+  // shm_backend_memory.cpp; local calls, new_window() is collective.
+  bool supportsTensorAlloc(c10::DeviceIndex /*index*/) override { return shares_memory(); }
+  at::Tensor allocateTensor(long size, at::TensorOptions options) override;
+  std::shared_ptr<c10::Allocator> getMemAllocator() override;
+  bool supportsWindow() const TRIREME_WINDOW_OVERRIDE { return shares_memory(); }
+  c10::intrusive_ptr<Window> new_window(const std::optional<at::Tensor>& tensor)
+      TRIREME_WINDOW_OVERRIDE;
+  // What went wrong beside the operations: for the hooks, and getError().
+  void note(const shm::Fault& fault) noexcept;
+
+  // See leave_all_groups().
+  void end_run(const std::string& error) noexcept;
+
+  // The same as abort(), with a reason that all ranks repeat.
+  void fail(const std::string& reason) noexcept;
+
+  // What follows is the communicators': of this host's ranks, only where uses_memory().
+  shm::HostGroup& host_group() { return *group_; }
+  // See shm::HostGroup::abandon. What is queued and has not begun ends with that reason, too.
+  void abandon(const std::string& reason) noexcept;
+  using Task = std::function<void(shm::Collectives&, const shm::CallOptions&)>;
+  // In the order of the group's operations, where shares_memory(); returns when it has run.
+  void run_in_order(const char* title, Task task);
+  // The same where only the ranks of each host do.
+  using HostsTask = std::function<void(MultiHostCollectives&, const shm::CallOptions&)>;
+  void run_between_hosts(const char* title, HostsTask task);
+  // See Communicator::all_gather_in_host; there, too.
+  WorkPtr all_gather_in_host(const TensorLists& parts);
+  // As if the tensors, of one dtype, were one.
+  WorkPtr broadcast_coalesced(Tensors& tensors, const c10d::BroadcastOptions& options);
+
+  // What the operations that this thread submits meanwhile move: in errors, and compared between
+  // the ranks.
+  class ScopedLabel {
+   public:
+    explicit ScopedLabel(std::string label);
+    ~ScopedLabel();
+    ScopedLabel(const ScopedLabel&) = delete;
+    ScopedLabel& operator=(const ScopedLabel&) = delete;
+  };
+
+  // shm_backend_verbs.cpp
+  WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override;
+  WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override;
+  WorkPtr allreduce_coalesced(Tensors& tensors,
+                              const c10d::AllreduceCoalescedOptions& options) override;
+  WorkPtr allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& options) override;
+  WorkPtr reduce(Tensors& tensors, const c10d::ReduceOptions& options) override;
+  WorkPtr allgather(TensorLists& outputs, Tensors& inputs,
+                    const c10d::AllgatherOptions& options) override;
+  WorkPtr _allgather_base(at::Tensor& output, at::Tensor& input,
+                          const c10d::AllgatherOptions& options) override;
+  WorkPtr allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                          const c10d::AllgatherOptions& options) override;
+  WorkPtr allgather_coalesced(TensorLists& outputs, Tensors& inputs,
+                              const c10d::AllgatherOptions& options) override;
+  WorkPtr gather(TensorLists& outputs, Tensors& inputs,
+                 const c10d::GatherOptions& options) override;
+  WorkPtr scatter(Tensors& outputs, TensorLists& inputs,
+                  const c10d::ScatterOptions& options) override;
+  WorkPtr reduce_scatter(Tensors& outputs, TensorLists& inputs,
+                         const c10d::ReduceScatterOptions& options) override;
+  WorkPtr _reduce_scatter_base(at::Tensor& output, at::Tensor& input,
+                               const c10d::ReduceScatterOptions& options) override;
+  WorkPtr reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                          const c10d::ReduceScatterOptions& options) override;
+  WorkPtr alltoall(Tensors& outputs, Tensors& inputs,
+                   const c10d::AllToAllOptions& options) override;
+  WorkPtr alltoall_base(at::Tensor& output, at::Tensor& input, Splits& output_splits,
+                        Splits& input_splits, const c10d::AllToAllOptions& options) override;
+  WorkPtr barrier(const c10d::BarrierOptions& options) override;
+  void monitoredBarrier(const c10d::BarrierOptions& options, bool wait_all_ranks) override;
+  WorkPtr send(Tensors& tensors, int destination, int tag) override;
+  WorkPtr recv(Tensors& tensors, int source, int tag) override;
+  WorkPtr recvAnysource(Tensors& tensors, int tag) override;
+
+ private:
+  // What an operation is given when its turn has come.
+  struct Call {
+    GroupCollectives run;
+    shm::CallOptions options;
+    shm::Dtype dtype;
+  };
+  using Run = std::function<void(Call&)>;
+
+  struct Request {
+    template <typename C10dOptions>
+    Request(ShmArguments arguments, c10d::OpType type, const char* title, Tensors outputs,
+            const C10dOptions& options)
+        : arguments(std::move(arguments)),
+          type(type),
+          title(title),
+          outputs(std::move(outputs)),
+          timeout(options.timeout),
+          synchronous(!options.asyncOp) {}
+
+    ShmArguments arguments;
+    c10d::OpType type;
+    const char* title;  // of the profiler's range
+    Tensors outputs;
+    std::chrono::milliseconds timeout;
+    bool synchronous;
+  };
+
+  void meet();
+  void meet_hosts(const std::string& incarnation);
+  WorkPtr submit(Request request, Run run);
+  uint64_t open_epoch() const;
+  void refuse_if_over(uint64_t epoch) const;
+  void run_alone(const char* title, Run run);
+  uint64_t leave(const std::string& reason);
+  static void run_or_refuse(Call& call, const char* name, const Run& run);
+  WorkPtr broadcast_from(Request request, int64_t root);
+  WorkPtr all_reduce(Request request, const c10d::ReduceOp& op);
+  WorkPtr all_gather_into(Request request, const Tensors& outputs, const Tensors& inputs);
+  WorkPtr reduce_scatter_from(Request request, const Tensors& outputs, const Tensors& inputs,
+                              const c10d::ReduceOp& op);
+
+  c10::intrusive_ptr<c10d::Store> store_;
+  RankOf where_;
+  ShmOptions shm_options_;
+  c10::intrusive_ptr<Options> options_;
+  uint64_t forks_;  // of this process, when the backend was made
+  std::atomic<uint64_t> sequence_{0};
+  int64_t shrinks_ = 0;
+  std::unique_ptr<shm::HostGroup> group_;
+  std::unique_ptr<shm::Collectives> collectives_;
+  std::shared_ptr<ShmHooks> hooks_ = std::make_shared<ShmHooks>();
+  std::unique_ptr<ShmP2p> p2p_;
+  // In place of the two above, where ranks are on several hosts: the first only if some of them
+  // share one, the second for what the first does not do.
+  std::unique_ptr<MultiHostCollectives> hosts_;
+  c10::intrusive_ptr<Backend> inner_;
+  ShmQueue queue_;  // last: its thread uses all of the above
+};
+
+}  // namespace trireme

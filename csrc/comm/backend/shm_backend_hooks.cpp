@@ -1,0 +1,57 @@
+// What the backend tells those that registered with it, and what it says of itself.
+
+#include <trireme/comm/backend/shm_backend_class.h>
+#include <trireme/common/forks.h>
+
+#include <limits>
+#include <utility>
+
+namespace trireme {
+namespace {
+
+// Of registerOnCompletionHook, which has no number of its own.
+constexpr int64_t kOnCompletion = std::numeric_limits<int64_t>::min();
+
+}  // namespace
+
+c10d::ErrorType ShmBackend::getError() {
+  if (!uses_memory()) return inner_->getError();
+  if (hooks_->error() == c10d::ErrorType::SUCCESS && group_->failure())
+    return c10d::ErrorType::REMOTE_ERROR;  // not met by an operation of this rank yet
+  return hooks_->error();
+}
+
+void ShmBackend::registerOnCompletionHook(
+    std::function<void(std::shared_ptr<c10d::WorkInfo>)>&& hook) {
+  TORCH_CHECK_VALUE(uses_memory(), error_text("shm_backend", "Gloo reports no completions", where_,
+                                              "Register no hook where no ranks share memory."));
+  TORCH_CHECK_VALUE(onCompletionHook_ == nullptr,
+                    error_text("shm_backend", "got a second hook for completions", where_,
+                               "Call both from one."));
+  onCompletionHook_ = std::move(hook);
+  hooks_->set_completion_hook(kOnCompletion, [hook = onCompletionHook_](const ShmCompletion& one) {
+    hook(std::make_shared<c10d::WorkInfo>(one.type, one.sequence, one.started, one.finished,
+                                          one.finished - one.started));
+  });
+}
+
+void ShmBackend::waitForPendingWorks() {
+  if (uses_memory() && forks_ == forks_so_far()) queue_.drain();
+}
+
+void ShmBackend::registerAbortHook(int64_t id, AbortHook hook) {
+  hooks_->set_abort_hook(id, std::move(hook));
+}
+
+void ShmBackend::unregisterAbortHook(int64_t id) { hooks_->set_abort_hook(id, {}); }
+
+void ShmBackend::registerCompletionHook(int64_t id, CompletionHook hook) {
+  hooks_->set_completion_hook(id, [hook = std::move(hook)](const ShmCompletion& one) {
+    const std::chrono::duration<float, std::milli> duration = one.finished - one.started;
+    hook({one.key, duration.count()});
+  });
+}
+
+void ShmBackend::unregisterCompletionHook(int64_t id) { hooks_->set_completion_hook(id, {}); }
+
+}  // namespace trireme

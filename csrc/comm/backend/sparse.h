@@ -1,0 +1,14 @@
+#pragma once
+
+#include <trireme/comm/hosts/group_collectives.h>
+
+#include <ATen/core/Tensor.h>
+
+namespace trireme {
+
+// The sum over the ranks of a sparse COO tensor, in place and coalesced: indices and values of all
+// ranks are gathered, so the cost grows with the number of ranks and what they do not share.
+void all_reduce_sparse(const GroupCollectives& collectives, const at::Tensor& tensor,
+                       const shm::CallOptions& options);
+
+}  // namespace trireme

@@ -1,0 +1,134 @@
+#include <trireme/comm/backend/verbs.h>
+
+#include <trireme/comm/reduce_op.h>
+
+#include <algorithm>
+#include <map>
+#include <utility>
+
+namespace trireme {
+namespace {
+
+using TensorList = std::vector<at::Tensor>;
+
+// The works of one verb, in the order they were issued. They keep their tensors alive.
+class ShmState final : public Pending::State {
+ public:
+  explicit ShmState(const std::vector<ShmBackend::WorkPtr>& works) {
+    for (const auto& work : works)
+      works_.push_back(c10::static_intrusive_pointer_cast<ShmWork>(work));
+  }
+
+  bool done() const override {
+    return std::all_of(works_.begin(), works_.end(),
+                       [](const auto& work) { return work->isCompleted(); });
+  }
+  void wait() override {
+    for (const auto& work : works_) work->wait(kNoTimeout);
+  }
+  std::optional<Pending::Clock::time_point> finished_at() const override {
+    return works_.empty() ? std::nullopt : works_.back()->finished_at();
+  }
+
+ private:
+  std::vector<c10::intrusive_ptr<ShmWork>> works_;
+};
+
+bool are_on_cpu(const TensorList& tensors) {
+  return std::all_of(tensors.begin(), tensors.end(),
+                     [](const at::Tensor& tensor) { return tensor.is_cpu(); });
+}
+
+std::map<at::ScalarType, TensorList> by_dtype(const TensorList& tensors) {
+  std::map<at::ScalarType, TensorList> runs;
+  for (const at::Tensor& tensor : tensors) runs[tensor.scalar_type()].push_back(tensor);
+  return runs;
+}
+
+}  // namespace
+
+ShmVerbs::ShmVerbs(c10::intrusive_ptr<ShmBackend> backend, std::shared_ptr<Communicator> others)
+    : backend_(std::move(backend)), others_(std::move(others)), health_(health_of(*others_)) {}
+
+Pending ShmVerbs::all_reduce(TensorList tensors, ReduceOp op, std::string label) {
+  if (!are_on_cpu(tensors)) return others().all_reduce(std::move(tensors), op, std::move(label));
+  return issue(std::move(label), [&] {
+    Works works;
+    if (tensors.size() == 1 && tensors[0].is_sparse()) {
+      c10d::AllreduceOptions options;
+      options.reduceOp = to_c10d(op);
+      works.push_back(backend_->allreduce_sparse(tensors, options));
+      return works;
+    }
+    for (auto& [dtype, run] : by_dtype(tensors)) {
+      c10d::AllreduceCoalescedOptions options;
+      options.reduceOp = to_c10d(op);
+      works.push_back(backend_->allreduce_coalesced(run, options));
+    }
+    return works;
+  });
+}
+
+Pending ShmVerbs::broadcast(TensorList tensors, int64_t root, std::string label) {
+  if (!are_on_cpu(tensors)) return others().broadcast(std::move(tensors), root, std::move(label));
+  return issue(std::move(label), [&] {
+    c10d::BroadcastOptions options;
+    options.rootRank = root;
+    Works works;
+    for (auto& [dtype, run] : by_dtype(tensors))
+      works.push_back(backend_->broadcast_coalesced(run, options));
+    return works;
+  });
+}
+
+Pending ShmVerbs::all_gather(TensorList outputs, TensorList inputs, std::string label) {
+  if (!are_on_cpu(inputs))
+    return others().all_gather(std::move(outputs), std::move(inputs), std::move(label));
+  return issue(std::move(label), [&] {
+    Works works;
+    for (size_t i = 0; i < inputs.size(); ++i)
+      works.push_back(backend_->_allgather_base(outputs[i], inputs[i], {}));
+    return works;
+  });
+}
+
+Pending ShmVerbs::reduce_scatter(TensorList outputs, TensorList inputs, ReduceOp op,
+                                 std::string label) {
+  if (!are_on_cpu(inputs))
+    return others().reduce_scatter(std::move(outputs), std::move(inputs), op, std::move(label));
+  return issue(std::move(label), [&] {
+    c10d::ReduceScatterOptions options;
+    options.reduceOp = to_c10d(op);
+    Works works;
+    for (size_t i = 0; i < inputs.size(); ++i)
+      works.push_back(backend_->_reduce_scatter_base(outputs[i], inputs[i], options));
+    return works;
+  });
+}
+
+Pending ShmVerbs::barrier(std::string label) {
+  return issue(std::move(label), [&] { return Works{backend_->barrier({})}; });
+}
+
+std::optional<std::string> ShmVerbs::failure() const {
+  if (auto failed = backend_->host_group().failure()) return failed;
+  return others_->failure();
+}
+
+std::shared_ptr<Communicator> ShmVerbs::split(const std::vector<int>& ranks,
+                                              const std::string& name) {
+  auto* group = dynamic_cast<CanSplit*>(others_.get());
+  return group == nullptr ? nullptr : group->split(ranks, name);
+}
+
+Pending ShmVerbs::issue(std::string label, const std::function<Works()>& submit) {
+  const ShmBackend::ScopedLabel scope(std::move(label));
+  return Pending(std::make_unique<ShmState>(submit()));
+}
+
+Communicator& ShmVerbs::others() {
+  uses_others_ = true;
+  return *others_;
+}
+
+}  // namespace trireme

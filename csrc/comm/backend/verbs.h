@@ -1,0 +1,54 @@
+#pragma once
+
+#include <trireme/comm/c10d/c10d_wait.h>
+#include <trireme/comm/communicator.h>
+#include <trireme/comm/backend/shm_backend_class.h>
+#include <trireme/comm/subgroups.h>
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace trireme {
+
+// The collectives of a Communicator over the backend "trireme", on one host or several. Lists of
+// CPU tensors go there as they are, one collective per dtype, without flat copies; tensors of other
+// devices go through `others`, which belongs to the same group. What ranks share, and what follows
+// a failure, is said by the classes made of this.
+class ShmVerbs : public Communicator, public HasGroupHealth, public CanSplit {
+ public:
+  ShmVerbs(c10::intrusive_ptr<ShmBackend> backend, std::shared_ptr<Communicator> others);
+
+  RankOf rank_of() const override { return others_->rank_of(); }
+  Pending all_reduce(std::vector<at::Tensor> tensors, ReduceOp op, std::string label) override;
+  Pending broadcast(std::vector<at::Tensor> tensors, int64_t root, std::string label) override;
+  Pending all_gather(std::vector<at::Tensor> outputs, std::vector<at::Tensor> inputs,
+                     std::string label) override;
+  Pending reduce_scatter(std::vector<at::Tensor> outputs, std::vector<at::Tensor> inputs,
+                         ReduceOp op, std::string label) override;
+  Pending barrier(std::string label) override;
+  std::optional<std::string> failure() const override;
+  shm::HostGroup* host_group() override { return &backend_->host_group(); }
+  const std::shared_ptr<GroupHealth>& health() const override { return health_; }
+  std::shared_ptr<Communicator> split(const std::vector<int>& ranks,
+                                      const std::string& name) override;
+
+ protected:
+  using Works = std::vector<ShmBackend::WorkPtr>;
+
+  // What `submit` returns, with that label.
+  static Pending issue(std::string label, const std::function<Works()>& submit);
+  const c10::intrusive_ptr<ShmBackend>& backend() const { return backend_; }
+  // From now on part of what this rank does goes by them.
+  Communicator& others();
+  bool uses_others() const { return uses_others_; }
+
+ private:
+  c10::intrusive_ptr<ShmBackend> backend_;
+  std::shared_ptr<Communicator> others_;
+  std::shared_ptr<GroupHealth> health_;
+  bool uses_others_ = false;
+};
+
+}  // namespace trireme

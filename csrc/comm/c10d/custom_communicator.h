@@ -1,0 +1,77 @@
+#pragma once
+
+#include <trireme/comm/c10d/c10d_wait.h>
+#include <trireme/comm/communicator.h>
+
+#include <torch/csrc/distributed/c10d/Work.hpp>
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace trireme {
+
+// A collective of the user's, on flat tensors.
+struct CustomCollective {
+  // `numel` elements for it, contiguous; may be the same ones in every call.
+  std::function<at::Tensor(int64_t numel, at::ScalarType dtype, c10::Device device)> allocate = {};
+  // Starts it; null where it is over already, or in order with the caller's current stream.
+  std::function<std::shared_ptr<c10d::Work>(at::Tensor output, at::Tensor input)> start = {};
+
+  explicit operator bool() const { return start != nullptr; }
+};
+
+// A communicator whose all_gather, or reduce_scatter, goes through a collective of the user's, as
+// soon as one is set; all else is that of `inner`, whose health it shares.
+//
+// For a list of tensors the user's collective is called once, on what lies end to end: all_gather
+// with its input in its place in the output (as bytes where dtypes differ), reduce_scatter, of one
+// tensor, with the sum as its operation. Costs a copy of inputs and outputs each, into and out of
+// what allocate() returns.
+//
+// Throws ValueError for memory that does not fit; what the user's functions throw; for a Work that
+// fails, what a verb throws.
+class TRIREME_API CustomCommunicator final : public Communicator, public HasGroupHealth {
+ public:
+  explicit CustomCommunicator(std::shared_ptr<Communicator> inner);
+
+  // An empty one: inner's own again. Not while one is on its way.
+  void set_all_gather(CustomCollective collective) { all_gather_ = std::move(collective); }
+  void set_reduce_scatter(CustomCollective collective);
+  // Whether a reduce_scatter of CPU tensors may return only when all ranks have come: the user's
+  // last one did, or there was none yet.
+  bool scatter_waits() const { return reduce_scatter_ && scatter_waits_; }
+  const std::shared_ptr<Communicator>& inner() const { return inner_; }
+
+  RankOf rank_of() const override { return inner_->rank_of(); }
+  Pending all_reduce(std::vector<at::Tensor> tensors, ReduceOp op, std::string label) override;
+  Pending broadcast(std::vector<at::Tensor> tensors, int64_t root, std::string label) override;
+  Pending all_gather(std::vector<at::Tensor> outputs, std::vector<at::Tensor> inputs,
+                     std::string label) override;
+  Pending reduce_scatter(std::vector<at::Tensor> outputs, std::vector<at::Tensor> inputs,
+                         ReduceOp op, std::string label) override;
+  Pending barrier(std::string label) override { return inner_->barrier(std::move(label)); }
+  void announce_failure(const std::string& reason) noexcept override;
+  void recover() override { inner_->recover(); }
+  std::optional<std::string> failure() const override { return inner_->failure(); }
+  shm::HostGroup* host_group() override { return inner_->host_group(); }
+  const std::shared_ptr<GroupHealth>& health() const override { return health_; }
+
+ private:
+  class Flat;
+  std::string begin(const char* verb, const std::string& label);
+  at::Tensor allocate(const CustomCollective& collective, int64_t numel, const at::Tensor& like,
+                      at::ScalarType dtype) const;
+
+  std::shared_ptr<Communicator> inner_;
+  std::shared_ptr<GroupHealth> health_;
+  CustomCollective all_gather_;
+  CustomCollective reduce_scatter_;
+  bool scatter_waits_ = true;
+};
+
+// What a communicator moves without a collective of the user's: for what is not his business.
+TRIREME_API std::shared_ptr<Communicator> plain_of(std::shared_ptr<Communicator> communicator);
+
+}  // namespace trireme

@@ -1,0 +1,63 @@
+#include <trireme/comm/c10d/split_group.h>
+
+#include <trireme/comm/c10d/engine_options.h>
+#include <trireme/common/error.h>
+
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+
+#include <algorithm>
+#include <map>
+#include <typeinfo>
+
+namespace trireme {
+namespace {
+
+// An engine gives its own options away and writes into those that it splits by: which ranks the
+// part has, what it is split from. So it gets a copy, or it would take itself for the part.
+template <typename Options>
+c10::intrusive_ptr<Options> copy_of(const c10::intrusive_ptr<Options>& options,
+                                    const std::string& engine, RankOf where) {
+  if (!options) return options;
+  if constexpr (requires { options->clone(); }) {
+    auto copy = options->clone();
+    // One that has not been told how keeps less than it has. torch then shares, too.
+    return typeid(*copy) == typeid(*options) ? copy : options;
+  } else {  // torch 2.11
+    if (typeid(*options) == typeid(Options)) return c10::make_intrusive<Options>(*options);
+    if (engine == "gloo") return copy_gloo_options(options);
+    return engine == "nccl" ? copy_nccl_options(options, where) : options;
+  }
+}
+
+}  // namespace
+
+// Not ProcessGroup::splitGroup(): that would split a backend once for each device type it stands
+// for, under the same keys.
+c10::intrusive_ptr<c10d::ProcessGroup> split_group(c10d::ProcessGroup& group,
+                                                   const std::vector<int>& ranks,
+                                                   const std::string& name) {
+  if (!group.hasBackends()) return {};
+  const std::vector<c10::Device> devices = group.getDeviceTypes();
+  for (const c10::Device device : devices)
+    if (!group.getBackend(device.type())->supportsSplitting()) return {};
+  const std::string keys = "trireme/" + name + "/" + std::to_string(ranks.front());
+  const auto store = c10::make_intrusive<c10d::PrefixStore>(keys, group.getStore());
+  const auto place = std::find(ranks.begin(), ranks.end(), group.getRank()) - ranks.begin();
+  auto made = c10::make_intrusive<c10d::ProcessGroup>(store, static_cast<int>(place),
+                                                      static_cast<int>(ranks.size()));
+  std::map<const c10d::Backend*, c10::intrusive_ptr<c10d::Backend>> splits;
+  for (const c10::Device device : devices) {
+    const auto parent = group.getBackend(device.type());
+    const std::string engine = parent->getBackendName();
+    c10::intrusive_ptr<c10d::Backend>& backend = splits[parent.get()];
+    if (!backend)
+      backend = parent->split(
+          c10::make_intrusive<c10d::PrefixStore>(engine, store), ranks,
+          copy_of(parent->getBackendOptions(), engine, {group.getRank(), group.getSize()}));
+    made->setBackend(device.type(), c10d::ProcessGroup::strToBackendType(engine), backend);
+  }
+  made->setDefaultBackend(group.getBackendType());
+  return made;
+}
+
+}  // namespace trireme

@@ -1,0 +1,95 @@
+#pragma once
+
+#include <trireme/comm/c10d/gloo_group.h>
+#include <trireme/comm/hosts/host_layout.h>
+#include <trireme/shm/flag_wait.h>
+
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+
+#include <condition_variable>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <mutex>
+#include <set>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <vector>
+
+namespace trireme {
+
+// A leg came to its end before the message did. The text is a part of a sentence.
+class LegBroken : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
+// This rank's end of a leg (see host_layout.h): messages to and from the ranks of the other hosts
+// that have the same place there, over a Gloo group of their own. Between two ranks messages arrive
+// in the order in which both have posted them; Gloo's thread moves them meanwhile.
+//
+// While a rank waits here, a thread of the leg looks as often as a wait in shared memory does
+// whether another rank of the host has given the group up.
+//
+// One thread at a time, but close() from any.
+class HostLeg {
+ public:
+  // Whether the group has failed, as far as this host knows. Any thread may call it.
+  using Pointless = std::function<bool()>;
+
+  // Messages on their way; null for a rank without a leg, which has none. Their memory must stay as
+  // it is until land(), or as long as this lives.
+  class Flight {
+   public:
+    explicit Flight(HostLeg* leg);
+    ~Flight();
+    Flight(const Flight&) = delete;
+    Flight& operator=(const Flight&) = delete;
+
+   private:
+    friend class HostLeg;
+    struct Message {
+      c10::intrusive_ptr<c10d::Work> work;
+      int64_t host;
+    };
+    HostLeg* leg_;
+    std::vector<Message> messages_;
+  };
+
+  // Collective over the ranks of this leg. `store` is that of the whole group. Throws
+  // c10::DistBackendError where they cannot connect.
+  HostLeg(const c10::intrusive_ptr<c10d::Store>& store, const HostLayout& layout,
+          const GlooOptions& options, Pointless pointless);
+  ~HostLeg();
+  HostLeg(const HostLeg&) = delete;
+  HostLeg& operator=(const HostLeg&) = delete;
+
+  // Nothing where there are no bytes. Throw LegBroken.
+  void send(Flight& flight, int64_t host, const std::byte* data, int64_t bytes);
+  void recv(Flight& flight, int64_t host, std::byte* data, int64_t bytes);
+  // Returns when all of them have arrived and been sent; throws LegBroken.
+  void land(Flight& flight, shm::Clock::time_point deadline);
+
+  // Whoever waits at any end of the leg raises.
+  void close() noexcept;
+
+ private:
+  void keep_watch();
+  void post(Flight& flight, int64_t host, std::byte* data, int64_t bytes, bool sends);
+  std::string name_of(int64_t host) const;
+
+  const HostLayout& layout_;
+  uint64_t forks_;  // of this process, when the leg was made
+  std::mutex mutex_;
+  c10::intrusive_ptr<c10d::Backend> gloo_;  // null once closed
+  std::set<Flight*> flights_;
+  Pointless pointless_;
+  bool landing_ = false;
+  bool ending_ = false;
+  bool watcher_sleeps_ = false;  // until it is woken: nobody has waited for some time
+  std::condition_variable changed_;
+  std::thread watcher_;
+};
+
+}  // namespace trireme

@@ -1,0 +1,94 @@
+#pragma once
+
+#include <trireme/comm/communicator.h>
+#include <trireme/common/export.h>
+
+#include <c10/core/Device.h>
+#include <c10/util/intrusive_ptr.h>
+
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+
+namespace c10d {
+class ProcessGroup;
+class Store;
+}  // namespace c10d
+
+namespace trireme {
+
+struct InitOptions {
+  // "trireme" (shared memory between the ranks of a host, see comm/backend/shm_backend.h), "gloo", "nccl",
+  // or one for each kind of device: "cpu:gloo,cuda:nccl". Empty: "trireme" on a CPU device,
+  // "cpu:trireme,cuda:nccl" on
+  // a CUDA device.
+  std::string backend;
+  // Where this rank computes; a CUDA device without an index means the one numbered like the local
+  // rank. Unset: CUDA if the backend has NCCL, or if it is empty and the program sees a GPU, which
+  // takes libtorch_cuda: find_package(Trireme COMPONENTS CUDA). Else the CPU; rank 0 warns where
+  // the machine has a GPU and that library is missing.
+  std::optional<c10::Device> device;
+  // Of one collective; unset: 30 minutes. Also how long to wait for the other ranks at the start;
+  // unset: 5 minutes.
+  std::optional<std::chrono::milliseconds> timeout;
+  std::string init_method;      // see RendezvousRequest
+  std::optional<int64_t> rank;  // both or neither, in place of what the environment says
+  std::optional<int64_t> world;
+  bool set_threads = true;  // at::set_num_threads(threads_per_rank(...)), see common/env.h
+};
+
+// This process as one rank of a run: its numbers, its device, and the group of all ranks.
+// Movable; one thread at a time.
+class TRIREME_API Context {
+ public:
+  Context(Context&&) noexcept;
+  Context& operator=(Context&&) noexcept;
+  ~Context();  // shutdown()
+
+  int64_t rank() const { return where_.rank; }
+  int64_t world() const { return where_.world; }
+  int64_t local_rank() const { return local_.rank; }
+  int64_t local_world() const { return local_.world; }
+  RankOf rank_of() const { return where_; }
+  c10::Device device() const { return device_; }
+
+  // The group of all ranks; one object for all callers. Like the two below it throws
+  // c10::ValueError after shutdown().
+  std::shared_ptr<Communicator> communicator() const;
+
+  // What stands beneath, for users of c10d (its headers are not included here).
+  const c10::intrusive_ptr<c10d::ProcessGroup>& process_group() const;
+  const c10::intrusive_ptr<c10d::Store>& store() const;
+
+  // Every rank calls it last, after the models that use the group are gone. Where this rank serves
+  // the Store it waits until the others have left, at most half a minute (a second while an
+  // exception passes), and warns if they have not. Calling it again does nothing.
+  void shutdown() noexcept;
+
+ private:
+  struct Group;
+  friend Context init(const InitOptions& options);
+  Context(RankOf where, RankOf local, c10::Device device, std::unique_ptr<Group> group);
+  const Group& group() const;
+
+  RankOf where_;
+  RankOf local_;
+  c10::Device device_;
+  std::unique_ptr<Group> group_;
+};
+
+// Makes this process a rank: reads its place from the environment (read_launch_environment), meets
+// the others, connects the group, selects the CUDA device and sets the number of threads.
+// Collective. World 1, when nobody launched several ranks, opens no port.
+//
+// Throws std::invalid_argument for a contradictory environment, c10::ValueError for options that
+// cannot be honoured, c10::DistBackendError when the ranks do not find each other.
+TRIREME_API Context init(const InitOptions& options = {});
+
+// The group of the Context that init() made last in this process, while that lives. Throws
+// c10::ValueError when there is none.
+TRIREME_API std::shared_ptr<Communicator> current_communicator();
+
+}  // namespace trireme

@@ -1,0 +1,21 @@
+#include <trireme/comm/launch/make_communicator.h>
+
+#include <trireme/comm/backend/shm_communicator.h>
+#include <trireme/comm/c10d/c10d_communicator.h>
+#include <trireme/common/error.h>
+
+#include <utility>
+
+namespace trireme {
+
+std::shared_ptr<Communicator> make_communicator(c10::intrusive_ptr<c10d::ProcessGroup> group,
+                                                c10::intrusive_ptr<c10d::Store> store) {
+  TORCH_CHECK_VALUE(group, error_text("comm", "got no process group, expected an initialised one",
+                                      {}, "Call trireme::init() (or init_process_group) first."));
+  const auto backend = find_shm_backend(*group);
+  auto through_c10d = make_c10d_communicator(std::move(group), std::move(store), make_communicator);
+  if (!backend) return through_c10d;
+  return make_shm_communicator(backend, std::move(through_c10d));
+}
+
+}  // namespace trireme

@@ -1,0 +1,21 @@
+#pragma once
+
+#include <trireme/comm/communicator.h>
+
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include <memory>
+
+namespace trireme {
+
+// A Communicator over `group`, of whatever backends (c10d/c10d_communicator.h). Tensors that the
+// backend "trireme" would move through shared memory take the short way there
+// (backend/shm_communicator.h).
+//
+// `store` is the Store of that group; it may be null, then errors name this rank only. The
+// communicator shares ownership of both. Throws ValueError where `group` is null.
+TRIREME_API std::shared_ptr<Communicator> make_communicator(
+    c10::intrusive_ptr<c10d::ProcessGroup> group, c10::intrusive_ptr<c10d::Store> store);
+
+}  // namespace trireme
