@@ -4,21 +4,27 @@ The made-up snippets at the end prove that each rule bites.
 """
 
 import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
 import pytest
 from structure_rules import (
+    MAX_TOP_FILES,
     TORCH_HEADER,
     Rule,
     conditional_compilation,
     cpp_function_length,
     cpp_hygiene,
+    crowded,
     file_length,
     foreign_headers,
+    import_circle,
     includes,
     layer_edges,
+    module_name,
     python_function_length,
+    python_rooms,
     refused_names,
     unsafe_python,
 )
@@ -71,6 +77,33 @@ def test_python(rule: Rule) -> None:
 
 def test_package_turns_no_data_into_code() -> None:
     assert complaints([unsafe_python], "python/trireme/**/*.py") == []
+
+
+def test_python_rooms_import_only_what_is_below_them() -> None:
+    assert complaints([python_rooms], "python/trireme/**/*.py") == []
+
+
+def test_python_modules_import_each_other_in_no_circle() -> None:
+    texts = {module_name(path): text for path, text in sources("python/trireme/**/*.py")}
+    assert import_circle({"trireme._C": "", **texts}) == []
+
+
+def top_files() -> list[str]:
+    found = sources("python/trireme/*.py*", "python/trireme/py.typed")
+    return [path.name for path, _ in found if path.name != "_build_info.py"]
+
+
+def test_python_package_has_few_files_on_top() -> None:
+    assert crowded("python/trireme", top_files(), MAX_TOP_FILES) == []
+
+
+def test_counts(capsys: pytest.CaptureFixture[str]) -> None:
+    """Prints how full the rooms are."""
+    rooms = Counter(path.parts[2] for path, _ in sources("python/trireme/*/**/*.py"))
+    with capsys.disabled():
+        print(
+            f"\npython/trireme: {len(top_files())} files of its own;", dict(sorted(rooms.items()))
+        )
 
 
 def test_files_are_short() -> None:
@@ -214,6 +247,27 @@ def test_trace_names_are_stage_names() -> None:
         (unsafe_python, "a.py", "dist.all_gather_object(x, y)", True),
         (unsafe_python, "a.py", "torch.load(file)", True),
         (unsafe_python, "a.py", "torch.load(file, weights_only=True)\nmodel.eval()", False),
+        (python_rooms, "python/trireme/_zero/a.py", "from trireme._fsdp.unit import x", True),
+        (python_rooms, "python/trireme/_zero/a.py", "from trireme import optim", True),
+        (python_rooms, "python/trireme/_zero/a.py", "def f():\n  import trireme.zero", True),
+        (
+            python_rooms,
+            "python/trireme/_zero/a.py",
+            "if TYPE_CHECKING:\n  from trireme.ddp import x",
+            True,
+        ),
+        (python_rooms, "python/trireme/_core/a.py", "from trireme._zero.claim import x", True),
+        (python_rooms, "python/trireme/_zero/a.py", "from . import claim", True),
+        (python_rooms, "python/trireme/cli/a.py", "from trireme._launch import ranks", True),
+        (python_rooms, "python/trireme/cli/a.py", "from trireme.launch import init", False),
+        (
+            python_rooms,
+            "python/trireme/_zero/a.py",
+            "from trireme import _C\nfrom trireme._core.owners import x\n"
+            "from trireme._zero import claim",
+            False,
+        ),
+        (python_rooms, "python/trireme/zero.py", "from trireme._zero.optimizer import x", False),
         (python_function_length, "a.py", "def f():\n" + "    x = 1\n" * 61, True),
         (
             python_function_length,
@@ -225,3 +279,21 @@ def test_trace_names_are_stage_names() -> None:
 )
 def test_the_rules_bite(rule: Rule, path: str, text: str, bites: bool) -> None:
     assert bool(rule(PurePosixPath(path), text)) == bites
+
+
+@pytest.mark.parametrize(
+    ("text", "bites"),
+    [
+        ("from trireme import b", True),
+        ("def f():\n  from trireme.b import x", True),
+        ("if TYPE_CHECKING:\n  from trireme.b import x", False),
+    ],
+)
+def test_a_circle_is_found(text: str, bites: bool) -> None:
+    texts = {"trireme.a": text, "trireme.b": "import trireme.a"}
+    assert bool(import_circle(texts)) == bites
+
+
+def test_a_crowded_folder_is_found() -> None:
+    assert crowded("python/trireme", ["a.py"] * 23, 22)
+    assert not crowded("python/trireme", ["a.py"] * 22, 22)
