@@ -2,10 +2,10 @@
 
 // Everything a C++ program needs.
 #include <trireme/comm/all_mean.h>
+#include <trireme/comm/backend/shm_backend.h>
 #include <trireme/comm/c10d/custom_communicator.h>
 #include <trireme/comm/group_memory.h>
 #include <trireme/comm/launch/launch.h>
-#include <trireme/comm/backend/shm_backend.h>
 #include <trireme/comm/subgroups.h>
 #include <trireme/grad/flat_optimizer.h>
 #include <trireme/grad/grad_norm.h>

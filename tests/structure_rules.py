@@ -2,7 +2,8 @@
 
 import ast
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from graphlib import CycleError, TopologicalSorter
 from pathlib import PurePosixPath
 
 # An arrow may only point to a lower number; folders of one number never include each other.
@@ -18,9 +19,13 @@ LAYERS = {
     "strategies": 4,
     "bindings": 5,
 }
+# The same inside comm, whose own files are the contract.
+COMM_ROOMS = {"contract": 0, "c10d": 1, "hosts": 2, "backend": 3, "launch": 4}
 MAX_FILE_LINES = 500
 MAX_SETUP_LINES = 150
 MAX_FUNCTION_LINES = 60
+MAX_TOP_FILES = 22  # of python/trireme itself
+MAX_PAIRS = 30  # of sources and headers by one name in a folder of csrc
 MAX_BINDING_LINES = 120  # an init_<area>() is a list of names, not logic
 REFUSED_WORDS = {"manager", "helper", "helpers", "util", "utils", "handler", "base", "new", "v2"}
 
@@ -61,6 +66,23 @@ def layer_edges(path: PurePosixPath, text: str) -> list[str]:
     return found
 
 
+def comm_room(path: PurePosixPath) -> str:
+    """Of csrc/comm/... or trireme/comm/...: its room."""
+    return path.parts[2] if len(path.parts) > 3 else "contract"
+
+
+def comm_edges(path: PurePosixPath, text: str) -> list[str]:
+    if home(path) != "comm":
+        return []
+    here = comm_room(path)
+    targets = (PurePosixPath(name[1:]) for name in includes(text) if "<trireme/comm/" in name)
+    return [
+        f"{path}: {here} may not include {there} ({target})"
+        for target in targets
+        if (there := comm_room(target)) != here and COMM_ROOMS[there] > COMM_ROOMS[here]
+    ]
+
+
 CUDA_HEADER = re.compile(
     r"(cuda|cublas|cudnn|nccl|cub/|c10/cuda/|ATen/cuda/|torch/csrc/cuda/)"
     r"|torch/csrc/distributed/c10d/(nccl2/)?(ProcessGroupNCCL|NCCL)"
@@ -84,7 +106,11 @@ def foreign_headers(path: PurePosixPath, text: str) -> list[str]:
             "belongs in comm/ or bindings/ only",
         ),
         (CUDA_HEADER, in_cuda, f"belongs in {CUDA_HOMES} only"),
-        (GLOO_HEADER, path.match("csrc/comm/c10d/gloo_group.cpp"), "belongs in comm/c10d/gloo_group.cpp"),
+        (
+            GLOO_HEADER,
+            path.match("csrc/comm/c10d/gloo_group.cpp"),
+            "belongs in comm/c10d/gloo_group.cpp",
+        ),
         (TORCH_HEADER, here != "shm", "is torch's, and shm/ is torch-free"),
         (TORCH_HEADER, path.suffix != ".cu", "is torch's: kernels take raw pointers"),
         (re.compile(r"torch/extension\.h"), False, "costs 37 s per file; include what is used"),
@@ -201,3 +227,58 @@ def python_function_length(path: PurePosixPath, text: str) -> list[str]:
         if lines > MAX_FUNCTION_LINES:
             found.append(f"{path}:{node.lineno}: function of {lines} lines")
     return found
+
+
+def trireme_imports(text: str, *, types: bool) -> list[str]:
+    """The modules of Trireme, or names in them, that a file imports, also within functions.
+
+    With ``types`` those under TYPE_CHECKING count as well.
+    """
+    found: list[str] = []
+    pending: list[ast.AST] = [ast.parse(text)]
+    while pending:
+        node = pending.pop()
+        if isinstance(node, ast.ImportFrom):
+            module = "." * node.level + (node.module or "")
+            found += [f"{module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.If) and not types and "TYPE_CHECKING" in ast.unparse(node.test):
+            pending += node.orelse
+        else:
+            pending += ast.iter_child_nodes(node)
+    return [name for name in found if re.match(r"\.|trireme(\.|$)", name)]
+
+
+def python_rooms(path: PurePosixPath, text: str) -> list[str]:
+    """A package imports itself, _core and _C; cli imports the public modules, too."""
+    room = path.parts[2] if len(path.parts) > 3 else ""
+    found = []
+    for name in trireme_imports(text, types=True) if room else []:
+        there = "" if name[0] == "." else name.partition(".")[2].partition(".")[0]
+        is_public = there != "" and there[0] != "_"
+        if there not in (room, "_core", "_C") and not (room == "cli" and is_public):
+            found.append(f"{path}: {room} may not import {name}")
+    return found
+
+
+def module_name(path: PurePosixPath) -> str:
+    return ".".join(path.with_suffix("").parts[1:]).removesuffix(".__init__")
+
+
+def import_circle(texts: Mapping[str, str]) -> list[str]:
+    """Modules, by name, of which each imports the next one at run time; none if there is none."""
+    edges = {}
+    for module, text in texts.items():
+        names = trireme_imports(text, types=False)
+        targets = {name if name in texts else name.rpartition(".")[0] for name in names}
+        edges[module] = targets & texts.keys()
+    try:
+        TopologicalSorter(edges).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def crowded(folder: str, names: list[str], limit: int) -> list[str]:
+    return [f"{folder}: {len(names)} files, at most {limit}; which room?"] * (len(names) > limit)

@@ -4,21 +4,29 @@ The made-up snippets at the end prove that each rule bites.
 """
 
 import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
 import pytest
 from structure_rules import (
+    MAX_PAIRS,
+    MAX_TOP_FILES,
     TORCH_HEADER,
     Rule,
+    comm_edges,
     conditional_compilation,
     cpp_function_length,
     cpp_hygiene,
+    crowded,
     file_length,
     foreign_headers,
+    import_circle,
     includes,
     layer_edges,
+    module_name,
     python_function_length,
+    python_rooms,
     refused_names,
     unsafe_python,
 )
@@ -26,7 +34,7 @@ from structure_rules import (
 ROOT = Path(__file__).resolve().parent.parent
 
 CPP_RULES: list[Rule] = [
-    layer_edges, foreign_headers, conditional_compilation, cpp_hygiene, cpp_function_length,
+    layer_edges, comm_edges, foreign_headers, conditional_compilation, cpp_hygiene, cpp_function_length,
     refused_names,
 ]  # fmt: skip
 PYTHON_RULES: list[Rule] = [python_function_length, refused_names]
@@ -71,6 +79,50 @@ def test_python(rule: Rule) -> None:
 
 def test_package_turns_no_data_into_code() -> None:
     assert complaints([unsafe_python], "python/trireme/**/*.py") == []
+
+
+def test_python_rooms_import_only_what_is_below_them() -> None:
+    assert complaints([python_rooms], "python/trireme/**/*.py") == []
+
+
+def test_python_modules_import_each_other_in_no_circle() -> None:
+    texts = {module_name(path): text for path, text in sources("python/trireme/**/*.py")}
+    assert import_circle({"trireme._C": "", **texts}) == []
+
+
+def top_files() -> list[str]:
+    found = sources("python/trireme/*.py*", "python/trireme/py.typed")
+    return [path.name for path, _ in found if path.name != "_build_info.py"]
+
+
+def test_python_package_has_few_files_on_top() -> None:
+    assert crowded("python/trireme", top_files(), MAX_TOP_FILES) == []
+
+
+def pairs_by_folder() -> dict[str, list[str]]:
+    """The files of each folder of csrc, a source and its header being one."""
+    folders: dict[str, set[str]] = {}
+    for path, _ in core_sources():
+        folders.setdefault(path.parent.as_posix(), set()).add(path.stem)
+    return {folder: sorted(stems) for folder, stems in sorted(folders.items())}
+
+
+def test_folders_of_the_core_have_few_files() -> None:
+    assert [
+        line
+        for folder, stems in pairs_by_folder().items()
+        for line in crowded(folder, stems, MAX_PAIRS)
+    ] == []
+
+
+def test_counts(capsys: pytest.CaptureFixture[str]) -> None:
+    """Prints how full the rooms are."""
+    rooms = Counter(path.parts[2] for path, _ in sources("python/trireme/*/**/*.py"))
+    with capsys.disabled():
+        print(
+            f"\npython/trireme: {len(top_files())} files of its own;", dict(sorted(rooms.items()))
+        )
+        print("csrc:", {folder[5:]: len(stems) for folder, stems in pairs_by_folder().items()})
 
 
 def test_files_are_short() -> None:
@@ -214,6 +266,32 @@ def test_trace_names_are_stage_names() -> None:
         (unsafe_python, "a.py", "dist.all_gather_object(x, y)", True),
         (unsafe_python, "a.py", "torch.load(file)", True),
         (unsafe_python, "a.py", "torch.load(file, weights_only=True)\nmodel.eval()", False),
+        (comm_edges, "csrc/comm/a.h", "#include <trireme/comm/c10d/a.h>", True),
+        (comm_edges, "csrc/comm/hosts/a.h", "#include <trireme/comm/backend/a.h>", True),
+        (comm_edges, "csrc/comm/backend/a.h", "#include <trireme/comm/hosts/a.h>", False),
+        (comm_edges, "csrc/comm/launch/a.h", "#include <trireme/comm/pending.h>", False),
+        (comm_edges, "csrc/grad/a.h", "#include <trireme/comm/launch/a.h>", False),
+        (python_rooms, "python/trireme/_zero/a.py", "from trireme._fsdp.unit import x", True),
+        (python_rooms, "python/trireme/_zero/a.py", "from trireme import optim", True),
+        (python_rooms, "python/trireme/_zero/a.py", "def f():\n  import trireme.zero", True),
+        (
+            python_rooms,
+            "python/trireme/_zero/a.py",
+            "if TYPE_CHECKING:\n  from trireme.ddp import x",
+            True,
+        ),
+        (python_rooms, "python/trireme/_core/a.py", "from trireme._zero.claim import x", True),
+        (python_rooms, "python/trireme/_zero/a.py", "from . import claim", True),
+        (python_rooms, "python/trireme/cli/a.py", "from trireme._launch import ranks", True),
+        (python_rooms, "python/trireme/cli/a.py", "from trireme.launch import init", False),
+        (
+            python_rooms,
+            "python/trireme/_zero/a.py",
+            "from trireme import _C\nfrom trireme._core.owners import x\n"
+            "from trireme._zero import claim",
+            False,
+        ),
+        (python_rooms, "python/trireme/zero.py", "from trireme._zero.optimizer import x", False),
         (python_function_length, "a.py", "def f():\n" + "    x = 1\n" * 61, True),
         (
             python_function_length,
@@ -225,3 +303,21 @@ def test_trace_names_are_stage_names() -> None:
 )
 def test_the_rules_bite(rule: Rule, path: str, text: str, bites: bool) -> None:
     assert bool(rule(PurePosixPath(path), text)) == bites
+
+
+@pytest.mark.parametrize(
+    ("text", "bites"),
+    [
+        ("from trireme import b", True),
+        ("def f():\n  from trireme.b import x", True),
+        ("if TYPE_CHECKING:\n  from trireme.b import x", False),
+    ],
+)
+def test_a_circle_is_found(text: str, bites: bool) -> None:
+    texts = {"trireme.a": text, "trireme.b": "import trireme.a"}
+    assert bool(import_circle(texts)) == bites
+
+
+def test_a_crowded_folder_is_found() -> None:
+    assert crowded("python/trireme", ["a.py"] * 23, 22)
+    assert not crowded("python/trireme", ["a.py"] * 22, 22)

@@ -1,10 +1,10 @@
 #include <trireme/bindings/bindings.h>
 #include <trireme/bindings/shared_function.h>
-#include <trireme/comm/launch/make_communicator.h>
-#include <trireme/comm/c10d/custom_communicator.h>
-#include <trireme/comm/recording_communicator.h>
-#include <trireme/comm/backend/shm_backend.h>
 #include <trireme/comm/backend/p2p.h>
+#include <trireme/comm/backend/shm_backend.h>
+#include <trireme/comm/c10d/custom_communicator.h>
+#include <trireme/comm/launch/make_communicator.h>
+#include <trireme/comm/recording_communicator.h>
 #include <trireme/common/interruption.h>
 
 #include <pybind11/chrono.h>
@@ -123,8 +123,8 @@ void init_comm(py::module_& module) {
       .def_property_readonly("records", &RecordingCommunicator::records)
       .def("clear", &RecordingCommunicator::clear);
 
-  module.def("make_communicator", torch::wrap_pybind_function(make_communicator),
-             py::arg("group"), py::arg("store"));
+  module.def("make_communicator", torch::wrap_pybind_function(make_communicator), py::arg("group"),
+             py::arg("store"));
 
   module.def("make_shm_backend",
              torch::wrap_pybind_function_no_gil(

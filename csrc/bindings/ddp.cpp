@@ -49,7 +49,7 @@ std::shared_ptr<c10d::CommHookInterface> python_hook(py::object state, py::objec
           }};
 }
 
-// What `look` of watching() (_ddp_tensors.py) returns: None, or names, parameters, which of them
+// What `look` of watching() (_ddp/tensors.py) returns: None, or names, parameters, which of them
 // have sparse gradients, and what else ranks must have alike.
 using Look = std::tuple<std::vector<std::string>, std::vector<at::Tensor>, std::vector<bool>,
                         std::vector<std::string>>;

@@ -19,7 +19,7 @@ namespace trireme {
 
 // [Note: the state of an optimizer in a checkpoint]
 //
-// Python's save_checkpoint and this write the same (python/trireme/_checkpoint_optimizer.py):
+// Python's save_checkpoint and this write the same (python/trireme/_saving/optimizer.py):
 //
 //   tensors of kind "optimizer"   "<parameter>.<key>": "head.weight.exp_avg", "head.weight.step"
 //   optimizer.json                {"param_groups": [{"params": ["head.weight", ...],

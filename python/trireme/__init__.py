@@ -3,12 +3,12 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from trireme._load_core import load_core
+from trireme._core.load_core import load_core
 
 _C = load_core()
 __version__: str = import_module("trireme._build_info").VERSION
 
-from trireme._shm_backend import register  # noqa: E402
+from trireme._launch.shm_backend import register  # noqa: E402
 
 register()
 
@@ -23,10 +23,10 @@ from trireme.ranks import all_mean, rank_generator  # noqa: E402
 from trireme.sync_batch_norm import SyncBatchNorm, convert_sync_batchnorm  # noqa: E402
 
 if TYPE_CHECKING:
-    from trireme._dp_coalesced import broadcast_coalesced, reduce_add_coalesced
-    from trireme._dp_parallel_apply import data_parallel, parallel_apply
-    from trireme._dp_replicate import replicate
-    from trireme.checkpoint import load_checkpoint, save_checkpoint
+    from trireme._data_parallel.coalesced import broadcast_coalesced, reduce_add_coalesced
+    from trireme._data_parallel.parallel_apply import data_parallel, parallel_apply
+    from trireme._data_parallel.replicate import replicate
+    from trireme._saving.checkpoint import load_checkpoint, save_checkpoint
     from trireme.dp import DataParallel
     from trireme.fsdp import FSDPModule, Offload, fully_shard
     from trireme.scatter_gather import gather, scatter, scatter_kwargs
@@ -40,15 +40,15 @@ _LAZY = {
     "FSDPModule": "fsdp",
     "Offload": "fsdp",
     "ZeroRedundancyOptimizer": "zero",
-    "broadcast_coalesced": "_dp_coalesced",
-    "data_parallel": "_dp_parallel_apply",
+    "broadcast_coalesced": "_data_parallel.coalesced",
+    "data_parallel": "_data_parallel.parallel_apply",
     "fully_shard": "fsdp",
     "gather": "scatter_gather",
-    "load_checkpoint": "checkpoint",
-    "parallel_apply": "_dp_parallel_apply",
-    "reduce_add_coalesced": "_dp_coalesced",
-    "replicate": "_dp_replicate",
-    "save_checkpoint": "checkpoint",
+    "load_checkpoint": "_saving.checkpoint",
+    "parallel_apply": "_data_parallel.parallel_apply",
+    "reduce_add_coalesced": "_data_parallel.coalesced",
+    "replicate": "_data_parallel.replicate",
+    "save_checkpoint": "_saving.checkpoint",
     "scatter": "scatter_gather",
     "scatter_kwargs": "scatter_gather",
 }

@@ -5,8 +5,8 @@ import importlib
 import sys
 from pathlib import Path
 
-from trireme._doctor import add_doctor, examine
-from trireme._plan import add_plan, plan
+from trireme.cli.doctor import add_doctor, examine
+from trireme.cli.plan import add_plan, plan
 
 
 def main() -> int:

@@ -2,13 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NoReturn
+from typing import Literal
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
 from trireme import _C
+from trireme._core.errors import refuse
 
 STRATEGIES = ("single", "dp", "ddp", "zero1", "zero2", "zero3")
 
@@ -102,7 +103,8 @@ def estimate_memory(
     if not isinstance(optimizer, str):
         _expect_count("optimizer", optimizer, "str or int")
     if accounting == "paper" and dtype is not None:
-        _refuse(
+        refuse(
+            "memory_estimate",
             f"got dtype={dtype} for the paper's accounting, which has its own",
             "Leave it out, or use accounting='trireme'.",
         )
@@ -137,13 +139,15 @@ def _describe(model_or_numel: object, dtype: torch.dtype | None) -> tuple[list[_
     if not isinstance(model_or_numel, nn.Module):
         return [([_as_numel(model_or_numel)], dtype or torch.float32, True)], 0
     if dtype is not None:
-        _refuse(
+        refuse(
+            "memory_estimate",
             f"got dtype={dtype} beside a module, expected it beside a number",
             "Leave it out, or convert the module: module.to(dtype).",
         )
     for name, tensor in [*model_or_numel.named_parameters(), *model_or_numel.named_buffers()]:
         if is_lazy(tensor):
-            _refuse(
+            refuse(
+                "memory_estimate",
                 f"got a module whose '{name}' has no sizes yet, expected known sizes",
                 "Feed it an input first.",
             )
@@ -155,14 +159,16 @@ def _describe(model_or_numel: object, dtype: torch.dtype | None) -> tuple[list[_
 
 def _as_numel(number: object) -> int:
     if not isinstance(number, (int, float)) or isinstance(number, bool):
-        _refuse(
+        refuse(
+            "memory_estimate",
             f"got {type(number).__name__}, expected a torch.nn.Module or a number of parameters",
             "Pass the module itself, or for example 7.5e9.",
             kind=TypeError,
         )
     # Neither nan nor infinity is between these.
     if not 0 <= number < 2**63 or int(number) != number:
-        _refuse(
+        refuse(
+            "memory_estimate",
             f"got {number} parameters, expected a whole number from 0 to 2**63 - 1",
             "Pass how many elements all parameters have.",
         )
@@ -171,12 +177,9 @@ def _as_numel(number: object) -> int:
 
 def _expect_count(name: str, value: object, expected: str = "int") -> None:
     if not isinstance(value, int) or isinstance(value, bool):
-        _refuse(
+        refuse(
+            "memory_estimate",
             f"{name} is {type(value).__name__}, expected {expected}",
             "Pass a whole number.",
             kind=TypeError,
         )
-
-
-def _refuse(what: str, next_step: str, *, kind: type[Exception] = ValueError) -> NoReturn:
-    raise kind(_C.error_text("memory_estimate", what, next_step))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import numbers
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,7 +14,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from trireme import _C
-from trireme._group_communicator import communicator_of
+from trireme._core.errors import refuse
+from trireme._core.group_communicator import communicator_of
 
 
 class SyncBatchNorm(nn.SyncBatchNorm):
@@ -69,7 +70,8 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         bias: bool = True,
     ) -> None:
         if isinstance(momentum, bool) or not isinstance(momentum, numbers.Real | None):
-            _refuse(
+            refuse(
+                "sync_batch_norm",
                 f"got a momentum of type {type(momentum).__name__}, expected a number or None",
                 "Pass None for the plain average of all batches.",
                 kind=TypeError,
@@ -124,7 +126,8 @@ class SyncBatchNorm(nn.SyncBatchNorm):
 
     def _check_input_dim(self, input: torch.Tensor) -> None:
         if input.dim() < 2 or input.size(1) == 0:
-            _refuse(
+            refuse(
+                "sync_batch_norm",
                 f"got an input of shape {list(input.shape)}, expected (batch, channels, ...) with "
                 "at least 1 channel",
                 "Give the input its batch and channel dimensions.",
@@ -148,7 +151,8 @@ class SyncBatchNorm(nn.SyncBatchNorm):
     ) -> nn.Module:
         """Replace every BatchNorm in ``module``; see :func:`trireme.convert_sync_batchnorm`."""
         if not isinstance(module, nn.Module):
-            _refuse(
+            refuse(
+                "sync_batch_norm",
                 f"got {type(module).__name__} as module, expected a torch.nn.Module",
                 "Pass the model itself.",
                 kind=TypeError,
@@ -173,7 +177,8 @@ class SyncBatchNorm(nn.SyncBatchNorm):
     @classmethod
     def _from_batch_norm(cls, norm: nn.Module, group: Any | None) -> SyncBatchNorm:
         if isinstance(norm, LazyModuleMixin):
-            _refuse(
+            refuse(
+                "sync_batch_norm",
                 f"got a {type(norm).__name__} without a number of features, expected an "
                 "initialised layer",
                 "Run one forward before converting.",
@@ -208,20 +213,17 @@ def convert_sync_batchnorm(module: nn.Module, process_group: Any | None = None) 
     return SyncBatchNorm.convert_sync_batchnorm(module, process_group)
 
 
-def _refuse(what: str, next_step: str, *, kind: type[Exception] = ValueError) -> NoReturn:
-    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (-1, -1)
-    raise kind(_C.error_text("sync_batch_norm", what, next_step, rank=rank, world=world))
-
-
 def _check_group(group: object) -> None:
     outside: object = GroupMember.NON_GROUP_MEMBER
     if group is outside:
-        _refuse(
+        refuse(
+            "sync_batch_norm",
             "got a process group without this rank, expected one that contains it",
             "Build the layer on the ranks of its group only.",
         )
     if not isinstance(group, dist.ProcessGroup):
-        _refuse(
+        refuse(
+            "sync_batch_norm",
             f"got {type(group).__name__} as process_group, expected a "
             "torch.distributed.ProcessGroup",
             "Make one with torch.distributed.new_group(), or leave it out.",
@@ -232,7 +234,8 @@ def _check_group(group: object) -> None:
 def _communicator_of(process_group: dist.ProcessGroup | None) -> _C.Communicator:
     group = dist.group.WORLD if process_group is None else process_group
     if group is None:
-        _refuse(
+        refuse(
+            "sync_batch_norm",
             "got no process group, expected an initialised one for training",
             "Call trireme.init() first, or model.eval().",
         )

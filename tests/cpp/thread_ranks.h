@@ -1,8 +1,8 @@
 #pragma once
 
-#include <trireme/comm/launch/make_communicator.h>
-#include <trireme/comm/c10d/gloo_group.h>
 #include <trireme/comm/backend/shm_backend.h>
+#include <trireme/comm/c10d/gloo_group.h>
+#include <trireme/comm/launch/make_communicator.h>
 
 #include <ATen/Parallel.h>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>

@@ -26,7 +26,7 @@ from distributed import run_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from trireme import _C
-from trireme._group_communicator import communicator_of
+from trireme._core.group_communicator import communicator_of
 
 WORLD = 2
 # [area] what went wrong (rank r of w). next step
@@ -241,6 +241,6 @@ def record_wire(ddp: trireme.DistributedDataParallel) -> _C.RecordingCommunicato
     """What the module sends from now on. Builds its core anew, as if it had just been wrapped."""
     recorder = _C.RecordingCommunicator(communicator_of(ddp.process_group))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("trireme.ddp.communicator_of", lambda group: recorder)
+        patch.setattr("trireme._ddp.module.communicator_of", lambda group: recorder)
         ddp._rebuild_core()
     return recorder

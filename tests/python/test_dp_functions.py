@@ -8,8 +8,8 @@ import pytest
 import torch
 from test_dp_nested import KINDS, Pair, Record
 from torch import Tensor, nn
-from trireme._dp_parallel_apply import data_parallel, parallel_apply
-from trireme._dp_replicate import replicate
+from trireme._data_parallel.parallel_apply import data_parallel, parallel_apply
+from trireme._data_parallel.replicate import replicate
 from trireme.scatter_gather import gather, scatter, scatter_kwargs
 
 CPUS = ["cpu", "cpu"]

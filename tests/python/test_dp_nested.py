@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor, nn
-from trireme._dp_nested import (
+from trireme._data_parallel.nested import (
     first_tensor,
     matching_tensors,
     tensors_in,

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
-from trireme import _dp_coalesced as coalesced
-from trireme._dp_coalesced import broadcast_coalesced, reduce_add_coalesced
-from trireme._dp_parallel_apply import data_parallel
-from trireme._dp_replicate import replicate
+from trireme._data_parallel import coalesced
+from trireme._data_parallel.coalesced import broadcast_coalesced, reduce_add_coalesced
+from trireme._data_parallel.parallel_apply import data_parallel
+from trireme._data_parallel.replicate import replicate
 
 CPUS = ["cpu", "cpu"]
 

@@ -29,7 +29,7 @@ from test_fsdp_gradients import Skipping
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim import SGD
-from trireme import _fsdp_comms
+from trireme._fsdp import comms as fsdp_comms
 from zero_ranks import Shapes
 
 on_gloo_ranks = functools.partial(on_ranks, backend="gloo")
@@ -40,9 +40,7 @@ REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tens
 
 # Not every torch has it.
 NO_SYMMETRIC_MEMORY = (
-    ValueError
-    if hasattr(_fsdp_comms._fsdp_collectives, "SymmMemAllGather")
-    else NotImplementedError
+    ValueError if hasattr(fsdp_comms._fsdp_collectives, "SymmMemAllGather") else NotImplementedError
 )
 
 
@@ -186,8 +184,8 @@ class Symmetric(Gathering):
 
 @on_gloo_ranks(2)
 def test_symmetric_memory(rank: int) -> None:
-    _fsdp_comms._fsdp_collectives.SymmMemAllGather = Symmetric
-    _fsdp_comms.has_symmetric_memory = lambda device: True
+    fsdp_comms._fsdp_collectives.SymmMemAllGather = Symmetric
+    fsdp_comms.has_symmetric_memory = lambda device: True
     ours, one = pair(mlp)
     for unit in units_of(ours.model):
         unit.set_symm_mem_for_comm()

@@ -15,7 +15,7 @@ from test_fsdp_random import CLOSE, Net, Program
 from torch.distributed.fsdp import OffloadPolicy
 from torch.distributed.tensor import Shard
 from torch.optim import SGD, AdamW
-from trireme import _fsdp_offload
+from trireme._fsdp import offload as fsdp_offload
 
 WORLD = 4
 
@@ -89,7 +89,7 @@ def make_program(seed: int) -> GatheringProgram:
 
 @on_ranks(WORLD, backend="gloo")
 def test_random_programs(rank: int) -> None:
-    _fsdp_offload.offloads_from = lambda device: True
+    fsdp_offload.offloads_from = lambda device: True
     for seed in range(6):
         program = make_program(seed)
         for _ in range(4):

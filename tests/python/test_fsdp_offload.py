@@ -17,7 +17,8 @@ from fsdp_ranks import assert_locals, evaluate, pair, sharded, step_both, torch_
 from shm_ranks import on_shm_ranks
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.optim import SGD, AdamW
-from trireme import Offload, _fsdp_offload
+from trireme import Offload
+from trireme._fsdp import offload as fsdp_offload
 
 on_gloo_ranks = functools.partial(on_ranks, backend="gloo")
 
@@ -29,7 +30,7 @@ def chosen(policy: Offload, *units: Sequence[int]) -> str:
     """Of units of so many bytes: o for the optimizer's part, A for all, - for none."""
     text = []
     for sizes in units:
-        row = _fsdp_offload.choose(policy, [torch.empty(n, dtype=torch.int8) for n in sizes])
+        row = fsdp_offload.choose(policy, [torch.empty(n, dtype=torch.int8) for n in sizes])
         assert row is not None and row[2] == policy.pin_memory
         letters = ["-"] * len(sizes)
         for letter, indices in zip("oA", row[:2], strict=True):
@@ -50,7 +51,7 @@ def test_which_parameters_are_chosen() -> None:
     assert chosen(Offload(0.5), layer, layer, layer, layer) == "o- -- o- --"
     assert chosen(Offload(0.5, 0.5), *[(8,)] * 6).count("A") == 3
     assert chosen(Offload(0.34), (), *[(8,)] * 9).count("o") == 3
-    assert _fsdp_offload.choose(None, [torch.empty(3)]) is None
+    assert fsdp_offload.choose(None, [torch.empty(3)]) is None
 
 
 def test_fractions_that_are_none() -> None:
@@ -71,7 +72,7 @@ POLICIES = (
 
 
 def offload_from_here() -> None:
-    _fsdp_offload.offloads_from = lambda device: True
+    fsdp_offload.offloads_from = lambda device: True
 
 
 @on_gloo_ranks(2)

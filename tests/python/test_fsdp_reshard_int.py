@@ -40,7 +40,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim import SGD, AdamW
 from trireme._C import RecordingCommunicator
-from trireme._fsdp_mesh import FsdpMesh, _neighbours_in, timeout_of
+from trireme._core.meshes import timeout_of
+from trireme._fsdp.mesh import FsdpMesh, _neighbours_in
 
 WORLD = 4
 AMONG_TWO: dict[str, Any] = {"reshard_after_forward": 2}

@@ -1,7 +1,7 @@
 #pragma once
 
-#include <trireme/comm/communicator.h>
 #include <trireme/comm/backend/shm_backend_class.h>
+#include <trireme/comm/communicator.h>
 
 #include <memory>
 

@@ -1,7 +1,7 @@
 #pragma once
 
-#include <trireme/comm/backend/torch_compat.h>
 #include <trireme/comm/backend/hooks.h>
+#include <trireme/comm/backend/torch_compat.h>
 #include <trireme/common/error.h>
 
 #include <ATen/core/Tensor.h>

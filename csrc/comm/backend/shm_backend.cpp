@@ -1,7 +1,7 @@
-#include <trireme/comm/c10d/gloo_group.h>
 #include <trireme/comm/backend/shm_backend_class.h>
-#include <trireme/comm/shm_tensors.h>
 #include <trireme/comm/backend/store_exchange.h>
+#include <trireme/comm/c10d/gloo_group.h>
+#include <trireme/comm/shm_tensors.h>
 #include <trireme/common/duration.h>
 #include <trireme/common/forks.h>
 #include <trireme/common/interruption.h>

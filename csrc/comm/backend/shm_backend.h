@@ -26,9 +26,9 @@ struct ShmOptions {
 };
 
 // The c10d backend "trireme": collectives of CPU ranks through the memory of their host (see
-// shm/collectives.h) and, between hosts, over Gloo (see hosts/multi_host_collectives.h), for any program
-// that uses torch.distributed. Collective: every rank of `where.world` calls it with a Store that
-// all of them share and that carries no other group's keys.
+// shm/collectives.h) and, between hosts, over Gloo (see hosts/multi_host_collectives.h), for any
+// program that uses torch.distributed. Collective: every rank of `where.world` calls it with a
+// Store that all of them share and that carries no other group's keys.
 //
 // A synchronous operation runs on the caller's thread if nothing is queued; the others run in order
 // on one thread that the first of them starts. Results have the same bits on all ranks and in every

@@ -1,12 +1,12 @@
 #pragma once
 
-#include <trireme/comm/hosts/group_collectives.h>
 #include <trireme/comm/backend/arguments.h>
-#include <trireme/comm/backend/shm_backend.h>
-#include <trireme/comm/backend/torch_compat.h>
 #include <trireme/comm/backend/hooks.h>
 #include <trireme/comm/backend/p2p.h>
 #include <trireme/comm/backend/queue.h>
+#include <trireme/comm/backend/shm_backend.h>
+#include <trireme/comm/backend/torch_compat.h>
+#include <trireme/comm/hosts/group_collectives.h>
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 

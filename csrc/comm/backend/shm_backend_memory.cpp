@@ -1,7 +1,7 @@
 // Tensors in memory that the ranks of a host can share, and windows on them.
 
-#include <trireme/comm/backend/shm_backend_class.h>
 #include <trireme/comm/backend/memory.h>
+#include <trireme/comm/backend/shm_backend_class.h>
 #include <trireme/comm/backend/window.h>
 
 #include <ATen/EmptyTensor.h>

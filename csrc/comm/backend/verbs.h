@@ -1,8 +1,8 @@
 #pragma once
 
+#include <trireme/comm/backend/shm_backend_class.h>
 #include <trireme/comm/c10d/c10d_wait.h>
 #include <trireme/comm/communicator.h>
-#include <trireme/comm/backend/shm_backend_class.h>
 #include <trireme/comm/subgroups.h>
 
 #include <functional>

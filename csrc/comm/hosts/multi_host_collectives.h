@@ -1,7 +1,7 @@
 #pragma once
 
-#include <trireme/comm/fault_board.h>
 #include <trireme/comm/c10d/gloo_group.h>
+#include <trireme/comm/fault_board.h>
 #include <trireme/comm/hosts/host_layout.h>
 #include <trireme/comm/hosts/host_leg.h>
 #include <trireme/shm/collectives.h>

@@ -1,10 +1,10 @@
 #include <trireme/comm/launch/launch.h>
 
-#include <trireme/comm/launch/make_communicator.h>
+#include <trireme/comm/backend/shm_backend.h>
 #include <trireme/comm/c10d/gloo_group.h>
 #include <trireme/comm/c10d/nccl_backend.h>
+#include <trireme/comm/launch/make_communicator.h>
 #include <trireme/comm/launch/rendezvous.h>
-#include <trireme/comm/backend/shm_backend.h>
 #include <trireme/common/cpus.h>
 #include <trireme/common/duration.h>
 #include <trireme/common/env.h>

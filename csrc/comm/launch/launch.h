@@ -20,8 +20,8 @@ class Store;
 namespace trireme {
 
 struct InitOptions {
-  // "trireme" (shared memory between the ranks of a host, see comm/backend/shm_backend.h), "gloo", "nccl",
-  // or one for each kind of device: "cpu:gloo,cuda:nccl". Empty: "trireme" on a CPU device,
+  // "trireme" (shared memory between the ranks of a host, see comm/backend/shm_backend.h), "gloo",
+  // "nccl", or one for each kind of device: "cpu:gloo,cuda:nccl". Empty: "trireme" on a CPU device,
   // "cpu:trireme,cuda:nccl" on
   // a CUDA device.
   std::string backend;

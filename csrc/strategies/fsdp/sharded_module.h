@@ -49,8 +49,8 @@ struct FsdpOptions {
   std::shared_ptr<Communicator> reshards_with = nullptr;
   // Where parameters are gathered: what gradients are scattered with, the same for all units of the
   // same ranks; the communicator of those that share the parameters if null. A CustomCommunicator
-  // (comm/c10d/custom_communicator.h) around theirs, here and in gathers_with, brings collectives of
-  // one's own.
+  // (comm/c10d/custom_communicator.h) around theirs, here and in gathers_with, brings collectives
+  // of one's own.
   std::shared_ptr<Communicator> scatters_with = nullptr;
   // Which dimension of a parameter is sharded, below 0 from behind; the first one if empty. The
   // same on all ranks.

@@ -1,6 +1,6 @@
-#include <trireme/comm/launch/make_communicator.h>
-#include <trireme/comm/hosts/host_layout.h>
 #include <trireme/comm/backend/shm_backend.h>
+#include <trireme/comm/hosts/host_layout.h>
+#include <trireme/comm/launch/make_communicator.h>
 #include <trireme/shm/segment.h>
 
 #include <ATen/ATen.h>

@@ -1,7 +1,7 @@
 // fully_shard for C++ modules whose ranks are on several hosts: they train as one process does.
 
-#include <trireme/comm/launch/make_communicator.h>
 #include <trireme/comm/backend/shm_backend.h>
+#include <trireme/comm/launch/make_communicator.h>
 
 #include <torch/serialize.h>
 

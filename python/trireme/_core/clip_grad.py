@@ -1,0 +1,60 @@
+"""Clipping by norm, whoever holds the gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from trireme import _C
+from trireme._core.owners import local_of, optimizer_of, unit_of
+
+
+def clip_grad_norm_(
+    parameters: torch.Tensor | Iterable[torch.Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+) -> torch.Tensor:
+    """Replaces ``torch.nn.utils.clip_grad_norm_`` under every strategy.
+
+    Scales the gradients of ``parameters`` in place so that their common norm is at most
+    ``max_norm``; returns what it was, the same on all ranks. Gradients that are whole on every
+    rank (DDP, ZeRO stage 1) are counted as they are; sharded ones (ZeRO stage 2,
+    ``fully_shard``) take one all-reduce of one number per optimizer or mesh, and one more for
+    those that tensor parallelism has cut as well. Collective if any is sharded: every rank passes
+    the same parameters.
+
+    Args:
+        norm_type: above 0, or infinity.
+        error_if_nonfinite: raise (on all ranks) if the norm is inf or NaN.
+
+    Raises:
+        ValueError: a ``norm_type`` that is not above 0.
+        RuntimeError: the norm is not finite; a sharded gradient was changed since backward.
+    """
+    if isinstance(parameters, torch.Tensor):
+        parameters = [parameters]
+    whole: list[torch.Tensor] = []
+    parts: dict[_C.Zero, list[int]] = {}
+    sharded: dict[tuple[_C.Communicator, int, torch.device], list[torch.Tensor]] = {}
+    for parameter in parameters:
+        optimizer = optimizer_of(parameter)
+        if optimizer is not None and optimizer.stage == 2:
+            number, index = optimizer._places[parameter]
+            parts.setdefault(optimizer._cores[number], []).append(index)
+            continue
+        unit = unit_of(parameter)
+        over = None if unit is None else unit.norm_over(parameter)
+        # On all ranks, also where this one has no gradient.
+        gradients = whole if over is None else sharded.setdefault(over, [])
+        if parameter.grad is not None:
+            gradients.append(local_of(parameter.grad))
+    return _C.clip_grad_norm_(
+        whole=whole,
+        parts=list(parts.items()),
+        sharded=[(*over, gradients) for over, gradients in sharded.items()],
+        max_norm=float(max_norm),
+        norm_type=float(norm_type),
+        error_if_nonfinite=error_if_nonfinite,
+    )

@@ -1,0 +1,64 @@
+"""What meshes and placements of DTensors say: who is on them, and what they cut."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+# Groups of all ranks of several dimensions or meshes, by the group of the first one.
+_unions: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = (
+    WeakKeyDictionary()
+)
+
+
+def is_cut(placement: Placement, dim: int | None = None) -> bool:
+    """Whether ``placement`` shards a tensor: along ``dim``, if that is given."""
+    return isinstance(placement, (Shard, _StridedShard)) and dim in (None, placement.dim)
+
+
+def ranks_of(mesh: DeviceMesh) -> list[int]:
+    """All ranks on ``mesh``, by their numbers in the run."""
+    ranks: list[int] = mesh.mesh.flatten().tolist()
+    return ranks
+
+
+def group_over(meshes: Sequence[DeviceMesh]) -> dist.ProcessGroup:
+    """The group of all ranks that are on one of ``meshes``. Collective over these when they are
+    asked for the first time."""
+    ranks = tuple(sorted({rank for mesh in meshes for rank in ranks_of(mesh)}))
+    for mesh in meshes:
+        if mesh.ndim == 1 and mesh.size() == len(ranks):
+            return mesh.get_group()
+    first = meshes[0].get_group(0)
+    unions = _unions.setdefault(first, {})
+    if ranks not in unions:
+        is_world = len(ranks) == dist.get_world_size()
+        made = dist.group.WORLD if is_world else new_group_like(list(ranks), first)
+        assert made is not None
+        unions[ranks] = made
+    return unions[ranks]
+
+
+def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
+    """How long the ranks of ``group`` wait for each other; None if its engine does not say."""
+    engine = group._get_backend(group._device_types[0])
+    return getattr(getattr(engine, "options", None), "_timeout", None)
+
+
+def new_group_like(ranks: list[int], like: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A group of ``ranks`` with the engine and the timeout of ``like``. Collective over ``ranks``
+    only."""
+    made = dist.new_group(
+        ranks,
+        timeout=timeout_of(like),
+        backend=str(dist.get_backend_config(like)),
+        use_local_synchronization=len(ranks) < dist.get_world_size(),
+    )
+    assert isinstance(made, dist.ProcessGroup)
+    return made

@@ -1,0 +1,119 @@
+"""Which optimizer or unit has sharded a parameter, and which module averages its gradient."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
+
+from trireme._C import Communicator, Zero
+
+
+class ShardedOptimizer(Optimizer):
+    """Each rank owns shards of the parameters of such an optimizer.
+
+    The names are private because users see the class that ZeRO makes of it.
+    """
+
+    stage: int
+    """2 if gradients are sharded, too."""
+    rank: int
+    process_group: dist.ProcessGroup
+    optim: Optimizer
+    """The one that steps this rank's shards."""
+    _places: dict[torch.Tensor, tuple[int, int]]
+    """By parameter: the number of its core, and its index there."""
+    _shards: dict[torch.Tensor, torch.Tensor]
+    """By parameter: what this rank owns of it, in its memory."""
+    _names: dict[torch.Tensor, str]
+    """By parameter: what messages call it."""
+
+    @property
+    def _cores(self) -> list[Zero]:
+        """What holds the parameters. Raises RuntimeError if another optimizer has taken over."""
+        raise NotImplementedError
+
+    def _sync_hyperparameters(self) -> None:
+        """Gives ``optim`` what was set in ``param_groups``."""
+        raise NotImplementedError
+
+    def _retire(self) -> None:
+        """Lets go of its parameters."""
+        raise NotImplementedError
+
+
+class AveragingModule(Protocol):
+    """A module that averages the gradients of its parameters over a group."""
+
+    process_group: dist.ProcessGroup
+
+
+class ShardingUnit(Protocol):
+    """What has sharded parameters over the ranks of a mesh."""
+
+    def norm_over(self, param: Any) -> tuple[Communicator, int, torch.device] | None:
+        """The ranks that have other parts of ``param``, how many of them have the same part, and
+        the device on which they talk. None if every rank has all of it."""
+
+
+_optimizers = WeakIdKeyDictionary()
+_modules = WeakIdKeyDictionary()
+
+
+def note_optimizer(parameter: torch.Tensor, optimizer: ShardedOptimizer | None) -> None:
+    """Says that ``optimizer`` shards ``parameter``, or that none does."""
+    if optimizer is None:
+        _optimizers.pop(parameter, None)
+    else:
+        _optimizers[parameter] = weakref.ref(optimizer)
+
+
+def optimizer_of(parameter: torch.Tensor) -> ShardedOptimizer | None:
+    """The living optimizer that has claimed ``parameter``."""
+    found = _optimizers.get(parameter)
+    return None if found is None else found()
+
+
+def note_averaging(parameters: Iterable[torch.Tensor], module: AveragingModule) -> None:
+    """Says that ``module`` averages their gradients."""
+    for parameter in parameters:
+        _modules[parameter] = weakref.ref(module)
+
+
+def averaging_module_of(parameter: torch.Tensor) -> AveragingModule | None:
+    """The living module of ours that averages the gradient of ``parameter``."""
+    found = _modules.get(parameter)
+    return None if found is None else found()
+
+
+class _UnitOf:
+    """Held by a parameter, and left out of its copies and pickles, where an empty set, which
+    ``torch.load(weights_only=True)`` takes, comes in its place."""
+
+    def __init__(self, unit: ShardingUnit) -> None:
+        self.unit = weakref.ref(unit)
+
+    def __reduce__(self) -> tuple[type[set[Any]], tuple[()]]:
+        return set, ()
+
+
+def note_unit(parameter: torch.Tensor, unit: ShardingUnit) -> None:
+    """Says that ``unit`` has sharded it. An attribute: ``Module.to`` refuses parameters to which
+    there are weak references."""
+    parameter._trireme_unit = _UnitOf(unit)  # type: ignore[attr-defined]
+
+
+def unit_of(parameter: torch.Tensor) -> ShardingUnit | None:
+    """The living unit of fully_shard that has sharded ``parameter``."""
+    found = getattr(parameter, "_trireme_unit", None)
+    return found.unit() if isinstance(found, _UnitOf) else None
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a DTensor, in its memory; any other tensor as it is."""
+    return getattr(tensor, "_local_tensor", tensor)

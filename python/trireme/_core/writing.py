@@ -1,0 +1,132 @@
+"""Writes to parameters that the ranks of a host share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from trireme._C import Zero
+from trireme._core.errors import refuse
+from trireme._core.owners import ShardedOptimizer, optimizer_of
+
+_Place = tuple[nn.Module, str, nn.Parameter]
+_begin_writing_shards: list[Callable[[nn.Module], None]] = []
+
+
+def call_before_writing_shards(begin: Callable[[nn.Module], None]) -> None:
+    """From now on ``begin`` is called with each module whose shards are to be written: it waits
+    until no rank reads those that its strategy has made."""
+    _begin_writing_shards.append(begin)
+
+
+@contextmanager
+def writing(target: nn.Module | ShardedOptimizer) -> Iterator[None]:
+    """Inside, every rank may write the parameters of ``target``, all of them the same values.
+
+    For what changes parameters outside of ``optimizer.step()``: loading a state, weight surgery,
+    averaged weights swapped in and out::
+
+        with trireme.writing(optimizer):
+            model.load_state_dict(state)
+
+    With the model as ``target`` what ``load_state_dict(assign=True)`` puts in place of its
+    parameters is copied into them. An optimizer knows nothing of it otherwise, as in torch.
+
+    Each rank writes a copy of its own meanwhile, of which the shards that it owns become
+    everybody's at the end; an exception drops what was written on all ranks. Collective at the
+    begin and at the end; nothing happens for parameters that no ZeroRedundancyOptimizer holds.
+
+    Of what ``fully_shard`` has made every rank writes its own shards, in place, until its next
+    forward or ``unshard()``. The begin waits until all ranks have come; nothing happens at the end.
+
+    Raises:
+        RuntimeError: a parameter was written outside before.
+        ValueError: a parameter of another shape was assigned.
+        torch.distributed.DistBackendError: another rank left it by an exception.
+    """
+    places: list[_Place] = []
+    if not isinstance(target, nn.Module):
+        optimizers = [target]
+    else:
+        places = _places_in(target)
+        owners = (optimizer_of(parameter) for _, _, parameter in places)
+        optimizers = list(dict.fromkeys(owner for owner in owners if owner is not None))
+        for begin in _begin_writing_shards:
+            begin(target)
+    cores = [core for optimizer in optimizers for core in optimizer._cores]
+    for core in cores:
+        core.begin_writing()
+    with abandoning(cores):
+        yield
+        for place in places:
+            _put_back(*place)
+    for core in cores:
+        core.end_writing()
+
+
+@contextmanager
+def writing_shards(module: nn.Module) -> Iterator[None]:
+    """Inside, each rank writes its shards of what the ranks share in ``module`` and reads nothing.
+
+    In place, without the copies of ``writing``: for loading. Shards are those of ``fully_shard``
+    and of ZeroRedundancyOptimizer. What an exception ends stays half written. Collective at the
+    begin and at the end.
+
+    Raises:
+        RuntimeError: a parameter was written outside before.
+        torch.distributed.DistBackendError: another rank left it by an exception.
+    """
+    for begin in _begin_writing_shards:
+        begin(module)
+    owners = (optimizer_of(parameter) for _, _, parameter in _places_in(module))
+    optimizers = dict.fromkeys(owner for owner in owners if owner is not None)
+    cores = [core for optimizer in optimizers for core in optimizer._cores]
+    for core in cores:
+        core.begin_writing_shards()
+    with abandoning(cores):
+        yield
+    for core in cores:
+        core.end_writing_shards()
+
+
+@contextmanager
+def abandoning(cores: Sequence[Zero]) -> Iterator[None]:
+    """An exception that leaves this is what ranks raise with that wait for this one."""
+    try:
+        yield
+    except BaseException as error:
+        for core in cores:
+            core.abandon_step(f"{type(error).__name__}: {error}")
+        raise
+
+
+def _places_in(module: nn.Module) -> list[_Place]:
+    """Where parameters hang that an optimizer holds."""
+    return [
+        (owner, name, parameter)
+        for owner in module.modules()
+        for name, parameter in owner._parameters.items()
+        if parameter is not None and optimizer_of(parameter) is not None
+    ]
+
+
+def _put_back(owner: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    """Gives ``parameter``, which its optimizer knows, the values of what was assigned instead."""
+    assigned = owner._parameters.get(name)
+    optimizer = optimizer_of(parameter)
+    if assigned is None or assigned is parameter or optimizer is None:
+        return
+    if assigned.shape != parameter.shape:
+        refuse(
+            "zero",
+            f"got '{name}' of shape {tuple(assigned.shape)} in place of one of shape "
+            f"{tuple(parameter.shape)}",
+            "Make the optimizer anew.",
+            optimizer.process_group,
+        )
+    with torch.no_grad():
+        parameter.copy_(assigned)
+    owner._parameters[name] = parameter

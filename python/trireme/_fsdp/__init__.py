@@ -1,0 +1,1 @@
+"""What fully_shard makes of modules lives here."""

@@ -1,0 +1,298 @@
+"""The parameters of a unit: found in its modules, and as DTensors over the shards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+from trireme._core.errors import refuse
+from trireme._core.owners import local_of
+from trireme._fsdp.checks import check_gradient_dtype, check_parameter, resolve_placement, shard_dim
+from trireme._fsdp.dtensor import (
+    ModelLayout,
+    check_placement,
+    contiguous_meta,
+    model_layout,
+    sharded_spec,
+)
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    from trireme._C import ParamGroup
+    from trireme._fsdp.mesh import FsdpMesh
+
+# Up to torch 2.14 gradients were reduced in param_dtype where no reduce_dtype was given.
+_REDUCES_IN_ORIGINAL_DTYPE = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15)
+
+Spec = tuple[str, Sequence[int], torch.dtype, int, torch.dtype | None, torch.dtype | None, bool]
+
+
+@dataclass
+class ShardedParameter:
+    """One parameter of a unit, in all modules where it hangs."""
+
+    name: str  # within the unit
+    original: nn.Parameter | None  # until it is sharded
+    places: list[tuple[nn.Module, str]]
+    dim: int
+    sizes: list[int]  # of what is sharded: of a DTensor this rank's part
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    specs: dict[torch.dtype, DTensorSpec] = field(default_factory=dict)
+    sharded: nn.Parameter | None = None  # a DTensor
+    unsharded: nn.Parameter | None = None  # what the core computes the gradient of
+    layout: ModelLayout | None = None  # of what was a DTensor before
+    shown: nn.Parameter | None = None  # what the module shows for the unsharded one
+
+    def spec(self) -> Spec:
+        """As the core wants it."""
+        original = self.original if self.sharded is None else self.sharded
+        assert original is not None
+        return (
+            self.name,
+            self.sizes,
+            original.dtype,
+            self.dim,
+            self.param_dtype,
+            self.reduce_dtype,
+            original.requires_grad,
+        )
+
+    def as_dtensor(self, local: torch.Tensor, *, requires_grad: bool = False) -> DTensor:
+        """``local`` as this rank's part of the parameter, or of its gradient."""
+        spec = self.specs.get(local.dtype)
+        if spec is None:
+            known = next(iter(self.specs.values()))
+            assert known.tensor_meta is not None
+            meta = TensorMeta(known.tensor_meta.shape, known.tensor_meta.stride, local.dtype)
+            spec = DTensorSpec(known.mesh, known.placements, tensor_meta=meta)
+            self.specs[local.dtype] = spec
+        return DTensor(local, spec, requires_grad=requires_grad)
+
+    def describe_on(self, mesh: FsdpMesh) -> None:
+        """Says how the parameter lies on ``mesh``."""
+        original = self.original
+        assert original is not None
+        dim = self.dim if original.ndim else None
+        if isinstance(original, DTensor):
+            self.layout = model_layout(original, self.dim, mesh)
+            self.specs[original.dtype] = sharded_spec(original, dim, mesh)
+        else:
+            meta = contiguous_meta(original.shape, original.dtype)
+            spec = DTensorSpec(mesh.mesh, mesh.placements(dim), tensor_meta=meta)
+            self.specs[original.dtype] = spec
+
+    def compute_with(self, whole: torch.Tensor, *, requires_grad: bool) -> None:
+        """``whole`` is the memory of the unsharded parameter."""
+        self.unsharded = nn.Parameter(whole, requires_grad=requires_grad)
+        self.shown = self.unsharded
+        if self.layout is not None:
+            self.shown = self.layout.show(self.unsharded, self.reduce_dtype)
+
+    def receive(self, part: torch.Tensor) -> None:
+        """``part`` of the averaged gradient becomes ``.grad``, or is added to it."""
+        param = self.sharded
+        assert param is not None
+        grad = param.grad
+        if grad is None:
+            param.grad = self.as_dtensor(part)
+        else:
+            with torch.no_grad():
+                local = grad.to_local() if isinstance(grad, DTensor) else grad
+                local.add_(part)
+        hooks = getattr(param, "_post_accumulate_grad_hooks", None)
+        for hook in tuple(hooks.values()) if hooks else ():
+            hook(param)
+
+
+def collect(
+    modules: Iterable[nn.Module],
+    roots: Sequence[nn.Module],
+    ignored: set[nn.Parameter],
+    placement_of: Callable[[nn.Parameter], Any] | None,
+    policy: MixedPrecisionPolicy,
+    mesh: FsdpMesh,
+) -> dict[FsdpMesh, list[ShardedParameter]]:
+    """The parameters of ``modules``, each once, in the order of their names: those over ``mesh``,
+    and over what ``placement_of`` says for others.
+
+    Raises:
+        ValueError, NotImplementedError: one of them cannot be sharded.
+    """
+    prefixes = {module: name for root in roots for name, module in root.named_modules()}
+    found: dict[nn.Parameter, ShardedParameter] = {}
+    by_mesh: dict[FsdpMesh, list[ShardedParameter]] = {mesh: []}
+    others: dict[DeviceMesh, FsdpMesh] = {}
+    for module in modules:
+        for name, param in module._parameters.items():
+            if param is None or param in ignored:
+                continue
+            if param not in found:
+                full_name = f"{prefixes[module]}.{name}".removeprefix(".")
+                given = None if placement_of is None else placement_of(param)
+                placement, own_mesh = resolve_placement(full_name, given, mesh, others)
+                check_parameter(full_name, param, own_mesh.device)
+                check_placement(full_name, param, own_mesh)
+                dim = shard_dim(full_name, param, placement)
+                sizes = list(local_of(param).shape)
+                found[param] = ShardedParameter(full_name, param, [], dim, sizes)
+                _set_dtypes(found[param], policy)
+                by_mesh.setdefault(own_mesh, []).append(found[param])
+            found[param].places.append((module, name))
+    return by_mesh
+
+
+def _set_dtypes(one: ShardedParameter, policy: MixedPrecisionPolicy) -> None:
+    """What torch's policy says for this parameter."""
+    original = one.original if one.sharded is None else one.sharded
+    assert original is not None
+    if not original.is_floating_point():
+        return
+    resolved = policy
+    if hasattr(policy, "_resolve_for_param"):
+        resolved = policy._resolve_for_param(original)
+    one.param_dtype = resolved.param_dtype
+    one.reduce_dtype = resolved.reduce_dtype
+    check_gradient_dtype(one.name, original)
+    if one.reduce_dtype is None and not _REDUCES_IN_ORIGINAL_DTYPE:
+        one.reduce_dtype = one.param_dtype
+
+
+def shard(group: ParamGroup, params: Sequence[ShardedParameter], mesh: FsdpMesh) -> None:
+    """Writes this rank's shards of the original parameters, which are given up for DTensors."""
+    locals_, wholes = group.sharded(), group.unsharded()
+    for index, one in enumerate(params):
+        original = one.original
+        assert original is not None
+        one.describe_on(mesh)
+        local = locals_[index]
+        given = local_of(original)
+        if given.is_meta:
+            local = torch.empty_like(local, device="meta")
+        else:
+            group.write_whole(index, given.detach())
+        one.sharded = nn.Parameter(one.as_dtensor(local), requires_grad=original.requires_grad)
+        one.sharded.__dict__.update(original.__dict__)
+        one.compute_with(wholes[index], requires_grad=original.requires_grad)
+        original._trireme_sharded = one.name  # type: ignore[attr-defined]
+        one.original = None
+        for module, name in one.places:
+            _put(module, name, one.sharded)
+
+
+def _put(module: nn.Module, name: str, param: nn.Parameter) -> None:
+    """By setattr where the class has its own: layers with caches of their parameters renew them."""
+    if type(module).__setattr__ is nn.Module.__setattr__:
+        module._parameters[name] = param
+    else:
+        setattr(module, name, param)
+
+
+def copy_shards(
+    group: ParamGroup, params: Sequence[ShardedParameter], memo: dict[int, Any]
+) -> list[ShardedParameter]:
+    """Copies of ``params`` over the memory of ``group``, under their modules' old places. ``memo``
+    is that of the deep copy: who meets a parameter later takes its copy."""
+    copies = []
+    wholes = group.unsharded()
+    for index, (one, shard_) in enumerate(zip(params, group.sharded(), strict=True)):
+        sharded = one.sharded
+        assert sharded is not None
+        local = local_of(sharded)
+        if local.is_meta:
+            shard_ = local
+        else:
+            group.write_shard(index, local.detach())
+        made = replace(one, places=list(one.places))
+        requires_grad = sharded.requires_grad
+        made.sharded = nn.Parameter(one.as_dtensor(shard_), requires_grad=requires_grad)
+        made.compute_with(wholes[index], requires_grad=requires_grad)
+        memo[id(sharded)] = made.sharded
+        copies.append(made)
+    return copies
+
+
+def note_casts(params: Sequence[ShardedParameter], policy: MixedPrecisionPolicy) -> bool:
+    """Takes over the dtypes to which sharded parameters were cast; whether any was."""
+    any_cast = False
+    for one in params:
+        module, name = one.places[0]
+        given = module._parameters[name]
+        dtype, spec = next(iter(one.specs.items()))
+        if not isinstance(given, DTensor) or given.dtype == dtype:
+            continue
+        meta = TensorMeta(spec.shape, spec.stride, given.dtype)
+        one.specs = {given.dtype: DTensorSpec(spec.mesh, spec.placements, tensor_meta=meta)}
+        one.sharded = given
+        _set_dtypes(one, policy)
+        any_cast = True
+    return any_cast
+
+
+def adopt(
+    group: ParamGroup, params: Sequence[ShardedParameter], shards: Sequence[torch.Tensor]
+) -> None:
+    """What the user has put in place of sharded parameters, or of their memory, is brought back
+    into the memory that all ranks share.
+
+    Raises:
+        ValueError: it does not fit.
+    """
+    for index, one in enumerate(params):
+        module, name = one.places[0]
+        given = module._parameters[name]
+        if given is None or given is one.shown:
+            continue
+        sharded = _checked(one, given)
+        for other, other_name in one.places[1:]:
+            _put(other, other_name, sharded)
+        local = sharded._local_tensor  # type: ignore[attr-defined]
+        shard_ = shards[index]
+        if local.is_meta:
+            refuse(
+                "fully_shard",
+                f"got parameter '{one.name}' on the meta device at its first use",
+                "Call model.to_empty(device='cpu') and initialise the parameters.",
+                kind=RuntimeError,
+            )
+        if not (group.lies_in_store(index) and local.is_set_to(shard_)):
+            values = local.detach().clone()
+            group.return_to_store(index)
+            group.write_shard(index, values)
+        sharded._local_tensor = shard_  # type: ignore[attr-defined]
+        one.sharded = sharded
+
+
+def _checked(one: ShardedParameter, given: nn.Parameter) -> nn.Parameter:
+    expected = next(iter(one.specs.values()))
+    if not isinstance(given, DTensor):
+        got = f"got a plain tensor for '{one.name}', expected a DTensor on {expected.mesh}"
+        refuse(
+            "fully_shard",
+            got,
+            "Load with torch.distributed.checkpoint.state_dict.set_model_state_dict.",
+        )
+    dtype = next(iter(one.specs))
+    if given.shape != expected.shape or given.dtype != dtype:
+        refuse(
+            "fully_shard",
+            f"got '{one.name}' as {given.dtype} of shape {tuple(given.shape)}, expected "
+            f"{dtype} of shape {tuple(expected.shape)}",
+            "Change shapes before fully_shard, and dtypes before the first forward.",
+        )
+    if given.placements != expected.placements or given.device_mesh != expected.mesh:
+        refuse(
+            "fully_shard",
+            f"got '{one.name}' placed {given.placements} on {given.device_mesh}, expected "
+            f"{expected.placements} on {expected.mesh}",
+            "Keep the placement that fully_shard gave it.",
+        )
+    return given

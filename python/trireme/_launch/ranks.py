@@ -1,0 +1,103 @@
+"""What every data-parallel script needs and otherwise writes by hand."""
+
+import numbers
+from typing import overload
+
+import torch
+import torch.distributed as dist
+
+from trireme._core.errors import refuse
+from trireme._core.group_communicator import device_of_numbers
+
+
+@overload
+def all_mean(value: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor: ...
+
+
+@overload
+def all_mean(value: float, group: dist.ProcessGroup | None = None) -> float: ...
+
+
+def all_mean(
+    value: torch.Tensor | float, group: dist.ProcessGroup | None = None
+) -> torch.Tensor | float:
+    """The mean of ``value`` over the ranks of ``group``, on all of them; every rank calls it.
+
+    A number gives a float. A tensor, of the same shape and dtype on all ranks, gives a new one
+    without gradient history: floating and complex dtypes are kept (half precision is summed in
+    fp32), integers and bools become the default dtype. One small all-reduce, waited for.
+    """
+    _expect_run("all_mean", group)
+    if isinstance(value, torch.Tensor):
+        return _mean_of_tensor(value, group)
+    if not isinstance(value, numbers.Real):
+        refuse(
+            "launch",
+            f"all_mean got {type(value).__name__}, expected a real number or a tensor",
+            "Convert the value first.",
+            kind=TypeError,
+        )
+    device = device_of_numbers(group or dist.group.WORLD)
+    total = torch.tensor(float(value), dtype=torch.float64, device=device)
+    dist.all_reduce(total, group=group)
+    return float(total.item()) / dist.get_world_size(group)
+
+
+def rank_generator(seed: int, device: str | torch.device = "cpu") -> torch.Generator:
+    """A random generator that differs between ranks and is the same in every run.
+
+    For what ranks must draw independently (augmentation, dropout, noise). Ranks and neighbouring
+    seeds give unrelated streams: ``seed + rank`` would make rank 1 of one run equal rank 0 of the
+    next.
+    """
+    _expect_run("rank_generator", None)
+    if not isinstance(seed, int) or isinstance(seed, bool):
+        refuse(
+            "launch",
+            f"seed is {type(seed).__name__}, expected int",
+            "Pass a whole number.",
+            kind=TypeError,
+        )
+    return torch.Generator(device).manual_seed(_mix(seed, dist.get_rank()))
+
+
+def _mix(seed: int, rank: int) -> int:
+    """Step number ``rank`` of splitmix64 that starts at ``seed``: all 64 bits depend on both."""
+    mask = 2**64 - 1
+    z = (seed + (rank + 1) * 0x9E3779B97F4A7C15) & mask
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
+    return z ^ (z >> 31)
+
+
+def _mean_of_tensor(value: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    if value.layout != torch.strided:
+        refuse(
+            "launch",
+            f"all_mean got a tensor of layout {value.layout}, expected torch.strided",
+            "Pass value.to_dense().",
+        )
+    kept = value.is_floating_point() or value.is_complex()
+    sum_dtype = value.dtype
+    if not kept:
+        sum_dtype = torch.float64
+    elif not value.is_complex() and value.dtype.itemsize < 4:
+        sum_dtype = torch.float32
+    total = value.detach().to(sum_dtype, copy=True, memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=group)
+    mean = total.div_(dist.get_world_size(group))
+    return mean.to(value.dtype if kept else torch.get_default_dtype())
+
+
+def _expect_run(caller: str, group: dist.ProcessGroup | None) -> None:
+    if not dist.is_initialized():
+        refuse("launch", f"{caller} was called before init()", "Call trireme.init() first.")
+    if group is None:
+        return
+    if not isinstance(group, dist.ProcessGroup):
+        refuse(
+            "launch",
+            f"group is {type(group).__name__}, expected a ProcessGroup",
+            "Pass a group of torch.distributed that this rank belongs to.",
+            kind=TypeError,
+        )

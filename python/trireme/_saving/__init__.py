@@ -1,0 +1,1 @@
+"""Checkpoint files are written and read here, for any strategy."""

@@ -1,0 +1,149 @@
+"""Checkpoints that any strategy writes and any other reads, at any number of ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from trireme import _C
+from trireme._C import CheckpointReader, CheckpointTensor
+from trireme._core.meshes import group_over
+from trireme._core.writing import writing_shards
+from trireme._saving.optimizer import FILE, KIND, OptimizerParts, plain_json
+from trireme._saving.parts import (
+    Ranks,
+    model_to_load,
+    model_to_save,
+    named_tensors,
+    plain_model,
+)
+
+_MODEL = "model"
+_EXTRA = "extra.json"
+
+
+def save_checkpoint(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    *,
+    extra: dict[str, Any] | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    max_file_bytes: int = 5_000_000_000,
+) -> None:
+    """Saves a model, and the state of its optimizer, into the folder ``path``.
+
+    What is written says nothing of the strategy or the number of ranks: whole tensors under the
+    names of the plain model, in safetensors files with a JSON index as Hugging Face has them.
+    Nothing is pickled and nothing gathered; each rank writes the bytes that it has. The folder
+    takes the place of a previous checkpoint in one step, when all of it is on the disk.
+
+    Args:
+        path: of a folder that all ranks see; nothing but a checkpoint may be there, whose index
+            names every file.
+        model: plain, in DistributedDataParallel (ours or torch's), or sharded by ``fully_shard``;
+            tensor parallelism may have cut it before.
+        optimizer: any of ``torch.optim`` and ``trireme.optim``, or
+            ``trireme.ZeroRedundancyOptimizer``, over parameters of ``model``.
+        extra: what else to keep, such as the epoch or the state of a random generator: what JSON
+            can say, integers of any length included. Rank 0's alone; that of others is not read.
+        process_group: the ranks that save; by default those of the model, or all.
+        max_file_bytes: of one file.
+
+    Parameters must be the same on all ranks or sharded; of buffers rank 0's are saved.
+
+    Raises:
+        ValueError, TypeError: it cannot be saved; ``path`` holds something else.
+        RuntimeError: the disk is full, or a rank cannot use the folder.
+        torch.distributed.DistBackendError: the group failed.
+
+    Whatever is raised is raised on all ranks, and the previous checkpoint is still there.
+    Collective.
+    """
+    ranks = Ranks(_group_for(model, optimizer, process_group))
+    tensors: dict[str, list[CheckpointTensor]] = {}
+    texts: dict[str, str] = {}
+    with ranks.together():
+        tensors[_MODEL] = model_to_save(model, ranks)
+        if optimizer is not None:
+            parts = OptimizerParts(optimizer, named_tensors(model, ranks), ranks)
+            tensors[KIND], texts[FILE] = parts.to_save()
+        if extra is not None and ranks.rank == 0:
+            texts[_EXTRA] = json.dumps(plain_json(extra, "`extra`", ranks))
+    _C.save_checkpoint(
+        os.fspath(path),
+        ranks.core,
+        tensors=tensors,
+        texts=texts,
+        max_file_bytes=max_file_bytes,
+    )
+
+
+def load_checkpoint(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    *,
+    process_group: dist.ProcessGroup | None = None,
+) -> dict[str, Any]:
+    """Loads what ``save_checkpoint`` has saved, under whatever strategy; returns its ``extra``.
+
+    Values are the saved ones bit for bit. Each rank reads the bytes that it needs. Everything is
+    checked before anything is changed; a disk that fails later leaves the model half loaded.
+
+    Args:
+        path: the folder; or one file of tensors as the safetensors package writes it. A folder may
+            have that as ``model.safetensors`` without an index.
+        model: as for ``save_checkpoint``, of the same names, shapes and dtypes.
+        optimizer: of the same class and parameter groups; may be left out.
+        process_group: the ranks that load; by default those of the model, or all.
+
+    Raises:
+        ValueError: a file is missing, cut or of another save; another model or optimizer.
+        RuntimeError: a parameter was written outside of a step before (see ``writing``).
+        torch.distributed.DistBackendError: the group failed.
+
+    Whatever is raised is raised on all ranks. Collective.
+    """
+    ranks = Ranks(_group_for(model, optimizer, process_group))
+    reader = CheckpointReader(os.fspath(path), ranks.core)
+    with ranks.together():
+        needed = model_to_load(model, ranks)
+    reader.check(_MODEL, needed)
+    loaded = None
+    if optimizer is not None:
+        with ranks.together():
+            parts = OptimizerParts(optimizer, named_tensors(model, ranks), ranks)
+            loaded = parts.to_load(reader)
+        reader.read(KIND, loaded.tensors)
+    with writing_shards(plain_model(model)), torch.no_grad():
+        reader.read(_MODEL, model_to_load(model, ranks))
+    if loaded is not None:
+        with ranks.together():
+            loaded.put_into_optimizer()
+    text = reader.text(_EXTRA)
+    return json.loads(text) if text else {}
+
+
+def _group_for(
+    model: nn.Module, optimizer: Optimizer | None, given: dist.ProcessGroup | None
+) -> dist.ProcessGroup | None:
+    """Over which the model is trained; None where nobody made one."""
+    if given is not None or not dist.is_initialized():
+        return given
+    parameters = plain_model(model).parameters()
+    meshes = dict.fromkeys(one.device_mesh for one in parameters if isinstance(one, DTensor))
+    if meshes:
+        return group_over(list(meshes))
+    for one in (model, optimizer):
+        group = getattr(one, "process_group", None)
+        if isinstance(group, dist.ProcessGroup):
+            return group
+    return dist.group.WORLD

@@ -1,0 +1,282 @@
+"""Which part of which tensor a rank has, as checkpoints want to know it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from trireme._C import CheckpointRanks, CheckpointTensor
+from trireme._core.errors import refuse
+from trireme._core.group_communicator import communicator_of, device_of_numbers
+from trireme._core.meshes import is_cut, ranks_of
+from trireme._core.owners import ShardedOptimizer, local_of, optimizer_of
+
+
+class Ranks:
+    """Who saves or loads together."""
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self.rank = 0 if group is None else group.rank()
+        self.world = 1 if group is None else group.size()
+        self.members = {0} if group is None else set(dist.get_process_group_ranks(group))
+        device = torch.device("cpu") if group is None else device_of_numbers(group)
+        self.core = CheckpointRanks(None if group is None else communicator_of(group), device)
+
+    def refuse(self, got: str, next_step: str, kind: type[Exception] = ValueError) -> NoReturn:
+        """Raises ``kind`` in the form of all messages."""
+        refuse("checkpoint", got, next_step, rank=self.rank, world=self.world, kind=kind)
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """An exception inside is raised on all ranks: elsewhere as one that names it. Collective
+        at the end."""
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as raised:
+            error = raised
+        try:
+            self.core.together(None if error is None else str(error))
+        except ValueError:
+            if error is None:
+                raise
+        if error is not None:
+            raise error
+
+
+@dataclass(frozen=True)
+class Part:
+    """Of a tensor of ``shape`` a rank has ``local_shape[d]`` elements of each dimension ``d``, from
+    ``first[d]`` on. Where several ranks have the same part, the lowest one writes it."""
+
+    shape: torch.Size
+    first: tuple[int, ...]
+    local_shape: torch.Size
+    is_shared: bool = False
+    """Every rank has all of it, and writes some."""
+
+    @property
+    def is_whole(self) -> bool:
+        return self.local_shape == self.shape
+
+    def rows(self, dim: int, first: int, count: int) -> Part:
+        """``count`` of the rows that it has along ``dim``, from ``first`` on."""
+        begin, sizes = list(self.first), list(self.local_shape)
+        begin[dim] += first
+        sizes[dim] = count
+        return Part(self.shape, tuple(begin), torch.Size(sizes))
+
+    def chunk(self, dim: int, number: int, chunks: int) -> Part:
+        """One of so many along ``dim``, by torch.chunk's rule, as DTensor and fully_shard do."""
+        rows = self.local_shape[dim]
+        most = -(-rows // chunks)
+        first = min(number * most, rows)
+        return self.rows(dim, first, min(most, rows - first))
+
+    def to_load(
+        self, name: str, values: torch.Tensor, dtype: torch.dtype | None = None
+    ) -> CheckpointTensor:
+        """``values``, of the local shape, are to be read; cast from ``dtype``, if that is given."""
+        given = values.detach()
+        sizes = list(self.shape)
+        return CheckpointTensor(name, dtype or values.dtype, sizes, given, first=self.first)
+
+    def to_save(self, name: str, values: torch.Tensor, ranks: Ranks) -> CheckpointTensor:
+        """``values`` are to be written; of what all ranks have, each writes its rows."""
+        if not self.is_shared:
+            return self.to_load(name, values)
+        if not self.shape:
+            own = values if ranks.rank == 0 else None
+            return CheckpointTensor(name, values.dtype, [], own)
+        part = self.chunk(0, ranks.rank, ranks.world)
+        rows = values.detach().narrow(0, part.first[0], part.local_shape[0])
+        return part.to_load(name, rows)
+
+
+def whole(shape: torch.Size, *, is_shared: bool = False) -> Part:
+    return Part(shape, (0,) * len(shape), shape, is_shared)
+
+
+def part_of(name: str, tensor: torch.Tensor, ranks: Ranks) -> Part:
+    """What this rank has of a parameter: of a DTensor its part, of a plain tensor all.
+
+    Raises:
+        ValueError: a DTensor that lies in another way.
+    """
+    if not isinstance(tensor, DTensor):
+        return whole(tensor.shape, is_shared=True)
+    mesh = tensor.device_mesh
+    coordinate, order = mesh.get_coordinate(), _order_of_cuts(tensor)
+    if coordinate is None or order is None or not ranks.members.issuperset(ranks_of(mesh)):
+        ranks.refuse(
+            f"got '{name}' placed {tensor.placements} on {mesh}, expected Shard or Replicate over "
+            f"ranks that save and load, which are {sorted(ranks.members)}",
+            "Pass process_group, or save it with torch.distributed.checkpoint.",
+        )
+    part = whole(tensor.shape, is_shared=not order and mesh.size() == ranks.world)
+    for index in order:
+        cut: Any = tensor.placements[index]
+        part = part.chunk(cut.dim, coordinate[index], mesh.size(index))
+    if held_of(tensor).shape != part.local_shape:
+        ranks.refuse(
+            f"got a part of '{name}' of shape {tuple(held_of(tensor).shape)}, expected "
+            f"{tuple(part.local_shape)}, since it is placed {tensor.placements} on {mesh}",
+            "Distribute it by distribute_tensor, parallelize_module or fully_shard.",
+        )
+    return part
+
+
+def _order_of_cuts(tensor: DTensor) -> list[int] | None:
+    """The dimensions of its mesh that cut it, each what those before it have left; None if one does
+    otherwise. A Shard comes before those to its right, a _StridedShard behind as many of them as
+    make up its split_factor: so fully_shard has cut what tensor parallelism had cut already."""
+    placements: Any = tensor.placements
+    order: list[int] = []
+    for index in reversed(range(len(placements))):
+        placement = placements[index]
+        if placement.is_replicate():
+            continue
+        if not is_cut(placement):
+            return None
+        behind, parts, expected = 0, 1, getattr(placement, "split_factor", 1)
+        while parts < expected and behind < len(order):
+            if is_cut(placements[order[behind]], placement.dim):
+                parts *= tensor.device_mesh.size(order[behind])
+            behind += 1
+        if parts != expected:
+            return None
+        order.insert(behind, index)
+    return order
+
+
+class ShardedParts:
+    """Which parts of its parameters the ranks of a sharded optimizer own."""
+
+    def __init__(self, optimizer: ShardedOptimizer) -> None:
+        self._optimizer = optimizer
+        self._plans = [core.plan() for core in optimizer._cores]
+
+    def part_of(self, param: torch.Tensor) -> Part:
+        """This rank's."""
+        row = param.shape[1:].numel()
+        if row == 0:  # of what has no elements nobody owns anything
+            return whole(param.shape)
+        begin, numel = self._ranges(param)[self._optimizer.rank]
+        own = whole(param.shape)
+        return own.rows(0, begin // row, numel // row) if param.shape else own
+
+    def shard_of(self, param: torch.Tensor) -> torch.Tensor:
+        """This rank's, in the memory of the parameter."""
+        return self._optimizer._shards[param]
+
+    def first_owner(self, param: torch.Tensor) -> int:
+        """The lowest rank that owns elements of it; 0 if it has none."""
+        ranges = enumerate(self._ranges(param))
+        return next((rank for rank, (_, numel) in ranges if numel > 0), 0)
+
+    def _ranges(self, param: torch.Tensor) -> list[tuple[int, int]]:
+        core, index = self._optimizer._places[param]
+        return self._plans[core][index]
+
+
+def held_of(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank has of a tensor, in the same memory and nothing of autograd's."""
+    return local_of(tensor).detach()
+
+
+@dataclass(frozen=True)
+class NamedTensor:
+    """A parameter or buffer under its name in the plain model."""
+
+    name: str
+    tensor: torch.Tensor
+    is_buffer: bool
+
+
+def named_tensors(model: nn.Module, ranks: Ranks) -> list[NamedTensor]:
+    """Parameters and persistent buffers, each once, under the first of its names.
+
+    Raises:
+        ValueError: a module keeps extra state, which is no tensor.
+    """
+    found: dict[int, NamedTensor] = {}
+    for prefix, owner in plain_model(model).named_modules():
+        if type(owner).get_extra_state is not nn.Module.get_extra_state:
+            ranks.refuse(
+                f"got '{prefix}' with a get_extra_state(), expected parameters and buffers",
+                "Keep it in buffers, or save it as `extra`.",
+            )
+        kept = owner._non_persistent_buffers_set
+        for is_buffer, members in ((False, owner._parameters), (True, owner._buffers)):
+            for name, tensor in members.items():
+                if tensor is None or id(tensor) in found or (is_buffer and name in kept):
+                    continue
+                full_name = _plain_name(f"{prefix}.{name}" if prefix else name)
+                if any("\ud800" <= one <= "\udfff" for one in full_name):
+                    got = f"got a tensor called {full_name!a}, which has half of a surrogate pair"
+                    ranks.refuse(got, "Give it a name of characters.")
+                found[id(tensor)] = NamedTensor(full_name, tensor, is_buffer)
+    return list(found.values())
+
+
+def plain_model(model: nn.Module) -> nn.Module:
+    """Without DistributedDataParallel and torch.compile around it; sharded, where it can be."""
+    inner: Any = model
+    while isinstance(inner, nn.parallel.DistributedDataParallel) or hasattr(inner, "_orig_mod"):
+        inner = inner._orig_mod if hasattr(inner, "_orig_mod") else inner.module
+    for module in inner.modules():
+        if hasattr(module, "_get_fsdp_state"):
+            module.reshard()
+    return inner
+
+
+def _plain_name(name: str) -> str:
+    """Without what wrappers in the model have added."""
+    added = ("_orig_mod", "_checkpoint_wrapped_module")
+    return ".".join(part for part in name.split(".") if part not in added)
+
+
+def model_to_save(model: nn.Module, ranks: Ranks) -> list[CheckpointTensor]:
+    """This rank's part. Buffers are rank 0's: ranks need not have the same."""
+    tensors = []
+    for one in named_tensors(model, ranks):
+        part = part_of(one.name, one.tensor, ranks)
+        if one.is_buffer and part.is_shared:
+            own = one.tensor.detach() if ranks.rank == 0 else None
+            made = CheckpointTensor(one.name, one.tensor.dtype, list(one.tensor.shape), own)
+            tensors.append(made)
+        else:
+            tensors.append(part.to_save(one.name, held_of(one.tensor), ranks))
+    return tensors
+
+
+def model_to_load(model: nn.Module, ranks: Ranks) -> list[CheckpointTensor]:
+    """What this rank needs, in the model's memory: of what others write for it nothing."""
+    tensors = []
+    sharded: dict[ShardedOptimizer, ShardedParts] = {}
+    for one in named_tensors(model, ranks):
+        if one.tensor.is_meta:
+            ranks.refuse(
+                f"got '{one.name}' on the meta device, expected memory",
+                "Call model.to_empty(device='cpu') before.",
+            )
+        optimizer = optimizer_of(one.tensor)
+        if optimizer is None:
+            part = part_of(one.name, one.tensor, ranks)
+            tensors.append(part.to_load(one.name, held_of(one.tensor)))
+            continue
+        if optimizer not in sharded:
+            sharded[optimizer] = ShardedParts(optimizer)
+        shard = sharded[optimizer].shard_of(one.tensor)
+        if shard.numel() > 0:
+            tensors.append(sharded[optimizer].part_of(one.tensor).to_load(one.name, shard))
+        else:
+            tensors.append(CheckpointTensor(one.name, one.tensor.dtype, list(one.tensor.shape)))
+    return tensors
