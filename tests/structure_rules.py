@@ -92,6 +92,7 @@ PYTHON_HEADER = re.compile(
     r"(pybind11/|Python\.h|torch/csrc/utils/pybind|torch/csrc/autograd/python_|torch/python)"
 )
 TORCH_HEADER = re.compile(r"(ATen/|c10/|torch/)")
+GLOO_HOME = "comm/c10d/gloo_group.cpp"
 GLOO_HEADER = re.compile(r"(gloo/|torch/csrc/distributed/c10d/ProcessGroupGloo)")
 
 

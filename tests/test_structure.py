@@ -34,8 +34,8 @@ from structure_rules import (
 ROOT = Path(__file__).resolve().parent.parent
 
 CPP_RULES: list[Rule] = [
-    layer_edges, comm_edges, foreign_headers, conditional_compilation, cpp_hygiene, cpp_function_length,
-    refused_names,
+    layer_edges, comm_edges, foreign_headers, conditional_compilation, cpp_hygiene,
+    cpp_function_length, refused_names,
 ]  # fmt: skip
 PYTHON_RULES: list[Rule] = [python_function_length, refused_names]
 
