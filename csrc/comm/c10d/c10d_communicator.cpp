@@ -106,15 +106,6 @@ std::vector<TensorList> split_by_buffer(const TensorList& tensors, bool by_dtype
 // one buffer.
 constexpr int64_t kSmallBytes = 64 * 1024;
 
-// Whether that engine moves CPU tensors; also under the backend "trireme", if all ranks are alone
-// on their hosts.
-bool is_gloo(c10d::ProcessGroup& group) {
-  if (!group.hasBackends() || only_device_of(group)) return false;
-  const auto backend = group.getBackend(c10::DeviceType::CPU);
-  const auto* shm = dynamic_cast<const ShmBackend*>(backend.get());
-  return shm != nullptr ? !shm->uses_memory() : backend->getBackendName() == "gloo";
-}
-
 // The works of one verb, in the order they were issued.
 class WorkState final : public Pending::State {
  public:
@@ -180,14 +171,13 @@ class C10dCommunicator final : public Communicator,
                                public HasOnlyDevice,
                                public CanSplit {
  public:
-  C10dCommunicator(c10::intrusive_ptr<c10d::ProcessGroup> group,
-                   c10::intrusive_ptr<c10d::Store> store, MakeCommunicator* make_of_part)
-      : group_(std::move(group)),
+  explicit C10dCommunicator(C10dRequest request)
+      : group_(std::move(request.group)),
         where_{group_->getRank(), group_->getSize()},
-        health_(std::make_shared<GroupHealth>(std::move(store), where_)),
+        health_(std::make_shared<GroupHealth>(std::move(request.store), where_)),
         only_device_(only_device_of(*group_)),
-        is_gloo_(is_gloo(*group_)),
-        make_of_part_(make_of_part) {}
+        is_gloo_(request.is_gloo),
+        make_of_part_(request.make_of_part) {}
 
   RankOf rank_of() const override { return where_; }
 
@@ -389,10 +379,8 @@ std::shared_ptr<GroupHealth> health_of(const Communicator& communicator) {
   return std::make_shared<GroupHealth>(nullptr, communicator.rank_of());
 }
 
-std::shared_ptr<Communicator> make_c10d_communicator(c10::intrusive_ptr<c10d::ProcessGroup> group,
-                                                     c10::intrusive_ptr<c10d::Store> store,
-                                                     MakeCommunicator* make_of_part) {
-  return std::make_shared<C10dCommunicator>(std::move(group), std::move(store), make_of_part);
+std::shared_ptr<Communicator> make_c10d_communicator(C10dRequest request) {
+  return std::make_shared<C10dCommunicator>(std::move(request));
 }
 
 }  // namespace trireme
