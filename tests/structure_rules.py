@@ -13,6 +13,7 @@ LAYERS = {
     "kernels": 2,
     "memory": 2,
     "comm": 2,
+    "module": 2,
     "grad": 3,
     "param": 3,
     "saving": 3,

@@ -1,9 +1,9 @@
 #include <trireme/bindings/bindings.h>
 #include <trireme/bindings/shared_function.h>
+#include <trireme/common/worker_pool.h>
 #include <trireme/strategies/data_parallel/core_groups.h>
 #include <trireme/strategies/data_parallel/replica_pass.h>
 #include <trireme/strategies/data_parallel/replicas.h>
-#include <trireme/strategies/data_parallel/worker_pool.h>
 
 #include <pybind11/stl.h>
 #include <torch/csrc/Exceptions.h>

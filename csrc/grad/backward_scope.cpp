@@ -2,7 +2,7 @@
 
 #include <trireme/common/error.h>
 #include <trireme/common/trace.h>
-#include <trireme/grad/output_hook.h>
+#include <trireme/module/output_hook.h>
 
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/graph_task.h>

@@ -1,6 +1,6 @@
 #include <trireme/grad/grad_hook.h>
 
-#include <trireme/common/error.h>
+#include <trireme/module/compiled_autograd.h>
 
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function_hook.h>
@@ -61,14 +61,6 @@ bool is_same_node(const Weak& weak, const Strong& strong) {
 }
 
 }  // namespace
-
-void refuse_compiled_autograd() {
-  C10_THROW_ERROR(NotImplementedError,
-                  error_text("grad_hook",
-                             "got a backward under compiled autograd, expected the eager engine: "
-                             "its compiled graph would leave out the reduction of gradients",
-                             {}, "Set torch._dynamo.config.compiled_autograd = False."));
-}
 
 GradHook::GradHook(const at::Tensor& parameter, int64_t index, GradSink& sink, bool also_before)
     : node_(torch::autograd::impl::grad_accumulator(parameter)) {

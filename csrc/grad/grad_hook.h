@@ -27,9 +27,6 @@ class GradSink {
   virtual void gradient_due(int64_t /*index*/) {}
 };
 
-// What our hooks answer to compiled autograd, which asks every hook how to trace it. Throws.
-[[noreturn]] void refuse_compiled_autograd();
-
 // One parameter's link to the gradient path: a post hook on its AccumulateGrad node. That place is
 // free for any number of hooks, unlike the tensor's single post-accumulate slot, which is Python's.
 //

@@ -12,6 +12,7 @@
 #include <trireme/grad/used_map.h>
 #include <trireme/memory/bucket_plan.h>
 #include <trireme/memory/buffer_pool.h>
+#include <trireme/module/module_parameters.h>
 
 #include <functional>
 #include <memory>
@@ -81,31 +82,7 @@ struct GradReducerOptions {
   bool compares_moved_values = false;
 };
 
-// All parameters of a module, frozen ones too: they may be unfrozen later.
-struct NamedParameters {
-  std::vector<std::string> names;
-  std::vector<at::Tensor> tensors;
-  std::vector<bool> sparse_gradient;
-};
-
 TRIREME_API std::vector<ParameterInfo> describe_parameters(const NamedParameters& parameters);
-
-// What a module has when somebody looks.
-struct ModuleNow {
-  NamedParameters parameters;
-  std::vector<std::string> beside;  // what else all ranks must have alike, one line each
-};
-
-// See [Note: a module that changes] in grad_reducer_changes.cpp.
-struct ModuleWatch {
-  // Absent while the module has the parameters that it had when the reducer was made, or when
-  // adopted() was called last. Called after every forward, when it may miss some changes for a few
-  // forwards, and `thoroughly` in a backward where there is reason to, on the threads that run
-  // these.
-  std::function<std::optional<ModuleNow>(bool thoroughly)> look;
-  // What look() returned last is what the reducer works with from now on.
-  std::function<void()> adopted;
-};
 
 // Averages gradients over the ranks while backward computes them.
 //

@@ -1,7 +1,7 @@
 #pragma once
 
-#include <trireme/grad/for_each_tensor.h>
-#include <trireme/strategies/data_parallel/nested_tensors.h>
+#include <trireme/module/for_each_tensor.h>
+#include <trireme/module/nested_tensors.h>
 #include <trireme/strategies/data_parallel/parallel_functions.h>
 #include <trireme/strategies/data_parallel/replicated_module.h>
 

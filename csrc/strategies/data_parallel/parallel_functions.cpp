@@ -1,10 +1,10 @@
 #include <trireme/strategies/data_parallel/parallel_functions.h>
 
 #include <trireme/common/error.h>
+#include <trireme/common/worker_pool.h>
+#include <trireme/module/module_clones.h>
 #include <trireme/strategies/data_parallel/core_groups.h>
-#include <trireme/strategies/data_parallel/module_clones.h>
-#include <trireme/strategies/data_parallel/words.h>
-#include <trireme/strategies/data_parallel/worker_pool.h>
+#include <trireme/strategies/data_parallel/messages.h>
 
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>

@@ -1,9 +1,9 @@
 #include <trireme/strategies/data_parallel/replica_pass.h>
 
 #include <trireme/common/error.h>
+#include <trireme/strategies/data_parallel/messages.h>
 #include <trireme/strategies/data_parallel/replica_node.h>
 #include <trireme/strategies/data_parallel/replicas.h>
-#include <trireme/strategies/data_parallel/words.h>
 
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/engine.h>

@@ -1,8 +1,8 @@
 #pragma once
 
 #include <trireme/common/export.h>
+#include <trireme/module/replica_random.h>
 #include <trireme/strategies/data_parallel/chunk_plan.h>
-#include <trireme/strategies/data_parallel/replica_random.h>
 
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/autograd/function.h>

@@ -57,13 +57,6 @@ at::ScalarType real_type(const at::Tensor& tensor) {
 
 }  // namespace
 
-void share_tensor(const at::Tensor& master, at::Tensor& copy) {
-  copy.set_data(master.detach());
-  if (!master.is_inference())
-    torch::autograd::impl::set_version_counter(copy,
-                                               torch::autograd::impl::version_counter(master));
-}
-
 // What one replica has to copy.
 struct ReplicaTensors::Stale {
   std::vector<at::Tensor> masters;

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <trireme/common/export.h>
+#include <trireme/module/module_replicas.h>
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
@@ -14,21 +15,6 @@
 #include <vector>
 
 namespace trireme {
-
-// The tensors of a module and those of its replicas, replica by replica in the same order.
-//
-// A leaf stands for a parameter (or a buffer that requires a gradient) in a replica: a leaf of
-// autograd of its own, which begins the graph of that replica. Where it is on the device of its
-// master it is the master's memory under the master's version counter, and takes no memory; a graph
-// kept over an optimizer step raises as in one process.
-struct ModuleReplicas {
-  std::vector<c10::Device> devices = {};  // of the replicas
-  std::vector<std::string> names = {};    // of parameters, for messages
-  std::vector<at::Tensor> parameters = {};
-  std::vector<std::vector<at::Tensor>> leaves = {};  // [replica][parameter]
-  std::vector<at::Tensor> buffers = {};
-  std::vector<std::vector<at::Tensor>> replica_buffers = {};  // [replica][buffer]
-};
 
 // Keeps replicas like their master. Not thread-safe.
 class TRIREME_API ReplicaTensors {
@@ -79,8 +65,5 @@ class TRIREME_API ReplicaTensors {
   std::vector<std::vector<Copied>> copied_buffers_;  // [replica][buffer]
   int64_t copied_bytes_ = 0;
 };
-
-// Gives `copy` the memory and the version counter of `master`.
-void share_tensor(const at::Tensor& master, at::Tensor& copy);
 
 }  // namespace trireme

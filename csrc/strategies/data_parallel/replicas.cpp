@@ -3,8 +3,8 @@
 #include <trireme/common/error.h>
 #include <trireme/common/trace.h>
 #include <trireme/memory/warm_heap.h>
+#include <trireme/strategies/data_parallel/messages.h>
 #include <trireme/strategies/data_parallel/replica_pass.h>
-#include <trireme/strategies/data_parallel/words.h>
 
 #include <ATen/ATen.h>
 #include <c10/util/Exception.h>

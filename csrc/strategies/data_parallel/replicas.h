@@ -1,11 +1,11 @@
 #pragma once
 
 #include <trireme/common/export.h>
+#include <trireme/common/worker_pool.h>
 #include <trireme/strategies/data_parallel/chunk_plan.h>
 #include <trireme/strategies/data_parallel/grad_sum.h>
 #include <trireme/strategies/data_parallel/replica_tensors.h>
 #include <trireme/strategies/data_parallel/speed_balance.h>
-#include <trireme/strategies/data_parallel/worker_pool.h>
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>

@@ -4,7 +4,7 @@
 #include <trireme/common/forks.h>
 #include <trireme/strategies/data_parallel/chunk_plan.h>
 #include <trireme/strategies/data_parallel/core_groups.h>
-#include <trireme/strategies/data_parallel/words.h>
+#include <trireme/strategies/data_parallel/messages.h>
 
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>

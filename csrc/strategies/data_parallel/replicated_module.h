@@ -1,10 +1,10 @@
 #pragma once
 
 #include <trireme/common/export.h>
-#include <trireme/strategies/data_parallel/module_clones.h>
+#include <trireme/common/worker_pool.h>
+#include <trireme/module/module_clones.h>
 #include <trireme/strategies/data_parallel/replica_pass.h>
 #include <trireme/strategies/data_parallel/replicas.h>
-#include <trireme/strategies/data_parallel/worker_pool.h>
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>

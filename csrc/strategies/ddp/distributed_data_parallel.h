@@ -2,8 +2,8 @@
 
 #include <trireme/comm/c10d/comm_hook.h>
 #include <trireme/comm/launch/launch.h>
-#include <trireme/grad/find_tensors.h>
-#include <trireme/grad/module_parameters.h>
+#include <trireme/module/find_tensors.h>
+#include <trireme/module/module_parameters.h>
 #include <trireme/saving/held_parts.h>
 #include <trireme/strategies/ddp/ddp.h>
 #include <trireme/strategies/ddp/uneven_inputs.h>

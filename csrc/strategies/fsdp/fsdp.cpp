@@ -2,8 +2,8 @@
 
 #include <trireme/common/error.h>
 #include <trireme/common/trace.h>
-#include <trireme/grad/output_hook.h>
 #include <trireme/grad/plan_agreement.h>
+#include <trireme/module/output_hook.h>
 
 #include <ATen/ATen.h>
 #include <ATen/SequenceNumber.h>

@@ -1,9 +1,9 @@
 #pragma once
 
-#include <trireme/grad/find_tensors.h>
-#include <trireme/grad/for_each_tensor.h>
 #include <trireme/grad/write_gate.h>
-#include <trireme/strategies/fsdp/cast_tensors.h>
+#include <trireme/module/cast_tensors.h>
+#include <trireme/module/find_tensors.h>
+#include <trireme/module/for_each_tensor.h>
 #include <trireme/strategies/fsdp/sharded_module.h>
 
 #include <torch/nn/pimpl.h>

@@ -3,8 +3,8 @@
 #include <trireme/comm/launch/launch.h>
 #include <trireme/comm/subgroups.h>
 #include <trireme/common/error.h>
-#include <trireme/grad/module_parameters.h>
 #include <trireme/grad/write_gate.h>
+#include <trireme/module/module_parameters.h>
 #include <trireme/strategies/fsdp/module_mirror.h>
 #include <trireme/strategies/fsdp/sharded_root.h>
 

@@ -2,8 +2,8 @@
 
 #include <trireme/comm/communicator.h>
 #include <trireme/grad/flat_optimizer.h>
-#include <trireme/grad/module_parameters.h>
 #include <trireme/grad/step_report.h>
+#include <trireme/module/module_parameters.h>
 #include <trireme/saving/held_parts.h>
 #include <trireme/strategies/zero/consolidated_state.h>
 #include <trireme/strategies/zero/zero.h>

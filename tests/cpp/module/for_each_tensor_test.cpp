@@ -1,6 +1,6 @@
 // Tensors in containers: which types hold some, and who is shown which.
 
-#include <trireme/grad/for_each_tensor.h>
+#include <trireme/module/for_each_tensor.h>
 
 #include <ATen/ATen.h>
 

@@ -1,4 +1,4 @@
-#include <trireme/strategies/data_parallel/intra_op_threads.h>
+#include <trireme/common/intra_op_threads.h>
 
 #include <ATen/Parallel.h>
 

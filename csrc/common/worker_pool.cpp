@@ -1,8 +1,8 @@
-#include <trireme/strategies/data_parallel/worker_pool.h>
+#include <trireme/common/worker_pool.h>
 
 #include <trireme/common/error.h>
 #include <trireme/common/forks.h>
-#include <trireme/strategies/data_parallel/intra_op_threads.h>
+#include <trireme/common/intra_op_threads.h>
 
 #include <ATen/SavedTensorHooks.h>
 #include <ATen/ThreadLocalState.h>

@@ -1,6 +1,6 @@
 #pragma once
 
-#include <trireme/grad/for_each_tensor.h>
+#include <trireme/module/for_each_tensor.h>
 
 #include <ATen/core/Tensor.h>
 

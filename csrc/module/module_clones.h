@@ -1,7 +1,7 @@
 #pragma once
 
 #include <trireme/common/export.h>
-#include <trireme/strategies/data_parallel/replica_tensors.h>
+#include <trireme/module/module_replicas.h>
 
 #include <c10/core/Device.h>
 #include <torch/nn/module.h>

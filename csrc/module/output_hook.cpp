@@ -1,6 +1,6 @@
-#include <trireme/grad/output_hook.h>
+#include <trireme/module/output_hook.h>
 
-#include <trireme/grad/grad_hook.h>
+#include <trireme/module/compiled_autograd.h>
 
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function_hook.h>

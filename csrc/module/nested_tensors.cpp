@@ -1,4 +1,4 @@
-#include <trireme/strategies/data_parallel/nested_tensors.h>
+#include <trireme/module/nested_tensors.h>
 
 #include <trireme/common/error.h>
 

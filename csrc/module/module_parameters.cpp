@@ -1,4 +1,4 @@
-#include <trireme/grad/module_parameters.h>
+#include <trireme/module/module_parameters.h>
 
 #include <torch/nn/module.h>
 #include <torch/nn/modules/embedding.h>

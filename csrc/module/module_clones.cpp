@@ -1,8 +1,6 @@
-#include <trireme/strategies/data_parallel/module_clones.h>
+#include <trireme/module/module_clones.h>
 
 #include <trireme/common/error.h>
-#include <trireme/strategies/data_parallel/replica_tensors.h>
-#include <trireme/strategies/data_parallel/words.h>
 
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
@@ -23,7 +21,7 @@ using torch::nn::Module;
 using Modules = std::vector<std::shared_ptr<Module>>;
 
 [[noreturn]] void refuse_clone(const std::string& what) {
-  C10_THROW_ERROR(ValueError, error_text(kDataParallelArea,
+  C10_THROW_ERROR(ValueError, error_text("data_parallel",
                                          "got a clone " + what + ", expected one like its module",
                                          {}, "Let reset() register what the module has."));
 }
@@ -48,7 +46,7 @@ std::shared_ptr<Module> cloned(const Module& module, c10::Device device) {
   } catch (const c10::Error& error) {
     C10_THROW_ERROR(
         NotImplementedError,
-        error_text(kDataParallelArea,
+        error_text("data_parallel",
                    std::string("got a module that cannot be cloned (") +
                        error.what_without_backtrace() + "), expected one that can",
                    {},

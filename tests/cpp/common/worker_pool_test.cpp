@@ -1,8 +1,8 @@
 // What is seen in threads is asserted on the main thread.
 
-#include <trireme/strategies/data_parallel/worker_pool.h>
+#include <trireme/common/worker_pool.h>
 
-#include <trireme/strategies/data_parallel/intra_op_threads.h>
+#include <trireme/common/intra_op_threads.h>
 
 #include <ATen/Parallel.h>
 #include <ATen/autocast_mode.h>

@@ -1,7 +1,7 @@
 #pragma once
 
 #include <trireme/common/export.h>
-#include <trireme/grad/for_each_tensor.h>
+#include <trireme/module/for_each_tensor.h>
 
 #include <ATen/core/Tensor.h>
 #include <c10/util/ArrayRef.h>

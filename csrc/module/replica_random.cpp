@@ -1,4 +1,4 @@
-#include <trireme/strategies/data_parallel/replica_random.h>
+#include <trireme/module/replica_random.h>
 
 #include <trireme/common/error.h>
 

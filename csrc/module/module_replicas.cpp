@@ -1,0 +1,14 @@
+#include <trireme/module/module_replicas.h>
+
+#include <torch/csrc/autograd/variable.h>
+
+namespace trireme {
+
+void share_tensor(const at::Tensor& master, at::Tensor& copy) {
+  copy.set_data(master.detach());
+  if (!master.is_inference())
+    torch::autograd::impl::set_version_counter(copy,
+                                               torch::autograd::impl::version_counter(master));
+}
+
+}  // namespace trireme
