@@ -115,6 +115,20 @@ def test_folders_of_the_core_have_few_files() -> None:
     ] == []
 
 
+def test_the_map_of_the_core_is_true() -> None:
+    """csrc/README.md names one file for each X, and what to look for in it."""
+    row = re.compile(r"^\| [^|]+ \| `([^`|]+)` \| `([^`|]+)` \|$", re.MULTILINE)
+    text = (ROOT / "csrc" / "README.md").read_text(encoding="utf-8")
+    found = row.findall(text[text.index("## Where does X happen") :])
+    assert len(found) > 50
+    wrong = []
+    for name, symbol in found:
+        path = ROOT / name if name.startswith("python/") else ROOT / "csrc" / name
+        if not path.is_file() or symbol not in path.read_text(encoding="utf-8"):
+            wrong.append(f"{name} has no {symbol}")
+    assert wrong == []
+
+
 def test_counts(capsys: pytest.CaptureFixture[str]) -> None:
     """Prints how full the rooms are."""
     rooms = Counter(path.parts[2] for path, _ in sources("python/trireme/*/**/*.py"))

@@ -1,39 +1,21 @@
 #pragma once
 
-#include <trireme/comm/deposit_stream.h>
 #include <trireme/comm/pending.h>
 #include <trireme/common/error.h>
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/Device.h>
 
 #include <cstdint>
 #include <memory>
 #include <optional>
 #include <string>
-#include <utility>
 #include <vector>
 
 namespace trireme {
 
-namespace shm {
-class HostGroup;
-class Segment;
-}  // namespace shm
-
-// Memory that all ranks of a group map; or none, and why.
-struct SharedMemory {
-  std::shared_ptr<const shm::Segment> segment;
-  std::string why_not;
-};
-
-// The same of the ranks of each host, where a group may have several.
-struct HostMemory {
-  SharedMemory memory = {};
-  RankOf where = {};  // this rank, among those that map it
-};
-
-// CPU tensors, by the rank of a group that has their values.
-using PartsByRank = std::vector<std::vector<at::Tensor>>;
+class Host;          // host.h
+struct GroupHealth;  // group_health.h
 
 // Averages are not here: the division belongs to grad/grad_reducer.
 enum class ReduceOp : uint8_t { kSum, kMin, kMax };
@@ -87,38 +69,26 @@ class TRIREME_API Communicator {
   // Why this group can no longer be used, if so.
   virtual std::optional<std::string> failure() const = 0;
 
-  // The ranks of this host as shared memory knows them: all of the group, or on several hosts those
-  // of this one; null where ranks share none. Lives as long as the communicator.
-  virtual shm::HostGroup* host_group() { return nullptr; }
-
-  // Collective. Deposit and collect (deposit_stream.h) through rings of `bytes` per rank; null on
-  // all ranks where they do not share memory, or where one of them sees that their threads leave
-  // CPUs free: then a thread of the engine may as well move the data. Who wants deposits whoever
-  // moves them says `also_with_free_cpus`.
-  virtual std::unique_ptr<DepositStream> make_deposit_stream(int64_t /*bytes*/,
-                                                             bool /*also_with_free_cpus*/ = false) {
+  // A communicator of `ranks`, this one among them, in that order, over the same engine. Null where
+  // it cannot be had. The same one in every call with this `name`; lives as long as this one.
+  // Collective over `ranks` the first time.
+  virtual std::shared_ptr<Communicator> split(const std::vector<int>& /*ranks*/,
+                                              const std::string& /*name*/) {
     return nullptr;
   }
 
-  // Collective: one run of `bytes` zeros (> 0, the same on all ranks) for all of them, each rank's
-  // part of its pages on that rank's NUMA node. Lives as long as anybody holds it. Where one rank
-  // cannot have it none has, all are told the same reason, and the group goes on; throws what a
-  // verb throws. In a forked child it is the parent's, not a copy.
-  virtual SharedMemory share_memory(int64_t /*bytes*/, std::string /*label*/) {
-    return {nullptr, "the ranks do not share the memory of one host"};
-  }
-  // The same for the ranks of each host, those of host_group(). Where one rank cannot have it, on
-  // any host, none has.
-  virtual HostMemory share_host_memory(int64_t bytes, std::string label) {
-    return {share_memory(bytes, std::move(label)), rank_of()};
-  }
+  // Where texts (gather_texts.h) and numbers lie for this communicator to move them: the CPU, or,
+  // where the group takes no tensors of the CPU (NCCL alone), the GPU that it is bound to, or else
+  // the caller's current one.
+  virtual c10::Device device() const { return c10::kCPU; }
 
-  // What each rank has, brought to all, where it lies in memory of share_host_memory() already:
-  // parts[r] are what rank r of the group has, contiguous. Those of other hosts come to their
-  // places, each byte once per host; of this host's nothing moves. Finished when all is there.
-  virtual Pending all_gather_in_host(PartsByRank /*parts*/, std::string label) {
-    return barrier(std::move(label));
-  }
+  // What only ranks that share the memory of a host can do; null where they share none. Lives as
+  // long as the communicator.
+  virtual Host* host() { return nullptr; }
+
+  // What the operations of the group share, for those that go around the verbs; null where they
+  // share nothing (in tests).
+  virtual std::shared_ptr<GroupHealth> health() const { return nullptr; }
 };
 
 }  // namespace trireme

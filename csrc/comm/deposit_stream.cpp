@@ -1,7 +1,7 @@
 #include <trireme/comm/deposit_stream.h>
 
 #include <trireme/comm/shm_tensors.h>
-#include <trireme/comm/torchs_words.h>
+#include <trireme/comm/translate_faults.h>
 #include <trireme/shm/deposit_ring.h>
 
 #include <algorithm>
@@ -21,7 +21,7 @@ DepositStream::DepositStream(std::unique_ptr<shm::DepositRing> ring, shm::HostGr
 DepositStream::~DepositStream() = default;
 
 void DepositStream::begin_round(const Round& round) {
-  in_torchs_words([&] {
+  translate_faults([&] {
     ring_->begin_round({.verb = shm::Verb::kDeposit,
                         .dtype = shm::Dtype::kBytes,
                         .count = round.bytes,
@@ -36,7 +36,7 @@ std::span<std::byte> DepositStream::room(int64_t bytes) { return ring_->room(byt
 void DepositStream::deposit(int64_t bytes) { ring_->deposit(bytes); }
 
 int64_t DepositStream::collect(std::byte* sums, at::ScalarType dtype, int64_t bytes) {
-  return in_torchs_words([&] {
+  return translate_faults([&] {
     const int64_t ready = ring_->ready(bytes);
     if (ready == 0) return ready;
     if (sums != nullptr) sum_up(sums, dtype, ready, nullptr);
@@ -46,7 +46,7 @@ int64_t DepositStream::collect(std::byte* sums, at::ScalarType dtype, int64_t by
 }
 
 int64_t DepositStream::collect(const Sink& sink, at::ScalarType dtype, int64_t bytes) {
-  return in_torchs_words([&] {
+  return translate_faults([&] {
     const int64_t ready = ring_->ready(bytes);
     sum_up(nullptr, dtype, ready, &sink);
     if (ready > 0) ring_->collect(ready);
@@ -80,7 +80,7 @@ int64_t DepositStream::deposited() const { return ring_->deposited(); }
 int64_t DepositStream::collected() const { return ring_->collected(); }
 
 void DepositStream::wait(std::string_view name) {
-  in_torchs_words([&] { ring_->wait(name); });
+  translate_faults([&] { ring_->wait(name); });
 }
 
 }  // namespace trireme

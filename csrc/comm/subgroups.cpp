@@ -16,12 +16,10 @@ struct Members {
 
 std::shared_ptr<Communicator> split(Communicator& communicator, const Members& members,
                                     const std::string& name) {
-  auto* owner = dynamic_cast<CanSplit*>(&communicator);
-  if (owner == nullptr) return nullptr;
   std::vector<int> ranks;
   for (int64_t i = 0; i < members.count; ++i)
     ranks.push_back(static_cast<int>(members.first + i * members.step));
-  return owner->split(ranks, name);
+  return communicator.split(ranks, name);
 }
 
 void check_factor(RankOf where, int64_t count) {

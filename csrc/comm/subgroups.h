@@ -5,19 +5,8 @@
 
 #include <cstdint>
 #include <memory>
-#include <string>
-#include <vector>
 
 namespace trireme {
-
-// A communicator that can make others of some of its ranks, over the same engine.
-struct CanSplit {
-  virtual ~CanSplit() = default;
-  // Of `ranks`, this one among them, in that order. Null where it cannot. The same one in every
-  // call with this `name`; lives as long as this one. Collective over `ranks` the first time.
-  virtual std::shared_ptr<Communicator> split(const std::vector<int>& ranks,
-                                              const std::string& name) = 0;
-};
 
 // Communicators over the same engine as another one, which they live as long as: for verbs to which
 // ranks may come in another order than to its own, or which not all ranks come to. The same one in

@@ -1,5 +1,6 @@
 #include <trireme/grad/bucket_stream.h>
 
+#include <trireme/comm/host.h>
 #include <trireme/common/error.h>
 #include <trireme/common/trace.h>
 #include <trireme/shm/operation.h>
@@ -22,8 +23,10 @@ std::unique_ptr<BucketStream> BucketStream::make(Communicator& communicator,
                                                  const Options& options) {
   if (communicator.world() == 1 || (!options.sharded && communicator.world() > kMostRanks))
     return nullptr;
+  Host* host = communicator.host();
+  if (host == nullptr) return nullptr;
   const int64_t bytes = round_up(options.bytes);
-  auto stream = communicator.make_deposit_stream(bytes, /*also_with_free_cpus=*/options.sharded);
+  auto stream = host->make_deposit_stream(bytes, /*also_with_free_cpus=*/options.sharded);
   return stream ? std::make_unique<BucketStream>(std::move(stream), bytes) : nullptr;
 }
 

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <trireme/comm/communicator.h>
+#include <trireme/comm/deposit_stream.h>
 #include <trireme/grad/bucket.h>
 #include <trireme/kernels/span.h>
 

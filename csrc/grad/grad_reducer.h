@@ -48,7 +48,7 @@ namespace trireme {
 // what and moves parameters that some rank left unused to trailing buckets.
 
 struct GradReducerOptions {
-  BucketCaps caps{{int64_t{1} << 20, int64_t{25} << 20}};
+  BucketCaps caps{{kFirstBucketBytes, kBucketBytes}};
   // Replace also a .grad that existed before (see bucket.h); otherwise it keeps its identity.
   bool gradient_as_bucket_view = false;
   // The dtype of floating-point gradients on the wire; that of the parameters if absent.

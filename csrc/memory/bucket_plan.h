@@ -55,6 +55,10 @@ struct BucketPlan {
   bool operator==(const BucketPlan&) const = default;
 };
 
+// torch's: the first bucket is small, so that communication begins early.
+inline constexpr int64_t kFirstBucketBytes = int64_t{1} << 20;
+inline constexpr int64_t kBucketBytes = int64_t{25} << 20;
+
 struct BucketCaps {
   // Bytes at which bucket 0, 1, ... of a dtype and device is full; the last entry goes on for the
   // rest. A bucket is closed by the parameter that reaches its cap, as in torch, so it may exceed

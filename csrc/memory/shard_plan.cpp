@@ -1,7 +1,5 @@
 #include <trireme/memory/shard_plan.h>
 
-#include <trireme/common/error.h>
-
 #include <c10/util/Exception.h>
 
 #include <algorithm>
@@ -35,9 +33,10 @@ Shards rows_of(const ParameterInfo& parameter, int64_t world) {
   const int64_t rows = parameter.sizes.empty() ? 1 : parameter.sizes.front();
   Shards shards(static_cast<size_t>(world));
   if (rows == 0) return shards;
-  const int64_t run = ceil_div(rows, world) * (parameter.numel / rows);
+  const int64_t row = parameter.numel / rows;
   for (int64_t rank = 0; rank < world; ++rank) {
-    shards[static_cast<size_t>(rank)] = within(parameter.numel, rank * run, (rank + 1) * run);
+    const ChunkRows own = chunk_rows(rows, {rank, world});
+    if (own.count * row > 0) shards[static_cast<size_t>(rank)] = {own.first * row, own.count * row};
   }
   return shards;
 }
@@ -82,6 +81,14 @@ std::vector<Shards> whole_parameters(const ShardPlanRequest& request) {
 }
 
 }  // namespace
+
+ChunkRows chunk_rows(int64_t rows, RankOf where) {
+  ChunkRows own;
+  own.most = ceil_div(rows, where.world);
+  own.first = std::min(where.rank * own.most, rows);
+  own.count = std::min(own.most, rows - own.first);
+  return own;
+}
 
 const ShardRange& ShardPlan::of(int64_t parameter, int64_t rank) const {
   return shards[static_cast<size_t>(parameter)][static_cast<size_t>(rank)];

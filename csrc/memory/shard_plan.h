@@ -1,5 +1,6 @@
 #pragma once
 
+#include <trireme/common/error.h>
 #include <trireme/common/export.h>
 #include <trireme/memory/bucket_plan.h>
 
@@ -17,9 +18,18 @@ struct ShardRange {
   bool operator==(const ShardRange&) const = default;
 };
 
+// The rows that torch.chunk's rule gives a rank: of n rows rank r has `most` = ceil(n / world) from
+// r * most on; later ranks may have fewer or none.
+struct ChunkRows {
+  int64_t first = 0;
+  int64_t count = 0;
+  int64_t most = 0;  // that any rank has
+};
+
+TRIREME_API ChunkRows chunk_rows(int64_t rows, RankOf where);
+
 enum class ShardPlacement : uint8_t {
-  // Rows, by torch.chunk's rule, so that state dicts are those of FSDP2: of n rows rank r has
-  // [r * ceil(n / world), ...); later ranks may have fewer or none. A scalar is rank 0's.
+  // Rows, by chunk_rows(), so that state dicts are those of FSDP2. A scalar is rank 0's.
   kDim0,
   // Equal runs of all elements of all parameters, laid end to end in the order given; a run ends at
   // a multiple of 16 elements. Elements are counted, not bytes, so ranks differ in bytes if dtypes

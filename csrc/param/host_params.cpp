@@ -1,5 +1,6 @@
 #include <trireme/param/host_params.h>
 
+#include <trireme/comm/host.h>
 #include <trireme/common/error.h>
 #include <trireme/memory/flat_buffer.h>
 #include <trireme/memory/host_store.h>
@@ -22,7 +23,9 @@ std::shared_ptr<HostStore> make_store(const std::vector<ParameterInfo>& infos,
     auto segment = shm::Segment::create(shm::SegmentKind::kAnonymous, bytes);
     return HostStore::make(std::make_shared<const shm::Segment>(std::move(segment)), infos, where);
   }
-  HostMemory host = communicator.share_host_memory(bytes, "parameters of " + infos.front().name);
+  HostMemory host;
+  if (Host* ranks = communicator.host())
+    host = ranks->share_host_memory(bytes, "parameters of " + infos.front().name);
   TORCH_CHECK(
       host.memory.segment,
       error_text("fully_shard", "got ranks that cannot share parameters: " + host.memory.why_not,
@@ -93,8 +96,8 @@ ParamPlace HostParams::place(int64_t parameter) const {
 }
 
 bool HostParams::has_other_hosts() const {
-  const shm::HostGroup* group = communicator_->host_group();
-  return group != nullptr && group->world() < communicator_->world();
+  Host* host = communicator_->host();
+  return host != nullptr && host->group().world() < communicator_->world();
 }
 
 PartsByRank HostParams::parts() const {

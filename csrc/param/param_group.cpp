@@ -1,5 +1,6 @@
 #include <trireme/param/param_group.h>
 
+#include <trireme/comm/host.h>
 #include <trireme/common/error.h>
 #include <trireme/common/trace.h>
 #include <trireme/memory/host_store.h>
@@ -25,7 +26,7 @@ std::string label_of(const std::vector<ShardedParamSpec>& specs) {
 }  // namespace
 
 bool ParamGroup::gathers_over(Communicator& communicator, c10::Device device) {
-  return !device.is_cpu() || (communicator.world() > 1 && communicator.host_group() == nullptr);
+  return !device.is_cpu() || (communicator.world() > 1 && communicator.host() == nullptr);
 }
 
 ParamGroup::ParamGroup(ParamGroupRequest request)
@@ -120,7 +121,9 @@ void ParamGroup::finish_writes() {
 void ParamGroup::share_writes() {
   finish_writes();
   memory_->forget_pieces();
-  communicator_->all_gather_in_host(memory_->parts(), "unit " + label_).wait();
+  Host* host = communicator_->host();
+  const std::string label = "unit " + label_;
+  (host ? host->all_gather_in_host(memory_->parts(), label) : communicator_->barrier(label)).wait();
 }
 
 ParamGroup::Versions ParamGroup::versions_of(size_t parameter) const {

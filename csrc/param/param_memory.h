@@ -1,6 +1,7 @@
 #pragma once
 
 #include <trireme/comm/communicator.h>
+#include <trireme/comm/host.h>
 #include <trireme/common/export.h>
 #include <trireme/param/sharded_param.h>
 

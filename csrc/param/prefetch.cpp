@@ -1,7 +1,6 @@
 #include <trireme/param/prefetch.h>
 
 #include <trireme/comm/c10d/custom_communicator.h>
-#include <trireme/comm/only_device.h>
 #include <trireme/common/error.h>
 #include <trireme/common/trace.h>
 
@@ -148,7 +147,7 @@ void Prefetch::drop(ParamGroup& group) {
 // needs something.
 bool Prefetch::agree(Index wanted) {
   // On the CPU where that may be, whose waits watch the other ranks.
-  const auto options = at::TensorOptions().dtype(at::kLong).device(device_of_texts(*communicator_));
+  const auto options = at::TensorOptions().dtype(at::kLong).device(communicator_->device());
   const at::Tensor all = at::empty({communicator_->world()}, options);
   const at::Tensor own = at::full({1}, wanted, options);
   communicator_->all_gather({all}, {own}, "units that ranks need").wait();

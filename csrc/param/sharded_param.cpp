@@ -21,9 +21,7 @@ ParameterInfo stored_info(const ShardedParamSpec& spec, at::ScalarType dtype) {
 ShardRows::ShardRows(const ShardedParamSpec& spec, RankOf where) {
   if (spec.is_replicated()) return;
   const int64_t rows = spec.sizes[static_cast<size_t>(spec.dim)];
-  most = (rows + where.world - 1) / where.world;
-  first = std::min(where.rank * most, rows);
-  count = std::min(most, rows - first);
+  static_cast<ChunkRows&>(*this) = chunk_rows(rows, where);
   numel = rows == 0 ? 0 : c10::multiply_integers(spec.sizes) / rows;
 }
 

@@ -5,6 +5,7 @@
 #include <trireme/common/error.h>
 #include <trireme/common/export.h>
 #include <trireme/memory/bucket_plan.h>
+#include <trireme/memory/shard_plan.h>
 
 #include <ATen/core/Tensor.h>
 
@@ -61,11 +62,8 @@ struct ShardedParamSpec {
 // As it lies in memory: the sharded dimension first.
 TRIREME_API ParameterInfo stored_info(const ShardedParamSpec& spec, at::ScalarType dtype);
 
-// Of the sharded dimension, what a rank has.
-struct ShardRows {
-  int64_t first = 0;
-  int64_t count = 0;
-  int64_t most = 0;   // that any rank has
+// What a rank has of the sharded dimension; nothing of a replicated parameter.
+struct ShardRows : ChunkRows {
   int64_t numel = 0;  // elements of a row
 
   ShardRows(const ShardedParamSpec& spec, RankOf where);

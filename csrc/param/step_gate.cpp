@@ -18,11 +18,11 @@ void StepGate::begin_reading() {
   if (store_) store_->publish_version(version_);
   const std::string name = "step gate: written, parameters of version " + std::to_string(version_);
   if (!parts_.empty()) {
-    communicator_->all_gather_in_host(parts_, name).wait();
-  } else if (shm::HostGroup* group = store_ ? communicator_->host_group() : nullptr) {
-    wake_peers(*group);
+    communicator_->host()->all_gather_in_host(parts_, name).wait();
+  } else if (Host* host = store_ ? communicator_->host() : nullptr) {
+    wake_peers(host->group());
     const auto written = [this](int64_t rank) -> const auto& { return store_->version_of(rank); };
-    wait_for_peers(*group, written, version_, name);
+    wait_for_peers(host->group(), written, version_, name);
   }
   is_writing_ = false;
 }
@@ -32,12 +32,12 @@ FactorRange StepGate::begin_writing(const FactorRange& factor) {
   TRIREME_TRACE("step_gate.begin_writing");
   FactorRange of_all;
   if (store_) store_->publish_release(version_, factor);
-  if (shm::HostGroup* group = store_ ? communicator_->host_group() : nullptr) {
-    wake_peers(*group);
+  if (Host* host = store_ ? communicator_->host() : nullptr) {
+    wake_peers(host->group());
     const auto released = [this](int64_t rank) -> const auto& { return store_->release_of(rank); };
     const std::string name =
         "step gate: before writing, readers of version " + std::to_string(version_);
-    wait_for_peers(*group, released, version_, name);
+    wait_for_peers(host->group(), released, version_, name);
     // Nobody publishes the next one before this rank has come to begin_reading().
     for (int64_t rank = 0; rank < store_->where().world; ++rank)
       of_all = of_all & store_->factor_of(rank);

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <trireme/comm/communicator.h>
+#include <trireme/comm/host.h>
 #include <trireme/common/export.h>
 #include <trireme/memory/host_store.h>
 
@@ -31,7 +32,7 @@ class TRIREME_API StepGate {
  public:
   // `store`: whose counters are used; shared by the ranks of this host, or of one rank; null where
   // nobody reads what another one writes, and nothing is waited for. `parts`: on several hosts,
-  // what each rank writes and others read; see Communicator::all_gather_in_host.
+  // what each rank writes and others read; see Host::all_gather_in_host.
   StepGate(std::shared_ptr<HostStore> store, std::shared_ptr<Communicator> communicator,
            PartsByRank parts = {});
 

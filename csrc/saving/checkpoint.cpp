@@ -1,6 +1,7 @@
 #include <trireme/saving/checkpoint.h>
 
 #include <trireme/comm/gather_texts.h>
+#include <trireme/comm/run_together.h>
 #include <trireme/saving/json_text.h>
 
 #include <ATen/ATen.h>
@@ -17,8 +18,6 @@ namespace trireme {
 namespace {
 
 using Json = nlohmann::json;
-
-constexpr char kFine = '-', kValueError = 'v', kError = 'e';
 
 std::string random_name() {
   std::random_device source;
@@ -199,11 +198,6 @@ void write_parts(const CheckpointFiles& files, const TensorsByName& by_name,
   }
 }
 
-std::string text_of(const std::exception& error) {
-  const auto* torchs = dynamic_cast<const c10::Error*>(&error);
-  return torchs != nullptr ? torchs->what_without_backtrace() : error.what();
-}
-
 }  // namespace
 
 std::string describe(at::ScalarType dtype, at::IntArrayRef sizes) {
@@ -216,27 +210,15 @@ std::vector<std::string> gather_texts(const std::string& own, const CheckpointRa
 }
 
 void together(const CheckpointRanks& ranks, const std::function<void()>& work) {
-  std::exception_ptr own;
-  std::string told(1, kFine);
-  try {
-    work();
-  } catch (const c10::ValueError& error) {
-    own = std::current_exception();
-    told = kValueError + text_of(error);
-  } catch (const std::exception& error) {
-    own = std::current_exception();
-    told = kError + text_of(error);
-  }
-  const std::vector<std::string> all = gather_texts(told, ranks);
-  if (own) std::rethrow_exception(own);
-  for (size_t rank = 0; rank < all.size(); ++rank) {
-    if (all[rank].front() == kFine) continue;
-    const std::string text = error_text(
-        "checkpoint", "rank " + std::to_string(rank) + " could not go on: " + all[rank].substr(1),
-        ranks.where(), "Mend what it says, and call this again on all ranks.");
-    TORCH_CHECK_VALUE(all[rank].front() != kValueError, text);
-    TORCH_CHECK(false, text);
-  }
+  if (!ranks.communicator) return work();
+  const auto failed = run_together(work, *ranks.communicator, ranks.device);
+  if (!failed) return;
+  if (failed->own) std::rethrow_exception(failed->own);
+  const std::string text = error_text(
+      "checkpoint", "rank " + std::to_string(failed->rank) + " could not go on: " + failed->text,
+      ranks.where(), "Mend what it says, and call this again on all ranks.");
+  TORCH_CHECK_VALUE(!failed->is_value_error, text);
+  TORCH_CHECK(false, text);
 }
 
 void save_checkpoint(const SaveCheckpointRequest& request, const CheckpointRanks& ranks) {

@@ -1,8 +1,8 @@
 #include <trireme/saving/held_parts.h>
 
-#include <ATen/ATen.h>
+#include <trireme/memory/shard_plan.h>
 
-#include <algorithm>
+#include <ATen/ATen.h>
 
 namespace trireme {
 namespace {
@@ -14,12 +14,10 @@ CheckpointTensor own_rows(const std::string& name, const at::Tensor& values, Ran
     if (where.rank == 0) made.part.values = values.detach();
     return made;
   }
-  const int64_t rows = values.size(0);
-  const int64_t chunk = (rows + where.world - 1) / where.world;
-  const int64_t first = std::min(where.rank * chunk, rows);
-  made.part.values = values.detach().narrow(0, first, std::min(chunk, rows - first));
+  const ChunkRows own = chunk_rows(values.size(0), where);
+  made.part.values = values.detach().narrow(0, own.first, own.count);
   made.part.first.resize(made.sizes.size());
-  made.part.first.front() = first;
+  made.part.first.front() = own.first;
   return made;
 }
 

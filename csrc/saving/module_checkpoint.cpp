@@ -1,7 +1,6 @@
 #include <trireme/saving/module_checkpoint.h>
 
 #include <trireme/comm/launch/launch.h>
-#include <trireme/comm/only_device.h>
 #include <trireme/saving/checkpoint.h>
 #include <trireme/saving/held_parts.h>
 #include <trireme/saving/optimizer_state.h>
@@ -74,7 +73,7 @@ std::unordered_map<const at::TensorImpl*, std::string> names_in(const torch::nn:
 
 CheckpointRanks ranks_of(std::shared_ptr<Communicator> communicator) {
   if (!communicator) communicator = current_communicator();
-  const c10::Device device = device_of_texts(*communicator);
+  const c10::Device device = communicator->device();
   return {std::move(communicator), device};
 }
 

@@ -18,6 +18,13 @@ class HostsCommunicator final : public ShmVerbs {
     backend()->fail(reason);
   }
 
+  std::unique_ptr<DepositStream> make_deposit_stream(int64_t /*bytes*/,
+                                                     bool /*also_with_free_cpus*/) override {
+    return nullptr;
+  }
+
+  SharedMemory share_memory(int64_t /*bytes*/, std::string /*label*/) override { return {}; }
+
   HostMemory share_host_memory(int64_t bytes, std::string label) override {
     TORCH_CHECK_VALUE(
         bytes > 0,

@@ -3,7 +3,7 @@
 #include <trireme/comm/backend/arguments.h>
 #include <trireme/comm/backend/torch_compat.h>
 #include <trireme/comm/shm_tensors.h>
-#include <trireme/comm/torchs_words.h>
+#include <trireme/comm/translate_faults.h>
 #include <trireme/common/duration.h>
 #include <trireme/common/error.h>
 #include <trireme/common/forks.h>
@@ -200,11 +200,11 @@ ShmP2p::WorkPtr ShmP2p::post(Transfer::Kind kind, const std::vector<at::Tensor>&
   transfer.tag = peer.tag;
   transfer.dtype = shm_dtype(arguments.dtype());
   transfer.timeout = peer.timeout;
-  in_torchs_words([&] { work->post(courier(), hooks_); },
-                  [&](const shm::Fault& fault) {
-                    hooks_->failed(fault);
-                    transfer.on_done = nullptr;  // the Work holds it, and it the Work
-                  });
+  translate_faults([&] { work->post(courier(), hooks_); },
+                   [&](const shm::Fault& fault) {
+                     hooks_->failed(fault);
+                     transfer.on_done = nullptr;  // the Work holds it, and it the Work
+                   });
   return work;
 }
 

@@ -3,6 +3,7 @@
 #include <trireme/comm/c10d/gloo_group.h>
 #include <trireme/comm/shm_tensors.h>
 #include <trireme/common/duration.h>
+#include <trireme/common/exception_text.h>
 #include <trireme/common/forks.h>
 #include <trireme/common/interruption.h>
 
@@ -35,8 +36,7 @@ LivingBackends& living_backends() {
 
 // Of what an error says, without the place in torch's source that its checks put before it.
 std::string first_line(const std::exception& error) {
-  const auto* torchs = dynamic_cast<const c10::Error*>(&error);
-  std::string text = torchs != nullptr ? torchs->what_without_backtrace() : error.what();
+  std::string text = what_of(error);
   if (text.starts_with('[')) {
     const size_t end = text.find("] ");
     if (end != std::string::npos) text.erase(0, end + 2);

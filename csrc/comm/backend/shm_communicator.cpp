@@ -65,6 +65,15 @@ class ShmCommunicator final : public ShmVerbs {
         });
     return memory;
   }
+
+  HostMemory share_host_memory(int64_t bytes, std::string label) override {
+    return {share_memory(bytes, std::move(label)), rank_of()};
+  }
+
+  // All ranks have it in this memory.
+  Pending all_gather_in_host(PartsByRank /*parts*/, std::string label) override {
+    return barrier(std::move(label));
+  }
 };
 
 }  // namespace

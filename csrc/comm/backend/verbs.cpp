@@ -117,8 +117,7 @@ std::optional<std::string> ShmVerbs::failure() const {
 
 std::shared_ptr<Communicator> ShmVerbs::split(const std::vector<int>& ranks,
                                               const std::string& name) {
-  auto* group = dynamic_cast<CanSplit*>(others_.get());
-  return group == nullptr ? nullptr : group->split(ranks, name);
+  return others_->split(ranks, name);
 }
 
 Pending ShmVerbs::issue(std::string label, const std::function<Works()>& submit) {

@@ -1,9 +1,9 @@
 #pragma once
 
 #include <trireme/comm/backend/shm_backend_class.h>
-#include <trireme/comm/c10d/c10d_wait.h>
 #include <trireme/comm/communicator.h>
-#include <trireme/comm/subgroups.h>
+#include <trireme/comm/group_health.h>
+#include <trireme/comm/host.h>
 
 #include <functional>
 #include <memory>
@@ -16,7 +16,7 @@ namespace trireme {
 // CPU tensors go there as they are, one collective per dtype, without flat copies; tensors of other
 // devices go through `others`, which belongs to the same group. What ranks share, and what follows
 // a failure, is said by the classes made of this.
-class ShmVerbs : public Communicator, public HasGroupHealth, public CanSplit {
+class ShmVerbs : public Communicator, public Host {
  public:
   ShmVerbs(c10::intrusive_ptr<ShmBackend> backend, std::shared_ptr<Communicator> others);
 
@@ -29,8 +29,8 @@ class ShmVerbs : public Communicator, public HasGroupHealth, public CanSplit {
                          ReduceOp op, std::string label) override;
   Pending barrier(std::string label) override;
   std::optional<std::string> failure() const override;
-  shm::HostGroup* host_group() override { return &backend_->host_group(); }
-  const std::shared_ptr<GroupHealth>& health() const override { return health_; }
+  Host* host() override { return this; }
+  std::shared_ptr<GroupHealth> health() const override { return health_; }
   std::shared_ptr<Communicator> split(const std::vector<int>& ranks,
                                       const std::string& name) override;
 
@@ -43,6 +43,8 @@ class ShmVerbs : public Communicator, public HasGroupHealth, public CanSplit {
   // From now on part of what this rank does goes by them.
   Communicator& others();
   bool uses_others() const { return uses_others_; }
+
+  shm::HostGroup& group() override { return backend_->host_group(); }
 
  private:
   c10::intrusive_ptr<ShmBackend> backend_;

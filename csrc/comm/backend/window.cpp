@@ -1,7 +1,7 @@
 #include <trireme/comm/backend/window.h>
 
 #include <trireme/comm/backend/memory.h>
-#include <trireme/comm/torchs_words.h>
+#include <trireme/comm/translate_faults.h>
 
 #include <ATen/ATen.h>
 
@@ -30,7 +30,7 @@ struct alignas(shm::kCacheLine) Count {
 // Calls `call`; a fault in it is the backend's, too, unless only the caller's patience was over.
 template <typename Call>
 void noted_by(ShmBackend& backend, Call&& call, bool is_impatient = false) {
-  in_torchs_words(call, [&](const shm::Fault& fault) {
+  translate_faults(call, [&](const shm::Fault& fault) {
     if (!is_impatient || fault.kind() != shm::FaultKind::kTimeout) backend.note(fault);
   });
 }

@@ -2,15 +2,15 @@
 
 #include <trireme/comm/c10d/c10d_calls.h>
 #include <trireme/comm/c10d/c10d_wait.h>
+#include <trireme/comm/c10d/group_device.h>
 #include <trireme/comm/c10d/split_group.h>
-#include <trireme/comm/only_device.h>
 #include <trireme/comm/reduce_op.h>
 #include <trireme/comm/reduce_parts.h>
 #include <trireme/comm/scratch.h>
 #include <trireme/comm/shm_tensors.h>
-#include <trireme/comm/subgroups.h>
 
 #include <ATen/ATen.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
 #include <atomic>
@@ -166,10 +166,7 @@ class WorkState final : public Pending::State {
   std::shared_ptr<Stamp> finished_ = std::make_shared<Stamp>(0);
 };
 
-class C10dCommunicator final : public Communicator,
-                               public HasGroupHealth,
-                               public HasOnlyDevice,
-                               public CanSplit {
+class C10dCommunicator final : public Communicator {
  public:
   explicit C10dCommunicator(C10dRequest request)
       : group_(std::move(request.group)),
@@ -276,9 +273,13 @@ class C10dCommunicator final : public Communicator,
 
   std::optional<std::string> failure() const override { return health_->failure(); }
 
-  const std::shared_ptr<GroupHealth>& health() const override { return health_; }
+  std::shared_ptr<GroupHealth> health() const override { return health_; }
 
-  std::optional<c10::Device> only_device() const override { return only_device_; }
+  c10::Device device() const override {
+    if (!only_device_) return c10::kCPU;
+    if (only_device_->has_index()) return *only_device_;
+    return c10::impl::VirtualGuardImpl(only_device_->type()).getDevice();
+  }
 
   std::shared_ptr<Communicator> split(const std::vector<int>& ranks,
                                       const std::string& name) override {
@@ -372,12 +373,6 @@ class C10dCommunicator final : public Communicator,
 };
 
 }  // namespace
-
-std::shared_ptr<GroupHealth> health_of(const Communicator& communicator) {
-  if (const auto* owner = dynamic_cast<const HasGroupHealth*>(&communicator))
-    return owner->health();
-  return std::make_shared<GroupHealth>(nullptr, communicator.rank_of());
-}
 
 std::shared_ptr<Communicator> make_c10d_communicator(C10dRequest request) {
   return std::make_shared<C10dCommunicator>(std::move(request));

@@ -1,6 +1,6 @@
 #include <trireme/comm/c10d/c10d_wait.h>
 
-#include <trireme/comm/foreign_error.h>
+#include <trireme/common/exception_text.h>
 
 #include <condition_variable>
 
@@ -15,15 +15,11 @@ constexpr milliseconds kFirstLook{1000};
 constexpr milliseconds kNextLook{250};
 constexpr milliseconds kReportPatience{2000};
 
-constexpr const char* kRebuild =
-    "This group can no longer be used: end the program, or destroy the process group and "
-    "initialise it again";
-
 [[noreturn]] void throw_peer_failure(const std::string& operation, const std::string& announced,
                                      GroupHealth& health) {
   const std::string text =
       error_text("comm", operation + " was given up because a peer announced: " + announced,
-                 health.where, kRebuild);
+                 health.where, kRebuildGroup);
   health.set_failure(text);
   C10_THROW_ERROR(DistBackendError, text);
 }
@@ -34,8 +30,8 @@ constexpr const char* kRebuild =
     throw_peer_failure(operation, *announced, health);
   }
   const std::string reports = health.board.exchange_reports(operation, kReportPatience);
-  const std::string text =
-      error_text("comm", operation + " failed: " + cause + ". " + reports, health.where, kRebuild);
+  const std::string text = error_text("comm", operation + " failed: " + cause + ". " + reports,
+                                      health.where, kRebuildGroup);
   health.set_failure(text);
   C10_THROW_ERROR(DistBackendError, text);
 }
@@ -54,38 +50,6 @@ bool wait_slice(c10d::Work& work, milliseconds slice) {
 }
 
 }  // namespace
-
-std::optional<std::string> GroupHealth::failure() const {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  return failure_;
-}
-
-void GroupHealth::set_failure(const std::string& text) {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  if (!failure_) failure_ = text;
-}
-
-void GroupHealth::clear_failure() {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  failure_.reset();
-}
-
-bool GroupHealth::is_look_due() {
-  using Clock = std::chrono::steady_clock;
-  const auto now = Clock::now().time_since_epoch();
-  auto before = looked_at_.load(std::memory_order_relaxed);
-  const bool is_due = now - Clock::duration(before) >= kFirstLook;
-  return is_due && looked_at_.compare_exchange_strong(before, now.count());
-}
-
-void GroupHealth::check_usable(const std::string& operation) const {
-  if (const auto earlier = failure()) {
-    C10_THROW_ERROR(
-        DistBackendError,
-        error_text("comm", operation + " was not started: the group failed before: " + *earlier,
-                   where, kRebuild));
-  }
-}
 
 void rethrow_named(const std::string& operation, GroupHealth& health,
                    const std::function<void()>& call) {

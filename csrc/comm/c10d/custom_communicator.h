@@ -32,7 +32,7 @@ struct CustomCollective {
 //
 // Throws ValueError for memory that does not fit; what the user's functions throw; for a Work that
 // fails, what a verb throws.
-class TRIREME_API CustomCommunicator final : public Communicator, public HasGroupHealth {
+class TRIREME_API CustomCommunicator final : public Communicator {
  public:
   explicit CustomCommunicator(std::shared_ptr<Communicator> inner);
 
@@ -55,8 +55,8 @@ class TRIREME_API CustomCommunicator final : public Communicator, public HasGrou
   void announce_failure(const std::string& reason) noexcept override;
   void recover() override { inner_->recover(); }
   std::optional<std::string> failure() const override { return inner_->failure(); }
-  shm::HostGroup* host_group() override { return inner_->host_group(); }
-  const std::shared_ptr<GroupHealth>& health() const override { return health_; }
+  c10::Device device() const override { return inner_->device(); }
+  std::shared_ptr<GroupHealth> health() const override { return health_; }
 
  private:
   class Flat;

@@ -1,8 +1,8 @@
 #include <trireme/comm/c10d/gloo_group.h>
 
 #include <trireme/comm/c10d/engine_options.h>
-#include <trireme/comm/foreign_error.h>
 #include <trireme/common/duration.h>
+#include <trireme/common/exception_text.h>
 
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>

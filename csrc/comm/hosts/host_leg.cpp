@@ -1,6 +1,6 @@
 #include <trireme/comm/hosts/host_leg.h>
 
-#include <trireme/comm/foreign_error.h>
+#include <trireme/common/exception_text.h>
 #include <trireme/common/forks.h>
 
 #include <ATen/ATen.h>

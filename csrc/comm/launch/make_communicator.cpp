@@ -2,7 +2,7 @@
 
 #include <trireme/comm/backend/shm_communicator.h>
 #include <trireme/comm/c10d/c10d_communicator.h>
-#include <trireme/comm/only_device.h>
+#include <trireme/comm/c10d/group_device.h>
 #include <trireme/common/error.h>
 
 #include <utility>

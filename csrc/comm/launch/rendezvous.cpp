@@ -1,7 +1,7 @@
 #include <trireme/comm/launch/rendezvous.h>
 
-#include <trireme/comm/foreign_error.h>
 #include <trireme/common/duration.h>
+#include <trireme/common/exception_text.h>
 
 #include <torch/csrc/distributed/c10d/FileStore.hpp>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>

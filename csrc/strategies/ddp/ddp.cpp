@@ -12,8 +12,6 @@ namespace trireme {
 namespace {
 
 constexpr double kMiB = 1024.0 * 1024.0;
-constexpr int64_t kFirstBucketBytes = int64_t{1} << 20;
-constexpr double kDefaultCapMb = 25;
 
 int64_t cap_bytes(double cap_mb) {
   TORCH_CHECK_VALUE(cap_mb > 0, error_text("ddp",
@@ -52,7 +50,7 @@ BucketCaps bucket_caps(const DdpOptions& options) {
   } else if (options.bucket_cap_mb) {
     caps.bytes = {cap_bytes(*options.bucket_cap_mb)};
   } else {
-    caps.bytes = {kFirstBucketBytes, cap_bytes(kDefaultCapMb)};
+    caps.bytes = {kFirstBucketBytes, kBucketBytes};
   }
   return caps;
 }

@@ -1,5 +1,5 @@
-#include <trireme/comm/foreign_error.h>
 #include <trireme/common/error.h>
+#include <trireme/common/exception_text.h>
 #include <trireme/strategies/fsdp/fsdp.h>
 
 #include <algorithm>

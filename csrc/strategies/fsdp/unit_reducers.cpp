@@ -8,9 +8,6 @@
 namespace trireme {
 namespace {
 
-constexpr int64_t kFirstBucketBytes = int64_t{1} << 20;
-constexpr int64_t kBucketBytes = int64_t{25} << 20;
-
 // Which rank gets which elements of a gradient, as it lies in memory.
 ShardPlan plan_of(const std::vector<ParameterInfo>& stored, int64_t world) {
   ShardPlan plan = make_shard_plan({stored, world, ShardPlacement::kDim0});
@@ -28,7 +25,6 @@ std::shared_ptr<GradReducer> UnitReducers::make_reducer(const Request& request, 
     parameters.names.push_back(request.names[static_cast<size_t>(index)]);
   parameters.sparse_gradient.assign(parameters.names.size(), false);
   GradReducerOptions options;
-  options.caps = {{kFirstBucketBytes, kBucketBytes}};
   options.area = "fully_shard";
   options.arms_at_parameters = true;
   std::vector<ParameterInfo> stored;

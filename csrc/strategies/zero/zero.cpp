@@ -1,5 +1,6 @@
 #include <trireme/strategies/zero/zero.h>
 
+#include <trireme/comm/host.h>
 #include <trireme/common/language.h>
 #include <trireme/common/trace.h>
 #include <trireme/grad/plan_agreement.h>
@@ -16,9 +17,6 @@
 
 namespace trireme {
 namespace {
-
-constexpr int64_t kFirstBucketBytes = int64_t{1} << 20;
-constexpr int64_t kBucketBytes = int64_t{25} << 20;
 
 constexpr Advice kUseDense = {.cpp = "Use sparse(false) in the options of its layer.",
                               .python = "Use sparse=False in its layer."};
@@ -55,7 +53,6 @@ Zero::Zero(NamedParameters parameters, std::shared_ptr<Communicator> communicato
   take_samples();
   if (options_.stage == 1) return;
   GradReducerOptions reducing;
-  reducing.caps = {{kFirstBucketBytes, kBucketBytes}};
   reducing.area = "zero";
   reducing.bucket_prefix = "optimizer " + std::to_string(number) + ", ";
   reducing.shards = plan_;
@@ -117,7 +114,8 @@ void Zero::move_into_store() {
   std::string why_not = "they are on " + infos_.front().device.str();
   if (infos_.front().device.is_cpu()) {
     const int64_t bytes = HostStore::bytes_for(infos_, communicator_->world());
-    SharedMemory memory = communicator_->share_memory(bytes, "parameters");
+    SharedMemory memory;
+    if (Host* host = communicator_->host()) memory = host->share_memory(bytes, "parameters");
     why_not = memory.why_not;
     if (memory.segment)
       store_ = HostStore::make(std::move(memory.segment), infos_, communicator_->rank_of());

@@ -1,7 +1,8 @@
 #include <trireme/strategies/zero/zero_optimizer.h>
 
-#include <trireme/comm/gather_texts.h>
+#include <trireme/comm/run_together.h>
 #include <trireme/common/error.h>
+#include <trireme/common/exception_text.h>
 
 #include <ATen/ATen.h>
 #include <torch/serialize/archive.h>
@@ -18,11 +19,6 @@ namespace trireme {
 using torch::optim::OptimizerParamGroup;
 
 namespace {
-
-std::string text_of(const std::exception& error) {
-  const auto* torchs = dynamic_cast<const c10::Error*>(&error);
-  return torchs != nullptr ? torchs->what_without_backtrace() : error.what();
-}
 
 // Their places, where no module tells names.
 NamedParameters by_place(const std::vector<at::Tensor>& parameters, size_t group) {
@@ -134,26 +130,15 @@ ZeroOptimizer::~ZeroOptimizer() = default;
 
 // What one rank cannot make none has: that rank raises its own error, the others one naming it.
 void ZeroOptimizer::make_together(const std::function<void()>& make) {
-  std::exception_ptr own;
-  std::string text;  // empty: made
-  try {
-    make();
-  } catch (const std::exception& error) {
-    own = std::current_exception();
-    text = ": " + text_of(error);
-  }
-  const c10::Device device = parameters_.front().device();
-  const std::vector<std::string> texts = gather_texts(text, *communicator_, device);
-  const auto failed =
-      std::find_if(texts.begin(), texts.end(), [](const std::string& one) { return !one.empty(); });
-  if (failed == texts.end()) return;
+  const auto failed = run_together(make, *communicator_, parameters_.front().device());
+  if (!failed) return;
   if (cores_.front()->shares_parameters()) {  // what steps them now knows of no other rank
     for (at::Tensor& parameter : parameters_) parameter.set_data(parameter.detach().clone());
   }
-  if (own) std::rethrow_exception(own);
-  refuse("got an optimizer that rank " + std::to_string(failed - texts.begin()) + " cannot use" +
-             *failed,
-         "Pass what every rank can use for its part of the parameters.");
+  if (failed->own) std::rethrow_exception(failed->own);
+  refuse(
+      "got an optimizer that rank " + std::to_string(failed->rank) + " cannot use: " + failed->text,
+      "Pass what every rank can use for its part of the parameters.");
 }
 
 void ZeroOptimizer::add_core(NamedParameters parameters) {
@@ -305,7 +290,7 @@ void ZeroOptimizer::or_abandon(const std::function<void()>& call) {
   try {
     call();
   } catch (const std::exception& error) {
-    abandon(text_of(error));
+    abandon(what_of(error));
     throw;
   } catch (...) {
     abandon("something that is no std::exception was thrown");
@@ -401,7 +386,7 @@ void ZeroOptimizer::consolidate(int64_t to) {
   } catch (const c10::TypeError&) {
     throw;  // on all ranks
   } catch (const std::exception& error) {
-    abandon(text_of(error));
+    abandon(what_of(error));
     throw;
   }
 }

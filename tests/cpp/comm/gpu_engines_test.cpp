@@ -1,7 +1,6 @@
 // What a communicator does over engines of GPUs, on machines that have none.
 
 #include <trireme/comm/launch/make_communicator.h>
-#include <trireme/comm/only_device.h>
 #include <trireme/comm/recording_communicator.h>
 #include <trireme/comm/subgroups.h>
 
@@ -42,9 +41,9 @@ TEST_CASE("a barrier of GPUs has no limit of ours, since NCCL ends its group whe
 }
 
 TEST_CASE("texts go over the CPU, or over the one GPU that a group takes tensors of") {
-  CHECK(device_of_texts(*communicator_over(of_cpu_and_gpu())) == c10::Device(c10::kCPU));
-  CHECK(device_of_texts(*communicator_over(of_gpu())) == c10::Device(c10::kCUDA, 1));
-  CHECK(device_of_texts(RecordingCommunicator(RankOf{0, 2})) == c10::Device(c10::kCPU));
+  CHECK(communicator_over(of_cpu_and_gpu())->device() == c10::Device(c10::kCPU));
+  CHECK(communicator_over(of_gpu())->device() == c10::Device(c10::kCUDA, 1));
+  CHECK(RecordingCommunicator(RankOf{0, 2}).device() == c10::Device(c10::kCPU));
 }
 
 TEST_CASE("a part gets options of its own, also below a part") {

@@ -1,4 +1,5 @@
 #include <trireme/comm/backend/shm_backend.h>
+#include <trireme/comm/host.h>
 #include <trireme/comm/hosts/host_layout.h>
 #include <trireme/comm/launch/make_communicator.h>
 #include <trireme/shm/segment.h>
@@ -125,14 +126,14 @@ PartsByRank parts_in(const std::shared_ptr<const shm::Segment>& memory, int64_t 
 std::string gather_twice(const std::shared_ptr<Communicator>& communicator) {
   const int64_t world = communicator->world();
   const int64_t bytes = world * 320'000 * 8;
-  const HostMemory host = communicator->share_host_memory(bytes, "store");
+  const HostMemory host = communicator->host()->share_host_memory(bytes, "store");
   if (!host.memory.segment) return host.memory.why_not;
   const PartsByRank parts = parts_in(host.memory.segment, world);
   for (int64_t step = 0; step < 2; ++step) {
     const auto rank = static_cast<size_t>(communicator->rank());
     for (const at::Tensor& own : parts[rank])
       own.copy_(held(static_cast<int64_t>(rank) + step, own.numel()));
-    communicator->all_gather_in_host(parts, "step " + std::to_string(step)).wait();
+    communicator->host()->all_gather_in_host(parts, "step " + std::to_string(step)).wait();
     for (size_t peer = 0; peer < parts.size(); ++peer)
       for (const at::Tensor& part : parts[peer])
         if (!at::equal(part, held(static_cast<int64_t>(peer) + step, part.numel())))
@@ -195,9 +196,9 @@ TEST_CASE("what ranks of other hosts have comes into the memory of each host") {
 
 TEST_CASE("memory that one host cannot have no host has, and the group goes on") {
   const auto said = by_communicator("abb", [](const std::shared_ptr<Communicator>& one) {
-    const HostMemory none = one->share_host_memory(int64_t{1} << 50, "store");
+    const HostMemory none = one->host()->share_host_memory(int64_t{1} << 50, "store");
     if (none.memory.segment) return std::string("got it");
-    if (one->share_memory(64, "all").segment) return std::string("got memory over hosts");
+    if (one->host()->share_memory(64, "all").segment) return std::string("got memory over hosts");
     one->barrier("still there").wait();
     return none.memory.why_not;
   });
@@ -216,10 +217,10 @@ TEST_CASE("hosts that ask for different memory, or bring different parts, raise"
       }
     };
     const int64_t host = one->rank() / 2;
-    note([&] { one->share_host_memory(64 + host, "store"); });
-    const HostMemory memory = one->share_host_memory(64, "store");
+    note([&] { one->host()->share_host_memory(64 + host, "store"); });
+    const HostMemory memory = one->host()->share_host_memory(64, "store");
     const PartsByRank none(4);
-    note([&] { one->all_gather_in_host(none, "version " + std::to_string(host)).wait(); });
+    note([&] { one->host()->all_gather_in_host(none, "version " + std::to_string(host)).wait(); });
     one->barrier("still there").wait();
     return text;
   });

@@ -1,5 +1,6 @@
 // Memory that all ranks of a group map, as strategies get it.
 
+#include <trireme/comm/host.h>
 #include <trireme/common/cpus.h>
 #include <trireme/shm/segment.h>
 
@@ -29,7 +30,7 @@ TEST_CASE("ranks of one host get the same memory, which outlives the group") {
       3,
       [&](ThreadRank& rank) {
         const auto own = static_cast<size_t>(rank.where.rank);
-        SharedMemory memory = rank.communicator->share_memory(10'000, "store");
+        SharedMemory memory = rank.communicator->host()->share_memory(10'000, "store");
         why[own] = memory.why_not;
         segments[own] = std::move(memory.segment);
         segments[own]->data()[own * 4999] = static_cast<std::byte>(own + 1);
@@ -51,12 +52,13 @@ TEST_CASE("without room all ranks get none and the reason, and the group goes on
       2,
       [&](ThreadRank& rank) {
         const auto own = static_cast<size_t>(rank.where.rank);
-        const SharedMemory none = rank.communicator->share_memory(int64_t{1} << 50, "store");
+        const SharedMemory none =
+            rank.communicator->host()->share_memory(int64_t{1} << 50, "store");
         why[own] = none.segment ? "got it" : none.why_not;
         at::Tensor sum = at::ones({5});
         rank.communicator->all_reduce({sum}, ReduceOp::kSum, "sum").wait();
         after[own] = sum[4].item<int>() == 2 &&
-                     rank.communicator->share_memory(64, "store").segment != nullptr;
+                     rank.communicator->host()->share_memory(64, "store").segment != nullptr;
       },
       kTimeout, Engine::kShm);
   CHECK(after == std::vector<int>{1, 1});
@@ -65,13 +67,13 @@ TEST_CASE("without room all ranks get none and the reason, and the group goes on
                          Catch::Contains("needs 1125899906842688 bytes, free are "));
 }
 
-TEST_CASE("ranks that cannot share memory are told so") {
-  std::vector<std::string> why(2);
+TEST_CASE("ranks that share no host have none") {
+  std::vector<int> has_host(2, 1);
   run_thread_ranks(2, [&](ThreadRank& rank) {
-    const SharedMemory none = rank.communicator->share_memory(64, "store");
-    why[static_cast<size_t>(rank.where.rank)] = none.segment ? "got it" : none.why_not;
+    has_host[static_cast<size_t>(rank.where.rank)] = rank.communicator->host() != nullptr;
   });
-  CHECK(why == std::vector<std::string>(2, "the ranks do not share the memory of one host"));
+  CHECK(has_host == std::vector<int>(2, 0));
+  CHECK(SharedMemory().why_not == "the ranks do not share the memory of one host");
 }
 
 TEST_CASE("ranks that ask for different memory raise, naming both; one that asks for none does") {
@@ -81,12 +83,12 @@ TEST_CASE("ranks that ask for different memory raise, naming both; one that asks
       [&](ThreadRank& rank) {
         const auto own = static_cast<size_t>(rank.where.rank);
         try {
-          rank.communicator->share_memory(64 + rank.where.rank, "store of model a");
+          rank.communicator->host()->share_memory(64 + rank.where.rank, "store of model a");
         } catch (const c10::DistBackendError& error) {
           said[own] = error.what_without_backtrace();
         }
         try {
-          rank.communicator->share_memory(0, "store");
+          rank.communicator->host()->share_memory(0, "store");
         } catch (const c10::ValueError& error) {
           refused[own] = error.what_without_backtrace();
         }
@@ -107,8 +109,8 @@ TEST_CASE("deposits are for ranks that take all CPUs, or for whoever insists") {
   run_thread_ranks(
       1,
       [&](ThreadRank& rank) {
-        by_itself = rank.communicator->make_deposit_stream(4096) != nullptr;
-        insisting = rank.communicator->make_deposit_stream(4096, true) != nullptr;
+        by_itself = rank.communicator->host()->make_deposit_stream(4096, false) != nullptr;
+        insisting = rank.communicator->host()->make_deposit_stream(4096, true) != nullptr;
       },
       kTimeout, Engine::kShm);
   CHECK(by_itself == (usable_cpus() == 1));

@@ -2,6 +2,7 @@
 
 #include <trireme/memory/host_store.h>
 
+#include <trireme/comm/host.h>
 #include <trireme/shm/segment.h>
 
 #include <torch/csrc/autograd/autograd.h>
@@ -62,7 +63,7 @@ void run_stores(int64_t world,
       [&](ThreadRank& rank) {
         const auto parameters = mixed_parameters();
         const int64_t bytes = HostStore::bytes_for(parameters, world);
-        auto memory = rank.communicator->share_memory(bytes, "store");
+        auto memory = rank.communicator->host()->share_memory(bytes, "store");
         rank_main(rank, HostStore::make(std::move(memory.segment), parameters, rank.where));
       },
       std::chrono::seconds(30), Engine::kShm);

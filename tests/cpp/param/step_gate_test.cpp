@@ -26,7 +26,7 @@ std::shared_ptr<HostStore> store_of(ThreadRank& rank) {
   info.sizes = {rank.where.world};
   info.numel = rank.where.world;
   const int64_t bytes = HostStore::bytes_for({info}, rank.where.world);
-  return HostStore::make(rank.communicator->share_memory(bytes, "test").segment, {info},
+  return HostStore::make(rank.communicator->host()->share_memory(bytes, "test").segment, {info},
                          rank.where);
 }
 

@@ -9,7 +9,7 @@ namespace trireme {
 // Calls `call`; what goes wrong in shm/ comes out as torch's users expect it, after note(fault) has
 // seen it.
 template <typename Call, typename Note>
-auto in_torchs_words(Call&& call, const Note& note) {
+auto translate_faults(Call&& call, const Note& note) {
   try {
     return call();
   } catch (const shm::Fault& fault) {
@@ -19,8 +19,8 @@ auto in_torchs_words(Call&& call, const Note& note) {
 }
 
 template <typename Call>
-auto in_torchs_words(Call&& call) {
-  return in_torchs_words(call, [](const shm::Fault& /*nobody's*/) {});
+auto translate_faults(Call&& call) {
+  return translate_faults(call, [](const shm::Fault& /*nobody's*/) {});
 }
 
 }  // namespace trireme

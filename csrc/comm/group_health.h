@@ -1,0 +1,48 @@
+#pragma once
+
+#include <trireme/comm/communicator.h>
+#include <trireme/comm/fault_board.h>
+#include <trireme/common/error.h>
+
+#include <atomic>
+#include <chrono>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <utility>
+
+namespace trireme {
+
+// What to do with a group that has failed.
+inline constexpr const char* kRebuildGroup =
+    "This group can no longer be used: end the program, or destroy the process group and "
+    "initialise it again";
+
+// What the operations of one c10d group share: whether it still works, and whom to ask if not.
+struct GroupHealth {
+  GroupHealth(c10::intrusive_ptr<c10d::Store> store, RankOf where)
+      : board(std::move(store), where), where(where) {}
+
+  FaultBoard board;
+  RankOf where;
+
+  std::optional<std::string> failure() const;
+  void set_failure(const std::string& text);
+  void clear_failure();
+  // Throws the DistBackendError of a group that has failed before.
+  void check_usable(const std::string& operation) const;
+  // Whether it is time to look at the board, for who does not wait himself: once a second.
+  bool is_look_due();
+
+ private:
+  mutable std::mutex mutex_;
+  std::optional<std::string> failure_;
+  std::atomic<std::chrono::steady_clock::rep> looked_at_{0};
+};
+
+// That of `communicator`. One that has none (a test's) gets a fresh one without a Store, which
+// watches nothing.
+std::shared_ptr<GroupHealth> health_of(const Communicator& communicator);
+
+}  // namespace trireme
