@@ -69,12 +69,13 @@ else
   stage "C++ tests" cpp_tests
 fi
 if [ -n "${FAST:-}" ]; then
-  stage "Python tests, fast" python_tests tests/test_structure.py tests/python/test_{stub,launch,ddp_equality}.py
+  stage "Python tests, fast" python_tests tests/test_structure.py \
+    tests/python/{core/test_stub,launch/test_launch,ddp/test_equality}.py
 else
   stage "Python tests" python_tests
   stage "Python tests, shared memory" over_shared_memory \
-    tests/python/test_ddp_{accumulation,arming,buckets}.py \
-    tests/python/test_ddp_{comm_hooks,equality,freezing,grad_memory,join,precision,unused}.py
+    tests/python/ddp/test_{accumulation,arming,buckets}.py \
+    tests/python/ddp/test_{comm_hooks,equality,freezing,grad_memory,join,precision,unused}.py
 fi
 
 printf '\n=== tests: summary\n'

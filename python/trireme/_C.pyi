@@ -1,4 +1,5 @@
-"""The C++ core, as Python sees it. tests/python/test_stub.py compares this file with the module.
+"""The C++ core, as Python sees it. tests/python/core/test_stub.py compares this file with
+the module.
 
 Contracts stand in the headers of csrc/ that declare the same names; csrc/README.md is their map.
 """

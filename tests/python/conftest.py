@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import trireme
+
 from distributed import without_launcher
 from forked_programs import ForkedPopen
 

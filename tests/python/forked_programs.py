@@ -19,6 +19,7 @@ from typing import IO, Any
 
 import torch
 import torch.distributed as dist
+
 from distributed import PROCESSES, run_ranks, torchrun_variables
 
 ON_CPU = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}

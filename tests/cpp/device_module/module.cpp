@@ -1,5 +1,5 @@
-// The sim device for Python tests (tests/python/sim_device.py); see [Note: a device of threads] in
-// device/sim_stream.h.
+// The sim device for Python tests (tests/python/device/sim_device.py); see [Note: a device of
+// threads] in device/sim_stream.h.
 
 #include <torch/csrc/utils/pybind.h>
 

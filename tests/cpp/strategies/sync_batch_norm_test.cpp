@@ -1,5 +1,5 @@
 // The statistics by hand, what goes over the wire, and ranks as threads against BatchNorm on the
-// whole batch. tests/python/test_sync_batch_norm.py has the cases by dtype, layout and option.
+// whole batch. tests/python/core/test_sync_batch_norm.py has the cases by dtype, layout and option.
 
 #include <trireme/comm/recording_communicator.h>
 #include <trireme/strategies/sync_batch_norm/channel_stats.h>

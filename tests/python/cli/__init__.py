@@ -1,0 +1,1 @@
+"""The commands of ``python -m trireme`` are tested here."""

@@ -1,0 +1,1 @@
+"""What several strategies share is tested here, and the installation itself."""

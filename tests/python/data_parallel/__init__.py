@@ -1,0 +1,1 @@
+"""DataParallel and the functions of torch.nn.parallel are tested here."""

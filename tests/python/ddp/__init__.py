@@ -1,0 +1,1 @@
+"""DistributedDataParallel is tested here."""

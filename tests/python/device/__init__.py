@@ -1,0 +1,1 @@
+"""The strategies are tested here on a device whose streams are threads."""

@@ -1,0 +1,188 @@
+"""The strategies on a device with streams and an engine of its own (sim_device.py): they train as
+one process does on the whole batch."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import trireme
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+
+from ddp.ranks import batch, mlp
+from device import sim_device
+
+BACKENDS = [sim_device.BESIDE_GLOO, sim_device.ALONE]
+STEPS = 4
+
+
+def trained_alone(clips: bool = True) -> nn.Module:
+    model = mlp()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        model(batch(step)).square().mean().backward()
+        if clips:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+    return model
+
+
+def train(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    device: torch.device,
+    clip: Any = torch.nn.utils.clip_grad_norm_,
+) -> None:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        part = batch(step).chunk(world)[rank].to(device)
+        model(part).float().square().mean().backward()
+        if clip is not None:
+            clip(model.parameters(), 0.1)
+        optimizer.step()
+
+
+def check(model: nn.Module, device: torch.device, expected: nn.Module, close: float) -> None:
+    rows = batch(9)
+    found = model(rows.to(device)).float().cpu()
+    torch.testing.assert_close(found, expected(rows), rtol=close, atol=close)
+
+
+def sharded(device: torch.device, **options: Any) -> nn.Module:
+    model = sim_device.moved(mlp(), device)
+    for layer in model.children():
+        if isinstance(layer, nn.Linear):
+            trireme.fully_shard(layer, **options)
+    trireme.fully_shard(model, **options)
+    return model
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)
+
+
+@pytest.mark.parametrize("static_graph", [False, True])
+@sim_device.on_sim_ranks()
+def test_ddp(rank: int, static_graph: bool) -> None:
+    device = sim_device.device_of(rank)
+    model = trireme.DistributedDataParallel(
+        sim_device.moved(mlp(), device), static_graph=static_graph
+    )
+    train(model, adamw(model), device)
+    check(model, device, trained_alone(), 1e-5)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@sim_device.on_sim_ranks(3)
+def test_zero(rank: int, stage: int) -> None:
+    device = sim_device.device_of(rank)
+    model = sim_device.moved(mlp(), device)
+    net = trireme.DistributedDataParallel(model) if stage == 1 else model
+    optimizer = trireme.ZeroRedundancyOptimizer(
+        model.parameters(), torch.optim.AdamW, stage=stage, host_params=False, lr=0.01
+    )
+    weights = [8 // 3 + (1 if one < 8 % 3 else 0) for one in range(3)]
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        part = batch(step).split(weights)[rank].to(device)
+        # Parts of different length: of the mean over all rows.
+        (net(part).square().sum() * 3 / batch(step)[:, :3].numel()).backward()
+        optimizer.step()
+    check(model, device, trained_alone(clips=False), 1e-5)
+    optimizer.consolidate_state_dict(to=0)  # with step counts, which lie on the CPU
+    if rank == 0:
+        state = optimizer.state_dict()["state"]
+        assert {int(one["step"]) for one in state.values()} == {STEPS}
+        assert len(state) == len(list(model.parameters()))
+
+
+@pytest.mark.parametrize("reshard", [None, True, False])
+@sim_device.on_sim_ranks()
+def test_fully_shard(rank: int, reshard: bool | None) -> None:
+    device = sim_device.device_of(rank)
+    model = sharded(device, reshard_after_forward=reshard)
+    assert all(one.device == device for one in model.parameters())
+    train(model, adamw(model), device)
+    expected = trained_alone()
+    check(model, device, expected, 1e-5)
+    whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    for name, value in expected.state_dict().items():
+        torch.testing.assert_close(whole[name].cpu(), value, rtol=1e-5, atol=1e-6)
+
+
+@sim_device.on_sim_ranks(backend=sim_device.ALONE)
+def test_fully_shard_without_an_engine_for_the_cpu(rank: int) -> None:
+    device = sim_device.device_of(rank)
+    model = sharded(device)
+    train(model, adamw(model), device)
+    check(model, device, trained_alone(), 1e-5)
+    assert trireme.all_mean(float(rank)) == 0.5
+
+
+@sim_device.on_sim_ranks()
+def test_mixed_precision(rank: int) -> None:
+    device = sim_device.device_of(rank)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model = sharded(device, mp_policy=policy)
+    train(model, adamw(model), device)
+    check(model, device, trained_alone(), 2e-2)
+
+
+@pytest.mark.parametrize("kind", ["hsdp", "pieces"])
+@sim_device.on_sim_ranks(4)
+def test_meshes_of_four(rank: int, kind: str) -> None:
+    device = sim_device.device_of(rank)
+    if kind == "hsdp":
+        names = ("replicate", "shard")
+        model = sharded(device, mesh=init_device_mesh("sim", (2, 2), mesh_dim_names=names))
+    else:
+        model = sharded(device, reshard_after_forward=2)
+    train(model, adamw(model), device)
+    check(model, device, trained_alone(), 1e-5)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [trireme.Offload(optimizer=0.5, params=0.25), trireme.Offload(1, 0), CPUOffloadPolicy()],
+)
+@sim_device.on_sim_ranks()
+def test_offload(rank: int, policy: Any) -> None:
+    device = sim_device.device_of(rank)
+    model = sharded(device, offload_policy=policy)
+    offloaded = [one for one in model.parameters() if one.device.type == "cpu"]
+    assert offloaded
+    assert all(one.to_local().is_pinned() for one in offloaded if one.to_local().numel() > 0)
+    optimizer = adamw(model)
+    train(model, optimizer, device)
+    check(model, device, trained_alone(), 1e-5)
+
+
+@sim_device.on_sim_ranks()
+def test_checkpoint(rank: int, tmp_path: Path) -> None:
+    device = sim_device.device_of(rank)
+    model = sharded(device)
+    optimizer = adamw(model)
+    train(model, optimizer, device)
+    trireme.save_checkpoint(tmp_path / "saved", model, optimizer)
+    again = sharded(device, offload_policy=trireme.Offload(optimizer=0.5))
+    other = adamw(again)
+    trireme.load_checkpoint(tmp_path / "saved", again, other)
+    for model_of, optimizer_of in ((model, optimizer), (again, other)):
+        train(model_of, optimizer_of, device)
+    check(again, device, copy.deepcopy(_whole(model)), 1e-5)
+
+
+def _whole(model: nn.Module) -> nn.Module:
+    plain = mlp()
+    whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    plain.load_state_dict({name: value.cpu() for name, value in whole.items()})
+    return plain

@@ -1,0 +1,170 @@
+"""What one may do with the strategies on a device (sim_device.py) besides plain steps: it comes to
+what one process does on the whole batch."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import trireme
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.join import Join
+from torch.distributed.device_mesh import init_device_mesh
+
+from ddp.ranks import assert_same_on_all_ranks, batch, mlp, raises
+from device import sim_device
+from device.test_strategies import adamw, check, sharded, train, trained_alone
+
+
+def _part(step: int, device: torch.device) -> torch.Tensor:
+    return batch(step).chunk(dist.get_world_size())[dist.get_rank()].to(device)
+
+
+@pytest.mark.parametrize("options", [{}, {"offload_policy": trireme.Offload(optimizer=0.5)}])
+@sim_device.on_sim_ranks()
+def test_fused_optimizer_and_own_clip(rank: int, options: dict[str, Any]) -> None:
+    device = sim_device.device_of(rank)
+    model = sharded(device, **options)
+    optimizer = trireme.optim.AdamW(model.parameters(), lr=0.01)
+    train(model, optimizer, device, clip=trireme.clip_grad_norm_)
+    check(model, device, trained_alone(), 1e-5)
+
+
+@sim_device.on_sim_ranks()
+def test_accumulation_prefetch_and_unshard(rank: int) -> None:
+    device = sim_device.device_of(rank)
+    model: Any = sharded(device)
+    first, second, third = (one for one in model if isinstance(one, nn.Linear))
+    first.set_modules_to_forward_prefetch([second, third])
+    third.set_modules_to_backward_prefetch([second, first])
+    optimizer, alone = adamw(model), mlp()
+    other = adamw(alone)
+    first.unshard(async_op=True).wait()
+    for step in range(3):
+        optimizer.zero_grad()
+        other.zero_grad()
+        for micro in range(3):
+            model.set_requires_gradient_sync(micro == 2)
+            model(_part(3 * step + micro, device)).square().mean().backward()
+            alone(batch(3 * step + micro)).square().mean().backward()
+        optimizer.step()
+        other.step()
+    check(model, device, alone, 1e-5)
+
+
+@sim_device.on_sim_ranks()
+def test_all_reduce_hook(rank: int) -> None:
+    device = sim_device.device_of(rank)
+    mesh = init_device_mesh("sim", (2, 1), mesh_dim_names=("replicate", "shard"))
+    model: Any = sharded(device, mesh=mesh)
+    seen = []
+    model[0].set_all_reduce_hook(lambda sums: seen.append(sums.device))
+    train(model, adamw(model), device)
+    check(model, device, trained_alone(), 1e-5)
+    assert set(seen) == {device}
+
+
+@sim_device.on_sim_ranks()
+def test_ranks_that_join_early(rank: int) -> None:
+    device = sim_device.device_of(rank)
+    model: Any = sharded(device)
+    optimizer = adamw(model)
+    with Join([model], optimizer=optimizer):
+        for step in range(2 + rank):
+            optimizer.zero_grad()
+            model(batch(step).to(device)).square().mean().backward()
+            optimizer.step()
+    ddp = trireme.DistributedDataParallel(sim_device.moved(mlp(), device))
+    optimizer = adamw(ddp)
+    with ddp.join():
+        for step in range(2 + rank):
+            optimizer.zero_grad()
+            ddp(batch(step).to(device)).square().mean().backward()
+            optimizer.step()
+    assert_same_on_all_ranks(list(ddp.parameters()))
+
+
+@sim_device.on_sim_ranks()
+def test_ddp_with_buffers_and_a_hook(rank: int) -> None:
+    device = sim_device.device_of(rank)
+    torch.manual_seed(1)
+    net = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    model = trireme.DistributedDataParallel(sim_device.moved(net, device))
+    model.register_comm_hook(None, default_hooks.bf16_compress_hook)
+    optimizer = adamw(model)
+    for step in range(3):
+        optimizer.zero_grad()
+        model(_part(step, device)).square().mean().backward()
+        optimizer.step()
+    assert_same_on_all_ranks(list(model.parameters()))
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.trunk, self.branch = nn.Linear(6, 3), nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor, branches: bool) -> torch.Tensor:
+        return self.trunk(x) + (self.branch(x) if branches else 0)
+
+
+@sim_device.on_sim_ranks()
+def test_ddp_with_parameters_that_not_all_ranks_use(rank: int) -> None:
+    device = sim_device.device_of(rank)
+    alone = Branches()
+    net = sim_device.moved(copy.deepcopy(alone), device)
+    model = trireme.DistributedDataParallel(net, find_unused_parameters=True)
+    optimizer, other = adamw(model), adamw(alone)
+    for step in range(5):
+        optimizer.zero_grad()
+        other.zero_grad()
+        model(_part(step, device), step % 3 == rank).square().mean().backward()
+        parts = batch(step).chunk(2)
+        for one in range(2):
+            (alone(parts[one], step % 3 == one).square().mean() / 2).backward()
+        optimizer.step()
+        other.step()
+    for found, expected in zip(net.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(found.cpu(), expected, rtol=1e-5, atol=1e-6)
+
+
+@sim_device.on_sim_ranks(timeout=60)
+def test_the_others_hear_of_an_exception(rank: int) -> None:
+    device = sim_device.device_of(rank)
+    model: Any = sharded(device)
+    optimizer = adamw(model)
+    train(model, optimizer, device)
+    if rank == 1:
+        model[2].register_forward_pre_hook(_fail)
+        with pytest.raises(ValueError, match="spilled the coffee"):
+            train(model, optimizer, device)
+    else:
+        parts = ("a peer announced", "ValueError: spilled the coffee")
+        with raises(dist.DistBackendError, *parts):
+            for _ in range(1000):  # its device waits in vain; it goes on to enqueue
+                model(_part(0, device)).square().mean().backward()
+
+
+def _fail(*_: Any) -> None:
+    raise ValueError("spilled the coffee")
+
+
+@sim_device.on_sim_ranks(1)
+def test_data_parallel_over_devices(rank: int) -> None:
+    device = sim_device.device_of(rank)
+    expected = trained_alone()
+    for count in (1, 2, 3):
+        net = sim_device.moved(mlp(), device)
+        model = trireme.DataParallel(net, device_ids=list(range(count)))
+        optimizer = adamw(net)
+        for step in range(4):
+            optimizer.zero_grad()
+            model(batch(step).to(device)).square().mean().backward()
+            torch.nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+            optimizer.step()
+        check(net, device, expected, 1e-5)

@@ -1,0 +1,100 @@
+"""examples/python/train_gpt.py: under torchrun, as users start it; resumed; alone."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from forked_programs import ON_CPU, run_script
+
+TRAIN_GPT = Path(__file__).resolve().parents[3] / "examples" / "python" / "train_gpt.py"
+SMALL = ["--width", "16", "--depth", "1", "--length", "32"]
+LIMIT_S = 100
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a finished training left behind."""
+
+    printed: str
+    checkpoint: dict[str, Any]
+
+    @property
+    def losses(self) -> list[float]:
+        """The test loss of every epoch."""
+        losses: list[float] = self.checkpoint["history"]
+        return losses
+
+
+def train_gpt(ranks: int, checkpoint: Path, *options: str) -> Run:
+    options = (*SMALL, "--checkpoint", str(checkpoint), *options)
+    printed = run_script(TRAIN_GPT, ranks, *options, timeout=LIMIT_S)
+    return Run(printed, torch.load(checkpoint, weights_only=True))
+
+
+@pytest.fixture(scope="module")
+def two_epochs(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Two ranks, two epochs, nothing in between, started as users do."""
+    checkpoint = tmp_path_factory.mktemp("gpt") / "gpt.pt"
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    options = [*SMALL, "--checkpoint", str(checkpoint), "--epochs", "2"]
+    finished = subprocess.run(
+        [sys.executable, *launcher, str(TRAIN_GPT), *options],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        env={**os.environ, **ON_CPU},
+        check=False,
+    )
+    assert finished.returncode == 0, finished.stderr[-4000:]
+    state = torch.load(checkpoint, weights_only=True)
+    return Run(finished.stdout + finished.stderr, state)
+
+
+def test_two_ranks_learn(two_epochs: Run) -> None:
+    first, second = two_epochs.losses
+    assert second < first < 5.0  # a guess among 256 bytes has 5.5
+    lines = [line for line in two_epochs.printed.splitlines() if "epoch 2" in line]
+    assert len(lines) == 1  # rank 0 alone speaks
+    assert f"test loss {second:.4f}" in lines[0]
+
+
+def test_a_resumed_run_equals_an_uninterrupted_one(two_epochs: Run, tmp_path: Path) -> None:
+    checkpoint = tmp_path / "gpt.pt"
+    interrupted = train_gpt(2, checkpoint, "--epochs", "1")
+    resumed = train_gpt(2, checkpoint, "--epochs", "2", "--resume")
+    assert resumed.losses[:1] == interrupted.losses
+    assert resumed.losses == pytest.approx(two_epochs.losses, rel=1e-6)
+    assert [path.name for path in tmp_path.iterdir()] == ["gpt.pt"]
+
+
+def test_ddp_equals_torch_ddp(two_epochs: Run, tmp_path: Path) -> None:
+    of_torch = train_gpt(2, tmp_path / "gpt.pt", "--epochs", "2", "--strategy", "torch-ddp")
+    assert two_epochs.losses == pytest.approx(of_torch.losses, rel=1e-4)
+
+
+def test_sharded_optimizers_equal_ddp_and_load_each_others_state(
+    two_epochs: Run, tmp_path: Path
+) -> None:
+    checkpoint = tmp_path / "gpt.pt"
+    train_gpt(2, checkpoint, "--epochs", "1", "--strategy", "zero2")
+    resumed = train_gpt(2, checkpoint, "--epochs", "2", "--strategy", "zero1", "--resume")
+    assert resumed.losses == pytest.approx(two_epochs.losses, rel=1e-4)
+
+
+def test_alone_with_mixed_precision_and_tensorboard(tmp_path: Path) -> None:
+    board = tmp_path / "board"
+    options = ["--epochs", "1", "--strategy", "none", "--amp"]
+    if importlib.util.find_spec("tensorboard") is not None:
+        options += ["--tensorboard", str(board)]
+    run = train_gpt(1, tmp_path / "gpt.pt", *options)
+    assert run.losses[0] < 5.0
+    assert {weight.dtype for weight in run.checkpoint["model"].values()} == {torch.float32}
+    if "--tensorboard" in options:
+        assert any(path.stat().st_size > 0 for path in board.rglob("events.*"))

@@ -1,0 +1,75 @@
+"""Activation checkpointing: units whose forwards run once more in backward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import trireme
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from ddp.ranks import mlp
+from fsdp.ranks import pair, rows_of, step_both, train_both
+from shm.ranks import on_shm_ranks
+from zero.test_gradients import Checkpointed
+
+
+class CheckpointedInside(Checkpointed):
+    """With a unit, besides, that computes its own layer again."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__(reentrant)
+        self.layers[1] = Recomputing(self.layers[1], reentrant)
+
+
+class Recomputing(nn.Module):
+    def __init__(self, layer: nn.Module, reentrant: bool) -> None:
+        super().__init__()
+        self.layer, self.reentrant = layer, reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.layer, x, use_reentrant=self.reentrant)
+
+
+def shard_list(model: Any) -> None:
+    for layer in model.layers:
+        trireme.fully_shard(layer)
+    trireme.fully_shard(model)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@on_shm_ranks("world")
+def test_checkpointing(rank: int, world: int) -> None:
+    for reentrant in (False, True):
+        for kind in (Checkpointed, CheckpointedInside):
+
+            def make(reentrant: bool = reentrant, kind: Any = kind) -> nn.Module:
+                return kind(reentrant)
+
+            for shard in (shard_list, trireme.fully_shard):
+                ours, one = pair(make, shard=shard)
+                for step in range(4):
+                    numbers = (step, step + 1) if step == 2 else (step,)
+                    train_both(ours, one, *numbers)
+
+
+@on_shm_ranks(2)
+def test_checkpointing_the_root(rank: int) -> None:
+    """The whole model is computed again in its backward; then also two of its forwards."""
+    for reentrant in (False, True):
+        ours, one = pair(mlp)
+        for step in range(4):
+            for training in (ours, one):
+                training.optimizer.zero_grad()
+                outputs = [
+                    checkpoint(
+                        training.model,
+                        rows_of(number, training).requires_grad_(),
+                        use_reentrant=reentrant,
+                    )
+                    for number in range(step, step + 1 + step % 2)
+                ]
+                torch.stack(outputs).square().mean().backward()
+            step_both(ours, one)

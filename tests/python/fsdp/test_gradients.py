@@ -1,0 +1,361 @@
+"""Which gradients a rank has when backward returns, whatever forwards and backwards were like."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import trireme
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import SGD, AdamW
+
+from ddp.ranks import Tied, batch, mlp, raises
+from fsdp.ranks import (
+    assert_parts,
+    in_training,
+    local,
+    pair,
+    rows_of,
+    shard_layers,
+    step_both,
+    torch_pair,
+    train_both,
+)
+from shm.ranks import on_shm_ranks
+from zero.ranks import ROWS, Shapes, Training, alone, assert_close
+
+SMALL_WORLDS = pytest.mark.parametrize("world", [2, 3])
+
+
+@SMALL_WORLDS
+@on_shm_ranks("world")
+def test_accumulation(rank: int, world: int) -> None:
+    """Before each step: (batches, whether averaged) of its backwards, and how it begins."""
+    steps: list[tuple[bool, list[tuple[int, bool]]]] = [
+        (True, [(0, True), (1, True)]),
+        (True, [(2, True), (3, True), (4, True)]),
+        (False, [(5, True)]),
+        (True, [(6, False), (7, True)]),
+        (True, [(8, True), (9, False), (10, True)]),
+        (False, [(11, True), (12, False), (13, False), (14, True)]),
+        (False, [(15, False), (16, True), (17, True)]),
+        (True, [(18, True)]),
+    ]
+    for make in (mlp, Shapes):
+        ours, one = pair(make)
+        for set_to_none, backwards in steps:
+            for training in (ours, one):
+                training.optimizer.zero_grad(set_to_none=set_to_none)
+                for number, sync in backwards:
+                    training.backward(number, sync=sync)
+            step_both(ours, one)
+
+
+@on_shm_ranks(2)
+def test_accumulation_as_torch(rank: int) -> None:
+    """Without averaging .grad stays as it was; both count what one step left for the next."""
+    ours, theirs = torch_pair(mlp)
+    for step in range(4):
+        for training in (ours, theirs):
+            training.backward(3 * step, sync=False)
+            grads = [param.grad for param in training.model.parameters()]
+            assert all((grad is None) == (step == 0) for grad in grads)
+            training.backward(3 * step + 1, 3 * step + 2)
+            training.optimizer.step()
+        for one, other in zip(ours.model.parameters(), theirs.model.parameters(), strict=True):
+            assert isinstance(one.grad, DTensor) and one.grad.placements == other.grad.placements
+            assert_close("grad", local(one.grad), local(other.grad))
+
+
+@on_shm_ranks(2)
+def test_zeroed_gradients_keep_their_identity(rank: int) -> None:
+    ours, one = pair(mlp)
+    kept: list[Any] = []
+    for step in range(4):
+        for training in (ours, one):
+            training.optimizer.zero_grad(set_to_none=False)
+            training.backward(step)
+        step_both(ours, one)
+        now = [param.grad for param in ours.model.parameters()]
+        assert all(a is b for a, b in zip(now, kept or now, strict=True))
+        kept = now
+
+
+@on_shm_ranks(2)
+def test_several_forwards_and_backwards(rank: int) -> None:
+    """Two before one backward; a graph walked twice; evaluations and derivatives in between."""
+    ours, one = pair(mlp)
+    for step in range(3):
+        for training in (ours, one):
+            training.optimizer.zero_grad()
+            (training.loss(step) + 2 * training.loss(step + 1)).backward()
+        step_both(ours, one)
+    for step in range(3):
+        for training in (ours, one):
+            training.optimizer.zero_grad()
+            loss = training.loss(step)
+            loss.backward(retain_graph=True)
+            if rank == 0:
+                with torch.no_grad():
+                    training.loss(8)
+                training.loss(7)
+            (3 * loss).backward()
+        step_both(ours, one)
+
+
+@on_shm_ranks(2)
+def test_derivatives_of_inputs(rank: int) -> None:
+    """autograd.grad moves no gradient of the model, nor does what goes on between two steps."""
+    ours, one = pair(mlp)
+    for step in range(3):
+        derivatives = []
+        for training in (ours, one):
+            training.optimizer.zero_grad()
+            rows = batch(step, rows=ROWS).requires_grad_()
+            (derivative,) = torch.autograd.grad(training.model(rows).sum(), rows)
+            derivatives.append(derivative)
+            assert all(param.grad is None for param in training.model.parameters())
+            training.backward(step)
+        torch.testing.assert_close(*derivatives)
+        step_both(ours, one)
+
+
+@on_shm_ranks(2)
+def test_hooks(rank: int) -> None:
+    """On sharded parameters, after they have their gradient: also steps that are taken there."""
+    ours, one = pair(mlp)
+    seen: list[tuple[str, bool]] = []
+
+    for training in (ours, one):
+        for name, param in training.model.named_parameters():
+
+            def double(param: torch.Tensor, name: str = name) -> None:
+                seen.append((name, isinstance(param.grad, DTensor)))
+                param.grad.mul_(2)
+
+            param.register_post_accumulate_grad_hook(double)
+    names = [name for name, _ in one.model.named_parameters()]
+    for step in range(3):
+        seen.clear()
+        train_both(ours, one, step)
+        assert sorted(seen) == sorted(
+            (name, sharded) for name in names for sharded in (False, True)
+        )
+
+
+@on_shm_ranks(2)
+def test_hooks_of_modules(rank: int) -> None:
+    """Around forward and backward of units, registered before and after sharding."""
+    seen: list[tuple[str, bool]] = []
+
+    def hook(name: str) -> Callable[..., None]:
+        def see(layer: nn.Module, *_: Any) -> None:
+            seen.append((name, isinstance(layer.weight, DTensor)))
+
+        return see
+
+    def shard(model: nn.Module) -> None:
+        model[2].register_forward_pre_hook(hook("before forward"))
+        model[2].register_full_backward_hook(hook("after backward"))
+        shard_layers(model)
+        model[2].register_full_backward_pre_hook(hook("before backward"))
+
+    ours, one = pair(mlp, shard=shard)
+    for step in range(3):
+        seen.clear()
+        train_both(ours, one, step)
+        assert seen[0] == ("before forward", False)
+        assert [name for name, _ in seen] == ["before forward", "before backward", "after backward"]
+
+
+@on_shm_ranks(2)
+def test_an_optimizer_step_in_backward(rank: int) -> None:
+    """One optimizer per parameter, stepped and zeroed by its hook."""
+    ours, one = pair(mlp)
+    for training in (ours, one):
+        for param in training.model.parameters():
+            own = SGD([param], lr=0.1)
+
+            def step_now(param: torch.Tensor, own: Any = own) -> None:
+                own.step()
+                own.zero_grad()
+
+            param.register_post_accumulate_grad_hook(step_now)
+    for step in range(4):
+        for training in (ours, one):
+            training.backward(step)
+        assert_parts(ours, one)
+
+
+class Skipping(nn.Module):
+    """Three units, of which a call uses those that it names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.a, self.b, self.c = (nn.Linear(6, 6) for _ in range(3))
+        self.spare = nn.Parameter(torch.ones(6))
+
+    def forward(self, x: torch.Tensor, used: str) -> torch.Tensor:
+        for name in used:
+            x = x * self.spare if name == "s" else self.get_submodule(name)(x).tanh()
+        return x
+
+
+@SMALL_WORLDS
+@on_shm_ranks("world")
+def test_what_some_or_all_ranks_skip(rank: int, world: int) -> None:
+    """A rank that skips contributes zeros; what all of them skip has no gradient."""
+    ways = [
+        ("abc", "abc"),
+        ("ab", "abc"),
+        ("abs", "bc"),
+        ("a", "a"),
+        ("cba", "abc"),
+        ("s", "b"),
+        ("b", "b"),
+        ("abcs", "abcs"),
+    ]
+    for shard in (shard_layers, trireme.fully_shard):
+        ours, one = pair(Skipping, AdamW, shard, lr=0.01)
+        for step, way in enumerate(ways):
+            for training in (ours, one):
+                training.optimizer.zero_grad()
+            ours.model(rows_of(step, ours), way[rank % 2]).square().mean().backward()
+            for other in range(world):
+                rows = batch(step, rows=ROWS)[other::world]
+                (one.model(rows, way[other % 2]).square().mean() / world).backward()
+            step_both(ours, one)
+
+
+@on_shm_ranks(2)
+def test_a_rank_whose_loss_uses_no_parameter(rank: int) -> None:
+    ours, one = pair(mlp)
+    for step in range(4):
+        for training in (ours, one):
+            training.optimizer.zero_grad()
+        loss = ours.loss(step)
+        (loss * 0 if step % 2 == rank else loss).backward()
+        used = 1 - step % 2
+        (one.model(batch(step, rows=ROWS)[used::2]).square().mean() / 2).backward()
+        step_both(ours, one)
+
+
+def set_requires_grad(model: nn.Module, wanted: dict[str, bool]) -> None:
+    for name, requires_grad in wanted.items():
+        model.get_parameter(name).requires_grad_(requires_grad)
+
+
+@SMALL_WORLDS
+@on_shm_ranks("world")
+def test_parameters_frozen_and_unfrozen_while_training_runs(rank: int, world: int) -> None:
+    changes = [
+        {"0.weight": False, "4.bias": False},
+        {"0.bias": False},
+        {"0.weight": True},
+        {"0.bias": True, "4.bias": True, "2.weight": False},
+    ]
+    for optimizer_class in (SGD, AdamW):
+        trainings = pair(mlp, optimizer_class, lr=0.1)
+        for change in changes:
+            for step in range(3):
+                for training in trainings:
+                    if step == 0:
+                        set_requires_grad(training.model, change)
+                train_both(*trainings, step)
+                for name, param in trainings[0].model.named_parameters():
+                    if not param.requires_grad:
+                        assert param.grad is None, name
+
+
+@on_shm_ranks(2)
+def test_parameters_frozen_while_they_are_unsharded(rank: int) -> None:
+    """Which they are on one rank only: it has evaluated since the step."""
+    ours, one = pair(mlp, options={"reshard_after_forward": False})
+    for step, frozen in enumerate((True, False, True, False)):
+        if rank == step // 2:
+            with torch.no_grad():
+                ours.loss(9)
+        for training in (ours, one):
+            training.model[2].requires_grad_(not frozen)
+        train_both(ours, one, step)
+        assert (ours.model[2].weight.grad is None) == frozen
+
+
+@on_shm_ranks(2)
+def test_parameters_frozen_from_the_start(rank: int) -> None:
+    """One of a unit, all of a unit, all of the first unit: its output needs no gradient."""
+    for frozen in (["0.weight", "4.bias"], ["2.weight"], ["0.weight", "0.bias"]):
+
+        def make(frozen: list[str] = frozen) -> nn.Module:
+            model = mlp()
+            set_requires_grad(model, dict.fromkeys(frozen, False))
+            return model
+
+        ours, one = pair(make)
+        for step in range(3):
+            train_both(ours, one, step)
+        names = dict(ours.model.named_parameters())
+        assert all(names[name].grad is None for name in frozen)
+
+
+@on_shm_ranks(2)
+def test_manual_finalization(rank: int) -> None:
+    """Backwards accumulate; finalize_backward() averages, as often as it is called."""
+    ours, one = pair(mlp)
+    with raises(RuntimeError, "without manual finalization"):
+        ours.train(0)
+        ours.model.finalize_backward()
+    one.train(0)
+    ours.model.set_manual_backward_finalization(True)
+    for step in range(1, 4):
+        for training in (ours, one):
+            training.optimizer.zero_grad()
+            training.backward(step)
+            if training is ours:
+                assert all(param.grad is None for param in ours.model.parameters())
+            training.backward(step + 1)
+        if step == 2:
+            ours.model.finalize_backward(async_op=True).wait()
+        else:
+            ours.model.finalize_backward()
+        step_both(ours, one)
+    ours.model.set_manual_backward_finalization(False)
+    train_both(ours, one, 9)
+
+
+@on_shm_ranks(2)
+def test_tied_parameters(rank: int) -> None:
+    """Of modules in one unit; they stay tied."""
+    for shard in (shard_layers, trireme.fully_shard):
+        ours, one = pair(Tied, shard=shard)
+        for step in range(3):
+            train_both(ours, one, step)
+        assert ours.model.head.weight is ours.model.embed.weight
+        with torch.no_grad():
+            ours.loss(0)
+        assert ours.model.head.weight is ours.model.embed.weight
+
+
+@on_shm_ranks(2)
+def test_units_run_by_themselves(rank: int) -> None:
+    """A model that is no unit: each of its children is a root."""
+
+    def shard(model: nn.Module) -> None:
+        for layer in (model[0], model[2], model[4]):
+            trireme.fully_shard(layer)
+
+    def backward(training: Training, number: int) -> None:
+        training.model(rows_of(number, training)).square().mean().backward()
+
+    model = mlp()
+    shard(model)
+    ours, one = in_training(model), alone(mlp, SGD, lr=0.1, momentum=0.9)
+    for step in range(4):
+        for training in (ours, one):
+            training.optimizer.zero_grad()
+            backward(training, step)
+        step_both(ours, one)

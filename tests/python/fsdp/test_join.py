@@ -1,0 +1,56 @@
+"""Join: ranks with fewer inputs keep the others company."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+import trireme
+from torch.distributed.algorithms.join import Join, Joinable
+from torch.optim import SGD
+
+from ddp.ranks import message_of, mlp, raises
+from fsdp.ranks import in_training, shard_layers
+from shm.ranks import on_shm_ranks
+from zero.test_join import OPTIONS, by_torchs_ddp, inputs, loop
+
+
+@pytest.mark.parametrize("counts", [(1, 4), (4, 0), (3, 1, 2)])
+def test_uneven_inputs_train_as_under_torchs_ddp(counts: tuple[int, ...]) -> None:
+    compare(counts=counts, world=len(counts))
+
+
+@on_shm_ranks("world", timeout=60)
+def compare(rank: int, counts: tuple[int, ...], world: int) -> None:
+    for by_initial_world in (True, False):
+        join = {"divide_by_initial_world_size": by_initial_world}
+        right = by_torchs_ddp(rank, counts, **join)
+        model = shard_layers(mlp())
+        assert isinstance(model, Joinable)
+        optimizer = SGD(model.parameters(), **OPTIONS)
+        with Join([model], optimizer=optimizer, **join):
+            loop(model, optimizer, inputs(rank, counts[rank]), zero_first=True)
+        for name, param in model.named_parameters():
+            torch.testing.assert_close(param.full_tensor(), right[name])
+        training = in_training(model)
+        training.train(0)  # and after it as before
+
+
+@on_shm_ranks(2)
+def test_join_needs_the_optimizer(rank: int) -> None:
+    model = trireme.fully_shard(mlp())
+    with raises(ValueError, "[fully_shard] got Join without the optimizer"), Join([model]):
+        pass
+
+
+@on_shm_ranks(2, patience_s=20)
+def test_throwing_on_early_termination(rank: int) -> None:
+    model = shard_layers(mlp())
+    optimizer = SGD(model.parameters(), **OPTIONS)
+    with (
+        pytest.raises(RuntimeError) as caught,
+        Join([model], optimizer=optimizer, throw_on_early_termination=True),
+    ):
+        loop(model, optimizer, inputs(rank, 1 + rank), zero_first=True)
+    assert "inputs" in message_of(caught.value)
+    dist.barrier()

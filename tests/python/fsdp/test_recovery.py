@@ -1,0 +1,132 @@
+"""What an exception on all ranks leaves behind, and a graph that outlives its parameters."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+import trireme
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from ddp.ranks import batch, mlp, raises
+from fsdp.ranks import pair, rows_of, shard_layers, sharded, step_both, train_both
+from shm.ranks import on_shm_ranks
+from zero.ranks import ROWS
+
+
+class Failing(nn.Module):
+    """mlp() with an exception in forward or backward when it is told so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = mlp()
+        self.where = ""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.body[1](self.body[0](x))
+        if self.where == "forward":
+            raise ArithmeticError("in forward")
+        if self.where == "backward":
+            hidden.register_hook(_fail)
+        return self.body[4](self.body[3](self.body[2](hidden)))
+
+
+def _fail(gradient: torch.Tensor) -> None:
+    raise ArithmeticError("in backward")
+
+
+def shard_body(model: Any) -> None:
+    shard_layers(model.body)
+    trireme.fully_shard(model)
+
+
+@on_shm_ranks(2)
+def test_training_goes_on_after_an_exception(rank: int) -> None:
+    """On all ranks, in forward and backward, with gradients accumulated before."""
+    ours, one = pair(Failing, shard=shard_body)
+    for step, where in enumerate(("forward", "backward", "backward", "forward")):
+        train_both(ours, one, step)
+        ours.optimizer.zero_grad()
+        if step % 2:
+            ours.backward(17, sync=False)
+        ours.model.where = where
+        with pytest.raises(ArithmeticError, match=where):
+            ours.loss(20).backward()
+        ours.model.where = ""
+        with raises(RuntimeError, "of an inner unit"):
+            ours.model.body[0].reset_iter_state()
+        ours.model.reset_iter_state()
+        assert all(isinstance(param, DTensor) for param in ours.model.parameters())
+        train_both(ours, one, step + 7)
+
+
+@on_shm_ranks(2)
+def test_exceptions_without_a_reset(rank: int) -> None:
+    """What one forward left does no harm to the next; a backward drops what it has."""
+    ours, one = pair(Failing, shard=shard_body)
+    for step, where in enumerate(("forward", "backward")):
+        train_both(ours, one, step)
+        ours.optimizer.zero_grad()
+        ours.model.where = where
+        with pytest.raises(ArithmeticError, match=where):
+            ours.loss(20).backward()
+        ours.model.where = ""
+        train_both(ours, one, step + 7)
+
+
+class Picky(nn.Linear):
+    fails = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = super().forward(x)
+        if self.fails:
+            raise ValueError("not to my taste")
+        return hidden
+
+
+class Forgiving(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.first, self.picky, self.last = nn.Linear(6, 6), Picky(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor, fails: bool = False) -> torch.Tensor:
+        hidden = self.first(x)
+        self.picky.fails = fails
+        with contextlib.suppress(ValueError):
+            hidden = hidden + self.picky(hidden)
+        return self.last(hidden.tanh())
+
+
+@on_shm_ranks(2)
+def test_a_unit_raises_inside_a_forward_that_goes_on(rank: int) -> None:
+    """On all ranks, also in the first forward, or on one of them."""
+    for failing in ([(0, 1), (), (1,), (0, 1), (0,)], [(1,), (), (0, 1)]):
+        ours, one = pair(Forgiving)
+        for step, ranks in enumerate(failing):
+            for training in (ours, one):
+                training.optimizer.zero_grad()
+            ours.model(rows_of(step, ours), rank in ranks).square().mean().backward()
+            assert all(isinstance(param, DTensor) for param in ours.model.parameters())
+            for other in range(2):
+                rows = batch(step, rows=ROWS)[other::2]
+                (one.model(rows, other in ranks).square().mean() / 2).backward()
+            step_both(ours, one)
+
+
+@on_shm_ranks(2)
+def test_a_graph_kept_over_a_step(rank: int) -> None:
+    """Raises as in one process; also on a rank whose own shard was not written."""
+    ours = sharded(mlp)
+    ours.train(0)
+    ours.optimizer.zero_grad()
+    kept = ours.loss(1)
+    kept.backward(retain_graph=True)
+    ours.optimizer.step()
+    with torch.no_grad():
+        ours.loss(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        kept.backward()

@@ -1,0 +1,318 @@
+"""A rank dies, stops, leaves, forks or does not come: who raises what, and when."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import ReduceOp
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+from torch.utils.data import DataLoader, TensorDataset
+
+from ddp.ranks import (
+    HOUSE_FORM,
+    batch,
+    message_of,
+    mlp,
+    process_of,
+    raises,
+    say,
+    set_timeout,
+    stay_until,
+    tell_process,
+)
+from distributed import run_ranks
+from shm.ranks import (
+    assert_bits,
+    backend_of,
+    is_inside,
+    of_all,
+    on_shm_ranks,
+    reduced,
+    state_of,
+    until,
+    until_inside,
+    values,
+)
+
+
+def store_of() -> Any:
+    return dist.distributed_c10d._get_default_store()
+
+
+# --- Late ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@on_shm_ranks(3, timeout=40)
+def test_a_rank_that_does_not_come(rank: int, asynchronous: bool) -> None:
+    """The timeout that was set last counts, and the error says who, where and in what state."""
+    dist.all_reduce(torch.ones(5))
+    set_timeout(1)
+    if rank == 1:
+        store_of().wait(["0 is done", "2 is done"], timedelta(seconds=30))
+        with raises(dist.DistBackendError, "the group has failed", "(rank 1 of 3)"):
+            dist.all_reduce(torch.ones(7))
+        return
+    work = None
+    parts = (
+        "collective 2, all_reduce of 7 float32 by SUM",
+        "rank 1 (process",
+        f"(rank {rank} of 3)",
+    )
+    with raises(dist.DistBackendError, *parts, "has not come within 1 s", "it is alive"):
+        work = dist.all_reduce(torch.ones(7), async_op=asynchronous)
+        if work is not None:
+            work.wait()
+    with raises(dist.DistBackendError, "collective 2, all_reduce of 7 float32"):
+        dist.barrier()  # nothing works any more, for the reason that was first
+    store_of().set(f"{rank} is done", "yes")
+
+
+@on_shm_ranks(2, timeout=40)
+def test_the_timeout_of_one_call(rank: int) -> None:
+    """monitored_barrier has its own; that of the group is 30 s."""
+    if rank == 1:
+        return store_of().wait(["done"], timedelta(seconds=30))
+    with raises(dist.DistBackendError, "barrier: rank 1 (process", "within 1 s; it is alive"):
+        dist.group.WORLD.monitored_barrier(timedelta(seconds=1))
+    store_of().set("done", "yes")
+
+
+@on_shm_ranks(4, timeout=40)
+def test_a_monitored_barrier_names_all_that_are_missing(rank: int) -> None:
+    dist.all_reduce(torch.ones(5))
+    dist.group.WORLD.monitored_barrier(timedelta(seconds=20), wait_all_ranks=True)
+    if rank in (1, 3):
+        return store_of().wait(["0 is done", "2 is done"], timedelta(seconds=30))
+    missing = [f"rank {other} (process" for other in (1, 3)]
+    with raises(dist.DistBackendError, *missing, "has not come within 1 s; it is alive"):
+        dist.group.WORLD.monitored_barrier(timedelta(seconds=1), wait_all_ranks=True)
+    store_of().set(f"{rank} is done", "yes")
+
+
+def name_the_dead(rank: int) -> str | None:
+    dist.init_process_group("trireme")
+    dist.all_reduce(torch.ones(5))
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == 2:
+        store_of().wait(["done"], timedelta(seconds=30))
+        return None
+    try:
+        dist.group.WORLD.monitored_barrier(timedelta(seconds=1), wait_all_ranks=True)
+    except dist.DistBackendError as error:
+        return message_of(error)
+    finally:
+        store_of().set("done", "yes")
+    raise AssertionError("the barrier passed without rank 1")
+
+
+def test_a_monitored_barrier_waits_behind_a_dead_rank() -> None:
+    text = run_ranks(name_the_dead, 3, timeout=40, dying=(1,))[0]
+    assert HOUSE_FORM.match(text), text
+    for part in ("rank 1 (process", "has died", "; rank 2 (process", "has not come within 1 s"):
+        assert part in text, text
+
+
+@on_shm_ranks(2, timeout=40)
+def test_a_stopped_rank(rank: int) -> None:
+    dist.barrier()
+    set_timeout(2)
+    if rank == 1:
+        store_of().set("process", str(os.getpid()))
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return
+    stopped = int(store_of().get("process"))
+    until(lambda: state_of(stopped) == "T")
+    with raises(dist.DistBackendError, "it is alive (stopped) but not progressing"):
+        dist.all_reduce(torch.ones(2))
+    os.kill(stopped, signal.SIGCONT)
+
+
+@on_shm_ranks(2)
+def test_a_slow_rank_is_waited_for(rank: int) -> None:
+    for numel in (2, 1_000_000):
+        if rank == 1:
+            until_inside(0, f"all_reduce of {numel} float32")
+        tensor = torch.ones(numel)
+        dist.all_reduce(tensor)
+        assert torch.all(tensor == 2)
+
+
+# --- Dead and gone -------------------------------------------------------------------------------
+
+
+def survive(rank: int, when: str) -> str | None:
+    """Rank 1 dies; what the others raise is returned."""
+    dist.init_process_group("trireme")
+    tell_process(rank)
+    dist.all_reduce(torch.ones(5))
+    if rank == 1:
+        if when == "in the middle":
+            threading.Thread(target=die_inside, args=("all_reduce of 3000000",)).start()
+            while True:
+                dist.all_reduce(torch.ones(3_000_000))
+        if when == "while others wait":
+            until_inside((0, 2), "all_reduce")
+        os.kill(os.getpid(), signal.SIGKILL)
+    if when == "before they call":
+        until(lambda: state_of(process_of(1)) == "Z")
+    try:
+        while True:
+            work = dist.all_reduce(torch.ones(3_000_000), async_op=when == "while others wait")
+            if work is not None:
+                work.wait()
+    except dist.DistBackendError as error:
+        return message_of(error)
+
+
+def die_inside(what: str) -> None:
+    until(lambda: is_inside(os.getpid(), what))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("when", ["before they call", "while others wait", "in the middle"])
+def test_a_killed_rank(when: str) -> None:
+    texts = run_ranks(survive, 3, when, timeout=40, dying=(1,))
+    for rank in (0, 2):
+        text = texts[rank]
+        assert HOUSE_FORM.match(text), text
+        for part in ("rank 1 (process", "has died", "all_reduce of 3000000 float32 by SUM"):
+            assert part in text, text
+
+
+@on_shm_ranks(3, timeout=40)
+def test_a_rank_that_leaves(rank: int) -> None:
+    dist.all_reduce(torch.ones(5))
+    if rank == 1:
+        dist.destroy_process_group()
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        return
+    with raises(dist.DistBackendError, "all_reduce of 7 float32", "rank 1", "has left the group"):
+        dist.all_reduce(torch.ones(7))
+
+
+@on_shm_ranks(3, timeout=40)
+def test_an_aborted_group(rank: int) -> None:
+    """What is in flight and what is called later raises everywhere, naming who aborted."""
+    dist.all_reduce(torch.ones(5))
+    if rank == 1:
+        backend_of().abort()
+    for _ in range(2):
+        with raises(dist.DistBackendError, "the group was aborted", "(rank 1 of 3)"):
+            dist.all_reduce(torch.ones(7))
+
+
+def leave_without_a_word(rank: int, pending: bool) -> int:
+    dist.init_process_group("trireme")
+    group = dist.new_group([0, 1])
+    dist.all_reduce(torch.ones(5), group=group)
+    if pending:  # in flight when the interpreter ends
+        begun, ending = threading.Event(), threading.Event()
+        for _ in range(10):
+            work = dist.all_reduce(torch.ones(100_000), async_op=True)
+            work.get_future().then(lambda _: (begun.set(), ending.wait(20)))
+        assert begun.wait(20)
+        ending.set()
+    return os.getpid()
+
+
+@pytest.mark.parametrize("pending", [False, True])
+def test_an_end_without_destroy_process_group(pending: bool) -> None:
+    """run_ranks raises if a rank does not end by itself, and well."""
+    run_ranks(leave_without_a_word, 2, pending, timeout=40)
+
+
+ENDS = """
+import sys, torch, torch.distributed as dist, trireme
+rank = int(sys.argv[1])
+dist.init_process_group("trireme", init_method=sys.argv[2], rank=rank, world_size=2)
+dist.all_reduce(torch.ones(5))
+if rank == 0:
+    try:
+        dist.all_reduce(torch.ones(7))
+    except dist.DistBackendError as error:
+        print(error)
+elif sys.argv[3] == "error":
+    raise ValueError("there is no such file")
+"""
+
+HOW_IT_ENDED = {
+    "well": ("has left the group; ", "It ended normally: did it have fewer batches, or steps?"),
+    "error": ("ended by ValueError: there is no such file; ", "Look for the error of that rank; "),
+}
+
+
+@pytest.mark.parametrize("how", HOW_IT_ENDED)
+def test_how_a_program_ended_is_told(how: str, tmp_path: Path) -> None:
+    """Of one that has not called destroy_process_group()."""
+    command = [sys.executable, "-c", ENDS]
+    arguments = [f"file://{tmp_path / 'store'}", how]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    ranks = [subprocess.Popen([*command, str(rank), *arguments], **pipes) for rank in range(2)]
+    said = [rank.communicate(timeout=100)[0] for rank in ranks]
+    text = said[0]
+    for part in ("rank 1 (process", *HOW_IT_ENDED[how], "last operation: collective 1, all_reduce"):
+        assert part in text, text
+
+
+# --- Forks ---------------------------------------------------------------------------------------
+
+
+@on_shm_ranks(2, timeout=40)
+def test_a_forked_child_cannot_use_the_group(rank: int) -> None:
+    """It raises at once; neither that nor how the child ends concerns the parents."""
+    dist.all_reduce(torch.ones(5))
+    in_flight = dist.all_reduce(torch.ones(5), async_op=True) if rank == 0 else None
+    if rank == 0:  # a thread is at it, which the child does not have
+        until(lambda: is_inside(os.getpid(), "all_reduce of 5 float32"))
+        say("rank 0 is inside")
+    read_end, write_end = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            dist.all_reduce(torch.ones(5))
+            text = "nothing was raised"
+        except dist.DistBackendError as error:
+            text = message_of(error)
+        dist.destroy_process_group()
+        os.write(write_end, text.encode())
+        os._exit(0)
+    os.close(write_end)
+    text = os.read(read_end, 4096).decode()
+    assert os.waitpid(child, 0)[1] == 0
+    if rank == 1:
+        stay_until("rank 0 is inside")
+        dist.all_reduce(torch.ones(5))
+    assert HOUSE_FORM.match(text) and "all_reduce in a forked child" in text, text
+    if in_flight is not None:
+        in_flight.wait()
+    for _ in range(3):
+        tensor = values(rank, 9000, torch.float32)
+        dist.all_reduce(tensor)
+        assert_bits(tensor, reduced(ReduceOp.SUM, of_all(2, 9000, torch.float32)))
+
+
+@on_shm_ranks(2, timeout=60)
+def test_workers_of_a_data_loader_are_forked(rank: int) -> None:
+    """They live and end beside the group, in every epoch anew."""
+    data = TensorDataset(torch.stack([batch(step)[rank::2] for step in range(4)]))
+    loader = DataLoader(data, batch_size=1, num_workers=2, multiprocessing_context="fork")
+    ddp = TorchDDP(mlp())
+    plain = mlp()
+    for _ in range(2):
+        for step, (rows,) in enumerate(loader):
+            ddp.zero_grad()
+            plain.zero_grad()
+            ddp(rows[0]).square().mean().backward()
+            plain(batch(step)).square().mean().backward()
+            for ours, alone in zip(ddp.parameters(), plain.parameters(), strict=True):
+                torch.testing.assert_close(ours.grad, alone.grad)

@@ -1,0 +1,1 @@
+"""ZeroRedundancyOptimizer is tested here."""

@@ -1,0 +1,121 @@
+"""What the tests of ZeroRedundancyOptimizer share: models, data, one process as the oracle.
+
+    @on_shm_ranks(2)
+    def test_something(rank: int) -> None:
+        one, ours = alone(mlp, AdamW, lr=0.01), sharded(mlp, AdamW, 2, lr=0.01)
+        for step in range(3):
+            one.train(step)
+            ours.train(step)
+            assert_equal_parameters(ours.model, one.model)
+
+Every step of the sharded training is compared with that of one process on the whole batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import trireme
+from torch import nn
+from torch.nn import functional
+
+from ddp.ranks import assert_same_on_all_ranks, batch
+
+ROWS = 12  # of every batch: as many for each rank, in every world that is tested
+DDP = trireme.DistributedDataParallel
+Zero = trireme.ZeroRedundancyOptimizer
+
+
+@dataclass
+class Training:
+    """A model and its optimizer on rows ``rank::world`` of every batch."""
+
+    model: nn.Module
+    net: nn.Module
+    """What is called: the model, or the module that wraps it."""
+    optimizer: Any
+    rank: int = 0
+    world: int = 1
+
+    def loss(self, number: int) -> torch.Tensor:
+        return self.net(batch(number, rows=ROWS)[self.rank :: self.world]).square().mean()
+
+    def backward(self, *numbers: int, sync: bool = True) -> None:
+        """One backward for each batch. Without ``sync`` ranks only accumulate."""
+        averaging = self.net if self.net is not self.model else self.optimizer
+        accumulates = not sync and self.world > 1
+        with averaging.no_sync() if accumulates else nullcontext():
+            for number in numbers:
+                self.loss(number).backward()
+
+    def train(self, *numbers: int) -> None:
+        """One step on these batches."""
+        self.optimizer.zero_grad()
+        self.backward(*numbers)
+        self.optimizer.step()
+
+
+def alone(make: Callable[[], nn.Module], optimizer_class: Any, **defaults: Any) -> Training:
+    """One process on whole batches."""
+    model = make()
+    return Training(model, model, optimizer_class(model.parameters(), **defaults))
+
+
+def sharded(
+    make: Callable[[], nn.Module],
+    optimizer_class: Any,
+    stage: int,
+    options: dict[str, Any] | None = None,
+    **defaults: Any,
+) -> Training:
+    """This rank's part; under stage 1 our DDP averages. ``options`` are not the optimizer's own."""
+    model = make()
+    net = DDP(model) if stage == 1 else model
+    given = {"stage": stage, **(options or {}), **defaults}
+    optimizer = Zero(model.parameters(), optimizer_class, **given)
+    return Training(model, net, optimizer, dist.get_rank(), dist.get_world_size())
+
+
+class Shapes(nn.Module):
+    """Fewer rows than ranks, a scalar, one without elements, turned memory, four dtypes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.first = nn.Linear(6, 13)
+        self.turned = nn.Parameter(torch.randn(13, 5).t())
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.empty = nn.Parameter(torch.empty(0, 3))
+        self.phase = nn.Parameter(torch.randn(3, dtype=torch.complex64))
+        self.wide = nn.Linear(5, 3).double()
+        self.narrow = nn.Linear(5, 1).bfloat16()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = functional.linear(self.first(x).tanh(), self.turned).tanh() * self.scale
+        wide = self.wide(hidden.double()).float() + torch.view_as_real(self.phase).sum()
+        # Detached: what is rounded to 8 bits has no say in the other gradients.
+        narrow = self.narrow(hidden.detach().bfloat16()).float()
+        return torch.cat([wide, narrow], dim=1) + self.empty.sum()
+
+
+def assert_close(
+    name: str, got: torch.Tensor | None, expected: torch.Tensor | None, **tolerance: Any
+) -> None:
+    """Equal but for the order of sums: in fp32, also where fp64 takes what fp32 computed."""
+    if expected is not None and expected.dtype == torch.bfloat16:
+        tolerance = {"rtol": 0.05, "atol": 1e-2, **tolerance}
+    elif expected is not None:
+        tolerance = {"rtol": 5e-6, "atol": 1e-5, **tolerance}
+    torch.testing.assert_close(got, expected, **tolerance, msg=lambda text: f"{name}: {text}")
+
+
+def assert_equal_parameters(got: nn.Module, expected: nn.Module, **tolerance: Any) -> None:
+    """Those of one process but for the order of sums; the same bits on all ranks."""
+    for (name, one), other in zip(got.named_parameters(), expected.parameters(), strict=True):
+        assert_close(name, one, other, **tolerance)
+    assert_same_on_all_ranks(list(got.parameters()))

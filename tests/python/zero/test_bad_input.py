@@ -1,0 +1,337 @@
+"""What a caller of ZeroRedundancyOptimizer can get wrong, each with its message."""
+
+from __future__ import annotations
+
+import inspect
+import resource
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
+from torch.optim import LBFGS, SGD, AdamW, SparseAdam
+
+from ddp.ranks import RANKLESS_FORM, batch, mlp, on_ranks, raises
+from shm.ranks import on_shm_ranks
+from zero.ranks import DDP, Zero, alone, assert_equal_parameters, sharded
+
+STAGES = pytest.mark.parametrize("stage", [1, 2])
+
+Case = tuple[Callable[[], Any], type[Exception], list[str]]
+
+
+def zero(params: Any = None, optimizer_class: Any = SGD, *places: Any, **options: Any) -> Any:
+    params = mlp().parameters() if params is None else params
+    return Zero(params, optimizer_class, *places, **{"lr": 0.1, **options})
+
+
+def on_meta() -> list[nn.Parameter]:
+    return [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2, device="meta"))]
+
+
+CASES: dict[str, Case] = {
+    "a tensor": (lambda: zero(torch.ones(2)), TypeError, ["got Tensor as params", "parameters()"]),
+    "a module": (lambda: zero(mlp().forward), TypeError, ["got method as params"]),
+    "nothing": (lambda: zero([]), ValueError, ["got no parameters, expected at least one"]),
+    "an empty group": (lambda: zero([{"params": []}]), ValueError, ["group without parameters"]),
+    "a group of what": (lambda: zero([{"lr": 1.0}]), ValueError, ["group without parameters"]),
+    "stage 0": (lambda: zero(stage=0), ValueError, ["got stage 0, expected 1 or 2"]),
+    "stage 3": (lambda: zero(stage=3), ValueError, ["got stage 3", "use fully_shard"]),
+    "stage True": (lambda: zero(stage=True), ValueError, ["got stage True"]),
+    "stage text": (lambda: zero(stage="2"), ValueError, ["got stage '2'"]),
+    "overlap": (lambda: zero(overlap_with_ddp=True), ValueError, ["overlap_with_ddp=True"]),
+    "no class": (lambda: zero(None, "SGD"), TypeError, ["'SGD' as optimizer_class", "AdamW"]),
+    "an instance": (
+        lambda: zero(None, SGD(mlp().parameters())),
+        TypeError,
+        ["as optimizer_class, expected a subclass of torch.optim.Optimizer"],
+    ),
+    "LBFGS": (lambda: zero(None, LBFGS), ValueError, ["got LBFGS, which needs all parameters"]),
+    "SparseAdam": (lambda: zero(None, SparseAdam), ValueError, ["got SparseAdam", "sparse=False"]),
+    "placement": (lambda: zero(placement="flat"), ValueError, ["got placement 'flat'", "'whole'"]),
+    "fused": (
+        lambda: zero(None, AdamW, stage=2, fused_step=True),
+        ValueError,
+        ["fused_step=True for stage 2 and AdamW", "trireme.optim.Adam"],
+    ),
+    "devices": (
+        lambda: zero(on_meta()),
+        ValueError,
+        ["got parameters on several devices", "[1]' on meta", "one device"],
+    ),
+}
+# What is found out before the group is known.
+GROUPLESS: dict[str, Case] = {
+    "group": (lambda: zero(None, SGD, "world"), TypeError, ["got str as process_group"]),
+}
+
+
+@on_shm_ranks(1)
+def test_arguments(rank: int) -> None:
+    for name, (make, kind, parts) in CASES.items():
+        try:
+            with raises(kind, "[zero] got ", *parts):
+                make()
+        except Exception as error:
+            raise AssertionError(name) from error
+    for make, kind, parts in GROUPLESS.values():
+        with raises(kind, "[zero] got ", *parts, form=RANKLESS_FORM):
+            make()
+    ours = sharded(mlp, SGD, 1, lr=0.1)
+    for call in (lambda: ours.optimizer.no_sync().__enter__(), ours.optimizer.last_step):
+        with raises(RuntimeError, "[zero] got ", "under stage 1", "DistributedDataParallel"):
+            call()
+    for to in (1, -1):
+        with raises(ValueError, f"[zero] got rank {to} to consolidate on", "Pass 0 to 0"):
+            ours.optimizer.consolidate_state_dict(to)
+    parts_of = ("no process group", "Call trireme.init() first.")
+    dist.destroy_process_group()
+    with raises(ValueError, *parts_of, form=RANKLESS_FORM):
+        zero()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+
+def test_the_signature_is_torchs() -> None:
+    ours = list(inspect.signature(Zero).parameters.values())
+    theirs = list(inspect.signature(TorchZero).parameters.values())
+    for mine, expected in zip(ours, theirs[:-1], strict=False):
+        assert (mine.name, mine.kind) == (expected.name, expected.kind)
+        assert mine.default == expected.default
+    assert ours[-1].kind is inspect.Parameter.VAR_KEYWORD
+    assert issubclass(Zero, TorchZero)
+
+
+# --- Groups and owners ----------------------------------------------------------------------------
+
+
+@on_shm_ranks(2)
+def test_parameters_of_another_group(rank: int) -> None:
+    """What one group averages another cannot step, and who is in no group makes no optimizer."""
+    model = mlp()
+    ddp = DDP(model)
+    pair = dist.new_group([0, 1])
+    for stage, parts in (
+        (1, ["averages over another group", "Pass the same process_group to both"]),
+        (2, ["got stage 2 for", "averages already", "stage=1"]),
+    ):
+        with raises(ValueError, "[zero] got ", "'0.weight'", *parts):
+            zero(ddp.module.named_parameters(), process_group=pair, stage=stage)
+    optimizer = zero(model.parameters())  # the parameters are still free
+    alone_group = dist.new_group([0])
+    if rank == 1:
+        with raises(ValueError, "[zero] got a process group without rank 1", form=RANKLESS_FORM):
+            zero(process_group=alone_group)
+    else:
+        zero(process_group=alone_group)
+    assert optimizer.process_group is dist.group.WORLD
+
+
+@STAGES
+@on_shm_ranks(2)
+def test_groups_that_come_later(rank: int, stage: int) -> None:
+    """Refused for what another optimizer holds, or this one; see test_habits.py."""
+    model = mlp()
+    first = zero(model[0].named_parameters(), stage=stage)
+    second = zero(model[2].parameters(), stage=stage)
+    with raises(ValueError, "[zero] got '0.weight', which another ZeroRedundancyOptimizer holds"):
+        second.add_param_group({"params": [*model[4].parameters(), model[0].weight]})
+    assert len(second.param_groups) == 1
+    with pytest.raises(ValueError, match="more than one parameter group"):
+        second.add_param_group({"params": [model[2].weight]})
+    second.add_param_group({"params": model[4].parameters()})
+    del first
+    third = zero([model[0].weight], stage=stage)
+    model(batch(0)[rank::2]).sum().backward()
+    second.step()
+    third.step()
+
+
+# --- Ranks that differ ----------------------------------------------------------------------------
+
+
+def other_shape(rank: int) -> nn.Module:
+    return nn.Linear(3, 4 + rank)
+
+
+def other_dtype(rank: int) -> nn.Module:
+    return nn.Linear(3, 4).double() if rank else nn.Linear(3, 4)
+
+
+def other_number(rank: int) -> nn.Module:
+    return nn.Linear(3, 4, bias=rank == 0)
+
+
+def other_frozen(rank: int) -> nn.Module:
+    layer = nn.Linear(3, 4)
+    layer.bias.requires_grad_(rank == 0)
+    return layer
+
+
+@on_shm_ranks(2)
+def test_ranks_that_differ(rank: int) -> None:
+    make_different_ones(rank)
+
+
+@on_ranks(2, backend="gloo")
+def test_ranks_that_differ_over_gloo(rank: int) -> None:
+    make_different_ones(rank)
+
+
+def make_different_ones(rank: int) -> None:
+    """All ranks raise, from the constructor and from add_param_group(), and may go on."""
+    ours, one = sharded(mlp, SGD, 2, lr=0.1), alone(mlp, SGD, lr=0.1)
+    for make in (other_shape, other_dtype, other_number, other_frozen):
+        parameters = list(make(rank).parameters())
+        for stage in (1, 2):
+            text = "[zero] got different parameters on different ranks"
+            with raises(ValueError, text, "on rank 1: ", "param_groups[0]['params']"):
+                zero(parameters, stage=stage)
+            grown = zero(stage=stage)
+            with raises(ValueError, text, "on rank 1: ", "param_groups[1]['params']"):
+                grown.add_param_group({"params": parameters})
+            assert len(grown.param_groups) == 1
+    for options in (
+        {"stage": 1 + rank},
+        {"host_params": rank == 0},
+        {"placement": "whole" if rank else "shards"},
+    ):
+        with raises(ValueError, "[zero] got options that differ between the ranks"):
+            zero(**options)
+    one.train(0)
+    ours.train(0)
+    assert_equal_parameters(ours.model, one.model)
+
+
+@on_shm_ranks(2)
+def test_what_was_refused_is_free_again(rank: int) -> None:
+    """While the exception is still held, too."""
+    parameters = list(mlp().parameters())
+    with pytest.raises(ValueError) as held:
+        zero(parameters, stage=1 + rank)
+    grown = zero()
+    late = [nn.Parameter(torch.ones(3 + rank))]
+    with pytest.raises(ValueError, match="different parameters"):
+        grown.add_param_group({"params": [*parameters, *late]})
+    zero(parameters)
+    assert "differ" in str(held.value)
+
+
+# --- Gradients and state --------------------------------------------------------------------------
+
+
+@on_shm_ranks(2)
+def test_sparse_gradients(rank: int) -> None:
+    train_an_embedding(rank)
+
+
+@on_ranks(2, backend="gloo")
+def test_sparse_gradients_over_gloo(rank: int) -> None:
+    train_an_embedding(rank)
+
+
+def train_an_embedding(rank: int) -> None:
+    """Refused in step() under stage 1; averaging makes them dense under stage 2."""
+    model = nn.Embedding(10, 3, sparse=True)
+    net = DDP(model)
+    optimizer = zero(model.named_parameters())
+    for _ in range(2):
+        optimizer.zero_grad()
+        net(torch.tensor([rank, 5])).sum().backward()
+        text = "[zero] got a gradient of 'weight', expected it dense"
+        with raises(RuntimeError, text, "Use sparse=False in its layer"):
+            optimizer.step()
+    torch.manual_seed(1)
+    one = nn.Embedding(10, 3)
+    ours = nn.Embedding(10, 3, sparse=True)
+    ours.load_state_dict(one.state_dict())
+    optimizers = [SGD(one.parameters(), lr=0.1), zero(ours.parameters(), stage=2)]
+    for step in range(4):
+        rows = torch.tensor([0, 5, 1, step + 5])
+        for model, its in ((one, rows), (ours, rows[2 * rank : 2 * rank + 2])):
+            model.zero_grad()
+            model(its).square().mean().backward()
+        for each in optimizers:
+            each.step()
+        assert_equal_parameters(ours, one)
+
+
+@STAGES
+@on_shm_ranks(2)
+def test_a_state_of_another_model(rank: int, stage: int) -> None:
+    """Refused as a whole: nothing of it is taken. One of another number of ranks is welcome."""
+    ours = sharded(mlp, AdamW, stage, lr=0.01)
+    ours.train(0)
+    others = [nn.Linear(6, 13), nn.Sequential(nn.Linear(6, 13), nn.Linear(13, 4))]
+    same_number = nn.Sequential(nn.Linear(6, 12), nn.Linear(12, 5, bias=False), nn.Linear(5, 3))
+    states = []
+    for model in (*others, same_number):
+        other = AdamW(model.parameters(), lr=0.5)
+        model(batch(0)).sum().backward()
+        other.step()
+        states.append(other.state_dict())
+    grouped = AdamW([{"params": [one]} for one in mlp().parameters()], lr=0.5).state_dict()
+    for state in (states[0], states[1], grouped):
+        with raises(ValueError, "[zero] got a state dict of groups of ", "same model and groups"):
+            ours.optimizer.load_state_dict(state)
+    with raises(ValueError, "[zero] got state 'exp_avg' of shape (12, 6)", "shape (13, 6)"):
+        ours.optimizer.load_state_dict(states[2])
+    with raises(ValueError, "[zero] got a state dict without 'param_groups'"):
+        ours.optimizer.load_state_dict({"state": {}})
+    assert ours.optimizer.param_groups[0]["lr"] == 0.01
+    one = alone(mlp, AdamW, lr=0.01)
+    one.train(0)
+    one.train(1)
+    ours.train(1)
+    assert_equal_parameters(ours.model, one.model)
+    with raises(RuntimeError, "[zero] got state_dict() of a state that was not consolidated"):
+        ours.optimizer.state_dict()
+
+
+# --- No memory to share ---------------------------------------------------------------------------
+
+
+def mapped_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+
+
+@on_shm_ranks(2, timeout=40)
+def test_a_store_that_cannot_be_allocated(rank: int) -> None:
+    """By rank 1: parameters stay private, rank 0 says so once, and the numbers are the same."""
+    dist.all_reduce(torch.ones(5))
+    wide = nn.Linear(1 << 12, 1 << 11, bias=False)  # 32 MiB
+    if rank == 1:
+        room = mapped_bytes() + (8 << 20)
+        resource.setrlimit(resource.RLIMIT_AS, (room, resource.RLIM_INFINITY))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        optimizer = zero(wide.parameters())
+        resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        for _ in range(2):
+            wide.weight.grad = torch.ones_like(wide.weight)
+            optimizer.step()
+    said = [str(one.message) for one in caught if "[zero]" in str(one.message)]
+    assert len(said) == (1 if rank == 0 else 0), said
+    for part in ("parameters stay private to each rank", "rank 1 says: ", "host_params=False"):
+        assert all(part in text for text in said), said
+    assert not optimizer._cores[0].shares_parameters
+    before = wide.weight.detach().clone()
+    wide.weight.grad = torch.ones_like(wide.weight)
+    optimizer.step()
+    torch.testing.assert_close(wide.weight, before - 0.1)
+
+
+@on_ranks(2, backend="gloo")
+def test_private_parameters_that_are_wanted(rank: int) -> None:
+    """host_params=False says nothing; without it one warning per optimizer says why."""
+    for wanted, expected in ((True, 0), (False, 1)):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            zero(host_params=not wanted)
+        said = [str(one.message) for one in caught if "parameters stay private" in str(one.message)]
+        assert len(said) == (expected if rank == 0 else 0), said
+        assert all("do not share the memory of one host" in text for text in said)

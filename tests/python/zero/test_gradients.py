@@ -1,0 +1,361 @@
+"""Stage 2: which gradients a rank has when backward returns, whatever the backwards were like."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, AdamW
+from torch.utils.checkpoint import checkpoint
+
+from ddp.ranks import Tied, batch, mlp, on_ranks, raises
+from shm.ranks import on_shm_ranks
+from zero.ranks import (
+    ROWS,
+    Shapes,
+    Training,
+    Zero,
+    alone,
+    assert_close,
+    assert_equal_parameters,
+    sharded,
+)
+
+Gradients = list[torch.Tensor | None]
+
+
+def pair(make: Callable[[], nn.Module], **options: Any) -> tuple[Training, Training]:
+    """Stage 2, and one process."""
+    return sharded(make, SGD, 2, options, lr=0.1, momentum=0.9), alone(
+        make, SGD, lr=0.1, momentum=0.9
+    )
+
+
+def own_parts(training: Training, gradients: Iterable[torch.Tensor | None]) -> Gradients:
+    """Of gradients of whole parameters what this rank owns, and zeros."""
+    parts: Gradients = []
+    plan = (ranges for core in training.optimizer._cores for ranges in core.plan())
+    for gradient, ranges in zip(gradients, plan, strict=True):
+        begin, numel = ranges[training.rank]
+        part = None if gradient is None else torch.zeros(gradient.shape, dtype=gradient.dtype)
+        if part is not None:
+            part.view(-1)[begin : begin + numel] = gradient.reshape(-1)[begin : begin + numel]
+        parts.append(part)
+    return parts
+
+
+def assert_gradients(ours: Training, one: Training) -> None:
+    expected = own_parts(ours, [parameter.grad for parameter in one.model.parameters()])
+    for (name, parameter), right in zip(ours.model.named_parameters(), expected, strict=True):
+        assert_close(name, parameter.grad, right)
+
+
+def step_both(ours: Training, one: Training) -> None:
+    assert_gradients(ours, one)
+    for training in (ours, one):
+        training.optimizer.step()
+    assert_equal_parameters(ours.model, one.model)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@on_shm_ranks("world")
+def test_each_rank_has_its_shards_of_the_average(rank: int, world: int) -> None:
+    for make in (mlp, Shapes):
+        ours, one = pair(make)
+        for step in range(4):
+            for training in (ours, one):
+                training.optimizer.zero_grad()
+                training.backward(step)
+            for parameter in ours.model.parameters():
+                assert parameter.grad.shape == parameter.shape
+                assert parameter.grad.stride() == parameter.stride()
+                assert parameter.grad.is_leaf and not parameter.grad.requires_grad
+            step_both(ours, one)
+
+
+def _accumulate_steps(ours: Training, one: Training) -> None:
+    """Before each step: (batches, whether averaged) of its backwards, and how it begins."""
+    forgets = {"set_to_none": True}
+    zeroes = {"set_to_none": False}
+    steps: list[tuple[dict[str, bool], list[tuple[int, bool]]]] = [
+        (forgets, [(0, True), (1, True)]),
+        (forgets, [(2, True), (3, True), (4, True)]),
+        (zeroes, [(5, True)]),
+        (forgets, [(6, False), (7, True)]),
+        (forgets, [(8, True), (9, False), (10, True)]),
+        (zeroes, [(11, True), (12, False), (13, False), (14, True)]),
+        (zeroes, [(15, False), (16, True), (17, True)]),
+        (forgets, [(18, True)]),
+    ]
+    for way, backwards in steps:
+        for training in (ours, one):
+            training.optimizer.zero_grad(**way)
+            for number, sync in backwards:
+                training.backward(number, sync=sync)
+        step_both(ours, one)
+
+
+def _accumulate() -> None:
+    for make in (mlp, Shapes):
+        _accumulate_steps(*pair(make))
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@on_shm_ranks("world")
+def test_accumulation(rank: int, world: int) -> None:
+    _accumulate()
+
+
+@on_ranks(2, backend="gloo")
+def test_accumulation_over_gloo(rank: int) -> None:
+    _accumulate()
+
+
+@on_shm_ranks(2)
+def test_gradients_of_this_rank_are_its_own_until_they_are_averaged(rank: int) -> None:
+    ours, _ = pair(mlp)
+    for _ in range(2):
+        ours.optimizer.zero_grad()
+        with ours.optimizer.no_sync():
+            ours.loss(0).backward()
+        here = mlp()
+        here.load_state_dict({name: v.clone() for name, v in ours.model.state_dict().items()})
+        here(batch(0, rows=ROWS)[rank::2]).square().mean().backward()
+        for parameter, right in zip(ours.model.parameters(), here.parameters(), strict=True):
+            torch.testing.assert_close(parameter.grad, right.grad)
+        ours.backward(1)
+        ours.optimizer.step()
+    ours.optimizer.zero_grad()
+    ours.backward(0)
+    with ours.optimizer.no_sync():
+        ours.loss(1).backward()
+    with raises(RuntimeError, "no_sync", "not the average"):
+        ours.optimizer.step()
+    ours.train(2)
+
+
+@on_shm_ranks(2)
+def test_zeroed_gradients_keep_their_identity(rank: int) -> None:
+    for by_module in (True, False):
+        ours, one = pair(mlp)
+        kept: list[torch.Tensor] = []
+        for step in range(4):
+            for training in (ours, one):
+                zeroing = training.model if by_module else training.optimizer
+                zeroing.zero_grad(set_to_none=False)
+                training.backward(step)
+            step_both(ours, one)
+            now = [parameter.grad for parameter in ours.model.parameters()]
+            assert all(a is b for a, b in zip(now, kept or now, strict=True))
+            kept = now
+
+
+@on_shm_ranks(2)
+def test_several_forwards_one_backward(rank: int) -> None:
+    ours, one = pair(mlp)
+    for step in range(3):
+        for training in (ours, one):
+            training.optimizer.zero_grad()
+            (training.loss(step) + 2 * training.loss(step + 1)).backward()
+        step_both(ours, one)
+
+
+@on_shm_ranks(2)
+def test_forwards_and_derivatives_in_between(rank: int) -> None:
+    """Neither an evaluation on one rank nor autograd.grad moves a gradient."""
+    ours, one = pair(mlp)
+    for step in range(3):
+        for training in (ours, one):
+            training.optimizer.zero_grad()
+            loss = training.loss(step)
+            torch.autograd.grad(training.loss(9), list(training.model.parameters()))
+            if rank == 0:
+                with torch.no_grad():
+                    training.loss(8)
+                training.loss(7)
+            loss.backward()
+        step_both(ours, one)
+
+
+@on_shm_ranks(2)
+def test_tied_parameters(rank: int) -> None:
+    ours, one = pair(Tied)
+    for step in range(3):
+        for training in (ours, one):
+            training.optimizer.zero_grad()
+            training.backward(step)
+        step_both(ours, one)
+
+
+def _set_requires_grad(model: nn.Module, wanted: dict[str, bool]) -> None:
+    for name, requires_grad in wanted.items():
+        model.get_parameter(name).requires_grad_(requires_grad)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@on_shm_ranks("world")
+def test_parameters_frozen_and_unfrozen_while_training_runs(rank: int, world: int) -> None:
+    changes = [
+        {"0.weight": False, "4.bias": False},
+        {"0.bias": False},
+        {"0.weight": True},
+        {"0.bias": True, "4.bias": True, "2.weight": False},
+    ]
+    for optimizer_class in (SGD, AdamW):
+        trainings = (
+            sharded(mlp, optimizer_class, 2, lr=0.1),
+            alone(mlp, optimizer_class, lr=0.1),
+        )
+        for change in changes:
+            for step in range(3):
+                for training in trainings:
+                    if step == 0:
+                        _set_requires_grad(training.model, change)
+                    training.optimizer.zero_grad()
+                    training.backward(step)
+                step_both(*trainings)
+
+
+@on_shm_ranks(2)
+def test_parameters_frozen_from_the_start(rank: int) -> None:
+    def make() -> nn.Module:
+        model = mlp()
+        _set_requires_grad(model, {"0.weight": False, "4.bias": False})
+        return model
+
+    ours, one = pair(make)
+    for step in range(3):
+        for training in (ours, one):
+            training.optimizer.zero_grad()
+            training.backward(step)
+        step_both(ours, one)
+
+
+class Branches(nn.Module):
+    """Each call uses the branches it is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.trunk = nn.Linear(6, 6)
+        self.branches = nn.ModuleList(nn.Linear(6, 4) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, *branches: int) -> torch.Tensor:
+        hidden = self.trunk(x).tanh()
+        return sum((self.branches[one](hidden) for one in branches), start=hidden[:, :4])
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@on_shm_ranks("world")
+def test_parameters_that_some_or_all_ranks_leave_unused(rank: int, world: int) -> None:
+    used = [[(0,), (1,), (1,)], [(), (), ()], [(0, 1), (), (0,)], [(2,), (2, 0), (2,)]]
+    ours, one = pair(Branches)
+    for step in range(3 * len(used)):
+        by_rank = used[step % len(used)]
+        rows = [batch(step, rows=ROWS)[r::world] for r in range(world)]
+        for training in (ours, one):
+            training.optimizer.zero_grad()
+        ours.model(rows[rank], *by_rank[rank]).square().mean().backward()
+        for part, branches in zip(rows, by_rank, strict=False):
+            (one.model(part, *branches).square().mean() / world).backward()
+        step_both(ours, one)
+
+
+class Checkpointed(nn.Module):
+    """Layers alone, nested, twice, and between those that run as usual."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(6))
+        self.reentrant = reentrant
+
+    def again(self, run: Callable[..., torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(run, x, use_reentrant=self.reentrant)
+
+    def nested(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layers[3](x).tanh()
+        return self.again(self.layers[4], x).tanh() + self.layers[1](x)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layers[0](x.clone().requires_grad_()).tanh()
+        x = self.again(self.layers[1], x).tanh()
+        x = self.layers[2](x).tanh()
+        x = self.again(self.nested, x)
+        x = self.again(self.layers[1], x).tanh()
+        return self.again(self.layers[5], x)
+
+
+def _train_checkpointed() -> None:
+    for reentrant in (False, True):
+        ours, one = pair(lambda reentrant=reentrant: Checkpointed(reentrant))
+        for step in range(5):
+            for training in (ours, one):
+                training.optimizer.zero_grad()
+                training.backward(step, step + 1) if step == 3 else training.backward(step)
+            step_both(ours, one)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@on_shm_ranks("world")
+def test_checkpointing(rank: int, world: int) -> None:
+    _train_checkpointed()
+
+
+@on_ranks(2, backend="gloo")
+def test_checkpointing_over_gloo(rank: int) -> None:
+    _train_checkpointed()
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@on_shm_ranks("world")
+def test_a_group_that_was_added_later(rank: int, world: int) -> None:
+    """It has a reducer of its own; both are armed by whichever gradient comes first."""
+    model = mlp()
+    optimizer = Zero(model[:3].parameters(), SGD, stage=2, lr=0.1, momentum=0.9)
+    optimizer.add_param_group({"params": model[3:].parameters()})
+    _accumulate_steps(
+        Training(model, model, optimizer, rank, world), alone(mlp, SGD, lr=0.1, momentum=0.9)
+    )
+
+
+class Swapped(nn.Module):
+    """Two layers in an order that the caller chooses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(6)
+        self.layers = nn.ModuleList([nn.Linear(6, 6), nn.Linear(6, 6)])
+
+    def forward(self, x: torch.Tensor, first: int) -> torch.Tensor:
+        return self.layers[1 - first](self.layers[first](x).tanh())
+
+
+def _train_swapped(rank: int) -> None:
+    one, model = Swapped(), Swapped()
+    plain = SGD(one.parameters(), lr=0.1)
+    optimizer = Zero(model.layers[0].parameters(), SGD, stage=2, lr=0.1)
+    optimizer.add_param_group({"params": model.layers[1].parameters()})
+    for step in range(4):
+        rows = batch(step, rows=ROWS)
+        for each in (optimizer, plain):
+            each.zero_grad()
+        model(rows[rank::2], rank).square().mean().backward()
+        for other in range(2):
+            (one(rows[other::2], other).square().mean() / 2).backward()
+        for each in (optimizer, plain):
+            each.step()
+        assert_equal_parameters(model, one)
+
+
+@on_shm_ranks(2)
+def test_groups_that_ranks_come_by_in_different_orders(rank: int) -> None:
+    _train_swapped(rank)
+
+
+@on_ranks(2, backend="gloo")
+def test_groups_that_ranks_come_by_in_different_orders_over_gloo(rank: int) -> None:
+    _train_swapped(rank)

@@ -1,0 +1,245 @@
+"""Join: ranks with fewer inputs keep the others company, under stage 2 alone and stage 1 in DDP."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import trireme.optim
+from torch import nn
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+from torch.optim import SGD, AdamW
+
+from ddp.ranks import assert_same_on_all_ranks, mlp, on_ranks, values
+from shm.ranks import on_shm_ranks
+from zero.ranks import DDP, Zero
+
+OPTIONS: dict[str, Any] = {"lr": 0.1, "momentum": 0.9}
+Values = dict[str, torch.Tensor]
+
+
+def inputs(rank: int, count: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(rank)
+    return [torch.randn(4, 6, generator=generator) for _ in range(count)]
+
+
+def loop(net: nn.Module, optimizer: Any, rows: list[torch.Tensor], zero_first: bool) -> None:
+    for x in rows:
+        if zero_first:
+            optimizer.zero_grad()
+        net(x).square().mean().backward()
+        optimizer.step()
+        if not zero_first:
+            optimizer.zero_grad()
+
+
+def by_torchs_ddp(
+    rank: int, counts: tuple[int, ...], make: Callable[..., Any] = SGD, **join: Any
+) -> Values:
+    """What a plain optimizer trains there."""
+    ddp = TorchDDP(mlp())
+    optimizer = make(ddp.parameters(), **(OPTIONS if make is SGD else {}))
+    with ddp.join(**join):
+        loop(ddp, optimizer, inputs(rank, counts[rank]), zero_first=True)
+    return values(ddp)
+
+
+def sharded(stage: int, model: nn.Module) -> tuple[nn.Module, Zero, list[Any]]:
+    """What is called, the optimizer, and who joins."""
+    net = DDP(model) if stage == 1 else model
+    optimizer = Zero(model.parameters(), SGD, stage=stage, **OPTIONS)
+    return net, optimizer, [net, optimizer] if stage == 1 else [optimizer]
+
+
+def _compare(rank: int, counts: tuple[int, ...]) -> None:
+    for by_initial_world in (True, False):
+        join = {"divide_by_initial_world_size": by_initial_world}
+        right = by_torchs_ddp(rank, counts, **join)
+        for stage in (1, 2):
+            for zero_first in (True, False):
+                model = mlp()
+                net, optimizer, joinables = sharded(stage, model)
+                with Join(joinables, **join):
+                    loop(net, optimizer, inputs(rank, counts[rank]), zero_first)
+                case = f"stage {stage}, {join}, zero_first={zero_first}"
+                torch.testing.assert_close(values(model), right, msg=lambda t, c=case: f"{c}: {t}")
+                assert_same_on_all_ranks(list(model.parameters()))
+
+
+@pytest.mark.parametrize("counts", [(3, 5), (6, 2), (0, 3), (3, 3)])
+@on_shm_ranks(2)
+def test_equals_torchs_ddp(rank: int, counts: tuple[int, int]) -> None:
+    _compare(rank, counts)
+
+
+@on_shm_ranks(3)
+def test_three_ranks_leave_one_after_another(rank: int) -> None:
+    _compare(rank, (5, 2, 3))
+
+
+@on_ranks(2, backend="gloo")
+def test_over_gloo(rank: int) -> None:
+    _compare(rank, (2, 4))
+
+
+@on_shm_ranks(2)
+def test_with_a_fused_step(rank: int) -> None:
+    counts = (2, 5)
+    right = by_torchs_ddp(rank, counts, AdamW)
+    for zero_first in (True, False):
+        model = mlp()
+        optimizer = Zero(model.parameters(), trireme.optim.AdamW, stage=2, fused_step=True)
+        with Join([optimizer]):
+            loop(model, optimizer, inputs(rank, counts[rank]), zero_first)
+        torch.testing.assert_close(values(model), right)
+        assert_same_on_all_ranks(list(model.parameters()))
+
+
+@on_shm_ranks(2)
+def test_training_goes_on_after_a_join(rank: int) -> None:
+    """Afterwards the average is over all ranks again, of nothing but their gradients."""
+    for stage in (1, 2):
+        model, one = mlp(), mlp()
+        net, optimizer, joinables = sharded(stage, model)
+        with Join(joinables, divide_by_initial_world_size=False):
+            loop(net, optimizer, inputs(rank, 1 + 2 * rank), zero_first=False)
+        one.load_state_dict(values(model))
+        state = _whole_state(optimizer)
+        plain = SGD(one.parameters(), **OPTIONS)
+        plain.load_state_dict(state)
+        loop(net, optimizer, inputs(rank, 2), zero_first=False)
+        for pair in zip(inputs(0, 2), inputs(1, 2), strict=True):
+            loop(one, plain, [torch.cat(pair)], zero_first=False)
+        torch.testing.assert_close(values(model), values(one))
+
+
+def _whole_state(optimizer: Zero) -> dict[str, Any]:
+    """On all ranks."""
+    for rank in range(optimizer.world_size):
+        optimizer.consolidate_state_dict(rank)
+        if rank == optimizer.rank:
+            found = optimizer.state_dict()
+    return found
+
+
+@on_shm_ranks(2)
+def test_stage_1_alone(rank: int) -> None:
+    """A rank that has joined steps its shards with the gradients that it has, once."""
+    model = nn.Linear(4, 4, bias=False)
+    nn.init.zeros_(model.weight)
+    optimizer = Zero(model.parameters(), SGD, lr=1.0)
+    with Join([optimizer]):
+        for _ in range(1 + 2 * rank):
+            model.weight.grad = torch.ones(4, 4)
+            optimizer.step()
+    right = torch.tensor([[-2.0], [-2.0], [-3.0], [-3.0]]).expand(4, 4)
+    assert torch.equal(model.weight, right)
+
+
+def _accumulate_in_a_join(rank: int) -> None:
+    def accumulate(net: Any, optimizer: Any, averaging: Any) -> None:
+        for x in inputs(rank, 2 + 2 * rank):
+            optimizer.zero_grad()
+            with averaging.no_sync():
+                net(x).square().mean().backward()
+            net(2 * x).square().mean().backward()
+            optimizer.step()
+
+    theirs = TorchDDP(mlp())
+    with theirs.join():
+        accumulate(theirs, SGD(theirs.parameters(), **OPTIONS), theirs)
+    model = mlp()
+    optimizer = Zero(model[:3].parameters(), SGD, stage=2, **OPTIONS)
+    optimizer.add_param_group({"params": model[3:].parameters()})
+    with Join([optimizer]):
+        accumulate(model, optimizer, optimizer)
+    torch.testing.assert_close(values(model), values(theirs))
+    assert_same_on_all_ranks(list(model.parameters()))
+
+
+@on_shm_ranks(2)
+def test_no_sync_and_a_later_group_inside_a_join(rank: int) -> None:
+    _accumulate_in_a_join(rank)
+
+
+@on_ranks(2, backend="gloo")
+def test_no_sync_and_a_later_group_inside_a_join_over_gloo(rank: int) -> None:
+    _accumulate_in_a_join(rank)
+
+
+class Partly(nn.Module):
+    """The last layer is used in the first step only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.first = nn.Linear(6, 4)
+        self.last = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, step: int) -> torch.Tensor:
+        hidden = self.first(x)
+        return self.last(hidden) if step == 0 else hidden
+
+
+@on_shm_ranks(2)
+def test_what_nobody_uses_any_more_is_not_stepped(rank: int) -> None:
+    """A rank that has joined owns some of it, and still has its gradient of the step before."""
+    for stage in (1, 2):
+        model = Partly()
+        net, optimizer, joinables = sharded(stage, model)
+        with Join(joinables):
+            for step, x in enumerate(inputs(rank, 1 + 2 * rank)):
+                optimizer.zero_grad()
+                net(x, step).square().mean().backward()
+                optimizer.step()
+                if step == 0:
+                    once = model.last.weight.detach().clone()
+        assert torch.equal(model.last.weight, once), stage
+
+
+@on_shm_ranks(2)
+def test_early_termination_raises_everywhere(rank: int) -> None:
+    for stage in (1, 2):
+        model = mlp()
+        net, optimizer, joinables = sharded(stage, model)
+        with (
+            pytest.raises(RuntimeError, match="exhausted"),
+            Join(joinables, throw_on_early_termination=True),
+        ):
+            loop(net, optimizer, inputs(rank, 2 + 2 * rank), zero_first=True)
+        # Nothing is broken: the next step is in step again.
+        for one in joinables:
+            one._join_config = one._join_config.construct_disabled_join_config()
+        loop(net, optimizer, inputs(rank, 1), zero_first=True)
+        assert_same_on_all_ranks(list(model.parameters()))
+
+
+@on_shm_ranks(2)
+def test_disabled(rank: int) -> None:
+    model = mlp()
+    net, optimizer, joinables = sharded(2, model)
+    with Join(joinables, enable=False):
+        loop(net, optimizer, inputs(rank, 2), zero_first=True)
+    one = mlp()
+    plain = SGD(one.parameters(), **OPTIONS)
+    for pair in zip(inputs(0, 2), inputs(1, 2), strict=True):
+        loop(one, plain, [torch.cat(pair)], zero_first=True)
+    torch.testing.assert_close(values(model), values(one))
+
+
+@on_shm_ranks(2)
+def test_a_rank_that_joins_counts_in_the_average(rank: int) -> None:
+    """As DDP divides by default: by all ranks, also where one contributes zeros."""
+    for by_initial_world, factor in ((True, 0.5), (False, 1.0)):
+        model = nn.Linear(3, 2, bias=False)
+        nn.init.zeros_(model.weight)
+        optimizer = Zero(model.parameters(), SGD, stage=2, lr=1.0)
+        with Join([optimizer], divide_by_initial_world_size=by_initial_world):
+            for _ in range(rank):
+                model(torch.ones(1, 3)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        assert torch.equal(model.weight, torch.full((2, 3), -factor))
