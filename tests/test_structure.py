@@ -10,6 +10,7 @@ from pathlib import Path, PurePosixPath
 
 import pytest
 from structure_rules import (
+    MAX_FLAT_TESTS,
     MAX_PAIRS,
     MAX_TOP_FILES,
     TORCH_HEADER,
@@ -99,6 +100,14 @@ def test_python_package_has_few_files_on_top() -> None:
     assert crowded("python/trireme", top_files(), MAX_TOP_FILES) == []
 
 
+def flat_tests() -> list[str]:
+    return [path.name for path, _ in sources("tests/python/test_*.py")]
+
+
+def test_tests_of_the_python_package_lie_in_rooms() -> None:
+    assert crowded("tests/python", flat_tests(), MAX_FLAT_TESTS) == []
+
+
 def pairs_by_folder() -> dict[str, list[str]]:
     """The files of each folder of csrc, a source and its header being one."""
     folders: dict[str, set[str]] = {}
@@ -132,10 +141,12 @@ def test_the_map_of_the_core_is_true() -> None:
 def test_counts(capsys: pytest.CaptureFixture[str]) -> None:
     """Prints how full the rooms are."""
     rooms = Counter(path.parts[2] for path, _ in sources("python/trireme/*/**/*.py"))
+    tests = Counter(path.parts[2] for path, _ in sources("tests/python/*/**/test_*.py"))
     with capsys.disabled():
         print(
             f"\npython/trireme: {len(top_files())} files of its own;", dict(sorted(rooms.items()))
         )
+        print(f"tests/python: {len(flat_tests())} tests of its own;", dict(sorted(tests.items())))
         print("csrc:", {folder[5:]: len(stems) for folder, stems in pairs_by_folder().items()})
 
 
