@@ -1,0 +1,1 @@
+"""What every strategy of trireme must do, each as one process does it."""

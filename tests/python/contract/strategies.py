@@ -1,0 +1,191 @@
+"""The strategies, one entry each; a new strategy joins every scenario of this room by its entry.
+
+    @on_every_strategy()
+    def test_something(rank: int, strategy: Strategy) -> None:
+        ours, one = strategy.pair(mlp)
+        for step in range(3):
+            train_both(ours, one, step)
+
+``one`` is one process on the whole batch. DataParallel has no ranks: its replicas are threads.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import trireme
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import SGD
+
+import fsdp.ranks
+import zero.ranks
+from distributed import run_ranks
+from fsdp.ranks import SGD_OPTIONS, ModelMaker, assert_parts, local, part_of
+from zero.ranks import DDP, Training, alone, assert_close
+
+Gradients = list[torch.Tensor | None]
+
+
+@dataclass(frozen=True)
+class Strategy:
+    name: str
+    backend: str | None
+    """By which ranks meet; None for a strategy of one process."""
+    make: Callable[..., Training]
+    """(make_model, optimizer_class, **defaults of the optimizer)."""
+    parts: Callable[[Training, Gradients], Gradients] = lambda _, whole: whole
+    """What this rank has of gradients of whole parameters, when backward has returned."""
+
+    @property
+    def world(self) -> int:
+        return 1 if self.backend is None else 2
+
+    @property
+    def recovers(self) -> bool:
+        """Whether the step after an exception in one rank's backward works."""
+        return self.backend != "gloo"
+
+    def pair(
+        self, make: ModelMaker, optimizer_class: Any = SGD, **defaults: Any
+    ) -> tuple[Training, Training]:
+        """Training under this strategy, and of one process on whole batches."""
+        given = defaults or SGD_OPTIONS
+        return self.make(make, optimizer_class, **given), alone(make, optimizer_class, **given)
+
+    def step_both(self, ours: Training, one: Training) -> None:
+        """After backward: compares gradients, steps, compares parameters."""
+        whole = [parameter.grad for parameter in one.model.parameters()]
+        expected = self.parts(ours, whole)
+        for (name, parameter), right in zip(ours.model.named_parameters(), expected, strict=True):
+            assert_close(f"{name}.grad", local(parameter.grad), right)
+        for training in (ours, one):
+            training.optimizer.step()
+        assert_parts(ours, one)
+
+    def train_both(self, ours: Training, one: Training, *numbers: int) -> None:
+        for training in (ours, one):
+            training.optimizer.zero_grad()
+            training.backward(*numbers)
+        self.step_both(ours, one)
+
+
+def _ddp(make: ModelMaker, optimizer_class: Any, **defaults: Any) -> Training:
+    model = make()
+    optimizer = optimizer_class(model.parameters(), **defaults)
+    return Training(model, DDP(model), optimizer, dist.get_rank(), dist.get_world_size())
+
+
+def _dp(make: ModelMaker, optimizer_class: Any, **defaults: Any) -> Training:
+    model = make()
+    net = trireme.DataParallel(model, replicas=2)
+    return Training(model, net, optimizer_class(model.parameters(), **defaults))
+
+
+def _owned(training: Training, whole: Gradients) -> Gradients:
+    """ZeRO 2: what this rank owns, and zeros."""
+    parts: Gradients = []
+    plan = (ranges for core in training.optimizer._cores for ranges in core.plan())
+    for gradient, ranges in zip(whole, plan, strict=True):
+        begin, numel = ranges[training.rank]
+        part = None if gradient is None else torch.zeros_like(gradient).contiguous()
+        if part is not None:
+            part.view(-1)[begin : begin + numel] = gradient.reshape(-1)[begin : begin + numel]
+        parts.append(part)
+    return parts
+
+
+def _rows(training: Training, whole: Gradients) -> Gradients:
+    """fully_shard: the rows of a DTensor that this rank has."""
+    parameters = training.model.parameters()
+    return [
+        part_of(gradient, parameter, training.rank, training.world)
+        if gradient is not None and isinstance(parameter, DTensor)
+        else gradient
+        for parameter, gradient in zip(parameters, whole, strict=True)
+    ]
+
+
+def _zero(stage: int) -> Callable[..., Training]:
+    def make(make_model: ModelMaker, optimizer_class: Any, **defaults: Any) -> Training:
+        return zero.ranks.sharded(make_model, optimizer_class, stage, **defaults)
+
+    return make
+
+
+STRATEGIES = {
+    strategy.name: strategy
+    for strategy in (
+        Strategy("dp", None, _dp),
+        Strategy("ddp", "gloo", _ddp),
+        Strategy("ddp, shared memory", "trireme", _ddp),
+        Strategy("zero 1", "trireme", _zero(1)),
+        Strategy("zero 2", "trireme", _zero(2), _owned),
+        Strategy("zero 2, gathered", "gloo", _zero(2), _owned),
+        Strategy("fully_shard", "trireme", fsdp.ranks.sharded, _rows),
+        Strategy("fully_shard, gathered", "gloo", fsdp.ranks.sharded, _rows),
+    )
+}
+
+
+def on_every_strategy(
+    *,
+    ranks_only: bool = False,
+    dying: Collection[int] = (),
+    timeout: float = 60,
+    patience_s: float = 30,
+) -> Any:
+    """Runs the decorated test under each strategy, on its ranks; the test gets ``rank`` as well.
+
+    ``patience_s`` is the timeout of the group, ``timeout`` that of the whole test. ``ranks_only``
+    leaves out what has no ranks; see run_ranks for ``dying``.
+    """
+    names = [name for name, one in STRATEGIES.items() if one.backend or not ranks_only]
+
+    def decorate(program: Callable[..., None]) -> Any:
+        @pytest.mark.parametrize("strategy", names)
+        @functools.wraps(program)
+        def test(strategy: str, **case: Any) -> None:
+            chosen = STRATEGIES[strategy]
+            if chosen.backend is None:
+                return program(0, chosen, **case)
+            place = (program.__module__, program.__qualname__, strategy, patience_s, case)
+            run_ranks(_run_program, chosen.world, *place, timeout=timeout, dying=dying)
+
+        signature = inspect.signature(program)
+        asked = [one for name, one in signature.parameters.items() if name != "rank"]
+        test.__signature__ = signature.replace(parameters=asked)
+        return test
+
+    return decorate
+
+
+def _run_program(
+    rank: int, module: str, name: str, strategy: str, patience_s: float, case: dict[str, Any]
+) -> None:
+    program = getattr(importlib.import_module(module), name).__wrapped__
+    torch.manual_seed(0)
+    chosen = STRATEGIES[strategy]
+    dist.init_process_group(chosen.backend, timeout=timedelta(seconds=patience_s))
+    program(rank, chosen, **case)
+    dist.destroy_process_group()
+
+
+def set_requires_grad(model: nn.Module, change: dict[str, bool]) -> None:
+    parameters = dict(model.named_parameters())
+    for name, requires_grad in change.items():
+        parameters[name].requires_grad_(requires_grad)
+
+
+def kept(gradients: Sequence[torch.Tensor | None], before: Sequence[torch.Tensor | None]) -> bool:
+    """Whether these are the same objects."""
+    return all(now is then for now, then in zip(gradients, before, strict=True))
