@@ -4,7 +4,7 @@
 #include <catch_torch.h>
 #include <device/sim_device.h>
 #include <device/sim_engine.h>
-#include <strategies/zero_ranks.h>
+#include <strategies/zero/zero_ranks.h>
 
 namespace trireme::ddp_device_test {
 

@@ -10,7 +10,7 @@
 #include <device/sim_engine.h>
 #include <device/sim_stream.h>
 #include <sstream>
-#include <strategies/fsdp_ranks.h>
+#include <strategies/fsdp/fsdp_ranks.h>
 #include <temporary_folder.h>
 
 namespace trireme::fsdp_device_test {

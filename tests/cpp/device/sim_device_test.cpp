@@ -7,7 +7,7 @@
 #include <device/sim_engine.h>
 #include <device/sim_rows.h>
 #include <future>
-#include <strategies/zero_ranks.h>
+#include <strategies/zero/zero_ranks.h>
 
 namespace trireme::sim_device_test {
 

@@ -6,7 +6,7 @@
 
 #include <catch_torch.h>
 #include <set>
-#include <strategies/replicated_nets.h>
+#include <strategies/data_parallel/replicated_nets.h>
 #include <thread>
 
 namespace trireme::parallel_functions_test {

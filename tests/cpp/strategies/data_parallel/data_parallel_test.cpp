@@ -5,7 +5,7 @@
 
 #include <catch_torch.h>
 #include <sstream>
-#include <strategies/replicated_nets.h>
+#include <strategies/data_parallel/replicated_nets.h>
 
 namespace trireme::data_parallel_test {
 

@@ -1,7 +1,7 @@
 // All-reduce hooks of fully_shard's C++ door: ranks are threads that share memory.
 
 #include <catch_torch.h>
-#include <strategies/fsdp_ranks.h>
+#include <strategies/fsdp/fsdp_ranks.h>
 
 namespace trireme::fsdp_hooks_test {
 

@@ -6,7 +6,7 @@
 
 #include <catch_torch.h>
 #include <sstream>
-#include <strategies/zero_ranks.h>
+#include <strategies/zero/zero_ranks.h>
 
 namespace trireme::zero_state_test {
 

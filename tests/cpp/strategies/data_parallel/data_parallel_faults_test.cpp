@@ -3,7 +3,7 @@
 
 #include <catch_torch.h>
 #include <stdexcept>
-#include <strategies/replicated_nets.h>
+#include <strategies/data_parallel/replicated_nets.h>
 #include <sys/wait.h>
 #include <unistd.h>
 

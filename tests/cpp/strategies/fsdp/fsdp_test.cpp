@@ -4,7 +4,7 @@
 
 #include <catch_torch.h>
 #include <sstream>
-#include <strategies/fsdp_ranks.h>
+#include <strategies/fsdp/fsdp_ranks.h>
 
 namespace trireme::fsdp_test {
 

@@ -2,7 +2,7 @@
 
 #include <trireme/strategies/fsdp/fully_shard.h>
 
-#include <strategies/zero_ranks.h>
+#include <strategies/zero/zero_ranks.h>
 
 namespace trireme::test {
 

@@ -4,7 +4,7 @@
 #include <trireme/saving/module_checkpoint.h>
 
 #include <catch_torch.h>
-#include <strategies/fsdp_ranks.h>
+#include <strategies/fsdp/fsdp_ranks.h>
 #include <temporary_folder.h>
 
 namespace trireme::fsdp_hybrid_test {

@@ -6,7 +6,7 @@
 
 #include <array>
 #include <catch_torch.h>
-#include <strategies/fsdp_ranks.h>
+#include <strategies/fsdp/fsdp_ranks.h>
 #include <temporary_folder.h>
 
 namespace trireme::fsdp_options_test {

@@ -8,7 +8,7 @@
 #include <array>
 #include <atomic>
 #include <catch_torch.h>
-#include <strategies/replicated_nets.h>
+#include <strategies/data_parallel/replicated_nets.h>
 
 namespace trireme::data_parallel_forms_test {
 

@@ -1,7 +1,7 @@
 // ZeroOptions::fused_step: the bits of the same optimizer without it.
 
 #include <catch_torch.h>
-#include <strategies/zero_ranks.h>
+#include <strategies/zero/zero_ranks.h>
 
 namespace trireme::zero_fused_test {
 

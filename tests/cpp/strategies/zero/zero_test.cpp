@@ -6,7 +6,7 @@
 #include <torch/optim/schedulers/step_lr.h>
 
 #include <catch_torch.h>
-#include <strategies/zero_ranks.h>
+#include <strategies/zero/zero_ranks.h>
 
 namespace trireme::zero_test {
 

@@ -11,7 +11,7 @@
 #include <fstream>
 #include <iterator>
 #include <sstream>
-#include <strategies/fsdp_ranks.h>
+#include <strategies/fsdp/fsdp_ranks.h>
 #include <temporary_folder.h>
 
 namespace trireme::optimizer_checkpoint_test {

@@ -8,7 +8,7 @@
 
 #include <catch_torch.h>
 #include <sstream>
-#include <strategies/fsdp_ranks.h>
+#include <strategies/fsdp/fsdp_ranks.h>
 
 namespace trireme::fsdp_gathered_test {
 

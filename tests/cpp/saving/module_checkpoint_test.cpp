@@ -10,7 +10,7 @@
 
 #include <algorithm>
 #include <catch_torch.h>
-#include <comm/fake_engine.h>
+#include <comm/c10d/fake_engine.h>
 #include <string>
 #include <temporary_folder.h>
 #include <thread_ranks.h>

@@ -5,7 +5,7 @@
 #include <trireme/comm/subgroups.h>
 
 #include <catch_torch.h>
-#include <comm/fake_engine.h>
+#include <comm/c10d/fake_engine.h>
 
 namespace trireme::gpu_engines_test {
 

@@ -7,7 +7,7 @@
 
 #include <catch_torch.h>
 #include <sstream>
-#include <strategies/fsdp_ranks.h>
+#include <strategies/fsdp/fsdp_ranks.h>
 #include <thread>
 
 namespace trireme::fsdp_hosts_test {

@@ -8,7 +8,7 @@
 #include <memory>
 #include <numeric>
 #include <sstream>
-#include <strategies/zero_ranks.h>
+#include <strategies/zero/zero_ranks.h>
 
 namespace trireme::zero_gate_test {
 
