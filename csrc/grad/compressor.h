@@ -29,8 +29,8 @@ class TRIREME_API Compressor {
  public:
   virtual ~Compressor() = default;
 
-  // Whether the reducer divides by the number of ranks while it fills the bucket, and whether the
-  // tail of the bucket (the used-map) may travel with it.
+  // Says whether the reducer divides by the number of ranks while it fills the bucket, and whether
+  // the tail of the bucket (the used-map) may travel with it.
   virtual bool is_plain_sum() const = 0;
 
   // Starts the reduction.
