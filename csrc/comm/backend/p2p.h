@@ -58,7 +58,7 @@ class ShmP2p {
   bool closed_ = false;
 };
 
-// For a process that ends without having destroyed its groups: close() of all that it has.
+// Calls close() on all that this process has, which may end without having destroyed its groups.
 TRIREME_API void close_all_p2p();
 
 }  // namespace trireme

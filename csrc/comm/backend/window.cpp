@@ -71,7 +71,7 @@ struct Obstacle {
   std::array<char, 256> why{};
 };
 
-// Of each rank a segment with a counter for each peer, which only that rank writes.
+// Holds a segment of each rank with a counter for each peer, which only that rank writes.
 struct ShmWindow::Signals {
   std::vector<shm::Segment> segments;
   std::vector<std::atomic<uint64_t>> taken;  // of each peer's signals, by wait_signal()

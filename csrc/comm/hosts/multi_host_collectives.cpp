@@ -187,7 +187,8 @@ std::optional<Fault> MultiHostCollectives::word_of_this_host(const std::string& 
   return std::nullopt;
 }
 
-// Of a broken leg: the rank at its other end may have closed it because of a third.
+// Finds the reason for a broken leg: the rank at its other end may have closed it because of a
+// third.
 Fault MultiHostCollectives::reason_for(const std::string& broken, const std::string& operation) {
   const auto until = shm::Clock::now() + kWordComesWithin;
   do {
