@@ -60,7 +60,7 @@ struct SeenGroup {
 
 struct ExamineRequest {
   std::vector<pid_t> pids{};  // groups with one of these only; empty: all
-  // In a healthy job nobody waits longer for another rank.
+  // Nobody waits longer for another rank in a healthy job.
   std::chrono::milliseconds patience = std::chrono::seconds(5);
   int64_t history = 1;  // operations per rank, at most kRecords
   ReadThrough way = ReadThrough::kMemory;

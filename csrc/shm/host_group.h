@@ -31,7 +31,7 @@ struct Exchange {
 struct HostGroupRequest {
   RankOf where;
   std::chrono::milliseconds timeout = std::chrono::minutes(30);  // of one collective
-  // For tests: ranks that say different texts behave as if they were on different hosts.
+  // Tests set it: ranks that say different texts behave as if they were on different hosts.
   std::string partition{};
 };
 
@@ -95,7 +95,8 @@ class TRIREME_API HostGroup {
   int64_t world() const { return static_cast<int64_t>(members_.size()); }
   const std::string& why_alone() const { return why_alone_; }
 
-  // False only for a rank alone that got no memory to share.
+  // Says whether the rank has a block; it is false only for a rank alone that got no memory to
+  // share.
   bool has_memory() const { return !blocks_.empty(); }
   RankBlock& block(int64_t peer) { return *blocks_[static_cast<size_t>(peer)]; }
   int64_t ring_bytes() const { return ring_bytes_; }

@@ -51,18 +51,18 @@ class TRIREME_API Mailbox {
   bool progress();
   // Ends what waits in vain, and everything if the group has failed.
   void look();
-  // No transfer is pending, and no message is half received.
+  // Says whether no transfer is pending, and no message is half received.
   bool is_idle() const { return pending_sends_ == 0 && recvs_.empty() && streams_ == 0; }
   bool is_sending() const { return pending_sends_ > 0; }
-  // What has ended since the last call.
+  // Returns what has ended since the last call.
   std::vector<TransferPtr> take_ended();
 
   // Ends all recvs, or all sends, with Fault(kAborted).
   void withdraw(Transfer::Kind kind, const std::string& why);
-  // No more will be sent; peers that wait for it raise.
+  // Says that no more will be sent; peers that wait for it raise.
   void close();
-  // A destination that is still there has not mapped what was sent to it: it would lose that if
-  // this process ended now.
+  // Says whether a destination that is still there has not mapped what was sent to it: it would
+  // lose that if this process ended now.
   bool is_unfetched();
 
  private:

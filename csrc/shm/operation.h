@@ -67,7 +67,7 @@ struct Record {
 
 uint64_t mix(uint64_t hash, uint64_t value);  // for Operation::shapes_hash
 
-// How two ranks' operations differ ("rank 1 called broadcast of ..."), for the error of both.
+// Says how two ranks' operations differ ("rank 1 called broadcast of ..."), for the error of both.
 std::string describe_mismatch(int64_t rank, const Record& mine, int64_t peer, const Record& theirs);
 
 }  // namespace trireme::shm

@@ -65,7 +65,7 @@ struct RankBlock {
 
   alignas(kCacheLine) std::array<Record, kRecords> records{};
 
-  // For who finds this block without knowing of the group (doctor.h); complete before the state
+  // Serves who finds this block without knowing of the group (doctor.h); complete before the state
   // becomes kHere.
   alignas(kCacheLine) uint64_t layout = kLayout;
   Nonce group{};        // of the block of this host's first rank

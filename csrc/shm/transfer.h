@@ -32,7 +32,7 @@ struct Transfer {
   // Must not throw.
   std::function<void(const Transfer&)> on_done{};
 
-  // From on_done on: who sent it, and what went wrong.
+  // These say, from on_done on, who sent it and what went wrong.
   int64_t source = kAnyRank;
   std::optional<Fault> fault;
 
