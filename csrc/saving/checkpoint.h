@@ -44,8 +44,9 @@ struct CheckpointRanks {
 };
 
 struct CheckpointContent {
-  // By kind: "model", "optimizer". Each element is in the part of one rank, or of several that have
-  // the same part, of which the lowest writes it; a rank need not know what others have.
+  // Lists tensors by kind: "model", "optimizer". Each element is in the part of one rank, or of
+  // several that have the same part, of which the lowest writes it; a rank need not know what
+  // others have.
   std::map<std::string, std::vector<CheckpointTensor>> tensors;
   // JSON objects by file name. What ranks say under kOptimizerText is merged, key by key; where
   // they differ the lowest rank is right; integers of more than 64 bits are refused there.
@@ -75,9 +76,9 @@ class TRIREME_API CheckpointReader {
   // kOptimizerText or kExtraText, a JSON object as it was saved; empty if there is none.
   std::string text(const std::string& name) const;
 
-  // That `tensors`, those of all ranks together, are those of the checkpoint, whatever their parts.
-  // Collective; throws ValueError naming the tensor that is missing, foreign to all ranks, or of
-  // another dtype or shape.
+  // Checks that `tensors`, those of all ranks together, are those of the checkpoint, whatever their
+  // parts. Collective; throws ValueError naming the tensor that is missing, foreign to all ranks,
+  // or of another dtype or shape.
   void check(const std::string& kind, const std::vector<CheckpointTensor>& tensors) const;
 
   // Reads into the parts, in place. Collective; a failure leaves them half read.
@@ -113,7 +114,7 @@ class TRIREME_API CheckpointReader {
 
 // "Float of sizes [2, 3]"
 std::string describe(at::ScalarType dtype, at::IntArrayRef sizes);
-// What every rank says, by rank; see comm/gather_texts.h. Collective.
+// Returns what every rank says, by rank; see comm/gather_texts.h. Collective.
 std::vector<std::string> gather_texts(const std::string& own, const CheckpointRanks& ranks);
 
 // Collective. Calls `work`; what it throws on one rank is raised on all of them.

@@ -59,7 +59,7 @@ class TRIREME_API CheckpointFolder {
   // has left, a path where something else is than a checkpoint, and the folder that this process
   // works in, which would be deleted under it. What it throws leaves nothing behind.
   void begin(const CheckpointPlan& plan);
-  // Then the folder is the checkpoint.
+  // Makes the folder the checkpoint.
   void commit(const CheckpointPlan& plan);
   void abandon() const noexcept;
 

@@ -59,7 +59,7 @@ struct OptimizerToSave {
   std::vector<CheckpointTensor> tensors;
   std::string text;  // optimizer.json
 };
-// This rank's part. Throws ValueError for what Python could not read.
+// Returns this rank's part. Throws ValueError for what Python could not read.
 OptimizerToSave optimizer_to_save(const NamedOptimizer& optimizer);
 
 // A state on its way from files into an optimizer:

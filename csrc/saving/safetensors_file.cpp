@@ -85,7 +85,7 @@ SafetensorsEntry entry_of(const std::string& name, const Json& text, int64_t& en
   return entry;
 }
 
-// Whether [begin, end) is what dtype and sizes need.
+// Says whether [begin, end) is what dtype and sizes need.
 bool fits(const SafetensorsEntry& entry, int64_t end) {
   if (entry.dtype == at::ScalarType::Undefined) return false;
   auto bytes = static_cast<int64_t>(c10::elementSize(entry.dtype));
