@@ -59,12 +59,13 @@ struct MemoryRequest {
   MemoryAccounting accounting = MemoryAccounting::kTrireme;
   OptimizerState optimizer = {};
   std::optional<at::ScalarType> grad_dtype = {};  // else each parameter's
-  // As in ZeroOptions. Under kZero3 false where ranks share no memory (Gloo): they gather units.
+  // Means what it does in ZeroOptions. Under kZero3 it is false where ranks share no memory (Gloo):
+  // they gather units.
   bool host_params = true;
   // kZero3 that gathers: elements of the largest unit (one call of fully_shard); 0: the model
   // is one.
   int64_t unit_numel = 0;
-  // Of each rank; under kDp of each replica.
+  // Bytes of each rank; under kDp of each replica.
   int64_t activation_bytes = 0;
   int64_t module_buffer_bytes = 0;  // running statistics and such
 };

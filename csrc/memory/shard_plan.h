@@ -41,8 +41,8 @@ enum class ShardPlacement : uint8_t {
   kWhole,
 };
 
-// Which rank owns which elements. A value: equal on all ranks of a group. The shards of a parameter
-// are disjoint, ascend with the rank (kDim0, kFlat) and together are the parameter.
+// Says which rank owns which elements. It is a value: equal on all ranks of a group. The shards of
+// a parameter are disjoint, ascend with the rank (kDim0, kFlat) and together are the parameter.
 struct ShardPlan {
   int64_t world = 1;
   ShardPlacement placement = ShardPlacement::kDim0;
