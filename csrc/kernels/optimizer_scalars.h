@@ -19,7 +19,7 @@ struct AdamStepOptions {
   bool maximize = false;
 };
 
-// Those of torch.optim.SGD.
+// The options of torch.optim.SGD.
 struct SgdStepOptions {
   double lr = 1e-3;
   double momentum = 0;
@@ -69,7 +69,7 @@ struct SgdScalars {
   bool write_grad;
 };
 
-// For step number `step`, from 1. Computed in fp64, as torch does.
+// These compute the numbers of step number `step`, from 1, in fp64, as torch does.
 TRIREME_API AdamScalars adam_scalars(const AdamStepOptions& options, double step);
 TRIREME_API SgdScalars sgd_scalars(const SgdStepOptions& options);
 

@@ -2,7 +2,7 @@
 
 #include <cuda_runtime_api.h>
 
-// For the .cu files only.
+// Only .cu files include this header.
 namespace trireme::cuda {
 
 // nullptr if the current device can run `kernel`, else CUDA's text for why there is no machine code
