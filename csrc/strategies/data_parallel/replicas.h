@@ -49,8 +49,8 @@ struct ReplicasOptions {
   bool auto_balance = false;
   // Where outputs are gathered.
   c10::Device output_device = c10::Device(c10::kCPU);
-  // No replica shares memory with its master, and backwards are one run of the engine, as on other
-  // devices: for tests.
+  // Says that no replica shares memory with its master, and that backwards are one run of the
+  // engine, as on other devices: for tests.
   bool copy_always = false;
 };
 
@@ -68,7 +68,7 @@ class TRIREME_API Replicas : public std::enable_shared_from_this<Replicas> {
   // The pool has one worker per replica, in the order of `module`.
   Replicas(ModuleReplicas module, std::shared_ptr<WorkerPool> pool, ReplicasOptions options);
 
-  // Before a forward on a batch of `rows`. See ReplicaTensors::refresh for what it copies. Warns,
+  // Begins a forward on a batch of `rows`. See ReplicaTensors::refresh for what it copies. Warns,
   // once, when replicas take turns of very different length.
   std::shared_ptr<ReplicaPass> begin(int64_t rows);
 

@@ -71,7 +71,7 @@ class TRIREME_API Fsdp : public std::enable_shared_from_this<Fsdp> {
     // several sets of ranks gather.
     std::shared_ptr<Communicator> agrees_with = nullptr;
   };
-  // Not collective.
+  // Makes one without a collective.
   static std::shared_ptr<Fsdp> make(Request request);
 
   // Says whose forward begins or ends; `group` is null for a unit without parameters of its own.

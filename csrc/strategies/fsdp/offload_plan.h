@@ -29,7 +29,8 @@ struct Offload {
   double optimizer = 1.0;
   double params = 0.0;
   bool pin_memory = true;  // page-locked, which copies that run beside the computation need
-  // For tests: also where the parameters are in CPU memory already, if they are gathered.
+  // Tests set it: offloads also where the parameters are in CPU memory already, if they are
+  // gathered.
   bool from_cpu = false;
   std::shared_ptr<OffloadOwed> owed = std::make_shared<OffloadOwed>();
 };
@@ -44,7 +45,7 @@ struct OffloadPlanRequest {
   OffloadOwed owed = {};                        // by the units before
 };
 
-// Which of a unit's parameters lie where. A value: equal on all ranks.
+// Says which of a unit's parameters lie where. It is a value: equal on all ranks.
 struct OffloadPlan {
   std::vector<ShardOffload> parameters;
   OffloadOwed owed;  // with this unit

@@ -27,14 +27,14 @@ class ShardedModule::Root {
   // Throws c10::Error if a unit in it was used before it.
   explicit Root(const ShardedModule& unit);
 
-  // Before the parameters are read: throws c10::Error for a shard that was written while others may
-  // have read it, and for a member of the module that was.
+  // Called before the parameters are read: throws c10::Error for a shard that was written while
+  // others may have read it, and for a member of the module that was.
   void settle();
-  // After Fsdp has begun to read.
+  // Called after Fsdp has begun to read.
   void note_members();
   void begin_reading();
   void begin_writing();
-  // What is said of the gradients of a unit has changed.
+  // Hears that what is said of the gradients of a unit has changed.
   void follow_flags();
 
   const ShardedModule* outermost;

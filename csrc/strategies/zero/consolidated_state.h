@@ -18,7 +18,7 @@ struct ShardedParameter {
 
   // Rank 0 of one without elements.
   TRIREME_API bool is_owned_by(int64_t rank) const;
-  // Of the shard that a rank holds.
+  // The sizes of the shard that a rank holds.
   TRIREME_API std::vector<int64_t> sizes_on(int64_t rank) const;
 };
 
