@@ -64,7 +64,7 @@ CustomCollective collective_of(std::optional<py::function> allocate,
 // What a handler raises ends the wait (see common/interruption.h).
 class RaisedInSignalHandler final : public py::error_already_set, public Interruption {
  public:
-  // With Python's lock, and its error set.
+  // Expects Python's lock, and its error set.
   RaisedInSignalHandler() : Interruption({}) {
     reason = py::str(type().attr("__name__")).cast<std::string>();
     try {
