@@ -157,7 +157,8 @@ def cpp_hygiene(path: PurePosixPath, text: str) -> list[str]:
 
 # Each comment is understood alone: it begins with a subject or a verb.
 LABEL = re.compile(
-    r"(Of|The same|That,|That of|Those of|As|By|Or|And|Whose|Which)(?!\w)|With( [^\s:]+){1,8}:"
+    r"(of|the same|that,|that of|those of|as|by|or|and|whose|which)(?!\w)|with( [^\s:]+){1,8}:",
+    re.IGNORECASE,
 )
 LITERAL = re.compile(r"""'(\\.|[^'\\])'|"(\\.|[^"\\])*\"""")
 

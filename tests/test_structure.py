@@ -265,7 +265,7 @@ def test_trace_names_are_stage_names() -> None:
         (cpp_hygiene, "csrc/grad/a.cpp", "work.abort();  // getenv", False),
         (comment_openings, "csrc/grad/a.h", "// Of the ring, in bytes.\nint x;", True),
         (comment_openings, "csrc/grad/a.h", "int x;\n// The same\n// for y.\nint y;", True),
-        (comment_openings, "csrc/grad/a.h", "int x;  // That of all ranks", True),
+        (comment_openings, "csrc/grad/a.h", "int x;  // of all ranks", True),
         (comment_openings, "csrc/grad/a.h", "// With shards, by\n// parameter: its sum.", True),
         (comment_openings, "csrc/grad/a.h", "// Counts the bytes\n// Of the ring.", False),
         (comment_openings, "csrc/grad/a.h", "// With shards a rank has less.", False),

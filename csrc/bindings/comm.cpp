@@ -79,7 +79,7 @@ class RaisedInSignalHandler final : public py::error_already_set, public Interru
 void run_signal_handlers() {
   if (::gettid() != ::getpid() || Py_IsInitialized() == 0) return;
   const py::gil_scoped_acquire gil;
-  if (PyErr_Occurred() != nullptr) return;  // of who destroys a group on its way out
+  if (PyErr_Occurred() != nullptr) return;  // whoever destroys a group on its way out has one
   if (PyErr_CheckSignals() != 0) throw RaisedInSignalHandler();
 }
 

@@ -30,7 +30,7 @@ struct Place {
 struct Places final : ModuleFace {
   std::vector<Place> places;
   std::vector<py::object> sharded;
-  std::vector<py::object> unsharded;  // as modules show them
+  std::vector<py::object> unsharded;  // what modules show
 
   // Dropped under the GIL.
   static std::shared_ptr<Places> make() {

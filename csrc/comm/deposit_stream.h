@@ -29,7 +29,7 @@ class TRIREME_API DepositStream {
  public:
   struct Round {
     int64_t bytes;
-    uint64_t layout_hash;    // of the rest that ranks must agree about
+    uint64_t layout_hash;    // hash of the rest that ranks must agree about
     std::string_view label;  // what is deposited, for messages
   };
 
@@ -52,8 +52,8 @@ class TRIREME_API DepositStream {
   // `sums`, as far as all ranks have deposited them; says how many bytes that were. fp16 and bf16
   // are summed in fp32 and rounded once. Without `sums` the bytes are passed over.
   int64_t collect(std::byte* sums, at::ScalarType dtype, int64_t bytes);
-  // Sums in this way too, but hands the sums to `sink`, some KiB at a time while they are in the
-  // nearest cache: `bytes` bytes from `at` on. The sink may write to them.
+  // Sums as the other collect() does, but hands the sums to `sink`, some KiB at a time while they
+  // are in the nearest cache: `bytes` bytes from `at` on. The sink may write to them.
   using Sink = std::function<void(std::byte* sums, int64_t at, int64_t bytes)>;
   int64_t collect(const Sink& sink, at::ScalarType dtype, int64_t bytes);
 

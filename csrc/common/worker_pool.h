@@ -60,7 +60,7 @@ class TRIREME_API WorkerPool {
 
   std::shared_ptr<State> state_;  // also of the seats
   std::vector<std::thread> threads_;
-  std::mutex turn_;  // of run()
+  std::mutex turn_;  // held by run()
   uint64_t born_;    // forks_so_far() then
 };
 

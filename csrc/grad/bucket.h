@@ -51,7 +51,7 @@ struct OwnShards {
   std::shared_ptr<const ShardPlan> plan;
   int64_t rank = 0;
   bool scatters = false;
-  std::shared_ptr<BufferPool> pool = nullptr;  // with scatters: where buffers come from
+  std::shared_ptr<BufferPool> pool = nullptr;  // where buffers come from; needs scatters
 
   explicit operator bool() const { return plan != nullptr; }
   ShardRange of(const BucketSlot& slot) const {
@@ -79,7 +79,8 @@ class TRIREME_API Bucket {
   // longer what the slot was planned for.
   void leave_empty(size_t slot) { slots_[slot].empty = true; }
 
-  // The gradient of slot `slot` was accumulated (perhaps not for the first time in this step).
+  // Hears that the gradient of `slot` was accumulated (perhaps not for the first time in this
+  // step).
   void gradient_arrived(size_t slot, double scale);
 
   // Notes that the gradient of `slot` was accumulated, where take() will ask for it.
@@ -137,9 +138,9 @@ class TRIREME_API Bucket {
 
  private:
   struct Slot {
-    int64_t offset = 0;  // with scatters, in the run of each rank
+    int64_t offset = 0;  // counts in the run of each rank where ranks scatter
     int64_t numel = 0;
-    int64_t run_numel = 0;  // with scatters: in the run of each rank, padding included
+    int64_t run_numel = 0;  // room in the run of each rank, padding included; needs scatters
     std::vector<int64_t> sizes;
     std::vector<int64_t> strides;
     GradOrigin origin = GradOrigin::kFresh;
@@ -186,7 +187,7 @@ class TRIREME_API Bucket {
   bool grads_may_alias_ = false;  // buffer and parameters have one dtype
   std::vector<Slot> slots_;
   at::Tensor buffer_;
-  // with scatters
+  // what only ranks that scatter have
   int64_t run_numel_ = 0;
   at::Tensor sums_;
   at::Tensor whole_;  // without owners: the gradients, lazy

@@ -11,8 +11,8 @@ namespace trireme {
 namespace {
 
 constexpr int64_t kMostRanks = 4;
-// What is moved in one go, so that what was summed up is still in a cache when its ring is written
-// again.
+// The bytes that are moved in one go, so that what was summed up is still in a cache when its ring
+// is written again.
 constexpr int64_t kRunBytes = int64_t{256} << 10;
 constexpr int64_t kLine = 64;
 

@@ -35,7 +35,7 @@ class BucketStream {
   // reads what all have, which by then costs more than it spares) or leave CPUs free.
   struct Options {
     bool sharded = false;
-    int64_t bytes = int64_t{8} << 20;  // of the ring, at least
+    int64_t bytes = int64_t{8} << 20;  // bytes of the ring, at least
   };
   static std::unique_ptr<BucketStream> make(Communicator& communicator, const Options& options);
   // Returns what a ring must hold for all gradients of these parameters, however they are ordered.
@@ -88,12 +88,12 @@ class BucketStream {
 
  private:
   class Arrival;
-  struct Part {  // of the stream: a bucket with its tail
+  struct Part {  // one part of the stream: a bucket with its tail
     int64_t begin = 0;
     int64_t bytes = 0;
     int64_t padded = 0;
     std::vector<ShardRange> own;  // in bytes
-    std::vector<bool> ready;      // by slot
+    std::vector<bool> ready;      // one flag per slot
   };
 
   bool deposit_some();
@@ -120,12 +120,12 @@ class BucketStream {
   // where depositing stands
   size_t bucket_ = 0;
   size_t slot_ = 0;
-  int64_t element_ = 0;  // of the slot, in reals
+  int64_t element_ = 0;  // place in the slot, in reals
   bool has_source_ = false;
-  at::Tensor source_;  // of the slot; undefined: zeros
+  at::Tensor source_;  // the slot's gradient; undefined: zeros
   // where collecting stands
   size_t collecting_ = 0;
-  size_t own_ = 0;  // of the part's own ranges
+  size_t own_ = 0;  // index into the part's own ranges
   std::vector<Pending::Clock::time_point> collected_at_;
 };
 

@@ -16,7 +16,7 @@ class CommHook;
 // A full bucket on its way out.
 struct CompressorRequest {
   Bucket& bucket;
-  const std::vector<at::Tensor>& parameters;  // of the whole module; the bucket's plan indexes them
+  const std::vector<at::Tensor>& parameters;  // all of the module; the bucket's plan indexes them
   size_t index = 0;
   size_t bucket_count = 0;
   const std::string& label;

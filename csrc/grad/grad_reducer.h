@@ -30,9 +30,9 @@ namespace trireme {
 // not). When a gradient reaches such an output, the backward that runs is armed: the end callback
 // is queued into *its* graph task, which is the outer one even when checkpointing runs reentrant
 // backwards inside. From then on each parameter's hook counts down its bucket; buckets are launched
-// in plan order; the end callback launches the rest, waits, and delivers. So .grad is final when
-// backward() returns, and 1F1B, several forwards per backward, and several backwards per forward
-// need no care.
+// in plan order; the end callback launches the rest, waits, and delivers every gradient. So .grad
+// is final when backward() returns, and 1F1B, several forwards per backward, and several backwards
+// per forward need no care.
 //
 // autograd.grad() and backward(inputs=...) arm only if they accumulate into one of our parameters.
 // A graph task that is destroyed before its end callback ran was left by an exception; its peers
@@ -53,7 +53,7 @@ struct GradReducerOptions {
   bool gradient_as_bucket_view = false;
   // The dtype of floating-point gradients on the wire; that of the parameters if absent.
   std::optional<at::ScalarType> reduce_dtype;
-  std::string area = "ddp";  // which strategy speaks in messages
+  std::string area = "ddp";  // names the strategy in messages
   // Stands in front of each bucket's name. Ranks notice by it that they came to reducers in
   // different orders, even where parameters have the same names.
   std::string bucket_prefix = {};
@@ -357,7 +357,7 @@ class TRIREME_API GradReducer final : public GradSink,
   };
   std::vector<Newcomer> newcomers_;  // their hooks count on from parameters_
   int64_t replanned_at_ = -1;        // the step
-  // Say for each parameter where its values were when ranks had the same; empty if nobody asks.
+  // Tells for each parameter where its values were when ranks had the same; empty if nobody asks.
   std::vector<const c10::StorageImpl*> storages_;
 
   // the plan and its memory
@@ -369,7 +369,7 @@ class TRIREME_API GradReducer final : public GradSink,
   std::vector<Place> places_;
   std::shared_ptr<BufferPool> pool_;
   std::vector<Bucket> buckets_;
-  // by parameter, with shards; see [Note: who owns a gradient's memory] in bucket.h
+  // values per parameter, used with shards; see [Note: who owns a gradient's memory] in bucket.h
   using WeakTensor = c10::weak_intrusive_ptr<at::TensorImpl, at::UndefinedTensorImpl>;
   struct Watched {
     std::optional<WeakTensor> grad;

@@ -32,7 +32,7 @@ bool GradReducer::Watched::is_unchanged(const at::Tensor& tensor, uint32_t allow
 void GradReducer::gradient_due(int64_t index) {
   arm_with_siblings();
   const std::lock_guard lock(mutex_);
-  // A gradient would be accumulated on what is reduced already where no backward synchronizes.
+  // Sets the sum aside: a gradient would else be accumulated on it where no backward synchronizes.
   if (phase_ == Phase::kIdle && !has_owners()) set_aside(static_cast<size_t>(index));
 }
 

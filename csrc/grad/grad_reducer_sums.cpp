@@ -98,7 +98,7 @@ void GradReducer::show_sums() {
   std::vector<OwnSum> sums;
   for (Bucket& bucket : buckets_) add_own_sums(bucket, sums);
   if (sums.empty()) return;
-  const SummedCallback callback = summed_callback_;  // which may take itself back
+  const SummedCallback callback = summed_callback_;  // a copy: it may take itself back
   callback(sums);
   for (Bucket& bucket : buckets_) deliver_used(bucket, /*chosen=*/true);
 }

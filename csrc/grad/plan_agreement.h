@@ -26,8 +26,8 @@ struct ParameterState {
 };
 
 struct AgreedStates {
-  std::vector<bool> used;   // by parameter: by any rank
-  std::vector<bool> moved;  // by parameter: on any rank
+  std::vector<bool> used;   // one per parameter: used by any rank
+  std::vector<bool> moved;  // one per parameter: moved on any rank
   bool replans = false;     // some rank has other parameters than planned; states may then differ
 };
 

@@ -13,7 +13,7 @@ namespace trireme {
 // The scalars in T, the type computed in: fp64 for fp64 parameters, else fp32.
 template <typename T>
 struct AdamFactors {
-  T grad_factor;  // with the sign
+  T grad_factor;  // sign included
   T shrink;
   T l2;
   T lerp_weight;
@@ -28,7 +28,7 @@ struct AdamFactors {
 
 template <typename T>
 struct SgdFactors {
-  T grad_factor;  // with the sign
+  T grad_factor;  // sign included
   T l2;
   T buffer_share;
   T grad_share;

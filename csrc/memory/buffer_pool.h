@@ -33,8 +33,8 @@ class TRIREME_API BufferPool {
   // Takes memory as a contiguous tensor, whose storage gives it back.
   at::Tensor empty(at::IntArrayRef sizes, at::ScalarType dtype, const char* label);
 
-  // Says where blocks come from, from now on, if not from the device's allocator; throws c10::Error
-  // where it has none. Blocks that are idle go.
+  // Says where blocks come from, from now on, if not from the device's allocator. A source throws
+  // c10::Error where it has none. Blocks that are idle go.
   using Source = std::function<at::DataPtr(int64_t bytes)>;
   void set_source(Source source);
 

@@ -55,7 +55,7 @@ struct MemoryRequest {
   const std::vector<ParameterInfo>& parameters;
   TrainingStrategy strategy = TrainingStrategy::kDdp;
   int64_t world = 1;
-  int64_t ranks_per_host = 1;  // of the fullest host
+  int64_t ranks_per_host = 1;  // ranks of the fullest host
   MemoryAccounting accounting = MemoryAccounting::kTrireme;
   OptimizerState optimizer = {};
   std::optional<at::ScalarType> grad_dtype = {};  // else each parameter's
@@ -85,8 +85,8 @@ struct MemoryBytes {
 };
 
 struct MemoryEstimate {
-  MemoryBytes rank;  // of the fullest one; of what a host has once, its share
-  MemoryBytes host;  // of the fullest one: what its ranks take together (the sum of their PSS)
+  MemoryBytes rank;  // the fullest rank; its share of what a host has once
+  MemoryBytes host;  // the fullest host: what its ranks take together (the sum of their PSS)
 
   bool operator==(const MemoryEstimate&) const = default;
 };

@@ -77,7 +77,7 @@ TRIREME_API std::vector<int64_t> shard_sizes(const ParameterInfo& parameter,
 // given, each at a multiple of 64 bytes, so that a cache line or vector never holds two of them.
 struct StoreLayout {
   std::vector<int64_t> offsets;  // bytes, by parameter
-  int64_t bytes = 0;             // of the whole store, a multiple of 64
+  int64_t bytes = 0;             // bytes of the whole store, a multiple of 64
 
   bool operator==(const StoreLayout&) const = default;
 };

@@ -58,7 +58,7 @@ NamedParameters named_parameters(const torch::nn::Module& module) {
       if (bag->options.sparse()) sparse.insert(bag->weight.unsafeGetTensorImpl());
     }
   };
-  look_at(module);  // which may live on the stack, where torch cannot list it
+  look_at(module);  // it may live on the stack, where torch cannot list it
   for (const auto& layer : module.modules(/*include_self=*/false)) look_at(*layer);
   NamedParameters parameters;
   std::unordered_set<const at::TensorImpl*> seen;

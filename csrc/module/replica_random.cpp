@@ -52,7 +52,7 @@ void draw_for_replica(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
 uint64_t PassRandom::seed() {
   const std::lock_guard lock(mutex_);
   if (!seed_) {
-    at::Generator generator = at::detail::getDefaultCPUGenerator();  // the same one
+    at::Generator generator = at::detail::getDefaultCPUGenerator();  // no copy of it
     const std::lock_guard generator_lock(generator.mutex());
     seed_ = at::check_generator<at::CPUGeneratorImpl>(generator)->random64();
   }

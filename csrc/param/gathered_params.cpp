@@ -39,7 +39,7 @@ class GatherBeside final : public Pending::State {
 
  private:
   Pending gather_;
-  StreamHandoff& handoff_;  // of the same parameters
+  StreamHandoff& handoff_;  // belongs to the same parameters
 };
 
 }  // namespace

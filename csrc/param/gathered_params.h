@@ -56,7 +56,7 @@ class GatheredParams final : public ParamMemory {
     // The n neighbouring ranks around this one among which units are resharded; all ranks if null.
     std::shared_ptr<Communicator> reshards_with = nullptr;
     c10::Device device = c10::kCPU;
-    bool pins_memory = true;  // of offloaded shards and their gradients
+    bool pins_memory = true;  // pins offloaded shards and their gradients
   };
   // Not collective. Throws ValueError if n is no factor of P; c10::Error if pinned memory is
   // refused.
@@ -77,7 +77,7 @@ class GatheredParams final : public ParamMemory {
  private:
   struct Entry {
     ShardedParamSpec spec;
-    at::Tensor shard;   // as it lies in memory
+    at::Tensor shard;   // this rank's shard, as it lies in memory
     at::Tensor copied;  // copy of an offloaded one on the device, in param_dtype; undefined without
     at::Tensor whole;
     at::Tensor region;     // part of the buffer: what all ranks have, padded
@@ -100,10 +100,10 @@ class GatheredParams final : public ParamMemory {
   bool pins_memory_;
   std::vector<Entry> entries_;
   int64_t bytes_ = 0;
-  c10::Storage storage_;  // of the buffer; without memory while released
+  c10::Storage storage_;  // the buffer's; without memory while released
   bool has_memory_ = false;
   std::shared_ptr<BufferPool> pool_;
-  bool has_pieces_ = false;  // the same on all ranks
+  bool has_pieces_ = false;  // equal on all ranks
   int64_t pieces_bytes_ = 0;
   at::Tensor pieces_;          // this rank's, once the buffer was released
   bool is_offloaded_ = false;  // any parameter is

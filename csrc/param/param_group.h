@@ -61,7 +61,7 @@ class TRIREME_API ParamGroup {
   // Collective; all ranks pass the same specs. Throws ValueError for none; c10::Error on all ranks
   // where memory that should be shared is refused, and on this one for pinned memory.
   explicit ParamGroup(ParamGroupRequest request);
-  // Says whether a group over these ranks and this device gathers unless always_gathers says so.
+  // Says whether a group over these ranks and this device gathers, always_gathers aside.
   static bool gathers_over(Communicator& communicator, c10::Device device);
 
   const std::vector<ShardedParam>& params() const { return params_; }

@@ -41,7 +41,7 @@ bool Prefetch::reshards(Index index) const {
 
 void Prefetch::begin_forward(const ParamGroup* entry, bool trains) {
   if (groups_.empty()) return;
-  for (State& state : states_) state.claims = 0;  // of a pass that an exception has left
+  for (State& state : states_) state.claims = 0;  // left by an exception
   pass_ = Pass::kForward;
   key_ = {index_of(entry), trains};
   const auto known = plans_.find(key_);

@@ -115,9 +115,9 @@ class TRIREME_API Prefetch {
     int64_t claims = 0;     // places in the plan that were gathered and not needed yet
     bool is_kept = false;   // there, and not gathered again, until expire(); the same on all ranks
     bool is_held = false;   // there on this rank until backward is over
-    bool was_used = false;  // by a forward that trains, since expire()
-    bool was_needed = false;      // by anybody, since expire()
-    int64_t uses = 0;             // by forwards that train, since a backward ended
+    bool was_used = false;  // a forward that trains used it since expire()
+    bool was_needed = false;      // anybody needed it since expire()
+    int64_t uses = 0;             // uses by forwards that train, since a backward ended
     std::vector<Index> ahead[2];  // forward, backward
     bool has_ahead[2] = {false, false};
   };
@@ -145,7 +145,7 @@ class TRIREME_API Prefetch {
 
   // the pass
   Pass pass_ = Pass::kNone;
-  Key key_;              // of the last forward
+  Key key_;              // key of the last forward
   bool learns_ = false;  // this pass makes its plan
   Plan plan_;
   size_t next_ = 0;  // place in plan_

@@ -48,7 +48,7 @@ struct ShardedParamSpec {
   std::string name;
   std::vector<int64_t> sizes;
   at::ScalarType dtype = at::kFloat;
-  int64_t dim = 0;  // which is sharded; from 0 on
+  int64_t dim = 0;  // the dimension that is sharded; from 0 on
   // The dtype of the unsharded parameter, and that of its gradient on the wire; `dtype` if absent.
   std::optional<at::ScalarType> param_dtype = {};
   std::optional<at::ScalarType> reduce_dtype = {};
@@ -71,7 +71,7 @@ struct ShardRows : ChunkRows {
 
 // Where a parameter lies, the sharded dimension first.
 struct ParamPlace {
-  at::Tensor shard;  // of this rank, in the parameter's dtype
+  at::Tensor shard;  // this rank's shard, in the parameter's dtype
   at::Tensor whole;  // in param_dtype
   // What the owner of the shard has to keep up to date in param_dtype, if anything: this rank's
   // part of `whole`, or the copy of a shard that is offloaded.

@@ -30,7 +30,7 @@ namespace trireme {
 struct CheckpointTensor {
   std::string name;
   at::ScalarType dtype = at::kFloat;
-  std::vector<int64_t> sizes;  // of the whole
+  std::vector<int64_t> sizes;  // sizes of the whole
   TensorPart part = {};
 };
 
@@ -91,7 +91,7 @@ class TRIREME_API CheckpointReader {
   };
   struct Kind {
     std::vector<SafetensorsFile> files;
-    std::map<std::string, Place> places;  // by tensor
+    std::map<std::string, Place> places;  // places of tensors, by name
     std::map<std::string, CheckpointTensor> tensors;
     std::string save;
   };
@@ -109,7 +109,7 @@ class TRIREME_API CheckpointReader {
   std::string folder_;
   CheckpointRanks ranks_;
   std::map<std::string, Kind> kinds_;
-  std::map<std::string, std::string> texts_;  // by file name
+  std::map<std::string, std::string> texts_;  // texts by file name
 };
 
 // "Float of sizes [2, 3]"

@@ -19,7 +19,7 @@ namespace {
 namespace fs = std::filesystem;
 
 constexpr unsigned kExchange = 2;  // RENAME_EXCHANGE of linux/fs.h
-constexpr int kMaxLinks = 40;      // as Linux has it
+constexpr int kMaxLinks = 40;      // Linux's limit
 
 std::string model_index() { return index_name(kModelTensors); }
 std::string index_in_the_making() { return model_index() + ".saving"; }

@@ -64,7 +64,7 @@ class TRIREME_API CheckpointFolder {
   void abandon() const noexcept;
 
  private:
-  using Names = std::set<std::string>;  // of files that are ours; empty: none are
+  using Names = std::set<std::string>;  // files that are ours; empty: none are
   std::optional<CheckpointIndex> index_at(const std::string& path) const;
   bool is_replaced(const CheckpointIndex& index) const;
   Names names_in(const std::string& folder) const;

@@ -35,7 +35,7 @@ namespace trireme {
 struct SteppedParam {
   std::string name;            // in the plain model
   at::Tensor target;           // what this rank steps of it; undefined: nothing
-  std::vector<int64_t> sizes;  // of the whole
+  std::vector<int64_t> sizes;  // sizes of the whole
   const HeldPart* held;        // null: all ranks have all of it
 };
 
@@ -43,7 +43,7 @@ struct SteppedParam {
 struct NamedOptimizer {
   torch::optim::Optimizer* shown;     // has the groups that the user sees
   torch::optim::Optimizer* stepping;  // has the states; `shown`, or what that holds
-  const OptimizerFields* fields;      // of `stepping`
+  const OptimizerFields* fields;      // fields of `stepping`
   std::vector<std::vector<SteppedParam>> groups;
   RankOf where;
 };

@@ -30,8 +30,8 @@ struct SafetensorsEntry {
 struct SafetensorsHeader {
   std::vector<SafetensorsEntry> entries;        // in the order of their bytes
   std::map<std::string, std::string> metadata;  // texts, whatever a writer likes to say
-  int64_t bytes = 0;                            // of the header, its length included
-  int64_t file_bytes = 0;                       // of all
+  int64_t bytes = 0;                            // bytes of the header, its length included
+  int64_t file_bytes = 0;                       // bytes of the whole file
 
   bool operator==(const SafetensorsHeader&) const = default;
 };
@@ -94,8 +94,8 @@ class TRIREME_API SafetensorsFile {
       int64_t stride = 0;  // in bytes of the file
     };
     int64_t numel = 0;
-    int64_t bytes = 0;      // of each
-    int64_t begin = 0;      // of the first, in the file
+    int64_t bytes = 0;      // bytes of each
+    int64_t begin = 0;      // place of the first, in the file
     std::vector<Dim> dims;  // that tell them apart, the innermost first
     int64_t begin_of(int64_t run) const;
   };

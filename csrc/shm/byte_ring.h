@@ -10,8 +10,8 @@ namespace trireme::shm {
 
 // The shared part of a byte ring; the bytes follow it. Positions count all bytes that ever passed.
 struct ByteRingBlock {
-  alignas(kCacheLine) std::atomic<uint64_t> written{0};   // by the writer
-  alignas(kCacheLine) std::atomic<uint64_t> consumed{0};  // by the reader
+  alignas(kCacheLine) std::atomic<uint64_t> written{0};   // the writer counts
+  alignas(kCacheLine) std::atomic<uint64_t> consumed{0};  // the reader counts
   std::atomic<bool> mapped{false};                        // the reader sees the ring
   // Number of the last message that the reader could not use, and what it expected: complete before
   // the number, and that before `consumed` goes on.

@@ -51,7 +51,7 @@ class Collectives::Scope {
   bool checked_ = false;
 };
 
-constexpr int64_t kSliceBytes = 256 * 1024;  // of one rank in one chunk
+constexpr int64_t kSliceBytes = 256 * 1024;  // bytes of one rank in one chunk
 
 constexpr auto kLine = static_cast<int64_t>(kCacheLine);
 

@@ -52,11 +52,11 @@ class TRIREME_API Courier {
   void work();
 
   HostGroup& group_;
-  Bell& bell_;  // of this rank
+  Bell& bell_;  // this rank's bell
   std::chrono::microseconds patience_;
   uint64_t forks_;
 
-  std::mutex mutex_;  // of all that follows
+  std::mutex mutex_;  // guards all that follows
   Mailbox mailbox_;
   Clock::time_point next_look_{};
   int64_t drivers_ = 0;  // threads in wait()

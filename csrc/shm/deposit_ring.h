@@ -90,7 +90,7 @@ class TRIREME_API DepositRing {
   uint64_t epoch_;
   uint64_t round_ = 0;
   uint64_t base_ = 0;    // where this round begins
-  uint64_t length_ = 0;  // of this round
+  uint64_t length_ = 0;  // length of this round
   uint64_t deposited_ = 0;
   uint64_t collected_ = 0;
   bool round_is_checked_ = false;

@@ -49,8 +49,8 @@ std::vector<SeenOperation> operations_in(const RankBlock& block, int64_t now_ns,
   return operations;
 }
 
-// Who of those that map a block is its owner. A later process with the number of a dead one maps
-// nothing of it.
+// Finds out who of those that map a block is its owner. A later process with the number of a dead
+// one maps nothing of it.
 void find_process(SeenRank& seen, const FoundSegment& segment,
                   const std::vector<HiddenProcess>& hidden) {
   pid_t owner = 0;

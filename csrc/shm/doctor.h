@@ -36,7 +36,7 @@ struct SeenRank {
   int64_t rank = -1;  // in the group
   int64_t world = 0;
   int64_t members = 0;  // ranks on this host; 0 until they know each other
-  pid_t pid = 0;        // as this process would call it; as it calls itself once it is gone
+  pid_t pid = 0;        // what this process would call it; what it calls itself once it is gone
   std::string process;  // PeerProcess::state(): "running", "sleeping", "stopped", "gone", ...
   RankState state = RankState::kJoining;
   std::string failure;                    // kFailed: what it said

@@ -30,7 +30,7 @@ struct Exchange {
 
 struct HostGroupRequest {
   RankOf where;
-  std::chrono::milliseconds timeout = std::chrono::minutes(30);  // of one collective
+  std::chrono::milliseconds timeout = std::chrono::minutes(30);  // limit of one collective
   // Tests set it: ranks that say different texts behave as if they were on different hosts.
   std::string partition{};
 };
@@ -203,7 +203,7 @@ class TRIREME_API HostGroup {
   int64_t rank_ = 0;
   int64_t ring_bytes_ = 0;
   std::string why_alone_;
-  uint64_t forks_ = 0;  // forks of this process until the group was made
+  uint64_t forks_ = 0;  // forks_so_far() when the group was made
 
   std::vector<Segment> segments_;
   std::vector<Segment> rings_;
@@ -216,7 +216,7 @@ class TRIREME_API HostGroup {
   bool entered_ = true;
   std::atomic<uint64_t> epoch_{1};
   std::atomic<std::chrono::milliseconds> group_timeout_;
-  std::chrono::milliseconds timeout_{};  // of the collective that runs
+  std::chrono::milliseconds timeout_{};  // limit of the collective that runs
   Clock::time_point deadline_;
   std::mutex failure_mutex_;
   std::string failure_;

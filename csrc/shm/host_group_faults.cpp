@@ -95,7 +95,7 @@ class HostGroup::PeerWatch : public Watch {
     return errand_ != nullptr ? std::string(errand_->name) : group_.current();
   }
 
-  // Who has ended this epoch, of those that this wait depends on, and why.
+  // Says who has ended this epoch, of those that this wait depends on, and why.
   std::string left_by() const {
     if (rejoins_) return {};
     const uint64_t epoch = group_.epoch();

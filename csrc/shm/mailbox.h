@@ -127,14 +127,14 @@ class TRIREME_API Mailbox {
   std::string rank_name(int64_t peer) const;
 
   HostGroup& group_;
-  int64_t capacity_;              // of a ring
+  int64_t capacity_;              // bytes of a ring
   Segment segment_;               // this rank's outgoing rings
-  std::vector<Outbox> outboxes_;  // by destination
-  std::vector<Inbox> inboxes_;    // by source
+  std::vector<Outbox> outboxes_;  // one per destination
+  std::vector<Inbox> inboxes_;    // one per source
   std::list<TransferPtr> recvs_;  // posted, and without a message
   Letters letters_;               // in the order in which they came
   std::vector<TransferPtr> ended_;
-  std::vector<Absence> absences_;  // of each rank, when look() last asked
+  std::vector<Absence> absences_;  // absence of each rank, when look() last asked
   int64_t pending_sends_ = 0;
   int64_t wanted_of_any_ = 0;
   int64_t streams_ = 0;  // inboxes that are in the middle of a message

@@ -131,7 +131,7 @@ struct Job {
   int64_t numel;
   std::span<const void* const> sources;
   const double* factors;
-  uint64_t terms;  // of an average
+  uint64_t terms;  // terms of an average
 
   template <typename T>
   const T* source(size_t rank, int64_t begin) const {

@@ -23,7 +23,7 @@ enum class SegmentKind : uint8_t {
   kNamed       // shm_open of a random name, until unlink_name()
 };
 
-constexpr const char* kMemoryName = "trireme";  // of a memfd, as /proc/<pid>/maps shows it
+constexpr const char* kMemoryName = "trireme";  // name of a memfd, as /proc/<pid>/maps shows it
 
 // What every segment begins with.
 struct SegmentHeader {

@@ -23,7 +23,7 @@ struct Transfer {
   enum class Kind : uint8_t { kSend, kRecv };
 
   Kind kind = Kind::kSend;
-  int64_t peer = 0;  // of the host group; to receive also kAnyRank
+  int64_t peer = 0;  // rank of the host group; to receive also kAnyRank
   int64_t tag = 0;
   Pieces memory;
   Dtype dtype = Dtype::kBytes;

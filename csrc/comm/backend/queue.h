@@ -82,9 +82,9 @@ class ShmQueue {
     std::deque<Task> tasks;
     bool busy = false;
     bool ending = false;
-    size_t from_callbacks = 0;        // of the tasks
+    size_t from_callbacks = 0;        // tasks that callbacks submitted
     size_t in_callbacks = 0;          // threads
-    size_t workers_in_callbacks = 0;  // of the queue's own
+    size_t workers_in_callbacks = 0;  // those among the queue's own threads
     Clock::time_point callbacks_began;
     std::atomic<uint64_t> untold{0};  // epochs; 0: none
     std::atomic<uint64_t> told{0};
@@ -111,7 +111,7 @@ class ShmQueue {
   int64_t cpus_;
   std::shared_ptr<Shared> shared_ = std::make_shared<Shared>();
   std::vector<std::thread> workers_;  // under the mutex, until they are ending
-  uint64_t forks_ = 0;                // of this process, when the first worker started
+  uint64_t forks_ = 0;                // forks_so_far() when the first worker started
 };
 
 // One operation of the backend, before, while and after it runs.

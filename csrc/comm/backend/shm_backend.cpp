@@ -307,7 +307,7 @@ void ShmBackend::run_or_refuse(Call& call, const char* name, const Run& run) {
     if (call.run.sequence() == before) {
       try {
         call.run.refuse(std::string(name) + ": " + first_line(error), call.options);
-      } catch (const shm::Fault&) {  // as it must
+      } catch (const shm::Fault&) {  // it must throw
       }
     }
     throw;

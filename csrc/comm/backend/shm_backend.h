@@ -17,7 +17,7 @@ class Store;
 namespace trireme {
 
 struct ShmOptions {
-  std::chrono::milliseconds timeout = std::chrono::minutes(30);  // of one collective
+  std::chrono::milliseconds timeout = std::chrono::minutes(30);  // limit of one collective
   // Where ranks turn out to be on several hosts, Gloo connects these; see GlooOptions.
   std::chrono::milliseconds connect_timeout = std::chrono::minutes(5);
   std::string hostname{};

@@ -54,7 +54,7 @@ class ShmBackend final : public c10d::Backend {
   c10d::ErrorType getError() override;
   void registerOnCompletionHook(
       std::function<void(std::shared_ptr<c10d::WorkInfo>)>&& hook) override;
-  void waitForPendingWorks() override;        // with their hooks; not for messages
+  void waitForPendingWorks() override;        // waits for hooks, too; not for messages
   void enableCollectivesTiming() override {}  // they always are
   bool supportsAbortHooks() const TRIREME_HOOKS_OVERRIDE { return uses_memory(); }
   void registerAbortHook(int64_t id, AbortHook hook) TRIREME_HOOKS_OVERRIDE;
@@ -164,7 +164,7 @@ class ShmBackend final : public c10d::Backend {
 
     ShmArguments arguments;
     c10d::OpType type;
-    const char* title;  // of the profiler's range
+    const char* title;  // name of the profiler's range
     Tensors outputs;
     std::chrono::milliseconds timeout;
     bool synchronous;
@@ -188,7 +188,7 @@ class ShmBackend final : public c10d::Backend {
   RankOf where_;
   ShmOptions shm_options_;
   c10::intrusive_ptr<Options> options_;
-  uint64_t forks_;  // forks of this process until the backend was made
+  uint64_t forks_;  // forks_so_far() when the backend was made
   std::atomic<uint64_t> sequence_{0};
   int64_t shrinks_ = 0;
   std::unique_ptr<shm::HostGroup> group_;

@@ -369,7 +369,7 @@ class C10dCommunicator final : public Communicator {
   MakeCommunicator* make_of_part_;
   Scratch scratch_;
   std::string operation_;                                       // the one being issued
-  std::map<std::string, std::shared_ptr<Communicator>> parts_;  // by the name they were split by
+  std::map<std::string, std::shared_ptr<Communicator>> parts_;  // key: the name they were split by
 };
 
 }  // namespace

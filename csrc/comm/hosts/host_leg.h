@@ -80,7 +80,7 @@ class HostLeg {
   std::string name_of(int64_t host) const;
 
   const HostLayout& layout_;
-  uint64_t forks_;  // of this process, when the leg was made
+  uint64_t forks_;  // forks_so_far() when the leg was made
   std::mutex mutex_;
   c10::intrusive_ptr<c10d::Backend> gloo_;  // null once closed
   std::set<Flight*> flights_;

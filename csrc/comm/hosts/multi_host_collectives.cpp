@@ -143,7 +143,7 @@ void MultiHostCollectives::run(const Operation& operation, const CallOptions& ca
     throw;
   } catch (const LegBroken& broken) {
     why = broken.what();
-  } catch (const std::exception& error) {  // of memory, say, with messages under way
+  } catch (const std::exception& error) {  // no memory, say, with messages under way
     close(error_text(kMultiHostArea, operation.to_string() + ": " + error.what(), group_.where(),
                      "Look for the error of that rank; then start the group again."));
     throw;

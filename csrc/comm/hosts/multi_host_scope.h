@@ -47,7 +47,7 @@ class MultiHostCollectives::Scope {
 
   MultiHostCollectives& owner_;
   shm::Clock::time_point deadline_;
-  std::string label_;  // of the stages: what they are for
+  std::string label_;  // says what the stages are for
 };
 
 }  // namespace trireme

@@ -18,7 +18,7 @@ inline const char* why_no_image(const void* kernel) {
     case cudaErrorUnsupportedPtxVersion:
     case cudaErrorJitCompilerNotFound:
     case cudaErrorJitCompilationDisabled:
-      cudaGetLastError();  // or the next one to ask would take it for his own
+      cudaGetLastError();  // clears it, or the next one to ask would take it for his own
       return cudaGetErrorString(error);
     default:
       return nullptr;

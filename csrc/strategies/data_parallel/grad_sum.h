@@ -50,7 +50,7 @@ class TRIREME_API GradSum {
   class Replica;
   struct Part {
     at::Tensor first = {};
-    at::Tensor later = {};  // of further times in one backward: reentrant checkpoints
+    at::Tensor later = {};  // sum of further times in one backward: reentrant checkpoints
     bool came = false;
   };
   void came(size_t replica, size_t parameter);

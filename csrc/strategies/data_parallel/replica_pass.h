@@ -103,7 +103,7 @@ class TRIREME_API ReplicaPass : public std::enable_shared_from_this<ReplicaPass>
   bool records_;  // gradients, when the forward began
   std::vector<std::pair<at::Tensor, std::vector<at::Tensor>>> scattered_;  // inputs and parts
   std::vector<Input> inputs_;                     // those that require a gradient
-  torch::autograd::edge_list next_edges_;         // of inputs_, then of the parameters
+  torch::autograd::edge_list next_edges_;         // edges of inputs_, then of the parameters
   std::vector<std::vector<at::Tensor>> outputs_;  // [position][output]
   std::vector<Output> plans_;
   PassRandom random_;

@@ -78,7 +78,7 @@ class TRIREME_API ReplicatedModule : public torch::nn::Module {
   std::shared_ptr<torch::nn::Module> inner_;
   DataParallelOptions options_;
   std::vector<c10::Device> devices_;
-  at::Tensor probe_;     // of the module: tells whether it was moved
+  at::Tensor probe_;     // a tensor of the module: tells whether it was moved
   ModuleClones clones_;  // without their tensors, which replicas_ has
   std::shared_ptr<WorkerPool> pool_;
   std::shared_ptr<Replicas> replicas_;

@@ -97,7 +97,7 @@ Fsdp::Fsdp(const Request& request)
 
 // One forward of a unit that gathers, as backward sees it.
 struct Fsdp::Use {
-  uint64_t first_node = at::sequence_number::peek();  // of autograd's
+  uint64_t first_node = at::sequence_number::peek();  // autograd's next sequence number
   size_t inputs = 0;                                  // that get gradients
   int64_t backward = 0;                               // that has entered it
   size_t inputs_left = 0;
@@ -193,7 +193,7 @@ void Fsdp::watch_outputs(const Forward& forward, const std::vector<at::Tensor>& 
 }
 
 void Fsdp::abandon_forward(const Forward& forward, const std::string& reason) noexcept {
-  if (runs_backward()) return;  // which says so, if it is more than a checkpoint's early end
+  if (runs_backward()) return;  // backward says so, if it is more than a checkpoint's early end
   close(forward);
   try {  // what it has computed may have been kept, and backward may come to it
     if (forward.group && forward.group->reshard_after_forward())
@@ -331,7 +331,8 @@ void Fsdp::pre_backward(ParamGroup* group, Use* use, const Pass& pass) {
   group->show_unsharded();
 }
 
-// The backward that runs has come to an input of a unit, and leaves the unit with the last one.
+// Hears that the backward that runs has come to an input of a unit; with the last one it leaves the
+// unit.
 void Fsdp::post_backward(ParamGroup& group, Use& use) {
   if (use.backward != backward_ || --use.inputs_left > 0) return;
   if (--uses_in_backward_[&group] == 0 && group.reshard_after_backward()) prefetch_.done(group);

@@ -60,18 +60,18 @@ class TRIREME_API Fsdp : public std::enable_shared_from_this<Fsdp> {
  public:
   struct Request {
     std::vector<std::shared_ptr<ParamGroup>> groups;  // on one device
-    std::vector<std::string> names;                   // of all parameters, group by group
-    // The sets of ranks that train units; the first one is all that train. See [Note: units on
-    // several meshes] in unit_reducers.h.
+    std::vector<std::string> names;                   // names of all parameters, group by group
+    // The sets of ranks that train units; the first one holds all that train.
+    // See [Note: units on several meshes] in unit_reducers.h.
     std::vector<FsdpRanks> ranks;
-    // Index into `ranks` of each group; groups of the same have one communicator. All are the
-    // first's if it is empty.
+    // The index into `ranks` of each group; groups of one index have one communicator. All groups
+    // are the first set's if it is empty.
     std::vector<size_t> ranks_of = {};
     // All ranks that must agree about the order of gathers; see Prefetch. Needed where groups of
     // several sets of ranks gather.
     std::shared_ptr<Communicator> agrees_with = nullptr;
   };
-  // Makes one without a collective.
+  // Makes an Fsdp. Not collective.
   static std::shared_ptr<Fsdp> make(Request request);
 
   // Says whose forward begins or ends; `group` is null for a unit without parameters of its own.
@@ -122,9 +122,9 @@ class TRIREME_API Fsdp : public std::enable_shared_from_this<Fsdp> {
   // outside of one, is over; or when wait_for_gradients() returns.
   std::vector<at::Tensor> take_gradients(const std::vector<int64_t>& parameters);
   void wait_for_gradients() { copied_gradients_.wait(); }
-  // Serves a caller who does not: gradients of offloaded shards become the .grad of
+  // Keeps gradients for a caller who does not: those of offloaded shards become the .grad of
   // ShardedParam::sharded() too, or are added to it, and begin_writing() looks by what gradients in
-  // the memory of the host were multiplied since; see fsdp_gradients.cpp. Takes the delivered
+  // the memory of the host were multiplied since; see fsdp_gradients.cpp. Uses the delivered
   // callback of reducers().
   void keep_gradients();
 
@@ -147,7 +147,8 @@ class TRIREME_API Fsdp : public std::enable_shared_from_this<Fsdp> {
   void set_manual_finalization(bool manual);
   void finalize_backward();
 
-  // Forgets what forward and backward have left after an exception, accumulated gradients included.
+  // Forgets, after an exception, what forward and backward have left, accumulated gradients
+  // included.
   void reset();
 
   UnitReducers& reducers() { return reducers_; }
@@ -197,14 +198,14 @@ class TRIREME_API Fsdp : public std::enable_shared_from_this<Fsdp> {
   bool is_offloaded(int64_t parameter) const {
     return param_of(owners_[static_cast<size_t>(parameter)]).spec().offload != ShardOffload::kNone;
   }
-  std::vector<Owner> owners_;  // of all parameters
+  std::vector<Owner> owners_;  // owners of all parameters
   std::shared_ptr<Communicator> communicator_;
   std::vector<StepGate> gates_;  // one per set of ranks that has parameters
   std::shared_ptr<BufferPool> pool_;
   Prefetch prefetch_;
   UnitReducers reducers_;
   StreamHandoff copied_gradients_;
-  TensorSamples delivered_;  // of gradients, by parameter; none unless keep_gradients() was called
+  TensorSamples delivered_;    // samples of gradients; none unless keep_gradients() was called
   int64_t waiting_task_ = -1;  // the backward that waits for copied gradients at its end
   // Forwards that are not over, each inside the one before it.
   struct Open {
@@ -213,7 +214,7 @@ class TRIREME_API Fsdp : public std::enable_shared_from_this<Fsdp> {
     std::shared_ptr<Use> use;  // null unless the group gathers
   };
   std::vector<Open> open_;
-  std::map<const ParamGroup*, int64_t> uses_in_backward_;  // of units that gather
+  std::map<const ParamGroup*, int64_t> uses_in_backward_;  // counts those of units that gather
   int64_t backward_ = 0;                                   // counts backwards
   int64_t forward_ = 0;
   std::set<int64_t> forwards_in_backward_;

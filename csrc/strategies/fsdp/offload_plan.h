@@ -41,14 +41,14 @@ TRIREME_API void check_offload(const Offload& offload, RankOf where);
 struct OffloadPlanRequest {
   double optimizer = 1.0;
   double params = 0.0;
-  const std::vector<int64_t>& parameter_bytes;  // of a unit, each on all ranks together
-  OffloadOwed owed = {};                        // by the units before
+  const std::vector<int64_t>& parameter_bytes;  // bytes of a unit's, each on all ranks together
+  OffloadOwed owed = {};                        // what the units before owe
 };
 
 // Says which of a unit's parameters lie where. It is a value: equal on all ranks.
 struct OffloadPlan {
   std::vector<ShardOffload> parameters;
-  OffloadOwed owed;  // with this unit
+  OffloadOwed owed;  // what is owed, this unit included
 };
 
 TRIREME_API OffloadPlan make_offload_plan(const OffloadPlanRequest& request);

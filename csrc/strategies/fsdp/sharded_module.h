@@ -42,10 +42,9 @@ struct FsdpOptions {
   // are gathered.
   std::shared_ptr<Communicator> gathers_with = nullptr;
   // The number of neighbouring ranks among which the unit is resharded after forward: backward
-  // gathers it from these only, and a part of it stays on each of them until then (see [Note:
-  // pieces] in param/gathered_params.h). 0 and the number of ranks: all of them; 1: it is not
-  // resharded. Replaces reshard_after_forward. Equal on all ranks; used only where parameters are
-  // gathered.
+  // gathers it from these only, and each of them keeps a part of it until then (see [Note: pieces]
+  // in param/gathered_params.h). 0 and the number of ranks: all of them; 1: it is not resharded.
+  // Replaces reshard_after_forward. Equal on all ranks; used only where parameters are gathered.
   int64_t reshard_among = 0;
   // The communicator of these ranks, the same for all units; neighbours_of() the ranks that share
   // parameters if null.
@@ -170,7 +169,8 @@ class TRIREME_API ShardedModule : public torch::nn::Module, public HoldsParts {
 
   // Says where the time of the last synchronized backward went.
   StepReport last_step() const;
-  // Forgets what forward and backward have left after an exception, accumulated gradients included.
+  // Forgets, after an exception, what forward and backward have left, accumulated gradients
+  // included.
   void reset_iter_state();
 
   void train(bool on = true) override;
@@ -223,7 +223,7 @@ class TRIREME_API ShardedModule : public torch::nn::Module, public HoldsParts {
 
   std::shared_ptr<torch::nn::Module> inner_;
   FsdpOptions options_;
-  c10::Device device_{c10::kCPU};  // of all parameters
+  c10::Device device_{c10::kCPU};  // device of all parameters
   std::shared_ptr<Communicator> sharers_;
   std::shared_ptr<Communicator> replicates_with_;  // ranks with the same shards, if any
   std::vector<at::Tensor> leaves_;                 // inner's own parameters
@@ -237,7 +237,7 @@ class TRIREME_API ShardedModule : public torch::nn::Module, public HoldsParts {
     AllReduceHook hook = {};
   };
   GradientFlags flags_;
-  mutable std::shared_ptr<Root> root_;  // of the outermost unit, once that was used
+  mutable std::shared_ptr<Root> root_;  // the outermost unit's, once that was used
 };
 
 }  // namespace trireme

@@ -41,8 +41,8 @@ class ShardedModule::Root {
   std::vector<const ShardedModule*> units;          // that have parameters of their own
   std::vector<std::shared_ptr<ParamGroup>> groups;  // theirs
   std::vector<FsdpRanks> ranks;                     // that share these; the outermost unit's first
-  std::vector<size_t> ranks_of;                     // by group
-  std::vector<std::string> names;                   // of all parameters, group by group
+  std::vector<size_t> ranks_of;                     // index into `ranks`, one per group
+  std::vector<std::string> names;                   // names of all parameters, group by group
   std::shared_ptr<Fsdp> core;
 
  private:
@@ -52,7 +52,7 @@ class ShardedModule::Root {
   void check_members();
   void sample_shards();
 
-  std::vector<std::shared_ptr<Communicator>> sharers_;  // by `ranks`
+  std::vector<std::shared_ptr<Communicator>> sharers_;  // parallel to `ranks`
   // What was written last: torch's C++ SGD writes `.data`, which no version counts.
   TensorSamples samples_;
   std::vector<int64_t> member_versions_;

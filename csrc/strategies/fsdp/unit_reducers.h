@@ -31,7 +31,7 @@ namespace trireme {
 
 // The ranks that train some units.
 struct FsdpRanks {
-  std::shared_ptr<Communicator> communicator;  // of all of them
+  std::shared_ptr<Communicator> communicator;  // joins all of them
   // The ranks that have the same shards, where more train than share the parameters (HSDP).
   std::shared_ptr<Communicator> replicates_with = nullptr;
   // The communicator that scatters gradients; that of the groups if null.
@@ -44,9 +44,9 @@ class TRIREME_API UnitReducers {
  public:
   struct Request {
     const std::vector<std::shared_ptr<ParamGroup>>& groups;
-    const std::vector<std::string>& names;  // of all parameters, group by group
+    const std::vector<std::string>& names;  // names of all parameters, group by group
     const std::vector<FsdpRanks>& ranks;
-    const std::vector<size_t>& ranks_of;  // by group, into `ranks`
+    const std::vector<size_t>& ranks_of;  // index into `ranks`, one per group
   };
   explicit UnitReducers(const Request& request);
   UnitReducers(const UnitReducers&) = delete;
@@ -81,7 +81,7 @@ class TRIREME_API UnitReducers {
   // One reducer, and what it has of all.
   struct Part {
     std::vector<size_t> groups;
-    std::vector<size_t> numbers_of_parameters;  // of these
+    std::vector<size_t> numbers_of_parameters;  // counts per group
     std::vector<int64_t> parameters;
     std::shared_ptr<GradReducer> reducer;
 

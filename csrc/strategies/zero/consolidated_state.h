@@ -13,7 +13,7 @@ namespace trireme {
 // A parameter and who owns what of it.
 struct ShardedParameter {
   ParameterInfo info;
-  std::vector<ShardRange> ranges;  // by rank
+  std::vector<ShardRange> ranges;  // one per rank
   ShardPlacement placement = ShardPlacement::kDim0;
 
   // Rank 0 of one without elements.

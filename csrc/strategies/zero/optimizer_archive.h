@@ -19,8 +19,8 @@ using ArchivedValues = std::map<std::string, c10::IValue>;
 // looked at without its types. Parameters are counted through all groups.
 struct OptimizerArchive {
   std::vector<int64_t> group_counts;    // how many parameters, by group
-  std::vector<ArchivedValues> options;  // by group
-  std::vector<ArchivedValues> states;   // by parameter; empty where it has none yet
+  std::vector<ArchivedValues> options;  // one per group
+  std::vector<ArchivedValues> states;   // one per parameter; empty where it has none yet
 };
 
 // Throws ValueError for an archive that is not of the form torch has written since 1.5.

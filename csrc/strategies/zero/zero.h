@@ -57,8 +57,8 @@ struct ZeroOptions {
   // Is kWhole for optimizers that need whole matrices; kDim0 if absent.
   std::optional<ShardPlacement> placement = std::nullopt;
   // Lets fused_adam_step() sum up the gradients while it steps: .grad stays undefined, and two
-  // passes over the shards less are made. Needs stage 2, and ranks that share memory. Costs a ring
-  // of 4 N bytes per rank.
+  // passes over the shards are spared. Needs stage 2, and ranks that share memory. Costs a ring of
+  // 4 N bytes per rank.
   bool fused_step = false;
 };
 
@@ -215,9 +215,9 @@ class TRIREME_API Zero {
   std::vector<at::Tensor> places_;  // where each whole parameter lies
   std::vector<at::Tensor> shards_;
   std::vector<int64_t> versions_;       // autograd's, of private parameters; a store keeps its own
-  std::vector<at::Tensor> own_memory_;  // by parameter what give_own_memory() gave, or undefined
-  TensorSamples samples_;               // of places_; none while a step writes
-  std::shared_ptr<TensorSamples> delivered_;  // of own gradients, under stage 2
+  std::vector<at::Tensor> own_memory_;  // what give_own_memory() gave, per parameter, or undefined
+  TensorSamples samples_;               // samples of places_; none while a step writes
+  std::shared_ptr<TensorSamples> delivered_;  // samples of own gradients, under stage 2
   std::shared_ptr<GradReducer> reducer_;
   bool writing_ = false;  // since begin_writing()
   bool scaler_wrote_ = false;

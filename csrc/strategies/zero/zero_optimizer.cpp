@@ -258,7 +258,7 @@ at::Tensor ZeroOptimizer::step(LossClosure closure) {
 // Steps what the last backward has left to be summed up (fused_step).
 void ZeroOptimizer::step_sums() {
   size_t group = 0;
-  size_t parameter = 0;  // of all
+  size_t parameter = 0;  // index among all
   for (const auto& core : cores_) {
     const size_t first = parameter;
     const size_t end = first + core->parameter_infos().size();

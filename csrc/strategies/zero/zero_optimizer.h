@@ -35,7 +35,7 @@ struct TRIREME_API ZeroParameters {
   // NOLINTEND(google-explicit-constructor)
 
   std::vector<torch::optim::OptimizerParamGroup> groups;
-  NamedParameters named;  // of all groups, in their order
+  NamedParameters named;  // parameters of all groups, in their order
 };
 
 // ZeroRedundancyOptimizer<Optimizer> for any `Optimizer`: the part of it that is no template. See
@@ -166,12 +166,12 @@ class TRIREME_API ZeroOptimizer : public torch::optim::Optimizer, public Sharded
   ZeroOptions options_;
   std::vector<std::unique_ptr<Claim>> claims_;
   std::vector<std::unique_ptr<Zero>> cores_;
-  std::vector<at::Tensor> parameters_;  // of all groups, in their order
-  std::vector<at::Tensor> shards_;      // of these
-  std::vector<int64_t> group_counts_;   // as sharded
+  std::vector<at::Tensor> parameters_;  // parameters of all groups, in their order
+  std::vector<at::Tensor> shards_;      // their shards
+  std::vector<int64_t> group_counts_;   // counts at the time of sharding
   std::unique_ptr<torch::optim::Optimizer> local_;
   CountStep count_step_;
-  std::vector<ArchivedValues> consolidated_;  // by parameter
+  std::vector<ArchivedValues> consolidated_;  // one per parameter
   bool synchronize_ = true;
   bool is_retired_ = false;  // another one has its parameters
 };

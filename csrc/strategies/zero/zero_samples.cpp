@@ -11,7 +11,7 @@ namespace trireme {
 // Samples the parameters as they lie in the store, or privately; also while each rank writes a
 // copy.
 void Zero::take_samples() {
-  if (communicator_->world() == 1) return;  // which may do as it likes
+  if (communicator_->world() == 1) return;  // one rank may do as it likes
   for (size_t i = 0; i < places_.size(); ++i) samples_.read(i, SampledMemory::of(places_[i]));
 }
 
