@@ -156,6 +156,37 @@ def cpp_hygiene(path: PurePosixPath, text: str) -> list[str]:
     return found
 
 
+# Each comment is understood alone: it begins with a subject or a verb.
+LABEL = re.compile(
+    r"(of|the same|that,|that of|those of|as|by|or|and|whose|which)(?!\w)|with( [^\s:]+){1,8}:",
+    re.IGNORECASE,
+)
+LITERAL = re.compile(r"""'(\\.|[^'\\])'|"(\\.|[^"\\])*\"""")
+
+
+def comments(text: str) -> list[tuple[int, str]]:
+    """Each comment and its first line: a block of whole lines, or what follows code on a line."""
+    found: list[tuple[int, str]] = []
+    in_block = False
+    for number, line in enumerate(text.splitlines(), 1):
+        continues, in_block = in_block, line.lstrip().startswith("//")
+        code = line if in_block else LITERAL.sub("", line)
+        _, slashes, words = code.partition("//")
+        if in_block and continues:
+            found[-1] = (found[-1][0], f"{found[-1][1]} {words.strip()}")
+        elif slashes:
+            found.append((number, words.strip()))
+    return found
+
+
+def comment_openings(path: PurePosixPath, text: str) -> list[str]:
+    return [
+        f"{path}:{number}: a comment opens with '{opening[0]}'; give it a subject or a verb"
+        for number, comment in comments(text)
+        if (opening := LABEL.match(comment))
+    ]
+
+
 def cpp_function_length(path: PurePosixPath, text: str) -> list[str]:
     """Of clang-formatted code: at namespace level a body ends with a brace in the first column."""
     limit = MAX_BINDING_LINES if home(path) == "bindings" else MAX_FUNCTION_LINES

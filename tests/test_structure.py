@@ -16,6 +16,7 @@ from structure_rules import (
     TORCH_HEADER,
     Rule,
     comm_edges,
+    comment_openings,
     conditional_compilation,
     cpp_function_length,
     cpp_hygiene,
@@ -36,7 +37,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 CPP_RULES: list[Rule] = [
     layer_edges, comm_edges, foreign_headers, conditional_compilation, cpp_hygiene,
-    cpp_function_length, refused_names,
+    comment_openings, cpp_function_length, refused_names,
 ]  # fmt: skip
 PYTHON_RULES: list[Rule] = [python_function_length, refused_names]
 
@@ -273,6 +274,14 @@ def test_trace_names_are_stage_names() -> None:
         (cpp_hygiene, "csrc/grad/a.cpp", 'std::getenv("RANK");', True),
         (cpp_hygiene, "csrc/grad/a.cpp", "std::exit(1);", True),
         (cpp_hygiene, "csrc/grad/a.cpp", "work.abort();  // getenv", False),
+        (comment_openings, "csrc/grad/a.h", "// Of the ring, in bytes.\nint x;", True),
+        (comment_openings, "csrc/grad/a.h", "int x;\n// The same\n// for y.\nint y;", True),
+        (comment_openings, "csrc/grad/a.h", "int x;  // of all ranks", True),
+        (comment_openings, "csrc/grad/a.h", "// With shards, by\n// parameter: its sum.", True),
+        (comment_openings, "csrc/grad/a.h", "// Counts the bytes\n// Of the ring.", False),
+        (comment_openings, "csrc/grad/a.h", "// With shards a rank has less.", False),
+        (comment_openings, "csrc/grad/a.h", "int x;  // bytes, by parameter", False),
+        (comment_openings, "csrc/grad/a.cpp", 'f("// Of it");  // Offers a ring', False),
         (
             cpp_function_length,
             "csrc/grad/a.cpp",

@@ -64,7 +64,7 @@ CustomCollective collective_of(std::optional<py::function> allocate,
 // What a handler raises ends the wait (see common/interruption.h).
 class RaisedInSignalHandler final : public py::error_already_set, public Interruption {
  public:
-  // With Python's lock, and its error set.
+  // Expects Python's lock, and its error set.
   RaisedInSignalHandler() : Interruption({}) {
     reason = py::str(type().attr("__name__")).cast<std::string>();
     try {
@@ -79,7 +79,7 @@ class RaisedInSignalHandler final : public py::error_already_set, public Interru
 void run_signal_handlers() {
   if (::gettid() != ::getpid() || Py_IsInitialized() == 0) return;
   const py::gil_scoped_acquire gil;
-  if (PyErr_Occurred() != nullptr) return;  // of who destroys a group on its way out
+  if (PyErr_Occurred() != nullptr) return;  // whoever destroys a group on its way out has one
   if (PyErr_CheckSignals() != 0) throw RaisedInSignalHandler();
 }
 

@@ -32,7 +32,7 @@ class InterruptedWait {
     interrupt_.emplace();  // takes the error that Python has raised here
     on_interrupt_();
   }
-  // With the GIL.
+  // Raises the error that Python has raised, if any; called with the GIL.
   void raise() {
     if (!interrupt_) return;
     interrupt_->restore();

@@ -30,7 +30,7 @@ struct Place {
 struct Places final : ModuleFace {
   std::vector<Place> places;
   std::vector<py::object> sharded;
-  std::vector<py::object> unsharded;  // as modules show them
+  std::vector<py::object> unsharded;  // what modules show
 
   // Dropped under the GIL.
   static std::shared_ptr<Places> make() {
@@ -73,7 +73,7 @@ struct Places final : ModuleFace {
     }
   }
 
-  // Whether modules hold the sharded parameters, and these the shards.
+  // Says whether modules hold the sharded parameters, and these the shards.
   bool are_settled(const ParamGroup& group) const {
     if (group.is_shown()) return true;
     for (const Place& place : places) {
@@ -104,7 +104,8 @@ using Spec = std::tuple<std::string, std::vector<int64_t>, at::ScalarType, int64
 
 using OffloadRow = std::tuple<std::vector<size_t>, std::vector<size_t>, bool>;
 
-// Of which parameters the optimizer's part lies in CPU memory, of which everything; pinned or not.
+// Takes the parameters whose optimizer's part lies in CPU memory, those of which everything does,
+// and whether it is pinned.
 void set_offload(ParamGroupRequest& request, const OffloadRow& row) {
   const auto& [optimizers, all, pins_memory] = row;
   for (const size_t one : optimizers) request.specs.at(one).offload = ShardOffload::kOptimizer;
@@ -244,7 +245,8 @@ std::vector<std::shared_ptr<ParamGroup>> groups_of(
   return held;
 }
 
-// Of all, of those with the same shards, what scatters gradients.
+// The communicators of all ranks and of those with the same shards, and the one that scatters
+// gradients.
 using RanksRow = std::tuple<std::shared_ptr<Communicator>, std::shared_ptr<Communicator>,
                             std::shared_ptr<Communicator>>;
 

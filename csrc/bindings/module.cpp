@@ -6,7 +6,7 @@ PYBIND11_MODULE(_C, module) {
   trireme::speak_python();
   trireme::init_autograd(module);
   trireme::init_comm(module);
-  trireme::init_checkpoint(module);  // which takes its communicators
+  trireme::init_checkpoint(module);  // takes communicators of the above
   trireme::init_data_parallel(module);
   trireme::init_ddp(module);
   trireme::init_doctor(module);

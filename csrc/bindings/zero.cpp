@@ -24,7 +24,7 @@ std::shared_ptr<Zero> make_zero(std::vector<std::string> names, std::vector<at::
   return std::make_shared<Zero>(std::move(named), std::move(communicator), options);
 }
 
-// For each parameter the elements [begin, begin + numel) of each rank.
+// Returns, for each parameter, the elements [begin, begin + numel) of each rank.
 std::vector<std::vector<std::pair<int64_t, int64_t>>> plan_of(const Zero& zero) {
   std::vector<std::vector<std::pair<int64_t, int64_t>>> plan;
   for (const std::vector<ShardRange>& ranks : zero.plan().shards) {

@@ -40,11 +40,11 @@ class TRIREME_API Communicator {
   int64_t rank() const { return rank_of().rank; }
   int64_t world() const { return rank_of().world; }
 
-  // In place. Dense tensors of any floating, complex or integral dtype; a sparse tensor must be
-  // alone in its list.
+  // Reduces in place. Takes dense tensors of any floating, complex or integral dtype; a sparse
+  // tensor must be alone in its list.
   virtual Pending all_reduce(std::vector<at::Tensor> tensors, ReduceOp op, std::string label) = 0;
 
-  // In place; what `root` holds is what all ranks hold afterwards.
+  // Writes in place: what `root` holds is what all ranks hold afterwards.
   virtual Pending broadcast(std::vector<at::Tensor> tensors, int64_t root, std::string label) = 0;
 
   // outputs[i] holds world x inputs[i].numel() elements, rank-major; both contiguous.
@@ -61,33 +61,33 @@ class TRIREME_API Communicator {
   // collectives, and why. Their waits raise with this text. Never throws; safe from a destructor.
   virtual void announce_failure(const std::string& reason) noexcept = 0;
 
-  // Collective, once every rank has announced a failure or thrown because of one: what was in
-  // flight is given up, and the group works again. Nothing happens where none did, or where the
-  // group cannot recover.
+  // Gives up what was in flight and makes the group work again, once every rank has announced a
+  // failure or thrown because of one. Collective. Does nothing where none did, or where the group
+  // cannot recover.
   virtual void recover() {}
 
-  // Why this group can no longer be used, if so.
+  // Says why this group can no longer be used; absent while it can.
   virtual std::optional<std::string> failure() const = 0;
 
-  // A communicator of `ranks`, this one among them, in that order, over the same engine. Null where
-  // it cannot be had. The same one in every call with this `name`; lives as long as this one.
-  // Collective over `ranks` the first time.
+  // Returns a communicator of `ranks`, this one among them, in that order, over the same engine;
+  // null where it cannot be had. Every call with this `name` returns the same one, which lives as
+  // long as this one. Collective over `ranks` the first time.
   virtual std::shared_ptr<Communicator> split(const std::vector<int>& /*ranks*/,
                                               const std::string& /*name*/) {
     return nullptr;
   }
 
-  // Where texts (gather_texts.h) and numbers lie for this communicator to move them: the CPU, or,
-  // where the group takes no tensors of the CPU (NCCL alone), the GPU that it is bound to, or else
-  // the caller's current one.
+  // Says where texts (gather_texts.h) and numbers lie for this communicator to move them: on the
+  // CPU, or, where the group takes no tensors of the CPU (NCCL alone), on the GPU that it is bound
+  // to, or else on the caller's current one.
   virtual c10::Device device() const { return c10::kCPU; }
 
-  // What only ranks that share the memory of a host can do; null where they share none. Lives as
-  // long as the communicator.
+  // Returns what only ranks that share the memory of a host can do; null where they share none. It
+  // lives as long as the communicator.
   virtual Host* host() { return nullptr; }
 
-  // What the operations of the group share, for those that go around the verbs; null where they
-  // share nothing (in tests).
+  // Returns what the operations of the group share, for those that go around the verbs; null where
+  // they share nothing (in tests).
   virtual std::shared_ptr<GroupHealth> health() const { return nullptr; }
 };
 

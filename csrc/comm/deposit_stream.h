@@ -29,7 +29,7 @@ class TRIREME_API DepositStream {
  public:
   struct Round {
     int64_t bytes;
-    uint64_t layout_hash;    // of the rest that ranks must agree about
+    uint64_t layout_hash;    // hash of the rest that ranks must agree about
     std::string_view label;  // what is deposited, for messages
   };
 
@@ -40,11 +40,11 @@ class TRIREME_API DepositStream {
   DepositStream(const DepositStream&) = delete;
   DepositStream& operator=(const DepositStream&) = delete;
 
-  // All ranks say the same.
+  // Begins a round, of which all ranks say the same.
   void begin_round(const Round& round);
 
-  // Where this rank's next bytes go: at most `bytes`, in one piece, none while the ring is full.
-  // Shared memory: write it once, then deposit() what was written.
+  // Returns where this rank's next bytes go: at most `bytes`, in one piece, none while the ring is
+  // full. The memory is shared: write it once, then deposit() what was written.
   std::span<std::byte> room(int64_t bytes);
   void deposit(int64_t bytes);
 
@@ -52,8 +52,8 @@ class TRIREME_API DepositStream {
   // `sums`, as far as all ranks have deposited them; says how many bytes that were. fp16 and bf16
   // are summed in fp32 and rounded once. Without `sums` the bytes are passed over.
   int64_t collect(std::byte* sums, at::ScalarType dtype, int64_t bytes);
-  // The same, handing out the sums of some KiB at a time while they are in the nearest cache: of
-  // `bytes` bytes from `at` on. They may be written to.
+  // Sums as the other collect() does, but hands the sums to `sink`, some KiB at a time while they
+  // are in the nearest cache: `bytes` bytes from `at` on. The sink may write to them.
   using Sink = std::function<void(std::byte* sums, int64_t at, int64_t bytes)>;
   int64_t collect(const Sink& sink, at::ScalarType dtype, int64_t bytes);
 

@@ -32,7 +32,7 @@ struct GroupHealth {
   void clear_failure();
   // Throws the DistBackendError of a group that has failed before.
   void check_usable(const std::string& operation) const;
-  // Whether it is time to look at the board, for who does not wait himself: once a second.
+  // Says whether it is time to look at the board, for who does not wait himself: once a second.
   bool is_look_due();
 
  private:
@@ -41,8 +41,8 @@ struct GroupHealth {
   std::atomic<std::chrono::steady_clock::rep> looked_at_{0};
 };
 
-// That of `communicator`. One that has none (a test's) gets a fresh one without a Store, which
-// watches nothing.
+// Returns the health of `communicator`. One that has none (a test's) gets a fresh one without a
+// Store, which watches nothing.
 std::shared_ptr<GroupHealth> health_of(const Communicator& communicator);
 
 }  // namespace trireme

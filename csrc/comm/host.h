@@ -44,25 +44,26 @@ class TRIREME_API Host {
   // The ranks of this host as shared memory knows them.
   virtual shm::HostGroup& group() = 0;
 
-  // Deposit and collect (deposit_stream.h) through rings of `bytes` per rank; null on all ranks
-  // where there are several hosts, or where a rank sees that their threads leave CPUs free: then a
-  // thread of the engine may as well move the data. Who wants deposits whoever moves them says
-  // `also_with_free_cpus`.
+  // Makes a stream that deposits and collects (deposit_stream.h) through rings of `bytes` per rank.
+  // Null on all ranks where there are several hosts, or where a rank sees that their threads leave
+  // CPUs free: then a thread of the engine may as well move the data. Who wants deposits whoever
+  // moves them says `also_with_free_cpus`.
   virtual std::unique_ptr<DepositStream> make_deposit_stream(int64_t bytes,
                                                              bool also_with_free_cpus) = 0;
 
-  // One run of `bytes` zeros (> 0, the same on all ranks) for all ranks, each rank's part of its
-  // pages on that rank's NUMA node. Lives as long as anybody holds it. Where one rank cannot have
-  // it none has, all are told the same reason, and the group goes on. In a forked child it is the
-  // parent's, not a copy.
+  // Makes one run of `bytes` zeros (> 0, the same on all ranks) for all ranks, each rank's part of
+  // its pages on that rank's NUMA node. It lives as long as anybody holds it. Where one rank cannot
+  // have it none has, all are told the same reason, and the group goes on. In a forked child it is
+  // the parent's, not a copy.
   virtual SharedMemory share_memory(int64_t bytes, std::string label) = 0;
-  // One run for the ranks of each host, those of group(). Where one rank cannot have it, on any
-  // host, none has.
+  // Makes one run for the ranks of each host, those of group(). Where one rank cannot have it, on
+  // any host, none has.
   virtual HostMemory share_host_memory(int64_t bytes, std::string label) = 0;
 
-  // What each rank has, brought to all, where it lies in memory of share_host_memory() already:
-  // parts[r] are what rank r of the communicator has, contiguous. Those of other hosts come to
-  // their places, each byte once per host; of this host's nothing moves. Finished when all is there.
+  // Brings what each rank has to all, where it lies in memory of share_host_memory() already:
+  // parts[r] are what rank r of the communicator has, contiguous. Parts of other hosts come to
+  // their places, each byte once per host; of this host's nothing moves. Finished when all is
+  // there.
   virtual Pending all_gather_in_host(PartsByRank parts, std::string label) = 0;
 };
 

@@ -16,7 +16,7 @@ class HostGroup;
 // Counters in memory that the ranks of a host share, one per rank, which only that rank writes:
 // waiting for them is no collective, so ranks may wait in different orders, or not at all.
 
-// After a sequentially consistent store to one.
+// Wakes peers that wait for a counter; called after a sequentially consistent store to it.
 TRIREME_API void wake_peers(shm::HostGroup& group);
 
 // Returns when those of all ranks have come to `target`. `name` says in errors what is waited for.

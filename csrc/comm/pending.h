@@ -39,7 +39,8 @@ class TRIREME_API Pending {
   void wait() {
     if (state_ != nullptr) state_->wait();
   }
-  // Whether it is done before `patience` is over. Looks now and then; wait() must still follow.
+  // Says whether it is done before `patience` is over. Looks now and then; wait() must still
+  // follow.
   bool comes_within(Clock::duration patience) const;
   std::vector<at::Tensor> result() {
     return state_ == nullptr ? std::vector<at::Tensor>{} : state_->result();

@@ -11,7 +11,7 @@ namespace trireme {
 struct WireRecord {
   std::string verb;  // "all_reduce", "broadcast", ...
   std::string label;
-  int64_t bytes = 0;  // of this rank's tensors
+  int64_t bytes = 0;  // bytes of this rank's tensors
   std::vector<std::string> dtypes;
 };
 

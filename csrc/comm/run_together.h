@@ -19,7 +19,7 @@ struct RankFailure {
   std::exception_ptr own = {};  // the exception of this rank, if it has one
 };
 
-// For what no rank may do unless all can: runs `work`, and tells every rank whether it threw
+// Does what no rank may do unless all can: runs `work`, and tells every rank whether it threw
 // anywhere. What follows then (give up, throw `own` or an error that names the rank) is the
 // caller's. Collective: one gather_texts() over `device`.
 TRIREME_API std::optional<RankFailure> run_together(const std::function<void()>& work,

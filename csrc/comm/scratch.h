@@ -13,7 +13,7 @@ class Scratch {
  public:
   static constexpr size_t kKept = 2;
 
-  // So many bytes, uninitialised.
+  // Returns so many bytes, uninitialised.
   at::Tensor take(int64_t bytes);
 
  private:

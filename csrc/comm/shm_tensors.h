@@ -44,9 +44,9 @@ class ShmTensors {
   Use use_;
 };
 
-// Whether a collective that writes outputs[r] while it still reads inputs[r], in the order of their
-// bytes, may read what it has written. In place it does not: where a byte of inputs[r] lies in
-// outputs[r] at the same offset, it has been read by then.
+// Says whether a collective that writes outputs[r] while it still reads inputs[r], in the order of
+// their bytes, may read what it has written. In place it does not: where a byte of inputs[r] lies
+// in outputs[r] at the same offset, it has been read by then.
 bool would_read_results(const std::vector<shm::Pieces>& outputs,
                         const std::vector<shm::Pieces>& inputs);
 

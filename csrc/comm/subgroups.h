@@ -9,17 +9,17 @@
 namespace trireme {
 
 // Communicators over the same engine as another one, which they live as long as: for verbs to which
-// ranks may come in another order than to its own, or which not all ranks come to. The same one in
-// every call; null where an engine can make none. Collective over all ranks the first time; throws
-// what the engine does when it cannot connect.
+// ranks may come in another order than to its own, or which not all ranks come to. Every call
+// returns the same one; null where an engine can make none. Collective over all ranks the first
+// time; throws what the engine does when it cannot connect.
 
-// Of the same ranks.
+// Returns a communicator of the same ranks.
 TRIREME_API std::shared_ptr<Communicator> twin_of(Communicator& communicator);
-// Of part of them: the first `count` ranks, the next `count`, and so on. Throws ValueError where
-// `count` is no factor of the number of ranks.
+// Returns a communicator of a part of the ranks: the first `count`, the next `count`, and so on.
+// Throws ValueError where `count` is no factor of the number of ranks.
 TRIREME_API std::shared_ptr<Communicator> neighbours_of(Communicator& communicator, int64_t count);
-// Of those that have the same place among their neighbours: ranks 0, `count`, 2 x `count`, and so
-// on. Throws the same.
+// Returns a communicator of the ranks that have the same place among their neighbours: ranks 0,
+// `count`, 2 x `count`, and so on. Throws what neighbours_of() does.
 TRIREME_API std::shared_ptr<Communicator> counterparts_of(Communicator& communicator,
                                                           int64_t count);
 

@@ -60,9 +60,9 @@ TRIREME_API LaunchEnvironment
 read_launch_environment(std::optional<RankOf> caller = std::nullopt,
                         const EnvironmentLookup& lookup = lookup_process_environment);
 
-// How many threads this rank should compute with so that the ranks of a host share `cpus` (see
-// usable_cpus) without fighting: SLURM's cpus per task where known, else cpus / local_world, at
-// least 1. Nothing when OMP_NUM_THREADS already says it.
+// Returns how many threads this rank should compute with so that the ranks of a host share `cpus`
+// (see usable_cpus) without fighting: SLURM's cpus per task where known, else cpus / local_world,
+// at least 1. Returns nothing when OMP_NUM_THREADS already says it.
 TRIREME_API std::optional<int64_t> threads_per_rank(const LaunchEnvironment& environment,
                                                     int64_t cpus);
 

@@ -8,8 +8,8 @@
 
 namespace trireme {
 
-// Which rank of how many speaks. A negative world means that no group is known yet; the text then
-// names none.
+// Says which rank of how many speaks. A negative world means that no group is known yet; the text
+// then names none.
 struct RankOf {
   int64_t rank = -1;
   int64_t world = -1;

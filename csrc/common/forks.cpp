@@ -41,8 +41,8 @@ bool is_open(const SharedMapping& mapping) {
          found.st_ino == mapping.inode;
 }
 
-// In the child, which has one thread and may not allocate. Without a reserve of swap: it takes what
-// it writes.
+// Runs in the child, which has one thread and may not allocate. Reserves no swap: it takes what it
+// writes.
 void make_private(const SharedMapping& mapping) {
   constexpr int kFlags = MAP_PRIVATE | MAP_FIXED | MAP_NORESERVE;
   if (is_open(mapping) && ::mmap(mapping.begin, mapping.bytes, PROT_READ | PROT_WRITE, kFlags,

@@ -4,7 +4,8 @@
 
 #include <mutex>
 
-// Of the OpenMP runtime and the MKL that torch has loaded; a torch without has none to set.
+// These belong to the OpenMP runtime and the MKL that torch has loaded; a torch without has none to
+// set.
 extern "C" {
 __attribute__((weak)) void omp_set_num_threads(int threads);
 __attribute__((weak)) int MKL_Set_Num_Threads_Local(int threads);

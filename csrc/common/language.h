@@ -10,10 +10,10 @@ struct Advice {
   const char* python;
 };
 
-// From now on messages speak to a Python program. The Python module says so when it is imported;
-// no C++ program does. Any thread.
+// Makes messages speak to a Python program from now on. The Python module says so when it is
+// imported; no C++ program does. Any thread may call it.
 TRIREME_API void speak_python();
-// What a message tells the program that this process runs. Any thread.
+// Returns what a message tells the program that this process runs. Any thread may call it.
 TRIREME_API const char* in_language(const Advice& advice);
 
 }  // namespace trireme

@@ -57,7 +57,7 @@ struct WorkerPool::State {
   void stop();
 
   std::vector<Worker> workers;  // never moved
-  std::mutex mutex = {};        // of all below, and of tasks and errors
+  std::mutex mutex = {};        // guards all below, and tasks and errors
   std::condition_variable done = {};
   size_t open = 0;
   bool stopping = false;

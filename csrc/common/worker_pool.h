@@ -32,15 +32,15 @@ class TRIREME_API WorkerPool {
 
   size_t count() const;
 
-  // Either: threads of the pool.
+  // Starts threads of the pool; seat() is the other way.
   void start();
-  // Or: what runs the jobs of `worker` on the thread that calls it, and returns when the pool is
-  // gone. It does not keep the pool.
+  // Returns, instead of start(), what runs the jobs of `worker` on the thread that calls it, and
+  // returns when the pool is gone. It does not keep the pool alive.
   std::function<void()> seat(size_t worker);
   // Lets the threads end. Not while a job runs.
   void stop() noexcept;
-  // What does the same, also when the pool is gone from where it was made and lives in a graph. It
-  // does not keep the pool.
+  // Returns what does the same as stop(), also when the pool is gone from where it was made and
+  // lives in a graph. It does not keep the pool alive.
   std::function<void()> stopper();
 
   using Job = std::function<void(size_t worker)>;
@@ -60,7 +60,7 @@ class TRIREME_API WorkerPool {
 
   std::shared_ptr<State> state_;  // also of the seats
   std::vector<std::thread> threads_;
-  std::mutex turn_;  // of run()
+  std::mutex turn_;  // held by run()
   uint64_t born_;    // forks_so_far() then
 };
 

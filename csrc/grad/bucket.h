@@ -46,12 +46,12 @@ class BufferPool;
 // A buffer is used again for the next step only if nobody holds a range of it: a gradient that the
 // user kept from an earlier step is never overwritten. Such a bucket simply takes a new buffer.
 
-// Which part of each gradient this rank keeps: all of it, without a plan.
+// Says which part of each gradient this rank keeps: all of it without a plan.
 struct OwnShards {
   std::shared_ptr<const ShardPlan> plan;
   int64_t rank = 0;
   bool scatters = false;
-  std::shared_ptr<BufferPool> pool = nullptr;  // with scatters: where buffers come from
+  std::shared_ptr<BufferPool> pool = nullptr;  // where buffers come from; needs scatters
 
   explicit operator bool() const { return plan != nullptr; }
   ShardRange of(const BucketSlot& slot) const {
@@ -66,8 +66,8 @@ enum class GradOrigin : uint8_t { kFresh, kInPlace, kForeign };
 class TRIREME_API Bucket {
  public:
   // `parameters` is the list that the plan's indices point into; it must outlive the bucket.
-  // `tail_numel` elements follow the gradients in the buffer and are the reducer's.
-  // With shards, parameters are dense in memory.
+  // `tail_numel` elements follow the gradients in the buffer and are the reducer's. Parameters must
+  // be dense in memory if `own` has a plan.
   Bucket(PlannedBucket plan, const std::vector<at::Tensor>& parameters, int64_t tail_numel,
          OwnShards own = {});
 
@@ -75,17 +75,18 @@ class TRIREME_API Bucket {
   // and never touches a .grad (join).
   void begin_step(bool shadow);
 
-  // In this step the slot holds zeros, whatever .grad its parameter has: the parameter is no longer
-  // what the slot was planned for.
+  // Makes the slot hold zeros in this step, whatever .grad its parameter has: the parameter is no
+  // longer what the slot was planned for.
   void leave_empty(size_t slot) { slots_[slot].empty = true; }
 
-  // The gradient of slot `slot` was accumulated (perhaps not for the first time in this step).
+  // Hears that the gradient of `slot` was accumulated (perhaps not for the first time in this
+  // step).
   void gradient_arrived(size_t slot, double scale);
 
-  // The same, where take() will ask for it.
+  // Notes that the gradient of `slot` was accumulated, where take() will ask for it.
   void note_arrived(size_t slot) { slots_[slot].arrived = true; }
-  // Instead of complete(): what this rank has for a slot, as it lies in the buffer; nothing for
-  // zeros. A fresh gradient that arrived is moved out of .grad.
+  // Returns what this rank has for a slot, as it lies in the buffer; undefined for zeros. Moves a
+  // fresh gradient that arrived out of .grad. Used instead of complete().
   at::Tensor take(size_t slot);
 
   // Brings everything that is not yet in the buffer into it, times `scale`: gradients that did not
@@ -95,50 +96,51 @@ class TRIREME_API Bucket {
   // Takes the result of a communication hook, if that is not the buffer itself.
   void take_result(const at::Tensor& result);
 
-  // Puts the reduced gradient of a slot where the user finds it.
+  // Puts the reduced gradient of a slot into the .grad of its parameter.
   void deliver(size_t slot, bool as_bucket_view);
-  // With shards: what this rank owns of the sum, plus what it owns of `earlier` (may be undefined),
-  // which keeps its identity. Also in a shadow step.
+  // Puts what this rank owns of the sum, plus what it owns of `earlier` (may be undefined), which
+  // keeps its identity, into the parameter's .grad. Does so in a shadow step, too. Needs shards.
   void deliver_shard(size_t slot, const at::Tensor& earlier);
-  // With shards: what this rank owns of the sum, times `scale`, becomes the .grad of `owner`, which
-  // is shaped like its shard, or is added to it.
+  // Makes what this rank owns of the sum, times `scale`, the .grad of `owner`, which is shaped like
+  // its shard, or adds it to that .grad. Needs shards.
   void deliver_to(size_t slot, const at::Tensor& owner, double scale);
-  // With shards: a collective has brought all of the sum, or with scatters what this rank owns of
-  // it. What others own is given up.
+  // Gives up what others own, after a collective has brought all of the sum or, with scatters, what
+  // this rank owns of it. Needs shards.
   void keep_own();
-  // The same, if what others own of .grad was written to.
+  // Makes what others own of .grad zeros without memory again, if anybody wrote to it.
   void keep_own_gradients();
-  // With scatters: where what this rank owns of the sum goes, as a reduce_scatter of wire() has it.
+  // Returns where a reduce_scatter of wire() puts what this rank owns of the sum. Needs scatters.
   const at::Tensor& sums();
-  // Of that, what belongs to the slots for which `chosen` says so; neighbours are one tensor.
+  // Returns the parts of sums() that belong to the `chosen` slots; neighbours are one tensor.
   std::vector<at::Tensor> sums_of(const std::vector<bool>& chosen);
-  // With shards, once the sum is there: what this rank owns of it, in one row; to be written to.
+  // Returns what this rank owns of the sum, in one row that may be written to. Needs shards, and
+  // the sum to be there.
   at::Tensor own_sum(size_t slot) const;
   ShardRange own(size_t slot) const { return own_.of(plan_.slots[slot]); }
-  // What this rank gets of wire(), in elements: ascending, apart from each other, the tail
+  // Returns what this rank gets of wire(), in elements: ascending, apart from each other, the tail
   // included.
   std::vector<ShardRange> own_ranges() const;
-  // No rank used this parameter: its .grad is to be what it was when the step began.
+  // Makes the .grad of a parameter that no rank used what it was when the step began.
   void restore(size_t slot);
 
-  // A .grad that is a range of `earlier` becomes the range of this bucket, with its values and its
-  // identity.
+  // Moves a .grad that is a range of `earlier` into the range of this bucket, with its values and
+  // its identity.
   void adopt_range(size_t slot, const Bucket& earlier);
   bool holds_gradient_of(const at::Tensor& parameter) const;
 
   const PlannedBucket& plan() const { return plan_; }
-  // The gradients, without the tail; the sparse gradient of a sparse bucket.
+  // Returns the gradients without the tail; the sparse gradient of a sparse bucket.
   at::Tensor payload() const;
-  // Gradients and tail together: what goes over the wire.
+  // Returns gradients and tail together: what goes over the wire.
   const at::Tensor& wire() const { return buffer_; }
   at::Tensor tail() const;
   const std::vector<int64_t>& slot_sizes(size_t slot) const { return slots_[slot].sizes; }
 
  private:
   struct Slot {
-    int64_t offset = 0;  // with scatters, in the run of each rank
+    int64_t offset = 0;  // counts in the run of each rank where ranks scatter
     int64_t numel = 0;
-    int64_t run_numel = 0;  // with scatters: in the run of each rank, padding included
+    int64_t run_numel = 0;  // room in the run of each rank, padding included; needs scatters
     std::vector<int64_t> sizes;
     std::vector<int64_t> strides;
     GradOrigin origin = GradOrigin::kFresh;
@@ -149,24 +151,24 @@ class TRIREME_API Bucket {
   };
 
   const at::Tensor& parameter(size_t slot) const;
-  // What this rank has for a slot; undefined for zeros.
+  // Returns what this rank has for a slot; undefined for zeros.
   at::Tensor contribution(size_t slot) const;
   bool is_range(const at::Tensor& grad, const Slot& slot) const;
-  // Where the gradients that deliver() and deliver_shard() leave have their memory.
+  // Returns the memory of the gradients that deliver() and deliver_shard() leave.
   const at::Tensor& home() const { return own_.scatters ? whole_ : buffer_; }
   at::Tensor range(size_t slot) const;
   at::Tensor own_part(const at::Tensor& grad, size_t slot) const;
   void allocate();
   void have_home();
-  // The gradient, or a copy, that lies in memory as its range of the buffer does. Throws c10::Error
-  // where it has other sizes than were planned.
+  // Returns the gradient, or a copy, that lies in memory as its range of the buffer does. Throws
+  // c10::Error where it has other sizes than were planned.
   static at::Tensor arranged(const at::Tensor& grad, const Slot& slot);
   void write(size_t slot, const at::Tensor& grad, double scale, bool add);
   struct Write {
     double scale = 1;
     bool add = false;
   };
-  // Elements of a dense tensor, to `offset` in the buffer.
+  // Writes elements of a dense tensor to `offset` in the buffer.
   void write_range(int64_t offset, const at::Tensor& from, ShardRange range, Write how);
   void plan_runs();
   void allocate_runs();
@@ -185,7 +187,7 @@ class TRIREME_API Bucket {
   bool grads_may_alias_ = false;  // buffer and parameters have one dtype
   std::vector<Slot> slots_;
   at::Tensor buffer_;
-  // with scatters
+  // what only ranks that scatter have
   int64_t run_numel_ = 0;
   at::Tensor sums_;
   at::Tensor whole_;  // without owners: the gradients, lazy

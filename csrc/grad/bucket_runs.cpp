@@ -45,7 +45,7 @@ const at::Tensor& Bucket::sums() {
 std::vector<at::Tensor> Bucket::sums_of(const std::vector<bool>& chosen) {
   std::vector<at::Tensor> found;
   int64_t begin = 0;
-  int64_t end = 0;  // of neighbours
+  int64_t end = 0;  // end of neighbours
   const auto add = [&] {
     if (end > begin) found.push_back(sums().narrow(0, begin, end - begin));
   };

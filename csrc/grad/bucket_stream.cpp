@@ -11,7 +11,8 @@ namespace trireme {
 namespace {
 
 constexpr int64_t kMostRanks = 4;
-// In one go, so that what was summed up is still in a cache when its ring is written again.
+// The bytes that are moved in one go, so that what was summed up is still in a cache when its ring
+// is written again.
 constexpr int64_t kRunBytes = int64_t{256} << 10;
 constexpr int64_t kLine = 64;
 
@@ -102,7 +103,7 @@ void BucketStream::advance() {
   }
 }
 
-// Those whose turn has not come wait for autograd, not for room.
+// Gradients whose turn has not come wait for autograd, not for room.
 bool BucketStream::is_behind() const {
   return backlog_bytes_ > kMostBacklogBytes && bucket_ < parts_.size() &&
          slot_ < parts_[bucket_].ready.size() && parts_[bucket_].ready[slot_];
@@ -138,7 +139,7 @@ bool BucketStream::deposit_some() {
     std::copy_n(source + (stream_->deposited() - tail_begin), room.size(), room.data());
     return deposit(room.size());
   }
-  // Up to the next line; the gap is nobody's.
+  // Fills the ring up to the next line; the gap is nobody's.
   if (const int64_t gap = part.begin + part.padded - stream_->deposited(); gap > 0) {
     const auto room = stream_->room(gap);
     std::fill(room.begin(), room.end(), std::byte{0});

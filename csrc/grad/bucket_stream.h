@@ -35,16 +35,16 @@ class BucketStream {
   // reads what all have, which by then costs more than it spares) or leave CPUs free.
   struct Options {
     bool sharded = false;
-    int64_t bytes = int64_t{8} << 20;  // of the ring, at least
+    int64_t bytes = int64_t{8} << 20;  // bytes of the ring, at least
   };
   static std::unique_ptr<BucketStream> make(Communicator& communicator, const Options& options);
-  // What a ring must hold for all gradients of these parameters, however they are ordered.
+  // Returns what a ring must hold for all gradients of these parameters, however they are ordered.
   static int64_t bytes_for(const std::vector<ParameterInfo>& parameters);
 
   BucketStream(std::unique_ptr<DepositStream> stream, int64_t ring_bytes)
       : stream_(std::move(stream)), ring_bytes_(ring_bytes) {}
 
-  // Whether these buckets can go this way: dense, on CPU.
+  // Says whether these buckets can go this way: dense, on CPU.
   static bool takes(const BucketPlan& plan);
 
   // What is passed lives until the next step; buckets have begun theirs.
@@ -58,11 +58,12 @@ class BucketStream {
 
   // The gradient of a slot is complete.
   void gradient_ready(size_t bucket, size_t slot);
-  // Whether a slot's gradient is on its way, so that no more can be added.
+  // Says whether a slot's gradient is on its way, so that no more can be added.
   bool has_taken(size_t bucket, size_t slot) const;
   // Moves what can be moved without waiting.
   void advance();
-  // Whether more gradients than kMostBacklogBytes find no room; waits for peers until they do.
+  // is_behind() says whether more gradients than kMostBacklogBytes find no room; catch_up() waits
+  // for peers until they do.
   bool is_behind() const;
   void catch_up();
   // Backward is over: whatever is not ready is due now. `tail` follows the last bucket's gradients.
@@ -71,27 +72,28 @@ class BucketStream {
   // A bucket, as a collective in flight; done when it is deposited, in a step that defers.
   Pending pending(size_t bucket);
 
-  // Whether this step defers: the ring must have room for all of it.
+  // Says whether this step defers: the ring must have room for all of it.
   bool defers() const { return defers_; }
-  // Of such a step, once it is deposited: calls `visit` with the sums of what this rank owns, piece
-  // by piece in the order of the stream. May wait for other ranks.
+  // A piece of what this rank owns of the sums.
   struct Sums {
     int64_t parameter = 0;
     int64_t begin = 0;  // in reals of this rank's shard
     Span values{};      // may be written to
   };
+  // Calls `visit` with the sums of what this rank owns, piece by piece in the order of the stream,
+  // once a step that defers is deposited. May wait for other ranks.
   void hand_out(const std::function<void(const Sums&)>& visit);
-  // Sums it up into the buckets after all.
+  // Sums a step that defers up into the buckets after all.
   void stop_deferring();
 
  private:
   class Arrival;
-  struct Part {  // of the stream: a bucket with its tail
+  struct Part {  // one part of the stream: a bucket with its tail
     int64_t begin = 0;
     int64_t bytes = 0;
     int64_t padded = 0;
     std::vector<ShardRange> own;  // in bytes
-    std::vector<bool> ready;      // by slot
+    std::vector<bool> ready;      // one flag per slot
   };
 
   bool deposit_some();
@@ -118,12 +120,12 @@ class BucketStream {
   // where depositing stands
   size_t bucket_ = 0;
   size_t slot_ = 0;
-  int64_t element_ = 0;  // of the slot, in reals
+  int64_t element_ = 0;  // place in the slot, in reals
   bool has_source_ = false;
-  at::Tensor source_;  // of the slot; undefined: zeros
+  at::Tensor source_;  // the slot's gradient; undefined: zeros
   // where collecting stands
   size_t collecting_ = 0;
-  size_t own_ = 0;  // of the part's own ranges
+  size_t own_ = 0;  // index into the part's own ranges
   std::vector<Pending::Clock::time_point> collected_at_;
 };
 

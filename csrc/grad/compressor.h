@@ -16,7 +16,7 @@ class CommHook;
 // A full bucket on its way out.
 struct CompressorRequest {
   Bucket& bucket;
-  const std::vector<at::Tensor>& parameters;  // of the whole module; the bucket's plan indexes them
+  const std::vector<at::Tensor>& parameters;  // all of the module; the bucket's plan indexes them
   size_t index = 0;
   size_t bucket_count = 0;
   const std::string& label;
@@ -29,8 +29,8 @@ class TRIREME_API Compressor {
  public:
   virtual ~Compressor() = default;
 
-  // Whether the reducer divides by the number of ranks while it fills the bucket, and whether the
-  // tail of the bucket (the used-map) may travel with it.
+  // Says whether the reducer divides by the number of ranks while it fills the bucket, and whether
+  // the tail of the bucket (the used-map) may travel with it.
   virtual bool is_plain_sum() const = 0;
 
   // Starts the reduction.

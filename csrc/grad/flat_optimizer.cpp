@@ -181,7 +181,7 @@ SgdStepOptions step_options(const torch::optim::SGDOptions& options) {
 
 void step_sgd(Optimizer& optimizer, OptimizerParamGroup& group, SgdStepOptions options) {
   SgdGroup first, later;
-  std::vector<torch::optim::SGDParamState*> states;  // of `first`
+  std::vector<torch::optim::SGDParamState*> states;  // states of `first`
   for (const at::Tensor& param : group.params()) {
     if (!param.grad().defined()) continue;
     if (options.momentum == 0) {

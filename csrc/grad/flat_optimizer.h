@@ -59,7 +59,7 @@ class TRIREME_API AdamW : public torch::optim::AdamW, public KeepsWideStates {
   at::Tensor step(LossClosure closure = nullptr) override;
   void save(torch::serialize::OutputArchive& archive) const override;
   void load(torch::serialize::InputArchive& archive) override;
-  // As Adam's.
+  // Counts a step as Adam's count_step() does.
   AdamStates count_step(const torch::optim::OptimizerParamGroup& group,
                         const std::vector<at::Tensor>& params);
 };

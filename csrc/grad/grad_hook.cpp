@@ -48,9 +48,9 @@ class DueHook final : public torch::autograd::FunctionPreHook {
   GradSink& sink_;
 };
 
-// Whether both refer to one node. The strong reference keeps it in its place, so that addresses
-// tell, without the atomic operations that locking the weak one would cost per parameter and
-// forward.
+// Says whether both refer to one node. The strong reference keeps it in its place, so that
+// addresses tell, without the atomic operations that locking the weak one would cost per parameter
+// and forward.
 template <typename Weak, typename Strong>
 bool is_same_node(const Weak& weak, const Strong& strong) {
   if constexpr (requires { weak._unsafe_get_target(); }) {

@@ -23,7 +23,8 @@ class GradSink {
   virtual ~GradSink() = default;
   virtual void gradient_ready(int64_t index, bool has_gradient) = 0;
 
-  // Its gradient is about to be accumulated. Only from hooks that are told so.
+  // Hears that the parameter's gradient is about to be accumulated. Only hooks that were made with
+  // `also_before` say so.
   virtual void gradient_due(int64_t /*index*/) {}
 };
 
@@ -35,7 +36,7 @@ class GradSink {
 class TRIREME_API GradHook {
  public:
   GradHook() = default;  // no parameter
-  // With `also_before` the sink hears of a gradient before it is accumulated, too.
+  // The sink hears of a gradient before it is accumulated, too, if `also_before` says so.
   GradHook(const at::Tensor& parameter, int64_t index, GradSink& sink, bool also_before = false);
   ~GradHook() { detach(); }
   GradHook(GradHook&& other) noexcept { swap(other); }
@@ -44,12 +45,12 @@ class TRIREME_API GradHook {
     return *this;
   }
 
-  // Whether gradients of `parameter` still arrive here. A change of dtype or device makes autograd
-  // build another node, and the hook on the old one silently stops.
+  // Says whether gradients of `parameter` still arrive here. A change of dtype or device makes
+  // autograd build another node, and the hook on the old one silently stops.
   bool is_attached_to(const at::Tensor& parameter) const;
 
-  // Whether the backward running on this thread will accumulate into this parameter, when it is a
-  // backward(inputs=...) or autograd.grad() that visits a part of the graph only.
+  // Says whether the backward running on this thread will accumulate into this parameter, when it
+  // is a backward(inputs=...) or autograd.grad() that visits a part of the graph only.
   bool is_visited_by(const std::unordered_map<torch::autograd::Node*,
                                               torch::autograd::GraphTask::ExecInfo>& visited) const;
 

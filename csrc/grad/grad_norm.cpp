@@ -70,7 +70,8 @@ at::Tensor clip_grad_norm_(const std::vector<GradNormPart>& parts, const ClipOpt
   TORCH_CHECK(!options.error_if_nonfinite || at::isfinite(norm).item<bool>(),
               error_text("grad_norm", "got gradients whose norm is not finite, expected a number",
                          {}, "Look for inf and NaN in the loss, or set error_if_nonfinite=False."));
-  // As torch: without waiting for a device, and with the same small number against zero.
+  // Scales as torch does: without waiting for a device, and with the same small number against
+  // zero.
   const at::Tensor scale = (options.max_norm / (norm + 1e-6)).clamp_max(1.0);
   for (const GradNormPart& part : parts)
     for (const TensorList& list : alike(part.gradients))

@@ -13,10 +13,10 @@ namespace trireme {
 // Gradients that lie together, on one device but for those that are offloaded to the CPU.
 struct GradNormPart {
   std::vector<at::Tensor> gradients;
-  c10::Device device{c10::kCPU};  // of the engine that `sharded_over` uses
+  c10::Device device{c10::kCPU};  // device of the engine that `sharded_over` uses
   // The other ranks of it hold the rest; null: every rank holds all of them.
   std::shared_ptr<Communicator> sharded_over;
-  int64_t copies = 1;  // of each gradient, on so many of these ranks
+  int64_t copies = 1;  // each gradient lies on so many of these ranks
 };
 
 struct ClipOptions {

@@ -25,7 +25,7 @@ void GradReducer::before_forward() {
   clock_.forward_begins();
 }
 
-// What may have changed since the last step: the group, the user's parameters.
+// Looks at what may have changed since the last step: the group, the user's parameters.
 void GradReducer::look_around() {
   communicator_->recover();
   if (const auto failure = communicator_->failure()) {
@@ -151,7 +151,7 @@ void GradReducer::catch_up() {
   clock_.waited(Clock::now() - begin);
 }
 
-// What this backward cannot average. Raised here, it comes out of the user's backward().
+// Refuses what this backward cannot average. Raised here, it comes out of the user's backward().
 void GradReducer::check_gradient(int64_t index, bool has_gradient) {
   const auto at = static_cast<size_t>(index);
   check_kind(parameters_[at], '\'' + name_of(index) + '\'', has_gradient);
@@ -260,7 +260,7 @@ void GradReducer::launch_map() {
   map_pending_ = communicator_->all_reduce({map_wire_}, ReduceOp::kSum, "used-map");
 }
 
-// Gradients of finished buckets go where they belong while backward is still at work.
+// Delivers gradients of finished buckets to their .grad while backward is still at work.
 void GradReducer::deliver_done() {
   if (manual_finalization_ || !buckets_.front().plan().device.is_cpu()) return;
   while (next_settle_ < next_launch_ && pending_[next_settle_].done()) settle(next_settle_);
@@ -279,8 +279,8 @@ void GradReducer::drop_pending() {
   replicas_pending_.clear();
 }
 
-// Of those that wait for the summed callback, or of the others, what this rank used. Whether
-// anybody used what this rank did not, only the map can say.
+// Delivers what this rank used to its .grad: of the parameters that wait for the summed callback,
+// or of the others. Whether anybody used what this rank did not, only the map can say.
 void GradReducer::deliver_used(Bucket& bucket, bool chosen) {
   const std::vector<BucketSlot>& slots = bucket.plan().slots;
   std::vector<int64_t> delivered;

@@ -30,9 +30,9 @@ namespace trireme {
 // not). When a gradient reaches such an output, the backward that runs is armed: the end callback
 // is queued into *its* graph task, which is the outer one even when checkpointing runs reentrant
 // backwards inside. From then on each parameter's hook counts down its bucket; buckets are launched
-// in plan order; the end callback launches the rest, waits, and delivers. So .grad is final when
-// backward() returns, and 1F1B, several forwards per backward, and several backwards per forward
-// need no care.
+// in plan order; the end callback launches the rest, waits, and delivers every gradient. So .grad
+// is final when backward() returns, and 1F1B, several forwards per backward, and several backwards
+// per forward need no care.
 //
 // autograd.grad() and backward(inputs=...) arm only if they accumulate into one of our parameters.
 // A graph task that is destroyed before its end callback ran was left by an exception; its peers
@@ -49,36 +49,39 @@ namespace trireme {
 
 struct GradReducerOptions {
   BucketCaps caps{{kFirstBucketBytes, kBucketBytes}};
-  // Replace also a .grad that existed before (see bucket.h); otherwise it keeps its identity.
+  // Replaces also a .grad that existed before (see bucket.h), which otherwise keeps its identity.
   bool gradient_as_bucket_view = false;
   // The dtype of floating-point gradients on the wire; that of the parameters if absent.
   std::optional<at::ScalarType> reduce_dtype;
-  std::string area = "ddp";  // which strategy speaks in messages
-  // In front of the name of each bucket, so that ranks notice if they take reducers of parameters
-  // with the same names in different orders.
+  std::string area = "ddp";  // names the strategy in messages
+  // Stands in front of each bucket's name. Ranks notice by it that they came to reducers in
+  // different orders, even where parameters have the same names.
   std::string bucket_prefix = {};
-  // Each rank gets its shards of the average only, and the memory of no others; under kDim0 by
-  // reduce_scatter. For contiguous parameters without sparse gradients; no reduce_dtype, no
-  // communication hook.
+  // Gives each rank its shards of the average only, and the memory of no others; under kDim0 by
+  // reduce_scatter. Parameters must be contiguous, without sparse gradients; neither reduce_dtype
+  // nor a communication hook goes with it.
   std::shared_ptr<const ShardPlan> shards = nullptr;
-  // With shards, by parameter: a leaf over this rank's shard, whose .grad becomes its part of the
-  // average, or has it added. The .grad of the parameter itself is then what this rank contributes,
-  // and undefined once it was reduced.
+  // Leaves over this rank's shards, one per parameter: the .grad of each gets this rank's part of
+  // the average, added to what it has. The .grad of a parameter itself is then what this rank
+  // contributes; it is undefined after the reduction. Needs shards.
   std::vector<at::Tensor> sharded_parameters = {};
-  // With sharded_parameters: the ranks among which gradients are scattered, if not all; and then
-  // those that have the same shards, over which these are summed up, too.
+  // The ranks among which gradients are scattered; all ranks if null. Needs sharded_parameters.
   std::shared_ptr<Communicator> scatters_with = nullptr;
+  // The ranks that have the same shards, over which scattered sums are summed up, too. Needs
+  // scatters_with.
   std::shared_ptr<Communicator> replicates_with = nullptr;
-  // With sharded_parameters, by parameter: see ParameterInfo.
+  // The dtype of each parameter's gradient on the wire; see ParameterInfo. Needs
+  // sharded_parameters.
   std::vector<std::optional<at::ScalarType>> reduce_dtypes = {};
-  // Every backward that accumulates into a parameter synchronizes, unless set_synchronize(false)
-  // was called: for callers who see no forward.
+  // Makes every backward that accumulates into a parameter synchronize, unless
+  // set_synchronize(false) was called: for callers who see no forward.
   bool arms_at_parameters = false;
-  // With shards: where they go as a stream, backward leaves the sums to be made by visit_sums(),
-  // and every .grad undefined. Takes a ring for all gradients.
+  // Leaves the sums of gradients that go as a stream to visit_sums(): after backward every .grad is
+  // undefined. Costs a ring that holds all gradients. Needs shards.
   bool defers_sums = false;
-  // Parameters have the same values on all ranks. Where `.data` is given other memory, ranks
-  // compare samples of it at the end of the backward that follows, and warn, once, if these differ.
+  // Says that parameters have the same values on all ranks. Ranks compare samples of parameters
+  // whose `.data` was given other memory, at the end of the backward that follows, and warn, once,
+  // if these differ.
   bool compares_moved_values = false;
 };
 
@@ -100,117 +103,120 @@ class TRIREME_API GradReducer final : public GradSink,
                                            GradReducerOptions options);
   ~GradReducer() override;
 
-  // Around every forward with gradients enabled. Without `all_found`, further outputs may hide in
-  // objects that the caller could not look into.
+  // These two are called around every forward with gradients enabled. Further outputs may hide in
+  // objects that the caller could not look into if `all_found` is false.
   void before_forward();
   void after_forward(const std::vector<at::Tensor>& outputs, bool synchronize,
                      bool all_found = true);
 
-  // Parameters that are replaced, added or removed are then noticed. Once, before the first
-  // forward.
+  // Makes the reducer notice parameters that are replaced, added or removed. Called at most once,
+  // before the first forward.
   void watch_module(ModuleWatch watch);
 
-  // The next backward that reaches an output or a parameter synchronizes, whatever its forward
+  // Makes the next backward that reaches an output or a parameter synchronize, whatever its forward
   // said.
   void prepare_for_backward();
 
-  // Called when a backward is found to synchronize, before its first collective, on the thread that
-  // runs it.
+  // The callback is called when a backward is found to synchronize, before its first collective, on
+  // the thread that runs it.
   void set_armed_callback(std::function<void()> callback);
-  // Whether backwards synchronize that are armed at parameters.
+  // Says whether backwards that are armed at parameters synchronize.
   void set_synchronize(bool synchronize);
-  // Reducers that are armed at parameters together, in this order: whichever of them a backward
-  // reaches first. Ranks may come by their gradients in different orders, or by none (join), and do
-  // not wait for each other in different orders, since only the first one's collectives go out
-  // while backward runs, those of the others, where gradients do not stream, when it ends. Nobody
-  // is kept alive.
+  // Arms these reducers together, in this order, whichever of them a backward reaches first. Ranks
+  // may get gradients in different orders, or none (join), and still wait for each other in one
+  // order: the first reducer's collectives go out while backward runs, those of the others, where
+  // gradients do not stream, when it ends. Keeps none of them alive.
   static void arm_together(const std::vector<std::shared_ptr<GradReducer>>& reducers);
-  // With sharded_parameters, by parameter: gradients of these are left out when others are
-  // averaged, and accumulate on this rank. The same on all ranks.
+  // Excludes parameters from averaging: their gradients keep accumulating locally. One flag per
+  // parameter, equal on all ranks. Needs sharded_parameters.
   void hold(const std::vector<bool>& held);
-  // With replicates_with, by parameter: sums of these are not summed up over it, nor delivered, but
-  // wait on this rank, in the dtype of the reduction, for the first backward that does so. The same
-  // on all ranks.
+  // Holds sums back: they are neither summed up over replicates_with nor delivered to a .grad, but
+  // wait on this rank, in the dtype of the reduction, for the first backward that does so. One flag
+  // per parameter, equal on all ranks. Does nothing without replicates_with.
   void defer_all_reduce(const std::vector<bool>& deferred);
-  // With sharded_parameters, by parameter: this rank knows that the next synchronized backward
-  // brings no gradients of these, so that others in their buckets do not wait for it to end. For
-  // the callback of set_armed_callback(). A gradient that comes all the same is in time until its
-  // bucket is launched.
+  // Says which parameters get no gradient on this rank in the next synchronized backward, so that
+  // others in their buckets do not wait for its end. One flag per parameter. Called by the callback
+  // of set_armed_callback(). A gradient that comes all the same is in time until its bucket is
+  // launched. Needs sharded_parameters.
   void expect_none(std::vector<bool> unused);
   // Finds parameters that were unfrozen, whose gradients would else go by unseen.
   void notice_changes();
 
-  // Replaces the all-reduce. Once, and not while a backward runs.
+  // Replaces the all-reduce by `hook`. Throws c10::Error on a second call, and while a backward
+  // runs.
   void set_comm_hook(std::shared_ptr<CommHook> hook);
-  // What sums are divided by: the number of ranks, unless a join counts only those still active.
+  // Sets what sums are divided by: the number of ranks, unless a join counts only those still
+  // active.
   void set_divisor(double divisor);
 
-  // With sharded_parameters: see BufferPool::set_source().
+  // Says where buffers come from; see BufferPool::set_source(). Needs sharded_parameters.
   void set_memory_source(BufferPool::Source source) { pool_->set_source(std::move(source)); }
 
-  // With sharded_parameters, by parameter: what its sum is divided by in place of that; as that
-  // where it is 0.
+  // Sets what each parameter's sum is divided by in place of the divisor; 0 means the divisor.
+  // Needs sharded_parameters.
   void set_divide_factors(std::vector<double> factors);
 
-  // With manual finalization backward() returns after the last launch, and the caller calls
-  // finalize_backward() exactly once per synchronized backward.
+  // Makes backward() return after the last launch: the caller then calls finalize_backward()
+  // exactly once per synchronized backward.
   void set_manual_finalization(bool manual);
   void finalize_backward();
-  // With sharded_parameters, collective: reduces what backwards have accumulated that did not
-  // synchronize.
+  // Reduces the gradients that backwards without synchronization have accumulated. Collective.
+  // Needs sharded_parameters.
   void reduce_accumulated();
-  // With sharded_parameters: forgets what this rank has accumulated, and sums that wait.
+  // Forgets the gradients that this rank has accumulated, and sums that wait. Needs
+  // sharded_parameters.
   void drop_accumulated();
-  // Whether finalize_backward() may only be called after backward returned.
+  // Says whether finalize_backward() may only be called after backward returned.
   bool should_finalize_after_backward() const;
 
   // Takes part in one synchronized backward of the others with zeros (join), leaving every .grad
   // alone unless `deliver` says that this rank steps with them.
   void shadow_backward(bool deliver = false);
 
-  // Called with the indices of parameters whose .grad has just become final, while backward may
-  // still be at work on others (optimizer in backward). On the thread that runs backward.
+  // The callback is called with the indices of parameters whose .grad has just become final, on the
+  // thread that runs backward, which may still be at work on others (optimizer in backward).
   using DeliveredCallback = std::function<void(const std::vector<int64_t>& parameters)>;
   void set_delivered_callback(DeliveredCallback callback);
 
-  // What this rank owns of a sum.
+  // The part of a sum that this rank owns.
   struct OwnSum {
     int64_t parameter = 0;
-    at::Tensor values;    // in one row, in the dtype of the reduction; to be written to
+    at::Tensor values;    // in one row, in the dtype of the reduction; may be written to
     int64_t longest = 0;  // elements that any of the ranks has
   };
-  // With sharded_parameters, by parameter: the `chosen` ones become .grad when backward is over and
-  // nothing of this reducer is on its way any more. Before, `callback` is shown their sums,
-  // divided, in an order that is the same on all ranks; also those that no rank used: zeros. Once
-  // per synchronized backward, and once per bucket of gradients that its plan did not hold.
+  // Shows `callback` the sums of `chosen` parameters before they become .grad: divided, in an order
+  // equal on all ranks, as zeros where no rank used the parameter. It is called when backward is
+  // over and nothing of this reducer is on its way any more: once per synchronized backward, and
+  // once per bucket of gradients that its plan did not hold. `chosen` has one flag per parameter.
+  // Needs sharded_parameters.
   using SummedCallback = std::function<void(const std::vector<OwnSum>& sums)>;
   void set_summed_callback(std::vector<bool> chosen, SummedCallback callback);
 
-  // With shards: gradients that are not as the reducer left them, because they were changed in
-  // place, replaced, or accumulated without synchronizing, since or before a further backward was
-  // added to them. By index. `allowed` in-place writes to each are none of that, nor are zeros.
+  // Returns the indices of gradients that are not as the reducer left them: changed in place,
+  // replaced, or accumulated without synchronizing, since or before a further backward was added to
+  // them. Neither `allowed` in-place writes to each nor zeros count as a change. Needs shards.
   std::vector<int64_t> changed_gradients(uint32_t allowed = 0) const;
-  // Whether the last backward has left sums to be made, and of which parameters: those that some
-  // rank used.
+  // Says whether the last backward has left sums to be made; summed() says of which parameters:
+  // those that some rank used.
   bool has_sums() const { return has_sums_; }
   const std::vector<bool>& summed() const { return summed_; }
-  // Makes them, once; `visit` sees those of summed() parameters. May wait for other ranks.
+  // Makes these sums, once; `visit` sees those of summed() parameters. May wait for other ranks.
   void visit_sums(const std::function<void(const BucketStream::Sums&)>& visit);
-  // Makes them as .grad, as if they had not been deferred. Nothing happens if there are none.
+  // Makes these sums as .grad, as if they had not been deferred. Does nothing if there are none.
   void settle_sums();
-  // What others own is zeros again, if anybody wrote to it.
+  // Makes what others own of each .grad zeros again, if anybody wrote to it.
   void keep_own_gradients();
-  // With shards: forgets what was reduced but is not in .grad, because a backward accumulated on it
-  // without synchronizing.
+  // Forgets what was reduced but is not in .grad, because its sum was deferred, or a backward
+  // accumulated on it without synchronizing. Needs shards.
   void drop_set_aside();
 
-  // Tells all ranks that may wait for this one in a collective of this reducer. An exception in
-  // backward is told without that.
+  // Tells `text` to all ranks that may wait for this one in a collective of this reducer. An
+  // exception in backward is told without this call.
   void announce_failure(const std::string& text) noexcept;
 
-  // What the last completed backward took.
+  // Returns what the last completed backward took.
   StepReport last_step() const;
-  // One line per bucket of the current plan.
+  // Returns one line per bucket of the current plan.
   std::string describe_plan() const;
   const BucketPlan& plan() const { return plan_; }
   const std::vector<ParameterInfo>& parameter_infos() const { return infos_; }
@@ -333,7 +339,8 @@ class TRIREME_API GradReducer final : public GradSink,
   std::shared_ptr<Communicator> communicator_;
   GradReducerOptions options_;
   std::unique_ptr<Compressor> compressor_;
-  // In place of the compressor from the second synchronized backward on, where it may be had.
+  // Replaces the compressor from the second synchronized backward on, where ranks can have a
+  // stream.
   std::unique_ptr<BucketStream> stream_;
   bool asked_for_stream_ = false;
   std::vector<GradHook> hooks_;
@@ -342,7 +349,7 @@ class TRIREME_API GradReducer final : public GradSink,
 
   // the module that changes
   ModuleWatch watch_;
-  std::optional<ModuleNow> present_;  // where it is not as planned
+  std::optional<ModuleNow> present_;  // set where it is not as planned
   struct Newcomer {                   // a parameter that is not planned yet
     at::Tensor tensor;
     GradHook hook;
@@ -362,7 +369,7 @@ class TRIREME_API GradReducer final : public GradSink,
   std::vector<Place> places_;
   std::shared_ptr<BufferPool> pool_;
   std::vector<Bucket> buckets_;
-  // by parameter, with shards; see [Note: who owns a gradient's memory] in bucket.h
+  // values per parameter, used with shards; see [Note: who owns a gradient's memory] in bucket.h
   using WeakTensor = c10::weak_intrusive_ptr<at::TensorImpl, at::UndefinedTensorImpl>;
   struct Watched {
     std::optional<WeakTensor> grad;
@@ -378,12 +385,12 @@ class TRIREME_API GradReducer final : public GradSink,
   std::vector<bool> held_;
   std::vector<bool> unused_;              // see expect_none(); empty: none
   std::vector<bool> deferred_;            // see defer_all_reduce(); empty: none
-  std::vector<at::Tensor> partial_sums_;  // of these, by parameter
+  std::vector<at::Tensor> partial_sums_;  // what defer_all_reduce() holds back, by parameter
   std::vector<bool> chosen_;
   SummedCallback summed_callback_;
   std::vector<bool> was_changed_;  // what was set aside, or is in .grad since a backward was lost
   bool defers_ = false;            // this step
-  bool has_sums_ = false;          // of the last one
+  bool has_sums_ = false;          // the last backward has left some
   std::vector<bool> summed_;
   std::vector<std::string> labels_;
   bool tail_in_last_bucket_ = false;

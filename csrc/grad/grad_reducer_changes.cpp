@@ -63,7 +63,8 @@ void GradReducer::watch_parameters() {
     ParameterInfo& info = infos_[i];
     const bool requires_grad = parameter.requires_grad();
     const bool reshaped = is_reshaped(i);
-    // Its node knows the sizes that the parameter had; autograd makes another one once it is gone.
+    // The parameter's node knows the sizes that it had; autograd makes another one once the node is
+    // gone.
     if (reshaped) hooks_[i] = {};
     const bool needs_hook = requires_grad && !hooks_[i].is_attached_to(parameter);
     const bool is_cast = parameter.scalar_type() != info.dtype;
@@ -110,8 +111,8 @@ void GradReducer::look_at_module() {
   }
 }
 
-// When a backward is armed: what was lent for the length of a forward is no change. Hooks stay as
-// they are, since one of them may be what arms.
+// Looks again when a backward is armed: what was lent for the length of a forward is no change.
+// Hooks stay as they are, since one of them may be what arms.
 void GradReducer::look_again(bool shadow) {
   if (!watch_.look) return;
   if (shadow) watch_parameters();
@@ -129,7 +130,7 @@ void GradReducer::newcomer_ready(size_t newcomer, bool has_gradient) {
   check_kind(newcomers_[newcomer].tensor, "a parameter that came after wrapping", has_gradient);
 }
 
-// See [Note: a module that changes].
+// Leaves the slots of changed parameters empty; see [Note: a module that changes].
 void GradReducer::leave_out_changed() {
   for (size_t i = 0; i < parameters_.size(); ++i) {
     const bool is_cast = parameters_[i].scalar_type() != infos_[i].dtype;
@@ -143,8 +144,9 @@ void GradReducer::leave_out_changed() {
   }
 }
 
-// Some rank froze, unfroze, cast or replaced parameters: all ranks compare notes at the end of this
-// backward. A rank that is late has seen no change itself, and is about to begin another backward.
+// Settles changes after some rank froze, unfroze, cast or replaced parameters: all ranks compare
+// notes at the end of this backward. A rank that is late has seen no change itself, and is about to
+// begin another backward.
 void GradReducer::settle_change(bool late) {
   std::vector<ParameterState> states;
   bool replans = present_.has_value();
@@ -265,7 +267,7 @@ void GradReducer::replan(bool late) {
   if (!left_out.empty()) reduce_left_out(left_out, agreed.used);
 }
 
-// What all ranks have alike.
+// Refuses what cannot be planned anew. All ranks have `change` alike, and throw alike.
 void GradReducer::check_replannable(const ParameterChange& change) const {
   const auto refuse = [&](bool is_fine, const std::string& got, const char* next_step) {
     TORCH_CHECK_VALUE(is_fine, error_text(options_.area, got, communicator_->rank_of(), next_step));
@@ -284,7 +286,7 @@ void GradReducer::check_replannable(const ParameterChange& change) const {
   }
 }
 
-// Rank 0's, for parameters that the ranks have made since they began with the same.
+// Spreads rank 0's values of parameters that the ranks have made since they began with the same.
 void GradReducer::spread_values(const std::vector<int64_t>& parameters) {
   if (parameters.empty()) return;
   const at::NoGradGuard no_grad;
@@ -309,7 +311,7 @@ void GradReducer::spread_values(const std::vector<int64_t>& parameters) {
                         "Set torch's seed on all ranks before you make layers."));
 }
 
-// Gradients that this backward produced but the layout of this step did not hold.
+// Reduces gradients that this backward produced but the layout of this step did not hold.
 void GradReducer::reduce_left_out(const std::vector<int64_t>& left_out,
                                   const std::vector<bool>& used) {
   const BucketPlan plan = make_plan(left_out);

@@ -15,7 +15,7 @@ namespace {
 // A parameter that some rank left unused stays in a trailing bucket for that many synchronized
 // steps, so that one that is used every other step does not move the buckets every step.
 constexpr int64_t kTrailingSteps = 8;
-// That a stream of deposits may hold at a time, more often than not.
+// The gradients that a stream of deposits holds at a time at most, more often than not.
 constexpr int64_t kGradientsInFlight = 4;
 
 int64_t largest_gradient_bytes(const std::vector<ParameterInfo>& infos) {
@@ -164,7 +164,7 @@ void GradReducer::build_buckets() {
     labels_.push_back(options_.bucket_prefix + bucket_label(plan_, b, infos_));
 }
 
-// The end of the first synchronized backward: rank 0's order sets out to everybody.
+// Sends rank 0's order to everybody at the end of the first synchronized backward.
 void GradReducer::learn_order() {
   observing_ = false;
   // Here, and not when the reducer is made: one rank alone may copy or unpickle a module.

@@ -32,7 +32,7 @@ bool GradReducer::Watched::is_unchanged(const at::Tensor& tensor, uint32_t allow
 void GradReducer::gradient_due(int64_t index) {
   arm_with_siblings();
   const std::lock_guard lock(mutex_);
-  // Without synchronizing it would be accumulated on what is reduced already.
+  // Sets the sum aside: a gradient would else be accumulated on it where no backward synchronizes.
   if (phase_ == Phase::kIdle && !has_owners()) set_aside(static_cast<size_t>(index));
 }
 
@@ -63,14 +63,14 @@ void GradReducer::arm_together(const std::vector<std::shared_ptr<GradReducer>>& 
   }
 }
 
-// May wait for other ranks while backward runs.
+// Says whether this reducer may wait for other ranks while backward runs.
 bool GradReducer::leads_siblings() const {
   if (siblings_.empty()) return true;
   const auto first = siblings_.front().lock();
   return first.get() == this;
 }
 
-// With shards: if .grad holds a sum, its place is taken by what this rank accumulates.
+// Sets a .grad aside that holds a sum; what this rank accumulates takes its place. Needs shards.
 void GradReducer::set_aside(size_t index) {
   at::Tensor& grad = parameters_[index].mutable_grad();
   const Watched& expected =
@@ -90,7 +90,7 @@ void GradReducer::watch_accumulated(size_t index) {
   if (set_aside_[index].defined()) accumulated_as_[index] = Watched::of(parameters_[index].grad());
 }
 
-// As if the backward that was abandoned had never begun, where that can be had.
+// Puts .grad back as if the backward that was abandoned had never begun, where that can be had.
 void GradReducer::put_back() {
   if (has_owners()) return drop_accumulated();
   for (size_t i = 0; i < set_aside_.size(); ++i) {
@@ -158,7 +158,8 @@ void GradReducer::notice_changes() {
   if (phase_ == Phase::kIdle) watch_parameters();
 }
 
-// Its hook was put on in the middle of the backward that has already come by.
+// Marks a parameter used whose hook was put on in the middle of the backward that has already come
+// by.
 void GradReducer::mark_seen_late(size_t index) {
   const at::Tensor& grad = parameters_[index].grad();
   if (options_.shards && grad.defined() && !delivered_as_[index].is(grad))
@@ -192,7 +193,7 @@ void GradReducer::drop_set_aside() {
   was_changed_.assign(parameters_.size(), false);
 }
 
-// As torch: in the dtype in which it will be reduced.
+// Casts what was accumulated to the dtype in which it will be reduced, as torch does.
 void GradReducer::widen_accumulated(size_t index) {
   at::Tensor& grad = parameters_[index].mutable_grad();
   const ParameterInfo& info = infos_[index];

@@ -24,7 +24,8 @@ void GradReducer::set_summed_callback(std::vector<bool> chosen, SummedCallback c
   summed_callback_ = std::move(callback);
 }
 
-// The ranks that share this bucket have its sum, those that replicate them perhaps not yet.
+// Settles a bucket: the ranks that share it have its sum, those that replicate them perhaps not
+// yet.
 void GradReducer::settle(size_t index) {
   pending_[index].wait();
   clock_.bucket_done(index, pending_[index].finished_at());
@@ -36,15 +37,17 @@ void GradReducer::settle(size_t index) {
   ++next_settle_;
 }
 
-// A rank that waited inside a launch, in the middle of backward, for one that leaves out units
-// could not come to the gathers in which that one waits for it.
+// Says whether a scatter may wait inside a launch. A rank that waited there, in the middle of
+// backward, for one that leaves out units could not come to the gathers in which that one waits for
+// it.
 bool GradReducer::scatter_waits() const {
   const auto* custom = dynamic_cast<const CustomCommunicator*>(options_.scatters_with.get());
   return custom != nullptr && custom->scatter_waits();
 }
 
-// Waits for no replica: one that has not come so far yet may wait in a gather for another rank, and
-// that one, in the same way, for a replica of its own, and so on round to this rank.
+// Delivers settled buckets to their .grad, but waits for no replica: one that has not come so far
+// yet may wait in a gather for another rank, and that one, in the same way, for a replica of its
+// own, and so on round to this rank.
 void GradReducer::deliver_settled() {
   while (next_deliver_ < next_settle_ &&
          (!options_.replicates_with || replicas_pending_[next_deliver_].done()))
@@ -70,7 +73,7 @@ Pending GradReducer::sum_over_replicas(Bucket& bucket, const std::string& label)
   return options_.replicates_with->all_reduce(std::move(sums), ReduceOp::kSum, label);
 }
 
-// What a sum, of gradients that were divided by divisor_, still lacks.
+// Returns the factor that a sum, of gradients that were divided by divisor_, still lacks.
 double GradReducer::last_scale(size_t index) const {
   const double factor = divide_factors_.empty() ? 0 : divide_factors_[index];
   return factor > 0 ? divisor_ / factor : 1;
@@ -95,12 +98,13 @@ void GradReducer::show_sums() {
   std::vector<OwnSum> sums;
   for (Bucket& bucket : buckets_) add_own_sums(bucket, sums);
   if (sums.empty()) return;
-  const SummedCallback callback = summed_callback_;  // which may take itself back
+  const SummedCallback callback = summed_callback_;  // a copy: it may take itself back
   callback(sums);
   for (Bucket& bucket : buckets_) deliver_used(bucket, /*chosen=*/true);
 }
 
-// What is used from here on counts for the next synchronization, as does what no .grad has yet.
+// Begins the use of parameters anew: what is used from here on counts for the next synchronization,
+// as does what no .grad has yet.
 void GradReducer::begin_use_anew() {
   std::vector<int64_t> kept;
   for (size_t i = 0; i < parameters_.size(); ++i) {
@@ -112,7 +116,8 @@ void GradReducer::begin_use_anew() {
   for (const int64_t index : kept) used_.mark_used(index);
 }
 
-// Where no backward runs, whose end would tell the others of an exception.
+// Collects where no backward runs, whose end would tell the others of an exception: it tells them
+// itself.
 void GradReducer::collect_by_itself(bool may_learn) {
   try {
     launch_rest();

@@ -26,8 +26,8 @@ struct ParameterState {
 };
 
 struct AgreedStates {
-  std::vector<bool> used;   // by parameter: by any rank
-  std::vector<bool> moved;  // by parameter: on any rank
+  std::vector<bool> used;   // one per parameter: used by any rank
+  std::vector<bool> moved;  // one per parameter: moved on any rank
   bool replans = false;     // some rank has other parameters than planned; states may then differ
 };
 
@@ -43,14 +43,14 @@ TRIREME_API AgreedStates agree_on_states(Communicator& communicator, c10::Device
 struct ParameterChange {
   const std::vector<ParameterInfo>& planned;
   const std::vector<ParameterInfo>& present;
-  // By present parameter: the planned one that is the same tensor, -1 if there is none.
+  // Holds for each present parameter the planned one that is the same tensor, -1 if there is none.
   const std::vector<int64_t>& earlier;
   const std::vector<std::string>& beside;  // what else ranks must have alike
 };
 
-// The first difference, as "'head.weight' was Float [10, 4], is another tensor, Float [12, 4]", and
-// how many more there are; if there is none "nothing changed", or "buffers changed" where there is
-// something beside.
+// Returns the first difference, as "'head.weight' was Float [10, 4], is another tensor, Float [12,
+// 4]", and how many more there are; if there is none "nothing changed", or "buffers changed" where
+// there is something beside.
 TRIREME_API std::string describe_change(const ParameterChange& change);
 
 // All ranks must have come by the same parameters, from the same earlier ones. Where they have not,

@@ -11,8 +11,8 @@
 
 namespace trireme {
 
-// Which parameters were used since the last synchronization, and by how many ranks; with it, one
-// flag: did any rank change what it trains. Summed over the ranks it travels behind the last
+// Says which parameters were used since the last synchronization, and by how many ranks; with it,
+// one flag: did any rank change what it trains. Summed over the ranks it travels behind the last
 // bucket's gradients (4 or 8 bytes per parameter), or alone where that bucket cannot carry it.
 class TRIREME_API UsedMap {
  public:
@@ -27,16 +27,18 @@ class TRIREME_API UsedMap {
 
   // Writes this rank's summands into `wire` (numel() floating-point elements, any device).
   void write_to(const at::Tensor& wire, bool shadow) const;
-  // The sums, as the caller's current stream has them; `wire` may be written when this returns.
+  // Starts to read the sums, as the caller's current stream has them; `wire` may be written when
+  // this returns.
   void start_reading(const at::Tensor& wire);
-  // Waits for a device to come as far as that.
+  // Waits for a device to come as far as start_reading().
   void finish_reading();
 
-  // Of the last read: how many ranks used the parameter, and whether any rank announced a change.
+  // These say, as last read, how many ranks used the parameter, and whether any rank announced a
+  // change.
   int64_t ranks_using(int64_t parameter) const { return counts_[static_cast<size_t>(parameter)]; }
   bool changed_anywhere() const { return changed_anywhere_; }
 
-  // A synchronization is over; what follows counts for the next.
+  // Begins anew when a synchronization is over; what follows counts for the next.
   void clear();
 
  private:

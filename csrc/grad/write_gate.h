@@ -10,32 +10,32 @@
 
 namespace trireme {
 
-// Who has to be asked before an optimizer writes a parameter: a strategy whose ranks read each
+// Has to be asked before an optimizer writes a parameter: it is a strategy whose ranks read each
 // other's parameters. C++ optimizers have no hooks, so it is trireme::step() and the optimizers of
 // flat_optimizer.h that ask.
 class TRIREME_API WriteGate {
  public:
   virtual ~WriteGate() = default;
-  // On the thread that steps; may wait for other ranks, and throw. Called for each parameter of
-  // each step.
+  // Called on the thread that steps, for each parameter of each step; may wait for other ranks, and
+  // throw.
   virtual void before_write(const at::Tensor& parameter) = 0;
-  // Which part of a parameter this rank has, "rank 0 of 2"; empty: all of it.
+  // Says which part of a parameter this rank has, "rank 0 of 2"; empty: all of it.
   virtual std::string held_part() const { return {}; }
 };
 
-// `gate` is asked before these are written, as long as it lives. Keeps neither it nor them alive.
-// Thread-safe.
+// Has `gate` asked before these are written, as long as it lives. Keeps neither the gate nor the
+// parameters alive. Thread-safe.
 TRIREME_API void put_gate(const std::vector<at::Tensor>& parameters,
                           const std::shared_ptr<WriteGate>& gate);
-// The living gate of a parameter, or null. Thread-safe.
+// Returns the living gate of a parameter, or null. Thread-safe.
 TRIREME_API std::shared_ptr<WriteGate> gate_of(const at::Tensor& parameter);
 
 // Asks the gates of all parameters of an optimizer, in their order. Costs 0.1 us per parameter
 // where there is any gate.
 TRIREME_API void pass_gates(const torch::optim::Optimizer& optimizer);
 
-// optimizer.step(closure) of any torch::optim::Optimizer, behind the gates of its parameters; the
-// closure runs before them.
+// Calls optimizer.step(closure) of any torch::optim::Optimizer, behind the gates of its parameters;
+// the closure runs before them.
 TRIREME_API at::Tensor step(torch::optim::Optimizer& optimizer,
                             torch::optim::Optimizer::LossClosure closure = nullptr);
 

@@ -27,7 +27,8 @@ namespace trireme {
 // flat = concatenation of cast(scale * inputs[i]).
 TRIREME_API void flatten(at::TensorList inputs, const at::Tensor& flat, double scale = 1.0);
 
-// The same into a new tensor of `dtype`, on the device of the inputs (the CPU if there are none).
+// Returns the concatenation of cast(scale * inputs[i]) as a new tensor of `dtype`, on the device of
+// the inputs (the CPU if there are none).
 TRIREME_API at::Tensor flatten(at::TensorList inputs, at::ScalarType dtype, double scale = 1.0);
 
 // flat += concatenation of cast(scale * inputs[i]): for a second gradient of the same parameter in

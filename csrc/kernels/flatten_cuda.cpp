@@ -41,7 +41,7 @@ void run(at::TensorList tensors, const at::Tensor& flat, FlattenMove move, doubl
   launch(table, move, flat.device());
 }
 
-// Whether the kernels are there for that GPU. If not, says so once.
+// Says whether the kernels are there for that GPU. If not, says so once.
 bool can_launch(c10::Device device) {
   static OncePerDevice devices;
   const char* reason =

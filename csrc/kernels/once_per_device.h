@@ -27,7 +27,7 @@ class OncePerDevice {
 
  private:
   static constexpr char kNothing[] = "";
-  std::array<std::atomic<const char*>, 128> answers_{};  // as many as a DeviceIndex counts
+  std::array<std::atomic<const char*>, 128> answers_{};  // room for all that a DeviceIndex counts
 };
 
 }  // namespace trireme

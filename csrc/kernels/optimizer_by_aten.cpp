@@ -11,7 +11,7 @@ at::Tensor real_of(const at::Tensor& tensor) {
   return tensor.is_complex() ? at::view_as_real(tensor) : tensor;
 }
 
-// In the dtype computed in; may be the gradient itself.
+// Returns the gradient in the dtype computed in; may be the gradient itself.
 template <typename Scalars>
 at::Tensor incoming(const OptimizerRow& row, const at::Tensor& param, const Scalars& scalars) {
   at::Tensor grad = real_of(row.grad.resolve_conj()).to(param.scalar_type());

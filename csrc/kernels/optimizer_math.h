@@ -13,7 +13,7 @@ namespace trireme {
 // The scalars in T, the type computed in: fp64 for fp64 parameters, else fp32.
 template <typename T>
 struct AdamFactors {
-  T grad_factor;  // with the sign
+  T grad_factor;  // sign included
   T shrink;
   T l2;
   T lerp_weight;
@@ -28,7 +28,7 @@ struct AdamFactors {
 
 template <typename T>
 struct SgdFactors {
-  T grad_factor;  // with the sign
+  T grad_factor;  // sign included
   T l2;
   T buffer_share;
   T grad_share;
@@ -68,7 +68,7 @@ TRIREME_HOST_DEVICE void set_step(AdamScalars& scalars, double step) {
   scalars.root_scale = std::sqrt(1 - std::pow(scalars.beta2, step));
 }
 
-// Which parts of an update there are; a separate loop for each combination.
+// Says which parts of an update there are; each combination has a separate loop.
 struct AdamParts {
   bool l2;
   bool amsgrad;
@@ -91,7 +91,7 @@ struct AdamElement {
 template <typename Math, bool kL2, bool kAmsgrad, typename T>
 TRIREME_HOST_DEVICE void update(AdamElement<T>& e, const AdamFactors<T>& f) {
   T grad = e.grad * f.grad_factor;
-  // Not by a factor of 0: an infinite parameter would become a NaN.
+  // A factor of 0 would not do: an infinite parameter would become a NaN.
   if constexpr (kL2) grad = Math::multiply_add(e.param, f.l2, grad);
   e.exp_avg =
       Math::multiply_add(f.lerp_weight, grad - e.exp_avg, f.lerp_from_avg > 0 ? e.exp_avg : grad);

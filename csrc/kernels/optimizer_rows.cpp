@@ -19,7 +19,7 @@ at::ScalarType single_of(at::ScalarType param) {
 
 struct Checked {
   std::string_view area;
-  size_t index;  // of the parameter
+  size_t index;  // index of the parameter
   const at::Tensor& param;
 };
 

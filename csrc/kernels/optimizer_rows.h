@@ -10,7 +10,7 @@
 #include <utility>
 #include <vector>
 
-// From lists of tensors to segments: inside optimizer_step.cpp and its kernels only.
+// Leads from lists of tensors to segments; only optimizer_step.cpp and its kernels use it.
 namespace trireme {
 
 // One parameter with what belongs to it. The tensors are the caller's.

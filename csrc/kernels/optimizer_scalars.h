@@ -19,7 +19,7 @@ struct AdamStepOptions {
   bool maximize = false;
 };
 
-// Those of torch.optim.SGD.
+// The options of torch.optim.SGD.
 struct SgdStepOptions {
   double lr = 1e-3;
   double momentum = 0;
@@ -63,13 +63,13 @@ struct SgdScalars {
   double grad_sign;
   double l2;
   double momentum;
-  double buffer_share;  // of momentum_buffer in its next value: momentum, 0 in the first step
-  double grad_share;    // of the gradient: 1 - dampening, 1 in the first step
+  double buffer_share;  // share of momentum_buffer in its next value: momentum, 0 in the first step
+  double grad_share;    // share of the gradient: 1 - dampening, 1 in the first step
   bool nesterov;
   bool write_grad;
 };
 
-// For step number `step`, from 1. Computed in fp64, as torch does.
+// These compute the numbers of a step in fp64, as torch does; `step` counts from 1.
 TRIREME_API AdamScalars adam_scalars(const AdamStepOptions& options, double step);
 TRIREME_API SgdScalars sgd_scalars(const SgdStepOptions& options);
 

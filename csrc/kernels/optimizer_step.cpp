@@ -239,7 +239,8 @@ class Step {
     return batches_.back();
   }
 
-  // Before the kernels read them. Where found_inf stops these, nothing is counted either.
+  // Counts steps before the kernels read them. Where found_inf stops these, nothing is counted
+  // either.
   void count_up_on_devices() {
     if (counters_.empty()) return;
     if (!scale_.found_inf.defined()) return at::_foreach_add_(counters_, 1);

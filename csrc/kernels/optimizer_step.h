@@ -86,17 +86,17 @@ class TRIREME_API KeepsWideStates {
 TRIREME_API OptimizerSegment slice(const OptimizerSegment& segment, SegmentDtypes dtypes,
                                    int64_t begin, int64_t end);
 
-// For instance the shards of a rank. Neither dispatcher nor checks; no state may be nullptr that
-// the scalars ask for, and nothing may overlap. More than 32768 elements in all are shared among
-// the threads of torch's intra-op pool.
+// These step segments, for instance the shards of a rank, without dispatcher or checks: no state
+// may be nullptr that the scalars ask for, and nothing may overlap. More than 32768 elements in all
+// are shared among the threads of torch's intra-op pool.
 TRIREME_API void adam_segments(c10::ArrayRef<OptimizerSegment> segments, SegmentDtypes dtypes,
                                const AdamScalars& scalars);
 TRIREME_API void sgd_segments(c10::ArrayRef<OptimizerSegment> segments, SegmentDtypes dtypes,
                               const SgdScalars& scalars);
 
-// The same on the calling thread, for chunks that the caller has just made: a call costs some 20 ns
-// besides its elements, and the scalars are those of the whole step. AdamW is Adam whose scalars
-// come from options with decoupled_weight_decay.
+// These step one segment on the calling thread, for chunks that the caller has just made: a call
+// costs some 20 ns besides its elements, and the scalars are those of the whole step. AdamW is Adam
+// whose scalars come from options with decoupled_weight_decay.
 TRIREME_API void adam_segment(const OptimizerSegment& segment, SegmentDtypes dtypes,
                               const AdamScalars& scalars);
 TRIREME_API void sgd_segment(const OptimizerSegment& segment, SegmentDtypes dtypes,

@@ -41,7 +41,7 @@ at::Tensor number_on(c10::Device device, const at::Tensor& number) {
 template <typename Scalars>
 void run(const OptimizerBatch& batch, const Scalars& scalars, const GradScale& scale) {
   const c10::DeviceGuard guard(batch.device);
-  // On the stream of the kernels, and so alive until they have run.
+  // These lie on the stream of the kernels, and so are alive until they have run.
   const at::Tensor grad_scale = number_on(batch.device, scale.grad_scale);
   const at::Tensor found_inf = number_on(batch.device, scale.found_inf);
   OptimizerTable table;  // its arrays are filled only as far as they are used

@@ -5,7 +5,7 @@
 // Torch's side of the CUDA kernels. Compiled in every build, without CUDA headers.
 namespace trireme::cuda {
 
-// Whether the kernels are in this build, for that GPU. If not, says so once.
+// Says whether the kernels are in this build, for that GPU. If not, says so once.
 bool can_step(c10::Device device);
 
 // Launches on the current stream of the batch's device; grad_scale and found_inf are read there.

@@ -7,7 +7,7 @@
 
 namespace trireme::cuda {
 
-// Of a dtype that was checked before.
+// Translates a dtype that was checked before.
 inline Real real_of(at::ScalarType dtype) {
   switch (dtype) {
     case at::kFloat:

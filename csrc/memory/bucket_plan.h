@@ -22,7 +22,7 @@ struct ParameterInfo {
   c10::Device device{c10::kCPU};
   bool sparse_gradient = false;
   bool requires_grad = true;
-  // Of its gradient on the wire; its own if absent.
+  // The dtype of its gradient on the wire; its own if absent.
   std::optional<at::ScalarType> reduce_dtype = {};
 };
 
@@ -47,8 +47,8 @@ struct PlannedBucket {
   bool operator==(const PlannedBucket&) const = default;
 };
 
-// Which parameters share a bucket and in which order buckets are launched. A value: equal on all
-// ranks, or a collective is about to go wrong.
+// Says which parameters share a bucket and in which order buckets are launched. It is a value:
+// equal on all ranks, or a collective is about to go wrong.
 struct BucketPlan {
   std::vector<PlannedBucket> buckets;  // in launch order
 
@@ -70,7 +70,8 @@ struct BucketPlanRequest {
   const std::vector<ParameterInfo>& parameters;
   // Indices in the order in which gradients are expected; those that are left out get no bucket.
   std::vector<int64_t> order;
-  // By index: planned into buckets after all others, because their gradient may not come.
+  // Says by index which parameters are planned into buckets after all others, because their
+  // gradient may not come.
   std::vector<bool> trailing;
   BucketCaps caps;
   // The dtype of floating-point buckets on the wire; that of their parameters if absent.

@@ -27,18 +27,18 @@ class TRIREME_API BufferPool {
   BufferPool(const BufferPool&) = delete;
   BufferPool& operator=(const BufferPool&) = delete;
 
-  // At least `bytes`, uninitialised, aligned to 64; given back when the pointer goes. Throws
-  // c10::OutOfMemoryError saying how many bytes `label` needed.
+  // Returns at least `bytes`, uninitialised, aligned to 64; they are given back when the pointer
+  // goes. Throws c10::OutOfMemoryError saying how many bytes `label` needed.
   at::DataPtr take(int64_t bytes, const char* label);
-  // The same as a contiguous tensor, whose storage gives it back.
+  // Takes memory as a contiguous tensor, whose storage gives it back.
   at::Tensor empty(at::IntArrayRef sizes, at::ScalarType dtype, const char* label);
 
-  // Where blocks come from, from now on, if not from the device's allocator; throws c10::Error
-  // where it has none. Blocks that are idle go.
+  // Says where blocks come from, from now on, if not from the device's allocator. A source throws
+  // c10::Error where it has none. Blocks that are idle go.
   using Source = std::function<at::DataPtr(int64_t bytes)>;
   void set_source(Source source);
 
-  // From now on it keeps up to so many; gives up the others.
+  // Keeps up to so many idle blocks from now on; gives up the others.
   void keep_idle(int64_t blocks);
 
   // Bytes that are taken now, and the most that ever were.

@@ -52,7 +52,7 @@ class Segment;
 // for version(), whole() and shard().
 class TRIREME_API HostStore : public std::enable_shared_from_this<HostStore> {
  public:
-  // Of the segment that make() takes for that many ranks of one host.
+  // The bytes of the segment that make() takes for that many ranks of one host.
   static int64_t bytes_for(const std::vector<ParameterInfo>& parameters, int64_t world);
 
   // `segment`: new, all zeros, of at least bytes_for(); as this rank sees the memory that all ranks
@@ -67,7 +67,8 @@ class TRIREME_API HostStore : public std::enable_shared_from_this<HostStore> {
 
   // Row-major, of the parameter's sizes and dtype. Each call makes a new tensor and storage.
   at::Tensor whole(int64_t parameter) const;
-  // Its elements `range`, as row-major `sizes` of as many (shard_sizes). Throws ValueError.
+  // Returns elements `range` of a parameter, as row-major `sizes` of as many (shard_sizes). Throws
+  // ValueError.
   at::Tensor shard(int64_t parameter, const ShardRange& range, at::IntArrayRef sizes) const;
   // Does `tensor` lie where whole() does, element for element? No longer after to(), `p.data =` or
   // swap_tensors. Always, if the parameter has no elements.
@@ -76,22 +77,23 @@ class TRIREME_API HostStore : public std::enable_shared_from_this<HostStore> {
   // Two counters of each rank, for the step gate: the last write of which it has completed its
   // part, and the last one that it no longer reads.
 
-  // How many writes of this store all ranks have completed; starts at 0.
+  // Counts the writes of this store that all ranks have completed; starts at 0.
   uint64_t version() const;
-  // This rank's part of write number `version` is done; it only grows. Wakes nobody.
+  // Says that this rank's part of write number `version` is done; it only grows. Wakes nobody.
   void publish_version(uint64_t version);
-  // What a rank has published, for who waits for it (HostGroup::wait_beside).
+  // Returns what a rank has published, for who waits for it (HostGroup::wait_beside).
   const std::atomic<uint64_t>& version_of(int64_t rank) const;
-  // This rank no longer reads `version`; `factor` is what it has multiplied its gradients by.
+  // Says that this rank no longer reads `version`; `factor` is what it has multiplied its gradients
+  // by.
   void publish_release(uint64_t version, const FactorRange& factor = {});
   const std::atomic<uint64_t>& release_of(int64_t rank) const;
-  // As published with the last release that was seen.
+  // Returns the factor that was published with the last release that was seen.
   FactorRange factor_of(int64_t rank) const;
 
   // Notes autograd's counters, without changing them. `tensors`: one per parameter, or undefined.
   void snapshot_versions(const std::vector<at::Tensor>& tensors);
-  // Which parameters were written in place since snapshot_versions(); none before the first one. Of
-  // tensors that holds() refuses it says nothing.
+  // Returns which parameters were written in place since snapshot_versions(); none before the first
+  // one. It says nothing of tensors that holds() refuses.
   std::vector<int64_t> changed_outside(const std::vector<at::Tensor>& tensors) const;
   // Counts a write for each of them; before snapshot_versions().
   static void bump_versions(const std::vector<at::Tensor>& tensors);

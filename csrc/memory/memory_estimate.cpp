@@ -46,7 +46,7 @@ Value named(const std::array<std::pair<std::string_view, Value>, count>& values,
   C10_THROW_ERROR(ValueError, error_text(kEstimateArea, text, {}, "Give one of these names."));
 }
 
-// Of the fullest rank, and of the fullest host.
+// The bytes of the fullest rank, and of the fullest host.
 struct Spread {
   int64_t rank = 0;
   int64_t host = 0;
@@ -128,7 +128,7 @@ class Estimator {
     return bytes;
   }
 
-  // By the rule of ShardPlacement::kDim0, under which rank 0 has most, and host 0.
+  // Shards by the rule of ShardPlacement::kDim0, under which rank 0 has most, and host 0.
   Spread by_rows(Rate rate) const {
     Spread found;
     for (const ParameterInfo& parameter : request_.parameters) {
@@ -180,7 +180,7 @@ class Estimator {
     return of_each(bytes);
   }
 
-  // Of units of several dtypes at most.
+  // Bytes of gathered units; an upper bound where these have several dtypes.
   int64_t gathered_units() const {
     int64_t numel = 0;
     int64_t widest = 0;

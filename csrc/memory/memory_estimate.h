@@ -55,16 +55,17 @@ struct MemoryRequest {
   const std::vector<ParameterInfo>& parameters;
   TrainingStrategy strategy = TrainingStrategy::kDdp;
   int64_t world = 1;
-  int64_t ranks_per_host = 1;  // of the fullest host
+  int64_t ranks_per_host = 1;  // ranks of the fullest host
   MemoryAccounting accounting = MemoryAccounting::kTrireme;
   OptimizerState optimizer = {};
   std::optional<at::ScalarType> grad_dtype = {};  // else each parameter's
-  // As in ZeroOptions. Under kZero3 false where ranks share no memory (Gloo): they gather units.
+  // Means what it does in ZeroOptions. Under kZero3 it is false where ranks share no memory (Gloo):
+  // they gather units.
   bool host_params = true;
   // kZero3 that gathers: elements of the largest unit (one call of fully_shard); 0: the model
   // is one.
   int64_t unit_numel = 0;
-  // Of each rank; under kDp of each replica.
+  // Bytes of each rank; under kDp of each replica.
   int64_t activation_bytes = 0;
   int64_t module_buffer_bytes = 0;  // running statistics and such
 };
@@ -84,8 +85,8 @@ struct MemoryBytes {
 };
 
 struct MemoryEstimate {
-  MemoryBytes rank;  // of the fullest one; of what a host has once, its share
-  MemoryBytes host;  // of the fullest one: what its ranks take together (the sum of their PSS)
+  MemoryBytes rank;  // the fullest rank; its share of what a host has once
+  MemoryBytes host;  // the fullest host: what its ranks take together (the sum of their PSS)
 
   bool operator==(const MemoryEstimate&) const = default;
 };

@@ -41,8 +41,8 @@ enum class ShardPlacement : uint8_t {
   kWhole,
 };
 
-// Which rank owns which elements. A value: equal on all ranks of a group. The shards of a parameter
-// are disjoint, ascend with the rank (kDim0, kFlat) and together are the parameter.
+// Says which rank owns which elements. It is a value: equal on all ranks of a group. The shards of
+// a parameter are disjoint, ascend with the rank (kDim0, kFlat) and together are the parameter.
 struct ShardPlan {
   int64_t world = 1;
   ShardPlacement placement = ShardPlacement::kDim0;
@@ -77,7 +77,7 @@ TRIREME_API std::vector<int64_t> shard_sizes(const ParameterInfo& parameter,
 // given, each at a multiple of 64 bytes, so that a cache line or vector never holds two of them.
 struct StoreLayout {
   std::vector<int64_t> offsets;  // bytes, by parameter
-  int64_t bytes = 0;             // of the whole store, a multiple of 64
+  int64_t bytes = 0;             // bytes of the whole store, a multiple of 64
 
   bool operator==(const StoreLayout&) const = default;
 };

@@ -27,16 +27,16 @@ class TRIREME_API StreamHandoff {
   // caller's stream was given so far, and beside what that is given next, until join(). It counts
   // as noted.
   void beside(const std::function<void()>& work);
-  // What the caller's current stream is given next comes after all that beside() was given.
+  // Makes what the caller's current stream is given next come after all that beside() was given.
   void join();
 
-  // What the caller's current stream was given so far, for wait().
+  // Notes what the caller's current stream was given so far, for wait().
   void note();
-  // The CPU waits until all that was noted is done.
+  // Waits on the CPU until all that was noted is done.
   void wait();
 
-  // In beside(): the memory of `tensor` stays until the current stream has done what it was given
-  // so far, whoever frees it.
+  // Called in beside(): the memory of `tensor` stays until the current stream has done what it was
+  // given so far, whoever frees it.
   static void keep(const at::Tensor& tensor);
 
  private:

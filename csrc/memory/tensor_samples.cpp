@@ -16,7 +16,7 @@ constexpr int64_t kPerTensor = 4;
 constexpr int64_t kPerMib = 8;
 constexpr int64_t kMib = int64_t{1} << 20;
 
-// As a gradient is scaled, and scaled again: each product is rounded once, the quotient here, too.
+// A gradient may be scaled, and scaled again: each product is rounded once, the quotient here, too.
 constexpr double kRoundings = 4;
 
 // The next of a sequence of 64-bit numbers that look random (splitmix64).

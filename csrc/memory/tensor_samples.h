@@ -23,19 +23,19 @@ namespace trireme {
 //
 // Bytes are compared, so that NaN equals itself.
 
-// Which of `numel` elements are looked at, ascending: the first, the last, and one at random of
-// each of equal stretches between them: 4 per tensor and 8 per MiB, or all if there are no more.
-// Equal arguments give equal results.
+// Returns which of `numel` elements are looked at, ascending: the first, the last, and one at
+// random of each of equal stretches between them: 4 per tensor and 8 per MiB, or all if there are
+// no more. Equal arguments give equal results.
 TRIREME_API std::vector<int64_t> sample_positions(int64_t numel, int64_t item_bytes, uint64_t seed);
 
-// By which numbers values may have been multiplied, as far as their rounding tells: those in
+// The numbers by which values may have been multiplied, as far as their rounding tells: those in
 // [least, most].
 struct TRIREME_API FactorRange {
   double least = -std::numeric_limits<double>::infinity();
   double most = std::numeric_limits<double>::infinity();
 
   bool is_empty() const { return least > most; }
-  // What lies in both.
+  // Returns what lies in both.
   FactorRange operator&(const FactorRange& other) const;
   bool operator==(const FactorRange&) const = default;
 };
@@ -88,8 +88,8 @@ class TRIREME_API TensorSamples {
   void read(size_t tensor, const SampledMemory& memory);
   void clear();
 
-  // Whether a sample is another value than it was. False for a tensor that was not read, or has
-  // another dtype or number of elements now.
+  // Says whether a sample is another value than it was. False for a tensor that was not read, or
+  // has another dtype or number of elements now.
   bool is_changed(size_t tensor, const SampledMemory& now) const;
   // Adds what its samples were, and are now, where these are numbers of a dtype that gradients
   // have.

@@ -32,7 +32,7 @@ struct ElementsOf<std::map<K, T, C, A>> : std::type_identity<std::tuple<T>> {};
 template <typename K, typename T, typename H, typename E, typename A>
 struct ElementsOf<std::unordered_map<K, T, H, E, A>> : std::type_identity<std::tuple<T>> {};
 
-// Whether for_each_tensor() finds tensors in values of a type.
+// Says whether for_each_tensor() finds tensors in values of a type.
 template <typename T, typename Elements = typename ElementsOf<std::remove_cvref_t<T>>::type>
 inline constexpr bool kHoldsTensors = std::is_same_v<std::remove_cvref_t<T>, at::Tensor>;
 template <typename T, typename First, typename... Rest>

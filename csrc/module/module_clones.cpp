@@ -125,7 +125,7 @@ class TwinWalk {
   }
 
   ModuleClones& clones_;
-  std::map<const at::TensorImpl*, const at::TensorImpl*> seen_;  // of clone 0, and its original
+  std::map<const at::TensorImpl*, const at::TensorImpl*> seen_;  // clone 0's, to their originals
 };
 
 }  // namespace

@@ -9,7 +9,7 @@
 namespace trireme {
 namespace {
 
-// Which tensors are registered where, by address. Whoever compares keeps the tensors.
+// Says which tensors are registered where, by address. Whoever compares keeps the tensors alive.
 using Walk = std::vector<const at::TensorImpl*>;
 
 // torch hands out copies of all names; what is protected there may be read through a subclass.
@@ -32,7 +32,7 @@ struct Watched {
     walk(*module, known);
   }
 
-  // Whether there are other tensors than before, in whatever order and under whatever names.
+  // Says whether there are other tensors than before, in whatever order and under whatever names.
   bool is_changed() {
     met.clear();
     walk(*module, met);
@@ -58,7 +58,7 @@ NamedParameters named_parameters(const torch::nn::Module& module) {
       if (bag->options.sparse()) sparse.insert(bag->weight.unsafeGetTensorImpl());
     }
   };
-  look_at(module);  // which may live on the stack, where torch cannot list it
+  look_at(module);  // it may live on the stack, where torch cannot list it
   for (const auto& layer : module.modules(/*include_self=*/false)) look_at(*layer);
   NamedParameters parameters;
   std::unordered_set<const at::TensorImpl*> seen;

@@ -44,8 +44,8 @@ struct ModuleWatch {
 // registered. Those of Embedding and EmbeddingBag with sparse(true) are marked.
 TRIREME_API NamedParameters named_parameters(const torch::nn::Module& module);
 
-// For GradReducer::watch_module(): tells when `module`, which it keeps alive, has other parameters
-// than now. A look walks over the module, without its names: about 20 ns per parameter.
+// Tells GradReducer::watch_module() when `module`, which it keeps alive, has other parameters than
+// now. A look walks over the module, without its names: about 20 ns per parameter.
 TRIREME_API ModuleWatch watch_parameters_of(std::shared_ptr<torch::nn::Module> module);
 
 }  // namespace trireme

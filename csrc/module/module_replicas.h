@@ -17,8 +17,8 @@ namespace trireme {
 // master it is the master's memory under the master's version counter, and takes no memory; a graph
 // kept over an optimizer step raises as in one process.
 struct ModuleReplicas {
-  std::vector<c10::Device> devices = {};  // of the replicas
-  std::vector<std::string> names = {};    // of parameters, for messages
+  std::vector<c10::Device> devices = {};  // devices of the replicas
+  std::vector<std::string> names = {};    // names of parameters, for messages
   std::vector<at::Tensor> parameters = {};
   std::vector<std::vector<at::Tensor>> leaves = {};  // [replica][parameter]
   std::vector<at::Tensor> buffers = {};

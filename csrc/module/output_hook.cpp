@@ -16,7 +16,7 @@ namespace {
 
 using torch::autograd::variable_list;
 
-// Of a node with several outputs autograd shows all gradients; ours is at `place`.
+// Autograd shows all gradients of a node with several outputs; ours is at `place`.
 class OutputHook final : public torch::autograd::FunctionPreHook {
  public:
   OutputHook(size_t place, std::function<void()> arrived)

@@ -26,7 +26,8 @@ bool takes_generator(const c10::FunctionSchema& schema, size_t& place) {
   return false;
 }
 
-// By the device of its tensors, or the one that it was asked for.
+// Says whether an operation runs on the CPU, by the device of its tensors, or the one that it was
+// asked for.
 bool is_on_cpu(const std::vector<c10::IValue>& stack, size_t arguments) {
   for (size_t i = stack.size() - arguments; i < stack.size(); ++i) {
     if (stack[i].isTensor() && stack[i].toTensor().defined()) return stack[i].toTensor().is_cpu();
@@ -51,7 +52,7 @@ void draw_for_replica(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
 uint64_t PassRandom::seed() {
   const std::lock_guard lock(mutex_);
   if (!seed_) {
-    at::Generator generator = at::detail::getDefaultCPUGenerator();  // the same one
+    at::Generator generator = at::detail::getDefaultCPUGenerator();  // no copy of it
     const std::lock_guard generator_lock(generator.mutex());
     seed_ = at::check_generator<at::CPUGeneratorImpl>(generator)->random64();
   }

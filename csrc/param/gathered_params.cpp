@@ -39,7 +39,7 @@ class GatherBeside final : public Pending::State {
 
  private:
   Pending gather_;
-  StreamHandoff& handoff_;  // of the same parameters
+  StreamHandoff& handoff_;  // belongs to the same parameters
 };
 
 }  // namespace
@@ -171,7 +171,8 @@ void GatheredParams::take_buffer(const std::string& label) {
 void GatheredParams::copy_in_shards(bool only_replicated) {
   for (const Entry& entry : entries_) {
     if (only_replicated && !entry.spec.is_replicated()) continue;
-    // In its own dtype: a cast on the way would go through memory that is not pinned.
+    // Copies in the shard's own dtype: a cast on the way would go through memory that is not
+    // pinned.
     const at::Tensor& source = entry.copied.defined() ? entry.copied : entry.shard;
     entry.own_shard.copy_(source.to(device_, /*non_blocking=*/true));
   }

@@ -14,8 +14,8 @@
 
 namespace trireme {
 
-// All of a parameter in a tensor of its own, as it lies in memory, from the shards of all ranks.
-// Collective, unless every rank has its own copy.
+// Returns all of a parameter, as it lies in memory, in a tensor of its own, from the shards of all
+// ranks. Collective, unless every rank has its own copy.
 at::Tensor gather_whole(const ShardedParamSpec& spec, const at::Tensor& shard,
                         Communicator& communicator);
 
@@ -31,8 +31,8 @@ at::Tensor gather_whole(const ShardedParamSpec& spec, const at::Tensor& shard,
 // forget_pieces(), which all call between the same two gathers, every further gather is one of
 // pieces; whoever still has the unit has its piece in place.
 
-// Parameters of which each rank has its shards, and gathers the rest into a buffer of its own when
-// they are needed: on devices, between hosts, over any engine.
+// Holds this rank's shards of parameters, and gathers the rest into a buffer of its own when they
+// are needed: on devices, between hosts, over any engine.
 //
 // The buffer holds, parameter by parameter, the shards of all ranks end to end, each with as many
 // rows as the longest; since torch.chunk's rule leaves only the last ones short, the parameter is
@@ -52,11 +52,11 @@ class GatheredParams final : public ParamMemory {
  public:
   struct Request {
     std::vector<ShardedParamSpec> specs;
-    std::shared_ptr<Communicator> communicator;  // of the ranks that share them
-    // Of the n neighbouring ranks around this one among which units are resharded, if not all.
+    std::shared_ptr<Communicator> communicator;  // the ranks that share them
+    // The n neighbouring ranks around this one among which units are resharded; all ranks if null.
     std::shared_ptr<Communicator> reshards_with = nullptr;
     c10::Device device = c10::kCPU;
-    bool pins_memory = true;  // of offloaded shards and their gradients
+    bool pins_memory = true;  // pins offloaded shards and their gradients
   };
   // Not collective. Throws ValueError if n is no factor of P; c10::Error if pinned memory is
   // refused.
@@ -77,13 +77,13 @@ class GatheredParams final : public ParamMemory {
  private:
   struct Entry {
     ShardedParamSpec spec;
-    at::Tensor shard;   // as it lies in memory
-    at::Tensor copied;  // of an offloaded one, on the device in param_dtype; undefined without
+    at::Tensor shard;   // this rank's shard, as it lies in memory
+    at::Tensor copied;  // copy of an offloaded one on the device, in param_dtype; undefined without
     at::Tensor whole;
-    at::Tensor region;     // of the buffer: what all ranks have, padded
-    at::Tensor own;        // of that, this rank's part
-    at::Tensor own_shard;  // of that, without padding
-    at::Tensor piece;      // of the region, what this rank keeps
+    at::Tensor region;     // part of the buffer: what all ranks have, padded
+    at::Tensor own;        // this rank's part of the region
+    at::Tensor own_shard;  // that part without padding
+    at::Tensor piece;      // what this rank keeps of the region
   };
   Entry make_entry(const ShardedParamSpec& spec) const;
   at::Tensor on_host(at::IntArrayRef sizes, const ShardedParamSpec& spec) const;
@@ -100,13 +100,13 @@ class GatheredParams final : public ParamMemory {
   bool pins_memory_;
   std::vector<Entry> entries_;
   int64_t bytes_ = 0;
-  c10::Storage storage_;  // of the buffer; without memory while released
+  c10::Storage storage_;  // the buffer's; without memory while released
   bool has_memory_ = false;
   std::shared_ptr<BufferPool> pool_;
-  bool has_pieces_ = false;  // the same on all ranks
+  bool has_pieces_ = false;  // equal on all ranks
   int64_t pieces_bytes_ = 0;
   at::Tensor pieces_;          // this rank's, once the buffer was released
-  bool is_offloaded_ = false;  // any of it
+  bool is_offloaded_ = false;  // any parameter is
   StreamHandoff copies_;       // out of offloaded shards, and what is gathered with them
 };
 

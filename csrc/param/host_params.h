@@ -40,7 +40,7 @@ class HostParams final : public ParamMemory {
   std::shared_ptr<Communicator> communicator_;
   std::shared_ptr<HostStore> original_;
   std::shared_ptr<HostStore> cast_;  // null where none is cast
-  // This rank's, outside of the stores; undefined where others read what it writes there.
+  // This rank's shards outside of the stores; undefined where others read what it writes there.
   std::vector<at::Tensor> private_shards_;
 };
 

@@ -30,39 +30,40 @@ class TRIREME_API ParamMemory {
   // already; it may be read when the Pending is done. Collective where anything moves. `label` says
   // in errors what is gathered. Throws what all_gather does, and c10::OutOfMemoryError.
   virtual Pending gather(const std::string& label) = 0;
-  // Nobody reads `whole` any more.
+  // Hears that nobody reads `whole` any more.
   virtual void release() = 0;
 
-  // Whether the next gather is one of pieces, of what ranks had in their shards at an earlier one.
-  // See [Note: pieces] in gathered_params.h.
+  // Says whether the next gather is one of pieces, of what ranks had in their shards at an earlier
+  // one. See [Note: pieces] in gathered_params.h.
   virtual bool has_pieces() const { return false; }
-  // It is not, and what this rank has kept for it is given up. Every rank calls it, between the
-  // same two gathers.
+  // Makes the next gather one of whole shards, and gives up the pieces that this rank has kept.
+  // Every rank calls it, between the same two gathers.
   virtual void forget_pieces() {}
-  // That, and there will be none any more.
+  // Forgets pieces as forget_pieces() does, and makes all later gathers bring whole shards.
   virtual void reshard_to_all() {}
 
-  // All of a parameter in its own dtype, not to be written to. Collective where anything moves.
+  // Returns all of a parameter in its own dtype, not to be written to. Collective where anything
+  // moves.
   virtual at::Tensor read_whole(int64_t parameter) = 0;
 
-  // On several hosts, each of which has a store(): what each rank of the group writes and others
-  // read there, for the step gate to bring to all of them. Else empty.
+  // Returns what each rank of the group writes and others read, for the step gate to bring to all
+  // hosts; empty unless there are several hosts, each of which has a store().
   virtual PartsByRank parts() const { return {}; }
-  // The memory of a host that all its ranks read, and need not gather; else null.
+  // Returns the memory of a host that all its ranks read, and need not gather; else null.
   virtual std::shared_ptr<HostStore> store() const { return nullptr; }
 
-  // This rank's part of a gradient in memory like that of the shard. A copy into pinned memory may
-  // still be under way: what the caller's current stream was given so far comes first, and the
-  // gradient may be freed.
+  // Returns this rank's part of a gradient in memory like that of the shard. A copy into pinned
+  // memory may still be under way: what the caller's current stream was given so far comes first,
+  // and the gradient may be freed.
   virtual at::Tensor to_shard(int64_t /*parameter*/, const at::Tensor& gradient) {
     return gradient;
   }
   // Calls `copy`, which copies shards to the device where that is not a gather's business.
   virtual void copy_shards(const std::function<void()>& copy) { copy(); }
-  // Until copies out of shards are done, so that these may be written.
+  // Waits until copies out of shards are done, so that these may be written.
   virtual void finish_copies() {}
 
-  // Where `whole` comes from, from now on.
+  // Says where `whole` comes from, from now on.
   virtual void share_pool(std::shared_ptr<BufferPool> /*pool*/) {}
 };
 

@@ -41,7 +41,7 @@ bool Prefetch::reshards(Index index) const {
 
 void Prefetch::begin_forward(const ParamGroup* entry, bool trains) {
   if (groups_.empty()) return;
-  for (State& state : states_) state.claims = 0;  // of a pass that an exception has left
+  for (State& state : states_) state.claims = 0;  // left by an exception
   pass_ = Pass::kForward;
   key_ = {index_of(entry), trains};
   const auto known = plans_.find(key_);
@@ -146,7 +146,7 @@ void Prefetch::drop(ParamGroup& group) {
 // Tells the others what this rank needs, and gathers what any rank does. Whether any rank still
 // needs something.
 bool Prefetch::agree(Index wanted) {
-  // On the CPU where that may be, whose waits watch the other ranks.
+  // Exchanges numbers on the CPU where that may be, whose waits watch the other ranks.
   const auto options = at::TensorOptions().dtype(at::kLong).device(communicator_->device());
   const at::Tensor all = at::empty({communicator_->world()}, options);
   const at::Tensor own = at::full({1}, wanted, options);

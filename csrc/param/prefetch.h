@@ -19,8 +19,8 @@ namespace trireme {
 // A gather is a collective, so all ranks must come to all of them in one order, and a rank that
 // uses other units, or in another order, must not hang or mix up what it gets. So gathers go by
 // plan. When a unit is needed, all that is planned up to it is gathered; what a rank does not use
-// it gathers all the same, and at the end of a pass the rest. Of passes that begin at the same
-// unit, with gradients or without, the first one makes the plan: before each gather ranks tell each
+// it gathers all the same, and at the end of a pass the rest. The first of the passes that begin at
+// the same unit, with gradients or without, makes the plan: before each gather ranks tell each
 // other which unit they need (one small collective), all of those are gathered, and so the plan is
 // the same on all ranks. A backward's plan is the reverse of each forward's that it comes to, but
 // for the unit at which that began: around all others, it is the first that backward comes to.
@@ -39,62 +39,70 @@ namespace trireme {
 // agree as well about which gathers are of pieces ([Note: pieces] in gathered_params.h): what they
 // keep for those they forget at the end of a pass, or when they have written.
 
-// Whose turn it is to be gathered. Only groups that gather take part; the others are always there.
-// One thread at a time.
+// Decides which group is gathered next. Only groups that gather take part; the others are always
+// there. One thread at a time.
 class TRIREME_API Prefetch {
  public:
-  // On one device. `agrees_with`: by which all ranks find the order; what the first group gathers
-  // with if null. Needed where groups gather with different ones: of all their ranks.
+  // Takes groups on one device. All ranks find the order by `agrees_with`, or, if it is null, by
+  // what the first group gathers with. Groups that gather with different communicators need one of
+  // all their ranks.
   explicit Prefetch(const std::vector<std::shared_ptr<ParamGroup>>& groups,
                     const std::shared_ptr<Communicator>& agrees_with = nullptr);
 
-  // A pass begins. `entry`: the group of the unit at which a forward does, null for one without.
+  // Begins a pass. `entry` is the group of the unit at which a forward begins, null for a unit
+  // without one.
   void begin_forward(const ParamGroup* entry, bool trains);
   void begin_backward();
-  // The backward has come to a forward, for the first time; `key`: what forward_key() was then.
+  // Hears that the backward has come to a forward, for the first time; `key` is what forward_key()
+  // was in that forward.
   using Key = std::pair<int64_t, bool>;  // where a forward begins, whether it trains
   const Key& forward_key() const { return key_; }
   void enter_forward(const Key& key);
-  // The backward computes a whole forward again, which was without gradients (a reentrant
+  // Hears that the backward computes a whole forward again that was without gradients (a reentrant
   // checkpoint around the outermost unit).
   void repeat_forward(const ParamGroup* entry);
-  // Whether any group does.
+  // Says whether any group gathers.
   bool gathers() const { return !groups_.empty(); }
-  // By which ranks find the order; null where none does.
+  // Returns the communicator by which ranks find the order; null where no group gathers.
   Communicator* communicator() const { return communicator_.get(); }
-  // Whether this rank has needed the group's parameters since they were written; of one that does
-  // not gather nobody knows.
+  // Says whether this rank has needed the group's parameters since they were written; true of a
+  // group that does not gather, since nobody knows.
   bool may_have_been_needed(const ParamGroup& group) const;
   bool is_in_pass() const { return pass_ != Pass::kNone; }
 
-  // Returns when the group's parameters are there. Outside of a pass all ranks must need the same
-  // group; in one, see above. Throws c10::Error naming the unit that cannot be had, and what a
-  // gather throws.
+  // Returns when the group's parameters are there. All ranks must need the same group outside of a
+  // pass; see above for one in a pass. Throws c10::Error naming the unit that cannot be had, and
+  // what a gather throws.
   void need(ParamGroup& group);
-  // The same for who needs them later, and then calls need(); waits for nothing.
+  // Starts to gather the group's parameters for a caller who needs them later, and then calls
+  // need(). Does not wait until they are there.
   void need_later(ParamGroup& group);
-  // A unit that was needed in this pass is done with it: reshards it. With `hold`, backward may
-  // reach it unnoticed, so that its memory stays until that is over.
+  // Reshards a unit that was needed in this pass and is done with it, unless it was gathered for a
+  // further use, is held or is kept. With `hold` its memory stays until backward is over, which may
+  // reach it unnoticed.
   void done(ParamGroup& group, bool hold = false);
-  // Reshards it, whatever may come. Outside of a pass all ranks must.
+  // Reshards a unit outside of a pass, whatever may come; all ranks must call it. In a pass it does
+  // what done() does.
   void drop(ParamGroup& group);
-  // Starts to gather all that the pass still has, at once; nothing if it makes its plan.
+  // Starts to gather all that is left in the plan, at once. Does nothing in a pass that makes its
+  // plan.
   void gather_rest();
-  // This rank is through with the pass: gathers what others may still need, one unit after another
-  // (two are there at most). Units that reshard after it are resharded. `is_last`, the same on all
-  // ranks: no pass is to be expected before the parameters are written, so that pieces are
-  // forgotten.
+  // Ends the pass on this rank: gathers what others may still need, one unit after another (two are
+  // there at most), and reshards units that reshard after it. `is_last`, equal on all ranks, says
+  // that no pass is to be expected before the parameters are written, so that pieces are forgotten.
   void end_pass(bool is_last = false);
-  // The same, about pieces, outside of a pass.
+  // Forgets the pieces of all units, outside of a pass. All ranks call it between the same two
+  // gathers.
   void forget_pieces();
-  // After an exception: there is no pass, and all units are resharded. What was learned stays, and
-  // so do pieces: other ranks may know nothing of it.
+  // Leaves the pass after an exception, and reshards all units. What was learned stays, and so do
+  // pieces: other ranks may know nothing of the exception.
   void reset() noexcept;
-  // The parameters were written: nothing that is there counts any more.
+  // Forgets all that is gathered, because the parameters were written.
   void expire();
 
-  // Units that are gathered ahead, by plan, while `group` computes, up to the last of `ahead`
-  // (nothing ahead if empty). Else the next one. Groups that do not gather are left out.
+  // These name the units that are gathered ahead, by plan, while `group` computes, up to the last
+  // of `ahead` (none if it is empty). Without a call it is the next one. Groups that do not gather
+  // are left out.
   void set_forward_prefetch(const ParamGroup& group, const std::vector<const ParamGroup*>& ahead);
   void set_backward_prefetch(const ParamGroup& group, const std::vector<const ParamGroup*>& ahead);
   void set_dynamic(bool dynamic);
@@ -107,9 +115,9 @@ class TRIREME_API Prefetch {
     int64_t claims = 0;     // places in the plan that were gathered and not needed yet
     bool is_kept = false;   // there, and not gathered again, until expire(); the same on all ranks
     bool is_held = false;   // there on this rank until backward is over
-    bool was_used = false;  // by a forward that trains, since expire()
-    bool was_needed = false;      // by anybody, since expire()
-    int64_t uses = 0;             // by forwards that train, since a backward ended
+    bool was_used = false;  // a forward that trains used it since expire()
+    bool was_needed = false;      // anybody needed it since expire()
+    int64_t uses = 0;             // uses by forwards that train, since a backward ended
     std::vector<Index> ahead[2];  // forward, backward
     bool has_ahead[2] = {false, false};
   };
@@ -137,7 +145,7 @@ class TRIREME_API Prefetch {
 
   // the pass
   Pass pass_ = Pass::kNone;
-  Key key_;              // of the last forward
+  Key key_;              // key of the last forward
   bool learns_ = false;  // this pass makes its plan
   Plan plan_;
   size_t next_ = 0;  // place in plan_

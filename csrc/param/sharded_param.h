@@ -48,8 +48,8 @@ struct ShardedParamSpec {
   std::string name;
   std::vector<int64_t> sizes;
   at::ScalarType dtype = at::kFloat;
-  int64_t dim = 0;  // which is sharded; from 0 on
-  // Of the unsharded parameter, and of its gradient on the wire; `dtype` if absent.
+  int64_t dim = 0;  // the dimension that is sharded; from 0 on
+  // The dtype of the unsharded parameter, and that of its gradient on the wire; `dtype` if absent.
   std::optional<at::ScalarType> param_dtype = {};
   std::optional<at::ScalarType> reduce_dtype = {};
   bool requires_grad = true;
@@ -59,10 +59,10 @@ struct ShardedParamSpec {
   bool is_cast() const { return param_dtype.value_or(dtype) != dtype; }
 };
 
-// As it lies in memory: the sharded dimension first.
+// Describes the parameter as it lies in memory: the sharded dimension first.
 TRIREME_API ParameterInfo stored_info(const ShardedParamSpec& spec, at::ScalarType dtype);
 
-// What a rank has of the sharded dimension; nothing of a replicated parameter.
+// The rows that a rank has of the sharded dimension; none of a replicated parameter.
 struct ShardRows : ChunkRows {
   int64_t numel = 0;  // elements of a row
 
@@ -71,39 +71,39 @@ struct ShardRows : ChunkRows {
 
 // Where a parameter lies, the sharded dimension first.
 struct ParamPlace {
-  at::Tensor shard;  // of this rank, in the parameter's dtype
+  at::Tensor shard;  // this rank's shard, in the parameter's dtype
   at::Tensor whole;  // in param_dtype
-  // In param_dtype, if the owner of the shard has to keep it up to date: of `whole`, this rank's
-  // part; or the copy of a shard that is offloaded.
+  // What the owner of the shard has to keep up to date in param_dtype, if anything: this rank's
+  // part of `whole`, or the copy of a shard that is offloaded.
   at::Tensor own_cast;
 };
 
 class TRIREME_API ShardedParam {
  public:
-  // `where`: among the ranks that share the parameter.
+  // `where` is the place among the ranks that share the parameter.
   ShardedParam(ShardedParamSpec spec, RankOf where, const ParamPlace& place);
 
   const ShardedParamSpec& spec() const { return spec_; }
 
-  // Over the group's memory; the same tensors in every call.
+  // These lie over the group's memory; they are the same tensors in every call.
   const at::Tensor& sharded() const { return sharded_; }
   const at::Tensor& unsharded() const { return unsharded_; }
-  // Shaped like sharded(), where the parameter is computed with: this rank's part of a gradient
-  // comes as the .grad of this one. Of an offloaded shard a leaf of its own, without memory; else
-  // sharded().
+  // This rank's part of a gradient comes as the .grad of this one, which is shaped like sharded()
+  // and lies where the parameter is computed with. It is a leaf of its own, without memory, for an
+  // offloaded shard; else sharded().
   const at::Tensor& gradient_leaf() const { return gradient_leaf_; }
 
   // Writes this rank's shard: of a whole parameter, or from a tensor shaped like sharded().
   void write_whole(const at::Tensor& whole) const;
   void write_shard(const at::Tensor& shard) const;
-  // Whether sharded() still is where the group looks for it; no longer after `.data =`.
+  // Says whether sharded() still is where the group looks for it; no longer after `.data =`.
   bool lies_in_store() const { return sharded_.const_data_ptr() == place_.const_data_ptr(); }
-  // It is there again.
+  // Puts sharded() back where the group looks for it.
   void return_to_store() const { sharded_.set_data(place_); }
-  // Of a param_dtype of its own: brings this rank's part of unsharded() up to date, where others
-  // read it. The same of the copy of an offloaded shard, in the caller's current stream.
+  // Brings this rank's part of unsharded() up to date, where others read it in a param_dtype of its
+  // own; or the copy of an offloaded shard, in the caller's current stream.
   void cast_own() const;
-  // `stored`, shaped as it lies in memory, as the user sees it.
+  // Returns `stored`, shaped as it lies in memory, as the user sees it.
   at::Tensor along_dim(const at::Tensor& stored) const;
 
  private:

@@ -37,15 +37,17 @@ class TRIREME_API StepGate {
            PartsByRank parts = {});
 
   bool is_writing() const { return is_writing_; }
-  // Of what is being written or read; counts from 1.
+  // The number of what is being written or read; counts from 1.
   uint64_t version() const { return version_; }
 
-  // If this rank is writing: what it wrote, others may read. Throws c10::DistBackendError: a rank
-  // has died, failed, or not come before the group's timeout. May be called again then.
+  // Says that others may read what this rank wrote, if it is writing, and waits until all have said
+  // so. Throws c10::DistBackendError if a rank has died, failed, or not come before the group's
+  // timeout. May be called again then.
   void begin_reading();
-  // If this rank is reading: waits until nobody does. Throws as begin_reading(). `factor`: by what
-  // this rank has multiplied its gradients. Returns what lies in that of all ranks of this host:
-  // nothing, if they do not agree. All numbers if this rank is writing, or there is nobody to ask.
+  // Waits until nobody reads, if this rank is reading. Throws as begin_reading(). `factor` is what
+  // this rank has multiplied its gradients by. Returns what lies in the factors of all ranks of
+  // this host: nothing, if they do not agree; all numbers if this rank is writing, or there is
+  // nobody to ask.
   FactorRange begin_writing(const FactorRange& factor = {});
 
  private:

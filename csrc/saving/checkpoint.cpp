@@ -92,8 +92,8 @@ std::string content_text(const CheckpointContent& content, const CheckpointRanks
 // What all ranks together save.
 struct Agreed {
   std::string save;
-  std::map<std::string, std::vector<SafetensorsEntry>> tensors;  // by kind
-  std::map<std::string, std::set<std::string>> own;              // by kind: this rank writes them
+  std::map<std::string, std::vector<SafetensorsEntry>> tensors;  // entries of each kind
+  std::map<std::string, std::set<std::string>> own;  // what this rank writes of each kind
   std::map<std::string, std::string> texts;
 };
 

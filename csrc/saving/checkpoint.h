@@ -30,7 +30,7 @@ namespace trireme {
 struct CheckpointTensor {
   std::string name;
   at::ScalarType dtype = at::kFloat;
-  std::vector<int64_t> sizes;  // of the whole
+  std::vector<int64_t> sizes;  // sizes of the whole
   TensorPart part = {};
 };
 
@@ -44,8 +44,9 @@ struct CheckpointRanks {
 };
 
 struct CheckpointContent {
-  // By kind: "model", "optimizer". Each element is in the part of one rank, or of several that have
-  // the same part, of which the lowest writes it; a rank need not know what others have.
+  // Lists tensors by kind: "model", "optimizer". Each element is in the part of one rank, or of
+  // several that have the same part, of which the lowest writes it; a rank need not know what
+  // others have.
   std::map<std::string, std::vector<CheckpointTensor>> tensors;
   // JSON objects by file name. What ranks say under kOptimizerText is merged, key by key; where
   // they differ the lowest rank is right; integers of more than 64 bits are refused there.
@@ -75,9 +76,9 @@ class TRIREME_API CheckpointReader {
   // kOptimizerText or kExtraText, a JSON object as it was saved; empty if there is none.
   std::string text(const std::string& name) const;
 
-  // That `tensors`, those of all ranks together, are those of the checkpoint, whatever their parts.
-  // Collective; throws ValueError naming the tensor that is missing, foreign to all ranks, or of
-  // another dtype or shape.
+  // Checks that `tensors`, those of all ranks together, are those of the checkpoint, whatever their
+  // parts. Collective; throws ValueError naming the tensor that is missing, foreign to all ranks,
+  // or of another dtype or shape.
   void check(const std::string& kind, const std::vector<CheckpointTensor>& tensors) const;
 
   // Reads into the parts, in place. Collective; a failure leaves them half read.
@@ -90,7 +91,7 @@ class TRIREME_API CheckpointReader {
   };
   struct Kind {
     std::vector<SafetensorsFile> files;
-    std::map<std::string, Place> places;  // by tensor
+    std::map<std::string, Place> places;  // places of tensors, by name
     std::map<std::string, CheckpointTensor> tensors;
     std::string save;
   };
@@ -108,12 +109,12 @@ class TRIREME_API CheckpointReader {
   std::string folder_;
   CheckpointRanks ranks_;
   std::map<std::string, Kind> kinds_;
-  std::map<std::string, std::string> texts_;  // by file name
+  std::map<std::string, std::string> texts_;  // texts by file name
 };
 
 // "Float of sizes [2, 3]"
 std::string describe(at::ScalarType dtype, at::IntArrayRef sizes);
-// What every rank says, by rank; see comm/gather_texts.h. Collective.
+// Returns what every rank says, by rank; see comm/gather_texts.h. Collective.
 std::vector<std::string> gather_texts(const std::string& own, const CheckpointRanks& ranks);
 
 // Collective. Calls `work`; what it throws on one rank is raised on all of them.

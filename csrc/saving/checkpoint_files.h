@@ -37,8 +37,8 @@ constexpr const char* kExtraText = "extra.json";
 // The files of one kind of tensors ("model").
 struct CheckpointFiles {
   std::string kind;
-  std::string save;                                // which save they belong to
-  std::map<std::string, SafetensorsHeader> files;  // by file name
+  std::string save;                                // names the save they belong to
+  std::map<std::string, SafetensorsHeader> files;  // key: file name
 };
 
 // Spreads tensors, in their order, over files of at most `max_file_bytes`; a larger tensor gets one
@@ -50,7 +50,7 @@ TRIREME_API CheckpointFiles plan_checkpoint_files(const std::string& kind, const
 // All that one save writes. `kinds` has a "model".
 struct CheckpointPlan {
   std::map<std::string, CheckpointFiles> kinds;
-  std::map<std::string, std::string> texts;  // by file name
+  std::map<std::string, std::string> texts;  // key: file name
 };
 
 // The JSON texts of the indexes, by file name. The model's index names all files, and by `replaces`
@@ -62,11 +62,11 @@ TRIREME_API std::map<std::string, std::string> index_texts(const CheckpointPlan&
 struct CheckpointIndex {
   std::string save;                               // empty: written by another program
   std::map<std::string, std::string> weight_map;  // file by tensor
-  std::map<std::string, int64_t> file_bytes;      // by file; empty: written by another program
+  std::map<std::string, int64_t> file_bytes;      // key: file; empty: written by another program
   // What only the model's index says.
   bool names_all = false;
-  std::map<std::string, int64_t> other_bytes;  // by every other file of the folder
-  std::string replaces;                        // which save was there before; empty: none
+  std::map<std::string, int64_t> other_bytes;  // key: every other file of the folder
+  std::string replaces;                        // names the save that was there before; empty: none
 };
 // Throws ValueError for what is no index, and where it names files outside of the folder.
 TRIREME_API CheckpointIndex read_index(const std::string& path, RankOf where);

@@ -19,7 +19,7 @@ namespace {
 namespace fs = std::filesystem;
 
 constexpr unsigned kExchange = 2;  // RENAME_EXCHANGE of linux/fs.h
-constexpr int kMaxLinks = 40;      // as Linux has it
+constexpr int kMaxLinks = 40;      // Linux's limit
 
 std::string model_index() { return index_name(kModelTensors); }
 std::string index_in_the_making() { return model_index() + ".saving"; }
@@ -30,7 +30,7 @@ fs::path without_slash(const fs::path& path) {
   return path.has_filename() ? path : path.parent_path();
 }
 
-// True where two folders have changed places; false where the file system cannot do that.
+// Returns true where two folders have changed places; false where the file system cannot do that.
 bool exchange(const std::string& one, const std::string& other) {
   if (::syscall(SYS_renameat2, AT_FDCWD, one.c_str(), AT_FDCWD, other.c_str(), kExchange) == 0)
     return true;
@@ -142,7 +142,7 @@ std::optional<CheckpointIndex> CheckpointFolder::index_at(const std::string& pat
   return std::nullopt;
 }
 
-// Whether this was at path_ before what is there now, or before what is in the making.
+// Says whether this was at path_ before what is there now, or before what is in the making.
 bool CheckpointFolder::is_replaced(const CheckpointIndex& index) const {
   for (const std::string& path :
        {path_ + "/" + model_index(), staging_ + "/" + index_in_the_making()}) {
@@ -223,7 +223,7 @@ void CheckpointFolder::make(const CheckpointPlan& plan) {
       SafetensorsFile::create(staging_ + "/" + name, header, where_);
 }
 
-// Only files that are ours; a folder that has others stays with them.
+// Removes only files that are ours; a folder that has others stays with them.
 void CheckpointFolder::remove(const std::string& folder) const {
   if (!fs::is_directory(fs::symlink_status(folder))) return;
   const Names names = names_in(folder);

@@ -59,12 +59,12 @@ class TRIREME_API CheckpointFolder {
   // has left, a path where something else is than a checkpoint, and the folder that this process
   // works in, which would be deleted under it. What it throws leaves nothing behind.
   void begin(const CheckpointPlan& plan);
-  // Then the folder is the checkpoint.
+  // Makes the folder the checkpoint.
   void commit(const CheckpointPlan& plan);
   void abandon() const noexcept;
 
  private:
-  using Names = std::set<std::string>;  // of files that are ours; empty: none are
+  using Names = std::set<std::string>;  // files that are ours; empty: none are
   std::optional<CheckpointIndex> index_at(const std::string& path) const;
   bool is_replaced(const CheckpointIndex& index) const;
   Names names_in(const std::string& folder) const;

@@ -80,7 +80,7 @@ void CheckpointReader::open_all(const CheckpointPlace& place) {
     if (belongs(text)) texts_[text] = read_json_file(folder_ + "/" + text, ranks_.where());
 }
 
-// As other programs write it, without an index.
+// Makes the index of a single file, as other programs write it, without an index.
 CheckpointIndex CheckpointReader::index_of_one(const std::string& file) const {
   CheckpointIndex index;
   const auto opened = SafetensorsFile::open(folder_ + "/" + file, ranks_.where());

@@ -26,7 +26,7 @@ namespace trireme {
 // This rank's part of a parameter that ranks have shared out.
 struct HeldPart {
   at::Tensor values;           // in place; without elements where this rank has none
-  std::vector<int64_t> sizes;  // of the whole
+  std::vector<int64_t> sizes;  // sizes of the whole
   std::vector<int64_t> first;  // where the part begins, by dimension
 };
 using HeldParts = std::unordered_map<const at::TensorImpl*, HeldPart>;

@@ -82,7 +82,7 @@ class JsonCheck final : public nlohmann::json_sax<OrderedJson> {
     return false;
   }
 
-  std::vector<std::set<std::string>> keys_;  // of each container around
+  std::vector<std::set<std::string>> keys_;  // keys of each container around
   std::string problem_;
   bool has_long_integer_ = false;
   size_t long_number_ends_ = 0;

@@ -138,7 +138,7 @@ std::string load_checkpoint(const std::string& path, torch::nn::Module& module,
   find_holders(module, holders);
   if (auto* sharded = dynamic_cast<HoldsParts*>(options.optimizer)) holders.push_back(sharded);
   write_parts(holders, [&] {
-    // Only now: whoever may write has the parts where they belong.
+    // Reads parts only now: whoever may write has them where they belong.
     reader.read(kModelTensors, tensors_of(plain, parts, where, /*loads=*/true));
     if (loaded) reader.read(kOptimizerTensors, loaded->tensors());
   });

@@ -13,7 +13,7 @@
 namespace trireme {
 
 struct SaveCheckpointOptions {
-  // Whose state is saved, over parameters of the module; nothing of it is changed.
+  // The optimizer whose state is saved, over parameters of the module; nothing of it is changed.
   torch::optim::Optimizer* optimizer = nullptr;
   // What else to keep, as the text of a JSON object; rank 0's.
   std::string extra = {};
@@ -25,7 +25,7 @@ struct SaveCheckpointOptions {
 struct LoadCheckpointOptions {
   // It has the class and parameter groups of the one that was saved; may be left out.
   torch::optim::Optimizer* optimizer = nullptr;
-  // As above, of the ranks that load together.
+  // Joins the ranks that load together; that of the last trireme::init() if null.
   std::shared_ptr<Communicator> communicator = nullptr;
 };
 

@@ -38,16 +38,16 @@ class OptimizerFields {
   virtual std::vector<std::pair<const char*, bool>> fixed_options() const = 0;
 
   virtual std::unique_ptr<torch::optim::OptimizerParamState> make_state() const = 0;
-  // Whether the two functions around take it.
+  // Says whether the two functions around take it.
   virtual bool keeps(const torch::optim::OptimizerParamState& state) const = 0;
   virtual std::vector<StateField> state(torch::optim::OptimizerParamState& state,
                                         const torch::optim::OptimizerOptions& options) const = 0;
-  // Whether step() wants a state for every parameter that it has not made itself.
+  // Says whether step() wants a state for every parameter that it has not made itself.
   virtual bool needs_states() const { return false; }
 };
 
-// Null for a class that is not known: LBFGS, whose state is that of all parameters together, and
-// those of users.
+// Returns null for a class that is not known: LBFGS, whose state is that of all parameters
+// together, and those of users.
 const OptimizerFields* fields_of(const torch::optim::Optimizer& optimizer);
 
 }  // namespace trireme

@@ -58,7 +58,7 @@ StateJson json_of(const OptionField& field, RankOf where) {
   return StateJson::array({number(first), number(second)});
 }
 
-// False where it says something else.
+// Returns false where the value says something else than the field.
 bool take_json(const OptionField& field, const StateJson& value) {
   if (const auto* flag = std::get_if<bool*>(&field.value)) {
     if (value.is_boolean()) **flag = value.get<bool>();

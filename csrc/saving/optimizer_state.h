@@ -35,7 +35,7 @@ namespace trireme {
 struct SteppedParam {
   std::string name;            // in the plain model
   at::Tensor target;           // what this rank steps of it; undefined: nothing
-  std::vector<int64_t> sizes;  // of the whole
+  std::vector<int64_t> sizes;  // sizes of the whole
   const HeldPart* held;        // null: all ranks have all of it
 };
 
@@ -43,7 +43,7 @@ struct SteppedParam {
 struct NamedOptimizer {
   torch::optim::Optimizer* shown;     // has the groups that the user sees
   torch::optim::Optimizer* stepping;  // has the states; `shown`, or what that holds
-  const OptimizerFields* fields;      // of `stepping`
+  const OptimizerFields* fields;      // fields of `stepping`
   std::vector<std::vector<SteppedParam>> groups;
   RankOf where;
 };
@@ -59,7 +59,7 @@ struct OptimizerToSave {
   std::vector<CheckpointTensor> tensors;
   std::string text;  // optimizer.json
 };
-// This rank's part. Throws ValueError for what Python could not read.
+// Returns this rank's part. Throws ValueError for what Python could not read.
 OptimizerToSave optimizer_to_save(const NamedOptimizer& optimizer);
 
 // A state on its way from files into an optimizer:

@@ -24,7 +24,7 @@ using Json = nlohmann::json;
 
 static_assert(std::endian::native == std::endian::little);
 constexpr int64_t kLengthBytes = 8;
-constexpr int64_t kMaxHeaderBytes = 100'000'000;  // as the reference implementation has it
+constexpr int64_t kMaxHeaderBytes = 100'000'000;  // the reference implementation's limit
 constexpr std::string_view kMetadata = "__metadata__";
 constexpr size_t kMaxShown = 200;                      // bytes of what an entry says
 constexpr int64_t kBytesPerThread = int64_t{4} << 20;  // less is not worth waking one
@@ -85,7 +85,7 @@ SafetensorsEntry entry_of(const std::string& name, const Json& text, int64_t& en
   return entry;
 }
 
-// Whether [begin, end) is what dtype and sizes need.
+// Says whether [begin, end) is what dtype and sizes need.
 bool fits(const SafetensorsEntry& entry, int64_t end) {
   if (entry.dtype == at::ScalarType::Undefined) return false;
   auto bytes = static_cast<int64_t>(c10::elementSize(entry.dtype));

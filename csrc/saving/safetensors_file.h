@@ -30,8 +30,8 @@ struct SafetensorsEntry {
 struct SafetensorsHeader {
   std::vector<SafetensorsEntry> entries;        // in the order of their bytes
   std::map<std::string, std::string> metadata;  // texts, whatever a writer likes to say
-  int64_t bytes = 0;                            // of the header, its length included
-  int64_t file_bytes = 0;                       // of all
+  int64_t bytes = 0;                            // bytes of the header, its length included
+  int64_t file_bytes = 0;                       // bytes of the whole file
 
   bool operator==(const SafetensorsHeader&) const = default;
 };
@@ -65,9 +65,9 @@ class TRIREME_API SafetensorsFile {
  public:
   // A file with its header, and room for its tensors; it must not exist yet.
   static SafetensorsFile create(std::string path, SafetensorsHeader header, RankOf where);
-  // For writing: one that create() made from the same header.
+  // Opens a file for writing that create() made from the same header.
   static SafetensorsFile open_to_write(std::string path, SafetensorsHeader header, RankOf where);
-  // For reading. The header is checked against the size of the file.
+  // Opens a file for reading. The header is checked against the size of the file.
   static SafetensorsFile open(std::string path, RankOf where);
 
   SafetensorsFile(SafetensorsFile&& other) noexcept;
@@ -77,10 +77,10 @@ class TRIREME_API SafetensorsFile {
   const SafetensorsHeader& header() const { return header_; }
 
   void write(const SafetensorsEntry& entry, const TensorPart& part) const;
-  // In place, without autograd; the version of `part.values` is raised. Values of another dtype
-  // than the file's are cast, a copy of the part in between.
+  // Reads in place, without autograd; the version of `part.values` is raised. Values of another
+  // dtype than the file's are cast, a copy of the part in between.
   void read(const SafetensorsEntry& entry, const TensorPart& part) const;
-  // What was written is on the disk.
+  // Waits until what was written is on the disk.
   void sync() const;
 
  private:
@@ -94,8 +94,8 @@ class TRIREME_API SafetensorsFile {
       int64_t stride = 0;  // in bytes of the file
     };
     int64_t numel = 0;
-    int64_t bytes = 0;      // of each
-    int64_t begin = 0;      // of the first, in the file
+    int64_t bytes = 0;      // bytes of each
+    int64_t begin = 0;      // place of the first, in the file
     std::vector<Dim> dims;  // that tell them apart, the innermost first
     int64_t begin_of(int64_t run) const;
   };

@@ -10,8 +10,8 @@ namespace trireme::shm {
 
 // The shared part of a byte ring; the bytes follow it. Positions count all bytes that ever passed.
 struct ByteRingBlock {
-  alignas(kCacheLine) std::atomic<uint64_t> written{0};   // by the writer
-  alignas(kCacheLine) std::atomic<uint64_t> consumed{0};  // by the reader
+  alignas(kCacheLine) std::atomic<uint64_t> written{0};   // the writer counts
+  alignas(kCacheLine) std::atomic<uint64_t> consumed{0};  // the reader counts
   std::atomic<bool> mapped{false};                        // the reader sees the ring
   // Number of the last message that the reader could not use, and what it expected: complete before
   // the number, and that before `consumed` goes on.
@@ -37,7 +37,7 @@ class RingWriter {
   // The reader has written a position that cannot be. (What pads a message may lie behind the
   // room.)
   bool is_torn() const { return room() > capacity_ || room() <= -int64_t{kCacheLine}; }
-  // At most room() bytes.
+  // Writes at most room() bytes.
   void write(const std::byte* from, int64_t bytes);
   void pad_to_line() { position_ = (position_ + kCacheLine - 1) / kCacheLine * kCacheLine; }
   void publish() { block_->written.store(position_, std::memory_order_seq_cst); }
@@ -73,7 +73,7 @@ class RingReader {
   }
   // The writer has written a position that cannot be.
   bool is_torn() const { return available() < 0 || available() >= capacity_ + int64_t{kCacheLine}; }
-  // At most available() bytes; a null `to` drops them.
+  // Reads at most available() bytes; a null `to` drops them.
   void read(std::byte* to, int64_t bytes);
   void skip_to_line() { position_ = (position_ + kCacheLine - 1) / kCacheLine * kCacheLine; }
   void release() { block_->consumed.store(position_, std::memory_order_seq_cst); }

@@ -40,9 +40,9 @@ class TRIREME_API Collectives {
  public:
   explicit Collectives(HostGroup& group) : group_(group), ring_(group) {}
 
-  // In place.
+  // Reduces in place.
   void all_reduce(const Pieces& memory, const ReduceOptions& how, const CallOptions& call);
-  // The same, but only `root` gets the result; the others' memory stays as it is.
+  // Reduces so that only `root` gets the result; the others' memory stays as it is.
   void reduce(const Pieces& memory, int64_t root, const ReduceOptions& how,
               const CallOptions& call);
   // inputs[d] is for rank d, of the same size on all ranks; sizes may differ between d. The output

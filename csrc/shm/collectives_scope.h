@@ -28,7 +28,7 @@ class Collectives::Scope {
     return ring_.reserve(bytes, step_of(sequence_, chunks_++));
   }
 
-  // Before the first byte of a peer is read.
+  // Compares what ranks said; called before the first byte of a peer is read.
   void check() {
     if (checked_) return;
     try {
@@ -51,7 +51,7 @@ class Collectives::Scope {
   bool checked_ = false;
 };
 
-constexpr int64_t kSliceBytes = 256 * 1024;  // of one rank in one chunk
+constexpr int64_t kSliceBytes = 256 * 1024;  // bytes of one rank in one chunk
 
 constexpr auto kLine = static_cast<int64_t>(kCacheLine);
 
@@ -59,7 +59,7 @@ inline int64_t round_up(int64_t bytes) { return (bytes + kLine - 1) / kLine * kL
 
 // How a collective goes through the slots: `count` chunks, of each rank at most `bytes` in one.
 struct Chunks {
-  // Of ranks that have at most `longest` bytes, in slots with room for `room` of each.
+  // Cuts what ranks have, at most `longest` bytes each, for slots with room for `room` of each.
   Chunks(int64_t longest, int64_t room)
       : bytes(std::min({kSliceBytes, room / kLine * kLine, round_up(longest)})),
         count(bytes == 0 ? 0 : (longest + bytes - 1) / bytes) {}
@@ -67,7 +67,7 @@ struct Chunks {
   int64_t count;
 };
 
-// What of [0, total) lies in chunk number `chunk`.
+// Returns what of [0, total) lies in chunk number `chunk`.
 inline int64_t part_of(int64_t total, int64_t chunk, int64_t chunk_bytes) {
   return std::clamp<int64_t>(total - chunk * chunk_bytes, 0, chunk_bytes);
 }

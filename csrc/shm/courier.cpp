@@ -166,7 +166,7 @@ bool Courier::advance() {
   return moved;
 }
 
-// Without the lock: what is called may take others, and post the next message.
+// Runs without the lock: what is called may take others, and post the next message.
 void Courier::deliver(const std::vector<TransferPtr>& ended) {
   for (const TransferPtr& transfer : ended) {
     if (transfer->on_done) transfer->on_done(*transfer);

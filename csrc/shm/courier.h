@@ -30,8 +30,8 @@ class TRIREME_API Courier {
   // Moves of it what can be moved at once. Throws Fault if it was not posted; what goes wrong later
   // is in the transfer.
   void post(const TransferPtr& transfer);
-  // Until it is done, or that time has come: false. May throw an Interruption (interruption.h): the
-  // transfer goes on.
+  // Waits until the transfer is done; returns false if that time has come before. May throw an
+  // Interruption (interruption.h): the transfer goes on.
   bool wait(const Transfer& transfer, std::optional<Clock::time_point> until = {});
   // Moves what can be moved now, of any transfer.
   void poll();
@@ -52,11 +52,11 @@ class TRIREME_API Courier {
   void work();
 
   HostGroup& group_;
-  Bell& bell_;  // of this rank
+  Bell& bell_;  // this rank's bell
   std::chrono::microseconds patience_;
   uint64_t forks_;
 
-  std::mutex mutex_;  // of all that follows
+  std::mutex mutex_;  // guards all that follows
   Mailbox mailbox_;
   Clock::time_point next_look_{};
   int64_t drivers_ = 0;  // threads in wait()

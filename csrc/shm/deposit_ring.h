@@ -35,7 +35,7 @@ struct DepositBlock {
   // See HostGroup::abandon: where the owner could start again, and since which epoch that holds.
   alignas(kCacheLine) std::atomic<uint64_t> base;
   std::atomic<uint64_t> base_epoch;
-  // Of the round that the owner deposits and the one before, by parity.
+  // Records of the round that the owner deposits and the one before, by parity.
   std::array<Record, 2> rounds;
 };
 
@@ -57,24 +57,24 @@ class TRIREME_API DepositRing {
   // collective, and this call waits for all ranks; otherwise it returns at once.
   void begin_round(const Operation& what, std::chrono::milliseconds timeout);
 
-  // Of this round, in bytes.
+  // These count the bytes of this round.
   int64_t deposited() const { return static_cast<int64_t>(deposited_ - base_); }
   int64_t collected() const { return static_cast<int64_t>(collected_ - base_); }
 
-  // Where the next bytes go: at most `bytes`, in one piece; nothing while the ring is full.
+  // Returns where the next bytes go: at most `bytes`, in one piece; nothing while the ring is full.
   std::span<std::byte> room(int64_t bytes);
-  // The next `bytes`, which lie where room() said, may be read by all.
+  // Lets all ranks read the next `bytes`, which lie where room() said.
   void deposit(int64_t bytes);
 
-  // How many of the next bytes all have deposited: at most `bytes`, in one piece.
+  // Returns how many of the next bytes all have deposited: at most `bytes`, in one piece.
   int64_t ready(int64_t bytes);
-  // Where the next bytes of a rank lie.
+  // Returns where the next bytes of a rank lie.
   const std::byte* of(int64_t peer) const;
-  // This rank is past the next `bytes`, deposited by all or not.
+  // Passes this rank over the next `bytes`, deposited by all or not.
   void collect(int64_t bytes);
 
-  // When room() and ready() have nothing: until one of them may have. `name` says in errors what is
-  // to be deposited or is lacking.
+  // Waits, when room() and ready() have nothing, until one of them may have. `name` says in errors
+  // what is to be deposited or is lacking.
   void wait(std::string_view name);
 
  private:
@@ -90,7 +90,7 @@ class TRIREME_API DepositRing {
   uint64_t epoch_;
   uint64_t round_ = 0;
   uint64_t base_ = 0;    // where this round begins
-  uint64_t length_ = 0;  // of this round
+  uint64_t length_ = 0;  // length of this round
   uint64_t deposited_ = 0;
   uint64_t collected_ = 0;
   bool round_is_checked_ = false;

@@ -16,7 +16,7 @@ namespace {
 
 constexpr int32_t kMostRanks = 1 << 20;
 
-// Up to the zero, without what a terminal would obey.
+// Returns the text up to the zero, without what a terminal would obey.
 template <size_t N>
 std::string text_in(const std::array<char, N>& place) {
   std::string text(place.data(), ::strnlen(place.data(), place.size()));
@@ -49,8 +49,8 @@ std::vector<SeenOperation> operations_in(const RankBlock& block, int64_t now_ns,
   return operations;
 }
 
-// Who of those that map a block is its owner. A later process with the number of a dead one maps
-// nothing of it.
+// Finds out who of those that map a block is its owner. A later process with the number of a dead
+// one maps nothing of it.
 void find_process(SeenRank& seen, const FoundSegment& segment,
                   const std::vector<HiddenProcess>& hidden) {
   pid_t owner = 0;
@@ -101,7 +101,7 @@ std::vector<Circle> circles_of(std::vector<Sighting> sightings) {
   return circles;
 }
 
-// Only children of its ranks hold it.
+// Says whether only children of its ranks hold the group.
 bool is_over(const SeenGroup& group) {
   return std::all_of(group.ranks.begin(), group.ranks.end(),
                      [](const SeenRank& rank) { return rank.state == RankState::kLeft; });

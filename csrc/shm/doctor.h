@@ -36,7 +36,7 @@ struct SeenRank {
   int64_t rank = -1;  // in the group
   int64_t world = 0;
   int64_t members = 0;  // ranks on this host; 0 until they know each other
-  pid_t pid = 0;        // as this process would call it; as it calls itself once it is gone
+  pid_t pid = 0;        // what this process would call it; what it calls itself once it is gone
   std::string process;  // PeerProcess::state(): "running", "sleeping", "stopped", "gone", ...
   RankState state = RankState::kJoining;
   std::string failure;                    // kFailed: what it said
@@ -60,7 +60,7 @@ struct SeenGroup {
 
 struct ExamineRequest {
   std::vector<pid_t> pids{};  // groups with one of these only; empty: all
-  // In a healthy job nobody waits longer for another rank.
+  // Nobody waits longer for another rank in a healthy job.
   std::chrono::milliseconds patience = std::chrono::seconds(5);
   int64_t history = 1;  // operations per rank, at most kRecords
   ReadThrough way = ReadThrough::kMemory;

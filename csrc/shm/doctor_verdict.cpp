@@ -107,7 +107,7 @@ std::string each(const Ranks& ranks, const Front& front) {
   return text + waiting_text(front, ranks);
 }
 
-// Who waits beside the collectives for at least so long, and who does not: "rank 0 waits for
+// Says who waits beside the collectives for at least so long, and who does not: "rank 0 waits for
 // all_reduce of bucket 3 for 7.2 s; rank 1 (process 7, sleeping) does not".
 std::string errands(const SeenGroup& group, double at_least_s) {
   const Ranks waiting = those(group, [&](const SeenRank& rank) {

@@ -53,7 +53,7 @@ constexpr int64_t element_bytes(Dtype dtype) {
   return 0;
 }
 
-// As torch prints it, without "torch."; "unknown" for a number that is no Dtype.
+// Names a dtype as torch prints it, without "torch."; "unknown" for a number that is no Dtype.
 constexpr std::string_view name(Dtype dtype) {
   switch (dtype) {
     case Dtype::kBool:

@@ -18,7 +18,7 @@ using std::chrono::milliseconds;
 constexpr microseconds kYieldFor{100};
 constexpr microseconds kYieldOversubscribed{10};
 
-// On the word itself, which other processes map (not FUTEX_PRIVATE).
+// Waits on the word itself, which other processes map (not FUTEX_PRIVATE).
 void futex_wait(std::atomic<uint32_t>& word, uint32_t seen, milliseconds at_most) {
   const timespec timeout{at_most.count() / 1000, at_most.count() % 1000 * 1'000'000};
   ::syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAIT, seen, &timeout, nullptr, 0);

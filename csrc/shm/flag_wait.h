@@ -44,7 +44,7 @@ constexpr std::chrono::milliseconds kLookEvery{50};
 // Returns when the bell was rung after `seen` was read from it, or after kLookEvery, or at once.
 TRIREME_API void sleep_on(Bell& bell, uint32_t seen);
 
-// For how long a rank lets others run before it sleeps. `ranks` is how many wait on this host.
+// Says for how long a rank lets others run before it sleeps. `ranks` is how many wait on this host.
 TRIREME_API std::chrono::microseconds patience_of(int64_t ranks);
 
 // How a rank waits until a counter of a peer has come to a number: a few pauses (the peer is about

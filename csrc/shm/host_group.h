@@ -21,7 +21,7 @@
 
 namespace trireme::shm {
 
-// How ranks leave word for each other before they share memory: a c10d::Store, in comm/.
+// Lets ranks leave word for each other before they share memory: a c10d::Store, in comm/.
 struct Exchange {
   virtual ~Exchange() = default;
   virtual void put(const std::string& key, const std::string& text) = 0;
@@ -30,8 +30,8 @@ struct Exchange {
 
 struct HostGroupRequest {
   RankOf where;
-  std::chrono::milliseconds timeout = std::chrono::minutes(30);  // of one collective
-  // For tests: ranks that say different texts behave as if they were on different hosts.
+  std::chrono::milliseconds timeout = std::chrono::minutes(30);  // limit of one collective
+  // Tests set it: ranks that say different texts behave as if they were on different hosts.
   std::string partition{};
 };
 
@@ -87,40 +87,42 @@ class TRIREME_API HostGroup {
   HostGroup& operator=(const HostGroup&) = delete;
 
   RankOf where() const { return where_; }
-  // The ranks of the whole group, by host; on every rank the same.
+  // The ranks of the whole group, by host; equal on every rank.
   const std::vector<std::vector<int64_t>>& hosts() const { return hosts_; }
-  // Of this host, as ranks of the group, ascending. What follows counts them from 0.
+  // The ranks of this host, as ranks of the group, ascending. What follows counts them from 0.
   const std::vector<int64_t>& members() const { return members_; }
   int64_t rank() const { return rank_; }
   int64_t world() const { return static_cast<int64_t>(members_.size()); }
   const std::string& why_alone() const { return why_alone_; }
 
-  // False only for a rank alone that got no memory to share.
+  // Says whether the rank has a block; it is false only for a rank alone that got no memory to
+  // share.
   bool has_memory() const { return !blocks_.empty(); }
   RankBlock& block(int64_t peer) { return *blocks_[static_cast<size_t>(peer)]; }
   int64_t ring_bytes() const { return ring_bytes_; }
-  // After make_rings().
+  // Valid after make_rings().
   std::byte* ring_of(int64_t peer) { return rings_[static_cast<size_t>(peer)].data(); }
 
   // Begins a collective; returns its sequence number. Peers see it with the next publish().
   uint64_t begin(const Operation& operation, std::chrono::milliseconds timeout);
-  // Of the last collective that began.
+  // The number of the last collective that began.
   uint64_t sequence() const { return sequence_; }
   // Tells the peers that this rank has entered, if no publish() has yet.
   void enter();
   // Waits until all have entered and compares what they said. Throws Fault(kMismatch) on all ranks
   // alike, naming two of them; then nothing has moved and the next collective works.
   void check_entered();
-  // Before check_entered(), where an error shall name every rank that does not come, and not only
-  // the first: waits for each until the deadline, also behind one that has died.
+  // Waits for each rank until the deadline, also behind one that has died, so that an error names
+  // every rank that does not come, and not only the first. Called before check_entered().
   void roll_call();
-  // Collective, inside a collective that all have entered; the first one makes them. Throws
-  // Fault(kMemory) on all ranks alike if one of them has none; the next call tries again.
+  // Makes the rings, unless they are there: collective, inside a collective that all have entered.
+  // Throws Fault(kMemory) on all ranks alike if one of them has none; the next call tries again.
   void make_rings();
-  // The same for other memory: a segment of each rank, by rank.
+  // Makes a segment of `bytes` on each rank, and returns all, by rank. Collective, and throws, as
+  // make_rings().
   std::vector<Segment> share_segments(int64_t bytes);
-  // One segment for all, each rank reserving its part of the pages (of equal bytes, in rank order).
-  // On all ranks alike none, with the reason, if one of them cannot have it.
+  // Makes one segment for all, each rank reserving its part of the pages (of equal bytes, in rank
+  // order). All ranks alike get none, with the reason, if one of them cannot have it.
   SharedSegment share_segment(int64_t bytes);
   bool has_rings() const { return !rings_.empty(); }
   void finish();
@@ -140,36 +142,36 @@ class TRIREME_API HostGroup {
   // Ends the epoch (see the note above); does nothing if it has ended.
   void abandon(const std::string& reason) noexcept;
   bool has_abandoned() const;
-  // What this rank said, or heard, when it last did.
+  // Says what this rank said, or heard, when it last abandoned an epoch.
   std::string why_abandoned() const;
-  // Counts from 1. Changes only inside begin().
+  // Counts epochs from 1. Changes only inside begin().
   uint64_t epoch() const { return epoch_.load(std::memory_order_acquire); }
   // Waits until a counter in shared memory that `peer` writes has come to `target`.
   void wait_beside(int64_t peer, const std::atomic<uint64_t>& counter, uint64_t target,
                    const Errand& errand);
-  // After a sequentially consistent store to such a counter.
+  // Wakes peers that wait_beside(); called after a sequentially consistent store to their counter.
   void wake_peers();
   // Lets peers see that this rank begins a round of deposits, its last operation until it enters a
   // collective. One thread at a time.
   void show_round(const Operation& what);
-  // Why this group can no longer be used, as far as this rank or its peers know.
+  // Says why this group can no longer be used, as far as this rank or its peers know.
   std::optional<std::string> failure();
   // Throws Fault for a group that failed, and in a forked child.
   void check_usable();
-  // "rank 1 (process 7) has died; its last operation: ..."; empty while it is there.
+  // Says "rank 1 (process 7) has died; its last operation: ..."; empty while it is there.
   std::string absence_of(int64_t peer) const;
-  // What the user of a rank that missed peers may do, by how these went.
+  // Says what the user of a rank that missed peers may do, by how these went.
   std::string_view advice_on_absence() const;
-  // Until that rank is gone, the group has failed or a second has passed. A process that is killed
-  // closes its files a moment before it counts as dead; who cannot open one learns here why.
+  // Waits until that rank is gone, the group has failed or a second has passed. A process that is
+  // killed closes its files a moment before it counts as dead; who cannot open one learns here why.
   void wait_for_end(int64_t peer);
-  // "rank 1 (process 7) has not `come` within 2 s; it is alive (stopped) ...".
+  // Says "rank 1 (process 7) has not `come` within 2 s; it is alive (stopped) ...".
   std::string lateness_of(int64_t peer, std::string_view deed,
                           std::chrono::milliseconds patience) const;
-  // Holds for a wait that has none of its own, from now on; any thread may set it.
+  // Limits waits that have no timeout of their own, from now on; any thread may set it.
   std::chrono::milliseconds timeout() const { return group_timeout_.load(); }
   void set_timeout(std::chrono::milliseconds timeout) { group_timeout_ = timeout; }
-  // Of the segments of this group.
+  // The kind of all segments of this group.
   SegmentKind segment_kind() const { return segments_[static_cast<size_t>(rank_)].address().kind; }
 
  private:
@@ -201,7 +203,7 @@ class TRIREME_API HostGroup {
   int64_t rank_ = 0;
   int64_t ring_bytes_ = 0;
   std::string why_alone_;
-  uint64_t forks_ = 0;  // of this process, when the group was made
+  uint64_t forks_ = 0;  // forks_so_far() when the group was made
 
   std::vector<Segment> segments_;
   std::vector<Segment> rings_;
@@ -214,7 +216,7 @@ class TRIREME_API HostGroup {
   bool entered_ = true;
   std::atomic<uint64_t> epoch_{1};
   std::atomic<std::chrono::milliseconds> group_timeout_;
-  std::chrono::milliseconds timeout_{};  // of the collective that runs
+  std::chrono::milliseconds timeout_{};  // limit of the collective that runs
   Clock::time_point deadline_;
   std::mutex failure_mutex_;
   std::string failure_;

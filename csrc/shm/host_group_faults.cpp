@@ -23,7 +23,7 @@ std::string_view text_at(const std::array<char, N>& place) {
   return {place.data(), ::strnlen(place.data(), place.size())};
 }
 
-// For the doctor.
+// Shows the doctor what a rank waits for.
 class ShownErrand {
  public:
   ShownErrand(RankBlock& own, std::string_view name) : own_(own) {
@@ -46,7 +46,7 @@ class ShownErrand {
 // than its silence, then whether the awaited one still lives.
 class HostGroup::PeerWatch : public Watch {
  public:
-  // Without an errand: of the collective that runs.
+  // Watches for the collective that runs if there is no errand.
   PeerWatch(HostGroup& group, int64_t peer, const Errand* errand, bool rejoins = false)
       : group_(group), peer_(peer), errand_(errand), rejoins_(rejoins) {}
 
@@ -95,7 +95,7 @@ class HostGroup::PeerWatch : public Watch {
     return errand_ != nullptr ? std::string(errand_->name) : group_.current();
   }
 
-  // Who has ended this epoch, of those that this wait depends on, and why.
+  // Says who has ended this epoch, of those that this wait depends on, and why.
   std::string left_by() const {
     if (rejoins_) return {};
     const uint64_t epoch = group_.epoch();

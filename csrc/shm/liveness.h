@@ -7,8 +7,8 @@
 
 namespace trireme::shm {
 
-// Whether another process still runs, for as long as this object lives: a number that the kernel
-// gives to a later process does not count. This process (ranks as threads) always does.
+// Says whether another process still runs, for as long as this object lives: a number that the
+// kernel gives to a later process does not count. This process (ranks as threads) always does.
 // Thread-safe after construction.
 class TRIREME_API PeerProcess {
  public:
@@ -30,9 +30,9 @@ class TRIREME_API PeerProcess {
   std::string started_at_;
 };
 
-// Whether that process has ended: there is none of that number, or only what is left of it until
-// its parent has asked. A process may go at any moment, so that a file below /proc/<pid> may fail
-// to open, or to be read once it is open; who meets such an error asks this.
+// Says whether that process has ended: there is none of that number, or only what is left of it
+// until its parent has asked. A process may go at any moment, so that a file below /proc/<pid> may
+// fail to open, or to be read once it is open; who meets such an error asks this.
 TRIREME_API bool has_ended(pid_t pid);
 
 // The namespace in which this process's pid means something; equal texts for peers that can watch

@@ -34,7 +34,8 @@ int64_t stride_of(int64_t capacity) {
 
 }  // namespace
 
-// In front of each message, at the beginning of a cache line, the rest of which is the payload's.
+// Stands in front of each message, at the beginning of a cache line, the rest of which is the
+// payload's.
 struct Mailbox::Header {
   int64_t tag;
   int64_t bytes;
@@ -95,7 +96,7 @@ void Mailbox::make_outbox() {
   for (int64_t rank = 0; rank < group_.world(); ++rank) ring(group_.block(rank).mail_bell);
 }
 
-// False if the source has made none yet, or takes it away with it: then look() says so.
+// Returns false if the source has made none yet, or takes it away with it: then look() says so.
 bool Mailbox::open_inbox(int64_t source) {
   RankBlock& theirs = group_.block(source);
   const auto& said = theirs.outbox_address;
@@ -234,7 +235,7 @@ bool Mailbox::begin_message(int64_t source) {
   return true;
 }
 
-// As much of the message as is there; ends it with the last byte.
+// Reads as much of the message as is there, and ends it with the last byte.
 bool Mailbox::read_message(int64_t source) {
   Inbox& inbox = inboxes_[static_cast<size_t>(source)];
   bool moved = false;
@@ -307,7 +308,8 @@ void Mailbox::unlist(std::list<TransferPtr>::iterator recv) {
   recvs_.erase(recv);
 }
 
-// Then it is done whether or not its destination was quick enough to refuse it meanwhile.
+// Says whether a send fits into the ring: then it is done whether or not its destination was quick
+// enough to refuse it meanwhile.
 bool Mailbox::fits_ring(const Transfer& send) const {
   return static_cast<int64_t>(sizeof(Header)) + send.memory.bytes() <= capacity_;
 }

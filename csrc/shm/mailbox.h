@@ -51,18 +51,18 @@ class TRIREME_API Mailbox {
   bool progress();
   // Ends what waits in vain, and everything if the group has failed.
   void look();
-  // No transfer is pending, and no message is half received.
+  // Says whether no transfer is pending, and no message is half received.
   bool is_idle() const { return pending_sends_ == 0 && recvs_.empty() && streams_ == 0; }
   bool is_sending() const { return pending_sends_ > 0; }
-  // What has ended since the last call.
+  // Returns what has ended since the last call.
   std::vector<TransferPtr> take_ended();
 
   // Ends all recvs, or all sends, with Fault(kAborted).
   void withdraw(Transfer::Kind kind, const std::string& why);
-  // No more will be sent; peers that wait for it raise.
+  // Says that no more will be sent; peers that wait for it raise.
   void close();
-  // A destination that is still there has not mapped what was sent to it: it would lose that if
-  // this process ended now.
+  // Says whether a destination that is still there has not mapped what was sent to it: it would
+  // lose that if this process ended now.
   bool is_unfetched();
 
  private:
@@ -127,14 +127,14 @@ class TRIREME_API Mailbox {
   std::string rank_name(int64_t peer) const;
 
   HostGroup& group_;
-  int64_t capacity_;              // of a ring
+  int64_t capacity_;              // bytes of a ring
   Segment segment_;               // this rank's outgoing rings
-  std::vector<Outbox> outboxes_;  // by destination
-  std::vector<Inbox> inboxes_;    // by source
+  std::vector<Outbox> outboxes_;  // one per destination
+  std::vector<Inbox> inboxes_;    // one per source
   std::list<TransferPtr> recvs_;  // posted, and without a message
   Letters letters_;               // in the order in which they came
   std::vector<TransferPtr> ended_;
-  std::vector<Absence> absences_;  // of each rank, when look() last asked
+  std::vector<Absence> absences_;  // absence of each rank, when look() last asked
   int64_t pending_sends_ = 0;
   int64_t wanted_of_any_ = 0;
   int64_t streams_ = 0;  // inboxes that are in the middle of a message

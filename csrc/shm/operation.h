@@ -23,7 +23,7 @@ enum class Verb : uint8_t {
   kScatter,
   kAllToAll,
   kBarrier,
-  kShare,    // of memory: a segment of each rank, or with a root one that it makes for all
+  kShare,    // share memory: a segment of each rank, or with a root one that it makes for all
   kDeposit,  // a round of deposits, see deposit_ring.h
   kRefused,  // a rank could not take part; `label` says why
 };
@@ -34,11 +34,11 @@ struct Operation {
   Verb verb = Verb::kNone;
   Dtype dtype = Dtype::kBytes;
   ReduceOp op = ReduceOp::kSum;
-  int32_t root = -1;         // of the group; -1 where there is none
+  int32_t root = -1;         // rank of the group; -1 where there is none
   int64_t count = 0;         // elements in all
-  uint64_t shapes_hash = 0;  // of the numbers of elements per tensor, where they matter
+  uint64_t shapes_hash = 0;  // hash of the numbers of elements per tensor, where they matter
   std::string_view label{};  // what is moved, for messages; empty if the caller has no name for it
-  double factor = 1;         // of kPremulSum; each rank may have its own
+  double factor = 1;         // factor of kPremulSum; each rank may have its own
 
   // "all_reduce of 1024 float32 by sum 'bucket 3'".
   std::string to_string() const;
@@ -49,7 +49,7 @@ struct Operation {
 // publishes the sequence number in RankBlock::entered.
 struct Record {
   uint64_t sequence = 0;
-  uint64_t fingerprint = 0;  // of all that Operation holds, the whole label included
+  uint64_t fingerprint = 0;  // hash of all that Operation holds, the whole label included
   int64_t count = 0;
   int32_t root = -1;
   Verb verb = Verb::kNone;
@@ -67,7 +67,7 @@ struct Record {
 
 uint64_t mix(uint64_t hash, uint64_t value);  // for Operation::shapes_hash
 
-// How two ranks' operations differ ("rank 1 called broadcast of ..."), for the error of both.
+// Says how two ranks' operations differ ("rank 1 called broadcast of ..."), for the error of both.
 std::string describe_mismatch(int64_t rank, const Record& mine, int64_t peer, const Record& theirs);
 
 }  // namespace trireme::shm

@@ -51,7 +51,7 @@ class Pieces {
 
  private:
   std::vector<Piece> pieces_;
-  std::vector<int64_t> ends_;  // of each piece, counted over all
+  std::vector<int64_t> ends_;  // end of each piece, counted over all
   int64_t bytes_ = 0;
 };
 

@@ -35,8 +35,8 @@ struct RankBlock {
   std::atomic<uint64_t> reduced{0};   // step whose slice the owner has reduced
   std::atomic<uint64_t> consumed{0};  // step of which the owner needs nothing any more
 
-  Bell bell;       // of collectives
-  Bell mail_bell;  // of messages, so that who waits for one is not woken by every collective
+  Bell bell;       // rung by collectives
+  Bell mail_bell;  // rung by messages, so that who waits for one is not woken by every collective
 
   alignas(kCacheLine) std::atomic<RankState> state{RankState::kJoining};
   pid_t pid = 0;
@@ -65,10 +65,10 @@ struct RankBlock {
 
   alignas(kCacheLine) std::array<Record, kRecords> records{};
 
-  // For who finds this block without knowing of the group (doctor.h); complete before the state
+  // Serves who finds this block without knowing of the group (doctor.h); complete before the state
   // becomes kHere.
   alignas(kCacheLine) uint64_t layout = kLayout;
-  Nonce group{};        // of the block of this host's first rank
+  Nonce group{};        // nonce of the block of this host's first rank
   int32_t members = 0;  // ranks on this host
 
   // A wait beside the collectives (HostGroup::wait_beside): what for, and since when, 0 for none.

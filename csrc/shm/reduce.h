@@ -15,10 +15,10 @@ namespace trireme::shm {
 
 enum class ReduceOp : uint8_t { kSum, kAvg, kPremulSum, kProduct, kMin, kMax, kBand, kBor, kBxor };
 
-// As torch spells it: "SUM". "unknown" for a number that is no ReduceOp.
+// Names an operation as torch spells it: "SUM"; "unknown" for a number that is no ReduceOp.
 TRIREME_API std::string_view name(ReduceOp op);
 
-// Why `op` cannot reduce `dtype`, as the end of a sentence; nothing if it can.
+// Says why `op` cannot reduce `dtype`, as the end of a sentence; nothing if it can.
 TRIREME_API std::optional<std::string_view> refusal(ReduceOp op, Dtype dtype);
 
 struct ReduceRequest {

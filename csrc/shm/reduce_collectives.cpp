@@ -43,8 +43,8 @@ struct Collectives::Reducing {
   int64_t rank;
   bool gets_result;
   bool shares_result;
-  mutable std::vector<const void*> sources;  // by rank
-  std::vector<double> factors;               // of kPremulSum, by rank
+  mutable std::vector<const void*> sources;  // one per rank
+  std::vector<double> factors;               // factors of kPremulSum, one per rank
 };
 
 void Collectives::check_reducible(const ReduceOptions& how, const CallOptions& call) {
@@ -102,7 +102,7 @@ void Collectives::reduce_sliced(Scope& scope, const Pieces& memory, const Reduci
   const int64_t chunk_bytes =
       std::min(world * kSliceBytes, ring_.largest_slot()) / (world * kLine) * (world * kLine);
   const int64_t chunks = (memory.bytes() + chunk_bytes - 1) / chunk_bytes;
-  std::array<Slot, 4> slots;  // of the chunks in the pipeline
+  std::array<Slot, 4> slots;  // slots of the chunks in the pipeline
   const auto slot_of = [&](int64_t chunk) -> Slot& {
     return slots[static_cast<size_t>(chunk) % slots.size()];
   };

@@ -131,13 +131,13 @@ struct Job {
   int64_t numel;
   std::span<const void* const> sources;
   const double* factors;
-  uint64_t terms;  // of an average
+  uint64_t terms;  // terms of an average
 
   template <typename T>
   const T* source(size_t rank, int64_t begin) const {
     return static_cast<const T*>(sources[rank]) + begin;
   }
-  // The same memory as elements of which `parts` make one.
+  // Returns a job over the same memory as elements of which `parts` make one.
   Job in_parts(int64_t parts) const {
     Job job = *this;
     job.numel *= parts;
@@ -168,7 +168,7 @@ void for_blocks(const Job& job, const Fill& fill) {
   }
 }
 
-// For one source that stays as it is.
+// Copies one source that stays as it is.
 template <typename Isa>
 void move(const Job& job) {
   for_blocks<Isa, char>(job, [&](char* out, int64_t begin, int64_t count) {
@@ -233,7 +233,7 @@ template <typename Isa, typename T>
 void fold_average(const Job& job) {
   using C = Computed<T>;
   const auto terms = static_cast<C>(job.terms);
-  // By a power of two, multiplying gives the bits of a division in less time.
+  // Multiplying gives the bits of a division in less time where the divisor is a power of two.
   if (std::has_single_bit(job.terms)) {
     fold<Isa, T>(job, Sum{}, SumScaled<C>{1 / terms});
   } else {
@@ -283,7 +283,7 @@ void reduce_complex(const Job& job, ReduceOp op) {
   reduce_reals<Isa, Real>(job.in_parts(2), op);
 }
 
-// Of bytes, or of truths.
+// Reduces bytes, or truths.
 template <typename Isa, typename T>
 void reduce_bits(const Job& job, ReduceOp op) {
   if (op == ReduceOp::kBand) return fold<Isa, T>(job, And{});

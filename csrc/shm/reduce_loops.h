@@ -15,8 +15,8 @@ struct ReduceLoops {
   void (*copy_streaming)(void* dst, const void* src, int64_t bytes);
 };
 
-// Those that this processor can run, the fastest last; exported for the tests, which run each of
-// them.
+// Returns the loops that this processor can run, the fastest last; exported for the tests, which
+// run each of them.
 TRIREME_API std::span<const ReduceLoops> supported_reduce_loops();
 
 }  // namespace trireme::shm

@@ -23,7 +23,7 @@ enum class SegmentKind : uint8_t {
   kNamed       // shm_open of a random name, until unlink_name()
 };
 
-constexpr const char* kMemoryName = "trireme";  // of a memfd, as /proc/<pid>/maps shows it
+constexpr const char* kMemoryName = "trireme";  // name of a memfd, as /proc/<pid>/maps shows it
 
 // What every segment begins with.
 struct SegmentHeader {
@@ -60,9 +60,9 @@ class TRIREME_API Segment {
   Segment& operator=(Segment&& other) noexcept;
   ~Segment();
 
-  // At least `bytes` zeros after the nonce. Pages lie on the NUMA node of who reserves them: the
-  // calling thread, or, of a segment in several `parts`, for the first one it and for the others
-  // whoever calls reserve(). Throws Fault(kMemory) saying how much is free.
+  // Makes at least `bytes` zeros after the nonce. Pages lie on the NUMA node of who reserves them:
+  // the calling thread, or, of a segment in several `parts`, for the first one it and for the
+  // others whoever calls reserve(). Throws Fault(kMemory) saying how much is free.
   static Segment create(SegmentKind kind, int64_t bytes, int64_t parts = 1);
 
   // A peer's. Empty, with the reason in `why_not`, if it cannot be opened or is not what the
@@ -83,7 +83,7 @@ class TRIREME_API Segment {
   // own. Null for a peer's that was opened without its file.
   std::unique_ptr<PrivateInChildren> private_in_children() const;
 
-  // Once every peer has opened it. The mapping stays.
+  // Removes the name, once every peer has opened the segment. The mapping stays.
   void unlink_name();
 
   static constexpr int64_t kHeaderBytes = 64;

@@ -25,7 +25,8 @@ class TRIREME_API SlotRing {
  public:
   explicit SlotRing(HostGroup& group) : group_(group) {}
 
-  // At most a quarter of the ring, so that a pipeline of three stages never waits for itself.
+  // A slot takes at most a quarter of the ring, so that a pipeline of three stages never waits for
+  // itself.
   int64_t largest_slot() const { return group_.ring_bytes() / 4 / 64 * 64; }
 
   // Waits until what the slot held is consumed by all.

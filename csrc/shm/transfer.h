@@ -23,7 +23,7 @@ struct Transfer {
   enum class Kind : uint8_t { kSend, kRecv };
 
   Kind kind = Kind::kSend;
-  int64_t peer = 0;  // of the host group; to receive also kAnyRank
+  int64_t peer = 0;  // rank of the host group; to receive also kAnyRank
   int64_t tag = 0;
   Pieces memory;
   Dtype dtype = Dtype::kBytes;
@@ -32,7 +32,7 @@ struct Transfer {
   // Must not throw.
   std::function<void(const Transfer&)> on_done{};
 
-  // From on_done on: who sent it, and what went wrong.
+  // These say, from on_done on, who sent it and what went wrong.
   int64_t source = kAnyRank;
   std::optional<Fault> fault;
 

@@ -34,7 +34,8 @@ void ShmHooks::set_completion_hook(int64_t id, CompletionHook hook) {
   reports_.store(!completion_hooks_.empty());
 }
 
-// On a copy: a hook may take the lock of Python, which whoever sets another one may hold.
+// Calls a copy of the hooks: a hook may take the lock of Python, which whoever sets another one may
+// hold.
 template <typename Hook, typename... Arguments>
 void ShmHooks::run(const Hooks<Hook>& hooks, const Arguments&... arguments) noexcept {
   try {

@@ -16,7 +16,7 @@ namespace trireme {
 
 // One operation that ended well.
 struct ShmCompletion {
-  uint64_t key;  // of the Work; never used again in this process
+  uint64_t key;  // the Work's; never used again in this process
   c10d::OpType type;
   uint64_t sequence;  // collectives and messages are counted apart
   std::chrono::steady_clock::time_point started;

@@ -56,7 +56,7 @@ class ShmAllocator final : public c10::Allocator {
  private:
   struct Block {
     SegmentPtr segment;
-    uint64_t forks;  // of this process, when it was taken
+    uint64_t forks;  // forks_so_far() when it was taken
   };
 
   static void release(void* context);

@@ -138,7 +138,8 @@ class P2pWork final : public c10d::Work {
   c10::intrusive_ptr<c10::ivalue::Future> future_;
 };
 
-// Those of this process that have a courier. Never destroyed: groups may outlive static objects.
+// All ShmP2p of this process that have a courier. It is never destroyed: groups may outlive static
+// objects.
 struct Everyone {
   std::mutex mutex;
   std::set<ShmP2p*> live;

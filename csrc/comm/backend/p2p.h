@@ -52,13 +52,13 @@ class ShmP2p {
   shm::HostGroup& group_;
   std::shared_ptr<ShmHooks> hooks_;
   std::atomic<uint64_t> sequence_{0};
-  uint64_t forks_;  // of this process, when this was made
+  uint64_t forks_;  // forks_so_far() when this was made
   std::mutex mutex_;
   std::shared_ptr<shm::Courier> courier_;
   bool closed_ = false;
 };
 
-// For a process that ends without having destroyed its groups: close() of all that it has.
+// Calls close() on all that this process has, which may end without having destroyed its groups.
 TRIREME_API void close_all_p2p();
 
 }  // namespace trireme

@@ -145,7 +145,7 @@ ShmQueue::Ended ShmQueue::run_next(Shared& shared, std::unique_lock<std::mutex>&
     ended.error = std::current_exception();
   }
   operates_for = outer;
-  // To free tensors and callbacks of Python takes its lock, which whoever waits for ours may hold.
+  // Freeing tensors and callbacks of Python takes its lock, which whoever waits for ours may hold.
   task = {};
   ended.work->complete(ended.error);
   lock.lock();
@@ -230,7 +230,8 @@ void ShmQueue::refuse_within(const Shared& shared, const char* call) {
                  shared.where, "Only note the signal there, and act on it between operations."));
 }
 
-// The same on one of the queue's threads, which are all but one in callbacks at most.
+// Runs the next operation on one of the queue's threads, of which at most all but one are in
+// callbacks.
 void ShmQueue::run_next_and_stand_in(std::unique_lock<std::mutex>& lock) {
   Shared& shared = *shared_;
   Ended ended = run_next(shared, lock);

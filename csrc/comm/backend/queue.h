@@ -59,8 +59,8 @@ class ShmQueue {
   // the caller does not know until it waits for that; or it knows.
   void note_untold(uint64_t epoch) { shared_->untold = epoch; }
   void note_told(uint64_t epoch) { shared_->told = epoch; }
-  // Whether a caller who submits now means what comes after the epoch that was abandoned, and not a
-  // further step of what ended with it.
+  // Says whether a caller who submits now means what comes after the epoch that was abandoned, and
+  // not a further step of what ended with it.
   bool is_told(uint64_t epoch) const;
   bool is_idle() const;
   // Returns when nothing is queued or running. May throw an Interruption, with what is queued given
@@ -82,9 +82,9 @@ class ShmQueue {
     std::deque<Task> tasks;
     bool busy = false;
     bool ending = false;
-    size_t from_callbacks = 0;        // of the tasks
+    size_t from_callbacks = 0;        // tasks that callbacks submitted
     size_t in_callbacks = 0;          // threads
-    size_t workers_in_callbacks = 0;  // of the queue's own
+    size_t workers_in_callbacks = 0;  // those among the queue's own threads
     Clock::time_point callbacks_began;
     std::atomic<uint64_t> untold{0};  // epochs; 0: none
     std::atomic<uint64_t> told{0};
@@ -111,7 +111,7 @@ class ShmQueue {
   int64_t cpus_;
   std::shared_ptr<Shared> shared_ = std::make_shared<Shared>();
   std::vector<std::thread> workers_;  // under the mutex, until they are ending
-  uint64_t forks_ = 0;                // of this process, when the first worker started
+  uint64_t forks_ = 0;                // forks_so_far() when the first worker started
 };
 
 // One operation of the backend, before, while and after it runs.
@@ -133,7 +133,7 @@ class ShmWork final : public c10d::Work {
   float getDuration() const override;  // milliseconds, of the operation itself
   uint64_t getCompletionKey() const TRIREME_HOOKS_OVERRIDE { return key_; }
 
-  // Before it is submitted: who hears when it ends well.
+  // Says who hears when the work ends well. Called before it is submitted.
   void report_to(std::shared_ptr<ShmHooks> hooks) { hooks_ = std::move(hooks); }
 
   std::optional<ShmQueue::Clock::time_point> finished_at() const;
@@ -143,7 +143,7 @@ class ShmWork final : public c10d::Work {
   void wait_for_end(ShmQueue::Shared& queue, std::chrono::milliseconds timeout);
   void complete(const std::exception_ptr& error);
   void run_callbacks(const std::exception_ptr& error);
-  // Whether to complete it runs code of others.
+  // Says whether completing it runs code of others.
   bool has_callbacks() {
     const std::lock_guard<std::mutex> lock(future_mutex_);
     return future_ || (hooks_ && hooks_->hears_completions());

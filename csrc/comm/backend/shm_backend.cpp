@@ -24,7 +24,7 @@ constexpr const char* kName = "trireme";
 
 thread_local std::string current_label;
 
-// Those of this process. Never destroyed: groups may outlive static objects.
+// All backends of this process. It is never destroyed: groups may outlive static objects.
 struct LivingBackends {
   std::mutex mutex;
   std::set<ShmBackend*> all;
@@ -34,7 +34,8 @@ LivingBackends& living_backends() {
   return *living;
 }
 
-// Of what an error says, without the place in torch's source that its checks put before it.
+// Returns the first line of what an error says, without the place in torch's source that its checks
+// put before it.
 std::string first_line(const std::exception& error) {
   std::string text = what_of(error);
   if (text.starts_with('[')) {
@@ -278,13 +279,15 @@ ShmBackend::WorkPtr ShmBackend::submit(Request request, Run run) {
   return work;
 }
 
-// Of the group, to which what is submitted now belongs; 0 if that begins the next one.
+// Returns the epoch of the group to which what is submitted now belongs; 0 if that begins the next
+// one.
 uint64_t ShmBackend::open_epoch() const {
   const uint64_t epoch = group_ && group_->has_memory() ? group_->epoch() : 0;
   return epoch > 0 && group_->has_abandoned() && queue_.is_told(epoch) ? 0 : epoch;
 }
 
-// Or else a further step of what was abandoned would be taken for the first one of what follows.
+// Refuses a further step of what was abandoned, which would else be taken for the first one of what
+// follows.
 void ShmBackend::refuse_if_over(uint64_t epoch) const {
   if (epoch > 0 && group_->epoch() == epoch && group_->has_abandoned())
     C10_THROW_ERROR(DistBackendError, group_->why_abandoned());
@@ -304,7 +307,7 @@ void ShmBackend::run_or_refuse(Call& call, const char* name, const Run& run) {
     if (call.run.sequence() == before) {
       try {
         call.run.refuse(std::string(name) + ": " + first_line(error), call.options);
-      } catch (const shm::Fault&) {  // as it must
+      } catch (const shm::Fault&) {  // it must throw
       }
     }
     throw;

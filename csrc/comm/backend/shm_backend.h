@@ -17,11 +17,11 @@ class Store;
 namespace trireme {
 
 struct ShmOptions {
-  std::chrono::milliseconds timeout = std::chrono::minutes(30);  // of one collective
+  std::chrono::milliseconds timeout = std::chrono::minutes(30);  // limit of one collective
   // Where ranks turn out to be on several hosts, Gloo connects these; see GlooOptions.
   std::chrono::milliseconds connect_timeout = std::chrono::minutes(5);
   std::string hostname{};
-  // For tests: ranks that say different texts behave as if they were on different hosts.
+  // Tests set it: ranks that say different texts behave as if they were on different hosts.
   std::string host_partition{};
 };
 
@@ -44,9 +44,9 @@ struct ShmOptions {
 TRIREME_API c10::intrusive_ptr<c10d::Backend> make_shm_backend(
     const c10::intrusive_ptr<c10d::Store>& store, RankOf where, const ShmOptions& options = {});
 
-// For the end of the process: peers that wait for this rank hear that it has left each group which
-// still lives, and by which error, if not in good order (empty). Not of a group that has operations
-// in flight in good order: these may still end well.
+// Serves the end of the process: peers that wait for this rank hear that it has left each group
+// which still lives, and by which error, if not in good order (empty). A group that has operations
+// in flight in good order is left out: these may still end well.
 TRIREME_API void leave_all_groups(const std::string& error);
 
 // A process group of that backend alone, for tensors on CPU.

@@ -39,22 +39,22 @@ class ShmBackend final : public c10d::Backend {
   c10::intrusive_ptr<Backend> split(const c10::intrusive_ptr<c10d::Store>& store,
                                     const std::vector<int>& ranks,
                                     const c10::intrusive_ptr<Options>& options) override;
-  // Called by those that remain, also when a rank that goes has ended this group; with flag 1 it is
-  // aborted first.
+  // The ranks that remain call it, also when a rank that goes has ended this group; with flag 1 the
+  // group is aborted first.
   bool supportsShrinking() const override { return true; }
   c10::intrusive_ptr<Backend> shrink(const std::vector<int64_t>& ranks_to_exclude, int flags,
                                      const c10::intrusive_ptr<Options>& options) override;
   void abort() override;     // whatever waits, and whatever is called later, raises
   void shutdown() override;  // after what is queued
-  // Do all ranks? False also where only those of each host do.
+  // Says whether all ranks share memory; false also where only those of each host do.
   bool shares_memory() const { return collectives_ != nullptr; }
-  // False where every rank is alone on its host: then all is Gloo's.
+  // Says whether any ranks share memory; Gloo does all where every rank is alone on its host.
   bool uses_memory() const { return collectives_ != nullptr || hosts_ != nullptr; }
   // shm_backend_hooks.cpp; messages over Gloo are not reported.
   c10d::ErrorType getError() override;
   void registerOnCompletionHook(
       std::function<void(std::shared_ptr<c10d::WorkInfo>)>&& hook) override;
-  void waitForPendingWorks() override;        // with their hooks; not for messages
+  void waitForPendingWorks() override;        // waits for hooks, too; not for messages
   void enableCollectivesTiming() override {}  // they always are
   bool supportsAbortHooks() const TRIREME_HOOKS_OVERRIDE { return uses_memory(); }
   void registerAbortHook(int64_t id, AbortHook hook) TRIREME_HOOKS_OVERRIDE;
@@ -70,32 +70,35 @@ class ShmBackend final : public c10d::Backend {
   bool supportsWindow() const TRIREME_WINDOW_OVERRIDE { return shares_memory(); }
   c10::intrusive_ptr<Window> new_window(const std::optional<at::Tensor>& tensor)
       TRIREME_WINDOW_OVERRIDE;
-  // What went wrong beside the operations: for the hooks, and getError().
+  // Tells the hooks and getError() what went wrong beside the operations.
   void note(const shm::Fault& fault) noexcept;
 
-  // See leave_all_groups().
+  // Does this group's part of leave_all_groups().
   void end_run(const std::string& error) noexcept;
 
-  // The same as abort(), with a reason that all ranks repeat.
+  // Ends the group with a reason that all ranks repeat; abort() ends Gloo's below it, too.
   void fail(const std::string& reason) noexcept;
 
-  // What follows is the communicators': of this host's ranks, only where uses_memory().
+  // Communicators use what follows. host_group() are the ranks of this host; it may only be called
+  // where uses_memory().
   shm::HostGroup& host_group() { return *group_; }
-  // See shm::HostGroup::abandon. What is queued and has not begun ends with that reason, too.
+  // Abandons work as shm::HostGroup::abandon does. What is queued and has not begun ends with that
+  // reason, too.
   void abandon(const std::string& reason) noexcept;
   using Task = std::function<void(shm::Collectives&, const shm::CallOptions&)>;
-  // In the order of the group's operations, where shares_memory(); returns when it has run.
+  // Runs `task` in the order of the group's operations, where shares_memory(); returns when it has
+  // run.
   void run_in_order(const char* title, Task task);
-  // The same where only the ranks of each host do.
+  // Runs `task` as run_in_order() does, where only the ranks of each host share memory.
   using HostsTask = std::function<void(MultiHostCollectives&, const shm::CallOptions&)>;
   void run_between_hosts(const char* title, HostsTask task);
-  // See Communicator::all_gather_in_host; there, too.
+  // Starts what Host::all_gather_in_host describes, where only the ranks of each host share memory.
   WorkPtr all_gather_in_host(const TensorLists& parts);
-  // As if the tensors, of one dtype, were one.
+  // Broadcasts tensors of one dtype as if they were one.
   WorkPtr broadcast_coalesced(Tensors& tensors, const c10d::BroadcastOptions& options);
 
-  // What the operations that this thread submits meanwhile move: in errors, and compared between
-  // the ranks.
+  // Names what the operations move that this thread submits while it lives. Errors repeat the name,
+  // and ranks compare it.
   class ScopedLabel {
    public:
     explicit ScopedLabel(std::string label);
@@ -161,7 +164,7 @@ class ShmBackend final : public c10d::Backend {
 
     ShmArguments arguments;
     c10d::OpType type;
-    const char* title;  // of the profiler's range
+    const char* title;  // name of the profiler's range
     Tensors outputs;
     std::chrono::milliseconds timeout;
     bool synchronous;
@@ -185,15 +188,15 @@ class ShmBackend final : public c10d::Backend {
   RankOf where_;
   ShmOptions shm_options_;
   c10::intrusive_ptr<Options> options_;
-  uint64_t forks_;  // of this process, when the backend was made
+  uint64_t forks_;  // forks_so_far() when the backend was made
   std::atomic<uint64_t> sequence_{0};
   int64_t shrinks_ = 0;
   std::unique_ptr<shm::HostGroup> group_;
   std::unique_ptr<shm::Collectives> collectives_;
   std::shared_ptr<ShmHooks> hooks_ = std::make_shared<ShmHooks>();
   std::unique_ptr<ShmP2p> p2p_;
-  // In place of the two above, where ranks are on several hosts: the first only if some of them
-  // share one, the second for what the first does not do.
+  // These two replace the two above where ranks are on several hosts. hosts_ is there only if some
+  // ranks share a host; inner_ does what hosts_ does not do.
   std::unique_ptr<MultiHostCollectives> hosts_;
   c10::intrusive_ptr<Backend> inner_;
   ShmQueue queue_;  // last: its thread uses all of the above

@@ -9,7 +9,7 @@
 namespace trireme {
 namespace {
 
-// Of registerOnCompletionHook, which has no number of its own.
+// The number of registerOnCompletionHook's hook, which has none of its own.
 constexpr int64_t kOnCompletion = std::numeric_limits<int64_t>::min();
 
 }  // namespace

@@ -20,7 +20,7 @@ int64_t numel_of(const Tensors& tensors) {
 
 Tensors first_of(const TensorLists& lists) { return lists.empty() ? Tensors{} : lists.front(); }
 
-// By rank, as would_read_results() wants it: that of one rank alone.
+// Returns the pieces of one rank alone in a list by rank, as would_read_results() wants it.
 std::vector<shm::Pieces> only_of(int rank, shm::Pieces pieces) {
   std::vector<shm::Pieces> by_rank(static_cast<size_t>(rank) + 1);
   by_rank.back() = std::move(pieces);

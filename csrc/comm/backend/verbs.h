@@ -37,10 +37,10 @@ class ShmVerbs : public Communicator, public Host {
  protected:
   using Works = std::vector<ShmBackend::WorkPtr>;
 
-  // What `submit` returns, with that label.
+  // Returns what `submit` returns, with that label.
   static Pending issue(std::string label, const std::function<Works()>& submit);
   const c10::intrusive_ptr<ShmBackend>& backend() const { return backend_; }
-  // From now on part of what this rank does goes by them.
+  // Returns the communicator by which part of what this rank does goes from now on.
   Communicator& others();
   bool uses_others() const { return uses_others_; }
 

@@ -59,7 +59,7 @@ std::vector<Place> gather(shm::Collectives& collectives, Place& mine,
 
 // How a rank tells where its tensor lies.
 struct ShmWindow::Place {
-  std::array<char, 192> address{};  // of the segment
+  std::array<char, 192> address{};  // the segment's address
   int64_t offset = 0;               // bytes in it
   int64_t dims = 0;
   std::array<int64_t, kMaxDims> sizes{};
@@ -71,10 +71,10 @@ struct Obstacle {
   std::array<char, 256> why{};
 };
 
-// Of each rank a segment with a counter for each peer, which only that rank writes.
+// Holds a segment of each rank with a counter for each peer, which only that rank writes.
 struct ShmWindow::Signals {
   std::vector<shm::Segment> segments;
-  std::vector<std::atomic<uint64_t>> taken;  // of each peer's signals, by wait_signal()
+  std::vector<std::atomic<uint64_t>> taken;  // signals that wait_signal() took, per peer
 
   std::atomic<uint64_t>& from_to(int64_t from, int64_t to) {
     auto* counts =

@@ -56,7 +56,7 @@ class ShmWindow final : public Window {
   c10::intrusive_ptr<ShmBackend> backend_;
   std::shared_ptr<Signals> signals_;
   std::mutex mutex_;
-  std::vector<View> views_;  // by rank; empty without a registered tensor
+  std::vector<View> views_;  // one per rank; empty without a registered tensor
 };
 
 }  // namespace trireme

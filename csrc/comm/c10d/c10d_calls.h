@@ -39,7 +39,7 @@ WorkPtr reduce_scatter_flat(Group& group, at::Tensor& output, at::Tensor& input,
   }
 }
 
-// In equal parts.
+// Splits both tensors in equal parts.
 template <typename Group>
 WorkPtr all_to_all_flat(Group& group, at::Tensor& output, at::Tensor& input) {
   std::vector<int64_t> equal;

@@ -24,12 +24,12 @@ namespace {
 
 using TensorList = std::vector<at::Tensor>;
 
-// The same memory in a type every engine can move: complex numbers as pairs of reals.
+// Shows the same memory in a type every engine can move: complex numbers as pairs of reals.
 at::Tensor as_real(const at::Tensor& tensor) {
   return tensor.is_complex() ? at::view_as_real(tensor) : tensor;
 }
 
-// The same memory as bytes, for verbs that only move: any dtype, bool and float8 too.
+// Shows the same memory as bytes, for verbs that only move: any dtype, bool and float8 too.
 at::Tensor as_bytes(const at::Tensor& tensor) { return tensor.view({-1}).view(at::kByte); }
 
 // Many tensors in one buffer, each at an offset that any dtype may be read from.
@@ -254,8 +254,8 @@ class C10dCommunicator final : public Communicator {
     return Pending(std::move(state));
   }
 
-  // By the CPU's engine where there is one, as only its work may be waited for in slices: NCCL ends
-  // its communicators when such a wait is over.
+  // Runs on the CPU's engine where there is one, as only its work may be waited for in slices: NCCL
+  // ends its communicators when such a wait is over.
   Pending barrier(std::string label) override {
     auto state = begin("barrier", label);
     c10d::BarrierOptions options;
@@ -369,7 +369,7 @@ class C10dCommunicator final : public Communicator {
   MakeCommunicator* make_of_part_;
   Scratch scratch_;
   std::string operation_;                                       // the one being issued
-  std::map<std::string, std::shared_ptr<Communicator>> parts_;  // by the name they were split by
+  std::map<std::string, std::shared_ptr<Communicator>> parts_;  // key: the name they were split by
 };
 
 }  // namespace

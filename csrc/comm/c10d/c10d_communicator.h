@@ -15,8 +15,8 @@ using MakeCommunicator = std::shared_ptr<Communicator>(c10::intrusive_ptr<c10d::
 
 struct C10dRequest {
   c10::intrusive_ptr<c10d::ProcessGroup> group;
-  // Of that group: ranks leave word there when a collective fails. May be null, then errors name
-  // this rank only.
+  // The store of that group: ranks leave word there when a collective fails. If it is null, errors
+  // name this rank only.
   c10::intrusive_ptr<c10d::Store> store;
   bool is_gloo = false;                      // Gloo moves the group's CPU tensors, by whatever name
   MakeCommunicator* make_of_part = nullptr;  // for the groups that are split off this one

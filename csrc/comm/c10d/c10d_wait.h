@@ -22,7 +22,7 @@ void rethrow_named(const std::string& operation, GroupHealth& health,
 void wait_for_work(c10d::Work& work, bool on_cpu, const std::string& operation,
                    GroupHealth& health);
 
-// The same for the Future that a communication hook returned.
+// Waits as wait_for_work() does, for the Future that a communication hook returned.
 void wait_for_future(c10::ivalue::Future& future, const std::string& operation,
                      GroupHealth& health);
 

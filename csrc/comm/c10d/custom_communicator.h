@@ -14,9 +14,10 @@ namespace trireme {
 
 // A collective of the user's, on flat tensors.
 struct CustomCollective {
-  // `numel` elements for it, contiguous; may be the same ones in every call.
+  // Returns `numel` contiguous elements for the collective; may return the same ones in every call.
   std::function<at::Tensor(int64_t numel, at::ScalarType dtype, c10::Device device)> allocate = {};
-  // Starts it; null where it is over already, or in order with the caller's current stream.
+  // Starts the collective. Returns null where it is over already, or in order with the caller's
+  // current stream.
   std::function<std::shared_ptr<c10d::Work>(at::Tensor output, at::Tensor input)> start = {};
 
   explicit operator bool() const { return start != nullptr; }
@@ -36,11 +37,12 @@ class TRIREME_API CustomCommunicator final : public Communicator {
  public:
   explicit CustomCommunicator(std::shared_ptr<Communicator> inner);
 
-  // An empty one: inner's own again. Not while one is on its way.
+  // Sets a collective of the user's; an empty one brings back inner's own. Not called while one is
+  // on its way.
   void set_all_gather(CustomCollective collective) { all_gather_ = std::move(collective); }
   void set_reduce_scatter(CustomCollective collective);
-  // Whether a reduce_scatter of CPU tensors may return only when all ranks have come: the user's
-  // last one did, or there was none yet.
+  // Says whether a reduce_scatter of CPU tensors may return only when all ranks have come: the
+  // user's last one did, or there was none yet.
   bool scatter_waits() const { return reduce_scatter_ && scatter_waits_; }
   const std::shared_ptr<Communicator>& inner() const { return inner_; }
 
@@ -71,7 +73,7 @@ class TRIREME_API CustomCommunicator final : public Communicator {
   bool scatter_waits_ = true;
 };
 
-// What a communicator moves without a collective of the user's: for what is not his business.
+// Returns the communicator without the user's collectives, for moves that are not their business.
 TRIREME_API std::shared_ptr<Communicator> plain_of(std::shared_ptr<Communicator> communicator);
 
 }  // namespace trireme

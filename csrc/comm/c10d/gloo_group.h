@@ -17,8 +17,8 @@ class Store;
 namespace trireme {
 
 struct GlooOptions {
-  std::chrono::milliseconds timeout = std::chrono::minutes(30);         // of one collective
-  std::chrono::milliseconds connect_timeout = std::chrono::minutes(5);  // of the beginning
+  std::chrono::milliseconds timeout = std::chrono::minutes(30);         // limit of one collective
+  std::chrono::milliseconds connect_timeout = std::chrono::minutes(5);  // limit of the beginning
   // The address to which the other ranks connect. Empty: the interfaces in GLOO_SOCKET_IFNAME, else
   // the address that this machine's name resolves to.
   std::string hostname{};

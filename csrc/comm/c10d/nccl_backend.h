@@ -17,7 +17,7 @@ namespace trireme {
 struct NcclRequest {
   c10::intrusive_ptr<c10d::Store> store;  // carries no other group's keys
   RankOf where;
-  std::chrono::milliseconds timeout;  // of one collective
+  std::chrono::milliseconds timeout;  // limit of one collective
 };
 
 // NCCL lives in a library of its own beside this one, and through it comes libtorch_cuda, which

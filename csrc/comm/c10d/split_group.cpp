@@ -31,8 +31,8 @@ c10::intrusive_ptr<Options> copy_of(const c10::intrusive_ptr<Options>& options,
 
 }  // namespace
 
-// Not ProcessGroup::splitGroup(): that would split a backend once for each device type it stands
-// for, under the same keys.
+// Does not use ProcessGroup::splitGroup(): that would split a backend once for each device type it
+// stands for, under the same keys.
 c10::intrusive_ptr<c10d::ProcessGroup> split_group(c10d::ProcessGroup& group,
                                                    const std::vector<int>& ranks,
                                                    const std::string& name) {

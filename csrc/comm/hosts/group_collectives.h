@@ -13,7 +13,7 @@ class GroupCollectives {
   explicit GroupCollectives(shm::Collectives& one_host) : one_host_(&one_host) {}
   explicit GroupCollectives(MultiHostCollectives& hosts) : hosts_(&hosts) {}
 
-  // Of the last collective that began.
+  // The number of the last collective that began.
   uint64_t sequence() const { return hosts_ ? hosts_->sequence() : one_host_->group().sequence(); }
   int64_t world() const { return hosts_ ? hosts_->world() : one_host_->group().world(); }
 
@@ -44,7 +44,8 @@ class GroupCollectives {
     hosts_ ? hosts_->refuse(reason, call) : one_host_->refuse(reason, call);
   }
 
-  // For what goes through memory only where all ranks share it, and only where they do not.
+  // These serve what goes through memory only where all ranks share it, and what does only where
+  // they do not.
   shm::Collectives& one_host() const { return *one_host_; }
   MultiHostCollectives& hosts() const { return *hosts_; }
 

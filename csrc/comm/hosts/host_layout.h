@@ -8,8 +8,8 @@
 
 namespace trireme {
 
-// Which ranks of a group are on which host, and which of them speak to other hosts. The same on all
-// ranks of the group, but for `host` and `place`.
+// Says which ranks of a group are on which host, and which of them speak to other hosts. Equal on
+// all ranks of the group, but for `host` and `place`.
 //
 // Leg j connects the j-th ranks of all hosts. There are as many legs as the smallest host has
 // ranks, so that every leg has one end on every host, and what a host sends leaves it once:

@@ -134,7 +134,7 @@ void HostLeg::close() noexcept {
     for (const Flight* flight : flights_)
       for (const Flight::Message& message : flight->messages_) message.work->abort();
     gloo_.reset();
-  } catch (const std::exception& error) {  // of a connection that is gone anyway
+  } catch (const std::exception& error) {  // the connection is gone anyway
     TORCH_WARN("closing a connection between hosts: ", first_line_of(error));
   }
 }

@@ -35,7 +35,7 @@ class LegBroken : public std::runtime_error {
 // One thread at a time, but close() from any.
 class HostLeg {
  public:
-  // Whether the group has failed, as far as this host knows. Any thread may call it.
+  // Says whether the group has failed, as far as this host knows. Any thread may call it.
   using Pointless = std::function<bool()>;
 
   // Messages on their way; null for a rank without a leg, which has none. Their memory must stay as
@@ -65,7 +65,7 @@ class HostLeg {
   HostLeg(const HostLeg&) = delete;
   HostLeg& operator=(const HostLeg&) = delete;
 
-  // Nothing where there are no bytes. Throw LegBroken.
+  // These do nothing where there are no bytes. They throw LegBroken.
   void send(Flight& flight, int64_t host, const std::byte* data, int64_t bytes);
   void recv(Flight& flight, int64_t host, std::byte* data, int64_t bytes);
   // Returns when all of them have arrived and been sent; throws LegBroken.
@@ -80,7 +80,7 @@ class HostLeg {
   std::string name_of(int64_t host) const;
 
   const HostLayout& layout_;
-  uint64_t forks_;  // of this process, when the leg was made
+  uint64_t forks_;  // forks_so_far() when the leg was made
   std::mutex mutex_;
   c10::intrusive_ptr<c10d::Backend> gloo_;  // null once closed
   std::set<Flight*> flights_;

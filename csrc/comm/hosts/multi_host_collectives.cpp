@@ -143,7 +143,7 @@ void MultiHostCollectives::run(const Operation& operation, const CallOptions& ca
     throw;
   } catch (const LegBroken& broken) {
     why = broken.what();
-  } catch (const std::exception& error) {  // of memory, say, with messages under way
+  } catch (const std::exception& error) {  // no memory, say, with messages under way
     close(error_text(kMultiHostArea, operation.to_string() + ": " + error.what(), group_.where(),
                      "Look for the error of that rank; then start the group again."));
     throw;
@@ -187,7 +187,8 @@ std::optional<Fault> MultiHostCollectives::word_of_this_host(const std::string& 
   return std::nullopt;
 }
 
-// Of a broken leg: the rank at its other end may have closed it because of a third.
+// Finds the reason for a broken leg: the rank at its other end may have closed it because of a
+// third.
 Fault MultiHostCollectives::reason_for(const std::string& broken, const std::string& operation) {
   const auto until = shm::Clock::now() + kWordComesWithin;
   do {

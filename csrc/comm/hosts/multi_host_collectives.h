@@ -58,14 +58,14 @@ class MultiHostCollectives {
   // has. Those of other hosts come to their places, split over the legs; of this host's nothing is
   // copied, but to be sent. No rank returns before its host has all of them.
   void all_gather_in_host(const std::vector<shm::Pieces>& parts, const shm::CallOptions& call);
-  // On each host a new segment that its ranks map, a rank alone too; none, with the same reason, on
-  // all ranks of the group if one of them cannot have it.
+  // Makes on each host a new segment that its ranks map, a rank alone too. All ranks of the group
+  // get none, with the same reason, if one of them cannot have it.
   shm::SharedSegment share_segment(int64_t bytes, const shm::CallOptions& call);
   void barrier(const shm::CallOptions& call);
   void refuse(std::string_view reason, const shm::CallOptions& call);
 
   int64_t world() const { return layout_.world; }
-  // Of the last collective that began.
+  // The number of the last collective that began.
   uint64_t sequence() const { return sequence_; }
 
   // Ends the group on all hosts, with that reason.
@@ -81,7 +81,7 @@ class MultiHostCollectives {
   class Placing;
   class Casting;
   struct Header;
-  // Of one chunk on its way.
+  // Memory for one chunk on its way.
   struct Room {
     std::byte* partial(int64_t bytes) { return at_least(bytes, partial_); }
     std::byte* received(int64_t bytes) { return at_least(bytes, received_); }
@@ -118,7 +118,7 @@ class MultiHostCollectives {
   std::array<Room, 3> rooms_;
   std::mutex reason_mutex_;
   std::string reason_;  // why the group has ended
-  // Null for a rank without one. Last: its thread uses the above.
+  // It is null for a rank without a leg, and last: its thread uses the above.
   std::unique_ptr<HostLeg> leg_;
 };
 

@@ -56,7 +56,7 @@ class MultiHostCollectives::Gathering final : private Stages {
   Shares shares_;
 };
 
-// From host to host in a chain, so that it leaves each of them once.
+// Moves from host to host in a chain, so that it leaves each of them once.
 class MultiHostCollectives::Casting final : public SlicedStages {
  public:
   Casting(MultiHostCollectives& owner, const Scope& scope, const Pieces& memory, int64_t root)

@@ -9,7 +9,7 @@ using shm::ReduceOptions;
 
 namespace {
 
-// Up to here, and always between two hosts, every host sums everything: one journey instead of two,
+// Every host sums everything up to here, and always between two hosts: one journey instead of two,
 // and between two hosts the same bytes.
 constexpr int64_t kFlatBytes = 16 * 1024;
 
@@ -137,7 +137,7 @@ class MultiHostCollectives::Scattering final : private Stages {
     });
   }
 
-  // From the rank at the leg's end to those that it carries.
+  // Moves shares from the rank at the leg's end to those that it carries.
   void deliver(int64_t k) {
     const auto ranks_here = static_cast<size_t>(layout_.ranks_here());
     std::vector<Pieces> to(ranks_here);
@@ -158,7 +158,8 @@ class MultiHostCollectives::Scattering final : private Stages {
   }
 
  private:
-  // This leg's share of this host, in the room: the shares of the hosts before it lie in front.
+  // Returns this leg's share of this host, in the room: the shares of the hosts before it lie in
+  // front.
   Pieces summed(int64_t k) const {
     int64_t before = 0;
     for (int64_t host = 0; host < layout_.host; ++host)

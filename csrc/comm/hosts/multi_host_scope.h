@@ -10,7 +10,7 @@
 
 namespace trireme {
 
-// By how much other hosts let the host that a rank is missing from speak first, since that one
+// Other hosts let the host that a rank is missing from speak first, by so much, since that one
 // knows the rank.
 constexpr std::chrono::seconds kHostSpeaksFirst{2};
 
@@ -19,7 +19,8 @@ class MultiHostCollectives::Scope {
  public:
   Scope(MultiHostCollectives& owner, const shm::Operation& operation, const shm::CallOptions& call);
 
-  // Of a stage on this host, where others may be waiting for their legs. As long as this lives.
+  // Returns the options of a stage on this host, where others may be waiting for their legs. They
+  // are valid as long as this lives.
   shm::CallOptions here() const {
     return {.timeout = std::max(std::chrono::milliseconds(1),
                                 std::chrono::ceil<std::chrono::milliseconds>(
@@ -46,7 +47,7 @@ class MultiHostCollectives::Scope {
 
   MultiHostCollectives& owner_;
   shm::Clock::time_point deadline_;
-  std::string label_;  // of the stages: what they are for
+  std::string label_;  // says what the stages are for
 };
 
 }  // namespace trireme

@@ -57,7 +57,7 @@ inline std::vector<shm::Pieces> slices_by_leg(const HostLayout& layout, const sh
   return slices;
 }
 
-// Of the same size; what is the same memory stays.
+// Copies pieces of the same size; what is the same memory stays.
 inline void copy_pieces(const shm::Pieces& to, const shm::Pieces& from) {
   to.visit(0, to.bytes(), [&](std::byte* out, int64_t at, int64_t length) {
     from.visit(at, length, [&](const std::byte* in, int64_t offset, int64_t bytes) {
@@ -82,7 +82,7 @@ class Shares {
     const int64_t bytes = of_ranks_[static_cast<size_t>(rank)].bytes();
     return std::clamp<int64_t>(bytes - begin(k), 0, chunk_bytes_);
   }
-  // Of the ranks of that host that the leg carries.
+  // Returns the bytes of a chunk of those ranks of the host that the leg carries.
   int64_t size(int64_t k, int64_t host, int64_t leg) const {
     int64_t bytes = 0;
     for (const int64_t rank : layout_.carried(host, leg)) bytes += size_of(k, rank);
@@ -149,7 +149,7 @@ class MultiHostCollectives::Stages {
   std::array<HostLeg::Flight, 3> flights_;
 };
 
-// Of those that move one piece of memory, a slice of each chunk by each leg.
+// The stages of collectives that move one piece of memory, a slice of each chunk by each leg.
 class MultiHostCollectives::SlicedStages : protected Stages {
  public:
   int64_t chunks() const { return (memory_.bytes() + chunk_bytes_ - 1) / chunk_bytes_; }
@@ -162,12 +162,12 @@ class MultiHostCollectives::SlicedStages : protected Stages {
     return std::min(memory_.bytes() - k * chunk_bytes_, chunk_bytes_);
   }
 
-  // In the caller's memory, by place.
+  // Returns slices of the caller's memory, by place.
   std::vector<shm::Pieces> slices_of(int64_t k) const {
     return slices_by_leg(layout_, memory_, k * chunk_bytes_, bytes_of(k));
   }
 
-  // This rank's, as it travels.
+  // Returns this rank's slice, as it travels.
   shm::Pieces slice_of(int64_t k) const {
     if (!layout_.has_leg()) return {};
     const int64_t bytes = Runs(bytes_of(k), layout_.legs).size(layout_.place);

@@ -30,8 +30,8 @@ struct InitOptions {
   // takes libtorch_cuda: find_package(Trireme COMPONENTS CUDA). Else the CPU; rank 0 warns where
   // the machine has a GPU and that library is missing.
   std::optional<c10::Device> device;
-  // Of one collective; unset: 30 minutes. Also how long to wait for the other ranks at the start;
-  // unset: 5 minutes.
+  // Limits one collective; unset: 30 minutes. It limits the wait for the other ranks at the start,
+  // too; unset: 5 minutes.
   std::optional<std::chrono::milliseconds> timeout;
   std::string init_method;      // see RendezvousRequest
   std::optional<int64_t> rank;  // both or neither, in place of what the environment says

@@ -110,7 +110,7 @@ void add(void* dst_data, const void* src_data, int64_t numel) {
   }
 }
 
-// In the order of Real.
+// Lists the loops in the order of Real.
 template <typename Isa, typename Dst>
 constexpr std::array<ConvertLoop, kReals> kConvertRow = {
     &convert<Isa, Dst, float>, &convert<Isa, Dst, double>, &convert<Isa, Dst, Half>,

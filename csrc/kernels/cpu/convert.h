@@ -26,8 +26,8 @@ struct ConvertLoops {
   std::array<AddLoop, kReals> add;
 };
 
-// Those that this processor can run, the fastest last; exported for the tests, which run each of
-// them.
+// Returns the loops that this processor can run, the fastest last; exported for the tests, which
+// run each of them.
 TRIREME_API c10::ArrayRef<ConvertLoops> supported_convert_loops();
 
 }  // namespace trireme::cpu

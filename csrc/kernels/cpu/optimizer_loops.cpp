@@ -135,7 +135,8 @@ void sgd(const OptimizerSegment& segment, const SgdScalars& scalars) {
   });
 }
 
-// Whether multiply_add rounds once: (1 + 2^-12)^2 = 1 + 2^-11 + 2^-24 loses its last term in fp32.
+// Says whether multiply_add rounds once: (1 + 2^-12)^2 = 1 + 2^-11 + 2^-24 loses its last term in
+// fp32.
 template <typename Isa>
 bool fuses() {
   bool found = false;

@@ -23,8 +23,8 @@ struct OptimizerLoops {
   std::array<SgdLoop, 2> sgd;
 };
 
-// Those that this processor can run, the fastest last; exported for the tests, which run each of
-// them.
+// Returns the loops that this processor can run, the fastest last; exported for the tests, which
+// run each of them.
 TRIREME_API std::span<const OptimizerLoops> supported_optimizer_loops();
 
 }  // namespace trireme::cpu

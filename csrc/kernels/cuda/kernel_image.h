@@ -2,7 +2,7 @@
 
 #include <cuda_runtime_api.h>
 
-// For the .cu files only.
+// Only .cu files include this header.
 namespace trireme::cuda {
 
 // nullptr if the current device can run `kernel`, else CUDA's text for why there is no machine code
@@ -18,7 +18,7 @@ inline const char* why_no_image(const void* kernel) {
     case cudaErrorUnsupportedPtxVersion:
     case cudaErrorJitCompilerNotFound:
     case cudaErrorJitCompilationDisabled:
-      cudaGetLastError();  // or the next one to ask would take it for his own
+      cudaGetLastError();  // clears it, or the next one to ask would take it for his own
       return cudaGetErrorString(error);
     default:
       return nullptr;

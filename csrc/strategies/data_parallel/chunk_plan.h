@@ -16,17 +16,17 @@ struct Chunk {
   bool operator==(const Chunk&) const = default;
 };
 
-// Who gets how many of `rows` consecutive rows, in the order of the rows: as torch.chunk cuts them
-// for `replicas`, equal but for the last, and fewer chunks where rows run out:
+// Says who gets how many of `rows` consecutive rows, in their order: as torch.chunk cuts them for
+// `replicas`, equal but for the last, and fewer chunks where rows run out:
 //
 //   7 rows, 3 replicas   0 0 0 1 1 1 2        4 rows, 3 replicas   0 0 1 1
 //
 // No rows at all are one empty chunk.
 TRIREME_API std::vector<Chunk> even_chunks(int64_t rows, size_t replicas);
 
-// In proportion to `weights`, one finite number >= 0 per replica, not all 0. A replica of weight 0
-// gets nothing, any other at least one row while there are enough; where there are not, the
-// heaviest get one each:
+// Cuts rows in proportion to `weights`, one finite number >= 0 per replica, not all 0. A replica of
+// weight 0 gets nothing, any other at least one row while there are enough; where there are not,
+// the heaviest get one each:
 //
 //   8 rows, weights 3 1      0 0 0 0 0 0 1 1
 //   8 rows, weights 1 0 3    0 0 2 2 2 2 2 2

@@ -25,8 +25,8 @@ std::vector<int> cpus_of_affinity_mask() {
   return {};
 }
 
-// Which CPUs share the last-level cache of `cpu`, as the kernel writes them ("0-3,8"); nothing if
-// it does not say.
+// Returns which CPUs share the last-level cache of `cpu`, as the kernel writes them ("0-3,8");
+// nothing if it does not say.
 std::string cache_of(int cpu, const std::filesystem::path& root) {
   const std::filesystem::path caches =
       root / "sys/devices/system/cpu" / (std::string("cpu") + std::to_string(cpu)) / "cache";

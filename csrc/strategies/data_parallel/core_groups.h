@@ -9,12 +9,13 @@
 
 namespace trireme {
 
-// How many replicas suit this process's CPUs when `threads` may compute: one for each group of CPUs
-// in its affinity mask that share a last-level cache, two where there is one group, never more than
-// threads; at least 1. Reads small files, once per CPU.
+// Returns how many replicas suit this process's CPUs when `threads` may compute: one for each group
+// of CPUs in its affinity mask that share a last-level cache, two where there is one group, never
+// more than threads; at least 1. Reads small files, once per CPU.
 TRIREME_API int64_t default_replicas(int64_t threads);
 
-// The same for `cpus`, whose caches stand below `root`; CPUs that say nothing are one group:
+// Returns how many replicas suit `cpus`, whose caches stand below `root`; CPUs that say nothing are
+// one group:
 //
 //   caches {0 1} {2 3}   4 threads   2 replicas        caches {0 1 2 3}   4 threads   2 replicas
 //   caches {0 1} {2 3}   1 thread    1 replica         cache {0}          1 thread    1 replica

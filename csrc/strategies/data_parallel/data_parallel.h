@@ -90,7 +90,7 @@ class DataParallelImpl final : public ReplicatedModule {
   }
 
  private:
-  // As the caller gave it, but for arrays, which are copied as pointers.
+  // An argument as the caller gave it, but for arrays, which are copied as pointers.
   template <typename Arg>
   using Passed =
       std::conditional_t<std::is_array_v<std::remove_reference_t<Arg>>, std::decay_t<Arg>&&, Arg&&>;

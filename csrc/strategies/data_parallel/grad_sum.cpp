@@ -7,7 +7,7 @@
 namespace trireme {
 namespace {
 
-// Whether nobody else can see the memory of a gradient that is in our hands alone.
+// Says whether nobody else can see the memory of a gradient that is in our hands alone.
 bool is_private(const at::Tensor& tensor) {
   return tensor.use_count() == 1 && tensor.has_storage() && tensor.storage().use_count() == 1;
 }

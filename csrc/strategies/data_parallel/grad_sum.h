@@ -33,23 +33,24 @@ class TRIREME_API GradSum {
   GradSum(const GradSum&) = delete;
   GradSum& operator=(const GradSum&) = delete;
 
-  // Before the backwards of `replicas`, whose sums are wanted where `masters` are.
+  // Called before the backwards of `replicas`, whose sums are wanted where `masters` are.
   void begin(const std::vector<size_t>& replicas, const std::vector<at::Tensor>& masters);
-  // Their next gradient throws Cancelled: another replica has failed. From any thread.
+  // Makes the next gradient of replicas throw Cancelled: another replica has failed. Any thread may
+  // call it.
   void cancel() noexcept { cancelled_.store(true, std::memory_order_relaxed); }
   struct Cancelled final : std::exception {
     const char* what() const noexcept override { return "another replica has failed"; }
   };
   // When they have returned: the sum for each parameter, undefined where nothing came.
   std::vector<at::Tensor> finish();
-  // Instead of finish(), after a failure: forgets what has come.
+  // Forgets what has come. Called instead of finish(), after a failure.
   void drop();
 
  private:
   class Replica;
   struct Part {
     at::Tensor first = {};
-    at::Tensor later = {};  // of further times in one backward: reentrant checkpoints
+    at::Tensor later = {};  // sum of further times in one backward: reentrant checkpoints
     bool came = false;
   };
   void came(size_t replica, size_t parameter);

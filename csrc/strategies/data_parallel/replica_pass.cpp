@@ -90,7 +90,8 @@ std::vector<at::Tensor> ReplicaPass::scatter(const at::Tensor& input, int64_t di
       }
       const c10::Device device = replicas_->tensors().module().devices[chunks_[position].replica];
       parts.push_back(on(device, part));
-      // Of its own, or what one replica writes would look to the others as if their input were.
+      // Each part counts versions of its own: else what one replica writes would look to the others
+      // as if their input were.
       if (!part.is_inference())
         torch::autograd::impl::set_version_counter(parts.back(), c10::VariableVersion(0));
     }

@@ -43,7 +43,7 @@ class TRIREME_API ReplicaPass : public std::enable_shared_from_this<ReplicaPass>
  public:
   ReplicaPass(std::shared_ptr<Replicas> replicas, std::vector<Chunk> chunks);
 
-  // Who takes part, and with how many rows.
+  // Says who takes part, and with how many rows.
   const std::vector<Chunk>& chunks() const { return chunks_; }
   std::vector<size_t> replicas() const;
 
@@ -55,7 +55,7 @@ class TRIREME_API ReplicaPass : public std::enable_shared_from_this<ReplicaPass>
 
   struct GatherOptions {
     int64_t dim = 0;
-    // For 0-dim outputs, one factor per chunk: they become their weighted sum, and otherwise a
+    // One factor per chunk for 0-dim outputs: they become their weighted sum, and otherwise a
     // vector.
     std::vector<double> weights = {};
   };
@@ -103,7 +103,7 @@ class TRIREME_API ReplicaPass : public std::enable_shared_from_this<ReplicaPass>
   bool records_;  // gradients, when the forward began
   std::vector<std::pair<at::Tensor, std::vector<at::Tensor>>> scattered_;  // inputs and parts
   std::vector<Input> inputs_;                     // those that require a gradient
-  torch::autograd::edge_list next_edges_;         // of inputs_, then of the parameters
+  torch::autograd::edge_list next_edges_;         // edges of inputs_, then of the parameters
   std::vector<std::vector<at::Tensor>> outputs_;  // [position][output]
   std::vector<Output> plans_;
   PassRandom random_;

@@ -33,8 +33,8 @@ class TRIREME_API ReplicaTensors {
   // A graph of replicas that is older than a refresh raises where it would in one process: after
   // what its tensors' versions tell of. What is copied for another reason keeps its version.
   int64_t refresh();
-  // After a backward, which an optimizer may follow that writes parameters under no version, as
-  // torch::optim::SGD does through .data(): the next refresh() copies what it may have written.
+  // Called after a backward, which an optimizer may follow that writes parameters under no version,
+  // as torch::optim::SGD does through .data(): the next refresh() copies what it may have written.
   void expect_step() { may_have_stepped_ = true; }
 
   const ModuleReplicas& module() const { return module_; }

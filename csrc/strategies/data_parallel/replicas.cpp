@@ -22,7 +22,7 @@ using Clock = std::chrono::steady_clock;
 constexpr double kLopsided = 1.25;
 constexpr int64_t kStepsBeforeWarning = 10;
 constexpr double kLeastMsToWarn = 5;       // below, wake-ups make the difference
-constexpr int64_t kGradientsInFlight = 4;  // of the largest, before they are summed and freed
+constexpr int64_t kGradientsInFlight = 4;  // the largest ones, before they are summed and freed
 
 double ms_since(Clock::time_point begin) {
   return std::chrono::duration<double, std::milli>(Clock::now() - begin).count();
@@ -176,7 +176,7 @@ void Replicas::rethrow_first(const std::vector<size_t>& replicas,
       if (!error_listener_) error.add_context("[data_parallel] in " + describe(replicas[position]));
       throw;
     } catch (const std::exception& error) {
-      if (error_listener_) throw;  // which has named it
+      if (error_listener_) throw;  // the listener has named it
       std::throw_with_nested(
           c10::Error({__func__, __FILE__, static_cast<uint32_t>(__LINE__)},
                      error_text(kDataParallelArea,

@@ -30,13 +30,13 @@ struct ReplicaReport {
   int64_t rows = 0;
   double forward_ms = 0;
   double backward_ms = 0;
-  double waiting_share = 0;  // of forward and backward: others were still at work
+  double waiting_share = 0;  // share of forward and backward: others were still at work
   int64_t memory_bytes = 0;  // copies of parameters and buffers it holds for itself
 };
 
 struct ReplicasReport {
   int64_t step = 0;       // backwards so far
-  double forward_ms = 0;  // as the caller sees it
+  double forward_ms = 0;  // what the caller sees
   double backward_ms = 0;
   int64_t copied_bytes = 0;  // to bring the replicas up to date
   std::vector<ReplicaReport> replicas = {};
@@ -49,8 +49,8 @@ struct ReplicasOptions {
   bool auto_balance = false;
   // Where outputs are gathered.
   c10::Device output_device = c10::Device(c10::kCPU);
-  // No replica shares memory with its master, and backwards are one run of the engine, as on other
-  // devices: for tests.
+  // Says that no replica shares memory with its master, and that backwards are one run of the
+  // engine, as on other devices: for tests.
   bool copy_always = false;
 };
 
@@ -68,7 +68,7 @@ class TRIREME_API Replicas : public std::enable_shared_from_this<Replicas> {
   // The pool has one worker per replica, in the order of `module`.
   Replicas(ModuleReplicas module, std::shared_ptr<WorkerPool> pool, ReplicasOptions options);
 
-  // Before a forward on a batch of `rows`. See ReplicaTensors::refresh for what it copies. Warns,
+  // Begins a forward on a batch of `rows`. See ReplicaTensors::refresh for what it copies. Warns,
   // once, when replicas take turns of very different length.
   std::shared_ptr<ReplicaPass> begin(int64_t rows);
 
@@ -112,17 +112,17 @@ class TRIREME_API Replicas : public std::enable_shared_from_this<Replicas> {
   std::shared_ptr<WorkerPool> pool_;
   ReplicasOptions options_;
   GradSum grad_sum_;
-  std::mutex turn_;  // of what reads and writes the leaves
+  std::mutex turn_;  // held by what reads and writes the leaves
   ErrorListener error_listener_;
   Interrupt interrupt_;
   std::array<SpeedBalance, 2> balances_;  // without and with gradients
 
-  mutable std::mutex report_mutex_;  // of all below
+  mutable std::mutex report_mutex_;  // guards all below
   ReplicasReport report_;
   std::vector<double> smoothed_ms_;
   int64_t measured_steps_ = 0;
   bool warned_ = false;
-  bool backward_in_engine_;  // of devices that have a thread there
+  bool backward_in_engine_;  // true of devices that have a thread there
 };
 
 }  // namespace trireme

@@ -27,7 +27,7 @@ struct DataParallelOptions {
   int64_t replicas = 0;
   // Where outputs are put together; the first device if absent.
   std::optional<c10::Device> output_device = {};
-  // Which dimension of inputs and outputs is the batch's; from the end if negative.
+  // The dimension of inputs and outputs that is the batch's; from the end if negative.
   int64_t dim = 0;
   // Shares of the batch, one per replica; all the same if empty.
   std::vector<double> weights = {};
@@ -47,9 +47,9 @@ class TRIREME_API ReplicatedModule : public torch::nn::Module {
   // requires_grad, train() and eval(), and a module that was moved are followed anyway.
   void replicate();
 
-  // What the last step took; all 0 for a single replica, which is the module itself.
+  // Reports what the last step took; all 0 for a single replica, which is the module itself.
   ReplicasReport last_step() const;
-  // Of the replicas.
+  // The devices of the replicas.
   const std::vector<c10::Device>& devices() const { return devices_; }
 
  protected:
@@ -60,14 +60,14 @@ class TRIREME_API ReplicatedModule : public torch::nn::Module {
   const DataParallelOptions& options() const { return options_; }
   c10::Device output_device() const { return options_.output_device.value_or(devices_.front()); }
 
-  // Before a forward: the replicas follow the module. Whether it is a single one.
+  // Makes the replicas follow the module before a forward. Returns whether it is a single one.
   bool get_ready();
   // Rows of the batch whose first tensor is `first`; one if there is none.
   int64_t rows_of(const at::Tensor* first) const;
   std::shared_ptr<ReplicaPass> begin(int64_t rows);
   torch::nn::Module& replica(const ReplicaPass& pass, size_t position) const;
   Replicas& replicas() const { return *replicas_; }
-  // Of 0-dim losses, one per chunk, weighted by their rows.
+  // Returns the mean of 0-dim losses, one per chunk, weighted by their rows.
   at::Tensor mean_loss(ReplicaPass& pass, std::vector<std::vector<at::Tensor>> losses) const;
   std::shared_ptr<torch::nn::Module> clone_of_module(
       const std::optional<c10::Device>& device) const;
@@ -78,7 +78,7 @@ class TRIREME_API ReplicatedModule : public torch::nn::Module {
   std::shared_ptr<torch::nn::Module> inner_;
   DataParallelOptions options_;
   std::vector<c10::Device> devices_;
-  at::Tensor probe_;     // of the module: tells whether it was moved
+  at::Tensor probe_;     // a tensor of the module: tells whether it was moved
   ModuleClones clones_;  // without their tensors, which replicas_ has
   std::shared_ptr<WorkerPool> pool_;
   std::shared_ptr<Replicas> replicas_;

@@ -80,8 +80,8 @@ Ddp::Ddp(ModuleTensors module, std::shared_ptr<Communicator> communicator,
 void Ddp::sync_buffers(const std::vector<at::Tensor>& buffers, int64_t root) {
   TRIREME_TRACE("ddp.sync_buffers");
   const at::NoGradGuard no_grad;
-  // The same values on all ranks are no change that an earlier forward's graph would have to know
-  // of: without this, two forwards of a BatchNorm model before one backward raise.
+  // Values that all ranks have already are no change that an earlier forward's graph would have to
+  // know of: without this, two forwards of a BatchNorm model before one backward raise.
   std::vector<uint32_t> versions;
   for (const at::Tensor& buffer : buffers)
     versions.push_back(buffer.unsafeGetTensorImpl()->version_counter().current_version());

@@ -70,7 +70,7 @@ class TRIREME_API Ddp {
   GradReducer& reducer() { return *reducer_; }
   const GradReducer& reducer() const { return *reducer_; }
   const std::shared_ptr<Communicator>& communicator() const { return communicator_; }
-  // Of the first parameter; all are of its kind.
+  // The device of the first parameter; all are of its kind.
   c10::Device device() const { return reducer_->parameters().front().device(); }
 
  private:

@@ -36,7 +36,7 @@ class DistributedDataParallelImpl : public torch::nn::Module, public WrapsModule
     ddp_.reducer().watch_module(watch_parameters_of(children().front()));
   }
 
-  // Over the group of the Context that trireme::init() returned.
+  // Trains over the group of the Context that trireme::init() returned.
   explicit DistributedDataParallelImpl(Net module, const DdpOptions& options = {})
       : DistributedDataParallelImpl(std::move(module), current_communicator(), options) {}
 
@@ -104,7 +104,7 @@ class DistributedDataParallelImpl : public torch::nn::Module, public WrapsModule
     ddp_.reducer().set_comm_hook(std::move(hook));
   }
 
-  // Where the time of the last synchronized step went.
+  // Says where the time of the last synchronized step went.
   StepReport last_step() const { return ddp_.reducer().last_step(); }
 
   Net& module() { return module_; }

@@ -28,11 +28,11 @@ class TRIREME_API UnevenInputs {
   UnevenInputs(const UnevenInputs&) = delete;
   UnevenInputs& operator=(const UnevenInputs&) = delete;
 
-  // On a rank with inputs, before each forward. Returns the rank whose buffers all take.
+  // Called on a rank with inputs, before each forward. Returns the rank whose buffers all take.
   int64_t before_forward(bool synchronize, bool sync_buffers);
 
-  // On a rank that has run out: returns when all have, with the parameters and `buffers` of one
-  // that trained to the end.
+  // Called on a rank that has run out: returns when all have, with the parameters and `buffers` of
+  // one that trained to the end.
   void accompany(const std::function<std::vector<at::Tensor>()>& buffers);
 
   // Tells the others that training on this rank ended by `error`, unless all raise it anyway.

@@ -32,9 +32,9 @@ namespace trireme {
 // Called by the thread that runs backward, without gradients being recorded. May be empty.
 using AllReduceHook = std::function<void(at::Tensor& gradients)>;
 
-// From now on `reducer`, which has sharded_parameters, runs these hooks. By unit; `parameters`: how
-// many each of them has, in the order of the reducer's. Costs a copy of the unit's part there and
-// back, and its memory meanwhile.
+// Makes `reducer`, which has sharded_parameters, run these hooks from now on, one per unit.
+// `parameters` says how many each unit has, in the order of the reducer's. Costs a copy of the
+// unit's part there and back, and its memory meanwhile.
 TRIREME_API void set_all_reduce_hooks(GradReducer& reducer, std::vector<AllReduceHook> hooks,
                                       const std::vector<size_t>& parameters);
 

@@ -22,7 +22,7 @@ namespace {
 
 bool runs_backward() { return torch::autograd::get_current_graph_task_id() != -1; }
 
-// What other hosts read of each rank, in all groups.
+// Returns what other hosts read of each rank, in all groups.
 PartsByRank parts_of(const std::vector<std::shared_ptr<ParamGroup>>& groups) {
   PartsByRank all;
   for (const auto& group : groups) {
@@ -34,7 +34,7 @@ PartsByRank parts_of(const std::vector<std::shared_ptr<ParamGroup>>& groups) {
   return all;
 }
 
-// One for each set of ranks.
+// Makes one gate for each set of ranks that has groups.
 std::vector<StepGate> make_gates(const Fsdp::Request& request) {
   std::vector<StepGate> gates;
   for (size_t ranks = 0; ranks < request.ranks.size(); ++ranks) {
@@ -97,7 +97,7 @@ Fsdp::Fsdp(const Request& request)
 
 // One forward of a unit that gathers, as backward sees it.
 struct Fsdp::Use {
-  uint64_t first_node = at::sequence_number::peek();  // of autograd's
+  uint64_t first_node = at::sequence_number::peek();  // autograd's next sequence number
   size_t inputs = 0;                                  // that get gradients
   int64_t backward = 0;                               // that has entered it
   size_t inputs_left = 0;
@@ -133,8 +133,8 @@ void Fsdp::begin_forward(const Forward& forward) {
   prefetch_.begin_forward(forward.group.get(), at::GradMode::is_enabled());
 }
 
-// When the last of them has its gradient, backward has left the unit. Of a leaf nobody can tell
-// cheaply; then the unit stays until backward is over.
+// Watches the inputs of a unit: when the last of them has its gradient, backward has left the unit.
+// A leaf does not tell so cheaply; then the unit stays until backward is over.
 std::shared_ptr<Fsdp::Use> Fsdp::watch_inputs(const std::shared_ptr<ParamGroup>& group,
                                               const std::vector<at::Tensor>& inputs) {
   auto use = std::make_shared<Use>();
@@ -167,7 +167,7 @@ void Fsdp::post_forward(const Forward& forward, const std::vector<at::Tensor>& o
   if (trains) reducers_.after_forward(outputs, all_found);
 }
 
-// With it goes what is still open inside.
+// Closes a forward, and with it what is still open inside.
 std::shared_ptr<Fsdp::Use> Fsdp::close(const Forward& forward) {
   const auto last = std::find_if(open_.rbegin(), open_.rend(), [&](const Open& one) {
     return one.group == forward.group.get() && one.is_root == forward.is_root;
@@ -193,7 +193,7 @@ void Fsdp::watch_outputs(const Forward& forward, const std::vector<at::Tensor>& 
 }
 
 void Fsdp::abandon_forward(const Forward& forward, const std::string& reason) noexcept {
-  if (runs_backward()) return;  // which says so, if it is more than a checkpoint's early end
+  if (runs_backward()) return;  // backward says so, if it is more than a checkpoint's early end
   close(forward);
   try {  // what it has computed may have been kept, and backward may come to it
     if (forward.group && forward.group->reshard_after_forward())
@@ -212,7 +212,8 @@ std::string Fsdp::abandoned_text(const std::string& what) const {
   return error_text("fully_shard", what, communicator_->rank_of(), "See the traceback there.");
 }
 
-// Others may wait for this rank in a gather, of a unit or of its pieces, or to agree on an order.
+// Tells the ranks that may wait for this one in a gather, of a unit or of its pieces, or to agree
+// on an order.
 void Fsdp::tell_gatherers(const std::string& what) noexcept {
   std::set<Communicator*> told{nullptr};
   const auto tell = [&](Communicator* one) {
@@ -261,8 +262,8 @@ void Fsdp::begin_writing() {
   check_factor(own, of_all);
 }
 
-// A slower rank may have read while this one wrote; or the unsharded parameters are still those of
-// before.
+// Refuses writes outside of the gate: a slower rank may have read while this one wrote; or the
+// unsharded parameters are still those of before.
 void Fsdp::check_writes() {
   size_t first = 0;
   for (const auto& group : groups_) {
@@ -330,7 +331,8 @@ void Fsdp::pre_backward(ParamGroup* group, Use* use, const Pass& pass) {
   group->show_unsharded();
 }
 
-// And has left it.
+// Hears that the backward that runs has come to an input of a unit; with the last one it leaves the
+// unit.
 void Fsdp::post_backward(ParamGroup& group, Use& use) {
   if (use.backward != backward_ || --use.inputs_left > 0) return;
   if (--uses_in_backward_[&group] == 0 && group.reshard_after_backward()) prefetch_.done(group);

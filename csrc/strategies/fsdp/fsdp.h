@@ -38,11 +38,12 @@ namespace trireme {
 // nobody's business. Elsewhere they gather and free, by [Note: in which order units are gathered].
 // In both a unit that a rank skips contributes zeros as its gradient.
 
-// One unit's parameters, of which all ranks say the same. Throws as ParamGroup does, ValueError on
-// all ranks for specs that differ. Collective.
+// Makes the group of one unit's parameters, of which all ranks must say the same. Throws what
+// ParamGroup throws, and ValueError on all ranks for specs that differ. Collective.
 TRIREME_API std::shared_ptr<ParamGroup> make_param_group(ParamGroupRequest request);
 
-// The units under one root, made when the root is first used: what both front doors wrap.
+// Leads the units under one root through a step; both front doors wrap it. It is made when the root
+// is first used.
 //
 // Cost per step and rank, N parameters of 4 bytes, P ranks of one host: 4 N bytes of gradients
 // deposited, 4 N / P summed up; no collective for parameters, and none between steps but two waits.
@@ -59,91 +60,95 @@ class TRIREME_API Fsdp : public std::enable_shared_from_this<Fsdp> {
  public:
   struct Request {
     std::vector<std::shared_ptr<ParamGroup>> groups;  // on one device
-    std::vector<std::string> names;                   // of all parameters, group by group
-    // The first are all that train. See [Note: units on several meshes] in unit_reducers.h.
+    std::vector<std::string> names;                   // names of all parameters, group by group
+    // The sets of ranks that train units; the first one holds all that train.
+    // See [Note: units on several meshes] in unit_reducers.h.
     std::vector<FsdpRanks> ranks;
-    // By group, into `ranks`: groups of the same have one communicator. Empty: all are the first's.
+    // The index into `ranks` of each group; groups of one index have one communicator. All groups
+    // are the first set's if it is empty.
     std::vector<size_t> ranks_of = {};
-    // See Prefetch; needed where groups of several ranks gather.
+    // All ranks that must agree about the order of gathers; see Prefetch. Needed where groups of
+    // several sets of ranks gather.
     std::shared_ptr<Communicator> agrees_with = nullptr;
   };
-  // Not collective.
+  // Makes an Fsdp. Not collective.
   static std::shared_ptr<Fsdp> make(Request request);
 
-  // Around the forward of a unit; `group` may be null (a unit without parameters of its own).
-  // Throws c10::Error on this rank if a shard was written while others may have read it;
-  // c10::DistBackendError as the step gate and the reducer do.
+  // Says whose forward begins or ends; `group` is null for a unit without parameters of its own.
   struct Forward {
     std::shared_ptr<ParamGroup> group;
     bool is_root = false;
   };
-  // `inputs`: the tensors in what the unit is called with; needed where its parameters are
-  // gathered.
+  // Called before the forward of a unit. `inputs` are the tensors in what the unit is called with,
+  // needed where its parameters are gathered. Throws c10::Error on this rank if a shard was written
+  // while others may have read it; c10::DistBackendError as the step gate and the reducer do.
   void pre_forward(const Forward& forward, const std::vector<at::Tensor>& inputs = {});
-  // `outputs`: the tensors in what the unit returns; see GradReducer::after_forward.
+  // Called after the forward of a unit. `outputs` are the tensors in what the unit returns; see
+  // GradReducer::after_forward. Throws c10::DistBackendError as a gather and the reducer do.
   void post_forward(const Forward& forward, const std::vector<at::Tensor>& outputs, bool all_found);
 
   // Takes part in one forward and synchronized backward of the others, without a batch and with
-  // zeros as gradients (join); `root`: of the outermost unit. The gradients of this rank's shards
-  // come as from a backward.
+  // zeros as gradients (join). `root` is the group of the outermost unit. The gradients of this
+  // rank's shards come as from a backward.
   void shadow_step(const std::shared_ptr<ParamGroup>& root);
 
-  // Instead of post_forward(): an exception has left the forward of a unit, whether somebody around
-  // it catches it or not. If no forward is around it and units gather, the other ranks, which would
-  // wait for this one, are told.
+  // Called instead of post_forward() when an exception has left the forward of a unit, whether
+  // somebody around it catches it or not. The other ranks, which would wait for this one, are told
+  // if units gather and no forward is around this one.
   void abandon_forward(const Forward& forward, const std::string& reason) noexcept;
 
-  // For a caller who reads parameters outside of forward, or earlier there. Where units are
-  // gathered every rank calls it at the same place; begin_unshard() does not wait until they are
-  // there, and has nothing to do elsewhere.
+  // These serve a caller who reads parameters outside of forward, or earlier there. Every rank
+  // calls them at the same place where units are gathered. begin_unshard() does not wait until the
+  // parameters are there, and does nothing where they are not gathered.
   void unshard(ParamGroup& group);
   void begin_unshard(ParamGroup& group);
   void reshard(ParamGroup& group);
   Prefetch& prefetch() { return prefetch_; }
 
-  // Waits for the writes of all ranks, if this rank has not since it wrote.
+  // Waits for the writes of all ranks, unless this rank has done so since it wrote.
   void begin_reading();
-  // The gate before the optimizer's step and other writes of shards. Waits for all ranks; every
-  // rank must come, and may write its own shards until its next forward or unshard(). Throws
-  // c10::Error if a shard was written before; and, on all ranks of the host, which are through the
-  // gate then, if keep_gradients() was called and ranks have scaled their gradients differently.
+  // Passes the gate before the optimizer's step and other writes of shards. Waits for all ranks;
+  // every rank must come, and may write its own shards until its next forward or unshard(). Throws
+  // c10::Error if a shard was written before. After keep_gradients() it throws also if ranks have
+  // scaled their gradients differently: on all ranks of the host, which are through the gate then.
   void begin_writing();
 
-  // Whether this rank may write its shards now.
+  // Says whether this rank may write its shards now.
   bool is_writing() const;
 
-  // This rank's part of the gradients of some parameters, which have become the .grad of their
-  // ShardedParam::gradient_leaf(), leaving none there: for a caller who keeps gradients himself. Of
-  // offloaded shards they are copied into CPU memory, where they are when backward, or the call
-  // that delivers them outside of one, is over; or when wait_for_gradients() returns.
+  // Takes this rank's part of the gradients of some parameters out of the .grad of their
+  // ShardedParam::gradient_leaf(), for a caller who keeps gradients himself. Gradients of offloaded
+  // shards are copied into CPU memory. They are there when backward, or the call that delivers them
+  // outside of one, is over; or when wait_for_gradients() returns.
   std::vector<at::Tensor> take_gradients(const std::vector<int64_t>& parameters);
   void wait_for_gradients() { copied_gradients_.wait(); }
-  // For a caller who does not: those of offloaded shards become the .grad of
-  // ShardedParam::sharded() too, or are added to it, and begin_writing() looks by what those in the
-  // memory of the host were multiplied since; see fsdp_gradients.cpp. Takes the delivered callback
-  // of reducers().
+  // Keeps gradients for a caller who does not: those of offloaded shards become the .grad of
+  // ShardedParam::sharded() too, or are added to it, and begin_writing() looks by what gradients in
+  // the memory of the host were multiplied since; see fsdp_gradients.cpp. Uses the delivered
+  // callback of reducers().
   void keep_gradients();
 
-  // Whether backwards average the gradients of each group; without, they accumulate on this rank.
-  // The same on all ranks.
+  // Says for each group whether backwards average its gradients, which else accumulate on this
+  // rank. Equal on all ranks.
   void set_synchronize(const std::vector<bool>& groups);
-  // Under replicates_with: whether backwards sum up the gradients of each group over it; without,
-  // what the sharing ranks have summed up waits on this rank for the next one that does. The same
-  // on all ranks.
-  void set_all_reduce(const std::vector<bool>& groups);
-  // Where memory comes from that is gathered into, and that gradients are sent from; the device's
-  // allocator where it is empty.
-  void set_memory_sources(BufferPool::Source gathered, const BufferPool::Source& gradients);
-  // See [Note: all-reduce hooks]; by group.
-  void set_all_reduce_hooks(std::vector<AllReduceHook> groups);
-  // What the gradients of each group are divided by; the number of ranks where it is 0. The same on
+  // Says for each group whether backwards sum up its gradients over replicates_with. If not, what
+  // the sharing ranks have summed up waits on this rank for the next backward that does. Equal on
   // all ranks.
+  void set_all_reduce(const std::vector<bool>& groups);
+  // Says where memory comes from that is gathered into, and that gradients are sent from; the
+  // device's allocator where a source is empty.
+  void set_memory_sources(BufferPool::Source gathered, const BufferPool::Source& gradients);
+  // Sets one hook per group; see [Note: all-reduce hooks].
+  void set_all_reduce_hooks(std::vector<AllReduceHook> groups);
+  // Sets what the gradients of each group are divided by; 0 means the number of ranks. Equal on all
+  // ranks.
   void set_divide_factors(const std::vector<double>& groups);
-  // With manual finalization backwards only accumulate, and finalize_backward() averages.
+  // Makes backwards only accumulate, and finalize_backward() average what has come together.
   void set_manual_finalization(bool manual);
   void finalize_backward();
 
-  // After an exception: what forward and backward have left is forgotten.
+  // Forgets, after an exception, what forward and backward have left, accumulated gradients
+  // included.
   void reset();
 
   UnitReducers& reducers() { return reducers_; }
@@ -185,7 +190,7 @@ class TRIREME_API Fsdp : public std::enable_shared_from_this<Fsdp> {
   std::vector<std::string> names_;
   struct Owner {
     ParamGroup* group;
-    int64_t parameter;  // of that
+    int64_t parameter;  // its index in the group
   };
   static const ShardedParam& param_of(const Owner& owner) {
     return owner.group->params()[static_cast<size_t>(owner.parameter)];
@@ -193,15 +198,15 @@ class TRIREME_API Fsdp : public std::enable_shared_from_this<Fsdp> {
   bool is_offloaded(int64_t parameter) const {
     return param_of(owners_[static_cast<size_t>(parameter)]).spec().offload != ShardOffload::kNone;
   }
-  std::vector<Owner> owners_;  // of all parameters
+  std::vector<Owner> owners_;  // owners of all parameters
   std::shared_ptr<Communicator> communicator_;
-  std::vector<StepGate> gates_;  // one of each ranks that have parameters
+  std::vector<StepGate> gates_;  // one per set of ranks that has parameters
   std::shared_ptr<BufferPool> pool_;
   Prefetch prefetch_;
   UnitReducers reducers_;
   StreamHandoff copied_gradients_;
-  TensorSamples delivered_;  // of gradients, by parameter; none unless keep_gradients() was called
-  int64_t waiting_task_ = -1;  // the backward that waits for them at its end
+  TensorSamples delivered_;    // samples of gradients; none unless keep_gradients() was called
+  int64_t waiting_task_ = -1;  // the backward that waits for copied gradients at its end
   // Forwards that are not over, each inside the one before it.
   struct Open {
     const ParamGroup* group;
@@ -209,8 +214,8 @@ class TRIREME_API Fsdp : public std::enable_shared_from_this<Fsdp> {
     std::shared_ptr<Use> use;  // null unless the group gathers
   };
   std::vector<Open> open_;
-  std::map<const ParamGroup*, int64_t> uses_in_backward_;  // of units that gather
-  int64_t backward_ = 0;                                   // counts them
+  std::map<const ParamGroup*, int64_t> uses_in_backward_;  // counts those of units that gather
+  int64_t backward_ = 0;                                   // counts backwards
   int64_t forward_ = 0;
   std::set<int64_t> forwards_in_backward_;
   bool in_backward_ = false;

@@ -36,7 +36,8 @@ void Fsdp::set_all_reduce(const std::vector<bool>& groups) {
   reducers_.defer_all_reduce(deferred);
 }
 
-// Ranks on which it did not raise go on to their next step, and wait there for this one.
+// Tells the others of an exception in a hook: ranks on which it did not raise go on to their next
+// step, and wait there for this one.
 AllReduceHook Fsdp::told_of_errors(AllReduceHook hook) {
   return [self = weak_from_this(), hook = std::move(hook)](at::Tensor& gradients) {
     try {
@@ -78,7 +79,7 @@ void Fsdp::keep_gradients() {
       });
 }
 
-// Nothing where there is no gate at which ranks could compare.
+// Returns nothing where there is no gate at which ranks could compare.
 SampledMemory Fsdp::gradient_memory(int64_t parameter) const {
   const Owner& owner = owners_[static_cast<size_t>(parameter)];
   if (owner.group->gathers() || owner.group->communicator()->world() == 1) return {};

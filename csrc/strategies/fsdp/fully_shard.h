@@ -61,7 +61,7 @@ constexpr auto forward_method_of() {
   }
 }
 
-// Whether find_tensors() sees all tensors that a value of a type may hold.
+// Says whether find_tensors() sees all tensors that a value of a type may hold.
 template <typename T, typename Elements = typename ElementsOf<std::remove_cvref_t<T>>::type>
 inline constexpr bool kFindsAllTensors = std::is_same_v<std::remove_cvref_t<T>, at::Tensor> ||
                                          std::is_arithmetic_v<T> || std::is_enum_v<T>;

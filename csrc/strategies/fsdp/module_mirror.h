@@ -7,7 +7,7 @@
 
 namespace trireme {
 
-// For a parameter of a module, what stands in its place.
+// Holds for a parameter of a module what stands in its place.
 using Replacements = std::unordered_map<const at::TensorImpl*, at::Tensor>;
 
 // Registers in `target` what is registered in `source`, with replacements for its parameters, the

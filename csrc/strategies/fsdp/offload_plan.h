@@ -29,7 +29,8 @@ struct Offload {
   double optimizer = 1.0;
   double params = 0.0;
   bool pin_memory = true;  // page-locked, which copies that run beside the computation need
-  // For tests: also where the parameters are in CPU memory already, if they are gathered.
+  // Tests set it: offloads also where the parameters are in CPU memory already, if they are
+  // gathered.
   bool from_cpu = false;
   std::shared_ptr<OffloadOwed> owed = std::make_shared<OffloadOwed>();
 };
@@ -40,14 +41,14 @@ TRIREME_API void check_offload(const Offload& offload, RankOf where);
 struct OffloadPlanRequest {
   double optimizer = 1.0;
   double params = 0.0;
-  const std::vector<int64_t>& parameter_bytes;  // of a unit, each on all ranks together
-  OffloadOwed owed = {};                        // by the units before
+  const std::vector<int64_t>& parameter_bytes;  // bytes of a unit's, each on all ranks together
+  OffloadOwed owed = {};                        // what the units before owe
 };
 
-// Which of a unit's parameters lie where. A value: equal on all ranks.
+// Says which of a unit's parameters lie where. It is a value: equal on all ranks.
 struct OffloadPlan {
   std::vector<ShardOffload> parameters;
-  OffloadOwed owed;  // with this unit
+  OffloadOwed owed;  // what is owed, this unit included
 };
 
 TRIREME_API OffloadPlan make_offload_plan(const OffloadPlanRequest& request);

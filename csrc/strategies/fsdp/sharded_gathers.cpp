@@ -7,7 +7,7 @@
 
 namespace trireme {
 
-// Of this unit and those in it.
+// Returns the groups of this unit and those in it.
 std::vector<ParamGroup*> ShardedModule::groups_within() const {
   std::vector<ParamGroup*> groups;
   if (group_) groups.push_back(group_.get());

@@ -29,7 +29,7 @@ ShardedModule::NoSync::NoSync(ShardedModule& module)
 
 ShardedModule::NoSync::~NoSync() { module_.set_synchronize(before_); }
 
-// This one, and those in it.
+// Returns this unit, and those in it.
 std::vector<ShardedModule*> ShardedModule::units() {
   std::vector<ShardedModule*> units = units_below(*this);
   units.push_back(this);

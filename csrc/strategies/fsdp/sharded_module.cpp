@@ -124,7 +124,7 @@ ShardedModule::ShardedModule(std::shared_ptr<torch::nn::Module> inner, FsdpOptio
 
 ShardedModule::~ShardedModule() = default;
 
-// Who shares the parameters, and who has the same shards.
+// Finds out who shares the parameters, and who has the same shards.
 void ShardedModule::settle_sharing() {
   Communicator& all = *options_.communicator;
   const int64_t among = options_.shard_among;
@@ -164,7 +164,7 @@ void ShardedModule::settle_resharding() {
   }
 }
 
-// The parameters of inner that no unit in it has.
+// Collects the parameters of inner that no unit in it has.
 void ShardedModule::collect(std::vector<ShardedParamSpec>& specs) {
   std::unordered_set<Impl> shards;
   for (const ShardedModule* unit : units_below(*inner_))
@@ -190,7 +190,7 @@ void ShardedModule::collect(std::vector<ShardedParamSpec>& specs) {
   }
 }
 
-// By FsdpOptions::shard_dim.
+// Returns the dimension that FsdpOptions::shard_dim chooses.
 int64_t ShardedModule::shard_dim(const std::string& name, const at::Tensor& parameter) const {
   if (!options_.shard_dim || parameter.dim() == 0) return 0;
   const int64_t given = options_.shard_dim(name, parameter);

@@ -18,44 +18,46 @@
 namespace trireme {
 
 struct FsdpOptions {
-  // What forward and backward read, and gradients are on the wire; the parameters' own if absent.
+  // The dtype that forward and backward read, and that of gradients on the wire; the parameters'
+  // own if absent.
   std::optional<at::ScalarType> param_dtype = {};
   std::optional<at::ScalarType> reduce_dtype = {};
-  // Of floating-point outputs of the module; as they come if absent.
+  // The dtype of the module's floating-point outputs; they stay as they come if it is absent.
   std::optional<at::ScalarType> output_dtype = {};
-  // Whether floating-point inputs are brought to param_dtype.
+  // Says whether floating-point inputs are brought to param_dtype.
   bool cast_forward_inputs = true;
-  // As in Python; none: unless it is the outermost unit. Between ranks of one host it changes
-  // nothing.
+  // Says whether the unit is resharded after forward, as in Python. If absent it is, unless it is
+  // the outermost unit. Changes nothing between ranks of one host.
   std::optional<bool> reshard_after_forward = {};
-  // Of all ranks; that of the last trireme::init() if null. Of an inner unit: of some of those of
-  // the outermost one, which share it with each other only (experts); its gradients are averaged
-  // over these. Parts of several ranks get the same one for each: neighbours_of(),
-  // counterparts_of() (comm/subgroups.h).
+  // All ranks that train; those of the last trireme::init() if null. An inner unit may have one of
+  // some of the outermost unit's ranks, which share the unit with each other only (experts); its
+  // gradients are averaged over these. Units of the same ranks get the same one: neighbours_of()
+  // and counterparts_of() (comm/subgroups.h) make them.
   std::shared_ptr<Communicator> communicator = nullptr;
-  // Among how many neighbouring ranks the parameters are sharded (HSDP): the next ones have the
-  // same shards again, and gradients are averaged over all. 0: among all ranks.
+  // The number of neighbouring ranks among which the parameters are sharded (HSDP). The next ones
+  // have the same shards again, and gradients are averaged over all. 0: all ranks.
   int64_t shard_among = 0;
-  // Where parameters are gathered: another one of the ranks that share them for that, the same for
-  // all units that they share; twin_of() theirs (comm/subgroups.h) if null.
+  // A second communicator of the ranks that share the parameters, for gathers, the same for all
+  // units that they share; twin_of() theirs (comm/subgroups.h) if null. Used only where parameters
+  // are gathered.
   std::shared_ptr<Communicator> gathers_with = nullptr;
-  // Where parameters are gathered: among how many neighbouring ranks the unit is resharded after
-  // forward, so that backward gathers it from these only, and a part of it stays on each of them
-  // until then (see [Note: pieces] in param/gathered_params.h). 0 and the number of ranks: among
-  // all of them; 1: it is not resharded. In place of reshard_after_forward. The same on all ranks.
+  // The number of neighbouring ranks among which the unit is resharded after forward: backward
+  // gathers it from these only, and each of them keeps a part of it until then (see [Note: pieces]
+  // in param/gathered_params.h). 0 and the number of ranks: all of them; 1: it is not resharded.
+  // Replaces reshard_after_forward. Equal on all ranks; used only where parameters are gathered.
   int64_t reshard_among = 0;
-  // Of these ranks, the same for all units; neighbours_of() the ranks that share parameters if
-  // null.
+  // The communicator of these ranks, the same for all units; neighbours_of() the ranks that share
+  // parameters if null.
   std::shared_ptr<Communicator> reshards_with = nullptr;
-  // Where parameters are gathered: what gradients are scattered with, the same for all units of the
-  // same ranks; the communicator of those that share the parameters if null. A CustomCommunicator
-  // (comm/c10d/custom_communicator.h) around theirs, here and in gathers_with, brings collectives
-  // of one's own.
+  // The communicator that scatters gradients, the same for all units of the same ranks; that of the
+  // ranks that share the parameters if null. Used only where parameters are gathered. A
+  // CustomCommunicator (comm/c10d/custom_communicator.h) around theirs, here and in gathers_with,
+  // brings collectives of one's own.
   std::shared_ptr<Communicator> scatters_with = nullptr;
-  // Which dimension of a parameter is sharded, below 0 from behind; the first one if empty. The
-  // same on all ranks.
+  // Chooses the dimension of a parameter that is sharded, below 0 from behind; the first one if
+  // empty. Equal on all ranks.
   std::function<int64_t(const std::string& name, const at::Tensor& parameter)> shard_dim = {};
-  // What lies in CPU memory; on CPU it has nothing to do, and rank 0 says so once.
+  // Says what lies in CPU memory. On CPU it does nothing, and rank 0 says so once.
   std::optional<Offload> offload = {};
 };
 
@@ -77,8 +79,8 @@ struct FsdpOptions {
 // What a program reads through inner's own members (net->head->weight) is whole, and final from
 // unshard() to the next step (or reshard()); nobody may write it.
 
-// All of a unit that does not depend on the type of its module; see Sharded in fully_shard.h. One
-// thread at a time.
+// The part of a unit that does not depend on the type of its module; see Sharded in fully_shard.h.
+// One thread at a time.
 class TRIREME_API ShardedModule : public torch::nn::Module, public HoldsParts {
  public:
   ~ShardedModule() override;
@@ -88,33 +90,35 @@ class TRIREME_API ShardedModule : public torch::nn::Module, public HoldsParts {
   // Waits until all ranks have written their shards: the members of the module may be read.
   // Every rank must come, here or to a forward; where parameters are gathered, here.
   void unshard();
-  // Where parameters are gathered: starts that, for who calls unshard() or a forward later.
+  // Starts to gather parameters for a caller of a later unshard() or forward. Does nothing where
+  // parameters are not gathered.
   void begin_unshard();
-  // Where parameters are gathered: gives up what unshard() has brought. Every rank calls it.
+  // Gives up what unshard() has gathered. Every rank calls it where parameters are gathered.
   void reshard();
 
-  // Whether this unit and those in it are resharded when forward, and when backward, is over; among
-  // all ranks, whatever reshard_among said. Between forwards, the same on all ranks.
+  // These say whether this unit and those in it are resharded when forward, and when backward, is
+  // over; among all ranks, whatever reshard_among said. Called between forwards, alike on all
+  // ranks.
   void set_reshard_after_forward(bool reshard);
   void set_reshard_after_backward(bool reshard);
 
-  // Where parameters are gathered: units that are on their way, by plan, while this one computes,
-  // in place of the next one (param/prefetch.h); and whether every forward makes its own plan, for
-  // units that are used in varying order. The outermost unit must be in use already, or this one is
-  // the outermost one. The same on all ranks.
+  // These name the units that are on their way, by plan, while this one computes, in place of the
+  // next one (param/prefetch.h); set_dynamic_gather() makes every forward plan anew, for units that
+  // are used in varying order. The outermost unit must be in use already, unless this one is the
+  // outermost. Called alike on all ranks; without effect where parameters are not gathered.
   void set_forward_prefetch(const std::vector<const ShardedModule*>& units);
   void set_backward_prefetch(const std::vector<const ShardedModule*>& units);
   void set_dynamic_gather(bool dynamic);
-  // Where memory comes from that is gathered into, and that gradients are sent from, such as
-  // memory_of() a process group (comm/group_memory.h); the device's allocator where it is empty. On
-  // the outermost unit.
+  // Says where memory comes from that is gathered into, and that gradients are sent from, such as
+  // memory_of() a process group (comm/group_memory.h); the device's allocator where a source is
+  // empty. Called on the outermost unit.
   void set_memory_sources(BufferPool::Source gathered, const BufferPool::Source& gradients);
-  // Shards may be written in place until the next forward or unshard(). Waits until no rank reads;
+  // Lets shards be written in place until the next forward or unshard(). Waits until no rank reads;
   // every rank must come.
   void begin_writing() override;
 
-  // Backwards while the guard lives only accumulate the gradients of this unit, and of those in it,
-  // on this rank; the first one after it averages what has come together:
+  // Makes backwards, while the guard lives, only accumulate the gradients of this unit and of those
+  // in it on this rank; the first backward after it averages what has come together:
   //   { auto guard = model->no_sync(); loss(model->forward(a)).backward(); }
   //   loss(model->forward(b)).backward();
   class TRIREME_API NoSync {
@@ -130,21 +134,22 @@ class TRIREME_API ShardedModule : public torch::nn::Module, public HoldsParts {
   };
   [[nodiscard]] NoSync no_sync() { return NoSync(*this); }
 
-  // Under shard_among: whether backwards average the gradients of this unit, and of those in it,
-  // over replicas. Without, what the sharing ranks have summed up waits on this rank, 1/P of the
-  // gradients in reduce_dtype, for the next backward that does. The same on all ranks.
+  // Says, under shard_among, whether backwards average the gradients of this unit, and of those in
+  // it, over replicas. If not, what the sharing ranks have summed up waits on this rank, 1/P of the
+  // gradients in reduce_dtype, for the next backward that does. Equal on all ranks.
   void set_requires_all_reduce(bool requires_all_reduce);
 
-  // What the gradients of this unit are divided by in place of the number of ranks. Throws
-  // ValueError unless it is above 0. The same on all ranks.
+  // Sets what the gradients of this unit are divided by in place of the number of ranks. Throws
+  // ValueError unless it is above 0. Equal on all ranks.
   void set_gradient_divide_factor(double factor);
 
-  // Called with this unit's part of the averaged gradients before they become .grad, at the end of
-  // each backward; empty: nothing. See [Note: all-reduce hooks]. The same on all ranks.
+  // Sets a hook that is called with this unit's part of the averaged gradients before they become
+  // .grad, at the end of each backward; an empty one removes it. See [Note: all-reduce hooks]. Set
+  // alike on all ranks.
   void set_all_reduce_hook(AllReduceHook hook);
 
-  // With `enabled` backwards only accumulate, and finalize_backward() averages what has come
-  // together. On the outermost unit, the same on all ranks; finalize_backward() is collective.
+  // Makes backwards only accumulate, and finalize_backward() average what has come together. Called
+  // on the outermost unit, alike on all ranks; finalize_backward() is collective.
   void set_manual_backward_finalization(bool enabled);
   void finalize_backward();
 
@@ -152,46 +157,49 @@ class TRIREME_API ShardedModule : public torch::nn::Module, public HoldsParts {
   // returns what it was, the same on all ranks. See grad/grad_norm.h. Collective.
   at::Tensor clip_grad_norm_(double max_norm, double norm_type = 2.0,
                              bool error_if_nonfinite = false);
-  // This rank's part of them, for trireme::clip_grad_norm_() over several models.
+  // Returns this rank's part of the gradients of this unit and those in it, for
+  // trireme::clip_grad_norm_() over several models.
   std::vector<GradNormPart> gradients() const;
-  // The parameters of this unit, without those of units in it; they live as long as it.
+  // Returns the parameters of this unit, without those of units in it; they live as long as it.
   std::vector<const ShardedParam*> sharded_params() const;
-  // This rank among those that share them; the first ones of all ranks have rank() there, too.
+  // Returns this rank's place among the ranks that share the parameters. In the first of these sets
+  // of ranks it is the rank among all.
   RankOf sharing() const { return sharers_->rank_of(); }
   void add_parts(HeldParts& parts) const override;
 
-  // Where the time of the last synchronized backward went.
+  // Says where the time of the last synchronized backward went.
   StepReport last_step() const;
-  // After an exception: what forward and backward have left, accumulated gradients included, is
-  // forgotten.
+  // Forgets, after an exception, what forward and backward have left, accumulated gradients
+  // included.
   void reset_iter_state();
 
   void train(bool on = true) override;
-  // Only where nothing is to be done; else throw NotImplementedError, as clone() always does.
+  // These return where nothing is to be done, and else throw NotImplementedError, as clone() always
+  // does.
   void to(torch::Device device, torch::Dtype dtype, bool non_blocking = false) override;
   void to(torch::Dtype dtype, bool non_blocking = false) override;
   void to(torch::Device device, bool non_blocking = false) override;
   std::shared_ptr<torch::nn::Module> clone(
       const std::optional<torch::Device>& device = std::nullopt) const override;
-  // What the plain module writes: whole parameters, in their own dtype. Every rank calls it; where
-  // ranks share memory they may call unshard() instead while one saves.
+  // Writes what the plain module writes: whole parameters, in their own dtype. Every rank calls it;
+  // where ranks share memory they may call unshard() instead while one saves.
   void save(torch::serialize::OutputArchive& archive) const override;
-  // What save(), of any number of ranks, or the plain module has written. Every rank calls it.
-  // Throws ValueError for parameters that do not fit, which then stay as they were.
+  // Reads what save(), of any number of ranks, or the plain module has written. Every rank calls
+  // it. Throws ValueError for parameters that do not fit, which then stay as they were.
   void load(torch::serialize::InputArchive& archive) override;
   void pretty_print(std::ostream& stream) const override;
   bool is_serializable() const override;
 
  protected:
-  // Collective. Throws ValueError for a module that is sharded, or shares a parameter with one that
-  // is, or has none; on all ranks for modules that differ; NotImplementedError for parameters that
-  // cannot be shared.
+  // Collective. Throws ValueError for a module that is sharded, shares a parameter with one that
+  // is, or has none; on all ranks for modules that differ. Throws NotImplementedError for
+  // parameters that cannot be shared.
   ShardedModule(std::shared_ptr<torch::nn::Module> inner, FsdpOptions options);
-  // Around the forward of inner; `inputs` where gathers() says so.
+  // Called before the forward of inner, with `inputs` where gathers() says so.
   void enter(const std::vector<at::Tensor>& inputs);
-  // `outputs`, `all_found`: see Fsdp::post_forward.
+  // Called after the forward of inner; see Fsdp::post_forward for `outputs` and `all_found`.
   void leave(const std::vector<at::Tensor>& outputs, bool all_found);
-  // Instead of leave(), after an exception.
+  // Called instead of leave() after an exception.
   void abandon(const std::string& reason) noexcept;
   bool gathers() const { return group_ && group_->gathers(); }
   std::optional<at::ScalarType> input_dtype() const;
@@ -215,9 +223,9 @@ class TRIREME_API ShardedModule : public torch::nn::Module, public HoldsParts {
 
   std::shared_ptr<torch::nn::Module> inner_;
   FsdpOptions options_;
-  c10::Device device_{c10::kCPU};  // of all parameters
+  c10::Device device_{c10::kCPU};  // device of all parameters
   std::shared_ptr<Communicator> sharers_;
-  std::shared_ptr<Communicator> replicates_with_;  // of ranks with the same shards, if there are
+  std::shared_ptr<Communicator> replicates_with_;  // ranks with the same shards, if any
   std::vector<at::Tensor> leaves_;                 // inner's own parameters
   std::shared_ptr<ParamGroup> group_;              // null if units in it have all parameters
   std::shared_ptr<Gate> gate_;
@@ -229,7 +237,7 @@ class TRIREME_API ShardedModule : public torch::nn::Module, public HoldsParts {
     AllReduceHook hook = {};
   };
   GradientFlags flags_;
-  mutable std::shared_ptr<Root> root_;  // of the outermost unit, once that was used
+  mutable std::shared_ptr<Root> root_;  // the outermost unit's, once that was used
 };
 
 }  // namespace trireme

@@ -73,7 +73,7 @@ ShardedModule::Root::Root(const ShardedModule& unit) : outermost(&unit) {
   follow_flags();
 }
 
-// In `ranks`, of those that share a unit.
+// Returns the place in `ranks` of those that share a unit, which are added if they are not there.
 size_t ShardedModule::Root::place_of(const ShardedModule& unit) {
   const Communicator& all = *ranks.front().communicator;
   const Communicator& own = *unit.options_.communicator;
@@ -92,7 +92,7 @@ size_t ShardedModule::Root::place_of(const ShardedModule& unit) {
   return ranks.size() - 1;
 }
 
-// By which all ranks agree about the order of gathers; null where that of the units will do.
+// Returns what all ranks agree by about the order of gathers; null where that of the units will do.
 std::shared_ptr<Communicator> ShardedModule::Root::order_agreement() const {
   const bool gathers =
       std::any_of(groups.begin(), groups.end(), [](const auto& group) { return group->gathers(); });
@@ -186,7 +186,7 @@ void ShardedModule::Root::check_members() {
     for (size_t i = 0; i < group->leaves().size(); ++i, ++at) {
       const at::Tensor& leaf = group->leaves()[i];
       const at::Tensor& unsharded = group->params()[i].unsharded();
-      // Not by address: there may be no memory now.
+      // Compares no addresses: there may be no memory now.
       const bool is_in_place =
           leaf.is_alias_of(unsharded) && leaf.storage_offset() == unsharded.storage_offset();
       const int64_t version = leaf.is_inference() ? 0 : leaf._version();

@@ -27,22 +27,22 @@ class ShardedModule::Root {
   // Throws c10::Error if a unit in it was used before it.
   explicit Root(const ShardedModule& unit);
 
-  // Before the parameters are read: throws c10::Error for a shard that was written while others may
-  // have read it, and for a member of the module that was.
+  // Called before the parameters are read: throws c10::Error for a shard that was written while
+  // others may have read it, and for a member of the module that was.
   void settle();
-  // After Fsdp has begun to read.
+  // Called after Fsdp has begun to read.
   void note_members();
   void begin_reading();
   void begin_writing();
-  // What is said of the gradients of a unit has changed.
+  // Hears that what is said of the gradients of a unit has changed.
   void follow_flags();
 
   const ShardedModule* outermost;
   std::vector<const ShardedModule*> units;          // that have parameters of their own
   std::vector<std::shared_ptr<ParamGroup>> groups;  // theirs
   std::vector<FsdpRanks> ranks;                     // that share these; the outermost unit's first
-  std::vector<size_t> ranks_of;                     // by group
-  std::vector<std::string> names;                   // of all parameters, group by group
+  std::vector<size_t> ranks_of;                     // index into `ranks`, one per group
+  std::vector<std::string> names;                   // names of all parameters, group by group
   std::shared_ptr<Fsdp> core;
 
  private:
@@ -52,7 +52,7 @@ class ShardedModule::Root {
   void check_members();
   void sample_shards();
 
-  std::vector<std::shared_ptr<Communicator>> sharers_;  // by `ranks`
+  std::vector<std::shared_ptr<Communicator>> sharers_;  // parallel to `ranks`
   // What was written last: torch's C++ SGD writes `.data`, which no version counts.
   TensorSamples samples_;
   std::vector<int64_t> member_versions_;

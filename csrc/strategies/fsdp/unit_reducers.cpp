@@ -8,7 +8,7 @@
 namespace trireme {
 namespace {
 
-// Which rank gets which elements of a gradient, as it lies in memory.
+// Says which rank gets which elements of a gradient, as it lies in memory.
 ShardPlan plan_of(const std::vector<ParameterInfo>& stored, int64_t world) {
   ShardPlan plan = make_shard_plan({stored, world, ShardPlacement::kDim0});
   for (size_t i = 0; i < stored.size(); ++i)  // every rank steps its own

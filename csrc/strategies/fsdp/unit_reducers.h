@@ -31,22 +31,22 @@ namespace trireme {
 
 // The ranks that train some units.
 struct FsdpRanks {
-  std::shared_ptr<Communicator> communicator;  // of all of them
-  // Where these are more than share the parameters (HSDP): of the ranks that have the same shards.
+  std::shared_ptr<Communicator> communicator;  // joins all of them
+  // The ranks that have the same shards, where more train than share the parameters (HSDP).
   std::shared_ptr<Communicator> replicates_with = nullptr;
-  // What gradients are scattered with; that of the groups if null.
+  // The communicator that scatters gradients; that of the groups if null.
   std::shared_ptr<Communicator> scatters_with = nullptr;
 };
 
-// What averages the gradients of all units under one root: a GradReducer for each set of ranks,
-// armed together. See there for costs, threads, and what is thrown.
+// Averages the gradients of all units under one root, by a GradReducer for each set of ranks, armed
+// together. See GradReducer for costs, threads, and what is thrown.
 class TRIREME_API UnitReducers {
  public:
   struct Request {
     const std::vector<std::shared_ptr<ParamGroup>>& groups;
-    const std::vector<std::string>& names;  // of all parameters, group by group
+    const std::vector<std::string>& names;  // names of all parameters, group by group
     const std::vector<FsdpRanks>& ranks;
-    const std::vector<size_t>& ranks_of;  // by group, into `ranks`
+    const std::vector<size_t>& ranks_of;  // index into `ranks`, one per group
   };
   explicit UnitReducers(const Request& request);
   UnitReducers(const UnitReducers&) = delete;
@@ -60,7 +60,7 @@ class TRIREME_API UnitReducers {
   void announce_failure(const std::string& text) noexcept;  // to all ranks of all of them
   void drop_accumulated();
 
-  // By group.
+  // These take one value per group.
   void hold(const std::vector<bool>& groups);
   void defer_all_reduce(const std::vector<bool>& groups);
   void set_divide_factors(const std::vector<double>& groups);
@@ -68,19 +68,20 @@ class TRIREME_API UnitReducers {
 
   void set_divisor(double divisor);
   void set_memory_source(const BufferPool::Source& source);
-  // Called with indices into `names`.
+  // The callback is called with indices into `names`.
   void set_delivered_callback(const GradReducer::DeliveredCallback& callback);
-  // Asked before each backward that synchronizes: which groups this rank has not used, so that it
-  // will bring no gradients of them. May say fewer; says nothing once this object is gone.
+  // `groups` is asked before each backward that synchronizes: which groups this rank has not used,
+  // so that it will bring no gradients of them. It may say fewer; it says nothing once this object
+  // is gone.
   void ask_for_unused(const std::function<std::vector<bool>()>& groups);
-  // Of all: bytes, buckets and times of communication are sums.
+  // Reports on all reducers together: bytes, buckets and times of communication are sums.
   StepReport last_step() const;
 
  private:
   // One reducer, and what it has of all.
   struct Part {
     std::vector<size_t> groups;
-    std::vector<size_t> numbers_of_parameters;  // of these
+    std::vector<size_t> numbers_of_parameters;  // counts per group
     std::vector<int64_t> parameters;
     std::shared_ptr<GradReducer> reducer;
 

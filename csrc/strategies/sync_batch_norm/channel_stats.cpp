@@ -28,7 +28,7 @@ at::Tensor evaluate(const at::Tensor& input, const ChannelAffine& affine, const 
                                            /*training=*/false, /*momentum=*/0.0, eps));
 }
 
-// Per channel, shaped so that it broadcasts over `input`.
+// Returns values per channel, shaped so that they broadcast over `input`.
 at::Tensor along_channels(const at::Tensor& values, const at::Tensor& input) {
   std::vector<int64_t> shape(static_cast<size_t>(input.dim()), 1);
   shape[1] = values.numel();
@@ -42,7 +42,8 @@ at::Tensor input_gradient_cpu(const at::Tensor& grad_output, const at::Tensor& i
   const at::Tensor total = stats.counts.sum();
   const ChannelAffine in_input{scale * stats.invstd.square() * sums[1] / -total,
                                scale * sums[0] / -total};
-  // In the precision of the statistics up to the end, so that half gradients are rounded once.
+  // Computes in the precision of the statistics up to the end, so that half gradients are rounded
+  // once.
   at::Tensor gradient =
       evaluate(input.to(dtype), in_input, stats.mean, at::ones_like(stats.mean), /*eps=*/0.0);
   gradient.addcmul_(grad_output.to(dtype), along_channels(scale, input));
@@ -77,7 +78,8 @@ BatchStats combine_stats(const at::Tensor& gathered, double eps) {
   BatchStats stats;
   stats.counts = gathered.select(1, 2 * channels).contiguous();
   const at::Tensor share = (stats.counts / stats.counts.sum().clamp_min(1)).unsqueeze(1);
-  // From the first rank's mean on: what is rounded is then a difference of means, not a mean.
+  // Counts from the first rank's mean on: what is rounded is then a difference of means, not a
+  // mean.
   const at::Tensor origin = means.select(0, 0);
   stats.mean = origin + (share * (means - origin)).sum(0);
   stats.var = (share * (vars + (means - stats.mean).square())).sum(0);

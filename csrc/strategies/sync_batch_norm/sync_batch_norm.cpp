@@ -39,8 +39,8 @@ BatchStats gather_stats(Communicator& communicator, const at::Tensor& input, dou
   return combine_stats(all, eps);
 }
 
-// Whether there is anything to learn from the batch. Asks the device only where this rank alone
-// cannot tell; as all ranks then have too little, all of them throw.
+// Says whether there is anything to learn from the batch. Asks the device only where this rank
+// alone cannot tell; as all ranks then have too little, all of them throw.
 bool has_values(const BatchStats& stats, const at::Tensor& input, RankOf where) {
   if (input.numel() > input.size(1)) return true;
   const auto total = stats.counts.sum().item<double>();
@@ -116,8 +116,8 @@ struct SyncBatchNormFunction : torch::autograd::Function<SyncBatchNormFunction> 
     const at::Tensor grad_output = any_grad_output.contiguous(input.suggest_memory_format());
     const at::Tensor own = gradient_sums(grad_output, input, stats);
 
-    // Without asking whether the gradient of the input is wanted: a rank whose (empty) input needs
-    // none would be missing where its peers wait.
+    // Sums without asking whether the gradient of the input is wanted: a rank whose (empty) input
+    // needs none would be missing where its peers wait.
     const at::Tensor sums = own.clone();
     communicator_of(context)
         .all_reduce({sums}, ReduceOp::kSum, label("gradient sums", input.size(1)))

@@ -188,7 +188,7 @@ std::vector<ArchivedValues> gather_states(const std::vector<ArchivedValues>& own
   for (size_t rank = 0; rank < world; ++rank)
     refuse_foreign(described[rank], {static_cast<int64_t>(rank), communicator.world()}, parameters);
 
-  std::vector<std::vector<ArchivedValues>> parts(  // by parameter and rank
+  std::vector<std::vector<ArchivedValues>> parts(  // [parameter][rank]
       receives ? parameters.size() : 0, std::vector<ArchivedValues>(world));
   for (size_t rank = 0; rank < world; ++rank) {
     TensorBroadcast tensors(communicator, static_cast<int64_t>(rank), device);

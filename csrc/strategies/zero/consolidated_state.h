@@ -13,12 +13,12 @@ namespace trireme {
 // A parameter and who owns what of it.
 struct ShardedParameter {
   ParameterInfo info;
-  std::vector<ShardRange> ranges;  // by rank
+  std::vector<ShardRange> ranges;  // one per rank
   ShardPlacement placement = ShardPlacement::kDim0;
 
   // Rank 0 of one without elements.
   TRIREME_API bool is_owned_by(int64_t rank) const;
-  // Of the shard that a rank holds.
+  // The sizes of the shard that a rank holds.
   TRIREME_API std::vector<int64_t> sizes_on(int64_t rank) const;
 };
 

@@ -15,7 +15,7 @@ struct Target {
   AdamScalars scalars{};
 };
 
-// Which step this is for a parameter of `group`.
+// Returns which step this is for a parameter of `group`.
 double count_up(const FusedAdamGroup& group, size_t index) {
   if (group.steps.empty()) return static_cast<double>(group.step_numbers[index]);
   const at::Tensor& step = group.steps[index];

@@ -34,7 +34,7 @@ void write_values(const ArchivedValues& values, const std::string& key, OutputAr
   archive.write(key, nested);
 }
 
-// Its content as one that can be read.
+// Returns the content of an archive as one that can be read.
 InputArchive reread(OutputArchive& archive) {
   std::string bytes;
   archive.save_to([&](const void* data, size_t count) {

@@ -12,15 +12,15 @@
 
 namespace trireme {
 
-// By name, what OptimizerParamState or OptimizerOptions writes into an archive.
+// Holds by name what OptimizerParamState or OptimizerOptions writes into an archive.
 using ArchivedValues = std::map<std::string, c10::IValue>;
 
 // What torch::optim::Optimizer::save() writes, taken apart; so the state of any optimizer can be
 // looked at without its types. Parameters are counted through all groups.
 struct OptimizerArchive {
   std::vector<int64_t> group_counts;    // how many parameters, by group
-  std::vector<ArchivedValues> options;  // by group
-  std::vector<ArchivedValues> states;   // by parameter; empty where it has none yet
+  std::vector<ArchivedValues> options;  // one per group
+  std::vector<ArchivedValues> states;   // one per parameter; empty where it has none yet
 };
 
 // Throws ValueError for an archive that is not of the form torch has written since 1.5.
@@ -29,8 +29,8 @@ TRIREME_API OptimizerArchive read_optimizer_archive(torch::serialize::InputArchi
 TRIREME_API void write_optimizer_archive(const OptimizerArchive& content,
                                          torch::serialize::OutputArchive& archive);
 
-// The same of a living optimizer: save() and read, write and load(). Either costs a copy of its
-// state. A load() leaves alone what the archive has no state for.
+// These read and write a living optimizer: by save() and read, by write and load(). Either costs a
+// copy of its state. A load() leaves alone what the archive has no state for.
 TRIREME_API OptimizerArchive take_apart(const torch::optim::Optimizer& optimizer);
 TRIREME_API void put_into(torch::optim::Optimizer& optimizer, const OptimizerArchive& content);
 TRIREME_API ArchivedValues take_apart(const torch::optim::OptimizerOptions& options);

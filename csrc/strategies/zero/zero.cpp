@@ -279,7 +279,8 @@ bool Zero::begin_step(const ZeroStep& step) {
   return steps_;
 }
 
-// As its shard is shaped, over the memory of the parameter's gradient.
+// Returns this rank's part of a parameter's gradient, shaped as the shard, over the memory of a
+// contiguous gradient.
 at::Tensor Zero::own_gradient(size_t index) const {
   at::Tensor grad = parameters_[index].grad();
   if (!grad.is_contiguous()) grad = grad.contiguous();
@@ -319,8 +320,8 @@ void Zero::abandon_step(const std::string& reason) noexcept {
   }
 }
 
-// Private parameters. Each owner sends from where they lie to where they lie; small parts go
-// together, by way of a buffer.
+// Gathers private parameters. Each owner sends from where they lie to where they lie; small parts
+// go together, by way of a buffer.
 void Zero::gather_shards() {
   constexpr int64_t kSmallBytes = int64_t{1} << 20;
   std::vector<Pending> pending;

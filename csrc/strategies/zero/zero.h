@@ -52,17 +52,18 @@ namespace trireme {
 struct ZeroOptions {
   // 1: optimizer state is sharded. 2: gradients too; they are averaged by this class, not by DDP.
   int64_t stage = 1;
-  // Parameters in memory that the ranks of the host share, where that can be had.
+  // Puts parameters into memory that the ranks of the host share, where that can be had.
   bool host_params = true;
-  // kWhole for optimizers that need whole matrices; kDim0 if absent.
+  // Is kWhole for optimizers that need whole matrices; kDim0 if absent.
   std::optional<ShardPlacement> placement = std::nullopt;
-  // Stage 2, ranks that share memory: fused_adam_step() sums up the gradients while it steps, and
-  // .grad stays undefined; two passes over the shards less. Takes a ring of 4 N bytes per rank.
+  // Lets fused_adam_step() sum up the gradients while it steps: .grad stays undefined, and two
+  // passes over the shards are spared. Needs stage 2, and ranks that share memory. Costs a ring of
+  // 4 N bytes per rank.
   bool fused_step = false;
 };
 
 // A parameter group for fused_adam_step(): what Adam keeps for this rank's shards of `parameters`.
-// As AdamLists says, with steps on the CPU, or numbers.
+// Its lists are those of AdamLists, with steps on the CPU, or numbers.
 struct FusedAdamGroup {
   std::vector<int64_t> parameters;
   std::vector<at::Tensor> exp_avgs;
@@ -81,7 +82,7 @@ struct ZeroStep {
 };
 
 // The optimizer's part of ZeRO stages 1 and 2 (Rajbhandari et al., SC 2020;
-// torch.distributed.optim.ZeroRedundancyOptimizer is stage 1). What both front doors wrap.
+// torch.distributed.optim.ZeroRedundancyOptimizer is stage 1). Both front doors wrap it.
 //
 // Cost per step and rank, N parameters of 4 bytes, P ranks: stage 1 moves nothing beyond DDP's
 // all-reduce; stage 2 deposits 4 N bytes of gradients and sums up 4 N / P. Two small collectives.
@@ -100,63 +101,65 @@ class TRIREME_API Zero {
   Zero(NamedParameters parameters, std::shared_ptr<Communicator> communicator,
        const ZeroOptions& options);
 
-  // What this rank's optimizer works on: by parameter, its shard as a leaf with a storage of its
-  // own. Without elements where it owns none.
+  // Returns what this rank's optimizer works on: by parameter, its shard as a leaf with a storage
+  // of its own, without elements where it owns none.
   const std::vector<at::Tensor>& shards() const { return shards_; }
   const ShardPlan& plan() const { return *plan_; }
   const std::vector<ParameterInfo>& parameter_infos() const { return infos_; }
   const std::shared_ptr<Communicator>& communicator() const { return communicator_; }
   bool shares_parameters() const { return store_ != nullptr; }
 
-  // Collective. Each shard has the matching part of its parameter's .grad, or none. False if any
-  // rank found an inf: nobody may step. Throws c10::Error on all ranks if one has changed a
-  // parameter or, under stage 2, a gradient in a way that the others cannot know.
+  // Gives each shard the matching part of its parameter's .grad, if any. Returns false if any rank
+  // found an inf: nobody may step. Throws c10::Error on all ranks if one has changed a parameter
+  // or, under stage 2, a gradient in a way that the others cannot know. Collective.
   bool begin_step(const ZeroStep& step = {});
-  // Collective, after begin_step() also where nothing was written.
+  // Ends the step. Collective, after begin_step() also where nothing was written.
   void end_step();
-  // Instead of end_step(), or before begin_step(), when an exception left the step: the other ranks
-  // raise with the reason.
+  // Called instead of end_step(), or before begin_step(), when an exception left the step: the
+  // other ranks raise with the reason.
   void abandon_step(const std::string& reason) noexcept;
 
-  // Collective. Between them every rank may write parameters, all of them the same values: each a
+  // Between these two every rank may write parameters, all of them the same values: each writes a
   // copy of its own (4 N bytes meanwhile), of which its shards become everybody's at the end.
+  // Collective.
   void begin_writing();
   void end_writing();
   bool is_writing() const { return writing_; }
-  // Not collective. These parameters, by index, leave shared memory for copies of their own, which
-  // may be written until the next begin_step() or begin_writing(), which takes them in: the same
-  // values on all ranks, or all of them throw naming one that differs, and again until they agree.
-  // Leaves alone what lies elsewhere already, and what was written outside before.
+  // Moves these parameters, by index, out of shared memory into copies of their own. These may be
+  // written until the next begin_step() or begin_writing(), which takes in their values: the same
+  // ones on all ranks, or all of them throw naming a parameter that differs, and again until they
+  // agree. Leaves alone what lies elsewhere already, and what was written outside before. Not
+  // collective.
   void give_own_memory(const std::vector<int64_t>& parameters);
-  // Collective. Between them each rank writes its shards() without reading a parameter, as loading
-  // does: in place, without a copy. What an exception ends stays half written; abandon_step() tells
-  // the others.
+  // Between these two each rank writes its shards() without reading a parameter, as loading does:
+  // in place, without a copy. What an exception ends stays half written; abandon_step() tells the
+  // others. Collective.
   void begin_writing_shards();
   void end_writing_shards();
 
   // stage 2
 
-  // Whether backwards average gradients; without, they accumulate on this rank.
+  // Says whether backwards average gradients; without, they accumulate on this rank.
   void set_synchronize(bool synchronize);
-  // The reducer, or null under stage 1.
+  // Returns the reducer, or null under stage 1.
   GradReducer* reducer() { return reducer_.get(); }
 
-  // Whether the last backward has left the sums of gradients to fused_adam_step(), and of which
-  // parameters. gradients() makes them after all.
+  // Says whether the last backward has left the sums of gradients to fused_adam_step(); summed()
+  // says of which parameters. gradients() makes them after all.
   bool has_sums() const { return reducer_ && reducer_->has_sums(); }
   const std::vector<bool>& summed() const { return reducer_->summed(); }
-  // Between begin_step() and end_step(): sums up, averages and steps every shard that a group
-  // holds.
+  // Sums up, averages and steps every shard that a group holds, between begin_step() and
+  // end_step().
   void fused_adam_step(const std::vector<FusedAdamGroup>& groups);
 
-  // This rank's part of the gradients of some parameters, for clip_grad_norm_ (grad_norm.h): under
-  // stage 2 its shards, under stage 1 all of them. What is written to them, begin_step() accepts;
-  // what was wrong with them before, it refuses on all ranks.
+  // Returns this rank's part of the gradients of some parameters, for clip_grad_norm_
+  // (grad_norm.h): its shards under stage 2, all of them under stage 1. begin_step() accepts what
+  // is written to them; what was wrong with them before, it refuses on all ranks.
   GradNormPart gradients(const std::vector<int64_t>& parameters) const;
   void zero_grad(bool set_to_none = true);
 
-  // Another one has taken over the parameters: lets go of them, of the store and of the hooks on
-  // gradients, and under stage 2 drops gradients, of which each rank has a part only. Nothing but
+  // Lets go of the parameters, which another Zero has taken over, of the store and of the hooks on
+  // gradients. Under stage 2 it drops gradients, of which each rank has a part only. Nothing but
   // the destructor may be called then.
   void retire();
 
@@ -170,8 +173,9 @@ class TRIREME_API Zero {
     int64_t unfit_gradient = -1;
     int64_t changed_gradient = -1;
     int64_t found_inf = 0;
-    // By what this rank has multiplied its gradients, in_order(); see FactorRange. The highest of
-    // the first is above the lowest of the second if ranks do not agree.
+    // The factors by which this rank may have multiplied its gradients, in_order(); see
+    // FactorRange. Ranks do not agree if the highest of the first is above the lowest of the
+    // second.
     int64_t least_factor = in_order(FactorRange{}.least);
     int64_t minus_most_factor = -in_order(FactorRange{}.most);
   };
@@ -211,9 +215,9 @@ class TRIREME_API Zero {
   std::vector<at::Tensor> places_;  // where each whole parameter lies
   std::vector<at::Tensor> shards_;
   std::vector<int64_t> versions_;       // autograd's, of private parameters; a store keeps its own
-  std::vector<at::Tensor> own_memory_;  // by parameter what give_own_memory() gave, or undefined
-  TensorSamples samples_;               // of places_; none while a step writes
-  std::shared_ptr<TensorSamples> delivered_;  // of own gradients, under stage 2
+  std::vector<at::Tensor> own_memory_;  // what give_own_memory() gave, per parameter, or undefined
+  TensorSamples samples_;               // samples of places_; none while a step writes
+  std::shared_ptr<TensorSamples> delivered_;  // samples of own gradients, under stage 2
   std::shared_ptr<GradReducer> reducer_;
   bool writing_ = false;  // since begin_writing()
   bool scaler_wrote_ = false;

@@ -20,7 +20,7 @@ using torch::optim::OptimizerParamGroup;
 
 namespace {
 
-// Their places, where no module tells names.
+// Names parameters by their places, where no module tells names.
 NamedParameters by_place(const std::vector<at::Tensor>& parameters, size_t group) {
   NamedParameters named;
   for (const at::Tensor& parameter : parameters) {
@@ -73,7 +73,7 @@ class ZeroOptimizer::Claim {
   Claim(const Claim&) = delete;
   Claim& operator=(const Claim&) = delete;
 
-  // False if it is the owner's already.
+  // Returns false if the parameter is the owner's already.
   bool add(const at::Tensor& parameter) {
     const std::lock_guard lock(mutex());
     ZeroOptimizer*& owner = owners()[parameter.unsafeGetTensorImpl()];
@@ -82,9 +82,9 @@ class ZeroOptimizer::Claim {
     owner = &owner_;
     return true;
   }
-  // By parameter, in the order of add(); null where it was free.
+  // Lists the owners before by parameter, in the order of add(); null where it was free.
   const std::vector<std::pair<at::Tensor, ZeroOptimizer*>>& taken() const { return taken_; }
-  // The owners before are done with.
+  // Retires the owners before.
   void settle() {
     std::unordered_set<ZeroOptimizer*> others;
     for (auto& [parameter, before] : taken_)
@@ -160,7 +160,7 @@ void ZeroOptimizer::add_core(NamedParameters parameters) {
   GradReducer::arm_together(reducers);
 }
 
-// Who has some of another one's parameters must have all.
+// An optimizer that has some of another one's parameters must have all.
 void ZeroOptimizer::check_claim(const Claim& claim, const std::vector<std::string>& names) const {
   std::unordered_map<const ZeroOptimizer*, std::unordered_set<const at::TensorImpl*>> taken;
   for (const auto& [parameter, before] : claim.taken())
@@ -258,7 +258,7 @@ at::Tensor ZeroOptimizer::step(LossClosure closure) {
 // Steps what the last backward has left to be summed up (fused_step).
 void ZeroOptimizer::step_sums() {
   size_t group = 0;
-  size_t parameter = 0;  // of all
+  size_t parameter = 0;  // index among all
   for (const auto& core : cores_) {
     const size_t first = parameter;
     const size_t end = first + core->parameter_infos().size();

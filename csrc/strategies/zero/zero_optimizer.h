@@ -35,7 +35,7 @@ struct TRIREME_API ZeroParameters {
   // NOLINTEND(google-explicit-constructor)
 
   std::vector<torch::optim::OptimizerParamGroup> groups;
-  NamedParameters named;  // of all groups, in their order
+  NamedParameters named;  // parameters of all groups, in their order
 };
 
 // ZeroRedundancyOptimizer<Optimizer> for any `Optimizer`: the part of it that is no template. See
@@ -56,7 +56,7 @@ class TRIREME_API ZeroOptimizer : public torch::optim::Optimizer, public Sharded
   // failed in its step.
   at::Tensor step(LossClosure closure = nullptr) override;
 
-  // As torch's, which they hide. add_param_group() is collective; called through
+  // These do what torch's do, which they hide. add_param_group() is collective; called through
   // torch::optim::Optimizer it shards nothing, and step() refuses.
   void zero_grad(bool set_to_none = true);
   void add_param_group(const torch::optim::OptimizerParamGroup& param_group);
@@ -65,7 +65,8 @@ class TRIREME_API ZeroOptimizer : public torch::optim::Optimizer, public Sharded
   // was, the same on all ranks. See grad/grad_norm.h. Collective under stage 2.
   at::Tensor clip_grad_norm_(double max_norm, double norm_type = 2.0,
                              bool error_if_nonfinite = false);
-  // This rank's part of them, for trireme::clip_grad_norm_() over several optimizers.
+  // Returns this rank's part of the gradients, for trireme::clip_grad_norm_() over several
+  // optimizers.
   std::vector<GradNormPart> gradients() const;
 
   // Stage 2. Backwards while the guard lives only accumulate on this rank; the first one after it
@@ -113,9 +114,10 @@ class TRIREME_API ZeroOptimizer : public torch::optim::Optimizer, public Sharded
   // optimizer's; on all ranks. Throws ValueError if it belongs to other parameters.
   void load(torch::serialize::InputArchive& archive) override;
 
-  // This rank's optimizer, over its shards. It holds the state; state() of this object is empty.
+  // Returns this rank's optimizer, over its shards. It holds the state; state() of this object is
+  // empty.
   torch::optim::Optimizer& local() { return *local_; }
-  // One per constructor and add_param_group().
+  // Lists one per constructor and add_param_group().
   const std::vector<std::unique_ptr<Zero>>& cores() const { return cores_; }
 
  protected:
@@ -135,8 +137,8 @@ class TRIREME_API ZeroOptimizer : public torch::optim::Optimizer, public Sharded
   ZeroOptimizer(ZeroParameters parameters, Setup setup);
 
  private:
-  // For load_checkpoint() and save_checkpoint() (saving/module_checkpoint.h), which need no
-  // gathered state. Writing as begin_writing_shards() of Zero.
+  // These serve load_checkpoint() and save_checkpoint() (saving/module_checkpoint.h), which need no
+  // gathered state. Writing goes as begin_writing_shards() of Zero says.
   torch::optim::Optimizer& stepping() override { return *local_; }
   void add_parts(HeldParts& parts) const override;
   void begin_writing() override;
@@ -164,12 +166,12 @@ class TRIREME_API ZeroOptimizer : public torch::optim::Optimizer, public Sharded
   ZeroOptions options_;
   std::vector<std::unique_ptr<Claim>> claims_;
   std::vector<std::unique_ptr<Zero>> cores_;
-  std::vector<at::Tensor> parameters_;  // of all groups, in their order
-  std::vector<at::Tensor> shards_;      // of these
-  std::vector<int64_t> group_counts_;   // as sharded
+  std::vector<at::Tensor> parameters_;  // parameters of all groups, in their order
+  std::vector<at::Tensor> shards_;      // their shards
+  std::vector<int64_t> group_counts_;   // counts at the time of sharding
   std::unique_ptr<torch::optim::Optimizer> local_;
   CountStep count_step_;
-  std::vector<ArchivedValues> consolidated_;  // by parameter
+  std::vector<ArchivedValues> consolidated_;  // one per parameter
   bool synchronize_ = true;
   bool is_retired_ = false;  // another one has its parameters
 };

@@ -63,7 +63,7 @@ inline constexpr bool kIsElementwise =
 template <Shardable Inner>
 class ZeroRedundancyOptimizer final : public ZeroOptimizer {
  public:
-  // Over the group of the Context that trireme::init() returned last.
+  // Steps over the group of the Context that trireme::init() returned last.
   template <std::derived_from<torch::optim::OptimizerOptions> Options>
   ZeroRedundancyOptimizer(ZeroParameters parameters, Options defaults,
                           const ZeroOptions& options = {})

@@ -8,13 +8,14 @@
 
 namespace trireme {
 
-// As the parameters lie in the store, or privately; also while each rank writes a copy.
+// Samples the parameters as they lie in the store, or privately; also while each rank writes a
+// copy.
 void Zero::take_samples() {
-  if (communicator_->world() == 1) return;  // which may do as it likes
+  if (communicator_->world() == 1) return;  // one rank may do as it likes
   for (size_t i = 0; i < places_.size(); ++i) samples_.read(i, SampledMemory::of(places_[i]));
 }
 
-// The first one, or -1.
+// Returns the first parameter that was written unseen, or -1.
 int64_t Zero::written_unseen() const {
   for (size_t i = 0; i < places_.size(); ++i)
     if (samples_.is_changed(i, SampledMemory::of(places_[i]))) return static_cast<int64_t>(i);
@@ -48,7 +49,7 @@ FactorRange Zero::gradient_factor() const {
   return factor.range();
 }
 
-// Such that the order of the results is that of the numbers.
+// Maps numbers such that the order of the results is that of the numbers.
 int64_t Zero::in_order(double number) {
   const auto bits = std::bit_cast<int64_t>(number);
   return bits < 0 ? bits ^ std::numeric_limits<int64_t>::max() : bits;

@@ -34,8 +34,8 @@ std::vector<int64_t> Zero::changed_outside() const {
   return changed;
 }
 
-// By its address, which nothing else can have while we hold the memory; what has no elements has no
-// address, and nothing to disagree about.
+// Compares addresses: nothing else can have that of memory which we hold. A parameter without
+// elements has no address, and nothing to disagree about.
 bool Zero::has_own_memory(size_t index) const {
   return !own_memory_.empty() && own_memory_[index].defined() &&
          own_memory_[index].const_data_ptr() == parameters_[index].const_data_ptr();
@@ -55,8 +55,9 @@ void Zero::give_own_memory(const std::vector<int64_t>& parameters) {
   }
 }
 
-// Per parameter a number that no rank gives to other values, 0 where it was not moved: whether the
-// highest and the lowest of the ranks are one. A collective only where some rank has moved one.
+// Compares, per parameter, a number that no rank gives to other values, 0 where it was not moved:
+// the highest and the lowest of the ranks must be one. It is a collective only where some rank has
+// moved one.
 void Zero::agree_on_moved(const Flags& flags, Moved expected) {
   if (flags.moved_parameter < 0) return;
   const auto numel = static_cast<int64_t>(parameters_.size());
@@ -87,8 +88,8 @@ void Zero::agree_on_moved(const Flags& flags, Moved expected) {
   }
 }
 
-// Copies: what reads before it writes (mul_, and normal_, which writes twice) would meet what
-// another rank has written already.
+// Gives each rank copies: what reads before it writes (mul_, and normal_, which writes twice) would
+// meet what another rank has written already.
 void Zero::begin_writing() {
   const at::NoGradGuard no_grad;
   const Flags flags = meet(look_at_parameters(), "step gate: before writing");
@@ -148,7 +149,7 @@ void Zero::end_writing_shards() {
   take_samples();
 }
 
-// What an exception ended was never written.
+// Drops copies, so that what an exception ended was never written.
 void Zero::drop_writes() {
   if (!std::exchange(writing_, false)) return;
   for (size_t i = 0; i < parameters_.size(); ++i) parameters_[i].set_data(places_[i]);
