@@ -14,7 +14,7 @@ namespace trireme {
 // The first rank that could not do its part.
 struct RankFailure {
   int64_t rank = 0;
-  std::string text = {};     // what its exception says
+  std::string text = {};  // what its exception says
   bool is_value_error = false;
   std::exception_ptr own = {};  // the exception of this rank, if it has one
 };
@@ -23,7 +23,6 @@ struct RankFailure {
 // anywhere. What follows then (give up, throw `own` or an error that names the rank) is the
 // caller's. Collective: one gather_texts() over `device`.
 TRIREME_API std::optional<RankFailure> run_together(const std::function<void()>& work,
-                                                    Communicator& communicator,
-                                                    c10::Device device);
+                                                    Communicator& communicator, c10::Device device);
 
 }  // namespace trireme

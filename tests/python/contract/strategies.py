@@ -47,10 +47,6 @@ class Strategy:
     """What this rank has of gradients of whole parameters, when backward has returned."""
 
     @property
-    def world(self) -> int:
-        return 1 if self.backend is None else 2
-
-    @property
     def recovers(self) -> bool:
         """Whether the step after an exception in one rank's backward works."""
         return self.backend != "gloo"
@@ -138,13 +134,14 @@ STRATEGIES = {
 
 
 def on_every_strategy(
+    world: int = 2,
     *,
     ranks_only: bool = False,
     dying: Collection[int] = (),
     timeout: float = 60,
     patience_s: float = 30,
 ) -> Any:
-    """Runs the decorated test under each strategy, on its ranks; the test gets ``rank`` as well.
+    """Runs the decorated test under each strategy on ``world`` ranks; it gets its ``rank``, too.
 
     ``patience_s`` is the timeout of the group, ``timeout`` that of the whole test. ``ranks_only``
     leaves out what has no ranks; see run_ranks for ``dying``.
@@ -159,7 +156,7 @@ def on_every_strategy(
             if chosen.backend is None:
                 return program(0, chosen, **case)
             place = (program.__module__, program.__qualname__, strategy, patience_s, case)
-            run_ranks(_run_program, chosen.world, *place, timeout=timeout, dying=dying)
+            run_ranks(_run_program, world, *place, timeout=timeout, dying=dying)
 
         signature = inspect.signature(program)
         asked = [one for name, one in signature.parameters.items() if name != "rank"]

@@ -14,7 +14,7 @@ from ddp.ranks import Tied, mlp
 from zero.ranks import Shapes
 
 
-@on_every_strategy()
+@on_every_strategy(3)
 def test_equals_one_process(rank: int, strategy: Strategy) -> None:
     """Also with tied parameters, with four dtypes, and with fewer rows than ranks."""
     for make in (mlp, Tied, Shapes):
@@ -52,7 +52,7 @@ def test_zeroed_gradients_keep_their_identity(rank: int, strategy: Strategy) -> 
             before = now
 
 
-@on_every_strategy()
+@on_every_strategy(3)
 def test_accumulation(rank: int, strategy: Strategy) -> None:
     """Before each step: (batches, whether averaged) of its backwards, and how it begins."""
     steps: list[tuple[bool, list[tuple[int, bool]]]] = [
@@ -120,7 +120,7 @@ def test_parameters_frozen_from_the_start(rank: int, strategy: Strategy) -> None
         assert all(parameters[name].grad is None for name in frozen)
 
 
-@on_every_strategy()
+@on_every_strategy(3)
 def test_parameters_frozen_and_unfrozen_while_training_runs(rank: int, strategy: Strategy) -> None:
     changes = [
         {"0.weight": False, "4.bias": False},
