@@ -28,6 +28,8 @@ MAX_FUNCTION_LINES = 60
 MAX_TOP_FILES = 22  # of python/trireme itself
 MAX_FLAT_TESTS = 20  # test files in tests/python itself
 MAX_PAIRS = 30  # of sources and headers by one name in a folder of csrc
+MAX_PUBLIC_FUNCTIONS = 30
+MAX_MEMBERS = 25
 MAX_BINDING_LINES = 120  # an init_<area>() is a list of names, not logic
 REFUSED_WORDS = {"manager", "helper", "helpers", "util", "utils", "handler", "base", "new", "v2"}
 
@@ -185,6 +187,56 @@ def comment_openings(path: PurePosixPath, text: str) -> list[str]:
         for number, comment in comments(text)
         if (opening := LABEL.match(comment))
     ]
+
+
+CLASS = r"\b(?:class|struct)\s+(?:TRIREME_API\s+)?(\w+)"
+
+
+def declared_classes(text: str) -> set[str]:
+    return set(re.findall(CLASS, without_comments(text)))
+
+
+def foreign_members(text: str, header: str, declared: set[str]) -> list[str]:
+    """Classes of which a source defines members, though its own header does not declare them."""
+    own = declared_classes(text) | declared_classes(header)
+    member = r"^(?:[\w:<>,*&\s]+?[\s*&])?(\w+)::~?\w+\([^;]*?\{$"
+    defined = set(re.findall(member, without_comments(text), re.MULTILINE))
+    return sorted((defined & declared) - own)
+
+
+def class_bodies(text: str) -> dict[str, str]:
+    """Of clang-formatted code: the classes at namespace level, what braces hold in them left out."""
+    bodies = {}
+    head = rf"^{CLASS}(?:\s+final)?(?:\s*:[^{{;]*)?\s*\{{(.*?)^\}};"
+    for match in re.finditer(head, without_comments(text), re.MULTILINE | re.DOTALL):
+        body, depth = [], 0
+        for letter in match[2]:
+            depth -= letter == "}"
+            if depth == 0:
+                body.append(letter)
+            depth += letter == "{"
+        bodies[match[1]] = match[0].split(maxsplit=1)[0] + "\n" + "".join(body)
+    return bodies
+
+
+NO_MEMBER = r"(using|friend|enum|struct|class|template|static_assert|typedef)\b"
+
+
+def class_size(body: str) -> tuple[int, int]:
+    """How many public functions, constructors and operators included, and data members it has."""
+    kind, _, rest = body.partition("\n")
+    is_public, functions, members = kind == "struct", 0, 0
+    for statement in re.split(r";|\{\}|(?<=:)\n", rest):
+        words = " ".join(statement.split())
+        if words in ("public:", "private:", "protected:"):
+            is_public = words == "public:"
+        elif not words or re.match(NO_MEMBER, words):
+            continue
+        elif "(" in words.split("=")[0] or "operator" in words:
+            functions += is_public and not words.endswith("= delete")
+        elif not words.startswith("static constexpr"):
+            members += 1
+    return functions, members
 
 
 def cpp_function_length(path: PurePosixPath, text: str) -> list[str]:
