@@ -205,7 +205,7 @@ def foreign_members(text: str, header: str, declared: set[str]) -> list[str]:
 
 
 def class_bodies(text: str) -> dict[str, str]:
-    """Of clang-formatted code: the classes at namespace level, what braces hold in them left out."""
+    """The classes at namespace level of clang-formatted code, without what braces hold in them."""
     bodies = {}
     head = rf"^{CLASS}(?:\s+final)?(?:\s*:[^{{;]*)?\s*\{{(.*?)^\}};"
     for match in re.finditer(head, without_comments(text), re.MULTILINE | re.DOTALL):

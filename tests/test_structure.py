@@ -135,7 +135,6 @@ SPLIT_CLASSES = {
     "ShmBackend": "verbs, memory and hooks of c10d::Backend, a file each",
     "GradReducer": "its wires and landings are to become objects of their own",
     "Bucket": "buckets of runs are to become a kind of their own",
-    "CheckpointReader": "it is declared with what saves",
     "Mailbox": "what happens to messages when a rank fails",
     "Fsdp": "flags of a unit are to lie on ParamGroup",
     "ShardedModule": "flags of a unit are to lie on ParamGroup",

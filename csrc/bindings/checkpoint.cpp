@@ -1,4 +1,4 @@
-#include <trireme/saving/checkpoint.h>
+#include <trireme/saving/checkpoint_reader.h>
 
 #include <trireme/bindings/bindings.h>
 

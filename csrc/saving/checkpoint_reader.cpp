@@ -1,5 +1,6 @@
+#include <trireme/saving/checkpoint_reader.h>
+
 #include <trireme/common/error.h>
-#include <trireme/saving/checkpoint.h>
 
 #include <ATen/ATen.h>
 

@@ -1,7 +1,7 @@
 #include <trireme/saving/module_checkpoint.h>
 
 #include <trireme/comm/launch/launch.h>
-#include <trireme/saving/checkpoint.h>
+#include <trireme/saving/checkpoint_reader.h>
 #include <trireme/saving/held_parts.h>
 #include <trireme/saving/optimizer_state.h>
 

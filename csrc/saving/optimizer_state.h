@@ -2,7 +2,7 @@
 
 #include <trireme/common/error.h>
 #include <trireme/common/export.h>
-#include <trireme/saving/checkpoint.h>
+#include <trireme/saving/checkpoint_reader.h>
 #include <trireme/saving/held_parts.h>
 #include <trireme/saving/optimizer_fields.h>
 
