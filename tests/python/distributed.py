@@ -24,9 +24,7 @@ import torch.distributed as dist
 # Ranks are forked from a server that has imported torch and started nothing: 0.1 s per rank, where
 # a spawned interpreter imports torch for seconds, and what a first step imports for more.
 PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(
-    ["torch", "trireme", "torch._dynamo", "torch.distributed.optim", "pytest"]
-)
+PROCESSES.set_forkserver_preload(["rank_imports"])
 
 _GRACE = 3.0  # seconds for further failures to come in after the first
 
