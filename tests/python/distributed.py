@@ -8,6 +8,7 @@ import math
 import multiprocessing
 import os
 import signal
+import sys
 import tempfile
 import time
 import traceback
@@ -24,7 +25,15 @@ import torch.distributed as dist
 # Ranks are forked from a server that has imported torch and started nothing: 0.1 s per rank, where
 # a spawned interpreter imports torch for seconds, and what a first step imports for more.
 PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(["rank_imports"])
+PROCESSES.set_forkserver_preload(
+    [
+        *("torch", "torch._dynamo", "torch.distributed.optim", "torch.distributed.pipelining"),
+        *("trireme", "trireme.dp", "trireme.fsdp", "trireme.zero", "safetensors.torch", "pytest"),
+    ]
+)
+# pytest-xdist forbids its workers, and so this server, to write bytecode: each rank would compile
+# the file of its test, and what that imports, anew.
+sys.dont_write_bytecode = False
 
 _GRACE = 3.0  # seconds for further failures to come in after the first
 

@@ -40,7 +40,7 @@ def test_a_backward_that_raises_on_one_rank(rank: int, strategy: Strategy) -> No
                 loss.backward()
             handle.remove()
         else:
-            said = ("was abandoned", f"(rank {failing} of 2)", "the data of this rank are broken")
+            said = ("was abandoned", f"(rank {failing} of 2)")
             with raises(dist.DistBackendError, *said):
                 loss.backward()
         if strategy.recovers:
@@ -77,10 +77,11 @@ def test_a_killed_rank(rank: int, strategy: Strategy, moment: str) -> None:
 @on_every_strategy(ranks_only=True, timeout=40, patience_s=AGES_S)
 def test_a_rank_that_does_not_come(rank: int, strategy: Strategy) -> None:
     """It lives, and the group's timeout ends the wait."""
+    dist.barrier()
+    set_timeout(4)  # which groups that are made from now on take over
     ours, _ = strategy.pair(mlp)
     ours.train(0)
     ours.train(1)
-    set_timeout(2)
     if rank == 1:
         return stay_until("done")
     with raises(dist.DistBackendError, "(rank 0 of 2)"):

@@ -25,33 +25,9 @@ from fsdp.ranks import (
     train_both,
 )
 from shm.ranks import on_shm_ranks
-from zero.ranks import ROWS, Shapes, Training, alone, assert_close
+from zero.ranks import ROWS, Training, alone, assert_close
 
 SMALL_WORLDS = pytest.mark.parametrize("world", [2, 3])
-
-
-@SMALL_WORLDS
-@on_shm_ranks("world")
-def test_accumulation(rank: int, world: int) -> None:
-    """Before each step: (batches, whether averaged) of its backwards, and how it begins."""
-    steps: list[tuple[bool, list[tuple[int, bool]]]] = [
-        (True, [(0, True), (1, True)]),
-        (True, [(2, True), (3, True), (4, True)]),
-        (False, [(5, True)]),
-        (True, [(6, False), (7, True)]),
-        (True, [(8, True), (9, False), (10, True)]),
-        (False, [(11, True), (12, False), (13, False), (14, True)]),
-        (False, [(15, False), (16, True), (17, True)]),
-        (True, [(18, True)]),
-    ]
-    for make in (mlp, Shapes):
-        ours, one = pair(make)
-        for set_to_none, backwards in steps:
-            for training in (ours, one):
-                training.optimizer.zero_grad(set_to_none=set_to_none)
-                for number, sync in backwards:
-                    training.backward(number, sync=sync)
-            step_both(ours, one)
 
 
 @on_shm_ranks(2)
@@ -68,20 +44,6 @@ def test_accumulation_as_torch(rank: int) -> None:
         for one, other in zip(ours.model.parameters(), theirs.model.parameters(), strict=True):
             assert isinstance(one.grad, DTensor) and one.grad.placements == other.grad.placements
             assert_close("grad", local(one.grad), local(other.grad))
-
-
-@on_shm_ranks(2)
-def test_zeroed_gradients_keep_their_identity(rank: int) -> None:
-    ours, one = pair(mlp)
-    kept: list[Any] = []
-    for step in range(4):
-        for training in (ours, one):
-            training.optimizer.zero_grad(set_to_none=False)
-            training.backward(step)
-        step_both(ours, one)
-        now = [param.grad for param in ours.model.parameters()]
-        assert all(a is b for a, b in zip(now, kept or now, strict=True))
-        kept = now
 
 
 @on_shm_ranks(2)
@@ -244,33 +206,6 @@ def test_a_rank_whose_loss_uses_no_parameter(rank: int) -> None:
         step_both(ours, one)
 
 
-def set_requires_grad(model: nn.Module, wanted: dict[str, bool]) -> None:
-    for name, requires_grad in wanted.items():
-        model.get_parameter(name).requires_grad_(requires_grad)
-
-
-@SMALL_WORLDS
-@on_shm_ranks("world")
-def test_parameters_frozen_and_unfrozen_while_training_runs(rank: int, world: int) -> None:
-    changes = [
-        {"0.weight": False, "4.bias": False},
-        {"0.bias": False},
-        {"0.weight": True},
-        {"0.bias": True, "4.bias": True, "2.weight": False},
-    ]
-    for optimizer_class in (SGD, AdamW):
-        trainings = pair(mlp, optimizer_class, lr=0.1)
-        for change in changes:
-            for step in range(3):
-                for training in trainings:
-                    if step == 0:
-                        set_requires_grad(training.model, change)
-                train_both(*trainings, step)
-                for name, param in trainings[0].model.named_parameters():
-                    if not param.requires_grad:
-                        assert param.grad is None, name
-
-
 @on_shm_ranks(2)
 def test_parameters_frozen_while_they_are_unsharded(rank: int) -> None:
     """Which they are on one rank only: it has evaluated since the step."""
@@ -283,23 +218,6 @@ def test_parameters_frozen_while_they_are_unsharded(rank: int) -> None:
             training.model[2].requires_grad_(not frozen)
         train_both(ours, one, step)
         assert (ours.model[2].weight.grad is None) == frozen
-
-
-@on_shm_ranks(2)
-def test_parameters_frozen_from_the_start(rank: int) -> None:
-    """One of a unit, all of a unit, all of the first unit: its output needs no gradient."""
-    for frozen in (["0.weight", "4.bias"], ["2.weight"], ["0.weight", "0.bias"]):
-
-        def make(frozen: list[str] = frozen) -> nn.Module:
-            model = mlp()
-            set_requires_grad(model, dict.fromkeys(frozen, False))
-            return model
-
-        ours, one = pair(make)
-        for step in range(3):
-            train_both(ours, one, step)
-        names = dict(ours.model.named_parameters())
-        assert all(names[name].grad is None for name in frozen)
 
 
 @on_shm_ranks(2)

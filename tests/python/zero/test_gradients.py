@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.optim import SGD, AdamW
+from torch.optim import SGD
 from torch.utils.checkpoint import checkpoint
 
-from ddp.ranks import Tied, batch, mlp, on_ranks, raises
+from ddp.ranks import batch, mlp, on_ranks, raises
 from shm.ranks import on_shm_ranks
 from zero.ranks import (
     ROWS,
@@ -138,22 +138,6 @@ def test_gradients_of_this_rank_are_its_own_until_they_are_averaged(rank: int) -
 
 
 @on_shm_ranks(2)
-def test_zeroed_gradients_keep_their_identity(rank: int) -> None:
-    for by_module in (True, False):
-        ours, one = pair(mlp)
-        kept: list[torch.Tensor] = []
-        for step in range(4):
-            for training in (ours, one):
-                zeroing = training.model if by_module else training.optimizer
-                zeroing.zero_grad(set_to_none=False)
-                training.backward(step)
-            step_both(ours, one)
-            now = [parameter.grad for parameter in ours.model.parameters()]
-            assert all(a is b for a, b in zip(now, kept or now, strict=True))
-            kept = now
-
-
-@on_shm_ranks(2)
 def test_several_forwards_one_backward(rank: int) -> None:
     ours, one = pair(mlp)
     for step in range(3):
@@ -177,60 +161,6 @@ def test_forwards_and_derivatives_in_between(rank: int) -> None:
                     training.loss(8)
                 training.loss(7)
             loss.backward()
-        step_both(ours, one)
-
-
-@on_shm_ranks(2)
-def test_tied_parameters(rank: int) -> None:
-    ours, one = pair(Tied)
-    for step in range(3):
-        for training in (ours, one):
-            training.optimizer.zero_grad()
-            training.backward(step)
-        step_both(ours, one)
-
-
-def _set_requires_grad(model: nn.Module, wanted: dict[str, bool]) -> None:
-    for name, requires_grad in wanted.items():
-        model.get_parameter(name).requires_grad_(requires_grad)
-
-
-@pytest.mark.parametrize("world", [2, 3])
-@on_shm_ranks("world")
-def test_parameters_frozen_and_unfrozen_while_training_runs(rank: int, world: int) -> None:
-    changes = [
-        {"0.weight": False, "4.bias": False},
-        {"0.bias": False},
-        {"0.weight": True},
-        {"0.bias": True, "4.bias": True, "2.weight": False},
-    ]
-    for optimizer_class in (SGD, AdamW):
-        trainings = (
-            sharded(mlp, optimizer_class, 2, lr=0.1),
-            alone(mlp, optimizer_class, lr=0.1),
-        )
-        for change in changes:
-            for step in range(3):
-                for training in trainings:
-                    if step == 0:
-                        _set_requires_grad(training.model, change)
-                    training.optimizer.zero_grad()
-                    training.backward(step)
-                step_both(*trainings)
-
-
-@on_shm_ranks(2)
-def test_parameters_frozen_from_the_start(rank: int) -> None:
-    def make() -> nn.Module:
-        model = mlp()
-        _set_requires_grad(model, {"0.weight": False, "4.bias": False})
-        return model
-
-    ours, one = pair(make)
-    for step in range(3):
-        for training in (ours, one):
-            training.optimizer.zero_grad()
-            training.backward(step)
         step_both(ours, one)
 
 
