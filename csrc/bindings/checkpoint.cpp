@@ -1,6 +1,5 @@
-#include <trireme/saving/checkpoint_reader.h>
-
 #include <trireme/bindings/bindings.h>
+#include <trireme/saving/checkpoint_reader.h>
 
 #include <pybind11/stl.h>
 #include <torch/csrc/Exceptions.h>
