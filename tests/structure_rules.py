@@ -189,7 +189,7 @@ def comment_openings(path: PurePosixPath, text: str) -> list[str]:
     ]
 
 
-CLASS = r"\b(?:class|struct)\s+(?:TRIREME_API\s+)?(\w+)"
+CLASS = r"\b(?:class|struct)\s+(?:TRIREME_API\s+)?(\w+)\b(?!::|;)"
 
 
 def declared_classes(text: str) -> set[str]:
