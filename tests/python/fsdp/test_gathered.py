@@ -52,11 +52,7 @@ PROGRAMS: dict[tuple[str, int], Sequence[str]] = {
     ("modules", 2): ("casts_before_the_first_forward", "a_first_forward_without_gradients"),
     ("modules", 3): ("meta_device", "other_dimensions", "memory_that_is_not_contiguous"),
     ("gradients", 2): (*GRADIENTS, "tied_parameters", "units_run_by_themselves"),
-    ("gradients", 3): (
-        "accumulation",
-        "what_some_or_all_ranks_skip",
-        "parameters_frozen_and_unfrozen_while_training_runs",
-    ),
+    ("gradients", 3): ("what_some_or_all_ranks_skip",),
     ("precision", 2): ("policies_as_torch", "accumulation_in_reduce_dtype", "autocast"),
     ("checkpointing", 2): ("checkpointing", "checkpointing_the_root"),
     ("partial_sync", 2): ("as_torch",),
