@@ -31,9 +31,7 @@ import fsdp.ranks
 import zero.ranks
 from distributed import run_ranks
 from fsdp.ranks import SGD_OPTIONS, ModelMaker, assert_parts, local, part_of
-from zero.ranks import DDP, Training, alone, assert_close
-
-Gradients = list[torch.Tensor | None]
+from zero.ranks import DDP, Gradients, Training, alone, assert_close, own_parts
 
 
 @dataclass(frozen=True)
@@ -87,19 +85,6 @@ def _dp(make: ModelMaker, optimizer_class: Any, **defaults: Any) -> Training:
     return Training(model, net, optimizer_class(model.parameters(), **defaults))
 
 
-def _owned(training: Training, whole: Gradients) -> Gradients:
-    """ZeRO 2: what this rank owns, and zeros."""
-    parts: Gradients = []
-    plan = (ranges for core in training.optimizer._cores for ranges in core.plan())
-    for gradient, ranges in zip(whole, plan, strict=True):
-        begin, numel = ranges[training.rank]
-        part = None if gradient is None else torch.zeros_like(gradient).contiguous()
-        if part is not None:
-            part.view(-1)[begin : begin + numel] = gradient.reshape(-1)[begin : begin + numel]
-        parts.append(part)
-    return parts
-
-
 def _rows(training: Training, whole: Gradients) -> Gradients:
     """fully_shard: the rows of a DTensor that this rank has."""
     parameters = training.model.parameters()
@@ -125,8 +110,8 @@ STRATEGIES = {
         Strategy("ddp", "gloo", _ddp),
         Strategy("ddp, shared memory", "trireme", _ddp),
         Strategy("zero 1", "trireme", _zero(1)),
-        Strategy("zero 2", "trireme", _zero(2), _owned),
-        Strategy("zero 2, gathered", "gloo", _zero(2), _owned),
+        Strategy("zero 2", "trireme", _zero(2), own_parts),
+        Strategy("zero 2, gathered", "gloo", _zero(2), own_parts),
         Strategy("fully_shard", "trireme", fsdp.ranks.sharded, _rows),
         Strategy("fully_shard, gathered", "gloo", fsdp.ranks.sharded, _rows),
     )

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import os
-import signal
-from typing import Any
-
 import pytest
 import torch.distributed as dist
 
 from contract.strategies import Strategy, on_every_strategy
-from ddp.ranks import AGES_S, HOUSE_FORM, message_of, mlp, raises, say, set_timeout, stay_until
-
-
-def break_it(*_: Any) -> None:
-    raise ArithmeticError("the data of this rank are broken")
-
-
-def kill_this_rank(*_: Any) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
+from ddp.ranks import (
+    AGES_S,
+    HOUSE_FORM,
+    break_it,
+    kill_this_rank,
+    message_of,
+    mlp,
+    raises,
+    say,
+    set_timeout,
+    stay_until,
+)
 
 
 @on_every_strategy(timeout=40)

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-import os
-import signal
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
 
-from ddp.ranks import AGES_S, batch, mlp, raises, say, set_timeout, stay_until
+from ddp.ranks import (
+    AGES_S,
+    batch,
+    break_it,
+    kill_this_rank,
+    mlp,
+    raises,
+    say,
+    set_timeout,
+    stay_until,
+)
 from fsdp.ranks import local, pair, sharded, train_both
 from shm.ranks import on_shm_ranks
-from zero.test_faults import break_it
 
 MOMENTS = ("unshard", "collect", "step gate")
-
-
-def kill_this_rank(*_: Any) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.parametrize("moment", MOMENTS)

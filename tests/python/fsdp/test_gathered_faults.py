@@ -5,11 +5,8 @@ and say who it was and which unit they were waiting for. The group must then be 
 from __future__ import annotations
 
 import functools
-import os
 import resource
-import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,9 +14,18 @@ import torch.distributed as dist
 import trireme
 from torch import nn
 
-from ddp.ranks import AGES_S, mlp, on_ranks, raises, say, set_timeout, stay_until
+from ddp.ranks import (
+    AGES_S,
+    break_it,
+    kill_this_rank,
+    mlp,
+    on_ranks,
+    raises,
+    say,
+    set_timeout,
+    stay_until,
+)
 from fsdp.ranks import own, sharded
-from zero.test_faults import break_it
 
 on_gloo_ranks = functools.partial(on_ranks, backend="gloo", timeout=40, patience_s=AGES_S)
 
@@ -56,10 +62,6 @@ def test_a_backward_that_raises_on_one_rank(rank: int) -> None:
     loss = ours.loss(1)
     with raises(dist.DistBackendError, "backward", "was abandoned", "(rank 1 of 3)"):
         loss.backward()
-
-
-def kill_this_rank(*_: Any) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.parametrize("moment", ["forward", "backward"])

@@ -23,7 +23,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Shard
 from torch.optim import AdamW
 
-from ddp.ranks import HOUSE_FORM, Tied, mlp, raises, say, stay_until
+from ddp.ranks import HOUSE_FORM, Tied, break_it, mlp, raises, say, stay_until
 from distributed import run_ranks
 from fsdp.ranks import (
     assert_locals,
@@ -41,7 +41,6 @@ from fsdp.ranks import (
 )
 from shm.hosts import LAYOUTS, join, on_hosts
 from zero.ranks import Shapes, alone
-from zero.test_faults import break_it
 
 BF16 = torch.bfloat16
 

@@ -25,7 +25,7 @@ from trireme._C import RecordingCommunicator
 from trireme._core.meshes import timeout_of
 from trireme._fsdp.mesh import FsdpMesh, _neighbours_in
 
-from ddp.ranks import AGES_S, message_of, mlp, on_ranks, raises, say, stay_until
+from ddp.ranks import AGES_S, break_it, message_of, mlp, on_ranks, raises, say, stay_until
 from fsdp.ranks import (
     assert_locals,
     evaluate,
@@ -40,7 +40,6 @@ from fsdp.ranks import (
 from fsdp.test_gathered import frozen_front, has_memory, train_on_ways
 from fsdp.test_gradients import Skipping
 from shm.ranks import on_shm_ranks
-from zero.test_faults import break_it
 from zero.test_gradients import Checkpointed
 from zero.test_join import OPTIONS, by_torchs_ddp, inputs, loop
 

@@ -13,7 +13,7 @@ Every step of the sharded training is compared with that of one process on the w
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +29,7 @@ from ddp.ranks import assert_same_on_all_ranks, batch
 ROWS = 12  # of every batch: as many for each rank, in every world that is tested
 DDP = trireme.DistributedDataParallel
 Zero = trireme.ZeroRedundancyOptimizer
+Gradients = list[torch.Tensor | None]
 
 
 @dataclass
@@ -79,6 +80,19 @@ def sharded(
     given = {"stage": stage, **(options or {}), **defaults}
     optimizer = Zero(model.parameters(), optimizer_class, **given)
     return Training(model, net, optimizer, dist.get_rank(), dist.get_world_size())
+
+
+def own_parts(training: Training, gradients: Iterable[torch.Tensor | None]) -> Gradients:
+    """What this rank owns of gradients of whole parameters, and zeros in place of the rest."""
+    parts: Gradients = []
+    plan = (ranges for core in training.optimizer._cores for ranges in core.plan())
+    for gradient, ranges in zip(gradients, plan, strict=True):
+        begin, numel = ranges[training.rank]
+        part = None if gradient is None else torch.zeros(gradient.shape, dtype=gradient.dtype)
+        if part is not None:
+            part.view(-1)[begin : begin + numel] = gradient.reshape(-1)[begin : begin + numel]
+        parts.append(part)
+    return parts
 
 
 class Shapes(nn.Module):

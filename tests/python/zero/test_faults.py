@@ -20,6 +20,7 @@ from ddp.ranks import (
     AGES_S,
     HOUSE_FORM,
     batch,
+    break_it,
     message_of,
     mlp,
     on_ranks,
@@ -141,10 +142,6 @@ def test_a_hook_raises_on_one_rank(rank: int, register: Any) -> None:
                 with raises(dist.DistBackendError, text, f"(rank {failing} of 2)"):
                     loss.backward()
             assert_goes_on(ours)
-
-
-def break_it(*_: Any) -> None:
-    raise ArithmeticError("the data of this rank are broken")
 
 
 @on_shm_ranks(2, timeout=40)

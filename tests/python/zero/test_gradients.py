@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -21,10 +21,9 @@ from zero.ranks import (
     alone,
     assert_close,
     assert_equal_parameters,
+    own_parts,
     sharded,
 )
-
-Gradients = list[torch.Tensor | None]
 
 
 def pair(make: Callable[[], nn.Module], **options: Any) -> tuple[Training, Training]:
@@ -32,19 +31,6 @@ def pair(make: Callable[[], nn.Module], **options: Any) -> tuple[Training, Train
     return sharded(make, SGD, 2, options, lr=0.1, momentum=0.9), alone(
         make, SGD, lr=0.1, momentum=0.9
     )
-
-
-def own_parts(training: Training, gradients: Iterable[torch.Tensor | None]) -> Gradients:
-    """Of gradients of whole parameters what this rank owns, and zeros."""
-    parts: Gradients = []
-    plan = (ranges for core in training.optimizer._cores for ranges in core.plan())
-    for gradient, ranges in zip(gradients, plan, strict=True):
-        begin, numel = ranges[training.rank]
-        part = None if gradient is None else torch.zeros(gradient.shape, dtype=gradient.dtype)
-        if part is not None:
-            part.view(-1)[begin : begin + numel] = gradient.reshape(-1)[begin : begin + numel]
-        parts.append(part)
-    return parts
 
 
 def assert_gradients(ours: Training, one: Training) -> None:
