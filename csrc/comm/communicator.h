@@ -55,6 +55,10 @@ class TRIREME_API Communicator {
   virtual Pending reduce_scatter(std::vector<at::Tensor> outputs, std::vector<at::Tensor> inputs,
                                  ReduceOp op, std::string label) = 0;
 
+  // Says whether reduce_scatter() may return only when all ranks have come: somebody else's verb in
+  // its place waits inside.
+  virtual bool scatter_waits() const { return false; }
+
   virtual Pending barrier(std::string label) = 0;
 
   // Tells the other ranks, outside any collective, that this rank has left the common sequence of

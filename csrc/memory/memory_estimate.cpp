@@ -16,7 +16,7 @@ namespace {
 constexpr std::string_view kEstimateArea = "memory_estimate";
 constexpr int64_t kKiB = 1024;
 constexpr int64_t kMiB = 1024 * kKiB;
-// grad/bucket_stream.cpp: a ring of each rank, to which whole gradients go of few ranks only.
+// grad/stream_wire.cpp: a ring of each rank, to which whole gradients go of few ranks only.
 constexpr int64_t kDepositRing = 8 * kMiB;
 constexpr int64_t kMostStreamingRanks = 4;
 // shm/host_group.cpp: slots and counters of each rank.
@@ -25,7 +25,7 @@ constexpr int64_t kLargestSlotRing = 4 * kMiB;
 constexpr int64_t kSmallestSlotRing = 512 * kKiB;
 constexpr int64_t kSlotUnit = 64 * kKiB;
 constexpr int64_t kCounters = 16 * kKiB;
-// Reductions without deposits, grad/grad_reducer.cpp: one bucket fills, two are on their way.
+// Reductions without deposits, grad/launch_queue.cpp: one bucket fills, two are on their way.
 constexpr int64_t kBucket = 25 * kMiB;
 constexpr int64_t kBuckets = 3;
 // comm/scratch.h: what comes in over Gloo before it is summed up.

@@ -29,7 +29,7 @@ struct ModuleNow {
   std::vector<std::string> beside;  // what else all ranks must have alike, one line each
 };
 
-// See [Note: a module that changes] in grad/grad_reducer_changes.cpp.
+// See [Note: a module that changes] in grad/parameter_changes.h.
 struct ModuleWatch {
   // Absent while the module has the parameters that it had when the reducer was made, or when
   // adopted() was called last. Called after every forward, when it may miss some changes for a few

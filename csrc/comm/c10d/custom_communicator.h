@@ -43,7 +43,7 @@ class TRIREME_API CustomCommunicator final : public Communicator {
   void set_reduce_scatter(CustomCollective collective);
   // Says whether a reduce_scatter of CPU tensors may return only when all ranks have come: the
   // user's last one did, or there was none yet.
-  bool scatter_waits() const { return reduce_scatter_ && scatter_waits_; }
+  bool scatter_waits() const override { return reduce_scatter_ && scatter_waits_; }
   const std::shared_ptr<Communicator>& inner() const { return inner_; }
 
   RankOf rank_of() const override { return inner_->rank_of(); }

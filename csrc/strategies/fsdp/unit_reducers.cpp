@@ -1,5 +1,7 @@
 #include <trireme/strategies/fsdp/unit_reducers.h>
 
+#include <trireme/grad/collective_wire.h>
+
 #include <algorithm>
 #include <utility>
 
@@ -19,14 +21,14 @@ ShardPlan plan_of(const std::vector<ParameterInfo>& stored, int64_t world) {
 
 }  // namespace
 
-std::shared_ptr<GradReducer> UnitReducers::make_reducer(const Request& request, const Part& part) {
+void UnitReducers::make_reducer(const Request& request, Part& part) {
   NamedParameters parameters;
   for (const int64_t index : part.parameters)
     parameters.names.push_back(request.names[static_cast<size_t>(index)]);
   parameters.sparse_gradient.assign(parameters.names.size(), false);
   GradReducerOptions options;
   options.area = "fully_shard";
-  options.arms_at_parameters = true;
+  OwnerLanding::Owners owners;
   std::vector<ParameterInfo> stored;
   for (const size_t one : part.groups) {
     const ParamGroup& group = *request.groups[one];
@@ -34,7 +36,7 @@ std::shared_ptr<GradReducer> UnitReducers::make_reducer(const Request& request, 
       const ShardedParam& param = group.params()[i];
       const ShardedParamSpec& spec = param.spec();
       parameters.tensors.push_back(group.leaves()[i]);
-      options.sharded_parameters.push_back(param.gradient_leaf());
+      owners.leaves.push_back(param.gradient_leaf());
       options.reduce_dtypes.emplace_back(spec.reduce_dtype.value_or(spec.dtype));
       stored.push_back(stored_info(spec, spec.dtype));
     }
@@ -42,10 +44,19 @@ std::shared_ptr<GradReducer> UnitReducers::make_reducer(const Request& request, 
   const size_t first = part.groups.front();
   const std::shared_ptr<Communicator>& sharers = request.groups[first]->communicator();
   const FsdpRanks& ranks = request.ranks[request.ranks_of[first]];
-  options.shards = std::make_shared<const ShardPlan>(plan_of(stored, sharers->world()));
-  options.scatters_with = ranks.scatters_with ? ranks.scatters_with : sharers;
-  options.replicates_with = ranks.replicates_with;
-  return GradReducer::make(std::move(parameters), ranks.communicator, std::move(options));
+  owners.own = {std::make_shared<const ShardPlan>(plan_of(stored, sharers->world())),
+                sharers->rank()};
+  owners.has_replicas = ranks.replicates_with != nullptr;
+  part.arming = std::make_shared<Arming>(/*at_parameters=*/true);
+  part.landing = std::make_shared<OwnerLanding>(part.arming, std::move(owners));
+  GradReducerParts parts;
+  parts.communicator = ranks.communicator;
+  parts.arming = part.arming;
+  parts.landing = part.landing;
+  parts.wire = std::make_unique<CollectiveWire>(
+      ranks.communicator, ranks.scatters_with ? ranks.scatters_with : sharers,
+      ranks.replicates_with ? make_replica_sum(ranks.replicates_with) : nullptr);
+  part.reducer = GradReducer::make(parameters, std::move(parts), options);
 }
 
 UnitReducers::UnitReducers(const Request& request) {
@@ -58,14 +69,14 @@ UnitReducers::UnitReducers(const Request& request) {
     for (size_t k = 0; k < part.numbers_of_parameters.back(); ++k)
       part.parameters.push_back(parameter++);
   }
-  std::vector<std::shared_ptr<GradReducer>> reducers;
+  std::vector<std::shared_ptr<Arming>> armings;
   for (Part& part : parts) {
     if (part.groups.empty()) continue;  // units without parameters of their own
-    part.reducer = make_reducer(request, part);
-    reducers.push_back(part.reducer);
+    make_reducer(request, part);
+    armings.push_back(part.arming);
     parts_.push_back(std::move(part));
   }
-  if (reducers.size() > 1) GradReducer::arm_together(reducers);
+  if (armings.size() > 1) Arming::arm_together(armings);
 }
 
 template <typename Value>
@@ -84,16 +95,16 @@ std::vector<Value> UnitReducers::Part::of_parameters(const std::vector<Value>& a
 }
 
 void UnitReducers::before_forward() {
-  for (const Part& part : parts_) part.reducer->before_forward();
+  for (const Part& part : parts_) part.arming->before_forward();
 }
 
 void UnitReducers::after_forward(const std::vector<at::Tensor>& outputs, bool all_found) {
   for (const Part& part : parts_)
-    part.reducer->after_forward(outputs, /*synchronize=*/true, all_found);
+    part.arming->after_forward(outputs, /*synchronize=*/true, all_found);
 }
 
 void UnitReducers::set_synchronize(bool synchronize) {
-  for (const Part& part : parts_) part.reducer->set_synchronize(synchronize);
+  for (const Part& part : parts_) part.arming->set_synchronize(synchronize);
 }
 
 void UnitReducers::shadow_backward() {
@@ -109,24 +120,24 @@ void UnitReducers::reduce_accumulated() {
 }
 
 void UnitReducers::drop_accumulated() {
-  for (const Part& part : parts_) part.reducer->drop_accumulated();
+  for (const Part& part : parts_) part.landing->drop_accumulated();
 }
 
 void UnitReducers::hold(const std::vector<bool>& groups) {
-  for (const Part& part : parts_) part.reducer->hold(part.of_parameters(groups));
+  for (const Part& part : parts_) part.landing->hold(part.of_parameters(groups));
 }
 
 void UnitReducers::defer_all_reduce(const std::vector<bool>& groups) {
-  for (const Part& part : parts_) part.reducer->defer_all_reduce(part.of_parameters(groups));
+  for (const Part& part : parts_) part.landing->defer_all_reduce(part.of_parameters(groups));
 }
 
 void UnitReducers::set_divide_factors(const std::vector<double>& groups) {
-  for (const Part& part : parts_) part.reducer->set_divide_factors(part.of_parameters(groups));
+  for (const Part& part : parts_) part.landing->set_divide_factors(part.of_parameters(groups));
 }
 
 void UnitReducers::set_all_reduce_hooks(const std::vector<AllReduceHook>& groups) {
   for (const Part& part : parts_)
-    trireme::set_all_reduce_hooks(*part.reducer, part.of_groups(groups),
+    trireme::set_all_reduce_hooks(*part.landing, part.of_groups(groups),
                                   part.numbers_of_parameters);
 }
 
@@ -151,7 +162,7 @@ void UnitReducers::set_delivered_callback(const GradReducer::DeliveredCallback& 
 
 void UnitReducers::ask_for_unused(const std::function<std::vector<bool>()>& groups) {
   for (const Part& part : parts_) {
-    part.reducer->set_armed_callback([groups, part = &part] {
+    part.arming->set_armed_callback([groups, part = &part] {
       const std::vector<bool> unused = groups();
       if (!unused.empty()) part->reducer->expect_none(part->of_parameters(unused));
     });

@@ -4,6 +4,7 @@
 #include <trireme/grad/grad_reducer.h>
 #include <trireme/param/param_group.h>
 #include <trireme/strategies/fsdp/all_reduce_hooks.h>
+#include <trireme/strategies/fsdp/owner_landing.h>
 
 #include <ATen/core/Tensor.h>
 
@@ -83,6 +84,8 @@ class TRIREME_API UnitReducers {
     std::vector<size_t> groups;
     std::vector<size_t> numbers_of_parameters;  // counts per group
     std::vector<int64_t> parameters;
+    std::shared_ptr<Arming> arming;
+    std::shared_ptr<OwnerLanding> landing;
     std::shared_ptr<GradReducer> reducer;
 
     template <typename Value>
@@ -90,7 +93,7 @@ class TRIREME_API UnitReducers {
     template <typename Value>
     std::vector<Value> of_parameters(const std::vector<Value>& all_groups) const;
   };
-  static std::shared_ptr<GradReducer> make_reducer(const Request& request, const Part& part);
+  static void make_reducer(const Request& request, Part& part);
 
   std::vector<Part> parts_;
 };
