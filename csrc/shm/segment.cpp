@@ -100,7 +100,7 @@ int64_t read_number(const std::filesystem::path& path) {
   return file >> number ? number : -1;
 }
 
-// What the control groups (v2) above this process leave.
+// Returns what the control groups (v2) above this process leave.
 int64_t free_in_control_group() {
   std::ifstream membership("/proc/self/cgroup");
   int64_t found = std::numeric_limits<int64_t>::max();
