@@ -13,7 +13,7 @@ shm::Piece piece_of(const at::Tensor& flat, int64_t begin, int64_t numel) {
   return {static_cast<std::byte*>(flat.data_ptr()) + begin * element, numel * element};
 }
 
-// Bytes of the caller's, and where they stand among those of a rank.
+// Names bytes of the caller's, and where they stand among those of a rank.
 struct Run {
   const std::byte* begin;
   const std::byte* end;

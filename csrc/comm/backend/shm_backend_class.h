@@ -143,7 +143,7 @@ class ShmBackend final : public c10d::Backend {
   WorkPtr recvAnysource(Tensors& tensors, int tag) override;
 
  private:
-  // What an operation is given when its turn has come.
+  // Holds what an operation is given when its turn has come.
   struct Call {
     GroupCollectives run;
     shm::CallOptions options;

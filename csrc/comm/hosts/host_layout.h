@@ -32,7 +32,7 @@ struct HostLayout {
   }
   const std::vector<int64_t>& here() const { return ranks_of(host); }
   int64_t ranks_here() const { return static_cast<int64_t>(here().size()); }
-  // The ranks of a host whose data goes by that leg: every legs-th.
+  // Returns the ranks of a host whose data goes by that leg: every legs-th.
   std::vector<int64_t> carried(int64_t one, int64_t leg) const {
     std::vector<int64_t> ranks;
     for (int64_t at = leg; at < static_cast<int64_t>(ranks_of(one).size()); at += legs)

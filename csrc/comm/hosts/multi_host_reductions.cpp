@@ -13,7 +13,7 @@ namespace {
 // and between two hosts the same bytes.
 constexpr int64_t kFlatBytes = 16 * 1024;
 
-// What the ranks of a host do before their sums travel.
+// Returns what the ranks of a host do before their sums travel.
 ReduceOptions on_host(ReduceOptions how) {
   if (how.op == shm::ReduceOp::kAvg) how.op = shm::ReduceOp::kSum;
   return how;
@@ -21,7 +21,7 @@ ReduceOptions on_host(ReduceOptions how) {
 
 }  // namespace
 
-// An all-reduce or, with a root, a reduce.
+// Is an all-reduce or, with a root, a reduce.
 class MultiHostCollectives::Summing final : public SlicedStages {
  public:
   Summing(MultiHostCollectives& owner, const Scope& scope, const Pieces& memory,
@@ -81,7 +81,7 @@ class MultiHostCollectives::Summing final : public SlicedStages {
 
   bool is_flat(int64_t bytes) const { return layout_.count() == 2 || bytes <= kFlatBytes; }
 
-  // What of a slice that host sums.
+  // Returns what of a slice that host sums.
   Run summed_by(int64_t host, int64_t slice_bytes) const {
     if (root_ >= 0) return {0, host == root_host_ ? slice_bytes : 0};
     if (is_flat(slice_bytes)) return {0, slice_bytes};
