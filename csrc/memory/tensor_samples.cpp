@@ -19,7 +19,7 @@ constexpr int64_t kMib = int64_t{1} << 20;
 // A gradient may be scaled, and scaled again: each product is rounded once, the quotient here, too.
 constexpr double kRoundings = 4;
 
-// The next of a sequence of 64-bit numbers that look random (splitmix64).
+// Returns the next of a sequence of 64-bit numbers that look random (splitmix64).
 uint64_t scattered(uint64_t& state) {
   uint64_t mixed = state += 0x9e3779b97f4a7c15;
   mixed = (mixed ^ (mixed >> 30U)) * 0xbf58476d1ce4e5b9;
@@ -57,7 +57,7 @@ double number_at(const std::byte* bytes) {
   return static_cast<double>(number);
 }
 
-// How to read the numbers of a dtype; a complex element is two of them.
+// Says how to read the numbers of a dtype; a complex element is two of them.
 struct NumberFormat {
   double (*read)(const std::byte*) = nullptr;  // null: of none that gradients have
   size_t bytes = 1;
