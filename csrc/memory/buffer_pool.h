@@ -41,7 +41,7 @@ class TRIREME_API BufferPool {
   // Keeps up to so many idle blocks from now on; gives up the others.
   void keep_idle(int64_t blocks);
 
-  // Return the bytes that are taken now, and the most that ever were.
+  // These return the bytes that are taken now, and the most that ever were.
   int64_t taken_bytes() const;
   int64_t most_taken_bytes() const;
 

@@ -129,7 +129,8 @@ class Estimator {
     return bytes;
   }
 
-  // Returns shards by the rule of ShardPlacement::kDim0, under which rank 0 has most, and host 0.
+  // Returns the bytes of shards by the rule of ShardPlacement::kDim0, under which rank 0 has most,
+  // and host 0.
   Spread by_rows(Rate rate) const {
     Spread found;
     for (const ParameterInfo& parameter : request_.parameters) {

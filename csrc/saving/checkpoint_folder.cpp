@@ -201,7 +201,8 @@ void CheckpointFolder::check_path() const {
                                where_, "Pass the name of a folder in it."));
 }
 
-// Removes what check() has let pass and is not the checkpoint at path_.
+// Removes what check() has let pass beside path_, but puts a checkpoint that was moved away back
+// there.
 void CheckpointFolder::clear() const {
   if (moved_away().empty()) {
     remove(replaced_);

@@ -21,7 +21,7 @@ const torch::nn::Module& plain_module(const torch::nn::Module& module) {
   return wrapper != nullptr ? plain_module(wrapper->wrapped()) : module;
 }
 
-// Finds the outermost ones in a module.
+// Finds the outermost modules in a module, itself included, that hold parts.
 void find_holders(torch::nn::Module& module, std::vector<HoldsParts*>& found) {
   if (auto* holder = dynamic_cast<HoldsParts*>(&module)) return found.push_back(holder);
   for (const auto& child : module.children()) find_holders(*child, found);

@@ -34,7 +34,7 @@ class OptimizerFields {
   virtual ~OptimizerFields() = default;
 
   virtual std::vector<OptionField> options(torch::optim::OptimizerOptions& options) const = 0;
-  // Returns what Python's class has as an option, and this one always does so.
+  // Returns what is an option of Python's class and is always so in this one, with its value.
   virtual std::vector<std::pair<const char*, bool>> fixed_options() const = 0;
 
   virtual std::unique_ptr<torch::optim::OptimizerParamState> make_state() const = 0;

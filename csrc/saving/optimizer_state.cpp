@@ -221,7 +221,7 @@ class OptimizerToLoad::Text {
 
 namespace {
 
-// Makes `options` those of a saved group, or ValueError is thrown.
+// Makes `options` those of a saved group, or throws ValueError.
 void take_options(const NamedOptimizer& optimizer, const StateJson& saved,
                   OptimizerOptions& options) {
   const std::string name = class_name(*optimizer.stepping);

@@ -48,9 +48,9 @@ struct NamedOptimizer {
   RankOf where;
 };
 
-// `names` are of parameters in the plain model; `parts`: of what ranks share out, which must live
-// as long as the result. Throws ValueError for an optimizer of other parameters and of a class that
-// is not known.
+// `names` are of parameters in the plain model, `parts` of what ranks share out, which must live as
+// long as the result. Throws ValueError for an optimizer of other parameters and of a class that is
+// not known.
 NamedOptimizer name_optimizer(torch::optim::Optimizer& optimizer,
                               const std::unordered_map<const at::TensorImpl*, std::string>& names,
                               const HeldParts& parts, RankOf where);

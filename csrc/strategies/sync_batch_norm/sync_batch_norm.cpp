@@ -18,7 +18,7 @@ using torch::autograd::variable_list;
 
 constexpr const char* kArea = "sync_batch_norm";
 
-// Holds what an autograd node keeps beside tensors has to be an IValue.
+// What an autograd node keeps beside tensors has to be an IValue.
 struct CommunicatorHolder : torch::CustomClassHolder {
   explicit CommunicatorHolder(std::shared_ptr<Communicator> held) : communicator(std::move(held)) {}
   std::shared_ptr<Communicator> communicator;
