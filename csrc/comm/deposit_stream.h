@@ -53,8 +53,8 @@ class TRIREME_API DepositStream {
   // are summed in fp32 and rounded once. Without `sums` the bytes are passed over.
   int64_t collect(std::byte* sums, at::ScalarType dtype, int64_t bytes);
   // Sums as the other collect() does, but hands the sums to `sink`, some KiB at a time while they
-  // are in the nearest cache: `bytes` bytes from `at` on. The sink may write to them.
-  using Sink = std::function<void(std::byte* sums, int64_t at, int64_t bytes)>;
+  // are in the nearest cache: `bytes` bytes from `offset` on. The sink may write to them.
+  using Sink = std::function<void(std::byte* sums, int64_t offset, int64_t bytes)>;
   int64_t collect(const Sink& sink, at::ScalarType dtype, int64_t bytes);
 
   // These count the bytes of this round.

@@ -91,7 +91,8 @@ NumberFormat format_of(at::ScalarType dtype) {
 
 std::vector<int64_t> sample_positions(int64_t numel, int64_t item_bytes, uint64_t seed) {
   std::vector<int64_t> positions;
-  for_each_position({numel, item_bytes, seed}, [&](int64_t at) { positions.push_back(at); });
+  for_each_position({numel, item_bytes, seed},
+                    [&](int64_t position) { positions.push_back(position); });
   return positions;
 }
 
@@ -176,9 +177,9 @@ void TensorSamples::compare(size_t tensor, const SampledMemory& now, CommonFacto
   const size_t item_bytes = c10::elementSize(now.dtype);
   for (const Sample& sample : sampled->samples) {
     const std::byte* const there = now.data + static_cast<size_t>(sample.position) * item_bytes;
-    for (size_t at = 0; at < item_bytes; at += format.bytes)
-      factor.add({format.read(sample.value.data() + at), format.read(there + at), format.roundoff,
-                  format.smallest});
+    for (size_t offset = 0; offset < item_bytes; offset += format.bytes)
+      factor.add({format.read(sample.value.data() + offset), format.read(there + offset),
+                  format.roundoff, format.smallest});
   }
 }
 

@@ -39,12 +39,12 @@ class Pieces {
   // `offset` counted from `begin`.
   template <typename Visit>
   void visit(int64_t begin, int64_t length, Visit&& visit) const {
-    auto at =
+    auto index =
         static_cast<size_t>(std::upper_bound(ends_.begin(), ends_.end(), begin) - ends_.begin());
-    for (int64_t offset = 0; offset < length; ++at) {
-      const int64_t skipped = begin + offset - (ends_[at] - pieces_[at].bytes);
-      const int64_t part = std::min(pieces_[at].bytes - skipped, length - offset);
-      visit(pieces_[at].data + skipped, offset, part);
+    for (int64_t offset = 0; offset < length; ++index) {
+      const int64_t skipped = begin + offset - (ends_[index] - pieces_[index].bytes);
+      const int64_t part = std::min(pieces_[index].bytes - skipped, length - offset);
+      visit(pieces_[index].data + skipped, offset, part);
       offset += part;
     }
   }

@@ -343,11 +343,11 @@ class C10dCommunicator final : public Communicator {
     add(
         state, [&] { return all_gather_flat(*group_, flat, input); }, {flat, input},
         [output, places = std::move(small_outputs), world = where_.world] {
-          int64_t at = 0;
+          int64_t offset = 0;
           for (const at::Tensor& place : places) {
             const int64_t bytes = place.numel() / world;
-            place.view({world, bytes}).copy_(output.narrow(1, at, bytes));
-            at += bytes;
+            place.view({world, bytes}).copy_(output.narrow(1, offset, bytes));
+            offset += bytes;
           }
         });
   }

@@ -212,8 +212,8 @@ void MultiHostCollectives::Scope::reduce_scatter(const Pieces& output,
                                                  const std::vector<Pieces>& inputs,
                                                  const shm::ReduceOptions& how) const {
   if (owner_.local_) return owner_.local_->reduce_scatter(output, inputs, how, here());
-  output.visit(0, output.bytes(), [&](std::byte* out, int64_t at, int64_t length) {
-    inputs[0].visit(at, length, [&](const std::byte* in, int64_t offset, int64_t bytes) {
+  output.visit(0, output.bytes(), [&](std::byte* out, int64_t position, int64_t length) {
+    inputs[0].visit(position, length, [&](const std::byte* in, int64_t offset, int64_t bytes) {
       const void* source = in;
       shm::reduce(out + offset, nullptr,
                   {.dtype = how.dtype,
@@ -230,8 +230,8 @@ void MultiHostCollectives::Scope::all_gather(const std::vector<Pieces>& outputs,
                                              const Pieces& input) const {
   if (owner_.local_) return owner_.local_->all_gather(outputs, input, shm::Dtype::kBytes, here());
   if (outputs[0].is_same(input)) return;
-  outputs[0].visit(0, outputs[0].bytes(), [&](std::byte* out, int64_t at, int64_t length) {
-    input.visit(at, length, [&](const std::byte* in, int64_t offset, int64_t bytes) {
+  outputs[0].visit(0, outputs[0].bytes(), [&](std::byte* out, int64_t position, int64_t length) {
+    input.visit(position, length, [&](const std::byte* in, int64_t offset, int64_t bytes) {
       std::memmove(out + offset, in, static_cast<size_t>(bytes));
     });
   });

@@ -117,14 +117,14 @@ class MultiHostCollectives::Scattering final : private Stages {
     scope_.reduce_scatter({partial, bytes}, by_leg, on_host(how_));
     const int64_t mine = shares_.size(k, layout_.host, layout_.place);
     std::byte* received = room(k).received(mine * layout_.count());
-    int64_t at = 0;
+    int64_t offset = 0;
     for (int64_t host = 0; host < layout_.count(); ++host) {
       const int64_t theirs = shares_.size(k, host, layout_.place);
       if (host != layout_.host) {
-        send(k, host, partial + at, theirs);
+        send(k, host, partial + offset, theirs);
         recv(k, host, received + host * mine, mine);
       }
-      at += theirs;
+      offset += theirs;
     }
   }
 
@@ -143,12 +143,12 @@ class MultiHostCollectives::Scattering final : private Stages {
     std::vector<Pieces> to(ranks_here);
     std::vector<Pieces> from(ranks_here);
     const Pieces mine = layout_.has_leg() ? summed(k) : Pieces();
-    int64_t at = 0;
+    int64_t offset = 0;
     for (int64_t place = layout_.place; layout_.has_leg() && place < layout_.ranks_here();
          place += layout_.legs) {
       const int64_t bytes = shares_.size_of(k, layout_.here()[static_cast<size_t>(place)]);
-      to[static_cast<size_t>(place)] = range_of(mine, at, bytes);
-      at += bytes;
+      to[static_cast<size_t>(place)] = range_of(mine, offset, bytes);
+      offset += bytes;
     }
     const int64_t own = shares_.size_of(k, owner_.group_.where().rank);
     const int64_t carrier = layout_.place % layout_.legs;

@@ -59,8 +59,8 @@ inline std::vector<shm::Pieces> slices_by_leg(const HostLayout& layout, const sh
 
 // Copies pieces of the same size; what is the same memory stays.
 inline void copy_pieces(const shm::Pieces& to, const shm::Pieces& from) {
-  to.visit(0, to.bytes(), [&](std::byte* out, int64_t at, int64_t length) {
-    from.visit(at, length, [&](const std::byte* in, int64_t offset, int64_t bytes) {
+  to.visit(0, to.bytes(), [&](std::byte* out, int64_t position, int64_t length) {
+    from.visit(position, length, [&](const std::byte* in, int64_t offset, int64_t bytes) {
       if (out + offset != in) shm::copy(out + offset, in, bytes);
     });
   });
