@@ -77,7 +77,7 @@ struct Avx2 {
   static constexpr std::string_view kName = "avx2";
   static bool supported() {
     unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
-    // Asked by hand: older compilers do not know the name "f16c".
+    // This is asked by hand: older compilers do not know the name "f16c".
     const bool f16c = __get_cpuid(1, &eax, &ebx, &ecx, &edx) != 0 && (ecx & bit_F16C) != 0;
     return f16c && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
   }

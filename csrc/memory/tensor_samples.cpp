@@ -41,7 +41,8 @@ void for_each_position(PositionsRequest request, const Visit& visit) {
   if (count > 0) visit(0);
   uint64_t state = seed;
   for (int64_t i = 1; i + 1 < count; ++i) {
-    // One element of each stretch; the first ones are longer by one where numel has a rest.
+    // There is one element of each stretch; the first ones are longer by one where numel has a
+    // rest.
     const int64_t longer = numel % count;
     const int64_t length = numel / count + (i < longer ? 1 : 0);
     const int64_t begin = i * (numel / count) + std::min(i, longer);

@@ -29,7 +29,7 @@ namespace trireme {
 // Holds the random numbers of one forward. Thread-safe.
 class TRIREME_API PassRandom {
  public:
-  // Drawn from the process's generator the first time.
+  // Returns what was drawn from the process's generator the first time.
   uint64_t seed();
 
  private:

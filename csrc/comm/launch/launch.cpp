@@ -246,7 +246,7 @@ void Context::shutdown() noexcept {
   if (group_ == nullptr) return;
   const std::unique_ptr<Group> group = std::move(group_);
   const bool failing = std::uncaught_exceptions() > 0;
-  // First the connections: a peer that waits for this rank then sees at once that nobody will
+  // The connections go first: a peer that waits for this rank then sees at once that nobody will
   // answer.
   group->communicator.reset();
   disconnect(std::move(group->process_group), failing);
