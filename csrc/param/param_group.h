@@ -34,25 +34,25 @@ class TRIREME_API ModuleFace {
 
 struct ParamGroupRequest {
   std::vector<ShardedParamSpec> specs;
-  // The ranks among which parameters are sharded.
+  // Is of the ranks among which parameters are sharded.
   std::shared_ptr<Communicator> communicator;
-  // A second communicator of these ranks, for gathers, since ranks may come to gathers and to
+  // Is a second communicator of these ranks, for gathers, since ranks may come to gathers and to
   // gradients in different orders. `communicator` if null.
   std::shared_ptr<Communicator> gathers_with = nullptr;
   c10::Device device = c10::kCPU;
   // Gathers also where ranks share memory.
   bool always_gathers = false;
-  // The n neighbouring ranks around this one among which the unit is resharded; all ranks if null.
-  // Used where units are gathered. See [Note: pieces] in gathered_params.h.
+  // Is of the n neighbouring ranks around this one among which the unit is resharded; all ranks if
+  // null. Used where units are gathered. See [Note: pieces] in gathered_params.h.
   std::shared_ptr<Communicator> reshards_with = nullptr;
   // Pins the memory of offloaded shards and their gradients.
   bool pins_memory = true;
 };
 
-// Parameters that are unsharded and resharded together: those of one unit of a model. Who asks the
-// unit's module for a parameter gets the sharded ones, or the unsharded ones. On CPU, where the
-// ranks of a host share memory, nothing moves meanwhile; else they are gathered. See [Note: a
-// parameter, sharded and unsharded].
+// Holds parameters that are unsharded and resharded together: those of one unit of a model. Who
+// asks the unit's module for a parameter gets the sharded ones, or the unsharded ones. On CPU,
+// where the ranks of a host share memory, nothing moves meanwhile; else they are gathered. See
+// [Note: a parameter, sharded and unsharded].
 //
 // Memory: on a host, each dtype of the parameters once, that of param_dtype in addition; else see
 // gathered_params.h. One thread at a time.
@@ -139,8 +139,8 @@ class TRIREME_API ParamGroup {
   std::vector<at::Tensor> shown_;
   std::vector<bool> leaves_require_grad_;  // when last followed
   std::string label_;
-  // Autograd's counters when writes were complete: of the shards, of what face_ shows for them, and
-  // of leaves_ with shown_.
+  // Holds autograd's counters when writes were complete: of the shards, of what face_ shows for
+  // them, and of leaves_ with shown_.
   struct Versions {
     uint32_t shard = 0;
     uint32_t shown = 0;

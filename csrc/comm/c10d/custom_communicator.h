@@ -12,7 +12,7 @@
 
 namespace trireme {
 
-// A collective of the user's, on flat tensors.
+// Is a collective of the user's, on flat tensors.
 struct CustomCollective {
   // Returns `numel` contiguous elements for the collective; may return the same ones in every call.
   std::function<at::Tensor(int64_t numel, at::ScalarType dtype, c10::Device device)> allocate = {};
@@ -23,8 +23,8 @@ struct CustomCollective {
   explicit operator bool() const { return start != nullptr; }
 };
 
-// A communicator whose all_gather, or reduce_scatter, goes through a collective of the user's, as
-// soon as one is set; all else is that of `inner`, whose health it shares.
+// Is a communicator whose all_gather, or reduce_scatter, goes through a collective of the user's,
+// as soon as one is set; all else is that of `inner`, whose health it shares.
 //
 // For a list of tensors the user's collective is called once, on what lies end to end: all_gather
 // with its input in its place in the output (as bytes where dtypes differ), reduce_scatter, of one

@@ -94,7 +94,7 @@ TEST_CASE("of the sums what was chosen, neighbours as one, and what this rank ow
   gradients.set(0, 1);
   gradients.set(1, 6);
   gradients.bucket->complete(1);
-  gradients.bucket->sums().copy_(at::arange(5));  // of rank 0: 3 elements and 2
+  gradients.bucket->sums().copy_(at::arange(5));  // rank 0 has 3 elements and 2
   const auto both = gradients.bucket->sums_of({true, true});
   REQUIRE(both.size() == 1);
   CHECK(both.front().equal(gradients.bucket->sums()));

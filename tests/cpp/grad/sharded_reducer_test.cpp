@@ -165,7 +165,7 @@ TEST_CASE("without synchronizing gradients accumulate apart from what was averag
   sum.backward("ab", 2);
   sum.backward("a", 4);
   CHECK(wire->records().empty());
-  CHECK(sum.values('a') == Floats{6, 6, 6, 6});  // of this rank alone
+  CHECK(sum.values('a') == Floats{6, 6, 6, 6});  // this rank's alone
   CHECK(sum.landing->changed_gradients() == Indices{0, 1});
   sum.arming->set_synchronize(true);
   sum.backward("a", 8);

@@ -153,7 +153,7 @@ TEST_CASE("who asks is shown divided sums, in the order of the plan, before they
   sum.backward("ab", 3);
   CHECK(shown == std::vector<std::vector<int64_t>>{{2, 2, 0, 0, 2, 6}});
   CHECK(sum.grad('a') == Floats{60, 60});  // divided by 2 in place of 4
-  CHECK(sum.grad('c').empty());            // which no rank used
+  CHECK(sum.grad('c').empty());            // no rank used it
   sum.landing->set_summed_callback({true, true, true}, nullptr);
   sum.backward("ab", 1);
   CHECK(sum.grad('a') == Floats{62, 62});

@@ -28,7 +28,7 @@ on_gloo_ranks = functools.partial(on_ranks, backend="gloo")
 
 
 def chosen(policy: Offload, *units: Sequence[int]) -> str:
-    """Of units of so many bytes: o for the optimizer's part, A for all, - for none."""
+    """Draws units of so many bytes: o for the optimizer's part, A for all, - for none."""
     text = []
     for sizes in units:
         row = fsdp_offload.choose(policy, [torch.empty(n, dtype=torch.int8) for n in sizes])
