@@ -126,7 +126,6 @@ def pairs_by_folder() -> dict[str, list[str]]:
 # Exceptions; the aim is to have none.
 LARGE_CLASSES = {
     "ShmBackend": "it overrides every verb of c10d::Backend",
-    "ParamGroup": "one function more than others may have, until flags of a unit are its own",
     "HostGroup": "what ranks of a host share is asked for by all of shm/",
     "ShardedModule": "FSDPModule's functions are its own",
 }
@@ -136,8 +135,6 @@ SPLIT_CLASSES = {
     "HostGroup": "what happens to a group when a rank fails",
     "Mailbox": "what happens to messages when a rank fails",
     "MultiHostCollectives": "memory, moves and reductions over hosts, a file each",
-    "Fsdp": "flags of a unit are to lie on ParamGroup",
-    "ShardedModule": "flags of a unit are to lie on ParamGroup",
     "Zero": "its step, its writing, its samples and its fused optimizer, a file each",
 }
 

@@ -71,6 +71,11 @@ void Arming::set_synchronize(bool synchronize) {
   synchronize_ = synchronize;
 }
 
+void Arming::ask_to_synchronize(std::function<bool()> asked) {
+  const auto lock = this->lock();
+  asked_ = std::move(asked);
+}
+
 void Arming::set_armed_callback(std::function<void()> callback) {
   const auto lock = this->lock();
   armed_ = std::move(callback);
@@ -89,18 +94,18 @@ bool Arming::leads_siblings() const {
 
 void Arming::output_gradient_arrived(bool synchronize) {
   const auto lock = this->lock();
-  if ((synchronize && synchronize_) || forced_) arm();
+  if ((synchronize && synchronizes()) || forced_) arm();
 }
 
 void Arming::gradient_due() {
   if (!at_parameters_) return;
   const auto arm_one = [](Arming& sibling) {
     const auto lock = sibling.lock();
-    if (sibling.is_idle() && sibling.synchronize_) sibling.arm();
+    if (sibling.is_idle() && sibling.synchronizes()) sibling.arm();
   };
   {
     const auto lock = this->lock();
-    if (!is_idle() || !synchronize_) return;
+    if (!is_idle() || !synchronizes()) return;
   }
   for (const std::weak_ptr<Arming>& sibling : siblings_)
     if (const auto alive = sibling.lock()) arm_one(*alive);

@@ -75,8 +75,10 @@ class TRIREME_API Arming : public std::enable_shared_from_this<Arming> {
   // Makes the next backward that reaches an output or a parameter synchronize, whatever its forward
   // said.
   void prepare_for_backward();
-  // Says whether backwards that are armed at parameters synchronize.
+  // Says whether backwards that are armed at parameters synchronize. So does `asked`, if there is
+  // one, each time.
   void set_synchronize(bool synchronize);
+  void ask_to_synchronize(std::function<bool()> asked);
   // The callback is called when a backward is found to synchronize, before its first collective, on
   // the thread that runs it.
   void set_armed_callback(std::function<void()> callback);
@@ -117,6 +119,7 @@ class TRIREME_API Arming : public std::enable_shared_from_this<Arming> {
   enum class Phase : uint8_t { kIdle, kRunning, kAwaitingFinalize };
   class Scope;
 
+  bool synchronizes() const { return synchronize_ && (!asked_ || asked_()); }
   void output_gradient_arrived(bool synchronize);
   void arm();
   void begin(BackwardSteps& steps, Part part);
@@ -126,6 +129,7 @@ class TRIREME_API Arming : public std::enable_shared_from_this<Arming> {
   std::weak_ptr<BackwardSteps> steps_;
   std::vector<std::weak_ptr<Arming>> siblings_;  // with this one
   std::function<void()> armed_;
+  std::function<bool()> asked_;
   Phase phase_ = Phase::kIdle;
   bool forced_ = false;          // see prepare_for_backward()
   bool arms_at_any_ = false;     // an output of the last forward is not known

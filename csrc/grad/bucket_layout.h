@@ -29,7 +29,7 @@ struct BucketPlace {
   bool is_planned() const { return bucket >= 0; }
 };
 
-// Which gradients share a bucket, and where each lies: the parameters, the plan that is made of
+// Holds which gradients share a bucket, and where each lies: the parameters, the plan made of
 // them, its buckets, and who used what. It is the same on all ranks. Not thread-safe; its reducer
 // serialises access.
 class TRIREME_API BucketLayout {

@@ -79,7 +79,7 @@ class TRIREME_API ParameterChanges {
   struct Settled {
     // What to begin anew with; then adopt() is called with this.
     std::optional<NamedParameters> parameters;
-    std::vector<int64_t> fresh;  // those of them that ranks did not have in common before
+    std::vector<int64_t> fresh;  // parameters that ranks did not have in common before
     std::vector<const c10::StorageImpl*> storages;
     // Parameters whose gradients this backward brought, but its layout did not hold, and which of
     // all parameters some rank used.

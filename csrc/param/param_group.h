@@ -10,6 +10,7 @@
 #include <c10/core/Device.h>
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -30,6 +31,23 @@ class TRIREME_API ModuleFace {
   virtual void set_requires_grad(size_t /*parameter*/, bool /*requires_grad*/) const {}
   // Counts in-place writes to the optimizer's parameter which the shard itself does not count.
   virtual uint32_t version(size_t /*parameter*/) const { return 0; }
+};
+
+// What is said of a unit. Equal on all ranks; changed between steps.
+struct UnitFlags {
+  // These say whether the unit is resharded when forward, and when backward, is over.
+  bool reshard_after_forward = true;
+  bool reshard_after_backward = true;
+  // What follows is read when a backward begins that averages gradients.
+  // Says whether backwards average the unit's gradients, which else accumulate on this rank.
+  bool synchronizes = true;
+  // Says whether they sum them up over ranks that hold the same shards, too. If not, what the
+  // sharing ranks have summed up waits on this rank for the next backward that does.
+  bool all_reduces = true;
+  double divide_factor = 0;  // what gradients are divided by; 0: the number of ranks
+  // Is called with this rank's part of the averaged gradients, in one row, before they become
+  // .grad; see strategies/fsdp/all_reduce_hooks.h.
+  std::function<void(at::Tensor& gradients)> all_reduce_hook = {};
 };
 
 struct ParamGroupRequest {
@@ -85,11 +103,8 @@ class TRIREME_API ParamGroup {
                 std::vector<at::Tensor> shown = {});
   const std::vector<at::Tensor>& leaves() const { return leaves_; }
 
-  // These say whether reshard() is called when forward, and when backward, is over.
-  void set_reshard_after_forward(bool reshard) { reshard_after_forward_ = reshard; }
-  bool reshard_after_forward() const { return reshard_after_forward_; }
-  void set_reshard_after_backward(bool reshard) { reshard_after_backward_ = reshard; }
-  bool reshard_after_backward() const { return reshard_after_backward_; }
+  UnitFlags& flags() { return flags_; }
+  const UnitFlags& flags() const { return flags_; }
   // Makes the unit reshard among all ranks from now on. Every rank calls it, between the same two
   // gathers.
   void reshard_to_all();
@@ -152,8 +167,7 @@ class TRIREME_API ParamGroup {
   Pending gathering_;
   bool has_unsharded_ = false;
   bool is_shown_ = false;
-  bool reshard_after_forward_ = true;
-  bool reshard_after_backward_ = true;
+  UnitFlags flags_;
 };
 
 }  // namespace trireme

@@ -36,7 +36,8 @@ Prefetch::Index Prefetch::index_of(const ParamGroup* group) const {
 
 bool Prefetch::reshards(Index index) const {
   const ParamGroup& group = *groups_[static_cast<size_t>(index)];
-  return pass_ == Pass::kBackward ? group.reshard_after_backward() : group.reshard_after_forward();
+  return pass_ == Pass::kBackward ? group.flags().reshard_after_backward
+                                  : group.flags().reshard_after_forward;
 }
 
 void Prefetch::begin_forward(const ParamGroup* entry, bool trains) {

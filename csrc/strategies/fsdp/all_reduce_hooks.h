@@ -29,7 +29,8 @@ namespace trireme {
 // wait for this one, unless they wait for it in a collective of the hook's: that has its own
 // deadline.
 
-// Called by the thread that runs backward, without gradients being recorded. May be empty.
+// UnitFlags::all_reduce_hook: called by the thread that runs backward, without gradients being
+// recorded. May be empty.
 using AllReduceHook = std::function<void(at::Tensor& gradients)>;
 
 // Makes `landing` run these hooks from now on, one per unit. `parameters` says how many each unit

@@ -32,9 +32,9 @@ def chosen(policy: Offload, *units: Sequence[int]) -> str:
     text = []
     for sizes in units:
         row = fsdp_offload.choose(policy, [torch.empty(n, dtype=torch.int8) for n in sizes])
-        assert row is not None and row[2] == policy.pin_memory
+        assert row is not None and row.pins_memory == policy.pin_memory
         letters = ["-"] * len(sizes)
-        for letter, indices in zip("oA", row[:2], strict=True):
+        for letter, indices in (("o", row.optimizers), ("A", row.everything)):
             for index in indices:
                 letters[index] = letter
         text.append("".join(letters))
