@@ -100,7 +100,7 @@ struct PyParamGroup {
   std::shared_ptr<Places> places = Places::make();
 };
 
-// Which parameters of a unit lie in CPU memory: by index those whose optimizer's part does, and
+// Says which parameters of a unit lie in CPU memory: by index those whose optimizer part does, and
 // those of which everything does.
 struct UnitOffload {
   std::vector<size_t> optimizers;

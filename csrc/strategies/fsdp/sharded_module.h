@@ -129,7 +129,7 @@ class TRIREME_API ShardedModule : public torch::nn::Module, public HoldsParts {
     NoSync& operator=(const NoSync&) = delete;
 
    private:
-    std::vector<std::pair<std::shared_ptr<ParamGroup>, bool>> before_;  // of each unit
+    std::vector<std::pair<std::shared_ptr<ParamGroup>, bool>> before_;  // each unit's
   };
   [[nodiscard]] NoSync no_sync() { return NoSync(*this); }
 

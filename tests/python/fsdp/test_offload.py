@@ -119,9 +119,9 @@ def test_what_lies_where(rank: int) -> None:
     units = [ours.model[index]._get_fsdp_state() for index in (0, 2, 4)]
     total = sum(param.numel() for param in one.model.parameters())
     offloaded = sum(
-        unit.params[index].sharded.numel() for unit in units for index in unit.offload[1]
+        unit.params[index].sharded.numel() for unit in units for index in unit.offload.everything
     )
-    assert abs(offloaded / total - 0.5) < 0.25 and not any(unit.offload[0] for unit in units)
+    assert abs(offloaded / total - 0.5) < 0.25 and not any(unit.offload.optimizers for unit in units)
     seen: list[Any] = []
     for param in ours.model.parameters():
         param.register_post_accumulate_grad_hook(
@@ -136,7 +136,7 @@ def test_what_lies_where(rank: int) -> None:
         for index, param in enumerate(unit.params):
             grad = param.sharded.grad.to_local()
             is_alone = grad.untyped_storage().nbytes() == grad.nbytes
-            assert is_alone or index not in unit.offload[1]
+            assert is_alone or index not in unit.offload.everything
 
 
 @on_gloo_ranks(2)
