@@ -109,8 +109,7 @@ void init_ddp(py::module_& module) {
            py::arg("deliver"))
       .def("finalize_backward",
            wrap_pybind_function_no_gil([](Ddp& ddp) { ddp.reducer().finalize_backward(); }))
-      .def("should_finalize_after_backward",
-           [](Ddp& ddp) { return ddp.arming().is_manual(); })
+      .def("should_finalize_after_backward", [](Ddp& ddp) { return ddp.arming().is_manual(); })
       .def("set_manual_finalization", wrap_pybind_function_no_gil([](Ddp& ddp, bool manual) {
              ddp.reducer().set_manual_finalization(manual);
            }),
@@ -147,11 +146,10 @@ void init_ddp(py::module_& module) {
            })
       .def("watch_module", watch_module, py::arg("look"), py::arg("adopted"))
       .def("describe_plan", [](Ddp& ddp) { return ddp.reducer().layout().describe(); })
-      .def("plan",
-           [](Ddp& ddp) {
-             const BucketLayout& layout = ddp.reducer().layout();
-             return to_list(layout.plan(), layout.infos());
-           });
+      .def("plan", [](Ddp& ddp) {
+        const BucketLayout& layout = ddp.reducer().layout();
+        return to_list(layout.plan(), layout.infos());
+      });
 }
 
 }  // namespace trireme

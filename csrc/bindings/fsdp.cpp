@@ -214,7 +214,8 @@ void init_param_group(py::module_& module) {
   add_flag<&UnitFlags::synchronizes>(group, "synchronizes");
   add_flag<&UnitFlags::all_reduces>(group, "all_reduces");
   add_flag<&UnitFlags::divide_factor>(group, "divide_factor");
-  group.def(py::init(wrap_pybind_function_no_gil(make_group)), py::kw_only(), py::arg("specs"),
+  group
+      .def(py::init(wrap_pybind_function_no_gil(make_group)), py::kw_only(), py::arg("specs"),
            py::arg("communicator"), py::arg("gathers_with") = nullptr,
            py::arg("device") = c10::Device(c10::kCPU), py::arg("always_gathers") = false,
            py::arg("reshards_with") = nullptr, py::arg("offload") = std::nullopt)

@@ -131,9 +131,9 @@ class TRIREME_API Arming : public std::enable_shared_from_this<Arming> {
   std::function<void()> armed_;
   std::function<bool()> asked_;
   Phase phase_ = Phase::kIdle;
-  bool forced_ = false;          // see prepare_for_backward()
-  bool arms_at_any_ = false;     // an output of the last forward is not known
-  bool synchronize_ = true;      // see set_synchronize()
+  bool forced_ = false;       // see prepare_for_backward()
+  bool arms_at_any_ = false;  // an output of the last forward is not known
+  bool synchronize_ = true;   // see set_synchronize()
   bool manual_finalization_ = false;
 };
 

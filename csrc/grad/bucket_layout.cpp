@@ -56,6 +56,11 @@ void BucketLayout::begin(const NamedParameters& parameters, int64_t step) {
   is_stale_ = true;
 }
 
+bool BucketLayout::has(const at::Tensor& tensor) const {
+  return std::any_of(parameters_.begin(), parameters_.end(),
+                     [&](const at::Tensor& parameter) { return parameter.is_same(tensor); });
+}
+
 BucketPlan BucketLayout::plan_of(std::vector<int64_t> parameters) const {
   std::erase_if(parameters,
                 [this](int64_t index) { return is_excluded(static_cast<size_t>(index)); });

@@ -53,6 +53,8 @@ class TRIREME_API BucketLayout {
   void begin(const NamedParameters& parameters, int64_t step);
 
   const std::vector<at::Tensor>& parameters() const { return parameters_; }
+  // Says whether `tensor` is one of the parameters.
+  bool has(const at::Tensor& tensor) const;
   std::vector<ParameterInfo>& infos() { return infos_; }
   const std::vector<ParameterInfo>& infos() const { return infos_; }
   c10::Device device() const { return infos_.front().device; }
@@ -68,7 +70,6 @@ class TRIREME_API BucketLayout {
     bool carries_tail = false;  // the used-map may ride behind the last bucket's gradients
   };
   void build(const Transport& transport);
-  bool is_stale() const { return is_stale_; }
   void make_stale() { is_stale_ = true; }
 
   const BucketPlan& plan() const { return plan_; }

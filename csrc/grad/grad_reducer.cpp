@@ -90,16 +90,6 @@ void GradReducer::forward_ends() {
   clock_.forward_ends();
 }
 
-bool GradReducer::owns(const at::Tensor& leaf) const {
-  const std::vector<at::Tensor>& parameters = layout_.parameters();
-  return std::any_of(parameters.begin(), parameters.end(),
-                     [&](const at::Tensor& own) { return own.is_same(leaf); });
-}
-
-bool GradReducer::is_visited_by(const VisitedNodes& visited) const {
-  return changes_.is_visited_by(visited);
-}
-
 // Every rank begins at the same place in its sequence of collectives.
 void GradReducer::begin_backward(Part part) {
   TORCH_CHECK(arming_->is_idle(),
@@ -304,14 +294,6 @@ void GradReducer::collect_by_itself(Part part, bool may_learn) {
   }
 }
 
-void GradReducer::shadow_backward(bool deliver) {
-  collect_by_itself(deliver ? Part::kZerosDelivered : Part::kZeros, /*may_learn=*/true);
-}
-
-void GradReducer::reduce_accumulated() {
-  collect_by_itself(Part::kGradients, /*may_learn=*/false);
-}
-
 void GradReducer::abandon_backward() noexcept {
   try {
     const std::string cause = checks_.refused().empty()
@@ -319,9 +301,9 @@ void GradReducer::abandon_backward() noexcept {
                                   : checks_.refused();
     std::string what = "backward " + std::to_string(step_) + " was abandoned ";
     const int64_t last = layout_.arrivals().last_arrived();
-    what += last < 0 ? "before any gradient arrived"
-                     : "after the gradient of '" +
-                           layout_.infos()[static_cast<size_t>(last)].name + "'";
+    what += last < 0
+                ? "before any gradient arrived"
+                : "after the gradient of '" + layout_.infos()[static_cast<size_t>(last)].name + "'";
     announce_failure(error_text(area_, what, communicator_->rank_of(), cause));
   } catch (
       ...) {  // out of memory while dying of something else: the peers see their deadline instead
@@ -357,44 +339,9 @@ void GradReducer::set_comm_hook(std::shared_ptr<CommHook> hook) {
               error_text(area_, "got a second communication hook, expected one per module",
                          communicator_->rank_of(),
                          "Combine the two in one hook (e.g. fp16_compress_wrapper)."));
-  wires_.replace(
-      std::make_unique<HookWire>(communicator_, std::move(hook), layout_.parameters()));
+  wires_.replace(std::make_unique<HookWire>(communicator_, std::move(hook), layout_.parameters()));
   changes_.stop_comparing();  // a hook may average less than all ranks' gradients
   layout_.make_stale();
-}
-
-void GradReducer::set_divisor(double divisor) {
-  divisor_ = divisor;
-  landing_->set_divisor(divisor);
-}
-
-void GradReducer::set_memory_source(BufferPool::Source source) {
-  layout_.pool()->set_source(std::move(source));
-}
-
-void GradReducer::watch_module(ModuleWatch watch) {
-  const auto lock = arming_->lock();
-  changes_.watch_module(std::move(watch));
-}
-
-void GradReducer::notice_changes() {
-  const auto lock = arming_->lock();
-  if (arming_->is_idle()) changes_.watch_parameters();
-}
-
-void GradReducer::expect_none(std::vector<bool> unused) {
-  const auto lock = arming_->lock();
-  unused_ = std::move(unused);
-}
-
-void GradReducer::set_delivered_callback(DeliveredCallback callback) {
-  const auto lock = arming_->lock();
-  queue_.set_delivered_callback(std::move(callback));
-}
-
-StepReport GradReducer::last_step() const {
-  const auto lock = arming_->lock();
-  return clock_.last();
 }
 
 }  // namespace trireme

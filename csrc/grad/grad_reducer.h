@@ -41,7 +41,7 @@ struct GradReducerOptions {
   // parameter, if the list is not empty.
   std::optional<at::ScalarType> reduce_dtype;
   std::vector<std::optional<at::ScalarType>> reduce_dtypes = {};
-  std::string area = "ddp";  // names the strategy in messages
+  std::string area = "ddp";        // names the strategy in messages
   std::string bucket_prefix = {};  // see BucketLayout::Options
   // Says that parameters have the same values on all ranks. Ranks compare samples of parameters
   // whose `.data` was given other memory, at the end of the backward that follows, and warn, once,
@@ -73,22 +73,36 @@ class TRIREME_API GradReducer final : public GradSink, public BackwardSteps {
 
   // Makes the reducer notice parameters that are replaced, added or removed. Called at most once,
   // before the first forward.
-  void watch_module(ModuleWatch watch);
+  void watch_module(ModuleWatch watch) {
+    const auto lock = arming_->lock();
+    changes_.watch_module(std::move(watch));
+  }
   // Finds parameters that were unfrozen, whose gradients would else go by unseen.
-  void notice_changes();
+  void notice_changes() {
+    const auto lock = arming_->lock();
+    if (arming_->is_idle()) changes_.watch_parameters();
+  }
   // Says which parameters get no gradient on this rank in the next synchronized backward, so that
   // others in their buckets do not wait for its end. One flag per parameter. Called by the armed
   // callback. A gradient that comes all the same is in time until its bucket is launched.
-  void expect_none(std::vector<bool> unused);
+  void expect_none(std::vector<bool> unused) {
+    const auto lock = arming_->lock();
+    unused_ = std::move(unused);
+  }
 
   // Puts `hook` in the place of the wire. Throws c10::Error on a second call, and while a backward
   // runs.
   void set_comm_hook(std::shared_ptr<CommHook> hook);
   // Sets what sums are divided by: the number of ranks, unless a join counts only those still
   // active.
-  void set_divisor(double divisor);
+  void set_divisor(double divisor) {
+    divisor_ = divisor;
+    landing_->set_divisor(divisor);
+  }
   // Says where buffers of reduce_scatters come from; see BufferPool::set_source(). Needs shards.
-  void set_memory_source(BufferPool::Source source);
+  void set_memory_source(BufferPool::Source source) {
+    layout_.pool()->set_source(std::move(source));
+  }
 
   // Makes backward() return after the last launch: the caller then calls finalize_backward()
   // exactly once per synchronized backward. Throws c10::Error while a backward runs.
@@ -96,24 +110,30 @@ class TRIREME_API GradReducer final : public GradSink, public BackwardSteps {
   void finalize_backward();
   // Reduces the gradients that backwards without synchronization have accumulated. Collective.
   // Needs a landing with owners.
-  void reduce_accumulated();
+  void reduce_accumulated() { collect_by_itself(Part::kGradients, /*may_learn=*/false); }
   // Takes part in one synchronized backward of the others with zeros (join), leaving every .grad
   // alone unless `deliver` says that this rank steps with them.
-  void shadow_backward(bool deliver = false);
+  void shadow_backward(bool deliver = false) {
+    collect_by_itself(deliver ? Part::kZerosDelivered : Part::kZeros, /*may_learn=*/true);
+  }
 
   // The callback is called with the indices of parameters whose .grad has just become final, on the
   // thread that runs backward, which may still be at work on others (optimizer in backward).
   using DeliveredCallback = std::function<void(const std::vector<int64_t>& parameters)>;
-  void set_delivered_callback(DeliveredCallback callback);
+  void set_delivered_callback(DeliveredCallback callback) {
+    const auto lock = arming_->lock();
+    queue_.set_delivered_callback(std::move(callback));
+  }
 
   // Tells `text` to all ranks that may wait for this one in a collective of this reducer. An
   // exception in backward is told without this call.
-  void announce_failure(const std::string& text) noexcept {
-    wires_.own().announce_failure(text);
-  }
+  void announce_failure(const std::string& text) noexcept { wires_.own().announce_failure(text); }
 
   // Returns what the last completed backward took.
-  StepReport last_step() const;
+  StepReport last_step() const {
+    const auto lock = arming_->lock();
+    return clock_.last();
+  }
   const BucketLayout& layout() const { return layout_; }
 
  private:
@@ -130,8 +150,10 @@ class TRIREME_API GradReducer final : public GradSink, public BackwardSteps {
   void gradient_due(int64_t index) override;
   void forward_begins() override;
   void forward_ends() override;
-  bool owns(const at::Tensor& leaf) const override;
-  bool is_visited_by(const VisitedNodes& visited) const override;
+  bool owns(const at::Tensor& leaf) const override { return layout_.has(leaf); }
+  bool is_visited_by(const VisitedNodes& visited) const override {
+    return changes_.is_visited_by(visited);
+  }
   void look_around() override;
   void begin_backward(Part part) override;
   void finish_backward() override;

@@ -23,8 +23,8 @@ class TRIREME_API LaunchQueue {
 
   struct Step {
     Wire* wire = nullptr;
-    double scale = 1;           // gradients are multiplied by it
-    bool shadow = false;        // this rank contributes zeros
+    double scale = 1;            // gradients are multiplied by it
+    bool shadow = false;         // this rank contributes zeros
     bool delivers_late = false;  // the caller says when anything may be delivered
   };
   // Begins a step in which each bucket waits for so many gradients. Buckets have begun theirs.

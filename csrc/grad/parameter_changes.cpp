@@ -199,7 +199,8 @@ void ParameterChanges::compare_moved_values(const std::vector<bool>& moved, int6
   }
   hashes = hashes.to(device);
   const at::Tensor received = at::empty({world * count}, hashes.options());
-  context_.communicator.all_gather({received}, {hashes}, "samples of parameters in other memory").wait();
+  context_.communicator.all_gather({received}, {hashes}, "samples of parameters in other memory")
+      .wait();
   const at::Tensor all = received.to(at::kCPU);
   const auto* theirs = all.const_data_ptr<int64_t>();
   for (int64_t i = 0; i < world * count; ++i) {
@@ -316,8 +317,7 @@ void ParameterChanges::adopt(const Settled& settled) {
                         "got '" + differs +
                             "' with other values than on rank 0, whose values it has from now on; "
                             "gradients of this step were taken at its own",
-                        where(),
-                        "Set torch's seed on all ranks before you make layers."));
+                        where(), "Set torch's seed on all ranks before you make layers."));
 }
 
 }  // namespace trireme

@@ -250,7 +250,8 @@ void StreamWire::hand_out(const SumVisitor& visit) {
       while (stream_->collected() < end) {
         const int64_t from = stream_->collected();
         const auto sink = [&](std::byte* sums, int64_t offset, int64_t bytes) {
-          visit({planned.parameter, (from + offset - begin) / element,
+          visit({planned.parameter,
+                 (from + offset - begin) / element,
                  {sums, real, bytes / element}});
         };
         if (stream_->collect(sink, real, end - from) == 0)

@@ -235,10 +235,11 @@ void Fsdp::tell_hook_error(const std::string& what) {
 }
 
 void Fsdp::hand_out_gradients(GradientCallback callback) {
-  reducers_.set_delivered_callback([held = std::weak_ptr(delivery_), callback = std::move(callback)](
-                                       const std::vector<int64_t>& parameters) {
-    if (const auto delivery = held.lock()) callback(parameters, delivery->take(parameters));
-  });
+  reducers_.set_delivered_callback(
+      [held = std::weak_ptr(delivery_),
+       callback = std::move(callback)](const std::vector<int64_t>& parameters) {
+        if (const auto delivery = held.lock()) callback(parameters, delivery->take(parameters));
+      });
 }
 
 void Fsdp::keep_gradients() {

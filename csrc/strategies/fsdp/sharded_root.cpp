@@ -110,10 +110,10 @@ std::shared_ptr<Communicator> ShardedModule::Root::order_agreement() const {
 void ShardedModule::Root::settle() {
   check_members();
   if (!core->is_writing()) return check_writes();
-  size_t at = 0;
+  size_t index = 0;
   for (const auto& group : groups)
     for (const ShardedParam& param : group->params())
-      settle_shard(param, names[at++], core->communicator()->rank_of());
+      settle_shard(param, names[index++], core->communicator()->rank_of());
   sample_shards();
 }
 
@@ -131,18 +131,18 @@ void ShardedModule::Root::begin_writing() {
 }
 
 void ShardedModule::Root::sample_shards() {
-  size_t at = 0;
+  size_t index = 0;
   for (const auto& group : groups)
     for (const ShardedParam& param : group->params())
-      samples_.read(at++, SampledMemory::of(param.sharded()));
+      samples_.read(index++, SampledMemory::of(param.sharded()));
 }
 
 void ShardedModule::Root::check_writes() {
-  size_t at = 0;
+  size_t index = 0;
   for (const auto& group : groups) {
     for (const ShardedParam& param : group->params()) {
-      const std::string& name = names[at];
-      if (!samples_.is_changed(at++, SampledMemory::of(param.sharded()))) continue;
+      const std::string& name = names[index];
+      if (!samples_.is_changed(index++, SampledMemory::of(param.sharded()))) continue;
       sample_shards();  // said once
       TORCH_CHECK(false,
                   error_text("fully_shard",
@@ -164,19 +164,19 @@ void ShardedModule::Root::note_members() {
 }
 
 void ShardedModule::Root::check_members() {
-  size_t at = 0;
+  size_t index = 0;
   for (const auto& group : groups) {
-    for (size_t i = 0; i < group->leaves().size(); ++i, ++at) {
+    for (size_t i = 0; i < group->leaves().size(); ++i, ++index) {
       const at::Tensor& leaf = group->leaves()[i];
       const at::Tensor& unsharded = group->params()[i].unsharded();
       // Compares no addresses: there may be no memory now.
       const bool is_in_place =
           leaf.is_alias_of(unsharded) && leaf.storage_offset() == unsharded.storage_offset();
       const int64_t version = leaf.is_inference() ? 0 : leaf._version();
-      if (is_in_place && (member_versions_.empty() || version == member_versions_[at])) continue;
+      if (is_in_place && (member_versions_.empty() || version == member_versions_[index])) continue;
       if (is_in_place) note_members();  // said once
       TORCH_CHECK(false, error_text("fully_shard",
-                                    "the module's own '" + names[at] +
+                                    "the module's own '" + names[index] +
                                         "', which all ranks read, was written or replaced",
                                     core->communicator()->rank_of(),
                                     "Write model->named_parameters(), which are this rank's "

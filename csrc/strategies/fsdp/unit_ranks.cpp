@@ -28,14 +28,16 @@ UnitRanks sharing_of(const FsdpOptions& options) {
 void check_resharding(const FsdpOptions& options, RankOf where) {
   const int64_t among = options.reshard_among;
   const bool fits = among >= 0 && (among == 0 || where.world % among == 0);
-  TORCH_CHECK_VALUE(fits, error_text("fully_shard", "got reshard_among=" + std::to_string(among), where,
-                                     "Pass a factor of " + std::to_string(where.world) + "."));
+  TORCH_CHECK_VALUE(fits,
+                    error_text("fully_shard", "got reshard_among=" + std::to_string(among), where,
+                               "Pass a factor of " + std::to_string(where.world) + "."));
   const bool is_said_once = among == 0 ? !options.reshards_with : !options.reshard_after_forward;
   const bool are_as_many = !options.reshards_with || options.reshards_with->world() == among;
-  TORCH_CHECK_VALUE(is_said_once && are_as_many,
-                    error_text("fully_shard", "got options of resharding that contradict each other", where,
-                               "Pass reshard_after_forward, or reshard_among with, if at all, a "
-                               "reshards_with of so many ranks."));
+  TORCH_CHECK_VALUE(
+      is_said_once && are_as_many,
+      error_text("fully_shard", "got options of resharding that contradict each other", where,
+                 "Pass reshard_after_forward, or reshard_among with, if at all, a "
+                 "reshards_with of so many ranks."));
 }
 
 }  // namespace
@@ -52,8 +54,8 @@ UnitRanks ranks_of_unit(FsdpOptions& options, c10::Device device) {
   ranks.reshards_with = neighbours_of(*ranks.sharers, among);
   TORCH_CHECK_NOT_IMPLEMENTED(
       ranks.reshards_with,
-      error_text("fully_shard", "got a communicator that cannot make one of some of its ranks", where,
-                 "Pass FsdpOptions::reshards_with, or leave reshard_among out."));
+      error_text("fully_shard", "got a communicator that cannot make one of some of its ranks",
+                 where, "Pass FsdpOptions::reshards_with, or leave reshard_among out."));
   return ranks;
 }
 

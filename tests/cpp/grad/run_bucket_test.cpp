@@ -2,6 +2,7 @@
 // that rank owns of each gradient, padded to the longest.
 
 #include <trireme/grad/run_bucket.h>
+
 #include <trireme/memory/buffer_pool.h>
 
 #include <ATen/ATen.h>
@@ -27,7 +28,8 @@ struct Gradients {
     plan.dtype = wire;
     plan.numel = 8;
     plan.slots = {{0, 0, 5}, {1, 5, 3}};
-    bucket = std::make_unique<RunBucket>(plan, parameters, own, std::make_shared<BufferPool>(c10::kCPU));
+    bucket =
+        std::make_unique<RunBucket>(plan, parameters, own, std::make_shared<BufferPool>(c10::kCPU));
   }
   void set(size_t parameter, double first) {
     const int64_t numel = parameters[parameter].numel();

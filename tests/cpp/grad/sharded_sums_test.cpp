@@ -138,18 +138,17 @@ TEST_CASE("who asks is shown divided sums, in the order of the plan, before they
   ShardSum sum("abc");
   sum.landing->set_divide_factors({2, 0, 0});
   std::vector<std::vector<int64_t>> shown;
-  sum.landing->set_summed_callback({true, false, true},
-                                   [&](const std::vector<OwnSum>& sums) {
-                                     shown.emplace_back();
-                                     for (const OwnSum& own : sums) {
-                                       shown.back().push_back(own.parameter);
-                                       shown.back().push_back(own.longest);
-                                       shown.back().push_back(own.values[0].item<int64_t>());
-                                       own.values.mul_(10);
-                                     }
-                                     CHECK(sum.grad('b') == Floats{3, 3});  // was not asked for
-                                     CHECK(sum.grad('a').empty());
-                                   });
+  sum.landing->set_summed_callback({true, false, true}, [&](const std::vector<OwnSum>& sums) {
+    shown.emplace_back();
+    for (const OwnSum& own : sums) {
+      shown.back().push_back(own.parameter);
+      shown.back().push_back(own.longest);
+      shown.back().push_back(own.values[0].item<int64_t>());
+      own.values.mul_(10);
+    }
+    CHECK(sum.grad('b') == Floats{3, 3});  // was not asked for
+    CHECK(sum.grad('a').empty());
+  });
   sum.backward("ab", 3);
   CHECK(shown == std::vector<std::vector<int64_t>>{{2, 2, 0, 0, 2, 6}});
   CHECK(sum.grad('a') == Floats{60, 60});  // divided by 2 in place of 4
