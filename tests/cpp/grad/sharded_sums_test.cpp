@@ -10,6 +10,7 @@
 #include <torch/csrc/autograd/autograd.h>
 
 #include <catch_torch.h>
+#include <functional>
 
 namespace trireme::sharded_sums_test {
 
@@ -25,7 +26,9 @@ Floats values_of(const at::Tensor& tensor) {
 // y = (a + b + ...) * factor of the parameters used; each has three floats, of which rank 0 owns
 // two, and all share one bucket.
 struct ShardSum {
-  explicit ShardSum(std::string letters) : names(std::move(letters)) {
+  using Wrap = std::function<std::unique_ptr<Across>(std::unique_ptr<Across> inner)>;
+
+  explicit ShardSum(std::string letters, const Wrap& wrap = {}) : names(std::move(letters)) {
     NamedParameters parameters;
     for (const char name : names) {
       weights.push_back(at::ones({3}).set_requires_grad(true));
@@ -38,7 +41,9 @@ struct ShardSum {
                             {describe_parameters(parameters), 2, ShardPlacement::kDim0})),
                         sharers->rank()};
     landing = std::make_shared<OwnerLanding>(arming, OwnerLanding::Owners{own, owners, true});
-    auto wire = std::make_unique<CollectiveWire>(all, sharers, make_replica_sum(replicas));
+    auto across = make_replica_sum(replicas);
+    if (wrap) across = wrap(std::move(across));
+    auto wire = std::make_unique<CollectiveWire>(all, sharers, std::move(across));
     reducer = GradReducer::make(parameters, {all, arming, landing, std::move(wire)}, {});
   }
 
@@ -132,6 +137,44 @@ TEST_CASE("sums that wait outlive backwards that only accumulate, and end with w
     sum.backward("a", 4);
     CHECK(sum.grad('a') == Floats{4, 4});
   }
+}
+
+namespace {
+
+// Notes what goes over to the replicas, and sends half of it.
+class HalfAcross final : public Across {
+ public:
+  HalfAcross(std::unique_ptr<Across> inner, std::vector<std::string>& labels)
+      : inner_(std::move(inner)), labels_(labels) {}
+  Pending sum(std::vector<at::Tensor> sums, const std::string& label) override {
+    labels_.push_back(label);
+    for (const at::Tensor& values : sums) values.mul_(0.5);
+    return inner_->sum(std::move(sums), label);
+  }
+  void announce_failure(const std::string& text) noexcept override {
+    inner_->announce_failure(text);
+  }
+
+ private:
+  std::unique_ptr<Across> inner_;
+  std::vector<std::string>& labels_;
+};
+
+}  // namespace
+
+TEST_CASE("what goes across can be wrapped, and is all that replicas get") {
+  std::vector<std::string> labels;
+  ShardSum sum("ab", [&labels](std::unique_ptr<Across> inner) {
+    return std::make_unique<HalfAcross>(std::move(inner), labels);
+  });
+  sum.landing->defer_all_reduce({false, true});
+  sum.backward("ab", 4);
+  CHECK(sum.replicated_bytes() == Bytes{8});
+  CHECK(sum.grad('a') == Floats{2, 2});
+  sum.landing->defer_all_reduce({false, false});
+  sum.backward("b", 4);
+  CHECK(sum.grad('b') == Floats{4, 4});
+  CHECK(labels == std::vector<std::string>{"bucket 0: b .. a", "bucket 0: b .. a"});
 }
 
 TEST_CASE("who asks is shown divided sums, in the order of the plan, before they become .grad") {
