@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from trireme._C import CheckpointRanks, CheckpointTensor
+from trireme._C import CheckpointRanks, CheckpointTensor, chunk_rows
 from trireme._core.errors import refuse
 from trireme._core.group_communicator import communicator_of, device_of_numbers
 from trireme._core.meshes import is_cut, ranks_of
@@ -75,10 +75,7 @@ class Part:
 
     def chunk(self, dim: int, number: int, chunks: int) -> Part:
         """One of so many along ``dim``, by torch.chunk's rule, as DTensor and fully_shard do."""
-        rows = self.local_shape[dim]
-        most = -(-rows // chunks)
-        first = min(number * most, rows)
-        return self.rows(dim, first, min(most, rows - first))
+        return self.rows(dim, *chunk_rows(self.local_shape[dim], number, chunks))
 
     def to_load(
         self, name: str, values: torch.Tensor, dtype: torch.dtype | None = None

@@ -351,8 +351,7 @@ class ZeroRedundancyOptimizer(TorchZero, ShardedOptimizer):
         per call of ``add_param_group`` and constructor, under stage 1 none. Collective.
         """
         self._check_alive()
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        return clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
+        return clip_grad_norm_(self._parameters(), max_norm, norm_type, error_if_nonfinite)
 
     def last_step(self) -> dict[str, float]:
         """Where the time of the last synchronized backward went; keys as in DDP's. Stage 2."""
@@ -371,8 +370,9 @@ class ZeroRedundancyOptimizer(TorchZero, ShardedOptimizer):
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Brings the state of all shards to rank ``to``, on CPU. Collective.
 
-        Tensors are sent as they are and described by JSON: nothing is pickled. Costs the state of
-        the other ranks once, over the network and in the memory of ``to``.
+        Tensors are broadcast as they are, about 32 MiB at a time, and described by text: nothing is
+        pickled. Costs the state of the other ranks once in the memory of ``to``, and a batch of it
+        elsewhere.
         """
         layout = self._layout()
         self._sync_hyperparameters()
@@ -416,21 +416,17 @@ class ZeroRedundancyOptimizer(TorchZero, ShardedOptimizer):
         return counts
 
     def _layout(self) -> ShardLayout:
-        cores = self._cores
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        ranges = []
-        for parameter in parameters:
-            core, index = self._places[parameter]
-            ranges.append(cores[core].plan()[index])
-        names = [self._names[parameter] for parameter in parameters]
-        shards = [self._shards[parameter] for parameter in parameters]
+        sharded = [core.sharded_parameters() for core in self._cores]
+        places = [self._places[parameter] for parameter in self._parameters()]
         return ShardLayout(
-            names=names,
-            parameters=parameters,
-            shards=shards,
-            ranges=ranges,
+            parameters=[sharded[core][index] for core, index in places],
+            shards=[self._shards[parameter] for parameter in self._parameters()],
             group_sizes=[len(group["params"]) for group in self.param_groups],
+            device=self._default_device,
         )
+
+    def _parameters(self) -> list[torch.Tensor]:
+        return [parameter for group in self.param_groups for parameter in group["params"]]
 
     # uneven inputs
 
