@@ -19,6 +19,9 @@ from torch.nn.utils.rnn import PackedSequence
 
 from trireme._core.errors import refuse
 
+_RETURN_ALIKE = (
+    "Return the same structure for every part of a batch, and what depends on it as a tensor."
+)
 # Kinds of values that can be compared. torch.Size is a tuple that holds no tensors.
 _PLAIN = frozenset(
     (
@@ -173,7 +176,7 @@ def _match(
     if isinstance(first, Tensor):
         for i, value in enumerate(values):
             if not isinstance(value, Tensor):
-                _differ(place, _kind(value), "a tensor", (names[i], names[0]), kind=TypeError)
+                differ(place, _kind(value), "a tensor", (names[i], names[0]), kind=TypeError)
             found[i].append(value)
         return
     children = _children(first)
@@ -190,19 +193,19 @@ def _match(
 def _children_like(first: Any, other: Any, place: str, who: tuple[str, str]) -> Sequence[Any]:
     """The children of ``other`` in the order of those of ``first``."""
     if not _same_kind(type(first), type(other)):
-        _differ(place, _kind(other), _kind(first), who, kind=TypeError)
+        differ(place, _kind(other), _kind(first), who, kind=TypeError)
     if isinstance(first, Mapping):
         if first.keys() != other.keys():
             got, expected = reprlib.repr(list(other)), reprlib.repr(list(first))
-            _differ(place, f"keys {got}", expected, who)
+            differ(place, f"keys {got}", expected, who)
         return [other[key] for key in first]
     if isinstance(first, (tuple, list)):
         if len(first) != len(other):
-            _differ(place, f"{len(other)} items", str(len(first)), who)
+            differ(place, f"{len(other)} items", str(len(first)), who)
         return other
     ours, theirs = _field_names(first), _field_names(other)
     if ours != theirs:
-        _differ(place, f"fields {theirs}", str(ours), who)
+        differ(place, f"fields {theirs}", str(ours), who)
     return [getattr(other, name) for name in theirs]
 
 
@@ -219,9 +222,9 @@ def _match_leaves(values: Sequence[Any], place: str, names: Sequence[str]) -> No
             continue
         who = names[i], names[0]
         if type(value) is not type(first):
-            _differ(place, _kind(value), _kind(first), who, kind=TypeError)
+            differ(place, _kind(value), _kind(first), who, kind=TypeError)
         if not (type(value) in _PLAIN or isinstance(value, (enum.Enum, type))):
-            _differ(
+            differ(
                 place,
                 f"{_kind(value)}, which cannot be compared,",
                 "the same object",
@@ -230,7 +233,7 @@ def _match_leaves(values: Sequence[Any], place: str, names: Sequence[str]) -> No
             )
         if value != first and (value == value or first == first):  # NaN fits NaN
             got, expected = reprlib.repr(value), reprlib.repr(first)
-            _differ(place, got, expected, who)
+            differ(place, got, expected, who)
 
 
 def _labels(value: Any) -> Sequence[str]:
@@ -251,18 +254,20 @@ def _kind(value: Any) -> str:
     return "a tensor" if isinstance(value, Tensor) else type(value).__name__
 
 
-def _differ(
+def differ(
     place: str,
     got: str,
     expected: str,
     who: tuple[str, str],
     *,
+    next_step: str = _RETURN_ALIKE,
     kind: type[Exception] = ValueError,
 ) -> NoReturn:
+    """Refuses what ``who[0]`` returned in that place, where ``who[1]`` returned something else."""
     refuse(
         "data_parallel",
         f"got {got} for {place} from {who[0]}, expected {expected} as from {who[1]}",
-        "Return the same structure for every part of a batch, and what depends on it as a tensor.",
+        next_step,
         kind=kind,
     )
 
