@@ -24,7 +24,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     _step_supports_amp_scaling = True
 
     def add_param_group(self, param_group: Group) -> None:
-        """As in torch; a group that asks for what the fused step cannot do is refused."""
+        """Does what torch's does; refuses a group that asks for what the fused step cannot do."""
         _check_flags(type(self).__name__, {**self.defaults, **param_group})
         super().add_param_group(param_group)
 
@@ -41,7 +41,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As in torch, also from torch's own class; states of bf16 and fp16 parameters are fp32."""
+        """Does what torch's does, also with a state of torch's class; states of bf16 and fp16
+        parameters are fp32."""
         for group in state_dict["param_groups"]:
             _check_flags(type(self).__name__, group)
         held_back: dict[Tensor, State] = {}

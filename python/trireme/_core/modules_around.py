@@ -55,7 +55,7 @@ class ModulesAround:
 
 
 class _KindsOfModules(dict[type, bool]):
-    """By type: isinstance() would ask the object, and a proxy asks on."""
+    """Says whether a type is a module's: isinstance() would ask the object, and a proxy asks on."""
 
     def __missing__(self, kind: type) -> bool:
         return self.setdefault(kind, nn.Module in kind.__mro__)

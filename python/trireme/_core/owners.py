@@ -27,11 +27,11 @@ class ShardedOptimizer(Optimizer):
     optim: Optimizer
     """The one that steps this rank's shards."""
     _places: dict[torch.Tensor, tuple[int, int]]
-    """By parameter: the number of its core, and its index there."""
+    """Says of a parameter the number of its core, and its index there."""
     _shards: dict[torch.Tensor, torch.Tensor]
-    """By parameter: what this rank owns of it, in its memory."""
+    """Holds what this rank owns of a parameter, in the memory of that."""
     _names: dict[torch.Tensor, str]
-    """By parameter: what messages call it."""
+    """Says what messages call a parameter."""
 
     @property
     def _cores(self) -> list[Zero]:
@@ -92,8 +92,8 @@ def averaging_module_of(parameter: torch.Tensor) -> AveragingModule | None:
 
 
 class _UnitOf:
-    """Held by a parameter, and left out of its copies and pickles, where an empty set, which
-    ``torch.load(weights_only=True)`` takes, comes in its place."""
+    """A parameter holds it. In copies and pickles of that an empty set comes in its place, which
+    ``torch.load(weights_only=True)`` takes."""
 
     def __init__(self, unit: ShardingUnit) -> None:
         self.unit = weakref.ref(unit)

@@ -39,8 +39,8 @@ def writing(target: nn.Module | ShardedOptimizer) -> Iterator[None]:
     everybody's at the end; an exception drops what was written on all ranks. Collective at the
     begin and at the end; nothing happens for parameters that no ZeroRedundancyOptimizer holds.
 
-    Of what ``fully_shard`` has made every rank writes its own shards, in place, until its next
-    forward or ``unshard()``. The begin waits until all ranks have come; nothing happens at the end.
+    Under ``fully_shard`` every rank writes its own shards, in place, until its next forward or
+    ``unshard()``. The begin waits until all ranks have come; nothing happens at the end.
 
     Raises:
         RuntimeError: a parameter was written outside before.

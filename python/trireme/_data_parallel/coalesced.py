@@ -146,7 +146,7 @@ def _flat(tensors: Sequence[Tensor]) -> Tensor:
 def _unflat(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     dtype = like[0].dtype
     if dtype not in _FLOATING and dtype not in _COMPLEX:
-        # With version counters of their own: no other tensor shows the memory of a part.
+        # Parts have version counters of their own: no other tensor shows the memory of one.
         return [part.data for part in _unflatten_dense_tensors(flat, like)]
     outputs = [torch.empty(one.shape, dtype=dtype, device=flat.device) for one in like]
     torch.ops.trireme.unflatten(flat, outputs)
@@ -190,7 +190,7 @@ def _destination(lists: Sequence[Sequence[Tensor]], given: DeviceLike | None) ->
 
 
 def _checked(tensors: Iterable[Tensor], name: str) -> list[Tensor]:
-    """As a list."""
+    """Returns ``tensors`` as a list."""
     given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
     for i, one in enumerate(given):
         if isinstance(tensors, Tensor) or not isinstance(one, Tensor):

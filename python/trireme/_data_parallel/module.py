@@ -51,7 +51,7 @@ class DataParallel(nn.DataParallel[T]):
     * ``loss=`` computes the loss where the outputs are, so that no device holds all of them.
     * Replicas have parameters (``next(self.parameters())`` works inside forward).
 
-    As in torch: what forward sets on ``self`` is lost, but what it writes in place to buffers stays
+    What forward sets on ``self`` is lost, as in torch, but what it writes in place to buffers stays
     for the first replica (BatchNorm's statistics are those of its part of the batch); hooks of
     layers run once per replica; 0-dim outputs become a vector.
 
@@ -293,7 +293,7 @@ class DataParallel(nn.DataParallel[T]):
 
 
 def _rows(tensors: Sequence[Tensor], dim: int, without: int) -> int:
-    """Of the batch: those of the first tensor that has dimensions."""
+    """Returns how many the batch has, which the first tensor with dimensions says."""
     for tensor in tensors:
         if tensor.is_meta:
             refuse(

@@ -127,7 +127,7 @@ def _is_record(value: Any) -> bool:
 
 
 def _field_names(record: Any) -> list[str]:
-    """Of the fields that are set: those with ``init=False`` need not be."""
+    """Names the fields that are set: those with ``init=False`` need not be."""
     return [one.name for one in dataclasses.fields(record) if hasattr(record, one.name)]
 
 
@@ -210,7 +210,7 @@ def _children_like(first: Any, other: Any, place: str, who: tuple[str, str]) -> 
 
 
 def _same_kind(a: type, b: type) -> bool:
-    """Or of one name: a class in the body of forward is another one in each call."""
+    """Says also yes to two of one name: a class in the body of forward is made in each call."""
     return a is b or (a.__module__, a.__qualname__) == (b.__module__, b.__qualname__)
 
 

@@ -68,7 +68,7 @@ def _buffer(buffer: Tensor, device: torch.device, detach: bool, is_first: bool) 
 
 
 def _alias(tensor: Tensor) -> Tensor:
-    """The same memory as a function of ``tensor``; unlike a view it takes sparse gradients."""
+    """Makes a function of ``tensor`` with its memory; unlike a view it takes sparse gradients."""
     if tensor.layout != torch.strided:
         return tensor.clone()
     return cast(Tensor, torch.ops.aten.alias.default(tensor))
@@ -81,7 +81,7 @@ def _replica(layers: Sequence[nn.Module], tensors: dict[int, Tensor]) -> nn.Modu
         shell = layer._replicate_for_data_parallel()
         shell._former_parameters = OrderedDict()
         shells[id(layer)] = shell
-    # By setattr: layers with caches of their parameters, as nn.LSTM, renew them then.
+    # Layers with caches of their parameters, as nn.LSTM, renew them in setattr.
     for layer in layers:
         shell = shells[id(layer)]
         for key, child in layer._modules.items():

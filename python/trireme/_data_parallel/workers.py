@@ -17,7 +17,7 @@ from trireme import _C
 
 T = TypeVar("T")
 
-# By thread, what ends it: a graph may keep its pool when nothing of Python's does.
+# What ends each thread: a graph may keep its pool when nothing of Python's does.
 _stops: weakref.WeakKeyDictionary[threading.Thread, Callable[[], None]] = (
     weakref.WeakKeyDictionary()
 )
@@ -134,7 +134,8 @@ def run_in_threads(devices: Sequence[torch.device], function: Callable[[int], T]
 
 
 def _raise_in(ident: int, kind: type[BaseException]) -> None:
-    """At the next line of Python there. Never taken back: CPython 3.11 would hang in a profiler."""
+    """Raises at the next line of Python there. Nothing takes it back: CPython 3.11 would hang in a
+    profiler."""
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident), ctypes.py_object(kind))
 
 

@@ -31,7 +31,7 @@ class ModuleTensors:
 
     @staticmethod
     def of(module: nn.Module, ignored: set[str]) -> ModuleTensors:
-        """Without what is ignored by name and without the parameters of a DDP module inside."""
+        """Leaves out what is ignored by name and the parameters of a DDP module inside."""
         tensors = ModuleTensors()
         nested = _parameters_of_nested(module)
         sparse = {

@@ -110,7 +110,7 @@ def sharded_spec(param: DTensor, dim: int | None, mesh: FsdpMesh) -> DTensorSpec
 
 
 def _shard_over(spec: DTensorSpec, dim: int, *, after: int) -> Placement:
-    """Of what the dimensions of the mesh behind ``after`` have cut already."""
+    """Cuts what the dimensions of the mesh behind ``after`` have left."""
     later = [i for i, one in enumerate(spec.placements) if i > after and is_cut(one, dim)]
     parts = math.prod(spec.mesh.size(i) for i in later)
     return _StridedShard(dim, split_factor=parts) if parts > 1 else Shard(dim)

@@ -165,7 +165,7 @@ def fully_shard(
 
 
 def _state(module: nn.Module) -> FsdpUnit | None:
-    """As of torch's function: what a module was sharded into."""
+    """Returns what a module was sharded into, as that of torch's function does."""
     return module.__dict__.get("_trireme_unit")
 
 

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 _twins: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 # Further ones, for sums over replicas: other units may gather over the first ones meanwhile.
 _replica_twins: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
-# Of one rank.
+# Groups of one rank alone, by a group that has it.
 _alone: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
-# Of some neighbouring ranks of another one, by how many.
+# Groups of some neighbouring ranks of another one, by how many.
 _neighbours: WeakKeyDictionary[dist.ProcessGroup, dict[int, dist.ProcessGroup]] = (
     WeakKeyDictionary()
 )
@@ -73,8 +73,8 @@ class FsdpMesh:
             self.communicator = communicator_of(self.group)
 
     def neighbours(self, count: int) -> Communicator | None:
-        """Of the ``count`` ranks around this one that share parameters: the first ``count`` of
-        them, the next, and so on. None for 0, and where nothing is gathered. Collective over them
+        """Connects the ``count`` ranks around this one that share parameters: the first ``count``
+        of them, the next, and so on. None for 0, and where nothing is gathered. Collective over them
         when they are asked for the first time."""
         if count == 0 or not self.gathers:
             return None
@@ -82,7 +82,7 @@ class FsdpMesh:
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """Of all ranks."""
+        """Has all ranks."""
         return group_over([self.mesh])
 
     @functools.cached_property
@@ -96,12 +96,12 @@ class FsdpMesh:
 
     @functools.cached_property
     def twin_communicator(self) -> Communicator:
-        """Of all ranks, for what must not mix with the collectives of ``communicator``. Collective
+        """Has all ranks, for what must not mix with the collectives of ``communicator``. Collective
         when it is asked for the first time."""
         return communicator_of(_twin_of(self.group))
 
     def placements(self, dim: int | None) -> tuple[Placement, ...]:
-        """Of a parameter that is sharded on ``dim``, if it is."""
+        """Says how a parameter lies that is sharded on ``dim``, if it is."""
         sharded: Placement = Replicate() if dim is None else Shard(dim)
         return (sharded,) if self.mesh.ndim == 1 else (Replicate(), sharded)
 
@@ -110,7 +110,7 @@ class FsdpMesh:
         return self.join([self.mesh, model_mesh])
 
     def join(self, meshes: Sequence[DeviceMesh]) -> DeviceMesh:
-        """The same one each time.
+        """Puts them together, once for each list.
 
         Raises:
             RuntimeError, TypeError: they are not cut from one mesh with names.
@@ -121,8 +121,8 @@ class FsdpMesh:
         return self._joined[key]
 
     def communicator_over(self, mesh: DeviceMesh, dims: Iterable[int]) -> Communicator:
-        """Of the ranks that differ from this one along ``dims`` of ``mesh`` only. Collective over
-        them when they are asked for the first time."""
+        """Connects the ranks that differ from this one along ``dims`` of ``mesh`` only. Collective
+        over them when they are asked for the first time."""
         coordinate = mesh.get_coordinate()
         assert coordinate is not None
         along = set(dims)

@@ -22,7 +22,7 @@ from trireme._fsdp.unit import FsdpUnit
 
 
 class UnshardHandle:
-    """Of ``unshard(async_op=True)``."""
+    """``unshard(async_op=True)`` returns it."""
 
     def __init__(self, unit: FsdpUnit | None = None) -> None:
         self._unit = unit
@@ -51,7 +51,7 @@ class FSDPModule(TorchFSDPModule):
 
     _trireme_unit: FsdpUnit
 
-    # Of OwnNames, which come after the user's.
+    # What OwnNames has, which comes after the user's.
     set_dynamic_gather: Callable[[bool], None]
     last_step: Callable[[], dict[str, float]]
     join_hook: Callable[..., Any]
@@ -59,7 +59,7 @@ class FSDPModule(TorchFSDPModule):
     join_process_group: Any
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Of a part of a container (``model[:1]``): the plain class."""
+        """A part of a container (``model[:1]``) gets the plain class."""
         plain = cls.__mro__[cls._orig_cls_mro_index]
         made = plain.__new__(plain, *args, **kwargs)
         made.__init__(*args, **kwargs)
@@ -95,8 +95,8 @@ class FSDPModule(TorchFSDPModule):
             unit.reshard()
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Whether forward ends with ``reshard()``, among all ranks; else backward does. The same on
-        all ranks."""
+        """Whether forward ends with ``reshard()``, among all ranks; else backward does. All ranks
+        pass the same."""
         if not isinstance(reshard_after_forward, bool):
             got = f"got {type(reshard_after_forward).__name__}, expected a bool"
             refuse("fully_shard", got, "Pass True or False.")
@@ -126,7 +126,8 @@ class FSDPModule(TorchFSDPModule):
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Under HSDP: whether backwards sum gradients over the replicas; without, what the ranks
         with other shards have summed up waits on this rank, in ``reduce_dtype``, for one that does,
-        and no ``.grad`` changes. The same on all ranks. Without HSDP nothing changes, as in torch.
+        and no ``.grad`` changes. All ranks pass the same. Nothing changes without HSDP, as in
+        torch.
         """
         for unit in self._trireme_units(recurse):
             unit.all_reduces = requires_all_reduce
@@ -137,7 +138,7 @@ class FSDPModule(TorchFSDPModule):
         """Nothing changes: every backward that averages gradients returns with final ones."""
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
-        """With ``enabled`` backwards only accumulate, and ``finalize_backward()`` averages."""
+        """Backwards only accumulate if ``enabled``, and ``finalize_backward()`` averages."""
         root = self._trireme_unit.own_root()
         if not self._trireme_unit.is_root:
             got = "got set_manual_backward_finalization() of an inner unit"
@@ -179,7 +180,7 @@ class FSDPModule(TorchFSDPModule):
         self._trireme_set_prefetch("set_forward_prefetch", modules)
 
     def set_modules_to_backward_prefetch(self, modules: list[TorchFSDPModule]) -> None:
-        """The same in backward."""
+        """Does in backward what ``set_modules_to_forward_prefetch`` does in forward."""
         self._trireme_set_prefetch("set_backward_prefetch", modules)
 
     def _trireme_set_prefetch(self, setter: str, modules: Sequence[Any]) -> None:
@@ -242,7 +243,7 @@ class FSDPModule(TorchFSDPModule):
             root.follow_flags()
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
-        """The same, by its earlier name."""
+        """The earlier name of ``set_gradient_divide_factor``."""
         self.set_gradient_divide_factor(factor)
 
     # collectives of the user's
@@ -252,7 +253,7 @@ class FSDPModule(TorchFSDPModule):
     ) -> None:
         """``hook(row)`` may change this rank's part of the averaged gradients of this unit in
         place, after all is reduced (over replicas, too) and before it becomes ``.grad``, at the end
-        of every backward that averages. The same on all ranks; None: nothing.
+        of every backward that averages. All ranks pass the same hook, or None for nothing.
 
         ``row`` has one dimension, ``reduce_dtype``, and the parts of all parameters, as long on all
         ranks by zeros behind them. It is divided already: it holds what ``.grad`` gets, whatever
@@ -314,9 +315,9 @@ class FSDPModule(TorchFSDPModule):
             unit.root.comms_changed = True
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """With ``enable`` on any unit, memory that is gathered into, and that gradients are sent
-        from, is that of the process group's backend, where it has some; else the log says once that
-        it has none. Where nothing is gathered nothing changes.
+        """Memory that is gathered into, and that gradients are sent from, is that of the process
+        group's backend, where it has some, if ``enable`` is passed on any unit; else the log says
+        once that it has none. Where nothing is gathered nothing changes.
 
         Raises:
             AssertionError: the unit has a custom collective, as in torch.
@@ -333,8 +334,8 @@ class FSDPModule(TorchFSDPModule):
 
     def set_symm_mem_for_comm(self, backend: Any = "NCCL") -> None:
         """This unit is gathered through torch's symmetric memory, for which NCCL has copies without
-        kernels, or kernels of its own. As with a custom all-gather, what comes is copied out of it.
-        Of all ranks at the same place; on CPU it was tested with a stand-in for NCCL only.
+        kernels, or kernels of its own. What comes is copied out of it, as with a custom all-gather.
+        All ranks call it at the same place; on CPU it was tested with a stand-in for NCCL only.
 
         Raises:
             ValueError: parameters are not on GPUs.

@@ -23,10 +23,10 @@ _told: set[str] = set()
 class Offload(OffloadPolicy):
     """``offload_policy`` of ``fully_shard``: a fraction of the model in CPU memory, by bytes.
 
-    Of the fraction ``optimizer`` this rank's part of parameters, their gradients and so the state
-    of the optimizer lie in CPU memory, where the optimizer steps them. Of ``params`` (at most
-    ``optimizer``) the device has no copy, and each gather brings one; of the others it keeps one of
-    the part, in ``param_dtype``, made once per step. ``Offload(1, 1)`` is ``CPUOffloadPolicy()``.
+    The fraction ``optimizer`` has this rank's part of parameters, their gradients and so the state
+    of the optimizer in CPU memory, where the optimizer steps them. The device has no copy of
+    ``params`` (at most ``optimizer``), and each gather brings one; it keeps one of the part of the
+    others, in ``param_dtype``, made once per step. ``Offload(1, 1)`` is ``CPUOffloadPolicy()``.
 
     Whole parameters are chosen, from the front of each unit; give one object to all units of a
     model, and each of them rounds so that the total comes nearest.
@@ -41,7 +41,7 @@ class Offload(OffloadPolicy):
     optimizer: float = 1.0
     params: float = 0.0
     pin_memory: bool = True
-    # As OffloadOwed in csrc/strategies/fsdp/offload_plan.h.
+    # OffloadOwed in csrc/strategies/fsdp/offload_plan.h says what this is.
     _owed: tuple[float, float] = field(default=(0.0, 0.0), init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -64,7 +64,7 @@ def offloads_from(device: torch.device) -> bool:
 
 
 def resolve_offload(policy: OffloadPolicy, device: torch.device) -> Offload | None:
-    """None if everything stays where it is."""
+    """Returns None if everything stays where it is."""
     if not isinstance(policy, OffloadPolicy):
         got = f"got {type(policy).__name__} as offload_policy"
         refuse(

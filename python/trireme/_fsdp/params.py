@@ -53,7 +53,7 @@ class ShardedParameter:
     shown: nn.Parameter | None = None  # what the module shows for the unsharded one
 
     def spec(self) -> Spec:
-        """As the core wants it."""
+        """Says of the parameter what the core wants to know."""
         original = self.original if self.sharded is None else self.sharded
         assert original is not None
         return (
@@ -189,7 +189,7 @@ def shard(group: ParamGroup, params: Sequence[ShardedParameter], mesh: FsdpMesh)
 
 
 def _put(module: nn.Module, name: str, param: nn.Parameter) -> None:
-    """By setattr where the class has its own: layers with caches of their parameters renew them."""
+    """Calls a setattr of the class's own: layers with caches of their parameters renew them."""
     if type(module).__setattr__ is nn.Module.__setattr__:
         module._parameters[name] = param
     else:

@@ -38,7 +38,7 @@ def _before_step(
 
 
 def begin_writing(units: list[FsdpUnit]) -> None:
-    """Of the roots of ``units``; those that have none yet were not read."""
+    """Waits for the roots of ``units``; those that have none yet were not read."""
     for root in dict.fromkeys(unit.root for unit in units if unit.root is not None):
         root.begin_writing()
 

@@ -27,8 +27,8 @@ _MEET_BY_THEMSELVES = ("mpi", "fake")
 class Context:
     """This process as one rank of a run.
 
-    As a context manager it ends the run that its ``init()`` began (see :func:`shutdown`). Leaving
-    it by an exception does not wait for the other ranks.
+    It is a context manager that ends the run that its ``init()`` began (see :func:`shutdown`).
+    Leaving it by an exception does not wait for the other ranks.
     """
 
     rank: int

@@ -232,7 +232,7 @@ class LoadedOptimizer:
         self.tensors: list[CheckpointTensor] = []
 
     def put_into_optimizer(self) -> None:
-        """Through its own ``load_state_dict``, which knows what its class wants."""
+        """Calls its own ``load_state_dict``, which knows what its class wants."""
         shown, stepping = self._parts.shown, self._parts.stepping
         updates = [
             {key: _as_before(current.get(key), value) for key, value in saved.items()}

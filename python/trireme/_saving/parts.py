@@ -53,7 +53,7 @@ class Ranks:
 
 @dataclass(frozen=True)
 class Part:
-    """Of a tensor of ``shape`` a rank has ``local_shape[d]`` elements of each dimension ``d``, from
+    """A rank has ``local_shape[d]`` elements of each dimension ``d`` of a tensor of ``shape``, from
     ``first[d]`` on. Where several ranks have the same part, the lowest one writes it."""
 
     shape: torch.Size
@@ -224,7 +224,7 @@ def named_tensors(model: nn.Module, ranks: Ranks) -> list[NamedTensor]:
 
 
 def plain_model(model: nn.Module) -> nn.Module:
-    """Without DistributedDataParallel and torch.compile around it; sharded, where it can be."""
+    """Takes off DistributedDataParallel and torch.compile; reshards what can be."""
     inner: Any = model
     while isinstance(inner, nn.parallel.DistributedDataParallel) or hasattr(inner, "_orig_mod"):
         inner = inner._orig_mod if hasattr(inner, "_orig_mod") else inner.module
@@ -235,7 +235,7 @@ def plain_model(model: nn.Module) -> nn.Module:
 
 
 def _plain_name(name: str) -> str:
-    """Without what wrappers in the model have added."""
+    """Leaves out what wrappers in the model have added."""
     added = ("_orig_mod", "_checkpoint_wrapped_module")
     return ".".join(part for part in name.split(".") if part not in added)
 

@@ -31,7 +31,7 @@ class Claim:
         optimizer: ShardedOptimizer,
         name_of: Callable[[torch.Tensor], str],
     ) -> None:
-        # By reference, so that an exception does not keep those who are not claimed from.
+        # Weak references, so that an exception does not keep those who are not claimed from.
         self._before = {parameter: _holder_of(parameter) for parameter in parameters}
         for parameter in self._before:
             _check_averaged(parameter, optimizer, name_of(parameter))

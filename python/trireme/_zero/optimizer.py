@@ -247,7 +247,7 @@ class ZeroRedundancyOptimizer(TorchZero, ShardedOptimizer):
         return {"params": [shard for shard in shards if shard.numel() > 0], **rest}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As in torch; collective once the optimizer is made."""
+        """Does what torch's does; collective once the optimizer is made."""
         self._check_alive()
         Optimizer.add_param_group(self, param_group)
         if not self.initialized:
@@ -316,7 +316,7 @@ class ZeroRedundancyOptimizer(TorchZero, ShardedOptimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As in torch. Under stage 2 zeros take the memory of this rank's shards only."""
+        """Does what torch's does; under stage 2 zeros take memory for this rank's shards only."""
         for core in self._cores:
             core.zero_grad(set_to_none)
 

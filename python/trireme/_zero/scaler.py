@@ -70,13 +70,13 @@ class ScalerCheck:
         return not bool(torch.isfinite(torch.stack([norm.float() for norm in norms])).all())
 
     def tell(self, found_inf: bool) -> None:
-        """So that ``update()`` changes the scale on all ranks alike."""
+        """Makes ``update()`` change the scale on all ranks alike."""
         if self._state is not None:
             told = torch.full((), float(found_inf), device=self._device)
             self._state["found_inf_per_device"] = {self._device: told}
 
     def unscale(self, shards: Iterable[torch.Tensor]) -> None:
-        """Of the gradients that this rank steps with."""
+        """Unscales the gradients that this rank steps with."""
         if self._inverse is None:
             return
         for shard in shards:
