@@ -74,8 +74,8 @@ class FsdpMesh:
 
     def neighbours(self, count: int) -> Communicator | None:
         """Connects the ``count`` ranks around this one that share parameters: the first ``count``
-        of them, the next, and so on. None for 0, and where nothing is gathered. Collective over them
-        when they are asked for the first time."""
+        of them, the next, and so on. None for 0, and where nothing is gathered. Collective over
+        them when they are asked for the first time."""
         if count == 0 or not self.gathers:
             return None
         return communicator_of(_neighbours_in(self.shard_group, count))
