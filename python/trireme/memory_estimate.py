@@ -9,8 +9,9 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from trireme import _C
-from trireme._core.errors import refuse
+from trireme._core.errors import Area
 
+refuse = Area("memory_estimate").refuse
 STRATEGIES = ("single", "dp", "ddp", "zero1", "zero2", "zero3")
 
 _Described = tuple[Sequence[int], torch.dtype, bool]
@@ -104,7 +105,6 @@ def estimate_memory(
         _expect_count("optimizer", optimizer, "str or int")
     if accounting == "paper" and dtype is not None:
         refuse(
-            "memory_estimate",
             f"got dtype={dtype} for the paper's accounting, which has its own",
             "Leave it out, or use accounting='trireme'.",
         )
@@ -140,14 +140,12 @@ def _describe(model_or_numel: object, dtype: torch.dtype | None) -> tuple[list[_
         return [([_as_numel(model_or_numel)], dtype or torch.float32, True)], 0
     if dtype is not None:
         refuse(
-            "memory_estimate",
             f"got dtype={dtype} beside a module, expected it beside a number",
             "Leave it out, or convert the module: module.to(dtype).",
         )
     for name, tensor in [*model_or_numel.named_parameters(), *model_or_numel.named_buffers()]:
         if is_lazy(tensor):
             refuse(
-                "memory_estimate",
                 f"got a module whose '{name}' has no sizes yet, expected known sizes",
                 "Feed it an input first.",
             )
@@ -160,7 +158,6 @@ def _describe(model_or_numel: object, dtype: torch.dtype | None) -> tuple[list[_
 def _as_numel(number: object) -> int:
     if not isinstance(number, (int, float)) or isinstance(number, bool):
         refuse(
-            "memory_estimate",
             f"got {type(number).__name__}, expected a torch.nn.Module or a number of parameters",
             "Pass the module itself, or for example 7.5e9.",
             kind=TypeError,
@@ -168,7 +165,6 @@ def _as_numel(number: object) -> int:
     # Neither nan nor infinity is between these.
     if not 0 <= number < 2**63 or int(number) != number:
         refuse(
-            "memory_estimate",
             f"got {number} parameters, expected a whole number from 0 to 2**63 - 1",
             "Pass how many elements all parameters have.",
         )
@@ -178,7 +174,6 @@ def _as_numel(number: object) -> int:
 def _expect_count(name: str, value: object, expected: str = "int") -> None:
     if not isinstance(value, int) or isinstance(value, bool):
         refuse(
-            "memory_estimate",
             f"{name} is {type(value).__name__}, expected {expected}",
             "Pass a whole number.",
             kind=TypeError,

@@ -13,6 +13,26 @@ from trireme._C import error_text
 _OF_ALL_RANKS = frozenset({"fully_shard", "launch", "sync_batch_norm"})
 
 
+class Area:
+    """A part of Trireme, by whose name its messages begin."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def refuse(
+        self,
+        got: str,
+        next_step: str,
+        group: dist.ProcessGroup | None = None,
+        *,
+        rank: int = -1,
+        world: int = -1,
+        kind: type[Exception] = ValueError,
+    ) -> NoReturn:
+        """Raises ``kind`` in the name of this area; see :func:`refuse`."""
+        refuse(self.name, got, next_step, group, rank=rank, world=world, kind=kind)
+
+
 def refuse(
     area: str,
     got: str,

@@ -1,1 +1,5 @@
 """DataParallel and the functions of torch.nn.parallel are made here: replicas in one process."""
+
+from trireme._core.errors import Area
+
+refuse = Area("data_parallel").refuse

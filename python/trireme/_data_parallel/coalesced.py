@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
-from trireme._core.errors import refuse
+from trireme._data_parallel import refuse
 from trireme._data_parallel.devices import DeviceLike, to_device
 from trireme._data_parallel.targets import moved, target_devices
 
@@ -95,7 +95,6 @@ def reduce_add_coalesced(
     lists = [_checked(one, f"input {i}") for i, one in enumerate(inputs)]
     if not lists:
         refuse(
-            "data_parallel",
             "got no inputs to sum, expected at least one list of tensors",
             "Give one list per device.",
         )
@@ -196,7 +195,6 @@ def _checked(tensors: Iterable[Tensor], name: str) -> list[Tensor]:
         if isinstance(tensors, Tensor) or not isinstance(one, Tensor):
             got = "a tensor" if isinstance(tensors, Tensor) else f"{type(one).__name__} at {i}"
             refuse(
-                "data_parallel",
                 f"got {got} as {name}, expected a sequence of tensors",
                 "Put the tensors in a list.",
                 kind=TypeError,
@@ -208,7 +206,6 @@ def _one_device(tensors: Sequence[Tensor]) -> torch.device:
     found = {tensor.device for tensor in tensors}
     if len(found) > 1:
         refuse(
-            "data_parallel",
             f"got tensors on {', '.join(sorted(map(str, found)))}, expected one device",
             "Broadcast those of each device for themselves.",
         )
@@ -231,7 +228,6 @@ def _check_alike(lists: Sequence[Sequence[Tensor]]) -> None:
 
 def _differ(got: str, expected: str, *, kind: type[Exception] = ValueError) -> NoReturn:
     refuse(
-        "data_parallel",
         f"got {got}, expected {expected} as in input 0",
         "Give lists of gradients of the same parameters.",
         kind=kind,

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from trireme import _C
-from trireme._core.errors import refuse
+from trireme._data_parallel import refuse
 
 DeviceLike = int | str | torch.device
 
@@ -86,7 +86,6 @@ def _default_devices(module: nn.Module, replicas: int | None) -> list[torch.devi
 
 def _no_device(kind: type[Exception], got: str, expected: str) -> NoReturn:
     refuse(
-        "data_parallel",
         f"got {got}, expected {expected}",
         "Name devices that exist, or on a machine without accelerators say replicas=n.",
         kind=kind,

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from trireme._core.errors import refuse
+from trireme._data_parallel import refuse
 
 _RETURN_ALIKE = (
     "Return the same structure for every part of a batch, and what depends on it as a tensor."
@@ -265,7 +265,6 @@ def differ(
 ) -> NoReturn:
     """Refuses what ``who[0]`` returned in that place, where ``who[1]`` returned something else."""
     refuse(
-        "data_parallel",
         f"got {got} for {place} from {who[0]}, expected {expected} as from {who[1]}",
         next_step,
         kind=kind,
@@ -275,7 +274,6 @@ def differ(
 def _refuse_packed(value: Any) -> None:
     if isinstance(value, PackedSequence):
         refuse(
-            "data_parallel",
             "got a PackedSequence, expected tensors with the batch along one dimension",
             "Pack and unpack inside forward, with total_length= for pad_packed_sequence.",
             kind=TypeError,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trireme._core.errors import refuse
+from trireme._data_parallel import refuse
 from trireme._data_parallel.devices import DeviceLike, to_device
 from trireme._data_parallel.nested import first_tensor
 from trireme._data_parallel.replicate import replicate
@@ -45,16 +45,11 @@ def parallel_apply(
     Cost: threads are started and ended, some 0.1 ms each; ``trireme.DataParallel`` keeps them.
     """
     if not modules:
-        refuse(
-            "data_parallel",
-            "got no modules, expected at least one",
-            "Give what replicate returned.",
-        )
+        refuse("got no modules, expected at least one", "Give what replicate returned.")
     lists = {"inputs": inputs, "kwargs_tup": kwargs_tup, "devices": devices}
     for name, given in lists.items():
         if given is not None and len(given) != len(modules):
             refuse(
-                "data_parallel",
                 f"got {len(given)} {name} for {len(modules)} modules, expected as many",
                 "Give one entry per module.",
             )
@@ -112,7 +107,6 @@ def data_parallel(
     for name, tensor in chain(module.named_parameters(), module.named_buffers()):
         if tensor.device != targets[0]:
             refuse(
-                "data_parallel",
                 f"got '{name}' on {tensor.device}, expected it on {targets[0]}, the first of "
                 "device_ids",
                 f"Call module.to('{targets[0]}') first.",

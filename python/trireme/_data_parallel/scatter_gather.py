@@ -9,7 +9,7 @@ from typing import Any, TypeVar, overload
 import torch
 from torch import Tensor
 
-from trireme._core.errors import refuse
+from trireme._data_parallel import refuse
 from trireme._data_parallel.devices import DeviceLike, to_device
 from trireme._data_parallel.nested import differ, matching_tensors, tensors_in, with_tensors
 from trireme._data_parallel.targets import moved, target_devices, wrapped_dim
@@ -96,7 +96,6 @@ def gather(outputs: Sequence[Any], target_device: DeviceLike, dim: int = 0) -> A
     device = to_device(target_device)
     if not outputs:
         refuse(
-            "data_parallel",
             "got no outputs to gather, expected one per replica",
             "Give what parallel_apply returned.",
         )
@@ -117,7 +116,6 @@ def _scatter_nested(inputs: Any, devices: Sequence[torch.device], dim: int) -> l
     if len(set(counts)) > 1:
         rows = [tensors[i].size(dim) for i in cut]
         refuse(
-            "data_parallel",
             f"got tensors of {rows} rows along dim {dim}, which make {counts} parts for "
             f"{len(devices)} devices, expected as many of each",
             "Give all inputs the same batch size, or a 0-dim tensor, which all get.",
@@ -133,7 +131,6 @@ def _parts(tensor: Tensor, devices: Sequence[torch.device], dim: int) -> list[Te
     dense = tensor.layout == torch.strided
     if not dense and tensor.requires_grad and torch.is_grad_enabled():
         refuse(
-            "data_parallel",
             f"got an input of {tensor.layout} that requires a gradient, expected a dense one: "
             "torch cannot put sparse gradients together",
             "Call to_dense() or detach() before.",

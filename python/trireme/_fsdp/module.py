@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 
-from trireme._core.errors import refuse
+from trireme._fsdp import refuse
 from trireme._fsdp.comms import (
     check_comm,
     check_one_mesh,
@@ -99,7 +99,7 @@ class FSDPModule(TorchFSDPModule):
         pass the same."""
         if not isinstance(reshard_after_forward, bool):
             got = f"got {type(reshard_after_forward).__name__}, expected a bool"
-            refuse("fully_shard", got, "Pass True or False.")
+            refuse(got, "Pass True or False.")
         for unit in self._trireme_units(recurse):
             unit.set_reshard_after_forward(reshard_after_forward)
 
@@ -142,7 +142,7 @@ class FSDPModule(TorchFSDPModule):
         root = self._trireme_unit.own_root()
         if not self._trireme_unit.is_root:
             got = "got set_manual_backward_finalization() of an inner unit"
-            refuse("fully_shard", got, "Call it on the outermost one.", kind=RuntimeError)
+            refuse(got, "Call it on the outermost one.", kind=RuntimeError)
         if root.core is not None:
             root.core.set_manual_finalization(enabled)
         root.finalizes_manually = enabled
@@ -154,7 +154,6 @@ class FSDPModule(TorchFSDPModule):
         if root is not None and root.core is not None:
             if not root.finalizes_manually:
                 refuse(
-                    "fully_shard",
                     "got finalize_backward() without manual finalization",
                     "Call set_manual_backward_finalization(True) before forward.",
                     kind=RuntimeError,
@@ -168,7 +167,7 @@ class FSDPModule(TorchFSDPModule):
         unit = self._trireme_unit
         if unit.root is not None and not unit.is_root:
             got = "got reset_iter_state() of an inner unit"
-            refuse("fully_shard", got, "Call it on the outermost one.", kind=RuntimeError)
+            refuse(got, "Call it on the outermost one.", kind=RuntimeError)
         if unit.root is not None and unit.root.core is not None:
             unit.root.core.reset()
 
@@ -186,11 +185,7 @@ class FSDPModule(TorchFSDPModule):
     def _trireme_set_prefetch(self, setter: str, modules: Sequence[Any]) -> None:
         for module in modules:
             if not isinstance(module, FSDPModule):
-                refuse(
-                    "fully_shard",
-                    f"got {type(module).__name__}, expected an FSDPModule",
-                    "Shard it first.",
-                )
+                refuse(f"got {type(module).__name__}, expected an FSDPModule", "Shard it first.")
         for unit in self._trireme_units(recurse=False):
             unit.ahead[setter] = [module._trireme_unit for module in modules]
         if (root := self._trireme_unit.root) is not None:
@@ -216,9 +211,9 @@ class FSDPModule(TorchFSDPModule):
         """Accepted: gradients go through rings of a fixed size."""
         if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
             got = f"got {type(max_input_buffers).__name__} as max_input_buffers"
-            refuse("fully_shard", got, "Pass an int.", kind=TypeError)
+            refuse(got, "Pass an int.", kind=TypeError)
         if max_input_buffers < 1:
-            refuse("fully_shard", f"got max_input_buffers={max_input_buffers}", "Pass at least 1.")
+            refuse(f"got max_input_buffers={max_input_buffers}", "Pass at least 1.")
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
         pass
@@ -236,7 +231,7 @@ class FSDPModule(TorchFSDPModule):
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Gradients of this unit are divided by ``factor`` in place of the number of its ranks."""
         if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not factor > 0:
-            refuse("fully_shard", f"got factor={factor!r}, expected a number above 0", "Pass one.")
+            refuse(f"got factor={factor!r}, expected a number above 0", "Pass one.")
         for unit in self._trireme_units(recurse=False):
             unit.divide_factor = float(factor)
         if (root := self._trireme_unit.root) is not None:
@@ -269,10 +264,9 @@ class FSDPModule(TorchFSDPModule):
         check_one_mesh("set_all_reduce_hook", unit)
         if hook is not None and not callable(hook):
             got = f"got {type(hook).__name__} as all-reduce hook"
-            refuse("fully_shard", got, "Pass a function of one tensor.", kind=TypeError)
+            refuse(got, "Pass a function of one tensor.", kind=TypeError)
         if stream is not None and unit.mesh.replicate_communicator is not None:
             refuse(
-                "fully_shard",
                 "got a stream for the all-reduce hook on a mesh of 2 dimensions",
                 "Leave it out: gradients are summed up over replicas before.",
             )
@@ -325,9 +319,7 @@ class FSDPModule(TorchFSDPModule):
         unit = self._trireme_unit
         if unit.all_gather is not None or unit.reduce_scatter is not None:
             got = "got memory of the process group for a unit with a custom collective"
-            refuse(
-                "fully_shard", got, "Let its allocate() take it from there.", kind=AssertionError
-            )
+            refuse(got, "Let its allocate() take it from there.", kind=AssertionError)
         unit.allocates_from_group = enable
         if unit.root is not None:
             unit.root.comms_changed = True

@@ -9,8 +9,8 @@ import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
 from trireme._C import plan_offload
-from trireme._core.errors import refuse
 from trireme._core.rank_log import get_logger
+from trireme._fsdp import refuse
 
 # What ParamGroup takes: parameters of which the optimizer's part is offloaded, and those of which
 # everything is, by index; whether their memory is pinned.
@@ -51,7 +51,6 @@ class Offload(OffloadPolicy):
         )
         if not are_numbers or not 0 <= self.params <= self.optimizer <= 1:
             refuse(
-                "fully_shard",
                 f"got Offload(optimizer={self.optimizer!r}, params={self.params!r}), expected "
                 "0 <= params <= optimizer <= 1",
                 "Pass fractions; what has no copy on the device is a part of what is offloaded.",
@@ -67,9 +66,7 @@ def resolve_offload(policy: OffloadPolicy, device: torch.device) -> Offload | No
     """Returns None if everything stays where it is."""
     if not isinstance(policy, OffloadPolicy):
         got = f"got {type(policy).__name__} as offload_policy"
-        refuse(
-            "fully_shard", got, "Pass trireme.Offload(), or a policy of torch's.", kind=TypeError
-        )
+        refuse(got, "Pass trireme.Offload(), or a policy of torch's.", kind=TypeError)
     if isinstance(policy, CPUOffloadPolicy):
         offload = Offload(1.0, 1.0, policy.pin_memory)
     elif isinstance(policy, Offload):

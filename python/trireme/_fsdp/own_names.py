@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.distributed.algorithms.join import Joinable, JoinHook, _JoinConfig
 
-from trireme._core.errors import refuse
+from trireme._fsdp import refuse
 from trireme._fsdp.join import FsdpJoinHook
 
 
@@ -51,7 +51,7 @@ class OwnNames(Joinable):
         unit = self._trireme_unit
         if unit.root is not None and not unit.is_root:
             got = "got set_dynamic_gather() of an inner unit"
-            refuse("fully_shard", got, "Call it on the outermost one.", kind=RuntimeError)
+            refuse(got, "Call it on the outermost one.", kind=RuntimeError)
         unit.gathers_dynamically = dynamic
         if unit.root is not None:
             unit.root.follow_gathers()
@@ -75,7 +75,7 @@ class OwnNames(Joinable):
         optimizer = kwargs.get("optimizer")
         if optimizer is None:
             got = "got Join without the optimizer, which steps this rank's shards"
-            refuse("fully_shard", got, "Pass it: Join([model], optimizer=optimizer).")
+            refuse(got, "Pass it: Join([model], optimizer=optimizer).")
         return FsdpJoinHook(self, optimizer, kwargs.get("divide_by_initial_world_size", True))
 
     @_value

@@ -11,8 +11,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from trireme._core.errors import refuse
 from trireme._core.owners import local_of
+from trireme._fsdp import refuse
 from trireme._fsdp.checks import check_gradient_dtype, check_parameter, resolve_placement, shard_dim
 from trireme._fsdp.dtensor import (
     ModelLayout,
@@ -258,7 +258,6 @@ def adopt(
         shard_ = shards[index]
         if local.is_meta:
             refuse(
-                "fully_shard",
                 f"got parameter '{one.name}' on the meta device at its first use",
                 "Call model.to_empty(device='cpu') and initialise the parameters.",
                 kind=RuntimeError,
@@ -275,22 +274,16 @@ def _checked(one: ShardedParameter, given: nn.Parameter) -> nn.Parameter:
     expected = next(iter(one.specs.values()))
     if not isinstance(given, DTensor):
         got = f"got a plain tensor for '{one.name}', expected a DTensor on {expected.mesh}"
-        refuse(
-            "fully_shard",
-            got,
-            "Load with torch.distributed.checkpoint.state_dict.set_model_state_dict.",
-        )
+        refuse(got, "Load with torch.distributed.checkpoint.state_dict.set_model_state_dict.")
     dtype = next(iter(one.specs))
     if given.shape != expected.shape or given.dtype != dtype:
         refuse(
-            "fully_shard",
             f"got '{one.name}' as {given.dtype} of shape {tuple(given.shape)}, expected "
             f"{dtype} of shape {tuple(expected.shape)}",
             "Change shapes before fully_shard, and dtypes before the first forward.",
         )
     if given.placements != expected.placements or given.device_mesh != expected.mesh:
         refuse(
-            "fully_shard",
             f"got '{one.name}' placed {given.placements} on {given.device_mesh}, expected "
             f"{expected.placements} on {expected.mesh}",
             "Keep the placement that fully_shard gave it.",

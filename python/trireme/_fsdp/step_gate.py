@@ -8,8 +8,8 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from trireme._core.errors import refuse
 from trireme._core.owners import unit_of
+from trireme._fsdp import refuse
 from trireme._fsdp.unit import FsdpUnit
 
 _watched: list[Any] = []
@@ -70,7 +70,6 @@ def _check_not_replaced(param: Any) -> None:
     name = getattr(param, "_trireme_sharded", None)
     if name is not None:
         refuse(
-            "fully_shard",
             f"got an optimizer of '{name}' as it was before fully_shard, which trains nothing",
             "Make the optimizer after the last fully_shard.",
             kind=RuntimeError,

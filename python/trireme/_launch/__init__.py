@@ -1,1 +1,5 @@
 """A process becomes a rank here, and the c10d backend is registered."""
+
+from trireme._core.errors import Area
+
+refuse = Area("launch").refuse

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from trireme._core.durations import LONGEST_WAIT
-from trireme._core.errors import refuse
+from trireme._launch import refuse
 
 Kind = TypeVar("Kind")
 
@@ -17,7 +17,6 @@ Kind = TypeVar("Kind")
 def expect(name: str, value: Kind | None, kind: type[Kind]) -> Kind | None:
     if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
         refuse(
-            "launch",
             f"{name} is {type(value).__name__}, expected {kind.__name__}",
             f"Pass {name} as {kind.__name__}, or leave it out.",
             kind=TypeError,
@@ -35,28 +34,22 @@ def as_timedelta(timeout: timedelta | float | None) -> timedelta | None:
         longest = LONGEST_WAIT.total_seconds()
         seconds = float(max(min(timeout, longest), -longest))
         if math.isnan(seconds):
-            refuse(
-                "launch",
-                "timeout is nan, expected a number of seconds",
-                "Pass a number of seconds.",
-            )
+            refuse("timeout is nan, expected a number of seconds", "Pass a number of seconds.")
         limit = timedelta(seconds=seconds)
     else:
         refuse(
-            "launch",
             f"timeout is {type(timeout).__name__}, expected seconds or a timedelta",
             "Pass a number of seconds.",
             kind=TypeError,
         )
     if limit <= timedelta(0):
-        refuse("launch", f"timeout is {limit}, expected more than 0", "Pass a longer timeout.")
+        refuse(f"timeout is {limit}, expected more than 0", "Pass a longer timeout.")
     return min(limit, LONGEST_WAIT)
 
 
 def parse_device(device: str | torch.device) -> torch.device:
     if not isinstance(device, (str, torch.device)):
         refuse(
-            "launch",
             f"device is {type(device).__name__}, expected str or torch.device",
             'Pass "cpu", "cuda" or "cuda:1".',
             kind=TypeError,
@@ -66,9 +59,7 @@ def parse_device(device: str | torch.device) -> torch.device:
     except RuntimeError:
         parsed = None
     if parsed is None or parsed.type not in ("cpu", "cuda"):
-        refuse(
-            "launch", f"device is {str(device)!r}, expected cpu or cuda", 'Pass "cpu" or "cuda".'
-        )
+        refuse(f"device is {str(device)!r}, expected cpu or cuda", 'Pass "cpu" or "cuda".')
     return parsed
 
 
@@ -79,7 +70,6 @@ def check_available(backend: str | None, environment: Any) -> None:
         name = part.rpartition(":")[2].lower()
         if not dist.is_backend_available(name):
             refuse(
-                "launch",
                 f"backend is {backend!r}, and this torch has no backend {name!r}",
                 "Use gloo, nccl, or a backend that torch.distributed lists.",
                 rank=environment.rank,

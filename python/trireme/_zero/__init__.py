@@ -1,1 +1,5 @@
 """ZeroRedundancyOptimizer is made here."""
+
+from trireme._core.errors import Area
+
+refuse = Area("zero").refuse

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 from trireme._C import first_failure, gather_texts
-from trireme._core.errors import refuse
 from trireme._core.group_communicator import communicator_of
+from trireme._zero import refuse
 
 
 def raise_together(
@@ -31,7 +31,6 @@ def raise_together(
     if failed is not None:
         rank, said = failed
         refuse(
-            "zero",
             f"got {what} that rank {rank} cannot use: {said}",
             "Pass what every rank can use for its part of the parameters.",
             group,

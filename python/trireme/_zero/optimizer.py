@@ -16,11 +16,11 @@ from torch.optim import Optimizer
 
 from trireme._C import Zero, ZeroOptions
 from trireme._core.clip_grad import clip_grad_norm_
-from trireme._core.errors import refuse
 from trireme._core.group_communicator import communicator_of, device_of_numbers
 from trireme._core.modules_around import ModulesAround
 from trireme._core.owners import ShardedOptimizer
 from trireme._core.writing import abandoning
+from trireme._zero import refuse
 from trireme._zero.agreement import agree_on_names, raise_together
 from trireme._zero.checks import (
     as_param_groups,
@@ -162,7 +162,6 @@ class ZeroRedundancyOptimizer(TorchZero, ShardedOptimizer):
         """Raises RuntimeError if another optimizer has taken over its parameters."""
         if self._is_retired:
             refuse(
-                "zero",
                 "got a call of an optimizer whose parameters another ZeroRedundancyOptimizer has "
                 "taken over",
                 "Use the one that was made last.",
@@ -328,7 +327,6 @@ class ZeroRedundancyOptimizer(TorchZero, ShardedOptimizer):
         """
         if self.stage == 1:
             refuse(
-                "zero",
                 "got no_sync() under stage 1, where DistributedDataParallel averages",
                 "Use the no_sync() of the wrapped module.",
                 self.process_group,
@@ -357,7 +355,6 @@ class ZeroRedundancyOptimizer(TorchZero, ShardedOptimizer):
         """Where the time of the last synchronized backward went; keys as in DDP's. Stage 2."""
         if self.stage == 1:
             refuse(
-                "zero",
                 "got last_step() under stage 1, which moves no gradients",
                 "Ask the DistributedDataParallel module.",
                 self.process_group,
@@ -386,7 +383,6 @@ class ZeroRedundancyOptimizer(TorchZero, ShardedOptimizer):
         """
         if self._consolidated is None:
             refuse(
-                "zero",
                 "got state_dict() of a state that was not consolidated here",
                 f"Call consolidate_state_dict(to={self.rank}) on all ranks before.",
                 self.process_group,

@@ -10,7 +10,7 @@ import torch
 from torch.amp import GradScaler
 from torch.amp.grad_scaler import OptState
 
-from trireme._core.errors import refuse
+from trireme._zero import refuse
 
 if TYPE_CHECKING:
     from trireme._zero.optimizer import ZeroRedundancyOptimizer
@@ -43,7 +43,6 @@ class ScalerCheck:
         if self._state["stage"] is OptState.UNSCALED:
             if any(core.summed() for core in optimizer._cores):
                 refuse(
-                    "zero",
                     "got GradScaler.unscale_ under fused_step=True, expected no gradients to be "
                     "looked for before step()",
                     "Leave unscale_ out, or fused_step.",

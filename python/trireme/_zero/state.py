@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from trireme._C import ShardedParameter, gather_states
-from trireme._core.errors import refuse
 from trireme._core.group_communicator import communicator_of
+from trireme._zero import refuse
 from trireme._zero.agreement import raise_together
 
 
@@ -32,7 +32,7 @@ def consolidate(
 ) -> dict[int, dict[str, Any]] | None:
     """Returns the state by parameter index on rank ``to``, None elsewhere. Collective."""
     if not 0 <= to < group.size():
-        refuse("zero", f"got rank {to} to consolidate on", f"Pass 0 to {group.size() - 1}.", group)
+        refuse(f"got rank {to} to consolidate on", f"Pass 0 to {group.size() - 1}.", group)
     own, error = [], None
     try:
         for shard in layout.shards:
@@ -59,7 +59,6 @@ def _to_core(name: str, value: Any, group: dist.ProcessGroup) -> torch.Tensor | 
         return json.dumps(value)
     except TypeError:
         refuse(
-            "zero",
             f"got optimizer state '{name}' of type {type(value).__name__}, expected a tensor, "
             "number, text or list of them",
             "Keep it in tensors.",
@@ -81,11 +80,10 @@ class LoadedState:
         for key in ("state", "param_groups"):
             if key not in state_dict:
                 got = f"got a state dict without '{key}'"
-                refuse("zero", got, "Load what the state_dict() of an optimizer returns.", group)
+                refuse(got, "Load what the state_dict() of an optimizer returns.", group)
         sizes = [len(one["params"]) for one in state_dict["param_groups"]]
         if sizes != layout.group_sizes:
             refuse(
-                "zero",
                 f"got a state dict of groups of {sizes} parameters, expected {layout.group_sizes}",
                 "Load the state of the same model and groups.",
                 group,
