@@ -153,16 +153,12 @@ def _unflat(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _sum(parts: Sequence[Tensor], target: torch.device) -> Tensor:
-    if any(one.layout != torch.strided for one in parts):
-        if not all(one.layout == parts[0].layout for one in parts):
-            parts = [one if one.layout == torch.strided else one.to_dense() for one in parts]
-        total = moved(parts[0].detach(), target, copy=True)
-        for one in parts[1:]:
-            total = total + moved(one.detach(), target)
-        return total
+    if len({one.layout for one in parts}) > 1:
+        parts = [one if one.layout == torch.strided else one.to_dense() for one in parts]
     total = moved(parts[0].detach(), target, copy=True)
     for one in parts[1:]:
-        total.add_(moved(one, target))
+        own = moved(one.detach(), target)
+        total = total.add_(own) if total.layout == torch.strided else total + own
     return total
 
 

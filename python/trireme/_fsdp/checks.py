@@ -177,6 +177,13 @@ def shard_dim(name: str, param: nn.Parameter, placement: Any) -> int:
     return dim
 
 
+def check_outermost(unit: FsdpUnit, call: str) -> None:
+    """What all units have in common is said to the outermost one."""
+    if unit.root is not None and not unit.is_root:
+        next_step = "Call it on the outermost one."
+        refuse(f"got {call}() of an inner unit", next_step, kind=RuntimeError)
+
+
 def check_mesh_within(unit: FsdpUnit, root: FsdpUnit) -> None:
     """The ranks of a unit are among those of the outermost one, on its device."""
     own, all_ = unit.mesh, root.mesh

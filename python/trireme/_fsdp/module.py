@@ -10,6 +10,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 
 from trireme._fsdp import refuse
+from trireme._fsdp.checks import check_outermost
 from trireme._fsdp.comms import (
     check_comm,
     check_one_mesh,
@@ -140,9 +141,7 @@ class FSDPModule(TorchFSDPModule):
     def set_manual_backward_finalization(self, enabled: bool) -> None:
         """Backwards only accumulate if ``enabled``, and ``finalize_backward()`` averages."""
         root = self._trireme_unit.own_root()
-        if not self._trireme_unit.is_root:
-            got = "got set_manual_backward_finalization() of an inner unit"
-            refuse(got, "Call it on the outermost one.", kind=RuntimeError)
+        check_outermost(self._trireme_unit, "set_manual_backward_finalization")
         if root.core is not None:
             root.core.set_manual_finalization(enabled)
         root.finalizes_manually = enabled
@@ -165,9 +164,7 @@ class FSDPModule(TorchFSDPModule):
         """After an exception in forward or backward: what they have left, accumulated gradients and
         what waits for the replicas included, is forgotten. On the outermost unit."""
         unit = self._trireme_unit
-        if unit.root is not None and not unit.is_root:
-            got = "got reset_iter_state() of an inner unit"
-            refuse(got, "Call it on the outermost one.", kind=RuntimeError)
+        check_outermost(unit, "reset_iter_state")
         if unit.root is not None and unit.root.core is not None:
             unit.root.core.reset()
 

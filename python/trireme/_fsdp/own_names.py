@@ -10,6 +10,7 @@ import torch
 from torch.distributed.algorithms.join import Joinable, JoinHook, _JoinConfig
 
 from trireme._fsdp import refuse
+from trireme._fsdp.checks import check_outermost
 from trireme._fsdp.join import FsdpJoinHook
 
 
@@ -49,9 +50,7 @@ class OwnNames(Joinable):
         another order, or more often, in every forward. Costs one small collective per unit and
         pass; without, the first forward of all ranks sets the order (csrc/param/prefetch.h)."""
         unit = self._trireme_unit
-        if unit.root is not None and not unit.is_root:
-            got = "got set_dynamic_gather() of an inner unit"
-            refuse(got, "Call it on the outermost one.", kind=RuntimeError)
+        check_outermost(unit, "set_dynamic_gather")
         unit.gathers_dynamically = dynamic
         if unit.root is not None:
             unit.root.follow_gathers()

@@ -54,27 +54,29 @@ class ShardedParameter:
 
     def spec(self) -> Spec:
         """Says of the parameter what the core wants to know."""
-        original = self.original if self.sharded is None else self.sharded
-        assert original is not None
         return (
             self.name,
             self.sizes,
-            original.dtype,
+            self.present.dtype,
             self.dim,
             self.param_dtype,
             self.reduce_dtype,
-            original.requires_grad,
+            self.present.requires_grad,
         )
+
+    @property
+    def present(self) -> nn.Parameter:
+        """The parameter as it is now, sharded or not yet."""
+        present = self.original if self.sharded is None else self.sharded
+        assert present is not None
+        return present
 
     def as_dtensor(self, local: torch.Tensor, *, requires_grad: bool = False) -> DTensor:
         """``local`` as this rank's part of the parameter, or of its gradient."""
         spec = self.specs.get(local.dtype)
         if spec is None:
             known = next(iter(self.specs.values()))
-            assert known.tensor_meta is not None
-            meta = TensorMeta(known.tensor_meta.shape, known.tensor_meta.stride, local.dtype)
-            spec = DTensorSpec(known.mesh, known.placements, tensor_meta=meta)
-            self.specs[local.dtype] = spec
+            spec = self.specs[local.dtype] = _cast(known, local.dtype)
         return DTensor(local, spec, requires_grad=requires_grad)
 
     def describe_on(self, mesh: FsdpMesh) -> None:
@@ -152,18 +154,21 @@ def collect(
 
 def _set_dtypes(one: ShardedParameter, policy: MixedPrecisionPolicy) -> None:
     """What torch's policy says for this parameter."""
-    original = one.original if one.sharded is None else one.sharded
-    assert original is not None
-    if not original.is_floating_point():
+    if not one.present.is_floating_point():
         return
     resolved = policy
     if hasattr(policy, "_resolve_for_param"):
-        resolved = policy._resolve_for_param(original)
+        resolved = policy._resolve_for_param(one.present)
     one.param_dtype = resolved.param_dtype
     one.reduce_dtype = resolved.reduce_dtype
-    check_gradient_dtype(one.name, original)
+    check_gradient_dtype(one.name, one.present)
     if one.reduce_dtype is None and not _REDUCES_IN_ORIGINAL_DTYPE:
         one.reduce_dtype = one.param_dtype
+
+
+def _cast(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
+    meta = TensorMeta(spec.shape, spec.stride, dtype)
+    return DTensorSpec(spec.mesh, spec.placements, tensor_meta=meta)
 
 
 def shard(group: ParamGroup, params: Sequence[ShardedParameter], mesh: FsdpMesh) -> None:
@@ -229,8 +234,7 @@ def note_casts(params: Sequence[ShardedParameter], policy: MixedPrecisionPolicy)
         dtype, spec = next(iter(one.specs.items()))
         if not isinstance(given, DTensor) or given.dtype == dtype:
             continue
-        meta = TensorMeta(spec.shape, spec.stride, given.dtype)
-        one.specs = {given.dtype: DTensorSpec(spec.mesh, spec.placements, tensor_meta=meta)}
+        one.specs = {given.dtype: _cast(spec, given.dtype)}
         one.sharded = given
         _set_dtypes(one, policy)
         any_cast = True
