@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.distributed_c10d import GroupMember
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
@@ -17,7 +16,9 @@ from trireme import _C
 from trireme._core.errors import Area
 from trireme._core.group_communicator import communicator_of
 
-refuse = Area("sync_batch_norm").refuse
+AREA = Area("sync_batch_norm")
+refuse = AREA.refuse
+_OUTSIDE = "Build the layer on the ranks of its group only."
 
 
 class SyncBatchNorm(nn.SyncBatchNorm):
@@ -78,7 +79,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
                 kind=TypeError,
             )
         if process_group is not None:
-            _check_group(process_group)
+            AREA.expect_group(process_group, _OUTSIDE)
         super().__init__(
             num_features,
             eps,
@@ -150,14 +151,9 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         cls, module: nn.Module, process_group: Any | None = None
     ) -> nn.Module:
         """Replace every BatchNorm in ``module``; see :func:`trireme.convert_sync_batchnorm`."""
-        if not isinstance(module, nn.Module):
-            refuse(
-                f"got {type(module).__name__} as module, expected a torch.nn.Module",
-                "Pass the model itself.",
-                kind=TypeError,
-            )
+        AREA.expect_module(module)
         if process_group is not None:
-            _check_group(process_group)
+            AREA.expect_group(process_group, _OUTSIDE)
         return cls._convert(module, process_group, {})
 
     @classmethod
@@ -209,22 +205,6 @@ def convert_sync_batchnorm(module: nn.Module, process_group: Any | None = None) 
         ValueError: a lazy layer that has not seen an input; a group without this rank.
     """
     return SyncBatchNorm.convert_sync_batchnorm(module, process_group)
-
-
-def _check_group(group: object) -> None:
-    outside: object = GroupMember.NON_GROUP_MEMBER
-    if group is outside:
-        refuse(
-            "got a process group without this rank, expected one that contains it",
-            "Build the layer on the ranks of its group only.",
-        )
-    if not isinstance(group, dist.ProcessGroup):
-        refuse(
-            f"got {type(group).__name__} as process_group, expected a "
-            "torch.distributed.ProcessGroup",
-            "Make one with torch.distributed.new_group(), or leave it out.",
-            kind=TypeError,
-        )
 
 
 def _communicator_of(process_group: dist.ProcessGroup | None) -> _C.Communicator:

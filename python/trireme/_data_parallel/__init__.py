@@ -2,4 +2,5 @@
 
 from trireme._core.errors import Area
 
-refuse = Area("data_parallel").refuse
+AREA = Area("data_parallel")
+refuse = AREA.refuse

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from trireme._data_parallel import refuse
+from trireme._data_parallel import AREA, refuse
 from trireme._data_parallel.devices import DeviceLike, to_device
 from trireme._data_parallel.nested import first_tensor
 from trireme._data_parallel.replicate import replicate
 from trireme._data_parallel.scatter_gather import gather, scatter_kwargs
-from trireme._data_parallel.targets import check_module, target_devices
+from trireme._data_parallel.targets import target_devices
 from trireme._data_parallel.workers import run_in_threads
 
 
@@ -100,7 +100,7 @@ def data_parallel(
     positional: tuple[Any, ...] = (
         inputs if isinstance(inputs, tuple) else () if inputs is None else (inputs,)
     )
-    check_module(module)
+    AREA.expect_module(module)
     devices = _default_devices(module) if device_ids is None else device_ids
     targets = target_devices(devices, "device_ids")
     output = targets[0] if output_device is None else to_device(output_device)

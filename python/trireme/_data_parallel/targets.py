@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from trireme._data_parallel import refuse
+from trireme._data_parallel import AREA, refuse
 from trireme._data_parallel.devices import DeviceLike, to_device
 from trireme._data_parallel.modules import find_refused
 
@@ -30,19 +30,9 @@ def target_devices(given: Iterable[DeviceLike], name: str) -> list[torch.device]
     return devices
 
 
-def check_module(given: object) -> None:
-    """Raises TypeError for what is no module."""
-    if not isinstance(given, nn.Module):
-        refuse(
-            f"got {type(given).__name__} as module, expected a torch.nn.Module",
-            "Pass the model itself.",
-            kind=TypeError,
-        )
-
-
 def check_replicable(module: nn.Module) -> None:
     """Raises TypeError for what is no module, ValueError for a layer that no replica can have."""
-    check_module(module)
+    AREA.expect_module(module)
     refused = find_refused(module)
     if refused is not None:
         refuse(

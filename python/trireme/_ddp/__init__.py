@@ -2,4 +2,5 @@
 
 from trireme._core.errors import Area
 
-refuse = Area("ddp").refuse
+AREA = Area("ddp")
+refuse = AREA.refuse

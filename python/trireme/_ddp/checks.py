@@ -12,41 +12,20 @@ from torch import nn
 from torch._utils import _get_device_index
 from torch.distributed import GradBucket
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import GroupMember
 
-from trireme._ddp import refuse
+from trireme._ddp import AREA, refuse
 
 
 def resolve_process_group(
     process_group: dist.ProcessGroup | None, device_mesh: DeviceMesh | None, module: nn.Module
 ) -> dist.ProcessGroup:
     """The group to train over, from whichever of the two arguments was given."""
-    if not isinstance(module, nn.Module):
-        got = f"got {type(module).__name__} as module, expected a torch.nn.Module"
-        refuse(got, "Pass the model itself.", kind=TypeError)
+    AREA.expect_module(module)
     if process_group is not None and device_mesh is not None:
         refuse("got both process_group and device_mesh, expected one", "Leave one of them out.")
     if device_mesh is not None:
         return _group_of_mesh(device_mesh, module)
-    if process_group is None:
-        if not dist.is_initialized():
-            got = "got no process group, expected an initialised one"
-            refuse(got, "Call trireme.init() first.")
-        process_group = dist.group.WORLD
-    outside: object = GroupMember.NON_GROUP_MEMBER
-    if process_group is outside:
-        refuse(
-            f"got a process group without rank {dist.get_rank()}, expected one that has it",
-            "Wrap the module on the ranks of the group only.",
-        )
-    if not isinstance(process_group, dist.ProcessGroup):
-        refuse(
-            f"got {type(process_group).__name__} as process_group, expected a "
-            "torch.distributed.ProcessGroup",
-            "Make one with torch.distributed.new_group().",
-            kind=TypeError,
-        )
-    return process_group
+    return AREA.expect_group(process_group, "Wrap the module on the ranks of the group only.")
 
 
 def _group_of_mesh(device_mesh: DeviceMesh, module: nn.Module) -> dist.ProcessGroup:

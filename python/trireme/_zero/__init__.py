@@ -2,4 +2,5 @@
 
 from trireme._core.errors import Area
 
-refuse = Area("zero").refuse
+AREA = Area("zero")
+refuse = AREA.refuse

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -12,15 +14,18 @@ from trireme._core.group_communicator import communicator_of
 from trireme._zero import refuse
 
 
-def raise_together(
-    error: Exception | None, what: str, device: torch.device, group: dist.ProcessGroup
-) -> None:
-    """Raises on all ranks if one passes an error: that rank its own, the others one that names it.
+@contextmanager
+def together(what: str, device: torch.device, group: dist.ProcessGroup) -> Iterator[None]:
+    """An exception inside is raised on all ranks: elsewhere as one that names rank and cause.
 
-    ``what`` is what that rank could not use, ``device`` where the group moves tensors. Collective.
+    ``what`` is what that rank could not use, ``device`` where the group moves tensors. Collective
+    at the end.
     """
-    text = None
-    if error is not None:
+    error, text = None, None
+    try:
+        yield
+    except Exception as raised:
+        error = raised
         text = f"{type(error).__name__}: {error}".encode(errors="backslashreplace")
     failed = first_failure(text, communicator_of(group), device)
     if error is not None:

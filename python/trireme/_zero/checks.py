@@ -8,7 +8,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import optim
-from torch.distributed.distributed_c10d import GroupMember
 from torch.optim import Optimizer
 
 from trireme._C import ShardPlacement
@@ -31,30 +30,6 @@ _ELEMENTWISE = frozenset(
         "SGD",
     }
 )
-
-
-def resolve_group(process_group: Any) -> dist.ProcessGroup:
-    """The group to shard over."""
-    if process_group is None:
-        if not dist.is_initialized():
-            refuse(
-                "got no process group, expected an initialised one", "Call trireme.init() first."
-            )
-        process_group = dist.group.WORLD
-    outside: object = GroupMember.NON_GROUP_MEMBER
-    if process_group is outside:
-        refuse(
-            f"got a process group without rank {dist.get_rank()}, expected one that has it",
-            "Make the optimizer on the ranks of the group only.",
-        )
-    if not isinstance(process_group, dist.ProcessGroup):
-        refuse(
-            f"got {type(process_group).__name__} as process_group, expected a "
-            "torch.distributed.ProcessGroup",
-            "Make one with torch.distributed.new_group().",
-            kind=TypeError,
-        )
-    return process_group
 
 
 def check_stage(stage: Any, overlap_with_ddp: bool, group: dist.ProcessGroup) -> None:

@@ -20,8 +20,8 @@ from trireme._core.group_communicator import communicator_of, device_of_numbers
 from trireme._core.modules_around import ModulesAround
 from trireme._core.owners import ShardedOptimizer
 from trireme._core.writing import abandoning
-from trireme._zero import refuse
-from trireme._zero.agreement import agree_on_names, raise_together
+from trireme._zero import AREA, refuse
+from trireme._zero.agreement import agree_on_names, together
 from trireme._zero.checks import (
     as_param_groups,
     check_fused_step,
@@ -29,7 +29,6 @@ from trireme._zero.checks import (
     check_stage,
     names_of,
     placement_for,
-    resolve_group,
 )
 from trireme._zero.claim import Claim
 from trireme._zero.fused import fused_adam_step
@@ -122,7 +121,9 @@ class ZeroRedundancyOptimizer(TorchZero, ShardedOptimizer):
         **defaults: Any,
     ) -> None:
         # torch's __init__ would partition whole parameters; its methods below are all replaced.
-        self.process_group = resolve_group(process_group)
+        self.process_group = AREA.expect_group(
+            process_group, "Make the optimizer on the ranks of the group only."
+        )
         check_stage(stage, overlap_with_ddp, self.process_group)
         check_optimizer_class(optimizer_class, self.process_group)
         groups = as_param_groups(params, self.process_group)
@@ -184,14 +185,11 @@ class ZeroRedundancyOptimizer(TorchZero, ShardedOptimizer):
         parameters = [parameter for group in groups for parameter in group["params"]]
         around = ModulesAround(parameters)
         names = names_of(groups, len(self.param_groups) - len(groups), around.names())
-        error = None
-        try:
-            claim = Claim(parameters, self, names.__getitem__)
-        except ValueError as raised:
-            error = raised
         numbers = device_of_numbers(self.process_group)
+        claim = None
         try:
-            raise_together(error, "parameters", numbers, self.process_group)
+            with together("parameters", numbers, self.process_group):
+                claim = Claim(parameters, self, names.__getitem__)
             were_given = "param_names" in groups[0]
             names = agree_on_names(names, were_given, numbers, self.process_group)
             core = Zero(
@@ -201,11 +199,9 @@ class ZeroRedundancyOptimizer(TorchZero, ShardedOptimizer):
                 options=self._options,
             )
         except Exception:
-            if error is None:
+            if claim is not None:
                 claim.undo()
             raise
-        finally:
-            del error  # which holds this frame
         for index, (parameter, shard) in enumerate(zip(parameters, core.shards(), strict=True)):
             self._places[parameter] = (len(self._cores), index)
             self._shards[parameter] = shard
@@ -220,13 +216,9 @@ class ZeroRedundancyOptimizer(TorchZero, ShardedOptimizer):
     def _together(self, claim: Claim) -> Iterator[None]:
         """What an optimizer of one rank refuses is refused on all ranks, and the parameters of
         ``claim`` are as before. Collective."""
-        error = None
         try:
-            yield
-        except Exception as raised:
-            error = raised
-        try:
-            raise_together(error, "an optimizer", self._default_device, self.process_group)
+            with together("an optimizer", self._default_device, self.process_group):
+                yield
         except Exception:
             is_shared = self._cores.pop().shares_parameters
             claim.undo()
@@ -235,8 +227,6 @@ class ZeroRedundancyOptimizer(TorchZero, ShardedOptimizer):
                 if is_shared:  # what steps it now knows of no other rank
                     parameter.data = parameter.detach().clone()
             raise
-        finally:
-            del error  # which holds this frame
         claim.settle()
 
     def _local_group(self, group: dict[str, Any]) -> dict[str, Any]:

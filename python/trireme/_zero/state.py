@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from trireme._C import ShardedParameter, gather_states
 from trireme._core.group_communicator import communicator_of
 from trireme._zero import refuse
-from trireme._zero.agreement import raise_together
+from trireme._zero.agreement import together
 
 
 @dataclass
@@ -33,14 +33,11 @@ def consolidate(
     """Returns the state by parameter index on rank ``to``, None elsewhere. Collective."""
     if not 0 <= to < group.size():
         refuse(f"got rank {to} to consolidate on", f"Pass 0 to {group.size() - 1}.", group)
-    own, error = [], None
-    try:
+    own = []
+    with together("a state", layout.device, group):
         for shard in layout.shards:
             state = optimizer.state.get(shard, {})
             own.append({name: _to_core(name, value, group) for name, value in state.items()})
-    except TypeError as raised:
-        error = raised
-    raise_together(error, "a state", layout.device, group)
     states = gather_states(own, layout.parameters, communicator_of(group), to)
     if group.rank() != to:
         return None
