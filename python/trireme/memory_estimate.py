@@ -11,7 +11,9 @@ from torch.nn.parameter import is_lazy
 from trireme import _C
 from trireme._core.errors import Area
 
-refuse = Area("memory_estimate").refuse
+AREA = Area("memory_estimate")
+refuse = AREA.refuse
+_WHOLE = "Pass a whole number."
 STRATEGIES = ("single", "dp", "ddp", "zero1", "zero2", "zero3")
 
 _Described = tuple[Sequence[int], torch.dtype, bool]
@@ -98,11 +100,11 @@ def estimate_memory(
     """
     counts = {"world": world, "activation_bytes": activation_bytes, "unit_numel": unit_numel}
     for name, count in counts.items():
-        _expect_count(name, count)
+        AREA.expect(name, count, int, "int", next_step=_WHOLE)
     if ranks_per_host is not None:
-        _expect_count("ranks_per_host", ranks_per_host)
+        AREA.expect("ranks_per_host", ranks_per_host, int, "int", next_step=_WHOLE)
     if not isinstance(optimizer, str):
-        _expect_count("optimizer", optimizer, "str or int")
+        AREA.expect("optimizer", optimizer, int, "str or int", next_step=_WHOLE)
     if accounting == "paper" and dtype is not None:
         refuse(
             f"got dtype={dtype} for the paper's accounting, which has its own",
@@ -169,12 +171,3 @@ def _as_numel(number: object) -> int:
             "Pass how many elements all parameters have.",
         )
     return int(number)
-
-
-def _expect_count(name: str, value: object, expected: str = "int") -> None:
-    if not isinstance(value, int) or isinstance(value, bool):
-        refuse(
-            f"{name} is {type(value).__name__}, expected {expected}",
-            "Pass a whole number.",
-            kind=TypeError,
-        )

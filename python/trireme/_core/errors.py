@@ -15,6 +15,9 @@ from trireme._C import error_text
 _OF_ALL_RANKS = frozenset({"fully_shard", "launch", "sync_batch_norm"})
 
 
+Kinds = type | tuple[type, ...]
+
+
 class Area:
     """A part of Trireme, by whose name its messages begin."""
 
@@ -33,6 +36,14 @@ class Area:
     ) -> NoReturn:
         """Raises ``kind`` in the name of this area; see :func:`refuse`."""
         refuse(self.name, got, next_step, group, rank=rank, world=world, kind=kind)
+
+    def expect(
+        self, name: str, value: object, kinds: Kinds, expected: str, *, next_step: str
+    ) -> None:
+        """Raises TypeError for a ``value`` of another kind; a bool is no number."""
+        if not isinstance(value, kinds) or isinstance(value, bool):
+            got = f"{name} is {type(value).__name__}, expected {expected}"
+            self.refuse(got, next_step, kind=TypeError)
 
     def expect_module(self, given: object) -> None:
         """Raises TypeError for what is no module."""

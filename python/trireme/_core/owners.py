@@ -47,6 +47,11 @@ class ShardedOptimizer(Optimizer):
         raise NotImplementedError
 
 
+def hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
+    """What a parameter group of an optimizer says beside its parameters."""
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
 class AveragingModule(Protocol):
     """A module that averages the gradients of its parameters over a group."""
 

@@ -49,14 +49,12 @@ def writing(target: nn.Module | ShardedOptimizer) -> Iterator[None]:
     """
     places: list[_Place] = []
     if not isinstance(target, nn.Module):
-        optimizers = [target]
+        cores = list(target._cores)
     else:
         places = _places_in(target)
-        owners = (optimizer_of(parameter) for _, _, parameter in places)
-        optimizers = list(dict.fromkeys(owner for owner in owners if owner is not None))
         for begin in _begin_writing_shards:
             begin(target)
-    cores = [core for optimizer in optimizers for core in optimizer._cores]
+        cores = _cores_at(places)
     for core in cores:
         core.begin_writing()
     with abandoning(cores):
@@ -81,9 +79,7 @@ def writing_shards(module: nn.Module) -> Iterator[None]:
     """
     for begin in _begin_writing_shards:
         begin(module)
-    owners = (optimizer_of(parameter) for _, _, parameter in _places_in(module))
-    optimizers = dict.fromkeys(owner for owner in owners if owner is not None)
-    cores = [core for optimizer in optimizers for core in optimizer._cores]
+    cores = _cores_at(_places_in(module))
     for core in cores:
         core.begin_writing_shards()
     with abandoning(cores):
@@ -111,6 +107,12 @@ def _places_in(module: nn.Module) -> list[_Place]:
         for name, parameter in owner._parameters.items()
         if parameter is not None and optimizer_of(parameter) is not None
     ]
+
+
+def _cores_at(places: Sequence[_Place]) -> list[Zero]:
+    owners = (optimizer_of(parameter) for _, _, parameter in places)
+    optimizers = dict.fromkeys(owner for owner in owners if owner is not None)
+    return [core for optimizer in optimizers for core in optimizer._cores]
 
 
 def _put_back(owner: nn.Module, name: str, parameter: nn.Parameter) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from trireme._data_parallel import AREA, refuse
-from trireme._data_parallel.devices import DeviceLike, to_device
+from trireme._data_parallel.devices import DeviceLike, default_devices, to_device
 from trireme._data_parallel.nested import first_tensor
 from trireme._data_parallel.replicate import replicate
 from trireme._data_parallel.scatter_gather import gather, scatter_kwargs
@@ -101,7 +101,7 @@ def data_parallel(
         inputs if isinstance(inputs, tuple) else () if inputs is None else (inputs,)
     )
     AREA.expect_module(module)
-    devices = _default_devices(module) if device_ids is None else device_ids
+    devices = default_devices(module, None, 2) if device_ids is None else device_ids
     targets = target_devices(devices, "device_ids")
     output = targets[0] if output_device is None else to_device(output_device)
     for name, tensor in chain(module.named_parameters(), module.named_buffers()):
@@ -124,11 +124,3 @@ def data_parallel(
 def _device_of(inputs: Any) -> torch.device:
     tensor = first_tensor(inputs)
     return torch.device("cpu") if tensor is None else to_device(tensor.device)
-
-
-def _default_devices(module: nn.Module) -> list[torch.device]:
-    first = next(chain(module.parameters(), module.buffers()), None)
-    if first is None or first.device.type == "cpu":
-        return [torch.device("cpu")] * 2
-    to_device(first.device)  # refuses "meta"
-    return [to_device(i) for i in range(torch.accelerator.device_count())]

@@ -2,4 +2,5 @@
 
 from trireme._core.errors import Area
 
-refuse = Area("launch").refuse
+AREA = Area("launch")
+refuse = AREA.refuse

@@ -9,18 +9,15 @@ import torch
 import torch.distributed as dist
 
 from trireme._core.durations import LONGEST_WAIT
-from trireme._launch import refuse
+from trireme._launch import AREA, refuse
 
 Kind = TypeVar("Kind")
 
 
 def expect(name: str, value: Kind | None, kind: type[Kind]) -> Kind | None:
-    if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
-        refuse(
-            f"{name} is {type(value).__name__}, expected {kind.__name__}",
-            f"Pass {name} as {kind.__name__}, or leave it out.",
-            kind=TypeError,
-        )
+    if value is not None:
+        next_step = f"Pass {name} as {kind.__name__}, or leave it out."
+        AREA.expect(name, value, kind, kind.__name__, next_step=next_step)
     return value
 
 
@@ -48,12 +45,8 @@ def as_timedelta(timeout: timedelta | float | None) -> timedelta | None:
 
 
 def parse_device(device: str | torch.device) -> torch.device:
-    if not isinstance(device, (str, torch.device)):
-        refuse(
-            f"device is {type(device).__name__}, expected str or torch.device",
-            'Pass "cpu", "cuda" or "cuda:1".',
-            kind=TypeError,
-        )
+    kinds, next_step = (str, torch.device), 'Pass "cpu", "cuda" or "cuda:1".'
+    AREA.expect("device", device, kinds, "str or torch.device", next_step=next_step)
     try:
         parsed = torch.device(device)
     except RuntimeError:

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from trireme._core.group_communicator import device_of_numbers
-from trireme._launch import refuse
+from trireme._launch import AREA, refuse
 
 
 @overload
@@ -50,10 +50,7 @@ def rank_generator(seed: int, device: str | torch.device = "cpu") -> torch.Gener
     next.
     """
     _expect_run("rank_generator", None)
-    if not isinstance(seed, int) or isinstance(seed, bool):
-        refuse(
-            f"seed is {type(seed).__name__}, expected int", "Pass a whole number.", kind=TypeError
-        )
+    AREA.expect("seed", seed, int, "int", next_step="Pass a whole number.")
     return torch.Generator(device).manual_seed(_mix(seed, dist.get_rank()))
 
 
@@ -87,11 +84,6 @@ def _mean_of_tensor(value: torch.Tensor, group: dist.ProcessGroup | None) -> tor
 def _expect_run(caller: str, group: dist.ProcessGroup | None) -> None:
     if not dist.is_initialized():
         refuse(f"{caller} was called before init()", "Call trireme.init() first.")
-    if group is None:
-        return
-    if not isinstance(group, dist.ProcessGroup):
-        refuse(
-            f"group is {type(group).__name__}, expected a ProcessGroup",
-            "Pass a group of torch.distributed that this rank belongs to.",
-            kind=TypeError,
-        )
+    if group is not None:
+        next_step = "Pass a group of torch.distributed that this rank belongs to."
+        AREA.expect("group", group, dist.ProcessGroup, "a ProcessGroup", next_step=next_step)

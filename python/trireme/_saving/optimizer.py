@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from trireme._C import CheckpointReader, CheckpointTensor
 from trireme._core.fused_optimizer import loaded_state_dtype
-from trireme._core.owners import ShardedOptimizer
+from trireme._core.owners import ShardedOptimizer, hyperparameters
 from trireme._saving.parts import (
     NamedTensor,
     Part,
@@ -109,9 +109,7 @@ class OptimizerParts:
 
     def _group_values(self, group: dict[str, Any]) -> dict[str, Any]:
         values = {}
-        for key, value in group.items():
-            if key in ("params", "param_names"):
-                continue
+        for key, value in hyperparameters(group).items():
             if isinstance(value, torch.Tensor) and value.numel() == 1:
                 value = value.item()
             if isinstance(value, tuple):

@@ -18,7 +18,7 @@ from trireme._C import Zero, ZeroOptions
 from trireme._core.clip_grad import clip_grad_norm_
 from trireme._core.group_communicator import communicator_of, device_of_numbers
 from trireme._core.modules_around import ModulesAround
-from trireme._core.owners import ShardedOptimizer
+from trireme._core.owners import ShardedOptimizer, hyperparameters
 from trireme._core.writing import abandoning
 from trireme._zero import AREA, refuse
 from trireme._zero.agreement import agree_on_names, together
@@ -231,9 +231,9 @@ class ZeroRedundancyOptimizer(TorchZero, ShardedOptimizer):
 
     def _local_group(self, group: dict[str, Any]) -> dict[str, Any]:
         """``group`` for this rank's optimizer: of its parameters the shards that it owns."""
-        rest = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-        shards = (self._shards[parameter] for parameter in group["params"])
-        return {"params": [shard for shard in shards if shard.numel() > 0], **rest}
+        shards = [self._shards[parameter] for parameter in group["params"]]
+        owned = [shard for shard in shards if shard.numel() > 0]
+        return {"params": owned, **hyperparameters(group)}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Does what torch's does; collective once the optimizer is made."""
@@ -254,17 +254,14 @@ class ZeroRedundancyOptimizer(TorchZero, ShardedOptimizer):
     def _show_defaults(self) -> None:
         """What the inner optimizer has filled in, schedulers look for in our groups."""
         for shown, local in zip(self.param_groups, self.optim.param_groups, strict=True):
-            for key, value in local.items():
-                if key not in ("params", "param_names"):
-                    shown.setdefault(key, value)
+            for key, value in hyperparameters(local).items():
+                shown.setdefault(key, value)
         for key, value in self.optim.defaults.items():
             self.defaults.setdefault(key, value)
 
     def _sync_hyperparameters(self) -> None:
         for shown, local in zip(self.param_groups, self.optim.param_groups, strict=True):
-            for key, value in shown.items():
-                if key not in ("params", "param_names"):
-                    local[key] = value
+            local.update(hyperparameters(shown))
 
     # the step
 

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from trireme._C import ShardedParameter, gather_states
 from trireme._core.group_communicator import communicator_of
+from trireme._core.owners import hyperparameters
 from trireme._zero import refuse
 from trireme._zero.agreement import together
 
@@ -85,10 +86,7 @@ class LoadedState:
                 "Load the state of the same model and groups.",
                 group,
             )
-        self.param_groups = [
-            {key: value for key, value in one.items() if key not in ("params", "param_names")}
-            for one in state_dict["param_groups"]
-        ]
+        self.param_groups = [hyperparameters(one) for one in state_dict["param_groups"]]
         # Numbers need not be consecutive: what they number is told by the groups.
         order = [number for one in state_dict["param_groups"] for number in one["params"]]
         state = state_dict["state"]
