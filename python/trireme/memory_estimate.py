@@ -71,7 +71,7 @@ def estimate_memory(
     unit_numel: int = 0,
     accounting: Literal["trireme", "paper"] = "trireme",
 ) -> MemoryEstimate:
-    """What a rank and a host keep in memory under a strategy.
+    """Says what a rank and a host keep in memory under a strategy.
 
     Not counted: the interpreter, torch itself, and gradients on their way from a layer to where
     they are kept. Nothing is allocated or communicated; a model may be on the meta device.
@@ -137,7 +137,8 @@ def estimate_memory(
 
 
 def _describe(model_or_numel: object, dtype: torch.dtype | None) -> tuple[list[_Described], int]:
-    """What the core has to know of the parameters, and the bytes of the module's buffers."""
+    """Returns what the core has to know of the parameters, and the bytes of the module's
+    buffers."""
     if not isinstance(model_or_numel, nn.Module):
         return [([_as_numel(model_or_numel)], dtype or torch.float32, True)], 0
     if dtype is not None:

@@ -81,7 +81,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         raise NotImplementedError
 
     def _scaling(self) -> dict[str, Tensor | None]:
-        """What a GradScaler leaves here for the time of a step."""
+        """Returns what a GradScaler leaves here for the time of a step."""
         return {
             "grad_scale": getattr(self, "grad_scale", None),
             "found_inf": getattr(self, "found_inf", None),
@@ -129,8 +129,8 @@ def with_grad(group: Group) -> tuple[list[Tensor], list[Tensor]]:
 def loaded_state_dtype(
     optimizer: torch.optim.Optimizer, param: Tensor, key: str, saved: torch.dtype
 ) -> torch.dtype:
-    """What ``optimizer.load_state_dict`` makes of a state that was saved in this dtype; that
-    itself, where its class has a ``load_state_dict`` of its own."""
+    """Returns what ``optimizer.load_state_dict`` makes of a state that was saved in this dtype;
+    that itself, where its class has a ``load_state_dict`` of its own."""
     if key == "step" or not saved.is_floating_point or not param.is_floating_point():
         return saved
     if isinstance(optimizer, FusedOptimizer):

@@ -35,7 +35,8 @@ class ShardedOptimizer(Optimizer):
 
     @property
     def _cores(self) -> list[Zero]:
-        """What holds the parameters. Raises RuntimeError if another optimizer has taken over."""
+        """Returns what holds the parameters. Raises RuntimeError if another optimizer has taken
+        over."""
         raise NotImplementedError
 
     def _sync_hyperparameters(self) -> None:
@@ -48,7 +49,7 @@ class ShardedOptimizer(Optimizer):
 
 
 def hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
-    """What a parameter group of an optimizer says beside its parameters."""
+    """Returns what a parameter group of an optimizer says beside its parameters."""
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 

@@ -100,7 +100,7 @@ def abandoning(cores: Sequence[Zero]) -> Iterator[None]:
 
 
 def _places_in(module: nn.Module) -> list[_Place]:
-    """Where parameters hang that an optimizer holds."""
+    """Lists where parameters hang that an optimizer holds."""
     return [
         (owner, name, parameter)
         for owner in module.modules()

@@ -117,7 +117,7 @@ def _joins(tensor: Tensor) -> bool:
 
 
 def _together(tensors: Sequence[Tensor], joins: Sequence[bool], limit: int) -> list[list[int]]:
-    """Indices of what travels together: of one dtype, up to ``limit`` bytes; others alone."""
+    """Lists indices of what travels together: of one dtype, up to ``limit`` bytes; others alone."""
     groups: list[list[int]] = []
     filling: dict[torch.dtype, tuple[list[int], int]] = {}
     for i, tensor in enumerate(tensors):
@@ -134,7 +134,7 @@ def _together(tensors: Sequence[Tensor], joins: Sequence[bool], limit: int) -> l
 
 
 def _flat(tensors: Sequence[Tensor]) -> Tensor:
-    """New memory with one after another."""
+    """Returns new memory with one after another."""
     dtype = tensors[0].dtype
     if dtype in _FLOATING or dtype in _COMPLEX:
         flat: Tensor = torch.ops.trireme.flatten(tensors, dtype.to_real())

@@ -75,8 +75,8 @@ def threads_of_replicas(devices: Sequence[torch.device]) -> list[int]:
 
 
 def default_devices(module: nn.Module, replicas: int | None, on_cpu: int) -> list[torch.device]:
-    """One device per replica; where their number is not given, as many as there are accelerators,
-    or ``on_cpu`` for a module on the CPU."""
+    """Returns one device per replica; where their number is not given, as many as there are
+    accelerators, or ``on_cpu`` for a module on the CPU."""
     first = next(chain(module.parameters(), module.buffers()), None)
     if first is None or first.device.type == "cpu":
         return [torch.device("cpu")] * (replicas or on_cpu)

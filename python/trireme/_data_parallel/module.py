@@ -249,7 +249,7 @@ class DataParallel(nn.DataParallel[T]):
         return copy.deepcopy(loss).to(device)
 
     def last_step(self) -> dict[str, Any]:
-        """What the last step took, on the host's clock; empty before the first.
+        """Says what the last step took, on the host's clock; empty before the first.
 
         Keys: ``step``, ``forward_ms``, ``backward_ms`` (as the caller saw them), ``copied_bytes``
         (to bring the replicas up to date) and ``replicas``, a list of ``device``, ``rows``,

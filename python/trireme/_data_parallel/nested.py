@@ -105,7 +105,7 @@ def _collect(value: Any, found: list[Tensor]) -> None:
 
 
 def _children(value: Any) -> Sequence[Any] | None:
-    """What ``value`` is made of, in order; None if it is not looked into."""
+    """Returns what ``value`` is made of, in order; None if it is not looked into."""
     kind = type(value)
     if kind is tuple or kind is list:
         return value
@@ -237,7 +237,7 @@ def _match_leaves(values: Sequence[Any], place: str, names: Sequence[str]) -> No
 
 
 def _labels(value: Any) -> Sequence[str]:
-    """What follows the name of a container to name each of its children."""
+    """Returns what follows the name of a container to name each of its children."""
     if isinstance(value, Mapping):
         return [f"[{key!r}]" for key in value]
     if isinstance(value, (tuple, list)):

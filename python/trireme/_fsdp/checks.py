@@ -133,10 +133,9 @@ def check_gradient_dtype(name: str, param: nn.Parameter) -> None:
 def resolve_placement(
     name: str, placement: Any, default: FsdpMesh, others: dict[DeviceMesh, FsdpMesh]
 ) -> tuple[Any, FsdpMesh]:
-    """What ``shard_placement_fn`` says of a parameter: a Shard or None, and over which mesh.
-    ``others``: meshes other than ``default`` that were asked for already. Collective if this one is
-    a new one.
-    """
+    """Returns what ``shard_placement_fn`` says of a parameter: a Shard or None, and over which
+    mesh. ``others``: meshes other than ``default`` that were asked for already. Collective if this
+    one is a new one."""
     if not hasattr(placement, "mesh_info"):  # of torch's ShardPlacementResult
         return placement, default
     info = placement.mesh_info

@@ -86,7 +86,7 @@ def contiguous_meta(shape: torch.Size, dtype: torch.dtype) -> TensorMeta:
 
 
 def sharded_spec(param: DTensor, dim: int | None, mesh: FsdpMesh) -> DTensorSpec:
-    """How the optimizer's DTensor lies, as torch has it; ``dim`` is sharded, if any."""
+    """Says how the optimizer's DTensor lies, as torch has it; ``dim`` is sharded, if any."""
     spec = param._spec
     meta = contiguous_meta(spec.shape, param.dtype)
     if mesh.full is None:

@@ -38,7 +38,7 @@ _sharded_classes: dict[type, type] = {}
 
 
 def _sharded_class(plain: type) -> type:
-    """What a module of class ``plain`` becomes: an FSDPModule, and a Joinable."""
+    """Returns what a module of class ``plain`` becomes: an FSDPModule, and a Joinable."""
     sharded = _sharded_classes.get(plain)
     if sharded is None:
         metaclass = type(plain)

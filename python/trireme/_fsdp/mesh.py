@@ -152,8 +152,8 @@ def _device_of(mesh: DeviceMesh) -> torch.device:
 def _group_from(
     group: dist.ProcessGroup, purpose: str, ranks: list[int] | None = None
 ) -> dist.ProcessGroup:
-    """Has all ranks of ``group``, or ``ranks``. Collective over them when it is asked for the first
-    time."""
+    """Returns a group of ``ranks``, by default all of ``group``. Collective over them when it is
+    asked for the first time."""
     made = _made.setdefault(group, {})
     if purpose not in made:
         made[purpose] = new_group_like(ranks or dist.get_process_group_ranks(group), group)

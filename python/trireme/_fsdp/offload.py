@@ -86,7 +86,7 @@ def _say_once(name: str) -> None:
 
 
 def choose(offload: Offload | None, params: Sequence[torch.Tensor]) -> OffloadRow | None:
-    """Which of a unit's parameters; the same on all ranks."""
+    """Says which of a unit's parameters are offloaded; all ranks say the same."""
     if offload is None:
         return None
     optimizers, everything, offload._owed = plan_offload(

@@ -57,7 +57,7 @@ class OwnNames(Joinable):
 
     @_method
     def last_step(self: Any) -> dict[str, float]:
-        """Where the time of the last synchronized backward went; keys as in DDP's."""
+        """Says where the time of the last synchronized backward went; keys as in DDP's."""
         core = self._trireme_unit.own_root().core
         return {} if core is None else core.last_step()
 
@@ -79,7 +79,8 @@ class OwnNames(Joinable):
 
     @_value
     def join_device(self: Any) -> torch.device:
-        """Where torch's ``Join`` puts the tensor by which ranks tell whether they have inputs."""
+        """Says where torch's ``Join`` puts the tensor by which ranks tell whether they have
+        inputs."""
         return self._trireme_unit.mesh.device
 
     @_value

@@ -66,7 +66,7 @@ class ShardedParameter:
 
     @property
     def present(self) -> nn.Parameter:
-        """The parameter as it is now, sharded or not yet."""
+        """Returns the parameter as it is now, sharded or not yet."""
         present = self.original if self.sharded is None else self.sharded
         assert present is not None
         return present
@@ -153,7 +153,7 @@ def collect(
 
 
 def _set_dtypes(one: ShardedParameter, policy: MixedPrecisionPolicy) -> None:
-    """What torch's policy says for this parameter."""
+    """Takes over what torch's policy says for this parameter."""
     if not one.present.is_floating_point():
         return
     resolved = policy

@@ -44,7 +44,8 @@ def begin_writing(units: list[FsdpUnit]) -> None:
 
 
 def _gated(closure: Callable[[], Any], units: list[FsdpUnit]) -> Callable[[], Any]:
-    """What a closure reads, the optimizer writes afterwards. It may be the first to read."""
+    """Gates what a closure reads, which the optimizer writes afterwards. It may be the first to
+    read."""
 
     def call() -> Any:
         result = closure()

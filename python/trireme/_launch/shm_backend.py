@@ -24,7 +24,7 @@ def register() -> None:
 
 
 def _leave() -> None:
-    """What is left to do where nobody has called ``destroy_process_group()``."""
+    """Does what is left to do where nobody has called ``destroy_process_group()``."""
     _C.close_all_p2p()
     error = _error_at_the_end()
     _C.leave_all_groups("" if error is None else f"{type(error).__name__}: {error}")

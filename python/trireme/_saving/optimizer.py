@@ -192,7 +192,7 @@ class OptimizerParts:
         return values, stepped.part.to_load(saved.name, held_of(values), saved.dtype)
 
     def _present(self, stepped: Stepped, key: str, dtype: torch.dtype) -> torch.Tensor | None:
-        """What the optimizer has already, if it can be read into."""
+        """Returns what the optimizer has already, if it can be read into."""
         target, value = stepped.target, self.stepping.state.get(stepped.target, {}).get(key)
         if not isinstance(value, torch.Tensor):
             return None

@@ -102,7 +102,7 @@ def whole(shape: torch.Size, *, is_shared: bool = False) -> Part:
 
 
 def part_of(name: str, tensor: torch.Tensor, ranks: Ranks) -> Part:
-    """What this rank has of a parameter: of a DTensor its part, of a plain tensor all.
+    """Says what this rank has of a parameter: of a DTensor its part, of a plain tensor all.
 
     Raises:
         ValueError: a DTensor that lies in another way.
@@ -161,7 +161,7 @@ class ShardedParts:
         self._plans = [core.plan() for core in optimizer._cores]
 
     def part_of(self, param: torch.Tensor) -> Part:
-        """This rank's."""
+        """Says what this rank owns of a parameter."""
         row = param.shape[1:].numel()
         if row == 0:  # of what has no elements nobody owns anything
             return whole(param.shape)
@@ -170,7 +170,7 @@ class ShardedParts:
         return own.rows(0, begin // row, numel // row) if param.shape else own
 
     def shard_of(self, param: torch.Tensor) -> torch.Tensor:
-        """This rank's, in the memory of the parameter."""
+        """Returns what this rank owns, in the memory of the parameter."""
         return self._optimizer._shards[param]
 
     def first_owner(self, param: torch.Tensor) -> int:
@@ -184,7 +184,7 @@ class ShardedParts:
 
 
 def held_of(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank has of a tensor, in the same memory and nothing of autograd's."""
+    """Returns what this rank has of a tensor, in the same memory and nothing of autograd's."""
     return local_of(tensor).detach()
 
 
@@ -255,7 +255,7 @@ def model_to_save(model: nn.Module, ranks: Ranks) -> list[CheckpointTensor]:
 
 
 def model_to_load(model: nn.Module, ranks: Ranks) -> list[CheckpointTensor]:
-    """What this rank needs, in the model's memory: of what others write for it nothing."""
+    """Lists what this rank needs, in the model's memory: of what others write for it nothing."""
     tensors = []
     sharded: dict[ShardedOptimizer, ShardedParts] = {}
     for one in named_tensors(model, ranks):

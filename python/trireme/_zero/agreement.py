@@ -1,4 +1,4 @@
-"""What ranks tell each other once, as text: nothing is unpickled."""
+"""Ranks tell each other once, as text, what all of them must know: nothing is unpickled."""
 
 from __future__ import annotations
 

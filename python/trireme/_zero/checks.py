@@ -111,8 +111,8 @@ def _holds_any(group: dict[str, Any]) -> bool:
 def names_of(
     groups: list[dict[str, Any]], first: int, found: dict[torch.Tensor, str]
 ) -> dict[torch.Tensor, str]:
-    """What messages call the parameters of ``groups``, the first of which is number ``first``: the
-    name that the caller gave, else the one that was ``found``, else its place."""
+    """Says what messages call the parameters of ``groups``, the first of which is number ``first``:
+    the name that the caller gave, else the one that was ``found``, else its place."""
     names = {}
     for number, group in enumerate(groups, first):
         given = group.get("param_names")

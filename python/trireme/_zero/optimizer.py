@@ -252,7 +252,7 @@ class ZeroRedundancyOptimizer(TorchZero, ShardedOptimizer):
         self._show_defaults()
 
     def _show_defaults(self) -> None:
-        """What the inner optimizer has filled in, schedulers look for in our groups."""
+        """Shows what the inner optimizer has filled in: schedulers look for it in our groups."""
         for shown, local in zip(self.param_groups, self.optim.param_groups, strict=True):
             for key, value in hyperparameters(local).items():
                 shown.setdefault(key, value)
@@ -339,7 +339,7 @@ class ZeroRedundancyOptimizer(TorchZero, ShardedOptimizer):
         return clip_grad_norm_(self._parameters(), max_norm, norm_type, error_if_nonfinite)
 
     def last_step(self) -> dict[str, float]:
-        """Where the time of the last synchronized backward went; keys as in DDP's. Stage 2."""
+        """Says where the time of the last synchronized backward went; keys as in DDP's. Stage 2."""
         if self.stage == 1:
             refuse(
                 "got last_step() under stage 1, which moves no gradients",
@@ -363,7 +363,7 @@ class ZeroRedundancyOptimizer(TorchZero, ShardedOptimizer):
         self._consolidated = consolidate(self.optim, layout, self.process_group, to)
 
     def state_dict(self) -> dict[str, Any]:
-        """What ``consolidate_state_dict`` brought here last, as the plain optimizer has it.
+        """Returns what ``consolidate_state_dict`` brought here last, as the plain optimizer has it.
 
         Raises:
             RuntimeError: nothing was brought to this rank.
@@ -392,7 +392,7 @@ class ZeroRedundancyOptimizer(TorchZero, ShardedOptimizer):
         loaded.put_into(self.optim)
 
     def _counts(self) -> list[int]:
-        """How many parameters each core holds."""
+        """Says how many parameters each core holds."""
         counts = [0] * len(self._cores)
         for core, _ in self._places.values():
             counts[core] += 1
@@ -424,7 +424,8 @@ class ZeroRedundancyOptimizer(TorchZero, ShardedOptimizer):
 
     @property
     def join_device(self) -> torch.device:
-        """Where torch's ``Join`` puts the tensor by which ranks tell whether they have inputs."""
+        """Says where torch's ``Join`` puts the tensor by which ranks tell whether they have
+        inputs."""
         return self._default_device
 
     @property

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @functools.cache
 def _counted_writes() -> int:
-    """How many writes autograd counts when a GradScaler unscales a gradient."""
+    """Says how many writes autograd counts when a GradScaler unscales a gradient."""
     gradient = torch.ones(1)
     torch._amp_foreach_non_finite_check_and_unscale_([gradient], torch.zeros(1), torch.ones(1))
     return gradient._version
