@@ -17,7 +17,7 @@ namespace {
 
 namespace py = pybind11;
 
-// The state of one parameter. Python says as text what is no tensor.
+// Holds the state of one parameter; Python says as text what is no tensor.
 using State = std::map<std::string, std::variant<at::Tensor, std::string>>;
 
 ArchivedValues archived(const State& state) {

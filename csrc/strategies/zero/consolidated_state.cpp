@@ -2,6 +2,7 @@
 
 #include <trireme/comm/gather_texts.h>
 #include <trireme/common/error.h>
+#include <trireme/memory/stream_handoff.h>
 
 #include <ATen/ATen.h>
 
@@ -132,6 +133,11 @@ class TensorBroadcast {
           .wait();
     for (const auto& [one, tensor] : batch_)
       if (take) take(*one, tensor.to(at::kCPU, tensor.scalar_type(), false, /*copy=*/true));
+    // No rank goes on while its part is under way: the next that its program does may be to end
+    // the group.
+    StreamHandoff sent(device_);
+    sent.note();
+    sent.wait();
     batch_.clear();
     batch_bytes_ = 0;
   }

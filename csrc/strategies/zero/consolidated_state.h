@@ -36,9 +36,9 @@ TRIREME_API std::vector<ArchivedValues> gather_states(
     const std::vector<ArchivedValues>& own, const std::vector<ShardedParameter>& parameters,
     Communicator& communicator, int64_t to);
 
-// What a rank takes of the state of a whole parameter: copies of tensors, on the parameter's device
-// but for 0-dim ones, which stay where they are. Throws ValueError where a parameter that is cut
-// for several ranks has another shape than a tensor of its state.
+// Returns what a rank takes of the state of a whole parameter: copies of tensors, on the
+// parameter's device but for 0-dim ones, which stay where they are. Throws ValueError where a
+// parameter that is cut for several ranks has another shape than a tensor of its state.
 TRIREME_API ArchivedValues own_part(const ArchivedValues& whole, const ShardedParameter& parameter,
                                     RankOf where);
 
