@@ -58,7 +58,7 @@ from harness.strategies import STRATEGIES
 from harness.table import table
 
 PARTS = ("warm", "cold", "memory")
-TIME_TARGET = 2.0  # of the copy's: half its speed
+TIME_TARGET = 2.0  # times the copy's: half its speed
 UNITS_TARGET = 1.0
 DROP_CACHES = Path("/proc/sys/vm/drop_caches")
 COPY = "copy"

@@ -114,7 +114,7 @@ def bench(operation: str, ranks: int, quick: bool) -> dict[str, Any]:
 
 
 def bench_raw(program: Path, ranks: int) -> list[dict[str, Any]]:
-    """The same without torch; see benchmarks/cpp/shm_collectives.cpp."""
+    """Runs them without torch; see benchmarks/cpp/shm_collectives.cpp."""
     if not program.exists():
         raise BadInput(
             "bench_collectives", f"got no program {program}", "Build the target shm_collectives."

@@ -94,7 +94,7 @@ TORCH_ENGINES = {
 GATHERED_FAKE = tuple(
     Side(f"{side.label}, fake group", side.strategy, side.options) for side in GATHERED[:2]
 )
-ENGINE_BLOCKS = 3  # of a full run's: these steps are slow
+ENGINE_BLOCKS = 3  # in place of a full run's: these steps are slow
 
 # With the name under which the estimate knows what its ranks hold.
 MEMORY_SIDES = ((FSDP, "zero3"), (TORCH_FSDP[0], "zero3"), (NO_SYNC, "ddp"))
@@ -164,7 +164,7 @@ def bench_workload(name: str, effort: Effort) -> dict[str, Any]:
 
 
 def bench_gathered(name: str, effort: Effort) -> dict[str, Any]:
-    """The same where ours gathers."""
+    """Measures a workload where ours gathers."""
     print(f"{name}, all-gather: {effort.steps} steps after warm-up in fresh processes", flush=True)
     runs = StepRuns(lambda side: run_fresh(side, name, effort.steps))
     runs.add((*BESIDE, *TORCH_FSDP, *GATHERED), repeats=1)

@@ -39,7 +39,7 @@ PARTS = (WORKLOAD,)
 HOSTS, RANKS_PER_HOST = 2, 2
 BYTES_TARGET = 0.5
 RUN_LIMIT_S = 300
-NO_NAMESPACES = 3  # of examples/two_hosts.sh
+NO_NAMESPACES = 3  # exit code of examples/two_hosts.sh
 
 OURS = Side("fsdp", "fsdp", {})
 TORCH = (

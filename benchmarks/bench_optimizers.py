@@ -160,7 +160,7 @@ class Pair:
             self.ours.state = self.torchs.state
 
     def bytes_per_step(self) -> int:
-        """Of our step: parameters and states are read and written, gradients read."""
+        """Counts those of our step: parameters and states are read and written, gradients read."""
         written = list(self.parameters)
         for state in self.ours.state.values():
             written += [value for name, value in state.items() if name != "step"]

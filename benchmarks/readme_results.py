@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 BEGIN = "<!-- results: written by benchmarks/readme_results.py from benchmarks/results/*.json -->\n"
 END = "<!-- results end -->\n"
-SHORT_LIST_BYTES = (64 << 10, 25 << 20)  # of collectives, in README
+SHORT_LIST_BYTES = (64 << 10, 25 << 20)  # for collectives, in README
 
 
 @dataclass(frozen=True)

@@ -92,7 +92,7 @@ def gpt(options: WorkloadOptions) -> Workload:
 
 
 def gpt_small_batch(options: WorkloadOptions) -> Workload:
-    """The same model with 2 sequences of 32 per rank, where communication counts."""
+    """Trains the same model with 2 sequences of 32 per rank, where communication counts."""
     return _gpt(options, rows=2, length=32)
 
 

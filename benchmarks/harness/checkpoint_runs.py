@@ -111,8 +111,8 @@ def save_with(run: CheckpointRun) -> Saved:
 
 
 def load_with(run: CheckpointRun, expected: Saved) -> Loaded:
-    """By processes that have a model, and an optimizer without state. Raises RankFailed if what
-    they have then is not what was saved."""
+    """Loads in processes that have a model, and an optimizer without state. Raises RankFailed if
+    what they have then is not what was saved."""
     with _ranks(run) as group:
         loaded = _load_in(group)
         _check(group, expected)
@@ -190,8 +190,8 @@ class Trireme:
 
 
 class Torch:
-    """As torch's documentation has it: get_state_dict, which makes the optimizer's state, load,
-    set_state_dict."""
+    """Does what torch's documentation says: get_state_dict, which makes the optimizer's state,
+    load, set_state_dict."""
 
     def save(self, folder: str, parallel: Parallel) -> None:
         from torch.distributed import checkpoint
@@ -253,7 +253,7 @@ ANSWERS = {"save": _save, "load": _load, "sum": _sum}
 
 
 def sum_of(parallel: Parallel) -> float:
-    """The same on all ranks, under every strategy."""
+    """Is the same on all ranks, under every strategy."""
     params = list(parallel.module.parameters())
     moments = [one for one in memory.optimizer_state(parallel.optimizer) if one.dim() > 0]
     is_sharded = any(map(memory.is_sharded, params))
@@ -276,7 +276,7 @@ def main() -> None:
     with process_group(strategy):
         torch.set_num_threads(run.threads)
         for name in IMPORTED:
-            importlib.import_module(name)  # or some sides import it while they load
+            importlib.import_module(name)  # else some sides import it while they load
         memory.keep_heap_warm()
         assert strategy.build is not None
         parallel = strategy.build(run.model.build(), OptimizerSpec(), {})

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from harness.ranks import RankFailed
 
 KINDS = ("killed before", "killed inside", "killed after", "stopped before")
-DEADLINE_S = 2.0  # of the group in which a rank is stopped
+DEADLINE_S = 2.0  # for the group in which a rank is stopped
 _PATIENCE_S = 60.0
 _NUMEL = 6_553_600  # 25 MiB of fp32
 

@@ -50,7 +50,7 @@ def resident_mib() -> dict[str, float]:
 
 
 def without_files_mib(rank: dict[str, float]) -> float:
-    """Of what `resident_mib` says: what the process and its peers have written."""
+    """Returns, of what `resident_mib` says, what the process and its peers have written."""
     return rank["pss_anon"] + rank["pss_shmem"]
 
 

@@ -29,7 +29,7 @@ class Watch:
     def run(self) -> None:
         """Looks every 20 ms until `stop()`."""
         while not self._over.wait(EVERY_S):
-            with suppress(OSError, KeyError):  # of a process that has just begun, or has ended
+            with suppress(OSError, KeyError):  # for a process that has just begun, or has ended
                 self.peak_mib = max(self.peak_mib, sum(map(written_mib, self.processes)))
 
     def stop(self) -> None:
@@ -50,7 +50,7 @@ def watching(processes: Sequence[int]) -> Iterator[Watch]:
 
 
 def measure_peak(side: Side, width: int) -> float:
-    """As `measure_peak_of`, of `mlp` with layers of this width."""
+    """Does what `measure_peak_of` does, for `mlp` with layers of this width."""
     return measure_peak_of(side, "mlp", WorkloadOptions(width=width))
 
 

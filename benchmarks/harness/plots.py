@@ -29,7 +29,7 @@ KIND_LOOKS = (
     ("optimizer state", "#eeca3b"),
     ("buckets, allocator, rest", "#72b7b2"),
 )
-LAST_WIDTH, WIDER_BY = 1.5, 1.2  # of curves, in points
+LAST_WIDTH, WIDER_BY = 1.5, 1.2  # in points, for curves
 DPI = 150
 LOGARITHMIC_FROM = 20
 

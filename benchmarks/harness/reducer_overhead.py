@@ -70,7 +70,7 @@ def measure_overhead(side: Side, world: int, blocks: int) -> Overhead:
 
 
 def timed_in_blocks(steps: Mapping[str, Callable[[], object]], blocks: int) -> Overhead:
-    """Of the steps "bare" and "wrapped"."""
+    """Times the steps "bare" and "wrapped"."""
     medians = medians_of_blocks(steps, blocks)
     return Overhead(medians["bare"], medians["wrapped"])
 
@@ -92,7 +92,7 @@ def enter_fake_group(world: int) -> None:
     from torch.testing._internal.distributed.fake_pg import FakeProcessGroup, FakeStore
 
     options = FakeProcessGroup.Options()
-    options.simulate_uniform_ranks = True  # or its futures are empty, which torch refuses
+    options.simulate_uniform_ranks = True  # else its futures are empty, which torch refuses
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world, pg_options=options)
 
 

@@ -137,7 +137,7 @@ class Times:
 
 
 def times_of(events: Iterable[Any]) -> Times:
-    """Of a profile of steps that one thread has begun."""
+    """Reads a profile of steps that one thread has begun."""
     threads: defaultdict[int, list[Any]] = defaultdict(list)
     steps = []
     for event in events:
@@ -160,7 +160,7 @@ def times_of(events: Iterable[Any]) -> Times:
 
 
 def _outermost_ms(events: Sequence[Any], names: tuple[str, ...]) -> float:
-    """Of one thread: time in those events that are in no other one and have one of `names`."""
+    """Returns one thread's time in events that are in no other one and have one of `names`."""
     total, covered_until = 0.0, float("-inf")
     for event in sorted(events, key=lambda one: (one.time_range.start, -one.time_range.end)):
         begin, end = event.time_range.start, event.time_range.end

@@ -52,7 +52,7 @@ class StepRuns:
             self._keep(label, found)
 
     def fastest(self, sides: Sequence[Side]) -> Side:
-        """Of sides that were measured, the one with the least median step."""
+        """Returns the side, of those measured, with the least median step."""
         return min(sides, key=lambda side: self._median(side.label, "step_ms"))
 
     def contests(self, opponents: Sequence[tuple[Side, Side, float]], rounds: int) -> list[Contest]:

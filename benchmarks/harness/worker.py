@@ -85,7 +85,7 @@ class Trainer:
         workload = WORKLOADS[config.workload](config.workload_options)
         self.samples = workload.samples()
         for name in ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.optim"):
-            importlib.import_module(name)  # or an optimizer or a strategy imports it in its place
+            importlib.import_module(name)  # else an optimizer or a strategy imports it in its place
         memory.keep_heap_warm()
         memory.give_back_unused()
         self.at_start_mib = memory.without_files_mib(memory.resident_mib())

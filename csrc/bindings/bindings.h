@@ -2,7 +2,8 @@
 
 #include <torch/csrc/utils/pybind.h>
 
-// One function per area, each in the file of its name. The only folder that knows Python.
+// There is one function per area, each in the file of its name. This is the only folder that knows
+// Python.
 namespace trireme {
 
 void init_autograd(pybind11::module_& module);

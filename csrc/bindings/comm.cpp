@@ -27,7 +27,7 @@ namespace py = pybind11;
 
 namespace {
 
-// Python's object keeps the Work, which may be one of Python's own.
+// Lets Python's object keep the Work, which may be one of Python's own.
 std::shared_ptr<c10d::Work> held_work(const py::object& work) {
   if (work.is_none()) return nullptr;
   c10d::Work* inside = py::cast<c10::intrusive_ptr<c10d::Work>>(work).get();

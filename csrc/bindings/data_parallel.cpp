@@ -20,8 +20,8 @@ namespace {
 namespace py = pybind11;
 using Tensors = std::vector<at::Tensor>;
 
-// Ctrl-C while a thread of Python's waits for others: the exception is kept until they are back,
-// and `on_interrupt` is told so that they can be made to hurry.
+// Keeps Ctrl-C while a thread of Python's waits for others: the exception is kept until they are
+// back, and `on_interrupt` is told so that they can be made to hurry.
 class InterruptedWait {
  public:
   explicit InterruptedWait(const py::function& on_interrupt) : on_interrupt_(on_interrupt) {}
@@ -77,7 +77,7 @@ void forward(Replicas& replicas, ReplicaPass& pass, const py::function& function
   });
 }
 
-// What Python code raised in a backward reaches the caller's thread as it was, and names its
+// Lets what Python code raised in a backward reach the caller's thread as it was, and name its
 // replica where Python (3.11) has notes.
 void keep_python_error(const std::string& where, const std::exception_ptr& error) {
   try {

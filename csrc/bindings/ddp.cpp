@@ -102,7 +102,7 @@ void init_ddp(py::module_& module) {
       .def("sync_module", wrap_pybind_function_no_gil(&Ddp::sync_module), py::arg("buffers"),
            py::arg("root"))
       .def("prepare_for_backward",
-           wrap_pybind_function_no_gil([](Ddp& ddp) { ddp.reducer().prepare_for_backward(); }))
+           wrap_pybind_function_no_gil([](Ddp& ddp) { ddp.arming().prepare_for_backward(); }))
       .def("shadow_backward", wrap_pybind_function_no_gil([](Ddp& ddp, bool deliver) {
              ddp.reducer().shadow_backward(deliver);
            }),
@@ -110,7 +110,7 @@ void init_ddp(py::module_& module) {
       .def("finalize_backward",
            wrap_pybind_function_no_gil([](Ddp& ddp) { ddp.reducer().finalize_backward(); }))
       .def("should_finalize_after_backward",
-           [](Ddp& ddp) { return ddp.reducer().should_finalize_after_backward(); })
+           [](Ddp& ddp) { return ddp.arming().is_manual(); })
       .def("set_manual_finalization", wrap_pybind_function_no_gil([](Ddp& ddp, bool manual) {
              ddp.reducer().set_manual_finalization(manual);
            }),
@@ -146,9 +146,12 @@ void init_ddp(py::module_& module) {
              return to_dict(report);
            })
       .def("watch_module", watch_module, py::arg("look"), py::arg("adopted"))
-      .def("describe_plan", [](Ddp& ddp) { return ddp.reducer().describe_plan(); })
+      .def("describe_plan", [](Ddp& ddp) { return ddp.reducer().layout().describe(); })
       .def("plan",
-           [](Ddp& ddp) { return to_list(ddp.reducer().plan(), ddp.reducer().parameter_infos()); });
+           [](Ddp& ddp) {
+             const BucketLayout& layout = ddp.reducer().layout();
+             return to_list(layout.plan(), layout.infos());
+           });
 }
 
 }  // namespace trireme

@@ -10,6 +10,7 @@
 
 #include <memory>
 #include <optional>
+#include <type_traits>
 #include <utility>
 
 namespace trireme {
@@ -99,35 +100,35 @@ struct PyParamGroup {
   std::shared_ptr<Places> places = Places::make();
 };
 
-using Spec = std::tuple<std::string, std::vector<int64_t>, at::ScalarType, int64_t, OptionalDtype,
-                        OptionalDtype, bool>;
+// Which parameters of a unit lie in CPU memory: by index those whose optimizer's part does, and
+// those of which everything does.
+struct UnitOffload {
+  std::vector<size_t> optimizers;
+  std::vector<size_t> everything;
+  bool pins_memory = true;
 
-using OffloadRow = std::tuple<std::vector<size_t>, std::vector<size_t>, bool>;
+  void apply_to(ParamGroupRequest& request) const {
+    for (const size_t index : optimizers)
+      request.specs.at(index).offload = ShardOffload::kOptimizer;
+    for (const size_t index : everything) request.specs.at(index).offload = ShardOffload::kAll;
+    request.pins_memory = pins_memory;
+  }
+};
 
-// Takes the parameters whose optimizer's part lies in CPU memory, those of which everything does,
-// and whether it is pinned.
-void set_offload(ParamGroupRequest& request, const OffloadRow& row) {
-  const auto& [optimizers, all, pins_memory] = row;
-  for (const size_t one : optimizers) request.specs.at(one).offload = ShardOffload::kOptimizer;
-  for (const size_t one : all) request.specs.at(one).offload = ShardOffload::kAll;
-  request.pins_memory = pins_memory;
-}
-
-std::shared_ptr<PyParamGroup> make_group(const std::vector<Spec>& rows,
+std::shared_ptr<PyParamGroup> make_group(std::vector<ShardedParamSpec> specs,
                                          std::shared_ptr<Communicator> communicator,
                                          std::shared_ptr<Communicator> gathers_with,
                                          c10::Device device, bool always_gathers,
                                          std::shared_ptr<Communicator> reshards_with,
-                                         const std::optional<OffloadRow>& offload) {
+                                         const std::optional<UnitOffload>& offload) {
   ParamGroupRequest request;
-  for (const auto& [name, sizes, dtype, dim, param_dtype, reduce_dtype, requires_grad] : rows)
-    request.specs.push_back({name, sizes, dtype, dim, param_dtype, reduce_dtype, requires_grad});
+  request.specs = std::move(specs);
   request.communicator = std::move(communicator);
   request.gathers_with = std::move(gathers_with);
   request.device = device;
   request.always_gathers = always_gathers;
   request.reshards_with = std::move(reshards_with);
-  if (offload) set_offload(request, *offload);
+  if (offload) offload->apply_to(request);
   auto made = std::make_shared<PyParamGroup>();
   made->group = make_param_group(std::move(request));
   return made;
@@ -155,11 +156,65 @@ Fsdp::Forward forward_of(const std::shared_ptr<PyParamGroup>& group, bool is_roo
   return {group ? group->group : nullptr, is_root};
 }
 
+ShardedParamSpec make_spec(std::string name, std::vector<int64_t> sizes, at::ScalarType dtype,
+                           int64_t dim, OptionalDtype param_dtype, OptionalDtype reduce_dtype,
+                           bool requires_grad) {
+  return {std::move(name), std::move(sizes), dtype, dim, param_dtype, reduce_dtype, requires_grad};
+}
+
+void set_all_reduce_hook(PyParamGroup& self, const std::optional<py::function>& hook) {
+  AllReduceHook held;
+  if (hook) {
+    held = [shared = shared_function(*hook)](at::Tensor& gradients) {
+      const py::gil_scoped_acquire gil;
+      (*shared)(gradients);
+    };
+  }
+  self.group->flags().all_reduce_hook = std::move(held);
+}
+
+void copy_flags(PyParamGroup& self, const PyParamGroup& like) {
+  AllReduceHook own = self.group->flags().all_reduce_hook;  // what a hook holds is its unit's
+  self.group->flags() = like.group->flags();
+  self.group->flags().all_reduce_hook = std::move(own);
+}
+
+// Makes a flag of units a property of their groups.
+template <auto Flag>
+void add_flag(py::class_<PyParamGroup, std::shared_ptr<PyParamGroup>>& group, const char* name) {
+  using Value = std::decay_t<decltype(std::declval<UnitFlags>().*Flag)>;
+  group.def_property(
+      name, [](const PyParamGroup& self) { return self.group->flags().*Flag; },
+      [](PyParamGroup& self, Value value) { self.group->flags().*Flag = value; });
+}
+
+void init_requests(py::module_& module) {
+  py::class_<ShardedParamSpec>(module, "ShardedParamSpec")
+      .def(py::init(&make_spec), py::kw_only(), py::arg("name"), py::arg("sizes"), py::arg("dtype"),
+           py::arg("dim") = 0, py::arg("param_dtype") = std::nullopt,
+           py::arg("reduce_dtype") = std::nullopt, py::arg("requires_grad") = true);
+  py::class_<UnitOffload>(module, "UnitOffload")
+      .def(py::init<std::vector<size_t>, std::vector<size_t>, bool>(), py::arg("optimizers"),
+           py::arg("everything"), py::arg("pins_memory"))
+      .def_readonly("optimizers", &UnitOffload::optimizers)
+      .def_readonly("everything", &UnitOffload::everything)
+      .def_readonly("pins_memory", &UnitOffload::pins_memory);
+  using Ranks = std::shared_ptr<Communicator>;
+  py::class_<FsdpRanks>(module, "FsdpRanks")
+      .def(py::init<Ranks, Ranks, Ranks>(), py::arg("communicator"),
+           py::arg("replicates_with") = nullptr, py::arg("scatters_with") = nullptr);
+}
+
 void init_param_group(py::module_& module) {
   using torch::wrap_pybind_function_no_gil;
   using Group = PyParamGroup;
-  py::class_<Group, std::shared_ptr<Group>>(module, "ParamGroup")
-      .def(py::init(wrap_pybind_function_no_gil(make_group)), py::kw_only(), py::arg("specs"),
+  py::class_<Group, std::shared_ptr<Group>> group(module, "ParamGroup");
+  add_flag<&UnitFlags::reshard_after_forward>(group, "reshard_after_forward");
+  add_flag<&UnitFlags::reshard_after_backward>(group, "reshard_after_backward");
+  add_flag<&UnitFlags::synchronizes>(group, "synchronizes");
+  add_flag<&UnitFlags::all_reduces>(group, "all_reduces");
+  add_flag<&UnitFlags::divide_factor>(group, "divide_factor");
+  group.def(py::init(wrap_pybind_function_no_gil(make_group)), py::kw_only(), py::arg("specs"),
            py::arg("communicator"), py::arg("gathers_with") = nullptr,
            py::arg("device") = c10::Device(c10::kCPU), py::arg("always_gathers") = false,
            py::arg("reshards_with") = nullptr, py::arg("offload") = std::nullopt)
@@ -227,15 +282,9 @@ void init_param_group(py::module_& module) {
       .def("show_sharded",
            wrap_pybind_function_no_gil([](Group& self) { self.group->show_sharded(); }))
       .def("reshard", wrap_pybind_function_no_gil([](Group& self) { self.group->reshard(); }))
-      .def_property(
-          "reshard_after_forward",
-          [](const Group& self) { return self.group->reshard_after_forward(); },
-          [](Group& self, bool reshard) { self.group->set_reshard_after_forward(reshard); })
       .def("reshard_to_all", [](Group& self) { self.group->reshard_to_all(); })
-      .def_property(
-          "reshard_after_backward",
-          [](const Group& self) { return self.group->reshard_after_backward(); },
-          [](Group& self, bool reshard) { self.group->set_reshard_after_backward(reshard); });
+      .def("copy_flags", &copy_flags, py::arg("like"))
+      .def("set_all_reduce_hook", &set_all_reduce_hook, py::arg("hook"));
 }
 
 std::vector<std::shared_ptr<ParamGroup>> groups_of(
@@ -245,18 +294,11 @@ std::vector<std::shared_ptr<ParamGroup>> groups_of(
   return held;
 }
 
-// The communicators of all ranks and of those with the same shards, and the one that scatters
-// gradients.
-using RanksRow = std::tuple<std::shared_ptr<Communicator>, std::shared_ptr<Communicator>,
-                            std::shared_ptr<Communicator>>;
-
 std::shared_ptr<Fsdp> make_fsdp(const std::vector<std::shared_ptr<PyParamGroup>>& groups,
-                                std::vector<std::string> names, const std::vector<RanksRow>& ranks,
+                                std::vector<std::string> names, std::vector<FsdpRanks> ranks,
                                 std::vector<size_t> ranks_of,
                                 std::shared_ptr<Communicator> agrees_with) {
-  Fsdp::Request request{groups_of(groups), std::move(names), {}};
-  for (const auto& [communicator, replicates_with, scatters_with] : ranks)
-    request.ranks.push_back({communicator, replicates_with, scatters_with});
+  Fsdp::Request request{groups_of(groups), std::move(names), std::move(ranks)};
   request.ranks_of = std::move(ranks_of);
   request.agrees_with = std::move(agrees_with);
   return Fsdp::make(std::move(request));
@@ -270,27 +312,14 @@ void set_prefetch(Fsdp& fsdp, const std::shared_ptr<PyParamGroup>& group,
   (fsdp.prefetch().*Set)(*group->group, held);
 }
 
-void set_delivered_callback(Fsdp& fsdp, py::function callback) {
+void hand_out_gradients(Fsdp& fsdp, py::function callback) {
   const auto shared = shared_function(std::move(callback));
   const py::gil_scoped_release no_gil;
-  fsdp.reducers().set_delivered_callback([shared](const std::vector<int64_t>& parameters) {
-    const py::gil_scoped_acquire gil;
-    (*shared)(parameters);
-  });
-}
-
-void set_python_hooks(Fsdp& fsdp, const std::vector<std::optional<py::function>>& groups) {
-  std::vector<AllReduceHook> hooks;
-  for (const std::optional<py::function>& hook : groups) {
-    hooks.emplace_back();
-    if (!hook) continue;
-    hooks.back() = [shared = shared_function(*hook)](at::Tensor& gradients) {
-      const py::gil_scoped_acquire gil;
-      (*shared)(gradients);
-    };
-  }
-  const py::gil_scoped_release no_gil;
-  fsdp.set_all_reduce_hooks(std::move(hooks));
+  fsdp.hand_out_gradients(
+      [shared](const std::vector<int64_t>& parameters, const std::vector<at::Tensor>& parts) {
+        const py::gil_scoped_acquire gil;
+        (*shared)(parameters, parts);
+      });
 }
 
 using Groups =
@@ -342,6 +371,7 @@ void init_fsdp_gathers(py::class_<Fsdp, std::shared_ptr<Fsdp>>& fsdp) {
 }  // namespace
 
 void init_fsdp(py::module_& module) {
+  init_requests(module);
   init_param_group(module);
   using torch::wrap_pybind_function_no_gil;
   py::class_<Fsdp, std::shared_ptr<Fsdp>> fsdp(module, "Fsdp");
@@ -365,21 +395,13 @@ void init_fsdp(py::module_& module) {
       .def_property_readonly("is_writing", &Fsdp::is_writing)
       .def("begin_reading", wrap_pybind_function_no_gil(&Fsdp::begin_reading))
       .def("begin_writing", wrap_pybind_function_no_gil(&Fsdp::begin_writing))
-      .def("set_synchronize", wrap_pybind_function_no_gil(&Fsdp::set_synchronize),
-           py::arg("groups"))
-      .def("set_all_reduce", wrap_pybind_function_no_gil(&Fsdp::set_all_reduce), py::arg("groups"))
-      .def("set_all_reduce_hooks", &set_python_hooks, py::arg("groups"))
       .def("allocate_from", &allocate_from, py::arg("groups"),
            py::call_guard<py::gil_scoped_release>())
-      .def("set_divide_factors", wrap_pybind_function_no_gil(&Fsdp::set_divide_factors),
-           py::arg("groups"))
       .def("set_manual_finalization", wrap_pybind_function_no_gil(&Fsdp::set_manual_finalization),
            py::arg("manual"))
       .def("finalize_backward", wrap_pybind_function_no_gil(&Fsdp::finalize_backward))
       .def("reset", wrap_pybind_function_no_gil(&Fsdp::reset))
-      .def("set_delivered_callback", &set_delivered_callback, py::arg("callback"))
-      .def("take_gradients", wrap_pybind_function_no_gil(&Fsdp::take_gradients),
-           py::arg("parameters"))
+      .def("hand_out_gradients", &hand_out_gradients, py::arg("callback"))
       .def("wait_for_gradients", wrap_pybind_function_no_gil(&Fsdp::wait_for_gradients))
       .def(
           "set_divisor", [](Fsdp& fsdp, double divisor) { fsdp.reducers().set_divisor(divisor); },

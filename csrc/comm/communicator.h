@@ -20,7 +20,7 @@ struct GroupHealth;  // group_health.h
 // Averages are not here: the division belongs to grad/grad_reducer.
 enum class ReduceOp : uint8_t { kSum, kMin, kMax };
 
-// What a strategy may ask of a group of ranks. Every verb takes a list of tensors (an engine
+// Is what a strategy may ask of a group of ranks. Every verb takes a list of tensors (an engine
 // coalesces what it can), is collective (all ranks of the group call it in the same order with the
 // same shapes and dtypes), returns at once, and is finished by Pending::wait. The tensors stay
 // alive as long as the Pending does. `label` names what is moved ("bucket 3: layer.1.weight ..
@@ -54,6 +54,10 @@ class TRIREME_API Communicator {
   // inputs[i] holds world x outputs[i].numel() elements, rank-major; both contiguous.
   virtual Pending reduce_scatter(std::vector<at::Tensor> outputs, std::vector<at::Tensor> inputs,
                                  ReduceOp op, std::string label) = 0;
+
+  // Says whether reduce_scatter() may return only when all ranks have come: somebody else's verb in
+  // its place waits inside.
+  virtual bool scatter_waits() const { return false; }
 
   virtual Pending barrier(std::string label) = 0;
 

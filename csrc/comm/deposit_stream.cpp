@@ -54,25 +54,25 @@ int64_t DepositStream::collect(const Sink& sink, at::ScalarType dtype, int64_t b
   });
 }
 
-// Past the caches, by way of a piece that stays in the nearest one: the sums are not read again
-// before the optimizer runs, and what they would push out is.
+// Writes past the caches, by way of a piece that stays in the nearest one: the sums are not read
+// again before the optimizer runs, and what they would push out is.
 void DepositStream::sum_up(std::byte* sums, at::ScalarType dtype, int64_t bytes,
                            const Sink* sink) const {
   constexpr int64_t kPieceBytes = 16 * 1024;
   alignas(64) std::array<std::byte, kPieceBytes> piece;
   std::vector<const void*> sources(static_cast<size_t>(world_));
   const auto element = static_cast<int64_t>(c10::elementSize(dtype));
-  for (int64_t at = 0; at < bytes; at += kPieceBytes) {
+  for (int64_t offset = 0; offset < bytes; offset += kPieceBytes) {
     for (int64_t rank = 0; rank < world_; ++rank)
-      sources[static_cast<size_t>(rank)] = ring_->of(rank) + at;
-    const int64_t length = std::min(kPieceBytes, bytes - at);
-    shm::reduce(piece.data(), sink == nullptr ? sums + at : nullptr,
+      sources[static_cast<size_t>(rank)] = ring_->of(rank) + offset;
+    const int64_t length = std::min(kPieceBytes, bytes - offset);
+    shm::reduce(piece.data(), sink == nullptr ? sums + offset : nullptr,
                 {.dtype = shm_dtype(dtype),
                  .op = shm::ReduceOp::kSum,
                  .numel = length / element,
                  .sources = {sources.data(), sources.size()}},
                 /*stream_second=*/true);
-    if (sink != nullptr) (*sink)(piece.data(), at, length);
+    if (sink != nullptr) (*sink)(piece.data(), offset, length);
   }
 }
 

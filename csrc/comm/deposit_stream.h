@@ -18,7 +18,7 @@ class DepositRing;
 class HostGroup;
 }  // namespace shm
 
-// A one-sided reduce-scatter of ranks that share memory: each deposits what it has as soon as it
+// Is a one-sided reduce-scatter of ranks that share memory: each deposits what it has as soon as it
 // has it, and sums up what it owns when all have deposited it. See shm/deposit_ring.h, of which
 // this is the face for tensors' memory.
 //
@@ -53,16 +53,16 @@ class TRIREME_API DepositStream {
   // are summed in fp32 and rounded once. Without `sums` the bytes are passed over.
   int64_t collect(std::byte* sums, at::ScalarType dtype, int64_t bytes);
   // Sums as the other collect() does, but hands the sums to `sink`, some KiB at a time while they
-  // are in the nearest cache: `bytes` bytes from `at` on. The sink may write to them.
-  using Sink = std::function<void(std::byte* sums, int64_t at, int64_t bytes)>;
+  // are in the nearest cache: `bytes` bytes from `offset` on. The sink may write to them.
+  using Sink = std::function<void(std::byte* sums, int64_t offset, int64_t bytes)>;
   int64_t collect(const Sink& sink, at::ScalarType dtype, int64_t bytes);
 
-  // Bytes of this round.
+  // These count the bytes of this round.
   int64_t deposited() const;
   int64_t collected() const;
 
-  // When neither room() nor collect() had anything: until one of them may. `name` says in errors
-  // what is lacking.
+  // Waits, when neither room() nor collect() had anything, until one of them may have. `name` says
+  // in errors what is lacking.
   void wait(std::string_view name);
 
  private:

@@ -15,8 +15,8 @@ std::vector<uint8_t> to_bytes(const std::string& text) { return {text.begin(), t
 
 std::string to_text(const std::vector<uint8_t>& bytes) { return {bytes.begin(), bytes.end()}; }
 
-// A connection of our own where the Store has connections: another thread of the program may sit in
-// a blocking get on the shared one for as long as it likes.
+// Opens a connection of our own where the Store has connections: another thread of the program may
+// sit in a blocking get on the shared one for as long as it likes.
 c10::intrusive_ptr<c10d::Store> own_connection(const c10::intrusive_ptr<c10d::Store>& store) {
   if (!store) return store;
   try {

@@ -12,7 +12,7 @@
 
 namespace trireme {
 
-// Where ranks leave word for each other when the collectives themselves no longer answer: a few
+// Is where ranks leave word for each other when the collectives themselves no longer answer: a few
 // keys in the Store of their group. Nothing here is on the path of a step that goes well.
 //
 //   trireme/fault/text     the first announced failure of the group; every waiting rank raises with
@@ -24,7 +24,7 @@ class FaultBoard {
  public:
   FaultBoard(c10::intrusive_ptr<c10d::Store> store, RankOf where);
 
-  // Ring of the last operations of this rank, for its own report.
+  // Notes the last operations of this rank in a ring, for its own report.
   void note_started(const std::string& operation);
 
   void announce(const std::string& reason) noexcept;

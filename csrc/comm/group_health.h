@@ -14,12 +14,13 @@
 
 namespace trireme {
 
-// What to do with a group that has failed.
+// Says what to do with a group that has failed.
 inline constexpr const char* kRebuildGroup =
     "This group can no longer be used: end the program, or destroy the process group and "
     "initialise it again";
 
-// What the operations of one c10d group share: whether it still works, and whom to ask if not.
+// Holds what the operations of one c10d group share: whether it still works, and whom to ask if
+// not.
 struct GroupHealth {
   GroupHealth(c10::intrusive_ptr<c10d::Store> store, RankOf where)
       : board(std::move(store), where), where(where) {}

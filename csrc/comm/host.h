@@ -19,29 +19,29 @@ class HostGroup;
 class Segment;
 }  // namespace shm
 
-// Memory that all ranks of a group map; or none, and why.
+// Is memory that all ranks of a group map; or none, and why.
 struct SharedMemory {
   std::shared_ptr<const shm::Segment> segment = nullptr;
   std::string why_not = "the ranks do not share the memory of one host";
 };
 
-// Memory that the ranks of a host map, where a group may have several hosts.
+// Is memory that the ranks of a host map, where a group may have several hosts.
 struct HostMemory {
   SharedMemory memory = {};
   RankOf where = {};  // this rank, among those that map it
 };
 
-// CPU tensors, by the rank of a group that has their values.
+// Lists CPU tensors, by the rank of a group that has their values.
 using PartsByRank = std::vector<std::vector<at::Tensor>>;
 
-// What ranks of a communicator can do because they share the memory of a host: all of them, or, on
-// several hosts, those of each. Every function but group() is collective over the communicator, in
-// one order with its verbs, and throws what a verb throws. One thread at a time may use it.
+// Is what ranks of a communicator can do because they share the memory of a host: all of them, or,
+// on several hosts, those of each. Every function but group() is collective over the communicator,
+// in one order with its verbs, and throws what a verb throws. One thread at a time may use it.
 class TRIREME_API Host {
  public:
   virtual ~Host() = default;
 
-  // The ranks of this host as shared memory knows them.
+  // Returns the ranks of this host as shared memory knows them.
   virtual shm::HostGroup& group() = 0;
 
   // Makes a stream that deposits and collects (deposit_stream.h) through rings of `bytes` per rank.

@@ -13,8 +13,9 @@ namespace shm {
 class HostGroup;
 }
 
-// Counters in memory that the ranks of a host share, one per rank, which only that rank writes:
-// waiting for them is no collective, so ranks may wait in different orders, or not at all.
+// These functions serve counters in memory that the ranks of a host share, one per rank, which only
+// that rank writes: waiting for them is no collective, so ranks may wait in different orders, or
+// not at all.
 
 // Wakes peers that wait for a counter; called after a sequentially consistent store to it.
 TRIREME_API void wake_peers(shm::HostGroup& group);

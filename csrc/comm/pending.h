@@ -12,23 +12,23 @@
 
 namespace trireme {
 
-// A collective in flight. Move-only; dropping it does not cancel the collective (no c10d engine
+// Is a collective in flight. Move-only; dropping it does not cancel the collective (no c10d engine
 // can), but gives up its result. Not thread-safe: one thread waits.
 class TRIREME_API Pending {
  public:
   using Clock = std::chrono::steady_clock;
 
-  // What an engine has to answer. `wait` returns when the tensors may be read on the caller's
+  // Is what an engine has to answer. `wait` returns when the tensors may be read on the caller's
   // thread (CPU) or by work enqueued on the caller's current stream (CUDA); it throws
   // c10::DistBackendError naming the operation when the operation failed.
   struct State {
     virtual ~State() = default;
     virtual bool done() const = 0;
     virtual void wait() = 0;
-    // The tensors that carry the result, where they are not the ones passed in (a communication
-    // hook).
+    // Returns the tensors that carry the result, where they are not the ones passed in (a
+    // communication hook).
     virtual std::vector<at::Tensor> result() { return {}; }
-    // When the engine finished, if it tells.
+    // Returns when the engine finished, if it tells.
     virtual std::optional<Clock::time_point> finished_at() const { return std::nullopt; }
   };
 

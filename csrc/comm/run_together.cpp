@@ -8,7 +8,7 @@
 namespace trireme {
 namespace {
 
-// How a text begins; an empty one says that all went well.
+// Says how a text begins; an empty one says that all went well.
 constexpr char kValueError = 'v', kError = 'e';
 
 }  // namespace

@@ -11,7 +11,7 @@
 
 namespace trireme {
 
-// The first rank that could not do its part.
+// Names the first rank that could not do its part.
 struct RankFailure {
   int64_t rank = 0;
   std::string text = {};  // what its exception says

@@ -13,7 +13,7 @@ shm::Piece piece_of(const at::Tensor& flat, int64_t begin, int64_t numel) {
   return {static_cast<std::byte*>(flat.data_ptr()) + begin * element, numel * element};
 }
 
-// Bytes of the caller's, and where they stand among those of a rank.
+// Names bytes of the caller's, and where they stand among those of a rank.
 struct Run {
   const std::byte* begin;
   const std::byte* end;
@@ -101,9 +101,9 @@ bool would_read_results(const std::vector<shm::Pieces>& outputs,
     furthest.push_back(furthest.empty() ? run.end : std::max(furthest.back(), run.end));
   for (const Run& read : runs_of(inputs)) {
     const auto first = std::upper_bound(furthest.begin(), furthest.end(), read.begin);
-    for (auto at = static_cast<size_t>(first - furthest.begin());
-         at < written.size() && written[at].begin < read.end; ++at) {
-      const Run& run = written[at];
+    for (auto index = static_cast<size_t>(first - furthest.begin());
+         index < written.size() && written[index].begin < read.end; ++index) {
+      const Run& run = written[index];
       const bool apart = run.end <= read.begin;
       const bool in_place =
           run.rank == read.rank && run.begin - run.offset == read.begin - read.offset;

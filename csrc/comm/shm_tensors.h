@@ -11,9 +11,9 @@ namespace trireme {
 
 shm::Dtype shm_dtype(at::ScalarType dtype);
 
-// Tensors as a collective reads or writes them: in their own memory where that is contiguous, else
-// in a copy that lives as long as this.
-// Those of a list that is read and written are apart from each other, if need be by copies.
+// Holds tensors as a collective reads or writes them: in their own memory where that is contiguous,
+// else in a copy that lives as long as this. Those of a list that is read and written are apart
+// from each other, if need be by copies.
 class ShmTensors {
  public:
   enum class Use { kRead, kWrite, kReadWrite };
@@ -22,17 +22,17 @@ class ShmTensors {
   ShmTensors(const at::Tensor& tensor, Use use)
       : ShmTensors(std::vector<at::Tensor>{tensor}, use) {}
 
-  // All of them, as one.
+  // Returns all of them, as one.
   shm::Pieces pieces() const;
-  // Each by itself.
+  // Returns each by itself.
   std::vector<shm::Pieces> pieces_of_each() const;
-  // The first tensor, flattened, in runs of that many elements.
+  // Returns the first tensor, flattened, in runs of that many elements.
   std::vector<shm::Pieces> ranges(const std::vector<int64_t>& numels) const;
-  // The first tensor, flattened, in as many equal parts as there are ranks: one more piece for
+  // Adds the first tensor, flattened, in as many equal parts as there are ranks: one more piece for
   // each.
   void add_parts(std::vector<shm::Pieces>& by_rank) const;
 
-  // What is only read, moved out of the way of what is written meanwhile: copies of all.
+  // Moves what is only read out of the way of what is written meanwhile, by copies of all.
   void make_copies();
 
   // Brings results from copies to the caller's tensors.

@@ -7,7 +7,7 @@
 namespace trireme {
 namespace {
 
-// Ranks first, first + step, ...
+// Names ranks first, first + step, ...
 struct Members {
   int64_t first = 0;
   int64_t count = 0;

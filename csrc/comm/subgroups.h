@@ -8,8 +8,8 @@
 
 namespace trireme {
 
-// Communicators over the same engine as another one, which they live as long as: for verbs to which
-// ranks may come in another order than to its own, or which not all ranks come to. Every call
+// Makes communicators over the same engine as another one, which they live as long as: for verbs to
+// which ranks may come in another order than to its own, or which not all ranks come to. Every call
 // returns the same one; null where an engine can make none. Collective over all ranks the first
 // time; throws what the engine does when it cannot connect.
 

@@ -27,7 +27,7 @@ int64_t cpus_in_affinity_mask() {
   return std::thread::hardware_concurrency();
 }
 
-// v2: one file "<quota or max> <period>".
+// Reads the quota of v2: one file "<quota or max> <period>".
 double quota_v2(const std::filesystem::path& group) {
   std::ifstream file(group / "cpu.max");
   double quota = 0;
@@ -35,7 +35,7 @@ double quota_v2(const std::filesystem::path& group) {
   return file >> quota >> period && period > 0 ? quota / period : kNoQuota;
 }
 
-// v1: two files, a quota of -1 means none.
+// Reads the quota of v1: two files; -1 means none.
 double quota_v1(const std::filesystem::path& group) {
   std::ifstream quota_file(group / "cpu.cfs_quota_us");
   std::ifstream period_file(group / "cpu.cfs_period_us");
@@ -45,8 +45,8 @@ double quota_v1(const std::filesystem::path& group) {
   return limited ? quota / period : kNoQuota;
 }
 
-// The smallest quota from the group at mount/path up to the mount: a limit on a group holds for
-// those below it.
+// Finds the smallest quota from the group at mount/path up to the mount: a limit on a group holds
+// for those below it.
 template <typename ReadQuota>
 double quota_up_to_mount(const std::filesystem::path& mount, const std::string& path,
                          ReadQuota read_quota) {
@@ -59,7 +59,8 @@ double quota_up_to_mount(const std::filesystem::path& mount, const std::string& 
   return quota;
 }
 
-// Lines of /proc/self/cgroup: "<hierarchy>:<controllers>:<path>", with no controllers for v2.
+// Finds the quota by the lines of /proc/self/cgroup: "<hierarchy>:<controllers>:<path>", with no
+// controllers for v2.
 double cgroup_quota(const std::filesystem::path& root) {
   const std::filesystem::path mounts = root / "sys/fs/cgroup";
   std::ifstream membership(root / "proc/self/cgroup");
@@ -76,7 +77,8 @@ double cgroup_quota(const std::filesystem::path& root) {
     }
     std::istringstream names(controllers);
     for (std::string name; std::getline(names, name, ',');) {
-      // Mounted under the whole list, with a link of the short name where the system makes links.
+      // It is mounted under the whole list, with a link of the short name where the system makes
+      // links.
       if (name != "cpu") continue;
       quota = std::min(quota, quota_up_to_mount(mounts / "cpu", path, quota_v1));
       quota = std::min(quota, quota_up_to_mount(mounts / controllers, path, quota_v1));

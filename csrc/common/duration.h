@@ -8,7 +8,7 @@ namespace trireme {
 // No wait lasts longer: a hundred years, which added to the time of any clock still is a time.
 constexpr std::chrono::milliseconds kLongestWait = std::chrono::hours(24) * 36525;
 
-// How long a caller means to wait: what is longer than kLongestWait becomes that. Python's
+// Returns how long a caller means to wait: what is longer than kLongestWait becomes that. Python's
 // durations come here by way of a 64-bit count of microseconds, beyond which they turn negative:
 // what is that far below zero was meant to be longer than any. Other times below zero stay what
 // they are.
@@ -16,7 +16,7 @@ constexpr std::chrono::milliseconds saturated(std::chrono::milliseconds duration
   return duration < -kLongestWait ? kLongestWait : std::min(duration, kLongestWait);
 }
 
-// When a wait of that length, which begins now, ends.
+// Returns when a wait of that length, which begins now, ends.
 inline std::chrono::steady_clock::time_point deadline_after(std::chrono::milliseconds duration) {
   return std::chrono::steady_clock::now() + saturated(duration);
 }

@@ -36,7 +36,7 @@ int64_t parse_number(const char* name, std::string_view text, Range range) {
   return number;
 }
 
-// The variables of one process, as numbers where they are numbers.
+// Holds the variables of one process, as numbers where they are numbers.
 class Variables {
  public:
   explicit Variables(const EnvironmentLookup& lookup) : lookup_(lookup) {}
@@ -54,7 +54,7 @@ class Variables {
   const EnvironmentLookup& lookup_;
 };
 
-// Where one family of variables puts this process; the local part may be missing.
+// Says where one family of variables puts this process; the local part may be missing.
 struct Place {
   Launcher launcher = Launcher::kAlone;
   int64_t rank = 0;
@@ -102,7 +102,7 @@ std::optional<Place> place_by_mpich(const Variables& variables) {
                       "MV2_COMM_WORLD_LOCAL_SIZE"});
 }
 
-// "4(x2),3": four tasks on each of the first two nodes of the step, three on the next.
+// Reads "4(x2),3": four tasks on each of the first two nodes of the step, three on the next.
 std::optional<int64_t> slurm_tasks_on_node(const std::string& tasks_per_node, int64_t node) {
   constexpr const char* kName = "SLURM_STEP_TASKS_PER_NODE";
   std::istringstream groups(tasks_per_node);
@@ -223,7 +223,7 @@ void check_local_rank(const LaunchEnvironment& environment) {
   }
 }
 
-// "node[001-004,007],login2" -> "node001"
+// Returns the first host of a list: "node[001-004,007],login2" -> "node001"
 std::string first_slurm_host(const std::string& node_list) {
   std::string host;
   bool in_brackets = false;
@@ -246,8 +246,8 @@ std::string first_slurm_host(const std::string& node_list) {
   return host;
 }
 
-// Below the range from which the kernel takes ports of outgoing connections (32768 on), and
-// different for the steps that a job runs at the same time.
+// Returns a port below the range from which the kernel takes ports of outgoing connections (32768
+// on), and different for the steps that a job runs at the same time.
 int64_t slurm_port(const Variables& variables) {
   constexpr int64_t kFirst = 12000;
   constexpr int64_t kCount = 20000;

@@ -10,7 +10,7 @@
 
 namespace trireme {
 
-// Who told this process its place.
+// Says who told this process its place.
 enum class Launcher : uint8_t {
   kAlone,      // nobody: one process, world 1
   kVariables,  // RANK and WORLD_SIZE: torchrun, or set by hand
@@ -20,7 +20,7 @@ enum class Launcher : uint8_t {
   kCaller,     // rank and world were arguments, and no launcher says the same (mp.spawn, threads)
 };
 
-// The place of this process among its peers, as its environment tells it. All members are
+// Holds the place of this process among its peers, as its environment tells it. All members are
 // consistent: 0 <= rank < world, 0 <= local_rank < local_world <= world.
 struct LaunchEnvironment {
   Launcher launcher = Launcher::kAlone;
@@ -40,7 +40,7 @@ struct LaunchEnvironment {
   RankOf rank_of() const { return {rank, world}; }
 };
 
-// One environment variable; nothing when it is unset or empty.
+// Returns one environment variable; nothing when it is unset or empty.
 using EnvironmentLookup = std::function<std::optional<std::string>(const char* name)>;
 TRIREME_API std::optional<std::string> lookup_process_environment(const char* name);
 

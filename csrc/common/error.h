@@ -15,7 +15,7 @@ struct RankOf {
   int64_t world = -1;
 };
 
-// The one form of every message of this library:
+// Returns a text in the one form of every message of this library:
 //   [area] what went wrong, got and expected (rank r of w). next step
 // Torch-free, so that every layer can use it; who throws it, and as which type, is decided where it
 // is thrown.

@@ -7,7 +7,8 @@
 
 namespace trireme {
 
-// What an exception says, to be quoted in a message of ours: without the stack that torch appends.
+// Returns what an exception says, to be quoted in a message of ours: without the stack that torch
+// appends.
 TRIREME_API std::string what_of(const std::exception& error);
 TRIREME_API std::string first_line_of(const std::exception& error);
 

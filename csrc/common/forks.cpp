@@ -15,7 +15,7 @@ std::atomic<uint64_t> forks{0};
 
 void count_fork() { forks.fetch_add(1, std::memory_order_relaxed); }
 
-// A file by what does not change when its descriptor is closed and the number used again.
+// Knows a file by what does not change when its descriptor is closed and the number used again.
 struct SharedMapping {
   void* begin;
   size_t bytes;
@@ -24,7 +24,7 @@ struct SharedMapping {
   ino_t inode;
 };
 
-// Never destroyed: children of a process that is about to end need it, too.
+// They are never destroyed: children of a process that is about to end need it, too.
 struct SharedMappings {
   std::mutex mutex;
   std::vector<SharedMapping> all;

@@ -22,8 +22,8 @@ namespace trireme {
 //
 // Fork handlers run for fork(), not for vfork() and posix_spawn(), whose children only call exec.
 
-// How often this process has come out of a fork since it began to count: an object that remembers
-// the number of its birth sees that it lives in a child, at the cost of one load.
+// Returns how often this process has come out of a fork since it began to count: an object that
+// remembers the number of its birth sees that it lives in a child, at the cost of one load.
 TRIREME_API uint64_t forks_so_far();
 
 // While it lives, children of fork() have [begin, begin + bytes) for themselves. That is a shared,

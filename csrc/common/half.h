@@ -7,8 +7,8 @@
 // compiled for that instruction set.
 #define TRIREME_INLINE [[gnu::always_inline]] inline
 
-// fp16 and bf16 without torch. The conversions are exact or round to nearest even, know subnormals,
-// infinities and NaNs, and have no branches, so that compilers vectorise them.
+// Defines fp16 and bf16 without torch. The conversions are exact or round to nearest even, know
+// subnormals, infinities and NaNs, and have no branches, so that compilers vectorise them.
 namespace trireme::cpu {
 
 struct Half {

@@ -7,7 +7,7 @@
 
 namespace trireme {
 
-// Derived from by an exception that is no failure of what the thread waits for: it came from
+// Is derived from by an exception that is no failure of what the thread waits for: it came from
 // elsewhere and ends the wait. Such a rank has abandoned what it was at, and tells its peers.
 struct TRIREME_API Interruption {
   explicit Interruption(std::string reason) : reason(std::move(reason)) {}
@@ -18,8 +18,8 @@ struct TRIREME_API Interruption {
   std::string reason;  // "KeyboardInterrupt came from a signal handler": for the peers
 };
 
-// What threads do while they wait for other ranks, without any lock, about every 50 ms: a language
-// whose signal handlers run between its own instructions only (Python) lets them run here.
+// Sets what threads do while they wait for other ranks, without any lock, about every 50 ms: a
+// language whose signal handlers run between its own instructions only (Python) lets them run here.
 // `check` may throw, but only what derives from Interruption. One for the process, never unset.
 TRIREME_API void set_interruption_check(void (*check)()) noexcept;
 

@@ -4,7 +4,7 @@
 
 namespace trireme {
 
-// One advice, for both kinds of programs. Texts that live for ever.
+// Holds one advice, for both kinds of programs, in texts that live for ever.
 struct Advice {
   const char* cpp;
   const char* python;

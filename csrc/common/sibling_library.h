@@ -13,8 +13,8 @@ struct SiblingSymbol {
   std::string why_not;  // the loader's text, if `address` is nullptr
 };
 
-// The C function `name` of the sibling `part`, which is opened by the first call and stays open.
-// Any thread; repeated calls cost a lookup.
+// Finds the C function `name` of the sibling `part`, which is opened by the first call and stays
+// open. Any thread may call it; repeated calls cost a lookup.
 TRIREME_API SiblingSymbol find_in_sibling(const std::string& part, const char* name);
 
 }  // namespace trireme

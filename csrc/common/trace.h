@@ -2,6 +2,6 @@
 
 #include <ATen/record_function.h>
 
-// A profiler range named after a stage of the two flows (DESIGN.md 4). A relaxed load when nobody
-// records.
+// Opens a profiler range named after a stage, as csrc/README.md names those of the two paths. Costs
+// a relaxed load when nobody records.
 #define TRIREME_TRACE(stage) RECORD_FUNCTION("trireme::" stage, c10::ArrayRef<const c10::IValue>{})

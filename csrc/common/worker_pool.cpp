@@ -99,7 +99,7 @@ WorkerPool::WorkerPool(std::vector<c10::Device> devices, std::vector<int> intra_
 
 WorkerPool::~WorkerPool() {
   if (forks_so_far() != born_) {
-    // The threads of the parent, which this process never had.
+    // These are the parent's threads, which this process never had.
     for (std::thread& thread : threads_) thread.detach();
     return;
   }

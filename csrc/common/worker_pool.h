@@ -15,7 +15,7 @@
 
 namespace trireme {
 
-// Threads that stay, one per replica. Each has its own current device and number of intra-op
+// Holds threads that stay, one per replica. Each has its own current device and number of intra-op
 // threads, and for as long as a job runs the streams, grad mode, autocast, profiler and dispatch
 // modes of the thread that gave it, but not its hooks for saved tensors.
 //
@@ -24,7 +24,7 @@ namespace trireme {
 // a job of the same pool.
 class TRIREME_API WorkerPool {
  public:
-  // `intra_op_threads`: per worker, as many as `devices`; at least one of each.
+  // `intra_op_threads` has a number per worker, as many as `devices`; at least one of each.
   WorkerPool(std::vector<c10::Device> devices, std::vector<int> intra_op_threads);
   ~WorkerPool();  // stops; the threads of start() have ended
   WorkerPool(const WorkerPool&) = delete;

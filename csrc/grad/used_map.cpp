@@ -11,6 +11,12 @@ UsedMap::UsedMap(int64_t parameters)
       used_here_(static_cast<size_t>(parameters), false),
       counts_(static_cast<size_t>(parameters), 0) {}
 
+const at::Tensor& UsedMap::own_wire(c10::Device device) {
+  if (!own_wire_.defined())
+    own_wire_ = at::empty({numel()}, at::TensorOptions().dtype(at::kFloat).device(device));
+  return own_wire_;
+}
+
 void UsedMap::write_to(const at::Tensor& wire, bool shadow) const {
   const bool goes_to_gpu = !wire.is_cpu();  // from pinned memory, so that nobody waits for the copy
   at::Tensor host = at::zeros({numel()}, at::dtype(at::kFloat).pinned_memory(goes_to_gpu));

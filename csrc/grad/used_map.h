@@ -25,6 +25,8 @@ class TRIREME_API UsedMap {
   void mark_changed() { changed_here_ = true; }
   bool changed_here() const { return changed_here_; }
 
+  // Returns a tensor in which the map travels alone, the same one at each call.
+  const at::Tensor& own_wire(c10::Device device);
   // Writes this rank's summands into `wire` (numel() floating-point elements, any device).
   void write_to(const at::Tensor& wire, bool shadow) const;
   // Starts to read the sums, as the caller's current stream has them; `wire` may be written when
@@ -47,6 +49,7 @@ class TRIREME_API UsedMap {
   bool changed_here_ = false;
   std::vector<int64_t> counts_;
   bool changed_anywhere_ = false;
+  at::Tensor own_wire_;
   at::Tensor read_;  // on the CPU
   std::optional<StreamHandoff> handoff_;
 };

@@ -5,16 +5,16 @@
 #include <sstream>
 #include <string>
 
-// What the checks of several operators share.
+// Holds what the checks of several operators share.
 namespace trireme {
 
-// Real or complex: every kernel takes float32, float64, float16 and bfloat16.
+// The dtype may be real or complex: every kernel takes float32, float64, float16 and bfloat16.
 inline bool is_supported(at::ScalarType dtype) {
   const at::ScalarType real = c10::toRealValueType(dtype);
   return real == at::kFloat || real == at::kDouble || real == at::kHalf || real == at::kBFloat16;
 }
 
-// Whatever can be written to a stream, one behind the other.
+// Joins whatever can be written to a stream, one behind the other.
 template <typename... Parts>
 std::string text_of(const Parts&... parts) {
   std::ostringstream out;

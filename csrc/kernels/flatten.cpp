@@ -39,7 +39,7 @@ const c10::TypedOperatorHandle<OutOfFlat>& unflatten_op() {
   return op;
 }
 
-// One kernel for all devices: it allocates, and leaves the rest to the device's flatten.into. An
+// Is one kernel for all devices: it allocates, and leaves the rest to the device's flatten.into. An
 // empty list has no device of its own; the dispatcher then brings it here, too.
 at::Tensor flatten_new(at::TensorList inputs, at::ScalarType dtype, double scale) {
   const at::TensorOptions options =

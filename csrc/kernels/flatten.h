@@ -7,7 +7,7 @@
 
 namespace trireme {
 
-// Tensors laid one after another in a 1-D tensor, and back, with the scaling and the cast that a
+// Lays tensors one after another in a 1-D tensor, and back, with the scaling and the cast that a
 // bucket needs in the same pass over memory. Registered as torch.ops.trireme.{flatten,
 // flatten_accumulate, unflatten}; these functions call the operators, so profilers and fake tensors
 // see both alike.
@@ -24,19 +24,19 @@ namespace trireme {
 // Cost: one pass. On the CPU shared among torch's intra-op threads; on CUDA one launch on the
 // current stream of the tensors' device per 512 tensors, asynchronous.
 
-// flat = concatenation of cast(scale * inputs[i]).
+// Sets flat = concatenation of cast(scale * inputs[i]).
 TRIREME_API void flatten(at::TensorList inputs, const at::Tensor& flat, double scale = 1.0);
 
 // Returns the concatenation of cast(scale * inputs[i]) as a new tensor of `dtype`, on the device of
 // the inputs (the CPU if there are none).
 TRIREME_API at::Tensor flatten(at::TensorList inputs, at::ScalarType dtype, double scale = 1.0);
 
-// flat += concatenation of cast(scale * inputs[i]): for a second gradient of the same parameter in
-// one backward. No overlap at all here.
+// Sets flat += concatenation of cast(scale * inputs[i]): for a second gradient of the same
+// parameter in one backward. No overlap at all here.
 TRIREME_API void flatten_accumulate(at::TensorList inputs, const at::Tensor& flat,
                                     double scale = 1.0);
 
-// outputs[i] = cast(scale * its slice of flat).
+// Sets outputs[i] = cast(scale * its slice of flat).
 TRIREME_API void unflatten(const at::Tensor& flat, at::TensorList outputs, double scale = 1.0);
 
 }  // namespace trireme

@@ -9,7 +9,7 @@
 namespace trireme::by_copies {
 namespace {
 
-// All elements as reals, in memory order; shares memory.
+// Returns all elements as reals, in memory order; shares memory.
 at::Tensor run_of(const at::Tensor& tensor) {
   const at::Tensor real = tensor.is_complex() ? at::view_as_real(tensor) : tensor;
   return real.as_strided({real.numel()}, {1});

@@ -5,13 +5,13 @@
 
 #include <string_view>
 
-// The contract of flatten.h, checked by every device's kernel, because an operator can be reached
+// Checks the contract of flatten.h in every device's kernel, because an operator can be reached
 // past the functions of flatten.h. Both work on fake tensors with symbolic shapes.
 namespace trireme {
 
 void check_flatten(std::string_view area, at::TensorList tensors, const at::Tensor& flat);
 
-// The number of elements of a flat tensor of `dtype` that holds these tensors.
+// Returns the number of elements of a flat tensor of `dtype` that holds these tensors.
 c10::SymInt flat_numel(at::TensorList tensors, at::ScalarType dtype);
 
 }  // namespace trireme

@@ -11,8 +11,8 @@
 #include <c10/core/DeviceGuard.h>
 #include <torch/library.h>
 
-// Torch's side of the CUDA kernels: arguments, device and stream. Compiled in every build, without
-// CUDA headers.
+// This is torch's side of the CUDA kernels: arguments, device and stream. It is compiled in every
+// build, without CUDA headers.
 namespace trireme::cuda {
 namespace {
 

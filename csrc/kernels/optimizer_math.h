@@ -5,12 +5,12 @@
 
 #include <cmath>
 
-// The update of one element, for every device. Operations have torch's order (its fused CPU
+// Does the update of one element, for every device. Operations have torch's order (its fused CPU
 // kernels), and Math::multiply_add stands where its compiler fuses a product into a sum; so results
 // have torch's bits, if the compiler fuses nothing else (-ffp-contract=off, -fmad=false).
 namespace trireme {
 
-// The scalars in T, the type computed in: fp64 for fp64 parameters, else fp32.
+// Holds the scalars in T, the type computed in: fp64 for fp64 parameters, else fp32.
 template <typename T>
 struct AdamFactors {
   T grad_factor;  // sign included
@@ -62,7 +62,7 @@ TRIREME_HOST_DEVICE SgdFactors<T> factors_of(const SgdScalars& scalars) {
           static_cast<T>(-scalars.lr)};
 }
 
-// The scalars that change with the step.
+// Sets the scalars that change with the step.
 TRIREME_HOST_DEVICE void set_step(AdamScalars& scalars, double step) {
   scalars.step_size = scalars.lr / (1 - std::pow(scalars.beta1, step));
   scalars.root_scale = std::sqrt(1 - std::pow(scalars.beta2, step));

@@ -12,7 +12,7 @@
 namespace trireme {
 namespace {
 
-// fp32, complex if the parameter is.
+// Returns fp32, complex if the parameter is.
 at::ScalarType single_of(at::ScalarType param) {
   return c10::isComplexType(param) ? at::kComplexFloat : at::kFloat;
 }

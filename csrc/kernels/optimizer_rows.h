@@ -13,15 +13,15 @@
 // Leads from lists of tensors to segments; only optimizer_step.cpp and its kernels use it.
 namespace trireme {
 
-// One parameter with what belongs to it. The tensors are the caller's.
+// Is one parameter with what belongs to it. The tensors are the caller's.
 struct OptimizerRow {
   const at::Tensor& param;
   const at::Tensor& grad;
-  // exp_avg or momentum_buffer, exp_avg_sq, max_exp_avg_sq; nullptr where there is none.
+  // These are exp_avg or momentum_buffer, exp_avg_sq, max_exp_avg_sq; nullptr where there is none.
   std::array<const at::Tensor*, 3> states;
 };
 
-// Segments that one call of a kernel can take.
+// Holds segments that one call of a kernel can take.
 struct OptimizerBatch {
   c10::Device device;
   SegmentDtypes dtypes;
@@ -33,10 +33,11 @@ struct OptimizerBatch {
 // Refuses what optimizer_step.h does not promise to take. `area` is the optimizer.
 void check_row(std::string_view area, size_t index, const OptimizerRow& row);
 
-// Segments of rows, by way of copies for memory that is not dense or not in the parameter's order.
+// Makes segments of rows, by way of copies for memory that is not dense or not in the parameter's
+// order.
 class DenseRows {
  public:
-  // Valid while the row's tensors and this object are.
+  // The result is valid while the row's tensors and this object are.
   OptimizerSegment segment_of(const OptimizerRow& row, bool write_grad);
 
   // Writes the copies back, after the kernels.

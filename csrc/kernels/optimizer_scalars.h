@@ -4,10 +4,10 @@
 
 #include <cstdint>
 
-// What the optimizers' kernels take, without torch, so that .cu files see it too.
+// Holds what the optimizers' kernels take, without torch, so that .cu files see it too.
 namespace trireme {
 
-// The options of torch.optim.Adam and AdamW, by their names.
+// Holds the options of torch.optim.Adam and AdamW, by their names.
 struct AdamStepOptions {
   double lr = 1e-3;
   double beta1 = 0.9;
@@ -19,7 +19,7 @@ struct AdamStepOptions {
   bool maximize = false;
 };
 
-// The options of torch.optim.SGD.
+// Holds the options of torch.optim.SGD.
 struct SgdStepOptions {
   double lr = 1e-3;
   double momentum = 0;
@@ -30,8 +30,8 @@ struct SgdStepOptions {
   bool first_step = false;  // momentum_buffer holds zeros and becomes the gradient, not dampened
 };
 
-// Adjacent elements of one parameter with what belongs to them; not owned. The states are fp32, or
-// fp64 for an fp64 parameter. SGD keeps momentum_buffer in `exp_avg`.
+// Names adjacent elements of one parameter with what belongs to them; not owned. The states are
+// fp32, or fp64 for an fp64 parameter. SGD keeps momentum_buffer in `exp_avg`.
 struct OptimizerSegment {
   void* param = nullptr;
   void* grad = nullptr;            // written only if the scalars say write_grad
@@ -41,7 +41,7 @@ struct OptimizerSegment {
   int64_t numel = 0;
 };
 
-// What a step computes once for all elements.
+// Holds what a step computes once for all elements.
 struct AdamScalars {
   double lr;
   double beta1;

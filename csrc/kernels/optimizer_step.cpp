@@ -136,7 +136,7 @@ void run_on_cpu(const OptimizerBatch& batch, const SgdScalars& scalars) {
 
 // --- what they share -----------------------------------------------------------------------------
 
-// GradScale as the host sees it; reading it waits for the device that holds it.
+// Is GradScale as the host sees it; reading it waits for the device that holds it.
 struct HostScale {
   double factor = 1;
   bool write_grad = false;
@@ -150,7 +150,7 @@ HostScale read(const GradScale& scale) {
   return host;
 }
 
-// One more step on a counter of the host, or one that ATen has to be asked for.
+// Counts one more step on a counter of the host, or one that ATen has to be asked for.
 double count_up(const at::Tensor& counter) {
   if (counter.is_cpu() && counter.scalar_type() == at::kFloat && counter.numel() == 1) {
     bump_if_counted(counter);

@@ -11,7 +11,7 @@
 
 namespace trireme {
 
-// One step of Adam, AdamW or SGD over many parameters: one pass over memory, in place.
+// Makes one step of Adam, AdamW or SGD over many parameters: one pass over memory, in place.
 //
 // Common to all: a parameter is real or complex fp32, fp64, fp16 or bf16 (a complex element is two
 // reals); its gradient has its dtype or is fp32; its states are fp32 and computed with in fp32,
@@ -28,9 +28,9 @@ struct AdamLists {
   at::TensorList exp_avgs;
   at::TensorList exp_avg_sqs;
   at::TensorList max_exp_avg_sqs;  // empty unless amsgrad
-  // How many steps parameter i has seen, this one included: tensors of one fp32 or fp64 each, which
-  // are counted up here, on the CPU or (then fp32) on the device of a CUDA parameter; or else
-  // numbers.
+  // These count the steps that parameter i has seen, this one included: tensors of one fp32 or fp64
+  // each, which are counted up here, on the CPU or (then fp32) on the device of a CUDA parameter;
+  // or else numbers.
   at::TensorList steps;
   c10::ArrayRef<int64_t> step_numbers;
 };
@@ -41,12 +41,12 @@ struct SgdLists {
   at::TensorList momentum_buffers;  // empty without momentum
 };
 
-// What happens to gradients on their way in, without a pass of its own.
+// Says what happens to gradients on their way in, without a pass of its own.
 struct GradScale {
   double factor = 1;  // multiplies them, for instance a clipping coefficient
-  // torch's GradScaler: gradients are multiplied by 1 / grad_scale and, as by torch's fused
-  // optimizers, stored; nothing at all happens if found_inf is not 0. One element each; absent if
-  // undefined.
+  // These are torch's GradScaler's: gradients are multiplied by 1 / grad_scale and, as by torch's
+  // fused optimizers, stored; nothing at all happens if found_inf is not 0. One element each;
+  // absent if undefined.
   at::Tensor grad_scale;
   at::Tensor found_inf;
 };
@@ -64,7 +64,7 @@ TRIREME_API void sgd_step(const SgdLists& lists, const SgdStepOptions& options,
 
 // --- segments in CPU memory ----------------------------------------------------------------------
 
-// Real dtypes of all segments of a call.
+// Names the real dtypes of all segments of a call.
 struct SegmentDtypes {
   at::ScalarType param;
   at::ScalarType grad;
@@ -72,17 +72,17 @@ struct SegmentDtypes {
   bool operator==(const SegmentDtypes&) const = default;
 };
 
-// fp64 for fp64, else fp32; complex if the parameter is.
+// Returns fp64 for fp64, else fp32; complex if the parameter is.
 TRIREME_API at::ScalarType optimizer_state_dtype(at::ScalarType param);
 
-// What an optimizer class is derived from that keeps states of that dtype; torch's own have the
+// Is what an optimizer class is derived from that keeps states of that dtype; torch's own have the
 // dtype of their parameter.
 class TRIREME_API KeepsWideStates {
  public:
   virtual ~KeepsWideStates() = default;
 };
 
-// Elements [begin, end).
+// Returns elements [begin, end).
 TRIREME_API OptimizerSegment slice(const OptimizerSegment& segment, SegmentDtypes dtypes,
                                    int64_t begin, int64_t end);
 

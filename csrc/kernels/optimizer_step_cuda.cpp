@@ -32,7 +32,7 @@ void launch(const OptimizerTable& table, const OptimizerBatch& batch, const Scal
                  "An earlier kernel may be the cause: run with CUDA_LAUNCH_BLOCKING=1."));
 }
 
-// One fp32 number on the device, undefined if there is none.
+// Returns one fp32 number on the device, undefined if there is none.
 at::Tensor number_on(c10::Device device, const at::Tensor& number) {
   if (!number.defined()) return number;
   return number.to(at::TensorOptions().device(device).dtype(at::kFloat), /*non_blocking=*/true);

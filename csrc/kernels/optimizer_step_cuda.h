@@ -2,7 +2,7 @@
 
 #include <trireme/kernels/optimizer_rows.h>
 
-// Torch's side of the CUDA kernels. Compiled in every build, without CUDA headers.
+// This is torch's side of the CUDA kernels, compiled in every build, without CUDA headers.
 namespace trireme::cuda {
 
 // Says whether the kernels are in this build, for that GPU. If not, says so once.

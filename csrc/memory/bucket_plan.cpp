@@ -22,7 +22,7 @@ struct BucketKey {
   auto operator<=>(const BucketKey&) const = default;
 };
 
-// Buckets of one dtype and device are filled one after another, each to its own cap.
+// Fills buckets of one dtype and device one after another, each to its own cap.
 class Filler {
  public:
   explicit Filler(const BucketPlanRequest& request) : request_(request) {}

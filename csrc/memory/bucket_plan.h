@@ -12,8 +12,8 @@
 
 namespace trireme {
 
-// What a plan has to know of one parameter. `index` of a parameter is its place in the list of all
-// of them, the same on every rank.
+// Is what a plan has to know of one parameter. `index` of a parameter is its place in the list of
+// all of them, the same on every rank.
 struct ParameterInfo {
   std::string name;  // fully qualified, as state_dict has it
   std::vector<int64_t> sizes;
@@ -22,11 +22,12 @@ struct ParameterInfo {
   c10::Device device{c10::kCPU};
   bool sparse_gradient = false;
   bool requires_grad = true;
-  // The dtype of its gradient on the wire; its own if absent.
+  // Is the dtype of its gradient on the wire; its own if absent.
   std::optional<at::ScalarType> reduce_dtype = {};
 };
 
-// Elements [offset, offset + numel) of a bucket's buffer hold the gradient of `parameter`.
+// Says that elements [offset, offset + numel) of a bucket's buffer hold the gradient of
+// `parameter`.
 struct BucketSlot {
   int64_t parameter = 0;
   int64_t offset = 0;
@@ -35,7 +36,8 @@ struct BucketSlot {
   bool operator==(const BucketSlot&) const = default;
 };
 
-// Gradients that travel in one collective: one dtype, one device; a sparse gradient travels alone.
+// Lists gradients that travel in one collective: one dtype, one device; a sparse gradient travels
+// alone.
 struct PlannedBucket {
   at::ScalarType dtype = at::kFloat;
   c10::Device device{c10::kCPU};
@@ -55,37 +57,38 @@ struct BucketPlan {
   bool operator==(const BucketPlan&) const = default;
 };
 
-// torch's: the first bucket is small, so that communication begins early.
+// Is torch's: the first bucket is small, so that communication begins early.
 inline constexpr int64_t kFirstBucketBytes = int64_t{1} << 20;
 inline constexpr int64_t kBucketBytes = int64_t{25} << 20;
 
 struct BucketCaps {
-  // Bytes at which bucket 0, 1, ... of a dtype and device is full; the last entry goes on for the
-  // rest. A bucket is closed by the parameter that reaches its cap, as in torch, so it may exceed
-  // it by less than that parameter.
+  // Holds the bytes at which bucket 0, 1, ... of a dtype and device is full; the last entry goes on
+  // for the rest. A bucket is closed by the parameter that reaches its cap, as in torch, so it may
+  // exceed it by less than that parameter.
   std::vector<int64_t> bytes;
 };
 
 struct BucketPlanRequest {
   const std::vector<ParameterInfo>& parameters;
-  // Indices in the order in which gradients are expected; those that are left out get no bucket.
+  // Lists indices in the order in which gradients are expected; those that are left out get no
+  // bucket.
   std::vector<int64_t> order;
   // Says by index which parameters are planned into buckets after all others, because their
   // gradient may not come.
   std::vector<bool> trailing;
   BucketCaps caps;
-  // The dtype of floating-point buckets on the wire; that of their parameters if absent.
+  // Is the dtype of floating-point buckets on the wire; that of their parameters if absent.
   std::optional<at::ScalarType> reduce_dtype;
 };
 
 TRIREME_API BucketPlan make_bucket_plan(const BucketPlanRequest& request);
 
-// One line per bucket: dtype, device, bytes and the first and last parameter, e.g.
+// Writes one line per bucket: dtype, device, bytes and the first and last parameter, e.g.
 //   bucket 0: 1049600 bytes Float cpu, 12 gradients: head.weight .. block.7.fc2.bias
 TRIREME_API std::string to_string(const BucketPlan& plan,
                                   const std::vector<ParameterInfo>& parameters);
 
-// "bucket 3: head.weight .. block.7.fc2.bias", for errors and traces.
+// Says "bucket 3: head.weight .. block.7.fc2.bias", for errors and traces.
 TRIREME_API std::string bucket_label(const BucketPlan& plan, size_t bucket,
                                      const std::vector<ParameterInfo>& parameters);
 

@@ -21,7 +21,7 @@ class BufferPool::Blocks {
     int64_t bytes = 0;
   };
 
-  // An idle block of which at most half would be unused, the smallest; else an empty one.
+  // Returns an idle block of which at most half would be unused, the smallest; else an empty one.
   Block find(int64_t bytes) {
     const std::lock_guard lock(mutex_);
     auto best = idle_.end();

@@ -12,10 +12,10 @@
 
 namespace trireme {
 
-// Blocks of memory of one device that are taken and given back all the time (unsharded parameters,
-// gradients on their way), so that they stay the same warm pages. On CPU it keeps up to kIdle
-// blocks that nobody uses (at first); other devices have such a pool already, their allocator,
-// which is asked each time.
+// Lends blocks of memory of one device that are taken and given back all the time (unsharded
+// parameters, gradients on their way), so that they stay the same warm pages. On CPU it keeps up to
+// kIdle blocks that nobody uses (at first); other devices have such a pool already, their
+// allocator, which is asked each time.
 //
 // Thread-safe. Blocks may outlive the pool.
 class TRIREME_API BufferPool {
@@ -41,7 +41,7 @@ class TRIREME_API BufferPool {
   // Keeps up to so many idle blocks from now on; gives up the others.
   void keep_idle(int64_t blocks);
 
-  // Bytes that are taken now, and the most that ever were.
+  // These return the bytes that are taken now, and the most that ever were.
   int64_t taken_bytes() const;
   int64_t most_taken_bytes() const;
 

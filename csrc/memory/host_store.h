@@ -48,11 +48,11 @@ class Segment;
 // A forked child writes into a copy of its own, page by page. What it has not written it may see
 // change while the ranks train; see [Note: shared memory in a forked child] in common/forks.h.
 
-// Parameters of a model in one mapping that all ranks of a host share. One thread at a time, but
-// for version(), whole() and shard().
+// Holds parameters of a model in one mapping that all ranks of a host share. One thread at a time,
+// but for version(), whole() and shard().
 class TRIREME_API HostStore : public std::enable_shared_from_this<HostStore> {
  public:
-  // The bytes of the segment that make() takes for that many ranks of one host.
+  // Returns the bytes of the segment that make() takes for that many ranks of one host.
   static int64_t bytes_for(const std::vector<ParameterInfo>& parameters, int64_t world);
 
   // `segment`: new, all zeros, of at least bytes_for(); as this rank sees the memory that all ranks
@@ -62,20 +62,21 @@ class TRIREME_API HostStore : public std::enable_shared_from_this<HostStore> {
                                          std::vector<ParameterInfo> parameters, RankOf where);
 
   const std::vector<ParameterInfo>& parameters() const { return parameters_; }
-  // Among the ranks of this host.
+  // Returns the place among the ranks of this host.
   RankOf where() const { return where_; }
 
-  // Row-major, of the parameter's sizes and dtype. Each call makes a new tensor and storage.
+  // Returns all of a parameter, row-major, of its sizes and dtype. Each call makes a new tensor and
+  // storage.
   at::Tensor whole(int64_t parameter) const;
   // Returns elements `range` of a parameter, as row-major `sizes` of as many (shard_sizes). Throws
   // ValueError.
   at::Tensor shard(int64_t parameter, const ShardRange& range, at::IntArrayRef sizes) const;
-  // Does `tensor` lie where whole() does, element for element? No longer after to(), `p.data =` or
-  // swap_tensors. Always, if the parameter has no elements.
+  // Says whether `tensor` lies where whole() does, element for element: no longer after to(),
+  // `p.data =` or swap_tensors; always, if the parameter has no elements.
   bool holds(int64_t parameter, const at::Tensor& tensor) const;
 
-  // Two counters of each rank, for the step gate: the last write of which it has completed its
-  // part, and the last one that it no longer reads.
+  // What follows are two counters of each rank, for the step gate: the last write of which it has
+  // completed its part, and the last one that it no longer reads.
 
   // Counts the writes of this store that all ranks have completed; starts at 0.
   uint64_t version() const;
@@ -99,8 +100,8 @@ class TRIREME_API HostStore : public std::enable_shared_from_this<HostStore> {
   static void bump_versions(const std::vector<at::Tensor>& tensors);
 
  private:
-  // What a rank publishes: a line that only it writes, with room for more counters. Zeros are a
-  // store that nobody has written.
+  // Holds what a rank publishes: a line that only it writes, with room for more counters. Zeros are
+  // a store that nobody has written.
   struct alignas(64) RankLine {
     std::atomic<uint64_t> version;
     std::atomic<uint64_t> release;

@@ -16,21 +16,22 @@ namespace {
 constexpr std::string_view kEstimateArea = "memory_estimate";
 constexpr int64_t kKiB = 1024;
 constexpr int64_t kMiB = 1024 * kKiB;
-// grad/bucket_stream.cpp: a ring of each rank, to which whole gradients go of few ranks only.
+// grad/stream_wire.cpp has a ring of each rank, to which whole gradients go of few ranks only.
 constexpr int64_t kDepositRing = 8 * kMiB;
 constexpr int64_t kMostStreamingRanks = 4;
-// shm/host_group.cpp: slots and counters of each rank.
+// shm/host_group.cpp has slots and counters of each rank.
 constexpr int64_t kSlotRings = 15 * kMiB;
 constexpr int64_t kLargestSlotRing = 4 * kMiB;
 constexpr int64_t kSmallestSlotRing = 512 * kKiB;
 constexpr int64_t kSlotUnit = 64 * kKiB;
 constexpr int64_t kCounters = 16 * kKiB;
-// Reductions without deposits, grad/grad_reducer.cpp: one bucket fills, two are on their way.
+// grad/launch_queue.cpp, where it reduces without deposits, has one bucket that fills and two on
+// their way.
 constexpr int64_t kBucket = 25 * kMiB;
 constexpr int64_t kBuckets = 3;
-// comm/scratch.h: what comes in over Gloo before it is summed up.
+// comm/scratch.h holds what comes in over Gloo before it is summed up.
 constexpr int64_t kScratchBlocks = 2;
-// param/prefetch.h: one unit computes, the next one is on its way.
+// param/prefetch.h lets one unit compute while the next one is on its way.
 constexpr int64_t kGatheredUnits = 2;
 
 template <typename Value, size_t count>
@@ -46,7 +47,7 @@ Value named(const std::array<std::pair<std::string_view, Value>, count>& values,
   C10_THROW_ERROR(ValueError, error_text(kEstimateArea, text, {}, "Give one of these names."));
 }
 
-// The bytes of the fullest rank, and of the fullest host.
+// Holds the bytes of the fullest rank, and of the fullest host.
 struct Spread {
   int64_t rank = 0;
   int64_t host = 0;
@@ -103,7 +104,7 @@ class Estimator {
             {parameters.host, gradients.host, optimizer.host, activations.host, buffers.host}};
   }
 
-  // Bytes of one element.
+  // Returns the bytes of one element.
   int64_t parameter_rate(const ParameterInfo& parameter) const {
     return static_cast<int64_t>(c10::elementSize(parameter.dtype));
   }
@@ -128,7 +129,8 @@ class Estimator {
     return bytes;
   }
 
-  // Shards by the rule of ShardPlacement::kDim0, under which rank 0 has most, and host 0.
+  // Returns the bytes of shards by the rule of ShardPlacement::kDim0, under which rank 0 has most,
+  // and host 0.
   Spread by_rows(Rate rate) const {
     Spread found;
     for (const ParameterInfo& parameter : request_.parameters) {
@@ -180,7 +182,7 @@ class Estimator {
     return of_each(bytes);
   }
 
-  // Bytes of gathered units; an upper bound where these have several dtypes.
+  // Returns the bytes of gathered units; an upper bound where these have several dtypes.
   int64_t gathered_units() const {
     int64_t numel = 0;
     int64_t widest = 0;

@@ -14,39 +14,40 @@ namespace trireme {
 
 // [Note: what an estimate counts]
 //
-// Tensors that a strategy makes a rank keep, at their largest, in steady state. Not counted: the
-// interpreter and torch itself, gradients on their way from a layer to where they are kept (at that
-// time activations have gone), what an allocator holds beyond its tensors, counters and flags of a
-// few bytes per parameter. docs/memory.md has the formulas.
+// It counts tensors that a strategy makes a rank keep, at their largest, in steady state. Not
+// counted: the interpreter and torch itself, gradients on their way from a layer to where they are
+// kept (at that time activations have gone), what an allocator holds beyond its tensors, counters
+// and flags of a few bytes per parameter. docs/memory.md has the formulas.
 
 enum class TrainingStrategy : uint8_t { kSingle, kDp, kDdp, kZero1, kZero2, kZero3 };
 
-// "single", "dp", "ddp", "zero1", "zero2", "zero3". Throws ValueError, naming them.
+// Reads "single", "dp", "ddp", "zero1", "zero2", "zero3". Throws ValueError, naming them.
 TRIREME_API TrainingStrategy training_strategy(std::string_view name);
 
 enum class MemoryAccounting : uint8_t {
-  // This library on CPU: dtypes as they are, parameters once per host where ZeRO can have that,
+  // Is this library on CPU: dtypes as they are, parameters once per host where ZeRO can have that,
   // rings of the ranks that share memory, units and buckets of those that gather over Gloo.
   kTrireme,
-  // Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
+  // Is Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
   // SC 2020, section 3: mixed precision with Adam, 2 bytes for a parameter, 2 for its gradient, 12
   // for its state (with the fp32 copy); each rank on a device of its own, no buffers. The
   // parameters' dtypes are not looked at, and another optimizer is refused.
   kPaper,
 };
 
-// "trireme", "paper". Throws ValueError.
+// Reads "trireme", "paper". Throws ValueError.
 TRIREME_API MemoryAccounting memory_accounting(std::string_view name);
 
-// What an optimizer keeps for each element of a parameter.
+// Is what an optimizer keeps for each element of a parameter.
 struct OptimizerState {
-  // Tensors of the parameter's sizes, in fp32, or in the parameter's dtype where that is wider.
+  // Counts tensors of the parameter's sizes, in fp32, or in the parameter's dtype where that is
+  // wider.
   int64_t tensors = 2;
-  // Bytes, in their stead.
+  // Counts bytes, in their stead.
   std::optional<int64_t> bytes = {};
 };
 
-// "sgd" 0 tensors, "sgd_momentum" 1, "adam" and "adamw" 2. Throws ValueError.
+// Reads "sgd" 0 tensors, "sgd_momentum" 1, "adam" and "adamw" 2. Throws ValueError.
 TRIREME_API OptimizerState optimizer_state(std::string_view name);
 
 struct MemoryRequest {
@@ -62,10 +63,10 @@ struct MemoryRequest {
   // Means what it does in ZeroOptions. Under kZero3 it is false where ranks share no memory (Gloo):
   // they gather units.
   bool host_params = true;
-  // kZero3 that gathers: elements of the largest unit (one call of fully_shard); 0: the model
-  // is one.
+  // Counts, for kZero3 that gathers, elements of the largest unit (one call of fully_shard); 0: the
+  // model is one.
   int64_t unit_numel = 0;
-  // Bytes of each rank; under kDp of each replica.
+  // Counts bytes of each rank; under kDp of each replica.
   int64_t activation_bytes = 0;
   int64_t module_buffer_bytes = 0;  // running statistics and such
 };
@@ -75,8 +76,8 @@ struct MemoryBytes {
   int64_t gradients = 0;
   int64_t optimizer = 0;
   int64_t activations = 0;
-  // The module's own buffers; rings of ranks that share memory; buckets and gathered units of ranks
-  // that do not.
+  // Counts the module's own buffers; rings of ranks that share memory; buckets and gathered units
+  // of ranks that do not.
   int64_t buffers = 0;
 
   int64_t model_states() const { return parameters + gradients + optimizer; }

@@ -10,7 +10,8 @@
 
 namespace trireme {
 
-// Elements [begin, begin + numel) of a parameter, counted in row-major order. Nothing is {0, 0}.
+// Names elements [begin, begin + numel) of a parameter, counted in row-major order. Nothing is {0,
+// 0}.
 struct ShardRange {
   int64_t begin = 0;
   int64_t numel = 0;
@@ -18,8 +19,8 @@ struct ShardRange {
   bool operator==(const ShardRange&) const = default;
 };
 
-// The rows that torch.chunk's rule gives a rank: of n rows rank r has `most` = ceil(n / world) from
-// r * most on; later ranks may have fewer or none.
+// Holds the rows that torch.chunk's rule gives a rank: of n rows rank r has `most` = ceil(n /
+// world) from r * most on; later ranks may have fewer or none.
 struct ChunkRows {
   int64_t first = 0;
   int64_t count = 0;
@@ -29,15 +30,15 @@ struct ChunkRows {
 TRIREME_API ChunkRows chunk_rows(int64_t rows, RankOf where);
 
 enum class ShardPlacement : uint8_t {
-  // Rows, by chunk_rows(), so that state dicts are those of FSDP2. A scalar is rank 0's.
+  // Gives out rows, by chunk_rows(), so that state dicts are those of FSDP2. A scalar is rank 0's.
   kDim0,
-  // Equal runs of all elements of all parameters, laid end to end in the order given; a run ends at
-  // a multiple of 16 elements. Elements are counted, not bytes, so ranks differ in bytes if dtypes
-  // differ.
+  // Gives out equal runs of all elements of all parameters, laid end to end in the order given; a
+  // run ends at a multiple of 16 elements. Elements are counted, not bytes, so ranks differ in
+  // bytes if dtypes differ.
   kFlat,
-  // Each parameter is one rank's, for optimizers that need whole matrices. Balanced by bytes: the
-  // largest first, to the rank that has least; between equal parameters the earlier one, between
-  // equal ranks the lower one.
+  // Gives each parameter to one rank, for optimizers that need whole matrices. Balanced by bytes:
+  // the largest first, to the rank that has least; between equal parameters the earlier one,
+  // between equal ranks the lower one.
   kWhole,
 };
 
@@ -61,20 +62,22 @@ struct ShardPlanRequest {
 // Throws ValueError for a world below 1. Costs parameters * world.
 TRIREME_API ShardPlan make_shard_plan(const ShardPlanRequest& request);
 
-// One line per rank: bytes, and the first and last parameter of which it owns something, e.g.
+// Writes one line per rank: bytes, and the first and last parameter of which it owns something,
+// e.g.
 //   rank 0: 1049600 bytes of 12 parameters: block.0.fc1.weight .. head.weight
 TRIREME_API std::string to_string(const ShardPlan& plan,
                                   const std::vector<ParameterInfo>& parameters);
 
-// The sizes of the tensor that holds one shard: under kDim0 {rows, the other sizes...} (a scalar
-// keeps its {} on rank 0), under kFlat {numel}, under kWhole those of the parameter. Where the
-// shard holds nothing: {0, the other sizes...} under kDim0, else {0}; a parameter of no elements
-// keeps its sizes on every rank (not under kFlat).
+// Returns the sizes of the tensor that holds one shard: under kDim0 {rows, the other sizes...} (a
+// scalar keeps its {} on rank 0), under kFlat {numel}, under kWhole those of the parameter. Where
+// the shard holds nothing: {0, the other sizes...} under kDim0, else {0}; a parameter of no
+// elements keeps its sizes on every rank (not under kFlat).
 TRIREME_API std::vector<int64_t> shard_sizes(const ParameterInfo& parameter,
                                              const ShardRange& range, ShardPlacement placement);
 
-// Where parameters lie in a store that all ranks of a host map: one after the other in the order
-// given, each at a multiple of 64 bytes, so that a cache line or vector never holds two of them.
+// Says where parameters lie in a store that all ranks of a host map: one after the other in the
+// order given, each at a multiple of 64 bytes, so that a cache line or vector never holds two of
+// them.
 struct StoreLayout {
   std::vector<int64_t> offsets;  // bytes, by parameter
   int64_t bytes = 0;             // bytes of the whole store, a multiple of 64

@@ -14,9 +14,9 @@
 
 namespace trireme {
 
-// Copies between a device and the CPU's memory, which run beside what the device computes: what one
-// stream hands to another, and what streams hand to the CPU. On CPU, which has no streams, work is
-// done at once and there is nothing to wait for.
+// Orders copies between a device and the CPU's memory, which run beside what the device computes:
+// what one stream hands to another, and what streams hand to the CPU. On CPU, which has no streams,
+// work is done at once and there is nothing to wait for.
 //
 // One thread at a time.
 class TRIREME_API StreamHandoff {

@@ -19,7 +19,7 @@ constexpr int64_t kMib = int64_t{1} << 20;
 // A gradient may be scaled, and scaled again: each product is rounded once, the quotient here, too.
 constexpr double kRoundings = 4;
 
-// The next of a sequence of 64-bit numbers that look random (splitmix64).
+// Returns the next of a sequence of 64-bit numbers that look random (splitmix64).
 uint64_t scattered(uint64_t& state) {
   uint64_t mixed = state += 0x9e3779b97f4a7c15;
   mixed = (mixed ^ (mixed >> 30U)) * 0xbf58476d1ce4e5b9;
@@ -41,7 +41,8 @@ void for_each_position(PositionsRequest request, const Visit& visit) {
   if (count > 0) visit(0);
   uint64_t state = seed;
   for (int64_t i = 1; i + 1 < count; ++i) {
-    // One element of each stretch; the first ones are longer by one where numel has a rest.
+    // There is one element of each stretch; the first ones are longer by one where numel has a
+    // rest.
     const int64_t longer = numel % count;
     const int64_t length = numel / count + (i < longer ? 1 : 0);
     const int64_t begin = i * (numel / count) + std::min(i, longer);
@@ -57,7 +58,7 @@ double number_at(const std::byte* bytes) {
   return static_cast<double>(number);
 }
 
-// How to read the numbers of a dtype; a complex element is two of them.
+// Says how to read the numbers of a dtype; a complex element is two of them.
 struct NumberFormat {
   double (*read)(const std::byte*) = nullptr;  // null: of none that gradients have
   size_t bytes = 1;
@@ -91,7 +92,8 @@ NumberFormat format_of(at::ScalarType dtype) {
 
 std::vector<int64_t> sample_positions(int64_t numel, int64_t item_bytes, uint64_t seed) {
   std::vector<int64_t> positions;
-  for_each_position({numel, item_bytes, seed}, [&](int64_t at) { positions.push_back(at); });
+  for_each_position({numel, item_bytes, seed},
+                    [&](int64_t position) { positions.push_back(position); });
   return positions;
 }
 
@@ -176,9 +178,9 @@ void TensorSamples::compare(size_t tensor, const SampledMemory& now, CommonFacto
   const size_t item_bytes = c10::elementSize(now.dtype);
   for (const Sample& sample : sampled->samples) {
     const std::byte* const there = now.data + static_cast<size_t>(sample.position) * item_bytes;
-    for (size_t at = 0; at < item_bytes; at += format.bytes)
-      factor.add({format.read(sample.value.data() + at), format.read(there + at), format.roundoff,
-                  format.smallest});
+    for (size_t offset = 0; offset < item_bytes; offset += format.bytes)
+      factor.add({format.read(sample.value.data() + offset), format.read(there + offset),
+                  format.roundoff, format.smallest});
   }
 }
 

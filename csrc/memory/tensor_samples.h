@@ -28,8 +28,8 @@ namespace trireme {
 // no more. Equal arguments give equal results.
 TRIREME_API std::vector<int64_t> sample_positions(int64_t numel, int64_t item_bytes, uint64_t seed);
 
-// The numbers by which values may have been multiplied, as far as their rounding tells: those in
-// [least, most].
+// Holds the numbers by which values may have been multiplied, as far as their rounding tells: those
+// in [least, most].
 struct TRIREME_API FactorRange {
   double least = -std::numeric_limits<double>::infinity();
   double most = std::numeric_limits<double>::infinity();
@@ -52,8 +52,8 @@ class TRIREME_API CommonFactor {
     double smallest;
   };
   void add(const Pair& pair);
-  // All numbers, if there is none, or if fewer than three magnitudes were seen: a few elements that
-  // were changed one by one look as if they had a common factor.
+  // Returns all numbers, if there is none, or if fewer than three magnitudes were seen: a few
+  // elements that were changed one by one look as if they had a common factor.
   FactorRange range() const;
 
  private:
@@ -63,20 +63,20 @@ class TRIREME_API CommonFactor {
   size_t seen_ = 0;
 };
 
-// Elements that lie side by side in CPU memory, in the order in which they lie there.
+// Names elements that lie side by side in CPU memory, in the order in which they lie there.
 struct SampledMemory {
   const std::byte* data = nullptr;  // null: there is nothing to sample
   int64_t numel = 0;
   at::ScalarType dtype = at::kFloat;
 
-  // All elements of a tensor; nothing of one that is undefined, not in CPU memory, not strided, or
-  // has gaps.
+  // Returns all elements of a tensor; nothing of one that is undefined, not in CPU memory, not
+  // strided, or has gaps.
   TRIREME_API static SampledMemory of(const at::Tensor& tensor);
-  // Elements [begin, begin + numel) of these; nothing where there are fewer.
+  // Returns elements [begin, begin + numel) of these; nothing where there are fewer.
   TRIREME_API SampledMemory part(int64_t begin, int64_t numel) const;
 };
 
-// What was sampled of some tensors, which have numbers. Any dtype. One thread at a time.
+// Keeps what was sampled of some tensors, which have numbers. Any dtype. One thread at a time.
 //
 // Costs a cache miss per sample: 0.05 to 0.1 us. Keeps 24 bytes of each.
 class TRIREME_API TensorSamples {

@@ -2,8 +2,7 @@
 
 namespace trireme {
 
-// What our hooks answer to compiled autograd, which asks every hook how to trace it. Throws
-// NotImplementedError.
+// Answers compiled autograd, which asks every hook how to trace it. Throws NotImplementedError.
 [[noreturn]] void refuse_compiled_autograd();
 
 }  // namespace trireme

@@ -8,9 +8,9 @@
 
 namespace trireme {
 
-// The defined tensors in what a C++ module's forward() returns. Types that for_each_tensor() does
-// not know hold none in its eyes; a reducer then arms at the first parameter's gradient (see
-// grad_reducer.h).
+// Returns the defined tensors in what a C++ module's forward() returns. Types that
+// for_each_tensor() does not know hold none in its eyes; a reducer then arms at the first
+// parameter's gradient (see grad/arming.h).
 template <typename Output>
 std::vector<at::Tensor> find_tensors(const Output& output) {
   std::vector<at::Tensor> found;

@@ -14,7 +14,8 @@
 
 namespace trireme {
 
-// What the containers that may hold tensors hold, as a tuple of types; nothing for any other type.
+// Tells what the containers that may hold tensors hold, as a tuple of types; nothing for any other
+// type.
 template <typename T>
 struct ElementsOf : std::type_identity<std::tuple<>> {};
 template <typename T, typename A>

@@ -12,7 +12,7 @@
 
 namespace trireme {
 
-// Clones of a C++ module.
+// Holds clones of a C++ module.
 //
 // A clone computes with members of its own (net->head->weight), so its parameters stay the tensors
 // that clone() has made; what they hold and which graph they belong to is settled afterwards, by
@@ -21,17 +21,17 @@ namespace trireme {
 struct ModuleClones {
   std::vector<std::shared_ptr<torch::nn::Module>> modules = {};  // one per device
   ModuleReplicas tensors = {};  // leaves: parameters, and buffers that require a gradient
-  // Each module in the original, before those in it, and what stands for it in each clone.
+  // Lists each module in the original, before those in it, and what stands for it in each clone.
   using Twins = std::pair<std::shared_ptr<const torch::nn::Module>,
                           std::vector<std::shared_ptr<torch::nn::Module>>>;
   std::vector<Twins> twins = {};
 };
 
-// One clone per device, with the values of `module`; the random numbers that constructors draw are
-// put back. `module` is held by a shared_ptr. In place of a module inside that cannot be cloned
-// stands what reset() makes. Throws NotImplementedError for a `module` that cannot be cloned and
-// ValueError for one whose clone is not like it. Cost: the module's memory once per
-// clone, and a second time while one is made.
+// Makes one clone per device, with the values of `module`; the random numbers that constructors
+// draw are put back. `module` is held by a shared_ptr. In place of a module inside that cannot be
+// cloned stands what reset() makes. Throws NotImplementedError for a `module` that cannot be cloned
+// and ValueError for one whose clone is not like it. Cost: the module's memory once per clone, and
+// a second time while one is made.
 TRIREME_API ModuleClones clone_module(const torch::nn::Module& module,
                                       const std::vector<c10::Device>& devices);
 

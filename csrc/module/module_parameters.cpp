@@ -26,7 +26,7 @@ void walk(const torch::nn::Module& module, Walk& found) {
   for (const auto& child : module.children()) walk(*child, found);
 }
 
-// A module as it was, and as it is.
+// Holds a module as it was, and as it is.
 struct Watched {
   explicit Watched(std::shared_ptr<torch::nn::Module> watched) : module(std::move(watched)) {
     walk(*module, known);

@@ -16,32 +16,32 @@ class Module;
 
 namespace trireme {
 
-// All parameters of a module, frozen ones too: they may be unfrozen later.
+// Names all parameters of a module, frozen ones too: they may be unfrozen later.
 struct NamedParameters {
   std::vector<std::string> names;
   std::vector<at::Tensor> tensors;
   std::vector<bool> sparse_gradient;
 };
 
-// What a module has when somebody looks.
+// Is what a module has when somebody looks.
 struct ModuleNow {
   NamedParameters parameters;
   std::vector<std::string> beside;  // what else all ranks must have alike, one line each
 };
 
-// See [Note: a module that changes] in grad/grad_reducer_changes.cpp.
+// See [Note: a module that changes] in grad/parameter_changes.h.
 struct ModuleWatch {
-  // Absent while the module has the parameters that it had when the reducer was made, or when
-  // adopted() was called last. Called after every forward, when it may miss some changes for a few
-  // forwards, and `thoroughly` in a backward where there is reason to, on the threads that run
+  // Returns nothing while the module has the parameters that it had when the reducer was made, or
+  // when adopted() was called last. Called after every forward, when it may miss some changes for a
+  // few forwards, and `thoroughly` in a backward where there is reason to, on the threads that run
   // these.
   std::function<std::optional<ModuleNow>(bool thoroughly)> look;
-  // What look() returned last is what the reducer works with from now on.
+  // Says that what look() returned last is what the reducer works with from now on.
   std::function<void()> adopted;
 };
 
-// Parameters of a C++ module, each tensor once under its first name, however often it is
-// registered. Those of Embedding and EmbeddingBag with sparse(true) are marked.
+// Returns the parameters of a C++ module, each tensor once under its first name, however often it
+// is registered. Those of Embedding and EmbeddingBag with sparse(true) are marked.
 TRIREME_API NamedParameters named_parameters(const torch::nn::Module& module);
 
 // Tells GradReducer::watch_module() when `module`, which it keeps alive, has other parameters than

@@ -24,7 +24,7 @@ class PackedSequence;
 
 namespace trireme {
 
-// What holds tensors and can neither be cut nor be given to every replica as it is: types of
+// Says what holds tensors and can neither be cut nor be given to every replica as it is: types of
 // torch's, and containers of references to tensors, or of const ones.
 template <typename T, typename Elements = typename ElementsOf<T>::type>
 inline constexpr bool kCannotBeCut = std::is_same_v<T, torch::nn::utils::rnn::PackedSequence> ||
@@ -35,8 +35,8 @@ template <typename T, typename First, typename... Rest>
 inline constexpr bool kCannotBeCut<T, std::tuple<First, Rest...>> =
     kCannotBeCut<First> || (kCannotBeCut<Rest> || ...);
 
-// The tensors of several values of one type side by side: [value][tensor], in the order in which
-// for_each_tensor() meets them in the first, maps by key.
+// Holds the tensors of several values of one type side by side: [value][tensor], in the order in
+// which for_each_tensor() meets them in the first, maps by key.
 class TRIREME_API TensorsSideBySide {
  public:
   // `describe` names the origin of a value, for messages.
@@ -56,7 +56,7 @@ class TRIREME_API TensorsSideBySide {
   template <typename T>
   using Values = std::vector<const T*>;
 
-  // What `get` gives for each of `values`.
+  // Collects what `get` gives for each of `values`.
   template <typename T, typename Get>
   void collect_each(const Values<T>& values, Get get) {
     using Item = std::remove_cvref_t<decltype(get(*values.front()))>;

@@ -26,10 +26,10 @@ namespace trireme {
 // An activation checkpoint repeats a part of the forward with the state of the process's generator,
 // which is not the one that the forward drew from: drawing in a backward throws.
 
-// The random numbers of one forward. Thread-safe.
+// Holds the random numbers of one forward. Thread-safe.
 class TRIREME_API PassRandom {
  public:
-  // Drawn from the process's generator the first time.
+  // Returns what was drawn from the process's generator the first time.
   uint64_t seed();
 
  private:
@@ -46,7 +46,7 @@ class TRIREME_API ReplicaRandomGuard {
   ReplicaRandomGuard(const ReplicaRandomGuard&) = delete;
   ReplicaRandomGuard& operator=(const ReplicaRandomGuard&) = delete;
 
-  // What the operators of this thread get. Throws in a backward.
+  // Returns what the operators of this thread get. Throws in a backward.
   const at::Generator& generator();
 
  private:

@@ -53,12 +53,13 @@ class GatheredParams final : public ParamMemory {
   struct Request {
     std::vector<ShardedParamSpec> specs;
     std::shared_ptr<Communicator> communicator;  // the ranks that share them
-    // The n neighbouring ranks around this one among which units are resharded; all ranks if null.
+    // Names the n neighbouring ranks around this one among which units are resharded; all ranks if
+    // null.
     std::shared_ptr<Communicator> reshards_with = nullptr;
     c10::Device device = c10::kCPU;
     bool pins_memory = true;  // pins offloaded shards and their gradients
   };
-  // Not collective. Throws ValueError if n is no factor of P; c10::Error if pinned memory is
+  // Is not collective. Throws ValueError if n is no factor of P; c10::Error if pinned memory is
   // refused.
   explicit GatheredParams(Request request);
 

@@ -44,7 +44,7 @@ at::Tensor private_shard(const ShardedParamSpec& spec, RankOf where) {
   return at::zeros(sizes, at::TensorOptions().dtype(spec.dtype));
 }
 
-// Another tensor over the same memory.
+// Returns another tensor over the same memory.
 at::Tensor over(const at::Tensor& memory) {
   return range_of(memory, memory.sizes(), memory.strides(), 0);
 }

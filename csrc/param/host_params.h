@@ -8,10 +8,10 @@
 
 namespace trireme {
 
-// Parameters that lie in the memory of a host, once for all its ranks: nothing is gathered there.
-// On several hosts each has them once, and what the ranks of others write comes when the step gate
-// brings parts(). There a parameter with a param_dtype of its own takes that dtype per host, and
-// its own dtype only as shards: on one host other ranks may read these, too.
+// Holds parameters that lie in the memory of a host, once for all its ranks: nothing is gathered
+// there. On several hosts each has them once, and what the ranks of others write comes when the
+// step gate brings parts(). There a parameter with a param_dtype of its own takes that dtype per
+// host, and its own dtype only as shards: on one host other ranks may read these, too.
 class HostParams final : public ParamMemory {
  public:
   // Collective over ranks that share memory on each of their hosts, or one rank. Throws c10::Error
@@ -40,7 +40,8 @@ class HostParams final : public ParamMemory {
   std::shared_ptr<Communicator> communicator_;
   std::shared_ptr<HostStore> original_;
   std::shared_ptr<HostStore> cast_;  // null where none is cast
-  // This rank's shards outside of the stores; undefined where others read what it writes there.
+  // Holds this rank's shards outside of the stores; undefined where others read what it writes
+  // there.
   std::vector<at::Tensor> private_shards_;
 };
 

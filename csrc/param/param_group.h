@@ -10,6 +10,7 @@
 #include <c10/core/Device.h>
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -32,27 +33,44 @@ class TRIREME_API ModuleFace {
   virtual uint32_t version(size_t /*parameter*/) const { return 0; }
 };
 
+// What is said of a unit. Equal on all ranks; changed between steps.
+struct UnitFlags {
+  // These say whether the unit is resharded when forward, and when backward, is over.
+  bool reshard_after_forward = true;
+  bool reshard_after_backward = true;
+  // What follows is read when a backward begins that averages gradients.
+  // Says whether backwards average the unit's gradients, which else accumulate on this rank.
+  bool synchronizes = true;
+  // Says whether they sum them up over ranks that hold the same shards, too. If not, what the
+  // sharing ranks have summed up waits on this rank for the next backward that does.
+  bool all_reduces = true;
+  double divide_factor = 0;  // what gradients are divided by; 0: the number of ranks
+  // Is called with this rank's part of the averaged gradients, in one row, before they become
+  // .grad; see strategies/fsdp/all_reduce_hooks.h.
+  std::function<void(at::Tensor& gradients)> all_reduce_hook = {};
+};
+
 struct ParamGroupRequest {
   std::vector<ShardedParamSpec> specs;
-  // The ranks among which parameters are sharded.
+  // Is of the ranks among which parameters are sharded.
   std::shared_ptr<Communicator> communicator;
-  // A second communicator of these ranks, for gathers, since ranks may come to gathers and to
+  // Is a second communicator of these ranks, for gathers, since ranks may come to gathers and to
   // gradients in different orders. `communicator` if null.
   std::shared_ptr<Communicator> gathers_with = nullptr;
   c10::Device device = c10::kCPU;
   // Gathers also where ranks share memory.
   bool always_gathers = false;
-  // The n neighbouring ranks around this one among which the unit is resharded; all ranks if null.
-  // Used where units are gathered. See [Note: pieces] in gathered_params.h.
+  // Is of the n neighbouring ranks around this one among which the unit is resharded; all ranks if
+  // null. Used where units are gathered. See [Note: pieces] in gathered_params.h.
   std::shared_ptr<Communicator> reshards_with = nullptr;
   // Pins the memory of offloaded shards and their gradients.
   bool pins_memory = true;
 };
 
-// Parameters that are unsharded and resharded together: those of one unit of a model. Who asks the
-// unit's module for a parameter gets the sharded ones, or the unsharded ones. On CPU, where the
-// ranks of a host share memory, nothing moves meanwhile; else they are gathered. See [Note: a
-// parameter, sharded and unsharded].
+// Holds parameters that are unsharded and resharded together: those of one unit of a model. Who
+// asks the unit's module for a parameter gets the sharded ones, or the unsharded ones. On CPU,
+// where the ranks of a host share memory, nothing moves meanwhile; else they are gathered. See
+// [Note: a parameter, sharded and unsharded].
 //
 // Memory: on a host, each dtype of the parameters once, that of param_dtype in addition; else see
 // gathered_params.h. One thread at a time.
@@ -85,11 +103,8 @@ class TRIREME_API ParamGroup {
                 std::vector<at::Tensor> shown = {});
   const std::vector<at::Tensor>& leaves() const { return leaves_; }
 
-  // These say whether reshard() is called when forward, and when backward, is over.
-  void set_reshard_after_forward(bool reshard) { reshard_after_forward_ = reshard; }
-  bool reshard_after_forward() const { return reshard_after_forward_; }
-  void set_reshard_after_backward(bool reshard) { reshard_after_backward_ = reshard; }
-  bool reshard_after_backward() const { return reshard_after_backward_; }
+  UnitFlags& flags() { return flags_; }
+  const UnitFlags& flags() const { return flags_; }
   // Makes the unit reshard among all ranks from now on. Every rank calls it, between the same two
   // gathers.
   void reshard_to_all();
@@ -139,8 +154,8 @@ class TRIREME_API ParamGroup {
   std::vector<at::Tensor> shown_;
   std::vector<bool> leaves_require_grad_;  // when last followed
   std::string label_;
-  // Autograd's counters when writes were complete: of the shards, of what face_ shows for them, and
-  // of leaves_ with shown_.
+  // Holds autograd's counters when writes were complete: of the shards, of what face_ shows for
+  // them, and of leaves_ with shown_.
   struct Versions {
     uint32_t shard = 0;
     uint32_t shown = 0;
@@ -152,8 +167,7 @@ class TRIREME_API ParamGroup {
   Pending gathering_;
   bool has_unsharded_ = false;
   bool is_shown_ = false;
-  bool reshard_after_forward_ = true;
-  bool reshard_after_backward_ = true;
+  UnitFlags flags_;
 };
 
 }  // namespace trireme

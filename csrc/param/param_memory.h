@@ -17,8 +17,8 @@ namespace trireme {
 class BufferPool;
 class HostStore;
 
-// Where the parameters of a group lie, and how all of them come to a rank. See [Note: a parameter,
-// sharded and unsharded] in sharded_param.h. One thread at a time.
+// Knows where the parameters of a group lie, and how all of them come to a rank. See [Note: a
+// parameter, sharded and unsharded] in sharded_param.h. One thread at a time.
 class TRIREME_API ParamMemory {
  public:
   virtual ~ParamMemory() = default;

@@ -36,7 +36,8 @@ Prefetch::Index Prefetch::index_of(const ParamGroup* group) const {
 
 bool Prefetch::reshards(Index index) const {
   const ParamGroup& group = *groups_[static_cast<size_t>(index)];
-  return pass_ == Pass::kBackward ? group.reshard_after_backward() : group.reshard_after_forward();
+  return pass_ == Pass::kBackward ? group.flags().reshard_after_backward
+                                  : group.flags().reshard_after_forward;
 }
 
 void Prefetch::begin_forward(const ParamGroup* entry, bool trains) {
@@ -105,7 +106,7 @@ void Prefetch::need(ParamGroup& group) {
   need_later(group);
   State& state = state_of(index);
   state.claims = std::max<int64_t>(state.claims - 1, 0);
-  // Kept, and backward comes back to it as often: the first time must not take its memory.
+  // It is kept, and backward comes back to it as often: the first time must not take its memory.
   if (pass_ == Pass::kForward && key_.second && ++state.uses > 1 && !reshards(index))
     state.is_held = true;
   TORCH_CHECK(group.has_unsharded(),
@@ -143,8 +144,8 @@ void Prefetch::drop(ParamGroup& group) {
   group.reshard();
 }
 
-// Tells the others what this rank needs, and gathers what any rank does. Whether any rank still
-// needs something.
+// Tells the others what this rank needs, and gathers what any rank does. Returns whether any rank
+// still needs something.
 bool Prefetch::agree(Index wanted) {
   // Exchanges numbers on the CPU where that may be, whose waits watch the other ranks.
   const auto options = at::TensorOptions().dtype(at::kLong).device(communicator_->device());

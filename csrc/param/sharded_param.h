@@ -36,8 +36,8 @@ namespace trireme {
 // A parameter without dimensions has nothing to shard: each rank has and steps its own, and all of
 // them come to the same.
 
-// Where a rank has its shard, its gradient and so the optimizer's state, of what is gathered onto
-// another device.
+// Says where a rank has its shard, its gradient and so the optimizer's state, of what is gathered
+// onto another device.
 enum class ShardOffload : uint8_t {
   kNone,       // there
   kOptimizer,  // in CPU memory; there a copy in param_dtype, made whenever the shard was written
@@ -49,7 +49,8 @@ struct ShardedParamSpec {
   std::vector<int64_t> sizes;
   at::ScalarType dtype = at::kFloat;
   int64_t dim = 0;  // the dimension that is sharded; from 0 on
-  // The dtype of the unsharded parameter, and that of its gradient on the wire; `dtype` if absent.
+  // Is the dtype of the unsharded parameter, and that of its gradient on the wire; `dtype` if
+  // absent.
   std::optional<at::ScalarType> param_dtype = {};
   std::optional<at::ScalarType> reduce_dtype = {};
   bool requires_grad = true;
@@ -62,18 +63,18 @@ struct ShardedParamSpec {
 // Describes the parameter as it lies in memory: the sharded dimension first.
 TRIREME_API ParameterInfo stored_info(const ShardedParamSpec& spec, at::ScalarType dtype);
 
-// The rows that a rank has of the sharded dimension; none of a replicated parameter.
+// Holds the rows that a rank has of the sharded dimension; none of a replicated parameter.
 struct ShardRows : ChunkRows {
   int64_t numel = 0;  // elements of a row
 
   ShardRows(const ShardedParamSpec& spec, RankOf where);
 };
 
-// Where a parameter lies, the sharded dimension first.
+// Says where a parameter lies, the sharded dimension first.
 struct ParamPlace {
   at::Tensor shard;  // this rank's shard, in the parameter's dtype
   at::Tensor whole;  // in param_dtype
-  // What the owner of the shard has to keep up to date in param_dtype, if anything: this rank's
+  // Is what the owner of the shard has to keep up to date in param_dtype, if anything: this rank's
   // part of `whole`, or the copy of a shard that is offloaded.
   at::Tensor own_cast;
 };
@@ -88,9 +89,9 @@ class TRIREME_API ShardedParam {
   // These lie over the group's memory; they are the same tensors in every call.
   const at::Tensor& sharded() const { return sharded_; }
   const at::Tensor& unsharded() const { return unsharded_; }
-  // This rank's part of a gradient comes as the .grad of this one, which is shaped like sharded()
-  // and lies where the parameter is computed with. It is a leaf of its own, without memory, for an
-  // offloaded shard; else sharded().
+  // Returns the tensor as whose .grad this rank's part of a gradient comes; it is shaped like
+  // sharded() and lies where the parameter is computed with. It is a leaf of its own, without
+  // memory, for an offloaded shard; else sharded().
   const at::Tensor& gradient_leaf() const { return gradient_leaf_; }
 
   // Writes this rank's shard: of a whole parameter, or from a tensor shaped like sharded().

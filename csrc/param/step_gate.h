@@ -37,7 +37,7 @@ class TRIREME_API StepGate {
            PartsByRank parts = {});
 
   bool is_writing() const { return is_writing_; }
-  // The number of what is being written or read; counts from 1.
+  // Returns the number of what is being written or read; counts from 1.
   uint64_t version() const { return version_; }
 
   // Says that others may read what this rank wrote, if it is writing, and waits until all have said

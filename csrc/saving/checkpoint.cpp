@@ -26,7 +26,7 @@ std::string random_name() {
   return text;
 }
 
-// Where a part lies, its first indices and its sizes; null for what is nothing.
+// Says where a part lies, its first indices and its sizes; null for what is nothing.
 Json place_of(const CheckpointTensor& tensor) {
   const at::Tensor& values = tensor.part.values;
   if (!values.defined() || values.numel() == 0) return nullptr;
@@ -53,7 +53,7 @@ void check_text(const std::string& name, const std::string& text, RankOf where) 
   }
 }
 
-// What one rank tells the others of its content.
+// Says what one rank tells the others of its content.
 std::string content_text(const CheckpointContent& content, const CheckpointRanks& ranks) {
   const RankOf where = ranks.where();
   const auto refuse = [&](const std::string& got, const std::string& next_step) {
@@ -89,7 +89,7 @@ std::string content_text(const CheckpointContent& content, const CheckpointRanks
   return {};
 }
 
-// What all ranks together save.
+// Holds what all ranks together save.
 struct Agreed {
   std::string save;
   std::map<std::string, std::vector<SafetensorsEntry>> tensors;  // entries of each kind
@@ -97,7 +97,7 @@ struct Agreed {
   std::map<std::string, std::string> texts;
 };
 
-// One kind of tensors, from what ranks know of it.
+// Merges one kind of tensors, from what ranks know of it.
 class Merge {
  public:
   explicit Merge(RankOf where) : where_(where) {}
@@ -118,7 +118,7 @@ class Merge {
     }
   }
 
-  // What this rank writes.
+  // Returns what this rank writes.
   const std::set<std::string>& own() const { return own_; }
 
   std::vector<SafetensorsEntry> finish() {

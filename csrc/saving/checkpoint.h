@@ -26,7 +26,7 @@ namespace trireme {
 //
 // What goes wrong on one rank is raised on all: there its own error, elsewhere one that names it.
 
-// A tensor by the name that it has in the plain model, and this rank's part of it.
+// Names a tensor by the name that it has in the plain model, and this rank's part of it.
 struct CheckpointTensor {
   std::string name;
   at::ScalarType dtype = at::kFloat;
@@ -34,7 +34,7 @@ struct CheckpointTensor {
   TensorPart part = {};
 };
 
-// Who saves or loads together; a null communicator is a rank alone. `device`: where it moves
+// Says who saves or loads together; a null communicator is a rank alone. `device`: where it moves
 // tensors.
 struct CheckpointRanks {
   std::shared_ptr<Communicator> communicator;
@@ -48,8 +48,8 @@ struct CheckpointContent {
   // several that have the same part, of which the lowest writes it; a rank need not know what
   // others have.
   std::map<std::string, std::vector<CheckpointTensor>> tensors;
-  // JSON objects by file name. What ranks say under kOptimizerText is merged, key by key; where
-  // they differ the lowest rank is right; integers of more than 64 bits are refused there.
+  // Holds JSON objects by file name. What ranks say under kOptimizerText is merged, key by key;
+  // where they differ the lowest rank is right; integers of more than 64 bits are refused there.
   // kExtraText is rank 0's alone, byte for byte (see json_text.h). There are no other names.
   std::map<std::string, std::string> texts;
 };
@@ -66,7 +66,7 @@ struct SaveCheckpointRequest {
 TRIREME_API void save_checkpoint(const SaveCheckpointRequest& request,
                                  const CheckpointRanks& ranks);
 
-// "Float of sizes [2, 3]"
+// Says "Float of sizes [2, 3]".
 std::string describe(at::ScalarType dtype, at::IntArrayRef sizes);
 // Returns what every rank says, by rank; see comm/gather_texts.h. Collective.
 std::vector<std::string> gather_texts(const std::string& own, const CheckpointRanks& ranks);

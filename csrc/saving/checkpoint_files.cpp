@@ -37,7 +37,7 @@ BytesByFile bytes_of(const CheckpointFiles& files) {
   return bytes;
 }
 
-// `ours`: what we say beyond what Hugging Face does.
+// `ours` is what we say beyond what Hugging Face does.
 std::string index_text(const CheckpointFiles& files, nlohmann::ordered_json ours) {
   int64_t total_bytes = 0;
   std::map<std::string, std::string> weight_map;
@@ -52,8 +52,8 @@ std::string index_text(const CheckpointFiles& files, nlohmann::ordered_json ours
   return index.dump(2) + "\n";
 }
 
-// A file of the folder itself. What lies there may be a symbolic link: in Hugging Face's cache all
-// files are.
+// Says whether it names a file of the folder itself. What lies there may be a symbolic link: in
+// Hugging Face's cache all files are.
 bool is_in_folder(const std::string& name) {
   return !name.empty() && name != "." && name != ".." && name.find('/') == std::string::npos &&
          name.find('\0') == std::string::npos;

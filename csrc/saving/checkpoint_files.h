@@ -27,14 +27,14 @@ namespace trireme {
 // the disk has turned over within a file is not found. Files of other programs say none of this
 // and are loaded as they are, also a single "model.safetensors" without an index.
 
-// The kinds of tensors that there are.
+// These are the kinds of tensors that there are.
 constexpr const char* kModelTensors = "model";
 constexpr const char* kOptimizerTensors = "optimizer";
-// The texts that there are.
+// These are the texts that there are.
 constexpr const char* kOptimizerText = "optimizer.json";
 constexpr const char* kExtraText = "extra.json";
 
-// The files of one kind of tensors ("model").
+// Holds the files of one kind of tensors ("model").
 struct CheckpointFiles {
   std::string kind;
   std::string save;                                // names the save they belong to
@@ -47,23 +47,23 @@ TRIREME_API CheckpointFiles plan_checkpoint_files(const std::string& kind, const
                                                   std::vector<SafetensorsEntry> tensors,
                                                   int64_t max_file_bytes);
 
-// All that one save writes. `kinds` has a "model".
+// Holds all that one save writes. `kinds` has a "model".
 struct CheckpointPlan {
   std::map<std::string, CheckpointFiles> kinds;
   std::map<std::string, std::string> texts;  // key: file name
 };
 
-// The JSON texts of the indexes, by file name. The model's index names all files, and by `replaces`
-// the save whose place this one takes; empty: none.
+// Returns the JSON texts of the indexes, by file name. The model's index names all files, and by
+// `replaces` the save whose place this one takes; empty: none.
 TRIREME_API std::map<std::string, std::string> index_texts(const CheckpointPlan& plan,
                                                            const std::string& replaces);
 
-// What an index says. File names lead nowhere else than into the folder.
+// Is what an index says. File names lead nowhere else than into the folder.
 struct CheckpointIndex {
   std::string save;                               // empty: written by another program
   std::map<std::string, std::string> weight_map;  // file by tensor
   std::map<std::string, int64_t> file_bytes;      // key: file; empty: written by another program
-  // What only the model's index says.
+  // Only the model's index says what follows.
   bool names_all = false;
   std::map<std::string, int64_t> other_bytes;  // key: every other file of the folder
   std::string replaces;                        // names the save that was there before; empty: none
@@ -73,11 +73,11 @@ TRIREME_API CheckpointIndex read_index(const std::string& path, RankOf where);
 
 TRIREME_API std::string index_name(const std::string& kind);
 
-// The names of all files of a checkpoint, from its model's index.
+// Returns the names of all files of a checkpoint, from its model's index.
 TRIREME_API std::set<std::string> file_names(const CheckpointIndex& index);
 
-// The text of a small file, a JSON object. Throws ValueError if it is not there, or none; see
-// check_json().
+// Returns the text of a small file, a JSON object. Throws ValueError if it is not there, or none;
+// see check_json().
 TRIREME_API std::string read_json_file(const std::string& path, RankOf where);
 
 }  // namespace trireme

@@ -131,7 +131,7 @@ void CheckpointFolder::abandon() const noexcept {
   }
 }
 
-// The index of a checkpoint of ours.
+// Returns the index of a checkpoint of ours.
 std::optional<CheckpointIndex> CheckpointFolder::index_at(const std::string& path) const {
   if (!fs::is_regular_file(fs::symlink_status(path))) return std::nullopt;
   try {
@@ -201,7 +201,8 @@ void CheckpointFolder::check_path() const {
                                where_, "Pass the name of a folder in it."));
 }
 
-// What check() has let pass and is not the checkpoint at path_.
+// Removes what check() has let pass beside path_, but puts a checkpoint that was moved away back
+// there.
 void CheckpointFolder::clear() const {
   if (moved_away().empty()) {
     remove(replaced_);

@@ -32,16 +32,16 @@ namespace trireme {
 // refused in these places before a byte is written. An index is deleted behind all that it names.
 // Entries that begin with ".nfs" are NFS's: files that were deleted while somebody reads them.
 
-// Where a checkpoint is loaded from.
+// Says where a checkpoint is loaded from.
 struct CheckpointPlace {
   std::string folder;
   std::string file;  // in it; empty: the folder has an index, or a "model.safetensors" alone
 };
-// `path`, a folder or one file of tensors, or what an interrupted save has left of the previous
-// checkpoint there. Throws ValueError if nothing is there.
+// Finds `path`, a folder or one file of tensors, or what an interrupted save has left of the
+// previous checkpoint there. Throws ValueError if nothing is there.
 TRIREME_API CheckpointPlace find_checkpoint(const std::string& path, RankOf where);
 
-// The folder in the making: one rank begins, commits or abandons it. All throw ValueError or
+// Is the folder in the making: one rank begins, commits or abandons it. All throw ValueError or
 // c10::Error.
 class TRIREME_API CheckpointFolder {
  public:
@@ -49,10 +49,10 @@ class TRIREME_API CheckpointFolder {
   // path. `can_exchange`: false does what is done where the file system cannot.
   CheckpointFolder(const std::string& path, RankOf where, bool can_exchange = true);
 
-  // Where files are while they are written.
+  // Returns where files are while they are written.
   const std::string& staging() const { return staging_; }
-  // Where the previous checkpoint is, if a save was interrupted after it had moved that away; empty
-  // otherwise.
+  // Returns where the previous checkpoint is, if a save was interrupted after it had moved that
+  // away; empty otherwise.
   std::string moved_away() const;
 
   // Makes the files of tensors. Removes what an interrupted save has left before. Refuses what none

@@ -13,7 +13,7 @@
 namespace trireme {
 namespace {
 
-// "'a' and 3 more": what a file holds.
+// Says "'a' and 3 more": what a file holds.
 std::string held_by(const std::string& file, const CheckpointIndex& index) {
   std::string first;
   size_t more = 0;
@@ -28,8 +28,8 @@ std::string held_by(const std::string& file, const CheckpointIndex& index) {
   return "'" + first + "'" + (more > 0 ? " and " + std::to_string(more) + " more" : "");
 }
 
-// The first of the names that all ranks say; empty if there is none. Ranks may have other parts of
-// a model under other names (experts).
+// Returns the first of the names that all ranks say; empty if there is none. Ranks may have other
+// parts of a model under other names (experts).
 std::string foreign_to_all(const std::vector<std::string>& own, const CheckpointRanks& ranks) {
   const std::string text = own.empty() ? "" : nlohmann::json(own).dump();
   const std::vector<std::string> said = gather_texts(text, ranks);
@@ -89,7 +89,7 @@ CheckpointIndex CheckpointReader::index_of_one(const std::string& file) const {
   return index;
 }
 
-// The files that are not opened here, or not yet.
+// Checks the files that are not opened here, or not yet.
 void CheckpointReader::check_others(const CheckpointIndex& model) const {
   for (const auto& [name, expected] : model.other_bytes) {
     const int64_t bytes = bytes_of(name, "', which '" + index_name(kModelTensors) + "' names");

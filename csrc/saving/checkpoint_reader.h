@@ -15,9 +15,9 @@ class TRIREME_API CheckpointReader {
   // Collective. Throws ValueError for a checkpoint that is not whole, naming file and tensor.
   CheckpointReader(const std::string& path, CheckpointRanks ranks);
 
-  // The tensors of a kind, without parts, by name; none if the checkpoint has none.
+  // Returns the tensors of a kind, without parts, by name; none if the checkpoint has none.
   const std::map<std::string, CheckpointTensor>& tensors(const std::string& kind) const;
-  // kOptimizerText or kExtraText, a JSON object as it was saved; empty if there is none.
+  // Returns kOptimizerText or kExtraText, a JSON object as it was saved; empty if there is none.
   std::string text(const std::string& name) const;
 
   // Checks that `tensors`, those of all ranks together, are those of the checkpoint, whatever their

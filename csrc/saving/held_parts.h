@@ -20,10 +20,10 @@ class Optimizer;
 
 namespace trireme {
 
-// What strategies tell saving/ of themselves. Saving asks modules and optimizers by dynamic_cast,
-// so that it knows of no strategy, and no strategy of files.
+// These are what strategies tell saving/ of themselves. Saving asks modules and optimizers by
+// dynamic_cast, so that it knows of no strategy, and no strategy of files.
 
-// This rank's part of a parameter that ranks have shared out.
+// Holds this rank's part of a parameter that ranks have shared out.
 struct HeldPart {
   at::Tensor values;           // in place; without elements where this rank has none
   std::vector<int64_t> sizes;  // sizes of the whole
@@ -31,7 +31,7 @@ struct HeldPart {
 };
 using HeldParts = std::unordered_map<const at::TensorImpl*, HeldPart>;
 
-// A module or optimizer that shares its parameters out among ranks.
+// Is a module or optimizer that shares its parameters out among ranks.
 class TRIREME_API HoldsParts {
  public:
   virtual ~HoldsParts() = default;
@@ -44,24 +44,24 @@ class TRIREME_API HoldsParts {
   virtual void abandon_writing(const std::string& /*reason*/) noexcept {}
 };
 
-// An optimizer whose states another one holds, over this rank's parts of its parameters.
+// Is an optimizer whose states another one holds, over this rank's parts of its parameters.
 class TRIREME_API ShardedOptimizer : public HoldsParts {
  public:
   virtual torch::optim::Optimizer& stepping() = 0;
 };
 
-// A wrapper that is no part of the model (DistributedDataParallel).
+// Is a wrapper that is no part of the model (DistributedDataParallel).
 class TRIREME_API WrapsModule {
  public:
   virtual ~WrapsModule() = default;
   virtual torch::nn::Module& wrapped() const = 0;
 };
 
-// A parameter, or what is shaped like it, as a checkpoint names it. `held`: null for what all ranks
-// have alike, of which each writes its rows.
+// Returns a parameter, or what is shaped like it, as a checkpoint names it. `held` is null for what
+// all ranks have alike, of which each writes its rows.
 CheckpointTensor part_to_save(const std::string& name, const at::Tensor& values,
                               const HeldPart* held, RankOf where);
-// `dtype`: the one it was saved in.
+// `dtype` is the one it was saved in.
 CheckpointTensor part_to_load(const std::string& name, at::ScalarType dtype,
                               const at::Tensor& values, const HeldPart* held);
 

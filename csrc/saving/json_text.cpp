@@ -18,8 +18,8 @@ std::string shown(const std::string& key) {
   return OrderedJson(key.size() <= kMaxShownKey ? key : "...").dump(-1, ' ', true);
 }
 
-// What nlohmann's parser says of an error, in ASCII: without the place in its code that comes first
-// and the last characters read.
+// Returns what nlohmann's parser says of an error, in ASCII: without the place in its code that
+// comes first and the last characters read.
 std::string plain_words(const std::string& message) {
   const size_t begin = message.find("] ");
   std::string words = message.substr(begin == std::string::npos ? 0 : begin + 2);
@@ -61,7 +61,7 @@ class JsonCheck final : public nlohmann::json_sax<OrderedJson> {
 
   const std::string& problem() const { return problem_; }
   bool has_long_integer() const { return has_long_integer_; }
-  // Where a number that no double holds has ended the parser's work; 0: there was none.
+  // Returns where a number that no double holds has ended the parser's work; 0: there was none.
   size_t long_number_ends() const { return long_number_ends_; }
   size_t long_number_bytes() const { return long_number_bytes_; }
 

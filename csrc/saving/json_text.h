@@ -16,8 +16,8 @@ namespace trireme {
 // of it, since nlohmann's takes any nesting, whose copies then recurse; the last of several values
 // of one key; and puts bytes that are no UTF-8 into its messages.
 
-// A text is no JSON object as checkpoints have them. what() is ASCII, and is to follow "got ":
-// "an object that has the key "a" twice".
+// Says that a text is no JSON object as checkpoints have them. what() is ASCII, and is to follow
+// "got ": "an object that has the key "a" twice".
 struct TRIREME_API JsonTextError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
@@ -29,9 +29,9 @@ constexpr size_t kMaxJsonDepth = 500;
 // key twice in any object. Takes no stack; numbers may have any length.
 TRIREME_API void check_json(std::string_view text);
 
-// One object that has the members of all of these objects. Where several have a key, objects are
-// merged and of other values the first one stays. Throws what check_json() throws, and for integers
-// of more than 64 bits.
+// Returns one object that has the members of all of these objects. Where several have a key,
+// objects are merged and of other values the first one stays. Throws what check_json() throws, and
+// for integers of more than 64 bits.
 TRIREME_API std::string merge_json(const std::vector<std::string>& texts);
 
 }  // namespace trireme

@@ -21,7 +21,7 @@ const torch::nn::Module& plain_module(const torch::nn::Module& module) {
   return wrapper != nullptr ? plain_module(wrapper->wrapped()) : module;
 }
 
-// The outermost ones in a module.
+// Finds the outermost modules in a module, itself included, that hold parts.
 void find_holders(torch::nn::Module& module, std::vector<HoldsParts*>& found) {
   if (auto* holder = dynamic_cast<HoldsParts*>(&module)) return found.push_back(holder);
   for (const auto& child : module.children()) find_holders(*child, found);
@@ -43,7 +43,7 @@ const HeldPart* part_of(const HeldParts& parts, const at::Tensor& tensor) {
   return found == parts.end() ? nullptr : &found->second;
 }
 
-// What this rank writes of a module, or with `loads` what it reads.
+// Returns what this rank writes of a module, or with `loads` what it reads.
 std::vector<CheckpointTensor> tensors_of(const torch::nn::Module& module, const HeldParts& parts,
                                          RankOf where, bool loads) {
   std::unordered_set<const at::TensorImpl*> seen;  // a shared tensor is there once

@@ -13,9 +13,9 @@
 namespace trireme {
 
 struct SaveCheckpointOptions {
-  // The optimizer whose state is saved, over parameters of the module; nothing of it is changed.
+  // Is the optimizer whose state is saved, over parameters of the module; nothing of it is changed.
   torch::optim::Optimizer* optimizer = nullptr;
-  // What else to keep, as the text of a JSON object; rank 0's.
+  // Is what else to keep, as the text of a JSON object; rank 0's.
   std::string extra = {};
   int64_t max_file_bytes = int64_t{5'000'000'000};
   // Joins the ranks that save together; that of the last trireme::init() if null.
@@ -29,9 +29,9 @@ struct LoadCheckpointOptions {
   std::shared_ptr<Communicator> communicator = nullptr;
 };
 
-// The parameters and buffers of a module and the state of its optimizer, in the files that Python's
-// save_checkpoint writes and load_checkpoint reads (saving/checkpoint_files.h), under the module's
-// own names:
+// Keeps the parameters and buffers of a module and the state of its optimizer, in the files that
+// Python's save_checkpoint writes and load_checkpoint reads (saving/checkpoint_files.h), under the
+// module's own names:
 //
 //   trireme::save_checkpoint("checkpoint", *net, {.optimizer = &optimizer, .extra = json});
 //   std::string extra = trireme::load_checkpoint("checkpoint", *net, {.optimizer = &optimizer});

@@ -13,7 +13,7 @@
 
 namespace trireme {
 
-// What an optimizer keeps of a parameter, in place, by the name that it has in Python.
+// Is what an optimizer keeps of a parameter, in place, by the name that it has in Python.
 struct StateField {
   const char* name;
   // An undefined tensor stands for what Python leaves out; a count is there a tensor of one element
@@ -22,19 +22,19 @@ struct StateField {
   bool is_needed = true;  // a step reads it
 };
 
-// A hyperparameter of a group, in place.
+// Is a hyperparameter of a group, in place.
 struct OptionField {
   const char* name;
   std::variant<double*, bool*, std::tuple<double, double>*> value;
 };
 
-// A class of torch::optim, or one that is derived from it and keeps the same.
+// Describes a class of torch::optim, or one that is derived from it and keeps the same.
 class OptimizerFields {
  public:
   virtual ~OptimizerFields() = default;
 
   virtual std::vector<OptionField> options(torch::optim::OptimizerOptions& options) const = 0;
-  // What Python's class has as an option, and this one always does so.
+  // Returns what is an option of Python's class and is always so in this one, with its value.
   virtual std::vector<std::pair<const char*, bool>> fixed_options() const = 0;
 
   virtual std::unique_ptr<torch::optim::OptimizerParamState> make_state() const = 0;

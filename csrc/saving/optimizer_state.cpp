@@ -29,7 +29,7 @@ using torch::optim::OptimizerParamState;
 constexpr int64_t kMostInFp32 = int64_t{1} << 24;
 constexpr double kMostInFp64 = 9007199254740992.0;  // 2^53
 
-// Options of Python's classes that change no result, and what its schedulers keep in groups.
+// Lists options of Python's classes that change no result, and what its schedulers keep in groups.
 constexpr std::string_view kNoStepReads[] = {
     "params", "foreach", "fused",         "capturable",   "differentiable", "initial_lr",
     "max_lr", "min_lr",  "base_momentum", "max_momentum", "swa_lr"};
@@ -43,7 +43,7 @@ std::string class_name(const Optimizer& optimizer) {
   C10_THROW_ERROR(ValueError, error_text("checkpoint", "got " + got, where, next_step));
 }
 
-// What JSON says of a hyperparameter.
+// Returns what JSON says of a hyperparameter.
 StateJson json_of(const OptionField& field, RankOf where) {
   const auto number = [&](double value) -> StateJson {
     if (!std::isfinite(value))
@@ -186,7 +186,7 @@ OptimizerToSave optimizer_to_save(const NamedOptimizer& optimizer) {
   return saved;
 }
 
-// optimizer.json, in its form.
+// Reads optimizer.json, in its form.
 class OptimizerToLoad::Text {
  public:
   struct Group {
@@ -221,7 +221,7 @@ class OptimizerToLoad::Text {
 
 namespace {
 
-// `options` become those of a saved group, or ValueError is thrown.
+// Makes `options` those of a saved group, or throws ValueError.
 void take_options(const NamedOptimizer& optimizer, const StateJson& saved,
                   OptimizerOptions& options) {
   const std::string name = class_name(*optimizer.stepping);
@@ -292,7 +292,7 @@ void OptimizerToLoad::check_groups(const Text& text) const {
            next_step);
 }
 
-// What one parameter will have, with places that are read into later; null: nothing.
+// Plans what one parameter will have, with places that are read into later; null: nothing.
 OptimizerToLoad::State OptimizerToLoad::plan(const SteppedParam& stepped,
                                              const OptimizerOptions& options, const Text& text,
                                              const CheckpointReader& reader) {
@@ -364,8 +364,8 @@ void OptimizerToLoad::plan_tensor(const SteppedParam& stepped, const StateField&
   tensors_.push_back(part_to_load(saved.name, saved.dtype, value, stepped.held));
 }
 
-// What the optimizer has there, if it can be read into, as in Python: of the dtype that its class
-// makes.
+// Returns what the optimizer has there, if it can be read into, as in Python: of the dtype that its
+// class makes.
 at::Tensor OptimizerToLoad::memory_for(const SteppedParam& stepped, const StateField& field,
                                        at::ScalarType saved) const {
   const at::Tensor target = stepped.target.detach();

@@ -31,7 +31,7 @@ namespace trireme {
 // states that are no tensors. What counts steps is a tensor of one element in fp32, as in Python,
 // or, where fp32 cannot say the number, a value.
 
-// A parameter of an optimizer.
+// Is a parameter of an optimizer.
 struct SteppedParam {
   std::string name;            // in the plain model
   at::Tensor target;           // what this rank steps of it; undefined: nothing
@@ -39,7 +39,7 @@ struct SteppedParam {
   const HeldPart* held;        // null: all ranks have all of it
 };
 
-// An optimizer whose parameters have names.
+// Is an optimizer whose parameters have names.
 struct NamedOptimizer {
   torch::optim::Optimizer* shown;     // has the groups that the user sees
   torch::optim::Optimizer* stepping;  // has the states; `shown`, or what that holds
@@ -48,7 +48,7 @@ struct NamedOptimizer {
   RankOf where;
 };
 
-// `names`: of parameters in the plain model; `parts`: of what ranks share out, which must live as
+// `names` are of parameters in the plain model, `parts` of what ranks share out, which must live as
 // long as the result. Throws ValueError for an optimizer of other parameters and of a class that is
 // not known.
 NamedOptimizer name_optimizer(torch::optim::Optimizer& optimizer,
@@ -62,7 +62,7 @@ struct OptimizerToSave {
 // Returns this rank's part. Throws ValueError for what Python could not read.
 OptimizerToSave optimizer_to_save(const NamedOptimizer& optimizer);
 
-// A state on its way from files into an optimizer:
+// Is a state on its way from files into an optimizer:
 //
 //   OptimizerToLoad loaded(optimizer, reader);    // checks all that the text says
 //   reader.read(kOptimizerTensors, loaded.counts());
@@ -81,7 +81,7 @@ class OptimizerToLoad {
   const std::vector<CheckpointTensor>& tensors() const { return tensors_; }
   // Throws ValueError for what is no count.
   void take_counts();
-  // States and hyperparameters; what has no state in the checkpoint has none afterwards.
+  // Puts states and hyperparameters there; what has no state in the checkpoint has none afterwards.
   void put();
 
  private:

@@ -49,7 +49,7 @@ constexpr std::array<DtypeName, 15> kDtypes = {{{at::kBool, "BOOL"},
                                                 {at::kUInt16, "U16"},
                                                 {at::kUInt32, "U32"}}};
 
-// "__metadata__" after any number of dots.
+// Says whether it is "__metadata__" after any number of dots.
 bool is_like_metadata(const std::string& name) {
   return name.ends_with(kMetadata) && name.find_first_not_of('.') == name.size() - kMetadata.size();
 }
@@ -70,8 +70,8 @@ std::string text_of(const SafetensorsHeader& header) {
   return text;
 }
 
-// What one entry of the text says; its end goes to `end`. Throws Json::exception for what is of
-// another form.
+// Returns what one entry of the text says; its end goes to `end`. Throws Json::exception for what
+// is of another form.
 SafetensorsEntry entry_of(const std::string& name, const Json& text, int64_t& end) {
   SafetensorsEntry entry;
   entry.name = name;

@@ -12,8 +12,8 @@
 
 namespace trireme {
 
-// Where a tensor lies in a file of the safetensors format: 8 bytes with the length of a JSON text,
-// that text, the tensors' bytes, row-major and little-endian
+// Says where a tensor lies in a file of the safetensors format: 8 bytes with the length of a JSON
+// text, that text, the tensors' bytes, row-major and little-endian
 // (https://github.com/huggingface/safetensors#format).
 struct SafetensorsEntry {
   std::string name;
@@ -26,7 +26,7 @@ struct SafetensorsEntry {
   bool operator==(const SafetensorsEntry&) const = default;
 };
 
-// What the text says.
+// Holds what the text says.
 struct SafetensorsHeader {
   std::vector<SafetensorsEntry> entries;        // in the order of their bytes
   std::map<std::string, std::string> metadata;  // texts, whatever a writer likes to say
@@ -36,11 +36,11 @@ struct SafetensorsHeader {
   bool operator==(const SafetensorsHeader&) const = default;
 };
 
-// The format's word for a dtype ("F32"); empty where it has none.
+// Returns the format's word for a dtype ("F32"); empty where it has none.
 TRIREME_API std::string safetensors_dtype(at::ScalarType dtype);
 
-// A tensor's name as it is in the text. There "__metadata__" is no tensor's, so one that is called
-// so gets a dot in front, as does one that is called so after dots; all others stay.
+// Returns a tensor's name as it is in the text. There "__metadata__" is no tensor's, so one that is
+// called so gets a dot in front, as does one that is called so after dots; all others stay.
 TRIREME_API std::string to_safetensors_name(const std::string& name);
 TRIREME_API std::string from_safetensors_name(const std::string& written);
 
@@ -48,14 +48,14 @@ TRIREME_API std::string from_safetensors_name(const std::string& written);
 TRIREME_API SafetensorsHeader plan_safetensors(std::vector<SafetensorsEntry> entries,
                                                std::map<std::string, std::string> metadata);
 
-// The part of a tensor that somebody has: of each dimension d [first[d], first[d] +
+// Is the part of a tensor that somebody has: of each dimension d [first[d], first[d] +
 // values.size(d)). No `first`: from zero on along all of them. Undefined `values`: nothing.
 struct TensorPart {
   at::Tensor values;
   std::vector<int64_t> first = {};
 };
 
-// A file that several processes write or read at once, each the bytes of its parts. Parts of
+// Is a file that several processes write or read at once, each the bytes of its parts. Parts of
 // contiguous CPU tensors go straight between memory and file; others take one copy of the part.
 // Reading is spread over the intra-op threads of the caller.
 //
@@ -63,7 +63,7 @@ struct TensorPart {
 // only for messages. One thread at a time.
 class TRIREME_API SafetensorsFile {
  public:
-  // A file with its header, and room for its tensors; it must not exist yet.
+  // Makes a file with its header, and room for its tensors; it must not exist yet.
   static SafetensorsFile create(std::string path, SafetensorsHeader header, RankOf where);
   // Opens a file for writing that create() made from the same header.
   static SafetensorsFile open_to_write(std::string path, SafetensorsHeader header, RankOf where);
@@ -87,7 +87,8 @@ class TRIREME_API SafetensorsFile {
   SafetensorsFile(std::string path, int descriptor, RankOf where);
   void read_header();
   void check_entries(int64_t data_bytes) const;
-  // The pieces of a part that are one in memory, where they follow each other, and in the file.
+  // Names the pieces of a part that are one in memory, where they follow each other, and in the
+  // file.
   struct Runs {
     struct Dim {
       int64_t numel = 0;

@@ -15,8 +15,8 @@ std::vector<int64_t> sizes_of(const std::vector<Pieces>& pieces) {
 
 // A rank's own part never leaves its memory.
 void keep_own(const Pieces& output, const Pieces& input) {
-  output.visit(0, output.bytes(), [&](std::byte* out, int64_t at, int64_t length) {
-    input.visit(at, length, [&](const std::byte* in, int64_t offset, int64_t bytes) {
+  output.visit(0, output.bytes(), [&](std::byte* out, int64_t position, int64_t length) {
+    input.visit(position, length, [&](const std::byte* in, int64_t offset, int64_t bytes) {
       if (out + offset != in) std::memmove(out + offset, in, static_cast<size_t>(bytes));
     });
   });

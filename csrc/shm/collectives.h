@@ -12,7 +12,7 @@
 
 namespace trireme::shm {
 
-// What every collective takes besides its memory.
+// Holds what every collective takes besides its memory.
 struct CallOptions {
   std::chrono::milliseconds timeout{0};  // 0: the group's
   std::string_view label{};
@@ -24,7 +24,7 @@ struct ReduceOptions {
   double factor = 1;  // kPremulSum: this rank's own
 };
 
-// The collectives of the ranks of one host, through the slots of their rings. Each call is
+// Runs the collectives of the ranks of one host, through the slots of their rings. Each call is
 // collective, blocks until this rank's part is done, and throws Fault (see host_group.h). No rank
 // returns before all have entered with the same operation.
 //
@@ -63,14 +63,15 @@ class TRIREME_API Collectives {
   void all_to_all(const std::vector<Pieces>& outputs, const std::vector<Pieces>& inputs,
                   Dtype dtype, const CallOptions& call);
   void barrier(const CallOptions& call);
-  // A barrier whose error names every rank that does not come (HostGroup::roll_call).
+  // Meets in a barrier whose error names every rank that does not come (HostGroup::roll_call).
   void roll_call(const CallOptions& call);
-  // A barrier of ranks about to do what `operation` says, by other means: compared like the rest.
+  // Meets in a barrier of ranks about to do what `operation` says, by other means: compared like
+  // the rest.
   void meet(const Operation& operation, const CallOptions& call);
-  // A new segment of each rank, of as many bytes; by rank.
+  // Makes a new segment on each rank, of as many bytes, and returns them by rank.
   std::vector<Segment> share_segments(int64_t bytes, const CallOptions& call);
-  // A new segment that all map, on its pages each rank's part on that rank's NUMA node (see
-  // HostGroup::share_segment); none, with the reason, on all ranks alike.
+  // Makes a new segment that all map, on its pages each rank's part on that rank's NUMA node (see
+  // HostGroup::share_segment); returns none, with the reason, on all ranks alike.
   SharedSegment share_segment(int64_t bytes, const CallOptions& call);
   // A rank that cannot take part, because of what it was called with, enters with the reason: all
   // ranks throw Fault(kMismatch), and nothing moves.

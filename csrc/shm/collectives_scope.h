@@ -8,7 +8,7 @@
 
 namespace trireme::shm {
 
-// One collective while it runs.
+// Is one collective while it runs.
 class Collectives::Scope {
  public:
   Scope(Collectives& owner, const Operation& operation, const CallOptions& call)
@@ -57,7 +57,8 @@ constexpr auto kLine = static_cast<int64_t>(kCacheLine);
 
 inline int64_t round_up(int64_t bytes) { return (bytes + kLine - 1) / kLine * kLine; }
 
-// How a collective goes through the slots: `count` chunks, of each rank at most `bytes` in one.
+// Says how a collective goes through the slots: `count` chunks, of each rank at most `bytes` in
+// one.
 struct Chunks {
   // Cuts what ranks have, at most `longest` bytes each, for slots with room for `room` of each.
   Chunks(int64_t longest, int64_t room)

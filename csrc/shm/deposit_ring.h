@@ -16,18 +16,19 @@ namespace trireme::shm {
 
 // [Note: deposit and collect]
 //
-// A reduction in which nobody waits who need not. A round is a run of bytes that all ranks lay out
-// alike. Each rank deposits its own from the first byte to the last, as it comes by them, in a ring
-// that its peers map. Each rank collects what all have deposited: it reduces the part that it owns
-// straight out of the rings, in rank order, into its private memory, and passes over the rest. A
-// place in a ring is used again when all ranks are past it. So what one rank has early the others
-// take when they come by, and a rank waits only where its ring is full or, at the end, for what it
-// still lacks.
+// This is a reduction in which nobody waits who need not. A round is a run of bytes that all ranks
+// lay out alike. Each rank deposits its own from the first byte to the last, as it comes by them,
+// in a ring that its peers map. Each rank collects what all have deposited: it reduces the part
+// that it owns straight out of the rings, in rank order, into its private memory, and passes over
+// the rest. A place in a ring is used again when all ranks are past it. So what one rank has early
+// the others take when they come by, and a rank waits only where its ring is full or, at the end,
+// for what it still lacks.
 //
 // Compared with a collective per bucket the bytes are copied once instead of twice (no flat buffer
 // that is copied into slots), while they are still in cache, and the ring stays there.
 
-// What a rank lets its peers see of a ring, at the start of its segment. Zeros are an empty ring.
+// Holds what a rank lets its peers see of a ring, at the start of its segment. Zeros are an empty
+// ring.
 struct DepositBlock {
   // Positions count bytes over all rounds, and only grow.
   alignas(kCacheLine) std::atomic<uint64_t> deposited;
@@ -35,12 +36,12 @@ struct DepositBlock {
   // See HostGroup::abandon: where the owner could start again, and since which epoch that holds.
   alignas(kCacheLine) std::atomic<uint64_t> base;
   std::atomic<uint64_t> base_epoch;
-  // Records of the round that the owner deposits and the one before, by parity.
+  // Holds records of the round that the owner deposits and the one before, by parity.
   std::array<Record, 2> rounds;
 };
 
-// The rings of a host group for one stream of deposits; a group may have many. The functions are
-// called by one thread at a time, which need not be the one that runs the group's collectives.
+// Holds the rings of a host group for one stream of deposits; a group may have many. The functions
+// are called by one thread at a time, which need not be the one that runs the group's collectives.
 //
 // All of them throw Fault: kMismatch, naming both sides, if ranks began different rounds; otherwise
 // see HostGroup. Whatever is thrown, this rank has then abandoned the epoch.

@@ -24,7 +24,7 @@ namespace trireme::shm {
 // What is read is a copy made while others write, and may come from a foreign program: every number
 // is checked before it is used.
 
-// A collective of a rank.
+// Describes a collective of a rank.
 struct SeenOperation {
   uint64_t sequence = 0;
   std::string text;  // Operation::to_string()
@@ -76,14 +76,15 @@ struct Examination {
 // nothing; may be called by any process, a rank too.
 TRIREME_API Examination examine_host(const ExamineRequest& request);
 
-// The bytes of a RankBlock, but for the process. Empty if they are no block of this layout.
+// Reads the bytes of a RankBlock, all but the process. Returns nothing if they are no block of this
+// layout.
 TRIREME_API std::optional<SeenRank> read_block(std::span<const std::byte> bytes, int64_t now_ns,
                                                int64_t history);
 
 // Fills verdict, is_well and what ranks are behind.
 TRIREME_API void judge(SeenGroup& group, std::chrono::milliseconds patience);
 
-// "here", "left", "failed", "joining".
+// Returns "here", "left", "failed", "joining".
 TRIREME_API std::string_view name(RankState state);
 
 }  // namespace trireme::shm

@@ -1,4 +1,4 @@
-// What the doctor says of a group: who holds up whom.
+// Finds what the doctor says of a group: who holds up whom.
 
 #include <trireme/shm/doctor.h>
 
@@ -28,13 +28,13 @@ std::string seconds_text(double seconds) {
   return text;
 }
 
-// "rank 1 (process 7, stopped)".
+// Says "rank 1 (process 7, stopped)".
 std::string full_name(const SeenRank& rank) {
   return "rank " + std::to_string(rank.rank) + " (process " + std::to_string(rank.pid) + ", " +
          rank.process + ")";
 }
 
-// "rank 0", "ranks 0, 2".
+// Says "rank 0", "ranks 0, 2".
 std::string numbers(const Ranks& ranks) {
   std::string text = ranks.size() == 1 ? "rank " : "ranks ";
   for (const SeenRank* rank : ranks)
@@ -50,7 +50,7 @@ std::string collective(const SeenOperation& operation) {
   return "collective " + std::to_string(operation.sequence) + ", " + operation.text;
 }
 
-// The furthest collective and who is in it.
+// Holds the furthest collective and who is in it.
 struct Front {
   const SeenOperation* operation = nullptr;
   Ranks waiting;  // alive, not stopped, inside
@@ -73,7 +73,7 @@ Front front_of(const SeenGroup& group) {
   return front;
 }
 
-// "has not entered collective 12, ...", "is inside ...", "has finished ...": where a rank is,
+// Says "has not entered collective 12, ...", "is inside ...", "has finished ...": where a rank is,
 // compared with the furthest.
 std::string place(const SeenRank& rank, const Front& front) {
   if (front.operation == nullptr) return "has not begun a collective";
@@ -86,7 +86,7 @@ std::string place(const SeenRank& rank, const Front& front) {
   return text;
 }
 
-// "; ranks 0, 2 wait in it for 3.2 s".
+// Says "; ranks 0, 2 wait in it for 3.2 s".
 std::string waiting_text(const Front& front, const Ranks& culprits) {
   Ranks others;
   std::copy_if(front.waiting.begin(), front.waiting.end(), std::back_inserter(others),
@@ -133,7 +133,7 @@ std::string failures(const Ranks& failed) {
   return text;
 }
 
-// What is wrong, the surest sign first. Empty if nothing is.
+// Says what is wrong, the surest sign first; empty if nothing is.
 std::string complaint(const SeenGroup& group, const Front& front, double patience_s) {
   const Ranks lost = those(group, [](const SeenRank& rank) {
     const bool said_so = rank.state == RankState::kLeft || rank.state == RankState::kFailed;

@@ -5,7 +5,7 @@
 
 namespace trireme::shm {
 
-// What an element is, in torch's words but without torch.
+// Says what an element is, in torch's words but without torch.
 enum class Dtype : uint8_t {
   kBool,
   kU8,
@@ -25,7 +25,7 @@ enum class Dtype : uint8_t {
   kBytes,  // anything else (fp8, packed integers), one byte each: moved, never reduced
 };
 
-// 0 for a number that is no Dtype, as may come from another process.
+// Returns 0 for a number that is no Dtype, as may come from another process.
 constexpr int64_t element_bytes(Dtype dtype) {
   switch (dtype) {
     case Dtype::kBool:

@@ -17,8 +17,8 @@ enum class FaultKind : uint8_t {
   kNotPossible  // this host does not let its processes share memory
 };
 
-// What goes wrong in shm/. The text is complete, in the form of common/error.h; comm/ turns it into
-// c10d's exception types.
+// Says what goes wrong in shm/. The text is complete, in the form of common/error.h; comm/ turns it
+// into c10d's exception types.
 class Fault : public std::runtime_error {
  public:
   Fault(FaultKind kind, const std::string& text) : std::runtime_error(text), kind_(kind) {}

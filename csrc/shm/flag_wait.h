@@ -12,7 +12,7 @@ namespace trireme::shm {
 
 using Clock = std::chrono::steady_clock;
 
-// Asked while a rank sleeps whether waiting on has become pointless.
+// Is asked while a rank sleeps whether waiting on has become pointless.
 struct Watch {
   virtual ~Watch() = default;
   virtual bool pointless() = 0;
@@ -38,7 +38,7 @@ class TRIREME_API Asleep {
   Bell& bell_;
 };
 
-// How often a sleeper looks whether waiting on makes sense.
+// Says how often a sleeper looks whether waiting on makes sense.
 constexpr std::chrono::milliseconds kLookEvery{50};
 
 // Returns when the bell was rung after `seen` was read from it, or after kLookEvery, or at once.
@@ -47,13 +47,13 @@ TRIREME_API void sleep_on(Bell& bell, uint32_t seen);
 // Says for how long a rank lets others run before it sleeps. `ranks` is how many wait on this host.
 TRIREME_API std::chrono::microseconds patience_of(int64_t ranks);
 
-// How a rank waits until a counter of a peer has come to a number: a few pauses (the peer is about
-// to write), then letting others run for a bounded time (ranks may outnumber CPUs), then asleep on
-// its own bell, awake every 50 ms to look whether the peer still lives. Spinning alone is a
-// thousand times slower with more ranks than cores; sleeping at once costs 20 to 50 us of wake-up.
+// Waits until a counter of a peer has come to a number: a few pauses (the peer is about to write),
+// then letting others run for a bounded time (ranks may outnumber CPUs), then asleep on its own
+// bell, awake every 50 ms to look whether the peer still lives. Spinning alone is a thousand times
+// slower with more ranks than cores; sleeping at once costs 20 to 50 us of wake-up.
 class TRIREME_API FlagWait {
  public:
-  // The waiting rank's own bell.
+  // `bell` is the waiting rank's own.
   FlagWait(Bell& bell, int64_t ranks) : bell_(bell), patience_(patience_of(ranks)) {}
 
   void until(const std::atomic<uint64_t>& counter, uint64_t target, Clock::time_point deadline,

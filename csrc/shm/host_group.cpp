@@ -38,7 +38,7 @@ std::unique_ptr<HostGroup> HostGroup::join(Exchange& exchange, const HostGroupRe
   return group;
 }
 
-// One round through the Exchange: where my segment is, whose segments I see, what follows.
+// Makes one round through the Exchange: where my segment is, whose segments I see, what follows.
 void HostGroup::meet(Exchange& exchange, SegmentKind kind) {
   const std::string round = kind == SegmentKind::kAnonymous ? "anonymous/" : "named/";
   const auto key = [&](const char* what, int64_t rank) {
@@ -93,8 +93,8 @@ void HostGroup::meet(Exchange& exchange, SegmentKind kind) {
   settle_hosts(rows);
 }
 
-// Fills `row` with one character per rank, '1' for those whose memory this rank shares. True if
-// one was refused that a named segment could reach.
+// Fills `row` with one character per rank, '1' for those whose memory this rank shares. Returns
+// true if one was refused that a named segment could reach.
 bool HostGroup::look_for_peers(Exchange& exchange, SegmentKind kind, std::string& row) {
   const std::string round = kind == SegmentKind::kAnonymous ? "anonymous/" : "named/";
   const std::string here = pid_namespace() + "\n" + request_.partition;
@@ -231,7 +231,7 @@ void HostGroup::make_rings() {
   if (rings_.empty()) rings_ = share_segments(ring_bytes_);
 }
 
-// How ranks tell each other where memory is, or that they have none: each on a board of its own.
+// Tells the other ranks where memory is, or that there is none, on a board of this rank's own.
 void HostGroup::tell(const std::string& text) {
   std::array<char, 512>& board = block(rank_).ring_address;
   const size_t length = std::min(text.size(), board.size() - 1);
@@ -249,7 +249,7 @@ void HostGroup::all_have_told() {
   wait_all(&RankBlock::ring_made, ring_attempts_);
 }
 
-// What the first rank that has no memory says of it.
+// Returns what the first rank that has no memory says of it.
 std::string HostGroup::complaint() const {
   for (int64_t peer = 0; peer < world(); ++peer) {
     const std::string_view text = told_by(peer);
@@ -301,7 +301,7 @@ std::vector<Segment> HostGroup::share_segments(int64_t bytes) {
   return segments;
 }
 
-// The first rank makes it. The boards are free again when all have entered the next collective.
+// Lets the first rank make it. The boards are free again when all have entered the next collective.
 SharedSegment HostGroup::share_segment(int64_t bytes) {
   SharedSegment shared;
   std::string text;

@@ -37,7 +37,7 @@ struct HostGroupRequest {
 
 using Counter = std::atomic<uint64_t> RankBlock::*;
 
-// A wait outside the collectives: what for, in messages, and how long at most.
+// Describes a wait outside the collectives: what for, in messages, and how long at most.
 struct Errand {
   std::string_view name;
   std::chrono::milliseconds timeout;
@@ -52,16 +52,16 @@ struct Errand {
 // what comes next for what was abandoned: the next collective of each rank first waits until all
 // have come to theirs, and goes on behind the highest sequence number that any of them had reached.
 
-// One segment that all ranks of a host map; or none, and why.
+// Holds one segment that all ranks of a host map; or none, and why.
 struct SharedSegment {
   Segment segment;
   std::string why_not;
 };
 
-// The ranks of a group that share the memory of a host, and the ground on which they meet: per rank
-// a small segment with its counters and last operations, and from the first collective that moves
-// data on a second one with a ring of slots, both mapped by all. Ranks may be processes or threads
-// of one process.
+// Holds the ranks of a group that share the memory of a host, and the ground on which they meet:
+// per rank a small segment with its counters and last operations, and from the first collective
+// that moves data on a second one with a ring of slots, both mapped by all. Ranks may be processes
+// or threads of one process.
 //
 // Who shares a host is proven, not read from the environment: each rank writes a random number into
 // its segment, says through the Exchange where it lies, and looks for the others'. All ranks then
@@ -87,9 +87,10 @@ class TRIREME_API HostGroup {
   HostGroup& operator=(const HostGroup&) = delete;
 
   RankOf where() const { return where_; }
-  // The ranks of the whole group, by host; equal on every rank.
+  // Returns the ranks of the whole group, by host; equal on every rank.
   const std::vector<std::vector<int64_t>>& hosts() const { return hosts_; }
-  // The ranks of this host, as ranks of the group, ascending. What follows counts them from 0.
+  // Returns the ranks of this host, as ranks of the group, ascending. What follows counts them from
+  // 0.
   const std::vector<int64_t>& members() const { return members_; }
   int64_t rank() const { return rank_; }
   int64_t world() const { return static_cast<int64_t>(members_.size()); }
@@ -100,12 +101,12 @@ class TRIREME_API HostGroup {
   bool has_memory() const { return !blocks_.empty(); }
   RankBlock& block(int64_t peer) { return *blocks_[static_cast<size_t>(peer)]; }
   int64_t ring_bytes() const { return ring_bytes_; }
-  // Valid after make_rings().
+  // May be called after make_rings().
   std::byte* ring_of(int64_t peer) { return rings_[static_cast<size_t>(peer)].data(); }
 
   // Begins a collective; returns its sequence number. Peers see it with the next publish().
   uint64_t begin(const Operation& operation, std::chrono::milliseconds timeout);
-  // The number of the last collective that began.
+  // Returns the number of the last collective that began.
   uint64_t sequence() const { return sequence_; }
   // Tells the peers that this rank has entered, if no publish() has yet.
   void enter();
@@ -132,7 +133,7 @@ class TRIREME_API HostGroup {
   void wait(int64_t peer, Counter counter, uint64_t target);
   void wait_all(Counter counter, uint64_t target);
 
-  // What follows any thread may call, beside the one that is in a collective.
+  // Any thread may call what follows, beside the one that is in a collective.
 
   // Leaves word: every rank of the host raises with this text, now and later.
   void fail(const std::string& text) noexcept;
@@ -171,7 +172,7 @@ class TRIREME_API HostGroup {
   // Limits waits that have no timeout of their own, from now on; any thread may set it.
   std::chrono::milliseconds timeout() const { return group_timeout_.load(); }
   void set_timeout(std::chrono::milliseconds timeout) { group_timeout_ = timeout; }
-  // The kind of all segments of this group.
+  // Returns the kind of all segments of this group.
   SegmentKind segment_kind() const { return segments_[static_cast<size_t>(rank_)].address().kind; }
 
  private:

@@ -1,4 +1,4 @@
-// How a wait of a host group ends without what it waited for: who is missing, and what all say
+// Says how a wait of a host group ends without what it waited for: who is missing, and what all say
 // then.
 
 #include <trireme/common/duration.h>
@@ -42,8 +42,8 @@ class ShownErrand {
 
 }  // namespace
 
-// What a rank looks at while it sleeps: first whether another one has left word, which says more
-// than its silence, then whether the awaited one still lives.
+// Looks while a rank sleeps: first whether another one has left word, which says more than its
+// silence, then whether the awaited one still lives.
 class HostGroup::PeerWatch : public Watch {
  public:
   // Watches for the collective that runs if there is no errand.

@@ -15,8 +15,8 @@
 namespace trireme::shm {
 namespace {
 
-// Fields of /proc/<pid>/stat behind the name, which may hold spaces: state is the first, the start
-// time the twentieth. Empty if there is no such process.
+// Returns a field of /proc/<pid>/stat behind the name, which may hold spaces: state is the first,
+// the start time the twentieth. Returns nothing if there is no such process.
 std::string stat_field(pid_t pid, int number) {
   std::ifstream file("/proc/" + std::to_string(pid) + "/stat");
   std::stringstream text;

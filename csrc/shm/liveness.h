@@ -21,7 +21,7 @@ class TRIREME_API PeerProcess {
 
   pid_t pid() const { return pid_; }
   bool alive() const;
-  // "running", "stopped", "sleeping", ... as /proc says; "gone".
+  // Returns "running", "stopped", "sleeping", ... as /proc says; "gone".
   std::string state() const;
 
  private:
@@ -35,8 +35,8 @@ class TRIREME_API PeerProcess {
 // fail to open, or to be read once it is open; who meets such an error asks this.
 TRIREME_API bool has_ended(pid_t pid);
 
-// The namespace in which this process's pid means something; equal texts for peers that can watch
-// each other.
+// Names the namespace in which this process's pid means something; equal texts for peers that can
+// watch each other.
 TRIREME_API std::string pid_namespace();
 
 }  // namespace trireme::shm

@@ -21,7 +21,7 @@ int64_t capacity_for(int64_t world) {
                     kSmallestByteRing, kLargestByteRing);
 }
 
-// Published at once, so that the other side works while this one goes on.
+// Returns how much is published at once, so that the other side works while this one goes on.
 int64_t chunk_of(int64_t capacity) { return capacity / 4; }
 
 std::string bytes_of(int64_t bytes, Dtype dtype) {
@@ -314,7 +314,8 @@ bool Mailbox::fits_ring(const Transfer& send) const {
   return static_cast<int64_t>(sizeof(Header)) + send.memory.bytes() <= capacity_;
 }
 
-// A send that its destination could not use, known because it did not fit into the ring.
+// Gives its fault to a send that its destination could not use, which is known because it did not
+// fit into the ring.
 void Mailbox::blame(Transfer& send, int64_t destination) {
   const RingWriter& ring = outboxes_[static_cast<size_t>(destination)].ring;
   send.fault.emplace(

@@ -16,9 +16,9 @@
 
 namespace trireme::shm {
 
-// Point-to-point messages between the ranks of a host group, as MPI orders them: those of one
-// source with one tag arrive in the order in which they were sent, and meet the posted recvs that
-// they fit in the order of these.
+// Carries point-to-point messages between the ranks of a host group, as MPI orders them: those of
+// one source with one tag arrive in the order in which they were sent, and meet the posted recvs
+// that they fit in the order of these.
 //
 // A message streams through a bounded ring from its source to its destination, in chunks, whatever
 // its size. A send is done when its last byte is in the ring, so what fits into it is buffered and
@@ -47,7 +47,7 @@ class TRIREME_API Mailbox {
   // Throws Fault, and then nothing was posted: the group has failed, or has no memory (kMemory; the
   // group goes on).
   void post(const TransferPtr& transfer);
-  // Moves what can be moved now. True if anything was.
+  // Moves what can be moved now. Returns true if anything was.
   bool progress();
   // Ends what waits in vain, and everything if the group has failed.
   void look();
@@ -67,7 +67,7 @@ class TRIREME_API Mailbox {
 
  private:
   struct Header;
-  // A message that came before its recv.
+  // Holds a message that came before its recv.
   struct Letter {
     int64_t source;
     int64_t tag;
@@ -76,7 +76,7 @@ class TRIREME_API Mailbox {
     int64_t received = 0;
   };
   using Letters = std::list<Letter>;
-  // What comes from one source.
+  // Holds what comes from one source.
   struct Inbox {
     Segment segment;
     RingReader ring;

@@ -29,7 +29,7 @@ enum class Verb : uint8_t {
 };
 std::string_view name(Verb verb);
 
-// What all ranks of a group must say alike when they enter a collective.
+// Holds what all ranks of a group must say alike when they enter a collective.
 struct Operation {
   Verb verb = Verb::kNone;
   Dtype dtype = Dtype::kBytes;
@@ -40,12 +40,12 @@ struct Operation {
   std::string_view label{};  // what is moved, for messages; empty if the caller has no name for it
   double factor = 1;         // factor of kPremulSum; each rank may have its own
 
-  // "all_reduce of 1024 float32 by sum 'bucket 3'".
+  // Says "all_reduce of 1024 float32 by sum 'bucket 3'".
   std::string to_string() const;
 };
 
-// One collective as a rank's segment tells it to its peers: the fingerprint they compare, and for
-// some time afterwards what happened to it. Plain memory that only the owner writes, before it
+// Holds one collective as a rank's segment tells it to its peers: the fingerprint they compare, and
+// for some time afterwards what happened to it. Plain memory that only the owner writes, before it
 // publishes the sequence number in RankBlock::entered.
 struct Record {
   uint64_t sequence = 0;

@@ -8,14 +8,14 @@
 
 namespace trireme::shm {
 
-// A run of bytes of the caller's memory.
+// Is a run of bytes of the caller's memory.
 struct Piece {
   std::byte* data = nullptr;
   int64_t bytes = 0;
 };
 
-// Memory in several places that a collective treats as one, in order: a list of tensors, without
-// flattening it. Whole elements in each piece; borrowed.
+// Lists memory in several places that a collective treats as one, in order: a list of tensors,
+// without flattening it. Each piece has whole elements; the memory is borrowed.
 class Pieces {
  public:
   Pieces() = default;
@@ -39,12 +39,12 @@ class Pieces {
   // `offset` counted from `begin`.
   template <typename Visit>
   void visit(int64_t begin, int64_t length, Visit&& visit) const {
-    auto at =
+    auto index =
         static_cast<size_t>(std::upper_bound(ends_.begin(), ends_.end(), begin) - ends_.begin());
-    for (int64_t offset = 0; offset < length; ++at) {
-      const int64_t skipped = begin + offset - (ends_[at] - pieces_[at].bytes);
-      const int64_t part = std::min(pieces_[at].bytes - skipped, length - offset);
-      visit(pieces_[at].data + skipped, offset, part);
+    for (int64_t offset = 0; offset < length; ++index) {
+      const int64_t skipped = begin + offset - (ends_[index] - pieces_[index].bytes);
+      const int64_t part = std::min(pieces_[index].bytes - skipped, length - offset);
+      visit(pieces_[index].data + skipped, offset, part);
       offset += part;
     }
   }

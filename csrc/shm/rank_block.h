@@ -17,19 +17,19 @@ constexpr size_t kRecords = 64;
 enum class RankState : uint32_t { kJoining, kHere, kLeft, kFailed };
 enum class OutboxState : uint32_t { kNone, kOpen, kClosed };
 
-// What threads of one rank sleep on. A peer that has published something rings it if one sleeps.
+// Is what threads of one rank sleep on. A peer that has published something rings it if one sleeps.
 struct Bell {
   alignas(kCacheLine) std::atomic<uint32_t> rung{0};
   std::atomic<uint32_t> sleepers{0};
 };
 
-// What every rank lets all its peers see: the one thing in its first segment.
+// Holds what every rank lets all its peers see: the one thing in its first segment.
 //
 // A step is one chunk of one collective: sequence number of the collective << kStepBits, plus the
 // number of the chunk, plus one. Steps only grow, also over a collective that was refused, so a
 // counter says "done up to and including this step" and nothing is ever reset.
 struct RankBlock {
-  // Written by the owner, read by all.
+  // These are written by the owner and read by all.
   alignas(kCacheLine) std::atomic<uint64_t> entered{0};  // sequence number of the last collective
   std::atomic<uint64_t> arrived{0};   // step whose input lies in the owner's ring
   std::atomic<uint64_t> reduced{0};   // step whose slice the owner has reduced
@@ -44,14 +44,14 @@ struct RankBlock {
   int32_t world = 0;
   std::array<char, 1024> failure{};  // why, zero-terminated, before state becomes kFailed or kLeft
 
-  // The segment with this rank's ring, which its first collective makes: where it is, or why there
-  // is none.
+  // These say where the segment with this rank's ring is, which its first collective makes, or why
+  // there is none.
   alignas(kCacheLine) std::atomic<uint64_t> ring_made{0};
   std::atomic<uint64_t> rings_mapped{0};  // the owner has mapped those of all
   std::array<char, 512> ring_address{};
 
-  // The segment with this rank's outgoing messages, which its first send makes: where it is, before
-  // the state becomes kOpen.
+  // These say where the segment with this rank's outgoing messages is, which its first send makes,
+  // before the state becomes kOpen.
   alignas(kCacheLine) std::atomic<OutboxState> outbox_state{OutboxState::kNone};
   std::array<char, 256> outbox_address{};
 
@@ -71,16 +71,18 @@ struct RankBlock {
   Nonce group{};        // nonce of the block of this host's first rank
   int32_t members = 0;  // ranks on this host
 
-  // A wait beside the collectives (HostGroup::wait_beside): what for, and since when, 0 for none.
+  // These describe a wait beside the collectives (HostGroup::wait_beside): what for, and since
+  // when, 0 for none.
   std::array<char, 192> errand{};
   std::atomic<int64_t> errand_since_ns{0};
 
-  // Rounds of deposits (deposit_ring.h), for messages: how many have begun, and the last ones by
-  // that number; `sequence` is that of the last collective which the owner had entered by then.
+  // These describe rounds of deposits (deposit_ring.h), for messages: how many have begun, and the
+  // last ones by that number; `sequence` is that of the last collective which the owner had entered
+  // by then.
   std::atomic<uint64_t> rounds{0};
   std::array<Record, 4> deposits{};
 
-  // "rank_b_3": the last letter changes when fields move and the size stays.
+  // It spells "rank_b_3": the last letter changes when fields move and the size stays.
   static constexpr uint64_t kLayout = 0x335f625f6b6e6172;
 };
 

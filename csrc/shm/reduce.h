@@ -8,9 +8,9 @@
 #include <span>
 #include <string_view>
 
-// Element-wise reductions of memory that this process sees, and copies of it. Everything here runs
-// on the calling thread, may be called by many at once, and allocates nothing. Pointers need the
-// alignment of one element (of one of its two reals, if complex), no more.
+// Declares element-wise reductions of memory that this process sees, and copies of it. Everything
+// here runs on the calling thread, may be called by many at once, and allocates nothing. Pointers
+// need the alignment of one element (of one of its two reals, if complex), no more.
 namespace trireme::shm {
 
 enum class ReduceOp : uint8_t { kSum, kAvg, kPremulSum, kProduct, kMin, kMax, kBand, kBor, kBxor };
@@ -27,12 +27,12 @@ struct ReduceRequest {
   int64_t numel;
   std::span<const void* const> sources;  // in rank order, at least one
   const double* factors = nullptr;       // kPremulSum only: one per source
-  // kAvg only, of sources that are sums themselves (at least two of them): how many terms they hold
-  // in all. 0: as many as there are sources.
+  // Says, for kAvg only, of sources that are sums themselves (at least two of them), how many terms
+  // they hold in all. 0: as many as there are sources.
   int64_t terms = 0;
 };
 
-// dst[i] = sources[0][i] op sources[1][i] op ..., from left to right. `dst` may be one of the
+// Sets dst[i] = sources[0][i] op sources[1][i] op ..., from left to right. `dst` may be one of the
 // sources, if that is listed once. `second`, unless it is null, receives the same bytes (with
 // `stream_second` past the caches, and seen by whoever acquires what this thread releases next).
 // Nothing else may overlap.
@@ -54,9 +54,9 @@ struct ReduceRequest {
 // or with a negative count, and for `terms` of a single source.
 TRIREME_API void reduce(void* dst, void* second, const ReduceRequest& request, bool stream_second);
 
-// Bytes from `src` to `dst`, which do not overlap; the second writes past the caches, whole lines
-// at a time, for what this processor will not read again soon. Its bytes, too, are seen by whoever
-// acquires what this thread releases next.
+// These copy bytes from `src` to `dst`, which do not overlap; the second writes past the caches,
+// whole lines at a time, for what this processor will not read again soon. Its bytes, too, are seen
+// by whoever acquires what this thread releases next.
 TRIREME_API void copy(void* dst, const void* src, int64_t bytes);
 TRIREME_API void copy_streaming(void* dst, const void* src, int64_t bytes);
 

@@ -10,7 +10,7 @@ constexpr int64_t kFlatBytes = 16 * 1024;  // up to here every rank reduces ever
 
 }  // namespace
 
-// A reduction as the owner of a slice sees it.
+// Is a reduction as the owner of a slice sees it.
 struct Collectives::Reducing {
   Reducing(Scope& scope, HostGroup& group, const ReduceOptions& how, int64_t root)
       : dtype(how.dtype),
@@ -196,14 +196,15 @@ void Collectives::reduce_scatter(const Pieces& output, const std::vector<Pieces>
       if (part_of(own.bytes(), c, part) > 0) group_.wait_all(&RankBlock::arrived, slot.step);
       output.visit(
           c * part, part_of(output.bytes(), c, part),
-          [&](std::byte* out, int64_t at, int64_t length) {
-            own.visit(c * part + at, length, [&](std::byte* in, int64_t offset, int64_t bytes) {
-              for (int64_t peer = 0; peer < world; ++peer) {
-                reducing.sources[static_cast<size_t>(peer)] =
-                    peer == rank ? in : ring_.of(peer, slot) + rank * part + at + offset;
-              }
-              reducing.run(out + offset, nullptr, bytes);
-            });
+          [&](std::byte* out, int64_t position, int64_t length) {
+            own.visit(
+                c * part + position, length, [&](std::byte* in, int64_t offset, int64_t bytes) {
+                  for (int64_t peer = 0; peer < world; ++peer) {
+                    reducing.sources[static_cast<size_t>(peer)] =
+                        peer == rank ? in : ring_.of(peer, slot) + rank * part + position + offset;
+                  }
+                  reducing.run(out + offset, nullptr, bytes);
+                });
           });
       group_.publish(&RankBlock::consumed, slot.step);
     }

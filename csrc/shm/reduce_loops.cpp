@@ -18,8 +18,8 @@ namespace trireme::shm {
 namespace {
 
 constexpr int64_t kVectorLine = 64;
-// Bytes of one buffer of partial results. Small, so that the processor's prefetching sees the
-// sources side by side: with 8 sources in memory, 8 KiB take 1.7 times as long as 2 KiB.
+// Says how many bytes make one buffer of partial results; few, so that the processor's prefetching
+// sees the sources side by side: with 8 sources in memory, 8 KiB take 1.7 times as long as 2 KiB.
 constexpr int64_t kPartialBytes = 2048;
 
 template <typename T>
@@ -37,7 +37,8 @@ TRIREME_INLINE void combine_in_place(T* __restrict data, const B* __restrict b, 
   for (int64_t i = 0; i < count; ++i) data[i] = store<T>(op(load(data[i]), load(b[i])));
 }
 
-// out[i] = op(a[i], b[i]). `out` may be `a` or `b`. Not inlined: that would triple the code.
+// Computes out[i] = op(a[i], b[i]). `out` may be `a` or `b`. Not inlined: that would triple the
+// code.
 template <typename Isa, typename Out, typename A, typename B, typename Op>
 [[gnu::noinline]] void combine(Out* out, const A* a, const B* b, int64_t count, Op op) {
   Isa::run([&]() __attribute__((always_inline)) {
@@ -56,7 +57,7 @@ template <typename Isa, typename Out, typename A, typename B, typename Op>
 // fused into one instruction round once, and not every instruction set has that one.
 TRIREME_INLINE void settle(void* data) { asm volatile("" : : "r"(data) : "memory"); }
 
-// to[i] = factor * from[i], as numbers to compute with.
+// Computes to[i] = factor * from[i], as numbers to compute with.
 template <typename Isa, typename T>
 void stage(Computed<T>* __restrict to, const T* __restrict from, int64_t count,
            Computed<T> factor) {
@@ -81,7 +82,7 @@ void round_to(T* __restrict to, const Computed<T>* __restrict from, int64_t coun
   }
 }
 
-// (ac - bd) + (ad + bc)i; `count` is at most a block. `out` may be `a` or `b`.
+// Computes (ac - bd) + (ad + bc)i; `count` is at most a block. `out` may be `a` or `b`.
 template <typename Isa, typename Real>
 void multiply(Complex<Real>* out, const Complex<Real>* a, const Complex<Real>* b, int64_t count) {
   Real products[4][kBlock<Complex<Real>>];
@@ -123,7 +124,7 @@ void copy_streaming_by(void* dst, const void* src, int64_t bytes) {
   cpu::stream_fence();
 }
 
-// One reduction, in elements of the type that the loops see.
+// Describes one reduction, in elements of the type that the loops see.
 struct Job {
   void* dst;
   void* second;

@@ -100,7 +100,7 @@ int64_t read_number(const std::filesystem::path& path) {
   return file >> number ? number : -1;
 }
 
-// What the control groups (v2) above this process leave.
+// Returns what the control groups (v2) above this process leave.
 int64_t free_in_control_group() {
   std::ifstream membership("/proc/self/cgroup");
   int64_t found = std::numeric_limits<int64_t>::max();
@@ -199,8 +199,8 @@ void Segment::map(int fd, int64_t mapped_bytes) {
 
 Segment Segment::create(SegmentKind kind, int64_t bytes, int64_t parts) {
   const int64_t mapped_bytes = bytes + kHeaderBytes;
-  // Asked first: where a control group is full, the kernel would end a process of it instead of
-  // failing the call.
+  // This is asked first: where a control group is full, the kernel would end a process of it
+  // instead of failing the call.
   if (free_memory_bytes() < mapped_bytes) throw no_memory(mapped_bytes, ENOMEM);
 
   Segment segment;

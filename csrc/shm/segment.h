@@ -14,7 +14,8 @@
 
 namespace trireme::shm {
 
-// 128 random bits at the start of a segment: who reads them there shares memory with its maker.
+// Holds 128 random bits at the start of a segment: who reads them there shares memory with its
+// maker.
 using Nonce = std::array<uint64_t, 2>;
 TRIREME_API Nonce random_nonce();
 
@@ -25,7 +26,7 @@ enum class SegmentKind : uint8_t {
 
 constexpr const char* kMemoryName = "trireme";  // name of a memfd, as /proc/<pid>/maps shows it
 
-// What every segment begins with.
+// Is what every segment begins with.
 struct SegmentHeader {
   static constexpr uint64_t kMagic = 0x31656d6572697274;  // "trireme1"
 
@@ -34,7 +35,7 @@ struct SegmentHeader {
   int64_t bytes;  // behind the header
 };
 
-// Where a peer finds a segment.
+// Says where a peer finds a segment.
 struct TRIREME_API SegmentAddress {
   SegmentKind kind = SegmentKind::kAnonymous;
   pid_t pid = 0;
@@ -44,13 +45,13 @@ struct TRIREME_API SegmentAddress {
 
   std::string name() const;  // kNamed: "/trireme-<nonce>"
   std::string to_string() const;
-  // Empty if the text was not made by to_string().
+  // Returns nothing if the text was not made by to_string().
   static std::optional<SegmentAddress> parse(std::string_view text);
 
   bool operator==(const SegmentAddress&) const = default;
 };
 
-// Memory that several processes map. Its pages are reserved before anybody touches them, so that
+// Is memory that several processes map. Its pages are reserved before anybody touches them, so that
 // this cannot fail later, and its size is sealed. Nothing of it outlives the last process that maps
 // it, however that ends (a named one: once unlink_name() was called). Move-only; not thread-safe.
 class TRIREME_API Segment {
@@ -65,17 +66,18 @@ class TRIREME_API Segment {
   // others whoever calls reserve(). Throws Fault(kMemory) saying how much is free.
   static Segment create(SegmentKind kind, int64_t bytes, int64_t parts = 1);
 
-  // A peer's. Empty, with the reason in `why_not`, if it cannot be opened or is not what the
-  // address says. Who `keeps_file` takes one file descriptor, for private_in_children().
+  // Opens a peer's. Returns an empty one, with the reason in `why_not`, if it cannot be opened or
+  // is not what the address says. Who `keeps_file` takes one file descriptor, for
+  // private_in_children().
   static Segment open(const SegmentAddress& address, std::string& why_not, bool keeps_file = false);
 
-  // One of the equal parts of the pages. Nobody touches the segment until all of them are reserved.
-  // False, with the reason in `why_not`, if there is no memory.
+  // Reserves one of the equal parts of the pages. Nobody touches the segment until all of them are
+  // reserved. Returns false, with the reason in `why_not`, if there is no memory.
   bool reserve(int64_t part, int64_t parts, std::string& why_not) const;
 
   explicit operator bool() const { return map_ != nullptr; }
   const SegmentAddress& address() const { return address_; }
-  // Aligned to 64 bytes.
+  // Returns memory aligned to 64 bytes.
   std::byte* data() const { return static_cast<std::byte*>(map_) + kHeaderBytes; }
   int64_t bytes() const { return address_.bytes; }
 
@@ -100,7 +102,7 @@ class TRIREME_API Segment {
   int fd_ = -1;
 };
 
-// Bytes that the memory control group of this process and the machine would still give.
+// Returns the bytes that the memory control group of this process and the machine would still give.
 TRIREME_API int64_t free_memory_bytes();
 
 }  // namespace trireme::shm

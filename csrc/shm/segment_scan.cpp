@@ -43,7 +43,7 @@ std::vector<pid_t> all_processes() {
   return found;
 }
 
-// Fills `to` from there. False, with the reason in `error`, if not all of it can be read.
+// Fills `to` from there. Returns false, with the reason in `error`, if not all of it can be read.
 bool read_file(const std::string& path, uint64_t offset, Bytes& to, int& error) {
   const int fd = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NOCTTY | O_NONBLOCK);
   if (fd < 0) {
@@ -65,8 +65,8 @@ bool read_file(const std::string& path, uint64_t offset, Bytes& to, int& error) 
   return filled == to.size();
 }
 
-// The descriptor that the maker of a segment keeps. Only a regular file is ever opened: others may
-// react to it.
+// Reads by the descriptor that the maker of a segment keeps. Only a regular file is ever opened:
+// others may react to it.
 bool read_descriptor(pid_t pid, const Mapping& mapping, Bytes& to, int& error) {
   std::error_code ignored;
   fs::directory_iterator it(folder_of(pid) + "/fd", ignored);
@@ -80,7 +80,7 @@ bool read_descriptor(pid_t pid, const Mapping& mapping, Bytes& to, int& error) {
   return false;
 }
 
-// Empty if it is none of ours, or its maker is at its first lines.
+// Returns nothing if it is none of ours, or its maker is at its first lines.
 std::optional<FoundSegment> segment_in(const Bytes& mapped, int64_t bytes) {
   FoundSegment found;
   std::memcpy(&found.header, mapped.data(), sizeof(found.header));
@@ -100,7 +100,7 @@ bool take(std::string_view& text, Number& number, int radix, char until) {
   return true;
 }
 
-// A mapping that several processes may have, and what was read of it.
+// Holds a mapping that several processes may have, and what was read of it.
 struct Candidate {
   std::vector<std::pair<pid_t, Mapping>> holders;
 };

@@ -12,14 +12,14 @@
 
 namespace trireme::shm {
 
-// A segment as another process maps it: a copy of what it holds.
+// Is a segment as another process maps it: a copy of what it holds.
 struct FoundSegment {
   SegmentHeader header{};
   std::vector<std::byte> bytes;  // behind the header
   std::vector<pid_t> holders;    // that map it, ascending
 };
 
-// A process that this one may not look at.
+// Names a process that this one may not look at.
 struct HiddenProcess {
   pid_t pid;
   std::string why;  // "Permission denied"
@@ -37,12 +37,12 @@ enum class ReadThrough : uint8_t {
   kFilesAlone,  // /proc/<pid>/fd, which needs fewer rights, but only the maker of a segment has it
 };
 
-// All segments of `bytes` that processes of this machine map, read without their help: they may be
-// stopped, stuck or in the middle of a write. Nothing of them is changed. Cost: one pass over
-// /proc/*/maps.
+// Finds all segments of `bytes` that processes of this machine map, read without their help: they
+// may be stopped, stuck or in the middle of a write. Nothing of them is changed. Cost: one pass
+// over /proc/*/maps.
 TRIREME_API SegmentScan scan_segments(int64_t bytes, ReadThrough way = ReadThrough::kMemory);
 
-// One line of /proc/<pid>/maps, if it may be the whole of a segment with that many bytes.
+// Holds one line of /proc/<pid>/maps, if it may be the whole of a segment with that many bytes.
 struct Mapping {
   uint64_t begin = 0;
   uint64_t device = 0;
@@ -50,7 +50,7 @@ struct Mapping {
 };
 TRIREME_API bool parse_mapping(std::string_view line, int64_t bytes, Mapping& mapping);
 
-// The number by which a process knows itself, inside its pid namespace. 0 if it is gone.
+// Returns the number by which a process knows itself, inside its pid namespace; 0 if it is gone.
 TRIREME_API pid_t own_number_of(pid_t pid);
 
 }  // namespace trireme::shm

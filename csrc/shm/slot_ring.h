@@ -9,18 +9,18 @@
 
 namespace trireme::shm {
 
-// A place in every rank's ring, at the same offset in all of them.
+// Is a place in every rank's ring, at the same offset in all of them.
 struct Slot {
   int64_t offset = 0;
   int64_t bytes = 0;
   uint64_t step = 0;
 };
 
-// The rings of a host group as one allocator: all ranks reserve the same slots in the same order,
-// so nobody has to say where data lies. A slot is used again only when all peers have consumed what
-// it held (counters per rank, not a parity: sizes mix freely). Going round through more memory than
-// a core's own cache is what makes it fast: a slot that a peer still has in its cache costs an
-// invalidation per line.
+// Runs the rings of a host group as one allocator: all ranks reserve the same slots in the same
+// order, so nobody has to say where data lies. A slot is used again only when all peers have
+// consumed what it held (counters per rank, not a parity: sizes mix freely). Going round through
+// more memory than a core's own cache is what makes it fast: a slot that a peer still has in its
+// cache costs an invalidation per line.
 class TRIREME_API SlotRing {
  public:
   explicit SlotRing(HostGroup& group) : group_(group) {}
@@ -40,7 +40,7 @@ class TRIREME_API SlotRing {
   };
   Mark mark(uint64_t step) const { return {head_, step}; }
   void rewind(const Mark& mark);
-  // When a collective begins: ranks that abandoned one may have reserved different slots.
+  // Called when a collective begins: ranks that abandoned one may have reserved different slots.
   void settle();
 
  private:

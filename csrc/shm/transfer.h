@@ -17,7 +17,7 @@ namespace trireme::shm {
 
 constexpr int64_t kAnyRank = -1;
 
-// One message on its way: a send or a recv, from when it is posted until it is done. Made by the
+// Is one message on its way: a send or a recv, from when it is posted until it is done. Made by the
 // caller, who leaves it and `memory` alone until is_done().
 struct Transfer {
   enum class Kind : uint8_t { kSend, kRecv };
@@ -38,7 +38,7 @@ struct Transfer {
 
   bool is_done() const { return done.load(std::memory_order_seq_cst); }
 
-  // The mailbox's and the courier's own.
+  // What follows is the mailbox's and the courier's own.
   Clock::time_point deadline{};
   int64_t moved = 0;
   std::atomic<bool> done{false};

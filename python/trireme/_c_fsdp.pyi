@@ -7,8 +7,6 @@ from torch.distributed.distributed_c10d import ProcessGroup
 
 from trireme._C import Communicator
 
-_Spec = tuple[str, Sequence[int], torch.dtype, int, torch.dtype | None, torch.dtype | None, bool]
-
 def plan_offload(
     parameter_bytes: Sequence[int],
     *,
@@ -17,20 +15,55 @@ def plan_offload(
     owed: tuple[float, float],
 ) -> tuple[list[int], list[int], tuple[float, float]]: ...
 
+class ShardedParamSpec:
+    def __init__(
+        self,
+        *,
+        name: str,
+        sizes: Sequence[int],
+        dtype: torch.dtype,
+        dim: int = 0,
+        param_dtype: torch.dtype | None = None,
+        reduce_dtype: torch.dtype | None = None,
+        requires_grad: bool = True,
+    ) -> None: ...
+
+class UnitOffload:
+    @property
+    def optimizers(self) -> list[int]: ...
+    @property
+    def everything(self) -> list[int]: ...
+    @property
+    def pins_memory(self) -> bool: ...
+    def __init__(
+        self, optimizers: Sequence[int], everything: Sequence[int], pins_memory: bool
+    ) -> None: ...
+
+class FsdpRanks:
+    def __init__(
+        self,
+        communicator: Communicator,
+        replicates_with: Communicator | None = None,
+        scatters_with: Communicator | None = None,
+    ) -> None: ...
+
 class ParamGroup:
     label: str
     reshard_after_forward: bool
     reshard_after_backward: bool
+    synchronizes: bool
+    all_reduces: bool
+    divide_factor: float
     def __init__(
         self,
         *,
-        specs: Sequence[_Spec],
+        specs: Sequence[ShardedParamSpec],
         communicator: Communicator,
         gathers_with: Communicator | None = None,
         device: torch.device = ...,
         always_gathers: bool = False,
         reshards_with: Communicator | None = None,
-        offload: tuple[Sequence[int], Sequence[int], bool] | None = None,
+        offload: UnitOffload | None = None,
     ) -> None: ...
     @staticmethod
     def gathers_over(communicator: Communicator, device: torch.device) -> bool: ...
@@ -63,6 +96,8 @@ class ParamGroup:
     def show_sharded(self) -> None: ...
     def reshard(self) -> None: ...
     def reshard_to_all(self) -> None: ...
+    def copy_flags(self, like: ParamGroup) -> None: ...
+    def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None] | None) -> None: ...
 
 class Fsdp:
     def __init__(
@@ -70,7 +105,7 @@ class Fsdp:
         *,
         groups: Sequence[ParamGroup],
         names: Sequence[str],
-        ranks: Sequence[tuple[Communicator, Communicator | None, Communicator | None]],
+        ranks: Sequence[FsdpRanks],
         ranks_of: Sequence[int],
         agrees_with: Communicator | None = None,
     ) -> None: ...
@@ -95,18 +130,13 @@ class Fsdp:
     def is_writing(self) -> bool: ...
     def begin_reading(self) -> None: ...
     def begin_writing(self) -> None: ...
-    def set_synchronize(self, groups: Sequence[bool]) -> None: ...
-    def set_all_reduce(self, groups: Sequence[bool]) -> None: ...
-    def set_all_reduce_hooks(
-        self, groups: Sequence[Callable[[torch.Tensor], None] | None]
-    ) -> None: ...
     def allocate_from(self, groups: tuple[ProcessGroup, ProcessGroup] | None) -> bool: ...
-    def set_divide_factors(self, groups: Sequence[float]) -> None: ...
     def set_manual_finalization(self, manual: bool) -> None: ...
     def finalize_backward(self) -> None: ...
     def reset(self) -> None: ...
-    def set_delivered_callback(self, callback: Callable[[list[int]], None]) -> None: ...
-    def take_gradients(self, parameters: Sequence[int]) -> list[torch.Tensor]: ...
+    def hand_out_gradients(
+        self, callback: Callable[[list[int], list[torch.Tensor]], None]
+    ) -> None: ...
     def wait_for_gradients(self) -> None: ...
     def set_divisor(self, divisor: float) -> None: ...
     def shadow_step(self, root: ParamGroup | None) -> None: ...

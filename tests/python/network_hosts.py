@@ -48,12 +48,12 @@ def two_hosts() -> Iterator[list[str]]:
         yield hosts
     finally:
         for host in made:
-            ip("netns", "delete", host)  # and the cable with it
+            ip("netns", "delete", host)  # the cable goes with it
 
 
 @contextmanager
 def two_hosts_or_skip() -> Iterator[list[str]]:
-    """The same for a fixture."""
+    """Does what `two_hosts` does, for a fixture."""
     skip_without_namespaces()
     stack = two_hosts()
     try:
@@ -96,7 +96,7 @@ def _move_to(host: str) -> None:
 
 
 def sent_bytes() -> int:
-    """By the interface of this namespace so far, headers and all."""
+    """Counts what the interface of this namespace has sent so far, headers and all."""
     for line in Path("/proc/thread-self/net/dev").read_text().splitlines():
         name, _, numbers = line.partition(":")
         if name.strip() == INTERFACE:

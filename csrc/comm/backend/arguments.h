@@ -13,13 +13,14 @@
 
 namespace trireme {
 
-// What a collective was called with, and what is wrong with it. One rank may be the only one to see
-// it, so it is not thrown here: the reason travels, and all ranks raise (Collectives::refuse).
+// Holds what a collective was called with, and what is wrong with it. One rank may be the only one
+// to see it, so it is not thrown here: the reason travels, and all ranks raise
+// (Collectives::refuse).
 class ShmArguments {
  public:
   explicit ShmArguments(const char* name) : name_(name) {}
 
-  // Dense tensors on CPU, all of one dtype.
+  // Takes dense tensors on CPU, all of one dtype.
   ShmArguments& take(const std::vector<at::Tensor>& tensors);
   ShmArguments& take(const at::Tensor& tensor) { return take(std::vector<at::Tensor>{tensor}); }
   ShmArguments& expect(bool fine, const std::function<std::string()>& got);
@@ -27,11 +28,11 @@ class ShmArguments {
   ShmArguments& numel(const char* what, int64_t got, int64_t expected);
   ShmArguments& root(int64_t rank, int64_t world);
 
-  // How c10d's ReduceOp is done on elements of what was taken.
+  // Says how c10d's ReduceOp is done on elements of what was taken.
   shm::ReduceOptions reduction(const c10d::ReduceOp& op);
 
-  // Elements for each of `world` ranks: rows of dim 0 by `splits`, or equal parts if there are
-  // none.
+  // Returns the elements for each of `world` ranks: rows of dim 0 by `splits`, or equal parts if
+  // there are none.
   std::vector<int64_t> split_numels(const char* what, const at::Tensor& tensor,
                                     const std::vector<int64_t>& splits, int64_t world);
 

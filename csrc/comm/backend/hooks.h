@@ -14,7 +14,7 @@
 
 namespace trireme {
 
-// One operation that ended well.
+// Names one operation that ended well.
 struct ShmCompletion {
   uint64_t key;  // the Work's; never used again in this process
   c10d::OpType type;
@@ -23,9 +23,10 @@ struct ShmCompletion {
   std::chrono::steady_clock::time_point finished;
 };
 
-// What is to be called when an operation ends well, and before this rank raises that the group has
-// ended. Hooks run on whichever thread ran the operation, without a lock of the group's held; those
-// of two operations may run at once. What they throw is said once as a warning. Thread-safe.
+// Holds what is to be called when an operation ends well, and before this rank raises that the
+// group has ended. Hooks run on whichever thread ran the operation, without a lock of the group's
+// held; those of two operations may run at once. What they throw is said once as a warning.
+// Thread-safe.
 //
 // Hooks of an abort run once in the life of a group, in the order of their numbers, before anybody
 // sees the error: whoever comes meanwhile waits for them.
@@ -39,7 +40,7 @@ class ShmHooks {
 
   void completed(const ShmCompletion& completion) noexcept;
   bool hears_completions() const { return reports_.load(std::memory_order_relaxed); }
-  // What a fault of an operation means for the group.
+  // Does what a fault of an operation means for the group.
   void failed(const shm::Fault& fault) noexcept;
   void aborting() noexcept;
   c10d::ErrorType error() const { return error_.load(); }

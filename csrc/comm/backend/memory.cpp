@@ -18,7 +18,8 @@ using SegmentPtr = std::shared_ptr<const shm::Segment>;
 constexpr int64_t kKeptBytes = int64_t{256} << 20;
 constexpr int64_t kPage = 4096;
 
-// An eighth more than asked for at most, so that sizes which differ a little fit each other.
+// Returns an eighth more than asked for at most, so that sizes which differ a little fit each
+// other.
 int64_t rounded(int64_t bytes) {
   int64_t step = kPage;
   while (step * 16 <= bytes) step *= 2;
@@ -76,7 +77,7 @@ class ShmAllocator final : public c10::Allocator {
     return segment;
   }
 
-  // Unless somebody else (a window) still holds it: then it is gone when that lets go.
+  // Keeps it unless somebody else (a window) still holds it: then it is gone when that lets go.
   void keep(SegmentPtr segment) {
     std::deque<SegmentPtr> dropped;  // after the lock
     const std::lock_guard<std::mutex> lock(mutex_);

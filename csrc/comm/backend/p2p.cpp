@@ -34,7 +34,7 @@ std::exception_ptr as_c10d_error(const std::string& text) {
   }
 }
 
-// One send or recv. Whoever waits for it moves it.
+// Is one send or recv. Whoever waits for it moves it.
 class P2pWork final : public c10d::Work {
  public:
   P2pWork(shm::HostGroup& group, c10d::OpType type, const char* title, at::Tensor tensor,
@@ -138,8 +138,8 @@ class P2pWork final : public c10d::Work {
   c10::intrusive_ptr<c10::ivalue::Future> future_;
 };
 
-// All ShmP2p of this process that have a courier. It is never destroyed: groups may outlive static
-// objects.
+// Holds all ShmP2p of this process that have a courier. It is never destroyed: groups may outlive
+// static objects.
 struct Everyone {
   std::mutex mutex;
   std::set<ShmP2p*> live;

@@ -17,7 +17,7 @@
 
 namespace trireme {
 
-// send and recv of the backend: messages of one tensor each, through shm::Courier. See
+// Runs send and recv of the backend: messages of one tensor each, through shm::Courier. See
 // shm/mailbox.h for their order and for what each costs; nothing is made before the first of them.
 //
 // Errors: a tensor that cannot be sent, or a rank that does not exist, raises ValueError here. What

@@ -18,11 +18,11 @@
 namespace trireme {
 namespace {
 
-// How long the queue's thread leaves an operation to whoever waits for it, where no CPU is free.
-// Most backwards end sooner; one that does not gets its first buckets reduced underway.
+// Says how long the queue's thread leaves an operation to whoever waits for it, where no CPU is
+// free. Most backwards end sooner; one that does not gets its first buckets reduced underway.
 constexpr std::chrono::milliseconds kPatience{50};
 
-// The queue whose callbacks this thread runs, and the one whose operation it is at.
+// These are the queue whose callbacks this thread runs, and the one whose operation it is at.
 thread_local const void* calls_back_for = nullptr;
 thread_local const void* operates_for = nullptr;
 
@@ -206,8 +206,8 @@ void ShmQueue::hurry(Shared& shared, const ShmWork& work) {
   shared.changed.notify_all();
 }
 
-// A thread that was called away while it waited for an operation that another one runs: the same
-// becomes of that as if this thread had run it.
+// Serves a thread that was called away while it waited for an operation that another one runs: it
+// abandons that as if it had run it itself.
 void ShmQueue::leave(Shared& shared, ShmWork& work, const std::string& reason) {
   std::unique_lock<std::mutex> lock(shared.mutex);
   if (work.isCompleted()) return;
@@ -218,7 +218,8 @@ void ShmQueue::leave(Shared& shared, ShmWork& work, const std::string& reason) {
   if (--shared.in_callbacks == 0) shared.changed.notify_all();
 }
 
-// Nothing could run it: operations go one after the other, and this thread is in the middle of one.
+// Throws where nothing could run it: operations go one after the other, and this thread is in the
+// middle of one.
 void ShmQueue::refuse_within(const Shared& shared, const char* call) {
   if (operates_for != &shared) return;
   C10_THROW_ERROR(

@@ -25,11 +25,12 @@ namespace trireme {
 
 class ShmWork;
 
-// Operations of one group, run one after the other in the order in which they were submitted. Three
-// threads may run them: the caller's, where it waits for the result anyway and nothing is ahead of
-// it (a hand-over costs more than a small collective); that of whoever waits for one of them; and
-// one of the queue's own. Where the ranks of this host keep all its CPUs busy the last one holds
-// back for a while: a second thread per rank would only take the time that it gains from the first.
+// Runs operations of one group, one after the other in the order in which they were submitted.
+// Three threads may run them: the caller's, where it waits for the result anyway and nothing is
+// ahead of it (a hand-over costs more than a small collective); that of whoever waits for one of
+// them; and one of the queue's own. Where the ranks of this host keep all its CPUs busy the last
+// one holds back for a while: a second thread per rank would only take the time that it gains from
+// the first.
 //
 // Callbacks of futures run in the order of their operations. One may wait for a later operation
 // (communication hooks chain them): what was submitted from within a callback is run by another
@@ -75,7 +76,7 @@ class ShmQueue {
     Clock::time_point worker_takes_it_at;
     bool from_callback = false;
   };
-  // What a Work, which may outlive the queue, shares with it.
+  // Holds what a Work, which may outlive the queue, shares with it.
   struct Shared {
     std::mutex mutex;
     std::condition_variable changed;
@@ -114,7 +115,7 @@ class ShmQueue {
   uint64_t forks_ = 0;                // forks_so_far() when the first worker started
 };
 
-// One operation of the backend, before, while and after it runs.
+// Is one operation of the backend, before, while and after it runs.
 class ShmWork final : public c10d::Work {
  public:
   ShmWork(int rank, c10d::OpType type, const char* title, std::vector<at::Tensor> outputs,

@@ -24,7 +24,7 @@ constexpr const char* kName = "trireme";
 
 thread_local std::string current_label;
 
-// All backends of this process. It is never destroyed: groups may outlive static objects.
+// Holds all backends of this process. It is never destroyed: groups may outlive static objects.
 struct LivingBackends {
   std::mutex mutex;
   std::set<ShmBackend*> all;
@@ -96,7 +96,7 @@ void ShmBackend::meet() {
   meet_hosts(number);
 }
 
-// Memory inside the hosts, if any has more than one of the ranks, and Gloo between them.
+// Prepares memory inside the hosts, if any has more than one of the ranks, and Gloo between them.
 void ShmBackend::meet_hosts(const std::string& incarnation) {
   const auto hosts = group_->hosts().size();
   const bool all_alone = hosts == static_cast<size_t>(where_.world);

@@ -25,7 +25,7 @@ struct ShmOptions {
   std::string host_partition{};
 };
 
-// The c10d backend "trireme": collectives of CPU ranks through the memory of their host (see
+// Makes the c10d backend "trireme": collectives of CPU ranks through the memory of their host (see
 // shm/collectives.h) and, between hosts, over Gloo (see hosts/multi_host_collectives.h), for any
 // program that uses torch.distributed. Collective: every rank of `where.world` calls it with a
 // Store that all of them share and that carries no other group's keys.
@@ -49,7 +49,7 @@ TRIREME_API c10::intrusive_ptr<c10d::Backend> make_shm_backend(
 // in flight in good order is left out: these may still end well.
 TRIREME_API void leave_all_groups(const std::string& error);
 
-// A process group of that backend alone, for tensors on CPU.
+// Makes a process group of that backend alone, for tensors on CPU.
 TRIREME_API c10::intrusive_ptr<c10d::ProcessGroup> make_shm_group(
     const c10::intrusive_ptr<c10d::Store>& store, RankOf where, const ShmOptions& options = {});
 

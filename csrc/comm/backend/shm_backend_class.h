@@ -50,7 +50,7 @@ class ShmBackend final : public c10d::Backend {
   bool shares_memory() const { return collectives_ != nullptr; }
   // Says whether any ranks share memory; Gloo does all where every rank is alone on its host.
   bool uses_memory() const { return collectives_ != nullptr || hosts_ != nullptr; }
-  // shm_backend_hooks.cpp; messages over Gloo are not reported.
+  // shm_backend_hooks.cpp has these; messages over Gloo are not reported.
   c10d::ErrorType getError() override;
   void registerOnCompletionHook(
       std::function<void(std::shared_ptr<c10d::WorkInfo>)>&& hook) override;
@@ -63,7 +63,7 @@ class ShmBackend final : public c10d::Backend {
   void registerCompletionHook(int64_t id, CompletionHook hook) TRIREME_HOOKS_OVERRIDE;
   void unregisterCompletionHook(int64_t id) TRIREME_HOOKS_OVERRIDE;
 
-  // shm_backend_memory.cpp; local calls, new_window() is collective.
+  // shm_backend_memory.cpp has these: local calls, but for new_window(), which is collective.
   bool supportsTensorAlloc(c10::DeviceIndex /*index*/) override { return shares_memory(); }
   at::Tensor allocateTensor(long size, at::TensorOptions options) override;
   std::shared_ptr<c10::Allocator> getMemAllocator() override;
@@ -107,7 +107,7 @@ class ShmBackend final : public c10d::Backend {
     ScopedLabel& operator=(const ScopedLabel&) = delete;
   };
 
-  // shm_backend_verbs.cpp
+  // shm_backend_verbs.cpp has these.
   WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override;
   WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override;
   WorkPtr allreduce_coalesced(Tensors& tensors,
@@ -143,7 +143,7 @@ class ShmBackend final : public c10d::Backend {
   WorkPtr recvAnysource(Tensors& tensors, int tag) override;
 
  private:
-  // What an operation is given when its turn has come.
+  // Holds what an operation is given when its turn has come.
   struct Call {
     GroupCollectives run;
     shm::CallOptions options;

@@ -1,4 +1,4 @@
-// What the backend tells those that registered with it, and what it says of itself.
+// This is what the backend tells those that registered with it, and what it says of itself.
 
 #include <trireme/comm/backend/shm_backend_class.h>
 #include <trireme/common/forks.h>
@@ -9,7 +9,7 @@
 namespace trireme {
 namespace {
 
-// The number of registerOnCompletionHook's hook, which has none of its own.
+// Is the number of registerOnCompletionHook's hook, which has none of its own.
 constexpr int64_t kOnCompletion = std::numeric_limits<int64_t>::min();
 
 }  // namespace

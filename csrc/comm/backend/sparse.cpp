@@ -11,7 +11,7 @@ namespace {
 
 using Use = ShmTensors::Use;
 
-// `mine` of every rank behind each other along dim 0; rank r has numels[r] rows.
+// Gathers `mine` of every rank behind each other along dim 0; rank r has numels[r] rows.
 at::Tensor gather_rows(const GroupCollectives& collectives, const at::Tensor& mine,
                        const std::vector<int64_t>& rows, const shm::CallOptions& options) {
   std::vector<at::Tensor> outputs;
@@ -33,7 +33,7 @@ void all_reduce_sparse(const GroupCollectives& collectives, const at::Tensor& te
   const auto world = static_cast<size_t>(collectives.world());
   at::Tensor user = tensor;
   const at::Tensor mine = tensor.detach().coalesce();
-  // What must agree, and how much everybody has.
+  // This says what must agree, and how much everybody has.
   at::Tensor about = at::tensor({mine._nnz(), mine.sparse_dim()}, at::kLong);
   about = at::cat({about, at::tensor(mine.sizes(), at::kLong)});
   std::vector<at::Tensor> abouts;

@@ -6,8 +6,8 @@
 
 namespace trireme {
 
-// The sum over the ranks of a sparse COO tensor, in place and coalesced: indices and values of all
-// ranks are gathered, so the cost grows with the number of ranks and what they do not share.
+// Sums a sparse COO tensor over the ranks, in place and coalesced: indices and values of all ranks
+// are gathered, so the cost grows with the number of ranks and what they do not share.
 void all_reduce_sparse(const GroupCollectives& collectives, const at::Tensor& tensor,
                        const shm::CallOptions& options);
 

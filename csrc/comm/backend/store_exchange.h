@@ -10,7 +10,7 @@
 
 namespace trireme {
 
-// A Store as shm/ sees it.
+// Is a Store as shm/ sees it.
 class StoreExchange final : public shm::Exchange {
  public:
   StoreExchange(c10::intrusive_ptr<c10d::Store> store, std::chrono::milliseconds patience)

@@ -1,7 +1,7 @@
 #pragma once
 
-// What newer torch asks of a backend, under one name for all versions: where torch has a type it is
-// torch's, elsewhere one like it, which only C++ programs can use.
+// Declares what newer torch asks of a backend, under one name for all versions: where torch has a
+// type it is torch's, elsewhere one like it, which only C++ programs can use.
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/version.h>
@@ -13,7 +13,7 @@
 
 namespace trireme {
 
-// One-sided access, since 2.14.
+// One-sided access exists since 2.14.
 #ifdef C10D_BACKEND_HAS_WINDOW
 #define TRIREME_WINDOW_OVERRIDE override
 using c10d::PutOptions;
@@ -36,7 +36,7 @@ struct WaitSignalOptions {
 class Window : public torch::CustomClassHolder {};
 #endif
 
-// Abort and completion hooks in their present form, since 2.15.
+// Abort and completion hooks have their present form since 2.15.
 #if defined(C10D_BACKEND_HAS_HOOKS) && (TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 15)
 #define TRIREME_HOOKS_OVERRIDE override
 using c10d::AbortHook;

@@ -11,7 +11,7 @@ namespace {
 
 using TensorList = std::vector<at::Tensor>;
 
-// The works of one verb, in the order they were issued. They keep their tensors alive.
+// Holds the works of one verb, in the order they were issued. They keep their tensors alive.
 class ShmState final : public Pending::State {
  public:
   explicit ShmState(const std::vector<ShmBackend::WorkPtr>& works) {

@@ -12,10 +12,10 @@
 
 namespace trireme {
 
-// The collectives of a Communicator over the backend "trireme", on one host or several. Lists of
-// CPU tensors go there as they are, one collective per dtype, without flat copies; tensors of other
-// devices go through `others`, which belongs to the same group. What ranks share, and what follows
-// a failure, is said by the classes made of this.
+// Runs the collectives of a Communicator over the backend "trireme", on one host or several. Lists
+// of CPU tensors go there as they are, one collective per dtype, without flat copies; tensors of
+// other devices go through `others`, which belongs to the same group. What ranks share, and what
+// follows a failure, is said by the classes made of this.
 class ShmVerbs : public Communicator, public Host {
  public:
   ShmVerbs(c10::intrusive_ptr<ShmBackend> backend, std::shared_ptr<Communicator> others);

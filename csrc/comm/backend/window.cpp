@@ -57,7 +57,7 @@ std::vector<Place> gather(shm::Collectives& collectives, Place& mine,
 
 }  // namespace
 
-// How a rank tells where its tensor lies.
+// Is how a rank tells where its tensor lies.
 struct ShmWindow::Place {
   std::array<char, 192> address{};  // the segment's address
   int64_t offset = 0;               // bytes in it
@@ -66,7 +66,7 @@ struct ShmWindow::Place {
   int64_t dtype = 0;
 };
 
-// What a peer could not open.
+// Says what a peer could not open.
 struct Obstacle {
   std::array<char, 256> why{};
 };
@@ -83,7 +83,7 @@ struct ShmWindow::Signals {
   }
 };
 
-// A wait_signal(): whoever waits for it waits for the signal.
+// Is a wait_signal(): whoever waits for it waits for the signal.
 class ShmWindow::SignalWork final : public c10d::Work {
  public:
   SignalWork(c10::intrusive_ptr<ShmBackend> backend, std::shared_ptr<Signals> signals, int64_t peer,

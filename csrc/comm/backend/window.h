@@ -11,9 +11,9 @@
 
 namespace trireme {
 
-// A tensor of each rank that all ranks of a host map: put() is a copy, signal() a counter. Tensors
-// are contiguous and lie in memory of Backend::allocateTensor; shapes and dtypes may differ by
-// rank.
+// Is a tensor of each rank that all ranks of a host map: put() is a copy, signal() a counter.
+// Tensors are contiguous and lie in memory of Backend::allocateTensor; shapes and dtypes may differ
+// by rank.
 //
 // What a rank put before a signal its peer sees after the wait_signal() that takes it: each takes
 // one, in the order of the calls. Whether a peer reads or writes its own tensor meanwhile is for
@@ -42,7 +42,7 @@ class ShmWindow final : public Window {
  private:
   class SignalWork;
   struct Place;
-  // A rank's tensor, as this rank sees it.
+  // Is a rank's tensor, as this rank sees it.
   struct View {
     std::shared_ptr<const shm::Segment> segment;
     at::Tensor tensor;

@@ -4,8 +4,7 @@
 
 #include <vector>
 
-// The calling names of c10d's verbs on flat tensors, which changed in torch 2.13; the old ones warn
-// since.
+// Calls c10d's verbs on flat tensors, whose names changed in torch 2.13; the old ones warn since.
 namespace trireme {
 
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;

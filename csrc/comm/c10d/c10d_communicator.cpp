@@ -32,7 +32,7 @@ at::Tensor as_real(const at::Tensor& tensor) {
 // Shows the same memory as bytes, for verbs that only move: any dtype, bool and float8 too.
 at::Tensor as_bytes(const at::Tensor& tensor) { return tensor.view({-1}).view(at::kByte); }
 
-// Many tensors in one buffer, each at an offset that any dtype may be read from.
+// Holds many tensors in one buffer, each at an offset that any dtype may be read from.
 class FlatGroup {
  public:
   static constexpr int64_t kAlignBytes = 16;
@@ -106,7 +106,7 @@ std::vector<TensorList> split_by_buffer(const TensorList& tensors, bool by_dtype
 // one buffer.
 constexpr int64_t kSmallBytes = 64 * 1024;
 
-// The works of one verb, in the order they were issued.
+// Holds the works of one verb, in the order they were issued.
 class WorkState final : public Pending::State {
  public:
   WorkState(std::shared_ptr<GroupHealth> health, std::string operation)
@@ -343,11 +343,11 @@ class C10dCommunicator final : public Communicator {
     add(
         state, [&] { return all_gather_flat(*group_, flat, input); }, {flat, input},
         [output, places = std::move(small_outputs), world = where_.world] {
-          int64_t at = 0;
+          int64_t offset = 0;
           for (const at::Tensor& place : places) {
             const int64_t bytes = place.numel() / world;
-            place.view({world, bytes}).copy_(output.narrow(1, at, bytes));
-            at += bytes;
+            place.view({world, bytes}).copy_(output.narrow(1, offset, bytes));
+            offset += bytes;
           }
         });
   }

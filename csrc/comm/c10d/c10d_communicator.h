@@ -15,14 +15,14 @@ using MakeCommunicator = std::shared_ptr<Communicator>(c10::intrusive_ptr<c10d::
 
 struct C10dRequest {
   c10::intrusive_ptr<c10d::ProcessGroup> group;
-  // The store of that group: ranks leave word there when a collective fails. If it is null, errors
-  // name this rank only.
+  // Is the store of that group: ranks leave word there when a collective fails. If it is null,
+  // errors name this rank only.
   c10::intrusive_ptr<c10d::Store> store;
   bool is_gloo = false;                      // Gloo moves the group's CPU tensors, by whatever name
   MakeCommunicator* make_of_part = nullptr;  // for the groups that are split off this one
 };
 
-// A Communicator over any c10d ProcessGroup: Gloo, NCCL, MPI, UCC, fake, or one of torch's
+// Makes a Communicator over any c10d ProcessGroup: Gloo, NCCL, MPI, UCC, fake, or one of torch's
 // wrappers. Goes through the ProcessGroup and its dispatcher, so that torch's hooks and recorders
 // see every collective.
 //

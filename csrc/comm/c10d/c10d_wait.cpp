@@ -36,7 +36,7 @@ constexpr milliseconds kReportPatience{2000};
   C10_THROW_ERROR(DistBackendError, text);
 }
 
-// One bounded wait: true when the work is finished; throws what it failed of.
+// Waits for at most that long: returns true when the work is finished, throws what it failed of.
 bool wait_slice(c10d::Work& work, milliseconds slice) {
   try {
     work.wait(slice);

@@ -10,8 +10,8 @@
 
 namespace trireme {
 
-// One bucket as a communication hook sees it: what c10d::GradBucket is built from. `buffer` is 1-D
-// (or a sparse gradient), neither divided nor padded; parameter i owns lengths[i] elements from
+// Is one bucket as a communication hook sees it: what c10d::GradBucket is built from. `buffer` is
+// 1-D (or a sparse gradient), neither divided nor padded; parameter i owns lengths[i] elements from
 // offsets[i].
 struct HookBucket {
   size_t index = 0;

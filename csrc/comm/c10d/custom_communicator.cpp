@@ -7,7 +7,7 @@
 
 namespace trireme {
 
-// The user's collective on its way, and what is copied when it is over.
+// Is the user's collective on its way, and what is copied when it is over.
 class CustomCommunicator::Flat final : public Pending::State {
  public:
   Flat(std::shared_ptr<c10d::Work> work, std::shared_ptr<GroupHealth> health, std::string operation,
@@ -100,10 +100,10 @@ Pending CustomCommunicator::all_gather(std::vector<at::Tensor> outputs,
   return Pending(
       std::make_unique<Flat>(std::move(work), health_, std::move(operation), on_cpu,
                              [flat = flat.view({world(), numel}), outputs = std::move(outputs)] {
-                               int64_t at = 0;
+                               int64_t offset = 0;
                                for (const at::Tensor& output : outputs) {
-                                 output.copy_(flat.narrow(1, at, output.size(1)));
-                                 at += output.size(1);
+                                 output.copy_(flat.narrow(1, offset, output.size(1)));
+                                 offset += output.size(1);
                                }
                              }));
 }

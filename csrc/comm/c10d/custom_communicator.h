@@ -12,7 +12,7 @@
 
 namespace trireme {
 
-// A collective of the user's, on flat tensors.
+// Is a collective of the user's, on flat tensors.
 struct CustomCollective {
   // Returns `numel` contiguous elements for the collective; may return the same ones in every call.
   std::function<at::Tensor(int64_t numel, at::ScalarType dtype, c10::Device device)> allocate = {};
@@ -23,8 +23,8 @@ struct CustomCollective {
   explicit operator bool() const { return start != nullptr; }
 };
 
-// A communicator whose all_gather, or reduce_scatter, goes through a collective of the user's, as
-// soon as one is set; all else is that of `inner`, whose health it shares.
+// Is a communicator whose all_gather, or reduce_scatter, goes through a collective of the user's,
+// as soon as one is set; all else is that of `inner`, whose health it shares.
 //
 // For a list of tensors the user's collective is called once, on what lies end to end: all_gather
 // with its input in its place in the output (as bytes where dtypes differ), reduce_scatter, of one
@@ -43,7 +43,7 @@ class TRIREME_API CustomCommunicator final : public Communicator {
   void set_reduce_scatter(CustomCollective collective);
   // Says whether a reduce_scatter of CPU tensors may return only when all ranks have come: the
   // user's last one did, or there was none yet.
-  bool scatter_waits() const { return reduce_scatter_ && scatter_waits_; }
+  bool scatter_waits() const override { return reduce_scatter_ && scatter_waits_; }
   const std::shared_ptr<Communicator>& inner() const { return inner_; }
 
   RankOf rank_of() const override { return inner_->rank_of(); }

@@ -25,10 +25,10 @@ struct NcclRequest {
 // c10::ValueError saying what to do when this build has none, or when it cannot be opened.
 TRIREME_API void load_nccl(RankOf where);
 
-// torch's NCCL engine on the current CUDA device. Loads the library if need be.
+// Makes torch's NCCL engine on the current CUDA device. Loads the library if need be.
 TRIREME_API c10::intrusive_ptr<c10d::Backend> make_nccl_backend(const NcclRequest& request);
 
-// What the library exports: fills `backend`.
+// Is what the library exports: fills `backend`.
 using MakeNcclBackend = void(const NcclRequest& request,
                              c10::intrusive_ptr<c10d::Backend>& backend);
 inline constexpr const char* kMakeNcclBackend = "trireme_make_nccl_backend";

@@ -7,8 +7,9 @@
 
 namespace trireme {
 
-// A group of some ranks of `group`, for the same devices; null where one of its engines can make
-// none. `name` begins the keys that it has in that group's Store, once per group and first rank.
+// Makes a group of some ranks of `group`, for the same devices; null where one of its engines can
+// make none. `name` begins the keys that it has in that group's Store, once per group and first
+// rank.
 c10::intrusive_ptr<c10d::ProcessGroup> split_group(c10d::ProcessGroup& group,
                                                    const std::vector<int>& ranks,
                                                    const std::string& name);

@@ -7,13 +7,13 @@
 
 namespace trireme {
 
-// The collectives of a group, on one host or over several. References only; copy freely.
+// Runs the collectives of a group, on one host or over several. Holds only references; copy freely.
 class GroupCollectives {
  public:
   explicit GroupCollectives(shm::Collectives& one_host) : one_host_(&one_host) {}
   explicit GroupCollectives(MultiHostCollectives& hosts) : hosts_(&hosts) {}
 
-  // The number of the last collective that began.
+  // Returns the number of the last collective that began.
   uint64_t sequence() const { return hosts_ ? hosts_->sequence() : one_host_->group().sequence(); }
   int64_t world() const { return hosts_ ? hosts_->world() : one_host_->group().world(); }
 

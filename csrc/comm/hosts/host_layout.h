@@ -32,11 +32,11 @@ struct HostLayout {
   }
   const std::vector<int64_t>& here() const { return ranks_of(host); }
   int64_t ranks_here() const { return static_cast<int64_t>(here().size()); }
-  // The ranks of a host whose data goes by that leg: every legs-th.
+  // Returns the ranks of a host whose data goes by that leg: every legs-th.
   std::vector<int64_t> carried(int64_t one, int64_t leg) const {
     std::vector<int64_t> ranks;
-    for (int64_t at = leg; at < static_cast<int64_t>(ranks_of(one).size()); at += legs)
-      ranks.push_back(ranks_of(one)[static_cast<size_t>(at)]);
+    for (int64_t index = leg; index < static_cast<int64_t>(ranks_of(one).size()); index += legs)
+      ranks.push_back(ranks_of(one)[static_cast<size_t>(index)]);
     return ranks;
   }
   int64_t host_of(int64_t rank) const {

@@ -19,15 +19,15 @@
 
 namespace trireme {
 
-// A leg came to its end before the message did. The text is a part of a sentence.
+// Says that a leg came to its end before the message did. The text is a part of a sentence.
 class LegBroken : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
 };
 
-// This rank's end of a leg (see host_layout.h): messages to and from the ranks of the other hosts
-// that have the same place there, over a Gloo group of their own. Between two ranks messages arrive
-// in the order in which both have posted them; Gloo's thread moves them meanwhile.
+// Is this rank's end of a leg (see host_layout.h): messages to and from the ranks of the other
+// hosts that have the same place there, over a Gloo group of their own. Between two ranks messages
+// arrive in the order in which both have posted them; Gloo's thread moves them meanwhile.
 //
 // While a rank waits here, a thread of the leg looks as often as a wait in shared memory does
 // whether another rank of the host has given the group up.
@@ -38,8 +38,8 @@ class HostLeg {
   // Says whether the group has failed, as far as this host knows. Any thread may call it.
   using Pointless = std::function<bool()>;
 
-  // Messages on their way; null for a rank without a leg, which has none. Their memory must stay as
-  // it is until land(), or as long as this lives.
+  // Holds messages on their way; null for a rank without a leg, which has none. Their memory must
+  // stay as it is until land(), or as long as this lives.
   class Flight {
    public:
     explicit Flight(HostLeg* leg);

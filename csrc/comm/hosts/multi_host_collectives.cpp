@@ -23,7 +23,7 @@ constexpr milliseconds kWordComesWithin{1000};
 
 }  // namespace
 
-// What a host tells the others when its ranks have met.
+// Is what a host tells the others when its ranks have met.
 struct MultiHostCollectives::Header {
   uint64_t sequence = 0;
   uint64_t fingerprint = 0;
@@ -81,7 +81,7 @@ MultiHostCollectives::Scope::Scope(MultiHostCollectives& owner, const Operation&
                          "moved by this one."));
 }
 
-// What the legs have found out, from the first of them to all ranks of this host.
+// Tells what the legs have found out, from the first of them to all ranks of this host.
 void MultiHostCollectives::Scope::tell_host(std::string& complaint) const {
   std::array<char, sizeof(Header)> text{};
   std::memcpy(text.data(), complaint.data(), std::min(complaint.size(), text.size() - 1));
@@ -98,7 +98,7 @@ void MultiHostCollectives::meet_on_host(const Operation& operation, const CallOp
   if (local_) local_->meet(operation, call);
 }
 
-// What this host and another do not agree about; empty if there is nothing.
+// Says what this host and another do not agree about; empty if there is nothing.
 std::string MultiHostCollectives::compare_with_hosts(const Header& mine,
                                                      shm::Clock::time_point deadline) {
   constexpr auto kBytes = static_cast<int64_t>(sizeof(Header));
@@ -212,8 +212,8 @@ void MultiHostCollectives::Scope::reduce_scatter(const Pieces& output,
                                                  const std::vector<Pieces>& inputs,
                                                  const shm::ReduceOptions& how) const {
   if (owner_.local_) return owner_.local_->reduce_scatter(output, inputs, how, here());
-  output.visit(0, output.bytes(), [&](std::byte* out, int64_t at, int64_t length) {
-    inputs[0].visit(at, length, [&](const std::byte* in, int64_t offset, int64_t bytes) {
+  output.visit(0, output.bytes(), [&](std::byte* out, int64_t position, int64_t length) {
+    inputs[0].visit(position, length, [&](const std::byte* in, int64_t offset, int64_t bytes) {
       const void* source = in;
       shm::reduce(out + offset, nullptr,
                   {.dtype = how.dtype,
@@ -230,8 +230,8 @@ void MultiHostCollectives::Scope::all_gather(const std::vector<Pieces>& outputs,
                                              const Pieces& input) const {
   if (owner_.local_) return owner_.local_->all_gather(outputs, input, shm::Dtype::kBytes, here());
   if (outputs[0].is_same(input)) return;
-  outputs[0].visit(0, outputs[0].bytes(), [&](std::byte* out, int64_t at, int64_t length) {
-    input.visit(at, length, [&](const std::byte* in, int64_t offset, int64_t bytes) {
+  outputs[0].visit(0, outputs[0].bytes(), [&](std::byte* out, int64_t position, int64_t length) {
+    input.visit(position, length, [&](const std::byte* in, int64_t offset, int64_t bytes) {
       std::memmove(out + offset, in, static_cast<size_t>(bytes));
     });
   });

@@ -19,7 +19,7 @@
 
 namespace trireme {
 
-// The collectives of a group whose ranks are on several hosts, with the signatures of
+// Runs the collectives of a group whose ranks are on several hosts, with the signatures of
 // shm::Collectives: through shared memory inside each host, over the legs (see host_layout.h)
 // between them. A host's ranks reduce or gather what they have first, so that every byte enters a
 // host once; what an all-reduce sends is that of a ring of hosts, 2 (H-1)/H of the tensor per host,
@@ -65,7 +65,7 @@ class MultiHostCollectives {
   void refuse(std::string_view reason, const shm::CallOptions& call);
 
   int64_t world() const { return layout_.world; }
-  // The number of the last collective that began.
+  // Returns the number of the last collective that began.
   uint64_t sequence() const { return sequence_; }
 
   // Ends the group on all hosts, with that reason.
@@ -81,7 +81,7 @@ class MultiHostCollectives {
   class Placing;
   class Casting;
   struct Header;
-  // Memory for one chunk on its way.
+  // Is memory for one chunk on its way.
   struct Room {
     std::byte* partial(int64_t bytes) { return at_least(bytes, partial_); }
     std::byte* received(int64_t bytes) { return at_least(bytes, received_); }

@@ -1,5 +1,5 @@
-// What the ranks of each host share, of a group on several: memory, and what other hosts have in
-// theirs.
+// Implements what the ranks of each host share, of a group on several: memory, and what other hosts
+// have in theirs.
 
 #include <trireme/comm/hosts/multi_host_stages.h>
 #include <trireme/shm/collectives_scope.h>
@@ -14,7 +14,7 @@ using shm::Pieces;
 
 namespace {
 
-// Where all of it lies, if that is one run.
+// Returns where all of it lies, if that is one run.
 std::byte* in_one_run(const Pieces& memory) {
   std::byte* run = nullptr;
   memory.visit(0, memory.bytes(), [&](std::byte* data, int64_t, int64_t bytes) {

@@ -1,4 +1,4 @@
-// The collectives over several hosts that move, and reduce nothing.
+// Implements the collectives over several hosts that move, and reduce nothing.
 
 #include <trireme/comm/hosts/multi_host_stages.h>
 #include <trireme/shm/collectives_scope.h>

@@ -13,7 +13,7 @@ namespace {
 // and between two hosts the same bytes.
 constexpr int64_t kFlatBytes = 16 * 1024;
 
-// What the ranks of a host do before their sums travel.
+// Returns what the ranks of a host do before their sums travel.
 ReduceOptions on_host(ReduceOptions how) {
   if (how.op == shm::ReduceOp::kAvg) how.op = shm::ReduceOp::kSum;
   return how;
@@ -21,7 +21,7 @@ ReduceOptions on_host(ReduceOptions how) {
 
 }  // namespace
 
-// An all-reduce or, with a root, a reduce.
+// Is an all-reduce or, with a root, a reduce.
 class MultiHostCollectives::Summing final : public SlicedStages {
  public:
   Summing(MultiHostCollectives& owner, const Scope& scope, const Pieces& memory,
@@ -81,7 +81,7 @@ class MultiHostCollectives::Summing final : public SlicedStages {
 
   bool is_flat(int64_t bytes) const { return layout_.count() == 2 || bytes <= kFlatBytes; }
 
-  // What of a slice that host sums.
+  // Returns what of a slice that host sums.
   Run summed_by(int64_t host, int64_t slice_bytes) const {
     if (root_ >= 0) return {0, host == root_host_ ? slice_bytes : 0};
     if (is_flat(slice_bytes)) return {0, slice_bytes};
@@ -117,14 +117,14 @@ class MultiHostCollectives::Scattering final : private Stages {
     scope_.reduce_scatter({partial, bytes}, by_leg, on_host(how_));
     const int64_t mine = shares_.size(k, layout_.host, layout_.place);
     std::byte* received = room(k).received(mine * layout_.count());
-    int64_t at = 0;
+    int64_t offset = 0;
     for (int64_t host = 0; host < layout_.count(); ++host) {
       const int64_t theirs = shares_.size(k, host, layout_.place);
       if (host != layout_.host) {
-        send(k, host, partial + at, theirs);
+        send(k, host, partial + offset, theirs);
         recv(k, host, received + host * mine, mine);
       }
-      at += theirs;
+      offset += theirs;
     }
   }
 
@@ -143,12 +143,12 @@ class MultiHostCollectives::Scattering final : private Stages {
     std::vector<Pieces> to(ranks_here);
     std::vector<Pieces> from(ranks_here);
     const Pieces mine = layout_.has_leg() ? summed(k) : Pieces();
-    int64_t at = 0;
+    int64_t offset = 0;
     for (int64_t place = layout_.place; layout_.has_leg() && place < layout_.ranks_here();
          place += layout_.legs) {
       const int64_t bytes = shares_.size_of(k, layout_.here()[static_cast<size_t>(place)]);
-      to[static_cast<size_t>(place)] = range_of(mine, at, bytes);
-      at += bytes;
+      to[static_cast<size_t>(place)] = range_of(mine, offset, bytes);
+      offset += bytes;
     }
     const int64_t own = shares_.size_of(k, owner_.group_.where().rank);
     const int64_t carrier = layout_.place % layout_.legs;

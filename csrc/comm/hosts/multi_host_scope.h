@@ -14,7 +14,7 @@ namespace trireme {
 // knows the rank.
 constexpr std::chrono::seconds kHostSpeaksFirst{2};
 
-// One collective while it runs, from when all hosts have agreed about it.
+// Is one collective while it runs, from when all hosts have agreed about it.
 class MultiHostCollectives::Scope {
  public:
   Scope(MultiHostCollectives& owner, const shm::Operation& operation, const shm::CallOptions& call);
@@ -31,8 +31,8 @@ class MultiHostCollectives::Scope {
     owner_.leg_->land(flight, deadline_ + kHostSpeaksFirst);
   }
 
-  // The stages on this host; for a rank alone there, what they come to. Ranks are counted by their
-  // places on the host.
+  // These run the stages on this host, or for a rank alone there do what they come to. Ranks are
+  // counted by their places on the host.
   void reduce_scatter(const shm::Pieces& output, const std::vector<shm::Pieces>& inputs,
                       const shm::ReduceOptions& how) const;
   void all_gather(const std::vector<shm::Pieces>& outputs, const shm::Pieces& input) const;

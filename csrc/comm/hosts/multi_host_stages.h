@@ -12,8 +12,8 @@ namespace trireme {
 constexpr int64_t kLegBytes = int64_t{1} << 20;  // that one leg takes of a chunk
 constexpr int64_t kElementsMeet = 64;            // whole elements of any dtype
 
-// What a collective does with chunk k, k - 1 and k - 2 at the same time: start (on the host), cross
-// (between the hosts), deliver (on the host).
+// Does what a collective does with chunk k, k - 1 and k - 2 at the same time: start (on the host),
+// cross (between the hosts), deliver (on the host).
 template <typename SomeStages>
 void in_chunks(int64_t chunks, SomeStages& stages) {
   for (int64_t k = 0; k < chunks + 2; ++k) {
@@ -23,7 +23,7 @@ void in_chunks(int64_t chunks, SomeStages& stages) {
   }
 }
 
-// `bytes` in `count` runs of whole elements, nearly equal.
+// Cuts `bytes` into `count` runs of whole elements, nearly equal.
 struct Runs {
   Runs(int64_t all_bytes, int64_t count)
       : bytes(all_bytes),
@@ -46,8 +46,8 @@ inline shm::Pieces range_of(const shm::Pieces& memory, int64_t begin, int64_t by
   return range;
 }
 
-// [begin, begin + bytes) by place on this host: what goes by leg j, for those that have none
-// nothing.
+// Returns [begin, begin + bytes) by place on this host: what goes by leg j, for those that have
+// none nothing.
 inline std::vector<shm::Pieces> slices_by_leg(const HostLayout& layout, const shm::Pieces& memory,
                                               int64_t begin, int64_t bytes) {
   const Runs runs(bytes, layout.legs);
@@ -59,14 +59,15 @@ inline std::vector<shm::Pieces> slices_by_leg(const HostLayout& layout, const sh
 
 // Copies pieces of the same size; what is the same memory stays.
 inline void copy_pieces(const shm::Pieces& to, const shm::Pieces& from) {
-  to.visit(0, to.bytes(), [&](std::byte* out, int64_t at, int64_t length) {
-    from.visit(at, length, [&](const std::byte* in, int64_t offset, int64_t bytes) {
+  to.visit(0, to.bytes(), [&](std::byte* out, int64_t position, int64_t length) {
+    from.visit(position, length, [&](const std::byte* in, int64_t offset, int64_t bytes) {
       if (out + offset != in) shm::copy(out + offset, in, bytes);
     });
   });
 }
 
-// What is there for, or from, each rank of the group: a range of `of_ranks[rank]` in every chunk.
+// Says what is there for, or from, each rank of the group: a range of `of_ranks[rank]` in every
+// chunk.
 class Shares {
  public:
   Shares(const HostLayout& layout, const std::vector<shm::Pieces>& of_ranks)
@@ -102,7 +103,7 @@ class Shares {
   int64_t longest_ = 0;
 };
 
-// What the stages of all collectives stand on: the room and the messages of each chunk.
+// Is what the stages of all collectives stand on: the room and the messages of each chunk.
 class MultiHostCollectives::Stages {
  protected:
   Stages(MultiHostCollectives& owner, const Scope& scope)
@@ -121,7 +122,7 @@ class MultiHostCollectives::Stages {
   }
   void land(int64_t k) { scope_.land(flight(k)); }
 
-  // Onto `data`, which this host has, what the others have sent: `bytes` each, by host.
+  // Sums onto `data`, which this host has, what the others have sent: `bytes` each, by host.
   void sum_hosts(int64_t k, std::byte* data, int64_t bytes, const shm::ReduceOptions& how) {
     if (bytes == 0) return;
     std::vector<const void*> sources;
@@ -149,7 +150,7 @@ class MultiHostCollectives::Stages {
   std::array<HostLeg::Flight, 3> flights_;
 };
 
-// The stages of collectives that move one piece of memory, a slice of each chunk by each leg.
+// Runs the stages of collectives that move one piece of memory, a slice of each chunk by each leg.
 class MultiHostCollectives::SlicedStages : protected Stages {
  public:
   int64_t chunks() const { return (memory_.bytes() + chunk_bytes_ - 1) / chunk_bytes_; }

@@ -38,7 +38,8 @@ struct Context::Group {
 
 namespace {
 
-// What current_communicator() hands out. Weak: the Context alone decides how long the group lives.
+// Is what current_communicator() hands out. It is weak: the Context alone decides how long the
+// group lives.
 std::mutex latest_mutex;
 std::weak_ptr<Communicator> latest_communicator;
 
@@ -52,7 +53,7 @@ constexpr milliseconds kFarewellOfAFailure = std::chrono::seconds(1);
 
 using c10d::ProcessGroup;
 
-// The engines of a run; empty: none for that kind of device.
+// Names the engines of a run; empty: none for that kind of device.
 struct Engines {
   std::string cpu;
   std::string cuda;
@@ -245,7 +246,7 @@ void Context::shutdown() noexcept {
   if (group_ == nullptr) return;
   const std::unique_ptr<Group> group = std::move(group_);
   const bool failing = std::uncaught_exceptions() > 0;
-  // First the connections: a peer that waits for this rank then sees at once that nobody will
+  // The connections go first: a peer that waits for this rank then sees at once that nobody will
   // answer.
   group->communicator.reset();
   disconnect(std::move(group->process_group), failing);

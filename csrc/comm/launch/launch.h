@@ -20,15 +20,15 @@ class Store;
 namespace trireme {
 
 struct InitOptions {
-  // "trireme" (shared memory between the ranks of a host, see comm/backend/shm_backend.h), "gloo",
-  // "nccl", or one for each kind of device: "cpu:gloo,cuda:nccl". Empty: "trireme" on a CPU device,
-  // "cpu:trireme,cuda:nccl" on
-  // a CUDA device.
+  // Names the backend: "trireme" (shared memory between the ranks of a host, see
+  // comm/backend/shm_backend.h), "gloo", "nccl", or one for each kind of device:
+  // "cpu:gloo,cuda:nccl". Empty: "trireme" on a CPU device, "cpu:trireme,cuda:nccl" on a CUDA
+  // device.
   std::string backend;
-  // Where this rank computes; a CUDA device without an index means the one numbered like the local
-  // rank. Unset: CUDA if the backend has NCCL, or if it is empty and the program sees a GPU, which
-  // takes libtorch_cuda: find_package(Trireme COMPONENTS CUDA). Else the CPU; rank 0 warns where
-  // the machine has a GPU and that library is missing.
+  // Says where this rank computes; a CUDA device without an index means the one numbered like the
+  // local rank. Unset: CUDA if the backend has NCCL, or if it is empty and the program sees a GPU,
+  // which takes libtorch_cuda: find_package(Trireme COMPONENTS CUDA). Else the CPU; rank 0 warns
+  // where the machine has a GPU and that library is missing.
   std::optional<c10::Device> device;
   // Limits one collective; unset: 30 minutes. It limits the wait for the other ranks at the start,
   // too; unset: 5 minutes.
@@ -39,7 +39,7 @@ struct InitOptions {
   bool set_threads = true;  // at::set_num_threads(threads_per_rank(...)), see common/env.h
 };
 
-// This process as one rank of a run: its numbers, its device, and the group of all ranks.
+// Is this process as one rank of a run: its numbers, its device, and the group of all ranks.
 // Movable; one thread at a time.
 class TRIREME_API Context {
  public:
@@ -54,11 +54,11 @@ class TRIREME_API Context {
   RankOf rank_of() const { return where_; }
   c10::Device device() const { return device_; }
 
-  // The group of all ranks; one object for all callers. Like the two below it throws
+  // Returns the group of all ranks; one object for all callers. Like the two below it throws
   // c10::ValueError after shutdown().
   std::shared_ptr<Communicator> communicator() const;
 
-  // What stands beneath, for users of c10d (its headers are not included here).
+  // Returns what stands beneath, for users of c10d (its headers are not included here).
   const c10::intrusive_ptr<c10d::ProcessGroup>& process_group() const;
   const c10::intrusive_ptr<c10d::Store>& store() const;
 
@@ -87,7 +87,7 @@ class TRIREME_API Context {
 // cannot be honoured, c10::DistBackendError when the ranks do not find each other.
 TRIREME_API Context init(const InitOptions& options = {});
 
-// The group of the Context that init() made last in this process, while that lives. Throws
+// Returns the group of the Context that init() made last in this process, while that lives. Throws
 // c10::ValueError when there is none.
 TRIREME_API std::shared_ptr<Communicator> current_communicator();
 

@@ -9,8 +9,8 @@
 
 namespace trireme {
 
-// A Communicator over `group`, of whatever backends (c10d/c10d_communicator.h). Tensors that the
-// backend "trireme" would move through shared memory take the short way there
+// Makes a Communicator over `group`, of whatever backends (c10d/c10d_communicator.h). Tensors that
+// the backend "trireme" would move through shared memory take the short way there
 // (backend/shm_communicator.h).
 //
 // `store` is the Store of that group; it may be null, then errors name this rank only. The

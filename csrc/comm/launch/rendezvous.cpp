@@ -30,7 +30,7 @@ std::string text_of(const Endpoint& endpoint) {
   return endpoint.host + ":" + std::to_string(endpoint.port);
 }
 
-// Where init_method says that the ranks meet: a file, an endpoint, or neither (env://).
+// Is where init_method says that the ranks meet: a file, an endpoint, or neither (env://).
 struct MeetingPlace {
   std::string file;
   std::optional<Endpoint> endpoint;
@@ -44,7 +44,7 @@ struct MeetingPlace {
                  "and MASTER_PORT set."));
 }
 
-// "host:port"; a host with colons of its own (IPv6) stands in brackets.
+// Reads "host:port"; a host with colons of its own (IPv6) stands in brackets.
 std::optional<Endpoint> parse_endpoint(std::string_view text) {
   const size_t colon = text.rfind(':');
   if (colon == std::string_view::npos) return std::nullopt;
@@ -170,7 +170,7 @@ std::string prefix_of_generation(c10d::Store& store, const LaunchEnvironment& en
   return attempt + "/" + std::to_string(generation);
 }
 
-// How many ranks came, if the Store still tells; else what it said last.
+// Says how many ranks came, if the Store still tells; else what it said last.
 std::string who_came(c10d::Store& store, RankOf where, const std::exception& last) {
   try {
     return std::to_string(store.add("joined", 0)) + " of " + std::to_string(where.world) +

@@ -17,16 +17,17 @@ namespace trireme {
 
 struct RendezvousRequest {
   LaunchEnvironment environment;
-  // Where the ranks meet. "env://": at MASTER_ADDR:MASTER_PORT. "tcp://host:port": there, rank 0
-  // listens unless torchrun's agent already does. "file:///path": in a file that all hosts see,
+  // Says where the ranks meet. "env://": at MASTER_ADDR:MASTER_PORT. "tcp://host:port": there, rank
+  // 0 listens unless torchrun's agent already does. "file:///path": in a file that all hosts see,
   // which the last rank removes. Empty: environment.init_method, else env://. A single rank needs
   // no place and ignores it.
   std::string init_method;
-  // How long to wait for the other ranks; also the Store's timeout afterwards. Unset: 5 minutes.
+  // Says how long to wait for the other ranks; also the Store's timeout afterwards. Unset: 5
+  // minutes.
   std::optional<std::chrono::milliseconds> timeout;
 };
 
-// How the ranks of one run find each other: a c10d Store, and the end of its life.
+// Lets the ranks of one run find each other: a c10d Store, and the end of its life.
 //
 // The constructor is collective and returns when all ranks have come. It throws c10::ValueError for
 // an init_method that cannot be used, and c10::DistBackendError naming host and port when the ranks
@@ -41,9 +42,9 @@ class TRIREME_API Rendezvous {
   // Keys of an earlier rendezvous of the same ranks in the same place do not show here.
   const c10::intrusive_ptr<c10d::Store>& store() const { return store_; }
 
-  // The last thing a rank does with the Store. Where this rank serves it, waits until every rank
+  // Is the last thing a rank does with the Store. Where this rank serves it, waits until every rank
   // has left, so that none loses the Store while it still needs it, but no longer than `patience`.
-  // False: then somebody had not left, or the Store no longer answered. Calling it again does
+  // Returns false if somebody had not left, or the Store no longer answered. Calling it again does
   // nothing.
   bool leave(std::chrono::milliseconds patience) noexcept;
 

@@ -12,8 +12,8 @@
 namespace trireme::cpu {
 namespace {
 
-// Elements of fp16 that pass through a buffer of fp32 at a time: two such buffers stay in the
-// nearest cache.
+// Says how many elements of fp16 pass through a buffer of fp32 at a time: two such buffers stay in
+// the nearest cache.
 constexpr int64_t kConvertBlock = 512;
 
 template <typename Dst, typename Src>

@@ -10,16 +10,16 @@
 
 namespace trireme::cpu {
 
-// The dtypes that the loops know, as indices of the tables below.
+// Lists the dtypes that the loops know, as indices of the tables below.
 enum class Real : uint8_t { kFloat, kDouble, kHalf, kBFloat16 };
 inline constexpr size_t kReals = 4;
 
-// dst[i] = cast(scale * src[i]). `dst` may be `src` if both have the same dtype.
+// Sets dst[i] = cast(scale * src[i]). `dst` may be `src` if both have the same dtype.
 using ConvertLoop = void (*)(void* dst, const void* src, int64_t numel, double scale);
-// dst[i] += src[i], of one dtype.
+// Sets dst[i] += src[i], of one dtype.
 using AddLoop = void (*)(void* dst, const void* src, int64_t numel);
 
-// The loops of one instruction set. All sets give the same bits, save those of a NaN.
+// Holds the loops of one instruction set. All sets give the same bits, save those of a NaN.
 struct ConvertLoops {
   std::string_view isa;
   std::array<std::array<ConvertLoop, kReals>, kReals> convert;  // [dst][src]

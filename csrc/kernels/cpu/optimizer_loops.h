@@ -9,13 +9,13 @@
 
 namespace trireme::cpu {
 
-// One step of a segment on the calling thread. Parameter, gradient and states are all of one dtype,
-// fp32 or fp64; the gradient is not written, whatever the scalars say.
+// Runs one step of a segment on the calling thread. Parameter, gradient and states are all of one
+// dtype, fp32 or fp64; the gradient is not written, whatever the scalars say.
 using AdamLoop = void (*)(const OptimizerSegment& segment, const AdamScalars& scalars);
 using SgdLoop = void (*)(const OptimizerSegment& segment, const SgdScalars& scalars);
 
-// The loops of one instruction set, for fp32 and fp64. All sets that have a fused multiply-add give
-// the same bits.
+// Holds the loops of one instruction set, for fp32 and fp64. All sets that have a fused
+// multiply-add give the same bits.
 struct OptimizerLoops {
   std::string_view isa;
   bool fuses;

@@ -13,7 +13,7 @@ namespace trireme {
 namespace cpu {
 namespace {
 
-// Elements that are converted at a time, in buffers that stay in the nearest cache.
+// Says how many elements are converted at a time, in buffers that stay in the nearest cache.
 constexpr int64_t kStepBlock = 512;
 
 const OptimizerLoops& best_optimizer_loops() {
@@ -29,7 +29,7 @@ void run_loop(const OptimizerSegment& segment, bool is_double, const SgdScalars&
   best_optimizer_loops().sgd[is_double ? 1 : 0](segment, scalars);
 }
 
-// One block by way of buffers in the dtype computed in, as far as memory holds others.
+// Steps one block by way of buffers in the dtype computed in, as far as memory holds others.
 template <typename Scalars>
 void step_block(OptimizerSegment block, SegmentDtypes dtypes, Scalars scalars) {
   const at::ScalarType computed = optimizer_state_dtype(dtypes.param);
@@ -67,8 +67,8 @@ void step_segment(const OptimizerSegment& segment, SegmentDtypes dtypes, const S
   }
 }
 
-// Cut by elements and not by segments, so that one large segment does not leave the other threads
-// idle.
+// Cuts the work by elements and not by segments, so that one large segment does not leave the other
+// threads idle.
 template <typename Scalars>
 void step_segments(c10::ArrayRef<OptimizerSegment> segments, SegmentDtypes dtypes,
                    const Scalars& scalars) {

@@ -5,15 +5,16 @@
 
 #include <cstdint>
 
-// The arithmetic of the CUDA flatten kernels: which thread of which block moves which elements.
-// Plain C++ without CUDA or torch headers, so that it is tested on machines without a GPU.
+// Does the arithmetic of the CUDA flatten kernels: which thread of which block moves which
+// elements. Plain C++ without CUDA or torch headers, so that it is tested on machines without a
+// GPU.
 namespace trireme::cuda {
 
 inline constexpr int kTableTensors = 512;
 inline constexpr int kThreads = 256;     // per block
 inline constexpr int64_t kChunk = 8192;  // elements per block, at most
 
-// The argument of one launch: tensors and where they lie in `flat`. Tensor t has elements
+// Is the argument of one launch: tensors and where they lie in `flat`. Tensor t has elements
 // [flat_begin[t], flat_begin[t + 1]) of flat and blocks [block_begin[t], block_begin[t + 1]) of the
 // grid. Only the first `tensors` entries (plus one of the arrays of beginnings) are ever written or
 // read.
@@ -30,7 +31,7 @@ struct FlattenTable {
 // CUDA takes kernel arguments of up to 32764 bytes on every GPU that torch supports.
 static_assert(sizeof(FlattenTable) <= 32764);
 
-// What one block moves: elements [begin, begin + numel) of a tensor.
+// Is what one block moves: elements [begin, begin + numel) of a tensor.
 struct Chunk {
   int32_t tensor;
   int64_t begin;
@@ -44,8 +45,8 @@ inline void clear(FlattenTable& table, int64_t flat_begin) {
   table.flat_begin[0] = flat_begin;
 }
 
-// Adds the next tensor. False, with nothing changed, if the table is full. Empty tensors take no
-// room.
+// Adds the next tensor. Returns false, with nothing changed, if the table is full. Empty tensors
+// take no room.
 inline bool append(FlattenTable& table, void* data, Real dtype, int64_t numel) {
   if (numel == 0) return true;
   if (table.tensors == kTableTensors) return false;
@@ -72,7 +73,7 @@ struct alignas(sizeof(T) * kWidth) Pack {
   T values[kWidth];
 };
 
-// dst[p] = op(src[p], dst[p]) for packs p = first, first + kThreads, ... (kCount of them). All
+// Sets dst[p] = op(src[p], dst[p]) for packs p = first, first + kThreads, ... (kCount of them). All
 // loads come before the first store, so that they are in flight together.
 template <int kCount, int kWidth, typename Dst, typename Src, typename Op>
 TRIREME_HOST_DEVICE void move_round(Pack<Dst, kWidth>* dst, const Pack<Src, kWidth>* src,
@@ -89,8 +90,8 @@ TRIREME_HOST_DEVICE void move_round(Pack<Dst, kWidth>* dst, const Pack<Src, kWid
   }
 }
 
-// The share of thread `lane` of kThreads in dst[i] = op(src[i], dst[i]) for i in [0, numel), kWidth
-// adjacent elements at a time. A whole chunk is a whole number of rounds.
+// Does the share of thread `lane` of kThreads in dst[i] = op(src[i], dst[i]) for i in [0, numel),
+// kWidth adjacent elements at a time. A whole chunk is a whole number of rounds.
 template <int kWidth, typename Dst, typename Src, typename Op>
 TRIREME_HOST_DEVICE void move_packs(Dst* dst, const Src* src, int32_t numel, int32_t lane,
                                     const Op& op) {
@@ -106,7 +107,8 @@ TRIREME_HOST_DEVICE void move_packs(Dst* dst, const Src* src, int32_t numel, int
   for (int32_t i = packs * kWidth + lane; i < numel; i += kThreads) dst[i] = op(src[i], dst[i]);
 }
 
-// 16-byte accesses on the wider side if both sides are aligned for it, else one element at a time.
+// Uses 16-byte accesses on the wider side if both sides are aligned for it, else one element at a
+// time.
 template <typename Dst, typename Src, typename Op>
 TRIREME_HOST_DEVICE void move_elements(Dst* dst, const Src* src, int32_t numel, int32_t lane,
                                        const Op& op) {

@@ -5,8 +5,9 @@
 // Only .cu files include this header.
 namespace trireme::cuda {
 
-// nullptr if the current device can run `kernel`, else CUDA's text for why there is no machine code
-// for it. Any other trouble (no device, an error of an earlier kernel) is left to the launch.
+// Returns nullptr if the current device can run `kernel`, else CUDA's text for why there is no
+// machine code for it. Any other trouble (no device, an error of an earlier kernel) is left to the
+// launch.
 inline const char* why_no_image(const void* kernel) {
   cudaFuncAttributes attributes;
   const cudaError_t error = cudaFuncGetAttributes(&attributes, kernel);

@@ -6,7 +6,8 @@
 #include <cuda_runtime_api.h>
 #include <type_traits>
 
-// Compiled so that nothing is fused but what optimizer_math.h says: the bits are the CPU's.
+// This file is compiled so that nothing is fused but what optimizer_math.h says: the bits are the
+// CPU's.
 namespace trireme::cuda {
 namespace {
 

@@ -5,15 +5,16 @@
 
 #include <cstdint>
 
-// The arithmetic of the CUDA optimizer kernels: which thread of which block updates which elements.
-// Plain C++ without CUDA or torch headers, so that it is tested on machines without a GPU.
+// Does the arithmetic of the CUDA optimizer kernels: which thread of which block updates which
+// elements. Plain C++ without CUDA or torch headers, so that it is tested on machines without a
+// GPU.
 namespace trireme::cuda {
 
 inline constexpr int kTableSegments = 512;
 inline constexpr int kOptimizerThreads = 256;     // per block
 inline constexpr int64_t kOptimizerChunk = 8192;  // elements per block, at most
 
-// The argument of one launch. Segment s has blocks [block_begin[s], block_begin[s + 1]) of the
+// Is the argument of one launch. Segment s has blocks [block_begin[s], block_begin[s + 1]) of the
 // grid. Only the first `segments` entries (plus one of the beginnings) are ever written or read.
 struct OptimizerTable {
   int32_t segments;
@@ -34,7 +35,8 @@ inline void clear(OptimizerTable& table) {
   table.block_begin[0] = 0;
 }
 
-// Adds a segment. False, with nothing changed, if the table is full. Empty ones take no room.
+// Adds a segment. Returns false, with nothing changed, if the table is full. Empty ones take no
+// room.
 inline bool append(OptimizerTable& table, const OptimizerSegment& segment, const float* counter) {
   if (segment.numel == 0) return true;
   if (table.segments == kTableSegments) return false;
@@ -53,12 +55,12 @@ inline bool append(OptimizerTable& table, const OptimizerSegment& segment, const
 
 inline int32_t blocks_of(const OptimizerTable& table) { return table.block_begin[table.segments]; }
 
-// The segment that a block works for.
+// Returns the segment that a block works for.
 TRIREME_HOST_DEVICE int32_t segment_of(const OptimizerTable& table, int32_t block) {
   return find_by_block(table.block_begin, table.segments, block);
 }
 
-// The elements of one block, with kStates states of type T, the type computed in.
+// Holds the elements of one block, with kStates states of type T, the type computed in.
 template <typename Param, typename Grad, typename T, int kStates>
 struct OptimizerChunk {
   Param* param;
@@ -115,7 +117,7 @@ TRIREME_HOST_DEVICE void update_pack(const OptimizerChunk<Param, Grad, T, kState
   for (int s = 0; s < kStates; ++s) packs_of<kWidth>(chunk.states[s])[p] = states[s];
 }
 
-// The share of thread `lane` of kOptimizerThreads, kWidth adjacent elements at a time.
+// Does the share of thread `lane` of kOptimizerThreads, kWidth adjacent elements at a time.
 template <int kWidth, typename Op, typename Param, typename Grad, typename T, int kStates>
 TRIREME_HOST_DEVICE void update_packs(const OptimizerChunk<Param, Grad, T, kStates>& chunk,
                                       int32_t lane, const Op& op) {
@@ -131,7 +133,7 @@ TRIREME_HOST_DEVICE bool is_aligned(const T* data) {
   return reinterpret_cast<uintptr_t>(data) % alignof(OptimizerPack<T, kWidth>) == 0;
 }
 
-// 16-byte accesses on the widest side if all are aligned for it, else one element at a time.
+// Uses 16-byte accesses on the widest side if all are aligned for it, else one element at a time.
 template <typename Op, typename Param, typename Grad, typename T, int kStates>
 TRIREME_HOST_DEVICE void update_chunk(const OptimizerChunk<Param, Grad, T, kStates>& chunk,
                                       int32_t lane, const Op& op) {
@@ -145,9 +147,9 @@ TRIREME_HOST_DEVICE void update_chunk(const OptimizerChunk<Param, Grad, T, kStat
   }
 }
 
-// One element in memory's types. Numbers::widen and cast<To> convert; Numbers is the Math of
-// optimizer_math.h, too. The factors' own grad_factor is the sign alone, because what is stored in
-// grad has none.
+// Updates one element in memory's types. Numbers::widen and cast<To> convert; Numbers is the Math
+// of optimizer_math.h, too. The factors' own grad_factor is the sign alone, because what is stored
+// in grad has none.
 template <typename Numbers, bool kL2, bool kAmsgrad, typename T>
 struct AdamOp {
   AdamFactors<T> factors;

@@ -12,8 +12,8 @@
 namespace trireme {
 namespace {
 
-// Shares of `rows` in proportion to `weights`, all of them positive: one row each, the rest by the
-// largest remainder. At least as many rows as weights.
+// Returns shares of `rows` in proportion to `weights`, all of them positive: one row each, the rest
+// by the largest remainder. At least as many rows as weights.
 std::vector<int64_t> shares(int64_t rows, const std::vector<double>& weights) {
   const double total = std::accumulate(weights.begin(), weights.end(), 0.0);
   std::vector<int64_t> share(weights.size());

@@ -8,7 +8,7 @@
 
 namespace trireme {
 
-// The rows of a batch that one replica works on.
+// Names the rows of a batch that one replica works on.
 struct Chunk {
   size_t replica = 0;
   int64_t rows = 0;
@@ -35,8 +35,8 @@ TRIREME_API std::vector<Chunk> even_chunks(int64_t rows, size_t replicas);
 // Rounded by the largest remainder. Throws ValueError for other weights.
 TRIREME_API std::vector<Chunk> weighted_chunks(int64_t rows, const std::vector<double>& weights);
 
-// `rows` of another tensor of the same batch, for the replicas that `chunks` names and in their
-// proportion, at least one row each. Throws ValueError where there are fewer.
+// Cuts `rows` of another tensor of the same batch, for the replicas that `chunks` names and in
+// their proportion, at least one row each. Throws ValueError where there are fewer.
 TRIREME_API std::vector<int64_t> rows_like(const std::vector<Chunk>& chunks, int64_t rows);
 
 }  // namespace trireme

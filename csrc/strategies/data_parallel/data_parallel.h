@@ -52,9 +52,10 @@ class DataParallelImpl final : public ReplicatedModule {
     return put_together(*pass, outputs);
   }
 
-  // The mean over the batch of loss_function(module->forward(inputs...), target): a 0-dim tensor,
-  // the mean over its rows. Each replica computes it from its parts of inputs and target, so that
-  // outputs stay where they are; what `loss_function` captures, it reads from several threads.
+  // Returns the mean over the batch of loss_function(module->forward(inputs...), target): a 0-dim
+  // tensor, the mean over its rows. Each replica computes it from its parts of inputs and target,
+  // so that outputs stay where they are; what `loss_function` captures, it reads from several
+  // threads.
   template <typename LossFunction, typename Target, typename... Args>
   at::Tensor loss(const LossFunction& loss_function, Target&& target, Args&&... inputs) {
     static_assert((!kCannotBeCut<std::decay_t<Args>> && ...) && !kCannotBeCut<std::decay_t<Target>>,
@@ -79,10 +80,10 @@ class DataParallelImpl final : public ReplicatedModule {
     return mean_loss(*pass, std::move(gathered));
   }
 
-  // The module, whose parameters an optimizer steps.
+  // Returns the module, whose parameters an optimizer steps.
   M& module() { return module_; }
 
-  // A clone of the module in a DataParallel of its own.
+  // Returns a clone of the module in a DataParallel of its own.
   std::shared_ptr<torch::nn::Module> clone(
       const std::optional<c10::Device>& device = std::nullopt) const override {
     return std::make_shared<DataParallelImpl>(
@@ -90,7 +91,7 @@ class DataParallelImpl final : public ReplicatedModule {
   }
 
  private:
-  // An argument as the caller gave it, but for arrays, which are copied as pointers.
+  // Is an argument as the caller gave it, but for arrays, which are copied as pointers.
   template <typename Arg>
   using Passed =
       std::conditional_t<std::is_array_v<std::remove_reference_t<Arg>>, std::decay_t<Arg>&&, Arg&&>;
@@ -123,7 +124,7 @@ class DataParallelImpl final : public ReplicatedModule {
     return rows_of(first);
   }
 
-  // What each chunk gets of `value`, which is not the same afterwards.
+  // Returns what each chunk gets of `value`, which is not the same afterwards.
   template <typename T>
   std::vector<T> cut(ReplicaPass& pass, T& value) const {
     const size_t chunks = pass.chunks().size();
@@ -168,7 +169,7 @@ class DataParallelImpl final : public ReplicatedModule {
   M module_;
 };
 
-// torch.nn.DataParallel for C++ modules, on CPU too: one process, several replicas of a module.
+// Is torch.nn.DataParallel for C++ modules, on CPU too: one process, several replicas of a module.
 //
 //   trireme::DataParallel<Net> model(net);         // no launcher, no ranks
 //   auto loss = loss_of(model->forward(input));    // the loop stays as it was

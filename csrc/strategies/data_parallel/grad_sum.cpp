@@ -22,7 +22,7 @@ at::Tensor sum_of(at::Tensor sum, const at::Tensor& part) {
 
 }  // namespace
 
-// The hooks on the leaves of one replica.
+// Holds the hooks on the leaves of one replica.
 class GradSum::Replica final : public GradSink {
  public:
   Replica(GradSum& sum, size_t replica) : sum_(sum), replica_(replica) {}
@@ -98,7 +98,8 @@ at::Tensor GradSum::at_home(const at::Tensor& sum, size_t parameter) const {
 std::vector<at::Tensor> GradSum::finish() {
   const at::NoGradGuard no_grad;
   for (size_t i = 0; i < sums_.size(); ++i) {
-    // Parts that waited for a replica that does not use this parameter, and those that came again.
+    // This adds parts that waited for a replica that does not use this parameter, and those that
+    // came again.
     for (const size_t replica : active_)
       sums_[i] =
           sum_of(std::move(sums_[i]), at_home(std::exchange(parts_[replica][i].first, {}), i));

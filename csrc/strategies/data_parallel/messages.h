@@ -5,7 +5,7 @@
 #include <sstream>
 #include <string>
 
-// What the messages of several files here have in common.
+// Holds what the messages of several files here have in common.
 namespace trireme {
 
 inline constexpr const char* kDataParallelArea = "data_parallel";

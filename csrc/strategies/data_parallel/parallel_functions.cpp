@@ -35,7 +35,7 @@ void check_devices(const std::vector<c10::Device>& devices) {
                                "Name a device for each replica."));
 }
 
-// Says whether `tensor` goes behind `first` along `dim`.
+// Throws unless `tensor` fits behind `first` along `dim`.
 void check_fits(const at::Tensor& tensor, const at::Tensor& first, int64_t dim) {
   TORCH_CHECK_TYPE(
       tensor.scalar_type() == first.scalar_type(),

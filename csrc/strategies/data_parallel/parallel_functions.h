@@ -15,13 +15,14 @@
 #include <utility>
 #include <vector>
 
-// The steps of torch::nn::parallel::data_parallel as functions, on CPU too. Autograd sees all of
-// them, so that what they return belongs to one graph, also with create_graph; unlike DataParallel
-// they make replicas in every call.
+// These are the steps of torch::nn::parallel::data_parallel as functions, on CPU too. Autograd sees
+// all of them, so that what they return belongs to one graph, also with create_graph; unlike
+// DataParallel they make replicas in every call.
 
 namespace trireme {
 
-// A module holder (TORCH_MODULE) or a shared_ptr to a module: the pointer, and what it points to.
+// Takes apart a module holder (TORCH_MODULE) or a shared_ptr to a module: into the pointer, and
+// what it points to.
 template <typename M>
 auto module_pointer(const M& module) {
   if constexpr (requires { module.ptr(); }) {
@@ -33,15 +34,16 @@ auto module_pointer(const M& module) {
 template <typename M>
 using NetIn = typename decltype(module_pointer(std::declval<const M&>()))::element_type;
 
-// `tensor` in one part per device, cut along `dim` as torch.chunk does: equal but for the last, and
-// fewer where rows run out. Parts are views where the device is the same. A 0-dim tensor goes to
-// all, where torch refuses it. Throws ValueError without devices and for `dim` out of range.
+// Cuts `tensor` into one part per device, along `dim` as torch.chunk does: equal but for the last,
+// and fewer where rows run out. Parts are views where the device is the same. A 0-dim tensor goes
+// to all, where torch refuses it. Throws ValueError without devices and for `dim` out of range.
 TRIREME_API std::vector<at::Tensor> scatter(const at::Tensor& tensor,
                                             const std::vector<c10::Device>& devices,
                                             int64_t dim = 0);
 
-// `tensors` one after another along `dim`, on `device`. 0-dim ones become a vector, with a warning,
-// as in torch. Throws ValueError for none and for shapes, TypeError for dtypes, that do not fit.
+// Puts `tensors` one after another along `dim`, on `device`. 0-dim ones become a vector, with a
+// warning, as in torch. Throws ValueError for none and for shapes, TypeError for dtypes, that do
+// not fit.
 TRIREME_API at::Tensor gather(const std::vector<at::Tensor>& tensors, c10::Device device,
                               int64_t dim = 0);
 
@@ -49,11 +51,11 @@ TRIREME_API at::Tensor gather(const std::vector<at::Tensor>& tensors, c10::Devic
 TRIREME_API std::vector<std::shared_ptr<torch::nn::Module>> replicate_module(
     const torch::nn::Module& module, const std::vector<c10::Device>& devices);
 
-// Clones of `module` on `devices`, whose parameters are results of its own: they share memory where
-// the device is the same, are copied elsewhere, and gradients arrive, summed, in the parameters of
-// `module`. Without gradients recorded they require none. Buffers are copies, but for replica 0's
-// where it is on the device of `module`. To be made anew after `module` was written. Throws
-// NotImplementedError for a module that cannot be cloned (see torch::nn::Cloneable).
+// Makes clones of `module` on `devices`, whose parameters are results of its own: they share memory
+// where the device is the same, are copied elsewhere, and gradients arrive, summed, in the
+// parameters of `module`. Without gradients recorded they require none. Buffers are copies, but for
+// replica 0's where it is on the device of `module`. To be made anew after `module` was written.
+// Throws NotImplementedError for a module that cannot be cloned (see torch::nn::Cloneable).
 template <typename M>
 std::vector<M> replicate(const M& module, const std::vector<c10::Device>& devices) {
   std::vector<M> replicas;
@@ -68,11 +70,11 @@ std::vector<M> replicate(const M& module, const std::vector<c10::Device>& device
 TRIREME_API void run_in_threads(const std::vector<c10::Device>& devices,
                                 const std::function<void(size_t i)>& job);
 
-// ValueError unless there are as many.
+// Throws ValueError unless there are as many.
 TRIREME_API void check_as_many(const std::string& what, size_t got, size_t expected);
 
-// modules[i]->forward(inputs[i]) for all i at the same time, the outputs on `devices`: those of the
-// inputs if absent. Cost: a thread for each module.
+// Calls modules[i]->forward(inputs[i]) for all i at the same time, the outputs on `devices`: those
+// of the inputs if absent. Cost: a thread for each module.
 template <typename M>
 std::vector<at::Tensor> parallel_apply(
     const std::vector<M>& modules, const std::vector<at::Tensor>& inputs,
@@ -91,12 +93,12 @@ std::vector<at::Tensor> parallel_apply(
   return outputs;
 }
 
-// The devices of data_parallel() for `module`, if none are named: all of its kind, and for the CPU
-// as many replicas as suit it (core_groups.h).
+// Returns the devices of data_parallel() for `module`, if none are named: all of its kind, and for
+// the CPU as many replicas as suit it (core_groups.h).
 TRIREME_API std::vector<c10::Device> default_devices(const torch::nn::Module& module);
 
-// module->forward(input), computed by replicas on parts of `input`, with gradients through one
-// graph: replicate, scatter, parallel_apply, gather. The output is on the first device if
+// Returns module->forward(input), computed by replicas on parts of `input`, with gradients through
+// one graph: replicate, scatter, parallel_apply, gather. The output is on the first device if
 // `output_device` is absent. With one device the module itself is moved there and called.
 template <typename M>
 at::Tensor data_parallel(M module, at::Tensor input,

@@ -46,7 +46,7 @@ class IdentityNode final : public torch::autograd::Node {
 
 using NodePtr = decltype(torch::autograd::Edge::function);
 
-// A shared_ptr up to torch 2.12, an intrusive_ptr since.
+// Makes a shared_ptr up to torch 2.12, an intrusive_ptr since.
 template <typename Node, typename Ptr = NodePtr, typename... Args>
 Ptr make_node(Args&&... args) {
   if constexpr (std::is_convertible_v<std::shared_ptr<Node>, Ptr>) {

@@ -15,8 +15,8 @@ class ReplicaPass;
 void set_replica_history(const std::vector<at::Tensor>& outputs,
                          torch::autograd::edge_list next_edges, std::shared_ptr<ReplicaPass> pass);
 
-// A tensor with the memory of `leaf` and a history that ends there, for code that writes into its
-// inputs, which a leaf forbids.
+// Returns a tensor with the memory of `leaf` and a history that ends there, for code that writes
+// into its inputs, which a leaf forbids.
 at::Tensor computed_from(const at::Tensor& leaf);
 
 }  // namespace trireme

@@ -41,7 +41,7 @@ at::Tensor on(c10::Device device, const at::Tensor& tensor) {
   return tensor.to(device, /*non_blocking=*/!device.is_cpu());
 }
 
-// Every part but its place along `dim`.
+// Compares every part but its place along `dim`.
 bool fit_together(const at::Tensor& a, const at::Tensor& b, int64_t dim) {
   if (a.dim() != b.dim()) return false;
   for (int64_t i = 0; i < a.dim(); ++i)

@@ -38,7 +38,7 @@ class Replicas;
 // parameters, autograd.grad, backward(inputs=), accumulation into .grad and what other strategies
 // hang on it see one module. A second derivative has no such graph and raises.
 
-// One forward of the replicas of a module, and what its backward needs. Not thread-safe.
+// Is one forward of the replicas of a module, and what its backward needs. Not thread-safe.
 class TRIREME_API ReplicaPass : public std::enable_shared_from_this<ReplicaPass> {
  public:
   ReplicaPass(std::shared_ptr<Replicas> replicas, std::vector<Chunk> chunks);
@@ -47,21 +47,21 @@ class TRIREME_API ReplicaPass : public std::enable_shared_from_this<ReplicaPass>
   const std::vector<Chunk>& chunks() const { return chunks_; }
   std::vector<size_t> replicas() const;
 
-  // The part of `input` of each chunk, on the device of its replica: rows along `dim` (negative
-  // ones count from the end) in the order of chunks. A 0-dim tensor goes to all. On the device of
-  // the input parts are views of it. Throws ValueError for a `dim` out of range and for too few
-  // rows.
+  // Returns the part of `input` of each chunk, on the device of its replica: rows along `dim`
+  // (negative ones count from the end) in the order of chunks. A 0-dim tensor goes to all. On the
+  // device of the input parts are views of it. Throws ValueError for a `dim` out of range and for
+  // too few rows.
   std::vector<at::Tensor> scatter(const at::Tensor& input, int64_t dim);
 
   struct GatherOptions {
     int64_t dim = 0;
-    // One factor per chunk for 0-dim outputs: they become their weighted sum, and otherwise a
+    // Holds one factor per chunk for 0-dim outputs: they become their weighted sum, and otherwise a
     // vector.
     std::vector<double> weights = {};
   };
-  // outputs[position][i], as many for each chunk: output i of all chunks one after another along
-  // `dim`, in new memory on the output device. Where gradients are recorded the result belongs to
-  // the caller's graph; see [Note: two graphs]. Once per pass.
+  // Gathers outputs[position][i], as many for each chunk: output i of all chunks one after another
+  // along `dim`, in new memory on the output device. Where gradients are recorded the result
+  // belongs to the caller's graph; see [Note: two graphs]. Once per pass.
   //
   // Throws ValueError for shapes and TypeError for dtypes that do not fit together, naming
   // replicas.

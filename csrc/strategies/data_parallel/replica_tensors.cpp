@@ -34,7 +34,7 @@ int64_t version_of(const at::Tensor& tensor) {
   return tensor.is_inference() ? -1 : tensor._version();
 }
 
-// Real and complex floating point, which `flatten` takes.
+// Says whether it is of real or complex floating point, which `flatten` takes.
 bool is_flattened(const at::Tensor& tensor) {
   return tensor.layout() == at::kStrided && tensor.is_non_overlapping_and_dense() &&
          (tensor.is_floating_point() || tensor.is_complex()) &&
@@ -57,7 +57,7 @@ at::ScalarType real_type(const at::Tensor& tensor) {
 
 }  // namespace
 
-// What one replica has to copy.
+// Holds what one replica has to copy.
 struct ReplicaTensors::Stale {
   std::vector<at::Tensor> masters;
   std::vector<at::Tensor> copies;
@@ -116,7 +116,7 @@ struct ReplicaTensors::Stale {
     return note.memory->_unsafe_get_target() == master.storage().unsafeGetStorageImpl() &&
            note.offset == master.storage_offset();
   }
-  // Copy i, or its memory under a version of its own where no version tells of a change.
+  // Returns copy i, or its memory under a version of its own where no version tells of a change.
   at::Tensor target_of(size_t i) const {
     const bool unseen = same_versions(masters[i], copies[i], *notes[i]) && copies[i].has_storage();
     return unseen ? copies[i].variable_data() : copies[i];

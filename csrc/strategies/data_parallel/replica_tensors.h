@@ -39,12 +39,12 @@ class TRIREME_API ReplicaTensors {
 
   const ModuleReplicas& module() const { return module_; }
   size_t count() const { return module_.devices.size(); }
-  // What `replica` holds for itself: copies of parameters and buffers.
+  // Returns what `replica` holds for itself: copies of parameters and buffers.
   int64_t own_bytes(size_t replica) const;
 
  private:
-  // What a copy was made of. set_data() and torch::load() give a master other memory under the same
-  // version. A weak reference keeps the place of what it refers to, so that addresses tell.
+  // Says what a copy was made of. set_data() and torch::load() give a master other memory under the
+  // same version. A weak reference keeps the place of what it refers to, so that addresses tell.
   struct Copied {
     int64_t master = -1;  // versions after the copy; -1 if there was none
     int64_t copy = -1;

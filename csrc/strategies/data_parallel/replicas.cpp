@@ -111,8 +111,8 @@ void Replicas::forward(ReplicaPass& pass, const Job& job,
   if (!pass.records_) note(pass, /*with_backward=*/false);
 }
 
-// All backwards at the same time: in the threads of the replicas, or, where the engine has a thread
-// per device, as one run of it; see [Note: two graphs].
+// Runs all backwards at the same time: in the threads of the replicas, or, where the engine has a
+// thread per device, as one run of it; see [Note: two graphs].
 void Replicas::run_all_backwards(ReplicaPass& pass, const RunBackward& run_backward) {
   if (backward_in_engine_) {
     const Clock::time_point begin = Clock::now();
@@ -187,7 +187,7 @@ void Replicas::rethrow_first(const std::vector<size_t>& replicas,
   }
 }
 
-// What the last pass took, for reports and for the balance. Under report_mutex_.
+// Notes what the last pass took, for reports and for the balance. The caller holds report_mutex_.
 void Replicas::note(const ReplicaPass& pass, bool with_backward) {
   std::vector<double> milliseconds = pass.forward_ms_;
   double longest = 0;

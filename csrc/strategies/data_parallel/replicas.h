@@ -24,7 +24,7 @@ namespace trireme {
 
 class ReplicaPass;
 
-// What one replica did in the last step (host clock, milliseconds).
+// Holds what one replica did in the last step (host clock, milliseconds).
 struct ReplicaReport {
   c10::Device device = c10::Device(c10::kCPU);
   int64_t rows = 0;
@@ -43,18 +43,18 @@ struct ReplicasReport {
 };
 
 struct ReplicasOptions {
-  // Share of the batch per replica; all the same if empty.
+  // Holds the share of the batch per replica; all the same if empty.
   std::vector<double> weights = {};
-  // Shares follow the measured speed of the replicas.
+  // Says whether shares follow the measured speed of the replicas.
   bool auto_balance = false;
-  // Where outputs are gathered.
+  // Is where outputs are gathered.
   c10::Device output_device = c10::Device(c10::kCPU);
   // Says that no replica shares memory with its master, and that backwards are one run of the
   // engine, as on other devices: for tests.
   bool copy_always = false;
 };
 
-// The replicas of a module, the threads they run on, and what they did. Both front doors of
+// Holds the replicas of a module, the threads they run on, and what they did. Both front doors of
 // DataParallel stand on this: a step is
 //
 //   auto pass = replicas->begin(rows);  // replicas follow their master, the batch is cut
@@ -90,7 +90,7 @@ class TRIREME_API Replicas : public std::enable_shared_from_this<Replicas> {
 
   const ReplicasOptions& options() const { return options_; }
   ReplicaTensors& tensors() { return tensors_; }
-  // "replica 1 of 2 (cpu)"
+  // Says "replica 1 of 2 (cpu)".
   std::string describe(size_t replica) const;
   ReplicasReport last_step() const;
 
@@ -98,7 +98,7 @@ class TRIREME_API Replicas : public std::enable_shared_from_this<Replicas> {
   friend class ReplicaPass;
 
   using RunBackward = std::function<void(const std::vector<size_t>& positions)>;
-  // Sums of the gradients of all parameters. For ReplicaPass.
+  // Returns sums of the gradients of all parameters. For ReplicaPass.
   std::vector<at::Tensor> backward(ReplicaPass& pass, const RunBackward& run);
   void run_all_backwards(ReplicaPass& pass, const RunBackward& run);
   void run(ReplicaPass& pass, const Job& job, bool is_forward,

@@ -17,7 +17,7 @@
 namespace trireme {
 namespace {
 
-// One of the module's tensors, which are all on its device; undefined if it has none.
+// Returns one of the module's tensors, which are all on its device; undefined if it has none.
 at::Tensor any_tensor_of(const torch::nn::Module& module) {
   std::vector<at::Tensor> tensors = module.parameters();
   for (const at::Tensor& buffer : module.buffers()) tensors.push_back(buffer);

@@ -19,23 +19,23 @@
 namespace trireme {
 
 struct DataParallelOptions {
-  // One per replica, the module's own first; one may be named twice. If empty, `replicas` times the
-  // module's own.
+  // Lists one per replica, the module's own first; one may be named twice. If empty, `replicas`
+  // times the module's own.
   std::vector<c10::Device> devices = {};
-  // 0: as many as devices or weights; with neither as suit the CPUs (core_groups.h) for a module
-  // there, and 1 elsewhere.
+  // Counts the replicas; 0: as many as devices or weights, or, with neither, as suit the CPUs
+  // (core_groups.h) for a module there, and 1 elsewhere.
   int64_t replicas = 0;
-  // Where outputs are put together; the first device if absent.
+  // Is where outputs are put together; the first device if absent.
   std::optional<c10::Device> output_device = {};
-  // The dimension of inputs and outputs that is the batch's; from the end if negative.
+  // Is the dimension of inputs and outputs that is the batch's; from the end if negative.
   int64_t dim = 0;
-  // Shares of the batch, one per replica; all the same if empty.
+  // Holds shares of the batch, one per replica; all the same if empty.
   std::vector<double> weights = {};
-  // Shares follow the measured speed of the replicas.
+  // Says whether shares follow the measured speed of the replicas.
   bool auto_balance = false;
 };
 
-// All of DataParallel that does not depend on the type of its module; see data_parallel.h. One
+// Does all of DataParallel that does not depend on the type of its module; see data_parallel.h. One
 // thread at a time.
 class TRIREME_API ReplicatedModule : public torch::nn::Module {
  public:
@@ -49,7 +49,7 @@ class TRIREME_API ReplicatedModule : public torch::nn::Module {
 
   // Reports what the last step took; all 0 for a single replica, which is the module itself.
   ReplicasReport last_step() const;
-  // The devices of the replicas.
+  // Returns the devices of the replicas.
   const std::vector<c10::Device>& devices() const { return devices_; }
 
  protected:
@@ -62,7 +62,7 @@ class TRIREME_API ReplicatedModule : public torch::nn::Module {
 
   // Makes the replicas follow the module before a forward. Returns whether it is a single one.
   bool get_ready();
-  // Rows of the batch whose first tensor is `first`; one if there is none.
+  // Returns the rows of the batch whose first tensor is `first`; one if there is none.
   int64_t rows_of(const at::Tensor* first) const;
   std::shared_ptr<ReplicaPass> begin(int64_t rows);
   torch::nn::Module& replica(const ReplicaPass& pass, size_t position) const;
@@ -85,7 +85,7 @@ class TRIREME_API ReplicatedModule : public torch::nn::Module {
   uint64_t born_ = 0;  // forks_so_far() when the replicas were made
 };
 
-// `device` with the index it stands for. Throws ValueError if this machine has none.
+// Returns `device` with the index it stands for. Throws ValueError if this machine has none.
 TRIREME_API c10::Device existing_device(c10::Device device);
 
 }  // namespace trireme

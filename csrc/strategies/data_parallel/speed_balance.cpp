@@ -10,7 +10,7 @@ constexpr int64_t kWarmUpSteps = 2;  // in which memory is touched for the first
 constexpr double kSmoothing = 0.2;   // weight of the last step
 constexpr double kWorthwhile = 0.05;
 
-// The time of the slowest replica for one row of the batch.
+// Returns the time of the slowest replica for one row of the batch.
 double slowest(const std::vector<double>& weights, const std::vector<double>& ms_per_row) {
   const double total = std::accumulate(weights.begin(), weights.end(), 0.0);
   double most = 0;

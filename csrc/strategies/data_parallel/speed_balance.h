@@ -9,17 +9,18 @@
 
 namespace trireme {
 
-// How replicas of different speed get chunks that take them the same time. It learns from what
-// steps took, and moves the shares only where that promises to make the slowest replica faster by a
+// Gives replicas of different speed chunks that take them the same time. It learns from what steps
+// took, and moves the shares only where that promises to make the slowest replica faster by a
 // twentieth, so that a batch is not cut anew for every tremor of the machine.
 class TRIREME_API SpeedBalance {
  public:
   explicit SpeedBalance(size_t replicas);
 
-  // What one step took on each replica that had rows: rows and milliseconds, parallel to `chunks`.
+  // Learns what one step took on each replica that had rows: rows and milliseconds, parallel to
+  // `chunks`.
   void record(const std::vector<Chunk>& chunks, const std::vector<double>& milliseconds);
 
-  // Shares of the batch, equal until every replica was measured.
+  // Returns shares of the batch, equal until every replica was measured.
   const std::vector<double>& weights() const { return weights_; }
 
  private:

@@ -2,6 +2,7 @@
 
 #include <trireme/common/trace.h>
 #include <trireme/grad/plan_agreement.h>
+#include <trireme/strategies/ddp/whole_landing.h>
 
 #include <ATen/ATen.h>
 
@@ -71,10 +72,13 @@ Ddp::Ddp(ModuleTensors module, std::shared_ptr<Communicator> communicator,
   }
   GradReducerOptions reducer_options;
   reducer_options.caps = bucket_caps(options);
-  reducer_options.gradient_as_bucket_view = options.gradient_as_bucket_view;
   reducer_options.reduce_dtype = options.reduce_dtype;
   reducer_options.compares_moved_values = true;
-  reducer_ = GradReducer::make(std::move(module.parameters), communicator_, reducer_options);
+  GradReducerParts parts;
+  parts.communicator = communicator_;
+  parts.arming = arming_;
+  parts.landing = std::make_shared<WholeLanding>(options.gradient_as_bucket_view);
+  reducer_ = GradReducer::make(module.parameters, std::move(parts), reducer_options);
 }
 
 void Ddp::sync_buffers(const std::vector<at::Tensor>& buffers, int64_t root) {
@@ -94,7 +98,7 @@ void Ddp::sync_buffers(const std::vector<at::Tensor>& buffers, int64_t root) {
 }
 
 void Ddp::sync_module(const std::vector<at::Tensor>& buffers, int64_t root) {
-  broadcast_module(reducer_->parameters(), buffers, root);
+  broadcast_module(reducer_->layout().parameters(), buffers, root);
 }
 
 void Ddp::broadcast_module(const std::vector<at::Tensor>& parameters,

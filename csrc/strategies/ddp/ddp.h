@@ -42,8 +42,8 @@ TRIREME_API BucketCaps bucket_caps(const DdpOptions& options);
 //
 //   before_forward    watch what the user froze or cast; buffers of rank 0 for all (sync_buffers)
 //   forward           the user's
-//   after_forward     watch what the user replaced; hooks on the outputs (see grad_reducer.h)
-//   backward          grad_hook -> bucket -> compressor -> grad_reducer -> all_reduce
+//   after_forward     watch what the user replaced; hooks on the outputs (see grad/arming.h)
+//   backward          grad_hook -> bucket -> wire (all_reduce, or a stream) -> whole_landing
 //   step              the user's optimizer
 //
 // Bytes per rank and step: every gradient once through an all-reduce, 4 bytes per parameter,
@@ -56,10 +56,10 @@ class TRIREME_API Ddp {
   Ddp(ModuleTensors module, std::shared_ptr<Communicator> communicator, const DdpOptions& options);
 
   // `synchronize`: this forward's backward is to average (false under no_sync).
-  void before_forward() { reducer_->before_forward(); }
+  void before_forward() { arming_->before_forward(); }
   void after_forward(const std::vector<at::Tensor>& outputs, bool synchronize,
                      bool all_found = true) {
-    reducer_->after_forward(outputs, synchronize, all_found);
+    arming_->after_forward(outputs, synchronize, all_found);
   }
 
   // `buffers` of `root` for all ranks. One collective.
@@ -67,17 +67,19 @@ class TRIREME_API Ddp {
   // Parameters and buffers of `root` for all ranks (the end of a join).
   void sync_module(const std::vector<at::Tensor>& buffers, int64_t root);
 
+  Arming& arming() { return *arming_; }
   GradReducer& reducer() { return *reducer_; }
   const GradReducer& reducer() const { return *reducer_; }
   const std::shared_ptr<Communicator>& communicator() const { return communicator_; }
   // The device of the first parameter; all are of its kind.
-  c10::Device device() const { return reducer_->parameters().front().device(); }
+  c10::Device device() const { return reducer_->layout().device(); }
 
  private:
   void broadcast_module(const std::vector<at::Tensor>& parameters,
                         const std::vector<at::Tensor>& buffers, int64_t root);
 
   std::shared_ptr<Communicator> communicator_;
+  std::shared_ptr<Arming> arming_ = std::make_shared<Arming>();
   std::shared_ptr<GradReducer> reducer_;
 };
 

@@ -1,7 +1,7 @@
 #pragma once
 
 #include <trireme/common/export.h>
-#include <trireme/grad/grad_reducer.h>
+#include <trireme/strategies/fsdp/owner_landing.h>
 
 #include <ATen/core/Tensor.h>
 
@@ -29,13 +29,14 @@ namespace trireme {
 // wait for this one, unless they wait for it in a collective of the hook's: that has its own
 // deadline.
 
-// Called by the thread that runs backward, without gradients being recorded. May be empty.
+// UnitFlags::all_reduce_hook: called by the thread that runs backward, without gradients being
+// recorded. May be empty.
 using AllReduceHook = std::function<void(at::Tensor& gradients)>;
 
-// Makes `reducer`, which has sharded_parameters, run these hooks from now on, one per unit.
-// `parameters` says how many each unit has, in the order of the reducer's. Costs a copy of the
+// Makes `landing` run these hooks from now on, one per unit. `parameters` says how many each unit
+// has, in the order of the landing's. Costs a copy of the
 // unit's part there and back, and its memory meanwhile.
-TRIREME_API void set_all_reduce_hooks(GradReducer& reducer, std::vector<AllReduceHook> hooks,
+TRIREME_API void set_all_reduce_hooks(OwnerLanding& landing, std::vector<AllReduceHook> hooks,
                                       const std::vector<size_t>& parameters);
 
 }  // namespace trireme

@@ -64,6 +64,9 @@ std::shared_ptr<Fsdp> Fsdp::make(Request request) {
   const c10::InferenceMode no_inference(false);
   if (request.ranks_of.empty()) request.ranks_of.assign(request.groups.size(), 0);
   std::shared_ptr<Fsdp> made(new Fsdp(request));
+  made->reducers_.tell_hook_errors([self = made->weak_from_this()](const std::string& what) {
+    if (const auto alive = self.lock()) alive->tell_hook_error(what);
+  });
   if (made->prefetch_.gathers()) {
     made->reducers_.ask_for_unused([self = made->weak_from_this()] {
       const auto alive = self.lock();
@@ -87,12 +90,8 @@ Fsdp::Fsdp(const Request& request)
       pool_(std::make_shared<BufferPool>(groups_.front()->device())),
       prefetch_(groups_, request.agrees_with),
       reducers_({groups_, names_, request.ranks, request.ranks_of}),
-      copied_gradients_(groups_.front()->device()) {
-  for (const auto& group : groups_) {
-    group->memory().share_pool(pool_);
-    for (size_t i = 0; i < group->params().size(); ++i)
-      owners_.push_back({group.get(), static_cast<int64_t>(i)});
-  }
+      delivery_(std::make_shared<GradientDelivery>(groups_)) {
+  for (const auto& group : groups_) group->memory().share_pool(pool_);
 }
 
 // One forward of a unit that gathers, as backward sees it.
@@ -160,7 +159,7 @@ void Fsdp::post_forward(const Forward& forward, const std::vector<at::Tensor>& o
   const bool trains = at::GradMode::is_enabled();
   const std::shared_ptr<Use> use = close(forward);
   if (trains) watch_outputs(forward, outputs, use);
-  if (forward.group && forward.group->reshard_after_forward())
+  if (forward.group && forward.group->flags().reshard_after_forward)
     prefetch_.done(*forward.group, /*hold=*/trains && !all_found);
   if (!open_.empty()) return;
   prefetch_.end_pass();
@@ -196,7 +195,7 @@ void Fsdp::abandon_forward(const Forward& forward, const std::string& reason) no
   if (runs_backward()) return;  // backward says so, if it is more than a checkpoint's early end
   close(forward);
   try {  // what it has computed may have been kept, and backward may come to it
-    if (forward.group && forward.group->reshard_after_forward())
+    if (forward.group && forward.group->flags().reshard_after_forward)
       prefetch_.done(*forward.group, /*hold=*/at::GradMode::is_enabled());
   } catch (...) {  // no memory for a piece of the unit, which so stays unsharded
   }
@@ -224,6 +223,34 @@ void Fsdp::tell_gatherers(const std::string& what) noexcept {
     tell(group->gathers_with().get());
     tell(group->reshards_with().get());
   }
+}
+
+// Tells the others of an exception in a hook: ranks on which it did not raise go on to their next
+// step, and wait there for this one.
+void Fsdp::tell_hook_error(const std::string& what) {
+  if (communicator_->world() == 1) return;
+  const std::string text = "an all-reduce hook raised: " + what;
+  reducers_.announce_failure(abandoned_text(text));
+  tell_gatherers(text);
+}
+
+void Fsdp::hand_out_gradients(GradientCallback callback) {
+  reducers_.set_delivered_callback([held = std::weak_ptr(delivery_), callback = std::move(callback)](
+                                       const std::vector<int64_t>& parameters) {
+    if (const auto delivery = held.lock()) callback(parameters, delivery->take(parameters));
+  });
+}
+
+void Fsdp::keep_gradients() {
+  reducers_.set_delivered_callback(
+      [held = std::weak_ptr(delivery_)](const std::vector<int64_t>& parameters) {
+        if (const auto delivery = held.lock()) delivery->keep(parameters);
+      });
+}
+
+void Fsdp::set_memory_sources(BufferPool::Source gathered, const BufferPool::Source& gradients) {
+  pool_->set_source(std::move(gathered));
+  reducers_.set_memory_source(gradients);
 }
 
 void Fsdp::unshard(ParamGroup& group) {
@@ -255,11 +282,11 @@ void Fsdp::begin_writing() {
   TRIREME_TRACE("fsdp.begin_writing");
   check_writes();
   for (const auto& group : groups_) group->memory().finish_copies();
-  const FactorRange own = gradient_factor();
+  const FactorRange own = delivery_->factor();
   FactorRange of_all = own;
   for (StepGate& gate : gates_) of_all = of_all & gate.begin_writing(own);
-  delivered_.clear();
-  check_factor(own, of_all);
+  delivery_->forget();
+  check_factor(own, of_all, communicator_->rank_of());
 }
 
 // Refuses writes outside of the gate: a slower rank may have read while this one wrote; or the
@@ -335,7 +362,8 @@ void Fsdp::pre_backward(ParamGroup* group, Use* use, const Pass& pass) {
 // unit.
 void Fsdp::post_backward(ParamGroup& group, Use& use) {
   if (use.backward != backward_ || --use.inputs_left > 0) return;
-  if (--uses_in_backward_[&group] == 0 && group.reshard_after_backward()) prefetch_.done(group);
+  if (--uses_in_backward_[&group] == 0 && group.flags().reshard_after_backward)
+    prefetch_.done(group);
 }
 
 void Fsdp::shadow_step(const std::shared_ptr<ParamGroup>& root) {
@@ -347,12 +375,12 @@ void Fsdp::shadow_step(const std::shared_ptr<ParamGroup>& root) {
     prefetch_.gather_rest();  // the others reduce meanwhile
   }
   reducers_.shadow_backward();
-  prefetch_.end_pass(/*is_last=*/synchronize_ && !manual_);
+  prefetch_.end_pass(/*is_last=*/reducers_.synchronizes() && !manual_);
 }
 
 void Fsdp::finish_backward() {
   try {
-    prefetch_.end_pass(/*is_last=*/synchronize_ && !manual_);
+    prefetch_.end_pass(/*is_last=*/reducers_.synchronizes() && !manual_);
   } catch (...) {
     abandon_backward();
     throw;
@@ -370,16 +398,16 @@ void Fsdp::abandon_backward() noexcept {
 void Fsdp::reshard_after_backward() {
   in_backward_ = false;
   for (const auto& group : groups_)
-    if (group->reshard_after_backward()) group->show_sharded();
+    if (group->flags().reshard_after_backward) group->show_sharded();
 }
 
 void Fsdp::set_manual_finalization(bool manual) {
   manual_ = manual;
-  reducers_.set_synchronize(synchronize_ && !manual_);
+  reducers_.set_synchronize(!manual_);
 }
 
 void Fsdp::finalize_backward() {
-  if (synchronize_) {
+  if (reducers_.synchronizes()) {
     reducers_.reduce_accumulated();
     prefetch_.forget_pieces();
   }

@@ -2,16 +2,16 @@
 
 #include <trireme/comm/communicator.h>
 #include <trireme/memory/buffer_pool.h>
-#include <trireme/memory/stream_handoff.h>
-#include <trireme/memory/tensor_samples.h>
 #include <trireme/param/param_group.h>
 #include <trireme/param/prefetch.h>
 #include <trireme/param/step_gate.h>
+#include <trireme/strategies/fsdp/gradient_delivery.h>
 #include <trireme/strategies/fsdp/unit_reducers.h>
 
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <set>
@@ -116,33 +116,19 @@ class TRIREME_API Fsdp : public std::enable_shared_from_this<Fsdp> {
   // Says whether this rank may write its shards now.
   bool is_writing() const;
 
-  // Takes this rank's part of the gradients of some parameters out of the .grad of their
-  // ShardedParam::gradient_leaf(), for a caller who keeps gradients himself. Gradients of offloaded
-  // shards are copied into CPU memory. They are there when backward, or the call that delivers them
-  // outside of one, is over; or when wait_for_gradients() returns.
-  std::vector<at::Tensor> take_gradients(const std::vector<int64_t>& parameters);
-  void wait_for_gradients() { copied_gradients_.wait(); }
-  // Keeps gradients for a caller who does not: those of offloaded shards become the .grad of
-  // ShardedParam::sharded() too, or are added to it, and begin_writing() looks by what gradients in
-  // the memory of the host were multiplied since; see fsdp_gradients.cpp. Uses the delivered
-  // callback of reducers().
+  // Hands averaged gradients, by the index of their parameters, to `callback`, which keeps them, on
+  // the thread that runs backward; see GradientDelivery::take().
+  using GradientCallback =
+      std::function<void(const std::vector<int64_t>& parameters, std::vector<at::Tensor> parts)>;
+  void hand_out_gradients(GradientCallback callback);
+  void wait_for_gradients() { delivery_->wait(); }
+  // Keeps averaged gradients for a caller who does not; see GradientDelivery::keep().
+  // begin_writing() looks by what factor they were multiplied since.
   void keep_gradients();
 
-  // Says for each group whether backwards average its gradients, which else accumulate on this
-  // rank. Equal on all ranks.
-  void set_synchronize(const std::vector<bool>& groups);
-  // Says for each group whether backwards sum up its gradients over replicates_with. If not, what
-  // the sharing ranks have summed up waits on this rank for the next backward that does. Equal on
-  // all ranks.
-  void set_all_reduce(const std::vector<bool>& groups);
   // Says where memory comes from that is gathered into, and that gradients are sent from; the
   // device's allocator where a source is empty.
   void set_memory_sources(BufferPool::Source gathered, const BufferPool::Source& gradients);
-  // Sets one hook per group; see [Note: all-reduce hooks].
-  void set_all_reduce_hooks(std::vector<AllReduceHook> groups);
-  // Sets what the gradients of each group are divided by; 0 means the number of ranks. Equal on all
-  // ranks.
-  void set_divide_factors(const std::vector<double>& groups);
   // Makes backwards only accumulate, and finalize_backward() average what has come together.
   void set_manual_finalization(bool manual);
   void finalize_backward();
@@ -180,33 +166,16 @@ class TRIREME_API Fsdp : public std::enable_shared_from_this<Fsdp> {
   void tell_gatherers(const std::string& what) noexcept;
   void reshard_after_backward();
   void check_writes();
-  void receive_gradients(const std::vector<int64_t>& parameters);
-  SampledMemory gradient_memory(int64_t parameter) const;
-  FactorRange gradient_factor() const;
-  void check_factor(const FactorRange& own, const FactorRange& of_all) const;
-  AllReduceHook told_of_errors(AllReduceHook hook);
+  void tell_hook_error(const std::string& what);
 
   std::vector<std::shared_ptr<ParamGroup>> groups_;
   std::vector<std::string> names_;
-  struct Owner {
-    ParamGroup* group;
-    int64_t parameter;  // its index in the group
-  };
-  static const ShardedParam& param_of(const Owner& owner) {
-    return owner.group->params()[static_cast<size_t>(owner.parameter)];
-  }
-  bool is_offloaded(int64_t parameter) const {
-    return param_of(owners_[static_cast<size_t>(parameter)]).spec().offload != ShardOffload::kNone;
-  }
-  std::vector<Owner> owners_;  // owners of all parameters
   std::shared_ptr<Communicator> communicator_;
   std::vector<StepGate> gates_;  // one per set of ranks that has parameters
   std::shared_ptr<BufferPool> pool_;
   Prefetch prefetch_;
   UnitReducers reducers_;
-  StreamHandoff copied_gradients_;
-  TensorSamples delivered_;    // samples of gradients; none unless keep_gradients() was called
-  int64_t waiting_task_ = -1;  // the backward that waits for copied gradients at its end
+  std::shared_ptr<GradientDelivery> delivery_;
   // Forwards that are not over, each inside the one before it.
   struct Open {
     const ParamGroup* group;
@@ -219,7 +188,6 @@ class TRIREME_API Fsdp : public std::enable_shared_from_this<Fsdp> {
   int64_t forward_ = 0;
   std::set<int64_t> forwards_in_backward_;
   bool in_backward_ = false;
-  bool synchronize_ = true;
   bool manual_ = false;
 };
 

@@ -1,6 +1,8 @@
 #include <trireme/strategies/fsdp/offload_plan.h>
 
+#include <c10/core/ScalarType.h>
 #include <c10/util/Exception.h>
+#include <c10/util/accumulate.h>
 
 #include <algorithm>
 #include <cmath>
@@ -58,6 +60,25 @@ OffloadPlan make_offload_plan(const OffloadPlanRequest& request) {
   std::fill_n(first, count, ShardOffload::kOptimizer);
   std::fill_n(first, everything, ShardOffload::kAll);
   return plan;
+}
+
+void settle_offload(const Offload& offload, ParamGroupRequest& request, RankOf where) {
+  check_offload(offload, where);
+  if (request.device.is_cpu() && !offload.from_cpu) {
+    if (where.rank != 0) return;
+    TORCH_WARN_ONCE("[fully_shard] Offload: parameters are in CPU memory already");
+    return;
+  }
+  std::vector<int64_t> parameter_bytes;
+  for (const ShardedParamSpec& spec : request.specs) {
+    const auto item = static_cast<int64_t>(c10::elementSize(spec.dtype));
+    parameter_bytes.push_back(item * c10::multiply_integers(spec.sizes));
+  }
+  const OffloadPlan plan =
+      make_offload_plan({offload.optimizer, offload.params, parameter_bytes, *offload.owed});
+  *offload.owed = plan.owed;
+  for (size_t i = 0; i < request.specs.size(); ++i) request.specs[i].offload = plan.parameters[i];
+  request.pins_memory = offload.pin_memory;
 }
 
 }  // namespace trireme

@@ -2,7 +2,7 @@
 
 #include <trireme/common/error.h>
 #include <trireme/common/export.h>
-#include <trireme/param/sharded_param.h>
+#include <trireme/param/param_group.h>
 
 #include <cstdint>
 #include <memory>
@@ -52,5 +52,9 @@ struct OffloadPlan {
 };
 
 TRIREME_API OffloadPlan make_offload_plan(const OffloadPlanRequest& request);
+
+// Says in `request` which of a unit's parameters lie where. Does nothing where they are in CPU
+// memory already, and rank 0 says so once. Throws what check_offload() throws.
+TRIREME_API void settle_offload(const Offload& offload, ParamGroupRequest& request, RankOf where);
 
 }  // namespace trireme

@@ -7,11 +7,13 @@
 #include <trireme/module/module_parameters.h>
 #include <trireme/strategies/fsdp/module_mirror.h>
 #include <trireme/strategies/fsdp/sharded_root.h>
+#include <trireme/strategies/fsdp/unit_ranks.h>
 
 #include <ATen/ATen.h>
 #include <torch/serialize/input-archive.h>
 #include <torch/serialize/output-archive.h>
 
+#include <algorithm>
 #include <ostream>
 #include <unordered_set>
 #include <utility>
@@ -62,6 +64,16 @@ void check_parameter(const Checked& checked, c10::Device device, RankOf where) {
                                where, "Move the module before fully_shard."));
 }
 
+// Returns the gradients of the part that lies like `like`, which is added if there is none.
+std::vector<at::Tensor>& part_of(std::vector<GradNormPart>& parts, const GradNormPart& like) {
+  const auto found = std::find_if(parts.begin(), parts.end(), [&like](const GradNormPart& part) {
+    return part.sharded_over == like.sharded_over && part.copies == like.copies;
+  });
+  if (found != parts.end()) return found->gradients;
+  parts.push_back(like);
+  return parts.back().gradients;
+}
+
 }  // namespace
 
 class ShardedModule::Gate final : public WriteGate {
@@ -101,8 +113,9 @@ ShardedModule::ShardedModule(std::shared_ptr<torch::nn::Module> inner, FsdpOptio
                                "Call fully_shard once per module, inner modules first."));
   const std::vector<at::Tensor> parameters = inner_->parameters();
   if (!parameters.empty() && !parameters.front().is_meta()) device_ = parameters.front().device();
-  settle_sharing();
-  settle_resharding();
+  const UnitRanks ranks = ranks_of_unit(options_, device_);
+  sharers_ = ranks.sharers;
+  replicates_with_ = ranks.replicates_with;
   std::vector<ShardedParamSpec> specs;
   collect(specs);
   TORCH_CHECK_VALUE(!leaves_.empty() || !units_below(*inner_).empty(),
@@ -113,9 +126,9 @@ ShardedModule::ShardedModule(std::shared_ptr<torch::nn::Module> inner, FsdpOptio
     request.device = device_;
     if (ParamGroup::gathers_over(*sharers_, request.device)) {
       request.gathers_with = options_.gathers_with ? options_.gathers_with : twin_of(*sharers_);
-      request.reshards_with = options_.reshards_with;
+      request.reshards_with = ranks.reshards_with;
     }
-    settle_offload(request);
+    if (options_.offload) settle_offload(*options_.offload, request, where);
     group_ = make_param_group(std::move(request));
   }
   shard();
@@ -123,46 +136,6 @@ ShardedModule::ShardedModule(std::shared_ptr<torch::nn::Module> inner, FsdpOptio
 }
 
 ShardedModule::~ShardedModule() = default;
-
-// Finds out who shares the parameters, and who has the same shards.
-void ShardedModule::settle_sharing() {
-  Communicator& all = *options_.communicator;
-  const int64_t among = options_.shard_among;
-  if (among == 0 || among == all.world()) {
-    sharers_ = options_.communicator;
-    return;
-  }
-  sharers_ = neighbours_of(all, among);
-  replicates_with_ = counterparts_of(all, among);
-  TORCH_CHECK_NOT_IMPLEMENTED(
-      sharers_, error_text(kArea, "got a communicator that cannot make one of some of its ranks",
-                           all.rank_of(), "Leave FsdpOptions::shard_among out."));
-}
-
-// Says by reshard_after_forward whether, and by reshards_with among whom if not all.
-void ShardedModule::settle_resharding() {
-  const RankOf where = sharers_->rank_of();
-  const int64_t among = options_.reshard_among;
-  const bool fits = among >= 0 && (among == 0 || where.world % among == 0);
-  TORCH_CHECK_VALUE(fits, error_text(kArea, "got reshard_among=" + std::to_string(among), where,
-                                     "Pass a factor of " + std::to_string(where.world) + "."));
-  const bool is_said_once = among == 0 ? !options_.reshards_with : !options_.reshard_after_forward;
-  const bool are_as_many = !options_.reshards_with || options_.reshards_with->world() == among;
-  TORCH_CHECK_VALUE(is_said_once && are_as_many,
-                    error_text(kArea, "got options of resharding that contradict each other", where,
-                               "Pass reshard_after_forward, or reshard_among with, if at all, a "
-                               "reshards_with of so many ranks."));
-  if (among > 0) options_.reshard_after_forward = among > 1;
-  if (among <= 1 || among == where.world) {
-    options_.reshards_with = nullptr;
-  } else if (!options_.reshards_with && ParamGroup::gathers_over(*sharers_, device_)) {
-    options_.reshards_with = neighbours_of(*sharers_, among);
-    TORCH_CHECK_NOT_IMPLEMENTED(
-        options_.reshards_with,
-        error_text(kArea, "got a communicator that cannot make one of some of its ranks", where,
-                   "Pass FsdpOptions::reshards_with, or leave reshard_among out."));
-  }
-}
 
 // Collects the parameters of inner that no unit in it has.
 void ShardedModule::collect(std::vector<ShardedParamSpec>& specs) {
@@ -263,6 +236,128 @@ std::optional<at::ScalarType> ShardedModule::input_dtype() const {
 
 void ShardedModule::begin_writing() {
   if (root_) root_->begin_writing();
+}
+
+// Returns the groups of this unit and those in it.
+std::vector<std::shared_ptr<ParamGroup>> ShardedModule::groups_within() const {
+  std::vector<std::shared_ptr<ParamGroup>> groups;
+  if (group_) groups.push_back(group_);
+  for (const ShardedModule* unit : units_below(*this))
+    if (unit->group_) groups.push_back(unit->group_);
+  return groups;
+}
+
+void ShardedModule::unshard() {
+  Root& root = own_root();
+  root.begin_reading();
+  for (const auto& group : groups_within()) root.core->unshard(*group);
+}
+
+void ShardedModule::begin_unshard() {
+  Root& root = own_root();
+  root.begin_reading();
+  for (const auto& group : groups_within()) root.core->begin_unshard(*group);
+}
+
+void ShardedModule::reshard() {
+  if (!root_) return;
+  for (const auto& group : groups_within()) root_->core->reshard(*group);
+}
+
+void ShardedModule::set_reshard_after_forward(bool reshard) {
+  std::vector<ShardedModule*> units = units_below(*this);
+  units.push_back(this);
+  for (ShardedModule* unit : units) {
+    if (!unit->group_) continue;
+    if (unit->group_->reshards_with()) unit->group_->reshard_to_all();
+    unit->options_.reshard_after_forward = reshard;
+    unit->group_->flags().reshard_after_forward = reshard;
+  }
+}
+
+void ShardedModule::set_reshard_after_backward(bool reshard) {
+  for (const auto& group : groups_within()) group->flags().reshard_after_backward = reshard;
+}
+
+void ShardedModule::set_forward_prefetch(const std::vector<const ShardedModule*>& units) {
+  std::vector<const ParamGroup*> ahead;
+  for (const ShardedModule* unit : units) ahead.push_back(unit->group_.get());
+  if (group_) own_root().core->prefetch().set_forward_prefetch(*group_, ahead);
+}
+
+void ShardedModule::set_backward_prefetch(const std::vector<const ShardedModule*>& units) {
+  std::vector<const ParamGroup*> ahead;
+  for (const ShardedModule* unit : units) ahead.push_back(unit->group_.get());
+  if (group_) own_root().core->prefetch().set_backward_prefetch(*group_, ahead);
+}
+
+void ShardedModule::set_dynamic_gather(bool dynamic) {
+  own_root().core->prefetch().set_dynamic(dynamic);
+}
+
+void ShardedModule::set_memory_sources(BufferPool::Source gathered,
+                                       const BufferPool::Source& gradients) {
+  own_root().core->set_memory_sources(std::move(gathered), gradients);
+}
+
+ShardedModule::NoSync::NoSync(const ShardedModule& module) {
+  for (const std::shared_ptr<ParamGroup>& group : module.groups_within()) {
+    before_.emplace_back(group, group->flags().synchronizes);
+    group->flags().synchronizes = false;
+  }
+}
+
+ShardedModule::NoSync::~NoSync() {
+  for (const auto& [group, synchronizes] : before_) group->flags().synchronizes = synchronizes;
+}
+
+void ShardedModule::set_requires_all_reduce(bool requires_all_reduce) {
+  for (const auto& group : groups_within()) group->flags().all_reduces = requires_all_reduce;
+}
+
+void ShardedModule::set_gradient_divide_factor(double factor) {
+  TORCH_CHECK_VALUE(factor > 0,
+                    error_text("fully_shard", "got a divide factor of " + std::to_string(factor),
+                               sharers_->rank_of(), "Pass one above 0."));
+  if (group_) group_->flags().divide_factor = factor;
+}
+
+void ShardedModule::set_all_reduce_hook(AllReduceHook hook) {
+  if (group_) group_->flags().all_reduce_hook = std::move(hook);
+}
+
+void ShardedModule::set_manual_backward_finalization(bool enabled) {
+  own_root().core->set_manual_finalization(enabled);
+}
+
+void ShardedModule::finalize_backward() { own_root().core->finalize_backward(); }
+
+std::vector<GradNormPart> ShardedModule::gradients() const {
+  std::vector<const ShardedModule*> units{this};
+  for (const ShardedModule* unit : units_below(*this)) units.push_back(unit);
+  std::vector<GradNormPart> parts;
+  for (const ShardedModule* unit : units) {
+    // What other ranks share than this unit may be another one there (experts): all of them count.
+    GradNormPart cut{{}, device_, sharers_, 1};
+    GradNormPart whole;
+    if (unit->sharers_ != sharers_) {
+      const auto& replicas = unit->replicates_with_;
+      cut = {{}, device_, options_.communicator, replicas ? replicas->world() : 1};
+      whole = {{}, device_, options_.communicator, unit->options_.communicator->world()};
+    }
+    part_of(parts, cut);  // whoever has gradients, the parts are the same on all ranks
+    part_of(parts, whole);
+    for (const ShardedParam* param : unit->sharded_params()) {
+      const at::Tensor& grad = param->sharded().grad();
+      if (grad.defined()) part_of(parts, grad.dim() == 0 ? whole : cut).push_back(grad);
+    }
+  }
+  return parts;
+}
+
+at::Tensor ShardedModule::clip_grad_norm_(double max_norm, double norm_type,
+                                          bool error_if_nonfinite) {
+  return trireme::clip_grad_norm_(gradients(), {max_norm, norm_type, error_if_nonfinite});
 }
 
 std::vector<const ShardedParam*> ShardedModule::sharded_params() const {

@@ -123,14 +123,13 @@ class TRIREME_API ShardedModule : public torch::nn::Module, public HoldsParts {
   //   loss(model->forward(b)).backward();
   class TRIREME_API NoSync {
    public:
-    explicit NoSync(ShardedModule& module);
+    explicit NoSync(const ShardedModule& module);
     ~NoSync();
     NoSync(const NoSync&) = delete;
     NoSync& operator=(const NoSync&) = delete;
 
    private:
-    ShardedModule& module_;
-    bool before_;
+    std::vector<std::pair<std::shared_ptr<ParamGroup>, bool>> before_;  // of each unit
   };
   [[nodiscard]] NoSync no_sync() { return NoSync(*this); }
 
@@ -210,14 +209,9 @@ class TRIREME_API ShardedModule : public torch::nn::Module, public HoldsParts {
   class Gate;
   void collect(std::vector<ShardedParamSpec>& specs);
   int64_t shard_dim(const std::string& name, const at::Tensor& parameter) const;
-  void settle_sharing();
-  void settle_resharding();
-  void settle_offload(ParamGroupRequest& request) const;
   void shard();
   Root& own_root() const;
-  std::vector<ParamGroup*> groups_within() const;
-  std::vector<ShardedModule*> units();
-  void set_synchronize(bool synchronize);
+  std::vector<std::shared_ptr<ParamGroup>> groups_within() const;
   void check_unchanged(std::optional<torch::Device> device,
                        std::optional<torch::Dtype> dtype) const;
 
@@ -229,14 +223,6 @@ class TRIREME_API ShardedModule : public torch::nn::Module, public HoldsParts {
   std::vector<at::Tensor> leaves_;                 // inner's own parameters
   std::shared_ptr<ParamGroup> group_;              // null if units in it have all parameters
   std::shared_ptr<Gate> gate_;
-  // What the user says of this unit's gradients.
-  struct GradientFlags {
-    bool synchronizes = true;
-    bool all_reduces = true;
-    double divide_factor = 0;  // 0: the number of ranks
-    AllReduceHook hook = {};
-  };
-  GradientFlags flags_;
   mutable std::shared_ptr<Root> root_;  // the outermost unit's, once that was used
 };
 

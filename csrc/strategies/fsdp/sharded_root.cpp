@@ -62,7 +62,8 @@ ShardedModule::Root::Root(const ShardedModule& unit) : outermost(&unit) {
     if (!one->group_) continue;
     ranks_of.push_back(place_of(*one));
     const bool stays = one == &unit && one->group_->gathers();
-    one->group_->set_reshard_after_forward(one->options_.reshard_after_forward.value_or(!stays));
+    one->group_->flags().reshard_after_forward =
+        one->options_.reshard_after_forward.value_or(!stays);
     units.push_back(one);
     groups.push_back(one->group_);
     for (const ShardedParam& param : one->group_->params())
@@ -70,7 +71,6 @@ ShardedModule::Root::Root(const ShardedModule& unit) : outermost(&unit) {
   }
   core = Fsdp::make({groups, names, ranks, ranks_of, order_agreement()});
   core->keep_gradients();
-  follow_flags();
 }
 
 // Returns the place in `ranks` of those that share a unit, which are added if they are not there.
@@ -105,23 +105,6 @@ std::shared_ptr<Communicator> ShardedModule::Root::order_agreement() const {
                        "communicator that cannot make another one of its ranks",
                        all.rank_of(), "Give all units one communicator and shard_among."));
   return twin;
-}
-
-void ShardedModule::Root::follow_flags() {
-  std::vector<bool> synchronize;
-  std::vector<bool> all_reduce;
-  std::vector<double> factors;
-  std::vector<AllReduceHook> hooks;
-  for (const ShardedModule* unit : units) {
-    synchronize.push_back(unit->flags_.synchronizes);
-    all_reduce.push_back(unit->flags_.all_reduces || !unit->replicates_with_);
-    factors.push_back(unit->flags_.divide_factor);
-    hooks.push_back(unit->flags_.hook);
-  }
-  core->set_synchronize(synchronize);
-  core->set_all_reduce(all_reduce);
-  core->set_divide_factors(factors);
-  core->set_all_reduce_hooks(std::move(hooks));
 }
 
 void ShardedModule::Root::settle() {

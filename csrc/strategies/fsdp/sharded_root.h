@@ -34,8 +34,6 @@ class ShardedModule::Root {
   void note_members();
   void begin_reading();
   void begin_writing();
-  // Hears that what is said of the gradients of a unit has changed.
-  void follow_flags();
 
   const ShardedModule* outermost;
   std::vector<const ShardedModule*> units;          // that have parameters of their own

@@ -1,6 +1,10 @@
 #include <trireme/strategies/fsdp/unit_reducers.h>
 
+#include <trireme/common/exception_text.h>
+#include <trireme/grad/collective_wire.h>
+
 #include <algorithm>
+#include <exception>
 #include <utility>
 
 // See [Note: units on several meshes] in unit_reducers.h.
@@ -19,14 +23,14 @@ ShardPlan plan_of(const std::vector<ParameterInfo>& stored, int64_t world) {
 
 }  // namespace
 
-std::shared_ptr<GradReducer> UnitReducers::make_reducer(const Request& request, const Part& part) {
+void UnitReducers::make_reducer(const Request& request, Part& part) {
   NamedParameters parameters;
   for (const int64_t index : part.parameters)
     parameters.names.push_back(request.names[static_cast<size_t>(index)]);
   parameters.sparse_gradient.assign(parameters.names.size(), false);
   GradReducerOptions options;
   options.area = "fully_shard";
-  options.arms_at_parameters = true;
+  OwnerLanding::Owners owners;
   std::vector<ParameterInfo> stored;
   for (const size_t one : part.groups) {
     const ParamGroup& group = *request.groups[one];
@@ -34,7 +38,7 @@ std::shared_ptr<GradReducer> UnitReducers::make_reducer(const Request& request, 
       const ShardedParam& param = group.params()[i];
       const ShardedParamSpec& spec = param.spec();
       parameters.tensors.push_back(group.leaves()[i]);
-      options.sharded_parameters.push_back(param.gradient_leaf());
+      owners.leaves.push_back(param.gradient_leaf());
       options.reduce_dtypes.emplace_back(spec.reduce_dtype.value_or(spec.dtype));
       stored.push_back(stored_info(spec, spec.dtype));
     }
@@ -42,106 +46,156 @@ std::shared_ptr<GradReducer> UnitReducers::make_reducer(const Request& request, 
   const size_t first = part.groups.front();
   const std::shared_ptr<Communicator>& sharers = request.groups[first]->communicator();
   const FsdpRanks& ranks = request.ranks[request.ranks_of[first]];
-  options.shards = std::make_shared<const ShardPlan>(plan_of(stored, sharers->world()));
-  options.scatters_with = ranks.scatters_with ? ranks.scatters_with : sharers;
-  options.replicates_with = ranks.replicates_with;
-  return GradReducer::make(std::move(parameters), ranks.communicator, std::move(options));
+  owners.own = {std::make_shared<const ShardPlan>(plan_of(stored, sharers->world())),
+                sharers->rank()};
+  owners.has_replicas = ranks.replicates_with != nullptr;
+  part.arming = std::make_shared<Arming>(/*at_parameters=*/true);
+  part.landing = std::make_shared<OwnerLanding>(part.arming, std::move(owners));
+  GradReducerParts parts;
+  parts.communicator = ranks.communicator;
+  parts.arming = part.arming;
+  parts.landing = part.landing;
+  parts.wire = std::make_unique<CollectiveWire>(
+      ranks.communicator, ranks.scatters_with ? ranks.scatters_with : sharers,
+      ranks.replicates_with ? make_replica_sum(ranks.replicates_with) : nullptr);
+  part.reducer = GradReducer::make(parameters, std::move(parts), options);
 }
 
-UnitReducers::UnitReducers(const Request& request) {
-  std::vector<Part> parts(request.ranks.size());
+UnitReducers::UnitReducers(const Request& request)
+    : groups_(std::make_shared<const Groups>(request.groups)) {
+  std::vector<std::shared_ptr<Part>> parts(request.ranks.size());
+  for (auto& part : parts) part = std::make_shared<Part>();
   int64_t parameter = 0;
   for (size_t i = 0; i < request.groups.size(); ++i) {
-    Part& part = parts.at(request.ranks_of.at(i));
+    Part& part = *parts.at(request.ranks_of.at(i));
     part.groups.push_back(i);
-    part.numbers_of_parameters.push_back(request.groups[i]->params().size());
-    for (size_t k = 0; k < part.numbers_of_parameters.back(); ++k)
+    for (size_t k = 0; k < request.groups[i]->params().size(); ++k)
       part.parameters.push_back(parameter++);
   }
-  std::vector<std::shared_ptr<GradReducer>> reducers;
-  for (Part& part : parts) {
-    if (part.groups.empty()) continue;  // units without parameters of their own
-    part.reducer = make_reducer(request, part);
-    reducers.push_back(part.reducer);
-    parts_.push_back(std::move(part));
+  std::vector<std::shared_ptr<Arming>> armings;
+  for (const std::shared_ptr<Part>& part : parts) {
+    if (part->groups.empty()) continue;  // units without parameters of their own
+    part->all = groups_;
+    make_reducer(request, *part);
+    part->arming->ask_to_synchronize([groups = groups_] { return any_synchronizes(*groups); });
+    part->arming->set_armed_callback([held = std::weak_ptr<Part>(part)] {
+      const auto alive = held.lock();
+      if (!alive) return;
+      alive->read_flags();
+      alive->read_unused();
+    });
+    armings.push_back(part->arming);
+    parts_.push_back(part);
   }
-  if (reducers.size() > 1) GradReducer::arm_together(reducers);
+  if (armings.size() > 1) Arming::arm_together(armings);
 }
 
-template <typename Value>
-std::vector<Value> UnitReducers::Part::of_groups(const std::vector<Value>& all) const {
-  std::vector<Value> own;
-  for (const size_t group : groups) own.push_back(all.at(group));
-  return own;
+bool UnitReducers::any_synchronizes(const Groups& groups) {
+  return std::any_of(groups.begin(), groups.end(),
+                     [](const auto& group) { return group->flags().synchronizes; });
 }
 
-template <typename Value>
-std::vector<Value> UnitReducers::Part::of_parameters(const std::vector<Value>& all_groups) const {
-  std::vector<Value> own;
+void UnitReducers::Part::read_flags() {
+  const bool synchronizes = any_synchronizes(*all);
+  std::vector<bool> held;
+  std::vector<bool> deferred;
+  std::vector<double> factors;
+  for (size_t i = 0; i < groups.size(); ++i) {
+    const UnitFlags& flags = group(i).flags();
+    const size_t count = group(i).params().size();
+    held.insert(held.end(), count, synchronizes && !flags.synchronizes);
+    deferred.insert(deferred.end(), count, !flags.all_reduces);
+    factors.insert(factors.end(), count, flags.divide_factor);
+  }
+  landing->hold(held);
+  landing->defer_all_reduce(deferred);
+  landing->set_divide_factors(std::move(factors));
+  read_hooks();
+}
+
+void UnitReducers::Part::read_hooks() {
+  std::vector<AllReduceHook> hooks;
+  std::vector<size_t> counts;
+  bool has_any = false;
+  for (size_t i = 0; i < groups.size(); ++i) {
+    const AllReduceHook& hook = group(i).flags().all_reduce_hook;
+    has_any = has_any || hook;
+    hooks.push_back(hook ? telling(hook) : nullptr);
+    counts.push_back(group(i).params().size());
+  }
+  if (has_any || has_hooks) set_all_reduce_hooks(*landing, std::move(hooks), counts);
+  has_hooks = has_any;
+}
+
+// Returns a hook that tells of what it throws.
+AllReduceHook UnitReducers::Part::telling(AllReduceHook hook) const {
+  return [hook = std::move(hook), tell = tell_hook_error](at::Tensor& gradients) {
+    try {
+      hook(gradients);
+    } catch (const std::exception& error) {
+      if (tell) tell(first_line_of(error));
+      throw;
+    }
+  };
+}
+
+void UnitReducers::Part::read_unused() const {
+  if (!ask_for_unused) return;
+  const std::vector<bool> unused_groups = ask_for_unused();
+  if (unused_groups.empty()) return;
+  std::vector<bool> unused;
   for (size_t i = 0; i < groups.size(); ++i)
-    own.insert(own.end(), numbers_of_parameters[i], all_groups.at(groups[i]));
-  return own;
+    unused.insert(unused.end(), group(i).params().size(), unused_groups.at(groups[i]));
+  reducer->expect_none(std::move(unused));
 }
 
 void UnitReducers::before_forward() {
-  for (const Part& part : parts_) part.reducer->before_forward();
+  for (const auto& part : parts_) part->arming->before_forward();
 }
 
 void UnitReducers::after_forward(const std::vector<at::Tensor>& outputs, bool all_found) {
-  for (const Part& part : parts_)
-    part.reducer->after_forward(outputs, /*synchronize=*/true, all_found);
+  for (const auto& part : parts_)
+    part->arming->after_forward(outputs, /*synchronize=*/true, all_found);
 }
 
 void UnitReducers::set_synchronize(bool synchronize) {
-  for (const Part& part : parts_) part.reducer->set_synchronize(synchronize);
+  for (const auto& part : parts_) part->arming->set_synchronize(synchronize);
 }
 
 void UnitReducers::shadow_backward() {
-  for (const Part& part : parts_) part.reducer->shadow_backward(/*deliver=*/true);
+  for (const auto& part : parts_) {
+    part->read_flags();
+    part->reducer->shadow_backward(/*deliver=*/true);
+  }
 }
 
 void UnitReducers::announce_failure(const std::string& text) noexcept {
-  for (const Part& part : parts_) part.reducer->announce_failure(text);
+  for (const auto& part : parts_) part->reducer->announce_failure(text);
 }
 
 void UnitReducers::reduce_accumulated() {
-  for (const Part& part : parts_) part.reducer->reduce_accumulated();
+  for (const auto& part : parts_) {
+    part->read_flags();
+    part->reducer->reduce_accumulated();
+  }
 }
 
 void UnitReducers::drop_accumulated() {
-  for (const Part& part : parts_) part.reducer->drop_accumulated();
-}
-
-void UnitReducers::hold(const std::vector<bool>& groups) {
-  for (const Part& part : parts_) part.reducer->hold(part.of_parameters(groups));
-}
-
-void UnitReducers::defer_all_reduce(const std::vector<bool>& groups) {
-  for (const Part& part : parts_) part.reducer->defer_all_reduce(part.of_parameters(groups));
-}
-
-void UnitReducers::set_divide_factors(const std::vector<double>& groups) {
-  for (const Part& part : parts_) part.reducer->set_divide_factors(part.of_parameters(groups));
-}
-
-void UnitReducers::set_all_reduce_hooks(const std::vector<AllReduceHook>& groups) {
-  for (const Part& part : parts_)
-    trireme::set_all_reduce_hooks(*part.reducer, part.of_groups(groups),
-                                  part.numbers_of_parameters);
+  for (const auto& part : parts_) part->landing->drop_accumulated();
 }
 
 void UnitReducers::set_divisor(double divisor) {
-  for (const Part& part : parts_) part.reducer->set_divisor(divisor);
+  for (const auto& part : parts_) part->reducer->set_divisor(divisor);
 }
 
 void UnitReducers::set_memory_source(const BufferPool::Source& source) {
-  for (const Part& part : parts_) part.reducer->set_memory_source(source);
+  for (const auto& part : parts_) part->reducer->set_memory_source(source);
 }
 
 void UnitReducers::set_delivered_callback(const GradReducer::DeliveredCallback& callback) {
-  for (const Part& part : parts_) {
-    part.reducer->set_delivered_callback(
-        [callback, parameters = part.parameters](const std::vector<int64_t>& own) {
+  for (const auto& part : parts_) {
+    part->reducer->set_delivered_callback(
+        [callback, parameters = part->parameters](const std::vector<int64_t>& own) {
           std::vector<int64_t> all;
           for (const int64_t index : own) all.push_back(parameters[static_cast<size_t>(index)]);
           callback(all);
@@ -150,18 +204,17 @@ void UnitReducers::set_delivered_callback(const GradReducer::DeliveredCallback& 
 }
 
 void UnitReducers::ask_for_unused(const std::function<std::vector<bool>()>& groups) {
-  for (const Part& part : parts_) {
-    part.reducer->set_armed_callback([groups, part = &part] {
-      const std::vector<bool> unused = groups();
-      if (!unused.empty()) part->reducer->expect_none(part->of_parameters(unused));
-    });
-  }
+  for (const auto& part : parts_) part->ask_for_unused = groups;
+}
+
+void UnitReducers::tell_hook_errors(std::function<void(const std::string& what)> callback) {
+  for (const auto& part : parts_) part->tell_hook_error = callback;
 }
 
 StepReport UnitReducers::last_step() const {
-  StepReport all = parts_.front().reducer->last_step();
+  StepReport all = parts_.front()->reducer->last_step();
   for (size_t i = 1; i < parts_.size(); ++i) {
-    const StepReport one = parts_[i].reducer->last_step();
+    const StepReport one = parts_[i]->reducer->last_step();
     all.backward_ms = std::max(all.backward_ms, one.backward_ms);
     all.waiting_ms += one.waiting_ms;
     all.exposed_comm_ms += one.exposed_comm_ms;

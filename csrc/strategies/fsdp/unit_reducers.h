@@ -4,6 +4,7 @@
 #include <trireme/grad/grad_reducer.h>
 #include <trireme/param/param_group.h>
 #include <trireme/strategies/fsdp/all_reduce_hooks.h>
+#include <trireme/strategies/fsdp/owner_landing.h>
 
 #include <ATen/core/Tensor.h>
 
@@ -54,45 +55,54 @@ class TRIREME_API UnitReducers {
 
   void before_forward();
   void after_forward(const std::vector<at::Tensor>& outputs, bool all_found);
+  // Says whether backwards average at all, whatever the flags of units say.
   void set_synchronize(bool synchronize);
+  // Says whether the flags of any unit ask backwards to average.
+  bool synchronizes() const { return any_synchronizes(*groups_); }
   void shadow_backward();
   void reduce_accumulated();
   void announce_failure(const std::string& text) noexcept;  // to all ranks of all of them
   void drop_accumulated();
-
-  // These take one value per group.
-  void hold(const std::vector<bool>& groups);
-  void defer_all_reduce(const std::vector<bool>& groups);
-  void set_divide_factors(const std::vector<double>& groups);
-  void set_all_reduce_hooks(const std::vector<AllReduceHook>& groups);
 
   void set_divisor(double divisor);
   void set_memory_source(const BufferPool::Source& source);
   // The callback is called with indices into `names`.
   void set_delivered_callback(const GradReducer::DeliveredCallback& callback);
   // `groups` is asked before each backward that synchronizes: which groups this rank has not used,
-  // so that it will bring no gradients of them. It may say fewer; it says nothing once this object
-  // is gone.
+  // so that it will bring no gradients of them. It may say fewer, or nothing.
   void ask_for_unused(const std::function<std::vector<bool>()>& groups);
+  // The callback is called with what an all-reduce hook has thrown, before that leaves backward.
+  void tell_hook_errors(std::function<void(const std::string& what)> callback);
   // Reports on all reducers together: bytes, buckets and times of communication are sums.
   StepReport last_step() const;
 
  private:
+  using Groups = std::vector<std::shared_ptr<ParamGroup>>;
+  static bool any_synchronizes(const Groups& groups);
+
   // One reducer, and what it has of all.
   struct Part {
-    std::vector<size_t> groups;
-    std::vector<size_t> numbers_of_parameters;  // counts per group
+    std::vector<size_t> groups;  // their places among all
+    std::shared_ptr<const Groups> all;
     std::vector<int64_t> parameters;
+    std::function<std::vector<bool>()> ask_for_unused;
+    std::function<void(const std::string&)> tell_hook_error;
+    bool has_hooks = false;
+    std::shared_ptr<Arming> arming;
+    std::shared_ptr<OwnerLanding> landing;
     std::shared_ptr<GradReducer> reducer;
 
-    template <typename Value>
-    std::vector<Value> of_groups(const std::vector<Value>& all) const;
-    template <typename Value>
-    std::vector<Value> of_parameters(const std::vector<Value>& all_groups) const;
+    const ParamGroup& group(size_t place) const { return *(*all)[groups[place]]; }
+    // Reads the flags of its units, when a backward begins that averages.
+    void read_flags();
+    void read_hooks();
+    void read_unused() const;
+    AllReduceHook telling(AllReduceHook hook) const;
   };
-  static std::shared_ptr<GradReducer> make_reducer(const Request& request, const Part& part);
+  static void make_reducer(const Request& request, Part& part);
 
-  std::vector<Part> parts_;
+  std::shared_ptr<const Groups> groups_;
+  std::vector<std::shared_ptr<Part>> parts_;
 };
 
 }  // namespace trireme

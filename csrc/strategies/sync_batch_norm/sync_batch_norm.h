@@ -18,9 +18,9 @@ struct BatchNormRequest {
   double eps = 1e-5;
 };
 
-// One batch normalization layer in training, whose batch is the batches of all ranks together:
-// output, running statistics and gradients are those of that batch on one device. What both front
-// doors wrap. weight and bias get the sum over this rank's part, as any parameter does: DDP adds up
+// Is one batch normalization layer in training, whose batch is the batches of all ranks together:
+// output, running statistics and gradients are those of that batch on one device. Both front doors
+// wrap it. weight and bias get the sum over this rank's part, as any parameter does: DDP adds up
 // the ranks.
 //
 // Collective, also for a rank whose part is empty, and so is the backward: every rank's loss has to
@@ -35,7 +35,8 @@ class TRIREME_API BatchNormSync {
  public:
   explicit BatchNormSync(std::shared_ptr<Communicator> communicator);
 
-  // The normalized batch, in the dtype and memory format of the input. One thread at a time.
+  // Returns the normalized batch, in the dtype and memory format of the input. One thread at a
+  // time.
   //
   // Throws ValueError for an input without channel dimension or channels, for parameters of another
   // length, and on all ranks alike where ranks differ in channels or precision or have 1 value per
@@ -46,7 +47,7 @@ class TRIREME_API BatchNormSync {
   const std::shared_ptr<Communicator>& communicator() const { return communicator_; }
 
  private:
-  // What must be the same on all ranks, or the engines move messages of different lengths.
+  // Is what must be the same on all ranks, or the engines move messages of different lengths.
   struct Layout {
     int64_t channels = 0;
     at::ScalarType dtype = at::kFloat;

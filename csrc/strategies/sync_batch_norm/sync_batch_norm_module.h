@@ -10,11 +10,12 @@
 
 namespace trireme {
 
-// num_features, eps, momentum, affine, track_running_stats: those of torch::nn::BatchNorm2d.
+// Holds num_features, eps, momentum, affine, track_running_stats: those of torch::nn::BatchNorm2d.
 using SyncBatchNormOptions = torch::nn::BatchNormOptions;
 
-// torch::nn::BatchNorm1d, 2d or 3d over the batch of all ranks of a group; parameters and buffers
-// have the same names, so either loads what the other saved. Inputs are [batch, channels, ...].
+// Is torch::nn::BatchNorm1d, 2d or 3d over the batch of all ranks of a group; parameters and
+// buffers have the same names, so either loads what the other saved. Inputs are [batch, channels,
+// ...].
 //
 //   trireme::SyncBatchNorm norm(trireme::SyncBatchNormOptions(64).momentum(0.2),
 //   context.communicator());

@@ -55,11 +55,14 @@ Zero::Zero(NamedParameters parameters, std::shared_ptr<Communicator> communicato
   GradReducerOptions reducing;
   reducing.area = "zero";
   reducing.bucket_prefix = "optimizer " + std::to_string(number) + ", ";
-  reducing.shards = plan_;
-  reducing.arms_at_parameters = true;
-  reducing.defers_sums = options_.fused_step;
-  parameters.tensors = parameters_;
-  reducer_ = GradReducer::make(std::move(parameters), communicator_, std::move(reducing));
+  arming_ = std::make_shared<Arming>(/*at_parameters=*/true);
+  landing_ = std::make_shared<ShardLanding>(arming_, OwnShards{plan_, communicator_->rank()},
+                                            options_.fused_step);
+  GradReducerParts parts;
+  parts.communicator = communicator_;
+  parts.arming = arming_;
+  parts.landing = landing_;
+  reducer_ = GradReducer::make(parameters, std::move(parts), reducing);
   watch_gradients();
 }
 
@@ -256,9 +259,9 @@ bool Zero::begin_step(const ZeroStep& step) {
     if (parameters_[i].grad().defined() && !has_fit_gradient(i))
       flags.unfit_gradient = static_cast<int64_t>(i);
   }
-  if (reducer_) {
+  if (landing_) {
     const std::vector<int64_t> changed =
-        reducer_->changed_gradients(step.scaler_writes.value_or(0));
+        landing_->changed_gradients(step.scaler_writes.value_or(0));
     if (!changed.empty()) flags.changed_gradient = changed.front();
     const FactorRange factor = gradient_factor();
     flags.least_factor = in_order(factor.least);
@@ -304,7 +307,7 @@ void Zero::end_step() {
   }
   take_samples();
   // A GradScaler has written zeros to what others own.
-  if (reducer_ && std::exchange(scaler_wrote_, false)) reducer_->keep_own_gradients();
+  if (landing_ && std::exchange(scaler_wrote_, false)) landing_->keep_own_gradients();
   if (reducer_) reducer_->notice_changes();
 }
 
@@ -355,14 +358,14 @@ void Zero::settle_storages() {
 }
 
 void Zero::set_synchronize(bool synchronize) {
-  if (reducer_) reducer_->set_synchronize(synchronize);
+  if (arming_) arming_->set_synchronize(synchronize);
 }
 
 GradNormPart Zero::gradients(const std::vector<int64_t>& parameters) const {
   GradNormPart part;
   part.device = infos_.front().device;
   if (reducer_) {
-    reducer_->settle_sums();
+    landing_->settle_sums();
     part.sharded_over = communicator_;
   }
   for (const int64_t parameter : parameters) {
@@ -377,7 +380,7 @@ GradNormPart Zero::gradients(const std::vector<int64_t>& parameters) const {
 void Zero::zero_grad(bool set_to_none) {
   const at::NoGradGuard no_grad;
   std::vector<int64_t> foreign;
-  if (reducer_) foreign = reducer_->changed_gradients();
+  if (landing_) foreign = landing_->changed_gradients();
   for (size_t i = 0; i < parameters_.size(); ++i) {
     at::Tensor& grad = parameters_[i].mutable_grad();
     shards_[i].mutable_grad().reset();
@@ -392,7 +395,7 @@ void Zero::zero_grad(bool set_to_none) {
   }
   if (!reducer_) return;
   delivered_->clear();
-  reducer_->drop_set_aside();
+  landing_->drop_set_aside();
   reducer_->notice_changes();
 }
 
@@ -400,6 +403,8 @@ void Zero::retire() {
   if (reducer_)
     for (const at::Tensor& parameter : parameters_) parameter.mutable_grad().reset();
   reducer_.reset();
+  landing_.reset();
+  arming_.reset();
   parameters_.clear();
   places_.clear();
   shards_.clear();

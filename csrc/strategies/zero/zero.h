@@ -7,6 +7,7 @@
 #include <trireme/memory/host_store.h>
 #include <trireme/memory/shard_plan.h>
 #include <trireme/memory/tensor_samples.h>
+#include <trireme/strategies/zero/shard_landing.h>
 
 #include <ATen/core/Tensor.h>
 
@@ -21,7 +22,7 @@ namespace trireme {
 // [Note: the step of a sharded optimizer]
 //
 //   backward       stage 1: the user's gradients, whole on every rank (DDP averages them)
-//                  stage 2: grad_hook -> bucket_stream -> each rank's shards of the average
+//                  stage 2: grad_hook -> bucket -> wire -> shard_landing: shards of the average
 //   begin_step     one small all-reduce, which returns when all ranks have come: nobody reads the
 //                  parameters any more, everybody has told what is wrong
 //   step           each rank's optimizer, over its shards
@@ -141,13 +142,14 @@ class TRIREME_API Zero {
 
   // Says whether backwards average gradients; without, they accumulate on this rank.
   void set_synchronize(bool synchronize);
-  // Returns the reducer, or null under stage 1.
+  // These return the reducer, and what arms it; null under stage 1.
   GradReducer* reducer() { return reducer_.get(); }
+  const std::shared_ptr<Arming>& arming() const { return arming_; }
 
   // Says whether the last backward has left the sums of gradients to fused_adam_step(); summed()
   // says of which parameters. gradients() makes them after all.
-  bool has_sums() const { return reducer_ && reducer_->has_sums(); }
-  const std::vector<bool>& summed() const { return reducer_->summed(); }
+  bool has_sums() const { return landing_ && landing_->has_sums(); }
+  const std::vector<bool>& summed() const { return landing_->summed(); }
   // Sums up, averages and steps every shard that a group holds, between begin_step() and
   // end_step().
   void fused_adam_step(const std::vector<FusedAdamGroup>& groups);
@@ -218,6 +220,9 @@ class TRIREME_API Zero {
   std::vector<at::Tensor> own_memory_;  // what give_own_memory() gave, per parameter, or undefined
   TensorSamples samples_;               // samples of places_; none while a step writes
   std::shared_ptr<TensorSamples> delivered_;  // samples of own gradients, under stage 2
+  // what stage 2 has
+  std::shared_ptr<Arming> arming_;
+  std::shared_ptr<ShardLanding> landing_;
   std::shared_ptr<GradReducer> reducer_;
   bool writing_ = false;  // since begin_writing()
   bool scaler_wrote_ = false;

@@ -154,10 +154,10 @@ void ZeroOptimizer::add_core(NamedParameters parameters) {
   parameters_.insert(parameters_.end(), tensors.begin(), tensors.end());
   const std::vector<at::Tensor>& shards = cores_.back()->shards();
   shards_.insert(shards_.end(), shards.begin(), shards.end());
-  std::vector<std::shared_ptr<GradReducer>> reducers;
+  std::vector<std::shared_ptr<Arming>> armings;
   for (const auto& core : cores_)
-    if (core->reducer() != nullptr) reducers.push_back(core->reducer()->shared_from_this());
-  GradReducer::arm_together(reducers);
+    if (core->arming()) armings.push_back(core->arming());
+  Arming::arm_together(armings);
 }
 
 // An optimizer that has some of another one's parameters must have all.

@@ -120,9 +120,8 @@ class FSDPModule(TorchFSDPModule):
         """Whether backwards average gradients; without, they accumulate on this rank, unsharded
         and in ``reduce_dtype``, until one does."""
         for unit in self._trireme_units(recurse):
-            unit.synchronizes = requires_gradient_sync
-        if (root := self._trireme_unit.root) is not None:
-            root.follow_flags()
+            if unit.group is not None:
+                unit.group.synchronizes = requires_gradient_sync
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Under HSDP: whether backwards sum gradients over the replicas; without, what the ranks
@@ -131,9 +130,8 @@ class FSDPModule(TorchFSDPModule):
         torch.
         """
         for unit in self._trireme_units(recurse):
-            unit.all_reduces = requires_all_reduce
-        if (root := self._trireme_unit.root) is not None:
-            root.follow_flags()
+            if unit.group is not None:
+                unit.group.all_reduces = requires_all_reduce
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Nothing changes: every backward that averages gradients returns with final ones."""
@@ -230,9 +228,8 @@ class FSDPModule(TorchFSDPModule):
         if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not factor > 0:
             refuse(f"got factor={factor!r}, expected a number above 0", "Pass one.")
         for unit in self._trireme_units(recurse=False):
-            unit.divide_factor = float(factor)
-        if (root := self._trireme_unit.root) is not None:
-            root.follow_flags()
+            if unit.group is not None:
+                unit.group.divide_factor = float(factor)
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """The earlier name of ``set_gradient_divide_factor``."""
@@ -269,9 +266,7 @@ class FSDPModule(TorchFSDPModule):
             )
         if hook is not None and stream is not None:
             hook = in_stream(hook, stream, unit.mesh.device)
-        unit.all_reduce_hook = hook
-        if unit.root is not None:
-            unit.root.follow_hooks()
+        unit.set_all_reduce_hook(hook)
 
     def set_custom_all_gather(self, comm: Any) -> None:
         """This unit is gathered by ``comm``, an ``AllGather`` of torch's; None: by ours.

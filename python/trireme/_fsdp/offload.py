@@ -8,13 +8,9 @@ from dataclasses import dataclass, field
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
-from trireme._C import plan_offload
+from trireme._C import UnitOffload, plan_offload
 from trireme._core.rank_log import get_logger
 from trireme._fsdp import refuse
-
-# What ParamGroup takes: parameters of which the optimizer's part is offloaded, and those of which
-# everything is, by index; whether their memory is pinned.
-OffloadRow = tuple[list[int], list[int], bool]
 
 _told: set[str] = set()
 
@@ -85,7 +81,7 @@ def _say_once(name: str) -> None:
         get_logger().info(f"[fully_shard] {name}: parameters are in CPU memory already")
 
 
-def choose(offload: Offload | None, params: Sequence[torch.Tensor]) -> OffloadRow | None:
+def choose(offload: Offload | None, params: Sequence[torch.Tensor]) -> UnitOffload | None:
     """Says which of a unit's parameters are offloaded; all ranks say the same."""
     if offload is None:
         return None
@@ -95,4 +91,4 @@ def choose(offload: Offload | None, params: Sequence[torch.Tensor]) -> OffloadRo
         params=offload.params,
         owed=offload._owed,
     )
-    return optimizers, everything, offload.pin_memory
+    return UnitOffload(optimizers, everything, offload.pin_memory)

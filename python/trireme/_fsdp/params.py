@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
+from trireme._C import ShardedParamSpec
 from trireme._core.owners import local_of
 from trireme._fsdp import refuse
 from trireme._fsdp.checks import check_gradient_dtype, check_parameter, resolve_placement, shard_dim
@@ -32,8 +33,6 @@ if TYPE_CHECKING:
 # Up to torch 2.14 gradients were reduced in param_dtype where no reduce_dtype was given.
 _REDUCES_IN_ORIGINAL_DTYPE = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15)
 
-Spec = tuple[str, Sequence[int], torch.dtype, int, torch.dtype | None, torch.dtype | None, bool]
-
 
 @dataclass
 class ShardedParameter:
@@ -52,16 +51,16 @@ class ShardedParameter:
     layout: ModelLayout | None = None  # of what was a DTensor before
     shown: nn.Parameter | None = None  # what the module shows for the unsharded one
 
-    def spec(self) -> Spec:
+    def spec(self) -> ShardedParamSpec:
         """Says of the parameter what the core wants to know."""
-        return (
-            self.name,
-            self.sizes,
-            self.present.dtype,
-            self.dim,
-            self.param_dtype,
-            self.reduce_dtype,
-            self.present.requires_grad,
+        return ShardedParamSpec(
+            name=self.name,
+            sizes=self.sizes,
+            dtype=self.present.dtype,
+            dim=self.dim,
+            param_dtype=self.param_dtype,
+            reduce_dtype=self.reduce_dtype,
+            requires_grad=self.present.requires_grad,
         )
 
     @property

@@ -5,9 +5,10 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING
 
+import torch
 from torch import nn
 
-from trireme._C import Fsdp
+from trireme._C import Fsdp, FsdpRanks
 from trireme._core.errors import refuse
 from trireme._core.layer_watch import LayerWatch
 from trireme._core.writing import call_before_writing_shards
@@ -15,7 +16,6 @@ from trireme._fsdp.checks import check_mesh_within
 from trireme._fsdp.comms import (
     customizable,
     group_of_memory,
-    hook_of,
     say_no_memory,
     use_reduce_scatter,
 )
@@ -68,7 +68,7 @@ class FsdpRoot:
                 groups=[one.group for one in self.mesh_of if one.group is not None],
                 names=[param.name for param in self.params],
                 ranks=[
-                    (mesh.communicator, mesh.replicate_communicator, scatters_with)
+                    FsdpRanks(mesh.communicator, mesh.replicate_communicator, scatters_with)
                     for mesh, scatters_with in zip(self.meshes, self.scatters_with, strict=True)
                 ],
                 ranks_of=list(self.mesh_of.values()),
@@ -76,11 +76,11 @@ class FsdpRoot:
             )
             held = weakref.ref(self)  # the core must not keep alive who keeps it
 
-            def deliver(indices: list[int]) -> None:
+            def deliver(indices: list[int], parts: list[torch.Tensor]) -> None:
                 if (root := held()) is not None:
-                    root.deliver(indices)
+                    root.deliver(indices, parts)
 
-            self.core.set_delivered_callback(deliver)
+            self.core.hand_out_gradients(deliver)
         for one in unit.all:
             one.is_root = True
         for one in units:
@@ -88,8 +88,6 @@ class FsdpRoot:
             one.settle_reshard()
         self._layer_watch = LayerWatch(module, by_identity=False)
         self._plain = list(_plain_parameters(module).values())
-        self.follow_flags()
-        self.follow_hooks()
         self.follow_gathers()
         self.comms_changed = True
         self.follow_comms()
@@ -120,10 +118,9 @@ class FsdpRoot:
         self.meshes.append(mesh)
         return len(self.meshes) - 1
 
-    def deliver(self, indices: list[int]) -> None:
+    def deliver(self, indices: list[int], parts: list[torch.Tensor]) -> None:
         """This rank's parts of averaged gradients have come."""
         assert self.core is not None
-        parts = self.core.take_gradients(indices)
         if self.offloads and any(_reads_at_once(self.params[index]) for index in indices):
             self.core.wait_for_gradients()
         for index, part in zip(indices, parts, strict=True):
@@ -146,20 +143,6 @@ class FsdpRoot:
             self.settle()
             self.core.begin_reading()
             self.core.begin_writing()
-
-    def follow_flags(self) -> None:
-        """Tells the core which units average gradients, and what they are divided by."""
-        if self.core is not None:
-            units = list(self.mesh_of)
-            self.core.set_synchronize([unit.synchronizes for unit in units])
-            self.core.set_all_reduce([unit.all_reduces for unit in units])
-            self.core.set_divide_factors([unit.divide_factor for unit in units])
-
-    def follow_hooks(self) -> None:
-        """Tells the core who is shown the gradients of which units."""
-        if self.core is not None:
-            units = list(self.mesh_of)
-            self.core.set_all_reduce_hooks([hook_of(unit) for unit in units])
 
     def follow_comms(self) -> None:
         """Before a forward, when all units have been told: by what gradients are scattered, and

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from trireme._C import Communicator, ParamGroup
+from trireme._C import Communicator, ParamGroup, UnitOffload
 from trireme._core.errors import refuse
 from trireme._core.find_tensors import find_tensors
 from trireme._core.meshes import is_cut, ranks_of
 from trireme._core.owners import note_unit
-from trireme._fsdp.comms import customizable, use_all_gather
+from trireme._fsdp.comms import customizable, hook_of, use_all_gather
 from trireme._fsdp.join import notify_of_forward
 from trireme._fsdp.mesh import FsdpMesh
 from trireme._fsdp.params import ShardedParameter, adopt, copy_shards, note_casts, shard
@@ -27,8 +27,6 @@ from trireme._fsdp.state_hooks import StateHooks
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
-
-    from trireme._fsdp.offload import OffloadRow
 
 
 class FsdpUnit:
@@ -51,7 +49,7 @@ class FsdpUnit:
         policy: MixedPrecisionPolicy,
         *,
         reshards_among: int = 0,
-        offload: OffloadRow | None = None,
+        offload: UnitOffload | None = None,
         others: Sequence[FsdpUnit] | None = (),
     ) -> None:
         """``others`` is None for one of them."""
@@ -65,14 +63,11 @@ class FsdpUnit:
         self.is_root = False
         self.others = tuple(others or ())
         self.gathers = any(one.mesh.gathers for one in self.all)  # any of its modules' parameters
-        self.synchronizes = True
-        self.all_reduces = True  # over replicas
         self.all_reduce_hook: Callable[[torch.Tensor], None] | None = None
         self.all_gather: Any = None  # torch's AllGather and ReduceScatter, if the user has set them
         self.reduce_scatter: Any = None
         self.allocates_from_group = False
         self.post_optim_event: torch.Event | None = None
-        self.divide_factor = 0.0  # 0: the number of ranks
         self.reshard_after_forward: bool | None = None  # None: if it is not the root
         self.ahead: dict[str, list[FsdpUnit]] = {}  # by the core's method that is told of it
         self.gathers_dynamically = False  # of the root
@@ -148,6 +143,7 @@ class FsdpUnit:
         made._comm_ctx = object()
         if self.group is not None:
             made.group = self._another_group(self.group)
+            made.group.set_all_reduce_hook(hook_of(made))
             made.shards = made.group.sharded()
             made.params = copy_shards(made.group, self.params, memo)
         made.modules = tuple(copy.deepcopy(module, memo) for module in self.modules)
@@ -159,9 +155,14 @@ class FsdpUnit:
 
     def _another_group(self, like: ParamGroup) -> ParamGroup:
         group = self._make_group()
-        group.reshard_after_forward = like.reshard_after_forward
-        group.reshard_after_backward = like.reshard_after_backward
+        group.copy_flags(like)
         return group
+
+    def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None] | None) -> None:
+        """The core holds a hook that does not keep alive what the user's holds."""
+        self.all_reduce_hook = hook
+        if self.group is not None:
+            self.group.set_all_reduce_hook(hook_of(self))
 
     def follow_casts(self) -> None:
         """Before the first forward: memory of the dtypes to which parameters were cast, if any

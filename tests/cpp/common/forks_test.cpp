@@ -15,7 +15,7 @@ namespace {
 
 constexpr size_t kMappedBytes = 3 * 4096 - 100;  // no whole number of pages
 
-// As two processes see it: two mappings of one file.
+// Is memory as two processes see it: two mappings of one file.
 struct SharedBytes {
   int fd = ::memfd_create("trireme_test", MFD_CLOEXEC);
   char* first = nullptr;

@@ -42,7 +42,7 @@ std::string text_of(const std::exception_ptr& error) {
   }
 }
 
-// Of the worker threads, seen from inside.
+// Returns those of the worker threads, seen from inside.
 std::vector<int> threads_seen(WorkerPool& pool) {
   std::vector<int> seen(pool.count());
   pool.run(everybody(pool), [&](size_t worker) { seen[worker] = at::get_num_threads(); });
@@ -165,7 +165,7 @@ TEST_CASE("the caller may have threads of its own serve the pool") {
     pool.run({0, 1}, [&](size_t worker) { seen[worker] = std::this_thread::get_id(); });
     CHECK(left == 0);
   }
-  // Which return when the pool is gone.
+  // The seats return when the pool is gone.
   for (std::thread& thread : threads) thread.join();
   CHECK(seen == expected);
   CHECK(left == 2);
@@ -191,7 +191,7 @@ TEST_CASE("while it waits, the caller looks around") {
 TEST_CASE("callers take turns") {
   WorkerPool pool(cpu_devices(2), {1, 1});
   pool.start();
-  std::vector<int64_t> counts(2);  // by the worker of that number only
+  std::vector<int64_t> counts(2);  // only the worker of that number writes one
   std::vector<std::thread> callers;
   for (int caller = 0; caller < 4; ++caller)
     callers.emplace_back([&] {

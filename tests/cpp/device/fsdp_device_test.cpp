@@ -45,7 +45,7 @@ struct DeepNetImpl : torch::nn::Module {
     if (with_third) hidden = hidden + torch::tanh(units[2]->forward(hidden));
     return units[3]->forward(hidden).to(at::kFloat).square().mean();
   }
-  // As they are computed with, all of them.
+  // Returns all of the parameters as they are computed with.
   Values wholes() const {
     Values all{gain, scale};
     for (const Linear& layer : layers) {

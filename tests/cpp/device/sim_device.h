@@ -21,17 +21,18 @@ inline c10::Device sim_device(int64_t number) {
 // Makes a device the calling thread's current one, and its default stream that device's.
 void use_sim_device(c10::Device device);
 
-// As Module::to(), which cannot bring what is there to torch's PrivateUse1.
+// Does what Module::to() does, which cannot bring what is there to torch's PrivateUse1.
 void move_to(torch::nn::Module& module, c10::Device device);
 
-// The same memory for whoever may touch it: tasks of streams.
+// Returns the same memory for whoever may touch it: tasks of streams.
 at::Tensor on_host(const at::Tensor& tensor);
 void* on_host(void* address);
 
 c10::Device device_of(const void* address);
 
 c10::Allocator& sim_allocator();
-// As Tensor.record_stream(): the memory does not go before what `stream` was given is done.
+// Does what Tensor.record_stream() does: the memory does not go before what `stream` was given is
+// done.
 void record_stream(const c10::DataPtr& data, const c10::Stream& stream);
 // Bytes that are allocated now on all devices; what was freed counts no more, at once.
 int64_t sim_bytes();

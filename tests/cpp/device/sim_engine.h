@@ -14,11 +14,12 @@ c10::intrusive_ptr<c10d::Backend> make_sim_engine(const c10::intrusive_ptr<c10d:
                                                   RankOf where);
 
 enum class SimGroup {
-  kAlone,       // as "nccl"
-  kBesideGloo,  // as "cpu:gloo,cuda:nccl"
+  kAlone,       // like "nccl"
+  kBesideGloo,  // like "cpu:gloo,cuda:nccl"
 };
 
-// As run_thread_ranks(): each rank's current device is its own, and its group's engine that.
+// Does what run_thread_ranks() does: each rank's current device is its own, and its group's engine
+// that.
 void run_sim_ranks(int64_t world, const std::function<void(ThreadRank&)>& rank_main,
                    SimGroup kind = SimGroup::kBesideGloo);
 

@@ -43,7 +43,7 @@ class SimStream {
 
   // Starts the thread with the first task. Tasks must not throw.
   Ticket enqueue(Task task, std::chrono::microseconds lag = kLag);
-  // Of what was enqueued last; 0 if nothing was.
+  // Returns the ticket of what was enqueued last; 0 if nothing was.
   Ticket last() const;
   bool is_done(Ticket ticket) const;
   void wait(Ticket ticket) const;

@@ -5,6 +5,7 @@
 #include <trireme/grad/grad_reducer.h>
 
 #include <trireme/comm/recording_communicator.h>
+#include <trireme/strategies/ddp/whole_landing.h>
 
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/variable.h>
@@ -18,7 +19,8 @@ namespace {
 // A chain y = x * a * b * c * d ...: gradients arrive last letter first. Each parameter has four
 // floats.
 struct Chain {
-  explicit Chain(std::string letters, GradReducerOptions options = {}) : names(std::move(letters)) {
+  explicit Chain(std::string letters, GradReducerOptions options = {}, bool as_bucket_view = false)
+      : names(std::move(letters)) {
     NamedParameters parameters;
     for (const char name : names) {
       weights.push_back(at::full({4}, 2.0F).set_requires_grad(true));
@@ -28,15 +30,16 @@ struct Chain {
     }
     if (options.caps.bytes == GradReducerOptions().caps.bytes)
       options.caps = {{16}};  // one parameter per bucket
-    reducer = GradReducer::make(std::move(parameters), wire, std::move(options));
+    GradReducerParts parts{wire, arming, std::make_shared<WholeLanding>(as_bucket_view)};
+    reducer = GradReducer::make(parameters, std::move(parts), options);
   }
 
   // Uses the parameters whose letters are given, in that order.
   at::Tensor forward(const std::string& used, bool synchronize = true) {
-    reducer->before_forward();
+    arming->before_forward();
     at::Tensor y = at::ones({4});
     for (const char name : used) y = y * weights[names.find(name)];
-    reducer->after_forward({y}, synchronize);
+    arming->after_forward({y}, synchronize);
     return y;
   }
   void step(const std::string& used, bool synchronize = true) {
@@ -64,6 +67,7 @@ struct Chain {
   std::vector<at::Tensor> weights;
   std::shared_ptr<RecordingCommunicator> wire =
       std::make_shared<RecordingCommunicator>(RankOf{0, 2});
+  std::shared_ptr<Arming> arming = std::make_shared<Arming>();
   std::shared_ptr<GradReducer> reducer;
 };
 
@@ -173,9 +177,7 @@ TEST_CASE("set_to_none=False: gradients stay where they are and nothing is alloc
 TEST_CASE(
     "a .grad of the user's own keeps its identity, or is replaced by a range as bucket view") {
   for (const bool as_view : {false, true}) {
-    GradReducerOptions options;
-    options.gradient_as_bucket_view = as_view;
-    Chain chain("ab", options);
+    Chain chain("ab", {}, as_view);
     const at::Tensor own = at::zeros({4});
     chain.weights[0].mutable_grad() = own;
     chain.step("ab");
@@ -185,7 +187,9 @@ TEST_CASE(
 }
 
 TEST_CASE("ranges of a bucket are no views for autograd") {
-  Chain chain("ab", {{{1024}}, false, std::nullopt, "ddp"});
+  GradReducerOptions options;
+  options.caps = {{1024}};
+  Chain chain("ab", options);
   chain.step("ab");
   CHECK(chain.grad('a').is_alias_of(chain.grad('b')));
   CHECK_FALSE(chain.grad('a').is_view());
@@ -227,9 +231,9 @@ TEST_CASE("two forwards, two backwards in the same order: each synchronizes its 
 TEST_CASE("autograd::grad and backward(inputs=) of others arm nothing; of ours they do") {
   Chain chain("ab");
   const at::Tensor input = at::ones({4}).set_requires_grad(true);
-  chain.reducer->before_forward();
+  chain.arming->before_forward();
   const at::Tensor y = input * chain.weights[0] * chain.weights[1];
-  chain.reducer->after_forward({y}, true);
+  chain.arming->after_forward({y}, true);
   torch::autograd::grad({y.sum()}, {input}, {}, /*retain_graph=*/true);
   torch::autograd::grad({y.sum()}, {chain.weights[0]}, {}, /*retain_graph=*/true);
   torch::autograd::backward({y.sum()}, {}, /*retain_graph=*/true, false, {input});
@@ -241,16 +245,16 @@ TEST_CASE("autograd::grad and backward(inputs=) of others arm nothing; of ours t
 TEST_CASE("prepare_for_backward synchronizes a no_sync forward") {
   Chain chain("ab");
   const at::Tensor y = chain.forward("ab", /*synchronize=*/false);
-  chain.reducer->prepare_for_backward();
+  chain.arming->prepare_for_backward();
   Chain::backward(y.sum());
   CHECK(chain.sent() == "b a");
 }
 
 TEST_CASE("without output tensors the first gradient arms") {
   Chain chain("ab");
-  chain.reducer->before_forward();
+  chain.arming->before_forward();
   const at::Tensor y = chain.weights[0] * chain.weights[1];
-  chain.reducer->after_forward({}, true);
+  chain.arming->after_forward({}, true);
   Chain::backward(y.sum());
   CHECK(chain.sent() == "b a");
   CHECK(at::equal(chain.grad('a'), at::full({4}, 2.0F)));

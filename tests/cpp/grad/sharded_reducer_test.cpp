@@ -4,6 +4,7 @@
 
 #include <trireme/comm/recording_communicator.h>
 #include <trireme/grad/grad_reducer.h>
+#include <trireme/strategies/zero/shard_landing.h>
 
 #include <torch/csrc/autograd/autograd.h>
 
@@ -36,10 +37,11 @@ struct Sum {
     GradReducerOptions options;
     options.caps = {{numel * 4}};  // one parameter per bucket
     options.area = "zero";
-    options.arms_at_parameters = true;
-    options.shards = std::make_shared<const ShardPlan>(
-        make_shard_plan({describe_parameters(parameters), communicator->world(), placement}));
-    reducer = GradReducer::make(std::move(parameters), communicator, std::move(options));
+    const OwnShards own{std::make_shared<const ShardPlan>(make_shard_plan(
+                            {describe_parameters(parameters), communicator->world(), placement})),
+                        communicator->rank()};
+    landing = std::make_shared<ShardLanding>(arming, own);
+    reducer = GradReducer::make(parameters, {communicator, arming, landing}, options);
   }
 
   void backward(const std::string& used, double factor) {
@@ -49,7 +51,7 @@ struct Sum {
   }
   void zero_grad() {
     for (const at::Tensor& weight : weights) weight.mutable_grad().reset();
-    reducer->drop_set_aside();
+    landing->drop_set_aside();
   }
   at::Tensor grad(char name) const { return weights[names.find(name)].grad(); }
   std::vector<float> values(char name) const {
@@ -61,6 +63,8 @@ struct Sum {
   std::string names;
   std::shared_ptr<Communicator> communicator;
   std::vector<at::Tensor> weights;
+  std::shared_ptr<Arming> arming = std::make_shared<Arming>(/*at_parameters=*/true);
+  std::shared_ptr<ShardLanding> landing;
   std::shared_ptr<GradReducer> reducer;
 };
 
@@ -83,7 +87,7 @@ TEST_CASE("a rank keeps its shard of the average and zeros elsewhere") {
       const Floats own = rank == 0 ? Floats{value, value, 0, 0} : Floats{0, 0, value, value};
       CHECK(sum.values('a') == own);
       CHECK(sum.values('b') == own);
-      CHECK(sum.reducer->changed_gradients().empty());
+      CHECK(sum.landing->changed_gradients().empty());
     }
   }
 }
@@ -149,7 +153,7 @@ TEST_CASE("backwards that synchronize add up, in the same tensor") {
   CHECK(sum.values('a') == Floats{3, 3, 0, 0});
   CHECK(sum.values('b') == Floats{7, 7, 0, 0});
   CHECK(sum.grad('a').is_same(grad));
-  CHECK(sum.reducer->changed_gradients().empty());
+  CHECK(sum.landing->changed_gradients().empty());
 }
 
 TEST_CASE("without synchronizing gradients accumulate apart from what was averaged") {
@@ -157,26 +161,26 @@ TEST_CASE("without synchronizing gradients accumulate apart from what was averag
   Sum sum("ab", wire);
   sum.backward("ab", 1);
   wire->clear();
-  sum.reducer->set_synchronize(false);
+  sum.arming->set_synchronize(false);
   sum.backward("ab", 2);
   sum.backward("a", 4);
   CHECK(wire->records().empty());
-  CHECK(sum.values('a') == Floats{6, 6, 6, 6});  // of this rank alone
-  CHECK(sum.reducer->changed_gradients() == Indices{0, 1});
-  sum.reducer->set_synchronize(true);
+  CHECK(sum.values('a') == Floats{6, 6, 6, 6});  // this rank's alone
+  CHECK(sum.landing->changed_gradients() == Indices{0, 1});
+  sum.arming->set_synchronize(true);
   sum.backward("a", 8);
   CHECK(sum.values('a') == Floats{15, 15, 0, 0});
   CHECK(sum.values('b') == Floats{3, 3, 0, 0});  // not used by this one, but since the last
-  CHECK(sum.reducer->changed_gradients().empty());
+  CHECK(sum.landing->changed_gradients().empty());
 }
 
 TEST_CASE("zero_grad forgets what was set aside") {
   Sum sum("a", recorded());
   sum.backward("a", 1);
-  sum.reducer->set_synchronize(false);
+  sum.arming->set_synchronize(false);
   sum.backward("a", 2);
   sum.zero_grad();
-  sum.reducer->set_synchronize(true);
+  sum.arming->set_synchronize(true);
   sum.backward("a", 4);
   CHECK(sum.values('a') == Floats{4, 4, 0, 0});
 }
@@ -200,16 +204,16 @@ TEST_CASE("a gradient that is not as backward left it is seen") {
   sum.weights[1].mutable_grad() = at::ones({4});
   sum.grad('c').zero_();
   sum.weights[3].mutable_grad().reset();
-  CHECK(sum.reducer->changed_gradients() == Indices{0, 1});
-  CHECK(sum.reducer->changed_gradients(/*allowed=*/1) == Indices{1});
+  CHECK(sum.landing->changed_gradients() == Indices{0, 1});
+  CHECK(sum.landing->changed_gradients(/*allowed=*/1) == Indices{1});
   SECTION("and not forgotten when the next backward adds to it") {
     sum.backward("abcd", 1);
-    CHECK(sum.reducer->changed_gradients(/*allowed=*/1) == Indices{0, 1});
+    CHECK(sum.landing->changed_gradients(/*allowed=*/1) == Indices{0, 1});
   }
   SECTION("until it is gone") {
     sum.zero_grad();
     sum.backward("abcd", 1);
-    CHECK(sum.reducer->changed_gradients().empty());
+    CHECK(sum.landing->changed_gradients().empty());
   }
 }
 

@@ -3,7 +3,9 @@
 // same gradients, so that the average over all four is this rank's own.
 
 #include <trireme/comm/recording_communicator.h>
+#include <trireme/grad/collective_wire.h>
 #include <trireme/grad/grad_reducer.h>
+#include <trireme/strategies/fsdp/owner_landing.h>
 
 #include <torch/csrc/autograd/autograd.h>
 
@@ -25,7 +27,6 @@ Floats values_of(const at::Tensor& tensor) {
 struct ShardSum {
   explicit ShardSum(std::string letters) : names(std::move(letters)) {
     NamedParameters parameters;
-    GradReducerOptions options;
     for (const char name : names) {
       weights.push_back(at::ones({3}).set_requires_grad(true));
       owners.push_back(at::ones({2}).set_requires_grad(true));
@@ -33,13 +34,12 @@ struct ShardSum {
       parameters.tensors.push_back(weights.back());
       parameters.sparse_gradient.push_back(false);
     }
-    options.sharded_parameters = owners;
-    options.arms_at_parameters = true;
-    options.shards = std::make_shared<const ShardPlan>(
-        make_shard_plan({describe_parameters(parameters), 2, ShardPlacement::kDim0}));
-    options.scatters_with = sharers;
-    options.replicates_with = replicas;
-    reducer = GradReducer::make(std::move(parameters), all, std::move(options));
+    const OwnShards own{std::make_shared<const ShardPlan>(make_shard_plan(
+                            {describe_parameters(parameters), 2, ShardPlacement::kDim0})),
+                        sharers->rank()};
+    landing = std::make_shared<OwnerLanding>(arming, OwnerLanding::Owners{own, owners, true});
+    auto wire = std::make_unique<CollectiveWire>(all, sharers, make_replica_sum(replicas));
+    reducer = GradReducer::make(parameters, {all, arming, landing, std::move(wire)}, {});
   }
 
   void backward(const std::string& used, double factor) {
@@ -64,6 +64,8 @@ struct ShardSum {
       std::make_shared<RecordingCommunicator>(RankOf{0, 2});
   std::vector<at::Tensor> weights;
   std::vector<at::Tensor> owners;
+  std::shared_ptr<Arming> arming = std::make_shared<Arming>(/*at_parameters=*/true);
+  std::shared_ptr<OwnerLanding> landing;
   std::shared_ptr<GradReducer> reducer;
 };
 
@@ -73,11 +75,11 @@ using Bytes = std::vector<int64_t>;
 
 TEST_CASE("sums that wait are summed up over replicas once, with the next ones") {
   ShardSum sum("ab");
-  sum.reducer->defer_all_reduce({true, true});
+  sum.landing->defer_all_reduce({true, true});
   for (const double factor : {1.0, 2.0}) sum.backward("ab", factor);
   CHECK(sum.replicated_bytes().empty());
   CHECK(sum.grad('a').empty());
-  sum.reducer->defer_all_reduce({false, false});
+  sum.landing->defer_all_reduce({false, false});
   sum.backward("ab", 4);
   CHECK(sum.replicated_bytes() == Bytes{16});
   CHECK(sum.grad('a') == Floats{7, 7});
@@ -88,12 +90,12 @@ TEST_CASE("sums that wait are summed up over replicas once, with the next ones")
 
 TEST_CASE("of one bucket some wait, and the neighbours of others go as one") {
   ShardSum sum("abcd");
-  sum.reducer->defer_all_reduce({false, true, false, false});
+  sum.landing->defer_all_reduce({false, true, false, false});
   sum.backward("abcd", 1);
   CHECK(sum.replicated_bytes() == Bytes{24});  // one list
   CHECK(sum.grad('a') == Floats{1, 1});
   CHECK(sum.grad('b').empty());
-  sum.reducer->defer_all_reduce({false, false, false, false});
+  sum.landing->defer_all_reduce({false, false, false, false});
   sum.backward("acd", 2);  // not b, which some backward before has used
   CHECK(sum.grad('b') == Floats{1, 1});
   CHECK(sum.grad('c') == Floats{3, 3});
@@ -101,32 +103,32 @@ TEST_CASE("of one bucket some wait, and the neighbours of others go as one") {
 
 TEST_CASE("what was accumulated before goes into a sum that waits, once") {
   ShardSum sum("a");
-  sum.reducer->set_synchronize(false);
+  sum.arming->set_synchronize(false);
   sum.backward("a", 1);
-  sum.reducer->set_synchronize(true);
-  sum.reducer->defer_all_reduce({true});
+  sum.arming->set_synchronize(true);
+  sum.landing->defer_all_reduce({true});
   sum.backward("a", 2);
-  sum.reducer->defer_all_reduce({false});
+  sum.landing->defer_all_reduce({false});
   sum.backward("a", 4);
   CHECK(sum.grad('a') == Floats{7, 7});
 }
 
 TEST_CASE("sums that wait outlive backwards that only accumulate, and end with what is dropped") {
   ShardSum sum("ab");
-  sum.reducer->defer_all_reduce({true, true});
+  sum.landing->defer_all_reduce({true, true});
   sum.backward("ab", 1);
-  sum.reducer->defer_all_reduce({false, false});
-  sum.reducer->hold({true, false});
+  sum.landing->defer_all_reduce({false, false});
+  sum.landing->hold({true, false});
   sum.backward("b", 2);
   CHECK(sum.grad('a').empty());
   CHECK(sum.grad('b') == Floats{3, 3});
-  sum.reducer->hold({false, false});
+  sum.landing->hold({false, false});
   SECTION("summed up") {
     sum.backward("b", 4);
     CHECK(sum.grad('a') == Floats{1, 1});
   }
   SECTION("dropped") {
-    sum.reducer->drop_accumulated();
+    sum.landing->drop_accumulated();
     sum.backward("a", 4);
     CHECK(sum.grad('a') == Floats{4, 4});
   }
@@ -134,12 +136,12 @@ TEST_CASE("sums that wait outlive backwards that only accumulate, and end with w
 
 TEST_CASE("who asks is shown divided sums, in the order of the plan, before they become .grad") {
   ShardSum sum("abc");
-  sum.reducer->set_divide_factors({2, 0, 0});
+  sum.landing->set_divide_factors({2, 0, 0});
   std::vector<std::vector<int64_t>> shown;
-  sum.reducer->set_summed_callback({true, false, true},
-                                   [&](const std::vector<GradReducer::OwnSum>& sums) {
+  sum.landing->set_summed_callback({true, false, true},
+                                   [&](const std::vector<OwnSum>& sums) {
                                      shown.emplace_back();
-                                     for (const GradReducer::OwnSum& own : sums) {
+                                     for (const OwnSum& own : sums) {
                                        shown.back().push_back(own.parameter);
                                        shown.back().push_back(own.longest);
                                        shown.back().push_back(own.values[0].item<int64_t>());
@@ -151,15 +153,15 @@ TEST_CASE("who asks is shown divided sums, in the order of the plan, before they
   sum.backward("ab", 3);
   CHECK(shown == std::vector<std::vector<int64_t>>{{2, 2, 0, 0, 2, 6}});
   CHECK(sum.grad('a') == Floats{60, 60});  // divided by 2 in place of 4
-  CHECK(sum.grad('c').empty());            // which no rank used
-  sum.reducer->set_summed_callback({true, true, true}, nullptr);
+  CHECK(sum.grad('c').empty());            // no rank used it
+  sum.landing->set_summed_callback({true, true, true}, nullptr);
   sum.backward("ab", 1);
   CHECK(sum.grad('a') == Floats{62, 62});
 }
 
 TEST_CASE("what throws when it is shown sums leaves backward, and the others are told") {
   ShardSum sum("a");
-  sum.reducer->set_summed_callback({true}, [](const std::vector<GradReducer::OwnSum>& /*sums*/) {
+  sum.landing->set_summed_callback({true}, [](const std::vector<OwnSum>& /*sums*/) {
     TORCH_CHECK(false, "spilled the coffee");
   });
   CHECK_THROWS_WITH(sum.backward("a", 1), Catch::Contains("spilled the coffee"));

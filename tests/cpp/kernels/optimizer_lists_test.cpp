@@ -180,7 +180,7 @@ TEST_CASE("gradients are scaled on their way in") {
     scaled.step({}, {1, at::full({}, 8.0), at::zeros({})});
     plain.step({});
     CHECK(at::equal(scaled.params[0], plain.params[0]));
-    CHECK(at::equal(scaled.grads[0], plain.grads[0].to(dtype)));  // as GradScaler leaves it
+    CHECK(at::equal(scaled.grads[0], plain.grads[0].to(dtype)));  // GradScaler leaves it so
 
     clipped.step({}, {0.125, {}, {}});
     CHECK(at::equal(clipped.params[0], plain.params[0]));

@@ -100,7 +100,7 @@ inline std::vector<double> delicate_numbers() {
       65504,                  // largest fp16
       65519.99,               // rounds to it
       65520,                  // rounds to infinity
-      1 + 0x1p-8,             // the same for bf16
+      1 + 0x1p-8,             // ties down in bf16
       1 + 3 * 0x1p-8,
       1 + 0x1p-8 + 0x1p-23,
       1 + 0x1p-24 + 0x1p-50,  // a tie of fp32, and a little

@@ -99,7 +99,7 @@ TEST_CASE("keeps as many idle blocks as it says, the last ones") {
   std::vector<at::DataPtr> blocks;
   std::vector<const void*> addresses;
   for (int64_t i = 0; i < BufferPool::kIdle + 1; ++i) {
-    // Of sizes that do not stand in for each other.
+    // Blocks have sizes that do not stand in for each other.
     blocks.push_back(pool.take(kBytes << (2 * i), "block"));
     addresses.push_back(blocks.back().get());
   }

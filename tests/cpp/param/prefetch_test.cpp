@@ -137,7 +137,7 @@ TEST_CASE("what only others need comes and goes by itself at the end of a pass")
   CHECK(units.forward("a") == "abcdef");
   CHECK(units.backward("fe") == "fedcba");
   CHECK(units.pool->most_taken_bytes() == 2 * kUnitBytes);
-  units.unit('c').set_reshard_after_forward(false);
+  units.unit('c').flags().reshard_after_forward = false;
   CHECK(units.forward("a") == "abcdef");
   CHECK(units.there() == "c");
   CHECK(units.forward("a") == "abdef");
@@ -149,7 +149,7 @@ TEST_CASE("what only others need comes and goes by itself at the end of a pass")
 TEST_CASE("backward comes first to the unit around the others, whether it was kept or not") {
   for (const bool reshards : {false, true}) {
     TwoRanks units;
-    units.unit('a').set_reshard_after_forward(reshards);
+    units.unit('a').flags().reshard_after_forward = reshards;
     units.prefetch->begin_forward(&units.unit('a'), true);
     units.need('a');
     for (const char name : std::string("bc")) units.use(name);
@@ -194,7 +194,7 @@ TEST_CASE("what comes after its place in the plan cannot be had; with a dynamic 
 
 TEST_CASE("units that are kept after forward are gathered once, until somebody writes") {
   TwoRanks units;
-  units.unit('b').set_reshard_after_forward(false);
+  units.unit('b').flags().reshard_after_forward = false;
   CHECK(units.forward("abc") == "?a?b?c?");
   CHECK(units.there() == "b");
   CHECK(units.backward("cba") == "ca");

@@ -1,4 +1,4 @@
-// Which rank owns what of a parameter that a host has once, drawn as pictures.
+// Tells which rank owns what of a parameter that a host has once, drawn as pictures.
 
 #include <trireme/param/sharded_param.h>
 
@@ -28,7 +28,7 @@ Host host_of(const ShardedParamSpec& spec) {
   return host;
 }
 
-// Of the first dimension, what a rank has.
+// Returns what a rank has of the first dimension.
 at::Tensor rows_of(const at::Tensor& whole, RankOf where) {
   std::vector<int64_t> sizes = whole.sizes().vec();
   const int64_t most = (sizes.front() + where.world - 1) / where.world;

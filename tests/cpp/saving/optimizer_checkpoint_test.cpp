@@ -170,7 +170,7 @@ class Refusals {
     return error_of(
         [&] { load_checkpoint(path(), *net_, {.optimizer = &optimizer, .communicator = all_}); });
   }
-  // As loading(), but optimizer.json has `after` in place of `before`.
+  // Does what loading() does, but optimizer.json has `after` in place of `before`.
   std::string loading_changed(torch::optim::Optimizer& optimizer, const std::string& before,
                               const std::string& after) {
     const std::string text = packed_file(path() + "/optimizer.json");
@@ -183,7 +183,7 @@ class Refusals {
   }
 
  private:
-  // And its length into the index, which would tell that it was changed.
+  // Writes its length into the index, too, which would tell that it was changed.
   void write_text(const std::string& text) const {
     std::ofstream(path() + "/optimizer.json") << text;
     const std::string file = path() + "/model.safetensors.index.json", key = "\"optimizer.json\":";
@@ -267,7 +267,7 @@ TEST_CASE("numbers and dtypes that files hold otherwise come back") {
       return static_cast<torch::optim::AdamWParamState&>(
           *optimizer.state().at(net->weight.unsafeGetTensorImpl()));
     };
-    constexpr int64_t kSteps = (int64_t{1} << 24) + 1;  // which fp32 cannot say
+    constexpr int64_t kSteps = (int64_t{1} << 24) + 1;  // fp32 cannot say it
     state(wide).step(kSteps);
     const auto& all = rank.communicator;
     save_checkpoint(path, *net, {.optimizer = &wide, .communicator = all});

@@ -41,7 +41,7 @@ bool has(const std::string& text, const std::string& part) {
   return text.find(part) != std::string::npos;
 }
 
-// Of three dimensions, where a part begins that is cut along `dim`.
+// Returns where in three dimensions a part begins that is cut along `dim`.
 std::vector<int64_t> from(int64_t dim, int64_t first) {
   std::vector<int64_t> all(3, 0);
   all[static_cast<size_t>(dim)] = first;

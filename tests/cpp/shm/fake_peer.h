@@ -41,7 +41,7 @@ class FakePeer final : public Exchange {
     return HostGroup::join(*this, {{0, 2}, timeout});
   }
   RankBlock& block() { return *block_; }
-  // As a Mailbox of this peer would make it for two ranks; the ring is to rank 0, and empty.
+  // Makes what a Mailbox of this peer would make for two ranks; the ring is to rank 0, and empty.
   ByteRingBlock& open_outbox() {
     const std::string text = outbox_.address().to_string();
     block_->outbox_address.fill('\0');

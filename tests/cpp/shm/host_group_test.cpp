@@ -211,7 +211,7 @@ TEST_CASE("who waits too long for a rank also names the one that is further behi
   Failure failure;
   run_shm_ranks({3}, [&](ShmRank& self) {
     self.collectives.barrier({});
-    // Whose time begins with its call.
+    // Its time begins with its call.
     until([&] { return self.rank != 0 || has_entered; });
     if (self.rank < 2) {
       self.group.begin({.verb = Verb::kBarrier}, milliseconds(200));

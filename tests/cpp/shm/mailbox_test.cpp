@@ -207,7 +207,7 @@ TEST_CASE("what nobody waits for moves by itself") {
 TEST_CASE("messages of random sizes, tags and order between all ranks") {
   for (const int64_t world : {2, 3, 5}) {
     const int wrong = count_wrong({.world = world}, [&](ShmRank& self, Post& post) {
-      std::mt19937 random(static_cast<unsigned>(world));  // the same on all ranks
+      std::mt19937 random(static_cast<unsigned>(world));  // all ranks have the same
       struct One {
         TransferPtr transfer;
         Values values;

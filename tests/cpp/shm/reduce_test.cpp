@@ -201,7 +201,7 @@ TEST_CASE("sources and destination need the alignment of an element only") {
 TEST_CASE("fp16 and bf16 are rounded once, at the end") {
   for (const Dtype dtype : {Dtype::kF16, Dtype::kBF16}) {
     const int fraction = reference::fraction_bits(dtype);
-    const double ulp = std::ldexp(1.0, -fraction);  // of numbers from 1 to 2
+    const double ulp = std::ldexp(1.0, -fraction);  // unit of numbers from 1 to 2
     // Rounded after every addition, each of the two would be a tie that goes back to 1.
     CHECK(reduced_16_bits(dtype, ReduceOp::kSum, {1.0, ulp / 2, ulp / 2}) ==
           reference::to_16_bits(1.0 + ulp, fraction));
@@ -260,7 +260,7 @@ TEST_CASE("an average is a division, as torch's `/ world`") {
     reduce(&mean, nullptr, {Dtype::kF32, ReduceOp::kAvg, 1, pointers}, false);
     CHECK(mean == 1.0f / static_cast<float>(ranks));
   }
-  // Of sums that hold several terms each.
+  // These are averages of sums that hold several terms each.
   const float first = 4.0f, second = 3.0f;
   const std::vector<const void*> pointers{&first, &second};
   for (const int64_t terms : {3, 5, 8}) {

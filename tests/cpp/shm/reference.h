@@ -59,7 +59,7 @@ inline uint16_t to_16_bits(double value, int fraction) {
   if (value == 0) return static_cast<uint16_t>(sign);
   int power = 0;
   std::frexp(value, &power);
-  const int exponent = std::max(power - 1, 1 - bias);  // of the leading bit
+  const int exponent = std::max(power - 1, 1 - bias);  // the leading bit's
   const double units = std::nearbyint(std::ldexp(std::fabs(value), fraction - exponent));
   // A normal number's units hold its leading bit, which is worth one exponent.
   const double rounded = std::ldexp(exponent + bias - 1, fraction) + units;

@@ -20,7 +20,7 @@ namespace {
 constexpr int64_t kMiB = int64_t{1} << 20;
 constexpr int64_t kTooMuch = int64_t{1} << 50;
 
-// Of the file behind it, as the maker has it open.
+// Returns the bytes of the file behind it, as the maker has it open.
 int64_t reserved_bytes(const Segment& segment) {
   const SegmentAddress& address = segment.address();
   const std::string path =

@@ -53,7 +53,7 @@ struct ShmRank {
 struct ShmRun {
   int64_t world = 2;
   std::chrono::milliseconds timeout = std::chrono::seconds(20);
-  std::vector<std::string> partitions{};  // by rank
+  std::vector<std::string> partitions{};  // rank by rank
 };
 
 // Runs `rank_main` on threads that are the ranks of one host group. Rethrows the first exception.

@@ -20,7 +20,7 @@ using std::chrono::milliseconds;
 
 namespace {
 
-// As if a signal handler raised, on the threads that say so.
+// Is thrown as if a signal handler raised, on the threads that say so.
 struct Called final : Interruption {
   Called() : Interruption("Called was raised by a signal handler") {}
 };

@@ -30,10 +30,10 @@ constexpr milliseconds kShort{600};    // deadline of operations, where a rank i
 constexpr milliseconds kLong{30'000};  // elsewhere: nobody may come near it
 constexpr milliseconds kBound{5'000};  // for others to notice, on a busy machine
 constexpr int64_t kWarmUp = 10;
-#ifdef __SANITIZE_ADDRESS__  // which keeps what was freed, and what it knows of it
+#ifdef __SANITIZE_ADDRESS__  // it keeps what was freed, and what it knows of it
 constexpr int64_t kGrowthKib = 128 * 1024;
 #else
-constexpr int64_t kGrowthKib = 16 * 1024;  // of a process, after the rounds of its warm-up
+constexpr int64_t kGrowthKib = 16 * 1024;  // a process's, after the rounds of its warm-up
 #endif
 
 [[noreturn]] void fail(const std::string& what) { throw std::runtime_error(what); }

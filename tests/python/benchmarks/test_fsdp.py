@@ -53,7 +53,7 @@ def _cost(side: Side, blocks: int, *, fake: bool) -> Overhead:
 
 
 def _held(side: Side, workload: str, ranks: int) -> HostMemory:
-    """As much as is planned, and rings."""
+    """Returns as much as is planned, and rings."""
     numel = sum(p.numel() for p in WORKLOADS[workload](WorkloadOptions()).model().parameters())
     mib = 4 * numel * (ranks if side.strategy == "no-sync" else 1) / 2**20
     return HostMemory(4 * mib + 9 * ranks, 5 * mib, mib, mib, 2 * mib)
@@ -84,7 +84,7 @@ def test_who_is_measured_against_whom(tmp_path: Path) -> None:
     found = json.loads(file.read_text())
     mlp = found["workloads"]["mlp"]
     assert _contests(mlp) == [
-        ("fsdp, foreach", "torch-fsdp2, kept, foreach", "missed"),  # the same AdamW on both sides
+        ("fsdp, foreach", "torch-fsdp2, kept, foreach", "missed"),  # both sides have one AdamW
         ("fsdp", "torch-ddp", "met"),
         ("fsdp", "ddp, shared memory", "met"),
     ]

@@ -50,7 +50,7 @@ def test_what_goes_wrong(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
     script.write_text("echo 'out of luck' >&2; exit 1")
     with pytest.raises(RankFailed, match=r"\[bench_hosts\] fsdp: a rank failed(.|\n)*out of luck"):
         bench_hosts.run_on_hosts(bench_hosts.OURS, 1)
-    script.write_text("exit 0")  # and nobody said anything
+    script.write_text("exit 0")  # now nobody says anything
     with pytest.raises(RankFailed):
         bench_hosts.run_on_hosts(bench_hosts.OURS, 1)
 

@@ -31,7 +31,7 @@ def _run_times(step_ms: float) -> RunTimes:
 
 
 def _held(side: Side, workload: str, ranks: int) -> HostMemory:
-    """As much as is planned, and rings."""
+    """Returns as much as is planned, and rings."""
     numel = sum(p.numel() for p in WORKLOADS[workload](WorkloadOptions()).model().parameters())
     copies = 1 if side.strategy == "zero2" else ranks
     mib = 4 * numel * copies / 2**20

@@ -20,7 +20,7 @@ from shm.ranks import on_shm_ranks, state_of, until
 
 
 def doctor(*arguments: object) -> subprocess.CompletedProcess[str]:
-    """As a user calls it: a process of its own that has no group."""
+    """Runs it like a user: in a process of its own that has no group."""
     command = [sys.executable, "-m", "trireme", "doctor", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=60)
 

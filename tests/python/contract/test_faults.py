@@ -77,7 +77,7 @@ def test_a_killed_rank(rank: int, strategy: Strategy, moment: str) -> None:
 def test_a_rank_that_does_not_come(rank: int, strategy: Strategy) -> None:
     """It lives, and the group's timeout ends the wait."""
     dist.barrier()
-    set_timeout(4)  # which groups that are made from now on take over
+    set_timeout(4)  # groups that are made from now on take it over
     ours, _ = strategy.pair(mlp)
     ours.train(0)
     ours.train(1)

@@ -76,7 +76,7 @@ def test_one_process_keeps_what_was_estimated(
     )
     states = [value for kept in optimizer.state.values() for key, value in kept.items()]
     wanted = [one for one in states if isinstance(one, torch.Tensor) and one.dim() > 0]
-    scalars = 8 * {"sgd": 0, "sgd_momentum": 1}.get(name, 2)  # of the temperature
+    scalars = 8 * {"sgd": 0, "sgd_momentum": 1}.get(name, 2)  # for the temperature
     assert found.rank.optimizer == bytes_of(wanted) + scalars
     assert found.rank.buffers == bytes_of(model.buffers())
     assert found.numel == sum(one.numel() for one in model.parameters())
@@ -249,7 +249,7 @@ number = lambda: 5
 
 
 def test_a_model_that_no_memory_would_hold(tmp_path: Path) -> None:
-    """As a user calls it, in the folder of the model."""
+    """The user calls it in the folder of the model."""
     (tmp_path / "their_models.py").write_text(MODELS)
     command = [sys.executable, "-m", "trireme", "plan", "--world", "4", "--json"]
     command += ["--model", "their_models:Models.large"]

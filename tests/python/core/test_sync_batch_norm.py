@@ -166,7 +166,7 @@ def outcomes(request: pytest.FixtureRequest) -> Iterator[list[dict[str, Any]]]:
 
 
 def expected_outcome(case: Case) -> dict[str, Any]:
-    """The same from BatchNorm in double precision on the whole batch."""
+    """Computes them by BatchNorm in double precision on the whole batch."""
     kind = {1: nn.BatchNorm1d, 2: nn.BatchNorm1d, 3: nn.BatchNorm2d, 4: nn.BatchNorm3d}
     layer = kind[len(case.shape)](case.shape[0], **case.options)
     case.prepare(layer, torch.float64)

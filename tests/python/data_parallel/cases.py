@@ -50,7 +50,7 @@ def pair(make: Make, replicas: int = 2, **options: Any) -> tuple[trireme.DataPar
 
 
 def whole_numbers(*shape: int, seed: int = 0) -> Tensor:
-    """Whose sums and products are exact in every order."""
+    """Returns numbers whose sums and products are exact in every order."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(-3, 4, shape, generator=generator).float()
 

@@ -204,7 +204,7 @@ def test_batch_norm_keeps_the_statistics_of_the_first_part(replicas: int) -> Non
 @pytest.mark.usefixtures("memory")
 @pytest.mark.parametrize("training", [True, False])
 def test_two_forwards_with_batch_norm_before_a_backward(training: bool) -> None:
-    """As of a discriminator, whose loss is of both."""
+    """A discriminator trains so: its loss is of both."""
     ours, one = (module.train(training) for module in pair(normed))
 
     def in_halves(x: Tensor) -> Tensor:

@@ -327,7 +327,7 @@ def test_a_parameter_that_is_no_parameter() -> None:
             square_mean(output).backward(retain_graph=True)
         seen.append([output, factor.grad, gradients(module)])
     assert_close(*seen)
-    # And as before without it.
+    # Without it all is as before.
     assert_same_backward(ours, one, numbers(3))
 
 

@@ -37,7 +37,7 @@ def data(step: int = 0) -> Tensor:
 
 
 def with_a_nine_in(*rows: int) -> Tensor:
-    """Of 8 rows, the first 4 are those of replica 0."""
+    """There are 8 rows; the first 4 are those of replica 0."""
     x = data()
     x[list(rows), 0] = 9
     return x
@@ -179,7 +179,7 @@ def test_gradients_from_before_stay() -> None:
 
 
 def test_an_error_of_autograd() -> None:
-    """Which names its replica where Python has no notes, too."""
+    """It names its replica where Python has no notes, too."""
 
     def forward(module: Any, x: Tensor) -> Tensor:
         y = module.net(x).exp()

@@ -84,7 +84,7 @@ def test_scatter_gives_views_and_all_get_scalars() -> None:
 
 
 def test_parts_may_be_written_in_place() -> None:
-    """As the batch in one process: of what torch.chunk makes of it none may."""
+    """So may the batch in one process; of what torch.chunk makes of it, none may."""
     x = torch.randn(4, 2, requires_grad=True)
     for part in scatter(x * 1, CPUS):
         part.mul_(2).sum().backward(retain_graph=True)

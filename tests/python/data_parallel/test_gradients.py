@@ -99,7 +99,7 @@ def test_inputs_with_a_history(first: str) -> None:
 
 @pytest.mark.parametrize("replicas", [2, 3])
 def test_inputs_written_in_place(replicas: int) -> None:
-    """Which one replica's graph has saved while another one writes its part."""
+    """One replica's graph has saved them while another one writes its part."""
 
     def forward(module: Any, x: Tensor) -> Tensor:
         return module.net(x.mul_(2)) + x.square()[:, :3]
@@ -111,7 +111,7 @@ def test_inputs_written_in_place(replicas: int) -> None:
             module.zero_grad()
             square_mean(module(x)).backward()
         assert_close([inputs[0], gradients(ours)], [inputs[1], gradients(one)])
-    # And the caller's graph knows that they were.
+    # The caller's graph knows that they were.
     for module in (ours, one):
         x, weight = data(), torch.ones(6, dtype=torch.float64, requires_grad=True)
         kept = (x * weight).sum()

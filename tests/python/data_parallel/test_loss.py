@@ -64,7 +64,7 @@ LOSSES: dict[str, tuple[Any, Tensor]] = {
 @pytest.mark.parametrize("replicas", [2, 3])
 @pytest.mark.parametrize("name", LOSSES)
 def test_loss(name: str, replicas: int) -> None:
-    """Of 7 rows, so that the parts differ."""
+    """There are 7 rows, so that the parts differ."""
     loss, target = LOSSES[name]
     ours, one = pair(make, replicas, loss=loss)
     for step in range(2):

@@ -98,7 +98,7 @@ def test_autocast(cache: bool) -> None:
         output.float().square().mean().backward()
     assert_close(gradients(ours), gradients(one), **rough)
     assert ours.module[0].weight.grad.dtype == torch.float32
-    # And it ends with its block.
+    # It ends with its block.
     assert_same_backward(ours, one, x, tolerance=SINGLE)
 
 
@@ -150,7 +150,7 @@ def test_checkpoints_in_the_module(reentrant: bool) -> None:
 @pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 def test_checkpoints_around_it(reentrant: bool, inside: bool) -> None:
-    """And in it as well."""
+    """They may be in it as well."""
 
     def forward(module: Any, x: Tensor) -> Tensor:
         return checkpoint(module.net, x, use_reentrant=reentrant) if inside else module.net(x)
@@ -268,7 +268,7 @@ class CountThreads(torch.autograd.Function):
     [(1, 2, [1, 1]), (2, 2, [1, 1]), (4, 2, [2, 2]), (6, 3, [2] * 3)],
 )
 def test_threads_are_shared_out(threads: int, replicas: int, each: list[int]) -> None:
-    """And the caller has as many as before."""
+    """The caller has as many as before."""
     torch.set_num_threads(threads)
     CountThreads.counts.clear()
     ours = DP(Called(lambda m, x: CountThreads.apply(m.net(x)), net=make()), replicas=replicas)

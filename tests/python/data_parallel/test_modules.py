@@ -298,7 +298,7 @@ def test_a_graph_outlives_it() -> None:
 
 
 def test_a_graph_outlives_a_change_of_the_module() -> None:
-    """Which the replicas are made anew for."""
+    """The replicas are made anew for that change."""
     ours, one = pair(make)
     losses = []
     for module in (ours, one):

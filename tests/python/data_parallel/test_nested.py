@@ -48,7 +48,7 @@ class Slotted:
 
 
 class Output(OrderedDict[str, Any]):
-    """As Hugging Face's ModelOutput: a mapping whose subclasses are dataclasses."""
+    """Is like Hugging Face's ModelOutput: a mapping whose subclasses are dataclasses."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):  # type: ignore[arg-type]

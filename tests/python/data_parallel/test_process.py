@@ -85,7 +85,7 @@ def interrupted(rank: int, where: str) -> None:
         ctrl_c = CtrlC()
         with pytest.raises(KeyboardInterrupt):
             square_mean(ours(data(), where=where, ctrl_c=ctrl_c)).backward()
-        assert len(ctrl_c.passed) < FACTORS  # and each replica has as many
+        assert len(ctrl_c.passed) < FACTORS  # each replica has as many
         ours.zero_grad()
     assert_same_backward(ours, one, data(2), where="")
 
@@ -171,7 +171,7 @@ def run_all_ends() -> dict[str, subprocess.Popen[str]]:
 
 
 def test_the_end_of_the_interpreter() -> None:
-    """With graphs alive, after an exception, while replicas work: no crash, no wait, no text."""
+    """Nothing crashes, waits or talks: with graphs alive, after an error, while replicas work."""
     processes = run_all_ends()
     try:
         for name, process in processes.items():

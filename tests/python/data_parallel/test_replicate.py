@@ -193,7 +193,7 @@ def test_bad_input(call: Callable[[], Any], error: type[Exception], text: str) -
 
 
 def mixed(seed: int = 0) -> list[Tensor]:
-    """Of several dtypes and layouts, small integers: sums are exact."""
+    """Makes small integers of several dtypes and layouts: sums are exact."""
     torch.manual_seed(seed)
 
     def draw(*shape: int) -> Tensor:
@@ -261,7 +261,7 @@ def test_sum_of_sparse_and_dense_is_dense() -> None:
 
 
 def test_what_travels_together() -> None:
-    """By dtype, up to the limit; what is not contiguous goes alone."""
+    """Tensors travel by dtype, up to the limit; what is not contiguous goes alone."""
     given = [torch.ones(2), torch.ones(2).double(), torch.ones(2), torch.ones(2, 2).t()[:1],
              torch.ones(4), torch.ones(1)]  # fmt: skip
     joins = [coalesced._joins(one) for one in given]

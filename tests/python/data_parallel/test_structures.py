@@ -228,7 +228,7 @@ def test_other_batch_dimensions(dim: int) -> None:
 
 
 def test_a_recurrent_network_with_its_states() -> None:
-    """Whose batch is dimension 1 of all inputs and outputs."""
+    """The batch is dimension 1 of all inputs and outputs."""
     seen = []
     for module in pair(lambda: nn.LSTM(6, 4, 2).double(), 2, dim=1):
         x = batch(0, rows=5, width=42, dtype=torch.float64).view(5, 7, 6)

@@ -33,7 +33,7 @@ from distributed import run_ranks
 WORLD = 2
 # [area] what went wrong (rank r of w). next step
 HOUSE_FORM = re.compile(r"^\[\w+\] \S.* \(rank \d+ of \d+\)\. [A-Z].*\S$", re.DOTALL)
-# The same before a group is known.
+# Before a group is known the form names no rank.
 RANKLESS_FORM = re.compile(r"^\[\w+\] \S.*[^.)]\. [A-Z].*\S$", re.DOTALL)
 
 _PATIENCE_S = 30.0

@@ -65,7 +65,7 @@ def test_accumulation_equals_torch(rank: int) -> None:
 
 @on_ranks()
 def test_the_forward_decides(rank: int) -> None:
-    """As in torch: no_sync() around the backward alone changes nothing."""
+    """It does so in torch: no_sync() around the backward alone changes nothing."""
     ddp = trireme.DistributedDataParallel(mlp())
     loss = loss_of(ddp, 0, rank)
     with ddp.no_sync():

@@ -18,7 +18,7 @@ Backward = Callable[[nn.Module, int], None]
 
 
 def local_gradients(backward: Backward, rank: int) -> Gradients:
-    """Those of one rank, alone in this process."""
+    """Computes those of one rank, alone in this process."""
     model = mlp()
     backward(model, rank)
     return gradients(model)

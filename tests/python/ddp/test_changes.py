@@ -72,7 +72,7 @@ def write_past_torch(module: nn.Module) -> None:
 
 
 def give_other_rows(module: nn.Module) -> None:
-    """As Transformers resizes embeddings: the same parameter, other sizes."""
+    """Transformers resizes embeddings so: the same parameter, other sizes."""
     module[4].weight.data = seeded(lambda: nn.Linear(5, 300)).weight.data
     module[4].bias.data = torch.zeros(300)
     module[4].weight.grad = module[4].bias.grad = None
@@ -197,7 +197,7 @@ def test_what_is_no_change(rank: int) -> None:
         alone(batch(step)).square().mean().backward()
         torch.testing.assert_close(list(gradients(ddp).values()), list(gradients(alone).values()))
     planned = [name for bucket in ddp._core.plan() for name in bucket]
-    assert "4.weight" in planned  # as when it was wrapped
+    assert "4.weight" in planned  # it was when it was wrapped
 
 
 @on_ranks()

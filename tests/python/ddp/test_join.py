@@ -21,7 +21,7 @@ class Normed(nn.Module):
         super().__init__()
         self.body = mlp()
         self.norm = nn.BatchNorm1d(3)
-        # The same tensor twice: named_buffers() lists it once.
+        # One tensor is there twice: named_buffers() lists it once.
         self.register_buffer("shared", self.norm.running_var)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -53,7 +53,7 @@ def sparse_apart(rank: int) -> nn.Module:
 
 
 def transposed(rank: int) -> nn.Module:
-    """The same number of elements: no collective would have noticed."""
+    """There are as many elements: no collective would have noticed."""
     return linears((3, 4) if rank == 0 else (4, 3))
 
 

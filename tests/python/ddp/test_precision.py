@@ -118,7 +118,7 @@ def test_mixed_precision_computes_low_and_keeps_full_precision(rank: int) -> Non
 @pytest.mark.parametrize("as_bucket_view", [False, True])
 @on_ranks()
 def test_mixed_precision_reduces_in_the_parameters_dtype(rank: int, as_bucket_view: bool) -> None:
-    """As torch: without reduce_dtype gradients travel in param_dtype; .grad is full precision."""
+    """Without reduce_dtype gradients travel in param_dtype, like torch's; .grad is full."""
     policy = _MixedPrecision(param_dtype=torch.bfloat16)
     ddp = trireme.DistributedDataParallel(
         Normed(), mixed_precision=policy, gradient_as_bucket_view=as_bucket_view

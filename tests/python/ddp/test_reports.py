@@ -166,11 +166,11 @@ def test_profiler_ranges_carry_the_names_of_stages(rank: int) -> None:
     assert ours >= {
         "trireme::ddp.forward",
         "trireme::ddp.sync_buffers",
-        "trireme::grad_reducer.launch",
+        "trireme::launch_queue.launch",
         "trireme::grad_reducer.finish_backward",
     }
     stages = {name.removeprefix("trireme::").split(".")[0] for name in ours}
-    assert stages <= {"ddp", "grad_hook", "bucket", "bucket_stream", "compressor", "grad_reducer"}
+    assert stages <= {"ddp", "grad_hook", "bucket", "stream_wire", "launch_queue", "grad_reducer"}
 
 
 @on_ranks()

@@ -19,7 +19,7 @@ from trireme import _C
 
 from ddp.ranks import on_ranks
 
-# As "cpu:gloo,cuda:nccl", and as "nccl".
+# These stand for "cpu:gloo,cuda:nccl" and for "nccl".
 BESIDE_GLOO = "cpu:gloo,sim:simccl"
 ALONE = "simccl"
 
@@ -30,7 +30,7 @@ if not _FILES:
 
 
 def on_sim_ranks(world: int = 2, backend: str = BESIDE_GLOO, **options: Any) -> Any:
-    """As on_ranks; rank r computes on device_of(r)."""
+    """Does what on_ranks does; rank r computes on device_of(r)."""
     return on_ranks(world, backend=backend, prepare=_begin, **options)
 
 

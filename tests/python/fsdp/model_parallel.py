@@ -89,7 +89,7 @@ def build(
 
 
 def build_torchs(mesh: DeviceMesh, **options: Any) -> Any:
-    """The same by torch's class, over Gloo; on a mesh of the same shape."""
+    """Builds it by torch's class, over Gloo; on a mesh of the same shape."""
     theirs = grid(*mesh.mesh.shape, names=tuple(mesh.mesh_dim_names or ()), backend="gloo")
     return build(theirs, torch_fully_shard, **options)
 

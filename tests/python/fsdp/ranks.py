@@ -173,7 +173,7 @@ def scale(model: nn.Module, factor: float = 2.0) -> None:
 
 
 def evaluate(training: Training, number: int) -> torch.Tensor:
-    """The same rows on whoever calls."""
+    """Evaluates the same rows on whoever calls."""
     with torch.no_grad():
         return training.model(batch(number))
 

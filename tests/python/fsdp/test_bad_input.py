@@ -119,7 +119,7 @@ def test_arguments(rank: int) -> None:
 
 
 class _Gathered(torch.Tensor):
-    """As those of torchao, which are gathered in a form of their own."""
+    """Is like those of torchao, which are gathered in a form of their own."""
 
     def fsdp_pre_all_gather(self, *_: Any) -> Any:
         raise AssertionError("called")

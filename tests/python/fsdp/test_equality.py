@@ -142,7 +142,7 @@ def test_two_optimizers(rank: int) -> None:
 
 @on_shm_ranks(2)
 def test_a_closure(rank: int) -> None:
-    """Which the optimizer may call after it was let through its gate."""
+    """The optimizer may call it after it was let through its gate."""
     ours, one = pair(mlp)
     for step in range(4):
         losses = []
@@ -208,7 +208,7 @@ def train_both_watching(ours: Any, one: Any, after_forward: bool, after_backward
 
 
 class Encoder(nn.Module):
-    """Of two methods; neither is forward."""
+    """Has two methods; neither is forward."""
 
     def __init__(self) -> None:
         super().__init__()

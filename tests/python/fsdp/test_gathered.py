@@ -171,7 +171,7 @@ def test_registration_in_another_order_and_first_an_evaluation(rank: int) -> Non
 
 
 def has_memory(model: nn.Module) -> list[bool]:
-    """Of the units of ``mlp``: whether their unsharded parameters have any."""
+    """Tells of the units of ``mlp`` whether their unsharded parameters have any."""
     leaves = [model[index]._get_fsdp_state().params[0].unsharded for index in (0, 2, 4)]
     return [leaf.untyped_storage().nbytes() > 0 for leaf in leaves]
 
@@ -193,7 +193,7 @@ def bits(text: str) -> list[list[bool]]:
 
 @on_gloo_ranks(2)
 def test_what_is_gathered_ahead(rank: int) -> None:
-    """By itself the next unit; what is asked for else, before the first forward or later."""
+    """The next unit is, by itself; else what is asked for, before the first forward or later."""
     ours, one = pair(mlp)
     forward, backward = watch(ours.model)
     cases: list[tuple[dict[str, list[int]], str, str]] = [

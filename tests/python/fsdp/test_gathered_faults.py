@@ -83,7 +83,7 @@ def test_a_rank_is_killed(rank: int, moment: str) -> None:
 def test_a_rank_that_does_not_come(rank: int) -> None:
     """To the first forward, in which ranks say what they need."""
     dist.barrier()
-    set_timeout(4)  # which what is made from now on takes over
+    set_timeout(4)  # what is made from now on takes it over
     ours = sharded(mlp)
     if rank == 1:
         return stay_until("done")

@@ -50,7 +50,7 @@ class GatheringProgram(Program):
         self.ours.model.set_reshard_after_backward(self.random.random() < 0.5)
 
     def backward_of_two(self) -> None:
-        """Or of one, twice; or after a unit was used by hand."""
+        """May be of one, twice, or after a unit was used by hand."""
         kind = self.random.randrange(3)
         if kind == 0:
             return super().backward_of_two()

@@ -208,7 +208,7 @@ def test_a_rank_whose_loss_uses_no_parameter(rank: int) -> None:
 
 @on_shm_ranks(2)
 def test_parameters_frozen_while_they_are_unsharded(rank: int) -> None:
-    """Which they are on one rank only: it has evaluated since the step."""
+    """They are so on one rank only: it has evaluated since the step."""
     ours, one = pair(mlp, options={"reshard_after_forward": False})
     for step, frozen in enumerate((True, False, True, False)):
         if rank == step // 2:
@@ -247,7 +247,7 @@ def test_manual_finalization(rank: int) -> None:
 
 @on_shm_ranks(2)
 def test_tied_parameters(rank: int) -> None:
-    """Of modules in one unit; they stay tied."""
+    """The modules are in one unit; they stay tied."""
     for shard in (shard_layers, trireme.fully_shard):
         ours, one = pair(Tied, shard=shard)
         for step in range(3):

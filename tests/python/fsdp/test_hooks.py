@@ -42,7 +42,7 @@ WORLD = 4
 
 
 def gloo_groups(rank: int) -> Any:
-    """Of the ranks that share parameters, and of those with the same shards."""
+    """Groups the ranks that share parameters, and those with the same shards."""
     groups = [dist.new_group(ranks, backend="gloo") for ranks in ([0, 1], [2, 3], [0, 2], [1, 3])]
     return groups[rank // 2], groups[2 + rank % 2]
 
@@ -71,7 +71,7 @@ class Averaging:
 
 
 def as_torch(rank: int, mesh: DeviceMesh) -> None:
-    """The same rows but for the order of parameters in them; the same gradients."""
+    """Rows are the same but for the order of parameters in them; so are gradients."""
     shards, replicas = gloo_groups(rank)
     theirs_mesh = DeviceMesh.from_group(shards, "cpu")
     for policy in (MixedPrecisionPolicy(), MixedPrecisionPolicy(torch.bfloat16, torch.float32)):
@@ -131,7 +131,7 @@ def skipped_units(rank: int, mesh: DeviceMesh) -> None:
         for other, way in enumerate(ways):
             rows = batch(step, rows=ROWS)[other::WORLD]
             (one.model(rows, way).square().mean() / WORLD).backward()
-        # Of both replicas: gradients that only one of them uses are those of no one process.
+        # Gradients that only one of both replicas uses are those of no one process.
         if step != 1:
             step_on_grid(ours, one)
         assert_same_everywhere([(number, row.numel()) for number, row in averaging.take()])

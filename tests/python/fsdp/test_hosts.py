@@ -177,7 +177,7 @@ def memory_of_a_host(rank: int, world: int) -> None:
 
 
 def mapped_mebibytes() -> float:
-    """Of shared memory, by this rank."""
+    """Counts the shared memory that this rank maps."""
     mapped = 0
     for line in Path("/proc/self/maps").read_text().splitlines():
         if "trireme" in line and ".so" not in line:
@@ -220,7 +220,7 @@ def survive(rank: int, layout: str, moment: str) -> str | None:
 
 @pytest.mark.parametrize(("layout", "moment"), [("2x2", "forward"), ("1+3", "backward")])
 def test_a_rank_is_killed(layout: str, moment: str) -> None:
-    """Those of its host see it die; the others are told by them."""
+    """Ranks of its host see it die; the others are told by them."""
     texts = run_ranks(survive, 4, layout, moment, timeout=40, dying=(1,))
     for rank in (0, 2, 3):
         assert HOUSE_FORM.match(texts[rank]), texts[rank]

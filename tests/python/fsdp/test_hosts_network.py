@@ -120,7 +120,7 @@ def test_bytes_of_a_step(hosts: list[str], layout: str) -> None:
     """Each host receives each foreign shard, and what others computed of its gradients, once."""
     sent = by_host(ours, hosts, layout)
     for host, of_host in enumerate(sent):
-        here = layout.count("ab"[host]) / len(layout)  # which part of the ranks, and of the shards
+        here = layout.count("ab"[host]) / len(layout)  # the part of the ranks, and of the shards
         expected = {
             "step": PARAMETER_BYTES * here + PARAMETER_BYTES * (1 - here),
             "parameters": PARAMETER_BYTES * here,

@@ -68,7 +68,7 @@ def grid() -> DeviceMesh:
 
 
 def gloo_grid(rank: int) -> DeviceMesh:
-    """The same for torch's class."""
+    """Makes a grid for torch's class."""
     groups = [dist.new_group(ranks, backend="gloo") for ranks in ([0, 2], [1, 3], [0, 1], [2, 3])]
     own = [groups[rank % 2], groups[2 + rank // 2]]
     return DeviceMesh.from_group(own, "cpu", mesh=[[0, 1], [2, 3]], mesh_dim_names=NAMES)
@@ -176,7 +176,7 @@ def accumulation(rank: int, mesh: DeviceMesh) -> None:
         step_both(ours, one)
 
 
-# Of each backward of a step: whether it scatters, and the layers that do not all-reduce.
+# Says of each backward of a step whether it scatters, and the layers that do not all-reduce.
 PARTS: tuple[tuple[tuple[bool, tuple[int, ...]], ...], ...] = (
     ((True, (0, 2, 4)), (True, (0, 2, 4)), (True, ())),
     ((True, (2,)), (True, (0, 2)), (True, ())),

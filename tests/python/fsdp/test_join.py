@@ -33,7 +33,7 @@ def compare(rank: int, counts: tuple[int, ...], world: int) -> None:
         for name, param in model.named_parameters():
             torch.testing.assert_close(param.full_tensor(), right[name])
         training = in_training(model)
-        training.train(0)  # and after it as before
+        training.train(0)  # after it all is as before
 
 
 @on_shm_ranks(2)

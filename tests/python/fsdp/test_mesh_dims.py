@@ -90,7 +90,7 @@ def own_rows(step: int, mesh: DeviceMesh) -> torch.Tensor:
 
 
 def train_both(mesh: DeviceMesh, names: Any) -> Any:
-    """As torch's class does on the same mesh, and as one process."""
+    """Trains beside torch's class on the same mesh, and beside one process."""
     ours, theirs = build(mesh, names), build(mesh, names, torch_fully_shard)
     one = Net()
     trainings = [(model, sgd(model)) for model in (ours, theirs, one)]

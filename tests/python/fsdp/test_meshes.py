@@ -208,8 +208,8 @@ def with_replicas(rank: int) -> None:
 
 
 def norms(rank: int) -> None:
-    """The same on all ranks, where one expert is used by nobody; and where experts are no DTensors,
-    so that each rank only knows of its own."""
+    """Norms are the same on all ranks, where one expert is used by nobody; and where experts are no
+    DTensors, so that each rank only knows of its own."""
     mesh, everyone = meshes()
     plain: Any = Mixture()
     for name, param in list(plain.experts.named_parameters()):

@@ -38,7 +38,7 @@ def on_meta(make: Callable[[], nn.Module]) -> nn.Module:
 
 
 def reset(model: nn.Module) -> None:
-    """As a user would who initialises whole parameters from one seed on each rank."""
+    """Does what a user would who initialises whole parameters from one seed on each rank."""
     values = dict(mlp().named_parameters())
     with torch.no_grad():
         for name, param in model.named_parameters():
@@ -285,7 +285,7 @@ def compile_sharded_blocks(model: Any) -> None:
 
 
 def shard_compiled_blocks(model: Any) -> None:
-    """Of torch.compile(block), an OptimizedModule."""
+    """Shards each torch.compile(block), an OptimizedModule."""
     for index, block in enumerate(model):
         model[index] = torch.compile(block, **WHOLE)
         trireme.fully_shard(model[index])

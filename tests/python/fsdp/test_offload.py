@@ -28,13 +28,13 @@ on_gloo_ranks = functools.partial(on_ranks, backend="gloo")
 
 
 def chosen(policy: Offload, *units: Sequence[int]) -> str:
-    """Of units of so many bytes: o for the optimizer's part, A for all, - for none."""
+    """Draws units of so many bytes: o for the optimizer's part, A for all, - for none."""
     text = []
     for sizes in units:
         row = fsdp_offload.choose(policy, [torch.empty(n, dtype=torch.int8) for n in sizes])
-        assert row is not None and row[2] == policy.pin_memory
+        assert row is not None and row.pins_memory == policy.pin_memory
         letters = ["-"] * len(sizes)
-        for letter, indices in zip("oA", row[:2], strict=True):
+        for letter, indices in (("o", row.optimizers), ("A", row.everything)):
             for index in indices:
                 letters[index] = letter
         text.append("".join(letters))

@@ -62,7 +62,7 @@ def shard_inner(model: torch.nn.Module) -> torch.nn.Module:
 
 @on_shm_ranks(2)
 def test_unshard_before_any_forward(rank: int) -> None:
-    """Of an inner unit: the outer one is still the root."""
+    """An inner unit is unsharded: the outer one is still the root."""
     model = shard_layers(mlp())
     if rank == 1:
         with torch.no_grad():

@@ -310,7 +310,7 @@ def test_offloading_is_said_to_do_nothing(rank: int) -> None:
 
 
 class WithIgnored(nn.Module):
-    """Of which one parameter is left alone, and stepped by each rank as its own."""
+    """Has a parameter that is left alone, and stepped by each rank as its own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -343,6 +343,6 @@ def test_ignored_parameters(rank: int) -> None:
         for mine, right in zip(held, (here.alone, here.body[0].bias), strict=True):
             assert_close("ignored", mine.grad, right.grad)
         for mine, right in zip(held, (one.model.alone, one.model.body[0].bias), strict=True):
-            mine.grad.copy_(right.grad)  # as the user would average them
+            mine.grad.copy_(right.grad)  # the user would average them so
         step_both(ours, one)
     assert_parts(ours, one)

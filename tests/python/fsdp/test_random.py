@@ -62,7 +62,7 @@ class Program:
         ]
 
     def losses(self, number: int, paths: list[list[int] | None]) -> list[torch.Tensor]:
-        """Of this rank, and of all of them in one process."""
+        """Computes those of this rank, and of all of them in one process."""
         rank, world = self.ours.rank, self.ours.world
         rows = batch(number, rows=ROWS)
         mine = self.ours.model(rows[rank::world], paths[rank]).square().mean()
@@ -167,4 +167,4 @@ def test_random_programs(rank: int, world: int) -> None:
         program = make_program(100 * world + seed)
         for _ in range(6):
             program.step()
-        evaluate(program.ours, 51)  # or who still evaluates waits for what others say there
+        evaluate(program.ours, 51)  # else who still evaluates waits for what others say there

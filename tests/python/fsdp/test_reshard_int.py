@@ -97,7 +97,7 @@ class Wires:
 
 
 def counted(ours: Any, wires: Wires, *, sync: bool = True) -> tuple[int, int]:
-    """Of a forward and a backward: gathers between neighbours."""
+    """Counts, in a forward and a backward, gathers between neighbours."""
     ours.model.set_requires_gradient_sync(sync)
     loss = ours.loss(0)
     assert not any(has_memory(ours.model)) and all(sharded_in(ours.model))

@@ -45,7 +45,7 @@ from zero.ranks import assert_close
 
 EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "python" / "fsdp_tp.py"
 BACKENDS = pytest.mark.parametrize("backend", ["gloo", "trireme"])
-# As rounded to 8 bits, and summed up in another order.
+# Values are rounded to 8 bits, and summed up in another order.
 BF16 = {"rtol": 2**-6, "atol": 2e-3}
 
 
@@ -136,7 +136,7 @@ def test_training(backend: str) -> None:
 
 
 def frozen_and_unfrozen(rank: int) -> None:
-    """By the sharded parameter, and by the one that a module shows while it is unsharded."""
+    """Freezes the sharded parameter, and the one that a module shows while it is unsharded."""
     mesh = grid()
     pairs = [(one, sgd(one)) for one in (build(mesh), build_torchs(mesh))]
     (ours, _), (theirs, _) = pairs

@@ -50,7 +50,7 @@ class Cached(nn.Linear):
 
 
 class Tied(nn.Module):
-    """Of which the second layer takes the first one's weight."""
+    """Has a second layer that takes the first one's weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ def caches(rank: int) -> None:
 
 
 class Named(nn.Module):
-    """With names that we have, too: a method, attributes, a buffer, a layer."""
+    """Has names that we have, too: a method, attributes, a buffer, a layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -145,7 +145,7 @@ def metaclasses(rank: int) -> None:
 
 
 def copies(rank: int) -> None:
-    """Of a plain layer: of that only, and by one rank alone."""
+    """Copies a plain layer: that only, and by one rank alone."""
     ours, one = pair(mlp, shard=trireme.fully_shard)
     train_both(ours, one, 0)
     ours.optimizer.zero_grad()  # torch copies no DTensor that is a slice, as gradients are

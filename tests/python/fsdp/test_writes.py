@@ -60,7 +60,7 @@ def test_writes_between_a_step_and_the_next_forward(rank: int) -> None:
 
 @on_shm_ranks(2)
 def test_a_write_after_a_forward_is_refused_once(rank: int) -> None:
-    """By the next forward, step or writing(), which names the parameter; then all goes on."""
+    """The next forward, step or writing() refuses it, naming the parameter; then all goes on."""
     parts = ("parameter '2.weight' was written after a forward", f"(rank {rank} of 2)", "writing(")
     ours, one = pair(mlp)
 
@@ -97,7 +97,7 @@ class Renormed(nn.Module):
 
 @on_shm_ranks(2)
 def test_a_write_to_unsharded_parameters_is_refused(rank: int) -> None:
-    """By hand after unshard(), or by a module in its forward: all ranks share that memory."""
+    """It comes by hand after unshard(), or in a module's forward: all ranks share that memory."""
     ours, one = pair(mlp)
     train_both(ours, one, 0)
     ours.model[0].unshard()
@@ -179,7 +179,7 @@ def test_loading_needs_no_writing(rank: int) -> None:
             load(one.model)
             assert_parts(ours, one)
             torch.testing.assert_close(evaluate(ours, 9), evaluate(one, 9))
-            if change is load_assigned:  # as in torch, no optimizer knows of them
+            if change is load_assigned:  # in torch, too, no optimizer knows of them
                 for training in (ours, one):
                     params = training.model.parameters()
                     training.optimizer = SGD(params, lr=0.1, momentum=0.9)

@@ -139,7 +139,7 @@ def on_disk(path: str) -> dict[str, torch.Tensor]:
 
 
 def assert_holds(training: Training, expected: dict[str, torch.Tensor]) -> None:
-    """The same bits, and nothing else."""
+    """Compares bits, and refuses whatever else is there."""
     got = held(training)
     assert got.keys() == expected.keys()
     for name, value in expected.items():
@@ -161,7 +161,7 @@ def most_allocated(call: Callable[[], Any]) -> int:
 
 
 def state_bytes(optimizer: Any) -> int:
-    """Of this rank."""
+    """Counts those of this rank."""
     inner = optimizer.optim if isinstance(optimizer, trireme.ZeroRedundancyOptimizer) else optimizer
     values = [value for state in inner.state.values() for value in state.values()]
     locals_ = [one.to_local() if isinstance(one, DTensor) else one for one in values]

@@ -198,7 +198,7 @@ def test_a_path_that_is_a_link(tmp_path: Path) -> None:
 
 
 def _killed_while_saving(path: Path, most: int) -> None:
-    """By the system, in a process of its own, when a file becomes longer than ``most`` bytes."""
+    """The system kills a forked child when a file of its becomes longer than ``most`` bytes."""
     child = os.fork()
     if child == 0:
         try:
@@ -310,7 +310,7 @@ def test_a_save_interrupted_while_it_takes_its_place(
 
 
 def _edit(path: Path, change: Callable[[Any], None]) -> None:
-    """Of the same length as before, if that becomes shorter."""
+    """Keeps the length that it had before, if that becomes shorter."""
     length = path.stat().st_size
     content = json.loads(path.read_text())
     change(content)
@@ -408,7 +408,7 @@ def test_headers_and_indexes_that_are_refused(case: str, tmp_path: Path) -> None
 
 
 def test_one_file_without_an_index(tmp_path: Path) -> None:
-    """As the safetensors package and transformers write it; also through links, as in a cache."""
+    """So the safetensors package and transformers write it; also through links, as in a cache."""
     state = {name: value + 1 for name, value in mlp().state_dict().items()}
     (tmp_path / "hf").mkdir()
     save_file(state, tmp_path / "blob", metadata={"format": "pt"})

@@ -69,7 +69,7 @@ def test_loading_allocates_the_state_that_is_missing(rank: int, tmp_path: Path) 
 
 @on_shm_ranks(2)
 def test_loading_casts_states_one_by_one(rank: int, tmp_path: Path) -> None:
-    """Of bf16 parameters: fp32 states into torch's class and ours, rounded ones into ours."""
+    """Parameters are bf16: fp32 states go into torch's class and ours, rounded ones into ours."""
     path = str(tmp_path / "checkpoint")
     for source_class, target_class in (
         (trireme.optim.AdamW, trireme.optim.AdamW),

@@ -51,7 +51,7 @@ def one_process() -> tuple[nn.Module, AdamW]:
 
 
 def layouts() -> dict[str, Callable[[], tuple[nn.Module, Any]]]:
-    """By number of ranks and name: makes the model, and the mesh on which it can be trained."""
+    """Returns makers of the model, and of the mesh to train it on, by number of ranks and name."""
 
     def sharded(*sizes: int, make: Any = build, **options: Any) -> Any:
         mesh = grid(*sizes, **options)
@@ -151,7 +151,7 @@ def _on_ranks(rank: int, backend: str, folder: str, programs: list[tuple[Any, st
 
 @BACKENDS
 def test_from_any_layout_to_any(backend: str, tmp_path: Path) -> None:
-    """Of one process, of 4 ranks, of 3, of one process again."""
+    """Layouts are of one process, of 4 ranks, of 3, of one process again."""
     trireme.save_checkpoint(tmp_path / "plain", *one_process())
     place, four = (backend, str(tmp_path)), "4: dp 2 tp 2"
     others = [name for name in layouts() if name[0] == "4" and name != four]

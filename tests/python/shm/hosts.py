@@ -13,7 +13,7 @@ from ddp.ranks import AGES_S, process_of, stay_until, tell_process
 from distributed import run_ranks
 from shm.ranks import until
 
-# By rank: the host that it says it is on.
+# Says by rank the host that it says it is on.
 LAYOUTS = {"2x2": "aabb", "apart": "abab", "1+3": "abbb", "1+1+2": "abcc", "alone": "abc"}
 SOME_LAYOUTS = ("2x2", "1+3", "1+1+2")
 

@@ -129,7 +129,7 @@ def state_of(pid: int) -> str:
 
 
 def is_inside(pid: int, what: str) -> bool:
-    """As an onlooker sees it: of a collective, or a wait beside these, that holds this text."""
+    """Says whether an onlooker sees it in a collective, or another wait, that holds this text."""
     for group in _C.examine_host([pid], timedelta(seconds=5), 1)["groups"]:
         for rank in group["ranks"]:
             begun = [one for one in rank["operations"] if one["finished_s_ago"] is None]

@@ -253,7 +253,7 @@ HOW_IT_ENDED = {
 
 @pytest.mark.parametrize("how", HOW_IT_ENDED)
 def test_how_a_program_ended_is_told(how: str, tmp_path: Path) -> None:
-    """Of one that has not called destroy_process_group()."""
+    """The program has not called destroy_process_group()."""
     command = [sys.executable, "-c", ENDS]
     arguments = [f"file://{tmp_path / 'store'}", how]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}

@@ -29,7 +29,7 @@ def error_of(backend: Any) -> str:
 @has_hooks
 @on_shm_ranks(3, timeout=40)
 def test_abort_hooks(rank: int) -> None:
-    """Of who aborts and of those that hear of it: once each, in order, before the error."""
+    """They run for who aborts and those that hear of it: once each, in order, before the error."""
     backend = backend_of()
     assert backend.supports_abort_hooks
     called: list[str] = []
@@ -106,7 +106,7 @@ def test_what_ended_the_group(rank: int) -> None:
     set_timeout(1)
     with raises(dist.DistBackendError, "rank 1 (process"):
         dist.all_reduce(torch.ones(5))
-    assert error_of(backend) in ("TIMEOUT", "REMOTE_ERROR")  # whose deadline was first
+    assert error_of(backend) in ("TIMEOUT", "REMOTE_ERROR")  # the first deadline decides
     say(f"{rank} is done")
 
 

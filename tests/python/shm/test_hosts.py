@@ -152,7 +152,7 @@ def scattered_sums(rank: int, world: int, layout: str) -> None:
         mine = whole.chunk(world)[rank]
         dist.reduce_scatter_tensor(mine, whole, ReduceOp.AVG)
         assert_bits(mine, expected, "in place", part)
-    # Of uneven sizes: rank r gets 1000 * r elements.
+    # Sizes are uneven: rank r gets 1000 * r elements.
     lists = [
         [values(10 * s + d, 1000 * d, torch.int32) for d in range(world)] for s in range(world)
     ]

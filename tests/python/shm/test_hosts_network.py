@@ -11,7 +11,7 @@ from network_hosts import ENVIRONMENT, about, join, of_hosts, sent_bytes, two_ho
 
 MIB = 1 << 20
 WORLD = 4
-NUMEL = 2 * MIB  # of fp32: 8 MiB
+NUMEL = 2 * MIB  # elements of fp32: 8 MiB
 PAYLOAD = 4 * NUMEL
 
 
@@ -74,7 +74,7 @@ def by_host(hosts: list[str], layout: str, backend: str) -> dict[Callable[[int],
 @pytest.mark.parametrize("layout", ["aabb", "abbb", "abab"])
 def test_every_byte_crosses_once(hosts: list[str], layout: str) -> None:
     sent = by_host(hosts, layout, "trireme")
-    here = [layout.count(host) / WORLD for host in "ab"]  # which part of the ranks
+    here = [layout.count(host) / WORLD for host in "ab"]  # the part of the ranks
     root = "ab".index(layout[1])
     expected = {
         all_reduce: [PAYLOAD, PAYLOAD],
@@ -90,7 +90,7 @@ def test_every_byte_crosses_once(hosts: list[str], layout: str) -> None:
 
 
 def test_gloo_alone_sends_more(hosts: list[str]) -> None:
-    """The same ranks and counters, so that the numbers above mean something."""
+    """Ranks and counters are the same, so that the numbers above mean something."""
     sent = by_host(hosts, "aabb", "gloo")
     assert min(sent[all_reduce]) > 1.4 * PAYLOAD, sent[all_reduce]
     apart = by_host(hosts, "abab", "gloo")

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from shm.ranks import on_shm_ranks
 
-NUMEL = 2**31 + 64  # of one byte each
+NUMEL = 2**31 + 64  # elements of one byte each
 LITTLE = 64
 WORLD = 2
 NEEDED = WORLD * NUMEL + 2**30  # with the rings, and what the checks take

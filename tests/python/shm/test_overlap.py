@@ -26,7 +26,7 @@ def shifted(rows: int, by: int) -> tuple[torch.Tensor, Callable[[int, int], torc
 @pytest.mark.parametrize("rows", [4, 150_000])
 @on_shm_ranks(WORLD)
 def test_outputs_that_overlap_inputs(rank: int, rows: int) -> None:
-    """As if the inputs had been copied before; ``by`` 0 is in place, with nothing to copy."""
+    """It is as if the inputs had been copied before; ``by`` 0 is in place, with nothing to copy."""
     whole = [values(peer, WORLD * rows, torch.float32) for peer in range(WORLD)]
     summed = total(whole).chunk(WORLD)[rank]
     sent = [one.chunk(WORLD)[rank] for one in whole]

@@ -153,7 +153,7 @@ def mapped_bytes() -> int:
 @on_shm_ranks(2, timeout=40, patience_s=AGES_S)
 def test_no_room_for_the_rings(rank: int) -> None:
     """All ranks raise, with numbers; when there is room the next call works."""
-    dist.barrier()  # which moves nothing, and so needs none
+    dist.barrier()  # it moves nothing, and so needs none
     if rank == 1:
         room = mapped_bytes() + (2 << 20)  # less than a ring, enough for what Python needs
         resource.setrlimit(resource.RLIMIT_AS, (room, resource.RLIM_INFINITY))

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from shm.ranks import assert_lists, on_shm_ranks, values
 
-CALLS = 200  # of each number of ranks
+CALLS = 200  # for each number of ranks
 LARGEST = 70_000  # elements: more than a slot holds
 DTYPES = (torch.float32, torch.float64, torch.int64, torch.int32, torch.uint8)
 
@@ -73,7 +73,7 @@ def calls(world: int, rank: int) -> dict[str, Call]:
 @on_shm_ranks("world", timeout=110)
 def test_the_same_over_gloo(rank: int, world: int) -> None:
     """Small integers in every dtype: sums and products have the same bits in any order."""
-    dice = random.Random(world)  # the same on all ranks
+    dice = random.Random(world)  # all ranks have the same
     members = [list(range(world))]
     if world > 2:
         members += [list(range(0, world, 2)), list(range(1, world))]

@@ -46,7 +46,7 @@ DTYPES = {
 
 
 def all_reduce(tensors: list[torch.Tensor], op: Any) -> None:
-    """By the backend itself: torch.distributed passes complex tensors as real ones."""
+    """Calls the backend itself: torch.distributed passes complex tensors as real ones."""
     options = dist.AllreduceCoalescedOptions()
     options.reduceOp = op
     backend_of().allreduce_coalesced(tensors, options).wait()

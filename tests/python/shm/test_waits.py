@@ -206,7 +206,7 @@ def test_signal_handlers_run_while_a_rank_waits(rank: int) -> None:
         store.set("process", str(os.getpid()))
     for name, (what, start) in starts.items():
         if rank == 1:
-            stay_until(f"{name}: rank 0 comes")  # and is not in what was before
+            stay_until(f"{name}: rank 0 comes")  # rank 0 is not in what was before
             signal_once_it_waits(what)
             store.wait([name], PATIENCE)
             start()

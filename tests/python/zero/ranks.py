@@ -26,7 +26,7 @@ from torch.nn import functional
 
 from ddp.ranks import assert_same_on_all_ranks, batch
 
-ROWS = 12  # of every batch: as many for each rank, in every world that is tested
+ROWS = 12  # in every batch: as many for each rank, in every world that is tested
 DDP = trireme.DistributedDataParallel
 Zero = trireme.ZeroRedundancyOptimizer
 Gradients = list[torch.Tensor | None]
@@ -129,7 +129,7 @@ def assert_close(
 
 
 def assert_equal_parameters(got: nn.Module, expected: nn.Module, **tolerance: Any) -> None:
-    """Those of one process but for the order of sums; the same bits on all ranks."""
+    """Compares with those of one process, but for the order of sums; the same bits on all ranks."""
     for (name, one), other in zip(got.named_parameters(), expected.parameters(), strict=True):
         assert_close(name, one, other, **tolerance)
     assert_same_on_all_ranks(list(got.parameters()))

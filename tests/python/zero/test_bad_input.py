@@ -301,7 +301,7 @@ def mapped_bytes() -> int:
 
 @on_shm_ranks(2, timeout=40)
 def test_a_store_that_cannot_be_allocated(rank: int) -> None:
-    """By rank 1: parameters stay private, rank 0 says so once, and the numbers are the same."""
+    """Rank 1 cannot: parameters stay private, rank 0 says so once, and the numbers are the same."""
     dist.all_reduce(torch.ones(5))
     wide = nn.Linear(1 << 12, 1 << 11, bias=False)  # 32 MiB
     if rank == 1:

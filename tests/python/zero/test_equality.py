@@ -197,7 +197,7 @@ def test_parameters_are_free_for_another_optimizer_when_theirs_is_gone(rank: int
 
 
 def _resident_bytes(tensor: torch.Tensor) -> int:
-    """Of its memory: how much is there, without touching it."""
+    """Tells how much of its memory is there, without touching it."""
     page = mmap.PAGESIZE
     begin = tensor.data_ptr() // page * page
     length = tensor.data_ptr() + tensor.nbytes - begin
@@ -215,7 +215,7 @@ def _wide() -> nn.Module:
 
 @on_shm_ranks(2)
 def test_of_a_gradient_only_what_is_owned_takes_memory(rank: int) -> None:
-    """Of gradients that are larger than the rings through which they go."""
+    """Gradients are larger than the rings through which they go."""
     model, one = _wide(), _wide()
     optimizer = Zero(model.parameters(), SGD, stage=2, lr=0.1)
     plain = SGD(one.parameters(), lr=0.1)

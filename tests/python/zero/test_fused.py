@@ -39,7 +39,7 @@ class Mixed(nn.Module):
 
 
 def _pair(make: Callable[..., Any], **defaults: Any) -> list[tuple[Mixed, Any]]:
-    """The same model twice: with and without the fused step."""
+    """Makes one model twice: with and without the fused step."""
     models = [Mixed(), Mixed()]
     return [
         (model, make(model.parameters(), stage=2, fused_step=fused, **defaults))

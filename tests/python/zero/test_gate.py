@@ -136,7 +136,7 @@ def parts_of(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
 
 @on_shm_ranks(2)
 def test_two_optimizers(rank: int) -> None:
-    """Of stages 2 and 2, then of stages 1 and 2 with DDP around a part; stepped in turn, too."""
+    """Stages are 2 and 2, then 1 and 2 with DDP around a part; they step in turn, too."""
     one = mlp()
     both = [SGD(parts_of(one)[0], lr=0.1), AdamW(parts_of(one)[1], lr=0.01)]
     of_2_and_2, of_1_and_2 = mlp(), mlp()
@@ -223,7 +223,7 @@ def test_one_rank_alone_over_gloo(rank: int) -> None:
 
 
 def train_alone(rank: int) -> None:
-    """The same program on one rank: what it writes and how it fails concerns nobody else."""
+    """Runs the program on one rank: what it writes and how it fails concerns nobody else."""
     for stage in (1, 2):
         one, ours = alone(mlp, AdamW, lr=0.01), sharded(mlp, AdamW, stage, lr=0.01)
         for step in range(3):

@@ -255,14 +255,14 @@ def calls(optimizer: Any) -> list[Callable[[], Any]]:
 @STAGES
 @on_shm_ranks(2)
 def test_made_again(rank: int, stage: int) -> None:
-    """As in a cell of a notebook that is run again: the last one steps, from what is there."""
+    """A cell of a notebook that is run again does so: the last one steps, from what is there."""
     one, ours = alone(mlp, AdamW, lr=0.01), sharded(mlp, AdamW, stage, lr=0.01)
     kept, mapped = [], []
     for step in range(4):
         one.train(2 * step)
         ours.train(2 * step)
         ours.backward(3)  # left over
-        kept.append((ours.optimizer, ours.optimizer._cores))  # as a traceback keeps them
+        kept.append((ours.optimizer, ours.optimizer._cores))  # a traceback keeps them so
         one.optimizer = AdamW(one.model.parameters(), lr=0.01)
         ours.optimizer = Zero(ours.model.parameters(), AdamW, stage=stage, lr=0.01)
         mapped.append(Path("/proc/self/maps").read_text().count("memfd:trireme"))

@@ -232,7 +232,7 @@ def test_disabled(rank: int) -> None:
 
 @on_shm_ranks(2)
 def test_a_rank_that_joins_counts_in_the_average(rank: int) -> None:
-    """As DDP divides by default: by all ranks, also where one contributes zeros."""
+    """DDP divides so by default: by all ranks, also where one contributes zeros."""
     for by_initial_world, factor in ((True, 0.5), (False, 1.0)):
         model = nn.Linear(3, 2, bias=False)
         nn.init.zeros_(model.weight)

@@ -57,7 +57,7 @@ def clip_by_every_norm(rank: int) -> None:
                     training.optimizer.zero_grad()
                     training.backward(step)
                 norm = trireme.clip_grad_norm_(exact(ours.model), max_norm, norm_type)
-                # Of a tensor without elements torch has no infinite norm.
+                # torch has no infinite norm of a tensor without elements.
                 held = [parameter for parameter in exact(one.model) if parameter.numel() > 0]
                 expected = torch_clip(held, max_norm, norm_type)
                 torch.testing.assert_close(norm.double(), expected.double(), **CLOSE)

@@ -183,7 +183,7 @@ def test_averaged_weights_in_and_out(rank: int) -> None:
             for swapped in (average, kept):
                 with trireme.writing(training.model):
                     if rank == 1 and training is ours:
-                        until_inside(0)  # which has written and waits for this rank
+                        until_inside(0)  # rank 0 has written and waits for this rank
                     training.model.load_state_dict(swapped)
                 with torch.no_grad():
                     outputs.append(training.model(batch(50)))

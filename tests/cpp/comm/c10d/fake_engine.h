@@ -62,7 +62,7 @@ struct FakeEngines {
   c10::intrusive_ptr<FakeEngine> cuda = c10::make_intrusive<FakeEngine>("nccl");
 };
 
-// As "cpu:fake,cuda:nccl", or, without one for the CPU, as "nccl" bound to GPU 1.
+// Makes a group like "cpu:fake,cuda:nccl", or, without one for the CPU, like "nccl" bound to GPU 1.
 inline c10::intrusive_ptr<c10d::ProcessGroup> make_fake_group(const FakeEngines& engines) {
   using Type = c10d::ProcessGroup::BackendType;
   auto group = c10::make_intrusive<FakeGroup>();

@@ -108,8 +108,8 @@ std::vector<std::string> by_communicator(
   return said;
 }
 
-// Of each rank a long part, which takes several chunks, a short one and an empty one; of unlike
-// sizes, one behind the other.
+// Makes for each rank a long part, which takes several chunks, a short one and an empty one; of
+// unlike sizes, one behind the other.
 PartsByRank parts_in(const std::shared_ptr<const shm::Segment>& memory, int64_t world) {
   PartsByRank parts;
   auto* at = reinterpret_cast<int64_t*>(memory->data());

@@ -159,7 +159,7 @@ TEST_CASE("the same ranks may meet again in the same place") {
 
 TEST_CASE("a Store that outlives a run does not show it to the next") {
   const std::string file = fresh_file();
-  const auto first = meet_in(file, 0);  // which keeps the file alive
+  const auto first = meet_in(file, 0);  // it keeps the file alive
   first[0]->store()->set("key", std::vector<uint8_t>{1});
   const auto second = meet_in(file, 0);
   CHECK(first[1]->store()->check({"key"}));
@@ -256,7 +256,7 @@ TEST_CASE("a rank that nobody joins says where it waited") {
             "address, port and "
             "world size, that rank 0 is on that host, and that no firewall is between them.");
 
-  options.rank = 1;  // and now nobody serves
+  options.rank = 1;  // now nobody serves
   CHECK(refusal<c10::DistBackendError>([&] {
           init(options);
         }).find("[launch] the ranks did not find each other at " + endpoint.substr(6)) == 0);

@@ -42,7 +42,7 @@ int64_t count_unlike(const ModuleReplicas& module) {
   return unlike;
 }
 
-// As an optimizer steps.
+// Writes like an optimizer that steps.
 void write(at::Tensor parameter, double value) {
   const at::NoGradGuard no_grad;
   parameter.fill_(value);
@@ -101,7 +101,7 @@ TEST_CASE("leaves follow a master that was given other memory, a dtype, or froze
     ReplicaTensors tensors(some_module(2), copy_always);
     const ModuleReplicas& module = tensors.module();
     at::Tensor weight = module.parameters[0];
-    weight.set_data(at::full({3, 2}, 9.0));  // which a version tells nothing of
+    weight.set_data(at::full({3, 2}, 9.0));  // no version tells of it
     static_cast<void>(tensors.refresh());
     CHECK(count_unlike(module) == 0);
     const at::Tensor twelve = at::arange(12, at::kFloat).view({6, 2});

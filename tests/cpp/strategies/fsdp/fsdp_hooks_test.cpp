@@ -43,7 +43,7 @@ TEST_CASE("a hook changes the gradients that the optimizer sees, once per backwa
     const std::vector<Seen> plain = train_with_hook(world, 1);
     for (const Seen& rank : seen) {
       CHECK(rank.numels.size() == 3);
-      CHECK(rank.numels == seen.front().numels);  // as long on all ranks
+      CHECK(rank.numels == seen.front().numels);  // all ranks have as many
       CHECK(count_unlike(rank.parameters, seen.front().parameters) == 0);
       CHECK(count_unlike(rank.parameters, plain.front().parameters) > 0);
     }

@@ -68,7 +68,7 @@ TEST_CASE("sums that replicas have not averaged yet are added to those that they
     plain.step();
   }
   const Values expected = values_of(alone->parameters());
-  for (const int64_t among : {2, 4}) {  // of 4 there are no replicas
+  for (const int64_t among : {2, 4}) {  // among 4 there are no replicas
     std::vector<int> had_none(4);
     const auto found = on_shm_ranks<Values>(4, [&](ThreadRank& rank) {
       UnevenNet net;

@@ -63,7 +63,7 @@ Values train_in_all_ways(ThreadRank& rank, const FsdpOptions& options) {
   return found;
 }
 
-// That, by kind of offload.
+// Trains so with each kind of offload.
 template <typename Optimizer>
 std::vector<Values> train_with_kinds(const FsdpOptions& options) {
   const auto by_rank = on_gloo_ranks<std::vector<Values>>([&](ThreadRank& rank) {
@@ -101,8 +101,8 @@ void step_layers(Sharded<Sequential>& model, int64_t step, RankOf where) {
   trireme::step(optimizer);
 }
 
-// By parameter: A, o or - as in offload_plan_test.cpp, and ! if it is offloaded and its gradient,
-// which is a copy then, has not come or lies in a bucket.
+// Draws each parameter: A, o or - as in offload_plan_test.cpp, and ! if it is offloaded and its
+// gradient, which is a copy then, has not come or lies in a bucket.
 std::string drawn(ShardedModule& model) {
   std::string picture;
   for (const auto& item : model.named_modules()) {

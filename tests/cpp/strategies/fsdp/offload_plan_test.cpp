@@ -1,4 +1,4 @@
-// Which parameters of units are offloaded.
+// Tells which parameters of units are offloaded.
 
 #include <trireme/strategies/fsdp/offload_plan.h>
 

@@ -149,7 +149,7 @@ TEST_CASE("inside writing() all ranks write, and load, the same") {
       // The parameters of the module itself come first.
       expected[0].fill_(5);
       std::vector<int64_t> counts{count_unlike(net->parameters(), expected, 0)};
-      train_step(net, optimizer, rank.where);  // and the gate knows
+      train_step(net, optimizer, rank.where);  // the gate knows
       counts.push_back(count_unlike({net->frozen}, {source->frozen}, 0));
       return counts;
     });
@@ -184,7 +184,7 @@ TEST_CASE("one that is made over all parameters of another takes over; of some i
       auto first = make(net);
       train_step(net, *first, rank.where);
       Texts texts{error_of([&] { make(net->first); })};
-      train_step(net, *first, rank.where);  // as if nothing had been
+      train_step(net, *first, rank.where);  // it goes on like before
       auto second = make(net);
       texts.push_back(error_of([&] { train_step(net, *first, rank.where); }));
       texts.push_back(error_of([&] { first->clip_grad_norm_(1); }));

@@ -195,7 +195,7 @@ TEST_CASE("what cannot be saved or loaded is refused") {
     torch::nn::Linear other(2, 2);
     const AdamW of_other(other->parameters());
     const torch::optim::SGD of_sgd(net->parameters(), 0.1);
-    // The same number of parameters, the first of another shape.
+    // There are as many parameters, the first of another shape.
     Values wider = values_of(net->parameters());
     wider[0] = at::zeros({8, 8});
     for (const at::Tensor& value : wider)

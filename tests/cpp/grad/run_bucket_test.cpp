@@ -1,7 +1,7 @@
 // A bucket that is reduce_scattered, drawn as what goes over the wire: one run per rank, of what
 // that rank owns of each gradient, padded to the longest.
 
-#include <trireme/grad/bucket.h>
+#include <trireme/grad/run_bucket.h>
 #include <trireme/memory/buffer_pool.h>
 
 #include <ATen/ATen.h>
@@ -9,7 +9,7 @@
 #include <catch_torch.h>
 #include <string>
 
-namespace trireme::bucket_runs_test {
+namespace trireme::run_bucket_test {
 
 namespace {
 
@@ -21,16 +21,13 @@ struct Gradients {
       parameters.push_back(at::zeros({numel}).set_requires_grad(true));
       infos.push_back({"p", {numel}, numel});
     }
-    OwnShards own;
-    own.plan = std::make_shared<const ShardPlan>(
-        make_shard_plan({infos, /*world=*/2, ShardPlacement::kDim0}));
-    own.scatters = true;
-    own.pool = std::make_shared<BufferPool>(c10::kCPU);
+    const OwnShards own{std::make_shared<const ShardPlan>(
+        make_shard_plan({infos, /*world=*/2, ShardPlacement::kDim0}))};
     PlannedBucket plan;
     plan.dtype = wire;
     plan.numel = 8;
     plan.slots = {{0, 0, 5}, {1, 5, 3}};
-    bucket = std::make_unique<Bucket>(plan, parameters, /*tail_numel=*/0, own);
+    bucket = std::make_unique<RunBucket>(plan, parameters, own, std::make_shared<BufferPool>(c10::kCPU));
   }
   void set(size_t parameter, double first) {
     const int64_t numel = parameters[parameter].numel();
@@ -50,7 +47,7 @@ struct Gradients {
   }
 
   std::vector<at::Tensor> parameters;
-  std::unique_ptr<Bucket> bucket;
+  std::unique_ptr<RunBucket> bucket;
 };
 
 }  // namespace
@@ -97,7 +94,7 @@ TEST_CASE("of the sums what was chosen, neighbours as one, and what this rank ow
   gradients.set(0, 1);
   gradients.set(1, 6);
   gradients.bucket->complete(1);
-  gradients.bucket->sums().copy_(at::arange(5));  // of rank 0: 3 elements and 2
+  gradients.bucket->sums().copy_(at::arange(5));  // rank 0 has 3 elements and 2
   const auto both = gradients.bucket->sums_of({true, true});
   REQUIRE(both.size() == 1);
   CHECK(both.front().equal(gradients.bucket->sums()));
@@ -118,4 +115,4 @@ TEST_CASE("a shadow step sends zeros and leaves gradients alone") {
   CHECK(gradients.parameters[0].grad().sum().item<float>() == 15);
 }
 
-}  // namespace trireme::bucket_runs_test
+}  // namespace trireme::run_bucket_test

@@ -1,4 +1,4 @@
-#include <trireme/grad/bucket_stream.h>
+#include <trireme/grad/stream_wire.h>
 
 #include <trireme/comm/host.h>
 #include <trireme/common/error.h>
@@ -20,35 +20,36 @@ int64_t round_up(int64_t bytes) { return (bytes + kLine - 1) / kLine * kLine; }
 
 }  // namespace
 
-std::unique_ptr<BucketStream> BucketStream::make(Communicator& communicator,
-                                                 const Options& options) {
-  if (communicator.world() == 1 || (!options.sharded && communicator.world() > kMostRanks))
-    return nullptr;
-  Host* host = communicator.host();
+std::unique_ptr<StreamWire> StreamWire::make(const std::shared_ptr<Communicator>& ranks,
+                                             const Options& options) {
+  if (ranks->world() == 1 || (!options.sharded && ranks->world() > kMostRanks)) return nullptr;
+  Host* host = ranks->host();
   if (host == nullptr) return nullptr;
   const int64_t bytes = round_up(options.bytes);
   auto stream = host->make_deposit_stream(bytes, /*also_with_free_cpus=*/options.sharded);
-  return stream ? std::make_unique<BucketStream>(std::move(stream), bytes) : nullptr;
+  return stream ? std::make_unique<StreamWire>(ranks, std::move(stream), bytes) : nullptr;
 }
 
-int64_t BucketStream::bytes_for(const std::vector<ParameterInfo>& parameters) {
+int64_t StreamWire::bytes_for(const std::vector<ParameterInfo>& parameters) {
   int64_t bytes = 0;
   for (const ParameterInfo& info : parameters)
     bytes += round_up(info.numel * static_cast<int64_t>(c10::elementSize(info.dtype)));
   return bytes;
 }
 
-bool BucketStream::takes(const BucketPlan& plan) {
+bool StreamWire::takes(const BucketPlan& plan) {
   return std::all_of(plan.buckets.begin(), plan.buckets.end(), [](const PlannedBucket& bucket) {
     return !bucket.sparse && bucket.device.is_cpu();
   });
 }
 
-void BucketStream::begin_step(const Step& step) {
-  const std::vector<Bucket>& buckets = step.buckets;
+void StreamWire::begin(const WireStep& step) {
+  const Buckets& buckets = step.buckets;
   buckets_ = &step.buckets;
   labels_ = &step.labels;
   scale_ = step.scale;
+  map_ = step.map;
+  shadow_ = step.shadow;
   closed_ = false;
   tail_.reset();
   source_.reset();
@@ -60,43 +61,44 @@ void BucketStream::begin_step(const Step& step) {
   int64_t begin = 0;
   uint64_t layout = buckets.size();
   for (size_t i = 0; i < buckets.size(); ++i) {
+    const Bucket& bucket = *buckets[i];
+    const PlannedBucket& plan = bucket.plan();
+    const auto element = static_cast<int64_t>(bucket.wire().element_size());
     Part& part = parts_[i];
     part.begin = begin;
-    part.bytes = static_cast<int64_t>(buckets[i].wire().nbytes());
+    part.bytes = static_cast<int64_t>(bucket.wire().nbytes());
     part.padded = round_up(part.bytes);
-    part.own = buckets[i].own_ranges();
-    for (ShardRange& own : part.own) {
-      const auto element = static_cast<int64_t>(buckets[i].wire().element_size());
-      own = {own.begin * element, own.numel * element};
-    }
-    part.ready.assign(buckets[i].plan().slots.size(), false);
+    part.own = bucket.own_ranges();
+    for (ShardRange& own : part.own) own = {own.begin * element, own.numel * element};
+    part.ready.assign(plan.slots.size(), false);
     begin += part.padded;
-    layout = shm::mix(layout, static_cast<uint64_t>(buckets[i].plan().dtype));
-    for (const BucketSlot& slot : buckets[i].plan().slots)
+    layout = shm::mix(layout, static_cast<uint64_t>(plan.dtype));
+    for (const BucketSlot& slot : plan.slots)
       layout = shm::mix(shm::mix(layout, static_cast<uint64_t>(slot.parameter)),
                         static_cast<uint64_t>(slot.numel));
   }
-  defers_ = step.defers && begin <= ring_bytes_;
+  defers_ = step.defers_sums && begin <= ring_bytes_;
   stream_->begin_round({begin, layout, "gradients"});
 }
 
-int64_t BucketStream::slot_bytes(size_t bucket, size_t slot) const {
-  const PlannedBucket& plan = (*buckets_)[bucket].plan();
+int64_t StreamWire::slot_bytes(size_t bucket, size_t slot) const {
+  const PlannedBucket& plan = bucket_at(bucket).plan();
   return plan.slots[slot].numel * static_cast<int64_t>(c10::elementSize(plan.dtype));
 }
 
-void BucketStream::gradient_ready(size_t bucket, size_t slot) {
+void StreamWire::ready(size_t bucket, size_t slot) {
   parts_[bucket].ready[slot] = true;
   backlog_bytes_ += slot_bytes(bucket, slot);
+  advance();
 }
 
-bool BucketStream::has_taken(size_t bucket, size_t slot) const {
+bool StreamWire::has_taken(size_t bucket, size_t slot) const {
   return bucket < bucket_ ||
          (bucket == bucket_ && (slot < slot_ || (slot == slot_ && has_source_)));
 }
 
-void BucketStream::advance() {
-  TRIREME_TRACE("bucket_stream.advance");
+void StreamWire::advance() {
+  TRIREME_TRACE("stream_wire.advance");
   for (bool moves = true; moves;) {
     moves = deposit_some();
     moves = collect_some() || moves;
@@ -104,29 +106,31 @@ void BucketStream::advance() {
 }
 
 // Gradients whose turn has not come wait for autograd, not for room.
-bool BucketStream::is_behind() const {
+bool StreamWire::is_behind() const {
   return backlog_bytes_ > kMostBacklogBytes && bucket_ < parts_.size() &&
          slot_ < parts_[bucket_].ready.size() && parts_[bucket_].ready[slot_];
 }
 
-void BucketStream::catch_up() {
+void StreamWire::catch_up() {
   for (; is_behind(); advance()) stream_->wait("gradients of " + (*labels_)[bucket_]);
 }
 
-void BucketStream::close(const at::Tensor& tail) {
-  tail_ = tail;
+void StreamWire::close() {
+  if (!parts_.empty() && bucket_at(parts_.size() - 1).has_tail())
+    map_->write_to(tail_ = at::empty_like(bucket_at(parts_.size() - 1).tail()), shadow_);
   closed_ = true;
+  advance();
 }
 
 // The next piece of what is due, if there is room for it.
-bool BucketStream::deposit_some() {
+bool StreamWire::deposit_some() {
   if (bucket_ == parts_.size()) return false;
   const Part& part = parts_[bucket_];
   const bool is_last = bucket_ + 1 == parts_.size();
   if (slot_ < part.ready.size()) {
     if (!has_source_) {
       if (!part.ready[slot_] && !closed_) return false;
-      source_ = (*buckets_)[bucket_].take(slot_);
+      source_ = bucket_at(bucket_).take(slot_);
       has_source_ = true;
     }
     return deposit_slot();
@@ -152,8 +156,8 @@ bool BucketStream::deposit_some() {
 }
 
 // A piece of the gradient whose turn it is.
-bool BucketStream::deposit_slot() {
-  const Bucket& bucket = (*buckets_)[bucket_];
+bool StreamWire::deposit_slot() {
+  const Bucket& bucket = bucket_at(bucket_);
   const Span wire = span_of(bucket.wire());
   const int64_t reals = bucket.plan().slots[slot_].numel * (wire.numel / bucket.wire().numel());
   const auto element = static_cast<int64_t>(c10::elementSize(wire.dtype));
@@ -186,25 +190,25 @@ bool BucketStream::deposit_slot() {
   return true;
 }
 
-bool BucketStream::deposit(size_t bytes) {
+bool StreamWire::deposit(size_t bytes) {
   if (bytes == 0) return false;
   stream_->deposit(static_cast<int64_t>(bytes));
   return true;
 }
 
 // The next piece of what all have deposited.
-bool BucketStream::collect_some() {
+bool StreamWire::collect_some() {
   if (defers_ || collecting_ == parts_.size()) return false;
   const Part& part = parts_[collecting_];
-  const int64_t at = stream_->collected() - part.begin;
-  while (own_ < part.own.size() && part.own[own_].begin + part.own[own_].numel <= at) ++own_;
+  const int64_t place = stream_->collected() - part.begin;
+  while (own_ < part.own.size() && part.own[own_].begin + part.own[own_].numel <= place) ++own_;
   const bool has_more = own_ < part.own.size();
-  if (has_more && part.own[own_].begin <= at) {
-    const Span wire = span_of((*buckets_)[collecting_].wire());
-    const int64_t left = part.own[own_].begin + part.own[own_].numel - at;
-    auto* sums = static_cast<std::byte*>(wire.data) + at;
+  if (has_more && part.own[own_].begin <= place) {
+    const Span wire = span_of(bucket_at(collecting_).wire());
+    const int64_t left = part.own[own_].begin + part.own[own_].numel - place;
+    auto* sums = static_cast<std::byte*>(wire.data) + place;
     if (stream_->collect(sums, wire.dtype, std::min(left, kRunBytes)) == 0) return false;
-  } else if (const int64_t others = (has_more ? part.own[own_].begin : part.padded) - at;
+  } else if (const int64_t others = (has_more ? part.own[own_].begin : part.padded) - place;
              others > 0) {
     if (stream_->collect(nullptr, at::kByte, others) == 0) return false;
   }
@@ -215,21 +219,21 @@ bool BucketStream::collect_some() {
   return true;
 }
 
-void BucketStream::wait_for(size_t bucket) {
+void StreamWire::wait_for(size_t bucket) {
   for (advance(); !is_done(bucket); advance())
     stream_->wait("all_reduce of " + (*labels_)[collecting_]);
 }
 
-void BucketStream::pass_over(int64_t end) {
+void StreamWire::pass_over(int64_t end) {
   while (stream_->collected() < end) {
     if (stream_->collect(nullptr, at::kByte, end - stream_->collected()) == 0)
       stream_->wait("reduce_scatter of " + (*labels_)[collecting_]);
   }
 }
 
-void BucketStream::hand_out(const std::function<void(const Sums&)>& visit) {
+void StreamWire::hand_out(const SumVisitor& visit) {
   for (; collecting_ < parts_.size(); ++collecting_) {
-    const Bucket& bucket = (*buckets_)[collecting_];
+    const Bucket& bucket = bucket_at(collecting_);
     const Part& part = parts_[collecting_];
     const at::ScalarType real = c10::toRealValueType(bucket.plan().dtype);
     const auto bytes_of = [&](int64_t numel) {
@@ -245,8 +249,9 @@ void BucketStream::hand_out(const std::function<void(const Sums&)>& visit) {
       const auto element = static_cast<int64_t>(c10::elementSize(real));
       while (stream_->collected() < end) {
         const int64_t from = stream_->collected();
-        const auto sink = [&](std::byte* sums, int64_t at, int64_t bytes) {
-          visit({planned.parameter, (from + at - begin) / element, {sums, real, bytes / element}});
+        const auto sink = [&](std::byte* sums, int64_t offset, int64_t bytes) {
+          visit({planned.parameter, (from + offset - begin) / element,
+                 {sums, real, bytes / element}});
         };
         if (stream_->collect(sink, real, end - from) == 0)
           stream_->wait("reduce_scatter of " + (*labels_)[collecting_]);
@@ -256,15 +261,15 @@ void BucketStream::hand_out(const std::function<void(const Sums&)>& visit) {
   }
 }
 
-void BucketStream::stop_deferring() {
+void StreamWire::stop_deferring() {
   defers_ = false;
   if (!parts_.empty()) wait_for(parts_.size() - 1);
 }
 
 // A bucket of the step, as a collective in flight.
-class BucketStream::Arrival final : public Pending::State {
+class StreamWire::Arrival final : public Pending::State {
  public:
-  Arrival(BucketStream& stream, size_t bucket) : stream_(stream), bucket_(bucket) {}
+  Arrival(StreamWire& stream, size_t bucket) : stream_(stream), bucket_(bucket) {}
   bool done() const override { return stream_.is_done(bucket_); }
   void wait() override { stream_.wait_for(bucket_); }
   std::optional<Pending::Clock::time_point> finished_at() const override {
@@ -272,12 +277,12 @@ class BucketStream::Arrival final : public Pending::State {
   }
 
  private:
-  BucketStream& stream_;
+  StreamWire& stream_;
   size_t bucket_;
 };
 
-Pending BucketStream::pending(size_t bucket) {
-  return Pending(std::make_unique<Arrival>(*this, bucket));
+Pending StreamWire::launch(const WireBucket& request) {
+  return Pending(std::make_unique<Arrival>(*this, request.index));
 }
 
 }  // namespace trireme

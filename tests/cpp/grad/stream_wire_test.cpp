@@ -2,6 +2,7 @@
 
 #include <trireme/common/cpus.h>
 #include <trireme/grad/grad_reducer.h>
+#include <trireme/strategies/ddp/whole_landing.h>
 
 #include <torch/csrc/autograd/autograd.h>
 
@@ -9,7 +10,7 @@
 #include <functional>
 #include <thread_ranks.h>
 
-namespace trireme::bucket_stream_test {
+namespace trireme::stream_wire_test {
 
 using trireme::test::Engine;
 using trireme::test::run_thread_ranks;
@@ -31,7 +32,8 @@ struct Model {
       parameters.tensors.push_back(weights.back());
       parameters.sparse_gradient.push_back(false);
     }
-    reducer = GradReducer::make(std::move(parameters), rank.communicator, std::move(options));
+    GradReducerParts parts{rank.communicator, arming, std::make_shared<WholeLanding>()};
+    reducer = GradReducer::make(parameters, std::move(parts), options);
   }
 
   // d loss / d weight i = factor(i, rank, step).
@@ -39,12 +41,12 @@ struct Model {
     return static_cast<double>(static_cast<int64_t>(i) + 1 + 4 * rank + 8 * step);
   }
   void step(int64_t number, const std::function<bool(size_t)>& uses = [](size_t) { return true; }) {
-    reducer->before_forward();
+    arming->before_forward();
     at::Tensor loss = at::zeros({}, at::kComplexDouble);
     for (size_t i = 0; i < weights.size(); ++i)
       if (uses(i)) loss = loss + weights[i].sum() * factor(i, rank.where.rank, number);
     loss = at::real(loss);
-    reducer->after_forward({loss}, true);
+    arming->after_forward({loss}, true);
     torch::autograd::backward({loss}, {});
   }
   // How many gradients are not `expected(i)` everywhere.
@@ -63,6 +65,7 @@ struct Model {
 
   ThreadRank& rank;
   std::vector<at::Tensor> weights;
+  std::shared_ptr<Arming> arming = std::make_shared<Arming>();
   std::shared_ptr<GradReducer> reducer;
 };
 
@@ -196,4 +199,4 @@ TEST_CASE("ranks that leave CPUs free keep to buckets") {
   CHECK(streamed == std::vector<int>{0, 0});
 }
 
-}  // namespace trireme::bucket_stream_test
+}  // namespace trireme::stream_wire_test

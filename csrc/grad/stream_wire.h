@@ -2,10 +2,8 @@
 
 #include <trireme/comm/communicator.h>
 #include <trireme/comm/deposit_stream.h>
-#include <trireme/grad/bucket.h>
-#include <trireme/kernels/span.h>
+#include <trireme/grad/wire.h>
 
-#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -13,9 +11,6 @@
 namespace trireme {
 
 // [Note: buckets as a stream]
-//
-// Stands in for the compressor (compressor.h), from bucket.h to grad_reducer.h, where it may be
-// had.
 //
 // Where ranks share memory and keep all its CPUs busy, buckets do not go out one by one. All of
 // them, in plan order, are one round of a DepositStream. A gradient is written into this rank's
@@ -26,7 +21,7 @@ namespace trireme {
 //
 // The end of the round holds the used-map, which is deposited when backward ends: so no rank
 // completes a round that another one has abandoned.
-class BucketStream {
+class TRIREME_API StreamWire final : public Wire {
  public:
   static constexpr int64_t kMostBacklogBytes = int64_t{64} << 20;
 
@@ -37,54 +32,37 @@ class BucketStream {
     bool sharded = false;
     int64_t bytes = int64_t{8} << 20;  // bytes of the ring, at least
   };
-  static std::unique_ptr<BucketStream> make(Communicator& communicator, const Options& options);
+  static std::unique_ptr<StreamWire> make(const std::shared_ptr<Communicator>& ranks,
+                                          const Options& options);
   // Returns what a ring must hold for all gradients of these parameters, however they are ordered.
   static int64_t bytes_for(const std::vector<ParameterInfo>& parameters);
 
-  BucketStream(std::unique_ptr<DepositStream> stream, int64_t ring_bytes)
-      : stream_(std::move(stream)), ring_bytes_(ring_bytes) {}
+  StreamWire(std::shared_ptr<Communicator> ranks, std::unique_ptr<DepositStream> stream,
+             int64_t ring_bytes)
+      : Wire(std::move(ranks)), stream_(std::move(stream)), ring_bytes_(ring_bytes) {}
 
   // Says whether these buckets can go this way: dense, on CPU.
   static bool takes(const BucketPlan& plan);
 
-  // What is passed lives until the next step; buckets have begun theirs.
-  struct Step {
-    std::vector<Bucket>& buckets;
-    const std::vector<std::string>& labels;
-    double scale = 1;     // gradients are multiplied by it
-    bool defers = false;  // nothing is summed up before hand_out() or stop_deferring()
-  };
-  void begin_step(const Step& step);
-
-  // The gradient of a slot is complete.
-  void gradient_ready(size_t bucket, size_t slot);
-  // Says whether a slot's gradient is on its way, so that no more can be added.
-  bool has_taken(size_t bucket, size_t slot) const;
+  // A step defers its sums if the ring has room for all of it.
+  void begin(const WireStep& step) override;
+  void accumulated(size_t bucket, size_t slot) override { bucket_at(bucket).note_arrived(slot); }
   // Moves what can be moved without waiting.
-  void advance();
-  // is_behind() says whether more gradients than kMostBacklogBytes find no room; catch_up() waits
-  // for peers until they do.
-  bool is_behind() const;
-  void catch_up();
-  // Backward is over: whatever is not ready is due now. `tail` follows the last bucket's gradients.
-  void close(const at::Tensor& tail);
+  void ready(size_t bucket, size_t slot) override;
+  bool has_taken(size_t bucket, size_t slot) const override;
+  // Says whether more gradients than kMostBacklogBytes find no room.
+  bool is_behind() const override;
+  void catch_up() override;
+  // Returns the bucket as a collective in flight. It is done when it is deposited, in a step that
+  // defers.
+  Pending launch(const WireBucket& request) override;
+  void close() override;
+  bool streams() const override { return true; }
 
-  // A bucket, as a collective in flight; done when it is deposited, in a step that defers.
-  Pending pending(size_t bucket);
-
-  // Says whether this step defers: the ring must have room for all of it.
-  bool defers() const { return defers_; }
-  // A piece of what this rank owns of the sums.
-  struct Sums {
-    int64_t parameter = 0;
-    int64_t begin = 0;  // in reals of this rank's shard
-    Span values{};      // may be written to
-  };
-  // Calls `visit` with the sums of what this rank owns, piece by piece in the order of the stream,
-  // once a step that defers is deposited. May wait for other ranks.
-  void hand_out(const std::function<void(const Sums&)>& visit);
-  // Sums a step that defers up into the buckets after all.
-  void stop_deferring();
+  bool defers_sums() const override { return defers_; }
+  // Visits in the order of the stream, once a step that defers is deposited.
+  void hand_out(const SumVisitor& visit) override;
+  void stop_deferring() override;
 
  private:
   class Arrival;
@@ -96,6 +74,8 @@ class BucketStream {
     std::vector<bool> ready;      // one flag per slot
   };
 
+  Bucket& bucket_at(size_t bucket) const { return *(*buckets_)[bucket]; }
+  void advance();
   bool deposit_some();
   bool deposit_slot();
   bool deposit(size_t bytes);
@@ -109,9 +89,11 @@ class BucketStream {
   std::unique_ptr<DepositStream> stream_;
   int64_t ring_bytes_;
   bool defers_ = false;
-  std::vector<Bucket>* buckets_ = nullptr;
+  Buckets* buckets_ = nullptr;
   const std::vector<std::string>* labels_ = nullptr;
   double scale_ = 1;
+  const UsedMap* map_ = nullptr;
+  bool shadow_ = false;
   std::vector<Part> parts_;
   bool closed_ = false;
   at::Tensor tail_;

@@ -1,0 +1,144 @@
+#include <trireme/grad/arming.h>
+
+#include <trireme/module/output_hook.h>
+
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <utility>
+
+// See [Note: when a backward synchronizes] in arming.h.
+
+namespace trireme {
+
+// Lives in the end callback of one armed backward. Autograd destroys the callback without calling
+// it when an exception leaves that backward; this is how the steps, and through them the other
+// ranks, learn of it.
+class Arming::Scope {
+ public:
+  explicit Scope(std::shared_ptr<BackwardSteps> steps) : steps_(std::move(steps)) {}
+  ~Scope() {
+    if (!finished_) steps_->abandon_backward();
+  }
+  Scope(const Scope&) = delete;
+  Scope& operator=(const Scope&) = delete;
+
+  void finish() {
+    steps_->finish_backward();
+    finished_ = true;
+  }
+
+ private:
+  std::shared_ptr<BackwardSteps> steps_;
+  bool finished_ = false;
+};
+
+void Arming::before_forward() {
+  const auto lock = this->lock();
+  if (const auto steps = steps_.lock()) steps->forward_begins();
+}
+
+void Arming::after_forward(const std::vector<at::Tensor>& outputs, bool synchronize,
+                           bool all_found) {
+  const auto steps = steps_.lock();
+  if (!steps) return;
+  bool is_hooked = false;
+  for (const at::Tensor& output : outputs) {
+    if (!output.requires_grad()) continue;
+    if (output.is_leaf()) {
+      // Handed through; its hooks would pile up from forward to forward. An input is nobody's
+      // business, a parameter of ours has a hook already.
+      all_found = all_found && !steps->owns(output);
+      continue;
+    }
+    is_hooked = true;
+    on_output_gradient(output, [self = weak_from_this(), synchronize] {
+      if (const auto alive = self.lock()) alive->output_gradient_arrived(synchronize);
+    });
+  }
+  const auto lock = this->lock();
+  if (synchronize && !(is_hooked && all_found)) arms_at_any_ = true;
+  steps->forward_ends();
+}
+
+void Arming::prepare_for_backward() {
+  const auto lock = this->lock();
+  forced_ = true;
+}
+
+void Arming::set_synchronize(bool synchronize) {
+  const auto lock = this->lock();
+  synchronize_ = synchronize;
+}
+
+void Arming::ask_to_synchronize(std::function<bool()> asked) {
+  const auto lock = this->lock();
+  asked_ = std::move(asked);
+}
+
+void Arming::set_armed_callback(std::function<void()> callback) {
+  const auto lock = this->lock();
+  armed_ = std::move(callback);
+}
+
+void Arming::arm_together(const std::vector<std::shared_ptr<Arming>>& siblings) {
+  for (const std::shared_ptr<Arming>& sibling : siblings) {
+    const auto lock = sibling->lock();
+    sibling->siblings_.assign(siblings.begin(), siblings.end());
+  }
+}
+
+bool Arming::leads_siblings() const {
+  return siblings_.empty() || siblings_.front().lock().get() == this;
+}
+
+void Arming::output_gradient_arrived(bool synchronize) {
+  const auto lock = this->lock();
+  if ((synchronize && synchronizes()) || forced_) arm();
+}
+
+void Arming::gradient_due() {
+  if (!at_parameters_) return;
+  const auto arm_one = [](Arming& sibling) {
+    const auto lock = sibling.lock();
+    if (sibling.is_idle() && sibling.synchronizes()) sibling.arm();
+  };
+  {
+    const auto lock = this->lock();
+    if (!is_idle() || !synchronizes()) return;
+  }
+  for (const std::weak_ptr<Arming>& sibling : siblings_)
+    if (const auto alive = sibling.lock()) arm_one(*alive);
+  arm_one(*this);  // if it is not among them
+}
+
+bool Arming::gradient_came() {
+  if (phase_ != Phase::kRunning && (arms_at_any_ || forced_)) arm();
+  return phase_ == Phase::kRunning;
+}
+
+void Arming::arm() {
+  if (phase_ == Phase::kRunning) return;
+  const auto steps = steps_.lock();
+  if (!steps) return;
+  const auto* visited = torch::autograd::get_current_graph_task_exec_info();
+  if (visited != nullptr && !visited->empty() && !steps->is_visited_by(*visited)) return;
+  if (armed_) armed_();
+  if (at_parameters_) steps->look_around();
+  begin(*steps, Part::kGradients);
+  const auto scope = std::make_shared<Scope>(steps);
+  torch::autograd::Engine::get_default_engine().queue_callback([scope] { scope->finish(); });
+}
+
+void Arming::begin(BackwardSteps& steps, Part part) {
+  steps.begin_backward(part);
+  forced_ = arms_at_any_ = false;
+  phase_ = Phase::kRunning;
+}
+
+void Arming::begin_by_itself(Part part) {
+  const auto lock = this->lock();
+  if (const auto steps = steps_.lock()) begin(*steps, part);
+}
+
+}  // namespace trireme

@@ -1,0 +1,64 @@
+#pragma once
+
+#include <trireme/comm/communicator.h>
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+namespace trireme {
+
+// [Note: the order of buckets]
+//
+// The first synchronized backward launches everything at its end and watches: in which order
+// gradients arrive, how often per parameter (a layer checkpointed twice fires twice), which do not.
+// Rank 0's order is broadcast while the optimizer and the next forward run, and adopted when the
+// next backward is armed, which every rank reaches at the same point of its sequence of
+// collectives: no rank ever blocks for it. Afterwards every rank knows from the used-map who used
+// what and moves parameters that some rank left unused to trailing buckets.
+
+// Learns in which order gradients arrive, and how often each does in one backward. Not thread-safe;
+// its reducer serialises access.
+class TRIREME_API ArrivalOrder {
+ public:
+  // Begins as if nothing had been known of `parameters` many parameters before.
+  void begin(size_t parameters);
+  void begin_step();
+  // Counts an arrival. Returns whether it is the last one of this parameter, as the backward before
+  // had it.
+  bool arrived(int64_t parameter);
+  // These end a step: one that is complete, or one of which the rest was lost.
+  void end_step();
+  void abandon_step();
+
+  // Says whether this step is watched: nothing is known of the order yet.
+  bool is_observing() const { return observing_; }
+  // Says whether it was watched from its beginning, so that send() knows the order.
+  bool has_observed() const { return observing_ && has_begun_; }
+  // Returns the parameter whose gradient came last, -1 if none has come.
+  int64_t last_arrived() const { return last_arrived_; }
+
+  // Sends rank 0's order of the `planned` parameters, as it was seen, to all ranks. Those that did
+  // not arrive follow in the order in which they were planned. `device` is where the group moves
+  // tensors. One collective, which the next receive() waits for.
+  void send(Communicator& communicator, const std::vector<int64_t>& planned, c10::Device device);
+  // Returns the order that was sent, once; absent if there is none. Where it was given up with a
+  // backward of another module, the next step is watched again.
+  std::optional<std::vector<int64_t>> receive(const Communicator& communicator);
+
+ private:
+  std::vector<int64_t> seen_order(const std::vector<int64_t>& planned) const;
+
+  bool observing_ = true;
+  bool has_begun_ = false;  // the step, since begin()
+  std::vector<int64_t> arrivals_;
+  std::vector<int32_t> times_expected_;  // per backward, as seen in the last one
+  std::vector<int32_t> times_seen_;
+  int64_t last_arrived_ = -1;
+  at::Tensor sent_;
+  Pending sending_;
+};
+
+}  // namespace trireme

@@ -1,0 +1,138 @@
+#pragma once
+
+#include <trireme/comm/communicator.h>
+#include <trireme/grad/arrival_order.h>
+#include <trireme/grad/bucket.h>
+#include <trireme/grad/used_map.h>
+#include <trireme/grad/wire.h>
+#include <trireme/memory/bucket_plan.h>
+#include <trireme/memory/buffer_pool.h>
+#include <trireme/module/module_parameters.h>
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace trireme {
+
+TRIREME_API std::vector<ParameterInfo> describe_parameters(const NamedParameters& parameters);
+
+// Where a parameter's gradient lies in the buckets of the step.
+struct BucketPlace {
+  int32_t bucket = -1;
+  int32_t slot = -1;
+
+  bool is_planned() const { return bucket >= 0; }
+};
+
+// Holds which gradients share a bucket, and where each lies: the parameters, the plan made of
+// them, its buckets, and who used what. It is the same on all ranks. Not thread-safe; its reducer
+// serialises access.
+class TRIREME_API BucketLayout {
+ public:
+  struct Options {
+    BucketCaps caps;
+    // The dtype of floating-point gradients on the wire; that of the parameters if absent.
+    std::optional<at::ScalarType> reduce_dtype;
+    // The dtype of each parameter's gradient on the wire; see ParameterInfo. Empty: as above.
+    std::vector<std::optional<at::ScalarType>> reduce_dtypes;
+    // Stands in front of each bucket's name. Ranks notice by it that they came to reducers in
+    // different orders, even where parameters have the same names.
+    std::string bucket_prefix;
+    OwnShards own;
+  };
+  // Takes the device of runs from the first parameter.
+  BucketLayout(Options options, const NamedParameters& parameters);
+
+  // Begins as if nothing had been known of any parameter before. There are no buckets until
+  // build().
+  void begin(const NamedParameters& parameters, int64_t step);
+
+  const std::vector<at::Tensor>& parameters() const { return parameters_; }
+  std::vector<ParameterInfo>& infos() { return infos_; }
+  const std::vector<ParameterInfo>& infos() const { return infos_; }
+  c10::Device device() const { return infos_.front().device; }
+  // Counts on from the last synchronization.
+  UsedMap& used() { return used_; }
+  const UsedMap& used() const { return used_; }
+  ArrivalOrder& arrivals() { return arrivals_; }
+  const ArrivalOrder& arrivals() const { return arrivals_; }
+
+  // Makes plan and buckets anew where they are stale. Gradients that lie in an earlier bucket move.
+  struct Transport {
+    bool has_stream = false;    // gradients go one by one where the plan allows it
+    bool carries_tail = false;  // the used-map may ride behind the last bucket's gradients
+  };
+  void build(const Transport& transport);
+  bool is_stale() const { return is_stale_; }
+  void make_stale() { is_stale_ = true; }
+
+  const BucketPlan& plan() const { return plan_; }
+  Buckets& buckets() { return buckets_; }
+  const std::vector<std::string>& labels() const { return labels_; }
+  BucketPlace place_of(size_t parameter) const { return places_[parameter]; }
+  // Says whether the used-map rides behind the last bucket's gradients.
+  bool carries_tail() const { return carries_tail_; }
+  // Says whether buckets are reduce_scattered.
+  bool scatters() const { return scatters_; }
+  BufferPool* pool() { return pool_.get(); }
+  // Returns one line per bucket of the plan.
+  std::string describe() const { return to_string(plan_, infos_); }
+
+  // Makes the parameters' slots hold zeros in this step; see Bucket::leave_empty().
+  void leave_out(size_t parameter);
+  // Leaves parameters out of plans: their gradients keep accumulating on each rank. One flag per
+  // parameter, equal on all ranks.
+  void exclude(const std::vector<bool>& parameters);
+  bool is_excluded(size_t parameter) const { return excluded_[parameter]; }
+
+  // The order in which gradients are expected; parameters that are not in it get no bucket.
+  const std::vector<int64_t>& order() const { return order_; }
+  void set_order(std::vector<int64_t> order);
+  // Keeps buckets as they are from now on: a communication hook may keep state by their index.
+  void freeze() { is_frozen_ = true; }
+  // Moves what some rank left unused in the step that is over to trailing buckets, and back. The
+  // map is the same on all ranks, so all come to the same plan without a word.
+  void update_trailing(int64_t step, int64_t world);
+
+  // Plans these parameters by themselves, and makes a bucket for gradients beside the plan.
+  BucketPlan plan_of(std::vector<int64_t> parameters) const;
+  std::unique_ptr<Bucket> make_bucket(const PlannedBucket& planned) const {
+    return make_bucket(planned, /*tail_numel=*/0, may_scatter());
+  }
+
+ private:
+  std::unique_ptr<Bucket> make_bucket(const PlannedBucket& planned, int64_t tail_numel,
+                                      bool scatters) const;
+  Buckets make_buckets(const BucketPlan& plan, int64_t tail_numel, bool scatters);
+  std::vector<BucketPlace> places_in(const BucketPlan& plan) const;
+  // Under the other placements some ranks own all of a gradient, and runs would be mostly padding.
+  bool may_scatter() const {
+    return options_.own && options_.own.plan->placement == ShardPlacement::kDim0;
+  }
+
+  Options options_;
+  std::vector<at::Tensor> parameters_;
+  std::vector<ParameterInfo> infos_;
+  UsedMap used_{0};
+  ArrivalOrder arrivals_;
+  std::shared_ptr<BufferPool> pool_;  // null unless buckets may be reduce_scattered
+  std::vector<int64_t> order_;
+  std::vector<bool> trailing_;
+  std::vector<int64_t> partly_used_at_;  // the last step in which some rank left it unused
+  std::vector<bool> excluded_;
+  BucketPlan plan_;
+  std::vector<BucketPlace> places_;
+  Buckets buckets_;
+  std::vector<std::string> labels_;
+  bool carries_tail_ = false;
+  bool scatters_ = false;
+  bool is_stale_ = true;
+  bool is_frozen_ = false;
+};
+
+}  // namespace trireme

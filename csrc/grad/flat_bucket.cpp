@@ -1,0 +1,115 @@
+#include <trireme/grad/flat_bucket.h>
+
+#include <trireme/kernels/flatten.h>
+#include <trireme/memory/flat_buffer.h>
+
+#include <ATen/ATen.h>
+
+namespace trireme {
+
+bool FlatBucket::is_range(const at::Tensor& grad, size_t index) const {
+  const Slot& slot = slots_[index];
+  return buffer_.defined() && grads_may_alias_ && grad.layout() == at::kStrided &&
+         grad.has_storage() &&
+         grad.storage().unsafeGetStorageImpl() == buffer_.storage().unsafeGetStorageImpl() &&
+         grad.storage_offset() == plan_.slots[index].offset && grad.scalar_type() == plan_.dtype &&
+         grad.strides() == at::IntArrayRef(slot.strides) &&
+         grad.sizes() == at::IntArrayRef(slot.sizes);
+}
+
+void FlatBucket::allocate() {
+  const int64_t numel = plan_.numel + tail_numel_;
+  buffer_ = own_ ? lazy_zeros(numel, plan_.dtype, plan_.device)
+                 : at::empty({numel}, at::TensorOptions().dtype(plan_.dtype).device(plan_.device));
+}
+
+void FlatBucket::have_home() {
+  if (!buffer_.defined()) allocate();
+}
+
+void FlatBucket::begin_step(bool shadow) {
+  Bucket::begin_step(shadow);
+  size_t in_place = 0;
+  for (const Slot& slot : slots_)
+    if (slot.origin == GradOrigin::kInPlace) ++in_place;
+  // Whoever else holds the storage holds a gradient of an earlier step: leave it alone.
+  const size_t our_uses = 1 + (shadow ? 0 : in_place);
+  if (buffer_.defined() && buffer_.storage().use_count() == our_uses) return;
+  allocate();
+  for (Slot& slot : slots_) {
+    if (slot.origin == GradOrigin::kInPlace) slot.origin = GradOrigin::kForeign;
+  }
+}
+
+void FlatBucket::write(size_t index, const at::Tensor& grad, Write how) {
+  const BucketSlot& slot = plan_.slots[index];
+  if (slot.numel == 0) return;
+  write_range(slot.offset, arranged(grad, slots_[index]), {0, slot.numel}, how);
+}
+
+void FlatBucket::complete(double scale) {
+  if (!plan_.device.is_cpu()) return complete_on_device(scale);
+  for (size_t i = 0; i < slots_.size(); ++i) {
+    Slot& slot = slots_[i];
+    if (slot.packed) continue;
+    slot.packed = true;
+    const at::Tensor grad = contribution(i);
+    if (grad.defined()) {
+      if (slot.origin == GradOrigin::kInPlace && !slot.arrived) slot.saved = grad.clone();
+      write(i, grad, {scale, /*add=*/false});
+    } else {
+      payload().narrow(0, plan_.slots[i].offset, plan_.slots[i].numel).zero_();
+    }
+  }
+}
+
+// One launch serves the whole bucket; gradients stay alive until then.
+void FlatBucket::complete_on_device(double scale) {
+  std::vector<at::Tensor> sources;
+  for (size_t i = 0; i < slots_.size(); ++i) {
+    Slot& slot = slots_[i];
+    slot.packed = true;
+    const at::Tensor grad = contribution(i);
+    if (!grad.defined()) {
+      sources.push_back(at::zeros({plan_.slots[i].numel}, buffer_.options()));
+      continue;
+    }
+    if (slot.origin == GradOrigin::kInPlace && !slot.arrived) slot.saved = grad.clone();
+    sources.push_back(arranged(grad, slot));
+  }
+  flatten(sources, payload(), scale);
+  drop_taken();
+}
+
+Pending FlatBucket::reduce(Communicator& ranks, const std::string& label) {
+  return ranks.all_reduce({buffer_}, ReduceOp::kSum, label);
+}
+
+void FlatBucket::deliver(size_t index, bool as_bucket_view) {
+  const Slot& slot = slots_[index];
+  at::Tensor& grad = parameter(index).mutable_grad();
+  if (slot.origin == GradOrigin::kInPlace && is_range(grad, index)) return;
+  const bool keeps_identity = grad.defined() && !(as_bucket_view && grads_may_alias_);
+  if (!keeps_identity) {
+    grad = grads_may_alias_
+               ? range(index)
+               : at::empty_strided(slot.sizes, slot.strides, parameter(index).options());
+    if (grads_may_alias_) return;
+  }
+  if (grad.layout() == at::kStrided) {
+    grad.copy_(range(index));
+  } else {
+    grad = range(index).clone();  // a sparse .grad of a parameter that others filled densely
+  }
+}
+
+at::Tensor FlatBucket::spread_sum(size_t slot) {
+  have_home();
+  return range(slot);
+}
+
+at::Tensor FlatBucket::own_sum(size_t slot, at::IntArrayRef sizes, at::IntArrayRef strides) const {
+  return range_of(buffer_, sizes, strides, plan_.slots[slot].offset + own(slot).begin);
+}
+
+}  // namespace trireme

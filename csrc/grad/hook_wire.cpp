@@ -1,0 +1,36 @@
+#include <trireme/grad/hook_wire.h>
+
+#include <trireme/comm/c10d/comm_hook.h>
+
+#include <utility>
+#include <vector>
+
+namespace trireme {
+
+HookWire::HookWire(std::shared_ptr<Communicator> ranks, std::shared_ptr<CommHook> hook,
+                   const std::vector<at::Tensor>& parameters)
+    : Wire(std::move(ranks)), hook_(std::move(hook)), parameters_(parameters) {}
+
+void HookWire::accumulated(size_t bucket, size_t slot) {
+  (*buckets_)[bucket]->gradient_arrived(slot, /*scale=*/1);
+}
+
+Pending HookWire::launch(const WireBucket& request) {
+  Bucket& bucket = request.bucket;
+  if (request.before != nullptr && bucket.plan().device.is_cpu()) request.before->wait();
+  bucket.complete(/*scale=*/1);
+  HookBucket shown;
+  shown.index = request.index;
+  shown.bucket_count = request.bucket_count;
+  shown.buffer = bucket.payload();
+  const std::vector<BucketSlot>& slots = bucket.plan().slots;
+  for (size_t i = 0; i < slots.size(); ++i) {
+    shown.offsets.push_back(static_cast<size_t>(slots[i].offset));
+    shown.lengths.push_back(static_cast<size_t>(slots[i].numel));
+    shown.sizes.emplace_back(bucket.slot_sizes(i));
+    shown.parameters.push_back(parameters_[static_cast<size_t>(slots[i].parameter)]);
+  }
+  return hook_->run(std::move(shown), request.label);
+}
+
+}  // namespace trireme

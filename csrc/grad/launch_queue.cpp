@@ -1,0 +1,178 @@
+#include <trireme/grad/launch_queue.h>
+
+#include <trireme/common/trace.h>
+
+#include <chrono>
+#include <memory>
+#include <utility>
+
+namespace trireme {
+
+using Clock = StepClock::Clock;
+
+namespace {
+
+constexpr size_t kMostInFlight = 2;
+constexpr std::chrono::seconds kPatience{1};
+
+// Takes the result of a communication hook, if that is not the bucket itself.
+void take_result(Bucket& bucket, Pending& pending) {
+  const std::vector<at::Tensor> result = pending.result();
+  if (!result.empty()) bucket.take_result(result.front());
+}
+
+}  // namespace
+
+void LaunchQueue::begin(const Step& step, const std::vector<int64_t>& waiting) {
+  step_ = step;
+  next_launch_ = next_settle_ = next_deliver_ = 0;
+  waits_in_vain_ = false;
+  flights_.clear();
+  flights_.resize(waiting.size());
+  for (size_t bucket = 0; bucket < waiting.size(); ++bucket)
+    flights_[bucket].waiting = waiting[bucket];
+  is_delivered_.assign(layout_.parameters().size(), false);
+}
+
+void LaunchQueue::launch_ready() {
+  bool launched = false;
+  while (next_launch_ < flights_.size() && flights_[next_launch_].waiting <= 0) {
+    launch(next_launch_);
+    launched = true;
+  }
+  if (!launched || step_.delivers_late || !layout_.device().is_cpu()) return;
+  while (next_settle_ < next_launch_ && flights_[next_settle_].pending.done()) settle(next_settle_);
+  deliver_settled();
+}
+
+void LaunchQueue::launch_rest() {
+  while (next_launch_ < flights_.size()) launch(next_launch_);
+  step_.wire->close();
+}
+
+void LaunchQueue::launch(size_t index) {
+  TRIREME_TRACE("launch_queue.launch");
+  Bucket& bucket = bucket_at(index);
+  Pending* before = index > 0 ? &flights_[index - 1].pending : nullptr;
+  flights_[index].pending = step_.wire->launch(
+      {bucket, index, flights_.size(), layout_.labels()[index], step_.scale, before});
+  clock_.bucket_launched(bucket.plan().bytes());
+  ++next_launch_;
+  if (layout_.scatters() && !step_.delivers_late) keep_few_in_flight();
+}
+
+// Each bucket that is reduce_scattered has a buffer as long as it is on its way. But a rank that
+// has left a parameter out launches its bucket when its backward is over, and until then may need
+// others for something else, such as a gather: who waits for it in vain goes on.
+void LaunchQueue::keep_few_in_flight() {
+  const auto begin = Clock::now();
+  while (next_launch_ - next_settle_ > kMostInFlight && !waits_in_vain_) {
+    const bool is_on_cpu = bucket_at(next_settle_).plan().device.is_cpu();
+    waits_in_vain_ = is_on_cpu && !flights_[next_settle_].pending.comes_within(kPatience);
+    if (!waits_in_vain_) settle(next_settle_);
+  }
+  deliver_settled();
+  clock_.waited(Clock::now() - begin);
+}
+
+// Settles a bucket: the ranks that share it have its sum, those that replicate them perhaps not
+// yet.
+void LaunchQueue::settle(size_t index) {
+  Flight& flight = flights_[index];
+  flight.pending.wait();
+  clock_.bucket_done(index, flight.pending.finished_at());
+  Bucket& bucket = bucket_at(index);
+  take_result(bucket, flight.pending);
+  if (!step_.wire->streams()) bucket.keep_own();
+  flight.across = step_.wire->across(landing_.take_sums(bucket), layout_.labels()[index]);
+  ++next_settle_;
+}
+
+// Delivers settled buckets to their .grad, but waits for no replica: one that has not come so far
+// yet may wait in a gather for another rank, and that one, in the same way, for a replica of its
+// own, and so on round to this rank.
+void LaunchQueue::deliver_settled() {
+  while (next_deliver_ < next_settle_ && flights_[next_deliver_].across.done())
+    deliver_arrived(next_deliver_);
+}
+
+void LaunchQueue::deliver_arrived(size_t index) {
+  if (index == next_settle_) settle(index);
+  flights_[index].across.wait();
+  ++next_deliver_;
+  deliver_used(bucket_at(index), Landing::Turn::kAtOnce);
+}
+
+// Delivers what this rank used, of the parameters whose turn it is. Whether anybody used what this
+// rank did not, only the map can say.
+void LaunchQueue::deliver_used(Bucket& bucket, Landing::Turn turn) {
+  std::vector<int64_t> delivered;
+  for (size_t slot = 0; slot < bucket.plan().slots.size(); ++slot) {
+    const int64_t parameter = bucket.plan().slots[slot].parameter;
+    const auto index = static_cast<size_t>(parameter);
+    if (!layout_.place_of(index).is_planned()) continue;
+    const Landing::Turn own = landing_.turn_of(index);
+    if (own == Landing::Turn::kHeldBack) is_delivered_[index] = true;  // it is where it belongs
+    if (own != turn || !layout_.used().used_here(parameter)) continue;
+    is_delivered_[index] = true;
+    landing_.deliver(bucket, slot);
+    if (delivered_) delivered.push_back(parameter);
+  }
+  if (!delivered.empty()) delivered_(delivered);
+}
+
+void LaunchQueue::deliver_rest() {
+  const auto begin = Clock::now();
+  while (next_deliver_ < flights_.size()) deliver_arrived(next_deliver_);
+  clock_.waited(Clock::now() - begin);
+}
+
+void LaunchQueue::deliver_shown() {
+  if (!landing_.show_sums(layout_.buckets())) return;
+  for (const auto& bucket : layout_.buckets()) deliver_used(*bucket, Landing::Turn::kAfterShown);
+}
+
+void LaunchQueue::deliver_by_map() {
+  const UsedMap& used = layout_.used();
+  for (const auto& bucket : layout_.buckets()) {
+    const std::vector<BucketSlot>& slots = bucket->plan().slots;
+    for (size_t slot = 0; slot < slots.size(); ++slot) {
+      const int64_t parameter = slots[slot].parameter;
+      const auto index = static_cast<size_t>(parameter);
+      if (!layout_.place_of(index).is_planned() || is_delivered_[index]) continue;
+      if (used.ranks_using(parameter) == 0) {
+        landing_.restore(*bucket, slot);
+        continue;
+      }
+      landing_.deliver(*bucket, slot);
+      if (delivered_) delivered_({parameter});
+    }
+  }
+}
+
+void LaunchQueue::reduce_beside(Wire& wire, double scale, const std::vector<int64_t>& parameters,
+                                const std::vector<bool>& used) {
+  const BucketPlan plan = layout_.plan_of(parameters);
+  for (size_t b = 0; b < plan.buckets.size(); ++b) {
+    const std::vector<BucketSlot>& slots = plan.buckets[b].slots;
+    Buckets beside;
+    beside.push_back(layout_.make_bucket(plan.buckets[b]));
+    Bucket& bucket = *beside.front();
+    bucket.begin_step(step_.shadow);
+    const std::string label = "left-out " + bucket_label(plan, b, layout_.infos());
+    Pending pending = wire.launch({bucket, b, plan.buckets.size(), label, scale});
+    pending.wait();
+    take_result(bucket, pending);
+    bucket.keep_own();
+    wire.across(landing_.take_sums(bucket), label).wait();
+    landing_.show_sums(beside);
+    for (size_t slot = 0; slot < slots.size(); ++slot) {
+      const auto index = static_cast<size_t>(slots[slot].parameter);
+      if (!used[index] || landing_.turn_of(index) == Landing::Turn::kHeldBack) continue;
+      landing_.deliver(bucket, slot);
+      if (delivered_) delivered_({slots[slot].parameter});
+    }
+  }
+}
+
+}  // namespace trireme

@@ -1,0 +1,88 @@
+#pragma once
+
+#include <trireme/grad/bucket_layout.h>
+#include <trireme/grad/landing.h>
+#include <trireme/grad/step_report.h>
+#include <trireme/grad/wire.h>
+
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace trireme {
+
+// Takes the buckets of a step to their wire, in the order of the plan, and what comes back to the
+// landing. Not thread-safe; its reducer serialises access.
+class TRIREME_API LaunchQueue {
+ public:
+  // All of these must outlive this.
+  LaunchQueue(BucketLayout& layout, Landing& landing, StepClock& clock)
+      : layout_(layout), landing_(landing), clock_(clock) {}
+
+  struct Step {
+    Wire* wire = nullptr;
+    double scale = 1;           // gradients are multiplied by it
+    bool shadow = false;        // this rank contributes zeros
+    bool delivers_late = false;  // the caller says when anything may be delivered
+  };
+  // Begins a step in which each bucket waits for so many gradients. Buckets have begun theirs.
+  void begin(const Step& step, const std::vector<int64_t>& waiting);
+
+  // One gradient of a bucket more, or one fewer, is waited for.
+  void wait_for_one_more(size_t bucket) { ++flights_[bucket].waiting; }
+  void stop_waiting_for_one(size_t bucket) { --flights_[bucket].waiting; }
+  bool has_launched(size_t bucket) const { return bucket < next_launch_; }
+  // Launches what nobody has to wait for, and delivers what has come meanwhile.
+  void launch_ready();
+  // Launches everything: no gradient comes any more.
+  void launch_rest();
+  // Waits for everything that is in flight, and brings every .grad that this rank used to its final
+  // value, but for those whose turn comes in deliver_shown(), when sums have been shown.
+  void deliver_rest();
+  void deliver_shown();
+  // Brings what other ranks used to .grad, and puts back what none did, as the map says.
+  void deliver_by_map();
+  // Reduces and delivers gradients that the plan of this step does not hold, over `wire`: those of
+  // `parameters` that some rank used.
+  void reduce_beside(Wire& wire, double scale, const std::vector<int64_t>& parameters,
+                     const std::vector<bool>& used);
+  // Forgets what is in flight.
+  void drop() { flights_.clear(); }
+
+  // Has one flag per parameter: its .grad is final.
+  const std::vector<bool>& is_delivered() const { return is_delivered_; }
+  void set_delivered_callback(std::function<void(const std::vector<int64_t>&)> callback) {
+    delivered_ = std::move(callback);
+  }
+
+ private:
+  struct Flight {
+    int64_t waiting = 0;  // parameters whose gradient is still to come
+    Pending pending;
+    Pending across;
+  };
+
+  void launch(size_t bucket);
+  void keep_few_in_flight();
+  void settle(size_t bucket);
+  void deliver_settled();
+  void deliver_arrived(size_t bucket);
+  void deliver_used(Bucket& bucket, Landing::Turn turn);
+  Bucket& bucket_at(size_t bucket) const { return *layout_.buckets()[bucket]; }
+
+  BucketLayout& layout_;
+  Landing& landing_;
+  StepClock& clock_;
+  std::function<void(const std::vector<int64_t>&)> delivered_;
+  Step step_;
+  std::vector<Flight> flights_;
+  size_t next_launch_ = 0;
+  size_t next_settle_ = 0;
+  size_t next_deliver_ = 0;
+  bool waits_in_vain_ = false;
+  std::vector<bool> is_delivered_;
+};
+
+}  // namespace trireme

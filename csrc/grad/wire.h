@@ -1,0 +1,119 @@
+#pragma once
+
+// Gradient path 3/5. In: bucket.h  Out: landing.h (through grad_reducer.h)
+
+#include <trireme/comm/communicator.h>
+#include <trireme/grad/bucket.h>
+#include <trireme/grad/used_map.h>
+#include <trireme/kernels/span.h>
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace trireme {
+
+using Buckets = std::vector<std::unique_ptr<Bucket>>;
+
+// What a wire has to know of one synchronized step. All of it lives until the next one begins;
+// buckets have begun theirs.
+struct WireStep {
+  Buckets& buckets;
+  const std::vector<std::string>& labels;
+  double scale = 1;          // gradients are multiplied by it
+  const UsedMap* map;        // rides behind the last bucket's gradients; null if it goes alone
+  bool shadow = false;       // this rank contributes zeros
+  bool defers_sums = false;  // leaves the sums to hand_out(), if the wire can
+};
+
+// A bucket on its way out.
+struct WireBucket {
+  Bucket& bucket;
+  size_t index = 0;
+  size_t bucket_count = 0;
+  const std::string& label;
+  double scale = 1;           // its gradients are multiplied by it
+  Pending* before = nullptr;  // the bucket that was launched before it; null if there is none
+};
+
+// A piece of what this rank owns of the sums.
+struct SumPiece {
+  int64_t parameter = 0;
+  int64_t begin = 0;  // in reals of this rank's shard
+  Span values{};      // may be written to
+};
+using SumVisitor = std::function<void(const SumPiece&)>;
+
+// How gradients leave this rank, and come back as sums over the ranks: nothing of a gradient leaves
+// in any other way. A wire for the buckets of each step is told, in order: begin(), accumulated()
+// and ready() as gradients come, launch() once per bucket in the order of the plan, close() when
+// backward is over. A later wire (compressed, pushed to a server, recorded) stands here, and
+// nothing before or after this stage knows the difference.
+//
+// Not thread-safe; its reducer serialises access.
+class TRIREME_API Wire {
+ public:
+  // `ranks` are all that take part in the step.
+  explicit Wire(std::shared_ptr<Communicator> ranks) : ranks_(std::move(ranks)) {}
+  virtual ~Wire() = default;
+  Wire(const Wire&) = delete;
+  Wire& operator=(const Wire&) = delete;
+
+  virtual void begin(const WireStep& step) = 0;
+  // A gradient of a slot is in .grad; the wire may move it out. It may come again in this step.
+  virtual void accumulated(size_t bucket, size_t slot) = 0;
+  // The gradient of a slot is complete.
+  virtual void ready(size_t /*bucket*/, size_t /*slot*/) {}
+  // Says whether a slot's gradient is on its way, so that no more can be added.
+  virtual bool has_taken(size_t /*bucket*/, size_t /*slot*/) const { return false; }
+  // Says whether so many gradients find no room that this rank should wait for peers, in
+  // catch_up().
+  virtual bool is_behind() const { return false; }
+  virtual void catch_up() {}
+  // Starts to reduce a bucket, of this step or beside it. Completes it with what has not arrived.
+  virtual Pending launch(const WireBucket& request) = 0;
+  // Backward is over: whatever is not ready is due now.
+  virtual void close() {}
+  // Starts to sum up, over the ranks that hold the same shards, what launch() has brought to this
+  // one. Nothing is in flight where no other rank holds them, or `sums` is empty.
+  virtual Pending across(std::vector<at::Tensor> /*sums*/, const std::string& /*label*/) {
+    return {};
+  }
+  // Starts to sum up the used-map where it goes alone.
+  virtual Pending reduce_map(const at::Tensor& counts) {
+    return ranks_->all_reduce({counts}, ReduceOp::kSum, "used-map");
+  }
+
+  // Says whether results are averages already; else the reducer divides, by WireStep::scale.
+  virtual bool divides() const { return false; }
+  // Says whether the used-map may ride behind the last bucket's gradients.
+  virtual bool carries_tail() const { return !divides(); }
+  // Says whether gradients go one by one, not bucket by bucket.
+  virtual bool streams() const { return false; }
+  // Says whether a stream may take its place where ranks share memory.
+  virtual bool may_become_stream() const { return false; }
+  // Says whether a launch may wait for other ranks, and so must wait for the end of backward.
+  virtual bool launch_waits() const { return false; }
+
+  // Says whether this step leaves its sums to hand_out() or stop_deferring().
+  virtual bool defers_sums() const { return false; }
+  // Calls `visit` with the sums of what this rank owns, piece by piece. May wait for other ranks.
+  virtual void hand_out(const SumVisitor& /*visit*/) {}
+  // Sums a step that defers up into the buckets after all.
+  virtual void stop_deferring() {}
+
+  // Tells `text` to all ranks that may wait for this one.
+  virtual void announce_failure(const std::string& text) noexcept { announce(*ranks_, text); }
+
+ protected:
+  static void announce(Communicator& ranks, const std::string& text) noexcept {
+    if (ranks.world() > 1 && !ranks.failure()) ranks.announce_failure(text);
+  }
+
+  std::shared_ptr<Communicator> ranks_;
+};
+
+}  // namespace trireme

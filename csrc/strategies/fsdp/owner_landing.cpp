@@ -1,0 +1,120 @@
+#include <trireme/strategies/fsdp/owner_landing.h>
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <utility>
+
+namespace trireme {
+
+void OwnerLanding::begin(BucketLayout& layout) {
+  Landing::begin(layout);
+  partial_sums_.assign(layout.parameters().size(), {});
+}
+
+void OwnerLanding::hold(const std::vector<bool>& held) {
+  const auto lock = arming_->lock();
+  TORCH_INTERNAL_ASSERT(held.size() == partial_sums_.size());
+  layout_->exclude(held);
+}
+
+void OwnerLanding::defer_all_reduce(const std::vector<bool>& deferred) {
+  const auto lock = arming_->lock();
+  TORCH_INTERNAL_ASSERT(deferred.size() == partial_sums_.size());
+  deferred_ = owners_.has_replicas ? deferred : std::vector<bool>();
+}
+
+void OwnerLanding::set_divide_factors(std::vector<double> factors) {
+  const auto lock = arming_->lock();
+  TORCH_INTERNAL_ASSERT(factors.size() == partial_sums_.size());
+  divide_factors_ = std::move(factors);
+}
+
+void OwnerLanding::set_summed_callback(std::vector<bool> chosen, SummedCallback callback) {
+  const auto lock = arming_->lock();
+  TORCH_INTERNAL_ASSERT(chosen.size() == partial_sums_.size());
+  chosen_ = std::move(chosen);
+  summed_callback_ = std::move(callback);
+}
+
+void OwnerLanding::drop_accumulated() {
+  const auto lock = arming_->lock();
+  for (const at::Tensor& parameter : layout_->parameters()) parameter.mutable_grad().reset();
+  for (at::Tensor& partial : partial_sums_) partial.reset();
+}
+
+// Casts what was accumulated to the dtype in which it will be reduced, as torch does.
+void OwnerLanding::accumulated(size_t index) {
+  at::Tensor& grad = parameter(index).mutable_grad();
+  const ParameterInfo& info = layout_->infos()[index];
+  if (grad.defined()) grad = grad.to(info.reduce_dtype.value_or(info.dtype));
+}
+
+// A bucket is waited for after those before it, on all ranks: so they come here in one order.
+std::vector<at::Tensor> OwnerLanding::take_sums(Bucket& bucket) {
+  if (!owners_.has_replicas) return {};
+  std::vector<bool> goes_on;
+  for (size_t slot = 0; slot < bucket.plan().slots.size(); ++slot) {
+    const size_t index = parameter_of(bucket, slot);
+    at::Tensor own = bucket.own_sum(slot);
+    at::Tensor& partial = partial_sums_[index];
+    if (partial.defined()) own.add_(partial);
+    partial = is_deferred(index) ? std::move(own) : at::Tensor();
+    if (is_deferred(index)) parameter(index).mutable_grad().reset();  // it is in there
+    goes_on.push_back(!is_deferred(index));
+  }
+  return bucket.sums_of(goes_on);
+}
+
+Landing::Turn OwnerLanding::turn_of(size_t index) const {
+  if (is_deferred(index)) return Turn::kHeldBack;
+  return is_chosen(index) ? Turn::kAfterShown : Turn::kAtOnce;
+}
+
+// Returns the factor that a sum, of gradients that were divided by the divisor, still lacks.
+double OwnerLanding::last_scale(size_t index) const {
+  const double factor = divide_factors_.empty() ? 0 : divide_factors_[index];
+  return factor > 0 ? divisor_ / factor : 1;
+}
+
+void OwnerLanding::add_own_sums(Bucket& bucket, std::vector<OwnSum>& sums) const {
+  for (size_t slot = 0; slot < bucket.plan().slots.size(); ++slot) {
+    const size_t index = parameter_of(bucket, slot);
+    if (turn_of(index) != Turn::kAfterShown) continue;
+    OwnSum own{bucket.plan().slots[slot].parameter, bucket.own_sum(slot)};
+    if (last_scale(index) != 1) own.values.mul_(last_scale(index));
+    for (const ShardRange& range : owners_.own.plan->shards[index])
+      own.longest = std::max(own.longest, range.numel);
+    sums.push_back(std::move(own));
+  }
+}
+
+bool OwnerLanding::show_sums(const Buckets& buckets) {
+  if (!summed_callback_) return false;
+  std::vector<OwnSum> sums;
+  for (const auto& bucket : buckets) add_own_sums(*bucket, sums);
+  if (sums.empty()) return false;
+  const SummedCallback callback = summed_callback_;  // a copy: it may take itself back
+  callback(sums);
+  return true;
+}
+
+void OwnerLanding::deliver(Bucket& bucket, size_t slot) {
+  const size_t index = parameter_of(bucket, slot);
+  const at::Tensor& owner = owners_.leaves[index];
+  const double scale = is_chosen(index) ? 1 : last_scale(index);
+  at::Tensor part = owner.numel() == 0 ? at::empty_like(owner)
+                                       : bucket.own_sum(slot, owner.sizes(), owner.strides());
+  if (scale != 1) part.mul_(scale);
+  if (part.scalar_type() != owner.scalar_type()) part = part.to(owner.scalar_type());
+  at::Tensor& grad = owner.mutable_grad();
+  grad.defined() ? void(grad.add_(part)) : void(grad = std::move(part));
+  parameter(index).mutable_grad().reset();
+}
+
+bool OwnerLanding::still_counts(size_t index, bool used) const {
+  const bool is_held = layout_->is_excluded(index) && parameter(index).grad().defined();
+  return is_held || (partial_sums_[index].defined() && used);
+}
+
+}  // namespace trireme

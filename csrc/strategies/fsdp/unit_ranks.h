@@ -1,0 +1,26 @@
+#pragma once
+
+#include <trireme/comm/communicator.h>
+
+#include <c10/core/Device.h>
+
+#include <memory>
+
+namespace trireme {
+
+struct FsdpOptions;
+
+// Who shares the parameters of a unit, and who has the same shards.
+struct UnitRanks {
+  std::shared_ptr<Communicator> sharers;
+  std::shared_ptr<Communicator> replicates_with;  // null if all ranks share the parameters
+  // The neighbours among which the unit is resharded where it gathers; null: all sharers.
+  std::shared_ptr<Communicator> reshards_with;
+};
+
+// Reads shard_among and what is said of resharding, which afterwards stands in
+// reshard_after_forward. Throws ValueError for numbers of ranks that do not fit and for options
+// that contradict each other; NotImplementedError for communicators that cannot be cut. Collective.
+UnitRanks ranks_of_unit(FsdpOptions& options, c10::Device device);
+
+}  // namespace trireme
