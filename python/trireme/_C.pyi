@@ -13,7 +13,10 @@ from torch._C._distributed_c10d import Backend, Work
 from torch.distributed.distributed_c10d import ProcessGroup, Store
 
 from trireme._c_fsdp import Fsdp as Fsdp
+from trireme._c_fsdp import FsdpRanks as FsdpRanks
 from trireme._c_fsdp import ParamGroup as ParamGroup
+from trireme._c_fsdp import ShardedParamSpec as ShardedParamSpec
+from trireme._c_fsdp import UnitOffload as UnitOffload
 from trireme._c_fsdp import plan_offload as plan_offload
 
 _Tensors = Sequence[torch.Tensor]
