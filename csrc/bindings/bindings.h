@@ -20,5 +20,6 @@ void init_offload(pybind11::module_& module);
 void init_optim(pybind11::module_& module);
 void init_sync_batch_norm(pybind11::module_& module);
 void init_zero(pybind11::module_& module);
+void init_zero_state(pybind11::module_& module);
 
 }  // namespace trireme

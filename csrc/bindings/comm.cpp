@@ -3,8 +3,10 @@
 #include <trireme/comm/backend/p2p.h>
 #include <trireme/comm/backend/shm_backend.h>
 #include <trireme/comm/c10d/custom_communicator.h>
+#include <trireme/comm/gather_texts.h>
 #include <trireme/comm/launch/make_communicator.h>
 #include <trireme/comm/recording_communicator.h>
+#include <trireme/comm/run_together.h>
 #include <trireme/common/interruption.h>
 
 #include <pybind11/chrono.h>
@@ -83,6 +85,14 @@ void run_signal_handlers() {
   if (PyErr_CheckSignals() != 0) throw RaisedInSignalHandler();
 }
 
+std::optional<std::pair<int64_t, std::string>> first_failure(
+    const std::optional<std::string>& own, const std::shared_ptr<Communicator>& communicator,
+    c10::Device device) {
+  auto failed = run_together([&] { TORCH_CHECK(!own, *own); }, *communicator, device);
+  if (!failed) return std::nullopt;
+  return std::pair(failed->rank, std::move(failed->text));
+}
+
 }  // namespace
 
 void init_comm(py::module_& module) {
@@ -126,8 +136,17 @@ void init_comm(py::module_& module) {
   module.def("make_communicator", torch::wrap_pybind_function(make_communicator), py::arg("group"),
              py::arg("store"));
 
+  using torch::wrap_pybind_function_no_gil;
+  module.def("gather_texts",
+             wrap_pybind_function_no_gil(
+                 [](const std::string& own, const std::shared_ptr<Communicator>& communicator,
+                    c10::Device device) { return gather_texts(own, *communicator, device); }),
+             py::arg("own"), py::arg("communicator"), py::arg("device"));
+  module.def("first_failure", wrap_pybind_function_no_gil(&first_failure), py::arg("own"),
+             py::arg("communicator"), py::arg("device"),
+             "The first rank that passes an error as `own`, and what it says.");
   module.def("make_shm_backend",
-             torch::wrap_pybind_function_no_gil(
+             wrap_pybind_function_no_gil(
                  [](const c10::intrusive_ptr<c10d::Store>& store, int64_t rank, int64_t world,
                     std::chrono::milliseconds timeout, const std::string& host_partition) {
                    ShmOptions options;

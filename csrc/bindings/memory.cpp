@@ -1,5 +1,6 @@
 #include <trireme/bindings/bindings.h>
 #include <trireme/memory/memory_estimate.h>
+#include <trireme/memory/shard_plan.h>
 
 #include <pybind11/stl.h>
 #include <torch/csrc/Exceptions.h>
@@ -77,6 +78,13 @@ void init_memory(py::module_& module) {
              py::arg("host_params"), py::arg("unit_numel"), py::arg("activation_bytes"),
              py::arg("module_buffer_bytes"),
              "See csrc/memory/memory_estimate.h. A parameter is (sizes, dtype, requires_grad).");
+  module.def(
+      "chunk_rows",
+      [](int64_t rows, int64_t rank, int64_t world) {
+        const ChunkRows own = chunk_rows(rows, {rank, world});
+        return std::pair(own.first, own.count);
+      },
+      py::arg("rows"), py::arg("rank"), py::arg("world"));
 }
 
 }  // namespace trireme

@@ -3,6 +3,7 @@
 #include <trireme/bindings/bindings.h>
 #include <trireme/bindings/shared_function.h>
 #include <trireme/bindings/step_report.h>
+#include <trireme/strategies/zero/consolidated_state.h>
 
 #include <torch/csrc/Exceptions.h>
 
@@ -71,6 +72,8 @@ void init_zero(py::module_& module) {
            py::arg("parameters"), py::arg("communicator"), py::arg("options"))
       .def("shards", &Zero::shards)
       .def("plan", &plan_of)
+      .def("sharded_parameters",
+           [](const Zero& zero) { return sharded_parameters(zero.parameter_infos(), zero.plan()); })
       .def_property_readonly("shares_parameters", &Zero::shares_parameters)
       .def("begin_step",
            wrap_pybind_function_no_gil(

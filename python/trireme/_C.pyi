@@ -4,7 +4,7 @@ the module.
 Contracts stand in the headers of csrc/ that declare the same names; csrc/README.md is their map.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, ClassVar
 
@@ -13,7 +13,10 @@ from torch._C._distributed_c10d import Backend, Work
 from torch.distributed.distributed_c10d import ProcessGroup, Store
 
 from trireme._c_fsdp import Fsdp as Fsdp
+from trireme._c_fsdp import FsdpRanks as FsdpRanks
 from trireme._c_fsdp import ParamGroup as ParamGroup
+from trireme._c_fsdp import ShardedParamSpec as ShardedParamSpec
+from trireme._c_fsdp import UnitOffload as UnitOffload
 from trireme._c_fsdp import plan_offload as plan_offload
 
 _Tensors = Sequence[torch.Tensor]
@@ -59,6 +62,12 @@ class CustomCommunicator(Communicator):
     ) -> None: ...
 
 def make_communicator(group: ProcessGroup, store: Store | None) -> Communicator: ...
+def gather_texts(
+    own: str | bytes, communicator: Communicator, device: torch.device
+) -> list[str]: ...
+def first_failure(
+    own: str | bytes | None, communicator: Communicator, device: torch.device
+) -> tuple[int, str] | None: ...
 def make_shm_backend(
     store: Store, rank: int, world: int, timeout: timedelta, host_partition: str = ""
 ) -> Backend: ...
@@ -79,6 +88,7 @@ def estimate_memory(
     activation_bytes: int,
     module_buffer_bytes: int,
 ) -> dict[str, dict[str, int]]: ...
+def chunk_rows(rows: int, rank: int, world: int) -> tuple[int, int]: ...
 def examine_host(pids: Sequence[int], patience: timedelta, history: int) -> dict[str, Any]: ...
 
 class WorkerPool:
@@ -295,6 +305,18 @@ def save_checkpoint(
     max_file_bytes: int,
 ) -> None: ...
 
+_State = Mapping[str, torch.Tensor | str]
+
+class ShardedParameter:
+    def own_part(self, whole: _State, communicator: Communicator) -> _State: ...
+
+def gather_states(
+    own: Sequence[_State],
+    parameters: Sequence[ShardedParameter],
+    communicator: Communicator,
+    to: int,
+) -> list[_State]: ...
+
 class Zero:
     def __init__(
         self,
@@ -306,6 +328,7 @@ class Zero:
     ) -> None: ...
     def shards(self) -> list[torch.Tensor]: ...
     def plan(self) -> list[list[tuple[int, int]]]: ...
+    def sharded_parameters(self) -> list[ShardedParameter]: ...
     @property
     def shares_parameters(self) -> bool: ...
     def begin_step(self, found_inf: bool, scaler_writes: int | None) -> bool: ...

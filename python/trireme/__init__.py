@@ -36,28 +36,22 @@ del register
 
 
 _LAZY = {
-    "DataParallel": "dp",
-    "FSDPModule": "fsdp",
-    "Offload": "fsdp",
-    "ZeroRedundancyOptimizer": "zero",
-    "broadcast_coalesced": "_data_parallel.coalesced",
-    "data_parallel": "_data_parallel.parallel_apply",
-    "fully_shard": "fsdp",
-    "gather": "scatter_gather",
-    "load_checkpoint": "_saving.checkpoint",
-    "parallel_apply": "_data_parallel.parallel_apply",
-    "reduce_add_coalesced": "_data_parallel.coalesced",
-    "replicate": "_data_parallel.replicate",
-    "save_checkpoint": "_saving.checkpoint",
-    "scatter": "scatter_gather",
-    "scatter_kwargs": "scatter_gather",
+    "_data_parallel.coalesced": ("broadcast_coalesced", "reduce_add_coalesced"),
+    "_data_parallel.parallel_apply": ("data_parallel", "parallel_apply"),
+    "_data_parallel.replicate": ("replicate",),
+    "_saving.checkpoint": ("load_checkpoint", "save_checkpoint"),
+    "dp": ("DataParallel",),
+    "fsdp": ("FSDPModule", "Offload", "fully_shard"),
+    "scatter_gather": ("gather", "scatter", "scatter_kwargs"),
+    "zero": ("ZeroRedundancyOptimizer",),
 }
 
 
 def __getattr__(name: str) -> Any:
-    """What costs every rank half a second to import, because torch's class does: when asked for."""
-    if name in _LAZY:
-        return getattr(import_module(f"trireme.{_LAZY[name]}"), name)
+    """Imports when it is asked for what costs half a second, because torch's class does."""
+    for module, names in _LAZY.items():
+        if name in names:
+            return getattr(import_module(f"trireme.{module}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -9,8 +9,11 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from trireme import _C
-from trireme._core.errors import refuse
+from trireme._core.errors import Area
 
+AREA = Area("memory_estimate")
+refuse = AREA.refuse
+_WHOLE = "Pass a whole number."
 STRATEGIES = ("single", "dp", "ddp", "zero1", "zero2", "zero3")
 
 _Described = tuple[Sequence[int], torch.dtype, bool]
@@ -68,7 +71,7 @@ def estimate_memory(
     unit_numel: int = 0,
     accounting: Literal["trireme", "paper"] = "trireme",
 ) -> MemoryEstimate:
-    """What a rank and a host keep in memory under a strategy.
+    """Says what a rank and a host keep in memory under a strategy.
 
     Not counted: the interpreter, torch itself, and gradients on their way from a layer to where
     they are kept. Nothing is allocated or communicated; a model may be on the meta device.
@@ -97,14 +100,13 @@ def estimate_memory(
     """
     counts = {"world": world, "activation_bytes": activation_bytes, "unit_numel": unit_numel}
     for name, count in counts.items():
-        _expect_count(name, count)
+        AREA.expect(name, count, int, "int", next_step=_WHOLE)
     if ranks_per_host is not None:
-        _expect_count("ranks_per_host", ranks_per_host)
+        AREA.expect("ranks_per_host", ranks_per_host, int, "int", next_step=_WHOLE)
     if not isinstance(optimizer, str):
-        _expect_count("optimizer", optimizer, "str or int")
+        AREA.expect("optimizer", optimizer, int, "str or int", next_step=_WHOLE)
     if accounting == "paper" and dtype is not None:
         refuse(
-            "memory_estimate",
             f"got dtype={dtype} for the paper's accounting, which has its own",
             "Leave it out, or use accounting='trireme'.",
         )
@@ -135,19 +137,18 @@ def estimate_memory(
 
 
 def _describe(model_or_numel: object, dtype: torch.dtype | None) -> tuple[list[_Described], int]:
-    """What the core has to know of the parameters, and the bytes of the module's buffers."""
+    """Returns what the core has to know of the parameters, and the bytes of the module's
+    buffers."""
     if not isinstance(model_or_numel, nn.Module):
         return [([_as_numel(model_or_numel)], dtype or torch.float32, True)], 0
     if dtype is not None:
         refuse(
-            "memory_estimate",
             f"got dtype={dtype} beside a module, expected it beside a number",
             "Leave it out, or convert the module: module.to(dtype).",
         )
     for name, tensor in [*model_or_numel.named_parameters(), *model_or_numel.named_buffers()]:
         if is_lazy(tensor):
             refuse(
-                "memory_estimate",
                 f"got a module whose '{name}' has no sizes yet, expected known sizes",
                 "Feed it an input first.",
             )
@@ -160,7 +161,6 @@ def _describe(model_or_numel: object, dtype: torch.dtype | None) -> tuple[list[_
 def _as_numel(number: object) -> int:
     if not isinstance(number, (int, float)) or isinstance(number, bool):
         refuse(
-            "memory_estimate",
             f"got {type(number).__name__}, expected a torch.nn.Module or a number of parameters",
             "Pass the module itself, or for example 7.5e9.",
             kind=TypeError,
@@ -168,18 +168,7 @@ def _as_numel(number: object) -> int:
     # Neither nan nor infinity is between these.
     if not 0 <= number < 2**63 or int(number) != number:
         refuse(
-            "memory_estimate",
             f"got {number} parameters, expected a whole number from 0 to 2**63 - 1",
             "Pass how many elements all parameters have.",
         )
     return int(number)
-
-
-def _expect_count(name: str, value: object, expected: str = "int") -> None:
-    if not isinstance(value, int) or isinstance(value, bool):
-        refuse(
-            "memory_estimate",
-            f"{name} is {type(value).__name__}, expected {expected}",
-            "Pass a whole number.",
-            kind=TypeError,
-        )

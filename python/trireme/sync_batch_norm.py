@@ -9,13 +9,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.distributed_c10d import GroupMember
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from trireme import _C
-from trireme._core.errors import refuse
+from trireme._core.errors import Area
 from trireme._core.group_communicator import communicator_of
+
+AREA = Area("sync_batch_norm")
+refuse = AREA.refuse
+_OUTSIDE = "Build the layer on the ranks of its group only."
 
 
 class SyncBatchNorm(nn.SyncBatchNorm):
@@ -71,13 +74,12 @@ class SyncBatchNorm(nn.SyncBatchNorm):
     ) -> None:
         if isinstance(momentum, bool) or not isinstance(momentum, numbers.Real | None):
             refuse(
-                "sync_batch_norm",
                 f"got a momentum of type {type(momentum).__name__}, expected a number or None",
                 "Pass None for the plain average of all batches.",
                 kind=TypeError,
             )
         if process_group is not None:
-            _check_group(process_group)
+            AREA.expect_group(process_group, _OUTSIDE)
         super().__init__(
             num_features,
             eps,
@@ -127,7 +129,6 @@ class SyncBatchNorm(nn.SyncBatchNorm):
     def _check_input_dim(self, input: torch.Tensor) -> None:
         if input.dim() < 2 or input.size(1) == 0:
             refuse(
-                "sync_batch_norm",
                 f"got an input of shape {list(input.shape)}, expected (batch, channels, ...) with "
                 "at least 1 channel",
                 "Give the input its batch and channel dimensions.",
@@ -150,15 +151,9 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         cls, module: nn.Module, process_group: Any | None = None
     ) -> nn.Module:
         """Replace every BatchNorm in ``module``; see :func:`trireme.convert_sync_batchnorm`."""
-        if not isinstance(module, nn.Module):
-            refuse(
-                "sync_batch_norm",
-                f"got {type(module).__name__} as module, expected a torch.nn.Module",
-                "Pass the model itself.",
-                kind=TypeError,
-            )
+        AREA.expect_module(module)
         if process_group is not None:
-            _check_group(process_group)
+            AREA.expect_group(process_group, _OUTSIDE)
         return cls._convert(module, process_group, {})
 
     @classmethod
@@ -178,7 +173,6 @@ class SyncBatchNorm(nn.SyncBatchNorm):
     def _from_batch_norm(cls, norm: nn.Module, group: Any | None) -> SyncBatchNorm:
         if isinstance(norm, LazyModuleMixin):
             refuse(
-                "sync_batch_norm",
                 f"got a {type(norm).__name__} without a number of features, expected an "
                 "initialised layer",
                 "Run one forward before converting.",
@@ -213,29 +207,10 @@ def convert_sync_batchnorm(module: nn.Module, process_group: Any | None = None) 
     return SyncBatchNorm.convert_sync_batchnorm(module, process_group)
 
 
-def _check_group(group: object) -> None:
-    outside: object = GroupMember.NON_GROUP_MEMBER
-    if group is outside:
-        refuse(
-            "sync_batch_norm",
-            "got a process group without this rank, expected one that contains it",
-            "Build the layer on the ranks of its group only.",
-        )
-    if not isinstance(group, dist.ProcessGroup):
-        refuse(
-            "sync_batch_norm",
-            f"got {type(group).__name__} as process_group, expected a "
-            "torch.distributed.ProcessGroup",
-            "Make one with torch.distributed.new_group(), or leave it out.",
-            kind=TypeError,
-        )
-
-
 def _communicator_of(process_group: dist.ProcessGroup | None) -> _C.Communicator:
     group = dist.group.WORLD if process_group is None else process_group
     if group is None:
         refuse(
-            "sync_batch_norm",
             "got no process group, expected an initialised one for training",
             "Call trireme.init() first, or model.eval().",
         )

@@ -2,6 +2,7 @@
 
 #include <trireme/comm/gather_texts.h>
 #include <trireme/common/error.h>
+#include <trireme/memory/stream_handoff.h>
 
 #include <ATen/ATen.h>
 
@@ -23,6 +24,7 @@ enum class ValueKind : char {
   kDouble = 'd',  // its bits
   kBool = 'b',
   kNone = 'n',
+  kText = 's',
   kForeign = 'x',
 };
 struct Described {
@@ -32,6 +34,7 @@ struct Described {
   int64_t number = 0;
   at::ScalarType dtype = at::kFloat;
   std::vector<int64_t> sizes;
+  std::string text;
 };
 
 ValueKind kind_of(const c10::IValue& value) {
@@ -39,6 +42,7 @@ ValueKind kind_of(const c10::IValue& value) {
   if (value.isInt()) return ValueKind::kInt;
   if (value.isDouble()) return ValueKind::kDouble;
   if (value.isBool()) return ValueKind::kBool;
+  if (value.isString()) return ValueKind::kText;
   return value.isNone() ? ValueKind::kNone : ValueKind::kForeign;
 }
 
@@ -58,6 +62,7 @@ std::string describe(const std::vector<ArchivedValues>& states) {
       const auto sizes = value.isTensor() ? value.toTensor().sizes() : at::IntArrayRef();
       text << ' ' << sizes.size();
       for (const int64_t extent : sizes) text << ' ' << extent;
+      if (value.isString()) text << ' ' << std::quoted(value.toStringRef());
       text << '\n';
     }
   }
@@ -75,6 +80,7 @@ std::vector<Described> parse(const std::string& text) {
     if (one.kind == ValueKind::kTensor) one.dtype = static_cast<at::ScalarType>(one.number);
     one.sizes.resize(dims);
     for (int64_t& extent : one.sizes) stream >> extent;
+    if (one.kind == ValueKind::kText) stream >> std::quoted(one.text);
     all.push_back(one);
   }
   return all;
@@ -87,7 +93,7 @@ void refuse_foreign(const std::vector<Described>& of_rank, RankOf owner,
         one.kind != ValueKind::kForeign,
         error_text("zero",
                    "got state '" + one.name + "' of '" + parameters[one.parameter].info.name +
-                       "', expected a tensor, number or truth value",
+                       "', expected a tensor, number, truth value or text",
                    owner, "Keep it in tensors."));
   }
 }
@@ -96,6 +102,7 @@ c10::IValue value_of(const Described& one) {
   if (one.kind == ValueKind::kInt) return one.number;
   if (one.kind == ValueKind::kDouble) return std::bit_cast<double>(one.number);
   if (one.kind == ValueKind::kBool) return one.number != 0;
+  if (one.kind == ValueKind::kText) return one.text;
   return {};
 }
 
@@ -126,6 +133,11 @@ class TensorBroadcast {
           .wait();
     for (const auto& [one, tensor] : batch_)
       if (take) take(*one, tensor.to(at::kCPU, tensor.scalar_type(), false, /*copy=*/true));
+    // No rank goes on while its part is under way: the next that its program does may be to end
+    // the group.
+    StreamHandoff sent(device_);
+    sent.note();
+    sent.wait();
     batch_.clear();
     batch_bytes_ = 0;
   }
@@ -176,6 +188,14 @@ std::vector<int64_t> ShardedParameter::sizes_on(int64_t rank) const {
   return shard_sizes(info, ranges[static_cast<size_t>(rank)], placement);
 }
 
+std::vector<ShardedParameter> sharded_parameters(const std::vector<ParameterInfo>& infos,
+                                                 const ShardPlan& plan) {
+  std::vector<ShardedParameter> all;
+  for (size_t i = 0; i < infos.size(); ++i)
+    all.push_back({infos[i], plan.shards[i], plan.placement});
+  return all;
+}
+
 std::vector<ArchivedValues> gather_states(const std::vector<ArchivedValues>& own,
                                           const std::vector<ShardedParameter>& parameters,
                                           Communicator& communicator, int64_t to) {
@@ -217,25 +237,27 @@ std::vector<ArchivedValues> gather_states(const std::vector<ArchivedValues>& own
 
 ArchivedValues own_part(const ArchivedValues& whole, const ShardedParameter& parameter,
                         RankOf where) {
-  ArchivedValues own;
+  ArchivedValues own = whole;
   const ShardRange& range = parameter.ranges[static_cast<size_t>(where.rank)];
-  for (const auto& [name, value] : whole) {
-    own[name] = value;
-    // An optimizer that works on whole parameters may keep what it likes.
-    if (!value.isTensor() || value.toTensor().dim() == 0) continue;
-    const at::Tensor tensor = value.toTensor().to(parameter.info.device);
+  // An optimizer that works on whole parameters may keep what it likes.
+  const bool is_cut = parameter.placement != ShardPlacement::kWhole && where.world > 1;
+  for (auto& [name, value] : own) {
+    if (!value.isTensor()) continue;
+    at::Tensor tensor = value.toTensor();
     const bool is_alike = tensor.sizes() == at::IntArrayRef(parameter.info.sizes);
-    TORCH_CHECK_VALUE(is_alike || parameter.placement == ShardPlacement::kWhole,
+    TORCH_CHECK_VALUE(is_alike || tensor.dim() == 0 || !is_cut,
                       error_text("zero",
-                                 "got state '" + name + "' of sizes " + c10::str(tensor.sizes()) +
-                                     " for '" + parameter.info.name + "' of sizes " +
+                                 "got state '" + name + "' of shape " + c10::str(tensor.sizes()) +
+                                     " for '" + parameter.info.name + "' of shape " +
                                      c10::str(at::IntArrayRef(parameter.info.sizes)),
                                  where, "Load the state of the same model."));
-    own[name] = is_alike ? tensor.reshape({-1})
-                               .narrow(0, range.begin, range.numel)
-                               .view(parameter.sizes_on(where.rank))
-                               .clone()
-                         : tensor.clone();
+    const c10::Device device = tensor.dim() == 0 ? tensor.device() : parameter.info.device;
+    if (is_alike) {
+      tensor = tensor.reshape({-1})
+                   .narrow(0, range.begin, range.numel)
+                   .view(parameter.sizes_on(where.rank));
+    }
+    value = tensor.to(device, tensor.scalar_type(), /*non_blocking=*/false, /*copy=*/true);
   }
   return own;
 }

@@ -362,9 +362,8 @@ StepReport ZeroOptimizer::last_step() const {
 std::vector<ShardedParameter> ZeroOptimizer::sharded_parameters() const {
   std::vector<ShardedParameter> all;
   for (const auto& core : live_cores()) {
-    const std::vector<ParameterInfo>& infos = core->parameter_infos();
-    for (size_t i = 0; i < infos.size(); ++i)
-      all.push_back({infos[i], core->plan().shards[i], core->plan().placement});
+    const auto of_core = trireme::sharded_parameters(core->parameter_infos(), core->plan());
+    all.insert(all.end(), of_core.begin(), of_core.end());
   }
   return all;
 }

@@ -2,5 +2,5 @@
 
 from datetime import timedelta
 
-# As in common/duration.h: a hundred years, which any clock can be moved on by.
+# A hundred years, by which any clock can be moved on; common/duration.h has the same.
 LONGEST_WAIT = timedelta(days=36525)

@@ -24,7 +24,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     _step_supports_amp_scaling = True
 
     def add_param_group(self, param_group: Group) -> None:
-        """As in torch; a group that asks for what the fused step cannot do is refused."""
+        """Does what torch's does; refuses a group that asks for what the fused step cannot do."""
         _check_flags(type(self).__name__, {**self.defaults, **param_group})
         super().add_param_group(param_group)
 
@@ -41,7 +41,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As in torch, also from torch's own class; states of bf16 and fp16 parameters are fp32."""
+        """Does what torch's does, also with a state of torch's class; states of bf16 and fp16
+        parameters are fp32."""
         for group in state_dict["param_groups"]:
             _check_flags(type(self).__name__, group)
         held_back: dict[Tensor, State] = {}
@@ -80,7 +81,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         raise NotImplementedError
 
     def _scaling(self) -> dict[str, Tensor | None]:
-        """What a GradScaler leaves here for the time of a step."""
+        """Returns what a GradScaler leaves here for the time of a step."""
         return {
             "grad_scale": getattr(self, "grad_scale", None),
             "found_inf": getattr(self, "found_inf", None),
@@ -128,8 +129,8 @@ def with_grad(group: Group) -> tuple[list[Tensor], list[Tensor]]:
 def loaded_state_dtype(
     optimizer: torch.optim.Optimizer, param: Tensor, key: str, saved: torch.dtype
 ) -> torch.dtype:
-    """What ``optimizer.load_state_dict`` makes of a state that was saved in this dtype; that
-    itself, where its class has a ``load_state_dict`` of its own."""
+    """Returns what ``optimizer.load_state_dict`` makes of a state that was saved in this dtype;
+    that itself, where its class has a ``load_state_dict`` of its own."""
     if key == "step" or not saved.is_floating_point or not param.is_floating_point():
         return saved
     if isinstance(optimizer, FusedOptimizer):

@@ -23,8 +23,8 @@ def communicator_of(group: dist.ProcessGroup) -> _C.Communicator:
 
 
 def device_of_numbers(group: dist.ProcessGroup) -> torch.device:
-    """Where numbers lie for ``group`` to move them: the CPU, or this rank's device of a group that
-    takes none there (NCCL alone)."""
+    """Says where numbers lie for ``group`` to move them: the CPU, or this rank's device of a group
+    that takes none there (NCCL alone)."""
     kinds = [device.type for device in group._device_types]
     if not kinds or "cpu" in kinds:
         return torch.device("cpu")
@@ -32,6 +32,7 @@ def device_of_numbers(group: dist.ProcessGroup) -> torch.device:
 
 
 def _store_of(group: dist.ProcessGroup) -> Store | None:
-    """Where the ranks of ``group`` met, under its prefix; None for a group unknown to torch."""
+    """Says where the ranks of ``group`` met, under its prefix; None for a group unknown to
+    torch."""
     entry = distributed_c10d._world.pg_map.get(group)
     return None if entry is None else entry[1]

@@ -38,7 +38,7 @@ class LayerWatch:
     """Compares a module with how it was when the last snapshot was taken."""
 
     def __init__(self, module: nn.Module, *, by_identity: bool = True) -> None:
-        """Without ``by_identity`` other tensors may come in the places of parameters."""
+        """Other tensors may come in the places of parameters unless ``by_identity``."""
         _Registrations.begin_counting()
         self.module = module
         self._by_identity = by_identity

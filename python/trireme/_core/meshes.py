@@ -46,7 +46,7 @@ def group_over(meshes: Sequence[DeviceMesh]) -> dist.ProcessGroup:
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
-    """How long the ranks of ``group`` wait for each other; None if its engine does not say."""
+    """Says how long the ranks of ``group`` wait for each other; None if its engine does not say."""
     engine = group._get_backend(group._device_types[0])
     return getattr(getattr(engine, "options", None), "_timeout", None)
 

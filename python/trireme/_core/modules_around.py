@@ -32,7 +32,7 @@ class ModulesAround:
         """Those that have such a parameter as a member."""
 
     def names(self) -> dict[torch.Tensor, str]:
-        """What the outermost modules call the parameters; nothing of those that hang nowhere.
+        """Tells what the outermost modules call the parameters; nothing of those that hang nowhere.
 
         Where several outermost modules hold a parameter, that one names it which holds most of all.
         The wrappers of DistributedDataParallel and torch.compile add nothing to a name.
@@ -55,7 +55,7 @@ class ModulesAround:
 
 
 class _KindsOfModules(dict[type, bool]):
-    """By type: isinstance() would ask the object, and a proxy asks on."""
+    """Says whether a type is a module's: isinstance() would ask the object, and a proxy asks on."""
 
     def __missing__(self, kind: type) -> bool:
         return self.setdefault(kind, nn.Module in kind.__mro__)

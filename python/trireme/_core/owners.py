@@ -27,15 +27,16 @@ class ShardedOptimizer(Optimizer):
     optim: Optimizer
     """The one that steps this rank's shards."""
     _places: dict[torch.Tensor, tuple[int, int]]
-    """By parameter: the number of its core, and its index there."""
+    """Says of a parameter the number of its core, and its index there."""
     _shards: dict[torch.Tensor, torch.Tensor]
-    """By parameter: what this rank owns of it, in its memory."""
+    """Holds what this rank owns of a parameter, in the memory of that."""
     _names: dict[torch.Tensor, str]
-    """By parameter: what messages call it."""
+    """Says what messages call a parameter."""
 
     @property
     def _cores(self) -> list[Zero]:
-        """What holds the parameters. Raises RuntimeError if another optimizer has taken over."""
+        """Returns what holds the parameters. Raises RuntimeError if another optimizer has taken
+        over."""
         raise NotImplementedError
 
     def _sync_hyperparameters(self) -> None:
@@ -45,6 +46,11 @@ class ShardedOptimizer(Optimizer):
     def _retire(self) -> None:
         """Lets go of its parameters."""
         raise NotImplementedError
+
+
+def hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
+    """Returns what a parameter group of an optimizer says beside its parameters."""
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
 class AveragingModule(Protocol):
@@ -92,8 +98,8 @@ def averaging_module_of(parameter: torch.Tensor) -> AveragingModule | None:
 
 
 class _UnitOf:
-    """Held by a parameter, and left out of its copies and pickles, where an empty set, which
-    ``torch.load(weights_only=True)`` takes, comes in its place."""
+    """A parameter holds it. In copies and pickles of that an empty set comes in its place, which
+    ``torch.load(weights_only=True)`` takes."""
 
     def __init__(self, unit: ShardingUnit) -> None:
         self.unit = weakref.ref(unit)

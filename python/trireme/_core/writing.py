@@ -39,8 +39,8 @@ def writing(target: nn.Module | ShardedOptimizer) -> Iterator[None]:
     everybody's at the end; an exception drops what was written on all ranks. Collective at the
     begin and at the end; nothing happens for parameters that no ZeroRedundancyOptimizer holds.
 
-    Of what ``fully_shard`` has made every rank writes its own shards, in place, until its next
-    forward or ``unshard()``. The begin waits until all ranks have come; nothing happens at the end.
+    Under ``fully_shard`` every rank writes its own shards, in place, until its next forward or
+    ``unshard()``. The begin waits until all ranks have come; nothing happens at the end.
 
     Raises:
         RuntimeError: a parameter was written outside before.
@@ -49,14 +49,12 @@ def writing(target: nn.Module | ShardedOptimizer) -> Iterator[None]:
     """
     places: list[_Place] = []
     if not isinstance(target, nn.Module):
-        optimizers = [target]
+        cores = list(target._cores)
     else:
         places = _places_in(target)
-        owners = (optimizer_of(parameter) for _, _, parameter in places)
-        optimizers = list(dict.fromkeys(owner for owner in owners if owner is not None))
         for begin in _begin_writing_shards:
             begin(target)
-    cores = [core for optimizer in optimizers for core in optimizer._cores]
+        cores = _cores_at(places)
     for core in cores:
         core.begin_writing()
     with abandoning(cores):
@@ -81,9 +79,7 @@ def writing_shards(module: nn.Module) -> Iterator[None]:
     """
     for begin in _begin_writing_shards:
         begin(module)
-    owners = (optimizer_of(parameter) for _, _, parameter in _places_in(module))
-    optimizers = dict.fromkeys(owner for owner in owners if owner is not None)
-    cores = [core for optimizer in optimizers for core in optimizer._cores]
+    cores = _cores_at(_places_in(module))
     for core in cores:
         core.begin_writing_shards()
     with abandoning(cores):
@@ -104,13 +100,19 @@ def abandoning(cores: Sequence[Zero]) -> Iterator[None]:
 
 
 def _places_in(module: nn.Module) -> list[_Place]:
-    """Where parameters hang that an optimizer holds."""
+    """Lists where parameters hang that an optimizer holds."""
     return [
         (owner, name, parameter)
         for owner in module.modules()
         for name, parameter in owner._parameters.items()
         if parameter is not None and optimizer_of(parameter) is not None
     ]
+
+
+def _cores_at(places: Sequence[_Place]) -> list[Zero]:
+    owners = (optimizer_of(parameter) for _, _, parameter in places)
+    optimizers = dict.fromkeys(owner for owner in owners if owner is not None)
+    return [core for optimizer in optimizers for core in optimizer._cores]
 
 
 def _put_back(owner: nn.Module, name: str, parameter: nn.Parameter) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
-from trireme._core.errors import refuse
+from trireme._data_parallel import refuse
 from trireme._data_parallel.devices import DeviceLike, to_device
 from trireme._data_parallel.targets import moved, target_devices
 
@@ -95,7 +95,6 @@ def reduce_add_coalesced(
     lists = [_checked(one, f"input {i}") for i, one in enumerate(inputs)]
     if not lists:
         refuse(
-            "data_parallel",
             "got no inputs to sum, expected at least one list of tensors",
             "Give one list per device.",
         )
@@ -118,7 +117,7 @@ def _joins(tensor: Tensor) -> bool:
 
 
 def _together(tensors: Sequence[Tensor], joins: Sequence[bool], limit: int) -> list[list[int]]:
-    """Indices of what travels together: of one dtype, up to ``limit`` bytes; others alone."""
+    """Lists indices of what travels together: of one dtype, up to ``limit`` bytes; others alone."""
     groups: list[list[int]] = []
     filling: dict[torch.dtype, tuple[list[int], int]] = {}
     for i, tensor in enumerate(tensors):
@@ -135,7 +134,7 @@ def _together(tensors: Sequence[Tensor], joins: Sequence[bool], limit: int) -> l
 
 
 def _flat(tensors: Sequence[Tensor]) -> Tensor:
-    """New memory with one after another."""
+    """Returns new memory with one after another."""
     dtype = tensors[0].dtype
     if dtype in _FLOATING or dtype in _COMPLEX:
         flat: Tensor = torch.ops.trireme.flatten(tensors, dtype.to_real())
@@ -146,7 +145,7 @@ def _flat(tensors: Sequence[Tensor]) -> Tensor:
 def _unflat(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     dtype = like[0].dtype
     if dtype not in _FLOATING and dtype not in _COMPLEX:
-        # With version counters of their own: no other tensor shows the memory of a part.
+        # Parts have version counters of their own: no other tensor shows the memory of one.
         return [part.data for part in _unflatten_dense_tensors(flat, like)]
     outputs = [torch.empty(one.shape, dtype=dtype, device=flat.device) for one in like]
     torch.ops.trireme.unflatten(flat, outputs)
@@ -154,16 +153,12 @@ def _unflat(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _sum(parts: Sequence[Tensor], target: torch.device) -> Tensor:
-    if any(one.layout != torch.strided for one in parts):
-        if not all(one.layout == parts[0].layout for one in parts):
-            parts = [one if one.layout == torch.strided else one.to_dense() for one in parts]
-        total = moved(parts[0].detach(), target, copy=True)
-        for one in parts[1:]:
-            total = total + moved(one.detach(), target)
-        return total
+    if len({one.layout for one in parts}) > 1:
+        parts = [one if one.layout == torch.strided else one.to_dense() for one in parts]
     total = moved(parts[0].detach(), target, copy=True)
     for one in parts[1:]:
-        total.add_(moved(one, target))
+        own = moved(one.detach(), target)
+        total = total.add_(own) if total.layout == torch.strided else total + own
     return total
 
 
@@ -190,13 +185,12 @@ def _destination(lists: Sequence[Sequence[Tensor]], given: DeviceLike | None) ->
 
 
 def _checked(tensors: Iterable[Tensor], name: str) -> list[Tensor]:
-    """As a list."""
+    """Returns ``tensors`` as a list."""
     given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
     for i, one in enumerate(given):
         if isinstance(tensors, Tensor) or not isinstance(one, Tensor):
             got = "a tensor" if isinstance(tensors, Tensor) else f"{type(one).__name__} at {i}"
             refuse(
-                "data_parallel",
                 f"got {got} as {name}, expected a sequence of tensors",
                 "Put the tensors in a list.",
                 kind=TypeError,
@@ -208,7 +202,6 @@ def _one_device(tensors: Sequence[Tensor]) -> torch.device:
     found = {tensor.device for tensor in tensors}
     if len(found) > 1:
         refuse(
-            "data_parallel",
             f"got tensors on {', '.join(sorted(map(str, found)))}, expected one device",
             "Broadcast those of each device for themselves.",
         )
@@ -231,7 +224,6 @@ def _check_alike(lists: Sequence[Sequence[Tensor]]) -> None:
 
 def _differ(got: str, expected: str, *, kind: type[Exception] = ValueError) -> NoReturn:
     refuse(
-        "data_parallel",
         f"got {got}, expected {expected} as in input 0",
         "Give lists of gradients of the same parameters.",
         kind=kind,

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from trireme import _C
-from trireme._core.errors import refuse
+from trireme._data_parallel import refuse
 
 DeviceLike = int | str | torch.device
 
@@ -58,7 +58,7 @@ def devices_of_replicas(
     if replicas is not None and replicas < 1:
         _no_device(ValueError, f"replicas={replicas}", "at least 1")
     if device_ids is None:
-        return _default_devices(module, replicas)
+        return default_devices(module, replicas, _C.default_replicas(torch.get_num_threads()))
     devices = [to_device(one) for one in device_ids]
     if not devices:
         _no_device(ValueError, "device_ids=[]", "at least one device")
@@ -74,19 +74,18 @@ def threads_of_replicas(devices: Sequence[torch.device]) -> list[int]:
     return _C.threads_of_replicas(torch.get_num_threads(), len(devices))
 
 
-def _default_devices(module: nn.Module, replicas: int | None) -> list[torch.device]:
+def default_devices(module: nn.Module, replicas: int | None, on_cpu: int) -> list[torch.device]:
+    """Returns one device per replica; where their number is not given, as many as there are
+    accelerators, or ``on_cpu`` for a module on the CPU."""
     first = next(chain(module.parameters(), module.buffers()), None)
-    if first is not None and first.device.type != "cpu":
-        to_device(first.device)  # refuses "meta"
-        count = replicas or torch.accelerator.device_count()
-        return [to_device(i) for i in range(count)]
-    count = replicas or _C.default_replicas(torch.get_num_threads())
-    return [torch.device("cpu")] * count
+    if first is None or first.device.type == "cpu":
+        return [torch.device("cpu")] * (replicas or on_cpu)
+    to_device(first.device)  # refuses "meta"
+    return [to_device(i) for i in range(replicas or torch.accelerator.device_count())]
 
 
 def _no_device(kind: type[Exception], got: str, expected: str) -> NoReturn:
     refuse(
-        "data_parallel",
         f"got {got}, expected {expected}",
         "Name devices that exist, or on a machine without accelerators say replicas=n.",
         kind=kind,

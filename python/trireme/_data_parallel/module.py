@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from trireme import _C
-from trireme._core.errors import refuse
+from trireme._data_parallel import refuse
 from trireme._data_parallel.devices import (
     DeviceLike,
     devices_of_replicas,
@@ -51,7 +51,7 @@ class DataParallel(nn.DataParallel[T]):
     * ``loss=`` computes the loss where the outputs are, so that no device holds all of them.
     * Replicas have parameters (``next(self.parameters())`` works inside forward).
 
-    As in torch: what forward sets on ``self`` is lost, but what it writes in place to buffers stays
+    What forward sets on ``self`` is lost, as in torch, but what it writes in place to buffers stays
     for the first replica (BatchNorm's statistics are those of its part of the batch); hooks of
     layers run once per replica; 0-dim outputs become a vector.
 
@@ -109,7 +109,6 @@ class DataParallel(nn.DataParallel[T]):
         check_replicable(module)
         if isinstance(dim, bool) or not isinstance(dim, int):
             refuse(
-                "data_parallel",
                 f"got dim={dim!r}, expected an int",
                 "Name the dimension of the batch.",
                 kind=TypeError,
@@ -152,7 +151,6 @@ class DataParallel(nn.DataParallel[T]):
         threads = self._own_threads()
         if not threads.turn.acquire(blocking=False):
             refuse(
-                "data_parallel",
                 "got a forward during another one, expected one at a time",
                 "Use a DataParallel for each thread, and none in its own forward.",
                 kind=RuntimeError,
@@ -251,7 +249,7 @@ class DataParallel(nn.DataParallel[T]):
         return copy.deepcopy(loss).to(device)
 
     def last_step(self) -> dict[str, Any]:
-        """What the last step took, on the host's clock; empty before the first.
+        """Says what the last step took, on the host's clock; empty before the first.
 
         Keys: ``step``, ``forward_ms``, ``backward_ms`` (as the caller saw them), ``copied_bytes``
         (to bring the replicas up to date) and ``replicas``, a list of ``device``, ``rows``,
@@ -293,14 +291,10 @@ class DataParallel(nn.DataParallel[T]):
 
 
 def _rows(tensors: Sequence[Tensor], dim: int, without: int) -> int:
-    """Of the batch: those of the first tensor that has dimensions."""
+    """Returns how many the batch has, which the first tensor with dimensions says."""
     for tensor in tensors:
         if tensor.is_meta:
-            refuse(
-                "data_parallel",
-                "got an input on 'meta', expected data",
-                "Give tensors that have memory.",
-            )
+            refuse("got an input on 'meta', expected data", "Give tensors that have memory.")
     first = next((tensor for tensor in tensors if tensor.dim() > 0), None)
     if first is None:
         return without
@@ -319,7 +313,6 @@ def _checked_balance(balance: str | Sequence[float], replicas: int) -> str | tup
     if isinstance(balance, str):
         if balance not in ("even", "auto"):
             refuse(
-                "data_parallel",
                 f'got balance="{balance}", expected "even", "auto" or weights',
                 "Choose one of them.",
             )
@@ -330,7 +323,6 @@ def _checked_balance(balance: str | Sequence[float], replicas: int) -> str | tup
         weights = None
     if weights is None:
         refuse(
-            "data_parallel",
             f'got balance={balance!r}, expected "even", "auto" or weights',
             "Choose one of them.",
             kind=TypeError,
@@ -338,7 +330,6 @@ def _checked_balance(balance: str | Sequence[float], replicas: int) -> str | tup
     sound = all(math.isfinite(one) and one >= 0 for one in weights) and any(weights)
     if len(weights) != replicas or not sound:
         refuse(
-            "data_parallel",
             f"got balance={list(weights)} for {replicas} replicas, expected one "
             "finite weight >= 0 for each, not all 0",
             "Give each its share of the batch.",
@@ -349,14 +340,12 @@ def _checked_balance(balance: str | Sequence[float], replicas: int) -> str | tup
 def _checked_loss(loss: Callable[..., Any] | None) -> Callable[..., Any] | None:
     if loss is not None and not callable(loss):
         refuse(
-            "data_parallel",
             f"got loss={loss!r}, expected a function of output and target",
             "Pass for example torch.nn.functional.cross_entropy.",
             kind=TypeError,
         )
     if isinstance(loss, nn.Module) and next(loss.parameters(), None) is not None:
         refuse(
-            "data_parallel",
             "got a loss with parameters, expected them in the module",
             "Compute such a loss in the forward of the module, and return it.",
         )

@@ -51,7 +51,7 @@ class ReplicaModules:
         for layer in self._layers:
             self._shells.append([layer._replicate_for_data_parallel() for _ in devices])
         self._seen = [_identity(layer) for layer in self._layers]
-        # So that no other object takes an id that was seen.
+        # They are held so that no other object takes an id that was seen.
         self._held = [[dict(vars(layer)[one]) for one in _OWN] for layer in self._layers]
         leaves = [[_leaf(p, device) for p, _ in parameters.values()] for device in devices]
         copies = [[_copy(b, device) for b in buffers.values()] for device in devices]
@@ -130,7 +130,7 @@ def _identity(layer: nn.Module) -> list[Any]:
 def _tensors_of(
     layers: Sequence[nn.Module], names: dict[int, str]
 ) -> tuple[dict[int, tuple[Tensor, str]], dict[int, Tensor]]:
-    """By id, each once: what takes part in gradients, with its name, and the other buffers."""
+    """Finds what takes part in gradients, with its name, and the other buffers, each once by id."""
     learned: dict[int, tuple[Tensor, str]] = {}
     buffers: dict[int, Tensor] = {}
     for layer in layers:

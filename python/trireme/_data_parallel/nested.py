@@ -17,8 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from trireme._core.errors import refuse
+from trireme._data_parallel import refuse
 
+_RETURN_ALIKE = (
+    "Return the same structure for every part of a batch, and what depends on it as a tensor."
+)
 # Kinds of values that can be compared. torch.Size is a tuple that holds no tensors.
 _PLAIN = frozenset(
     (
@@ -102,7 +105,7 @@ def _collect(value: Any, found: list[Tensor]) -> None:
 
 
 def _children(value: Any) -> Sequence[Any] | None:
-    """What ``value`` is made of, in order; None if it is not looked into."""
+    """Returns what ``value`` is made of, in order; None if it is not looked into."""
     kind = type(value)
     if kind is tuple or kind is list:
         return value
@@ -124,7 +127,7 @@ def _is_record(value: Any) -> bool:
 
 
 def _field_names(record: Any) -> list[str]:
-    """Of the fields that are set: those with ``init=False`` need not be."""
+    """Names the fields that are set: those with ``init=False`` need not be."""
     return [one.name for one in dataclasses.fields(record) if hasattr(record, one.name)]
 
 
@@ -173,7 +176,7 @@ def _match(
     if isinstance(first, Tensor):
         for i, value in enumerate(values):
             if not isinstance(value, Tensor):
-                _differ(place, _kind(value), "a tensor", (names[i], names[0]), kind=TypeError)
+                differ(place, _kind(value), "a tensor", (names[i], names[0]), kind=TypeError)
             found[i].append(value)
         return
     children = _children(first)
@@ -190,24 +193,24 @@ def _match(
 def _children_like(first: Any, other: Any, place: str, who: tuple[str, str]) -> Sequence[Any]:
     """The children of ``other`` in the order of those of ``first``."""
     if not _same_kind(type(first), type(other)):
-        _differ(place, _kind(other), _kind(first), who, kind=TypeError)
+        differ(place, _kind(other), _kind(first), who, kind=TypeError)
     if isinstance(first, Mapping):
         if first.keys() != other.keys():
             got, expected = reprlib.repr(list(other)), reprlib.repr(list(first))
-            _differ(place, f"keys {got}", expected, who)
+            differ(place, f"keys {got}", expected, who)
         return [other[key] for key in first]
     if isinstance(first, (tuple, list)):
         if len(first) != len(other):
-            _differ(place, f"{len(other)} items", str(len(first)), who)
+            differ(place, f"{len(other)} items", str(len(first)), who)
         return other
     ours, theirs = _field_names(first), _field_names(other)
     if ours != theirs:
-        _differ(place, f"fields {theirs}", str(ours), who)
+        differ(place, f"fields {theirs}", str(ours), who)
     return [getattr(other, name) for name in theirs]
 
 
 def _same_kind(a: type, b: type) -> bool:
-    """Or of one name: a class in the body of forward is another one in each call."""
+    """Says also yes to two of one name: a class in the body of forward is made in each call."""
     return a is b or (a.__module__, a.__qualname__) == (b.__module__, b.__qualname__)
 
 
@@ -219,9 +222,9 @@ def _match_leaves(values: Sequence[Any], place: str, names: Sequence[str]) -> No
             continue
         who = names[i], names[0]
         if type(value) is not type(first):
-            _differ(place, _kind(value), _kind(first), who, kind=TypeError)
+            differ(place, _kind(value), _kind(first), who, kind=TypeError)
         if not (type(value) in _PLAIN or isinstance(value, (enum.Enum, type))):
-            _differ(
+            differ(
                 place,
                 f"{_kind(value)}, which cannot be compared,",
                 "the same object",
@@ -230,11 +233,11 @@ def _match_leaves(values: Sequence[Any], place: str, names: Sequence[str]) -> No
             )
         if value != first and (value == value or first == first):  # NaN fits NaN
             got, expected = reprlib.repr(value), reprlib.repr(first)
-            _differ(place, got, expected, who)
+            differ(place, got, expected, who)
 
 
 def _labels(value: Any) -> Sequence[str]:
-    """What follows the name of a container to name each of its children."""
+    """Returns what follows the name of a container to name each of its children."""
     if isinstance(value, Mapping):
         return [f"[{key!r}]" for key in value]
     if isinstance(value, (tuple, list)):
@@ -251,18 +254,19 @@ def _kind(value: Any) -> str:
     return "a tensor" if isinstance(value, Tensor) else type(value).__name__
 
 
-def _differ(
+def differ(
     place: str,
     got: str,
     expected: str,
     who: tuple[str, str],
     *,
+    next_step: str = _RETURN_ALIKE,
     kind: type[Exception] = ValueError,
 ) -> NoReturn:
+    """Refuses what ``who[0]`` returned in that place, where ``who[1]`` returned something else."""
     refuse(
-        "data_parallel",
         f"got {got} for {place} from {who[0]}, expected {expected} as from {who[1]}",
-        "Return the same structure for every part of a batch, and what depends on it as a tensor.",
+        next_step,
         kind=kind,
     )
 
@@ -270,7 +274,6 @@ def _differ(
 def _refuse_packed(value: Any) -> None:
     if isinstance(value, PackedSequence):
         refuse(
-            "data_parallel",
             "got a PackedSequence, expected tensors with the batch along one dimension",
             "Pack and unpack inside forward, with total_length= for pad_packed_sequence.",
             kind=TypeError,

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from trireme._core.errors import refuse
-from trireme._data_parallel.devices import DeviceLike, to_device
+from trireme._data_parallel import AREA, refuse
+from trireme._data_parallel.devices import DeviceLike, default_devices, to_device
 from trireme._data_parallel.nested import first_tensor
 from trireme._data_parallel.replicate import replicate
 from trireme._data_parallel.scatter_gather import gather, scatter_kwargs
-from trireme._data_parallel.targets import check_module, target_devices
+from trireme._data_parallel.targets import target_devices
 from trireme._data_parallel.workers import run_in_threads
 
 
@@ -45,16 +45,11 @@ def parallel_apply(
     Cost: threads are started and ended, some 0.1 ms each; ``trireme.DataParallel`` keeps them.
     """
     if not modules:
-        refuse(
-            "data_parallel",
-            "got no modules, expected at least one",
-            "Give what replicate returned.",
-        )
+        refuse("got no modules, expected at least one", "Give what replicate returned.")
     lists = {"inputs": inputs, "kwargs_tup": kwargs_tup, "devices": devices}
     for name, given in lists.items():
         if given is not None and len(given) != len(modules):
             refuse(
-                "data_parallel",
                 f"got {len(given)} {name} for {len(modules)} modules, expected as many",
                 "Give one entry per module.",
             )
@@ -105,14 +100,13 @@ def data_parallel(
     positional: tuple[Any, ...] = (
         inputs if isinstance(inputs, tuple) else () if inputs is None else (inputs,)
     )
-    check_module(module)
-    devices = _default_devices(module) if device_ids is None else device_ids
+    AREA.expect_module(module)
+    devices = default_devices(module, None, 2) if device_ids is None else device_ids
     targets = target_devices(devices, "device_ids")
     output = targets[0] if output_device is None else to_device(output_device)
     for name, tensor in chain(module.named_parameters(), module.named_buffers()):
         if tensor.device != targets[0]:
             refuse(
-                "data_parallel",
                 f"got '{name}' on {tensor.device}, expected it on {targets[0]}, the first of "
                 "device_ids",
                 f"Call module.to('{targets[0]}') first.",
@@ -130,11 +124,3 @@ def data_parallel(
 def _device_of(inputs: Any) -> torch.device:
     tensor = first_tensor(inputs)
     return torch.device("cpu") if tensor is None else to_device(tensor.device)
-
-
-def _default_devices(module: nn.Module) -> list[torch.device]:
-    first = next(chain(module.parameters(), module.buffers()), None)
-    if first is None or first.device.type == "cpu":
-        return [torch.device("cpu")] * 2
-    to_device(first.device)  # refuses "meta"
-    return [to_device(i) for i in range(torch.accelerator.device_count())]

@@ -68,7 +68,7 @@ def _buffer(buffer: Tensor, device: torch.device, detach: bool, is_first: bool) 
 
 
 def _alias(tensor: Tensor) -> Tensor:
-    """The same memory as a function of ``tensor``; unlike a view it takes sparse gradients."""
+    """Makes a function of ``tensor`` with its memory; unlike a view it takes sparse gradients."""
     if tensor.layout != torch.strided:
         return tensor.clone()
     return cast(Tensor, torch.ops.aten.alias.default(tensor))
@@ -81,23 +81,15 @@ def _replica(layers: Sequence[nn.Module], tensors: dict[int, Tensor]) -> nn.Modu
         shell = layer._replicate_for_data_parallel()
         shell._former_parameters = OrderedDict()
         shells[id(layer)] = shell
-    # By setattr: layers with caches of their parameters, as nn.LSTM, renew them then.
+    # Layers with caches of their parameters, as nn.LSTM, renew them in setattr.
     for layer in layers:
         shell = shells[id(layer)]
-        for key, child in layer._modules.items():
-            if child is None:
-                shell._modules[key] = None
-            else:
-                setattr(shell, key, shells[id(child)])
-        for key, parameter in layer._parameters.items():
-            if parameter is None:
-                shell._parameters[key] = None
-            else:
-                setattr(shell, key, tensors[id(parameter)])
-                shell._former_parameters[key] = tensors[id(parameter)]
-        for key, buffer in layer._buffers.items():
-            if buffer is None:
-                shell._buffers[key] = None
-            else:
-                setattr(shell, key, tensors[id(buffer)])
+        for kind, made in (("_modules", shells), ("_parameters", tensors), ("_buffers", tensors)):
+            for key, held in getattr(layer, kind).items():
+                if held is None:
+                    getattr(shell, kind)[key] = None
+                    continue
+                setattr(shell, key, made[id(held)])
+                if kind == "_parameters":
+                    shell._former_parameters[key] = made[id(held)]
     return cast(nn.Module, shells[id(layers[0])])

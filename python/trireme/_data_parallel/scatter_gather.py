@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from typing import Any, NoReturn, TypeVar, overload
+from typing import Any, TypeVar, overload
 
 import torch
 from torch import Tensor
 
-from trireme._core.errors import refuse
+from trireme._data_parallel import refuse
 from trireme._data_parallel.devices import DeviceLike, to_device
-from trireme._data_parallel.nested import matching_tensors, tensors_in, with_tensors
+from trireme._data_parallel.nested import differ, matching_tensors, tensors_in, with_tensors
 from trireme._data_parallel.targets import moved, target_devices, wrapped_dim
 
 T = TypeVar("T")
 
+_RETURN_PARTS = "Return from forward what can be put together along the batch."
 _SCALARS = (
     "Was asked to gather along dimension 0, but all input tensors were scalars; will instead "
     "unsqueeze and return a vector."
@@ -95,7 +96,6 @@ def gather(outputs: Sequence[Any], target_device: DeviceLike, dim: int = 0) -> A
     device = to_device(target_device)
     if not outputs:
         refuse(
-            "data_parallel",
             "got no outputs to gather, expected one per replica",
             "Give what parallel_apply returned.",
         )
@@ -116,7 +116,6 @@ def _scatter_nested(inputs: Any, devices: Sequence[torch.device], dim: int) -> l
     if len(set(counts)) > 1:
         rows = [tensors[i].size(dim) for i in cut]
         refuse(
-            "data_parallel",
             f"got tensors of {rows} rows along dim {dim}, which make {counts} parts for "
             f"{len(devices)} devices, expected as many of each",
             "Give all inputs the same batch size, or a 0-dim tensor, which all get.",
@@ -132,7 +131,6 @@ def _parts(tensor: Tensor, devices: Sequence[torch.device], dim: int) -> list[Te
     dense = tensor.layout == torch.strided
     if not dense and tensor.requires_grad and torch.is_grad_enabled():
         refuse(
-            "data_parallel",
             f"got an input of {tensor.layout} that requires a gradient, expected a dense one: "
             "torch cannot put sparse gradients together",
             "Call to_dense() or detach() before.",
@@ -141,51 +139,31 @@ def _parts(tensor: Tensor, devices: Sequence[torch.device], dim: int) -> list[Te
     narrow = Tensor.narrow if dense else Tensor.narrow_copy
     parts: list[Tensor] = []
     begin = 0
-    for rows, device in zip(_chunk_rows(tensor.size(along), len(devices)), devices, strict=False):
-        parts.append(moved(narrow(tensor, along, begin, rows), device))
-        begin += rows
+    # Only counted: torch.chunk cuts no sparse tensor.
+    chunks = torch.empty(tensor.size(along), device="meta").chunk(len(devices))
+    for chunk, device in zip(chunks, devices, strict=False):
+        parts.append(moved(narrow(tensor, along, begin, len(chunk)), device))
+        begin += len(chunk)
     return parts
-
-
-def _chunk_rows(rows: int, parts: int) -> list[int]:
-    """As ``torch.chunk`` cuts them."""
-    if rows == 0:
-        return [0] * parts
-    each = -(-rows // parts)
-    return [min(each, rows - begin) for begin in range(0, rows, each)]
 
 
 def _check_parts(parts: Sequence[Tensor], dim: int, number: int, names: Sequence[str]) -> None:
     first = parts[0]
     along = wrapped_dim(first, dim, "an output") if first.dim() > 0 else 0
+    place = f"output tensor {number}"
     for part, name in zip(parts, names, strict=True):
+        who = name, names[0]
         if (part.dtype, part.layout) != (first.dtype, first.layout):
             got, expected = f"{part.dtype}, {part.layout}", f"{first.dtype}, {first.layout}"
-            _differ(got, expected, number, (name, names[0]), kind=TypeError)
+            differ(place, got, expected, who, next_step=_RETURN_PARTS, kind=TypeError)
         theirs, ours = list(part.shape), list(first.shape)
         if theirs[:along] + theirs[along + 1 :] != ours[:along] + ours[along + 1 :] or (
             len(theirs) != len(ours)
         ):
             got, expected = f"shape {theirs}", f"one like {ours} but for dim {dim}"
-            _differ(got, expected, number, (name, names[0]))
+            differ(place, got, expected, who, next_step=_RETURN_PARTS)
 
 
 def _joined(parts: Sequence[Tensor], device: torch.device, dim: int) -> Tensor:
     here = [moved(part, device) for part in parts]
     return torch.stack(here) if here[0].dim() == 0 else torch.cat(here, dim)
-
-
-def _differ(
-    got: str,
-    expected: str,
-    number: int,
-    who: tuple[str, str],
-    *,
-    kind: type[Exception] = ValueError,
-) -> NoReturn:
-    refuse(
-        "data_parallel",
-        f"got {got} for output tensor {number} from {who[0]}, expected {expected} as from {who[1]}",
-        "Return from forward what can be put together along the batch.",
-        kind=kind,
-    )

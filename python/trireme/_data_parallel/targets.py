@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from trireme._core.errors import refuse
+from trireme._data_parallel import AREA, refuse
 from trireme._data_parallel.devices import DeviceLike, to_device
 from trireme._data_parallel.modules import find_refused
 
@@ -20,39 +20,22 @@ def target_devices(given: Iterable[DeviceLike], name: str) -> list[torch.device]
     """
     if isinstance(given, (str, torch.device)) or not isinstance(given, Iterable):
         refuse(
-            "data_parallel",
             f"got {given!r} as {name}, expected a sequence of devices",
             f"Give one per part, as in {name}=[0, 1] or ['cpu'] * 2.",
             kind=TypeError,
         )
     devices = [to_device(one) for one in given]
     if not devices:
-        refuse(
-            "data_parallel",
-            f"got {name}=[], expected at least one device",
-            "Give one per part, or ['cpu'] * n.",
-        )
+        refuse(f"got {name}=[], expected at least one device", "Give one per part, or ['cpu'] * n.")
     return devices
-
-
-def check_module(given: object) -> None:
-    """Raises TypeError for what is no module."""
-    if not isinstance(given, nn.Module):
-        refuse(
-            "data_parallel",
-            f"got {type(given).__name__} as module, expected a torch.nn.Module",
-            "Pass the model itself.",
-            kind=TypeError,
-        )
 
 
 def check_replicable(module: nn.Module) -> None:
     """Raises TypeError for what is no module, ValueError for a layer that no replica can have."""
-    check_module(module)
+    AREA.expect_module(module)
     refused = find_refused(module)
     if refused is not None:
         refuse(
-            "data_parallel",
             f"got {refused[1]} at '{refused[0]}', expected plain modules",
             "Replicate the module before it is scripted, compiled or made parallel, and run "
             "one forward of lazy ones before.",
@@ -68,7 +51,6 @@ def wrapped_dim(tensor: Tensor, dim: int, what: str) -> int:
     rank = tensor.dim()
     if not -rank <= dim < rank:
         refuse(
-            "data_parallel",
             f"got dim {dim} for {what} of {rank} dimensions, expected {-rank} to {rank - 1}",
             "Give the dimension that holds the batch.",
         )

@@ -17,7 +17,7 @@ from trireme import _C
 
 T = TypeVar("T")
 
-# By thread, what ends it: a graph may keep its pool when nothing of Python's does.
+# What ends each thread: a graph may keep its pool when nothing of Python's does.
 _stops: weakref.WeakKeyDictionary[threading.Thread, Callable[[], None]] = (
     weakref.WeakKeyDictionary()
 )
@@ -58,7 +58,7 @@ class ReplicaThreads:
         wait: Callable[[Callable[[int], None], Callable[[], None]], None],
         names: Callable[[int], str],
     ) -> list[T]:
-        """Results of `function(position)` for each of `replicas`, run at the same time.
+        """Returns results of `function(position)` for each of `replicas`, run at the same time.
 
         `wait(job, on_interrupt)` has the threads call `job(position)` and returns when all are
         back. The first exception in order of replicas is raised, with its traceback and a note
@@ -116,7 +116,8 @@ class ReplicaThreads:
 
 
 def run_in_threads(devices: Sequence[torch.device], function: Callable[[int], T]) -> list[T]:
-    """Results of `function(i)` for each device, at the same time, each in a thread of its own.
+    """Returns results of `function(i)` for each device, at the same time, each in a thread of its
+    own.
 
     With the caller's grad mode, autocast and streams; exceptions as in `ReplicaThreads.run`. Costs
     a start of threads.
@@ -134,7 +135,8 @@ def run_in_threads(devices: Sequence[torch.device], function: Callable[[int], T]
 
 
 def _raise_in(ident: int, kind: type[BaseException]) -> None:
-    """At the next line of Python there. Never taken back: CPython 3.11 would hang in a profiler."""
+    """Raises at the next line of Python there. Nothing takes it back: CPython 3.11 would hang in a
+    profiler."""
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident), ctypes.py_object(kind))
 
 

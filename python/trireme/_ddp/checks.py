@@ -12,51 +12,26 @@ from torch import nn
 from torch._utils import _get_device_index
 from torch.distributed import GradBucket
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import GroupMember
 
-from trireme._core.errors import refuse
+from trireme._ddp import AREA, refuse
 
 
 def resolve_process_group(
     process_group: dist.ProcessGroup | None, device_mesh: DeviceMesh | None, module: nn.Module
 ) -> dist.ProcessGroup:
     """The group to train over, from whichever of the two arguments was given."""
-    if not isinstance(module, nn.Module):
-        got = f"got {type(module).__name__} as module, expected a torch.nn.Module"
-        refuse("ddp", got, "Pass the model itself.", kind=TypeError)
+    AREA.expect_module(module)
     if process_group is not None and device_mesh is not None:
-        refuse(
-            "ddp", "got both process_group and device_mesh, expected one", "Leave one of them out."
-        )
+        refuse("got both process_group and device_mesh, expected one", "Leave one of them out.")
     if device_mesh is not None:
         return _group_of_mesh(device_mesh, module)
-    if process_group is None:
-        if not dist.is_initialized():
-            got = "got no process group, expected an initialised one"
-            refuse("ddp", got, "Call trireme.init() first.")
-        process_group = dist.group.WORLD
-    outside: object = GroupMember.NON_GROUP_MEMBER
-    if process_group is outside:
-        refuse(
-            "ddp",
-            f"got a process group without rank {dist.get_rank()}, expected one that has it",
-            "Wrap the module on the ranks of the group only.",
-        )
-    if not isinstance(process_group, dist.ProcessGroup):
-        refuse(
-            "ddp",
-            f"got {type(process_group).__name__} as process_group, expected a "
-            "torch.distributed.ProcessGroup",
-            "Make one with torch.distributed.new_group().",
-            kind=TypeError,
-        )
-    return process_group
+    return AREA.expect_group(process_group, "Wrap the module on the ranks of the group only.")
 
 
 def _group_of_mesh(device_mesh: DeviceMesh, module: nn.Module) -> dist.ProcessGroup:
     if not isinstance(device_mesh, DeviceMesh) or device_mesh.ndim != 1:
         got = f"got {device_mesh!r} as device_mesh, expected a 1-D DeviceMesh"
-        refuse("ddp", got, "Slice the mesh by the name of one dimension.")
+        refuse(got, "Slice the mesh by the name of one dimension.")
     if device_mesh._get_root_mesh() != device_mesh:  # over another axis: tensor parallelism
         from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
 
@@ -70,11 +45,11 @@ def check_materialized(module: nn.Module, ignored: set[str], group: dist.Process
     for index, (name, parameter) in enumerate(named):
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             got = f"got lazy parameter '{name}' without a shape, expected an initialised module"
-            refuse("ddp", got, "Run one forward before wrapping.", group, kind=RuntimeError)
+            refuse(got, "Run one forward before wrapping.", group, kind=RuntimeError)
         if parameter.is_meta and index == 0:  # where the ranks would compare what they have
             got = f"got '{name}' on the meta device, expected a parameter with memory"
             next_step = "Call module.to_empty(device=...) and initialise it before wrapping."
-            refuse("ddp", got, next_step, group)
+            refuse(got, next_step, group)
 
 
 def check_bucket_caps(
@@ -84,19 +59,16 @@ def check_bucket_caps(
     for cap in [*([] if cap_mb is None else [cap_mb]), *(cap_mb_list or ())]:
         if not isinstance(cap, (int, float)):
             got = f"got {type(cap).__name__} as bucket cap, expected a number of MiB"
-            refuse(
-                "ddp", got, "Leave bucket_cap_mb out for the default of 25.", group, kind=TypeError
-            )
+            refuse(got, "Leave bucket_cap_mb out for the default of 25.", group, kind=TypeError)
         if not cap > 0:
             got = f"got a bucket cap of {cap} MiB, expected a positive number"
-            refuse("ddp", got, "Leave bucket_cap_mb out for the default of 25.", group)
+            refuse(got, "Leave bucket_cap_mb out for the default of 25.", group)
 
 
 def check_delayed(delayed: object, hooked: nn.Parameter | None, group: dist.ProcessGroup) -> None:
     """torch's two arguments for a delayed all-reduce come together."""
     if (delayed is None) != (hooked is None):
         refuse(
-            "ddp",
             "got one of delay_all_reduce_named_params and param_to_hook_all_reduce, expected "
             "both or neither",
             "Leave both out: nothing needs to be delayed.",
@@ -113,12 +85,11 @@ def check_device_ids(
     """Returns (device_ids, output_device) as indices, or (None, None) where the module decides."""
     if device_ids is not None and len(device_ids) > 1:
         got = f"got device_ids {list(device_ids)}, expected None or one entry"
-        refuse("ddp", got, "Start one rank per device.", group)
+        refuse(got, "Start one rank per device.", group)
     on_cpu = any(device.type == "cpu" for device in devices)
     if not device_ids or on_cpu or len(devices) > 1:
         if device_ids or output_device:
             refuse(
-                "ddp",
                 f"got device_ids {device_ids} and output_device {output_device} for a module "
                 f"on {', '.join(sorted(map(str, devices)))}, expected None",
                 "Leave both out.",
@@ -135,7 +106,7 @@ def check_comm_hook(hook: Callable[..., Any], group: dist.ProcessGroup) -> None:
         got = (
             f"got {type(hook).__name__} as communication hook, expected a callable (state, bucket)"
         )
-        refuse("ddp", got, "Pass the function itself.", group, kind=TypeError)
+        refuse(got, "Pass the function itself.", group, kind=TypeError)
     signature = inspect.signature(hook)
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     positional = [one for one in signature.parameters.values() if one.kind in kinds]
@@ -144,7 +115,6 @@ def check_comm_hook(hook: Callable[..., Any], group: dist.ProcessGroup) -> None:
     )
     if not takes_any and len(positional) < 2:
         refuse(
-            "ddp",
             f"got a communication hook with parameters {list(signature.parameters)}, expected "
             "two: state and bucket",
             "Give it both, even if it ignores the state.",
@@ -155,7 +125,6 @@ def check_comm_hook(hook: Callable[..., Any], group: dist.ProcessGroup) -> None:
     bucket_types = (empty, GradBucket, "dist.GradBucket", "GradBucket")
     if len(positional) >= 2 and positional[1].annotation not in bucket_types:
         refuse(
-            "ddp",
             f"got annotation {positional[1].annotation} for the bucket, expected "
             "torch.distributed.GradBucket",
             "Correct or remove the annotation.",
@@ -164,7 +133,6 @@ def check_comm_hook(hook: Callable[..., Any], group: dist.ProcessGroup) -> None:
     future = torch.futures.Future[torch.Tensor]
     if signature.return_annotation not in (empty, future, "torch.futures.Future[torch.Tensor]"):
         refuse(
-            "ddp",
             f"got return annotation {signature.return_annotation}, expected {future}",
             "Return a future of one tensor, and annotate it so or not at all.",
             group,
@@ -180,9 +148,7 @@ def returning_future(hook: Callable[..., Any], group: dist.ProcessGroup) -> Call
             name = getattr(hook, "__qualname__", repr(hook))
             got = f"got {type(future).__name__} from communication hook '{name}', expected a "
             next_step = "Return what get_future() of a collective gives, or Future.then()."
-            refuse(
-                "ddp", got + "torch.futures.Future of one tensor", next_step, group, kind=TypeError
-            )
+            refuse(got + "torch.futures.Future of one tensor", next_step, group, kind=TypeError)
         return future
 
     return checked

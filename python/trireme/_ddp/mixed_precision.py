@@ -20,7 +20,7 @@ class MixedPrecisionForward:
 
     def __init__(self, policy: Any, module: nn.Module, ignored: set[str]) -> None:
         self.param_dtype: torch.dtype | None = policy.param_dtype
-        # As torch: gradients travel in the parameters' dtype unless told otherwise.
+        # Gradients travel in the parameters' dtype unless told otherwise, as in torch.
         self.reduce_dtype: torch.dtype | None = policy.reduce_dtype or policy.param_dtype
         self.module = module
         self.ignored = ignored

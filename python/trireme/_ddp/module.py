@@ -206,7 +206,7 @@ class DistributedDataParallel(TorchNames):
         note_averaging(tensors.parameters, self)
 
     def _look_at_module(self, thoroughly: bool) -> ModuleTensors | None:
-        """What the module has now, unless that is what the core knows."""
+        """Returns what the module has now, unless that is what the core knows."""
         self._present = self._tensors
         watch = self._layer_watch
         if watch.module is self.module and watch.is_as_it_was(thoroughly=thoroughly):
@@ -283,7 +283,7 @@ class DistributedDataParallel(TorchNames):
         return output
 
     def last_step(self) -> dict[str, float]:
-        """Where the time of the last synchronized step went, on this rank's host clock.
+        """Says where the time of the last synchronized step went, on this rank's host clock.
 
         Keys: ``step``, ``forward_ms``, ``backward_ms``, ``waiting_ms`` (backward had nothing left
         to do but wait), ``exposed_comm_ms`` (the same), ``hidden_comm_ms`` (a collective was in

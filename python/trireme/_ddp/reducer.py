@@ -29,7 +29,7 @@ class Reducer:
         return False
 
     def _install_post_backward_futures(self, futures: list[Any]) -> None:
-        """Of a buffer hook. Waited for at once: what a buffer holds after forward is final."""
+        """Waits for a buffer hook at once: what a buffer holds after forward is final."""
         torch.futures.wait_all(futures)
 
     def _run_allreduce_hook(self, bucket: GradBucket) -> Any:

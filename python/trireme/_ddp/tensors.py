@@ -31,7 +31,7 @@ class ModuleTensors:
 
     @staticmethod
     def of(module: nn.Module, ignored: set[str]) -> ModuleTensors:
-        """Without what is ignored by name and without the parameters of a DDP module inside."""
+        """Leaves out what is ignored by name and the parameters of a DDP module inside."""
         tensors = ModuleTensors()
         nested = _parameters_of_nested(module)
         sparse = {
@@ -78,7 +78,8 @@ Found = tuple[list[str], list[torch.Tensor], list[bool], list[str]]
 def watching(
     ddp: DistributedDataParallel,
 ) -> tuple[Callable[[bool], Found | None], Callable[[], None]]:
-    """What the core calls to look at the module of ``ddp``, and when it has taken over what it saw.
+    """Returns what the core calls to look at the module of ``ddp``, and when it has taken over what
+    it saw.
 
     They keep ``ddp``, which keeps the core, alive no longer than others do.
     """

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from trireme import _C
-from trireme._core.errors import refuse
+from trireme._ddp import refuse
 
 
 class TorchNames(TorchDDP):
@@ -64,7 +64,6 @@ class TorchNames(TorchDDP):
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
         if sample_rate < 1:
             refuse(
-                "ddp",
                 f"got a sample rate of {sample_rate}, expected at least 1",
                 "Leave it out: every step is measured anyway.",
                 self.process_group,

@@ -12,9 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from trireme._core.errors import refuse
 from trireme._core.meshes import ranks_of
 from trireme._core.owners import local_of, unit_of
+from trireme._fsdp import refuse
 from trireme._fsdp.mesh import FsdpMesh
 from trireme._fsdp.mesh_dims import data_mesh, full_mesh
 
@@ -25,20 +25,15 @@ if TYPE_CHECKING:
 def check_module(module: Any) -> None:
     if isinstance(module, (list, tuple)):
         if not module:
-            refuse("fully_shard", "got no modules", "Pass a module, or several.")
+            refuse("got no modules", "Pass a module, or several.")
         for one in module:
             check_module(one)
         return
     if not isinstance(module, nn.Module):
-        refuse(
-            "fully_shard",
-            f"got {type(module).__name__}, expected a module",
-            "Pass a torch.nn.Module.",
-        )
+        refuse(f"got {type(module).__name__}, expected a module", "Pass a torch.nn.Module.")
     without_forward = type(module).forward is nn.Module.forward
     if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and without_forward:
         refuse(
-            "fully_shard",
             f"got a {type(module).__name__}, which has no forward",
             "Shard the modules in it, or the one around it.",
         )
@@ -53,21 +48,15 @@ def resolve_mesh(mesh: DeviceMesh | None, dp_mesh_dims: object) -> FsdpMesh:
     if mesh is None:
         if not dist.is_initialized():
             refuse(
-                "fully_shard",
                 "got no mesh and no process group",
                 "Call trireme.init() first, or pass mesh=.",
                 kind=RuntimeError,
             )
         return FsdpMesh(init_device_mesh(_default_device_type(), (dist.get_world_size(),)))
     if not isinstance(mesh, DeviceMesh):
-        refuse(
-            "fully_shard",
-            f"got {type(mesh).__name__} as mesh, expected a DeviceMesh",
-            "Use init_device_mesh.",
-        )
+        refuse(f"got {type(mesh).__name__} as mesh, expected a DeviceMesh", "Use init_device_mesh.")
     if mesh.ndim not in (1, 2):
         refuse(
-            "fully_shard",
             f"got a mesh of {mesh.ndim} dimensions, expected 1 (sharded) or 2 (replicated, "
             "sharded)",
             "Pass one or two dimensions of it: mesh['replicate', 'shard'].",
@@ -78,11 +67,7 @@ def resolve_mesh(mesh: DeviceMesh | None, dp_mesh_dims: object) -> FsdpMesh:
 
 def _check_takes_part(mesh: DeviceMesh) -> None:
     if dist.get_rank() not in ranks_of(mesh):
-        refuse(
-            "fully_shard",
-            f"got {mesh}, in which this rank is not",
-            "Call fully_shard on its ranks only.",
-        )
+        refuse(f"got {mesh}, in which this rank is not", "Call fully_shard on its ranks only.")
 
 
 def _default_device_type() -> str:
@@ -101,13 +86,11 @@ def resolve_reshard(
         return reshard_after_forward, 0
     if not isinstance(reshard_after_forward, int):
         refuse(
-            "fully_shard",
             f"got reshard_after_forward={reshard_after_forward!r}, expected a bool, an int or None",
             "Leave it out.",
         )
     if reshard_after_forward < 1 or world % reshard_after_forward != 0:
         refuse(
-            "fully_shard",
             f"got reshard_after_forward={reshard_after_forward}, expected a factor of {world}",
             "Pass True or False.",
         )
@@ -118,28 +101,21 @@ def resolve_reshard(
 def check_parameter(name: str, param: nn.Parameter, device: torch.device) -> None:
     if unit_of(param) is not None:
         refuse(
-            "fully_shard",
             f"got '{name}', which is in an outer unit already",
             "Call fully_shard on inner modules before outer ones.",
         )
     local = local_of(param)
     if hasattr(local, "fsdp_pre_all_gather") or is_traceable_wrapper_subclass(local):
         refuse(
-            "fully_shard",
             f"got '{name}' as {type(local).__name__}, a tensor subclass that would be lost",
             "Shard it with torch's fully_shard, or make it a plain tensor before.",
             kind=NotImplementedError,
         )
     if param.layout != torch.strided:
-        refuse(
-            "fully_shard",
-            f"got '{name}' of layout {param.layout}, expected a dense one",
-            "Make it dense.",
-        )
+        refuse(f"got '{name}' of layout {param.layout}, expected a dense one", "Make it dense.")
     own = local.device
     if own.type not in ("cpu", "meta", device.type):
         refuse(
-            "fully_shard",
             f"got '{name}' on {own}, expected it on {device}, where the mesh is",
             "Move the module, or pass a mesh of its device.",
         )
@@ -148,7 +124,6 @@ def check_parameter(name: str, param: nn.Parameter, device: torch.device) -> Non
 def check_gradient_dtype(name: str, param: nn.Parameter) -> None:
     if getattr(param, "_has_grad_dtype_override", False) and param.grad_dtype != param.dtype:
         refuse(
-            "fully_shard",
             f"got '{name}' with grad_dtype={param.grad_dtype}, expected that of the parameter",
             "Use MixedPrecisionPolicy(reduce_dtype=...).",
             kind=NotImplementedError,
@@ -158,10 +133,9 @@ def check_gradient_dtype(name: str, param: nn.Parameter) -> None:
 def resolve_placement(
     name: str, placement: Any, default: FsdpMesh, others: dict[DeviceMesh, FsdpMesh]
 ) -> tuple[Any, FsdpMesh]:
-    """What ``shard_placement_fn`` says of a parameter: a Shard or None, and over which mesh.
-    ``others``: meshes other than ``default`` that were asked for already. Collective if this one is
-    a new one.
-    """
+    """Returns what ``shard_placement_fn`` says of a parameter: a Shard or None, and over which
+    mesh. ``others``: meshes other than ``default`` that were asked for already. Collective if this
+    one is a new one."""
     if not hasattr(placement, "mesh_info"):  # of torch's ShardPlacementResult
         return placement, default
     info = placement.mesh_info
@@ -170,7 +144,6 @@ def resolve_placement(
         return placement.placement, default
     if not isinstance(mesh, DeviceMesh) or mesh.ndim not in (1, 2) or not _is_sharded_last(info):
         refuse(
-            "fully_shard",
             f"got a placement of '{name}' by {info!r}, expected FSDPMeshInfo over a mesh of 1 "
             "dimension, or HSDPMeshInfo over (replicated, sharded)",
             "Pass FSDPMeshInfo(mesh=mesh, shard_mesh_dim=0).",
@@ -191,18 +164,23 @@ def shard_dim(name: str, param: nn.Parameter, placement: Any) -> int:
         return 0
     if not isinstance(placement, Shard):
         refuse(
-            "fully_shard",
             f"got {placement!r} as placement of '{name}', expected Shard(dim) or None",
             "Return torch.distributed.tensor.Shard.",
         )
     dim = placement.dim + param.ndim if placement.dim < 0 else placement.dim
     if not 0 <= dim < max(param.ndim, 1):
         refuse(
-            "fully_shard",
             f"got {placement!r} for '{name}' of shape {tuple(param.shape)}",
             "Choose one of its dimensions.",
         )
     return dim
+
+
+def check_outermost(unit: FsdpUnit, call: str) -> None:
+    """What all units have in common is said to the outermost one."""
+    if unit.root is not None and not unit.is_root:
+        next_step = "Call it on the outermost one."
+        refuse(f"got {call}() of an inner unit", next_step, kind=RuntimeError)
 
 
 def check_mesh_within(unit: FsdpUnit, root: FsdpUnit) -> None:
@@ -211,7 +189,6 @@ def check_mesh_within(unit: FsdpUnit, root: FsdpUnit) -> None:
     if own.ranks <= all_.ranks and own.device == all_.device:
         return
     refuse(
-        "fully_shard",
         f"got a unit of {type(unit.modules[0]).__name__} on ranks {sorted(own.ranks)} of "
         f"{own.device}, expected some of {sorted(all_.ranks)} on {all_.device}, over which the "
         "outermost unit is sharded",
@@ -224,7 +201,6 @@ def check_units(modules: Sequence[nn.Module], is_unit: Callable[[nn.Module], boo
     for module in modules:
         if is_unit(module):
             refuse(
-                "fully_shard",
                 f"got {type(module).__name__}, which is sharded already",
                 "Call fully_shard once per module, inner modules first.",
             )
@@ -239,7 +215,6 @@ def check_free(
         for name, param in module._parameters.items():
             if param is not None and (id(param) in taken or hasattr(param, "_trireme_sharded")):
                 refuse(
-                    "fully_shard",
                     f"got '{names[module]}.{name}', which an inner unit shares",
                     "Put both modules into one unit: fully_shard([a, b]).",
                 )

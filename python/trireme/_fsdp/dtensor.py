@@ -22,8 +22,8 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from trireme._C import accumulate_through
-from trireme._core.errors import refuse
 from trireme._core.meshes import is_cut
+from trireme._fsdp import refuse
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -41,7 +41,6 @@ def check_placement(name: str, param: nn.Parameter, mesh: FsdpMesh) -> None:
     if not isinstance(param, DTensor):
         if full is not None:
             refuse(
-                "fully_shard",
                 f"got '{name}', which is a plain tensor, expected a DTensor on {full.mesh}, since "
                 "dp_mesh_dims is given",
                 "Distribute the model on that mesh first, or leave dp_mesh_dims out.",
@@ -50,7 +49,6 @@ def check_placement(name: str, param: nn.Parameter, mesh: FsdpMesh) -> None:
     own = param.device_mesh
     if own.device_type != mesh.device.type:
         refuse(
-            "fully_shard",
             f"got '{name}' on a mesh of {own.device_type}, expected one of {mesh.device.type}",
             "Cut both meshes from one.",
         )
@@ -59,14 +57,12 @@ def check_placement(name: str, param: nn.Parameter, mesh: FsdpMesh) -> None:
         return
     if own != full.mesh:
         refuse(
-            "fully_shard",
             f"got '{name}' on {own}, expected {full.mesh}, which was passed as mesh",
             "Distribute all parameters on that mesh.",
         )
     for index in full.data_dims:
         if not isinstance(param.placements[index], Replicate):
             refuse(
-                "fully_shard",
                 f"got '{name}' placed {param.placements[index]} on dimension '{full.name(index)}', "
                 "expected Replicate(), since fully_shard shards there",
                 "Leave data parallel dimensions to fully_shard.",
@@ -78,7 +74,6 @@ def _check_apart(name: str, own: DeviceMesh, mesh: FsdpMesh) -> None:
         mesh.joined_with(own)
     except (RuntimeError, TypeError, ValueError) as error:
         refuse(
-            "fully_shard",
             f"got '{name}' on {own}, expected another dimension of the mesh that {mesh.mesh} is "
             f"of ({error})",
             "Cut both from one: mesh = init_device_mesh('cpu', (2, 2), mesh_dim_names=('dp', "
@@ -91,7 +86,7 @@ def contiguous_meta(shape: torch.Size, dtype: torch.dtype) -> TensorMeta:
 
 
 def sharded_spec(param: DTensor, dim: int | None, mesh: FsdpMesh) -> DTensorSpec:
-    """How the optimizer's DTensor lies, as torch has it; ``dim`` is sharded, if any."""
+    """Says how the optimizer's DTensor lies, as torch has it; ``dim`` is sharded, if any."""
     spec = param._spec
     meta = contiguous_meta(spec.shape, param.dtype)
     if mesh.full is None:
@@ -110,7 +105,7 @@ def sharded_spec(param: DTensor, dim: int | None, mesh: FsdpMesh) -> DTensorSpec
 
 
 def _shard_over(spec: DTensorSpec, dim: int, *, after: int) -> Placement:
-    """Of what the dimensions of the mesh behind ``after`` have cut already."""
+    """Cuts what the dimensions of the mesh behind ``after`` have left."""
     later = [i for i, one in enumerate(spec.placements) if i > after and is_cut(one, dim)]
     parts = math.prod(spec.mesh.size(i) for i in later)
     return _StridedShard(dim, split_factor=parts) if parts > 1 else Shard(dim)

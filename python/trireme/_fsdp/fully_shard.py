@@ -38,7 +38,7 @@ _sharded_classes: dict[type, type] = {}
 
 
 def _sharded_class(plain: type) -> type:
-    """What a module of class ``plain`` becomes: an FSDPModule, and a Joinable."""
+    """Returns what a module of class ``plain`` becomes: an FSDPModule, and a Joinable."""
     sharded = _sharded_classes.get(plain)
     if sharded is None:
         metaclass = type(plain)
@@ -165,7 +165,7 @@ def fully_shard(
 
 
 def _state(module: nn.Module) -> FsdpUnit | None:
-    """As of torch's function: what a module was sharded into."""
+    """Returns what a module was sharded into, as that of torch's function does."""
     return module.__dict__.get("_trireme_unit")
 
 

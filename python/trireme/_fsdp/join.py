@@ -8,7 +8,7 @@ import torch
 from torch.distributed.algorithms.join import Join, JoinHook, _JoinConfig
 from torch.optim import Optimizer
 
-from trireme._core.errors import refuse
+from trireme._fsdp import refuse
 
 if TYPE_CHECKING:
     from trireme._fsdp.module import FSDPModule
@@ -24,7 +24,6 @@ class FsdpJoinHook(JoinHook):
         self.root = module._trireme_unit.own_root()
         if len(self.root.meshes) > 1:
             refuse(
-                "fully_shard",
                 f"got Join of a model with units on {len(self.root.meshes)} meshes",
                 "Give all ranks as many inputs: which of them are active differs between meshes.",
             )

@@ -19,16 +19,12 @@ from trireme._core.meshes import group_over, new_group_like, ranks_of
 if TYPE_CHECKING:
     from trireme._fsdp.mesh_dims import FullMesh
 
-# Groups of the same ranks as another one, for what must not mix with its collectives.
-_twins: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
-# Further ones, for sums over replicas: other units may gather over the first ones meanwhile.
-_replica_twins: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
-# Of one rank.
-_alone: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
-# Of some neighbouring ranks of another one, by how many.
-_neighbours: WeakKeyDictionary[dist.ProcessGroup, dict[int, dist.ProcessGroup]] = (
-    WeakKeyDictionary()
-)
+# Groups that were made of another one's ranks, all or some, by what they are for.
+_made: WeakKeyDictionary[dist.ProcessGroup, dict[str, dist.ProcessGroup]] = WeakKeyDictionary()
+# What must not mix with the collectives of a group.
+_TWIN = "twin"
+# Sums over replicas: other units may gather over the first twin meanwhile.
+_REPLICA_TWIN = "twin for replicas"
 
 
 class FsdpMesh:
@@ -54,35 +50,37 @@ class FsdpMesh:
         self._joined: dict[tuple[DeviceMesh, ...], DeviceMesh] = {}
         self._communicators: dict[tuple[int, ...], Communicator] = {}
         only_replicates = full is not None and not full.shard_dims
-        shard_group = _alone_in(mesh) if only_replicates else mesh.get_group(mesh.ndim - 1)
+        shard_group = mesh.get_group(mesh.ndim - 1)
+        if only_replicates:
+            shard_group = _group_from(mesh.get_group(0), "alone", [dist.get_rank()])
         self.shard_group = shard_group
         self.shard_communicator = communicator_of(shard_group)
         self.gathers = ParamGroup.gathers_over(self.shard_communicator, self.device)
         self.gather_group: dist.ProcessGroup | None = None
         self.gather_communicator: Communicator | None = None
         if self.gathers and self.shard_communicator.world > 1:
-            self.gather_group = _twin_of(shard_group)
+            self.gather_group = _group_from(shard_group, _TWIN)
             self.gather_communicator = communicator_of(self.gather_group)
         self.replicate_communicator: Communicator | None = None
         self.communicator = self.shard_communicator
         if mesh.ndim == 2 or only_replicates:
             # Not the mesh's own: ranks come to the user's collectives there at other times.
             self.replicate_communicator = communicator_of(
-                _twin_of(mesh.get_group(0), _replica_twins)
+                _group_from(mesh.get_group(0), _REPLICA_TWIN)
             )
             self.communicator = communicator_of(self.group)
 
     def neighbours(self, count: int) -> Communicator | None:
-        """Of the ``count`` ranks around this one that share parameters: the first ``count`` of
-        them, the next, and so on. None for 0, and where nothing is gathered. Collective over them
-        when they are asked for the first time."""
+        """Connects the ``count`` ranks around this one that share parameters: the first ``count``
+        of them, the next, and so on. None for 0, and where nothing is gathered. Collective over
+        them when they are asked for the first time."""
         if count == 0 or not self.gathers:
             return None
         return communicator_of(_neighbours_in(self.shard_group, count))
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """Of all ranks."""
+        """Has all ranks."""
         return group_over([self.mesh])
 
     @functools.cached_property
@@ -96,12 +94,12 @@ class FsdpMesh:
 
     @functools.cached_property
     def twin_communicator(self) -> Communicator:
-        """Of all ranks, for what must not mix with the collectives of ``communicator``. Collective
+        """Has all ranks, for what must not mix with the collectives of ``communicator``. Collective
         when it is asked for the first time."""
-        return communicator_of(_twin_of(self.group))
+        return communicator_of(_group_from(self.group, _TWIN))
 
     def placements(self, dim: int | None) -> tuple[Placement, ...]:
-        """Of a parameter that is sharded on ``dim``, if it is."""
+        """Says how a parameter lies that is sharded on ``dim``, if it is."""
         sharded: Placement = Replicate() if dim is None else Shard(dim)
         return (sharded,) if self.mesh.ndim == 1 else (Replicate(), sharded)
 
@@ -110,7 +108,7 @@ class FsdpMesh:
         return self.join([self.mesh, model_mesh])
 
     def join(self, meshes: Sequence[DeviceMesh]) -> DeviceMesh:
-        """The same one each time.
+        """Puts them together, once for each list.
 
         Raises:
             RuntimeError, TypeError: they are not cut from one mesh with names.
@@ -121,8 +119,8 @@ class FsdpMesh:
         return self._joined[key]
 
     def communicator_over(self, mesh: DeviceMesh, dims: Iterable[int]) -> Communicator:
-        """Of the ranks that differ from this one along ``dims`` of ``mesh`` only. Collective over
-        them when they are asked for the first time."""
+        """Connects the ranks that differ from this one along ``dims`` of ``mesh`` only. Collective
+        over them when they are asked for the first time."""
         coordinate = mesh.get_coordinate()
         assert coordinate is not None
         along = set(dims)
@@ -151,28 +149,18 @@ def _device_of(mesh: DeviceMesh) -> torch.device:
     return torch.device(mesh.device_type, handle.current_device())
 
 
-def _twin_of(
-    group: dist.ProcessGroup,
-    twins: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = _twins,
+def _group_from(
+    group: dist.ProcessGroup, purpose: str, ranks: list[int] | None = None
 ) -> dist.ProcessGroup:
-    twin = twins.get(group)
-    if twin is None:
-        twin = twins[group] = new_group_like(dist.get_process_group_ranks(group), group)
-    return twin
-
-
-def _alone_in(mesh: DeviceMesh) -> dist.ProcessGroup:
-    first = mesh.get_group(0)
-    alone = _alone.get(first)
-    if alone is None:
-        alone = _alone[first] = new_group_like([dist.get_rank()], first)
-    return alone
+    """Returns a group of ``ranks``, by default all of ``group``. Collective over them when it is
+    asked for the first time."""
+    made = _made.setdefault(group, {})
+    if purpose not in made:
+        made[purpose] = new_group_like(ranks or dist.get_process_group_ranks(group), group)
+    return made[purpose]
 
 
 def _neighbours_in(group: dist.ProcessGroup, count: int) -> dist.ProcessGroup:
-    made = _neighbours.setdefault(group, {})
-    if count not in made:
-        first = dist.get_rank(group) // count * count
-        ranks = dist.get_process_group_ranks(group)[first : first + count]
-        made[count] = new_group_like(ranks, group)
-    return made[count]
+    first = dist.get_rank(group) // count * count
+    ranks = dist.get_process_group_ranks(group)[first : first + count]
+    return _group_from(group, f"{count} neighbours", ranks)

@@ -9,7 +9,7 @@ import torch
 import torch.distributed.fsdp
 from torch.distributed.device_mesh import DeviceMesh
 
-from trireme._core.errors import refuse
+from trireme._fsdp import refuse
 
 
 @dataclass(frozen=True)
@@ -40,19 +40,15 @@ def full_mesh(mesh: DeviceMesh | None, dp_mesh_dims: Any) -> FullMesh:
     kind = getattr(torch.distributed.fsdp, "DataParallelMeshDims", None)
     if kind is None:
         refuse(
-            "fully_shard",
             f"got dp_mesh_dims with torch {torch.__version__}, which has none",
             "Leave it out, and pass mesh[names] of the data parallel dimensions as mesh.",
             kind=NotImplementedError,
         )
     if not isinstance(dp_mesh_dims, kind):
         got = f"got {type(dp_mesh_dims).__name__} as dp_mesh_dims"
-        refuse(
-            "fully_shard", got, "Pass torch.distributed.fsdp.DataParallelMeshDims.", kind=TypeError
-        )
+        refuse(got, "Pass torch.distributed.fsdp.DataParallelMeshDims.", kind=TypeError)
     if not isinstance(mesh, DeviceMesh) or mesh.mesh_dim_names is None:
         refuse(
-            "fully_shard",
             f"got {mesh} as mesh, expected one with names, since dp_mesh_dims is given",
             "Use init_device_mesh with mesh_dim_names.",
         )
@@ -61,17 +57,15 @@ def full_mesh(mesh: DeviceMesh | None, dp_mesh_dims: Any) -> FullMesh:
     def index_of(name: str) -> int:
         if name not in names:
             got = f"got dp_mesh_dims with '{name}', expected names of the mesh: {names}"
-            refuse("fully_shard", got, "Name its dimensions.")
+            refuse(got, "Name its dimensions.")
         return names.index(name)
 
     shard = tuple(map(index_of, dp_mesh_dims.shard_names))
     replicate = tuple(map(index_of, dp_mesh_dims.replicate_names))
     if not shard and not replicate:
-        refuse("fully_shard", "got dp_mesh_dims without a name", "Set shard or replicate.")
+        refuse("got dp_mesh_dims without a name", "Set shard or replicate.")
     if len({*shard, *replicate}) < len(shard) + len(replicate):
-        refuse(
-            "fully_shard", f"got {dp_mesh_dims}, which names a dimension twice", "Name each once."
-        )
+        refuse(f"got {dp_mesh_dims}, which names a dimension twice", "Name each once.")
     return FullMesh(mesh, shard, replicate)
 
 

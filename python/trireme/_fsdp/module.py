@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 
-from trireme._core.errors import refuse
+from trireme._fsdp import refuse
+from trireme._fsdp.checks import check_outermost
 from trireme._fsdp.comms import (
     check_comm,
     check_one_mesh,
@@ -22,7 +23,7 @@ from trireme._fsdp.unit import FsdpUnit
 
 
 class UnshardHandle:
-    """Of ``unshard(async_op=True)``."""
+    """``unshard(async_op=True)`` returns it."""
 
     def __init__(self, unit: FsdpUnit | None = None) -> None:
         self._unit = unit
@@ -51,7 +52,7 @@ class FSDPModule(TorchFSDPModule):
 
     _trireme_unit: FsdpUnit
 
-    # Of OwnNames, which come after the user's.
+    # What OwnNames has, which comes after the user's.
     set_dynamic_gather: Callable[[bool], None]
     last_step: Callable[[], dict[str, float]]
     join_hook: Callable[..., Any]
@@ -59,7 +60,7 @@ class FSDPModule(TorchFSDPModule):
     join_process_group: Any
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Of a part of a container (``model[:1]``): the plain class."""
+        """A part of a container (``model[:1]``) gets the plain class."""
         plain = cls.__mro__[cls._orig_cls_mro_index]
         made = plain.__new__(plain, *args, **kwargs)
         made.__init__(*args, **kwargs)
@@ -95,11 +96,11 @@ class FSDPModule(TorchFSDPModule):
             unit.reshard()
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Whether forward ends with ``reshard()``, among all ranks; else backward does. The same on
-        all ranks."""
+        """Whether forward ends with ``reshard()``, among all ranks; else backward does. All ranks
+        pass the same."""
         if not isinstance(reshard_after_forward, bool):
             got = f"got {type(reshard_after_forward).__name__}, expected a bool"
-            refuse("fully_shard", got, "Pass True or False.")
+            refuse(got, "Pass True or False.")
         for unit in self._trireme_units(recurse):
             unit.set_reshard_after_forward(reshard_after_forward)
 
@@ -125,7 +126,8 @@ class FSDPModule(TorchFSDPModule):
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Under HSDP: whether backwards sum gradients over the replicas; without, what the ranks
         with other shards have summed up waits on this rank, in ``reduce_dtype``, for one that does,
-        and no ``.grad`` changes. The same on all ranks. Without HSDP nothing changes, as in torch.
+        and no ``.grad`` changes. All ranks pass the same. Nothing changes without HSDP, as in
+        torch.
         """
         for unit in self._trireme_units(recurse):
             if unit.group is not None:
@@ -135,11 +137,9 @@ class FSDPModule(TorchFSDPModule):
         """Nothing changes: every backward that averages gradients returns with final ones."""
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
-        """With ``enabled`` backwards only accumulate, and ``finalize_backward()`` averages."""
+        """Backwards only accumulate if ``enabled``, and ``finalize_backward()`` averages."""
         root = self._trireme_unit.own_root()
-        if not self._trireme_unit.is_root:
-            got = "got set_manual_backward_finalization() of an inner unit"
-            refuse("fully_shard", got, "Call it on the outermost one.", kind=RuntimeError)
+        check_outermost(self._trireme_unit, "set_manual_backward_finalization")
         if root.core is not None:
             root.core.set_manual_finalization(enabled)
         root.finalizes_manually = enabled
@@ -151,7 +151,6 @@ class FSDPModule(TorchFSDPModule):
         if root is not None and root.core is not None:
             if not root.finalizes_manually:
                 refuse(
-                    "fully_shard",
                     "got finalize_backward() without manual finalization",
                     "Call set_manual_backward_finalization(True) before forward.",
                     kind=RuntimeError,
@@ -163,9 +162,7 @@ class FSDPModule(TorchFSDPModule):
         """After an exception in forward or backward: what they have left, accumulated gradients and
         what waits for the replicas included, is forgotten. On the outermost unit."""
         unit = self._trireme_unit
-        if unit.root is not None and not unit.is_root:
-            got = "got reset_iter_state() of an inner unit"
-            refuse("fully_shard", got, "Call it on the outermost one.", kind=RuntimeError)
+        check_outermost(unit, "reset_iter_state")
         if unit.root is not None and unit.root.core is not None:
             unit.root.core.reset()
 
@@ -177,17 +174,13 @@ class FSDPModule(TorchFSDPModule):
         self._trireme_set_prefetch("set_forward_prefetch", modules)
 
     def set_modules_to_backward_prefetch(self, modules: list[TorchFSDPModule]) -> None:
-        """The same in backward."""
+        """Does in backward what ``set_modules_to_forward_prefetch`` does in forward."""
         self._trireme_set_prefetch("set_backward_prefetch", modules)
 
     def _trireme_set_prefetch(self, setter: str, modules: Sequence[Any]) -> None:
         for module in modules:
             if not isinstance(module, FSDPModule):
-                refuse(
-                    "fully_shard",
-                    f"got {type(module).__name__}, expected an FSDPModule",
-                    "Shard it first.",
-                )
+                refuse(f"got {type(module).__name__}, expected an FSDPModule", "Shard it first.")
         for unit in self._trireme_units(recurse=False):
             unit.ahead[setter] = [module._trireme_unit for module in modules]
         if (root := self._trireme_unit.root) is not None:
@@ -213,9 +206,9 @@ class FSDPModule(TorchFSDPModule):
         """Accepted: gradients go through rings of a fixed size."""
         if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
             got = f"got {type(max_input_buffers).__name__} as max_input_buffers"
-            refuse("fully_shard", got, "Pass an int.", kind=TypeError)
+            refuse(got, "Pass an int.", kind=TypeError)
         if max_input_buffers < 1:
-            refuse("fully_shard", f"got max_input_buffers={max_input_buffers}", "Pass at least 1.")
+            refuse(f"got max_input_buffers={max_input_buffers}", "Pass at least 1.")
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
         pass
@@ -233,13 +226,13 @@ class FSDPModule(TorchFSDPModule):
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Gradients of this unit are divided by ``factor`` in place of the number of its ranks."""
         if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not factor > 0:
-            refuse("fully_shard", f"got factor={factor!r}, expected a number above 0", "Pass one.")
+            refuse(f"got factor={factor!r}, expected a number above 0", "Pass one.")
         for unit in self._trireme_units(recurse=False):
             if unit.group is not None:
                 unit.group.divide_factor = float(factor)
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
-        """The same, by its earlier name."""
+        """The earlier name of ``set_gradient_divide_factor``."""
         self.set_gradient_divide_factor(factor)
 
     # collectives of the user's
@@ -249,7 +242,7 @@ class FSDPModule(TorchFSDPModule):
     ) -> None:
         """``hook(row)`` may change this rank's part of the averaged gradients of this unit in
         place, after all is reduced (over replicas, too) and before it becomes ``.grad``, at the end
-        of every backward that averages. The same on all ranks; None: nothing.
+        of every backward that averages. All ranks pass the same hook, or None for nothing.
 
         ``row`` has one dimension, ``reduce_dtype``, and the parts of all parameters, as long on all
         ranks by zeros behind them. It is divided already: it holds what ``.grad`` gets, whatever
@@ -265,10 +258,9 @@ class FSDPModule(TorchFSDPModule):
         check_one_mesh("set_all_reduce_hook", unit)
         if hook is not None and not callable(hook):
             got = f"got {type(hook).__name__} as all-reduce hook"
-            refuse("fully_shard", got, "Pass a function of one tensor.", kind=TypeError)
+            refuse(got, "Pass a function of one tensor.", kind=TypeError)
         if stream is not None and unit.mesh.replicate_communicator is not None:
             refuse(
-                "fully_shard",
                 "got a stream for the all-reduce hook on a mesh of 2 dimensions",
                 "Leave it out: gradients are summed up over replicas before.",
             )
@@ -309,9 +301,9 @@ class FSDPModule(TorchFSDPModule):
             unit.root.comms_changed = True
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """With ``enable`` on any unit, memory that is gathered into, and that gradients are sent
-        from, is that of the process group's backend, where it has some; else the log says once that
-        it has none. Where nothing is gathered nothing changes.
+        """Memory that is gathered into, and that gradients are sent from, is that of the process
+        group's backend, where it has some, if ``enable`` is passed on any unit; else the log says
+        once that it has none. Where nothing is gathered nothing changes.
 
         Raises:
             AssertionError: the unit has a custom collective, as in torch.
@@ -319,17 +311,15 @@ class FSDPModule(TorchFSDPModule):
         unit = self._trireme_unit
         if unit.all_gather is not None or unit.reduce_scatter is not None:
             got = "got memory of the process group for a unit with a custom collective"
-            refuse(
-                "fully_shard", got, "Let its allocate() take it from there.", kind=AssertionError
-            )
+            refuse(got, "Let its allocate() take it from there.", kind=AssertionError)
         unit.allocates_from_group = enable
         if unit.root is not None:
             unit.root.comms_changed = True
 
     def set_symm_mem_for_comm(self, backend: Any = "NCCL") -> None:
         """This unit is gathered through torch's symmetric memory, for which NCCL has copies without
-        kernels, or kernels of its own. As with a custom all-gather, what comes is copied out of it.
-        Of all ranks at the same place; on CPU it was tested with a stand-in for NCCL only.
+        kernels, or kernels of its own. What comes is copied out of it, as with a custom all-gather.
+        All ranks call it at the same place; on CPU it was tested with a stand-in for NCCL only.
 
         Raises:
             ValueError: parameters are not on GPUs.

@@ -9,8 +9,8 @@ import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
 from trireme._C import UnitOffload, plan_offload
-from trireme._core.errors import refuse
 from trireme._core.rank_log import get_logger
+from trireme._fsdp import refuse
 
 _told: set[str] = set()
 
@@ -19,10 +19,10 @@ _told: set[str] = set()
 class Offload(OffloadPolicy):
     """``offload_policy`` of ``fully_shard``: a fraction of the model in CPU memory, by bytes.
 
-    Of the fraction ``optimizer`` this rank's part of parameters, their gradients and so the state
-    of the optimizer lie in CPU memory, where the optimizer steps them. Of ``params`` (at most
-    ``optimizer``) the device has no copy, and each gather brings one; of the others it keeps one of
-    the part, in ``param_dtype``, made once per step. ``Offload(1, 1)`` is ``CPUOffloadPolicy()``.
+    The fraction ``optimizer`` has this rank's part of parameters, their gradients and so the state
+    of the optimizer in CPU memory, where the optimizer steps them. The device has no copy of
+    ``params`` (at most ``optimizer``), and each gather brings one; it keeps one of the part of the
+    others, in ``param_dtype``, made once per step. ``Offload(1, 1)`` is ``CPUOffloadPolicy()``.
 
     Whole parameters are chosen, from the front of each unit; give one object to all units of a
     model, and each of them rounds so that the total comes nearest.
@@ -37,7 +37,7 @@ class Offload(OffloadPolicy):
     optimizer: float = 1.0
     params: float = 0.0
     pin_memory: bool = True
-    # As OffloadOwed in csrc/strategies/fsdp/offload_plan.h.
+    # OffloadOwed in csrc/strategies/fsdp/offload_plan.h says what this is.
     _owed: tuple[float, float] = field(default=(0.0, 0.0), init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -47,7 +47,6 @@ class Offload(OffloadPolicy):
         )
         if not are_numbers or not 0 <= self.params <= self.optimizer <= 1:
             refuse(
-                "fully_shard",
                 f"got Offload(optimizer={self.optimizer!r}, params={self.params!r}), expected "
                 "0 <= params <= optimizer <= 1",
                 "Pass fractions; what has no copy on the device is a part of what is offloaded.",
@@ -60,12 +59,10 @@ def offloads_from(device: torch.device) -> bool:
 
 
 def resolve_offload(policy: OffloadPolicy, device: torch.device) -> Offload | None:
-    """None if everything stays where it is."""
+    """Returns None if everything stays where it is."""
     if not isinstance(policy, OffloadPolicy):
         got = f"got {type(policy).__name__} as offload_policy"
-        refuse(
-            "fully_shard", got, "Pass trireme.Offload(), or a policy of torch's.", kind=TypeError
-        )
+        refuse(got, "Pass trireme.Offload(), or a policy of torch's.", kind=TypeError)
     if isinstance(policy, CPUOffloadPolicy):
         offload = Offload(1.0, 1.0, policy.pin_memory)
     elif isinstance(policy, Offload):
@@ -85,7 +82,7 @@ def _say_once(name: str) -> None:
 
 
 def choose(offload: Offload | None, params: Sequence[torch.Tensor]) -> UnitOffload | None:
-    """Which of a unit's parameters; the same on all ranks."""
+    """Says which of a unit's parameters are offloaded; all ranks say the same."""
     if offload is None:
         return None
     optimizers, everything, offload._owed = plan_offload(

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch.distributed.algorithms.join import Joinable, JoinHook, _JoinConfig
 
-from trireme._core.errors import refuse
+from trireme._fsdp import refuse
+from trireme._fsdp.checks import check_outermost
 from trireme._fsdp.join import FsdpJoinHook
 
 
@@ -49,16 +50,14 @@ class OwnNames(Joinable):
         another order, or more often, in every forward. Costs one small collective per unit and
         pass; without, the first forward of all ranks sets the order (csrc/param/prefetch.h)."""
         unit = self._trireme_unit
-        if unit.root is not None and not unit.is_root:
-            got = "got set_dynamic_gather() of an inner unit"
-            refuse("fully_shard", got, "Call it on the outermost one.", kind=RuntimeError)
+        check_outermost(unit, "set_dynamic_gather")
         unit.gathers_dynamically = dynamic
         if unit.root is not None:
             unit.root.follow_gathers()
 
     @_method
     def last_step(self: Any) -> dict[str, float]:
-        """Where the time of the last synchronized backward went; keys as in DDP's."""
+        """Says where the time of the last synchronized backward went; keys as in DDP's."""
         core = self._trireme_unit.own_root().core
         return {} if core is None else core.last_step()
 
@@ -75,12 +74,13 @@ class OwnNames(Joinable):
         optimizer = kwargs.get("optimizer")
         if optimizer is None:
             got = "got Join without the optimizer, which steps this rank's shards"
-            refuse("fully_shard", got, "Pass it: Join([model], optimizer=optimizer).")
+            refuse(got, "Pass it: Join([model], optimizer=optimizer).")
         return FsdpJoinHook(self, optimizer, kwargs.get("divide_by_initial_world_size", True))
 
     @_value
     def join_device(self: Any) -> torch.device:
-        """Where torch's ``Join`` puts the tensor by which ranks tell whether they have inputs."""
+        """Says where torch's ``Join`` puts the tensor by which ranks tell whether they have
+        inputs."""
         return self._trireme_unit.mesh.device
 
     @_value

@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from trireme._C import ShardedParamSpec
-from trireme._core.errors import refuse
 from trireme._core.owners import local_of
+from trireme._fsdp import refuse
 from trireme._fsdp.checks import check_gradient_dtype, check_parameter, resolve_placement, shard_dim
 from trireme._fsdp.dtensor import (
     ModelLayout,
@@ -52,28 +52,30 @@ class ShardedParameter:
     shown: nn.Parameter | None = None  # what the module shows for the unsharded one
 
     def spec(self) -> ShardedParamSpec:
-        """As the core wants it."""
-        original = self.original if self.sharded is None else self.sharded
-        assert original is not None
+        """Says of the parameter what the core wants to know."""
         return ShardedParamSpec(
             name=self.name,
             sizes=self.sizes,
-            dtype=original.dtype,
+            dtype=self.present.dtype,
             dim=self.dim,
             param_dtype=self.param_dtype,
             reduce_dtype=self.reduce_dtype,
-            requires_grad=original.requires_grad,
+            requires_grad=self.present.requires_grad,
         )
+
+    @property
+    def present(self) -> nn.Parameter:
+        """Returns the parameter as it is now, sharded or not yet."""
+        present = self.original if self.sharded is None else self.sharded
+        assert present is not None
+        return present
 
     def as_dtensor(self, local: torch.Tensor, *, requires_grad: bool = False) -> DTensor:
         """``local`` as this rank's part of the parameter, or of its gradient."""
         spec = self.specs.get(local.dtype)
         if spec is None:
             known = next(iter(self.specs.values()))
-            assert known.tensor_meta is not None
-            meta = TensorMeta(known.tensor_meta.shape, known.tensor_meta.stride, local.dtype)
-            spec = DTensorSpec(known.mesh, known.placements, tensor_meta=meta)
-            self.specs[local.dtype] = spec
+            spec = self.specs[local.dtype] = _cast(known, local.dtype)
         return DTensor(local, spec, requires_grad=requires_grad)
 
     def describe_on(self, mesh: FsdpMesh) -> None:
@@ -150,19 +152,22 @@ def collect(
 
 
 def _set_dtypes(one: ShardedParameter, policy: MixedPrecisionPolicy) -> None:
-    """What torch's policy says for this parameter."""
-    original = one.original if one.sharded is None else one.sharded
-    assert original is not None
-    if not original.is_floating_point():
+    """Takes over what torch's policy says for this parameter."""
+    if not one.present.is_floating_point():
         return
     resolved = policy
     if hasattr(policy, "_resolve_for_param"):
-        resolved = policy._resolve_for_param(original)
+        resolved = policy._resolve_for_param(one.present)
     one.param_dtype = resolved.param_dtype
     one.reduce_dtype = resolved.reduce_dtype
-    check_gradient_dtype(one.name, original)
+    check_gradient_dtype(one.name, one.present)
     if one.reduce_dtype is None and not _REDUCES_IN_ORIGINAL_DTYPE:
         one.reduce_dtype = one.param_dtype
+
+
+def _cast(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
+    meta = TensorMeta(spec.shape, spec.stride, dtype)
+    return DTensorSpec(spec.mesh, spec.placements, tensor_meta=meta)
 
 
 def shard(group: ParamGroup, params: Sequence[ShardedParameter], mesh: FsdpMesh) -> None:
@@ -188,7 +193,7 @@ def shard(group: ParamGroup, params: Sequence[ShardedParameter], mesh: FsdpMesh)
 
 
 def _put(module: nn.Module, name: str, param: nn.Parameter) -> None:
-    """By setattr where the class has its own: layers with caches of their parameters renew them."""
+    """Calls a setattr of the class's own: layers with caches of their parameters renew them."""
     if type(module).__setattr__ is nn.Module.__setattr__:
         module._parameters[name] = param
     else:
@@ -228,8 +233,7 @@ def note_casts(params: Sequence[ShardedParameter], policy: MixedPrecisionPolicy)
         dtype, spec = next(iter(one.specs.items()))
         if not isinstance(given, DTensor) or given.dtype == dtype:
             continue
-        meta = TensorMeta(spec.shape, spec.stride, given.dtype)
-        one.specs = {given.dtype: DTensorSpec(spec.mesh, spec.placements, tensor_meta=meta)}
+        one.specs = {given.dtype: _cast(spec, given.dtype)}
         one.sharded = given
         _set_dtypes(one, policy)
         any_cast = True
@@ -257,7 +261,6 @@ def adopt(
         shard_ = shards[index]
         if local.is_meta:
             refuse(
-                "fully_shard",
                 f"got parameter '{one.name}' on the meta device at its first use",
                 "Call model.to_empty(device='cpu') and initialise the parameters.",
                 kind=RuntimeError,
@@ -274,22 +277,16 @@ def _checked(one: ShardedParameter, given: nn.Parameter) -> nn.Parameter:
     expected = next(iter(one.specs.values()))
     if not isinstance(given, DTensor):
         got = f"got a plain tensor for '{one.name}', expected a DTensor on {expected.mesh}"
-        refuse(
-            "fully_shard",
-            got,
-            "Load with torch.distributed.checkpoint.state_dict.set_model_state_dict.",
-        )
+        refuse(got, "Load with torch.distributed.checkpoint.state_dict.set_model_state_dict.")
     dtype = next(iter(one.specs))
     if given.shape != expected.shape or given.dtype != dtype:
         refuse(
-            "fully_shard",
             f"got '{one.name}' as {given.dtype} of shape {tuple(given.shape)}, expected "
             f"{dtype} of shape {tuple(expected.shape)}",
             "Change shapes before fully_shard, and dtypes before the first forward.",
         )
     if given.placements != expected.placements or given.device_mesh != expected.mesh:
         refuse(
-            "fully_shard",
             f"got '{one.name}' placed {given.placements} on {given.device_mesh}, expected "
             f"{expected.placements} on {expected.mesh}",
             "Keep the placement that fully_shard gave it.",

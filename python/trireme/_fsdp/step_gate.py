@@ -8,8 +8,8 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from trireme._core.errors import refuse
 from trireme._core.owners import unit_of
+from trireme._fsdp import refuse
 from trireme._fsdp.unit import FsdpUnit
 
 _watched: list[Any] = []
@@ -38,13 +38,14 @@ def _before_step(
 
 
 def begin_writing(units: list[FsdpUnit]) -> None:
-    """Of the roots of ``units``; those that have none yet were not read."""
+    """Waits for the roots of ``units``; those that have none yet were not read."""
     for root in dict.fromkeys(unit.root for unit in units if unit.root is not None):
         root.begin_writing()
 
 
 def _gated(closure: Callable[[], Any], units: list[FsdpUnit]) -> Callable[[], Any]:
-    """What a closure reads, the optimizer writes afterwards. It may be the first to read."""
+    """Gates what a closure reads, which the optimizer writes afterwards. It may be the first to
+    read."""
 
     def call() -> Any:
         result = closure()
@@ -70,7 +71,6 @@ def _check_not_replaced(param: Any) -> None:
     name = getattr(param, "_trireme_sharded", None)
     if name is not None:
         refuse(
-            "fully_shard",
             f"got an optimizer of '{name}' as it was before fully_shard, which trains nothing",
             "Make the optimizer after the last fully_shard.",
             kind=RuntimeError,

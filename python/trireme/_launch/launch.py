@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from trireme import _C
-from trireme._core.errors import refuse
+from trireme._launch import refuse
 from trireme._launch.checks import as_timedelta, check_available, expect, parse_device
 from trireme._launch.shm_backend import SHM
 
@@ -27,8 +27,8 @@ _MEET_BY_THEMSELVES = ("mpi", "fake")
 class Context:
     """This process as one rank of a run.
 
-    As a context manager it ends the run that its ``init()`` began (see :func:`shutdown`). Leaving
-    it by an exception does not wait for the other ranks.
+    It is a context manager that ends the run that its ``init()`` began (see :func:`shutdown`).
+    Leaving it by an exception does not wait for the other ranks.
     """
 
     rank: int
@@ -116,7 +116,7 @@ def init(
     world = expect("world", world, int)
     limit = as_timedelta(timeout)
     if (rank is None) != (world is None):
-        refuse("launch", "rank and world were not given together", "Pass both or neither.")
+        refuse("rank and world were not given together", "Pass both or neither.")
     if dist.is_initialized():
         return _describe_group(backend, device, set_threads)
 
@@ -210,7 +210,6 @@ def _describe_group(
     backends = {dist.get_backend(), dist.get_backend_config()} | ({run.backend} if run else set())
     if backend is not None and backend.lower() not in backends:
         refuse(
-            "launch",
             f"backend is {backend!r}, but the default group exists and has {dist.get_backend()!r}",
             "Call shutdown() before another init().",
         )
@@ -223,7 +222,6 @@ def _describe_group(
     asked = own if device is None else parse_device(device)
     if asked.type != own.type or asked.index not in (None, own.index):
         refuse(
-            "launch",
             f"device is {asked}, but this rank was initialised on {own}",
             "Call shutdown() before another init().",
         )
@@ -244,7 +242,6 @@ def _choose_device(
     if wanted.type == "cpu":
         if has_nccl and "cpu:" not in str(backend):
             refuse(
-                "launch",
                 f"backend {backend} cannot serve device cpu",
                 'Use the backend "trireme" or "gloo", or a CUDA device.',
                 **where,
@@ -254,7 +251,6 @@ def _choose_device(
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if gpus == 0:
         refuse(
-            "launch",
             f"device is {wanted} but torch sees no GPU",
             'Check the driver and CUDA_VISIBLE_DEVICES, or pass device="cpu".',
             **where,
@@ -265,7 +261,6 @@ def _choose_device(
     index = own if wanted.index is None else wanted.index
     if index >= gpus:
         refuse(
-            "launch",
             f"device is cuda:{index}, expected one of {gpus} GPUs",
             "Start at most one rank per GPU, or pass a device.",
             **where,

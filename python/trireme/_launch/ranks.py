@@ -6,8 +6,8 @@ from typing import overload
 import torch
 import torch.distributed as dist
 
-from trireme._core.errors import refuse
 from trireme._core.group_communicator import device_of_numbers
+from trireme._launch import AREA, refuse
 
 
 @overload
@@ -32,7 +32,6 @@ def all_mean(
         return _mean_of_tensor(value, group)
     if not isinstance(value, numbers.Real):
         refuse(
-            "launch",
             f"all_mean got {type(value).__name__}, expected a real number or a tensor",
             "Convert the value first.",
             kind=TypeError,
@@ -51,13 +50,7 @@ def rank_generator(seed: int, device: str | torch.device = "cpu") -> torch.Gener
     next.
     """
     _expect_run("rank_generator", None)
-    if not isinstance(seed, int) or isinstance(seed, bool):
-        refuse(
-            "launch",
-            f"seed is {type(seed).__name__}, expected int",
-            "Pass a whole number.",
-            kind=TypeError,
-        )
+    AREA.expect("seed", seed, int, "int", next_step="Pass a whole number.")
     return torch.Generator(device).manual_seed(_mix(seed, dist.get_rank()))
 
 
@@ -73,7 +66,6 @@ def _mix(seed: int, rank: int) -> int:
 def _mean_of_tensor(value: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
     if value.layout != torch.strided:
         refuse(
-            "launch",
             f"all_mean got a tensor of layout {value.layout}, expected torch.strided",
             "Pass value.to_dense().",
         )
@@ -91,13 +83,7 @@ def _mean_of_tensor(value: torch.Tensor, group: dist.ProcessGroup | None) -> tor
 
 def _expect_run(caller: str, group: dist.ProcessGroup | None) -> None:
     if not dist.is_initialized():
-        refuse("launch", f"{caller} was called before init()", "Call trireme.init() first.")
-    if group is None:
-        return
-    if not isinstance(group, dist.ProcessGroup):
-        refuse(
-            "launch",
-            f"group is {type(group).__name__}, expected a ProcessGroup",
-            "Pass a group of torch.distributed that this rank belongs to.",
-            kind=TypeError,
-        )
+        refuse(f"{caller} was called before init()", "Call trireme.init() first.")
+    if group is not None:
+        next_step = "Pass a group of torch.distributed that this rank belongs to."
+        AREA.expect("group", group, dist.ProcessGroup, "a ProcessGroup", next_step=next_step)

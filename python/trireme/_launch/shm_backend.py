@@ -24,7 +24,7 @@ def register() -> None:
 
 
 def _leave() -> None:
-    """What is left to do where nobody has called ``destroy_process_group()``."""
+    """Does what is left to do where nobody has called ``destroy_process_group()``."""
     _C.close_all_p2p()
     error = _error_at_the_end()
     _C.leave_all_groups("" if error is None else f"{type(error).__name__}: {error}")
@@ -43,7 +43,7 @@ def _create(options: Any, backend_options: Any) -> Any:
     global _leaver
     if _leaver != os.getpid():  # not the process that this one was forked from
         _leaver = os.getpid()
-        # At the end of a program, or of a process of multiprocessing, which has no atexit.
+        # It runs at the end of a program, or of a process of multiprocessing, which has no atexit.
         Finalize(None, _leave, exitpriority=0)
     partition = getattr(backend_options, "host_partition", "")  # of tests
     return _C.make_shm_backend(

@@ -135,7 +135,7 @@ def load_checkpoint(
 def _group_for(
     model: nn.Module, optimizer: Optimizer | None, given: dist.ProcessGroup | None
 ) -> dist.ProcessGroup | None:
-    """Over which the model is trained; None where nobody made one."""
+    """Finds the group over which the model is trained; None where nobody made one."""
     if given is not None or not dist.is_initialized():
         return given
     parameters = plain_model(model).parameters()

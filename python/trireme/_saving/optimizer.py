@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from trireme._C import CheckpointReader, CheckpointTensor
 from trireme._core.fused_optimizer import loaded_state_dtype
-from trireme._core.owners import ShardedOptimizer
+from trireme._core.owners import ShardedOptimizer, hyperparameters
 from trireme._saving.parts import (
     NamedTensor,
     Part,
@@ -109,9 +109,7 @@ class OptimizerParts:
 
     def _group_values(self, group: dict[str, Any]) -> dict[str, Any]:
         values = {}
-        for key, value in group.items():
-            if key in ("params", "param_names"):
-                continue
+        for key, value in hyperparameters(group).items():
             if isinstance(value, torch.Tensor) and value.numel() == 1:
                 value = value.item()
             if isinstance(value, tuple):
@@ -194,7 +192,7 @@ class OptimizerParts:
         return values, stepped.part.to_load(saved.name, held_of(values), saved.dtype)
 
     def _present(self, stepped: Stepped, key: str, dtype: torch.dtype) -> torch.Tensor | None:
-        """What the optimizer has already, if it can be read into."""
+        """Returns what the optimizer has already, if it can be read into."""
         target, value = stepped.target, self.stepping.state.get(stepped.target, {}).get(key)
         if not isinstance(value, torch.Tensor):
             return None
@@ -232,7 +230,7 @@ class LoadedOptimizer:
         self.tensors: list[CheckpointTensor] = []
 
     def put_into_optimizer(self) -> None:
-        """Through its own ``load_state_dict``, which knows what its class wants."""
+        """Calls its own ``load_state_dict``, which knows what its class wants."""
         shown, stepping = self._parts.shown, self._parts.stepping
         updates = [
             {key: _as_before(current.get(key), value) for key, value in saved.items()}

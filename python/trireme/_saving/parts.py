@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from trireme._C import CheckpointRanks, CheckpointTensor
+from trireme._C import CheckpointRanks, CheckpointTensor, chunk_rows
 from trireme._core.errors import refuse
 from trireme._core.group_communicator import communicator_of, device_of_numbers
 from trireme._core.meshes import is_cut, ranks_of
@@ -53,7 +53,7 @@ class Ranks:
 
 @dataclass(frozen=True)
 class Part:
-    """Of a tensor of ``shape`` a rank has ``local_shape[d]`` elements of each dimension ``d``, from
+    """A rank has ``local_shape[d]`` elements of each dimension ``d`` of a tensor of ``shape``, from
     ``first[d]`` on. Where several ranks have the same part, the lowest one writes it."""
 
     shape: torch.Size
@@ -75,10 +75,7 @@ class Part:
 
     def chunk(self, dim: int, number: int, chunks: int) -> Part:
         """One of so many along ``dim``, by torch.chunk's rule, as DTensor and fully_shard do."""
-        rows = self.local_shape[dim]
-        most = -(-rows // chunks)
-        first = min(number * most, rows)
-        return self.rows(dim, first, min(most, rows - first))
+        return self.rows(dim, *chunk_rows(self.local_shape[dim], number, chunks))
 
     def to_load(
         self, name: str, values: torch.Tensor, dtype: torch.dtype | None = None
@@ -105,7 +102,7 @@ def whole(shape: torch.Size, *, is_shared: bool = False) -> Part:
 
 
 def part_of(name: str, tensor: torch.Tensor, ranks: Ranks) -> Part:
-    """What this rank has of a parameter: of a DTensor its part, of a plain tensor all.
+    """Says what this rank has of a parameter: of a DTensor its part, of a plain tensor all.
 
     Raises:
         ValueError: a DTensor that lies in another way.
@@ -164,7 +161,7 @@ class ShardedParts:
         self._plans = [core.plan() for core in optimizer._cores]
 
     def part_of(self, param: torch.Tensor) -> Part:
-        """This rank's."""
+        """Says what this rank owns of a parameter."""
         row = param.shape[1:].numel()
         if row == 0:  # of what has no elements nobody owns anything
             return whole(param.shape)
@@ -173,7 +170,7 @@ class ShardedParts:
         return own.rows(0, begin // row, numel // row) if param.shape else own
 
     def shard_of(self, param: torch.Tensor) -> torch.Tensor:
-        """This rank's, in the memory of the parameter."""
+        """Returns what this rank owns, in the memory of the parameter."""
         return self._optimizer._shards[param]
 
     def first_owner(self, param: torch.Tensor) -> int:
@@ -187,7 +184,7 @@ class ShardedParts:
 
 
 def held_of(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank has of a tensor, in the same memory and nothing of autograd's."""
+    """Returns what this rank has of a tensor, in the same memory and nothing of autograd's."""
     return local_of(tensor).detach()
 
 
@@ -227,7 +224,7 @@ def named_tensors(model: nn.Module, ranks: Ranks) -> list[NamedTensor]:
 
 
 def plain_model(model: nn.Module) -> nn.Module:
-    """Without DistributedDataParallel and torch.compile around it; sharded, where it can be."""
+    """Takes off DistributedDataParallel and torch.compile; reshards what can be."""
     inner: Any = model
     while isinstance(inner, nn.parallel.DistributedDataParallel) or hasattr(inner, "_orig_mod"):
         inner = inner._orig_mod if hasattr(inner, "_orig_mod") else inner.module
@@ -238,7 +235,7 @@ def plain_model(model: nn.Module) -> nn.Module:
 
 
 def _plain_name(name: str) -> str:
-    """Without what wrappers in the model have added."""
+    """Leaves out what wrappers in the model have added."""
     added = ("_orig_mod", "_checkpoint_wrapped_module")
     return ".".join(part for part in name.split(".") if part not in added)
 
@@ -258,7 +255,7 @@ def model_to_save(model: nn.Module, ranks: Ranks) -> list[CheckpointTensor]:
 
 
 def model_to_load(model: nn.Module, ranks: Ranks) -> list[CheckpointTensor]:
-    """What this rank needs, in the model's memory: of what others write for it nothing."""
+    """Lists what this rank needs, in the model's memory: of what others write for it nothing."""
     tensors = []
     sharded: dict[ShardedOptimizer, ShardedParts] = {}
     for one in named_tensors(model, ranks):

@@ -8,12 +8,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import optim
-from torch.distributed.distributed_c10d import GroupMember
 from torch.optim import Optimizer
 
 from trireme._C import ShardPlacement
-from trireme._core.errors import refuse
 from trireme._core.fused_optimizer import FusedAdam
+from trireme._zero import refuse
 
 # Each element is treated by itself, so that a slice of a parameter is as good as all of it.
 _ELEMENTWISE = frozenset(
@@ -33,49 +32,17 @@ _ELEMENTWISE = frozenset(
 )
 
 
-def resolve_group(process_group: Any) -> dist.ProcessGroup:
-    """The group to shard over."""
-    if process_group is None:
-        if not dist.is_initialized():
-            refuse(
-                "zero",
-                "got no process group, expected an initialised one",
-                "Call trireme.init() first.",
-            )
-        process_group = dist.group.WORLD
-    outside: object = GroupMember.NON_GROUP_MEMBER
-    if process_group is outside:
-        refuse(
-            "zero",
-            f"got a process group without rank {dist.get_rank()}, expected one that has it",
-            "Make the optimizer on the ranks of the group only.",
-        )
-    if not isinstance(process_group, dist.ProcessGroup):
-        refuse(
-            "zero",
-            f"got {type(process_group).__name__} as process_group, expected a "
-            "torch.distributed.ProcessGroup",
-            "Make one with torch.distributed.new_group().",
-            kind=TypeError,
-        )
-    return process_group
-
-
 def check_stage(stage: Any, overlap_with_ddp: bool, group: dist.ProcessGroup) -> None:
     """Refuses what is no stage of this class."""
     if stage not in (1, 2) or isinstance(stage, bool):
         refuse(
-            "zero",
             f"got stage {stage!r}, expected 1 or 2",
             "Stage 3 shards the parameters, too: use fully_shard.",
             group,
         )
     if overlap_with_ddp:
         refuse(
-            "zero",
-            "got overlap_with_ddp=True, which has nothing to overlap here",
-            "Leave it out.",
-            group,
+            "got overlap_with_ddp=True, which has nothing to overlap here", "Leave it out.", group
         )
 
 
@@ -83,7 +50,6 @@ def check_optimizer_class(optimizer_class: Any, group: dist.ProcessGroup) -> Non
     """Refuses what is no optimizer, or cannot work on a part of the parameters."""
     if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
         refuse(
-            "zero",
             f"got {optimizer_class!r} as optimizer_class, expected a subclass of "
             "torch.optim.Optimizer",
             "Pass the class itself, e.g. torch.optim.AdamW.",
@@ -92,16 +58,13 @@ def check_optimizer_class(optimizer_class: Any, group: dist.ProcessGroup) -> Non
         )
     if issubclass(optimizer_class, optim.LBFGS):
         refuse(
-            "zero",
             "got LBFGS, which needs all parameters at once and calls its closure while it writes "
             "them",
             "Use it without sharding, under DistributedDataParallel.",
             group,
         )
     if issubclass(optimizer_class, optim.SparseAdam):
-        refuse(
-            "zero", "got SparseAdam, expected dense gradients", "Use Adam and sparse=False.", group
-        )
+        refuse("got SparseAdam, expected dense gradients", "Use Adam and sparse=False.", group)
 
 
 def check_fused_step(
@@ -112,7 +75,6 @@ def check_fused_step(
         return
     if stage != 2 or not issubclass(optimizer_class, FusedAdam):
         refuse(
-            "zero",
             f"got fused_step=True for stage {stage} and {optimizer_class.__name__}, expected stage "
             "2 and trireme.optim.Adam or AdamW",
             "Change them, or leave fused_step out.",
@@ -124,7 +86,6 @@ def as_param_groups(params: Any, group: dist.ProcessGroup) -> list[Any]:
     """``params`` as what Optimizer takes, gone through once."""
     if isinstance(params, torch.Tensor) or not isinstance(params, Iterable):
         refuse(
-            "zero",
             f"got {type(params).__name__} as params, expected parameters or groups of them",
             "Pass model.parameters().",
             group,
@@ -132,13 +93,11 @@ def as_param_groups(params: Any, group: dist.ProcessGroup) -> list[Any]:
         )
     groups = list(params)
     if not groups:
-        refuse(
-            "zero", "got no parameters, expected at least one", "Pass model.parameters().", group
-        )
+        refuse("got no parameters, expected at least one", "Pass model.parameters().", group)
     for one in groups:
         held = one.get("params") if isinstance(one, dict) else one
         if held is None or (isinstance(one, dict) and not _holds_any(one)):
-            refuse("zero", "got a parameter group without parameters", "Give it 'params'.", group)
+            refuse("got a parameter group without parameters", "Give it 'params'.", group)
     return groups
 
 
@@ -152,8 +111,8 @@ def _holds_any(group: dict[str, Any]) -> bool:
 def names_of(
     groups: list[dict[str, Any]], first: int, found: dict[torch.Tensor, str]
 ) -> dict[torch.Tensor, str]:
-    """What messages call the parameters of ``groups``, the first of which is number ``first``: the
-    name that the caller gave, else the one that was ``found``, else its place."""
+    """Says what messages call the parameters of ``groups``, the first of which is number ``first``:
+    the name that the caller gave, else the one that was ``found``, else its place."""
     names = {}
     for number, group in enumerate(groups, first):
         given = group.get("param_names")
@@ -169,7 +128,6 @@ def placement_for(
     """Slices where the optimizer treats elements alike, whole parameters otherwise."""
     if placement not in (None, "shards", "whole"):
         refuse(
-            "zero",
             f"got placement {placement!r}, expected 'shards', 'whole' or None",
             "Leave it out.",
             group,

@@ -7,13 +7,13 @@ from collections.abc import Callable, Collection, Iterable
 
 import torch
 
-from trireme._core.errors import refuse
 from trireme._core.owners import (
     ShardedOptimizer,
     averaging_module_of,
     note_optimizer,
     optimizer_of,
 )
+from trireme._zero import refuse
 
 
 class Claim:
@@ -31,7 +31,7 @@ class Claim:
         optimizer: ShardedOptimizer,
         name_of: Callable[[torch.Tensor], str],
     ) -> None:
-        # By reference, so that an exception does not keep those who are not claimed from.
+        # Weak references, so that an exception does not keep those who are not claimed from.
         self._before = {parameter: _holder_of(parameter) for parameter in parameters}
         for parameter in self._before:
             _check_averaged(parameter, optimizer, name_of(parameter))
@@ -68,14 +68,12 @@ def _check_averaged(parameter: torch.Tensor, optimizer: ShardedOptimizer, name: 
         return
     if optimizer.stage == 2:
         refuse(
-            "zero",
             f"got stage 2 for '{name}', which DistributedDataParallel averages already",
             "Use the plain module, or stage=1.",
             optimizer.process_group,
         )
     if module.process_group != optimizer.process_group:
         refuse(
-            "zero",
             f"got '{name}', which DistributedDataParallel averages over another group",
             "Pass the same process_group to both.",
             optimizer.process_group,
@@ -95,7 +93,6 @@ def _check_all_given(
     if not left:
         return
     refuse(
-        "zero",
         f"got '{name}', which another ZeroRedundancyOptimizer holds, without '{left[0]}'"
         + (f" and {len(left) - 1} more of its parameters" if len(left) > 1 else "")
         + ", expected all of them or none",

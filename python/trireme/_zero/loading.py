@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from trireme._core.errors import refuse
 from trireme._core.owners import ShardedOptimizer, optimizer_of
+from trireme._zero import refuse
 
 
 class _BeforeLoading:
@@ -71,7 +71,6 @@ def _check_assigned(
         return  # torch has its own words for it
     if (value.dtype, value.device) != (parameter.dtype, parameter.device):
         refuse(
-            "zero",
             f"got load_state_dict(assign=True) with {value.dtype} on {value.device} for '{name}', "
             f"expected {parameter.dtype} on {parameter.device}",
             "Load without assign=True, or make the optimizer after loading.",

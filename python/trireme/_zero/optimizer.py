@@ -16,12 +16,12 @@ from torch.optim import Optimizer
 
 from trireme._C import Zero, ZeroOptions
 from trireme._core.clip_grad import clip_grad_norm_
-from trireme._core.errors import refuse
 from trireme._core.group_communicator import communicator_of, device_of_numbers
 from trireme._core.modules_around import ModulesAround
-from trireme._core.owners import ShardedOptimizer
+from trireme._core.owners import ShardedOptimizer, hyperparameters
 from trireme._core.writing import abandoning
-from trireme._zero.agreement import agree_on_names, raise_together
+from trireme._zero import AREA, refuse
+from trireme._zero.agreement import agree_on_names, together
 from trireme._zero.checks import (
     as_param_groups,
     check_fused_step,
@@ -29,7 +29,6 @@ from trireme._zero.checks import (
     check_stage,
     names_of,
     placement_for,
-    resolve_group,
 )
 from trireme._zero.claim import Claim
 from trireme._zero.fused import fused_adam_step
@@ -122,7 +121,9 @@ class ZeroRedundancyOptimizer(TorchZero, ShardedOptimizer):
         **defaults: Any,
     ) -> None:
         # torch's __init__ would partition whole parameters; its methods below are all replaced.
-        self.process_group = resolve_group(process_group)
+        self.process_group = AREA.expect_group(
+            process_group, "Make the optimizer on the ranks of the group only."
+        )
         check_stage(stage, overlap_with_ddp, self.process_group)
         check_optimizer_class(optimizer_class, self.process_group)
         groups = as_param_groups(params, self.process_group)
@@ -162,7 +163,6 @@ class ZeroRedundancyOptimizer(TorchZero, ShardedOptimizer):
         """Raises RuntimeError if another optimizer has taken over its parameters."""
         if self._is_retired:
             refuse(
-                "zero",
                 "got a call of an optimizer whose parameters another ZeroRedundancyOptimizer has "
                 "taken over",
                 "Use the one that was made last.",
@@ -185,14 +185,11 @@ class ZeroRedundancyOptimizer(TorchZero, ShardedOptimizer):
         parameters = [parameter for group in groups for parameter in group["params"]]
         around = ModulesAround(parameters)
         names = names_of(groups, len(self.param_groups) - len(groups), around.names())
-        error = None
-        try:
-            claim = Claim(parameters, self, names.__getitem__)
-        except ValueError as raised:
-            error = raised
         numbers = device_of_numbers(self.process_group)
+        claim = None
         try:
-            raise_together(error, "parameters", numbers, self.process_group)
+            with together("parameters", numbers, self.process_group):
+                claim = Claim(parameters, self, names.__getitem__)
             were_given = "param_names" in groups[0]
             names = agree_on_names(names, were_given, numbers, self.process_group)
             core = Zero(
@@ -202,11 +199,9 @@ class ZeroRedundancyOptimizer(TorchZero, ShardedOptimizer):
                 options=self._options,
             )
         except Exception:
-            if error is None:
+            if claim is not None:
                 claim.undo()
             raise
-        finally:
-            del error  # which holds this frame
         for index, (parameter, shard) in enumerate(zip(parameters, core.shards(), strict=True)):
             self._places[parameter] = (len(self._cores), index)
             self._shards[parameter] = shard
@@ -221,13 +216,9 @@ class ZeroRedundancyOptimizer(TorchZero, ShardedOptimizer):
     def _together(self, claim: Claim) -> Iterator[None]:
         """What an optimizer of one rank refuses is refused on all ranks, and the parameters of
         ``claim`` are as before. Collective."""
-        error = None
         try:
-            yield
-        except Exception as raised:
-            error = raised
-        try:
-            raise_together(error, "an optimizer", self._default_device, self.process_group)
+            with together("an optimizer", self._default_device, self.process_group):
+                yield
         except Exception:
             is_shared = self._cores.pop().shares_parameters
             claim.undo()
@@ -236,18 +227,16 @@ class ZeroRedundancyOptimizer(TorchZero, ShardedOptimizer):
                 if is_shared:  # what steps it now knows of no other rank
                     parameter.data = parameter.detach().clone()
             raise
-        finally:
-            del error  # which holds this frame
         claim.settle()
 
     def _local_group(self, group: dict[str, Any]) -> dict[str, Any]:
         """``group`` for this rank's optimizer: of its parameters the shards that it owns."""
-        rest = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-        shards = (self._shards[parameter] for parameter in group["params"])
-        return {"params": [shard for shard in shards if shard.numel() > 0], **rest}
+        shards = [self._shards[parameter] for parameter in group["params"]]
+        owned = [shard for shard in shards if shard.numel() > 0]
+        return {"params": owned, **hyperparameters(group)}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As in torch; collective once the optimizer is made."""
+        """Does what torch's does; collective once the optimizer is made."""
         self._check_alive()
         Optimizer.add_param_group(self, param_group)
         if not self.initialized:
@@ -263,19 +252,16 @@ class ZeroRedundancyOptimizer(TorchZero, ShardedOptimizer):
         self._show_defaults()
 
     def _show_defaults(self) -> None:
-        """What the inner optimizer has filled in, schedulers look for in our groups."""
+        """Shows what the inner optimizer has filled in: schedulers look for it in our groups."""
         for shown, local in zip(self.param_groups, self.optim.param_groups, strict=True):
-            for key, value in local.items():
-                if key not in ("params", "param_names"):
-                    shown.setdefault(key, value)
+            for key, value in hyperparameters(local).items():
+                shown.setdefault(key, value)
         for key, value in self.optim.defaults.items():
             self.defaults.setdefault(key, value)
 
     def _sync_hyperparameters(self) -> None:
         for shown, local in zip(self.param_groups, self.optim.param_groups, strict=True):
-            for key, value in shown.items():
-                if key not in ("params", "param_names"):
-                    local[key] = value
+            local.update(hyperparameters(shown))
 
     # the step
 
@@ -316,7 +302,7 @@ class ZeroRedundancyOptimizer(TorchZero, ShardedOptimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As in torch. Under stage 2 zeros take the memory of this rank's shards only."""
+        """Does what torch's does; under stage 2 zeros take memory for this rank's shards only."""
         for core in self._cores:
             core.zero_grad(set_to_none)
 
@@ -328,7 +314,6 @@ class ZeroRedundancyOptimizer(TorchZero, ShardedOptimizer):
         """
         if self.stage == 1:
             refuse(
-                "zero",
                 "got no_sync() under stage 1, where DistributedDataParallel averages",
                 "Use the no_sync() of the wrapped module.",
                 self.process_group,
@@ -351,14 +336,12 @@ class ZeroRedundancyOptimizer(TorchZero, ShardedOptimizer):
         per call of ``add_param_group`` and constructor, under stage 1 none. Collective.
         """
         self._check_alive()
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        return clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
+        return clip_grad_norm_(self._parameters(), max_norm, norm_type, error_if_nonfinite)
 
     def last_step(self) -> dict[str, float]:
-        """Where the time of the last synchronized backward went; keys as in DDP's. Stage 2."""
+        """Says where the time of the last synchronized backward went; keys as in DDP's. Stage 2."""
         if self.stage == 1:
             refuse(
-                "zero",
                 "got last_step() under stage 1, which moves no gradients",
                 "Ask the DistributedDataParallel module.",
                 self.process_group,
@@ -371,22 +354,22 @@ class ZeroRedundancyOptimizer(TorchZero, ShardedOptimizer):
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Brings the state of all shards to rank ``to``, on CPU. Collective.
 
-        Tensors are sent as they are and described by JSON: nothing is pickled. Costs the state of
-        the other ranks once, over the network and in the memory of ``to``.
+        Tensors are broadcast as they are, about 32 MiB at a time, and described by text: nothing is
+        pickled. Costs the state of the other ranks once in the memory of ``to``, and a batch of it
+        elsewhere.
         """
         layout = self._layout()
         self._sync_hyperparameters()
         self._consolidated = consolidate(self.optim, layout, self.process_group, to)
 
     def state_dict(self) -> dict[str, Any]:
-        """What ``consolidate_state_dict`` brought here last, as the plain optimizer has it.
+        """Returns what ``consolidate_state_dict`` brought here last, as the plain optimizer has it.
 
         Raises:
             RuntimeError: nothing was brought to this rank.
         """
         if self._consolidated is None:
             refuse(
-                "zero",
                 "got state_dict() of a state that was not consolidated here",
                 f"Call consolidate_state_dict(to={self.rank}) on all ranks before.",
                 self.process_group,
@@ -409,28 +392,24 @@ class ZeroRedundancyOptimizer(TorchZero, ShardedOptimizer):
         loaded.put_into(self.optim)
 
     def _counts(self) -> list[int]:
-        """How many parameters each core holds."""
+        """Says how many parameters each core holds."""
         counts = [0] * len(self._cores)
         for core, _ in self._places.values():
             counts[core] += 1
         return counts
 
     def _layout(self) -> ShardLayout:
-        cores = self._cores
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        ranges = []
-        for parameter in parameters:
-            core, index = self._places[parameter]
-            ranges.append(cores[core].plan()[index])
-        names = [self._names[parameter] for parameter in parameters]
-        shards = [self._shards[parameter] for parameter in parameters]
+        sharded = [core.sharded_parameters() for core in self._cores]
+        places = [self._places[parameter] for parameter in self._parameters()]
         return ShardLayout(
-            names=names,
-            parameters=parameters,
-            shards=shards,
-            ranges=ranges,
+            parameters=[sharded[core][index] for core, index in places],
+            shards=[self._shards[parameter] for parameter in self._parameters()],
             group_sizes=[len(group["params"]) for group in self.param_groups],
+            device=self._default_device,
         )
+
+    def _parameters(self) -> list[torch.Tensor]:
+        return [parameter for group in self.param_groups for parameter in group["params"]]
 
     # uneven inputs
 
@@ -445,7 +424,8 @@ class ZeroRedundancyOptimizer(TorchZero, ShardedOptimizer):
 
     @property
     def join_device(self) -> torch.device:
-        """Where torch's ``Join`` puts the tensor by which ranks tell whether they have inputs."""
+        """Says where torch's ``Join`` puts the tensor by which ranks tell whether they have
+        inputs."""
         return self._default_device
 
     @property

@@ -10,7 +10,7 @@ import torch
 from torch.amp import GradScaler
 from torch.amp.grad_scaler import OptState
 
-from trireme._core.errors import refuse
+from trireme._zero import refuse
 
 if TYPE_CHECKING:
     from trireme._zero.optimizer import ZeroRedundancyOptimizer
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @functools.cache
 def _counted_writes() -> int:
-    """How many writes autograd counts when a GradScaler unscales a gradient."""
+    """Says how many writes autograd counts when a GradScaler unscales a gradient."""
     gradient = torch.ones(1)
     torch._amp_foreach_non_finite_check_and_unscale_([gradient], torch.zeros(1), torch.ones(1))
     return gradient._version
@@ -43,7 +43,6 @@ class ScalerCheck:
         if self._state["stage"] is OptState.UNSCALED:
             if any(core.summed() for core in optimizer._cores):
                 refuse(
-                    "zero",
                     "got GradScaler.unscale_ under fused_step=True, expected no gradients to be "
                     "looked for before step()",
                     "Leave unscale_ out, or fused_step.",
@@ -70,13 +69,13 @@ class ScalerCheck:
         return not bool(torch.isfinite(torch.stack([norm.float() for norm in norms])).all())
 
     def tell(self, found_inf: bool) -> None:
-        """So that ``update()`` changes the scale on all ranks alike."""
+        """Makes ``update()`` change the scale on all ranks alike."""
         if self._state is not None:
             told = torch.full((), float(found_inf), device=self._device)
             self._state["found_inf_per_device"] = {self._device: told}
 
     def unscale(self, shards: Iterable[torch.Tensor]) -> None:
-        """Of the gradients that this rank steps with."""
+        """Unscales the gradients that this rank steps with."""
         if self._inverse is None:
             return
         for shard in shards:

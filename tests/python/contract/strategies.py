@@ -12,11 +12,8 @@
 from __future__ import annotations
 
 import functools
-import importlib
-import inspect
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -29,6 +26,7 @@ from torch.optim import SGD
 
 import fsdp.ranks
 import zero.ranks
+from ddp.ranks import run_program, signature_without_rank
 from distributed import run_ranks
 from fsdp.ranks import SGD_OPTIONS, ModelMaker, assert_parts, local, part_of
 from zero.ranks import DDP, Gradients, Training, alone, assert_close, own_parts
@@ -43,6 +41,10 @@ class Strategy:
     """(make_model, optimizer_class, **defaults of the optimizer)."""
     parts: Callable[[Training, Gradients], Gradients] = lambda _, whole: whole
     """What this rank has of gradients of whole parameters, when backward has returned."""
+
+    def __reduce__(self) -> Any:
+        """Pickles by its name, since its functions have none."""
+        return _strategy, (self.name,)
 
     @property
     def recovers(self) -> bool:
@@ -118,6 +120,10 @@ STRATEGIES = {
 }
 
 
+def _strategy(name: str) -> Strategy:
+    return STRATEGIES[name]
+
+
 def on_every_strategy(
     world: int = 2,
     *,
@@ -140,26 +146,14 @@ def on_every_strategy(
             chosen = STRATEGIES[strategy]
             if chosen.backend is None:
                 return program(0, chosen, **case)
-            place = (program.__module__, program.__qualname__, strategy, patience_s, case)
-            run_ranks(_run_program, world, *place, timeout=timeout, dying=dying)
+            place = (program.__module__, program.__qualname__, chosen.backend, patience_s, None)
+            case["strategy"] = chosen
+            run_ranks(run_program, world, *place, case, timeout=timeout, dying=dying)
 
-        signature = inspect.signature(program)
-        asked = [one for name, one in signature.parameters.items() if name != "rank"]
-        test.__signature__ = signature.replace(parameters=asked)
+        test.__signature__ = signature_without_rank(program)
         return test
 
     return decorate
-
-
-def _run_program(
-    rank: int, module: str, name: str, strategy: str, patience_s: float, case: dict[str, Any]
-) -> None:
-    program = getattr(importlib.import_module(module), name).__wrapped__
-    torch.manual_seed(0)
-    chosen = STRATEGIES[strategy]
-    dist.init_process_group(chosen.backend, timeout=timedelta(seconds=patience_s))
-    program(rank, chosen, **case)
-    dist.destroy_process_group()
 
 
 def set_requires_grad(model: nn.Module, change: dict[str, bool]) -> None:

@@ -341,8 +341,8 @@ def test_process_groups_are_separate_batches() -> None:
     for rank, result in enumerate(results):
         assert result["kept"]
         assert result["outsider"] == (
-            "[sync_batch_norm] got a process group without this rank, expected one that contains "
-            f"it (rank {rank} of 3). Build the layer on the ranks of its group only."
+            f"[sync_batch_norm] got a process group without rank {rank}, expected one that has it "
+            f"(rank {rank} of 3). Build the layer on the ranks of its group only."
         )
 
 

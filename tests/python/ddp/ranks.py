@@ -66,17 +66,21 @@ def on_ranks(
         def test(**case: Any) -> None:
             place = (program.__module__, program.__qualname__, backend, patience_s, prepare)
             count = case[world] if isinstance(world, str) else world
-            run_ranks(_run_program, count, *place, case, timeout=timeout, dying=dying)
+            run_ranks(run_program, count, *place, case, timeout=timeout, dying=dying)
 
-        signature = inspect.signature(program)
-        asked = [one for name, one in signature.parameters.items() if name != "rank"]
-        test.__signature__ = signature.replace(parameters=asked)  # type: ignore[attr-defined]
+        test.__signature__ = signature_without_rank(program)  # type: ignore[attr-defined]
         return test
 
     return decorate
 
 
-def _run_program(
+def signature_without_rank(program: Program) -> inspect.Signature:
+    signature = inspect.signature(program)
+    asked = [one for name, one in signature.parameters.items() if name != "rank"]
+    return signature.replace(parameters=asked)
+
+
+def run_program(
     rank: int,
     module: str,
     name: str,
@@ -85,6 +89,7 @@ def _run_program(
     prepare: Callable[[int], None] | None,
     case: Any,
 ) -> None:
+    """Runs on one rank the test of that name, as ``on_ranks`` and its kin have decorated it."""
     program = getattr(importlib.import_module(module), name).__wrapped__
     torch.manual_seed(0)
     if prepare is not None:

@@ -278,7 +278,7 @@ def test_a_state_of_another_model(rank: int, stage: int) -> None:
     for state in (states[0], states[1], grouped):
         with raises(ValueError, "[zero] got a state dict of groups of ", "same model and groups"):
             ours.optimizer.load_state_dict(state)
-    with raises(ValueError, "[zero] got state 'exp_avg' of shape (12, 6)", "shape (13, 6)"):
+    with raises(ValueError, "[zero] got state 'exp_avg' of shape [12, 6]", "shape [13, 6]"):
         ours.optimizer.load_state_dict(states[2])
     with raises(ValueError, "[zero] got a state dict without 'param_groups'"):
         ours.optimizer.load_state_dict({"state": {}})

@@ -71,6 +71,8 @@ class Counting(optim.Optimizer):
                 state["steps"] = state.get("steps", 0) + 1
                 state["rate"] = group["lr"] / state["steps"]
                 state["names"] = ["a", "b"]
+                state["notes"] = {"said": 'a "b" \\ \n', "of": [None, True, 1e300, "ä"]}
+                state["none"] = None
                 state["signs"] = parameter.grad > 0
                 state["nothing"] = torch.empty(0, 3)
                 state["of all"] = parameter.grad.sum().bfloat16()
@@ -250,6 +252,34 @@ def test_what_is_not_here_and_what_does_not_fit(rank: int) -> None:
             ours.optimizer.load_state_dict(plain.state_dict())
         assert_states(whole_state(ours.optimizer), before)
     ours.train(1)
+
+
+def refuse_what_json_cannot_say(rank: int) -> None:
+    """All ranks raise, and the next consolidation works."""
+    ours = sharded(mlp, optim.AdamW, 2, lr=0.01)
+    ours.train(0)
+    state = ours.optimizer.optim.state
+    shard = next(iter(state))
+    if rank == 1:
+        state[shard]["note"] = object()
+        with raises(TypeError, "[zero] got optimizer state 'note' of type object", "in tensors"):
+            ours.optimizer.consolidate_state_dict()
+        del state[shard]["note"]
+    else:
+        parts = ("got a state that rank 1 cannot use: TypeError: [zero] got", "of type object")
+        with raises(ValueError, *parts):
+            ours.optimizer.consolidate_state_dict()
+    whole_state(ours.optimizer)
+
+
+@on_shm_ranks(2)
+def test_a_state_that_json_cannot_say(rank: int) -> None:
+    refuse_what_json_cannot_say(rank)
+
+
+@on_ranks(2, backend="gloo")
+def test_a_state_that_json_cannot_say_over_gloo(rank: int) -> None:
+    refuse_what_json_cannot_say(rank)
 
 
 @on_shm_ranks(2)

@@ -214,7 +214,7 @@ TEST_CASE("what cannot be saved or loaded is refused") {
     CHECK_THAT(one[1], Catch::Contains("got rank 2 to consolidate on"));
     CHECK_THAT(one[2], Catch::Contains("groups of [2] parameters, expected [8]"));
     CHECK_THAT(one[3], Catch::Contains("another optimizer than this one"));
-    CHECK_THAT(one[4], Catch::Contains("of sizes [8, 8] for '") && Catch::Contains("of 2)"));
+    CHECK_THAT(one[4], Catch::Contains("of shape [8, 8] for '") && Catch::Contains("of 2)"));
   }
 }
 
