@@ -55,6 +55,15 @@ class TRIREME_API Communicator {
   virtual Pending reduce_scatter(std::vector<at::Tensor> outputs, std::vector<at::Tensor> inputs,
                                  ReduceOp op, std::string label) = 0;
 
+  // These two send tensors to one other rank, and fill tensors with what one sends: as many, of the
+  // same sizes and dtypes. They are not collective: the two ranks call them, each in any place
+  // among its other verbs. Messages of a pair of ranks come in the order in which they were sent,
+  // to recv() in the order of its calls. Throws ValueError for a rank that is not another one of
+  // the group. done() may say so only once the message was waited for. Whoever waits in vain
+  // raises, as for a collective. The default refuses: NotImplementedError.
+  virtual Pending send(std::vector<at::Tensor> tensors, int64_t to, std::string label);
+  virtual Pending recv(std::vector<at::Tensor> tensors, int64_t from, std::string label);
+
   // Says whether reduce_scatter() may return only when all ranks have come: somebody else's verb in
   // its place waits inside.
   virtual bool scatter_waits() const { return false; }
@@ -94,5 +103,13 @@ class TRIREME_API Communicator {
   // they share nothing (in tests).
   virtual std::shared_ptr<GroupHealth> health() const { return nullptr; }
 };
+
+// Tells messages of communicators apart from those that a user sends by the same group.
+inline constexpr int kMessageTag = 0x7215;
+
+// Returns what errors and traces call a message of `verb`, "send" or "recv": "send of activations
+// to rank 1". Throws ValueError unless `peer` is another rank of the group.
+TRIREME_API std::string message_text(const char* verb, int64_t peer, const std::string& label,
+                                     RankOf where);
 
 }  // namespace trireme

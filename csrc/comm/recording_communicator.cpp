@@ -63,6 +63,18 @@ Pending RecordingCommunicator::reduce_scatter(std::vector<at::Tensor> outputs,
   return {};
 }
 
+Pending RecordingCommunicator::send(std::vector<at::Tensor> tensors, int64_t to,
+                                    std::string label) {
+  note("send", message_text("send", to, label, where_), tensors);
+  return inner_ ? inner_->send(std::move(tensors), to, std::move(label)) : Pending();
+}
+
+Pending RecordingCommunicator::recv(std::vector<at::Tensor> tensors, int64_t from,
+                                    std::string label) {
+  note("recv", message_text("recv", from, label, where_), tensors);
+  return inner_ ? inner_->recv(std::move(tensors), from, std::move(label)) : Pending();
+}
+
 Pending RecordingCommunicator::barrier(std::string label) {
   note("barrier", label, {});
   return inner_ ? inner_->barrier(std::move(label)) : Pending();

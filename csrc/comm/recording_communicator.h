@@ -30,6 +30,8 @@ class TRIREME_API RecordingCommunicator final : public Communicator {
                      std::string label) override;
   Pending reduce_scatter(std::vector<at::Tensor> outputs, std::vector<at::Tensor> inputs,
                          ReduceOp op, std::string label) override;
+  Pending send(std::vector<at::Tensor> tensors, int64_t to, std::string label) override;
+  Pending recv(std::vector<at::Tensor> tensors, int64_t from, std::string label) override;
   Pending barrier(std::string label) override;
   void announce_failure(const std::string& reason) noexcept override;
   void recover() override;

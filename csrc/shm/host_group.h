@@ -145,6 +145,8 @@ class TRIREME_API HostGroup {
   bool has_abandoned() const;
   // Says what this rank said, or heard, when it last abandoned an epoch.
   std::string why_abandoned() const;
+  // Says who of `peer` and this rank has ended this epoch, and why; empty if neither has.
+  std::string left_by(int64_t peer) const;
   // Counts epochs from 1. Changes only inside begin().
   uint64_t epoch() const { return epoch_.load(std::memory_order_acquire); }
   // Waits until a counter in shared memory that `peer` writes has come to `target`.

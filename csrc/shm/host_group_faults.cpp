@@ -96,17 +96,7 @@ class HostGroup::PeerWatch : public Watch {
   }
 
   // Says who has ended this epoch, of those that this wait depends on, and why.
-  std::string left_by() const {
-    if (rejoins_) return {};
-    const uint64_t epoch = group_.epoch();
-    for (const int64_t rank : {peer_, group_.rank_}) {
-      const RankBlock& block = *group_.blocks_[static_cast<size_t>(rank)];
-      if (block.abandoned.load(std::memory_order_acquire) < epoch) continue;
-      const size_t length = ::strnlen(block.reason.data(), block.reason.size());
-      return group_.name_of(rank) + " has left it: " + std::string(block.reason.data(), length);
-    }
-    return {};
-  }
+  std::string left_by() const { return rejoins_ ? std::string() : group_.left_by(peer_); }
 
   HostGroup& group_;
   int64_t peer_;
@@ -212,6 +202,17 @@ bool HostGroup::has_abandoned() const {
 std::string HostGroup::why_abandoned() const {
   const RankBlock& own = *blocks_[static_cast<size_t>(rank_)];
   return {own.reason.data(), ::strnlen(own.reason.data(), own.reason.size())};
+}
+
+std::string HostGroup::left_by(int64_t peer) const {
+  const uint64_t epoch = this->epoch();
+  for (const int64_t rank : {peer, rank_}) {
+    const RankBlock& block = *blocks_[static_cast<size_t>(rank)];
+    if (block.abandoned.load(std::memory_order_acquire) < epoch) continue;
+    const size_t length = ::strnlen(block.reason.data(), block.reason.size());
+    return name_of(rank) + " has left it: " + std::string(block.reason.data(), length);
+  }
+  return {};
 }
 
 void HostGroup::abandon(const std::string& reason) noexcept {

@@ -18,6 +18,14 @@ class HostsCommunicator final : public ShmVerbs {
     backend()->fail(reason);
   }
 
+  // Messages cross between hosts by the engine that connects them.
+  Pending send(std::vector<at::Tensor> tensors, int64_t to, std::string label) override {
+    return others().send(std::move(tensors), to, std::move(label));
+  }
+  Pending recv(std::vector<at::Tensor> tensors, int64_t from, std::string label) override {
+    return others().recv(std::move(tensors), from, std::move(label));
+  }
+
   std::unique_ptr<DepositStream> make_deposit_stream(int64_t /*bytes*/,
                                                      bool /*also_with_free_cpus*/) override {
     return nullptr;

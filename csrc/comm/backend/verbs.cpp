@@ -1,6 +1,9 @@
 #include <trireme/comm/backend/verbs.h>
 
 #include <trireme/comm/reduce_op.h>
+#include <trireme/common/exception_text.h>
+
+#include <ATen/ATen.h>
 
 #include <algorithm>
 #include <map>
@@ -32,6 +35,67 @@ class ShmState final : public Pending::State {
 
  private:
   std::vector<c10::intrusive_ptr<ShmWork>> works_;
+};
+
+// Is how long a rank waits for a message before it looks whether the other one has left.
+constexpr std::chrono::milliseconds kLook{250};
+
+// Holds messages to or from one rank, in the order they were issued.
+class ShmMessages final : public Pending::State {
+ public:
+  ShmMessages(c10::intrusive_ptr<ShmBackend> backend, int64_t peer, std::string operation)
+      : backend_(std::move(backend)), peer_(peer), operation_(std::move(operation)) {}
+
+  void add(ShmBackend::WorkPtr work, at::Tensor moved, at::Tensor target) {
+    messages_.push_back({std::move(work), std::move(moved), std::move(target)});
+  }
+
+  bool done() const override {
+    return std::all_of(messages_.begin(), messages_.end(),
+                       [](const Message& message) { return message.work->isCompleted(); });
+  }
+  void wait() override {
+    for (; next_ < messages_.size(); ++next_) {
+      const Message& message = messages_[next_];
+      while (!came_within(*message.work, kLook)) check_peer();
+      if (message.target.defined()) message.target.copy_(message.moved);
+    }
+  }
+
+ private:
+  struct Message {
+    ShmBackend::WorkPtr work;
+    at::Tensor moved;
+    at::Tensor target;  // gets what has come, if that is not its own memory
+  };
+
+  bool came_within(c10d::Work& work, std::chrono::milliseconds slice) const {
+    try {
+      return work.wait(slice);
+    } catch (const c10::DistBackendError& error) {
+      if (!work.isCompleted()) return false;
+      fail(first_line_of(error),
+           "Let both ranks pass as many tensors, of the same sizes and dtypes; see that rank if it "
+           "has ended");
+    }
+  }
+  // A message that a rank waits for in vain ends what all ranks are at, as a collective does.
+  void check_peer() const {
+    const std::string left = backend_->host_group().left_by(peer_);
+    if (left.empty()) return;
+    backend_->abandon(left);
+    fail(left, "See the traceback there");
+  }
+  [[noreturn]] void fail(const std::string& why, const std::string& next_step) const {
+    C10_THROW_ERROR(DistBackendError, error_text("comm", operation_ + " failed: " + why,
+                                                 backend_->host_group().where(), next_step));
+  }
+
+  c10::intrusive_ptr<ShmBackend> backend_;
+  int64_t peer_;
+  std::string operation_;
+  std::vector<Message> messages_;
+  size_t next_ = 0;
 };
 
 bool are_on_cpu(const TensorList& tensors) {
@@ -104,6 +168,32 @@ Pending ShmVerbs::reduce_scatter(TensorList outputs, TensorList inputs, ReduceOp
       works.push_back(backend_->_reduce_scatter_base(outputs[i], inputs[i], options));
     return works;
   });
+}
+
+Pending ShmVerbs::send(TensorList tensors, int64_t to, std::string label) {
+  if (!are_on_cpu(tensors)) return others().send(std::move(tensors), to, std::move(label));
+  auto messages =
+      std::make_unique<ShmMessages>(backend_, to, message_text("send", to, label, rank_of()));
+  for (const at::Tensor& tensor : tensors) {
+    if (tensor.numel() == 0) continue;
+    TensorList moved{tensor.contiguous()};
+    messages->add(backend_->send(moved, static_cast<int>(to), kMessageTag), moved[0], {});
+  }
+  return Pending(std::move(messages));
+}
+
+Pending ShmVerbs::recv(TensorList tensors, int64_t from, std::string label) {
+  if (!are_on_cpu(tensors)) return others().recv(std::move(tensors), from, std::move(label));
+  auto messages =
+      std::make_unique<ShmMessages>(backend_, from, message_text("recv", from, label, rank_of()));
+  for (const at::Tensor& tensor : tensors) {
+    if (tensor.numel() == 0) continue;
+    const bool in_place = tensor.is_contiguous();
+    TensorList moved{in_place ? tensor : at::empty(tensor.sizes(), tensor.options())};
+    messages->add(backend_->recv(moved, static_cast<int>(from), kMessageTag), moved[0],
+                  in_place ? at::Tensor() : tensor);
+  }
+  return Pending(std::move(messages));
 }
 
 Pending ShmVerbs::barrier(std::string label) {

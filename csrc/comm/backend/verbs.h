@@ -27,6 +27,8 @@ class ShmVerbs : public Communicator, public Host {
                      std::string label) override;
   Pending reduce_scatter(std::vector<at::Tensor> outputs, std::vector<at::Tensor> inputs,
                          ReduceOp op, std::string label) override;
+  Pending send(std::vector<at::Tensor> tensors, int64_t to, std::string label) override;
+  Pending recv(std::vector<at::Tensor> tensors, int64_t from, std::string label) override;
   Pending barrier(std::string label) override;
   std::optional<std::string> failure() const override;
   Host* host() override { return this; }

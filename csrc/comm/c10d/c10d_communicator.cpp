@@ -3,6 +3,7 @@
 #include <trireme/comm/c10d/c10d_calls.h>
 #include <trireme/comm/c10d/c10d_wait.h>
 #include <trireme/comm/c10d/group_device.h>
+#include <trireme/comm/c10d/message_wait.h>
 #include <trireme/comm/c10d/split_group.h>
 #include <trireme/comm/reduce_op.h>
 #include <trireme/comm/reduce_parts.h>
@@ -166,6 +167,42 @@ class WorkState final : public Pending::State {
   std::shared_ptr<Stamp> finished_ = std::make_shared<Stamp>(0);
 };
 
+// Holds messages to or from one rank, in the order they were issued.
+class MessageState final : public Pending::State {
+ public:
+  MessageState(std::shared_ptr<MessageWait> wait, std::string operation)
+      : wait_(std::move(wait)), operation_(std::move(operation)) {}
+
+  // `target` gets what came into `moved`, if that is not its own memory.
+  void add(WorkPtr work, at::Tensor moved, at::Tensor target) {
+    messages_.push_back({std::move(work), std::move(moved), std::move(target)});
+  }
+
+  bool done() const override {
+    return std::all_of(messages_.begin(), messages_.end(),
+                       [](const Message& message) { return message.work->isCompleted(); });
+  }
+  void wait() override {
+    for (; next_ < messages_.size(); ++next_) {
+      const Message& message = messages_[next_];
+      // On a device a wait orders streams and returns; the engine's watchdog holds the deadline.
+      message.moved.is_cpu() ? wait_->wait(*message.work, operation_) : void(message.work->wait());
+      if (message.target.defined()) message.target.copy_(message.moved);
+    }
+  }
+
+ private:
+  struct Message {
+    WorkPtr work;
+    at::Tensor moved;
+    at::Tensor target;
+  };
+  std::shared_ptr<MessageWait> wait_;
+  std::string operation_;
+  std::vector<Message> messages_;
+  size_t next_ = 0;
+};
+
 class C10dCommunicator final : public Communicator {
  public:
   explicit C10dCommunicator(C10dRequest request)
@@ -254,6 +291,34 @@ class C10dCommunicator final : public Communicator {
     return Pending(std::move(state));
   }
 
+  Pending send(TensorList tensors, int64_t to, std::string label) override {
+    auto state = begin_messages("send", to, label);
+    for (const at::Tensor& tensor : tensors) {
+      if (tensor.numel() == 0) continue;
+      TensorList moved{as_bytes(tensor.contiguous())};
+      WorkPtr work;
+      rethrow_named(operation_, *health_,
+                    [&] { work = group_->send(moved, static_cast<int>(to), kMessageTag); });
+      state->add(std::move(work), moved[0], {});
+    }
+    return Pending(std::move(state));
+  }
+
+  Pending recv(TensorList tensors, int64_t from, std::string label) override {
+    auto state = begin_messages("recv", from, label);
+    for (const at::Tensor& tensor : tensors) {
+      if (tensor.numel() == 0) continue;
+      const bool in_place = tensor.is_contiguous();
+      const at::Tensor filled = in_place ? tensor : at::empty(tensor.sizes(), tensor.options());
+      TensorList moved{as_bytes(filled)};
+      WorkPtr work;
+      rethrow_named(operation_, *health_,
+                    [&] { work = group_->recv(moved, static_cast<int>(from), kMessageTag); });
+      state->add(std::move(work), in_place ? moved[0] : filled, in_place ? at::Tensor() : tensor);
+    }
+    return Pending(std::move(state));
+  }
+
   // Runs on the CPU's engine where there is one, as only its work may be waited for in slices: NCCL
   // ends its communicators when such a wait is over.
   Pending barrier(std::string label) override {
@@ -292,12 +357,22 @@ class C10dCommunicator final : public Communicator {
   }
 
  private:
-  std::unique_ptr<WorkState> begin(const char* verb, const std::string& label) {
-    std::string operation = verb + (" of " + label);
+  void begin(std::string operation) {
     health_->check_usable(operation);
     health_->board.note_started(operation);
-    operation_ = operation;
-    return std::make_unique<WorkState>(health_, std::move(operation));
+    operation_ = std::move(operation);
+  }
+
+  std::unique_ptr<WorkState> begin(const char* verb, const std::string& label) {
+    begin(verb + (" of " + label));
+    return std::make_unique<WorkState>(health_, operation_);
+  }
+
+  std::unique_ptr<MessageState> begin_messages(const char* verb, int64_t peer,
+                                               const std::string& label) {
+    begin(message_text(verb, peer, label, where_));
+    if (!messages_) messages_ = std::make_shared<MessageWait>(health_);
+    return std::make_unique<MessageState>(messages_, operation_);
   }
 
   // Engines may also fail at once, in the call itself.
@@ -368,6 +443,7 @@ class C10dCommunicator final : public Communicator {
   bool is_gloo_;  // on CPU
   MakeCommunicator* make_of_part_;
   Scratch scratch_;
+  std::shared_ptr<MessageWait> messages_;
   std::string operation_;                                       // the one being issued
   std::map<std::string, std::shared_ptr<Communicator>> parts_;  // key: the name they were split by
 };

@@ -9,10 +9,6 @@ namespace {
 
 using std::chrono::milliseconds;
 
-// A wait that goes well ends long before the first look at the board; after that the looks are as
-// rare as a person can bear.
-constexpr milliseconds kFirstLook{1000};
-constexpr milliseconds kNextLook{250};
 constexpr milliseconds kReportPatience{2000};
 
 [[noreturn]] void throw_peer_failure(const std::string& operation, const std::string& announced,

@@ -14,6 +14,11 @@
 
 namespace trireme {
 
+// A wait that goes well ends long before the first look at the board; after that the looks are as
+// rare as a person can bear.
+inline constexpr std::chrono::milliseconds kFirstLook{1000};
+inline constexpr std::chrono::milliseconds kNextLook{250};
+
 // Runs `call`; whatever it throws is thrown again as a c10::DistBackendError naming `operation`.
 void rethrow_named(const std::string& operation, GroupHealth& health,
                    const std::function<void()>& call);

@@ -53,6 +53,12 @@ class TRIREME_API CustomCommunicator final : public Communicator {
                      std::string label) override;
   Pending reduce_scatter(std::vector<at::Tensor> outputs, std::vector<at::Tensor> inputs,
                          ReduceOp op, std::string label) override;
+  Pending send(std::vector<at::Tensor> tensors, int64_t to, std::string label) override {
+    return inner_->send(std::move(tensors), to, std::move(label));
+  }
+  Pending recv(std::vector<at::Tensor> tensors, int64_t from, std::string label) override {
+    return inner_->recv(std::move(tensors), from, std::move(label));
+  }
   Pending barrier(std::string label) override { return inner_->barrier(std::move(label)); }
   void announce_failure(const std::string& reason) noexcept override;
   void recover() override { inner_->recover(); }
