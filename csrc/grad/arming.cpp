@@ -113,7 +113,7 @@ void Arming::gradient_due() {
 }
 
 bool Arming::gradient_came() {
-  if (phase_ != Phase::kRunning && (arms_at_any_ || forced_)) arm();
+  if (phase_ != Phase::kRunning && (forced_ || (arms_at_any_ && synchronizes()))) arm();
   return phase_ == Phase::kRunning;
 }
 

@@ -75,8 +75,8 @@ class TRIREME_API Arming : public std::enable_shared_from_this<Arming> {
   // Makes the next backward that reaches an output or a parameter synchronize, whatever its forward
   // said.
   void prepare_for_backward();
-  // Says whether backwards that are armed at parameters synchronize. So does `asked`, if there is
-  // one, each time.
+  // Says whether backwards synchronize that nobody has prepared. So does `asked`, if there is one,
+  // each time.
   void set_synchronize(bool synchronize);
   void ask_to_synchronize(std::function<bool()> asked);
   // The callback is called when a backward is found to synchronize, before its first collective, on

@@ -1,9 +1,8 @@
 #include <trireme/comm/backend/verbs.h>
 
+#include <trireme/comm/messages.h>
 #include <trireme/comm/reduce_op.h>
 #include <trireme/common/exception_text.h>
-
-#include <ATen/ATen.h>
 
 #include <algorithm>
 #include <map>
@@ -40,34 +39,15 @@ class ShmState final : public Pending::State {
 // Is how long a rank waits for a message before it looks whether the other one has left.
 constexpr std::chrono::milliseconds kLook{250};
 
-// Holds messages to or from one rank, in the order they were issued.
-class ShmMessages final : public Pending::State {
+class ShmMessages final : public Messages {
  public:
   ShmMessages(c10::intrusive_ptr<ShmBackend> backend, int64_t peer, std::string operation)
       : backend_(std::move(backend)), peer_(peer), operation_(std::move(operation)) {}
 
-  void add(ShmBackend::WorkPtr work, at::Tensor moved, at::Tensor target) {
-    messages_.push_back({std::move(work), std::move(moved), std::move(target)});
-  }
-
-  bool done() const override {
-    return std::all_of(messages_.begin(), messages_.end(),
-                       [](const Message& message) { return message.work->isCompleted(); });
-  }
-  void wait() override {
-    for (; next_ < messages_.size(); ++next_) {
-      const Message& message = messages_[next_];
-      while (!came_within(*message.work, kLook)) check_peer();
-      if (message.target.defined()) message.target.copy_(message.moved);
-    }
-  }
-
  private:
-  struct Message {
-    ShmBackend::WorkPtr work;
-    at::Tensor moved;
-    at::Tensor target;  // gets what has come, if that is not its own memory
-  };
+  void wait_for(c10d::Work& work, bool /*on_cpu*/) override {
+    while (!came_within(work, kLook)) check_peer();
+  }
 
   bool came_within(c10d::Work& work, std::chrono::milliseconds slice) const {
     try {
@@ -94,8 +74,6 @@ class ShmMessages final : public Pending::State {
   c10::intrusive_ptr<ShmBackend> backend_;
   int64_t peer_;
   std::string operation_;
-  std::vector<Message> messages_;
-  size_t next_ = 0;
 };
 
 bool are_on_cpu(const TensorList& tensors) {
@@ -174,11 +152,10 @@ Pending ShmVerbs::send(TensorList tensors, int64_t to, std::string label) {
   if (!are_on_cpu(tensors)) return others().send(std::move(tensors), to, std::move(label));
   auto messages =
       std::make_unique<ShmMessages>(backend_, to, message_text("send", to, label, rank_of()));
-  for (const at::Tensor& tensor : tensors) {
-    if (tensor.numel() == 0) continue;
-    TensorList moved{tensor.contiguous()};
-    messages->add(backend_->send(moved, static_cast<int>(to), kMessageTag), moved[0], {});
-  }
+  messages->send(tensors, [&](const at::Tensor& moved) {
+    TensorList one{moved};
+    return backend_->send(one, static_cast<int>(to), kMessageTag);
+  });
   return Pending(std::move(messages));
 }
 
@@ -186,13 +163,10 @@ Pending ShmVerbs::recv(TensorList tensors, int64_t from, std::string label) {
   if (!are_on_cpu(tensors)) return others().recv(std::move(tensors), from, std::move(label));
   auto messages =
       std::make_unique<ShmMessages>(backend_, from, message_text("recv", from, label, rank_of()));
-  for (const at::Tensor& tensor : tensors) {
-    if (tensor.numel() == 0) continue;
-    const bool in_place = tensor.is_contiguous();
-    TensorList moved{in_place ? tensor : at::empty(tensor.sizes(), tensor.options())};
-    messages->add(backend_->recv(moved, static_cast<int>(from), kMessageTag), moved[0],
-                  in_place ? at::Tensor() : tensor);
-  }
+  messages->recv(tensors, [&](const at::Tensor& moved) {
+    TensorList one{moved};
+    return backend_->recv(one, static_cast<int>(from), kMessageTag);
+  });
   return Pending(std::move(messages));
 }
 

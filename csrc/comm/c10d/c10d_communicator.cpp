@@ -5,6 +5,7 @@
 #include <trireme/comm/c10d/group_device.h>
 #include <trireme/comm/c10d/message_wait.h>
 #include <trireme/comm/c10d/split_group.h>
+#include <trireme/comm/messages.h>
 #include <trireme/comm/reduce_op.h>
 #include <trireme/comm/reduce_parts.h>
 #include <trireme/comm/scratch.h>
@@ -167,40 +168,19 @@ class WorkState final : public Pending::State {
   std::shared_ptr<Stamp> finished_ = std::make_shared<Stamp>(0);
 };
 
-// Holds messages to or from one rank, in the order they were issued.
-class MessageState final : public Pending::State {
+class C10dMessages final : public Messages {
  public:
-  MessageState(std::shared_ptr<MessageWait> wait, std::string operation)
+  C10dMessages(std::shared_ptr<MessageWait> wait, std::string operation)
       : wait_(std::move(wait)), operation_(std::move(operation)) {}
 
-  // `target` gets what came into `moved`, if that is not its own memory.
-  void add(WorkPtr work, at::Tensor moved, at::Tensor target) {
-    messages_.push_back({std::move(work), std::move(moved), std::move(target)});
-  }
-
-  bool done() const override {
-    return std::all_of(messages_.begin(), messages_.end(),
-                       [](const Message& message) { return message.work->isCompleted(); });
-  }
-  void wait() override {
-    for (; next_ < messages_.size(); ++next_) {
-      const Message& message = messages_[next_];
-      // On a device a wait orders streams and returns; the engine's watchdog holds the deadline.
-      message.moved.is_cpu() ? wait_->wait(*message.work, operation_) : void(message.work->wait());
-      if (message.target.defined()) message.target.copy_(message.moved);
-    }
-  }
-
  private:
-  struct Message {
-    WorkPtr work;
-    at::Tensor moved;
-    at::Tensor target;
-  };
+  // On a device a wait orders streams and returns; the engine's watchdog holds the deadline.
+  void wait_for(c10d::Work& work, bool on_cpu) override {
+    on_cpu ? wait_->wait(work, operation_) : void(work.wait());
+  }
+
   std::shared_ptr<MessageWait> wait_;
   std::string operation_;
-  std::vector<Message> messages_;
-  size_t next_ = 0;
 };
 
 class C10dCommunicator final : public Communicator {
@@ -292,31 +272,23 @@ class C10dCommunicator final : public Communicator {
   }
 
   Pending send(TensorList tensors, int64_t to, std::string label) override {
-    auto state = begin_messages("send", to, label);
-    for (const at::Tensor& tensor : tensors) {
-      if (tensor.numel() == 0) continue;
-      TensorList moved{as_bytes(tensor.contiguous())};
-      WorkPtr work;
-      rethrow_named(operation_, *health_,
-                    [&] { work = group_->send(moved, static_cast<int>(to), kMessageTag); });
-      state->add(std::move(work), moved[0], {});
-    }
-    return Pending(std::move(state));
+    auto messages = begin_messages(message_text("send", to, label, where_));
+    messages->send(tensors, [&](const at::Tensor& moved) {
+      return issue_message(moved, [&](TensorList& bytes) {
+        return group_->send(bytes, static_cast<int>(to), kMessageTag);
+      });
+    });
+    return Pending(std::move(messages));
   }
 
   Pending recv(TensorList tensors, int64_t from, std::string label) override {
-    auto state = begin_messages("recv", from, label);
-    for (const at::Tensor& tensor : tensors) {
-      if (tensor.numel() == 0) continue;
-      const bool in_place = tensor.is_contiguous();
-      const at::Tensor filled = in_place ? tensor : at::empty(tensor.sizes(), tensor.options());
-      TensorList moved{as_bytes(filled)};
-      WorkPtr work;
-      rethrow_named(operation_, *health_,
-                    [&] { work = group_->recv(moved, static_cast<int>(from), kMessageTag); });
-      state->add(std::move(work), in_place ? moved[0] : filled, in_place ? at::Tensor() : tensor);
-    }
-    return Pending(std::move(state));
+    auto messages = begin_messages(message_text("recv", from, label, where_));
+    messages->recv(tensors, [&](const at::Tensor& moved) {
+      return issue_message(moved, [&](TensorList& bytes) {
+        return group_->recv(bytes, static_cast<int>(from), kMessageTag);
+      });
+    });
+    return Pending(std::move(messages));
   }
 
   // Runs on the CPU's engine where there is one, as only its work may be waited for in slices: NCCL
@@ -368,11 +340,18 @@ class C10dCommunicator final : public Communicator {
     return std::make_unique<WorkState>(health_, operation_);
   }
 
-  std::unique_ptr<MessageState> begin_messages(const char* verb, int64_t peer,
-                                               const std::string& label) {
-    begin(message_text(verb, peer, label, where_));
+  std::unique_ptr<Messages> begin_messages(std::string operation) {
+    begin(std::move(operation));
     if (!messages_) messages_ = std::make_shared<MessageWait>(health_);
-    return std::make_unique<MessageState>(messages_, operation_);
+    return std::make_unique<C10dMessages>(messages_, operation_);
+  }
+
+  template <typename Issue>
+  WorkPtr issue_message(const at::Tensor& moved, Issue issue) {
+    TensorList bytes{as_bytes(moved)};
+    WorkPtr work;
+    rethrow_named(operation_, *health_, [&] { work = issue(bytes); });
+    return work;
   }
 
   // Engines may also fail at once, in the call itself.

@@ -118,6 +118,20 @@ TEST_CASE("what was accumulated before goes into a sum that waits, once") {
   CHECK(sum.grad('a') == Floats{7, 7});
 }
 
+TEST_CASE("outputs that nobody found do not synchronize what is told not to") {
+  ShardSum sum("a");
+  sum.arming->set_synchronize(false);
+  sum.arming->before_forward();
+  sum.arming->after_forward({}, /*synchronize=*/true, /*all_found=*/false);
+  sum.backward("a", 1);
+  CHECK(sum.all->records().empty());
+  CHECK(sum.grad('a').empty());
+  CHECK(sum.weights[0].grad().defined());
+  sum.arming->set_synchronize(true);
+  sum.backward("a", 2);
+  CHECK(sum.grad('a') == Floats{3, 3});
+}
+
 TEST_CASE("sums that wait outlive backwards that only accumulate, and end with what is dropped") {
   ShardSum sum("ab");
   sum.landing->defer_all_reduce({true, true});

@@ -1,0 +1,42 @@
+#include <trireme/comm/messages.h>
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <utility>
+
+namespace trireme {
+
+void Messages::send(const std::vector<at::Tensor>& tensors, const Issue& issue) {
+  for (const at::Tensor& tensor : tensors) {
+    if (tensor.numel() == 0) continue;
+    at::Tensor moved = tensor.contiguous();
+    WorkPtr work = issue(moved);
+    messages_.push_back({std::move(work), std::move(moved), {}});
+  }
+}
+
+void Messages::recv(const std::vector<at::Tensor>& tensors, const Issue& issue) {
+  for (const at::Tensor& tensor : tensors) {
+    if (tensor.numel() == 0) continue;
+    const bool in_place = tensor.is_contiguous();
+    at::Tensor moved = in_place ? tensor : at::empty(tensor.sizes(), tensor.options());
+    WorkPtr work = issue(moved);
+    messages_.push_back({std::move(work), std::move(moved), in_place ? at::Tensor() : tensor});
+  }
+}
+
+bool Messages::done() const {
+  return std::all_of(messages_.begin(), messages_.end(),
+                     [](const Message& message) { return message.work->isCompleted(); });
+}
+
+void Messages::wait() {
+  for (; next_ < messages_.size(); ++next_) {
+    const Message& message = messages_[next_];
+    wait_for(*message.work, message.moved.is_cpu());
+    if (message.target.defined()) message.target.copy_(message.moved);
+  }
+}
+
+}  // namespace trireme
