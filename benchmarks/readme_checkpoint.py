@@ -1,4 +1,4 @@
-"""The tables of bench_checkpoint.py, in Markdown."""
+"""Writes the tables of bench_checkpoint.py, in Markdown."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tables that several benchmarks have: who won, where the time goes, what a host holds."""
+"""Writes what several benchmarks have: who won, where the time goes, what a host holds."""
 
 from __future__ import annotations
 
@@ -57,6 +57,13 @@ def phases(results: Json) -> Blocks:
         yield pages.markdown({"median of fresh processes, ms": "{label}", **columns}, rows)
 
 
+def _left_by_torch(results: Json) -> str:
+    left = pages.where("left_by_torch", "{left_by_torch:.0f} MiB in {ranks} ranks of {workload}")
+    each = ", ".join(filter(None, map(left, results["memory"])))
+    return each and f"Ranks that never talk hold more than parameters and moments, too: {each}."
+
+
+# harness/memory_report.py measured the rows of this.
 HOST_MEMORY = pages.Table(
     "Memory of a host, all ranks together (PSS), less what they held before the model was built; "
     "after a backward with what the allocator keeps of activations; model states are gradients, "
@@ -73,12 +80,5 @@ HOST_MEMORY = pages.Table(
         "as estimated": "{estimated:.1f}",
     },
     "memory",
+    foot=[_left_by_torch],
 )
-
-
-def host_memory(results: Json) -> Blocks:
-    """Yields what harness/memory_report.py measured."""
-    yield from HOST_MEMORY(results)
-    left = pages.where("left_by_torch", "{left_by_torch:.0f} MiB in {ranks} ranks of {workload}")
-    if each := ", ".join(filter(None, map(left, results.get("memory", ())))):
-        yield f"Ranks that never talk hold more than parameters and moments, too: {each}."

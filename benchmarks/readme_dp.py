@@ -1,4 +1,4 @@
-"""The tables of bench_dp.py in Markdown."""
+"""Writes the tables of bench_dp.py in Markdown."""
 
 from __future__ import annotations
 
@@ -66,9 +66,8 @@ def dp_tables(results: Json) -> Blocks:
     yield from MEMORY(results)
     if "overhead" in results:
         yield OVERHEAD.format_map(results["overhead"])
-    if "replicate" in results:
-        most = max(results["replicate"]["copied_bytes"].values())
-        verdict = results["replicate"]["verdict"]
-        yield f"Bytes copied per step to keep replicas up to date: {most}, target 0: {verdict}."
+    if copied := results.get("replicate"):
+        most = f"{max(copied['copied_bytes'].values())}, target 0: {copied['verdict']}"
+        yield f"Bytes copied per step to keep replicas up to date: {most}."
     yield from PYTHON(results)
     yield from phases(results)

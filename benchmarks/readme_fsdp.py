@@ -1,4 +1,4 @@
-"""The tables of bench_fsdp.py, and those that compare all strategies, in Markdown."""
+"""Writes the tables of bench_fsdp.py, of bench_hosts.py and those that compare all strategies."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from operator import itemgetter
 
 from harness import pages
 from harness.pages import Blocks, Columns, Json, Rows
-from readme_contests import RATIO, TARGET, contest_table, host_memory, phases, step_of
+from readme_contests import HOST_MEMORY, RATIO, TARGET, contest_table, phases, step_of
 
-Cells = Mapping[tuple[str, str], str]  # by line and column
+Cells = Mapping[tuple[str, str], str]  # by titles of line and column
 
-# What each strategy is called where it was measured; of several labels the fastest one counts.
+# Benchmarks call a strategy by these labels; where there are several, the fastest one counts.
 STRATEGIES: dict[str, Sequence[str]] = {
     "1 process x 2 threads": ["1 process"],
     "torch DDP": ["torch-ddp", "torch-ddp + view", "torch-ddp + view + batched"],
@@ -74,7 +74,7 @@ def fsdp_tables(results: Json) -> Blocks:
     yield from _engine(results)
     yield from _memory_limit(results)
     yield from phases(results)
-    yield from host_memory(results)
+    yield from HOST_MEMORY(results)
 
 
 def gathered_tables(results: Json) -> Blocks:

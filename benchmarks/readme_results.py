@@ -7,6 +7,7 @@ python benchmarks/readme_results.py --check  exit 1 if one of them is not what t
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import sys
@@ -18,7 +19,7 @@ from pathlib import Path
 from harness import pages
 from harness.pages import Blocks, Columns, Json, Rows
 from readme_checkpoint import checkpoint_tables
-from readme_contests import OUTCOME, RATIO, contest_table, host_memory, phases, step_of
+from readme_contests import HOST_MEMORY, OUTCOME, RATIO, contest_table, phases, step_of
 from readme_dp import DP_CONTESTS, dp_tables
 from readme_fsdp import (
     FSDP_AGAINST_TORCH,
@@ -64,7 +65,8 @@ def written(name: str) -> str:
     """Returns what a page says of the runs that are committed."""
     found = {path.stem: json.loads(path.read_text()) for path in RESULTS.glob("*.json")}
     found[ALL] = dict(found)
-    blocks = [block for file, part in PAGES[name] if file in found for block in part(found[file])]
+    parts = (part(found[file]) for file, part in PAGES[name] if file in found)
+    blocks = list(filter(None, itertools.chain.from_iterable(parts)))
     return "\n" + "\n\n".join(blocks or ["No run is committed yet."]) + "\n\n"
 
 
@@ -160,24 +162,21 @@ def optimizer_tables(results: Json) -> Blocks:
     yield pages.measured_on(results)
 
 
+REDUCER = pages.where(
+    "reducer_overhead",
+    "What the reducer adds to a step of 1,000 parameters of 64 elements, over torch's fake process "
+    "group: {reducer_overhead[added_ratio][median]:.2f} of what torch's adds (target "
+    "{reducer_overhead[added_ratio][target]:g}: {reducer_overhead[added_ratio][verdict]}).",
+)
+
+
 def ddp_table(ours: str, over: str) -> pages.Table:
     """Returns torch's DDP against the side of that name, and what gradients went over."""
     return contest_table(
         f"`bench_ddp.py`, 2 ranks x 1 thread, {over}, median step of fresh processes in pairs:",
         {"torch DDP, its best": step_of("theirs"), "trireme DDP": f"{{steps[{ours}]:.0f}}"},
         outcome={**OUTCOME, "memory ratio": "{memory[ratio]:.3f}"},
-        foot=[_reducer, pages.measured_on],
-    )
-
-
-def _reducer(results: Json) -> str:
-    if "reducer_overhead" not in results:
-        return ""
-    ratio = results["reducer_overhead"]["added_ratio"]
-    return (
-        "What the reducer adds to a step of 1,000 parameters of 64 elements, over torch's fake "
-        f"process group: {ratio['median']:.2f} of what torch's adds (target {ratio['target']:g}: "
-        f"{ratio['verdict']})."
+        foot=[REDUCER, pages.measured_on],
     )
 
 
@@ -196,7 +195,7 @@ def zero_tables(results: Json) -> Blocks:
     """Yields every side of bench_zero.py, and what a host holds."""
     yield from ZERO(results)
     yield from phases(results)
-    yield from host_memory(results)
+    yield from HOST_MEMORY(results)
 
 
 ALL = "all"  # takes every result, by the name of its file

@@ -1,4 +1,4 @@
-"""What a reader should know before the tables: how fast, where it loses, what it holds."""
+"""Writes what a reader should know before the tables: how fast, where it loses, what it holds."""
 
 from __future__ import annotations
 
@@ -30,13 +30,11 @@ def summary(found: Json) -> Blocks:
         "**Memory of a host between steps, `fully_shard` against torch's FSDP2**: "
         "{cases}.": _memory(fsdp),
     }
-    said = [
+    yield "\n".join(
         "* " + line.format_map({**fsdp, "cases": cases})
         for line, parts in lines.items()
         if (cases := "; ".join(parts))
-    ]
-    if said:
-        yield "\n".join(said)
+    )
 
 
 def _beside_torch(found: Json) -> Iterator[str]:

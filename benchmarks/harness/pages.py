@@ -1,4 +1,4 @@
-"""What writes pages: blocks of Markdown, with an empty line between them, and tables among them."""
+"""Writes tables and lines as blocks of Markdown; a page is a sequence of them, less empty ones."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Table:
     title: str  # a format of the results
     columns: Columns
     rows: str | Callable[[Json], Iterable[Json]]  # what the results call them, or what finds them
-    foot: Sequence[Callable[[Json], str]] = ()  # what is said under it, if anything
+    foot: Sequence[Callable[[Json], str]] = ()  # what is said under it
 
     def __call__(self, results: Json) -> Blocks:
         """Yields nothing where there are no rows."""
@@ -28,7 +28,7 @@ class Table:
         if rows := list(found):
             yield self.title.format_map(results)
             yield markdown(self.columns, rows)
-            yield from filter(None, (said(results) for said in self.foot))
+            yield from (said(results) for said in self.foot)
 
 
 def markdown(columns: Columns, rows: Iterable[Json]) -> str:
@@ -41,7 +41,7 @@ def markdown(columns: Columns, rows: Iterable[Json]) -> str:
 
 
 def where(key: str, shown: str) -> Callable[[Json], str]:
-    """Returns a column that is empty in rows without the key."""
+    """Returns a column that is empty in rows without the key, or a block likewise of results."""
     return lambda row: shown.format_map(row) if row.get(key) is not None else ""
 
 
