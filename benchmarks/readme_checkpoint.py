@@ -1,72 +1,49 @@
-"""The tables of bench_checkpoint.py, in Markdown."""
+"""Writes the tables of bench_checkpoint.py, in Markdown."""
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Mapping
-from typing import Any
+from harness import pages
+from harness.pages import Blocks, Columns, Json, Rows
 
-from harness.pages import markdown, measured_on
-
-Results = Mapping[str, Any]
-TITLES = {
-    "warm": "all files in the page cache",
-    "cold": "nothing in the page cache",
+TITLES = {"warm": "All files in the page cache:", "cold": "Nothing in the page cache:"}
+LOADS = {"": "{label}", "saved by ranks": "{saved_by}", "loaded by": "{ranks}"}
+SPEEDS: Columns = {
+    **LOADS,
+    "s": "{seconds:.2f}",
+    "GB/s": "{speed:.2f}",
+    "of the copy's speed": pages.where("share", "{share:.0%}"),
+    "target": pages.where("target", "{target:.0%}: {ratio[verdict]}"),
 }
+REACHED = pages.where("verdict", "1: {verdict}")
+MEMORY = pages.Table(
+    "Memory of the host at the fullest moment of a load, beyond the final state:",
+    {**LOADS, "MiB": "{above_mib:.1f}", "units": "{units:.2f}", "target": REACHED},
+    "memory",
+)
 
 
-def checkpoint_tables(results: Results) -> str:
-    """Every part that was run."""
+def checkpoint_tables(results: Json) -> Blocks:
+    """Yields every part that was run."""
     model = results["model"]
-    text = (
-        f"\n`bench_checkpoint.py`, {results['machine']['cores']} cores, "
+    gb = model["checkpoint_mib"] * 2**20 / 1e9
+    yield (
+        f"`bench_checkpoint.py`, {results['machine']['cores']} cores, "
         f"{model['checkpoint_mib'] / 1024:.1f} GiB: {model['units']} units of "
         f"{model['unit_mib']:.0f} MiB with the state of AdamW, medians of fresh processes in "
-        "rounds.\n"
+        "rounds."
     )
     for part, title in TITLES.items():
         if part in results:
-            text += f"\n{title.capitalize()}:\n\n" + _speeds(results[part], model)
-    if "memory" in results:
-        text += "\nMemory of the host at the fullest moment of a load, beyond the final state:\n\n"
-        text += _memory(results["memory"])
-    return text + measured_on(results) + "\n"
+            yield title
+            yield pages.markdown(SPEEDS, _speeds(results[part], gb))
+    yield from MEMORY(results)
+    yield pages.measured_on(results)
 
 
-def _speeds(found: Results, model: Results) -> str:
-    gb = model["checkpoint_mib"] * 2**20 / 1e9
-    copy = statistics.median(found["copy_s"])
-    rows = [["a copy of the files", "", "", f"{copy:.2f}", f"{gb / copy:.2f}", "", ""]]
-    for side in found["sides"]:
-        seconds = statistics.median(run["seconds"] for run in side["runs"])
-        verdict = ""
-        if ratio := side.get("ratio"):
-            verdict = f"{1 / ratio['target']:.0%}: {ratio['verdict']}"
-        rows.append(
-            [
-                side["label"],
-                str(side["saved_by"]),
-                str(side["ranks"]),
-                f"{seconds:.2f}",
-                f"{gb / seconds:.2f}",
-                f"{side['share']:.0%}",
-                verdict,
-            ]
-        )
-    header = ["", "saved by ranks", "loaded by", "s", "GB/s", "of the copy's speed", "target"]
-    return markdown(header, rows)
-
-
-def _memory(rows: list[dict[str, Any]]) -> str:
-    cells = [
-        [
-            row["label"],
-            str(row["saved_by"]),
-            str(row["ranks"]),
-            f"{row['above_mib']:.1f}",
-            f"{row['units']:.2f}",
-            f"1: {row['verdict']}" if "verdict" in row else "",
-        ]
-        for row in rows
-    ]
-    return markdown(["", "saved by ranks", "loaded by", "MiB", "units", "target"], cells)
+def _speeds(found: Json, gb: float) -> Rows:
+    copies = [{"seconds": seconds} for seconds in found["copy_s"]]
+    copy = {"label": "a copy of the files", "saved_by": "", "ranks": "", "runs": copies}
+    for side in (copy, *found["sides"]):
+        seconds = pages.median_of(side["runs"], "seconds")
+        target = 1 / side["ratio"]["target"] if "ratio" in side else None
+        yield {**side, "seconds": seconds, "speed": gb / seconds, "target": target}

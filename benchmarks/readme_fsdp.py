@@ -1,24 +1,19 @@
-"""The tables of bench_fsdp.py, and those that compare all strategies, in Markdown."""
+"""Writes the tables of bench_fsdp.py, of bench_hosts.py and those that compare all strategies."""
 
 from __future__ import annotations
 
+import itertools
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from operator import itemgetter
 
-from harness.pages import (
-    Runs,
-    host_memory,
-    markdown,
-    measured_on,
-    median_of,
-    phases,
-    ratio_cells,
-)
+from harness import pages
+from harness.pages import Blocks, Columns, Json, Rows
+from readme_contests import HOST_MEMORY, RATIO, TARGET, contest_table, phases, step_of
 
-Results = Mapping[str, Any]
+Cells = Mapping[tuple[str, str], str]  # by titles of line and column
 
-# What each strategy is called where it was measured; of several labels the fastest one counts.
+# Benchmarks call a strategy by these labels; where there are several, the fastest one counts.
 STRATEGIES: dict[str, Sequence[str]] = {
     "1 process x 2 threads": ["1 process"],
     "torch DDP": ["torch-ddp", "torch-ddp + view", "torch-ddp + view + batched"],
@@ -38,183 +33,149 @@ STRATEGIES: dict[str, Sequence[str]] = {
     "fully_shard, `trireme.optim`": ["fsdp, trireme.optim"],
 }
 WORKLOADS = ("mlp", "gpt-small-batch", "gpt", "narrow")
+FILES = ("fsdp", "zero", "ddp_shm", "dp")  # the first one that measured a strategy counts
+
+FSDP_TITLE = (
+    "`bench_fsdp.py`, each block a unit, 2 ranks x 1 thread, ours through shared memory, torch's "
+    "over Gloo, median step of fresh processes in paired rounds:"
+)
+FSDP_SIDES = {"measured against": step_of("theirs"), "trireme fully_shard": step_of("ours")}
+CONTESTS = contest_table(FSDP_TITLE, FSDP_SIDES)
+FSDP_AGAINST_TORCH = contest_table(FSDP_TITLE, FSDP_SIDES, against="torch")
+GATHERED_CONTESTS = contest_table(
+    "\n`bench_fsdp.py --path all-gather`, 2 ranks x 1 thread, both over Gloo, median step of fresh "
+    "processes in paired rounds:",
+    {"torch FSDP2, its best": step_of("theirs"), "trireme fully_shard": step_of("ours")},
+)
+ENGINE = {
+    "64 units of 4 small parameters, ms per step": "{label}",
+    "bare": "{bare_ms:.2f}",
+    "sharded": "{wrapped_ms:.2f}",
+    "added": "{added_ms:.2f}",
+}
+MEMORY_LIMIT: Columns = {
+    "": "{label}",
+    "widest `mlp`": "{width}",
+    "million parameters": pages.where("millions", "{millions:.0f}"),
+    "MiB at its fullest moment": pages.where("peak", "{peak:.0f}"),
+}
+SENT: Columns = {
+    "host 0 sends MB per step": "{sent_mb[0]:.1f}",
+    "host 1": "{sent_mb[1]:.1f}",
+    "fsdp / this": pages.where("ratio", "{ratio[median]:.2f}"),
+    "target": pages.where("ratio", TARGET),
+    "step ms": "{step_ms:.0f}",
+}
 
 
-def _contests(results: Results, against: str = "") -> list[list[str]]:
-    """A row per contest with a side whose name begins so, beside what computing alone takes."""
-    rows = []
-    for name, workload in results["workloads"].items():
-        runs = workload["runs"]
-        beside = [
-            f"{median_of(runs[one], 'step_ms'):.0f}" for one in ("1 process", "2 ranks, no sync")
-        ]
-        for contest in workload["contests"]:
-            if not contest["theirs"].startswith(against):
-                continue
-            sides = [
-                f"{median_of(runs[contest[side]], 'step_ms'):.0f} ({contest[side]})"
-                for side in ("theirs", "ours")
-            ]
-            rows.append([name, *beside, *sides, *ratio_cells(contest["ratio"])])
-    return rows
+def fsdp_tables(results: Json) -> Blocks:
+    """Yields every part of bench_fsdp.py that was run."""
+    yield from CONTESTS(results)
+    yield from _engine(results)
+    yield from _memory_limit(results)
+    yield from phases(results)
+    yield from HOST_MEMORY(results)
 
 
-def fsdp_section(results: Results, against: str = "") -> str:
-    """Who is measured against whom; of these those whose name begins so."""
-    header = [
-        "workload",
-        "1 process x 2 threads, ms",
-        "2 ranks, no sync",
-        "measured against",
-        "trireme fully_shard",
-        "ratio (quartiles)",
-        "target",
-    ]
-    title = (
-        "`bench_fsdp.py`, each block a unit, 2 ranks x 1 thread, ours through shared memory, "
-        "torch's over Gloo, median step of fresh processes in paired rounds:\n\n"
-    )
-    return title + markdown(header, _contests(results, against)) + measured_on(results)
+def gathered_tables(results: Json) -> Blocks:
+    """Yields the contests in which ours gathers parameters, too."""
+    yield from GATHERED_CONTESTS(results)
+    yield from _engine(results, "Over torch's fake process group, where nothing moves:")
+    yield from phases(results)
 
 
-def gathered_tables(results: Results) -> str:
-    """Where ours gathers parameters, too."""
-    header = ["workload", "1 process x 2 threads, ms", "2 ranks, no sync", "torch FSDP2, its best"]
-    header += ["trireme fully_shard", "ratio (quartiles)", "target"]
-    title = (
-        "\n`bench_fsdp.py --path all-gather`, 2 ranks x 1 thread, both over Gloo, median step of "
-        "fresh processes in paired rounds:\n\n"
-    )
-    parts = [title + markdown(header, _contests(results)) + measured_on(results)]
+def _engine(results: Json, *title: str) -> Blocks:
     if "engine" in results:
-        parts.append("Over torch's fake process group, where nothing moves:\n\n")
-        parts[-1] += _engine(results["engine"])
-    for name, workload in results["workloads"].items():
-        parts.append(f"`{name}`:\n\n" + phases(workload["runs"]))
-    return "\n".join(parts)
+        engine = results["engine"]
+        added = {
+            label: [{**run, "added_ms": run["wrapped_ms"] - run["bare_ms"]} for run in runs]
+            for label, runs in engine["runs"].items()
+        }
+        contest = f"; {{ours}} / {{theirs}}: {RATIO}, target {TARGET}"
+        ratios = "".join(map(contest.format_map, engine["contests"]))
+        yield from title
+        yield pages.markdown(ENGINE, pages.medians(added, ("bare_ms", "wrapped_ms", "added_ms")))
+        yield f"What sharding adds to a step{ratios}."
 
 
-def hosts_tables(results: Results) -> str:
-    """What crosses the cable between two hosts."""
-    parts = []
-    for name, workload in results["workloads"].items():
-        rows = []
-        for label, runs in workload["runs"].items():
-            sent = [statistics.median(run["sent_mb"][host] for run in runs) for host in (0, 1)]
-            ratio = workload["bytes_ratios"].get(label)
-            rows.append(
-                [
-                    label,
-                    *(f"{mb:.1f}" for mb in sent),
-                    f"{ratio['median']:.2f}" if ratio else "",
-                    f"{ratio['target']:g}: {ratio['verdict']}" if ratio else "",
-                    f"{median_of(runs, 'step_ms'):.0f}",
-                ]
-            )
-        header = [f"`{name}`, 2 x 2 ranks", "host 0 sends MB per step", "host 1"]
-        header += ["fsdp / this", "target", "step ms"]
-        parts.append(markdown(header, rows))
-    title = (
-        f"\n`bench_hosts.py`, two namespaces of one machine of {results['machine']['cores']} "
-        "cores, bytes as their interfaces count them, medians of fresh processes in rounds (four "
-        "ranks on those cores and a cable as fast as memory: step times say what sharding costs "
-        "the CPU):"
-        "\n\n"
-    )
-    return title + "\n".join(parts) + measured_on(results) + "\n"
-
-
-def fsdp_tables(results: Results) -> str:
-    """Every part of bench_fsdp.py that was run."""
-    parts = []
-    if results["workloads"]:
-        parts.append(fsdp_section(results))
-    if "engine" in results:
-        parts.append(_engine(results["engine"]))
+def _memory_limit(results: Json) -> Blocks:
     if "memory_limit" in results:
-        parts.append(_memory_limit(results["memory_limit"]))
-    for name, workload in results["workloads"].items():
-        parts.append(f"`{name}`:\n\n" + phases(workload["runs"]))
-    if "memory" in results:
-        parts.append(host_memory(results["memory"]))
-    return "\n" + "\n".join(parts) + "\n"
+        found = results["memory_limit"]
+        yield (
+            f"The widest `mlp` (in steps of {found['step']}) that 2 ranks build and train within "
+            f"{found['limit_mib'] / 1024:g} GiB of the host, beyond what they held before:"
+        )
+        yield pages.markdown(MEMORY_LIMIT, _widest(found["sides"]))
 
 
-def strategy_tables(results: Sequence[Results]) -> str:
-    """All strategies side by side, out of the results of several benchmarks; the first one that
-    measured a strategy says how fast it is."""
-    parts = []
-    measured = {name for found in results for name in found.get("workloads", {})}
-    workloads = [name for name in WORKLOADS if name in measured]
-    rows = [
-        [title, *(_of_torch_ddp(results, name, labels) for name in workloads)]
-        for title, labels in STRATEGIES.items()
-    ]
-    if any(cell for row in rows for cell in row[1:]):
-        title = "Step time, 2 ranks x 1 thread, torch's fastest DDP of the same run = 1:\n\n"
-        parts.append(title + markdown(["", *workloads], [row for row in rows if any(row[1:])]))
-    if held := _bytes_per_parameter(results):
-        parts.append(held)
-    for found in results:
-        if "memory_limit" in found:
-            parts.append(_memory_limit(found["memory_limit"]))
-    return "\n" + "\n".join(parts or ["No run is committed yet.\n"]) + "\n"
-
-
-def _of_torch_ddp(results: Sequence[Results], workload: str, labels: Sequence[str]) -> str:
-    for found in results:
-        measured = found.get("workloads", {}).get(workload)
-        if measured is not None and (step := _fastest(measured["runs"], labels)) is not None:
-            return f"{step / median_of(measured['runs'][measured['torch_best']], 'step_ms'):.2f}"
-    return ""
-
-
-def _fastest(runs: Runs, labels: Sequence[str]) -> float | None:
-    steps = [median_of(runs[label], "step_ms") for label in labels if label in runs]
-    return min(steps, default=None)
-
-
-def _bytes_per_parameter(results: Sequence[Results]) -> str:
-    cells: dict[str, dict[str, str]] = {}
-    for row in _memory_rows(results):
-        case = f"{row['workload']}, {row['ranks']} ranks"
-        held = row["between_steps"] * 2**20 / row["numel"]
-        cells.setdefault(row["side"], {}).setdefault(case, f"{held:.1f}")
-    cases = list(dict.fromkeys(case for found in cells.values() for case in found))
-    rows = [[side, *(found.get(case, "") for case in cases)] for side, found in cells.items()]
-    title = "Bytes per parameter that a host holds between two steps, fp32 AdamW:\n\n"
-    return title + markdown(["", *cases], rows) if rows else ""
-
-
-def _memory_rows(results: Sequence[Results]) -> Iterator[Mapping[str, Any]]:
-    for found in results:
-        yield from found.get("memory", [])
-
-
-def _engine(engine: Mapping[str, Any]) -> str:
-    rows = []
-    for label, runs in engine["runs"].items():
-        added = [{**run, "added_ms": run["wrapped_ms"] - run["bare_ms"]} for run in runs]
-        names = ("bare_ms", "wrapped_ms", "added_ms")
-        rows.append([label, *(f"{median_of(added, name):.2f}" for name in names)])
-    header = ["64 units of 4 small parameters, ms per step", "bare", "sharded", "added"]
-    text = markdown(header, rows) + "\nWhat sharding adds to a step"
-    for contest in engine["contests"]:
-        ratio, target = ratio_cells(contest["ratio"])
-        text += f"; {contest['ours']} / {contest['theirs']}: {ratio}, target {target}"
-    return text + ".\n"
-
-
-def _memory_limit(found: Mapping[str, Any]) -> str:
-    rows = []
-    for label, fitting in found["sides"].items():
+def _widest(sides: Json) -> Rows:
+    for label, fitting in sides.items():
         width = fitting["width"]
-        millions = f"{16 * (width + 1) * width / 1e6:.0f}" if width else ""
-        peak = f"{fitting['peaks'][str(width)]:.0f}" if width else ""
-        rows.append([label, str(width or "none"), millions, peak])
-    header = ["", "widest `mlp`", "million parameters", "MiB at its fullest moment"]
-    title = (
-        f"The widest `mlp` (in steps of {found['step']}) that 2 ranks build and train within "
-        f"{found['limit_mib'] / 1024:g} GiB of the host, beyond what they held before:\n\n"
+        millions = 16 * (width + 1) * width / 1e6 if width else None
+        peak = fitting["peaks"].get(str(width))
+        yield {"label": label, "width": width or "none", "millions": millions, "peak": peak}
+
+
+def hosts_tables(results: Json) -> Blocks:
+    """Yields what crosses the cable between two hosts."""
+    yield (
+        f"`bench_hosts.py`, two namespaces of one machine of {results['machine']['cores']} cores, "
+        "bytes as their interfaces count them, medians of fresh processes in rounds (four ranks on "
+        "those cores and a cable as fast as memory: step times say what sharding costs the CPU):"
     )
-    return title + markdown(header, rows)
+    for name, workload in results["workloads"].items():
+        yield pages.markdown({f"`{name}`, 2 x 2 ranks": "{label}", **SENT}, _sent(workload))
+    yield pages.measured_on(results)
+
+
+def _sent(workload: Json) -> Rows:
+    for label, runs in workload["runs"].items():
+        yield {
+            "label": label,
+            "sent_mb": [statistics.median(run["sent_mb"][host] for run in runs) for host in (0, 1)],
+            "ratio": workload["bytes_ratios"].get(label),
+            "step_ms": pages.median_of(runs, "step_ms"),
+        }
+
+
+def strategy_tables(found: Json) -> Blocks:
+    """Yields all strategies side by side, out of the results of several benchmarks."""
+    results = [found[name] for name in FILES if name in found]
+    if shares := _step_shares(results):
+        yield "Step time, 2 ranks x 1 thread, torch's fastest DDP of the same run = 1:"
+        yield _side_by_side(shares)
+    if held := _held(results):
+        yield "Bytes per parameter that a host holds between two steps, fp32 AdamW:"
+        yield _side_by_side(held)
+    for one in results:
+        yield from _memory_limit(one)
+
+
+def _side_by_side(cells: Cells) -> str:
+    cases = list(dict.fromkeys(case for _, case in cells))
+    rows = [
+        {"": name, **{case: cells.get((name, case), "") for case in cases}}
+        for name in dict.fromkeys(name for name, _ in cells)
+    ]
+    return pages.markdown({case: itemgetter(case) for case in ("", *cases)}, rows)
+
+
+def _step_shares(results: Sequence[Json]) -> Cells:
+    """Returns the step of each strategy as a share of that of torch's DDP, by workload."""
+    cells: dict[tuple[str, str], str] = {}
+    for (strategy, labels), name in itertools.product(STRATEGIES.items(), WORKLOADS):
+        for workload in (one["workloads"][name] for one in results if name in one["workloads"]):
+            steps = pages.steps_of(workload)
+            if taken := [steps[label] for label in labels if label in steps]:
+                share = min(taken) / steps[workload["torch_best"]]
+                cells.setdefault((strategy, name), f"{share:.2f}")
+    return cells
+
+
+def _held(results: Sequence[Json]) -> Cells:
+    """Returns bytes per parameter, by side and by workload with ranks."""
+    cells: dict[tuple[str, str], str] = {}
+    for row in itertools.chain.from_iterable(one.get("memory", ()) for one in results):
+        case = f"{row['workload']}, {row['ranks']} ranks"
+        cells.setdefault((row["side"], case), pages.bytes_per_parameter(row))
+    return cells

@@ -1,22 +1,52 @@
-"""What the pages of several benchmarks have in common: tables in Markdown."""
+"""Writes tables and lines as blocks of Markdown; a page is a sequence of them, less empty ones."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-Runs = Mapping[str, Sequence[Mapping[str, float]]]
-PHASES_MS = ("step_ms", "forward_ms", "backward_ms", "optimizer_ms")
+Json = Mapping[str, Any]
+Rows = Iterator[Json]
+Blocks = Iterator[str]
+Columns = Mapping[str, str | Callable[[Json], str]]  # by title: a format or a function of a row
 
 
-def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
+@dataclass(frozen=True)
+class Table:
+    """Declares how the results of a benchmark become a table."""
+
+    title: str  # a format of the results
+    columns: Columns
+    rows: str | Callable[[Json], Iterable[Json]]  # what the results call them, or what finds them
+    foot: Sequence[Callable[[Json], str]] = ()  # what is said under it
+
+    def __call__(self, results: Json) -> Blocks:
+        """Yields nothing where there are no rows."""
+        found = results.get(self.rows, ()) if isinstance(self.rows, str) else self.rows(results)
+        if rows := list(found):
+            yield self.title.format_map(results)
+            yield markdown(self.columns, rows)
+            yield from (said(results) for said in self.foot)
 
 
-def measured_on(results: Mapping[str, Any]) -> str:
-    """The line under a table: which machine, torch and commit its figures are from."""
+def markdown(columns: Columns, rows: Iterable[Json]) -> str:
+    cells = [
+        [cell.format_map(row) if isinstance(cell, str) else cell(row) for cell in columns.values()]
+        for row in rows
+    ]
+    lines = [columns, ["---"] * len(columns), *cells]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def where(key: str, shown: str) -> Callable[[Json], str]:
+    """Returns a column that is empty in rows without the key, or a block likewise of results."""
+    return lambda row: shown.format_map(row) if row.get(key) is not None else ""
+
+
+def measured_on(results: Json) -> str:
+    """Says which machine, torch and commit the figures are from."""
     machine = results["machine"]
     commits = sorted({*results.get("commits", {}).values()} or {machine["commit"]})
     parts = [
@@ -26,70 +56,23 @@ def measured_on(results: Mapping[str, Any]) -> str:
         *([machine["date"]] if "date" in machine else []),
         "heap warm on all sides" if "allocator" in machine else "heap as glibc leaves it",
     ]
-    return "\nMeasured on " + ", ".join(parts) + ".\n"
+    return "Measured on " + ", ".join(parts) + "."
 
 
 def median_of(runs: Sequence[Mapping[str, float]], quantity: str) -> float:
     return statistics.median(run[quantity] for run in runs)
 
 
-def ratio_cells(ratio: Mapping[str, Any]) -> list[str]:
-    """Median with quartiles, and the target with what became of it."""
-    low, high = ratio["quartiles"]
-    return [
-        f"{ratio['median']:.3f} ({low:.3f} to {high:.3f})",
-        f"{ratio['target']:g}: {ratio['verdict']}",
-    ]
+def medians(all_runs: Json, quantities: Sequence[str]) -> Rows:
+    """Yields the median of each quantity by label."""
+    for label, runs in all_runs.items():
+        yield {"label": label, **{name: median_of(runs, name) for name in quantities}}
 
 
-def phases(runs: Runs) -> str:
-    """Where the time of every side's steps goes."""
-    header = ["median of fresh processes, ms", "step", "forward", "backward", "optimizer"]
-    rows = [
-        [label, *(f"{median_of(found, phase):.1f}" for phase in PHASES_MS)]
-        for label, found in runs.items()
-    ]
-    return markdown(header, rows)
+def steps_of(workload: Json) -> dict[str, float]:
+    """Returns the median step by label."""
+    return {label: median_of(runs, "step_ms") for label, runs in workload["runs"].items()}
 
 
-def host_memory(found: Sequence[Mapping[str, Any]]) -> str:
-    """What harness/memory_report.py measured."""
-    rows = [
-        [
-            row["workload"],
-            row["side"],
-            str(row["ranks"]),
-            f"{row['between_steps']:.0f}",
-            f"{row['between_steps'] * 2**20 / row['numel']:.1f}",
-            f"{row['after_backward']:.0f}",
-            f"{row['limit']:.0f}: {row['verdict']}" if "limit" in row else "",
-            f"{row['model_states']:.1f}",
-            f"{row['estimated']:.1f}",
-        ]
-        for row in found
-    ]
-    header = [
-        "workload",
-        "side",
-        "ranks",
-        "MiB between steps",
-        "bytes per parameter",
-        "MiB after a backward",
-        "target between steps",
-        "model states",
-        "as estimated",
-    ]
-    title = (
-        "Memory of a host, all ranks together (PSS), less what they held before the model was "
-        "built; after a backward with what the allocator keeps of activations; model states are "
-        "gradients, parameters and moments then:\n\n"
-    )
-    text = title + markdown(header, rows)
-    left = [row for row in found if "left_by_torch" in row]
-    if left:
-        each = ", ".join(
-            f"{row['left_by_torch']:.0f} MiB in {row['ranks']} ranks of {row['workload']}"
-            for row in left
-        )
-        text += f"\nRanks that never talk hold more than parameters and moments, too: {each}.\n"
-    return text
+def bytes_per_parameter(row: Json) -> str:
+    return f"{row['between_steps'] * 2**20 / row['numel']:.1f}"

@@ -60,7 +60,7 @@ def _verdicts(part: dict[str, Any]) -> list[str]:
 @pytest.mark.usefixtures("made_up")
 def test_speeds_and_pages(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(readme_results, "RESULTS", tmp_path)
-    assert "No run is committed yet" in readme_results.loading_tables()
+    assert "No run is committed yet" in readme_results.written("docs/checkpoint.md")
     file = tmp_path / "checkpoint.json"
     assert bench_checkpoint.main(["--json", str(file)]) == 0
     found = json.loads(file.read_text())
@@ -69,7 +69,7 @@ def test_speeds_and_pages(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
         # fully_shard on 2 ranks twice, ZeRO, DDP, 1 process: 4 ranks are more than there are cores.
         assert _verdicts(found[part]) == ["met", "met", "met", "missed", "met"]
     assert {row.get("verdict") for row in found["memory"]} == {"met", None}
-    page = readme_results.loading_tables()
+    page = readme_results.written("docs/checkpoint.md")
     assert "1.7 GiB: 16 units of 36 MiB" in page
     assert "| a copy of the files |  |  | 1.00 | 1.81 |  |  |" in page
     assert "| ZeRO 2 | 4 | 2 | 1.00 | 1.81 | 100% | 50%: met |" in page

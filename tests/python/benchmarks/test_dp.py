@@ -115,11 +115,11 @@ def test_parts_are_added_to_a_file(tmp_path: Path, capsys: pytest.CaptureFixture
 @pytest.mark.usefixtures("made_up")
 def test_pages_show_the_figures(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(readme_results, "RESULTS", tmp_path)
-    assert "No run is committed yet" in readme_results.data_parallel_tables()
+    assert "No run is committed yet" in readme_results.written("docs/data_parallel.md")
     assert bench_dp.main(["--json", str(tmp_path / "dp.json")]) == 0
     line = "| narrow | 80 | 60 | 58 | 1 process | 0.725 (0.725 to 0.725) | 0.75: met |"
-    assert line in readme_results.section()
-    page = readme_results.data_parallel_tables()
+    assert line in readme_results.written("README.md")
+    page = readme_results.written("docs/data_parallel.md")
     assert line in page
     assert "| mlp | dp | 200; of DDP 0.500 (0.500 to 0.500), 0.75: met | 280; of DDP" in page
     assert "| 320; of DDP 0.800 (0.800 to 0.800), 0.75: missed |" in page
@@ -127,7 +127,7 @@ def test_pages_show_the_figures(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     assert "takes 100 us more through 2 replicas" in page
     assert "Bytes copied per step to keep replicas up to date: 0, target 0: met." in page
     assert "| gpt | dp | 60.00 | 2.00 | 4.00 | 10.0% |" in page
-    strategies = readme_results.all_strategies()
+    strategies = readme_results.written("docs/strategies.md")
     assert "|  | mlp | gpt | narrow |" in strategies
     assert "| DataParallel | 0.39 | 0.39 | 0.39 |" in strategies
     assert "| dp | 12.5 | 14.6 |" in strategies

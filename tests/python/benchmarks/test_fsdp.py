@@ -119,19 +119,19 @@ def test_parts_are_added_to_a_file(tmp_path: Path, capsys: pytest.CaptureFixture
 @pytest.mark.usefixtures("made_up")
 def test_pages_show_the_figures(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(readme_results, "RESULTS", tmp_path)
-    assert "No run is committed yet" in readme_results.sharding_tables()
-    assert "No run is committed yet" in readme_results.all_strategies()
+    assert "No run is committed yet" in readme_results.written("docs/fsdp.md")
+    assert "No run is committed yet" in readme_results.written("docs/strategies.md")
     assert bench_fsdp.main(["--json", str(tmp_path / "fsdp.json")]) == 0
     assert "| 150 (torch-ddp) | 75 (fsdp) | 0.500 (0.500 to 0.500) | 0.58: met |" in (
-        readme_results.section()
+        readme_results.written("README.md")
     )
-    page = readme_results.sharding_tables()
+    page = readme_results.written("docs/fsdp.md")
     assert "| fsdp, trireme.optim | 70.0 |" in page
     assert "| torch-fsdp2, kept, fake group | 5.00 | 13.00 | 8.00 |" in page
     assert "| mlp | fsdp | 2 | 274 | 17.1 | 320 | 298: met | 256.2 | 256.2 |" in page
     assert "| fsdp | 2880 | 133 | 2025 |" in page
     assert "| torch-ddp + view | 2048 | 67 | 2048 |" in page
-    strategies = readme_results.all_strategies()
+    strategies = readme_results.written("docs/strategies.md")
     assert "| torch FSDP2 | 2.40 | 2.40 | 2.40 |" in strategies
     assert "| fully_shard | 0.50 | 0.50 | 0.50 |" in strategies
 
@@ -152,7 +152,7 @@ def test_where_ours_gathers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
         "met",
         "missed",
     ]
-    page = readme_results.sharding_tables()
+    page = readme_results.written("docs/fsdp.md")
     assert (
         "| mlp | 80 | 90 | 360 (torch-fsdp2, kept, foreach) | 324 (fsdp, Gloo, kept, foreach) | "
         "0.900 (0.900 to 0.900) | 0.85: missed |"
@@ -165,10 +165,10 @@ def test_strategies_are_taken_from_the_first_run_that_has_them() -> None:
         runs = {name.replace("_", "-"): [{"step_ms": ms}] for name, ms in step_ms.items()}
         return {"workloads": {"mlp": {"runs": runs, "torch_best": "torch-ddp"}}}
 
-    both = [run(torch_ddp=100.0, fsdp=50.0), run(torch_ddp=200.0, fsdp=150.0, zero2=120.0)]
-    table = readme_fsdp.strategy_tables(both)
-    assert "| fully_shard | 0.50 |\n" in table
-    assert "| ZeRO 2 | 0.60 |\n" in table
+    zero = run(torch_ddp=200.0, fsdp=150.0, zero2=120.0)
+    _, table = readme_fsdp.strategy_tables({"zero": zero, "fsdp": run(torch_ddp=100.0, fsdp=50.0)})
+    assert "| fully_shard | 0.50 |" in table
+    assert "| ZeRO 2 | 0.60 |" in table
     assert "ZeRO 1 |" not in table
 
 

@@ -29,13 +29,13 @@ MADE_UP = {
 def test_bytes_and_page(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(bench_hosts, "run_on_hosts", lambda side, _: MADE_UP[side.label])
     monkeypatch.setattr(readme_results, "RESULTS", tmp_path)
-    assert "No run is committed yet" in readme_results.hosts_page()
+    assert "No run is committed yet" in readme_results.written("docs/multi_host.md")
     assert bench_hosts.main(["--json", str(tmp_path / "hosts.json")]) == 0
     found = json.loads((tmp_path / "hosts.json").read_text())["workloads"]["mlp"]
     assert [len(runs) for runs in found["runs"].values()] == [5, 5, 5]
     verdicts = {label: ratio["verdict"] for label, ratio in found["bytes_ratios"].items()}
     assert verdicts == {"torch-fsdp2": "met", "torch-fsdp2, kept": "missed"}
-    page = readme_results.hosts_page()
+    page = readme_results.written("docs/multi_host.md")
     assert "| fsdp | 100.0 | 110.0 |  |  | 500 |" in page
     assert "| torch-fsdp2, kept | 200.0 | 200.0 | 0.53 | 0.5: missed | 1200 |" in page
 

@@ -104,10 +104,10 @@ def test_memory_has_a_limit_and_an_estimate(
 @pytest.mark.usefixtures("made_up")
 def test_pages_show_the_figures(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(readme_results, "RESULTS", tmp_path)
-    assert "No run is committed yet" in readme_results.zero_tables()
+    assert "No run is committed yet" in readme_results.written("docs/zero.md")
     assert bench_zero.main(["--quick", "--json", str(tmp_path / "zero.json")]) == 0
-    assert "| 0.500 (0.500 to 0.500) | 0.58: met |" in readme_results.section()
-    page = readme_results.zero_tables()
+    assert "| 0.500 (0.500 to 0.500) | 0.58: met |" in readme_results.written("README.md")
+    page = readme_results.written("docs/zero.md")
     assert "| zero2, fused step | 60.0 |" in page
     assert "| mlp | zero2 | 2 | 274 | 17.1 | 320 | 298: met | 256.2 | 256.2 |" in page
 
