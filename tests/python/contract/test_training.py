@@ -22,6 +22,10 @@ def test_equals_one_process(rank: int, strategy: Strategy) -> None:
             ours, one = strategy.pair(make, optimizer_class, lr=0.01)
             for step in range(3):
                 strategy.train_both(ours, one, step)
+                # Stage 1 moves parameters into other strides after DDP has looked at them.
+                if step > 0 or strategy.name != "zero 1":
+                    for parameter in ours.model.parameters():
+                        assert parameter.grad.stride() == parameter.stride()
 
 
 @on_every_strategy()
@@ -73,6 +77,21 @@ def test_accumulation(rank: int, strategy: Strategy) -> None:
                 for number, sync in backwards:
                     training.backward(number, sync=sync)
             strategy.step_both(ours, one)
+
+
+@on_every_strategy()
+def test_several_forwards_before_backwards(rank: int, strategy: Strategy) -> None:
+    """One backward of all of them, or one of each, in any order."""
+    ours, one = strategy.pair(mlp)
+    for order in (None, [0, 1, 2], [2, 1, 0], None, [1, 0, 2]):
+        for training in (ours, one):
+            training.optimizer.zero_grad()
+            losses = [(1 + number) * training.loss(number) for number in range(3)]
+            for number in order or ():
+                losses[number].backward()
+            if order is None:
+                torch.stack(losses).sum().backward()
+        strategy.step_both(ours, one)
 
 
 @on_every_strategy()

@@ -286,22 +286,6 @@ def test_sparse_gradients(replicas: int) -> None:
     assert_close(values(ours), values(one))
 
 
-def test_freezing_between_steps() -> None:
-    ours, one = pair(doubled(mlp))
-    optimizers = [sgd(module.parameters()) for module in (ours, one)]
-    for step, (first, last) in enumerate(
-        [(True, True), (False, True), (True, False), (True, True)]
-    ):
-        for module in (ours.module, one):
-            module[0].requires_grad_(first)
-            module[4].weight.requires_grad_(last)
-        assert_same_backward(ours, one, numbers(step))
-        assert (ours.module[0].weight.grad is not None) == first
-        for optimizer in optimizers:
-            optimizer.step()
-    assert_close(values(ours), values(one))
-
-
 def test_a_buffer_that_learns() -> None:
     def make() -> nn.Module:
         module = Called(lambda m, x: m.layer(x) * m.scale, layer=nn.Linear(6, 3)).double()

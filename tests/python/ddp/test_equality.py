@@ -7,7 +7,7 @@ import torch
 import trireme
 from torch import nn
 
-from ddp.ranks import WORLD, Tied, assert_equals_torch, batch, mlp, on_ranks, run_steps, sgd
+from ddp.ranks import WORLD, Tied, assert_equals_torch, batch, mlp, on_ranks, sgd
 
 
 def mean_square(model: nn.Module, step: int, rank: int, world: int = WORLD) -> None:
@@ -126,20 +126,6 @@ def partly_frozen() -> nn.Module:
 @on_ranks()
 def test_frozen_parameters(rank: int) -> None:
     assert_equals_torch(partly_frozen, mean_square, rank)
-
-
-@on_ranks(3)
-def test_three_ranks_equal_one_process(rank: int) -> None:
-    """Nine rows over three ranks; the mean of means is the mean of all."""
-
-    def step(model: nn.Module, number: int, rank: int, world: int = 3) -> None:
-        model(batch(number, rows=9)[rank::world]).square().mean().backward()
-
-    ddp = trireme.DistributedDataParallel(mlp())
-    got = run_steps(ddp, sgd(ddp), step, rank, 4)
-    alone = mlp()
-    whole = run_steps(alone, sgd(alone), lambda m, n, r: step(m, n, 0, 1), rank, 4)
-    torch.testing.assert_close(got, whole)
 
 
 @on_ranks()

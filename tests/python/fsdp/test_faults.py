@@ -50,31 +50,6 @@ def test_a_rank_is_killed(rank: int, moment: str) -> None:
 
 
 @on_shm_ranks(2, timeout=40)
-def test_a_hook_raises_on_one_rank(rank: int) -> None:
-    """In backward: the others raise from theirs; then training goes on from where it was."""
-    ours, one = pair(mlp)
-    for step in range(3):
-        train_both(ours, one, step)
-    for failing in (0, 1):
-        ours.optimizer.zero_grad()
-        loss = ours.loss(50)
-        if rank == failing:
-            handle = ours.model[2].register_full_backward_hook(break_it)
-            loss = ours.loss(50)
-            with pytest.raises(ArithmeticError, match="the data of this rank"):
-                loss.backward()
-            handle.remove()
-        else:
-            text = "[fully_shard] backward"
-            with raises(dist.DistBackendError, text, "was abandoned", f"(rank {failing} of 2)"):
-                loss.backward()
-        ours.model.reset_iter_state()
-        dist.barrier()
-        for step in range(3):
-            train_both(ours, one, 10 * failing + step)
-
-
-@on_shm_ranks(2, timeout=40)
 def test_an_exception_in_forward_on_one_rank(rank: int) -> None:
     """It is that rank's business as long as it comes to the next backward."""
     ours, one = pair(mlp)

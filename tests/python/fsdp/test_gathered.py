@@ -51,7 +51,7 @@ PROGRAMS: dict[tuple[str, int], Sequence[str]] = {
     ("equality", 3): ("as_one_process", "as_torch_over_gloo", "modules_that_make_one_unit"),
     ("modules", 2): ("casts_before_the_first_forward", "a_first_forward_without_gradients"),
     ("modules", 3): ("meta_device", "other_dimensions", "memory_that_is_not_contiguous"),
-    ("gradients", 2): (*GRADIENTS, "tied_parameters", "units_run_by_themselves"),
+    ("gradients", 2): (*GRADIENTS, "units_run_by_themselves"),
     ("gradients", 3): ("what_some_or_all_ranks_skip",),
     ("precision", 2): ("policies_as_torch", "accumulation_in_reduce_dtype", "autocast"),
     ("checkpointing", 2): ("checkpointing", "checkpointing_the_root"),

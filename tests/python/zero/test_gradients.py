@@ -15,7 +15,6 @@ from ddp.ranks import batch, mlp, on_ranks, raises
 from shm.ranks import on_shm_ranks
 from zero.ranks import (
     ROWS,
-    Shapes,
     Training,
     Zero,
     alone,
@@ -46,22 +45,6 @@ def step_both(ours: Training, one: Training) -> None:
     assert_equal_parameters(ours.model, one.model)
 
 
-@pytest.mark.parametrize("world", [2, 3])
-@on_shm_ranks("world")
-def test_each_rank_has_its_shards_of_the_average(rank: int, world: int) -> None:
-    for make in (mlp, Shapes):
-        ours, one = pair(make)
-        for step in range(4):
-            for training in (ours, one):
-                training.optimizer.zero_grad()
-                training.backward(step)
-            for parameter in ours.model.parameters():
-                assert parameter.grad.shape == parameter.shape
-                assert parameter.grad.stride() == parameter.stride()
-                assert parameter.grad.is_leaf and not parameter.grad.requires_grad
-            step_both(ours, one)
-
-
 def _accumulate_steps(ours: Training, one: Training) -> None:
     """Before each step: (batches, whether averaged) of its backwards, and how it begins."""
     forgets = {"set_to_none": True}
@@ -82,22 +65,6 @@ def _accumulate_steps(ours: Training, one: Training) -> None:
             for number, sync in backwards:
                 training.backward(number, sync=sync)
         step_both(ours, one)
-
-
-def _accumulate() -> None:
-    for make in (mlp, Shapes):
-        _accumulate_steps(*pair(make))
-
-
-@pytest.mark.parametrize("world", [2, 3])
-@on_shm_ranks("world")
-def test_accumulation(rank: int, world: int) -> None:
-    _accumulate()
-
-
-@on_ranks(2, backend="gloo")
-def test_accumulation_over_gloo(rank: int) -> None:
-    _accumulate()
 
 
 @on_shm_ranks(2)
@@ -121,16 +88,6 @@ def test_gradients_of_this_rank_are_its_own_until_they_are_averaged(rank: int) -
     with raises(RuntimeError, "no_sync", "not the average"):
         ours.optimizer.step()
     ours.train(2)
-
-
-@on_shm_ranks(2)
-def test_several_forwards_one_backward(rank: int) -> None:
-    ours, one = pair(mlp)
-    for step in range(3):
-        for training in (ours, one):
-            training.optimizer.zero_grad()
-            (training.loss(step) + 2 * training.loss(step + 1)).backward()
-        step_both(ours, one)
 
 
 @on_shm_ranks(2)
