@@ -35,7 +35,8 @@ from fsdp.ranks import (
     units_of,
 )
 from fsdp.test_gradients import Skipping
-from fsdp.test_hybrid import BACKENDS, on_grid
+from fsdp.test_hybrid import on_grid
+from shm.ranks import BACKENDS
 from zero.ranks import ROWS, Shapes, alone, assert_close
 
 WORLD = 4

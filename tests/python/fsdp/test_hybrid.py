@@ -11,7 +11,6 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -43,11 +42,11 @@ from fsdp.ranks import (
     sharded,
 )
 from fsdp.test_gradients import Skipping
+from shm.ranks import BACKENDS
 from zero.ranks import ROWS, Shapes, Training, alone, assert_close
 
 WORLD = 4
 NAMES = ("replicate", "shard")
-BACKENDS = pytest.mark.parametrize("backend", ["gloo", "trireme"])
 
 
 def on_grid(backend: str, *programs: Callable[..., None]) -> None:

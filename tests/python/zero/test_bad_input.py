@@ -17,7 +17,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
 from torch.optim import LBFGS, SGD, AdamW, SparseAdam
 
 from ddp.ranks import RANKLESS_FORM, batch, mlp, on_ranks, raises
-from shm.ranks import on_shm_ranks
+from shm.ranks import on_shm_and_gloo_ranks, on_shm_ranks
 from zero.ranks import DDP, Zero, alone, assert_equal_parameters, sharded
 
 STAGES = pytest.mark.parametrize("stage", [1, 2])
@@ -172,17 +172,8 @@ def other_frozen(rank: int) -> nn.Module:
     return layer
 
 
-@on_shm_ranks(2)
+@on_shm_and_gloo_ranks(2)
 def test_ranks_that_differ(rank: int) -> None:
-    make_different_ones(rank)
-
-
-@on_ranks(2, backend="gloo")
-def test_ranks_that_differ_over_gloo(rank: int) -> None:
-    make_different_ones(rank)
-
-
-def make_different_ones(rank: int) -> None:
     """All ranks raise, from the constructor and from add_param_group(), and may go on."""
     ours, one = sharded(mlp, SGD, 2, lr=0.1), alone(mlp, SGD, lr=0.1)
     for make in (other_shape, other_dtype, other_number, other_frozen):
@@ -224,17 +215,8 @@ def test_what_was_refused_is_free_again(rank: int) -> None:
 # --- Gradients and state --------------------------------------------------------------------------
 
 
-@on_shm_ranks(2)
+@on_shm_and_gloo_ranks(2)
 def test_sparse_gradients(rank: int) -> None:
-    train_an_embedding(rank)
-
-
-@on_ranks(2, backend="gloo")
-def test_sparse_gradients_over_gloo(rank: int) -> None:
-    train_an_embedding(rank)
-
-
-def train_an_embedding(rank: int) -> None:
     """Refused in step() under stage 1; averaging makes them dense under stage 2."""
     model = nn.Embedding(10, 3, sparse=True)
     net = DDP(model)

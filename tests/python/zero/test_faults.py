@@ -30,7 +30,7 @@ from ddp.ranks import (
 )
 from ddp.test_faults import Breaks
 from distributed import run_ranks
-from shm.ranks import on_shm_ranks, until_inside
+from shm.ranks import on_shm_and_gloo_ranks, on_shm_ranks, until_inside
 from zero.ranks import DDP, Training, Zero, alone, assert_equal_parameters, sharded
 
 STAGES = pytest.mark.parametrize("stage", [1, 2])
@@ -234,17 +234,8 @@ class Picky(SGD):
         super().add_param_group(param_group)
 
 
-@on_shm_ranks(2, timeout=40)
+@on_shm_and_gloo_ranks(2, timeout=40)
 def test_an_optimizer_that_one_rank_cannot_make(rank: int) -> None:
-    make_a_picky_one(rank)
-
-
-@on_ranks(2, backend="gloo", timeout=40)
-def test_an_optimizer_that_one_rank_cannot_make_over_gloo(rank: int) -> None:
-    make_a_picky_one(rank)
-
-
-def make_a_picky_one(rank: int) -> None:
     """All raise, their parameters are their own again; the same for a group that comes later."""
     for stage in (1, 2):
         model = mlp()

@@ -11,8 +11,8 @@ from torch import nn
 from torch.optim import SGD
 from torch.utils.checkpoint import checkpoint
 
-from ddp.ranks import batch, mlp, on_ranks, raises
-from shm.ranks import on_shm_ranks
+from ddp.ranks import batch, mlp, raises
+from shm.ranks import on_shm_and_gloo_ranks, on_shm_ranks
 from zero.ranks import (
     ROWS,
     Training,
@@ -162,7 +162,9 @@ class Checkpointed(nn.Module):
         return self.again(self.layers[5], x)
 
 
-def _train_checkpointed() -> None:
+@pytest.mark.parametrize("world", [2, 3])
+@on_shm_and_gloo_ranks("world")
+def test_checkpointing(rank: int, world: int) -> None:
     for reentrant in (False, True):
         ours, one = pair(lambda reentrant=reentrant: Checkpointed(reentrant))
         for step in range(5):
@@ -170,17 +172,6 @@ def _train_checkpointed() -> None:
                 training.optimizer.zero_grad()
                 training.backward(step, step + 1) if step == 3 else training.backward(step)
             step_both(ours, one)
-
-
-@pytest.mark.parametrize("world", [2, 3])
-@on_shm_ranks("world")
-def test_checkpointing(rank: int, world: int) -> None:
-    _train_checkpointed()
-
-
-@on_ranks(2, backend="gloo")
-def test_checkpointing_over_gloo(rank: int) -> None:
-    _train_checkpointed()
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -207,7 +198,8 @@ class Swapped(nn.Module):
         return self.layers[1 - first](self.layers[first](x).tanh())
 
 
-def _train_swapped(rank: int) -> None:
+@on_shm_and_gloo_ranks(2)
+def test_groups_that_ranks_come_by_in_different_orders(rank: int) -> None:
     one, model = Swapped(), Swapped()
     plain = SGD(one.parameters(), lr=0.1)
     optimizer = Zero(model.layers[0].parameters(), SGD, stage=2, lr=0.1)
@@ -222,13 +214,3 @@ def _train_swapped(rank: int) -> None:
         for each in (optimizer, plain):
             each.step()
         assert_equal_parameters(model, one)
-
-
-@on_shm_ranks(2)
-def test_groups_that_ranks_come_by_in_different_orders(rank: int) -> None:
-    _train_swapped(rank)
-
-
-@on_ranks(2, backend="gloo")
-def test_groups_that_ranks_come_by_in_different_orders_over_gloo(rank: int) -> None:
-    _train_swapped(rank)

@@ -18,8 +18,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.optim import SGD, AdamW
 
-from ddp.ranks import batch, mlp, on_ranks, raises, say, stay_until, values
-from shm.ranks import on_shm_ranks
+from ddp.ranks import batch, mlp, raises, say, stay_until, values
+from shm.ranks import on_shm_and_gloo_ranks, on_shm_ranks
 from zero.ranks import DDP, Training, Zero, alone, assert_equal_parameters, sharded
 
 STAGES = pytest.mark.parametrize("stage", [1, 2])
@@ -74,17 +74,8 @@ def load_what_was_saved(model: nn.Module) -> None:
 LOADS = (load, load_twice, load_some, load_a_layer, load_and_fail, load_and_write)
 
 
-@on_shm_ranks(2)
+@on_shm_and_gloo_ranks(2)
 def test_loading_after_the_optimizer_was_made(rank: int) -> None:
-    load_at_any_time()
-
-
-@on_ranks(2, backend="gloo")
-def test_loading_after_the_optimizer_was_made_over_gloo(rank: int) -> None:
-    load_at_any_time()
-
-
-def load_at_any_time() -> None:
     """Before the first step, between steps, after a backward: all as in one process."""
     for stage, make in ((1, mlp), (2, mlp), (2, lambda: copy.deepcopy(mlp()))):
         one, ours = alone(make, AdamW, lr=0.01), sharded(make, AdamW, stage, lr=0.01)
@@ -160,17 +151,8 @@ def test_what_one_rank_loads_no_other_sees(rank: int) -> None:
         say("looked")
 
 
-@on_shm_ranks(2)
+@on_shm_and_gloo_ranks(2)
 def test_loading_on_one_rank_or_other_values(rank: int) -> None:
-    load_differently(rank)
-
-
-@on_ranks(2, backend="gloo")
-def test_loading_on_one_rank_or_other_values_over_gloo(rank: int) -> None:
-    load_differently(rank)
-
-
-def load_differently(rank: int) -> None:
     """All ranks raise, in each step until they have loaded the same."""
     for stage in (1, 2):
         one, ours = alone(mlp, SGD, lr=0.1), sharded(mlp, SGD, stage, lr=0.1)

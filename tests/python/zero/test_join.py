@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.optim import SGD, AdamW
 
 from ddp.ranks import assert_same_on_all_ranks, mlp, on_ranks, values
-from shm.ranks import on_shm_ranks
+from shm.ranks import on_shm_and_gloo_ranks, on_shm_ranks
 from zero.ranks import DDP, Zero
 
 OPTIONS: dict[str, Any] = {"lr": 0.1, "momentum": 0.9}
@@ -139,7 +139,8 @@ def test_stage_1_alone(rank: int) -> None:
     assert torch.equal(model.weight, right)
 
 
-def _accumulate_in_a_join(rank: int) -> None:
+@on_shm_and_gloo_ranks(2)
+def test_no_sync_and_a_later_group_inside_a_join(rank: int) -> None:
     def accumulate(net: Any, optimizer: Any, averaging: Any) -> None:
         for x in inputs(rank, 2 + 2 * rank):
             optimizer.zero_grad()
@@ -158,16 +159,6 @@ def _accumulate_in_a_join(rank: int) -> None:
         accumulate(model, optimizer, optimizer)
     torch.testing.assert_close(values(model), values(theirs))
     assert_same_on_all_ranks(list(model.parameters()))
-
-
-@on_shm_ranks(2)
-def test_no_sync_and_a_later_group_inside_a_join(rank: int) -> None:
-    _accumulate_in_a_join(rank)
-
-
-@on_ranks(2, backend="gloo")
-def test_no_sync_and_a_later_group_inside_a_join_over_gloo(rank: int) -> None:
-    _accumulate_in_a_join(rank)
 
 
 class Partly(nn.Module):

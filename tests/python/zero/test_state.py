@@ -14,7 +14,7 @@ from torch import nn, optim
 from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
 
 from ddp.ranks import mlp, on_ranks, raises
-from shm.ranks import assert_bits, on_shm_ranks
+from shm.ranks import assert_bits, on_shm_and_gloo_ranks, on_shm_ranks
 from zero.ranks import (
     Shapes,
     Training,
@@ -254,7 +254,8 @@ def test_what_is_not_here_and_what_does_not_fit(rank: int) -> None:
     ours.train(1)
 
 
-def refuse_what_json_cannot_say(rank: int) -> None:
+@on_shm_and_gloo_ranks(2)
+def test_a_state_that_json_cannot_say(rank: int) -> None:
     """All ranks raise, and the next consolidation works."""
     ours = sharded(mlp, optim.AdamW, 2, lr=0.01)
     ours.train(0)
@@ -270,16 +271,6 @@ def refuse_what_json_cannot_say(rank: int) -> None:
         with raises(ValueError, *parts):
             ours.optimizer.consolidate_state_dict()
     whole_state(ours.optimizer)
-
-
-@on_shm_ranks(2)
-def test_a_state_that_json_cannot_say(rank: int) -> None:
-    refuse_what_json_cannot_say(rank)
-
-
-@on_ranks(2, backend="gloo")
-def test_a_state_that_json_cannot_say_over_gloo(rank: int) -> None:
-    refuse_what_json_cannot_say(rank)
 
 
 @on_shm_ranks(2)
