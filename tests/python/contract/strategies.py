@@ -100,7 +100,7 @@ def _rows(training: Training, whole: Gradients) -> Gradients:
     """fully_shard: the rows of a DTensor that this rank has."""
     parameters = training.model.parameters()
     return [
-        part_of(gradient, parameter, training.rank, training.world)
+        part_of(gradient, parameter)
         if gradient is not None and isinstance(parameter, DTensor)
         else gradient
         for parameter, gradient in zip(parameters, whole, strict=True)

@@ -18,16 +18,16 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim import SGD
 from trireme._fsdp import comms as fsdp_comms
 
-from ddp.ranks import AGES_S, batch, mlp, on_ranks, raises
+from ddp.ranks import AGES_S, mlp, on_ranks, raises
 from fsdp.ranks import (
     assert_locals,
     in_training,
     pair,
     shard_layers,
     sharded,
-    step_both,
     torch_pair,
     train_both,
+    train_by_rank,
     units_of,
 )
 from fsdp.test_gradients import Skipping
@@ -123,12 +123,7 @@ def test_one_process(rank: int, waits: bool) -> None:
     ours, one = pair(Skipping)
     bring_along(ours.model, waits)
     for step, ways in enumerate((("abc", "ab", "a"), ("c", "c", "ca"))):
-        for training in (ours, one):
-            training.optimizer.zero_grad()
-        ours.model(batch(step, rows=12)[rank::3], ways[rank]).square().mean().backward()
-        for other, way in enumerate(ways):
-            (one.model(batch(step, rows=12)[other::3], way).square().mean() / 3).backward()
-        step_both(ours, one)
+        train_by_rank(ours, one, step, ways)
 
 
 @on_gloo_ranks(2)

@@ -35,9 +35,9 @@ from fsdp.ranks import (
     step_both,
     torch_pair,
     train_both,
+    train_by_rank,
 )
 from fsdp.test_gradients import Skipping
-from zero.ranks import ROWS, Training
 
 on_gloo_ranks = functools.partial(on_ranks, backend="gloo")
 
@@ -84,17 +84,6 @@ def one_after_another(rank: int, module: str, names: Sequence[str]) -> None:
 # --- In which order units are used ---------------------------------------------------------------
 
 
-def train_on_ways(ours: Training, one: Training, step: int, ways: Sequence[str]) -> None:
-    """Rank r uses the units of ``ways[r]``."""
-    for training in (ours, one):
-        training.optimizer.zero_grad()
-    ours.model(rows_of(step, ours), ways[ours.rank]).square().mean().backward()
-    for other, way in enumerate(ways):
-        rows = batch(step, rows=ROWS)[other :: ours.world]
-        (one.model(rows, way).square().mean() / ours.world).backward()
-    step_both(ours, one)
-
-
 @on_gloo_ranks(3)
 def test_ranks_that_use_different_units(rank: int) -> None:
     """In the first forward, of which the order is learned, and in later ones."""
@@ -108,7 +97,7 @@ def test_ranks_that_use_different_units(rank: int) -> None:
     for first in begins:
         ours, one = pair(Skipping, AdamW, lr=0.01)
         for step, ways in enumerate([first, *goes_on, first]):
-            train_on_ways(ours, one, step, ways)
+            train_by_rank(ours, one, step, ways)
             assert all(sharded_in(ours.model))
 
 
@@ -118,9 +107,9 @@ def test_a_unit_that_is_needed_after_its_place(rank: int) -> None:
     kept, one = pair(Skipping)
     kept.model.a.set_reshard_after_forward(False)
     for step, ways in enumerate((("abc", "abc"), ("abca", "aba"), ("cab", "bca"))):
-        train_on_ways(kept, one, step, ways)
+        train_by_rank(kept, one, step, ways)
     ours, one = pair(Skipping)
-    train_on_ways(ours, one, 0, ("abc", "abc"))
+    train_by_rank(ours, one, 0, ("abc", "abc"))
     text = "[fully_shard] unit 'a.weight .. a.bias' is needed in a forward after its place"
     with raises(RuntimeError, text, "set_dynamic_gather(True)", "set_reshard_after_forward(False)"):
         ours.model(rows_of(0, ours), "abca")
@@ -134,13 +123,13 @@ def test_an_order_that_changes_in_every_forward(rank: int) -> None:
     for step in range(6):
         picks = torch.randint(0, 4, (2, 6), generator=order)
         ways = ["".join("abcs"[pick] for pick in row[: 3 + step]) for row in picks.tolist()]
-        train_on_ways(ours, one, step, ways)
+        train_by_rank(ours, one, step, ways)
         with torch.no_grad():
             expected = one.model(batch(9), ways[rank])
             torch.testing.assert_close(ours.model(batch(9), ways[rank]), expected)
     ours.model.set_dynamic_gather(False)
     for step in range(2):
-        train_on_ways(ours, one, step, ("cab", "ab"))
+        train_by_rank(ours, one, step, ("cab", "ab"))
     with raises(RuntimeError, "got set_dynamic_gather() of an inner unit"):
         ours.model.a.set_dynamic_gather(True)
 

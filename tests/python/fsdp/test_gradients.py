@@ -23,6 +23,7 @@ from fsdp.ranks import (
     step_both,
     torch_pair,
     train_both,
+    train_by_rank,
 )
 from shm.ranks import on_shm_ranks
 from zero.ranks import ROWS, Training, alone, assert_close
@@ -179,13 +180,7 @@ def test_what_some_or_all_ranks_skip(rank: int, world: int) -> None:
     for shard in (shard_layers, trireme.fully_shard):
         ours, one = pair(Skipping, AdamW, shard, lr=0.01)
         for step, way in enumerate(ways):
-            for training in (ours, one):
-                training.optimizer.zero_grad()
-            ours.model(rows_of(step, ours), way[rank % 2]).square().mean().backward()
-            for other in range(world):
-                rows = batch(step, rows=ROWS)[other::world]
-                (one.model(rows, way[other % 2]).square().mean() / world).backward()
-            step_both(ours, one)
+            train_by_rank(ours, one, step, [way[other % 2] for other in range(world)])
 
 
 @on_shm_ranks(2)

@@ -30,16 +30,17 @@ from fsdp.ranks import (
     assert_locals,
     evaluate,
     pair,
-    scale,
     shard_layers,
     sharded,
     sharded_in,
     torch_pair,
     train_both,
+    train_by_rank,
 )
-from fsdp.test_gathered import frozen_front, has_memory, train_on_ways
+from fsdp.test_gathered import frozen_front, has_memory
 from fsdp.test_gradients import Skipping
 from shm.ranks import on_shm_ranks
+from zero.ranks import scale
 from zero.test_gradients import Checkpointed
 from zero.test_join import OPTIONS, by_torchs_ddp, inputs, loop
 
@@ -169,7 +170,7 @@ def test_orders_of_units(rank: int) -> None:
     ways = [("abc", "abc", "cba", "a"), ("b", "cs", "a", "s"), ("abab", "ba", "c", "abc")]
     ours, one = pair(Skipping, AdamW, options=AMONG_TWO, lr=0.01)
     for step, way in enumerate((ways[2], *ways)):
-        train_on_ways(ours, one, step, way)
+        train_by_rank(ours, one, step, way)
     ours, one = pair(lambda: Checkpointed(True), shard=shard_list, options=AMONG_TWO)
     for step in range(2):
         train_both(ours, one, step, step + 1)

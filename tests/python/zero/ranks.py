@@ -13,11 +13,12 @@ Every step of the sharded training is compared with that of one process on the w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import trireme
@@ -27,6 +28,7 @@ from torch.nn import functional
 from ddp.ranks import assert_same_on_all_ranks, batch
 
 ROWS = 12  # in every batch: as many for each rank, in every world that is tested
+STAGES = pytest.mark.parametrize("stage", [1, 2])
 DDP = trireme.DistributedDataParallel
 Zero = trireme.ZeroRedundancyOptimizer
 Gradients = list[torch.Tensor | None]
@@ -61,6 +63,14 @@ class Training:
         self.optimizer.step()
 
 
+def backward_by_rank(ours: Training, one: Training, number: int, given: Sequence[Any]) -> None:
+    """The forward of rank r gets ``given[r]`` beside its rows; one process runs all of them."""
+    rows = batch(number, rows=ROWS)
+    ours.net(rows[ours.rank :: ours.world], given[ours.rank]).square().mean().backward()
+    for rank, its in enumerate(given):
+        (one.net(rows[rank :: ours.world], its).square().mean() / ours.world).backward()
+
+
 def alone(make: Callable[[], nn.Module], optimizer_class: Any, **defaults: Any) -> Training:
     """One process on whole batches."""
     model = make()
@@ -93,6 +103,21 @@ def own_parts(training: Training, gradients: Iterable[torch.Tensor | None]) -> G
             part.view(-1)[begin : begin + numel] = gradient.reshape(-1)[begin : begin + numel]
         parts.append(part)
     return parts
+
+
+def whole_state(optimizer: Any) -> dict[str, Any]:
+    """What is consolidated on each rank in turn."""
+    for rank in range(dist.get_world_size(optimizer.process_group)):
+        optimizer.consolidate_state_dict(rank)
+        if rank == dist.get_rank(optimizer.process_group):
+            found = optimizer.state_dict()
+    return found
+
+
+def scale(model: nn.Module, factor: float = 2.0) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(factor)
 
 
 class Shapes(nn.Module):
@@ -133,3 +158,10 @@ def assert_equal_parameters(got: nn.Module, expected: nn.Module, **tolerance: An
     for (name, one), other in zip(got.named_parameters(), expected.parameters(), strict=True):
         assert_close(name, one, other, **tolerance)
     assert_same_on_all_ranks(list(got.parameters()))
+
+
+def assert_trains_as_one_process(ours: Training, one: Training, steps: int = 5) -> None:
+    for step in range(steps):
+        ours.train(step)
+        one.train(step)
+        assert_equal_parameters(ours.model, one.model)

@@ -18,9 +18,7 @@ from torch.optim import LBFGS, SGD, AdamW, SparseAdam
 
 from ddp.ranks import RANKLESS_FORM, batch, mlp, on_ranks, raises
 from shm.ranks import on_shm_and_gloo_ranks, on_shm_ranks
-from zero.ranks import DDP, Zero, alone, assert_equal_parameters, sharded
-
-STAGES = pytest.mark.parametrize("stage", [1, 2])
+from zero.ranks import DDP, STAGES, Zero, alone, assert_equal_parameters, sharded
 
 Case = tuple[Callable[[], Any], type[Exception], list[str]]
 

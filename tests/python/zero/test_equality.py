@@ -17,17 +17,18 @@ from torch.optim import SGD, AdamW
 
 from ddp.ranks import assert_same_on_all_ranks, batch, mlp, on_ranks
 from shm.ranks import on_shm_ranks
-from zero.ranks import Shapes, Training, Zero, alone, assert_equal_parameters, sharded
+from zero.ranks import (
+    Shapes,
+    Training,
+    Zero,
+    alone,
+    assert_equal_parameters,
+    assert_trains_as_one_process,
+    sharded,
+)
 
 STAGES = (1, 2)
 STEPS = 5
-
-
-def assert_trains_as_one_process(ours: Training, one: Training) -> None:
-    for step in range(STEPS):
-        ours.train(step)
-        one.train(step)
-        assert_equal_parameters(ours.model, one.model)
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])

@@ -31,9 +31,7 @@ from ddp.ranks import (
 from ddp.test_faults import Breaks
 from distributed import run_ranks
 from shm.ranks import on_shm_and_gloo_ranks, on_shm_ranks, until_inside
-from zero.ranks import DDP, Training, Zero, alone, assert_equal_parameters, sharded
-
-STAGES = pytest.mark.parametrize("stage", [1, 2])
+from zero.ranks import DDP, STAGES, Training, Zero, alone, assert_equal_parameters, sharded
 
 
 class Fragile(SGD):

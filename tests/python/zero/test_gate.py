@@ -12,9 +12,7 @@ from torch.optim import SGD, AdamW
 
 from ddp.ranks import assert_same_on_all_ranks, batch, mlp, values
 from shm.ranks import on_shm_and_gloo_ranks, on_shm_ranks, until_inside
-from zero.ranks import DDP, Zero, alone, assert_equal_parameters, sharded
-
-STAGES = pytest.mark.parametrize("stage", [1, 2])
+from zero.ranks import DDP, STAGES, Zero, alone, assert_equal_parameters, sharded
 
 
 @STAGES

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -20,6 +20,7 @@ from zero.ranks import (
     alone,
     assert_close,
     assert_equal_parameters,
+    backward_by_rank,
     own_parts,
     sharded,
 )
@@ -116,7 +117,7 @@ class Branches(nn.Module):
         self.trunk = nn.Linear(6, 6)
         self.branches = nn.ModuleList(nn.Linear(6, 4) for _ in range(3))
 
-    def forward(self, x: torch.Tensor, *branches: int) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, branches: Sequence[int]) -> torch.Tensor:
         hidden = self.trunk(x).tanh()
         return sum((self.branches[one](hidden) for one in branches), start=hidden[:, :4])
 
@@ -127,13 +128,9 @@ def test_parameters_that_some_or_all_ranks_leave_unused(rank: int, world: int) -
     used = [[(0,), (1,), (1,)], [(), (), ()], [(0, 1), (), (0,)], [(2,), (2, 0), (2,)]]
     ours, one = pair(Branches)
     for step in range(3 * len(used)):
-        by_rank = used[step % len(used)]
-        rows = [batch(step, rows=ROWS)[r::world] for r in range(world)]
         for training in (ours, one):
             training.optimizer.zero_grad()
-        ours.model(rows[rank], *by_rank[rank]).square().mean().backward()
-        for part, branches in zip(rows, by_rank, strict=False):
-            (one.model(part, *branches).square().mean() / world).backward()
+        backward_by_rank(ours, one, step, used[step % len(used)][:world])
         step_both(ours, one)
 
 
@@ -200,17 +197,14 @@ class Swapped(nn.Module):
 
 @on_shm_and_gloo_ranks(2)
 def test_groups_that_ranks_come_by_in_different_orders(rank: int) -> None:
-    one, model = Swapped(), Swapped()
-    plain = SGD(one.parameters(), lr=0.1)
+    model = Swapped()
     optimizer = Zero(model.layers[0].parameters(), SGD, stage=2, lr=0.1)
     optimizer.add_param_group({"params": model.layers[1].parameters()})
+    ours, one = Training(model, model, optimizer, rank, 2), alone(Swapped, SGD, lr=0.1)
     for step in range(4):
-        rows = batch(step, rows=ROWS)
-        for each in (optimizer, plain):
-            each.zero_grad()
-        model(rows[rank::2], rank).square().mean().backward()
-        for other in range(2):
-            (one(rows[other::2], other).square().mean() / 2).backward()
-        for each in (optimizer, plain):
-            each.step()
-        assert_equal_parameters(model, one)
+        for training in (ours, one):
+            training.optimizer.zero_grad()
+        backward_by_rank(ours, one, step, (0, 1))
+        for training in (ours, one):
+            training.optimizer.step()
+        assert_equal_parameters(model, one.model)

@@ -20,9 +20,8 @@ from torch.optim import SGD, AdamW
 
 from ddp.ranks import batch, mlp, raises, say, stay_until, values
 from shm.ranks import on_shm_and_gloo_ranks, on_shm_ranks
-from zero.ranks import DDP, Training, Zero, alone, assert_equal_parameters, sharded
+from zero.ranks import DDP, STAGES, Training, Zero, alone, assert_equal_parameters, sharded
 
-STAGES = pytest.mark.parametrize("stage", [1, 2])
 State = dict[str, torch.Tensor]
 
 # --- Loading a state without writing() ------------------------------------------------------------

@@ -15,7 +15,7 @@ from torch.optim import SGD, AdamW
 
 from ddp.ranks import assert_same_on_all_ranks, mlp, on_ranks, values
 from shm.ranks import on_shm_and_gloo_ranks, on_shm_ranks
-from zero.ranks import DDP, Zero
+from zero.ranks import DDP, Zero, whole_state
 
 OPTIONS: dict[str, Any] = {"lr": 0.1, "momentum": 0.9}
 Values = dict[str, torch.Tensor]
@@ -107,22 +107,13 @@ def test_training_goes_on_after_a_join(rank: int) -> None:
         with Join(joinables, divide_by_initial_world_size=False):
             loop(net, optimizer, inputs(rank, 1 + 2 * rank), zero_first=False)
         one.load_state_dict(values(model))
-        state = _whole_state(optimizer)
+        state = whole_state(optimizer)
         plain = SGD(one.parameters(), **OPTIONS)
         plain.load_state_dict(state)
         loop(net, optimizer, inputs(rank, 2), zero_first=False)
         for pair in zip(inputs(0, 2), inputs(1, 2), strict=True):
             loop(one, plain, [torch.cat(pair)], zero_first=False)
         torch.testing.assert_close(values(model), values(one))
-
-
-def _whole_state(optimizer: Zero) -> dict[str, Any]:
-    """On all ranks."""
-    for rank in range(optimizer.world_size):
-        optimizer.consolidate_state_dict(rank)
-        if rank == optimizer.rank:
-            found = optimizer.state_dict()
-    return found
 
 
 @on_shm_ranks(2)

@@ -12,7 +12,16 @@ from torch.optim.lr_scheduler import OneCycleLR, StepLR
 
 from ddp.ranks import mlp
 from shm.ranks import on_shm_and_gloo_ranks, on_shm_ranks
-from zero.ranks import DDP, Shapes, Training, Zero, alone, assert_equal_parameters, sharded
+from zero.ranks import (
+    DDP,
+    Shapes,
+    Training,
+    Zero,
+    alone,
+    assert_equal_parameters,
+    assert_trains_as_one_process,
+    sharded,
+)
 
 STAGES = (1, 2)
 Case = tuple[Any, dict[str, Any]]
@@ -62,13 +71,6 @@ def owners(optimizer: Zero) -> list[int]:
     return [
         sum(numel > 0 for _, numel in ranges) for core in optimizer._cores for ranges in core.plan()
     ]
-
-
-def assert_trains_as_one_process(ours: Training, one: Training, steps: int = 4) -> None:
-    for step in range(steps):
-        ours.train(step)
-        one.train(step)
-        assert_equal_parameters(ours.model, one.model)
 
 
 @pytest.mark.parametrize("world", [2, 3])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import pytest
 import torch
 import trireme
 from torch import nn
@@ -14,17 +13,8 @@ from torch.optim import SGD, AdamW
 
 from ddp.ranks import RANKLESS_FORM, assert_same_on_all_ranks, batch, mlp, raises, values
 from shm.ranks import on_shm_and_gloo_ranks, on_shm_ranks
-from zero.ranks import (
-    DDP,
-    Shapes,
-    Training,
-    Zero,
-    alone,
-    assert_equal_parameters,
-    sharded,
-)
+from zero.ranks import DDP, STAGES, Shapes, Training, Zero, alone, assert_equal_parameters, sharded
 
-STAGES = pytest.mark.parametrize("stage", [1, 2])
 NORMS = (2.0, 1.0, 0.5, 3.5, math.inf)
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 torch_clip = torch.nn.utils.clip_grad_norm_

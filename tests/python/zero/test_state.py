@@ -23,19 +23,11 @@ from zero.ranks import (
     assert_close,
     assert_equal_parameters,
     sharded,
+    whole_state,
 )
 
 STAGES = (1, 2)
 StateDict = dict[str, Any]
-
-
-def whole_state(optimizer: Any) -> StateDict:
-    """What is consolidated on each rank in turn."""
-    for rank in range(dist.get_world_size(optimizer.process_group)):
-        optimizer.consolidate_state_dict(rank)
-        if rank == dist.get_rank(optimizer.process_group):
-            found = optimizer.state_dict()
-    return found
 
 
 def assert_states(got: StateDict, expected: StateDict, exact: bool = True) -> None:

@@ -16,9 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from ddp.ranks import AGES_S, assert_same_on_all_ranks, batch, mlp, raises, values
 from shm.ranks import on_shm_and_gloo_ranks, on_shm_ranks, until_inside
-from zero.ranks import Training, Zero, alone, assert_equal_parameters, sharded
-
-STAGES = pytest.mark.parametrize("stage", [1, 2])
+from zero.ranks import Training, Zero, alone, assert_equal_parameters, scale, sharded
 
 
 def named(stage: int = 2, **options: Any) -> Training:
@@ -26,12 +24,6 @@ def named(stage: int = 2, **options: Any) -> Training:
     model = mlp()
     optimizer = Zero(model.named_parameters(), SGD, stage=stage, lr=0.1, **options)
     return Training(model, model, optimizer, dist.get_rank(), dist.get_world_size())
-
-
-def scale(model: nn.Module, factor: float = 2.0) -> None:
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(factor)
 
 
 @on_shm_and_gloo_ranks(2)
