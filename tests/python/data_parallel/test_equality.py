@@ -19,14 +19,12 @@ from data_parallel.cases import (
     Make,
     assert_close,
     assert_same_backward,
-    gradients,
     in_whole_numbers,
     pair,
     square_mean,
-    values,
     whole_numbers,
 )
-from ddp.ranks import Tied, batch, mlp
+from ddp.ranks import Tied, batch, gradients, mlp, values
 from zero.ranks import Shapes
 from zero.ranks import assert_close as assert_close_by_dtype
 

@@ -25,22 +25,10 @@ def test_optimizers(rank: int, make_optimizer: Callable[[nn.Module], object]) ->
     assert_equals_torch(mlp, mean_square, rank, make_optimizer=make_optimizer)
 
 
-def double_mlp() -> nn.Module:
-    return mlp(torch.float64)
-
-
-def bfloat16_mlp() -> nn.Module:
-    return mlp(torch.bfloat16)
-
-
-def half_mlp() -> nn.Module:
-    return mlp(torch.float16)
-
-
-@pytest.mark.parametrize("make_model", [double_mlp, bfloat16_mlp, half_mlp])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
 @on_ranks()
-def test_dtypes(rank: int, make_model: Callable[[], nn.Module]) -> None:
-    assert_equals_torch(make_model, mean_square, rank)
+def test_dtypes(rank: int, dtype: torch.dtype) -> None:
+    assert_equals_torch(lambda: mlp(dtype), mean_square, rank)
 
 
 class Complex(nn.Module):

@@ -18,7 +18,7 @@ from ddp.ranks import (
     stay_until,
 )
 from fsdp.ranks import local, pair, sharded, train_both
-from shm.ranks import on_shm_ranks
+from shm.ranks import on_shm_and_gloo_ranks, on_shm_ranks
 
 MOMENTS = ("unshard", "collect", "step gate")
 
@@ -64,33 +64,24 @@ def test_an_exception_in_forward_on_one_rank(rank: int) -> None:
         train_both(ours, one, 2)
 
 
+@pytest.mark.parametrize("where", ["before writing", "written"])
 @on_shm_ranks(2, timeout=40, patience_s=AGES_S)
-def test_a_rank_that_does_not_step(rank: int) -> None:
-    """The message says what is waited for and that the rank is alive."""
+def test_a_rank_that_does_not_come(rank: int, where: str) -> None:
+    """To the step, or to the forward after it: it is said what is waited for, and that the rank is
+    alive."""
     ours = sharded(mlp)
     ours.train(0)
-    ours.backward(1)
+    if where == "before writing":
+        ours.backward(1)
     if rank == 1:
         return stay_until("done")
     set_timeout(2)
-    with raises(dist.DistBackendError, "step gate: before writing", "rank 1", "alive"):
-        ours.optimizer.step()
+    with raises(dist.DistBackendError, f"step gate: {where}", "rank 1", "alive"):
+        ours.optimizer.step() if where == "before writing" else ours.loss(1)
     say("done")
 
 
-@on_shm_ranks(2, timeout=40, patience_s=AGES_S)
-def test_a_rank_that_does_not_run_forward(rank: int) -> None:
-    ours = sharded(mlp)
-    ours.train(0)
-    if rank == 1:
-        return stay_until("done")
-    set_timeout(2)
-    with raises(dist.DistBackendError, "step gate: written", "rank 1", "alive"):
-        ours.loss(1)
-    say("done")
-
-
-@on_shm_ranks(2, timeout=40)
+@on_shm_and_gloo_ranks(3, timeout=40)
 def test_units_of_different_parameters(rank: int) -> None:
     """All ranks raise, and name one."""
     width = 5 + rank

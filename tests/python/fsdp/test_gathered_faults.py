@@ -77,14 +77,6 @@ def test_a_rank_that_does_not_come(rank: int) -> None:
     say("done")
 
 
-@on_gloo_ranks(3)
-def test_units_of_different_parameters(rank: int) -> None:
-    """All ranks raise, and name one."""
-    width = 5 + rank
-    with raises(ValueError, "[fully_shard]", "weight"):
-        sharded(lambda: torch.nn.Sequential(torch.nn.Linear(6, width)))
-
-
 @on_gloo_ranks(2)
 def test_no_memory_for_a_unit(rank: int) -> None:
     """The rank says how much of what it needed; the other one is told."""

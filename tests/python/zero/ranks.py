@@ -4,9 +4,7 @@
     def test_something(rank: int) -> None:
         one, ours = alone(mlp, AdamW, lr=0.01), sharded(mlp, AdamW, 2, lr=0.01)
         for step in range(3):
-            one.train(step)
-            ours.train(step)
-            assert_equal_parameters(ours.model, one.model)
+            train_both(ours, one, step)
 
 Every step of the sharded training is compared with that of one process on the whole batch.
 """
@@ -160,8 +158,13 @@ def assert_equal_parameters(got: nn.Module, expected: nn.Module, **tolerance: An
     assert_same_on_all_ranks(list(got.parameters()))
 
 
+def train_both(ours: Training, one: Training, *numbers: int) -> None:
+    """One step on these batches; compares parameters."""
+    for training in (ours, one):
+        training.train(*numbers)
+    assert_equal_parameters(ours.model, one.model)
+
+
 def assert_trains_as_one_process(ours: Training, one: Training, steps: int = 5) -> None:
     for step in range(steps):
-        ours.train(step)
-        one.train(step)
-        assert_equal_parameters(ours.model, one.model)
+        train_both(ours, one, step)

@@ -18,7 +18,7 @@ from torch.optim import LBFGS, SGD, AdamW, SparseAdam
 
 from ddp.ranks import RANKLESS_FORM, batch, mlp, on_ranks, raises
 from shm.ranks import on_shm_and_gloo_ranks, on_shm_ranks
-from zero.ranks import DDP, STAGES, Zero, alone, assert_equal_parameters, sharded
+from zero.ranks import DDP, STAGES, Zero, alone, assert_equal_parameters, sharded, train_both
 
 Case = tuple[Callable[[], Any], type[Exception], list[str]]
 
@@ -191,9 +191,7 @@ def test_ranks_that_differ(rank: int) -> None:
     ):
         with raises(ValueError, "[zero] got options that differ between the ranks"):
             zero(**options)
-    one.train(0)
-    ours.train(0)
-    assert_equal_parameters(ours.model, one.model)
+    train_both(ours, one, 0)
 
 
 @on_shm_ranks(2)
@@ -265,9 +263,7 @@ def test_a_state_of_another_model(rank: int, stage: int) -> None:
     assert ours.optimizer.param_groups[0]["lr"] == 0.01
     one = alone(mlp, AdamW, lr=0.01)
     one.train(0)
-    one.train(1)
-    ours.train(1)
-    assert_equal_parameters(ours.model, one.model)
+    train_both(ours, one, 1)
     with raises(RuntimeError, "[zero] got state_dict() of a state that was not consolidated"):
         ours.optimizer.state_dict()
 

@@ -6,7 +6,6 @@ import os
 import signal
 from collections.abc import Callable
 from contextlib import nullcontext
-from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -25,7 +24,9 @@ from ddp.ranks import (
     mlp,
     on_ranks,
     raises,
+    say,
     set_timeout,
+    stay_until,
     tell_process,
 )
 from ddp.test_faults import Breaks
@@ -325,14 +326,12 @@ def test_a_rank_that_does_not_step(rank: int) -> None:
     ours = sharded(mlp, SGD, 2, lr=0.1)
     ours.train(0)
     set_timeout(1)
-    store = dist.distributed_c10d._get_default_store()
     if rank == 1:
-        store.wait(["done"], timedelta(seconds=30))
-        return
+        return stay_until("done")
     parts = ("step gate: before writing", "rank 1 (process", "has not come within 1 s")
     with raises(dist.DistBackendError, *parts):
         ours.optimizer.step()
-    store.set("done", "yes")
+    say("done")
 
 
 @on_shm_ranks(2, timeout=40)

@@ -20,7 +20,16 @@ from torch.optim import SGD, AdamW
 
 from ddp.ranks import batch, mlp, raises, say, stay_until, values
 from shm.ranks import on_shm_and_gloo_ranks, on_shm_ranks
-from zero.ranks import DDP, STAGES, Training, Zero, alone, assert_equal_parameters, sharded
+from zero.ranks import (
+    DDP,
+    STAGES,
+    Training,
+    Zero,
+    alone,
+    assert_equal_parameters,
+    sharded,
+    train_both,
+)
 
 State = dict[str, torch.Tensor]
 
@@ -86,9 +95,7 @@ def test_loading_after_the_optimizer_was_made(rank: int) -> None:
             change(one.model)
             change(ours.model)
             assert_equal_parameters(ours.model, one.model)
-            one.train(step)
-            ours.train(step)
-            assert_equal_parameters(ours.model, one.model)
+            train_both(ours, one, step)
             assert all(a is b for a, b in zip(held, ours.model.parameters(), strict=True))
             assert_in_place(ours)
 
@@ -122,9 +129,7 @@ def test_loading_through_wrappers_and_with_assign(rank: int) -> None:
     load(one.model)
     ours.model.load_state_dict(other(), assign=True)
     assert all(a is b for a, b in zip(held, ours.model.parameters(), strict=True))
-    one.train(0)
-    ours.train(0)
-    assert_equal_parameters(ours.model, one.model)
+    train_both(ours, one, 0)
     parts = ("[zero] got load_state_dict(assign=True) with torch.float64", "for '0.weight'")
     with raises(ValueError, *parts):
         ours.model.load_state_dict(mlp(torch.float64).state_dict(), assign=True)
@@ -173,9 +178,7 @@ def test_loading_on_one_rank_or_other_values(rank: int) -> None:
             raise AssertionError("went in")
         load(one.model)
         load(ours.model)
-        one.train(1)
-        ours.train(1)
-        assert_equal_parameters(ours.model, one.model)
+        train_both(ours, one, 1)
 
 
 @on_shm_ranks(2)
@@ -250,9 +253,7 @@ def test_made_again(rank: int, stage: int) -> None:
         for call in calls(kept[-1][0]):
             with raises(RuntimeError, "[zero] got a call of an optimizer whose parameters another"):
                 call()
-        one.train(2 * step + 1)
-        ours.train(2 * step + 1)
-        assert_equal_parameters(ours.model, one.model)
+        train_both(ours, one, 2 * step + 1)
     assert mapped[-1] == mapped[1], "memory of the first ones was kept"
     kept.clear()
     ours.train(9)
@@ -309,9 +310,7 @@ def test_a_state_goes_from_one_to_the_next(rank: int) -> None:
     first.consolidate_state_dict(1)
     ours.optimizer = Zero(ours.model.parameters(), AdamW, stage=2, lr=0.01)
     ours.optimizer.load_state_dict(state or first.state_dict())
-    one.train(1)
-    ours.train(1)
-    assert_equal_parameters(ours.model, one.model)
+    train_both(ours, one, 1)
 
 
 # --- Names ----------------------------------------------------------------------------------------
