@@ -11,7 +11,7 @@ from torch.optim import SGD, AdamW
 
 from contract.strategies import Strategy, kept, on_every_strategy, set_requires_grad
 from ddp.ranks import Tied, mlp
-from zero.ranks import Shapes
+from zero.ranks import Shapes, accumulate_both
 
 
 @on_every_strategy(3)
@@ -58,25 +58,8 @@ def test_zeroed_gradients_keep_their_identity(rank: int, strategy: Strategy) -> 
 
 @on_every_strategy(3)
 def test_accumulation(rank: int, strategy: Strategy) -> None:
-    """Before each step: (batches, whether averaged) of its backwards, and how it begins."""
-    steps: list[tuple[bool, list[tuple[int, bool]]]] = [
-        (True, [(0, True), (1, True)]),
-        (True, [(2, True), (3, True), (4, True)]),
-        (False, [(5, True)]),
-        (True, [(6, False), (7, True)]),
-        (True, [(8, True), (9, False), (10, True)]),
-        (False, [(11, True), (12, False), (13, False), (14, True)]),
-        (False, [(15, False), (16, True), (17, True)]),
-        (True, [(18, True)]),
-    ]
     for make in (mlp, Shapes):
-        ours, one = strategy.pair(make)
-        for set_to_none, backwards in steps:
-            for training in (ours, one):
-                training.optimizer.zero_grad(set_to_none=set_to_none)
-                for number, sync in backwards:
-                    training.backward(number, sync=sync)
-            strategy.step_both(ours, one)
+        accumulate_both(*strategy.pair(make), strategy.step_both)
 
 
 @on_every_strategy()

@@ -74,6 +74,9 @@ def on_ranks(
     return decorate
 
 
+on_gloo_ranks = functools.partial(on_ranks, backend="gloo")
+
+
 def signature_without_rank(program: Program) -> inspect.Signature:
     signature = inspect.signature(program)
     asked = [one for name, one in signature.parameters.items() if name != "rank"]

@@ -4,7 +4,6 @@ memory of the process group.
 
 from __future__ import annotations
 
-import functools
 import os
 import signal
 from collections.abc import Sequence
@@ -18,7 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim import SGD
 from trireme._fsdp import comms as fsdp_comms
 
-from ddp.ranks import AGES_S, mlp, on_ranks, raises
+from ddp.ranks import AGES_S, mlp, on_gloo_ranks, on_ranks, raises
 from fsdp.ranks import (
     assert_locals,
     in_training,
@@ -33,7 +32,6 @@ from fsdp.ranks import (
 from fsdp.test_gradients import Skipping
 from zero.ranks import Shapes
 
-on_gloo_ranks = functools.partial(on_ranks, backend="gloo")
 # Torch gave them other names in 2.15.
 ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)

@@ -6,7 +6,6 @@ once more, and what is said about the order of gathers and about memory.
 
 from __future__ import annotations
 
-import functools
 import importlib
 from collections.abc import Sequence
 from datetime import timedelta
@@ -21,7 +20,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 
-from ddp.ranks import batch, mlp, on_ranks, raises
+from ddp.ranks import batch, mlp, on_gloo_ranks, raises
 from distributed import run_ranks
 from fsdp.ranks import (
     assert_locals,
@@ -38,9 +37,6 @@ from fsdp.ranks import (
     train_by_rank,
 )
 from fsdp.test_gradients import Skipping
-
-on_gloo_ranks = functools.partial(on_ranks, backend="gloo")
-
 
 # --- What runs over shared memory, too -----------------------------------------------------------
 

@@ -4,7 +4,6 @@ told that their device is one; what is copied and when is then what it would be 
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Sequence
 from typing import Any
@@ -17,12 +16,9 @@ from torch.optim import SGD, AdamW
 from trireme import Offload
 from trireme._fsdp import offload as fsdp_offload
 
-from ddp.ranks import RANKLESS_FORM, mlp, on_ranks, raises
+from ddp.ranks import RANKLESS_FORM, mlp, on_gloo_ranks, raises
 from fsdp.ranks import assert_locals, evaluate, pair, sharded, step_both, torch_pair, train_both
 from shm.ranks import on_shm_ranks
-
-on_gloo_ranks = functools.partial(on_ranks, backend="gloo")
-
 
 # --- Which parameters ----------------------------------------------------------------------------
 

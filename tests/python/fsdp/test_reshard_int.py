@@ -5,7 +5,6 @@ ranks have all parameters between them, and gather from each other only.
 from __future__ import annotations
 
 import copy
-import functools
 import os
 import signal
 from collections.abc import Callable
@@ -25,7 +24,16 @@ from trireme._C import RecordingCommunicator
 from trireme._core.meshes import timeout_of
 from trireme._fsdp.mesh import FsdpMesh, _neighbours_in
 
-from ddp.ranks import AGES_S, break_it, message_of, mlp, on_ranks, raises, say, stay_until
+from ddp.ranks import (
+    AGES_S,
+    break_it,
+    message_of,
+    mlp,
+    on_gloo_ranks,
+    raises,
+    say,
+    stay_until,
+)
 from fsdp.ranks import (
     assert_locals,
     evaluate,
@@ -46,7 +54,6 @@ from zero.test_join import OPTIONS, by_torchs_ddp, inputs, loop
 
 WORLD = 4
 AMONG_TWO: dict[str, Any] = {"reshard_after_forward": 2}
-on_gloo_ranks = functools.partial(on_ranks, backend="gloo")
 
 
 @on_gloo_ranks(WORLD)
@@ -215,7 +222,7 @@ def error_of_backward(loss: torch.Tensor) -> str:
     return "no error"
 
 
-@on_ranks(WORLD, backend="gloo", timeout=40, patience_s=AGES_S, dying=(1,))
+@on_gloo_ranks(WORLD, timeout=40, patience_s=AGES_S, dying=(1,))
 def test_a_rank_dies_before_its_neighbour_gathers_from_it(rank: int) -> None:
     ours = sharded(mlp, options=AMONG_TWO)
     ours.train(0)

@@ -69,6 +69,29 @@ def backward_by_rank(ours: Training, one: Training, number: int, given: Sequence
         (one.net(rows[rank :: ours.world], its).square().mean() / ours.world).backward()
 
 
+def accumulate_both(
+    ours: Training, one: Training, step_both: Callable[[Training, Training], None]
+) -> None:
+    """Steps with and without averaging in between, and what the last step left."""
+    # How a step begins, then (batch, whether averaged) of its backwards.
+    steps: list[tuple[bool, list[tuple[int, bool]]]] = [
+        (True, [(0, True), (1, True)]),
+        (True, [(2, True), (3, True), (4, True)]),
+        (False, [(5, True)]),
+        (True, [(6, False), (7, True)]),
+        (True, [(8, True), (9, False), (10, True)]),
+        (False, [(11, True), (12, False), (13, False), (14, True)]),
+        (False, [(15, False), (16, True), (17, True)]),
+        (True, [(18, True)]),
+    ]
+    for set_to_none, backwards in steps:
+        for training in (ours, one):
+            training.optimizer.zero_grad(set_to_none=set_to_none)
+            for number, sync in backwards:
+                training.backward(number, sync=sync)
+        step_both(ours, one)
+
+
 def alone(make: Callable[[], nn.Module], optimizer_class: Any, **defaults: Any) -> Training:
     """One process on whole batches."""
     model = make()

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
 from torch.optim import LBFGS, SGD, AdamW, SparseAdam
 
-from ddp.ranks import RANKLESS_FORM, batch, mlp, on_ranks, raises
+from ddp.ranks import RANKLESS_FORM, batch, mlp, on_gloo_ranks, raises
 from shm.ranks import on_shm_and_gloo_ranks, on_shm_ranks
 from zero.ranks import DDP, STAGES, Zero, alone, assert_equal_parameters, sharded, train_both
 
@@ -301,7 +301,7 @@ def test_a_store_that_cannot_be_allocated(rank: int) -> None:
     torch.testing.assert_close(wide.weight, before - 0.1)
 
 
-@on_ranks(2, backend="gloo")
+@on_gloo_ranks(2)
 def test_private_parameters_that_are_wanted(rank: int) -> None:
     """host_params=False says nothing; without it one warning per optimizer says why."""
     for wanted, expected in ((True, 0), (False, 1)):

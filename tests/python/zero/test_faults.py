@@ -22,7 +22,7 @@ from ddp.ranks import (
     break_it,
     message_of,
     mlp,
-    on_ranks,
+    on_gloo_ranks,
     raises,
     say,
     set_timeout,
@@ -194,7 +194,7 @@ class ArithmeticBreak(nn.Module):
 
 
 @pytest.mark.parametrize("where", ["backward", "step"])
-@on_ranks(2, timeout=40, patience_s=AGES_S, backend="gloo")
+@on_gloo_ranks(2, timeout=40, patience_s=AGES_S)
 def test_gloo_cannot_go_on(rank: int, where: str) -> None:
     """All raise, and then say what to do."""
     ours = sharded(mlp, Fragile, 2, lr=0.1)

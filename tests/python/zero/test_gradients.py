@@ -17,6 +17,7 @@ from zero.ranks import (
     ROWS,
     Training,
     Zero,
+    accumulate_both,
     alone,
     assert_close,
     assert_equal_parameters,
@@ -44,28 +45,6 @@ def step_both(ours: Training, one: Training) -> None:
     for training in (ours, one):
         training.optimizer.step()
     assert_equal_parameters(ours.model, one.model)
-
-
-def _accumulate_steps(ours: Training, one: Training) -> None:
-    """Before each step: (batches, whether averaged) of its backwards, and how it begins."""
-    forgets = {"set_to_none": True}
-    zeroes = {"set_to_none": False}
-    steps: list[tuple[dict[str, bool], list[tuple[int, bool]]]] = [
-        (forgets, [(0, True), (1, True)]),
-        (forgets, [(2, True), (3, True), (4, True)]),
-        (zeroes, [(5, True)]),
-        (forgets, [(6, False), (7, True)]),
-        (forgets, [(8, True), (9, False), (10, True)]),
-        (zeroes, [(11, True), (12, False), (13, False), (14, True)]),
-        (zeroes, [(15, False), (16, True), (17, True)]),
-        (forgets, [(18, True)]),
-    ]
-    for way, backwards in steps:
-        for training in (ours, one):
-            training.optimizer.zero_grad(**way)
-            for number, sync in backwards:
-                training.backward(number, sync=sync)
-        step_both(ours, one)
 
 
 @on_shm_ranks(2)
@@ -178,9 +157,8 @@ def test_a_group_that_was_added_later(rank: int, world: int) -> None:
     model = mlp()
     optimizer = Zero(model[:3].parameters(), SGD, stage=2, lr=0.1, momentum=0.9)
     optimizer.add_param_group({"params": model[3:].parameters()})
-    _accumulate_steps(
-        Training(model, model, optimizer, rank, world), alone(mlp, SGD, lr=0.1, momentum=0.9)
-    )
+    ours = Training(model, model, optimizer, rank, world)
+    accumulate_both(ours, alone(mlp, SGD, lr=0.1, momentum=0.9), step_both)
 
 
 class Swapped(nn.Module):

@@ -13,7 +13,7 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.optim import SGD, AdamW
 
-from ddp.ranks import assert_same_on_all_ranks, mlp, on_ranks, values
+from ddp.ranks import assert_same_on_all_ranks, mlp, on_gloo_ranks, values
 from shm.ranks import on_shm_and_gloo_ranks, on_shm_ranks
 from zero.ranks import DDP, Zero, whole_state
 
@@ -80,7 +80,7 @@ def test_three_ranks_leave_one_after_another(rank: int) -> None:
     _compare(rank, (5, 2, 3))
 
 
-@on_ranks(2, backend="gloo")
+@on_gloo_ranks(2)
 def test_over_gloo(rank: int) -> None:
     _compare(rank, (2, 4))
 

@@ -13,7 +13,7 @@ import trireme.optim
 from torch import nn, optim
 from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
 
-from ddp.ranks import mlp, on_ranks, raises
+from ddp.ranks import mlp, on_gloo_ranks, raises
 from shm.ranks import assert_bits, on_shm_and_gloo_ranks, on_shm_ranks
 from zero.ranks import (
     Shapes,
@@ -134,7 +134,7 @@ def test_from_the_plain_optimizer_and_back(rank: int, world: int) -> None:
                 _there_and_back(make, optimizer_class, stage)
 
 
-@on_ranks(2, backend="gloo")
+@on_gloo_ranks(2)
 def test_from_the_plain_optimizer_and_back_over_gloo(rank: int) -> None:
     for stage in STAGES:
         _there_and_back(Shapes, optim.AdamW, stage)
@@ -171,7 +171,7 @@ def test_into_another_number_of_ranks_and_placement(rank: int) -> None:
         assert_close(name, got, right)
 
 
-@on_ranks(2, backend="gloo")
+@on_gloo_ranks(2)
 def test_of_torchs_class_and_into_it(rank: int) -> None:
     theirs = mlp()
     optimizer = TorchZero(theirs.parameters(), optim.AdamW, lr=0.01)
