@@ -26,7 +26,7 @@ from torch.optim import SGD
 
 import fsdp.ranks
 import zero.ranks
-from ddp.ranks import run_program, signature_without_rank
+from ddp.ranks import assert_same_on_all_ranks, run_program, signature_without_rank
 from distributed import run_ranks
 from fsdp.ranks import SGD_OPTIONS, ModelMaker, assert_parts, local, part_of
 from zero.ranks import DDP, Gradients, Training, alone, assert_close, own_parts
@@ -59,14 +59,23 @@ class Strategy:
         return self.make(make, optimizer_class, **given), alone(make, optimizer_class, **given)
 
     def step_both(self, ours: Training, one: Training) -> None:
-        """After backward: compares gradients, steps, compares parameters."""
+        """After backward: compares gradients, steps, compares parameters.
+
+        Parameters that ranks have whole are the same bits on all of them.
+        """
         whole = [parameter.grad for parameter in one.model.parameters()]
         expected = self.parts(ours, whole)
         for (name, parameter), right in zip(ours.model.named_parameters(), expected, strict=True):
             assert_close(f"{name}.grad", local(parameter.grad), right)
+            if parameter.grad is not None:
+                assert parameter.grad.shape == parameter.shape, name
+                assert parameter.grad.is_leaf and not parameter.grad.requires_grad, name
         for training in (ours, one):
             training.optimizer.step()
         assert_parts(ours, one)
+        if self.backend:
+            parameters = ours.model.parameters()
+            assert_same_on_all_ranks([it for it in parameters if not isinstance(it, DTensor)])
 
     def train_both(self, ours: Training, one: Training, *numbers: int) -> None:
         for training in (ours, one):
@@ -91,7 +100,7 @@ def _rows(training: Training, whole: Gradients) -> Gradients:
     """fully_shard: the rows of a DTensor that this rank has."""
     parameters = training.model.parameters()
     return [
-        part_of(gradient, parameter, training.rank, training.world)
+        part_of(gradient, parameter)
         if gradient is not None and isinstance(parameter, DTensor)
         else gradient
         for parameter, gradient in zip(parameters, whole, strict=True)

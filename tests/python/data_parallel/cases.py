@@ -18,6 +18,8 @@ import torch
 import trireme
 from torch import Tensor, nn
 
+from ddp.ranks import gradients
+
 DP = trireme.DataParallel
 Make = Callable[[], nn.Module]
 
@@ -64,19 +66,6 @@ def in_whole_numbers(module: nn.Module) -> nn.Module:
 
 def square_mean(output: Tensor) -> Tensor:
     return (torch.view_as_real(output) if output.is_complex() else output).square().mean()
-
-
-def gradients(module: nn.Module) -> dict[str, Tensor | None]:
-    """Copies, by the name inside the wrapper."""
-    inner = module.module if isinstance(module, nn.DataParallel) else module
-    found = {name: parameter.grad for name, parameter in inner.named_parameters()}
-    return {name: None if grad is None else grad.clone() for name, grad in found.items()}
-
-
-def values(module: nn.Module) -> dict[str, Tensor]:
-    """Copies of parameters and buffers, by the name inside the wrapper."""
-    inner = module.module if isinstance(module, nn.DataParallel) else module
-    return {name: value.detach().clone() for name, value in inner.state_dict().items()}
 
 
 def backward(

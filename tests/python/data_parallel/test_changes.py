@@ -17,11 +17,10 @@ from data_parallel.cases import (
     Called,
     assert_close,
     assert_same_backward,
-    gradients,
     pair,
     square_mean,
 )
-from ddp.ranks import batch, mlp
+from ddp.ranks import batch, gradients, mlp
 
 pytestmark = TIME_LIMIT
 

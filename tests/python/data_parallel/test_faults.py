@@ -20,11 +20,10 @@ from data_parallel.cases import (
     Called,
     assert_close,
     assert_same_backward,
-    gradients,
     pair,
     square_mean,
 )
-from ddp.ranks import batch, message_of, mlp
+from ddp.ranks import batch, gradients, message_of, mlp
 
 pytestmark = TIME_LIMIT
 

@@ -14,11 +14,10 @@ from data_parallel.cases import (
     Called,
     assert_close,
     assert_same_backward,
-    gradients,
     pair,
     square_mean,
 )
-from ddp.ranks import batch, mlp
+from ddp.ranks import batch, gradients, mlp
 
 pytestmark = TIME_LIMIT
 
@@ -131,18 +130,6 @@ def test_two_of_them_in_a_row() -> None:
     )
 
 
-def test_accumulation() -> None:
-    """In place: .grad stays the tensor that it was."""
-    ours, one = both()
-    for step in range(3):
-        for module in (ours, one):
-            square_mean(module(data(step))).backward()
-        assert_close(gradients(ours), gradients(one))
-        if step == 0:
-            kept = [p.grad for p in ours.parameters()]
-    assert all(p.grad is grad for p, grad in zip(ours.parameters(), kept, strict=True))
-
-
 def test_gradients_are_the_callers_own() -> None:
     """What is done to one changes no other, and no later one."""
     ours, one = both()
@@ -168,28 +155,6 @@ def test_several_backwards_of_one_forward() -> None:
         with pytest.raises(RuntimeError, match="backward"):
             loss.backward()
     assert_close(*seen)
-
-
-def test_several_forwards_before_a_backward() -> None:
-    ours, one = both()
-    for module in (ours, one):
-        module.zero_grad()
-        (square_mean(module(data(0))) + 3 * square_mean(module(data(1)))).backward()
-    assert_close(gradients(ours), gradients(one))
-    for module in (ours, one):
-        module.zero_grad()
-        first, second = square_mean(module(data(0))), square_mean(module(data(1)))
-        second.backward()
-        first.backward()
-    assert_close(gradients(ours), gradients(one))
-
-
-def test_forwards_that_have_no_backward() -> None:
-    ours, one = both()
-    for step in range(5):
-        dropped = ours(data(step))
-    del dropped
-    assert_same_backward(ours, one, data(7))
 
 
 def test_autograd_grad() -> None:

@@ -11,16 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from data_parallel.cases import (
-    DP,
-    TIME_LIMIT,
-    Called,
-    assert_close,
-    assert_same_backward,
-    gradients,
-    pair,
-)
-from ddp.ranks import batch, mlp
+from data_parallel.cases import DP, TIME_LIMIT, Called, assert_close, assert_same_backward, pair
+from ddp.ranks import batch, gradients, mlp
 
 pytestmark = TIME_LIMIT
 

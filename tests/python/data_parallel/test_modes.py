@@ -20,12 +20,10 @@ from data_parallel.cases import (
     Called,
     assert_close,
     assert_same_backward,
-    gradients,
     pair,
     square_mean,
-    values,
 )
-from ddp.ranks import batch, mlp
+from ddp.ranks import batch, gradients, mlp, values
 
 pytestmark = TIME_LIMIT
 

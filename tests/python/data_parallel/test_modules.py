@@ -17,16 +17,8 @@ import trireme
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from data_parallel.cases import (
-    DP,
-    TIME_LIMIT,
-    Called,
-    assert_close,
-    assert_same_backward,
-    gradients,
-    pair,
-)
-from ddp.ranks import batch, mlp, on_ranks
+from data_parallel.cases import DP, TIME_LIMIT, Called, assert_close, assert_same_backward, pair
+from ddp.ranks import batch, gradients, mlp, on_ranks
 
 pytestmark = TIME_LIMIT
 

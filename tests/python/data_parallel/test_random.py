@@ -18,10 +18,9 @@ from data_parallel.cases import (
     TIME_LIMIT,
     Called,
     assert_same_backward,
-    gradients,
     pair,
 )
-from ddp.ranks import batch, message_of, mlp
+from ddp.ranks import batch, gradients, message_of, mlp
 
 pytestmark = TIME_LIMIT
 

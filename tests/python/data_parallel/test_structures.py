@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from data_parallel.cases import DP, TIME_LIMIT, Called, assert_close, gradients, pair, square_mean
-from ddp.ranks import batch, mlp
+from data_parallel.cases import DP, TIME_LIMIT, Called, assert_close, pair, square_mean
+from ddp.ranks import batch, gradients, mlp
 
 pytestmark = TIME_LIMIT
 

@@ -74,6 +74,9 @@ def on_ranks(
     return decorate
 
 
+on_gloo_ranks = functools.partial(on_ranks, backend="gloo")
+
+
 def signature_without_rank(program: Program) -> inspect.Signature:
     signature = inspect.signature(program)
     asked = [one for name, one in signature.parameters.items() if name != "rank"]
@@ -188,7 +191,7 @@ def batch(step: int, rows: int = 8, width: int = 6, dtype: torch.dtype = torch.f
 
 def gradients(model: nn.Module) -> dict[str, torch.Tensor | None]:
     """Copies, by the name inside the wrapper."""
-    module = model.module if isinstance(model, TorchDDP) else model
+    module = model.module if isinstance(model, (TorchDDP, nn.DataParallel)) else model
     return {
         name: None if parameter.grad is None else parameter.grad.clone()
         for name, parameter in module.named_parameters()
@@ -197,7 +200,7 @@ def gradients(model: nn.Module) -> dict[str, torch.Tensor | None]:
 
 def values(model: nn.Module) -> dict[str, torch.Tensor]:
     """Copies of parameters and buffers, by the name inside the wrapper."""
-    module = model.module if isinstance(model, TorchDDP) else model
+    module = model.module if isinstance(model, (TorchDDP, nn.DataParallel)) else model
     return {name: value.detach().clone() for name, value in module.state_dict().items()}
 
 

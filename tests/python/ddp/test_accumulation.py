@@ -79,27 +79,6 @@ def test_the_forward_decides(rank: int) -> None:
 
 
 @on_ranks()
-def test_several_forwards_for_one_backward(rank: int) -> None:
-    ddp = trireme.DistributedDataParallel(mlp())
-    for _ in range(3):
-        ddp.zero_grad()
-        sum(loss_of(ddp, step, rank) for step in range(3)).backward()
-        torch.testing.assert_close(gradients(ddp), averaged(0, 1, 2))
-
-
-@on_ranks()
-def test_several_forwards_then_their_backwards(rank: int) -> None:
-    """Each backward synchronizes; what earlier ones averaged is averaged again, unchanged."""
-    ddp = trireme.DistributedDataParallel(mlp())
-    for order in ([0, 1, 2], [2, 1, 0], [1, 0, 2]):
-        ddp.zero_grad()
-        losses = [loss_of(ddp, step, rank) for step in range(3)]
-        for step in order:
-            losses[step].backward()
-        torch.testing.assert_close(gradients(ddp), averaged(0, 1, 2))
-
-
-@on_ranks()
 def test_a_synced_backward_before_an_older_unsynced_one(rank: int) -> None:
     ddp = trireme.DistributedDataParallel(mlp())
     with ddp.no_sync():
@@ -118,16 +97,6 @@ def test_one_synced_forward_among_those_of_a_backward(rank: int) -> None:
         quiet = loss_of(ddp, 0, rank)
     (quiet + loss_of(ddp, 1, rank)).backward()
     torch.testing.assert_close(gradients(ddp), averaged(0, 1))
-
-
-@on_ranks()
-def test_several_backwards_of_one_forward(rank: int) -> None:
-    ddp = trireme.DistributedDataParallel(mlp())
-    loss = loss_of(ddp, 0, rank)
-    for _ in range(2):
-        loss.backward(retain_graph=True)
-    loss.backward()
-    torch.testing.assert_close(gradients(ddp), averaged(0, 0, 0))
 
 
 @on_ranks()

@@ -7,7 +7,7 @@ import torch
 import trireme
 from torch import nn
 
-from ddp.ranks import WORLD, Tied, assert_equals_torch, batch, mlp, on_ranks, run_steps, sgd
+from ddp.ranks import WORLD, Tied, assert_equals_torch, batch, mlp, on_ranks, sgd
 
 
 def mean_square(model: nn.Module, step: int, rank: int, world: int = WORLD) -> None:
@@ -25,22 +25,10 @@ def test_optimizers(rank: int, make_optimizer: Callable[[nn.Module], object]) ->
     assert_equals_torch(mlp, mean_square, rank, make_optimizer=make_optimizer)
 
 
-def double_mlp() -> nn.Module:
-    return mlp(torch.float64)
-
-
-def bfloat16_mlp() -> nn.Module:
-    return mlp(torch.bfloat16)
-
-
-def half_mlp() -> nn.Module:
-    return mlp(torch.float16)
-
-
-@pytest.mark.parametrize("make_model", [double_mlp, bfloat16_mlp, half_mlp])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
 @on_ranks()
-def test_dtypes(rank: int, make_model: Callable[[], nn.Module]) -> None:
-    assert_equals_torch(make_model, mean_square, rank)
+def test_dtypes(rank: int, dtype: torch.dtype) -> None:
+    assert_equals_torch(lambda: mlp(dtype), mean_square, rank)
 
 
 class Complex(nn.Module):
@@ -126,20 +114,6 @@ def partly_frozen() -> nn.Module:
 @on_ranks()
 def test_frozen_parameters(rank: int) -> None:
     assert_equals_torch(partly_frozen, mean_square, rank)
-
-
-@on_ranks(3)
-def test_three_ranks_equal_one_process(rank: int) -> None:
-    """Nine rows over three ranks; the mean of means is the mean of all."""
-
-    def step(model: nn.Module, number: int, rank: int, world: int = 3) -> None:
-        model(batch(number, rows=9)[rank::world]).square().mean().backward()
-
-    ddp = trireme.DistributedDataParallel(mlp())
-    got = run_steps(ddp, sgd(ddp), step, rank, 4)
-    alone = mlp()
-    whole = run_steps(alone, sgd(alone), lambda m, n, r: step(m, n, 0, 1), rank, 4)
-    torch.testing.assert_close(got, whole)
 
 
 @on_ranks()

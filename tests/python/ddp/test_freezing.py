@@ -1,5 +1,6 @@
 """Parameters frozen, unfrozen or cast while training runs; torch's DDP has to be wrapped anew."""
 
+import functools
 from collections.abc import Callable
 
 import pytest
@@ -18,22 +19,16 @@ def step_fn(model: nn.Module, step: int, rank: int) -> None:
     model(batch(step, dtype=dtype)[rank::WORLD]).square().mean().backward()
 
 
-def freeze(*names: str) -> Change:
+def freeze(*names: str, frozen: bool = True) -> Change:
     def change(module: nn.Module) -> None:
         for name, parameter in module.named_parameters():
             if name in names:
-                parameter.requires_grad_(False)
+                parameter.requires_grad_(not frozen)
 
     return change
 
 
-def unfreeze(*names: str) -> Change:
-    def change(module: nn.Module) -> None:
-        for name, parameter in module.named_parameters():
-            if name in names:
-                parameter.requires_grad_(True)
-
-    return change
+unfreeze = functools.partial(freeze, frozen=False)
 
 
 def train(wrap: Callable[[nn.Module], nn.Module], changes: list[Change], rank: int) -> list[object]:

@@ -22,12 +22,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim import SGD
 
 from ddp.ranks import batch, message_of
 from distributed import run_ranks
-from zero.ranks import ROWS, Training, alone, assert_close
+from zero.ranks import ROWS, Training, alone, assert_close, backward_by_rank
 
 FullyShard = Callable[..., Any]
 ModelMaker = Callable[[], nn.Module]
@@ -108,11 +108,17 @@ def gloo_mesh() -> DeviceMesh:
     return DeviceMesh.from_group(dist.new_group(backend="gloo"), "cpu")
 
 
-def part_of(whole: torch.Tensor, like: DTensor, rank: int, world: int) -> torch.Tensor:
-    """What ``rank`` has of it, by torch.chunk's rule, drawn by hand."""
-    (placement,) = like.placements
+def part_of(whole: torch.Tensor, like: DTensor) -> torch.Tensor:
+    """What this rank has of it, by torch.chunk's rule, drawn by hand.
+
+    It may be a replica, but for the last dimension of the mesh.
+    """
+    *replicas, placement = like.placements
+    assert all(isinstance(one, Replicate) for one in replicas)
     if not isinstance(placement, Shard):
         return whole
+    last = like.device_mesh.ndim - 1
+    rank, world = like.device_mesh.get_local_rank(last), like.device_mesh.size(last)
     rows = whole.shape[placement.dim]
     chunk = -(-rows // world)
     begin = min(rank * chunk, rows)
@@ -135,7 +141,7 @@ def assert_parts(ours: Training, one: Training, *, grads: bool = False, **tolera
         whole = theirs[name].grad if grads else theirs[name].detach()
         got = param.grad if grads else param
         if whole is not None and isinstance(param, DTensor):
-            whole = part_of(whole, param, ours.rank, ours.world)
+            whole = part_of(whole, param)
         assert_close(name, local(got), whole, **tolerance)
 
 
@@ -161,15 +167,17 @@ def train_both(ours: Training, one: Training, *numbers: int, **tolerance: Any) -
     step_both(ours, one, **tolerance)
 
 
+def train_by_rank(ours: Training, one: Training, number: int, given: Sequence[Any]) -> None:
+    """The forward of rank r gets ``given[r]`` beside its rows."""
+    for training in (ours, one):
+        training.optimizer.zero_grad()
+    backward_by_rank(ours, one, number, given)
+    step_both(ours, one)
+
+
 def own(param: torch.Tensor) -> torch.Tensor:
     """What this rank has of it, in its memory."""
     return (param.to_local() if isinstance(param, DTensor) else param).detach()
-
-
-def scale(model: nn.Module, factor: float = 2.0) -> None:
-    with torch.no_grad():
-        for param in model.parameters():
-            param.mul_(factor)
 
 
 def evaluate(training: Training, number: int) -> torch.Tensor:

@@ -4,7 +4,6 @@ memory of the process group.
 
 from __future__ import annotations
 
-import functools
 import os
 import signal
 from collections.abc import Sequence
@@ -18,22 +17,21 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim import SGD
 from trireme._fsdp import comms as fsdp_comms
 
-from ddp.ranks import AGES_S, batch, mlp, on_ranks, raises
+from ddp.ranks import AGES_S, mlp, on_gloo_ranks, on_ranks, raises
 from fsdp.ranks import (
     assert_locals,
     in_training,
     pair,
     shard_layers,
     sharded,
-    step_both,
     torch_pair,
     train_both,
+    train_by_rank,
     units_of,
 )
 from fsdp.test_gradients import Skipping
 from zero.ranks import Shapes
 
-on_gloo_ranks = functools.partial(on_ranks, backend="gloo")
 # Torch gave them other names in 2.15.
 ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
@@ -123,12 +121,7 @@ def test_one_process(rank: int, waits: bool) -> None:
     ours, one = pair(Skipping)
     bring_along(ours.model, waits)
     for step, ways in enumerate((("abc", "ab", "a"), ("c", "c", "ca"))):
-        for training in (ours, one):
-            training.optimizer.zero_grad()
-        ours.model(batch(step, rows=12)[rank::3], ways[rank]).square().mean().backward()
-        for other, way in enumerate(ways):
-            (one.model(batch(step, rows=12)[other::3], way).square().mean() / 3).backward()
-        step_both(ours, one)
+        train_by_rank(ours, one, step, ways)
 
 
 @on_gloo_ranks(2)

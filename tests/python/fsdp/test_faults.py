@@ -18,7 +18,7 @@ from ddp.ranks import (
     stay_until,
 )
 from fsdp.ranks import local, pair, sharded, train_both
-from shm.ranks import on_shm_ranks
+from shm.ranks import on_shm_and_gloo_ranks, on_shm_ranks
 
 MOMENTS = ("unshard", "collect", "step gate")
 
@@ -50,31 +50,6 @@ def test_a_rank_is_killed(rank: int, moment: str) -> None:
 
 
 @on_shm_ranks(2, timeout=40)
-def test_a_hook_raises_on_one_rank(rank: int) -> None:
-    """In backward: the others raise from theirs; then training goes on from where it was."""
-    ours, one = pair(mlp)
-    for step in range(3):
-        train_both(ours, one, step)
-    for failing in (0, 1):
-        ours.optimizer.zero_grad()
-        loss = ours.loss(50)
-        if rank == failing:
-            handle = ours.model[2].register_full_backward_hook(break_it)
-            loss = ours.loss(50)
-            with pytest.raises(ArithmeticError, match="the data of this rank"):
-                loss.backward()
-            handle.remove()
-        else:
-            text = "[fully_shard] backward"
-            with raises(dist.DistBackendError, text, "was abandoned", f"(rank {failing} of 2)"):
-                loss.backward()
-        ours.model.reset_iter_state()
-        dist.barrier()
-        for step in range(3):
-            train_both(ours, one, 10 * failing + step)
-
-
-@on_shm_ranks(2, timeout=40)
 def test_an_exception_in_forward_on_one_rank(rank: int) -> None:
     """It is that rank's business as long as it comes to the next backward."""
     ours, one = pair(mlp)
@@ -89,33 +64,24 @@ def test_an_exception_in_forward_on_one_rank(rank: int) -> None:
         train_both(ours, one, 2)
 
 
+@pytest.mark.parametrize("where", ["before writing", "written"])
 @on_shm_ranks(2, timeout=40, patience_s=AGES_S)
-def test_a_rank_that_does_not_step(rank: int) -> None:
-    """The message says what is waited for and that the rank is alive."""
+def test_a_rank_that_does_not_come(rank: int, where: str) -> None:
+    """To the step, or to the forward after it: it is said what is waited for, and that the rank is
+    alive."""
     ours = sharded(mlp)
     ours.train(0)
-    ours.backward(1)
+    if where == "before writing":
+        ours.backward(1)
     if rank == 1:
         return stay_until("done")
     set_timeout(2)
-    with raises(dist.DistBackendError, "step gate: before writing", "rank 1", "alive"):
-        ours.optimizer.step()
+    with raises(dist.DistBackendError, f"step gate: {where}", "rank 1", "alive"):
+        ours.optimizer.step() if where == "before writing" else ours.loss(1)
     say("done")
 
 
-@on_shm_ranks(2, timeout=40, patience_s=AGES_S)
-def test_a_rank_that_does_not_run_forward(rank: int) -> None:
-    ours = sharded(mlp)
-    ours.train(0)
-    if rank == 1:
-        return stay_until("done")
-    set_timeout(2)
-    with raises(dist.DistBackendError, "step gate: written", "rank 1", "alive"):
-        ours.loss(1)
-    say("done")
-
-
-@on_shm_ranks(2, timeout=40)
+@on_shm_and_gloo_ranks(3, timeout=40)
 def test_units_of_different_parameters(rank: int) -> None:
     """All ranks raise, and name one."""
     width = 5 + rank

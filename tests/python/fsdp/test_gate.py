@@ -17,12 +17,11 @@ from fsdp.ranks import (
     evaluate,
     own,
     pair,
-    scale,
     shard_layers,
     train_both,
 )
 from shm.ranks import WORLDS, on_shm_ranks, until_inside
-from zero.ranks import alone
+from zero.ranks import alone, scale
 
 
 @pytest.mark.parametrize("world", WORLDS)

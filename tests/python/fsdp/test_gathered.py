@@ -6,7 +6,6 @@ once more, and what is said about the order of gathers and about memory.
 
 from __future__ import annotations
 
-import functools
 import importlib
 from collections.abc import Sequence
 from datetime import timedelta
@@ -21,7 +20,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 
-from ddp.ranks import batch, mlp, on_ranks, raises
+from ddp.ranks import batch, mlp, on_gloo_ranks, raises
 from distributed import run_ranks
 from fsdp.ranks import (
     assert_locals,
@@ -35,12 +34,9 @@ from fsdp.ranks import (
     step_both,
     torch_pair,
     train_both,
+    train_by_rank,
 )
 from fsdp.test_gradients import Skipping
-from zero.ranks import ROWS, Training
-
-on_gloo_ranks = functools.partial(on_ranks, backend="gloo")
-
 
 # --- What runs over shared memory, too -----------------------------------------------------------
 
@@ -51,7 +47,7 @@ PROGRAMS: dict[tuple[str, int], Sequence[str]] = {
     ("equality", 3): ("as_one_process", "as_torch_over_gloo", "modules_that_make_one_unit"),
     ("modules", 2): ("casts_before_the_first_forward", "a_first_forward_without_gradients"),
     ("modules", 3): ("meta_device", "other_dimensions", "memory_that_is_not_contiguous"),
-    ("gradients", 2): (*GRADIENTS, "tied_parameters", "units_run_by_themselves"),
+    ("gradients", 2): (*GRADIENTS, "units_run_by_themselves"),
     ("gradients", 3): ("what_some_or_all_ranks_skip",),
     ("precision", 2): ("policies_as_torch", "accumulation_in_reduce_dtype", "autocast"),
     ("checkpointing", 2): ("checkpointing", "checkpointing_the_root"),
@@ -84,17 +80,6 @@ def one_after_another(rank: int, module: str, names: Sequence[str]) -> None:
 # --- In which order units are used ---------------------------------------------------------------
 
 
-def train_on_ways(ours: Training, one: Training, step: int, ways: Sequence[str]) -> None:
-    """Rank r uses the units of ``ways[r]``."""
-    for training in (ours, one):
-        training.optimizer.zero_grad()
-    ours.model(rows_of(step, ours), ways[ours.rank]).square().mean().backward()
-    for other, way in enumerate(ways):
-        rows = batch(step, rows=ROWS)[other :: ours.world]
-        (one.model(rows, way).square().mean() / ours.world).backward()
-    step_both(ours, one)
-
-
 @on_gloo_ranks(3)
 def test_ranks_that_use_different_units(rank: int) -> None:
     """In the first forward, of which the order is learned, and in later ones."""
@@ -108,7 +93,7 @@ def test_ranks_that_use_different_units(rank: int) -> None:
     for first in begins:
         ours, one = pair(Skipping, AdamW, lr=0.01)
         for step, ways in enumerate([first, *goes_on, first]):
-            train_on_ways(ours, one, step, ways)
+            train_by_rank(ours, one, step, ways)
             assert all(sharded_in(ours.model))
 
 
@@ -118,9 +103,9 @@ def test_a_unit_that_is_needed_after_its_place(rank: int) -> None:
     kept, one = pair(Skipping)
     kept.model.a.set_reshard_after_forward(False)
     for step, ways in enumerate((("abc", "abc"), ("abca", "aba"), ("cab", "bca"))):
-        train_on_ways(kept, one, step, ways)
+        train_by_rank(kept, one, step, ways)
     ours, one = pair(Skipping)
-    train_on_ways(ours, one, 0, ("abc", "abc"))
+    train_by_rank(ours, one, 0, ("abc", "abc"))
     text = "[fully_shard] unit 'a.weight .. a.bias' is needed in a forward after its place"
     with raises(RuntimeError, text, "set_dynamic_gather(True)", "set_reshard_after_forward(False)"):
         ours.model(rows_of(0, ours), "abca")
@@ -134,13 +119,13 @@ def test_an_order_that_changes_in_every_forward(rank: int) -> None:
     for step in range(6):
         picks = torch.randint(0, 4, (2, 6), generator=order)
         ways = ["".join("abcs"[pick] for pick in row[: 3 + step]) for row in picks.tolist()]
-        train_on_ways(ours, one, step, ways)
+        train_by_rank(ours, one, step, ways)
         with torch.no_grad():
             expected = one.model(batch(9), ways[rank])
             torch.testing.assert_close(ours.model(batch(9), ways[rank]), expected)
     ours.model.set_dynamic_gather(False)
     for step in range(2):
-        train_on_ways(ours, one, step, ("cab", "ab"))
+        train_by_rank(ours, one, step, ("cab", "ab"))
     with raises(RuntimeError, "got set_dynamic_gather() of an inner unit"):
         ours.model.a.set_dynamic_gather(True)
 

@@ -49,21 +49,6 @@ def test_a_forward_that_raises_on_one_rank(rank: int, steps_before: int) -> None
         ours.loss(6)
 
 
-@on_gloo_ranks(3)
-def test_a_backward_that_raises_on_one_rank(rank: int) -> None:
-    ours = sharded(mlp)
-    ours.train(0)
-    if rank == 1:
-        ours.model[2].register_full_backward_hook(break_it)
-        loss = ours.loss(1)
-        with pytest.raises(ArithmeticError, match="the data of this rank"):
-            loss.backward()
-        return
-    loss = ours.loss(1)
-    with raises(dist.DistBackendError, "backward", "was abandoned", "(rank 1 of 3)"):
-        loss.backward()
-
-
 @pytest.mark.parametrize("moment", ["forward", "backward"])
 @on_gloo_ranks(3, dying=(1,))
 def test_a_rank_is_killed(rank: int, moment: str) -> None:
@@ -90,14 +75,6 @@ def test_a_rank_that_does_not_come(rank: int) -> None:
     with raises(dist.DistBackendError, "all_gather of units that ranks need", "rank 1"):
         ours.loss(0)
     say("done")
-
-
-@on_gloo_ranks(3)
-def test_units_of_different_parameters(rank: int) -> None:
-    """All ranks raise, and name one."""
-    width = 5 + rank
-    with raises(ValueError, "[fully_shard]", "weight"):
-        sharded(lambda: torch.nn.Sequential(torch.nn.Linear(6, width)))
 
 
 @on_gloo_ranks(2)

@@ -14,7 +14,7 @@ from torch.distributed.tensor import Shard
 from torch.optim import SGD, AdamW
 from trireme._fsdp import offload as fsdp_offload
 
-from ddp.ranks import batch, on_ranks
+from ddp.ranks import batch, on_gloo_ranks
 from fsdp.ranks import pair
 from fsdp.test_random import CLOSE, Net, Program
 
@@ -88,7 +88,7 @@ def make_program(seed: int) -> GatheringProgram:
     return program
 
 
-@on_ranks(WORLD, backend="gloo")
+@on_gloo_ranks(WORLD)
 def test_random_programs(rank: int) -> None:
     fsdp_offload.offloads_from = lambda device: True
     for seed in range(6):

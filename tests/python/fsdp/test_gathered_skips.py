@@ -12,7 +12,7 @@ import trireme
 from torch import nn
 from torch.optim import SGD
 
-from ddp.ranks import on_ranks
+from ddp.ranks import on_gloo_ranks
 from fsdp.ranks import own
 
 
@@ -36,7 +36,7 @@ class Broad(nn.Module):
         return x if way == "none" else last(x, way)
 
 
-@on_ranks(2, backend="gloo")
+@on_gloo_ranks(2)
 def test_others_go_on_whose_first_gradients_are_left_out_here(rank: int) -> None:
     """They wait for them in vain, and this rank for what they gather."""
     model: Any = Broad()

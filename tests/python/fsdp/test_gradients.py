@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, AdamW
 
-from ddp.ranks import Tied, batch, mlp, raises
+from ddp.ranks import batch, mlp, raises
 from fsdp.ranks import (
     assert_parts,
     in_training,
@@ -23,6 +23,7 @@ from fsdp.ranks import (
     step_both,
     torch_pair,
     train_both,
+    train_by_rank,
 )
 from shm.ranks import on_shm_ranks
 from zero.ranks import ROWS, Training, alone, assert_close
@@ -47,14 +48,9 @@ def test_accumulation_as_torch(rank: int) -> None:
 
 
 @on_shm_ranks(2)
-def test_several_forwards_and_backwards(rank: int) -> None:
-    """Two before one backward; a graph walked twice; evaluations and derivatives in between."""
+def test_one_rank_evaluates_between_two_backwards(rank: int) -> None:
+    """Of one graph, which is walked twice."""
     ours, one = pair(mlp)
-    for step in range(3):
-        for training in (ours, one):
-            training.optimizer.zero_grad()
-            (training.loss(step) + 2 * training.loss(step + 1)).backward()
-        step_both(ours, one)
     for step in range(3):
         for training in (ours, one):
             training.optimizer.zero_grad()
@@ -184,13 +180,7 @@ def test_what_some_or_all_ranks_skip(rank: int, world: int) -> None:
     for shard in (shard_layers, trireme.fully_shard):
         ours, one = pair(Skipping, AdamW, shard, lr=0.01)
         for step, way in enumerate(ways):
-            for training in (ours, one):
-                training.optimizer.zero_grad()
-            ours.model(rows_of(step, ours), way[rank % 2]).square().mean().backward()
-            for other in range(world):
-                rows = batch(step, rows=ROWS)[other::world]
-                (one.model(rows, way[other % 2]).square().mean() / world).backward()
-            step_both(ours, one)
+            train_by_rank(ours, one, step, [way[other % 2] for other in range(world)])
 
 
 @on_shm_ranks(2)
@@ -243,19 +233,6 @@ def test_manual_finalization(rank: int) -> None:
         step_both(ours, one)
     ours.model.set_manual_backward_finalization(False)
     train_both(ours, one, 9)
-
-
-@on_shm_ranks(2)
-def test_tied_parameters(rank: int) -> None:
-    """The modules are in one unit; they stay tied."""
-    for shard in (shard_layers, trireme.fully_shard):
-        ours, one = pair(Tied, shard=shard)
-        for step in range(3):
-            train_both(ours, one, step)
-        assert ours.model.head.weight is ours.model.embed.weight
-        with torch.no_grad():
-            ours.loss(0)
-        assert ours.model.head.weight is ours.model.embed.weight
 
 
 @on_shm_ranks(2)

@@ -17,16 +17,15 @@ from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
-from torch.distributed.tensor import DTensor, Shard
 from torch.optim import SGD
 
-from ddp.ranks import batch, mlp, raises
+from ddp.ranks import mlp, raises
 from distributed import run_ranks
 from fsdp.ranks import (
-    SGD_OPTIONS,
     assert_locals,
     assert_parts,
     in_training,
+    pair,
     rows_of,
     run_programs,
     shard_layers,
@@ -35,8 +34,9 @@ from fsdp.ranks import (
     units_of,
 )
 from fsdp.test_gradients import Skipping
-from fsdp.test_hybrid import BACKENDS, on_grid
-from zero.ranks import ROWS, Shapes, alone, assert_close
+from fsdp.test_hybrid import on_grid
+from shm.ranks import BACKENDS
+from zero.ranks import Shapes, alone, assert_close, backward_by_rank
 
 WORLD = 4
 
@@ -100,10 +100,7 @@ def as_torch(rank: int, mesh: DeviceMesh) -> None:
 def as_one_process(rank: int, mesh: DeviceMesh) -> None:
     """Four dtypes, a scalar, no elements, ranks that have nothing: rows of one length."""
     _, replicas = gloo_groups(rank)
-    ours, one = (
-        sharded(Shapes, SGD, shard_layers, {"mesh": mesh["shard"]}),
-        alone(Shapes, SGD, **SGD_OPTIONS),
-    )
+    ours, one = pair(Shapes, options={"mesh": mesh["shard"]})
     averaging = Averaging(ours.model, replicas)
     for step in range(3):
         for training in (ours, one):
@@ -112,28 +109,22 @@ def as_one_process(rank: int, mesh: DeviceMesh) -> None:
         calls = [(number, row.dtype, row.numel()) for number, row in averaging.take()]
         assert len(calls) == len(set(calls)) == 5  # the outermost unit has two dtypes
         assert_same_everywhere(calls)
-        step_on_grid(ours, one)
+        step_both(ours, one)
 
 
 def skipped_units(rank: int, mesh: DeviceMesh) -> None:
     """Calls are the same on all ranks, whatever each uses; what nobody uses has no .grad."""
     _, replicas = gloo_groups(rank)
-    ours, one = (
-        sharded(Skipping, SGD, shard_layers, {"mesh": mesh["shard"]}),
-        alone(Skipping, SGD, **SGD_OPTIONS),
-    )
+    ours, one = pair(Skipping, options={"mesh": mesh["shard"]})
     averaging = Averaging(ours.model, replicas)
     ways_of_steps = (("abc",) * 4, ("ab", "bc", "ca", "s"), ("a", "ab", "b", "ba"), ("c",) * 4)
     for step, ways in enumerate(ways_of_steps):
         for training in (ours, one):
             training.optimizer.zero_grad()
-        ours.model(rows_of(step, ours), ways[rank]).square().mean().backward()
-        for other, way in enumerate(ways):
-            rows = batch(step, rows=ROWS)[other::WORLD]
-            (one.model(rows, way).square().mean() / WORLD).backward()
+        backward_by_rank(ours, one, step, ways)
         # Gradients that only one of both replicas uses are those of no one process.
         if step != 1:
-            step_on_grid(ours, one)
+            step_both(ours, one)
         assert_same_everywhere([(number, row.numel()) for number, row in averaging.take()])
 
 
@@ -141,21 +132,6 @@ def assert_same_everywhere(calls: list[Any]) -> None:
     of_all: list[Any] = [None] * WORLD
     dist.all_gather_object(of_all, calls)
     assert calls and all(other == calls for other in of_all), of_all
-
-
-def step_on_grid(ours: Any, one: Any) -> None:
-    for (name, param), right in zip(
-        ours.model.named_parameters(), one.model.parameters(), strict=True
-    ):
-        expected = None if right.grad is None else half_of(right.grad, param)
-        got = None if param.grad is None else param.grad.to_local()
-        assert_close(f"{name}.grad", got, expected)
-    ours.optimizer.step()
-    one.optimizer.step()
-
-
-def half_of(whole: torch.Tensor, like: DTensor) -> torch.Tensor:
-    return own_half(whole) if isinstance(like.placements[0], Shard) else whole
 
 
 def own_half(whole: Any) -> torch.Tensor:
@@ -201,7 +177,7 @@ def test_under_hsdp(backend: str) -> None:
 def accumulation(rank: int) -> None:
     """A hook is called once per backward that averages, on what is new; not of held units. With a
     factor it sees what .grad gets."""
-    ours, one = sharded(mlp), alone(mlp, SGD, **SGD_OPTIONS)
+    ours, one = pair(mlp)
     model = ours.model
     calls: list[float] = []
 
@@ -245,7 +221,7 @@ def scale_gradients(model: nn.Module, factor: float) -> None:
 
 
 def manual_finalization(rank: int) -> None:
-    ours, one = sharded(mlp), alone(mlp, SGD, **SGD_OPTIONS)
+    ours, one = pair(mlp)
     calls: list[int] = []
     for unit in units_of(ours.model):
         unit.set_all_reduce_hook(lambda row: calls.append(row.numel()))
@@ -278,7 +254,7 @@ def uneven_inputs(rank: int) -> None:
 
 def in_a_stream(rank: int) -> None:
     """CPUs have one; what comes out is what the hook has left."""
-    ours, one = sharded(mlp), alone(mlp, SGD, **SGD_OPTIONS)
+    ours, one = pair(mlp)
     stream = torch.cpu.Stream()
     for unit in units_of(ours.model):
         unit.set_all_reduce_hook(lambda row: row.mul_(3), stream=stream)
@@ -290,7 +266,7 @@ def in_a_stream(rank: int) -> None:
 
 def taken_back(rank: int) -> None:
     """None is no hook; a hook that holds its model keeps nothing alive."""
-    ours, one = sharded(mlp), alone(mlp, SGD, **SGD_OPTIONS)
+    ours, one = pair(mlp)
     for hook in (lambda row: row.zero_(), None):
         ours.model[0].set_all_reduce_hook(hook)
     for training in (ours, one):

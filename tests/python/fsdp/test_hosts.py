@@ -33,14 +33,13 @@ from fsdp.ranks import (
     own,
     pair,
     rows_of,
-    scale,
     shard_layers,
     sharded,
     torch_pair,
     train_both,
 )
 from shm.hosts import LAYOUTS, join, on_hosts
-from zero.ranks import Shapes, alone
+from zero.ranks import Shapes, alone, scale
 
 BF16 = torch.bfloat16
 

@@ -11,12 +11,10 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import trireme
-from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -26,28 +24,30 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import SGD, AdamW
 
-from ddp.ranks import HOUSE_FORM, Tied, batch, mlp
+from ddp.ranks import HOUSE_FORM, Tied, mlp
 from distributed import run_ranks
 from fsdp.ranks import (
-    SGD_OPTIONS,
     assert_locals,
     error_of_training,
     in_training,
-    local,
+    pair,
     rows_of,
     shard_layers,
     sharded,
+    step_both,
+    train_both,
+    train_by_rank,
 )
 from fsdp.test_gradients import Skipping
-from zero.ranks import ROWS, Shapes, Training, alone, assert_close
+from shm.ranks import BACKENDS
+from zero.ranks import Shapes, alone, assert_close, backward_by_rank
 
 WORLD = 4
 NAMES = ("replicate", "shard")
-BACKENDS = pytest.mark.parametrize("backend", ["gloo", "trireme"])
 
 
 def on_grid(backend: str, *programs: Callable[..., None]) -> None:
@@ -74,49 +74,12 @@ def gloo_grid(rank: int) -> DeviceMesh:
     return DeviceMesh.from_group(own, "cpu", mesh=[[0, 1], [2, 3]], mesh_dim_names=NAMES)
 
 
-def part_of(whole: torch.Tensor, like: DTensor) -> torch.Tensor:
-    """What this rank has of it, by torch.chunk's rule."""
-    placement = like.placements[1]
-    if not isinstance(placement, Shard):
-        return whole
-    rows = whole.shape[placement.dim]
-    half = -(-rows // 2)
-    begin, end = ((0, half), (half, rows))[dist.get_rank() % 2]
-    return whole.narrow(placement.dim, begin, end - begin)
-
-
-def pair(make: Callable[[], nn.Module], mesh: DeviceMesh, **options: Any) -> Any:
-    """Sharded on the mesh, and one process on whole batches."""
-    ours = sharded(make, SGD, shard_layers, {"mesh": mesh, **options})
-    return ours, alone(make, SGD, **SGD_OPTIONS)
-
-
-def step_both(ours: Training, one: Training) -> None:
-    """After backward: compares gradients, steps, compares parameters."""
-    for name, right in one.model.named_parameters():
-        param: Any = ours.model.get_parameter(name)
-        grad = None if right.grad is None else part_of(right.grad, param)
-        assert_close(f"{name}.grad", local(param.grad), grad)
-    for training in (ours, one):
-        training.optimizer.step()
-    for name, right in one.model.named_parameters():
-        param = ours.model.get_parameter(name)
-        assert_close(name, local(param), part_of(right.detach(), param))
-
-
-def train_both(ours: Training, one: Training, step: int) -> None:
-    for training in (ours, one):
-        training.optimizer.zero_grad()
-        training.backward(step)
-    step_both(ours, one)
-
-
 def as_one_process(rank: int, mesh: DeviceMesh) -> None:
     """Uneven rows, a scalar, no elements, four dtypes, tied ones; dimension 1; kept unsharded."""
     along_last: dict[str, Any] = {"shard_placement_fn": lambda param: Shard(max(param.ndim - 1, 0))}
     kept = {"reshard_after_forward": False}
     for make, options in ((Shapes, {}), (Tied, kept), (mlp, {}), (mlp, along_last)):
-        ours, one = pair(make, mesh, **options)
+        ours, one = pair(make, options={"mesh": mesh, **options})
         for step in range(3):
             train_both(ours, one, step)
             with torch.no_grad():
@@ -148,7 +111,7 @@ def as_torch(rank: int, mesh: DeviceMesh) -> None:
 
 
 def clipped_by_trireme(rank: int, mesh: DeviceMesh) -> None:
-    ours, one = pair(mlp, mesh)
+    ours, one = pair(mlp, options={"mesh": mesh})
     for step in range(2):
         for training in (ours, one):
             training.optimizer.zero_grad()
@@ -165,7 +128,7 @@ def test_training(backend: str) -> None:
 
 def accumulation(rank: int, mesh: DeviceMesh) -> None:
     """Without averaging at all."""
-    ours, one = pair(mlp, mesh)
+    ours, one = pair(mlp, options={"mesh": mesh})
     for step in range(3):
         for training in (ours, one):
             training.optimizer.zero_grad()
@@ -210,19 +173,15 @@ def partial_sums_as_torch(rank: int, mesh: DeviceMesh) -> None:
 def partial_sums_of_what_is_used(rank: int, mesh: DeviceMesh) -> None:
     """Units that only the backwards before use, on some of the ranks; what nobody uses has no
     .grad; reset_iter_state() forgets."""
-    ours, one = pair(Skipping, mesh)
+    ours, one = pair(Skipping, options={"mesh": mesh})
     ours.model.set_dynamic_gather(True)
     steps = (("a", "b", "ab", "b"), ("c", "s", "c", "c")), (("a", "a", "s", "s"), ("s",) * 4)
     for step, backwards in enumerate(steps):
         for training in (ours, one):
             training.optimizer.zero_grad()
         for number, ways in enumerate(backwards):
-            batch_number = 10 * step + number
             ours.model.set_requires_all_reduce(number == len(backwards) - 1)
-            ours.model(rows_of(batch_number, ours), ways[rank]).square().mean().backward()
-            for other, way in enumerate(ways):
-                rows = batch(batch_number, rows=ROWS)[other::WORLD]
-                (one.model(rows, way).square().mean() / WORLD).backward()
+            backward_by_rank(ours, one, 10 * step + number, ways)
         step_both(ours, one)
     for training in (ours, one):
         training.optimizer.zero_grad()
@@ -242,15 +201,9 @@ def test_partial_sums(backend: str) -> None:
 
 def unused_parameters(rank: int, mesh: DeviceMesh) -> None:
     """Units that ranks of one replica skip, or all of a replica."""
-    ours, one = pair(Skipping, mesh)
+    ours, one = pair(Skipping, options={"mesh": mesh})
     for step, ways in enumerate((("abc",) * 4, ("a", "b", "c", "s"), ("ab", "ab", "c", "c"))):
-        for training in (ours, one):
-            training.optimizer.zero_grad()
-        ours.model(rows_of(step, ours), ways[rank]).square().mean().backward()
-        for other, way in enumerate(ways):
-            rows = batch(step, rows=ROWS)[other::WORLD]
-            (one.model(rows, way).square().mean() / WORLD).backward()
-        step_both(ours, one)
+        train_by_rank(ours, one, step, ways)
 
 
 @BACKENDS

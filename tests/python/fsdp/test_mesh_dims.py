@@ -20,10 +20,9 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from ddp.ranks import raises
 from fsdp.model_parallel import assert_parts, grid, sgd
 from fsdp.ranks import FullyShard, assert_locals, run_programs
-from shm.ranks import TORCH
+from shm.ranks import BACKENDS, TORCH
 
 HAS_DIMS = hasattr(torch.distributed.fsdp, "DataParallelMeshDims")
-BACKENDS = pytest.mark.parametrize("backend", ["gloo", "trireme"])
 
 
 @functools.cache

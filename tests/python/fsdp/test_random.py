@@ -15,9 +15,9 @@ from torch.optim import SGD, AdamW
 from torch.utils.checkpoint import checkpoint
 
 from ddp.ranks import batch
-from fsdp.ranks import assert_parts, evaluate, pair, scale
+from fsdp.ranks import assert_parts, evaluate, pair
 from shm.ranks import on_shm_ranks
-from zero.ranks import ROWS, Training
+from zero.ranks import ROWS, Training, scale
 
 CLOSE = {"rtol": 1e-6, "atol": 1e-7}  # in fp64
 

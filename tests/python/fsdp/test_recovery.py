@@ -11,10 +11,9 @@ import trireme
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ddp.ranks import batch, mlp, raises
-from fsdp.ranks import pair, rows_of, shard_layers, sharded, step_both, train_both
+from ddp.ranks import mlp, raises
+from fsdp.ranks import pair, shard_layers, sharded, train_both, train_by_rank
 from shm.ranks import on_shm_ranks
-from zero.ranks import ROWS
 
 
 class Failing(nn.Module):
@@ -107,14 +106,8 @@ def test_a_unit_raises_inside_a_forward_that_goes_on(rank: int) -> None:
     for failing in ([(0, 1), (), (1,), (0, 1), (0,)], [(1,), (), (0, 1)]):
         ours, one = pair(Forgiving)
         for step, ranks in enumerate(failing):
-            for training in (ours, one):
-                training.optimizer.zero_grad()
-            ours.model(rows_of(step, ours), rank in ranks).square().mean().backward()
+            train_by_rank(ours, one, step, [other in ranks for other in range(2)])
             assert all(isinstance(param, DTensor) for param in ours.model.parameters())
-            for other in range(2):
-                rows = batch(step, rows=ROWS)[other::2]
-                (one.model(rows, other in ranks).square().mean() / 2).backward()
-            step_both(ours, one)
 
 
 @on_shm_ranks(2)

@@ -5,7 +5,6 @@ ranks have all parameters between them, and gather from each other only.
 from __future__ import annotations
 
 import copy
-import functools
 import os
 import signal
 from collections.abc import Callable
@@ -25,27 +24,36 @@ from trireme._C import RecordingCommunicator
 from trireme._core.meshes import timeout_of
 from trireme._fsdp.mesh import FsdpMesh, _neighbours_in
 
-from ddp.ranks import AGES_S, break_it, message_of, mlp, on_ranks, raises, say, stay_until
+from ddp.ranks import (
+    AGES_S,
+    break_it,
+    message_of,
+    mlp,
+    on_gloo_ranks,
+    raises,
+    say,
+    stay_until,
+)
 from fsdp.ranks import (
     assert_locals,
     evaluate,
     pair,
-    scale,
     shard_layers,
     sharded,
     sharded_in,
     torch_pair,
     train_both,
+    train_by_rank,
 )
-from fsdp.test_gathered import frozen_front, has_memory, train_on_ways
+from fsdp.test_gathered import frozen_front, has_memory
 from fsdp.test_gradients import Skipping
 from shm.ranks import on_shm_ranks
+from zero.ranks import scale
 from zero.test_gradients import Checkpointed
 from zero.test_join import OPTIONS, by_torchs_ddp, inputs, loop
 
 WORLD = 4
 AMONG_TWO: dict[str, Any] = {"reshard_after_forward": 2}
-on_gloo_ranks = functools.partial(on_ranks, backend="gloo")
 
 
 @on_gloo_ranks(WORLD)
@@ -169,7 +177,7 @@ def test_orders_of_units(rank: int) -> None:
     ways = [("abc", "abc", "cba", "a"), ("b", "cs", "a", "s"), ("abab", "ba", "c", "abc")]
     ours, one = pair(Skipping, AdamW, options=AMONG_TWO, lr=0.01)
     for step, way in enumerate((ways[2], *ways)):
-        train_on_ways(ours, one, step, way)
+        train_by_rank(ours, one, step, way)
     ours, one = pair(lambda: Checkpointed(True), shard=shard_list, options=AMONG_TWO)
     for step in range(2):
         train_both(ours, one, step, step + 1)
@@ -214,7 +222,7 @@ def error_of_backward(loss: torch.Tensor) -> str:
     return "no error"
 
 
-@on_ranks(WORLD, backend="gloo", timeout=40, patience_s=AGES_S, dying=(1,))
+@on_gloo_ranks(WORLD, timeout=40, patience_s=AGES_S, dying=(1,))
 def test_a_rank_dies_before_its_neighbour_gathers_from_it(rank: int) -> None:
     ours = sharded(mlp, options=AMONG_TWO)
     ours.train(0)

@@ -41,10 +41,10 @@ from fsdp.model_parallel import (
     words,
 )
 from fsdp.ranks import assert_locals, gloo_mesh, run_programs
+from shm.ranks import BACKENDS
 from zero.ranks import assert_close
 
 EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "python" / "fsdp_tp.py"
-BACKENDS = pytest.mark.parametrize("backend", ["gloo", "trireme"])
 # Values are rounded to 8 bits, and summed up in another order.
 BF16 = {"rtol": 2**-6, "atol": 2e-3}
 

@@ -6,7 +6,6 @@ import copy
 import tempfile
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -25,8 +24,7 @@ from fsdp.model_parallel import (
     words,
 )
 from fsdp.ranks import local, run_programs
-
-BACKENDS = pytest.mark.parametrize("backend", ["gloo", "trireme"])
+from shm.ranks import BACKENDS
 
 
 def from_meta(rank: int) -> None:

@@ -25,7 +25,7 @@ from fsdp.ranks import (
     sharded_in,
     train_both,
 )
-from fsdp.test_hybrid import BACKENDS
+from shm.ranks import BACKENDS
 
 
 @BACKENDS

@@ -17,12 +17,12 @@ from fsdp.ranks import (
     local,
     own,
     pair,
-    scale,
     sharded,
     sharded_in,
     train_both,
 )
 from shm.ranks import on_shm_ranks, until_inside
+from zero.ranks import scale
 
 
 @on_shm_ranks(2)

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from shm.ranks import assert_bits, on_shm_ranks
-from zero.ranks import Shapes, Training
+from zero.ranks import Shapes, Training, whole_state
 
 # Strategy and number of ranks.
 CASES = (
@@ -116,10 +116,7 @@ def held(training: Training) -> dict[str, torch.Tensor]:
     found.pop("scratch", None)
     optimizer = training.optimizer
     if isinstance(optimizer, trireme.ZeroRedundancyOptimizer):
-        for rank in range(dist.get_world_size()):
-            optimizer.consolidate_state_dict(rank)
-            if rank == dist.get_rank():
-                states = optimizer.state_dict()["state"]
+        states = whole_state(optimizer)["state"]
     else:
         params = optimizer.param_groups[0]["params"]
         states = {number: optimizer.state.get(one, {}) for number, one in enumerate(params)}

@@ -12,7 +12,7 @@ import trireme
 from torch import nn
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
-from ddp.ranks import mlp, on_ranks, raises
+from ddp.ranks import mlp, on_gloo_ranks, raises
 from saving.ranks import CASES, Net, assert_holds, held, load, make, on_disk, run_on_ranks, save
 from shm.ranks import assert_bits, on_shm_ranks
 from zero.ranks import assert_close
@@ -158,7 +158,7 @@ def test_parameters_sharded_along_another_dimension(rank: int, tmp_path: Path) -
         assert_bits(one.full_tensor(), other, name)
 
 
-@on_ranks(2, backend="gloo")
+@on_gloo_ranks(2)
 def test_over_gloo_and_from_torchs_own_classes(rank: int, tmp_path: Path) -> None:
     path = str(tmp_path / "checkpoint")
     theirs = make("plain", make_model=mlp)

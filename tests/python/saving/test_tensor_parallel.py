@@ -11,7 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 import trireme
@@ -36,9 +35,8 @@ from fsdp.model_parallel import (
 )
 from fsdp.ranks import own
 from saving.ranks import most_allocated, on_disk, state_bytes
-from shm.ranks import assert_bits, on_shm_ranks
+from shm.ranks import BACKENDS, assert_bits, on_shm_ranks
 
-BACKENDS = pytest.mark.parametrize("backend", ["gloo", "trireme"])
 WIDTH, LAYERS = 128, 4
 
 

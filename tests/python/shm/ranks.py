@@ -1,6 +1,7 @@
 """What the tests of the backend ``trireme`` share: values, the plain reference, bits."""
 
 import functools
+import inspect
 import os
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -8,16 +9,18 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from trireme import _C
 
-from ddp.ranks import on_ranks, process_of
+from ddp.ranks import on_ranks, process_of, signature_without_rank
 
-# The backend may be another one, to run the tests of a strategy over that.
-on_shm_ranks = functools.partial(
-    on_ranks, backend=os.environ.get("TRIREME_TEST_BACKEND", "trireme")
-)
+# May be another one, to run the tests of a strategy over that.
+_BACKEND = os.environ.get("TRIREME_TEST_BACKEND", "trireme")
+on_shm_ranks = functools.partial(on_ranks, backend=_BACKEND)
+
+BACKENDS = pytest.mark.parametrize("backend", ["gloo", "trireme"])
 
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 WORLDS = (1, 2, 3, 4)
@@ -32,6 +35,25 @@ MOVED = (
     *(torch.uint16, torch.uint32, torch.uint64),
     *(torch.float8_e4m3fn, torch.float8_e5m2),
 )
+
+
+def on_shm_and_gloo_ranks(world: int | str, **options: Any) -> Any:
+    """Runs the decorated test where ranks share memory, and where they do not; see on_ranks."""
+
+    def decorate(program: Callable[..., None]) -> Any:
+        @pytest.mark.parametrize("backend", [_BACKEND, "gloo"])
+        @functools.wraps(program)
+        def test(backend: str, **case: Any) -> None:
+            on_ranks(world, backend=backend, **options)(program)(**case)
+
+        of_program = signature_without_rank(program)
+        backend = inspect.Parameter("backend", inspect.Parameter.KEYWORD_ONLY)
+        test.__signature__ = of_program.replace(
+            parameters=[*of_program.parameters.values(), backend]
+        )
+        return test
+
+    return decorate
 
 
 def values(rank: int, shape: int | Sequence[int], dtype: torch.dtype) -> torch.Tensor:

@@ -4,20 +4,19 @@
     def test_something(rank: int) -> None:
         one, ours = alone(mlp, AdamW, lr=0.01), sharded(mlp, AdamW, 2, lr=0.01)
         for step in range(3):
-            one.train(step)
-            ours.train(step)
-            assert_equal_parameters(ours.model, one.model)
+            train_both(ours, one, step)
 
 Every step of the sharded training is compared with that of one process on the whole batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import trireme
@@ -27,6 +26,7 @@ from torch.nn import functional
 from ddp.ranks import assert_same_on_all_ranks, batch
 
 ROWS = 12  # in every batch: as many for each rank, in every world that is tested
+STAGES = pytest.mark.parametrize("stage", [1, 2])
 DDP = trireme.DistributedDataParallel
 Zero = trireme.ZeroRedundancyOptimizer
 Gradients = list[torch.Tensor | None]
@@ -61,6 +61,37 @@ class Training:
         self.optimizer.step()
 
 
+def backward_by_rank(ours: Training, one: Training, number: int, given: Sequence[Any]) -> None:
+    """The forward of rank r gets ``given[r]`` beside its rows; one process runs all of them."""
+    rows = batch(number, rows=ROWS)
+    ours.net(rows[ours.rank :: ours.world], given[ours.rank]).square().mean().backward()
+    for rank, its in enumerate(given):
+        (one.net(rows[rank :: ours.world], its).square().mean() / ours.world).backward()
+
+
+def accumulate_both(
+    ours: Training, one: Training, step_both: Callable[[Training, Training], None]
+) -> None:
+    """Steps with and without averaging in between, and what the last step left."""
+    # How a step begins, then (batch, whether averaged) of its backwards.
+    steps: list[tuple[bool, list[tuple[int, bool]]]] = [
+        (True, [(0, True), (1, True)]),
+        (True, [(2, True), (3, True), (4, True)]),
+        (False, [(5, True)]),
+        (True, [(6, False), (7, True)]),
+        (True, [(8, True), (9, False), (10, True)]),
+        (False, [(11, True), (12, False), (13, False), (14, True)]),
+        (False, [(15, False), (16, True), (17, True)]),
+        (True, [(18, True)]),
+    ]
+    for set_to_none, backwards in steps:
+        for training in (ours, one):
+            training.optimizer.zero_grad(set_to_none=set_to_none)
+            for number, sync in backwards:
+                training.backward(number, sync=sync)
+        step_both(ours, one)
+
+
 def alone(make: Callable[[], nn.Module], optimizer_class: Any, **defaults: Any) -> Training:
     """One process on whole batches."""
     model = make()
@@ -93,6 +124,21 @@ def own_parts(training: Training, gradients: Iterable[torch.Tensor | None]) -> G
             part.view(-1)[begin : begin + numel] = gradient.reshape(-1)[begin : begin + numel]
         parts.append(part)
     return parts
+
+
+def whole_state(optimizer: Any) -> dict[str, Any]:
+    """What is consolidated on each rank in turn."""
+    for rank in range(dist.get_world_size(optimizer.process_group)):
+        optimizer.consolidate_state_dict(rank)
+        if rank == dist.get_rank(optimizer.process_group):
+            found = optimizer.state_dict()
+    return found
+
+
+def scale(model: nn.Module, factor: float = 2.0) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(factor)
 
 
 class Shapes(nn.Module):
@@ -133,3 +179,15 @@ def assert_equal_parameters(got: nn.Module, expected: nn.Module, **tolerance: An
     for (name, one), other in zip(got.named_parameters(), expected.parameters(), strict=True):
         assert_close(name, one, other, **tolerance)
     assert_same_on_all_ranks(list(got.parameters()))
+
+
+def train_both(ours: Training, one: Training, *numbers: int) -> None:
+    """One step on these batches; compares parameters."""
+    for training in (ours, one):
+        training.train(*numbers)
+    assert_equal_parameters(ours.model, one.model)
+
+
+def assert_trains_as_one_process(ours: Training, one: Training, steps: int = 5) -> None:
+    for step in range(steps):
+        train_both(ours, one, step)

@@ -16,11 +16,9 @@ from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
 from torch.optim import LBFGS, SGD, AdamW, SparseAdam
 
-from ddp.ranks import RANKLESS_FORM, batch, mlp, on_ranks, raises
-from shm.ranks import on_shm_ranks
-from zero.ranks import DDP, Zero, alone, assert_equal_parameters, sharded
-
-STAGES = pytest.mark.parametrize("stage", [1, 2])
+from ddp.ranks import RANKLESS_FORM, batch, mlp, on_gloo_ranks, raises
+from shm.ranks import on_shm_and_gloo_ranks, on_shm_ranks
+from zero.ranks import DDP, STAGES, Zero, alone, assert_equal_parameters, sharded, train_both
 
 Case = tuple[Callable[[], Any], type[Exception], list[str]]
 
@@ -172,17 +170,8 @@ def other_frozen(rank: int) -> nn.Module:
     return layer
 
 
-@on_shm_ranks(2)
+@on_shm_and_gloo_ranks(2)
 def test_ranks_that_differ(rank: int) -> None:
-    make_different_ones(rank)
-
-
-@on_ranks(2, backend="gloo")
-def test_ranks_that_differ_over_gloo(rank: int) -> None:
-    make_different_ones(rank)
-
-
-def make_different_ones(rank: int) -> None:
     """All ranks raise, from the constructor and from add_param_group(), and may go on."""
     ours, one = sharded(mlp, SGD, 2, lr=0.1), alone(mlp, SGD, lr=0.1)
     for make in (other_shape, other_dtype, other_number, other_frozen):
@@ -202,9 +191,7 @@ def make_different_ones(rank: int) -> None:
     ):
         with raises(ValueError, "[zero] got options that differ between the ranks"):
             zero(**options)
-    one.train(0)
-    ours.train(0)
-    assert_equal_parameters(ours.model, one.model)
+    train_both(ours, one, 0)
 
 
 @on_shm_ranks(2)
@@ -224,17 +211,8 @@ def test_what_was_refused_is_free_again(rank: int) -> None:
 # --- Gradients and state --------------------------------------------------------------------------
 
 
-@on_shm_ranks(2)
+@on_shm_and_gloo_ranks(2)
 def test_sparse_gradients(rank: int) -> None:
-    train_an_embedding(rank)
-
-
-@on_ranks(2, backend="gloo")
-def test_sparse_gradients_over_gloo(rank: int) -> None:
-    train_an_embedding(rank)
-
-
-def train_an_embedding(rank: int) -> None:
     """Refused in step() under stage 1; averaging makes them dense under stage 2."""
     model = nn.Embedding(10, 3, sparse=True)
     net = DDP(model)
@@ -285,9 +263,7 @@ def test_a_state_of_another_model(rank: int, stage: int) -> None:
     assert ours.optimizer.param_groups[0]["lr"] == 0.01
     one = alone(mlp, AdamW, lr=0.01)
     one.train(0)
-    one.train(1)
-    ours.train(1)
-    assert_equal_parameters(ours.model, one.model)
+    train_both(ours, one, 1)
     with raises(RuntimeError, "[zero] got state_dict() of a state that was not consolidated"):
         ours.optimizer.state_dict()
 
@@ -325,7 +301,7 @@ def test_a_store_that_cannot_be_allocated(rank: int) -> None:
     torch.testing.assert_close(wide.weight, before - 0.1)
 
 
-@on_ranks(2, backend="gloo")
+@on_gloo_ranks(2)
 def test_private_parameters_that_are_wanted(rank: int) -> None:
     """host_params=False says nothing; without it one warning per optimizer says why."""
     for wanted, expected in ((True, 0), (False, 1)):

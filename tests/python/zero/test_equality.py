@@ -15,19 +15,20 @@ from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.optim import SGD, AdamW
 
-from ddp.ranks import assert_same_on_all_ranks, batch, mlp, on_ranks
+from ddp.ranks import assert_same_on_all_ranks, batch, mlp, on_gloo_ranks
 from shm.ranks import on_shm_ranks
-from zero.ranks import Shapes, Training, Zero, alone, assert_equal_parameters, sharded
+from zero.ranks import (
+    Shapes,
+    Training,
+    Zero,
+    alone,
+    assert_equal_parameters,
+    assert_trains_as_one_process,
+    sharded,
+)
 
 STAGES = (1, 2)
 STEPS = 5
-
-
-def assert_trains_as_one_process(ours: Training, one: Training) -> None:
-    for step in range(STEPS):
-        ours.train(step)
-        one.train(step)
-        assert_equal_parameters(ours.model, one.model)
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
@@ -40,7 +41,7 @@ def test_equals_one_process(rank: int, world: int) -> None:
                 assert_trains_as_one_process(ours, alone(make, AdamW, lr=0.01))
 
 
-@on_ranks(2, backend="gloo")
+@on_gloo_ranks(2)
 def test_equals_one_process_over_gloo(rank: int) -> None:
     """Parameters are private, gradients scattered."""
     for stage in STAGES:
@@ -49,7 +50,7 @@ def test_equals_one_process_over_gloo(rank: int) -> None:
         assert_trains_as_one_process(ours, alone(Shapes, AdamW, lr=0.01))
 
 
-@on_ranks(2, backend="gloo")
+@on_gloo_ranks(2)
 def test_equals_torchs_class(rank: int) -> None:
     model = mlp()
     optimizer = TorchZero(model.parameters(), SGD, lr=0.1, momentum=0.9)

@@ -6,7 +6,6 @@ import os
 import signal
 from collections.abc import Callable
 from contextlib import nullcontext
-from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -23,17 +22,17 @@ from ddp.ranks import (
     break_it,
     message_of,
     mlp,
-    on_ranks,
+    on_gloo_ranks,
     raises,
+    say,
     set_timeout,
+    stay_until,
     tell_process,
 )
 from ddp.test_faults import Breaks
 from distributed import run_ranks
-from shm.ranks import on_shm_ranks, until_inside
-from zero.ranks import DDP, Training, Zero, alone, assert_equal_parameters, sharded
-
-STAGES = pytest.mark.parametrize("stage", [1, 2])
+from shm.ranks import on_shm_and_gloo_ranks, on_shm_ranks, until_inside
+from zero.ranks import DDP, STAGES, Training, Zero, alone, assert_equal_parameters, sharded
 
 
 class Fragile(SGD):
@@ -195,7 +194,7 @@ class ArithmeticBreak(nn.Module):
 
 
 @pytest.mark.parametrize("where", ["backward", "step"])
-@on_ranks(2, timeout=40, patience_s=AGES_S, backend="gloo")
+@on_gloo_ranks(2, timeout=40, patience_s=AGES_S)
 def test_gloo_cannot_go_on(rank: int, where: str) -> None:
     """All raise, and then say what to do."""
     ours = sharded(mlp, Fragile, 2, lr=0.1)
@@ -234,17 +233,8 @@ class Picky(SGD):
         super().add_param_group(param_group)
 
 
-@on_shm_ranks(2, timeout=40)
+@on_shm_and_gloo_ranks(2, timeout=40)
 def test_an_optimizer_that_one_rank_cannot_make(rank: int) -> None:
-    make_a_picky_one(rank)
-
-
-@on_ranks(2, backend="gloo", timeout=40)
-def test_an_optimizer_that_one_rank_cannot_make_over_gloo(rank: int) -> None:
-    make_a_picky_one(rank)
-
-
-def make_a_picky_one(rank: int) -> None:
     """All raise, their parameters are their own again; the same for a group that comes later."""
     for stage in (1, 2):
         model = mlp()
@@ -336,14 +326,12 @@ def test_a_rank_that_does_not_step(rank: int) -> None:
     ours = sharded(mlp, SGD, 2, lr=0.1)
     ours.train(0)
     set_timeout(1)
-    store = dist.distributed_c10d._get_default_store()
     if rank == 1:
-        store.wait(["done"], timedelta(seconds=30))
-        return
+        return stay_until("done")
     parts = ("step gate: before writing", "rank 1 (process", "has not come within 1 s")
     with raises(dist.DistBackendError, *parts):
         ours.optimizer.step()
-    store.set("done", "yes")
+    say("done")
 
 
 @on_shm_ranks(2, timeout=40)

@@ -10,11 +10,9 @@ import trireme
 from torch import nn
 from torch.optim import SGD, AdamW
 
-from ddp.ranks import assert_same_on_all_ranks, batch, mlp, on_ranks, values
-from shm.ranks import on_shm_ranks, until_inside
-from zero.ranks import DDP, Zero, alone, assert_equal_parameters, sharded
-
-STAGES = pytest.mark.parametrize("stage", [1, 2])
+from ddp.ranks import assert_same_on_all_ranks, batch, mlp, values
+from shm.ranks import on_shm_and_gloo_ranks, on_shm_ranks, until_inside
+from zero.ranks import DDP, STAGES, Zero, alone, assert_equal_parameters, sharded
 
 
 @STAGES
@@ -80,18 +78,8 @@ def test_a_graph_that_was_kept_over_a_step(rank: int, stage: int) -> None:
 
 
 @STAGES
-@on_shm_ranks(2)
+@on_shm_and_gloo_ranks(2)
 def test_a_closure_is_called_once(rank: int, stage: int) -> None:
-    step_with_closures(rank, stage)
-
-
-@on_ranks(2, backend="gloo")
-def test_a_closure_is_called_once_over_gloo(rank: int) -> None:
-    for stage in (1, 2):
-        step_with_closures(rank, stage)
-
-
-def step_with_closures(rank: int, stage: int) -> None:
     one, ours = alone(mlp, AdamW, lr=0.01), sharded(mlp, AdamW, stage, lr=0.01)
     for step in range(3):
         losses = []
@@ -212,18 +200,9 @@ def test_step_hooks_are_called_around_the_gate(rank: int) -> None:
     assert not torch.equal(seen[0]["0.weight"], seen[1]["0.weight"])
 
 
-@on_shm_ranks(1)
+@on_shm_and_gloo_ranks(1)
 def test_one_rank_alone(rank: int) -> None:
-    train_alone(rank)
-
-
-@on_ranks(1, backend="gloo")
-def test_one_rank_alone_over_gloo(rank: int) -> None:
-    train_alone(rank)
-
-
-def train_alone(rank: int) -> None:
-    """Runs the program on one rank: what it writes and how it fails concerns nobody else."""
+    """What it writes and how it fails concerns nobody else."""
     for stage in (1, 2):
         one, ours = alone(mlp, AdamW, lr=0.01), sharded(mlp, AdamW, stage, lr=0.01)
         for step in range(3):

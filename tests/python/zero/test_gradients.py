@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -11,16 +11,17 @@ from torch import nn
 from torch.optim import SGD
 from torch.utils.checkpoint import checkpoint
 
-from ddp.ranks import batch, mlp, on_ranks, raises
-from shm.ranks import on_shm_ranks
+from ddp.ranks import batch, mlp, raises
+from shm.ranks import on_shm_and_gloo_ranks, on_shm_ranks
 from zero.ranks import (
     ROWS,
-    Shapes,
     Training,
     Zero,
+    accumulate_both,
     alone,
     assert_close,
     assert_equal_parameters,
+    backward_by_rank,
     own_parts,
     sharded,
 )
@@ -46,60 +47,6 @@ def step_both(ours: Training, one: Training) -> None:
     assert_equal_parameters(ours.model, one.model)
 
 
-@pytest.mark.parametrize("world", [2, 3])
-@on_shm_ranks("world")
-def test_each_rank_has_its_shards_of_the_average(rank: int, world: int) -> None:
-    for make in (mlp, Shapes):
-        ours, one = pair(make)
-        for step in range(4):
-            for training in (ours, one):
-                training.optimizer.zero_grad()
-                training.backward(step)
-            for parameter in ours.model.parameters():
-                assert parameter.grad.shape == parameter.shape
-                assert parameter.grad.stride() == parameter.stride()
-                assert parameter.grad.is_leaf and not parameter.grad.requires_grad
-            step_both(ours, one)
-
-
-def _accumulate_steps(ours: Training, one: Training) -> None:
-    """Before each step: (batches, whether averaged) of its backwards, and how it begins."""
-    forgets = {"set_to_none": True}
-    zeroes = {"set_to_none": False}
-    steps: list[tuple[dict[str, bool], list[tuple[int, bool]]]] = [
-        (forgets, [(0, True), (1, True)]),
-        (forgets, [(2, True), (3, True), (4, True)]),
-        (zeroes, [(5, True)]),
-        (forgets, [(6, False), (7, True)]),
-        (forgets, [(8, True), (9, False), (10, True)]),
-        (zeroes, [(11, True), (12, False), (13, False), (14, True)]),
-        (zeroes, [(15, False), (16, True), (17, True)]),
-        (forgets, [(18, True)]),
-    ]
-    for way, backwards in steps:
-        for training in (ours, one):
-            training.optimizer.zero_grad(**way)
-            for number, sync in backwards:
-                training.backward(number, sync=sync)
-        step_both(ours, one)
-
-
-def _accumulate() -> None:
-    for make in (mlp, Shapes):
-        _accumulate_steps(*pair(make))
-
-
-@pytest.mark.parametrize("world", [2, 3])
-@on_shm_ranks("world")
-def test_accumulation(rank: int, world: int) -> None:
-    _accumulate()
-
-
-@on_ranks(2, backend="gloo")
-def test_accumulation_over_gloo(rank: int) -> None:
-    _accumulate()
-
-
 @on_shm_ranks(2)
 def test_gradients_of_this_rank_are_its_own_until_they_are_averaged(rank: int) -> None:
     ours, _ = pair(mlp)
@@ -121,16 +68,6 @@ def test_gradients_of_this_rank_are_its_own_until_they_are_averaged(rank: int) -
     with raises(RuntimeError, "no_sync", "not the average"):
         ours.optimizer.step()
     ours.train(2)
-
-
-@on_shm_ranks(2)
-def test_several_forwards_one_backward(rank: int) -> None:
-    ours, one = pair(mlp)
-    for step in range(3):
-        for training in (ours, one):
-            training.optimizer.zero_grad()
-            (training.loss(step) + 2 * training.loss(step + 1)).backward()
-        step_both(ours, one)
 
 
 @on_shm_ranks(2)
@@ -159,7 +96,7 @@ class Branches(nn.Module):
         self.trunk = nn.Linear(6, 6)
         self.branches = nn.ModuleList(nn.Linear(6, 4) for _ in range(3))
 
-    def forward(self, x: torch.Tensor, *branches: int) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, branches: Sequence[int]) -> torch.Tensor:
         hidden = self.trunk(x).tanh()
         return sum((self.branches[one](hidden) for one in branches), start=hidden[:, :4])
 
@@ -170,13 +107,9 @@ def test_parameters_that_some_or_all_ranks_leave_unused(rank: int, world: int) -
     used = [[(0,), (1,), (1,)], [(), (), ()], [(0, 1), (), (0,)], [(2,), (2, 0), (2,)]]
     ours, one = pair(Branches)
     for step in range(3 * len(used)):
-        by_rank = used[step % len(used)]
-        rows = [batch(step, rows=ROWS)[r::world] for r in range(world)]
         for training in (ours, one):
             training.optimizer.zero_grad()
-        ours.model(rows[rank], *by_rank[rank]).square().mean().backward()
-        for part, branches in zip(rows, by_rank, strict=False):
-            (one.model(part, *branches).square().mean() / world).backward()
+        backward_by_rank(ours, one, step, used[step % len(used)][:world])
         step_both(ours, one)
 
 
@@ -205,7 +138,9 @@ class Checkpointed(nn.Module):
         return self.again(self.layers[5], x)
 
 
-def _train_checkpointed() -> None:
+@pytest.mark.parametrize("world", [2, 3])
+@on_shm_and_gloo_ranks("world")
+def test_checkpointing(rank: int, world: int) -> None:
     for reentrant in (False, True):
         ours, one = pair(lambda reentrant=reentrant: Checkpointed(reentrant))
         for step in range(5):
@@ -217,25 +152,13 @@ def _train_checkpointed() -> None:
 
 @pytest.mark.parametrize("world", [2, 3])
 @on_shm_ranks("world")
-def test_checkpointing(rank: int, world: int) -> None:
-    _train_checkpointed()
-
-
-@on_ranks(2, backend="gloo")
-def test_checkpointing_over_gloo(rank: int) -> None:
-    _train_checkpointed()
-
-
-@pytest.mark.parametrize("world", [2, 3])
-@on_shm_ranks("world")
 def test_a_group_that_was_added_later(rank: int, world: int) -> None:
     """It has a reducer of its own; both are armed by whichever gradient comes first."""
     model = mlp()
     optimizer = Zero(model[:3].parameters(), SGD, stage=2, lr=0.1, momentum=0.9)
     optimizer.add_param_group({"params": model[3:].parameters()})
-    _accumulate_steps(
-        Training(model, model, optimizer, rank, world), alone(mlp, SGD, lr=0.1, momentum=0.9)
-    )
+    ours = Training(model, model, optimizer, rank, world)
+    accumulate_both(ours, alone(mlp, SGD, lr=0.1, momentum=0.9), step_both)
 
 
 class Swapped(nn.Module):
@@ -250,28 +173,16 @@ class Swapped(nn.Module):
         return self.layers[1 - first](self.layers[first](x).tanh())
 
 
-def _train_swapped(rank: int) -> None:
-    one, model = Swapped(), Swapped()
-    plain = SGD(one.parameters(), lr=0.1)
+@on_shm_and_gloo_ranks(2)
+def test_groups_that_ranks_come_by_in_different_orders(rank: int) -> None:
+    model = Swapped()
     optimizer = Zero(model.layers[0].parameters(), SGD, stage=2, lr=0.1)
     optimizer.add_param_group({"params": model.layers[1].parameters()})
+    ours, one = Training(model, model, optimizer, rank, 2), alone(Swapped, SGD, lr=0.1)
     for step in range(4):
-        rows = batch(step, rows=ROWS)
-        for each in (optimizer, plain):
-            each.zero_grad()
-        model(rows[rank::2], rank).square().mean().backward()
-        for other in range(2):
-            (one(rows[other::2], other).square().mean() / 2).backward()
-        for each in (optimizer, plain):
-            each.step()
-        assert_equal_parameters(model, one)
-
-
-@on_shm_ranks(2)
-def test_groups_that_ranks_come_by_in_different_orders(rank: int) -> None:
-    _train_swapped(rank)
-
-
-@on_ranks(2, backend="gloo")
-def test_groups_that_ranks_come_by_in_different_orders_over_gloo(rank: int) -> None:
-    _train_swapped(rank)
+        for training in (ours, one):
+            training.optimizer.zero_grad()
+        backward_by_rank(ours, one, step, (0, 1))
+        for training in (ours, one):
+            training.optimizer.step()
+        assert_equal_parameters(model, one.model)

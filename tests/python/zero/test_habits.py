@@ -18,11 +18,19 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.optim import SGD, AdamW
 
-from ddp.ranks import batch, mlp, on_ranks, raises, say, stay_until, values
-from shm.ranks import on_shm_ranks
-from zero.ranks import DDP, Training, Zero, alone, assert_equal_parameters, sharded
+from ddp.ranks import batch, mlp, raises, say, stay_until, values
+from shm.ranks import on_shm_and_gloo_ranks, on_shm_ranks
+from zero.ranks import (
+    DDP,
+    STAGES,
+    Training,
+    Zero,
+    alone,
+    assert_equal_parameters,
+    sharded,
+    train_both,
+)
 
-STAGES = pytest.mark.parametrize("stage", [1, 2])
 State = dict[str, torch.Tensor]
 
 # --- Loading a state without writing() ------------------------------------------------------------
@@ -74,17 +82,8 @@ def load_what_was_saved(model: nn.Module) -> None:
 LOADS = (load, load_twice, load_some, load_a_layer, load_and_fail, load_and_write)
 
 
-@on_shm_ranks(2)
+@on_shm_and_gloo_ranks(2)
 def test_loading_after_the_optimizer_was_made(rank: int) -> None:
-    load_at_any_time()
-
-
-@on_ranks(2, backend="gloo")
-def test_loading_after_the_optimizer_was_made_over_gloo(rank: int) -> None:
-    load_at_any_time()
-
-
-def load_at_any_time() -> None:
     """Before the first step, between steps, after a backward: all as in one process."""
     for stage, make in ((1, mlp), (2, mlp), (2, lambda: copy.deepcopy(mlp()))):
         one, ours = alone(make, AdamW, lr=0.01), sharded(make, AdamW, stage, lr=0.01)
@@ -96,9 +95,7 @@ def load_at_any_time() -> None:
             change(one.model)
             change(ours.model)
             assert_equal_parameters(ours.model, one.model)
-            one.train(step)
-            ours.train(step)
-            assert_equal_parameters(ours.model, one.model)
+            train_both(ours, one, step)
             assert all(a is b for a, b in zip(held, ours.model.parameters(), strict=True))
             assert_in_place(ours)
 
@@ -132,9 +129,7 @@ def test_loading_through_wrappers_and_with_assign(rank: int) -> None:
     load(one.model)
     ours.model.load_state_dict(other(), assign=True)
     assert all(a is b for a, b in zip(held, ours.model.parameters(), strict=True))
-    one.train(0)
-    ours.train(0)
-    assert_equal_parameters(ours.model, one.model)
+    train_both(ours, one, 0)
     parts = ("[zero] got load_state_dict(assign=True) with torch.float64", "for '0.weight'")
     with raises(ValueError, *parts):
         ours.model.load_state_dict(mlp(torch.float64).state_dict(), assign=True)
@@ -160,17 +155,8 @@ def test_what_one_rank_loads_no_other_sees(rank: int) -> None:
         say("looked")
 
 
-@on_shm_ranks(2)
+@on_shm_and_gloo_ranks(2)
 def test_loading_on_one_rank_or_other_values(rank: int) -> None:
-    load_differently(rank)
-
-
-@on_ranks(2, backend="gloo")
-def test_loading_on_one_rank_or_other_values_over_gloo(rank: int) -> None:
-    load_differently(rank)
-
-
-def load_differently(rank: int) -> None:
     """All ranks raise, in each step until they have loaded the same."""
     for stage in (1, 2):
         one, ours = alone(mlp, SGD, lr=0.1), sharded(mlp, SGD, stage, lr=0.1)
@@ -192,9 +178,7 @@ def load_differently(rank: int) -> None:
             raise AssertionError("went in")
         load(one.model)
         load(ours.model)
-        one.train(1)
-        ours.train(1)
-        assert_equal_parameters(ours.model, one.model)
+        train_both(ours, one, 1)
 
 
 @on_shm_ranks(2)
@@ -269,9 +253,7 @@ def test_made_again(rank: int, stage: int) -> None:
         for call in calls(kept[-1][0]):
             with raises(RuntimeError, "[zero] got a call of an optimizer whose parameters another"):
                 call()
-        one.train(2 * step + 1)
-        ours.train(2 * step + 1)
-        assert_equal_parameters(ours.model, one.model)
+        train_both(ours, one, 2 * step + 1)
     assert mapped[-1] == mapped[1], "memory of the first ones was kept"
     kept.clear()
     ours.train(9)
@@ -328,9 +310,7 @@ def test_a_state_goes_from_one_to_the_next(rank: int) -> None:
     first.consolidate_state_dict(1)
     ours.optimizer = Zero(ours.model.parameters(), AdamW, stage=2, lr=0.01)
     ours.optimizer.load_state_dict(state or first.state_dict())
-    one.train(1)
-    ours.train(1)
-    assert_equal_parameters(ours.model, one.model)
+    train_both(ours, one, 1)
 
 
 # --- Names ----------------------------------------------------------------------------------------

@@ -13,9 +13,9 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.optim import SGD, AdamW
 
-from ddp.ranks import assert_same_on_all_ranks, mlp, on_ranks, values
-from shm.ranks import on_shm_ranks
-from zero.ranks import DDP, Zero
+from ddp.ranks import assert_same_on_all_ranks, mlp, on_gloo_ranks, values
+from shm.ranks import on_shm_and_gloo_ranks, on_shm_ranks
+from zero.ranks import DDP, Zero, whole_state
 
 OPTIONS: dict[str, Any] = {"lr": 0.1, "momentum": 0.9}
 Values = dict[str, torch.Tensor]
@@ -80,7 +80,7 @@ def test_three_ranks_leave_one_after_another(rank: int) -> None:
     _compare(rank, (5, 2, 3))
 
 
-@on_ranks(2, backend="gloo")
+@on_gloo_ranks(2)
 def test_over_gloo(rank: int) -> None:
     _compare(rank, (2, 4))
 
@@ -107,22 +107,13 @@ def test_training_goes_on_after_a_join(rank: int) -> None:
         with Join(joinables, divide_by_initial_world_size=False):
             loop(net, optimizer, inputs(rank, 1 + 2 * rank), zero_first=False)
         one.load_state_dict(values(model))
-        state = _whole_state(optimizer)
+        state = whole_state(optimizer)
         plain = SGD(one.parameters(), **OPTIONS)
         plain.load_state_dict(state)
         loop(net, optimizer, inputs(rank, 2), zero_first=False)
         for pair in zip(inputs(0, 2), inputs(1, 2), strict=True):
             loop(one, plain, [torch.cat(pair)], zero_first=False)
         torch.testing.assert_close(values(model), values(one))
-
-
-def _whole_state(optimizer: Zero) -> dict[str, Any]:
-    """On all ranks."""
-    for rank in range(optimizer.world_size):
-        optimizer.consolidate_state_dict(rank)
-        if rank == optimizer.rank:
-            found = optimizer.state_dict()
-    return found
 
 
 @on_shm_ranks(2)
@@ -139,7 +130,8 @@ def test_stage_1_alone(rank: int) -> None:
     assert torch.equal(model.weight, right)
 
 
-def _accumulate_in_a_join(rank: int) -> None:
+@on_shm_and_gloo_ranks(2)
+def test_no_sync_and_a_later_group_inside_a_join(rank: int) -> None:
     def accumulate(net: Any, optimizer: Any, averaging: Any) -> None:
         for x in inputs(rank, 2 + 2 * rank):
             optimizer.zero_grad()
@@ -158,16 +150,6 @@ def _accumulate_in_a_join(rank: int) -> None:
         accumulate(model, optimizer, optimizer)
     torch.testing.assert_close(values(model), values(theirs))
     assert_same_on_all_ranks(list(model.parameters()))
-
-
-@on_shm_ranks(2)
-def test_no_sync_and_a_later_group_inside_a_join(rank: int) -> None:
-    _accumulate_in_a_join(rank)
-
-
-@on_ranks(2, backend="gloo")
-def test_no_sync_and_a_later_group_inside_a_join_over_gloo(rank: int) -> None:
-    _accumulate_in_a_join(rank)
 
 
 class Partly(nn.Module):

@@ -10,9 +10,18 @@ import trireme.optim
 from torch import nn, optim
 from torch.optim.lr_scheduler import OneCycleLR, StepLR
 
-from ddp.ranks import mlp, on_ranks
-from shm.ranks import on_shm_ranks
-from zero.ranks import DDP, Shapes, Training, Zero, alone, assert_equal_parameters, sharded
+from ddp.ranks import mlp
+from shm.ranks import on_shm_and_gloo_ranks, on_shm_ranks
+from zero.ranks import (
+    DDP,
+    Shapes,
+    Training,
+    Zero,
+    alone,
+    assert_equal_parameters,
+    assert_trains_as_one_process,
+    sharded,
+)
 
 STAGES = (1, 2)
 Case = tuple[Any, dict[str, Any]]
@@ -64,13 +73,6 @@ def owners(optimizer: Zero) -> list[int]:
     ]
 
 
-def assert_trains_as_one_process(ours: Training, one: Training, steps: int = 4) -> None:
-    for step in range(steps):
-        ours.train(step)
-        one.train(step)
-        assert_equal_parameters(ours.model, one.model)
-
-
 @pytest.mark.parametrize("world", [2, 3])
 @on_shm_ranks("world")
 def test_torchs_optimizers(rank: int, world: int) -> None:
@@ -82,22 +84,13 @@ def test_torchs_optimizers(rank: int, world: int) -> None:
             assert_trains_as_one_process(ours, alone(mlp, optimizer_class, **defaults))
 
 
-def _train_with_ours() -> None:
+@on_shm_and_gloo_ranks(3)
+def test_our_optimizers(rank: int) -> None:
     for optimizer_class, defaults in OURS:
         for stage in STAGES:
             for make in (mlp, Shapes):
                 ours = sharded(make, optimizer_class, stage, **defaults)
                 assert_trains_as_one_process(ours, alone(make, optimizer_class, **defaults))
-
-
-@on_shm_ranks(3)
-def test_our_optimizers(rank: int) -> None:
-    _train_with_ours()
-
-
-@on_ranks(2, backend="gloo")
-def test_our_optimizers_over_gloo(rank: int) -> None:
-    _train_with_ours()
 
 
 @pytest.mark.parametrize("world", [2, 3])

@@ -5,26 +5,16 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import pytest
 import torch
 import trireme
 from torch import nn
 from torch.amp import GradScaler
 from torch.optim import SGD, AdamW
 
-from ddp.ranks import RANKLESS_FORM, assert_same_on_all_ranks, batch, mlp, on_ranks, raises, values
-from shm.ranks import on_shm_ranks
-from zero.ranks import (
-    DDP,
-    Shapes,
-    Training,
-    Zero,
-    alone,
-    assert_equal_parameters,
-    sharded,
-)
+from ddp.ranks import RANKLESS_FORM, assert_same_on_all_ranks, batch, mlp, raises, values
+from shm.ranks import on_shm_and_gloo_ranks, on_shm_ranks
+from zero.ranks import DDP, STAGES, Shapes, Training, Zero, alone, assert_equal_parameters, sharded
 
-STAGES = pytest.mark.parametrize("stage", [1, 2])
 NORMS = (2.0, 1.0, 0.5, 3.5, math.inf)
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 torch_clip = torch.nn.utils.clip_grad_norm_
@@ -37,17 +27,8 @@ def pair(stage: int, make: Any = mlp) -> tuple[Training, Training]:
 # --- Clipping -------------------------------------------------------------------------------------
 
 
-@on_shm_ranks(2)
+@on_shm_and_gloo_ranks(2)
 def test_clipping_by_every_norm(rank: int) -> None:
-    clip_by_every_norm(rank)
-
-
-@on_ranks(2, backend="gloo")
-def test_clipping_by_every_norm_over_gloo(rank: int) -> None:
-    clip_by_every_norm(rank)
-
-
-def clip_by_every_norm(rank: int) -> None:
     """Shards, scalars, parameters without elements and two dtypes; by much and not at all."""
     for stage in (1, 2):
         one, ours = pair(stage, Shapes)
@@ -171,17 +152,8 @@ def clip_with_both(training: Training, rank: int) -> None:
     training.optimizer.clip_grad_norm_(0.01)
 
 
-@on_shm_ranks(2)
+@on_shm_and_gloo_ranks(2)
 def test_what_shards_cannot_follow(rank: int) -> None:
-    change_sharded_gradients(rank)
-
-
-@on_ranks(2, backend="gloo")
-def test_what_shards_cannot_follow_over_gloo(rank: int) -> None:
-    change_sharded_gradients(rank)
-
-
-def change_sharded_gradients(rank: int) -> None:
     """All ranks raise and nothing is stepped; zero_grad() makes it good."""
     changes = [clip_as_torch_does, clip_by_value_on_rank_1, replace_on_rank_0, clip_with_both]
     one, ours = pair(2)
@@ -216,17 +188,8 @@ def train_scaled(
     scaler.update()
 
 
-@on_shm_ranks(2)
+@on_shm_and_gloo_ranks(2)
 def test_a_grad_scaler(rank: int) -> None:
-    train_with_a_scaler(rank)
-
-
-@on_ranks(2, backend="gloo")
-def test_a_grad_scaler_over_gloo(rank: int) -> None:
-    train_with_a_scaler(rank)
-
-
-def train_with_a_scaler(rank: int) -> None:
     """One rank alone finds an inf, in what itself or the other owns: nobody steps, all scale down;
     later all scale up."""
     broken = {2: 0, 3: 1, 6: 1}

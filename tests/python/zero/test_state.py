@@ -13,8 +13,8 @@ import trireme.optim
 from torch import nn, optim
 from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
 
-from ddp.ranks import mlp, on_ranks, raises
-from shm.ranks import assert_bits, on_shm_ranks
+from ddp.ranks import mlp, on_gloo_ranks, raises
+from shm.ranks import assert_bits, on_shm_and_gloo_ranks, on_shm_ranks
 from zero.ranks import (
     Shapes,
     Training,
@@ -23,19 +23,12 @@ from zero.ranks import (
     assert_close,
     assert_equal_parameters,
     sharded,
+    train_both,
+    whole_state,
 )
 
 STAGES = (1, 2)
 StateDict = dict[str, Any]
-
-
-def whole_state(optimizer: Any) -> StateDict:
-    """What is consolidated on each rank in turn."""
-    for rank in range(dist.get_world_size(optimizer.process_group)):
-        optimizer.consolidate_state_dict(rank)
-        if rank == dist.get_rank(optimizer.process_group):
-            found = optimizer.state_dict()
-    return found
 
 
 def assert_states(got: StateDict, expected: StateDict, exact: bool = True) -> None:
@@ -141,7 +134,7 @@ def test_from_the_plain_optimizer_and_back(rank: int, world: int) -> None:
                 _there_and_back(make, optimizer_class, stage)
 
 
-@on_ranks(2, backend="gloo")
+@on_gloo_ranks(2)
 def test_from_the_plain_optimizer_and_back_over_gloo(rank: int) -> None:
     for stage in STAGES:
         _there_and_back(Shapes, optim.AdamW, stage)
@@ -178,7 +171,7 @@ def test_into_another_number_of_ranks_and_placement(rank: int) -> None:
         assert_close(name, got, right)
 
 
-@on_ranks(2, backend="gloo")
+@on_gloo_ranks(2)
 def test_of_torchs_class_and_into_it(rank: int) -> None:
     theirs = mlp()
     optimizer = TorchZero(theirs.parameters(), optim.AdamW, lr=0.01)
@@ -254,7 +247,8 @@ def test_what_is_not_here_and_what_does_not_fit(rank: int) -> None:
     ours.train(1)
 
 
-def refuse_what_json_cannot_say(rank: int) -> None:
+@on_shm_and_gloo_ranks(2)
+def test_a_state_that_json_cannot_say(rank: int) -> None:
     """All ranks raise, and the next consolidation works."""
     ours = sharded(mlp, optim.AdamW, 2, lr=0.01)
     ours.train(0)
@@ -273,16 +267,6 @@ def refuse_what_json_cannot_say(rank: int) -> None:
 
 
 @on_shm_ranks(2)
-def test_a_state_that_json_cannot_say(rank: int) -> None:
-    refuse_what_json_cannot_say(rank)
-
-
-@on_ranks(2, backend="gloo")
-def test_a_state_that_json_cannot_say_over_gloo(rank: int) -> None:
-    refuse_what_json_cannot_say(rank)
-
-
-@on_shm_ranks(2)
 def test_before_the_first_step(rank: int) -> None:
     """Nothing is there; and a state is loaded into an optimizer that has never stepped."""
     for stage in STAGES:
@@ -290,6 +274,4 @@ def test_before_the_first_step(rank: int) -> None:
         one = alone(mlp, optim.AdamW, lr=0.01)
         assert_states(whole_state(ours.optimizer), one.optimizer.state_dict())
         ours.optimizer.load_state_dict(one.optimizer.state_dict())
-        for training in (ours, one):
-            training.train(0)
-        assert_equal_parameters(ours.model, one.model)
+        train_both(ours, one, 0)

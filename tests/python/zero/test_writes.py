@@ -14,11 +14,9 @@ from torch import nn
 from torch.optim import SGD, AdamW
 from torch.utils.data import DataLoader, Dataset
 
-from ddp.ranks import AGES_S, assert_same_on_all_ranks, batch, mlp, on_ranks, raises, values
-from shm.ranks import on_shm_ranks, until_inside
-from zero.ranks import Training, Zero, alone, assert_equal_parameters, sharded
-
-STAGES = pytest.mark.parametrize("stage", [1, 2])
+from ddp.ranks import AGES_S, assert_same_on_all_ranks, batch, mlp, raises, values
+from shm.ranks import on_shm_and_gloo_ranks, on_shm_ranks, until_inside
+from zero.ranks import Training, Zero, alone, assert_equal_parameters, scale, sharded
 
 
 def named(stage: int = 2, **options: Any) -> Training:
@@ -28,23 +26,8 @@ def named(stage: int = 2, **options: Any) -> Training:
     return Training(model, model, optimizer, dist.get_rank(), dist.get_world_size())
 
 
-def scale(model: nn.Module, factor: float = 2.0) -> None:
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(factor)
-
-
-@on_shm_ranks(2)
+@on_shm_and_gloo_ranks(2)
 def test_a_write_outside_is_refused_once(rank: int) -> None:
-    write_outside(rank)
-
-
-@on_ranks(2, backend="gloo")
-def test_a_write_outside_is_refused_once_over_gloo(rank: int) -> None:
-    write_outside(rank)
-
-
-def write_outside(rank: int) -> None:
     """On all ranks at their next step, wherever it was; the step after that works again."""
     for stage in (1, 2):
         ours = named(stage)
@@ -63,17 +46,8 @@ def write_outside(rank: int) -> None:
             ours.train(10 * step + 1)
 
 
-@on_shm_ranks(2)
+@on_shm_and_gloo_ranks(2)
 def test_a_write_through_data_is_refused_once(rank: int) -> None:
-    write_through_data(rank)
-
-
-@on_ranks(2, backend="gloo")
-def test_a_write_through_data_is_refused_once_over_gloo(rank: int) -> None:
-    write_through_data(rank)
-
-
-def write_through_data(rank: int) -> None:
     """It changes no version, and each rank would do it: also before the first step."""
     text = "[zero] parameter '2.weight' was changed outside step() (rank "
     for stage in (1, 2):
@@ -122,17 +96,8 @@ def initialise(model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("of_model", [False, True], ids=["of optimizer", "of model"])
-@on_shm_ranks(2)
+@on_shm_and_gloo_ranks(2)
 def test_what_may_be_done_inside(rank: int, of_model: bool) -> None:
-    write_inside(rank, of_model)
-
-
-@on_ranks(2, backend="gloo")
-def test_what_may_be_done_inside_over_gloo(rank: int) -> None:
-    write_inside(rank, of_model=True)
-
-
-def write_inside(rank: int, of_model: bool) -> None:
     """Loading, also with assign=True, weight surgery and other data, as in one process."""
     changes: list[Callable[[nn.Module], None]] = [scale, load, exchange_data, initialise]
     if of_model:
@@ -210,17 +175,8 @@ def test_other_data_on_all_ranks_or_none(rank: int) -> None:
             ours.optimizer.step()
 
 
-@on_shm_ranks(2)
+@on_shm_and_gloo_ranks(2)
 def test_what_a_store_cannot_take(rank: int) -> None:
-    become_something_else(rank)
-
-
-@on_ranks(2, backend="gloo")
-def test_what_a_store_cannot_take_over_gloo(rank: int) -> None:
-    become_something_else(rank)
-
-
-def become_something_else(rank: int) -> None:
     def cast(model: nn.Module) -> None:
         model[2].to(torch.float64)
 
