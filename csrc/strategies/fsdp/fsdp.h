@@ -84,7 +84,7 @@ class TRIREME_API Fsdp : public std::enable_shared_from_this<Fsdp> {
   // while others may have read it; c10::DistBackendError as the step gate and the reducer do.
   void pre_forward(const Forward& forward, const std::vector<at::Tensor>& inputs = {});
   // Called after the forward of a unit. `outputs` are the tensors in what the unit returns; see
-  // GradReducer::after_forward. Throws c10::DistBackendError as a gather and the reducer do.
+  // Arming::after_forward. Throws c10::DistBackendError as a gather and the reducer do.
   void post_forward(const Forward& forward, const std::vector<at::Tensor>& outputs, bool all_found);
 
   // Takes part in one forward and synchronized backward of the others, without a batch and with
