@@ -26,6 +26,7 @@ std::vector<ParameterInfo> describe_parameters(const NamedParameters& parameters
     infos.push_back({parameters.names[i], tensor.sizes().vec(), tensor.numel(),
                      tensor.scalar_type(), tensor.device(), parameters.sparse_gradient[i],
                      tensor.requires_grad()});
+    if (!tensor.is_contiguous()) infos.back().strides = tensor.strides().vec();
   }
   return infos;
 }

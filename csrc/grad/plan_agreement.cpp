@@ -12,11 +12,18 @@
 namespace trireme {
 namespace {
 
+std::string in_brackets(const std::vector<int64_t>& numbers) {
+  std::string text = "[";
+  for (size_t i = 0; i < numbers.size(); ++i)
+    text += (i == 0 ? "" : ", ") + std::to_string(numbers[i]);
+  return text + ']';
+}
+
 std::string describe(const ParameterInfo& info) {
   std::ostringstream text;
-  text << '\'' << info.name << "' " << c10::toString(info.dtype) << " [";
-  for (size_t i = 0; i < info.sizes.size(); ++i) text << (i == 0 ? "" : ", ") << info.sizes[i];
-  text << ']' << (info.sparse_gradient ? " sparse" : "") << (info.requires_grad ? "" : " frozen");
+  text << '\'' << info.name << "' " << c10::toString(info.dtype) << ' ' << in_brackets(info.sizes);
+  if (!info.strides.empty()) text << " of strides " << in_brackets(info.strides);
+  text << (info.sparse_gradient ? " sparse" : "") << (info.requires_grad ? "" : " frozen");
   return text.str();
 }
 

@@ -24,6 +24,9 @@ struct ParameterInfo {
   bool requires_grad = true;
   // Is the dtype of its gradient on the wire; its own if absent.
   std::optional<at::ScalarType> reduce_dtype = {};
+  // How it lies in memory, where that is in another order than row by row (channels_last): its
+  // gradients lie, and travel, in the same order.
+  std::vector<int64_t> strides = {};
 };
 
 // Says that elements [offset, offset + numel) of a bucket's buffer hold the gradient of

@@ -35,6 +35,7 @@ Zero::Zero(NamedParameters parameters, std::shared_ptr<Communicator> communicato
       options_(options),
       samples_(static_cast<uint64_t>(communicator_->rank())) {
   const at::NoGradGuard no_grad;
+  for (ParameterInfo& info : infos_) info.strides.clear();  // they become contiguous
   const c10::Device device = infos_.empty() ? c10::Device(c10::kCPU) : infos_.front().device;
   check_same_parameters(*communicator_, device, infos_, "zero");
   check_options();

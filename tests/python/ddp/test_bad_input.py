@@ -147,6 +147,17 @@ def test_delayed_parameters_are_averaged_like_all(rank: int) -> None:
     assert [layer.weight.grad.item() for layer in module] == [1.5, 1.5]
 
 
+@on_ranks(2)
+def test_a_parameter_that_lies_in_another_order_on_one_rank(rank: int) -> None:
+    """Gradients travel as they lie in memory, so elements of others would be added up."""
+    module = nn.Conv2d(2, 3, 2)
+    if rank == 1:
+        module = module.to(memory_format=torch.channels_last)
+    expected = "on rank 1: parameter 0 is 'weight' Float [3, 2, 2, 2] of strides [8, 1, 4, 2] but"
+    with raises(ValueError, expected):
+        trireme.DistributedDataParallel(module)
+
+
 def test_the_signature_is_torchs() -> None:
     """Torch's own where it is older has fewer parameters, in the same places."""
     ours = inspect.signature(trireme.DistributedDataParallel).parameters
