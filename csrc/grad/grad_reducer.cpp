@@ -171,10 +171,13 @@ void GradReducer::slot_ready(size_t parameter, BucketPlace place, bool is_last) 
   queue_.stop_waiting_for_one(bucket);
   if (layout_.arrivals().is_observing()) return;
   Wire& wire = wires_.chosen();
-  wire.ready(bucket, static_cast<size_t>(place.slot));
-  const bool leads = arming_->leads_siblings();
-  if (leads && wire.is_behind()) catch_up();
-  if (wire.streams() || (leads && !wire.launch_waits())) queue_.launch_ready();
+  const bool streams = wire.streams();
+  if (streams) {
+    wire.ready(bucket, static_cast<size_t>(place.slot));
+    if (wire.is_behind() && arming_->leads_siblings()) catch_up();
+  }
+  if (!queue_.can_launch()) return;
+  if (streams || (arming_->leads_siblings() && !wire.launch_waits())) queue_.launch_ready();
 }
 
 void GradReducer::newcomer_ready(size_t newcomer, bool has_gradient) {

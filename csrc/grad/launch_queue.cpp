@@ -35,12 +35,9 @@ void LaunchQueue::begin(const Step& step, const std::vector<int64_t>& waiting) {
 }
 
 void LaunchQueue::launch_ready() {
-  bool launched = false;
-  while (next_launch_ < flights_.size() && flights_[next_launch_].waiting <= 0) {
-    launch(next_launch_);
-    launched = true;
-  }
-  if (!launched || step_.delivers_late || !layout_.device().is_cpu()) return;
+  const size_t first = next_launch_;
+  while (can_launch()) launch(next_launch_);
+  if (next_launch_ == first || step_.delivers_late || !layout_.device().is_cpu()) return;
   while (next_settle_ < next_launch_ && flights_[next_settle_].pending.done()) settle(next_settle_);
   deliver_settled();
 }

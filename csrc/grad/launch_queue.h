@@ -34,7 +34,11 @@ class TRIREME_API LaunchQueue {
   void wait_for_one_more(size_t bucket) { ++flights_[bucket].waiting; }
   void stop_waiting_for_one(size_t bucket) { --flights_[bucket].waiting; }
   bool has_launched(size_t bucket) const { return bucket < next_launch_; }
-  // Launches what nobody has to wait for, and delivers what has come meanwhile.
+  // Says whether the next bucket waits for no gradient.
+  bool can_launch() const {
+    return next_launch_ < flights_.size() && flights_[next_launch_].waiting <= 0;
+  }
+  // Launches what waits for no gradient, and delivers what has come meanwhile.
   void launch_ready();
   // Launches everything: no gradient comes any more.
   void launch_rest();

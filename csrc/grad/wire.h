@@ -65,7 +65,7 @@ class TRIREME_API Wire {
   virtual void begin(const WireStep& step) = 0;
   // A gradient of a slot is in .grad; the wire may move it out. It may come again in this step.
   virtual void accumulated(size_t bucket, size_t slot) = 0;
-  // The gradient of a slot is complete.
+  // The gradient of a slot is complete. Only wires that stream are told.
   virtual void ready(size_t /*bucket*/, size_t /*slot*/) {}
   // Says whether a slot's gradient is on its way, so that no more can be added.
   virtual bool has_taken(size_t /*bucket*/, size_t /*slot*/) const { return false; }
