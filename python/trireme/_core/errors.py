@@ -34,8 +34,16 @@ class Area:
         world: int = -1,
         kind: type[Exception] = ValueError,
     ) -> NoReturn:
-        """Raises ``kind`` in the name of this area; see :func:`refuse`."""
-        refuse(self.name, got, next_step, group, rank=rank, world=world, kind=kind)
+        """Raises ``kind`` in the form of all messages: [area] got, expected (rank r of w). next
+        step.
+
+        ``rank`` and ``world`` are for who knows them before there is a group.
+        """
+        if group is not None:
+            rank, world = group.rank(), group.size()
+        elif world < 0 and self.name in _OF_ALL_RANKS and dist.is_initialized():
+            rank, world = dist.get_rank(), dist.get_world_size()
+        raise kind(error_text(self.name, got, next_step, rank=rank, world=world))
 
     def expect(
         self, name: str, value: object, kinds: Kinds, expected: str, *, next_step: str
@@ -73,24 +81,3 @@ class Area:
                 kind=TypeError,
             )
         return given
-
-
-def refuse(
-    area: str,
-    got: str,
-    next_step: str,
-    group: dist.ProcessGroup | None = None,
-    *,
-    rank: int = -1,
-    world: int = -1,
-    kind: type[Exception] = ValueError,
-) -> NoReturn:
-    """Raises ``kind`` in the form of all messages: [area] got, expected (rank r of w). next step.
-
-    ``rank`` and ``world`` are for who knows them before there is a group.
-    """
-    if group is not None:
-        rank, world = group.rank(), group.size()
-    elif world < 0 and area in _OF_ALL_RANKS and dist.is_initialized():
-        rank, world = dist.get_rank(), dist.get_world_size()
-    raise kind(error_text(area, got, next_step, rank=rank, world=world))

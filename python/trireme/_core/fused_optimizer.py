@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from trireme import _C
-from trireme._core.errors import refuse
+from trireme._core.errors import Area
 
 Group = dict[str, Any]
 State = dict[str, Any]
@@ -114,7 +114,9 @@ class FusedAdam(FusedOptimizer):
 def _check_flags(name: str, group: Group) -> None:
     for flag in ("capturable", "differentiable"):
         if group.get(flag):
-            refuse("optim", f"got {flag}=True for {name}, expected False", "Use torch's own class.")
+            Area("optim").refuse(
+                f"got {flag}=True for {name}, expected False", "Use torch's own class."
+            )
 
 
 def with_grad(group: Group) -> tuple[list[Tensor], list[Tensor]]:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from trireme._C import Zero
-from trireme._core.errors import refuse
+from trireme._core.errors import Area
 from trireme._core.owners import ShardedOptimizer, optimizer_of
 
 _Place = tuple[nn.Module, str, nn.Parameter]
@@ -122,8 +122,7 @@ def _put_back(owner: nn.Module, name: str, parameter: nn.Parameter) -> None:
     if assigned is None or assigned is parameter or optimizer is None:
         return
     if assigned.shape != parameter.shape:
-        refuse(
-            "zero",
+        Area("zero").refuse(
             f"got '{name}' of shape {tuple(assigned.shape)} in place of one of shape "
             f"{tuple(parameter.shape)}",
             "Make the optimizer anew.",

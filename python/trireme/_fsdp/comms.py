@@ -15,8 +15,8 @@ from torch.distributed import ReduceOp, Work
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 
 from trireme._C import CustomCommunicator
-from trireme._core.errors import refuse
 from trireme._core.rank_log import get_logger
+from trireme._fsdp import refuse
 
 if TYPE_CHECKING:
     from trireme._C import Communicator, ParamGroup
@@ -32,7 +32,6 @@ def check_one_mesh(name: str, unit: FsdpUnit) -> None:
     """For a collective of the user's for ``unit``, which is of one mesh; as in torch."""
     if unit.others:
         refuse(
-            "fully_shard",
             f"got {name}() for a unit with parameters on {len(unit.all)} meshes",
             "Put the modules of other meshes into units of their own: fully_shard(experts, "
             "mesh=...).",
@@ -45,7 +44,6 @@ def check_comm(name: str, comm: Any, unit: FsdpUnit) -> None:
         got = f"got {type(comm).__name__} as {name}"
         expected = "expected something with allocate() and __call__()"
         refuse(
-            "fully_shard",
             f"{got}, {expected}",
             "See AllGather and ReduceScatter of torch.",
             kind=TypeError,
@@ -53,7 +51,6 @@ def check_comm(name: str, comm: Any, unit: FsdpUnit) -> None:
     check_one_mesh(f"set_custom_{name}", unit)
     if not unit.mesh.gathers:
         refuse(
-            "fully_shard",
             f"got set_custom_{name}() where ranks share the memory of their host, so that nothing "
             "is gathered and gradients go through it",
             "Leave it out, or use another backend than trireme.",
@@ -72,18 +69,14 @@ def symmetric_all_gather(unit: FsdpUnit, backend: str) -> Any:
     got = f"got set_symm_mem_for_comm({backend!r})"
     if kind is None:
         next_step = "Leave it out, or install a newer torch."
-        refuse(
-            "fully_shard", f"{got}, which this torch has not", next_step, kind=NotImplementedError
-        )
+        refuse(f"{got}, which this torch has not", next_step, kind=NotImplementedError)
     if not has_symmetric_memory(unit.mesh.device):
         refuse(
-            "fully_shard",
             f"{got} for parameters on {unit.mesh.device}, expected GPUs",
             "Leave it out.",
         )
     if unit.all_gather is not None and not isinstance(unit.all_gather, kind):
         refuse(
-            "fully_shard",
             f"{got} for a unit with a custom all-gather",
             "Let its allocate() take symmetric memory.",
             kind=AssertionError,
@@ -124,7 +117,6 @@ def use_reduce_scatter(communicator: CustomCommunicator | None, units: list[Fsdp
     first = units[0]
     if any(unit.reduce_scatter is not first.reduce_scatter for unit in units):
         refuse(
-            "fully_shard",
             "got units of one mesh under one root of which not all have the same object from "
             "set_custom_reduce_scatter(), but gradients of several units travel together",
             "Pass one object to every unit: model.modules() that are FSDPModules.",
@@ -174,7 +166,6 @@ def _work(work: Any) -> Work | None:
     if work is not None and not isinstance(work, Work):
         got = f"got {type(work).__name__} from a custom collective, expected a Work or None"
         refuse(
-            "fully_shard",
             got,
             "Return what the collective of torch.distributed returns.",
             kind=TypeError,

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from trireme._C import Fsdp, FsdpRanks
-from trireme._core.errors import refuse
 from trireme._core.layer_watch import LayerWatch
 from trireme._core.writing import call_before_writing_shards
+from trireme._fsdp import refuse
 from trireme._fsdp.checks import check_mesh_within
 from trireme._fsdp.comms import (
     customizable,
@@ -105,7 +105,6 @@ class FsdpRoot:
         for name, param in _plain_parameters(self.units[0].modules[0]).items():
             if param.requires_grad and id(param) not in known:
                 refuse(
-                    "fully_shard",
                     f"got '{name}' of shape {tuple(param.shape)}, which came after fully_shard",
                     "Change layers before fully_shard, or call it on the layer itself, too.",
                 )
@@ -168,7 +167,6 @@ class FsdpRoot:
             for setter, ahead in unit.ahead.items():
                 if not set(ahead) <= set(self.units):
                     refuse(
-                        "fully_shard",
                         "got a unit to prefetch that is not under this root",
                         "Leave it out.",
                     )
@@ -229,7 +227,6 @@ def _check(units: list[FsdpUnit], root: FsdpUnit) -> None:
     for unit in units:
         if unit.root is not None:
             refuse(
-                "fully_shard",
                 f"got a first forward of {type(root.modules[0]).__name__} after one of "
                 f"{type(unit.modules[0]).__name__} in it, expected the outermost unit first",
                 "Run the outermost unit before its parts.",

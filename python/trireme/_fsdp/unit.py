@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 from trireme._C import Communicator, ParamGroup, UnitOffload
-from trireme._core.errors import refuse
 from trireme._core.find_tensors import find_tensors
 from trireme._core.meshes import is_cut, ranks_of
 from trireme._core.owners import note_unit
+from trireme._fsdp import refuse
 from trireme._fsdp.comms import customizable, hook_of, use_all_gather
 from trireme._fsdp.join import notify_of_forward
 from trireme._fsdp.mesh import FsdpMesh
@@ -247,7 +247,6 @@ class FsdpUnit:
         if self.root is None:
             if len(self.modules) > 1:
                 refuse(
-                    "fully_shard",
                     f"got {len(self.modules)} modules as the outermost unit, expected one",
                     "Call fully_shard on the module around them, and run that.",
                     kind=RuntimeError,

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from trireme._C import CheckpointRanks, CheckpointTensor, chunk_rows
-from trireme._core.errors import refuse
+from trireme._core.errors import Area
 from trireme._core.group_communicator import communicator_of, device_of_numbers
 from trireme._core.meshes import is_cut, ranks_of
 from trireme._core.owners import ShardedOptimizer, local_of, optimizer_of
@@ -31,7 +31,7 @@ class Ranks:
 
     def refuse(self, got: str, next_step: str, kind: type[Exception] = ValueError) -> NoReturn:
         """Raises ``kind`` in the form of all messages."""
-        refuse("checkpoint", got, next_step, rank=self.rank, world=self.world, kind=kind)
+        Area("checkpoint").refuse(got, next_step, rank=self.rank, world=self.world, kind=kind)
 
     @contextmanager
     def together(self) -> Iterator[None]:

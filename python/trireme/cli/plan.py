@@ -12,8 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from trireme._core.errors import refuse
+from trireme._core.errors import Area
 from trireme.memory_estimate import STRATEGIES, MemoryBytes, MemoryEstimate, estimate_memory
+
+refuse = Area("plan").refuse
 
 COLUMNS = ("parameters", "gradients", "optimizer", "activations", "buffers", "total")
 UNITS = ((10**9, "GB"), (10**6, "MB"), (10**3, "kB"), (1, "B"))
@@ -137,7 +139,7 @@ def _dtype(name: str | None) -> torch.dtype | None:
         return None
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
-        refuse("plan", f"got dtype '{name}', expected one of torch", "Say for example bfloat16.")
+        refuse(f"got dtype '{name}', expected one of torch", "Say for example bfloat16.")
     return dtype
 
 
@@ -145,7 +147,6 @@ def _build(path: str) -> nn.Module:
     module_name, colon, attribute = path.partition(":")
     if not (module_name and colon and attribute):
         refuse(
-            "plan",
             f"got --model {path}, expected MODULE:FACTORY",
             "Say for example my_models:make_gpt.",
         )
@@ -155,14 +156,12 @@ def _build(path: str) -> nn.Module:
             model = factory()
     except Exception as error:
         refuse(
-            "plan",
             f"--model {path} raised {type(error).__name__}: {error}, expected a torch.nn.Module",
             "It is imported from the current folder and called without arguments on the meta "
             "device.",
         )
     if not isinstance(model, nn.Module):
         refuse(
-            "plan",
             f"--model {path} made {type(model).__name__}, expected a torch.nn.Module",
             "Name a function or class that makes the model.",
         )
