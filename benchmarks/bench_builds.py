@@ -30,10 +30,10 @@ from harness.bench_options import begin_results, bench_parser, chosen_parts
 from harness.engine_cost import measure_engine_cost
 from harness.exit_codes import exit_code
 from harness.fresh_run import RANKS, fresh_ranks
-from harness.pairs import OURS, TORCH_VIEW, Side
 from harness.reducer_overhead import measure_overhead
 from harness.results import write_results
 from harness.rounds import WARM_UP_STEPS, Trajectory
+from harness.sides import DDP, DDP_GLOO, FSDP, TORCH_FSDP2, TORCH_VIEW, Side
 from harness.stats import PairedRatio, spread
 from harness.step_runs import FULL, QUICK, Effort
 from harness.table import table
@@ -88,13 +88,12 @@ def parts_of(effort: Effort) -> Mapping[str, Part]:
         return {"added ms": measure_engine_cost(side, max(1, effort.blocks // 3)).added_ms}
 
     steps = {
-        name: Part(OURS["shm"], TORCH_VIEW, partial(measure_steps, name, effort.steps))
-        for name in STEPS
+        name: Part(DDP, TORCH_VIEW, partial(measure_steps, name, effort.steps)) for name in STEPS
     }
     return {
         **steps,
-        "overhead": Part(OURS["gloo"], TORCH_VIEW, overhead),
-        "engine": Part(Side("fsdp", "fsdp", {}), Side("torch-fsdp2", "torch-fsdp2", {}), engine),
+        "overhead": Part(DDP_GLOO, TORCH_VIEW, overhead),
+        "engine": Part(FSDP, TORCH_FSDP2[0], engine),
     }
 
 
@@ -113,7 +112,7 @@ def bench_part(name: str, part: Part, effort: Effort, before: Path) -> dict[str,
     """Measures and prints a part; returns what the JSON has of it."""
     sides = dict.fromkeys(BUILDS, part.ours) | {"torch": part.theirs}
     found: dict[str, list[Quantities]] = {label: [] for label in sides}
-    for number in range(effort.pairs):
+    for number in range(effort.rounds):
         for label in sides if number % 2 == 0 else reversed(sides):
             with build_of(before if label == "before" else None):
                 found[label].append(part.measure(sides[label]))

@@ -27,10 +27,11 @@ from harness.bad_input import BadInput
 from harness.bench_options import begin_results, bench_parser, chosen_parts
 from harness.exit_codes import exit_code
 from harness.fresh_run import rank_config
-from harness.pairs import Side, measure_all
 from harness.ranks import LAST_WORDS_LINES, RankFailed
 from harness.results import write_results
+from harness.sides import FSDP, TORCH_FSDP2, Side
 from harness.stats import PairedRatio
+from harness.step_runs import measure_all
 from harness.table import table
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -41,11 +42,7 @@ BYTES_TARGET = 0.5
 RUN_LIMIT_S = 300
 NO_NAMESPACES = 3  # exit code of examples/two_hosts.sh
 
-OURS = Side("fsdp", "fsdp", {})
-TORCH = (
-    Side("torch-fsdp2", "torch-fsdp2", {}),
-    Side("torch-fsdp2, kept", "torch-fsdp2", {"reshard_after_forward": False}),
-)
+OURS, TORCH = FSDP, TORCH_FSDP2[:2]
 
 
 @dataclass(frozen=True)

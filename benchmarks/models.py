@@ -1,9 +1,10 @@
-"""The models that the benchmarks train: a GPT, a residual MLP and ResNet-18 for small images."""
+"""The models that the benchmarks train: a GPT, MLPs, ResNet-18 and a network over trees."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -85,6 +86,33 @@ class PlainMlp(nn.Module):
         nn.init.kaiming_normal_(linear.weight, nonlinearity="relu")
         nn.init.zeros_(linear.bias)
         return nn.Sequential(linear, nn.ReLU())
+
+
+class TreeNet(nn.Module):
+    """A recursive network (Socher et al. 2011) over binary trees, a different one for each row.
+
+    A row of `[rows, 2 * leaves - 1]` integers is `leaves` words, then the order in which neighbours
+    are merged into one: k merges those at k and k + 1. Out come `[rows, classes]` logits. No two
+    rows have a tree in common, so rows are computed one after the other by small operators.
+    """
+
+    def __init__(self, vocabulary: int, width: int, classes: int) -> None:
+        super().__init__()
+        self.words = nn.Embedding(vocabulary, width)
+        self.merge = nn.Linear(2 * width, width)
+        self.head = nn.Linear(width, classes)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return torch.stack([self._of_tree(row) for row in rows])
+
+    def _of_tree(self, row: Tensor) -> Tensor:
+        leaves = (len(row) + 1) // 2
+        nodes = list(self.words(row[:leaves]).unbind())
+        for place in row[leaves:].tolist():
+            pair = torch.cat(nodes[place : place + 2])
+            nodes[place : place + 2] = [torch.tanh(self.merge(pair))]
+        logits: Tensor = self.head(nodes[0])
+        return logits
 
 
 class BasicBlock(nn.Module):

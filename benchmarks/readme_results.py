@@ -19,19 +19,29 @@ from pathlib import Path
 from harness import pages
 from harness.pages import Blocks, Columns, Json, Rows
 from readme_checkpoint import checkpoint_tables
-from readme_contests import HOST_MEMORY, OUTCOME, RATIO, contest_table, phases, step_of
-from readme_dp import DP_CONTESTS, dp_tables
-from readme_fsdp import (
-    FSDP_AGAINST_TORCH,
-    fsdp_tables,
-    gathered_tables,
+from readme_costs import (
+    GATHERED_UNITS,
+    HOST_MEMORY,
+    LIMIT,
+    REDUCER,
+    UNITS,
     hosts_tables,
-    strategy_tables,
+    replica_overheads,
+)
+from readme_steps import (
+    RATIO,
+    contest_table,
+    ddp_tables,
+    draw,
+    phases,
+    picture_is_current,
+    strategy_table,
 )
 from readme_summary import summary
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
+PICTURE = ROOT / "docs" / "pictures" / "steps.svg"
 BEGIN = "<!-- results: written by benchmarks/readme_results.py from benchmarks/results/*.json -->\n"
 END = "<!-- results end -->\n"
 
@@ -43,22 +53,30 @@ def main(command_line: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--check", action="store_true", help="compare only")
     arguments = parser.parse_args(command_line)
-    stale = 0
+    stale = []
     for name in PAGES:
         page = ROOT / name
         before = page.read_text()
         head, rest = before.split(BEGIN)
         _, tail = rest.split(END)
         after = head + BEGIN + written(name) + END + tail
+        if before != after:
+            stale.append(name)
+            if not arguments.check:
+                page.write_text(after)
+    steps = RESULTS / "steps.json"
+    if steps.exists() and not picture_is_current(results := json.loads(steps.read_text()), PICTURE):
+        stale.append(PICTURE.name)
         if not arguments.check:
-            page.write_text(after)
-        elif before != after:
-            stale = 1
-            print(
-                f"[readme] got figures in {name} that are not those of benchmarks/results. "
-                "Run benchmarks/readme_results.py."
-            )
-    return stale
+            draw(results, PICTURE)
+    if not arguments.check:
+        return 0
+    for name in stale:
+        print(
+            f"[readme] got figures in {name} that are not those of benchmarks/results. "
+            "Run benchmarks/readme_results.py."
+        )
+    return 1 if stale else 0
 
 
 def written(name: str) -> str:
@@ -68,26 +86,6 @@ def written(name: str) -> str:
     parts = (part(found[file]) for file, part in PAGES[name] if file in found)
     blocks = list(filter(None, itertools.chain.from_iterable(parts)))
     return "\n" + "\n\n".join(blocks or ["No run is committed yet."]) + "\n\n"
-
-
-def _exposed(run: Json) -> str:
-    return f"{run['exposed_comm_ms'] / run['step_ms']['median']:.1%}" if run["world"] > 1 else ""
-
-
-COMPARED = pages.Table(
-    "`make compare`, GPT on text, same batches everywhere:",
-    {
-        "strategy": "{strategy}",
-        "ranks": "{world}",
-        "step ms (p10 to p90)": "{step_ms[median]:.0f} ({step_ms[p10]:.0f} to {step_ms[p90]:.0f})",
-        "samples/s": "{samples_per_s:.1f}",
-        "exposed comm": _exposed,
-        "peak MiB/rank": "{peak_rss_mib_per_rank:.0f}",
-        "final loss": "{final_loss:.4f}",
-    },
-    "runs",
-    foot=[pages.measured_on],
-)
 
 
 def _bytes_text(size: int) -> str:
@@ -162,68 +160,26 @@ def optimizer_tables(results: Json) -> Blocks:
     yield pages.measured_on(results)
 
 
-REDUCER = pages.where(
-    "reducer_overhead",
-    "What the reducer adds to a step of 1,000 parameters of 64 elements, over torch's fake process "
-    "group: {reducer_overhead[added_ratio][median]:.2f} of what torch's adds (target "
-    "{reducer_overhead[added_ratio][target]:g}: {reducer_overhead[added_ratio][verdict]}).",
-)
-
-
-def ddp_table(ours: str, over: str) -> pages.Table:
-    """Returns torch's DDP against the side of that name, and what gradients went over."""
-    return contest_table(
-        f"`bench_ddp.py`, 2 ranks x 1 thread, {over}, median step of fresh processes in pairs:",
-        {"torch DDP, its best": step_of("theirs"), "trireme DDP": f"{{steps[{ours}]:.0f}}"},
-        outcome={**OUTCOME, "memory ratio": "{memory[ratio]:.3f}"},
-        foot=[REDUCER, pages.measured_on],
-    )
-
-
-ZERO = contest_table(
-    "`bench_zero.py`, 2 ranks x 1 thread, ours through shared memory, torch's over Gloo, median "
-    "step of fresh processes in pairs:",
-    {
-        "torch ZeRO-1, its best": step_of("torch_zero_best"),
-        "measured against": step_of("theirs"),
-        "trireme ZeRO": step_of("ours"),
-    },
-)
-
-
-def zero_tables(results: Json) -> Blocks:
-    """Yields every side of bench_zero.py, and what a host holds."""
-    yield from ZERO(results)
-    yield from phases(results)
-    yield from HOST_MEMORY(results)
-
-
 ALL = "all"  # takes every result, by the name of its file
 Part = tuple[str, Callable[[Json], Blocks]]  # is left out where no such run is committed
-DDP = (
-    ("ddp_shm", ddp_table("ddp, shared memory", "ours through shared memory, torch's over Gloo")),
-    ("ddp", ddp_table("ddp", "both over Gloo")),
-)
 PAGES: Mapping[str, Sequence[Part]] = {
-    "README.md": (
-        (ALL, summary),
-        ("compare_gpt", COMPARED),
-        ("collectives", SHORT_LIST),
-        DDP[0],
-        ("zero", ZERO),
-        ("fsdp", FSDP_AGAINST_TORCH),
-        ("dp", DP_CONTESTS),
-    ),
-    "docs/shared_memory.md": (
-        ("faults", FAULT_TIMES),
+    "README.md": ((ALL, summary),),
+    "docs/benchmarks.md": (
+        ("steps", contest_table()),
+        ("steps", phases),
+        ("memory", HOST_MEMORY),
+        ("memory", LIMIT),
+        ("overheads", REDUCER),
+        ("overheads", UNITS),
+        ("overheads", GATHERED_UNITS),
         ("collectives", COLLECTIVES),
-        ("collectives_4_ranks", COLLECTIVES),
     ),
-    "docs/ddp.md": DDP,
-    "docs/zero.md": (("zero", zero_tables),),
-    "docs/fsdp.md": (("fsdp", fsdp_tables), ("fsdp_gathered", gathered_tables)),
-    "docs/data_parallel.md": (("dp", dp_tables),),
-    "docs/strategies.md": ((ALL, strategy_tables),),
+    "docs/shared_memory.md": (("faults", FAULT_TIMES), ("collectives", SHORT_LIST)),
+    "docs/ddp.md": (("steps", ddp_tables),),
+    "docs/zero.md": (("steps", contest_table("zero")),),
+    "docs/fsdp.md": (("steps", contest_table("fsdp")),),
+    "docs/data_parallel.md": (("steps", contest_table("dp")), ("overheads", replica_overheads)),
+    "docs/strategies.md": (("steps", strategy_table),),
     "docs/optimizers.md": (("optimizers", optimizer_tables),),
     "docs/checkpoint.md": (("checkpoint", checkpoint_tables),),
     "docs/multi_host.md": (("hosts", hosts_tables),),

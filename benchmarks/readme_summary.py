@@ -4,65 +4,68 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from harness import pages
 from harness.pages import Blocks, Json
 from harness.stats import NOISE
-from readme_contests import contests
+from readme_costs import memory_rows
+from readme_steps import contests, met_often
 
 BESIDE_TORCH = {
-    ("ddp_shm", "torch-ddp"): "DDP",
-    ("zero", "torch-ddp"): "ZeRO 2",
+    ("ddp", "torch-ddp"): "DDP",
+    ("zero2", "torch-ddp"): "ZeRO 2",
     ("fsdp", "torch-ddp"): "`fully_shard`",
     ("fsdp", "torch-fsdp2"): "`fully_shard` beside torch's FSDP2",
 }
+NO_RANKS = ("1 process", "no sync")  # the second computes, and learns nothing
 
 
 def summary(found: Json) -> Blocks:
     """Yields a list of a few lines, from whichever files of results there are."""
-    fsdp = found.get("fsdp", {})
+    steps = found.get("steps", {})
     lines = {
         "**Beside torch's DDP**, the fastest of its option sets, a step takes this part of the "
-        "time: {cases}.": _beside_torch(found),
-        "**One process with {machine[cores]} threads is faster than any data-parallel run** on "
-        "this machine: {cases}. Ranks are for more cores or hosts than one process uses "
-        "well.": _one_process(fsdp),
+        "time: {cases}.": _beside_torch(steps),
+        "**One process with {machine[cores]} threads is faster than ranks** where layers are "
+        "large: {cases}. Ranks are for more cores or hosts than one process uses "
+        "well.": _one_process(steps, wins=True),
+        "**Ranks are faster than one process** with as many threads where operators are small or "
+        "Python takes the time: {cases}.": _one_process(steps, wins=False),
         "**Slower than what it is measured against**: {cases}.": _slower(found),
         "**Memory of a host between steps, `fully_shard` against torch's FSDP2**: "
-        "{cases}.": _memory(fsdp),
+        "{cases}.": _memory(found.get("memory", {})),
     }
     yield "\n".join(
-        "* " + line.format_map({**fsdp, "cases": cases})
+        "* " + line.format_map({**steps, "cases": cases})
         for line, parts in lines.items()
         if (cases := "; ".join(parts))
     )
 
 
-def _beside_torch(found: Json) -> Iterator[str]:
-    for (file, theirs), title in BESIDE_TORCH.items():
+def _beside_torch(results: Json) -> Iterator[str]:
+    for (ours, theirs), title in BESIDE_TORCH.items():
         ratios = [
-            "{ratio[median]:.2f} ({workload})".format_map(contest)
-            for contest in contests(found.get(file, {}), theirs)
+            "{ratio[median]:.2f} (`{workload}`)".format_map(contest)
+            for contest in contests(results, ours, theirs)
+            if "Gloo" not in contest["ours"]
         ]
         if ratios:
             yield f"{title} {', '.join(ratios)}"
 
 
-def _one_process(results: Json) -> Iterator[str]:
-    """Yields where one process with as many threads is faster than all ranks that train."""
+def _one_process(results: Json, *, wins: bool) -> Iterator[str]:
+    """Yields where one process with as many threads is faster, or slower, than ranks that train."""
     for name, workload in results.get("workloads", {}).items():
-        steps = pages.steps_of(workload)
-        steps.pop("2 ranks, no sync", None)  # computes, and learns nothing from the other rank
-        alone = steps.pop("1 process", None)
-        best = min(steps, key=lambda label: steps[label], default=None)
-        if alone is not None and best is not None and alone < steps[best]:
-            yield f"`{name}` {alone:.0f} ms, the best ranks {steps[best]:.0f} ({best})"
+        steps = dict(met_often(workload))
+        ranks = {label: ms for label, ms in steps.items() if label not in (*NO_RANKS, "dp")}
+        best = min(ranks, key=lambda label: ranks[label], default=None)
+        alone = steps.get("1 process")
+        if best is not None and alone is not None and (alone < ranks[best]) == wins:
+            yield f"`{name}` {alone:.0f} ms, the best ranks {ranks[best]:.0f} ({best})"
 
 
 def _slower(found: Json) -> Iterator[str]:
-    for _, results in sorted(found.items()):
-        for contest in contests(results):
-            if contest["ratio"]["median"] > 1:
-                yield "{ours} on `{workload}` {ratio[median]:.2f} of {theirs}".format_map(contest)
+    for contest in contests(found.get("steps", {})):
+        if contest["ratio"]["median"] > 1:
+            yield "{ours} on `{workload}` {ratio[median]:.2f} of {theirs}".format_map(contest)
     for device, rows in found.get("optimizers", {}).get("devices", {}).items():
         for name, row in rows.items():
             if (ratio := row["time_ratio"]["median"]) > 1 + NOISE:
@@ -71,7 +74,8 @@ def _slower(found: Json) -> Iterator[str]:
 
 def _memory(results: Json) -> Iterator[str]:
     """Yields memory between steps and after a backward, beside torch's FSDP2."""
-    held = {(row["side"], row["workload"], row["ranks"]): row for row in results.get("memory", ())}
+    rows = memory_rows(results)
+    held = {(row["side"], row["workload"], row["ranks"]): row for row in rows}
     yield ", ".join(
         f"`{workload}` at {ranks} ranks {ours['between_steps']:.0f} against "
         f"{torchs['between_steps']:.0f} MiB (after a backward {ours['after_backward']:.0f} "

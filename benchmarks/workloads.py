@@ -1,8 +1,7 @@
 """The training jobs: what is trained, on which samples, with which loss.
 
-`mlp`, `gpt` and `gpt-small-batch` are the three that all benchmarks of the project share. Samples
-are a fixed set made from a seed (or read from a text), so that every strategy and every rank sees
-the same ones.
+docs/benchmarks.md tells readers what these are. Samples are a fixed set made from a seed (or read
+from a text), so that every strategy and every rank sees the same ones.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from models import Gpt, Mlp, NormFactory, PlainMlp, ResNet18
+from models import Gpt, Mlp, NormFactory, PlainMlp, ResNet18, TreeNet
 from torch import Tensor, nn
 
 RANDOM_VOCABULARY = 128
@@ -121,6 +120,18 @@ def narrow(options: WorkloadOptions) -> Workload:
     )
 
 
+def trees(options: WorkloadOptions) -> Workload:
+    """A recursive network of width 128 over trees of 16 words, 16 trees per rank: Python counts."""
+    width, leaves = (8, 4) if options.tiny else (128, 16)
+    return Workload(
+        unit="trees",
+        rows_per_rank=16,
+        model=lambda: TreeNet(RANDOM_VOCABULARY, width, classes=2),
+        samples=lambda: _random_trees(leaves),
+        loss=lambda output, batch: F.cross_entropy(output, batch.targets),
+    )
+
+
 def resnet18(options: WorkloadOptions) -> Workload:
     """ResNet-18 on 32 x 32 images of ten made-up classes: 11.2 M parameters, 8 images per rank."""
     width, side = (8, 8) if options.tiny else (64, 32)
@@ -138,6 +149,7 @@ WORKLOADS: dict[str, Callable[[WorkloadOptions], Workload]] = {
     "gpt": gpt,
     "gpt-small-batch": gpt_small_batch,
     "narrow": narrow,
+    "trees": trees,
     "resnet18": resnet18,
 }
 
@@ -188,6 +200,14 @@ def _random_tokens(length: int) -> Samples:
 def _random_rows(width: int) -> Samples:
     rows = torch.randn(SAMPLES, width, generator=_generator())
     return Samples(rows, rows)
+
+
+def _random_trees(leaves: int) -> Samples:
+    """The class of a tree is whether the sum of its words is odd."""
+    words = torch.randint(0, RANDOM_VOCABULARY, (SAMPLES, leaves), generator=_generator())
+    merges = torch.rand(SAMPLES, leaves - 1, generator=_generator())
+    places = (merges * torch.arange(leaves - 1, 0, -1)).long()
+    return Samples(torch.cat([words, places], dim=1), words.sum(dim=1) % 2)
 
 
 def _random_images(classes: int, side: int) -> Samples:

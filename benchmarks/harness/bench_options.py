@@ -45,7 +45,7 @@ def chosen_parts(area: str, only: str, parts: Sequence[str]) -> list[str]:
 def begin_results(quick: bool) -> dict[str, Any]:
     """What every result file of a step benchmark starts with; says so if the run is `quick`."""
     if quick:
-        print("Quick run: too few pairs for a verdict that counts.\n")
+        print("Quick run: too few rounds for a verdict that counts.\n")
     return {"machine": machine(), "quick": quick, "workloads": {}}
 
 

@@ -26,9 +26,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from harness.pairs import Side
 from harness.ranks import Launch, RankGroup
 from harness.reducer_overhead import Overhead, enter_fake_group, timed_in_blocks
+from harness.sides import Side
 from harness.strategies import STRATEGIES, Group, OptimizerSpec
 from harness.worker import take_over_stdout
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from workloads import WORKLOADS, WorkloadOptions
 
-from harness.pairs import Side
 from harness.ranks import Launch, RankGroup
 from harness.rounds import WARM_UP_STEPS, Trajectory
+from harness.sides import Side
 from harness.strategies import STRATEGIES
 from harness.worker import RankConfig, StepRecord
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from harness.fresh_run import fresh_ranks
 from harness.memory import without_files_mib
-from harness.pairs import Side
 from harness.rounds import WARM_UP_STEPS
+from harness.sides import Side
 
 KINDS = ("parameters", "gradients", "optimizer_state")
 

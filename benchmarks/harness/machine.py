@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 ALLOCATOR_VARIABLES = ("GLIBC_TUNABLES", "LD_PRELOAD", "MALLOC_CONF")
+WRITTEN = ("benchmarks/results", "docs", "README.md")
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
@@ -54,10 +55,13 @@ def allocator_environment() -> dict[str, str]:
 
 
 def commit() -> str:
-    """The short commit, with `+` if tracked files differ; `unknown` outside of a git checkout."""
+    """The short commit, with `+` if tracked files differ that are neither results nor pages, which
+    are written while others are measured; `unknown` outside of a git checkout."""
     try:
         head = _git("rev-parse", "--short", "HEAD")
-        return head + ("+" if _git("status", "--porcelain", "--untracked-files=no") else "")
+        code = (":/", *(f":(exclude,top){path}" for path in WRITTEN))
+        changes = _git("status", "--porcelain", "--untracked-files=no", "--", *code)
+        return head + ("+" if changes else "")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
 

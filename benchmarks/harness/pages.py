@@ -72,7 +72,3 @@ def medians(all_runs: Json, quantities: Sequence[str]) -> Rows:
 def steps_of(workload: Json) -> dict[str, float]:
     """Returns the median step by label."""
     return {label: median_of(runs, "step_ms") for label, runs in workload["runs"].items()}
-
-
-def bytes_per_parameter(row: Json) -> str:
-    return f"{row['between_steps'] * 2**20 / row['numel']:.1f}"

@@ -11,7 +11,7 @@ from workloads import WorkloadOptions
 
 from harness.fresh_run import starting_ranks
 from harness.memory import written_mib
-from harness.pairs import Side
+from harness.sides import Side
 
 RANKS = 2
 STEPS = 3  # whole gradients in the first backward, moments in the first step, then as ever

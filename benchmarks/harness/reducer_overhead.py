@@ -24,8 +24,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from harness.pairs import Side
 from harness.ranks import Launch, RankGroup
+from harness.sides import Side
 from harness.strategies import STRATEGIES, OptimizerSpec
 from harness.worker import take_over_stdout
 

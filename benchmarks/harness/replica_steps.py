@@ -29,9 +29,9 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from workloads import WorkloadOptions
 
 from harness.fresh_run import rank_config
-from harness.pairs import Side
 from harness.ranks import Launch, RankGroup
 from harness.rounds import WARM_UP_STEPS
+from harness.sides import Side
 from harness.strategies import STRATEGIES
 from harness.worker import RankConfig, Trainer, take_over_stdout
 

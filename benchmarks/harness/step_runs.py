@@ -1,33 +1,36 @@
-"""Step times of one workload: sides measured one after the other, then some in paired rounds."""
+"""Step times of one workload: sides measured one after the other, then some in paired rounds.
+
+In a round every side runs once, in fresh processes, and odd rounds are reversed: the rounds of two
+sides are A-B, B-A, A-B, ..., so that drift and order cancel.
+"""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from harness.fresh_run import RunTimes
 from harness.machine import cores
-from harness.pairs import Side, measure_all
+from harness.sides import ONE_PROCESS, Side, Sides
 from harness.stats import PairedRatio
 from harness.table import table
 
-BESIDE = (Side("1 process", "single", {}), Side("2 ranks, no sync", "no-sync", {}))
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
 class Effort:
     """How much is measured. A quick run is for looking, not for judging."""
 
-    pairs: int
-    repeats: int
+    rounds: int
     steps: int
     blocks: int
 
 
-FULL = Effort(pairs=7, repeats=2, steps=20, blocks=30)
-QUICK = Effort(pairs=2, repeats=1, steps=5, blocks=5)
+FULL = Effort(rounds=7, steps=20, blocks=30)
+QUICK = Effort(rounds=2, steps=5, blocks=5)
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,18 @@ class Contest:
     ratio: PairedRatio
 
 
+@dataclass(frozen=True)
+class Match:
+    """The fastest of `ours` is to take at most `target` of the time of the fastest of `theirs`.
+
+    Of `ours` those are asked that step with the optimizer of the fastest of `theirs`.
+    """
+
+    ours: Sides
+    theirs: Sides
+    target: float
+
+
 class StepRuns:
     """The runs of one workload, which `measure` makes in fresh processes."""
 
@@ -46,29 +61,32 @@ class StepRuns:
         self._measure = measure
         self.by_label: dict[str, list[RunTimes]] = {}
 
-    def add(self, sides: Sequence[Side], repeats: int) -> None:
-        """Measures every side `repeats` times."""
-        for label, found in measure_all(sides, repeats, self._measure).items():
-            self._keep(label, found)
-
-    def fastest(self, sides: Sequence[Side]) -> Side:
-        """Returns the side, of those measured, with the least median step."""
-        return min(sides, key=lambda side: self._median(side.label, "step_ms"))
-
-    def contests(self, opponents: Sequence[tuple[Side, Side, float]], rounds: int) -> list[Contest]:
-        """The ratios of ours / theirs against a target, from rounds in which every side runs once.
-
-        Odd rounds are reversed, so that of one pair the rounds are A-B, B-A, A-B, ...
-        """
-        sides = {side.label: side for ours, theirs, _ in opponents for side in (ours, theirs)}
-        found = measure_all(list(sides.values()), rounds, self._measure)
+    def add(self, sides: Sides, rounds: int) -> dict[str, list[RunTimes]]:
+        """Measures every side once per round and returns these runs by label."""
+        found = measure_all(sides, rounds, self._measure)
         for label, runs in found.items():
-            self._keep(label, runs)
+            self.by_label[label] = self.by_label.get(label, []) + runs
+        return found
+
+    def contests(self, matches: Sequence[Match], beside: Sides, rounds: int) -> list[Contest]:
+        """Measures the fastest sides of each match in rounds, and those `beside` with them."""
+        pairs = [(*self._opponents(match), match.target) for match in matches]
+        sides = {side.label: side for ours, theirs, _ in pairs for side in (ours, theirs)}
+        sides |= {side.label: side for side in beside}
+        found = self.add(list(sides.values()), rounds)
         steps = {label: [run.step_ms for run in runs] for label, runs in found.items()}
         return [
             Contest(a.label, b.label, PairedRatio.of(steps[a.label], steps[b.label], target))
-            for a, b, target in opponents
+            for a, b, target in pairs
         ]
+
+    def fastest(self, sides: Sides) -> Side:
+        """Returns the side, of those measured, with the least median step."""
+        return min(sides, key=lambda side: self._median(side.label, "step_ms"))
+
+    def _opponents(self, match: Match) -> tuple[Side, Side]:
+        theirs = self.fastest(match.theirs)
+        return self.fastest([s for s in match.ours if s.optimizer == theirs.optimizer]), theirs
 
     def print_with(self, contests: Sequence[Contest]) -> None:
         """The table, and under it every ratio."""
@@ -83,7 +101,7 @@ class StepRuns:
         rows = []
         for label, found in self.by_label.items():
             phases = ("step_ms", "forward_ms", "backward_ms", "optimizer_ms")
-            threads = f" x {cores()} threads" if label == BESIDE[0].label else ""
+            threads = f" x {cores()} threads" if label == ONE_PROCESS.label else ""
             rows.append(
                 [
                     label + threads,
@@ -99,8 +117,16 @@ class StepRuns:
     def to_json(self) -> dict[str, Any]:
         return {label: [asdict(run) for run in found] for label, found in self.by_label.items()}
 
-    def _keep(self, label: str, found: list[RunTimes]) -> None:
-        self.by_label[label] = self.by_label.get(label, []) + found
-
     def _median(self, label: str, quantity: str) -> float:
         return statistics.median(getattr(run, quantity) for run in self.by_label[label])
+
+
+def measure_all(
+    sides: Sides, rounds: int, measure: Callable[[Side], Result]
+) -> dict[str, list[Result]]:
+    """Measures every side once per round, odd rounds reversed; returns the results by label."""
+    found: dict[str, list[Result]] = {side.label: [] for side in sides}
+    for number in range(rounds):
+        for side in sides if number % 2 == 0 else list(reversed(sides)):
+            found[side.label].append(measure(side))
+    return found

@@ -13,16 +13,12 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks"))
 
-import bench_ddp
 import compare
 from harness.agreement import agreements
-from harness.fresh_run import RunTimes
 from harness.job import Job
 from harness.machine import cores
 from harness.memory import host_pss_mib, tensor_mib
-from harness.pairs import OURS, TORCH_VIEW, Side, measure_pairs
 from harness.ranks import Launch, RankFailed, RankGroup
-from harness.reducer_overhead import measure_overhead
 from harness.rounds import Trajectory
 from harness.stats import PairedRatio, percentile
 from harness.strategies import STRATEGIES, Strategy
@@ -222,51 +218,6 @@ def test_a_rank_that_dies_is_reported_with_its_last_words(tmp_path: Path) -> Non
     launch = Launch("torch-ddp", "harness.worker", config.to_json(), 2, 1, tmp_path)
     with pytest.raises(RankFailed, match="no_such_option"), RankGroup(launch) as group:
         group.replies()
-
-
-def test_pairs_alternate_their_order() -> None:
-    calls: list[str] = []
-
-    def measure(side: Side) -> int:
-        calls.append(side.label)
-        return len(calls)
-
-    pairs = measure_pairs(Side("A", "", {}), Side("B", "", {}), 3, measure)
-    assert calls == ["A", "B", "B", "A", "A", "B"]
-    assert (pairs.ours, pairs.theirs) == ([1, 4, 5], [2, 3, 6])
-
-
-def _run_times(step_ms: float) -> RunTimes:
-    values = {field.name: step_ms for field in dataclasses.fields(RunTimes)}
-    return RunTimes(**{**values, "peak_rss_mib": 500.0})
-
-
-def test_bench_ddp_judges_against_the_fastest_options_of_torch(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    step_ms = {
-        **{"1 process": 80.0, "2 ranks, no sync": 90.0, "ddp": 121.2},
-        **{"torch-ddp": 150.0, "torch-ddp + view": 130.0, "torch-ddp + view + batched": 120.0},
-    }
-    monkeypatch.setattr(bench_ddp, "run_fresh", lambda side, *_: _run_times(step_ms[side.label]))
-    results = tmp_path / "results" / "ddp.json"
-    assert bench_ddp.main(["--only", "gpt", "--json", str(results)]) == 0
-    gpt = json.loads(results.read_text())["workloads"]["gpt"]
-    assert gpt["torch_best"] == "torch-ddp + view + batched"
-    assert gpt["step_ratio"]["ratios"] == pytest.approx([1.01] * 7)
-    assert gpt["step_ratio"]["verdict"] == "met within noise (3 %)"
-    assert gpt["memory"] == {"ratio": 1.0, "verdict": "met"}
-    assert {label: len(runs) for label, runs in gpt["runs"].items()} == {
-        **dict.fromkeys(step_ms, 2),
-        **{"ddp": 7, "torch-ddp + view + batched": 9},
-    }
-
-
-@pytest.mark.parametrize("side", [OURS["gloo"], TORCH_VIEW], ids=["ddp", "torch-ddp"])
-def test_reducer_overhead_runs_over_the_fake_group(side: Side) -> None:
-    overhead = measure_overhead(side, world=2, blocks=1)
-    assert overhead.bare_ms > 0
-    assert overhead.wrapped_ms > 0
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,8 @@ import bench_hosts
 import readme_results
 from bench_hosts import HostsRun
 from harness.bad_input import BadInput
-from harness.pairs import Side
 from harness.ranks import RankFailed
+from harness.sides import Side
 
 MADE_UP = {
     "fsdp": HostsRun(500.0, [100.0, 110.0]),

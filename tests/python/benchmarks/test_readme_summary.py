@@ -1,4 +1,4 @@
-"""The lines above README's tables: they say what the JSON says, also where it is unpleasant."""
+"""The lines of README's summary: they say what the JSON says, also where it is unpleasant."""
 
 import sys
 from pathlib import Path
@@ -12,50 +12,53 @@ from readme_summary import summary
 MACHINE = {"cpu": "a CPU", "cores": 2, "torch": "2.15.0", "commit": "abc1234+"}
 
 
-def fsdp(alone_ms: float) -> dict[str, Any]:
-    """Results of bench_fsdp.py in which one process takes so long."""
-    steps = {"1 process": alone_ms, "2 ranks, no sync": 30, "fsdp": 50, "torch-fsdp2": 200}
-    ratio = {"median": 0.25}
-    memory = {"workload": "mlp", "ranks": 2}
-    return {
-        "machine": MACHINE,
-        "workloads": {
-            "mlp": {
-                "runs": {label: [{"step_ms": step}] for label, step in steps.items()},
-                "contests": [{"ours": "fsdp", "theirs": "torch-fsdp2", "ratio": ratio}],
-            }
-        },
-        "memory": [
-            {**memory, "side": "fsdp", "between_steps": 291.0, "after_backward": 338.0},
-            {**memory, "side": "torch-fsdp2", "between_steps": 248.0, "after_backward": 643.0},
-        ],
-    }
+def steps(alone_ms: float, **ratios: float) -> dict[str, Any]:
+    """Results of bench_steps.py in which one process takes so long."""
+    taken = {"1 process": alone_ms, "no sync": 30, "fsdp": 50, "torch-fsdp2": 200}
+    runs: dict[str, Any] = {label: [{"step_ms": step}] * 8 for label, step in taken.items()}
+    runs["fsdp, trireme.optim"] = [{"step_ms": 20}]
+    contest = {"ours": "fsdp", "theirs": "torch-fsdp2", "ratio": {"median": 0.25}}
+    others = [
+        {"ours": ours, "theirs": "1 process", "ratio": {"median": ratio}}
+        for ours, ratio in ratios.items()
+    ]
+    workload = {"runs": runs, "contests": [contest, *others]}
+    return {"machine": MACHINE, "workloads": {"mlp": workload}}
 
 
-def test_one_process_that_is_faster_than_all_ranks_is_named() -> None:
-    assert "`mlp` 40 ms, the best ranks 50 (fsdp)" in "".join(summary({"fsdp": fsdp(40)}))
-    assert "One process" not in "".join(summary({"fsdp": fsdp(60)}))
+def test_one_process_is_named_where_it_wins_and_where_it_loses() -> None:
+    (wins,) = summary({"steps": steps(40)})
+    assert (
+        "faster than ranks** where layers are large: `mlp` 40 ms, the best ranks 50 (fsdp)" in wins
+    )
+    assert "Ranks are faster" not in wins
+    (loses,) = summary({"steps": steps(60)})
+    assert "Python takes the time: `mlp` 60 ms, the best ranks 50 (fsdp)" in loses
+    assert "One process" not in loses
 
 
 def test_what_is_slower_is_named_and_nothing_else() -> None:
-    contest = {"ours": "dp", "theirs": "1 process", "ratio": {"median": 1.494}}
     step = {"time_ratio": {"median": 1.317}}
     even = {"time_ratio": {"median": 1.01}}
     found = {
-        "fsdp": fsdp(60),
-        "dp": {"workloads": {"narrow": {"runs": {}, "contests": [contest]}}},
+        "steps": steps(60, dp=1.494),
         "optimizers": {"devices": {"cpu": {"AdamW, bfloat16": step, "SGD": even}}},
     }
     (text,) = summary(found)
     (line,) = (line for line in text.splitlines() if "Slower" in line)
-    assert "dp on `narrow` 1.49 of 1 process" in line
+    assert "dp on `mlp` 1.49 of 1 process" in line
     assert "AdamW, bfloat16 (cpu) 1.32" in line and "SGD" not in line and "fsdp" not in line
 
 
 def test_memory_stands_beside_torchs() -> None:
-    (text,) = summary({"fsdp": fsdp(60)})
+    row = {"workload": "mlp", "ranks": 2}
+    rows = [
+        {**row, "side": "fsdp", "between_steps": 291.0, "after_backward": 338.0},
+        {**row, "side": "torch-fsdp2", "between_steps": 248.0, "after_backward": 643.0},
+    ]
+    (text,) = summary({"steps": steps(60), "memory": {"workloads": {"mlp": {"memory": rows}}}})
     assert "`mlp` at 2 ranks 291 against 248 MiB (after a backward 338 against 643)" in text
-    assert "0.25 (mlp)" in text
+    assert "FSDP2 0.25 (`mlp`)" in text
     assert list(summary({})) == [""]
 
 
