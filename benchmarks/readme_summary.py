@@ -52,13 +52,19 @@ def _beside_torch(results: Json) -> Iterator[str]:
 
 
 def _one_process(results: Json, *, wins: bool) -> Iterator[str]:
-    """Yields where one process with as many threads is faster, or slower, than ranks that train."""
+    """Yields where one process with as many threads is faster, or slower, than ranks that train.
+
+    What lies within the noise is neither.
+    """
     for name, workload in results.get("workloads", {}).items():
         steps = dict(met_often(workload))
         ranks = {label: ms for label, ms in steps.items() if label not in (*NO_RANKS, "dp")}
         best = min(ranks, key=lambda label: ranks[label], default=None)
         alone = steps.get("1 process")
-        if best is not None and alone is not None and (alone < ranks[best]) == wins:
+        if best is None or alone is None:
+            continue
+        faster, slower = (alone, ranks[best]) if wins else (ranks[best], alone)
+        if faster * (1 + NOISE) < slower:
             yield f"`{name}` {alone:.0f} ms, the best ranks {ranks[best]:.0f} ({best})"
 
 
