@@ -11,7 +11,7 @@ from trireme import _C
 from trireme._core.errors import Area
 from trireme._core.owners import local_of, optimizer_of, unit_of
 
-refuse = Area("grad_norm").refuse
+_AREA = Area("grad_norm")
 
 
 def clip_grad_norm_(
@@ -60,7 +60,7 @@ def clip_grad_norm_(
             gradients.append(local_of(parameter.grad))
     if cut_by_others:
         if parts or sharded:
-            refuse(
+            _AREA.refuse(
                 f"got {len(cut_by_others)} parameters that torch has sharded beside such that "
                 "Trireme has, expected one kind",
                 "Shard all of them with trireme.fully_shard.",
