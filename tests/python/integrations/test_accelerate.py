@@ -4,6 +4,7 @@ Accelerate has a closed list of backends for the CPU and refuses others. It take
 that exists, though, and a model that is marked as prepared; so programs begin as these do.
 """
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 import torch.distributed as dist
 import trireme
 from torch.nn import functional
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from integrations.sides import (
     OUR_BACKEND,
@@ -35,6 +36,9 @@ from accelerate.utils import (
     DDPCommunicationHookType,
     DistributedDataParallelKwargs,
     InitProcessGroupKwargs,
+    broadcast,
+    broadcast_object_list,
+    gather_object,
 )
 
 
@@ -230,6 +234,28 @@ def zero(rank: int, side: Side, folder: str) -> Any:
 
 def test_zero(tmp_path: Path) -> None:
     assert_equal_to_theirs(zero, tmp_path, sides={"ours": OURS})
+
+
+class Stream(IterableDataset):
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(rows(11).tensors[0])
+
+
+def dispatch(rank: int, side: Side, folder: str) -> Any:
+    """Rank 0 reads for all, and what else goes over as objects."""
+    accelerator = accelerator_of(side)
+    with accelerator.split_between_processes(list(range(7))) as mine:
+        objects = gather_object([(rank, number) for number in mine])
+    return {
+        "batches": list(accelerator.prepare(DataLoader(Stream(), batch_size=2))),
+        "objects": objects,
+        "broadcast": broadcast_object_list([{"from": rank}], from_process=1),
+        "tensors": broadcast({"a": torch.arange(3) + rank, "b": [torch.ones(2) * rank]}),
+    }
+
+
+def test_dispatched_batches(tmp_path: Path) -> None:
+    assert_equal_to_theirs(dispatch, tmp_path, sides={"backend": OUR_BACKEND})
 
 
 def refused(rank: int, side: Side, folder: str) -> str:

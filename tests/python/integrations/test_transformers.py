@@ -27,6 +27,8 @@ from transformers import (
     BertForSequenceClassification,
     GPT2Config,
     GPT2LMHeadModel,
+    MixtralConfig,
+    MixtralForCausalLM,
     Trainer,
     TrainingArguments,
 )
@@ -63,17 +65,28 @@ def bert_reentrant() -> nn.Module:
     return bert(use_reentrant=True)
 
 
-MODELS = {"gpt2": gpt2, "bert": bert, "bert_reentrant": bert_reentrant}
+def mixtral() -> nn.Module:
+    """Each token goes to one of four experts, so that some may have none."""
+    torch.manual_seed(3)
+    config = MixtralConfig(
+        vocab_size=VOCABULARY, hidden_size=WIDTH, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=32,
+        num_local_experts=4, num_experts_per_tok=1, output_router_logits=True, use_cache=False,
+    )  # fmt: skip
+    return MixtralForCausalLM(config)
 
 
-def batch(step: int, rank: int, is_gpt: bool) -> dict[str, torch.Tensor]:
+MODELS = {"gpt2": gpt2, "mixtral": mixtral, "bert": bert, "bert_reentrant": bert_reentrant}
+
+
+def batch(step: int, rank: int, causal: bool) -> dict[str, torch.Tensor]:
     """4 texts of a rank, of other lengths in each step; some are padded."""
     made = torch.Generator().manual_seed(100 * step + rank)
     length = 9 + 2 * step
     ids = torch.randint(1, VOCABULARY, (4, length), generator=made)
     mask = torch.ones_like(ids)
     mask[0, length - 3 :] = 0
-    labels = ids.masked_fill(mask == 0, -100) if is_gpt else ids[:, 0] % 3
+    labels = ids.masked_fill(mask == 0, -100) if causal else ids[:, 0] % 3
     return {"input_ids": ids, "attention_mask": mask, "labels": labels}
 
 
@@ -86,15 +99,15 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def fit(
-    model: nn.Module, optimizer: Any, rank: int, is_gpt: bool, no_sync: Any = nullcontext
+    model: nn.Module, optimizer: Any, rank: int, causal: bool, no_sync: Any = nullcontext
 ) -> Any:
     """Losses, and norms of the gradients, of five steps; the third accumulates two batches."""
     losses, norms = [], []
     for step in range(5):
         if step == 2:
             with no_sync():
-                model(**batch(9, rank, is_gpt)).loss.backward()
-        loss = model(**batch(step, rank, is_gpt)).loss
+                model(**batch(9, rank, causal)).loss.backward()
+        loss = model(**batch(step, rank, causal)).loss
         loss.backward()
         losses.append(loss.item())
         norm = trireme.clip_grad_norm_(list(model.parameters()), 0.5)
@@ -108,7 +121,7 @@ def train_ddp(rank: int, side: Side, folder: str, name: str) -> Any:
     dist.init_process_group(side.backend)
     model = side.ddp(MODELS[name]())
     optimizer = adamw(model)
-    fitted = fit(model, optimizer, rank, name == "gpt2", model.no_sync)
+    fitted = fit(model, optimizer, rank, "bert" not in name, model.no_sync)
     return {**fitted, "state": state_of(model.module)}
 
 
@@ -126,11 +139,11 @@ def train_zero(rank: int, side: Side, folder: str, name: str) -> Any:
         optimizer = trireme.ZeroRedundancyOptimizer(
             model.parameters(), torch.optim.AdamW, stage=2, **ADAMW
         )
-        fitted = fit(model, optimizer, rank, name == "gpt2", optimizer.no_sync)
+        fitted = fit(model, optimizer, rank, "bert" not in name, optimizer.no_sync)
     else:
         model = side.ddp(model)
         optimizer = adamw(model)
-        fitted = fit(model, optimizer, rank, name == "gpt2", model.no_sync)
+        fitted = fit(model, optimizer, rank, "bert" not in name, model.no_sync)
         model = model.module
     return {**fitted, "state": state_of(model)}
 
@@ -141,7 +154,7 @@ def test_zero(tmp_path: Path, name: str) -> None:
 
 
 def shard_all(model: nn.Module, fully_shard: Any) -> nn.Module:
-    blocks = model.transformer.h if isinstance(model, GPT2LMHeadModel) else model.bert.encoder.layer
+    (blocks,) = (one for one in model.modules() if type(one) is nn.ModuleList)
     for block in blocks:
         fully_shard(block)
     return fully_shard(model)
@@ -154,7 +167,7 @@ def train_sharded(rank: int, side: Side, folder: str, name: str) -> Any:
     ours = side.ddp is trireme.DistributedDataParallel
     model = shard_all(MODELS[name](), trireme.fully_shard if ours else fully_shard)
     optimizer = adamw(model)
-    fitted = fit(model, optimizer, rank, name == "gpt2")
+    fitted = fit(model, optimizer, rank, "bert" not in name)
     if name == "gpt2":
         register_fsdp_forward_method(model, "generate")
         model.eval()
