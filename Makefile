@@ -2,7 +2,7 @@
 #   TORCH=2.11.0       another torch, in an environment of its own
 #   VENV=<folder>      an existing environment with torch, so that nothing is downloaded twice
 #   TRIREME_CUDA=ON    CUDA kernels, also where no GPU is
-export TORCH VENV PYTHON CMAKE_FLAGS BUILD SOAK FAST TRIREME_CUDA
+export TORCH VENV PYTHON CMAKE_FLAGS BUILD SOAK FAST INTEGRATIONS TRIREME_CUDA
 
 .PHONY: help demo compare test soak lint format wheel clean
 
@@ -10,7 +10,8 @@ help:
 	@echo "make demo      DP, DDP, ZeRO and FSDP beside torch's: a picture, and what was fastest"
 	@echo "               (10 minutes on 2 cores from nothing, 3 when it is built)"
 	@echo "make compare   the long one: a GPT under all strategies (3.5 minutes when it is built)"
-	@echo "make test      build, C++ tests, Python tests; FAST=1: those to run after each edit"
+	@echo "make test      build, C++ tests, Python tests; FAST=1: those to run after each edit;"
+	@echo "               INTEGRATIONS=OFF: without Lightning, Accelerate and Transformers, which it downloads"
 	@echo "make soak      kill ranks, fuzz and run the sanitizers' tests for ten minutes; SOAK=<seconds>"
 	@echo "make lint      clang-format, ruff, mypy      make format: apply the first two"
 	@echo "make wheel     make the sdist, of it the wheel, and try that from a foreign CMake project;"

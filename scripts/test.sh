@@ -2,6 +2,7 @@
 # All tests, C++ then Python; called with the environment of `scripts/dev.sh run`.
 #   make test          everything
 #   make test FAST=1   what one runs after each edit: five minutes at most
+#   make test INTEGRATIONS=OFF   everything but the programs of other libraries, which are downloaded
 # A test that fails runs again alone, twice. If it passes both times the run goes on, and the summary ends with its name
 # as FLAKY: a defect of the test or of the product like any other, to be found before other work goes on.
 set -uo pipefail
@@ -10,6 +11,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
 jobs=2
 # More failures than these are no accident, and nobody waits for each of them twice more.
 most_accidents=8
+integrations=".venv-integrations-$(basename "$BUILD")"
 report=() flaky=() failed=0
 
 # stage NAME FUNCTION ARGUMENT...: says what begins, and what it took.
@@ -61,6 +63,30 @@ python_tests() {
 # Tests of DDP run over Gloo; those that see most of the reducer run over shared memory, too.
 over_shared_memory() { TRIREME_TEST_BACKEND=trireme python_tests "$@"; }
 
+# An environment of its own that sees the packages of this one. What scripts/integration_tools.txt lists goes there, so
+# that no test depends on it unawares.
+install_integrations() {
+  local packages versions key site
+  packages="$(python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
+  versions="$(python -c 'from importlib.metadata import version
+for name in ("torch", "numpy"): print(f"{name}=={version(name)}")')"
+  key="$packages $versions $(cksum <scripts/integration_tools.txt)"
+  if [ "$(cat "$integrations/installed" 2>/dev/null)" = "$key" ]; then return; fi
+  python -m venv --clear --without-pip "$integrations" || return 1
+  site="$("$integrations/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
+  echo "$packages" >"$site/packages_of_the_build.pth"
+  "$integrations/bin/python" -m pip install --quiet --no-compile --progress-bar off --disable-pip-version-check \
+    --constraint <(echo "$versions") -r scripts/integration_tools.txt && echo "$key" >"$integrations/installed"
+}
+
+integration_tests() {
+  if ! install_integrations; then
+    echo "[test] could not install what scripts/integration_tools.txt lists. make test INTEGRATIONS=OFF leaves it out."
+    return 1
+  fi
+  PATH="$PWD/$integrations/bin:$PATH" python_tests tests/python/integrations
+}
+
 if ! grep -qs add_test "$BUILD/tests/cpp/CTestTestfile.cmake"; then
   echo "[test] C++ tests skipped: Catch2 is not installed (apt-get install catch2)"
 elif [ -n "${FAST:-}" ]; then
@@ -72,10 +98,15 @@ if [ -n "${FAST:-}" ]; then
   stage "Python tests, fast" python_tests tests/test_structure.py \
     tests/python/{core/test_stub,launch/test_launch,ddp/test_equality}.py
 else
-  stage "Python tests" python_tests
+  stage "Python tests" python_tests tests/test_structure.py tests/python --ignore=tests/python/integrations
   stage "Python tests, shared memory" over_shared_memory \
     tests/python/ddp/test_{accumulation,arming,buckets}.py \
     tests/python/ddp/test_{comm_hooks,equality,freezing,grad_memory,join,precision,unused}.py
+  if [ "${INTEGRATIONS:-ON}" = ON ]; then
+    stage "programs of other libraries" integration_tests
+  else
+    echo "[test] programs of other libraries skipped: INTEGRATIONS=$INTEGRATIONS"
+  fi
 fi
 
 printf '\n=== tests: summary\n'

@@ -1,5 +1,7 @@
 """The beginning and the end of a run: which rank is this process, and which device is its own."""
 
+import torch  # noqa: F401 - annotations of Context are looked up here
+
 from trireme._launch.launch import Context, init, shutdown
 
 __all__ = ["Context", "init", "shutdown"]

@@ -25,12 +25,11 @@ import torch.distributed as dist
 # Ranks are forked from a server that has imported torch and started nothing: 0.1 s per rank, where
 # a spawned interpreter imports torch for seconds, and what a first step imports for more.
 PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(
-    [
-        *("torch", "torch._dynamo", "torch.distributed.optim", "torch.distributed.pipelining"),
-        *("trireme", "trireme.dp", "trireme.fsdp", "trireme.zero", "safetensors.torch", "pytest"),
-    ]
-)
+_preloaded = [
+    *("torch", "torch._dynamo", "torch.distributed.optim", "torch.distributed.pipelining"),
+    *("trireme", "trireme.dp", "trireme.fsdp", "trireme.zero", "safetensors.torch", "pytest"),
+]
+PROCESSES.set_forkserver_preload(_preloaded)
 # pytest-xdist forbids its workers, and so this server, to write bytecode: each rank would compile
 # the file of its test, and what that imports, anew.
 sys.dont_write_bytecode = False
@@ -51,6 +50,12 @@ class RankFailed(Exception):
         texts = [f"rank {rank} failed:\n{text}" for rank, text in failures.items()]
         super().__init__("\n".join(texts))
         self.rank, self.text = next(iter(failures.items()))
+
+
+def preload(*modules: str) -> None:
+    """Lets the server import these, too, if they are there; called before it is started."""
+    _preloaded.extend(modules)
+    PROCESSES.set_forkserver_preload(_preloaded)
 
 
 @dataclass

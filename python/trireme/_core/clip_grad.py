@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 
 from trireme import _C
+from trireme._core.errors import Area
 from trireme._core.owners import local_of, optimizer_of, unit_of
+
+_AREA = Area("grad_norm")
 
 
 def clip_grad_norm_(
@@ -22,19 +26,21 @@ def clip_grad_norm_(
     ``max_norm``; returns what it was, the same on all ranks. Gradients that are whole on every
     rank (DDP, ZeRO stage 1) are counted as they are; sharded ones (ZeRO stage 2,
     ``fully_shard``) take one all-reduce of one number per optimizer or mesh, and one more for
-    those that tensor parallelism has cut as well. Collective if any is sharded: every rank passes
-    the same parameters.
+    those that tensor parallelism has cut as well. DTensors that torch's ``fully_shard`` or tensor
+    parallelism has made are torch's to clip, and come alone. Collective if any is sharded: every
+    rank passes the same parameters.
 
     Args:
         norm_type: above 0, or infinity.
         error_if_nonfinite: raise (on all ranks) if the norm is inf or NaN.
 
     Raises:
-        ValueError: a ``norm_type`` that is not above 0.
+        ValueError: a ``norm_type`` that is not above 0; parameters that torch has sharded beside
+            such that Trireme has.
         RuntimeError: the norm is not finite; a sharded gradient was changed since backward.
     """
-    if isinstance(parameters, torch.Tensor):
-        parameters = [parameters]
+    parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    cut_by_others = []
     whole: list[torch.Tensor] = []
     parts: dict[_C.Zero, list[int]] = {}
     sharded: dict[tuple[_C.Communicator, int, torch.device], list[torch.Tensor]] = {}
@@ -45,11 +51,23 @@ def clip_grad_norm_(
             parts.setdefault(optimizer._cores[number], []).append(index)
             continue
         unit = unit_of(parameter)
+        if unit is None and _is_cut(parameter):
+            cut_by_others.append(parameter)
         over = None if unit is None else unit.norm_over(parameter)
         # On all ranks, also where this one has no gradient.
         gradients = whole if over is None else sharded.setdefault(over, [])
         if parameter.grad is not None:
             gradients.append(local_of(parameter.grad))
+    if cut_by_others:
+        if parts or sharded:
+            _AREA.refuse(
+                f"got {len(cut_by_others)} parameters that torch has sharded beside such that "
+                "Trireme has, expected one kind",
+                "Shard all of them with trireme.fully_shard.",
+            )
+        clip = torch.nn.utils.clip_grad_norm_
+        norm: Any = clip(parameters, max_norm, norm_type, error_if_nonfinite)
+        return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
     return _C.clip_grad_norm_(
         whole=whole,
         parts=list(parts.items()),
@@ -58,3 +76,8 @@ def clip_grad_norm_(
         norm_type=float(norm_type),
         error_if_nonfinite=error_if_nonfinite,
     )
+
+
+def _is_cut(parameter: torch.Tensor) -> bool:
+    """Whether it is a DTensor of which ranks have parts."""
+    return any(not one.is_replicate() for one in getattr(parameter, "placements", ()))

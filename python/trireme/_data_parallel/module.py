@@ -7,7 +7,7 @@ import functools
 import math
 import os
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -85,7 +85,7 @@ class DataParallel(nn.DataParallel[T]):
     ``trireme.data_parallel`` has a graph for it.
     """
 
-    _replaces_steps: ClassVar[bool] = False
+    _replaces_steps = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

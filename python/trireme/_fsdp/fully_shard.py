@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABCMeta
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from torch import nn
 from torch.distributed._composable.contract import STATE_KEY
@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.tensor import Shard
 from torch.distributed.utils import _get_root_modules
 
 from trireme._fsdp.checks import (
@@ -28,10 +29,6 @@ from trireme._fsdp.params import collect
 from trireme._fsdp.root import units_in
 from trireme._fsdp.step_gate import watch_optimizers
 from trireme._fsdp.unit import FsdpUnit
-
-if TYPE_CHECKING:
-    from torch.distributed.tensor import Shard
-
 
 ModuleOrModules = TypeVar("ModuleOrModules", bound=nn.Module | list[nn.Module])
 _sharded_classes: dict[type, type] = {}

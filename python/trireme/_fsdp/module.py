@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
@@ -50,14 +50,17 @@ class FSDPModule(TorchFSDPModule):
     # [FSDP<Orig>, FSDPModule, torch's FSDPModule, Orig, ..., OwnNames, Joinable, ...]
     _orig_cls_mro_index = 3
 
-    _trireme_unit: FsdpUnit
+    # Users' classes may look up the annotations of those that they are mixed with, in the module
+    # that this one is shown in.
+    if TYPE_CHECKING:
+        _trireme_unit: FsdpUnit
 
-    # What OwnNames has, which comes after the user's.
-    set_dynamic_gather: Callable[[bool], None]
-    last_step: Callable[[], dict[str, float]]
-    join_hook: Callable[..., Any]
-    join_device: torch.device
-    join_process_group: Any
+        # What OwnNames has, which comes after the user's.
+        set_dynamic_gather: Callable[[bool], None]
+        last_step: Callable[[], dict[str, float]]
+        join_hook: Callable[..., Any]
+        join_device: torch.device
+        join_process_group: Any
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """A part of a container (``model[:1]``) gets the plain class."""

@@ -6,6 +6,7 @@ pybind11 writes each function's signature into its docstring; the stub names the
 import ast
 from pathlib import Path
 from types import ModuleType
+from typing import get_type_hints
 
 import pytest
 import trireme
@@ -112,3 +113,11 @@ def test_a_missing_parameter_is_seen() -> None:
 
 def test_types_are_shipped() -> None:
     assert (PACKAGE / "py.typed").is_file()
+
+
+@pytest.mark.parametrize("name", trireme.__all__)
+def test_annotations_are_found(name: str) -> None:
+    """Some libraries look them up in every class that a user's class is made of."""
+    shown = getattr(trireme, name)
+    if getattr(shown, "__module__", "").startswith("trireme"):  # no module, and not torch's
+        get_type_hints(shown)

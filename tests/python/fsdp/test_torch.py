@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method, share_comm_ctx
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.pipelining import (
     PipelineStage,
     Schedule1F1B,
@@ -254,3 +255,18 @@ def test_a_registered_method_is_a_forward(rank: int) -> None:
     one = TwoWays()
     one.double(batch(0)).square().mean().backward()
     torch.testing.assert_close(net.inner.weight.grad.full_tensor(), one.inner.weight.grad)
+
+
+@on_shm_ranks(2)
+def test_clipping_what_torch_has_sharded(rank: int) -> None:
+    theirs, ours, one = model(), shard_layers(model()), model()
+    torch_fully_shard(theirs)
+    one(batch(0, rows=ROWS)).square().mean().backward()
+    for sharded in (theirs, ours):
+        sharded(batch(0, rows=ROWS)[rank::2]).square().mean().backward()
+    expected = torch.nn.utils.clip_grad_norm_(one.parameters(), 0.01)
+    torch.testing.assert_close(trireme.clip_grad_norm_(theirs.parameters(), 0.01), expected)
+    for clipped, whole in zip(theirs.parameters(), one.parameters(), strict=True):
+        torch.testing.assert_close(clipped.grad.full_tensor(), whole.grad)
+    with pytest.raises(ValueError, match="beside such that Trireme has"):
+        trireme.clip_grad_norm_([*theirs.parameters(), *ours.parameters()], 0.01)
