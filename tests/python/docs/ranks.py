@@ -18,10 +18,14 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.hidden = nn.Linear(8, 16)
+        self.blocks = nn.ModuleList([nn.Linear(16, 16), nn.Linear(16, 16)])
         self.head = nn.Linear(16, 4)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        return self.head(torch.relu(self.hidden(inputs)))
+        rows = self.hidden(inputs)
+        for block in self.blocks:
+            rows = torch.relu(block(rows))
+        return self.head(rows)
 
 
 def loss_of(outputs: Tensor, targets: Tensor | None = None) -> Tensor:
