@@ -1,16 +1,19 @@
 """Every Python block of the pages runs on two ranks."""
 
+import re
 from dataclasses import replace
+from importlib.util import find_spec
 from itertools import groupby
 from pathlib import Path
 
 import pytest
+import trireme
 
 from distributed import RankFailed, run_ranks
 from docs.blocks import PAGES, ROOT, Block, all_blocks, blocks_of, side_of
 from docs.ranks import run_alone, run_blocks
 
-BLOCKS = [block for block in all_blocks("python")]
+BLOCKS = all_blocks("python")
 ALONE = [block for block in BLOCKS if {"alone", "diff"} & block.marks]
 BY_PAGE = groupby((block for block in BLOCKS if block not in ALONE), key=lambda block: block.page)
 TOGETHER = {page: list(blocks) for page, blocks in BY_PAGE}
@@ -57,3 +60,11 @@ def test_marks_are_read() -> None:
     diff, fragment = blocks_of("x.md", text)
     assert (diff.language, diff.code, diff.marks) == ("cpp", "a\nc\n\n", {"diff of cpp", "diff"})
     assert (fragment.language, fragment.marks) == ("sh", {"fragment"})
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_names_of_the_module_exist(page: Path) -> None:
+    """What pages call trireme.<name> can be imported; file names and ranges are something else."""
+    text = re.sub(r"[\w.]*\"?trireme\.h|trireme::\S+|lib\w*trireme\S*", "", page.read_text())
+    for name in sorted(set(re.findall(r"(?<![\w./])trireme\.([A-Za-z_]\w*)", text))):
+        assert hasattr(trireme, name) or find_spec(f"trireme.{name}"), f"no trireme.{name}"
