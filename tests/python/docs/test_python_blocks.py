@@ -56,7 +56,8 @@ def test_a_block_that_fails_is_named(tmp_path: Path) -> None:
 
 
 def test_marks_are_read() -> None:
-    text = "<!-- diff of cpp -->\n```diff\n a\n-b\n+c\n\n```\n\n<!-- fragment: why -->\n```sh\nd\n```\n"
+    text = "<!-- diff of cpp -->\n```diff\n a\n-b\n+c\n\n```\n\n"
+    text += "<!-- fragment: why -->\n```sh\nd\n```\n"
     diff, fragment = blocks_of("x.md", text)
     assert (diff.language, diff.code, diff.marks) == ("cpp", "a\nc\n\n", {"diff of cpp", "diff"})
     assert (fragment.language, fragment.marks) == ("sh", {"fragment"})
