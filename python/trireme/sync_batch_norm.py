@@ -45,9 +45,9 @@ class SyncBatchNorm(nn.SyncBatchNorm):
     out keeps the others waiting.
 
     Raises:
-        ValueError: from ``forward`` in training: no process group; an input without channels, or with other channels than the
-            parameters; channels or precision that differ between ranks, or 1 value per channel on
-            all ranks together (both on all ranks alike).
+        ValueError: from ``forward`` in training: no process group; an input without channels, or
+            with other channels than the parameters; channels or precision that differ between
+            ranks, or 1 value per channel on all ranks together (both on all ranks alike).
         TypeError: an input whose dtype does not go with the parameters.
         NotImplementedError: gradients are differentiated again.
         torch.distributed.DistBackendError: the group failed.
