@@ -22,6 +22,7 @@ myst_heading_anchors = 4  # [text](page.md#heading), as GitHub has it
 autodoc_default_options = {"members": True}
 autodoc_inherit_docstrings = False
 autodoc_typehints = "description"
+autodoc_typehints_description_target = "documented_params"
 autodoc_typehints_format = "short"
 autodoc_member_order = "bysource"
 napoleon_google_docstring = True
