@@ -27,8 +27,9 @@ cp --parents -r docs csrc/README.md ./*.md "$place/source"
 mv "$place/source/docs/site"/{python,cpp}.md "$place/source/api"
 cat "$place/source/README.md" docs/site/index.md >"$place/source/index.md"
 rm -r "$place/source/README.md" "$place/source/docs/site"
+mkdir -p "$place/static" && cp docs/site/site.css "$place/static"
 
 { cat docs/site/Doxyfile; echo "OUTPUT_DIRECTORY = $place/doxygen"; } | doxygen -
 TRIREME_DOXYGEN_XML="$place/doxygen/xml" "$tools/bin/python" -m sphinx --jobs auto --fail-on-warning --keep-going --quiet \
-  -c docs/site -d "$place/doctrees" "$place/source" "$place/site"
+  -c docs/site -D html_static_path="$place/static" -d "$place/doctrees" "$place/source" "$place/site"
 printf '[docs] %s: %d s\n' build/docs/site/index.html $((SECONDS - began))

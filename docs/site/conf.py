@@ -11,9 +11,11 @@ extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "breat
 
 html_theme = "furo"
 html_title = "Trireme " + trireme.__version__.split("+")[0]
+html_css_files = ["site.css"]
 html_copy_source = False
 html_show_sphinx = False
 pygments_style = "default"
+highlight_language = "none"  # of what names no language: pictures in comments
 
 myst_enable_extensions = ["attrs_inline"]
 myst_heading_anchors = 4  # [text](page.md#heading), as GitHub has it
