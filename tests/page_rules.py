@@ -5,7 +5,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 LANGUAGES = {"python", "cpp", "sh", "cmake", "diff", "text"}
-OPENING = re.compile(r"(?:^|(?<=[.!?:|] )|(?<=\*\* )|(?<=\* )|(?<=- ))(Of|That|The same)\b(?!-)")
+BEGIN = r"(?:^|(?<=[.!?:|] )|(?<=\*\* )|(?<=\* )|(?<=- ))"
+# Pronouns; "That rank has ended." has a subject.
+THAT = r"That(?=,|$| (?:is|was|has|had|does|holds|can|may|must|will|would|[a-z]+s|one|way)\b)"
+OPENING = re.compile(rf"{BEGIN}(Of\b|{THAT}|The same\b)(?!-)")
 LINK = re.compile(r"(?<!!)\[(?:[^\[\]]|\[[^\]]*\])*\]\(([^()\s]+)\)")
 PICTURE = re.compile(r"!\[([^\]]*)\]\(([^()\s]+)\)")
 FENCED = re.compile(r"^( *)```.*?^\1```$", re.M | re.S)
