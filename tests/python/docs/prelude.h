@@ -28,6 +28,7 @@ using Stacked =
     torch::data::datasets::MapDataset<Rows, torch::data::transforms::Stack<torch::data::Example<>>>;
 
 struct Batch {
+  Batch(const torch::data::Example<>& example);
   torch::Tensor data, target;
   operator const torch::Tensor&() const { return data; }
 };
@@ -39,6 +40,7 @@ void train(int64_t epoch);
 extern Net net;
 extern Stacked data, dataset;
 extern std::unique_ptr<std::vector<Batch>> loader;  // of this rank's part
+extern Batch batch;
 extern torch::Tensor inputs, targets;
 extern size_t epochs, batch_size;
 extern trireme::Context ctx;
