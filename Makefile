@@ -4,12 +4,13 @@
 #   TRIREME_CUDA=ON    CUDA kernels, also where no GPU is
 export TORCH VENV PYTHON CMAKE_FLAGS BUILD SOAK FAST INTEGRATIONS TRIREME_CUDA
 
-.PHONY: help demo compare test soak lint format wheel clean
+.PHONY: help demo compare docs test soak lint format wheel clean
 
 help:
 	@echo "make demo      DP, DDP, ZeRO and FSDP beside torch's: a picture, and what was fastest"
 	@echo "               (10 minutes on 2 cores from nothing, 3 when it is built)"
 	@echo "make compare   the long one: a GPT under all strategies (3.5 minutes when it is built)"
+	@echo "make docs      the site: pages and the API of both languages, in build/docs/site (10 seconds when it is built)"
 	@echo "make test      build, C++ tests, Python tests; FAST=1: those to run after each edit;"
 	@echo "               INTEGRATIONS=OFF: without Lightning, Accelerate and Transformers, which it downloads"
 	@echo "make soak      kill ranks, fuzz and run the sanitizers' tests for ten minutes; SOAK=<seconds>"
@@ -23,6 +24,9 @@ demo:
 
 compare:
 	@scripts/dev.sh core python benchmarks/compare.py --strategies all
+
+docs:
+	@scripts/dev.sh docs
 
 test:
 	@scripts/dev.sh run scripts/test.sh

@@ -6,6 +6,7 @@
 #   scripts/dev.sh run COMMAND         build, then COMMAND with the environment's tools and this build
 #   scripts/dev.sh core COMMAND        as run, but only libtrireme and the Python module are built
 #   scripts/dev.sh demo [OPTION...]    core, with benchmarks/demo.py and its options as COMMAND
+#   scripts/dev.sh docs                core, then scripts/docs.sh, which writes the site
 #   scripts/dev.sh tool COMMAND        setup, then COMMAND; builds nothing
 # Settings: VENV=<environment to use or make>  TORCH=<version>  PYTHON=<interpreter for a new environment>
 #           CMAKE_FLAGS="-D..."  BUILD=<build folder>  TOOLS=<requirements file>  TRIREME_CUDA=<AUTO, ON or OFF>
@@ -209,6 +210,13 @@ build_core() {
   build trireme _C
 }
 
+# What makes the reference of the C++ headers.
+need_doxygen() {
+  command -v doxygen >/dev/null && return
+  may_install || die "missing: doxygen. Run: sudo apt-get install -y doxygen"
+  apt_install doxygen || die "apt-get failed, see $state/apt.log"
+}
+
 # --- the demo -------------------------------------------------------------------------------------
 
 core_build_s=520  # of one core, without CUDA kernels and without ccache
@@ -239,6 +247,7 @@ case "${1:-}" in
     took demo "training" "$began"
     took demo "all" 0
     ;;
+  docs) shift; build_core; need_doxygen; exec scripts/docs.sh ;;
   tool) shift; setup; exec "$@" ;;
-  *) sed -n '2,14p' "${BASH_SOURCE[0]}" | cut -c3-; exit 2 ;;
+  *) sed -n '2,15p' "${BASH_SOURCE[0]}" | cut -c3-; exit 2 ;;
 esac

@@ -44,13 +44,13 @@ class SyncBatchNorm(nn.SyncBatchNorm):
     be empty, (0, C, ...), but every rank's loss has to depend on the output: a rank that leaves it
     out keeps the others waiting.
 
-    Raises (from ``forward`` in training):
-        ValueError: no process group; an input without channels, or with other channels than the
-            parameters; channels or precision that differ between ranks, or 1 value per channel on
-            all ranks together (both on all ranks alike).
+    Raises:
+        ValueError: from ``forward`` in training: no process group; an input without channels, or
+            with other channels than the parameters; channels or precision that differ between
+            ranks, or 1 value per channel on all ranks together (both on all ranks alike).
         TypeError: an input whose dtype does not go with the parameters.
+        NotImplementedError: gradients are differentiated again.
         torch.distributed.DistBackendError: the group failed.
-    Differentiating the gradients again raises NotImplementedError.
 
     Cost per step and rank: an all-gather of 2 C + 1 numbers in forward, an all-reduce of 2 C in
     backward, fp32 or fp64; once, in the first forward, an all-gather of 16 bytes.
