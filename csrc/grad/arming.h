@@ -95,6 +95,9 @@ class TRIREME_API Arming : public std::enable_shared_from_this<Arming> {
   // The lock is recursive: a communication hook, called with it held, may ask for a report.
   std::unique_lock<std::recursive_mutex> lock() const { return std::unique_lock(mutex_); }
 
+  // A backward has reached an output of a forward that synchronizes or not, or an average whose
+  // graph comes from one that did.
+  void output_gradient_arrived(bool synchronize = true);
   // A gradient is about to be accumulated. Arms all siblings at parameters.
   void gradient_due();
   // A gradient was accumulated. Arms if an output, or the caller, asked for it. Returns whether the
@@ -120,7 +123,6 @@ class TRIREME_API Arming : public std::enable_shared_from_this<Arming> {
   class Scope;
 
   bool synchronizes() const { return synchronize_ && (!asked_ || asked_()); }
-  void output_gradient_arrived(bool synchronize);
   void arm();
   void begin(BackwardSteps& steps, Part part);
 

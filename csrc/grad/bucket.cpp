@@ -197,6 +197,7 @@ void Bucket::adopt_range(size_t slot, const Bucket& earlier) {
   have_home();
   at::Tensor& grad = parameter(slot).mutable_grad();
   const at::Tensor place = range(slot);
+  const at::NoGradGuard no_grad;
   place.copy_(grad);
   grad.set_data(place);
 }

@@ -32,8 +32,9 @@ void FlatBucket::begin_step(bool shadow) {
   size_t in_place = 0;
   for (const Slot& slot : slots_)
     if (slot.origin == GradOrigin::kInPlace) ++in_place;
-  // Whoever else holds the storage holds a gradient of an earlier step: leave it alone.
-  const size_t our_uses = 1 + (shadow ? 0 : in_place);
+  // Whoever else holds the storage holds a gradient of an earlier step: leave it alone. So does a
+  // .grad where this backward makes a graph: see [Note: gradients with a graph].
+  const size_t our_uses = 1 + (shadow || at::GradMode::is_enabled() ? 0 : in_place);
   if (buffer_.defined() && buffer_.storage().use_count() == our_uses) return;
   allocate();
   for (Slot& slot : slots_) {

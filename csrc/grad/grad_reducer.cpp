@@ -5,6 +5,8 @@
 #include <trireme/grad/collective_wire.h>
 #include <trireme/grad/hook_wire.h>
 
+#include <ATen/ATen.h>
+
 #include <algorithm>
 #include <utility>
 
@@ -128,7 +130,8 @@ void GradReducer::begin_wire() {
               .map = layout_.carries_tail() ? &layout_.used() : nullptr,
               .shadow = is_shadow(),
               .defers_sums = landing_->defers_step()});
-  landing_->begin_step({wire, /*touches_gradients=*/part_ != Part::kZeros});
+  landing_->begin_step({wire, /*touches_gradients=*/part_ != Part::kZeros,
+                        /*makes_graph=*/at::GradMode::is_enabled()});
   queue_.begin({&wire, scale(), is_shadow(), arming_->is_manual()}, waiting);
 }
 
@@ -146,9 +149,11 @@ void GradReducer::gradient_ready(int64_t index, bool has_gradient) {
   if (has_gradient) layout_.used().mark_used(index);
   if (!arming_->is_running()) landing_->accumulated(parameter);
   if (!arming_->gradient_came()) return;
+  const at::NoGradGuard no_grad;
   const bool is_last = layout_.arrivals().arrived(index);
-  checks_.check_kind(layout_.parameters()[parameter], layout_.infos()[parameter].name,
-                     has_gradient);
+  if (has_gradient)
+    checks_.check(layout_.parameters()[parameter], layout_.infos()[parameter].name,
+                  landing_->keeps_graphs());
   const BucketPlace place = layout_.place_of(parameter);
   if (layout_.is_excluded(parameter)) return landing_->accumulated(parameter);
   if (!place.is_planned()) return;  // unfrozen or cast since; see [Note: a module that changes]
@@ -157,7 +162,10 @@ void GradReducer::gradient_ready(int64_t index, bool has_gradient) {
   Wire& wire = wires_.chosen();
   if (queue_.has_launched(bucket) || wire.has_taken(bucket, slot))
     checks_.refuse_late(layout_.infos()[parameter].name);
-  if (has_gradient) wire.accumulated(bucket, slot);
+  if (has_gradient) {
+    landing_->came(parameter);
+    wire.accumulated(bucket, slot);
+  }
   slot_ready(parameter, place, is_last);
 }
 
@@ -182,7 +190,8 @@ void GradReducer::slot_ready(size_t parameter, BucketPlace place, bool is_last) 
 
 void GradReducer::newcomer_ready(size_t newcomer, bool has_gradient) {
   const at::Tensor& tensor = changes_.newcomer_came(newcomer, has_gradient);
-  if (arming_->gradient_came()) checks_.check_kind(tensor, "", has_gradient);
+  if (arming_->gradient_came() && has_gradient)
+    checks_.check(tensor, /*name=*/"", landing_->keeps_graphs());
 }
 
 void GradReducer::catch_up() {
@@ -198,6 +207,7 @@ void GradReducer::launch_rest() {
 
 void GradReducer::finish_backward() {
   TRIREME_TRACE("grad_reducer.finish_backward");
+  const at::NoGradGuard no_grad;
   launch_rest();
   if (arming_->is_manual()) return arming_->await_finalization();
   collect();
@@ -205,6 +215,7 @@ void GradReducer::finish_backward() {
 
 // Waits for everything that is in flight and brings every .grad to its final value.
 void GradReducer::collect(bool may_learn) {
+  const at::NoGradGuard no_grad;
   arming_->end();  // also if a wait throws
   queue_.deliver_rest();
   if (wires_.chosen().divides()) send_map();  // not before: hooks may have issued collectives
@@ -245,6 +256,7 @@ bool GradReducer::needs_map() const {
 }
 
 void GradReducer::settle_map(bool late) {
+  const at::NoGradGuard no_grad;
   map_is_unread_ = false;
   layout_.used().finish_reading();
   queue_.deliver_by_map();
@@ -287,6 +299,7 @@ void GradReducer::learn_order() {
 // Collects where no backward runs, whose end would tell the others of an exception: it tells them
 // itself.
 void GradReducer::collect_by_itself(Part part, bool may_learn) {
+  const at::NoGradGuard no_grad;
   arming_->begin_by_itself(part);
   try {
     launch_rest();

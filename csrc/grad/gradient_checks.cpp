@@ -1,23 +1,37 @@
 #include <trireme/grad/gradient_checks.h>
 
-#include <ATen/ATen.h>
+#include <trireme/grad/gradient_graphs.h>
+
+#include <c10/util/Exception.h>
 
 namespace trireme {
 
-void GradientChecks::check_kind(const at::Tensor& parameter, const std::string& name,
-                                bool has_gradient) {
-  if (at::GradMode::is_enabled()) {
-    refuse(name,
-           "in backward(create_graph=True), expected a first-order backward: the average over "
-           "ranks has no derivative",
-           "Use torch.autograd.grad(..., create_graph=True) inside the loss instead.");
-  }
-  if (has_gradient && !parameter.grad().defined()) {
+void GradientChecks::check(const at::Tensor& parameter, const std::string& name,
+                           bool keeps_graphs) {
+  if (!parameter.grad().defined()) {
     refuse(name,
            "without its gradient, expected it in .grad: a post-accumulate-grad hook took it before "
            "it was averaged",
            "Register the optimizer with _apply_optimizer_in_backward before the first forward, or "
            "step after backward.");
+  }
+  if (where_.rank == 0 && has_graph(parameter.grad())) say_of_graph(keeps_graphs);
+}
+
+void GradientChecks::say_of_graph(bool is_kept) const {
+  if (!is_kept) {
+    TORCH_WARN_ONCE(error_text(
+        area_,
+        "got a gradient with a graph (create_graph=True): .grad is the average over the ranks and "
+        "has no graph, because each rank keeps a part of it only",
+        where_, "Use autograd.grad with create_graph=True inside the loss, DDP, or ZeRO stage 1."));
+  } else if (where_.world > 1) {
+    TORCH_WARN_ONCE(error_text(
+        area_,
+        "got a gradient with a graph (create_graph=True): .grad is the average over the ranks, but "
+        "its graph is that of this rank alone, times 1 / " +
+            std::to_string(where_.world),
+        where_, "Sum up over the ranks what you derive from .grad."));
   }
 }
 

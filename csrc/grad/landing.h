@@ -4,6 +4,7 @@
 
 #include <trireme/grad/bucket.h>
 #include <trireme/grad/bucket_layout.h>
+#include <trireme/grad/gradient_graphs.h>
 #include <trireme/grad/wire.h>
 
 #include <ATen/core/Tensor.h>
@@ -47,8 +48,15 @@ class TRIREME_API Landing {
   struct Step {
     Wire& wire;
     bool touches_gradients = true;  // false in a shadow step that leaves .grad alone
+    bool makes_graph = false;       // backward(create_graph=True)
   };
   virtual void begin_step(const Step& /*step*/) {}
+
+  // Says whether the average has a graph where this rank's gradient had one.
+  virtual bool keeps_graphs() const { return false; }
+  // A gradient of the step is in .grad, perhaps not for the first time, and goes to the wire next.
+  // Takes its graph off it; see [Note: gradients with a graph].
+  virtual void came(size_t index) { drop_graph(parameter(index).grad()); }
 
   // The ranks that share a bucket have its sum. Returns what goes on to those that hold the same
   // shards, if others do.

@@ -1,6 +1,7 @@
 #include <trireme/strategies/data_parallel/replica_node.h>
 
 #include <trireme/common/error.h>
+#include <trireme/module/autograd_node.h>
 #include <trireme/strategies/data_parallel/replica_pass.h>
 
 #include <torch/csrc/autograd/function.h>
@@ -8,7 +9,6 @@
 #include <torch/csrc/autograd/graph_task.h>
 
 #include <string>
-#include <type_traits>
 #include <utility>
 
 namespace trireme {
@@ -43,18 +43,6 @@ class IdentityNode final : public torch::autograd::Node {
   }
   std::string name() const override { return "TriremeReplicaInput"; }
 };
-
-using NodePtr = decltype(torch::autograd::Edge::function);
-
-// Makes a shared_ptr up to torch 2.12, an intrusive_ptr since.
-template <typename Node, typename Ptr = NodePtr, typename... Args>
-Ptr make_node(Args&&... args) {
-  if constexpr (std::is_convertible_v<std::shared_ptr<Node>, Ptr>) {
-    return std::make_shared<Node>(std::forward<Args>(args)...);
-  } else {
-    return c10::make_intrusive<Node>(std::forward<Args>(args)...);
-  }
-}
 
 }  // namespace
 

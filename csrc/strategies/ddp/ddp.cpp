@@ -77,7 +77,7 @@ Ddp::Ddp(ModuleTensors module, std::shared_ptr<Communicator> communicator,
   GradReducerParts parts;
   parts.communicator = communicator_;
   parts.arming = arming_;
-  parts.landing = std::make_shared<WholeLanding>(options.gradient_as_bucket_view);
+  parts.landing = std::make_shared<WholeLanding>(arming_, options.gradient_as_bucket_view);
   reducer_ = GradReducer::make(module.parameters, std::move(parts), reducer_options);
 }
 

@@ -1,24 +1,52 @@
 #pragma once
 
+#include <trireme/grad/arming.h>
 #include <trireme/grad/landing.h>
+
+#include <memory>
+#include <vector>
 
 namespace trireme {
 
 // Every rank keeps all of the average: it becomes the .grad of its parameter. See [Note: who owns a
-// gradient's memory] in grad/bucket.h.
+// gradient's memory] in grad/bucket.h, and [Note: gradients with a graph].
 class TRIREME_API WholeLanding final : public Landing {
  public:
   // `as_bucket_view` replaces also a .grad that existed before, which otherwise keeps its identity.
-  explicit WholeLanding(bool as_bucket_view = false) : as_bucket_view_(as_bucket_view) {}
+  explicit WholeLanding(const std::shared_ptr<Arming>& arming, bool as_bucket_view = false)
+      : as_bucket_view_(as_bucket_view), graphs_([arming = std::weak_ptr(arming)] {
+          if (const auto alive = arming.lock()) alive->output_gradient_arrived();
+        }) {}
 
-  void begin_step(const Step& step) override { touches_gradients_ = step.touches_gradients; }
+  void begin(BucketLayout& layout) override {
+    Landing::begin(layout);
+    graphs_.begin(layout.parameters().size());
+  }
+  void begin_step(const Step& step) override {
+    touches_gradients_ = step.touches_gradients;
+    makes_graph_ = step.makes_graph;
+  }
+  bool keeps_graphs() const override { return true; }
+  void came(size_t index) override {
+    if (makes_graph_) graphs_.take(index, parameter(index).grad());
+  }
   void deliver(Bucket& bucket, size_t slot) override {
-    if (touches_gradients_) bucket.deliver(slot, as_bucket_view_);
+    if (!touches_gradients_) return;
+    const size_t index = parameter_of(bucket, slot);
+    came(index);  // what was in .grad before
+    bucket.deliver(slot, as_bucket_view_);
+    if (makes_graph_) graphs_.give_back(index, parameter(index).grad(), 1 / divisor_);
+  }
+  void abandon(const std::vector<bool>& /*is_delivered*/) override {
+    for (size_t i = 0; i < layout_->parameters().size(); ++i)
+      graphs_.give_back(i, parameter(i).grad(), /*factor=*/1);
   }
 
  private:
   bool as_bucket_view_;
   bool touches_gradients_ = true;
+  bool makes_graph_ = false;
+  GradientGraphs graphs_;
 };
 
 }  // namespace trireme

@@ -47,6 +47,7 @@ void OwnerLanding::drop_accumulated() {
 void OwnerLanding::accumulated(size_t index) {
   at::Tensor& grad = parameter(index).mutable_grad();
   const ParameterInfo& info = layout_->infos()[index];
+  drop_graph(grad);
   if (grad.defined()) grad = grad.to(info.reduce_dtype.value_or(info.dtype));
 }
 

@@ -88,6 +88,7 @@ void ShardLanding::deliver(Bucket& bucket, size_t slot) {
     grad.reset();
     return;
   }
+  drop_graph(grad);
   at::Tensor sum = bucket.spread_sum(slot);
   if (at::Tensor earlier = std::exchange(set_aside_[index], {}); earlier.defined()) {
     bucket.own_part(sum, slot).add_(bucket.own_part(earlier, slot));

@@ -30,7 +30,7 @@ struct Chain {
     }
     if (options.caps.bytes == GradReducerOptions().caps.bytes)
       options.caps = {{16}};  // one parameter per bucket
-    GradReducerParts parts{wire, arming, std::make_shared<WholeLanding>(as_bucket_view)};
+    GradReducerParts parts{wire, arming, std::make_shared<WholeLanding>(arming, as_bucket_view)};
     reducer = GradReducer::make(parameters, std::move(parts), options);
   }
 
@@ -314,11 +314,64 @@ TEST_CASE("an exception in the middle of backward is announced with the last gra
   CHECK_THROWS_WITH(chain.forward("abc"), Catch::Contains("wrap the module anew"));
 }
 
-TEST_CASE("create_graph is refused by name") {
+TEST_CASE("the graph of an average goes on into this rank's gradients") {
+  for (const bool as_bucket_view : {false, true}) {
+    CAPTURE(as_bucket_view);
+    Chain chain("ab", {}, as_bucket_view);
+    const auto backward = [&] {
+      torch::autograd::backward({chain.forward("ab").sum()}, {}, true, /*create_graph=*/true);
+    };
+    backward();
+    chain.zero_grad();
+    backward();
+    const at::Tensor kept = chain.grad('a');
+    CHECK(at::equal(kept.detach(), at::full({4}, 2.0F)));  // y = a * b: d(y) / d(a) = b
+    const auto slope = [&] {
+      return torch::autograd::grad({chain.grad('a').sum()}, {chain.weights[1]}, {}, true)[0];
+    };
+    CHECK(at::equal(slope(), at::full({4}, 0.5F)));  // of two ranks
+    backward();
+    CHECK(at::equal(chain.grad('a').detach(), at::full({4}, 4.0F)));
+    CHECK(at::equal(slope(), at::full({4}, 0.75F)));  // what is averaged twice is halved twice
+    CHECK(at::equal(kept.detach(), at::full({4}, 2.0F)));
+    chain.step("ab");
+    CHECK(at::equal(slope(), at::full({4}, 0.75F)));  // this one made no graph
+    chain.zero_grad();
+    chain.wire->clear();
+    Chain::backward(kept.square().sum());  // reaches no output, but an average: d / d(b)
+    CHECK(chain.sent() == "b a");
+    CHECK(at::equal(chain.grad('b'), at::full({4}, 2.0F)));
+  }
+}
+
+TEST_CASE("a gradient with a graph that waited for an average gets its part of it") {
   Chain chain("ab");
-  const at::Tensor y = chain.forward("ab");
-  CHECK_THROWS_WITH(torch::autograd::backward({y.sum()}, {}, true, /*create_graph=*/true),
-                    Catch::Contains("[ddp] got 'b' in backward(create_graph=True)"));
+  const auto backward = [&](const char* used, bool synchronize) {
+    torch::autograd::backward({chain.forward(used, synchronize).sum()}, {}, true, true);
+  };
+  backward("ab", false);
+  backward("b", true);
+  CHECK(at::equal(chain.grad('a').detach(), at::full({4}, 2.0F)));
+  const auto slope = torch::autograd::grad({chain.grad('a').sum()}, {chain.weights[1]})[0];
+  CHECK(at::equal(slope, at::full({4}, 0.5F)));
+}
+
+TEST_CASE("an abandoned backward leaves the graphs of gradients that stay") {
+  Chain chain("ab");
+  const auto backward = [&](bool synchronize) {
+    torch::autograd::backward({chain.forward("ab", synchronize).sum()}, {}, true, true);
+  };
+  backward(false);
+  const auto hook = chain.weights[0].register_hook(
+      [](const at::Tensor&) { TORCH_CHECK(false, "the user's own error"); });
+  CHECK_THROWS_WITH(backward(true), Catch::Contains("the user's own error"));
+  chain.weights[0].remove_hook(hook);
+  for (const char name : {'a', 'b'}) {  // that of b came twice
+    const at::Tensor& other = chain.weights[name == 'a' ? 1 : 0];
+    const float times = name == 'a' ? 1 : 2;
+    const auto slope = torch::autograd::grad({chain.grad(name).sum()}, {other}, {}, true)[0];
+    CHECK(at::equal(slope, at::full({4}, times)));
+  }
 }
 
 TEST_CASE("a join takes part with zeros and leaves .grad alone") {

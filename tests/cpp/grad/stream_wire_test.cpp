@@ -32,7 +32,7 @@ struct Model {
       parameters.tensors.push_back(weights.back());
       parameters.sparse_gradient.push_back(false);
     }
-    GradReducerParts parts{rank.communicator, arming, std::make_shared<WholeLanding>()};
+    GradReducerParts parts{rank.communicator, arming, std::make_shared<WholeLanding>(arming)};
     reducer = GradReducer::make(parameters, std::move(parts), options);
   }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -25,10 +26,31 @@ from fsdp.ranks import (
     train_both,
     train_by_rank,
 )
-from shm.ranks import on_shm_ranks
+from shm.ranks import on_shm_and_gloo_ranks, on_shm_ranks
 from zero.ranks import ROWS, Training, alone, assert_close
 
 SMALL_WORLDS = pytest.mark.parametrize("world", [2, 3])
+
+
+@on_shm_and_gloo_ranks(2)
+def test_create_graph_brings_averages_without_a_graph(rank: int) -> None:
+    ours, one = pair(mlp)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(4):
+            for training in (ours, one):
+                training.optimizer.zero_grad()
+                if training is ours:
+                    ours.model.set_requires_gradient_sync(False)
+                training.loss(2 * step).backward(create_graph=True)
+                ours.model.set_requires_gradient_sync(True)
+                training.loss(2 * step + 1).backward(create_graph=True)
+            assert not any(it.grad.requires_grad for it in ours.model.parameters())
+            for other in one.model.parameters():
+                other.grad = other.grad.detach()
+            step_both(ours, one)
+    said = [str(it.message) for it in caught if "[fully_shard]" in str(it.message)]
+    assert len(said) == (rank == 0) and all("has no graph" in text for text in said)
 
 
 @on_shm_ranks(2)

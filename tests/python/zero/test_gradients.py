@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -45,6 +47,27 @@ def step_both(ours: Training, one: Training) -> None:
     for training in (ours, one):
         training.optimizer.step()
     assert_equal_parameters(ours.model, one.model)
+
+
+@on_shm_and_gloo_ranks(2)
+def test_create_graph_brings_averages_without_a_graph(rank: int) -> None:
+    ours, one = pair(mlp)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(4):
+            for training in (ours, one):
+                training.optimizer.zero_grad()
+                with ours.optimizer.no_sync() if training is ours else nullcontext():
+                    training.loss(2 * step).backward(create_graph=True)
+                training.loss(2 * step + 1).backward(create_graph=True)
+            for parameter, other in zip(
+                ours.model.parameters(), one.model.parameters(), strict=True
+            ):
+                assert not parameter.grad.requires_grad
+                other.grad = other.grad.detach()
+            step_both(ours, one)
+    said = [str(it.message) for it in caught if "[zero]" in str(it.message)]
+    assert len(said) == (rank == 0) and all("has no graph" in text for text in said)
 
 
 @on_shm_ranks(2)

@@ -3,6 +3,7 @@
 
 #include <trireme/strategies/ddp/distributed_data_parallel.h>
 
+#include <torch/csrc/autograd/autograd.h>
 #include <torch/nn.h>
 #include <torch/optim.h>
 
@@ -129,6 +130,25 @@ TEST_CASE("no_sync accumulates and the next step averages") {
     expected += alone->first->weight.grad();  // twice per rank, half of the sum
   }
   for (const at::Tensor& grad : grads) CHECK(at::allclose(grad, expected, 1e-5, 1e-6));
+}
+
+TEST_CASE("a second derivative through .grad, summed up over the ranks, is that of one process") {
+  const auto derive = [](const at::Tensor& loss, const std::vector<at::Tensor>& parameters) {
+    loss.backward({}, /*keep_graph=*/true, /*create_graph=*/true);
+    return torch::autograd::grad({parameters[0].grad().pow(2).sum()}, {parameters[0]})[0];
+  };
+  const auto part_of = [](int64_t rank) { return whole_batch(0).narrow(0, rank * 6, 6); };
+  Net alone;
+  const at::Tensor loss =
+      (loss_of(alone->forward(part_of(0), true)) + loss_of(alone->forward(part_of(1), true))) / 2;
+  const at::Tensor expected = derive(loss, alone->parameters());
+  run_thread_ranks(2, [&](ThreadRank& rank) {
+    DistributedDataParallel<Net> ddp(Net(), rank.communicator);
+    at::Tensor found =
+        derive(loss_of(ddp->forward(part_of(rank.where.rank), true)), ddp->parameters());
+    rank.communicator->all_reduce({found}, ReduceOp::kSum, "derivative").wait();
+    TORCH_CHECK(at::allclose(found, expected, 1e-5, 1e-6));
+  });
 }
 
 namespace {

@@ -109,6 +109,27 @@ TEST_CASE("training equals one process on the whole batch, at any number of rank
   }
 }
 
+TEST_CASE("backward with create_graph trains as without, and leaves no graph") {
+  const Values expected = train_alone<SGD>(SGDOptions(0.1), 4);
+  for (const Engine engine : {Engine::kGloo, Engine::kShm}) {
+    const auto found = on_ranks<Values>(2, engine, [&](ThreadRank& rank) {
+      UnevenNet net;
+      auto model = fully_shard(net, over(rank));
+      SGD optimizer(model->parameters(), SGDOptions(0.1));
+      for (int64_t number = 0; number < 4; ++number) {
+        optimizer.zero_grad();
+        model->forward(part_of_batch(number, rank.where), number % 2 == 0)
+            .backward({}, /*keep_graph=*/true, /*create_graph=*/true);
+        for (const at::Tensor& parameter : model->parameters())
+          TORCH_CHECK(!parameter.grad().defined() || !parameter.grad().requires_grad());
+        trireme::step(optimizer);
+      }
+      return whole_values(*model, net->parameters());
+    });
+    for (const Values& values : found) CHECK(count_unlike(values, expected) == 0);
+  }
+}
+
 TEST_CASE("our optimizers pass the gate by themselves") {
   const AdamWOptions adamw(0.01);
   const SGDOptions sgd = SGDOptions(0.1).momentum(0.9);

@@ -41,6 +41,24 @@ std::vector<Values> train_sharded(int64_t world, Engine engine, const Options& d
   });
 }
 
+// Each step's backward makes a graph. Returns what is left; says whether stage 1 keeps graphs and
+// stage 2 none.
+Values train_with_graphs(ThreadRank& rank, int64_t stage) {
+  UnevenNet net;
+  std::optional<DistributedDataParallel<UnevenNet>> ddp;
+  if (stage == 1) ddp.emplace(net, rank.communicator);
+  ZeroRedundancyOptimizer<SGD> optimizer(net, SGDOptions(0.1), rank.communicator, {.stage = stage});
+  for (int64_t step = 0; step < 4; ++step) {
+    optimizer.zero_grad();
+    const at::Tensor part = part_of_batch(step, rank.where);
+    (ddp ? (*ddp)->forward(part, step % 2 == 0) : net->forward(part, step % 2 == 0))
+        .backward({}, /*keep_graph=*/true, /*create_graph=*/true);
+    TORCH_CHECK(net->first->weight.grad().requires_grad() == (stage == 1));
+    optimizer.step();
+  }
+  return values_of(net->parameters());
+}
+
 // Every rank has the parameters of `alone`, and has seen its norms.
 void check_like(const UnevenNet& alone, const std::vector<double>& norms,
                 const std::vector<Values>& found, const std::vector<std::vector<double>>& seen) {
@@ -70,6 +88,18 @@ class NormedDescent : public torch::optim::Optimizer {
 };
 
 }  // namespace
+
+TEST_CASE("backward with create_graph trains as without; stage 1 keeps this rank's graph") {
+  const Values expected = train_alone<SGD>(SGDOptions(0.1), 4);
+  for (const Engine engine : kEngines) {
+    for (const int64_t stage : {1, 2}) {
+      CAPTURE(static_cast<int>(engine), stage);
+      const auto found = on_ranks<Values>(
+          2, engine, [&](ThreadRank& rank) { return train_with_graphs(rank, stage); });
+      for (const Values& values : found) CHECK(count_unlike(values, expected) == 0);
+    }
+  }
+}
 
 TEST_CASE("ranks train as one process does on the whole batch, stages 1 and 2") {
   const AdamWOptions options = AdamWOptions(0.01).weight_decay(0.1);

@@ -1,0 +1,54 @@
+#pragma once
+
+#include <trireme/common/export.h>
+
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/autograd/edge.h>
+
+#include <cstddef>
+#include <functional>
+#include <utility>
+#include <vector>
+
+namespace trireme {
+
+// [Note: gradients with a graph]
+//
+// backward(create_graph=True) leaves gradients in .grad that have functions of their own. Their
+// values travel; their graph cannot, since it is in this process. So the average gets a graph of
+// one node, which multiplies by 1 / divisor and goes on into this rank's gradients: d(.grad) is
+// this rank's part of the derivative, as under torch's DistributedDataParallel. Its sum over the
+// ranks is the derivative of the average. A gradient that is averaged twice is multiplied twice.
+//
+// A landing takes the graph off each gradient that comes, so that its memory can go as ever, and
+// gives it to the average. A strategy that keeps only a part of each average drops it. A backward
+// that makes no graph leaves the one that a .grad has as it is.
+//
+// Two rules follow. Where there is a graph, autograd adds out of place: .grad is then another
+// tensor, and the one before it is the caller's (FlatBucket::begin_step). And a backward that
+// reaches an average synchronizes, as if it had reached the forward that the average comes from.
+
+// Says whether a gradient has a function.
+TRIREME_API bool has_graph(const at::Tensor& grad);
+// Makes a gradient one without a graph, in place.
+TRIREME_API void drop_graph(const at::Tensor& grad);
+
+// The graphs of the gradients of a step, by parameter. Not thread-safe; its reducer serialises
+// access.
+class TRIREME_API GradientGraphs {
+ public:
+  // `reached` is called when a backward has come to an average, on autograd's thread.
+  explicit GradientGraphs(std::function<void()> reached) : reached_(std::move(reached)) {}
+
+  void begin(size_t parameters) { taken_.assign(parameters, {}); }
+  // Takes its graph off a gradient, if it has one; a further one if more was accumulated.
+  void take(size_t parameter, const at::Tensor& grad);
+  // Gives `grad` what was taken, times `factor`.
+  void give_back(size_t parameter, const at::Tensor& grad, double factor);
+
+ private:
+  std::function<void()> reached_;
+  std::vector<torch::autograd::edge_list> taken_;
+};
+
+}  // namespace trireme
