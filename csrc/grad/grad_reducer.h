@@ -161,8 +161,11 @@ class TRIREME_API GradReducer final : public GradSink, public BackwardSteps {
 
   void newcomer_ready(size_t newcomer, bool has_gradient);
   void slot_ready(size_t parameter, BucketPlace place, bool is_last);
+  void begin_step();
   void begin_wire();
   void catch_up();
+  bool settles_buckets() const;
+  void settle_buckets();
   void launch_rest();
   void collect(bool may_learn = true);
   void collect_by_itself(Part part, bool may_learn);
