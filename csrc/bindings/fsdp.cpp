@@ -159,8 +159,8 @@ Fsdp::Forward forward_of(const std::shared_ptr<PyParamGroup>& group, bool is_roo
 ShardedParamSpec make_spec(std::string name, std::vector<int64_t> sizes, at::ScalarType dtype,
                            int64_t dim, OptionalDtype param_dtype, OptionalDtype reduce_dtype,
                            bool requires_grad, OptionalDtype grad_dtype) {
-  ShardedParamSpec spec{std::move(name), std::move(sizes), dtype, dim, param_dtype, reduce_dtype,
-                        requires_grad};
+  ShardedParamSpec spec{std::move(name), std::move(sizes), dtype,        dim,
+                        param_dtype,     reduce_dtype,     requires_grad};
   spec.grad_dtype = grad_dtype;
   return spec;
 }

@@ -52,6 +52,14 @@ Bucket::Bucket(PlannedBucket plan, const std::vector<at::Tensor>& parameters,
   }
 }
 
+bool Bucket::delivers_as(const std::vector<ParameterInfo>& infos) const {
+  for (size_t i = 0; i < slots_.size(); ++i) {
+    const auto index = static_cast<size_t>(plan_.slots[i].parameter);
+    if (slots_[i].dtype != infos[index].gradient_dtype()) return false;
+  }
+  return true;
+}
+
 const at::Tensor& Bucket::parameter(size_t slot) const {
   return parameters_[static_cast<size_t>(plan_.slots[slot].parameter)];
 }

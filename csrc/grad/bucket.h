@@ -132,6 +132,8 @@ class TRIREME_API Bucket {
   virtual bool holds_gradient_of(const at::Tensor& parameter) const;
 
   const PlannedBucket& plan() const { return plan_; }
+  // Says whether its gradients become .grad in the dtypes that `infos` tell.
+  bool delivers_as(const std::vector<ParameterInfo>& infos) const;
   // Returns gradients and tail together: what goes over the wire.
   const at::Tensor& wire() const { return buffer_; }
   // Returns the gradients without the tail; the sparse gradient of a sparse bucket.
@@ -145,7 +147,7 @@ class TRIREME_API Bucket {
     std::string name;
     std::vector<int64_t> sizes;
     std::vector<int64_t> strides;
-    at::ScalarType dtype = at::kFloat;  // of .grad
+    at::ScalarType dtype = at::kFloat;  // that of .grad
     GradOrigin origin = GradOrigin::kFresh;
     bool packed = false;   // its range of the buffer holds this step's contribution
     bool arrived = false;  // a hook fired for it in this step

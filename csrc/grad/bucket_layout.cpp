@@ -27,18 +27,6 @@ at::ScalarType gradient_dtype_of(const at::Tensor& tensor) {
   return tensor.grad_dtype().value_or(tensor.scalar_type());
 }
 
-bool are_alike(const ParameterInfo& a, const ParameterInfo& b) {
-  return a.sizes == b.sizes && a.strides == b.strides && a.dtype == b.dtype &&
-         a.gradient_dtype() == b.gradient_dtype() && a.device == b.device &&
-         a.sparse_gradient == b.sparse_gradient;
-}
-
-bool has_any_of(const PlannedBucket& bucket, const std::vector<bool>& wanted) {
-  return std::any_of(bucket.slots.begin(), bucket.slots.end(), [&](const BucketSlot& slot) {
-    return wanted[static_cast<size_t>(slot.parameter)];
-  });
-}
-
 }  // namespace
 
 bool lies_as_described(const at::Tensor& parameter, const ParameterInfo& info) {
@@ -92,16 +80,6 @@ void BucketLayout::begin(const NamedParameters& parameters, int64_t step) {
   is_stale_ = true;
 }
 
-void BucketLayout::set_dtypes(size_t parameter, at::ScalarType dtype,
-                              at::ScalarType gradient_dtype) {
-  ParameterInfo& info = infos_[parameter];
-  if (info.dtype == dtype && info.gradient_dtype() == gradient_dtype) return;
-  info.dtype = dtype;
-  info.grad_dtype.reset();
-  if (gradient_dtype != dtype) info.grad_dtype = gradient_dtype;
-  is_stale_ = is_cast_ = true;
-}
-
 bool BucketLayout::has(const at::Tensor& tensor) const {
   return std::any_of(parameters_.begin(), parameters_.end(),
                      [&](const at::Tensor& parameter) { return parameter.is_same(tensor); });
@@ -114,76 +92,13 @@ BucketPlan BucketLayout::plan_of(std::vector<int64_t> parameters) const {
       {infos_, std::move(parameters), trailing_, options_.caps, options_.reduce_dtype});
 }
 
-// Says whether a kept bucket still holds what it was planned for; then its plan has the places that
-// its parameters have now.
-bool BucketLayout::follow(KeptBucket& kept) const {
-  for (size_t i = 0; i < kept.tensors.size(); ++i) {
-    const auto found = std::find_if(
-        parameters_.begin(), parameters_.end(),
-        [&](const at::Tensor& parameter) { return parameter.is_same(kept.tensors[i]); });
-    if (found == parameters_.end()) return false;
-    const auto index = found - parameters_.begin();
-    if (!are_alike(infos_[static_cast<size_t>(index)], kept.infos[i])) return false;
-    kept.planned.slots[i].parameter = index;
-  }
-  return true;
-}
-
-void BucketLayout::give_up_changed() {
-  std::erase_if(kept_, [this](KeptBucket& kept) { return !follow(kept); });
-}
-
-// Plans parameters that no kept bucket has, and keeps their buckets.
-void BucketLayout::keep_more(const std::vector<int64_t>& parameters, NumberedPlan& plan) {
-  std::vector<bool> is_kept(parameters_.size(), false);
-  for (const KeptBucket& kept : kept_)
-    for (const BucketSlot& slot : kept.planned.slots)
-      is_kept[static_cast<size_t>(slot.parameter)] = true;
-  std::vector<int64_t> others = parameters;
-  std::erase_if(others, [&](int64_t index) { return is_kept[static_cast<size_t>(index)]; });
-  for (PlannedBucket& bucket : plan_of(std::move(others)).buckets) {
-    KeptBucket kept{bucket, next_number_++, {}, {}};
-    for (const BucketSlot& slot : bucket.slots) {
-      kept.tensors.push_back(parameters_[static_cast<size_t>(slot.parameter)]);
-      kept.infos.push_back(infos_[static_cast<size_t>(slot.parameter)]);
-    }
-    plan.add(std::move(bucket), kept.number);
-    kept_.push_back(std::move(kept));
-  }
-}
-
-NumberedPlan BucketLayout::plan_all() {
-  NumberedPlan all;
-  if (!is_frozen_) {
-    all.plan = plan_of(order_);
-    for (size_t b = 0; b < all.plan.buckets.size(); ++b)
-      all.numbers.push_back(static_cast<int64_t>(b));
-    return all;
-  }
-  give_up_changed();
-  std::vector<bool> trains(parameters_.size(), false);
-  for (const int64_t index : order_) trains[static_cast<size_t>(index)] = true;
-  for (const KeptBucket& kept : kept_)
-    if (has_any_of(kept.planned, trains)) all.add(kept.planned, kept.number);
-  keep_more(order_, all);
-  return all;
-}
-
-NumberedPlan BucketLayout::plan_beside(const std::vector<int64_t>& parameters) {
-  NumberedPlan beside;
-  if (!is_frozen_) {
-    for (PlannedBucket& bucket : plan_of(parameters).buckets)
-      beside.add(std::move(bucket),
-                 static_cast<int64_t>(plan_.buckets.size() + beside.numbers.size()));
-    return beside;
-  }
-  give_up_changed();
-  std::vector<bool> wanted(parameters_.size(), false);
-  for (const int64_t index : parameters) wanted[static_cast<size_t>(index)] = true;
-  for (const KeptBucket& kept : kept_)
-    if (has_any_of(kept.planned, wanted)) beside.add(kept.planned, kept.number);
-  keep_more(parameters, beside);
-  return beside;
+NumberedPlan BucketLayout::plan_from(size_t first_number, const std::vector<int64_t>& parameters) {
+  const auto plan_them = [this](std::vector<int64_t> some) { return plan_of(std::move(some)); };
+  if (kept_) return kept_->plan(parameters, {parameters_, infos_}, plan_them);
+  NumberedPlan numbered{plan_of(parameters), {}};
+  for (size_t b = 0; b < numbered.plan.buckets.size(); ++b)
+    numbered.numbers.push_back(static_cast<int64_t>(first_number + b));
+  return numbered;
 }
 
 std::vector<BucketPlace> BucketLayout::places_in(const BucketPlan& plan) const {
@@ -200,7 +115,8 @@ std::vector<BucketPlace> BucketLayout::places_in(const BucketPlan& plan) const {
 std::unique_ptr<Bucket> BucketLayout::make_bucket(const PlannedBucket& planned, int64_t tail_numel,
                                                   bool scatters) const {
   if (planned.sparse) return std::make_unique<SparseBucket>(planned, parameters_, infos_);
-  if (scatters) return std::make_unique<RunBucket>(planned, parameters_, infos_, options_.own, pool_);
+  if (scatters)
+    return std::make_unique<RunBucket>(planned, parameters_, infos_, options_.own, pool_);
   return std::make_unique<FlatBucket>(planned, parameters_, infos_, tail_numel, options_.own);
 }
 
@@ -223,7 +139,7 @@ Buckets BucketLayout::make_buckets(const BucketPlan& plan, int64_t tail_numel, b
 void BucketLayout::build(const Transport& transport) {
   if (!is_stale_) return;
   is_stale_ = false;
-  auto [plan, numbers] = plan_all();
+  auto [plan, numbers] = plan_from(0, order_);
   const bool scatters = may_scatter() && !(transport.has_stream && StreamWire::takes(plan));
   // Gradients may become a stream, which needs none of it, after the first backward.
   if (pool_) pool_->keep_idle(scatters && !arrivals_.is_observing() ? BufferPool::kIdle : 0);
@@ -231,7 +147,11 @@ void BucketLayout::build(const Transport& transport) {
       transport.carries_tail && !scatters && !plan.buckets.empty() && !plan.buckets.back().sparse &&
       (plan.buckets.back().dtype == at::kFloat || plan.buckets.back().dtype == at::kDouble);
   std::vector<BucketPlace> places = places_in(plan);
-  const bool is_same = !std::exchange(is_cast_, false) && plan == plan_ && tail_fits == carries_tail_ && scatters == scatters_;
+  const bool deliver_as_described =
+      std::all_of(buckets_.begin(), buckets_.end(),
+                  [this](const auto& bucket) { return bucket->delivers_as(infos_); });
+  const bool is_same =
+      plan == plan_ && deliver_as_described && tail_fits == carries_tail_ && scatters == scatters_;
   if (!is_same || buckets_.empty()) {
     buckets_ = make_buckets(plan, tail_fits ? used_.numel() : 0, scatters);
     plan_ = std::move(plan);
@@ -262,8 +182,14 @@ void BucketLayout::set_order(std::vector<int64_t> order) {
   is_stale_ = true;
 }
 
+void BucketLayout::keep_buckets() {
+  if (kept_) return;
+  kept_.emplace();
+  is_stale_ = true;
+}
+
 void BucketLayout::update_trailing(int64_t step, int64_t world) {
-  if (is_frozen_) return;
+  if (kept_) return;
   for (const int64_t index : order_) {
     const auto i = static_cast<size_t>(index);
     if (used_.ranks_using(index) < world) partly_used_at_[i] = step;

@@ -3,6 +3,7 @@
 #include <trireme/comm/communicator.h>
 #include <trireme/grad/arrival_order.h>
 #include <trireme/grad/bucket.h>
+#include <trireme/grad/kept_buckets.h>
 #include <trireme/grad/used_map.h>
 #include <trireme/grad/wire.h>
 #include <trireme/memory/bucket_plan.h>
@@ -22,22 +23,10 @@ namespace trireme {
 
 TRIREME_API std::vector<ParameterInfo> describe_parameters(const NamedParameters& parameters);
 
-// Say whether a parameter still lies in memory, and has gradients in the dtype, as it was described.
+// Say whether a parameter still lies in memory, and has gradients in the dtype, as it was
+// described.
 TRIREME_API bool lies_as_described(const at::Tensor& parameter, const ParameterInfo& info);
 TRIREME_API bool has_described_dtypes(const at::Tensor& parameter, const ParameterInfo& info);
-
-// [Note: buckets under a communication hook]
-//
-// A hook may keep state by a bucket's index: errors of a compression, of the bucket's length. So
-// the buckets that a hook has seen are kept as long as all their parameters are what they were
-// planned as: the tensor, how it lies, the dtype of its gradient. A parameter that was frozen keeps
-// its place, which carries zeros; a bucket in which all are frozen is not sent, and comes back with
-// one of them. A bucket of which a parameter was replaced or cast is given up; what is left of it,
-// and what comes in addition, goes into buckets behind the others, with indices that no bucket has
-// had before.
-//
-// Under a hook the order of gradients is therefore learned before the first bucket is launched,
-// where buckets without one change after the first backward.
 
 // Where a parameter's gradient lies in the buckets of the step.
 struct BucketPlace {
@@ -45,17 +34,6 @@ struct BucketPlace {
   int32_t slot = -1;
 
   bool is_planned() const { return bucket >= 0; }
-};
-
-// Buckets, and the index under which a communication hook knows each.
-struct NumberedPlan {
-  BucketPlan plan;
-  std::vector<int64_t> numbers;
-
-  void add(PlannedBucket bucket, int64_t number) {
-    plan.buckets.push_back(std::move(bucket));
-    numbers.push_back(number);
-  }
 };
 
 // Holds which gradients share a bucket, and where each lies: the parameters, the plan made of
@@ -100,8 +78,6 @@ class TRIREME_API BucketLayout {
   };
   void build(const Transport& transport);
   void make_stale() { is_stale_ = true; }
-  // Says what a parameter, and its gradients, were cast to.
-  void set_dtypes(size_t parameter, at::ScalarType dtype, at::ScalarType gradient_dtype);
 
   const BucketPlan& plan() const { return plan_; }
   Buckets& buckets() { return buckets_; }
@@ -114,8 +90,6 @@ class TRIREME_API BucketLayout {
   // Says whether buckets are reduce_scattered.
   bool scatters() const { return scatters_; }
   BufferPool* pool() { return pool_.get(); }
-  // Returns one line per bucket of the plan.
-  std::string describe() const { return to_string(plan_, infos_); }
 
   // Makes the parameters' slots hold zeros in this step; see Bucket::leave_empty().
   void leave_out(size_t parameter);
@@ -128,36 +102,23 @@ class TRIREME_API BucketLayout {
   const std::vector<int64_t>& order() const { return order_; }
   void set_order(std::vector<int64_t> order);
   // Keeps buckets from now on; see [Note: buckets under a communication hook].
-  void freeze() {
-    is_stale_ = is_stale_ || !is_frozen_;
-    is_frozen_ = true;
-  }
-  bool is_frozen() const { return is_frozen_; }
+  void keep_buckets();
   // Moves what some rank left unused in the step that is over to trailing buckets, and back. The
   // map is the same on all ranks, so all come to the same plan without a word.
   void update_trailing(int64_t step, int64_t world);
 
   // Plans these parameters, which the plan of the step lacks, by themselves: into the buckets that
   // they will have, if buckets are kept. Makes a bucket for such gradients beside the plan.
-  NumberedPlan plan_beside(const std::vector<int64_t>& parameters);
+  NumberedPlan plan_beside(const std::vector<int64_t>& parameters) {
+    return plan_from(plan_.buckets.size(), parameters);
+  }
   std::unique_ptr<Bucket> make_bucket(const PlannedBucket& planned) const {
     return make_bucket(planned, /*tail_numel=*/0, may_scatter());
   }
 
  private:
-  // A bucket that a hook has seen, and what its parameters were then.
-  struct KeptBucket {
-    PlannedBucket planned;
-    int64_t number = 0;
-    std::vector<at::Tensor> tensors;
-    std::vector<ParameterInfo> infos;
-  };
-
   BucketPlan plan_of(std::vector<int64_t> parameters) const;
-  NumberedPlan plan_all();
-  void give_up_changed();
-  bool follow(KeptBucket& kept) const;
-  void keep_more(const std::vector<int64_t>& parameters, NumberedPlan& plan);
+  NumberedPlan plan_from(size_t first_number, const std::vector<int64_t>& parameters);
   std::unique_ptr<Bucket> make_bucket(const PlannedBucket& planned, int64_t tail_numel,
                                       bool scatters) const;
   Buckets make_buckets(const BucketPlan& plan, int64_t tail_numel, bool scatters);
@@ -178,17 +139,14 @@ class TRIREME_API BucketLayout {
   std::vector<int64_t> partly_used_at_;  // the last step in which some rank left it unused
   std::vector<bool> excluded_;
   BucketPlan plan_;
-  std::vector<int64_t> numbers_;  // one per bucket
-  std::vector<KeptBucket> kept_;  // in the order of their numbers
-  int64_t next_number_ = 0;
+  std::vector<int64_t> numbers_;     // one per bucket
+  std::optional<KeptBuckets> kept_;  // if buckets are kept
   std::vector<BucketPlace> places_;
   Buckets buckets_;
   std::vector<std::string> labels_;
   bool carries_tail_ = false;
   bool scatters_ = false;
   bool is_stale_ = true;
-  bool is_cast_ = false;  // since buckets were made
-  bool is_frozen_ = false;
 };
 
 }  // namespace trireme

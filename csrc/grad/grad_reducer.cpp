@@ -98,7 +98,7 @@ void GradReducer::begin_backward(Part part) {
                          "Call finalize_backward() once per synchronized backward."));
   if (map_is_unread_) settle_map(/*late=*/true);
   if (auto order = layout_.arrivals().receive(*communicator_)) layout_.set_order(std::move(*order));
-  if (wires_.own().divides() && !layout_.arrivals().is_observing()) layout_.freeze();
+  if (wires_.own().divides() && !layout_.arrivals().is_observing()) keep_buckets();
   part_ = part;
   changes_.look_again(is_shadow());
   landing_->before_backward();
@@ -194,18 +194,13 @@ void GradReducer::catch_up() {
   clock_.waited(Clock::now() - begin);
 }
 
-// Says whether this backward will find the buckets that a communication hook is shown from then on.
-bool GradReducer::settles_buckets() const {
-  return wires_.own().divides() && !layout_.is_frozen();
-}
-
 // Learns the order of gradients while all of them are still in .grad.
 void GradReducer::settle_buckets() {
   layout_.arrivals().send(*communicator_, layout_.order(), layout_.device());
   auto order = layout_.arrivals().receive(*communicator_);
   if (!order) return;  // the group has failed, and the launches say so
   layout_.set_order(std::move(*order));
-  layout_.freeze();
+  keep_buckets();
   begin_step();
 }
 

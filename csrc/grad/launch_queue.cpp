@@ -52,9 +52,8 @@ void LaunchQueue::launch(size_t index) {
   Bucket& bucket = bucket_at(index);
   Pending* before = index > 0 ? &flights_[index - 1].pending : nullptr;
   const bool is_last = index + 1 == flights_.size();
-  flights_[index].pending =
-      step_.wire->launch({bucket, index, layout_.number_of(index), is_last,
-                          layout_.labels()[index], step_.scale, before});
+  flights_[index].pending = step_.wire->launch({bucket, index, layout_.number_of(index), is_last,
+                                                layout_.labels()[index], step_.scale, before});
   clock_.bucket_launched(bucket.plan().bytes());
   ++next_launch_;
   if (layout_.scatters() && !step_.delivers_late) keep_few_in_flight();

@@ -180,7 +180,9 @@ ParameterChanges::Settled ParameterChanges::settle_states(const std::vector<Para
   Settled settled;
   settled.used = std::move(agreed.used);
   for (size_t i = infos.size(); i-- > 0;) {
-    layout.set_dtypes(i, states[i].dtype, states[i].gradient_dtype);
+    infos[i].dtype = states[i].dtype;
+    infos[i].grad_dtype.reset();
+    if (states[i].gradient_dtype != states[i].dtype) infos[i].grad_dtype = states[i].gradient_dtype;
     const bool is_held = layout.place_of(i).is_planned() || layout.is_excluded(i);
     if (!infos[i].requires_grad || is_held) continue;
     settled.left_out.push_back(static_cast<int64_t>(i));
@@ -262,8 +264,7 @@ ParameterChanges::Settled ParameterChanges::replan(bool late) {
     const bool is_new = earlier[i] < 0;
     const auto before = static_cast<size_t>(is_new ? 0 : earlier[i]);
     const bool used = is_new ? was_used(tensor) : layout.used().used_here(earlier[i]);
-    states.push_back(
-        {infos[i].requires_grad, used, infos[i].dtype, infos[i].gradient_dtype()});
+    states.push_back({infos[i].requires_grad, used, infos[i].dtype, infos[i].gradient_dtype()});
     const bool is_fresh = is_new || is_reshaped(before);
     if (is_fresh) settled.fresh.push_back(static_cast<int64_t>(i));
     // One that is kept, and lies elsewhere, is compared after the next backward.

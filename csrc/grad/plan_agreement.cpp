@@ -180,7 +180,8 @@ AgreedStates agree_on_states(Communicator& communicator, c10::Device device,
                              const std::vector<ParameterInfo>& parameters,
                              const std::vector<ParameterState>& states, bool replans,
                              const std::string& area) {
-  constexpr int64_t kBytes = 3;  // of a state
+  // A state takes so many.
+  constexpr int64_t kBytes = 3;
   const auto count = static_cast<int64_t>(states.size()) + 1;  // the last is not a parameter
   const int64_t world = communicator.world();
   at::Tensor own = at::zeros({count, kBytes}, at::kByte);
@@ -217,12 +218,12 @@ AgreedStates agree_on_states(Communicator& communicator, c10::Device device,
       const bool same = agreed.replans || (((theirs[0] ^ first[0]) & 1) == 0 &&
                                            theirs[1] == first[1] && theirs[2] == first[2]);
       TORCH_CHECK_VALUE(
-          same, error_text(area,
-                           "got a change of requires_grad or dtype that ranks do not share: '" +
-                               parameters[i].name + "' " + said_by(0, i) + " but " +
-                               said_by(rank, i),
-                           communicator.rank_of(),
-                           "Freeze, unfreeze and cast the same parameters on every rank."));
+          same,
+          error_text(area,
+                     "got a change of requires_grad or dtype that ranks do not share: '" +
+                         parameters[i].name + "' " + said_by(0, i) + " but " + said_by(rank, i),
+                     communicator.rank_of(),
+                     "Freeze, unfreeze and cast the same parameters on every rank."));
     }
   }
   return agreed;

@@ -15,8 +15,8 @@ ParameterInfo stored_info(const ShardedParamSpec& spec, at::ScalarType dtype) {
   std::vector<int64_t> sizes = spec.sizes;
   std::rotate(sizes.begin(), sizes.begin() + spec.dim, sizes.begin() + spec.dim + !sizes.empty());
   const int64_t numel = c10::multiply_integers(sizes);
-  ParameterInfo info{spec.name, std::move(sizes), numel,             dtype,
-                     c10::kCPU, false,            spec.requires_grad};
+  ParameterInfo info{spec.name, std::move(sizes),  numel, dtype, c10::kCPU,
+                     false,     spec.requires_grad};
   if (spec.gradient_dtype() != dtype) info.grad_dtype = spec.gradient_dtype();
   return info;
 }

@@ -30,7 +30,7 @@ class TRIREME_API OwnerLanding final : public Landing {
     OwnShards own;
     std::vector<at::Tensor> leaves;  // over this rank's shards
     bool has_replicas = false;       // other ranks hold the same shards
-    // Of the .grad of leaves; that of the leaves if empty.
+    // Lists those of the .grad of leaves; each has its own if it is empty.
     std::vector<at::ScalarType> dtypes = {};
   };
   OwnerLanding(std::shared_ptr<Arming> arming, Owners owners)

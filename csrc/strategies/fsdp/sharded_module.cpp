@@ -168,11 +168,12 @@ void ShardedModule::collect(std::vector<ShardedParamSpec>& specs) {
 std::optional<at::ScalarType> ShardedModule::gradient_dtype(const std::string& name,
                                                             const at::Tensor& parameter) const {
   const std::optional<at::ScalarType> dtype = parameter.grad_dtype();
-  TORCH_CHECK_VALUE(dtype, error_text(kArea,
-                                      "got '" + name + "', whose gradient may have any dtype, "
-                                      "expected one that it has on all ranks",
-                                      options_.communicator->rank_of(),
-                                      "Set one with set_grad_dtype()."));
+  TORCH_CHECK_VALUE(dtype,
+                    error_text(kArea,
+                               "got '" + name +
+                                   "', whose gradient may have any dtype, "
+                                   "expected one that it has on all ranks",
+                               options_.communicator->rank_of(), "Set one with set_grad_dtype()."));
   return *dtype == parameter.scalar_type() ? std::nullopt : dtype;
 }
 

@@ -46,8 +46,7 @@ struct Letters {
     std::vector<int64_t> found;
     for (const char letter : letters)
       for (size_t i = 0; i < parameters.names.size(); ++i)
-        if (parameters.names[i] == std::string(1, letter))
-          found.push_back(static_cast<int64_t>(i));
+        if (parameters.names[i] == std::string(1, letter)) found.push_back(static_cast<int64_t>(i));
     return found;
   }
   std::string picture(const NumberedPlan& of) const {
@@ -75,7 +74,7 @@ TEST_CASE("without a hook buckets are planned anew, and numbered by their places
 
 TEST_CASE("under a hook what comes in addition lies behind") {
   Letters letters("abcdef");
-  letters.layout.freeze();
+  letters.layout.keep_buckets();
   CHECK(letters.plan("badc") == "0:ba 1:dc");
   CHECK(letters.beside("fe") == "2:fe");
   CHECK(letters.plan("feabcd") == "0:ba 1:dc 2:fe");
@@ -83,7 +82,7 @@ TEST_CASE("under a hook what comes in addition lies behind") {
 
 TEST_CASE("under a hook a bucket is sent as long as one of its parameters trains") {
   Letters letters("abcd");
-  letters.layout.freeze();
+  letters.layout.keep_buckets();
   CHECK(letters.plan("abcd") == "0:ab 1:cd");
   CHECK(letters.plan("bcd") == "0:ab 1:cd");
   CHECK(letters.plan("cd") == "1:cd");
@@ -93,12 +92,12 @@ TEST_CASE("under a hook a bucket is sent as long as one of its parameters trains
 
 TEST_CASE("under a hook what is left of a bucket goes behind, under an index nobody had") {
   Letters letters("abcdef");
-  letters.layout.freeze();
+  letters.layout.keep_buckets();
   CHECK(letters.plan("abcdef") == "0:ab 1:cd 2:ef");
   letters.begin("abdeg");  // c and f are gone
   CHECK(letters.beside("g") == "3:g");
   CHECK(letters.plan("abdeg") == "0:ab 3:g 4:de");
-  letters.layout.set_dtypes(0, at::kFloat, at::kDouble);
+  letters.layout.infos()[0].grad_dtype = at::kDouble;
   CHECK(letters.beside("a") == "5:a");
   CHECK(letters.plan("abdeg") == "3:g 4:de 5:a 6:b");
 }

@@ -248,7 +248,9 @@ def test_gradients_in_fp32_of_parameters_in_bf16(
     assert hook or {tuple(one.dtypes) for one in sent} == {("Float",)}
 
 
-def see_fp32(state: object, bucket: torch.distributed.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def see_fp32(
+    state: object, bucket: torch.distributed.GradBucket
+) -> torch.futures.Future[torch.Tensor]:
     assert bucket.buffer().dtype == torch.float32
     assert {one.dtype for one in bucket.parameters()} == {torch.bfloat16}
     return allreduce_hook(None, bucket)
@@ -282,7 +284,9 @@ def test_ranks_whose_gradients_have_other_dtypes(rank: int) -> None:
     ddp.zero_grad()
     if rank == 1:
         ddp.module[0].weight.grad_dtype = torch.bfloat16
-    with raises(ValueError, "'0.weight'", "on rank 0 (BFloat16, gradients in Float)", "in BFloat16)"):
+    with raises(
+        ValueError, "'0.weight'", "on rank 0 (BFloat16, gradients in Float)", "in BFloat16)"
+    ):
         low_step(ddp, 1, rank)
 
 
