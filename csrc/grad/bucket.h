@@ -147,7 +147,7 @@ class TRIREME_API Bucket {
     std::string name;
     std::vector<int64_t> sizes;
     std::vector<int64_t> strides;
-    at::ScalarType dtype = at::kFloat;  // that of .grad
+    at::ScalarType dtype = at::kFloat;  // .grad has it
     GradOrigin origin = GradOrigin::kFresh;
     bool packed = false;   // its range of the buffer holds this step's contribution
     bool arrived = false;  // a hook fired for it in this step

@@ -55,7 +55,7 @@ class TRIREME_API KeptBuckets {
   struct Kept {
     PlannedBucket planned;
     int64_t number = 0;
-    // by slot, as they were when it was planned
+    // What its slots held when it was planned.
     std::vector<at::Tensor> tensors;
     std::vector<ParameterInfo> infos;
   };
