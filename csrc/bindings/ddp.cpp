@@ -145,7 +145,11 @@ void init_ddp(py::module_& module) {
              return to_dict(report);
            })
       .def("watch_module", watch_module, py::arg("look"), py::arg("adopted"))
-      .def("describe_plan", [](Ddp& ddp) { return ddp.reducer().layout().describe(); })
+      .def("describe_plan",
+           [](Ddp& ddp) {
+             const BucketLayout& layout = ddp.reducer().layout();
+             return to_string(layout.plan(), layout.infos());
+           })
       .def("plan", [](Ddp& ddp) {
         const BucketLayout& layout = ddp.reducer().layout();
         return to_list(layout.plan(), layout.infos());

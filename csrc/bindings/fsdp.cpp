@@ -158,8 +158,11 @@ Fsdp::Forward forward_of(const std::shared_ptr<PyParamGroup>& group, bool is_roo
 
 ShardedParamSpec make_spec(std::string name, std::vector<int64_t> sizes, at::ScalarType dtype,
                            int64_t dim, OptionalDtype param_dtype, OptionalDtype reduce_dtype,
-                           bool requires_grad) {
-  return {std::move(name), std::move(sizes), dtype, dim, param_dtype, reduce_dtype, requires_grad};
+                           bool requires_grad, OptionalDtype grad_dtype) {
+  ShardedParamSpec spec{std::move(name), std::move(sizes), dtype,        dim,
+                        param_dtype,     reduce_dtype,     requires_grad};
+  spec.grad_dtype = grad_dtype;
+  return spec;
 }
 
 void set_all_reduce_hook(PyParamGroup& self, const std::optional<py::function>& hook) {
@@ -192,7 +195,8 @@ void init_requests(py::module_& module) {
   py::class_<ShardedParamSpec>(module, "ShardedParamSpec")
       .def(py::init(&make_spec), py::kw_only(), py::arg("name"), py::arg("sizes"), py::arg("dtype"),
            py::arg("dim") = 0, py::arg("param_dtype") = std::nullopt,
-           py::arg("reduce_dtype") = std::nullopt, py::arg("requires_grad") = true);
+           py::arg("reduce_dtype") = std::nullopt, py::arg("requires_grad") = true,
+           py::arg("grad_dtype") = std::nullopt);
   py::class_<UnitOffload>(module, "UnitOffload")
       .def(py::init<std::vector<size_t>, std::vector<size_t>, bool>(), py::arg("optimizers"),
            py::arg("everything"), py::arg("pins_memory"))

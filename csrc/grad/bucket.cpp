@@ -12,9 +12,12 @@
 namespace trireme {
 namespace {
 
-std::vector<int64_t> slot_strides(const at::Tensor& parameter) {
-  if (parameter.is_non_overlapping_and_dense()) return parameter.strides().vec();
-  return at::detail::defaultStrides(parameter.sizes());
+// A contiguous parameter may have any strides where it has one row.
+std::vector<int64_t> slot_strides(const at::Tensor& parameter, const ParameterInfo& info) {
+  if (!info.strides.empty()) return info.strides;
+  const bool is_as_planned =
+      parameter.is_contiguous() && parameter.sizes() == at::IntArrayRef(info.sizes);
+  return is_as_planned ? parameter.strides().vec() : at::detail::defaultStrides(info.sizes);
 }
 
 [[noreturn]] void lacks(const char* what) {
@@ -29,21 +32,32 @@ int64_t real_numel(at::ScalarType dtype, int64_t numel) {
 
 }  // namespace
 
-Bucket::Bucket(PlannedBucket plan, const std::vector<at::Tensor>& parameters, int64_t tail_numel,
-               OwnShards own)
+Bucket::Bucket(PlannedBucket plan, const std::vector<at::Tensor>& parameters,
+               const std::vector<ParameterInfo>& infos, int64_t tail_numel, OwnShards own)
     : plan_(std::move(plan)),
       parameters_(parameters),
       tail_numel_(tail_numel),
       own_(std::move(own)) {
   grads_may_alias_ = !plan_.sparse;
   for (const BucketSlot& planned : plan_.slots) {
-    const at::Tensor& parameter = parameters_[static_cast<size_t>(planned.parameter)];
-    grads_may_alias_ = grads_may_alias_ && parameter.scalar_type() == plan_.dtype;
+    const auto index = static_cast<size_t>(planned.parameter);
+    const ParameterInfo& info = infos[index];
+    grads_may_alias_ = grads_may_alias_ && info.gradient_dtype() == plan_.dtype;
     Slot slot;
-    slot.sizes = parameter.sizes().vec();
-    slot.strides = slot_strides(parameter);
+    slot.name = info.name;
+    slot.sizes = info.sizes;
+    slot.strides = slot_strides(parameters_[index], info);
+    slot.dtype = info.gradient_dtype();
     slots_.push_back(std::move(slot));
   }
+}
+
+bool Bucket::delivers_as(const std::vector<ParameterInfo>& infos) const {
+  for (size_t i = 0; i < slots_.size(); ++i) {
+    const auto index = static_cast<size_t>(plan_.slots[i].parameter);
+    if (slots_[i].dtype != infos[index].gradient_dtype()) return false;
+  }
+  return true;
 }
 
 const at::Tensor& Bucket::parameter(size_t slot) const {
@@ -78,7 +92,18 @@ void Bucket::begin_step(bool shadow) {
   }
 }
 
-at::Tensor Bucket::arranged(const at::Tensor& grad, const Slot& slot) {
+void Bucket::check_dtype(const at::Tensor& grad, const Slot& slot) const {
+  const at::ScalarType given = grad.scalar_type();
+  TORCH_CHECK(given == slot.dtype || given == plan_.dtype,
+              error_text("grad_reducer",
+                         "got a gradient of '" + slot.name + "' in " + c10::toString(given) +
+                             ", expected it in " + c10::toString(slot.dtype) +
+                             ", the dtype that all ranks have planned",
+                         {}, "Set the parameter's grad_dtype to that of its gradients."));
+}
+
+at::Tensor Bucket::arranged(const at::Tensor& grad, const Slot& slot) const {
+  check_dtype(grad, slot);
   TORCH_CHECK(grad.sizes() == at::IntArrayRef(slot.sizes),
               error_text("grad_reducer",
                          "got a gradient of " + c10::str(grad.sizes()) + ", expected one of " +

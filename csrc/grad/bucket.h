@@ -132,6 +132,8 @@ class TRIREME_API Bucket {
   virtual bool holds_gradient_of(const at::Tensor& parameter) const;
 
   const PlannedBucket& plan() const { return plan_; }
+  // Says whether its gradients become .grad in the dtypes that `infos` tell.
+  bool delivers_as(const std::vector<ParameterInfo>& infos) const;
   // Returns gradients and tail together: what goes over the wire.
   const at::Tensor& wire() const { return buffer_; }
   // Returns the gradients without the tail; the sparse gradient of a sparse bucket.
@@ -142,8 +144,10 @@ class TRIREME_API Bucket {
 
  protected:
   struct Slot {
+    std::string name;
     std::vector<int64_t> sizes;
     std::vector<int64_t> strides;
+    at::ScalarType dtype = at::kFloat;  // .grad has it
     GradOrigin origin = GradOrigin::kFresh;
     bool packed = false;   // its range of the buffer holds this step's contribution
     bool arrived = false;  // a hook fired for it in this step
@@ -155,18 +159,22 @@ class TRIREME_API Bucket {
     bool add = false;
   };
 
-  // `parameters` is the list that the plan's indices point into; it must outlive the bucket.
+  // The plan's indices point into `parameters` and `infos`; the first must outlive the bucket. How
+  // gradients lie is as in `infos`, about which ranks agree, whatever the tensors are by now.
   // `tail_numel` elements follow the gradients in the buffer and are the reducer's. Parameters must
   // be dense in memory if `own` has a plan.
-  Bucket(PlannedBucket plan, const std::vector<at::Tensor>& parameters, int64_t tail_numel,
-         OwnShards own);
+  Bucket(PlannedBucket plan, const std::vector<at::Tensor>& parameters,
+         const std::vector<ParameterInfo>& infos, int64_t tail_numel, OwnShards own);
 
   const at::Tensor& parameter(size_t slot) const;
   // Returns what this rank has for a slot; undefined for zeros.
   at::Tensor contribution(size_t slot) const;
+  // Throws c10::Error where a gradient has another dtype than .grad and the wire were planned with:
+  // it would be rounded unseen.
+  void check_dtype(const at::Tensor& grad, const Slot& slot) const;
   // Returns the gradient, or a copy, that lies in memory as its range of the buffer does. Throws
-  // c10::Error where it has other sizes than were planned.
-  static at::Tensor arranged(const at::Tensor& grad, const Slot& slot);
+  // c10::Error where it has other sizes than were planned, and as check_dtype() does.
+  at::Tensor arranged(const at::Tensor& grad, const Slot& slot) const;
   // Writes elements of a dense tensor to `offset` in the buffer.
   void write_range(int64_t offset, const at::Tensor& from, ShardRange range, Write how);
   at::Tensor range(size_t slot) const;
@@ -184,7 +192,7 @@ class TRIREME_API Bucket {
   int64_t tail_numel_;
   OwnShards own_;
   bool shadow_ = false;
-  bool grads_may_alias_ = false;  // buffer and parameters have one dtype
+  bool grads_may_alias_ = false;  // buffer and gradients have one dtype
   std::vector<Slot> slots_;
   at::Tensor buffer_;
 };

@@ -17,7 +17,27 @@ namespace {
 // steps, so that one that is used every other step does not move the buckets every step.
 constexpr int64_t kTrailingSteps = 8;
 
+// Gradients of other parameters lie row by row.
+bool lies_in_other_order(const at::Tensor& tensor) {
+  return !tensor.is_contiguous() && tensor.is_non_overlapping_and_dense();
+}
+
+// A tensor that takes any dtype of gradients gets them in its own.
+at::ScalarType gradient_dtype_of(const at::Tensor& tensor) {
+  return tensor.grad_dtype().value_or(tensor.scalar_type());
+}
+
 }  // namespace
+
+bool lies_as_described(const at::Tensor& parameter, const ParameterInfo& info) {
+  if (info.strides.empty()) return !lies_in_other_order(parameter);
+  return parameter.strides() == at::IntArrayRef(info.strides);
+}
+
+bool has_described_dtypes(const at::Tensor& parameter, const ParameterInfo& info) {
+  return parameter.scalar_type() == info.dtype &&
+         gradient_dtype_of(parameter) == info.gradient_dtype();
+}
 
 std::vector<ParameterInfo> describe_parameters(const NamedParameters& parameters) {
   std::vector<ParameterInfo> infos;
@@ -26,7 +46,9 @@ std::vector<ParameterInfo> describe_parameters(const NamedParameters& parameters
     infos.push_back({parameters.names[i], tensor.sizes().vec(), tensor.numel(),
                      tensor.scalar_type(), tensor.device(), parameters.sparse_gradient[i],
                      tensor.requires_grad()});
-    if (!tensor.is_contiguous()) infos.back().strides = tensor.strides().vec();
+    ParameterInfo& info = infos.back();
+    if (lies_in_other_order(tensor)) info.strides = tensor.strides().vec();
+    if (gradient_dtype_of(tensor) != info.dtype) info.grad_dtype = gradient_dtype_of(tensor);
   }
   return infos;
 }
@@ -39,8 +61,9 @@ BucketLayout::BucketLayout(Options options, const NamedParameters& parameters)
 void BucketLayout::begin(const NamedParameters& parameters, int64_t step) {
   const size_t count = parameters.tensors.size();
   buckets_.clear();
-  places_.clear();
+  places_.assign(count, {});
   plan_ = {};
+  numbers_.clear();
   parameters_ = parameters.tensors;
   infos_ = describe_parameters(parameters);
   for (size_t i = 0; i < options_.reduce_dtypes.size(); ++i)
@@ -69,6 +92,15 @@ BucketPlan BucketLayout::plan_of(std::vector<int64_t> parameters) const {
       {infos_, std::move(parameters), trailing_, options_.caps, options_.reduce_dtype});
 }
 
+NumberedPlan BucketLayout::plan_from(size_t first_number, const std::vector<int64_t>& parameters) {
+  const auto plan_them = [this](std::vector<int64_t> some) { return plan_of(std::move(some)); };
+  if (kept_) return kept_->plan(parameters, {parameters_, infos_}, plan_them);
+  NumberedPlan numbered{plan_of(parameters), {}};
+  for (size_t b = 0; b < numbered.plan.buckets.size(); ++b)
+    numbered.numbers.push_back(static_cast<int64_t>(first_number + b));
+  return numbered;
+}
+
 std::vector<BucketPlace> BucketLayout::places_in(const BucketPlan& plan) const {
   std::vector<BucketPlace> places(parameters_.size());
   for (size_t b = 0; b < plan.buckets.size(); ++b) {
@@ -82,9 +114,10 @@ std::vector<BucketPlace> BucketLayout::places_in(const BucketPlan& plan) const {
 
 std::unique_ptr<Bucket> BucketLayout::make_bucket(const PlannedBucket& planned, int64_t tail_numel,
                                                   bool scatters) const {
-  if (planned.sparse) return std::make_unique<SparseBucket>(planned, parameters_);
-  if (scatters) return std::make_unique<RunBucket>(planned, parameters_, options_.own, pool_);
-  return std::make_unique<FlatBucket>(planned, parameters_, tail_numel, options_.own);
+  if (planned.sparse) return std::make_unique<SparseBucket>(planned, parameters_, infos_);
+  if (scatters)
+    return std::make_unique<RunBucket>(planned, parameters_, infos_, options_.own, pool_);
+  return std::make_unique<FlatBucket>(planned, parameters_, infos_, tail_numel, options_.own);
 }
 
 Buckets BucketLayout::make_buckets(const BucketPlan& plan, int64_t tail_numel, bool scatters) {
@@ -94,7 +127,7 @@ Buckets BucketLayout::make_buckets(const BucketPlan& plan, int64_t tail_numel, b
     buckets.push_back(make_bucket(planned, is_last ? tail_numel : 0, scatters));
     for (size_t slot = 0; slot < planned.slots.size(); ++slot) {
       const auto index = static_cast<size_t>(planned.slots[slot].parameter);
-      const int32_t earlier = places_.empty() ? -1 : places_[index].bucket;
+      const int32_t earlier = places_[index].bucket;
       if (earlier < 0) continue;
       const Bucket& holder = *buckets_[static_cast<size_t>(earlier)];
       if (holder.holds_gradient_of(parameters_[index])) buckets.back()->adopt_range(slot, holder);
@@ -106,7 +139,7 @@ Buckets BucketLayout::make_buckets(const BucketPlan& plan, int64_t tail_numel, b
 void BucketLayout::build(const Transport& transport) {
   if (!is_stale_) return;
   is_stale_ = false;
-  BucketPlan plan = plan_of(order_);
+  auto [plan, numbers] = plan_from(0, order_);
   const bool scatters = may_scatter() && !(transport.has_stream && StreamWire::takes(plan));
   // Gradients may become a stream, which needs none of it, after the first backward.
   if (pool_) pool_->keep_idle(scatters && !arrivals_.is_observing() ? BufferPool::kIdle : 0);
@@ -114,7 +147,11 @@ void BucketLayout::build(const Transport& transport) {
       transport.carries_tail && !scatters && !plan.buckets.empty() && !plan.buckets.back().sparse &&
       (plan.buckets.back().dtype == at::kFloat || plan.buckets.back().dtype == at::kDouble);
   std::vector<BucketPlace> places = places_in(plan);
-  const bool is_same = plan == plan_ && tail_fits == carries_tail_ && scatters == scatters_;
+  const bool deliver_as_described =
+      std::all_of(buckets_.begin(), buckets_.end(),
+                  [this](const auto& bucket) { return bucket->delivers_as(infos_); });
+  const bool is_same =
+      plan == plan_ && deliver_as_described && tail_fits == carries_tail_ && scatters == scatters_;
   if (!is_same || buckets_.empty()) {
     buckets_ = make_buckets(plan, tail_fits ? used_.numel() : 0, scatters);
     plan_ = std::move(plan);
@@ -124,6 +161,7 @@ void BucketLayout::build(const Transport& transport) {
     for (size_t b = 0; b < buckets_.size(); ++b)
       labels_.push_back(options_.bucket_prefix + bucket_label(plan_, b, infos_));
   }
+  numbers_ = std::move(numbers);
   places_ = std::move(places);  // a step may have left out some
 }
 
@@ -144,8 +182,14 @@ void BucketLayout::set_order(std::vector<int64_t> order) {
   is_stale_ = true;
 }
 
+void BucketLayout::keep_buckets() {
+  if (kept_) return;
+  kept_.emplace();
+  is_stale_ = true;
+}
+
 void BucketLayout::update_trailing(int64_t step, int64_t world) {
-  if (is_frozen_) return;
+  if (kept_) return;
   for (const int64_t index : order_) {
     const auto i = static_cast<size_t>(index);
     if (used_.ranks_using(index) < world) partly_used_at_[i] = step;

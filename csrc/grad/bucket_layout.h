@@ -3,6 +3,7 @@
 #include <trireme/comm/communicator.h>
 #include <trireme/grad/arrival_order.h>
 #include <trireme/grad/bucket.h>
+#include <trireme/grad/kept_buckets.h>
 #include <trireme/grad/used_map.h>
 #include <trireme/grad/wire.h>
 #include <trireme/memory/bucket_plan.h>
@@ -15,11 +16,17 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace trireme {
 
 TRIREME_API std::vector<ParameterInfo> describe_parameters(const NamedParameters& parameters);
+
+// Say whether a parameter still lies in memory, and has gradients in the dtype, as it was
+// described.
+TRIREME_API bool lies_as_described(const at::Tensor& parameter, const ParameterInfo& info);
+TRIREME_API bool has_described_dtypes(const at::Tensor& parameter, const ParameterInfo& info);
 
 // Where a parameter's gradient lies in the buckets of the step.
 struct BucketPlace {
@@ -75,14 +82,14 @@ class TRIREME_API BucketLayout {
   const BucketPlan& plan() const { return plan_; }
   Buckets& buckets() { return buckets_; }
   const std::vector<std::string>& labels() const { return labels_; }
+  // Returns the index under which a communication hook knows a bucket.
+  int64_t number_of(size_t bucket) const { return numbers_[bucket]; }
   BucketPlace place_of(size_t parameter) const { return places_[parameter]; }
   // Says whether the used-map rides behind the last bucket's gradients.
   bool carries_tail() const { return carries_tail_; }
   // Says whether buckets are reduce_scattered.
   bool scatters() const { return scatters_; }
   BufferPool* pool() { return pool_.get(); }
-  // Returns one line per bucket of the plan.
-  std::string describe() const { return to_string(plan_, infos_); }
 
   // Makes the parameters' slots hold zeros in this step; see Bucket::leave_empty().
   void leave_out(size_t parameter);
@@ -94,19 +101,24 @@ class TRIREME_API BucketLayout {
   // The order in which gradients are expected; parameters that are not in it get no bucket.
   const std::vector<int64_t>& order() const { return order_; }
   void set_order(std::vector<int64_t> order);
-  // Keeps buckets as they are from now on: a communication hook may keep state by their index.
-  void freeze() { is_frozen_ = true; }
+  // Keeps buckets from now on; see [Note: buckets under a communication hook].
+  void keep_buckets();
   // Moves what some rank left unused in the step that is over to trailing buckets, and back. The
   // map is the same on all ranks, so all come to the same plan without a word.
   void update_trailing(int64_t step, int64_t world);
 
-  // Plans these parameters by themselves, and makes a bucket for gradients beside the plan.
-  BucketPlan plan_of(std::vector<int64_t> parameters) const;
+  // Plans these parameters, which the plan of the step lacks, by themselves: into the buckets that
+  // they will have, if buckets are kept. Makes a bucket for such gradients beside the plan.
+  NumberedPlan plan_beside(const std::vector<int64_t>& parameters) {
+    return plan_from(plan_.buckets.size(), parameters);
+  }
   std::unique_ptr<Bucket> make_bucket(const PlannedBucket& planned) const {
     return make_bucket(planned, /*tail_numel=*/0, may_scatter());
   }
 
  private:
+  BucketPlan plan_of(std::vector<int64_t> parameters) const;
+  NumberedPlan plan_from(size_t first_number, const std::vector<int64_t>& parameters);
   std::unique_ptr<Bucket> make_bucket(const PlannedBucket& planned, int64_t tail_numel,
                                       bool scatters) const;
   Buckets make_buckets(const BucketPlan& plan, int64_t tail_numel, bool scatters);
@@ -127,13 +139,14 @@ class TRIREME_API BucketLayout {
   std::vector<int64_t> partly_used_at_;  // the last step in which some rank left it unused
   std::vector<bool> excluded_;
   BucketPlan plan_;
+  std::vector<int64_t> numbers_;     // one per bucket
+  std::optional<KeptBuckets> kept_;  // if buckets are kept
   std::vector<BucketPlace> places_;
   Buckets buckets_;
   std::vector<std::string> labels_;
   bool carries_tail_ = false;
   bool scatters_ = false;
   bool is_stale_ = true;
-  bool is_frozen_ = false;
 };
 
 }  // namespace trireme

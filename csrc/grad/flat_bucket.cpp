@@ -94,7 +94,7 @@ void FlatBucket::deliver(size_t index, bool as_bucket_view) {
   if (!keeps_identity) {
     grad = grads_may_alias_
                ? range(index)
-               : at::empty_strided(slot.sizes, slot.strides, parameter(index).options());
+               : at::empty_strided(slot.sizes, slot.strides, buffer_.options().dtype(slot.dtype));
     if (grads_may_alias_) return;
   }
   if (grad.layout() == at::kStrided) {

@@ -12,9 +12,9 @@ namespace trireme {
 class TRIREME_API FlatBucket final : public Bucket {
  public:
   // Its buffer is lazy if `own` has a plan.
-  FlatBucket(PlannedBucket plan, const std::vector<at::Tensor>& parameters, int64_t tail_numel,
-             OwnShards own = {})
-      : Bucket(std::move(plan), parameters, tail_numel, std::move(own)) {}
+  FlatBucket(PlannedBucket plan, const std::vector<at::Tensor>& parameters,
+             const std::vector<ParameterInfo>& infos, int64_t tail_numel, OwnShards own = {})
+      : Bucket(std::move(plan), parameters, infos, tail_numel, std::move(own)) {}
 
   void begin_step(bool shadow) override;
   void complete(double scale) override;

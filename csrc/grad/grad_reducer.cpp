@@ -45,13 +45,13 @@ GradReducer::GradReducer(const NamedParameters& parameters, GradReducerParts par
       queue_(layout_, *landing_, clock_) {
   set_divisor(static_cast<double>(communicator_->world()));
   begin_with(parameters);
+  build_layout();
 }
 
 void GradReducer::begin_with(const NamedParameters& parameters) {
   layout_.begin(parameters, step_);
   changes_.begin();
   landing_->begin(layout_);
-  build_layout();
 }
 
 void GradReducer::build_layout() {
@@ -99,21 +99,24 @@ void GradReducer::begin_backward(Part part) {
                          communicator_->rank_of(),
                          "Call finalize_backward() once per synchronized backward."));
   if (map_is_unread_) settle_map(/*late=*/true);
-  if (auto order = layout_.arrivals().receive(*communicator_)) {
-    layout_.set_order(std::move(*order));
-    if (wires_.own().divides()) layout_.freeze();
-  }
+  if (auto order = layout_.arrivals().receive(*communicator_)) layout_.set_order(std::move(*order));
+  if (wires_.own().divides() && !layout_.arrivals().is_observing()) keep_buckets();
   part_ = part;
   changes_.look_again(is_shadow());
   landing_->before_backward();
-  build_layout();
   ++step_;
   checks_.begin_step();
   layout_.arrivals().begin_step();
+  begin_step();
+  clock_.backward_begins(step_, wires_.chosen().streams());
+}
+
+// Begins with the buckets of the step.
+void GradReducer::begin_step() {
+  build_layout();
   for (const auto& bucket : layout_.buckets()) bucket->begin_step(is_shadow());
   changes_.leave_out_changed();
   begin_wire();
-  clock_.backward_begins(step_, wires_.chosen().streams());
 }
 
 void GradReducer::begin_wire() {
@@ -164,7 +167,7 @@ void GradReducer::gradient_ready(int64_t index, bool has_gradient) {
     checks_.refuse_late(layout_.infos()[parameter].name);
   if (has_gradient) {
     landing_->came(parameter);
-    wire.accumulated(bucket, slot);
+    if (!settles_buckets()) wire.accumulated(bucket, slot);
   }
   slot_ready(parameter, place, is_last);
 }
@@ -200,7 +203,18 @@ void GradReducer::catch_up() {
   clock_.waited(Clock::now() - begin);
 }
 
+// Learns the order of gradients while all of them are still in .grad.
+void GradReducer::settle_buckets() {
+  layout_.arrivals().send(*communicator_, layout_.order(), layout_.device());
+  auto order = layout_.arrivals().receive(*communicator_);
+  if (!order) return;  // the group has failed, and the launches say so
+  layout_.set_order(std::move(*order));
+  keep_buckets();
+  begin_step();
+}
+
 void GradReducer::launch_rest() {
+  if (settles_buckets()) settle_buckets();
   queue_.launch_rest();
   if (!layout_.carries_tail() && !wires_.chosen().divides()) send_map();
 }
@@ -272,6 +286,7 @@ void GradReducer::settle_changes(bool late) {
   }
   if (!settled.left_out.empty())
     queue_.reduce_beside(wires_.own(), scale(), settled.left_out, settled.used);
+  if (settled.parameters) build_layout();  // behind what a hook was shown beside it
 }
 
 // Begins the use of parameters anew: what is used from here on counts for the next synchronization,

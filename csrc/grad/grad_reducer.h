@@ -161,8 +161,16 @@ class TRIREME_API GradReducer final : public GradSink, public BackwardSteps {
 
   void newcomer_ready(size_t newcomer, bool has_gradient);
   void slot_ready(size_t parameter, BucketPlace place, bool is_last);
+  void begin_step();
   void begin_wire();
   void catch_up();
+  // Says whether this backward will find the buckets that a communication hook goes on to see.
+  bool settles_buckets() const { return wires_.own().divides() && !keeps_buckets_; }
+  void keep_buckets() {
+    keeps_buckets_ = true;
+    layout_.keep_buckets();
+  }
+  void settle_buckets();
   void launch_rest();
   void collect(bool may_learn = true);
   void collect_by_itself(Part part, bool may_learn);
@@ -184,6 +192,7 @@ class TRIREME_API GradReducer final : public GradSink, public BackwardSteps {
   LaunchQueue queue_;
   double divisor_ = 1;
   std::vector<bool> unused_;  // see expect_none(); empty: none
+  bool keeps_buckets_ = false;
 
   // the step that runs
   int64_t step_ = 0;

@@ -20,8 +20,9 @@ Pending HookWire::launch(const WireBucket& request) {
   if (request.before != nullptr && bucket.plan().device.is_cpu()) request.before->wait();
   bucket.complete(/*scale=*/1);
   HookBucket shown;
-  shown.index = request.index;
-  shown.bucket_count = request.bucket_count;
+  const auto index = static_cast<size_t>(request.number);
+  shown.index = index;
+  shown.bucket_count = index + (request.is_last ? 1 : 2);
   shown.buffer = bucket.payload();
   const std::vector<BucketSlot>& slots = bucket.plan().slots;
   for (size_t i = 0; i < slots.size(); ++i) {

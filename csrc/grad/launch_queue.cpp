@@ -51,8 +51,9 @@ void LaunchQueue::launch(size_t index) {
   TRIREME_TRACE("launch_queue.launch");
   Bucket& bucket = bucket_at(index);
   Pending* before = index > 0 ? &flights_[index - 1].pending : nullptr;
-  flights_[index].pending = step_.wire->launch(
-      {bucket, index, flights_.size(), layout_.labels()[index], step_.scale, before});
+  const bool is_last = index + 1 == flights_.size();
+  flights_[index].pending = step_.wire->launch({bucket, index, layout_.number_of(index), is_last,
+                                                layout_.labels()[index], step_.scale, before});
   clock_.bucket_launched(bucket.plan().bytes());
   ++next_launch_;
   if (layout_.scatters() && !step_.delivers_late) keep_few_in_flight();
@@ -149,7 +150,9 @@ void LaunchQueue::deliver_by_map() {
 
 void LaunchQueue::reduce_beside(Wire& wire, double scale, const std::vector<int64_t>& parameters,
                                 const std::vector<bool>& used) {
-  const BucketPlan plan = layout_.plan_of(parameters);
+  const auto [plan, numbers] = layout_.plan_beside(parameters);
+  std::vector<bool> is_asked_for(layout_.parameters().size(), false);
+  for (const int64_t parameter : parameters) is_asked_for[static_cast<size_t>(parameter)] = true;
   for (size_t b = 0; b < plan.buckets.size(); ++b) {
     const std::vector<BucketSlot>& slots = plan.buckets[b].slots;
     Buckets beside;
@@ -157,7 +160,7 @@ void LaunchQueue::reduce_beside(Wire& wire, double scale, const std::vector<int6
     Bucket& bucket = *beside.front();
     bucket.begin_step(step_.shadow);
     const std::string label = "left-out " + bucket_label(plan, b, layout_.infos());
-    Pending pending = wire.launch({bucket, b, plan.buckets.size(), label, scale});
+    Pending pending = wire.launch({bucket, b, numbers[b], /*is_last=*/false, label, scale});
     pending.wait();
     take_result(bucket, pending);
     bucket.keep_own();
@@ -165,7 +168,8 @@ void LaunchQueue::reduce_beside(Wire& wire, double scale, const std::vector<int6
     landing_.show_sums(beside);
     for (size_t slot = 0; slot < slots.size(); ++slot) {
       const auto index = static_cast<size_t>(slots[slot].parameter);
-      if (!used[index] || landing_.turn_of(index) == Landing::Turn::kHeldBack) continue;
+      if (!is_asked_for[index] || !used[index]) continue;
+      if (landing_.turn_of(index) == Landing::Turn::kHeldBack) continue;
       landing_.deliver(bucket, slot);
       if (delivered_) delivered_({slots[slot].parameter});
     }

@@ -40,6 +40,16 @@ bool ParameterChanges::is_reshaped(size_t index) const {
   return parameter(index).sizes() != at::IntArrayRef(context_.layout.infos()[index].sizes);
 }
 
+bool ParameterChanges::is_cast(size_t index) const {
+  return !has_described_dtypes(parameter(index), context_.layout.infos()[index]);
+}
+
+// Where nothing can be planned anew, gradients are brought into the order that was planned.
+bool ParameterChanges::is_rearranged(size_t index) const {
+  return context_.landing.may_replan() &&
+         !lies_as_described(parameter(index), context_.layout.infos()[index]);
+}
+
 bool ParameterChanges::is_moved(size_t index) const {
   return !storages_.empty() && storages_[index] != storage_of(parameter(index));
 }
@@ -69,10 +79,8 @@ void ParameterChanges::watch_parameters() {
     // gone.
     if (reshaped) hooks_[i] = {};
     const bool needs_hook = requires_grad && !hooks_[i].is_attached_to(tensor);
-    const bool is_cast = tensor.scalar_type() != info.dtype;
-    const bool moved = is_moved(i);
-    if (requires_grad == info.requires_grad && !needs_hook && !is_cast && !reshaped && !moved)
-      continue;
+    const bool changed = reshaped || is_cast(i) || is_moved(i) || is_rearranged(i);
+    if (requires_grad == info.requires_grad && !needs_hook && !changed) continue;
     TORCH_CHECK_VALUE(
         tensor.device() == info.device,
         error_text(context_.area,
@@ -85,7 +93,7 @@ void ParameterChanges::watch_parameters() {
       // The hook was perhaps put on in the middle of the backward that has already come by.
       if (context_.landing.has_unseen(i)) used.mark_used(index);
     }
-    if (requires_grad != info.requires_grad || is_cast || reshaped || moved) used.mark_changed();
+    if (requires_grad != info.requires_grad || changed) used.mark_changed();
     info.requires_grad = requires_grad;
   }
 }
@@ -121,8 +129,7 @@ void ParameterChanges::look_again(bool shadow) {
 
 void ParameterChanges::leave_out_changed() {
   for (size_t i = 0; i < hooks_.size(); ++i) {
-    const bool is_cast = parameter(i).scalar_type() != context_.layout.infos()[i].dtype;
-    if (!is_cast && !is_reshaped(i)) continue;
+    if (!is_cast(i) && !is_reshaped(i) && !is_rearranged(i)) continue;
     context_.layout.used().mark_changed();
     context_.layout.leave_out(i);
   }
@@ -148,8 +155,9 @@ ParameterChanges::Settled ParameterChanges::settle(bool late, int64_t step) {
   for (size_t i = 0; i < hooks_.size(); ++i) {
     states.push_back({layout.infos()[i].requires_grad,
                       layout.used().used_here(static_cast<int64_t>(i)), parameter(i).scalar_type(),
+                      parameter(i).grad_dtype().value_or(parameter(i).scalar_type()),
                       is_moved(i) && !is_reshaped(i)});
-    replans = replans || is_reshaped(i);
+    replans = replans || is_reshaped(i) || is_rearranged(i);
   }
   AgreedStates agreed = agree_on_states(context_.communicator, layout.device(), layout.infos(),
                                         states, replans && !late, context_.area);
@@ -173,6 +181,8 @@ ParameterChanges::Settled ParameterChanges::settle_states(const std::vector<Para
   settled.used = std::move(agreed.used);
   for (size_t i = infos.size(); i-- > 0;) {
     infos[i].dtype = states[i].dtype;
+    infos[i].grad_dtype.reset();
+    if (states[i].gradient_dtype != states[i].dtype) infos[i].grad_dtype = states[i].gradient_dtype;
     const bool is_held = layout.place_of(i).is_planned() || layout.is_excluded(i);
     if (!infos[i].requires_grad || is_held) continue;
     settled.left_out.push_back(static_cast<int64_t>(i));
@@ -254,7 +264,7 @@ ParameterChanges::Settled ParameterChanges::replan(bool late) {
     const bool is_new = earlier[i] < 0;
     const auto before = static_cast<size_t>(is_new ? 0 : earlier[i]);
     const bool used = is_new ? was_used(tensor) : layout.used().used_here(earlier[i]);
-    states.push_back({infos[i].requires_grad, used, infos[i].dtype});
+    states.push_back({infos[i].requires_grad, used, infos[i].dtype, infos[i].gradient_dtype()});
     const bool is_fresh = is_new || is_reshaped(before);
     if (is_fresh) settled.fresh.push_back(static_cast<int64_t>(i));
     // One that is kept, and lies elsewhere, is compared after the next backward.

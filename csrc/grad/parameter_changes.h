@@ -17,15 +17,16 @@ namespace trireme {
 // [Note: a module that changes]
 //
 // The layout of a step stays, so that all ranks have the same, whatever a user has changed before
-// it: a parameter that is no longer what its slot was planned for (frozen, cast, of other sizes)
-// leaves the slot empty. A rank that has seen a change says so in the used-map. Then all ranks
-// compare notes when that backward ends, and reduce what the layout did not hold: what they find in
-// the .grad of those parameters is the average before backward returns.
+// it: a parameter that is no longer what its slot was planned for (frozen, cast, of other sizes, in
+// another order in memory, with gradients in another dtype) leaves the slot empty. A rank that has
+// seen a change says so in the used-map. Then all ranks compare notes when that backward ends, and
+// reduce what the layout did not hold: what they find in the .grad of those parameters is the
+// average before backward returns.
 //
 // If some rank has other tensors than were planned (a replaced layer, load_state_dict(assign=True),
-// an added or a removed one) or tensors of other sizes, the ranks compare whole lists. If these are
-// alike, the reducer begins anew with them, and rank 0's values of what is new go to all; else
-// every rank raises. A tensor is known by its identity, not by its name.
+// an added or a removed one) or tensors of other sizes or strides, the ranks compare whole lists.
+// If these are alike, the reducer begins anew with them, and rank 0's values of what is new go to
+// all; else every rank raises. A tensor is known by its identity, not by its name.
 //
 // A module is looked at when its forward is over, since a forward may register parameters itself.
 // What is found then may only be lent (torch.func.functional_call puts other tensors in the place
@@ -102,6 +103,8 @@ class TRIREME_API ParameterChanges {
   };
 
   bool is_reshaped(size_t index) const;
+  bool is_cast(size_t index) const;
+  bool is_rearranged(size_t index) const;
   bool is_moved(size_t index) const;
   const at::Tensor& parameter(size_t index) const { return context_.layout.parameters()[index]; }
   RankOf where() const { return context_.communicator.rank_of(); }

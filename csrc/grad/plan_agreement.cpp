@@ -23,6 +23,8 @@ std::string describe(const ParameterInfo& info) {
   std::ostringstream text;
   text << '\'' << info.name << "' " << c10::toString(info.dtype) << ' ' << in_brackets(info.sizes);
   if (!info.strides.empty()) text << " of strides " << in_brackets(info.strides);
+  if (info.gradient_dtype() != info.dtype)
+    text << " with gradients in " << c10::toString(info.gradient_dtype());
   text << (info.sparse_gradient ? " sparse" : "") << (info.requires_grad ? "" : " frozen");
   return text.str();
 }
@@ -178,18 +180,21 @@ AgreedStates agree_on_states(Communicator& communicator, c10::Device device,
                              const std::vector<ParameterInfo>& parameters,
                              const std::vector<ParameterState>& states, bool replans,
                              const std::string& area) {
+  // A state takes so many.
+  constexpr int64_t kBytes = 3;
   const auto count = static_cast<int64_t>(states.size()) + 1;  // the last is not a parameter
   const int64_t world = communicator.world();
-  at::Tensor own = at::zeros({count, 2}, at::kByte);
+  at::Tensor own = at::zeros({count, kBytes}, at::kByte);
   auto* bytes = own.mutable_data_ptr<uint8_t>();
-  for (size_t i = 0; i < states.size(); ++i) {
-    bytes[2 * i] = static_cast<uint8_t>((states[i].requires_grad ? 1 : 0) |
-                                        (states[i].used ? 2 : 0) | (states[i].moved ? 4 : 0));
-    bytes[2 * i + 1] = static_cast<uint8_t>(states[i].dtype);
+  for (const ParameterState& state : states) {
+    *bytes++ = static_cast<uint8_t>((state.requires_grad ? 1 : 0) | (state.used ? 2 : 0) |
+                                    (state.moved ? 4 : 0));
+    *bytes++ = static_cast<uint8_t>(state.dtype);
+    *bytes++ = static_cast<uint8_t>(state.gradient_dtype);
   }
-  bytes[2 * states.size()] = replans ? 1 : 0;
+  *bytes = replans ? 1 : 0;
   const at::Tensor sent = own.to(device);
-  const at::Tensor received = at::empty({world * count * 2}, sent.options());
+  const at::Tensor received = at::empty({world * count * kBytes}, sent.options());
   communicator.all_gather({received}, {sent}, "changed parameter states").wait();
   const at::Tensor host = received.to(at::kCPU);
   const auto* all = host.const_data_ptr<uint8_t>();
@@ -197,24 +202,28 @@ AgreedStates agree_on_states(Communicator& communicator, c10::Device device,
   AgreedStates agreed{std::vector<bool>(states.size(), false),
                       std::vector<bool>(states.size(), false)};
   for (int64_t rank = 0; rank < world; ++rank)
-    agreed.replans = agreed.replans || all[2 * (rank * count + count - 1)] != 0;
+    agreed.replans = agreed.replans || all[kBytes * (rank * count + count - 1)] != 0;
+  const auto said_by = [&](int64_t rank, size_t parameter) {
+    const uint8_t* said = all + kBytes * (rank * count + static_cast<int64_t>(parameter));
+    return std::string("requires_grad=") + ((said[0] & 1) != 0 ? "True" : "False") + " on rank " +
+           std::to_string(rank) + " (" + c10::toString(static_cast<at::ScalarType>(said[1])) +
+           ", gradients in " + c10::toString(static_cast<at::ScalarType>(said[2])) + ')';
+  };
   for (int64_t rank = 0; rank < world; ++rank) {
-    const uint8_t* theirs = all + rank * count * 2;
     for (size_t i = 0; i < states.size(); ++i) {
-      agreed.used[i] = agreed.used[i] || (theirs[2 * i] & 2) != 0;
-      agreed.moved[i] = agreed.moved[i] || (theirs[2 * i] & 4) != 0;
-      const bool same = agreed.replans || (((theirs[2 * i] ^ all[2 * i]) & 1) == 0 &&
-                                           theirs[2 * i + 1] == all[2 * i + 1]);
+      const uint8_t* theirs = all + kBytes * (rank * count + static_cast<int64_t>(i));
+      const uint8_t* first = all + kBytes * static_cast<int64_t>(i);
+      agreed.used[i] = agreed.used[i] || (theirs[0] & 2) != 0;
+      agreed.moved[i] = agreed.moved[i] || (theirs[0] & 4) != 0;
+      const bool same = agreed.replans || (((theirs[0] ^ first[0]) & 1) == 0 &&
+                                           theirs[1] == first[1] && theirs[2] == first[2]);
       TORCH_CHECK_VALUE(
-          same, error_text(area,
-                           "got a change of requires_grad or dtype that ranks do not share: '" +
-                               parameters[i].name + "' requires_grad=" +
-                               ((all[2 * i] & 1) != 0 ? "True" : "False") + " on rank 0 but " +
-                               ((theirs[2 * i] & 1) != 0 ? "True" : "False") + " (" +
-                               c10::toString(static_cast<at::ScalarType>(theirs[2 * i + 1])) +
-                               ") on rank " + std::to_string(rank),
-                           communicator.rank_of(),
-                           "Freeze and unfreeze the same parameters on every rank."));
+          same,
+          error_text(area,
+                     "got a change of requires_grad or dtype that ranks do not share: '" +
+                         parameters[i].name + "' " + said_by(0, i) + " but " + said_by(rank, i),
+                     communicator.rank_of(),
+                     "Freeze, unfreeze and cast the same parameters on every rank."));
     }
   }
   return agreed;

@@ -22,6 +22,7 @@ struct ParameterState {
   bool requires_grad = false;
   bool used = false;  // since the last synchronization
   at::ScalarType dtype = at::kFloat;
+  at::ScalarType gradient_dtype = at::kFloat;
   bool moved = false;  // lies in other memory
 };
 
@@ -32,7 +33,7 @@ struct AgreedStates {
 };
 
 // Exchanges the states and whether this rank `replans`; throws on all ranks, naming parameter and
-// ranks, where no rank does and requires_grad or dtype differ. Collective; one all-gather of 2
+// ranks, where no rank does and requires_grad or a dtype differ. Collective; one all-gather of 3
 // bytes per parameter.
 TRIREME_API AgreedStates agree_on_states(Communicator& communicator, c10::Device device,
                                          const std::vector<ParameterInfo>& parameters,

@@ -11,9 +11,10 @@
 
 namespace trireme {
 
-RunBucket::RunBucket(PlannedBucket plan, const std::vector<at::Tensor>& parameters, OwnShards own,
+RunBucket::RunBucket(PlannedBucket plan, const std::vector<at::Tensor>& parameters,
+                     const std::vector<ParameterInfo>& infos, OwnShards own,
                      std::shared_ptr<BufferPool> pool)
-    : Bucket(std::move(plan), parameters, /*tail_numel=*/0, std::move(own)),
+    : Bucket(std::move(plan), parameters, infos, /*tail_numel=*/0, std::move(own)),
       pool_(std::move(pool)) {
   for (size_t i = 0; i < slots_.size(); ++i) {
     Run run{run_numel_};

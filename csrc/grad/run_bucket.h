@@ -15,7 +15,8 @@ class BufferPool;
 class TRIREME_API RunBucket final : public Bucket {
  public:
   // Buffers come from `pool` and go back to it when the sums are there. Needs a plan in `own`.
-  RunBucket(PlannedBucket plan, const std::vector<at::Tensor>& parameters, OwnShards own,
+  RunBucket(PlannedBucket plan, const std::vector<at::Tensor>& parameters,
+            const std::vector<ParameterInfo>& infos, OwnShards own,
             std::shared_ptr<BufferPool> pool);
 
   void begin_step(bool shadow) override;

@@ -13,6 +13,7 @@ void SparseBucket::complete(double scale) {
   const at::Tensor grad = contribution(0);
   slots_[0].packed = true;
   if (grad.defined()) {
+    check_dtype(grad, slots_[0]);
     const at::Tensor sparse = grad.is_sparse() ? grad : grad.to_sparse(1);
     buffer_ = sparse.detach().mul(scale).to(plan_.dtype);
     return;
@@ -38,7 +39,7 @@ void SparseBucket::deliver(size_t slot, bool /*as_bucket_view*/) {
   if (grad.defined() && slots_[slot].origin != GradOrigin::kFresh) {
     grad.copy_(reduced);
   } else {
-    grad = reduced.to(parameter(slot).scalar_type());
+    grad = reduced.to(slots_[slot].dtype);
   }
 }
 

@@ -12,8 +12,9 @@ namespace trireme {
 // memory] in bucket.h.
 class TRIREME_API SparseBucket final : public Bucket {
  public:
-  SparseBucket(PlannedBucket plan, const std::vector<at::Tensor>& parameters)
-      : Bucket(std::move(plan), parameters, /*tail_numel=*/0, {}) {}
+  SparseBucket(PlannedBucket plan, const std::vector<at::Tensor>& parameters,
+               const std::vector<ParameterInfo>& infos)
+      : Bucket(std::move(plan), parameters, infos, /*tail_numel=*/0, {}) {}
 
   void begin_step(bool shadow) override;
   void gradient_arrived(size_t slot, double /*scale*/) override { note_arrived(slot); }

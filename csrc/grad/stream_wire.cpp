@@ -33,7 +33,7 @@ std::unique_ptr<StreamWire> StreamWire::make(const std::shared_ptr<Communicator>
 int64_t StreamWire::bytes_for(const std::vector<ParameterInfo>& parameters) {
   int64_t bytes = 0;
   for (const ParameterInfo& info : parameters)
-    bytes += round_up(info.numel * static_cast<int64_t>(c10::elementSize(info.dtype)));
+    bytes += round_up(info.numel * static_cast<int64_t>(c10::elementSize(info.gradient_dtype())));
   return bytes;
 }
 

@@ -33,7 +33,8 @@ struct WireStep {
 struct WireBucket {
   Bucket& bucket;
   size_t index = 0;
-  size_t bucket_count = 0;
+  int64_t number = 0;    // the index under which a communication hook knows it
+  bool is_last = false;  // no bucket beside those of the step is
   const std::string& label;
   double scale = 1;           // its gradients are multiplied by it
   Pending* before = nullptr;  // the bucket that was launched before it; null if there is none

@@ -13,7 +13,8 @@ constexpr int64_t kGradientsInFlight = 4;
 int64_t largest_gradient_bytes(const std::vector<ParameterInfo>& infos) {
   int64_t largest = 0;
   for (const ParameterInfo& info : infos)
-    largest = std::max(largest, info.numel * static_cast<int64_t>(c10::elementSize(info.dtype)));
+    largest = std::max(largest,
+                       info.numel * static_cast<int64_t>(c10::elementSize(info.gradient_dtype())));
   return largest;
 }
 

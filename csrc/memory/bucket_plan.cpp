@@ -29,7 +29,7 @@ class Filler {
 
   void add(int64_t index) {
     const ParameterInfo& info = request_.parameters[static_cast<size_t>(index)];
-    at::ScalarType dtype = info.reduce_dtype.value_or(info.dtype);
+    at::ScalarType dtype = info.reduce_dtype.value_or(info.gradient_dtype());
     if (request_.reduce_dtype && c10::isFloatingType(dtype)) dtype = *request_.reduce_dtype;
     if (info.sparse_gradient) {
       closed_.push_back({dtype, info.device, true, info.numel, {{index, 0, info.numel}}});

@@ -22,11 +22,15 @@ struct ParameterInfo {
   c10::Device device{c10::kCPU};
   bool sparse_gradient = false;
   bool requires_grad = true;
-  // Is the dtype of its gradient on the wire; its own if absent.
+  // Is the dtype of its gradient on the wire; gradient_dtype() if absent.
   std::optional<at::ScalarType> reduce_dtype = {};
   // How it lies in memory, where that is in another order than row by row (channels_last): its
   // gradients lie, and travel, in the same order.
   std::vector<int64_t> strides = {};
+  // Is the dtype of its .grad, where that is not its own (Tensor.grad_dtype).
+  std::optional<at::ScalarType> grad_dtype = {};
+
+  at::ScalarType gradient_dtype() const { return grad_dtype.value_or(dtype); }
 };
 
 // Says that elements [offset, offset + numel) of a bucket's buffer hold the gradient of

@@ -15,7 +15,10 @@ ParameterInfo stored_info(const ShardedParamSpec& spec, at::ScalarType dtype) {
   std::vector<int64_t> sizes = spec.sizes;
   std::rotate(sizes.begin(), sizes.begin() + spec.dim, sizes.begin() + spec.dim + !sizes.empty());
   const int64_t numel = c10::multiply_integers(sizes);
-  return {spec.name, std::move(sizes), numel, dtype, c10::kCPU, false, spec.requires_grad};
+  ParameterInfo info{spec.name, std::move(sizes),  numel, dtype, c10::kCPU,
+                     false,     spec.requires_grad};
+  if (spec.gradient_dtype() != dtype) info.grad_dtype = spec.gradient_dtype();
+  return info;
 }
 
 ShardRows::ShardRows(const ShardedParamSpec& spec, RankOf where) {
@@ -33,9 +36,13 @@ ShardedParam::ShardedParam(ShardedParamSpec spec, RankOf where, const ParamPlace
       unsharded_(along_dim(place.whole)),
       gradient_leaf_(sharded_) {
   if (place.own_cast.defined()) own_cast_ = along_dim(place.own_cast);
-  if (spec_.offload == ShardOffload::kNone) return;
-  const at::Tensor no_memory = at::empty({0}, sharded_.options().device(unsharded_.device()));
-  gradient_leaf_ = range_of(no_memory, sharded_.sizes(), sharded_.strides(), 0);
+  if (spec_.offload != ShardOffload::kNone) {
+    const at::Tensor no_memory = at::empty({0}, sharded_.options().device(unsharded_.device()));
+    gradient_leaf_ = range_of(no_memory, sharded_.sizes(), sharded_.strides(), 0);
+  }
+  if (!spec_.grad_dtype) return;
+  sharded_.set_grad_dtype(spec_.grad_dtype);
+  gradient_leaf_.set_grad_dtype(spec_.grad_dtype);
 }
 
 // The dimension that lies first in memory goes where the user has it. By hand: `stored` may have no

@@ -50,13 +50,19 @@ struct ShardedParamSpec {
   at::ScalarType dtype = at::kFloat;
   int64_t dim = 0;  // the dimension that is sharded; from 0 on
   // Is the dtype of the unsharded parameter, and that of its gradient on the wire; `dtype` if
-  // absent.
+  // absent. See also grad_dtype.
   std::optional<at::ScalarType> param_dtype = {};
   std::optional<at::ScalarType> reduce_dtype = {};
   bool requires_grad = true;
   ShardOffload offload = ShardOffload::kNone;
+  // Is the dtype of the gradient that the optimizer gets, if not `dtype`; that of the gradient on
+  // the wire, too, unless reduce_dtype says another.
+  std::optional<at::ScalarType> grad_dtype = {};
 
   bool is_replicated() const { return sizes.empty(); }
+  at::ScalarType gradient_dtype() const { return grad_dtype.value_or(dtype); }
+  // Returns the dtype in which gradients travel, and are accumulated on a rank.
+  at::ScalarType wire_dtype() const { return reduce_dtype.value_or(gradient_dtype()); }
   bool is_cast() const { return param_dtype.value_or(dtype) != dtype; }
 };
 

@@ -26,6 +26,7 @@ class ShardedParamSpec:
         param_dtype: torch.dtype | None = None,
         reduce_dtype: torch.dtype | None = None,
         requires_grad: bool = True,
+        grad_dtype: torch.dtype | None = None,
     ) -> None: ...
 
 class UnitOffload:

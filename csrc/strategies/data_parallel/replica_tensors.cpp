@@ -194,6 +194,7 @@ void ReplicaTensors::refresh_leaves(size_t replica, bool first) {
     }
     if (leaf.requires_grad() != master.requires_grad())
       leaf.set_requires_grad(master.requires_grad());
+    if (leaf.grad_dtype() != master.grad_dtype()) leaf.set_grad_dtype(master.grad_dtype());
   }
   copied_bytes_ += stale.copy();
 }

@@ -48,7 +48,7 @@ void OwnerLanding::accumulated(size_t index) {
   at::Tensor& grad = parameter(index).mutable_grad();
   const ParameterInfo& info = layout_->infos()[index];
   drop_graph(grad);
-  if (grad.defined()) grad = grad.to(info.reduce_dtype.value_or(info.dtype));
+  if (grad.defined()) grad = grad.to(info.reduce_dtype.value_or(info.gradient_dtype()));
 }
 
 // A bucket is waited for after those before it, on all ranks: so they come here in one order.
@@ -100,6 +100,20 @@ bool OwnerLanding::show_sums(const Buckets& buckets) {
   return true;
 }
 
+at::ScalarType OwnerLanding::dtype_of(size_t index) const {
+  const at::Tensor& owner = owners_.leaves[index];
+  const at::ScalarType planned =
+      owners_.dtypes.empty() ? owner.scalar_type() : owners_.dtypes[index];
+  const at::ScalarType now = owner.grad_dtype().value_or(planned);
+  TORCH_CHECK(now == planned,
+              error_text("fully_shard",
+                         "got '" + layout_->infos()[index].name + "' with a grad_dtype of " +
+                             c10::toString(now) + " since it was sharded, expected " +
+                             c10::toString(planned),
+                         {}, "Set grad_dtype before fully_shard."));
+  return planned;
+}
+
 void OwnerLanding::deliver(Bucket& bucket, size_t slot) {
   const size_t index = parameter_of(bucket, slot);
   const at::Tensor& owner = owners_.leaves[index];
@@ -107,7 +121,8 @@ void OwnerLanding::deliver(Bucket& bucket, size_t slot) {
   at::Tensor part = owner.numel() == 0 ? at::empty_like(owner)
                                        : bucket.own_sum(slot, owner.sizes(), owner.strides());
   if (scale != 1) part.mul_(scale);
-  if (part.scalar_type() != owner.scalar_type()) part = part.to(owner.scalar_type());
+  if (const at::ScalarType dtype = dtype_of(index); part.scalar_type() != dtype)
+    part = part.to(dtype);
   at::Tensor& grad = owner.mutable_grad();
   grad.defined() ? void(grad.add_(part)) : void(grad = std::move(part));
   parameter(index).mutable_grad().reset();

@@ -30,6 +30,8 @@ class TRIREME_API OwnerLanding final : public Landing {
     OwnShards own;
     std::vector<at::Tensor> leaves;  // over this rank's shards
     bool has_replicas = false;       // other ranks hold the same shards
+    // Lists those of the .grad of leaves; each has its own if it is empty.
+    std::vector<at::ScalarType> dtypes = {};
   };
   OwnerLanding(std::shared_ptr<Arming> arming, Owners owners)
       : arming_(std::move(arming)), owners_(std::move(owners)) {}
@@ -68,6 +70,7 @@ class TRIREME_API OwnerLanding final : public Landing {
   bool is_deferred(size_t index) const { return !deferred_.empty() && deferred_[index]; }
   bool is_chosen(size_t index) const { return summed_callback_ != nullptr && chosen_[index]; }
   double last_scale(size_t index) const;
+  at::ScalarType dtype_of(size_t index) const;
   void add_own_sums(Bucket& bucket, std::vector<OwnSum>& sums) const;
 
   std::shared_ptr<Arming> arming_;

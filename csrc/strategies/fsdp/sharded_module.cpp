@@ -157,10 +157,24 @@ void ShardedModule::collect(std::vector<ShardedParamSpec>& specs) {
     if (parameter.is_floating_point()) {
       spec.param_dtype = options_.param_dtype;
       spec.reduce_dtype = options_.reduce_dtype;
+      spec.grad_dtype = gradient_dtype(spec.name, parameter);
     }
     specs.push_back(std::move(spec));
     leaves_.push_back(parameter);
   }
+}
+
+// Returns the dtype that the user has set for the gradient, if any.
+std::optional<at::ScalarType> ShardedModule::gradient_dtype(const std::string& name,
+                                                            const at::Tensor& parameter) const {
+  const std::optional<at::ScalarType> dtype = parameter.grad_dtype();
+  TORCH_CHECK_VALUE(dtype,
+                    error_text(kArea,
+                               "got '" + name +
+                                   "', whose gradient may have any dtype, "
+                                   "expected one that it has on all ranks",
+                               options_.communicator->rank_of(), "Set one with set_grad_dtype()."));
+  return *dtype == parameter.scalar_type() ? std::nullopt : dtype;
 }
 
 // Returns the dimension that FsdpOptions::shard_dim chooses.

@@ -209,6 +209,8 @@ class TRIREME_API ShardedModule : public torch::nn::Module, public HoldsParts {
   class Gate;
   void collect(std::vector<ShardedParamSpec>& specs);
   int64_t shard_dim(const std::string& name, const at::Tensor& parameter) const;
+  std::optional<at::ScalarType> gradient_dtype(const std::string& name,
+                                               const at::Tensor& parameter) const;
   void shard();
   Root& own_root() const;
   std::vector<std::shared_ptr<ParamGroup>> groups_within() const;

@@ -37,9 +37,11 @@ void UnitReducers::make_reducer(const Request& request, Part& part) {
     for (size_t i = 0; i < group.params().size(); ++i) {
       const ShardedParam& param = group.params()[i];
       const ShardedParamSpec& spec = param.spec();
+      if (spec.grad_dtype) group.leaves()[i].set_grad_dtype(spec.wire_dtype());
       parameters.tensors.push_back(group.leaves()[i]);
       owners.leaves.push_back(param.gradient_leaf());
-      options.reduce_dtypes.emplace_back(spec.reduce_dtype.value_or(spec.dtype));
+      owners.dtypes.push_back(spec.gradient_dtype());
+      options.reduce_dtypes.emplace_back(spec.wire_dtype());
       stored.push_back(stored_info(spec, spec.dtype));
     }
   }

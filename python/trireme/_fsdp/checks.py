@@ -121,13 +121,17 @@ def check_parameter(name: str, param: nn.Parameter, device: torch.device) -> Non
         )
 
 
-def check_gradient_dtype(name: str, param: nn.Parameter) -> None:
-    if getattr(param, "_has_grad_dtype_override", False) and param.grad_dtype != param.dtype:
+def chosen_grad_dtype(name: str, param: nn.Parameter) -> torch.dtype | None:
+    """The dtype that the user has set for gradients; None if that is the parameter's own."""
+    dtype: torch.dtype | None = param.grad_dtype
+    if dtype is None:
         refuse(
-            f"got '{name}' with grad_dtype={param.grad_dtype}, expected that of the parameter",
-            "Use MixedPrecisionPolicy(reduce_dtype=...).",
+            f"got '{name}' with grad_dtype=None, expected one that its gradients have on all ranks",
+            "Set grad_dtype=torch.float32.",
             kind=NotImplementedError,
         )
+    is_chosen = getattr(param, "_has_grad_dtype_override", dtype != param.dtype)
+    return dtype if is_chosen else None
 
 
 def resolve_placement(

@@ -139,9 +139,15 @@ class ModelLayout:
     dim: int
     """Which is first in memory."""
 
-    def show(self, leaf: nn.Parameter, reduce_dtype: torch.dtype | None) -> nn.Parameter:
+    def show(
+        self,
+        leaf: nn.Parameter,
+        reduce_dtype: torch.dtype | None,
+        grad_dtype: torch.dtype | None,
+    ) -> nn.Parameter:
         """A DTensor over the memory of ``leaf``, and a leaf like it. Gradients that reach it go on
         into ``leaf``; ``requires_grad`` of the two is the caller's to keep alike."""
+        reduce_dtype = reduce_dtype or grad_dtype
         with torch.inference_mode(False):
             whole = DTensor(leaf.detach(), self._spec_for(leaf.dtype), requires_grad=False)
             shown = nn.Parameter(whole, requires_grad=leaf.requires_grad)
@@ -149,6 +155,8 @@ class ModelLayout:
             if leaf.is_floating_point() or leaf.is_complex():
                 through = self._through(leaf, reduce_dtype)
                 accumulate_through(shown, through)
+                if grad_dtype is not None:
+                    shown.grad_dtype = reduce_dtype
                 shown._trireme_through = through  # type: ignore[attr-defined] # keeps the node
         return shown
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from trireme._C import ShardedParamSpec
 from trireme._core.owners import local_of
 from trireme._fsdp import refuse
-from trireme._fsdp.checks import check_gradient_dtype, check_parameter, resolve_placement, shard_dim
+from trireme._fsdp.checks import check_parameter, chosen_grad_dtype, resolve_placement, shard_dim
 from trireme._fsdp.dtensor import (
     ModelLayout,
     check_placement,
@@ -45,6 +45,7 @@ class ShardedParameter:
     sizes: list[int]  # of what is sharded: of a DTensor this rank's part
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
+    grad_dtype: torch.dtype | None = None  # if the user has chosen one
     specs: dict[torch.dtype, DTensorSpec] = field(default_factory=dict)
     sharded: nn.Parameter | None = None  # a DTensor
     unsharded: nn.Parameter | None = None  # what the core computes the gradient of
@@ -61,6 +62,7 @@ class ShardedParameter:
             param_dtype=self.param_dtype,
             reduce_dtype=self.reduce_dtype,
             requires_grad=self.present.requires_grad,
+            grad_dtype=self.grad_dtype,
         )
 
     @property
@@ -96,7 +98,23 @@ class ShardedParameter:
         self.unsharded = nn.Parameter(whole, requires_grad=requires_grad)
         self.shown = self.unsharded
         if self.layout is not None:
-            self.shown = self.layout.show(self.unsharded, self.reduce_dtype)
+            self.shown = self.layout.show(self.unsharded, self.reduce_dtype, self.grad_dtype)
+
+    def become(self, sharded: nn.Parameter) -> None:
+        """``sharded`` is what the optimizer has from now on."""
+        self.sharded = sharded
+        if self.grad_dtype is not None:
+            sharded.grad_dtype = self.grad_dtype
+
+    def check_grad_dtype(self, dtype: torch.dtype | None) -> None:
+        expected = self.grad_dtype or self.present.dtype
+        if dtype != expected:
+            refuse(
+                f"got '{self.name}' with grad_dtype={dtype} after the first forward, expected "
+                f"{expected}",
+                "Set grad_dtype before fully_shard.",
+                kind=RuntimeError,
+            )
 
     def receive(self, part: torch.Tensor) -> None:
         """``part`` of the averaged gradient becomes ``.grad``, or is added to it."""
@@ -104,7 +122,11 @@ class ShardedParameter:
         assert param is not None
         grad = param.grad
         if grad is None:
-            param.grad = self.as_dtensor(part)
+            try:
+                param.grad = self.as_dtensor(part)
+            except RuntimeError:
+                self.check_grad_dtype(param.grad_dtype)
+                raise
         else:
             with torch.no_grad():
                 local = grad.to_local() if isinstance(grad, DTensor) else grad
@@ -160,8 +182,9 @@ def _set_dtypes(one: ShardedParameter, policy: MixedPrecisionPolicy) -> None:
         resolved = policy._resolve_for_param(one.present)
     one.param_dtype = resolved.param_dtype
     one.reduce_dtype = resolved.reduce_dtype
-    check_gradient_dtype(one.name, one.present)
-    if one.reduce_dtype is None and not _REDUCES_IN_ORIGINAL_DTYPE:
+    one.grad_dtype = chosen_grad_dtype(one.name, one.present) or one.grad_dtype
+    follows_param = one.grad_dtype is None and not _REDUCES_IN_ORIGINAL_DTYPE
+    if one.reduce_dtype is None and follows_param:
         one.reduce_dtype = one.param_dtype
 
 
@@ -183,13 +206,14 @@ def shard(group: ParamGroup, params: Sequence[ShardedParameter], mesh: FsdpMesh)
             local = torch.empty_like(local, device="meta")
         else:
             group.write_whole(index, given.detach())
-        one.sharded = nn.Parameter(one.as_dtensor(local), requires_grad=original.requires_grad)
-        one.sharded.__dict__.update(original.__dict__)
+        sharded = nn.Parameter(one.as_dtensor(local), requires_grad=original.requires_grad)
+        sharded.__dict__.update(original.__dict__)
+        one.become(sharded)
         one.compute_with(wholes[index], requires_grad=original.requires_grad)
         original._trireme_sharded = one.name  # type: ignore[attr-defined]
         one.original = None
         for module, name in one.places:
-            _put(module, name, one.sharded)
+            _put(module, name, sharded)
 
 
 def _put(module: nn.Module, name: str, param: nn.Parameter) -> None:
@@ -217,7 +241,7 @@ def copy_shards(
             group.write_shard(index, local.detach())
         made = replace(one, places=list(one.places))
         requires_grad = sharded.requires_grad
-        made.sharded = nn.Parameter(one.as_dtensor(shard_), requires_grad=requires_grad)
+        made.become(nn.Parameter(one.as_dtensor(shard_), requires_grad=requires_grad))
         made.compute_with(wholes[index], requires_grad=requires_grad)
         memo[id(sharded)] = made.sharded
         copies.append(made)
@@ -225,17 +249,22 @@ def copy_shards(
 
 
 def note_casts(params: Sequence[ShardedParameter], policy: MixedPrecisionPolicy) -> bool:
-    """Takes over the dtypes to which sharded parameters were cast; whether any was."""
+    """Takes over the dtypes to which sharded parameters, or their gradients, were cast; whether any
+    was."""
     any_cast = False
     for one in params:
         module, name = one.places[0]
         given = module._parameters[name]
         dtype, spec = next(iter(one.specs.items()))
-        if not isinstance(given, DTensor) or given.dtype == dtype:
+        if not isinstance(given, DTensor):
+            continue
+        grad_dtype = chosen_grad_dtype(one.name, given) or one.grad_dtype
+        if given.dtype == dtype and grad_dtype == one.grad_dtype:
             continue
         one.specs = {given.dtype: _cast(spec, given.dtype)}
         one.sharded = given
         _set_dtypes(one, policy)
+        one.become(given)
         any_cast = True
     return any_cast
 
@@ -270,7 +299,7 @@ def adopt(
             group.return_to_store(index)
             group.write_shard(index, values)
         sharded._local_tensor = shard_  # type: ignore[attr-defined]
-        one.sharded = sharded
+        one.become(sharded)
 
 
 def _checked(one: ShardedParameter, given: nn.Parameter) -> nn.Parameter:
@@ -291,4 +320,6 @@ def _checked(one: ShardedParameter, given: nn.Parameter) -> nn.Parameter:
             f"{expected.placements} on {expected.mesh}",
             "Keep the placement that fully_shard gave it.",
         )
+    if (chosen := chosen_grad_dtype(one.name, given)) is not None:
+        one.check_grad_dtype(chosen)
     return given

@@ -208,6 +208,22 @@ TEST_CASE("reduce_dtype changes the wire and not .grad") {
   CHECK(at::equal(chain.grad('a'), at::full({4}, 2.0F)));
 }
 
+TEST_CASE("grad_dtype changes the wire and .grad, from the backward on that follows") {
+  Chain chain("ab");
+  chain.step("ab");
+  chain.zero_grad();
+  chain.weights[0].set_grad_dtype(at::kDouble);
+  for (int step = 0; step < 2; ++step) {
+    chain.wire->clear();
+    chain.step("ab");
+    CHECK(chain.grad('a').scalar_type() == at::kDouble);
+    CHECK(at::equal(chain.grad('a'), at::full({4}, 2.0, at::kDouble)));
+    CHECK(chain.grad('b').scalar_type() == at::kFloat);
+    chain.zero_grad();
+  }
+  CHECK(chain.wire->records()[1].dtypes == std::vector<std::string>{"Double"});
+}
+
 TEST_CASE("two forwards, one backward: one synchronization") {
   Chain chain("ab");
   const at::Tensor first = chain.forward("ab");

@@ -28,8 +28,8 @@ struct Gradients {
     plan.dtype = wire;
     plan.numel = 8;
     plan.slots = {{0, 0, 5}, {1, 5, 3}};
-    bucket =
-        std::make_unique<RunBucket>(plan, parameters, own, std::make_shared<BufferPool>(c10::kCPU));
+    bucket = std::make_unique<RunBucket>(plan, parameters, infos, own,
+                                         std::make_shared<BufferPool>(c10::kCPU));
   }
   void set(size_t parameter, double first) {
     const int64_t numel = parameters[parameter].numel();

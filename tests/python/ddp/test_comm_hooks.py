@@ -1,5 +1,6 @@
 """Communication hooks: torch's own run unchanged and train as under torch's class."""
 
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -153,6 +154,170 @@ def test_buckets_keep_their_contents_once_hooks_have_seen_them(rank: int) -> Non
         ddp.module.forward = ddp.module[0].forward  # the other layers are unused from here on
         step_fn(ddp, 0, rank)
         assert ddp._core.plan() == plan
+
+
+class Tail(nn.Module):
+    """Layers whose gradients do not depend on what lies behind them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = mlp()
+        self.tail = nn.Sequential(nn.Linear(3, 11), nn.Linear(11, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.body(x)
+        return torch.cat([hidden, self.tail(hidden.detach())], dim=1)
+
+
+def tailed(frozen: bool = True) -> Tail:
+    torch.manual_seed(2)
+    model = Tail()
+    model.tail.requires_grad_(not frozen)
+    return model
+
+
+def replace_tail(model: Any) -> None:
+    torch.manual_seed(6)
+    model.tail = nn.Sequential(nn.Linear(3, 17), nn.Linear(17, 4))
+
+
+CHANGES: dict[int, Callable[[Any], object]] = {
+    3: lambda model: model.tail.requires_grad_(True),
+    5: lambda model: model.body[2].requires_grad_(False),
+    6: lambda model: model.body.requires_grad_(False),
+    8: lambda model: model.body.requires_grad_(True),
+    9: replace_tail,
+    11: lambda model: setattr(model.tail[1].weight, "grad_dtype", torch.float64),
+}
+
+
+@on_ranks()
+def test_an_index_keeps_its_meaning(rank: int) -> None:
+    """From the first step on, whatever is frozen, unfrozen or replaced."""
+    ddp, alone = trireme.DistributedDataParallel(tailed(), bucket_cap_mb=0.00001), tailed()
+    names: dict[nn.Parameter, str] = {}
+    meaning: dict[int, list[str]] = {}
+    seen: list[int] = []
+    last: list[int] = []
+
+    def hook(state: object, bucket: dist.GradBucket) -> Future:
+        own = [names[parameter] for parameter in bucket.parameters()]
+        assert meaning.setdefault(bucket.index(), own) == own
+        assert bucket.index() not in seen
+        seen.append(bucket.index())
+        if bucket.is_last():
+            last.append(bucket.index())
+        return default_hooks.allreduce_hook(None, bucket)
+
+    ddp.register_comm_hook(None, hook)
+    indices: list[list[int]] = []
+    for step in range(13):
+        seen.clear()
+        last.clear()
+        for model in (ddp, alone):
+            model.zero_grad()
+        for module in (ddp.module, alone):
+            CHANGES.get(step, id)(module)
+        for name, parameter in ddp.module.named_parameters():
+            names.setdefault(parameter, f"{step} {name}")
+        step_fn(ddp, step, rank)
+        alone(batch(step)).square().mean().backward()
+        torch.testing.assert_close(gradients(ddp), gradients(alone))
+        assert len(last) == 1
+        assert last == seen[-1:] or step in CHANGES  # what comes in addition is behind the last
+        indices.append(list(seen))
+    body = indices[0]
+    tail = list(range(len(body), len(indices[4])))
+    assert body == list(range(len(body))) == indices[1] == indices[2] and tail
+    assert indices[3] == indices[4] == indices[5] == body + tail
+    assert set(indices[6]) < set(indices[5])  # one layer is frozen
+    assert indices[7] == tail
+    assert indices[8] == tail + body
+    new = indices[10][len(body) :]
+    assert indices[9] == body + tail + new and indices[10] == body + new
+    assert new == [one + len(tail) for one in tail]
+    cast = indices[11][-1]
+    assert indices[11] == [*body, *new, cast] and cast == new[-1] + 1
+    assert cast in indices[12] and set(indices[12]) < set(indices[11])
+
+
+def compressed_power_sgd(ddp: Any) -> None:
+    state = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=2, min_compression_rate=0.1)
+    wrapped = default_hooks.bf16_compress_wrapper(powerSGD_hook.powerSGD_hook)
+    ddp.register_comm_hook(state, wrapped)
+
+
+KEEPING_STATE: dict[str, Register] = {
+    "power sgd": power_sgd(min_compression_rate=0.1),
+    "power sgd in bf16": compressed_power_sgd,
+    "post local sgd": local_sgd,
+    "quantization": HOOKS["per-channel quantization"],
+}
+
+
+@pytest.mark.parametrize("change", ["unfreeze", "replace", "freeze again"])
+@pytest.mark.parametrize("name", KEEPING_STATE)
+@on_ranks()
+def test_state_of_earlier_buckets_is_untouched(rank: int, name: str, change: str) -> None:
+    """The body's gradients are to the bit those of a run in which nothing changes behind it."""
+    runs = []
+    for changes in (False, True):
+        model = tailed(frozen=change == "unfreeze")
+        ddp = trireme.DistributedDataParallel(model, bucket_cap_mb=0.0003)
+        torch.manual_seed(9)
+        KEEPING_STATE[name](ddp)
+        seen = []
+        for step in range(9):
+            if changes and step == 4:
+                replace_tail(model) if change == "replace" else None
+                model.tail.requires_grad_(change != "freeze again")
+            if changes and step == 6:
+                model.tail.requires_grad_(True)
+            ddp.zero_grad()
+            step_fn(ddp, step, rank)
+            seen.append(gradients(model.body))
+            tail = gradients(model.tail).values()
+            assert not changes or step < 6 or all(one.isfinite().all() for one in tail)
+            assert_same_on_all_ranks([one for one in gradients(model).values() if one is not None])
+        runs.append(seen)
+    for with_it, without in zip(*runs, strict=True):
+        for key, grad in with_it.items():
+            assert torch.equal(grad, without[key]), key
+
+
+@on_ranks()
+def test_a_state_that_was_saved_goes_on(rank: int) -> None:
+    """A new process knows the order of gradients only after its first backward."""
+    state = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=2, min_compression_rate=0.1)
+    ddp = trireme.DistributedDataParallel(Ordered(), bucket_cap_mb=0.0003)
+    ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    for step in range(8):
+        if step == 4:
+            saved = pickle.dumps(state)
+        ddp.zero_grad()
+        step_fn(ddp, step, rank)
+    again = trireme.DistributedDataParallel(Ordered(), bucket_cap_mb=0.0003)
+    assert again._core.plan() != ddp._core.plan()
+    again.register_comm_hook(pickle.loads(saved), powerSGD_hook.powerSGD_hook)
+    for step in range(4, 8):
+        again.zero_grad()
+        step_fn(again, step, rank)
+    for key, grad in gradients(again).items():
+        assert torch.equal(grad, gradients(ddp)[key]), key
+
+
+class Ordered(nn.Module):
+    """Layers are used in another order than they were made in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.last = nn.Linear(9, 3)
+        self.first = nn.Linear(6, 12)
+        self.middle = nn.Linear(12, 9)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.middle(self.first(x).tanh()).tanh())
 
 
 @on_ranks()

@@ -154,6 +154,12 @@ def test_another_memory_format_after_wrapping(rank: int) -> None:
         expected.load_state_dict(module.state_dict())
         expected(images).square().mean().backward()
         torch.testing.assert_close(gradients(ddp), gradients(expected))
+        assert module.weight.grad.stride() == module.weight.stride()
+    if rank == 1:
+        ddp.to(memory_format=torch.contiguous_format)
+    was = "'weight' was Float [4, 3, 3, 3] of strides [27, 1, 9, 3], is Float [4, 3, 3, 3]"
+    with raises(ValueError, "on rank 0: nothing changed; on rank 1: " + was):
+        ddp(images[rank : rank + 1]).square().mean().backward()
 
 
 @on_ranks()

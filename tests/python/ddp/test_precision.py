@@ -1,15 +1,18 @@
 """Autocast, gradient scaling and torch's _MixedPrecision, all of them on CPU."""
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
 import trireme
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.nn.parallel.distributed import _MixedPrecision
 
 from ddp.ranks import (
+    RANKLESS_FORM,
     WORLD,
     assert_equals_torch,
     assert_same_on_all_ranks,
@@ -17,6 +20,7 @@ from ddp.ranks import (
     gradients,
     mlp,
     on_ranks,
+    raises,
     record_wire,
     values,
 )
@@ -197,3 +201,116 @@ def test_mixed_precision_accumulates_in_full_precision(rank: int) -> None:
         ddp(torch.full((1, 1), 256.0)).sum().backward()
     ddp(torch.ones(1, 1)).sum().backward()
     assert model.weight.grad.item() == 257.0
+
+
+def halves(grad_dtype: torch.dtype | None = torch.float32) -> nn.Module:
+    """In bf16, with gradients in another dtype."""
+    model = mlp().bfloat16()
+    for parameter in model.parameters():
+        parameter.grad_dtype = grad_dtype
+    return model
+
+
+def by_hand(steps: range) -> dict[str, torch.Tensor | None]:
+    """Sums over micro-batches of means over ranks, each gradient computed as its rank does."""
+    model = halves()
+    for step in steps:
+        for rank in range(WORLD):
+            (model(batch(step)[rank::WORLD].bfloat16()).float().square().mean() / WORLD).backward()
+    return gradients(model)
+
+
+def low_step(ddp: nn.Module, step: int, rank: int) -> None:
+    ddp(batch(step)[rank::WORLD].bfloat16()).float().square().mean().backward()
+
+
+@pytest.mark.parametrize("as_bucket_view", [False, True])
+@pytest.mark.parametrize("hook", [False, True])
+@on_ranks()
+def test_gradients_in_fp32_of_parameters_in_bf16(
+    rank: int, as_bucket_view: bool, hook: bool
+) -> None:
+    """Four micro-batches are one sum in fp32, which bf16 would round."""
+    ddp = trireme.DistributedDataParallel(halves(), gradient_as_bucket_view=as_bucket_view)
+    wire = record_wire(ddp)
+    if hook:
+        ddp.register_comm_hook(None, see_fp32)
+    for first in (0, 4, 8):
+        ddp.zero_grad(set_to_none=first != 4)
+        with ddp.no_sync():
+            for step in range(first, first + 3):
+                low_step(ddp, step, rank)
+        low_step(ddp, first + 3, rank)
+        expected = by_hand(range(first, first + 4))
+        assert any(not torch.equal(one, one.bfloat16().float()) for one in expected.values())
+        torch.testing.assert_close(gradients(ddp), expected, rtol=1e-5, atol=1e-7)
+    sent = [one for one in wire.records if one.label.startswith("bucket")]
+    assert hook or {tuple(one.dtypes) for one in sent} == {("Float",)}
+
+
+def see_fp32(
+    state: object, bucket: torch.distributed.GradBucket
+) -> torch.futures.Future[torch.Tensor]:
+    assert bucket.buffer().dtype == torch.float32
+    assert {one.dtype for one in bucket.parameters()} == {torch.bfloat16}
+    return allreduce_hook(None, bucket)
+
+
+@on_ranks()
+def test_another_dtype_of_gradients_in_the_middle(rank: int) -> None:
+    ddp = trireme.DistributedDataParallel(halves(torch.bfloat16))
+    for step in range(6):
+        ddp.zero_grad()
+        if step % 3 == 2:
+            for parameter in ddp.parameters():
+                parameter.grad_dtype = torch.float32 if step == 2 else torch.bfloat16
+        low_step(ddp, step, rank)
+        wanted = torch.float32 if 2 <= step < 5 else torch.bfloat16
+        assert {one.grad.dtype for one in ddp.parameters()} == {wanted}
+        expected = by_hand(range(step, step + 1))
+        tolerance = {} if wanted == torch.float32 else {"rtol": 2**-7, "atol": 1e-3}
+        got = {name: one.float() for name, one in gradients(ddp).items()}
+        torch.testing.assert_close(got, expected, **tolerance)
+
+
+@on_ranks()
+def test_ranks_whose_gradients_have_other_dtypes(rank: int) -> None:
+    """At wrapping, and later."""
+    expected = ["'0.weight' BFloat16 [13, 6]", "with gradients in Float", "rank 0 has"]
+    with raises(ValueError, "got different parameters on different ranks", *expected):
+        trireme.DistributedDataParallel(halves(torch.float32 if rank == 0 else torch.bfloat16))
+    ddp = trireme.DistributedDataParallel(halves())
+    low_step(ddp, 0, rank)
+    ddp.zero_grad()
+    if rank == 1:
+        ddp.module[0].weight.grad_dtype = torch.bfloat16
+    with raises(
+        ValueError, "'0.weight'", "on rank 0 (BFloat16, gradients in Float)", "in BFloat16)"
+    ):
+        low_step(ddp, 1, rank)
+
+
+@on_ranks()
+def test_gradients_of_any_dtype(rank: int) -> None:
+    """They come in the parameter's as a rule. What comes in another one is not rounded unseen."""
+    ddp = trireme.DistributedDataParallel(halves(None))
+    for step in range(2):
+        ddp.zero_grad()
+        low_step(ddp, step, rank)
+        assert {one.grad.dtype for one in ddp.parameters()} == {torch.bfloat16}
+    ddp.zero_grad()
+    text = "got a gradient of '0.weight' in Float, expected it in BFloat16"
+    with raises(RuntimeError, text, form=RANKLESS_FORM):
+        output = ddp(batch(0)[rank::WORLD].bfloat16())
+        (output.float().square().mean() + InFp32.apply(ddp.module[0].weight)).backward()
+
+
+class InFp32(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor) -> torch.Tensor:
+        ctx.sizes = weight.shape
+        return weight.float().sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad.expand(ctx.sizes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from itertools import pairwise
 from typing import Any
@@ -14,7 +15,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD
 
-from ddp.ranks import batch, mlp
+from ddp.ranks import batch, mlp, raises
 from fsdp.ranks import (
     Sharded,
     assert_locals,
@@ -156,6 +157,87 @@ def test_accumulated_gradients_keep_what_small_ones_add(rank: int) -> None:
     model.set_requires_gradient_sync(True)
     model(torch.ones(1, 4)).sum().backward()
     torch.testing.assert_close(local(model.weight.grad), torch.full((1, 4), 259.0))
+
+
+def halves() -> nn.Module:
+    """Gradients in fp32 of parameters in bf16; those of one layer in bf16, of another in fp64."""
+    model = mlp().bfloat16()
+    model[4].float()
+    for layer, dtype in ((model[0], FP32), (model[4], torch.float64)):
+        for parameter in layer.parameters():
+            parameter.grad_dtype = dtype
+    return nn.Sequential(*model[:4], InDtype(FP32), model[4])
+
+
+class InDtype(nn.Module):
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.to(self.dtype)
+
+
+GRAD_DTYPES = [FP32, FP32, BF16, torch.float64, torch.float64]
+
+
+@pytest.mark.parametrize("reduce_dtype", [None, FP32, BF16])
+@on_shm_ranks(2)
+def test_gradients_in_dtypes_of_their_own(rank: int, reduce_dtype: torch.dtype | None) -> None:
+    """As torch's, where it knows them: on the wire unless reduce_dtype says another, in .grad."""
+    policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
+    ours, theirs = torch_pair(halves, mp_policy=policy)
+    for step in range(4):
+        for training in (ours, theirs):
+            training.optimizer.zero_grad(set_to_none=step % 2 == 0)
+            training.model.set_requires_gradient_sync(step != 2)
+            for number in (step, step + 10):
+                rows = rows_of(number, training).bfloat16()
+                training.model(rows).float().square().mean().backward()
+            training.model.set_requires_gradient_sync(True)
+            training.model(rows).float().square().mean().backward()
+        assert [one.grad.dtype for one in ours.model.parameters()] == GRAD_DTYPES
+        if TORCH >= (2, 15):
+            close = ROUNDED if reduce_dtype == BF16 else {"rtol": 1e-5, "atol": 1e-6}
+            for one, other in zip(ours.model.parameters(), theirs.model.parameters(), strict=True):
+                loose = ROUNDED if one.grad.dtype == BF16 else close
+                torch.testing.assert_close(local(one.grad), local(other.grad), **loose)
+
+
+@on_shm_ranks(2)
+def test_when_a_dtype_of_gradients_may_be_set(rank: int) -> None:
+    """Until the first forward, also on a copy and on what is assigned; afterwards it is refused."""
+    model = halves()
+    trireme.fully_shard(model)
+    model[2].weight.grad_dtype = torch.float64
+    rows = batch(0)[rank::2].bfloat16()
+    model(rows).float().sum().backward()
+    dtypes = [FP32, FP32, torch.float64, torch.float64, torch.float64]
+    assert [one.grad.dtype for one in model.parameters()] == dtypes
+    twin = copy.deepcopy(model)
+    twin.load_state_dict(twin.state_dict(), assign=True)
+    for _ in range(2):
+        twin.zero_grad()
+        twin(rows).float().sum().backward()
+        assert [one.grad.dtype for one in twin.parameters()] == dtypes
+    model.zero_grad()
+    model[0].weight.grad_dtype = BF16
+    text = "got '0.weight' with grad_dtype=torch.bfloat16 after the first forward, expected"
+    with raises(RuntimeError, text):
+        model(rows).float().sum().backward()
+    anything = nn.Linear(6, 5).bfloat16()
+    anything.weight.grad_dtype = None
+    with raises(NotImplementedError, "got 'weight' with grad_dtype=None"):
+        trireme.fully_shard(anything)
+
+
+@on_shm_ranks(2)
+def test_ranks_whose_gradients_have_other_dtypes(rank: int) -> None:
+    model = nn.Linear(6, 5).bfloat16()
+    if rank == 1:
+        model.weight.grad_dtype = FP32
+    with raises(ValueError, "'weight' BFloat16 [5, 6] with gradients in Float but rank 0 has"):
+        trireme.fully_shard(model)
 
 
 @on_shm_ranks(2)

@@ -41,7 +41,7 @@ from fsdp.model_parallel import (
     words,
 )
 from fsdp.ranks import assert_locals, gloo_mesh, run_programs
-from shm.ranks import BACKENDS
+from shm.ranks import BACKENDS, TORCH
 from zero.ranks import assert_close
 
 EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "python" / "fsdp_tp.py"
@@ -51,14 +51,17 @@ BF16 = {"rtol": 2**-6, "atol": 2e-3}
 
 def as_torch(rank: int) -> None:
     """Placements, gradients with and without accumulation, parameters; kept unsharded; in bf16;
-    whole ones where torch can put them together."""
+    gradients in a dtype of their own; whole ones where torch can put them together."""
     mesh = grid()
     cast = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-    for options, tolerance in (
+    cases: list[tuple[dict[str, Any], dict[str, float]]] = [
         ({}, {}),
         ({"reshard_after_forward": False, "shard_placement_fn": last_of_up}, {}),
         ({"mp_policy": cast}, BF16),
-    ):
+    ]
+    if TORCH >= (2, 15):
+        cases.append(({"shard_placement_fn": in_fp64}, {}))
+    for options, tolerance in cases:
         pairs = [(one, sgd(one)) for one in (build(mesh, **options), build_torchs(mesh, **options))]
         (ours, _), (theirs, _) = pairs
         assert_like_torchs(ours, theirs)
@@ -87,6 +90,10 @@ def on_two_dims(model: nn.Module) -> list[nn.Parameter]:
 
 def last_of_up(param: nn.Parameter) -> Shard | None:
     return Shard(1) if param.shape == (14, 8) else None
+
+
+def in_fp64(param: nn.Parameter) -> None:
+    param.grad_dtype = torch.float64
 
 
 def clip_and_step(ours: Any, one: Any, optimizers: Sequence[Any]) -> None:

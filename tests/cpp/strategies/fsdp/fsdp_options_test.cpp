@@ -46,6 +46,35 @@ TEST_CASE("sharded along their last dimension parameters train, are saved and lo
   }
 }
 
+TEST_CASE("gradients in a dtype of their own arrive in it") {
+  const torch::optim::SGDOptions options = torch::optim::SGDOptions(0.1).momentum(0.9);
+  const Values expected = train_alone<torch::optim::SGD>(options, 4);
+  for (const Engine engine : {Engine::kShm, Engine::kGloo}) {
+    std::vector<int64_t> doubles(2, 0);
+    std::vector<std::string> errors(2);
+    const auto found = on_ranks<Values>(2, engine, [&](ThreadRank& rank) {
+      const auto place = static_cast<size_t>(rank.where.rank);
+      UnevenNet net = net_with_gradients_in(at::kDouble);
+      auto model = fully_shard(net, over(rank));
+      torch::optim::SGD optimizer(model->parameters(), options);
+      for (int64_t step = 0; step < 4; ++step) {
+        fsdp_step(model, optimizer, step, rank.where);
+        doubles[place] += count_gradients_in(at::kDouble, model->parameters());
+      }
+      Values values = whole_values(*model, net->parameters());
+      model->zero_grad();
+      for (const at::Tensor& shard : model->parameters()) shard.set_grad_dtype(at::kFloat);
+      errors[place] = error_of<c10::Error>(
+          [&] { model->forward(part_of_batch(0, rank.where), true).backward(); });
+      return values;
+    });
+    CHECK(doubles == std::vector<int64_t>(2, 7 + 5 + 7 + 5));
+    for (const std::string& error : errors)
+      CHECK_THAT(error, Catch::Contains("with a grad_dtype of Float since it was sharded"));
+    for (const Values& values : found) CHECK(count_unlike(values, expected) == 0);
+  }
+}
+
 TEST_CASE("a dimension that a parameter has not got") {
   const auto errors = on_shm_ranks<std::string>(2, [](ThreadRank& rank) {
     const auto second = [](const std::string&, const at::Tensor&) { return int64_t{1}; };

@@ -6,6 +6,7 @@
 #include <torch/nn.h>
 #include <torch/optim.h>
 
+#include <algorithm>
 #include <catch_torch.h>
 #include <functional>
 #include <mutex>
@@ -82,6 +83,19 @@ Values train_alone(const Options& options, int64_t steps) {
   Optimizer optimizer(net->parameters(), options);
   train(net, optimizer, steps);
   return values_of(net->parameters());
+}
+
+// Has gradients in another dtype than its parameters.
+inline UnevenNet net_with_gradients_in(at::ScalarType dtype) {
+  UnevenNet net;
+  for (const at::Tensor& parameter : net->parameters()) parameter.set_grad_dtype(dtype);
+  return net;
+}
+
+inline int64_t count_gradients_in(at::ScalarType dtype, const Values& parameters) {
+  return std::count_if(parameters.begin(), parameters.end(), [&](const at::Tensor& parameter) {
+    return parameter.grad().defined() && parameter.grad().scalar_type() == dtype;
+  });
 }
 
 // Ranks as threads that collect what they have to say, by rank.

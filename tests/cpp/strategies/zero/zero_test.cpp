@@ -115,6 +115,39 @@ TEST_CASE("ranks train as one process does on the whole batch, stages 1 and 2") 
   }
 }
 
+TEST_CASE("gradients in a dtype of their own arrive in it, under DDP and ZeRO 2") {
+  const SGDOptions options = SGDOptions(0.1).momentum(0.9);
+  const Values expected = train_alone<SGD>(options, 4);
+  for (const Engine engine : kEngines) {
+    for (const int64_t stage : {1, 2}) {
+      CAPTURE(engine, stage);
+      const auto found = on_ranks<Values>(2, engine, [&](ThreadRank& rank) {
+        UnevenNet net = net_with_gradients_in(at::kDouble);
+        std::optional<DistributedDataParallel<UnevenNet>> ddp;
+        if (stage == 1) ddp.emplace(net, rank.communicator);
+        ZeroRedundancyOptimizer<SGD> optimizer(net, options, rank.communicator, {.stage = stage});
+        int64_t doubles = 0;
+        for (int64_t step = 0; step < 4; ++step) {
+          optimizer.zero_grad();
+          const at::Tensor part = part_of_batch(step, rank.where);
+          const bool with_head = step % 2 == 0;
+          (ddp ? (*ddp)->forward(part, with_head) : net->forward(part, with_head)).backward();
+          doubles += count_gradients_in(at::kDouble, net->parameters());
+          optimizer.step();
+        }
+        Values values = values_of(net->parameters());
+        values.push_back(at::scalar_tensor(doubles));
+        return values;
+      });
+      for (Values values : found) {
+        CHECK(values.back().item<int64_t>() == 7 + 5 + 7 + 5);
+        values.pop_back();
+        CHECK(count_unlike(values, expected) == 0);
+      }
+    }
+  }
+}
+
 TEST_CASE("every optimizer that treats elements alike, ours too") {
   const SGDOptions sgd = SGDOptions(0.1).momentum(0.9).weight_decay(0.01);
   const torch::optim::RMSpropOptions rmsprop(0.01);
