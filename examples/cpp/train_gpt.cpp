@@ -3,8 +3,7 @@
 // put your model and your data in.
 //
 //   torchrun --no-python --nproc-per-node 2 build/current/examples/cpp/train_gpt README.md
-//   torchrun --no-python --nproc-per-node 2 build/current/examples/cpp/train_gpt README.md \
-//       --strategy fsdp --epochs 4 --checkpoint build/gpt
+//   ... train_gpt README.md --strategy fsdp --epochs 4 --checkpoint build/gpt
 //
 // Started again it goes on from the checkpoint, also with another strategy or number of ranks.
 // examples/python/train_gpt.py is its Python sibling.
@@ -43,11 +42,13 @@ struct GptImpl : torch::nn::Module {
   GptImpl()
       : tokens(register_module("tokens", torch::nn::Embedding(256, kWidth))),
         positions(register_module("positions", torch::nn::Embedding(kLength, kWidth))),
-        blocks(register_module("blocks", torch::nn::TransformerEncoder(
-                                             torch::nn::TransformerEncoderLayerOptions(kWidth, 4)
-                                                 .dim_feedforward(4 * kWidth)
-                                                 .dropout(0.0),
-                                             2))),
+        blocks(register_module(
+            "blocks",
+            torch::nn::TransformerEncoder(torch::nn::TransformerEncoderLayer(
+                                              torch::nn::TransformerEncoderLayerOptions(kWidth, 4)
+                                                  .dim_feedforward(4 * kWidth)
+                                                  .dropout(0.0)),
+                                          2))),
         head(register_module("head", torch::nn::Linear(kWidth, 256))),
         mask(register_buffer(
             "mask", torch::nn::TransformerImpl::generate_square_subsequent_mask(kLength))) {}
