@@ -1,4 +1,5 @@
 #include <trireme/bindings/bindings.h>
+#include <trireme/comm/launch/ranks.h>
 #include <trireme/comm/launch/rendezvous.h>
 #include <trireme/common/cpus.h>
 #include <trireme/common/env.h>
@@ -52,6 +53,12 @@ void bind_environment(py::module_& module) {
       },
       py::arg("rank") = py::none(), py::arg("world") = py::none(),
       "Reads this process's place from the environment, or completes the given one.");
+  module.def(
+      "rank_seed",
+      [](const py::int_& seed, int64_t rank) {
+        return rank_seed(PyLong_AsUnsignedLongLongMask(seed.ptr()), rank);
+      },
+      py::arg("seed"), py::arg("rank"), "Returns what the random generator of a rank starts at.");
   module.def("threads_per_rank", &threads_per_rank, py::arg("environment"), py::arg("cpus"),
              "Threads this rank should compute with; None when OMP_NUM_THREADS says it.");
   module.def(

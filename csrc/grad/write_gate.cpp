@@ -1,5 +1,6 @@
 #include <trireme/grad/write_gate.h>
 
+#include <c10/util/ScopeExit.h>
 #include <c10/util/intrusive_ptr.h>
 
 #include <mutex>
@@ -44,6 +45,10 @@ class Gates {
   std::unordered_map<const at::TensorImpl*, Guarded> guarded_;
 };
 
+// The optimizer whose gates step() has passed: one of ours would pass them again, and a gate hears
+// of each step once.
+thread_local const torch::optim::Optimizer* passed = nullptr;
+
 }  // namespace
 
 void put_gate(const std::vector<at::Tensor>& parameters, const std::shared_ptr<WriteGate>& gate) {
@@ -55,19 +60,27 @@ std::shared_ptr<WriteGate> gate_of(const at::Tensor& parameter) {
 }
 
 void pass_gates(const torch::optim::Optimizer& optimizer) {
+  if (passed == &optimizer) return;
   for (const torch::optim::OptimizerParamGroup& group : optimizer.param_groups())
     for (const at::Tensor& parameter : group.params())
       if (const auto gate = gate_of(parameter)) gate->before_write(parameter);
 }
 
 at::Tensor step(torch::optim::Optimizer& optimizer, torch::optim::Optimizer::LossClosure closure) {
-  if (closure == nullptr) {
+  const auto before = passed;
+  const auto restore = c10::make_scope_exit([before] { passed = before; });
+  const auto pass = [&optimizer] {
     pass_gates(optimizer);
+    passed = &optimizer;
+  };
+  if (closure == nullptr) {
+    pass();
     return optimizer.step();
   }
   return optimizer.step([&] {
+    passed = nullptr;  // LBFGS calls it several times
     at::Tensor loss = closure();
-    pass_gates(optimizer);  // what a closure reads, the optimizer writes afterwards
+    pass();  // what a closure reads, the optimizer writes afterwards
     return loss;
   });
 }

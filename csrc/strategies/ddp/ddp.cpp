@@ -98,7 +98,13 @@ void Ddp::sync_buffers(const std::vector<at::Tensor>& buffers, int64_t root) {
 }
 
 void Ddp::sync_module(const std::vector<at::Tensor>& buffers, int64_t root) {
-  broadcast_module(reducer_->layout().parameters(), buffers, root);
+  const at::NoGradGuard no_grad;
+  for (const at::Tensor& parameter : reducer_->layout().parameters()) {
+    const at::Tensor of_root = parameter.detach().clone(at::MemoryFormat::Contiguous);
+    communicator_->broadcast({of_root}, root, "parameters after a join").wait();
+    if (!at::equal(of_root, parameter)) parameter.copy_(of_root);
+  }
+  if (!buffers.empty()) broadcast_module({}, buffers, root);
 }
 
 void Ddp::broadcast_module(const std::vector<at::Tensor>& parameters,

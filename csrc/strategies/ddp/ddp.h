@@ -64,7 +64,8 @@ class TRIREME_API Ddp {
 
   // `buffers` of `root` for all ranks. One collective.
   void sync_buffers(const std::vector<at::Tensor>& buffers, int64_t root);
-  // Parameters and buffers of `root` for all ranks (the end of a join).
+  // Parameters and buffers of `root` for all ranks (the end of a join). A parameter that has the
+  // values already is not written, since a sharded optimizer's must not be.
   void sync_module(const std::vector<at::Tensor>& buffers, int64_t root);
 
   Arming& arming() { return *arming_; }

@@ -6,13 +6,12 @@
 #include <trireme/module/module_parameters.h>
 #include <trireme/saving/held_parts.h>
 #include <trireme/strategies/ddp/ddp.h>
-#include <trireme/strategies/ddp/uneven_inputs.h>
+#include <trireme/strategies/ddp/ddp_join.h>
 
-#include <c10/util/ScopeExit.h>
 #include <torch/nn/module.h>
 #include <torch/nn/pimpl.h>
 
-#include <exception>
+#include <functional>
 #include <memory>
 #include <utility>
 #include <vector>
@@ -46,12 +45,8 @@ class DistributedDataParallelImpl : public torch::nn::Module, public WrapsModule
   auto forward(Args&&... args) {
     const bool with_gradients = at::GradMode::is_enabled();
     if (with_gradients) ddp_.before_forward();
-    const bool sync_buffers =
-        sync_buffers_ && parameters_may_have_moved_ && !module_->buffers().empty();
-    int64_t root = 0;
-    if (uneven_inputs_ != nullptr)
-      root = uneven_inputs_->before_forward(with_gradients && synchronize_, sync_buffers);
-    if (sync_buffers) ddp_.sync_buffers(module_->buffers(), root);
+    join_.before_forward(sync_buffers_ && parameters_may_have_moved_ &&
+                         !module_->buffers().empty());
     auto output = module_->forward(std::forward<Args>(args)...);
     parameters_may_have_moved_ = with_gradients && synchronize_;
     if (with_gradients) ddp_.after_forward(find_tensors(output), synchronize_);
@@ -76,27 +71,14 @@ class DistributedDataParallelImpl : public torch::nn::Module, public WrapsModule
   };
   [[nodiscard]] NoSync no_sync() { return NoSync(synchronize_); }
 
-  // Calls `train`, whose loop may have another number of inputs on each rank, and returns when it
-  // has returned on all of them, everywhere with the parameters and buffers of a rank that trained
-  // to the end:
+  // Calls `train`, whose loop may have another number of inputs on each rank; see grad/join.h:
   //   ddp->join([&] { for (auto& batch : *loader) step(batch); });
-  // One more small all-reduce per forward. What `train` throws is thrown on, and ends the group.
-  template <typename Train>
-  void join(Train&& train, const JoinOptions& options = {}) {
-    UnevenInputs uneven_inputs(ddp_, options);
-    uneven_inputs_ = &uneven_inputs;
-    const auto leave = c10::make_scope_exit([this] {
-      uneven_inputs_ = nullptr;
-      parameters_may_have_moved_ = true;
-    });
-    try {
-      train();
-    } catch (const std::exception& error) {
-      uneven_inputs.abandon(error);
-      throw;
-    }
-    uneven_inputs.accompany([this] { return module_->buffers(); });
+  // Afterwards all ranks have the parameters and buffers of a rank that trained to the end.
+  void join(const std::function<void()>& train, const JoinOptions& options = {}) {
+    trireme::join({*this}, train, options);
   }
+  // Is what trireme::join() takes.
+  Joinable& joinable() { return join_; }
 
   // Replaces the all-reduce of each bucket, division included (see comm/c10d/comm_hook.h;
   // make_comm_hook() takes hooks written for torch's DDP). Once, before the first backward.
@@ -116,8 +98,8 @@ class DistributedDataParallelImpl : public torch::nn::Module, public WrapsModule
   bool sync_buffers_;
   bool synchronize_ = true;
   bool parameters_may_have_moved_ = true;
-  UnevenInputs* uneven_inputs_ = nullptr;  // inside join()
   Ddp ddp_;
+  DdpJoin join_{ddp_, [this] { return module_->buffers(); }, parameters_may_have_moved_};
 };
 
 // torch::nn::parallel has no such class; this is torch.nn.parallel.DistributedDataParallel for C++

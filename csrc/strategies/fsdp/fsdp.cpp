@@ -125,6 +125,8 @@ void Fsdp::pre_forward(const Forward& forward, const std::vector<at::Tensor>& in
 }
 
 void Fsdp::begin_forward(const Forward& forward) {
+  has_told_backward_ = false;
+  if (tell_pass_) tell_pass_({false, forward.group});
   ++forward_;
   for (const auto& group : groups_) group->follow_requires_grad();
   reducers_.before_forward();
@@ -335,8 +337,22 @@ class Fsdp::PostBackward {
   std::shared_ptr<Fsdp> fsdp_;
 };
 
+void Fsdp::tell_passes(std::function<void(const PassStart&)> callback) {
+  tell_pass_ = std::move(callback);
+  if (!tell_pass_) return reducers_.set_armed_callback(nullptr);
+  reducers_.set_armed_callback([self = weak_from_this()] {
+    if (const auto alive = self.lock()) alive->tell_backward();
+  });
+}
+
+void Fsdp::tell_backward() {
+  if (tell_pass_ && !std::exchange(has_told_backward_, true)) tell_pass_({true});
+}
+
 void Fsdp::enter_backward() {
-  if (std::exchange(in_backward_, true)) return;
+  if (in_backward_) return;
+  tell_backward();
+  in_backward_ = true;
   ++backward_;
   uses_in_backward_.clear();
   forwards_in_backward_.clear();
@@ -367,15 +383,18 @@ void Fsdp::post_backward(ParamGroup& group, Use& use) {
     prefetch_.done(group);
 }
 
-void Fsdp::shadow_step(const std::shared_ptr<ParamGroup>& root) {
+void Fsdp::shadow_forward(const std::shared_ptr<ParamGroup>& entry) {
+  begin_forward({entry});
+  prefetch_.end_pass();
+}
+
+void Fsdp::shadow_backward() {
   if (prefetch_.gathers()) {
-    begin_forward({root, true});
-    prefetch_.end_pass();
     prefetch_.begin_backward();
     prefetch_.enter_forward(prefetch_.forward_key());
     prefetch_.gather_rest();  // the others reduce meanwhile
   }
-  reducers_.shadow_backward();
+  if (reducers_.synchronizes()) reducers_.shadow_backward();
   prefetch_.end_pass(/*is_last=*/reducers_.synchronizes() && !manual_);
 }
 
@@ -397,7 +416,7 @@ void Fsdp::abandon_backward() noexcept {
 }
 
 void Fsdp::reshard_after_backward() {
-  in_backward_ = false;
+  in_backward_ = has_told_backward_ = false;
   for (const auto& group : groups_)
     if (group->flags().reshard_after_backward) group->show_sharded();
 }

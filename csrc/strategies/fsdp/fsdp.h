@@ -87,10 +87,22 @@ class TRIREME_API Fsdp : public std::enable_shared_from_this<Fsdp> {
   // Arming::after_forward. Throws c10::DistBackendError as a gather and the reducer do.
   void post_forward(const Forward& forward, const std::vector<at::Tensor>& outputs, bool all_found);
 
-  // Takes part in one forward and synchronized backward of the others, without a batch and with
-  // zeros as gradients (join). `root` is the group of the outermost unit. The gradients of this
-  // rank's shards come as from a backward.
-  void shadow_step(const std::shared_ptr<ParamGroup>& root);
+  // These take part in a forward, and in a backward, of the others, without a batch and with zeros
+  // as gradients (join). `entry` is the group of the unit at which the forward begins. The
+  // gradients of this rank's shards come as from a backward, if the flags of units ask for them.
+  void shadow_forward(const std::shared_ptr<ParamGroup>& entry);
+  void shadow_backward();
+  void shadow_step(const std::shared_ptr<ParamGroup>& root) {
+    shadow_forward(root);
+    shadow_backward();
+  }
+  // The callback is called at the beginning of each pass, before this rank waits for others in it;
+  // in a backward whose outputs are not known (post_forward) when it averages.
+  struct PassStart {
+    bool is_backward = false;
+    std::shared_ptr<ParamGroup> entry = nullptr;  // group of the unit at which a forward begins
+  };
+  void tell_passes(std::function<void(const PassStart&)> callback);
 
   // Called instead of post_forward() when an exception has left the forward of a unit, whether
   // somebody around it catches it or not. The other ranks, which would wait for this one, are told
@@ -158,6 +170,7 @@ class TRIREME_API Fsdp : public std::enable_shared_from_this<Fsdp> {
   void watch_outputs(const Forward& forward, const std::vector<at::Tensor>& outputs,
                      const std::shared_ptr<Use>& use);
   void enter_backward();
+  void tell_backward();
   void pre_backward(ParamGroup* group, Use* use, const Pass& pass);
   void post_backward(ParamGroup& group, Use& use);
   void finish_backward();
@@ -189,6 +202,8 @@ class TRIREME_API Fsdp : public std::enable_shared_from_this<Fsdp> {
   std::set<int64_t> forwards_in_backward_;
   bool in_backward_ = false;
   bool manual_ = false;
+  std::function<void(const PassStart&)> tell_pass_;
+  bool has_told_backward_ = false;
 };
 
 }  // namespace trireme

@@ -6,6 +6,7 @@
 #include <trireme/grad/write_gate.h>
 #include <trireme/module/module_parameters.h>
 #include <trireme/strategies/fsdp/module_mirror.h>
+#include <trireme/strategies/fsdp/sharded_join.h>
 #include <trireme/strategies/fsdp/sharded_root.h>
 #include <trireme/strategies/fsdp/unit_ranks.h>
 
@@ -90,7 +91,10 @@ class ShardedModule::Gate final : public WriteGate {
                            where_,
                            "Make it of model->parameters(), model being what fully_shard "
                            "returned."));
-    if (const auto alive = root.lock()) alive->begin_writing();
+    const auto alive = root.lock();
+    if (!alive) return;
+    if (Joining* joining = alive->joining()) joining->before_step(parameter);
+    alive->begin_writing();
   }
   std::string held_part() const override {
     if (sharing_.world == 1) return {};
@@ -249,7 +253,9 @@ std::optional<at::ScalarType> ShardedModule::input_dtype() const {
 }
 
 void ShardedModule::begin_writing() {
-  if (root_) root_->begin_writing();
+  if (!root_) return;
+  root_->refuse_in_join("begin_writing()");
+  root_->begin_writing();
 }
 
 // Returns the groups of this unit and those in it.
@@ -263,12 +269,14 @@ std::vector<std::shared_ptr<ParamGroup>> ShardedModule::groups_within() const {
 
 void ShardedModule::unshard() {
   Root& root = own_root();
+  root.refuse_in_join("unshard()");
   root.begin_reading();
   for (const auto& group : groups_within()) root.core->unshard(*group);
 }
 
 void ShardedModule::begin_unshard() {
   Root& root = own_root();
+  root.refuse_in_join("unshard()");
   root.begin_reading();
   for (const auto& group : groups_within()) root.core->begin_unshard(*group);
 }
@@ -344,7 +352,12 @@ void ShardedModule::set_manual_backward_finalization(bool enabled) {
   own_root().core->set_manual_finalization(enabled);
 }
 
-void ShardedModule::finalize_backward() { own_root().core->finalize_backward(); }
+void ShardedModule::finalize_backward() {
+  own_root().refuse_in_join("finalize_backward()");
+  own_root().core->finalize_backward();
+}
+
+Joinable& ShardedModule::joinable() { return own_root().joinable(*this); }
 
 std::vector<GradNormPart> ShardedModule::gradients() const {
   std::vector<const ShardedModule*> units{this};
@@ -371,6 +384,8 @@ std::vector<GradNormPart> ShardedModule::gradients() const {
 
 at::Tensor ShardedModule::clip_grad_norm_(double max_norm, double norm_type,
                                           bool error_if_nonfinite) {
+  Joining* joining = root_ ? root_->joining() : nullptr;
+  if (joining != nullptr) joining->before_clip(*this, {max_norm, norm_type, error_if_nonfinite});
   return trireme::clip_grad_norm_(gradients(), {max_norm, norm_type, error_if_nonfinite});
 }
 

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <trireme/grad/grad_norm.h>
+#include <trireme/grad/join.h>
 #include <trireme/saving/held_parts.h>
 #include <trireme/strategies/fsdp/fsdp.h>
 #include <trireme/strategies/fsdp/offload_plan.h>
@@ -152,6 +153,17 @@ class TRIREME_API ShardedModule : public torch::nn::Module, public HoldsParts {
   void set_manual_backward_finalization(bool enabled);
   void finalize_backward();
 
+  // Calls `train`, whose loop may have another number of inputs on each rank and steps `optimizer`;
+  // see grad/join.h. Called on the outermost unit, alike on all ranks:
+  //   model->join(optimizer, [&] { for (auto& batch : *loader) step(batch); });
+  void join(torch::optim::Optimizer& optimizer, const std::function<void()>& train,
+            JoinOptions options = {}) {
+    options.optimizers.push_back(&optimizer);
+    trireme::join({*this}, train, options);
+  }
+  // Is what trireme::join() takes, for optimizers in its options.
+  Joinable& joinable();
+
   // Scales the gradients of this unit and those in it to a common norm of at most `max_norm`;
   // returns what it was, the same on all ranks. See grad/grad_norm.h. Collective.
   at::Tensor clip_grad_norm_(double max_norm, double norm_type = 2.0,
@@ -207,6 +219,7 @@ class TRIREME_API ShardedModule : public torch::nn::Module, public HoldsParts {
  private:
   class Root;
   class Gate;
+  class Joining;
   void collect(std::vector<ShardedParamSpec>& specs);
   int64_t shard_dim(const std::string& name, const at::Tensor& parameter) const;
   std::optional<at::ScalarType> gradient_dtype(const std::string& name,

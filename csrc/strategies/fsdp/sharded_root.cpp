@@ -1,6 +1,7 @@
 #include <trireme/strategies/fsdp/sharded_root.h>
 
 #include <trireme/comm/subgroups.h>
+#include <trireme/strategies/fsdp/sharded_join.h>
 
 #include <algorithm>
 #include <unordered_map>
@@ -71,6 +72,34 @@ ShardedModule::Root::Root(const ShardedModule& unit) : outermost(&unit) {
   }
   core = Fsdp::make({groups, names, ranks, ranks_of, order_agreement()});
   core->keep_gradients();
+}
+
+ShardedModule::Root::~Root() = default;
+
+ShardedModule::Joining& ShardedModule::Root::joinable(ShardedModule& unit) {
+  TORCH_CHECK_VALUE(&unit == outermost && ranks.size() == 1,
+                    error_text("fully_shard",
+                               "got a join of " + unit.name() +
+                                   (&unit == outermost ? ", whose units have several sets of ranks"
+                                                       : ", a unit in another"),
+                               core->communicator()->rank_of(),
+                               "Join the outermost unit, and give all units the same ranks."));
+  if (!joining_) joining_ = std::make_unique<Joining>(unit, *this);
+  return *joining_;
+}
+
+ShardedModule::Joining* ShardedModule::Root::joining() const {
+  return joining_ && joining_->is_in_join() ? joining_.get() : nullptr;
+}
+
+void ShardedModule::Root::refuse_in_join(const std::string& call) const {
+  TORCH_CHECK_VALUE(
+      joining() == nullptr,
+      error_text("fully_shard",
+                 "got " + call +
+                     " in a join, where ranks without inputs do not "
+                     "follow it",
+                 core->communicator()->rank_of(), "Call it before or behind join()."));
 }
 
 // Returns the place in `ranks` of those that share a unit, which are added if they are not there.

@@ -26,6 +26,9 @@ class ShardedModule::Root {
  public:
   // Throws c10::Error if a unit in it was used before it.
   explicit Root(const ShardedModule& unit);
+  ~Root();
+  Root(const Root&) = delete;
+  Root& operator=(const Root&) = delete;
 
   // Called before the parameters are read: throws c10::Error for a shard that was written while
   // others may have read it, and for a member of the module that was.
@@ -34,6 +37,11 @@ class ShardedModule::Root {
   void note_members();
   void begin_reading();
   void begin_writing();
+  Joining& joinable(ShardedModule& unit);
+  // Returns what a join listens to; null outside of one.
+  Joining* joining() const;
+  // Throws ValueError in a join for a collective `call` that ranks without inputs do not follow.
+  void refuse_in_join(const std::string& call) const;
 
   const ShardedModule* outermost;
   std::vector<const ShardedModule*> units;          // that have parameters of their own
@@ -50,6 +58,7 @@ class ShardedModule::Root {
   void check_members();
   void sample_shards();
 
+  std::unique_ptr<Joining> joining_;                    // once asked for
   std::vector<std::shared_ptr<Communicator>> sharers_;  // parallel to `ranks`
   // What was written last: torch's C++ SGD writes `.data`, which no version counts.
   TensorSamples samples_;

@@ -83,6 +83,7 @@ UnitReducers::UnitReducers(const Request& request)
     part->arming->set_armed_callback([held = std::weak_ptr<Part>(part)] {
       const auto alive = held.lock();
       if (!alive) return;
+      if (alive->armed) alive->armed();
       alive->read_flags();
       alive->read_unused();
     });

@@ -64,6 +64,10 @@ class TRIREME_API UnitReducers {
   void announce_failure(const std::string& text) noexcept;  // to all ranks of all of them
   void drop_accumulated();
 
+  // The callback is called when a backward is found to synchronize, before its first collective.
+  void set_armed_callback(const std::function<void()>& callback) {
+    for (const auto& part : parts_) part->armed = callback;
+  }
   void set_divisor(double divisor);
   void set_memory_source(const BufferPool::Source& source);
   // The callback is called with indices into `names`.
@@ -85,6 +89,7 @@ class TRIREME_API UnitReducers {
     std::vector<size_t> groups;  // their places among all
     std::shared_ptr<const Groups> all;
     std::vector<int64_t> parameters;
+    std::function<void()> armed;
     std::function<std::vector<bool>()> ask_for_unused;
     std::function<void(const std::string&)> tell_hook_error;
     bool has_hooks = false;

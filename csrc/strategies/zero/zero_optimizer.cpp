@@ -244,6 +244,7 @@ at::Tensor ZeroOptimizer::step(LossClosure closure) {
     or_abandon([&] { loss = closure(); });
   }
   check_groups();
+  join_.before_step();
   for (const auto& core : cores_) core->begin_step();
   or_abandon([&] {
     for (size_t g = 0; g < param_groups_.size(); ++g)
@@ -318,6 +319,7 @@ std::vector<GradNormPart> ZeroOptimizer::gradients() const {
 
 at::Tensor ZeroOptimizer::clip_grad_norm_(double max_norm, double norm_type,
                                           bool error_if_nonfinite) {
+  join_.before_clip(max_norm, norm_type, error_if_nonfinite);
   return trireme::clip_grad_norm_(gradients(), {max_norm, norm_type, error_if_nonfinite});
 }
 

@@ -7,6 +7,7 @@
 #include <trireme/saving/held_parts.h>
 #include <trireme/strategies/zero/consolidated_state.h>
 #include <trireme/strategies/zero/zero.h>
+#include <trireme/strategies/zero/zero_join.h>
 
 #include <torch/nn/pimpl.h>
 #include <torch/optim/optimizer.h>
@@ -104,6 +105,18 @@ class TRIREME_API ZeroOptimizer : public torch::optim::Optimizer, public Sharded
   // Stage 2: where the time of the last synchronized backward went. Throws ValueError under 1.
   StepReport last_step() const;
 
+  // Calls `train`, whose loop may have another number of inputs on each rank; see grad/join.h:
+  //   optimizer.join([&] { for (auto& batch : *loader) step(batch); });
+  // Under stage 1, where DistributedDataParallel averages: trireme::join({ddp, optimizer}, ...).
+  void join(const std::function<void()>& train, const JoinOptions& options = {}) {
+    trireme::join({*this}, train, options);
+  }
+  // Is what trireme::join() takes.
+  Joinable& joinable() {
+    live_cores();
+    return join_;
+  }
+
   // Brings the state of all shards to rank `to`, where save() then writes it. Collective. Costs the
   // state of all ranks once, on the wire and in the memory of `to`.
   void consolidate(int64_t to = 0);
@@ -174,6 +187,7 @@ class TRIREME_API ZeroOptimizer : public torch::optim::Optimizer, public Sharded
   std::vector<ArchivedValues> consolidated_;  // one per parameter
   bool synchronize_ = true;
   bool is_retired_ = false;  // another one has its parameters
+  ZeroJoin join_{*this};
 };
 
 }  // namespace trireme

@@ -6,6 +6,7 @@ from typing import overload
 import torch
 import torch.distributed as dist
 
+from trireme._C import rank_seed
 from trireme._core.group_communicator import device_of_numbers
 from trireme._launch import AREA, refuse
 
@@ -51,16 +52,7 @@ def rank_generator(seed: int, device: str | torch.device = "cpu") -> torch.Gener
     """
     _expect_run("rank_generator", None)
     AREA.expect("seed", seed, int, "int", next_step="Pass a whole number.")
-    return torch.Generator(device).manual_seed(_mix(seed, dist.get_rank()))
-
-
-def _mix(seed: int, rank: int) -> int:
-    """Step number ``rank`` of splitmix64 that starts at ``seed``: all 64 bits depend on both."""
-    mask = 2**64 - 1
-    z = (seed + (rank + 1) * 0x9E3779B97F4A7C15) & mask
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
-    return z ^ (z >> 31)
+    return torch.Generator(device).manual_seed(rank_seed(seed, dist.get_rank()))
 
 
 def _mean_of_tensor(value: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:

@@ -11,17 +11,15 @@ from torch.optim import SGD
 
 from ddp.ranks import message_of, mlp, raises
 from fsdp.ranks import in_training, shard_layers
-from shm.ranks import on_shm_ranks
+from shm.ranks import on_shm_and_gloo_ranks, on_shm_ranks
 from zero.test_join import OPTIONS, by_torchs_ddp, inputs, loop
 
 
-@pytest.mark.parametrize("counts", [(1, 4), (4, 0), (3, 1, 2)])
-def test_uneven_inputs_train_as_under_torchs_ddp(counts: tuple[int, ...]) -> None:
-    compare(counts=counts, world=len(counts))
-
-
-@on_shm_ranks("world", timeout=60)
-def compare(rank: int, counts: tuple[int, ...], world: int) -> None:
+@pytest.mark.parametrize(("counts", "world"), [((1, 4), 2), ((4, 0), 2), ((3, 1, 2), 3)])
+@on_shm_and_gloo_ranks("world", timeout=60)
+def test_uneven_inputs_train_as_under_torchs_ddp(
+    rank: int, counts: tuple[int, ...], world: int
+) -> None:
     for by_initial_world in (True, False):
         join = {"divide_by_initial_world_size": by_initial_world}
         right = by_torchs_ddp(rank, counts, **join)

@@ -98,7 +98,7 @@ def test_with_a_fused_step(rank: int) -> None:
         assert_same_on_all_ranks(list(model.parameters()))
 
 
-@on_shm_ranks(2)
+@on_shm_and_gloo_ranks(2)
 def test_training_goes_on_after_a_join(rank: int) -> None:
     """Afterwards the average is over all ranks again, of nothing but their gradients."""
     for stage in (1, 2):

@@ -1,0 +1,139 @@
+#pragma once
+
+#include <trireme/comm/communicator.h>
+
+#include <torch/optim/optimizer.h>
+
+#include <array>
+#include <concepts>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <type_traits>
+#include <vector>
+
+namespace trireme {
+
+// [Note: ranks with different numbers of inputs]
+//
+// A rank that has run out of inputs takes part in what the others do, until all have run out. What
+// that is they say: before each forward, backward, clipping and step all ranks meet in one small
+// all-reduce, in which those with inputs name the call. So steps of several backwards, backwards
+// that do not synchronize, and several models and optimizers in any order are followed as they
+// come. All ranks with inputs must make the same calls.
+//
+// Such a rank is told in each step what it cannot know: the options of the optimizer, which a
+// learning-rate schedule changes, and under ZeRO stage 1 the gradients.
+//
+// torch.distributed.algorithms.Join for C++, whose options these are.
+
+struct JoinOptions {
+  bool enable = true;  // false: the loop runs as if there was no join
+  // Raise on every rank as soon as one has run out, instead of going on without it.
+  bool throw_on_early_termination = false;
+  // What sums are divided by once some ranks have run out of inputs: all ranks, as if the others
+  // had gradients of zero, or (false) only the ranks that still train.
+  bool divide_by_initial_world_size = true;
+  // The optimizers of fully sharded models, which a rank that has run out steps.
+  std::vector<torch::optim::Optimizer*> optimizers = {};
+};
+
+// Says what a rank with inputs is about to do together with the others. All of them say the same
+// but for `flags`, of which everybody hears those of all.
+struct JoinCall {
+  int64_t what = 1;  // a number of the joinable's own
+  int64_t flags = 0;
+  std::array<double, 4> numbers = {};
+};
+
+class Join;
+
+// Is what a strategy offers to a join: it tells what it does, and can follow others in it.
+class TRIREME_API Joinable {
+ public:
+  virtual ~Joinable() = default;
+  virtual std::shared_ptr<Communicator> join_communicator() const = 0;
+  virtual std::string describe(const JoinCall& call) const = 0;
+  // From now on every call is told to `join`; to nobody if it is null. Throws ValueError for what
+  // cannot join.
+  virtual void enter_join(Join* join, const JoinOptions& options) = 0;
+  virtual void set_join_divisor(double divisor) = 0;
+  // Called on a rank that has run out: once, then for each call of the others.
+  virtual void run_out() {}
+  virtual void follow(const JoinCall& call) = 0;
+  // All ranks have run out; `root` was among the last.
+  virtual void end_join(int64_t /*root*/) {}
+};
+
+// One loop over uneven inputs. See join() below.
+class TRIREME_API Join {
+ public:
+  // Throws ValueError for joinables that do not all have one communicator.
+  Join(std::vector<Joinable*> joinables, const JoinOptions& options);
+  ~Join();
+  Join(const Join&) = delete;
+  Join& operator=(const Join&) = delete;
+
+  void run(const std::function<void()>& train);
+
+  // Meets the other ranks, on one with inputs; does nothing on one that has run out. Returns the
+  // call with everybody's flags.
+  JoinCall tell(const Joinable& who, JoinCall call);
+  // Gives the options of `root` to the ranks that have run out. Every rank calls it.
+  void share_options(const std::vector<torch::optim::Optimizer*>& optimizers);
+
+  bool has_run_out() const { return has_run_out_; }  // this rank
+  bool any_has_run_out() const;
+  int64_t root() const { return root_; }  // the lowest rank with inputs
+
+ private:
+  struct Round;
+  Round meet(const Joinable* who, const JoinCall& call);
+  void check_alike(const at::Tensor& heard);
+  std::string describe(const double* row) const;
+  void abandon(const std::string& reason) noexcept;
+
+  std::vector<Joinable*> joinables_;
+  std::shared_ptr<Communicator> communicator_;
+  JoinOptions options_;
+  int64_t active_;
+  int64_t root_ = 0;
+  bool has_run_out_ = false;
+  bool all_raise_ = false;
+};
+
+// Names a joinable, or what holds one: a model or optimizer of any strategy.
+class JoinMember {
+ public:
+  template <typename One>
+    requires(!std::same_as<std::remove_cv_t<One>, JoinMember>)
+  JoinMember(One& one) : joinable_(of(one)) {}  // NOLINT(google-explicit-constructor)
+  Joinable* get() const { return joinable_; }
+
+ private:
+  template <typename One>
+  static Joinable* of(One& one) {
+    if constexpr (requires { one.joinable(); }) {
+      return &one.joinable();
+    } else {
+      return &one->joinable();
+    }
+  }
+  Joinable* joinable_;
+};
+
+// Calls `train`, whose loop may have another number of inputs on each rank, and returns when it has
+// returned on all of them:
+//
+//   trireme::join({ddp, optimizer}, [&] { for (auto& batch : *loader) step(batch); });
+//
+// Every model and optimizer whose calls are collective is listed; all have one communicator. Costs
+// a small all-reduce for each of their calls, and two gathers in a step once a rank has run out.
+// Inside, forward, backward, clip_grad_norm_() and step() are followed by ranks that have run out;
+// other collective calls (save_checkpoint, all_mean) belong behind it. What `train` throws is
+// thrown on, and ends the group.
+TRIREME_API void join(const std::vector<JoinMember>& members, const std::function<void()>& train,
+                      const JoinOptions& options = {});
+
+}  // namespace trireme

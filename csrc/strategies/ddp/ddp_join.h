@@ -1,0 +1,39 @@
+#pragma once
+
+#include <trireme/grad/join.h>
+#include <trireme/strategies/ddp/ddp.h>
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace trireme {
+
+// DDP in a join: a rank that has run out takes everybody's buffers, and contributes zeros to their
+// backwards. At the end all ranks have the parameters and buffers of one that trained to the end.
+class TRIREME_API DdpJoin final : public Joinable {
+ public:
+  // `buffers` are those of the module; `buffers_may_differ` is set when a join is over. Both, and
+  // `ddp`, must outlive this.
+  DdpJoin(Ddp& ddp, std::function<std::vector<at::Tensor>()> buffers, bool& buffers_may_differ)
+      : ddp_(ddp), buffers_(std::move(buffers)), buffers_may_differ_(buffers_may_differ) {}
+
+  // Called before each forward: brings the buffers of one rank to all, if any rank wants it.
+  void before_forward(bool sync_buffers);
+
+  std::shared_ptr<Communicator> join_communicator() const override { return ddp_.communicator(); }
+  std::string describe(const JoinCall& call) const override;
+  void enter_join(Join* join, const JoinOptions& options) override;
+  void set_join_divisor(double divisor) override { ddp_.reducer().set_divisor(divisor); }
+  void follow(const JoinCall& call) override;
+  void end_join(int64_t root) override { ddp_.sync_module(buffers_(), root); }
+
+ private:
+  Ddp& ddp_;
+  std::function<std::vector<at::Tensor>()> buffers_;
+  bool& buffers_may_differ_;
+  Join* join_ = nullptr;
+};
+
+}  // namespace trireme
