@@ -4,45 +4,75 @@
 
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
+#include <atomic>
 #include <chrono>
 #include <deque>
 #include <mutex>
 #include <optional>
 #include <string>
+#include <utility>
 
 namespace trireme {
 
 // Is where ranks leave word for each other when the collectives themselves no longer answer: a few
 // keys in the Store of their group. Nothing here is on the path of a step that goes well.
 //
-//   trireme/fault/text     the first announced failure of the group; every waiting rank raises with
-//   it trireme/report/<rank>  what a rank whose wait failed was doing
+//   trireme/fault/text        the first announced failure of the group; every waiting rank raises
+//                             with it
+//   trireme/process/<rank>    which process a rank is, for those of its host
+//   trireme/farewell/<rank>   a rank that ended normally, or has no model any more, and after which
+//                             step
+//   trireme/report/<rank>     what a rank whose wait failed was doing
 //
 // Thread-safe. Nothing here throws: a Store that no longer answers is one more sign, not one more
 // error.
 class FaultBoard {
  public:
   FaultBoard(c10::intrusive_ptr<c10d::Store> store, RankOf where);
+  ~FaultBoard();
+  FaultBoard(const FaultBoard&) = delete;
+  FaultBoard& operator=(const FaultBoard&) = delete;
 
   // Notes the last operations of this rank in a ring, for its own report.
   void note_started(const std::string& operation);
+  void note_step(int64_t number, bool is_done) noexcept;
 
   void announce(const std::string& reason) noexcept;
   std::optional<std::string> announced() const noexcept;
+  // Tells the peers that this rank's program ends: by that error, or normally if it is empty. The
+  // destructor says that the model has gone.
+  void leave(const std::string& error) noexcept;
 
-  // Posts this rank's report, then gathers what the others report within `patience` into one
-  // paragraph.
-  std::string exchange_reports(const std::string& waiting_for,
-                               std::chrono::milliseconds patience) noexcept;
+  // Says what is known of the others, those that no longer run first, once all have left word or
+  // `patience` is over.
+  struct Others {
+    std::string text;
+    bool all_left_normally = false;  // those of which something is known
+  };
+  Others ask_others(const std::string& waiting_for, std::chrono::milliseconds patience) noexcept;
+  // Says what this rank was doing.
+  std::string own_report(const std::string& waiting_for) const;
 
  private:
-  std::string own_report(const std::string& waiting_for) const;
+  std::string step() const;
+  bool is_missed() const;
+  std::optional<std::string> read(const char* what, int64_t rank) const;
+  struct Word;
+  Word word_of(int64_t peer, std::chrono::steady_clock::time_point deadline) const;
 
   c10::intrusive_ptr<c10d::Store> store_;
   RankOf where_;
+  uint64_t forks_;                       // forks_so_far() when it was made
+  std::optional<int64_t> memory_kills_;  // shm::out_of_memory_kills() then
+  std::atomic<int64_t> steps_begun_{0};
+  std::atomic<int64_t> steps_done_{0};
   mutable std::mutex mutex_;
-  std::deque<std::string> last_operations_;
+  std::deque<std::pair<std::string, int>> last_operations_;  // and how often in a row
   int64_t started_ = 0;
+  bool has_left_ = false;
 };
+
+// Does FaultBoard::leave() on all boards that still live.
+void leave_all_boards(const std::string& error) noexcept;
 
 }  // namespace trireme

@@ -289,10 +289,20 @@ std::string HostGroup::absence_of(int64_t peer) const {
   const RankBlock& block = *blocks_[index];
   const bool left = block.state.load(std::memory_order_acquire) == RankState::kLeft;
   if (!left && processes_[index].alive()) return {};
-  std::string how = left ? " has left the group" : " has died";
-  if (const std::string_view error = text_at(block.failure); left && !error.empty())
-    how += ", ended by " + std::string(error);
+  std::string how = " has died" + step_of(peer) +
+                    text_of_end(left ? std::nullopt : processes_[index].wait_status(),
+                                memory_kills_);
+  if (const std::string_view error = text_at(block.failure); left) {
+    how = error.empty() ? " ended normally" + step_of(peer)
+                        : " has left the group" + step_of(peer) + ", ended by " + std::string(error);
+  }
   return name_of(peer) + how + "; its last operation: " + last_of(peer);
+}
+
+std::string HostGroup::step_of(int64_t peer) const {
+  const RankBlock& block = *blocks_[static_cast<size_t>(peer)];
+  const uint64_t done = block.steps_done.load(std::memory_order_acquire);
+  return step_text(block.steps_begun.load(std::memory_order_acquire), done);
 }
 
 // The gravest of those that are gone says it: the others may have left because of it.
@@ -301,13 +311,17 @@ std::string_view HostGroup::advice_on_absence() const {
   for (size_t peer = 0; peer < blocks_.size(); ++peer) {
     const bool left = blocks_[peer]->state.load(std::memory_order_acquire) == RankState::kLeft;
     if (!left && !processes_[peer].alive()) {
+      const auto status = processes_[peer].wait_status();
+      if (status && is_sigkill(*status))
+        return "A killed rank leaves no error of its own. Start the group again.";
+      if (status) return "Look for the error of that rank; then start the group again.";
       return "Look for the error of that rank; if it left none, it was killed (out of memory? see "
              "dmesg). Then start the group again.";
     }
     by_error |= left && !text_at(blocks_[peer]->failure).empty();
   }
   return by_error ? "Look for the error of that rank; then start the group again."
-                  : "It ended normally: did it have fewer batches, or steps? See join().";
+                  : "Did it have fewer batches, or steps? See join().";
 }
 
 void HostGroup::leave(std::string_view error) noexcept {
@@ -349,16 +363,14 @@ std::string HostGroup::lateness_of(int64_t peer, std::string_view deed,
                                    std::chrono::milliseconds patience) const {
   return name_of(peer) + " has not " + std::string(deed) + " within " + seconds(patience) +
          "; it is alive (" + processes_[static_cast<size_t>(peer)].state() +
-         ") but not progressing; its last operation: " + last_of(peer) + cause_beside(peer);
+         ") but not progressing" + step_of(peer) + "; its last operation: " + last_of(peer) +
+         cause_beside(peer);
 }
 
 std::string HostGroup::last_of(int64_t peer) const {
   const RankBlock& block = *blocks_[static_cast<size_t>(peer)];
   const uint64_t last = block.entered.load(std::memory_order_acquire);
-  const uint64_t round = block.rounds.load(std::memory_order_acquire);
-  if (const Record& record = block.deposits[round % block.deposits.size()];
-      round > 0 && record.sequence >= last)
-    return "round " + std::to_string(round) + " of deposits, " + record.operation().to_string();
+  if (std::string round = round_text(block, last); !round.empty()) return round;
   if (last == 0) return "none";
   return "collective " + std::to_string(last) + ", " +
          block.records[last % kRecords].operation().to_string();
@@ -369,7 +381,25 @@ void HostGroup::show_round(const Operation& what) {
   const uint64_t round = own.rounds.load(std::memory_order_relaxed) + 1;
   own.deposits[round % own.deposits.size()].write(own.entered.load(std::memory_order_relaxed),
                                                   what);
+  show_deposit({});
   own.rounds.store(round, std::memory_order_release);
+}
+
+void HostGroup::show_deposit(std::string_view name) {
+  RankBlock& own = block(rank_);
+  const uint64_t number = own.named.load(std::memory_order_relaxed) + 1;
+  auto& place = own.names[number % own.names.size()];
+  name.remove_prefix(name.size() - std::min(name.size(), place.size() - 1));  // ends tell more
+  *std::copy(name.begin(), name.end(), place.begin()) = '\0';
+  own.named.store(number, std::memory_order_release);
+}
+
+void HostGroup::show_step(uint64_t number, bool is_done) {
+  if (blocks_.empty()) return;
+  RankBlock& own = block(rank_);
+  auto& counter = is_done ? own.steps_done : own.steps_begun;
+  if (number > counter.load(std::memory_order_relaxed))
+    counter.store(number, std::memory_order_release);
 }
 
 std::string HostGroup::current() const {

@@ -310,6 +310,12 @@ class C10dCommunicator final : public Communicator {
 
   std::optional<std::string> failure() const override { return health_->failure(); }
 
+  void show_step(int64_t number, bool is_done) noexcept override {
+    health_->board.note_step(number, is_done);
+    for (const auto& [name, part] : parts_)
+      if (part) part->show_step(number, is_done);
+  }
+
   std::shared_ptr<GroupHealth> health() const override { return health_; }
 
   c10::Device device() const override {

@@ -1,8 +1,10 @@
 #include <trireme/strategies/fsdp/fsdp.h>
 
 #include <trireme/common/error.h>
+#include <trireme/common/exception_text.h>
 #include <trireme/common/trace.h>
 #include <trireme/grad/plan_agreement.h>
+#include <trireme/module/backward_error.h>
 #include <trireme/module/output_hook.h>
 
 #include <ATen/ATen.h>
@@ -202,13 +204,13 @@ void Fsdp::abandon_forward(const Forward& forward, const std::string& reason) no
   if (!open_.empty() || !prefetch_.is_in_pass()) return;
   prefetch_.reset();
   if (communicator_->world() == 1) return;
-  const std::string what = "a forward was abandoned: " + reason;
+  const std::string what = "a forward was abandoned: " + one_line(reason);
   reducers_.announce_failure(abandoned_text(what));
   tell_gatherers(what);
 }
 
 std::string Fsdp::abandoned_text(const std::string& what) const {
-  return error_text("fully_shard", what, communicator_->rank_of(), "See the traceback there.");
+  return error_text("fully_shard", what, communicator_->rank_of(), "See the traceback there");
 }
 
 // Tells the ranks that may wait for this one in a gather, of a unit or of its pieces, or to agree
@@ -229,7 +231,7 @@ void Fsdp::tell_gatherers(const std::string& what) noexcept {
 // step, and wait there for this one.
 void Fsdp::tell_hook_error(const std::string& what) {
   if (communicator_->world() == 1) return;
-  const std::string text = "an all-reduce hook raised: " + what;
+  const std::string text = "an all-reduce hook raised: " + one_line(what);
   reducers_.announce_failure(abandoned_text(text));
   tell_gatherers(text);
 }
@@ -324,7 +326,7 @@ class Fsdp::PostBackward {
  public:
   explicit PostBackward(std::shared_ptr<Fsdp> fsdp) : fsdp_(std::move(fsdp)) {}
   ~PostBackward() {
-    if (fsdp_) fsdp_->abandon_backward();
+    if (fsdp_) fsdp_->abandon_backward(error_.text());
   }
   PostBackward(const PostBackward&) = delete;
   PostBackward& operator=(const PostBackward&) = delete;
@@ -333,6 +335,7 @@ class Fsdp::PostBackward {
 
  private:
   std::shared_ptr<Fsdp> fsdp_;
+  BackwardError error_;
 };
 
 void Fsdp::enter_backward() {
@@ -383,15 +386,15 @@ void Fsdp::finish_backward() {
   try {
     prefetch_.end_pass(/*is_last=*/reducers_.synchronizes() && !manual_);
   } catch (...) {
-    abandon_backward();
+    abandon_backward(text_of(std::current_exception()));
     throw;
   }
   reshard_after_backward();
 }
 
-void Fsdp::abandon_backward() noexcept {
+void Fsdp::abandon_backward(const std::string& why) noexcept {
   if (prefetch_.is_in_pass() && communicator_->world() > 1)
-    tell_gatherers("a backward was abandoned");
+    tell_gatherers("a backward was abandoned" + (why.empty() ? why : ": " + why));
   prefetch_.reset();
   reshard_after_backward();
 }

@@ -105,7 +105,7 @@ TEST_CASE("zero3 that gathers keeps shards, two units, three buckets and Gloo's 
   const int64_t whole = 256 * kMiB;
   const auto gathered = [&](int64_t world, int64_t ranks_per_host, int64_t unit_numel) {
     return estimate_memory({.parameters = model,
-                            .strategy = TrainingStrategy::kZero3,
+                            .strategy = TrainingStrategy::kFsdp,
                             .world = world,
                             .ranks_per_host = ranks_per_host,
                             .host_params = ranks_per_host == 1,
