@@ -97,7 +97,7 @@ GATHERED_FAKE = tuple(
 ENGINE_BLOCKS = 3  # in place of a full run's: these steps are slow
 
 # With the name under which the estimate knows what its ranks hold.
-MEMORY_SIDES = ((FSDP, "zero3"), (TORCH_FSDP[0], "zero3"), (NO_SYNC, "ddp"))
+MEMORY_SIDES = ((FSDP, "fsdp"), (TORCH_FSDP[0], "fsdp"), (NO_SYNC, "ddp"))
 
 LIMIT_SIDES = (TORCH_VIEW, DDP, ZERO_1, ZERO_2, FSDP, TORCH_FSDP[0])
 LIMIT_MIB = 2048.0

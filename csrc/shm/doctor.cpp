@@ -41,7 +41,7 @@ std::string command_of(pid_t pid) {
   return harmless(std::move(text));
 }
 
-std::string folder_of(pid_t pid) {
+std::string working_folder_of(pid_t pid) {
   std::error_code hidden;
   const auto folder = std::filesystem::read_symlink("/proc/" + std::to_string(pid) + "/cwd", hidden);
   return harmless(folder.string());
@@ -86,7 +86,7 @@ void find_process(SeenRank& seen, const FoundSegment& segment,
     seen.process = PeerProcess(owner).state();
     seen.pid = owner;
     seen.command = command_of(owner);
-    seen.folder = folder_of(owner);
+    seen.folder = working_folder_of(owner);
   } catch (const Fault&) {  // it went in this moment
   }
 }

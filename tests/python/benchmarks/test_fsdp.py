@@ -216,7 +216,7 @@ def test_a_host_holds_what_is_told_beforehand() -> None:
     """The whole mlp on two ranks: tensors within 5 %, all of it within the limit of the issue."""
     found = measure_host_memory(bench_fsdp.FSDP, "mlp", 2)
     model = WORKLOADS["mlp"](WorkloadOptions()).model()
-    estimate = trireme.estimate_memory(model, "zero3", 2)
+    estimate = trireme.estimate_memory(model, "fsdp", 2)
     assert found.model_states * 2**20 == pytest.approx(estimate.host.model_states, rel=0.05)
     assert found.parameters * 2**20 == pytest.approx(estimate.host.parameters, rel=0.01)
     limit = 1.1 * 16 * estimate.numel + (8 << 20) * 2
