@@ -20,7 +20,11 @@ constexpr size_t kLastOperations = 4;
 constexpr const char* kFaultCount = "trireme/fault/count";
 constexpr const char* kFaultText = "trireme/fault/text";
 constexpr const char* kFarewells = "trireme/farewells";
+const std::string kEnded = "ended";
+const std::string kFailed = "was ended";
 const std::string kModelGone = "let its model go";
+// For that long a rank that has left may take to end, and to show by which exit code.
+constexpr std::chrono::milliseconds kExit{500};
 // For that long a word may be on its way whose writer has ended.
 constexpr std::chrono::milliseconds kLastWord{200};
 
@@ -49,8 +53,35 @@ std::string own_process() {
          " " + shm::host_boot();
 }
 
+// Returns " after step 9" of "ended after step 9".
+std::string step_in(const std::string& farewell) {
+  const size_t place = std::min(farewell.find(" after "), farewell.find(" in "));
+  return place == std::string::npos ? std::string() : farewell.substr(place);
+}
+
+struct LivingBoards {
+  std::mutex mutex;
+  std::set<FaultBoard*> all;
+
+  // Is what a board that is gone leaves to say at the end of the process.
+  struct LastWord {
+    c10::intrusive_ptr<c10d::Store> store;
+    std::string key;
+    std::string step;
+    uint64_t forks;
+  };
+  std::deque<LastWord> last_words;  // the newest at the end
+  static constexpr size_t kMostLastWords = 8;
+};
+LivingBoards& living_boards() {
+  static auto* living = new LivingBoards;
+  return *living;
+}
+
+}  // namespace
+
 // Is what a rank said of its process, as far as this one can look at it.
-struct Process {
+struct FaultBoard::Process {
   pid_t pid = 0;
   std::string state;  // empty if it cannot be looked at: it runs elsewhere
   std::optional<int> wait_status = std::nullopt;
@@ -58,7 +89,7 @@ struct Process {
   bool is_gone() const { return state == "gone"; }
 };
 
-Process look_at(const std::string& told) {
+FaultBoard::Process FaultBoard::look_at(const std::string& told) {
   std::istringstream fields(told);
   Process process;
   std::string start, space, boot;
@@ -75,38 +106,31 @@ Process look_at(const std::string& told) {
   return process;
 }
 
-struct LivingBoards {
-  std::mutex mutex;
-  std::set<FaultBoard*> all;
-};
-LivingBoards& living_boards() {
-  static auto* living = new LivingBoards;
-  return *living;
-}
-
-}  // namespace
-
 FaultBoard::FaultBoard(c10::intrusive_ptr<c10d::Store> store, RankOf where)
-    : store_(own_connection(store)), where_(where), forks_(forks_so_far()),
+    : store_(own_connection(store)),
+      where_(where),
+      forks_(forks_so_far()),
       memory_kills_(shm::out_of_memory_kills()) {
   if (!store_) return;
   try {
     store_->set(key_of("process", where_.rank), to_bytes(own_process()));
-    store_->deleteKey(key_of("farewell", where_.rank));  // of an earlier model
-  } catch (...) {  // the peers know less, then
+    store_->deleteKey(key_of("farewell", where_.rank));  // that of an earlier model
+  } catch (...) {                                        // the peers know less, then
   }
   const std::lock_guard<std::mutex> lock(living_boards().mutex);
   living_boards().all.insert(this);
 }
 
 FaultBoard::~FaultBoard() {
-  {
-    const std::lock_guard<std::mutex> lock(living_boards().mutex);
-    living_boards().all.erase(this);
-  }
+  LivingBoards& living = living_boards();
+  const std::lock_guard<std::mutex> lock(living.mutex);
+  living.all.erase(this);
   if (!is_missed()) return;
   try {
-    store_->set(key_of("farewell", where_.rank), to_bytes(kModelGone + step()));
+    const std::string key = key_of("farewell", where_.rank);
+    store_->set(key, to_bytes(kModelGone + step()));
+    living.last_words.push_back({store_, key, step(), forks_});
+    if (living.last_words.size() > LivingBoards::kMostLastWords) living.last_words.pop_front();
   } catch (...) {  // nobody serves the Store any more
   }
 }
@@ -129,13 +153,13 @@ void FaultBoard::note_started(const std::string& operation) {
 }
 
 void FaultBoard::note_step(int64_t number, bool is_done) noexcept {
-  std::atomic<int64_t>& counter = is_done ? steps_done_ : steps_begun_;
+  std::atomic<int64_t>& counter = is_done ? steps_->done : steps_->begun;
   if (number > counter) counter = number;
 }
 
 std::string FaultBoard::step() const {
-  return shm::step_text(static_cast<uint64_t>(steps_begun_.load()),
-                        static_cast<uint64_t>(steps_done_.load()));
+  return shm::step_text(static_cast<uint64_t>(steps_->begun.load()),
+                        static_cast<uint64_t>(steps_->done.load()));
 }
 
 void FaultBoard::announce(const std::string& reason) noexcept {
@@ -163,7 +187,7 @@ void FaultBoard::leave(const std::string& error) noexcept {
       announce(error_text("comm", "the program of this rank was ended" + step() + " by " + error,
                           where_, "Look for the error of that rank."));
     } else {
-      store_->set(key_of("farewell", where_.rank), to_bytes("ended normally" + step()));
+      store_->set(key_of("farewell", where_.rank), to_bytes(kEnded + step()));
     }
     store_->add(kFarewells, 1);  // answered: so what was written before has arrived
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -197,10 +221,25 @@ struct FaultBoard::Word {
   Kind kind = Kind::kOther;
 };
 
+FaultBoard::Word FaultBoard::farewell_of(const std::string& name, const std::string& farewell,
+                                         const Process& process) const {
+  if (process.wait_status.value_or(0) != 0) {
+    return {name + " has left" + step_in(farewell) +
+                shm::text_of_end(process.wait_status, memory_kills_),
+            Word::Kind::kLost};
+  }
+  if (farewell.starts_with(kFailed)) return {name + " " + farewell, Word::Kind::kLost};
+  const bool has_ended = farewell.starts_with(kEnded);
+  const std::string deed = has_ended ? " ended normally" + farewell.substr(kEnded.size())
+                                     : " " + farewell + (process.is_gone() ? ", and ended" : "");
+  return {name + deed, Word::Kind::kLeft};
+}
+
 // Returns it at the latest when the deadline has passed.
 FaultBoard::Word FaultBoard::word_of(int64_t peer, Clock::time_point deadline) const {
   using Kind = Word::Kind;
   const auto told = read("process", peer);
+  std::optional<Clock::time_point> ends_by;
   for (;;) {
     const Process process = told ? look_at(*told) : Process();
     if (process.is_gone()) deadline = std::min(deadline, Clock::now() + kLastWord);
@@ -208,8 +247,11 @@ FaultBoard::Word FaultBoard::word_of(int64_t peer, Clock::time_point deadline) c
     std::string name = "rank " + std::to_string(peer);
     if (process.pid != 0) name += " (process " + std::to_string(process.pid) + ")";
     if (const auto farewell = read("farewell", peer)) {
-      const bool is_over = process.is_gone() && farewell->starts_with(kModelGone);
-      return {name + " " + *farewell + (is_over ? ", and ended" : ""), Kind::kLeft};
+      if (!ends_by) ends_by = Clock::now() + kExit;
+      if (process.is_gone() || process.state.empty() || Clock::now() >= *ends_by)
+        return farewell_of(name, *farewell, process);
+      std::this_thread::sleep_for(std::chrono::milliseconds(5));
+      continue;
     }
     if (const auto report = read("report", peer)) return {name + " " + *report, Kind::kOther};
     if (is_last_look && process.is_gone()) {
@@ -253,8 +295,19 @@ FaultBoard::Others FaultBoard::ask_others(const std::string& waiting_for,
 }
 
 void leave_all_boards(const std::string& error) noexcept {
-  const std::lock_guard<std::mutex> lock(living_boards().mutex);
-  for (FaultBoard* board : living_boards().all) board->leave(error);
+  LivingBoards& living = living_boards();
+  const std::lock_guard<std::mutex> lock(living.mutex);
+  for (const LivingBoards::LastWord& word : living.last_words) {
+    if (word.forks != forks_so_far()) continue;
+    try {
+      word.store->set(word.key, to_bytes(error.empty() ? kEnded + word.step
+                                                       : kFailed + word.step + " by " + error));
+      word.store->add(kFarewells, 1);
+    } catch (...) {  // nobody serves the Store any more
+    }
+  }
+  living.last_words.clear();
+  for (FaultBoard* board : living.all) board->leave(error);
 }
 
 }  // namespace trireme

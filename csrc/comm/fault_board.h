@@ -7,6 +7,7 @@
 #include <atomic>
 #include <chrono>
 #include <deque>
+#include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
@@ -36,6 +37,8 @@ class FaultBoard {
   // Notes the last operations of this rank in a ring, for its own report.
   void note_started(const std::string& operation);
   void note_step(int64_t number, bool is_done) noexcept;
+  // Lets both tell of the same steps from now on: that of a group, and that of a part of it.
+  void share_steps(const FaultBoard& other) { steps_ = other.steps_; }
 
   void announce(const std::string& reason) noexcept;
   std::optional<std::string> announced() const noexcept;
@@ -47,7 +50,7 @@ class FaultBoard {
   // `patience` is over.
   struct Others {
     std::string text;
-    bool all_left_normally = false;  // those of which something is known
+    bool all_left_normally = false;  // all of whom something is known
   };
   Others ask_others(const std::string& waiting_for, std::chrono::milliseconds patience) noexcept;
   // Says what this rank was doing.
@@ -57,22 +60,30 @@ class FaultBoard {
   std::string step() const;
   bool is_missed() const;
   std::optional<std::string> read(const char* what, int64_t rank) const;
+  struct Process;
   struct Word;
+  static Process look_at(const std::string& told);
+  Word farewell_of(const std::string& name, const std::string& farewell,
+                   const Process& process) const;
   Word word_of(int64_t peer, std::chrono::steady_clock::time_point deadline) const;
 
   c10::intrusive_ptr<c10d::Store> store_;
   RankOf where_;
   uint64_t forks_;                       // forks_so_far() when it was made
   std::optional<int64_t> memory_kills_;  // shm::out_of_memory_kills() then
-  std::atomic<int64_t> steps_begun_{0};
-  std::atomic<int64_t> steps_done_{0};
+  struct Steps {
+    std::atomic<int64_t> begun{0};
+    std::atomic<int64_t> done{0};
+  };
+  std::shared_ptr<Steps> steps_ = std::make_shared<Steps>();
   mutable std::mutex mutex_;
-  std::deque<std::pair<std::string, int>> last_operations_;  // and how often in a row
+  std::deque<std::pair<std::string, int>> last_operations_;  // what, how often in a row
   int64_t started_ = 0;
   bool has_left_ = false;
 };
 
-// Does FaultBoard::leave() on all boards that still live.
+// Does FaultBoard::leave() on all boards that still live. Of those that do not it is said that this
+// rank has ended.
 void leave_all_boards(const std::string& error) noexcept;
 
 }  // namespace trireme

@@ -20,7 +20,7 @@ class TRIREME_API BackwardError {
   std::string text() const noexcept;
 
  private:
-  c10::intrusive_ptr<c10::ivalue::Future> result_;  // of the backward; null outside of one
+  c10::intrusive_ptr<c10::ivalue::Future> result_;  // null outside of a backward
 };
 
 }  // namespace trireme

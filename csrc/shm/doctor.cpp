@@ -43,7 +43,8 @@ std::string command_of(pid_t pid) {
 
 std::string working_folder_of(pid_t pid) {
   std::error_code hidden;
-  const auto folder = std::filesystem::read_symlink("/proc/" + std::to_string(pid) + "/cwd", hidden);
+  const auto folder =
+      std::filesystem::read_symlink("/proc/" + std::to_string(pid) + "/cwd", hidden);
   return harmless(folder.string());
 }
 
@@ -181,9 +182,9 @@ std::optional<SeenRank> read_block(std::span<const std::byte> bytes, int64_t now
     seen.errand = text_in(block.errand);
     seen.errand_s = seconds_between(since, now_ns);
   }
-  seen.round = harmless(round_text(block, block.entered.load(std::memory_order_relaxed)));
-  if (const std::string step = step_text(block.steps_begun.load(std::memory_order_relaxed),
-                                         block.steps_done.load(std::memory_order_relaxed));
+  seen.round = harmless(round_text(block.progress, block.entered.load(std::memory_order_relaxed)));
+  if (const std::string step = step_text(block.progress.steps_begun.load(std::memory_order_relaxed),
+                                         block.progress.steps_done.load(std::memory_order_relaxed));
       !step.empty())
     seen.step = step.substr(1);
   seen.arrived = block.arrived.load(std::memory_order_relaxed);

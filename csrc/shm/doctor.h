@@ -44,7 +44,7 @@ struct SeenRank {
   std::vector<SeenOperation> operations;  // the newest first
   std::string round;                      // round_text(), where it did that last
   std::string step;                       // "in step 10", "after step 9"
-  std::string command;                    // of its process, as it was called
+  std::string command;                    // how its process was called
   std::string folder;                     // where that works; empty where it may not be seen
   std::string errand;                     // what it waits for beside the collectives, if it does
   double errand_s = 0;                    // for how long

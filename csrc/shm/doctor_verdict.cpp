@@ -151,7 +151,8 @@ std::string complaint(const SeenGroup& group, const Front& front, double patienc
   if (!failed.empty()) return failures(failed);
   if (front.waiting.empty() || front.waited_s < patience_s) {
     std::string text = errands(group, patience_s);
-    if (!text.empty()) causes = those(group, [](const SeenRank& rank) { return rank.errand.empty(); });
+    if (!text.empty())
+      causes = those(group, [](const SeenRank& rank) { return rank.errand.empty(); });
     return text;
   }
   const Ranks late = those(group, [&](const SeenRank& rank) {

@@ -166,8 +166,8 @@ class TRIREME_API HostGroup {
   std::optional<std::string> failure();
   // Throws Fault for a group that failed, and in a forked child.
   void check_usable();
-  // Says "rank 1 (process 7) has died in step 4: it was killed by SIGKILL; its last operation: ...",
-  // "rank 1 (process 7) ended normally after step 3; ..."; empty while it is there.
+  // Says "rank 1 (process 7) has died in step 4: it was killed by SIGKILL; its last operation:
+  // ...", "rank 1 (process 7) ended normally after step 3; ..."; empty while it is there.
   std::string absence_of(int64_t peer) const;
   // Says what the user of a rank that missed peers may do, by how these went.
   std::string_view advice_on_absence() const;
@@ -201,6 +201,7 @@ class TRIREME_API HostGroup {
                     bool keeps_file = false) const;
   [[noreturn]] void give_up(FaultKind kind, const std::string& what, const std::string& why);
   std::string name_of(int64_t peer) const;
+  void wait_for_exit(int64_t peer) const;
   std::string step_of(int64_t peer) const;
   std::string last_of(int64_t peer) const;
   std::string cause_beside(int64_t peer) const;
@@ -213,7 +214,7 @@ class TRIREME_API HostGroup {
   int64_t rank_ = 0;
   int64_t ring_bytes_ = 0;
   std::string why_alone_;
-  uint64_t forks_ = 0;  // forks_so_far() when the group was made
+  uint64_t forks_ = 0;                   // forks_so_far() when the group was made
   std::optional<int64_t> memory_kills_;  // out_of_memory_kills() then
 
   std::vector<Segment> segments_;

@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <cstring>
 #include <thread>
+#include <unistd.h>
 
 namespace trireme::shm {
 namespace {
@@ -72,7 +73,8 @@ class HostGroup::PeerWatch : public Watch {
     // What it said before it died tells more than its death.
     if (const std::string left = left_by(); !left.empty())
       group_.give_up(FaultKind::kAbandoned, what(), left);
-    miss(FaultKind::kPeerLost, why_);
+    group_.wait_for_exit(peer_);
+    miss(FaultKind::kPeerLost, group_.absence_of(peer_));
   }
 
   void overdue() override {
@@ -186,7 +188,9 @@ void HostGroup::fail(const std::string& text) noexcept {
   if (blocks_.empty() || forks_ != forks_so_far()) return;
   const std::lock_guard<std::mutex> lock(failure_mutex_);
   RankBlock& own = block(rank_);
-  if (own.state.load(std::memory_order_relaxed) == RankState::kFailed) return;
+  // Who has left has said why.
+  const RankState state = own.state.load(std::memory_order_relaxed);
+  if (state == RankState::kFailed || state == RankState::kLeft) return;
   const size_t length = std::min(text.size(), own.failure.size() - 1);
   std::memcpy(own.failure.data(), text.data(), length);
   own.failure[length] = '\0';
@@ -289,20 +293,23 @@ std::string HostGroup::absence_of(int64_t peer) const {
   const RankBlock& block = *blocks_[index];
   const bool left = block.state.load(std::memory_order_acquire) == RankState::kLeft;
   if (!left && processes_[index].alive()) return {};
-  std::string how = " has died" + step_of(peer) +
-                    text_of_end(left ? std::nullopt : processes_[index].wait_status(),
-                                memory_kills_);
+  std::string how =
+      " has died" + step_of(peer) +
+      text_of_end(left ? std::nullopt : processes_[index].wait_status(), memory_kills_);
   if (const std::string_view error = text_at(block.failure); left) {
-    how = error.empty() ? " ended normally" + step_of(peer)
-                        : " has left the group" + step_of(peer) + ", ended by " + std::string(error);
+    const int status = processes_[index].wait_status().value_or(0);
+    how = !error.empty()
+              ? " has left the group" + step_of(peer) + ", ended by " + std::string(error)
+          : status != 0 ? " has left the group" + step_of(peer) + text_of_end(status, memory_kills_)
+                        : " ended normally" + step_of(peer);
   }
   return name_of(peer) + how + "; its last operation: " + last_of(peer);
 }
 
 std::string HostGroup::step_of(int64_t peer) const {
-  const RankBlock& block = *blocks_[static_cast<size_t>(peer)];
-  const uint64_t done = block.steps_done.load(std::memory_order_acquire);
-  return step_text(block.steps_begun.load(std::memory_order_acquire), done);
+  const Progress& progress = blocks_[static_cast<size_t>(peer)]->progress;
+  const uint64_t done = progress.steps_done.load(std::memory_order_acquire);
+  return step_text(progress.steps_begun.load(std::memory_order_acquire), done);
 }
 
 // The gravest of those that are gone says it: the others may have left because of it.
@@ -318,7 +325,8 @@ std::string_view HostGroup::advice_on_absence() const {
       return "Look for the error of that rank; if it left none, it was killed (out of memory? see "
              "dmesg). Then start the group again.";
     }
-    by_error |= left && !text_at(blocks_[peer]->failure).empty();
+    by_error |= left && (!text_at(blocks_[peer]->failure).empty() ||
+                         processes_[peer].wait_status().value_or(0) != 0);
   }
   return by_error ? "Look for the error of that rank; then start the group again."
                   : "Did it have fewer batches, or steps? See join().";
@@ -334,6 +342,15 @@ void HostGroup::leave(std::string_view error) noexcept {
   own.failure[length] = '\0';
   own.state.store(RankState::kLeft, std::memory_order_seq_cst);
   ring_all();
+}
+
+// A rank that says no error may yet end by one: Python tells nobody of a sys.exit(1).
+void HostGroup::wait_for_exit(int64_t peer) const {
+  const PeerProcess& process = processes_[static_cast<size_t>(peer)];
+  if (process.pid() == ::getpid()) return;
+  const Clock::time_point until = Clock::now() + std::chrono::milliseconds(500);
+  while (process.alive() && Clock::now() < until)
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));
 }
 
 void HostGroup::wait_for_end(int64_t peer) {
@@ -370,7 +387,7 @@ std::string HostGroup::lateness_of(int64_t peer, std::string_view deed,
 std::string HostGroup::last_of(int64_t peer) const {
   const RankBlock& block = *blocks_[static_cast<size_t>(peer)];
   const uint64_t last = block.entered.load(std::memory_order_acquire);
-  if (std::string round = round_text(block, last); !round.empty()) return round;
+  if (std::string round = round_text(block.progress, last); !round.empty()) return round;
   if (last == 0) return "none";
   return "collective " + std::to_string(last) + ", " +
          block.records[last % kRecords].operation().to_string();
@@ -378,26 +395,26 @@ std::string HostGroup::last_of(int64_t peer) const {
 
 void HostGroup::show_round(const Operation& what) {
   RankBlock& own = block(rank_);
-  const uint64_t round = own.rounds.load(std::memory_order_relaxed) + 1;
-  own.deposits[round % own.deposits.size()].write(own.entered.load(std::memory_order_relaxed),
-                                                  what);
+  const uint64_t round = own.progress.rounds.load(std::memory_order_relaxed) + 1;
+  own.progress.deposits[round % own.progress.deposits.size()].write(
+      own.entered.load(std::memory_order_relaxed), what);
   show_deposit({});
-  own.rounds.store(round, std::memory_order_release);
+  own.progress.rounds.store(round, std::memory_order_release);
 }
 
 void HostGroup::show_deposit(std::string_view name) {
   RankBlock& own = block(rank_);
-  const uint64_t number = own.named.load(std::memory_order_relaxed) + 1;
-  auto& place = own.names[number % own.names.size()];
+  const uint64_t number = own.progress.named.load(std::memory_order_relaxed) + 1;
+  auto& place = own.progress.names[number % own.progress.names.size()];
   name.remove_prefix(name.size() - std::min(name.size(), place.size() - 1));  // ends tell more
   *std::copy(name.begin(), name.end(), place.begin()) = '\0';
-  own.named.store(number, std::memory_order_release);
+  own.progress.named.store(number, std::memory_order_release);
 }
 
 void HostGroup::show_step(uint64_t number, bool is_done) {
   if (blocks_.empty()) return;
   RankBlock& own = block(rank_);
-  auto& counter = is_done ? own.steps_done : own.steps_begun;
+  auto& counter = is_done ? own.progress.steps_done : own.progress.steps_begun;
   if (number > counter.load(std::memory_order_relaxed))
     counter.store(number, std::memory_order_release);
 }

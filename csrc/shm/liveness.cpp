@@ -111,7 +111,6 @@ std::optional<int> PeerProcess::wait_status() const {
   return status;
 }
 
-
 std::optional<int64_t> out_of_memory_kills() {
   std::ifstream file("/proc/vmstat");
   std::string name;
@@ -125,9 +124,9 @@ std::string text_of_end(std::optional<int> wait_status, std::optional<int64_t> k
   if (!WIFSIGNALED(*wait_status))
     return ": it ended with exit code " + std::to_string(WEXITSTATUS(*wait_status));
   const char* name = ::sigabbrev_np(WTERMSIG(*wait_status));
-  const std::string text =
-      ": it was killed by " + (name != nullptr ? "SIG" + std::string(name)
-                                               : "signal " + std::to_string(WTERMSIG(*wait_status)));
+  const std::string text = ": it was killed by " +
+                           (name != nullptr ? "SIG" + std::string(name)
+                                            : "signal " + std::to_string(WTERMSIG(*wait_status)));
   if (!is_sigkill(*wait_status)) return text;
   const auto kills = out_of_memory_kills();
   if (!kills || !kills_before) return text + " (out of memory? see dmesg)";

@@ -43,8 +43,9 @@ class TRIREME_API PeerProcess {
 // started; empty where it does not count them.
 TRIREME_API std::optional<int64_t> out_of_memory_kills();
 
-// Says ": it was killed by SIGKILL", ": it ended with exit code 3", and what is known of the reason,
-// by how many the kernel had killed for want of memory when all was well; nothing without a status.
+// Says ": it was killed by SIGKILL", ": it ended with exit code 3", and what is known of the
+// reason, by how many the kernel had killed for want of memory when all was well; nothing without a
+// status.
 TRIREME_API std::string text_of_end(std::optional<int> wait_status,
                                     std::optional<int64_t> kills_before);
 inline bool is_sigkill(int wait_status) { return (wait_status & 0x7f) == 9; }

@@ -4,11 +4,12 @@
 
 namespace trireme::shm {
 
-std::string round_text(const RankBlock& block, uint64_t entered) {
-  const uint64_t round = block.rounds.load(std::memory_order_acquire);
-  const Record& record = block.deposits[round % block.deposits.size()];
+std::string round_text(const Progress& progress, uint64_t entered) {
+  const uint64_t round = progress.rounds.load(std::memory_order_acquire);
+  const Record& record = progress.deposits[round % progress.deposits.size()];
   if (round == 0 || record.sequence < entered) return {};
-  const auto& name = block.names[block.named.load(std::memory_order_acquire) % block.names.size()];
+  const auto& name =
+      progress.names[progress.named.load(std::memory_order_acquire) % progress.names.size()];
   const size_t length = ::strnlen(name.data(), name.size());
   const std::string what = length == 0
                                ? record.operation().to_string()

@@ -319,7 +319,8 @@ ShmBackend::ScopedLabel::ScopedLabel(std::string label) { current_label = std::m
 
 ShmBackend::ScopedLabel::~ScopedLabel() { current_label.clear(); }
 
-void leave_all_groups(const std::string& error) {
+void leave_all_groups(const std::string& given) {
+  const std::string error = one_line(given);
   const std::lock_guard<std::mutex> lock(living_backends().mutex);
   for (ShmBackend* backend : living_backends().all) backend->end_run(error);
   leave_all_boards(error);

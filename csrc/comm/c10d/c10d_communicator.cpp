@@ -312,8 +312,6 @@ class C10dCommunicator final : public Communicator {
 
   void show_step(int64_t number, bool is_done) noexcept override {
     health_->board.note_step(number, is_done);
-    for (const auto& [name, part] : parts_)
-      if (part) part->show_step(number, is_done);
   }
 
   std::shared_ptr<GroupHealth> health() const override { return health_; }
@@ -329,7 +327,10 @@ class C10dCommunicator final : public Communicator {
     std::shared_ptr<Communicator>& made = parts_[name];
     if (!made) {
       const auto group = split_group(*group_, ranks, name);
-      if (group) made = make_of_part_(group, group->getStore());
+      if (group) {
+        made = make_of_part_(group, group->getStore());
+        if (const auto health = made->health()) health->board.share_steps(health_->board);
+      }
     }
     return made;
   }

@@ -37,12 +37,11 @@ std::string without_frills(std::string cause) {
   const std::string next_step =
       (others.all_left_normally ? "Did they have fewer batches, or steps? See join(). " : "") +
       std::string(kRebuildGroup);
-  const std::string text =
-      error_text("comm",
-                 operation + " failed: " + (others.text.empty() ? "" : others.text + ". ") +
-                     "This rank " + health.board.own_report(operation) +
-                     ". The engine says: " + without_frills(cause),
-                 health.where, next_step);
+  const std::string text = error_text(
+      "comm",
+      operation + " failed: " + (others.text.empty() ? "" : others.text + ". ") + "This rank " +
+          health.board.own_report(operation) + ". The engine says: " + without_frills(cause),
+      health.where, next_step);
   health.set_failure(text);
   C10_THROW_ERROR(DistBackendError, text);
 }

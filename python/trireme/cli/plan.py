@@ -51,6 +51,34 @@ def add_plan(commands: Any) -> None:
         metavar="MODULE:FACTORY",
         help="what makes a torch.nn.Module without arguments; called on the meta device",
     )
+    _add_places(parser)
+    parser.add_argument(
+        "--strategy",
+        nargs="+",
+        type=lambda name: OTHER_NAMES.get(name, name),
+        choices=("all", *STRATEGIES),
+        default=["all"],
+        help="which rows (default: all); zero3 and fully_shard are fsdp",
+    )
+    parser.add_argument(
+        "--optimizer",
+        type=lambda text: int(text) if text.isdecimal() else text,
+        default="adamw",
+        help="sgd, sgd_momentum, adam, adamw, or bytes of state per parameter (default: adamw)",
+    )
+    parser.add_argument("--dtype", help="of parameters given by --numel (default: float32)")
+    parser.add_argument("--grad-dtype", metavar="DTYPE", help="of gradients, if another one")
+    parser.add_argument(
+        "--activations", metavar="BYTES", type=number, default=0, help="of each rank"
+    )
+    parser.add_argument(
+        "--paper", action="store_true", help="count as the ZeRO paper: mixed precision, Adam"
+    )
+    parser.add_argument("--json", action="store_true", help="for programs, in bytes")
+
+
+def _add_places(parser: argparse.ArgumentParser) -> None:
+    """Options that say where ranks are, and how much memory there is."""
     parser.add_argument("--world", metavar="W", type=number, required=True, help="ranks")
     parser.add_argument(
         "--ranks-per-host", metavar="R", type=number, help="of the fullest host (default: all)"
@@ -81,29 +109,6 @@ def add_plan(commands: Any) -> None:
         help="parameters of the largest unit of fully_shard, where units are gathered "
         "(default: the model is one)",
     )
-    parser.add_argument(
-        "--strategy",
-        nargs="+",
-        type=lambda name: OTHER_NAMES.get(name, name),
-        choices=("all", *STRATEGIES),
-        default=["all"],
-        help="which rows (default: all); zero3 and fully_shard are fsdp",
-    )
-    parser.add_argument(
-        "--optimizer",
-        type=lambda text: int(text) if text.isdecimal() else text,
-        default="adamw",
-        help="sgd, sgd_momentum, adam, adamw, or bytes of state per parameter (default: adamw)",
-    )
-    parser.add_argument("--dtype", help="of parameters given by --numel (default: float32)")
-    parser.add_argument("--grad-dtype", metavar="DTYPE", help="of gradients, if another one")
-    parser.add_argument(
-        "--activations", metavar="BYTES", type=number, default=0, help="of each rank"
-    )
-    parser.add_argument(
-        "--paper", action="store_true", help="count as the ZeRO paper: mixed precision, Adam"
-    )
-    parser.add_argument("--json", action="store_true", help="for programs, in bytes")
 
 
 def plan(arguments: argparse.Namespace) -> int:

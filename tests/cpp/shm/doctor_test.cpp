@@ -263,16 +263,16 @@ TEST_CASE("what is no block of this layout is not read as one") {
   REQUIRE(seen);
   CHECK(seen->operations.size() == 1);
   CHECK(seen->step.empty());
-  block->steps_begun.store(5);
-  block->steps_done.store(4);
-  block->rounds.store(UINT64_MAX);
-  block->deposits[3].sequence = UINT64_MAX;
-  std::memset(block->names.data(), '\x1b', sizeof(block->names));
+  block->progress.steps_begun.store(5);
+  block->progress.steps_done.store(4);
+  block->progress.rounds.store(UINT64_MAX);
+  block->progress.deposits[3].sequence = UINT64_MAX;
+  std::memset(block->progress.names.data(), '\x1b', sizeof(block->progress.names));
   const auto busy = read_block(bytes, INT64_MAX, 64);
   REQUIRE(busy);
   CHECK(busy->step == "in step 5");
   CHECK(busy->round == "round 18446744073709551615 of deposits, the gradient of '" +
-                           std::string(block->names[0].size(), '?') + "'");
+                           std::string(block->progress.names[0].size(), '?') + "'");
   block->layout = 1;
   CHECK_FALSE(reads());
   bytes.pop_back();

@@ -180,12 +180,12 @@ TEST_CASE("a rank that ended well is told apart from one whose process failed or
     });
     INFO(failure.text);
     CHECK(failure.kind == FaultKind::kPeerLost);
-    CHECK(contains(failure.text, error.empty()
-                                     ? "ended normally after step 3; its last operation: none"
-                                     : "has left the group after step 3, ended by ValueError: no such file; "));
-    CHECK(contains(failure.text, error.empty()
-                                     ? "Did it have fewer batches, or steps? See join()."
-                                     : "Look for the error of that rank; then start"));
+    CHECK(contains(failure.text,
+                   error.empty()
+                       ? "ended normally after step 3; its last operation: none"
+                       : "has left the group after step 3, ended by ValueError: no such file; "));
+    CHECK(contains(failure.text, error.empty() ? "Did it have fewer batches, or steps? See join()."
+                                               : "Look for the error of that rank; then start"));
   }
 }
 
@@ -214,9 +214,11 @@ TEST_CASE("a kill for want of memory is told by the kernel's count") {
   const auto now = out_of_memory_kills();
   if (!now) return SUCCEED("this kernel does not count them");
   CHECK(text_of_end(std::nullopt, now).empty());
-  CHECK(text_of_end(SIGKILL, std::nullopt) == ": it was killed by SIGKILL (out of memory? see dmesg)");
+  CHECK(text_of_end(SIGKILL, std::nullopt) ==
+        ": it was killed by SIGKILL (out of memory? see dmesg)");
   CHECK(contains(text_of_end(SIGKILL, *now), "not by the kernel for want of memory"));
-  CHECK(contains(text_of_end(SIGKILL, *now - 2), "out of memory? meanwhile the kernel has killed 2"));
+  CHECK(
+      contains(text_of_end(SIGKILL, *now - 2), "out of memory? meanwhile the kernel has killed 2"));
   CHECK(text_of_end(3 << 8, now) == ": it ended with exit code 3");
 }
 
@@ -243,8 +245,9 @@ TEST_CASE("the last operation of a rank is the round of deposits that it has beg
     }
   });
   INFO(failure.text);
-  CHECK(contains(failure.text,
-                 "its last operation: round 2 of deposits, the gradient of 'layer.2.weight' (rank"));
+  CHECK(
+      contains(failure.text,
+               "its last operation: round 2 of deposits, the gradient of 'layer.2.weight' (rank"));
 }
 
 TEST_CASE("a process has ended when it is dead, also before its parent has asked") {

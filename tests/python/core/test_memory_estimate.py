@@ -45,7 +45,8 @@ def bytes_of(tensors: Any) -> int:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "gigabytes"), [("ddp", 120), ("zero1", 31.4), ("zero2", 16.6), ("fsdp", 1.9), ("zero3", 1.9)]
+    ("strategy", "gigabytes"),
+    [("ddp", 120), ("zero1", 31.4), ("zero2", 16.6), ("fsdp", 1.9), ("zero3", 1.9)],
 )
 def test_the_row_of_the_zero_paper(strategy: str, gigabytes: float) -> None:
     found = estimate_memory(7.5e9, strategy, 64, accounting="paper")

@@ -243,10 +243,16 @@ if rank == 0:
         print(error)
 elif sys.argv[3] == "error":
     raise ValueError("there is no such file")
+elif sys.argv[3] == "exit":
+    sys.exit(3)
 """
 
 HOW_IT_ENDED = {
     "well": ("ended normally; ", "Did it have fewer batches, or steps? See join()."),
+    "exit": (
+        "has left the group: it ended with exit code 3; ",
+        "Look for the error of that rank; ",
+    ),
     "error": ("ended by ValueError: there is no such file; ", "Look for the error of that rank; "),
 }
 
