@@ -114,7 +114,7 @@ FaultBoard::FaultBoard(c10::intrusive_ptr<c10d::Store> store, RankOf where)
   if (!store_) return;
   try {
     store_->set(key_of("process", where_.rank), to_bytes(own_process()));
-    store_->deleteKey(key_of("farewell", where_.rank));  // that of an earlier model
+    store_->deleteKey(key_of("farewell", where_.rank));  // an earlier model's
   } catch (...) {                                        // the peers know less, then
   }
   const std::lock_guard<std::mutex> lock(living_boards().mutex);
