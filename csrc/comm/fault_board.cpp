@@ -24,7 +24,7 @@ const std::string kEnded = "ended";
 const std::string kFailed = "was ended";
 const std::string kModelGone = "let its model go";
 // For that long a rank that has left may take to end, and to show by which exit code.
-constexpr std::chrono::milliseconds kExit{500};
+constexpr std::chrono::seconds kExit{2};
 // For that long a word may be on its way whose writer has ended.
 constexpr std::chrono::milliseconds kLastWord{200};
 

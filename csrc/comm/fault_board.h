@@ -1,6 +1,7 @@
 #pragma once
 
 #include <trireme/common/error.h>
+#include <trireme/common/export.h>
 
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
@@ -27,7 +28,7 @@ namespace trireme {
 //
 // Thread-safe. Nothing here throws: a Store that no longer answers is one more sign, not one more
 // error.
-class FaultBoard {
+class TRIREME_API FaultBoard {
  public:
   FaultBoard(c10::intrusive_ptr<c10d::Store> store, RankOf where);
   ~FaultBoard();

@@ -348,7 +348,7 @@ void HostGroup::leave(std::string_view error) noexcept {
 void HostGroup::wait_for_exit(int64_t peer) const {
   const PeerProcess& process = processes_[static_cast<size_t>(peer)];
   if (process.pid() == ::getpid()) return;
-  const Clock::time_point until = Clock::now() + std::chrono::milliseconds(500);
+  const Clock::time_point until = Clock::now() + std::chrono::seconds(2);
   while (process.alive() && Clock::now() < until)
     std::this_thread::sleep_for(std::chrono::milliseconds(5));
 }

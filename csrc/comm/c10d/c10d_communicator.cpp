@@ -10,6 +10,7 @@
 #include <trireme/comm/reduce_parts.h>
 #include <trireme/comm/scratch.h>
 #include <trireme/comm/shm_tensors.h>
+#include <trireme/comm/subgroups.h>
 
 #include <ATen/ATen.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
@@ -329,7 +330,7 @@ class C10dCommunicator final : public Communicator {
       const auto group = split_group(*group_, ranks, name);
       if (group) {
         made = make_of_part_(group, group->getStore());
-        if (const auto health = made->health()) health->board.share_steps(health_->board);
+        share_steps(*this, *made);
       }
     }
     return made;

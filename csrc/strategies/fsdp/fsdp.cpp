@@ -1,5 +1,6 @@
 #include <trireme/strategies/fsdp/fsdp.h>
 
+#include <trireme/comm/subgroups.h>
 #include <trireme/common/error.h>
 #include <trireme/common/exception_text.h>
 #include <trireme/common/trace.h>
@@ -94,6 +95,7 @@ Fsdp::Fsdp(const Request& request)
       reducers_({groups_, names_, request.ranks, request.ranks_of}),
       delivery_(std::make_shared<GradientDelivery>(groups_)) {
   for (const auto& group : groups_) group->memory().share_pool(pool_);
+  for (Communicator* one : gatherers()) share_steps(*communicator_, *one);
 }
 
 // One forward of a unit that gathers, as backward sees it.
@@ -216,15 +218,19 @@ std::string Fsdp::abandoned_text(const std::string& what) const {
 // Tells the ranks that may wait for this one in a gather, of a unit or of its pieces, or to agree
 // on an order.
 void Fsdp::tell_gatherers(const std::string& what) noexcept {
-  std::set<Communicator*> told{nullptr};
-  const auto tell = [&](Communicator* one) {
-    if (told.insert(one).second && !one->failure()) one->announce_failure(abandoned_text(what));
-  };
-  tell(prefetch_.communicator());
+  for (Communicator* one : gatherers())
+    if (!one->failure()) one->announce_failure(abandoned_text(what));
+}
+
+// Returns the communicators by which ranks gather, or agree on an order.
+std::set<Communicator*> Fsdp::gatherers() const {
+  std::set<Communicator*> found{prefetch_.communicator()};
   for (const auto& group : groups_) {
-    tell(group->gathers_with().get());
-    tell(group->reshards_with().get());
+    found.insert(group->gathers_with().get());
+    found.insert(group->reshards_with().get());
   }
+  found.erase(nullptr);
+  return found;
 }
 
 // Tells the others of an exception in a hook: ranks on which it did not raise go on to their next
