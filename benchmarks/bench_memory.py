@@ -41,8 +41,8 @@ PARTS = (*WORKLOAD_NAMES, "limit")
 
 # With the name under which the estimate knows what its ranks hold.
 SIDES = (
-    (FSDP, "zero3"),
-    (TORCH_FSDP2[0], "zero3"),
+    (FSDP, "fsdp"),
+    (TORCH_FSDP2[0], "fsdp"),
     (ZERO_2, "zero2"),
     (ZERO_1, "zero1"),
     (DDP, "ddp"),

@@ -29,6 +29,7 @@ from harness.progress import progress
 from harness.results import write_results
 from harness.rounds import WARM_UP_STEPS, Extent
 from harness.strategies import (
+    OTHER_NAMES,
     STRATEGIES,
     OptimizerSpec,
     built,
@@ -97,7 +98,8 @@ def _compare(arguments: argparse.Namespace, started: float) -> int:
 
 
 def _strategy_names(arguments: argparse.Namespace) -> list[str]:
-    names = [name.strip() for name in arguments.strategies.split(",") if name.strip()]
+    given = [name.strip() for name in arguments.strategies.split(",") if name.strip()]
+    names = [OTHER_NAMES.get(name, name) for name in given]
     synchronized = arguments.norm == "syncbn"
     if names == ["all"]:
         names = [n for n in ready() if not (synchronized and STRATEGIES[n].replicates)]

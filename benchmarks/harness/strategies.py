@@ -210,6 +210,7 @@ def _leave_gloo() -> None:
 TRIREME = Group(_enter_trireme, _leave_trireme)
 GLOO = Group(lambda: dist.init_process_group("gloo"), _leave_gloo)
 
+OTHER_NAMES = {"zero3": "fsdp", "fully_shard": "fsdp"}
 STRATEGIES: dict[str, Strategy] = {
     "single": Strategy("one process, all cores", build_plain, alone=True),
     "dp": Strategy(

@@ -7,6 +7,7 @@
 #include <trireme/comm/launch/make_communicator.h>
 #include <trireme/comm/recording_communicator.h>
 #include <trireme/comm/run_together.h>
+#include <trireme/common/exception_text.h>
 #include <trireme/common/interruption.h>
 
 #include <pybind11/chrono.h>
@@ -85,6 +86,15 @@ void run_signal_handlers() {
   if (PyErr_CheckSignals() != 0) throw RaisedInSignalHandler();
 }
 
+// Returns "ValueError: no such file" for what Python raised; empty for what it did not.
+std::string name_python_exception(const std::exception& error) {
+  const auto* raised = dynamic_cast<const python_error*>(&error);
+  if (raised == nullptr || raised->type == nullptr) return {};
+  const py::gil_scoped_acquire gil;
+  const auto type = py::handle(raised->type).attr("__name__").cast<std::string>();
+  return raised->message.empty() ? type : type + ": " + raised->message;
+}
+
 std::optional<std::pair<int64_t, std::string>> first_failure(
     const std::optional<std::string>& own, const std::shared_ptr<Communicator>& communicator,
     c10::Device device) {
@@ -97,6 +107,7 @@ std::optional<std::pair<int64_t, std::string>> first_failure(
 
 void init_comm(py::module_& module) {
   set_interruption_check(&run_signal_handlers);
+  set_exception_namer(&name_python_exception);
 
   py::class_<Communicator, std::shared_ptr<Communicator>>(module, "Communicator")
       .def_property_readonly("rank", &Communicator::rank)

@@ -42,6 +42,10 @@ py::dict to_dict(const SeenRank& rank) {
   made["waits_s"] = rank.errand_s;
   made["behind"] = rank.behind;
   made["operations"] = operations;
+  made["deposits"] = text(rank.round);
+  made["step"] = text(rank.step);
+  made["command"] = text(rank.command);
+  made["folder"] = text(rank.folder);
   return made;
 }
 
@@ -53,6 +57,7 @@ py::dict to_dict(const SeenGroup& group) {
   made["ranks_on_this_host"] = group.ranks.front().members;
   made["ranks"] = ranks;
   made["verdict"] = text(group.verdict);
+  made["suspects"] = group.suspects;
   made["is_well"] = group.is_well;
   return made;
 }

@@ -54,30 +54,34 @@ void init_memory(py::module_& module) {
                            const std::variant<int64_t, std::string>& optimizer,
                            std::optional<at::ScalarType> grad_dtype, bool host_params,
                            int64_t unit_numel, int64_t activation_bytes,
-                           int64_t module_buffer_bytes) {
+                           int64_t module_buffer_bytes,
+                           std::optional<std::pair<int64_t, bool>> limit) {
     const std::vector<ParameterInfo> infos = infos_of(std::move(parameters));
-    const MemoryEstimate found = estimate_memory({.parameters = infos,
-                                                  .strategy = training_strategy(strategy),
-                                                  .world = world,
-                                                  .ranks_per_host = ranks_per_host,
-                                                  .accounting = memory_accounting(accounting),
-                                                  .optimizer = state_of(optimizer),
-                                                  .grad_dtype = grad_dtype,
-                                                  .host_params = host_params,
-                                                  .unit_numel = unit_numel,
-                                                  .activation_bytes = activation_bytes,
-                                                  .module_buffer_bytes = module_buffer_bytes});
+    const MemoryRequest request{.parameters = infos,
+                                .strategy = training_strategy(strategy),
+                                .world = world,
+                                .ranks_per_host = ranks_per_host,
+                                .accounting = memory_accounting(accounting),
+                                .optimizer = state_of(optimizer),
+                                .grad_dtype = grad_dtype,
+                                .host_params = host_params,
+                                .unit_numel = unit_numel,
+                                .activation_bytes = activation_bytes,
+                                .module_buffer_bytes = module_buffer_bytes};
+    const MemoryEstimate found = estimate_memory(request);
     py::dict made;
     made["rank"] = to_dict(found.rank);
     made["host"] = to_dict(found.host);
+    if (limit) made["fewest_ranks"] = fewest_ranks(request, {limit->first, limit->second});
     return made;
   };
   module.def("estimate_memory", torch::wrap_pybind_function(estimate), py::arg("parameters"),
              py::kw_only(), py::arg("strategy"), py::arg("world"), py::arg("ranks_per_host"),
              py::arg("accounting"), py::arg("optimizer"), py::arg("grad_dtype"),
              py::arg("host_params"), py::arg("unit_numel"), py::arg("activation_bytes"),
-             py::arg("module_buffer_bytes"),
-             "See csrc/memory/memory_estimate.h. A parameter is (sizes, dtype, requires_grad).");
+             py::arg("module_buffer_bytes"), py::arg("limit"),
+             "See csrc/memory/memory_estimate.h. A parameter is (sizes, dtype, requires_grad), a "
+             "limit (bytes, of_rank).");
   module.def(
       "chunk_rows",
       [](int64_t rows, int64_t rank, int64_t world) {

@@ -95,6 +95,10 @@ class TRIREME_API Communicator {
   // to, or else on the caller's current one.
   virtual c10::Device device() const { return c10::kCPU; }
 
+  // Lets peers see that this rank has begun its step of that number, or has done it, so that
+  // messages of faults can say in which step a rank was. Never throws.
+  virtual void show_step(int64_t /*number*/, bool /*is_done*/) noexcept {}
+
   // Returns what only ranks that share the memory of a host can do; null where they share none. It
   // lives as long as the communicator.
   virtual Host* host() { return nullptr; }

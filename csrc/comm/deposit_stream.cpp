@@ -35,6 +35,8 @@ std::span<std::byte> DepositStream::room(int64_t bytes) { return ring_->room(byt
 
 void DepositStream::deposit(int64_t bytes) { ring_->deposit(bytes); }
 
+void DepositStream::show(std::string_view name) { group_.show_deposit(name); }
+
 int64_t DepositStream::collect(std::byte* sums, at::ScalarType dtype, int64_t bytes) {
   return translate_faults([&] {
     const int64_t ready = ring_->ready(bytes);

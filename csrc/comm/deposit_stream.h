@@ -47,6 +47,8 @@ class TRIREME_API DepositStream {
   // full. The memory is shared: write it once, then deposit() what was written.
   std::span<std::byte> room(int64_t bytes);
   void deposit(int64_t bytes);
+  // Lets peers see the name of what was deposited last.
+  void show(std::string_view name);
 
   // Sums, in rank order, the next `bytes` of `dtype` (which begin where that is aligned) into
   // `sums`, as far as all ranks have deposited them; says how many bytes that were. fp16 and bf16

@@ -1,5 +1,6 @@
 #include <trireme/comm/subgroups.h>
 
+#include <trireme/comm/group_health.h>
 #include <trireme/common/error.h>
 
 #include <c10/util/Exception.h>
@@ -46,6 +47,12 @@ std::shared_ptr<Communicator> counterparts_of(Communicator& communicator, int64_
   check_factor(where, count);
   return split(communicator, {where.rank % count, where.world / count, count},
                "counterparts/" + std::to_string(count));
+}
+
+void share_steps(const Communicator& communicator, const Communicator& other) {
+  const auto from = communicator.health();
+  const auto to = other.health();
+  if (from && to) to->board.share_steps(from->board);
 }
 
 }  // namespace trireme

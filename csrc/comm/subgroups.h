@@ -23,4 +23,7 @@ TRIREME_API std::shared_ptr<Communicator> neighbours_of(Communicator& communicat
 TRIREME_API std::shared_ptr<Communicator> counterparts_of(Communicator& communicator,
                                                           int64_t count);
 
+// Lets `other`, whose ranks do the same steps, tell peers of those that `communicator` is shown.
+TRIREME_API void share_steps(const Communicator& communicator, const Communicator& other);
+
 }  // namespace trireme

@@ -11,5 +11,14 @@ namespace trireme {
 // appends.
 TRIREME_API std::string what_of(const std::exception& error);
 TRIREME_API std::string first_line_of(const std::exception& error);
+// Returns the first line that says something, and not more than a message for peers has room for.
+TRIREME_API std::string one_line(std::string text);
+// Returns "ValueError: no such file", one line, for peers to read: the type only where it is known
+// by `namer`. Never throws.
+TRIREME_API std::string text_of(const std::exception_ptr& error) noexcept;
+
+// Says who names the types of a language that this library does not know: a function that returns
+// an empty text for what is not of that language. Called once, when the module is loaded.
+TRIREME_API void set_exception_namer(std::string (*namer)(const std::exception& error));
 
 }  // namespace trireme

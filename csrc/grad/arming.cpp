@@ -1,5 +1,6 @@
 #include <trireme/grad/arming.h>
 
+#include <trireme/module/backward_error.h>
 #include <trireme/module/output_hook.h>
 
 #include <torch/csrc/autograd/engine.h>
@@ -18,7 +19,7 @@ class Arming::Scope {
  public:
   explicit Scope(std::shared_ptr<BackwardSteps> steps) : steps_(std::move(steps)) {}
   ~Scope() {
-    if (!finished_) steps_->abandon_backward();
+    if (!finished_) steps_->abandon_backward(error_.text());
   }
   Scope(const Scope&) = delete;
   Scope& operator=(const Scope&) = delete;
@@ -30,6 +31,7 @@ class Arming::Scope {
 
  private:
   std::shared_ptr<BackwardSteps> steps_;
+  BackwardError error_;
   bool finished_ = false;
 };
 

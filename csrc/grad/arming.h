@@ -9,6 +9,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <string>
 #include <unordered_map>
 #include <vector>
 
@@ -52,8 +53,8 @@ class BackwardSteps {
   virtual void begin_backward(Part part) = 0;
   // Autograd has run through.
   virtual void finish_backward() = 0;
-  // An exception has left the backward.
-  virtual void abandon_backward() noexcept = 0;
+  // An exception has left the backward; `why` quotes it, or is empty.
+  virtual void abandon_backward(const std::string& why) noexcept = 0;
 };
 
 // Decides which backwards synchronize, and holds the lock of all who work on one. A strategy tells

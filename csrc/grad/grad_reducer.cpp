@@ -1,6 +1,7 @@
 #include <trireme/grad/grad_reducer.h>
 
 #include <trireme/common/error.h>
+#include <trireme/common/exception_text.h>
 #include <trireme/common/trace.h>
 #include <trireme/grad/collective_wire.h>
 #include <trireme/grad/hook_wire.h>
@@ -104,7 +105,7 @@ void GradReducer::begin_backward(Part part) {
   part_ = part;
   changes_.look_again(is_shadow());
   landing_->before_backward();
-  ++step_;
+  communicator_->show_step(++step_, /*is_done=*/false);
   checks_.begin_step();
   layout_.arrivals().begin_step();
   begin_step();
@@ -129,6 +130,7 @@ void GradReducer::begin_wire() {
   Wire& wire = wires_.choose(layout_);
   wire.begin({.buckets = layout_.buckets(),
               .labels = layout_.labels(),
+              .parameters = &layout_.infos(),
               .scale = scale(),
               .map = layout_.carries_tail() ? &layout_.used() : nullptr,
               .shadow = is_shadow(),
@@ -250,6 +252,7 @@ void GradReducer::collect(bool may_learn) {
   queue_.drop();
   landing_->after_backward();
   clock_.backward_ends();
+  communicator_->show_step(step_, /*is_done=*/true);
 }
 
 void GradReducer::send_map() {
@@ -320,16 +323,18 @@ void GradReducer::collect_by_itself(Part part, bool may_learn) {
     launch_rest();
     collect(may_learn);
   } catch (...) {
-    abandon_backward();
+    abandon_backward(text_of(std::current_exception()));
     throw;
   }
 }
 
-void GradReducer::abandon_backward() noexcept {
+void GradReducer::abandon_backward(const std::string& why) noexcept {
   try {
-    const std::string cause = checks_.refused().empty()
-                                  ? "An exception left it; see the traceback of that rank"
-                                  : checks_.refused();
+    std::string cause = checks_.refused();
+    if (cause.empty()) {
+      cause = why.empty() ? "An exception left it; see the traceback of that rank"
+                          : "An exception left it: " + why;
+    }
     std::string what = "backward " + std::to_string(step_) + " was abandoned ";
     const int64_t last = layout_.arrivals().last_arrived();
     what += last < 0
@@ -340,6 +345,7 @@ void GradReducer::abandon_backward() noexcept {
       ...) {  // out of memory while dying of something else: the peers see their deadline instead
   }
   const auto lock = arming_->lock();
+  communicator_->show_step(step_, /*is_done=*/true);
   layout_.arrivals().abandon_step();
   queue_.drop();
   arming_->end();

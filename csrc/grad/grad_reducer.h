@@ -157,7 +157,7 @@ class TRIREME_API GradReducer final : public GradSink, public BackwardSteps {
   void look_around() override;
   void begin_backward(Part part) override;
   void finish_backward() override;
-  void abandon_backward() noexcept override;
+  void abandon_backward(const std::string& why) noexcept override;
 
   void newcomer_ready(size_t newcomer, bool has_gradient);
   void slot_ready(size_t parameter, BucketPlace place, bool is_last);

@@ -47,6 +47,7 @@ void StreamWire::begin(const WireStep& step) {
   const Buckets& buckets = step.buckets;
   buckets_ = &step.buckets;
   labels_ = &step.labels;
+  parameters_ = step.parameters;
   scale_ = step.scale;
   map_ = step.map;
   shadow_ = step.shadow;
@@ -185,6 +186,8 @@ bool StreamWire::deposit_slot() {
   source_.reset();
   has_source_ = false;
   element_ = 0;
+  const auto parameter = static_cast<size_t>(bucket.plan().slots[slot_].parameter);
+  if (parameters_ != nullptr) stream_->show((*parameters_)[parameter].name);
   if (parts_[bucket_].ready[slot_]) backlog_bytes_ -= slot_bytes(bucket_, slot_);
   ++slot_;
   return true;

@@ -91,6 +91,7 @@ class TRIREME_API StreamWire final : public Wire {
   bool defers_ = false;
   Buckets* buckets_ = nullptr;
   const std::vector<std::string>* labels_ = nullptr;
+  const std::vector<ParameterInfo>* parameters_ = nullptr;
   double scale_ = 1;
   const UsedMap* map_ = nullptr;
   bool shadow_ = false;

@@ -23,7 +23,8 @@ using Buckets = std::vector<std::unique_ptr<Bucket>>;
 struct WireStep {
   Buckets& buckets;
   const std::vector<std::string>& labels;
-  double scale = 1;          // gradients are multiplied by it
+  const std::vector<ParameterInfo>* parameters = nullptr;  // for messages: names; null has none
+  double scale = 1;                                        // gradients are multiplied by it
   const UsedMap* map;        // rides behind the last bucket's gradients; null if it goes alone
   bool shadow = false;       // this rank contributes zeros
   bool defers_sums = false;  // leaves the sums to hand_out(), if the wire can

@@ -71,7 +71,7 @@ class Estimator {
       return of_each(request_.strategy >= sharded_from ? largest_part(bytes, request_.world)
                                                        : bytes);
     };
-    return together(kept(2 * all, TrainingStrategy::kZero3),
+    return together(kept(2 * all, TrainingStrategy::kFsdp),
                     kept(2 * trained, TrainingStrategy::kZero2),
                     kept(12 * trained, TrainingStrategy::kZero1), of_each(module_buffers()));
   }
@@ -87,7 +87,7 @@ class Estimator {
       case TrainingStrategy::kZero1:
         return together(stored_parameters(), of_each(gradients()), sharded_states(), buffers());
       case TrainingStrategy::kZero2:
-      case TrainingStrategy::kZero3:
+      case TrainingStrategy::kFsdp:
         return together(stored_parameters(), sharded_gradients(), sharded_states(), buffers());
     }
     return {};
@@ -151,9 +151,9 @@ class Estimator {
   Spread sharded_gradients() const { return by_rows(&Estimator::gradient_rate); }
   Spread sharded_states() const { return by_rows(&Estimator::state_rate); }
 
-  bool is_zero3() const { return request_.strategy == TrainingStrategy::kZero3; }
-  bool has_store() const { return request_.host_params && (is_zero3() ? ranks_ > 1 : one_host_); }
-  bool gathers_units() const { return is_zero3() && !has_store(); }
+  bool is_fsdp() const { return request_.strategy == TrainingStrategy::kFsdp; }
+  bool has_store() const { return request_.host_params && (is_fsdp() ? ranks_ > 1 : one_host_); }
+  bool gathers_units() const { return is_fsdp() && !has_store(); }
 
   Spread stored_parameters() const {
     if (request_.world == 1) return of_each(parameters());
@@ -271,7 +271,8 @@ TrainingStrategy training_strategy(std::string_view name) {
        {"ddp", kDdp},
        {"zero1", kZero1},
        {"zero2", kZero2},
-       {"zero3", kZero3}}};
+       {"fsdp", kFsdp}}};
+  if (name == "zero3" || name == "fully_shard") return kFsdp;
   return named(kNames, "strategy", name);
 }
 
@@ -295,6 +296,37 @@ MemoryEstimate estimate_memory(const MemoryRequest& request) {
   const Estimator estimator(request);
   return request.accounting == MemoryAccounting::kPaper ? estimator.by_paper()
                                                         : estimator.by_library();
+}
+
+bool fits(const MemoryEstimate& estimate, MemoryLimit limit) {
+  return (limit.of_rank ? estimate.rank : estimate.host).total() <= limit.bytes;
+}
+
+// What a host keeps does not grow with the number of hosts, from two on.
+std::optional<int64_t> fewest_ranks(const MemoryRequest& request, MemoryLimit limit) {
+  constexpr int64_t kMostHosts = int64_t{1} << 20;
+  if (limit.bytes < 0) {
+    refuse("got a memory of " + std::to_string(limit.bytes) + " bytes, expected 0 or more",
+           "Give the bytes of a host or rank.");
+  }
+  if (fits(estimate_memory(request), limit)) return request.world;
+  if (request.strategy <= TrainingStrategy::kDp) return std::nullopt;  // one process, on one host
+  MemoryRequest more = request;
+  const auto enough = [&](int64_t hosts) {
+    more.world = hosts * request.ranks_per_host;
+    return fits(estimate_memory(more), limit);
+  };
+  int64_t too_few = largest_part(request.world, request.ranks_per_host);
+  int64_t hosts = 2 * too_few;
+  for (; !enough(hosts); hosts *= 2) {
+    if (hosts > kMostHosts) return std::nullopt;
+    too_few = hosts;
+  }
+  while (hosts - too_few > 1) {
+    const int64_t middle = too_few + (hosts - too_few) / 2;
+    (enough(middle) ? hosts : too_few) = middle;
+  }
+  return hosts * request.ranks_per_host;
 }
 
 }  // namespace trireme

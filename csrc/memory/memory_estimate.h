@@ -19,9 +19,11 @@ namespace trireme {
 // kept (at that time activations have gone), what an allocator holds beyond its tensors, counters
 // and flags of a few bytes per parameter. docs/memory.md has the formulas.
 
-enum class TrainingStrategy : uint8_t { kSingle, kDp, kDdp, kZero1, kZero2, kZero3 };
+// kFsdp is fully_shard, which the ZeRO paper calls stage 3.
+enum class TrainingStrategy : uint8_t { kSingle, kDp, kDdp, kZero1, kZero2, kFsdp };
 
-// Reads "single", "dp", "ddp", "zero1", "zero2", "zero3". Throws ValueError, naming them.
+// Reads "single", "dp", "ddp", "zero1", "zero2", "fsdp" (also "zero3", "fully_shard"). Throws
+// ValueError, naming them.
 TRIREME_API TrainingStrategy training_strategy(std::string_view name);
 
 enum class MemoryAccounting : uint8_t {
@@ -60,10 +62,10 @@ struct MemoryRequest {
   MemoryAccounting accounting = MemoryAccounting::kTrireme;
   OptimizerState optimizer = {};
   std::optional<at::ScalarType> grad_dtype = {};  // else each parameter's
-  // Means what it does in ZeroOptions. Under kZero3 it is false where ranks share no memory (Gloo):
+  // Means what it does in ZeroOptions. Under kFsdp it is false where ranks share no memory (Gloo):
   // they gather units.
   bool host_params = true;
-  // Counts, for kZero3 that gathers, elements of the largest unit (one call of fully_shard); 0: the
+  // Counts, for kFsdp that gathers, elements of the largest unit (one call of fully_shard); 0: the
   // model is one.
   int64_t unit_numel = 0;
   // Counts bytes of each rank; under kDp of each replica.
@@ -95,5 +97,18 @@ struct MemoryEstimate {
 // Throws ValueError for counts that contradict each other, for what no path is built for, and where
 // 64 bits do not count the bytes. Costs one pass over the parameters, whatever the world.
 TRIREME_API MemoryEstimate estimate_memory(const MemoryRequest& request);
+
+// Is the memory that there is: on each host, or, where each rank has its own (a GPU), of each rank.
+struct MemoryLimit {
+  int64_t bytes = 0;
+  bool of_rank = false;
+};
+
+TRIREME_API bool fits(const MemoryEstimate& estimate, MemoryLimit limit);
+
+// Returns the fewest ranks for which the estimate fits: request.world, if these are enough, or else
+// more hosts of request.ranks_per_host ranks each. Empty if no number is enough, as where every
+// rank keeps all. Throws what estimate_memory() throws.
+TRIREME_API std::optional<int64_t> fewest_ranks(const MemoryRequest& request, MemoryLimit limit);
 
 }  // namespace trireme

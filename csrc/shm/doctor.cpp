@@ -7,8 +7,12 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <iterator>
 #include <map>
 #include <new>
+#include <system_error>
 #include <utility>
 
 namespace trireme::shm {
@@ -16,13 +20,32 @@ namespace {
 
 constexpr int32_t kMostRanks = 1 << 20;
 
-// Returns the text up to the zero, without what a terminal would obey.
-template <size_t N>
-std::string text_in(const std::array<char, N>& place) {
-  std::string text(place.data(), ::strnlen(place.data(), place.size()));
+// Returns a text without what a terminal would obey.
+std::string harmless(std::string text) {
   for (char& letter : text)
     if (static_cast<unsigned char>(letter) < 0x20 || letter == 0x7f) letter = '?';
   return text;
+}
+
+template <size_t N>
+std::string text_in(const std::array<char, N>& place) {
+  return harmless({place.data(), ::strnlen(place.data(), place.size())});
+}
+
+// Returns how that process was called: words, with spaces between.
+std::string command_of(pid_t pid) {
+  std::ifstream file("/proc/" + std::to_string(pid) + "/cmdline");
+  std::string text(std::istreambuf_iterator<char>(file), {});
+  while (text.ends_with('\0')) text.pop_back();
+  std::replace(text.begin(), text.end(), '\0', ' ');
+  return harmless(std::move(text));
+}
+
+std::string working_folder_of(pid_t pid) {
+  std::error_code hidden;
+  const auto folder =
+      std::filesystem::read_symlink("/proc/" + std::to_string(pid) + "/cwd", hidden);
+  return harmless(folder.string());
 }
 
 double seconds_between(int64_t then_ns, int64_t now_ns) {
@@ -36,8 +59,7 @@ std::vector<SeenOperation> operations_in(const RankBlock& block, int64_t now_ns,
     if (record.sequence == 0 || record.sequence % kRecords != i) continue;
     SeenOperation seen{record.sequence, record.operation().to_string(),
                        seconds_between(record.started_ns, now_ns), std::nullopt};
-    for (char& letter : seen.text)
-      if (static_cast<unsigned char>(letter) < 0x20 || letter == 0x7f) letter = '?';
+    seen.text = harmless(std::move(seen.text));
     const int64_t finished_ns = record.finished_ns.load(std::memory_order_relaxed);
     if (finished_ns != 0) seen.finished_s_ago = seconds_between(finished_ns, now_ns);
     operations.push_back(std::move(seen));
@@ -64,6 +86,8 @@ void find_process(SeenRank& seen, const FoundSegment& segment,
   try {
     seen.process = PeerProcess(owner).state();
     seen.pid = owner;
+    seen.command = command_of(owner);
+    seen.folder = working_folder_of(owner);
   } catch (const Fault&) {  // it went in this moment
   }
 }
@@ -158,6 +182,11 @@ std::optional<SeenRank> read_block(std::span<const std::byte> bytes, int64_t now
     seen.errand = text_in(block.errand);
     seen.errand_s = seconds_between(since, now_ns);
   }
+  seen.round = harmless(round_text(block.progress, block.entered.load(std::memory_order_relaxed)));
+  if (const std::string step = step_text(block.progress.steps_begun.load(std::memory_order_relaxed),
+                                         block.progress.steps_done.load(std::memory_order_relaxed));
+      !step.empty())
+    seen.step = step.substr(1);
   seen.arrived = block.arrived.load(std::memory_order_relaxed);
   seen.operations = operations_in(block, now_ns, history);
   return seen;

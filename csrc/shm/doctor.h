@@ -42,6 +42,10 @@ struct SeenRank {
   std::string failure;                    // kFailed: what it said
   std::string abandoned;                  // why it left what all were at, until it is back
   std::vector<SeenOperation> operations;  // the newest first
+  std::string round;                      // round_text(), where it did that last
+  std::string step;                       // "in step 10", "after step 9"
+  std::string command;                    // how its process was called
+  std::string folder;                     // where that works; empty where it may not be seen
   std::string errand;                     // what it waits for beside the collectives, if it does
   double errand_s = 0;                    // for how long
   uint64_t arrived = 0;                   // see RankBlock
@@ -55,6 +59,7 @@ struct SeenRank {
 struct SeenGroup {
   std::vector<SeenRank> ranks;  // ascending
   std::string verdict;          // one sentence
+  std::vector<pid_t> suspects;  // who is to be looked at next: alive, and waited for
   bool is_well = true;          // nobody is dead, stopped, failed or waited for too long
 };
 
@@ -81,7 +86,7 @@ TRIREME_API Examination examine_host(const ExamineRequest& request);
 TRIREME_API std::optional<SeenRank> read_block(std::span<const std::byte> bytes, int64_t now_ns,
                                                int64_t history);
 
-// Fills verdict, is_well and what ranks are behind.
+// Fills verdict, suspects, is_well and what ranks are behind.
 TRIREME_API void judge(SeenGroup& group, std::chrono::milliseconds patience);
 
 // Returns "here", "left", "failed", "joining".

@@ -28,10 +28,10 @@ std::string seconds_text(double seconds) {
   return text;
 }
 
-// Says "rank 1 (process 7, stopped)".
+// Says "rank 1 (process 7, stopped, in step 10)".
 std::string full_name(const SeenRank& rank) {
   return "rank " + std::to_string(rank.rank) + " (process " + std::to_string(rank.pid) + ", " +
-         rank.process + ")";
+         rank.process + (rank.step.empty() ? "" : ", " + rank.step) + ")";
 }
 
 // Says "rank 0", "ranks 0, 2".
@@ -133,8 +133,9 @@ std::string failures(const Ranks& failed) {
   return text;
 }
 
-// Says what is wrong, the surest sign first; empty if nothing is.
-std::string complaint(const SeenGroup& group, const Front& front, double patience_s) {
+// Says what is wrong, the surest sign first, and adds who is the cause; empty if nothing is.
+std::string complaint(const SeenGroup& group, const Front& front, double patience_s,
+                      Ranks& causes) {
   const Ranks lost = those(group, [](const SeenRank& rank) {
     const bool said_so = rank.state == RankState::kLeft || rank.state == RankState::kFailed;
     return rank.process == "stopped" || (is_gone(rank) && !said_so);
@@ -142,16 +143,23 @@ std::string complaint(const SeenGroup& group, const Front& front, double patienc
   const Ranks failed =
       those(group, [](const SeenRank& rank) { return rank.state == RankState::kFailed; });
   if (!lost.empty()) {
+    causes = lost;
     const std::string beside = errands(group, 0);
     return each(lost, front) + (beside.empty() ? std::string() : "; " + beside) +
            (failed.empty() ? std::string() : "; " + failures(failed));
   }
   if (!failed.empty()) return failures(failed);
-  if (front.waiting.empty() || front.waited_s < patience_s) return errands(group, patience_s);
+  if (front.waiting.empty() || front.waited_s < patience_s) {
+    std::string text = errands(group, patience_s);
+    if (!text.empty())
+      causes = those(group, [](const SeenRank& rank) { return rank.errand.empty(); });
+    return text;
+  }
   const Ranks late = those(group, [&](const SeenRank& rank) {
     return rank.sequence() < front.operation->sequence && rank.state != RankState::kLeft;
   });
   if (!late.empty()) {
+    causes = late;
     std::string text = each(late, front);
     for (const SeenRank* rank : late)
       if (!rank->abandoned.empty())
@@ -161,6 +169,7 @@ std::string complaint(const SeenGroup& group, const Front& front, double patienc
   const auto slowest = std::min_element(
       front.waiting.begin(), front.waiting.end(),
       [](const SeenRank* a, const SeenRank* b) { return a->arrived < b->arrived; });
+  causes = {*slowest};
   return numbers(front.waiting) + verb(front.waiting, " is", " are") + " inside " +
          collective(*front.operation) + " for " + seconds_text(front.waited_s) + "; " +
          full_name(**slowest) + " has contributed least";
@@ -192,7 +201,10 @@ void judge(SeenGroup& group, std::chrono::milliseconds patience) {
   const Front front = front_of(group);
   for (SeenRank& rank : group.ranks)
     rank.behind = front.operation != nullptr ? front.operation->sequence - rank.sequence() : 0;
-  group.verdict = complaint(group, front, static_cast<double>(patience.count()) / 1000);
+  Ranks causes;
+  group.verdict = complaint(group, front, static_cast<double>(patience.count()) / 1000, causes);
+  for (const SeenRank* cause : causes)
+    if (!is_gone(*cause) && cause->state != RankState::kLeft) group.suspects.push_back(cause->pid);
   const auto seen = static_cast<int64_t>(group.ranks.size());
   const int64_t members = group.ranks.front().members;
   group.is_well = group.verdict.empty() && seen >= members;

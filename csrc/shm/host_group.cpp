@@ -30,6 +30,7 @@ HostGroup::HostGroup(const HostGroupRequest& request)
       request_(request),
       ring_bytes_(ring_bytes_for(request.where.world)),
       forks_(forks_so_far()),
+      memory_kills_(out_of_memory_kills()),
       group_timeout_(saturated(request.timeout)) {}
 
 std::unique_ptr<HostGroup> HostGroup::join(Exchange& exchange, const HostGroupRequest& request) {

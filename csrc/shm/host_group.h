@@ -157,11 +157,17 @@ class TRIREME_API HostGroup {
   // Lets peers see that this rank begins a round of deposits, its last operation until it enters a
   // collective. One thread at a time.
   void show_round(const Operation& what);
+  // Lets peers see what was deposited last in that round. One thread at a time.
+  void show_deposit(std::string_view name);
+  // Lets peers see that this rank has begun its step of that number, or has done it. A step is what
+  // the user would call one, as every strategy counts it.
+  void show_step(uint64_t number, bool is_done);
   // Says why this group can no longer be used, as far as this rank or its peers know.
   std::optional<std::string> failure();
   // Throws Fault for a group that failed, and in a forked child.
   void check_usable();
-  // Says "rank 1 (process 7) has died; its last operation: ..."; empty while it is there.
+  // Says "rank 1 (process 7) has died in step 4: it was killed by SIGKILL; its last operation:
+  // ...", "rank 1 (process 7) ended normally after step 3; ..."; empty while it is there.
   std::string absence_of(int64_t peer) const;
   // Says what the user of a rank that missed peers may do, by how these went.
   std::string_view advice_on_absence() const;
@@ -195,6 +201,8 @@ class TRIREME_API HostGroup {
                     bool keeps_file = false) const;
   [[noreturn]] void give_up(FaultKind kind, const std::string& what, const std::string& why);
   std::string name_of(int64_t peer) const;
+  void wait_for_exit(int64_t peer) const;
+  std::string step_of(int64_t peer) const;
   std::string last_of(int64_t peer) const;
   std::string cause_beside(int64_t peer) const;
   std::string current() const;
@@ -206,7 +214,8 @@ class TRIREME_API HostGroup {
   int64_t rank_ = 0;
   int64_t ring_bytes_ = 0;
   std::string why_alone_;
-  uint64_t forks_ = 0;  // forks_so_far() when the group was made
+  uint64_t forks_ = 0;                   // forks_so_far() when the group was made
+  std::optional<int64_t> memory_kills_;  // out_of_memory_kills() then
 
   std::vector<Segment> segments_;
   std::vector<Segment> rings_;

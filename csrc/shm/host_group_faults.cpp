@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <cstring>
 #include <thread>
+#include <unistd.h>
 
 namespace trireme::shm {
 namespace {
@@ -72,7 +73,8 @@ class HostGroup::PeerWatch : public Watch {
     // What it said before it died tells more than its death.
     if (const std::string left = left_by(); !left.empty())
       group_.give_up(FaultKind::kAbandoned, what(), left);
-    miss(FaultKind::kPeerLost, why_);
+    group_.wait_for_exit(peer_);
+    miss(FaultKind::kPeerLost, group_.absence_of(peer_));
   }
 
   void overdue() override {
@@ -186,7 +188,9 @@ void HostGroup::fail(const std::string& text) noexcept {
   if (blocks_.empty() || forks_ != forks_so_far()) return;
   const std::lock_guard<std::mutex> lock(failure_mutex_);
   RankBlock& own = block(rank_);
-  if (own.state.load(std::memory_order_relaxed) == RankState::kFailed) return;
+  // Who has left has said why.
+  const RankState state = own.state.load(std::memory_order_relaxed);
+  if (state == RankState::kFailed || state == RankState::kLeft) return;
   const size_t length = std::min(text.size(), own.failure.size() - 1);
   std::memcpy(own.failure.data(), text.data(), length);
   own.failure[length] = '\0';
@@ -289,10 +293,23 @@ std::string HostGroup::absence_of(int64_t peer) const {
   const RankBlock& block = *blocks_[index];
   const bool left = block.state.load(std::memory_order_acquire) == RankState::kLeft;
   if (!left && processes_[index].alive()) return {};
-  std::string how = left ? " has left the group" : " has died";
-  if (const std::string_view error = text_at(block.failure); left && !error.empty())
-    how += ", ended by " + std::string(error);
+  std::string how =
+      " has died" + step_of(peer) +
+      text_of_end(left ? std::nullopt : processes_[index].wait_status(), memory_kills_);
+  if (const std::string_view error = text_at(block.failure); left) {
+    const int status = processes_[index].wait_status().value_or(0);
+    how = !error.empty()
+              ? " has left the group" + step_of(peer) + ", ended by " + std::string(error)
+          : status != 0 ? " has left the group" + step_of(peer) + text_of_end(status, memory_kills_)
+                        : " ended normally" + step_of(peer);
+  }
   return name_of(peer) + how + "; its last operation: " + last_of(peer);
+}
+
+std::string HostGroup::step_of(int64_t peer) const {
+  const Progress& progress = blocks_[static_cast<size_t>(peer)]->progress;
+  const uint64_t done = progress.steps_done.load(std::memory_order_acquire);
+  return step_text(progress.steps_begun.load(std::memory_order_acquire), done);
 }
 
 // The gravest of those that are gone says it: the others may have left because of it.
@@ -301,13 +318,18 @@ std::string_view HostGroup::advice_on_absence() const {
   for (size_t peer = 0; peer < blocks_.size(); ++peer) {
     const bool left = blocks_[peer]->state.load(std::memory_order_acquire) == RankState::kLeft;
     if (!left && !processes_[peer].alive()) {
+      const auto status = processes_[peer].wait_status();
+      if (status && is_sigkill(*status))
+        return "A killed rank leaves no error of its own. Start the group again.";
+      if (status) return "Look for the error of that rank; then start the group again.";
       return "Look for the error of that rank; if it left none, it was killed (out of memory? see "
              "dmesg). Then start the group again.";
     }
-    by_error |= left && !text_at(blocks_[peer]->failure).empty();
+    by_error |= left && (!text_at(blocks_[peer]->failure).empty() ||
+                         processes_[peer].wait_status().value_or(0) != 0);
   }
   return by_error ? "Look for the error of that rank; then start the group again."
-                  : "It ended normally: did it have fewer batches, or steps? See join().";
+                  : "Did it have fewer batches, or steps? See join().";
 }
 
 void HostGroup::leave(std::string_view error) noexcept {
@@ -320,6 +342,15 @@ void HostGroup::leave(std::string_view error) noexcept {
   own.failure[length] = '\0';
   own.state.store(RankState::kLeft, std::memory_order_seq_cst);
   ring_all();
+}
+
+// A rank that says no error may yet end by one: Python tells nobody of a sys.exit(1).
+void HostGroup::wait_for_exit(int64_t peer) const {
+  const PeerProcess& process = processes_[static_cast<size_t>(peer)];
+  if (process.pid() == ::getpid()) return;
+  const Clock::time_point until = Clock::now() + std::chrono::seconds(2);
+  while (process.alive() && Clock::now() < until)
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));
 }
 
 void HostGroup::wait_for_end(int64_t peer) {
@@ -349,16 +380,14 @@ std::string HostGroup::lateness_of(int64_t peer, std::string_view deed,
                                    std::chrono::milliseconds patience) const {
   return name_of(peer) + " has not " + std::string(deed) + " within " + seconds(patience) +
          "; it is alive (" + processes_[static_cast<size_t>(peer)].state() +
-         ") but not progressing; its last operation: " + last_of(peer) + cause_beside(peer);
+         ") but not progressing" + step_of(peer) + "; its last operation: " + last_of(peer) +
+         cause_beside(peer);
 }
 
 std::string HostGroup::last_of(int64_t peer) const {
   const RankBlock& block = *blocks_[static_cast<size_t>(peer)];
   const uint64_t last = block.entered.load(std::memory_order_acquire);
-  const uint64_t round = block.rounds.load(std::memory_order_acquire);
-  if (const Record& record = block.deposits[round % block.deposits.size()];
-      round > 0 && record.sequence >= last)
-    return "round " + std::to_string(round) + " of deposits, " + record.operation().to_string();
+  if (std::string round = round_text(block.progress, last); !round.empty()) return round;
   if (last == 0) return "none";
   return "collective " + std::to_string(last) + ", " +
          block.records[last % kRecords].operation().to_string();
@@ -366,10 +395,28 @@ std::string HostGroup::last_of(int64_t peer) const {
 
 void HostGroup::show_round(const Operation& what) {
   RankBlock& own = block(rank_);
-  const uint64_t round = own.rounds.load(std::memory_order_relaxed) + 1;
-  own.deposits[round % own.deposits.size()].write(own.entered.load(std::memory_order_relaxed),
-                                                  what);
-  own.rounds.store(round, std::memory_order_release);
+  const uint64_t round = own.progress.rounds.load(std::memory_order_relaxed) + 1;
+  own.progress.deposits[round % own.progress.deposits.size()].write(
+      own.entered.load(std::memory_order_relaxed), what);
+  show_deposit({});
+  own.progress.rounds.store(round, std::memory_order_release);
+}
+
+void HostGroup::show_deposit(std::string_view name) {
+  RankBlock& own = block(rank_);
+  const uint64_t number = own.progress.named.load(std::memory_order_relaxed) + 1;
+  auto& place = own.progress.names[number % own.progress.names.size()];
+  name.remove_prefix(name.size() - std::min(name.size(), place.size() - 1));  // ends tell more
+  *std::copy(name.begin(), name.end(), place.begin()) = '\0';
+  own.progress.named.store(number, std::memory_order_release);
+}
+
+void HostGroup::show_step(uint64_t number, bool is_done) {
+  if (blocks_.empty()) return;
+  RankBlock& own = block(rank_);
+  auto& counter = is_done ? own.progress.steps_done : own.progress.steps_begun;
+  if (number > counter.load(std::memory_order_relaxed))
+    counter.store(number, std::memory_order_release);
 }
 
 std::string HostGroup::current() const {

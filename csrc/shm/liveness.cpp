@@ -4,11 +4,16 @@
 #include <trireme/shm/fault.h>
 
 #include <array>
+#include <cstdlib>
+#include <cstring>
 #include <fstream>
+#include <linux/ioctl.h>
 #include <poll.h>
 #include <signal.h>
 #include <sstream>
+#include <sys/ioctl.h>
 #include <sys/syscall.h>
+#include <sys/wait.h>
 #include <unistd.h>
 #include <utility>
 
@@ -32,13 +37,25 @@ std::string stat_field(pid_t pid, int number) {
 
 constexpr int kState = 1;
 constexpr int kStartTime = 20;
+constexpr int kExitCode = 50;
+
+// Is the first version of struct pidfd_info, which headers have from Linux 6.13 on.
+struct PidfdInfo {
+  uint64_t mask = kExit;
+  uint64_t cgroup = 0;
+  std::array<uint32_t, 11> ids{};
+  int32_t exit_code = 0;
+
+  static constexpr uint64_t kExit = 8;  // from Linux 6.15 on
+};
+constexpr auto kPidfdGetInfo = _IOWR(0xFF, 11, PidfdInfo);
 
 }  // namespace
 
 PeerProcess::PeerProcess(pid_t pid) : pid_(pid) {
   if (pid == ::getpid()) return;
   fd_ = static_cast<int>(::syscall(SYS_pidfd_open, pid, 0));
-  if (fd_ < 0) started_at_ = stat_field(pid, kStartTime);
+  started_at_ = stat_field(pid, kStartTime);
   if (fd_ < 0 && started_at_.empty()) {
     throw Fault(FaultKind::kNotPossible,
                 error_text("liveness", "cannot watch process " + std::to_string(pid), {},
@@ -52,6 +69,7 @@ PeerProcess& PeerProcess::operator=(PeerProcess&& other) noexcept {
   std::swap(pid_, other.pid_);
   std::swap(fd_, other.fd_);
   std::swap(started_at_, other.started_at_);
+  other.wait_status_ = wait_status_.exchange(other.wait_status_);
   return *this;
 }
 
@@ -77,9 +95,59 @@ std::string PeerProcess::state() const {
   return letter == "S" ? "sleeping" : "running";
 }
 
+std::optional<int> PeerProcess::wait_status() const {
+  if (pid_ == ::getpid() || alive()) return std::nullopt;
+  int status = wait_status_;
+  if (PidfdInfo info; status == kUnknown && fd_ >= 0 && ::ioctl(fd_, kPidfdGetInfo, &info) == 0 &&
+                      (info.mask & PidfdInfo::kExit) != 0)
+    status = info.exit_code;
+  // To whom the kernel does not tell it the kernel says 0.
+  if (status == kUnknown && !started_at_.empty() && stat_field(pid_, kStartTime) == started_at_) {
+    const std::string code = stat_field(pid_, kExitCode);
+    if (!code.empty() && code != "0") status = std::atoi(code.c_str());
+  }
+  if (status == kUnknown) return std::nullopt;
+  wait_status_ = status;
+  return status;
+}
+
+std::optional<int64_t> out_of_memory_kills() {
+  std::ifstream file("/proc/vmstat");
+  std::string name;
+  for (int64_t count = 0; file >> name >> count;)
+    if (name == "oom_kill") return count;
+  return std::nullopt;
+}
+
+std::string text_of_end(std::optional<int> wait_status, std::optional<int64_t> kills_before) {
+  if (!wait_status) return {};
+  if (!WIFSIGNALED(*wait_status))
+    return ": it ended with exit code " + std::to_string(WEXITSTATUS(*wait_status));
+  const char* name = ::sigabbrev_np(WTERMSIG(*wait_status));
+  const std::string text = ": it was killed by " +
+                           (name != nullptr ? "SIG" + std::string(name)
+                                            : "signal " + std::to_string(WTERMSIG(*wait_status)));
+  if (!is_sigkill(*wait_status)) return text;
+  const auto kills = out_of_memory_kills();
+  if (!kills || !kills_before) return text + " (out of memory? see dmesg)";
+  if (*kills == *kills_before)
+    return text + " (not by the kernel for want of memory: somebody sent the signal)";
+  return text + " (out of memory? meanwhile the kernel has killed " +
+         std::to_string(*kills - *kills_before) + " for want of it on this machine)";
+}
+
 bool has_ended(pid_t pid) {
   const std::string letter = stat_field(pid, kState);
   return letter.empty() || letter == "Z" || letter == "X";
+}
+
+std::string start_of(pid_t pid) { return stat_field(pid, kStartTime); }
+
+std::string host_boot() {
+  std::ifstream file("/proc/sys/kernel/random/boot_id");
+  std::string id;
+  file >> id;
+  return id.empty() ? "unknown" : id;
 }
 
 std::string pid_namespace() {

@@ -2,6 +2,9 @@
 
 #include <trireme/common/export.h>
 
+#include <atomic>
+#include <cstdint>
+#include <optional>
 #include <string>
 #include <sys/types.h>
 
@@ -23,17 +26,40 @@ class TRIREME_API PeerProcess {
   bool alive() const;
   // Returns "running", "stopped", "sleeping", ... as /proc says; "gone".
   std::string state() const;
+  // Returns what wait() would tell the parent of a process that has ended. Others learn it from
+  // Linux 6.15 on, or, as processes of the same user, until the parent has asked; empty where the
+  // kernel does not tell.
+  std::optional<int> wait_status() const;
 
  private:
   pid_t pid_ = 0;
   int fd_ = -1;  // a pidfd; where the kernel has none, the start time stands in
   std::string started_at_;
+  mutable std::atomic<int> wait_status_{kUnknown};  // kept: the kernel may forget it
+  static constexpr int kUnknown = -1;
 };
+
+// Returns how many processes of this machine the kernel has killed for want of memory since it
+// started; empty where it does not count them.
+TRIREME_API std::optional<int64_t> out_of_memory_kills();
+
+// Says ": it was killed by SIGKILL", ": it ended with exit code 3", and what is known of the
+// reason, by how many the kernel had killed for want of memory when all was well; nothing without a
+// status.
+TRIREME_API std::string text_of_end(std::optional<int> wait_status,
+                                    std::optional<int64_t> kills_before);
+inline bool is_sigkill(int wait_status) { return (wait_status & 0x7f) == 9; }
 
 // Says whether that process has ended: there is none of that number, or only what is left of it
 // until its parent has asked. A process may go at any moment, so that a file below /proc/<pid> may
 // fail to open, or to be read once it is open; who meets such an error asks this.
 TRIREME_API bool has_ended(pid_t pid);
+
+// Says when that process began, to tell it from a later one of that number; empty if there is none.
+TRIREME_API std::string start_of(pid_t pid);
+
+// Names this start of this machine; equal texts for processes that one kernel runs.
+TRIREME_API std::string host_boot();
 
 // Names the namespace in which this process's pid means something; equal texts for peers that can
 // watch each other.

@@ -104,6 +104,11 @@ Operation Record::operation() const {
   return operation;
 }
 
+std::string step_text(uint64_t begun, uint64_t done) {
+  if (begun > done) return " in step " + std::to_string(begun);
+  return done > 0 ? " after step " + std::to_string(done) : std::string();
+}
+
 std::string describe_mismatch(int64_t rank, const Record& mine, int64_t peer,
                               const Record& theirs) {
   const auto what = [](const Record& record) {

@@ -67,6 +67,9 @@ struct Record {
 
 uint64_t mix(uint64_t hash, uint64_t value);  // for Operation::shapes_hash
 
+// Says " in step 10", " after step 9"; nothing where none has begun.
+std::string step_text(uint64_t begun, uint64_t done);
+
 // Says how two ranks' operations differ ("rank 1 called broadcast of ..."), for the error of both.
 std::string describe_mismatch(int64_t rank, const Record& mine, int64_t peer, const Record& theirs);
 

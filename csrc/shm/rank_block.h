@@ -7,6 +7,7 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <string>
 #include <sys/types.h>
 
 namespace trireme::shm {
@@ -21,6 +22,21 @@ enum class OutboxState : uint32_t { kNone, kOpen, kClosed };
 struct Bell {
   alignas(kCacheLine) std::atomic<uint32_t> rung{0};
   std::atomic<uint32_t> sleepers{0};
+};
+
+// Tells how far a rank has come, for messages.
+struct Progress {
+  // These describe rounds of deposits (deposit_ring.h): how many have begun, and the last ones by
+  // that number; `sequence` is that of the last collective which the owner had entered by then.
+  std::atomic<uint64_t> rounds{0};
+  std::array<Record, 4> deposits{};
+  // These name what the owner has deposited last in its round, by the number of what it named.
+  std::atomic<uint64_t> named{0};
+  std::array<std::array<char, 128>, 4> names{};
+
+  // These count the steps that the owner has begun and done, see HostGroup::show_step().
+  std::atomic<uint64_t> steps_begun{0};
+  std::atomic<uint64_t> steps_done{0};
 };
 
 // Holds what every rank lets all its peers see: the one thing in its first segment.
@@ -76,20 +92,20 @@ struct RankBlock {
   std::array<char, 192> errand{};
   std::atomic<int64_t> errand_since_ns{0};
 
-  // These describe rounds of deposits (deposit_ring.h), for messages: how many have begun, and the
-  // last ones by that number; `sequence` is that of the last collective which the owner had entered
-  // by then.
-  std::atomic<uint64_t> rounds{0};
-  std::array<Record, 4> deposits{};
+  Progress progress{};
 
-  // It spells "rank_b_3": the last letter changes when fields move and the size stays.
-  static constexpr uint64_t kLayout = 0x335f625f6b6e6172;
+  // It spells "rank_b_4": the last letter changes when fields move and the size stays.
+  static constexpr uint64_t kLayout = 0x345f625f6b6e6172;
 };
 
 constexpr int kStepBits = 24;
 constexpr uint64_t step_of(uint64_t sequence, int64_t chunk) {
   return (sequence << kStepBits) + static_cast<uint64_t>(chunk) + 1;
 }
+
+// Says "round 9 of deposits, the gradient of '2.weight'": what the owner did last, unless it has
+// entered a collective since; then nothing. `entered` is the number of that.
+std::string round_text(const Progress& progress, uint64_t entered);
 
 static_assert(std::atomic<uint64_t>::is_always_lock_free &&
               std::atomic<uint32_t>::is_always_lock_free);

@@ -14,7 +14,8 @@ from trireme._core.errors import Area
 AREA = Area("memory_estimate")
 refuse = AREA.refuse
 _WHOLE = "Pass a whole number."
-STRATEGIES = ("single", "dp", "ddp", "zero1", "zero2", "zero3")
+STRATEGIES = ("single", "dp", "ddp", "zero1", "zero2", "fsdp")
+OTHER_NAMES = {"zero3": "fsdp", "fully_shard": "fsdp"}
 
 _Described = tuple[Sequence[int], torch.dtype, bool]
 
@@ -55,6 +56,8 @@ class MemoryEstimate:
     numel: int
     rank: MemoryBytes
     host: MemoryBytes
+    fewest_ranks: int | None = None
+    """With ``memory``: the fewest ranks for which that is enough; None if no number is."""
 
 
 def estimate_memory(
@@ -70,6 +73,8 @@ def estimate_memory(
     host_params: bool = True,
     unit_numel: int = 0,
     accounting: Literal["trireme", "paper"] = "trireme",
+    memory: int | None = None,
+    memory_of: Literal["host", "rank"] = "host",
 ) -> MemoryEstimate:
     """Says what a rank and a host keep in memory under a strategy.
 
@@ -79,7 +84,8 @@ def estimate_memory(
     Args:
         model_or_numel: a module, of which sizes, dtypes and ``requires_grad`` are read (shared
             parameters once; its buffers are counted for each rank), or a number of parameters.
-        strategy: "single", "dp", "ddp", "zero1", "zero2" or "zero3".
+        strategy: "single", "dp", "ddp", "zero1", "zero2" or "fsdp", which is ``fully_shard`` (also
+            "zero3", as the ZeRO paper calls it).
         world: ranks, under "dp" replicas.
         ranks_per_host: of the fullest host; all of them if left out.
         optimizer: "sgd", "sgd_momentum", "adam", "adamw" (states in fp32, or in a wider dtype of
@@ -87,24 +93,33 @@ def estimate_memory(
         dtype: of parameters that are given as a number; fp32 if left out.
         grad_dtype: of gradients; that of their parameters if left out.
         activation_bytes: of each rank. This function does not guess them.
-        host_params: whether ZeRO may keep parameters once per host. False under "zero3" means ranks
+        host_params: whether ZeRO may keep parameters once per host. False under "fsdp" means ranks
             that share no memory (Gloo, GPUs): each keeps its shards, and gathers units.
-        unit_numel: "zero3" that gathers, so also with one rank per host: parameters of the largest
+        unit_numel: "fsdp" that gathers, so also with one rank per host: parameters of the largest
             unit, of which two are there at a time. 0: the whole model is one unit.
         accounting: "trireme", or "paper" for the table of the ZeRO paper (mixed precision, Adam).
+        memory: bytes that there are. The result then says in ``fewest_ranks`` how many ranks it
+            takes: ``world``, or more hosts of ``ranks_per_host``.
+        memory_of: whether each "host" has that memory, or each "rank" (a GPU).
 
     Raises:
         TypeError: an argument of another type.
         ValueError: counts that contradict each other; a strategy, optimizer or accounting that is
             not known; a lazy module that has not seen an input.
     """
-    counts = {"world": world, "activation_bytes": activation_bytes, "unit_numel": unit_numel}
-    for name, count in counts.items():
-        AREA.expect(name, count, int, "int", next_step=_WHOLE)
-    if ranks_per_host is not None:
-        AREA.expect("ranks_per_host", ranks_per_host, int, "int", next_step=_WHOLE)
-    if not isinstance(optimizer, str):
-        AREA.expect("optimizer", optimizer, int, "str or int", next_step=_WHOLE)
+    _check_counts(
+        world=world,
+        activation_bytes=activation_bytes,
+        unit_numel=unit_numel,
+        ranks_per_host=0 if ranks_per_host is None else ranks_per_host,
+        optimizer=0 if isinstance(optimizer, str) else optimizer,
+        memory=0 if memory is None else memory,
+    )
+    if memory_of not in ("host", "rank"):
+        refuse(
+            f"got memory_of={memory_of!r}, expected 'host' or 'rank'",
+            "Say 'rank' where each rank has memory of its own, as a GPU has.",
+        )
     if accounting == "paper" and dtype is not None:
         refuse(
             f"got dtype={dtype} for the paper's accounting, which has its own",
@@ -112,6 +127,7 @@ def estimate_memory(
         )
     parameters, buffer_bytes = _describe(model_or_numel, dtype)
     per_host = world if ranks_per_host is None else ranks_per_host
+    strategy = OTHER_NAMES.get(strategy, strategy)
     found = _C.estimate_memory(
         parameters,
         strategy=strategy,
@@ -124,6 +140,7 @@ def estimate_memory(
         unit_numel=unit_numel,
         activation_bytes=activation_bytes,
         module_buffer_bytes=buffer_bytes,
+        limit=None if memory is None else (memory, memory_of == "rank"),
     )
     return MemoryEstimate(
         strategy=strategy,
@@ -133,7 +150,16 @@ def estimate_memory(
         numel=sum(torch.Size(sizes).numel() for sizes, _, _ in parameters),
         rank=MemoryBytes(**found["rank"]),
         host=MemoryBytes(**found["host"]),
+        fewest_ranks=found.get("fewest_ranks"),
     )
+
+
+def _check_counts(**counts: int) -> None:
+    for name, count in counts.items():
+        expected = "str or int" if name == "optimizer" else "int"
+        AREA.expect(name, count, int, expected, next_step=_WHOLE)
+        if not -(2**63) <= count < 2**63:
+            refuse(f"got {name}={count}, expected a number of 64 bits", "Give a smaller one.")
 
 
 def _describe(model_or_numel: object, dtype: torch.dtype | None) -> tuple[list[_Described], int]:

@@ -1,6 +1,7 @@
 #include <trireme/comm/backend/shm_backend_class.h>
 #include <trireme/comm/backend/store_exchange.h>
 #include <trireme/comm/c10d/gloo_group.h>
+#include <trireme/comm/fault_board.h>
 #include <trireme/comm/shm_tensors.h>
 #include <trireme/common/duration.h>
 #include <trireme/common/exception_text.h>
@@ -318,9 +319,11 @@ ShmBackend::ScopedLabel::ScopedLabel(std::string label) { current_label = std::m
 
 ShmBackend::ScopedLabel::~ScopedLabel() { current_label.clear(); }
 
-void leave_all_groups(const std::string& error) {
+void leave_all_groups(const std::string& given) {
+  const std::string error = one_line(given);
   const std::lock_guard<std::mutex> lock(living_backends().mutex);
   for (ShmBackend* backend : living_backends().all) backend->end_run(error);
+  leave_all_boards(error);
 }
 
 c10::intrusive_ptr<c10d::Backend> make_shm_backend(const c10::intrusive_ptr<c10d::Store>& store,

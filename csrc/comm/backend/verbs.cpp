@@ -179,6 +179,11 @@ std::optional<std::string> ShmVerbs::failure() const {
   return others_->failure();
 }
 
+void ShmVerbs::show_step(int64_t number, bool is_done) noexcept {
+  backend_->host_group().show_step(static_cast<uint64_t>(number), is_done);
+  others_->show_step(number, is_done);
+}
+
 std::shared_ptr<Communicator> ShmVerbs::split(const std::vector<int>& ranks,
                                               const std::string& name) {
   return others_->split(ranks, name);

@@ -31,6 +31,7 @@ class ShmVerbs : public Communicator, public Host {
   Pending recv(std::vector<at::Tensor> tensors, int64_t from, std::string label) override;
   Pending barrier(std::string label) override;
   std::optional<std::string> failure() const override;
+  void show_step(int64_t number, bool is_done) noexcept override;
   Host* host() override { return this; }
   std::shared_ptr<GroupHealth> health() const override { return health_; }
   std::shared_ptr<Communicator> split(const std::vector<int>& ranks,

@@ -10,6 +10,7 @@
 #include <trireme/comm/reduce_parts.h>
 #include <trireme/comm/scratch.h>
 #include <trireme/comm/shm_tensors.h>
+#include <trireme/comm/subgroups.h>
 
 #include <ATen/ATen.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
@@ -310,6 +311,10 @@ class C10dCommunicator final : public Communicator {
 
   std::optional<std::string> failure() const override { return health_->failure(); }
 
+  void show_step(int64_t number, bool is_done) noexcept override {
+    health_->board.note_step(number, is_done);
+  }
+
   std::shared_ptr<GroupHealth> health() const override { return health_; }
 
   c10::Device device() const override {
@@ -323,7 +328,10 @@ class C10dCommunicator final : public Communicator {
     std::shared_ptr<Communicator>& made = parts_[name];
     if (!made) {
       const auto group = split_group(*group_, ranks, name);
-      if (group) made = make_of_part_(group, group->getStore());
+      if (group) {
+        made = make_of_part_(group, group->getStore());
+        share_steps(*this, *made);
+      }
     }
     return made;
   }

@@ -20,14 +20,28 @@ constexpr milliseconds kReportPatience{2000};
   C10_THROW_ERROR(DistBackendError, text);
 }
 
+// Leaves out the place in the engine's source that it puts before what it says, and its advice,
+// which knows less than the ranks' own words.
+std::string without_frills(std::string cause) {
+  if (const size_t end = cause.find("] "); cause.starts_with('[') && end != std::string::npos)
+    cause.erase(0, end + 2);
+  return cause.substr(0, cause.find(". This is typically caused by"));
+}
+
 [[noreturn]] void throw_engine_failure(const std::string& operation, const std::string& cause,
                                        GroupHealth& health) {
   if (const auto announced = health.board.announced()) {
     throw_peer_failure(operation, *announced, health);
   }
-  const std::string reports = health.board.exchange_reports(operation, kReportPatience);
-  const std::string text = error_text("comm", operation + " failed: " + cause + ". " + reports,
-                                      health.where, kRebuildGroup);
+  const FaultBoard::Others others = health.board.ask_others(operation, kReportPatience);
+  const std::string next_step =
+      (others.all_left_normally ? "Did they have fewer batches, or steps? See join(). " : "") +
+      std::string(kRebuildGroup);
+  const std::string text = error_text(
+      "comm",
+      operation + " failed: " + (others.text.empty() ? "" : others.text + ". ") + "This rank " +
+          health.board.own_report(operation) + ". The engine says: " + without_frills(cause),
+      health.where, next_step);
   health.set_failure(text);
   C10_THROW_ERROR(DistBackendError, text);
 }

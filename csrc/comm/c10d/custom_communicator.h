@@ -63,6 +63,9 @@ class TRIREME_API CustomCommunicator final : public Communicator {
   void announce_failure(const std::string& reason) noexcept override;
   void recover() override { inner_->recover(); }
   std::optional<std::string> failure() const override { return inner_->failure(); }
+  void show_step(int64_t number, bool is_done) noexcept override {
+    inner_->show_step(number, is_done);
+  }
   c10::Device device() const override { return inner_->device(); }
   std::shared_ptr<GroupHealth> health() const override { return health_; }
 

@@ -1,8 +1,10 @@
 #include <trireme/comm/launch/launch.h>
 
 #include <trireme/comm/backend/shm_backend.h>
+#include <trireme/comm/backend/shm_communicator.h>
 #include <trireme/comm/c10d/gloo_group.h>
 #include <trireme/comm/c10d/nccl_backend.h>
+#include <trireme/comm/group_health.h>
 #include <trireme/comm/launch/make_communicator.h>
 #include <trireme/comm/launch/rendezvous.h>
 #include <trireme/common/cpus.h>
@@ -246,6 +248,10 @@ void Context::shutdown() noexcept {
   if (group_ == nullptr) return;
   const std::unique_ptr<Group> group = std::move(group_);
   const bool failing = std::uncaught_exceptions() > 0;
+  // Said first: a peer that waits for this rank then does not take it for dead.
+  const std::string error = failing ? "an exception, which its output shows" : "";
+  if (const auto backend = find_shm_backend(*group->process_group)) backend->end_run(error);
+  if (const auto health = group->communicator->health()) health->board.leave(error);
   // The connections go first: a peer that waits for this rank then sees at once that nobody will
   // answer.
   group->communicator.reset();

@@ -1,8 +1,11 @@
 #include <trireme/strategies/fsdp/fsdp.h>
 
+#include <trireme/comm/subgroups.h>
 #include <trireme/common/error.h>
+#include <trireme/common/exception_text.h>
 #include <trireme/common/trace.h>
 #include <trireme/grad/plan_agreement.h>
+#include <trireme/module/backward_error.h>
 #include <trireme/module/output_hook.h>
 
 #include <ATen/ATen.h>
@@ -92,6 +95,7 @@ Fsdp::Fsdp(const Request& request)
       reducers_({groups_, names_, request.ranks, request.ranks_of}),
       delivery_(std::make_shared<GradientDelivery>(groups_)) {
   for (const auto& group : groups_) group->memory().share_pool(pool_);
+  for (Communicator* one : gatherers()) share_steps(*communicator_, *one);
 }
 
 // One forward of a unit that gathers, as backward sees it.
@@ -204,34 +208,38 @@ void Fsdp::abandon_forward(const Forward& forward, const std::string& reason) no
   if (!open_.empty() || !prefetch_.is_in_pass()) return;
   prefetch_.reset();
   if (communicator_->world() == 1) return;
-  const std::string what = "a forward was abandoned: " + reason;
+  const std::string what = "a forward was abandoned: " + one_line(reason);
   reducers_.announce_failure(abandoned_text(what));
   tell_gatherers(what);
 }
 
 std::string Fsdp::abandoned_text(const std::string& what) const {
-  return error_text("fully_shard", what, communicator_->rank_of(), "See the traceback there.");
+  return error_text("fully_shard", what, communicator_->rank_of(), "See the traceback there");
 }
 
 // Tells the ranks that may wait for this one in a gather, of a unit or of its pieces, or to agree
 // on an order.
 void Fsdp::tell_gatherers(const std::string& what) noexcept {
-  std::set<Communicator*> told{nullptr};
-  const auto tell = [&](Communicator* one) {
-    if (told.insert(one).second && !one->failure()) one->announce_failure(abandoned_text(what));
-  };
-  tell(prefetch_.communicator());
+  for (Communicator* one : gatherers())
+    if (!one->failure()) one->announce_failure(abandoned_text(what));
+}
+
+// Returns the communicators by which ranks gather, or agree on an order.
+std::set<Communicator*> Fsdp::gatherers() const {
+  std::set<Communicator*> found{prefetch_.communicator()};
   for (const auto& group : groups_) {
-    tell(group->gathers_with().get());
-    tell(group->reshards_with().get());
+    found.insert(group->gathers_with().get());
+    found.insert(group->reshards_with().get());
   }
+  found.erase(nullptr);
+  return found;
 }
 
 // Tells the others of an exception in a hook: ranks on which it did not raise go on to their next
 // step, and wait there for this one.
 void Fsdp::tell_hook_error(const std::string& what) {
   if (communicator_->world() == 1) return;
-  const std::string text = "an all-reduce hook raised: " + what;
+  const std::string text = "an all-reduce hook raised: " + one_line(what);
   reducers_.announce_failure(abandoned_text(text));
   tell_gatherers(text);
 }
@@ -326,7 +334,7 @@ class Fsdp::PostBackward {
  public:
   explicit PostBackward(std::shared_ptr<Fsdp> fsdp) : fsdp_(std::move(fsdp)) {}
   ~PostBackward() {
-    if (fsdp_) fsdp_->abandon_backward();
+    if (fsdp_) fsdp_->abandon_backward(error_.text());
   }
   PostBackward(const PostBackward&) = delete;
   PostBackward& operator=(const PostBackward&) = delete;
@@ -335,6 +343,7 @@ class Fsdp::PostBackward {
 
  private:
   std::shared_ptr<Fsdp> fsdp_;
+  BackwardError error_;
 };
 
 void Fsdp::tell_passes(std::function<void(const PassStart&)> callback) {
@@ -402,15 +411,15 @@ void Fsdp::finish_backward() {
   try {
     prefetch_.end_pass(/*is_last=*/reducers_.synchronizes() && !manual_);
   } catch (...) {
-    abandon_backward();
+    abandon_backward(text_of(std::current_exception()));
     throw;
   }
   reshard_after_backward();
 }
 
-void Fsdp::abandon_backward() noexcept {
+void Fsdp::abandon_backward(const std::string& why) noexcept {
   if (prefetch_.is_in_pass() && communicator_->world() > 1)
-    tell_gatherers("a backward was abandoned");
+    tell_gatherers("a backward was abandoned" + (why.empty() ? why : ": " + why));
   prefetch_.reset();
   reshard_after_backward();
 }

@@ -174,9 +174,10 @@ class TRIREME_API Fsdp : public std::enable_shared_from_this<Fsdp> {
   void pre_backward(ParamGroup* group, Use* use, const Pass& pass);
   void post_backward(ParamGroup& group, Use& use);
   void finish_backward();
-  void abandon_backward() noexcept;
+  void abandon_backward(const std::string& why) noexcept;
   std::string abandoned_text(const std::string& what) const;
   void tell_gatherers(const std::string& what) noexcept;
+  std::set<Communicator*> gatherers() const;
   void reshard_after_backward();
   void check_writes();
   void tell_hook_error(const std::string& what);

@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch.distributed import Store, distributed_c10d
 
 from trireme import _C
+from trireme._core.farewell import say_farewell_at_the_end
 
 # One per group: each opens a connection to the group's Store, which can take seconds where the
 # host's name resolution is slow.
@@ -17,6 +18,7 @@ def communicator_of(group: dist.ProcessGroup) -> _C.Communicator:
     """The communicator of ``group``, which lives as long as somebody keeps it."""
     communicator = _communicators.get(group)
     if communicator is None:
+        say_farewell_at_the_end()
         communicator = _C.make_communicator(group, _store_of(group))
         _communicators[group] = communicator
     return communicator

@@ -51,7 +51,7 @@ class Context:
         traceback: TracebackType | None,
     ) -> None:
         if self._began_here:
-            _end_run(failing=kind is not None)
+            _end_run(error)
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ def shutdown() -> None:
     it too, at most half a minute, and warns if they have not. A default group that the program
     made itself stays, and calling this again does nothing.
     """
-    _end_run(failing=False)
+    _end_run(None)
 
 
 def _make_default_group(
@@ -177,13 +177,15 @@ def _begin_run(context: Context, backend: str, rendezvous: Any) -> Context:
     return dataclasses.replace(context, _began_here=True)
 
 
-def _end_run(*, failing: bool) -> None:
+def _end_run(error: BaseException | None) -> None:
     global _run
+    failing = error is not None
     run, _run = _run, None
     if run is None:
         return
     if dist.is_initialized() and _default_group() is run.group:
         if failing:
+            _C.leave_all_groups(f"{type(error).__name__}: {error}")
             run.group.abort()  # or NCCL would wait for peers that do not come
         dist.destroy_process_group()
     if run.rendezvous is None:

@@ -97,12 +97,14 @@ def _list(pids: Sequence[int]) -> str:
 def _group_lines(group: Found, title: str) -> list[str]:
     ranks = group["ranks"]
     lines = [f"{title}: {len(ranks)} of {group['world']} ranks seen on this host"]
+    commands = {_command_of(rank): None for rank in ranks if rank["command"]}
+    lines += [f"  {command}" for command in commands]
     for rank in ranks:
-        newest = rank["operations"][0] if rank["operations"] else None
         lines.append(
             f"  rank {rank['rank']:<3} process {rank['pid']:<8} {rank['process']:<9} "
             f"{rank['state']:<7} "
-            + (_operation_text(newest) if newest else "no collective yet")
+            + (f"{rank['step']}; " if rank["step"] else "")
+            + _last_of(rank)
             + (f"; {rank['behind']} behind" if rank["behind"] else "")
             + (
                 f"; waits {rank['waits_s']:.1f} s for {rank['waits_for']}"
@@ -115,7 +117,33 @@ def _group_lines(group: Found, title: str) -> list[str]:
                 lines.append(f"      {reason}: {rank[reason]}")
         lines += [f"      {_operation_text(one)}" for one in rank["operations"][1:]]
     sign = "ok" if group["is_well"] else "TROUBLE"
-    return [*lines, f"  {sign}: {group['verdict']}"]
+    return [*lines, f"  {sign}: {group['verdict']}", *_next_steps(group)]
+
+
+def _command_of(rank: Found) -> str:
+    folder = f"   (in {rank['folder']})" if rank["folder"] else ""
+    return f"{rank['command']}{folder}"
+
+
+def _last_of(rank: Found) -> str:
+    if rank["deposits"]:
+        return str(rank["deposits"])
+    return _operation_text(rank["operations"][0]) if rank["operations"] else "no collective yet"
+
+
+def _next_steps(group: Found) -> list[str]:
+    """What shows where a rank is that others wait for, or lets it go on."""
+    by_pid = {rank["pid"]: rank for rank in group["ranks"]}
+    steps = []
+    for pid in group["suspects"][:3]:
+        rank = by_pid[pid]
+        if rank["process"] == "stopped":
+            steps.append(f"kill -CONT {pid}   (rank {rank['rank']} goes on)")
+        elif "python" in rank["command"].split(" ")[0]:
+            steps.append(f"py-spy dump --pid {pid}   (where rank {rank['rank']} is)")
+        else:
+            steps.append(f"gdb -p {pid} -batch -ex 'thread apply all bt'")
+    return [f"  next: {step}" for step in steps]
 
 
 def _operation_text(operation: Found) -> str:

@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import importlib
 import json
+import math
 import operator
 import sys
 from collections.abc import Sequence
@@ -13,12 +14,23 @@ import torch
 from torch import nn
 
 from trireme._core.errors import Area
-from trireme.memory_estimate import STRATEGIES, MemoryBytes, MemoryEstimate, estimate_memory
+from trireme.memory_estimate import (
+    OTHER_NAMES,
+    STRATEGIES,
+    MemoryBytes,
+    MemoryEstimate,
+    estimate_memory,
+)
 
 refuse = Area("plan").refuse
 
 COLUMNS = ("parameters", "gradients", "optimizer", "activations", "buffers", "total")
 UNITS = ((10**9, "GB"), (10**6, "MB"), (10**3, "kB"), (1, "B"))
+MEMORY_UNITS = {
+    f"{prefix}{unit}": base**power
+    for power, prefix in enumerate("kMGT", 1)
+    for unit, base in (("iB", 1024), ("B", 1000))
+} | {"": 1, "B": 1, "KiB": 1024}
 
 
 def add_plan(commands: Any) -> None:
@@ -28,8 +40,8 @@ def add_plan(commands: Any) -> None:
         help="how much memory a model takes per rank and per host, under each strategy",
         description=(
             "Says what parameters, gradients, the optimizer's state and buffers take, per rank "
-            "and per host, under each strategy. Nothing is allocated. Exit code 2: what was asked "
-            "for contradicts itself."
+            "and per host, under each strategy; fsdp is fully_shard. With --memory it says which "
+            "of them fit. Nothing is allocated. Exit code 2: what was asked for contradicts itself."
         ),
     )
     model = parser.add_mutually_exclusive_group(required=True)
@@ -39,30 +51,14 @@ def add_plan(commands: Any) -> None:
         metavar="MODULE:FACTORY",
         help="what makes a torch.nn.Module without arguments; called on the meta device",
     )
-    parser.add_argument("--world", metavar="W", type=int, required=True, help="ranks")
-    parser.add_argument(
-        "--ranks-per-host", metavar="R", type=int, help="of the fullest host (default: all)"
-    )
-    parser.add_argument(
-        "--no-host-params",
-        dest="host_params",
-        action="store_false",
-        help="ranks of a host share no memory for parameters: Gloo, GPUs",
-    )
-    parser.add_argument(
-        "--unit",
-        metavar="N",
-        type=number,
-        default=0,
-        help="parameters of the largest unit of fully_shard, where units are gathered "
-        "(default: the model is one)",
-    )
+    _add_places(parser)
     parser.add_argument(
         "--strategy",
         nargs="+",
+        type=lambda name: OTHER_NAMES.get(name, name),
         choices=("all", *STRATEGIES),
         default=["all"],
-        help="which rows (default: all)",
+        help="which rows (default: all); zero3 and fully_shard are fsdp",
     )
     parser.add_argument(
         "--optimizer",
@@ -79,6 +75,40 @@ def add_plan(commands: Any) -> None:
         "--paper", action="store_true", help="count as the ZeRO paper: mixed precision, Adam"
     )
     parser.add_argument("--json", action="store_true", help="for programs, in bytes")
+
+
+def _add_places(parser: argparse.ArgumentParser) -> None:
+    """Options that say where ranks are, and how much memory there is."""
+    parser.add_argument("--world", metavar="W", type=number, required=True, help="ranks")
+    parser.add_argument(
+        "--ranks-per-host", metavar="R", type=number, help="of the fullest host (default: all)"
+    )
+    parser.add_argument(
+        "--memory",
+        metavar="BYTES",
+        type=memory,
+        help="of each host, as in 64GiB: which strategies fit, and how many ranks the others need",
+    )
+    parser.add_argument(
+        "--gpus",
+        action="store_true",
+        help="each rank is a GPU with memory of its own: no table per host, and --memory is that "
+        "of one GPU",
+    )
+    parser.add_argument(
+        "--no-host-params",
+        dest="host_params",
+        action="store_false",
+        help="ranks of a host share no memory for parameters: Gloo",
+    )
+    parser.add_argument(
+        "--unit",
+        metavar="N",
+        type=number,
+        default=0,
+        help="parameters of the largest unit of fully_shard, where units are gathered "
+        "(default: the model is one)",
+    )
 
 
 def plan(arguments: argparse.Namespace) -> int:
@@ -103,9 +133,18 @@ def number(text: str) -> int:
     return int(text) if text.isdecimal() else int(value)
 
 
+def memory(text: str) -> int:
+    """Bytes, as in 24GiB or 16e9; argparse says this function's name."""
+    digits = text.rstrip("kKMGTiB")
+    unit = text[len(digits) :]
+    if unit not in MEMORY_UNITS or not math.isfinite(float(digits)):
+        raise ValueError
+    return int(float(digits) * MEMORY_UNITS[unit])
+
+
 def _estimates(arguments: argparse.Namespace) -> list[MemoryEstimate]:
-    per_host = _ranks_per_host(arguments)
-    strategies: Sequence[str] = arguments.strategy
+    per_host = 1 if arguments.gpus else _ranks_per_host(arguments)
+    strategies: Sequence[str] = list(dict.fromkeys(arguments.strategy))
     if "all" in strategies:
         one_process = per_host == arguments.world or arguments.paper
         strategies = [one for one in STRATEGIES if one != "dp" or one_process]
@@ -120,9 +159,11 @@ def _estimates(arguments: argparse.Namespace) -> list[MemoryEstimate]:
             dtype=_dtype(arguments.dtype),
             grad_dtype=_dtype(arguments.grad_dtype),
             activation_bytes=arguments.activations,
-            host_params=arguments.host_params,
-            unit_numel=arguments.unit if strategy == "zero3" else 0,
+            host_params=arguments.host_params and (arguments.paper or not arguments.gpus),
+            unit_numel=arguments.unit if strategy == "fsdp" else 0,
             accounting="paper" if arguments.paper else "trireme",
+            memory=arguments.memory,
+            memory_of="rank" if arguments.gpus else "host",
         )
         for strategy in strategies
     ]
@@ -178,14 +219,18 @@ def _as_dict(estimate: MemoryEstimate) -> dict[str, Any]:
 
 def _lines(estimates: Sequence[MemoryEstimate], arguments: argparse.Namespace) -> list[str]:
     optimizer = arguments.optimizer
-    counted = f"{optimizer}, on CPU"
+    place = "on GPUs" if arguments.gpus else "on CPU"
+    counted = f"{optimizer}, {place}"
     if arguments.paper:
         counted = "as the ZeRO paper counts"
     elif isinstance(optimizer, int):
-        counted = f"{optimizer} bytes of state per parameter, on CPU"
-    ranks = f"{arguments.world} ranks, {_ranks_per_host(arguments)} on a host"
+        counted = f"{optimizer} bytes of state per parameter, {place}"
+    on_a_host = _ranks_per_host(arguments)
+    ranks = f"{arguments.world} ranks, " + (
+        "each a GPU with memory of its own" if arguments.gpus else f"{on_a_host} on a host"
+    )
     lines = [f"{estimates[0].numel:,} parameters, {ranks}; {counted}"]
-    for place in ("rank", "host"):
+    for place in ("rank",) if arguments.gpus else ("rank", "host"):
         found: list[MemoryBytes] = [getattr(one, place) for one in estimates]
         most = max(one.total for one in found)
         scale, unit = next((one for one in UNITS if most >= one[0]), UNITS[-1])
@@ -193,4 +238,26 @@ def _lines(estimates: Sequence[MemoryEstimate], arguments: argparse.Namespace) -
         for estimate, taken in zip(estimates, found, strict=True):
             numbers = (getattr(taken, column) / scale for column in COLUMNS)
             lines.append(f"{estimate.strategy:<12}" + "".join(f"{one:>13.2f}" for one in numbers))
+    return lines if arguments.memory is None else [*lines, "", *_fits(estimates, arguments)]
+
+
+def _fits(estimates: Sequence[MemoryEstimate], arguments: argparse.Namespace) -> list[str]:
+    where = "GPU" if arguments.gpus else "host"
+    lines = [f"with {arguments.memory / 2**30:.4g} GiB on each {where}:"]
+    for estimate in estimates:
+        found: MemoryBytes = estimate.rank if arguments.gpus else estimate.host
+        taken = f"{found.total / 2**30:.4g} GiB"
+        ranks, per_host = estimate.fewest_ranks, estimate.ranks_per_host
+        if ranks == estimate.world:
+            answer = f"fits ({taken})"
+        elif ranks is not None:
+            hosts = "" if arguments.gpus else f"{ranks // per_host} hosts of {per_host}; "
+            answer = f"needs {ranks} ranks ({hosts}with {estimate.world}: {taken})"
+        else:
+            how = "" if arguments.gpus or per_host == 1 else f" of {per_host} ranks"
+            answer = f"fits with no number of {where}s{how} (with {estimate.world}: {taken})"
+        lines.append(f"{estimate.strategy:<12}{answer}")
+    gathers = arguments.gpus or not arguments.host_params
+    if gathers and not arguments.unit and any(one.strategy == "fsdp" for one in estimates):
+        lines.append("fsdp gathers the model as one unit: say with --unit how large the largest is")
     return lines

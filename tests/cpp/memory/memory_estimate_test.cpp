@@ -57,7 +57,9 @@ TEST_CASE("the ZeRO paper's row: 7.5e9 parameters, 64 ranks") {
   CHECK(tenths("dp") == 1200);
   CHECK(tenths("zero1") == 314);
   CHECK(tenths("zero2") == 166);
+  CHECK(tenths("fsdp") == 19);
   CHECK(tenths("zero3") == 19);
+  CHECK(tenths("fully_shard") == 19);
 }
 
 TEST_CASE("fp32 with AdamW on one host: who keeps what") {
@@ -68,9 +70,9 @@ TEST_CASE("fp32 with AdamW on one host: who keeps what") {
   CHECK(drawn(estimate(model, "ddp", 4), numel) == "4|4|8  16|16|32");
   CHECK(drawn(estimate(model, "zero1", 4), numel) == "1|4|2  4|16|8");
   CHECK(drawn(estimate(model, "zero2", 4), numel) == "1|1|2  4|4|8");
-  CHECK(drawn(estimate(model, "zero3", 4), numel) == "1|1|2  4|4|8");
+  CHECK(drawn(estimate(model, "fsdp", 4), numel) == "1|1|2  4|4|8");
   SECTION("a world of one is a single process, whatever it is called") {
-    for (const std::string_view strategy : {"dp", "ddp", "zero1", "zero2", "zero3"}) {
+    for (const std::string_view strategy : {"dp", "ddp", "zero1", "zero2", "fsdp"}) {
       CHECK(estimate(model, strategy, 1) == estimate(model, "single", 1));
     }
   }
@@ -81,8 +83,8 @@ TEST_CASE("several hosts: state over all ranks, parameters as the strategy can h
   const std::vector<ParameterInfo> model = {parameter({64, 1024})};
   CHECK(drawn(estimate(model, "ddp", 8, 4), numel) == "4|4|8  16|16|32");
   CHECK(drawn(estimate(model, "zero1", 8, 4), numel) == "4|4|1  16|16|4");
-  CHECK(drawn(estimate(model, "zero3", 4, 2), numel) == "2|1|2  4|2|4");
-  CHECK(drawn(estimate(model, "zero3", 4, 1), numel) == "1|1|2  1|1|2");
+  CHECK(drawn(estimate(model, "fsdp", 4, 2), numel) == "2|1|2  4|2|4");
+  CHECK(drawn(estimate(model, "fsdp", 4, 1), numel) == "1|1|2  1|1|2");
 }
 
 TEST_CASE("without a store every rank keeps its parameters") {
@@ -100,12 +102,12 @@ TEST_CASE("without a store every rank keeps its parameters") {
   CHECK(found.rank.optimizer == shared.rank.optimizer);
 }
 
-TEST_CASE("zero3 that gathers keeps shards, two units, three buckets and Gloo's two blocks") {
+TEST_CASE("fully_shard that gathers keeps shards, two units, three buckets and Gloo's two blocks") {
   const std::vector<ParameterInfo> model = {parameter({64, 1024 * 1024})};
   const int64_t whole = 256 * kMiB;
   const auto gathered = [&](int64_t world, int64_t ranks_per_host, int64_t unit_numel) {
     return estimate_memory({.parameters = model,
-                            .strategy = TrainingStrategy::kZero3,
+                            .strategy = TrainingStrategy::kFsdp,
                             .world = world,
                             .ranks_per_host = ranks_per_host,
                             .host_params = ranks_per_host == 1,
@@ -130,7 +132,7 @@ TEST_CASE("zero3 that gathers keeps shards, two units, three buckets and Gloo's 
   }
   SECTION("of a small one buckets hold no more than its gradients") {
     const std::vector<ParameterInfo> small = {parameter({1024})};
-    CHECK(estimate(small, "zero3", 4, 1).rank.buffers == 3 * 4096);
+    CHECK(estimate(small, "fsdp", 4, 1).rank.buffers == 3 * 4096);
   }
 }
 
@@ -202,7 +204,7 @@ TEST_CASE("rings of ranks that share memory, buckets of ranks that do not") {
   CHECK(buffers("ddp", 2, 2) == slots + kDepositRing);
   CHECK(buffers("zero1", 2, 2) == slots + kDepositRing);
   CHECK(buffers("zero2", 2, 2) == slots + kDepositRing);
-  CHECK(buffers("zero3", 2, 2) == slots + kDepositRing);
+  CHECK(buffers("fsdp", 2, 2) == slots + kDepositRing);
   SECTION("of many ranks only shards are deposited") {
     CHECK(buffers("ddp", 8, 8) < 2 * kMiB);
     CHECK(buffers("zero2", 8, 8) == buffers("ddp", 8, 8) + kDepositRing);
@@ -210,7 +212,7 @@ TEST_CASE("rings of ranks that share memory, buckets of ranks that do not") {
   SECTION("several hosts") {
     CHECK(buffers("ddp", 4, 1) == 0);
     CHECK(buffers("ddp", 4, 2) == slots);
-    CHECK(buffers("zero3", 4, 2) == slots + 75 * kMiB);
+    CHECK(buffers("fsdp", 4, 2) == slots + 75 * kMiB);
     CHECK(buffers("zero2", 4, 1) == (75 + 50) * kMiB);
   }
 }
@@ -228,12 +230,43 @@ TEST_CASE("rings of slots have the length that a host group gives them") {
   }
 }
 
+TEST_CASE("how many ranks a memory takes") {
+  const std::vector<ParameterInfo> model = {parameter({7'000'000, 1'000})};
+  const auto fewest = [&](std::string_view strategy, int64_t ranks, int64_t gib,
+                          bool of_rank = false) {
+    const MemoryRequest request{.parameters = model,
+                                .strategy = training_strategy(strategy),
+                                .world = ranks,
+                                .ranks_per_host = of_rank ? 1 : ranks,
+                                .host_params = !of_rank,
+                                .unit_numel = 100'000'000};
+    return fewest_ranks(request, {gib << 30, of_rank});
+  };
+  CHECK(fewest("ddp", 4, 418) == 4);
+  CHECK_FALSE(fewest("ddp", 4, 417));  // each rank keeps all
+  CHECK(fewest("zero2", 4, 105) == 4);
+  CHECK(fewest("fsdp", 4, 64) == 12);
+  CHECK(fewest("fsdp", 8, 24, true) == 8);
+  const int64_t ranks = fewest("fsdp", 8, 12, true).value_or(0);
+  CHECK(ranks > 8);
+  for (const int64_t world : {ranks - 1, ranks}) {
+    const MemoryEstimate found = estimate_memory({.parameters = model,
+                                                  .strategy = TrainingStrategy::kFsdp,
+                                                  .world = world,
+                                                  .ranks_per_host = 1,
+                                                  .host_params = false,
+                                                  .unit_numel = 100'000'000});
+    CHECK(fits(found, {int64_t{12} << 30, true}) == (world == ranks));
+  }
+  CHECK_THROWS_WITH(fewest("ddp", 1, -1), Catch::Contains("got a memory of -"));
+}
+
 TEST_CASE("requests that contradict themselves are refused") {
   const std::vector<ParameterInfo> model = {parameter({16})};
   const std::vector<ParameterInfo> vast = {parameter({int64_t{1} << 60})};
   CHECK_THROWS_WITH(training_strategy("zero4"),
                     Catch::Contains("[memory_estimate] got strategy 'zero4', expected one of "
-                                    "single, dp, ddp, zero1, zero2, zero3. Give one"));
+                                    "single, dp, ddp, zero1, zero2, fsdp. Give one"));
   CHECK_THROWS_WITH(memory_accounting(""), Catch::Contains("expected one of trireme, paper"));
   CHECK_THROWS_AS(optimizer_state("muon"), c10::ValueError);
   CHECK_THROWS_WITH(estimate(model, "ddp", -1), Catch::Contains("got a world of -1"));

@@ -160,6 +160,7 @@ TEST_CASE("who waits for deposits is named with what it waits for, and who does 
   CHECK(late.verdict ==
         "rank 0 waits for all_reduce of bucket 3 for 6.0 s; rank 1 (process 101, sleeping) does "
         "not");
+  CHECK(late.suspects == std::vector<pid_t>{101});
 }
 
 TEST_CASE("the doctor sees a rank that waits for deposits") {
@@ -201,6 +202,12 @@ TEST_CASE("a verdict names who holds up whom, and only after some patience") {
   CHECK(earlier.verdict ==
         "rank 1 (process 101, sleeping) has not entered collective 9, barrier (it is inside "
         "collective 8, barrier); rank 0 waits in it for 120 s");
+
+  CHECK(late.suspects == std::vector<pid_t>{101});
+  SeenRank in_step = rank_at(1, operation(8, 6, true), "running");
+  in_step.step = "in step 4";
+  CHECK(contains(verdict({rank_at(0, operation(9, 6, false)), in_step}).verdict,
+                 "rank 1 (process 101, running, in step 4) has not entered collective 9"));
 
   SeenRank ahead = rank_at(0, operation(9, 7, false));
   ahead.arrived = 5;
@@ -255,6 +262,17 @@ TEST_CASE("what is no block of this layout is not read as one") {
   const auto seen = read_block(bytes, INT64_MAX, 64);
   REQUIRE(seen);
   CHECK(seen->operations.size() == 1);
+  CHECK(seen->step.empty());
+  block->progress.steps_begun.store(5);
+  block->progress.steps_done.store(4);
+  block->progress.rounds.store(UINT64_MAX);
+  block->progress.deposits[3].sequence = UINT64_MAX;
+  std::memset(block->progress.names.data(), '\x1b', sizeof(block->progress.names));
+  const auto busy = read_block(bytes, INT64_MAX, 64);
+  REQUIRE(busy);
+  CHECK(busy->step == "in step 5");
+  CHECK(busy->round == "round 18446744073709551615 of deposits, the gradient of '" +
+                           std::string(block->progress.names[0].size(), '?') + "'");
   block->layout = 1;
   CHECK_FALSE(reads());
   bytes.pop_back();

@@ -138,7 +138,7 @@ TEST_CASE("what a rank sent before it left arrives; what it did not send is miss
   });
   CHECK(wrong == 0);
   CHECK(failures[0].kind == FaultKind::kPeerLost);
-  CHECK(contains(failures[0].text, "has left the group"));
+  CHECK(contains(failures[0].text, "ended normally"));
   CHECK(failures[1].kind == FaultKind::kAborted);
 }
 

@@ -7,6 +7,7 @@
 #include <atomic>
 #include <catch2/catch.hpp>
 #include <csignal>
+#include <map>
 #include <shm/post.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -171,23 +172,57 @@ TEST_CASE("a rank that ended well is told apart from one whose process failed or
   for (const std::string error : {"", "ValueError: no such file"}) {
     Failure failure;
     run_shm_ranks({}, [&](ShmRank& self) {
-      if (self.rank == 1) return self.group.leave(error);
+      if (self.rank == 1) {
+        for (const bool is_done : {false, true}) self.group.show_step(3, is_done);
+        return self.group.leave(error);
+      }
       failure = failure_of([&] { self.collectives.barrier({}); });
     });
     INFO(failure.text);
     CHECK(failure.kind == FaultKind::kPeerLost);
-    CHECK(contains(failure.text, error.empty()
-                                     ? "has left the group; its last operation: none"
-                                     : "has left the group, ended by ValueError: no such file; "));
-    CHECK(contains(failure.text, error.empty()
-                                     ? "It ended normally: did it have fewer batches, or steps?"
-                                     : "Look for the error of that rank; then start"));
+    CHECK(contains(failure.text,
+                   error.empty()
+                       ? "ended normally after step 3; its last operation: none"
+                       : "has left the group after step 3, ended by ValueError: no such file; "));
+    CHECK(contains(failure.text, error.empty() ? "Did it have fewer batches, or steps? See join()."
+                                               : "Look for the error of that rank; then start"));
   }
-  run_two_processes([](ShmRank&) { ::raise(SIGKILL); },
-                    [](ShmRank& self, pid_t) {
-                      const Failure failure = failure_of([&] { self.collectives.barrier({}); });
-                      CHECK(contains(failure.text, "it was killed (out of memory? see dmesg)"));
-                    });
+}
+
+TEST_CASE("how a process died is told, and in which step") {
+  const std::map<int, std::string> ends{{SIGKILL, "it was killed by SIGKILL ("},
+                                        {SIGSEGV, "it was killed by SIGSEGV; its last operation"},
+                                        {0, "it ended with exit code 7; its last operation"}};
+  for (const auto& [signal, said] : ends) {
+    run_two_processes(
+        [signal = signal](ShmRank& self) {
+          for (const uint64_t step : {4, 5}) self.group.show_step(step, step == 4);
+          if (signal == 0) ::_exit(7);
+          ::signal(signal, SIG_DFL);
+          ::raise(signal);
+        },
+        [&said = said](ShmRank& self, pid_t child) {
+          const Failure failure = failure_of([&] { self.collectives.barrier({}); });
+          INFO(failure.text);
+          CHECK(contains(failure.text, "rank 1 (process " + std::to_string(child) +
+                                           ") has died in step 5: " + said));
+        });
+  }
+}
+
+TEST_CASE("a kill for want of memory is told by the kernel's count") {
+  const auto now = out_of_memory_kills();
+  if (!now) {
+    SUCCEED("this kernel does not count them");
+    return;
+  }
+  CHECK(text_of_end(std::nullopt, now).empty());
+  CHECK(text_of_end(SIGKILL, std::nullopt) ==
+        ": it was killed by SIGKILL (out of memory? see dmesg)");
+  CHECK(contains(text_of_end(SIGKILL, *now), "not by the kernel for want of memory"));
+  CHECK(
+      contains(text_of_end(SIGKILL, *now - 2), "out of memory? meanwhile the kernel has killed 2"));
+  CHECK(text_of_end(3 << 8, now) == ": it ended with exit code 3");
 }
 
 TEST_CASE("the last operation of a rank is the round of deposits that it has begun") {
@@ -203,6 +238,7 @@ TEST_CASE("the last operation of a rank is the round of deposits that it has beg
       ring.begin_round({.verb = Verb::kDeposit, .count = 64, .label = "gradients"},
                        std::chrono::seconds(20));
       ring.deposit(64);
+      if (round == 1) self.group.show_deposit("layer.2.weight");
       if (round == 2) {
         failure = failure_of([&] { ring.wait("all_reduce of bucket 0"); });
         return;
@@ -212,8 +248,9 @@ TEST_CASE("the last operation of a rank is the round of deposits that it has beg
     }
   });
   INFO(failure.text);
-  CHECK(contains(failure.text, "its last operation: round 2 of deposits, "));
-  CHECK(contains(failure.text, "'gradients'"));
+  CHECK(
+      contains(failure.text,
+               "its last operation: round 2 of deposits, the gradient of 'layer.2.weight' (rank"));
 }
 
 TEST_CASE("a process has ended when it is dead, also before its parent has asked") {

@@ -118,7 +118,7 @@ def _until(holds: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize(("side", "planned"), [(FSDP, "zero3"), (ZERO_2, "zero2")])
+@pytest.mark.parametrize(("side", "planned"), [(FSDP, "fsdp"), (ZERO_2, "zero2")])
 def test_a_host_holds_what_is_told_beforehand(side: Side, planned: str) -> None:
     """The whole mlp on two ranks: tensors within 5 %, all of it within its limit."""
     found = measure_host_memory(side, "mlp", 2)

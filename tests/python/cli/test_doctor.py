@@ -47,6 +47,7 @@ def get_lost(rank: int) -> None:
     assert f"rank 1 (process {stopped}, stopped) {last}" in verdict
     assert f"rank 2 (process {killed}, gone) has died: it {last}" in verdict
     assert done.stdout.count("finished collective 1") == 5
+    assert f"next: kill -CONT {stopped} " in done.stdout
     os.kill(stopped, signal.SIGKILL)
 
 
@@ -121,6 +122,7 @@ def test_two_jobs_at_once(
             assert run_main(monkeypatch, min(pids[0])) == 0
             text = capsys.readouterr().out
             assert "group 1 of 1: 2 of 2 ranks seen on this host" in text
+            assert f"(in {Path.cwd()})" in text
             assert "ok: nobody is inside a collective; the last was collective 1, barrier" in text
         finally:
             for folder in folders:
@@ -161,6 +163,41 @@ def test_a_process_that_may_not_be_looked_at(
         assert run_main(monkeypatch, 1) == 2
         text = capsys.readouterr().out
         assert "process 1 (Permission denied)" in text and advice in text, text
+
+
+def test_what_to_do_next(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from trireme import _C
+
+    def seen(rank: int, process: str, command: str) -> dict[str, Any]:
+        texts = dict.fromkeys(("failure", "abandoned", "waits_for"), "")
+        where = {"rank": rank, "pid": 100 + rank, "process": process, "state": "here"}
+        said = {"step": "in step 4", "deposits": "round 3 of deposits, the gradient of 'w'"}
+        rest = {"command": command, "folder": "/job", "behind": 0, "waits_s": 0, "operations": []}
+        return {**where, **said, **rest, **texts}
+
+    ranks = [
+        seen(0, "sleeping", "/usr/bin/python3 train.py --lr 1"),
+        seen(1, "stopped", "/usr/bin/python3 train.py --lr 1"),
+        seen(2, "running", "./train"),
+    ]
+    group = {"world": 3, "ranks": ranks, "verdict": "all hang", "is_well": False}
+    group["suspects"] = [100, 101, 102]
+    found = {"groups": [group], "hidden": [], "sealed": []}
+    monkeypatch.setattr(_C, "examine_host", lambda *_: found)
+    assert run_main(monkeypatch) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.strip() for line in lines[1:3]] == [
+        "/usr/bin/python3 train.py --lr 1   (in /job)",
+        "./train   (in /job)",
+    ]
+    assert lines[3].endswith("in step 4; round 3 of deposits, the gradient of 'w'")
+    assert [line.split("next: ")[1].split("   ")[0] for line in lines if "next: " in line] == [
+        "py-spy dump --pid 100",
+        "kill -CONT 101",
+        "gdb -p 102 -batch -ex 'thread apply all bt'",
+    ]
 
 
 def test_a_command_must_be_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,7 +39,8 @@ def test_a_backward_that_raises_on_one_rank(rank: int, strategy: Strategy) -> No
                 loss.backward()
             handle.remove()
         else:
-            said = ("backward", "was abandoned", f"(rank {failing} of 3)")
+            cause = "ArithmeticError: the data of this rank are broken"
+            said = ("backward", "was abandoned", cause, f"(rank {failing} of 3)")
             with raises(dist.DistBackendError, *said):
                 loss.backward()
         if strategy.recovers:
@@ -71,6 +72,17 @@ def test_a_killed_rank(rank: int, strategy: Strategy, moment: str) -> None:
         assert "rank 1" in text or "(rank 0 of 2)" in text, text
     else:
         raise AssertionError("nobody noticed")
+
+
+@on_every_strategy(ranks_only=True, timeout=40, patience_s=AGES_S)
+def test_a_rank_with_fewer_batches(rank: int, strategy: Strategy) -> None:
+    """It ended well, and nobody calls it dead."""
+    ours, _ = strategy.pair(mlp)
+    for step in range(3):
+        ours.train(step)
+    if rank == 0:
+        with raises(dist.DistBackendError, "rank 1 (process ", " after step 3", "See join()."):
+            ours.train(3)
 
 
 @on_every_strategy(ranks_only=True, timeout=40, patience_s=AGES_S)

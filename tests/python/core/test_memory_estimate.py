@@ -45,7 +45,8 @@ def bytes_of(tensors: Any) -> int:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "gigabytes"), [("ddp", 120), ("zero1", 31.4), ("zero2", 16.6), ("zero3", 1.9)]
+    ("strategy", "gigabytes"),
+    [("ddp", 120), ("zero1", 31.4), ("zero2", 16.6), ("fsdp", 1.9), ("zero3", 1.9)],
 )
 def test_the_row_of_the_zero_paper(strategy: str, gigabytes: float) -> None:
     found = estimate_memory(7.5e9, strategy, 64, accounting="paper")
@@ -94,7 +95,7 @@ def test_on_the_meta_device_it_is_the_same() -> None:
 def test_a_module_is_its_number_of_parameters() -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64, bias=False))
     numel = 2 * 64 * 64 + 64
-    for strategy in ("ddp", "zero1", "zero2", "zero3"):
+    for strategy in ("ddp", "zero1", "zero2", "fsdp"):
         assert estimate_memory(model, strategy, 4) == estimate_memory(numel, strategy, 4)
 
 
@@ -122,14 +123,14 @@ def test_the_options_are_heard() -> None:
     assert apart.rank.buffers < private.rank.buffers
 
 
-def test_zero3_that_gathers_keeps_its_shards_two_units_and_buckets() -> None:
+def test_fully_shard_that_gathers_keeps_its_shards_two_units_and_buckets() -> None:
     numel, unit = 100 * MIB, 4 * MIB
-    apart = estimate_memory(numel, "zero3", 4, ranks_per_host=1, unit_numel=unit)
+    apart = estimate_memory(numel, "fsdp", 4, ranks_per_host=1, unit_numel=unit)
     assert (apart.rank.parameters, apart.rank.buffers) == (numel, 2 * 4 * unit + 5 * 25 * MIB)
-    over_gloo = estimate_memory(numel, "zero3", 4, host_params=False, unit_numel=unit)
+    over_gloo = estimate_memory(numel, "fsdp", 4, host_params=False, unit_numel=unit)
     assert over_gloo.rank == apart.rank
     assert over_gloo.host.total == 4 * apart.host.total
-    shared = estimate_memory(numel, "zero3", 4)
+    shared = estimate_memory(numel, "fsdp", 4)
     assert shared.host.parameters == over_gloo.host.parameters == 4 * numel
 
 
@@ -165,13 +166,13 @@ WRONG: list[tuple[Callable[[], object], type[Exception], str]] = [
         ValueError,
         "for the paper's accounting",
     ),
-    (lambda: estimate_memory(1, "zero3", 2, unit_numel=-1), ValueError, "negative number"),
+    (lambda: estimate_memory(1, "fsdp", 2, unit_numel=-1), ValueError, "negative number"),
     (
-        lambda: estimate_memory(1, "zero3", 2, accounting="paper", unit_numel=1),
+        lambda: estimate_memory(1, "fsdp", 2, accounting="paper", unit_numel=1),
         ValueError,
         "for the paper's accounting",
     ),
-    (lambda: estimate_memory(1, "zero3", 2, unit_numel=0.5), TypeError, "unit_numel is float"),  # type: ignore[arg-type]
+    (lambda: estimate_memory(1, "fsdp", 2, unit_numel=0.5), TypeError, "unit_numel is float"),  # type: ignore[arg-type]
     (lambda: estimate_memory("1", "ddp", 2), TypeError, "got str"),  # type: ignore[arg-type]
     (lambda: estimate_memory(True, "ddp", 2), TypeError, "got bool"),
     (lambda: estimate_memory(1, "ddp", 2.0), TypeError, "world is float"),  # type: ignore[arg-type]
@@ -228,6 +229,33 @@ def test_options_of_the_command(monkeypatch: Patch, capsys: Captured) -> None:
     assert (zero2["gradients"], zero2["optimizer"], zero2["activations"]) == (2000, 3000, 1000)
     assert run_plan(monkeypatch, *arguments) == 0
     assert "6 bytes of state per parameter, on CPU\n" in capsys.readouterr().out
+
+
+def test_what_fits(monkeypatch: Patch, capsys: Captured) -> None:
+    arguments = ["--numel", "7e9", "--world", 8, "--ranks-per-host", 4, "--memory", "64GiB"]
+    assert run_plan(monkeypatch, *arguments, "--strategy", "ddp", "zero3", "fully_shard") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-3:] == [
+        "with 64 GiB on each host:",
+        "ddp         fits with no number of hosts of 4 ranks (with 8: 417.2 GiB)",
+        "fsdp        needs 12 ranks (3 hosts of 4; with 8: 65.5 GiB)",
+    ]
+    arguments = ["--numel", "7e9", "--world", 8, "--gpus", "--memory", "24GiB", "--strategy"]
+    assert run_plan(monkeypatch, *arguments, "fsdp", "--unit", "2e8") == 0
+    text = capsys.readouterr().out
+    assert "each a GPU with memory of its own; adamw, on GPUs\n" in text
+    assert "per host" not in text and "fsdp        fits (14.65 GiB)\n" in text
+    assert run_plan(monkeypatch, *arguments, "fsdp") == 0
+    assert "fits with no number of GPUs" in (text := capsys.readouterr().out)
+    assert "say with --unit" in text.splitlines()[-1]
+
+
+@pytest.mark.parametrize("option", ["world", "ranks-per-host", "memory", "activations", "unit"])
+def test_absurd_numbers(option: str, monkeypatch: Patch, capsys: Captured) -> None:
+    arguments = {"world": 2, "numel": 5, "strategy": "fsdp", option: "1e30"}
+    given = [text for name, value in arguments.items() for text in (f"--{name}", value)]
+    assert run_plan(monkeypatch, *given) == 2
+    assert "expected a number of 64 bits. Give a smaller one." in capsys.readouterr().err
 
 
 MODELS = """
@@ -294,9 +322,9 @@ def test_the_command_knows_units_and_ranks_without_common_memory(
 ) -> None:
     arguments = ["--numel", "1e8", "--world", 4, "--no-host-params", "--unit", "1e6", "--json"]
     assert run_plan(monkeypatch, *arguments, "--strategy", "zero2", "zero3") == 0
-    zero2, zero3 = (one["rank"] for one in json.loads(capsys.readouterr().out))
-    assert (zero2["parameters"], zero3["parameters"]) == (4 * 10**8, 10**8)
-    assert zero3["buffers"] == 2 * 4 * 10**6 + 5 * 25 * MIB
+    zero2, fsdp = (one["rank"] for one in json.loads(capsys.readouterr().out))
+    assert (zero2["parameters"], fsdp["parameters"]) == (4 * 10**8, 10**8)
+    assert fsdp["buffers"] == 2 * 4 * 10**6 + 5 * 25 * MIB
 
 
 @pytest.mark.parametrize("wrong", ["5.5", "inf", "many"])

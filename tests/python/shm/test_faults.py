@@ -196,7 +196,7 @@ def test_a_rank_that_leaves(rank: int) -> None:
         dist.destroy_process_group()
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         return
-    with raises(dist.DistBackendError, "all_reduce of 7 float32", "rank 1", "has left the group"):
+    with raises(dist.DistBackendError, "all_reduce of 7 float32", "rank 1", "ended normally"):
         dist.all_reduce(torch.ones(7))
 
 
@@ -243,10 +243,16 @@ if rank == 0:
         print(error)
 elif sys.argv[3] == "error":
     raise ValueError("there is no such file")
+elif sys.argv[3] == "exit":
+    sys.exit(3)
 """
 
 HOW_IT_ENDED = {
-    "well": ("has left the group; ", "It ended normally: did it have fewer batches, or steps?"),
+    "well": ("ended normally; ", "Did it have fewer batches, or steps? See join()."),
+    "exit": (
+        "has left the group: it ended with exit code 3; ",
+        "Look for the error of that rank; ",
+    ),
     "error": ("ended by ValueError: there is no such file; ", "Look for the error of that rank; "),
 }
 

@@ -1,10 +1,12 @@
 #include <trireme/comm/all_mean.h>
 #include <trireme/comm/c10d/comm_hook.h>
+#include <trireme/comm/group_health.h>
 #include <trireme/comm/subgroups.h>
 
 #include <ATen/ATen.h>
 
 #include <catch_torch.h>
+#include <map>
 #include <thread_ranks.h>
 
 namespace trireme::c10d_communicator_test {
@@ -251,7 +253,37 @@ TEST_CASE("a dead peer is an error that names operation and rank") {
   } catch (const std::runtime_error&) {
   }
   CHECK_THAT(text, Catch::Contains("[comm] all_reduce of bucket 2: fc.weight .. fc.bias failed:"));
-  CHECK_THAT(text, Catch::Contains("rank 1 has left no report"));
+  CHECK_THAT(text, Catch::Contains("rank 1 (process "));
+}
+
+TEST_CASE("a rank that has ended is told apart by what it said, and by its last step") {
+  const std::map<std::string, std::string> ends{
+      {"", " ended normally after step 3. "},
+      {"ValueError: no such file",
+       "was ended after step 3 by ValueError: no such file (rank 1 of"}};
+  for (const auto& [error, said] : ends) {
+    const auto texts = on_ranks<std::string>(2, [&error = error](ThreadRank& rank) -> std::string {
+      Communicator& communicator = *rank.communicator;
+      communicator.barrier("start").wait();
+      for (const bool is_done : {false, true}) communicator.show_step(3, is_done);
+      if (rank.where.rank == 1) {
+        communicator.health()->board.leave(error);
+        rank.communicator.reset();
+        rank.group.reset();  // which rank 0 notices
+        return {};
+      }
+      at::Tensor tensor = at::ones({1 << 20});
+      try {
+        communicator.all_reduce({tensor}, ReduceOp::kSum, "bucket 2").wait();
+      } catch (const c10::DistBackendError& caught) {
+        return caught.what_without_backtrace();
+      }
+      return "no error";
+    });
+    CHECK_THAT(texts[0], Catch::Contains(said));
+    const bool is_normal = error.empty();
+    CHECK((texts[0].find("See join()") != std::string::npos) == is_normal);
+  }
 }
 
 TEST_CASE("a list may be used again after its Pending was waited for") {

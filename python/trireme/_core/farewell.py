@@ -1,0 +1,37 @@
+"""What a rank tells its peers when its process ends."""
+
+from __future__ import annotations
+
+import os
+import sys
+from multiprocessing.util import Finalize
+
+from trireme import _C
+
+_leaver = 0
+"""The process that says farewell when it ends."""
+
+
+def say_farewell_at_the_end() -> None:
+    """Makes this process tell the peers of its groups, when it ends, by which error it does."""
+    global _leaver
+    if _leaver != os.getpid():  # not the process that this one was forked from
+        _leaver = os.getpid()
+        # It runs at the end of a program, or of a process of multiprocessing, which has no atexit.
+        Finalize(None, _leave, exitpriority=0)
+
+
+def _leave() -> None:
+    """Does what is left to do where nobody has called ``destroy_process_group()``."""
+    _C.close_all_p2p()
+    error = _error_at_the_end()
+    _C.leave_all_groups("" if error is None else f"{type(error).__name__}: {error}")
+
+
+def _error_at_the_end() -> BaseException | None:
+    # That of a process of multiprocessing is still on its way; else it is what the interpreter
+    # showed last, which in a script is what ended it.
+    error = sys.exc_info()[1] or getattr(sys, "last_value", None)
+    if isinstance(error, SystemExit):
+        return (error.__context__ or error) if error.code else None
+    return error
