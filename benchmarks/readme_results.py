@@ -37,7 +37,7 @@ from readme_steps import (
     picture_is_current,
     strategy_table,
 )
-from readme_summary import summary
+from readme_summary import lead, summary
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -163,8 +163,9 @@ def optimizer_tables(results: Json) -> Blocks:
 ALL = "all"  # takes every result, by the name of its file
 Part = tuple[str, Callable[[Json], Blocks]]  # is left out where no such run is committed
 PAGES: Mapping[str, Sequence[Part]] = {
-    "README.md": ((ALL, summary),),
+    "README.md": ((ALL, lead),),
     "docs/benchmarks.md": (
+        (ALL, summary),
         ("steps", contest_table()),
         ("steps", phases),
         ("memory", HOST_MEMORY),

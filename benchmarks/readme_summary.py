@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from harness.pages import Blocks, Json
 from harness.stats import NOISE
@@ -18,23 +18,41 @@ BESIDE_TORCH = {
 NO_RANKS = ("1 process", "no sync")  # the second computes, and learns nothing
 
 
-def summary(found: Json) -> Blocks:
-    """Yields a list of a few lines, from whichever files of results there are."""
+def lead(found: Json) -> Blocks:
+    """Yields README's list of a few lines, from whichever files of results there are."""
     steps = found.get("steps", {})
-    lines = {
-        "**Beside torch's DDP**, the fastest of its option sets, a step takes this part of the "
-        "time: {cases}.": _beside_torch(steps),
-        "**One process with {machine[cores]} threads is faster than ranks** where layers are "
-        "large: {cases}. Ranks are for more cores or hosts than one process uses "
-        "well.": _one_process(steps, wins=True),
-        "**Ranks are faster than one process** with as many threads where operators are small or "
-        "Python takes the time: {cases}.": _one_process(steps, wins=False),
-        "**Slower than what it is measured against**: {cases}.": _slower(found),
-        "**Memory of a host between steps, `fully_shard` against torch's FSDP2**: "
-        "{cases}.": _memory(found.get("memory", {})),
-    }
-    yield "\n".join(
-        "* " + line.format_map({**steps, "cases": cases})
+    yield _list(
+        steps,
+        {
+            "**Beside torch's DDP**, the fastest of its option sets, a step takes this part of the "
+            "time: {cases}.": _beside_torch(steps),
+            "**One process with {machine[cores]} threads is faster than ranks** where layers are "
+            "large: {cases}. Ranks are for more cores or hosts than one process uses "
+            "well.": _one_process(steps, wins=True),
+            "**Ranks are faster than one process** with as many threads on {cases}.": _one_process(
+                steps, wins=False
+            ),
+        },
+    )
+
+
+def summary(found: Json) -> Blocks:
+    """Yields what README says, where we lose, and what a host holds."""
+    yield from lead(found)
+    yield _list(
+        found,
+        {
+            "**Slower than what it is measured against**: {cases}.": _slower(found),
+            "**Memory of a host between steps, `fully_shard` against torch's FSDP2**: "
+            "{cases}.": _memory(found.get("memory", {})),
+        },
+    )
+
+
+def _list(results: Json, lines: Mapping[str, Iterator[str]]) -> str:
+    """Returns the lines for which there are cases."""
+    return "\n".join(
+        "* " + line.format_map({**results, "cases": cases})
         for line, parts in lines.items()
         if (cases := "; ".join(parts))
     )

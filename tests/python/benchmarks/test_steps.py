@@ -113,7 +113,7 @@ def test_pages_show_the_figures(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     assert "`fully_shard` beside torch's FSDP2 0.25 (`mlp`)" in said
     # Sides that ran once are not named.
     assert "`trees` 80 ms, the best ranks 19 (zero2)" in said
-    assert "ddp, Gloo on `mlp` 1.01 of torch-ddp" in said
+    assert "ddp, Gloo on `mlp` 1.01 of torch-ddp" in page
 
 
 @pytest.mark.usefixtures("made_up")
