@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
+#include <utility>
 
 namespace trireme {
 
@@ -62,21 +63,24 @@ void ArrivalOrder::send(Communicator& communicator, const std::vector<int64_t>& 
   sending_ = communicator.broadcast({sent_}, 0, "order of gradients");
 }
 
+std::vector<int64_t> ArrivalOrder::wait() {
+  const at::Tensor sent = std::exchange(sent_, {});
+  observing_ = true;  // if this throws
+  std::exchange(sending_, {}).wait();
+  observing_ = false;
+  const at::Tensor host = sent.to(at::kCPU);
+  const auto* order = host.const_data_ptr<int64_t>();
+  return std::vector<int64_t>(order, order + host.numel());
+}
+
 std::optional<std::vector<int64_t>> ArrivalOrder::receive(const Communicator& communicator) {
   if (!sent_.defined()) return std::nullopt;
   try {
-    sending_.wait();
+    return wait();
   } catch (const c10::DistBackendError&) {
     if (communicator.failure()) throw;
-    sent_.reset();
-    observing_ = true;
     return std::nullopt;
   }
-  const at::Tensor host = sent_.to(at::kCPU);
-  sent_.reset();
-  sending_ = {};
-  const auto* order = host.const_data_ptr<int64_t>();
-  return std::vector<int64_t>(order, order + host.numel());
 }
 
 }  // namespace trireme

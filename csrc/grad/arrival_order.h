@@ -44,8 +44,10 @@ class TRIREME_API ArrivalOrder {
   // not arrive follow in the order in which they were planned. `device` is where the group moves
   // tensors. One collective, which the next receive() waits for.
   void send(Communicator& communicator, const std::vector<int64_t>& planned, c10::Device device);
-  // Returns the order that was sent, once; absent if there is none. Where it was given up with a
-  // backward of another module, the next step is watched again.
+  // Returns the order that was sent, once. Where it was given up with the backward of some rank
+  // this throws what the collective did, and the next step is watched again.
+  std::vector<int64_t> wait();
+  // Does so in a later backward: the result is absent if nothing was sent, or it was given up.
   std::optional<std::vector<int64_t>> receive(const Communicator& communicator);
 
  private:

@@ -208,9 +208,7 @@ void GradReducer::catch_up() {
 // Learns the order of gradients while all of them are still in .grad.
 void GradReducer::settle_buckets() {
   layout_.arrivals().send(*communicator_, layout_.order(), layout_.device());
-  auto order = layout_.arrivals().receive(*communicator_);
-  if (!order) return;  // the group has failed, and the launches say so
-  layout_.set_order(std::move(*order));
+  layout_.set_order(layout_.arrivals().wait());
   keep_buckets();
   begin_step();
 }
