@@ -16,7 +16,9 @@ namespace trireme {
 // keys in the Store of their group. Nothing here is on the path of a step that goes well.
 //
 //   trireme/fault/text     the first announced failure of the group; every waiting rank raises with
-//   it trireme/report/<rank>  what a rank whose wait failed was doing
+//                          it
+//   trireme/report/<rank>  what a rank whose wait failed was doing
+//   trireme/meeting/...    what ranks say to each other in meeting_place.h
 //
 // Thread-safe. Nothing here throws: a Store that no longer answers is one more sign, not one more
 // error.
@@ -29,6 +31,13 @@ class FaultBoard {
 
   void announce(const std::string& reason) noexcept;
   std::optional<std::string> announced() const noexcept;
+
+  // Words under a key of the caller's.
+  void post(const std::string& key, const std::string& words) noexcept;
+  std::optional<std::string> posted(const std::string& key) const noexcept;
+  void withdraw(const std::string& key) noexcept;
+  bool has_store() const { return store_ != nullptr; }
+  std::chrono::milliseconds timeout() const { return store_->getTimeout(); }
 
   // Posts this rank's report, then gathers what the others report within `patience` into one
   // paragraph.

@@ -144,11 +144,6 @@ class TRIREME_API Fsdp : public std::enable_shared_from_this<Fsdp> {
  private:
   class PostBackward;
   struct Use;
-  // A forward of the outermost unit that backward may come to.
-  struct Pass {
-    int64_t number = 0;
-    Prefetch::Key key;
-  };
   explicit Fsdp(const Request& request);
   std::vector<bool> unused_groups() const;
   void begin_forward(const Forward& forward);
@@ -158,8 +153,10 @@ class TRIREME_API Fsdp : public std::enable_shared_from_this<Fsdp> {
   void watch_outputs(const Forward& forward, const std::vector<at::Tensor>& outputs,
                      const std::shared_ptr<Use>& use);
   void enter_backward();
-  void pre_backward(ParamGroup* group, Use* use, const Pass& pass);
+  void pre_backward(ParamGroup* group, Use* use, const Prefetch::Forward& forward);
   void post_backward(ParamGroup& group, Use& use);
+  void compare_gathers(const Request& request);
+  void end_pass_of_backward();
   void finish_backward();
   void abandon_backward() noexcept;
   std::string abandoned_text(const std::string& what) const;
@@ -185,7 +182,6 @@ class TRIREME_API Fsdp : public std::enable_shared_from_this<Fsdp> {
   std::vector<Open> open_;
   std::map<const ParamGroup*, int64_t> uses_in_backward_;  // counts those of units that gather
   int64_t backward_ = 0;                                   // counts backwards
-  int64_t forward_ = 0;
   std::set<int64_t> forwards_in_backward_;
   bool in_backward_ = false;
   bool manual_ = false;
