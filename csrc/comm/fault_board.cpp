@@ -170,10 +170,20 @@ void FaultBoard::announce(const std::string& reason) noexcept {
   }
 }
 
-std::optional<std::string> FaultBoard::announced() const noexcept {
+std::optional<std::string> FaultBoard::announced() const noexcept { return posted(kFaultText); }
+
+void FaultBoard::post(const std::string& key, const std::string& words) noexcept {
+  if (!store_) return;
+  try {
+    store_->set(key, to_bytes(words));
+  } catch (...) {  // who waits for these words does so in vain, and says so
+  }
+}
+
+std::optional<std::string> FaultBoard::posted(const std::string& key) const noexcept {
   if (!store_) return std::nullopt;
   try {
-    if (store_->check({kFaultText})) return to_text(store_->get(kFaultText));
+    if (store_->check({key})) return to_text(store_->get(key));
   } catch (
       ...) {  // an unreachable Store announces nothing; the caller's wait goes on to its own end
   }
@@ -193,6 +203,14 @@ void FaultBoard::leave(const std::string& error) noexcept {
     const std::lock_guard<std::mutex> lock(mutex_);
     has_left_ = true;
   } catch (...) {  // nobody serves the Store any more
+  }
+}
+
+void FaultBoard::withdraw(const std::string& key) noexcept {
+  if (!store_) return;
+  try {
+    store_->deleteKey(key);
+  } catch (...) {  // a Store that deletes nothing keeps a few bytes more
   }
 }
 

@@ -25,6 +25,7 @@ namespace trireme {
 //   trireme/farewell/<rank>   a rank that ended normally, or has no model any more, and after which
 //                             step
 //   trireme/report/<rank>     what a rank whose wait failed was doing
+//   trireme/meeting/...       what ranks say to each other in meeting_place.h
 //
 // Thread-safe. Nothing here throws: a Store that no longer answers is one more sign, not one more
 // error.
@@ -46,6 +47,13 @@ class TRIREME_API FaultBoard {
   // Tells the peers that this rank's program ends: by that error, or normally if it is empty. The
   // destructor says that the model has gone.
   void leave(const std::string& error) noexcept;
+
+  // Words under a key of the caller's.
+  void post(const std::string& key, const std::string& words) noexcept;
+  std::optional<std::string> posted(const std::string& key) const noexcept;
+  void withdraw(const std::string& key) noexcept;
+  bool has_store() const { return store_ != nullptr; }
+  std::chrono::milliseconds timeout() const { return store_->getTimeout(); }
 
   // Says what is known of the others, those that no longer run first, once all have left word or
   // `patience` is over.

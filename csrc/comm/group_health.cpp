@@ -2,6 +2,8 @@
 
 #include <c10/util/Exception.h>
 
+#include <utility>
+
 namespace trireme {
 
 std::optional<std::string> GroupHealth::failure() const {
@@ -25,6 +27,23 @@ bool GroupHealth::is_look_due() {
   auto before = looked_at_.load(std::memory_order_relaxed);
   const bool is_due = now - Clock::duration(before) >= std::chrono::seconds(1);
   return is_due && looked_at_.compare_exchange_strong(before, now.count());
+}
+
+void GroupHealth::set_watch(const void* owner, Watch watch) {
+  const std::lock_guard<std::mutex> lock(watch_mutex_);
+  watches_[owner] = std::move(watch);
+}
+
+void GroupHealth::drop_watch(const void* owner) {
+  const std::lock_guard<std::mutex> lock(watch_mutex_);
+  watches_.erase(owner);
+}
+
+std::optional<std::string> GroupHealth::waits_in_vain() const {
+  const std::lock_guard<std::mutex> lock(watch_mutex_);
+  for (const auto& [owner, watch] : watches_)
+    if (auto why = watch()) return why;
+  return std::nullopt;
 }
 
 void GroupHealth::check_usable(const std::string& operation) const {

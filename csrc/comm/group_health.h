@@ -2,10 +2,14 @@
 
 #include <trireme/comm/communicator.h>
 #include <trireme/comm/fault_board.h>
+#include <trireme/comm/progress.h>
 #include <trireme/common/error.h>
 
 #include <atomic>
 #include <chrono>
+#include <cstdint>
+#include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -36,8 +40,25 @@ struct GroupHealth {
   // Says whether it is time to look at the board, for who does not wait himself: once a second.
   bool is_look_due();
 
+  // A watch says why a wait that takes long is in vain, if it is. It belongs to `owner`, and is
+  // called by any thread that waits for an operation of the group.
+  using Watch = std::function<std::optional<std::string>()>;
+  void set_watch(const void* owner, Watch watch);
+  void drop_watch(const void* owner);
+  std::optional<std::string> waits_in_vain() const;
+
+  // Is that of the group's operations; see crossed_waits.h.
+  Progress& progress() { return *progress_; }
+  const std::shared_ptr<Progress>& shared_progress() const { return progress_; }
+  // These count what was made of this group; see meeting_place.h, crossed_waits.h.
+  std::atomic<int64_t> meeting_places{0};
+  std::atomic<int64_t> crossed_waits{0};
+
  private:
   mutable std::mutex mutex_;
+  std::shared_ptr<Progress> progress_ = std::make_shared<Progress>();
+  mutable std::mutex watch_mutex_;
+  std::map<const void*, Watch> watches_;
   std::optional<std::string> failure_;
   std::atomic<std::chrono::steady_clock::rep> looked_at_{0};
 };

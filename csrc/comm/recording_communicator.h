@@ -36,6 +36,9 @@ class TRIREME_API RecordingCommunicator final : public Communicator {
   void announce_failure(const std::string& reason) noexcept override;
   void recover() override;
   std::optional<std::string> failure() const override;
+  std::shared_ptr<GroupHealth> health() const override {
+    return inner_ ? inner_->health() : nullptr;
+  }
 
   const std::vector<WireRecord>& records() const { return records_; }
   void clear() { records_.clear(); }

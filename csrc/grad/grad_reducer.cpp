@@ -256,6 +256,7 @@ void GradReducer::collect(bool may_learn) {
 void GradReducer::send_map() {
   UsedMap& used = layout_.used();
   const at::Tensor& counts = used.own_wire(layout_.device());
+  if (comparison_.number) used.compare(comparison_.number(), comparison_.share, comparison_.world);
   used.write_to(counts, is_shadow());
   map_pending_ = wires_.own().reduce_map(counts);
 }
@@ -274,6 +275,7 @@ void GradReducer::settle_map(bool late) {
   const at::NoGradGuard no_grad;
   map_is_unread_ = false;
   layout_.used().finish_reading();
+  if (layout_.used().numbers_differ()) comparison_.refuse();
   queue_.deliver_by_map();
   layout_.update_trailing(step_, communicator_->world());
   if (layout_.used().changed_anywhere()) settle_changes(late);

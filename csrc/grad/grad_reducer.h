@@ -49,6 +49,14 @@ struct GradReducerOptions {
   bool compares_moved_values = false;
 };
 
+// How ranks that reduce find out, at no cost, whether some of them have the same number.
+struct NumberComparison {
+  std::function<int64_t()> number;  // at least 0; asked for when the used-map is sent
+  int64_t share = 0;                // see UsedMap::compare()
+  std::function<void()> refuse;     // called on all ranks if numbers differ, and throws
+  int64_t world = 0;                // how many ranks compare
+};
+
 // What a strategy makes a reducer of.
 struct GradReducerParts {
   std::shared_ptr<Communicator> communicator;  // all ranks that take part in a step
@@ -88,6 +96,12 @@ class TRIREME_API GradReducer final : public GradSink, public BackwardSteps {
   void expect_none(std::vector<bool> unused) {
     const auto lock = arming_->lock();
     unused_ = std::move(unused);
+  }
+
+  // Makes ranks compare numbers in each synchronized backward; nothing is done unless these are all
+  // the ranks that reduce.
+  void compare_numbers(NumberComparison comparison) {
+    if (comparison.world == communicator_->world()) comparison_ = std::move(comparison);
   }
 
   // Puts `hook` in the place of the wire. Throws c10::Error on a second call, and while a backward
@@ -193,6 +207,7 @@ class TRIREME_API GradReducer final : public GradSink, public BackwardSteps {
   double divisor_ = 1;
   std::vector<bool> unused_;  // see expect_none(); empty: none
   bool keeps_buckets_ = false;
+  NumberComparison comparison_;
 
   // the step that runs
   int64_t step_ = 0;

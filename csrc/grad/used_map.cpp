@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
+#include <cmath>
 
 namespace trireme {
 
@@ -10,6 +11,16 @@ UsedMap::UsedMap(int64_t parameters)
     : parameters_(parameters),
       used_here_(static_cast<size_t>(parameters), false),
       counts_(static_cast<size_t>(parameters), 0) {}
+
+// All summands are whole numbers, and so is the sum of their magnitudes below 2^24, which fp32
+// holds: |share * number| summed up is below 2 * world * range, and each change adds 4 * world *
+// range.
+void UsedMap::compare(int64_t number, int64_t share, int64_t world) {
+  constexpr int64_t kMostRange = 4096;
+  const int64_t range = std::min(kMostRange, (int64_t{1} << 24) / (4 * world * (world + 1)));
+  change_ = static_cast<float>(std::max<int64_t>(4 * world * range, 1));
+  compared_ = range > 1 ? static_cast<float>(share * (number % range)) : 0.0F;
+}
 
 const at::Tensor& UsedMap::own_wire(c10::Device device) {
   if (!own_wire_.defined())
@@ -24,7 +35,7 @@ void UsedMap::write_to(const at::Tensor& wire, bool shadow) const {
   if (!shadow) {
     for (int64_t i = 0; i < parameters_; ++i) values[i] = used_here(i) ? 1.0F : 0.0F;
   }
-  values[parameters_] = changed_here_ ? 1.0F : 0.0F;
+  values[parameters_] = (changed_here_ ? change_ : 0.0F) + compared_;
   wire.copy_(host, /*non_blocking=*/goes_to_gpu);
 }
 
@@ -46,7 +57,9 @@ void UsedMap::finish_reading() {
   for (int64_t i = 0; i < parameters_; ++i) {
     counts_[static_cast<size_t>(i)] = static_cast<int64_t>(values[i]);
   }
-  changed_anywhere_ = values[parameters_] > 0;
+  const float changes = std::round(values[parameters_] / change_);
+  changed_anywhere_ = changes > 0;
+  numbers_differ_ = values[parameters_] != changes * change_;
   read_.reset();
 }
 

@@ -12,8 +12,9 @@
 namespace trireme {
 
 // Says which parameters were used since the last synchronization, and by how many ranks; with it,
-// one flag: did any rank change what it trains. Summed over the ranks it travels behind the last
-// bucket's gradients (4 or 8 bytes per parameter), or alone where that bucket cannot carry it.
+// one flag: did any rank change what it trains. In the flag's place ranks may compare a number.
+// Summed over the ranks it travels behind the last bucket's gradients (4 or 8 bytes per parameter),
+// or alone where that bucket cannot carry it.
 class TRIREME_API UsedMap {
  public:
   explicit UsedMap(int64_t parameters);
@@ -24,6 +25,9 @@ class TRIREME_API UsedMap {
   bool used_here(int64_t parameter) const { return used_here_[static_cast<size_t>(parameter)]; }
   void mark_changed() { changed_here_ = true; }
   bool changed_here() const { return changed_here_; }
+  // Compares `number` between ranks whose shares sum up to zero, of `world` that reduce: as many of
+  // its lower bits as the sum in fp32 has room for, 12 among up to 31 ranks, none among 1450.
+  void compare(int64_t number, int64_t share, int64_t world);
 
   // Returns a tensor in which the map travels alone, the same one at each call.
   const at::Tensor& own_wire(c10::Device device);
@@ -39,6 +43,7 @@ class TRIREME_API UsedMap {
   // change.
   int64_t ranks_using(int64_t parameter) const { return counts_[static_cast<size_t>(parameter)]; }
   bool changed_anywhere() const { return changed_anywhere_; }
+  bool numbers_differ() const { return numbers_differ_; }
 
   // Begins anew when a synchronization is over; what follows counts for the next.
   void clear();
@@ -47,8 +52,11 @@ class TRIREME_API UsedMap {
   int64_t parameters_;
   std::vector<bool> used_here_;
   bool changed_here_ = false;
+  float change_ = 1;  // what the flag adds, more than all that is compared
+  float compared_ = 0;
   std::vector<int64_t> counts_;
   bool changed_anywhere_ = false;
+  bool numbers_differ_ = false;
   at::Tensor own_wire_;
   at::Tensor read_;  // on the CPU
   std::optional<StreamHandoff> handoff_;

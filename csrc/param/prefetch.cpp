@@ -2,20 +2,32 @@
 
 #include <trireme/comm/c10d/custom_communicator.h>
 #include <trireme/common/error.h>
+#include <trireme/common/language.h>
 #include <trireme/common/trace.h>
 
 #include <ATen/ATen.h>
 
 #include <algorithm>
+#include <chrono>
 #include <set>
 #include <string>
+#include <utility>
 
 // See [Note: in which order units are gathered] in prefetch.h.
 
 namespace trireme {
 namespace {
 
-constexpr int64_t kNothing = -1;  // this rank needs no more
+constexpr int64_t kNothing = -1;      // this rank needs no more
+constexpr size_t kMostForwards = 64;  // forwards whose order is kept for backward
+constexpr std::chrono::milliseconds kPatience{2000};
+constexpr Advice kUseAlike{
+    .cpp =
+        "Let all ranks run the same passes, and use a unit as often as the others do. Call "
+        "set_dynamic_gather(true) on the model if ranks use different units.",
+    .python =
+        "Let all ranks run the same passes, and use a unit as often as the others do. Call "
+        "set_dynamic_gather(True) on the model if ranks use different units."};
 
 }  // namespace
 
@@ -26,6 +38,28 @@ Prefetch::Prefetch(const std::vector<std::shared_ptr<ParamGroup>>& groups,
   if (!groups_.empty())
     communicator_ = plain_of(agrees_with ? agrees_with : groups_.front()->gathers_with());
   states_.resize(groups_.size());
+  if (groups_.empty()) return;
+  meeting_ = std::make_unique<MeetingPlace>(communicator_->health());
+  crossed_ = std::make_unique<CrossedWaits>(communicator_->health());
+  crossed_->add(meeting_->progress());
+  watch(*communicator_);
+  for (const auto& group : groups_) {
+    watch(*group->gathers_with());
+    if (group->reshards_with()) watch(*group->reshards_with());
+  }
+}
+
+Prefetch::~Prefetch() {
+  for (const auto& health : watched_) health->drop_watch(this);
+}
+
+void Prefetch::watch(const Communicator& communicator) {
+  const std::shared_ptr<GroupHealth> health = communicator.health();
+  const bool has_all = communicator_ && communicator.world() >= communicator_->world();
+  if (!health || !has_all) return;
+  crossed_->add(health->shared_progress());
+  health->set_watch(this, [this] { return waits_in_vain(); });
+  watched_.push_back(health);
 }
 
 Prefetch::Index Prefetch::index_of(const ParamGroup* group) const {
@@ -41,38 +75,50 @@ bool Prefetch::reshards(Index index) const {
 }
 
 void Prefetch::begin_forward(const ParamGroup* entry, bool trains) {
-  if (groups_.empty()) return;
+  if (groups_.empty()) {
+    ++forward_.number;
+    return;
+  }
+  begin_pass(Pass::kForward);
+  forward_ = {{index_of(entry), trains}, forward_.number + 1};
+  const Plan* known = dynamic_ ? nullptr : plans_.find(forward_.key);
+  learns_ = known == nullptr;
+  if (known) plan_ = *known;
+  // Ranks that all know other plans may not all come to a kind of pass that is new.
+  if (learns_ && !dynamic_ && !plans_.is_empty() && !plans_.find_last(forward_.key))
+    meet("has not run before");
+}
+
+void Prefetch::begin_pass(Pass pass) {
   for (State& state : states_) state.claims = 0;  // left by an exception
-  pass_ = Pass::kForward;
-  key_ = {index_of(entry), trains};
-  const auto known = plans_.find(key_);
-  learns_ = dynamic_ || known == plans_.end();
-  plan_ = learns_ ? Plan() : known->second;
+  pass_ = pass;
+  plan_.clear();
   next_ = 0;
+  left_.reset();
 }
 
 void Prefetch::begin_backward() {
   if (groups_.empty() || pass_ == Pass::kBackward) return;
-  for (State& state : states_) state.claims = 0;
-  pass_ = Pass::kBackward;
+  begin_pass(Pass::kBackward);
   learns_ = dynamic_;
-  plan_.clear();
-  next_ = 0;
 }
 
-void Prefetch::enter_forward(const Key& key) {
-  const auto forward = plans_.find(key);
-  if (learns_ || forward == plans_.end()) return;
-  const Plan& used = forward->second;
-  const bool has_entry = !used.empty() && used.front() == key.first;
-  if (has_entry) plan_.push_back(key.first);
+void Prefetch::enter_forward(const Forward& forward) {
+  if (learns_) return;
+  const auto own = gathered_.find(forward.number);
+  const Plan* plan = own == gathered_.end() ? plans_.find_last(forward.key) : &own->second;
+  if (!plan) return;
+  const Plan& used = *plan;
+  const Index entry = forward.key.first;
+  const bool has_entry = !used.empty() && used.front() == entry;
+  if (has_entry) plan_.push_back(entry);
   plan_.insert(plan_.end(), used.rbegin(), used.rend() - (has_entry ? 1 : 0));
 }
 
 void Prefetch::repeat_forward(const ParamGroup* entry) {
-  const auto forward = plans_.find({index_of(entry), false});
-  if (learns_ || forward == plans_.end()) return;
-  plan_.insert(plan_.end(), forward->second.begin(), forward->second.end());
+  const Plan* forward = plans_.find_last({index_of(entry), false});
+  if (learns_ || !forward) return;
+  plan_.insert(plan_.end(), forward->begin(), forward->end());
 }
 
 bool Prefetch::may_have_been_needed(const ParamGroup& group) const {
@@ -82,12 +128,12 @@ bool Prefetch::may_have_been_needed(const ParamGroup& group) const {
 
 void Prefetch::claim(Index index) {
   State& state = state_of(index);
-  if (pass_ == Pass::kForward && key_.second) state.was_used = true;
+  if (pass_ == Pass::kForward && forward_.key.second) state.was_used = true;
   if (state.claims > 0) return;
   if (learns_) {
     agree(index);
-  } else {
-    gather_up_to(index);
+  } else if (!gather_up_to(index) && !groups_[static_cast<size_t>(index)]->has_unsharded()) {
+    leave_plan(index);
   }
 }
 
@@ -96,7 +142,7 @@ void Prefetch::need_later(ParamGroup& group) {
   if (index == kNothing) return;
   state_of(index).was_needed = true;
   if (pass_ != Pass::kNone) return claim(index);
-  if (!group.has_unsharded()) group.unshard();
+  if (!group.has_unsharded()) gather_now(index);
   state_of(index).is_kept = true;
 }
 
@@ -107,17 +153,8 @@ void Prefetch::need(ParamGroup& group) {
   State& state = state_of(index);
   state.claims = std::max<int64_t>(state.claims - 1, 0);
   // It is kept, and backward comes back to it as often: the first time must not take its memory.
-  if (pass_ == Pass::kForward && key_.second && ++state.uses > 1 && !reshards(index))
+  if (pass_ == Pass::kForward && forward_.key.second && ++state.uses > 1 && !reshards(index))
     state.is_held = true;
-  TORCH_CHECK(group.has_unsharded(),
-              error_text("fully_shard",
-                         "unit '" + group.label() + "' is needed in a " +
-                             (pass_ == Pass::kForward ? "forward" : "backward") +
-                             " after its place in the order of gathers, which the first forward "
-                             "has set",
-                         communicator_->rank_of(),
-                         "Call set_dynamic_gather(True) on the model if units are used in varying "
-                         "order, or keep this one unsharded (set_reshard_after_forward(False))."));
   if (pass_ != Pass::kNone && !learns_) gather_ahead(index);
   group.wait_for_unshard();
 }
@@ -147,14 +184,31 @@ void Prefetch::drop(ParamGroup& group) {
 // Tells the others what this rank needs, and gathers what any rank does. Returns whether any rank
 // still needs something.
 bool Prefetch::agree(Index wanted) {
+  enum Said : int64_t { kWanted, kHash, kUsed, kNeeded, kCount };
+  const GatherPlans::Left left = left_.value_or(GatherPlans::Left());
+  const int64_t hash = gathered_hash();
   // Exchanges numbers on the CPU where that may be, whose waits watch the other ranks.
-  const auto options = at::TensorOptions().dtype(at::kLong).device(communicator_->device());
-  const at::Tensor all = at::empty({communicator_->world()}, options);
-  const at::Tensor own = at::full({1}, wanted, options);
+  const auto on_host = at::TensorOptions().dtype(at::kLong);
+  const auto options = on_host.device(communicator_->device());
+  const at::Tensor all = at::empty({communicator_->world() * kCount}, options);
+  const at::Tensor own =
+      at::tensor({wanted, hash, left.used, left.needed}, on_host).to(options.device());
   communicator_->all_gather({all}, {own}, "units that ranks need").wait();
   const at::Tensor host = all.cpu();
-  const int64_t* begin = host.const_data_ptr<int64_t>();
-  std::set<Index> needed(begin, begin + host.numel());
+  const int64_t* said = host.const_data_ptr<int64_t>();
+  std::set<Index> needed;
+  int64_t most[kCount] = {};
+  bool is_alike = true;
+  for (int64_t rank = 0; rank < communicator_->world(); ++rank, said += kCount) {
+    needed.insert(said[kWanted]);
+    is_alike = is_alike && said[kHash] == hash;
+    for (int64_t i = 0; i < kCount; ++i) most[i] = std::max(most[i], said[i]);
+  }
+  if (!is_alike) refuse_difference();
+  if (left_) {
+    left_->used = most[kUsed];
+    left_->needed = most[kNeeded];
+  }
   needed.erase(kNothing);
   for (const Index index : needed) {
     plan_.push_back(index);
@@ -162,6 +216,75 @@ bool Prefetch::agree(Index wanted) {
     if (wanted == kNothing) leave(index, /*is_last=*/false);
   }
   return !needed.empty();
+}
+
+// Leaves the plan together with all other ranks, since this one needs what has no place there.
+void Prefetch::leave_plan(Index wanted) {
+  GatherPlans::Left& left = left_.emplace();
+  for (size_t place = 0; place < next_; ++place) {
+    if (state_of(plan_[place]).claims > 0) continue;
+    left.used = static_cast<int64_t>(place) + 1;
+    ++left.needed;
+  }
+  // Who is behind gathers what the others have.
+  left.gathered = meet("needs unit '" + groups_[static_cast<size_t>(wanted)]->label() +
+                       "', for which the learned order has no place any more");
+  while (next_ < std::min(plan_.size(), static_cast<size_t>(left.gathered))) gather_next();
+  plan_.resize(next_);
+  learns_ = true;
+  agree(wanted);
+}
+
+// Keeps what this pass has gathered, which is the same on all ranks.
+void Prefetch::learn_plan() {
+  if (pass_ != Pass::kForward) return;
+  if (left_) {
+    left_->instead.assign(plan_.begin() + left_->gathered, plan_.end());
+    plans_.leave(forward_.key, *left_, plan_);
+  } else {
+    plans_.learn(forward_.key, plan_);
+  }
+  if (!forward_.key.second) return;
+  if (gathered_.size() == kMostForwards) gathered_.erase(gathered_.begin());
+  gathered_[forward_.number] = plan_;
+}
+
+// Waits for all ranks, who say why they come ("needs unit 'a'"), and returns how many places of the
+// plan any of them has gathered.
+int64_t Prefetch::meet(const std::string& why) {
+  const std::vector<int64_t> places = meeting_->meet(
+      static_cast<int64_t>(next_),
+      "all ranks in a " + std::string(pass_ == Pass::kForward ? "forward" : "backward") + " that " +
+          why + ", after gather " + std::to_string(log_.count()));
+  return *std::max_element(places.begin(), places.end());
+}
+
+std::optional<std::string> Prefetch::waits_in_vain() {
+  const std::optional<std::string> crossed = crossed_->look();
+  if (!crossed) return std::nullopt;
+  const std::string text =
+      error_text("fully_shard", *crossed, communicator_->rank_of(), in_language(kUseAlike));
+  communicator_->announce_failure(text);
+  return text;
+}
+
+void Prefetch::refuse_difference() {
+  std::vector<std::string> names;
+  for (const auto& group : groups_) names.push_back(group->label());
+  const std::string found =
+      GatherLog::difference(meeting_->exchange(log_.text(), kPatience), names);
+  const std::string text = error_text(
+      "fully_shard",
+      "ranks have gathered units in different orders, so that what came of it is wrong: " +
+          (found.empty() ? "see the errors of other ranks" : found),
+      communicator_->rank_of(), in_language(kUseAlike));
+  communicator_->announce_failure(text);
+  C10_THROW_ERROR(DistBackendError, text);
+}
+
+int64_t Prefetch::share_in_sum() const {
+  const RankOf where = communicator_->rank_of();
+  return where.rank + 1 < where.world ? 1 : 1 - where.world;
 }
 
 void Prefetch::gather_next() {
@@ -173,18 +296,25 @@ void Prefetch::gather_next() {
 void Prefetch::gather(Index index) {
   State& state = state_of(index);
   if (state.is_kept) return;
-  groups_[static_cast<size_t>(index)]->unshard();
+  gather_now(index);
   state.is_kept = !reshards(index);
 }
 
-void Prefetch::gather_up_to(Index index) {
+void Prefetch::gather_now(Index index) {
+  log_.note(index, pass_);
+  groups_[static_cast<size_t>(index)]->unshard();
+}
+
+// Returns whether the plan has a place for the unit.
+bool Prefetch::gather_up_to(Index index) {
   const auto ahead = std::find(plan_.begin() + static_cast<int64_t>(next_), plan_.end(), index);
-  if (ahead == plan_.end()) return;  // it may still be there
+  if (ahead == plan_.end()) return false;
   for (const auto end = static_cast<size_t>(ahead - plan_.begin()) + 1; next_ < end;) {
     gather_next();
     const Index gathered = plan_[next_ - 1];
     if (gathered != index) drop_unused(gathered);
   }
+  return true;
 }
 
 // What no forward of this rank has used its backward does not need.
@@ -234,7 +364,7 @@ void Prefetch::leave(Index index, bool is_last) {
   state.claims = 0;
   ParamGroup& group = *groups_[static_cast<size_t>(index)];
   if (is_last && !learns_ && !comes_again(index)) group.memory().forget_pieces();
-  group.reshard();
+  groups_[static_cast<size_t>(index)]->reshard();
 }
 
 void Prefetch::end_pass(bool is_last) {
@@ -255,7 +385,7 @@ void Prefetch::end_pass(bool is_last) {
     state.is_kept = false;
     state.is_held ? groups_[i]->show_sharded() : groups_[i]->reshard();
   }
-  if (pass_ == Pass::kForward && learns_) plans_[key_] = plan_;
+  if (learns_) learn_plan();
   pass_ = Pass::kNone;
 }
 
@@ -276,7 +406,8 @@ void Prefetch::reset() noexcept {
 }
 
 void Prefetch::expire() {
-  forget_pieces();  // before they are copied
+  gathered_.clear();  // no graph goes on over a step
+  forget_pieces();    // before they are copied
   for (size_t i = 0; i < groups_.size(); ++i) {
     groups_[i]->reshard();
     states_[i].is_kept = states_[i].is_held = false;

@@ -3,13 +3,18 @@
 // Parameter path 3/3. In: param_group.h  Out: forward and backward
 
 #include <trireme/comm/communicator.h>
+#include <trireme/comm/crossed_waits.h>
+#include <trireme/comm/meeting_place.h>
 #include <trireme/common/export.h>
+#include <trireme/param/gather_log.h>
+#include <trireme/param/gather_plans.h>
 #include <trireme/param/param_group.h>
 
 #include <cstdint>
 #include <map>
 #include <memory>
-#include <utility>
+#include <optional>
+#include <string>
 #include <vector>
 
 namespace trireme {
@@ -25,14 +30,39 @@ namespace trireme {
 // the same on all ranks. A backward's plan is the reverse of each forward's that it comes to, but
 // for the unit at which that began: around all others, it is the first that backward comes to.
 //
-// Where the plan is known, the next units are on their way while one computes.
+// Where the plan is known, the next units are on their way while one computes. Nothing else goes
+// over the wire then.
+//
+// A unit that has no place in the plan any more, and is not there, makes a rank leave the plan. It
+// must not gather by itself: a peer that goes on by the plan would gather something else at this
+// moment, and both would get parts of two units. So it waits until all ranks have left (by the
+// Store, where nothing else can be met; meeting_place.h); those that were behind gather what the
+// others have, and from there on the pass is like a first one. What becomes of the plan:
+// [Note: plans that fail] in gather_plans.h.
 //
 // What a rank gathers for others only goes again at once where that is certain: what is left when
 // its pass is over, and in backward what no forward of its has used. What it passes over before
 // that stays until the pass is over, since it may need it yet, in another order.
 //
-// A unit that is needed after its last place in the plan, and is not there any more, cannot be had:
-// an error says so. With set_dynamic() there is no plan, and every pass is like the first.
+// With set_dynamic() there is no plan, and every pass is like the first: ranks may differ in
+// whatever they use.
+//
+// [Note: how ranks that differ find out]
+//
+// Inside of a pass they cannot gather different units, as all gather by one plan or by what they
+// have just agreed about. What may differ is the pass itself: one rank is in a forward and another
+// one in a backward, one runs a part of the model and another one all of it. Then
+//
+//   they wait for each other: one has left its plan, or begins a kind of pass that it has not seen
+//   yet, or gathers what the others do not. These are in other gathers, or reduce gradients. Within
+//   two seconds one of them says who waits for what: [Note: crossed waits] in comm/crossed_waits.h
+//
+//   both gather by plan: each keeps a hash of all gathers, which is compared whenever ranks agree
+//   about a unit, and at the end of each backward that averages gradients. There it travels in a
+//   number that is sent in any case (grad/used_map.h). So such a backward raises, before its
+//   gradients are stepped with, and names the first gather that differs
+//
+// Ranks that share no shards (replicas) need not gather alike, and are not compared.
 //
 // All ranks agree about which units are there when a pass begins: those that were needed by anybody
 // and are not resharded after forward. These are not gathered again until somebody writes. They
@@ -48,16 +78,22 @@ class TRIREME_API Prefetch {
   // all their ranks.
   explicit Prefetch(const std::vector<std::shared_ptr<ParamGroup>>& groups,
                     const std::shared_ptr<Communicator>& agrees_with = nullptr);
+  ~Prefetch();
+  Prefetch(const Prefetch&) = delete;
+  Prefetch& operator=(const Prefetch&) = delete;
 
   // Begins a pass. `entry` is the group of the unit at which a forward begins, null for a unit
   // without one.
   void begin_forward(const ParamGroup* entry, bool trains);
   void begin_backward();
-  // Hears that the backward has come to a forward, for the first time; `key` is what forward_key()
-  // was in that forward.
-  using Key = std::pair<int64_t, bool>;  // where a forward begins, whether it trains
-  const Key& forward_key() const { return key_; }
-  void enter_forward(const Key& key);
+  // Hears that the backward has come to a forward, for the first time; `forward` is what
+  // last_forward() was in it.
+  struct Forward {
+    GatherPlans::Key key;
+    int64_t number = 0;  // counts forwards
+  };
+  const Forward& last_forward() const { return forward_; }
+  void enter_forward(const Forward& forward);
   // Hears that the backward computes a whole forward again that was without gradients (a reentrant
   // checkpoint around the outermost unit).
   void repeat_forward(const ParamGroup* entry);
@@ -71,8 +107,8 @@ class TRIREME_API Prefetch {
   bool is_in_pass() const { return pass_ != Pass::kNone; }
 
   // Returns when the group's parameters are there. All ranks must need the same group outside of a
-  // pass; see above for one in a pass. Throws c10::Error naming the unit that cannot be had, and
-  // what a gather throws.
+  // pass; see above for one in a pass. Throws c10::DistBackendError where ranks differ, and what a
+  // gather throws.
   void need(ParamGroup& group);
   // Starts to gather the group's parameters for a caller who needs them later, and then calls
   // need(). Does not wait until they are there.
@@ -107,10 +143,20 @@ class TRIREME_API Prefetch {
   void set_backward_prefetch(const ParamGroup& group, const std::vector<const ParamGroup*>& ahead);
   void set_dynamic(bool dynamic);
 
+  // Lets long waits of the communicator find out that ranks wait for each other crosswise. Called
+  // alike on all ranks.
+  void watch(const Communicator& communicator);
+  // These serve ranks that compare what they have gathered in sum: a number that is equal where all
+  // was; what to multiply it by, so that sums of equal ones are zero.
+  int64_t gathered_hash() const { return log_.hash(); }
+  int64_t share_in_sum() const;
+  // Says which gather differs between ranks, all of which call it: throws c10::DistBackendError.
+  [[noreturn]] void refuse_difference();
+
  private:
-  enum class Pass : uint8_t { kNone, kForward, kBackward };
+  using Pass = GatherLog::Pass;
   using Index = int64_t;
-  using Plan = std::vector<Index>;
+  using Plan = GatherPlans::Plan;
   struct State {
     int64_t claims = 0;     // places in the plan that were gathered and not needed yet
     bool is_kept = false;   // there, and not gathered again, until expire(); the same on all ranks
@@ -128,9 +174,15 @@ class TRIREME_API Prefetch {
   bool comes_again(Index index) const;
   bool reshards(Index index) const;
   bool agree(Index wanted);
+  void leave_plan(Index wanted);
+  void learn_plan();
+  int64_t meet(const std::string& why);
+  std::optional<std::string> waits_in_vain();
   void gather(Index index);
+  void gather_now(Index index);
   void gather_next();
-  void gather_up_to(Index index);
+  bool gather_up_to(Index index);
+  void begin_pass(Pass pass);
   void gather_ahead(Index index);
   void gather_for_others(bool is_last);
   void leave(Index index, bool is_last);
@@ -140,15 +192,21 @@ class TRIREME_API Prefetch {
   std::vector<std::shared_ptr<ParamGroup>> groups_;
   std::shared_ptr<Communicator> communicator_;
   std::vector<State> states_;
-  std::map<Key, Plan> plans_;
+  GatherPlans plans_;
+  std::map<int64_t, Plan> gathered_;  // what forwards that made their plans did, by number
   bool dynamic_ = false;
+  GatherLog log_;
+  std::unique_ptr<MeetingPlace> meeting_;
+  std::unique_ptr<CrossedWaits> crossed_;
+  std::vector<std::shared_ptr<GroupHealth>> watched_;
 
   // the pass
   Pass pass_ = Pass::kNone;
-  Key key_;              // key of the last forward
+  Forward forward_;      // the last one
   bool learns_ = false;  // this pass makes its plan
   Plan plan_;
-  size_t next_ = 0;  // place in plan_
+  size_t next_ = 0;                        // place in plan_
+  std::optional<GatherPlans::Left> left_;  // set while it is left, and afterwards
 };
 
 }  // namespace trireme

@@ -112,7 +112,7 @@ constexpr int64_t kSmallBytes = 64 * 1024;
 // Holds the works of one verb, in the order they were issued.
 class WorkState final : public Pending::State {
  public:
-  WorkState(std::shared_ptr<GroupHealth> health, std::string operation)
+  WorkState(std::shared_ptr<GroupHealth> health, Operation operation)
       : health_(std::move(health)), operation_(std::move(operation)) {}
 
   void add(WorkPtr work, TensorList alive, std::function<void()> afterwards = {}) {
@@ -163,7 +163,7 @@ class WorkState final : public Pending::State {
   }
 
   std::shared_ptr<GroupHealth> health_;
-  std::string operation_;
+  Operation operation_;
   std::vector<Part> parts_;
   size_t next_ = 0;
   std::shared_ptr<Stamp> finished_ = std::make_shared<Stamp>(0);
@@ -345,7 +345,7 @@ class C10dCommunicator final : public Communicator {
 
   std::unique_ptr<WorkState> begin(const char* verb, const std::string& label) {
     begin(verb + (" of " + label));
-    return std::make_unique<WorkState>(health_, operation_);
+    return std::make_unique<WorkState>(health_, Operation{operation_, health_->progress().start()});
   }
 
   std::unique_ptr<Messages> begin_messages(std::string operation) {

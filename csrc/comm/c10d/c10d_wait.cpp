@@ -28,6 +28,16 @@ std::string without_frills(std::string cause) {
   return cause.substr(0, cause.find(". This is typically caused by"));
 }
 
+// Throws what a look at the board says: a peer has failed, or this wait has no end.
+void look_around(const std::string& operation, GroupHealth& health) {
+  if (const auto announced = health.board.announced())
+    throw_peer_failure(operation, *announced, health);
+  if (const auto why = health.waits_in_vain()) {
+    health.set_failure(*why);
+    C10_THROW_ERROR(DistBackendError, *why);
+  }
+}
+
 [[noreturn]] void throw_engine_failure(const std::string& operation, const std::string& cause,
                                        GroupHealth& health) {
   if (const auto announced = health.board.announced()) {
@@ -71,23 +81,19 @@ void rethrow_named(const std::string& operation, GroupHealth& health,
   }
 }
 
-void wait_for_work(c10d::Work& work, bool on_cpu, const std::string& operation,
-                   GroupHealth& health) {
-  rethrow_named(operation, health, [&] {
+void wait_for_work(c10d::Work& work, bool on_cpu, const Operation& operation, GroupHealth& health) {
+  rethrow_named(operation.name, health, [&] {
     // Orders streams and returns; the engine's own watchdog holds the deadline. Until that bites, a
     // rank whose device waits in vain goes on to enqueue, and comes here.
     if (!on_cpu) {
       work.wait();
-      if (!health.is_look_due()) return;
-      if (const auto announced = health.board.announced()) {
-        throw_peer_failure(operation, *announced, health);
-      }
+      if (health.is_look_due()) look_around(operation.name, health);
       return;
     }
+    WaitInProgress wait(health.progress(), operation.number);
     for (milliseconds slice = kFirstLook; !wait_slice(work, slice); slice = kNextLook) {
-      if (const auto announced = health.board.announced()) {
-        throw_peer_failure(operation, *announced, health);
-      }
+      wait.takes_long(operation.name);
+      look_around(operation.name, health);
     }
   });
 }
@@ -111,9 +117,7 @@ void wait_for_future(c10::ivalue::Future& future, const std::string& operation,
     std::unique_lock<std::mutex> lock(signal->mutex);
     if (signal->finished.wait_for(lock, slice, [&] { return signal->done; })) break;
     lock.unlock();
-    if (const auto announced = health.board.announced()) {
-      throw_peer_failure(operation, *announced, health);
-    }
+    look_around(operation, health);
   }
   rethrow_named(operation, health,
                 [&] { future.waitAndThrow(); });  // orders the caller's streams too

@@ -21,7 +21,7 @@ class CustomCommunicator::Flat final : public Pending::State {
   bool done() const override { return !work_ || work_->isCompleted(); }
   void wait() override {
     if (!copy_out_) return;
-    if (work_) wait_for_work(*work_, on_cpu_, operation_, *health_);
+    if (work_) wait_for_work(*work_, on_cpu_, {operation_}, *health_);
     const at::NoGradGuard no_grad;
     std::exchange(copy_out_, nullptr)();
   }

@@ -75,8 +75,29 @@ std::shared_ptr<Fsdp> Fsdp::make(Request request) {
       const auto alive = self.lock();
       return alive ? alive->unused_groups() : std::vector<bool>();
     });
+    made->compare_gathers(request);
   }
   return made;
+}
+
+// See [Note: how ranks that differ find out] in param/prefetch.h.
+void Fsdp::compare_gathers(const Request& request) {
+  for (const FsdpRanks& ranks : request.ranks) prefetch_.watch(*ranks.communicator);
+  reducers_.compare_numbers({.number =
+                                 [self = weak_from_this()] {
+                                   const auto alive = self.lock();
+                                   if (!alive) return int64_t{0};
+                                   // What is left of the pass belongs to it.
+                                   if (alive->prefetch_.is_in_pass()) alive->end_pass_of_backward();
+                                   return alive->prefetch_.gathered_hash();
+                                 },
+                             .share = prefetch_.share_in_sum(),
+                             .refuse =
+                                 [self = weak_from_this()] {
+                                   if (const auto alive = self.lock())
+                                     alive->prefetch_.refuse_difference();
+                                 },
+                             .world = communicator_->world()});
 }
 
 std::vector<bool> Fsdp::unused_groups() const {
@@ -131,7 +152,6 @@ void Fsdp::pre_forward(const Forward& forward, const std::vector<at::Tensor>& in
 void Fsdp::begin_forward(const Forward& forward) {
   has_told_backward_ = false;
   if (tell_pass_) tell_pass_({false, forward.group});
-  ++forward_;
   for (const auto& group : groups_) group->follow_requires_grad();
   reducers_.before_forward();
   begin_reading();
@@ -187,11 +207,11 @@ std::shared_ptr<Fsdp::Use> Fsdp::close(const Forward& forward) {
 void Fsdp::watch_outputs(const Forward& forward, const std::vector<at::Tensor>& outputs,
                          const std::shared_ptr<Use>& use) {
   if (!forward.group && !forward.is_root) return;
-  const Pass pass{forward_, prefetch_.forward_key()};
+  const Prefetch::Forward last = prefetch_.last_forward();
   for (const at::Tensor& output : outputs) {
     if (!output.requires_grad() || output.is_leaf()) continue;
-    const auto arrived = [self = weak_from_this(), group = forward.group, use, pass] {
-      if (const auto alive = self.lock()) alive->pre_backward(group.get(), use.get(), pass);
+    const auto arrived = [self = weak_from_this(), group = forward.group, use, last] {
+      if (const auto alive = self.lock()) alive->pre_backward(group.get(), use.get(), last);
     };
     on_output_gradient(output, arrived, use ? use->first_node : 0);
   }
@@ -371,9 +391,9 @@ void Fsdp::enter_backward() {
 }
 
 // The backward that runs has reached a unit.
-void Fsdp::pre_backward(ParamGroup* group, Use* use, const Pass& pass) {
+void Fsdp::pre_backward(ParamGroup* group, Use* use, const Prefetch::Forward& forward) {
   enter_backward();
-  if (forwards_in_backward_.insert(pass.number).second) prefetch_.enter_forward(pass.key);
+  if (forwards_in_backward_.insert(forward.number).second) prefetch_.enter_forward(forward);
   if (group == nullptr) return;
   if (use != nullptr && use->backward != backward_) {
     use->backward = backward_;
@@ -400,16 +420,20 @@ void Fsdp::shadow_forward(const std::shared_ptr<ParamGroup>& entry) {
 void Fsdp::shadow_backward() {
   if (prefetch_.gathers()) {
     prefetch_.begin_backward();
-    prefetch_.enter_forward(prefetch_.forward_key());
+    prefetch_.enter_forward(prefetch_.last_forward());
     prefetch_.gather_rest();  // the others reduce meanwhile
   }
   if (reducers_.synchronizes()) reducers_.shadow_backward();
+  end_pass_of_backward();
+}
+
+void Fsdp::end_pass_of_backward() {
   prefetch_.end_pass(/*is_last=*/reducers_.synchronizes() && !manual_);
 }
 
 void Fsdp::finish_backward() {
   try {
-    prefetch_.end_pass(/*is_last=*/reducers_.synchronizes() && !manual_);
+    end_pass_of_backward();
   } catch (...) {
     abandon_backward(text_of(std::current_exception()));
     throw;

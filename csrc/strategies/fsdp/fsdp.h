@@ -156,11 +156,6 @@ class TRIREME_API Fsdp : public std::enable_shared_from_this<Fsdp> {
  private:
   class PostBackward;
   struct Use;
-  // A forward of the outermost unit that backward may come to.
-  struct Pass {
-    int64_t number = 0;
-    Prefetch::Key key;
-  };
   explicit Fsdp(const Request& request);
   std::vector<bool> unused_groups() const;
   void begin_forward(const Forward& forward);
@@ -171,8 +166,10 @@ class TRIREME_API Fsdp : public std::enable_shared_from_this<Fsdp> {
                      const std::shared_ptr<Use>& use);
   void enter_backward();
   void tell_backward();
-  void pre_backward(ParamGroup* group, Use* use, const Pass& pass);
+  void pre_backward(ParamGroup* group, Use* use, const Prefetch::Forward& forward);
   void post_backward(ParamGroup& group, Use& use);
+  void compare_gathers(const Request& request);
+  void end_pass_of_backward();
   void finish_backward();
   void abandon_backward(const std::string& why) noexcept;
   std::string abandoned_text(const std::string& what) const;
@@ -199,7 +196,6 @@ class TRIREME_API Fsdp : public std::enable_shared_from_this<Fsdp> {
   std::vector<Open> open_;
   std::map<const ParamGroup*, int64_t> uses_in_backward_;  // counts those of units that gather
   int64_t backward_ = 0;                                   // counts backwards
-  int64_t forward_ = 0;
   std::set<int64_t> forwards_in_backward_;
   bool in_backward_ = false;
   bool manual_ = false;

@@ -104,9 +104,10 @@ class TRIREME_API ShardedModule : public torch::nn::Module, public HoldsParts {
   void set_reshard_after_backward(bool reshard);
 
   // These name the units that are on their way, by plan, while this one computes, in place of the
-  // next one (param/prefetch.h); set_dynamic_gather() makes every forward plan anew, for units that
-  // are used in varying order. The outermost unit must be in use already, unless this one is the
-  // outermost. Called alike on all ranks; without effect where parameters are not gathered.
+  // next one (param/prefetch.h); set_dynamic_gather() lets ranks agree about each gather, for those
+  // that use other units than the others. The outermost unit must be in use already, unless this
+  // one is the outermost. Called alike on all ranks; without effect where parameters are not
+  // gathered.
   void set_forward_prefetch(const std::vector<const ShardedModule*>& units);
   void set_backward_prefetch(const std::vector<const ShardedModule*>& units);
   void set_dynamic_gather(bool dynamic);

@@ -77,6 +77,10 @@ class TRIREME_API UnitReducers {
   void ask_for_unused(const std::function<std::vector<bool>()>& groups);
   // The callback is called with what an all-reduce hook has thrown, before that leaves backward.
   void tell_hook_errors(std::function<void(const std::string& what)> callback);
+  // See GradReducer::compare_numbers().
+  void compare_numbers(const NumberComparison& comparison) {
+    for (const auto& part : parts_) part->reducer->compare_numbers(comparison);
+  }
   // Reports on all reducers together: bytes, buckets and times of communication are sums.
   StepReport last_step() const;
 

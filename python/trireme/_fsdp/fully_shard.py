@@ -72,8 +72,8 @@ def fully_shard(
     others have written.
 
     Elsewhere (other backends, GPUs) units are gathered before they compute and freed afterwards,
-    one ahead of the computation, in the order of the first forward, which all ranks keep:
-    csrc/param/prefetch.h.
+    one ahead of the computation, in the order of the first forward. Later ones may have others,
+    alike on all ranks: csrc/param/prefetch.h.
 
     Gradients are reduced and scattered while backward runs; a rank that skips a parameter or a unit
     contributes zeros.

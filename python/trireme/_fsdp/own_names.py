@@ -46,9 +46,10 @@ class OwnNames(Joinable):
 
     @_method
     def set_dynamic_gather(self: Any, dynamic: bool) -> None:
-        """On the outermost unit, the same on all ranks: with ``dynamic`` ranks may use units in
-        another order, or more often, in every forward. Costs one small collective per unit and
-        pass; without, the first forward of all ranks sets the order (csrc/param/prefetch.h)."""
+        """On the outermost unit, the same on all ranks: with ``dynamic`` each rank may use other
+        units than the others, in any order and as often as it likes, and nothing is gathered that
+        nobody needs. Costs one small collective per unit and pass. Without, orders may change, too,
+        but on all ranks alike (csrc/param/prefetch.h)."""
         unit = self._trireme_unit
         check_outermost(unit, "set_dynamic_gather")
         unit.gathers_dynamically = dynamic

@@ -173,7 +173,7 @@ TEST_CASE("ranks that use different units agree about who gathers from whom") {
         prefetch.end_pass();
         wires[own] += gathered();
         prefetch.begin_backward();
-        prefetch.enter_forward(prefetch.forward_key());
+        prefetch.enter_forward(prefetch.last_forward());
         if (rank.where.rank % 2 == 0) use(1, times);
         use(0, times);
         prefetch.end_pass(is_last);

@@ -25,11 +25,11 @@ constexpr int64_t kUnitBytes = 64;
 // Units a, b, c of one parameter each, and the wire: a letter for each gather, '?' where ranks tell
 // each other what they need.
 struct Units {
-  explicit Units(std::shared_ptr<RecordingCommunicator> over, const std::string& names = "abc")
-      : wire(std::move(over)) {
+  explicit Units(std::shared_ptr<Communicator> over, const std::string& names = "abc")
+      : wire(std::dynamic_pointer_cast<RecordingCommunicator>(over)) {
     for (const char name : names) {
       std::vector<ShardedParamSpec> specs{{std::string(1, name), {4}}};
-      groups.push_back(std::make_shared<ParamGroup>(ParamGroupRequest{std::move(specs), wire}));
+      groups.push_back(std::make_shared<ParamGroup>(ParamGroupRequest{std::move(specs), over}));
       groups.back()->memory().share_pool(pool);
     }
     prefetch = std::make_unique<Prefetch>(groups);
@@ -44,6 +44,7 @@ struct Units {
   // What went over the wire since the last call.
   std::string gathered() {
     std::string letters;
+    if (!wire) return letters;
     for (const WireRecord& record : wire->records())
       letters += record.label == "units that ranks need" ? '?' : record.label.back();
     wire->clear();
@@ -63,7 +64,7 @@ struct Units {
   }
   std::string backward(const std::string& used) {
     prefetch->begin_backward();
-    prefetch->enter_forward(prefetch->forward_key());
+    prefetch->enter_forward(prefetch->last_forward());
     for (const char name : used) use(name);
     prefetch->end_pass();
     return gathered();
@@ -113,7 +114,7 @@ TEST_CASE("while one unit computes the next one is on its way, or those that wer
   CHECK(units.gathered() == "bc");  // others may need them
   units.prefetch->set_backward_prefetch(units.unit('c'), {&units.unit('a')});
   units.prefetch->begin_backward();
-  units.prefetch->enter_forward(units.prefetch->forward_key());
+  units.prefetch->enter_forward(units.prefetch->last_forward());
   units.need('c');
   CHECK(units.gathered() == "cba");
 }
@@ -157,7 +158,7 @@ TEST_CASE("backward comes first to the unit around the others, whether it was ke
     units.prefetch->end_pass();
     CHECK(units.gathered() == "?a?b?c?");
     units.prefetch->begin_backward();
-    units.prefetch->enter_forward(units.prefetch->forward_key());
+    units.prefetch->enter_forward(units.prefetch->last_forward());
     units.need('a');
     CHECK(units.gathered() == (reshards ? "ac" : "c"));
     units.use('c');
@@ -176,16 +177,48 @@ TEST_CASE("a unit that comes twice is gathered twice") {
   CHECK(units.backward("aba") == "aba");
 }
 
-TEST_CASE("what comes after its place in the plan cannot be had; with a dynamic plan it can") {
+TEST_CASE("what comes after its place in the plan is gathered when all ranks agree") {
   TwoRanks units;
   units.forward("abc");
-  const std::string said = error_of([&] { units.forward("aba"); });
-  CHECK_THAT(said,
-             Catch::Contains("[fully_shard] unit 'a' is needed in a forward after its place"));
-  CHECK_THAT(said, Catch::Contains("set_dynamic_gather(True)"));
-  units.prefetch->reset();
-  units.gathered();
+  CHECK(units.forward("abab") == "abc?a?b?");  // c was on its way while b computed
+  CHECK(units.there() == "");
+  CHECK(units.backward("baba") == "bacba");
+  CHECK(units.there() == "");
+  CHECK(units.forward("abc") == "?a?b?c?");  // no plan is known that holds
+  CHECK(units.forward("abc") == "?a?b?c?");
+  CHECK(units.forward("abc") == "?a?b?c?");
   CHECK(units.forward("abc") == "abc");
+  CHECK(units.backward("cba") == "cba");
+  CHECK(units.forward("abca") == "abc?a?");
+  for (int pass = 0; pass < 5; ++pass) CHECK(units.forward("abc") == "?a?b?c?");
+  CHECK(units.forward("abc") == "abc");
+}
+
+TEST_CASE("what the first forward had left out gets its place in the plan") {
+  TwoRanks units("abcdef");
+  units.forward("abdf");
+  CHECK(units.forward("abcdef") == "abd?c?e?f?");
+  CHECK(units.there() == "");
+  CHECK(units.backward("fedcba") == "fecdba");
+  CHECK(units.forward("abcdef") == "abcdef");
+  CHECK(units.forward("af") == "abcdef");
+  CHECK(units.backward("fa") == "fedcba");
+}
+
+TEST_CASE("a backward that computes in its own order what forward did not gather agrees about it") {
+  TwoRanks units;
+  units.forward("ab");
+  units.prefetch->begin_backward();
+  units.prefetch->enter_forward(units.prefetch->last_forward());
+  for (const char name : std::string("babca")) units.use(name);
+  units.prefetch->end_pass();
+  CHECK(units.gathered() == "ba?b?c?a?");
+  CHECK(units.there() == "");
+}
+
+TEST_CASE("with a dynamic plan ranks agree about each gather") {
+  TwoRanks units;
+  units.forward("abc");
   units.prefetch->set_dynamic(true);
   CHECK(units.forward("aba") == "?a?b?a?");
   CHECK(units.forward("cb") == "?c?b?");
@@ -239,7 +272,7 @@ TEST_CASE("ranks that need different units gather the same, in one order") {
       check((own == 0) == (times == 1.0) ? 'b' : 'c', times);
       units.prefetch->end_pass();
       units.prefetch->begin_backward();
-      units.prefetch->enter_forward(units.prefetch->forward_key());
+      units.prefetch->enter_forward(units.prefetch->last_forward());
       check('a', times);
       units.prefetch->end_pass();
       wires[own] += units.gathered() + " ";
@@ -249,6 +282,65 @@ TEST_CASE("ranks that need different units gather the same, in one order") {
     CHECK(wires[own] == "?a?bc?cba abccba abccba ");
     CHECK(said[own] == "");
   }
+}
+
+TEST_CASE("ranks that leave the plan at different places go on together") {
+  for (const int64_t world : {2, 3}) {
+    std::vector<std::string> wires(static_cast<size_t>(world)), there(static_cast<size_t>(world));
+    run_thread_ranks(world, [&](ThreadRank& rank) {
+      const auto own = static_cast<size_t>(rank.where.rank);
+      Units units(std::make_shared<RecordingCommunicator>(rank.communicator), "abcdef");
+      units.forward("abcdef");
+      // The first one gathers d, e and f for the others before it comes to what all agree about.
+      wires[own] = units.forward(own == 0 ? "aba" : "abcdefcb") + units.backward("fcba");
+      wires[own] += units.forward("af");
+      there[own] = units.there();
+    });
+    for (size_t own = 0; own < wires.size(); ++own) {
+      CHECK(wires[own] ==
+            "abcdef?ac?b?"
+            "bcafedcba"
+            "?a?f?");
+      CHECK(there[own] == "");
+    }
+  }
+}
+
+TEST_CASE("a rank that leaves the plan alone, and one that gathers by it, are told of each other") {
+  for (const int64_t world : {2, 3}) {
+    std::vector<std::string> said(static_cast<size_t>(world));
+    run_thread_ranks(world, [&](ThreadRank& rank) {
+      const auto own = static_cast<size_t>(rank.where.rank);
+      Units units(rank.communicator);
+      units.forward("abc");
+      said[own] = error_of<c10::DistBackendError>([&] {
+        units.forward(own == 0 ? "abca" : "abc");
+        units.backward("cba");
+      });
+    });
+    for (const std::string& text : said) {
+      CHECK_THAT(text, Catch::Contains("waits for all ranks in a forward that needs unit 'a'"));
+      CHECK_THAT(text, Catch::Contains("to which rank 0 has not come"));
+    }
+  }
+}
+
+TEST_CASE("ranks that agree about a unit compare what they have gathered before") {
+  std::vector<std::string> said(2);
+  run_thread_ranks(2, [&](ThreadRank& rank) {
+    const auto own = static_cast<size_t>(rank.where.rank);
+    Units units(rank.communicator);
+    units.forward("abc");
+    for (const char name : std::string(own == 0 ? "ab" : "ba")) {
+      units.prefetch->need_later(units.unit(name));
+      units.need(name);
+      units.prefetch->drop(units.unit(name));
+    }
+    said[own] = error_of<c10::DistBackendError>([&] { units.forward("abca"); });
+  });
+  for (const std::string& text : said)
+    CHECK_THAT(text, Catch::Contains("as gather 4, rank 0 gathered unit 'a' outside of a pass, "
+                                     "rank 1 gathered unit 'b' outside of a pass"));
 }
 
 TEST_CASE(

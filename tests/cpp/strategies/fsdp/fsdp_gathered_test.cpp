@@ -52,13 +52,14 @@ struct LayersImpl : torch::nn::Module {
     at::Tensor hidden = torch::tanh(layer(0, x));
     TORCH_CHECK(!fails, "spilled the coffee");
     if (skips && stumbles) TORCH_CHECK(error_of([&] { layer(1, x); }) != "no error");
-    if (!skips) hidden = hidden + torch::tanh(layer(1, hidden));
+    for (int64_t i = 0; i < times && !skips; ++i) hidden = hidden + torch::tanh(layer(1, hidden));
     return layer(2, hidden).square().mean();
   }
   std::vector<Sharded<Linear>> units;
   std::vector<Linear> plain;
   bool fails = false;
   bool stumbles = false;  // over what it skips
+  int64_t times = 1;      // that the second layer is used
 };
 TORCH_MODULE(Layers);
 const std::shared_ptr<Communicator> kAlone;
@@ -165,6 +166,56 @@ TEST_CASE("units in a unit, some of which ranks skip; memory goes after each; sa
     CHECK(count_unlike(found[rank], expected) == 0);
     CHECK(had[rank] == "");
   }
+}
+
+TEST_CASE("a layer that all ranks leave out at first, use later, and then more than once") {
+  const auto train = [](Layers& net, const auto& loss_of, torch::optim::Optimizer& optimizer) {
+    for (const int64_t times : {0, 1, 3, 2, 0, 1, 1, 2}) {
+      net->times = times;
+      optimizer.zero_grad();
+      loss_of(times);
+      trireme::step(optimizer);
+    }
+  };
+  Layers alone(kAlone);
+  AdamW plain(alone->parameters(), AdamWOptions(0.02));
+  const auto whole_loss = [&](int64_t batch) {
+    for (int64_t rank = 0; rank < 2; ++rank)
+      (alone->forward(part_of_batch(batch, {rank, 2})) / 2).backward();
+  };
+  train(alone, whole_loss, plain);
+  const auto found = on_gloo_ranks<Values>(2, [&](ThreadRank& rank) {
+    Layers net(rank.communicator);
+    auto model = fully_shard(net, over(rank));
+    AdamW optimizer(model->parameters(), AdamWOptions(0.02));
+    const auto loss = [&](int64_t batch) {
+      model->forward(part_of_batch(batch, rank.where)).backward();
+      for (auto& unit : net->units) TORCH_CHECK(!has_memory(unit->module()));
+    };
+    train(net, loss, optimizer);
+    return saved_values(model);
+  });
+  for (const Values& values : found)
+    CHECK(count_unlike(values, values_of(alone->parameters())) == 0);
+}
+
+TEST_CASE("a step in the known order sends its gathers, its gradients and one small sum") {
+  std::vector<std::string> wires(2);
+  on_gloo_ranks<Values>(2, [&](ThreadRank& rank) {
+    const auto wire = std::make_shared<RecordingCommunicator>(rank.communicator);
+    Layers net(wire);
+    auto model = fully_shard(net, {.communicator = wire});
+    SGD optimizer(model->parameters(), SGDOptions(0.1));
+    for (int64_t step = 0; step < 3; ++step) {
+      wire->clear();
+      fsdp_step(model, optimizer, 2 * step + 1, rank.where);
+    }
+    for (const WireRecord& record : wire->records())
+      wires[static_cast<size_t>(rank.where.rank)] +=
+          record.verb + " " + std::to_string(record.bytes) + ", ";
+    return Values();
+  });
+  for (const std::string& wire : wires) CHECK(wire == "");
 }
 
 TEST_CASE("a unit that throws, and is caught around it, is one that is skipped") {
