@@ -1,6 +1,7 @@
 #pragma once
 
 #include <trireme/comm/communicator.h>
+#include <trireme/grad/arming.h>
 #include <trireme/grad/bucket_layout.h>
 #include <trireme/grad/grad_hook.h>
 #include <trireme/grad/landing.h>
