@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
+from torch.utils._foreach_utils import _device_has_foreach_support
 
 from trireme import _C
+from trireme._core.errors import Area
 from trireme._core.owners import local_of, optimizer_of, unit_of
+
+_AREA = Area("grad_norm")
 
 
 def clip_grad_norm_(
@@ -15,6 +19,7 @@ def clip_grad_norm_(
     max_norm: float,
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
 ) -> torch.Tensor:
     """Replaces ``torch.nn.utils.clip_grad_norm_`` under every strategy.
 
@@ -26,12 +31,14 @@ def clip_grad_norm_(
     the same parameters.
 
     Args:
-        norm_type: above 0, or infinity.
+        norm_type: any number or infinity, as in torch; but for 0, where gradients are sharded.
         error_if_nonfinite: raise (on all ranks) if the norm is inf or NaN.
+        foreach: chooses among torch's implementations, and changes nothing here.
 
     Raises:
-        ValueError: a ``norm_type`` that is not above 0.
-        RuntimeError: the norm is not finite; a sharded gradient was changed since backward.
+        ValueError: a ``norm_type`` of NaN, or of 0 for sharded gradients.
+        RuntimeError: the norm is not finite; a sharded gradient was changed since backward;
+            ``foreach=True`` on a device for which torch has no such implementation.
     """
     if isinstance(parameters, torch.Tensor):
         parameters = [parameters]
@@ -49,6 +56,13 @@ def clip_grad_norm_(
         # On all ranks, also where this one has no gradient.
         gradients = whole if over is None else sharded.setdefault(over, [])
         if parameter.grad is not None:
+            if foreach and not _device_has_foreach_support(parameter.grad.device):
+                _AREA.refuse(
+                    f"got foreach=True for gradients on {parameter.grad.device.type}, for which "
+                    "torch has none",
+                    "Leave foreach out.",
+                    kind=RuntimeError,
+                )
             gradients.append(local_of(parameter.grad))
     return _C.clip_grad_norm_(
         whole=whole,

@@ -57,6 +57,8 @@ def rank_generator(seed: int, device: str | torch.device = "cpu") -> torch.Gener
 def _mix(seed: int, rank: int) -> int:
     """Step number ``rank`` of splitmix64 that starts at ``seed``: all 64 bits depend on both."""
     mask = 2**64 - 1
+    if not -(2**63) <= seed <= mask:  # longer ones count with all their bits
+        seed ^= _mix(seed >> 64, 0)
     z = (seed + (rank + 1) * 0x9E3779B97F4A7C15) & mask
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
