@@ -17,5 +17,11 @@ foreach(source IN LISTS python_sources)
   file(MAKE_DIRECTORY "${room}")
   file(CREATE_LINK "${python_folder}/${source}" "${TRIREME_STAGE}/${source}" SYMBOLIC)
 endforeach()
+# By this importlib finds the version, and torch the backend without an import, as in an installation.
+set(stage_metadata "${PROJECT_BINARY_DIR}/python/trireme-${PROJECT_VERSION}.dist-info")
+file(WRITE "${stage_metadata}/METADATA"
+  "Metadata-Version: 2.1\nName: trireme\nVersion: ${PROJECT_VERSION}\n")
+file(WRITE "${stage_metadata}/entry_points.txt"
+  "[torch.distributed.backends]\ntrireme = trireme._launch.shm_backend:register\n")
 configure_file(
   "${PROJECT_SOURCE_DIR}/cmake/build_info.py.in" "${TRIREME_STAGE}/_build_info.py" @ONLY)

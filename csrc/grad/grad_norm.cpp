@@ -4,6 +4,7 @@
 
 #include <ATen/ATen.h>
 
+#include <algorithm>
 #include <cmath>
 #include <map>
 #include <optional>
@@ -15,7 +16,32 @@ namespace {
 
 using TensorList = std::vector<at::Tensor>;
 
-bool is_largest(double norm_type) { return std::isinf(norm_type); }
+// Says how norms of parts become one of all.
+struct Combining {
+  explicit Combining(double norm_type) : power(norm_type) {}
+
+  bool takes_one() const { return std::isinf(power); }
+  // Is what nothing at all adds.
+  double empty() const { return takes_one() && power < 0 ? -power : 0; }
+  ReduceOp op() const {
+    if (!takes_one()) return ReduceOp::kSum;
+    return power > 0 ? ReduceOp::kMax : ReduceOp::kMin;
+  }
+  // Returns what the norms of single gradients add; for 0 how many are not 0, as in torch.
+  at::Tensor measure(const at::Tensor& norms) const {
+    if (takes_one()) return power > 0 ? norms.max() : norms.min();
+    return power == 0 ? norms.ne(0).sum() : norms.pow(power).sum();
+  }
+  at::Tensor both(const at::Tensor& a, const at::Tensor& b) const {
+    if (!takes_one()) return a + b;
+    return power > 0 ? at::maximum(a, b) : at::minimum(a, b);
+  }
+  at::Tensor norm(const at::Tensor& total) const {
+    return takes_one() || power == 0 ? total : total.pow(1.0 / power);
+  }
+
+  double power;
+};
 
 // What _foreach operators take in one call.
 std::vector<TensorList> alike(const TensorList& tensors) {
@@ -27,31 +53,39 @@ std::vector<TensorList> alike(const TensorList& tensors) {
   return lists;
 }
 
-// The sum of powers, or the largest magnitude, of a part: as all ranks see it.
-at::Tensor measure(const GradNormPart& part, const ClipOptions& options) {
-  at::Tensor total = at::zeros({}, at::TensorOptions().dtype(at::kDouble).device(part.device));
-  for (const TensorList& list : alike(part.gradients)) {
-    const at::Tensor norms =
-        at::stack(at::_foreach_norm(list, options.norm_type)).to(total.options());
-    total = is_largest(options.norm_type) ? at::maximum(total, norms.max())
-                                          : total + norms.pow(options.norm_type).sum();
-  }
+// Returns what adds up, of a part as all ranks see it.
+at::Tensor measure(const GradNormPart& part, const Combining& how) {
+  const auto options = at::TensorOptions().dtype(at::kDouble).device(part.device);
+  at::Tensor total = at::full({}, how.empty(), options);
+  for (const TensorList& list : alike(part.gradients))
+    total = how.both(
+        total, how.measure(at::stack(at::_foreach_norm(list, how.power)).to(options)).to(options));
   if (part.sharded_over) {
-    const ReduceOp op = is_largest(options.norm_type) ? ReduceOp::kMax : ReduceOp::kSum;
-    part.sharded_over->all_reduce({total}, op, "norm of the gradients").wait();
-    if (!is_largest(options.norm_type)) total /= part.copies;
+    part.sharded_over->all_reduce({total}, how.op(), "norm of the gradients").wait();
+    if (!how.takes_one()) total /= part.copies;
   }
   return total;
+}
+
+void check_norm_type(double norm_type, const std::vector<GradNormPart>& parts) {
+  TORCH_CHECK_VALUE(
+      !std::isnan(norm_type),
+      error_text("grad_norm", "got NaN as norm_type, expected a number or an infinity", {},
+                 "Pass 2 for the Euclidean norm."));
+  const bool is_sharded = std::any_of(parts.begin(), parts.end(),
+                                      [](const GradNormPart& part) { return part.sharded_over; });
+  TORCH_CHECK_VALUE(
+      norm_type != 0 || !is_sharded,
+      error_text("grad_norm",
+                 "got norm_type 0, which counts gradients, for sharded ones, expected another", {},
+                 "Pass 2 for the Euclidean norm."));
 }
 
 }  // namespace
 
 at::Tensor clip_grad_norm_(const std::vector<GradNormPart>& parts, const ClipOptions& options) {
-  TORCH_CHECK_VALUE(options.norm_type > 0,
-                    error_text("grad_norm",
-                               "got norm_type " + std::to_string(options.norm_type) +
-                                   ", expected a positive number or infinity",
-                               {}, "Pass 2 for the Euclidean norm."));
+  check_norm_type(options.norm_type, parts);
+  const Combining how(options.norm_type);
   const at::NoGradGuard no_grad;
   const c10::Device device = parts.empty() ? c10::Device(c10::kCPU) : parts.front().device;
   std::optional<at::ScalarType> dtype;
@@ -61,12 +95,10 @@ at::Tensor clip_grad_norm_(const std::vector<GradNormPart>& parts, const ClipOpt
       dtype = dtype ? c10::promoteTypes(*dtype, real) : real;
     }
   }
-  at::Tensor norm = at::zeros({}, at::TensorOptions().dtype(at::kDouble).device(device));
-  for (const GradNormPart& part : parts) {
-    const at::Tensor of_part = measure(part, options).to(device);
-    norm = is_largest(options.norm_type) ? at::maximum(norm, of_part) : norm + of_part;
-  }
-  if (!is_largest(options.norm_type)) norm = norm.pow(1.0 / options.norm_type);
+  const auto as_number = at::TensorOptions().dtype(at::kDouble).device(device);
+  at::Tensor norm = at::full({}, how.empty(), as_number);
+  for (const GradNormPart& part : parts) norm = how.both(norm, measure(part, how).to(device));
+  norm = parts.empty() ? at::zeros({}, as_number) : how.norm(norm);
   TORCH_CHECK(!options.error_if_nonfinite || at::isfinite(norm).item<bool>(),
               error_text("grad_norm", "got gradients whose norm is not finite, expected a number",
                          {}, "Look for inf and NaN in the loss, or set error_if_nonfinite=False."));

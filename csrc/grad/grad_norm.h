@@ -21,7 +21,7 @@ struct GradNormPart {
 
 struct ClipOptions {
   double max_norm = 1;
-  double norm_type = 2;  // above 0, or infinity
+  double norm_type = 2;  // also 0, below it, and infinities, but for 0 over sharded gradients
   bool error_if_nonfinite = false;
 };
 
@@ -29,7 +29,7 @@ struct ClipOptions {
 // their common norm is `max_norm` at most, and returns what it was, the same on all ranks. One
 // all-reduce of one number per group that gradients are sharded over.
 //
-// Collective, if any part is sharded. Throws ValueError for a norm_type it cannot reduce,
+// Collective, if any part is sharded. Throws ValueError for a norm_type that it cannot reduce,
 // c10::Error for a norm that is not finite, if that is asked for (on all ranks).
 TRIREME_API at::Tensor clip_grad_norm_(const std::vector<GradNormPart>& parts,
                                        const ClipOptions& options);

@@ -156,9 +156,10 @@ void check_same_change(Communicator& communicator, c10::Device device,
                         communicator.rank_of(), "Change the module on every rank alike."));
 }
 
-void check_same_parameters(Communicator& communicator, c10::Device device,
-                           const std::vector<ParameterInfo>& parameters, const std::string& area) {
-  if (communicator.world() == 1) return;
+std::string difference_between_ranks(Communicator& communicator, c10::Device device,
+                                     const std::vector<ParameterInfo>& parameters,
+                                     const std::string& area) {
+  if (communicator.world() == 1) return {};
   std::string description;
   for (const ParameterInfo& info : parameters) description += describe(info) + '\n';
   const std::string difference =
@@ -170,10 +171,9 @@ void check_same_parameters(Communicator& communicator, c10::Device device,
     text +=
         (text.empty() ? "" : "; ") + ("on rank " + std::to_string(rank) + ": ") + differences[rank];
   }
-  TORCH_CHECK_VALUE(
-      text.empty(),
-      error_text(area, "got different parameters on different ranks, expected the same: " + text,
-                 communicator.rank_of(), "Build the same model on every rank."));
+  if (text.empty()) return {};
+  return error_text(area, "got different parameters on different ranks, expected the same: " + text,
+                    communicator.rank_of(), "Build the same model on every rank.");
 }
 
 AgreedStates agree_on_states(Communicator& communicator, c10::Device device,

@@ -10,12 +10,13 @@
 
 namespace trireme {
 
-// All ranks must describe the same parameters in the same order. Where they do not, every rank
-// throws the same ValueError, naming the first difference of each rank that differs from rank 0.
-// Collective; 3 small collectives. `device` is where the group moves tensors.
-TRIREME_API void check_same_parameters(Communicator& communicator, c10::Device device,
-                                       const std::vector<ParameterInfo>& parameters,
-                                       const std::string& area);
+// All ranks must describe the same parameters in the same order. Where they do not, every rank gets
+// the message of the same error, which names the first difference of each rank that differs from
+// rank 0; else an empty text. Collective; 3 small collectives. `device` is where the group moves
+// tensors.
+TRIREME_API std::string difference_between_ranks(Communicator& communicator, c10::Device device,
+                                                 const std::vector<ParameterInfo>& parameters,
+                                                 const std::string& area);
 
 // What every rank has to say about one parameter when somebody changed a plan.
 struct ParameterState {

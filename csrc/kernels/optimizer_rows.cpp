@@ -65,11 +65,11 @@ bool is_in_order_of(const at::Tensor& pattern, const at::Tensor& tensor) {
 
 void check_row(std::string_view area, size_t index, const OptimizerRow& row) {
   const Checked checked = {area, index, row.param};
-  TORCH_CHECK_TYPE(row.grad.layout() == at::kStrided,
-                   error_text(area,
-                              text_of("got a gradient of layout ", row.grad.layout(),
-                                      " for parameter ", index, ", expected a strided one"),
-                              {}, "Use torch.optim.SparseAdam or torch.optim.SGD for it."));
+  TORCH_CHECK(row.grad.layout() == at::kStrided,  // a RuntimeError, as torch's Adam raises
+              error_text(area,
+                         text_of("got a gradient of layout ", row.grad.layout(), " for parameter ",
+                                 index, ", expected a strided one"),
+                         {}, "Use torch.optim.SparseAdam or torch.optim.SGD for it."));
   TORCH_CHECK_TYPE(row.param.layout() == at::kStrided && is_supported(row.param.scalar_type()),
                    error_text(area,
                               text_of("got dtype ", row.param.scalar_type(), " and layout ",

@@ -80,7 +80,7 @@ std::optional<std::string_view> refusal(ReduceOp op, Dtype dtype) {
     case ReduceOp::kProduct:
       return std::nullopt;
     case ReduceOp::kAvg:
-      if (!fractions) return "integers and bool cannot hold an average";
+      if (dtype == Dtype::kBool) return "bool cannot hold an average";
       return std::nullopt;
     case ReduceOp::kPremulSum:
       if (!fractions) return "integers and bool cannot hold products with fractions";

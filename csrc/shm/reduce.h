@@ -45,7 +45,7 @@ struct ReduceRequest {
 //   kPremulSum    the sum of factors[r] * sources[r]; each product is rounded before it is added,
 //                 the factor before it is used (to fp64 for fp64, else to fp32)
 //   kMin, kMax    a NaN in any source is the result; of zeros the first counts, whatever its sign
-//   integers      wrap around
+//   integers      wrap around; kAvg divides their sum towards zero, as NCCL does
 //   bool          any byte but 0 is true, only 0 and 1 are written. kSum, kMax and kBor are "or",
 //                 kProduct, kMin and kBand "and"
 //

@@ -56,6 +56,16 @@ struct SumDivided {
   C divisor;
   TRIREME_INLINE C operator()(C a, C b) const { return (a + b) / divisor; }
 };
+// Divides the sum, which has wrapped around as T does, towards zero.
+template <typename T>
+struct SumQuotient {
+  using C = std::make_unsigned_t<T>;
+  using Wide = std::conditional_t<std::is_signed_v<T>, int64_t, uint64_t>;  // holds any divisor
+  Wide divisor;
+  TRIREME_INLINE C operator()(C a, C b) const {
+    return static_cast<C>(static_cast<T>(static_cast<C>(a + b)) / divisor);
+  }
+};
 template <typename C>
 struct SumScaled {
   C factor;

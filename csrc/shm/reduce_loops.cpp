@@ -298,6 +298,10 @@ void reduce_integers(const Job& job, ReduceOp op) {
   switch (op) {
     case ReduceOp::kSum:
       return fold<Isa, Wrapping>(job, Sum{});
+    case ReduceOp::kAvg: {
+      using Last = SumQuotient<T>;
+      return fold<Isa, Wrapping>(job, Sum{}, Last{static_cast<typename Last::Wide>(job.terms)});
+    }
     case ReduceOp::kProduct:
       return fold<Isa, Wrapping>(job, Product{});
     case ReduceOp::kMin:

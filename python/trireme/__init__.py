@@ -6,6 +6,9 @@ from typing import TYPE_CHECKING, Any
 from trireme._core.load_core import load_core
 
 _C = load_core()
+
+import torch  # noqa: E402
+
 __version__: str = import_module("trireme._build_info").VERSION
 
 from trireme._launch.shm_backend import register  # noqa: E402
@@ -23,27 +26,55 @@ from trireme.ranks import all_mean, rank_generator  # noqa: E402
 from trireme.sync_batch_norm import SyncBatchNorm, convert_sync_batchnorm  # noqa: E402
 
 if TYPE_CHECKING:
+    from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+    from torch.distributed.optim import (
+        DistributedOptimizer,
+        PostLocalSGDOptimizer,
+        as_functional_optim,
+    )
+
     from trireme._data_parallel.coalesced import broadcast_coalesced, reduce_add_coalesced
     from trireme._data_parallel.parallel_apply import data_parallel, parallel_apply
     from trireme._data_parallel.replicate import replicate
     from trireme._saving.checkpoint import load_checkpoint, save_checkpoint
     from trireme.dp import DataParallel
-    from trireme.fsdp import FSDPModule, Offload, fully_shard
+    from trireme.fsdp import (
+        CPUOffloadPolicy,
+        DataParallelMeshDims,
+        FSDPModule,
+        GradientReductionHandle,
+        MixedPrecisionPolicy,
+        Offload,
+        OffloadPolicy,
+        UnshardHandle,
+        fully_shard,
+        register_fsdp_forward_method,
+        share_comm_ctx,
+    )
     from trireme.scatter_gather import gather, scatter, scatter_kwargs
     from trireme.zero import ZeroRedundancyOptimizer
 
 del register
 
 
+# Some are torch's own and stand there beside a name of ours: a program changes one import.
 _LAZY = {
-    "_data_parallel.coalesced": ("broadcast_coalesced", "reduce_add_coalesced"),
-    "_data_parallel.parallel_apply": ("data_parallel", "parallel_apply"),
-    "_data_parallel.replicate": ("replicate",),
-    "_saving.checkpoint": ("load_checkpoint", "save_checkpoint"),
-    "dp": ("DataParallel",),
-    "fsdp": ("FSDPModule", "Offload", "fully_shard"),
-    "scatter_gather": ("gather", "scatter", "scatter_kwargs"),
-    "zero": ("ZeroRedundancyOptimizer",),
+    "torch.distributed.algorithms.join": ("Join", "JoinHook", "Joinable"),
+    "torch.distributed.optim": (
+        *("DistributedOptimizer", "PostLocalSGDOptimizer", "as_functional_optim"),
+    ),
+    "trireme._data_parallel.coalesced": ("broadcast_coalesced", "reduce_add_coalesced"),
+    "trireme._data_parallel.parallel_apply": ("data_parallel", "parallel_apply"),
+    "trireme._data_parallel.replicate": ("replicate",),
+    "trireme._saving.checkpoint": ("load_checkpoint", "save_checkpoint"),
+    "trireme.dp": ("DataParallel",),
+    "trireme.fsdp": (
+        *("CPUOffloadPolicy", "DataParallelMeshDims", "FSDPModule", "GradientReductionHandle"),
+        *("MixedPrecisionPolicy", "Offload", "OffloadPolicy", "UnshardHandle", "fully_shard"),
+        *("register_fsdp_forward_method", "share_comm_ctx"),
+    ),
+    "trireme.scatter_gather": ("gather", "scatter", "scatter_kwargs"),
+    "trireme.zero": ("ZeroRedundancyOptimizer",),
 }
 
 
@@ -51,21 +82,34 @@ def __getattr__(name: str) -> Any:
     """Imports when it is asked for what costs half a second, because torch's class does."""
     for module, names in _LAZY.items():
         if name in names:
-            return getattr(import_module(f"trireme.{module}"), name)
+            return getattr(import_module(module), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 __all__ = [
+    "CPUOffloadPolicy",
     "Context",
     "DataParallel",
+    "DataParallelMeshDims",
     "DistributedDataParallel",
+    "DistributedOptimizer",
     "FSDPModule",
+    "GradientReductionHandle",
+    "Join",
+    "JoinHook",
+    "Joinable",
     "MemoryBytes",
     "MemoryEstimate",
+    "MixedPrecisionPolicy",
     "Offload",
+    "OffloadPolicy",
+    "PostLocalSGDOptimizer",
     "SyncBatchNorm",
+    "UnshardHandle",
     "ZeroRedundancyOptimizer",
+    "__version__",
     "all_mean",
+    "as_functional_optim",
     "broadcast_coalesced",
     "clip_grad_norm_",
     "convert_sync_batchnorm",
@@ -80,10 +124,18 @@ __all__ = [
     "parallel_apply",
     "rank_generator",
     "reduce_add_coalesced",
+    "register_fsdp_forward_method",
     "replicate",
     "save_checkpoint",
     "scatter",
     "scatter_kwargs",
+    "share_comm_ctx",
     "shutdown",
     "writing",
 ]
+if not TYPE_CHECKING:  # what the installed torch may lack
+    _is_2_15 = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15)
+    _lacking = set() if _is_2_15 else {"DataParallelMeshDims", "GradientReductionHandle"}
+    if not hasattr(torch._C, "_rpc_init"):
+        _lacking.add("DistributedOptimizer")
+    __all__ = [name for name in __all__ if name not in _lacking]

@@ -38,7 +38,8 @@ class AdamW(FusedAdam, torch.optim.AdamW):
 
     Raises:
         ValueError: ``capturable=True`` or ``differentiable=True``; what torch's class refuses.
-        TypeError: (from ``step``) a sparse gradient; a dtype other than fp32, fp64, fp16, bf16.
+        RuntimeError: (from ``step``) a sparse gradient, as torch's Adam.
+        TypeError: (from ``step``) a dtype other than fp32, fp64, fp16, bf16.
     """
 
 

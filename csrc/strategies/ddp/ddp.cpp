@@ -25,7 +25,7 @@ int64_t cap_bytes(double cap_mb) {
 void check_module(const std::vector<ParameterInfo>& infos, RankOf where) {
   const bool trains =
       std::any_of(infos.begin(), infos.end(), [](const auto& info) { return info.requires_grad; });
-  TORCH_CHECK_VALUE(
+  TORCH_CHECK(  // a RuntimeError, as torch's DDP raises
       trains, error_text("ddp", "got a module without trainable parameters, expected at least one",
                          where, "Use the module as it is: there is nothing to average."));
   for (const ParameterInfo& info : infos) {
@@ -63,7 +63,10 @@ Ddp::Ddp(ModuleTensors module, std::shared_ptr<Communicator> communicator,
   // What ranks do not share comes first: a rank that refused its own module would leave the others
   // waiting.
   const c10::Device device = infos.empty() ? c10::Device(c10::kCPU) : infos.front().device;
-  if (options.init_sync) check_same_parameters(*communicator_, device, infos, "ddp");
+  if (options.init_sync) {
+    const std::string difference = difference_between_ranks(*communicator_, device, infos, "ddp");
+    TORCH_CHECK(difference.empty(), difference);  // a RuntimeError, as torch's DDP raises
+  }
   check_module(infos, communicator_->rank_of());
   if (options.init_sync) {
     broadcast_module(module.parameters.tensors,

@@ -59,7 +59,9 @@ std::shared_ptr<ParamGroup> make_param_group(ParamGroupRequest request) {
     infos.push_back(stored_info(spec, spec.dtype));
     infos.back().sizes = spec.sizes;
   }
-  check_same_parameters(*request.communicator, request.device, infos, "fully_shard");
+  const std::string difference =
+      difference_between_ranks(*request.communicator, request.device, infos, "fully_shard");
+  TORCH_CHECK_VALUE(difference.empty(), difference);
   return std::make_shared<ParamGroup>(std::move(request));
 }
 

@@ -37,7 +37,8 @@ Zero::Zero(NamedParameters parameters, std::shared_ptr<Communicator> communicato
   const at::NoGradGuard no_grad;
   for (ParameterInfo& info : infos_) info.strides.clear();  // they become contiguous
   const c10::Device device = infos_.empty() ? c10::Device(c10::kCPU) : infos_.front().device;
-  check_same_parameters(*communicator_, device, infos_, "zero");
+  const std::string difference = difference_between_ranks(*communicator_, device, infos_, "zero");
+  TORCH_CHECK_VALUE(difference.empty(), difference);
   check_options();
   const int64_t number = agree_on_options();
   plan_ = std::make_shared<const ShardPlan>(make_shard_plan(

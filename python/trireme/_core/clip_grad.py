@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch.utils._foreach_utils import _device_has_foreach_support
 
 from trireme import _C
 from trireme._core.errors import Area
@@ -19,6 +20,7 @@ def clip_grad_norm_(
     max_norm: float,
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
 ) -> torch.Tensor:
     """Replaces ``torch.nn.utils.clip_grad_norm_`` under every strategy.
 
@@ -31,13 +33,15 @@ def clip_grad_norm_(
     rank passes the same parameters.
 
     Args:
-        norm_type: above 0, or infinity.
+        norm_type: any number or infinity, as in torch; but for 0, where gradients are sharded.
         error_if_nonfinite: raise (on all ranks) if the norm is inf or NaN.
+        foreach: chooses among torch's implementations, and changes nothing here.
 
     Raises:
-        ValueError: a ``norm_type`` that is not above 0; parameters that torch has sharded beside
-            such that Trireme has.
-        RuntimeError: the norm is not finite; a sharded gradient was changed since backward.
+        ValueError: a ``norm_type`` of NaN, or of 0 for sharded gradients; parameters that torch has
+            sharded beside such that Trireme has.
+        RuntimeError: the norm is not finite; a sharded gradient was changed since backward;
+            ``foreach=True`` on a device for which torch has no such implementation.
     """
     parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     cut_by_others = []
@@ -57,6 +61,13 @@ def clip_grad_norm_(
         # On all ranks, also where this one has no gradient.
         gradients = whole if over is None else sharded.setdefault(over, [])
         if parameter.grad is not None:
+            if foreach and not _device_has_foreach_support(parameter.grad.device):
+                _AREA.refuse(
+                    f"got foreach=True for gradients on {parameter.grad.device.type}, for which "
+                    "torch has none",
+                    "Leave foreach out.",
+                    kind=RuntimeError,
+                )
             gradients.append(local_of(parameter.grad))
     if cut_by_others:
         if parts or sharded:
@@ -66,7 +77,7 @@ def clip_grad_norm_(
                 "Shard all of them with trireme.fully_shard.",
             )
         clip = torch.nn.utils.clip_grad_norm_
-        norm: Any = clip(parameters, max_norm, norm_type, error_if_nonfinite)
+        norm: Any = clip(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
         return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
     return _C.clip_grad_norm_(
         whole=whole,

@@ -115,7 +115,11 @@ def _check_flags(name: str, group: Group) -> None:
     for flag in ("capturable", "differentiable"):
         if group.get(flag):
             Area("optim").refuse(
-                f"got {flag}=True for {name}, expected False", "Use torch's own class."
+                f"got {flag}=True for {name}, expected False",
+                "Use torch's own class.",
+                kind=RuntimeError
+                if group.get("fused") and flag == "differentiable"
+                else ValueError,
             )
 
 

@@ -39,8 +39,8 @@ def parallel_apply(
         What each returned, in order.
 
     Raises:
-        TypeError, ValueError: no modules, another number of inputs, kwargs or devices, or a device
-            that does not exist.
+        AssertionError: another number of inputs, kwargs or devices than of modules.
+        TypeError, ValueError: no modules, or a device that does not exist.
 
     Cost: threads are started and ended, some 0.1 ms each; ``trireme.DataParallel`` keeps them.
     """
@@ -52,6 +52,7 @@ def parallel_apply(
             refuse(
                 f"got {len(given)} {name} for {len(modules)} modules, expected as many",
                 "Give one entry per module.",
+                kind=AssertionError,  # as in torch
             )
     kwargs = [{} for _ in modules] if kwargs_tup is None else kwargs_tup
     named = [None for _ in modules] if devices is None else devices

@@ -22,16 +22,19 @@ def resolve_process_group(
     """The group to train over, from whichever of the two arguments was given."""
     AREA.expect_module(module)
     if process_group is not None and device_mesh is not None:
-        refuse("got both process_group and device_mesh, expected one", "Leave one of them out.")
+        got = "got both process_group and device_mesh, expected one"
+        refuse(got, "Leave one of them out.", kind=RuntimeError)
     if device_mesh is not None:
         return _group_of_mesh(device_mesh, module)
     return AREA.expect_group(process_group, "Wrap the module on the ranks of the group only.")
 
 
 def _group_of_mesh(device_mesh: DeviceMesh, module: nn.Module) -> dist.ProcessGroup:
-    if not isinstance(device_mesh, DeviceMesh) or device_mesh.ndim != 1:
+    is_mesh = isinstance(device_mesh, DeviceMesh)
+    if not is_mesh or device_mesh.ndim != 1:
         got = f"got {device_mesh!r} as device_mesh, expected a 1-D DeviceMesh"
-        refuse(got, "Slice the mesh by the name of one dimension.")
+        next_step = "Slice the mesh by the name of one dimension."
+        refuse(got, next_step, kind=RuntimeError if is_mesh else TypeError)
     if device_mesh._get_root_mesh() != device_mesh:  # over another axis: tensor parallelism
         from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
 
@@ -40,16 +43,36 @@ def _group_of_mesh(device_mesh: DeviceMesh, module: nn.Module) -> dist.ProcessGr
 
 
 def check_materialized(module: nn.Module, ignored: set[str], group: dist.ProcessGroup) -> None:
-    """Refuses parameters without a shape or memory. What else a module must be, the core checks."""
+    """Refuses parameters and buffers without a shape or memory. The core checks the rest."""
     named = [(name, one) for name, one in module.named_parameters() if name not in ignored]
-    for index, (name, parameter) in enumerate(named):
+    for name, parameter in named:
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             got = f"got lazy parameter '{name}' without a shape, expected an initialised module"
             refuse(got, "Run one forward before wrapping.", group, kind=RuntimeError)
-        if parameter.is_meta and index == 0:  # where the ranks would compare what they have
-            got = f"got '{name}' on the meta device, expected a parameter with memory"
-            next_step = "Call module.to_empty(device=...) and initialise it before wrapping."
-            refuse(got, next_step, group)
+    if named and named[0][1].is_meta:  # where the ranks would compare what they have
+        got = f"got '{named[0][0]}' on the meta device, expected a parameter with memory"
+        next_step = "Call module.to_empty(device=...) and initialise it before wrapping."
+        is_mixed = not all(one.is_meta for _, one in named)
+        refuse(got, next_step, group, kind=ValueError if is_mixed else RuntimeError)
+    for name, buffer in module.named_buffers():
+        if buffer.is_meta and name not in ignored and not all(one.is_meta for _, one in named):
+            got = f"got buffer '{name}' on the meta device, expected one with memory"
+            next_step = "Give it memory and values before wrapping, or leave it out by "
+            next_step += "DistributedDataParallel._set_params_and_buffers_to_ignore_for_model()."
+            refuse(got, next_step, group, kind=RuntimeError)
+
+
+def check_batch_norms(module: nn.Module, group: dist.ProcessGroup) -> None:
+    """torch's SyncBatchNorm runs on accelerators only, which it says in forward."""
+    for name, layer in module.named_modules():
+        tensors = (*layer.parameters(), *layer.buffers())
+        if type(layer) is nn.SyncBatchNorm and any(one.is_cpu for one in tensors):
+            refuse(
+                f"got torch's SyncBatchNorm at '{name}' on the CPU, expected one that runs there",
+                "Convert with trireme.SyncBatchNorm.convert_sync_batchnorm(module), which takes "
+                "torch's over.",
+                group,
+            )
 
 
 def check_bucket_caps(

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from trireme import _C
 from trireme._core.find_tensors import find_tensors
@@ -19,6 +20,7 @@ from trireme._core.group_communicator import communicator_of
 from trireme._core.layer_watch import LayerWatch
 from trireme._core.owners import note_averaging
 from trireme._ddp.checks import (
+    check_batch_norms,
     check_bucket_caps,
     check_comm_hook,
     check_delayed,
@@ -30,6 +32,7 @@ from trireme._ddp.checks import (
 from trireme._ddp.in_backward import step_in_backward
 from trireme._ddp.join import DdpJoinHook
 from trireme._ddp.mixed_precision import MixedPrecisionForward
+from trireme._ddp.nesting import check_nested, lead, leader_of, torch_averages
 from trireme._ddp.reducer import Reducer
 from trireme._ddp.tensors import ModuleTensors, watching
 from trireme._ddp.torch_names import TorchNames
@@ -73,8 +76,9 @@ class DistributedDataParallel(TorchNames):
         device_mesh: a 1-D mesh in place of ``process_group``.
 
     Raises:
-        ValueError, TypeError: bad arguments; parameters that differ between ranks (on all ranks
-            alike).
+        ValueError, TypeError: bad arguments.
+        RuntimeError: as torch's class: no parameter to train, lazy or meta ones, both a group and
+            a mesh, parameters that differ between ranks (on all ranks alike).
         torch.distributed.DistBackendError: out of ``backward()`` or ``forward()``, when the group
             failed.
 
@@ -120,6 +124,8 @@ class DistributedDataParallel(TorchNames):
         self.process_group = group
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         check_materialized(module, self.parameters_to_ignore, group)
+        check_nested(module, group)
+        check_batch_norms(module, group)
         self._module_parameters = [
             p for n, p in module.named_parameters() if n not in self.parameters_to_ignore
         ]
@@ -195,7 +201,7 @@ class DistributedDataParallel(TorchNames):
         # Not of the wrapper itself, which would keep itself alive.
         self._layer_watch = LayerWatch(self.module)
         self._core.watch_module(*watching(self))
-        self.reducer = Reducer(self._core, self.process_group)  # type: ignore[assignment]
+        self.reducer = Reducer(self)  # type: ignore[assignment]
         self.logger = None
 
     def _take_over(self, tensors: ModuleTensors) -> None:
@@ -204,6 +210,7 @@ class DistributedDataParallel(TorchNames):
         self._buffer_places = tensors.buffer_places
         self._assign_modules_buffers()
         note_averaging(tensors.parameters, self)
+        lead(self)
 
     def _look_at_module(self, thoroughly: bool) -> ModuleTensors | None:
         """Returns what the module has now, unless that is what the core knows."""
@@ -249,8 +256,9 @@ class DistributedDataParallel(TorchNames):
         if not self._lazy_init_ran:
             self._setup_in_backward_optimizers()
             self._lazy_init_ran = True
-        if torch.is_grad_enabled():
-            self._core.before_forward()
+        leader = leader_of(self)
+        if torch.is_grad_enabled() and not leader._forwards:
+            leader._core.before_forward()
         self._notify_join()
         if self._check_sync_bufs_pre_fwd():
             self._sync_buffers()
@@ -264,19 +272,27 @@ class DistributedDataParallel(TorchNames):
         return inputs, kwargs
 
     def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        with self._inside_ddp_forward():
-            if self._mixed_forward is not None:
-                return self._mixed_forward(inputs, kwargs)
-            return self.module(*inputs, **kwargs)
+        around = TorchDDP._get_active_ddp_module()
+        self._forwards += 1
+        try:
+            with self._inside_ddp_forward():
+                if self._mixed_forward is not None:
+                    return self._mixed_forward(inputs, kwargs)
+                return self.module(*inputs, **kwargs)
+        finally:
+            self._forwards -= 1
+            TorchDDP._active_ddp_module = around  # which torch forgets
 
     @torch._disable_dynamo
     def _post_forward(self, output: Any) -> Any:
         if self._check_sync_bufs_post_fwd():
             self._sync_buffers()
-        synchronize = self.require_backward_grad_sync
+        synchronize = self.require_backward_grad_sync and not torch_averages()
         if torch.is_grad_enabled():
-            tensors, all_found = find_tensors(output)
-            self._core.after_forward(tensors, synchronize, all_found)
+            leader = leader_of(self)
+            if not leader._forwards:
+                tensors, all_found = find_tensors(output)
+                leader._core.after_forward(tensors, synchronize, all_found)
             self.require_forward_param_sync = synchronize
         else:
             self.require_forward_param_sync = False
@@ -308,7 +324,10 @@ class DistributedDataParallel(TorchNames):
 
     def _current_buffers(self) -> list[torch.Tensor]:
         """The buffers as they are now (they may have been reassigned), tied ones once."""
-        found = (layer._buffers.get(name) for layer, name in self._buffer_places)
+        # Those of a ScriptModule are no dict.
+        found = (
+            layer._buffers[name] for layer, name in self._buffer_places if name in layer._buffers
+        )
         return list({id(buffer): buffer for buffer in found if buffer is not None}.values())
 
     @property
@@ -355,7 +374,7 @@ class DistributedDataParallel(TorchNames):
         self._comm_hooks.append((hook, state))
 
     def _setup_in_backward_optimizers(self) -> None:
-        step = step_in_backward(self._reduced_parameters)
+        step = step_in_backward(self._reduced_parameters) if leader_of(self) is self else None
         if step is not None:
             self._core.set_delivered_callback(step)
 
@@ -405,7 +424,7 @@ class DistributedDataParallel(TorchNames):
     def _portable_state(self) -> dict[str, Any]:
         rebuilt = {"process_group", "reducer", "_core", "_communicator"}
         rebuilt |= {"_reduced_parameters", "_buffer_places", "_tensors", "_present"}
-        rebuilt |= {"_layer_watch"}
+        rebuilt |= {"_layer_watch", "_outer", "_led"}
         return {key: value for key, value in self.__dict__.items() if key not in rebuilt}
 
     def __getstate__(self) -> dict[str, Any]:

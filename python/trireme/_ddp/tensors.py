@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+from trireme._ddp.nesting import parameters_of_torchs
 
 if TYPE_CHECKING:
     from trireme._ddp.module import DistributedDataParallel
@@ -31,9 +32,9 @@ class ModuleTensors:
 
     @staticmethod
     def of(module: nn.Module, ignored: set[str]) -> ModuleTensors:
-        """Leaves out what is ignored by name and the parameters of a DDP module inside."""
+        """Leaves out what is ignored by name, and what torch's class inside averages."""
         tensors = ModuleTensors()
-        nested = _parameters_of_nested(module)
+        nested = parameters_of_torchs(module)
         sparse = {
             layer.weight
             for layer in module.modules()
@@ -98,12 +99,3 @@ def watching(
             owner._adopt_module()
 
     return look, adopted
-
-
-def _parameters_of_nested(module: nn.Module) -> set[nn.Parameter]:
-    return {
-        parameter
-        for inner in module.modules()
-        if isinstance(inner, TorchDDP)
-        for parameter in inner.module.parameters()
-    }

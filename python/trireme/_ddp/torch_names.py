@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,12 @@ class TorchNames(TorchDDP):
     process_group: dist.ProcessGroup
     _core: _C.Ddp
     _comm_hooks: list[tuple[Callable[..., Any], object]]
+    _outer: weakref.ref[TorchNames] | None = None
+    """The one around it; see nesting.py."""
+    _led: list[TorchNames]
+    """Those inside of it."""
+    _forwards = 0
+    """How many run."""
 
     if TYPE_CHECKING:  # torch's methods that we call; torch gives them no types
 
@@ -40,6 +47,10 @@ class TorchNames(TorchDDP):
             dist.BuiltinCommHookType.ALLREDUCE: default_hooks.allreduce_hook,
             dist.BuiltinCommHookType.FP16_COMPRESS: default_hooks.fp16_compress_hook,
         }
+        if comm_hook_type not in hooks:
+            got = f"got {comm_hook_type!r} as communication hook, expected a BuiltinCommHookType"
+            next_step = "Pass one of torch.distributed.BuiltinCommHookType."
+            refuse(got, next_step, self.process_group, kind=TypeError)
         self.register_comm_hook(self.process_group, hooks[comm_hook_type])
 
     @property

@@ -9,7 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Shard
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from trireme._core.meshes import ranks_of
@@ -31,12 +33,18 @@ def check_module(module: Any) -> None:
         return
     if not isinstance(module, nn.Module):
         refuse(f"got {type(module).__name__}, expected a module", "Pass a torch.nn.Module.")
-    without_forward = type(module).forward is nn.Module.forward
-    if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and without_forward:
+    is_container = isinstance(module, (nn.ModuleList, nn.ModuleDict))
+    if is_container and type(module).forward is nn.Module.forward:
         refuse(
             f"got a {type(module).__name__}, which has no forward",
             "Shard the modules in it, or the one around it.",
         )
+
+
+def check_policy(policy: Any) -> None:
+    if not isinstance(policy, MixedPrecisionPolicy):
+        got = f"got {type(policy).__name__} as mp_policy, expected a MixedPrecisionPolicy"
+        refuse(got, "Import it from trireme, or from torch.distributed.fsdp.", kind=TypeError)
 
 
 def resolve_mesh(mesh: DeviceMesh | None, dp_mesh_dims: object) -> FsdpMesh:
@@ -50,7 +58,6 @@ def resolve_mesh(mesh: DeviceMesh | None, dp_mesh_dims: object) -> FsdpMesh:
             refuse(
                 "got no mesh and no process group",
                 "Call trireme.init() first, or pass mesh=.",
-                kind=RuntimeError,
             )
         return FsdpMesh(init_device_mesh(_default_device_type(), (dist.get_world_size(),)))
     if not isinstance(mesh, DeviceMesh):
@@ -112,7 +119,8 @@ def check_parameter(name: str, param: nn.Parameter, device: torch.device) -> Non
             kind=NotImplementedError,
         )
     if param.layout != torch.strided:
-        refuse(f"got '{name}' of layout {param.layout}, expected a dense one", "Make it dense.")
+        got = f"got '{name}' of layout {param.layout}, expected a dense one"
+        refuse(got, "Make it dense.", kind=NotImplementedError)
     own = local.device
     if own.type not in ("cpu", "meta", device.type):
         refuse(
@@ -176,6 +184,7 @@ def shard_dim(name: str, param: nn.Parameter, placement: Any) -> int:
         refuse(
             f"got {placement!r} for '{name}' of shape {tuple(param.shape)}",
             "Choose one of its dimensions.",
+            kind=AssertionError,  # as in torch
         )
     return dim
 
@@ -200,6 +209,26 @@ def check_mesh_within(unit: FsdpUnit, root: FsdpUnit) -> None:
     )
 
 
+def check_kinds(
+    modules: Sequence[nn.Module], roots: Sequence[nn.Module], names: dict[nn.Module, str]
+) -> None:
+    """Refuses modules in a unit that other classes average, or that take no hooks."""
+    for module in modules:
+        if isinstance(module, DistributedDataParallel):
+            got = (
+                f"got a DistributedDataParallel at '{names[module]}', which averages gradients, too"
+            )
+            refuse(got, "Shard the module in it.")
+        # A traced one inside of a unit shows what it is given.
+        refused = torch.jit.ScriptModule if module in roots else torch.jit.RecursiveScriptModule
+        if isinstance(module, refused):
+            refuse(
+                f"got a ScriptModule at '{names[module]}', whose parameters nobody can exchange",
+                "Shard the module before it is scripted or traced: leave it in Python.",
+                kind=RuntimeError,
+            )
+
+
 def check_units(modules: Sequence[nn.Module], is_unit: Callable[[nn.Module], bool]) -> None:
     """No module may be a unit already."""
     for module in modules:
@@ -207,6 +236,7 @@ def check_units(modules: Sequence[nn.Module], is_unit: Callable[[nn.Module], boo
             refuse(
                 f"got {type(module).__name__}, which is sharded already",
                 "Call fully_shard once per module, inner modules first.",
+                kind=AssertionError,  # as in torch
             )
 
 

@@ -17,7 +17,9 @@ from torch.distributed.utils import _get_root_modules
 
 from trireme._fsdp.checks import (
     check_free,
+    check_kinds,
     check_module,
+    check_policy,
     check_units,
     resolve_mesh,
     resolve_reshard,
@@ -120,6 +122,7 @@ def fully_shard(
     Cost: see ``csrc/strategies/fsdp/fsdp.h``.
     """
     check_module(module)
+    check_policy(mp_policy)
     resolved = resolve_mesh(mesh, dp_mesh_dims)
     offload = resolve_offload(offload_policy, resolved.device)
     roots = _get_root_modules(list(module)) if isinstance(module, (list, tuple)) else [module]
@@ -128,6 +131,7 @@ def fully_shard(
     managed = _managed_modules(roots)
     inner = [unit for root in roots for unit in units_in(root)]
     names = {one: name for root in roots for name, one in root.named_modules()}
+    check_kinds(managed, roots, names)
     check_free(managed, inner, names)
     ignored = ignored_params or set()
     by_mesh = collect(managed, roots, ignored, shard_placement_fn, mp_policy, resolved)

@@ -7,7 +7,9 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed import fsdp as torch_fsdp
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
+from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
 
 from trireme._fsdp import refuse
 from trireme._fsdp.checks import check_outermost
@@ -21,8 +23,11 @@ from trireme._fsdp.comms import (
 from trireme._fsdp.root import units_in
 from trireme._fsdp.unit import FsdpUnit
 
+# torch has it since 2.15.
+_ReductionHandle: Any = getattr(torch_fsdp, "GradientReductionHandle", object)
 
-class UnshardHandle:
+
+class UnshardHandle(TorchUnshardHandle):
     """``unshard(async_op=True)`` returns it."""
 
     def __init__(self, unit: FsdpUnit | None = None) -> None:
@@ -37,6 +42,13 @@ class UnshardHandle:
             return
         for one in unit.all:
             one.unshard()
+
+
+class _DoneReduction(_ReductionHandle):  # type: ignore[misc]
+    """``finalize_backward(async_op=True)`` returns it, with final gradients."""
+
+    def wait(self) -> None:
+        """Nothing is left to wait for."""
 
 
 class FSDPModule(TorchFSDPModule):
@@ -159,7 +171,7 @@ class FSDPModule(TorchFSDPModule):
                     kind=RuntimeError,
                 )
             root.core.finalize_backward()
-        return UnshardHandle() if async_op else None
+        return _DoneReduction() if async_op else None
 
     def reset_iter_state(self) -> None:
         """After an exception in forward or backward: what they have left, accumulated gradients and

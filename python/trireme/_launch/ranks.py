@@ -52,7 +52,15 @@ def rank_generator(seed: int, device: str | torch.device = "cpu") -> torch.Gener
     """
     _expect_run("rank_generator", None)
     AREA.expect("seed", seed, int, "int", next_step="Pass a whole number.")
-    return torch.Generator(device).manual_seed(rank_seed(seed, dist.get_rank()))
+    return torch.Generator(device).manual_seed(rank_seed(_folded(seed), dist.get_rank()))
+
+
+def _folded(seed: int) -> int:
+    """Returns 64 bits on which all bits of a longer seed have a say."""
+    mask = 2**64 - 1
+    if -(2**63) <= seed <= mask:
+        return seed & mask
+    return (seed & mask) ^ rank_seed(_folded(seed >> 64), 0)
 
 
 def _mean_of_tensor(value: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:

@@ -94,6 +94,10 @@ def as_param_groups(params: Any, group: dist.ProcessGroup) -> list[Any]:
     groups = list(params)
     if not groups:
         refuse("got no parameters, expected at least one", "Pass model.parameters().", group)
+    kinds = {isinstance(one, dict) for one in groups}
+    if len(kinds) > 1:
+        got = "got parameters and groups of them in one list, expected either"
+        refuse(got, "Put all parameters into groups.", group, kind=TypeError)
     for one in groups:
         held = one.get("params") if isinstance(one, dict) else one
         if held is None or (isinstance(one, dict) and not _holds_any(one)):
@@ -120,6 +124,21 @@ def names_of(
             place = f"param_groups[{number}]['params'][{index}]"
             names[parameter] = found.get(parameter, place) if given is None else given[index]
     return names
+
+
+def check_parameters(names: dict[torch.Tensor, str], group: dist.ProcessGroup) -> None:
+    """Refuses parameters that have no shape or memory of their own yet, or no dense one."""
+    for parameter, name in names.items():
+        if isinstance(parameter, torch.nn.parameter.UninitializedParameter):
+            got = f"got lazy parameter '{name}' without a shape, expected an initialised module"
+            refuse(got, "Run one forward before.", group)
+        if parameter.layout != torch.strided:
+            got = f"got '{name}' of layout {parameter.layout}, expected a dense parameter"
+            refuse(got, "Make it dense; its gradients may be sparse under stage 1.", group)
+        if parameter.is_meta:
+            got = f"got '{name}' on the meta device, expected a parameter with memory"
+            next_step = "Call module.to_empty(device=...) and initialise it before."
+            refuse(got, next_step, group, kind=RuntimeError)
 
 
 def placement_for(

@@ -26,6 +26,7 @@ from trireme._zero.checks import (
     as_param_groups,
     check_fused_step,
     check_optimizer_class,
+    check_parameters,
     check_stage,
     names_of,
     placement_for,
@@ -189,6 +190,7 @@ class ZeroRedundancyOptimizer(TorchZero, ShardedOptimizer):
         claim = None
         try:
             with together("parameters", numbers, self.process_group):
+                check_parameters(names, self.process_group)
                 claim = Claim(parameters, self, names.__getitem__)
             were_given = "param_names" in groups[0]
             names = agree_on_names(names, were_given, numbers, self.process_group)
@@ -328,7 +330,11 @@ class ZeroRedundancyOptimizer(TorchZero, ShardedOptimizer):
                 core.set_synchronize(True)
 
     def clip_grad_norm_(
-        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
     ) -> torch.Tensor:
         """Scales the gradients of all parameters to a common norm of at most ``max_norm``.
 
@@ -336,7 +342,8 @@ class ZeroRedundancyOptimizer(TorchZero, ShardedOptimizer):
         per call of ``add_param_group`` and constructor, under stage 1 none. Collective.
         """
         self._check_alive()
-        return clip_grad_norm_(self._parameters(), max_norm, norm_type, error_if_nonfinite)
+        parameters = self._parameters()
+        return clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
 
     def last_step(self) -> dict[str, float]:
         """Says where the time of the last synchronized backward went; keys as in DDP's. Stage 2."""

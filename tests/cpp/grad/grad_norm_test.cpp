@@ -53,7 +53,7 @@ int64_t count_unlike(const std::vector<at::Tensor>& a, const std::vector<at::Ten
 }  // namespace
 
 TEST_CASE("whole gradients are clipped as torch clips them, whatever the norm") {
-  for (const double norm_type : {0.5, 1.0, 2.0, 3.0, kInfinity}) {
+  for (const double norm_type : {-kInfinity, -1.0, 0.5, 1.0, 2.0, 3.0, kInfinity}) {
     for (const double max_norm : {0.1, 1e6}) {
       const std::vector<at::Tensor> ours = gradients({at::kFloat, at::kDouble});
       const auto [norm, expected] = clipped_by_torch(ours, max_norm, norm_type);
@@ -85,7 +85,7 @@ TEST_CASE("no gradients have the norm zero") {
 }
 
 TEST_CASE("shards and whole gradients have a common norm, the same on all ranks") {
-  for (const double norm_type : {1.0, 2.0, kInfinity}) {
+  for (const double norm_type : {-kInfinity, -2.0, 1.0, 2.0, kInfinity}) {
     const std::vector<at::Tensor> all = gradients({at::kFloat, at::kFloat, at::kFloat});
     const auto [norm, expected] = clipped_by_torch(all, 0.3, norm_type);
     std::vector<double> norms(3);
@@ -143,11 +143,15 @@ TEST_CASE("a norm that is not finite raises on all ranks, if that is asked for")
   }
 }
 
-TEST_CASE("a norm that is none") {
-  for (const double norm_type : {0.0, -1.0, std::numeric_limits<double>::quiet_NaN()}) {
-    CHECK_THROWS_WITH(clip_grad_norm_({}, {1.0, norm_type}),
-                      Catch::Contains("[grad_norm] got norm_type"));
-  }
+TEST_CASE("a norm that is none, and one that counts gradients") {
+  CHECK_THROWS_WITH(clip_grad_norm_({}, {1.0, std::numeric_limits<double>::quiet_NaN()}),
+                    Catch::Contains("[grad_norm] got NaN as norm_type"));
+  const std::vector<at::Tensor> ours{at::ones({4}), at::zeros({3}), at::ones({2})};
+  CHECK(clip_grad_norm_({{ours, at::kCPU, nullptr}}, {1.0, 0.0}).item<double>() == 2);
+  CHECK(ours[0][0].item<double>() == Approx(0.5));
+  const auto wire = std::make_shared<RecordingCommunicator>(RankOf{0, 2});
+  CHECK_THROWS_WITH(clip_grad_norm_({{ours, at::kCPU, wire}}, {1.0, 0.0}),
+                    Catch::Contains("[grad_norm] got norm_type 0, which counts gradients"));
 }
 
 }  // namespace trireme::grad_norm_test

@@ -270,6 +270,16 @@ TEST_CASE("an average is a division, as torch's `/ world`") {
     reduce(&mean, nullptr, request, false);
     CHECK(mean == 7.0f / static_cast<float>(terms));
   }
+  // More terms than the dtype of integers can count.
+  const int8_t minus = -100, plus = 3;
+  const std::vector<const void*> sums{&minus, &plus};
+  for (const int64_t terms : {2, 50, 300}) {
+    int8_t mean = 1;
+    ReduceRequest request{Dtype::kI8, ReduceOp::kAvg, 1, sums};
+    request.terms = terms;
+    reduce(&mean, nullptr, request, false);
+    CHECK(int{mean} == -97 / terms);
+  }
 }
 
 TEST_CASE("bytes are copied past the caches, wherever they begin and end") {
@@ -310,7 +320,7 @@ TEST_CASE("what an operation cannot do is refused") {
   const auto no_bits = {kF16, kBF16, kF32, kF64, kComplexF32, kComplexF64, kBytes};
   refused(ReduceOp::kSum, {kBytes});
   refused(ReduceOp::kProduct, {kBytes});
-  refused(ReduceOp::kAvg, no_fractions);
+  refused(ReduceOp::kAvg, {kBool, kBytes});
   refused(ReduceOp::kPremulSum, no_fractions);
   refused(ReduceOp::kMin, {kComplexF32, kComplexF64, kBytes});
   refused(ReduceOp::kMax, {kComplexF32, kComplexF64, kBytes});

@@ -203,6 +203,10 @@ Bytes reduce_integers(const Reduction& job) {
     for (size_t r = 1; r < job.sources.size(); ++r) {
       total = combined_integers<T>(job.op, total, at(r, i));
     }
+    if (job.op == ReduceOp::kAvg) {  // towards zero
+      using Wide = std::conditional_t<std::is_signed_v<T>, int64_t, uint64_t>;
+      total = static_cast<T>(Wide{total} / static_cast<Wide>(job.sources.size()));
+    }
     std::memcpy(result.data() + static_cast<size_t>(i) * sizeof(T), &total, sizeof(T));
   }
   return result;

@@ -18,15 +18,25 @@ def half_on_meta() -> nn.Module:
     return nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
 
 
+def batch_norm() -> nn.Module:
+    return nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+
+
+def meta_buffer() -> nn.Module:
+    module: Any = batch_norm()
+    module[1].running_mean = torch.ones(2, device="meta")
+    return module
+
+
 # What is wrapped, the options, what is raised and what the text says.
 CASES: dict[str, tuple[Any, dict[str, Any], type[Exception], list[str]]] = {
     "no module": (lambda: "mlp", {}, TypeError, ["got str as module", "torch.nn.Module"]),
     "a class": (lambda: nn.Linear, {}, TypeError, ["got type as module"]),
-    "no parameters": (nn.Tanh, {}, ValueError, ["without trainable parameters"]),
+    "no parameters": (nn.Tanh, {}, RuntimeError, ["without trainable parameters"]),
     "all frozen": (
         lambda: mlp().requires_grad_(False),
         {},
-        ValueError,
+        RuntimeError,
         ["without trainable parameters", "Use the module as it is"],
     ),
     "several devices": (
@@ -41,8 +51,26 @@ CASES: dict[str, tuple[Any, dict[str, Any], type[Exception], list[str]]] = {
         RuntimeError,
         ["lazy parameter '1.weight'", "Run one forward before wrapping"],
     ),
+    "meta buffer": (
+        meta_buffer,
+        {},
+        RuntimeError,
+        ["buffer '1.running_mean' on the meta device", "before wrapping"],
+    ),
+    "torch's SyncBatchNorm": (
+        lambda: nn.SyncBatchNorm.convert_sync_batchnorm(batch_norm()),
+        {},
+        ValueError,
+        ["SyncBatchNorm at '1' on the CPU", "trireme.SyncBatchNorm.convert_sync_batchnorm(module)"],
+    ),
+    "torch's around": (
+        lambda: TorchDDP(mlp()),
+        {},
+        ValueError,
+        ["got torch's DistributedDataParallel at ''", "trireme.DistributedDataParallel, too"],
+    ),
     "group": (mlp, {"process_group": "world"}, TypeError, ["got str as process_group"]),
-    "mesh": (mlp, {"device_mesh": "cpu"}, ValueError, ["'cpu' as device_mesh", "1-D DeviceMesh"]),
+    "mesh": (mlp, {"device_mesh": "cpu"}, TypeError, ["'cpu' as device_mesh", "1-D DeviceMesh"]),
     "device ids": (mlp, {"device_ids": [0]}, ValueError, ["device_ids [0]", "cpu", "Leave both"]),
     "two ids": (mlp, {"device_ids": [0, 1]}, ValueError, ["[0, 1]", "one rank per device"]),
     "output": (mlp, {"output_device": 1}, ValueError, ["output_device 1", "expected None"]),
@@ -77,10 +105,10 @@ def test_arguments(rank: int, name: str) -> None:
 def test_group_and_mesh_at_once(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2,))
     got = "[ddp] got both process_group and device_mesh"
-    with raises(ValueError, got, form=RANKLESS_FORM):
+    with raises(RuntimeError, got, form=RANKLESS_FORM):
         trireme.DistributedDataParallel(mlp(), process_group=dist.group.WORLD, device_mesh=mesh)
     square = init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"))
-    with raises(ValueError, "as device_mesh", "1-D DeviceMesh", form=RANKLESS_FORM):
+    with raises(RuntimeError, "as device_mesh", "1-D DeviceMesh", form=RANKLESS_FORM):
         trireme.DistributedDataParallel(mlp(), device_mesh=square)
 
 
@@ -154,7 +182,7 @@ def test_a_parameter_that_lies_in_another_order_on_one_rank(rank: int) -> None:
     if rank == 1:
         module = module.to(memory_format=torch.channels_last)
     expected = "on rank 1: parameter 0 is 'weight' Float [3, 2, 2, 2] of strides [8, 1, 4, 2] but"
-    with raises(ValueError, expected):
+    with raises(RuntimeError, expected):
         trireme.DistributedDataParallel(module)
 
 

@@ -293,7 +293,7 @@ def test_other_changes_on_each_rank(rank: int) -> None:
 
 @on_ranks(timeout=40)
 def test_meta_parameters_are_refused(rank: int) -> None:
-    with raises(ValueError, "[ddp] got '0.weight' on the meta device"):
+    with raises(RuntimeError, "[ddp] got '0.weight' on the meta device"):
         trireme.DistributedDataParallel(mlp().to("meta"))
 
 

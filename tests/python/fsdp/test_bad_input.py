@@ -34,7 +34,7 @@ shard = trireme.fully_shard
 
 
 def test_without_a_group() -> None:
-    with pytest.raises(RuntimeError) as caught:
+    with pytest.raises(ValueError) as caught:
         shard(nn.Linear(2, 2))
     assert RANKLESS_FORM.match(message_of(caught.value))
 
@@ -100,13 +100,15 @@ def test_arguments(rank: int) -> None:
         shard(net, reshard_after_forward="yes")  # type: ignore[arg-type]
     with raises(TypeError, "got str as offload_policy"):
         shard(net, offload_policy="cpu")  # type: ignore[arg-type]
-    with raises(ValueError, "got Shard(dim=2) for 'weight' of shape (4, 4)"):
+    with raises(TypeError, "got str as mp_policy"):
+        shard(net, mp_policy="bf16")  # type: ignore[arg-type]
+    with raises(AssertionError, "got Shard(dim=2) for 'weight' of shape (4, 4)"):
         shard(net, shard_placement_fn=lambda _: Shard(2))
     with raises(ValueError, "got Replicate() as placement of 'weight'"):
         shard(net, shard_placement_fn=lambda _: Replicate())  # type: ignore[arg-type,return-value]
     sparse = nn.Module()
     sparse.weight = nn.Parameter(torch.eye(3).to_sparse())
-    with raises(ValueError, "got 'weight' of layout torch.sparse_coo"):
+    with raises(NotImplementedError, "got 'weight' of layout torch.sparse_coo"):
         shard(sparse)
     scaled = nn.Linear(4, 4)
     scaled.weight = nn.Parameter(TwoTensor(torch.ones(4, 4), torch.ones(4, 4)))
@@ -115,6 +117,13 @@ def test_arguments(rank: int) -> None:
     scaled.weight = nn.Parameter(_Gathered(torch.ones(4, 4)))
     with raises(NotImplementedError, "got 'weight' as _Gathered, a tensor subclass"):
         shard(scaled)
+    averaged = trireme.DistributedDataParallel(nn.Linear(4, 4))
+    for inside in (averaged, nn.Sequential(averaged)):
+        with raises(ValueError, "got a DistributedDataParallel at '", "averages gradients, too"):
+            shard(inside)
+    for script in (torch.jit.script(mlp()), torch.jit.trace(mlp(), batch(0))):
+        with raises(RuntimeError, "got a ScriptModule at ''", "before it is scripted or traced"):
+            shard(script)
     assert type(net) is nn.Linear and type(scaled) is nn.Linear
 
 
@@ -174,11 +183,11 @@ def test_a_mesh_over_gloo(rank: int) -> None:
 def test_units_in_the_wrong_order(rank: int) -> None:
     net = mlp()
     shard(net)
-    with raises(ValueError, "got FSDPSequential, which is sharded already"):
+    with raises(AssertionError, "got FSDPSequential, which is sharded already"):
         shard(net)
     with raises(ValueError, "in an outer unit already", "'weight'"):
         shard(net[0])
-    with raises(ValueError, "which is sharded already"):
+    with raises(AssertionError, "which is sharded already"):
         shard(torch_sharded())
     outer = shard_layers(mlp())
     outer[2](torch.ones(2, 13))

@@ -86,6 +86,9 @@ def test_rank_generator_differs_between_ranks_and_not_between_runs() -> None:
 def test_rank_generator_takes_every_seed(lone_rank: trireme.Context) -> None:
     for seed in (0, -1, 2**63, 2**64 - 1, 2**70):
         trireme.rank_generator(seed)
+    # The bits beyond torch's 64 count, too.
+    seeds = {trireme.rank_generator(seed).initial_seed() for seed in (0, 2**64, 2**65, -(2**70))}
+    assert len(seeds) == 4
     for seed in ("7", 7.0, True, None):
         with pytest.raises(TypeError, match=r"\[launch\] seed is \w+, expected int"):
             trireme.rank_generator(seed)

@@ -124,8 +124,15 @@ def reduced(
         return functools.reduce(torch.mul, sources)
     result = functools.reduce(fold, terms)
     if op == dist.ReduceOp.AVG:
-        result = result / len(sources)
+        result = divided(result, len(sources))
     return torch.view_as_complex(result) if dtype.is_complex else result.to(dtype)
+
+
+def divided(total: torch.Tensor, by: int) -> torch.Tensor:
+    """An average; of integers towards zero."""
+    if total.is_floating_point():
+        return total / by
+    return total.long().div(by, rounding_mode="trunc").to(total.dtype)
 
 
 def backend_of(group: Any = None) -> Any:

@@ -28,6 +28,7 @@ from shm.ranks import (
     REDUCED,
     assert_bits,
     assert_lists,
+    divided,
     of_all,
     reduced,
     values,
@@ -61,7 +62,7 @@ def by_host(op: Any, layout: str, sources: Sequence[torch.Tensor]) -> torch.Tens
     if total.is_complex():
         parts = torch.view_as_real(total) / len(sources)
         return torch.view_as_complex(parts)
-    return (total / len(sources)).to(sources[0].dtype)
+    return divided(total, len(sources)).to(sources[0].dtype)
 
 
 def ops_of(dtype: torch.dtype) -> list[Any]:
@@ -70,7 +71,8 @@ def ops_of(dtype: torch.dtype) -> list[Any]:
     common = [ReduceOp.SUM, ReduceOp.PRODUCT]
     order = [ReduceOp.MIN, ReduceOp.MAX]
     if dtype in INTEGERS or dtype == torch.bool:
-        return [*common, *order, ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR]
+        average = [] if dtype == torch.bool else [ReduceOp.AVG]
+        return [*common, *order, *average, ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR]
     return [*common, *order, ReduceOp.AVG]
 
 

@@ -35,7 +35,7 @@ every_world = pytest.mark.parametrize("world", WORLDS)
 
 DTYPES = {
     ReduceOp.SUM: REDUCED,
-    ReduceOp.AVG: (*REALS, *COMPLEX),
+    ReduceOp.AVG: (*INTEGERS, *REALS, *COMPLEX),
     ReduceOp.PRODUCT: (torch.bool, *INTEGERS, *REALS),
     ReduceOp.MIN: (torch.bool, *INTEGERS, *REALS),
     ReduceOp.MAX: (torch.bool, *INTEGERS, *REALS),
@@ -233,9 +233,30 @@ def test_minimum_and_maximum_keep_a_nan(rank: int, world: int) -> None:
 
 @every_world
 @on_shm_ranks("world")
+def test_averages_of_integers(rank: int, world: int) -> None:
+    """The sum, divided towards zero, in every form of a reduction."""
+    for dtype in (torch.int8, torch.int32, torch.int64):
+        of_ranks = [torch.tensor([-7, 7, 100, -1, 0, peer], dtype=dtype) for peer in range(world)]
+        expected = reduced(ReduceOp.AVG, of_ranks)
+        assert dtype == torch.int8 or expected.tolist()[:5] == [-7, 7, 100, -1, 0]
+        tensor = of_ranks[rank].clone()
+        dist.all_reduce(tensor, ReduceOp.AVG, async_op=True).wait()
+        assert_bits(tensor, expected, dtype)
+        tensor = of_ranks[rank].clone()
+        dist.reduce(tensor, world - 1, ReduceOp.AVG)
+        assert_bits(tensor, expected if rank == world - 1 else of_ranks[rank], "reduce", dtype)
+        part = torch.empty(6, dtype=dtype)
+        dist.reduce_scatter_tensor(part, of_ranks[rank].repeat(world), ReduceOp.AVG)
+        assert_bits(part, expected, "reduce_scatter", dtype)
+        dist.reduce_scatter(part, [of_ranks[rank]] * world, ReduceOp.AVG)
+        assert_bits(part, expected, "list", dtype)
+
+
+@every_world
+@on_shm_ranks("world")
 def test_what_cannot_be_reduced_raises_on_all_and_touches_nothing(rank: int, world: int) -> None:
     refused = [
-        *((ReduceOp.AVG, dtype) for dtype in (torch.bool, *INTEGERS)),
+        (ReduceOp.AVG, torch.bool),
         *((dist._make_nccl_premul_sum(2.0), dtype) for dtype in (torch.bool, torch.int32)),
         *((ReduceOp.BAND, dtype) for dtype in (*REALS, torch.complex64)),
         *((ReduceOp.MIN, dtype) for dtype in COMPLEX),
@@ -246,9 +267,9 @@ def test_what_cannot_be_reduced_raises_on_all_and_touches_nothing(rank: int, wor
         with raises(dist.DistBackendError, f"(rank {rank} of {world})"):
             all_reduce([tensor], op)
         assert_bits(tensor, values(rank, 10, dtype), op, dtype)
-    with raises(dist.DistBackendError, "AVG of int64", "cannot hold an average"):
+    with raises(dist.DistBackendError, "AVG of bool", "cannot hold an average"):
         dist.reduce_scatter_tensor(
-            torch.empty(2).long(), torch.ones(2 * world).long(), ReduceOp.AVG
+            torch.empty(2).bool(), torch.ones(2 * world).bool(), ReduceOp.AVG
         )
     tensor = values(rank, 10, torch.float32)
     dist.all_reduce(tensor)

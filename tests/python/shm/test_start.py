@@ -1,5 +1,6 @@
 """Where a group of the backend ``trireme`` comes from; test_hosts.py has several hosts."""
 
+import importlib.metadata
 import os
 import re
 import subprocess
@@ -126,11 +127,9 @@ def test_torchrun_and_an_end_without_destroy_process_group(tmp_path: Path) -> No
 
 @pytest.mark.skipif(TORCH < (2, 14), reason="torch looks for entry points of backends since 2.14")
 def test_torchrun_without_an_import(tmp_path: Path) -> None:
-    """torch finds the backend by the entry point that an installed package has."""
+    """torch finds the backend by an entry point, of an installed package or of a build folder."""
     project = (ROOT / "pyproject.toml").read_text()
     (entry,) = re.findall(r'"torch.distributed.backends"\]\n(\w+) = "([\w.:]+)"', project)
-    about = tmp_path / "trireme-0.dist-info"
-    about.mkdir()
-    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: trireme\nVersion: 0\n")
-    (about / "entry_points.txt").write_text("[torch.distributed.backends]\n" + " = ".join(entry))
+    found = importlib.metadata.entry_points(group="torch.distributed.backends")
+    assert [entry] == [(one.name, one.value) for one in found if one.name == "trireme"]
     check_torchrun(tmp_path, "", "trireme", "dist.destroy_process_group()")

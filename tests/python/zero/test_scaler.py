@@ -15,7 +15,7 @@ from ddp.ranks import RANKLESS_FORM, assert_same_on_all_ranks, batch, mlp, raise
 from shm.ranks import on_shm_and_gloo_ranks, on_shm_ranks
 from zero.ranks import DDP, STAGES, Shapes, Training, Zero, alone, assert_equal_parameters, sharded
 
-NORMS = (2.0, 1.0, 0.5, 3.5, math.inf)
+NORMS = (2.0, 1.0, 0.5, 3.5, -1.0, math.inf, -math.inf)
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 torch_clip = torch.nn.utils.clip_grad_norm_
 
@@ -115,10 +115,17 @@ def test_a_norm_that_is_not_finite(rank: int) -> None:
             with raises(RuntimeError, text, form=RANKLESS_FORM):
                 ours.optimizer.clip_grad_norm_(1.0, error_if_nonfinite=True)
             assert not math.isfinite(ours.optimizer.clip_grad_norm_(1.0))
-        for norm_type in (0.0, -1.0):
-            text = "[grad_norm] got norm_type"
+        with raises(ValueError, "[grad_norm] got NaN as norm_type", form=RANKLESS_FORM):
+            ours.optimizer.clip_grad_norm_(1.0, norm_type=math.nan)
+        if stage == 2:
+            text = "[grad_norm] got norm_type 0, which counts gradients, for sharded ones"
             with raises(ValueError, text, "Pass 2 for", form=RANKLESS_FORM):
-                ours.optimizer.clip_grad_norm_(1.0, norm_type=norm_type)
+                ours.optimizer.clip_grad_norm_(1.0, norm_type=0)
+            continue
+        ours.optimizer.zero_grad()
+        ours.net(batch(0)[rank::2]).square().mean().backward()
+        count = torch_clip(ours.model.parameters(), 10.0, 0, foreach=True)
+        assert ours.optimizer.clip_grad_norm_(10.0, norm_type=0, foreach=True) == count == 5
 
 
 @on_shm_ranks(2)

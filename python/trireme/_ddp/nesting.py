@@ -1,0 +1,76 @@
+"""A DistributedDataParallel inside another one.
+
+torch's reducers both average; what the outer one writes comes last. Here the outer one averages
+alone: a forward of the inner one, inside the outer one's or beside it, counts as one of the outer
+one's.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+from trireme._ddp import refuse
+from trireme._ddp.torch_names import TorchNames
+
+if TYPE_CHECKING:
+    from trireme._ddp.module import DistributedDataParallel
+
+
+def check_nested(module: nn.Module, group: dist.ProcessGroup) -> None:
+    """torch's class inside ours averages its own gradients, so it must do it over our ranks. Nobody
+    else may average any, or shard them."""
+    for name, inner in module.named_modules():
+        if hasattr(inner, "_get_fsdp_state"):  # of ours and of torch's; an import takes long
+            refuse(
+                f"got a module of fully_shard at '{name}', whose gradients it averages, expected "
+                "plain modules",
+                "Leave one of them out, or replicate by fully_shard over a mesh of two dimensions.",
+                group,
+            )
+        if not isinstance(inner, TorchDDP) or isinstance(inner, TorchNames):
+            continue
+        ranks = dist.get_process_group_ranks(inner.process_group)
+        if inner is module or ranks != dist.get_process_group_ranks(group):
+            refuse(
+                f"got torch's DistributedDataParallel at '{name}', which averages over ranks "
+                f"{ranks}, expected the module in it",
+                "Wrap that one with trireme.DistributedDataParallel, too.",
+                group,
+            )
+
+
+def parameters_of_torchs(module: nn.Module) -> set[nn.Parameter]:
+    """What torch's class averages inside of ``module``."""
+    return {
+        parameter
+        for inner in module.modules()
+        if isinstance(inner, TorchDDP) and not isinstance(inner, TorchNames)
+        for parameter in inner.module.parameters()
+    }
+
+
+def lead(outer: DistributedDataParallel) -> None:
+    """Lets ``outer`` average for those inside of it."""
+    outer._led = [one for one in outer.module.modules() if isinstance(one, TorchNames)]
+    for inner in outer._led:
+        inner._outer = weakref.ref(outer)
+
+
+def torch_averages() -> bool:
+    """Whether a forward of torch's class runs around this one whose backward averages."""
+    around = TorchDDP._get_active_ddp_module()
+    is_torchs = around is not None and not isinstance(around, TorchNames)
+    return is_torchs and bool(around.require_backward_grad_sync)
+
+
+def leader_of(ddp: TorchNames) -> TorchNames:
+    """The outermost one around ``ddp``, or ``ddp`` itself."""
+    outer = None if ddp._outer is None else ddp._outer()
+    if outer is None or not any(one is ddp for one in outer._led):
+        return ddp
+    return leader_of(outer)
