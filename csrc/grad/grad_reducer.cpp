@@ -103,6 +103,7 @@ void GradReducer::begin_backward(Part part) {
   if (auto order = layout_.arrivals().receive(*communicator_)) layout_.set_order(std::move(*order));
   if (wires_.own().divides() && !layout_.arrivals().is_observing()) keep_buckets();
   part_ = part;
+  makes_graph_ = at::GradMode::is_enabled();
   changes_.look_again(is_shadow());
   landing_->before_backward();
   communicator_->show_step(++step_, /*is_done=*/false);
@@ -135,8 +136,7 @@ void GradReducer::begin_wire() {
               .map = layout_.carries_tail() ? &layout_.used() : nullptr,
               .shadow = is_shadow(),
               .defers_sums = landing_->defers_step()});
-  landing_->begin_step({wire, /*touches_gradients=*/part_ != Part::kZeros,
-                        /*makes_graph=*/at::GradMode::is_enabled()});
+  landing_->begin_step({wire, /*touches_gradients=*/part_ != Part::kZeros, makes_graph_});
   queue_.begin({&wire, scale(), is_shadow(), arming_->is_manual()}, waiting);
 }
 

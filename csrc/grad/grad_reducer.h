@@ -211,6 +211,7 @@ class TRIREME_API GradReducer final : public GradSink, public BackwardSteps {
 
   // the step that runs
   int64_t step_ = 0;
+  bool makes_graph_ = false;  // backward(create_graph=True)
   Part part_ = Part::kGradients;
   Pending map_pending_;
   bool map_is_unread_ = false;

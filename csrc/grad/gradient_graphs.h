@@ -40,7 +40,8 @@ class TRIREME_API GradientGraphs {
   // `reached` is called when a backward has come to an average, on autograd's thread.
   explicit GradientGraphs(std::function<void()> reached) : reached_(std::move(reached)) {}
 
-  void begin(size_t parameters) { taken_.assign(parameters, {}); }
+  // Keeps what it has taken, since a step may begin again with other buckets.
+  void begin(size_t parameters) { taken_.resize(parameters); }
   // Takes its graph off a gradient, if it has one; a further one if more was accumulated.
   void take(size_t parameter, const at::Tensor& grad);
   // Gives `grad` what was taken, times `factor`.
