@@ -135,7 +135,7 @@ def check_parameters(names: dict[torch.Tensor, str], group: dist.ProcessGroup) -
         if parameter.layout != torch.strided:
             got = f"got '{name}' of layout {parameter.layout}, expected a dense parameter"
             refuse(got, "Make it dense; its gradients may be sparse under stage 1.", group)
-        if parameter.is_meta:
+        if parameter.is_meta and all(one.is_meta for one in names):
             got = f"got '{name}' on the meta device, expected a parameter with memory"
             next_step = "Call module.to_empty(device=...) and initialise it before."
             refuse(got, next_step, group, kind=RuntimeError)

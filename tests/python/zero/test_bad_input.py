@@ -57,6 +57,11 @@ CASES: dict[str, Case] = {
         ValueError,
         ["fused_step=True for stage 2 and AdamW", "trireme.optim.Adam"],
     ),
+    "meta": (
+        lambda: zero([nn.Parameter(torch.ones(2, device="meta"))]),
+        RuntimeError,
+        ["[0]' on the meta device", "to_empty(device=...)"],
+    ),
     "devices": (
         lambda: zero(on_meta()),
         ValueError,
