@@ -66,6 +66,14 @@ std::optional<std::string> FaultBoard::posted(const std::string& key) const noex
   return std::nullopt;
 }
 
+int64_t FaultBoard::count(const std::string& topic) noexcept {
+  try {
+    return store_ ? store_->add("trireme/" + topic + "/" + std::to_string(where_.rank), 1) : 0;
+  } catch (...) {
+    return 0;
+  }
+}
+
 void FaultBoard::withdraw(const std::string& key) noexcept {
   if (!store_) return;
   try {
