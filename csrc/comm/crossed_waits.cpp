@@ -19,7 +19,7 @@ constexpr int64_t kLooksPerWindow = 3;
 CrossedWaits::CrossedWaits(std::shared_ptr<GroupHealth> meeting_place)
     : board_(std::move(meeting_place)) {
   if (board_ && !board_->board.has_store()) board_.reset();
-  if (board_) number_ = board_->crossed_waits++;
+  if (board_) number_ = board_->board.count("crossed waits");
 }
 
 void CrossedWaits::add(std::shared_ptr<const Progress> progress) {

@@ -206,6 +206,14 @@ void FaultBoard::leave(const std::string& error) noexcept {
   }
 }
 
+int64_t FaultBoard::count(const std::string& topic) noexcept {
+  try {
+    return store_ ? store_->add("trireme/" + topic + "/" + std::to_string(where_.rank), 1) : 0;
+  } catch (...) {
+    return 0;
+  }
+}
+
 void FaultBoard::withdraw(const std::string& key) noexcept {
   if (!store_) return;
   try {

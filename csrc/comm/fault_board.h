@@ -52,6 +52,9 @@ class TRIREME_API FaultBoard {
   void post(const std::string& key, const std::string& words) noexcept;
   std::optional<std::string> posted(const std::string& key) const noexcept;
   void withdraw(const std::string& key) noexcept;
+  // Returns how often this rank has asked about `topic`, of whichever board of the group: its words
+  // stay in the Store when a board goes. 0 if the Store does not answer.
+  int64_t count(const std::string& topic) noexcept;
   bool has_store() const { return store_ != nullptr; }
   std::chrono::milliseconds timeout() const { return store_->getTimeout(); }
 

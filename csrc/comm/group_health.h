@@ -50,9 +50,6 @@ struct GroupHealth {
   // Is that of the group's operations; see crossed_waits.h.
   Progress& progress() { return *progress_; }
   const std::shared_ptr<Progress>& shared_progress() const { return progress_; }
-  // These count what was made of this group; see meeting_place.h, crossed_waits.h.
-  std::atomic<int64_t> meeting_places{0};
-  std::atomic<int64_t> crossed_waits{0};
 
  private:
   mutable std::mutex mutex_;

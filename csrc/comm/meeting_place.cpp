@@ -32,7 +32,7 @@ void pause(microseconds& next) {
 
 MeetingPlace::MeetingPlace(std::shared_ptr<GroupHealth> health) : health_(std::move(health)) {
   if (health_ && !health_->board.has_store()) health_.reset();
-  if (health_) number_ = health_->meeting_places++;
+  if (health_) number_ = health_->board.count("meeting places");
 }
 
 std::string MeetingPlace::key(const std::string& topic, int64_t rank) const {
