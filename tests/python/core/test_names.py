@@ -5,6 +5,7 @@ from importlib import import_module
 import pytest
 import torch
 import trireme
+import trireme.fsdp
 from torch.distributed.fsdp import _fully_shard
 
 # Whoever changes one import finds there what stood beside the name.
