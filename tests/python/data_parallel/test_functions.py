@@ -240,18 +240,19 @@ def test_failure_has_the_name_of_its_replica() -> None:
     assert "in module" in "".join(str(entry) for entry in caught.traceback)
 
 
+# torch's types: it asserts that lists have one length.
 @pytest.mark.parametrize(
-    ("arguments", "text"),
+    ("arguments", "kind", "text"),
     [
-        (([], []), "got no modules, expected at least one"),
-        (([abs], [1, 2]), "got 2 inputs for 1 modules, expected as many"),
-        (([abs], [1], []), "got 0 kwargs_tup for 1 modules"),
-        (([abs], [1], None, CPUS), "got 2 devices for 1 modules"),
-        (([abs], [1], None, [1000]), "1000"),
+        (([], []), ValueError, "got no modules, expected at least one"),
+        (([abs], [1, 2]), AssertionError, "got 2 inputs for 1 modules, expected as many"),
+        (([abs], [1], []), AssertionError, "got 0 kwargs_tup for 1 modules"),
+        (([abs], [1], None, CPUS), AssertionError, "got 2 devices for 1 modules"),
+        (([abs], [1], None, [1000]), ValueError, "1000"),
     ],
 )
-def test_bad_parallel_apply(arguments: Sequence[Any], text: str) -> None:
-    with pytest.raises(ValueError) as caught:
+def test_bad_parallel_apply(arguments: Sequence[Any], kind: type[Exception], text: str) -> None:
+    with pytest.raises(kind) as caught:
         parallel_apply(*arguments)
     assert str(caught.value).startswith("[data_parallel] got ") and text in str(caught.value)
 
