@@ -84,6 +84,8 @@ integration_tests() {
     echo "[test] could not install what scripts/integration_tools.txt lists. make test INTEGRATIONS=OFF leaves it out."
     return 1
   fi
+  # Tests skip what cannot be imported; here all of it is there, or that is the failure.
+  "$integrations/bin/python" -c 'import accelerate, lightning.pytorch, torchmetrics, transformers' || return 1
   PATH="$PWD/$integrations/bin:$PATH" python_tests tests/python/integrations
 }
 
@@ -95,10 +97,11 @@ else
   stage "C++ tests" cpp_tests
 fi
 if [ -n "${FAST:-}" ]; then
-  stage "Python tests, fast" python_tests tests/test_structure.py \
+  stage "Python tests, fast" python_tests tests/test_structure.py tests/test_pages.py \
     tests/python/{core/test_stub,launch/test_launch,ddp/test_equality}.py
 else
-  stage "Python tests" python_tests tests/test_structure.py tests/python --ignore=tests/python/integrations
+  stage "Python tests" python_tests tests/test_structure.py tests/test_pages.py tests/python \
+    --ignore=tests/python/integrations
   stage "Python tests, shared memory" over_shared_memory \
     tests/python/ddp/test_{accumulation,arming,buckets}.py \
     tests/python/ddp/test_{comm_hooks,equality,freezing,grad_memory,join,precision,unused}.py

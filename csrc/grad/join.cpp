@@ -73,11 +73,8 @@ void Join::run(const std::function<void()>& train) {
       joinables_[static_cast<size_t>(round.joinable)]->follow(round.call);
     }
     for (Joinable* one : joinables_) one->end_join(root_);
-  } catch (const std::exception& error) {
-    abandon(what_of(error));
-    throw;
   } catch (...) {
-    abandon("something that is no std::exception was thrown");
+    abandon(text_of(std::current_exception()));
     throw;
   }
 }

@@ -290,11 +290,8 @@ void ZeroOptimizer::step_sums() {
 void ZeroOptimizer::or_abandon(const std::function<void()>& call) {
   try {
     call();
-  } catch (const std::exception& error) {
-    abandon(what_of(error));
-    throw;
   } catch (...) {
-    abandon("something that is no std::exception was thrown");
+    abandon(text_of(std::current_exception()));
     throw;
   }
 }

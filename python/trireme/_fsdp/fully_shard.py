@@ -112,9 +112,10 @@ def fully_shard(
 
     Raises:
         ValueError, TypeError: bad arguments; modules that differ between ranks (on all ranks).
-        NotImplementedError: dp_mesh_dims where torch has none; parameters that are tensor
-            subclasses.
-        RuntimeError: pinned memory is refused.
+        AssertionError: a module that is sharded already; a Shard of no dimension (as in torch).
+        NotImplementedError: dp_mesh_dims where torch has none; parameters that are sparse, or
+            tensor subclasses.
+        RuntimeError: pinned memory is refused; a scripted module.
         torch.distributed.DistBackendError: the group failed.
 
     Collective; of the first call for a process group that gathers also one new group of its ranks,

@@ -51,7 +51,9 @@ class Context:
         traceback: TracebackType | None,
     ) -> None:
         if self._began_here:
-            _end_run(error)
+            # A program that exits with 0 in here has ended well.
+            ended_well = isinstance(error, SystemExit) and not error.code
+            _end_run(None if ended_well else error)
 
 
 @dataclass(frozen=True)

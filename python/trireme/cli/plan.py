@@ -137,7 +137,7 @@ def memory(text: str) -> int:
     """Bytes, as in 24GiB or 16e9; argparse says this function's name."""
     digits = text.rstrip("kKMGTiB")
     unit = text[len(digits) :]
-    if unit not in MEMORY_UNITS or not math.isfinite(float(digits)):
+    if unit not in MEMORY_UNITS or not math.isfinite(float(digits) * MEMORY_UNITS[unit]):
         raise ValueError
     return int(float(digits) * MEMORY_UNITS[unit])
 
