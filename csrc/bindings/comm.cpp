@@ -89,8 +89,9 @@ void run_signal_handlers() {
 // Returns "ValueError: no such file" for what Python raised; empty for what it did not.
 std::string name_python_exception(const std::exception& error) {
   const auto* raised = dynamic_cast<const python_error*>(&error);
-  if (raised == nullptr || raised->type == nullptr) return {};
-  const py::gil_scoped_acquire gil;
+  if (raised == nullptr) return {};
+  const py::gil_scoped_acquire gil;  // whoever takes the error over does so under it
+  if (raised->type == nullptr) return {};
   const auto type = py::handle(raised->type).attr("__name__").cast<std::string>();
   return raised->message.empty() ? type : type + ": " + raised->message;
 }

@@ -261,7 +261,7 @@ FaultBoard::Word FaultBoard::farewell_of(const std::string& name, const std::str
   return {name + deed, Word::Kind::kLeft};
 }
 
-// Returns it at the latest when the deadline has passed.
+// Returns it at the latest when the deadline has passed, and the time that an exit takes.
 FaultBoard::Word FaultBoard::word_of(int64_t peer, Clock::time_point deadline) const {
   using Kind = Word::Kind;
   const auto told = read("process", peer);
@@ -273,7 +273,7 @@ FaultBoard::Word FaultBoard::word_of(int64_t peer, Clock::time_point deadline) c
     std::string name = "rank " + std::to_string(peer);
     if (process.pid != 0) name += " (process " + std::to_string(process.pid) + ")";
     if (const auto farewell = read("farewell", peer)) {
-      if (!ends_by) ends_by = Clock::now() + kExit;
+      if (!ends_by) ends_by = std::min(Clock::now(), deadline) + kExit;
       if (process.is_gone() || process.state.empty() || Clock::now() >= *ends_by)
         return farewell_of(name, *farewell, process);
       std::this_thread::sleep_for(std::chrono::milliseconds(5));
@@ -293,6 +293,17 @@ FaultBoard::Word FaultBoard::word_of(int64_t peer, Clock::time_point deadline) c
               Kind::kOther};
     }
     std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  }
+}
+
+bool FaultBoard::has_gone(int64_t rank) const noexcept {
+  if (!store_) return false;
+  try {
+    if (store_->check({key_of("farewell", rank)})) return true;
+    const auto told = read("process", rank);
+    return told && look_at(*told).is_gone();
+  } catch (...) {  // no answer is one more sign, which the caller's own deadline reads
+    return false;
   }
 }
 

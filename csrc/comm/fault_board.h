@@ -58,6 +58,8 @@ class TRIREME_API FaultBoard {
   bool has_store() const { return store_ != nullptr; }
   std::chrono::milliseconds timeout() const { return store_->getTimeout(); }
 
+  // Says whether a rank has left, or its process on this host has ended.
+  bool has_gone(int64_t rank) const noexcept;
   // Says what is known of the others, those that no longer run first, once all have left word or
   // `patience` is over.
   struct Others {

@@ -1,6 +1,7 @@
 #include <trireme/comm/meeting_place.h>
 
 #include <trireme/common/error.h>
+#include <trireme/common/interruption.h>
 
 #include <c10/util/Exception.h>
 
@@ -21,6 +22,7 @@ constexpr microseconds kLongestPause{10'000};
 // These are those of c10d/c10d_wait.h.
 constexpr milliseconds kFirstLook{1000};
 constexpr milliseconds kNextLook{250};
+constexpr milliseconds kLastWords{200};
 
 // Sleeps longer from one call to the next.
 void pause(microseconds& next) {
@@ -64,16 +66,29 @@ std::vector<int64_t> MeetingPlace::meet(int64_t number, const std::string& what)
     if (Clock::now() < look) continue;
     look += kNextLook;
     wait.takes_long(what);
+    check_interruption();
     const auto announced = board.announced();
     const bool is_over = Clock::now() >= deadline;
     if (announced)
       refuse(what + " was given up because a peer announced: " + *announced);
     else if (const auto why = health_->waits_in_vain())
       refuse_in_words(*why);
+    else if (board.has_gone(rank))
+      refuse_without(rank, what);
     else if (is_over)
       refuse(what + " was waited for in vain: rank " + std::to_string(rank) + " has not come");
   }
   return numbers;
+}
+
+void MeetingPlace::refuse_without(int64_t rank, const std::string& what) {
+  const FaultBoard::Others others = health_->board.ask_others(what, kLastWords);
+  refuse_in_words(error_text(
+      "comm",
+      what + " was waited for in vain: rank " + std::to_string(rank) + " has gone. " + others.text,
+      health_->where,
+      (others.all_left_normally ? "Did they have fewer batches, or steps? See join(). " : "") +
+          std::string(kRebuildGroup)));
 }
 
 void MeetingPlace::refuse(const std::string& what) {

@@ -35,6 +35,7 @@ class TRIREME_API MeetingPlace {
  private:
   std::string key(const std::string& topic, int64_t rank) const;
   [[noreturn]] void refuse(const std::string& what);
+  [[noreturn]] void refuse_without(int64_t rank, const std::string& what);
   [[noreturn]] void refuse_in_words(const std::string& text);
 
   std::shared_ptr<GroupHealth> health_;

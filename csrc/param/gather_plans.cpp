@@ -60,7 +60,10 @@ void GatherPlans::learn(const Key& key, const Plan& gathered) {
 
 void GatherPlans::leave(const Key& key, const Left& left, const Plan& gathered) {
   Known& known = known_[key];
-  if (std::optional<Plan> longer = with_places(known.plan, left)) {
+  // Plans may have been forgotten while the pass ran.
+  const bool is_known =
+      static_cast<int64_t>(known.plan.size()) >= std::max(left.used, left.gathered);
+  if (std::optional<Plan> longer = is_known ? with_places(known.plan, left) : std::nullopt) {
     known.plan = std::move(*longer);
     return;
   }

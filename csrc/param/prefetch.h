@@ -60,7 +60,8 @@ namespace trireme {
 //   both gather by plan: each keeps a hash of all gathers, which is compared whenever ranks agree
 //   about a unit, and at the end of each backward that averages gradients. There it travels in a
 //   number that is sent in any case (grad/used_map.h). So such a backward raises, before its
-//   gradients are stepped with, and names the first gather that differs
+//   gradients are stepped with, and names the first gather that differs. On devices that number is
+//   read when the next backward begins, which raises
 //
 // Ranks that share no shards (replicas) need not gather alike, and are not compared.
 //

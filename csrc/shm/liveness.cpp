@@ -119,14 +119,41 @@ std::optional<int64_t> out_of_memory_kills() {
   return std::nullopt;
 }
 
+namespace {
+
+// glibc before 2.32 has no sigabbrev_np().
+std::string name_of_signal(int number) {
+  switch (number) {
+    case SIGKILL:
+      return "SIGKILL";
+    case SIGTERM:
+      return "SIGTERM";
+    case SIGINT:
+      return "SIGINT";
+    case SIGSEGV:
+      return "SIGSEGV";
+    case SIGBUS:
+      return "SIGBUS";
+    case SIGABRT:
+      return "SIGABRT";
+    case SIGFPE:
+      return "SIGFPE";
+    case SIGILL:
+      return "SIGILL";
+    case SIGHUP:
+      return "SIGHUP";
+    default:
+      return "signal " + std::to_string(number);
+  }
+}
+
+}  // namespace
+
 std::string text_of_end(std::optional<int> wait_status, std::optional<int64_t> kills_before) {
   if (!wait_status) return {};
   if (!WIFSIGNALED(*wait_status))
     return ": it ended with exit code " + std::to_string(WEXITSTATUS(*wait_status));
-  const char* name = ::sigabbrev_np(WTERMSIG(*wait_status));
-  const std::string text = ": it was killed by " +
-                           (name != nullptr ? "SIG" + std::string(name)
-                                            : "signal " + std::to_string(WTERMSIG(*wait_status)));
+  const std::string text = ": it was killed by " + name_of_signal(WTERMSIG(*wait_status));
   if (!is_sigkill(*wait_status)) return text;
   const auto kills = out_of_memory_kills();
   if (!kills || !kills_before) return text + " (out of memory? see dmesg)";

@@ -360,6 +360,11 @@ void ShardedModule::finalize_backward() {
 Joinable& ShardedModule::joinable() { return own_root().joinable(*this); }
 
 std::vector<GradNormPart> ShardedModule::gradients() const {
+  if (root_) root_->refuse_in_join("gradients()");
+  return parts_of_gradients();
+}
+
+std::vector<GradNormPart> ShardedModule::parts_of_gradients() const {
   std::vector<const ShardedModule*> units{this};
   for (const ShardedModule* unit : units_below(*this)) units.push_back(unit);
   std::vector<GradNormPart> parts;
@@ -386,7 +391,7 @@ at::Tensor ShardedModule::clip_grad_norm_(double max_norm, double norm_type,
                                           bool error_if_nonfinite) {
   Joining* joining = root_ ? root_->joining() : nullptr;
   if (joining != nullptr) joining->before_clip(*this, {max_norm, norm_type, error_if_nonfinite});
-  return trireme::clip_grad_norm_(gradients(), {max_norm, norm_type, error_if_nonfinite});
+  return trireme::clip_grad_norm_(parts_of_gradients(), {max_norm, norm_type, error_if_nonfinite});
 }
 
 std::vector<const ShardedParam*> ShardedModule::sharded_params() const {

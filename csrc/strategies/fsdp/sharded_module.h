@@ -170,7 +170,8 @@ class TRIREME_API ShardedModule : public torch::nn::Module, public HoldsParts {
   at::Tensor clip_grad_norm_(double max_norm, double norm_type = 2.0,
                              bool error_if_nonfinite = false);
   // Returns this rank's part of the gradients of this unit and those in it, for
-  // trireme::clip_grad_norm_() over several models.
+  // trireme::clip_grad_norm_() over several models. Throws ValueError in a join, whose ranks
+  // without inputs do not follow that.
   std::vector<GradNormPart> gradients() const;
   // Returns the parameters of this unit, without those of units in it; they live as long as it.
   std::vector<const ShardedParam*> sharded_params() const;
@@ -222,6 +223,7 @@ class TRIREME_API ShardedModule : public torch::nn::Module, public HoldsParts {
   class Gate;
   class Joining;
   void collect(std::vector<ShardedParamSpec>& specs);
+  std::vector<GradNormPart> parts_of_gradients() const;
   int64_t shard_dim(const std::string& name, const at::Tensor& parameter) const;
   std::optional<at::ScalarType> gradient_dtype(const std::string& name,
                                                const at::Tensor& parameter) const;

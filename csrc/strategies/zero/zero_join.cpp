@@ -15,6 +15,15 @@ enum What : int64_t { kBackward = 1, kClip, kStep };
 
 bool ZeroJoin::averages() const { return optimizer_.cores().front()->reducer() != nullptr; }
 
+void ZeroJoin::refuse_parts() const {
+  TORCH_CHECK_VALUE(
+      join_ == nullptr || !averages(),
+      error_text(
+          "zero",
+          "got gradients() in a join, where ranks without inputs do not follow a common norm",
+          join_communicator()->rank_of(), "Call the optimizer's own clip_grad_norm_()."));
+}
+
 std::shared_ptr<Communicator> ZeroJoin::join_communicator() const {
   return optimizer_.cores().front()->communicator();
 }

@@ -19,6 +19,8 @@ class TRIREME_API ZeroJoin final : public Joinable {
   // The optimizer calls these first.
   void before_clip(double max_norm, double norm_type, bool error_if_nonfinite);
   void before_step();
+  // Throws ValueError in a join under stage 2, where parts of gradients are about to be given out.
+  void refuse_parts() const;
 
   std::shared_ptr<Communicator> join_communicator() const override;
   std::string describe(const JoinCall& call) const override;

@@ -305,6 +305,11 @@ void ZeroOptimizer::zero_grad(bool set_to_none) {
 }
 
 std::vector<GradNormPart> ZeroOptimizer::gradients() const {
+  join_.refuse_parts();
+  return parts_of_gradients();
+}
+
+std::vector<GradNormPart> ZeroOptimizer::parts_of_gradients() const {
   std::vector<GradNormPart> parts;
   for (const auto& core : live_cores()) {
     std::vector<int64_t> all(core->parameter_infos().size());
@@ -317,7 +322,7 @@ std::vector<GradNormPart> ZeroOptimizer::gradients() const {
 at::Tensor ZeroOptimizer::clip_grad_norm_(double max_norm, double norm_type,
                                           bool error_if_nonfinite) {
   join_.before_clip(max_norm, norm_type, error_if_nonfinite);
-  return trireme::clip_grad_norm_(gradients(), {max_norm, norm_type, error_if_nonfinite});
+  return trireme::clip_grad_norm_(parts_of_gradients(), {max_norm, norm_type, error_if_nonfinite});
 }
 
 void ZeroOptimizer::set_synchronize(bool synchronize) {

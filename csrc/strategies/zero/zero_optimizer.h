@@ -67,7 +67,8 @@ class TRIREME_API ZeroOptimizer : public torch::optim::Optimizer, public Sharded
   at::Tensor clip_grad_norm_(double max_norm, double norm_type = 2.0,
                              bool error_if_nonfinite = false);
   // Returns this rank's part of the gradients, for trireme::clip_grad_norm_() over several
-  // optimizers.
+  // optimizers. Throws ValueError under stage 2 in a join, whose ranks without inputs do not follow
+  // that.
   std::vector<GradNormPart> gradients() const;
 
   // Stage 2. Backwards while the guard lives only accumulate on this rank; the first one after it
@@ -172,6 +173,7 @@ class TRIREME_API ZeroOptimizer : public torch::optim::Optimizer, public Sharded
   const std::vector<std::unique_ptr<Zero>>& live_cores() const;
   void or_abandon(const std::function<void()>& call);
   void abandon(const std::string& reason) noexcept;
+  std::vector<GradNormPart> parts_of_gradients() const;
   std::vector<ShardedParameter> sharded_parameters() const;
   [[noreturn]] void refuse(const std::string& got, const std::string& next_step) const;
 

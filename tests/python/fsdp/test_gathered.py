@@ -53,7 +53,6 @@ PROGRAMS: dict[tuple[str, int], Sequence[str]] = {
     ("checkpointing", 2): ("checkpointing", "checkpointing_the_root"),
     ("partial_sync", 2): ("as_torch",),
     ("partial_sync", 3): ("the_root_alone",),
-    ("join", 3): ("compare",),
     ("copies", 2): ("a_deep_copy_trains_by_itself", "averaged_weights_follow_the_model"),
     ("torch", 2): ("state_dicts_full_and_sharded", "a_registered_method_is_a_forward"),
 }
