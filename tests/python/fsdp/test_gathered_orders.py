@@ -21,7 +21,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.optim import SGD
 from torch.utils.checkpoint import checkpoint
 
-from ddp.ranks import AGES_S, batch, on_gloo_ranks, on_ranks
+from ddp.ranks import AGES_S, batch, kill_this_rank, on_gloo_ranks, on_ranks, raises
 from fsdp.ranks import (
     assert_locals,
     gloo_mesh,
@@ -340,3 +340,14 @@ def test_a_new_kind_of_pass_on_one_rank(rank: int) -> None:
 
     said = errors_of(differ)
     assert "no error" not in said and "all ranks in a forward that has not run before" in said, said
+
+
+@on_gloo_ranks(2, dying=(1,), timeout=40, patience_s=AGES_S)
+def test_a_rank_that_has_gone_is_not_waited_for(rank: int) -> None:
+    """Ranks are about to agree about a new kind of pass, and no collective runs that would fail."""
+    ours, _ = pair(Deep, shard=shard_deep)
+    loss_of(ours, 0, range(5)).backward()
+    if rank == 1:
+        kill_this_rank()
+    with raises(dist.DistBackendError, "a forward that has not run before", "rank 1 has gone"):
+        ours.model.layers[2](torch.ones(1, 6))

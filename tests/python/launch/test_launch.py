@@ -44,6 +44,19 @@ def test_alone_a_process_is_rank_0_of_1() -> None:
     assert not dist.is_initialized()
 
 
+@pytest.mark.parametrize(("code", "told"), [(0, []), (None, []), (3, ["SystemExit: 3"])])
+def test_an_exit_inside_of_a_run(
+    monkeypatch: pytest.MonkeyPatch, code: int | None, told: list[str]
+) -> None:
+    """Peers hear of an error only where the program ends with one."""
+    heard: list[str] = []
+    monkeypatch.setattr(_C, "leave_all_groups", heard.append)
+    with pytest.raises(SystemExit), trireme.init(device="cpu"):
+        sys.exit(code)
+    assert heard == told
+    assert not dist.is_initialized()
+
+
 def test_a_run_may_follow_a_run() -> None:
     for _ in range(2):
         trireme.init(device="cpu")
