@@ -276,8 +276,8 @@ void Prefetch::refuse_difference() {
   for (const auto& group : groups_) names.push_back(group->label());
   const std::vector<std::string> texts = meeting_->exchange(log_.text(), kPatience);
   const std::string found = GatherLog::difference(texts, names);
-  // A collective of a device that has failed leaves any number behind, which is read before an
-  // error of its own is heard of.
+  // A collective that fails on a device leaves any number behind, and this rank may read it before
+  // it hears of the error.
   if (found.empty() && std::count(texts.begin(), texts.end(), "") > 0)
     rethrow_named("comparison of what ranks gathered", *health_of(*communicator_),
                   [] { throw std::runtime_error("not all ranks have said what they gathered"); });
