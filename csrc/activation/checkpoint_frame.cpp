@@ -1,0 +1,205 @@
+#include <trireme/activation/checkpoint_frame.h>
+
+#include <trireme/common/error.h>
+
+#include <ATen/core/grad_mode.h>
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <utility>
+
+namespace trireme {
+namespace {
+
+// Holds a frame's lock, which may already be this thread's.
+class FrameLock {
+ public:
+  explicit FrameLock(std::recursive_mutex& mutex) : mutex_(mutex) {
+    if (!mutex_.try_lock()) {
+      SavedTensorHooks::get().lock(mutex_);
+    }
+  }
+  ~FrameLock() { mutex_.unlock(); }
+  FrameLock(const FrameLock&) = delete;
+  FrameLock& operator=(const FrameLock&) = delete;
+
+ private:
+  std::recursive_mutex& mutex_;
+};
+
+// Keeps a saved tensor as it is.
+class PlainTensor : public PackedTensor {
+ public:
+  explicit PlainTensor(at::Tensor tensor) : tensor_(std::move(tensor)) {}
+  at::Tensor unpack() override { return tensor_; }
+
+ private:
+  at::Tensor tensor_;
+};
+
+}  // namespace
+
+// Finds the places of what a recomputation saves. The frame outlives it.
+class CheckpointFrame::RecomputationPacker : public TensorPacker {
+ public:
+  RecomputationPacker(CheckpointFrame& frame, int64_t task) : frame_(frame), task_(task) {}
+
+  c10::intrusive_ptr<PackedTensor> pack(const at::Tensor& tensor) override {
+    return c10::make_intrusive<PlainTensor>(frame_.pack_again(task_, tensor));
+  }
+
+ private:
+  CheckpointFrame& frame_;
+  int64_t task_;
+};
+
+SavedPlace::SavedPlace(c10::intrusive_ptr<CheckpointFrame> frame, size_t number)
+    : frame_(std::move(frame)), number_(number) {}
+
+SavedPlace::~SavedPlace() = default;
+
+at::Tensor SavedPlace::unpack() { return frame_->take(*this); }
+
+CheckpointFrame::CheckpointFrame(Function recompute, const std::vector<at::Tensor>& inputs,
+                                 Options options)
+    : function_(std::move(recompute)), options_(std::move(options)) {
+  inputs_.reserve(inputs.size());
+  for (const at::Tensor& input : inputs) {
+    inputs_.emplace_back(input, /*is_output=*/false);
+  }
+}
+
+c10::intrusive_ptr<PackedTensor> CheckpointFrame::pack(const at::Tensor& tensor) {
+  const FrameLock lock(mutex_);
+  auto self = c10::intrusive_ptr<CheckpointFrame>::reclaim_copy(this);
+  auto place = c10::make_intrusive<SavedPlace>(std::move(self), places_.size());
+  places_.emplace_back(place);
+  if (options_.compares_metadata) {
+    metadata_.push_back(metadata_of(tensor));
+  }
+  return place;
+}
+
+at::Tensor CheckpointFrame::pack_again(int64_t id, const at::Tensor& tensor) {
+  const at::Tensor detached = tensor.requires_grad() ? tensor.detach() : tensor;
+  Task& task = recomputation_of(id);
+  const size_t number = task.saved++;
+  if (number >= places_.size()) {
+    if (!forward_has_ended_) {
+      // A backward inside of the function, whose recomputation is not stopped early, gets further
+      // than the function itself.
+      task.compares = false;
+    } else if (!task.has_stopped) {
+      fail(c10::str("saved more than the ", places_.size(), " tensors of the forward"));
+    }
+    return detached;
+  }
+  // A place that is gone was freed with its part of the graph.
+  if (const auto place = places_[number].lock()) {
+    std::erase_if(place->recomputed_,
+                  [](const SavedPlace::Recomputed& one) { return !one.tensor.defined(); });
+    place->recomputed_.push_back({id, detached});
+  }
+  if (options_.early_stop && task.saved == places_.size()) {
+    task.has_stopped = true;
+    throw StopRecomputation{};
+  }
+  return detached;
+}
+
+void CheckpointFrame::end_forward() {
+  const FrameLock lock(mutex_);
+  forward_has_ended_ = true;
+}
+
+at::Tensor CheckpointFrame::take(SavedPlace& place) {
+  const int64_t task = SavedTensorHooks::get().current_task();
+  const FrameLock lock(mutex_);
+  if (!recomputation_of(task).is_whole) {
+    recompute(task);
+  }
+  const auto found = std::find_if(
+      place.recomputed_.begin(), place.recomputed_.end(),
+      [&](const SavedPlace::Recomputed& one) { return one.task == task; });
+  if (found == place.recomputed_.end() || !found->tensor.defined()) {
+    fail(c10::str("tensor ", place.number_,
+                  " is asked for a second time in one backward, and each is kept once only"));
+  }
+  return std::exchange(found->tensor, at::Tensor());
+}
+
+CheckpointFrame::Task& CheckpointFrame::recomputation_of(int64_t id) {
+  for (Task& task : tasks_) {
+    if (task.id == id) {
+      return task;
+    }
+  }
+  return tasks_.emplace_back(Task{id});
+}
+
+void CheckpointFrame::recompute(int64_t id) {
+  std::vector<at::Tensor> inputs;
+  inputs.reserve(inputs_.size());
+  for (const torch::autograd::SavedVariable& input : inputs_) {
+    inputs.push_back(input.unpack());
+  }
+  // What an attempt that threw left behind is of no use.
+  recomputation_of(id) = Task{id};
+  try {
+    const at::AutoGradMode grad_mode(true);
+    const PackerGuard guard(c10::make_intrusive<RecomputationPacker>(*this, id));
+    function_(inputs);
+  } catch (const StopRecomputation&) {
+  }
+  Task& task = recomputation_of(id);
+  task.is_whole = true;
+  check(task);
+}
+
+void CheckpointFrame::check(const Task& task) const {
+  if (!task.compares) {
+    return;
+  }
+  if (task.saved < places_.size()) {
+    fail(c10::str("saved ", task.saved, " tensors where the forward had saved ", places_.size()));
+  }
+  std::string differences;
+  for (size_t i = 0; i < metadata_.size(); ++i) {
+    const auto place = places_[i].lock();
+    if (!place) {
+      continue;
+    }
+    for (const SavedPlace::Recomputed& one : place->recomputed_) {
+      if (one.task != task.id || !one.tensor.defined()) {
+        continue;
+      }
+      const Metadata again = metadata_of(one.tensor);
+      if (again != metadata_[i]) {
+        const auto text = [](const Metadata& of) {
+          return c10::str(of.dtype, c10::IntArrayRef(of.sizes), " on ", of.device);
+        };
+        differences += c10::str(differences.empty() ? "" : "; ", "tensor ", i, " is ", text(again),
+                                " and was ", text(metadata_[i]));
+      }
+    }
+  }
+  if (!differences.empty()) {
+    fail("saved other tensors than the forward: " + differences);
+  }
+}
+
+void CheckpointFrame::fail(const std::string& what) const {
+  const std::string whose = options_.function.empty() ? "" : " of " + options_.function;
+  throw CheckpointError(
+      {__func__, __FILE__, static_cast<uint32_t>(__LINE__)},
+      error_text("checkpoint", c10::str("the recomputation", whose, " ", what), {},
+                 "Make the function do the same whenever it is called with the same inputs; "
+                 "debug=True lists the operators of both runs."));
+}
+
+CheckpointFrame::Metadata CheckpointFrame::metadata_of(const at::Tensor& tensor) {
+  const auto sizes = tensor.is_nested() ? c10::IntArrayRef() : tensor.sizes();
+  return {c10::SmallVector<int64_t, 5>(sizes), tensor.scalar_type(), tensor.device()};
+}
+
+}  // namespace trireme

@@ -1,0 +1,63 @@
+#pragma once
+
+#include <trireme/common/export.h>
+
+#include <ATen/core/Generator.h>
+#include <ATen/core/Tensor.h>
+#include <c10/core/DeviceType.h>
+#include <c10/core/ScalarType.h>
+
+#include <memory>
+#include <optional>
+#include <vector>
+
+namespace trireme {
+
+// What a function reads besides its inputs, so that a second call does the same: the random numbers
+// to come (of the CPU, of the devices of its inputs, or of the replica that it runs in) and
+// autocast. Grad mode is not among it: a recomputation has it on.
+class TRIREME_API ForwardState {
+ public:
+  // `inputs` say which devices count besides the CPU. Costs a copy of 5 KB for each generator.
+  static ForwardState capture(bool with_random, const std::vector<at::Tensor>& inputs);
+
+ private:
+  friend class ForwardStateGuard;
+
+  struct Random {
+    at::Generator generator;
+    at::Tensor state;
+  };
+  struct Autocast {
+    c10::DeviceType device;
+    bool is_enabled;
+    at::ScalarType dtype;
+  };
+
+  static Random random_of(const at::Generator& generator);
+  void restore() const;
+  // Returns what restore() is about to overwrite.
+  ForwardState present() const;
+
+  std::vector<Random> random_;
+  std::optional<at::Generator> replica_;  // a copy, of which each recomputation draws from another
+  std::vector<Autocast> autocast_;
+  bool caches_casts_ = true;
+};
+
+// Brings a state back as long as it lives; then that of before is back.
+class TRIREME_API ForwardStateGuard {
+ public:
+  explicit ForwardStateGuard(const ForwardState& state);
+  ~ForwardStateGuard();
+  ForwardStateGuard(const ForwardStateGuard&) = delete;
+  ForwardStateGuard& operator=(const ForwardStateGuard&) = delete;
+
+ private:
+  class Replica;
+
+  ForwardState before_;
+  std::unique_ptr<Replica> replica_;
+};
+
+}  // namespace trireme

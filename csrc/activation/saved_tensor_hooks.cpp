@@ -1,0 +1,86 @@
+#include <trireme/activation/saved_tensor_hooks.h>
+
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/saved_variable_hooks.h>
+
+#include <atomic>
+#include <memory>
+#include <utility>
+#include <vector>
+
+namespace trireme {
+namespace {
+
+thread_local std::vector<c10::intrusive_ptr<TensorPacker>> packers;
+
+class PackingHooks : public torch::autograd::SavedVariableHooks {
+ public:
+  explicit PackingHooks(c10::intrusive_ptr<TensorPacker> packer) : packer_(std::move(packer)) {}
+
+  void call_pack_hook(const at::Tensor& tensor) override {
+    packed_ = packer_->pack(tensor);
+    packer_.reset();  // or the graph would keep what packs for others
+  }
+
+  at::Tensor call_unpack_hook() override { return packed_->unpack(); }
+
+ private:
+  c10::intrusive_ptr<TensorPacker> packer_;
+  c10::intrusive_ptr<PackedTensor> packed_;
+};
+
+// An engine that asks the stack of packers, which torch's C++ engine does not have.
+class PackingEngine : public torch::autograd::Engine {
+ public:
+  std::unique_ptr<torch::autograd::SavedVariableHooks> get_default_saved_variable_hooks() override {
+    if (packers.empty()) {
+      return nullptr;
+    }
+    return std::make_unique<PackingHooks>(packers.back());
+  }
+
+  static Engine& get() {
+    static auto* engine = new PackingEngine;  // its threads outlive static objects
+    return *engine;
+  }
+};
+
+class CppHooks : public SavedTensorHooks {
+ public:
+  void push(c10::intrusive_ptr<TensorPacker> packer) override {
+    static const bool is_installed = [] {
+      torch::autograd::set_default_engine_stub(&PackingEngine::get);
+      return true;
+    }();
+    static_cast<void>(is_installed);
+    packers.push_back(std::move(packer));
+  }
+
+  void pop() override { packers.pop_back(); }
+};
+
+std::atomic<SavedTensorHooks*> registered{nullptr};
+
+}  // namespace
+
+int64_t SavedTensorHooks::current_task() {
+  static std::atomic<int64_t> outside{-1};
+  const int64_t task = torch::autograd::get_current_graph_task_id();
+  return task >= 0 ? task : outside.fetch_sub(1);
+}
+
+SavedTensorHooks& SavedTensorHooks::get() {
+  static CppHooks own;
+  SavedTensorHooks* hooks = registered.load();
+  return hooks != nullptr ? *hooks : own;
+}
+
+void SavedTensorHooks::use(SavedTensorHooks& hooks) { registered = &hooks; }
+
+PackerGuard::PackerGuard(c10::intrusive_ptr<TensorPacker> packer) {
+  SavedTensorHooks::get().push(std::move(packer));
+}
+
+PackerGuard::~PackerGuard() { SavedTensorHooks::get().pop(); }
+
+}  // namespace trireme
