@@ -15,22 +15,13 @@ limit (7 minutes): the widest `mlp` that 2 ranks train for three steps without e
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-from harness.bench_options import (
-    begin_results,
-    bench_parser,
-    chosen_parts,
-    earlier_results,
-    let_add,
-    write_added,
-)
-from harness.exit_codes import exit_code
+from harness.bench_options import run_in_parts
 from harness.host_memory import measure_host_memory
 from harness.memory_report import measure_memory
 from harness.peak_memory import measure_peak, measure_peak_of, widest_fitting
@@ -60,28 +51,17 @@ QUICK_WIDTHS = range(256, 385, 64)
 def main(command_line: Sequence[str] | None = None) -> int:
     """Returns the exit code: 0 (also if a target is missed), 1 if the estimate of memory is off,
     2 wrong options, 3 a rank failed."""
-    parser = bench_parser(__doc__, PARTS)
-    let_add(parser)
-    arguments = parser.parse_args(command_line)
-    return exit_code(lambda: _bench(arguments))
+    return run_in_parts("bench_memory", __doc__, PARTS, _bench, command_line)
 
 
-def _bench(arguments: argparse.Namespace) -> int:
-    parts = chosen_parts("bench_memory", arguments.only, PARTS)
-    earlier = earlier_results("bench_memory", arguments)
-    results = begin_results(arguments.quick)
-    ranks = (2,) if arguments.quick else (2, 4)
-    for part in parts:
-        if part == "limit":
-            widths = QUICK_WIDTHS if arguments.quick else WIDTHS
-            results["limit"] = bench_limit(widths)
-        else:
-            rows = measure_memory(part, ranks, SIDES, measure_host_memory, measure_peak_of)
-            results["workloads"][part] = {"memory": rows}
-    if arguments.json is not None:
-        write_added(arguments.json, results, earlier, parts)
-    measured = [row for found in results["workloads"].values() for row in found["memory"]]
-    return 0 if all(row["estimate_agrees"] for row in measured) else 1
+def _bench(part: str, quick: bool, results: dict[str, Any]) -> bool:
+    if part == "limit":
+        results["limit"] = bench_limit(QUICK_WIDTHS if quick else WIDTHS)
+        return True
+    ranks = (2,) if quick else (2, 4)
+    rows = measure_memory(part, ranks, SIDES, measure_host_memory, measure_peak_of)
+    results["workloads"][part] = {"memory": rows}
+    return all(row["estimate_agrees"] for row in rows)
 
 
 def bench_limit(widths: Sequence[int]) -> dict[str, Any]:

@@ -24,7 +24,6 @@ paired ratios is at or below it.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -32,16 +31,8 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
-from harness.bench_options import (
-    begin_results,
-    bench_parser,
-    chosen_parts,
-    earlier_results,
-    let_add,
-    write_added,
-)
+from harness.bench_options import run_in_parts
 from harness.engine_cost import measure_engine_cost
-from harness.exit_codes import exit_code
 from harness.fresh_run import RANKS
 from harness.reducer_overhead import Overhead, measure_overhead
 from harness.replica_overhead import measure_replica_overhead
@@ -72,23 +63,13 @@ GATHERED_UNITS = tuple(map(_over_fake_group, FSDP_GLOO[:2]))
 
 def main(command_line: Sequence[str] | None = None) -> int:
     """Returns the exit code: 0 (also if a target is missed), 2 wrong options, 3 a rank failed."""
-    parser = bench_parser(__doc__, list(PARTS))
-    let_add(parser)
-    arguments = parser.parse_args(command_line)
-    return exit_code(lambda: _bench(arguments))
+    return run_in_parts("bench_overheads", __doc__, list(PARTS), _bench, command_line)
 
 
-def _bench(arguments: argparse.Namespace) -> int:
-    effort = QUICK if arguments.quick else FULL
-    parts = chosen_parts("bench_overheads", arguments.only, list(PARTS))
-    earlier = earlier_results("bench_overheads", arguments)
-    results = begin_results(arguments.quick)
-    for part in parts:
-        print(f"{part}:", flush=True)
-        results[part] = PARTS[part](effort)
-    if arguments.json is not None:
-        write_added(arguments.json, results, earlier, parts)
-    return 0
+def _bench(part: str, quick: bool, results: dict[str, Any]) -> bool:
+    print(f"{part}:", flush=True)
+    results[part] = PARTS[part](QUICK if quick else FULL)
+    return True
 
 
 def bench_reducer(effort: Effort) -> dict[str, Any]:

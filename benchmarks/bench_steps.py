@@ -16,7 +16,6 @@ A target is met when the median of the paired ratios ours / theirs is at or belo
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
@@ -24,15 +23,7 @@ from dataclasses import asdict
 from typing import Any
 
 from harness import sides
-from harness.bench_options import (
-    begin_results,
-    bench_parser,
-    chosen_parts,
-    earlier_results,
-    let_add,
-    write_added,
-)
-from harness.exit_codes import exit_code
+from harness.bench_options import run_in_parts
 from harness.fresh_run import run_fresh
 from harness.sides import DDP, DP, FSDP, TORCH_DDP, TORCH_FSDP2, TORCH_VIEW, ZERO_1, ZERO_2, Side
 from harness.stats import verdict
@@ -97,22 +88,12 @@ MEMORY_TARGET = 1.0
 
 def main(command_line: Sequence[str] | None = None) -> int:
     """Returns the exit code: 0 (also if a target is missed), 2 wrong options, 3 a rank failed."""
-    parser = bench_parser(__doc__, list(MATCHES))
-    let_add(parser)
-    arguments = parser.parse_args(command_line)
-    return exit_code(lambda: _bench(arguments))
+    return run_in_parts("bench_steps", __doc__, list(MATCHES), _bench, command_line)
 
 
-def _bench(arguments: argparse.Namespace) -> int:
-    effort = QUICK if arguments.quick else FULL
-    parts = chosen_parts("bench_steps", arguments.only, list(MATCHES))
-    earlier = earlier_results("bench_steps", arguments)
-    results = begin_results(arguments.quick)
-    for done, part in enumerate(parts, start=1):
-        results["workloads"][part] = bench_workload(part, effort)
-        if arguments.json is not None:
-            write_added(arguments.json, results, earlier, parts[:done])
-    return 0
+def _bench(part: str, quick: bool, results: dict[str, Any]) -> bool:
+    results["workloads"][part] = bench_workload(part, QUICK if quick else FULL)
+    return True
 
 
 def bench_workload(name: str, effort: Effort) -> dict[str, Any]:

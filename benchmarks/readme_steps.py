@@ -76,7 +76,7 @@ def _peaks(results: Json) -> str:
         for name, workload in results["workloads"].items()
         if "memory" in workload
     ]
-    return found and f"Peak memory of a rank, ddp / torch-ddp + view: {', '.join(found)}."
+    return f"Peak memory of a rank, ddp / torch-ddp + view: {', '.join(found)}." if found else ""
 
 
 DDP = contest_table("ddp")

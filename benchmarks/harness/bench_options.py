@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from harness.bad_input import BadInput, unknown_name
+from harness.exit_codes import exit_code
 from harness.machine import machine
 from harness.results import write_results
 from harness.strategies import require_trireme
@@ -67,3 +68,34 @@ def write_added(
     results["commits"] = {**earlier.get("commits", {}), **commits}
     results["workloads"] = {**earlier.get("workloads", {}), **results["workloads"]}
     write_results(path, {**earlier, **results})
+
+
+def run_in_parts(
+    area: str,
+    description: str | None,
+    parts: Sequence[str],
+    bench: Callable[[str, bool, dict[str, Any]], bool],
+    command_line: Sequence[str] | None,
+) -> int:
+    """Is the main() of a benchmark that is run in parts; returns the exit code.
+
+    `bench(part, quick, results)` puts what it has measured into `results`, and returns whether that
+    is as it has to be. The file has every part as soon as that was measured.
+    """
+    parser = bench_parser(description, parts)
+    let_add(parser)
+    arguments = parser.parse_args(command_line)
+
+    def run() -> int:
+        chosen = chosen_parts(area, arguments.only, parts)
+        earlier = earlier_results(area, arguments)
+        results = begin_results(arguments.quick)
+        code = 0
+        for done, part in enumerate(chosen, start=1):
+            if not bench(part, arguments.quick, results):
+                code = 1
+            if arguments.json is not None:
+                write_added(arguments.json, results, earlier, chosen[:done])
+        return code
+
+    return exit_code(run)
