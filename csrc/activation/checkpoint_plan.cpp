@@ -118,7 +118,7 @@ CheckpointPlan plan_of(const std::vector<LayerCost>& layers, std::vector<bool> r
   return plan;
 }
 
-CheckpointPlan plan_checkpoints(const std::vector<LayerCost>& layers, int64_t budget_bytes) {
+CheckpointPlan checkpoint_plan(const std::vector<LayerCost>& layers, int64_t budget_bytes) {
   check(layers, budget_bytes);
   std::vector<State> states(1);
   for (const LayerCost& layer : layers) {

@@ -39,7 +39,7 @@ inline at::Tensor checkpoint_sequential(torch::nn::Sequential net, int64_t segme
   return input;
 }
 
-// Calls `net` with the layers checkpointed that `plan` says (plan_checkpoints()), each by itself.
+// Calls `net` with the layers checkpointed that `plan` says (checkpoint_plan()), each by itself.
 inline at::Tensor checkpoint_sequential(torch::nn::Sequential net, const CheckpointPlan& plan,
                                         at::Tensor input, const CheckpointOptions& options = {}) {
   TORCH_CHECK_VALUE(plan.recompute.size() == net->size(), "[checkpoint] got a plan for ",

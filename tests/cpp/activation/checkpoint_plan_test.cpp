@@ -30,11 +30,11 @@ CheckpointPlan best_of_all(const std::vector<LayerCost>& layers, int64_t budget)
 TEST_CASE("layers are recomputed where that costs the least time") {
   const std::vector<LayerCost> layers{{100, 1}, {100, 5}, {50, 1}, {100, 1}};
   // 350 bytes in all: everything stays.
-  CHECK(to_string(plan_checkpoints(layers, 350)) == ".... holds 350 bytes, 0 extra");
+  CHECK(to_string(checkpoint_plan(layers, 350)) == ".... holds 350 bytes, 0 extra");
   // The last layer is held by nobody's backward but its own: recomputing it saves nothing.
-  CHECK(to_string(plan_checkpoints(layers, 349)) == "..R. holds 300 bytes, 1 extra");
-  CHECK(to_string(plan_checkpoints(layers, 250)) == "R.R. holds 200 bytes, 2 extra");
-  CHECK(to_string(plan_checkpoints(layers, 100)) == "RRR. holds 100 bytes, 7 extra");
+  CHECK(to_string(checkpoint_plan(layers, 349)) == "..R. holds 300 bytes, 1 extra");
+  CHECK(to_string(checkpoint_plan(layers, 250)) == "R.R. holds 200 bytes, 2 extra");
+  CHECK(to_string(checkpoint_plan(layers, 100)) == "RRR. holds 100 bytes, 7 extra");
 }
 
 TEST_CASE("no choice is better than the one of the plan") {
@@ -49,7 +49,7 @@ TEST_CASE("no choice is better than the one of the plan") {
       least = std::max(least, layer.bytes);
     }
     const auto budget = least + static_cast<int64_t>(random() % (total - least + 1));
-    const CheckpointPlan plan = plan_checkpoints(layers, budget);
+    const CheckpointPlan plan = checkpoint_plan(layers, budget);
     CHECK(plan.bytes <= budget);
     CHECK(plan.extra_time == best_of_all(layers, budget).extra_time);
     CHECK(plan == plan_of(layers, plan.recompute));
@@ -64,18 +64,18 @@ TEST_CASE("hundreds of layers of all sizes use nearly the whole budget") {
     layer = {static_cast<int64_t>(random() % (1U << 30)), static_cast<double>(random() % 1000) + 1};
     total += layer.bytes;
   }
-  const CheckpointPlan plan = plan_checkpoints(layers, total / 2);
+  const CheckpointPlan plan = checkpoint_plan(layers, total / 2);
   CHECK(plan.bytes <= total / 2);
   CHECK(plan.bytes > total / 2 * 0.99);
 }
 
 TEST_CASE("wrong costs and budgets are refused with what would do") {
-  CHECK_THROWS_WITH(plan_checkpoints({{100, 1}, {300, 1}}, 299),
+  CHECK_THROWS_WITH(checkpoint_plan({{100, 1}, {300, 1}}, 299),
                     Catch::Contains("got a budget of 299 bytes, expected at least 300"));
-  CHECK_THROWS_WITH(plan_checkpoints({{100, 1}, {-1, 1}}, 299),
+  CHECK_THROWS_WITH(checkpoint_plan({{100, 1}, {-1, 1}}, 299),
                     Catch::Contains("layer 1 has -1 bytes"));
   CHECK_THROWS_AS(plan_of({{100, 1}}, {}), c10::ValueError);
-  CHECK(plan_checkpoints({}, 0) == CheckpointPlan{});
+  CHECK(checkpoint_plan({}, 0) == CheckpointPlan{});
 }
 
 TEST_CASE("segments are those of torch") {
