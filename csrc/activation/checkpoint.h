@@ -50,7 +50,12 @@ class CheckpointedFunction : public CheckpointedCall {
     size_t next = 0;
     for_each_tensor(inputs, [&](at::Tensor& tensor) { tensor = unpacked[next++]; });
     const ForwardStateGuard guard(state_);
-    std::apply([&](auto&... each) { static_cast<void>(std::invoke(function_, each...)); }, inputs);
+    try {
+      std::apply([&](auto&... each) { static_cast<void>(std::invoke(function_, each...)); },
+                 inputs);
+    } catch (const StopRecomputation&) {
+      return;
+    }
   }
 
   std::string name() const override { return name_; }

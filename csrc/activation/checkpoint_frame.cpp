@@ -49,7 +49,7 @@ class CheckpointFrame::RecomputationPacker : public TensorPacker {
   RecomputationPacker(CheckpointFrame& frame, int64_t task) : frame_(frame), task_(task) {}
 
   c10::intrusive_ptr<PackedTensor> pack(const at::Tensor& tensor) override {
-    return c10::make_intrusive<PlainTensor>(frame_.pack_again(task_, tensor));
+    return frame_.pack_again(task_, tensor);
   }
 
  private:
@@ -91,7 +91,8 @@ c10::intrusive_ptr<PackedTensor> CheckpointFrame::pack(const at::Tensor& tensor)
   return place;
 }
 
-at::Tensor CheckpointFrame::pack_again(int64_t id, const at::Tensor& tensor) {
+c10::intrusive_ptr<PackedTensor> CheckpointFrame::pack_again(int64_t id,
+                                                             const at::Tensor& tensor) {
   const at::Tensor detached = tensor.requires_grad() ? tensor.detach() : tensor;
   Task& task = recomputation_of(id);
   const size_t number = task.saved++;
@@ -103,19 +104,20 @@ at::Tensor CheckpointFrame::pack_again(int64_t id, const at::Tensor& tensor) {
     } else if (!task.has_stopped) {
       fail(c10::str("saved more than the ", places_.size(), " tensors of the forward"));
     }
-    return detached;
+    return c10::make_intrusive<PlainTensor>(detached);
   }
   // A place that is gone was freed with its part of the graph.
   if (const auto place = places_[number].lock()) {
-    std::erase_if(place->recomputed_,
-                  [](const SavedPlace::Recomputed& one) { return !one.tensor.defined(); });
-    place->recomputed_.push_back({id, detached});
+    auto& kept = place->recomputed_;
+    const auto was_given = [](const auto& one) { return !one.tensor.defined(); };
+    kept.erase(std::remove_if(kept.begin(), kept.end(), was_given), kept.end());
+    kept.push_back({id, detached});
   }
   if (early_stop_ && task.saved == places_.size()) {
     task.has_stopped = true;
-    throw StopRecomputation{};
+    return nullptr;
   }
-  return detached;
+  return c10::make_intrusive<PlainTensor>(detached);
 }
 
 void CheckpointFrame::end_forward() {
@@ -169,11 +171,10 @@ void CheckpointFrame::recompute(int64_t id) {
   }
   // What an attempt that threw left behind is of no use.
   recomputation_of(id) = Task{id};
-  try {
+  {
     const at::AutoGradMode grad_mode(true);
     const PackerGuard guard(c10::make_intrusive<RecomputationPacker>(*this, id));
     call_->run(inputs);
-  } catch (const StopRecomputation&) {
   }
   Task& task = recomputation_of(id);
   task.is_whole = true;

@@ -76,16 +76,13 @@ class TRIREME_API CheckpointError : public c10::Error {
   using c10::Error::Error;
 };
 
-// Ends a recomputation that has all it needs; passes through the user's function.
-struct TRIREME_API StopRecomputation {};
-
 // What a checkpoint calls once more.
 class TRIREME_API CheckpointedCall {
  public:
   virtual ~CheckpointedCall() = default;
 
   // Calls the function on the tensors among its inputs, in the order in which they were saved. It is
-  // called in the thread that unpacks, with grad mode on, and throws StopRecomputation through.
+  // called in the thread that unpacks, with grad mode on. StopRecomputation may end it.
   virtual void run(const std::vector<at::Tensor>& inputs) = 0;
 
   // Returns the function's name, for messages.
@@ -145,8 +142,9 @@ class TRIREME_API CheckpointFrame : public TensorPacker {
 
   static Metadata metadata_of(const at::Tensor& tensor);
 
-  // Takes a tensor that the recomputation for `task` saves, and returns what its graph holds.
-  at::Tensor pack_again(int64_t task, const at::Tensor& tensor);
+  // Takes a tensor that the recomputation for `task` saves, and returns what its graph holds; null
+  // if that was the last one that is needed.
+  c10::intrusive_ptr<PackedTensor> pack_again(int64_t task, const at::Tensor& tensor);
   at::Tensor take(SavedPlace& place);
   Task& recomputation_of(int64_t task);
   void recompute(int64_t task);

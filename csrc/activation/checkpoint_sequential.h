@@ -14,10 +14,10 @@
 namespace trireme {
 
 // Calls the layers of `net` one after the other, from the `begin`-th to in front of the `end`-th.
-inline at::Tensor run_layers(torch::nn::SequentialImpl& net, int64_t begin, int64_t end,
+inline at::Tensor run_layers(torch::nn::Sequential net, int64_t begin, int64_t end,
                              at::Tensor value) {
   for (int64_t i = begin; i < end; ++i) {
-    value = (net.begin() + i)->forward(std::move(value));
+    value = (net->begin() + i)->forward(std::move(value));
   }
   return value;
 }
@@ -31,7 +31,7 @@ inline at::Tensor checkpoint_sequential(torch::nn::Sequential net, int64_t segme
       segment_bounds(static_cast<int64_t>(net->size()), segments);
   for (size_t i = 0; i + 1 < bounds.size(); ++i) {
     const auto run = [net, begin = bounds[i], end = bounds[i + 1]](const at::Tensor& value) {
-      return run_layers(*net, begin, end, value);
+      return run_layers(net, begin, end, value);
     };
     const bool is_last = i + 2 == bounds.size();
     input = is_last ? run(input) : checkpoint(options, run, input);
@@ -47,7 +47,7 @@ inline at::Tensor checkpoint_sequential(torch::nn::Sequential net, const Checkpo
                     ". Make it from the costs of this net.");
   for (size_t i = 0; i < net->size(); ++i) {
     const auto run = [net, layer = static_cast<int64_t>(i)](const at::Tensor& value) {
-      return run_layers(*net, layer, layer + 1, value);
+      return run_layers(net, layer, layer + 1, value);
     };
     input = plan.recompute[i] ? checkpoint(options, run, input) : run(input);
   }

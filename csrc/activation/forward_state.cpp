@@ -34,7 +34,7 @@ ForwardState ForwardState::capture(bool with_random, const std::vector<at::Tenso
     if (ReplicaRandomGuard* replica = ReplicaRandomGuard::current()) {
       state.replica_ = replica->generator().clone();
     } else {
-      state.random_.push_back(random_of(at::detail::getDefaultCPUGenerator()));
+      state.cpu_random_ = cpu_random();
     }
     for (const c10::Device device : devices) {
       state.random_.push_back(random_of(at::globalContext().defaultGenerator(device)));
@@ -54,6 +54,13 @@ ForwardState ForwardState::capture(bool with_random, const std::vector<at::Tenso
   return state;
 }
 
+ForwardState::CpuRandom ForwardState::cpu_random() {
+  auto* generator = at::check_generator<at::CPUGeneratorImpl>(at::detail::getDefaultCPUGenerator());
+  const std::lock_guard lock(generator->mutex_);
+  return {generator->engine(), generator->next_float_normal_sample(),
+          generator->next_double_normal_sample()};
+}
+
 ForwardState::Random ForwardState::random_of(const at::Generator& generator) {
   at::Generator same = generator;
   const std::lock_guard lock(same.mutex());
@@ -62,6 +69,9 @@ ForwardState::Random ForwardState::random_of(const at::Generator& generator) {
 
 ForwardState ForwardState::present() const {
   ForwardState state;
+  if (cpu_random_) {
+    state.cpu_random_ = cpu_random();
+  }
   for (const Random& random : random_) {
     state.random_.push_back(random_of(random.generator));
   }
@@ -74,6 +84,14 @@ ForwardState ForwardState::present() const {
 }
 
 void ForwardState::restore() const {
+  if (cpu_random_) {
+    const at::Generator& random = at::detail::getDefaultCPUGenerator();
+    auto* generator = at::check_generator<at::CPUGeneratorImpl>(random);
+    const std::lock_guard lock(generator->mutex_);
+    generator->set_engine(cpu_random_->engine);
+    generator->set_next_float_normal_sample(cpu_random_->next_float);
+    generator->set_next_double_normal_sample(cpu_random_->next_double);
+  }
   for (const Random& random : random_) {
     at::Generator generator = random.generator;
     const std::lock_guard lock(generator.mutex());

@@ -24,6 +24,9 @@ class PackingHooks : public torch::autograd::SavedVariableHooks {
   void call_pack_hook(const at::Tensor& tensor) override {
     packed_ = packer_->pack(tensor);
     packer_.reset();  // or the graph would keep what packs for others
+    if (!packed_) {
+      throw StopRecomputation{};
+    }
   }
 
   at::Tensor call_unpack_hook() override { return packed_->unpack(); }

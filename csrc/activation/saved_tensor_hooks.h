@@ -17,10 +17,15 @@ class TRIREME_API PackedTensor : public c10::intrusive_ptr_target {
   virtual at::Tensor unpack() = 0;
 };
 
+// Ends a function that has saved all that is wanted. It passes through the user's code; in Python it
+// is a BaseException.
+struct TRIREME_API StopRecomputation {};
+
 // Says what becomes of tensors that autograd saves.
 class TRIREME_API TensorPacker : public c10::intrusive_ptr_target {
  public:
-  // May throw; that comes out of the operator that saves the tensor.
+  // May throw; that comes out of the operator that saves the tensor. Null ends the function that
+  // runs under this packer: StopRecomputation comes out of the operator.
   virtual c10::intrusive_ptr<PackedTensor> pack(const at::Tensor& tensor) = 0;
 
   // Says whether tensors go nowhere and are recomputed: torch's selective policies ask.

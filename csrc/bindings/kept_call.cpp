@@ -2,13 +2,14 @@
 
 #include <trireme/bindings/saved_tensor_hooks.h>
 
+#include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <cstddef>
 #include <utility>
 
 namespace trireme {
-namespace {
+namespace kept_call {
 
 namespace py = pybind11;
 
@@ -21,7 +22,7 @@ struct Argument {
   std::vector<Argument> elements{};  // of a container
 };
 
-Argument take_apart(py::handle given, std::vector<at::Tensor>& tensors);
+static Argument take_apart(py::handle given, std::vector<at::Tensor>& tensors);
 
 // Refuses containers that hold themselves.
 class Recursion {
@@ -36,7 +37,7 @@ class Recursion {
 };
 
 // `elements` is a list or a tuple: `given` itself, or the values of a dict.
-Argument take_container_apart(Argument::Kind kind, py::handle given, py::handle elements,
+static Argument take_container_apart(Argument::Kind kind, py::handle given, py::handle elements,
                               std::vector<at::Tensor>& tensors) {
   const Recursion recursion;
   const size_t before = tensors.size();
@@ -50,7 +51,7 @@ Argument take_container_apart(Argument::Kind kind, py::handle given, py::handle 
   return found;
 }
 
-Argument take_apart(py::handle given, std::vector<at::Tensor>& tensors) {
+static Argument take_apart(py::handle given, std::vector<at::Tensor>& tensors) {
   if (THPVariable_Check(given.ptr())) {
     tensors.push_back(THPVariable_Unpack(given.ptr()));
     return {Argument::Kind::kTensor, py::object()};
@@ -66,7 +67,7 @@ Argument take_apart(py::handle given, std::vector<at::Tensor>& tensors) {
   return {Argument::Kind::kValue, py::reinterpret_borrow<py::object>(given)};
 }
 
-py::object put_together(const Argument& argument, const std::vector<at::Tensor>& tensors,
+static py::object put_together(const Argument& argument, const std::vector<at::Tensor>& tensors,
                         size_t& next) {
   const auto element = [&](size_t i) { return put_together(argument.elements[i], tensors, next); };
   const size_t size = argument.elements.size();
@@ -97,12 +98,14 @@ py::object put_together(const Argument& argument, const std::vector<at::Tensor>&
   TORCH_INTERNAL_ASSERT(false);
 }
 
-}  // namespace
+}  // namespace kept_call
+
+namespace py = pybind11;
 
 struct KeptCall::Python {
   py::object function;
-  Argument arguments;
-  Argument keywords;
+  kept_call::Argument arguments;
+  kept_call::Argument keywords;
   py::object explain;
 };
 
@@ -110,8 +113,8 @@ KeptCall::KeptCall(py::object function, const py::tuple& arguments, const py::di
                    py::object explain, bool with_random)
     : python_(std::make_unique<Python>()) {
   python_->function = std::move(function);
-  python_->arguments = take_apart(arguments, tensors_);
-  python_->keywords = take_apart(keywords, tensors_);
+  python_->arguments = kept_call::take_apart(arguments, tensors_);
+  python_->keywords = kept_call::take_apart(keywords, tensors_);
   python_->explain = std::move(explain);
   state_ = ForwardState::capture(with_random, tensors_);
 }
@@ -126,12 +129,12 @@ std::vector<at::Tensor> KeptCall::take_tensors() { return std::exchange(tensors_
 void KeptCall::run(const std::vector<at::Tensor>& inputs) {
   const py::gil_scoped_acquire gil;
   size_t next = 0;
-  const py::object arguments = put_together(python_->arguments, inputs, next);
-  const py::object keywords = put_together(python_->keywords, inputs, next);
+  const py::object arguments = kept_call::put_together(python_->arguments, inputs, next);
+  const py::object keywords = kept_call::put_together(python_->keywords, inputs, next);
   const ForwardStateGuard guard(state_);
   const auto result = py::reinterpret_steal<py::object>(
       PyObject_Call(python_->function.ptr(), arguments.ptr(), keywords.ptr()));
-  if (!result) throw_python_error();
+  if (!result && !clear_stop()) torch::throw_python_error();
 }
 
 std::string KeptCall::name() const {
@@ -146,7 +149,7 @@ void KeptCall::explain(const std::string& text) const {
   if (python_->explain.is_none()) return;
   const auto result = py::reinterpret_steal<py::object>(
       PyObject_CallOneArg(python_->explain.ptr(), py::str(text).ptr()));
-  if (!result) throw_python_error();
+  if (!result) torch::throw_python_error();
 }
 
 }  // namespace trireme

@@ -41,8 +41,6 @@ PyObject* translated(const Body& body) {
   HANDLE_TH_ERRORS
   try {
     return body();
-  } catch (const StopRecomputation&) {
-    PyErr_SetNone(stop_type);
   } catch (const CheckpointError& error) {
     const py::object type = py::module_::import("torch.utils.checkpoint").attr("CheckpointError");
     PyErr_SetString(type.ptr(), what_of(error).c_str());
@@ -68,6 +66,10 @@ PyTypeObject* pack_hook_type = nullptr;
 PyObject* pack(PyObject* self, PyObject* const* arguments, size_t /*count*/, PyObject* /*names*/) {
   return translated([&] {
     auto packed = reinterpret_cast<PackHook*>(self)->packer->pack(THPVariable_Unpack(arguments[0]));
+    if (!packed) {
+      PyErr_SetNone(stop_type);
+      return static_cast<PyObject*>(nullptr);
+    }
     return PyCapsule_New(packed.release(), kPacked, drop_packed);
   });
 }
@@ -190,14 +192,10 @@ class PythonHooks : public SavedTensorHooks {
 
 }  // namespace
 
-void throw_python_error() {
-  if (PyErr_ExceptionMatches(stop_type) != 0) {
-    PyErr_Clear();
-    throw StopRecomputation{};
-  }
-  python_error error;
-  error.persist();
-  throw std::move(error);
+bool clear_stop() {
+  if (PyErr_ExceptionMatches(stop_type) == 0) return false;
+  PyErr_Clear();
+  return true;
 }
 
 void use_python_hooks(py::module_& module) {

@@ -7,8 +7,7 @@ namespace trireme {
 // Lets checkpoints use torch's hooks of Python. Called once, when the module is loaded.
 void use_python_hooks(pybind11::module_& module);
 
-// Throws what Python's present exception is: StopRecomputation, if a recomputation was stopped by
-// one; python_error for any other.
-[[noreturn]] void throw_python_error();
+// Clears Python's present exception if it is StopRecomputation; returns whether it was.
+bool clear_stop();
 
 }  // namespace trireme

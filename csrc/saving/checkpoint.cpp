@@ -224,7 +224,7 @@ void together(const CheckpointRanks& ranks, const std::function<void()>& work) {
 void save_checkpoint(const SaveCheckpointRequest& request, const CheckpointRanks& ranks) {
   const RankOf where = ranks.where();
   Agreed agreed = agree(request.content, ranks);
-  CheckpointPlan plan;
+  SavingPlan plan;
   plan.texts = std::move(agreed.texts);
   agreed.tensors.try_emplace(kModelTensors);  // its index is there always
   for (auto& [kind, tensors] : agreed.tensors)

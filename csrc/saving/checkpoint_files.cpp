@@ -105,7 +105,7 @@ CheckpointFiles plan_checkpoint_files(const std::string& kind, const std::string
   return files;
 }
 
-std::map<std::string, std::string> index_texts(const CheckpointPlan& plan,
+std::map<std::string, std::string> index_texts(const SavingPlan& plan,
                                                const std::string& replaces) {
   std::map<std::string, std::string> texts;
   BytesByFile others;

@@ -85,7 +85,7 @@ std::string CheckpointFolder::moved_away() const {
   return {};
 }
 
-void CheckpointFolder::begin(const CheckpointPlan& plan) {
+void CheckpointFolder::begin(const SavingPlan& plan) {
   try {
     check_path();
     check(staging_, "what an interrupted save has left");
@@ -105,7 +105,7 @@ void CheckpointFolder::begin(const CheckpointPlan& plan) {
   }
 }
 
-void CheckpointFolder::commit(const CheckpointPlan& plan) {
+void CheckpointFolder::commit(const SavingPlan& plan) {
   for (const auto* texts : {&plan.texts, &std::as_const(indexes_)})
     for (const auto& [name, text] : *texts)
       if (name != model_index()) write_text(name, text);
@@ -213,7 +213,7 @@ void CheckpointFolder::clear() const {
   remove(staging_);
 }
 
-void CheckpointFolder::make(const CheckpointPlan& plan) {
+void CheckpointFolder::make(const SavingPlan& plan) {
   const auto previous = index_at(path_ + "/" + model_index());
   indexes_ = index_texts(plan, previous ? previous->save : "");
   fs::create_directories(staging_);

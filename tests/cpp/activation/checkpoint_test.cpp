@@ -31,7 +31,7 @@ struct BlockImpl : torch::nn::Module {
   }
   Tensor forward(const Tensor& x) {
     ++calls;
-    return x + dropout(torch::tanh(linear(x))).relu_();
+    return x + dropout(torch::tanh(linear(x))).mul(2).relu_();
   }
   torch::nn::Linear linear{nullptr};
   torch::nn::Dropout dropout{nullptr};
@@ -66,7 +66,7 @@ std::string checkpoint_error(const std::function<void()>& call) {
 }
 
 TEST_CASE("bits are those of a plain call, and blocks run once more") {
-  torch::nn::Sequential net(Block(), Block(), Block(), Block(), Block());
+  torch::nn::Sequential net(Block{}, Block{}, Block{}, Block{}, Block{});
   const Tensor x = leaf();
   const auto plain = train(*net, x, [&] { return net->forward(x); });
   const auto calls = [&](int64_t i) { return net->ptr<BlockImpl>(i)->calls - 1; };
@@ -88,7 +88,7 @@ TEST_CASE("bits are those of a plain call, and blocks run once more") {
         return checkpoint([&, i](const Tensor& v) { return net->ptr<BlockImpl>(i)->forward(v); },
                           value);
       };
-      const auto outer = [&](Tensor value) {
+      const auto outer = [inner](Tensor value) {
         for (int64_t i = 0; i < 5; ++i) {
           value = inner(value, i);
         }
@@ -257,7 +257,7 @@ TEST_CASE("what the function throws in a recomputation is the caller's, and the 
 }
 
 TEST_CASE("threads checkpoint at once, and share a graph") {
-  torch::nn::Sequential net(Block(), Block(), Block());
+  torch::nn::Sequential net(Block{}, Block{}, Block{});
   net->eval();
   const Tensor x = leaf();
   const auto plain = grad({net->forward(x).sum()}, {x});
