@@ -107,7 +107,7 @@ class LongLivedStorages {
 
  private:
   std::mutex mutex_;
-  std::unordered_map<const c10::StorageImpl*, WeakStorage> all_;  // which reserve the addresses
+  std::unordered_map<const c10::StorageImpl*, WeakStorage> all_;  // their addresses stay reserved
   size_t next_sweep_ = 64;
 };
 
@@ -121,7 +121,7 @@ struct ByteRange {
 // Returns which part of its storage is offloaded for a tensor, if any.
 ByteRange range_of(const at::Tensor& tensor) {
   const size_t item = tensor.itemsize();
-  size_t bytes = item;  // of elements that are not the same by a stride of 0
+  size_t bytes = item;  // elements that a stride of 0 repeats count once
   for (int64_t dim = 0; dim < tensor.dim(); ++dim) {
     if (tensor.stride(dim) != 0) bytes *= static_cast<size_t>(tensor.size(dim));
   }
