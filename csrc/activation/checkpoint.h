@@ -2,6 +2,7 @@
 
 #include <trireme/activation/checkpoint_frame.h>
 #include <trireme/activation/forward_state.h>
+#include <trireme/activation/offload.h>
 #include <trireme/activation/saved_tensor_hooks.h>
 #include <trireme/common/export.h>
 #include <trireme/module/for_each_tensor.h>
@@ -13,6 +14,7 @@
 #include <concepts>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <tuple>
 #include <type_traits>
@@ -27,6 +29,7 @@ struct CheckpointOptions {
   bool early_stop = true;          // it ends with the last tensor that is needed
   bool check_determinism = true;   // it compares shape, dtype and device of what is saved
   std::string name = "the function";  // for messages
+  std::optional<ActivationOffload> offload;  // what is saved goes there; nothing is recomputed
 };
 
 // A function of C++ and its inputs, to be called once more.
@@ -86,6 +89,10 @@ std::invoke_result_t<Function&, Inputs...> checkpoint(const CheckpointOptions& o
                                                       Function&& function, Inputs&&... inputs) {
   using Result = std::invoke_result_t<Function&, Inputs...>;
   if (!at::GradMode::is_enabled()) {
+    return static_cast<Result>(std::invoke(function, std::forward<Inputs>(inputs)...));
+  }
+  if (options.offload) {
+    const PackerGuard guard(make_offload_packer(*options.offload));
     return static_cast<Result>(std::invoke(function, std::forward<Inputs>(inputs)...));
   }
   using Call = CheckpointedFunction<std::decay_t<Function>, std::decay_t<Inputs>...>;
