@@ -25,6 +25,7 @@ struct CheckpointOptions {
   bool early_stop = true;          // it ends with the last tensor that is needed
   bool check_determinism = true;   // it compares shape, dtype and device of what is saved
   std::string name;                // of the function, for messages
+  c10::intrusive_ptr<TensorPacker> partition;  // of ranks with equal inputs: make_partition_packer
 };
 
 // Calls function(inputs...) and returns what it returns; of what autograd would save in it only the
@@ -62,7 +63,8 @@ auto checkpoint(const CheckpointOptions& options, Function&& function, Inputs&&.
   };
   auto frame = c10::make_intrusive<CheckpointFrame>(
       std::move(again), tensors,
-      CheckpointFrame::Options{options.early_stop, options.check_determinism, options.name});
+      CheckpointFrame::Options{options.early_stop, options.check_determinism, options.name,
+                               options.partition});
   const CheckpointForward forward(frame);
   return static_cast<Result>(std::invoke(function, std::forward<Inputs>(inputs)...));
 }

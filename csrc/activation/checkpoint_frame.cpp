@@ -6,6 +6,7 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <optional>
 #include <utility>
 
 namespace trireme {
@@ -37,6 +38,16 @@ class PlainTensor : public PackedTensor {
   at::Tensor tensor_;
 };
 
+// Hands over what is packed already.
+class PackedBefore : public TensorPacker {
+ public:
+  explicit PackedBefore(c10::intrusive_ptr<PackedTensor> packed) : packed_(std::move(packed)) {}
+  c10::intrusive_ptr<PackedTensor> pack(const at::Tensor& /*tensor*/) override { return packed_; }
+
+ private:
+  c10::intrusive_ptr<PackedTensor> packed_;
+};
+
 }  // namespace
 
 // Finds the places of what a recomputation saves. The frame outlives it.
@@ -63,9 +74,17 @@ at::Tensor SavedPlace::unpack() { return frame_->take(*this); }
 CheckpointFrame::CheckpointFrame(Function recompute, const std::vector<at::Tensor>& inputs,
                                  Options options)
     : function_(std::move(recompute)), options_(std::move(options)) {
+  std::vector<c10::intrusive_ptr<PackedTensor>> packed(inputs.size());
+  if (const auto packer = std::exchange(options_.inputs, nullptr)) {
+    packed = packer->pack_inputs(inputs, options_.function);
+  }
   inputs_.reserve(inputs.size());
-  for (const at::Tensor& input : inputs) {
-    inputs_.emplace_back(input, /*is_output=*/false);
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    std::optional<PackerGuard> guard;
+    if (packed[i]) {
+      guard.emplace(c10::make_intrusive<PackedBefore>(std::move(packed[i])));
+    }
+    inputs_.emplace_back(inputs[i], /*is_output=*/false);
   }
 }
 

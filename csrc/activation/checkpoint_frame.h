@@ -87,13 +87,15 @@ class TRIREME_API CheckpointFrame : public TensorPacker {
     bool early_stop = true;
     bool compares_metadata = true;  // shape, dtype and device of what is saved
     std::string function;           // its name, for messages
+    c10::intrusive_ptr<TensorPacker> inputs;  // packs the inputs; null: autograd keeps them
   };
 
   // Runs the function once more on `inputs`, with grad mode on. It is called in the thread that
   // unpacks, and throws StopRecomputation through.
   using Function = std::function<void(const std::vector<at::Tensor>& inputs)>;
 
-  // `inputs` are saved as autograd saves tensors.
+  // `inputs` are saved as autograd saves tensors, or packed as the options say. Throws what the
+  // packer throws.
   CheckpointFrame(Function recompute, const std::vector<at::Tensor>& inputs, Options options);
 
   // Packs what the forward saves.

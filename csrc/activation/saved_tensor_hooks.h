@@ -7,6 +7,8 @@
 
 #include <cstdint>
 #include <mutex>
+#include <string>
+#include <vector>
 
 namespace trireme {
 
@@ -22,6 +24,11 @@ class TRIREME_API TensorPacker : public c10::intrusive_ptr_target {
  public:
   // May throw; that comes out of the operator that saves the tensor.
   virtual c10::intrusive_ptr<PackedTensor> pack(const at::Tensor& tensor) = 0;
+
+  // Packs the inputs of one checkpoint; `function` names it in messages. Null stands for an input
+  // that autograd keeps as it is. By default each is packed by itself.
+  virtual std::vector<c10::intrusive_ptr<PackedTensor>> pack_inputs(
+      const std::vector<at::Tensor>& inputs, const std::string& function);
 };
 
 // How packers get onto the stack of a thread. Torch keeps that stack in Python objects: where Python
