@@ -29,6 +29,9 @@ class TRIREME_API TensorPacker : public c10::intrusive_ptr_target {
   // that autograd keeps as it is. By default each is packed by itself.
   virtual std::vector<c10::intrusive_ptr<PackedTensor>> pack_inputs(
       const std::vector<at::Tensor>& inputs, const std::string& function);
+
+  // Says whether tensors go nowhere and are recomputed: torch's selective policies ask.
+  virtual bool is_checkpoint() const { return false; }
 };
 
 // How packers get onto the stack of a thread. Torch keeps that stack in Python objects: where Python
