@@ -1,6 +1,7 @@
 #pragma once
 
 #include <trireme/comm/communicator.h>
+#include <trireme/common/export.h>
 
 #include <array>
 #include <atomic>
@@ -28,11 +29,11 @@ namespace trireme {
 // Blocks outlive the arena, the group and the other ranks.
 
 // Shares blocks of memory between the ranks of one host. One thread at a time, but for Block.
-class SharedArena {
+class TRIREME_API SharedArena {
  public:
   // Is a run of bytes that all ranks map, aligned to 64. This rank lets go of it when it dies.
   // Thread-safe.
-  class Block {
+  class TRIREME_API Block {
    public:
     ~Block();
     Block(const Block&) = delete;
