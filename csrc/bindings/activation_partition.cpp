@@ -48,13 +48,16 @@ class PartitionPackerForPython final : public PartitionPacker {
     return inner_->pack(tensor);
   }
 
+  // Throws what Python shows as torch's exceptions.
   std::vector<c10::intrusive_ptr<PackedTensor>> pack_inputs(
       const std::vector<at::Tensor>& inputs, const std::string& function) override {
+    HANDLE_TH_ERRORS
     const WithoutInterpreter without;
     auto packed = inner_->pack_inputs(inputs, function);
     for (auto& one : packed)
       if (one) one = c10::make_intrusive<PackedForPython>(std::move(one));
     return packed;
+    END_HANDLE_TH_ERRORS_PYBIND
   }
 
   PartitionMemory memory() const override {
@@ -67,7 +70,6 @@ class PartitionPackerForPython final : public PartitionPacker {
 };
 
 c10::intrusive_ptr<PartitionPacker> make(std::shared_ptr<Communicator> communicator) {
-  const WithoutInterpreter without;
   return c10::make_intrusive<PartitionPackerForPython>(
       make_partition_packer(std::move(communicator)));
 }
@@ -83,7 +85,7 @@ void bind_partition(py::module_& module) {
   py::class_<PartitionPacker, TensorPacker, c10::intrusive_ptr<PartitionPacker>>(module,
                                                                                  "PartitionPacker")
       .def_property_readonly("memory", &PartitionPacker::memory);
-  module.def("make_partition_packer", torch::wrap_pybind_function(&make), py::arg("communicator"),
+  module.def("make_partition_packer", torch::wrap_pybind_function_no_gil(&make), py::arg("communicator"),
              "See csrc/activation/partition.h.");
 }
 
