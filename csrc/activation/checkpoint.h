@@ -27,7 +27,7 @@ struct CheckpointOptions {
   bool early_stop = true;          // it ends with the last tensor that is needed
   bool check_determinism = true;   // it compares shape, dtype and device of what is saved
   std::string name = "the function";  // for messages
-  c10::intrusive_ptr<TensorPacker> partition = {};  // of ranks with equal inputs; see partition.h
+  c10::intrusive_ptr<TensorPacker> partition = {};  // ranks that share their inputs: partition.h
 };
 
 // A function of C++ and its inputs, to be called once more.

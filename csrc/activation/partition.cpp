@@ -40,14 +40,14 @@ struct Words {
   int64_t deed = 0;
   int64_t what = 0;  // equal on all ranks
   int64_t known = 0;
-  int64_t number = 0;  // of the last packing
+  int64_t number = 0;  // counts packings
   int64_t value = 0;
   SharedArena::Place place = {};  // rank 0 says it
   std::array<int64_t, kHashes> hashes = {};
 };
 constexpr int64_t kWords = sizeof(Words) / sizeof(int64_t);
 static_assert(sizeof(Words) % sizeof(int64_t) == 0);
-using Table = std::vector<Words>;  // by rank
+using Table = std::vector<Words>;  // one for each rank
 
 uint64_t mixed(uint64_t hash, uint64_t word) { return (hash ^ word) * 0x100000001b3; }
 
@@ -66,8 +66,8 @@ bool is_common(const Table& table, Value Words::*which) {
 }
 
 int64_t padded_bytes(const at::Tensor& tensor) {
-  constexpr int64_t kAlignBytes = 64;
-  return (static_cast<int64_t>(tensor.nbytes()) + kAlignBytes - 1) / kAlignBytes * kAlignBytes;
+  constexpr int64_t kLine = 64;
+  return (static_cast<int64_t>(tensor.nbytes()) + kLine - 1) / kLine * kLine;
 }
 
 // Lies in memory that all ranks of the host read.
@@ -118,7 +118,7 @@ class SlicedInput final : public PartitionedInput {
   at::Tensor restore() override;
 
   std::shared_ptr<PartitionGroup> group_;
-  int64_t number_;  // the same on all ranks
+  int64_t number_;  // ranks agree about it
   at::Tensor slice_;
 };
 
@@ -128,7 +128,7 @@ struct Batch {
   std::shared_ptr<const std::string> function;
   std::string text = {};            // what ranks must have in common
   std::vector<size_t> chosen = {};  // inputs that are partitioned
-  PackedList packed = {};           // by input
+  PackedList packed = {};           // one for each input
   uint64_t known = 0;               // hash of what is there already
 
   std::string name() const { return "the inputs of " + *function + " for partition="; }
@@ -155,7 +155,7 @@ class PartitionGroup : public std::enable_shared_from_this<PartitionGroup> {
   struct Packed {
     c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl> tensor;
     c10::weak_intrusive_ptr<PackedTensor> packed;
-    uint64_t number;  // the same on all ranks
+    uint64_t number;  // ranks agree about it
   };
 
   template <typename Work>
@@ -178,7 +178,7 @@ class PartitionGroup : public std::enable_shared_from_this<PartitionGroup> {
   mutable std::mutex mutex_;
   bool shares_memory_ = false;
   bool is_broken_ = false;
-  int64_t number_ = 0;  // of the last packing; ranks agree about it whenever they meet
+  int64_t number_ = 0;  // counts packings; ranks agree about it whenever they meet
   std::unique_ptr<SharedArena> arena_;
   std::vector<Packed> remembered_;
   std::shared_ptr<KeptBytes> kept_ = std::make_shared<KeptBytes>();

@@ -56,7 +56,7 @@ class TRIREME_API SharedArena {
   struct Place {
     int64_t slot = 0;
     int64_t offset = 0;
-    int64_t bytes = 0;    // with the head; 0: there is no block
+    int64_t bytes = 0;    // head included; none if there is no block
     int64_t grows = 0;    // bytes of a segment that is made for it
     int64_t dropped = 0;  // bits: slots whose segments, which are free, go before
   };

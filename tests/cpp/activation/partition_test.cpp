@@ -15,6 +15,7 @@
 #include <memory>
 #include <stdexcept>
 #include <string>
+#include <thread>
 #include <thread_ranks.h>
 #include <vector>
 
@@ -298,6 +299,40 @@ TEST_CASE("ranks that gather slices in another order all raise") {
                                      "its packing 3; rank 1 recomputes from input 0 of Block "
                                      "(Float[64, 64]) of its packing 6 (rank "));
   }
+}
+
+TEST_CASE("ranks of several hosts keep a slice each") {
+  const std::vector<Tensor> expected = plain();
+  const std::string hosts = "aab";
+  const auto store = c10::make_intrusive<c10d::HashStore>();
+  std::vector<ThreadRank> ranks(hosts.size());  // alive until all have ended
+  std::vector<std::string> said(hosts.size());
+  std::vector<std::thread> threads;
+  for (size_t r = 0; r < hosts.size(); ++r) {
+    threads.emplace_back([&, r] {
+      ThreadRank& rank = ranks[r];
+      try {
+        at::set_num_threads(1);
+        rank.where = {static_cast<int64_t>(r), static_cast<int64_t>(hosts.size())};
+        rank.group = make_shm_group(store, rank.where,
+                                    {.timeout = kTimeout,
+                                     .connect_timeout = kTimeout,
+                                     .hostname = "127.0.0.1",
+                                     .host_partition = hosts.substr(r, 1)});
+        rank.communicator = make_communicator(rank.group, store);
+        const CheckpointOptions options = partitioned(rank);
+        Net net;
+        const Tensor loss = net.forward(input(), &options);
+        const PartitionMemory kept = memory_of(options);
+        const bool is_sliced = kept.shared == 0 && kept.slices < kept.inputs / 2;
+        said[r] = is_sliced && equal(net.backward(loss), expected) ? "equal" : "differs";
+      } catch (const std::exception& error) {
+        said[r] = error.what();
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  CHECK(said == std::vector<std::string>(3, "equal"));
 }
 
 TEST_CASE("two groups at once, and a group of one rank") {
