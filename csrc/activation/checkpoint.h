@@ -30,6 +30,7 @@ struct CheckpointOptions {
   bool check_determinism = true;   // it compares shape, dtype and device of what is saved
   std::string name = "the function";  // for messages
   std::optional<ActivationOffload> offload;  // what is saved goes there; nothing is recomputed
+  c10::intrusive_ptr<TensorPacker> partition = {};  // ranks that share their inputs: partition.h
 };
 
 // A function of C++ and its inputs, to be called once more.
@@ -92,6 +93,9 @@ std::invoke_result_t<Function&, Inputs...> checkpoint(const CheckpointOptions& o
     return static_cast<Result>(std::invoke(function, std::forward<Inputs>(inputs)...));
   }
   if (options.offload) {
+    TORCH_CHECK_VALUE(!options.partition,
+                      error_text("checkpoint", "got offload and partition, expected one of them", {},
+                                 "Leave one out: what is offloaded is not recomputed."));
     const PackerGuard guard(make_offload_packer(*options.offload));
     return static_cast<Result>(std::invoke(function, std::forward<Inputs>(inputs)...));
   }
@@ -101,7 +105,7 @@ std::invoke_result_t<Function&, Inputs...> checkpoint(const CheckpointOptions& o
   const std::vector<at::Tensor> tensors = call->take_tensors();
   auto frame = c10::make_intrusive<CheckpointFrame>(
       std::move(call), tensors,
-      CheckpointFrame::Options{options.early_stop, options.check_determinism});
+      CheckpointFrame::Options{options.early_stop, options.check_determinism, options.partition});
   const auto forward = [&]() -> Result {
     const CheckpointForward guard(frame);
     return std::invoke(function, std::forward<Inputs>(inputs)...);

@@ -41,6 +41,16 @@ class PlainTensor : public PackedTensor {
   at::Tensor tensor_;
 };
 
+// Hands over what is packed already.
+class PackedBefore : public TensorPacker {
+ public:
+  explicit PackedBefore(c10::intrusive_ptr<PackedTensor> packed) : packed_(std::move(packed)) {}
+  c10::intrusive_ptr<PackedTensor> pack(const at::Tensor& /*tensor*/) override { return packed_; }
+
+ private:
+  c10::intrusive_ptr<PackedTensor> packed_;
+};
+
 }  // namespace
 
 // Finds the places of what a recomputation saves. The frame outlives it.
@@ -69,14 +79,18 @@ CheckpointFrame::CheckpointFrame(std::unique_ptr<CheckpointedCall> call,
     : call_(std::move(call)),
       early_stop_(options.early_stop),
       compares_metadata_(options.compares_metadata) {
-  std::optional<PackerGuard> guard;
+  std::vector<c10::intrusive_ptr<PackedTensor>> packed(inputs.size());
   if (options.inputs) {
-    guard.emplace(options.inputs);
+    packed = options.inputs->pack_inputs(inputs, call_->name());
   }
   inputs_.reserve(inputs.size());
-  for (const at::Tensor& input : inputs) {
-    inputs_.emplace_back(input, /*is_output=*/false);
-    has_differentiable_inputs_ |= input.defined() && input.requires_grad();
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    std::optional<PackerGuard> guard;
+    if (packed[i]) {
+      guard.emplace(c10::make_intrusive<PackedBefore>(std::move(packed[i])));
+    }
+    inputs_.emplace_back(inputs[i], /*is_output=*/false);
+    has_differentiable_inputs_ |= inputs[i].defined() && inputs[i].requires_grad();
   }
 }
 

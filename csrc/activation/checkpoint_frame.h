@@ -101,7 +101,8 @@ class TRIREME_API CheckpointFrame : public TensorPacker {
     c10::intrusive_ptr<TensorPacker> inputs{};  // packs the inputs; they are kept if there is none
   };
 
-  // `inputs` are saved as autograd saves tensors.
+  // `inputs` are saved as autograd saves tensors, or packed as the options say. Throws what the
+  // packer throws.
   CheckpointFrame(std::unique_ptr<CheckpointedCall> call, const std::vector<at::Tensor>& inputs,
                   const Options& options);
 

@@ -80,6 +80,14 @@ std::atomic<SavedTensorHooks*> registered{nullptr};
 
 }  // namespace
 
+std::vector<c10::intrusive_ptr<PackedTensor>> TensorPacker::pack_inputs(
+    const std::vector<at::Tensor>& inputs, const std::string& /*function*/) {
+  std::vector<c10::intrusive_ptr<PackedTensor>> packed(inputs.size());
+  for (size_t i = 0; i < inputs.size(); ++i)
+    if (inputs[i].defined()) packed[i] = pack(inputs[i]);
+  return packed;
+}
+
 int64_t SavedTensorHooks::current_task() {
   static std::atomic<int64_t> outside{-1};
   const int64_t task = torch::autograd::get_current_graph_task_id();

@@ -7,6 +7,8 @@
 
 #include <cstdint>
 #include <mutex>
+#include <string>
+#include <vector>
 
 namespace trireme {
 
@@ -27,6 +29,11 @@ class TRIREME_API TensorPacker : public c10::intrusive_ptr_target {
   // May throw; that comes out of the operator that saves the tensor. Null ends the function that
   // runs under this packer: StopRecomputation comes out of the operator.
   virtual c10::intrusive_ptr<PackedTensor> pack(const at::Tensor& tensor) = 0;
+
+  // Packs the inputs of one checkpoint; `function` names it in messages. Null stands for an input
+  // that autograd keeps as it is. By default each is packed by itself.
+  virtual std::vector<c10::intrusive_ptr<PackedTensor>> pack_inputs(
+      const std::vector<at::Tensor>& inputs, const std::string& function);
 
   // Says whether tensors go nowhere and are recomputed: torch's selective policies ask.
   virtual bool is_checkpoint() const { return false; }

@@ -67,6 +67,7 @@ py::tuple plan(const std::vector<int64_t>& bytes, const std::vector<double>& tim
 void init_activation(py::module_& module) {
   use_python_hooks(module);
   py::class_<TensorPacker, c10::intrusive_ptr<TensorPacker>>(module, "TensorPacker");
+  bind_partition(module);
   module.def("checkpoint", checkpoint, py::arg("forward"), py::arg("again"), py::arg("arguments"),
              py::arg("keywords"), py::arg("with_random"), py::arg("early_stop"),
              py::arg("compares_metadata"), py::arg("inputs").none(true), py::arg("explain"));

@@ -12,6 +12,8 @@ import torch
 from torch._C._distributed_c10d import Backend, Work
 from torch.distributed.distributed_c10d import ProcessGroup, Store
 
+from trireme._c_activation import PartitionMemory as PartitionMemory
+from trireme._c_activation import PartitionPacker as PartitionPacker
 from trireme._c_activation import StopRecomputation as StopRecomputation
 from trireme._c_activation import TensorPacker as TensorPacker
 from trireme._c_activation import checkpoint as checkpoint

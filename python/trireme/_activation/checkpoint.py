@@ -26,7 +26,8 @@ from torch.utils.checkpoint import (
 )
 
 from trireme import _C
-from trireme._activation import AREA, refuse
+from trireme._activation import refuse
+from trireme._activation.partition import packer_of
 from trireme._C import error_text
 
 __all__ = [
@@ -253,7 +254,7 @@ class _Options:
             packer = _C.make_offload_packer(folder)
             return _C.run_with_packer(packer, function, args, kwargs)
         forward, again, explain = self._both_calls(function)
-        inputs = None if self.partition is None else _C.make_partition_packer(_group(self.partition))
+        inputs = None if self.partition is None else packer_of(self.partition)
         return _C.checkpoint(
             forward,
             again,
@@ -320,12 +321,6 @@ def _in_contexts(
         )
 
     return in_contexts
-
-
-def _group(given: Group) -> dist.ProcessGroup:
-    if isinstance(given, DeviceMesh):
-        return given.get_group()
-    return AREA.expect_group(given, "Call checkpoint without partition= on this rank.")
 
 
 def _compiled(

@@ -1,1 +1,1 @@
-"""Activation memory."""
+"""Checkpoints of activations, offload and partition are tested here."""
