@@ -92,6 +92,8 @@ def _made(option: str, path: str, mode: AbstractContextManager[Any], expected: s
         with mode:
             return factory()
     except Exception as error:
+        if _needs_values(error):
+            raise
         refuse(
             f"{option} {path} raised {type(error).__name__}: {error}, expected {expected}",
             "It is imported from the current folder and called without arguments.",
@@ -99,17 +101,23 @@ def _made(option: str, path: str, mode: AbstractContextManager[Any], expected: s
 
 
 def _measured(arguments: argparse.Namespace) -> MeasuredModel:
-    """Measures with tensors that have no memory; with real ones if the model needs their values."""
+    """Measures with tensors that have no memory; with real ones if the model asks for values."""
     from torch._subclasses.fake_tensor import FakeTensorMode  # takes a second
 
     try:
         return _measure(arguments, FakeTensorMode(allow_non_fake_inputs=True))
-    except Exception:
+    except Exception as error:
+        if not _needs_values(error):
+            raise
         return _measure(arguments, nullcontext())
 
 
+def _needs_values(error: Exception) -> bool:
+    """Whether it says that a tensor without memory has no value, or an operator cannot do so."""
+    return type(error).__module__.startswith("torch._subclasses")
+
+
 def _measure(arguments: argparse.Namespace, mode: AbstractContextManager[Any]) -> MeasuredModel:
-    model = make_model(arguments.model, mode)
     if arguments.sample:
         sample = _made("--sample", arguments.sample, mode, "inputs of the model")
     else:
@@ -118,13 +126,17 @@ def _measure(arguments: argparse.Namespace, mode: AbstractContextManager[Any]) -
     kwargs = sample if isinstance(sample, dict) else {}
     several = isinstance(sample, list | tuple)
     inputs = () if kwargs else sample if several else (sample,)
+    model = make_model(arguments.model, mode)
     try:
         with mode:
             return measure_model(model, *inputs, **kwargs)
     except Exception as error:
+        if _needs_values(error):
+            raise
         refuse(
             f"the forward raised {type(error).__name__}: {error}, expected it to run",
-            "Say with --input or --sample what the model takes.",
+            "Say with --input or --sample what the model takes, or with --activations what it "
+            "keeps.",
         )
 
 

@@ -54,7 +54,7 @@ class Net(nn.Module):
         self.norm = nn.BatchNorm1d(16)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens) * 2.0
+        x = self.embed(tokens)
         for block in self.blocks:
             x = block(x)
         normed: Tensor = self.norm(x.flatten(0, 1))

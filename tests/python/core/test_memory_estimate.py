@@ -283,11 +283,11 @@ class Block(nn.Module):
         return x + self.linear(x).tanh()
 
 class Chain(nn.Module):
-    def __init__(self, count=9):
+    def __init__(self, rows=10**6):
         super().__init__()
         self.inner = nn.Module()
-        self.inner.blocks = nn.ModuleList(Block() for _ in range(count))
-        self.table = nn.Embedding(10**6, 1000)
+        self.inner.blocks = nn.ModuleList(Block() for _ in range(9))
+        self.table = nn.Embedding(rows, 1000)
 
     def forward(self, x, scale=1.0):
         x = self.table(x) * scale
@@ -297,8 +297,7 @@ class Chain(nn.Module):
 
 class Peeks(Chain):
     def __init__(self):
-        super().__init__()
-        self.table = nn.Embedding(4, 1000)
+        super().__init__(rows=4)
 
     def forward(self, x):
         return super().forward(x) if int(x.sum()) == 0 else None
