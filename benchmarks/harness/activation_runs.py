@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import os
 import sys
 import tempfile
 import time
@@ -299,6 +300,7 @@ def _deep_gpt(tiny: bool) -> Gpt:
 def main() -> None:
     replies = take_over_stdout()
     config = json.loads(sys.argv[1])
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # a forked process has read it before
     torch.manual_seed(0)
 
     def reply(message: Any) -> None:
