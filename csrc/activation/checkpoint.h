@@ -4,11 +4,13 @@
 #include <trireme/activation/forward_state.h>
 #include <trireme/activation/offload.h>
 #include <trireme/activation/saved_tensor_hooks.h>
+#include <trireme/common/error.h>
 #include <trireme/common/export.h>
 #include <trireme/module/for_each_tensor.h>
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
+#include <c10/util/Exception.h>
 #include <c10/util/intrusive_ptr.h>
 
 #include <concepts>

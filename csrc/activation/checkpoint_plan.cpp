@@ -23,24 +23,18 @@ struct Decision {
   std::shared_ptr<const Decision> before;
 };
 
-// What the layers so far keep, and at what price.
+// What the layers so far hold until their backward, and at what price.
 struct State {
-  int64_t kept = 0;
-  int64_t most = 0;
+  int64_t held = 0;
   double extra = 0;
   std::shared_ptr<const Decision> last;
 };
 
-bool cheaper(const State& a, const State& b) {
-  if (a.kept != b.kept) {
-    return a.kept < b.kept;
-  }
-  return a.extra != b.extra ? a.extra < b.extra : a.most < b.most;
-}
-
 // Keeps the states that no other one beats in both bytes and time.
 void drop_beaten(std::vector<State>& states) {
-  std::sort(states.begin(), states.end(), cheaper);
+  std::sort(states.begin(), states.end(), [](const State& a, const State& b) {
+    return a.held != b.held ? a.held < b.held : a.extra < b.extra;
+  });
   double best = std::numeric_limits<double>::infinity();
   std::erase_if(states, [&](const State& state) {
     if (state.extra >= best) {
@@ -51,41 +45,51 @@ void drop_beaten(std::vector<State>& states) {
   });
 }
 
-// Keeps one state for each thousandth of the budget, the cheapest, and the one that keeps least,
+// Keeps one state for each thousandth of the budget, the cheapest, and the one that holds least,
 // which goes on to fit.
 void thin_out(std::vector<State>& states, int64_t budget) {
   const auto step_of = [&](const State& state) {
-    return static_cast<int64_t>(static_cast<double>(state.kept) * kSteps /
+    return static_cast<int64_t>(static_cast<double>(state.held) * kSteps /
                                 static_cast<double>(std::max<int64_t>(budget, 1)));
   };
-  std::vector<State> kept;
+  std::vector<State> remaining;
   for (State& state : states) {  // ascending in bytes, descending in time
-    if (kept.size() > 1 && step_of(kept.back()) == step_of(state)) {
-      kept.back() = std::move(state);
+    if (remaining.size() > 1 && step_of(remaining.back()) == step_of(state)) {
+      remaining.back() = std::move(state);
     } else {
-      kept.push_back(std::move(state));
+      remaining.push_back(std::move(state));
     }
   }
-  states = std::move(kept);
+  states = std::move(remaining);
+}
+
+// Returns what a layer takes while it runs, in its forward or again in its backward.
+int64_t running_bytes(const LayerCost& layer, bool recompute) {
+  return recompute ? std::max(layer.bytes, layer.kept) : layer.bytes;
 }
 
 void check(const std::vector<LayerCost>& layers, int64_t budget) {
   int64_t least = 0;
+  int64_t held = 0;
   for (size_t i = 0; i < layers.size(); ++i) {
-    const bool is_valid = layers[i].bytes >= 0 && layers[i].time >= 0;
+    const LayerCost& layer = layers[i];
+    const bool is_valid = layer.bytes >= 0 && layer.kept >= 0 && layer.time >= 0 &&
+                          std::isfinite(layer.time);
     TORCH_CHECK_VALUE(
         is_valid, error_text("checkpoint",
-                             c10::str("layer ", i, " has ", layers[i].bytes, " bytes and takes ",
-                                      layers[i].time, ", expected both to be 0 or more"),
+                             c10::str("layer ", i, " has ", layer.bytes, " bytes, keeps ",
+                                      layer.kept, " and takes ", layer.time,
+                                      ", expected finite numbers, 0 or more"),
                              {}, "Measure the layer again."));
-    least = std::max(least, layers[i].bytes);
+    least = std::max(least, held + layer.bytes);
+    held += std::min(layer.bytes, layer.kept);
   }
   TORCH_CHECK_VALUE(
       budget >= least,
       error_text("checkpoint",
                  c10::str("got a budget of ", budget, " bytes, expected at least ", least,
-                          ", which the largest layer takes while it is recomputed"),
-                 {}, "Raise the budget, or cut that layer into smaller ones."));
+                          ", the least that any choice holds"),
+                 {}, "Raise the budget, or make the batch smaller."));
 }
 
 std::vector<bool> choices_of(const State& state, size_t layers) {
@@ -106,13 +110,14 @@ CheckpointPlan plan_of(const std::vector<LayerCost>& layers, std::vector<bool> r
                                c10::str("got choices for ", plan.recompute.size(),
                                         " layers, expected ", layers.size()),
                                {}, "Pass one per layer."));
-  int64_t kept = 0;
+  int64_t held = 0;
   for (size_t i = 0; i < layers.size(); ++i) {
-    plan.bytes = std::max(plan.bytes, kept + layers[i].bytes);
+    plan.bytes = std::max(plan.bytes, held + running_bytes(layers[i], plan.recompute[i]));
     if (plan.recompute[i]) {
       plan.extra_time += layers[i].time;
+      held += layers[i].kept;
     } else {
-      kept += layers[i].bytes;
+      held += layers[i].bytes;
     }
   }
   return plan;
@@ -124,15 +129,13 @@ CheckpointPlan checkpoint_plan(const std::vector<LayerCost>& layers, int64_t bud
   for (const LayerCost& layer : layers) {
     std::vector<State> next;
     for (const State& state : states) {
-      const int64_t most = std::max(state.most, state.kept + layer.bytes);
-      if (most > budget_bytes) {
-        continue;  // it fits neither kept nor while it is recomputed
+      for (const bool recompute : {false, true}) {
+        if (state.held + running_bytes(layer, recompute) <= budget_bytes) {
+          next.push_back({state.held + (recompute ? layer.kept : layer.bytes),
+                          state.extra + (recompute ? layer.time : 0),
+                          std::make_shared<const Decision>(Decision{recompute, state.last})});
+        }
       }
-      const auto decide = [&](bool recompute) {
-        return std::make_shared<const Decision>(Decision{recompute, state.last});
-      };
-      next.push_back({state.kept + layer.bytes, most, state.extra, decide(false)});
-      next.push_back({state.kept, most, state.extra + layer.time, decide(true)});
     }
     drop_beaten(next);
     if (next.size() > kMostStates) {
@@ -140,7 +143,7 @@ CheckpointPlan checkpoint_plan(const std::vector<LayerCost>& layers, int64_t bud
     }
     states = std::move(next);
   }
-  // The one that keeps most has the least time, and recomputing every layer always fits.
+  // The one that holds most has the least time; check() has seen that one fits.
   return plan_of(layers, choices_of(states.back(), layers.size()));
 }
 

@@ -8,17 +8,20 @@
 
 namespace trireme {
 
-// What one layer of a sequence takes: the bytes that autograd saves in its forward, and the time
-// of that forward in any unit.
+// What one layer of a sequence takes: the bytes that autograd saves in its forward, the time of
+// that forward in any unit, and the bytes that remain where the layer is checkpointed: its inputs,
+// as a rule, which are among the former where the layer saves them.
 struct LayerCost {
   int64_t bytes = 0;
   double time = 0;
+  int64_t kept = 0;
 };
 
 // Says which layers of a sequence are checkpointed. It is a value.
 //
-// A layer that is not recomputed keeps its bytes from its forward to its backward. One that is
-// recomputed has them in its backward only, where all layers in front of it still keep theirs.
+// A layer that is not recomputed holds its bytes from its forward to its backward. One that is
+// recomputed holds its inputs for so long, and its bytes in its backward only, where all layers in
+// front of it still hold theirs.
 struct CheckpointPlan {
   std::vector<bool> recompute;  // by layer
   int64_t bytes = 0;            // the most that are held at any moment
@@ -31,12 +34,12 @@ struct CheckpointPlan {
 TRIREME_API CheckpointPlan plan_of(const std::vector<LayerCost>& layers,
                                    std::vector<bool> recompute);
 
-// Returns the choice of the least extra time that holds at most `budget_bytes`; of equal ones that
-// with the least bytes. Costs at most layers * 4,096 steps: it is exact unless more combinations
-// than that are worth a look, and then at most a thousandth of the budget remains unused.
+// Returns the choice of the least extra time that holds at most `budget_bytes`. Costs at most
+// layers * 4,096 steps: it is exact unless more combinations than that are worth a look, and then
+// at most a thousandth of the budget remains unused.
 //
 // Throws ValueError for negative bytes or times, and for a budget that no choice fits; its text
-// names the least budget that would do, which is the largest layer.
+// names the least budget that would do.
 TRIREME_API CheckpointPlan checkpoint_plan(const std::vector<LayerCost>& layers,
                                             int64_t budget_bytes);
 

@@ -54,12 +54,18 @@ py::object run_with_packer(c10::intrusive_ptr<TensorPacker> packer, const py::ob
   return call(function, arguments, keywords);
 }
 
-py::tuple plan(const std::vector<int64_t>& bytes, const std::vector<double>& times,
-               int64_t budget_bytes) {
+std::vector<LayerCost> layers_of(const std::vector<int64_t>& bytes,
+                                 const std::vector<double>& times,
+                                 const std::vector<int64_t>& kept) {
   std::vector<LayerCost> layers;
-  for (size_t i = 0; i < bytes.size(); ++i) layers.push_back({bytes[i], times.at(i)});
-  const CheckpointPlan found = checkpoint_plan(layers, budget_bytes);
-  return py::make_tuple(found.recompute, found.bytes, found.extra_time);
+  for (size_t i = 0; i < bytes.size(); ++i) {
+    layers.push_back({bytes[i], times.at(i), kept.at(i)});
+  }
+  return layers;
+}
+
+py::tuple as_tuple(const CheckpointPlan& plan) {
+  return py::make_tuple(plan.recompute, plan.bytes, plan.extra_time);
 }
 
 }  // namespace
@@ -73,7 +79,20 @@ void init_activation(py::module_& module) {
              py::arg("compares_metadata"), py::arg("inputs").none(true), py::arg("explain"));
   module.def("run_with_packer", run_with_packer, py::arg("packer"), py::arg("function"),
              py::arg("arguments"), py::arg("keywords"));
-  module.def("checkpoint_plan", plan, py::arg("bytes"), py::arg("times"), py::arg("budget_bytes"));
+  module.def(
+      "checkpoint_plan",
+      [](const std::vector<int64_t>& bytes, const std::vector<double>& times,
+         const std::vector<int64_t>& kept, int64_t budget_bytes) {
+        return as_tuple(checkpoint_plan(layers_of(bytes, times, kept), budget_bytes));
+      },
+      py::arg("bytes"), py::arg("times"), py::arg("kept"), py::arg("budget_bytes"));
+  module.def(
+      "plan_of",
+      [](const std::vector<int64_t>& bytes, const std::vector<double>& times,
+         const std::vector<int64_t>& kept, std::vector<bool> recompute) {
+        return as_tuple(plan_of(layers_of(bytes, times, kept), std::move(recompute)));
+      },
+      py::arg("bytes"), py::arg("times"), py::arg("kept"), py::arg("recompute"));
   module.def("segment_bounds", segment_bounds, py::arg("layers"), py::arg("segments"));
   module.def("square_root_segments", square_root_segments, py::arg("layers"));
 }

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         as_functional_optim,
     )
 
+    from trireme._activation.activation_costs import LayerCost, measure_activations
     from trireme._activation.checkpoint import (
         CheckpointError,
         CheckpointPolicy,
@@ -43,6 +44,8 @@ if TYPE_CHECKING:
         set_checkpoint_debug_enabled,
         set_checkpoint_early_stop,
     )
+    from trireme._activation.checkpoint_plan import CheckpointPlan, checkpoint_plan
+    from trireme._activation.checkpoint_sequential import checkpoint_sequential
     from trireme._data_parallel.coalesced import broadcast_coalesced, reduce_add_coalesced
     from trireme._data_parallel.parallel_apply import data_parallel, parallel_apply
     from trireme._data_parallel.replicate import replicate
@@ -73,11 +76,14 @@ _LAZY = {
     "torch.distributed.optim": (
         *("DistributedOptimizer", "PostLocalSGDOptimizer", "as_functional_optim"),
     ),
+    "trireme._activation.activation_costs": ("LayerCost", "measure_activations"),
     "trireme._activation.checkpoint": (
         *("CheckpointError", "CheckpointPolicy", "SelectiveCheckpointContext", "checkpoint"),
         *("create_selective_checkpoint_contexts", "noop_context_fn"),
         *("set_checkpoint_debug_enabled", "set_checkpoint_early_stop"),
     ),
+    "trireme._activation.checkpoint_plan": ("CheckpointPlan", "checkpoint_plan"),
+    "trireme._activation.checkpoint_sequential": ("checkpoint_sequential",),
     "trireme._data_parallel.coalesced": ("broadcast_coalesced", "reduce_add_coalesced"),
     "trireme._data_parallel.parallel_apply": ("data_parallel", "parallel_apply"),
     "trireme._data_parallel.replicate": ("replicate",),
@@ -105,6 +111,7 @@ def __getattr__(name: str) -> Any:
 __all__ = [
     "CPUOffloadPolicy",
     "CheckpointError",
+    "CheckpointPlan",
     "CheckpointPolicy",
     "Context",
     "DataParallel",
@@ -116,6 +123,7 @@ __all__ = [
     "Join",
     "JoinHook",
     "Joinable",
+    "LayerCost",
     "MemoryBytes",
     "MemoryEstimate",
     "MixedPrecisionPolicy",
@@ -131,6 +139,8 @@ __all__ = [
     "as_functional_optim",
     "broadcast_coalesced",
     "checkpoint",
+    "checkpoint_plan",
+    "checkpoint_sequential",
     "clip_grad_norm_",
     "convert_sync_batchnorm",
     "create_selective_checkpoint_contexts",
@@ -141,6 +151,7 @@ __all__ = [
     "get_logger",
     "init",
     "load_checkpoint",
+    "measure_activations",
     "noop_context_fn",
     "optim",
     "parallel_apply",

@@ -2,6 +2,7 @@
 
 #include "catch_torch.h"
 
+#include <algorithm>
 #include <cstdint>
 #include <random>
 #include <string>
@@ -37,16 +38,29 @@ TEST_CASE("layers are recomputed where that costs the least time") {
   CHECK(to_string(checkpoint_plan(layers, 100)) == "RRR. holds 100 bytes, 7 extra");
 }
 
+TEST_CASE("a recomputed layer keeps its input") {
+  const std::vector<LayerCost> layers{{100, 1, 0}, {100, 5, 30}, {20, 1, 30}, {100, 1, 30}};
+  CHECK(to_string(plan_of(layers, {true, true, false, true})) == "RR.R holds 150 bytes, 7 extra");
+  CHECK(to_string(checkpoint_plan(layers, 319)) == "R... holds 220 bytes, 1 extra");
+  // Layer 2 takes less than its input: it is never recomputed.
+  CHECK(to_string(checkpoint_plan(layers, 150)) == "RR.. holds 150 bytes, 6 extra");
+  CHECK_THROWS_WITH(checkpoint_plan(layers, 149), Catch::Contains("expected at least 150"));
+  CHECK(plan_of({{20, 1, 30}}, {true}).bytes == 30);
+}
+
 TEST_CASE("no choice is better than the one of the plan") {
   std::mt19937 random(3);
   for (int round = 0; round < 200; ++round) {
     std::vector<LayerCost> layers(1 + random() % 9);
     int64_t total = 0;
+    int64_t held = 0;
     int64_t least = 0;
     for (LayerCost& layer : layers) {
-      layer = {static_cast<int64_t>(random() % 1000), static_cast<double>(random() % 20)};
+      layer = {static_cast<int64_t>(random() % 1000), static_cast<double>(random() % 20),
+               static_cast<int64_t>(random() % 400)};
       total += layer.bytes;
-      least = std::max(least, layer.bytes);
+      least = std::max(least, held + layer.bytes);
+      held += std::min(layer.bytes, layer.kept);
     }
     const auto budget = least + static_cast<int64_t>(random() % (total - least + 1));
     const CheckpointPlan plan = checkpoint_plan(layers, budget);
