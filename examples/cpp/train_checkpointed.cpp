@@ -4,7 +4,7 @@
 //
 // The line marked CHECKPOINT is all that a plain model has to change; with `never` behind the
 // number of steps it is left out. Losses are equal with and without it, bit for bit, though the
-// blocks draw random numbers (dropout). The memory that training takes on top is printed at the end.
+// blocks draw random numbers (dropout). At the end it prints the memory that training took on top.
 // examples/python/train_checkpointed.py is the same program in Python and reaches the same losses.
 
 #include <trireme/trireme.h>

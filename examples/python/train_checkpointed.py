@@ -4,7 +4,7 @@
 
 The line marked CHECKPOINT is all that a plain model has to change; with `never` it is left out.
 Losses are equal with and without it, bit for bit, though the blocks draw random numbers (dropout).
-The memory that training takes on top is printed at the end. examples/cpp/train_checkpointed.cpp is
+At the end it prints the memory that training took on top. examples/cpp/train_checkpointed.cpp is
 the same program in C++ and reaches the same losses.
 """
 

@@ -39,6 +39,7 @@ STEPS = 3
 WORLDS = {
     **{"single": 1, "dp": 1, "ddp": 2, "zero1": 2, "zero2": 2, "fsdp": 2},
     **{"torch-ddp": 2, "torch-zero1": 2, "torch-fsdp2": 2},
+    **{"ddp+checkpoint": 2, "fsdp+checkpoint": 2, "torch-ddp+checkpoint": 2},
 }
 
 

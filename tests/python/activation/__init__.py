@@ -1,0 +1,1 @@
+"""Activation checkpoints, offload and partition are tested here."""
