@@ -84,7 +84,7 @@ def operators_are_listed(again: Again) -> None:
     again(function, *leaves(1), debug=True).sum().backward()
 
 
-@raising(r"determinism_check.*'exact'")
+@raising("determinism_check.*exact")
 def an_unknown_check(again: Again) -> None:
     again(waves, *leaves(1), determinism_check="exact")
 

@@ -65,6 +65,13 @@ def test_losses_agree(comparison: tuple[int, dict[str, Any], Path]) -> None:
     assert single[-1] < single[0]
 
 
+def test_checkpoints_change_no_bit(comparison: tuple[int, dict[str, Any], Path]) -> None:
+    _, numbers, _ = comparison
+    losses = {run["strategy"]: run["losses"] for run in numbers["runs"]}
+    for plain in ("ddp", "fsdp", "torch-ddp"):
+        assert losses[f"{plain}+checkpoint"] == losses[plain]
+
+
 def test_json_has_the_promised_fields(comparison: tuple[int, dict[str, Any], Path]) -> None:
     _, numbers, _ = comparison
     assert {"cpu", "cores", "torch", "commit", "allocator_env"} <= numbers["machine"].keys()
