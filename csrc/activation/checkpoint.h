@@ -10,7 +10,9 @@
 #include <ATen/core/grad_mode.h>
 #include <c10/util/intrusive_ptr.h>
 
+#include <concepts>
 #include <functional>
+#include <memory>
 #include <string>
 #include <tuple>
 #include <type_traits>
@@ -24,7 +26,41 @@ struct CheckpointOptions {
   bool preserve_rng_state = true;  // a recomputation draws the random numbers of the forward
   bool early_stop = true;          // it ends with the last tensor that is needed
   bool check_determinism = true;   // it compares shape, dtype and device of what is saved
-  std::string name;                // of the function, for messages
+  std::string name = "the function";  // for messages
+};
+
+// A function of C++ and its inputs, to be called once more.
+template <typename Function, typename... Inputs>
+class CheckpointedFunction : public CheckpointedCall {
+ public:
+  // Takes the tensors out of `inputs`, for the frame to keep as autograd does.
+  CheckpointedFunction(Function function, std::tuple<Inputs...> inputs, std::string name,
+                       bool with_random)
+      : function_(std::move(function)), inputs_(std::move(inputs)), name_(std::move(name)) {
+    for_each_tensor(inputs_,
+                    [&](at::Tensor& tensor) { tensors_.push_back(std::exchange(tensor, {})); });
+    state_ = ForwardState::capture(with_random, tensors_);
+  }
+
+  // Gives away the tensors that the constructor took.
+  std::vector<at::Tensor> take_tensors() { return std::exchange(tensors_, {}); }
+
+  void run(const std::vector<at::Tensor>& unpacked) override {
+    auto inputs = inputs_;
+    size_t next = 0;
+    for_each_tensor(inputs, [&](at::Tensor& tensor) { tensor = unpacked[next++]; });
+    const ForwardStateGuard guard(state_);
+    std::apply([&](auto&... each) { static_cast<void>(std::invoke(function_, each...)); }, inputs);
+  }
+
+  std::string name() const override { return name_; }
+
+ private:
+  Function function_;
+  std::tuple<Inputs...> inputs_;
+  std::vector<at::Tensor> tensors_;
+  ForwardState state_;
+  std::string name_;
 };
 
 // Calls function(inputs...) and returns what it returns; of what autograd would save in it only the
@@ -41,35 +77,36 @@ struct CheckpointOptions {
 // Extra time: the forward of the function, 2 us. Cost of memory: the inputs. Torch's counterpart:
 // torch.utils.checkpoint.checkpoint(use_reentrant=False), which C++ does not have.
 template <typename Function, typename... Inputs>
-auto checkpoint(const CheckpointOptions& options, Function&& function, Inputs&&... inputs) {
+std::invoke_result_t<Function&, Inputs...> checkpoint(const CheckpointOptions& options,
+                                                      Function&& function, Inputs&&... inputs) {
   using Result = std::invoke_result_t<Function&, Inputs...>;
   if (!at::GradMode::is_enabled()) {
     return static_cast<Result>(std::invoke(function, std::forward<Inputs>(inputs)...));
   }
-  // The frame keeps the tensors themselves, as autograd does.
-  std::tuple<std::decay_t<Inputs>...> kept(inputs...);
-  std::vector<at::Tensor> tensors;
-  for_each_tensor(kept, [&](at::Tensor& tensor) { tensors.push_back(std::exchange(tensor, {})); });
-  auto again = [function = std::decay_t<Function>(function), kept = std::move(kept),
-                state = ForwardState::capture(options.preserve_rng_state, tensors)](
-                   const std::vector<at::Tensor>& unpacked) mutable {
-    auto arguments = kept;
-    size_t next = 0;
-    for_each_tensor(arguments, [&](at::Tensor& tensor) { tensor = unpacked[next++]; });
-    const ForwardStateGuard guard(state);
-    std::apply([&](auto&... each) { static_cast<void>(std::invoke(function, each...)); },
-               arguments);
-  };
+  using Call = CheckpointedFunction<std::decay_t<Function>, std::decay_t<Inputs>...>;
+  auto call = std::make_unique<Call>(function, std::tuple<std::decay_t<Inputs>...>(inputs...),
+                                     options.name, options.preserve_rng_state);
+  const std::vector<at::Tensor> tensors = call->take_tensors();
   auto frame = c10::make_intrusive<CheckpointFrame>(
-      std::move(again), tensors,
-      CheckpointFrame::Options{options.early_stop, options.check_determinism, options.name});
-  const CheckpointForward forward(frame);
-  return static_cast<Result>(std::invoke(function, std::forward<Inputs>(inputs)...));
+      std::move(call), tensors,
+      CheckpointFrame::Options{options.early_stop, options.check_determinism});
+  const auto forward = [&]() -> Result {
+    const CheckpointForward guard(frame);
+    return std::invoke(function, std::forward<Inputs>(inputs)...);
+  };
+  if constexpr (std::is_void_v<Result>) {
+    forward();
+    frame->warn_if_useless();
+  } else {
+    Result result = forward();
+    frame->warn_if_useless();
+    return result;
+  }
 }
 
 template <typename Function, typename... Inputs>
   requires std::invocable<Function&, Inputs...>
-auto checkpoint(Function&& function, Inputs&&... inputs) {
+std::invoke_result_t<Function&, Inputs...> checkpoint(Function&& function, Inputs&&... inputs) {
   return checkpoint(CheckpointOptions{}, std::forward<Function>(function),
                     std::forward<Inputs>(inputs)...);
 }

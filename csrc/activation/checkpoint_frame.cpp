@@ -6,10 +6,14 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <optional>
 #include <utility>
 
 namespace trireme {
 namespace {
+
+// Of how many backwards over one graph (retain_graph=True) a frame remembers that it has recomputed.
+constexpr size_t kMostTasks = 16;
 
 // Holds a frame's lock, which may already be this thread's.
 class FrameLock {
@@ -60,12 +64,19 @@ SavedPlace::~SavedPlace() = default;
 
 at::Tensor SavedPlace::unpack() { return frame_->take(*this); }
 
-CheckpointFrame::CheckpointFrame(Function recompute, const std::vector<at::Tensor>& inputs,
-                                 Options options)
-    : function_(std::move(recompute)), options_(std::move(options)) {
+CheckpointFrame::CheckpointFrame(std::unique_ptr<CheckpointedCall> call,
+                                 const std::vector<at::Tensor>& inputs, const Options& options)
+    : call_(std::move(call)),
+      early_stop_(options.early_stop),
+      compares_metadata_(options.compares_metadata) {
+  std::optional<PackerGuard> guard;
+  if (options.inputs) {
+    guard.emplace(options.inputs);
+  }
   inputs_.reserve(inputs.size());
   for (const at::Tensor& input : inputs) {
     inputs_.emplace_back(input, /*is_output=*/false);
+    has_differentiable_inputs_ |= input.defined() && input.requires_grad();
   }
 }
 
@@ -74,7 +85,7 @@ c10::intrusive_ptr<PackedTensor> CheckpointFrame::pack(const at::Tensor& tensor)
   auto self = c10::intrusive_ptr<CheckpointFrame>::reclaim_copy(this);
   auto place = c10::make_intrusive<SavedPlace>(std::move(self), places_.size());
   places_.emplace_back(place);
-  if (options_.compares_metadata) {
+  if (compares_metadata_) {
     metadata_.push_back(metadata_of(tensor));
   }
   return place;
@@ -100,7 +111,7 @@ at::Tensor CheckpointFrame::pack_again(int64_t id, const at::Tensor& tensor) {
                   [](const SavedPlace::Recomputed& one) { return !one.tensor.defined(); });
     place->recomputed_.push_back({id, detached});
   }
-  if (options_.early_stop && task.saved == places_.size()) {
+  if (early_stop_ && task.saved == places_.size()) {
     task.has_stopped = true;
     throw StopRecomputation{};
   }
@@ -110,6 +121,16 @@ at::Tensor CheckpointFrame::pack_again(int64_t id, const at::Tensor& tensor) {
 void CheckpointFrame::end_forward() {
   const FrameLock lock(mutex_);
   forward_has_ended_ = true;
+}
+
+void CheckpointFrame::warn_if_useless() const {
+  if (places_.empty() && !has_differentiable_inputs_) {
+    TORCH_WARN_ONCE(error_text(
+        "checkpoint",
+        call_->name() + " got no input that requires a gradient and saved nothing for a backward, "
+                        "expected something to recompute",
+        {}, "Call it without checkpoint, or under torch.no_grad() if it is evaluated."));
+  }
 }
 
 at::Tensor CheckpointFrame::take(SavedPlace& place) {
@@ -134,6 +155,9 @@ CheckpointFrame::Task& CheckpointFrame::recomputation_of(int64_t id) {
       return task;
     }
   }
+  if (tasks_.size() == kMostTasks) {
+    tasks_.erase(tasks_.begin());  // the oldest; should it ask again, it recomputes again
+  }
   return tasks_.emplace_back(Task{id});
 }
 
@@ -148,7 +172,7 @@ void CheckpointFrame::recompute(int64_t id) {
   try {
     const at::AutoGradMode grad_mode(true);
     const PackerGuard guard(c10::make_intrusive<RecomputationPacker>(*this, id));
-    function_(inputs);
+    call_->run(inputs);
   } catch (const StopRecomputation&) {
   }
   Task& task = recomputation_of(id);
@@ -189,16 +213,18 @@ void CheckpointFrame::check(const Task& task) const {
 }
 
 void CheckpointFrame::fail(const std::string& what) const {
-  const std::string whose = options_.function.empty() ? "" : " of " + options_.function;
-  throw CheckpointError(
-      {__func__, __FILE__, static_cast<uint32_t>(__LINE__)},
-      error_text("checkpoint", c10::str("the recomputation", whose, " ", what), {},
-                 "Make the function do the same whenever it is called with the same inputs; "
-                 "debug=True lists the operators of both runs."));
+  const std::string text = error_text(
+      "checkpoint", "the recomputation of " + call_->name() + " " + what, {},
+      "Make the function do the same whenever it is called with the same inputs; debug=True lists "
+      "the operators of both runs.");
+  call_->explain(text);
+  throw CheckpointError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, text);
 }
 
 CheckpointFrame::Metadata CheckpointFrame::metadata_of(const at::Tensor& tensor) {
-  const auto sizes = tensor.is_nested() ? c10::IntArrayRef() : tensor.sizes();
+  const bool has_sizes =
+      !tensor.is_nested() && !tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides();
+  const auto sizes = has_sizes ? tensor.sizes() : c10::IntArrayRef();
   return {c10::SmallVector<int64_t, 5>(sizes), tensor.scalar_type(), tensor.device()};
 }
 

@@ -10,7 +10,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <functional>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -80,27 +79,45 @@ class TRIREME_API CheckpointError : public c10::Error {
 // Ends a recomputation that has all it needs; passes through the user's function.
 struct TRIREME_API StopRecomputation {};
 
+// What a checkpoint calls once more.
+class TRIREME_API CheckpointedCall {
+ public:
+  virtual ~CheckpointedCall() = default;
+
+  // Calls the function on the tensors among its inputs, in the order in which they were saved. It is
+  // called in the thread that unpacks, with grad mode on, and throws StopRecomputation through.
+  virtual void run(const std::vector<at::Tensor>& inputs) = 0;
+
+  // Returns the function's name, for messages.
+  virtual std::string name() const = 0;
+
+  // Hears of a CheckpointError before it is thrown, and may throw one that says more.
+  virtual void explain(const std::string& /*text*/) const {}
+};
+
 // One use of checkpoint().
 class TRIREME_API CheckpointFrame : public TensorPacker {
  public:
   struct Options {
     bool early_stop = true;
-    bool compares_metadata = true;  // shape, dtype and device of what is saved
-    std::string function;           // its name, for messages
+    bool compares_metadata = true;             // shape, dtype and device of what is saved
+    c10::intrusive_ptr<TensorPacker> inputs{};  // packs the inputs; they are kept if there is none
   };
 
-  // Runs the function once more on `inputs`, with grad mode on. It is called in the thread that
-  // unpacks, and throws StopRecomputation through.
-  using Function = std::function<void(const std::vector<at::Tensor>& inputs)>;
-
   // `inputs` are saved as autograd saves tensors.
-  CheckpointFrame(Function recompute, const std::vector<at::Tensor>& inputs, Options options);
+  CheckpointFrame(std::unique_ptr<CheckpointedCall> call, const std::vector<at::Tensor>& inputs,
+                  const Options& options);
 
   // Packs what the forward saves.
   c10::intrusive_ptr<PackedTensor> pack(const at::Tensor& tensor) override;
 
-  // The function has returned.
+  bool is_checkpoint() const override { return true; }
+
+  // The function has returned, or thrown.
   void end_forward();
+
+  // Says once per process that a checkpoint has nothing to recompute, if this one has not.
+  void warn_if_useless() const;
 
   // Returns how many tensors the forward has saved.
   size_t saved() const { return places_.size(); }
@@ -137,12 +154,14 @@ class TRIREME_API CheckpointFrame : public TensorPacker {
   [[noreturn]] void fail(const std::string& what) const;
 
   std::recursive_mutex mutex_;
-  Function function_;
-  Options options_;
+  std::unique_ptr<CheckpointedCall> call_;
+  bool early_stop_;
+  bool compares_metadata_;
   std::vector<torch::autograd::SavedVariable> inputs_;
   std::vector<c10::weak_intrusive_ptr<SavedPlace>> places_;
   std::vector<Metadata> metadata_;  // by place, if it is compared
   std::vector<Task> tasks_;
+  bool has_differentiable_inputs_ = false;
   bool forward_has_ended_ = false;
 };
 

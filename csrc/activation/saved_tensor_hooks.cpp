@@ -1,10 +1,14 @@
 #include <trireme/activation/saved_tensor_hooks.h>
 
+#include <trireme/common/error.h>
+
+#include <c10/util/Exception.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/saved_variable_hooks.h>
 
 #include <atomic>
 #include <memory>
+#include <typeinfo>
 #include <utility>
 #include <vector>
 
@@ -48,15 +52,25 @@ class PackingEngine : public torch::autograd::Engine {
 class CppHooks : public SavedTensorHooks {
  public:
   void push(c10::intrusive_ptr<TensorPacker> packer) override {
-    static const bool is_installed = [] {
-      torch::autograd::set_default_engine_stub(&PackingEngine::get);
-      return true;
-    }();
+    static const bool is_installed = install();
     static_cast<void>(is_installed);
     packers.push_back(std::move(packer));
   }
 
   void pop() override { packers.pop_back(); }
+
+ private:
+  static bool install() {
+    const auto& engine = torch::autograd::Engine::get_default_engine();
+    TORCH_CHECK_NOT_IMPLEMENTED(
+        typeid(engine) == typeid(torch::autograd::Engine),
+        error_text("checkpoint",
+                   "got an autograd engine that another library has installed, such as that of "
+                   "libtorch_python, expected torch's own",
+                   {}, "In a process with Python, import trireme there first."));
+    torch::autograd::set_default_engine_stub(&PackingEngine::get);
+    return true;
+  }
 };
 
 std::atomic<SavedTensorHooks*> registered{nullptr};

@@ -22,6 +22,9 @@ class TRIREME_API TensorPacker : public c10::intrusive_ptr_target {
  public:
   // May throw; that comes out of the operator that saves the tensor.
   virtual c10::intrusive_ptr<PackedTensor> pack(const at::Tensor& tensor) = 0;
+
+  // Says whether tensors go nowhere and are recomputed: torch's selective policies ask.
+  virtual bool is_checkpoint() const { return false; }
 };
 
 // How packers get onto the stack of a thread. Torch keeps that stack in Python objects: where Python

@@ -6,6 +6,7 @@
 // Python.
 namespace trireme {
 
+void init_activation(pybind11::module_& module);
 void init_autograd(pybind11::module_& module);
 void init_checkpoint(pybind11::module_& module);
 void init_comm(pybind11::module_& module);

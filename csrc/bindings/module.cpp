@@ -4,6 +4,7 @@
 PYBIND11_MODULE(_C, module) {
   module.doc() = "The C++ core of Trireme. Private: use the package `trireme`.";
   trireme::speak_python();
+  trireme::init_activation(module);
   trireme::init_autograd(module);
   trireme::init_comm(module);
   trireme::init_checkpoint(module);  // takes communicators of the above

@@ -33,6 +33,16 @@ if TYPE_CHECKING:
         as_functional_optim,
     )
 
+    from trireme._activation.checkpoint import (
+        CheckpointError,
+        CheckpointPolicy,
+        SelectiveCheckpointContext,
+        checkpoint,
+        create_selective_checkpoint_contexts,
+        noop_context_fn,
+        set_checkpoint_debug_enabled,
+        set_checkpoint_early_stop,
+    )
     from trireme._data_parallel.coalesced import broadcast_coalesced, reduce_add_coalesced
     from trireme._data_parallel.parallel_apply import data_parallel, parallel_apply
     from trireme._data_parallel.replicate import replicate
@@ -63,6 +73,11 @@ _LAZY = {
     "torch.distributed.optim": (
         *("DistributedOptimizer", "PostLocalSGDOptimizer", "as_functional_optim"),
     ),
+    "trireme._activation.checkpoint": (
+        *("CheckpointError", "CheckpointPolicy", "SelectiveCheckpointContext", "checkpoint"),
+        *("create_selective_checkpoint_contexts", "noop_context_fn"),
+        *("set_checkpoint_debug_enabled", "set_checkpoint_early_stop"),
+    ),
     "trireme._data_parallel.coalesced": ("broadcast_coalesced", "reduce_add_coalesced"),
     "trireme._data_parallel.parallel_apply": ("data_parallel", "parallel_apply"),
     "trireme._data_parallel.replicate": ("replicate",),
@@ -82,12 +97,15 @@ def __getattr__(name: str) -> Any:
     """Imports when it is asked for what costs half a second, because torch's class does."""
     for module, names in _LAZY.items():
         if name in names:
-            return getattr(import_module(module), name)
+            globals()[name] = found = getattr(import_module(module), name)
+            return found
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 __all__ = [
     "CPUOffloadPolicy",
+    "CheckpointError",
+    "CheckpointPolicy",
     "Context",
     "DataParallel",
     "DataParallelMeshDims",
@@ -104,6 +122,7 @@ __all__ = [
     "Offload",
     "OffloadPolicy",
     "PostLocalSGDOptimizer",
+    "SelectiveCheckpointContext",
     "SyncBatchNorm",
     "UnshardHandle",
     "ZeroRedundancyOptimizer",
@@ -111,8 +130,10 @@ __all__ = [
     "all_mean",
     "as_functional_optim",
     "broadcast_coalesced",
+    "checkpoint",
     "clip_grad_norm_",
     "convert_sync_batchnorm",
+    "create_selective_checkpoint_contexts",
     "data_parallel",
     "estimate_memory",
     "fully_shard",
@@ -120,6 +141,7 @@ __all__ = [
     "get_logger",
     "init",
     "load_checkpoint",
+    "noop_context_fn",
     "optim",
     "parallel_apply",
     "rank_generator",
@@ -129,6 +151,8 @@ __all__ = [
     "save_checkpoint",
     "scatter",
     "scatter_kwargs",
+    "set_checkpoint_debug_enabled",
+    "set_checkpoint_early_stop",
     "share_comm_ctx",
     "shutdown",
     "writing",

@@ -1,0 +1,35 @@
+"""What is in trireme._C for activation memory. A part of _C.pyi, not a module."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch.distributed.distributed_c10d import ProcessGroup
+
+class StopRecomputation(BaseException): ...  # noqa: N818
+
+class TensorPacker: ...
+
+def checkpoint(
+    forward: Callable[..., Any],
+    again: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    keywords: dict[str, Any],
+    with_random: bool,
+    early_stop: bool,
+    compares_metadata: bool,
+    inputs: TensorPacker | None,
+    explain: Callable[[str], Any] | None,
+) -> Any: ...
+def run_with_packer(
+    packer: TensorPacker,
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    keywords: dict[str, Any],
+) -> Any: ...
+def make_offload_packer(folder: str) -> TensorPacker: ...
+def make_partition_packer(group: ProcessGroup) -> TensorPacker: ...
+def checkpoint_plan(
+    bytes: Sequence[int], times: Sequence[float], budget_bytes: int
+) -> tuple[list[bool], int, float]: ...
+def segment_bounds(layers: int, segments: int) -> list[int]: ...
+def square_root_segments(layers: int) -> int: ...
