@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd import grad
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn import functional
 
 from activation.programs import (
@@ -302,6 +303,13 @@ def the_device_of_a_context(again: Again) -> Values:
     output.sum().backward()
     assert x.grad is not None
     return [str(x.grad.device), tuple(x.grad.shape)]
+
+
+@bits
+def torchs_wrapper_of_modules(again: Again) -> Values:
+    model, (x,) = checkpoint_wrapper(net(), checkpoint_fn=again), leaves(1)
+    model(x).sum().backward()
+    return [list(model.state_dict()), *gradients(x, model)]
 
 
 @bits
