@@ -1,6 +1,7 @@
 #include <trireme/param/prefetch.h>
 
 #include <trireme/comm/c10d/custom_communicator.h>
+#include <trireme/comm/group_health.h>
 #include <trireme/common/error.h>
 #include <trireme/common/language.h>
 #include <trireme/common/trace.h>
@@ -283,6 +284,8 @@ void Prefetch::refuse_difference() {
 }
 
 int64_t Prefetch::share_in_sum() const {
+  const std::shared_ptr<GroupHealth> health = communicator_->health();
+  if (health && health->is_fake) return 0;
   const RankOf where = communicator_->rank_of();
   return where.rank + 1 < where.world ? 1 : 1 - where.world;
 }
