@@ -1,5 +1,6 @@
 #include <trireme/activation/checkpoint_frame.h>
 #include <trireme/activation/checkpoint_plan.h>
+#include <trireme/activation/offload.h>
 #include <trireme/bindings/bindings.h>
 #include <trireme/bindings/kept_call.h>
 #include <trireme/bindings/saved_tensor_hooks.h>
@@ -40,10 +41,7 @@ py::object checkpoint(const py::object& forward, const py::object& again,
     const CheckpointForward guard(frame);
     return call(forward, arguments, keywords);
   }();
-  if (frame->saved() == 0) {
-    torch::PyWarningHandler warnings;
-    frame->warn_if_useless();
-  }
+  frame->warn_if_useless();
   return result;
 }
 
@@ -52,6 +50,10 @@ py::object run_with_packer(c10::intrusive_ptr<TensorPacker> packer, const py::ob
                            const py::tuple& arguments, const py::dict& keywords) {
   const PackerGuard guard(std::move(packer));
   return call(function, arguments, keywords);
+}
+
+c10::intrusive_ptr<TensorPacker> make_packer(const std::string& folder) {
+  return make_offload_packer({folder});
 }
 
 std::vector<LayerCost> layers_of(const std::vector<int64_t>& bytes,
@@ -74,26 +76,34 @@ void init_activation(py::module_& module) {
   use_python_hooks(module);
   py::class_<TensorPacker, c10::intrusive_ptr<TensorPacker>>(module, "TensorPacker");
   bind_partition(module);
-  module.def("checkpoint", checkpoint, py::arg("forward"), py::arg("again"), py::arg("arguments"),
+  module.def("checkpoint", torch::wrap_pybind_function(&checkpoint), py::arg("forward"), py::arg("again"), py::arg("arguments"),
              py::arg("keywords"), py::arg("with_random"), py::arg("early_stop"),
              py::arg("compares_metadata"), py::arg("inputs").none(true), py::arg("explain"));
-  module.def("run_with_packer", run_with_packer, py::arg("packer"), py::arg("function"),
-             py::arg("arguments"), py::arg("keywords"));
+  module.def("run_with_packer", torch::wrap_pybind_function(&run_with_packer), py::arg("packer"),
+             py::arg("function"), py::arg("arguments"), py::arg("keywords"));
+  module.def("make_offload_packer", torch::wrap_pybind_function(&make_packer), py::arg("folder"));
+  module.def("offloaded_bytes", [] {
+    const OffloadedBytes bytes = offloaded_bytes();
+    return py::make_tuple(bytes.now, bytes.written);
+  });
   module.def(
       "checkpoint_plan",
-      [](const std::vector<int64_t>& bytes, const std::vector<double>& times,
-         const std::vector<int64_t>& kept, int64_t budget_bytes) {
+      torch::wrap_pybind_function([](const std::vector<int64_t>& bytes,
+                                     const std::vector<double>& times,
+                                     const std::vector<int64_t>& kept, int64_t budget_bytes) {
         return as_tuple(checkpoint_plan(layers_of(bytes, times, kept), budget_bytes));
-      },
+      }),
       py::arg("bytes"), py::arg("times"), py::arg("kept"), py::arg("budget_bytes"));
   module.def(
       "plan_of",
-      [](const std::vector<int64_t>& bytes, const std::vector<double>& times,
-         const std::vector<int64_t>& kept, std::vector<bool> recompute) {
-        return as_tuple(plan_of(layers_of(bytes, times, kept), std::move(recompute)));
-      },
+      torch::wrap_pybind_function([](const std::vector<int64_t>& bytes,
+                                     const std::vector<double>& times,
+                                     const std::vector<int64_t>& kept,
+                                     const std::vector<bool>& recompute) {
+        return as_tuple(plan_of(layers_of(bytes, times, kept), recompute));
+      }),
       py::arg("bytes"), py::arg("times"), py::arg("kept"), py::arg("recompute"));
-  module.def("segment_bounds", segment_bounds, py::arg("layers"), py::arg("segments"));
+  module.def("segment_bounds", torch::wrap_pybind_function(&segment_bounds), py::arg("layers"), py::arg("segments"));
   module.def("square_root_segments", square_root_segments, py::arg("layers"));
 }
 
