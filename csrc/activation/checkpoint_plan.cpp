@@ -32,7 +32,7 @@ struct State {
 
 // Keeps the states that no other one beats in both bytes and time.
 void drop_beaten(std::vector<State>& states) {
-  std::sort(states.begin(), states.end(), [](const State& a, const State& b) {
+  std::stable_sort(states.begin(), states.end(), [](const State& a, const State& b) {
     return a.held != b.held ? a.held < b.held : a.extra < b.extra;
   });
   double best = std::numeric_limits<double>::infinity();
