@@ -21,9 +21,9 @@ def share_step(
     has_inputs: bool,
     gradients: bool,
 ) -> None:
-    """Before a step in a torch ``Join``, which tells such a rank nothing: it gets the numbers of the
-    others' ``param_groups``, which a learning-rate schedule changes, and with ``gradients`` their
-    gradients, which were clipped.
+    """Before a step in a torch ``Join``, which tells such a rank nothing: it gets the numbers of
+    the others' ``param_groups``, which a learning-rate schedule changes, and with ``gradients``
+    their gradients, which may be clipped.
 
     Collective. Costs a small all-reduce, and once a rank has run out a broadcast of the gradients.
     """
@@ -47,9 +47,8 @@ def _numbers(optimizer: Optimizer) -> Iterator[tuple[dict[str, Any], str, int | 
     """Each number of the options: its dict, its name, its index in a tuple, its value."""
     for options in optimizer.param_groups:
         for name, value in options.items():
-            if isinstance(value, bool | int | float):
-                yield options, name, None, float(value)
-            elif isinstance(value, torch.Tensor) and value.numel() == 1:
+            is_tensor = isinstance(value, torch.Tensor) and value.numel() == 1
+            if is_tensor or isinstance(value, bool | int | float):
                 yield options, name, None, float(value)
             elif isinstance(value, tuple):
                 for index, one in enumerate(value):

@@ -29,7 +29,6 @@ class FsdpJoinHook(JoinHook):
                 "Give all ranks as many inputs: which of them are active differs between meshes.",
             )
         self.root.divides_by_active_ranks = not divide_by_initial_world_size
-        self.module = module
         self.optimizer = optimizer
         self.has_run_out = False
         self.before_step = optimizer.register_step_pre_hook(self._share_step)
@@ -49,11 +48,11 @@ class FsdpJoinHook(JoinHook):
             self.has_run_out = False
         self.optimizer.zero_grad()
 
-    def post_hook(self, is_last_joiner: bool) -> None:  # noqa: ARG002
+    def post_hook(self, is_last_joiner: bool) -> None:
         self.before_step.remove()
 
     def _share_step(self, *_: object) -> None:
-        config = self.module._join_config
+        config = self.root.units[0].modules[0]._join_config
         if self.has_run_out or (isinstance(config, _JoinConfig) and config.enable):
             mesh = self.root.units[0].mesh
             share_step(

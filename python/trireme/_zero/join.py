@@ -45,7 +45,7 @@ class ZeroJoinHook(JoinHook):
             optimizer._join_config = joining
         optimizer.zero_grad()
 
-    def post_hook(self, is_last_joiner: bool) -> None:  # noqa: ARG002
+    def post_hook(self, is_last_joiner: bool) -> None:
         self.optimizer._is_in_join = False
 
 
