@@ -4,6 +4,7 @@
 #include <trireme/activation/checkpoint.h>
 #include <trireme/activation/checkpoint_plan.h>
 #include <trireme/activation/checkpoint_sequential.h>
+#include <trireme/activation/partition.h>
 #include <trireme/comm/all_mean.h>
 #include <trireme/comm/backend/shm_backend.h>
 #include <trireme/comm/c10d/custom_communicator.h>

@@ -5,6 +5,7 @@
 #include <trireme/bindings/kept_call.h>
 #include <trireme/bindings/saved_tensor_hooks.h>
 
+#include <ATen/core/grad_mode.h>
 #include <torch/csrc/Exceptions.h>
 
 #include <cstddef>
@@ -32,6 +33,7 @@ py::object checkpoint(const py::object& forward, const py::object& again,
                       const py::tuple& arguments, const py::dict& keywords, bool with_random,
                       bool early_stop, bool compares_metadata,
                       c10::intrusive_ptr<TensorPacker> inputs, const py::object& explain) {
+  if (!at::GradMode::is_enabled()) return call(forward, arguments, keywords);
   auto kept = std::make_unique<KeptCall>(again, arguments, keywords, explain, with_random);
   const std::vector<at::Tensor> tensors = kept->take_tensors();
   const auto frame = c10::make_intrusive<CheckpointFrame>(

@@ -285,7 +285,7 @@ def without_gradients(again: Again) -> Values:
     model, (x,), calls = net(), leaves(1), []
     for mode in (torch.no_grad, torch.inference_mode):
         with mode():
-            calls.append(again(lambda x: model(x), x))
+            calls.append(again(lambda x: model(x), x * 1))
             assert not calls[-1].requires_grad
     with torch.no_grad():  # a recomputation has gradients where the forward had
         with torch.enable_grad():
