@@ -20,7 +20,7 @@ class TRIREME_API PackedTensor : public c10::intrusive_ptr_target {
 };
 
 // Ends a function that has saved all that is wanted. It passes through the user's code; in Python it
-// is a BaseException.
+// is an Exception of its own.
 struct TRIREME_API StopRecomputation {};
 
 // Says what becomes of tensors that autograd saves.

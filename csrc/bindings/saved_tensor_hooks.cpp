@@ -33,7 +33,7 @@ namespace py = pybind11;
 
 constexpr const char* kPacked = "trireme.PackedTensor";
 
-PyObject* stop_type = nullptr;  // a BaseException: no `except Exception` of the user's ends it
+PyObject* stop_type = nullptr;  // an Exception: modules run always_call hooks for no other
 
 // Calls `body`, and shows Python what it throws.
 template <typename Body>
@@ -199,7 +199,7 @@ bool clear_stop() {
 }
 
 void use_python_hooks(py::module_& module) {
-  stop_type = PyErr_NewException("trireme._C.StopRecomputation", PyExc_BaseException, nullptr);
+  stop_type = PyErr_NewException("trireme._C.StopRecomputation", PyExc_Exception, nullptr);
   if (stop_type == nullptr) throw py::error_already_set();
   module.attr("StopRecomputation") = py::handle(stop_type);
   pack_hook_type = make_pack_hook_type();

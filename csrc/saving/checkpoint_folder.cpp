@@ -39,7 +39,7 @@ bool exchange(const std::string& one, const std::string& other) {
 }
 
 void check_not_empty(const std::string& path, RankOf where) {
-  TORCH_CHECK_VALUE(!path.empty(), error_text("checkpoint", "got an empty path", where,
+  TORCH_CHECK_VALUE(!path.empty(), error_text("saving", "got an empty path", where,
                                               "Pass the folder of a checkpoint."));
 }
 
@@ -56,7 +56,7 @@ CheckpointPlace find_checkpoint(const std::string& path, RankOf where) {
   }
   const std::string previous = CheckpointFolder(path, where).moved_away();
   TORCH_CHECK_VALUE(!previous.empty(),
-                    error_text("checkpoint", "got no folder '" + path + "'", where,
+                    error_text("saving", "got no folder '" + path + "'", where,
                                "Pass the folder of a checkpoint, on a disk that every rank sees."));
   return {previous, ""};
 }
@@ -184,7 +184,7 @@ void CheckpointFolder::check(const std::string& folder, const std::string& expec
     if (!others.empty()) foreign = "'" + *others.begin() + "' in it";
   }
   TORCH_CHECK_VALUE(foreign.empty(),
-                    error_text("checkpoint",
+                    error_text("saving",
                                "got '" + folder + "' to be replaced, expected nothing but " +
                                    expected + " there and found " + foreign,
                                where_, "Pass another path, or move elsewhere what is there."));
@@ -194,7 +194,7 @@ void CheckpointFolder::check_path() const {
   check(path_, "a checkpoint whose index names every file");
   std::error_code none;  // where one of the two is not there
   TORCH_CHECK_VALUE(!fs::equivalent(path_, fs::current_path(none), none),
-                    error_text("checkpoint",
+                    error_text("saving",
                                "got '" + path_ +
                                    "', the folder that this process works in, which would be "
                                    "deleted when the checkpoint takes its place",
@@ -281,7 +281,7 @@ void CheckpointFolder::sync_folder(const std::string& folder) const {
 
 void CheckpointFolder::fail(const std::string& doing, int error) const {
   TORCH_CHECK(false,
-              error_text("checkpoint", "cannot " + doing + ": " + std::strerror(error), where_,
+              error_text("saving", "cannot " + doing + ": " + std::strerror(error), where_,
                          "See that the folder around it can be written and has room."));
 }
 

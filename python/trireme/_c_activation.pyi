@@ -5,7 +5,7 @@ from typing import Any
 
 from trireme._C import Communicator
 
-class StopRecomputation(BaseException): ...  # noqa: N818
+class StopRecomputation(Exception): ...  # noqa: N818
 
 class TensorPacker: ...
 
