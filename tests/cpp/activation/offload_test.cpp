@@ -111,7 +111,7 @@ std::vector<Tensor> train(torch::nn::Module& module, Tensor x, const std::functi
 
 TEST_CASE("a net is trained to the bits of a plain one, and its blocks run once") {
   const TemporaryFolder folder;
-  torch::nn::Sequential net(Block(), Block(), Block());
+  torch::nn::Sequential net{Block(), Block(), Block()};
   const Tensor x = leaf();
   const auto plain = train(*net, x, [&] { return net->forward(x); });
   for (const std::string& place : {std::string(), folder.path}) {
@@ -417,7 +417,7 @@ TEST_CASE("a forked child reads what its parent has written, and writes to files
 
 TEST_CASE("threads offload at once, and share a graph") {
   const TemporaryFolder folder;
-  torch::nn::Sequential net(Block(), Block());
+  torch::nn::Sequential net{Block(), Block()};
   net->eval();
   const Tensor x = leaf();
   const auto run = [&] {
