@@ -119,7 +119,7 @@ struct ByteRange {
 };
 
 // Returns which part of its storage is offloaded for a tensor, if any.
-ByteRange range_of(const at::Tensor& tensor) {
+ByteRange byte_range_of(const at::Tensor& tensor) {
   const size_t item = tensor.itemsize();
   size_t bytes = item;  // elements that a stride of 0 repeats count once
   for (int64_t dim = 0; dim < tensor.dim(); ++dim) {
@@ -239,7 +239,7 @@ RangePointer OffloadUse::store(const at::Tensor& tensor) {
   if (!is_plain(tensor) || is_parameter(tensor) || (tensor.is_cpu() && folder_.empty())) {
     return nullptr;
   }
-  const ByteRange wanted = range_of(tensor);
+  const ByteRange wanted = byte_range_of(tensor);
   if (wanted.bytes() < size_t{kLeastOffloadedBytes} ||
       LongLivedStorages::get().has(tensor.storage())) {
     return nullptr;
