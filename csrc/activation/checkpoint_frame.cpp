@@ -72,6 +72,11 @@ SavedPlace::SavedPlace(c10::intrusive_ptr<CheckpointFrame> frame, size_t number)
 
 SavedPlace::~SavedPlace() = default;
 
+void SavedPlace::release_resources() {
+  recomputed_.clear();
+  frame_.reset();
+}
+
 at::Tensor SavedPlace::unpack() { return frame_->take(*this); }
 
 CheckpointFrame::CheckpointFrame(std::unique_ptr<CheckpointedCall> call,

@@ -52,6 +52,10 @@ class TRIREME_API SavedPlace : public PackedTensor {
   SavedPlace(c10::intrusive_ptr<CheckpointFrame> frame, size_t number);
   ~SavedPlace() override;
 
+  // Is called with the last strong reference. The destructor waits for the weak ones, which the
+  // frame has.
+  void release_resources() override;
+
   // Returns the tensor, recomputed if this is the first that the graph task asks of the frame.
   // Throws what the function throws, and CheckpointError.
   at::Tensor unpack() override;

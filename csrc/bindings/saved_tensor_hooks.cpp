@@ -193,9 +193,13 @@ class PythonHooks : public SavedTensorHooks {
 }  // namespace
 
 bool clear_stop() {
-  if (PyErr_ExceptionMatches(stop_type) == 0) return false;
-  PyErr_Clear();
-  return true;
+  py::error_already_set error;
+  auto seen = py::reinterpret_borrow<py::object>(error.value());
+  while (seen && PyErr_GivenExceptionMatches(seen.ptr(), stop_type) == 0)
+    seen = py::reinterpret_steal<py::object>(PyException_GetContext(seen.ptr()));
+  if (seen) return true;
+  error.restore();
+  return false;
 }
 
 void use_python_hooks(py::module_& module) {

@@ -329,8 +329,11 @@ def _compiled(
     kwargs: dict[str, Any],
     *,
     refused: bool,
+    context_fn: Contexts,
     **options: Any,
 ) -> Any:
+    if context_fn is not noop_context_fn:  # the compiler knows the default by its absence only
+        options["context_fn"] = context_fn
     if refused:
         raise NotImplementedError(
             "[checkpoint] got offload, partition or use_reentrant=True under torch.compile, "
