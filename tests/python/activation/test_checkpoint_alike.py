@@ -80,7 +80,7 @@ def numbers_of_calls(again: Again) -> Values:
 
     output = again(counted("outer", outer), x).sum()
     output.backward(retain_graph=True)
-    grad(grad(output, x, create_graph=True)[0].sum(), x)
+    grad(grad(output, x, create_graph=True)[0].sum(), x, retain_graph=True)
     output.backward()
     return calls
 
