@@ -12,7 +12,7 @@
 namespace trireme {
 namespace {
 
-// Of how many backwards over one graph (retain_graph=True) a frame remembers that it has recomputed.
+// A frame remembers of as many backwards over one graph (retain_graph=True) that it has recomputed.
 constexpr size_t kMostTasks = 16;
 
 // Holds a frame's lock, which may already be this thread's.

@@ -162,7 +162,7 @@ class TRIREME_API CheckpointFrame : public TensorPacker {
   bool compares_metadata_;
   std::vector<torch::autograd::SavedVariable> inputs_;
   std::vector<c10::weak_intrusive_ptr<SavedPlace>> places_;
-  std::vector<Metadata> metadata_;  // by place, if it is compared
+  std::vector<Metadata> metadata_;  // one per place, if it is compared
   std::vector<Task> tasks_;
   bool has_differentiable_inputs_ = false;
   bool forward_has_ended_ = false;

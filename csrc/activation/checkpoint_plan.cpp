@@ -15,7 +15,7 @@ namespace trireme {
 namespace {
 
 constexpr size_t kMostStates = 4096;
-constexpr int64_t kSteps = 1000;  // of the budget, where there are more states than that
+constexpr int64_t kSteps = 1000;  // parts of the budget, where there are more states than that
 
 // What was decided about a layer, after what was decided about those in front of it.
 struct Decision {

@@ -23,9 +23,9 @@ struct LayerCost {
 // recomputed holds its inputs for so long, and its bytes in its backward only, where all layers in
 // front of it still hold theirs.
 struct CheckpointPlan {
-  std::vector<bool> recompute;  // by layer
+  std::vector<bool> recompute;  // one per layer
   int64_t bytes = 0;            // the most that are held at any moment
-  double extra_time = 0;        // of the forwards that run twice
+  double extra_time = 0;        // time of the forwards that run twice
 
   bool operator==(const CheckpointPlan&) const = default;
 };

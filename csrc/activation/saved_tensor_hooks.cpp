@@ -23,7 +23,7 @@ class PackingHooks : public torch::autograd::SavedVariableHooks {
 
   void call_pack_hook(const at::Tensor& tensor) override {
     packed_ = packer_->pack(tensor);
-    packer_.reset();  // or the graph would keep what packs for others
+    packer_.reset();  // the graph must not keep what packs for others
     if (!packed_) {
       throw StopRecomputation{};
     }

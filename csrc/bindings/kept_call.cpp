@@ -18,8 +18,8 @@ struct Argument {
   enum class Kind { kValue, kTensor, kList, kTuple, kDict };
 
   Kind kind = Kind::kValue;
-  py::object value;                 // of kValue; the keys of kDict, as a list
-  std::vector<Argument> elements{};  // of a container
+  py::object value;                 // what kValue is; the keys of kDict, as a list
+  std::vector<Argument> elements{};  // what a container holds
 };
 
 static Argument take_apart(py::handle given, std::vector<at::Tensor>& tensors);

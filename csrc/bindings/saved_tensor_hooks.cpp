@@ -207,7 +207,7 @@ void use_python_hooks(py::module_& module) {
   if (stop_type == nullptr) throw py::error_already_set();
   module.attr("StopRecomputation") = py::handle(stop_type);
   pack_hook_type = make_pack_hook_type();
-  SavedTensorHooks::use(*new PythonHooks);  // as long as the process
+  SavedTensorHooks::use(*new PythonHooks);  // lives as long as the process
 }
 
 }  // namespace trireme

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.utils.checkpoint
 import trireme
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import grad
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -287,3 +287,11 @@ def test_compiled(again: Again) -> None:
     compiled = torch.compile(lambda x: again(model, x).sin(), backend="aot_eager")
     expected = grad(model(x).sin().sum(), [x, *model.parameters()])
     torch.testing.assert_close(grad(compiled(x).sum(), [x, *model.parameters()]), expected)
+
+
+def test_hooks_that_are_always_called_see_the_early_stop() -> None:
+    """Modules call them for exceptions, as torch's FSDP2 needs it for a list of modules."""
+    model, seen = nn.Sequential(nn.Linear(6, 6), nn.Tanh()), []
+    model[1].register_forward_hook(lambda *_: seen.append("called"), always_call=True)
+    ours(model, leaves(1)[0]).sum().backward()
+    assert seen == ["called"] * 2
