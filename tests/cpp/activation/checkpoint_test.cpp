@@ -1,7 +1,6 @@
 #include <trireme/activation/checkpoint.h>
-#include <trireme/activation/checkpoint_sequential.h>
 
-#include "catch_torch.h"
+#include <trireme/activation/checkpoint_sequential.h>
 
 #include <ATen/autocast_mode.h>
 #include <torch/csrc/autograd/autograd.h>
@@ -10,12 +9,15 @@
 #include <algorithm>
 #include <atomic>
 #include <functional>
+#include <memory>
 #include <optional>
 #include <stdexcept>
 #include <string>
 #include <thread>
 #include <utility>
 #include <vector>
+
+#include "catch_torch.h"
 
 namespace trireme {
 namespace {
@@ -35,7 +37,7 @@ struct BlockImpl : torch::nn::Module {
   }
   torch::nn::Linear linear{nullptr};
   torch::nn::Dropout dropout{nullptr};
-  int calls = 0;
+  std::atomic<int> calls{0};
 };
 TORCH_MODULE(Block);
 
@@ -63,6 +65,20 @@ Tensor leaf() { return torch::randn({4, 8}).requires_grad_(); }
 
 std::string checkpoint_error(const std::function<void()>& call) {
   return test::error_of<CheckpointError>(call);
+}
+
+TEST_CASE("nothing of a checkpoint outlives what its graph saves") {
+  const auto held = std::make_shared<int>();
+  const Tensor x = at::ones({3}).requires_grad_();
+  const auto function = [](const std::shared_ptr<int>& held) {
+    return [held](const Tensor& v) { return v.sin().exp(); };
+  };
+  const Tensor out = trireme::checkpoint(function(held), x).sum();
+  CHECK(held.use_count() == 2);
+  out.backward();
+  CHECK(held.use_count() == 1);
+  static_cast<void>(trireme::checkpoint(function(held), x));
+  CHECK(held.use_count() == 1);
 }
 
 TEST_CASE("bits are those of a plain call, and blocks run once more") {
@@ -116,9 +132,7 @@ TEST_CASE("values of all kinds go in and come out") {
     CHECK_FALSE(none.has_value());
     return std::make_pair(both[0] * both[1], (scaled.second * scaled.first).exp());
   };
-  const auto loss = [&](const auto& outputs) {
-    return (outputs.first * outputs.second).sum();
-  };
+  const auto loss = [&](const auto& outputs) { return (outputs.first * outputs.second).sum(); };
   const auto arguments = std::make_tuple(std::vector{x, y}, std::optional<Tensor>(),
                                          std::make_pair(0.5, y), std::string("word"));
   const auto plain = grad({loss(std::apply(function, arguments))}, {x, y});
@@ -237,8 +251,9 @@ TEST_CASE("a recomputation that does something else is an error that says what")
                              "2"));
   CHECK_THAT(error_of([&](const Tensor& v) { return calls++ == 0 ? v.exp() : v.exp().exp(); }),
              Catch::Contains("saved more than the 1 tensors of the forward"));
-  CHECK_THAT(error_of([&](const Tensor& v) { return (calls++ == 0 ? v : v.narrow(0, 0, 2)).exp(); }),
-             Catch::Contains("tensor 0 is Float[2, 8] on cpu and was Float[4, 8] on cpu"));
+  CHECK_THAT(
+      error_of([&](const Tensor& v) { return (calls++ == 0 ? v : v.narrow(0, 0, 2)).exp(); }),
+      Catch::Contains("tensor 0 is Float[2, 8] on cpu and was Float[4, 8] on cpu"));
 }
 
 TEST_CASE("what the function throws in a recomputation is the caller's, and the next step works") {
