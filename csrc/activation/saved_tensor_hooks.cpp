@@ -47,8 +47,18 @@ class PackingEngine : public torch::autograd::Engine {
   }
 
   static Engine& get() {
-    static auto* engine = new PackingEngine;  // its threads outlive static objects
+    static Engine* engine = start();  // its threads outlive static objects
     return *engine;
+  }
+
+ private:
+  // Torch starts the threads of one engine only, the first that runs a backward, which may have
+  // been its own. It is made that one, so that ours are started here and never again.
+  static Engine* start() {
+    get_base_engine().initialize_device_threads_pool();
+    auto* engine = new PackingEngine;
+    engine->start_device_threads();
+    return engine;
   }
 };
 

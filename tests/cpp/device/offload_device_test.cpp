@@ -85,6 +85,7 @@ TEST_CASE("a backward brings back the layer before while it computes, if there i
     return v.unsqueeze(0).expand({kWide, kNumel}).exp().mean(0);
   };
   const auto narrow = [](const at::Tensor& v) { return v.exp(); };
+  // Run alone, this is torch's engine, and ours takes its place with the first checkpoint.
   const at::Tensor on_cpu = at::full({kNumel}, 0.5, at::kFloat).requires_grad_();
   narrow(wide(on_cpu)).sum().backward();
 
