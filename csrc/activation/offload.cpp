@@ -141,7 +141,9 @@ bool is_plain(const at::Tensor& tensor) {
 }
 
 bool is_parameter(const at::Tensor& tensor) {
-  const auto trains = [](const at::TensorBase& one) { return one.is_leaf() && one.requires_grad(); };
+  const auto trains = [](const at::TensorBase& one) {
+    return one.is_leaf() && one.requires_grad();
+  };
   return trains(tensor) || (tensor.is_view() && trains(tensor._base()));
 }
 
@@ -155,11 +157,11 @@ at::Tensor pinned_bytes(size_t bytes) {
     return at::empty({static_cast<int64_t>(bytes)},
                      at::TensorOptions().dtype(at::kByte).pinned_memory(true));
   } catch (const c10::Error& error) {
-    C10_THROW_ERROR(
-        Error, error_text("checkpoint",
-                          c10::str("got no pinned memory for ", bytes, " bytes to offload: ",
-                                   error.what_without_backtrace()),
-                          {}, "Pass a folder, or recompute in place of it."));
+    C10_THROW_ERROR(Error,
+                    error_text("checkpoint",
+                               c10::str("got no pinned memory for ", bytes,
+                                        " bytes to offload: ", error.what_without_backtrace()),
+                               {}, "Pass a folder, or recompute in place of it."));
   }
 }
 
@@ -192,7 +194,7 @@ struct OffloadedRange {
   const c10::Device device;
   const c10::Storage host;
   // The lock of its use guards what follows.
-  c10::Storage back;       // on the device, or on its way, until all of its tensors got it
+  c10::Storage back;  // on the device, or on its way, until all of its tensors got it
   int64_t tensors = 0;
   int64_t handed_out = 0;  // to so many of them
 };

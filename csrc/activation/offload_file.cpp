@@ -40,8 +40,7 @@ size_t whole_pages(size_t bytes) {
       Error, error_text("checkpoint",
                         c10::str("cannot offload ", bytes, " bytes to a file in '", folder, "'",
                                  free, ": ", std::strerror(error)),
-                        {},
-                        "Make room there, pass another folder, or recompute in place of it."));
+                        {}, "Make room there, pass another folder, or recompute in place of it."));
 }
 
 int open_nameless(const std::string& folder) {
@@ -70,8 +69,8 @@ class OffloadFile {
     const int file = open_nameless(folder);
     void* begin = MAP_FAILED;
     if (file >= 0) {
-      begin = ::mmap(nullptr, capacity, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_NORESERVE, file,
-                     0);
+      begin =
+          ::mmap(nullptr, capacity, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_NORESERVE, file, 0);
     }
     if (begin == MAP_FAILED) {
       const int error = errno;

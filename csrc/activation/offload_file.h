@@ -18,8 +18,8 @@ namespace trireme {
 // * Pieces are written by pwrite: where the disk is full that returns an error, and a write to
 //   mapped memory would end the process by a signal.
 // * What was written does not change, and its place is not used for another piece. So a child of
-//   fork() may read what its parent has written, even after the parent has let it go, as it may read
-//   the parent's memory. It appends to files of its own.
+//   fork() may read what its parent has written, even after the parent has let it go, as it may
+//   read the parent's memory. It appends to files of its own.
 // * A piece begins on a page of its own. The mapping is private: what a program writes to such
 //   memory stays in that piece, in that process.
 
@@ -27,8 +27,7 @@ constexpr size_t kOffloadFileBytes = size_t{64} << 20;
 
 // Writes bytes to a file in `folder`; returns them as memory of the CPU, which holds the file.
 // Throws c10::Error where they cannot be written, with the bytes that are free there.
-TRIREME_API c10::Storage write_offloaded(const std::string& folder, const void* data,
-                                         size_t bytes);
+TRIREME_API c10::Storage write_offloaded(const std::string& folder, const void* data, size_t bytes);
 
 // Tells the system that what write_offloaded() returned is read soon; waits for nothing.
 TRIREME_API void read_ahead(const c10::Storage& written);

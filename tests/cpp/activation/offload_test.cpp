@@ -1,12 +1,13 @@
 // What autograd saves goes to files, comes back as it was, and leaves nothing behind.
 
-#include <trireme/activation/checkpoint.h>
 #include <trireme/activation/offload.h>
-#include <trireme/activation/offload_file.h>
+
+#include <trireme/activation/checkpoint.h>
 
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/nn.h>
 
+#include <activation/folder_in_use.h>
 #include <algorithm>
 #include <atomic>
 #include <catch_torch.h>
@@ -14,16 +15,12 @@
 #include <filesystem>
 #include <fstream>
 #include <functional>
-#include <iterator>
 #include <random>
 #include <stdexcept>
 #include <string>
 #include <sys/resource.h>
-#include <sys/wait.h>
-#include <system_error>
 #include <temporary_folder.h>
 #include <thread>
-#include <unistd.h>
 #include <utility>
 #include <vector>
 
@@ -60,24 +57,10 @@ bool same_bits(const std::vector<Tensor>& a, const std::vector<Tensor>& b) {
                     [](const Tensor& x, const Tensor& y) { return same_bits(x, y); });
 }
 
-// Whether this process has a file of the folder open or mapped.
-bool is_in_use(const std::string& folder) {
-  std::ifstream maps("/proc/self/maps");
-  const std::string mapped((std::istreambuf_iterator<char>(maps)), {});
-  if (mapped.find(folder) != std::string::npos) return true;
-  for (const auto& file : std::filesystem::directory_iterator("/proc/self/fd")) {
-    std::error_code gone;  // the iterator's own, too, is among them
-    const auto name = std::filesystem::read_symlink(file.path(), gone);
-    if (name.string().find(folder) != std::string::npos) return true;
-  }
-  return false;
-}
-
 // A block that saves views with gaps, transposed ones, masks and what is changed in place before.
 struct BlockImpl : torch::nn::Module {
   BlockImpl() {
-    norm = register_module("norm", torch::nn::LayerNorm(
-                                       torch::nn::LayerNormOptions({kColumns})));
+    norm = register_module("norm", torch::nn::LayerNorm(torch::nn::LayerNormOptions({kColumns})));
     wide = register_module("wide", torch::nn::Linear(kColumns, 3 * kColumns));
     dropout = register_module("dropout", torch::nn::Dropout(0.5));
   }
@@ -163,12 +146,12 @@ TEST_CASE("tensors of all kinds come back as they were") {
     check(large().to(dtype), true);
   }
   check(large().t(), true);
-  check(large().narrow(1, 3, 300), true);                    // with gaps
-  check(large().slice(0, 1, 200, 3).slice(1, 5), true);      // with more of them
-  check(large().narrow(0, 7, 200).view(at::kShort), true);   // of another dtype
+  check(large().narrow(1, 3, 300), true);                     // with gaps
+  check(large().slice(0, 1, 200, 3).slice(1, 5), true);       // with more of them
+  check(large().narrow(0, 7, 200).view(at::kShort), true);    // of another dtype
   check(large().as_strided({500, 400}, {100, 1}, 13), true);  // overlapping itself
   check(large().unsqueeze(1).expand({256, 3, 512}), true);
-  check(large().select(0, 3).expand({512, 512}), false);     // 2 KiB in fact
+  check(large().select(0, 3).expand({512, 512}), false);  // 2 KiB in fact
   check(torch::randn({4, 16, 32, 32}).contiguous(at::MemoryFormat::ChannelsLast), true);
   const auto numbers = [] { return torch::randn({256, 128}, at::kComplexFloat); };
   check(numbers().conj(), true);
@@ -186,8 +169,8 @@ TEST_CASE("what is more than a plain tensor is kept") {
   const Tensor large = torch::randn({256, 512});
   for (const Tensor& tensor :
        {large.to_sparse(), at::quantize_per_tensor(large, 0.1, 10, at::kQInt8),
-        at::_efficientzerotensor({256, 512}, large.options()),
-        torch::empty({256, 512}, at::kMeta), at::_nested_tensor_from_tensor_list({large, large})}) {
+        at::_efficientzerotensor({256, 512}, large.options()), torch::empty({256, 512}, at::kMeta),
+        at::_nested_tensor_from_tensor_list({large, large})}) {
     const auto packed = packer->pack(tensor);
     CHECK(packed->unpack().is_same(tensor));
     CHECK(offloaded_bytes().now == 0);
@@ -240,32 +223,15 @@ TEST_CASE("what outlived the graph that it was offloaded for is kept from then o
   const TemporaryFolder folder;
   const Tensor frozen = torch::randn({kColumns, kColumns});
   const Tensor x = leaf();
-  const auto written = [&] {
+  const auto written_for = [&](const Tensor& weight) {
     const int64_t before = offloaded_bytes().written;
-    const auto function = [&](const Tensor& v) { return v.matmul(frozen); };
+    const auto function = [&](const Tensor& v) { return v.matmul(weight.t()); };
     checkpoint(offload_to(folder.path), function, x).sum().backward();
     return offloaded_bytes().written - before;
   };
-  CHECK(written() == static_cast<int64_t>(frozen.nbytes()));
-  CHECK(written() == 0);
-}
-
-TEST_CASE("files are large, and a piece may be larger") {
-  const TemporaryFolder folder;
-  std::vector<c10::Storage> pieces;
-  for (const size_t bytes : {size_t{100}, kOffloadFileBytes + 1, size_t{5000}, kOffloadFileBytes}) {
-    const std::vector<char> data(bytes, static_cast<char>(pieces.size()));
-    pieces.push_back(write_offloaded(folder.path, data.data(), bytes));
-  }
-  for (size_t i = 0; i < pieces.size(); ++i) {
-    read_ahead(pieces[i]);
-    auto* const begin = static_cast<char*>(pieces[i].mutable_data());
-    CHECK(std::all_of(begin, begin + pieces[i].nbytes(),
-                      [&](char one) { return one == static_cast<char>(i); }));
-    begin[pieces[i].nbytes() - 1] = 'x';  // the memory is the piece's own
-  }
-  pieces.clear();
-  CHECK_FALSE(is_in_use(folder.path));
+  CHECK(written_for(frozen) == static_cast<int64_t>(frozen.nbytes()));
+  CHECK(written_for(frozen) == 0);
+  CHECK(written_for(frozen.clone().requires_grad_()) == 0);  // a parameter is known at once
 }
 
 TEST_CASE("what is changed in place is noticed, wherever it lies") {
@@ -288,8 +254,8 @@ TEST_CASE("several backwards and second derivatives go through, nested in checkp
   const auto offloaded = [&](const Tensor& v) { return checkpoint(to_file, function, v); };
   const auto recomputed = [&](const Tensor& v) { return checkpoint(function, v); };
   const auto twice = [](const auto& one) { return [one](const Tensor& v) { return one(one(v)); }; };
-  const std::vector<std::pair<std::function<Tensor(const Tensor&)>,
-                              std::function<Tensor(const Tensor&)>>>
+  const std::vector<
+      std::pair<std::function<Tensor(const Tensor&)>, std::function<Tensor(const Tensor&)>>>
       cases{{offloaded, function},
             {[&](const Tensor& v) { return checkpoint(twice(offloaded), v); }, twice(function)},
             {[&](const Tensor& v) { return checkpoint(to_file, twice(offloaded), v); },
@@ -323,19 +289,19 @@ TEST_CASE("nothing is left of a graph that no backward used, or that an exceptio
     const Tensor output = checkpoint(options, [](const Tensor& v) { return v.exp().exp(); }, x);
     CHECK(offloaded_bytes().now > 0);
   }
-  CHECK_THROWS_AS(checkpoint(options,
-                             [](const Tensor& v) {
-                               const Tensor result = v.exp().exp();
-                               throw std::out_of_range("mine");
-                               return result;
-                             },
-                             x),
+  CHECK_THROWS_AS(checkpoint(
+                      options,
+                      [](const Tensor& v) {
+                        const Tensor result = v.exp().exp();
+                        throw std::out_of_range("mine");
+                        return result;
+                      },
+                      x),
                   std::out_of_range);
   CHECK(offloaded_bytes().now == 0);
   CHECK_FALSE(is_in_use(folder.path));
   const at::NoGradGuard no_grad;
-  CHECK_FALSE(
-      checkpoint(options, [](const Tensor& v) { return v.exp(); }, x).requires_grad());
+  CHECK_FALSE(checkpoint(options, [](const Tensor& v) { return v.exp(); }, x).requires_grad());
 }
 
 namespace {
@@ -387,42 +353,14 @@ TEST_CASE("folders that cannot be written are refused, and the next step works")
   CHECK(same_bits(grad({run(folder.path).sum()}, {x}), grad({function(x).sum()}, {x})));
 }
 
-TEST_CASE("a forked child reads what its parent has written, and writes to files of its own") {
-  const TemporaryFolder folder;
-  const auto packer = make_offload_packer({folder.path});
-  const auto holds = [](const c10::intrusive_ptr<PackedTensor>& packed, double value) {
-    return packed->unpack().eq(value).all().item<bool>();
-  };
-  const auto row = [](double value) { return torch::full({kRows, kColumns}, value); };
-  auto first = packer->pack(row(1));
-  int parent_has_written[2];
-  REQUIRE(::pipe(parent_has_written) == 0);
-  const pid_t child = ::fork();
-  if (child == 0) {
-    char word = 0;
-    const bool was_told = ::read(parent_has_written[0], &word, 1) == 1;
-    const auto own = packer->pack(row(3));
-    ::_exit(was_told && holds(first, 1) && holds(own, 3) ? 0 : 1);
-  }
-  const auto second = packer->pack(row(2));  // where the child, too, would go on
-  first.reset();
-  REQUIRE(::write(parent_has_written[1], "x", 1) == 1);
-  int status = -1;
-  REQUIRE(::waitpid(child, &status, 0) == child);
-  CHECK((WIFEXITED(status) && WEXITSTATUS(status) == 0));
-  CHECK(holds(second, 2));
-  ::close(parent_has_written[0]);
-  ::close(parent_has_written[1]);
-}
-
 TEST_CASE("threads offload at once, and share a graph") {
   const TemporaryFolder folder;
   torch::nn::Sequential net{Block(), Block()};
   net->eval();
   const Tensor x = leaf();
   const auto run = [&] {
-    return checkpoint(offload_to(folder.path),
-                      [&](const Tensor& v) { return net->forward(v); }, x)
+    return checkpoint(
+               offload_to(folder.path), [&](const Tensor& v) { return net->forward(v); }, x)
         .sum();
   };
   const auto plain = grad({net->forward(x).sum()}, {x});
@@ -449,21 +387,31 @@ using Step = std::function<Tensor(const Tensor&)>;
 Step random_step(std::mt19937& random, const std::vector<Tensor>& weights) {
   const Tensor& weight = weights[random() % weights.size()];
   switch (random() % 12) {
-    case 0: return [](const Tensor& v) { return v.tanh(); };
-    case 1: return [weight](const Tensor& v) { return torch::linear(v, weight).tanh(); };
-    case 2: return [](const Tensor& v) { return v * v.sigmoid(); };
-    case 3: return [](const Tensor& v) { return torch::dropout(v, 0.3, true); };
-    case 4: return [](const Tensor& v) { return v.exp().clamp_max(2) - 1; };
-    case 5: return [](const Tensor& v) { return (v * 1.5).relu_() + v; };
+    case 0:
+      return [](const Tensor& v) { return v.tanh(); };
+    case 1:
+      return [weight](const Tensor& v) { return torch::linear(v, weight).tanh(); };
+    case 2:
+      return [](const Tensor& v) { return v * v.sigmoid(); };
+    case 3:
+      return [](const Tensor& v) { return torch::dropout(v, 0.3, true); };
+    case 4:
+      return [](const Tensor& v) { return v.exp().clamp_max(2) - 1; };
+    case 5:
+      return [](const Tensor& v) { return (v * 1.5).relu_() + v; };
     case 6:
       return [](const Tensor& v) {
         const auto parts = v.chunk(2, 1);
         return torch::cat({parts[1].sin(), parts[0] * parts[1].cos()}, 1);
       };
-    case 7: return [](const Tensor& v) { return torch::layer_norm(v, {kColumns}); };
-    case 8: return [](const Tensor& v) { return torch::softmax(v.matmul(v.t()), 1).matmul(v); };
-    case 9: return [](const Tensor& v) { return v.t().contiguous().cos().t(); };
-    case 10: return [](const Tensor& v) { return v + v.mean(0, true).expand_as(v) * v; };
+    case 7:
+      return [](const Tensor& v) { return torch::layer_norm(v, {kColumns}); };
+    case 8:
+      return [](const Tensor& v) { return torch::softmax(v.matmul(v.t()), 1).matmul(v); };
+    case 9:
+      return [](const Tensor& v) { return v.t().contiguous().cos().t(); };
+    case 10:
+      return [](const Tensor& v) { return v + v.mean(0, true).expand_as(v) * v; };
     default:
       return [](const Tensor& v) {
         return v.reshape({kRows, 16, 16}).transpose(1, 2).reshape({kRows, kColumns}).pow(3).tanh();
@@ -475,10 +423,9 @@ Step random_step(std::mt19937& random, const std::vector<Tensor>& weights) {
 
 TEST_CASE("a hundred random nets with offload equal the plain ones bit for bit") {
   const TemporaryFolder folder;
-  const std::vector<Tensor> weights{
-      (torch::randn({kColumns, kColumns}) / 16).requires_grad_(),
-      (torch::randn({kColumns, kColumns}) / 16).requires_grad_(),
-      torch::randn({kColumns, kColumns}) / 16};  // frozen
+  const std::vector<Tensor> weights{(torch::randn({kColumns, kColumns}) / 16).requires_grad_(),
+                                    (torch::randn({kColumns, kColumns}) / 16).requires_grad_(),
+                                    torch::randn({kColumns, kColumns}) / 16};  // frozen
   for (uint32_t seed = 0; seed < 100; ++seed) {
     CAPTURE(seed);
     const Tensor x = leaf();

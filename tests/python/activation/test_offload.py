@@ -1,4 +1,4 @@
-"""checkpoint(offload=...): nothing is recomputed, and what autograd saves lies elsewhere meanwhile."""
+"""checkpoint(offload=...): nothing is recomputed; what autograd saves lies elsewhere meanwhile."""
 
 from __future__ import annotations
 
