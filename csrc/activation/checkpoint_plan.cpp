@@ -73,23 +73,22 @@ void check(const std::vector<LayerCost>& layers, int64_t budget) {
   int64_t held = 0;
   for (size_t i = 0; i < layers.size(); ++i) {
     const LayerCost& layer = layers[i];
-    const bool is_valid = layer.bytes >= 0 && layer.kept >= 0 && layer.time >= 0 &&
-                          std::isfinite(layer.time);
+    const bool is_valid =
+        layer.bytes >= 0 && layer.kept >= 0 && layer.time >= 0 && std::isfinite(layer.time);
     TORCH_CHECK_VALUE(
-        is_valid, error_text("checkpoint",
-                             c10::str("layer ", i, " has ", layer.bytes, " bytes, keeps ",
-                                      layer.kept, " and takes ", layer.time,
-                                      ", expected finite numbers, 0 or more"),
-                             {}, "Measure the layer again."));
+        is_valid,
+        error_text("checkpoint",
+                   c10::str("layer ", i, " has ", layer.bytes, " bytes, keeps ", layer.kept,
+                            " and takes ", layer.time, ", expected finite numbers, 0 or more"),
+                   {}, "Measure the layer again."));
     least = std::max(least, held + layer.bytes);
     held += std::min(layer.bytes, layer.kept);
   }
-  TORCH_CHECK_VALUE(
-      budget >= least,
-      error_text("checkpoint",
-                 c10::str("got a budget of ", budget, " bytes, expected at least ", least,
-                          ", the least that any choice holds"),
-                 {}, "Raise the budget, or make the batch smaller."));
+  TORCH_CHECK_VALUE(budget >= least,
+                    error_text("checkpoint",
+                               c10::str("got a budget of ", budget, " bytes, expected at least ",
+                                        least, ", the least that any choice holds"),
+                               {}, "Raise the budget, or make the batch smaller."));
 }
 
 std::vector<bool> choices_of(const State& state, size_t layers) {
@@ -148,12 +147,11 @@ CheckpointPlan checkpoint_plan(const std::vector<LayerCost>& layers, int64_t bud
 }
 
 std::vector<int64_t> segment_bounds(int64_t layers, int64_t segments) {
-  TORCH_CHECK_VALUE(
-      1 <= segments && segments <= layers,
-      error_text("checkpoint",
-                 c10::str("got ", segments, " segments, expected 1 to ", layers,
-                          ", the number of layers"),
-                 {}, "Pass fewer segments, or \"sqrt\"."));
+  TORCH_CHECK_VALUE(1 <= segments && segments <= layers,
+                    error_text("checkpoint",
+                               c10::str("got ", segments, " segments, expected 1 to ", layers,
+                                        ", the number of layers"),
+                               {}, "Pass fewer segments, or \"sqrt\"."));
   std::vector<int64_t> bounds;
   for (int64_t i = 0; i < segments; ++i) {
     bounds.push_back(i * (layers / segments));

@@ -41,7 +41,7 @@ TRIREME_API CheckpointPlan plan_of(const std::vector<LayerCost>& layers,
 // Throws ValueError for negative bytes or times, and for a budget that no choice fits; its text
 // names the least budget that would do.
 TRIREME_API CheckpointPlan checkpoint_plan(const std::vector<LayerCost>& layers,
-                                            int64_t budget_bytes);
+                                           int64_t budget_bytes);
 
 // Cuts `layers` layers into `segments` runs as torch.utils.checkpoint_sequential does: all but the
 // last have layers / segments of them. Returns where each run begins, and `layers` at the end.

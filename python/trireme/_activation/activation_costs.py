@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from trireme._activation import refuse
 from trireme._core.find_tensors import find_tensors
@@ -161,13 +160,14 @@ def _left_as_it_was(modules: Sequence[nn.Module], inputs: object) -> Iterator[No
     for device in {tensor.device for tensor in tensors}:
         if device.type not in ("cpu", "meta"):
             devices.setdefault(device.type, set()).add(device.index)
-    before = [
-        (layer._buffers, name, buffer, buffer.clone())
-        for module in modules
-        for layer in module.modules()
-        for name, buffer in layer._buffers.items()
-        if type(buffer) is Tensor and buffer.layout is torch.strided and not buffer.is_meta
-    ]
+    with _disable_current_modes():  # a FakeTensorMode would hide what buffers hold
+        before = [
+            (layer._buffers, name, buffer, buffer.clone())
+            for module in modules
+            for layer in module.modules()
+            for name, buffer in layer._buffers.items()
+            if type(buffer) is Tensor and buffer.layout is torch.strided and not buffer.is_meta
+        ]
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=[]))
         for kind, numbers in devices.items():
@@ -175,7 +175,7 @@ def _left_as_it_was(modules: Sequence[nn.Module], inputs: object) -> Iterator[No
         try:
             yield
         finally:
-            with torch.no_grad():
+            with torch.no_grad(), _disable_current_modes():
                 for buffers, name, buffer, copy in before:
                     buffers[name] = buffer
                     if not torch.equal(buffer, copy):  # else who has saved it would see a change
@@ -213,7 +213,9 @@ class _Recording(TorchDispatchMode):
     supports_higher_order_operators = True
 
     def __init__(self) -> None:
-        super().__init__()
+        from torch.utils.flop_counter import flop_registry  # takes a tenth of a second
+
+        super().__init__()  # type: ignore[no-untyped-call]
         self.costs: list[LayerCost] = []
         self._around = self._open = _Open("")
         self._depth = 0  # of layers that call layers
@@ -340,7 +342,9 @@ def _sizes(value: object) -> dict[StorageWeakRef, int]:
 
 def _storages(tensor: Tensor) -> Iterable[torch.UntypedStorage]:
     if hasattr(tensor, "__tensor_flatten__"):
-        parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+        # A DTensor names its mesh, too.
+        inner = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
+        parts = [part for part in inner if isinstance(part, Tensor)]
     elif tensor.layout is torch.strided:
         return [tensor.untyped_storage()]
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -57,7 +58,7 @@ def plan_in_segments(layers: Sequence[LayerCost], segments: int) -> CheckpointPl
     """Says what :func:`checkpoint_sequential` holds with so many segments; each is one layer of the
     plan, and the last is not recomputed."""
     bounds = _C.segment_bounds(len(layers), segments)
-    runs = [layers[begin:end] for begin, end in zip(bounds, bounds[1:], strict=False)]
+    runs = [layers[begin:end] for begin, end in itertools.pairwise(bounds)]
     merged = [
         LayerCost(
             name=f"{run[0].name} to {run[-1].name}",

@@ -120,7 +120,7 @@ def _chosen(owner: object, layers: Layers, value: Any, budget_bytes: int) -> tup
         budget_bytes,
         # A function that is made anew for each forward is known by the modules that it calls.
         tuple(
-            tuple(map(id, found or [layer]))
+            tuple(map(id, found)) or id(layer)
             for layer, found in zip(layers, of_layers, strict=True)
         ),
         tuple((one.shape, one.dtype, one.device, one.requires_grad) for one in tensors),

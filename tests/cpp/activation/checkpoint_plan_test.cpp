@@ -1,12 +1,12 @@
 #include <trireme/activation/checkpoint_plan.h>
 
-#include "catch_torch.h"
-
 #include <algorithm>
 #include <cstdint>
 #include <random>
 #include <string>
 #include <vector>
+
+#include "catch_torch.h"
 
 namespace trireme {
 namespace {

@@ -81,14 +81,10 @@ def test_a_list_of_functions_and_options() -> None:
     plain = train(module, module)
     functions = [module[0], lambda x: module[1](x), module[2].forward, module[3]]
     assert_equal(train(module, lambda x: checkpoint_sequential(functions, 2, x)), plain)
-    without = train(
-        module, lambda x: checkpoint_sequential(module, 2, x, preserve_rng_state=False)
-    )
+    without = train(module, lambda x: checkpoint_sequential(module, 2, x, preserve_rng_state=False))
     assert not torch.equal(without[1], plain[1])
     twice = nn.Sequential(module[0], module[0])  # the layer is in the sequence twice
-    assert_equal(
-        train(twice, lambda x: checkpoint_sequential(twice, 2, x)), train(twice, twice)
-    )
+    assert_equal(train(twice, lambda x: checkpoint_sequential(twice, 2, x)), train(twice, twice))
 
 
 def budget_for(module: nn.Sequential, recomputed: int) -> int:
@@ -182,19 +178,19 @@ WRONG: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: sequential("auto", X, budget_bytes=9.5), TypeError, "budget_bytes is float"),
     (lambda: sequential(1, X, retain=True), ValueError, "got retain, expected options of"),
     (lambda: sequential(2, X, use_reentrant=True), ValueError, "got use_reentrant=True"),
-    (lambda: checkpoint_plan([dict(bytes=1)], 9), ValueError, "layer 0 has ['bytes'], expected"),
+    (lambda: checkpoint_plan([{"bytes": 1}], 9), ValueError, "layer 0 has ['bytes'], expected"),
     (
-        lambda: checkpoint_plan([dict(bytes=1, time=1, seconds=2)], 9),
+        lambda: checkpoint_plan([{"bytes": 1, "time": 1, "seconds": 2}], 9),
         ValueError,
         "layer 0 has ['bytes', 'seconds', 'time']",
     ),
     (lambda: checkpoint_plan([(1, 2)], 9), TypeError, "layer 0 is tuple"),  # type: ignore[list-item]
-    (lambda: checkpoint_plan([dict(bytes=1.5, time=1)], 9), TypeError, "bytes is float"),
-    (lambda: checkpoint_plan([dict(bytes=1, time="1")], 9), TypeError, "time is str"),
-    (lambda: checkpoint_plan([dict(bytes=-1, time=1)], 9), ValueError, "layer 0 has -1 bytes"),
+    (lambda: checkpoint_plan([{"bytes": 1.5, "time": 1}], 9), TypeError, "bytes is float"),
+    (lambda: checkpoint_plan([{"bytes": 1, "time": "1"}], 9), TypeError, "time is str"),
+    (lambda: checkpoint_plan([{"bytes": -1, "time": 1}], 9), ValueError, "layer 0 has -1 bytes"),
     (lambda: checkpoint_plan([], 0.5), TypeError, "budget_bytes is float"),  # type: ignore[arg-type]
     (
-        lambda: checkpoint_plan([dict(bytes=5, time=1, kept=2), dict(bytes=9, time=1)], 10),
+        lambda: checkpoint_plan([{"bytes": 5, "time": 1, "kept": 2}, {"bytes": 9, "time": 1}], 10),
         ValueError,
         "got a budget of 10 bytes, expected at least 11",
     ),
@@ -210,7 +206,11 @@ def test_what_is_refused(call: Callable[[], Any], kind: type[Exception], text: s
 
 
 def test_a_plan_is_a_value() -> None:
-    layers = [dict(bytes=100, time=1), dict(bytes=100, time=5, kept=30), dict(bytes=50, time=2)]
+    layers = [
+        {"bytes": 100, "time": 1},
+        {"bytes": 100, "time": 5, "kept": 30},
+        {"bytes": 50, "time": 2},
+    ]
     assert checkpoint_plan(layers, 250) == CheckpointPlan((False,) * 3, 250, 0.0)
     assert checkpoint_plan(layers, 249) == CheckpointPlan((True, False, False), 150, 1.0)
     assert checkpoint_plan(layers, 100) == CheckpointPlan((True, True, False), 100, 6.0)

@@ -50,9 +50,7 @@ def made_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         bench_activation, "measure_peak", lambda checkpoint, _: PeakMemory(*PEAKS[checkpoint])
     )
-    monkeypatch.setattr(
-        bench_activation, "run_program", lambda *_: "\n".join(map(json.dumps, CPP))
-    )
+    monkeypatch.setattr(bench_activation, "run_program", lambda *_: "\n".join(map(json.dumps, CPP)))
 
 
 @pytest.mark.usefixtures("made_up")

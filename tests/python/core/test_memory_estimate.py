@@ -416,7 +416,7 @@ INPUT = ("--model", "their_models:Chain", "--input", "5,2:int64")
             f"[checkpoint] got a budget of 9 bytes, expected at least {(1 + 8 + 2) * WHOLE}",
         ),
         ((*INPUT[:3], "5,x", "--checkpoint", "never"), "got --input 5,x, expected SHAPE[:DTYPE]"),
-        ((*INPUT[:3], "5:int3", "--checkpoint", "never"), "got --input 5:int3, expected SHAPE"),
+        ((*INPUT[:3], "5:word", "--checkpoint", "never"), "got --input 5:word, expected SHAPE"),
         ((*INPUT[:3], "5", "--checkpoint", "never"), "the forward raised "),
         (
             (*INPUT[:2], "--sample", "their_models:nothing", "--checkpoint", "never"),
