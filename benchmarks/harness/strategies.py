@@ -185,10 +185,9 @@ def build_torch_fsdp2(module: nn.Module, optimizer: OptimizerSpec, options: Opti
 
 
 def shard_units(module: nn.Module, fully_shard: Callable[[nn.Module], Any]) -> Any:
-    """Makes each of the module's `blocks` a unit, and the module around them, which is returned."""
-    blocks = module.blocks
-    assert isinstance(blocks, nn.ModuleList)
-    for block in blocks:
+    """Makes each of the module's `blocks`, if it has any, a unit, and the module around them, which
+    is returned."""
+    for block in getattr(module, "blocks", ()):
         fully_shard(block)
     return fully_shard(module)
 
@@ -196,16 +195,15 @@ def shard_units(module: nn.Module, fully_shard: Callable[[nn.Module], Any]) -> A
 def checkpointing(library: str, build: Build) -> Build:
     """`build` of modules whose `blocks` each run again in backward, by a library's `checkpoint`.
 
-    It takes the place of their forward, so that what strategies hang on modules stays outside.
+    It takes the place of their forward, so that what strategies hang on modules stays outside. A
+    module without blocks is one.
     """
 
     def build_checkpointed(
         module: nn.Module, optimizer: OptimizerSpec, options: Options
     ) -> Parallel:
         checkpoint = importlib.import_module(library).checkpoint
-        blocks = module.blocks
-        assert isinstance(blocks, nn.ModuleList)
-        for block in blocks:
+        for block in getattr(module, "blocks", (module,)):
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
         return build(module, optimizer, options)
 

@@ -111,6 +111,11 @@ def test_synchronized_batch_norm_sees_the_whole_batch(tmp_path: Path) -> None:
     assert compare.main([*options, "--out", str(tmp_path)]) == 0
 
 
+def test_a_model_without_blocks_is_one(tmp_path: Path) -> None:
+    options = ["--tiny", "--model", "trees", "--strategies", "single,fsdp+checkpoint"]
+    assert compare.main([*options, "--steps", "1", "--out", str(tmp_path)]) == 0
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
