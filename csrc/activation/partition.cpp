@@ -87,6 +87,7 @@ class SharedInput final : public PartitionedInput {
     return at::from_blob(data_, sizes(), strides(), [block = block_](void*) {},
                          at::TensorOptions().dtype(dtype()));
   }
+  void drop() override { block_.reset(); }
 
   std::shared_ptr<SharedArena::Block> block_;
   std::byte* data_;
@@ -116,6 +117,7 @@ class SlicedInput final : public PartitionedInput {
 
  private:
   at::Tensor restore() override;
+  void drop() override;
 
   std::shared_ptr<PartitionGroup> group_;
   int64_t number_;  // ranks agree about it
@@ -187,6 +189,11 @@ class PartitionGroup : public std::enable_shared_from_this<PartitionGroup> {
 
 at::Tensor SlicedInput::restore() {
   return range_of(group_->gather(*this), sizes(), strides(), /*offset=*/0);
+}
+
+void SlicedInput::drop() {
+  slice_.reset();
+  group_.reset();
 }
 
 PartitionGroup::PartitionGroup(std::shared_ptr<Communicator> given) : given_(std::move(given)) {

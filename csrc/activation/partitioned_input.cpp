@@ -67,8 +67,16 @@ PartitionedInput::PartitionedInput(const at::Tensor& input, InputOrigin origin, 
   count(&KeptBytes::inputs, static_cast<int64_t>(input.nbytes()));
 }
 
-PartitionedInput::~PartitionedInput() {
+PartitionedInput::~PartitionedInput() { count_no_more(); }
+
+void PartitionedInput::release_resources() {
+  drop();
+  count_no_more();
+}
+
+void PartitionedInput::count_no_more() {
   for (const auto& [which, bytes] : counted_) (*kept_).*which -= bytes;
+  counted_.clear();
 }
 
 void PartitionedInput::count(std::atomic<int64_t> KeptBytes::*which, int64_t bytes) {

@@ -47,7 +47,8 @@ struct InputOrigin {
   std::string text(const std::string& tensor) const;
 };
 
-// Is an input of a checkpoint that ranks keep together. A derived class holds its values.
+// Is an input of a checkpoint that ranks keep together. A derived class holds its values. The packer
+// remembers it by a weak pointer, which keeps the object but nothing of what it holds.
 class PartitionedInput : public PackedTensor {
  public:
   PartitionedInput(const at::Tensor& input, InputOrigin origin, RankOf where,
@@ -58,6 +59,9 @@ class PartitionedInput : public PackedTensor {
   // what a function changes in the forward it would change in the recomputation, too, in memory
   // that all ranks read. Throws in a forked child, whose parent goes on to use the memory.
   at::Tensor unpack() final;
+
+  // Torch calls this when the last owner goes and a weak pointer is left.
+  void release_resources() final;
 
   // Says whether this holds what is in `tensor`, which it was made of.
   bool holds(const at::Tensor& tensor) const;
@@ -72,6 +76,9 @@ class PartitionedInput : public PackedTensor {
 
  private:
   virtual at::Tensor restore() = 0;
+  // Lets go of the values.
+  virtual void drop() = 0;
+  void count_no_more();
 
   std::vector<int64_t> sizes_;
   std::vector<int64_t> strides_;

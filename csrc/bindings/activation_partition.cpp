@@ -15,11 +15,12 @@ namespace {
 namespace py = pybind11;
 
 // Packing and unpacking wait for other ranks, so both let go of the interpreter: see [Note: signals
-// while a rank waits].
+// while a rank waits]. Destructors do, too: the last one ends a Gloo group, which waits for threads
+// that may need the interpreter to drop what they have done.
 class WithoutInterpreter {
  public:
   WithoutInterpreter() {
-    if (PyGILState_Check() != 0) released_.emplace();
+    if (Py_IsInitialized() != 0 && PyGILState_Check() != 0) released_.emplace();
   }
 
  private:
@@ -29,6 +30,10 @@ class WithoutInterpreter {
 class PackedForPython final : public PackedTensor {
  public:
   explicit PackedForPython(c10::intrusive_ptr<PackedTensor> inner) : inner_(std::move(inner)) {}
+  ~PackedForPython() override {
+    const WithoutInterpreter without;
+    inner_.reset();
+  }
 
   at::Tensor unpack() override {
     const WithoutInterpreter without;
@@ -43,6 +48,10 @@ class PartitionPackerForPython final : public PartitionPacker {
  public:
   explicit PartitionPackerForPython(c10::intrusive_ptr<PartitionPacker> inner)
       : inner_(std::move(inner)) {}
+  ~PartitionPackerForPython() override {
+    const WithoutInterpreter without;
+    inner_.reset();
+  }
 
   c10::intrusive_ptr<PackedTensor> pack(const at::Tensor& tensor) override {
     return inner_->pack(tensor);

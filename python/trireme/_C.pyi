@@ -20,8 +20,8 @@ from trireme._c_activation import checkpoint as checkpoint
 from trireme._c_activation import checkpoint_plan as checkpoint_plan
 from trireme._c_activation import make_offload_packer as make_offload_packer
 from trireme._c_activation import make_partition_packer as make_partition_packer
-from trireme._c_activation import plan_of as plan_of
 from trireme._c_activation import offloaded_bytes as offloaded_bytes
+from trireme._c_activation import plan_of as plan_of
 from trireme._c_activation import run_with_packer as run_with_packer
 from trireme._c_activation import segment_bounds as segment_bounds
 from trireme._c_activation import square_root_segments as square_root_segments

@@ -5,8 +5,7 @@ from typing import Any
 
 from trireme._C import Communicator
 
-class StopRecomputation(Exception): ...  # noqa: N818
-
+class StopRecomputation(Exception): ...
 class TensorPacker: ...
 
 class PartitionMemory:

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, NoReturn, ParamSpec, TypeVar, overload
+from typing import Any, ParamSpec, TypeVar, overload
 
 import torch
 import torch.distributed as dist
@@ -269,12 +269,12 @@ class _Options:
 
     def _both_calls(
         self, function: Callable[..., Any]
-    ) -> tuple[Callable[..., Any], Callable[..., Any], Callable[[str], NoReturn] | None]:
+    ) -> tuple[Callable[..., Any], Callable[..., Any], Callable[[str], None] | None]:
         """The function as the forward calls it, as the backward does, and who explains errors."""
         context_fn, explain = self.context_fn, None
         if self.debug:
-            context_fn, on_error = torchs._get_debug_context_and_cb()
-            explain = functools.partial(_explain, on_error)
+            context_fn, raise_for = torchs._get_debug_context_and_cb()
+            explain = functools.partial(_explain, raise_for)
         device = _default_device()
         if context_fn is noop_context_fn:
             if device is None:
@@ -290,8 +290,8 @@ class _Options:
         )
 
 
-def _explain(on_error: Callable[[CheckpointError], NoReturn], text: str) -> NoReturn:
-    on_error(CheckpointError(text))
+def _explain(raise_for: Callable[[CheckpointError], None], text: str) -> None:
+    raise_for(CheckpointError(text))
 
 
 def _default_device() -> torch.device | None:

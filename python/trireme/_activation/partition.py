@@ -10,14 +10,15 @@ from torch.distributed.distributed_c10d import GroupMember
 
 from trireme import _C
 from trireme._activation import AREA, refuse
+from trireme._C import PartitionPacker
 from trireme._core.group_communicator import communicator_of
 
 _ELSEWHERE = "Call checkpoint without partition= on this rank."
 # One per group, whose ranks it connects.
-_packers: WeakKeyDictionary[dist.ProcessGroup, _C.PartitionPacker] = WeakKeyDictionary()
+_packers: WeakKeyDictionary[dist.ProcessGroup, PartitionPacker] = WeakKeyDictionary()
 
 
-def packer_of(given: dist.ProcessGroup | DeviceMesh) -> _C.PartitionPacker:
+def packer_of(given: dist.ProcessGroup | DeviceMesh) -> PartitionPacker:
     """The packer of a group or of a mesh of one dimension. Collective the first time.
 
     Raises:

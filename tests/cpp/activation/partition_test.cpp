@@ -151,6 +151,23 @@ TEST_CASE("ranks whose inputs differ all raise, and go on") {
   }
 }
 
+TEST_CASE("the error names the input and the rank that differ") {
+  const auto sum = [](const Tensor& a, const Tensor& b, const Tensor& c) { return a + b + c; };
+  for (const Engine engine : {Engine::kShm, Engine::kGloo}) {
+    const auto said = on_ranks<std::string>(3, engine, [&](ThreadRank& rank) {
+      const CheckpointOptions options = partitioned(rank);
+      Tensor second = input();
+      if (rank.where.rank == 1) second.mutable_data_ptr<float>()[64 * 64 - 1] += 1;
+      return error_of([&] { checkpoint(options, sum, input(1), second, input(2)); });
+    });
+    for (const std::string& text : said) {
+      CHECK_THAT(text, Catch::StartsWith("[checkpoint] input 1 of Block (Float[64, 64]) differs "
+                                         "between ranks of partition=: rank 1 has other values "
+                                         "than rank 0 (rank "));
+    }
+  }
+}
+
 TEST_CASE("ranks that do different things all raise, and go on") {
   const auto pass = [](const Tensor& value) { return value * 2; };
   const auto both = [](const Tensor& value, const Tensor&) { return value * 2; };
@@ -284,6 +301,31 @@ TEST_CASE("graphs may be dropped, and backwards run in another order where memor
     return is_equal && memory_of(options).inputs == 0;
   });
   CHECK(results == std::vector<int>(2, 1));
+}
+
+TEST_CASE("nothing lives on with a graph that is gone") {
+  for (const Engine engine : {Engine::kShm, Engine::kGloo}) {
+    const auto results = on_ranks<int>(2, engine, [&](ThreadRank& rank) {
+      const Tensor large = torch::ones({3, 1 << 18});  // two do not fit into the first segment
+      const auto owners = rank.communicator.use_count();
+      bool is_right = true;
+      {
+        const CheckpointOptions options = partitioned(rank);
+        int64_t host = 0;
+        for (int step = 0; step < 20; ++step) {
+          Tensor out = checkpoint(options, [](const Tensor& x) { return x * 2; },
+                                  large * torch::ones({}).requires_grad_());
+          if (step == 0) host = memory_of(options).host;
+          is_right &= memory_of(options).host == host;
+          out = Tensor();
+          is_right &= memory_of(options).inputs == 0;
+          rank.communicator->barrier("all have let go").wait();
+        }
+      }
+      return is_right && rank.communicator.use_count() == owners;
+    });
+    CHECK(results == std::vector<int>(2, 1));
+  }
 }
 
 TEST_CASE("ranks that gather slices in another order all raise") {

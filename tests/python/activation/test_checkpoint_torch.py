@@ -287,9 +287,8 @@ def without_gradients(again: Again) -> Values:
         with mode():
             calls.append(again(lambda x: model(x), x * 1))
             assert not calls[-1].requires_grad
-    with torch.no_grad():  # a recomputation has gradients where the forward had
-        with torch.enable_grad():
-            output = again(lambda x: model(x), x)
+    with torch.no_grad(), torch.enable_grad():  # a recomputation has gradients where this had
+        output = again(lambda x: model(x), x)
     output.sum().backward()
     return [*(it.clone() for it in calls), *gradients(x, model)]
 

@@ -130,7 +130,7 @@ def test_ranks_that_checkpoint_other_things(rank: int, engine: str) -> None:
 
 @on_both_engines()
 def test_what_stays_as_it_is(rank: int, engine: str) -> None:
-    """Parameters, and what is small, are this rank's own; a tensor that comes again is kept once."""
+    """Parameters and small tensors are a rank's own; a tensor that comes again is kept once."""
     weight = nn.Parameter(inputs(rank))
     small = torch.full((4,), float(rank))
     mask = inputs(7)
@@ -138,14 +138,15 @@ def test_what_stays_as_it_is(rank: int, engine: str) -> None:
 
     def function(x: torch.Tensor, own: dict[str, torch.Tensor], *, mask: torch.Tensor) -> Any:
         seen.append(own["weight"] is weight and own["small"] is small)
-        return (x * own["weight"]).tanh() * mask + own["small"][0]
+        return x.tanh() * mask, (x * own["weight"]).sum() * own["small"][0]
 
-    x = inputs(1)
+    x, of_rank = inputs(1), []
     for _ in range(2):
         own = {"weight": weight, "small": small}
-        x = trireme.checkpoint(function, x, own, mask=mask, partition=dist.group.WORLD)
+        x, one = trireme.checkpoint(function, x, own, mask=mask, partition=dist.group.WORLD)
+        of_rank.append(one)
     assert packer_of(dist.group.WORLD).memory.inputs == 3 * BYTES
-    x.sum().backward()
+    sum(of_rank).backward()
     assert seen == [True] * 4
     assert weight.grad is not None
 
@@ -269,10 +270,18 @@ def test_groups_that_do_not_fit(rank: int, engine: str) -> None:
 
 @on_both_engines(dying=(1,), patience_s=AGES_S, timeout=40)
 def test_a_killed_rank(rank: int, engine: str) -> None:
-    """Long before the timeout of the group."""
-    assert_plain(0, dist.group.WORLD)
+    """The other one hears long before the timeout of the group. What is shared is still its own."""
+    net = blocks()
+    loss = forward(net, inputs(0), dist.group.WORLD)
     if rank == 1:
         kill_this_rank()
+    if engine == "trireme":
+        loss.backward()
+        grads = [p.grad for p in net.parameters()]
+        torch.testing.assert_close(grads, train(0)[2:], rtol=0, atol=0)
+    else:
+        with raises(dist.DistBackendError, "(rank 0 of 2)", "partition="):
+            loss.backward()
     with raises(dist.DistBackendError, "(rank 0 of 2)", "partition="):
         train(1, dist.group.WORLD)
 
