@@ -1,5 +1,6 @@
-// What checkpoints cost in C++: steps of `mlp` and of `gpt` with every block in a checkpoint, beside
-// plain steps that run each block once more by hand. One line of JSON per model with ms per round.
+// What checkpoints cost in C++: steps of `mlp` and of `gpt` with every block in a checkpoint,
+// beside plain steps that run each block once more by hand. One line of JSON per model with ms per
+// round.
 //
 //   checkpoint ROUNDS [tiny]
 //
@@ -46,8 +47,8 @@ struct BlockImpl : torch::nn::Module {
     const int64_t rows = input.size(0), length = input.size(1), width = input.size(2);
     const Tensor parts =
         qkv(attention_norm(input)).view({rows, length, 3, heads, -1}).permute({2, 0, 3, 1, 4});
-    const Tensor attended = at::scaled_dot_product_attention(
-        parts[0], parts[1], parts[2], std::nullopt, 0.0, /*is_causal=*/true);
+    const Tensor attended = at::scaled_dot_product_attention(parts[0], parts[1], parts[2],
+                                                             std::nullopt, 0.0, /*is_causal=*/true);
     const Tensor x = input + attention_out(attended.transpose(1, 2).reshape({rows, length, width}));
     return x + feed_out(torch::gelu(feed_in(feed_norm(x))));
   }

@@ -27,9 +27,9 @@ namespace trireme {
 
 // How a function is checkpointed.
 struct CheckpointOptions {
-  bool preserve_rng_state = true;  // a recomputation draws the random numbers of the forward
-  bool early_stop = true;          // it ends with the last tensor that is needed
-  bool check_determinism = true;   // it compares shape, dtype and device of what is saved
+  bool preserve_rng_state = true;     // a recomputation draws the random numbers of the forward
+  bool early_stop = true;             // it ends with the last tensor that is needed
+  bool check_determinism = true;      // it compares shape, dtype and device of what is saved
   std::string name = "the function";  // for messages
   std::optional<ActivationOffload> offload;  // what is saved goes there; nothing is recomputed
   c10::intrusive_ptr<TensorPacker> partition = {};  // ranks that share their inputs: partition.h
@@ -96,8 +96,8 @@ std::invoke_result_t<Function&, Inputs...> checkpoint(const CheckpointOptions& o
   }
   if (options.offload) {
     TORCH_CHECK_VALUE(!options.partition,
-                      error_text("checkpoint", "got offload and partition, expected one of them", {},
-                                 "Leave one out: what is offloaded is not recomputed."));
+                      error_text("checkpoint", "got offload and partition, expected one of them",
+                                 {}, "Leave one out: what is offloaded is not recomputed."));
     const PackerGuard guard(make_offload_packer(*options.offload));
     return static_cast<Result>(std::invoke(function, std::forward<Inputs>(inputs)...));
   }

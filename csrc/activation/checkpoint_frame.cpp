@@ -110,8 +110,7 @@ c10::intrusive_ptr<PackedTensor> CheckpointFrame::pack(const at::Tensor& tensor)
   return place;
 }
 
-c10::intrusive_ptr<PackedTensor> CheckpointFrame::pack_again(int64_t id,
-                                                             const at::Tensor& tensor) {
+c10::intrusive_ptr<PackedTensor> CheckpointFrame::pack_again(int64_t id, const at::Tensor& tensor) {
   const at::Tensor detached = tensor.requires_grad() ? tensor.detach() : tensor;
   Task& task = recomputation_of(id);
   const size_t number = task.saved++;
@@ -160,9 +159,9 @@ at::Tensor CheckpointFrame::take(SavedPlace& place) {
   if (!recomputation_of(task).is_whole) {
     recompute(task);
   }
-  const auto found = std::find_if(
-      place.recomputed_.begin(), place.recomputed_.end(),
-      [&](const SavedPlace::Recomputed& one) { return one.task == task; });
+  const auto found =
+      std::find_if(place.recomputed_.begin(), place.recomputed_.end(),
+                   [&](const SavedPlace::Recomputed& one) { return one.task == task; });
   if (found == place.recomputed_.end() || !found->tensor.defined()) {
     fail(c10::str("tensor ", place.number_,
                   " is asked for a second time in one backward, and each is kept once only"));

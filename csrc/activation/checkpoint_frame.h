@@ -27,8 +27,8 @@ namespace trireme {
 // those of torch.utils.checkpoint(use_reentrant=False):
 //
 // * The frame saves the function's inputs as autograd saves tensors, before its own hooks are
-//   there. So an input that is changed in place is noticed, and an outer checkpoint holds no more of
-//   an inner one than its inputs.
+//   there. So an input that is changed in place is noticed, and an outer checkpoint holds no more
+//   of an inner one than its inputs.
 // * A recomputation is of one graph task. Each of its tensors is handed out once, and is then held
 //   by whoever asked; a second backward over the same graph recomputes again. Tensors of places
 //   that are gone, because a part of the graph was freed, are not kept.
@@ -85,8 +85,8 @@ class TRIREME_API CheckpointedCall {
  public:
   virtual ~CheckpointedCall() = default;
 
-  // Calls the function on the tensors among its inputs, in the order in which they were saved. It is
-  // called in the thread that unpacks, with grad mode on. StopRecomputation may end it.
+  // Calls the function on the tensors among its inputs, in the order in which they were saved. It
+  // is called in the thread that unpacks, with grad mode on. StopRecomputation may end it.
   virtual void run(const std::vector<at::Tensor>& inputs) = 0;
 
   // Returns the function's name, for messages.
@@ -101,7 +101,7 @@ class TRIREME_API CheckpointFrame : public TensorPacker {
  public:
   struct Options {
     bool early_stop = true;
-    bool compares_metadata = true;             // shape, dtype and device of what is saved
+    bool compares_metadata = true;              // shape, dtype and device of what is saved
     c10::intrusive_ptr<TensorPacker> inputs{};  // packs the inputs; they are kept if there is none
   };
 
@@ -140,7 +140,7 @@ class TRIREME_API CheckpointFrame : public TensorPacker {
   struct Task {
     int64_t id;
     size_t saved = 0;
-    bool is_whole = false;    // the function has ended, by itself or early
+    bool is_whole = false;  // the function has ended, by itself or early
     bool has_stopped = false;
     bool compares = true;
   };

@@ -27,8 +27,7 @@ inline at::Tensor run_layers(torch::nn::Sequential net, int64_t begin, int64_t e
 // ValueError unless 1 <= segments <= layers. square_root_segments() says how many hold least.
 inline at::Tensor checkpoint_sequential(torch::nn::Sequential net, int64_t segments,
                                         at::Tensor input, const CheckpointOptions& options = {}) {
-  const std::vector<int64_t> bounds =
-      segment_bounds(static_cast<int64_t>(net->size()), segments);
+  const std::vector<int64_t> bounds = segment_bounds(static_cast<int64_t>(net->size()), segments);
   for (size_t i = 0; i + 1 < bounds.size(); ++i) {
     const auto run = [net, begin = bounds[i], end = bounds[i + 1]](const at::Tensor& value) {
       return run_layers(net, begin, end, value);

@@ -19,7 +19,8 @@ namespace trireme {
 // autocast. Grad mode is not among it: a recomputation has it on.
 class TRIREME_API ForwardState {
  public:
-  // `inputs` say which devices count besides the CPU. Costs a copy of 2.5 KB for the CPU's generator.
+  // `inputs` say which devices count besides the CPU. Costs a copy of 2.5 KB for the CPU's
+  // generator.
   static ForwardState capture(bool with_random, const std::vector<at::Tensor>& inputs);
 
  private:

@@ -59,10 +59,9 @@ int64_t hash_of_text(std::string_view text) {
 
 // Says whether all ranks say the same.
 template <typename Value>
-bool is_common(const Table& table, Value Words::*which) {
-  return std::all_of(table.begin(), table.end(), [&](const Words& words) {
-    return words.*which == table.front().*which;
-  });
+bool is_common(const Table& table, Value Words::* which) {
+  return std::all_of(table.begin(), table.end(),
+                     [&](const Words& words) { return words.*which == table.front().*which; });
 }
 
 int64_t padded_bytes(const at::Tensor& tensor) {
@@ -84,8 +83,8 @@ class SharedInput final : public PartitionedInput {
 
  private:
   at::Tensor restore() override {
-    return at::from_blob(data_, sizes(), strides(), [block = block_](void*) {},
-                         at::TensorOptions().dtype(dtype()));
+    return at::from_blob(
+        data_, sizes(), strides(), [block = block_](void*) {}, at::TensorOptions().dtype(dtype()));
   }
   void drop() override { block_.reset(); }
 
@@ -258,18 +257,15 @@ Batch PartitionGroup::look_at(const TensorList& inputs, const std::string& funct
 
 // Takes over what was made of the same tensors before, if they were not changed since.
 void PartitionGroup::take_known(Batch& batch) {
-  std::erase_if(remembered_, [](const Packed& one) {
-    return one.tensor.expired() || one.packed.expired();
-  });
+  std::erase_if(remembered_,
+                [](const Packed& one) { return one.tensor.expired() || one.packed.expired(); });
   for (const size_t i : batch.chosen) {
     const auto* tensor = batch.inputs[i].unsafeGetTensorImpl();
-    const auto found =
-        std::find_if(remembered_.begin(), remembered_.end(), [&](const Packed& one) {
-          return one.tensor._unsafe_get_target() == tensor;
-        });
+    const auto found = std::find_if(remembered_.begin(), remembered_.end(), [&](const Packed& one) {
+      return one.tensor._unsafe_get_target() == tensor;
+    });
     auto packed = found == remembered_.end() ? nullptr : found->packed.lock();
-    const bool holds =
-        packed && static_cast<PartitionedInput&>(*packed).holds(batch.inputs[i]);
+    const bool holds = packed && static_cast<PartitionedInput&>(*packed).holds(batch.inputs[i]);
     batch.known = mixed(batch.known, holds ? found->number : 0);
     if (holds) batch.packed[i] = std::move(packed);
   }
@@ -292,9 +288,9 @@ void PartitionGroup::pack_all(Batch& batch) {
     }
     for (size_t k = 0; k < sliced.size(); ++k) {
       int64_t& hash = own.hashes[std::min(k, kHashes - 1)];
-      hash = static_cast<int64_t>(mixed(static_cast<uint64_t>(hash),
-                                        static_cast<uint64_t>(
-                                            hash_of_bits(batch.inputs[sliced[k]]))));
+      hash =
+          static_cast<int64_t>(mixed(static_cast<uint64_t>(hash),
+                                     static_cast<uint64_t>(hash_of_bits(batch.inputs[sliced[k]]))));
     }
     const Table table = meet(own, "checkpoints " + batch.text);
     for (const Words& words : table) number_ = std::max(number_, words.number);
@@ -314,9 +310,9 @@ void PartitionGroup::pack_all(Batch& batch) {
     break;
   }
   for (const size_t i : sliced) {
-    batch.packed[i] = c10::make_intrusive<SlicedInput>(
-        batch.inputs[i], InputOrigin{batch.function, i}, where(), kept_, shared_from_this(),
-        number_);
+    batch.packed[i] =
+        c10::make_intrusive<SlicedInput>(batch.inputs[i], InputOrigin{batch.function, i}, where(),
+                                         kept_, shared_from_this(), number_);
   }
   remember(batch);
 }
@@ -372,11 +368,10 @@ void PartitionGroup::remember(const Batch& batch) {
       if (found->packed._unsafe_get_target() == batch.packed[i].get()) continue;
       remembered_.erase(found);
     }
-    remembered_.push_back(
-        {c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>(
-             input.getIntrusivePtr()),
-         c10::weak_intrusive_ptr<PackedTensor>(batch.packed[i]),
-         mixed(static_cast<uint64_t>(number_), i + 1)});
+    remembered_.push_back({c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>(
+                               input.getIntrusivePtr()),
+                           c10::weak_intrusive_ptr<PackedTensor>(batch.packed[i]),
+                           mixed(static_cast<uint64_t>(number_), i + 1)});
   }
 }
 
@@ -413,11 +408,11 @@ Table PartitionGroup::meet(Words own, const std::string& deed) {
       gather_texts(deed, *communicator_, communicator_->device());
   for (size_t rank = 0; rank < deeds.size(); ++rank)
     texts += (rank > 0 ? "; rank " : "rank ") + std::to_string(rank) + " " + deeds[rank];
-  C10_THROW_ERROR(ValueError,
-                  error_text("checkpoint", "ranks of partition= do different things: " + texts,
-                             where(),
-                             "Let all of them run the same checkpoints and backwards in one order, "
-                             "on inputs of equal sizes and dtypes."));
+  C10_THROW_ERROR(
+      ValueError,
+      error_text("checkpoint", "ranks of partition= do different things: " + texts, where(),
+                 "Let all of them run the same checkpoints and backwards in one order, "
+                 "on inputs of equal sizes and dtypes."));
 }
 
 void PartitionGroup::differ(const Batch& batch, const std::vector<size_t>& among) {

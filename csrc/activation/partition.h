@@ -20,7 +20,8 @@ namespace trireme {
 // * On one host it lies in shared memory (shared_arena.h). Each rank writes its part of it, then
 //   compares all of it with what it has, bit by bit; the recomputation reads it where it is. So the
 //   backward needs no other rank.
-// * Elsewhere, and for tensors of a GPU, each rank keeps a slice. Values are compared by a hash, and
+// * Elsewhere, and for tensors of a GPU, each rank keeps a slice. Values are compared by a hash,
+// and
 //   a recomputation gathers the slices, so that ranks must run their backwards in one order.
 //
 // Ranks say what they bring before anything moves. Where they differ all of them raise, name both,

@@ -43,7 +43,8 @@ int64_t hash_of_bits(const at::Tensor& tensor) {
     const int64_t whole = words.numel() / kRow * kRow;
     if (whole > 0) {
       const at::Tensor rows = words.narrow(0, 0, whole).view({-1, kRow});
-      for (const int64_t dim : {0, 1}) hash = 31 * hash + hash_of_values(at::hash_tensor(rows, dim));
+      for (const int64_t dim : {0, 1})
+        hash = 31 * hash + hash_of_values(at::hash_tensor(rows, dim));
       words = words.narrow(0, whole, words.numel() - whole);
     }
   }
@@ -79,25 +80,25 @@ void PartitionedInput::count_no_more() {
   counted_.clear();
 }
 
-void PartitionedInput::count(std::atomic<int64_t> KeptBytes::*which, int64_t bytes) {
+void PartitionedInput::count(std::atomic<int64_t> KeptBytes::* which, int64_t bytes) {
   counted_.emplace_back(which, bytes);
   (*kept_).*which += bytes;
 }
 
 at::Tensor PartitionedInput::unpack() {
-  TORCH_CHECK(forks_ == forks_so_far(),
-              error_text("checkpoint",
-                         "got " + text() +
-                             " of partition= in a forked child of the process that packed it",
-                         where_, "Run the backward in the process that ran the forward."));
-  TORCH_CHECK(counter_.current_version() == version_,
-              error_text("checkpoint",
-                         "one of the variables needed for gradient computation has been modified "
-                         "by an inplace operation: " +
-                             text() + " is at version " +
-                             std::to_string(counter_.current_version()) + ", expected version " +
-                             std::to_string(version_),
-                         where_, "Let inputs of a checkpoint be as they are until the backward."));
+  TORCH_CHECK(
+      forks_ == forks_so_far(),
+      error_text("checkpoint",
+                 "got " + text() + " of partition= in a forked child of the process that packed it",
+                 where_, "Run the backward in the process that ran the forward."));
+  TORCH_CHECK(
+      counter_.current_version() == version_,
+      error_text("checkpoint",
+                 "one of the variables needed for gradient computation has been modified "
+                 "by an inplace operation: " +
+                     text() + " is at version " + std::to_string(counter_.current_version()) +
+                     ", expected version " + std::to_string(version_),
+                 where_, "Let inputs of a checkpoint be as they are until the backward."));
   return restore();
 }
 

@@ -47,8 +47,8 @@ struct InputOrigin {
   std::string text(const std::string& tensor) const;
 };
 
-// Is an input of a checkpoint that ranks keep together. A derived class holds its values. The packer
-// remembers it by a weak pointer, which keeps the object but nothing of what it holds.
+// Is an input of a checkpoint that ranks keep together. A derived class holds its values. The
+// packer remembers it by a weak pointer, which keeps the object but nothing of what it holds.
 class PartitionedInput : public PackedTensor {
  public:
   PartitionedInput(const at::Tensor& input, InputOrigin origin, RankOf where,
@@ -69,7 +69,7 @@ class PartitionedInput : public PackedTensor {
 
  protected:
   // Adds to what is kept, until this dies.
-  void count(std::atomic<int64_t> KeptBytes::*which, int64_t bytes);
+  void count(std::atomic<int64_t> KeptBytes::* which, int64_t bytes);
   at::IntArrayRef sizes() const { return sizes_; }
   at::IntArrayRef strides() const { return strides_; }
   at::ScalarType dtype() const { return dtype_; }

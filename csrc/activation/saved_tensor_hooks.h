@@ -19,9 +19,9 @@ class TRIREME_API PackedTensor : public c10::intrusive_ptr_target {
   virtual at::Tensor unpack() = 0;
 };
 
-// Ends a function that has saved all that is wanted. It passes through the user's code; in Python it
-// is an Exception of its own.
-struct TRIREME_API StopRecomputation {};
+// Ends a function that has saved all that is wanted. It passes through the user's code; in Python
+// it is an Exception of its own.
+struct TRIREME_API StopRecomputation{};
 
 // Says what becomes of tensors that autograd saves.
 class TRIREME_API TensorPacker : public c10::intrusive_ptr_target {
@@ -39,9 +39,9 @@ class TRIREME_API TensorPacker : public c10::intrusive_ptr_target {
   virtual bool is_checkpoint() const { return false; }
 };
 
-// How packers get onto the stack of a thread. Torch keeps that stack in Python objects: where Python
-// is loaded, the bindings register theirs. C++ programs get an engine of ours, installed by the
-// first push(); torch's own asks nobody what becomes of saved tensors.
+// How packers get onto the stack of a thread. Torch keeps that stack in Python objects: where
+// Python is loaded, the bindings register theirs. C++ programs get an engine of ours, installed by
+// the first push(); torch's own asks nobody what becomes of saved tensors.
 class TRIREME_API SavedTensorHooks {
  public:
   virtual ~SavedTensorHooks() = default;

@@ -78,9 +78,10 @@ void init_activation(py::module_& module) {
   use_python_hooks(module);
   py::class_<TensorPacker, c10::intrusive_ptr<TensorPacker>>(module, "TensorPacker");
   bind_partition(module);
-  module.def("checkpoint", torch::wrap_pybind_function(&checkpoint), py::arg("forward"), py::arg("again"), py::arg("arguments"),
-             py::arg("keywords"), py::arg("with_random"), py::arg("early_stop"),
-             py::arg("compares_metadata"), py::arg("inputs").none(true), py::arg("explain"));
+  module.def("checkpoint", torch::wrap_pybind_function(&checkpoint), py::arg("forward"),
+             py::arg("again"), py::arg("arguments"), py::arg("keywords"), py::arg("with_random"),
+             py::arg("early_stop"), py::arg("compares_metadata"), py::arg("inputs").none(true),
+             py::arg("explain"));
   module.def("run_with_packer", torch::wrap_pybind_function(&run_with_packer), py::arg("packer"),
              py::arg("function"), py::arg("arguments"), py::arg("keywords"));
   module.def("make_offload_packer", torch::wrap_pybind_function(&make_packer), py::arg("folder"));
@@ -88,24 +89,22 @@ void init_activation(py::module_& module) {
     const OffloadedBytes bytes = offloaded_bytes();
     return py::make_tuple(bytes.now, bytes.written);
   });
-  module.def(
-      "checkpoint_plan",
-      torch::wrap_pybind_function([](const std::vector<int64_t>& bytes,
-                                     const std::vector<double>& times,
-                                     const std::vector<int64_t>& kept, int64_t budget_bytes) {
-        return as_tuple(checkpoint_plan(layers_of(bytes, times, kept), budget_bytes));
-      }),
-      py::arg("bytes"), py::arg("times"), py::arg("kept"), py::arg("budget_bytes"));
-  module.def(
-      "plan_of",
-      torch::wrap_pybind_function([](const std::vector<int64_t>& bytes,
-                                     const std::vector<double>& times,
-                                     const std::vector<int64_t>& kept,
-                                     const std::vector<bool>& recompute) {
-        return as_tuple(plan_of(layers_of(bytes, times, kept), recompute));
-      }),
-      py::arg("bytes"), py::arg("times"), py::arg("kept"), py::arg("recompute"));
-  module.def("segment_bounds", torch::wrap_pybind_function(&segment_bounds), py::arg("layers"), py::arg("segments"));
+  module.def("checkpoint_plan",
+             torch::wrap_pybind_function(
+                 [](const std::vector<int64_t>& bytes, const std::vector<double>& times,
+                    const std::vector<int64_t>& kept, int64_t budget_bytes) {
+                   return as_tuple(checkpoint_plan(layers_of(bytes, times, kept), budget_bytes));
+                 }),
+             py::arg("bytes"), py::arg("times"), py::arg("kept"), py::arg("budget_bytes"));
+  module.def("plan_of",
+             torch::wrap_pybind_function(
+                 [](const std::vector<int64_t>& bytes, const std::vector<double>& times,
+                    const std::vector<int64_t>& kept, const std::vector<bool>& recompute) {
+                   return as_tuple(plan_of(layers_of(bytes, times, kept), recompute));
+                 }),
+             py::arg("bytes"), py::arg("times"), py::arg("kept"), py::arg("recompute"));
+  module.def("segment_bounds", torch::wrap_pybind_function(&segment_bounds), py::arg("layers"),
+             py::arg("segments"));
   module.def("square_root_segments", square_root_segments, py::arg("layers"));
 }
 

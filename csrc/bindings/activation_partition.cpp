@@ -58,8 +58,8 @@ class PartitionPackerForPython final : public PartitionPacker {
   }
 
   // Throws what Python shows as torch's exceptions.
-  std::vector<c10::intrusive_ptr<PackedTensor>> pack_inputs(
-      const std::vector<at::Tensor>& inputs, const std::string& function) override {
+  std::vector<c10::intrusive_ptr<PackedTensor>> pack_inputs(const std::vector<at::Tensor>& inputs,
+                                                            const std::string& function) override {
     HANDLE_TH_ERRORS
     const WithoutInterpreter without;
     auto packed = inner_->pack_inputs(inputs, function);
@@ -94,8 +94,8 @@ void bind_partition(py::module_& module) {
   py::class_<PartitionPacker, TensorPacker, c10::intrusive_ptr<PartitionPacker>>(module,
                                                                                  "PartitionPacker")
       .def_property_readonly("memory", &PartitionPacker::memory);
-  module.def("make_partition_packer", torch::wrap_pybind_function_no_gil(&make), py::arg("communicator"),
-             "See csrc/activation/partition.h.");
+  module.def("make_partition_packer", torch::wrap_pybind_function_no_gil(&make),
+             py::arg("communicator"), "See csrc/activation/partition.h.");
 }
 
 }  // namespace trireme

@@ -18,7 +18,7 @@ struct Argument {
   enum class Kind { kValue, kTensor, kList, kTuple, kDict };
 
   Kind kind = Kind::kValue;
-  py::object value;                 // what kValue is; the keys of kDict, as a list
+  py::object value;                  // what kValue is; the keys of kDict, as a list
   std::vector<Argument> elements{};  // what a container holds
 };
 
@@ -38,7 +38,7 @@ class Recursion {
 
 // `elements` is a list or a tuple: `given` itself, or the values of a dict.
 static Argument take_container_apart(Argument::Kind kind, py::handle given, py::handle elements,
-                              std::vector<at::Tensor>& tensors) {
+                                     std::vector<at::Tensor>& tensors) {
   const Recursion recursion;
   const size_t before = tensors.size();
   Argument found{kind, py::object()};
@@ -68,7 +68,7 @@ static Argument take_apart(py::handle given, std::vector<at::Tensor>& tensors) {
 }
 
 static py::object put_together(const Argument& argument, const std::vector<at::Tensor>& tensors,
-                        size_t& next) {
+                               size_t& next) {
   const auto element = [&](size_t i) { return put_together(argument.elements[i], tensors, next); };
   const size_t size = argument.elements.size();
   switch (argument.kind) {
@@ -140,7 +140,8 @@ void KeptCall::run(const std::vector<at::Tensor>& inputs) {
 std::string KeptCall::name() const {
   const py::gil_scoped_acquire gil;
   const py::object function = py::getattr(python_->function, "__wrapped__", python_->function);
-  const py::object named = py::hasattr(function, "__qualname__") ? function : py::type::of(function);
+  const py::object named =
+      py::hasattr(function, "__qualname__") ? function : py::type::of(function);
   return py::str(named.attr("__qualname__"));
 }
 

@@ -6,7 +6,6 @@
 
 #include <ATen/SavedTensorHooks.h>
 #include <c10/core/AutogradState.h>
-#include <structmember.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/PyInterpreter.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -15,6 +14,7 @@
 #include <cstdint>
 #include <mutex>
 #include <optional>
+#include <structmember.h>
 #include <utility>
 
 namespace trireme {
@@ -24,9 +24,9 @@ namespace py = pybind11;
 
 // [Note: saved tensors without Python code]
 //
-// Torch's hooks for saved tensors are two callables of Python. Here both are written in C: pack is an
-// object of the type PackHook, which holds a packer and returns a capsule with what that made; unpack
-// is a function that takes such a capsule. So a saved tensor costs two calls of C functions.
+// Torch's hooks for saved tensors are two callables of Python. Here both are written in C: pack is
+// an object of the type PackHook, which holds a packer and returns a capsule with what that made;
+// unpack is a function that takes such a capsule. So a saved tensor costs two calls of C functions.
 //
 // Torch's selective policies ask the hooks on top of the stack whether they are a checkpoint's own
 // (`_checkpoint_internal`), and then which hooks of the user's are below (`_user_hooks`).
@@ -55,8 +55,7 @@ void drop_packed(PyObject* capsule) {
 }
 
 struct PackHook {
-  PyObject_HEAD
-  vectorcallfunc call;
+  PyObject_HEAD vectorcallfunc call;
   TensorPacker* packer;  // owned
   PyObject* user_hooks;  // what of the user's is below, as long as it is on the stack
 };
@@ -121,8 +120,8 @@ PyTypeObject* make_pack_hook_type() {
   return reinterpret_cast<PyTypeObject*>(type);
 }
 
-// Returns the hooks of the user's that a tensor saved now would meet if no checkpoint were there, or
-// nullptr.
+// Returns the hooks of the user's that a tensor saved now would meet if no checkpoint were there,
+// or nullptr.
 PyObject* find_user_hooks() {
   const auto top = at::SavedTensorDefaultHooks::get_hooks(/*ignore_is_tracing=*/true);
   if (!top) return nullptr;

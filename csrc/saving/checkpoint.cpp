@@ -47,9 +47,9 @@ void check_text(const std::string& name, const std::string& text, RankOf where) 
   } catch (const JsonTextError& error) {
     const std::string what = name == kExtraText ? "`extra`" : "'" + name + "'";
     TORCH_CHECK_VALUE(
-        false, error_text("saving",
-                          "got " + what + " with " + error.what() + ", expected a JSON object",
-                          where, "Keep other things in tensors."));
+        false,
+        error_text("saving", "got " + what + " with " + error.what() + ", expected a JSON object",
+                   where, "Keep other things in tensors."));
   }
 }
 

@@ -167,9 +167,8 @@ std::string read_json_file(const std::string& path, RankOf where) {
     check_json(text.str());
   } catch (const JsonTextError& error) {
     TORCH_CHECK_VALUE(
-        false,
-        error_text("saving", "got no usable JSON object in '" + path + "': " + error.what(),
-                   where, next_step));
+        false, error_text("saving", "got no usable JSON object in '" + path + "': " + error.what(),
+                          where, next_step));
   }
   return text.str();
 }

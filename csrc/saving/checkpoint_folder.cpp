@@ -280,9 +280,8 @@ void CheckpointFolder::sync_folder(const std::string& folder) const {
 }
 
 void CheckpointFolder::fail(const std::string& doing, int error) const {
-  TORCH_CHECK(false,
-              error_text("saving", "cannot " + doing + ": " + std::strerror(error), where_,
-                         "See that the folder around it can be written and has room."));
+  TORCH_CHECK(false, error_text("saving", "cannot " + doing + ": " + std::strerror(error), where_,
+                                "See that the folder around it can be written and has room."));
 }
 
 }  // namespace trireme

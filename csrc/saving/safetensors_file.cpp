@@ -339,8 +339,8 @@ void SafetensorsFile::read_runs(char* part, const Runs& runs) const {
 
 void SafetensorsFile::fail(const std::string& doing) const {
   const std::string why = std::strerror(errno);
-  TORCH_CHECK(false, error_text("saving", "cannot " + doing + " '" + path_ + "': " + why,
-                                where_, "See that every rank can use this folder."));
+  TORCH_CHECK(false, error_text("saving", "cannot " + doing + " '" + path_ + "': " + why, where_,
+                                "See that every rank can use this folder."));
 }
 
 void SafetensorsFile::refuse(const std::string& got) const {

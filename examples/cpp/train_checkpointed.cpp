@@ -48,9 +48,7 @@ struct BlockImpl : torch::nn::Module {
     return x + torch::dropout(feed_out(torch::gelu(feed_in(feed_norm(x)))), 0.1, true);
   }
 
-  static torch::nn::LayerNorm norm() {
-    return torch::nn::LayerNorm(std::vector<int64_t>{kWidth});
-  }
+  static torch::nn::LayerNorm norm() { return torch::nn::LayerNorm(std::vector<int64_t>{kWidth}); }
 
   torch::nn::LayerNorm attention_norm;
   torch::nn::Linear qkv, attention_out;

@@ -1,11 +1,10 @@
 // Inputs of checkpoints that ranks have in common, kept once.
 
-#include <trireme/activation/checkpoint.h>
 #include <trireme/activation/partition.h>
+
+#include <trireme/activation/checkpoint.h>
 #include <trireme/activation/shared_arena.h>
 #include <trireme/common/interruption.h>
-
-#include "catch_torch.h"
 
 #include <torch/types.h>
 
@@ -18,6 +17,8 @@
 #include <thread>
 #include <thread_ranks.h>
 #include <vector>
+
+#include "catch_torch.h"
 
 namespace trireme::partition_test {
 
@@ -87,7 +88,8 @@ std::vector<Result> on_ranks(int64_t world, Engine engine,
                              const std::function<Result(ThreadRank&)>& rank_main) {
   std::vector<Result> results(static_cast<size_t>(world));
   run_thread_ranks(
-      world, [&](ThreadRank& rank) { results[static_cast<size_t>(rank.where.rank)] = rank_main(rank); },
+      world,
+      [&](ThreadRank& rank) { results[static_cast<size_t>(rank.where.rank)] = rank_main(rank); },
       kTimeout, engine);
   return results;
 }
@@ -145,7 +147,8 @@ TEST_CASE("ranks whose inputs differ all raise, and go on") {
       CHECK_THAT(said[rank],
                  Catch::StartsWith("[checkpoint] input 0 of Block (Float[64, 64]) differs between "
                                    "ranks of partition=: rank 2 has other values than rank 0 "
-                                   "(rank " + std::to_string(rank) + " of 3). Pass tensors"));
+                                   "(rank " +
+                                   std::to_string(rank) + " of 3). Pass tensors"));
       CHECK_THAT(said[rank], Catch::EndsWith("nothing to partition."));
     }
   }
@@ -196,7 +199,8 @@ TEST_CASE("ranks that do different things all raise, and go on") {
             "Head(Float[64, 64])"}) {
         CHECK_THAT(text, Catch::Contains("[checkpoint] ranks of partition= do different things: "
                                          "rank 0 checkpoints Block(Float[64, 64]); rank 1 "
-                                         "checkpoints " + other + " (rank "));
+                                         "checkpoints " +
+                                         other + " (rank "));
       }
     }
   }
@@ -313,8 +317,9 @@ TEST_CASE("nothing lives on with a graph that is gone") {
         const CheckpointOptions options = partitioned(rank);
         int64_t host = 0;
         for (int step = 0; step < 20; ++step) {
-          Tensor out = checkpoint(options, [](const Tensor& x) { return x * 2; },
-                                  large * torch::ones({}).requires_grad_());
+          Tensor out = checkpoint(
+              options, [](const Tensor& x) { return x * 2; },
+              large * torch::ones({}).requires_grad_());
           if (step == 0) host = memory_of(options).host;
           is_right &= memory_of(options).host == host;
           out = Tensor();

@@ -20,8 +20,8 @@ using torch::optim::SGDOptions;
 
 namespace {
 
-// Where the checkpoints are. Under fully_shard a block may be a unit, and there may be one around it
-// and one in it.
+// Where the checkpoints are. Under fully_shard a block may be a unit, and there may be one around
+// it and one in it.
 enum class Where { kNowhere, kAround, kInside, kBoth };
 constexpr Where kEverywhere[] = {Where::kAround, Where::kInside, Where::kBoth};
 
@@ -69,7 +69,8 @@ TORCH_MODULE(Fragile);
 template <typename Unit>
 struct BlocksImpl : torch::nn::Module {
   BlocksImpl(std::vector<Unit> units, Where where)
-      : blocks(std::move(units)), is_checkpointed(where == Where::kAround || where == Where::kBoth) {
+      : blocks(std::move(units)),
+        is_checkpointed(where == Where::kAround || where == Where::kBoth) {
     for (size_t i = 0; i < blocks.size(); ++i)
       register_module("block" + std::to_string(i), blocks[i]);
     gain = register_parameter("gain", at::ones({6}));
@@ -77,8 +78,8 @@ struct BlocksImpl : torch::nn::Module {
   at::Tensor forward(const at::Tensor& x, bool /*with_head*/ = true) {
     at::Tensor hidden = x * gain;
     for (const size_t number : {0, 1, 0, 2})
-      hidden = is_checkpointed ? checkpoint(blocks[number], hidden)
-                               : blocks[number]->forward(hidden);
+      hidden =
+          is_checkpointed ? checkpoint(blocks[number], hidden) : blocks[number]->forward(hidden);
     return hidden.square().mean();
   }
   std::vector<Unit> blocks;
@@ -107,8 +108,8 @@ Blocks<Block> plain_blocks(Where where) {
   return make_blocks<Block>(where, [](const Block& block) { return block; });
 }
 
-// Losses, gradients and parameters of some steps: the second accumulates, the third has two backwards.
-// `scope` has no_sync().
+// Losses, gradients and parameters of some steps: the second accumulates, the third has two
+// backwards. `scope` has no_sync().
 template <typename Model, typename Scope>
 Values trained(Model& model, Scope& scope, torch::optim::Optimizer& optimizer, RankOf where) {
   Values seen;
@@ -176,9 +177,8 @@ TEST_CASE("checkpointed blocks under DDP") { check_bits(train_ddp); }
 TEST_CASE("checkpointed blocks under ZeRO 2") { check_bits(train_zero); }
 
 TEST_CASE("checkpointed blocks under fully_shard, in one unit") {
-  check_bits([](ThreadRank& rank, Where where) {
-    return train_fsdp(plain_blocks(where), rank, false);
-  });
+  check_bits(
+      [](ThreadRank& rank, Where where) { return train_fsdp(plain_blocks(where), rank, false); });
 }
 
 TEST_CASE("checkpoints around units of fully_shard and in them, which are freed or kept") {
