@@ -3,7 +3,6 @@
 #include <trireme/activation/partition.h>
 
 #include <trireme/activation/checkpoint.h>
-#include <trireme/activation/shared_arena.h>
 #include <trireme/common/interruption.h>
 
 #include <torch/types.h>
@@ -23,6 +22,7 @@
 namespace trireme::partition_test {
 
 using test::Engine;
+using test::error_of;
 using test::run_thread_ranks;
 using test::ThreadRank;
 using torch::Tensor;
@@ -93,8 +93,6 @@ std::vector<Result> on_ranks(int64_t world, Engine engine,
       kTimeout, engine);
   return results;
 }
-
-std::string error_of(const std::function<void()>& call) { return test::error_of(call); }
 
 }  // namespace
 
@@ -441,7 +439,7 @@ TEST_CASE("a rank that is called away while it packs tells the others, and the n
       has_left.count_down();
     } else {
       has_left.wait();
-      text = test::error_of<c10::DistBackendError>([&] { train(); });
+      text = error_of<c10::DistBackendError>([&] { train(); });
     }
     is_equal &= train() && train();
     return text + (is_equal ? "" : " (other bits)");
@@ -449,54 +447,6 @@ TEST_CASE("a rank that is called away while it packs tells the others, and the n
   CHECK_THAT(said[0], Catch::Contains("Called was raised by a signal handler") &&
                           !Catch::Contains("other bits"));
   CHECK(said[1] == "called");
-}
-
-TEST_CASE("an arena gives a place again once all ranks have let go, and joins what is free") {
-  const auto results = on_ranks<std::string>(2, Engine::kShm, [&](ThreadRank& rank) {
-    constexpr int64_t kMiB = int64_t{1} << 20;
-    SharedArena arena(*rank.communicator);
-    uint64_t number = 0;
-    const auto next = [&](int64_t bytes) {
-      SharedArena::Place place;
-      if (rank.where.rank == 0) place = arena.find_place(bytes);
-      Tensor numbers = torch::tensor(
-          {place.slot, place.offset, place.bytes, place.grows, place.dropped}, torch::kLong);
-      rank.communicator->broadcast({numbers}, 0, "place").wait();
-      const auto* of = numbers.const_data_ptr<int64_t>();
-      return arena.take({of[0], of[1], of[2], of[3], of[4]}, ++number, "block");
-    };
-    const auto meet = [&] { rank.communicator->barrier("between").wait(); };
-    std::string wrong;
-    const auto check = [&](bool is_right, const char* what) { wrong += is_right ? "" : what; };
-    auto a = next(kMiB);
-    auto b = next(kMiB);
-    auto c = next(kMiB);
-    std::byte* place_of_a = a->data();
-    check(arena.bytes() == 4 * kMiB, "bytes of the first segment; ");
-    if (rank.where.rank == 0) a.reset();
-    meet();
-    auto d = next(kMiB / 2);
-    check(d->data() != place_of_a, "taken before all have let go; ");
-    a.reset();
-    b.reset();
-    meet();
-    auto e = next(2 * kMiB);
-    check(e->data() == place_of_a, "free neighbours are not joined; ");
-    check(arena.bytes() == 4 * kMiB, "bytes of one segment; ");
-    c.reset();
-    d.reset();
-    e.reset();
-    meet();
-    auto f = next(6 * kMiB);
-    check(arena.bytes() == 6 * kMiB + 128 || arena.bytes() == 6 * kMiB + 64, "what is free goes; ");
-    f->data()[0] = std::byte{1};
-    auto none = next(int64_t{1} << 50);
-    check(none == nullptr, "a block of a petabyte; ");
-    auto g = next(kMiB);
-    check(g != nullptr && f->data()[0] == std::byte{1}, "goes on without; ");
-    return wrong;
-  });
-  CHECK(results == std::vector<std::string>(2));
 }
 
 }  // namespace trireme::partition_test
