@@ -14,6 +14,7 @@
 #include <c10/util/intrusive_ptr.h>
 
 #include <concepts>
+#include <exception>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -59,8 +60,8 @@ class CheckpointedFunction : public CheckpointedCall {
     try {
       std::apply([&](auto&... each) { static_cast<void>(std::invoke(function_, each...)); },
                  inputs);
-    } catch (const StopRecomputation&) {
-      return;
+    } catch (...) {
+      if (!SavedTensorHooks::get().is_stop(std::current_exception())) throw;
     }
   }
 

@@ -53,17 +53,18 @@ class PackedBefore : public TensorPacker {
 
 }  // namespace
 
-// Finds the places of what a recomputation saves. The frame outlives it.
+// Finds the places of what a recomputation saves.
 class CheckpointFrame::RecomputationPacker : public TensorPacker {
  public:
-  RecomputationPacker(CheckpointFrame& frame, int64_t task) : frame_(frame), task_(task) {}
+  RecomputationPacker(c10::intrusive_ptr<CheckpointFrame> frame, int64_t task)
+      : frame_(std::move(frame)), task_(task) {}
 
   c10::intrusive_ptr<PackedTensor> pack(const at::Tensor& tensor) override {
-    return frame_.pack_again(task_, tensor);
+    return frame_->pack_again(task_, tensor);
   }
 
  private:
-  CheckpointFrame& frame_;
+  c10::intrusive_ptr<CheckpointFrame> frame_;
   int64_t task_;
 };
 
@@ -71,6 +72,12 @@ SavedPlace::SavedPlace(c10::intrusive_ptr<CheckpointFrame> frame, size_t number)
     : frame_(std::move(frame)), number_(number) {}
 
 SavedPlace::~SavedPlace() = default;
+
+void SavedPlace::forget(int64_t task) {
+  const auto is_its = [&](const Recomputed& one) { return one.task == task; };
+  recomputed_.erase(std::remove_if(recomputed_.begin(), recomputed_.end(), is_its),
+                    recomputed_.end());
+}
 
 void SavedPlace::release_resources() {
   recomputed_.clear();
@@ -176,7 +183,11 @@ CheckpointFrame::Task& CheckpointFrame::recomputation_of(int64_t id) {
     }
   }
   if (tasks_.size() == kMostTasks) {
-    tasks_.erase(tasks_.begin());  // the oldest; should it ask again, it recomputes again
+    // The oldest goes, with its tensors; should it ask again, it recomputes again.
+    const int64_t oldest = tasks_.front().id;
+    for (const auto& weak : places_)
+      if (const auto place = weak.lock()) place->forget(oldest);
+    tasks_.erase(tasks_.begin());
   }
   return tasks_.emplace_back(Task{id});
 }
@@ -191,7 +202,8 @@ void CheckpointFrame::recompute(int64_t id) {
   recomputation_of(id) = Task{id};
   {
     const at::AutoGradMode grad_mode(true);
-    const PackerGuard guard(c10::make_intrusive<RecomputationPacker>(*this, id));
+    const PackerGuard guard(c10::make_intrusive<RecomputationPacker>(
+        c10::intrusive_ptr<CheckpointFrame>::reclaim_copy(this), id));
     call_->run(inputs);
   }
   Task& task = recomputation_of(id);
@@ -203,7 +215,9 @@ void CheckpointFrame::check(const Task& task) const {
   if (!task.compares) {
     return;
   }
-  if (task.saved < places_.size()) {
+  // The function may have caught the error of one too many.
+  const bool saved_more = task.saved > places_.size() && !task.has_stopped;
+  if (task.saved < places_.size() || saved_more) {
     fail(c10::str("saved ", task.saved, " tensors where the forward had saved ", places_.size()));
   }
   std::string differences;

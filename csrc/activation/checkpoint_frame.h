@@ -68,6 +68,9 @@ class TRIREME_API SavedPlace : public PackedTensor {
     at::Tensor tensor;  // undefined when it was handed out
   };
 
+  // Drops what was recomputed for a graph task.
+  void forget(int64_t task);
+
   c10::intrusive_ptr<CheckpointFrame> frame_;
   size_t number_;
   c10::SmallVector<Recomputed, 1> recomputed_;  // the frame's lock guards it

@@ -4,6 +4,7 @@
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/Context.h>
+#include <ATen/DeviceAccelerator.h>
 #include <ATen/autocast_mode.h>
 
 #include <algorithm>
@@ -45,6 +46,10 @@ ForwardState ForwardState::capture(bool with_random, const std::vector<at::Tenso
     if (std::find(types.begin(), types.end(), device.type()) == types.end()) {
       types.push_back(device.type());
     }
+  }
+  // Inputs of the CPU may be moved inside.
+  if (const auto accelerator = at::getAccelerator(); accelerator && devices.empty()) {
+    types.push_back(*accelerator);
   }
   for (const c10::DeviceType type : types) {
     state.autocast_.push_back(

@@ -104,6 +104,16 @@ int64_t SavedTensorHooks::current_task() {
   return task >= 0 ? task : outside.fetch_sub(1);
 }
 
+bool SavedTensorHooks::is_stop(const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const StopRecomputation&) {
+    return true;
+  } catch (...) {
+    return false;
+  }
+}
+
 SavedTensorHooks& SavedTensorHooks::get() {
   static CppHooks own;
   SavedTensorHooks* hooks = registered.load();

@@ -6,6 +6,7 @@
 #include <c10/util/intrusive_ptr.h>
 
 #include <cstdint>
+#include <exception>
 #include <mutex>
 #include <string>
 #include <vector>
@@ -54,6 +55,9 @@ class TRIREME_API SavedTensorHooks {
   // Returns what tells one backward from another: the id of the engine's graph task, or a new
   // negative number outside of one.
   virtual int64_t current_task();
+
+  // Says whether an exception out of a function is the end that a null of pack() brings about.
+  virtual bool is_stop(const std::exception_ptr& error);
 
   // Waits for a lock. What the thread holds besides, such as the interpreter, it lets go meanwhile.
   virtual void lock(std::recursive_mutex& mutex) { mutex.lock(); }

@@ -6,7 +6,9 @@
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <cstddef>
+#include <unordered_map>
 #include <utility>
+#include <vector>
 
 namespace trireme {
 namespace kept_call {
@@ -15,16 +17,15 @@ namespace py = pybind11;
 
 // An argument: a tensor's place, a container with places, or a value as it is.
 struct Argument {
-  enum class Kind { kValue, kTensor, kList, kTuple, kDict };
+  enum class Kind { kValue, kTensor, kList, kTuple, kDict, kSame };
 
   Kind kind = Kind::kValue;
   py::object value;                  // what kValue is; the keys of kDict, as a list
   std::vector<Argument> elements{};  // what a container holds
+  size_t same = 0;                   // which list or dict kSame is, in the order they are met
 };
 
-static Argument take_apart(py::handle given, std::vector<at::Tensor>& tensors);
-
-// Refuses containers that hold themselves.
+// Refuses containers that are nested too deeply.
 class Recursion {
  public:
   Recursion() {
@@ -36,67 +37,96 @@ class Recursion {
   Recursion& operator=(const Recursion&) = delete;
 };
 
-// `elements` is a list or a tuple: `given` itself, or the values of a dict.
-static Argument take_container_apart(Argument::Kind kind, py::handle given, py::handle elements,
-                                     std::vector<at::Tensor>& tensors) {
-  const Recursion recursion;
-  const size_t before = tensors.size();
-  Argument found{kind, py::object()};
-  for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(elements.ptr()); ++i)
-    found.elements.push_back(take_apart(PySequence_Fast_GET_ITEM(elements.ptr(), i), tensors));
-  if (tensors.size() == before)  // a container without tensors is a value
-    return {Argument::Kind::kValue, py::reinterpret_borrow<py::object>(given)};
-  if (kind == Argument::Kind::kDict)
-    found.value = py::reinterpret_steal<py::object>(PyDict_Keys(given.ptr()));
-  return found;
-}
+// Takes arguments apart. A list or a dict that is met twice is the same one in each call.
+class Taking {
+ public:
+  explicit Taking(std::vector<at::Tensor>& tensors) : tensors_(tensors) {}
 
-static Argument take_apart(py::handle given, std::vector<at::Tensor>& tensors) {
-  if (THPVariable_Check(given.ptr())) {
-    tensors.push_back(THPVariable_Unpack(given.ptr()));
-    return {Argument::Kind::kTensor, py::object()};
-  }
-  if (PyList_CheckExact(given.ptr()) != 0)
-    return take_container_apart(Argument::Kind::kList, given, given, tensors);
-  if (PyTuple_CheckExact(given.ptr()) != 0)
-    return take_container_apart(Argument::Kind::kTuple, given, given, tensors);
-  if (PyDict_CheckExact(given.ptr()) != 0) {
+  Argument take(py::handle given) {
+    if (THPVariable_Check(given.ptr())) {
+      const at::Tensor& tensor = THPVariable_Unpack(given.ptr());
+      if (tensor.is_inference()) return value(given);  // autograd cannot save it
+      tensors_.push_back(tensor);
+      return {Argument::Kind::kTensor, py::object()};
+    }
+    if (PyTuple_CheckExact(given.ptr()) != 0) return take_tuple(given);
+    const bool is_dict = PyDict_CheckExact(given.ptr()) != 0;
+    if (!is_dict && PyList_CheckExact(given.ptr()) == 0) return value(given);
+    const auto [place, is_new] = met_.emplace(given.ptr(), met_.size());
+    if (!is_new) return {Argument::Kind::kSame, py::object(), {}, place->second};
+    if (!is_dict) return {Argument::Kind::kList, py::object(), elements_of(given)};
     const auto values = py::reinterpret_steal<py::object>(PyDict_Values(given.ptr()));
-    return take_container_apart(Argument::Kind::kDict, given, values, tensors);
+    return {Argument::Kind::kDict, py::reinterpret_steal<py::object>(PyDict_Keys(given.ptr())),
+            elements_of(values)};
   }
-  return {Argument::Kind::kValue, py::reinterpret_borrow<py::object>(given)};
-}
 
-static py::object put_together(const Argument& argument, const std::vector<at::Tensor>& tensors,
-                               size_t& next) {
-  const auto element = [&](size_t i) { return put_together(argument.elements[i], tensors, next); };
-  const size_t size = argument.elements.size();
-  switch (argument.kind) {
-    case Argument::Kind::kValue:
-      return argument.value;
-    case Argument::Kind::kTensor:
-      return py::reinterpret_steal<py::object>(THPVariable_Wrap(tensors[next++]));
-    case Argument::Kind::kList: {
-      py::list made(size);
-      for (size_t i = 0; i < size; ++i) made[i] = element(i);
-      return made;
-    }
-    case Argument::Kind::kTuple: {
-      py::tuple made(size);
-      for (size_t i = 0; i < size; ++i) made[i] = element(i);
-      return made;
-    }
-    case Argument::Kind::kDict: {
-      py::dict made;
-      for (size_t i = 0; i < size; ++i) {
-        const py::object value = element(i);
-        made[py::handle(PyList_GET_ITEM(argument.value.ptr(), static_cast<Py_ssize_t>(i)))] = value;
-      }
-      return made;
-    }
+ private:
+  static Argument value(py::handle given) {
+    return {Argument::Kind::kValue, py::reinterpret_borrow<py::object>(given)};
   }
-  TORCH_INTERNAL_ASSERT(false);
-}
+
+  Argument take_tuple(py::handle given) {
+    Argument found{Argument::Kind::kTuple, py::object(), elements_of(given)};
+    for (const Argument& element : found.elements)
+      if (element.kind != Argument::Kind::kValue) return found;
+    return value(given);
+  }
+
+  std::vector<Argument> elements_of(py::handle sequence) {
+    const Recursion recursion;
+    std::vector<Argument> elements;
+    for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(sequence.ptr()); ++i)
+      elements.push_back(take(PySequence_Fast_GET_ITEM(sequence.ptr(), i)));
+    return elements;
+  }
+
+  std::vector<at::Tensor>& tensors_;
+  std::unordered_map<PyObject*, size_t> met_;
+};
+
+// Puts arguments together again, in the order in which they were taken apart.
+class Putting {
+ public:
+  explicit Putting(const std::vector<at::Tensor>& tensors) : tensors_(tensors) {}
+
+  py::object put(const Argument& argument) {
+    const size_t size = argument.elements.size();
+    switch (argument.kind) {
+      case Argument::Kind::kValue:
+        return argument.value;
+      case Argument::Kind::kTensor:
+        return py::reinterpret_steal<py::object>(THPVariable_Wrap(tensors_[next_++]));
+      case Argument::Kind::kSame:
+        return made_[argument.same];
+      case Argument::Kind::kTuple: {
+        py::tuple made(size);
+        for (size_t i = 0; i < size; ++i) made[i] = put(argument.elements[i]);
+        return made;
+      }
+      case Argument::Kind::kList: {
+        py::list made;
+        made_.push_back(made);
+        for (const Argument& element : argument.elements) made.append(put(element));
+        return made;
+      }
+      case Argument::Kind::kDict: {
+        py::dict made;
+        made_.push_back(made);
+        PyObject* keys = argument.value.ptr();
+        for (size_t i = 0; i < size; ++i)
+          made[py::handle(PyList_GET_ITEM(keys, static_cast<Py_ssize_t>(i)))] =
+              put(argument.elements[i]);
+        return made;
+      }
+    }
+    TORCH_INTERNAL_ASSERT(false);
+  }
+
+ private:
+  const std::vector<at::Tensor>& tensors_;
+  size_t next_ = 0;
+  std::vector<py::object> made_;
+};
 
 }  // namespace kept_call
 
@@ -113,8 +143,9 @@ KeptCall::KeptCall(py::object function, const py::tuple& arguments, const py::di
                    py::object explain, bool with_random)
     : python_(std::make_unique<Python>()) {
   python_->function = std::move(function);
-  python_->arguments = kept_call::take_apart(arguments, tensors_);
-  python_->keywords = kept_call::take_apart(keywords, tensors_);
+  kept_call::Taking taking(tensors_);
+  python_->arguments = taking.take(arguments);
+  python_->keywords = taking.take(keywords);
   python_->explain = std::move(explain);
   state_ = ForwardState::capture(with_random, tensors_);
 }
@@ -128,9 +159,9 @@ std::vector<at::Tensor> KeptCall::take_tensors() { return std::exchange(tensors_
 
 void KeptCall::run(const std::vector<at::Tensor>& inputs) {
   const py::gil_scoped_acquire gil;
-  size_t next = 0;
-  const py::object arguments = kept_call::put_together(python_->arguments, inputs, next);
-  const py::object keywords = kept_call::put_together(python_->keywords, inputs, next);
+  kept_call::Putting putting(inputs);
+  const py::object arguments = putting.put(python_->arguments);
+  const py::object keywords = putting.put(python_->keywords);
   const ForwardStateGuard guard(state_);
   const auto result = py::reinterpret_steal<py::object>(
       PyObject_Call(python_->function.ptr(), arguments.ptr(), keywords.ptr()));

@@ -15,9 +15,10 @@ namespace trireme {
 // A function of Python and its arguments, to be called once more. Any thread may drop it.
 //
 // Tensors among the arguments, and those in lists, tuples and dicts of any depth (not in subclasses
-// of these), are kept by the frame, which notices when they are changed in place. The containers
-// that hold them are copied when they are kept and at each call, so neither the function nor its
-// caller changes what the next call gets. All other arguments are kept as they are.
+// of these), are kept by the frame, which notices when they are changed in place. Lists and dicts
+// are copied when they are kept and at each call, so neither the function nor its caller changes
+// what the next call gets; one that comes twice is one object in each call. All other arguments,
+// and tensors of inference mode, are kept as they are.
 class KeptCall : public CheckpointedCall {
  public:
   // `explain` is called with the text of a CheckpointError before that is raised, or None.

@@ -12,10 +12,12 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <exception>
 #include <mutex>
 #include <optional>
 #include <structmember.h>
 #include <utility>
+#include <vector>
 
 namespace trireme {
 namespace {
@@ -61,6 +63,9 @@ struct PackHook {
 };
 
 PyTypeObject* pack_hook_type = nullptr;
+
+// What this thread has pushed; torch's stack holds them.
+thread_local std::vector<PyObject*> pushed;
 
 PyObject* pack(PyObject* self, PyObject* const* arguments, size_t /*count*/, PyObject* /*names*/) {
   return translated([&] {
@@ -156,14 +161,36 @@ class PythonHooks : public SavedTensorHooks {
     at::SavedTensorDefaultHooks::push_hooks(
         c10::SafePyObject(reinterpret_cast<PyObject*>(hook), getPyInterpreter()),
         c10::SafePyObject(Py_NewRef(unpack_), getPyInterpreter()));
+    pushed.push_back(reinterpret_cast<PyObject*>(hook));
   }
 
   void pop() override {
     const py::gil_scoped_acquire gil;
-    const auto hooks = at::SavedTensorDefaultHooks::pop_hooks();
-    // The graph keeps the hook, and through these it would keep what they reach.
-    auto* hook = reinterpret_cast<PackHook*>(hooks.first.ptr(getPyInterpreter()));
-    Py_CLEAR(hook->user_hooks);
+    PyObject* own = pushed.back();
+    pushed.pop_back();
+    // An exception may have left hooks of the user's above.
+    while (at::SavedTensorDefaultHooks::get_hooks(/*ignore_is_tracing=*/true)) {
+      const auto hooks = at::SavedTensorDefaultHooks::pop_hooks();
+      if (hooks.first.ptr(getPyInterpreter()) != own) continue;
+      // The graph keeps the hook, and through these it would keep what they reach.
+      Py_CLEAR(reinterpret_cast<PackHook*>(own)->user_hooks);
+      break;
+    }
+  }
+
+  // Torch throws Python's exceptions as one of C++ out of its operators.
+  bool is_stop(const std::exception_ptr& error) override {
+    try {
+      std::rethrow_exception(error);
+    } catch (python_error& raised) {
+      const py::gil_scoped_acquire gil;
+      raised.restore();
+      if (clear_stop()) return true;
+      raised.persist();
+      return false;
+    } catch (...) {
+      return SavedTensorHooks::is_stop(error);
+    }
   }
 
   int64_t current_task() override {
@@ -193,10 +220,11 @@ class PythonHooks : public SavedTensorHooks {
 
 bool clear_stop() {
   py::error_already_set error;
+  const bool may_be = PyErr_GivenExceptionMatches(error.value().ptr(), PyExc_Exception) != 0;
   auto seen = py::reinterpret_borrow<py::object>(error.value());
   while (seen && PyErr_GivenExceptionMatches(seen.ptr(), stop_type) == 0)
     seen = py::reinterpret_steal<py::object>(PyException_GetContext(seen.ptr()));
-  if (seen) return true;
+  if (seen && may_be) return true;
   error.restore();
   return false;
 }

@@ -181,7 +181,28 @@ def checkpoint(
             "Pass the function first, or options only for a decorator.",
             kind=TypeError if args else ValueError,
         )
-    return options.decorate
+    return functools.partial(
+        _decorated,
+        {
+            "preserve_rng_state": preserve_rng_state,
+            "context_fn": context_fn,
+            "determinism_check": determinism_check,
+            "debug": debug,
+            "early_stop": early_stop,
+            "offload": offload,
+            "partition": partition,
+            "respect_saved_tensors_hooks": respect_saved_tensors_hooks,
+        },
+    )
+
+
+def _decorated(options: dict[str, Any], function: Callable[P, T]) -> Callable[P, T]:
+    @functools.wraps(function)
+    def checkpointed(*args: P.args, **kwargs: P.kwargs) -> T:
+        result: T = checkpoint(function, *args, **options, **kwargs)
+        return result
+
+    return checkpointed
 
 
 def _chosen(by_context: bool | None, given: bool) -> bool:
@@ -238,14 +259,6 @@ class _Options:
                     "Leave one of them out.",
                 )
 
-    def decorate(self, function: Callable[P, T]) -> Callable[P, T]:
-        @functools.wraps(function)
-        def checkpointed(*args: P.args, **kwargs: P.kwargs) -> T:
-            result: T = self.call(function, args, kwargs)
-            return result
-
-        return checkpointed
-
     def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return function(*args, **kwargs)
@@ -279,13 +292,13 @@ class _Options:
         if context_fn is noop_context_fn:
             if device is None:
                 return function, function, None
-            return function, _in_contexts(function, nullcontext(), device), None
+            return function, _in_contexts(function, nullcontext(), device, has_result=False), None
         of_forward, of_recomputation = context_fn()
         if hasattr(of_forward, "respect_saved_tensors_hooks"):
             of_forward.respect_saved_tensors_hooks = self.respect_saved_tensors_hooks
         return (
-            _in_contexts(function, of_forward, None),
-            _in_contexts(function, of_recomputation, device),
+            _in_contexts(function, of_forward, None, has_result=True),
+            _in_contexts(function, of_recomputation, device, has_result=False),
             explain,
         )
 
@@ -306,11 +319,15 @@ def _in_contexts(
     function: Callable[..., Any],
     context: AbstractContextManager[Any],
     device: torch.device | None,
+    *,
+    has_result: bool,
 ) -> Callable[..., Any]:
     @functools.wraps(function, updated=())  # a module's attributes stay where they are
     def in_contexts(*args: Any, **kwargs: Any) -> Any:
         with context, nullcontext() if device is None else DeviceContext(device):
             return function(*args, **kwargs)
+        if not has_result:  # a context suppressed an exception, such as the early stop
+            return None
         raise RuntimeError(
             error_text(
                 "checkpoint",

@@ -295,3 +295,84 @@ def test_hooks_that_are_always_called_see_the_early_stop() -> None:
     model[1].register_forward_hook(lambda *_: seen.append("called"), always_call=True)
     ours(model, leaves(1)[0]).sum().backward()
     assert seen == ["called"] * 2
+
+
+def test_lists_and_dicts_are_what_the_first_call_got() -> None:
+    """Also those without tensors, and those that come twice."""
+
+    def grow(first: list[Any], second: list[Any], notes: list[Any], memo: dict[str, Any]) -> Tensor:
+        first.append(first[0].sin())
+        notes.append(first[-1])
+        memo["more"] = second[-1].exp()
+        return memo["more"] * sum(notes) + len(memo)
+
+    (x,) = leaves(1)
+    both = [x]
+    expected = grad(grow(both, both, [], {}).sum(), x)
+    both = [x]
+    assert_same_bits(grad(ours(grow, both, both, [], memo={}).sum(), x), expected)
+    around: list[Any] = [x]
+    around.append(around)
+    assert_same_bits(grad(ours(lambda it: it[1][0].exp(), around).sum(), x), grad(x.exp().sum(), x))
+
+
+def test_tensors_of_inference_mode_are_kept_as_they_are() -> None:
+    with torch.inference_mode():
+        mask = torch.ones(6)
+    (x,) = leaves(1)
+    found = grad(ours(lambda x, mask: (x + mask).exp(), x, mask=mask).sum(), x)
+    assert_same_bits(found, grad((x + 1).exp().sum(), x))
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_hooks_that_an_exception_has_left_behind(again: bool) -> None:
+    """A module's hooks may push and pop some; the latter does not run where forward raises."""
+    calls, (x,) = [], leaves(1)
+
+    def function(x: Tensor) -> Tensor:
+        torch.autograd.graph.saved_tensors_hooks(lambda it: it, lambda it: it).__enter__()
+        calls.append(1)
+        if len(calls) > again:
+            raise ValueError("spilled the coffee")
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+        return x.exp()
+
+    with pytest.raises(ValueError, match="spilled the coffee"):
+        ours(function, x).sum().backward()
+    assert_same_bits(grad(ours(torch.exp, x).sum(), x), grad(x.exp().sum(), x))
+
+
+def test_a_decorator_listens_to_contexts() -> None:
+    ends: list[int] = []
+
+    @trireme.checkpoint()
+    def function(x: Tensor) -> Tensor:
+        x = x.exp()
+        ends.append(1)
+        return x
+
+    with torch.utils.checkpoint.set_checkpoint_early_stop(False):
+        function(leaves(1)[0]).sum().backward()
+    assert len(ends) == 2
+
+
+def test_a_decorator_under_the_compiler() -> None:
+    model, (x,) = net().eval(), leaves(1)
+    function = torch.compile(trireme.checkpoint()(lambda x: model(x).sin()), backend="aot_eager")
+    expected = grad(model(x).sin().sum(), [x, *model.parameters()])
+    torch.testing.assert_close(grad(function(x).sum(), [x, *model.parameters()]), expected)
+
+
+def test_backwards_over_parts_of_a_graph_hold_no_more_and_more() -> None:
+    seen: list[weakref.ref[Tensor]] = []
+
+    def function(x: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = x.exp()
+        seen.append(weakref.ref(hidden))
+        return hidden.sin(), hidden.cos()
+
+    (x,) = leaves(1)
+    one, _other = ours(function, x)
+    for _ in range(40):
+        grad(one.sum(), x, retain_graph=True)
+    assert sum(it() is not None for it in seen) <= 20

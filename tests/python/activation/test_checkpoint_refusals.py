@@ -228,3 +228,19 @@ def test_refusals_have_the_house_form(options: Any, kind: Any, parts: tuple[str,
     with pytest.raises(kind, match=r"^\[checkpoint\] got .*, expected .*\. [A-Z].*\.$") as caught:
         ours(waves, *leaves(1), **options)
     assert all(part in str(caught.value) for part in parts)
+
+
+def test_a_difference_that_the_function_catches() -> None:
+    calls: list[int] = []
+
+    def function(x: Tensor) -> Tensor:
+        calls.append(1)
+        try:
+            more = x.cos() if len(calls) > 1 else x
+            return more.sin().exp()
+        except Exception:
+            return x
+
+    x = torch.ones(3, requires_grad=True)
+    with pytest.raises(trireme.CheckpointError, match="saved 3 tensors where"):
+        trireme.checkpoint(function, x, early_stop=False).sum().backward()
