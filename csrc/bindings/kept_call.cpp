@@ -135,7 +135,7 @@ namespace py = pybind11;
 struct KeptCall::Python {
   py::object function;
   kept_call::Argument arguments;
-  kept_call::Argument keywords;
+  kept_call::Argument keywords;  // no value where there are none
   py::object explain;
 };
 
@@ -145,7 +145,7 @@ KeptCall::KeptCall(py::object function, const py::tuple& arguments, const py::di
   python_->function = std::move(function);
   kept_call::Taking taking(tensors_);
   python_->arguments = taking.take(arguments);
-  python_->keywords = taking.take(keywords);
+  if (!keywords.empty()) python_->keywords = taking.take(keywords);
   python_->explain = std::move(explain);
   state_ = ForwardState::capture(with_random, tensors_);
 }

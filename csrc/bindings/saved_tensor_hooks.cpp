@@ -169,13 +169,13 @@ class PythonHooks : public SavedTensorHooks {
     PyObject* own = pushed.back();
     pushed.pop_back();
     // An exception may have left hooks of the user's above.
-    while (at::SavedTensorDefaultHooks::get_hooks(/*ignore_is_tracing=*/true)) {
+    do {
       const auto hooks = at::SavedTensorDefaultHooks::pop_hooks();
       if (hooks.first.ptr(getPyInterpreter()) != own) continue;
       // The graph keeps the hook, and through these it would keep what they reach.
       Py_CLEAR(reinterpret_cast<PackHook*>(own)->user_hooks);
-      break;
-    }
+      return;
+    } while (at::SavedTensorDefaultHooks::get_hooks(/*ignore_is_tracing=*/true));
   }
 
   // Torch throws Python's exceptions as one of C++ out of its operators.

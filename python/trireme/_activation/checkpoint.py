@@ -197,10 +197,11 @@ def checkpoint(
 
 
 def _decorated(options: dict[str, Any], function: Callable[P, T]) -> Callable[P, T]:
+    call: Callable[..., T] = checkpoint
+
     @functools.wraps(function)
     def checkpointed(*args: P.args, **kwargs: P.kwargs) -> T:
-        result: T = checkpoint(function, *args, **options, **kwargs)
-        return result
+        return call(function, *args, **options, **kwargs)
 
     return checkpointed
 
