@@ -22,7 +22,7 @@ struct Argument {
   Kind kind = Kind::kValue;
   py::object value;                  // what kValue is; the keys of kDict, as a list
   std::vector<Argument> elements{};  // what a container holds
-  size_t same = 0;                   // which list or dict kSame is, in the order they are met
+  size_t same = 0;                   // number of the list or dict that kSame is
 };
 
 // Refuses containers that are nested too deeply.

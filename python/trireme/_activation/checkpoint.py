@@ -6,7 +6,7 @@ import functools
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ParamSpec, TypeVar, overload
 
 import torch
@@ -161,8 +161,8 @@ def checkpoint(
         preserve_rng_state=preserve_rng_state,
         context_fn=context_fn,
         determinism_check=determinism_check,
-        debug=_chosen(torchs._checkpoint_debug_enabled, debug),
-        early_stop=_chosen(torchs._enable_checkpoint_early_stop, early_stop),
+        debug=debug,
+        early_stop=early_stop,
         offload=offload,
         partition=partition,
         respect_saved_tensors_hooks=respect_saved_tensors_hooks,
@@ -174,36 +174,14 @@ def checkpoint(
             "Leave it out.",
         )
     if function is not None:
-        return options.call(function, args, kwargs)
+        return options.chosen().call(function, args, kwargs)
     if args or kwargs:
         refuse(
             "got arguments without a function",
             "Pass the function first, or options only for a decorator.",
             kind=TypeError if args else ValueError,
         )
-    return functools.partial(
-        _decorated,
-        {
-            "preserve_rng_state": preserve_rng_state,
-            "context_fn": context_fn,
-            "determinism_check": determinism_check,
-            "debug": debug,
-            "early_stop": early_stop,
-            "offload": offload,
-            "partition": partition,
-            "respect_saved_tensors_hooks": respect_saved_tensors_hooks,
-        },
-    )
-
-
-def _decorated(options: dict[str, Any], function: Callable[P, T]) -> Callable[P, T]:
-    call: Callable[..., T] = checkpoint
-
-    @functools.wraps(function)
-    def checkpointed(*args: P.args, **kwargs: P.kwargs) -> T:
-        return call(function, *args, **options, **kwargs)
-
-    return checkpointed
+    return options.decorate
 
 
 def _chosen(by_context: bool | None, given: bool) -> bool:
@@ -259,6 +237,24 @@ class _Options:
                     "recomputed",
                     "Leave one of them out.",
                 )
+
+    def chosen(self) -> _Options:
+        """What holds at this moment, with what torch's context managers say."""
+        return replace(
+            self,
+            debug=_chosen(torchs._checkpoint_debug_enabled, self.debug),
+            early_stop=_chosen(torchs._enable_checkpoint_early_stop, self.early_stop),
+        )
+
+    def decorate(self, function: Callable[P, T]) -> Callable[P, T]:
+        call: Callable[..., T] = checkpoint
+        options = vars(self)
+
+        @functools.wraps(function)
+        def checkpointed(*args: P.args, **kwargs: P.kwargs) -> T:
+            return call(function, *args, **options, **kwargs)
+
+        return checkpointed
 
     def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
