@@ -11,6 +11,14 @@
 #include <vector>
 
 namespace trireme {
+
+// Throws Python's present exception as torch does; torch's own function is newer than torch 2.11.
+[[noreturn]] static void throw_python_error() {
+  python_error error;
+  error.persist();
+  throw error;
+}
+
 namespace kept_call {
 
 namespace py = pybind11;
@@ -165,7 +173,7 @@ void KeptCall::run(const std::vector<at::Tensor>& inputs) {
   const ForwardStateGuard guard(state_);
   const auto result = py::reinterpret_steal<py::object>(
       PyObject_Call(python_->function.ptr(), arguments.ptr(), keywords.ptr()));
-  if (!result && !clear_stop()) torch::throw_python_error();
+  if (!result && !clear_stop()) throw_python_error();
 }
 
 std::string KeptCall::name() const {
@@ -181,7 +189,7 @@ void KeptCall::explain(const std::string& text) const {
   if (python_->explain.is_none()) return;
   const auto result = py::reinterpret_steal<py::object>(
       PyObject_CallOneArg(python_->explain.ptr(), py::str(text).ptr()));
-  if (!result) torch::throw_python_error();
+  if (!result) throw_python_error();
 }
 
 }  // namespace trireme
