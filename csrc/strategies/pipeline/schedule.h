@@ -21,8 +21,8 @@ struct PipelineSchedule {
   int64_t ranks = 0;
   int64_t stages = 0;
   int64_t micro_batches = 0;
-  std::vector<int64_t> stage_rank = {};  // by stage
-  std::vector<PipelineRow> rows = {};    // by rank
+  std::vector<int64_t> stage_rank = {};  // one per stage
+  std::vector<PipelineRow> rows = {};    // one per rank
 
   TRIREME_API bool operator==(const PipelineSchedule& other) const;
 };
@@ -51,7 +51,8 @@ TRIREME_API std::string to_csv(const PipelineSchedule& schedule, TableForm form)
 // action, "." is a bubble:
 //
 //   step      0   1   2   3   4   5   6   7   8
-//   rank 0  0F0 0F1   .   . 0B0   - 0B1   -   .
+//   rank 0  0F0 0F1   .   . 0B0   -   . 0B1   -
+//   rank 1    . 1F0 1B0   - 1F1 1B1   -   .   .
 TRIREME_API std::string to_string(const PipelineSchedule& schedule);
 
 }  // namespace trireme
