@@ -36,6 +36,12 @@ if TYPE_CHECKING:
     from trireme._data_parallel.coalesced import broadcast_coalesced, reduce_add_coalesced
     from trireme._data_parallel.parallel_apply import data_parallel, parallel_apply
     from trireme._data_parallel.replicate import replicate
+    from trireme._pipeline.schedule import (
+        PipelineAction,
+        PipelineSchedule,
+        partition,
+        pipeline_schedule,
+    )
     from trireme._saving.checkpoint import load_checkpoint, save_checkpoint
     from trireme.dp import DataParallel
     from trireme.fsdp import (
@@ -66,6 +72,9 @@ _LAZY = {
     "trireme._data_parallel.coalesced": ("broadcast_coalesced", "reduce_add_coalesced"),
     "trireme._data_parallel.parallel_apply": ("data_parallel", "parallel_apply"),
     "trireme._data_parallel.replicate": ("replicate",),
+    "trireme._pipeline.schedule": (
+        *("PipelineAction", "PipelineSchedule", "partition", "pipeline_schedule"),
+    ),
     "trireme._saving.checkpoint": ("load_checkpoint", "save_checkpoint"),
     "trireme.dp": ("DataParallel",),
     "trireme.fsdp": (
@@ -103,6 +112,8 @@ __all__ = [
     "MixedPrecisionPolicy",
     "Offload",
     "OffloadPolicy",
+    "PipelineAction",
+    "PipelineSchedule",
     "PostLocalSGDOptimizer",
     "SyncBatchNorm",
     "UnshardHandle",
@@ -122,6 +133,8 @@ __all__ = [
     "load_checkpoint",
     "optim",
     "parallel_apply",
+    "partition",
+    "pipeline_schedule",
     "rank_generator",
     "reduce_add_coalesced",
     "register_fsdp_forward_method",

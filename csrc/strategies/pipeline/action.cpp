@@ -42,7 +42,7 @@ std::string_view stripped(std::string_view text) {
   return text.substr(begin, text.find_last_not_of(" \t\r") - begin + 1);
 }
 
-// Takes a number from the front of a text; -1 where there is none, or a larger one than 32 bits hold.
+// Takes a number from the front of a text; -1 where there is none, or one that 32 bits do not hold.
 int32_t take_number(std::string_view& text) {
   int32_t number = 0;
   if (text.empty() || !is_digit(text.front())) return -1;

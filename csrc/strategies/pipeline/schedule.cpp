@@ -156,7 +156,9 @@ std::string to_string(const PipelineSchedule& schedule) {
   for (size_t rank = 0; rank < ranks; ++rank) {
     const std::string number = std::to_string(rank);
     text += "\nrank " + std::string(label - number.size(), ' ') + number + " ";
-    for (size_t step = 0; step < steps; ++step) add_aligned(text, cells[rank * steps + step], width);
+    for (size_t step = 0; step < steps; ++step) {
+      add_aligned(text, cells[rank * steps + step], width);
+    }
   }
   return text + "\n";
 }

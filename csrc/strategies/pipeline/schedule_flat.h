@@ -76,7 +76,7 @@ class FlatSchedule {
   std::vector<int64_t> stage_rank_;
   std::vector<FlatAction> actions_;
   std::vector<int32_t> row_begin_;
-  // Holds, by kind, where each stage and micro-batch has it; nothing for a kind that does not occur.
+  // Holds, by kind, where each stage and micro-batch has it; nothing for kinds that do not occur.
   std::array<std::vector<int32_t>, kActionKinds> found_;
   std::vector<std::vector<int32_t>> sends_;  // two lists per stage: onward and back
 };

@@ -23,8 +23,8 @@ namespace trireme {
 //   zb-auto            any number, 1      greedy over costs, under a limit of live activations
 //
 // Where torch.distributed.pipelining has a form of that name, the order of every rank's actions is
-// torch's. One thing differs: looped-bfs runs the backwards of a stage in the order of micro-batches,
-// as all others do, so that gradients are summed in one order under every schedule.
+// torch's. One thing differs: looped-bfs runs the backwards of a stage in the order of
+// micro-batches, as all others do, so that gradients are summed in one order under every schedule.
 //
 // Numbers that torch refuses work, too:
 //   - fewer micro-batches than ranks: the forwards before the first backward are at most all;

@@ -12,7 +12,7 @@
 namespace trireme {
 namespace {
 
-constexpr size_t kStagesAhead = 3;  // whose parameters a rank has at a time, as in torch
+constexpr size_t kStagesAhead = 3;  // torch keeps the parameters of as many
 
 PipelineRow compute_row(const PipelineRow& row) {
   PipelineRow kept;
@@ -173,7 +173,7 @@ class MessagePlacement {
 
   [[noreturn]] void refuse_overlap(size_t rank) const {
     refuse_pipeline("got " + to_string(rows_[rank][next_[rank]]) + " in the row of rank " +
-                        std::to_string(rank) + ", which needs what it sends itself",
+                        std::to_string(rank) + ", which needs what it makes itself",
                     "Let the actions of an overlap belong to different micro-batches.");
   }
 

@@ -10,15 +10,15 @@ namespace trireme {
 //
 //   SEND_F, SEND_B             behind what they send, where the other stage is on another rank
 //   RECV_F, RECV_B             at the end of what the receiver's row holds when the send is placed:
-//                              so sends and receives of all ranks are in one order, and none hangs
-//   WAIT_SEND_F                behind the backward of its micro-batch, which proves that the peer had
-//                              received it; without a backward at the end of the row
+//                              so all sends and receives are in one order, and none hangs
+//   WAIT_SEND_F                behind the backward of its micro-batch, which proves that the peer
+//                              had received it; without a backward at the end of the row
 //   WAIT_SEND_B                at the end of the row
-//   UNSHARD, RESHARD           so that a rank has the parameters of the next three stages that it uses
+//   UNSHARD, RESHARD           so that a rank has the parameters of the next three stages it uses
 //   REDUCE_GRAD, and its wait  behind the last backward of its stage
 //
-// Throws ValueError for a schedule that check_schedule() refuses, and for an overlap that needs what
-// comes to it by a send of its own.
+// Throws ValueError for a schedule that check_schedule() refuses, and for an overlap in which one
+// action needs what another one makes.
 TRIREME_API PipelineSchedule lower(const PipelineSchedule& schedule);
 
 }  // namespace trireme

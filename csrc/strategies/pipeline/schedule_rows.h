@@ -32,9 +32,9 @@ PipelineRow dualpipe_v_row(const ScheduleShape& shape, int32_t rank);
 // waits for a gap. How much of W must fit into a gap for it to go there (all, half, anything) is
 // tried out; the shortest schedule wins.
 //
-// A limit of live activations holds for each rank. A forward may begin only while enough of the limit
-// remains for the oldest micro-batch to pass all stages of the rank, so that no rank fills up with
-// micro-batches that cannot come back. Hence the limit is at least the number of its stages.
+// A limit of live activations holds for each rank. A forward may begin only while enough of the
+// limit remains for the oldest micro-batch to pass all stages of the rank, so that no rank fills up
+// with micro-batches that cannot come back. Hence the limit is at least the number of its stages.
 std::vector<PipelineRow> greedy_rows(const ScheduleShape& shape, const ScheduleCosts& costs,
                                      int64_t max_activations);  // 0: no limit
 

@@ -189,7 +189,7 @@ class ScheduleRun {
   int64_t slots_;
   ScheduleTimes times_;
   std::vector<int32_t> awake_;
-  // Hold, for each rank, the action that comes next, what it waits for, and who else waits for that.
+  // Hold, for each rank, the action that comes next, what it waits for, and who else waits for it.
   std::vector<int32_t> next_;
   std::vector<int32_t> blocker_;
   std::vector<int32_t> next_waiter_;

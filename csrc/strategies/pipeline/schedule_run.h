@@ -22,7 +22,8 @@ struct ScheduleTimes {
 //   R              F
 //   B, I           F, and R where there is one; B or I of the next stage, or its SEND_B
 //   W              I
-//   SEND_F, SEND_B F; B or I. With c slots: the last use of the message that was sent c sends before
+//   SEND_F         F. With c slots: the last use of the message that was sent c sends before
+//   SEND_B         B or I. Slots as for SEND_F
 //   WAIT_SEND_*    the send, and the peer's RECV
 //   RECV_*         nothing: it is posted. Who uses the message comes after it in the row
 //

@@ -9,10 +9,10 @@ namespace trireme {
 namespace {
 
 constexpr int kFirst = 0;   // the stage of a rank on the way down the V
-constexpr int kSecond = 1;  // and on the way back
+constexpr int kSecond = 1;  // the one on the way back
 
-// Writes the row of a rank with two stages. Each stage counts its micro-batches by itself; those that
-// the schedule does not have are counted and left out.
+// Writes the row of a rank with two stages. Each stage counts its micro-batches by itself; those
+// that the schedule does not have are counted and left out.
 class VRow {
  public:
   VRow(const ScheduleShape& shape, int32_t rank)

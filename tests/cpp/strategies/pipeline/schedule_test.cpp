@@ -1,0 +1,78 @@
+#include <trireme/strategies/pipeline/schedule.h>
+#include <trireme/strategies/pipeline/schedule_lowering.h>
+
+#include <catch_torch.h>
+#include <string>
+#include <vector>
+
+#include "strategies/pipeline/tables.h"
+
+namespace trireme::schedule_test {
+
+using Catch::Contains;
+using test::make_form;
+
+TEST_CASE("a table of a pipeline goes to text and comes back") {
+  for (const char* name : {"gpipe", "1f1b", "interleaved-1f1b", "looped-bfs", "zb-h1", "zb-v",
+                           "dualpipe-v", "zb-auto"})
+    for (const int64_t micro_batches : {2, 5, 8}) {
+      CAPTURE(name, micro_batches);
+      const PipelineSchedule schedule = make_form(name, 2, micro_batches);
+      CHECK(schedule_from_csv(to_csv(schedule, TableForm::kComputeOnly)) == schedule);
+      const std::string lowered = to_csv(schedule, TableForm::kComputeComms);
+      CHECK(schedule_from_csv(lowered) == lower(schedule));
+      CHECK(to_csv(lower(schedule), TableForm::kComputeComms) == lowered);
+      CHECK(schedule_from_csv(to_csv(lower(schedule), TableForm::kComputeOnly)) == schedule);
+    }
+  // One rank sends nothing, and yet its table can be lowered.
+  const PipelineSchedule alone = make_form("gpipe", 1, 2);
+  CHECK(to_csv(lower(lower(alone)), TableForm::kComputeComms) ==
+        "0UNSHARD,0F0,0F1,0B0,0B1,0REDUCE_GRAD,0WAIT_REDUCE_GRAD,0RESHARD\n");
+}
+
+TEST_CASE("bubbles, line ends and quotes of other writers are read") {
+  const PipelineSchedule schedule = schedule_from_csv("0F0,,0B0\r\n,1F0, 1B0 ,\"\"");
+  CHECK(schedule.ranks == 2);
+  CHECK(schedule.stages == 2);
+  CHECK(schedule.micro_batches == 1);
+  CHECK(schedule.stage_rank == std::vector<int64_t>{0, 1});
+  CHECK(to_csv(schedule, TableForm::kComputeOnly) == "0F0,,0B0\n,1F0,1B0,\n");
+}
+
+TEST_CASE("a typo is told with its row and column") {
+  CHECK_THROWS_WITH(schedule_from_csv("0F0,0B0\n1F0,1C0\n"), Contains("row 2, column 2"));
+  CHECK_THROWS_WITH(schedule_from_csv("0F0,0B0\n2F0,2B0\n"),
+                    Contains("got no action for stage 1 of 3"));
+  CHECK_THROWS_WITH(schedule_from_csv("0F0,0B0\n999999999F0\n"),
+                    Contains("got 1000000000 stages and 1 micro-batches in a table of 3 cells"));
+  CHECK_THROWS_AS(schedule_from_csv(""), c10::ValueError);
+  CHECK_THROWS_WITH(table_form("compute"), Contains("expected \"compute_only\""));
+}
+
+TEST_CASE("a lowered table has what torch adds") {
+  CHECK(to_csv(make_form("1f1b", 2, 2), TableForm::kComputeComms) ==
+        "0UNSHARD,0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0WAIT_SEND_F0,0RECV_B1,0B1,0WAIT_SEND_F1,"
+        "0REDUCE_GRAD,0WAIT_REDUCE_GRAD,0RESHARD\n"
+        "1UNSHARD,1RECV_F0,1F0,1RECV_F1,1B0,1SEND_B0,1F1,1B1,1SEND_B1,1REDUCE_GRAD,"
+        "1WAIT_REDUCE_GRAD,1RESHARD,1WAIT_SEND_B0,1WAIT_SEND_B1\n");
+}
+
+TEST_CASE("what is added to a table costs no time") {
+  for (const char* name : {"1f1b", "interleaved-1f1b", "zb-h1", "zb-v", "dualpipe-v"}) {
+    CAPTURE(name);
+    const PipelineSchedule schedule = make_form(name, 3, 8);
+    CHECK(makespan(lower(schedule)) == makespan(schedule));
+    CHECK(peak_activations(lower(schedule), 0) == peak_activations(schedule, 0));
+  }
+}
+
+TEST_CASE("an overlap begins when all of it can") {
+  CHECK_NOTHROW(lower(schedule_from_csv("0F0,0B0\n(1F0;1B0)OVERLAP_F_B\n")));
+  CHECK_THROWS_WITH(schedule_from_csv("(0F0;0B0)OVERLAP_F_B\n1F0,1B0\n"),
+                    Contains("0F0 (rank 0, column 1) waits for 1SEND_B0") &&
+                        Contains("1F0 (rank 1, column 1) waits for 0SEND_F0"));
+  CHECK_THROWS_WITH(lower(schedule_from_csv("(0F0;1F0)OVERLAP_F_B,1B0,0B0\n")),
+                    Contains("which needs what it makes itself"));
+}
+
+}  // namespace trireme::schedule_test
