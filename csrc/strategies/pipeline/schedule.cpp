@@ -128,7 +128,8 @@ TableForm table_form(std::string_view name) {
 
 std::string to_csv(const PipelineSchedule& schedule, TableForm form) {
   std::string text;
-  const PipelineSchedule written = form == TableForm::kComputeComms ? lower(schedule) : schedule;
+  const PipelineSchedule written =
+      form == TableForm::kComputeComms ? lower_schedule(schedule) : schedule;
   for (const PipelineRow& row : written.rows) write_row(text, row, form);
   return text;
 }

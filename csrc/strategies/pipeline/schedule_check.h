@@ -23,8 +23,8 @@ struct EdgeSlots {
 // schedule_run.h says what waits for what.
 //
 // Returns the least slots of each edge between ranks with which no action begins later than with
-// any number of them, where F, I and W take one step each; more steps of time make no circle of
-// it. A message holds its slot from its send to the last use: B or W.
+// any number of them, where F, I and W take one step each. So many cause no circle, whatever time
+// actions take. A message holds its slot from its send to its last use: B or W.
 //
 // With `slots`, every edge has only so many, and a circle through one that is never freed is found.
 //

@@ -86,7 +86,7 @@ PipelineRow interleaved_row(const ScheduleShape& shape, int32_t rank, Interleavi
     if (backward < 0) continue;
     add(interleaving.splits ? ActionKind::kBackwardInput : ActionKind::kBackward,
         backwards[static_cast<size_t>(backward)]);
-    // As many W stay open as ranks are in front: these fill the bubble at the end.
+    // A rank leaves as many W open as ranks are in front of it: they fill the bubble at the end.
     if (interleaving.splits && backward >= rank) add_weight();
   }
   while (interleaving.splits && weights < backwards.size()) add_weight();

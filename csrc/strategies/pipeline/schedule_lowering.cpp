@@ -218,7 +218,7 @@ PipelineRow with_waits(const PipelineRow& row) {
 
 }  // namespace
 
-PipelineSchedule lower(const PipelineSchedule& schedule) {
+PipelineSchedule lower_schedule(const PipelineSchedule& schedule) {
   check_schedule(schedule);
   if (has_messages(schedule)) return schedule;
   PipelineSchedule lowered = schedule;

@@ -19,6 +19,6 @@ namespace trireme {
 //
 // Throws ValueError for a schedule that check_schedule() refuses, and for an overlap in which one
 // action needs what another one makes.
-TRIREME_API PipelineSchedule lower(const PipelineSchedule& schedule);
+TRIREME_API PipelineSchedule lower_schedule(const PipelineSchedule& schedule);
 
 }  // namespace trireme

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 from trireme import _C
-from trireme._C import PipelineAction
+from trireme._C import PipelineAction as PipelineAction
 from trireme._pipeline import AREA, refuse
 
 Times = float | Sequence[float]
@@ -160,8 +160,6 @@ class PipelineSchedule:
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, PipelineSchedule) and self._core == other._core
-
-    __hash__ = None  # type: ignore[assignment]
 
 
 _COLORS = {"F": "#7aa6dc", "B": "#8fc98f", "I": "#b5dfae", "W": "#f0c27b", "R": "#c9b3de"}

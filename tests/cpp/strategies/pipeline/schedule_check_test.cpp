@@ -74,7 +74,7 @@ TEST_CASE("the least slots are those with which nothing waits") {
   using Slots = std::vector<EdgeSlots>;
   CHECK(check_schedule(make_form("gpipe", 2, 3)) == Slots{{{0, 1}, 3}, {{1, 0}, 1}});
   CHECK(check_schedule(make_form("1f1b", 2, 3)) == Slots{{{0, 1}, 2}, {{1, 0}, 1}});
-  CHECK(check_schedule(lower(make_form("1f1b", 2, 3))) == Slots{{{0, 1}, 2}, {{1, 0}, 1}});
+  CHECK(check_schedule(lower_schedule(make_form("1f1b", 2, 3))) == Slots{{{0, 1}, 2}, {{1, 0}, 1}});
   CHECK(check_schedule(make_form("gpipe", 1, 3)).empty());
   for (const char* name : {"gpipe", "1f1b", "interleaved-1f1b", "looped-bfs", "zb-h1", "zb-v",
                            "dualpipe-v", "zb-auto"}) {
@@ -98,7 +98,7 @@ TEST_CASE("slots that nobody frees are a circle") {
 TEST_CASE("64 ranks and 512 micro-batches are checked") {
   const PipelineSchedule schedule = make_form("zb-h1", 64, 512);
   CHECK(bubble(schedule) == Approx(63.0 / (3 * 512 + 63)));
-  CHECK(lower(schedule).rows[0].size() > schedule.rows[0].size());
+  CHECK(lower_schedule(schedule).rows[0].size() > schedule.rows[0].size());
 }
 
 }  // namespace trireme::schedule_check_test

@@ -20,13 +20,14 @@ TEST_CASE("a table of a pipeline goes to text and comes back") {
       const PipelineSchedule schedule = make_form(name, 2, micro_batches);
       CHECK(schedule_from_csv(to_csv(schedule, TableForm::kComputeOnly)) == schedule);
       const std::string lowered = to_csv(schedule, TableForm::kComputeComms);
-      CHECK(schedule_from_csv(lowered) == lower(schedule));
-      CHECK(to_csv(lower(schedule), TableForm::kComputeComms) == lowered);
-      CHECK(schedule_from_csv(to_csv(lower(schedule), TableForm::kComputeOnly)) == schedule);
+      CHECK(schedule_from_csv(lowered) == lower_schedule(schedule));
+      CHECK(to_csv(lower_schedule(schedule), TableForm::kComputeComms) == lowered);
+      const std::string back = to_csv(lower_schedule(schedule), TableForm::kComputeOnly);
+      CHECK(schedule_from_csv(back) == schedule);
     }
   // One rank sends nothing, and yet its table can be lowered.
   const PipelineSchedule alone = make_form("gpipe", 1, 2);
-  CHECK(to_csv(lower(lower(alone)), TableForm::kComputeComms) ==
+  CHECK(to_csv(lower_schedule(lower_schedule(alone)), TableForm::kComputeComms) ==
         "0UNSHARD,0F0,0F1,0B0,0B1,0REDUCE_GRAD,0WAIT_REDUCE_GRAD,0RESHARD\n");
 }
 
@@ -61,17 +62,17 @@ TEST_CASE("what is added to a table costs no time") {
   for (const char* name : {"1f1b", "interleaved-1f1b", "zb-h1", "zb-v", "dualpipe-v"}) {
     CAPTURE(name);
     const PipelineSchedule schedule = make_form(name, 3, 8);
-    CHECK(makespan(lower(schedule)) == makespan(schedule));
-    CHECK(peak_activations(lower(schedule), 0) == peak_activations(schedule, 0));
+    CHECK(makespan(lower_schedule(schedule)) == makespan(schedule));
+    CHECK(peak_activations(lower_schedule(schedule), 0) == peak_activations(schedule, 0));
   }
 }
 
 TEST_CASE("an overlap begins when all of it can") {
-  CHECK_NOTHROW(lower(schedule_from_csv("0F0,0B0\n(1F0;1B0)OVERLAP_F_B\n")));
+  CHECK_NOTHROW(lower_schedule(schedule_from_csv("0F0,0B0\n(1F0;1B0)OVERLAP_F_B\n")));
   CHECK_THROWS_WITH(schedule_from_csv("(0F0;0B0)OVERLAP_F_B\n1F0,1B0\n"),
                     Contains("0F0 (rank 0, column 1) waits for 1SEND_B0") &&
                         Contains("1F0 (rank 1, column 1) waits for 0SEND_F0"));
-  CHECK_THROWS_WITH(lower(schedule_from_csv("(0F0;1F0)OVERLAP_F_B,1B0,0B0\n")),
+  CHECK_THROWS_WITH(lower_schedule(schedule_from_csv("(0F0;1F0)OVERLAP_F_B,1B0,0B0\n")),
                     Contains("which needs what it makes itself"));
 }
 
