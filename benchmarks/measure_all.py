@@ -31,6 +31,7 @@ NAMES = (
     "hosts",
     "optimizers",
     "checkpoint",
+    "activation",
 )
 
 

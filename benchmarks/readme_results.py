@@ -18,6 +18,7 @@ from pathlib import Path
 
 from harness import pages
 from harness.pages import Blocks, Columns, Json, Rows
+from readme_activation import activation_tables
 from readme_checkpoint import checkpoint_tables
 from readme_costs import (
     GATHERED_UNITS,
@@ -175,6 +176,7 @@ PAGES: Mapping[str, Sequence[Part]] = {
         ("overheads", GATHERED_UNITS),
         ("collectives", COLLECTIVES),
     ),
+    "docs/activation_memory.md": (("activation", activation_tables),),
     "docs/shared_memory.md": (("faults", FAULT_TIMES), ("collectives", SHORT_LIST)),
     "docs/ddp.md": (("steps", ddp_tables),),
     "docs/zero.md": (("steps", contest_table("zero")),),

@@ -1,6 +1,10 @@
 #pragma once
 
 // Everything a C++ program needs.
+#include <trireme/activation/checkpoint.h>
+#include <trireme/activation/checkpoint_plan.h>
+#include <trireme/activation/checkpoint_sequential.h>
+#include <trireme/activation/partition.h>
 #include <trireme/comm/all_mean.h>
 #include <trireme/comm/backend/shm_backend.h>
 #include <trireme/comm/c10d/custom_communicator.h>

@@ -92,7 +92,7 @@ integration_tests() {
 if ! grep -qs add_test "$BUILD/tests/cpp/CTestTestfile.cmake"; then
   echo "[test] C++ tests skipped: Catch2 is not installed (apt-get install catch2)"
 elif [ -n "${FAST:-}" ]; then
-  stage "C++ tests, fast" cpp_tests -E '^(soak/|shm/[at]san|strategies/data_parallel_tsan)'
+  stage "C++ tests, fast" cpp_tests -E '^(soak/|shm/[at]san|strategies/threads_tsan)'
 else
   stage "C++ tests" cpp_tests
 fi

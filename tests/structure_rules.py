@@ -17,6 +17,7 @@ LAYERS = {
     "grad": 3,
     "param": 3,
     "saving": 3,
+    "activation": 3,
     "strategies": 4,
     "bindings": 5,
 }

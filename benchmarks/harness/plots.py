@@ -137,4 +137,4 @@ def _shape(summary: Summary) -> str:
 
 
 def _colour(strategy: str) -> tuple[float, float, float, float]:
-    return plt.get_cmap("tab10")(list(STRATEGIES).index(strategy) % 10)
+    return plt.get_cmap("tab20")(list(STRATEGIES).index(strategy) % 20)

@@ -67,6 +67,9 @@ class Parallel:
     report: Callable[[], Report] = no_report
 
 
+Build = Callable[[nn.Module, OptimizerSpec, Options], Parallel]
+
+
 @dataclass(frozen=True)
 class Group:
     """How a rank enters and leaves its process group."""
@@ -86,7 +89,7 @@ class Strategy:
     """
 
     title: str
-    build: Callable[[nn.Module, OptimizerSpec, Options], Parallel] | None = None
+    build: Build | None = None
     group: Group | None = None
     options: Options = field(default_factory=dict)
     alone: bool = False
@@ -182,12 +185,29 @@ def build_torch_fsdp2(module: nn.Module, optimizer: OptimizerSpec, options: Opti
 
 
 def shard_units(module: nn.Module, fully_shard: Callable[[nn.Module], Any]) -> Any:
-    """Makes each of the module's `blocks` a unit, and the module around them, which is returned."""
-    blocks = module.blocks
-    assert isinstance(blocks, nn.ModuleList)
-    for block in blocks:
+    """Makes each of the module's `blocks`, if it has any, a unit, and the module around them, which
+    is returned."""
+    for block in getattr(module, "blocks", ()):
         fully_shard(block)
     return fully_shard(module)
+
+
+def checkpointing(library: str, build: Build) -> Build:
+    """`build` of modules whose `blocks` each run again in backward, by a library's `checkpoint`.
+
+    It takes the place of their forward, so that what strategies hang on modules stays outside. A
+    module without blocks is one.
+    """
+
+    def build_checkpointed(
+        module: nn.Module, optimizer: OptimizerSpec, options: Options
+    ) -> Parallel:
+        checkpoint = importlib.import_module(library).checkpoint
+        for block in getattr(module, "blocks", (module,)):
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+        return build(module, optimizer, options)
+
+    return build_checkpointed
 
 
 def _enter_trireme() -> None:
@@ -228,6 +248,24 @@ STRATEGIES: dict[str, Strategy] = {
     ),
     "torch-zero1": Strategy("torch ZeroRedundancyOptimizer, in DDP", build_torch_zero1, GLOO),
     "torch-fsdp2": Strategy("torch fully_shard", build_torch_fsdp2, GLOO),
+    "ddp+checkpoint": Strategy(
+        "trireme DistributedDataParallel, blocks checkpointed",
+        checkpointing("trireme", build_ddp),
+        TRIREME,
+        needs_trireme=True,
+    ),
+    "fsdp+checkpoint": Strategy(
+        "trireme fully_shard, blocks checkpointed",
+        checkpointing("trireme", build_fsdp),
+        TRIREME,
+        needs_trireme=True,
+    ),
+    "torch-ddp+checkpoint": Strategy(
+        "torch DistributedDataParallel, blocks checkpointed",
+        checkpointing("torch.utils.checkpoint", build_torch_ddp),
+        GLOO,
+        {"gradient_as_bucket_view": True},
+    ),
     "fsdp-gloo": Strategy(
         "trireme fully_shard over Gloo",
         build_fsdp,

@@ -6,6 +6,8 @@
 // Python.
 namespace trireme {
 
+void bind_partition(pybind11::module_& module);  // a part of init_activation()
+void init_activation(pybind11::module_& module);
 void init_autograd(pybind11::module_& module);
 void init_checkpoint(pybind11::module_& module);
 void init_comm(pybind11::module_& module);

@@ -6,7 +6,8 @@ PYBIND11_MODULE(_C, module) {
   trireme::speak_python();
   trireme::init_autograd(module);
   trireme::init_comm(module);
-  trireme::init_checkpoint(module);  // takes communicators of the above
+  trireme::init_activation(module);  // takes communicators of the above
+  trireme::init_checkpoint(module);  // takes them, too
   trireme::init_data_parallel(module);
   trireme::init_ddp(module);
   trireme::init_doctor(module);

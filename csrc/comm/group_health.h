@@ -31,6 +31,8 @@ struct GroupHealth {
 
   FaultBoard board;
   RankOf where;
+  // Torch's fake group, for dry runs: what it says of other ranks is what this one has said.
+  bool is_fake = false;
 
   std::optional<std::string> failure() const;
   void set_failure(const std::string& text);

@@ -38,6 +38,17 @@ void drop_graph(const at::Tensor& grad) {
   if (has_graph(grad)) torch::autograd::impl::set_gradient_edge(grad, {});
 }
 
+at::Tensor average_with_graph(const at::Tensor& grad) {
+  if (!has_graph(grad)) return {};
+  const auto& function = grad.grad_fn();
+  return dynamic_cast<const AverageNode*>(function.get()) != nullptr ? grad : at::Tensor();
+}
+
+void copy_graph(const at::Tensor& from, const at::Tensor& to) {
+  if (from.is_same(to) || !to.defined()) return;
+  torch::autograd::impl::set_gradient_edge(to, torch::autograd::impl::gradient_edge(from));
+}
+
 void GradientGraphs::take(size_t parameter, const at::Tensor& grad) {
   if (!has_graph(grad)) return;
   taken_[parameter].push_back(torch::autograd::impl::gradient_edge(grad));

@@ -22,7 +22,8 @@ namespace trireme {
 //
 // A landing takes the graph off each gradient that comes, so that its memory can go as ever, and
 // gives it to the average. A strategy that keeps only a part of each average drops it. A backward
-// that makes no graph leaves the one that a .grad has as it is.
+// that makes no graph leaves the one that an average has as it is, also where the next average is
+// another tensor (a bucket whose memory a hook still holds is not written again).
 //
 // Two rules follow. Where there is a graph, autograd adds out of place: .grad is then another
 // tensor, and the one before it is the caller's (FlatBucket::begin_step). And a backward that
@@ -32,6 +33,10 @@ namespace trireme {
 TRIREME_API bool has_graph(const at::Tensor& grad);
 // Makes a gradient one without a graph, in place.
 TRIREME_API void drop_graph(const at::Tensor& grad);
+// Returns the gradient if it is an average with a graph, else an undefined tensor.
+TRIREME_API at::Tensor average_with_graph(const at::Tensor& grad);
+// Gives `to` the graph of `from`, unless they are one tensor.
+TRIREME_API void copy_graph(const at::Tensor& from, const at::Tensor& to);
 
 // The graphs of the gradients of a step, by parameter. Not thread-safe; its reducer serialises
 // access.

@@ -9,6 +9,7 @@
 #include <torch/library.h>
 
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace trireme {
@@ -16,7 +17,7 @@ namespace {
 
 constexpr auto kKey = c10::DispatchKey::DeferredInit;
 
-thread_local ReplicaRandomGuard* current = nullptr;
+thread_local ReplicaRandomGuard* innermost = nullptr;
 
 bool takes_generator(const c10::FunctionSchema& schema, size_t& place) {
   for (place = 0; place < schema.arguments().size(); ++place) {
@@ -40,9 +41,9 @@ void draw_for_replica(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
                       std::vector<c10::IValue>* stack) {
   const size_t arguments = op.schema().arguments().size();
   size_t place = 0;
-  if (current != nullptr && takes_generator(op.schema(), place)) {
+  if (innermost != nullptr && takes_generator(op.schema(), place)) {
     c10::IValue& given = (*stack)[stack->size() - arguments + place];
-    if (given.isNone() && is_on_cpu(*stack, arguments)) given = current->generator();
+    if (given.isNone() && is_on_cpu(*stack, arguments)) given = innermost->generator();
   }
   op.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kKey), stack);
 }
@@ -62,25 +63,31 @@ uint64_t PassRandom::seed() {
 ReplicaRandomGuard::ReplicaRandomGuard(PassRandom* pass, size_t replica)
     : pass_(pass),
       replica_(replica),
-      outer_(current),
+      outer_(innermost),
       included_(c10::impl::tls_is_dispatch_key_included(kKey)) {
-  current = this;
+  innermost = this;
   c10::impl::tls_set_dispatch_key_included(kKey, true);
 }
 
+ReplicaRandomGuard::ReplicaRandomGuard(at::Generator generator) : ReplicaRandomGuard(nullptr, 0) {
+  generator_ = std::move(generator);
+}
+
+ReplicaRandomGuard* ReplicaRandomGuard::current() { return innermost; }
+
 ReplicaRandomGuard::~ReplicaRandomGuard() {
-  current = outer_;
+  innermost = outer_;
   c10::impl::tls_set_dispatch_key_included(kKey, included_);
 }
 
 const at::Generator& ReplicaRandomGuard::generator() {
   TORCH_CHECK_NOT_IMPLEMENTED(
-      pass_ != nullptr,
+      pass_ != nullptr || generator_.defined(),
       error_text("data_parallel",
                  "got a random operator in the backward of replica " + std::to_string(replica_) +
-                     " on the CPU, expected none: an activation checkpoint cannot repeat what its "
-                     "forward drew",
-                 {}, "Use DistributedDataParallel, or no dropout inside of checkpoints."));
+                     " on the CPU, expected none: torch's activation checkpoint cannot "
+                     "repeat what its forward drew",
+                 {}, "Use trireme::checkpoint."));
   // mt19937 is seeded with 32 bits.
   if (!generator_.defined())
     generator_ = at::detail::createCPUGenerator(

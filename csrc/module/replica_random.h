@@ -23,8 +23,9 @@ namespace trireme {
 // operators without a generator fall through it at no cost. ATen has no key for such things: this
 // is DeferredInit, reserved for an out-of-tree package that was given up.
 //
-// An activation checkpoint repeats a part of the forward with the state of the process's generator,
-// which is not the one that the forward drew from: drawing in a backward throws.
+// trireme::checkpoint repeats a part of the forward with a copy of the replica's generator. Torch's
+// repeats it with the state of the process's generator, which is not the one that the forward drew
+// from: drawing in a backward throws.
 
 // Holds the random numbers of one forward. Thread-safe.
 class TRIREME_API PassRandom {
@@ -42,9 +43,14 @@ class TRIREME_API PassRandom {
 class TRIREME_API ReplicaRandomGuard {
  public:
   ReplicaRandomGuard(PassRandom* pass, size_t replica);
+  // Operators draw from `generator`.
+  explicit ReplicaRandomGuard(at::Generator generator);
   ~ReplicaRandomGuard();
   ReplicaRandomGuard(const ReplicaRandomGuard&) = delete;
   ReplicaRandomGuard& operator=(const ReplicaRandomGuard&) = delete;
+
+  // Returns the innermost one of this thread, nullptr outside of replicas.
+  static ReplicaRandomGuard* current();
 
   // Returns what the operators of this thread get. Throws in a backward.
   const at::Generator& generator();

@@ -40,16 +40,16 @@ Json place_of(const CheckpointTensor& tensor) {
 void check_text(const std::string& name, const std::string& text, RankOf where) {
   TORCH_CHECK_VALUE(
       name == kOptimizerText || name == kExtraText,
-      error_text("checkpoint", "got a text called '" + name + "'", where, "Keep it in `extra`."));
+      error_text("saving", "got a text called '" + name + "'", where, "Keep it in `extra`."));
   try {
     if (name == kExtraText) return check_json(text);
     merge_json({text});
   } catch (const JsonTextError& error) {
     const std::string what = name == kExtraText ? "`extra`" : "'" + name + "'";
     TORCH_CHECK_VALUE(
-        false, error_text("checkpoint",
-                          "got " + what + " with " + error.what() + ", expected a JSON object",
-                          where, "Keep other things in tensors."));
+        false,
+        error_text("saving", "got " + what + " with " + error.what() + ", expected a JSON object",
+                   where, "Keep other things in tensors."));
   }
 }
 
@@ -57,7 +57,7 @@ void check_text(const std::string& name, const std::string& text, RankOf where) 
 std::string content_text(const CheckpointContent& content, const CheckpointRanks& ranks) {
   const RankOf where = ranks.where();
   const auto refuse = [&](const std::string& got, const std::string& next_step) {
-    TORCH_CHECK_VALUE(false, error_text("checkpoint", "got " + got, where, next_step));
+    TORCH_CHECK_VALUE(false, error_text("saving", "got " + got, where, next_step));
   };
   Json all;
   all["save"] = random_name();
@@ -149,7 +149,7 @@ class Merge {
 
   void refuse(const std::string& got) const {
     TORCH_CHECK_VALUE(
-        false, error_text("checkpoint", "got " + got, where_, "Save the same model on all ranks."));
+        false, error_text("saving", "got " + got, where_, "Save the same model on all ranks."));
   }
 
   RankOf where_;
@@ -215,7 +215,7 @@ void together(const CheckpointRanks& ranks, const std::function<void()>& work) {
   if (!failed) return;
   if (failed->own) std::rethrow_exception(failed->own);
   const std::string text = error_text(
-      "checkpoint", "rank " + std::to_string(failed->rank) + " could not go on: " + failed->text,
+      "saving", "rank " + std::to_string(failed->rank) + " could not go on: " + failed->text,
       ranks.where(), "Mend what it says, and call this again on all ranks.");
   TORCH_CHECK_VALUE(!failed->is_value_error, text);
   TORCH_CHECK(false, text);
@@ -224,7 +224,7 @@ void together(const CheckpointRanks& ranks, const std::function<void()>& work) {
 void save_checkpoint(const SaveCheckpointRequest& request, const CheckpointRanks& ranks) {
   const RankOf where = ranks.where();
   Agreed agreed = agree(request.content, ranks);
-  CheckpointPlan plan;
+  SavingPlan plan;
   plan.texts = std::move(agreed.texts);
   agreed.tensors.try_emplace(kModelTensors);  // its index is there always
   for (auto& [kind, tensors] : agreed.tensors)

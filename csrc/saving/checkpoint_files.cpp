@@ -105,7 +105,7 @@ CheckpointFiles plan_checkpoint_files(const std::string& kind, const std::string
   return files;
 }
 
-std::map<std::string, std::string> index_texts(const CheckpointPlan& plan,
+std::map<std::string, std::string> index_texts(const SavingPlan& plan,
                                                const std::string& replaces) {
   std::map<std::string, std::string> texts;
   BytesByFile others;
@@ -128,7 +128,7 @@ std::map<std::string, std::string> index_texts(const CheckpointPlan& plan,
 CheckpointIndex read_index(const std::string& path, RankOf where) {
   const std::string text = read_json_file(path, where);
   const auto refuse = [&](const std::string& got) {
-    TORCH_CHECK_VALUE(false, error_text("checkpoint", "got " + got, where,
+    TORCH_CHECK_VALUE(false, error_text("saving", "got " + got, where,
                                         "Restore the file, or load another checkpoint."));
   };
   CheckpointIndex index;
@@ -160,16 +160,15 @@ std::string read_json_file(const std::string& path, RankOf where) {
   const bool is_file = std::filesystem::is_regular_file(path, ignored);
   const std::ifstream file(is_file ? path : "", std::ios::binary);
   TORCH_CHECK_VALUE(file.good(),
-                    error_text("checkpoint", "got no file '" + path + "'", where, next_step));
+                    error_text("saving", "got no file '" + path + "'", where, next_step));
   std::ostringstream text;
   text << file.rdbuf();
   try {
     check_json(text.str());
   } catch (const JsonTextError& error) {
     TORCH_CHECK_VALUE(
-        false,
-        error_text("checkpoint", "got no usable JSON object in '" + path + "': " + error.what(),
-                   where, next_step));
+        false, error_text("saving", "got no usable JSON object in '" + path + "': " + error.what(),
+                          where, next_step));
   }
   return text.str();
 }

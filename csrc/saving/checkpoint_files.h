@@ -48,14 +48,14 @@ TRIREME_API CheckpointFiles plan_checkpoint_files(const std::string& kind, const
                                                   int64_t max_file_bytes);
 
 // Holds all that one save writes. `kinds` has a "model".
-struct CheckpointPlan {
+struct SavingPlan {
   std::map<std::string, CheckpointFiles> kinds;
   std::map<std::string, std::string> texts;  // key: file name
 };
 
 // Returns the JSON texts of the indexes, by file name. The model's index names all files, and by
 // `replaces` the save whose place this one takes; empty: none.
-TRIREME_API std::map<std::string, std::string> index_texts(const CheckpointPlan& plan,
+TRIREME_API std::map<std::string, std::string> index_texts(const SavingPlan& plan,
                                                            const std::string& replaces);
 
 // Is what an index says. File names lead nowhere else than into the folder.

@@ -39,7 +39,7 @@ bool exchange(const std::string& one, const std::string& other) {
 }
 
 void check_not_empty(const std::string& path, RankOf where) {
-  TORCH_CHECK_VALUE(!path.empty(), error_text("checkpoint", "got an empty path", where,
+  TORCH_CHECK_VALUE(!path.empty(), error_text("saving", "got an empty path", where,
                                               "Pass the folder of a checkpoint."));
 }
 
@@ -56,7 +56,7 @@ CheckpointPlace find_checkpoint(const std::string& path, RankOf where) {
   }
   const std::string previous = CheckpointFolder(path, where).moved_away();
   TORCH_CHECK_VALUE(!previous.empty(),
-                    error_text("checkpoint", "got no folder '" + path + "'", where,
+                    error_text("saving", "got no folder '" + path + "'", where,
                                "Pass the folder of a checkpoint, on a disk that every rank sees."));
   return {previous, ""};
 }
@@ -85,7 +85,7 @@ std::string CheckpointFolder::moved_away() const {
   return {};
 }
 
-void CheckpointFolder::begin(const CheckpointPlan& plan) {
+void CheckpointFolder::begin(const SavingPlan& plan) {
   try {
     check_path();
     check(staging_, "what an interrupted save has left");
@@ -105,7 +105,7 @@ void CheckpointFolder::begin(const CheckpointPlan& plan) {
   }
 }
 
-void CheckpointFolder::commit(const CheckpointPlan& plan) {
+void CheckpointFolder::commit(const SavingPlan& plan) {
   for (const auto* texts : {&plan.texts, &std::as_const(indexes_)})
     for (const auto& [name, text] : *texts)
       if (name != model_index()) write_text(name, text);
@@ -184,7 +184,7 @@ void CheckpointFolder::check(const std::string& folder, const std::string& expec
     if (!others.empty()) foreign = "'" + *others.begin() + "' in it";
   }
   TORCH_CHECK_VALUE(foreign.empty(),
-                    error_text("checkpoint",
+                    error_text("saving",
                                "got '" + folder + "' to be replaced, expected nothing but " +
                                    expected + " there and found " + foreign,
                                where_, "Pass another path, or move elsewhere what is there."));
@@ -194,7 +194,7 @@ void CheckpointFolder::check_path() const {
   check(path_, "a checkpoint whose index names every file");
   std::error_code none;  // where one of the two is not there
   TORCH_CHECK_VALUE(!fs::equivalent(path_, fs::current_path(none), none),
-                    error_text("checkpoint",
+                    error_text("saving",
                                "got '" + path_ +
                                    "', the folder that this process works in, which would be "
                                    "deleted when the checkpoint takes its place",
@@ -213,7 +213,7 @@ void CheckpointFolder::clear() const {
   remove(staging_);
 }
 
-void CheckpointFolder::make(const CheckpointPlan& plan) {
+void CheckpointFolder::make(const SavingPlan& plan) {
   const auto previous = index_at(path_ + "/" + model_index());
   indexes_ = index_texts(plan, previous ? previous->save : "");
   fs::create_directories(staging_);
@@ -280,9 +280,8 @@ void CheckpointFolder::sync_folder(const std::string& folder) const {
 }
 
 void CheckpointFolder::fail(const std::string& doing, int error) const {
-  TORCH_CHECK(false,
-              error_text("checkpoint", "cannot " + doing + ": " + std::strerror(error), where_,
-                         "See that the folder around it can be written and has room."));
+  TORCH_CHECK(false, error_text("saving", "cannot " + doing + ": " + std::strerror(error), where_,
+                                "See that the folder around it can be written and has room."));
 }
 
 }  // namespace trireme

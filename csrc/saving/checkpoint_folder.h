@@ -58,9 +58,9 @@ class TRIREME_API CheckpointFolder {
   // Makes the files of tensors. Removes what an interrupted save has left before. Refuses what none
   // has left, a path where something else is than a checkpoint, and the folder that this process
   // works in, which would be deleted under it. What it throws leaves nothing behind.
-  void begin(const CheckpointPlan& plan);
+  void begin(const SavingPlan& plan);
   // Makes the folder the checkpoint.
-  void commit(const CheckpointPlan& plan);
+  void commit(const SavingPlan& plan);
   void abandon() const noexcept;
 
  private:
@@ -71,7 +71,7 @@ class TRIREME_API CheckpointFolder {
   void check(const std::string& folder, const std::string& expected) const;
   void check_path() const;
   void clear() const;
-  void make(const CheckpointPlan& plan);
+  void make(const SavingPlan& plan);
   void remove(const std::string& folder) const;
   void take_place() const;
   void write_text(const std::string& name, const std::string& text) const;

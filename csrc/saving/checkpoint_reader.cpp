@@ -222,7 +222,7 @@ void CheckpointReader::read(const std::string& kind,
 }
 
 void CheckpointReader::refuse(const std::string& got, const std::string& next_step) const {
-  TORCH_CHECK_VALUE(false, error_text("checkpoint", "got " + got, ranks_.where(), next_step));
+  TORCH_CHECK_VALUE(false, error_text("saving", "got " + got, ranks_.where(), next_step));
 }
 
 }  // namespace trireme

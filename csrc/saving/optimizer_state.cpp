@@ -40,7 +40,7 @@ std::string class_name(const Optimizer& optimizer) {
 
 [[noreturn]] void refuse_optimizer(const std::string& got, const std::string& next_step,
                                    RankOf where) {
-  C10_THROW_ERROR(ValueError, error_text("checkpoint", "got " + got, where, next_step));
+  C10_THROW_ERROR(ValueError, error_text("saving", "got " + got, where, next_step));
 }
 
 // Returns what JSON says of a hyperparameter.

@@ -339,12 +339,12 @@ void SafetensorsFile::read_runs(char* part, const Runs& runs) const {
 
 void SafetensorsFile::fail(const std::string& doing) const {
   const std::string why = std::strerror(errno);
-  TORCH_CHECK(false, error_text("checkpoint", "cannot " + doing + " '" + path_ + "': " + why,
-                                where_, "See that every rank can use this folder."));
+  TORCH_CHECK(false, error_text("saving", "cannot " + doing + " '" + path_ + "': " + why, where_,
+                                "See that every rank can use this folder."));
 }
 
 void SafetensorsFile::refuse(const std::string& got) const {
-  TORCH_CHECK_VALUE(false, error_text("checkpoint", "got " + got + " in '" + path_ + "'", where_,
+  TORCH_CHECK_VALUE(false, error_text("saving", "got " + got + " in '" + path_ + "'", where_,
                                       "Restore the file, or load another checkpoint."));
 }
 

@@ -12,6 +12,19 @@ import torch
 from torch._C._distributed_c10d import Backend, Work
 from torch.distributed.distributed_c10d import ProcessGroup, Store
 
+from trireme._c_activation import PartitionMemory as PartitionMemory
+from trireme._c_activation import PartitionPacker as PartitionPacker
+from trireme._c_activation import StopRecomputation as StopRecomputation
+from trireme._c_activation import TensorPacker as TensorPacker
+from trireme._c_activation import checkpoint as checkpoint
+from trireme._c_activation import checkpoint_plan as checkpoint_plan
+from trireme._c_activation import make_offload_packer as make_offload_packer
+from trireme._c_activation import make_partition_packer as make_partition_packer
+from trireme._c_activation import offloaded_bytes as offloaded_bytes
+from trireme._c_activation import plan_of as plan_of
+from trireme._c_activation import run_with_packer as run_with_packer
+from trireme._c_activation import segment_bounds as segment_bounds
+from trireme._c_activation import square_root_segments as square_root_segments
 from trireme._c_fsdp import Fsdp as Fsdp
 from trireme._c_fsdp import FsdpRanks as FsdpRanks
 from trireme._c_fsdp import ParamGroup as ParamGroup

@@ -33,6 +33,19 @@ if TYPE_CHECKING:
         as_functional_optim,
     )
 
+    from trireme._activation.activation_costs import LayerCost, measure_activations
+    from trireme._activation.checkpoint import (
+        CheckpointError,
+        CheckpointPolicy,
+        SelectiveCheckpointContext,
+        checkpoint,
+        create_selective_checkpoint_contexts,
+        noop_context_fn,
+        set_checkpoint_debug_enabled,
+        set_checkpoint_early_stop,
+    )
+    from trireme._activation.checkpoint_plan import CheckpointPlan, checkpoint_plan
+    from trireme._activation.checkpoint_sequential import checkpoint_sequential
     from trireme._data_parallel.coalesced import broadcast_coalesced, reduce_add_coalesced
     from trireme._data_parallel.parallel_apply import data_parallel, parallel_apply
     from trireme._data_parallel.replicate import replicate
@@ -69,6 +82,14 @@ _LAZY = {
     "torch.distributed.optim": (
         *("DistributedOptimizer", "PostLocalSGDOptimizer", "as_functional_optim"),
     ),
+    "trireme._activation.activation_costs": ("LayerCost", "measure_activations"),
+    "trireme._activation.checkpoint": (
+        *("CheckpointError", "CheckpointPolicy", "SelectiveCheckpointContext", "checkpoint"),
+        *("create_selective_checkpoint_contexts", "noop_context_fn"),
+        *("set_checkpoint_debug_enabled", "set_checkpoint_early_stop"),
+    ),
+    "trireme._activation.checkpoint_plan": ("CheckpointPlan", "checkpoint_plan"),
+    "trireme._activation.checkpoint_sequential": ("checkpoint_sequential",),
     "trireme._data_parallel.coalesced": ("broadcast_coalesced", "reduce_add_coalesced"),
     "trireme._data_parallel.parallel_apply": ("data_parallel", "parallel_apply"),
     "trireme._data_parallel.replicate": ("replicate",),
@@ -91,12 +112,16 @@ def __getattr__(name: str) -> Any:
     """Imports when it is asked for what costs half a second, because torch's class does."""
     for module, names in _LAZY.items():
         if name in names:
-            return getattr(import_module(module), name)
+            globals()[name] = found = getattr(import_module(module), name)
+            return found
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 __all__ = [
     "CPUOffloadPolicy",
+    "CheckpointError",
+    "CheckpointPlan",
+    "CheckpointPolicy",
     "Context",
     "DataParallel",
     "DataParallelMeshDims",
@@ -107,6 +132,7 @@ __all__ = [
     "Join",
     "JoinHook",
     "Joinable",
+    "LayerCost",
     "MemoryBytes",
     "MemoryEstimate",
     "MixedPrecisionPolicy",
@@ -115,6 +141,7 @@ __all__ = [
     "PipelineAction",
     "PipelineSchedule",
     "PostLocalSGDOptimizer",
+    "SelectiveCheckpointContext",
     "SyncBatchNorm",
     "UnshardHandle",
     "ZeroRedundancyOptimizer",
@@ -122,8 +149,12 @@ __all__ = [
     "all_mean",
     "as_functional_optim",
     "broadcast_coalesced",
+    "checkpoint",
+    "checkpoint_plan",
+    "checkpoint_sequential",
     "clip_grad_norm_",
     "convert_sync_batchnorm",
+    "create_selective_checkpoint_contexts",
     "data_parallel",
     "estimate_memory",
     "fully_shard",
@@ -131,6 +162,8 @@ __all__ = [
     "get_logger",
     "init",
     "load_checkpoint",
+    "measure_activations",
+    "noop_context_fn",
     "optim",
     "parallel_apply",
     "partition",
@@ -142,6 +175,8 @@ __all__ = [
     "save_checkpoint",
     "scatter",
     "scatter_kwargs",
+    "set_checkpoint_debug_enabled",
+    "set_checkpoint_early_stop",
     "share_comm_ctx",
     "shutdown",
     "writing",

@@ -184,6 +184,10 @@ class C10dMessages final : public Messages {
   std::string operation_;
 };
 
+bool is_fake(c10d::ProcessGroup& group, c10::DeviceType device) {
+  return group.hasBackends() && group.getBackend(device)->getBackendName() == "fake";
+}
+
 class C10dCommunicator final : public Communicator {
  public:
   explicit C10dCommunicator(C10dRequest request)
@@ -192,7 +196,9 @@ class C10dCommunicator final : public Communicator {
         health_(std::make_shared<GroupHealth>(std::move(request.store), where_)),
         only_device_(only_device_of(*group_)),
         is_gloo_(request.is_gloo),
-        make_of_part_(request.make_of_part) {}
+        make_of_part_(request.make_of_part) {
+    health_->is_fake = is_fake(*group_, only_device_.value_or(c10::kCPU).type());
+  }
 
   RankOf rank_of() const override { return where_; }
 

@@ -34,8 +34,10 @@ class TRIREME_API WholeLanding final : public Landing {
     if (!touches_gradients_) return;
     const size_t index = parameter_of(bucket, slot);
     came(index);  // what was in .grad before
+    const at::Tensor earlier = average_with_graph(parameter(index).grad());
     bucket.deliver(slot, as_bucket_view_);
     if (makes_graph_) graphs_.give_back(index, parameter(index).grad(), 1 / divisor_);
+    if (earlier.defined()) copy_graph(earlier, parameter(index).grad());
   }
   void abandon(const std::vector<bool>& /*is_delivered*/) override {
     for (size_t i = 0; i < layout_->parameters().size(); ++i)

@@ -8,6 +8,7 @@ import torch
 from torch.distributed.algorithms.join import Join, JoinHook, _JoinConfig
 from torch.optim import Optimizer
 
+from trireme._core.joined_steps import share_step
 from trireme._fsdp import refuse
 
 if TYPE_CHECKING:
@@ -29,6 +30,8 @@ class FsdpJoinHook(JoinHook):
             )
         self.root.divides_by_active_ranks = not divide_by_initial_world_size
         self.optimizer = optimizer
+        self.has_run_out = False
+        self.before_step = optimizer.register_step_pre_hook(self._share_step)
         super().__init__()
 
     def main_hook(self) -> None:
@@ -38,8 +41,27 @@ class FsdpJoinHook(JoinHook):
         self.optimizer.zero_grad()  # with what this rank still has it has stepped
         core.begin_reading()
         core.shadow_step(self.root.units[0].group)
-        self.optimizer.step()
+        self.has_run_out = True
+        try:
+            self.optimizer.step()
+        finally:
+            self.has_run_out = False
         self.optimizer.zero_grad()
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        self.before_step.remove()
+
+    def _share_step(self, *_: object) -> None:
+        config = self.root.units[0].modules[0]._join_config
+        if self.has_run_out or (isinstance(config, _JoinConfig) and config.enable):
+            mesh = self.root.units[0].mesh
+            share_step(
+                self.optimizer,
+                mesh.group,
+                mesh.device,
+                has_inputs=not self.has_run_out,
+                gradients=False,
+            )
 
 
 def notify_of_forward(root: FsdpRoot) -> None:

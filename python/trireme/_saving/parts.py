@@ -31,7 +31,7 @@ class Ranks:
 
     def refuse(self, got: str, next_step: str, kind: type[Exception] = ValueError) -> NoReturn:
         """Raises ``kind`` in the form of all messages."""
-        Area("checkpoint").refuse(got, next_step, rank=self.rank, world=self.world, kind=kind)
+        Area("saving").refuse(got, next_step, rank=self.rank, world=self.world, kind=kind)
 
     @contextmanager
     def together(self) -> Iterator[None]:

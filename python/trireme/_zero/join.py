@@ -18,6 +18,7 @@ class ZeroJoinHook(JoinHook):
         self, optimizer: ZeroRedundancyOptimizer, divide_by_initial_world_size: bool
     ) -> None:
         self.optimizer = optimizer
+        optimizer._is_in_join = True
         if optimizer.stage == 2:
             held = weakref.ref(optimizer)  # the core must not keep alive who keeps it
 
@@ -36,11 +37,16 @@ class ZeroJoinHook(JoinHook):
                 core.shadow_backward()
         joining = optimizer._join_config
         optimizer._join_config = joining.construct_disabled_join_config()  # nobody to be told
+        optimizer._has_run_out = True
         try:
             optimizer.step()
         finally:
+            optimizer._has_run_out = False
             optimizer._join_config = joining
         optimizer.zero_grad()
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        self.optimizer._is_in_join = False
 
 
 def _notify(optimizer: ZeroRedundancyOptimizer, divide_by_initial_world_size: bool) -> None:

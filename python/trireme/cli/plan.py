@@ -2,18 +2,17 @@
 
 import argparse
 import dataclasses
-import importlib
 import json
 import math
-import operator
 import sys
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
 
 from trireme._core.errors import Area
+from trireme.activation_estimate import ActivationEstimate
+from trireme.cli.counted_activations import add_counting, count_activations, line_of, make_model
 from trireme.memory_estimate import (
     OTHER_NAMES,
     STRATEGIES,
@@ -69,8 +68,9 @@ def add_plan(commands: Any) -> None:
     parser.add_argument("--dtype", help="of parameters given by --numel (default: float32)")
     parser.add_argument("--grad-dtype", metavar="DTYPE", help="of gradients, if another one")
     parser.add_argument(
-        "--activations", metavar="BYTES", type=number, default=0, help="of each rank"
+        "--activations", metavar="BYTES", type=number, help="of each rank (default: 0)"
     )
+    add_counting(parser, memory)
     parser.add_argument(
         "--paper", action="store_true", help="count as the ZeRO paper: mixed precision, Adam"
     )
@@ -114,14 +114,18 @@ def _add_places(parser: argparse.ArgumentParser) -> None:
 def plan(arguments: argparse.Namespace) -> int:
     """Prints the table; returns the exit code."""
     try:
-        estimates = _estimates(arguments)
+        counted = count_activations(arguments)
+        estimates = _estimates(arguments, counted)
     except (TypeError, ValueError) as error:
         print(str(error).split("\nException raised from")[0], file=sys.stderr)
         return 2
     if arguments.json:
-        print(json.dumps([_as_dict(one) for one in estimates], indent=2))
+        print(json.dumps([_as_dict(one, counted) for one in estimates], indent=2))
     else:
-        print("\n".join(_lines(estimates, arguments)))
+        lines = _lines(estimates, arguments)
+        if counted is not None:
+            lines.insert(1, line_of(counted))
+        print("\n".join(lines))
     return 0
 
 
@@ -142,13 +146,18 @@ def memory(text: str) -> int:
     return int(float(digits) * MEMORY_UNITS[unit])
 
 
-def _estimates(arguments: argparse.Namespace) -> list[MemoryEstimate]:
+def _estimates(
+    arguments: argparse.Namespace, counted: ActivationEstimate | None
+) -> list[MemoryEstimate]:
     per_host = 1 if arguments.gpus else _ranks_per_host(arguments)
     strategies: Sequence[str] = list(dict.fromkeys(arguments.strategy))
     if "all" in strategies:
         one_process = per_host == arguments.world or arguments.paper
         strategies = [one for one in STRATEGIES if one != "dp" or one_process]
-    model = arguments.numel if arguments.model is None else _build(arguments.model)
+    model = arguments.numel
+    if arguments.model is not None:
+        model = make_model(arguments.model, torch.device("meta"), " on the meta device")
+    activations = (arguments.activations or 0) if counted is None else counted.bytes
     return [
         estimate_memory(
             model,
@@ -158,7 +167,7 @@ def _estimates(arguments: argparse.Namespace) -> list[MemoryEstimate]:
             optimizer=arguments.optimizer,
             dtype=_dtype(arguments.dtype),
             grad_dtype=_dtype(arguments.grad_dtype),
-            activation_bytes=arguments.activations,
+            activation_bytes=activations,
             host_params=arguments.host_params and (arguments.paper or not arguments.gpus),
             unit_numel=arguments.unit if strategy == "fsdp" else 0,
             accounting="paper" if arguments.paper else "trireme",
@@ -184,36 +193,13 @@ def _dtype(name: str | None) -> torch.dtype | None:
     return dtype
 
 
-def _build(path: str) -> nn.Module:
-    module_name, colon, attribute = path.partition(":")
-    if not (module_name and colon and attribute):
-        refuse(
-            f"got --model {path}, expected MODULE:FACTORY",
-            "Say for example my_models:make_gpt.",
-        )
-    try:
-        factory = operator.attrgetter(attribute)(importlib.import_module(module_name))
-        with torch.device("meta"):
-            model = factory()
-    except Exception as error:
-        refuse(
-            f"--model {path} raised {type(error).__name__}: {error}, expected a torch.nn.Module",
-            "It is imported from the current folder and called without arguments on the meta "
-            "device.",
-        )
-    if not isinstance(model, nn.Module):
-        refuse(
-            f"--model {path} made {type(model).__name__}, expected a torch.nn.Module",
-            "Name a function or class that makes the model.",
-        )
-    return model
-
-
-def _as_dict(estimate: MemoryEstimate) -> dict[str, Any]:
+def _as_dict(estimate: MemoryEstimate, counted: ActivationEstimate | None) -> dict[str, Any]:
     made = dataclasses.asdict(estimate)
     for place in ("rank", "host"):
         found: MemoryBytes = getattr(estimate, place)
         made[place] |= {"model_states": found.model_states, "total": found.total}
+    if counted is not None:
+        made["counted_activations"] = dataclasses.asdict(counted)
     return made
 
 

@@ -77,7 +77,7 @@ struct SimAllocator final : c10::Allocator {
     const auto bytes = static_cast<int64_t>(wanted);
     if (bytes == 0) return {nullptr, device};
     if (bytes_left >= 0 && (bytes_left -= bytes) < 0) {
-      bytes_left = 0;
+      bytes_left += bytes;  // less may fit
       C10_THROW_ERROR(OutOfMemoryError, "sim out of memory");
     }
     const auto place = static_cast<size_t>(device.index());

@@ -1,6 +1,8 @@
 // The sim device for Python tests (tests/python/device/sim_device.py); see [Note: a device of
 // threads] in device/sim_stream.h.
 
+#include <trireme/activation/checkpoint.h>
+
 #include <torch/csrc/utils/pybind.h>
 
 #include <device/sim_device.h>
@@ -14,6 +16,10 @@ PYBIND11_MODULE(_sim_device, module) {
   module.def("make_engine",
              [](const c10::intrusive_ptr<c10d::Store>& store, int64_t rank, int64_t world,
                 const py::object& /*timeout*/) { return make_sim_engine(store, {rank, world}); });
+  // A checkpoint of C++ in a process with Python.
+  module.def("checkpointed_waves", [](const at::Tensor& x) {
+    return trireme::checkpoint([](const at::Tensor& v) { return v.sin().exp().cos(); }, x);
+  });
   module.def("device_count", [] { return static_cast<int64_t>(kSimDevices); });
   module.def("current_device", [] {
     return static_cast<int64_t>(c10::impl::VirtualGuardImpl(kSim).getDevice().index());

@@ -19,8 +19,8 @@ namespace fs = std::filesystem;
 
 const RankOf kOneRank{0, 1};
 
-CheckpointPlan plan_of(const std::string& save) {
-  CheckpointPlan plan;
+SavingPlan plan_of(const std::string& save) {
+  SavingPlan plan;
   for (const char* kind : {kModelTensors, kOptimizerTensors})
     plan.kinds[kind] = plan_checkpoint_files(kind, save, {{"w", at::kFloat, {3}}}, 100);
   plan.texts[kExtraText] = "{}";
@@ -39,7 +39,7 @@ std::string save_in(const std::string& folder) {
 }
 
 void save(const std::string& path, const std::string& name, bool can_exchange) {
-  const CheckpointPlan plan = plan_of(name);
+  const SavingPlan plan = plan_of(name);
   CheckpointFolder folder(path, kOneRank, can_exchange);
   folder.begin(plan);
   folder.commit(plan);
@@ -75,7 +75,7 @@ TEST_CASE("what is put into a folder during a save is not lost") {
     const TemporaryFolder folder;
     const std::string path = folder.at("ck");
     save(path, "first", can_exchange);
-    const CheckpointPlan plan = plan_of("second");
+    const SavingPlan plan = plan_of("second");
     CheckpointFolder next(path, kOneRank, can_exchange);
     next.begin(plan);
     CHECK(save_in(path) == "first");
@@ -93,7 +93,7 @@ TEST_CASE("a folder that cannot take its place leaves the one before") {
   const TemporaryFolder folder;
   const std::string path = folder.at("ck");
   save(path, "first", false);
-  const CheckpointPlan plan = plan_of("second");
+  const SavingPlan plan = plan_of("second");
   CheckpointFolder next(path, kOneRank, false);
   next.begin(plan);
   // Somebody else's, which came during the save.
@@ -116,7 +116,7 @@ TEST_CASE("the previous checkpoint is loaded while it is moved away") {
   CHECK(find_checkpoint(path, kOneRank).folder == path);
   fs::rename(path, path + ".replaced");
   CHECK(find_checkpoint(path, kOneRank).folder == path + ".replaced");
-  const CheckpointPlan plan = plan_of("third");
+  const SavingPlan plan = plan_of("third");
   CheckpointFolder next(path, kOneRank, false);
   next.begin(plan);
   CHECK(save_in(path) == "first");

@@ -39,6 +39,7 @@ STEPS = 3
 WORLDS = {
     **{"single": 1, "dp": 1, "ddp": 2, "zero1": 2, "zero2": 2, "fsdp": 2},
     **{"torch-ddp": 2, "torch-zero1": 2, "torch-fsdp2": 2},
+    **{"ddp+checkpoint": 2, "fsdp+checkpoint": 2, "torch-ddp+checkpoint": 2},
 }
 
 
@@ -62,6 +63,13 @@ def test_losses_agree(comparison: tuple[int, dict[str, Any], Path]) -> None:
     for losses in others:
         assert losses == pytest.approx(single, rel=1e-4)
     assert single[-1] < single[0]
+
+
+def test_checkpoints_change_no_bit(comparison: tuple[int, dict[str, Any], Path]) -> None:
+    _, numbers, _ = comparison
+    losses = {run["strategy"]: run["losses"] for run in numbers["runs"]}
+    for plain in ("ddp", "fsdp", "torch-ddp"):
+        assert losses[f"{plain}+checkpoint"] == losses[plain]
 
 
 def test_json_has_the_promised_fields(comparison: tuple[int, dict[str, Any], Path]) -> None:
@@ -101,6 +109,11 @@ def test_synchronized_batch_norm_sees_the_whole_batch(tmp_path: Path) -> None:
     model = ["--tiny", "--model", "resnet18", "--norm", "syncbn"]
     options = [*model, "--strategies", "single,ddp", "--steps", "1"]
     assert compare.main([*options, "--out", str(tmp_path)]) == 0
+
+
+def test_a_model_without_blocks_is_one(tmp_path: Path) -> None:
+    options = ["--tiny", "--model", "trees", "--strategies", "single,fsdp+checkpoint"]
+    assert compare.main([*options, "--steps", "1", "--out", str(tmp_path)]) == 0
 
 
 @pytest.mark.parametrize(

@@ -155,8 +155,8 @@ def test_replicas_have_a_cost() -> None:
 def test_units_have_a_cost() -> None:
     """Real ranks: what is sharded still costs more than what is not, also on a busy machine."""
     ours = measure_engine_cost(FSDP, 2)
-    fake = measure_engine_cost(bench_overheads.TORCH_UNITS["fake"][0], 2, fake=True)
-    for found in (ours, fake):
+    over_fake_group = (*bench_overheads.TORCH_UNITS["fake"][:1], *bench_overheads.GATHERED_UNITS)
+    for found in (ours, *(measure_engine_cost(side, 2, fake=True) for side in over_fake_group)):
         assert 0 < found.bare_ms < found.wrapped_ms
 
 

@@ -4,7 +4,7 @@ import dataclasses
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -273,6 +273,37 @@ def fails():
     raise RuntimeError("no data here")
 
 number = lambda: 5
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(1000, 1000)
+
+    def forward(self, x):
+        return x + self.linear(x).tanh()
+
+class Chain(nn.Module):
+    def __init__(self, rows=10**6):
+        super().__init__()
+        self.inner = nn.Module()
+        self.inner.blocks = nn.ModuleList(Block() for _ in range(9))
+        self.table = nn.Embedding(rows, 1000)
+
+    def forward(self, x, scale=1.0):
+        x = self.table(x) * scale
+        for block in self.inner.blocks:
+            x = block(x)
+        return x
+
+class Peeks(Chain):
+    def __init__(self):
+        super().__init__(rows=4)
+
+    def forward(self, x):
+        return super().forward(x) if int(x.sum()) == 0 else None
+
+def sample():
+    return dict(x=torch.zeros(5, 2, dtype=torch.long), scale=2.0)
 """
 
 
@@ -315,6 +346,95 @@ def test_what_the_command_refuses(
     assert captured.out == ""
     assert text in captured.err and captured.err.startswith("[") and captured.err.count("\n") == 1
     sys.modules.pop("their_models", None)
+
+
+WHOLE = 5 * 2 * 1000 * 4  # bytes between two blocks; a block saves its input and tanh's result
+NEVER = (9 * 2 + 1) * WHOLE  # and what the model returns
+
+
+@pytest.fixture
+def their_models(tmp_path: Path, monkeypatch: Patch) -> Iterator[None]:
+    (tmp_path / "their_models.py").write_text(MODELS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield
+    sys.modules.pop("their_models", None)
+
+
+@pytest.mark.usefixtures("their_models")
+@pytest.mark.parametrize(
+    ("options", "counted", "recomputed"),
+    [
+        (("never", "--input", "5,2:int64"), NEVER, 0),
+        (("never", "--sample", "their_models:sample"), NEVER, 0),
+        # Three segments of three: two inputs remain beside the last one.
+        (("sqrt", "--input", "5,2:int64"), (2 + 3 * 2 + 1) * WHOLE, 6),
+        (("auto", "--input", "5,2:int64", "--budget", NEVER - 3 * WHOLE), NEVER - 3 * WHOLE, 3),
+    ],
+)
+def test_activations_are_counted(
+    options: tuple[object, ...],
+    counted: int,
+    recomputed: int,
+    monkeypatch: Patch,
+    capsys: Captured,
+) -> None:
+    """The table would take 4 GB."""
+    arguments = ("--model", "their_models:Chain", "--world", 2, "--strategy", "ddp")
+    assert run_plan(monkeypatch, *arguments, "--json", "--checkpoint", *options) == 0
+    (found,) = json.loads(capsys.readouterr().out)
+    assert found["rank"]["activations"] == counted
+    assert found["counted_activations"]["recomputed"] == recomputed
+    assert run_plan(monkeypatch, *arguments, "--checkpoint", *options) == 0
+    line = capsys.readouterr().out.splitlines()[1]
+    text = f"{counted / 2**20:,.1f} MiB of activations: {recomputed} of 9 layers of 'inner.blocks'"
+    assert line.startswith(text)
+
+
+@pytest.mark.usefixtures("their_models")
+def test_a_forward_that_needs_values_runs_with_real_ones(
+    monkeypatch: Patch, capsys: Captured
+) -> None:
+    arguments = ("--model", "their_models:Peeks", "--world", 2, "--input", "5,2:int64", "--json")
+    assert run_plan(monkeypatch, *arguments, "--checkpoint", "never") == 0
+    assert json.loads(capsys.readouterr().out)[0]["rank"]["activations"] == NEVER
+
+
+INPUT = ("--model", "their_models:Chain", "--input", "5,2:int64")
+
+
+@pytest.mark.usefixtures("their_models")
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ((*INPUT, "--checkpoint", "sqrt", "--activations", 5), "got --activations and --checkpoi"),
+        (INPUT, "got --input, --sample or --budget without --checkpoint"),
+        (("--numel", 5, "--checkpoint", "sqrt"), "got --checkpoint, expected --model with it"),
+        ((*INPUT, "--checkpoint", "auto"), "[checkpoint] got checkpoint='auto' without a budget"),
+        ((*INPUT, "--checkpoint", "sqrt", "--budget", 9), "got checkpoint='sqrt' with a budget"),
+        (
+            (*INPUT, "--checkpoint", "auto", "--budget", 9),
+            f"[checkpoint] got a budget of 9 bytes, expected at least {(1 + 8 + 2) * WHOLE}",
+        ),
+        ((*INPUT[:3], "5,x", "--checkpoint", "never"), "got --input 5,x, expected SHAPE[:DTYPE]"),
+        ((*INPUT[:3], "5:word", "--checkpoint", "never"), "got --input 5:word, expected SHAPE"),
+        ((*INPUT[:3], "5", "--checkpoint", "never"), "the forward raised "),
+        (
+            (*INPUT[:2], "--sample", "their_models:nothing", "--checkpoint", "never"),
+            "--sample their_models:nothing raised AttributeError",
+        ),
+        (
+            ("--model", "torch.nn:Identity", "--input", "5", "--checkpoint", "sqrt"),
+            "[checkpoint] got a model without repeated layers",
+        ),
+    ],
+)
+def test_what_is_refused_of_checkpoints(
+    arguments: tuple[object, ...], text: str, monkeypatch: Patch, capsys: Captured
+) -> None:
+    assert run_plan(monkeypatch, "--world", 2, *arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert text in captured.err and captured.err.startswith("[")
 
 
 def test_the_command_knows_units_and_ranks_without_common_memory(

@@ -5,10 +5,13 @@ from __future__ import annotations
 import contextvars
 import threading
 from collections import Counter
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import trireme
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -26,6 +29,13 @@ from data_parallel.cases import (
 from ddp.ranks import batch, gradients, mlp, values
 
 pytestmark = TIME_LIMIT
+
+Checkpoint = Callable[..., Any]
+CHECKPOINTS = {
+    "torch's": partial(checkpoint, use_reentrant=False),
+    "torch's reentrant": partial(checkpoint, use_reentrant=True),
+    "ours": trireme.checkpoint,
+}
 
 
 def make() -> nn.Module:
@@ -126,8 +136,8 @@ def test_dispatch_modes() -> None:
     assert mode.seen.count("aten::addmm") == 2 * 3, "layers with a bias, replicas"
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpoints_in_the_module(reentrant: bool) -> None:
+@pytest.mark.parametrize("again", CHECKPOINTS.values(), ids=CHECKPOINTS)
+def test_checkpoints_in_the_module(again: Checkpoint) -> None:
     calls: list[int] = []
 
     def part(module: Any, x: Tensor) -> Tensor:
@@ -135,8 +145,8 @@ def test_checkpoints_in_the_module(reentrant: bool) -> None:
         return module.net(x).tanh()
 
     def forward(module: Any, x: Tensor) -> Tensor:
-        hidden = checkpoint(part, module, module.first(x), use_reentrant=reentrant)
-        return checkpoint(part, module, hidden.repeat(1, 2), use_reentrant=reentrant)
+        hidden = again(part, module, module.first(x))
+        return again(part, module, hidden.repeat(1, 2))
 
     ours, one = pair(lambda: Called(forward, first=nn.Linear(6, 6).double(), net=make()))
     for step in range(2):
@@ -144,14 +154,14 @@ def test_checkpoints_in_the_module(reentrant: bool) -> None:
     assert len(calls) == 2 * (2 + 1) * 2 * 2, "steps, modules, parts, times"
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("again", CHECKPOINTS.values(), ids=CHECKPOINTS)
 @pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
-def test_checkpoints_around_it(reentrant: bool, inside: bool) -> None:
+def test_checkpoints_around_it(again: Checkpoint, inside: bool) -> None:
     """They may be in it as well."""
 
     def forward(module: Any, x: Tensor) -> Tensor:
-        return checkpoint(module.net, x, use_reentrant=reentrant) if inside else module.net(x)
+        return again(module.net, x) if inside else module.net(x)
 
     modules = pair(lambda: Called(forward, net=make()))
     for step in range(2):
@@ -159,11 +169,8 @@ def test_checkpoints_around_it(reentrant: bool, inside: bool) -> None:
         for module in modules:
             module.zero_grad()
             x = data(step).requires_grad_()
-            hidden = checkpoint(module, x, use_reentrant=reentrant)
-            (
-                square_mean(hidden)
-                + square_mean(checkpoint(module, x * 2, use_reentrant=reentrant))
-            ).backward()
+            hidden = again(module, x)
+            (square_mean(hidden) + square_mean(again(module, x * 2))).backward()
             seen.append([hidden, x.grad, gradients(module)])
         assert_close(*seen)
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import trireme
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -130,7 +131,7 @@ def test_a_transformer_trains_with_dropout() -> None:
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpoints_that_would_draw_again(reentrant: bool) -> None:
-    """They cannot draw the same numbers, so they say so."""
+    """Torch's cannot draw the same numbers, so they say so."""
 
     def forward(module: Any, x: Tensor) -> Tensor:
         def part(rows: Tensor) -> Tensor:
@@ -146,3 +147,27 @@ def test_checkpoints_that_would_draw_again(reentrant: bool) -> None:
         loss.backward()
     assert HOUSE_FORM.match(message_of(caught.value).split("\n")[0])
     assert_same_backward(ours.eval(), one.eval(), x)
+
+
+def test_our_checkpoints_draw_what_the_forward_drew() -> None:
+    """Each replica draws its own numbers, and draws them again; checkpoints are nested."""
+
+    def forward(module: Any, x: Tensor) -> Tensor:
+        def inner(rows: Tensor) -> Tensor:
+            return functional.dropout(module.net(rows), 0.5)
+
+        def outer(rows: Tensor) -> Tensor:
+            return functional.dropout(module.again(inner, rows), 0.3) * torch.rand(len(rows), 1)
+
+        return module.again(outer, x * module.scale)
+
+    seen = []
+    for again in (lambda part, rows: part(rows), trireme.checkpoint):
+        torch.manual_seed(5)
+        parts = {"net": mlp(), "scale": nn.Parameter(torch.ones(1)), "again": again}
+        ours = DP(Called(forward, **parts), replicas=2)
+        for step in range(2):
+            torch.manual_seed(7 + step)
+            ours(data(step)).square().sum().backward()
+            seen.append([gradients(ours), torch.rand(1)])
+    torch.testing.assert_close(seen[:2], seen[2:], **EXACT)

@@ -1,4 +1,4 @@
-"""Activation checkpointing, both kinds: layers run again inside backward, some several times."""
+"""Activation checkpoints, torch's two kinds and ours: layers run again in backward, some twice."""
 
 from collections.abc import Callable
 
@@ -10,64 +10,67 @@ from torch.utils.checkpoint import checkpoint
 
 from ddp.ranks import WORLD, batch, gradients, on_ranks, raises
 
-Run = Callable[[nn.Module, torch.Tensor, bool], torch.Tensor]
+Run = Callable[[nn.Module, torch.Tensor, str], torch.Tensor]
+KINDS = pytest.mark.parametrize("kind", ["plain", "reentrant", "ours"])
 
 
 class Layers(nn.Module):
     """Four layers, run in the way that the test gives."""
 
-    def __init__(self, run: Run, reentrant: bool) -> None:
+    def __init__(self, run: Run, kind: str) -> None:
         super().__init__()
         torch.manual_seed(4)
         self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
         self.run = run
-        self.reentrant = reentrant
+        self.kind = kind
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.run(self, x, self.reentrant)
+        return self.run(self, x, self.kind)
 
 
-def again(layer: nn.Module, x: torch.Tensor, reentrant: bool) -> torch.Tensor:
-    return checkpoint(layer, x, use_reentrant=reentrant)
+def again(layer: nn.Module, x: torch.Tensor, kind: str) -> torch.Tensor:
+    if kind == "ours":
+        return trireme.checkpoint(layer, x)
+    return checkpoint(layer, x, use_reentrant=kind == "reentrant")
 
 
-def each_layer(model: nn.Module, x: torch.Tensor, reentrant: bool) -> torch.Tensor:
+def each_layer(model: nn.Module, x: torch.Tensor, kind: str) -> torch.Tensor:
     for layer in model.layers:
-        x = again(layer, x, reentrant).tanh()
+        x = again(layer, x, kind).tanh()
     return x
 
 
-def some_layers(model: nn.Module, x: torch.Tensor, reentrant: bool) -> torch.Tensor:
+def some_layers(model: nn.Module, x: torch.Tensor, kind: str) -> torch.Tensor:
     """Layers before, between and after the checkpointed ones."""
     x = model.layers[0](x).tanh()
-    x = again(model.layers[1], x, reentrant).tanh()
+    x = again(model.layers[1], x, kind).tanh()
     x = model.layers[2](x).tanh()
-    return again(model.layers[3], x, reentrant)
+    return again(model.layers[3], x, kind)
 
 
-def one_layer_twice(model: nn.Module, x: torch.Tensor, reentrant: bool) -> torch.Tensor:
-    x = again(model.layers[0], x, reentrant).tanh()
+def one_layer_twice(model: nn.Module, x: torch.Tensor, kind: str) -> torch.Tensor:
+    x = again(model.layers[0], x, kind).tanh()
     x = model.layers[1](x).tanh()
-    x = again(model.layers[0], x, reentrant).tanh()
+    x = again(model.layers[0], x, kind).tanh()
     return model.layers[3](x) + model.layers[2](x)
 
 
-def checkpointed_and_plain(model: nn.Module, x: torch.Tensor, reentrant: bool) -> torch.Tensor:
-    x = again(model.layers[0], x, reentrant).tanh()
+def checkpointed_and_plain(model: nn.Module, x: torch.Tensor, kind: str) -> torch.Tensor:
+    x = again(model.layers[0], x, kind).tanh()
     x = model.layers[0](x).tanh()
-    return again(model.layers[1], x, reentrant)
+    return again(model.layers[1], x, kind)
 
 
-def nested(model: nn.Module, x: torch.Tensor, reentrant: bool) -> torch.Tensor:
+def nested(model: nn.Module, x: torch.Tensor, kind: str) -> torch.Tensor:
     def outer(x: torch.Tensor) -> torch.Tensor:
         x = model.layers[0](x).tanh()
-        return model.layers[2](again(model.layers[1], x, reentrant).tanh())
+        return model.layers[2](again(model.layers[1], x, kind).tanh())
 
-    return model.layers[3](again(outer, x, reentrant).tanh())
+    return model.layers[3](again(outer, x, kind).tanh())
 
 
-def all_in_one(model: nn.Module, x: torch.Tensor, reentrant: bool) -> torch.Tensor:
-    return again(lambda x: nn.Sequential(*model.layers)(x), x, reentrant)
+def all_in_one(model: nn.Module, x: torch.Tensor, kind: str) -> torch.Tensor:
+    return again(lambda x: nn.Sequential(*model.layers)(x), x, kind)
 
 
 RUNS = [
@@ -81,7 +84,7 @@ RUNS = [
 
 
 def one_process(run: Run, step: int) -> dict[str, torch.Tensor | None]:
-    alone = Layers(run, False)
+    alone = Layers(run, "plain")
     alone(batch(step)).square().mean().backward()
     return gradients(alone)
 
@@ -93,21 +96,21 @@ def backward(model: nn.Module, step: int, rank: int) -> None:
 
 
 @pytest.mark.parametrize("cap", [0.0001, 25])
-@pytest.mark.parametrize("reentrant", [False, True], ids=["plain", "reentrant"])
+@KINDS
 @pytest.mark.parametrize("run", RUNS)
 @on_ranks()
-def test_equals_one_process(rank: int, run: Run, reentrant: bool, cap: float) -> None:
-    ddp = trireme.DistributedDataParallel(Layers(run, reentrant), bucket_cap_mb=cap)
+def test_equals_one_process(rank: int, run: Run, kind: str, cap: float) -> None:
+    ddp = trireme.DistributedDataParallel(Layers(run, kind), bucket_cap_mb=cap)
     for step in range(4):
         ddp.zero_grad()
         backward(ddp, step, rank)
         torch.testing.assert_close(gradients(ddp), one_process(run, step))
 
 
-@pytest.mark.parametrize("reentrant", [False, True], ids=["plain", "reentrant"])
+@KINDS
 @on_ranks()
-def test_accumulation(rank: int, reentrant: bool) -> None:
-    ddp = trireme.DistributedDataParallel(Layers(one_layer_twice, reentrant))
+def test_accumulation(rank: int, kind: str) -> None:
+    ddp = trireme.DistributedDataParallel(Layers(one_layer_twice, kind))
     for first in (0, 2):
         ddp.zero_grad()
         with ddp.no_sync():
@@ -120,7 +123,7 @@ def test_accumulation(rank: int, reentrant: bool) -> None:
 @on_ranks()
 def test_a_pipeline_stage_with_reentrant_checkpoints(rank: int) -> None:
     """Asked for by the reducer and not by the forward, the end is that of the outer backward."""
-    ddp = trireme.DistributedDataParallel(Layers(some_layers, True), bucket_cap_mb=0.0001)
+    ddp = trireme.DistributedDataParallel(Layers(some_layers, "reentrant"), bucket_cap_mb=0.0001)
     for step in range(3):
         ddp.zero_grad()
         with ddp.no_sync():
@@ -130,28 +133,44 @@ def test_a_pipeline_stage_with_reentrant_checkpoints(rank: int) -> None:
         torch.testing.assert_close(gradients(ddp), one_process(some_layers, step))
 
 
+@pytest.mark.parametrize("kind", ["plain", "ours"])
 @on_ranks()
-def test_all_of_a_model_without_input_gradients(rank: int) -> None:
+def test_all_of_a_model_without_input_gradients(rank: int, kind: str) -> None:
     """The whole module is checkpointed from outside, as transformer training often does."""
-    ddp = trireme.DistributedDataParallel(Layers(each_layer, False))
+    ddp = trireme.DistributedDataParallel(Layers(each_layer, kind))
     for step in range(3):
         ddp.zero_grad()
-        output = checkpoint(ddp, batch(step)[rank::WORLD], use_reentrant=False)
+        output = again(ddp, batch(step)[rank::WORLD], kind)
         output.square().mean().backward()
         torch.testing.assert_close(gradients(ddp), one_process(each_layer, step))
+
+
+OPTIONS = [{"find_unused_parameters": True}, {"static_graph": True}]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: next(iter(options)))
+@on_ranks()
+def test_what_torch_needs_for_some_of_these(rank: int, options: dict[str, bool]) -> None:
+    """Options of torch's class that change nothing here: one layer is used twice, one never."""
+    for run in (one_layer_twice, checkpointed_and_plain):
+        ddp = trireme.DistributedDataParallel(Layers(run, "ours"), **options)
+        for step in range(3):
+            ddp.zero_grad()
+            backward(ddp, step, rank)
+            torch.testing.assert_close(gradients(ddp), one_process(run, step))
 
 
 @on_ranks()
 def test_more_gradients_than_in_the_step_before_are_refused(rank: int) -> None:
     """A reentrant layer that suddenly comes twice, when its bucket has been sent already."""
     runs = {"now": some_layers}
-    module = Layers(lambda model, x, reentrant: runs["now"](model, x, reentrant), True)
+    module = Layers(lambda model, x, kind: runs["now"](model, x, kind), "reentrant")
     ddp = trireme.DistributedDataParallel(module, bucket_cap_mb=0.0001)
     for step in range(3):
         backward(ddp, step, rank)
 
-    def last_layer_twice(model: nn.Module, x: torch.Tensor, reentrant: bool) -> torch.Tensor:
-        return again(model.layers[3], some_layers(model, x, reentrant), reentrant)
+    def last_layer_twice(model: nn.Module, x: torch.Tensor, kind: str) -> torch.Tensor:
+        return again(model.layers[3], some_layers(model, x, kind), kind)
 
     runs["now"] = last_layer_twice
     with raises(NotImplementedError, "[ddp] got 'layers.3.", "further gradient", "use_reentrant"):

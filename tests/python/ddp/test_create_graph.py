@@ -60,16 +60,27 @@ def check_parts(ddp: Any, number: int, rank: int) -> None:
     torch.testing.assert_close(derived(ddp), expected)
 
 
+def keeping_hook(
+    kept: list[torch.Tensor], bucket: dist.GradBucket
+) -> torch.futures.Future[torch.Tensor]:
+    """As a backend does for a moment after its work is done."""
+    kept.append(bucket.buffer())
+    return allreduce_hook(None, bucket)
+
+
+HOOKS = {"no hook": None, "hook": allreduce_hook, "keeping hook": keeping_hook}
+
+
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("hook", [False, True])
+@pytest.mark.parametrize("hook", HOOKS)
 @pytest.mark.parametrize("name", ACCUMULATIONS)
 @VIEWS
 @on_gloo_ranks()
-def test_equals_torch(rank: int, view: bool, name: str, hook: bool) -> None:
+def test_equals_torch(rank: int, view: bool, name: str, hook: str) -> None:
     def run(wrap: Callable[..., Any], **options: Any) -> list[Any]:
         ddp = wrap(mlp(torch.float64), gradient_as_bucket_view=view, **options)
-        if hook:
-            ddp.register_comm_hook(None, allreduce_hook)
+        if HOOKS[hook]:
+            ddp.register_comm_hook([] if HOOKS[hook] is keeping_hook else None, HOOKS[hook])
         seen: list[Any] = []
         # Under torch's views an ordinary gradient has the graph of the step before.
         for step in range(1 if view and name == "ordinary first" else 3):

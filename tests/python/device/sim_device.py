@@ -49,27 +49,27 @@ def moved(module: nn.Module, device: torch.device) -> nn.Module:
 
 
 def _begin(rank: int) -> None:
-    _core().set_device(rank)
+    core().set_device(rank)
 
 
 @functools.cache
-def _core() -> Any:
+def core() -> Any:
     """Loads and registers the device."""
     spec = importlib.util.spec_from_file_location("_sim_device", _FILES[0])
     assert spec is not None and spec.loader is not None
-    core = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(core)
+    loaded = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(loaded)
 
     def index_of(device: Any) -> int:
         index = device if isinstance(device, int) else torch.device(device).index
-        return core.current_device() if index is None else index
+        return loaded.current_device() if index is None else index
 
     module = types.ModuleType("torch.sim")
     answers = {
-        "device_count": core.device_count,
-        "current_device": core.current_device,
-        "set_device": lambda device: core.set_device(index_of(device)),
-        "synchronize": lambda device="sim": core.synchronize(index_of(device)),
+        "device_count": loaded.device_count,
+        "current_device": loaded.current_device,
+        "set_device": lambda device: loaded.set_device(index_of(device)),
+        "synchronize": lambda device="sim": loaded.synchronize(index_of(device)),
         "is_available": lambda: True,
         "is_initialized": lambda: True,
         "_is_in_bad_fork": lambda: False,
@@ -80,5 +80,5 @@ def _core() -> Any:
         setattr(module, name, answer)
     sys.modules["torch.sim"] = module
     torch._register_device_module("sim", module)
-    dist.Backend.register_backend("simccl", core.make_engine, devices=["sim"])
-    return core
+    dist.Backend.register_backend("simccl", loaded.make_engine, devices=["sim"])
+    return loaded

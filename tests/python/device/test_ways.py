@@ -103,6 +103,15 @@ def test_ddp_with_buffers_and_a_hook(rank: int) -> None:
     assert_same_on_all_ranks(list(model.parameters()))
 
 
+@sim_device.on_sim_ranks(1)
+def test_a_checkpoint_of_cpp_in_python(rank: int) -> None:
+    """Its early stop is one of Python's there."""
+    x = torch.ones(3, requires_grad=True)
+    sim_device.core().checkpointed_waves(x).sum().backward()
+    (expected,) = torch.autograd.grad(x.sin().exp().cos().sum(), x)
+    assert torch.equal(x.grad, expected)  # type: ignore[arg-type]
+
+
 class Branches(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -6,10 +6,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import trireme
+from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.optim import SGD
+from torch.optim.lr_scheduler import ExponentialLR
 
-from ddp.ranks import message_of, mlp, raises
+from ddp.ranks import message_of, mlp, raises, values
 from fsdp.ranks import in_training, shard_layers
 from shm.ranks import on_shm_and_gloo_ranks, on_shm_ranks
 from zero.test_join import OPTIONS, by_torchs_ddp, inputs, loop
@@ -32,6 +35,25 @@ def test_uneven_inputs_train_as_under_torchs_ddp(
             torch.testing.assert_close(param.full_tensor(), right[name])
         training = in_training(model)
         training.train(0)  # after it all is as before
+
+
+@on_shm_and_gloo_ranks(2)
+def test_a_schedule_is_followed(rank: int) -> None:
+    def train(net: nn.Module, optimizer: SGD) -> None:
+        schedule = ExponentialLR(optimizer, gamma=0.5)
+        for x in inputs(rank, 2 + 3 * rank):
+            loop(net, optimizer, [x], zero_first=True)
+            schedule.step()
+
+    ddp, model = TorchDDP(mlp()), shard_layers(mlp())
+    with ddp.join():
+        train(ddp, SGD(ddp.parameters(), **OPTIONS))
+    optimizer = SGD(model.parameters(), **OPTIONS)
+    with Join([model], optimizer=optimizer):
+        train(model, optimizer)
+    right = values(ddp)
+    for name, param in model.named_parameters():
+        torch.testing.assert_close(param.full_tensor(), right[name])
 
 
 @on_shm_ranks(2)

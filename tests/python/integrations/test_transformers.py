@@ -65,6 +65,13 @@ def bert_reentrant() -> nn.Module:
     return bert(use_reentrant=True)
 
 
+def bert_ours() -> nn.Module:
+    """By our function, on both sides."""
+    model = bert()
+    model._set_gradient_checkpointing(True, trireme.checkpoint)
+    return model
+
+
 def mixtral() -> nn.Module:
     """Each token goes to one of four experts, so that some may have none."""
     torch.manual_seed(3)
@@ -76,7 +83,8 @@ def mixtral() -> nn.Module:
     return MixtralForCausalLM(config)
 
 
-MODELS = {"gpt2": gpt2, "mixtral": mixtral, "bert": bert, "bert_reentrant": bert_reentrant}
+MODELS = {"gpt2": gpt2, "mixtral": mixtral, "bert": bert}
+MODELS |= {"bert_reentrant": bert_reentrant, "bert_ours": bert_ours}
 
 
 def batch(step: int, rank: int, causal: bool) -> dict[str, torch.Tensor]:

@@ -93,6 +93,6 @@ def _nested(levels: int) -> Any:
     ],
 )
 def test_what_cannot_be_kept(extra: Any, kind: type[Exception], told: str, tmp_path: Path) -> None:
-    with raises(kind, "[checkpoint] got `extra`", told):
+    with raises(kind, "[saving] got `extra`", told):
         through(extra, tmp_path / "ck")
     assert not list(tmp_path.iterdir())

@@ -389,10 +389,10 @@ def test_headers_and_indexes_that_are_refused(case: str, tmp_path: Path) -> None
     path = tmp_path / "ck"
     path.mkdir()
     (path / "model.safetensors").write_bytes(_header(text))
-    with raises(ValueError, "[checkpoint]", told, "model.safetensors"):
+    with raises(ValueError, "[saving]", told, "model.safetensors"):
         trireme.load_checkpoint(path, mlp())
     (path / INDEX).write_bytes(text)
-    with raises(ValueError, "[checkpoint]", told, INDEX):
+    with raises(ValueError, "[saving]", told, INDEX):
         trireme.load_checkpoint(path, mlp())
     for name in ("extra.json", "optimizer.json", "optimizer.safetensors.index.json"):
         shutil.rmtree(path)
@@ -403,7 +403,7 @@ def test_headers_and_indexes_that_are_refused(case: str, tmp_path: Path) -> None
             path / INDEX,
             lambda index: index["metadata"]["trireme"]["other_file_bytes"].update(lengths),  # noqa: B023
         )
-        with raises(ValueError, "[checkpoint]", told, name):
+        with raises(ValueError, "[saving]", told, name):
             number_at(path)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import trireme
 from torch import nn
 from torch.optim import SGD
 from torch.utils.checkpoint import checkpoint
@@ -137,15 +138,17 @@ def test_parameters_that_some_or_all_ranks_leave_unused(rank: int, world: int) -
 
 
 class Checkpointed(nn.Module):
-    """Layers alone, nested, twice, and between those that run as usual."""
+    """Layers alone, nested, twice, and between those that run as usual; None: by our function."""
 
-    def __init__(self, reentrant: bool) -> None:
+    def __init__(self, reentrant: bool | None) -> None:
         super().__init__()
         torch.manual_seed(4)
         self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(6))
         self.reentrant = reentrant
 
     def again(self, run: Callable[..., torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        if self.reentrant is None:
+            return trireme.checkpoint(run, x)
         return checkpoint(run, x, use_reentrant=self.reentrant)
 
     def nested(self, x: torch.Tensor) -> torch.Tensor:
@@ -164,7 +167,7 @@ class Checkpointed(nn.Module):
 @pytest.mark.parametrize("world", [2, 3])
 @on_shm_and_gloo_ranks("world")
 def test_checkpointing(rank: int, world: int) -> None:
-    for reentrant in (False, True):
+    for reentrant in (False, True, None):
         ours, one = pair(lambda reentrant=reentrant: Checkpointed(reentrant))
         for step in range(5):
             for training in (ours, one):

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.optim import SGD, AdamW
+from torch.optim.lr_scheduler import ExponentialLR
 
 from ddp.ranks import assert_same_on_all_ranks, mlp, on_gloo_ranks, values
 from shm.ranks import on_shm_and_gloo_ranks, on_shm_ranks
@@ -118,7 +119,7 @@ def test_training_goes_on_after_a_join(rank: int) -> None:
 
 @on_shm_ranks(2)
 def test_stage_1_alone(rank: int) -> None:
-    """A rank that has joined steps its shards with the gradients that it has, once."""
+    """A rank that has joined steps its shards with the gradients of the others."""
     model = nn.Linear(4, 4, bias=False)
     nn.init.zeros_(model.weight)
     optimizer = Zero(model.parameters(), SGD, lr=1.0)
@@ -126,8 +127,31 @@ def test_stage_1_alone(rank: int) -> None:
         for _ in range(1 + 2 * rank):
             model.weight.grad = torch.ones(4, 4)
             optimizer.step()
-    right = torch.tensor([[-2.0], [-2.0], [-3.0], [-3.0]]).expand(4, 4)
-    assert torch.equal(model.weight, right)
+    assert torch.equal(model.weight, torch.full((4, 4), -3.0))
+
+
+@on_shm_and_gloo_ranks(2)
+def test_a_schedule_and_clipping_are_followed(rank: int) -> None:
+    """What only ranks with inputs do to options and gradients holds for all shards."""
+
+    def train(net: nn.Module, optimizer: Any) -> None:
+        schedule = ExponentialLR(optimizer, gamma=0.5)
+        for x in inputs(rank, 2 + 3 * rank):
+            optimizer.zero_grad()
+            net(x).square().mean().backward()
+            if clips:
+                nn.utils.clip_grad_norm_(net.parameters(), 0.01)
+            optimizer.step()
+            schedule.step()
+
+    for stage, clips in ((1, True), (1, False), (2, False)):
+        ddp, model = TorchDDP(mlp()), mlp()
+        with ddp.join():
+            train(ddp, SGD(ddp.parameters(), **OPTIONS))
+        net, optimizer, joinables = sharded(stage, model)
+        with Join(joinables):
+            train(net, optimizer)
+        torch.testing.assert_close(values(model), values(ddp), msg=f"stage {stage}, {clips=}")
 
 
 @on_shm_and_gloo_ranks(2)

@@ -1,0 +1,264 @@
+#include <trireme/activation/checkpoint_frame.h>
+
+#include <trireme/common/error.h>
+
+#include <ATen/core/grad_mode.h>
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <optional>
+#include <utility>
+
+namespace trireme {
+namespace {
+
+// A frame remembers of as many backwards over one graph (retain_graph=True) that it has recomputed.
+constexpr size_t kMostTasks = 16;
+
+// Holds a frame's lock, which may already be this thread's.
+class FrameLock {
+ public:
+  explicit FrameLock(std::recursive_mutex& mutex) : mutex_(mutex) {
+    if (!mutex_.try_lock()) {
+      SavedTensorHooks::get().lock(mutex_);
+    }
+  }
+  ~FrameLock() { mutex_.unlock(); }
+  FrameLock(const FrameLock&) = delete;
+  FrameLock& operator=(const FrameLock&) = delete;
+
+ private:
+  std::recursive_mutex& mutex_;
+};
+
+// Keeps a saved tensor as it is.
+class PlainTensor : public PackedTensor {
+ public:
+  explicit PlainTensor(at::Tensor tensor) : tensor_(std::move(tensor)) {}
+  at::Tensor unpack() override { return tensor_; }
+
+ private:
+  at::Tensor tensor_;
+};
+
+// Hands over what is packed already.
+class PackedBefore : public TensorPacker {
+ public:
+  explicit PackedBefore(c10::intrusive_ptr<PackedTensor> packed) : packed_(std::move(packed)) {}
+  c10::intrusive_ptr<PackedTensor> pack(const at::Tensor& /*tensor*/) override { return packed_; }
+
+ private:
+  c10::intrusive_ptr<PackedTensor> packed_;
+};
+
+}  // namespace
+
+// Finds the places of what a recomputation saves.
+class CheckpointFrame::RecomputationPacker : public TensorPacker {
+ public:
+  RecomputationPacker(c10::intrusive_ptr<CheckpointFrame> frame, int64_t task)
+      : frame_(std::move(frame)), task_(task) {}
+
+  c10::intrusive_ptr<PackedTensor> pack(const at::Tensor& tensor) override {
+    return frame_->pack_again(task_, tensor);
+  }
+
+ private:
+  c10::intrusive_ptr<CheckpointFrame> frame_;
+  int64_t task_;
+};
+
+SavedPlace::SavedPlace(c10::intrusive_ptr<CheckpointFrame> frame, size_t number)
+    : frame_(std::move(frame)), number_(number) {}
+
+SavedPlace::~SavedPlace() = default;
+
+void SavedPlace::forget(int64_t task) {
+  const auto is_its = [&](const Recomputed& one) { return one.task == task; };
+  recomputed_.erase(std::remove_if(recomputed_.begin(), recomputed_.end(), is_its),
+                    recomputed_.end());
+}
+
+void SavedPlace::release_resources() {
+  recomputed_.clear();
+  frame_.reset();
+}
+
+at::Tensor SavedPlace::unpack() { return frame_->take(*this); }
+
+CheckpointFrame::CheckpointFrame(std::unique_ptr<CheckpointedCall> call,
+                                 const std::vector<at::Tensor>& inputs, const Options& options)
+    : call_(std::move(call)),
+      early_stop_(options.early_stop),
+      compares_metadata_(options.compares_metadata) {
+  std::vector<c10::intrusive_ptr<PackedTensor>> packed(inputs.size());
+  if (options.inputs) {
+    packed = options.inputs->pack_inputs(inputs, call_->name());
+  }
+  inputs_.reserve(inputs.size());
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    std::optional<PackerGuard> guard;
+    if (packed[i]) {
+      guard.emplace(c10::make_intrusive<PackedBefore>(std::move(packed[i])));
+    }
+    inputs_.emplace_back(inputs[i], /*is_output=*/false);
+    has_differentiable_inputs_ |= inputs[i].defined() && inputs[i].requires_grad();
+  }
+}
+
+c10::intrusive_ptr<PackedTensor> CheckpointFrame::pack(const at::Tensor& tensor) {
+  const FrameLock lock(mutex_);
+  auto self = c10::intrusive_ptr<CheckpointFrame>::reclaim_copy(this);
+  auto place = c10::make_intrusive<SavedPlace>(std::move(self), places_.size());
+  places_.emplace_back(place);
+  if (compares_metadata_) {
+    metadata_.push_back(metadata_of(tensor));
+  }
+  return place;
+}
+
+c10::intrusive_ptr<PackedTensor> CheckpointFrame::pack_again(int64_t id, const at::Tensor& tensor) {
+  const at::Tensor detached = tensor.requires_grad() ? tensor.detach() : tensor;
+  Task& task = recomputation_of(id);
+  const size_t number = task.saved++;
+  if (number >= places_.size()) {
+    if (!forward_has_ended_) {
+      // A backward inside of the function, whose recomputation is not stopped early, gets further
+      // than the function itself.
+      task.compares = false;
+    } else if (!task.has_stopped) {
+      fail(c10::str("saved more than the ", places_.size(), " tensors of the forward"));
+    }
+    return c10::make_intrusive<PlainTensor>(detached);
+  }
+  // A place that is gone was freed with its part of the graph.
+  if (const auto place = places_[number].lock()) {
+    auto& kept = place->recomputed_;
+    const auto was_given = [](const auto& one) { return !one.tensor.defined(); };
+    kept.erase(std::remove_if(kept.begin(), kept.end(), was_given), kept.end());
+    kept.push_back({id, detached});
+  }
+  if (early_stop_ && task.saved == places_.size()) {
+    task.has_stopped = true;
+    return nullptr;
+  }
+  return c10::make_intrusive<PlainTensor>(detached);
+}
+
+void CheckpointFrame::end_forward() {
+  const FrameLock lock(mutex_);
+  forward_has_ended_ = true;
+}
+
+void CheckpointFrame::warn_if_useless() const {
+  if (places_.empty() && !has_differentiable_inputs_) {
+    TORCH_WARN_ONCE(error_text(
+        "checkpoint",
+        call_->name() + " got no input that requires a gradient and saved nothing for a backward, "
+                        "expected something to recompute",
+        {}, "Call it without checkpoint, or under torch.no_grad() if it is evaluated."));
+  }
+}
+
+at::Tensor CheckpointFrame::take(SavedPlace& place) {
+  const int64_t task = SavedTensorHooks::get().current_task();
+  const FrameLock lock(mutex_);
+  if (!recomputation_of(task).is_whole) {
+    recompute(task);
+  }
+  const auto found =
+      std::find_if(place.recomputed_.begin(), place.recomputed_.end(),
+                   [&](const SavedPlace::Recomputed& one) { return one.task == task; });
+  if (found == place.recomputed_.end() || !found->tensor.defined()) {
+    fail(c10::str("tensor ", place.number_,
+                  " is asked for a second time in one backward, and each is kept once only"));
+  }
+  return std::exchange(found->tensor, at::Tensor());
+}
+
+CheckpointFrame::Task& CheckpointFrame::recomputation_of(int64_t id) {
+  for (Task& task : tasks_) {
+    if (task.id == id) {
+      return task;
+    }
+  }
+  if (tasks_.size() == kMostTasks) {
+    // The oldest goes, with its tensors; should it ask again, it recomputes again.
+    const int64_t oldest = tasks_.front().id;
+    for (const auto& weak : places_)
+      if (const auto place = weak.lock()) place->forget(oldest);
+    tasks_.erase(tasks_.begin());
+  }
+  return tasks_.emplace_back(Task{id});
+}
+
+void CheckpointFrame::recompute(int64_t id) {
+  std::vector<at::Tensor> inputs;
+  inputs.reserve(inputs_.size());
+  for (const torch::autograd::SavedVariable& input : inputs_) {
+    inputs.push_back(input.unpack());
+  }
+  // What an attempt that threw left behind is of no use.
+  recomputation_of(id) = Task{id};
+  {
+    const at::AutoGradMode grad_mode(true);
+    const PackerGuard guard(c10::make_intrusive<RecomputationPacker>(
+        c10::intrusive_ptr<CheckpointFrame>::reclaim_copy(this), id));
+    call_->run(inputs);
+  }
+  Task& task = recomputation_of(id);
+  task.is_whole = true;
+  check(task);
+}
+
+void CheckpointFrame::check(const Task& task) const {
+  if (!task.compares) {
+    return;
+  }
+  // The function may have caught the error of one too many.
+  const bool saved_more = task.saved > places_.size() && !task.has_stopped;
+  if (task.saved < places_.size() || saved_more) {
+    fail(c10::str("saved ", task.saved, " tensors where the forward had saved ", places_.size()));
+  }
+  std::string differences;
+  for (size_t i = 0; i < metadata_.size(); ++i) {
+    const auto place = places_[i].lock();
+    if (!place) {
+      continue;
+    }
+    for (const SavedPlace::Recomputed& one : place->recomputed_) {
+      if (one.task != task.id || !one.tensor.defined()) {
+        continue;
+      }
+      const Metadata again = metadata_of(one.tensor);
+      if (again != metadata_[i]) {
+        const auto text = [](const Metadata& of) {
+          return c10::str(of.dtype, c10::IntArrayRef(of.sizes), " on ", of.device);
+        };
+        differences += c10::str(differences.empty() ? "" : "; ", "tensor ", i, " is ", text(again),
+                                " and was ", text(metadata_[i]));
+      }
+    }
+  }
+  if (!differences.empty()) {
+    fail("saved other tensors than the forward: " + differences);
+  }
+}
+
+void CheckpointFrame::fail(const std::string& what) const {
+  const std::string text = error_text(
+      "checkpoint", "the recomputation of " + call_->name() + " " + what, {},
+      "Make the function do the same whenever it is called with the same inputs; debug=True lists "
+      "the operators of both runs.");
+  call_->explain(text);
+  throw CheckpointError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, text);
+}
+
+CheckpointFrame::Metadata CheckpointFrame::metadata_of(const at::Tensor& tensor) {
+  const bool has_sizes =
+      !tensor.is_nested() && !tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides();
+  const auto sizes = has_sizes ? tensor.sizes() : c10::IntArrayRef();
+  return {c10::SmallVector<int64_t, 5>(sizes), tensor.scalar_type(), tensor.device()};
+}
+
+}  // namespace trireme

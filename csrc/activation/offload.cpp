@@ -1,0 +1,411 @@
+#include <trireme/activation/offload.h>
+
+#include <trireme/activation/offload_file.h>
+#include <trireme/common/error.h>
+#include <trireme/memory/stream_handoff.h>
+
+#include <ATen/ATen.h>
+#include <ATen/EmptyTensor.h>
+#include <ATen/core/DimVector.h>
+#include <c10/core/Device.h>
+#include <c10/core/Storage.h>
+#include <c10/core/TensorImpl.h>
+#include <c10/util/Exception.h>
+#include <c10/util/StringUtil.h>
+#include <torch/csrc/autograd/graph_task.h>
+
+#include <atomic>
+#include <cstddef>
+#include <filesystem>
+#include <memory>
+#include <mutex>
+#include <system_error>
+#include <typeinfo>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+// See [Note: what is offloaded] in offload.h.
+
+namespace trireme {
+namespace {
+
+using WeakStorage = c10::weak_intrusive_ptr<c10::StorageImpl>;
+
+// Tensors with gaps are offloaded with their storage if this is no more times as large.
+constexpr size_t kMostGaps = 64;
+// Ranges begin at multiples of it, so that operators find memory aligned as it was.
+constexpr size_t kAlignment = 64;
+
+std::atomic<int64_t> bytes_elsewhere{0};
+std::atomic<int64_t> bytes_written{0};
+
+// The version of a tensor when it was saved.
+class SavedVersion {
+ public:
+  explicit SavedVersion(const at::Tensor& tensor)
+      : counter_(tensor.unsafeGetTensorImpl()->version_counter()), saved_(now()) {}
+
+  bool has_changed() const { return now() != saved_; }
+
+  [[noreturn]] void refuse(const std::string& tensor) const {
+    C10_THROW_ERROR(
+        Error, error_text("checkpoint",
+                          c10::str("one of the variables needed for gradient computation has been "
+                                   "modified by an inplace operation: ",
+                                   tensor, " is at version ", now(), ", expected version ", saved_),
+                          {},
+                          "Change a clone of it, or compute out of place; "
+                          "torch.autograd.set_detect_anomaly(True) shows who had saved it."));
+  }
+
+ private:
+  uint32_t now() const { return counter_.enabled() ? counter_.current_version() : 0; }
+
+  c10::VariableVersion counter_;
+  uint32_t saved_;
+};
+
+class KeptTensor : public PackedTensor {
+ public:
+  // A leaf is kept itself, as autograd does, and follows when it is given other memory. Another
+  // tensor might be the output of the node that keeps it.
+  explicit KeptTensor(const at::Tensor& tensor)
+      : tensor_(tensor.is_leaf() ? tensor : tensor.detach()), version_(tensor) {}
+
+  at::Tensor unpack() override {
+    if (version_.has_changed()) version_.refuse(tensor_.toString());
+    return tensor_.requires_grad() ? tensor_.detach() : tensor_;
+  }
+
+ private:
+  at::Tensor tensor_;
+  SavedVersion version_;
+};
+
+// Knows storages that have outlived a graph which they had been offloaded for.
+class LongLivedStorages {
+ public:
+  static LongLivedStorages& get() {
+    static auto* all = new LongLivedStorages;  // graphs may outlive static objects
+    return *all;
+  }
+
+  bool has(const c10::Storage& storage) {
+    const std::lock_guard lock(mutex_);
+    return all_.contains(storage.unsafeGetStorageImpl());
+  }
+
+  void add(const WeakStorage& storage) {
+    const std::lock_guard lock(mutex_);
+    if (all_.size() >= next_sweep_) {
+      std::erase_if(all_, [](const auto& one) { return one.second.expired(); });
+      next_sweep_ = 2 * all_.size() + 64;
+    }
+    all_.try_emplace(storage._unsafe_get_target(), storage);
+  }
+
+ private:
+  std::mutex mutex_;
+  std::unordered_map<const c10::StorageImpl*, WeakStorage> all_;  // their addresses stay reserved
+  size_t next_sweep_ = 64;
+};
+
+struct ByteRange {
+  size_t begin = 0;
+  size_t end = 0;
+
+  size_t bytes() const { return end - begin; }
+};
+
+// Returns which part of its storage is offloaded for a tensor, if any.
+ByteRange byte_range_of(const at::Tensor& tensor) {
+  const size_t item = tensor.itemsize();
+  size_t bytes = item;  // elements that a stride of 0 repeats count once
+  for (int64_t dim = 0; dim < tensor.dim(); ++dim) {
+    if (tensor.stride(dim) != 0) bytes *= static_cast<size_t>(tensor.size(dim));
+  }
+  const size_t begin = static_cast<size_t>(tensor.storage_offset()) * item;
+  const size_t span = at::detail::computeStorageNbytes(tensor.sizes(), tensor.strides(), item);
+  const size_t whole = tensor.storage().nbytes();
+  if (begin + span > whole) return {};  // somebody has freed it
+  if (span <= bytes) return {begin / kAlignment * kAlignment, begin + span};
+  return bytes >= whole / kMostGaps ? ByteRange{0, whole} : ByteRange{};
+}
+
+// Says whether a tensor is nothing but a view of a storage.
+bool is_plain(const at::Tensor& tensor) {
+  const c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
+  return typeid(impl) == typeid(c10::TensorImpl) && !impl.is_python_dispatch() &&
+         tensor.has_storage() && !tensor.is_meta() && !tensor._is_zerotensor();
+}
+
+bool is_parameter(const at::Tensor& tensor) {
+  const auto trains = [](const at::TensorBase& one) {
+    return one.is_leaf() && one.requires_grad();
+  };
+  return trains(tensor) || (tensor.is_view() && trains(tensor._base()));
+}
+
+at::Tensor bytes_of(const c10::Storage& storage, const ByteRange& range) {
+  return at::empty({0}, at::TensorOptions().dtype(at::kByte).device(storage.device()))
+      .set_(storage, static_cast<int64_t>(range.begin), {static_cast<int64_t>(range.bytes())});
+}
+
+at::Tensor pinned_bytes(size_t bytes) {
+  try {
+    return at::empty({static_cast<int64_t>(bytes)},
+                     at::TensorOptions().dtype(at::kByte).pinned_memory(true));
+  } catch (const c10::Error& error) {
+    C10_THROW_ERROR(Error,
+                    error_text("checkpoint",
+                               c10::str("got no pinned memory for ", bytes,
+                                        " bytes to offload: ", error.what_without_backtrace()),
+                               {}, "Pass a folder, or recompute in place of it."));
+  }
+}
+
+// A range of a storage at one version, and where it lies.
+struct OffloadedRange {
+  OffloadedRange(const at::Tensor& tensor, const ByteRange& part, c10::Storage copy)
+      : source(tensor.storage().getWeakStorageImpl()),
+        version(tensor._version()),
+        range(part),
+        device(tensor.device()),
+        host(std::move(copy)) {
+    const auto bytes = static_cast<int64_t>(range.bytes());
+    bytes_elsewhere += bytes;
+    bytes_written += bytes;
+  }
+  ~OffloadedRange() {
+    bytes_elsewhere -= static_cast<int64_t>(range.bytes());
+    if (!source.expired()) LongLivedStorages::get().add(source);
+  }
+  OffloadedRange(const OffloadedRange&) = delete;
+  OffloadedRange& operator=(const OffloadedRange&) = delete;
+
+  bool holds(const at::Tensor& tensor, const ByteRange& wanted) const {
+    return version == tensor._version() && range.begin <= wanted.begin && wanted.end <= range.end;
+  }
+
+  const WeakStorage source;  // reserves the address
+  const int64_t version;
+  const ByteRange range;
+  const c10::Device device;
+  const c10::Storage host;
+  // The lock of its use guards what follows.
+  c10::Storage back;  // on the device, or on its way, until all of its tensors got it
+  int64_t tensors = 0;
+  int64_t handed_out = 0;  // to so many of them
+};
+
+using RangePointer = std::shared_ptr<OffloadedRange>;
+
+// One use of checkpoint(): what it has offloaded. It lives as long as any of that. Thread-safe.
+class OffloadUse : public std::enable_shared_from_this<OffloadUse> {
+ public:
+  explicit OffloadUse(std::string folder) : folder_(std::move(folder)) {}
+
+  // Returns the range that has the tensor's memory from now on, or nullptr: it is to be kept.
+  RangePointer store(const at::Tensor& tensor);
+
+  // Returns the memory of a range where it was. What the current stream is given next finds it.
+  c10::Storage fetch(const RangePointer& range);
+
+ private:
+  std::unique_lock<std::recursive_mutex> lock() {
+    if (!mutex_.try_lock()) SavedTensorHooks::get().lock(mutex_);
+    return {mutex_, std::adopt_lock};
+  }
+  StreamHandoff& copies(c10::Device device) {
+    return copies_.try_emplace(device, device).first->second;
+  }
+  c10::Storage copy_out(const at::Tensor& tensor, const ByteRange& range);
+  void bring_back(const std::vector<RangePointer>& ranges);
+  void bring_all_back();
+  // Begins what bring_all_back() and reading will need, if that is possible at once.
+  void come_ahead();
+
+  const std::string folder_;
+  std::recursive_mutex mutex_;
+  std::unordered_multimap<const c10::StorageImpl*, std::weak_ptr<OffloadedRange>> ranges_;
+  std::unordered_map<c10::Device, StreamHandoff> copies_;
+  std::weak_ptr<OffloadUse> before_;  // the one whose turn is next in a backward
+  int task_ = -1;                     // the backward that has come here last
+};
+
+// The last use of this thread that has offloaded anything.
+thread_local std::weak_ptr<OffloadUse> latest_use;
+
+RangePointer OffloadUse::store(const at::Tensor& tensor) {
+  if (!is_plain(tensor) || is_parameter(tensor) || (tensor.is_cpu() && folder_.empty())) {
+    return nullptr;
+  }
+  const ByteRange wanted = byte_range_of(tensor);
+  if (wanted.bytes() < size_t{kLeastOffloadedBytes} ||
+      LongLivedStorages::get().has(tensor.storage())) {
+    return nullptr;
+  }
+  const auto held = lock();
+  const c10::StorageImpl* const source = tensor.storage().unsafeGetStorageImpl();
+  for (auto [known, end] = ranges_.equal_range(source); known != end; ++known) {
+    if (RangePointer range = known->second.lock(); range && range->holds(tensor, wanted)) {
+      ++range->tensors;
+      return range;
+    }
+  }
+  auto range = std::make_shared<OffloadedRange>(tensor, wanted, copy_out(tensor, wanted));
+  if (ranges_.empty()) before_ = std::exchange(latest_use, weak_from_this());
+  ranges_.emplace(source, range);
+  ++range->tensors;
+  return range;
+}
+
+c10::Storage OffloadUse::copy_out(const at::Tensor& tensor, const ByteRange& range) {
+  const c10::Storage& storage = tensor.storage();
+  if (tensor.is_cpu()) {
+    const auto* const begin = static_cast<const std::byte*>(storage.data()) + range.begin;
+    return write_offloaded(folder_, begin, range.bytes());
+  }
+  const at::Tensor source = bytes_of(storage, range);
+  if (!folder_.empty()) {
+    const at::Tensor host = source.cpu();
+    return write_offloaded(folder_, host.const_data_ptr(), range.bytes());
+  }
+  const at::Tensor host = pinned_bytes(range.bytes());
+  copies(tensor.device()).beside([&] {
+    StreamHandoff::keep(source);
+    host.copy_(source, /*non_blocking=*/true);
+  });
+  return host.storage();
+}
+
+c10::Storage OffloadUse::fetch(const RangePointer& range) {
+  const auto held = lock();
+  const int task = torch::autograd::get_current_graph_task_id();
+  if (task != -1 && std::exchange(task_, task) != task) {
+    bring_all_back();
+    if (const auto before = before_.lock()) before->come_ahead();
+  }
+  if (range->device.is_cpu()) return range->host;
+  if (!range->back) bring_back({range});
+  copies(range->device).join();
+  c10::Storage found = range->back;
+  if (++range->handed_out == range->tensors) {
+    // From here on a graph that is kept for another backward takes no memory of the device.
+    range->back = c10::Storage();
+    range->handed_out = 0;
+  }
+  return found;
+}
+
+void OffloadUse::bring_back(const std::vector<RangePointer>& ranges) {
+  // All memory first: where there is not enough no copy begins. It belongs to the stream that
+  // computes, and side streams of all uses leave none behind.
+  std::vector<at::Tensor> places;
+  places.reserve(ranges.size());
+  for (const RangePointer& range : ranges) {
+    places.push_back(at::empty({static_cast<int64_t>(range->range.bytes())},
+                               at::TensorOptions().dtype(at::kByte).device(range->device)));
+  }
+  for (size_t i = 0; i < ranges.size(); ++i) {
+    OffloadedRange& range = *ranges[i];
+    const at::Tensor host = bytes_of(range.host, {0, range.range.bytes()});
+    copies(range.device).beside([&] {
+      StreamHandoff::keep(places[i]);
+      places[i].copy_(host, /*non_blocking=*/true);
+    });
+    range.back = places[i].storage();
+    range.handed_out = 0;
+  }
+}
+
+void OffloadUse::bring_all_back() {
+  std::vector<RangePointer> away;
+  for (const auto& [source, known] : ranges_) {
+    RangePointer range = known.lock();
+    if (range && !range->device.is_cpu() && !range->back) away.push_back(std::move(range));
+  }
+  bring_back(away);
+}
+
+void OffloadUse::come_ahead() {
+  const std::unique_lock held(mutex_, std::try_to_lock);
+  if (!held) return;
+  if (folder_.empty()) {
+    try {
+      bring_all_back();
+    } catch (const c10::OutOfMemoryError&) {  // It is tried again when its turn has come.
+    }
+    return;
+  }
+  for (const auto& [source, known] : ranges_) {
+    if (const RangePointer range = known.lock()) read_ahead(range->host);
+  }
+}
+
+class OffloadedTensor : public PackedTensor {
+ public:
+  OffloadedTensor(const at::Tensor& tensor, std::shared_ptr<OffloadUse> use, RangePointer range)
+      : use_(std::move(use)),
+        range_(std::move(range)),
+        keys_(tensor.key_set()),
+        dtype_(tensor.dtype()),
+        sizes_(tensor.sizes()),
+        strides_(tensor.strides()),
+        offset_(tensor.storage_offset() -
+                static_cast<int64_t>(range_->range.begin / tensor.itemsize())),
+        version_(tensor) {}
+
+  at::Tensor unpack() override {
+    if (version_.has_changed()) version_.refuse(c10::str(dtype_, at::IntArrayRef(sizes_)));
+    at::Tensor tensor = at::detail::make_tensor<c10::TensorImpl>(
+        c10::TensorImpl::VIEW, use_->fetch(range_), keys_, dtype_);
+    tensor.unsafeGetTensorImpl()->set_storage_offset(offset_);
+    tensor.unsafeGetTensorImpl()->set_sizes_and_strides(sizes_, strides_);
+    StreamHandoff::keep(tensor);  // its memory may be of another stream than the current one
+    return tensor;
+  }
+
+ private:
+  std::shared_ptr<OffloadUse> use_;
+  RangePointer range_;
+  c10::DispatchKeySet keys_;  // with the bits of conj() and neg()
+  caffe2::TypeMeta dtype_;
+  at::DimVector sizes_;
+  at::DimVector strides_;
+  int64_t offset_;
+  SavedVersion version_;
+};
+
+class OffloadPacker : public TensorPacker {
+ public:
+  explicit OffloadPacker(std::string folder)
+      : use_(std::make_shared<OffloadUse>(std::move(folder))) {}
+
+  c10::intrusive_ptr<PackedTensor> pack(const at::Tensor& tensor) override {
+    if (RangePointer range = use_->store(tensor)) {
+      return c10::make_intrusive<OffloadedTensor>(tensor, use_, std::move(range));
+    }
+    return c10::make_intrusive<KeptTensor>(tensor);
+  }
+
+ private:
+  std::shared_ptr<OffloadUse> use_;
+};
+
+}  // namespace
+
+c10::intrusive_ptr<TensorPacker> make_offload_packer(const ActivationOffload& offload) {
+  std::error_code ignored;
+  TORCH_CHECK_VALUE(
+      offload.folder.empty() || std::filesystem::is_directory(offload.folder, ignored),
+      error_text("checkpoint",
+                 "got '" + offload.folder + "' to offload to, expected a folder that exists", {},
+                 "Make it, on a disk with room for what autograd saves."));
+  return c10::make_intrusive<OffloadPacker>(offload.folder);
+}
+
+OffloadedBytes offloaded_bytes() { return {bytes_elsewhere, bytes_written}; }
+
+}  // namespace trireme

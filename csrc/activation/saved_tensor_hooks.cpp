@@ -1,0 +1,131 @@
+#include <trireme/activation/saved_tensor_hooks.h>
+
+#include <trireme/common/error.h>
+
+#include <c10/util/Exception.h>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/saved_variable_hooks.h>
+
+#include <atomic>
+#include <memory>
+#include <typeinfo>
+#include <utility>
+#include <vector>
+
+namespace trireme {
+namespace {
+
+thread_local std::vector<c10::intrusive_ptr<TensorPacker>> packers;
+
+class PackingHooks : public torch::autograd::SavedVariableHooks {
+ public:
+  explicit PackingHooks(c10::intrusive_ptr<TensorPacker> packer) : packer_(std::move(packer)) {}
+
+  void call_pack_hook(const at::Tensor& tensor) override {
+    packed_ = packer_->pack(tensor);
+    packer_.reset();  // the graph must not keep what packs for others
+    if (!packed_) {
+      throw StopRecomputation{};
+    }
+  }
+
+  at::Tensor call_unpack_hook() override { return packed_->unpack(); }
+
+ private:
+  c10::intrusive_ptr<TensorPacker> packer_;
+  c10::intrusive_ptr<PackedTensor> packed_;
+};
+
+// An engine that asks the stack of packers, which torch's C++ engine does not have.
+class PackingEngine : public torch::autograd::Engine {
+ public:
+  std::unique_ptr<torch::autograd::SavedVariableHooks> get_default_saved_variable_hooks() override {
+    if (packers.empty()) {
+      return nullptr;
+    }
+    return std::make_unique<PackingHooks>(packers.back());
+  }
+
+  static Engine& get() {
+    static Engine* engine = start();  // its threads outlive static objects
+    return *engine;
+  }
+
+ private:
+  // Torch starts the threads of one engine only, the first that runs a backward, which may have
+  // been its own. It is made that one, so that ours are started here and never again.
+  static Engine* start() {
+    get_base_engine().initialize_device_threads_pool();
+    auto* engine = new PackingEngine;
+    engine->start_device_threads();
+    return engine;
+  }
+};
+
+class CppHooks : public SavedTensorHooks {
+ public:
+  void push(c10::intrusive_ptr<TensorPacker> packer) override {
+    static const bool is_installed = install();
+    static_cast<void>(is_installed);
+    packers.push_back(std::move(packer));
+  }
+
+  void pop() override { packers.pop_back(); }
+
+ private:
+  static bool install() {
+    const auto& engine = torch::autograd::Engine::get_default_engine();
+    TORCH_CHECK_NOT_IMPLEMENTED(
+        typeid(engine) == typeid(torch::autograd::Engine),
+        error_text("checkpoint",
+                   "got an autograd engine that another library has installed, such as that of "
+                   "libtorch_python, expected torch's own",
+                   {}, "In a process with Python, import trireme there first."));
+    torch::autograd::set_default_engine_stub(&PackingEngine::get);
+    return true;
+  }
+};
+
+std::atomic<SavedTensorHooks*> registered{nullptr};
+
+}  // namespace
+
+std::vector<c10::intrusive_ptr<PackedTensor>> TensorPacker::pack_inputs(
+    const std::vector<at::Tensor>& inputs, const std::string& /*function*/) {
+  std::vector<c10::intrusive_ptr<PackedTensor>> packed(inputs.size());
+  for (size_t i = 0; i < inputs.size(); ++i)
+    if (inputs[i].defined()) packed[i] = pack(inputs[i]);
+  return packed;
+}
+
+int64_t SavedTensorHooks::current_task() {
+  static std::atomic<int64_t> outside{-1};
+  const int64_t task = torch::autograd::get_current_graph_task_id();
+  return task >= 0 ? task : outside.fetch_sub(1);
+}
+
+bool SavedTensorHooks::is_stop(const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const StopRecomputation&) {
+    return true;
+  } catch (...) {
+    return false;
+  }
+}
+
+SavedTensorHooks& SavedTensorHooks::get() {
+  static CppHooks own;
+  SavedTensorHooks* hooks = registered.load();
+  return hooks != nullptr ? *hooks : own;
+}
+
+void SavedTensorHooks::use(SavedTensorHooks& hooks) { registered = &hooks; }
+
+PackerGuard::PackerGuard(c10::intrusive_ptr<TensorPacker> packer) {
+  SavedTensorHooks::get().push(std::move(packer));
+}
+
+PackerGuard::~PackerGuard() { SavedTensorHooks::get().pop(); }
+
+}  // namespace trireme

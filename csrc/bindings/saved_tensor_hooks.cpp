@@ -1,0 +1,240 @@
+#include <trireme/bindings/saved_tensor_hooks.h>
+
+#include <trireme/activation/checkpoint_frame.h>
+#include <trireme/activation/saved_tensor_hooks.h>
+#include <trireme/common/exception_text.h>
+
+#include <ATen/SavedTensorHooks.h>
+#include <c10/core/AutogradState.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/PyInterpreter.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <exception>
+#include <mutex>
+#include <optional>
+#include <structmember.h>
+#include <utility>
+#include <vector>
+
+namespace trireme {
+namespace {
+
+namespace py = pybind11;
+
+// [Note: saved tensors without Python code]
+//
+// Torch's hooks for saved tensors are two callables of Python. Here both are written in C: pack is
+// an object of the type PackHook, which holds a packer and returns a capsule with what that made;
+// unpack is a function that takes such a capsule. So a saved tensor costs two calls of C functions.
+//
+// Torch's selective policies ask the hooks on top of the stack whether they are a checkpoint's own
+// (`_checkpoint_internal`), and then which hooks of the user's are below (`_user_hooks`).
+
+constexpr const char* kPacked = "trireme.PackedTensor";
+
+PyObject* stop_type = nullptr;  // an Exception: modules run always_call hooks for no other
+
+// Calls `body`, and shows Python what it throws.
+template <typename Body>
+PyObject* translated(const Body& body) {
+  HANDLE_TH_ERRORS
+  try {
+    return body();
+  } catch (const CheckpointError& error) {
+    const py::object type = py::module_::import("torch.utils.checkpoint").attr("CheckpointError");
+    PyErr_SetString(type.ptr(), what_of(error).c_str());
+  }
+  return nullptr;
+  END_HANDLE_TH_ERRORS
+}
+
+void drop_packed(PyObject* capsule) {
+  c10::intrusive_ptr<PackedTensor>::reclaim(
+      static_cast<PackedTensor*>(PyCapsule_GetPointer(capsule, kPacked)));
+}
+
+struct PackHook {
+  PyObject_HEAD vectorcallfunc call;
+  TensorPacker* packer;  // owned
+  PyObject* user_hooks;  // what of the user's is below, as long as it is on the stack
+};
+
+PyTypeObject* pack_hook_type = nullptr;
+
+// What this thread has pushed; torch's stack holds them.
+thread_local std::vector<PyObject*> pushed;
+
+PyObject* pack(PyObject* self, PyObject* const* arguments, size_t /*count*/, PyObject* /*names*/) {
+  return translated([&] {
+    auto packed = reinterpret_cast<PackHook*>(self)->packer->pack(THPVariable_Unpack(arguments[0]));
+    if (!packed) {
+      PyErr_SetNone(stop_type);
+      return static_cast<PyObject*>(nullptr);
+    }
+    return PyCapsule_New(packed.release(), kPacked, drop_packed);
+  });
+}
+
+PyObject* unpack(PyObject* /*self*/, PyObject* packed) {
+  return translated([&] {
+    // The capsule may go while its tensor is recomputed.
+    const auto held = c10::intrusive_ptr<PackedTensor>::reclaim_copy(
+        static_cast<PackedTensor*>(PyCapsule_GetPointer(packed, kPacked)));
+    return THPVariable_Wrap(held->unpack());
+  });
+}
+
+void drop_pack_hook(PyObject* self) {
+  auto* hook = reinterpret_cast<PackHook*>(self);
+  PyTypeObject* type = Py_TYPE(self);
+  c10::intrusive_ptr<TensorPacker>::reclaim(hook->packer);
+  Py_XDECREF(hook->user_hooks);
+  PyObject_Free(self);
+  Py_DECREF(type);
+}
+
+PyObject* is_internal(PyObject* self, void* /*unused*/) {
+  return PyBool_FromLong(reinterpret_cast<PackHook*>(self)->packer->is_checkpoint() ? 1 : 0);
+}
+
+PyObject* user_hooks(PyObject* self, void* /*unused*/) {
+  PyObject* found = reinterpret_cast<PackHook*>(self)->user_hooks;
+  return Py_NewRef(found != nullptr ? found : Py_None);
+}
+
+PyTypeObject* make_pack_hook_type() {
+  static PyMemberDef members[] = {
+      {"__vectorcalloffset__", T_PYSSIZET, offsetof(PackHook, call), READONLY, nullptr},
+      {nullptr, 0, 0, 0, nullptr}};
+  static PyGetSetDef attributes[] = {
+      {"_checkpoint_internal", is_internal, nullptr, nullptr, nullptr},
+      {"_user_hooks", user_hooks, nullptr, nullptr, nullptr},
+      {nullptr, nullptr, nullptr, nullptr, nullptr}};
+  static PyType_Slot slots[] = {{Py_tp_dealloc, reinterpret_cast<void*>(drop_pack_hook)},
+                                {Py_tp_call, reinterpret_cast<void*>(PyVectorcall_Call)},
+                                {Py_tp_members, members},
+                                {Py_tp_getset, attributes},
+                                {0, nullptr}};
+  static PyType_Spec spec{"trireme._C.PackHook", sizeof(PackHook), 0,
+                          Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL, slots};
+  PyObject* type = PyType_FromSpec(&spec);
+  if (type == nullptr) throw py::error_already_set();
+  return reinterpret_cast<PyTypeObject*>(type);
+}
+
+// Returns the hooks of the user's that a tensor saved now would meet if no checkpoint were there,
+// or nullptr.
+PyObject* find_user_hooks() {
+  const auto top = at::SavedTensorDefaultHooks::get_hooks(/*ignore_is_tracing=*/true);
+  if (!top) return nullptr;
+  PyObject* first = top->first.ptr(getPyInterpreter());
+  const bool is_ours = Py_TYPE(first) == pack_hook_type;
+  if (is_ours && reinterpret_cast<PackHook*>(first)->packer->is_checkpoint())
+    return Py_XNewRef(reinterpret_cast<PackHook*>(first)->user_hooks);
+  const py::handle hook = first;
+  if (!is_ours && py::getattr(hook, "_checkpoint_internal", py::bool_(false)).cast<bool>()) {
+    py::object found = py::getattr(hook, "_user_hooks", py::none());
+    return found.is_none() ? nullptr : found.release().ptr();
+  }
+  return PyTuple_Pack(2, first, top->second.ptr(getPyInterpreter()));
+}
+
+class PythonHooks : public SavedTensorHooks {
+ public:
+  PythonHooks() {
+    static PyMethodDef method{"unpack", unpack, METH_O, "Unpacks what autograd has saved."};
+    unpack_ = PyCFunction_New(&method, nullptr);
+  }
+
+  void push(c10::intrusive_ptr<TensorPacker> packer) override {
+    const py::gil_scoped_acquire gil;
+    at::SavedTensorDefaultHooks::lazy_initialize();
+    PyObject* below = find_user_hooks();
+    auto* hook = PyObject_New(PackHook, pack_hook_type);
+    if (hook == nullptr) throw py::error_already_set();
+    hook->call = pack;
+    hook->packer = packer.release();
+    hook->user_hooks = below;
+    at::SavedTensorDefaultHooks::push_hooks(
+        c10::SafePyObject(reinterpret_cast<PyObject*>(hook), getPyInterpreter()),
+        c10::SafePyObject(Py_NewRef(unpack_), getPyInterpreter()));
+    pushed.push_back(reinterpret_cast<PyObject*>(hook));
+  }
+
+  void pop() override {
+    const py::gil_scoped_acquire gil;
+    PyObject* own = pushed.back();
+    pushed.pop_back();
+    // An exception may have left hooks of the user's above.
+    do {
+      const auto hooks = at::SavedTensorDefaultHooks::pop_hooks();
+      if (hooks.first.ptr(getPyInterpreter()) != own) continue;
+      // The graph keeps the hook, and through these it would keep what they reach.
+      Py_CLEAR(reinterpret_cast<PackHook*>(own)->user_hooks);
+      return;
+    } while (at::SavedTensorDefaultHooks::get_hooks(/*ignore_is_tracing=*/true));
+  }
+
+  // Torch throws Python's exceptions as one of C++ out of its operators.
+  bool is_stop(const std::exception_ptr& error) override {
+    try {
+      std::rethrow_exception(error);
+    } catch (python_error& raised) {
+      const py::gil_scoped_acquire gil;
+      raised.restore();
+      if (clear_stop()) return true;
+      raised.persist();
+      return false;
+    } catch (...) {
+      return SavedTensorHooks::is_stop(error);
+    }
+  }
+
+  int64_t current_task() override {
+    const auto& group = c10::AutogradState::get_tls_state().get_graph_exec_group();
+    return group ? id_of(group->ptr(getPyInterpreter())) : SavedTensorHooks::current_task();
+  }
+
+  void lock(std::recursive_mutex& mutex) override {
+    if (PyGILState_Check() == 0) return mutex.lock();
+    const py::gil_scoped_release no_gil;
+    mutex.lock();
+  }
+
+ private:
+  // Returns the number of a GraphExecGroup of torch's, under which several backwards are one.
+  static int64_t id_of(py::handle group) {
+    static int64_t next = int64_t{-1} << 62;  // far from those of SavedTensorHooks
+    const py::gil_scoped_acquire gil;
+    if (!py::hasattr(group, "_trireme_task")) group.attr("_trireme_task") = next++;
+    return group.attr("_trireme_task").cast<int64_t>();
+  }
+
+  PyObject* unpack_;
+};
+
+}  // namespace
+
+bool clear_stop() {
+  py::error_already_set error;
+  const bool may_be = PyErr_GivenExceptionMatches(error.value().ptr(), PyExc_Exception) != 0;
+  auto seen = py::reinterpret_borrow<py::object>(error.value());
+  while (seen && PyErr_GivenExceptionMatches(seen.ptr(), stop_type) == 0)
+    seen = py::reinterpret_steal<py::object>(PyException_GetContext(seen.ptr()));
+  if (seen && may_be) return true;
+  error.restore();
+  return false;
+}
+
+void use_python_hooks(py::module_& module) {
+  stop_type = PyErr_NewException("trireme._C.StopRecomputation", PyExc_Exception, nullptr);
+  if (stop_type == nullptr) throw py::error_already_set();
+  module.attr("StopRecomputation") = py::handle(stop_type);
+  pack_hook_type = make_pack_hook_type();
+  SavedTensorHooks::use(*new PythonHooks);  // lives as long as the process
+}
+
+}  // namespace trireme

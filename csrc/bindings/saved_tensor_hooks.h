@@ -1,0 +1,13 @@
+#pragma once
+
+#include <trireme/bindings/bindings.h>
+
+namespace trireme {
+
+// Lets checkpoints use torch's hooks of Python. Called once, when the module is loaded.
+void use_python_hooks(pybind11::module_& module);
+
+// Clears Python's present exception if it is StopRecomputation; returns whether it was.
+bool clear_stop();
+
+}  // namespace trireme

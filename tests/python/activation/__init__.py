@@ -1,0 +1,1 @@
+"""Checkpoints of activations, offload and partition are tested here."""
