@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <catch_torch.h>
 #include <string>
-#include <vector>
 
 #include "strategies/pipeline/tables.h"
 
@@ -12,6 +11,20 @@ namespace trireme::schedule_check_test {
 
 using Catch::Contains;
 using test::make_form;
+
+namespace {
+
+// Writes what check_schedule() returns, "0>1: 3" for an edge.
+std::string slots_text(const PipelineSchedule& schedule) {
+  std::string text;
+  for (const EdgeSlots& one : check_schedule(schedule)) {
+    text += (text.empty() ? "" : ", ") + std::to_string(one.edge.from) + ">" +
+            std::to_string(one.edge.to) + ": " + std::to_string(one.slots);
+  }
+  return text;
+}
+
+}  // namespace
 
 TEST_CASE("a table that is not whole is refused") {
   const auto refused = [](const char* csv, const char* why) {
@@ -71,10 +84,9 @@ TEST_CASE("ranks that wait for each other in a circle are named") {
 }
 
 TEST_CASE("the least slots are those with which nothing waits") {
-  using Slots = std::vector<EdgeSlots>;
-  CHECK(check_schedule(make_form("gpipe", 2, 3)) == Slots{{{0, 1}, 3}, {{1, 0}, 1}});
-  CHECK(check_schedule(make_form("1f1b", 2, 3)) == Slots{{{0, 1}, 2}, {{1, 0}, 1}});
-  CHECK(check_schedule(lower_schedule(make_form("1f1b", 2, 3))) == Slots{{{0, 1}, 2}, {{1, 0}, 1}});
+  CHECK(slots_text(make_form("gpipe", 2, 3)) == "0>1: 3, 1>0: 1");
+  CHECK(slots_text(make_form("1f1b", 2, 3)) == "0>1: 2, 1>0: 1");
+  CHECK(slots_text(lower_schedule(make_form("1f1b", 2, 3))) == "0>1: 2, 1>0: 1");
   CHECK(check_schedule(make_form("gpipe", 1, 3)).empty());
   for (const char* name : {"gpipe", "1f1b", "interleaved-1f1b", "looped-bfs", "zb-h1", "zb-v",
                            "dualpipe-v", "zb-auto"}) {
