@@ -98,8 +98,7 @@ void init_action(py::module_& module) {
                                return action.stage;
                              })
       .def_property_readonly(
-          "kind",
-          [](const PipelineAction& action) { return std::string(kind_text(action.kind)); })
+          "kind", [](const PipelineAction& action) { return std::string(kind_text(action.kind)); })
       .def_property_readonly("micro_batch",
                              [](const PipelineAction& action) -> std::optional<int32_t> {
                                if (action.micro_batch < 0) return std::nullopt;
@@ -109,8 +108,7 @@ void init_action(py::module_& module) {
                              [](const PipelineAction& action) { return action.sub_actions; })
       .def("__eq__",
            [](const PipelineAction& action, const py::object& other) {
-             return py::isinstance<PipelineAction>(other) &&
-                    action == other.cast<PipelineAction>();
+             return py::isinstance<PipelineAction>(other) && action == other.cast<PipelineAction>();
            })
       .def("__hash__",
            [](const PipelineAction& action) { return py::hash(py::str(to_string(action))); })
@@ -138,13 +136,11 @@ void init_pipeline(py::module_& module) {
              return to_csv(schedule, table_form(form));
            }),
            py::arg("form"))
-      .def("draw",
-           wrap_pybind_function(
-               [](const PipelineSchedule& schedule) { return to_string(schedule); }))
+      .def("draw", wrap_pybind_function(
+                       [](const PipelineSchedule& schedule) { return to_string(schedule); }))
       .def("check", wrap_pybind_function(to_slots), py::arg("slots"))
       .def("timeline", wrap_pybind_function(to_timeline), py::arg("costs"))
-      .def("bubble",
-           wrap_pybind_function([](const PipelineSchedule& schedule, const Costs& costs) {
+      .def("bubble", wrap_pybind_function([](const PipelineSchedule& schedule, const Costs& costs) {
              return bubble(schedule, costs_of(costs));
            }),
            py::arg("costs"))

@@ -54,9 +54,8 @@ int32_t take_number(std::string_view& text) {
 
 // Returns the kind that stands at the front of a text; a bubble where there is none.
 ActionKind take_kind(std::string_view& text) {
-  const std::string_view word =
-      text.substr(0, static_cast<size_t>(
-                         std::find_if(text.begin(), text.end(), is_digit) - text.begin()));
+  const std::string_view word = text.substr(
+      0, static_cast<size_t>(std::find_if(text.begin(), text.end(), is_digit) - text.begin()));
   text.remove_prefix(word.size());
   const auto found = std::find_if(kKindInfos.begin(), kKindInfos.end(),
                                   [&](const KindInfo& info) { return info.text == word; });

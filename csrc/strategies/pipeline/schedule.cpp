@@ -121,9 +121,9 @@ PipelineSchedule schedule_from_csv(std::string_view text) {
 TableForm table_form(std::string_view name) {
   if (name == "compute_only") return TableForm::kComputeOnly;
   if (name == "compute_comms") return TableForm::kComputeComms;
-  refuse_pipeline("got the form '" + std::string(name) +
-                      "', expected \"compute_only\" or \"compute_comms\"",
-                  "Pass one of them.");
+  refuse_pipeline(
+      "got the form '" + std::string(name) + "', expected \"compute_only\" or \"compute_comms\"",
+      "Pass one of them.");
 }
 
 std::string to_csv(const PipelineSchedule& schedule, TableForm form) {

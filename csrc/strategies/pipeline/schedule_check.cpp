@@ -85,8 +85,8 @@ class PassageCheck {
   }
 
   void check_messages() const {
-    for (const ActionKind kind : {ActionKind::kSendBackward, ActionKind::kRecvBackward,
-                                  ActionKind::kWaitSendBackward}) {
+    for (const ActionKind kind :
+         {ActionKind::kSendBackward, ActionKind::kRecvBackward, ActionKind::kWaitSendBackward}) {
       if (!has_backward_ && find(kind) != FlatSchedule::kNone) {
         refuse("there is " + name(kind) + " and no backward");
       }

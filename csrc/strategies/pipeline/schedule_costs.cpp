@@ -24,8 +24,8 @@ void check_costs(const ScheduleCosts& costs, int64_t stages) {
   }
   bool are_costs = is_cost(costs.message);
   for (const StageCosts& stage : costs.stages) {
-    are_costs = are_costs && is_cost(stage.forward) && is_cost(stage.input) &&
-                is_cost(stage.weight);
+    are_costs =
+        are_costs && is_cost(stage.forward) && is_cost(stage.input) && is_cost(stage.weight);
   }
   if (!are_costs) {
     refuse_pipeline("got a cost that is below 0 or no finite number, expected times",

@@ -113,8 +113,8 @@ void FlatSchedule::add_implied_send(FlatAction action) {
 void FlatSchedule::keep(FlatAction action) {
   const auto where = static_cast<int32_t>(actions_.size());
   if (action.kind == ActionKind::kSendForward || action.kind == ActionKind::kSendBackward) {
-    const size_t edge = 2 * static_cast<size_t>(action.stage) +
-                        (action.kind == ActionKind::kSendForward ? 0 : 1);
+    const size_t edge =
+        2 * static_cast<size_t>(action.stage) + (action.kind == ActionKind::kSendForward ? 0 : 1);
     action.message = static_cast<int32_t>(sends_[edge].size());
     sends_[edge].push_back(where);
   }

@@ -115,15 +115,15 @@ struct ScheduleForm {
   PipelineRow (*row)(const ScheduleShape& shape, int32_t rank);  // null: zb-auto
 };
 
-constexpr std::array<ScheduleForm, 8> kForms{{{"gpipe", 1, false, false, looped_row},
-                                              {"1f1b", 1, false, false, one_f_one_b_row},
-                                              {"interleaved-1f1b", 2, true, false,
-                                               interleaved_1f1b_row},
-                                              {"looped-bfs", 2, true, false, looped_row},
-                                              {"zb-h1", 1, true, false, zb_h1_row},
-                                              {"zb-v", 2, false, true, zb_v_row},
-                                              {"dualpipe-v", 2, false, true, dualpipe_v_row},
-                                              {"zb-auto", 1, true, false, nullptr}}};
+constexpr std::array<ScheduleForm, 8> kForms{
+    {{"gpipe", 1, false, false, looped_row},
+     {"1f1b", 1, false, false, one_f_one_b_row},
+     {"interleaved-1f1b", 2, true, false, interleaved_1f1b_row},
+     {"looped-bfs", 2, true, false, looped_row},
+     {"zb-h1", 1, true, false, zb_h1_row},
+     {"zb-v", 2, false, true, zb_v_row},
+     {"dualpipe-v", 2, false, true, dualpipe_v_row},
+     {"zb-auto", 1, true, false, nullptr}}};
 
 const ScheduleForm& form_of(const std::string& name) {
   std::string names;
@@ -151,8 +151,7 @@ ScheduleShape shape_of(const PipelineScheduleRequest& request, const ScheduleFor
       positive("stages per rank", request.stages_per_rank.value_or(form.usual_stages));
   if (!form.takes_any_stages && stages != form.usual_stages) {
     refuse_pipeline("got " + std::to_string(stages) + " stages per rank for '" +
-                        std::string(form.name) + "', expected " +
-                        std::to_string(form.usual_stages),
+                        std::string(form.name) + "', expected " + std::to_string(form.usual_stages),
                     "Take interleaved-1f1b, looped-bfs, zb-h1 or zb-auto for another number.");
   }
   if (ranks > kMost || stages > kMost / ranks || micro_batches > kMost / (ranks * stages)) {
@@ -186,9 +185,9 @@ PipelineSchedule pipeline_schedule(const PipelineScheduleRequest& request) {
   const ScheduleForm& form = form_of(request.name);
   const ScheduleShape shape = shape_of(request, form);
   if (form.row != nullptr && (request.costs || request.max_activations)) {
-    refuse_pipeline("got costs or max_activations for '" + request.name +
-                        "', whose order depends on neither",
-                    "Leave them out, or take zb-auto.");
+    refuse_pipeline(
+        "got costs or max_activations for '" + request.name + "', whose order depends on neither",
+        "Leave them out, or take zb-auto.");
   }
   PipelineSchedule schedule;
   schedule.ranks = shape.ranks;

@@ -42,10 +42,9 @@ class GreedySchedule {
     for (int32_t rank = 0; rank < shape_.ranks; ++rank) choose(rank);
     const size_t all = 3 * input_at_.size();
     for (size_t done = 0; done < all; ++done) {
-      const auto first = std::min_element(ranks_.begin(), ranks_.end(),
-                                          [](const Rank& a, const Rank& b) {
-                                            return a.choice.begin < b.choice.begin;
-                                          });
+      const auto first = std::min_element(
+          ranks_.begin(), ranks_.end(),
+          [](const Rank& a, const Rank& b) { return a.choice.begin < b.choice.begin; });
       TORCH_INTERNAL_ASSERT(first->choice.begin < kNever);
       take(static_cast<int32_t>(first - ranks_.begin()));
     }

@@ -91,8 +91,8 @@ PipelineRow with_shards(const PipelineRow& row, int64_t micro_batches) {
     }
     made.push_back(row[column]);
     for_each_part(row[column], [&](const PipelineAction& part) {
-      const bool ends = part.kind == ActionKind::kBackward ||
-                        part.kind == ActionKind::kBackwardWeight;
+      const bool ends =
+          part.kind == ActionKind::kBackward || part.kind == ActionKind::kBackwardWeight;
       if (!ends || ++backwards[part.stage] != micro_batches) return;
       made.push_back({part.stage, ActionKind::kReduceGrad});
       made.push_back({part.stage, ActionKind::kWaitReduceGrad});

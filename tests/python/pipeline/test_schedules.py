@@ -195,8 +195,10 @@ def test_a_value_says_what_it_is() -> None:
     assert (str(first), first.stage, first.kind, first.micro_batch) == ("1F0", 1, "F", 0)
     assert first == schedule.rows[1][0] != schedule.rows[1][1]
     assert len({first, schedule.rows[1][0]}) == 1
-    assert schedule == pipeline_schedule(schedule.to_csv()) != pipeline_schedule(
-        "gpipe", ranks=2, micro_batches=2
+    assert (
+        schedule
+        == pipeline_schedule(schedule.to_csv())
+        != pipeline_schedule("gpipe", ranks=2, micro_batches=2)
     )
     assert schedule.check() == {(0, 1): 2, (1, 0): 1}
     overlap = pipeline_schedule("dualpipe-v", ranks=2, micro_batches=4).rows[0][7]

@@ -80,8 +80,7 @@ TEST_CASE("no cut is better than that of partition()") {
       continue;
     }
     const Sizes sizes = partition(request);
-    CHECK(std::accumulate(sizes.begin(), sizes.end(), int64_t{0}) ==
-          static_cast<int64_t>(layers));
+    CHECK(std::accumulate(sizes.begin(), sizes.end(), int64_t{0}) == static_cast<int64_t>(layers));
     CHECK(*std::min_element(sizes.begin(), sizes.end()) >= 1);
     CHECK(largest(request, sizes) == best);
   }

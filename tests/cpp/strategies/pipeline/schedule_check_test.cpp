@@ -1,4 +1,5 @@
 #include <trireme/strategies/pipeline/schedule_check.h>
+
 #include <trireme/strategies/pipeline/schedule_lowering.h>
 
 #include <algorithm>
@@ -79,8 +80,7 @@ TEST_CASE("ranks that wait for each other in a circle are named") {
   const std::string far = "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n2F0,2F1,2B0,2B1\n";
   CHECK_THROWS_WITH(schedule_from_csv(far),
                     Contains("1B0 (rank 1, column 2) waits for 2SEND_B0") &&
-                        Contains("2F1 (rank 2, column 2) waits for 1SEND_F1") &&
-                        !Contains("0B0"));
+                        Contains("2F1 (rank 2, column 2) waits for 1SEND_F1") && !Contains("0B0"));
 }
 
 TEST_CASE("the least slots are those with which nothing waits") {

@@ -1,5 +1,6 @@
-#include <trireme/strategies/pipeline/schedule_check.h>
 #include <trireme/strategies/pipeline/schedule_forms.h>
+
+#include <trireme/strategies/pipeline/schedule_check.h>
 
 #include <catch_torch.h>
 #include <string>
@@ -34,10 +35,8 @@ TEST_CASE("forms of two stages per rank") {
   CHECK(row_of(interleaved, 1) == "1F0 1F1 1F2 3F0 3B0 3F1 3B1 3F2 3B2 1B0 1B1 1B2");
   const PipelineSchedule v = make_form("zb-v", 2, 3);
   CHECK(v.stage_rank == std::vector<int64_t>{0, 1, 1, 0});
-  CHECK(row_of(v, 0) ==
-        "0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0I0 0W0 3F2 3I2 3W2 0I1 0W1 0I2 0W2");
-  CHECK(row_of(v, 1) ==
-        "1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 2W1 1I1 2I2 1I2 1W1 2W2 1W2");
+  CHECK(row_of(v, 0) == "0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0I0 0W0 3F2 3I2 3W2 0I1 0W1 0I2 0W2");
+  CHECK(row_of(v, 1) == "1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 2W1 1I1 2I2 1I2 1W1 2W2 1W2");
   const PipelineSchedule dual = make_form("dualpipe-v", 2, 4);
   CHECK(row_of(dual, 0) ==
         "0F0 0F1 0F2 3F0 3I0 3W0 3F1 (0F3;3B1)OVERLAP_F_B (3F2;0B0)OVERLAP_F_B 3B2 "
@@ -86,8 +85,8 @@ TEST_CASE("the backwards of a stage come in the order of micro-batches") {
       for (const PipelineRow& row : schedule.rows)
         for (const PipelineAction& action : row)
           for_each_part(action, [&](const PipelineAction& part) {
-            const bool ends = part.kind == ActionKind::kBackward ||
-                              part.kind == ActionKind::kBackwardWeight;
+            const bool ends =
+                part.kind == ActionKind::kBackward || part.kind == ActionKind::kBackwardWeight;
             if (ends) CHECK(part.micro_batch == next[static_cast<size_t>(part.stage)]++);
           });
     }

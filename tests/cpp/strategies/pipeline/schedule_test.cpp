@@ -1,4 +1,5 @@
 #include <trireme/strategies/pipeline/schedule.h>
+
 #include <trireme/strategies/pipeline/schedule_lowering.h>
 
 #include <catch_torch.h>
