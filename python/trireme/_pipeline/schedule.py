@@ -7,6 +7,7 @@ from typing import Literal
 
 from trireme import _C
 from trireme._C import PipelineAction as PipelineAction
+from trireme._C import PipelineSchedule as _Core
 from trireme._pipeline import AREA, refuse
 
 Times = float | Sequence[float]
@@ -30,7 +31,7 @@ class PipelineSchedule:
     any unit. B takes as long as ``input`` and ``weight``, a message from rank to rank ``message``.
     """
 
-    def __init__(self, core: _C.PipelineSchedule) -> None:
+    def __init__(self, core: _Core) -> None:
         self._core = core
 
     @classmethod
