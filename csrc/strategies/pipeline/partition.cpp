@@ -19,7 +19,7 @@ class LayerSums {
       : layers_(static_cast<int64_t>(request.costs.size())),
         costs_{0},
         bytes_{0},
-        limit_(request.memory.empty() ? std::numeric_limits<int64_t>::max() : request.limit) {
+        limit_(request.limit.value_or(std::numeric_limits<int64_t>::max())) {
     for (const double cost : request.costs) costs_.push_back(costs_.back() + cost);
     for (const int64_t bytes : request.memory) bytes_.push_back(bytes_.back() + bytes);
     bytes_.resize(costs_.size(), 0);
@@ -89,7 +89,11 @@ void check_layers(const PartitionRequest& request) {
 }
 
 void check_memory(const PartitionRequest& request) {
-  if (request.memory.empty()) return;
+  if (!request.limit && request.memory.empty()) return;
+  if (!request.limit) {
+    refuse_pipeline("got the bytes of layers without a limit, expected both or neither",
+                    "Pass the limit, too.");
+  }
   if (request.memory.size() != request.costs.size()) {
     refuse_pipeline("got bytes for " + std::to_string(request.memory.size()) +
                         " layers, expected " + std::to_string(request.costs.size()),
@@ -103,9 +107,9 @@ void check_memory(const PartitionRequest& request) {
                           ", expected 0 or more, and a sum that 64 bits hold",
                       "Count the bytes again.");
     }
-    if (bytes > request.limit) {
+    if (bytes > *request.limit) {
       refuse_pipeline("got layer " + std::to_string(i) + " of " + std::to_string(bytes) +
-                          " bytes, expected at most " + std::to_string(request.limit) +
+                          " bytes, expected at most " + std::to_string(*request.limit) +
                           ", the limit of a part",
                       "Raise the limit, or cut that layer into smaller ones.");
     }
@@ -153,7 +157,7 @@ std::vector<int64_t> partition(const PartitionRequest& request) {
     refuse_pipeline("got layers 0 to " + std::to_string(sums.layers() - 1) + " for " +
                         std::to_string(request.parts) + " parts, expected at least " +
                         std::to_string(needed) + " parts of at most " +
-                        std::to_string(request.limit) + " bytes",
+                        std::to_string(*request.limit) + " bytes",
                     "Raise the limit, or use more parts.");
   }
   const double most = least_largest(sums, request.parts);

@@ -3,6 +3,7 @@
 #include <trireme/common/export.h>
 
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 namespace trireme {
@@ -10,9 +11,9 @@ namespace trireme {
 struct PartitionRequest {
   std::vector<double> costs;  // one per layer, in any unit
   int64_t parts = 1;
-  // Holds the bytes of each layer where there is a limit to those of a part, else nothing.
+  // The bytes of each layer, and those that a part may have: both or neither.
   std::vector<int64_t> memory = {};
-  int64_t limit = 0;
+  std::optional<int64_t> limit = {};
 };
 
 // Cuts layers into consecutive parts, at least one layer in each, so that the largest sum of a part

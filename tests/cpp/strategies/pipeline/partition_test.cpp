@@ -26,7 +26,7 @@ double largest(const PartitionRequest& request, const Sizes& sizes) {
       cost += request.costs[layer];
       if (!request.memory.empty()) bytes += request.memory[layer];
     }
-    if (bytes > request.limit) return std::numeric_limits<double>::infinity();
+    if (request.limit && bytes > *request.limit) return std::numeric_limits<double>::infinity();
     most = std::max(most, cost);
   }
   return most;
@@ -91,6 +91,8 @@ TEST_CASE("what cannot be cut into parts is refused") {
   CHECK_THROWS_WITH(partition({{1, 1}, 0}), Contains("got 2 layers for 0 parts"));
   CHECK_THROWS_WITH(partition({{1, -1}, 1}), Contains("for layer 1, expected a finite number"));
   CHECK_THROWS_WITH(partition({{1, 1}, 1, {1}, 5}), Contains("got bytes for 1 layers, expected 2"));
+  CHECK_THROWS_WITH(partition({{1, 1}, 1, {}, 5}), Contains("got bytes for 0 layers, expected 2"));
+  CHECK_THROWS_WITH(partition({{1, 1}, 1, {1, 1}}), Contains("bytes of layers without a limit"));
   CHECK_THROWS_WITH(partition({{1, 1}, 2, {1, 6}, 5}), Contains("got layer 1 of 6 bytes"));
   CHECK_THROWS_WITH(partition({{1, 1, 1}, 2, {3, 3, 3}, 5}),
                     Contains("got layers 0 to 2 for 2 parts, expected at least 3 parts of at"));
