@@ -66,24 +66,27 @@ double bubble(const PipelineSchedule& schedule, const ScheduleCosts& costs) {
   return last > 0 ? 1 - busy / (last * static_cast<double>(schedule.ranks)) : 0;
 }
 
+int64_t most_live(const PipelineRow& row) {
+  int64_t live = 0;
+  int64_t most = 0;
+  for (const PipelineAction& action : row) {
+    for_each_part(action, [&](const PipelineAction& part) {
+      if (part.kind == ActionKind::kForward) ++live;
+      if (part.kind == ActionKind::kBackward || part.kind == ActionKind::kBackwardWeight) --live;
+      most = std::max(most, live);
+    });
+  }
+  return most;
+}
+
 int64_t peak_activations(const PipelineSchedule& schedule, int64_t rank) {
   if (rank < 0 || rank >= schedule.ranks) {
     refuse_pipeline("got rank " + std::to_string(rank) + ", expected one of " +
                         std::to_string(schedule.ranks) + " ranks",
                     "Count ranks of the pipeline from 0 on.");
   }
-  const FlatSchedule flat(schedule);
-  check_whole(flat);
-  int64_t live = 0;
-  int64_t most = 0;
-  const auto row = static_cast<int32_t>(rank);
-  for (int32_t i = flat.row_begin(row); i < flat.row_end(row); ++i) {
-    const ActionKind kind = flat.at(i).kind;
-    if (kind == ActionKind::kForward) ++live;
-    if (kind == ActionKind::kBackward || kind == ActionKind::kBackwardWeight) --live;
-    most = std::max(most, live);
-  }
-  return most;
+  check_whole(FlatSchedule(schedule));
+  return most_live(schedule.rows[static_cast<size_t>(rank)]);
 }
 
 int64_t peak_messages(const PipelineSchedule& schedule, PipelineEdge edge) {

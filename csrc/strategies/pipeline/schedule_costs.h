@@ -51,6 +51,8 @@ TRIREME_API double bubble(const PipelineSchedule& schedule, const ScheduleCosts&
 // Counts, at its most, the forwards of a rank that still wait for their B or W; each stage of the
 // rank counts for itself.
 TRIREME_API int64_t peak_activations(const PipelineSchedule& schedule, int64_t rank);
+// Counts the same in a row of a schedule that is known to be whole.
+TRIREME_API int64_t most_live(const PipelineRow& row);
 
 // Names a stage that sends, and the stage before or behind it that receives.
 struct PipelineEdge {

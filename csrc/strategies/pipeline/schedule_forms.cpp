@@ -165,10 +165,31 @@ ScheduleShape shape_of(const PipelineScheduleRequest& request, const ScheduleFor
           static_cast<int32_t>(micro_batches)};
 }
 
-std::vector<PipelineRow> automatic_rows(const PipelineScheduleRequest& request,
-                                        const ScheduleShape& shape) {
+// Returns the row with I and W in place of each B.
+PipelineRow with_split_backwards(const PipelineRow& row) {
+  PipelineRow made;
+  for (const PipelineAction& action : row) {
+    if (action.kind == ActionKind::kBackward) {
+      made.push_back({action.stage, ActionKind::kBackwardInput, action.micro_batch});
+      made.push_back({action.stage, ActionKind::kBackwardWeight, action.micro_batch});
+    } else {
+      made.push_back(action);
+    }
+  }
+  return made;
+}
+
+bool keeps_to(const std::vector<PipelineRow>& rows, int64_t limit) {
+  return limit == 0 || std::all_of(rows.begin(), rows.end(),
+                                   [&](const PipelineRow& row) { return most_live(row) <= limit; });
+}
+
+// Gives the schedule the shortest rows of zb-auto: the greedy ones, or those of another form with
+// the same stages on each rank, where they keep to the limit.
+void set_automatic_rows(PipelineSchedule& schedule, const PipelineScheduleRequest& request,
+                        const ScheduleShape& shape) {
   const ScheduleCosts costs = request.costs.value_or(ScheduleCosts());
-  check_costs(costs, int64_t{shape.ranks} * shape.local_stages);
+  check_costs(costs, schedule.stages);
   const int64_t limit = request.max_activations.value_or(0);
   if (request.max_activations && limit < shape.local_stages) {
     refuse_pipeline("got a limit of " + std::to_string(limit) +
@@ -176,7 +197,19 @@ std::vector<PipelineRow> automatic_rows(const PipelineScheduleRequest& request,
                         std::to_string(shape.local_stages) + ", one for each stage of a rank",
                     "Raise max_activations, or put fewer stages on a rank.");
   }
-  return greedy_rows(shape, costs, limit);
+  schedule.rows = greedy_rows(shape, costs, limit);
+  double shortest = makespan(schedule, costs);
+  PipelineSchedule other = schedule;
+  for (const auto form : {looped_row, one_f_one_b_row, interleaved_1f1b_row, zb_h1_row}) {
+    for (int32_t rank = 0; rank < shape.ranks; ++rank) {
+      other.rows[static_cast<size_t>(rank)] = with_split_backwards(form(shape, rank));
+    }
+    if (!keeps_to(other.rows, limit)) continue;
+    const double length = makespan(other, costs);
+    if (length >= shortest) continue;
+    shortest = length;
+    std::swap(schedule.rows, other.rows);
+  }
 }
 
 }  // namespace
@@ -198,7 +231,7 @@ PipelineSchedule pipeline_schedule(const PipelineScheduleRequest& request) {
     schedule.stage_rank.push_back(comes_back ? schedule.stages - 1 - stage : stage % shape.ranks);
   }
   if (form.row == nullptr) {
-    schedule.rows = automatic_rows(request, shape);
+    set_automatic_rows(schedule, request, shape);
   } else {
     for (int32_t rank = 0; rank < shape.ranks; ++rank) {
       schedule.rows.push_back(form.row(shape, rank));

@@ -22,6 +22,9 @@ namespace trireme {
 //   dualpipe-v         2                  as zb-v, with overlaps of F and B
 //   zb-auto            any number, 1      greedy over costs, under a limit of live activations
 //
+// Where another form with the same stages on each rank (the first five; B as I and W) keeps to the
+// limit and is shorter under these costs, zb-auto has its order: it is never the slower one.
+//
 // Where torch.distributed.pipelining has a form of that name, the order of every rank's actions is
 // torch's. One thing differs: looped-bfs runs the backwards of a stage in the order of
 // micro-batches, as all others do, so that gradients are summed in one order under every schedule.
