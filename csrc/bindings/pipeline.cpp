@@ -136,6 +136,8 @@ void init_pipeline(py::module_& module) {
              return to_csv(schedule, table_form(form));
            }),
            py::arg("form"))
+      .def("table",
+           [](const PipelineSchedule& schedule) { return to_csv(schedule, TableForm::kAsItIs); })
       .def("draw", wrap_pybind_function(
                        [](const PipelineSchedule& schedule) { return to_string(schedule); }))
       .def("check", wrap_pybind_function(to_slots), py::arg("slots"))
@@ -164,7 +166,7 @@ void init_pipeline(py::module_& module) {
              py::arg("csv"));
   module.def("partition",
              wrap_pybind_function([](std::vector<double> costs, int64_t parts,
-                                     std::vector<int64_t> memory, int64_t limit) {
+                                     std::vector<int64_t> memory, std::optional<int64_t> limit) {
                return partition({std::move(costs), parts, std::move(memory), limit});
              }),
              py::arg("costs"), py::arg("parts"), py::arg("memory"), py::arg("limit"));

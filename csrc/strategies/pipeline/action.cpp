@@ -96,6 +96,14 @@ bool parse_overlap(std::string_view text, PipelineAction& action) {
   }
 }
 
+// Returns a text without characters that end a message or its line.
+std::string shown(std::string_view text) {
+  std::string made(text);
+  std::replace_if(
+      made.begin(), made.end(), [](char letter) { return 0 <= letter && letter < ' '; }, '?');
+  return made;
+}
+
 }  // namespace
 
 bool PipelineAction::operator==(const PipelineAction& other) const {
@@ -139,7 +147,7 @@ PipelineAction parse_action(std::string_view text, TableCell cell) {
   if (inner.empty()) return action;
   const bool is_overlap = inner.front() == '(';
   if (is_overlap ? parse_overlap(inner, action) : parse_single(inner, action)) return action;
-  std::string got = "got '" + std::string(inner) + "'";
+  std::string got = "got '" + shown(inner) + "'";
   if (cell.row > 0) {
     got += " in row " + std::to_string(cell.row) + ", column " + std::to_string(cell.column);
   }

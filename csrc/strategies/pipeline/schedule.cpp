@@ -73,7 +73,7 @@ void write_row(std::string& text, const PipelineRow& row, TableForm form) {
   const size_t begin = text.size();
   size_t cells = 0;
   for (const PipelineAction& action : row) {
-    const bool stays = form == TableForm::kComputeComms || is_compute(action.kind) ||
+    const bool stays = form != TableForm::kComputeOnly || is_compute(action.kind) ||
                        action.kind == ActionKind::kBubble;
     if (!stays) continue;
     if (cells++ > 0) text += ',';

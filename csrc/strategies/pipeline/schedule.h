@@ -41,6 +41,7 @@ TRIREME_API PipelineSchedule schedule_from_csv(std::string_view text);
 enum class TableForm {
   kComputeOnly,   // forwards, backwards and bubbles only
   kComputeComms,  // lowered, where the table is not yet
+  kAsItIs,        // what the table holds, nothing added and nothing left out
 };
 // Reads "compute_only", "compute_comms". Throws ValueError, naming them.
 TRIREME_API TableForm table_form(std::string_view name);

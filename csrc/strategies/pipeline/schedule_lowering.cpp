@@ -216,11 +216,20 @@ PipelineRow with_waits(const PipelineRow& row) {
   return made;
 }
 
+// One rank sends nothing, so its table is lowered where anything stands beside what computes.
+bool is_lowered(const PipelineSchedule& schedule) {
+  if (schedule.ranks > 1) return has_messages(schedule);
+  const PipelineRow& row = schedule.rows.front();
+  return std::any_of(row.begin(), row.end(), [](const PipelineAction& action) {
+    return !is_compute(action.kind) && action.kind != ActionKind::kBubble;
+  });
+}
+
 }  // namespace
 
 PipelineSchedule lower_schedule(const PipelineSchedule& schedule) {
   check_schedule(schedule);
-  if (has_messages(schedule)) return schedule;
+  if (is_lowered(schedule)) return schedule;
   PipelineSchedule lowered = schedule;
   for (PipelineRow& row : lowered.rows) row = with_shards(compute_row(row), schedule.micro_batches);
   lowered.rows = MessagePlacement(schedule, std::move(lowered.rows)).run();

@@ -6,7 +6,7 @@
 namespace trireme {
 
 // Returns the table with everything that ranks do beside computing, as torch's pipelining 2.15 adds
-// it; one that has messages already is returned as it is. Bubbles go.
+// it; one that is lowered already is returned as it is. Bubbles go.
 //
 //   SEND_F, SEND_B             behind what they send, where the other stage is on another rank
 //   RECV_F, RECV_B             at the end of what the receiver's row holds when the send is placed:

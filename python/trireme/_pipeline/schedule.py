@@ -1,6 +1,6 @@
 """Schedules of pipelines: values that can be printed, checked and costed before a run."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Literal
@@ -42,7 +42,8 @@ class PipelineSchedule:
             ValueError: a cell that is no action (with its row and column), a table that is not
                 whole, actions that wait for each other in a circle (they are listed).
         """
-        return cls(_C.read_pipeline_schedule(text))
+        AREA.expect("text", text, str, "a str", next_step="Pass what a file of that table holds.")
+        return cls(_C.read_pipeline_schedule(text.encode("utf-8", "backslashreplace")))
 
     @property
     def ranks(self) -> int:
@@ -135,7 +136,11 @@ class PipelineSchedule:
         Raises:
             ModuleNotFoundError: matplotlib is not installed.
         """
-        figure = import_module("matplotlib.figure")
+        try:
+            figure = import_module("matplotlib.figure")
+        except ModuleNotFoundError:
+            got = "found no matplotlib, which draws the picture"
+            refuse(got, "Install it, or print the schedule.", kind=ModuleNotFoundError)
         timed = self._core.timeline(_costs_of(forward, input, weight, message))
         end = max(one[3] for one in timed)
         picture = figure.Figure(figsize=(min(4 + end / 3, 40), 1 + self.ranks / 2))
@@ -161,6 +166,12 @@ class PipelineSchedule:
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, PipelineSchedule) and self._core == other._core
+
+    def __hash__(self) -> int:
+        return hash(self._core.table())
+
+    def __reduce__(self) -> tuple[Callable[[str], "PipelineSchedule"], tuple[str]]:
+        return PipelineSchedule.from_csv, (self._core.table(),)
 
 
 _COLORS = {"F": "#7aa6dc", "B": "#8fc98f", "I": "#b5dfae", "W": "#f0c27b", "R": "#c9b3de"}
@@ -271,6 +282,4 @@ def partition(
     Raises:
         ValueError: fewer layers than parts, costs below 0, no cut that keeps to the limit.
     """
-    if (memory is None) != (limit is None):
-        refuse("got one of memory and limit, expected both or neither", "Pass the other one, too.")
-    return _C.partition(list(costs), parts, [] if memory is None else list(memory), limit or 0)
+    return _C.partition(list(costs), parts, [] if memory is None else list(memory), limit)

@@ -3,6 +3,9 @@
 import csv
 import io
 import itertools
+import pickle
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -217,6 +220,103 @@ def test_figures() -> None:
     assert schedule.peak_messages((0, 1)) == schedule.check()[0, 1]
 
 
+Times = dict[tuple[str, int, int], float]
+
+
+def simulated(schedule: PipelineSchedule, slots: dict[tuple[int, int], int]) -> Times | None:
+    """When each action ends, with so many slots on the edges named; None where that never ends."""
+    holder, done = schedule.stage_rank, Times()
+    sent: dict[tuple[int, int], list[int]] = {}
+    todo: list[list[list[tuple[str, int, int]]]] = [[] for _ in schedule.rows]
+    for rank, row in enumerate(schedule.rows):
+        for action in filter(None, row):
+            parts = action.sub_actions or [action]
+            todo[rank].append([(one.kind, one.stage or 0, one.micro_batch or 0) for one in parts])
+            for kind, stage, micro_batch in todo[rank][-1][:]:
+                to = {"F": stage + 1, "B": stage - 1, "I": stage - 1}.get(kind, -1)
+                if 0 <= to < schedule.stages and holder[to] != rank:
+                    edge = sent.setdefault((stage, to), [])
+                    edge.append(micro_batch)
+                    todo[rank].append([(f"to {to}", stage, micro_batch)])
+
+    def ended(kinds: str, stage: int, micro_batch: int) -> float | None:
+        return next(
+            (done[k, stage, micro_batch] for k in kinds if (k, stage, micro_batch) in done), None
+        )
+
+    def ready(kind: str, stage: int, micro_batch: int) -> float | None:
+        if kind == "W":
+            return ended("I", stage, micro_batch)
+        if kind.startswith("to "):
+            to = int(kind[3:])
+            edge = sent[stage, to]
+            before = edge.index(micro_batch) - slots.get((stage, to), len(edge))
+            return 0 if before < 0 else ended("BW", to, edge[before])
+        other = stage - 1 if kind == "F" else stage + 1
+        if not 0 <= other < schedule.stages:
+            return 0
+        if holder[other] == holder[stage]:
+            return ended("F" if kind == "F" else "BI", other, micro_batch)
+        return done.get((f"to {stage}", other, micro_batch))
+
+    free, at, moved = [0.0] * len(todo), [0] * len(todo), True
+    while moved:
+        moved = False
+        for rank, groups in enumerate(todo):
+            while at[rank] < len(groups):
+                begins = [ready(*one) for one in groups[at[rank]]]
+                if None in begins:
+                    break
+                free[rank] = max([free[rank], *(one for one in begins if one is not None)])
+                for one in groups[at[rank]]:
+                    free[rank] += {"F": 1, "I": 1, "W": 1, "B": 2}.get(one[0], 0)
+                    done[one] = free[rank]
+                at[rank], moved = at[rank] + 1, True
+    return done if all(i == len(groups) for i, groups in zip(at, todo, strict=True)) else None
+
+
+@pytest.mark.parametrize(("ranks", "micro_batches"), [(2, 3), (3, 8), (4, 5)])
+@pytest.mark.parametrize("name", sorted({name for name, _, _, _ in FORMS} | {"zb-auto"}))
+def test_times_and_slots_are_those_of_a_simulation(
+    name: str, ranks: int, micro_batches: int
+) -> None:
+    schedule = pipeline_schedule(name, ranks=ranks, micro_batches=micro_batches)
+    times = simulated(schedule, {})
+    assert times is not None
+    assert schedule.makespan() == max(times.values())
+    work = 3 * micro_batches * schedule.stages
+    assert schedule.bubble() == pytest.approx(1 - work / (ranks * schedule.makespan()))
+
+    slots = schedule.check()
+    assert simulated(schedule, slots) == times
+    for edge, count in slots.items():  # one slot less, and something ends later
+        assert count == 1 or simulated(schedule, {**slots, edge: count - 1}) != times
+
+
+def test_large_tables_are_checked_in_less_than_a_second() -> None:
+    for name in sorted({name for name, _, _, _ in FORMS}):
+        schedule = pipeline_schedule(name, ranks=64, micro_batches=512)
+        begin = time.process_time()
+        schedule.check()
+        assert time.process_time() - begin < 1  # takes 0.01 to 0.04 s
+
+
+def test_values_can_be_kept_and_sent() -> None:
+    schedule = pipeline_schedule("dualpipe-v", ranks=2, micro_batches=4)
+    lowered = PipelineSchedule.from_csv(schedule.to_csv("compute_comms"))
+    for one in (schedule, lowered, PipelineSchedule.from_csv("0F0,,0B0\n,1F0,1B0,\n")):
+        back = pickle.loads(pickle.dumps(one))
+        assert back == one
+        assert {one: 1}[back] == 1
+    assert schedule != lowered
+
+
+@pytest.mark.parametrize("text", ["\udcff0F0,0B0", "0F0,0B\u0660", "\0", "\u00e4,\U0001f600\n"])
+def test_letters_of_all_kinds_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"\[pipeline\] got '.*' in row 1, column"):
+        PipelineSchedule.from_csv(text)
+
+
 def test_zb_auto_takes_costs_and_a_limit() -> None:
     costs = {"forward": [1.0, 2.0, 1.0], "weight": 0.5, "message": 0.1}
     made = pipeline_schedule("zb-auto", ranks=3, micro_batches=6, costs=costs, max_activations=3)
@@ -256,6 +356,12 @@ def test_a_picture_is_written(tmp_path: Path) -> None:
     assert "3F0" in (tmp_path / "table.svg").read_text()
 
 
+def test_a_picture_needs_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ModuleNotFoundError, match=r"\[pipeline\] found no matplotlib"):
+        pipeline_schedule("gpipe", ranks=2, micro_batches=2).plot(tmp_path / "table.svg")
+
+
 def test_partition() -> None:
     assert trireme.partition([1.0] * 7, 3) == [3, 2, 2]
     assert trireme.partition([5, 1, 1, 1, 1], 2) == [1, 4]
@@ -268,5 +374,7 @@ def test_partition() -> None:
             trireme.partition(*arguments)
     with pytest.raises(ValueError, match="expected at least 3 parts"):
         trireme.partition([1] * 3, 2, memory=[3] * 3, limit=5)
-    with pytest.raises(ValueError, match="got one of memory and limit"):
+    with pytest.raises(ValueError, match="got bytes for 0 layers, expected 1"):
         trireme.partition([1.0], 1, limit=3)
+    with pytest.raises(ValueError, match="without a limit"):
+        trireme.partition([1.0], 1, memory=[3])

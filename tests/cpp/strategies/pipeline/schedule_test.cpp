@@ -3,7 +3,11 @@
 #include <trireme/strategies/pipeline/schedule_lowering.h>
 
 #include <catch_torch.h>
+#include <cstddef>
+#include <random>
 #include <string>
+#include <string_view>
+#include <utility>
 #include <vector>
 
 #include "strategies/pipeline/tables.h"
@@ -30,6 +34,8 @@ TEST_CASE("a table of a pipeline goes to text and comes back") {
   const PipelineSchedule alone = make_form("gpipe", 1, 2);
   CHECK(to_csv(lower_schedule(lower_schedule(alone)), TableForm::kComputeComms) ==
         "0UNSHARD,0F0,0F1,0B0,0B1,0REDUCE_GRAD,0WAIT_REDUCE_GRAD,0RESHARD\n");
+  const std::string other = "0UNSHARD,,0F0,0RESHARD,0UNSHARD,0B0\n";
+  CHECK(to_csv(schedule_from_csv(other), TableForm::kComputeComms) == other);
 }
 
 TEST_CASE("bubbles, line ends and quotes of other writers are read") {
@@ -49,6 +55,66 @@ TEST_CASE("a typo is told with its row and column") {
                     Contains("got 1000000000 stages and 1 micro-batches in a table of 3 cells"));
   CHECK_THROWS_AS(schedule_from_csv(""), c10::ValueError);
   CHECK_THROWS_WITH(table_form("compute"), Contains("expected \"compute_only\""));
+}
+
+namespace {
+
+// Reads any text: a table that is written as it was read, or ValueError. Returns whether it is one.
+bool is_read(const std::string& text) {
+  PipelineSchedule read;
+  try {
+    read = schedule_from_csv(text);
+  } catch (const c10::ValueError&) {
+    return false;
+  }
+  CAPTURE(text);
+  CHECK(schedule_from_csv(to_csv(read, TableForm::kAsItIs)) == read);
+  CHECK_NOTHROW(schedule_from_csv(to_csv(read, TableForm::kComputeOnly)));
+  CHECK(to_string(read).size() > 0);
+  return true;
+}
+
+// Changes some characters, or lets two cells or lines change places.
+std::string mutated(std::string text, std::mt19937& random) {
+  static constexpr std::string_view kLetters = "0123456789FBIWRSENDCVUH_;(),,\n\r\" \t-\0\xff";
+  const auto any_place = [&] { return random() % (text.size() + 1); };
+  for (auto changes = 1 + random() % 3; changes > 0; --changes) {
+    const size_t place = any_place();
+    const size_t other = any_place();
+    const char letter = kLetters[random() % kLetters.size()];
+    switch (random() % 4) {
+      case 0:
+        text.insert(place, 1, letter);
+        break;
+      case 1:
+        text.erase(place, 1 + random() % 3);
+        break;
+      case 2:
+        text.append(text.substr(place, random() % 12));
+        break;
+      default:
+        if (place < text.size() && other < text.size()) std::swap(text[place], text[other]);
+    }
+  }
+  return text;
+}
+
+}  // namespace
+
+TEST_CASE("any text is a table or refused") {
+  std::mt19937 random(11);
+  int read = 0;
+  for (const char* name : {"1f1b", "interleaved-1f1b", "zb-h1", "dualpipe-v"})
+    for (const TableForm form : {TableForm::kComputeOnly, TableForm::kComputeComms}) {
+      const std::string table = to_csv(make_form(name, 2, 2), form);
+      for (int round = 0; round < 1500; ++round) read += is_read(mutated(table, random)) ? 1 : 0;
+    }
+  CHECK(read > 100);
+  for (int round = 0; round < 3000; ++round) {
+    std::string text(random() % 64, '\0');
+    for (char& letter : text) letter = static_cast<char>(random() % 256);
+    CHECK_FALSE(is_read(text));
+  }
 }
 
 TEST_CASE("a lowered table has what torch adds") {
