@@ -179,13 +179,14 @@ PipelineRow with_split_backwards(const PipelineRow& row) {
   return made;
 }
 
-bool keeps_to(const std::vector<PipelineRow>& rows, int64_t limit) {
-  return limit == 0 || std::all_of(rows.begin(), rows.end(),
-                                   [&](const PipelineRow& row) { return most_live(row) <= limit; });
+int64_t most_live(const std::vector<PipelineRow>& rows) {
+  int64_t most = 0;
+  for (const PipelineRow& row : rows) most = std::max(most, most_live(row));
+  return most;
 }
 
 // Gives the schedule the shortest rows of zb-auto: the greedy ones, or those of another form with
-// the same stages on each rank, where they keep to the limit.
+// the same stages on each rank, where they keep to the limit. Those that hold less win a tie.
 void set_automatic_rows(PipelineSchedule& schedule, const PipelineScheduleRequest& request,
                         const ScheduleShape& shape) {
   const ScheduleCosts costs = request.costs.value_or(ScheduleCosts());
@@ -198,16 +199,17 @@ void set_automatic_rows(PipelineSchedule& schedule, const PipelineScheduleReques
                     "Raise max_activations, or put fewer stages on a rank.");
   }
   schedule.rows = greedy_rows(shape, costs, limit);
-  double shortest = makespan(schedule, costs);
+  std::pair<double, int64_t> best{makespan(schedule, costs), most_live(schedule.rows)};
   PipelineSchedule other = schedule;
   for (const auto form : {looped_row, one_f_one_b_row, interleaved_1f1b_row, zb_h1_row}) {
     for (int32_t rank = 0; rank < shape.ranks; ++rank) {
       other.rows[static_cast<size_t>(rank)] = with_split_backwards(form(shape, rank));
     }
-    if (!keeps_to(other.rows, limit)) continue;
-    const double length = makespan(other, costs);
-    if (length >= shortest) continue;
-    shortest = length;
+    const int64_t live = most_live(other.rows);
+    if (limit > 0 && live > limit) continue;
+    const std::pair<double, int64_t> found{makespan(other, costs), live};
+    if (found >= best) continue;
+    best = found;
     std::swap(schedule.rows, other.rows);
   }
 }
