@@ -20,5 +20,9 @@
 #include <trireme/strategies/data_parallel/data_parallel.h>
 #include <trireme/strategies/ddp/distributed_data_parallel.h>
 #include <trireme/strategies/fsdp/fully_shard.h>
+#include <trireme/strategies/pipeline/partition.h>
+#include <trireme/strategies/pipeline/schedule_check.h>
+#include <trireme/strategies/pipeline/schedule_forms.h>
+#include <trireme/strategies/pipeline/schedule_lowering.h>
 #include <trireme/strategies/sync_batch_norm/sync_batch_norm_module.h>
 #include <trireme/strategies/zero/zero_redundancy_optimizer.h>

@@ -130,6 +130,25 @@ def foreign_headers(path: PurePosixPath, text: str) -> list[str]:
     ]
 
 
+# Values that need neither a tensor nor a group, whatever else lies in their folder.
+PURE = re.compile(r"csrc/strategies/pipeline/(action|partition|refuse|schedule\w*)\.(h|cpp)")
+PURE_MAY_INCLUDE = re.compile(
+    r"[a-z_]+|c10/util/Exception\.h"
+    r"|trireme/(common/\w+|strategies/pipeline/(action|partition|refuse|schedule\w*))\.h"
+)
+
+
+def pure_values(path: PurePosixPath, text: str) -> list[str]:
+    """Schedules of pipelines are made, checked and costed before there is a process."""
+    if not PURE.fullmatch(path.as_posix()):
+        return []
+    return [
+        f"{path}: a schedule is a value and may not include {include[1:]}"
+        for include in includes(text)
+        if not PURE_MAY_INCLUDE.fullmatch(include[1:])
+    ]
+
+
 def conditional_compilation(path: PurePosixPath, text: str) -> list[str]:
     """Variants are files or libraries that CMake chooses. What remains has one place per reason."""
     if home(path) == "common" or path.match("*_compat.h") or path.match("csrc/kernels/cpu/*"):

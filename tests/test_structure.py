@@ -33,6 +33,7 @@ from structure_rules import (
     includes,
     layer_edges,
     module_name,
+    pure_values,
     python_function_length,
     python_rooms,
     refused_names,
@@ -43,7 +44,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 CPP_RULES: list[Rule] = [
     layer_edges, comm_edges, foreign_headers, conditional_compilation, cpp_hygiene,
-    comment_openings, cpp_function_length, refused_names,
+    comment_openings, cpp_function_length, refused_names, pure_values,
 ]  # fmt: skip
 PYTHON_RULES: list[Rule] = [python_function_length, refused_names]
 
@@ -358,6 +359,28 @@ def test_trace_names_are_stage_names() -> None:
         (cpp_function_length, "csrc/grad/a.h", "struct A {\n" + "  int x;\n" * 70 + "};\n", False),
         (file_length, "csrc/grad/a.cpp", "\n" * 501, True),
         (file_length, "setup.py", "\n" * 151, True),
+        (pure_values, "csrc/strategies/pipeline/schedule_run.h", "#include <string>", False),
+        (
+            pure_values,
+            "csrc/strategies/pipeline/schedule.h",
+            "#include <trireme/strategies/pipeline/action.h>\n#include <c10/util/Exception.h>",
+            False,
+        ),
+        (
+            pure_values,
+            "csrc/strategies/pipeline/schedule.h",
+            "#include <trireme/strategies/pipeline/engine.h>",
+            True,
+        ),
+        (pure_values, "csrc/strategies/pipeline/action.h", "#include <ATen/core/Tensor.h>", True),
+        (pure_values, "csrc/strategies/pipeline/partition.h", "#include <trireme/comm/a.h>", True),
+        (pure_values, "csrc/strategies/pipeline/engine.h", "#include <trireme/comm/a.h>", False),
+        (
+            layer_edges,
+            "csrc/strategies/pipeline/a.h",
+            "#include <trireme/strategies/ddp/b.h>",
+            True,
+        ),
         (refused_names, "csrc/grad/bucket_manager.h", "", True),
         (refused_names, "csrc/grad/bucket.h", "", False),
         (unsafe_python, "a.py", "import pickle", True),

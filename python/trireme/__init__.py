@@ -49,6 +49,12 @@ if TYPE_CHECKING:
     from trireme._data_parallel.coalesced import broadcast_coalesced, reduce_add_coalesced
     from trireme._data_parallel.parallel_apply import data_parallel, parallel_apply
     from trireme._data_parallel.replicate import replicate
+    from trireme._pipeline.schedule import (
+        PipelineAction,
+        PipelineSchedule,
+        partition,
+        pipeline_schedule,
+    )
     from trireme._saving.checkpoint import load_checkpoint, save_checkpoint
     from trireme.dp import DataParallel
     from trireme.fsdp import (
@@ -87,6 +93,9 @@ _LAZY = {
     "trireme._data_parallel.coalesced": ("broadcast_coalesced", "reduce_add_coalesced"),
     "trireme._data_parallel.parallel_apply": ("data_parallel", "parallel_apply"),
     "trireme._data_parallel.replicate": ("replicate",),
+    "trireme._pipeline.schedule": (
+        *("PipelineAction", "PipelineSchedule", "partition", "pipeline_schedule"),
+    ),
     "trireme._saving.checkpoint": ("load_checkpoint", "save_checkpoint"),
     "trireme.dp": ("DataParallel",),
     "trireme.fsdp": (
@@ -129,6 +138,8 @@ __all__ = [
     "MixedPrecisionPolicy",
     "Offload",
     "OffloadPolicy",
+    "PipelineAction",
+    "PipelineSchedule",
     "PostLocalSGDOptimizer",
     "SelectiveCheckpointContext",
     "SyncBatchNorm",
@@ -155,6 +166,8 @@ __all__ = [
     "noop_context_fn",
     "optim",
     "parallel_apply",
+    "partition",
+    "pipeline_schedule",
     "rank_generator",
     "reduce_add_coalesced",
     "register_fsdp_forward_method",

@@ -1,0 +1,11 @@
+#pragma once
+
+#include <string>
+#include <string_view>
+
+namespace trireme {
+
+// Throws ValueError in the form of all messages, for what a caller said of a pipeline.
+[[noreturn]] void refuse_pipeline(const std::string& got, std::string_view next_step);
+
+}  // namespace trireme

@@ -1,0 +1,69 @@
+#pragma once
+
+#include <trireme/common/export.h>
+#include <trireme/strategies/pipeline/schedule.h>
+
+#include <cstdint>
+#include <vector>
+
+namespace trireme {
+
+// Holds what a micro-batch takes in one stage, in any unit of time. B takes input + weight, R takes
+// forward.
+struct StageCosts {
+  double forward = 1;
+  double input = 1;
+  double weight = 1;
+};
+
+struct ScheduleCosts {
+  std::vector<StageCosts> stages = {StageCosts{}};  // one for all stages, or one for each
+  double message = 0;  // from the end of an action to the beginning of one on another rank
+
+  const StageCosts& of(int64_t stage) const {
+    return stages[stages.size() == 1 ? 0 : static_cast<size_t>(stage)];
+  }
+};
+
+// Throws ValueError unless there are costs for one stage or for `stages`, finite and 0 or more.
+void check_costs(const ScheduleCosts& costs, int64_t stages);
+
+// Is an action that computes, and when it does. What an overlap runs is told one by one.
+struct TimedAction {
+  int64_t rank = 0;
+  PipelineAction action;
+  double begin = 0;
+  double end = 0;
+};
+
+// The figures below are those of a run in which every action begins as early as it can: after the
+// one before it in its row and after what it needs. All throw ValueError for a schedule that
+// check_schedule() refuses, and for costs that are none.
+
+// Returns rank after rank, each in the order of its row.
+TRIREME_API std::vector<TimedAction> timeline(const PipelineSchedule& schedule,
+                                              const ScheduleCosts& costs = {});
+// Returns the time from the first action to the end of the last.
+TRIREME_API double makespan(const PipelineSchedule& schedule, const ScheduleCosts& costs = {});
+// Returns the share of the makespan in which a rank computes nothing, mean over ranks.
+TRIREME_API double bubble(const PipelineSchedule& schedule, const ScheduleCosts& costs = {});
+
+// Counts, at its most, the forwards of a rank that still wait for their B or W; each stage of the
+// rank counts for itself.
+TRIREME_API int64_t peak_activations(const PipelineSchedule& schedule, int64_t rank);
+// Counts the same in a row of a schedule that is known to be whole.
+TRIREME_API int64_t most_live(const PipelineRow& row);
+
+// Names a stage that sends, and the stage before or behind it that receives.
+struct PipelineEdge {
+  int64_t from = 0;
+  int64_t to = 0;
+
+  bool operator==(const PipelineEdge&) const = default;
+};
+
+// Counts, at its most, the messages of an edge that were sent and that the receiver still needs:
+// schedule_check.h. Throws ValueError for stages that send each other nothing.
+TRIREME_API int64_t peak_messages(const PipelineSchedule& schedule, PipelineEdge edge);
+
+}  // namespace trireme
