@@ -1,0 +1,33 @@
+#pragma once
+
+#include <trireme/common/export.h>
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace trireme {
+
+// Is what a stage takes or returns: the tensors in it, and a text from which whoever made it builds
+// it again around them. Empty for one tensor.
+struct PipelineValue {
+  std::vector<at::Tensor> tensors = {};
+  std::string text = {};
+};
+
+// Is the user's part of a stage. It is called on the thread that calls PipelineEngine::step(), and
+// may throw.
+class TRIREME_API StageFunction {
+ public:
+  virtual ~StageFunction() = default;
+
+  // Computes a micro-batch. `input` is what the stage before returned, or, of the first stage,
+  // what the caller of step() gave.
+  virtual PipelineValue forward(int64_t micro_batch, PipelineValue input) = 0;
+  // Returns the loss of a micro-batch, a 0-dim tensor. Only the last stage is asked.
+  virtual at::Tensor loss(int64_t micro_batch, const PipelineValue& output) = 0;
+};
+
+}  // namespace trireme
