@@ -31,7 +31,7 @@ class TRIREME_API TensorSender {
   virtual ~TensorSender() = default;
 
   // Copies a message into the channel: what it holds may be written again when send() returns.
-  // Waits while the channel is full. `label` names it in errors: "2F3". Throws
+  // Waits while the receiver has as many that it is not done with as the channel has slots. `label` names it in errors: "2F3". Throws
   // c10::DistBackendError.
   virtual void send(const TensorMessage& message, const std::string& label) = 0;
 };
@@ -42,17 +42,19 @@ class TRIREME_API TensorReceiver {
   virtual ~TensorReceiver() = default;
 
   // Returns the next message. Its tensors are dense and have the sender's strides, if these are
-  // dense, too. Over shared memory they lie where the sender has put them, may be written, and hold
-  // a slot of the channel until nobody holds them any more. Throws c10::DistBackendError where
+  // dense, too. Over shared memory they lie where the sender has put them, and may be written; who
+  // holds one longer than until done_with_one() keeps its memory. Throws c10::DistBackendError where
   // nothing comes, and where what comes is not of that step and micro-batch.
   virtual TensorMessage receive(int64_t step, int64_t micro_batch, const std::string& label) = 0;
+  // Lets the sender send one message more. Called once for each message that was received.
+  virtual void done_with_one() = 0;
 };
 
 // Asks for a channel between two ranks of a communicator.
 struct ChannelRequest {
   int64_t from = 0;
   int64_t to = 0;
-  int64_t slots = 1;  // messages that it holds at once, those in use by the receiver among them
+  int64_t slots = 1;  // messages that it holds at once, those among them that are in use
   std::string name = {};  // "stage 1 to stage 2"; no two channels have the same one
 };
 
@@ -65,8 +67,8 @@ class TRIREME_API TensorChannels {
   virtual TensorSender* sender(size_t index) = 0;
   virtual TensorReceiver* receiver(size_t index) = 0;
 
-  // Forgets the messages that are on their way, after Communicator::recover(). Collective.
-  virtual void reset() = 0;
+  // Forgets what was sent in earlier steps, after Communicator::recover(). Of this rank alone.
+  virtual void forget_before(int64_t step) = 0;
 };
 
 // Makes channels: through the memory of the host where both ranks share it, else as messages of

@@ -38,23 +38,6 @@ class Timed {
   Clock::time_point begin_;
 };
 
-// Is an action of this rank that has something to do here.
-struct RowAction {
-  ActionKind kind;
-  Stage* stage;
-  int64_t micro_batch;
-  std::string label;  // "2F3"
-  std::string trace;
-};
-
-int64_t bytes_of(const std::vector<at::Tensor>& tensors) {
-  int64_t bytes = 0;
-  for (const at::Tensor& tensor : tensors) {
-    if (tensor.defined()) bytes += static_cast<int64_t>(tensor.nbytes());
-  }
-  return bytes;
-}
-
 // Carries the loss to all ranks: what the rank of the last stage says, and zeros of the others.
 struct LossMessage {
   double value = 0;
@@ -125,6 +108,15 @@ class PipelineEngine::Row {
   }
 
  private:
+  // Is an action of this rank that has something to do here.
+  struct RowAction {
+    ActionKind kind;
+    Stage* stage;
+    int64_t micro_batch;
+    std::string label;  // "2F3"
+    std::string trace;
+  };
+
   // All ranks say what they were given, and compare.
   void check_agreement(const std::vector<PipelineStageRequest>& stages) const {
     std::string own;

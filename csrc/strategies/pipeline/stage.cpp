@@ -11,7 +11,6 @@
 #include <utility>
 
 namespace trireme {
-namespace {
 
 int64_t bytes_of(const std::vector<at::Tensor>& tensors) {
   int64_t bytes = 0;
@@ -20,8 +19,6 @@ int64_t bytes_of(const std::vector<at::Tensor>& tensors) {
   }
   return bytes;
 }
-
-}  // namespace
 
 Stage::Stage(PipelineStageRequest request, const PipelineSchedule& schedule)
     : index_(request.stage),

@@ -22,6 +22,9 @@ struct StageInput {
   std::vector<bool> needs_gradient;
 };
 
+// Counts the bytes of tensors; undefined ones have none.
+int64_t bytes_of(const std::vector<at::Tensor>& tensors);
+
 // [Note: what a stage keeps]
 //
 // A forward leaves a graph that begins at a node of ours (received_node.h) and ends in the outputs.
