@@ -90,7 +90,7 @@ class PipelineEngine::Row {
                                  where_, std::string(kRebuildGroup) + "."));
     }
     if (!std::exchange(has_failed_, false)) return;
-    edges_->reset();
+    edges_->forget_before(step_ + 1);
   }
 
   Evaluation run(std::vector<PipelineValue> inputs, bool trains, bool has_loss) {
@@ -238,6 +238,7 @@ class PipelineEngine::Row {
       if (stage.is_last() && has_loss_) losses_.push_back(stage.loss(action.micro_batch, output));
       is_in_stage_ = false;
     }
+    if (!trains && !stage.is_first()) edges_->done_with_input(stage.index());
     if (!stage.is_last()) {
       const Timed waits(report.waiting_ms["to stage " + std::to_string(stage.index() + 1)]);
       edges_->send_onward(message, output);
@@ -253,7 +254,8 @@ class PipelineEngine::Row {
     const StageEdges::Message message{step_, stage.index(), action.micro_batch, action.label};
     StageReport& report = stage.report();
     std::vector<at::Tensor> gradients;
-    if (stage.wants_gradients(action.micro_batch)) {
+    const bool wanted = stage.wants_gradients(action.micro_batch);
+    if (wanted) {
       const Timed waits(report.waiting_ms["from stage " + std::to_string(stage.index() + 1)]);
       gradients = edges_->receive_back(message);
     }
@@ -264,6 +266,8 @@ class PipelineEngine::Row {
       gradients = stage.backward(action.micro_batch, gradients);
       is_in_stage_ = false;
     }
+    if (wanted) edges_->done_with_gradients(stage.index());
+    if (!stage.is_first()) edges_->done_with_input(stage.index());
     if (!owes) return;
     const Timed waits(report.waiting_ms["to stage " + std::to_string(stage.index() - 1)]);
     count_sent(report, stage.index() - 1, gradients);

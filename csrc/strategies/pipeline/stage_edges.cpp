@@ -68,6 +68,14 @@ std::vector<at::Tensor> StageEdges::receive_back(const Message& message) {
   return std::move(ends(stage).from_next->receive(step, micro_batch, label).tensors);
 }
 
+void StageEdges::done_with_input(int64_t stage) {
+  if (ends(stage).from_before != nullptr) ends(stage).from_before->done_with_one();
+}
+
+void StageEdges::done_with_gradients(int64_t stage) {
+  if (ends(stage).from_next != nullptr) ends(stage).from_next->done_with_one();
+}
+
 void StageEdges::abandon() {
   std::fill(inputs_.begin(), inputs_.end(), StageInput());
   std::fill(gradients_.begin(), gradients_.end(), std::vector<at::Tensor>());

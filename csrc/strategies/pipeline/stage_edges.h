@@ -32,11 +32,15 @@ class StageEdges {
   StageInput receive_onward(const Message& message);
   std::vector<at::Tensor> receive_back(const Message& message);
 
+  // Says that what a stage received for a micro-batch is used no more.
+  void done_with_input(int64_t stage);
+  void done_with_gradients(int64_t stage);
+
   // Says whether a stage hands on to one of this rank; else its messages are counted as sent.
   bool is_local(int64_t from, int64_t to) const;
   // Drops what nobody has taken. After a failure, on all ranks.
   void abandon();
-  void reset() { channels_->reset(); }
+  void forget_before(int64_t step) { channels_->forget_before(step); }
 
  private:
   static constexpr size_t kNone = static_cast<size_t>(-1);
