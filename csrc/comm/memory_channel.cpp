@@ -73,9 +73,7 @@ class MemoryEnd {
 
 class MemorySender final : public TensorSender, MemoryEnd {
  public:
-  explicit MemorySender(MemoryChannelRequest request) : MemoryEnd(std::move(request)) {
-    block_.sent.store(0, std::memory_order_relaxed);
-  }
+  explicit MemorySender(MemoryChannelRequest request) : MemoryEnd(std::move(request)) {}
 
   void send(const TensorMessage& message, const std::string& label) override {
     check_usable();

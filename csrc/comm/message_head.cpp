@@ -3,7 +3,7 @@
 #include <trireme/common/error.h>
 
 #include <ATen/ATen.h>
-#include <ATen/MemoryOverlap.h>
+#include <ATen/EmptyTensor.h>
 #include <c10/util/safe_numerics.h>
 
 #include <algorithm>
@@ -45,7 +45,7 @@ MessageHead::Entry describe(const at::Tensor& tensor) {
   entry.requires_grad = tensor.requires_grad();
   entry.sizes = tensor.sizes().vec();
   entry.strides = has_dense_strides(tensor) ? tensor.strides().vec()
-                                            : c10::contiguous_strides(tensor.sizes());
+                                            : at::detail::defaultStrides(tensor.sizes());
   entry.bytes = static_cast<int64_t>(tensor.numel() * tensor.element_size());
   return entry;
 }
