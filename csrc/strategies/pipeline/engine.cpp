@@ -225,7 +225,7 @@ class PipelineEngine::Row {
     StageReport& report = stage.report();
     StageInput input;
     if (!stage.is_first()) {
-      const Timed waits(report.waiting_ms["from stage " + std::to_string(stage.index() - 1)]);
+      const Timed waits(stage.waits().from_before);
       input = edges_->receive_onward(message);
     } else {
       input.value = take_input(action.micro_batch);
@@ -240,7 +240,7 @@ class PipelineEngine::Row {
     }
     if (!trains && !stage.is_first()) edges_->done_with_input(stage.index());
     if (!stage.is_last()) {
-      const Timed waits(report.waiting_ms["to stage " + std::to_string(stage.index() + 1)]);
+      const Timed waits(stage.waits().to_next);
       edges_->send_onward(message, output);
       count_sent(report, stage.index() + 1, output.tensors);
     } else if (!trains && !has_loss_) {
@@ -256,7 +256,7 @@ class PipelineEngine::Row {
     std::vector<at::Tensor> gradients;
     const bool wanted = stage.wants_gradients(action.micro_batch);
     if (wanted) {
-      const Timed waits(report.waiting_ms["from stage " + std::to_string(stage.index() + 1)]);
+      const Timed waits(stage.waits().from_next);
       gradients = edges_->receive_back(message);
     }
     const bool owes = stage.owes_gradients(action.micro_batch);
@@ -269,7 +269,7 @@ class PipelineEngine::Row {
     if (wanted) edges_->done_with_gradients(stage.index());
     if (!stage.is_first()) edges_->done_with_input(stage.index());
     if (!owes) return;
-    const Timed waits(report.waiting_ms["to stage " + std::to_string(stage.index() - 1)]);
+    const Timed waits(stage.waits().to_before);
     count_sent(report, stage.index() - 1, gradients);
     edges_->send_back(message, std::move(gradients));
   }
@@ -315,7 +315,7 @@ class PipelineEngine::Row {
     report_.stages.clear();
     double computing = 0;
     for (const auto& stage : stages_) {
-      const StageReport& one = stage->report();
+      const StageReport one = stage->finished_report();
       computing += one.forward_ms + one.backward_ms + one.input_ms + one.weight_ms;
       report_.stages.push_back(one);
     }

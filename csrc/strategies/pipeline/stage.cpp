@@ -31,6 +31,7 @@ void Stage::begin_step(bool trains) {
   trains_ = trains;
   report_ = {};
   report_.stage = index_;
+  waits_ = {};
 }
 
 void Stage::count(Live& live, int64_t bytes) {
@@ -100,6 +101,21 @@ std::vector<at::Tensor> Stage::backward(int64_t micro_batch,
   live_bytes_ -= live.bytes;
   if (!live.received) return {};
   return static_cast<ReceivedNode&>(*live.received).take_gradients();
+}
+
+StageReport Stage::finished_report() const {
+  StageReport report = report_;
+  const std::string before = "stage " + std::to_string(index_ - 1);
+  const std::string next = "stage " + std::to_string(index_ + 1);
+  if (!is_first()) {
+    report.waiting_ms["from " + before] = waits_.from_before;
+    report.waiting_ms["to " + before] = waits_.to_before;
+  }
+  if (!is_last()) {
+    report.waiting_ms["from " + next] = waits_.from_next;
+    report.waiting_ms["to " + next] = waits_.to_next;
+  }
+  return report;
 }
 
 void Stage::abandon() {

@@ -58,7 +58,17 @@ class Stage {
   // Drops all graphs.
   void abandon();
 
+  // Holds milliseconds that this rank waited for, or sent to, the stages beside this one.
+  struct Waits {
+    double from_before = 0;
+    double to_next = 0;
+    double from_next = 0;
+    double to_before = 0;
+  };
+  Waits& waits() { return waits_; }
   StageReport& report() { return report_; }
+  // Returns it with the waits by edge.
+  StageReport finished_report() const;
 
  private:
   // Is what is kept of a micro-batch.
@@ -84,6 +94,7 @@ class Stage {
   int64_t live_count_ = 0;
   int64_t live_bytes_ = 0;
   StageReport report_;
+  Waits waits_;
 };
 
 }  // namespace trireme
