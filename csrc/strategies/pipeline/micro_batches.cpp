@@ -33,9 +33,12 @@ std::string complaint(const BatchRequest& batch) {
 
 MicroBatches cut_batch(const BatchRequest& batch, Communicator& communicator) {
   std::string own = complaint(batch);
-  own = own.empty() ? std::to_string(batch.input.size(batch.dim)) + " rows" +
-                          (batch.target.defined() ? "" : " without targets")
-                    : "!" + own;
+  if (own.empty()) {
+    own = std::to_string(batch.input.size(batch.dim)) + " rows";
+    if (!batch.target.defined()) own += " without targets";
+  } else {
+    own.insert(0, 1, '!');
+  }
   const auto texts = gather_texts(own, communicator, communicator.device());
   for (size_t rank = 0; rank < texts.size(); ++rank) {
     const RankOf where{static_cast<int64_t>(rank), communicator.world()};
