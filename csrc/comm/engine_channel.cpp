@@ -80,13 +80,14 @@ class EngineReceiver final : public TensorReceiver {
       const auto* more = static_cast<const std::byte*>(rest.const_data_ptr());
       whole.insert(whole.end(), more, more + rest.numel());
     }
-    MessageHead head =
-        MessageHead::read({whole.data(), static_cast<size_t>(std::min<int64_t>(
-                                             head_bytes, static_cast<int64_t>(whole.size())))});
+    MessageHead head = MessageHead::read(
+        {whole.data(),
+         static_cast<size_t>(std::min<int64_t>(head_bytes, static_cast<int64_t>(whole.size())))});
     check_message(head, step, micro_batch, request_.name, pair_->rank_of());
     at::Tensor payload;
     if (head.payload_bytes > 0) payload = get(head.payload_bytes, label);
-    auto* memory = payload.defined() ? static_cast<std::byte*>(payload.mutable_data_ptr()) : nullptr;
+    auto* memory =
+        payload.defined() ? static_cast<std::byte*>(payload.mutable_data_ptr()) : nullptr;
     return std::move(head).unpack(memory, [payload] {});
   }
 
@@ -94,7 +95,8 @@ class EngineReceiver final : public TensorReceiver {
 
  private:
   at::Tensor get(int64_t bytes, const std::string& label) {
-    at::Tensor into = at::empty({bytes}, at::TensorOptions().dtype(at::kByte).device(pair_->device()));
+    at::Tensor into =
+        at::empty({bytes}, at::TensorOptions().dtype(at::kByte).device(pair_->device()));
     pair_->recv({into}, 0, label).wait();
     return into.cpu();
   }

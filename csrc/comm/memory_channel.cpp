@@ -106,9 +106,7 @@ class MemorySender final : public TensorSender, MemoryEnd {
     bool is_free() const {
       return !segment || released_of(segment.data()).load(std::memory_order_acquire) >= used_by;
     }
-    bool holds(int64_t bytes) const {
-      return segment && segment.bytes() - kSlotHeadBytes >= bytes;
-    }
+    bool holds(int64_t bytes) const { return segment && segment.bytes() - kSlotHeadBytes >= bytes; }
   };
 
   // Prefers a slot that is large enough, and a slot that is there to one that is not.
@@ -131,9 +129,8 @@ class MemorySender final : public TensorSender, MemoryEnd {
       slot.segment = shm::Segment::create(request_.group->segment_kind(), wanted);
     } catch (const shm::Fault& fault) {
       C10_THROW_ERROR(DistBackendError,
-                      error_text("tensor_channel",
-                                 describe(label, "a slot") + ": " + fault.what(), where(),
-                                 "Take fewer micro-batches at once, or smaller ones."));
+                      error_text("tensor_channel", describe(label, "a slot") + ": " + fault.what(),
+                                 where(), "Take fewer micro-batches at once, or smaller ones."));
     }
     new (slot.segment.data()) std::atomic<uint64_t>(0);
     const std::string address = slot.segment.address().to_string();

@@ -12,10 +12,10 @@ namespace trireme {
 
 // [Note: messages in the memory of a host]
 //
-// A channel has a block of counters in memory that all ranks of the host map, and slots. A slot is a
-// segment of its own: its sender makes it when it first needs one, or a larger one, and the receiver
-// opens it when a message says where it is. A message is copied once, into its slot, and is used
-// there.
+// A channel has a block of counters in memory that all ranks of the host map, and slots. A slot is
+// a segment of its own: its sender makes it when it first needs one, or a larger one, and the
+// receiver opens it when a message says where it is. A message is copied once, into its slot, and
+// is used there.
 //
 // Two things say that a slot is free, because users may keep what a stage received:
 //

@@ -38,7 +38,8 @@ bool has_dense_strides(const at::Tensor& tensor) {
 MessageHead::Entry describe(const at::Tensor& tensor) {
   MessageHead::Entry entry;
   if (!tensor.defined()) return entry;
-  if (tensor.layout() != at::kStrided) refuse_tensor(c10::str("a tensor of layout ", tensor.layout()));
+  if (tensor.layout() != at::kStrided)
+    refuse_tensor(c10::str("a tensor of layout ", tensor.layout()));
   if (tensor.is_quantized()) refuse_tensor("a quantized tensor");
   if (tensor.is_meta()) refuse_tensor("a tensor on the meta device, which has no values");
   entry.dtype = tensor.scalar_type();
@@ -92,10 +93,9 @@ void check_entry(const MessageHead::Entry& entry, int64_t payload_bytes) {
   }
   for (size_t i = 0; numel > 0 && i < entry.sizes.size(); ++i) {
     uint64_t span = 0;
-    const bool overflows =
-        c10::mul_overflows(static_cast<uint64_t>(entry.sizes[i] - 1),
-                           static_cast<uint64_t>(entry.strides[i]), &span) ||
-        c10::add_overflows(last, span, &last);
+    const bool overflows = c10::mul_overflows(static_cast<uint64_t>(entry.sizes[i] - 1),
+                                              static_cast<uint64_t>(entry.strides[i]), &span) ||
+                           c10::add_overflows(last, span, &last);
     if (overflows) refuse_bytes();
   }
   const uint64_t element = c10::elementSize(*entry.dtype);
@@ -202,8 +202,9 @@ TensorMessage MessageHead::unpack(std::byte* payload, const std::function<void()
     message.requires_grad.push_back(entry.requires_grad);
     at::Tensor& tensor = message.tensors.emplace_back();
     if (!entry.dtype) continue;
-    tensor = at::from_blob(payload + entry.offset, entry.sizes, entry.strides,
-                           [hold](void* /*data*/) {}, at::TensorOptions().dtype(*entry.dtype));
+    tensor = at::from_blob(
+        payload + entry.offset, entry.sizes, entry.strides, [hold](void* /*data*/) {},
+        at::TensorOptions().dtype(*entry.dtype));
   }
   return message;
 }

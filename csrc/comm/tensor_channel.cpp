@@ -29,10 +29,10 @@ void check_requests(Communicator& communicator, const std::vector<ChannelRequest
   const auto texts = gather_texts(text, communicator, communicator.device());
   for (size_t rank = 0; rank < texts.size(); ++rank) {
     const size_t invalid = texts[rank].find("no channel: ");
-    TORCH_CHECK_VALUE(invalid == std::string::npos,
-                      error_text("tensor_channel", "got " + texts[rank].substr(invalid),
-                                 communicator.rank_of(),
-                                 "Ask for channels between two ranks, with a slot or more."));
+    TORCH_CHECK_VALUE(
+        invalid == std::string::npos,
+        error_text("tensor_channel", "got " + texts[rank].substr(invalid), communicator.rank_of(),
+                   "Ask for channels between two ranks, with a slot or more."));
     TORCH_CHECK_VALUE(
         texts[rank] == texts[0],
         error_text("tensor_channel",
@@ -99,11 +99,11 @@ class Channels final : public TensorChannels {
     const auto pair =
         communicator.split({static_cast<int>(request.from), static_cast<int>(request.to)},
                            "channel " + std::to_string(index) + ", " + request.name);
-    TORCH_CHECK(pair != nullptr,
-                error_text("tensor_channel",
-                           "the group cannot be split, expected a group of two ranks for " +
-                               request.name,
-                           communicator.rank_of(), "Use backend=\"trireme\", Gloo or NCCL."));
+    TORCH_CHECK(
+        pair != nullptr,
+        error_text("tensor_channel",
+                   "the group cannot be split, expected a group of two ranks for " + request.name,
+                   communicator.rank_of(), "Use backend=\"trireme\", Gloo or NCCL."));
     if (sends) {
       senders_[index] = make_engine_sender(request, pair);
     } else {

@@ -31,8 +31,8 @@ class TRIREME_API TensorSender {
   virtual ~TensorSender() = default;
 
   // Copies a message into the channel: what it holds may be written again when send() returns.
-  // Waits while the receiver has as many that it is not done with as the channel has slots. `label` names it in errors: "2F3". Throws
-  // c10::DistBackendError.
+  // Waits while the receiver has as many that it is not done with as the channel has slots. `label`
+  // names it in errors: "2F3". Throws c10::DistBackendError.
   virtual void send(const TensorMessage& message, const std::string& label) = 0;
 };
 
@@ -43,8 +43,8 @@ class TRIREME_API TensorReceiver {
 
   // Returns the next message. Its tensors are dense and have the sender's strides, if these are
   // dense, too. Over shared memory they lie where the sender has put them, and may be written; who
-  // holds one longer than until done_with_one() keeps its memory. Throws c10::DistBackendError where
-  // nothing comes, and where what comes is not of that step and micro-batch.
+  // holds one longer than until done_with_one() keeps its memory. Throws c10::DistBackendError
+  // where nothing comes, and where what comes is not of that step and micro-batch.
   virtual TensorMessage receive(int64_t step, int64_t micro_batch, const std::string& label) = 0;
   // Lets the sender send one message more. Called once for each message that was received.
   virtual void done_with_one() = 0;
@@ -54,7 +54,7 @@ class TRIREME_API TensorReceiver {
 struct ChannelRequest {
   int64_t from = 0;
   int64_t to = 0;
-  int64_t slots = 1;  // messages that it holds at once, those among them that are in use
+  int64_t slots = 1;      // messages that it holds at once, those among them that are in use
   std::string name = {};  // "stage 1 to stage 2"; no two channels have the same one
 };
 

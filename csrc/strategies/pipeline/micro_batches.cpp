@@ -45,11 +45,11 @@ MicroBatches cut_batch(const BatchRequest& batch, Communicator& communicator) {
     TORCH_CHECK_VALUE(texts[rank].front() != '!',
                       error_text("pipeline", "got " + texts[rank].substr(1), where,
                                  "Give every rank the whole batch."));
-    TORCH_CHECK_VALUE(texts[rank] == texts[0],
-                      error_text("pipeline",
-                                 "got a batch of " + texts[rank] + ", expected " + texts[0] +
-                                     " as on rank 0",
-                                 where, "Give every rank the whole batch."));
+    TORCH_CHECK_VALUE(
+        texts[rank] == texts[0],
+        error_text("pipeline",
+                   "got a batch of " + texts[rank] + ", expected " + texts[0] + " as on rank 0",
+                   where, "Give every rank the whole batch."));
   }
   MicroBatches cut;
   for (at::Tensor& piece : batch.input.tensor_split(batch.chunks, batch.dim))
