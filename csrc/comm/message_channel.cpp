@@ -99,7 +99,6 @@ void EngineTensorSender::send(const TensorMessage& message, const std::string& l
       flight.body = pair_->send({body}, 1, label);
     }
     in_flight_.push_back(std::move(flight));
-    ++sent_;
   });
 }
 
@@ -108,12 +107,6 @@ void EngineTensorSender::wait_for_first() {
   first.head.wait();
   first.body.wait();
   in_flight_.pop_front();
-}
-
-void EngineTensorSender::settle() {
-  name_errors(name_.sending("what was on its way"), name_, [&] {
-    while (!in_flight_.empty()) wait_for_first();
-  });
 }
 
 EngineTensorReceiver::EngineTensorReceiver(std::shared_ptr<Communicator> pair, ChannelName name)
@@ -129,6 +122,7 @@ void EngineTensorReceiver::post_head() {
 TensorMessage EngineTensorReceiver::receive(int64_t step, int64_t micro_batch,
                                             const std::string& label) {
   TensorMessage message = next(label);
+  while (message.step < first_step_) message = next(label);
   name_.check_came(message, step, micro_batch, label);
   return message;
 }
@@ -160,7 +154,6 @@ TensorMessage EngineTensorReceiver::next(const std::string& label) {
       if (head.bytes() > 0) rest = pair_->recv({body}, 0, label);
     }
     if (device.is_cpu()) post_head();
-    ++received_;
     rest.wait();
     const at::Tensor words = body.narrow(0, 0, head.payload_begin()).cpu();
     TensorMessage message{head.step, head.micro_batch, {}, {}, {}};
@@ -175,10 +168,6 @@ TensorMessage EngineTensorReceiver::next(const std::string& label) {
                                  message));
     return message;
   });
-}
-
-void EngineTensorReceiver::drop_until(int64_t sent) {
-  while (received_ < sent) next("what was on its way");
 }
 
 }  // namespace trireme

@@ -23,9 +23,6 @@ class EngineTensorSender final : public TensorSender {
   EngineTensorSender(std::shared_ptr<Communicator> pair, ChannelName name, int64_t slots);
 
   void send(const TensorMessage& message, const std::string& label) override;
-  int64_t sent() const { return sent_; }
-  // Waits until all is received.
-  void settle();
 
  private:
   std::shared_ptr<Communicator> pair_;
@@ -40,7 +37,6 @@ class EngineTensorSender final : public TensorSender {
   void wait_for_first();
 
   std::deque<InFlight> in_flight_;
-  int64_t sent_ = 0;
 };
 
 // Receives from rank 0 of a communicator of two.
@@ -49,8 +45,9 @@ class EngineTensorReceiver final : public TensorReceiver {
   EngineTensorReceiver(std::shared_ptr<Communicator> pair, ChannelName name);
 
   TensorMessage receive(int64_t step, int64_t micro_batch, const std::string& label) override;
-  // Drops messages until so many have been received in all.
-  void drop_until(int64_t sent);
+  void done_with_one() override {}  // a send is over when it is received
+  // Drops messages of earlier steps when they come.
+  void forget_before(int64_t step) { first_step_ = step; }
 
  private:
   TensorMessage next(const std::string& label);
@@ -60,7 +57,7 @@ class EngineTensorReceiver final : public TensorReceiver {
   ChannelName name_;
   at::Tensor head_;
   Pending posted_;
-  int64_t received_ = 0;
+  int64_t first_step_ = INT64_MIN;
 };
 
 }  // namespace trireme

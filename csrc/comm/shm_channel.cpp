@@ -18,8 +18,7 @@ void ShmTensorSender::send(const TensorMessage& message, const std::string& labe
   packing_.plan(message, label);
   translate_faults([&] {
     if (slots_.is_full())
-      slots_.wait(name_.sending(label) + ", which has " + std::to_string(slots_.waiting()) +
-                  " messages to receive before");
+      slots_.wait(name_.sending(label) + ", which is not done with as many as it holds");
     shm::MessageHead head;
     head.step = message.step;
     head.micro_batch = message.micro_batch;
@@ -39,6 +38,10 @@ void ShmTensorSender::send(const TensorMessage& message, const std::string& labe
 ShmTensorReceiver::ShmTensorReceiver(shm::HostGroup& group, const shm::ChannelEnd& end,
                                      ChannelName name, std::shared_ptr<void> keeps)
     : keeps_(std::move(keeps)), name_(std::move(name)), slots_(group, end) {}
+
+void ShmTensorReceiver::forget_before(int64_t step) {
+  translate_faults([&] { slots_.forget_before(step); });
+}
 
 TensorMessage ShmTensorReceiver::receive(int64_t step, int64_t micro_batch,
                                          const std::string& label) {

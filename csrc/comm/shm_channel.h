@@ -15,8 +15,6 @@ class ShmTensorSender final : public TensorSender {
                   std::shared_ptr<void> keeps);
 
   void send(const TensorMessage& message, const std::string& label) override;
-  // Forgets what has not been received. Nobody receives meanwhile.
-  void rewind() { slots_.rewind(); }
 
  private:
   std::shared_ptr<void> keeps_;
@@ -31,6 +29,8 @@ class ShmTensorReceiver final : public TensorReceiver {
                     std::shared_ptr<void> keeps);
 
   TensorMessage receive(int64_t step, int64_t micro_batch, const std::string& label) override;
+  void done_with_one() override { slots_.done_with_one(); }
+  void forget_before(int64_t step);
 
  private:
   std::shared_ptr<void> keeps_;

@@ -114,23 +114,11 @@ class Channels final : public TensorChannels {
     return end.engine_receiver.get();
   }
 
-  void reset() override {
-    // Everybody has stopped sending and receiving when the texts are there.
-    std::string sent;
-    for (const End& end : ends_)
-      sent += (end.engine_sender ? std::to_string(end.engine_sender->sent()) : "-") + "\n";
-    const auto texts = gather_texts(sent, communicator_, communicator_.device());
-    for (size_t i = 0; i < ends_.size(); ++i) {
-      const End& end = ends_[i];
-      if (end.shm_sender) end.shm_sender->rewind();
-      if (end.engine_sender) end.engine_sender->settle();
-      if (!end.engine_receiver) continue;
-      const std::string& text = texts[static_cast<size_t>(end.from)];
-      size_t line = 0;
-      for (size_t skipped = 0; skipped < i; ++skipped) line = text.find('\n', line) + 1;
-      end.engine_receiver->drop_until(std::stoll(text.substr(line)));
+  void forget_before(int64_t step) override {
+    for (End& end : ends_) {
+      if (end.shm_receiver) end.shm_receiver->forget_before(step);
+      if (end.engine_receiver) end.engine_receiver->forget_before(step);
     }
-    communicator_.barrier("reset of channels").wait();
   }
 
   void connect_in_host(size_t index, const ChannelRequest& request, const HostMemory& memory,
@@ -165,7 +153,6 @@ class Channels final : public TensorChannels {
                                      " over an engine that makes no groups of two ranks",
                                  communicator_.rank_of(), "Use Gloo, NCCL or shared memory."));
     End& end = ends_[index];
-    end.from = request.from;
     if (is_from(request)) {
       end.engine_sender =
           std::make_unique<EngineTensorSender>(std::move(pair), name_of(request), request.slots);
@@ -177,7 +164,6 @@ class Channels final : public TensorChannels {
 
  private:
   struct End {
-    int64_t from = 0;
     std::unique_ptr<ShmTensorSender> shm_sender;
     std::unique_ptr<ShmTensorReceiver> shm_receiver;
     std::unique_ptr<EngineTensorSender> engine_sender;

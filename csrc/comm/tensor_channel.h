@@ -31,7 +31,8 @@ class TRIREME_API TensorSender {
   virtual ~TensorSender() = default;
 
   // Copies a message into the channel: what it holds may be written again when send() returns.
-  // Waits while the channel is full. `label` names it in errors: "2F3". Throws TypeError for a
+  // Waits while the receiver is not done with as many as the channel has slots. `label` names the
+  // message in errors: "2F3". Throws TypeError for a
   // tensor that cannot be sent (sparse, nested, quantized, without memory, on a device that the
   // channel does not reach), and c10::DistBackendError.
   virtual void send(const TensorMessage& message, const std::string& label) = 0;
@@ -45,19 +46,20 @@ class TRIREME_API TensorReceiver {
   // Returns the next message. Each tensor has memory of its own, aligned to 64 bytes, that may be
   // written, and the sender's strides, if these leave no gap. It is on the CPU if the sender's was,
   // else on the group's device. Over shared memory it lies where the sender has put it, which is
-  // used again when nobody holds a tensor of the message any more: it may be kept for any time, by
-  // any thread, at the cost of its memory. Throws c10::DistBackendError where nothing comes, and
-  // where what comes is not of that step and micro-batch; the latter is then dropped.
+  // used again when nobody holds a tensor of the message any more: who holds one longer than until
+  // done_with_one(), in any thread, keeps its memory and holds nobody up. Throws
+  // c10::DistBackendError where nothing comes, and where what comes is not of that step and
+  // micro-batch; the latter is then dropped.
   virtual TensorMessage receive(int64_t step, int64_t micro_batch, const std::string& label) = 0;
+  // Lets the sender send one message more. Called once for each message that was received.
+  virtual void done_with_one() = 0;
 };
 
 // Asks for a channel between two ranks of a communicator.
 struct ChannelRequest {
   int64_t from = 0;
   int64_t to = 0;
-  // Limits how many messages wait to be received; those that the receiver has taken and keeps do
-  // not count.
-  int64_t slots = 1;
+  int64_t slots = 1;      // messages that it holds at once, those among them that are in use
   std::string name = {};  // "stage 1 to stage 2"; no two channels have the same one
 };
 
@@ -71,9 +73,9 @@ class TRIREME_API TensorChannels {
   virtual TensorSender* sender(size_t index) = 0;
   virtual TensorReceiver* receiver(size_t index) = 0;
 
-  // Forgets the messages that are on their way, after Communicator::recover(). Collective. Throws
-  // c10::DistBackendError where the communicator has not recovered.
-  virtual void reset() = 0;
+  // Forgets what was sent to this rank in earlier steps and what it was not done with, after
+  // Communicator::recover(). Of this rank alone.
+  virtual void forget_before(int64_t step) = 0;
 };
 
 // Makes channels: through the memory of the host where both ranks share it, else as messages of

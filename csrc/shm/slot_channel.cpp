@@ -62,29 +62,30 @@ SlotSender::SlotSender(HostGroup& group, const ChannelEnd& end)
 
 SlotSender::~SlotSender() = default;
 
-int64_t SlotSender::waiting() const {
-  return static_cast<int64_t>(sent_ - block_.received.load(std::memory_order_acquire));
+bool SlotSender::is_full() const {
+  const uint64_t done = block_.done.load(std::memory_order_acquire);
+  return sent_ >= done + static_cast<uint64_t>(end_.messages);
 }
 
 void SlotSender::wait(std::string_view errand) {
   check_usable(group_);
   const auto room = static_cast<uint64_t>(end_.messages);
   if (sent_ < room) return;
-  group_.wait_beside(end_.peer, block_.received, sent_ + 1 - room, {errand, group_.timeout()});
+  group_.wait_beside(end_.peer, block_.done, sent_ + 1 - room, {errand, group_.timeout()});
 }
 
 // Takes the first free slot that is large enough, so that few are used, and stay in the caches.
 std::byte* SlotSender::slot_for(int64_t bytes) {
   check_usable(group_);
   const int64_t needed = bytes + kSlotBlockBytes;
-  const uint64_t received = block_.received.load(std::memory_order_acquire);
+  const uint64_t done = block_.done.load(std::memory_order_acquire);
   size_t fits = slots_.size();
   size_t replaced = slots_.size();
   int64_t free = 0;
   for (size_t i = 0; i < slots_.size(); ++i) {
     Slot& slot = slots_[i];
-    // Whoever has received from it has mapped it.
-    if (slot.sequence <= received) slot.segment.unlink_name();
+    // Whoever is done with it has mapped it.
+    if (slot.sequence <= done) slot.segment.unlink_name();
     if (!slot.is_free()) continue;
     ++free;
     if (!slot.segment || slot.segment.bytes() < needed) {
@@ -116,15 +117,6 @@ void SlotSender::send(MessageHead head) {
   ring(group_.block(end_.peer).bell);
 }
 
-void SlotSender::rewind() {
-  sent_ = block_.received.load(std::memory_order_acquire);
-  block_.sent.store(sent_, std::memory_order_seq_cst);
-  for (Slot& slot : slots_) {
-    if (slot.sequence > sent_)
-      slot.sequence = slot_block(slot.segment).released.load(std::memory_order_acquire);
-  }
-}
-
 HeldSlot::HeldSlot(std::shared_ptr<const Segment> segment, uint64_t sequence)
     : segment_(std::move(segment)), sequence_(sequence), forks_(forks_so_far()) {}
 
@@ -148,8 +140,7 @@ void SlotReceiver::wait(std::string_view errand) {
 SlotReceiver::Message SlotReceiver::take() {
   check_usable(group_);
   Message message;
-  MessageHead& head = message.head;
-  std::memcpy(&head, head_at(end_, received_ + 1), sizeof(head));
+  const MessageHead& head = message.head = next_head();
   // Each is at most the slot, so that sums of them do not overflow.
   const auto fits = [&](int64_t bytes) {
     return bytes >= 0 && bytes <= head.address.bytes && bytes < INT64_MAX / 4;
@@ -160,10 +151,24 @@ SlotReceiver::Message SlotReceiver::take() {
     report_overwritten(head);
   message.slot = std::make_shared<HeldSlot>(map(head), head.sequence);
   ++received_;
-  // The slot is mapped by now: the sender may end, or give the place in the ring to another.
-  block_.received.store(received_, std::memory_order_seq_cst);
-  ring(group_.block(end_.peer).bell);
   return message;
+}
+
+MessageHead SlotReceiver::next_head() const {
+  MessageHead head;
+  std::memcpy(&head, head_at(end_, received_ + 1), sizeof(head));
+  return head;
+}
+
+void SlotReceiver::publish_done(uint64_t done) {
+  done_ = done;
+  block_.done.store(done_, std::memory_order_seq_cst);
+  ring(group_.block(end_.peer).bell);
+}
+
+void SlotReceiver::forget_before(int64_t step) {
+  while (!is_empty() && next_head().step < step) take();
+  if (done_ < received_) publish_done(received_);
 }
 
 std::shared_ptr<const Segment> SlotReceiver::map(const MessageHead& head) {

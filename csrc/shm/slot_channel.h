@@ -24,11 +24,12 @@ namespace trireme::shm {
 // when a head first names its segment, and reads the message where it lies. The slot is busy until
 // the receiver has let go of the message, which any thread of it does by one store into the slot.
 //
-// A sender waits while as many messages as the channel holds have not been received. It never waits
-// for a slot: whoever keeps what it has received keeps memory and holds nobody up, as with memory
-// of its own. So there are at most as many slots as messages were sent and not let go of at one
-// time. A small free slot is replaced rather than joined by a larger one. Once more slots are free
-// than the channel holds messages, the last ones go.
+// A sender waits while the receiver has not said of as many messages as the channel holds that it
+// is done with them. It never waits for a slot: whoever keeps what it has received for longer keeps
+// memory and holds nobody up, as with memory of its own. So there are at most as many slots as
+// messages were sent and not let go of at one time. A small free slot is replaced rather than
+// joined by a larger one. Once more slots are free than the channel holds messages, the last ones
+// go.
 
 // Begins each slot; zeros are a free one.
 struct SlotBlock {
@@ -60,7 +61,7 @@ static_assert(std::is_trivially_copyable_v<MessageHead>);
 // Begins the memory of a channel, before the ring of heads; zeros are an empty channel.
 struct ChannelBlock {
   alignas(kCacheLine) std::atomic<uint64_t> sent;
-  alignas(kCacheLine) std::atomic<uint64_t> received;
+  alignas(kCacheLine) std::atomic<uint64_t> done;
 };
 
 // Returns the bytes of memory, shared by both ranks, of a channel for so many messages.
@@ -70,21 +71,19 @@ TRIREME_API int64_t channel_bytes(int64_t messages);
 struct ChannelEnd {
   int64_t peer = 0;             // the other end, as rank of the host
   std::byte* memory = nullptr;  // channel_bytes(), zeros at first, aligned to a cache line
-  int64_t messages = 1;         // may wait to be received
+  int64_t messages = 1;         // that it holds at once
 };
 
 // Sends. One thread at a time. Throws Fault, see HostGroup: then nothing was sent.
 class TRIREME_API SlotSender {
  public:
   SlotSender(HostGroup& group, const ChannelEnd& end);
-  // What has not been received by now cannot be any more.
+  // What has not been received by now may be lost.
   ~SlotSender();
   SlotSender(const SlotSender&) = delete;
   SlotSender& operator=(const SlotSender&) = delete;
 
-  // Returns how many messages have not been received yet.
-  int64_t waiting() const;
-  bool is_full() const { return waiting() >= end_.messages; }
+  bool is_full() const;
   // Waits until it is not full. `errand` says in errors what for.
   void wait(std::string_view errand);
   // Returns memory for so many bytes of a message, aligned to a cache line; its next send() sends
@@ -92,8 +91,6 @@ class TRIREME_API SlotSender {
   std::byte* slot_for(int64_t bytes);
   // Sends what lies in the slot. Sequence, slot and address of the head are filled in.
   void send(MessageHead head);
-  // Forgets what has not been received. Nobody receives meanwhile.
-  void rewind();
   int64_t slots() const { return static_cast<int64_t>(slots_.size()); }
 
  private:
@@ -142,8 +139,14 @@ class TRIREME_API SlotReceiver {
   };
   // Returns the next message of a channel that is not empty. What its head says lies in the slot.
   Message take();
+  // Lets the sender send one message more. Called once for each message that was taken.
+  void done_with_one() { publish_done(done_ + 1); }
+  // Drops messages of earlier steps that are there, and is done with those that it has taken.
+  void forget_before(int64_t step);
 
  private:
+  MessageHead next_head() const;
+  void publish_done(uint64_t done);
   std::shared_ptr<const Segment> map(const MessageHead& head);
   [[noreturn]] void report_overwritten(const MessageHead& head);
 
@@ -152,6 +155,7 @@ class TRIREME_API SlotReceiver {
   ChannelBlock& block_;
   std::map<uint32_t, std::shared_ptr<const Segment>> mapped_;  // by slot
   uint64_t received_ = 0;
+  uint64_t done_ = 0;
 };
 
 }  // namespace trireme::shm
