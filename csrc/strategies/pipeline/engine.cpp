@@ -357,7 +357,7 @@ class PipelineEngine::Row {
   PipelineEngineOptions options_;
   std::unique_ptr<StageEdges> edges_;
   std::vector<std::unique_ptr<Stage>> stages_;
-  std::vector<std::vector<at::Tensor>> parameters_;  // by stage of this rank
+  std::vector<std::vector<at::Tensor>> parameters_;  // one list per stage of this rank
   std::vector<RowAction> actions_;
   StepGradients gradients_;
   PipelineReport report_;
