@@ -208,7 +208,7 @@ std::string compare(const Drawn& drawn) {
 }
 
 TEST_CASE("random pipelines have the bits of plain accumulation") {
-  for (int64_t seed = 0; seed < 150; ++seed) {
+  for (int64_t seed = 0; seed < 500; ++seed) {
     const Drawn drawn = draw(seed);
     CAPTURE(drawn.describe());
     CHECK(compare(drawn) == "");
