@@ -48,12 +48,16 @@ Drawn draw(int64_t seed) {
     return std::uniform_int_distribution<int64_t>(least, most)(random);
   };
   Drawn drawn;
-  const std::array<const char*, 4> names{"gpipe", "1f1b", "interleaved-1f1b", "looped-bfs"};
-  drawn.name = names[static_cast<size_t>(number(0, 3))];
+  const std::array<const char*, 8> names{"gpipe", "1f1b", "interleaved-1f1b", "looped-bfs",
+                                         "zb-h1", "zb-v", "dualpipe-v", "zb-auto"};
+  drawn.name = names[static_cast<size_t>(number(0, 7))];
   drawn.ranks = number(1, 4);
   drawn.micro_batches = number(1, 6);
   drawn.seed = seed;
-  const int64_t stages = drawn.ranks * (drawn.name == "gpipe" || drawn.name == "1f1b" ? 1 : 2);
+  const int64_t stages = pipeline_schedule({.name = drawn.name,
+                                            .ranks = drawn.ranks,
+                                            .micro_batches = drawn.micro_batches})
+                             .stages;
   int64_t width = number(1, 9);
   const bool freezes_front = number(0, 2) == 0;
   const int64_t frozen = freezes_front ? number(0, stages - 1) : 0;
