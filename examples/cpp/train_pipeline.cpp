@@ -45,12 +45,13 @@ int main(int argc, char** argv) {
   const torch::Tensor windows = text.unfold(0, kContext + 1, 1);
 
   torch::manual_seed(0);
-  torch::nn::Sequential net(
-      torch::nn::Embedding(kCharacters, 32), torch::nn::Flatten(),
-      torch::nn::Linear(32 * kContext, 256), torch::nn::ReLU(), torch::nn::Linear(256, 128),
-      torch::nn::ReLU(), torch::nn::Linear(128, kCharacters));
+  torch::nn::Sequential net(torch::nn::Embedding(kCharacters, 32), torch::nn::Flatten(),
+                            torch::nn::Linear(32 * kContext, 256), torch::nn::ReLU(),
+                            torch::nn::Linear(256, 128), torch::nn::ReLU(),
+                            torch::nn::Linear(128, kCharacters));
   net->to(ctx.device());
-  trireme::Pipeline<> model(net, trireme::PipelineOptions{.chunks = 4, .schedule = "1f1b"});  // PIPE 3
+  trireme::Pipeline<> model(net,
+                            trireme::PipelineOptions{.chunks = 4, .schedule = "1f1b"});  // PIPE 3
   torch::optim::AdamW optimizer(model->parameters(), torch::optim::AdamWOptions(3e-3));  // PIPE 4
 
   for (int64_t step = 0; step < steps; ++step) {

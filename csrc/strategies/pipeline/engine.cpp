@@ -134,8 +134,8 @@ class PipelineEngine::Row {
     if (own.empty() && given != expected) {
       own = c10::str("!stages ", given, ", expected stages ", expected, " by the schedule");
     }
-    for (const PipelineAction& action : schedule_.rows[static_cast<size_t>(
-             std::min<int64_t>(where_.rank, schedule_.ranks - 1))]) {
+    for (const PipelineAction& action :
+         schedule_.rows[static_cast<size_t>(std::min<int64_t>(where_.rank, schedule_.ranks - 1))]) {
       for_each_part(action, [&](const PipelineAction& part) {
         const bool is_missing = part.kind == ActionKind::kRecompute ||
                                 part.kind == ActionKind::kBackwardInput ||
@@ -159,9 +159,9 @@ class PipelineEngine::Row {
     }
     for (size_t rank = 1; rank < texts.size(); ++rank) {
       if (texts[rank] == texts[0]) continue;
-      refuse_pipeline("got " + texts[0] + " on rank 0, and " + texts[rank] + " on rank " +
-                          std::to_string(rank),
-                      "Give all ranks the same schedule and options.");
+      refuse_pipeline(
+          "got " + texts[0] + " on rank 0, and " + texts[rank] + " on rank " + std::to_string(rank),
+          "Give all ranks the same schedule and options.");
     }
   }
 
@@ -275,12 +275,12 @@ class PipelineEngine::Row {
   }
 
   PipelineValue take_input(int64_t micro_batch) {
-    TORCH_CHECK_VALUE(inputs_.size() == static_cast<size_t>(schedule_.micro_batches),
-                      error_text("pipeline",
-                                 "got " + std::to_string(inputs_.size()) + " inputs, expected " +
-                                     std::to_string(schedule_.micro_batches) +
-                                     ", one per micro-batch",
-                                 where_, "Cut the batch into as many."));
+    TORCH_CHECK_VALUE(
+        inputs_.size() == static_cast<size_t>(schedule_.micro_batches),
+        error_text("pipeline",
+                   "got " + std::to_string(inputs_.size()) + " inputs, expected " +
+                       std::to_string(schedule_.micro_batches) + ", one per micro-batch",
+                   where_, "Cut the batch into as many."));
     return std::move(inputs_[static_cast<size_t>(micro_batch)]);
   }
 
@@ -357,7 +357,7 @@ class PipelineEngine::Row {
   PipelineEngineOptions options_;
   std::unique_ptr<StageEdges> edges_;
   std::vector<std::unique_ptr<Stage>> stages_;
-  std::vector<std::vector<at::Tensor>> parameters_;  // by stage of this rank
+  std::vector<std::vector<at::Tensor>> parameters_;  // one list per stage of this rank
   std::vector<RowAction> actions_;
   StepGradients gradients_;
   PipelineReport report_;

@@ -19,7 +19,7 @@ namespace trireme {
 // Is a stage that this rank holds.
 struct PipelineStageRequest {
   int64_t stage = 0;
-  std::string name = {};  // of its layers, for messages: "layers 4..7"
+  std::string name = {};  // tells its layers in messages: "layers 4..7"
   std::shared_ptr<StageFunction> function = nullptr;
   NamedParameters parameters = {};  // .grad of these is scaled
 };
@@ -32,14 +32,14 @@ struct PipelineEngineOptions {
 struct StageReport {
   int64_t stage = 0;
   double forward_ms = 0;
-  double backward_ms = 0;  // B
-  double input_ms = 0;     // I
-  double weight_ms = 0;    // W
-  std::map<std::string, double> waiting_ms = {};  // by edge: "from stage 1", "to stage 3"
+  double backward_ms = 0;                         // B
+  double input_ms = 0;                            // I
+  double weight_ms = 0;                           // W
+  std::map<std::string, double> waiting_ms = {};  // for each edge: "from stage 1", "to stage 3"
   int64_t messages = 0;                           // sent
   int64_t bytes = 0;                              // sent
   int64_t peak_live = 0;                          // micro-batches that waited for their backward
-  int64_t peak_live_bytes = 0;                    // of what the stage received and returned
+  int64_t peak_live_bytes = 0;                    // counts what the stage received and returned
 };
 
 struct PipelineReport {
@@ -74,8 +74,7 @@ class TRIREME_API PipelineEngine {
   // same schedule and options. Throws ValueError, on all ranks alike, where they do not, and for
   // stages that are not those of the schedule on this rank.
   PipelineEngine(PipelineSchedule schedule, std::vector<PipelineStageRequest> stages,
-                 std::shared_ptr<Communicator> communicator,
-                 const PipelineEngineOptions& options);
+                 std::shared_ptr<Communicator> communicator, const PipelineEngineOptions& options);
   ~PipelineEngine();
   PipelineEngine(const PipelineEngine&) = delete;
   PipelineEngine& operator=(const PipelineEngine&) = delete;

@@ -33,20 +33,23 @@ std::string complaint(const BatchRequest& batch) {
 
 MicroBatches cut_batch(const BatchRequest& batch, Communicator& communicator) {
   std::string own = complaint(batch);
-  own = own.empty() ? std::to_string(batch.input.size(batch.dim)) + " rows" +
-                          (batch.target.defined() ? "" : " without targets")
-                    : "!" + own;
+  if (own.empty()) {
+    own = std::to_string(batch.input.size(batch.dim)) + " rows";
+    if (!batch.target.defined()) own += " without targets";
+  } else {
+    own.insert(0, 1, '!');
+  }
   const auto texts = gather_texts(own, communicator, communicator.device());
   for (size_t rank = 0; rank < texts.size(); ++rank) {
     const RankOf where{static_cast<int64_t>(rank), communicator.world()};
     TORCH_CHECK_VALUE(texts[rank].front() != '!',
                       error_text("pipeline", "got " + texts[rank].substr(1), where,
                                  "Give every rank the whole batch."));
-    TORCH_CHECK_VALUE(texts[rank] == texts[0],
-                      error_text("pipeline",
-                                 "got a batch of " + texts[rank] + ", expected " + texts[0] +
-                                     " as on rank 0",
-                                 where, "Give every rank the whole batch."));
+    TORCH_CHECK_VALUE(
+        texts[rank] == texts[0],
+        error_text("pipeline",
+                   "got a batch of " + texts[rank] + ", expected " + texts[0] + " as on rank 0",
+                   where, "Give every rank the whole batch."));
   }
   MicroBatches cut;
   for (at::Tensor& piece : batch.input.tensor_split(batch.chunks, batch.dim))

@@ -32,8 +32,8 @@ std::vector<int64_t> stage_bounds(const PipelineOptions& options, int64_t layers
   bool is_cut = static_cast<int64_t>(balance.size()) == stages && sum == layers;
   for (const int64_t count : balance) is_cut = is_cut && count > 0;
   if (!is_cut) {
-    refuse_pipeline(c10::str("got a balance of ", balance, " for ", layers, " layers and ", stages,
-                             " stages"),
+    refuse_pipeline(c10::str("got a balance of ", at::IntArrayRef(balance), " for ", layers,
+                             " layers and ", stages, " stages"),
                     "Give each stage one layer or more, all layers in all.");
   }
   std::vector<int64_t> bounds{0};

@@ -29,8 +29,7 @@ struct PipelineOptions {
 };
 
 // Takes an output and a target, and returns a loss, 0-dim.
-using PipelineLoss =
-    std::function<at::Tensor(const at::Tensor& output, const at::Tensor& target)>;
+using PipelineLoss = std::function<at::Tensor(const at::Tensor& output, const at::Tensor& target)>;
 
 // Makes the schedule that options ask for. Throws ValueError.
 TRIREME_API PipelineSchedule schedule_of(const PipelineOptions& options, int64_t ranks);
@@ -69,9 +68,9 @@ class PipelineImpl : public torch::nn::Module {
       requests.push_back(std::move(request));
     }
     check_not_shared(*net, bounds, schedule);
-    engine_ = std::make_unique<PipelineEngine>(std::move(schedule), std::move(requests),
-                                               communicator_,
-                                               PipelineEngineOptions{options.scale_grads});
+    engine_ =
+        std::make_unique<PipelineEngine>(std::move(schedule), std::move(requests), communicator_,
+                                         PipelineEngineOptions{options.scale_grads});
   }
 
   // Trains over the group of the Context that trireme::init() returned.
@@ -118,7 +117,8 @@ class PipelineImpl : public torch::nn::Module {
 
     PipelineValue forward(int64_t /*micro_batch*/, PipelineValue input) override {
       at::Tensor value = std::move(input.tensors.at(0));
-      for (int64_t i = begin_; i < end_; ++i) value = (net_->begin() + i)->forward(std::move(value));
+      for (int64_t i = begin_; i < end_; ++i)
+        value = (net_->begin() + i)->forward(std::move(value));
       return {{std::move(value)}};
     }
     at::Tensor loss(int64_t micro_batch, const PipelineValue& output) override {
@@ -178,9 +178,9 @@ class PipelineImpl : public torch::nn::Module {
 //   optimizer.step();
 //
 // Layers take and return one tensor. The pipeline is a module that has the layers of this rank,
-// under the names that they have in `net`. Every rank constructs it from the whole net, and may drop
-// that afterwards: then the other layers are gone. Destroy it before the Context shuts down. What it
-// costs, throws and guarantees: engine.h.
+// under the names that they have in `net`. Every rank constructs it from the whole net, and may
+// drop that afterwards: then the other layers are gone. Destroy it before the Context shuts down.
+// What it costs, throws and guarantees: engine.h.
 template <typename Net = torch::nn::Sequential>
 class Pipeline : public torch::nn::ModuleHolder<PipelineImpl<Net>> {
  public:

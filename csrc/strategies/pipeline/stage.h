@@ -48,8 +48,8 @@ class Stage {
   PipelineValue forward(int64_t micro_batch, StageInput input);
   // Computes the loss of what forward() returned, and keeps it for backward().
   at::Tensor loss(int64_t micro_batch, const PipelineValue& output);
-  // Says whether gradients of the outputs, or of the inputs, of a micro-batch are due. The two sides
-  // of an edge say the same.
+  // Says whether gradients of the outputs, or of the inputs, of a micro-batch are due. The two
+  // sides of an edge say the same.
   bool wants_gradients(int64_t micro_batch) const { return at(micro_batch).wants_gradients; }
   bool owes_gradients(int64_t micro_batch) const { return at(micro_batch).received != nullptr; }
   // Computes the gradients of weights and inputs from those of the outputs, one each, undefined

@@ -14,10 +14,10 @@ StageEdges::StageEdges(const PipelineSchedule& schedule, Communicator& communica
   std::vector<ChannelRequest> requests;
   const std::vector<EdgeSlots> edges = check_schedule(schedule);
   for (const EdgeSlots& edge : edges) {
-    requests.push_back({stage_rank_[static_cast<size_t>(edge.edge.from)],
-                        stage_rank_[static_cast<size_t>(edge.edge.to)], edge.slots,
-                        "stage " + std::to_string(edge.edge.from) + " to stage " +
-                            std::to_string(edge.edge.to)});
+    requests.push_back(
+        {stage_rank_[static_cast<size_t>(edge.edge.from)],
+         stage_rank_[static_cast<size_t>(edge.edge.to)], edge.slots,
+         "stage " + std::to_string(edge.edge.from) + " to stage " + std::to_string(edge.edge.to)});
   }
   channels_ = make_channels(communicator, std::move(requests));
   for (size_t i = 0; i < edges.size(); ++i) {

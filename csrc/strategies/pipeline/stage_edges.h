@@ -22,7 +22,7 @@ class StageEdges {
   // Names what a message belongs to.
   struct Message {
     int64_t step = 0;
-    int64_t stage = 0;  // which sends or receives it
+    int64_t stage = 0;  // it sends or receives
     int64_t micro_batch = 0;
     const std::string& label;  // the action: "2F3"
   };

@@ -1,4 +1,5 @@
 #include <trireme/strategies/pipeline/engine.h>
+
 #include <trireme/strategies/pipeline/schedule_costs.h>
 #include <trireme/strategies/pipeline/schedule_forms.h>
 
@@ -91,8 +92,8 @@ class OneTensor final : public StageFunction {
   Forward forward_;
 };
 
-std::unique_ptr<PipelineEngine> make_engine(const ThreadRank& rank, const PipelineSchedule& schedule,
-                                            Net& net,
+std::unique_ptr<PipelineEngine> make_engine(const ThreadRank& rank,
+                                            const PipelineSchedule& schedule, Net& net,
                                             const std::function<Forward(int64_t)>& wrap = {}) {
   std::vector<PipelineStageRequest> requests;
   for (int64_t stage = 0; stage < schedule.stages; ++stage) {
@@ -100,9 +101,10 @@ std::unique_ptr<PipelineEngine> make_engine(const ThreadRank& rank, const Pipeli
     auto module = net.stages[static_cast<size_t>(stage)];
     PipelineStageRequest request{stage, "block " + std::to_string(stage)};
     request.function = std::make_shared<OneTensor>(
-        wrap ? wrap(stage) : Forward([module](int64_t /*micro_batch*/, const at::Tensor& x) mutable {
-          return module->forward(x);
-        }));
+        wrap ? wrap(stage)
+             : Forward([module](int64_t /*micro_batch*/, const at::Tensor& x) mutable {
+                 return module->forward(x);
+               }));
     for (const auto& item : module->named_parameters()) {
       request.parameters.names.push_back(item.key());
       request.parameters.tensors.push_back(item.value());
@@ -138,7 +140,8 @@ class Collected {
   // Says what differs from training alone, or nothing.
   std::string difference(const Alone& alone) const {
     for (const at::Tensor& loss : losses_)
-      if (!loss.equal(alone.loss)) return c10::str("loss ", loss.item<float>(), " for ", alone.loss.item<float>());
+      if (!loss.equal(alone.loss))
+        return c10::str("loss ", loss.item<float>(), " for ", alone.loss.item<float>());
     for (size_t i = 0; i < gradients_.size(); ++i) {
       const at::Tensor& own = gradients_[i];
       const at::Tensor& theirs = alone.gradients[i];
@@ -196,8 +199,9 @@ TEST_CASE("a table with overlaps runs, and one with messages") {
   const PipelineSchedule overlapped =
       schedule_from_csv("0F0,0F1,0B0,(0F2;0B1)OVERLAP_F_B,0B2\n1F0,1B0,1F1,1B1,1F2,1B2\n");
   CHECK(train(overlapped, Engine::kShm) == "");
-  const std::string lowered = to_csv(
-      pipeline_schedule({.name = "1f1b", .ranks = 2, .micro_batches = 3}), TableForm::kComputeComms);
+  const std::string lowered =
+      to_csv(pipeline_schedule({.name = "1f1b", .ranks = 2, .micro_batches = 3}),
+             TableForm::kComputeComms);
   CHECK(train(schedule_from_csv(lowered), Engine::kShm) == "");
 }
 
@@ -304,7 +308,8 @@ TEST_CASE("what a stage throws comes out on all ranks, and the next step works")
           bool throws = true;
           const auto engine = make_engine(rank, schedule, net, [&](int64_t stage) -> Forward {
             auto module = net.stages[static_cast<size_t>(stage)];
-            return [module, stage, culprit, &throws](int64_t micro_batch, const at::Tensor& x) mutable {
+            return [module, stage, culprit, &throws](int64_t micro_batch,
+                                                     const at::Tensor& x) mutable {
               if (throws && stage == culprit && micro_batch == 2)
                 throw std::runtime_error("no such file");
               return module->forward(x);
