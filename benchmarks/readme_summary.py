@@ -29,8 +29,9 @@ def lead(found: Json) -> Blocks:
             "**One process with {machine[cores]} threads is faster than ranks** where layers are "
             "large: {cases}. Ranks are for more cores or hosts than one process uses "
             "well.": _one_process(steps, wins=True),
-            "**Ranks are faster than one process** with as many threads where Python and small "
-            "operators take the time: {cases}.": _one_process(steps, wins=False),
+            "**Ranks are faster than one process** with as many threads: {cases}.": _one_process(
+                steps, wins=False
+            ),
         },
     )
 

@@ -21,6 +21,7 @@
 #include <trireme/strategies/ddp/distributed_data_parallel.h>
 #include <trireme/strategies/fsdp/fully_shard.h>
 #include <trireme/strategies/pipeline/partition.h>
+#include <trireme/strategies/pipeline/pipeline.h>
 #include <trireme/strategies/pipeline/schedule_check.h>
 #include <trireme/strategies/pipeline/schedule_forms.h>
 #include <trireme/strategies/pipeline/schedule_lowering.h>

@@ -21,7 +21,7 @@ struct TensorMessage {
   std::string text = {};                 // goes along by value; a channel does not look into it
   std::vector<at::Tensor> tensors = {};  // of any dtype and sizes; an undefined one stays undefined
   // Says of each tensor whether its sender had it with requires_grad. Is read from the tensors by
-  // send().
+  // send(); what is received requires none by itself.
   std::vector<bool> requires_grad = {};
 };
 
@@ -31,8 +31,10 @@ class TRIREME_API TensorSender {
   virtual ~TensorSender() = default;
 
   // Copies a message into the channel: what it holds may be written again when send() returns.
-  // Waits while the channel is full. `label` names it in errors: "2F3". Throws
-  // c10::DistBackendError.
+  // Waits while the receiver is not done with as many as the channel has slots. `label` names the
+  // message in errors: "2F3". Throws TypeError for a
+  // tensor that cannot be sent (sparse, nested, quantized, without memory, on a device that the
+  // channel does not reach), and c10::DistBackendError.
   virtual void send(const TensorMessage& message, const std::string& label) = 0;
 };
 
@@ -41,22 +43,28 @@ class TRIREME_API TensorReceiver {
  public:
   virtual ~TensorReceiver() = default;
 
-  // Returns the next message. Its tensors are dense and have the sender's strides, if these are
-  // dense, too. Over shared memory they lie where the sender has put them, may be written, and hold
-  // a slot of the channel until nobody holds them any more. Throws c10::DistBackendError where
-  // nothing comes, and where what comes is not of that step and micro-batch.
+  // Returns the next message. Each tensor has memory of its own, aligned to 64 bytes, that may be
+  // written, and the sender's strides, if these leave no gap. It is on the CPU if the sender's was,
+  // else on the group's device. Over shared memory it lies where the sender has put it, which is
+  // used again when nobody holds a tensor of the message any more: who holds one longer than until
+  // done_with_one(), in any thread, keeps its memory and holds nobody up. Throws
+  // c10::DistBackendError where nothing comes, and where what comes is not of that step and
+  // micro-batch; the latter is then dropped.
   virtual TensorMessage receive(int64_t step, int64_t micro_batch, const std::string& label) = 0;
+  // Lets the sender send one message more. Called once for each message that was received.
+  virtual void done_with_one() = 0;
 };
 
 // Asks for a channel between two ranks of a communicator.
 struct ChannelRequest {
   int64_t from = 0;
   int64_t to = 0;
-  int64_t slots = 1;  // messages that it holds at once, those in use by the receiver among them
+  int64_t slots = 1;      // messages that it holds at once, those among them that are in use
   std::string name = {};  // "stage 1 to stage 2"; no two channels have the same one
 };
 
-// Holds a rank's ends of channels.
+// Holds a rank's ends of channels. They go when all that was sent has been received: what is on its
+// way then may be lost.
 class TRIREME_API TensorChannels {
  public:
   virtual ~TensorChannels() = default;
@@ -65,13 +73,16 @@ class TRIREME_API TensorChannels {
   virtual TensorSender* sender(size_t index) = 0;
   virtual TensorReceiver* receiver(size_t index) = 0;
 
-  // Forgets the messages that are on their way, after Communicator::recover(). Collective.
-  virtual void reset() = 0;
+  // Forgets what was sent to this rank in earlier steps and what it was not done with, after
+  // Communicator::recover(). Of this rank alone.
+  virtual void forget_before(int64_t step) = 0;
 };
 
 // Makes channels: through the memory of the host where both ranks share it, else as messages of
-// the communicator's engine. Collective; all ranks request the same. The communicator outlives
-// them. Throws ValueError for requests that are none, or differ between ranks.
+// the communicator's engine, over a group of its own for each, which lives as long as the
+// communicator. Collective; all ranks request the same. The communicator outlives them. On all
+// ranks alike throws ValueError for requests that are none, or differ between ranks, and
+// c10::DistBackendError.
 TRIREME_API std::unique_ptr<TensorChannels> make_channels(Communicator& communicator,
                                                           std::vector<ChannelRequest> requests);
 

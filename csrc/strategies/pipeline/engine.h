@@ -19,7 +19,7 @@ namespace trireme {
 // Is a stage that this rank holds.
 struct PipelineStageRequest {
   int64_t stage = 0;
-  std::string name = {};  // of its layers, for messages: "layers 4..7"
+  std::string name = {};  // tells its layers in messages: "layers 4..7"
   std::shared_ptr<StageFunction> function = nullptr;
   NamedParameters parameters = {};  // .grad of these is scaled
 };
@@ -32,14 +32,14 @@ struct PipelineEngineOptions {
 struct StageReport {
   int64_t stage = 0;
   double forward_ms = 0;
-  double backward_ms = 0;  // B
-  double input_ms = 0;     // I
-  double weight_ms = 0;    // W
-  std::map<std::string, double> waiting_ms = {};  // by edge: "from stage 1", "to stage 3"
+  double backward_ms = 0;                         // B
+  double input_ms = 0;                            // I
+  double weight_ms = 0;                           // W
+  std::map<std::string, double> waiting_ms = {};  // for each edge: "from stage 1", "to stage 3"
   int64_t messages = 0;                           // sent
   int64_t bytes = 0;                              // sent
   int64_t peak_live = 0;                          // micro-batches that waited for their backward
-  int64_t peak_live_bytes = 0;                    // of what the stage received and returned
+  int64_t peak_live_bytes = 0;                    // counts what the stage received and returned
 };
 
 struct PipelineReport {
@@ -50,36 +50,67 @@ struct PipelineReport {
   std::vector<StageReport> stages = {};
 };
 
-// Runs one row of a schedule: that of this rank. [Note: ...]
+// [Note: how a row runs]
+//
+// The thread that calls step() runs the actions of its row one after the other. Messages follow
+// from what computes: a forward waits for its input and sends its outputs as soon as it has them, a
+// backward does so with gradients. Where a table says when messages are sent and received, nothing
+// else comes of it: check_schedule() has seen that this order never ends in a circle, and sending
+// earlier closes none. UNSHARD, RESHARD and REDUCE_GRAD have nothing to do here.
+//
+// At the end of a step one small collective takes the loss to all ranks. It tells them, too, that
+// all have finished: so an exception of one rank comes out of step() on all.
+
+// Runs one row of a schedule: that of this rank.
+//
+// Cost of a step: per micro-batch and pair of stages on different ranks one message onward and,
+// where gradients are due, one back; one all-reduce of 24 bytes. Memory: what autograd keeps of the
+// micro-batches that are live, and slots for messages: check_schedule() says how many.
+//
+// One thread at a time. It is made, called and destroyed without the GIL.
 class TRIREME_API PipelineEngine {
  public:
   // Collective over the communicator, which has as many ranks as the schedule; all ranks give the
   // same schedule and options. Throws ValueError, on all ranks alike, where they do not, and for
-  // stages that the schedule does not have on this rank.
+  // stages that are not those of the schedule on this rank.
   PipelineEngine(PipelineSchedule schedule, std::vector<PipelineStageRequest> stages,
-                 std::shared_ptr<Communicator> communicator,
-                 const PipelineEngineOptions& options);
+                 std::shared_ptr<Communicator> communicator, const PipelineEngineOptions& options);
   ~PipelineEngine();
+  PipelineEngine(const PipelineEngine&) = delete;
+  PipelineEngine& operator=(const PipelineEngine&) = delete;
+
+  // Makes the group work again after a step that failed; does nothing where none did. step() and
+  // eval_step() begin with it. Collective. Throws c10::DistBackendError for a group that must be
+  // rebuilt.
+  void recover();
 
   // Trains: forwards and backwards of all micro-batches. `inputs` are those of the first stage, one
-  // per micro-batch; a rank without that stage may give none. Returns the loss, 0-dim, without a
-  // graph, the same on all ranks. Collective.
+  // per micro-batch, and are given to its function as they are; a rank without that stage may give
+  // none. Returns the loss, 0-dim, without a graph, the same on all ranks. Gradients are added to
+  // .grad. Collective.
+  //
+  // Throws what went wrong, on all ranks: their texts name stage, rank and action. .grad is then
+  // what it was before, and the next step works, unless the group must be rebuilt.
   at::Tensor step(std::vector<PipelineValue> inputs);
 
   // Runs the forwards only, keeping no graph. With `has_loss` the loss comes back as from step();
-  // else what the last stage returned, one per micro-batch, on its rank (no loss is computed).
+  // else what the last stage returned, one per micro-batch, on its rank. Collective.
   struct Evaluation {
     at::Tensor loss = {};
     std::vector<PipelineValue> outputs = {};
   };
   Evaluation eval_step(std::vector<PipelineValue> inputs, bool has_loss);
 
+  // Says what the parameters of a stage are from the next step on.
+  void set_parameters(int64_t stage, NamedParameters parameters);
+
   const PipelineSchedule& schedule() const;
-  PipelineReport last_step() const;
+  // Returns what this rank did in the last step that ended well.
+  const PipelineReport& last_step() const;
 
  private:
-  struct State;
-  std::unique_ptr<State> state_;
+  class Row;
+  std::unique_ptr<Row> row_;
 };
 
 }  // namespace trireme

@@ -33,7 +33,7 @@ def test_one_process_is_named_where_it_wins_and_where_it_loses() -> None:
     )
     assert "Ranks are faster" not in wins
     (loses,) = lead({"steps": steps(60)})
-    assert "operators take the time: `mlp` 60 ms, the best ranks 50 (fsdp)" in loses
+    assert "as many threads: `mlp` 60 ms, the best ranks 50 (fsdp)" in loses
     assert "One process" not in loses
 
 

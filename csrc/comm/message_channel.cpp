@@ -1,0 +1,173 @@
+#include <trireme/comm/message_channel.h>
+
+#include <trireme/common/exception_text.h>
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <cstring>
+#include <functional>
+#include <utility>
+
+namespace trireme {
+namespace {
+
+constexpr int64_t kHeadBytes = 2048;
+constexpr int64_t kLine = 64;
+constexpr int64_t kMagic = 0x6c656e6e61686374;  // "tchannel"
+
+// Begins each head; behind it, or in a message of its own, lie the description, the text and, from
+// the next multiple of 64 bytes on, the payload.
+struct WireHead {
+  int64_t magic = kMagic;
+  uint64_t channel = 0;  // hash of its name
+  int64_t step = 0;
+  int64_t micro_batch = 0;
+  int64_t description_bytes = 0;
+  int64_t text_bytes = 0;
+  int64_t payload_bytes = 0;
+
+  int64_t payload_begin() const {
+    return (description_bytes + text_bytes + kLine - 1) / kLine * kLine;
+  }
+  int64_t bytes() const { return payload_begin() + payload_bytes; }
+  bool is_inline() const { return bytes() <= kHeadBytes - kLine; }
+};
+static_assert(sizeof(WireHead) <= kLine);
+
+std::byte* bytes_of(const at::Tensor& tensor) {
+  return static_cast<std::byte*>(tensor.mutable_data_ptr());
+}
+
+at::Tensor empty_bytes(int64_t bytes, c10::Device device) {
+  return at::empty({bytes}, at::dtype(at::kByte).device(device));
+}
+
+// Says of which message an engine's error is.
+template <typename Call>
+auto name_errors(const std::string& what, const ChannelName& name, Call&& call) {
+  try {
+    return call();
+  } catch (const c10::DistBackendError& error) {
+    C10_THROW_ERROR(DistBackendError,
+                    error_text(kChannelArea, what + " failed: " + first_line_of(error), name.where,
+                               "Look for the error of that rank."));
+  }
+}
+
+}  // namespace
+
+EngineTensorSender::EngineTensorSender(std::shared_ptr<Communicator> pair, ChannelName name,
+                                       int64_t slots)
+    : pair_(std::move(pair)),
+      name_(std::move(name)),
+      packing_(name_, pair_->device()),
+      slots_(static_cast<size_t>(slots)) {}
+
+void EngineTensorSender::send(const TensorMessage& message, const std::string& label) {
+  packing_.plan(message, label);
+  name_errors(name_.sending(label), name_, [&] {
+    while (in_flight_.size() >= slots_) wait_for_first();
+    WireHead head;
+    head.channel = std::hash<std::string>()(name_.name);
+    head.step = message.step;
+    head.micro_batch = message.micro_batch;
+    head.description_bytes = packing_.description_bytes();
+    head.text_bytes = static_cast<int64_t>(message.text.size());
+    head.payload_bytes = packing_.payload_bytes();
+    const c10::Device device = pair_->device();
+    const bool is_inline = head.is_inline() && device.is_cpu();
+    // What is small goes by the CPU, where the description is written.
+    at::Tensor first = at::zeros({kHeadBytes}, at::kByte);
+    std::memcpy(bytes_of(first), &head, sizeof(head));
+    at::Tensor words = is_inline ? first.narrow(0, kLine, kHeadBytes - kLine)
+                                 : empty_bytes(head.payload_begin(), c10::kCPU);
+    if (head.description_bytes > 0)
+      std::memcpy(bytes_of(words), packing_.description().data(),
+                  static_cast<size_t>(head.description_bytes));
+    if (head.text_bytes > 0)
+      std::memcpy(bytes_of(words) + head.description_bytes, message.text.data(),
+                  message.text.size());
+    if (is_inline) packing_.copy_into(bytes_of(words) + head.payload_begin(), message);
+    InFlight flight;
+    flight.label = label;
+    flight.head = pair_->send({first.to(device)}, 1, label);
+    if (!is_inline && head.bytes() > 0) {
+      at::Tensor body = empty_bytes(head.bytes(), device);
+      body.narrow(0, 0, head.payload_begin()).copy_(words);
+      packing_.copy_into(bytes_of(body) + head.payload_begin(), message);
+      flight.body = pair_->send({body}, 1, label);
+    }
+    in_flight_.push_back(std::move(flight));
+  });
+}
+
+void EngineTensorSender::wait_for_first() {
+  InFlight& first = in_flight_.front();
+  first.head.wait();
+  first.body.wait();
+  in_flight_.pop_front();
+}
+
+EngineTensorReceiver::EngineTensorReceiver(std::shared_ptr<Communicator> pair, ChannelName name)
+    : pair_(std::move(pair)), name_(std::move(name)) {
+  if (pair_->device().is_cpu()) post_head();
+}
+
+void EngineTensorReceiver::post_head() {
+  head_ = empty_bytes(kHeadBytes, pair_->device());
+  posted_ = pair_->recv({head_}, 0, "a message by channel '" + name_.name + "'");
+}
+
+TensorMessage EngineTensorReceiver::receive(int64_t step, int64_t micro_batch,
+                                            const std::string& label) {
+  TensorMessage message = next(label);
+  while (message.step < first_step_) message = next(label);
+  name_.check_came(message, step, micro_batch, label);
+  return message;
+}
+
+TensorMessage EngineTensorReceiver::next(const std::string& label) {
+  return name_errors(name_.receiving(label), name_, [&] {
+    const c10::Device device = pair_->device();
+    if (!head_.defined()) post_head();
+    posted_.wait();
+    const at::Tensor first = std::exchange(head_, at::Tensor()).cpu();
+    WireHead head;
+    std::memcpy(&head, bytes_of(first), sizeof(head));
+    const auto refuse_unless = [&](bool fine) {
+      if (!fine)
+        C10_THROW_ERROR(DistBackendError,
+                        error_text(kChannelArea, "got what no channel sends", name_.where,
+                                   "Run the same Trireme on every rank."));
+    };
+    constexpr int64_t kMost = INT64_MAX / 8;
+    const auto fits = [](int64_t bytes) { return bytes >= 0 && bytes < kMost; };
+    refuse_unless(head.magic == kMagic && head.channel == std::hash<std::string>()(name_.name) &&
+                  fits(head.description_bytes) && fits(head.text_bytes) &&
+                  fits(head.payload_bytes));
+    const bool is_inline = head.is_inline() && device.is_cpu();
+    at::Tensor body = first.narrow(0, kLine, kHeadBytes - kLine);
+    Pending rest;
+    if (!is_inline) {
+      body = empty_bytes(head.bytes(), device);
+      if (head.bytes() > 0) rest = pair_->recv({body}, 0, label);
+    }
+    if (device.is_cpu()) post_head();
+    rest.wait();
+    const at::Tensor words = body.narrow(0, 0, head.payload_begin()).cpu();
+    TensorMessage message{head.step, head.micro_batch, {}, {}, {}};
+    message.text.assign(reinterpret_cast<const char*>(bytes_of(words) + head.description_bytes),
+                        static_cast<size_t>(head.text_bytes));
+    refuse_unless(unpack_tensors({.description = {reinterpret_cast<const int64_t*>(bytes_of(words)),
+                                                  static_cast<size_t>(head.description_bytes) / 8},
+                                  .memory = bytes_of(body) + head.payload_begin(),
+                                  .bytes = head.payload_bytes,
+                                  .device = device,
+                                  .keeps = std::make_shared<at::Tensor>(body)},
+                                 message));
+    return message;
+  });
+}
+
+}  // namespace trireme

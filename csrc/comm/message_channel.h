@@ -1,0 +1,63 @@
+#pragma once
+
+#include <trireme/comm/communicator.h>
+#include <trireme/comm/tensor_packing.h>
+
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <string>
+
+namespace trireme {
+
+// [Note: channels over engines]
+//
+// Each channel has a group of its own two ranks, so that no order between channels exists. A
+// message is a head of fixed size, and what does not fit into it follows as one more message. On
+// the CPU the receiver posts the recv of the next head ahead, so that an engine which asks for it
+// before it sends (Gloo) need not; elsewhere a recv would hold up a stream of the device.
+
+// Sends to rank 1 of a communicator of two. At most `slots` sends are in flight.
+class EngineTensorSender final : public TensorSender {
+ public:
+  EngineTensorSender(std::shared_ptr<Communicator> pair, ChannelName name, int64_t slots);
+
+  void send(const TensorMessage& message, const std::string& label) override;
+
+ private:
+  std::shared_ptr<Communicator> pair_;
+  ChannelName name_;
+  TensorPacking packing_;
+  size_t slots_;
+  struct InFlight {
+    Pending head;
+    Pending body;
+    std::string label;
+  };
+  void wait_for_first();
+
+  std::deque<InFlight> in_flight_;
+};
+
+// Receives from rank 0 of a communicator of two.
+class EngineTensorReceiver final : public TensorReceiver {
+ public:
+  EngineTensorReceiver(std::shared_ptr<Communicator> pair, ChannelName name);
+
+  TensorMessage receive(int64_t step, int64_t micro_batch, const std::string& label) override;
+  void done_with_one() override {}  // a send is over when it is received
+  // Drops messages of earlier steps when they come.
+  void forget_before(int64_t step) { first_step_ = step; }
+
+ private:
+  TensorMessage next(const std::string& label);
+  void post_head();
+
+  std::shared_ptr<Communicator> pair_;
+  ChannelName name_;
+  at::Tensor head_;
+  Pending posted_;
+  int64_t first_step_ = INT64_MIN;
+};
+
+}  // namespace trireme

@@ -1,0 +1,190 @@
+#include <trireme/comm/tensor_packing.h>
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+namespace trireme {
+namespace {
+
+// Says why a tensor cannot be sent; empty if it can.
+std::string why_not_sent(const at::Tensor& tensor, c10::Device device) {
+  if (tensor.is_nested()) return "is nested";
+  if (tensor.is_quantized())
+    return std::string("is quantized (") + c10::toString(tensor.scalar_type()) + ")";
+  if (tensor.layout() != c10::kStrided) return "has the layout " + c10::str(tensor.layout());
+  if (tensor.unsafeGetTensorImpl()->is_python_dispatch())
+    return "is of a subclass that keeps its values in its own way";
+  if (tensor.is_meta()) return "is on the device meta and has no values";
+  if (!tensor.is_cpu() && tensor.device().type() != device.type())
+    return "is on the device " + tensor.device().str() + ", which this channel does not reach";
+  if (!tensor._is_zerotensor() && !tensor.has_storage()) return "has no memory of its own";
+  return {};
+}
+
+bool lies_as_it_is(const at::Tensor& tensor) {
+  return !tensor.is_conj() && !tensor.is_neg() && !tensor._is_zerotensor();
+}
+
+// Returns a dtype of so many bytes that every operator knows, to copy others bit by bit.
+at::ScalarType bits_of(int64_t element_bytes) {
+  switch (element_bytes) {
+    case 1:
+      return at::kByte;
+    case 2:
+      return at::kShort;
+    case 4:
+      return at::kInt;
+    case 8:
+      return at::kLong;
+    default:
+      return at::kComplexDouble;
+  }
+}
+
+at::Tensor as_bits(void* data, at::IntArrayRef sizes, at::IntArrayRef strides,
+                   const at::TensorOptions& options) {
+  return at::for_blob(data, sizes).strides(strides).options(options).make_tensor();
+}
+
+// Copies a tensor to memory where it has those strides.
+void copy_tensor(std::byte* place, const at::Tensor& given, at::IntArrayRef strides) {
+  const at::Tensor tensor = lies_as_it_is(given)     ? given
+                            : given._is_zerotensor() ? at::zeros(given.sizes(), given.options())
+                                                     : given.detach().resolve_conj().resolve_neg();
+  const auto* data = static_cast<const std::byte*>(tensor.const_data_ptr());
+  if (tensor.strides() == strides && tensor.is_cpu()) {
+    std::memcpy(place, data, tensor.nbytes());
+    return;
+  }
+  const auto bits = at::dtype(bits_of(tensor.element_size()));
+  as_bits(place, tensor.sizes(), strides, bits)
+      .copy_(as_bits(const_cast<std::byte*>(data), tensor.sizes(), tensor.strides(),
+                     bits.device(tensor.device())));
+}
+
+}  // namespace
+
+std::string ChannelName::sending(const std::string& label) const {
+  return "send of " + label + " by channel '" + name + "' to rank " + std::to_string(peer);
+}
+
+std::string ChannelName::receiving(const std::string& label) const {
+  return "receive of " + label + " by channel '" + name + "' from rank " + std::to_string(peer);
+}
+
+void ChannelName::check_came(const TensorMessage& came, int64_t step, int64_t micro_batch,
+                             const std::string& label) const {
+  if (came.step == step && came.micro_batch == micro_batch) return;
+  const auto text = [](int64_t micro_batch, int64_t step) {
+    return "micro-batch " + std::to_string(micro_batch) + " of step " + std::to_string(step);
+  };
+  C10_THROW_ERROR(DistBackendError,
+                  error_text(kChannelArea,
+                             receiving(label) + " expects " + text(micro_batch, step) + ", got " +
+                                 text(came.micro_batch, came.step),
+                             where, "Run the same schedule on every rank."));
+}
+
+void TensorPacking::plan(const TensorMessage& message, const std::string& label) {
+  packer_.clear();
+  offsets_.clear();
+  for (size_t i = 0; i < message.tensors.size(); ++i) {
+    const at::Tensor& tensor = message.tensors[i];
+    scratch_.is_defined = tensor.defined();
+    scratch_.sizes.clear();
+    scratch_.strides.clear();
+    if (tensor.defined()) {
+      const std::string why = why_not_sent(tensor, device_);
+      TORCH_CHECK_TYPE(
+          why.empty(),
+          error_text(kChannelArea,
+                     name_.sending(label) + " got tensor " + std::to_string(i) + ", which " + why,
+                     name_.where, "Send a dense tensor with memory of its own."));
+      scratch_.requires_grad = tensor.requires_grad();
+      scratch_.is_on_device = !tensor.is_cpu();
+      scratch_.dtype = static_cast<uint8_t>(tensor.scalar_type());
+      scratch_.element_bytes = static_cast<uint8_t>(tensor.element_size());
+      scratch_.sizes.assign(tensor.sizes().begin(), tensor.sizes().end());
+      if (tensor.is_non_overlapping_and_dense()) {
+        scratch_.strides.assign(tensor.strides().begin(), tensor.strides().end());
+      } else {
+        scratch_.strides.resize(scratch_.sizes.size());
+        for (int64_t dim = tensor.dim() - 1, step = 1; dim >= 0; --dim) {
+          scratch_.strides[static_cast<size_t>(dim)] = step;
+          step *= std::max<int64_t>(tensor.size(dim), 1);
+        }
+      }
+    } else {
+      scratch_.requires_grad = scratch_.is_on_device = false;
+      scratch_.dtype = scratch_.element_bytes = 0;
+    }
+    offsets_.push_back(packer_.add(scratch_));
+  }
+}
+
+void TensorPacking::copy_into(std::byte* payload, const TensorMessage& message) const {
+  const at::NoGradGuard no_grad;
+  // The description has the strides in the payload, behind two words and the sizes.
+  size_t word = 0;
+  for (size_t i = 0; i < message.tensors.size(); ++i) {
+    const at::Tensor& tensor = message.tensors[i];
+    if (!tensor.defined()) {
+      ++word;
+      continue;
+    }
+    const auto dims = static_cast<size_t>(tensor.dim());
+    const at::IntArrayRef strides(description().data() + word + 2 + dims, dims);
+    word += 2 + 2 * dims;
+    if (tensor.numel() == 0) continue;
+    std::byte* place = payload + offsets_[i];
+    if (device_.is_cpu()) {
+      copy_tensor(place, tensor, strides);
+    } else {
+      at::for_blob(place, tensor.sizes())
+          .strides(strides)
+          .options(tensor.options().device(device_))
+          .target_device(device_)
+          .make_tensor()
+          .copy_(tensor.detach());
+    }
+  }
+}
+
+bool unpack_tensors(const ArrivedPayload& payload, TensorMessage& message) {
+  const auto found = shm::unpack(payload.description, payload.bytes);
+  if (!found) return false;
+  for (const shm::PackedTensor& packed : *found) {
+    message.requires_grad.push_back(packed.requires_grad);
+    if (!packed.is_defined) {
+      message.tensors.emplace_back();
+      continue;
+    }
+    const auto dtype = static_cast<at::ScalarType>(packed.dtype);
+    if (packed.dtype >= static_cast<uint8_t>(at::ScalarType::Undefined) || c10::isQIntType(dtype) ||
+        c10::elementSize(dtype) != packed.element_bytes)
+      return false;
+    const c10::Device device = packed.is_on_device ? payload.device : c10::Device(c10::kCPU);
+    const auto options = at::dtype(dtype).device(payload.device);
+    const bool is_empty =
+        std::find(packed.sizes.begin(), packed.sizes.end(), 0) != packed.sizes.end();
+    if (is_empty) {
+      message.tensors.push_back(
+          at::empty_strided(packed.sizes, packed.strides, options.device(device)));
+      continue;
+    }
+    const auto let_go = [](void* keeps) { delete static_cast<std::shared_ptr<void>*>(keeps); };
+    at::Tensor tensor = at::for_blob(payload.memory + packed.offset, packed.sizes)
+                            .strides(packed.strides)
+                            .context(new std::shared_ptr<void>(payload.keeps), let_go)
+                            .options(options)
+                            .target_device(payload.device)
+                            .make_tensor();
+    message.tensors.push_back(tensor.to(device));
+  }
+  return true;
+}
+
+}  // namespace trireme

@@ -1,0 +1,73 @@
+#pragma once
+
+#include <trireme/comm/tensor_channel.h>
+#include <trireme/common/error.h>
+#include <trireme/shm/packed_tensors.h>
+
+#include <c10/core/Device.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+namespace trireme {
+
+inline constexpr const char* kChannelArea = "tensor_channel";  // for errors
+
+// Describes one end of a channel, for messages.
+struct ChannelName {
+  RankOf where = {};  // this rank
+  int64_t peer = 0;
+  std::string name = {};
+
+  // Says "send of 2F3 by channel 'stage 1 to stage 2' to rank 2".
+  std::string sending(const std::string& label) const;
+  // Says "receive of 2F3 by channel 'stage 1 to stage 2' from rank 1".
+  std::string receiving(const std::string& label) const;
+  // Throws c10::DistBackendError unless what came is what was expected.
+  void check_came(const TensorMessage& came, int64_t step, int64_t micro_batch,
+                  const std::string& label) const;
+};
+
+// Writes the tensors of a message as a description and a payload. It is used again for the next
+// message, so that it allocates little.
+class TensorPacking {
+ public:
+  // `device` is the one that tensors may be on besides the CPU.
+  TensorPacking(ChannelName name, c10::Device device) : name_(std::move(name)), device_(device) {}
+
+  // Looks at the tensors. Throws TypeError for one that cannot be sent.
+  void plan(const TensorMessage& message, const std::string& label);
+  const std::vector<int64_t>& description() const { return packer_.description(); }
+  int64_t description_bytes() const {
+    return static_cast<int64_t>(description().size() * sizeof(int64_t));
+  }
+  int64_t payload_bytes() const { return packer_.payload_bytes(); }
+  // Copies the tensors into a payload, which lies on the channel's device; aligned to 64 bytes.
+  void copy_into(std::byte* payload, const TensorMessage& message) const;
+
+ private:
+  ChannelName name_;
+  c10::Device device_;
+  shm::TensorPacker packer_;
+  shm::PackedTensor scratch_;
+  std::vector<int64_t> offsets_;
+};
+
+// Is a payload that came, and what keeps it.
+struct ArrivedPayload {
+  std::span<const int64_t> description;
+  std::byte* memory = nullptr;
+  int64_t bytes = 0;
+  c10::Device device = c10::kCPU;
+  std::shared_ptr<void> keeps = nullptr;
+};
+
+// Makes tensors over a payload. Returns false if the description is none.
+bool unpack_tensors(const ArrivedPayload& payload, TensorMessage& message);
+
+}  // namespace trireme

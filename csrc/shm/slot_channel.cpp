@@ -1,0 +1,215 @@
+#include <trireme/shm/slot_channel.h>
+
+#include <trireme/common/forks.h>
+
+#include <algorithm>
+#include <cstring>
+#include <iterator>
+#include <utility>
+
+namespace trireme::shm {
+namespace {
+
+constexpr std::string_view kArea = "slot_channel";
+constexpr int64_t kPage = 4096;
+constexpr auto kSlotBlockBytes = static_cast<int64_t>(sizeof(SlotBlock));
+
+// Returns an eighth more than asked for at most, in pages, so that messages which differ a little
+// fit the same slots.
+int64_t rounded(int64_t bytes) {
+  int64_t step = kPage;
+  while (step * 16 <= bytes) step *= 2;
+  return (bytes + step - 1) / step * step;
+}
+
+ChannelBlock& block_of(const ChannelEnd& end) {
+  return *reinterpret_cast<ChannelBlock*>(end.memory);
+}
+
+std::byte* head_at(const ChannelEnd& end, uint64_t sequence) {
+  const uint64_t place = (sequence - 1) % static_cast<uint64_t>(end.messages);
+  return end.memory + sizeof(ChannelBlock) + place * sizeof(MessageHead);
+}
+
+SlotBlock& slot_block(const Segment& segment) {
+  return *reinterpret_cast<SlotBlock*>(segment.data());
+}
+
+// Refuses what follows work that was abandoned, before all ranks have met again.
+void check_usable(HostGroup& group) {
+  group.check_usable();
+  if (group.has_abandoned()) throw Fault(FaultKind::kAbandoned, group.why_abandoned());
+}
+
+std::string name_of(HostGroup& group, int64_t peer) {
+  return "rank " + std::to_string(group.members()[static_cast<size_t>(peer)]);
+}
+
+}  // namespace
+
+int64_t channel_bytes(int64_t messages) {
+  const int64_t bytes = static_cast<int64_t>(sizeof(ChannelBlock)) +
+                        messages * static_cast<int64_t>(sizeof(MessageHead));
+  return (bytes + int64_t{kCacheLine} - 1) / int64_t{kCacheLine} * int64_t{kCacheLine};
+}
+
+bool SlotSender::Slot::is_free() const {
+  return !segment || slot_block(segment).released.load(std::memory_order_acquire) == sequence;
+}
+
+SlotSender::SlotSender(HostGroup& group, const ChannelEnd& end)
+    : group_(group), end_(end), block_(block_of(end)) {}
+
+SlotSender::~SlotSender() = default;
+
+bool SlotSender::is_full() const {
+  const uint64_t done = block_.done.load(std::memory_order_acquire);
+  return sent_ >= done + static_cast<uint64_t>(end_.messages);
+}
+
+void SlotSender::wait(std::string_view errand) {
+  check_usable(group_);
+  const auto room = static_cast<uint64_t>(end_.messages);
+  if (sent_ < room) return;
+  group_.wait_beside(end_.peer, block_.done, sent_ + 1 - room, {errand, group_.timeout()});
+}
+
+// Takes the first free slot that is large enough, so that few are used, and stay in the caches.
+std::byte* SlotSender::slot_for(int64_t bytes) {
+  check_usable(group_);
+  const int64_t needed = bytes + kSlotBlockBytes;
+  const uint64_t done = block_.done.load(std::memory_order_acquire);
+  size_t fits = slots_.size();
+  size_t replaced = slots_.size();
+  int64_t free = 0;
+  for (size_t i = 0; i < slots_.size(); ++i) {
+    Slot& slot = slots_[i];
+    // Whoever is done with it has mapped it.
+    if (slot.sequence <= done) slot.segment.unlink_name();
+    if (!slot.is_free()) continue;
+    ++free;
+    if (!slot.segment || slot.segment.bytes() < needed) {
+      replaced = std::min(replaced, i);
+    } else {
+      fits = std::min(fits, i);
+    }
+  }
+  for (; free > end_.messages && slots_.back().is_free(); --free) slots_.pop_back();
+  chosen_ = std::min(fits < slots_.size() ? fits : replaced, slots_.size());
+  if (chosen_ == slots_.size()) slots_.emplace_back();
+  Slot& slot = slots_[chosen_];
+  if (!slot.segment || slot.segment.bytes() < needed) {
+    slot.segment = Segment();  // first, so that there is room for the other one
+    slot.sequence = 0;
+    slot.segment = Segment::create(group_.segment_kind(), rounded(needed));
+  }
+  return slot.segment.data() + kSlotBlockBytes;
+}
+
+void SlotSender::send(MessageHead head) {
+  Slot& slot = slots_[chosen_];
+  slot.sequence = head.sequence = ++sent_;
+  head.slot = static_cast<uint32_t>(chosen_);
+  head.slots = static_cast<uint32_t>(slots_.size());
+  head.address = slot.segment.address();
+  std::memcpy(head_at(end_, sent_), &head, sizeof(head));
+  block_.sent.store(sent_, std::memory_order_seq_cst);
+  ring(group_.block(end_.peer).bell);
+}
+
+HeldSlot::HeldSlot(std::shared_ptr<const Segment> segment, uint64_t sequence)
+    : segment_(std::move(segment)), sequence_(sequence), forks_(forks_so_far()) {}
+
+HeldSlot::~HeldSlot() {
+  if (forks_ == forks_so_far())
+    slot_block(*segment_).released.store(sequence_, std::memory_order_release);
+}
+
+SlotReceiver::SlotReceiver(HostGroup& group, const ChannelEnd& end)
+    : group_(group), end_(end), block_(block_of(end)) {}
+
+bool SlotReceiver::is_empty() const {
+  return block_.sent.load(std::memory_order_acquire) <= received_;
+}
+
+void SlotReceiver::wait(std::string_view errand) {
+  check_usable(group_);
+  group_.wait_beside(end_.peer, block_.sent, received_ + 1, {errand, group_.timeout()});
+}
+
+SlotReceiver::Message SlotReceiver::take() {
+  check_usable(group_);
+  Message message;
+  const MessageHead& head = message.head = next_head();
+  // Each is at most the slot, so that sums of them do not overflow.
+  const auto fits = [&](int64_t bytes) {
+    return bytes >= 0 && bytes <= head.address.bytes && bytes < INT64_MAX / 4;
+  };
+  if (head.sequence != received_ + 1 || head.slot >= head.slots || !fits(head.description_bytes) ||
+      !fits(head.text_bytes) || !fits(head.payload_bytes) ||
+      head.bytes() > head.address.bytes - kSlotBlockBytes)
+    report_overwritten(head);
+  message.slot = std::make_shared<HeldSlot>(map(head), head.sequence);
+  ++received_;
+  return message;
+}
+
+MessageHead SlotReceiver::next_head() const {
+  MessageHead head;
+  std::memcpy(&head, head_at(end_, received_ + 1), sizeof(head));
+  return head;
+}
+
+void SlotReceiver::publish_done(uint64_t done) {
+  done_ = done;
+  block_.done.store(done_, std::memory_order_seq_cst);
+  ring(group_.block(end_.peer).bell);
+}
+
+void SlotReceiver::forget_before(int64_t step) {
+  while (!is_empty() && next_head().step < step) take();
+  if (done_ < received_) publish_done(received_);
+}
+
+std::shared_ptr<const Segment> SlotReceiver::map(const MessageHead& head) {
+  mapped_.erase(mapped_.lower_bound(head.slots), mapped_.end());
+  std::shared_ptr<const Segment>& mapped = mapped_[head.slot];
+  if (mapped && mapped->address() == head.address) return mapped;
+  mapped.reset();
+  std::string why_not;
+  const auto told = SegmentAddress::parse(head.address.to_string());
+  if (!told) report_overwritten(head);
+  Segment segment = Segment::open(*told, why_not);
+  if (!segment) {
+    // One who has ended takes its slots along.
+    group_.wait_for_end(end_.peer);
+    group_.check_usable();
+    const std::string absence = group_.absence_of(end_.peer);
+    const std::string text = error_text(
+        kArea,
+        absence.empty() ? "cannot see what " + name_of(group_, end_.peer) + " sends: " + why_not
+                        : "the message is lost: " + absence,
+        group_.where(),
+        absence.empty() ? "Look at the limits on open files and memory."
+                        : group_.advice_on_absence());
+    group_.fail(text);
+    throw Fault(absence.empty() ? FaultKind::kMemory : FaultKind::kPeerLost, text);
+  }
+  return mapped = std::make_shared<const Segment>(std::move(segment));
+}
+
+void SlotReceiver::report_overwritten(const MessageHead& head) {
+  const std::string text = error_text(
+      kArea,
+      "got message " + std::to_string(head.sequence) + " of " +
+          std::to_string(head.description_bytes) + ", " + std::to_string(head.text_bytes) +
+          " and " + std::to_string(head.payload_bytes) + " bytes in slot " +
+          std::to_string(head.slot) + " of " + std::to_string(head.slots) + ", expected message " +
+          std::to_string(received_ + 1) + ", from " + name_of(group_, end_.peer) +
+          ": its memory was overwritten",
+      group_.where(), "Look for stray writes in that process.");
+  group_.fail(text);
+  throw Fault(FaultKind::kAborted, text);
+}
+
+}  // namespace trireme::shm

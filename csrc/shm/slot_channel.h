@@ -1,0 +1,161 @@
+#pragma once
+
+#include <trireme/common/export.h>
+#include <trireme/shm/host_group.h>
+#include <trireme/shm/segment.h>
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <type_traits>
+#include <vector>
+
+namespace trireme::shm {
+
+// [Note: slots of a channel]
+//
+// A channel carries messages from one rank to another one of its host. The sender owns slots, each
+// a segment of its own, which it makes when a message finds none that is free and large enough. It
+// copies a message into one and says so in a ring of heads that both map. The receiver maps a slot
+// when a head first names its segment, and reads the message where it lies. The slot is busy until
+// the receiver has let go of the message, which any thread of it does by one store into the slot.
+//
+// A sender waits while the receiver has not said of as many messages as the channel holds that it
+// is done with them. It never waits for a slot: whoever keeps what it has received for longer keeps
+// memory and holds nobody up, as with memory of its own. So there are at most as many slots as
+// messages were sent and not let go of at one time. A small free slot is replaced rather than
+// joined by a larger one. Once more slots are free than the channel holds messages, the last ones
+// go.
+
+// Begins each slot; zeros are a free one.
+struct SlotBlock {
+  alignas(kCacheLine) std::atomic<uint64_t> released;  // number of the last message let go of
+};
+
+// Describes a message in the ring. Plain memory that the sender writes before it counts it as sent.
+struct MessageHead {
+  uint64_t sequence = 0;  // counts the messages of the channel from 1
+  int64_t step = 0;
+  int64_t micro_batch = 0;
+  // These count bytes in the slot: those of the description and the text from its beginning, one
+  // behind the other, those of the payload from the next multiple of a cache line.
+  int64_t description_bytes = 0;
+  int64_t text_bytes = 0;
+  int64_t payload_bytes = 0;
+  uint32_t slot = 0;
+  uint32_t slots = 0;  // slots that the sender has
+  SegmentAddress address{};
+
+  int64_t payload_begin() const {
+    return (description_bytes + text_bytes + int64_t{kCacheLine} - 1) / int64_t{kCacheLine} *
+           int64_t{kCacheLine};
+  }
+  int64_t bytes() const { return payload_begin() + payload_bytes; }
+};
+static_assert(std::is_trivially_copyable_v<MessageHead>);
+
+// Begins the memory of a channel, before the ring of heads; zeros are an empty channel.
+struct ChannelBlock {
+  alignas(kCacheLine) std::atomic<uint64_t> sent;
+  alignas(kCacheLine) std::atomic<uint64_t> done;
+};
+
+// Returns the bytes of memory, shared by both ranks, of a channel for so many messages.
+TRIREME_API int64_t channel_bytes(int64_t messages);
+
+// Describes one end of a channel.
+struct ChannelEnd {
+  int64_t peer = 0;             // the other end, as rank of the host
+  std::byte* memory = nullptr;  // channel_bytes(), zeros at first, aligned to a cache line
+  int64_t messages = 1;         // that it holds at once
+};
+
+// Sends. One thread at a time. Throws Fault, see HostGroup: then nothing was sent.
+class TRIREME_API SlotSender {
+ public:
+  SlotSender(HostGroup& group, const ChannelEnd& end);
+  // What has not been received by now may be lost.
+  ~SlotSender();
+  SlotSender(const SlotSender&) = delete;
+  SlotSender& operator=(const SlotSender&) = delete;
+
+  bool is_full() const;
+  // Waits until it is not full. `errand` says in errors what for.
+  void wait(std::string_view errand);
+  // Returns memory for so many bytes of a message, aligned to a cache line; its next send() sends
+  // what was written there. The channel is not full.
+  std::byte* slot_for(int64_t bytes);
+  // Sends what lies in the slot. Sequence, slot and address of the head are filled in.
+  void send(MessageHead head);
+  int64_t slots() const { return static_cast<int64_t>(slots_.size()); }
+
+ private:
+  struct Slot {
+    Segment segment;
+    uint64_t sequence = 0;  // of the last message in it
+    bool is_free() const;
+  };
+  HostGroup& group_;
+  ChannelEnd end_;
+  ChannelBlock& block_;
+  std::vector<Slot> slots_;
+  size_t chosen_ = 0;
+  uint64_t sent_ = 0;
+};
+
+// Keeps a received message in its slot. Its last owner may be any thread, and may outlive the host
+// group. Does nothing in a forked child, whose parent has it, too.
+class TRIREME_API HeldSlot {
+ public:
+  HeldSlot(std::shared_ptr<const Segment> segment, uint64_t sequence);
+  ~HeldSlot();
+  HeldSlot(const HeldSlot&) = delete;
+  HeldSlot& operator=(const HeldSlot&) = delete;
+  std::byte* data() const { return segment_->data() + sizeof(SlotBlock); }
+
+ private:
+  std::shared_ptr<const Segment> segment_;
+  uint64_t sequence_;
+  uint64_t forks_;
+};
+
+// Receives. One thread at a time. Throws Fault, see HostGroup.
+class TRIREME_API SlotReceiver {
+ public:
+  SlotReceiver(HostGroup& group, const ChannelEnd& end);
+  SlotReceiver(const SlotReceiver&) = delete;
+  SlotReceiver& operator=(const SlotReceiver&) = delete;
+
+  bool is_empty() const;
+  // Waits until it is not empty. `errand` says in errors what for.
+  void wait(std::string_view errand);
+  struct Message {
+    MessageHead head;
+    std::shared_ptr<HeldSlot> slot;
+  };
+  // Returns the next message of a channel that is not empty. What its head says lies in the slot.
+  Message take();
+  // Lets the sender send one message more. Called once for each message that was taken.
+  void done_with_one() { publish_done(done_ + 1); }
+  // Drops messages of earlier steps that are there, and is done with those that it has taken.
+  void forget_before(int64_t step);
+
+ private:
+  MessageHead next_head() const;
+  void publish_done(uint64_t done);
+  std::shared_ptr<const Segment> map(const MessageHead& head);
+  [[noreturn]] void report_overwritten(const MessageHead& head);
+
+  HostGroup& group_;
+  ChannelEnd end_;
+  ChannelBlock& block_;
+  std::map<uint32_t, std::shared_ptr<const Segment>> mapped_;  // by slot
+  uint64_t received_ = 0;
+  uint64_t done_ = 0;
+};
+
+}  // namespace trireme::shm

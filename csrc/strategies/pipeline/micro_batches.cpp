@@ -1,0 +1,80 @@
+#include <trireme/strategies/pipeline/micro_batches.h>
+
+#include <trireme/comm/gather_texts.h>
+#include <trireme/common/error.h>
+#include <trireme/strategies/pipeline/refuse.h>
+
+#include <ATen/ATen.h>
+
+#include <map>
+#include <utility>
+
+namespace trireme {
+namespace {
+
+// Returns what is wrong with a batch of this rank, or nothing.
+std::string complaint(const BatchRequest& batch) {
+  const auto& [input, target, dim, chunks] = batch;
+  if (!input.defined() || input.dim() <= dim)
+    return "no batch with a dimension " + std::to_string(dim);
+  const int64_t rows = input.size(dim);
+  if (rows < chunks) {
+    return "a batch of " + std::to_string(rows) + " rows, expected one or more for each of " +
+           std::to_string(chunks) + " micro-batches";
+  }
+  if (target.defined() && (target.dim() <= dim || target.size(dim) != rows)) {
+    return "targets for " + std::to_string(target.dim() <= dim ? 0 : target.size(dim)) +
+           " rows, expected them for " + std::to_string(rows);
+  }
+  return "";
+}
+
+}  // namespace
+
+MicroBatches cut_batch(const BatchRequest& batch, Communicator& communicator) {
+  std::string own = complaint(batch);
+  if (own.empty()) {
+    own = std::to_string(batch.input.size(batch.dim)) + " rows";
+    if (!batch.target.defined()) own += " without targets";
+  } else {
+    own.insert(0, 1, '!');
+  }
+  const auto texts = gather_texts(own, communicator, communicator.device());
+  for (size_t rank = 0; rank < texts.size(); ++rank) {
+    const RankOf where{static_cast<int64_t>(rank), communicator.world()};
+    TORCH_CHECK_VALUE(texts[rank].front() != '!',
+                      error_text("pipeline", "got " + texts[rank].substr(1), where,
+                                 "Give every rank the whole batch."));
+    TORCH_CHECK_VALUE(
+        texts[rank] == texts[0],
+        error_text("pipeline",
+                   "got a batch of " + texts[rank] + ", expected " + texts[0] + " as on rank 0",
+                   where, "Give every rank the whole batch."));
+  }
+  MicroBatches cut;
+  for (at::Tensor& piece : batch.input.tensor_split(batch.chunks, batch.dim))
+    cut.inputs.push_back({{std::move(piece)}});
+  if (batch.target.defined()) cut.targets = batch.target.tensor_split(batch.chunks, batch.dim);
+  return cut;
+}
+
+void refuse_shared(const std::vector<StageTensors>& stages) {
+  struct Holder {
+    std::string name;
+    int64_t rank;
+  };
+  std::map<const c10::TensorImpl*, Holder> holders;
+  for (const StageTensors& stage : stages) {
+    for (size_t i = 0; i < stage.tensors.size(); ++i) {
+      const auto [found, is_new] = holders.try_emplace(stage.tensors[i].unsafeGetTensorImpl(),
+                                                       Holder{stage.names[i], stage.rank});
+      if (is_new || found->second.rank == stage.rank) continue;
+      refuse_pipeline("got one parameter as '" + found->second.name + "' on rank " +
+                          std::to_string(found->second.rank) + " and as '" + stage.names[i] +
+                          "' on rank " + std::to_string(stage.rank),
+                      "Put the layers that share it into stages of one rank.");
+    }
+  }
+}
+
+}  // namespace trireme

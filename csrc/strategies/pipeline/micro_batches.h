@@ -1,0 +1,45 @@
+#pragma once
+
+#include <trireme/comm/communicator.h>
+#include <trireme/common/export.h>
+#include <trireme/strategies/pipeline/stage_function.h>
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace trireme {
+
+// Is a batch that every rank gives whole. The target may be undefined.
+struct BatchRequest {
+  const at::Tensor& input;
+  const at::Tensor& target;
+  int64_t dim = 0;
+  int64_t chunks = 1;
+};
+
+// Holds its micro-batches: views of it.
+struct MicroBatches {
+  std::vector<PipelineValue> inputs;
+  std::vector<at::Tensor> targets;  // none without a target
+};
+
+// Cuts a batch into `chunks` pieces as even as can be, the first ones larger. Collective: ranks
+// compare how many rows they have, in one small collective. Throws ValueError, on all ranks alike,
+// where they differ, and for fewer rows than pieces.
+TRIREME_API MicroBatches cut_batch(const BatchRequest& batch, Communicator& communicator);
+
+// Lists the parameters of a stage.
+struct StageTensors {
+  int64_t rank = 0;
+  std::vector<std::string> names;
+  std::vector<at::Tensor> tensors;
+};
+
+// Throws ValueError for a parameter that stages of two ranks have: their gradients would not be
+// summed.
+TRIREME_API void refuse_shared(const std::vector<StageTensors>& stages);
+
+}  // namespace trireme

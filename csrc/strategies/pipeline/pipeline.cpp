@@ -1,0 +1,44 @@
+#include <trireme/strategies/pipeline/pipeline.h>
+
+#include <trireme/strategies/pipeline/refuse.h>
+
+#include <numeric>
+
+namespace trireme {
+
+PipelineSchedule schedule_of(const PipelineOptions& options, int64_t ranks) {
+  if (options.schedule.find_first_of(",\n") == std::string::npos) {
+    return pipeline_schedule({.name = options.schedule,
+                              .ranks = ranks,
+                              .micro_batches = options.chunks,
+                              .stages_per_rank = options.stages_per_rank});
+  }
+  PipelineSchedule schedule = schedule_from_csv(options.schedule);
+  if (schedule.ranks != ranks || schedule.micro_batches != options.chunks) {
+    refuse_pipeline("got a table for " + std::to_string(schedule.ranks) + " ranks and " +
+                        std::to_string(schedule.micro_batches) + " micro-batches, expected " +
+                        std::to_string(ranks) + " and " + std::to_string(options.chunks),
+                    "Pass a table of that many.");
+  }
+  return schedule;
+}
+
+std::vector<int64_t> stage_bounds(const PipelineOptions& options, int64_t layers, int64_t stages) {
+  std::vector<int64_t> balance = options.balance;
+  if (balance.empty()) {
+    balance = partition({std::vector<double>(static_cast<size_t>(layers), 1.0), stages});
+  }
+  const int64_t sum = std::accumulate(balance.begin(), balance.end(), int64_t{0});
+  bool is_cut = static_cast<int64_t>(balance.size()) == stages && sum == layers;
+  for (const int64_t count : balance) is_cut = is_cut && count > 0;
+  if (!is_cut) {
+    refuse_pipeline(c10::str("got a balance of ", at::IntArrayRef(balance), " for ", layers,
+                             " layers and ", stages, " stages"),
+                    "Give each stage one layer or more, all layers in all.");
+  }
+  std::vector<int64_t> bounds{0};
+  for (const int64_t count : balance) bounds.push_back(bounds.back() + count);
+  return bounds;
+}
+
+}  // namespace trireme

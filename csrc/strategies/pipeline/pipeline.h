@@ -1,0 +1,190 @@
+#pragma once
+
+#include <trireme/comm/launch/launch.h>
+#include <trireme/strategies/pipeline/engine.h>
+#include <trireme/strategies/pipeline/micro_batches.h>
+#include <trireme/strategies/pipeline/partition.h>
+#include <trireme/strategies/pipeline/schedule_forms.h>
+
+#include <torch/nn/modules/container/sequential.h>
+#include <torch/nn/pimpl.h>
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace trireme {
+
+struct PipelineOptions {
+  int64_t chunks = 1;                 // micro-batches of a step
+  std::vector<int64_t> balance = {};  // layers per stage; as even as can be if empty
+  std::string schedule = "gpipe";     // a name (schedule_forms.h), or a table with a line per rank
+  std::optional<int64_t> stages_per_rank = {};
+  int64_t dim = 0;  // along which batches are cut, as torch::chunk cuts, into `chunks` pieces
+  bool scale_grads = true;
+};
+
+// Takes an output and a target, and returns a loss, 0-dim.
+using PipelineLoss = std::function<at::Tensor(const at::Tensor& output, const at::Tensor& target)>;
+
+// Makes the schedule that options ask for. Throws ValueError.
+TRIREME_API PipelineSchedule schedule_of(const PipelineOptions& options, int64_t ranks);
+// Returns the layers in front of each stage, and at the end their number. Throws ValueError where
+// `balance` does not add up to `layers`.
+TRIREME_API std::vector<int64_t> stage_bounds(const PipelineOptions& options, int64_t layers,
+                                              int64_t stages);
+
+// See Pipeline below.
+template <typename Net = torch::nn::Sequential>
+class PipelineImpl : public torch::nn::Module {
+ public:
+  PipelineImpl(Net net, std::shared_ptr<Communicator> communicator, const PipelineOptions& options)
+      : dim_(options.dim), chunks_(options.chunks), communicator_(std::move(communicator)) {
+    PipelineSchedule schedule = schedule_of(options, communicator_->world());
+    const auto layers = static_cast<int64_t>(net->size());
+    const std::vector<int64_t> bounds = stage_bounds(options, layers, schedule.stages);
+    const auto named = net->named_children();
+    std::vector<PipelineStageRequest> requests;
+    for (int64_t stage = 0; stage < schedule.stages; ++stage) {
+      if (schedule.stage_rank[static_cast<size_t>(stage)] != communicator_->rank()) continue;
+      const int64_t begin = bounds[static_cast<size_t>(stage)];
+      const int64_t end = bounds[static_cast<size_t>(stage) + 1];
+      PipelineStageRequest request;
+      request.stage = stage;
+      request.name = "layers " + std::to_string(begin) + ".." + std::to_string(end - 1);
+      for (int64_t layer = begin; layer < end; ++layer) {
+        const auto& item = named[static_cast<size_t>(layer)];
+        for (const auto& parameter : item.value()->named_parameters()) {
+          request.parameters.names.push_back(item.key() + "." + parameter.key());
+          request.parameters.tensors.push_back(parameter.value());
+        }
+        register_module(item.key(), item.value());
+      }
+      request.function = std::make_shared<Layers>(*this, net, begin, end);
+      requests.push_back(std::move(request));
+    }
+    check_not_shared(*net, bounds, schedule);
+    engine_ =
+        std::make_unique<PipelineEngine>(std::move(schedule), std::move(requests), communicator_,
+                                         PipelineEngineOptions{options.scale_grads});
+  }
+
+  // Trains over the group of the Context that trireme::init() returned.
+  explicit PipelineImpl(Net net, const PipelineOptions& options = {})
+      : PipelineImpl(std::move(net), current_communicator(), options) {}
+
+  // Trains on a batch, which every rank gives whole: adds gradients to .grad of the layers of this
+  // rank, and returns the loss, 0-dim, without a graph, the same on all ranks. Collective. Throws
+  // what PipelineEngine::step() throws, and ValueError where the batch cannot be cut, before
+  // anything is sent.
+  at::Tensor step(const at::Tensor& input, const at::Tensor& target, const PipelineLoss& loss) {
+    begin(input, target);
+    loss_ = &loss;
+    return engine_->step(inputs_);
+  }
+
+  // Computes the loss of a batch, keeping no graph. Collective.
+  at::Tensor eval_step(const at::Tensor& input, const at::Tensor& target,
+                       const PipelineLoss& loss) {
+    begin(input, target);
+    loss_ = &loss;
+    return engine_->eval_step(inputs_, /*has_loss=*/true).loss;
+  }
+  // Computes the outputs of a batch, keeping no graph: on the rank of the last stage, undefined
+  // elsewhere. Collective.
+  at::Tensor eval_step(const at::Tensor& input) {
+    begin(input, {});
+    std::vector<at::Tensor> outputs;
+    for (PipelineValue& value : engine_->eval_step(inputs_, /*has_loss=*/false).outputs)
+      outputs.push_back(std::move(value.tensors.front()));
+    return outputs.empty() ? at::Tensor() : at::cat(outputs, dim_);
+  }
+
+  const PipelineSchedule& schedule() const { return engine_->schedule(); }
+  const PipelineReport& last_step() const { return engine_->last_step(); }
+  PipelineEngine& engine() { return *engine_; }
+
+ private:
+  // Runs some layers of the net.
+  class Layers final : public StageFunction {
+   public:
+    Layers(PipelineImpl& pipe, Net net, int64_t begin, int64_t end)
+        : pipe_(pipe), net_(std::move(net)), begin_(begin), end_(end) {}
+
+    PipelineValue forward(int64_t /*micro_batch*/, PipelineValue input) override {
+      at::Tensor value = std::move(input.tensors.at(0));
+      for (int64_t i = begin_; i < end_; ++i)
+        value = (net_->begin() + i)->forward(std::move(value));
+      return {{std::move(value)}};
+    }
+    at::Tensor loss(int64_t micro_batch, const PipelineValue& output) override {
+      return (*pipe_.loss_)(output.tensors.at(0), pipe_.targets_[static_cast<size_t>(micro_batch)]);
+    }
+
+   private:
+    PipelineImpl& pipe_;
+    Net net_;
+    int64_t begin_;
+    int64_t end_;
+  };
+
+  void begin(const at::Tensor& input, const at::Tensor& target) {
+    engine_->recover();
+    MicroBatches cut = cut_batch({input, target, dim_, chunks_}, *communicator_);
+    inputs_ = std::move(cut.inputs);
+    targets_ = std::move(cut.targets);
+  }
+
+  // Refuses a tensor that stages of several ranks have.
+  void check_not_shared(const torch::nn::Module& net, const std::vector<int64_t>& bounds,
+                        const PipelineSchedule& schedule) const {
+    std::vector<StageTensors> stages;
+    const auto named = net.named_children();
+    for (int64_t stage = 0; stage < schedule.stages; ++stage) {
+      StageTensors& one = stages.emplace_back();
+      one.rank = schedule.stage_rank[static_cast<size_t>(stage)];
+      for (int64_t i = bounds[static_cast<size_t>(stage)];
+           i < bounds[static_cast<size_t>(stage) + 1]; ++i) {
+        const auto& item = named[static_cast<size_t>(i)];
+        for (const auto& parameter : item.value()->named_parameters()) {
+          one.names.push_back(item.key() + "." + parameter.key());
+          one.tensors.push_back(parameter.value());
+        }
+      }
+    }
+    refuse_shared(stages);
+  }
+
+  int64_t dim_;
+  int64_t chunks_;
+  std::shared_ptr<Communicator> communicator_;
+  std::vector<PipelineValue> inputs_;
+  std::vector<at::Tensor> targets_;
+  const PipelineLoss* loss_ = nullptr;
+  std::unique_ptr<PipelineEngine> engine_;
+};
+
+// Cuts a torch::nn::Sequential into stages, one or more per rank, and lets micro-batches flow
+// through them (GPipe, Huang et al., 2019; torch.distributed.pipelining is the same in Python).
+//
+//   trireme::Context ctx = trireme::init();
+//   trireme::Pipeline<> pipe(net, {.chunks = 8, .schedule = "1f1b"});
+//   torch::optim::Adam optimizer(pipe->parameters());   // those of this rank's layers
+//   auto loss = pipe->step(x, y, loss_fn);              // in place of forward and backward
+//   optimizer.step();
+//
+// Layers take and return one tensor. The pipeline is a module that has the layers of this rank,
+// under the names that they have in `net`. Every rank constructs it from the whole net, and may
+// drop that afterwards: then the other layers are gone. Destroy it before the Context shuts down.
+// What it costs, throws and guarantees: engine.h.
+template <typename Net = torch::nn::Sequential>
+class Pipeline : public torch::nn::ModuleHolder<PipelineImpl<Net>> {
+ public:
+  using torch::nn::ModuleHolder<PipelineImpl<Net>>::ModuleHolder;
+};
+
+}  // namespace trireme

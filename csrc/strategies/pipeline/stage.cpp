@@ -1,0 +1,126 @@
+#include <trireme/strategies/pipeline/stage.h>
+
+#include <trireme/strategies/pipeline/received_node.h>
+
+#include <ATen/ATen.h>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <algorithm>
+#include <utility>
+
+namespace trireme {
+
+int64_t bytes_of(const std::vector<at::Tensor>& tensors) {
+  int64_t bytes = 0;
+  for (const at::Tensor& tensor : tensors) {
+    if (tensor.defined()) bytes += static_cast<int64_t>(tensor.nbytes());
+  }
+  return bytes;
+}
+
+Stage::Stage(PipelineStageRequest request, const PipelineSchedule& schedule)
+    : index_(request.stage),
+      stages_(schedule.stages),
+      name_(std::move(request.name)),
+      function_(std::move(request.function)),
+      live_(static_cast<size_t>(schedule.micro_batches)) {}
+
+void Stage::begin_step(bool trains) {
+  trains_ = trains;
+  report_ = {};
+  report_.stage = index_;
+  waits_ = {};
+}
+
+void Stage::count(Live& live, int64_t bytes) {
+  if (!live.is_live) ++live_count_;
+  live.is_live = true;
+  live.bytes += bytes;
+  live_bytes_ += bytes;
+  report_.peak_live = std::max(report_.peak_live, live_count_);
+  report_.peak_live_bytes = std::max(report_.peak_live_bytes, live_bytes_);
+}
+
+PipelineValue Stage::forward(int64_t micro_batch, StageInput input) {
+  Live& live = at(micro_batch);
+  if (trains_) {
+    live = {};
+    if (!is_first()) {
+      live.received = ReceivedNode::put_behind(input.value.tensors, input.needs_gradient);
+    }
+    count(live, bytes_of(input.value.tensors));
+  }
+  PipelineValue output = function_->forward(micro_batch, std::move(input.value));
+  if (!trains_) return output;
+  for (const at::Tensor& tensor : output.tensors) {
+    const bool needs = tensor.defined() && tensor.requires_grad();
+    live.outputs.push_back(needs ? torch::autograd::impl::gradient_edge(tensor)
+                                 : torch::autograd::Edge());
+    live.wants_gradients |= needs && !is_last();
+  }
+  count(live, bytes_of(output.tensors));
+  return output;
+}
+
+at::Tensor Stage::loss(int64_t micro_batch, const PipelineValue& output) {
+  at::Tensor loss = function_->loss(micro_batch, output);
+  TORCH_CHECK_VALUE(loss.defined() && loss.numel() == 1 && !loss.is_complex(),
+                    "expected a loss of one real number");
+  if (trains_) at(micro_batch).loss = loss;
+  return loss.detach();
+}
+
+std::vector<at::Tensor> Stage::backward(int64_t micro_batch,
+                                        const std::vector<at::Tensor>& gradients) {
+  Live live = std::exchange(at(micro_batch), Live());
+  torch::autograd::edge_list roots;
+  torch::autograd::variable_list values;
+  if (is_last()) {
+    if (live.loss.requires_grad()) {
+      roots.push_back(torch::autograd::impl::gradient_edge(live.loss));
+      values.push_back(at::ones_like(live.loss));
+    }
+    live.loss.reset();
+  } else if (live.wants_gradients) {
+    TORCH_CHECK(gradients.size() == live.outputs.size(), "got gradients of ", gradients.size(),
+                " tensors, expected those of ", live.outputs.size());
+    for (size_t i = 0; i < gradients.size(); ++i) {
+      if (!gradients[i].defined() || !live.outputs[i].is_valid()) continue;
+      roots.push_back(std::move(live.outputs[i]));
+      values.push_back(gradients[i]);
+    }
+  }
+  live.outputs.clear();
+  if (!roots.empty()) {
+    torch::autograd::Engine::get_default_engine().execute(
+        roots, values, /*keep_graph=*/false, /*create_graph=*/false, /*accumulate_grad=*/true);
+  }
+  --live_count_;
+  live_bytes_ -= live.bytes;
+  if (!live.received) return {};
+  return static_cast<ReceivedNode&>(*live.received).take_gradients();
+}
+
+StageReport Stage::finished_report() const {
+  StageReport report = report_;
+  const std::string before = "stage " + std::to_string(index_ - 1);
+  const std::string next = "stage " + std::to_string(index_ + 1);
+  if (!is_first()) {
+    report.waiting_ms["from " + before] = waits_.from_before;
+    report.waiting_ms["to " + before] = waits_.to_before;
+  }
+  if (!is_last()) {
+    report.waiting_ms["from " + next] = waits_.from_next;
+    report.waiting_ms["to " + next] = waits_.to_next;
+  }
+  return report;
+}
+
+void Stage::abandon() {
+  std::fill(live_.begin(), live_.end(), Live());
+  live_count_ = live_bytes_ = 0;
+}
+
+}  // namespace trireme

@@ -1,0 +1,100 @@
+#pragma once
+
+#include <trireme/module/autograd_node.h>
+#include <trireme/strategies/pipeline/engine.h>
+#include <trireme/strategies/pipeline/stage_function.h>
+
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/autograd/edge.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace trireme {
+
+// Is what a stage has got from the one before: values, and which of the tensors need a gradient.
+struct StageInput {
+  PipelineValue value;
+  std::vector<bool> needs_gradient;
+};
+
+// Counts the bytes of tensors; undefined ones have none.
+int64_t bytes_of(const std::vector<at::Tensor>& tensors);
+
+// [Note: what a stage keeps]
+//
+// A forward leaves a graph that begins at a node of ours (received_node.h) and ends in the outputs.
+// Until the backward of that micro-batch a stage keeps both ends: the node, and the edges of the
+// outputs. It does not keep the outputs themselves. What of them autograd needs it has saved, and
+// the rest is free as soon as it was sent.
+
+// Runs one stage, a micro-batch at a time: forward, then backward. One thread at a time.
+class Stage {
+ public:
+  Stage(PipelineStageRequest request, const PipelineSchedule& schedule);
+
+  int64_t index() const { return index_; }
+  const std::string& name() const { return name_; }
+  bool is_first() const { return index_ == 0; }
+  bool is_last() const { return index_ + 1 == stages_; }
+
+  // Begins a step that trains, or one that keeps no graph.
+  void begin_step(bool trains);
+  // Computes a micro-batch. `input` of the first stage is left as it is.
+  PipelineValue forward(int64_t micro_batch, StageInput input);
+  // Computes the loss of what forward() returned, and keeps it for backward().
+  at::Tensor loss(int64_t micro_batch, const PipelineValue& output);
+  // Says whether gradients of the outputs, or of the inputs, of a micro-batch are due. The two
+  // sides of an edge say the same.
+  bool wants_gradients(int64_t micro_batch) const { return at(micro_batch).wants_gradients; }
+  bool owes_gradients(int64_t micro_batch) const { return at(micro_batch).received != nullptr; }
+  // Computes the gradients of weights and inputs from those of the outputs, one each, undefined
+  // where none came; the last stage has its loss. Returns those of the inputs.
+  std::vector<at::Tensor> backward(int64_t micro_batch, const std::vector<at::Tensor>& gradients);
+  // Drops all graphs.
+  void abandon();
+
+  // Holds milliseconds that this rank waited for, or sent to, the stages beside this one.
+  struct Waits {
+    double from_before = 0;
+    double to_next = 0;
+    double from_next = 0;
+    double to_before = 0;
+  };
+  Waits& waits() { return waits_; }
+  StageReport& report() { return report_; }
+  // Returns it with the waits by edge.
+  StageReport finished_report() const;
+
+ private:
+  // Is what is kept of a micro-batch.
+  struct Live {
+    NodePtr received;
+    std::vector<torch::autograd::Edge> outputs;  // invalid where one needs no gradient
+    at::Tensor loss;
+    bool is_live = false;
+    bool wants_gradients = false;
+    int64_t bytes = 0;
+  };
+
+  const Live& at(int64_t micro_batch) const { return live_[static_cast<size_t>(micro_batch)]; }
+  Live& at(int64_t micro_batch) { return live_[static_cast<size_t>(micro_batch)]; }
+  void count(Live& live, int64_t bytes);
+
+  int64_t index_;
+  int64_t stages_;
+  std::string name_;
+  std::shared_ptr<StageFunction> function_;
+  bool trains_ = false;
+  std::vector<Live> live_;
+  int64_t live_count_ = 0;
+  int64_t live_bytes_ = 0;
+  StageReport report_;
+  Waits waits_;
+};
+
+}  // namespace trireme

@@ -1,0 +1,71 @@
+// Trains the model of train_ddp.cpp as a pipeline: every rank has some of its layers.
+//
+//   torchrun --no-python --nproc-per-node 2 build/current/examples/cpp/train_pipeline README.md
+//
+// The six lines marked PIPE are all that a plain LibTorch loop has to change.
+// examples/python/train_pipeline.py is the same program in Python and reaches the same loss.
+
+#include <trireme/trireme.h>  // PIPE 1
+
+#include <torch/torch.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <fstream>
+#include <iterator>
+#include <string>
+
+constexpr int64_t kContext = 32;
+constexpr int64_t kCharacters = 128;
+constexpr int64_t kBatch = 64;
+
+torch::Tensor read_text(const char* path) {
+  std::ifstream file(path, std::ios::binary);
+  const std::string text((std::istreambuf_iterator<char>(file)), std::istreambuf_iterator<char>());
+  TORCH_CHECK(text.size() > static_cast<size_t>(kContext + 1), "[train_pipeline] got '", path,
+              "' with ", text.size(), " characters, expected a text of more than ", kContext + 1,
+              ". Name another file.");
+  torch::Tensor bytes = torch::from_blob(const_cast<char*>(text.data()),
+                                         {static_cast<int64_t>(text.size())}, torch::kByte);
+  return bytes.to(torch::kLong).clamp_max(kCharacters - 1);
+}
+
+torch::Tensor loss_of(const torch::Tensor& scores, const torch::Tensor& next) {
+  return torch::nn::functional::cross_entropy(scores, next);
+}
+
+int main(int argc, char** argv) {
+  if (argc < 2) {
+    std::fprintf(stderr, "usage: %s TEXT_FILE [STEPS]\n", argv[0]);
+    return 2;
+  }
+  const int64_t steps = argc > 2 ? std::atoll(argv[2]) : 100;
+  trireme::Context ctx = trireme::init();  // PIPE 2
+  const torch::Tensor text = read_text(argv[1]);
+  const torch::Tensor windows = text.unfold(0, kContext + 1, 1);
+
+  torch::manual_seed(0);
+  torch::nn::Sequential net(torch::nn::Embedding(kCharacters, 32), torch::nn::Flatten(),
+                            torch::nn::Linear(32 * kContext, 256), torch::nn::ReLU(),
+                            torch::nn::Linear(256, 128), torch::nn::ReLU(),
+                            torch::nn::Linear(128, kCharacters));
+  net->to(ctx.device());
+  trireme::Pipeline<> model(net,
+                            trireme::PipelineOptions{.chunks = 4, .schedule = "1f1b"});  // PIPE 3
+  torch::optim::AdamW optimizer(model->parameters(), torch::optim::AdamWOptions(3e-3));  // PIPE 4
+
+  for (int64_t step = 0; step < steps; ++step) {
+    const int64_t first = step * kBatch * 7;
+    const torch::Tensor rows = torch::arange(first, first + kBatch * 7, 7) % windows.size(0);
+    const torch::Tensor batch = windows.index_select(0, rows).to(ctx.device());
+    optimizer.zero_grad();
+    const torch::Tensor loss =
+        model->step(batch.narrow(1, 0, kContext), batch.select(1, kContext), loss_of);  // PIPE 5
+    optimizer.step();
+    if (step % 20 == 0 || step == steps - 1) {
+      if (ctx.rank() == 0)  // PIPE 6
+        std::printf("step %3ld  loss %.6f\n", static_cast<long>(step), loss.item<double>());
+    }
+  }
+  return 0;
+}
