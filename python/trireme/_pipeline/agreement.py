@@ -1,0 +1,47 @@
+"""Ranks compare what they were given before they use it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from trireme import _C
+from trireme._pipeline import refuse
+
+_FAILED = "!"
+
+
+def agree(
+    communicator: _C.Communicator, said: Mapping[str, Any], error: Exception | None, what: str
+) -> None:
+    """Raises on all ranks unless all say the same of ``what`` and none has an ``error``.
+
+    A rank raises its own error; others raise a ValueError that names rank and cause. Collective:
+    one gather of a number where all is well.
+    """
+    own = json.dumps(said) if error is None else f"{_FAILED}{type(error).__name__}: {error}"
+    texts = _C.differing_texts(own.encode(errors="backslashreplace"), communicator)
+    if error is not None:
+        try:
+            raise error
+        finally:
+            del error  # which holds this frame
+    if texts is None:
+        return
+    where = {"rank": communicator.rank, "world": communicator.world}
+    for rank, text in enumerate(texts):
+        if text.startswith(_FAILED):
+            refuse(f"got {what} that rank {rank} cannot use: {text[1:]}", _NEXT_STEP, **where)
+    first, *others = (json.loads(text) for text in texts)
+    for rank, other in enumerate(others, 1):
+        for name, value in first.items():
+            if other.get(name) != value:
+                got = (
+                    f"got {what} that differs between ranks: {name} {value} on rank 0, "
+                    f"{other.get(name)} on rank {rank}"
+                )
+                refuse(got, _NEXT_STEP, **where)
+
+
+_NEXT_STEP = "Give all ranks the same."
