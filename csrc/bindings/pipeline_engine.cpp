@@ -1,9 +1,8 @@
-#include <trireme/strategies/pipeline/engine.h>
-
 #include <trireme/bindings/bindings.h>
 #include <trireme/bindings/shared_function.h>
 #include <trireme/comm/gather_texts.h>
 #include <trireme/common/interruption.h>
+#include <trireme/strategies/pipeline/engine.h>
 
 #include <ATen/ATen.h>
 #include <pybind11/stl.h>

@@ -7,13 +7,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from trireme import _C
+from trireme._C import Communicator
 from trireme._pipeline import refuse
 
 _FAILED = "!"
 
 
 def agree(
-    communicator: _C.Communicator, said: Mapping[str, Any], error: Exception | None, what: str
+    communicator: Communicator, said: Mapping[str, Any], error: Exception | None, what: str
 ) -> None:
     """Raises on all ranks unless all say the same of ``what`` and none has an ``error``.
 
@@ -29,10 +30,14 @@ def agree(
             del error  # which holds this frame
     if texts is None:
         return
-    where = {"rank": communicator.rank, "world": communicator.world}
+
+    def refuse_here(got: str) -> None:
+        next_step = "Give all ranks the same."
+        refuse(got, next_step, rank=communicator.rank, world=communicator.world)
+
     for rank, text in enumerate(texts):
         if text.startswith(_FAILED):
-            refuse(f"got {what} that rank {rank} cannot use: {text[1:]}", _NEXT_STEP, **where)
+            refuse_here(f"got {what} that rank {rank} cannot use: {text[1:]}")
     first, *others = (json.loads(text) for text in texts)
     for rank, other in enumerate(others, 1):
         for name, value in first.items():
@@ -41,7 +46,4 @@ def agree(
                     f"got {what} that differs between ranks: {name} {value} on rank 0, "
                     f"{other.get(name)} on rank {rank}"
                 )
-                refuse(got, _NEXT_STEP, **where)
-
-
-_NEXT_STEP = "Give all ranks the same."
+                refuse_here(got)

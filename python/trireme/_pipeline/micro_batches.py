@@ -76,7 +76,7 @@ class BatchCut:
 
     def _rows_of(self, tensor: Tensor, name: str) -> int:
         if not -tensor.dim() <= self._dim < tensor.dim():
-            got = f"got a tensor of {tensor.dim()} dims in {name}, expected one with dim {self._dim}"
+            got = f"got {tensor.dim()} dims in {name}, expected a tensor with dim {self._dim}"
             refuse(got, "Pass dim= to trireme.Pipeline, or another tensor.")
         return tensor.size(self._dim)
 
@@ -121,7 +121,8 @@ def merge(outputs: Sequence[Any], dim: int, where: str = "the output") -> Any:
         merged = [
             merge([one[i] for one in outputs], dim, f"{where}[{i}]") for i in range(len(first))
         ]
-        return type(first)._make(merged) if hasattr(first, "_fields") else type(first)(merged)
+        make: Any = type(first)
+        return make._make(merged) if hasattr(first, "_fields") else make(merged)
     if isinstance(first, dict):
         if any(one.keys() != first.keys() for one in outputs):
             _refuse_merge(where, "keys")

@@ -105,35 +105,18 @@ class Pipeline(nn.Module):
         self._group = _group_of(mesh)
         self._communicator = communicator_of(self._group)
         self._chunks, self._dim, self._loss = chunks, dim, loss
-        rank = self._communicator.rank
-        error, said, layers = None, {}, {}
-        try:
-            layers = layers_of(module)
-            self._schedule = _schedule_of(
-                schedule, chunks, self._communicator.world, balance, costs, len(layers)
-            )
-            said = {
-                "layers": list(layers),
-                "micro-batches": chunks,
-                "schedule": self._schedule.to_csv(),
-                "balance": balance if isinstance(balance, str | None) else list(balance),
-                "dim": dim,
-                "loss": loss is not None,
-                "scale_grads": scale_grads,
-            }
-        except Exception as raised:
-            error = raised
-        agree(self._communicator, said, error, "a pipeline")
-        error = None
+        said = {
+            "micro-batches": chunks,
+            "balance": balance if isinstance(balance, str | None) else list(balance),
+            "dim": dim,
+            "loss": loss is not None,
+            "scale_grads": scale_grads,
+        }
+        layers = self._agree_on_layers(module, schedule, balance, costs, said)
         counts = deal_out(module, self._schedule.stages, balance, sample, self._communicator)
         self._stages = _stages_of(list(layers), counts, self._schedule.stage_rank)
-        own = [stage for stage in self._stages if stage.rank == rank]
-        try:
-            refuse_tied(layers, self._stages)
-            _refuse_meta(layers, own, rank)
-        except Exception as raised:
-            error = raised
-        agree(self._communicator, {"layers per stage": counts}, error, "layers")
+        own = self._agree_on_stages(layers)
+        last = self._schedule.stages - 1
         for stage in own:
             for name in stage.layers:
                 self._modules[name] = layers[name]
@@ -147,7 +130,6 @@ class Pipeline(nn.Module):
             for call in self._calls
         ]
         self._seen = list(self.parameters())
-        last = self._schedule.stages - 1
         self._core = _C.PipelineEngine(
             self._schedule._core,
             [
@@ -161,6 +143,40 @@ class Pipeline(nn.Module):
             scale_grads,
         )
 
+    def _agree_on_layers(
+        self,
+        module: nn.Sequential,
+        schedule: str | PipelineSchedule,
+        balance: Balance,
+        costs: Mapping[str, Times] | None,
+        said: dict[str, Any],
+    ) -> dict[str, nn.Module]:
+        error, layers = None, {}
+        try:
+            layers = layers_of(module)
+            world = self._communicator.world
+            self._schedule = _schedule_of(
+                schedule, self._chunks, world, balance, costs, len(layers)
+            )
+            said["layers"] = list(layers)
+            said["schedule"] = self._schedule.to_csv()
+        except Exception as raised:
+            error = raised
+        agree(self._communicator, said, error, "a pipeline")
+        return layers
+
+    def _agree_on_stages(self, layers: Mapping[str, nn.Module]) -> list[Stage]:
+        error = None
+        own = [stage for stage in self._stages if stage.rank == self._communicator.rank]
+        try:
+            refuse_tied(layers, self._stages)
+            _refuse_meta(layers, own)
+        except Exception as raised:
+            error = raised
+        dealt = [len(stage.layers) for stage in self._stages]
+        agree(self._communicator, {"layers per stage": dealt}, error, "layers")
+        return own
+
     @property
     def schedule(self) -> PipelineSchedule:
         """Which rank does what, and in which order."""
@@ -172,11 +188,11 @@ class Pipeline(nn.Module):
         return list(self._stages)
 
     def step(self, *inputs: Any, target: Any = None, **kwargs: Any) -> Tensor:
-        """Runs forwards and backwards of a batch, and adds to ``.grad`` of this rank's parameters.
+        """Runs forwards and backwards of a batch; adds to ``.grad`` of this rank's parameters.
 
-        Each rank gives the whole batch. It is cut as ``torch.tensor_split`` does: tensors in tuples,
-        lists, dicts and dataclasses too, while numbers and other objects go to every micro-batch as
-        they are.
+        Each rank gives the whole batch. It is cut as ``torch.tensor_split`` does: tensors in
+        tuples, lists, dicts and dataclasses too, while numbers and other objects go to every
+        micro-batch as they are.
 
         Args:
             inputs: What the first layer is called with.
@@ -306,9 +322,10 @@ class Pipeline(nn.Module):
             try:
                 signature.bind(*given)
             except TypeError:
-                missing = "a target missing" if target is None else "a target, which loss= takes not"
-                next_step = "Pass target=." if target is None else "Leave it out."
-                refuse(f"got {missing}", next_step, self._group)
+                if target is None:
+                    refuse("got no target, which loss= takes", "Pass target=.", self._group)
+                got = "got a target, and a loss that takes none"
+                refuse(got, "Leave it out.", self._group)
 
     def _look_at_parameters(self) -> None:
         """Notices those that were put in place of others, and those that are elsewhere."""
@@ -431,7 +448,7 @@ def _schedule_of(
         got = f"got a schedule with no stage for rank {idle[0]}, expected one or more for each"
         refuse(got, "Use fewer ranks, or another table.")
     if layers < made.stages:
-        got = f"got {layers} layers for {made.stages} stages on {ranks} ranks: more stages than layers"
+        got = f"got {layers} layers for {made.stages} stages of {ranks} ranks, expected one each"
         refuse(got, "Use fewer ranks, or fewer stages per rank.")
     return made
 
@@ -444,13 +461,13 @@ def _stages_of(layers: list[str], counts: list[int], stage_rank: list[int]) -> l
     return stages
 
 
-def _refuse_meta(layers: Mapping[str, nn.Module], own: Sequence[Stage], rank: int) -> None:
+def _refuse_meta(layers: Mapping[str, nn.Module], own: Sequence[Stage]) -> None:
     for stage in own:
         for name in stage.layers:
             for inner, tensor in [
                 *layers[name].named_parameters(name), *layers[name].named_buffers(name)
             ]:  # fmt: skip
                 if tensor.is_meta:
-                    got = f"got '{inner}' on device meta, in stage {stage.number} of rank {rank}"
+                    got = f"got '{inner}' of stage {stage.number} on device meta (rank {stage.rank})"
                     refuse(f"{got}, expected this rank's layers to have memory",
                            "Call to_empty() and initialise them.")  # fmt: skip

@@ -18,9 +18,7 @@ Device = torch.device | str | int
 _RANGE = re.compile(r"(.*\.|)(\d+)-(\d+)")
 
 
-def place(
-    module: nn.Module, placement: Sequence[Device] | Mapping[str, Device]
-) -> nn.Module:
+def place(module: nn.Module, placement: Sequence[Device] | Mapping[str, Device]) -> nn.Module:
     """Moves parts of a module to devices; their inputs are moved there when they are called.
 
     A backward takes the same way back. What is not placed stays where it is. An optimizer is to be

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from trireme import _C
+from trireme._C import Communicator
 from trireme._pipeline import refuse
 from trireme._pipeline.agreement import agree
 from trireme._pipeline.measure import measure_layers
@@ -60,7 +61,7 @@ def deal_out(
     stages: int,
     balance: Balance,
     sample: Any,
-    communicator: _C.Communicator,
+    communicator: Communicator,
 ) -> list[int]:
     """Returns how many layers each stage has. Collective where layers are measured."""
     count = len(module)
@@ -89,7 +90,7 @@ def deal_out(
 
 
 def _measured(
-    module: nn.Sequential, balance: str, sample: Any, communicator: _C.Communicator
+    module: nn.Sequential, balance: str, sample: Any, communicator: Communicator
 ) -> list[float]:
     """Rank 0 measures for all: times differ from rank to rank."""
     error, costs = None, ""
@@ -194,9 +195,7 @@ class StageCalls:
 
     def _keywords_for(self, layer: int, micro_batch: int) -> dict[str, Any]:
         given = self.batch.keywords
-        return {
-            name: given[name][micro_batch] for name in self._keywords[layer] if name in given
-        }
+        return {name: given[name][micro_batch] for name in self._keywords[layer] if name in given}
 
     def _refuse_loss(self, found: Any) -> None:
         what = type(found).__name__

@@ -7,7 +7,7 @@ import functools
 import json
 import sys
 from collections import OrderedDict
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Size, Tensor
 
@@ -35,8 +35,8 @@ _PLAIN: dict[type, Any] = {
 }
 _SEQUENCES: dict[type, str] = {tuple: "t", list: "l", Size: "s"}
 _MAPPINGS: dict[type, str] = {dict: "d", OrderedDict: "o"}
-_MADE_BY = {"t": tuple, "l": list, "s": Size, "d": dict, "o": OrderedDict}
-_NUMBERS = {
+_MADE_BY: dict[str, Any] = {"t": tuple, "l": list, "s": Size, "d": dict, "o": OrderedDict}
+_NUMBERS: dict[str, Any] = {
     "i": int,
     "b": bool,
     "f": float.fromhex,
@@ -117,7 +117,7 @@ class _Taking:
             self._refuse(got, f"Define the class on the top level of {kind.__module__}.")
         return name
 
-    def _refuse(self, got: str, next_step: str) -> Any:
+    def _refuse(self, got: str, next_step: str) -> NoReturn:
         refuse(
             f"{self._where} returned {got}, expected tensors, tuples, lists, dicts, named tuples, "
             "dataclasses, numbers, texts and None",
@@ -172,7 +172,7 @@ def _build_object(kind: str, rest: list[Any], tensors: list[Tensor]) -> Any:
     return made
 
 
-def _refuse_class(module: str, name: str, expected: str) -> None:
+def _refuse_class(module: str, name: str, expected: str) -> NoReturn:
     refuse(
         f"got {module}.{name} from another stage, expected {expected} that this rank knows, too",
         f"Import {module} on all ranks.",
