@@ -45,10 +45,14 @@ int main(int argc, char** argv) {
   const torch::Tensor windows = text.unfold(0, kContext + 1, 1);
 
   torch::manual_seed(0);
-  torch::nn::Sequential net(torch::nn::Embedding(kCharacters, 32), torch::nn::Flatten(),
-                            torch::nn::Linear(32 * kContext, 256), torch::nn::ReLU(),
-                            torch::nn::Linear(256, 128), torch::nn::ReLU(),
-                            torch::nn::Linear(128, kCharacters));
+  torch::nn::Sequential net;
+  net->push_back(torch::nn::Embedding(kCharacters, 32));
+  net->push_back(torch::nn::Flatten());
+  net->push_back(torch::nn::Linear(32 * kContext, 256));
+  net->push_back(torch::nn::ReLU());
+  net->push_back(torch::nn::Linear(256, 128));
+  net->push_back(torch::nn::ReLU());
+  net->push_back(torch::nn::Linear(128, kCharacters));
   net->to(ctx.device());
   trireme::Pipeline<> model(net,
                             trireme::PipelineOptions{.chunks = 4, .schedule = "1f1b"});  // PIPE 3

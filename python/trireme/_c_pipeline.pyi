@@ -4,9 +4,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-
-from trireme._C import Communicator
-
 from torch import Tensor
 
 from trireme._C import Communicator

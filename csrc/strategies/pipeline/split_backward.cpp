@@ -188,9 +188,9 @@ void SplitBackward::weight_half() {
   }
   kept_.clear();
   if (!roots_.empty()) {
-    torch::autograd::Engine::get_default_engine().execute(
-        roots_, gradients_, /*keep_graph=*/false, /*create_graph=*/false, /*accumulate_grad=*/true,
-        sinks_);
+    torch::autograd::Engine::get_default_engine().execute(roots_, gradients_, /*keep_graph=*/false,
+                                                          /*create_graph=*/false,
+                                                          /*accumulate_grad=*/true, sinks_);
   }
   roots_.clear();
   gradients_.clear();

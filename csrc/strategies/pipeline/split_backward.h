@@ -28,7 +28,8 @@ namespace trireme {
 //   half.
 // * Gradients come through the nodes that accumulate them: hooks and reducers see them.
 // * A hook on a tensor is called once: what is kept has passed it.
-// * Sums are in the order of a backward in one piece, since the nodes in between keep their numbers:
+// * Sums are in the order of a backward in one piece, since the nodes in between keep their
+// numbers:
 //   autograd always takes the one that was made last.
 // * What only input paths need is given up after the first half.
 //

@@ -468,6 +468,8 @@ def _refuse_meta(layers: Mapping[str, nn.Module], own: Sequence[Stage]) -> None:
                 *layers[name].named_parameters(name), *layers[name].named_buffers(name)
             ]:  # fmt: skip
                 if tensor.is_meta:
-                    got = f"got '{inner}' of stage {stage.number} on device meta (rank {stage.rank})"
+                    got = (
+                        f"got '{inner}' of stage {stage.number} on device meta (rank {stage.rank})"
+                    )
                     refuse(f"{got}, expected this rank's layers to have memory",
                            "Call to_empty() and initialise them.")  # fmt: skip

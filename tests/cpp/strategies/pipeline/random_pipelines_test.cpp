@@ -24,9 +24,9 @@ struct Drawn {
   struct StageShape {
     int64_t width_in = 1;
     int64_t width_out = 1;
-    int64_t outputs = 1;       // tensors beside the counter that crosses with them
+    int64_t outputs = 1;  // tensors beside the counter that crosses with them
     bool is_frozen = false;
-    bool detaches = false;     // the last of its outputs has no graph
+    bool detaches = false;  // the last of its outputs has no graph
     bool works_in_place = false;
     at::ScalarType dtype = at::kFloat;
   };
@@ -49,15 +49,15 @@ Drawn draw(int64_t seed) {
   };
   Drawn drawn;
   const std::array<const char*, 8> names{"gpipe", "1f1b", "interleaved-1f1b", "looped-bfs",
-                                         "zb-h1", "zb-v", "dualpipe-v", "zb-auto"};
+                                         "zb-h1", "zb-v", "dualpipe-v",       "zb-auto"};
   drawn.name = names[static_cast<size_t>(number(0, 7))];
   drawn.ranks = number(1, 4);
   drawn.micro_batches = number(1, 6);
   drawn.seed = seed;
-  const int64_t stages = pipeline_schedule({.name = drawn.name,
-                                            .ranks = drawn.ranks,
-                                            .micro_batches = drawn.micro_batches})
-                             .stages;
+  const int64_t stages =
+      pipeline_schedule(
+          {.name = drawn.name, .ranks = drawn.ranks, .micro_batches = drawn.micro_batches})
+          .stages;
   int64_t width = number(1, 9);
   const bool freezes_front = number(0, 2) == 0;
   const int64_t frozen = freezes_front ? number(0, stages - 1) : 0;
@@ -85,7 +85,8 @@ class RandomStage final : public StageFunction {
     torch::manual_seed(seed);
     linear_ = torch::nn::Linear(shape.width_in, shape.width_out * shape.outputs);
     linear_->to(shape.dtype);
-    for (at::Tensor& parameter : linear_->parameters()) parameter.set_requires_grad(!shape.is_frozen);
+    for (at::Tensor& parameter : linear_->parameters())
+      parameter.set_requires_grad(!shape.is_frozen);
   }
 
   PipelineValue forward(int64_t /*micro_batch*/, PipelineValue input) override {
@@ -99,7 +100,8 @@ class RandomStage final : public StageFunction {
     }
     const at::Tensor all = at::tanh(linear_(sum)) * counter.sum();
     PipelineValue output;
-    for (const at::Tensor& part : all.chunk(shape_.outputs, 1)) output.tensors.push_back(part.clone());
+    for (const at::Tensor& part : all.chunk(shape_.outputs, 1))
+      output.tensors.push_back(part.clone());
     if (shape_.detaches) output.tensors.back() = output.tensors.back().detach();
     output.tensors.push_back(at::Tensor());  // something that is not there
     output.tensors.push_back(counter.remainder(3) + 1);
@@ -128,8 +130,8 @@ class RandomStage final : public StageFunction {
 std::vector<std::shared_ptr<RandomStage>> stages_of(const Drawn& drawn) {
   std::vector<std::shared_ptr<RandomStage>> stages;
   for (size_t i = 0; i < drawn.shapes.size(); ++i)
-    stages.push_back(std::make_shared<RandomStage>(drawn.shapes[i],
-                                                   drawn.seed * 100 + static_cast<int64_t>(i)));
+    stages.push_back(
+        std::make_shared<RandomStage>(drawn.shapes[i], drawn.seed * 100 + static_cast<int64_t>(i)));
   return stages;
 }
 
@@ -187,14 +189,17 @@ std::string compare(const Drawn& drawn) {
         for (size_t i = 0; i < stages.size(); ++i) {
           if (schedule.stage_rank[i] != rank.where.rank) continue;
           const Tensors parameters = stages[i]->parameters();
-          requests.push_back({static_cast<int64_t>(i), "", stages[i],
+          requests.push_back({static_cast<int64_t>(i),
+                              "",
+                              stages[i],
                               {{"weight", "bias"}, parameters, {false, false}}});
         }
         PipelineEngine engine(schedule, std::move(requests), rank.communicator, {});
         std::string here;
         for (int64_t step = 0; step < 2; ++step) {
           for (const auto& stage : stages)
-            for (const at::Tensor& parameter : stage->parameters()) parameter.mutable_grad().reset();
+            for (const at::Tensor& parameter : stage->parameters())
+              parameter.mutable_grad().reset();
           if (!engine.step(inputs_of(drawn, step)).equal(losses[static_cast<size_t>(step)]))
             here += " loss";
         }
@@ -202,7 +207,8 @@ std::string compare(const Drawn& drawn) {
           if (schedule.stage_rank[i] != rank.where.rank) continue;
           const Tensors own = stages[i]->gradients();
           for (size_t k = 0; k < 2; ++k)
-            if (!same_values(own[k], gradients[2 * i + k])) here += " gradient of stage " + std::to_string(i);
+            if (!same_values(own[k], gradients[2 * i + k]))
+              here += " gradient of stage " + std::to_string(i);
         }
         const std::lock_guard<std::mutex> lock(mutex);
         wrong += here;

@@ -1,6 +1,7 @@
+#include <trireme/strategies/pipeline/split_backward.h>
+
 #include <trireme/activation/checkpoint.h>
 #include <trireme/strategies/pipeline/received_node.h>
-#include <trireme/strategies/pipeline/split_backward.h>
 
 #include <torch/nn.h>
 #include <torch/torch.h>
@@ -27,7 +28,9 @@ struct Gradients {
 constexpr int64_t kSize = 4;
 
 at::Tensor numbers(int64_t seed) {
-  return at::sin(at::arange(kSize * kSize, at::kDouble) * double(seed + 1)).view({kSize, kSize}).clone();
+  return at::sin(at::arange(kSize * kSize, at::kDouble) * double(seed + 1))
+      .view({kSize, kSize})
+      .clone();
 }
 
 Tensors inputs() { return {numbers(1), numbers(2)}; }
@@ -115,15 +118,14 @@ TEST_CASE("two halves have the bits of one backward") {
   check_halves("weights to which no input leads", [](const Tensors& x, const Tensors& w) {
     return Tensors{at::tanh(at::mm(w[0], w[1])).square() * x[0] + w[2].exp()};
   });
-  check_halves("an output of weights only, one of inputs only",
-               [](const Tensors& x, const Tensors& w) {
-                 return Tensors{w[0].sin(), x[0].sin(), x[1]};
-               });
-  check_halves("several outputs, one of them no part of the graph",
-               [](const Tensors& x, const Tensors& w) {
-                 const at::Tensor hidden = at::mm(x[0], w[0]);
-                 return Tensors{hidden, hidden.detach(), hidden.view({2, 8}), hidden, hidden * w[1]};
-               });
+  check_halves(
+      "an output of weights only, one of inputs only",
+      [](const Tensors& x, const Tensors& w) { return Tensors{w[0].sin(), x[0].sin(), x[1]}; });
+  check_halves(
+      "several outputs, one of them no part of the graph", [](const Tensors& x, const Tensors& w) {
+        const at::Tensor hidden = at::mm(x[0], w[0]);
+        return Tensors{hidden, hidden.detach(), hidden.view({2, 8}), hidden, hidden * w[1]};
+      });
   check_halves("nodes with several outputs", [](const Tensors& x, const Tensors& w) {
     const Tensors parts = at::mm(x[0], w[0]).split(2);
     const Tensors of_weight = w[1].unbind(0);
@@ -138,11 +140,10 @@ TEST_CASE("two halves have the bits of one backward") {
     return Tensors{Cube::apply(Cube::apply(x[0], w[0]) + x[1], w[1])};
   });
   check_halves("a checkpoint", [](const Tensors& x, const Tensors& w) {
-    return Tensors{checkpoint(
-        [](const at::Tensor& value, const at::Tensor& one, const at::Tensor& two) {
-          return at::mm(at::tanh(at::mm(value, one)), two);
-        },
-        x[0], w[0], w[1])};
+    return Tensors{
+        checkpoint([](const at::Tensor& value, const at::Tensor& one,
+                      const at::Tensor& two) { return at::mm(at::tanh(at::mm(value, one)), two); },
+                   x[0], w[0], w[1])};
   });
   check_halves("weights behind the last input", [](const Tensors& x, const Tensors& w) {
     return Tensors{(x[0] * x[1]).detach() * w[0]};
