@@ -42,11 +42,11 @@ def main(text_file: str, steps: int = 100, schedule: str = "1f1b") -> None:
         optimizer.zero_grad()
         loss = model.step(batch[:, :CONTEXT], target=batch[:, CONTEXT])  # PIPE 5
         optimizer.step()
-        if step % 20 == 0 or step == steps - 1:
-            if ctx.rank == 0:  # PIPE 6
-                print(f"step {step:3d}  loss {loss.item():.6f}")
+        if ctx.rank == 0 and (step % 20 == 0 or step == steps - 1):  # PIPE 6
+            print(f"step {step:3d}  loss {loss.item():.6f}")
     trireme.shutdown()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], *map(int, sys.argv[2:3]), *sys.argv[3:4])
+    text_file, steps, schedule = (*sys.argv[1:], "100", "1f1b")[:3]
+    main(text_file, int(steps), schedule)

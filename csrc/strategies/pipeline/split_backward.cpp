@@ -19,7 +19,7 @@ using torch::autograd::variable_list;
 // Is what the first half leaves of a node from which edges lead to weights only.
 struct SplitBackward::Kept {
   NodePtr node;
-  edge_list weight_edges;  // as many as the node has; those on input paths are not valid
+  edge_list weight_edges;  // has all edges of the node, those on input paths invalid
   variable_list gradients;
 };
 
