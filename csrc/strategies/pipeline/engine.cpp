@@ -137,10 +137,7 @@ class PipelineEngine::Row {
     for (const PipelineAction& action :
          schedule_.rows[static_cast<size_t>(std::min<int64_t>(where_.rank, schedule_.ranks - 1))]) {
       for_each_part(action, [&](const PipelineAction& part) {
-        const bool is_missing = part.kind == ActionKind::kRecompute ||
-                                part.kind == ActionKind::kBackwardInput ||
-                                part.kind == ActionKind::kBackwardWeight;
-        if (is_missing && own.empty())
+        if (part.kind == ActionKind::kRecompute && own.empty())
           own = "!the action " + to_string(part) + ", which the engine cannot run yet";
       });
     }
@@ -214,6 +211,8 @@ class PipelineEngine::Row {
     if (range.isActive()) range.before(action.trace);
     if (action.kind == ActionKind::kForward) {
       forward(action, trains);
+    } else if (action.kind == ActionKind::kBackwardWeight) {
+      backward_weight(action);
     } else {
       backward(action);
     }
@@ -260,18 +259,31 @@ class PipelineEngine::Row {
       gradients = edges_->receive_back(message);
     }
     const bool owes = stage.owes_gradients(action.micro_batch);
+    const bool splits = action.kind == ActionKind::kBackwardInput;
     {
-      const Timed computes(report.backward_ms);
+      const Timed computes(splits ? report.input_ms : report.backward_ms);
       is_in_stage_ = true;
-      gradients = stage.backward(action.micro_batch, gradients);
+      gradients = splits ? stage.backward_input(action.micro_batch, gradients)
+                         : stage.backward(action.micro_batch, gradients);
       is_in_stage_ = false;
     }
     if (wanted) edges_->done_with_gradients(stage.index());
-    if (!stage.is_first()) edges_->done_with_input(stage.index());
+    if (!splits && !stage.is_first()) edges_->done_with_input(stage.index());
     if (!owes) return;
     const Timed waits(stage.waits().to_before);
     count_sent(report, stage.index() - 1, gradients);
     edges_->send_back(message, std::move(gradients));
+  }
+
+  void backward_weight(const RowAction& action) {
+    Stage& stage = *action.stage;
+    {
+      const Timed computes(stage.report().weight_ms);
+      is_in_stage_ = true;
+      stage.backward_weight(action.micro_batch);
+      is_in_stage_ = false;
+    }
+    if (!stage.is_first()) edges_->done_with_input(stage.index());
   }
 
   PipelineValue take_input(int64_t micro_batch) {

@@ -72,15 +72,12 @@ at::Tensor Stage::loss(int64_t micro_batch, const PipelineValue& output) {
   return loss.detach();
 }
 
-std::vector<at::Tensor> Stage::backward(int64_t micro_batch,
-                                        const std::vector<at::Tensor>& gradients) {
-  Live live = std::exchange(at(micro_batch), Live());
-  torch::autograd::edge_list roots;
-  torch::autograd::variable_list values;
+Stage::Roots Stage::take_roots(Live& live, const std::vector<at::Tensor>& gradients) const {
+  Roots roots;
   if (is_last()) {
     if (live.loss.requires_grad()) {
-      roots.push_back(torch::autograd::impl::gradient_edge(live.loss));
-      values.push_back(at::ones_like(live.loss));
+      roots.edges.push_back(torch::autograd::impl::gradient_edge(live.loss));
+      roots.gradients.push_back(at::ones_like(live.loss));
     }
     live.loss.reset();
   } else if (live.wants_gradients) {
@@ -88,19 +85,46 @@ std::vector<at::Tensor> Stage::backward(int64_t micro_batch,
                 " tensors, expected those of ", live.outputs.size());
     for (size_t i = 0; i < gradients.size(); ++i) {
       if (!gradients[i].defined() || !live.outputs[i].is_valid()) continue;
-      roots.push_back(std::move(live.outputs[i]));
-      values.push_back(gradients[i]);
+      roots.edges.push_back(std::move(live.outputs[i]));
+      roots.gradients.push_back(gradients[i]);
     }
   }
   live.outputs.clear();
-  if (!roots.empty()) {
-    torch::autograd::Engine::get_default_engine().execute(
-        roots, values, /*keep_graph=*/false, /*create_graph=*/false, /*accumulate_grad=*/true);
-  }
+  return roots;
+}
+
+void Stage::end(const Live& live) {
   --live_count_;
   live_bytes_ -= live.bytes;
+}
+
+std::vector<at::Tensor> Stage::backward(int64_t micro_batch,
+                                        const std::vector<at::Tensor>& gradients) {
+  Live live = std::exchange(at(micro_batch), Live());
+  const Roots roots = take_roots(live, gradients);
+  if (!roots.edges.empty()) {
+    torch::autograd::Engine::get_default_engine().execute(
+        roots.edges, roots.gradients, /*keep_graph=*/false, /*create_graph=*/false,
+        /*accumulate_grad=*/true);
+  }
+  end(live);
   if (!live.received) return {};
   return static_cast<ReceivedNode&>(*live.received).take_gradients();
+}
+
+std::vector<at::Tensor> Stage::backward_input(int64_t micro_batch,
+                                              const std::vector<at::Tensor>& gradients) {
+  Live& live = at(micro_batch);
+  Roots roots = take_roots(live, gradients);
+  live.split = std::make_unique<SplitBackward>(std::move(roots.edges), std::move(roots.gradients),
+                                               live.received);
+  return live.split->input_half();
+}
+
+void Stage::backward_weight(int64_t micro_batch) {
+  Live live = std::exchange(at(micro_batch), Live());
+  live.split->weight_half();
+  end(live);
 }
 
 StageReport Stage::finished_report() const {
@@ -119,7 +143,7 @@ StageReport Stage::finished_report() const {
 }
 
 void Stage::abandon() {
-  std::fill(live_.begin(), live_.end(), Live());
+  for (Live& live : live_) live = {};
   live_count_ = live_bytes_ = 0;
 }
 

@@ -2,6 +2,7 @@
 
 #include <trireme/module/autograd_node.h>
 #include <trireme/strategies/pipeline/engine.h>
+#include <trireme/strategies/pipeline/split_backward.h>
 #include <trireme/strategies/pipeline/stage_function.h>
 
 #include <ATen/core/Tensor.h>
@@ -55,6 +56,10 @@ class Stage {
   // Computes the gradients of weights and inputs from those of the outputs, one each, undefined
   // where none came; the last stage has its loss. Returns those of the inputs.
   std::vector<at::Tensor> backward(int64_t micro_batch, const std::vector<at::Tensor>& gradients);
+  // Does the same in two halves (split_backward.h), of which the first returns.
+  std::vector<at::Tensor> backward_input(int64_t micro_batch,
+                                         const std::vector<at::Tensor>& gradients);
+  void backward_weight(int64_t micro_batch);
   // Drops all graphs.
   void abandon();
 
@@ -76,6 +81,7 @@ class Stage {
     NodePtr received;
     std::vector<torch::autograd::Edge> outputs;  // invalid where one needs no gradient
     at::Tensor loss;
+    std::unique_ptr<SplitBackward> split;  // between the two halves
     bool is_live = false;
     bool wants_gradients = false;
     int64_t bytes = 0;
@@ -84,6 +90,13 @@ class Stage {
   const Live& at(int64_t micro_batch) const { return live_[static_cast<size_t>(micro_batch)]; }
   Live& at(int64_t micro_batch) { return live_[static_cast<size_t>(micro_batch)]; }
   void count(Live& live, int64_t bytes);
+  // Says where backward begins, and with which gradients.
+  struct Roots {
+    torch::autograd::edge_list edges;
+    std::vector<at::Tensor> gradients;
+  };
+  Roots take_roots(Live& live, const std::vector<at::Tensor>& gradients) const;
+  void end(const Live& live);
 
   int64_t index_;
   int64_t stages_;

@@ -182,7 +182,8 @@ std::string train(const PipelineSchedule& schedule, Engine engine,
 
 TEST_CASE("a pipeline has the bits of its micro-batches in one process") {
   for (const Engine engine : {Engine::kShm, Engine::kGloo}) {
-    for (const char* name : {"gpipe", "1f1b", "interleaved-1f1b", "looped-bfs"}) {
+    for (const char* name : {"gpipe", "1f1b", "interleaved-1f1b", "looped-bfs", "zb-h1", "zb-v",
+                             "dualpipe-v", "zb-auto"}) {
       for (const int64_t ranks : {1, 2, 3}) {
         for (const int64_t micro_batches : {1, 4, 5}) {
           CAPTURE(int(engine), name, ranks, micro_batches);
