@@ -49,6 +49,9 @@ if TYPE_CHECKING:
     from trireme._data_parallel.coalesced import broadcast_coalesced, reduce_add_coalesced
     from trireme._data_parallel.parallel_apply import data_parallel, parallel_apply
     from trireme._data_parallel.replicate import replicate
+    from trireme._pipeline.measure import MeasuredLayer, measure_layers
+    from trireme._pipeline.pipeline import Pipeline
+    from trireme._pipeline.place import place
     from trireme._pipeline.schedule import (
         PipelineAction,
         PipelineSchedule,
@@ -93,6 +96,9 @@ _LAZY = {
     "trireme._data_parallel.coalesced": ("broadcast_coalesced", "reduce_add_coalesced"),
     "trireme._data_parallel.parallel_apply": ("data_parallel", "parallel_apply"),
     "trireme._data_parallel.replicate": ("replicate",),
+    "trireme._pipeline.measure": ("MeasuredLayer", "measure_layers"),
+    "trireme._pipeline.pipeline": ("Pipeline",),
+    "trireme._pipeline.place": ("place",),
     "trireme._pipeline.schedule": (
         *("PipelineAction", "PipelineSchedule", "partition", "pipeline_schedule"),
     ),
@@ -133,11 +139,13 @@ __all__ = [
     "JoinHook",
     "Joinable",
     "LayerCost",
+    "MeasuredLayer",
     "MemoryBytes",
     "MemoryEstimate",
     "MixedPrecisionPolicy",
     "Offload",
     "OffloadPolicy",
+    "Pipeline",
     "PipelineAction",
     "PipelineSchedule",
     "PostLocalSGDOptimizer",
@@ -163,11 +171,13 @@ __all__ = [
     "init",
     "load_checkpoint",
     "measure_activations",
+    "measure_layers",
     "noop_context_fn",
     "optim",
     "parallel_apply",
     "partition",
     "pipeline_schedule",
+    "place",
     "rank_generator",
     "reduce_add_coalesced",
     "register_fsdp_forward_method",

@@ -1,6 +1,11 @@
 """What is in trireme._C for pipelines. A part of _C.pyi, not a module."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from trireme._C import Communicator
 
 from torch import Tensor
 
@@ -62,3 +67,24 @@ def read_pipeline_schedule(csv: bytes) -> PipelineSchedule: ...
 def partition(
     costs: Sequence[float], parts: int, memory: Sequence[int], limit: int | None
 ) -> list[int]: ...
+
+_Forward = Callable[[int, Any], Any]
+_Named = tuple[list[str], list[torch.Tensor]]
+
+class PipelineEngine:
+    def __init__(
+        self,
+        schedule: PipelineSchedule,
+        stages: Sequence[tuple[int, str, _Forward, _Forward | None, _Named]],
+        communicator: Communicator,
+        scale_grads: bool,
+    ) -> None: ...
+    def step(self, inputs: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor: ...
+    def eval_step(
+        self, inputs: Sequence[Sequence[torch.Tensor]], has_loss: bool
+    ) -> tuple[torch.Tensor | None, list[tuple[list[torch.Tensor], str]]]: ...
+    def recover(self) -> None: ...
+    def set_parameters(self, stage: int, parameters: _Named) -> None: ...
+    def last_step(self) -> dict[str, Any]: ...
+
+def differing_texts(own: bytes, communicator: Communicator) -> list[str] | None: ...

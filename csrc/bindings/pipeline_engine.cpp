@@ -1,0 +1,211 @@
+#include <trireme/bindings/bindings.h>
+#include <trireme/bindings/shared_function.h>
+#include <trireme/comm/gather_texts.h>
+#include <trireme/common/interruption.h>
+#include <trireme/strategies/pipeline/engine.h>
+
+#include <ATen/ATen.h>
+#include <pybind11/stl.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+#include <algorithm>
+#include <array>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+namespace trireme {
+namespace {
+
+namespace py = pybind11;
+using Tensors = std::vector<at::Tensor>;
+
+// Is KeyboardInterrupt or SystemExit out of a user's function: the engine lets it pass.
+class RaisedInStage final : public python_error, public Interruption {
+ public:
+  RaisedInStage() : Interruption("the program was interrupted in a stage") { persist(); }
+};
+
+[[noreturn]] void throw_python_error() {
+  if (PyErr_ExceptionMatches(PyExc_Exception) == 0) throw RaisedInStage();
+  python_error error;
+  error.persist();
+  throw error;
+}
+
+// Calls what Python has for a stage. One tensor passes as itself; anything else as a list of
+// tensors and a text, from which Python builds the value.
+class PythonStage final : public StageFunction {
+ public:
+  PythonStage(py::function forward, std::optional<py::function> loss)
+      : forward_(shared_function(std::move(forward))),
+        loss_(loss ? shared_function(std::move(*loss)) : nullptr) {}
+
+  PipelineValue forward(int64_t micro_batch, PipelineValue input) override {
+    const py::gil_scoped_acquire gil;
+    const py::object given = to_python(input);
+    input = {};  // or a layer that works in place would find another owner
+    return from_python(call(*forward_, micro_batch, given));
+  }
+
+  at::Tensor loss(int64_t micro_batch, const PipelineValue& output) override {
+    TORCH_INTERNAL_ASSERT(loss_);
+    const py::gil_scoped_acquire gil;
+    const py::object loss = call(*loss_, micro_batch, to_python(output));
+    TORCH_INTERNAL_ASSERT(THPVariable_Check(loss.ptr()));
+    return THPVariable_Unpack(loss.ptr());
+  }
+
+ private:
+  static py::object call(const py::function& function, int64_t micro_batch,
+                         const py::object& value) {
+    const py::int_ number(micro_batch);
+    const std::array<PyObject*, 2> arguments{number.ptr(), value.ptr()};
+    auto result = py::reinterpret_steal<py::object>(
+        PyObject_Vectorcall(function.ptr(), arguments.data(), arguments.size(), nullptr));
+    if (!result) throw_python_error();
+    return result;
+  }
+
+  static py::object to_python(const PipelineValue& value) {
+    if (value.text.empty() && value.tensors.size() == 1) {
+      return py::reinterpret_steal<py::object>(THPVariable_Wrap(value.tensors.front()));
+    }
+    return py::make_tuple(value.tensors, value.text);
+  }
+
+  static PipelineValue from_python(const py::object& value) {
+    if (THPVariable_Check(value.ptr())) return {{THPVariable_Unpack(value.ptr())}, {}};
+    auto [tensors, text] = value.cast<std::tuple<Tensors, std::string>>();
+    return {std::move(tensors), std::move(text)};
+  }
+
+  std::shared_ptr<py::function> forward_, loss_;  // dropped with the GIL
+};
+
+// Names of the parameters, and these.
+using Named = std::pair<std::vector<std::string>, Tensors>;
+// stage, name, forward, loss, parameters
+using Stage = std::tuple<int64_t, std::string, py::function, std::optional<py::function>, Named>;
+
+NamedParameters to_parameters(Named named) {
+  std::vector<bool> sparse(named.first.size(), false);
+  return {std::move(named.first), std::move(named.second), std::move(sparse)};
+}
+
+std::shared_ptr<PipelineEngine> make_engine(const PipelineSchedule& schedule,
+                                            std::vector<Stage> stages,
+                                            std::shared_ptr<Communicator> communicator,
+                                            bool scale_grads) {
+  std::vector<PipelineStageRequest> requests;
+  for (auto& [stage, name, forward, loss, parameters] : stages) {
+    requests.push_back({stage, std::move(name),
+                        std::make_shared<PythonStage>(std::move(forward), std::move(loss)),
+                        to_parameters(std::move(parameters))});
+  }
+  const py::gil_scoped_release no_gil;
+  auto* engine = new PipelineEngine(schedule, std::move(requests), std::move(communicator),
+                                    PipelineEngineOptions{.scale_grads = scale_grads});
+  return {engine, [](PipelineEngine* last) {
+            if (PyGILState_Check() == 0) return delete last;
+            const py::gil_scoped_release gone;
+            delete last;
+          }};
+}
+
+std::vector<PipelineValue> to_inputs(std::vector<Tensors> tensors) {
+  std::vector<PipelineValue> inputs;
+  inputs.reserve(tensors.size());
+  for (Tensors& one : tensors) inputs.push_back({std::move(one), {}});
+  return inputs;
+}
+
+py::dict to_dict(const StageReport& report) {
+  py::dict dict;
+  dict["stage"] = report.stage;
+  dict["forward_ms"] = report.forward_ms;
+  dict["backward_ms"] = report.backward_ms;
+  dict["input_ms"] = report.input_ms;
+  dict["weight_ms"] = report.weight_ms;
+  dict["waiting_ms"] = report.waiting_ms;
+  dict["messages"] = report.messages;
+  dict["bytes"] = report.bytes;
+  dict["peak_live"] = report.peak_live;
+  dict["peak_live_bytes"] = report.peak_live_bytes;
+  return dict;
+}
+
+py::dict last_step(const PipelineEngine& engine) {
+  const PipelineReport report = engine.last_step();
+  py::list stages;
+  for (const StageReport& stage : report.stages) stages.append(to_dict(stage));
+  py::dict dict;
+  dict["step"] = report.step;
+  dict["step_ms"] = report.step_ms;
+  dict["bubble"] = report.bubble;
+  dict["computed_bubble"] = report.computed_bubble;
+  dict["stages"] = stages;
+  return dict;
+}
+
+// Returns nothing where all ranks say alike, else what each of them says: one gather of a number
+// in the first case.
+std::optional<std::vector<std::string>> differing_texts(const std::string& own,
+                                                        Communicator& communicator) {
+  const c10::Device device = communicator.device();
+  const auto integers = at::TensorOptions().dtype(at::kLong).device(device);
+  const auto number = static_cast<int64_t>(std::hash<std::string>{}(own));
+  at::Tensor all = at::empty({communicator.world()}, integers);
+  communicator.all_gather({all}, {at::full({1}, number, integers)}, "batch of a step").wait();
+  all = all.cpu();
+  const auto* numbers = all.const_data_ptr<int64_t>();
+  if (std::all_of(numbers, numbers + all.numel(), [&](int64_t one) { return one == number; }))
+    return std::nullopt;
+  return gather_texts(own, communicator, device);
+}
+
+}  // namespace
+
+void init_pipeline_engine(py::module_& module) {
+  using torch::wrap_pybind_function;
+  using torch::wrap_pybind_function_no_gil;
+  py::class_<PipelineEngine, std::shared_ptr<PipelineEngine>>(module, "PipelineEngine")
+      .def(py::init(wrap_pybind_function(make_engine)), py::arg("schedule"), py::arg("stages"),
+           py::arg("communicator"), py::arg("scale_grads"))
+      .def("step",
+           wrap_pybind_function_no_gil([](PipelineEngine& engine, std::vector<Tensors> inputs) {
+             return engine.step(to_inputs(std::move(inputs)));
+           }),
+           py::arg("inputs"))
+      .def("eval_step",
+           wrap_pybind_function_no_gil(
+               [](PipelineEngine& engine, std::vector<Tensors> inputs, bool has_loss) {
+                 auto [loss, values] = engine.eval_step(to_inputs(std::move(inputs)), has_loss);
+                 std::vector<std::pair<Tensors, std::string>> outputs;
+                 for (PipelineValue& value : values)
+                   outputs.emplace_back(std::move(value.tensors), std::move(value.text));
+                 const auto found = has_loss ? std::optional(std::move(loss)) : std::nullopt;
+                 return std::pair(found, std::move(outputs));
+               }),
+           py::arg("inputs"), py::arg("has_loss"))
+      .def("recover", wrap_pybind_function_no_gil(&PipelineEngine::recover))
+      .def("set_parameters",
+           wrap_pybind_function([](PipelineEngine& engine, int64_t stage, Named parameters) {
+             engine.set_parameters(stage, to_parameters(std::move(parameters)));
+           }),
+           py::arg("stage"), py::arg("parameters"))
+      .def("last_step", &last_step);
+  module.def("differing_texts",
+             wrap_pybind_function_no_gil(
+                 [](const std::string& own, const std::shared_ptr<Communicator>& communicator) {
+                   return differing_texts(own, *communicator);
+                 }),
+             py::arg("own"), py::arg("communicator"));
+}
+
+}  // namespace trireme

@@ -1,0 +1,473 @@
+"""A Sequential whose layers are dealt out to ranks, and trained by a schedule."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from trireme import _C
+from trireme._core.group_communicator import communicator_of
+from trireme._pipeline import AREA, refuse
+from trireme._pipeline.agreement import agree
+from trireme._pipeline.micro_batches import BatchCut, merge, tensors_in
+from trireme._pipeline.schedule import PipelineSchedule, Times, pipeline_schedule
+from trireme._pipeline.stages import (
+    Balance,
+    MicroBatches,
+    Stage,
+    StageCalls,
+    deal_out,
+    keywords_of,
+    layers_of,
+    refuse_tied,
+)
+from trireme._pipeline.values import put_together
+
+_Named = tuple[list[str], list[Tensor]]
+
+
+class Pipeline(nn.Module):
+    """Trains a ``torch.nn.Sequential`` whose layers are dealt out to ranks.
+
+    Every rank makes it from the same module, and keeps the layers of its stages; those of other
+    ranks may be on device "meta". It has the parameters of this rank's layers, under the names that
+    they have in the module: an optimizer on each rank is made from them, and updates them::
+
+        pipe = trireme.Pipeline(module, chunks=8, ranks=True, schedule="1f1b", loss=cross_entropy)
+        optimizer = torch.optim.AdamW(pipe.parameters())
+        for x, y in batches:
+            optimizer.zero_grad()
+            loss = pipe.step(x, target=y)
+            optimizer.step()
+
+    Losses and gradients are, bit for bit, those of one process that runs the same micro-batches one
+    after the other, adds up their gradients, and divides them by their number at the end. Random
+    layers draw other numbers.
+
+    Args:
+        module: A ``torch.nn.Sequential``. A Sequential in it is one layer. A tuple that a layer
+            returns is one argument of the next.
+        chunks: How many micro-batches a step has.
+        balance: How many layers each stage has; "time" or "bytes" to have rank 0 measure them with
+            ``sample``; None for as many in each, where that is possible.
+        devices: Refused: layers are where the module has them.
+        ranks: True for a pipeline over all ranks. A pipeline in one process is refused so far.
+        mesh: The ranks of the pipeline, in place of ``ranks``: a DeviceMesh of one dimension, or
+            with one named "pp" and no other of more than one rank.
+        schedule: A name or a table for :func:`pipeline_schedule`, or a schedule.
+        loss: Called with what the last layer returns for a micro-batch, and its target; returns a
+            0-dim tensor. None where the last layer returns the loss.
+        checkpoint: "never"; others are refused so far.
+        deferred_batch_norm: False; True is refused so far.
+        dim: Along which dimension a batch is cut.
+        costs: Times of layers' forward and backward for the schedule "zb-auto".
+        scale_grads: Whether the loss and gradients of a step are means over micro-batches, else
+            sums.
+        sample: For ``balance="time"`` and ``"bytes"``: what the first layer gets for a micro-batch.
+
+    Raises:
+        ValueError, TypeError: what cannot be a pipeline, on all ranks; ranks that differ.
+        NotImplementedError: what is refused so far.
+    """
+
+    def __init__(
+        self,
+        module: nn.Sequential,
+        chunks: int = 1,
+        *,
+        balance: Balance = None,
+        devices: Sequence[torch.device | str | int] | None = None,
+        ranks: bool = False,
+        mesh: DeviceMesh | None = None,
+        schedule: str | PipelineSchedule = "gpipe",
+        loss: Callable[..., Any] | None = None,
+        checkpoint: Literal["always", "except_last", "never"] = "never",
+        deferred_batch_norm: bool = False,
+        dim: int = 0,
+        costs: Mapping[str, Times] | None = None,
+        scale_grads: bool = True,
+        sample: Any = None,
+    ) -> None:
+        super().__init__()
+        _refuse_what_is_to_come(devices, ranks, mesh, checkpoint, deferred_batch_norm)
+        AREA.expect("chunks", chunks, int, "a whole number", next_step="Pass a number.")
+        AREA.expect("dim", dim, int, "a whole number", next_step="Pass a number.")
+        if loss is not None and not callable(loss):
+            got = f"got {type(loss).__name__} as loss, expected what can be called, or None"
+            refuse(got, "Pass a function, such as torch.nn.functional.mse_loss.", kind=TypeError)
+        self._group = _group_of(mesh)
+        self._communicator = communicator_of(self._group)
+        self._chunks, self._dim, self._loss = chunks, dim, loss
+        said = {
+            "micro-batches": chunks,
+            "balance": balance if isinstance(balance, str | None) else list(balance),
+            "dim": dim,
+            "loss": loss is not None,
+            "scale_grads": scale_grads,
+        }
+        layers = self._agree_on_layers(module, schedule, balance, costs, said)
+        counts = deal_out(module, self._schedule.stages, balance, sample, self._communicator)
+        self._stages = _stages_of(list(layers), counts, self._schedule.stage_rank)
+        own = self._agree_on_stages(layers)
+        last = self._schedule.stages - 1
+        for stage in own:
+            for name in stage.layers:
+                self._modules[name] = layers[name]
+        self._layer_keywords = {keyword for one in layers.values() for keyword in keywords_of(one)}
+        self._first = _signature(next(iter(layers.values())))
+        self._calls = [
+            StageCalls(stage, [layers[name] for name in stage.layers], loss) for stage in own
+        ]
+        self._devices = [
+            {one.device.type for layer in call.layers for one in layer.parameters()}
+            for call in self._calls
+        ]
+        self._seen = list(self.parameters())
+        self._core = _C.PipelineEngine(
+            self._schedule._core,
+            [
+                (
+                    *(call.stage.number, str(call.stage), call.forward),
+                    *(call.loss if call.stage.number == last else None, named),
+                )
+                for call, named in zip(self._calls, self._named(), strict=True)
+            ],
+            self._communicator,
+            scale_grads,
+        )
+
+    def _agree_on_layers(
+        self,
+        module: nn.Sequential,
+        schedule: str | PipelineSchedule,
+        balance: Balance,
+        costs: Mapping[str, Times] | None,
+        said: dict[str, Any],
+    ) -> dict[str, nn.Module]:
+        error, layers = None, {}
+        try:
+            layers = layers_of(module)
+            world = self._communicator.world
+            self._schedule = _schedule_of(
+                schedule, self._chunks, world, balance, costs, len(layers)
+            )
+            said["layers"] = list(layers)
+            said["schedule"] = self._schedule.to_csv()
+        except Exception as raised:
+            error = raised
+        agree(self._communicator, said, error, "a pipeline")
+        return layers
+
+    def _agree_on_stages(self, layers: Mapping[str, nn.Module]) -> list[Stage]:
+        error = None
+        own = [stage for stage in self._stages if stage.rank == self._communicator.rank]
+        try:
+            refuse_tied(layers, self._stages)
+            _refuse_meta(layers, own)
+        except Exception as raised:
+            error = raised
+        dealt = [len(stage.layers) for stage in self._stages]
+        agree(self._communicator, {"layers per stage": dealt}, error, "layers")
+        return own
+
+    @property
+    def schedule(self) -> PipelineSchedule:
+        """Which rank does what, and in which order."""
+        return self._schedule
+
+    @property
+    def stages(self) -> list[Stage]:
+        """The stages of all ranks: number, rank, names of layers."""
+        return list(self._stages)
+
+    def step(self, *inputs: Any, target: Any = None, **kwargs: Any) -> Tensor:
+        """Runs forwards and backwards of a batch; adds to ``.grad`` of this rank's parameters.
+
+        Each rank gives the whole batch. It is cut as ``torch.tensor_split`` does: tensors in
+        tuples, lists, dicts and dataclasses too, while numbers and other objects go to every
+        micro-batch as they are.
+
+        Args:
+            inputs: What the first layer is called with.
+            target: What the loss is called with, beside the output.
+            kwargs: Each goes to all layers whose forward names it.
+
+        Returns:
+            The loss, 0-dim, without a graph, the same on all ranks: the mean over micro-batches, or
+            their sum with ``scale_grads=False``.
+
+        Raises:
+            ValueError, TypeError: a batch that cannot be used, or that differs between ranks.
+            RuntimeError: what a layer or the loss raised, on all ranks; on the rank that raised it
+                with that as its ``__cause__``. Gradients are as before, and the next step works.
+            torch.distributed.DistBackendError: a rank has died or does not come.
+        """
+        batch = self._begin("step", inputs, target, kwargs)
+        return self._run(lambda: self._core.step(batch))
+
+    def eval_step(self, *inputs: Any, target: Any = None, **kwargs: Any) -> Any:
+        """Runs the forwards of a batch, without gradients.
+
+        Returns:
+            With a target the loss, as :meth:`step` does. Else what the last layer returns, put
+            together for the whole batch, on the rank of the last stage, and None on others.
+
+        Raises:
+            ValueError: outputs of micro-batches that cannot be put together, on the last stage's
+                rank.
+        """
+        has_loss = target is not None
+        batch = self._begin("eval_step", inputs, target, kwargs)
+        loss, outputs = self._run(lambda: self._core.eval_step(batch, has_loss))
+        if has_loss:
+            return loss
+        values = [put_together(_one_or_text(*output)) for output in outputs]
+        return merge(values, self._dim) if values else None
+
+    def last_step(self) -> dict[str, Any]:
+        """Tells what this rank did in the last step: times, waiting, messages, by stage.
+
+        Keys: ``step``, ``step_ms``, ``bubble`` (the share of the step in which this rank computed
+        nothing), ``computed_bubble`` (what the schedule says of the times measured), and
+        ``stages``, one dict for each stage of this rank.
+        """
+        return self._core.last_step()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Changes nothing: one copy of the model has no gradients to average."""
+        yield
+
+    def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuses: one rank alone cannot run the model."""
+        got = "got a call of the pipeline, expected one of its functions"
+        refuse(got, "Call step(), or eval_step() for outputs.", self._group, kind=TypeError)
+
+    def _begin(
+        self, name: str, inputs: tuple[Any, ...], target: Any, kwargs: dict[str, Any]
+    ) -> list[list[Tensor]]:
+        """Hands the stages of this rank what they need; returns the first stage's inputs."""
+        self._core.recover()
+        error, rows, given = None, 0, MicroBatches()
+        try:
+            self._look_at_parameters()
+            self._expect_call(name, inputs, target, kwargs)
+            parts = {f"input {number}": one for number, one in enumerate(inputs)}
+            cut = BatchCut({**parts, **kwargs, "the target": target}, self._chunks, self._dim)
+            rows = cut.rows
+            given = self._dealt(cut, inputs, target, kwargs)
+        except Exception as raised:
+            error = raised
+        said = {"call": name, "rows": rows, "target": target is not None, "names": list(kwargs)}
+        agree(self._communicator, said, error, "a batch")
+        for call in self._calls:
+            call.batch, call.failure = given, None
+        return [tensors_in(one) for one in given.inputs]
+
+    def _dealt(
+        self, cut: BatchCut, inputs: tuple[Any, ...], target: Any, kwargs: dict[str, Any]
+    ) -> MicroBatches:
+        numbers = {call.stage.number for call in self._calls}
+        given = MicroBatches()
+        if 0 in numbers:
+            given.inputs = list(zip(*(cut.cut(one) for one in inputs), strict=True))
+        if kwargs:
+            given.keywords = {name: cut.cut(one) for name, one in kwargs.items()}
+        if self._schedule.stages - 1 in numbers and target is not None:
+            given.targets = cut.cut(target)
+        return given
+
+    def _run(self, run: Callable[[], Any]) -> Any:
+        try:
+            return run()
+        except Exception as error:
+            cause = next((call.failure for call in self._calls if call.failure), None)
+            if cause is None or cause is error:
+                raise
+            raise error from cause
+        finally:
+            for call in self._calls:
+                call.batch, call.failure = MicroBatches(), None
+
+    def _expect_call(
+        self, name: str, inputs: tuple[Any, ...], target: Any, kwargs: dict[str, Any]
+    ) -> None:
+        unknown = sorted(set(kwargs) - self._layer_keywords)
+        if unknown:
+            got = f"got '{unknown[0]}', expected keywords that the forward of some layer names"
+            refuse(got, "Name it there, or leave it out.", self._group, kind=TypeError)
+        if self._first is not None:
+            of_first = {key: one for key, one in kwargs.items() if key in self._first.parameters}
+            try:
+                self._first.bind(*inputs, **of_first)
+            except TypeError as error:
+                got = f"got inputs that the first layer does not take: {error}"
+                next_step = "Pass what it takes; a target goes into target= alone."
+                refuse(got, next_step, self._group, kind=TypeError)
+        if target is not None and self._loss is None:
+            got = "got a target and a pipeline without a loss"
+            refuse(got, "Pass loss= to trireme.Pipeline.", self._group)
+        if self._loss is None or (name == "eval_step" and target is None):
+            return
+        signature = _signature(self._loss)
+        given = (None,) if target is None else (None, None)
+        if signature is not None:
+            try:
+                signature.bind(*given)
+            except TypeError:
+                if target is None:
+                    refuse("got no target, which loss= takes", "Pass target=.", self._group)
+                got = "got a target, and a loss that takes none"
+                refuse(got, "Leave it out.", self._group)
+
+    def _look_at_parameters(self) -> None:
+        """Notices those that were put in place of others, and those that are elsewhere."""
+        now = list(self.parameters())
+        if len(now) != len(self._seen) or any(a is not b for a, b in zip(now, self._seen)):  # noqa: B905
+            self._seen = now
+            for call, named in zip(self._calls, self._named(), strict=True):
+                self._core.set_parameters(call.stage.number, named)
+        for call, devices in zip(self._calls, self._devices, strict=True):
+            for layer in call.layers:
+                for parameter in layer.parameters():
+                    if parameter.device.type not in devices:
+                        got = (
+                            f"got stage {call.stage.number} ({call.stage}) on "
+                            f"{parameter.device.type}, expected it on {', '.join(devices)} as "
+                            "when the pipeline was made"
+                        )
+                        refuse(got, "Move layers before.", self._group)
+
+    def _named(self) -> list[_Named]:
+        """Parameters by stage, each of them once."""
+        seen: set[int] = set()
+        found: list[_Named] = []
+        for call in self._calls:
+            names: list[str] = []
+            tensors: list[Tensor] = []
+            for name, layer in zip(call.stage.layers, call.layers, strict=True):
+                for inner, parameter in layer.named_parameters(name):
+                    if id(parameter) not in seen:
+                        seen.add(id(parameter))
+                        names.append(inner)
+                        tensors.append(parameter)
+            found.append((names, tensors))
+        return found
+
+
+def _one_or_text(tensors: list[Tensor], text: str) -> Any:
+    return (tensors, text) if text else tensors[0]
+
+
+def _signature(called: Any) -> inspect.Signature | None:
+    function = called.forward if isinstance(called, nn.Module) else called
+    try:
+        return inspect.signature(function)
+    except (ValueError, TypeError):
+        return None
+
+
+def _refuse_what_is_to_come(
+    devices: object, ranks: bool, mesh: object, checkpoint: object, deferred_batch_norm: object
+) -> None:
+    def refuse_so_far(got: str, next_step: str) -> None:
+        refuse(f"got {got}, which does not exist so far", next_step, kind=NotImplementedError)
+
+    if not ranks and mesh is None:
+        refuse_so_far("ranks=False, a pipeline in one process", "Pass ranks=True.")
+    if devices is not None:
+        refuse_so_far("devices=", "Move each rank's layers before.")
+    if checkpoint not in ("always", "except_last", "never"):
+        refuse(
+            f"got checkpoint={checkpoint!r}, expected 'always', 'except_last' or 'never'",
+            "Pass 'never'.",
+        )
+    if checkpoint != "never":
+        refuse_so_far(f"checkpoint={checkpoint!r}", "Use trireme.checkpoint() in a layer.")
+    if deferred_batch_norm:
+        refuse_so_far("deferred_batch_norm=True", "Leave it out.")
+
+
+def _group_of(mesh: DeviceMesh | None) -> dist.ProcessGroup:
+    if mesh is None:
+        return AREA.expect_group(None, "")
+    if not isinstance(mesh, DeviceMesh):
+        got = f"got {type(mesh).__name__} as mesh, expected a DeviceMesh"
+        refuse(got, "Make one with torch.distributed.init_device_mesh().", kind=TypeError)
+    if mesh.ndim == 1:
+        return mesh.get_group()
+    names = mesh.mesh_dim_names or ()
+    if "pp" not in names:
+        refuse("got a mesh without a dimension 'pp'", "Name the one of the pipeline so.")
+    copies = mesh.size() // mesh.size(names.index("pp"))
+    if copies != 1:
+        got = f"got a mesh with {copies} copies of the pipeline, which does not exist so far"
+        refuse(got, "Give a mesh of one.", kind=NotImplementedError)
+    return mesh.get_group("pp")
+
+
+def _schedule_of(
+    given: str | PipelineSchedule,
+    chunks: int,
+    ranks: int,
+    balance: Balance,
+    costs: Mapping[str, Times] | None,
+    layers: int,
+) -> PipelineSchedule:
+    if isinstance(given, PipelineSchedule):
+        if costs is not None:
+            refuse("got costs= beside a schedule that is made", "Leave them out.")
+        made = given
+        if (made.ranks, made.micro_batches) != (ranks, chunks):
+            got = (
+                f"got a schedule of {made.ranks} ranks and {made.micro_batches} micro-batches, "
+                f"expected {ranks} ranks and chunks={chunks}"
+            )
+            refuse(got, "Make it for these.")
+    else:
+        per_rank = None
+        is_table = isinstance(given, str) and ("," in given or "\n" in given)
+        if balance is not None and not isinstance(balance, str) and not is_table:
+            per_rank, over = divmod(len(balance), ranks)
+            if over or per_rank == 0:
+                got = f"got a balance for {len(balance)} stages and {ranks} ranks"
+                why = "more ranks than stages" if per_rank == 0 else "stages that do not divide"
+                refuse(f"{got}: {why}", "Give each rank as many stages.")
+        made = pipeline_schedule(
+            given, ranks=ranks, micro_batches=chunks, stages_per_rank=per_rank, costs=costs
+        )
+    idle = sorted(set(range(ranks)) - set(made.stage_rank))
+    if idle:
+        got = f"got a schedule with no stage for rank {idle[0]}, expected one or more for each"
+        refuse(got, "Use fewer ranks, or another table.")
+    if layers < made.stages:
+        got = f"got {layers} layers for {made.stages} stages of {ranks} ranks, expected one each"
+        refuse(got, "Use fewer ranks, or fewer stages per rank.")
+    return made
+
+
+def _stages_of(layers: list[str], counts: list[int], stage_rank: list[int]) -> list[Stage]:
+    stages, begin = [], 0
+    for number, (count, rank) in enumerate(zip(counts, stage_rank, strict=True)):
+        stages.append(Stage(number, rank, tuple(layers[begin : begin + count])))
+        begin += count
+    return stages
+
+
+def _refuse_meta(layers: Mapping[str, nn.Module], own: Sequence[Stage]) -> None:
+    for stage in own:
+        for name in stage.layers:
+            for inner, tensor in [
+                *layers[name].named_parameters(name), *layers[name].named_buffers(name)
+            ]:  # fmt: skip
+                if tensor.is_meta:
+                    got = f"got '{inner}' of stage {stage.number} on device meta (rank {stage.rank})"
+                    refuse(f"{got}, expected this rank's layers to have memory",
+                           "Call to_empty() and initialise them.")  # fmt: skip

@@ -1,0 +1,207 @@
+"""The stages of a Sequential: its layers dealt out, and what a rank calls for those it holds."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from trireme import _C
+from trireme._C import Communicator
+from trireme._pipeline import refuse
+from trireme._pipeline.agreement import agree
+from trireme._pipeline.measure import measure_layers
+from trireme._pipeline.schedule import partition
+from trireme._pipeline.values import Text, put_together, take_apart
+
+Balance = Sequence[int] | Literal["time", "bytes"] | None
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Some consecutive layers, and the rank that holds them."""
+
+    number: int
+    rank: int
+    layers: tuple[str, ...]
+    """Their names in the module."""
+
+    def __str__(self) -> str:
+        first, last = self.layers[0], self.layers[-1]
+        return f"layer {first}" if first == last else f"layers {first}..{last}"
+
+
+def layers_of(module: nn.Module) -> dict[str, nn.Module]:
+    """Returns the layers of a Sequential by name, and refuses what is more than its layers."""
+    if not isinstance(module, nn.Sequential):
+        got = f"got a {type(module).__name__} as module, expected a torch.nn.Sequential"
+        refuse(got, "Write the model as one: each layer takes what the one before returns.",
+               kind=TypeError)  # fmt: skip
+    if type(module).forward is not nn.Sequential.forward:
+        got = f"got a {type(module).__name__} with a forward of its own, expected Sequential's"
+        refuse(got, "Give a plain torch.nn.Sequential of its layers.", kind=TypeError)
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    if any(getattr(module, name) for name in hooks):
+        refuse("got a Sequential with hooks, which a pipeline would not call", "Hook its layers.")
+    if module._parameters or module._buffers:
+        name = next(iter({**module._parameters, **module._buffers}))
+        refuse(f"got a Sequential with '{name}' beside its layers", "Put it into a layer.")
+    layers = {name: layer for name, layer in module._modules.items() if layer is not None}
+    if not layers:
+        refuse("got a Sequential without layers, expected at least one", "Add layers.")
+    return layers
+
+
+def deal_out(
+    module: nn.Sequential,
+    stages: int,
+    balance: Balance,
+    sample: Any,
+    communicator: Communicator,
+) -> list[int]:
+    """Returns how many layers each stage has. Collective where layers are measured."""
+    count = len(module)
+    if balance in ("time", "bytes"):
+        if sample is None:
+            got = f"got balance='{balance}' without sample=, expected one micro-batch"
+            refuse(got, "Pass what a step would get, with as many rows as a micro-batch.")
+        return partition(_measured(module, str(balance), sample, communicator), stages)
+    if sample is not None:
+        refuse("got sample= and a balance that is not measured", "Leave one of them out.")
+    if isinstance(balance, str):
+        got = f"got balance='{balance}', expected 'time', 'bytes', or layers per stage"
+        refuse(got, "Correct the name.")
+    if balance is None:
+        return partition([1.0] * count, stages)
+    dealt = list(balance)
+    if any(isinstance(one, bool) or not isinstance(one, int) or one < 1 for one in dealt):
+        refuse(f"got balance={dealt}, expected whole numbers from 1 on", "Correct it.")
+    if len(dealt) != stages:
+        got = f"got a balance for {len(dealt)} stages, expected {stages} as the schedule has"
+        refuse(got, "Give each stage its layers.")
+    if sum(dealt) != count:
+        got = f"got balance={dealt}, which adds up to {sum(dealt)}, expected {count} layers"
+        refuse(got, "Deal out all layers.")
+    return dealt
+
+
+def _measured(
+    module: nn.Sequential, balance: str, sample: Any, communicator: Communicator
+) -> list[float]:
+    """Rank 0 measures for all: times differ from rank to rank."""
+    error, costs = None, ""
+    if communicator.rank == 0:
+        try:
+            measured = measure_layers(module, sample)
+            found = [one.seconds if balance == "time" else float(one.bytes) for one in measured]
+            costs = " ".join(one.hex() for one in found)
+        except Exception as raised:
+            error = raised
+    agree(communicator, {}, error, "layers")
+    texts = _C.gather_texts(costs, communicator, torch.device("cpu"))
+    return [float.fromhex(one) for one in texts[0].split()]
+
+
+def refuse_tied(layers: Mapping[str, nn.Module], stages: Sequence[Stage]) -> None:
+    """Refuses parameters that stages of different ranks share."""
+    found: dict[int, tuple[str, Stage]] = {}
+    for stage in stages:
+        for name in stage.layers:
+            for inner, parameter in layers[name].named_parameters(name, remove_duplicate=False):
+                first, holder = found.setdefault(id(parameter), (inner, stage))
+                if holder.rank != stage.rank:
+                    refuse(
+                        f"got '{first}' and '{inner}', which are one parameter, in stages "
+                        f"{holder.number} and {stage.number} of ranks {holder.rank} and "
+                        f"{stage.rank}, expected parameters that only one rank has",
+                        "Choose a balance that keeps both on one rank, or give each its own.",
+                    )
+
+
+def keywords_of(layer: nn.Module) -> frozenset[str]:
+    """Returns the keywords that the forward of a layer names, but for its input."""
+    try:
+        _, *others = inspect.signature(layer.forward).parameters.values()
+    except ValueError:  # there is no input, or nothing can be known
+        return frozenset()
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return frozenset(one.name for one in others if one.kind in named)
+
+
+@dataclass
+class MicroBatches:
+    """What the micro-batches of a step get: on each rank what its stages need."""
+
+    inputs: Sequence[tuple[Any, ...]] = ()
+    keywords: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    targets: Sequence[Any] | None = None
+
+
+class StageCalls:
+    """What the engine calls for a stage."""
+
+    def __init__(
+        self,
+        stage: Stage,
+        layers: Sequence[nn.Module],
+        loss: Callable[..., Any] | None,
+    ) -> None:
+        self.stage = stage
+        self.layers = layers
+        self._keywords = [keywords_of(layer) for layer in layers]
+        self._loss = loss
+        self._where = f"stage {stage.number} ({stage})"
+        self.batch = MicroBatches()
+        self.failure: Exception | None = None
+
+    def forward(self, micro_batch: int, given: Tensor | Text) -> Tensor | Text:
+        try:
+            first = 0
+            if self.stage.number == 0:
+                first = 1
+                inputs = self.batch.inputs[micro_batch]
+                value = self.layers[0](*inputs, **self._keywords_for(0, micro_batch))
+            else:
+                value = put_together(given)
+            if self.batch.keywords:
+                for number in range(first, len(self.layers)):
+                    named = self._keywords_for(number, micro_batch)
+                    value = self.layers[number](value, **named)
+            else:
+                for layer in self.layers[first:] if first else self.layers:
+                    value = layer(value)
+            return take_apart(value, self._where)
+        except Exception as error:
+            self.failure = error
+            raise
+
+    def loss(self, micro_batch: int, output: Tensor | Text) -> Tensor:
+        try:
+            found = put_together(output)
+            targets = self.batch.targets
+            if self._loss is not None:
+                given = () if targets is None else (targets[micro_batch],)
+                found = self._loss(found, *given)
+            if not isinstance(found, Tensor) or found.dim() != 0:
+                self._refuse_loss(found)
+            return found
+        except Exception as error:
+            self.failure = error
+            raise
+
+    def _keywords_for(self, layer: int, micro_batch: int) -> dict[str, Any]:
+        given = self.batch.keywords
+        return {name: given[name][micro_batch] for name in self._keywords[layer] if name in given}
+
+    def _refuse_loss(self, found: Any) -> None:
+        what = type(found).__name__
+        if isinstance(found, Tensor):
+            what = f"tensor of sizes {list(found.shape)}"
+        who = "the last layer" if self._loss is None else "loss="
+        got = f"{who} returned a {what} as the loss of a micro-batch, expected a 0-dim tensor"
+        next_step = "Pass loss=." if self._loss is None else "Return its mean or its sum."
+        refuse(got, next_step, kind=TypeError)
