@@ -1,5 +1,7 @@
 #include <trireme/comm/tensor_packing.h>
 
+#include <trireme/shm/reduce.h>
+
 #include <ATen/ATen.h>
 
 #include <algorithm>
@@ -8,6 +10,9 @@
 
 namespace trireme {
 namespace {
+
+// As much would push out of the caches what the sender works on.
+constexpr size_t kLeavesCaches = size_t{8} << 20;
 
 bool lies_as_it_is(const at::Tensor& tensor) {
   return !tensor.is_conj() && !tensor.is_neg() && !tensor._is_zerotensor();
@@ -45,7 +50,11 @@ void copy_tensor(std::byte* place, const at::Tensor& given, at::IntArrayRef stri
                                                      : given.detach().resolve_conj().resolve_neg();
   const auto* data = static_cast<const std::byte*>(tensor.const_data_ptr());
   if (tensor.strides() == strides && tensor.is_cpu()) {
-    std::memcpy(place, data, tensor.nbytes());
+    if (tensor.nbytes() < kLeavesCaches) {
+      std::memcpy(place, data, tensor.nbytes());
+    } else {
+      shm::copy_streaming(place, data, static_cast<int64_t>(tensor.nbytes()));
+    }
     return;
   }
   const auto bits = at::dtype(bits_of(tensor.element_size())).device(tensor.device());
