@@ -3,6 +3,7 @@
 #include <trireme/common/exception_text.h>
 
 #include <ATen/ATen.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
 #include <cstring>
@@ -14,18 +15,20 @@ namespace {
 
 constexpr int64_t kHeadBytes = 2048;
 constexpr int64_t kLine = 64;
-constexpr int64_t kMagic = 0x6c656e6e61686374;  // "tchannel"
+constexpr int32_t kMagic = 0x6c6e6863;  // "chnl"
 
 // Begins each head; behind it, or in a message of its own, lie the description, the text and, from
 // the next multiple of 64 bytes on, the payload.
 struct WireHead {
-  int64_t magic = kMagic;
+  int32_t magic = kMagic;
+  int32_t device = 0;    // torch's number of the type; 0 is the CPU
   uint64_t channel = 0;  // hash of its name
   int64_t step = 0;
   int64_t micro_batch = 0;
   int64_t description_bytes = 0;
   int64_t text_bytes = 0;
-  int64_t payload_bytes = 0;
+  int64_t payload_bytes = 0;  // in CPU memory
+  int64_t device_bytes = 0;
 
   int64_t payload_begin() const {
     return (description_bytes + text_bytes + kLine - 1) / kLine * kLine;
@@ -61,7 +64,7 @@ EngineTensorSender::EngineTensorSender(std::shared_ptr<Communicator> pair, Chann
                                        int64_t slots)
     : pair_(std::move(pair)),
       name_(std::move(name)),
-      packing_(name_, pair_->device()),
+      packing_(name_, /*reaches_devices=*/true),
       slots_(static_cast<size_t>(slots)) {}
 
 void EngineTensorSender::send(const TensorMessage& message, const std::string& label) {
@@ -75,37 +78,33 @@ void EngineTensorSender::send(const TensorMessage& message, const std::string& l
     head.description_bytes = packing_.description_bytes();
     head.text_bytes = static_cast<int64_t>(message.text.size());
     head.payload_bytes = packing_.payload_bytes();
-    const c10::Device device = pair_->device();
-    const bool is_inline = head.is_inline() && device.is_cpu();
-    // What is small goes by the CPU, where the description is written.
-    at::Tensor first = at::zeros({kHeadBytes}, at::kByte);
+    head.device_bytes = packing_.device_bytes();
+    if (packing_.device()) head.device = static_cast<int32_t>(packing_.device()->type());
+    const at::Tensor first = at::zeros({kHeadBytes}, at::kByte);
     std::memcpy(bytes_of(first), &head, sizeof(head));
-    at::Tensor words = is_inline ? first.narrow(0, kLine, kHeadBytes - kLine)
-                                 : empty_bytes(head.payload_begin(), c10::kCPU);
+    const at::Tensor rest = head.is_inline() ? first.narrow(0, kLine, kHeadBytes - kLine)
+                                             : empty_bytes(head.bytes(), c10::kCPU);
     if (head.description_bytes > 0)
-      std::memcpy(bytes_of(words), packing_.description().data(),
+      std::memcpy(bytes_of(rest), packing_.description().data(),
                   static_cast<size_t>(head.description_bytes));
     if (head.text_bytes > 0)
-      std::memcpy(bytes_of(words) + head.description_bytes, message.text.data(),
+      std::memcpy(bytes_of(rest) + head.description_bytes, message.text.data(),
                   message.text.size());
-    if (is_inline) packing_.copy_into(bytes_of(words) + head.payload_begin(), message);
-    InFlight flight;
-    flight.label = label;
-    flight.head = pair_->send({first.to(device)}, 1, label);
-    if (!is_inline && head.bytes() > 0) {
-      at::Tensor body = empty_bytes(head.bytes(), device);
-      body.narrow(0, 0, head.payload_begin()).copy_(words);
-      packing_.copy_into(bytes_of(body) + head.payload_begin(), message);
-      flight.body = pair_->send({body}, 1, label);
-    }
-    in_flight_.push_back(std::move(flight));
+    at::Tensor body;
+    if (head.device_bytes > 0) body = empty_bytes(head.device_bytes, *packing_.device());
+    packing_.copy_into(bytes_of(rest) + head.payload_begin(),
+                       body.defined() ? bytes_of(body) : nullptr, message);
+    const c10::Device device = pair_->device();
+    Parts parts;
+    parts.push_back(pair_->send({first.to(device)}, 1, label));
+    if (!head.is_inline()) parts.push_back(pair_->send({rest.to(device)}, 1, label));
+    if (body.defined()) parts.push_back(pair_->send({body}, 1, label));
+    in_flight_.push_back(std::move(parts));
   });
 }
 
 void EngineTensorSender::wait_for_first() {
-  InFlight& first = in_flight_.front();
-  first.head.wait();
-  first.body.wait();
+  for (Pending& part : in_flight_.front()) part.wait();
   in_flight_.pop_front();
 }
 
@@ -145,27 +144,39 @@ TensorMessage EngineTensorReceiver::next(const std::string& label) {
     const auto fits = [](int64_t bytes) { return bytes >= 0 && bytes < kMost; };
     refuse_unless(head.magic == kMagic && head.channel == std::hash<std::string>()(name_.name) &&
                   fits(head.description_bytes) && fits(head.text_bytes) &&
-                  fits(head.payload_bytes));
-    const bool is_inline = head.is_inline() && device.is_cpu();
-    at::Tensor body = first.narrow(0, kLine, kHeadBytes - kLine);
-    Pending rest;
-    if (!is_inline) {
-      body = empty_bytes(head.bytes(), device);
-      if (head.bytes() > 0) rest = pair_->recv({body}, 0, label);
+                  fits(head.payload_bytes) && fits(head.device_bytes) && head.device >= 0 &&
+                  head.device < static_cast<int32_t>(c10::COMPILE_TIME_MAX_DEVICE_TYPES));
+    at::Tensor rest = first.narrow(0, kLine, kHeadBytes - kLine);
+    at::Tensor body;
+    Pending more;
+    Pending on_device;
+    if (!head.is_inline()) {
+      rest = empty_bytes(head.bytes(), device);
+      more = pair_->recv({rest}, 0, label);
+    }
+    const auto type = static_cast<c10::DeviceType>(head.device);
+    const c10::Device there = type == c10::kCPU || type == device.type()
+                                  ? device
+                                  : c10::impl::VirtualGuardImpl(type).getDevice();
+    if (head.device_bytes > 0) {
+      body = empty_bytes(head.device_bytes, there);
+      on_device = pair_->recv({body}, 0, label);
     }
     if (device.is_cpu()) post_head();
-    rest.wait();
-    const at::Tensor words = body.narrow(0, 0, head.payload_begin()).cpu();
+    more.wait();
+    on_device.wait();
+    rest = rest.cpu();
     TensorMessage message{head.step, head.micro_batch, {}, {}, {}};
-    message.text.assign(reinterpret_cast<const char*>(bytes_of(words) + head.description_bytes),
+    message.text.assign(reinterpret_cast<const char*>(bytes_of(rest) + head.description_bytes),
                         static_cast<size_t>(head.text_bytes));
-    refuse_unless(unpack_tensors({.description = {reinterpret_cast<const int64_t*>(bytes_of(words)),
-                                                  static_cast<size_t>(head.description_bytes) / 8},
-                                  .memory = bytes_of(body) + head.payload_begin(),
-                                  .bytes = head.payload_bytes,
-                                  .device = device,
-                                  .keeps = std::make_shared<at::Tensor>(body)},
-                                 message));
+    ArrivedTensors came{.description = {reinterpret_cast<const int64_t*>(bytes_of(rest)),
+                                        static_cast<size_t>(head.description_bytes) / 8},
+                        .payload = {bytes_of(rest) + head.payload_begin(), head.payload_bytes,
+                                    std::make_shared<at::Tensor>(rest)},
+                        .device = there};
+    if (body.defined())
+      came.on_device = {bytes_of(body), head.device_bytes, std::make_shared<at::Tensor>(body)};
+    refuse_unless(unpack_tensors(came, message));
     return message;
   });
 }

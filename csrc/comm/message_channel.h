@@ -7,15 +7,17 @@
 #include <deque>
 #include <memory>
 #include <string>
+#include <vector>
 
 namespace trireme {
 
 // [Note: channels over engines]
 //
 // Each channel has a group of its own two ranks, so that no order between channels exists. A
-// message is a head of fixed size, and what does not fit into it follows as one more message. On
-// the CPU the receiver posts the recv of the next head ahead, so that an engine which asks for it
-// before it sends (Gloo) need not; elsewhere a recv would hold up a stream of the device.
+// message is a head of fixed size; what else is in CPU memory lies behind it or, where that is not
+// enough, in one message more. Tensors on a device follow in one that goes from device to device.
+// On the CPU the receiver posts the recv of the next head ahead, so that an engine which asks for
+// it before it sends (Gloo) need not; elsewhere it would hold up a stream of the device.
 
 // Sends to rank 1 of a communicator of two. At most `slots` sends are in flight.
 class EngineTensorSender final : public TensorSender {
@@ -29,14 +31,10 @@ class EngineTensorSender final : public TensorSender {
   ChannelName name_;
   TensorPacking packing_;
   size_t slots_;
-  struct InFlight {
-    Pending head;
-    Pending body;
-    std::string label;
-  };
   void wait_for_first();
 
-  std::deque<InFlight> in_flight_;
+  using Parts = std::vector<Pending>;
+  std::deque<Parts> in_flight_;
 };
 
 // Receives from rank 0 of a communicator of two.

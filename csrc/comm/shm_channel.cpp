@@ -11,7 +11,7 @@ ShmTensorSender::ShmTensorSender(shm::HostGroup& group, const shm::ChannelEnd& e
                                  ChannelName name, std::shared_ptr<void> keeps)
     : keeps_(std::move(keeps)),
       name_(std::move(name)),
-      packing_(name_, c10::kCPU),
+      packing_(name_, /*reaches_devices=*/false),
       slots_(group, end) {}
 
 void ShmTensorSender::send(const TensorMessage& message, const std::string& label) {
@@ -30,7 +30,7 @@ void ShmTensorSender::send(const TensorMessage& message, const std::string& labe
       std::memcpy(slot, packing_.description().data(), packing_.description().size() * 8);
     if (head.text_bytes > 0)
       std::memcpy(slot + head.description_bytes, message.text.data(), message.text.size());
-    packing_.copy_into(slot + head.payload_begin(), message);
+    packing_.copy_into(slot + head.payload_begin(), nullptr, message);
     slots_.send(head);
   });
 }
@@ -54,14 +54,10 @@ TensorMessage ShmTensorReceiver::receive(int64_t step, int64_t micro_batch,
   std::byte* memory = slot->data();
   message.text.assign(reinterpret_cast<const char*>(memory + head.description_bytes),
                       static_cast<size_t>(head.text_bytes));
-  const bool fine =
-      unpack_tensors({.description = {reinterpret_cast<const int64_t*>(memory),
-                                      static_cast<size_t>(head.description_bytes) / 8},
-                      .memory = memory + head.payload_begin(),
-                      .bytes = head.payload_bytes,
-                      .keeps = slot},
-                     message);
-  if (!fine)
+  const ArrivedTensors came{.description = {reinterpret_cast<const int64_t*>(memory),
+                                            static_cast<size_t>(head.description_bytes) / 8},
+                            .payload = {memory + head.payload_begin(), head.payload_bytes, slot}};
+  if (!unpack_tensors(came, message))
     C10_THROW_ERROR(
         DistBackendError,
         error_text(kChannelArea, name_.receiving(label) + " got a description that is none",

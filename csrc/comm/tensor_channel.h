@@ -45,9 +45,9 @@ class TRIREME_API TensorReceiver {
 
   // Returns the next message. Each tensor has memory of its own, aligned to 64 bytes, that may be
   // written, and the sender's strides, if these leave no gap. It is on the CPU if the sender's was,
-  // else on the group's device. Over shared memory it lies where the sender has put it, which is
-  // used again when nobody holds a tensor of the message any more: who holds one longer than until
-  // done_with_one(), in any thread, keeps its memory and holds nobody up. Throws
+  // else on this rank's device of that type. Over shared memory it lies where the sender has put
+  // it, which is used again when nobody holds a tensor of the message any more: who holds one
+  // longer than until done_with_one(), in any thread, keeps its memory and holds nobody up. Throws
   // c10::DistBackendError where nothing comes, and where what comes is not of that step and
   // micro-batch; the latter is then dropped.
   virtual TensorMessage receive(int64_t step, int64_t micro_batch, const std::string& label) = 0;

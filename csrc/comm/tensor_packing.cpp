@@ -1,5 +1,7 @@
 #include <trireme/comm/tensor_packing.h>
 
+#include <trireme/shm/reduce.h>
+
 #include <ATen/ATen.h>
 
 #include <algorithm>
@@ -9,20 +11,8 @@
 namespace trireme {
 namespace {
 
-// Says why a tensor cannot be sent; empty if it can.
-std::string why_not_sent(const at::Tensor& tensor, c10::Device device) {
-  if (tensor.is_nested()) return "is nested";
-  if (tensor.is_quantized())
-    return std::string("is quantized (") + c10::toString(tensor.scalar_type()) + ")";
-  if (tensor.layout() != c10::kStrided) return "has the layout " + c10::str(tensor.layout());
-  if (tensor.unsafeGetTensorImpl()->is_python_dispatch())
-    return "is of a subclass that keeps its values in its own way";
-  if (tensor.is_meta()) return "is on the device meta and has no values";
-  if (!tensor.is_cpu() && tensor.device().type() != device.type())
-    return "is on the device " + tensor.device().str() + ", which this channel does not reach";
-  if (!tensor._is_zerotensor() && !tensor.has_storage()) return "has no memory of its own";
-  return {};
-}
+// As much would push out of the caches what the sender works on.
+constexpr size_t kLeavesCaches = size_t{8} << 20;
 
 bool lies_as_it_is(const at::Tensor& tensor) {
   return !tensor.is_conj() && !tensor.is_neg() && !tensor._is_zerotensor();
@@ -46,23 +36,30 @@ at::ScalarType bits_of(int64_t element_bytes) {
 
 at::Tensor as_bits(void* data, at::IntArrayRef sizes, at::IntArrayRef strides,
                    const at::TensorOptions& options) {
-  return at::for_blob(data, sizes).strides(strides).options(options).make_tensor();
+  return at::for_blob(data, sizes)
+      .strides(strides)
+      .options(options)
+      .target_device(options.device())
+      .make_tensor();
 }
 
-// Copies a tensor to memory where it has those strides.
+// Copies a tensor to memory of its device where it has those strides.
 void copy_tensor(std::byte* place, const at::Tensor& given, at::IntArrayRef strides) {
   const at::Tensor tensor = lies_as_it_is(given)     ? given
                             : given._is_zerotensor() ? at::zeros(given.sizes(), given.options())
                                                      : given.detach().resolve_conj().resolve_neg();
   const auto* data = static_cast<const std::byte*>(tensor.const_data_ptr());
   if (tensor.strides() == strides && tensor.is_cpu()) {
-    std::memcpy(place, data, tensor.nbytes());
+    if (tensor.nbytes() < kLeavesCaches) {
+      std::memcpy(place, data, tensor.nbytes());
+    } else {
+      shm::copy_streaming(place, data, static_cast<int64_t>(tensor.nbytes()));
+    }
     return;
   }
-  const auto bits = at::dtype(bits_of(tensor.element_size()));
+  const auto bits = at::dtype(bits_of(tensor.element_size())).device(tensor.device());
   as_bits(place, tensor.sizes(), strides, bits)
-      .copy_(as_bits(const_cast<std::byte*>(data), tensor.sizes(), tensor.strides(),
-                     bits.device(tensor.device())));
+      .copy_(as_bits(const_cast<std::byte*>(data), tensor.sizes(), tensor.strides(), bits));
 }
 
 }  // namespace
@@ -88,8 +85,26 @@ void ChannelName::check_came(const TensorMessage& came, int64_t step, int64_t mi
                              where, "Run the same schedule on every rank."));
 }
 
+// Says why a tensor cannot be sent; empty if it can.
+std::string TensorPacking::why_not_sent(const at::Tensor& tensor) const {
+  if (tensor.is_nested()) return "is nested";
+  if (tensor.is_quantized())
+    return std::string("is quantized (") + c10::toString(tensor.scalar_type()) + ")";
+  if (tensor.layout() != c10::kStrided) return "has the layout " + c10::str(tensor.layout());
+  if (tensor.unsafeGetTensorImpl()->is_python_dispatch())
+    return "is of a subclass that keeps its values in its own way";
+  if (tensor.is_meta()) return "is on the device meta and has no values";
+  if (!tensor.is_cpu() && !reaches_devices_)
+    return "is on " + tensor.device().str() + ", but goes through the memory of the host";
+  if (!tensor.is_cpu() && device_ && *device_ != tensor.device())
+    return "is on " + tensor.device().str() + ", beside others on " + device_->str();
+  if (!tensor._is_zerotensor() && !tensor.has_storage()) return "has no memory of its own";
+  return {};
+}
+
 void TensorPacking::plan(const TensorMessage& message, const std::string& label) {
   packer_.clear();
+  device_.reset();
   offsets_.clear();
   for (size_t i = 0; i < message.tensors.size(); ++i) {
     const at::Tensor& tensor = message.tensors[i];
@@ -97,7 +112,7 @@ void TensorPacking::plan(const TensorMessage& message, const std::string& label)
     scratch_.sizes.clear();
     scratch_.strides.clear();
     if (tensor.defined()) {
-      const std::string why = why_not_sent(tensor, device_);
+      const std::string why = why_not_sent(tensor);
       TORCH_CHECK_TYPE(
           why.empty(),
           error_text(kChannelArea,
@@ -105,6 +120,7 @@ void TensorPacking::plan(const TensorMessage& message, const std::string& label)
                      name_.where, "Send a dense tensor with memory of its own."));
       scratch_.requires_grad = tensor.requires_grad();
       scratch_.is_on_device = !tensor.is_cpu();
+      if (!tensor.is_cpu()) device_ = tensor.device();
       scratch_.dtype = static_cast<uint8_t>(tensor.scalar_type());
       scratch_.element_bytes = static_cast<uint8_t>(tensor.element_size());
       scratch_.sizes.assign(tensor.sizes().begin(), tensor.sizes().end());
@@ -125,7 +141,8 @@ void TensorPacking::plan(const TensorMessage& message, const std::string& label)
   }
 }
 
-void TensorPacking::copy_into(std::byte* payload, const TensorMessage& message) const {
+void TensorPacking::copy_into(std::byte* payload, std::byte* on_device,
+                              const TensorMessage& message) const {
   const at::NoGradGuard no_grad;
   // The description has the strides in the payload, behind two words and the sizes.
   size_t word = 0;
@@ -139,22 +156,12 @@ void TensorPacking::copy_into(std::byte* payload, const TensorMessage& message) 
     const at::IntArrayRef strides(description().data() + word + 2 + dims, dims);
     word += 2 + 2 * dims;
     if (tensor.numel() == 0) continue;
-    std::byte* place = payload + offsets_[i];
-    if (device_.is_cpu()) {
-      copy_tensor(place, tensor, strides);
-    } else {
-      at::for_blob(place, tensor.sizes())
-          .strides(strides)
-          .options(tensor.options().device(device_))
-          .target_device(device_)
-          .make_tensor()
-          .copy_(tensor.detach());
-    }
+    copy_tensor((tensor.is_cpu() ? payload : on_device) + offsets_[i], tensor, strides);
   }
 }
 
-bool unpack_tensors(const ArrivedPayload& payload, TensorMessage& message) {
-  const auto found = shm::unpack(payload.description, payload.bytes);
+bool unpack_tensors(const ArrivedTensors& came, TensorMessage& message) {
+  const auto found = shm::unpack(came.description, came.payload.bytes, came.on_device.bytes);
   if (!found) return false;
   for (const shm::PackedTensor& packed : *found) {
     message.requires_grad.push_back(packed.requires_grad);
@@ -164,25 +171,23 @@ bool unpack_tensors(const ArrivedPayload& payload, TensorMessage& message) {
     }
     const auto dtype = static_cast<at::ScalarType>(packed.dtype);
     if (packed.dtype >= static_cast<uint8_t>(at::ScalarType::Undefined) || c10::isQIntType(dtype) ||
-        c10::elementSize(dtype) != packed.element_bytes)
+        c10::elementSize(dtype) != packed.element_bytes ||
+        (packed.is_on_device && came.device.is_cpu()))
       return false;
-    const c10::Device device = packed.is_on_device ? payload.device : c10::Device(c10::kCPU);
-    const auto options = at::dtype(dtype).device(payload.device);
-    const bool is_empty =
-        std::find(packed.sizes.begin(), packed.sizes.end(), 0) != packed.sizes.end();
-    if (is_empty) {
-      message.tensors.push_back(
-          at::empty_strided(packed.sizes, packed.strides, options.device(device)));
+    const c10::Device device = packed.is_on_device ? came.device : c10::Device(c10::kCPU);
+    const auto options = at::dtype(dtype).device(device);
+    if (std::find(packed.sizes.begin(), packed.sizes.end(), 0) != packed.sizes.end()) {
+      message.tensors.push_back(at::empty_strided(packed.sizes, packed.strides, options));
       continue;
     }
+    const ArrivedPayload& payload = packed.is_on_device ? came.on_device : came.payload;
     const auto let_go = [](void* keeps) { delete static_cast<std::shared_ptr<void>*>(keeps); };
-    at::Tensor tensor = at::for_blob(payload.memory + packed.offset, packed.sizes)
-                            .strides(packed.strides)
-                            .context(new std::shared_ptr<void>(payload.keeps), let_go)
-                            .options(options)
-                            .target_device(payload.device)
-                            .make_tensor();
-    message.tensors.push_back(tensor.to(device));
+    message.tensors.push_back(at::for_blob(payload.memory + packed.offset, packed.sizes)
+                                  .strides(packed.strides)
+                                  .context(new std::shared_ptr<void>(payload.keeps), let_go)
+                                  .options(options)
+                                  .target_device(device)
+                                  .make_tensor());
   }
   return true;
 }

@@ -33,12 +33,12 @@ struct ChannelName {
                   const std::string& label) const;
 };
 
-// Writes the tensors of a message as a description and a payload. It is used again for the next
-// message, so that it allocates little.
+// Writes the tensors of a message as a description and payloads: one for those in CPU memory, and
+// one for those on a device. It is used again for the next message, so that it allocates little.
 class TensorPacking {
  public:
-  // `device` is the one that tensors may be on besides the CPU.
-  TensorPacking(ChannelName name, c10::Device device) : name_(std::move(name)), device_(device) {}
+  TensorPacking(ChannelName name, bool reaches_devices)
+      : name_(std::move(name)), reaches_devices_(reaches_devices) {}
 
   // Looks at the tensors. Throws TypeError for one that cannot be sent.
   void plan(const TensorMessage& message, const std::string& label);
@@ -47,12 +47,18 @@ class TensorPacking {
     return static_cast<int64_t>(description().size() * sizeof(int64_t));
   }
   int64_t payload_bytes() const { return packer_.payload_bytes(); }
-  // Copies the tensors into a payload, which lies on the channel's device; aligned to 64 bytes.
-  void copy_into(std::byte* payload, const TensorMessage& message) const;
+  int64_t device_bytes() const { return packer_.device_bytes(); }
+  // Returns that of the tensors that are on one.
+  const std::optional<c10::Device>& device() const { return device_; }
+  // Copies the tensors into payloads, aligned to 64 bytes.
+  void copy_into(std::byte* payload, std::byte* on_device, const TensorMessage& message) const;
 
  private:
+  std::string why_not_sent(const at::Tensor& tensor) const;
+
   ChannelName name_;
-  c10::Device device_;
+  bool reaches_devices_;
+  std::optional<c10::Device> device_;
   shm::TensorPacker packer_;
   shm::PackedTensor scratch_;
   std::vector<int64_t> offsets_;
@@ -60,14 +66,20 @@ class TensorPacking {
 
 // Is a payload that came, and what keeps it.
 struct ArrivedPayload {
-  std::span<const int64_t> description;
   std::byte* memory = nullptr;
   int64_t bytes = 0;
-  c10::Device device = c10::kCPU;
   std::shared_ptr<void> keeps = nullptr;
 };
 
-// Makes tensors over a payload. Returns false if the description is none.
-bool unpack_tensors(const ArrivedPayload& payload, TensorMessage& message);
+// Is what came of the tensors of a message.
+struct ArrivedTensors {
+  std::span<const int64_t> description;
+  ArrivedPayload payload = {};
+  ArrivedPayload on_device = {};
+  c10::Device device = c10::kCPU;
+};
+
+// Makes tensors over the payloads. Returns false if the description is none.
+bool unpack_tensors(const ArrivedTensors& came, TensorMessage& message);
 
 }  // namespace trireme

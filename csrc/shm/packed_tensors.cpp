@@ -45,12 +45,13 @@ bool lies_within(const PackedTensor& tensor, int64_t payload_bytes) {
 
 void TensorPacker::clear() {
   words_.clear();
-  payload_bytes_ = 0;
+  payload_bytes_ = device_bytes_ = 0;
 }
 
 int64_t TensorPacker::add(const PackedTensor& tensor) {
   const auto dims = static_cast<int64_t>(tensor.sizes.size());
-  const int64_t offset = (payload_bytes_ + kAlignment - 1) / kAlignment * kAlignment;
+  int64_t& payload = tensor.is_on_device ? device_bytes_ : payload_bytes_;
+  const int64_t offset = (payload + kAlignment - 1) / kAlignment * kAlignment;
   words_.push_back((tensor.is_defined ? kDefined : 0) | (tensor.requires_grad ? kRequiresGrad : 0) |
                    (tensor.is_on_device ? kOnDevice : 0) | int64_t{tensor.dtype} << kDtypeShift |
                    int64_t{tensor.element_bytes} << kElementShift | dims << kDimsShift);
@@ -60,12 +61,12 @@ int64_t TensorPacker::add(const PackedTensor& tensor) {
   words_.insert(words_.end(), tensor.strides.begin(), tensor.strides.end());
   int64_t bytes = tensor.element_bytes;
   for (const int64_t size : tensor.sizes) bytes *= size;
-  if (bytes > 0) payload_bytes_ = offset + bytes;
+  if (bytes > 0) payload = offset + bytes;
   return offset;
 }
 
 std::optional<std::vector<PackedTensor>> unpack(std::span<const int64_t> description,
-                                                int64_t payload_bytes) {
+                                                int64_t payload_bytes, int64_t device_bytes) {
   std::vector<PackedTensor> tensors;
   while (!description.empty()) {
     const auto word = static_cast<uint64_t>(description.front());
@@ -86,7 +87,8 @@ std::optional<std::vector<PackedTensor>> unpack(std::span<const int64_t> descrip
       tensor.sizes.assign(sizes.begin(), sizes.end());
       tensor.strides.assign(strides.begin(), strides.end());
       description = description.subspan(1 + 2 * dims);
-      if (!lies_within(tensor, payload_bytes)) return std::nullopt;
+      if (!lies_within(tensor, tensor.is_on_device ? device_bytes : payload_bytes))
+        return std::nullopt;
     } else if (dims != 0) {
       return std::nullopt;
     }

@@ -76,7 +76,8 @@ TEST_CASE("a message is what was sent, whatever its tensors") {
                filled({1, 3}, at::kFloat, 2).expand({4, 3}),
                filled({7}, at::kFloat, 6).requires_grad_(),
                at::_efficientzerotensor({3}, at::kFloat),
-               filled({300'000}, at::kInt, 1)};
+               filled({300'000}, at::kInt, 1),
+               filled({2'300'000}, at::kInt, 2)};
   for (const at::ScalarType dtype :
        {at::kBool, at::kByte, at::kChar, at::kShort, at::kInt, at::kLong, at::kHalf, at::kBFloat16,
         at::kFloat, at::kDouble, at::kComplexHalf, at::kComplexFloat, at::kComplexDouble,
