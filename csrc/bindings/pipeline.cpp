@@ -120,6 +120,7 @@ void init_action(py::module_& module) {
 void init_pipeline(py::module_& module) {
   using torch::wrap_pybind_function;
   init_action(module);
+  bind_channels(module);
   py::class_<PipelineSchedule>(module, "PipelineSchedule")
       .def_readonly("ranks", &PipelineSchedule::ranks)
       .def_readonly("stages", &PipelineSchedule::stages)

@@ -6,6 +6,11 @@
 
 namespace trireme {
 
+std::optional<std::string> GroupHealth::announced() const noexcept {
+  auto words = board.announced();
+  return words || !whole ? words : whole->announced();
+}
+
 std::optional<std::string> GroupHealth::failure() const {
   const std::lock_guard<std::mutex> lock(mutex_);
   return failure_;

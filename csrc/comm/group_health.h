@@ -34,6 +34,12 @@ struct GroupHealth {
   // Torch's fake group, for dry runs: what it says of other ranks is what this one has said.
   bool is_fake = false;
 
+  // Is that of the group which this one is a part of, if any: what is announced there ends the
+  // waits of both.
+  std::shared_ptr<const GroupHealth> whole = nullptr;
+
+  // Says what a rank has announced, here or to the whole group.
+  std::optional<std::string> announced() const noexcept;
   std::optional<std::string> failure() const;
   void set_failure(const std::string& text);
   void clear_failure();

@@ -19,7 +19,7 @@ struct TensorMessage {
   int64_t step = 0;
   int64_t micro_batch = 0;
   std::string text = {};                 // goes along by value; a channel does not look into it
-  std::vector<at::Tensor> tensors = {};  // of any dtype and sizes; an undefined one stays undefined
+  std::vector<at::Tensor> tensors = {};  // any dtypes and sizes; an undefined one stays undefined
   // Says of each tensor whether its sender had it with requires_grad. Is read from the tensors by
   // send(); what is received requires none by itself.
   std::vector<bool> requires_grad = {};

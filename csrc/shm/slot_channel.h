@@ -96,7 +96,7 @@ class TRIREME_API SlotSender {
  private:
   struct Slot {
     Segment segment;
-    uint64_t sequence = 0;  // of the last message in it
+    uint64_t sequence = 0;  // number of the last message in it
     bool is_free() const;
   };
   HostGroup& group_;
@@ -153,7 +153,7 @@ class TRIREME_API SlotReceiver {
   HostGroup& group_;
   ChannelEnd end_;
   ChannelBlock& block_;
-  std::map<uint32_t, std::shared_ptr<const Segment>> mapped_;  // by slot
+  std::map<uint32_t, std::shared_ptr<const Segment>> mapped_;  // key: slot
   uint64_t received_ = 0;
   uint64_t done_ = 0;
 };

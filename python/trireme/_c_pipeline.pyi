@@ -7,6 +7,10 @@ import torch
 
 from trireme._C import Communicator
 
+from torch import Tensor
+
+from trireme._C import Communicator
+
 _Costs = tuple[Sequence[float], Sequence[float], Sequence[float], float]
 
 class PipelineAction:
@@ -39,6 +43,17 @@ class PipelineSchedule:
     def makespan(self, costs: _Costs) -> float: ...
     def peak_activations(self, rank: int) -> int: ...
     def peak_messages(self, from_stage: int, to_stage: int) -> int: ...
+
+class TensorChannels:
+    def __init__(
+        self, communicator: Communicator, requests: Sequence[tuple[int, int, int, str]]
+    ) -> None: ...
+    def send(
+        self, index: int, place: tuple[int, int], text: str, tensors: Sequence[Tensor | None]
+    ) -> None: ...
+    def receive(
+        self, index: int, place: tuple[int, int]
+    ) -> tuple[str, list[Tensor | None], list[bool]]: ...
 
 def make_pipeline_schedule(
     name: str,

@@ -18,6 +18,12 @@ class HostsCommunicator final : public ShmVerbs {
     backend()->fail(reason);
   }
 
+  // What is announced must be heard in parts of the group, too.
+  std::shared_ptr<Communicator> split(const std::vector<int>& ranks,
+                                      const std::string& name) override {
+    return others().split(ranks, name);
+  }
+
   // Messages cross between hosts by the engine that connects them.
   Pending send(std::vector<at::Tensor> tensors, int64_t to, std::string label) override {
     return others().send(std::move(tensors), to, std::move(label));

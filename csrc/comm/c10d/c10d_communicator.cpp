@@ -337,6 +337,7 @@ class C10dCommunicator final : public Communicator {
       if (group) {
         made = make_of_part_(group, group->getStore());
         share_steps(*this, *made);
+        if (const auto part = made->health()) part->whole = health_;
       }
     }
     return made;

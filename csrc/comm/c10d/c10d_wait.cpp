@@ -30,8 +30,7 @@ std::string without_frills(std::string cause) {
 
 // Throws what a look at the board says: a peer has failed, or this wait has no end.
 void look_around(const std::string& operation, GroupHealth& health) {
-  if (const auto announced = health.board.announced())
-    throw_peer_failure(operation, *announced, health);
+  if (const auto announced = health.announced()) throw_peer_failure(operation, *announced, health);
   if (const auto why = health.waits_in_vain()) {
     health.set_failure(*why);
     C10_THROW_ERROR(DistBackendError, *why);
@@ -40,7 +39,7 @@ void look_around(const std::string& operation, GroupHealth& health) {
 
 [[noreturn]] void throw_engine_failure(const std::string& operation, const std::string& cause,
                                        GroupHealth& health) {
-  if (const auto announced = health.board.announced()) {
+  if (const auto announced = health.announced()) {
     throw_peer_failure(operation, *announced, health);
   }
   const FaultBoard::Others others = health.board.ask_others(operation, kReportPatience);

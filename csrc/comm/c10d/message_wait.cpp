@@ -56,7 +56,7 @@ void MessageWait::watch() {
     };
     for (auto patience = kFirstLook; !is_over_within(patience); patience = kNextLook) {
       lock.unlock();
-      const bool has_announced = health_->board.announced().has_value();
+      const bool has_announced = health_->announced().has_value();
       lock.lock();
       if (!has_announced || is_over(wait)) continue;
       try {

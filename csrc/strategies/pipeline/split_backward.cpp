@@ -78,13 +78,13 @@ class SplitBackward::Walk {
   };
 
   void visit(const NodePtr& root) {
-    if (!found_.try_emplace(root.get()).second) return;
+    if (!found_.emplace(root.get(), Found()).second) return;
     std::vector<Open> open{{root}};
     while (!open.empty()) {
       Open& top = open.back();
       if (top.next < top.node->num_outputs()) {
         const Edge& edge = top.node->next_edge(top.next++);
-        if (edge.is_valid() && found_.try_emplace(edge.function.get()).second)
+        if (edge.is_valid() && found_.emplace(edge.function.get(), Found()).second)
           open.push_back({edge.function});
       } else {
         close(top.node);

@@ -2,9 +2,8 @@
 
 #include <trireme/comm/tensor_channel.h>
 
-#include <trireme/common/exception_text.h>
-
 #include <ATen/ATen.h>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include <algorithm>
 #include <catch_torch.h>
@@ -14,6 +13,7 @@
 namespace trireme::tensor_channel_test {
 
 using trireme::test::Engine;
+using trireme::test::error_of;
 using trireme::test::run_thread_ranks;
 using trireme::test::ThreadRank;
 
@@ -38,15 +38,6 @@ bool has_same_bytes(const at::Tensor& a, const at::Tensor& b) {
   return a.numel() == 0 || at::equal(bytes(a), bytes(b));
 }
 
-std::string error_of(const std::function<void()>& call) {
-  try {
-    call();
-  } catch (const std::exception& error) {
-    return what_of(error);
-  }
-  return "no error";
-}
-
 // Runs ranks with channels, and lets none go before all have done their part.
 void run_channels(int64_t world, const std::vector<ChannelRequest>& requests, Engine engine,
                   const std::function<void(ThreadRank&, TensorChannels&)>& rank_main) {
@@ -58,6 +49,13 @@ void run_channels(int64_t world, const std::vector<ChannelRequest>& requests, En
         if (!rank.communicator->failure()) rank.communicator->barrier("the end").wait();
       },
       kTimeout, engine);
+}
+
+// Receives and is done with it.
+TensorMessage take(TensorChannels& channels, size_t index, int64_t micro_batch, int64_t step = 1) {
+  TensorMessage message = channels.receiver(index)->receive(step, micro_batch, "a take");
+  channels.receiver(index)->done_with_one();
+  return message;
 }
 
 TensorMessage numbered(int64_t number, Tensors tensors = {}) {
@@ -91,7 +89,6 @@ TEST_CASE("a message is what was sent, whatever its tensors") {
     bool is_empty = false;
     run_channels(2, {{0, 1, 2, "there"}}, engine, [&](ThreadRank& rank, TensorChannels& channels) {
       if (rank.where.rank == 0) {
-        CHECK(channels.receiver(0) == nullptr);
         TensorMessage message = numbered(0, sent);
         message.text = std::string(5000, 'x') + '\0' + "end";
         channels.sender(0)->send(message, "0F0");
@@ -182,7 +179,7 @@ TEST_CASE("messages of random sizes cross in all directions") {
           if (channels.sender(i)) channels.sender(i)->send(message_of(i, number), "F");
         for (size_t i = 0; i < requests.size(); ++i) {
           if (!channels.receiver(i)) continue;
-          const TensorMessage came = channels.receiver(i)->receive(1, number, "F");
+          const TensorMessage came = take(channels, i, number);
           const TensorMessage expected = message_of(i, number);
           bool fine = came.text == expected.text && came.tensors.size() == expected.tensors.size();
           for (size_t t = 0; fine && t < came.tensors.size(); ++t)
@@ -210,13 +207,13 @@ TEST_CASE("who keeps all that it receives holds up nobody, and memory comes back
                  }
                  Tensors kept;
                  for (int64_t i = 0; i < kMessages; ++i)
-                   kept.push_back(channels.receiver(0)->receive(1, i, "1F").tensors[0]);
+                   kept.push_back(take(channels, 0, i).tensors[0]);
                  for (int64_t i = 0; i < kMessages; ++i)
                    fine &= at::equal(kept[static_cast<size_t>(i)], at::full({1000}, double(i)));
                  std::thread([&] { kept.clear(); }).join();
                  std::vector<const void*> seen;
                  for (int64_t i = kMessages; i < 3 * kMessages; ++i) {
-                   at::Tensor tensor = channels.receiver(0)->receive(1, i, "1F").tensors[0];
+                   at::Tensor tensor = take(channels, 0, i).tensors[0];
                    fine &= at::equal(tensor, at::full({1000}, double(i)));
                    if (i >= 2 * kMessages &&
                        std::find(seen.begin(), seen.end(), tensor.const_data_ptr()) == seen.end())
@@ -259,72 +256,69 @@ TEST_CASE("another micro-batch than expected is an error that names both") {
   }
 }
 
-TEST_CASE("a failed rank ends all waits, and after a reset the channels work again") {
+TEST_CASE("a failed rank ends all waits, and after it the channels work again") {
   std::vector<std::string> said(3);
   std::vector<double> came;
   run_channels(
       3, {{0, 1, 2, "a"}, {1, 2, 2, "b"}}, Engine::kShm,
       [&](ThreadRank& rank, TensorChannels& channels) {
         Communicator& ranks = *rank.communicator;
-        const auto send = [&](size_t channel, int64_t number) {
-          channels.sender(channel)->send(numbered(number, {at::full({9}, double(number))}), "F");
+        const auto send = [&](size_t channel, int64_t step, int64_t number) {
+          channels.sender(channel)->send(
+              {.step = step, .micro_batch = number, .tensors = {at::full({9}, double(step))}}, "F");
         };
-        for (int64_t round = 0; round < 3; ++round) {
+        for (int64_t step = 0; step < 6; step += 2) {
           if (rank.where.rank == 0) {
             said[0] = error_of([&] {
-              for (int64_t i = 0; i < 9; ++i) send(0, i);  // until it is full
+              for (int64_t i = 0; i < 9; ++i) send(0, step, i);  // until it is full
             });
           } else if (rank.where.rank == 1) {
-            const at::Tensor kept = channels.receiver(0)->receive(1, 0, "1F0").tensors[0];
-            send(1, 0);
+            const TensorMessage kept = channels.receiver(0)->receive(step, 0, "1F0");
+            send(1, step, 0);
             ranks.announce_failure("rank 1 spilled the coffee");
-            said[1] = error_of([&] { send(1, 1); });
+            said[1] = error_of([&] { send(1, step, 1); });
           } else {
             said[2] = error_of([&] {
-              for (int64_t i = 0;; ++i) channels.receiver(1)->receive(1, i, "2F");
+              for (int64_t i = 0;; ++i) channels.receiver(1)->receive(step, i, "2F");
             });
           }
           ranks.recover();
-          channels.reset();
-          if (rank.where.rank == 0) send(0, 100 + round);
-          if (rank.where.rank == 1) {
-            const TensorMessage message = channels.receiver(0)->receive(1, 100 + round, "1F");
-            channels.sender(1)->send(message, "1F");
-          }
-          if (rank.where.rank == 2)
-            came.push_back(
-                channels.receiver(1)->receive(1, 100 + round, "2F").tensors[0][8].item<double>());
+          channels.forget_before(step + 1);
+          if (rank.where.rank == 0)
+            for (int64_t i = 0; i < 4; ++i) send(0, step + 1, i);
+          for (int64_t i = 0; i < 4 && rank.where.rank == 1; ++i)
+            channels.sender(1)->send(take(channels, 0, i, step + 1), "1F");
+          for (int64_t i = 0; i < 4 && rank.where.rank == 2; ++i)
+            came.push_back(take(channels, 1, i, step + 1).tensors[0][8].item<double>());
         }
       });
   for (const std::string& text : said) CHECK_THAT(text, Catch::Contains("spilled the coffee"));
-  CHECK_THAT(said[0], Catch::Contains("send of F by channel 'a' to rank 1, which has"));
+  CHECK_THAT(said[0], Catch::Contains("send of F by channel 'a' to rank 1, which is not done"));
   CHECK_THAT(said[2], Catch::Contains("receive of 2F by channel 'b' from rank 1"));
-  CHECK(came == std::vector<double>{100, 101, 102});
+  CHECK(came == std::vector<double>{1, 1, 1, 1, 3, 3, 3, 3, 5, 5, 5, 5});
 }
 
-TEST_CASE("over Gloo a failed rank ends all waits, and a reset says that the group has failed") {
+TEST_CASE("over Gloo a failed rank ends all waits") {
   std::string said;
-  std::string later;
   run_channels(2, {{0, 1, 2, "a"}}, Engine::kGloo, [&](ThreadRank& rank, TensorChannels& channels) {
     if (rank.where.rank == 0) return rank.communicator->announce_failure("the milk is sour");
     said = error_of([&] { channels.receiver(0)->receive(1, 0, "1F0"); });
     rank.communicator->announce_failure(said);
-    later = error_of([&] { channels.reset(); });
   });
   CHECK_THAT(said, Catch::Contains("receive of 1F0 by channel 'a' from rank 0") &&
                        Catch::Contains("the milk is sour"));
-  CHECK_THAT(later, Catch::Contains("the milk is sour"));
 }
 
-TEST_CASE("a reset without a failure drops what is on its way") {
+TEST_CASE("what earlier steps have sent can be forgotten") {
   for (const Engine engine : kEngines) {
     bool fine = false;
-    run_channels(2, {{0, 1, 3, "a"}}, engine, [&](ThreadRank& rank, TensorChannels& channels) {
+    run_channels(2, {{0, 1, 4, "a"}}, engine, [&](ThreadRank& rank, TensorChannels& channels) {
       const bool sends = rank.where.rank == 0;
       for (int64_t i = 0; sends && i < 3; ++i) channels.sender(0)->send(numbered(i), "0F");
-      channels.reset();
-      if (sends) channels.sender(0)->send(numbered(9, {at::ones({5})}), "0F9");
-      if (!sends) fine = channels.receiver(0)->receive(1, 9, "1F9").tensors[0].numel() == 5;
+      rank.communicator->barrier("sent").wait();
+      if (!sends) channels.forget_before(2);
+      if (sends) channels.sender(0)->send({.step = 2, .micro_batch = 9}, "0F9");
+      if (!sends) fine = take(channels, 0, 9, 2).tensors.empty();
     });
     CHECK(fine);
   }
@@ -338,17 +332,47 @@ TEST_CASE("a rank that goes is named to whoever waits for it") {
         [&](ThreadRank& rank) {
           auto channels = make_channels(*rank.communicator, {{1, 0, 1, "back"}});
           if (rank.where.rank == 1) {
+            rank.communicator->barrier("connected").wait();
             channels.reset();
             rank.communicator.reset();
             rank.group.reset();
             return;
           }
+          rank.communicator->barrier("connected").wait();
           said = error_of([&] { channels->receiver(0)->receive(1, 0, "0B0"); });
         },
         kTimeout, engine);
     CHECK_THAT(said, Catch::Contains("receive of 0B0 by channel 'back' from rank 1"));
     if (engine == Engine::kShm) CHECK_THAT(said, Catch::Contains("ended normally"));
   }
+}
+
+TEST_CASE("on several hosts channels go through memory where they can") {
+  std::vector<int64_t> wrong(4);
+  const std::vector<ChannelRequest> requests{
+      {0, 1, 2, "a"}, {1, 2, 2, "b"}, {2, 3, 2, "c"}, {3, 0, 2, "d"}, {2, 1, 1, "e"}};
+  run_thread_ranks(
+      4,
+      [&](ThreadRank& rank) {
+        const int64_t own = rank.where.rank;
+        const auto group = make_shm_group(
+            c10::make_intrusive<c10d::PrefixStore>("hosts", rank.store), rank.where,
+            {.timeout = kTimeout, .hostname = "127.0.0.1", .host_partition = own < 2 ? "x" : "y"});
+        const auto ranks = make_communicator(group, rank.store);
+        const auto channels = make_channels(*ranks, requests);
+        for (int64_t i = 0; i < 20; ++i) {
+          for (size_t c = 0; c < requests.size(); ++c)
+            if (auto* sender = channels->sender(c))
+              sender->send(numbered(i, {at::full({3000}, double(i) + double(c))}), "F");
+          for (size_t c = 0; c < requests.size(); ++c)
+            if (channels->receiver(c))
+              wrong[static_cast<size_t>(own)] += !at::equal(
+                  take(*channels, c, i).tensors[0], at::full({3000}, double(i) + double(c)));
+        }
+        ranks->barrier("the end").wait();
+      },
+      kTimeout, Engine::kShm);
+  CHECK(wrong == std::vector<int64_t>(4));
 }
 
 TEST_CASE("requests that are none, or differ between ranks, are refused on all ranks") {

@@ -4,6 +4,8 @@
 
 #include <trireme/shm/doctor.h>
 #include <trireme/shm/mailbox.h>
+#include <trireme/shm/packed_tensors.h>
+#include <trireme/shm/slot_channel.h>
 
 #include <algorithm>
 #include <array>
@@ -162,9 +164,87 @@ void receive(Input input) {
   mailbox.take_ended();
 }
 
+// Heads of a channel, and what they say of a slot of its own.
+void take_messages(Input input) {
+  static FakePeer peer;
+  static const Segment slot = Segment::create(SegmentKind::kAnonymous, 4096);
+  peer.block().state.store(RankState::kHere);
+  const auto group = peer.join();
+  alignas(64) static std::array<std::byte, 1024> memory;
+  memory.fill(std::byte{0});
+  auto* block = new (memory.data()) ChannelBlock{};
+  block->sent.store(3);
+  for (uint64_t sequence = 1; sequence <= 3; ++sequence) {
+    MessageHead head;
+    head.sequence = sequence;
+    head.slots = 1;
+    head.address = slot.address();
+    head.description_bytes = input.take<int16_t>();
+    head.payload_bytes = input.take<int16_t>();
+    std::memcpy(memory.data() + sizeof(ChannelBlock) + (sequence - 1) * sizeof(head), &head,
+                sizeof(head));
+  }
+  input.scribble(slot.data(), 4096);
+  SlotReceiver receiver(*group, {1, memory.data(), 3});
+  try {
+    for (int i = 0; i < 3; ++i) {
+      const SlotReceiver::Message message = receiver.take();
+      const auto* words = reinterpret_cast<const int64_t*>(message.slot->data());
+      const auto count = static_cast<size_t>(message.head.description_bytes) / 8;
+      unpack({words, count}, message.head.payload_bytes);
+    }
+  } catch (const Fault&) {
+  }
+}
+
+// Heads of any bytes. An address of another process than this is not tried.
+void take_strange_messages(Input input) {
+  static FakePeer peer;
+  peer.block().state.store(RankState::kHere);
+  const auto group = peer.join();
+  alignas(64) std::array<std::byte, 1024> memory{};
+  auto* block = new (memory.data()) ChannelBlock{};
+  block->sent.store(1);
+  MessageHead head;
+  head.sequence = 1;
+  std::array<std::byte, sizeof(head)> bytes{};
+  std::memcpy(bytes.data(), &head, sizeof(head));
+  input.scribble(bytes.data(), bytes.size());
+  std::memcpy(&head, bytes.data(), sizeof(head));
+  head.address.pid = ::getpid();
+  head.address.kind = SegmentKind::kNamed;
+  std::memcpy(memory.data() + sizeof(ChannelBlock), &head, sizeof(head));
+  peer.block().state.store(RankState::kLeft);  // who cannot open its memory asks no further
+  SlotReceiver receiver(*group, {1, memory.data(), 1});
+  try {
+    receiver.take();
+  } catch (const Fault&) {
+  }
+}
+
+// The descriptions of tensors: every element that one names lies in the payload.
+void read_description(Input input) {
+  const auto payload_bytes = static_cast<int64_t>(input.take<uint16_t>());
+  std::vector<int64_t> words;
+  while (!input.is_used_up() && words.size() < 64) {
+    const auto kind = input.take<uint8_t>();
+    const auto word = input.take<int64_t>();
+    words.push_back(kind % 2 == 0 ? word : word % 128);
+  }
+  const auto tensors = unpack(words, payload_bytes);
+  if (!tensors) return;
+  for (const PackedTensor& tensor : *tensors) {
+    int64_t numel = 1;
+    for (const int64_t size : tensor.sizes) numel *= size;
+    if (!tensor.is_defined || numel == 0) continue;
+    check(tensor.offset >= 0 && tensor.offset + numel * tensor.element_bytes <= payload_bytes);
+  }
+}
+
 using Reader = void (*)(Input);
-constexpr std::array<Reader, 6> kReaders{read_address,   read_mapping, read_records,
-                                         look_at_blocks, join_with,    receive};
+constexpr std::array<Reader, 9> kReaders{read_address,   read_mapping,     read_records,
+                                         look_at_blocks, join_with,        receive,
+                                         take_messages,  read_description, take_strange_messages};
 
 }  // namespace
 }  // namespace trireme::shm::test
