@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from trireme._C import Communicator
@@ -66,7 +65,7 @@ def partition(
 ) -> list[int]: ...
 
 _Forward = Callable[[int, Any], Any]
-_Named = tuple[list[str], list[torch.Tensor]]
+_Named = tuple[list[str], list[Tensor]]
 
 class PipelineEngine:
     def __init__(
@@ -76,10 +75,10 @@ class PipelineEngine:
         communicator: Communicator,
         scale_grads: bool,
     ) -> None: ...
-    def step(self, inputs: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor: ...
+    def step(self, inputs: Sequence[Sequence[Tensor]]) -> Tensor: ...
     def eval_step(
-        self, inputs: Sequence[Sequence[torch.Tensor]], has_loss: bool
-    ) -> tuple[torch.Tensor | None, list[tuple[list[torch.Tensor], str]]]: ...
+        self, inputs: Sequence[Sequence[Tensor]], has_loss: bool
+    ) -> tuple[Tensor | None, list[tuple[list[Tensor], str]]]: ...
     def recover(self) -> None: ...
     def set_parameters(self, stage: int, parameters: _Named) -> None: ...
     def last_step(self) -> dict[str, Any]: ...

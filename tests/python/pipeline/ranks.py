@@ -1,0 +1,92 @@
+"""What the tests of trireme.Pipeline share: models, batches, and one process as the oracle.
+
+    @on_shm_and_gloo_ranks(2)
+    def test_something(rank: int) -> None:
+        both = Both(tanh_layers, chunks=4, schedule="1f1b", loss=mse_loss)
+        for step in range(3):
+            both.train(step)
+
+Every step is compared, bit for bit, with that of one process which runs the same micro-batches in
+order, adds up their gradients and divides them at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import trireme
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+FORMS = ("gpipe", "1f1b", "looped-bfs", "interleaved-1f1b")
+WIDTH = 6
+
+
+def tanh_layers(count: int = 8) -> nn.Sequential:
+    torch.manual_seed(3)
+    made = [nn.Linear(WIDTH, WIDTH) if i % 2 == 0 else nn.Tanh() for i in range(count)]
+    return nn.Sequential(*made)
+
+
+def rows(seed: int, count: int = 10) -> Tensor:
+    return torch.randn(count, WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+def accumulate(
+    module: nn.Module, inputs: Tensor, targets: Any, *, chunks: int, loss: Callable[..., Tensor]
+) -> Tensor:
+    """One step of one process; returns the mean loss."""
+    losses = []
+    for x, y in zip(inputs.tensor_split(chunks), targets.tensor_split(chunks), strict=True):
+        one = loss(module(x), y)
+        one.backward()
+        losses.append(one.detach())
+    for parameter in module.parameters():
+        if parameter.grad is not None:
+            parameter.grad /= chunks
+    return sum(losses[1:], losses[0]) / chunks
+
+
+class Both:
+    """A pipeline, and one process with the whole module."""
+
+    def __init__(
+        self,
+        make: Callable[[], nn.Sequential],
+        chunks: int = 4,
+        loss: Any = mse_loss,
+        **options: Any,
+    ) -> None:
+        self.one = make()
+        self.pipe = trireme.Pipeline(make(), chunks, ranks=True, loss=loss, **options)
+        self.chunks, self.loss = chunks, loss
+        own = list(self.pipe.parameters())
+        self.optimizers = [
+            torch.optim.AdamW(parameters, lr=0.01)
+            for parameters in (list(self.one.parameters()), own)
+            if parameters
+        ]
+
+    def train(self, step: int, count: int = 10) -> None:
+        """One step of both, and the comparison."""
+        x, y = rows(2 * step, count), rows(2 * step + 1, count)
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+        expected = accumulate(self.one, x, y, chunks=self.chunks, loss=self.loss)
+        got = self.pipe.step(x, target=y)
+        assert got.dim() == 0 and not got.requires_grad
+        assert torch.equal(got, expected), (got, expected)
+        self.assert_equal()
+        for optimizer in self.optimizers:
+            optimizer.step()
+        self.assert_equal()
+
+    def assert_equal(self) -> None:
+        whole = dict(self.one.named_parameters())
+        for name, parameter in self.pipe.named_parameters():
+            assert torch.equal(parameter, whole[name]), name
+            got, expected = parameter.grad, whole[name].grad
+            assert (got is None) == (expected is None), name
+            assert got is None or torch.equal(got, expected), (name, got, expected)
