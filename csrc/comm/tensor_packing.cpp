@@ -11,7 +11,7 @@
 namespace trireme {
 namespace {
 
-// Says it as much would push out of the caches what the sender works on.
+// So much would push out of the caches what the sender works on.
 constexpr size_t kLeavesCaches = size_t{8} << 20;
 
 bool lies_as_it_is(const at::Tensor& tensor) {
