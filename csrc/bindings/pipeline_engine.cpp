@@ -49,7 +49,7 @@ class PythonStage final : public StageFunction {
   PipelineValue forward(int64_t micro_batch, PipelineValue input) override {
     const py::gil_scoped_acquire gil;
     const py::object given = to_python(input);
-    input = {};  // a layer that works in place would else find another owner
+    input = {};  // a layer that works in place finds no other owner
     return from_python(call(*forward_, micro_batch, given));
   }
 

@@ -16,7 +16,8 @@ from torch import nn
 CONTEXT, CHARACTERS, BATCH = 32, 128, 64
 
 
-def main(text_file: str, steps: int = 100, schedule: str = "1f1b") -> None:
+def main(text_file: str, last: str = "100", schedule: str = "1f1b") -> None:
+    steps = int(last)
     ctx = trireme.init()  # PIPE 2
     text = torch.frombuffer(bytearray(Path(text_file).read_bytes()), dtype=torch.uint8)
     windows = text.long().clamp_max(CHARACTERS - 1).unfold(0, CONTEXT + 1, 1)
@@ -48,5 +49,4 @@ def main(text_file: str, steps: int = 100, schedule: str = "1f1b") -> None:
 
 
 if __name__ == "__main__":
-    text_file, steps, schedule = (*sys.argv[1:], "100", "1f1b")[:3]
-    main(text_file, int(steps), schedule)
+    main(*sys.argv[1:])

@@ -1,0 +1,227 @@
+"""A stage raises, is interrupted, killed or stopped: all ranks raise in time, and may go on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import trireme
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+from ddp.ranks import (
+    AGES_S,
+    kill_this_rank,
+    message_of,
+    process_of,
+    raises,
+    say,
+    set_timeout,
+    stay_until,
+)
+from pipeline.ranks import FORMS, WIDTH, Both, rows, tanh_layers
+from shm.ranks import on_shm_and_gloo_ranks, on_shm_ranks, state_of, until, until_inside
+
+
+class Breaks(nn.Module):
+    """Calls what it is told to, in the forward of one micro-batch or in its backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: dict[int, Any] = {}
+        self.in_backward = False
+        self.count = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        call = self.calls.get(self.count)
+        self.count += 1
+        if call is None:
+            return x
+        if not self.in_backward:
+            call()
+        y = x.clone()
+        if y.requires_grad:
+            y.register_hook(lambda _: call())
+        return y
+
+    def arm(self, micro_batch: int, call: Any, in_backward: bool = False) -> None:
+        self.count, self.calls, self.in_backward = 0, {micro_batch: call}, in_backward
+
+    def disarm(self) -> None:
+        self.calls = {}
+
+
+def broken() -> None:
+    raise ArithmeticError("the data are broken")
+
+
+def fragile_layers() -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(*(
+        one for _ in range(8) for one in (nn.Linear(WIDTH, WIDTH), Breaks())
+    ))  # fmt: skip
+
+
+def breaks_of(pipe: Any) -> list[Breaks]:
+    return [one for one in pipe.modules() if isinstance(one, Breaks)]
+
+
+@contextmanager
+def fails(own: bool, *parts: str) -> Iterator[None]:
+    """All ranks raise an error with these parts; that of the failing one has its exception."""
+    with pytest.raises(RuntimeError) as caught:
+        yield
+    text = message_of(caught.value)
+    missing = [part for part in (*parts, "the data are broken") if part not in text]
+    assert not missing, f"{missing} not in: {text}"
+    assert isinstance(caught.value.__cause__, ArithmeticError) == own, text
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+@on_shm_ranks("world", timeout=60, patience_s=AGES_S)
+def test_a_stage_raises(rank: int, world: int) -> None:
+    """In forwards and backwards of any stage, under every form; the next step is right."""
+    for form in FORMS:
+        both = Both(fragile_layers, schedule=form)
+        both.train(0)
+        for number in sorted({0, both.pipe.schedule.stages - 1}):
+            holder = both.pipe.schedule.stage_rank[number]
+            for micro_batch, in_backward in ((0, False), (2, False), (1, True)):
+                before = [one.grad.clone() for one in both.pipe.parameters()]
+                if rank == holder:
+                    held = [one for one in both.pipe.stages if one.rank == rank]
+                    layers = next(one.layers for one in held if one.number == number)
+                    last = both.pipe.get_submodule(layers[-1])
+                    assert isinstance(last, Breaks)
+                    last.arm(micro_batch, broken, in_backward)
+                parts = [f"stage {number}", f"(rank {holder} of {world})"]
+                parts += [f"{number}{'B' if in_backward else 'F'}{micro_batch}"]
+                if in_backward:  # the exception of a hook passes through autograd
+                    with pytest.raises(RuntimeError, match="the data are broken"):
+                        both.pipe.step(rows(0), target=rows(1))
+                else:
+                    with fails(rank == holder, *parts):
+                        both.pipe.step(rows(0), target=rows(1))
+                for one in breaks_of(both.pipe):
+                    one.disarm()
+                after = [one.grad for one in both.pipe.parameters()]
+                assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+                both.train(1)
+
+
+@on_shm_ranks(3, timeout=40, patience_s=AGES_S)
+def test_the_loss_raises(rank: int) -> None:
+    armed = [False]
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        if armed[0]:
+            broken()
+        return mse_loss(output, target)
+
+    pipe = trireme.Pipeline(tanh_layers(), 4, ranks=True, loss=loss, schedule="1f1b")
+    expected = pipe.step(rows(0), target=rows(1))
+    for call in (pipe.step, pipe.eval_step):
+        armed[0] = True
+        with fails(rank == 2, "stage 2", "(rank 2 of 3)", "2F0"):
+            call(rows(0), target=rows(1))
+        armed[0] = False
+        assert torch.equal(pipe.step(rows(0), target=rows(1)), expected)
+
+
+@pytest.mark.parametrize("raising", [0, 1])
+@on_shm_and_gloo_ranks(2, timeout=40, patience_s=5)
+def test_over_gloo_the_group_must_be_rebuilt(rank: int, raising: int) -> None:
+    """Over shared memory the next step works."""
+    both = Both(fragile_layers, schedule="1f1b")
+    both.train(0)
+    if rank == raising:
+        breaks_of(both.pipe)[0].arm(0, broken)
+    if dist.get_backend() == "gloo" and rank != raising:
+        with pytest.raises(dist.DistBackendError):
+            both.pipe.step(rows(0), target=rows(1))
+    else:
+        with fails(rank == raising):
+            both.pipe.step(rows(0), target=rows(1))
+    for one in breaks_of(both.pipe):
+        one.disarm()
+    if dist.get_backend() == "gloo":
+        with pytest.raises(dist.DistBackendError, match="initialise it again"):
+            both.pipe.step(rows(0), target=rows(1))
+    else:
+        both.train(1)
+
+
+@on_shm_ranks(2, timeout=40, patience_s=AGES_S)
+def test_ctrl_c_in_a_stage_and_in_a_wait(rank: int) -> None:
+    both = Both(fragile_layers, schedule="1f1b")
+    both.train(0)
+
+    def interrupt() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(30)  # ends by the signal
+
+    if rank == 1:
+        breaks_of(both.pipe)[0].arm(1, interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            both.pipe.step(rows(0), target=rows(1))
+    else:
+        with pytest.raises(dist.DistBackendError, match="rank 1"):
+            both.pipe.step(rows(0), target=rows(1))
+    breaks_of(both.pipe)[0].disarm()
+    both.train(1)
+    if rank == 0:  # which waits for nobody before its first message is due
+
+        def wake() -> None:
+            until_inside(1)
+            os.kill(process_of(1), signal.SIGINT)
+            stay_until("rank 1 was interrupted")
+
+        breaks_of(both.pipe)[0].arm(0, wake)
+        with pytest.raises(dist.DistBackendError, match="KeyboardInterrupt"):
+            both.pipe.step(rows(0), target=rows(1))
+    else:
+        with pytest.raises(KeyboardInterrupt):
+            both.pipe.step(rows(0), target=rows(1))
+        say("rank 1 was interrupted")
+    breaks_of(both.pipe)[0].disarm()
+    both.train(2)
+
+
+@pytest.mark.parametrize("moment", ["between steps", "forward", "backward"])
+@on_shm_ranks(3, timeout=40, patience_s=AGES_S, dying=[1])
+def test_a_rank_is_killed(rank: int, moment: str) -> None:
+    """The others raise within a second, and name it."""
+    both = Both(fragile_layers, schedule="1f1b", balance=[2, 12, 2])
+    both.train(0)
+    if rank == 1:
+        if moment == "between steps":
+            kill_this_rank()
+        breaks_of(both.pipe)[0].arm(1, kill_this_rank, moment == "backward")
+        both.pipe.step(rows(0), target=rows(1))
+    begin = time.monotonic()
+    with raises(dist.DistBackendError, "rank 1", f"(rank {rank} of 3)"):
+        both.pipe.step(rows(0), target=rows(1))
+    assert time.monotonic() - begin < 2  # the step up to there, and a second
+    with pytest.raises(dist.DistBackendError, match="rank 1"):
+        both.pipe.step(rows(0), target=rows(1))
+
+
+@on_shm_ranks(2, timeout=40, patience_s=AGES_S)
+def test_a_stopped_rank_is_alive(rank: int) -> None:
+    both = Both(tanh_layers, schedule="1f1b")
+    both.train(0)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return
+    until(lambda: state_of(process_of(1)) == "T")
+    set_timeout(1)
+    with raises(dist.DistBackendError, "rank 1", "alive"):
+        both.pipe.step(rows(0), target=rows(1))
+    os.kill(process_of(1), signal.SIGCONT)
