@@ -64,11 +64,15 @@ class PipelineEngine::Row {
     for (const PipelineAction& action : schedule_.rows[static_cast<size_t>(where_.rank)]) {
       for_each_part(action, [&](const PipelineAction& part) { add(part); });
     }
-    report_.computed_bubble = bubble(schedule_);
   }
 
   const PipelineSchedule& schedule() const { return schedule_; }
-  const PipelineReport& report() const { return report_; }
+
+  PipelineReport report() const {
+    PipelineReport report = report_;
+    report.computed_bubble = bubble(schedule_, measured_costs());
+    return report;
+  }
 
   void set_parameters(int64_t stage, NamedParameters parameters) {
     for (size_t i = 0; i < stages_.size(); ++i) {
@@ -334,6 +338,18 @@ class PipelineEngine::Row {
     report_.bubble = step_ms > 0 ? std::max(0.0, 1 - computing / step_ms) : 0;
   }
 
+  // Returns what a micro-batch took in a stage of this rank, mean over these, for all stages. A
+  // backward in one piece counts half as I and half as W.
+  ScheduleCosts measured_costs() const {
+    StageCosts sum{0, 0, 0};
+    for (const StageReport& one : report_.stages) {
+      sum.forward += one.forward_ms;
+      sum.input += one.input_ms + one.backward_ms / 2;
+      sum.weight += one.weight_ms + one.backward_ms / 2;
+    }
+    return {{sum}};
+  }
+
   // Tells the others why this rank leaves the step, and drops what it has of it.
   std::string give_up(const std::string& why) noexcept {
     std::string text = why;
@@ -410,6 +426,6 @@ void PipelineEngine::set_parameters(int64_t stage, NamedParameters parameters) {
 
 const PipelineSchedule& PipelineEngine::schedule() const { return row_->schedule(); }
 
-const PipelineReport& PipelineEngine::last_step() const { return row_->report(); }
+PipelineReport PipelineEngine::last_step() const { return row_->report(); }
 
 }  // namespace trireme

@@ -46,7 +46,8 @@ struct PipelineReport {
   int64_t step = 0;
   double step_ms = 0;
   double bubble = 0;           // share of the step in which this rank computed nothing
-  double computed_bubble = 0;  // what the schedule says of this rank's figures
+  // Tells the bubble of the schedule where all stages take as long as those of this rank did.
+  double computed_bubble = 0;
   std::vector<StageReport> stages = {};
 };
 
@@ -105,8 +106,9 @@ class TRIREME_API PipelineEngine {
   void set_parameters(int64_t stage, NamedParameters parameters);
 
   const PipelineSchedule& schedule() const;
-  // Returns what this rank did in the last step that ended well.
-  const PipelineReport& last_step() const;
+  // Returns what this rank did in the last step that ended well. Costs one simulation of the
+  // schedule.
+  PipelineReport last_step() const;
 
  private:
   class Row;

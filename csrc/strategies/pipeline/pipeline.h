@@ -105,7 +105,7 @@ class PipelineImpl : public torch::nn::Module {
   }
 
   const PipelineSchedule& schedule() const { return engine_->schedule(); }
-  const PipelineReport& last_step() const { return engine_->last_step(); }
+  PipelineReport last_step() const { return engine_->last_step(); }
   PipelineEngine& engine() { return *engine_; }
 
  private:
