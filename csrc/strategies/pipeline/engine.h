@@ -45,7 +45,7 @@ struct StageReport {
 struct PipelineReport {
   int64_t step = 0;
   double step_ms = 0;
-  double bubble = 0;           // share of the step in which this rank computed nothing
+  double bubble = 0;  // share of the step in which this rank computed nothing
   // Tells the bubble of the schedule where all stages take as long as those of this rank did.
   double computed_bubble = 0;
   std::vector<StageReport> stages = {};
