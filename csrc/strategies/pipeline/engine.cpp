@@ -238,7 +238,8 @@ class PipelineEngine::Row {
       const Timed computes(report.forward_ms);
       is_in_stage_ = true;
       output = stage.forward(action.micro_batch, std::move(input));
-      if (stage.is_last() && has_loss_) losses_.push_back(stage.loss(action.micro_batch, output));
+      if (stage.is_last() && has_loss_)
+        keep_loss(action.micro_batch, stage.loss(action.micro_batch, output));
       is_in_stage_ = false;
     }
     if (!trains && !stage.is_first()) edges_->done_with_input(stage.index());
@@ -306,12 +307,19 @@ class PipelineEngine::Row {
     report.bytes += bytes_of(tensors);
   }
 
-  // Takes the loss to all ranks, once all have finished.
+  void keep_loss(int64_t micro_batch, at::Tensor loss) {
+    losses_.resize(static_cast<size_t>(schedule_.micro_batches));
+    losses_[static_cast<size_t>(micro_batch)] = std::move(loss);
+  }
+
+  // Takes the loss to all ranks, once all have finished. Losses are added up one after the other:
+  // mean() would add them in another order, and so round otherwise than a loop in one process.
   at::Tensor finish() {
     LossMessage message;
     if (!losses_.empty()) {
-      const at::Tensor all = at::stack(losses_);
-      const at::Tensor loss = options_.scale_grads ? all.mean() : all.sum();
+      at::Tensor loss = losses_.front().clone();
+      for (size_t i = 1; i < losses_.size(); ++i) loss.add_(losses_[i]);
+      if (options_.scale_grads) loss.div_(schedule_.micro_batches);
       message = {loss.item<double>(), static_cast<double>(loss.scalar_type()), 1};
     }
     at::Tensor sum = at::tensor({message.value, message.dtype, message.has_loss}, at::kDouble)
@@ -397,7 +405,7 @@ class PipelineEngine::Row {
   bool has_loss_ = false;
   bool has_failed_ = false;
   std::vector<PipelineValue> inputs_;
-  std::vector<at::Tensor> losses_;
+  std::vector<at::Tensor> losses_;  // one per micro-batch
   Evaluation result_;
 };
 
