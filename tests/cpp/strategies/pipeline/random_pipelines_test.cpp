@@ -12,6 +12,8 @@
 #include <thread_ranks.h>
 #include <vector>
 
+#include "strategies/pipeline/losses.h"
+
 namespace trireme::random_pipelines_test {
 
 using test::Engine;
@@ -165,7 +167,7 @@ Tensors train_alone(const Drawn& drawn, Tensors& losses) {
       if (loss.requires_grad()) loss.backward();
       of_step.push_back(loss.detach());
     }
-    losses.push_back(at::stack(of_step).mean());
+    losses.push_back(test::mean_of(of_step));
   }
   Tensors gradients;
   for (const auto& stage : stages)
