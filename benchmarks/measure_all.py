@@ -32,6 +32,7 @@ NAMES = (
     "optimizers",
     "checkpoint",
     "activation",
+    "pipeline",
 )
 
 

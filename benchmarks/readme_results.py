@@ -29,6 +29,7 @@ from readme_costs import (
     hosts_tables,
     replica_overheads,
 )
+from readme_pipeline import pipeline_tables
 from readme_steps import (
     RATIO,
     contest_table,
@@ -177,6 +178,7 @@ PAGES: Mapping[str, Sequence[Part]] = {
         ("collectives", COLLECTIVES),
     ),
     "docs/activation_memory.md": (("activation", activation_tables),),
+    "docs/pipeline.md": (("pipeline", pipeline_tables),),
     "docs/shared_memory.md": (("faults", FAULT_TIMES), ("collectives", SHORT_LIST)),
     "docs/ddp.md": (("steps", ddp_tables),),
     "docs/zero.md": (("steps", contest_table("zero")),),

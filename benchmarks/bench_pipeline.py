@@ -1,0 +1,218 @@
+"""What pipelines over ranks cost, beside torch.distributed.pipelining and one process.
+
+    python benchmarks/bench_pipeline.py --json benchmarks/results/pipeline.json
+    python benchmarks/bench_pipeline.py --only small --quick
+
+engine (half a minute): layers of Linear(8, 8) on one rank, 32 micro-batches: what an action takes
+beyond the bare arithmetic, which a loop of Python does.
+
+small (half a minute): the same layers on 2 ranks.
+
+steps (5 minutes): `mlp`, `gpt-small-batch` and `gpt`, cut between their blocks.
+
+messages (1 minute): one way between two ranks, beside Gloo's send and recv, and beside one copy.
+
+Ours is over shared memory, torch's over Gloo, on the same schedule, models and micro-batches; ranks
+have one thread each. One process with one and with two threads runs the same micro-batches. All
+sides live in the same processes and take turns, odd rounds reversed; a step takes as long as its
+slowest rank. A target is met when the median of the paired ratios is at or below it.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from harness.bench_options import run_in_parts
+from harness.pipeline_runs import StepTimes, Times, measure_messages, measure_steps
+from harness.stats import PairedRatio
+from harness.table import table
+
+RANKS = 2
+ENGINE_TARGET = 0.25
+# What ours / torch shall be at most, by workload and schedule.
+TARGETS = {
+    "linear": {"1f1b": 0.12, "interleaved-1f1b": 0.12, "zb-v": 0.12},
+    "mlp": {"1f1b": 0.75, "zb-v": 0.5},
+    "gpt-small-batch": {"1f1b": 0.75, "interleaved-1f1b": 0.6, "zb-v": 0.5},
+    "gpt": {"1f1b": 1.0, "zb-v": 0.95},
+}
+SPLIT_TARGET = 1.05  # ours with zb-v beside ours with 1f1b, of `mlp` and `gpt`
+BUBBLE_TOLERANCE = 0.03
+MESSAGES = {64 << 10: 0.25, 1 << 20: 0.12, 25 << 20: 0.35}  # targets by bytes
+COPY_TARGET = 1.6
+COPIES_FROM = 1 << 20  # bytes
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much is measured. A quick run is for looking, not for judging."""
+
+    processes: int
+    rounds: int
+    short_rounds: int
+    tiny: bool
+
+
+FULL = Effort(processes=3, rounds=9, short_rounds=50, tiny=False)
+QUICK = Effort(processes=1, rounds=2, short_rounds=3, tiny=True)
+
+
+def main(command_line: Sequence[str] | None = None) -> int:
+    """Returns the exit code: 0 (also if a target is missed), 2 wrong options, 3 a run failed."""
+    return run_in_parts("bench_pipeline", __doc__, list(PARTS), _bench, command_line)
+
+
+def _bench(part: str, quick: bool, results: dict[str, Any]) -> bool:
+    print(f"{part}:", flush=True)
+    results[part] = PARTS[part](QUICK if quick else FULL)
+    return True
+
+
+def bench_engine(effort: Effort) -> dict[str, Any]:
+    """Measures and prints what an action costs on one rank; returns its part of the JSON."""
+    runs = [
+        measure_steps("linear", ["gpipe"], 1, effort.short_rounds) for _ in range(effort.processes)
+    ]
+    times = _together(runs)
+    actions = 2 * runs[0].chunks
+    bare = times["1 thread"]
+    added = {
+        side: [1e3 * (ms - alone) / actions for ms, alone in zip(taken, bare, strict=True)]
+        for side, taken in (("ours", times["ours gpipe"]), ("torch", times["torch gpipe"]))
+    }
+    found = {side: statistics.median(us) for side, us in added.items()}
+    share = found["ours"] / found["torch"]
+    rows = [
+        {"label": label, "us": 1e3 * statistics.median(times[side]) / actions, "added_us": us}
+        for label, side, us in (
+            ("bare arithmetic", "1 thread", 0.0),
+            ("trireme", "ours gpipe", found["ours"]),
+            ("torch", "torch gpipe", found["torch"]),
+        )
+    ]
+    verdict = "met" if share <= ENGINE_TARGET else "missed"
+    _print_rows("F or B on one rank", rows, {"us": "us", "beyond bare": "added_us"})
+    print(f"beyond bare, trireme / torch: {share:.3f}, target {ENGINE_TARGET}: {verdict}\n")
+    return {"rows": rows, "share": share, "target": ENGINE_TARGET, "verdict": verdict}
+
+
+def bench_small(effort: Effort) -> list[dict[str, Any]]:
+    """Measures and prints steps of little arithmetic; returns their part of the JSON."""
+    return _steps_of("linear", effort.short_rounds, effort, list(TARGETS["linear"]))["rows"]
+
+
+def bench_steps(effort: Effort) -> dict[str, Any]:
+    """Measures and prints steps of the workloads; returns their part of the JSON."""
+    found: dict[str, Any] = {"rows": [], "splits": [], "bubbles": []}
+    for workload in ("mlp", "gpt-small-batch", "gpt"):
+        # Models of tests have two blocks: one for each of two stages.
+        names = ["1f1b"] if effort.tiny else list(TARGETS[workload])
+        for part, rows in _steps_of(workload, effort.rounds, effort, names).items():
+            found[part] += rows
+    return found
+
+
+def bench_messages(effort: Effort) -> list[dict[str, Any]]:
+    """Measures and prints messages; returns their part of the JSON."""
+    rows = []
+    for size, target in MESSAGES.items():
+        runs = [measure_messages(size, effort.rounds) for _ in range(effort.processes)]
+        times = {side: [us for run in runs for us in run[side]] for side in runs[0]}
+        row: dict[str, Any] = {"kib": size >> 10}
+        row |= {f"{side}_us": statistics.median(taken) for side, taken in times.items()}
+        row["ratio"] = asdict(PairedRatio.of(times["ours"], times["torch"], target))
+        copies = PairedRatio.of(times["ours"], times["copy"], COPY_TARGET)
+        row["copies"] = asdict(copies) if size >= COPIES_FROM else None
+        rows.append(row)
+        print(f"{size >> 10} KiB: " + ", ".join(f"{k} {row[f'{k}_us']:.1f} us" for k in times))
+        _print("message, trireme / torch", row["ratio"])
+        if size >= COPIES_FROM:
+            _print("message / copy", row["copies"])
+    return rows
+
+
+PARTS = {
+    "engine": bench_engine,
+    "small": bench_small,
+    "steps": bench_steps,
+    "messages": bench_messages,
+}
+
+
+def _steps_of(
+    workload: str, rounds: int, effort: Effort, names: Sequence[str]
+) -> dict[str, list[dict[str, Any]]]:
+    runs = [
+        measure_steps(workload, names, RANKS, rounds, effort.tiny) for _ in range(effort.processes)
+    ]
+    times = _together(runs)
+    medians = {side: statistics.median(taken) for side, taken in times.items()}
+    rows, bubbles, splits = [], [], []
+    for name in names:
+        ratio = PairedRatio.of(
+            times[f"ours {name}"], times[f"torch {name}"], TARGETS[workload][name]
+        )
+        rows.append(
+            {
+                "workload": workload,
+                "schedule": name,
+                "ours_ms": medians[f"ours {name}"],
+                "torch_ms": medians[f"torch {name}"],
+                "one_thread_ms": medians["1 thread"],
+                "two_threads_ms": medians["2 threads"],
+                "live": runs[0].live[name],
+                "ratio": asdict(ratio),
+            }
+        )
+        measured, computed = (
+            statistics.median(run.bubbles[name][i] for run in runs) for i in (0, 1)
+        )
+        apart = abs(measured - computed)
+        bubbles.append(
+            {
+                "workload": workload,
+                "schedule": name,
+                "measured": measured,
+                "computed": computed,
+                "verdict": "met" if apart <= BUBBLE_TOLERANCE else "missed",
+            }
+        )
+    _print_rows(
+        workload,
+        [{"label": side, "ms": ms} for side, ms in medians.items()],
+        {"step ms": "ms"},
+    )
+    for row, bubble in zip(rows, bubbles, strict=True):
+        _print(f"{row['schedule']}, trireme / torch", row["ratio"])
+        print(f"  bubble {bubble['measured']:.3f}, computed {bubble['computed']:.3f}")
+    if {"zb-v", "1f1b"} <= set(names) and workload in ("mlp", "gpt"):
+        split = PairedRatio.of(times["ours zb-v"], times["ours 1f1b"], SPLIT_TARGET)
+        splits.append({"workload": workload, "ratio": asdict(split)})
+        _print("zb-v / 1f1b of trireme", splits[0]["ratio"])
+    return {"rows": rows, "splits": splits, "bubbles": bubbles}
+
+
+def _together(runs: Sequence[StepTimes]) -> Times:
+    return {side: [ms for run in runs for ms in run.times[side]] for side in runs[0].times}
+
+
+def _print_rows(title: str, rows: Sequence[dict[str, Any]], columns: dict[str, str]) -> None:
+    cells = [[row["label"], *(f"{row[key]:.2f}" for key in columns.values())] for row in rows]
+    print(table([title, *columns], cells))
+
+
+def _print(title: str, ratio: dict[str, Any]) -> None:
+    low, high = ratio["quartiles"]
+    print(
+        f"{title}: {ratio['median']:.3f} ({low:.3f} to {high:.3f}), "
+        f"target {ratio['target']:g}: {ratio['verdict']}",
+        flush=True,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,336 @@
+"""Measures pipelines in fresh ranks: all sides live in the same processes and take turns.
+
+Ours is over shared memory, torch's over Gloo. "1 thread" and "2 threads" are rank 0 alone with the
+whole model and the same micro-batches, while the others sleep.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from models import Gpt
+from torch import Tensor, nn
+from torch.distributed import pipelining
+from workloads import WORKLOADS, Batch, WorkloadOptions
+
+from harness.memory import keep_heap_warm
+from harness.ranks import Launch, RankGroup
+from harness.worker import take_over_stdout
+
+TORCHS = {
+    "gpipe": pipelining.ScheduleGPipe,
+    "1f1b": pipelining.Schedule1F1B,
+    "interleaved-1f1b": pipelining.ScheduleInterleaved1F1B,
+    "zb-v": pipelining.ScheduleZBVZeroBubble,
+}
+LAYERS = 8  # of Linear(8, 8): a multiple of every number of stages
+WARM_UP_ROUNDS = 3
+TOLERANCE = 1e-4
+
+Step = Callable[[], Any]
+Times = dict[str, list[float]]
+
+
+@dataclass(frozen=True)
+class PipelineJob:
+    """A model as layers, and one batch of it. `first` and `last` layers stay beside a block."""
+
+    layers: Sequence[nn.Module]
+    inputs: Tensor
+    targets: Tensor
+    loss: Callable[[Tensor, Tensor], Tensor]
+    chunks: int
+    ends: int = 0
+
+    def balance(self, stages: int) -> list[int]:
+        """How many layers each stage has: as many blocks in each."""
+        blocks = (len(self.layers) - 2 * self.ends) // stages
+        counts = [blocks] * stages
+        counts[0] += self.ends
+        counts[-1] += self.ends
+        return counts
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """`times`: ms of each round's step by side. `chunks`: micro-batches. `bubbles`: by schedule,
+    those of the last step of ours, measured and computed, the mean over ranks. `live`: micro-batches
+    at most on each rank."""
+
+    times: Times
+    chunks: int
+    bubbles: dict[str, tuple[float, float]]
+    live: dict[str, list[int]]
+
+
+def measure_steps(
+    workload: str, schedules: Sequence[str], ranks: int, rounds: int, tiny: bool = False
+) -> StepTimes:
+    """Measures steps of "ours S" and "torch S" for each schedule S, and of one process."""
+    config = {
+        "do": "steps",
+        "workload": workload,
+        "schedules": list(schedules),
+        "rounds": rounds,
+        "tiny": tiny,
+    }
+    replies = _run(config, ranks)
+    times = {
+        name: [max(of_ranks) for of_ranks in zip(*(r["times"][name] for r in replies), strict=True)]
+        for name in replies[0]["times"]
+    }
+    bubbles, live = {}, {}
+    for name in schedules:
+        reports = [reply["reports"][name] for reply in replies]
+        bubbles[name] = (
+            sum(one["bubble"] for one in reports) / ranks,
+            sum(one["computed_bubble"] for one in reports) / ranks,
+        )
+        live[name] = [sum(stage["peak_live"] for stage in one["stages"]) for one in reports]
+    return StepTimes(times, replies[0]["chunks"], bubbles, live)
+
+
+def measure_messages(size: int, rounds: int) -> Times:
+    """us of one message of `size` bytes between two ranks, "ours" and "torch", half of a round
+    trip; and of one "copy" of as many bytes."""
+    times: Times = _run({"do": "messages", "size": size, "rounds": rounds}, 2)[0]
+    return times
+
+
+def _run(config: Mapping[str, Any], ranks: int) -> list[Any]:
+    with tempfile.TemporaryDirectory(prefix="bench") as scratch:
+        text = json.dumps(config)
+        launch = Launch("pipeline", "harness.pipeline_runs", text, ranks, 1, Path(scratch))
+        with RankGroup(launch) as group:
+            return group.replies()
+
+
+class _Added(nn.Module):
+    """Is a layer with a shortcut, as Mlp has them."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.block(x)
+
+
+class _Embedding(nn.Module):
+    def __init__(self, gpt: Gpt) -> None:
+        super().__init__()
+        self.tokens, self.positions = gpt.tokens, gpt.positions
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        embedded: Tensor = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
+        return embedded
+
+
+def job_of(workload: str, tiny: bool) -> PipelineJob:
+    """The workload cut between its blocks; "linear" has layers of Linear(8, 8)."""
+    if workload == "linear":
+        layers = [nn.Linear(8, 8) for _ in range(LAYERS)]
+        x, y = torch.randn(64, 8), torch.randn(64, 8)
+        return PipelineJob(layers, x, y, nn.functional.mse_loss, 32)
+    chunks, rows = {"mlp": (8, 32), "gpt-small-batch": (4, 4), "gpt": (8, 16)}[workload]
+    made = WORKLOADS[workload](WorkloadOptions(tiny=tiny))
+    model, batch = made.model(), made.samples().rows(torch.arange(rows))
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return made.loss(output, Batch(target, target))
+
+    if isinstance(model, Gpt):
+        head = nn.Sequential(model.norm, model.head)
+        layers = [_Embedding(model), *model.blocks, head]
+        return PipelineJob(layers, batch.inputs, batch.targets, loss, chunks, ends=1)
+    layers = [_Added(block) for block in model.blocks]  # type: ignore[union-attr]
+    return PipelineJob(layers, batch.inputs, batch.targets, loss, chunks)
+
+
+class _Sides:
+    """Makes a step of each side; every one trains a copy of the layers."""
+
+    def __init__(self, job: PipelineJob) -> None:
+        self.job = job
+        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
+        self.gloo = dist.new_group(backend="gloo")
+
+    def ours(self, schedule: str) -> Any:
+        import trireme
+
+        job = self.job
+        value = trireme.pipeline_schedule(schedule, ranks=self.ranks, micro_batches=job.chunks)
+        return trireme.Pipeline(
+            nn.Sequential(*copy.deepcopy(list(job.layers))),
+            job.chunks,
+            ranks=True,
+            schedule=value,
+            balance=job.balance(value.stages),
+            loss=job.loss,
+        )
+
+    def torchs(self, schedule: str, stage_rank: Sequence[int]) -> Callable[[], float | None]:
+        """The loss comes back on the rank of the last stage."""
+        job, stages, begin = self.job, [], 0
+        own = [number for number, rank in enumerate(stage_rank) if rank == self.rank]
+        layers = copy.deepcopy(list(job.layers))
+        for number, count in enumerate(job.balance(len(stage_rank))):
+            part = nn.Sequential(*layers[begin : begin + count])
+            begin += count
+            if number in own:
+                stages.append(
+                    pipelining.PipelineStage(
+                        part, number, len(stage_rank), torch.device("cpu"), group=self.gloo
+                    )
+                )
+        kind = TORCHS[schedule]
+        is_multi = issubclass(kind, pipelining.schedules.PipelineScheduleMulti)
+        run = kind(stages if is_multi else stages[0], job.chunks, loss_fn=job.loss)  # type: ignore
+        given = (job.inputs,) if 0 in own else ()
+        has_loss = len(stage_rank) - 1 in own
+
+        def step() -> float | None:
+            for stage in stages:
+                stage.submod.zero_grad()
+            if not has_loss:
+                run.step(*given)
+                return None
+            losses: list[Tensor] = []
+            run.step(*given, target=job.targets, losses=losses)
+            return float(sum(losses) / job.chunks)
+
+        return step
+
+    def alone(self, threads: int) -> Callable[[], float]:
+        job, model = self.job, nn.Sequential(*copy.deepcopy(list(self.job.layers)))
+        x, y = job.inputs.tensor_split(job.chunks), job.targets.tensor_split(job.chunks)
+
+        def step() -> float:
+            torch.set_num_threads(threads)
+            model.zero_grad()
+            total = torch.zeros(())
+            for inputs, targets in zip(x, y, strict=True):
+                loss = job.loss(model(inputs), targets)
+                loss.backward()
+                total += loss.detach()
+            for parameter in model.parameters():
+                assert parameter.grad is not None
+                parameter.grad /= job.chunks
+            torch.set_num_threads(1)
+            return float(total / job.chunks)
+
+        return step
+
+
+def _steps(config: Mapping[str, Any]) -> dict[str, Any]:
+    sides = _Sides(job_of(config["workload"], config["tiny"]))
+    pipes = {name: sides.ours(name) for name in config["schedules"]}
+    steps: dict[str, Step] = {}
+    for name, pipe in pipes.items():
+        steps[f"ours {name}"] = _ours_step(pipe, sides.job)
+        steps[f"torch {name}"] = sides.torchs(name, [stage.rank for stage in pipe.stages])
+    for threads in (1, 2):
+        alone = sides.alone(threads)
+        steps[f"{threads} thread{'s'[: threads - 1]}"] = alone if sides.rank == 0 else lambda: None
+    times: Times = {name: [] for name in steps}
+    expected = None
+    for number in range(-WARM_UP_ROUNDS, config["rounds"]):
+        for name in steps if number % 2 == 0 else reversed(steps):
+            dist.barrier(sides.gloo)
+            begin = time.perf_counter()
+            loss = steps[name]()
+            taken = (time.perf_counter() - begin) * 1e3
+            if number >= 0:
+                times[name].append(taken)
+            if loss is None:
+                continue
+            expected = loss if expected is None else expected
+            if abs(loss - expected) > TOLERANCE * abs(expected):
+                raise RuntimeError(f"{name} has the loss {loss}, expected {expected}")
+    reports = {name: pipe.last_step() for name, pipe in pipes.items()}
+    return {"times": times, "chunks": sides.job.chunks, "reports": reports}
+
+
+def _ours_step(pipe: Any, job: PipelineJob) -> Callable[[], float]:
+    def step() -> float:
+        pipe.zero_grad()
+        return float(pipe.step(job.inputs, target=job.targets))
+
+    return step
+
+
+def _messages(config: Mapping[str, Any]) -> Times:
+    from trireme import _C
+    from trireme._core.group_communicator import communicator_of
+
+    rank, gloo = dist.get_rank(), dist.new_group(backend="gloo")
+    group = dist.group.WORLD
+    assert group is not None
+    channels = _C.TensorChannels(communicator_of(group), [(0, 1, 2, "there"), (1, 0, 2, "back")])
+    given, taken = torch.randn(config["size"] // 4), torch.empty(config["size"] // 4)
+    place = 0
+
+    def ours() -> None:
+        nonlocal place
+        place += 1
+        for edge in (0, 1):
+            if edge == rank:
+                channels.send(edge, (0, place), "", [given])
+            else:
+                channels.receive(edge, (0, place))
+
+    def torchs() -> None:
+        for sender in (0, 1):
+            if sender == rank:
+                dist.send(given, 1 - rank, group=gloo)
+            else:
+                dist.recv(taken, 1 - rank, group=gloo)
+
+    def copies() -> None:
+        if rank == 0:
+            taken.copy_(given)
+            given.copy_(taken)
+
+    each = max(1, (4 << 20) // config["size"])  # short messages are timed together
+    sides = {"ours": ours, "torch": torchs, "copy": copies}
+    times: Times = {name: [] for name in sides}
+    for number in range(-WARM_UP_ROUNDS, config["rounds"]):
+        for name in sides if number % 2 == 0 else reversed(sides):
+            dist.barrier(gloo)
+            begin = time.perf_counter()
+            for _ in range(each):
+                sides[name]()
+            us = (time.perf_counter() - begin) * 1e6 / each / 2
+            if number >= 0:
+                times[name].append(us)
+    return times
+
+
+def main() -> None:
+    replies = take_over_stdout()
+    config = json.loads(sys.argv[1])
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # a forked process has read it before
+    torch.manual_seed(0)
+    keep_heap_warm()
+    import trireme  # noqa: F401  # registers the backend
+
+    dist.init_process_group("trireme")
+    found = {"steps": _steps, "messages": _messages}[config["do"]](config)  # type: ignore[operator]
+    replies.write(json.dumps(found) + "\n")
+    sys.stdin.readline()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

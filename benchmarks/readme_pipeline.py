@@ -1,0 +1,84 @@
+"""Writes the tables of bench_pipeline.py, in Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from harness import pages
+from harness.pages import Blocks, Json
+from readme_steps import RATIO, TARGET
+
+
+def _of_steps(part: str) -> Callable[[Json], Iterable[Json]]:
+    return lambda results: results.get("steps", {}).get(part, ())
+
+
+COLUMNS = {
+    "schedule": "`{schedule}`",
+    "trireme, ms": "{ours_ms:.1f}",
+    "torch, ms": "{torch_ms:.1f}",
+    "1 process x 1 / 2 threads, ms": "{one_thread_ms:.1f} / {two_threads_ms:.1f}",
+    "trireme / torch (quartiles)": RATIO,
+    "target": TARGET,
+}
+STEPS = pages.Table(
+    "`bench_pipeline.py`, steps on 2 ranks of one thread each, ours over shared memory, torch's "
+    "over Gloo, with the same schedule, micro-batches and cuts; beside both one process with the same "
+    "micro-batches:",
+    {"model": "`{workload}`", **COLUMNS},
+    _of_steps("rows"),
+)
+SPLITS = pages.Table(
+    "What the split of the backward costs: our `zb-v` beside our `1f1b`:",
+    {"model": "`{workload}`", "zb-v / 1f1b (quartiles)": RATIO, "target": TARGET},
+    _of_steps("splits"),
+)
+BUBBLES = pages.Table(
+    "The share of a step in which a rank computed nothing, beside what the schedule says where "
+    "each action takes as long as it was measured to take:",
+    {
+        "model": "`{workload}`",
+        "schedule": "`{schedule}`",
+        "measured": "{measured:.3f}",
+        "computed": "{computed:.3f}",
+        "target: within 0.03": "{verdict}",
+    },
+    _of_steps("bubbles"),
+)
+SMALL = pages.Table(
+    "Layers of `Linear(8, 8)` and 32 micro-batches on 2 ranks, where all is overhead:",
+    COLUMNS,
+    "small",
+)
+ENGINE = pages.Table(
+    "The same layers on one rank, `gpipe`, time of a forward or a backward:",
+    {"": "{label}", "us": "{us:.1f}", "beyond bare, us": "{added_us:.1f}"},
+    lambda results: results.get("engine", {}).get("rows", ()),
+    foot=[
+        lambda results: (
+            "Beyond the bare arithmetic, trireme / torch: {share:.3f}, target {target:g}: "
+            "{verdict}.".format_map(results["engine"])
+        )
+    ],
+)
+MESSAGES = pages.Table(
+    "A message, one way:",
+    {
+        "KiB": "{kib}",
+        "trireme, us": "{ours_us:.1f}",
+        "Gloo, us": "{torch_us:.1f}",
+        "one copy, us": "{copy_us:.1f}",
+        "trireme / Gloo (quartiles)": RATIO,
+        "target": TARGET,
+        "trireme / copy": pages.where("copies", "{copies[median]:.2f}"),
+        "target of that": pages.where("copies", "{copies[target]:g}: {copies[verdict]}"),
+    },
+    "messages",
+)
+
+
+def pipeline_tables(results: Json) -> Blocks:
+    """Yields every part that was run."""
+    for part in (STEPS, SPLITS, BUBBLES, SMALL, ENGINE, MESSAGES):
+        yield from part(results)
+    yield pages.measured_on(results)
