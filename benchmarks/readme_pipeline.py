@@ -23,8 +23,8 @@ COLUMNS = {
 }
 STEPS = pages.Table(
     "`bench_pipeline.py`, steps on 2 ranks of one thread each, ours over shared memory, torch's "
-    "over Gloo, with the same schedule, micro-batches and cuts; beside both one process with the same "
-    "micro-batches:",
+    "over Gloo, with the same schedule, micro-batches and cuts; beside both one process with the "
+    "same micro-batches:",
     {"model": "`{workload}`", **COLUMNS},
     _of_steps("rows"),
 )

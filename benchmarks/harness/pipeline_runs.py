@@ -65,8 +65,8 @@ class PipelineJob:
 @dataclass(frozen=True)
 class StepTimes:
     """`times`: ms of each round's step by side. `chunks`: micro-batches. `bubbles`: by schedule,
-    those of the last step of ours, measured and computed, the mean over ranks. `live`: micro-batches
-    at most on each rank."""
+    those of the last step of ours, measured and computed, the mean over ranks. `live`: the most
+    micro-batches on each rank."""
 
     times: Times
     chunks: int
