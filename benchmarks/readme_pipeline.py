@@ -51,7 +51,7 @@ SMALL = pages.Table(
     "small",
 )
 ENGINE = pages.Table(
-    "The same layers on one rank, `gpipe`, time of a forward or a backward:",
+    "These layers on one rank, `gpipe`: what a forward or a backward of all eight takes:",
     {"": "{label}", "us": "{us:.1f}", "beyond bare, us": "{added_us:.1f}"},
     lambda results: results.get("engine", {}).get("rows", ()),
     foot=[
