@@ -183,7 +183,7 @@ class PipelineEngine::Row {
     communicator_->show_step(step_, /*is_done=*/false);
     const auto begin = Clock::now();
     for (const auto& stage : stages_) stage->begin_step(trains);
-    if (trains && options_.scale_grads) begin_gradients();
+    if (trains) begin_gradients();
     inputs_ = std::move(inputs);
     result_ = {};
     losses_.clear();
@@ -197,7 +197,7 @@ class PipelineEngine::Row {
     current_ = nullptr;
     inputs_.clear();
     result_.loss = finish();
-    if (trains && options_.scale_grads) gradients_.end(schedule_.micro_batches);
+    if (trains) gradients_.end(options_.scale_grads ? schedule_.micro_batches : 1);
     communicator_->show_step(step_, /*is_done=*/true);
     make_report(ms(Clock::now() - begin));
     return std::exchange(result_, {});

@@ -19,7 +19,7 @@ void StepGradients::end(int64_t divisor) {
   const at::NoGradGuard no_grad;
   for (Held& held : held_) {
     at::Tensor& grad = held.parameter.mutable_grad();
-    if (grad.defined()) grad.div_(divisor);
+    if (grad.defined() && divisor != 1) grad.div_(divisor);
     if (!held.before.defined()) continue;
     if (!grad.defined()) {
       grad = std::move(held.before);

@@ -8,7 +8,7 @@
 namespace trireme {
 
 // Divides what a step adds to .grad, and not what was there before it: that is set aside until the
-// step ends.
+// step ends, and is there again after a step that failed.
 class StepGradients {
  public:
   // Sets aside what .grad of `parameters` holds. One that is named twice counts once.

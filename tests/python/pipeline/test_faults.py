@@ -116,6 +116,21 @@ def test_a_stage_raises(rank: int, world: int) -> None:
                 both.train(1)
 
 
+@on_shm_ranks(2, timeout=40, patience_s=AGES_S)
+def test_sums_of_a_step_that_failed_are_dropped(rank: int) -> None:
+    """Without a division, too, .grad is as it was, though some backwards had added to it."""
+    options: dict[str, Any] = {"schedule": "1f1b", "loss": mse_loss, "scale_grads": False}
+    pipe = trireme.Pipeline(fragile_layers(), 4, ranks=True, **options)
+    pipe.step(rows(0), target=rows(1))
+    before = [(one.grad, one.grad.clone()) for one in pipe.parameters()]
+    if rank == 1:
+        breaks_of(pipe)[-1].arm(3, broken, False)
+    with fails(rank == 1, "1F3"):
+        pipe.step(rows(0), target=rows(1))
+    for parameter, (grad, copy) in zip(pipe.parameters(), before, strict=True):
+        assert parameter.grad is grad and torch.equal(grad, copy)
+
+
 @on_shm_ranks(3, timeout=40, patience_s=AGES_S)
 def test_the_loss_raises(rank: int) -> None:
     armed = [False]
