@@ -210,6 +210,9 @@ void HostGroup::wake_peers() {
 void HostGroup::check_entered() {
   enter();
   wait_all(&RankBlock::entered, sequence_);
+  // Another thread of this rank may have left it meanwhile. Who came since has been promised to
+  // hear of that, and does once it waits for what this rank will not do.
+  if (has_abandoned()) give_up(FaultKind::kAbandoned, current(), left_by(rank_));
   const size_t index = sequence_ % kRecords;
   const Record& mine = block(rank_).records[index];
   for (int64_t peer = 0; peer < world(); ++peer) {

@@ -4,6 +4,7 @@
 #include <trireme/common/interruption.h>
 #include <trireme/shm/deposit_ring.h>
 
+#include <array>
 #include <atomic>
 #include <catch2/catch.hpp>
 #include <csignal>
@@ -110,6 +111,31 @@ TEST_CASE("a rank that is called away abandons its collective, and its peer hear
   CHECK(contains(failure.text, "rank 0 (process "));
   CHECK(contains(failure.text, "has left it: [host_group] collective "));
   CHECK(contains(failure.text, "Called was raised by a signal handler"));
+}
+
+TEST_CASE("a thread that was asleep when its rank left gives up what it runs") {
+  std::atomic<bool> has_left{false};
+  std::array<Failure, 2> failures;
+  run_shm_ranks({}, [&](ShmRank& self) {
+    const Operation operation{.verb = Verb::kAllReduce, .count = 3, .label = "bucket 3"};
+    if (self.rank == 1) until([&] { return has_left.load(); });
+    self.group.begin(operation, std::chrono::seconds(20));
+    if (self.rank == 0) {
+      self.group.abandon("another thread was called away");
+      has_left = true;
+      until([&] { return self.group.block(1).entered == 1; });  // check_entered() need not sleep
+    }
+    failures[static_cast<size_t>(self.rank)] = failure_of([&] {
+      self.group.check_entered();
+      if (self.rank == 1) self.group.wait_all(&RankBlock::arrived, 1);
+    });
+    self.collectives.barrier({});
+  });
+  for (const Failure& failure : failures) {
+    INFO(failure.text);
+    CHECK(failure.kind == FaultKind::kAbandoned);
+    CHECK(contains(failure.text, "has left it: another thread was called away"));
+  }
 }
 
 TEST_CASE("a rank that is called away from a wait for deposits abandons these") {

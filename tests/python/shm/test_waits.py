@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -175,6 +176,14 @@ def signal_once_it_waits(what: str, number: int = signal.SIGUSR2) -> None:
     os.kill(pid, number)
 
 
+def signal_once_it_sleeps(what: str, number: int) -> None:
+    """As signal_once_it_waits, where another thread of rank 0 may be the one that is in it."""
+    pid = int(store_of().get("process"))
+    stat = Path(f"/proc/{pid}/stat")
+    until(lambda: is_inside(pid, what) and ") S " in stat.read_text())  # S: its first thread sleeps
+    os.kill(pid, number)
+
+
 @contextmanager
 def handled(handler: Any, number: int = signal.SIGUSR2) -> Iterator[None]:
     before = signal.signal(number, handler)
@@ -274,7 +283,7 @@ def test_a_handler_that_raises(rank: int, asynchronous: bool) -> None:
                     work.wait(PATIENCE)
             store.set(f"left by {error.__name__}", "yes")
         else:
-            signal_once_it_waits(f"all_reduce of {numel} float32", number)
+            signal_once_it_sleeps(f"all_reduce of {numel} float32", number)
             store.wait([f"left by {error.__name__}"], PATIENCE)
             parts = ("rank 0 (process", "has left it", error.__name__, "signal handler")
             with raises(dist.DistBackendError, *parts):
