@@ -7,6 +7,7 @@
 #include <trireme/common/interruption.h>
 #include <trireme/strategies/pipeline/refuse.h>
 #include <trireme/strategies/pipeline/schedule_costs.h>
+#include <trireme/strategies/pipeline/skip_edges.h>
 #include <trireme/strategies/pipeline/stage.h>
 #include <trireme/strategies/pipeline/stage_edges.h>
 #include <trireme/strategies/pipeline/step_gradients.h>
@@ -16,6 +17,7 @@
 
 #include <chrono>
 #include <exception>
+#include <iterator>
 #include <utility>
 
 namespace trireme {
@@ -57,9 +59,11 @@ class PipelineEngine::Row {
         options_(options) {
     check_agreement(stages);
     edges_ = std::make_unique<StageEdges>(schedule_, *communicator_);
+    skips_ = std::make_unique<SkipEdges>(schedule_, options_.skips, *communicator_);
     for (PipelineStageRequest& request : stages) {
       parameters_.push_back(request.parameters.tensors);
-      stages_.push_back(std::make_unique<Stage>(std::move(request), schedule_));
+      StageSkips skips = skips_->skips_of(request.stage);
+      stages_.push_back(std::make_unique<Stage>(std::move(request), schedule_, std::move(skips)));
     }
     for (const PipelineAction& action : schedule_.rows[static_cast<size_t>(where_.rank)]) {
       for_each_part(action, [&](const PipelineAction& part) { add(part); });
@@ -95,6 +99,7 @@ class PipelineEngine::Row {
     }
     if (!std::exchange(has_failed_, false)) return;
     edges_->forget_before(step_ + 1);
+    skips_->forget_before(step_ + 1);
   }
 
   Evaluation run(std::vector<PipelineValue> inputs, bool trains, bool has_loss) {
@@ -149,6 +154,8 @@ class PipelineEngine::Row {
       own = c10::str(schedule_.stages, " stages, ", schedule_.micro_batches,
                      " micro-batches, scale_grads=", options_.scale_grads, ", table ",
                      std::hash<std::string>()(to_csv(schedule_, TableForm::kAsItIs)));
+      for (const PipelineSkip& skip : options_.skips)
+        own += c10::str(", '", skip.name, "' from stage ", skip.from, " to stage ", skip.to);
     }
     const auto texts = gather_texts(own, *communicator_, communicator_->device());
     for (size_t rank = 0; rank < texts.size(); ++rank) {
@@ -233,6 +240,10 @@ class PipelineEngine::Row {
     } else {
       input.value = take_input(action.micro_batch);
     }
+    if (stage.has_skips()) {
+      const Timed waits(report.waiting_ms["skips"]);
+      skips_->receive_onward(message, input);
+    }
     PipelineValue output;
     {
       const Timed computes(report.forward_ms);
@@ -242,7 +253,11 @@ class PipelineEngine::Row {
         keep_loss(action.micro_batch, stage.loss(action.micro_batch, output));
       is_in_stage_ = false;
     }
-    if (!trains && !stage.is_first()) edges_->done_with_input(stage.index());
+    if (!trains) done_with_input(stage);
+    if (stage.has_skips()) {
+      const Timed waits(report.waiting_ms["skips"]);
+      skips_->send_onward(message, stage.take_stashed(), report);
+    }
     if (!stage.is_last()) {
       const Timed waits(stage.waits().to_next);
       edges_->send_onward(message, output);
@@ -258,10 +273,15 @@ class PipelineEngine::Row {
     const StageEdges::Message message{step_, stage.index(), action.micro_batch, action.label};
     StageReport& report = stage.report();
     std::vector<at::Tensor> gradients;
+    if (stage.has_skips()) {
+      const Timed waits(report.waiting_ms["skips"]);
+      gradients = skips_->receive_back(message);
+    }
     const bool wanted = stage.wants_gradients(action.micro_batch);
     if (wanted) {
       const Timed waits(stage.waits().from_next);
-      gradients = edges_->receive_back(message);
+      for (at::Tensor& gradient : edges_->receive_back(message))
+        gradients.push_back(std::move(gradient));
     }
     const bool owes = stage.owes_gradients(action.micro_batch);
     const bool splits = action.kind == ActionKind::kBackwardInput;
@@ -273,7 +293,17 @@ class PipelineEngine::Row {
       is_in_stage_ = false;
     }
     if (wanted) edges_->done_with_gradients(stage.index());
-    if (!splits && !stage.is_first()) edges_->done_with_input(stage.index());
+    if (stage.has_skips()) {
+      skips_->done_with_gradients(message);
+      const size_t inputs = gradients.size() - std::min(gradients.size(), stage.popped());
+      std::vector<at::Tensor> popped(std::make_move_iterator(gradients.begin() + inputs),
+                                     std::make_move_iterator(gradients.end()));
+      gradients.resize(inputs);
+      popped.resize(stage.popped());
+      const Timed waits(report.waiting_ms["skips"]);
+      skips_->send_back(message, std::move(popped), report);
+    }
+    if (!splits) done_with_input(stage);
     if (!owes) return;
     const Timed waits(stage.waits().to_before);
     count_sent(report, stage.index() - 1, gradients);
@@ -288,7 +318,12 @@ class PipelineEngine::Row {
       stage.backward_weight(action.micro_batch);
       is_in_stage_ = false;
     }
+    done_with_input(stage);
+  }
+
+  void done_with_input(const Stage& stage) {
     if (!stage.is_first()) edges_->done_with_input(stage.index());
+    skips_->done_with_input(stage.index());
   }
 
   PipelineValue take_input(int64_t micro_batch) {
@@ -380,6 +415,7 @@ class PipelineEngine::Row {
     has_failed_ = true;
     for (const auto& stage : stages_) stage->abandon();
     edges_->abandon();
+    skips_->abandon();
     gradients_.abandon();
     losses_.clear();
     result_ = {};
@@ -392,6 +428,7 @@ class PipelineEngine::Row {
   RankOf where_;
   PipelineEngineOptions options_;
   std::unique_ptr<StageEdges> edges_;
+  std::unique_ptr<SkipEdges> skips_;
   std::vector<std::unique_ptr<Stage>> stages_;
   std::vector<std::vector<at::Tensor>> parameters_;  // one list per stage of this rank
   std::vector<RowAction> actions_;

@@ -3,6 +3,7 @@
 #include <trireme/comm/tensor_channel.h>
 #include <trireme/module/module_parameters.h>
 #include <trireme/strategies/pipeline/schedule.h>
+#include <trireme/strategies/pipeline/skip.h>
 #include <trireme/strategies/pipeline/stage_function.h>
 
 #include <ATen/core/Tensor.h>
@@ -26,6 +27,8 @@ struct PipelineStageRequest {
 
 struct PipelineEngineOptions {
   bool scale_grads = true;  // .grad and the loss are means over micro-batches; else sums
+  // Says what stages stash for others, and pop; those that one stage pops, in the order of pops.
+  std::vector<PipelineSkip> skips = {};
 };
 
 // Tells what a stage did in a step. Times are in milliseconds.
@@ -35,7 +38,8 @@ struct StageReport {
   double backward_ms = 0;                         // B
   double input_ms = 0;                            // I
   double weight_ms = 0;                           // W
-  std::map<std::string, double> waiting_ms = {};  // for each edge: "from stage 1", "to stage 3"
+  // Has each edge, "from stage 1" or "to stage 3", and "skips" for all that is stashed and popped.
+  std::map<std::string, double> waiting_ms = {};
   int64_t messages = 0;                           // sent
   int64_t bytes = 0;                              // sent
   int64_t peak_live = 0;                          // micro-batches that waited for their backward
@@ -65,8 +69,9 @@ struct PipelineReport {
 // Runs one row of a schedule: that of this rank.
 //
 // Cost of a step: per micro-batch and pair of stages on different ranks one message onward and,
-// where gradients are due, one back; one all-reduce of 24 bytes. Memory: what autograd keeps of the
-// micro-batches that are live, and slots for messages: check_schedule() says how many.
+// where gradients are due, one back, and as many for each pair of stages with skips; one all-reduce
+// of 24 bytes. Memory: what autograd keeps of the micro-batches that are live, and slots for
+// messages: check_schedule() says how many, and skips have one per micro-batch.
 //
 // One thread at a time. It is made, called and destroyed without the GIL.
 class TRIREME_API PipelineEngine {

@@ -2,7 +2,9 @@
 
 #include <trireme/strategies/pipeline/refuse.h>
 
+#include <algorithm>
 #include <numeric>
+#include <utility>
 
 namespace trireme {
 
@@ -39,6 +41,26 @@ std::vector<int64_t> stage_bounds(const PipelineOptions& options, int64_t layers
   std::vector<int64_t> bounds{0};
   for (const int64_t count : balance) bounds.push_back(bounds.back() + count);
   return bounds;
+}
+
+std::vector<PipelineSkip> skips_of_stages(std::vector<PipelineSkip> skips,
+                                          const std::vector<int64_t>& bounds) {
+  std::stable_sort(skips.begin(), skips.end(),
+                   [](const PipelineSkip& a, const PipelineSkip& b) { return a.to < b.to; });
+  const auto stage_of = [&](int64_t layer) {
+    return std::upper_bound(bounds.begin(), bounds.end(), layer) - bounds.begin() - 1;
+  };
+  for (PipelineSkip& skip : skips) {
+    if (skip.from < 0 || skip.to < skip.from || skip.to >= bounds.back()) {
+      refuse_pipeline(c10::str("got the skip '", skip.name, "' from layer ", skip.from,
+                               " to layer ", skip.to, ", expected it from one of ", bounds.back(),
+                               " layers to a later one"),
+                      "Pop behind the stash.");
+    }
+    skip.from = stage_of(skip.from);
+    skip.to = stage_of(skip.to);
+  }
+  return skips;
 }
 
 }  // namespace trireme

@@ -26,6 +26,8 @@ struct PipelineOptions {
   std::optional<int64_t> stages_per_rank = {};
   int64_t dim = 0;  // along which batches are cut, as torch::chunk cuts, into `chunks` pieces
   bool scale_grads = true;
+  // Says which layer stash()es a name, and which one pop()s it: `from` and `to` count layers.
+  std::vector<PipelineSkip> skips = {};
 };
 
 // Takes an output and a target, and returns a loss, 0-dim.
@@ -37,6 +39,11 @@ TRIREME_API PipelineSchedule schedule_of(const PipelineOptions& options, int64_t
 // `balance` does not add up to `layers`.
 TRIREME_API std::vector<int64_t> stage_bounds(const PipelineOptions& options, int64_t layers,
                                               int64_t stages);
+
+// Returns the same skips with stages in place of layers, in the order of pops. Throws ValueError for
+// a layer that does not exist, and one that pops before the other stashes.
+TRIREME_API std::vector<PipelineSkip> skips_of_stages(std::vector<PipelineSkip> skips,
+                                                      const std::vector<int64_t>& bounds);
 
 // See Pipeline below.
 template <typename Net = torch::nn::Sequential>
@@ -70,7 +77,10 @@ class PipelineImpl : public torch::nn::Module {
     check_not_shared(*net, bounds, schedule);
     engine_ =
         std::make_unique<PipelineEngine>(std::move(schedule), std::move(requests), communicator_,
-                                         PipelineEngineOptions{options.scale_grads});
+                                         PipelineEngineOptions{
+                                             options.scale_grads,
+                                             skips_of_stages(options.skips, bounds),
+                                         });
   }
 
   // Trains over the group of the Context that trireme::init() returned.
@@ -177,7 +187,8 @@ class PipelineImpl : public torch::nn::Module {
 //   auto loss = pipe->step(x, y, loss_fn);              // in place of forward and backward
 //   optimizer.step();
 //
-// Layers take and return one tensor. The pipeline is a module that has the layers of this rank,
+// Layers take and return one tensor; what else they have for a later layer they stash() and pop()
+// (skip.h). The pipeline is a module that has the layers of this rank,
 // under the names that they have in `net`. Every rank constructs it from the whole net, and may
 // drop that afterwards: then the other layers are gone. Destroy it before the Context shuts down.
 // What it costs, throws and guarantees: engine.h.

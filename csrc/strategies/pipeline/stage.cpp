@@ -8,6 +8,7 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
+#include <iterator>
 #include <utility>
 
 namespace trireme {
@@ -20,11 +21,12 @@ int64_t bytes_of(const std::vector<at::Tensor>& tensors) {
   return bytes;
 }
 
-Stage::Stage(PipelineStageRequest request, const PipelineSchedule& schedule)
+Stage::Stage(PipelineStageRequest request, const PipelineSchedule& schedule, StageSkips skips)
     : index_(request.stage),
       stages_(schedule.stages),
       name_(std::move(request.name)),
       function_(std::move(request.function)),
+      skips_(std::move(skips)),
       live_(static_cast<size_t>(schedule.micro_batches)) {}
 
 void Stage::begin_step(bool trains) {
@@ -45,22 +47,37 @@ void Stage::count(Live& live, int64_t bytes) {
 
 PipelineValue Stage::forward(int64_t micro_batch, StageInput input) {
   Live& live = at(micro_batch);
+  std::vector<at::Tensor>& tensors = input.value.tensors;
+  const auto given = static_cast<std::ptrdiff_t>(tensors.size() - popped());
   if (trains_) {
     live = {};
     if (!is_first()) {
-      live.received = ReceivedNode::put_behind(input.value.tensors, input.needs_gradient);
+      live.received = ReceivedNode::put_behind(tensors, input.needs_gradient);
+      const auto begin = input.needs_gradient.begin();
+      live.owes_gradients = std::find(begin, begin + given, true) != begin + given;
     }
-    count(live, bytes_of(input.value.tensors));
+    count(live, bytes_of(tensors));
   }
-  PipelineValue output = function_->forward(micro_batch, std::move(input.value));
+  skips_.begin({std::make_move_iterator(tensors.begin() + given),
+                std::make_move_iterator(tensors.end())});
+  tensors.resize(static_cast<size_t>(given));
+  PipelineValue output;
+  {
+    const SkipScope scope(&skips_);
+    output = function_->forward(micro_batch, std::move(input.value));
+  }
+  skips_.check_done();
   if (!trains_) return output;
-  for (const at::Tensor& tensor : output.tensors) {
+  const auto keep = [&](const at::Tensor& tensor) {
     const bool needs = tensor.defined() && tensor.requires_grad();
     live.outputs.push_back(needs ? torch::autograd::impl::gradient_edge(tensor)
                                  : torch::autograd::Edge());
-    live.wants_gradients |= needs && !is_last();
-  }
-  count(live, bytes_of(output.tensors));
+    if (tensor.defined()) count(live, static_cast<int64_t>(tensor.nbytes()));
+    return needs;
+  };
+  for (const SkipSlot& stashed : skips_.outgoing) keep(stashed.tensor);
+  for (const at::Tensor& tensor : output.tensors)
+    live.wants_gradients |= keep(tensor) && !is_last();
   return output;
 }
 
@@ -80,14 +97,14 @@ Stage::Roots Stage::take_roots(Live& live, const std::vector<at::Tensor>& gradie
       roots.gradients.push_back(at::ones_like(live.loss));
     }
     live.loss.reset();
-  } else if (live.wants_gradients) {
-    TORCH_CHECK(gradients.size() == live.outputs.size(), "got gradients of ", gradients.size(),
-                " tensors, expected those of ", live.outputs.size());
-    for (size_t i = 0; i < gradients.size(); ++i) {
-      if (!gradients[i].defined() || !live.outputs[i].is_valid()) continue;
-      roots.edges.push_back(std::move(live.outputs[i]));
-      roots.gradients.push_back(gradients[i]);
-    }
+  }
+  const size_t expected = live.wants_gradients ? live.outputs.size() : skips_.outgoing.size();
+  TORCH_CHECK(gradients.size() == expected, "got gradients of ", gradients.size(),
+              " tensors, expected those of ", expected);
+  for (size_t i = 0; i < gradients.size(); ++i) {
+    if (!gradients[i].defined() || !live.outputs[i].is_valid()) continue;
+    roots.edges.push_back(std::move(live.outputs[i]));
+    roots.gradients.push_back(gradients[i]);
   }
   live.outputs.clear();
   return roots;
@@ -102,6 +119,7 @@ std::vector<at::Tensor> Stage::backward(int64_t micro_batch,
                                         const std::vector<at::Tensor>& gradients) {
   Live live = std::exchange(at(micro_batch), Live());
   const Roots roots = take_roots(live, gradients);
+  const SkipScope refuses(nullptr);
   if (!roots.edges.empty()) {
     torch::autograd::Engine::get_default_engine().execute(
         roots.edges, roots.gradients, /*keep_graph=*/false, /*create_graph=*/false,
@@ -118,11 +136,13 @@ std::vector<at::Tensor> Stage::backward_input(int64_t micro_batch,
   Roots roots = take_roots(live, gradients);
   live.split = std::make_unique<SplitBackward>(std::move(roots.edges), std::move(roots.gradients),
                                                live.received);
+  const SkipScope refuses(nullptr);
   return live.split->input_half();
 }
 
 void Stage::backward_weight(int64_t micro_batch) {
   Live live = std::exchange(at(micro_batch), Live());
+  const SkipScope refuses(nullptr);
   live.split->weight_half();
   end(live);
 }
@@ -144,6 +164,7 @@ StageReport Stage::finished_report() const {
 
 void Stage::abandon() {
   for (Live& live : live_) live = {};
+  skips_.begin(std::vector<at::Tensor>(popped()));
   live_count_ = live_bytes_ = 0;
 }
 

@@ -2,6 +2,7 @@
 
 #include <trireme/module/autograd_node.h>
 #include <trireme/strategies/pipeline/engine.h>
+#include <trireme/strategies/pipeline/skip.h>
 #include <trireme/strategies/pipeline/split_backward.h>
 #include <trireme/strategies/pipeline/stage_function.h>
 
@@ -17,7 +18,8 @@
 
 namespace trireme {
 
-// Is what a stage has got from the one before: values, and which of the tensors need a gradient.
+// Is what a stage has got from the one before, and behind that what it pops: values, and which of
+// the tensors need a gradient.
 struct StageInput {
   PipelineValue value;
   std::vector<bool> needs_gradient;
@@ -36,7 +38,7 @@ int64_t bytes_of(const std::vector<at::Tensor>& tensors);
 // Runs one stage, a micro-batch at a time: forward, then backward. One thread at a time.
 class Stage {
  public:
-  Stage(PipelineStageRequest request, const PipelineSchedule& schedule);
+  Stage(PipelineStageRequest request, const PipelineSchedule& schedule, StageSkips skips);
 
   int64_t index() const { return index_; }
   const std::string& name() const { return name_; }
@@ -45,16 +47,21 @@ class Stage {
 
   // Begins a step that trains, or one that keeps no graph.
   void begin_step(bool trains);
-  // Computes a micro-batch. `input` of the first stage is left as it is.
+  // Computes a micro-batch. `input` of the first stage is left as it is. What was stashed for other
+  // stages is there to be taken until the next forward.
   PipelineValue forward(int64_t micro_batch, StageInput input);
+  std::vector<at::Tensor> take_stashed() { return skips_.take_outgoing(); }
+  bool has_skips() const { return !skips_.incoming.empty() || !skips_.outgoing.empty(); }
+  size_t popped() const { return skips_.incoming.size(); }
   // Computes the loss of what forward() returned, and keeps it for backward().
   at::Tensor loss(int64_t micro_batch, const PipelineValue& output);
-  // Says whether gradients of the outputs, or of the inputs, of a micro-batch are due. The two
-  // sides of an edge say the same.
+  // Says whether gradients of the outputs, or of the inputs, of a micro-batch are due, without those
+  // of skips. The two sides of an edge say the same.
   bool wants_gradients(int64_t micro_batch) const { return at(micro_batch).wants_gradients; }
-  bool owes_gradients(int64_t micro_batch) const { return at(micro_batch).received != nullptr; }
-  // Computes the gradients of weights and inputs from those of the outputs, one each, undefined
-  // where none came; the last stage has its loss. Returns those of the inputs.
+  bool owes_gradients(int64_t micro_batch) const { return at(micro_batch).owes_gradients; }
+  // Computes the gradients of weights and inputs from those of what was stashed and, where they are
+  // wanted, those of the outputs: one each, undefined where none came. The last stage has its loss.
+  // Returns those of the inputs and behind them those of what was popped; none where none is due.
   std::vector<at::Tensor> backward(int64_t micro_batch, const std::vector<at::Tensor>& gradients);
   // Does the same in two halves (split_backward.h), of which the first returns.
   std::vector<at::Tensor> backward_input(int64_t micro_batch,
@@ -79,11 +86,13 @@ class Stage {
   // Is what is kept of a micro-batch.
   struct Live {
     NodePtr received;
-    std::vector<torch::autograd::Edge> outputs;  // invalid where one needs no gradient
+    // Has what was stashed, and behind that the outputs; invalid where one needs no gradient.
+    std::vector<torch::autograd::Edge> outputs;
     at::Tensor loss;
     std::unique_ptr<SplitBackward> split;  // between the two halves
     bool is_live = false;
     bool wants_gradients = false;
+    bool owes_gradients = false;
     int64_t bytes = 0;
   };
 
@@ -102,6 +111,7 @@ class Stage {
   int64_t stages_;
   std::string name_;
   std::shared_ptr<StageFunction> function_;
+  StageSkips skips_;  // of the micro-batch whose forward ran last
   bool trains_ = false;
   std::vector<Live> live_;
   int64_t live_count_ = 0;

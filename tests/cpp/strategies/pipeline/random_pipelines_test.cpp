@@ -37,10 +37,11 @@ struct Drawn {
   int64_t micro_batches = 1;
   int64_t seed = 0;
   std::vector<StageShape> shapes;
+  std::vector<PipelineSkip> skips;
 
   std::string describe() const {
     return c10::str(name, ", ", ranks, " ranks, ", shapes.size(), " stages, ", micro_batches,
-                    " micro-batches, seed ", seed);
+                    " micro-batches, ", skips.size(), " skips, seed ", seed);
   }
 };
 
@@ -75,20 +76,30 @@ Drawn draw(int64_t seed) {
     shape.dtype = dtype;
     drawn.shapes.push_back(shape);
   }
+  for (int64_t i = number(0, 4); i > 0; --i) {
+    const int64_t from = number(0, stages - 1);
+    drawn.skips.push_back({"skip " + std::to_string(i), from, number(from, stages - 1)});
+  }
   return drawn;
 }
 
 // Takes tensors and a counter of integers, and returns others.
 class RandomStage final : public StageFunction {
  public:
-  RandomStage(Drawn::StageShape shape, int64_t seed) : shape_(shape), linear_(nullptr) {
+  RandomStage(const Drawn& drawn, int64_t index)
+      : shape_(drawn.shapes[static_cast<size_t>(index)]), linear_(nullptr) {
+    const int64_t seed = drawn.seed * 100 + index;
+    for (const PipelineSkip& skip : drawn.skips) {
+      if (skip.from == index) stashes_.push_back(skip.name);
+      if (skip.to == index) pops_.push_back(skip.name);
+    }
     static std::mutex seeding;
     const std::lock_guard<std::mutex> lock(seeding);
     torch::manual_seed(seed);
-    linear_ = torch::nn::Linear(shape.width_in, shape.width_out * shape.outputs);
-    linear_->to(shape.dtype);
+    linear_ = torch::nn::Linear(shape_.width_in, shape_.width_out * shape_.outputs);
+    linear_->to(shape_.dtype);
     for (at::Tensor& parameter : linear_->parameters())
-      parameter.set_requires_grad(!shape.is_frozen);
+      parameter.set_requires_grad(!shape_.is_frozen);
   }
 
   PipelineValue forward(int64_t /*micro_batch*/, PipelineValue input) override {
@@ -99,6 +110,11 @@ class RandomStage final : public StageFunction {
       if (!one.defined()) continue;
       if (shape_.works_in_place) one = one.mul_(0.5);
       sum = sum.defined() ? sum + one : one;
+    }
+    for (size_t i = 0; i < stashes_.size(); ++i) stash(stashes_[i], value_to_stash(i, input, sum));
+    for (const std::string& name : pops_) {
+      if (const at::Tensor popped = pop(name); popped.defined())
+        sum = sum + popped.to(shape_.dtype).sum(1, /*keepdim=*/true) * 0.1;
     }
     const at::Tensor all = at::tanh(linear_(sum)) * counter.sum();
     PipelineValue output;
@@ -125,15 +141,22 @@ class RandomStage final : public StageFunction {
   }
 
  private:
+  // Returns something computed, an input, something without a graph, or nothing.
+  at::Tensor value_to_stash(size_t number, const PipelineValue& input, const at::Tensor& sum) {
+    if (number % 4 == 1 && !shape_.works_in_place) return input.tensors.front();
+    if (number % 4 == 2) return sum.detach() > 0;
+    return number % 4 == 3 ? at::Tensor() : sum * 2;
+  }
+
   Drawn::StageShape shape_;
   torch::nn::Linear linear_;
+  std::vector<std::string> stashes_, pops_;
 };
 
 std::vector<std::shared_ptr<RandomStage>> stages_of(const Drawn& drawn) {
   std::vector<std::shared_ptr<RandomStage>> stages;
   for (size_t i = 0; i < drawn.shapes.size(); ++i)
-    stages.push_back(
-        std::make_shared<RandomStage>(drawn.shapes[i], drawn.seed * 100 + static_cast<int64_t>(i)));
+    stages.push_back(std::make_shared<RandomStage>(drawn, static_cast<int64_t>(i)));
   return stages;
 }
 
@@ -196,7 +219,8 @@ std::string compare(const Drawn& drawn) {
                               stages[i],
                               {{"weight", "bias"}, parameters, {false, false}}});
         }
-        PipelineEngine engine(schedule, std::move(requests), rank.communicator, {});
+        PipelineEngine engine(schedule, std::move(requests), rank.communicator,
+                              PipelineEngineOptions{.skips = drawn.skips});
         std::string here;
         for (int64_t step = 0; step < 2; ++step) {
           for (const auto& stage : stages)
