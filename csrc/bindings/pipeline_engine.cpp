@@ -90,6 +90,7 @@ class PythonStage final : public StageFunction {
 
 // Names of the parameters, and these.
 using Named = std::pair<std::vector<std::string>, Tensors>;
+using Skip = std::tuple<std::string, int64_t, int64_t>;  // name, from stage, to stage
 // stage, name, forward, loss, parameters
 using Stage = std::tuple<int64_t, std::string, py::function, std::optional<py::function>, Named>;
 
@@ -101,16 +102,18 @@ NamedParameters to_parameters(Named named) {
 std::shared_ptr<PipelineEngine> make_engine(const PipelineSchedule& schedule,
                                             std::vector<Stage> stages,
                                             std::shared_ptr<Communicator> communicator,
-                                            bool scale_grads) {
+                                            bool scale_grads, std::vector<Skip> skips) {
   std::vector<PipelineStageRequest> requests;
   for (auto& [stage, name, forward, loss, parameters] : stages) {
     requests.push_back({stage, std::move(name),
                         std::make_shared<PythonStage>(std::move(forward), std::move(loss)),
                         to_parameters(std::move(parameters))});
   }
+  PipelineEngineOptions options{.scale_grads = scale_grads};
+  for (auto& [name, from, to] : skips) options.skips.push_back({std::move(name), from, to});
   const py::gil_scoped_release no_gil;
-  auto* engine = new PipelineEngine(schedule, std::move(requests), std::move(communicator),
-                                    PipelineEngineOptions{.scale_grads = scale_grads});
+  auto* engine =
+      new PipelineEngine(schedule, std::move(requests), std::move(communicator), options);
   return {engine, [](PipelineEngine* last) {
             if (PyGILState_Check() == 0) return delete last;
             const py::gil_scoped_release gone;
@@ -176,7 +179,7 @@ void init_pipeline_engine(py::module_& module) {
   using torch::wrap_pybind_function_no_gil;
   py::class_<PipelineEngine, std::shared_ptr<PipelineEngine>>(module, "PipelineEngine")
       .def(py::init(wrap_pybind_function(make_engine)), py::arg("schedule"), py::arg("stages"),
-           py::arg("communicator"), py::arg("scale_grads"))
+           py::arg("communicator"), py::arg("scale_grads"), py::arg("skips"))
       .def("step",
            wrap_pybind_function_no_gil([](PipelineEngine& engine, std::vector<Tensors> inputs) {
              return engine.step(to_inputs(std::move(inputs)));
@@ -200,6 +203,17 @@ void init_pipeline_engine(py::module_& module) {
            }),
            py::arg("stage"), py::arg("parameters"))
       .def("last_step", &last_step);
+  module.def("stash",
+             wrap_pybind_function([](const std::string& name, std::optional<at::Tensor> tensor) {
+               stash(name, tensor ? std::move(*tensor) : at::Tensor());
+             }),
+             py::arg("name"), py::arg("tensor").none(true));
+  module.def("pop",
+             wrap_pybind_function([](const std::string& name) -> std::optional<at::Tensor> {
+               at::Tensor tensor = pop(name);
+               return tensor.defined() ? std::optional(std::move(tensor)) : std::nullopt;
+             }),
+             py::arg("name"));
   module.def("differing_texts",
              wrap_pybind_function_no_gil(
                  [](const std::string& own, const std::shared_ptr<Communicator>& communicator) {

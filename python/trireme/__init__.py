@@ -58,6 +58,7 @@ if TYPE_CHECKING:
         partition,
         pipeline_schedule,
     )
+    from trireme._pipeline.skips import Namespace, pop, skippable, stash
     from trireme._saving.checkpoint import load_checkpoint, save_checkpoint
     from trireme.dp import DataParallel
     from trireme.fsdp import (
@@ -102,6 +103,7 @@ _LAZY = {
     "trireme._pipeline.schedule": (
         *("PipelineAction", "PipelineSchedule", "partition", "pipeline_schedule"),
     ),
+    "trireme._pipeline.skips": ("Namespace", "pop", "skippable", "stash"),
     "trireme._saving.checkpoint": ("load_checkpoint", "save_checkpoint"),
     "trireme.dp": ("DataParallel",),
     "trireme.fsdp": (
@@ -143,6 +145,7 @@ __all__ = [
     "MemoryBytes",
     "MemoryEstimate",
     "MixedPrecisionPolicy",
+    "Namespace",
     "Offload",
     "OffloadPolicy",
     "Pipeline",
@@ -178,6 +181,7 @@ __all__ = [
     "partition",
     "pipeline_schedule",
     "place",
+    "pop",
     "rank_generator",
     "reduce_add_coalesced",
     "register_fsdp_forward_method",
@@ -189,6 +193,8 @@ __all__ = [
     "set_checkpoint_early_stop",
     "share_comm_ctx",
     "shutdown",
+    "skippable",
+    "stash",
     "writing",
 ]
 if not TYPE_CHECKING:  # what the installed torch may lack

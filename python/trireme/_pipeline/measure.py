@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -17,6 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from trireme._core.find_tensors import find_tensors
 from trireme._pipeline import AREA, refuse
 from trireme._pipeline.micro_batches import map_tensors, tensors_in
+from trireme._pipeline.skips import keeping_skips
 
 _RUNS = 5
 
@@ -69,7 +70,11 @@ def measure_layers(
     measured: list[MeasuredLayer] = []
     kept = {_key(one) for one in [*module.parameters(), *module.buffers()]}
     weighed: set[int] = set()
-    with _left_as_it_was(module), torch.inference_mode(False), torch.enable_grad():
+    with ExitStack() as stack:
+        stack.enter_context(_left_as_it_was(module))
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(keeping_skips())
         value = map_tensors(sample, Tensor.detach)
         for name, layer in module._modules.items():
             assert layer is not None

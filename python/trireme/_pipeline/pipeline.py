@@ -18,6 +18,7 @@ from trireme._pipeline import AREA, refuse
 from trireme._pipeline.agreement import agree
 from trireme._pipeline.micro_batches import BatchCut, merge, tensors_in
 from trireme._pipeline.schedule import PipelineSchedule, Times, pipeline_schedule
+from trireme._pipeline.skips import skips_between
 from trireme._pipeline.stages import (
     Balance,
     MicroBatches,
@@ -141,6 +142,7 @@ class Pipeline(nn.Module):
             ],
             self._communicator,
             scale_grads,
+            self._skips_of_stages(),
         )
 
     def _agree_on_layers(
@@ -160,6 +162,8 @@ class Pipeline(nn.Module):
             )
             said["layers"] = list(layers)
             said["schedule"] = self._schedule.to_csv()
+            self._skips = skips_between(layers)
+            said["skips"] = [list(one) for one in self._skips]
         except Exception as raised:
             error = raised
         agree(self._communicator, said, error, "a pipeline")
@@ -176,6 +180,11 @@ class Pipeline(nn.Module):
         dealt = [len(stage.layers) for stage in self._stages]
         agree(self._communicator, {"layers per stage": dealt}, error, "layers")
         return own
+
+    def _skips_of_stages(self) -> list[tuple[str, int, int]]:
+        """The skips of layers, as those of stages."""
+        stage_of = [stage.number for stage in self._stages for _ in stage.layers]
+        return [(name, stage_of[begin], stage_of[end]) for name, begin, end in self._skips]
 
     @property
     def schedule(self) -> PipelineSchedule:
