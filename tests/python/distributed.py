@@ -163,6 +163,8 @@ def _rank_main(
     os.environ.clear()
     os.environ.update({**clean, **variables})
     torch.set_num_threads(1)
+    # A shell that starts the tests in the background has them ignore it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         buffer = io.BytesIO()
         torch.save(fn(number, *args), buffer)
