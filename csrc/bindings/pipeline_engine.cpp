@@ -208,8 +208,7 @@ void init_pipeline_engine(py::module_& module) {
                stash(name, tensor ? std::move(*tensor) : at::Tensor());
              }),
              py::arg("name"), py::arg("tensor").none(true));
-  module.def("pop",
-             wrap_pybind_function([](const std::string& name) -> std::optional<at::Tensor> {
+  module.def("pop", wrap_pybind_function([](const std::string& name) -> std::optional<at::Tensor> {
                at::Tensor tensor = pop(name);
                return tensor.defined() ? std::optional(std::move(tensor)) : std::nullopt;
              }),

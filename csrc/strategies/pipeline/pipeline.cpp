@@ -52,10 +52,10 @@ std::vector<PipelineSkip> skips_of_stages(std::vector<PipelineSkip> skips,
   };
   for (PipelineSkip& skip : skips) {
     if (skip.from < 0 || skip.to < skip.from || skip.to >= bounds.back()) {
-      refuse_pipeline(c10::str("got the skip '", skip.name, "' from layer ", skip.from,
-                               " to layer ", skip.to, ", expected it from one of ", bounds.back(),
-                               " layers to a later one"),
-                      "Pop behind the stash.");
+      refuse_pipeline(
+          c10::str("got the skip '", skip.name, "' from layer ", skip.from, " to layer ", skip.to,
+                   ", expected it from one of ", bounds.back(), " layers to a later one"),
+          "Pop behind the stash.");
     }
     skip.from = stage_of(skip.from);
     skip.to = stage_of(skip.to);

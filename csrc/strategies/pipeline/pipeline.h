@@ -40,8 +40,8 @@ TRIREME_API PipelineSchedule schedule_of(const PipelineOptions& options, int64_t
 TRIREME_API std::vector<int64_t> stage_bounds(const PipelineOptions& options, int64_t layers,
                                               int64_t stages);
 
-// Returns the same skips with stages in place of layers, in the order of pops. Throws ValueError for
-// a layer that does not exist, and one that pops before the other stashes.
+// Returns the same skips with stages in place of layers, in the order of pops. Throws ValueError
+// for a layer that does not exist, and one that pops before the other stashes.
 TRIREME_API std::vector<PipelineSkip> skips_of_stages(std::vector<PipelineSkip> skips,
                                                       const std::vector<int64_t>& bounds);
 

@@ -16,8 +16,8 @@ namespace trireme {
 // [Note: skips]
 //
 // What a stage stashes goes straight to the stage that pops it, past those in between: by reference
-// within a rank, else by a channel for each pair of stages, with one message per micro-batch onward,
-// and one back where any of its tensors needs a gradient.
+// within a rank, else by a channel for each pair of stages, with one message per micro-batch
+// onward, and one back where any of its tensors needs a gradient.
 //
 // * The popping stage puts what it receives behind the same node as its input (received_node.h), so
 //   that one backward, in one piece or in two halves, yields the gradients of both.

@@ -58,8 +58,8 @@ PipelineValue Stage::forward(int64_t micro_batch, StageInput input) {
     }
     count(live, bytes_of(tensors));
   }
-  skips_.begin({std::make_move_iterator(tensors.begin() + given),
-                std::make_move_iterator(tensors.end())});
+  skips_.begin(
+      {std::make_move_iterator(tensors.begin() + given), std::make_move_iterator(tensors.end())});
   tensors.resize(static_cast<size_t>(given));
   PipelineValue output;
   {

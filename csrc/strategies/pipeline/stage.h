@@ -55,8 +55,8 @@ class Stage {
   size_t popped() const { return skips_.incoming.size(); }
   // Computes the loss of what forward() returned, and keeps it for backward().
   at::Tensor loss(int64_t micro_batch, const PipelineValue& output);
-  // Says whether gradients of the outputs, or of the inputs, of a micro-batch are due, without those
-  // of skips. The two sides of an edge say the same.
+  // Says whether gradients of the outputs, or of the inputs, of a micro-batch are due, without
+  // those of skips. The two sides of an edge say the same.
   bool wants_gradients(int64_t micro_batch) const { return at(micro_batch).wants_gradients; }
   bool owes_gradients(int64_t micro_batch) const { return at(micro_batch).owes_gradients; }
   // Computes the gradients of weights and inputs from those of what was stashed and, where they are

@@ -1,4 +1,4 @@
-"""Tensors that go past layers: stashed in one, popped in a later one. The words are torchgpipe's."""
+"""Tensors that go past layers: one stashes them, a later one pops them. Words are torchgpipe's."""
 
 from __future__ import annotations
 

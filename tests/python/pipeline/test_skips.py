@@ -145,9 +145,7 @@ def test_copies_and_uneven_numbers_of_namespaces(rank: int) -> None:
 @on_shm_ranks(2, timeout=60)
 def test_a_balance_is_measured(rank: int) -> None:
     module = u_net()
-    pipe = trireme.Pipeline(
-        module, 2, ranks=True, loss=mse_loss, balance="time", sample=rows(1, 5)
-    )
+    pipe = trireme.Pipeline(module, 2, ranks=True, loss=mse_loss, balance="time", sample=rows(1, 5))
     pipe.step(rows(1), target=rows(2))
 
 

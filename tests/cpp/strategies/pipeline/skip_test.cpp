@@ -125,8 +125,7 @@ std::vector<std::string> errors_of(torch::nn::Sequential (*make)(),
       [&](ThreadRank& rank) {
         std::string& text = texts[static_cast<size_t>(rank.where.rank)];
         try {
-          Pipeline<> pipe(make(), rank.communicator,
-                          PipelineOptions{.chunks = 2, .skips = skips});
+          Pipeline<> pipe(make(), rank.communicator, PipelineOptions{.chunks = 2, .skips = skips});
           pipe->step(rows(0), rows(1), loss_of);
         } catch (const c10::Error& error) {
           text = error.what_without_backtrace();
@@ -150,13 +149,11 @@ TEST_CASE("bad skips are refused where they are declared, or where they are met"
             "got no stash of 'd' in the forward of a stage that declares it");
   check_all(errors_of(u_net, {{"a", 0, 6}, {"b", 1, 5}, {"c", 2, 7}, {"d", 4, 4}}),
             "got no stash of 'd'");
-  const auto twice = +[] {
-    return torch::nn::Sequential(Block("a", ""), Block("a", ""), Block("", "a"));
-  };
+  const auto twice =
+      +[] { return torch::nn::Sequential(Block("a", ""), Block("a", ""), Block("", "a")); };
   check_all(errors_of(twice, {{"a", 0, 2}}), "got a stash of 'a' twice in a micro-batch");
-  const auto popped_twice = +[] {
-    return torch::nn::Sequential(Block("a", ""), Block("", "a"), Block("", "a"));
-  };
+  const auto popped_twice =
+      +[] { return torch::nn::Sequential(Block("a", ""), Block("", "a"), Block("", "a")); };
   check_all(errors_of(popped_twice, {{"a", 0, 2}}), "got a pop of 'a'");
   const auto early = +[] { return torch::nn::Sequential(Block("", "a"), Block("a", "")); };
   check_all(errors_of(early, {{"a", 0, 0}}), "got a pop of 'a' before it was stashed");
@@ -178,14 +175,11 @@ TEST_CASE("ranks that declare other skips, and tables that cannot carry them, ar
         },
         std::chrono::seconds(30), Engine::kShm);
   };
-  refused([](int64_t rank) {
-    return PipelineOptions{.skips = {{"a", 0, rank == 0 ? 6 : 2}}};
-  });
+  refused([](int64_t rank) { return PipelineOptions{.skips = {{"a", 0, rank == 0 ? 6 : 2}}}; });
   check_all(texts, "'a' from stage 0 to stage 1 on rank 0");
   refused([](int64_t) {
-    return PipelineOptions{.chunks = 2,
-                           .schedule = "0F0,0F1,0B0,0B1\n1F1,1F0,1B0,1B1\n",
-                           .skips = {{"a", 0, 6}}};
+    return PipelineOptions{
+        .chunks = 2, .schedule = "0F0,0F1,0B0,0B1\n1F1,1F0,1B0,1B1\n", .skips = {{"a", 0, 6}}};
   });
   check_all(texts, "run micro-batches in different orders");
 }
