@@ -111,7 +111,7 @@ class Stage {
   int64_t stages_;
   std::string name_;
   std::shared_ptr<StageFunction> function_;
-  StageSkips skips_;  // of the micro-batch whose forward ran last
+  StageSkips skips_;  // has what the forward that ran last did
   bool trains_ = false;
   std::vector<Live> live_;
   int64_t live_count_ = 0;
