@@ -113,6 +113,7 @@ void init_comm(py::module_& module) {
   py::class_<Communicator, std::shared_ptr<Communicator>>(module, "Communicator")
       .def_property_readonly("rank", &Communicator::rank)
       .def_property_readonly("world", &Communicator::world)
+      .def_property_readonly("device", &Communicator::device)
       .def_property_readonly("failure", &Communicator::failure);
 
   py::class_<CustomCommunicator, Communicator, std::shared_ptr<CustomCommunicator>>(

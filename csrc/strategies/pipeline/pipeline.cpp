@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <numeric>
+#include <unordered_set>
 #include <utility>
 
 namespace trireme {
@@ -61,6 +62,19 @@ std::vector<PipelineSkip> skips_of_stages(std::vector<PipelineSkip> skips,
     skip.to = stage_of(skip.to);
   }
   return skips;
+}
+
+GradNormPart gradients_of_stages(const std::vector<at::Tensor>& parameters,
+                                 std::shared_ptr<Communicator> communicator) {
+  GradNormPart part;
+  part.device = communicator->device();
+  part.sharded_over = std::move(communicator);
+  std::unordered_set<const c10::TensorImpl*> seen;
+  for (const at::Tensor& parameter : parameters) {
+    if (parameter.grad().defined() && seen.insert(parameter.unsafeGetTensorImpl()).second)
+      part.gradients.push_back(parameter.grad());
+  }
+  return part;
 }
 
 }  // namespace trireme

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <trireme/comm/launch/launch.h>
+#include <trireme/grad/grad_norm.h>
 #include <trireme/strategies/pipeline/engine.h>
 #include <trireme/strategies/pipeline/micro_batches.h>
 #include <trireme/strategies/pipeline/partition.h>
@@ -44,6 +45,11 @@ TRIREME_API std::vector<int64_t> stage_bounds(const PipelineOptions& options, in
 // for a layer that does not exist, and one that pops before the other stashes.
 TRIREME_API std::vector<PipelineSkip> skips_of_stages(std::vector<PipelineSkip> skips,
                                                       const std::vector<int64_t>& bounds);
+
+// Returns the gradients of this rank's parameters, of which the other ranks have others. One that
+// is named twice counts once.
+TRIREME_API GradNormPart gradients_of_stages(const std::vector<at::Tensor>& parameters,
+                                             std::shared_ptr<Communicator> communicator);
 
 // See Pipeline below.
 template <typename Net = torch::nn::Sequential>
@@ -112,6 +118,17 @@ class PipelineImpl : public torch::nn::Module {
     for (PipelineValue& value : engine_->eval_step(inputs_, /*has_loss=*/false).outputs)
       outputs.push_back(std::move(value.tensors.front()));
     return outputs.empty() ? at::Tensor() : at::cat(outputs, dim_);
+  }
+
+  // Scales the gradients of all ranks' layers to a common norm of at most `max_norm`; returns what
+  // it was, the same on all ranks. See grad/grad_norm.h. Collective: one all-reduce of one number.
+  at::Tensor clip_grad_norm_(double max_norm, double norm_type = 2.0,
+                             bool error_if_nonfinite = false) {
+    return trireme::clip_grad_norm_(gradients(), {max_norm, norm_type, error_if_nonfinite});
+  }
+  // Returns this rank's part of the gradients, for trireme::clip_grad_norm_() over several models.
+  std::vector<GradNormPart> gradients() const {
+    return {gradients_of_stages(this->parameters(), communicator_)};
   }
 
   const PipelineSchedule& schedule() const { return engine_->schedule(); }

@@ -6,17 +6,18 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils._foreach_utils import _device_has_foreach_support
 
 from trireme import _C
 from trireme._core.errors import Area
-from trireme._core.owners import local_of, optimizer_of, unit_of
+from trireme._core.owners import StagedModule, local_of, optimizer_of, stages_of, unit_of
 
 _AREA = Area("grad_norm")
 
 
 def clip_grad_norm_(
-    parameters: torch.Tensor | Iterable[torch.Tensor],
+    parameters: torch.Tensor | Iterable[torch.Tensor] | StagedModule,
     max_norm: float,
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
@@ -28,7 +29,9 @@ def clip_grad_norm_(
     ``max_norm``; returns what it was, the same on all ranks. Gradients that are whole on every
     rank (DDP, ZeRO stage 1) are counted as they are; sharded ones (ZeRO stage 2,
     ``fully_shard``) take one all-reduce of one number per optimizer or mesh, and one more for
-    those that tensor parallelism has cut as well. DTensors that torch's ``fully_shard`` or tensor
+    those that tensor parallelism has cut as well. Of a ``Pipeline``, which may be given itself, all
+    stages count, by one all-reduce of one number; give it itself where some rank has no parameters.
+    DTensors that torch's ``fully_shard`` or tensor
     parallelism has made are torch's to clip, and come alone. Collective if any is sharded: every
     rank passes the same parameters.
 
@@ -38,16 +41,23 @@ def clip_grad_norm_(
         foreach: chooses among torch's implementations, and changes nothing here.
 
     Raises:
+        TypeError: a module that is no ``Pipeline``.
         ValueError: a ``norm_type`` of NaN, or of 0 for sharded gradients; parameters that torch has
             sharded beside such that Trireme has.
         RuntimeError: the norm is not finite; a sharded gradient was changed since backward;
             ``foreach=True`` on a device for which torch has no such implementation.
     """
-    parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     cut_by_others = []
     whole: list[torch.Tensor] = []
     parts: dict[_C.Zero, list[int]] = {}
     sharded: dict[tuple[_C.Communicator, int, torch.device], list[torch.Tensor]] = {}
+    if isinstance(parameters, StagedModule):
+        sharded[parameters.norm_over_stages()] = []  # this rank may have no parameter
+        parameters = parameters.parameters()
+    elif isinstance(parameters, nn.Module):
+        got = f"got a {type(parameters).__name__}, expected parameters or a trireme.Pipeline"
+        _AREA.refuse(got, "Pass its parameters().", kind=TypeError)
+    parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     for parameter in parameters:
         optimizer = optimizer_of(parameter)
         if optimizer is not None and optimizer.stage == 2:
@@ -57,7 +67,10 @@ def clip_grad_norm_(
         unit = unit_of(parameter)
         if unit is None and _is_cut(parameter):
             cut_by_others.append(parameter)
+        stages = stages_of(parameter)
         over = None if unit is None else unit.norm_over(parameter)
+        if over is None and stages is not None:
+            over = stages.norm_over_stages()
         # On all ranks, also where this one has no gradient.
         gradients = whole if over is None else sharded.setdefault(over, [])
         if parameter.grad is not None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
-from typing import Any, Protocol
+from collections.abc import Iterable, Iterator
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -67,6 +67,17 @@ class ShardingUnit(Protocol):
         the device on which they talk. None if every rank has all of it."""
 
 
+@runtime_checkable
+class StagedModule(Protocol):
+    """A module of which each rank of a pipeline has other layers."""
+
+    def parameters(self) -> Iterator[torch.nn.Parameter]:
+        """Those of this rank."""
+
+    def norm_over_stages(self) -> tuple[Communicator, int, torch.device]:
+        """As ``ShardingUnit.norm_over``, of all its parameters."""
+
+
 _optimizers = WeakIdKeyDictionary()
 _modules = WeakIdKeyDictionary()
 
@@ -97,12 +108,12 @@ def averaging_module_of(parameter: torch.Tensor) -> AveragingModule | None:
     return None if found is None else found()
 
 
-class _UnitOf:
+class _OwnerOf:
     """A parameter holds it. In copies and pickles of that an empty set comes in its place, which
     ``torch.load(weights_only=True)`` takes."""
 
-    def __init__(self, unit: ShardingUnit) -> None:
-        self.unit = weakref.ref(unit)
+    def __init__(self, owner: Any) -> None:
+        self.owner = weakref.ref(owner)
 
     def __reduce__(self) -> tuple[type[set[Any]], tuple[()]]:
         return set, ()
@@ -111,13 +122,25 @@ class _UnitOf:
 def note_unit(parameter: torch.Tensor, unit: ShardingUnit) -> None:
     """Says that ``unit`` has sharded it. An attribute: ``Module.to`` refuses parameters to which
     there are weak references."""
-    parameter._trireme_unit = _UnitOf(unit)  # type: ignore[attr-defined]
+    parameter._trireme_unit = _OwnerOf(unit)  # type: ignore[attr-defined]
 
 
 def unit_of(parameter: torch.Tensor) -> ShardingUnit | None:
     """The living unit of fully_shard that has sharded ``parameter``."""
     found = getattr(parameter, "_trireme_unit", None)
-    return found.unit() if isinstance(found, _UnitOf) else None
+    return found.owner() if isinstance(found, _OwnerOf) else None
+
+
+def note_stages(parameters: Iterable[torch.Tensor], module: StagedModule) -> None:
+    """Says that other ranks have other parameters of ``module``."""
+    for parameter in parameters:
+        parameter._trireme_stages = _OwnerOf(module)  # type: ignore[attr-defined]
+
+
+def stages_of(parameter: torch.Tensor) -> StagedModule | None:
+    """The living module of which ``parameter`` is one rank's."""
+    found = getattr(parameter, "_trireme_stages", None)
+    return found.owner() if isinstance(found, _OwnerOf) else None
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from trireme import _C
+from trireme._C import Communicator
 from trireme._core.group_communicator import communicator_of
+from trireme._core.owners import note_stages
 from trireme._pipeline import AREA, refuse
 from trireme._pipeline.agreement import agree
 from trireme._pipeline.micro_batches import BatchCut, merge, tensors_in
@@ -131,6 +133,7 @@ class Pipeline(nn.Module):
             for call in self._calls
         ]
         self._seen = list(self.parameters())
+        note_stages(self._seen, self)
         self._core = _C.PipelineEngine(
             self._schedule._core,
             [
@@ -240,6 +243,10 @@ class Pipeline(nn.Module):
         values = [put_together(_one_or_text(*output)) for output in outputs]
         return merge(values, self._dim) if values else None
 
+    def norm_over_stages(self) -> tuple[Communicator, int, torch.device]:
+        """Says for :func:`clip_grad_norm_` whose gradients count together."""
+        return self._communicator, 1, self._communicator.device
+
     def last_step(self) -> dict[str, Any]:
         """Tells what this rank did in the last step: times, waiting, messages, by stage.
 
@@ -341,6 +348,7 @@ class Pipeline(nn.Module):
         now = list(self.parameters())
         if len(now) != len(self._seen) or any(a is not b for a, b in zip(now, self._seen)):  # noqa: B905
             self._seen = now
+            note_stages(now, self)
             for call, named in zip(self._calls, self._named(), strict=True):
                 self._core.set_parameters(call.stage.number, named)
         for call, devices in zip(self._calls, self._devices, strict=True):

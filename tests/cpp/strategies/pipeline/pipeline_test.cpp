@@ -1,9 +1,12 @@
 #include <trireme/strategies/pipeline/pipeline.h>
 
 #include <torch/nn.h>
+#include <torch/nn/utils/clip_grad.h>
 #include <torch/optim.h>
 
 #include <catch_torch.h>
+#include <cmath>
+#include <map>
 #include <mutex>
 #include <string>
 #include <thread_ranks.h>
@@ -100,6 +103,31 @@ TEST_CASE("a Sequential trains as a pipeline as it does alone") {
       CHECK(wrong.empty());
     }
   }
+}
+
+TEST_CASE("gradients of all stages are clipped by their common norm") {
+  torch::nn::Sequential net = seeded_net();
+  loss_of(net->forward(rows(0)), targets(0)).backward();
+  std::map<std::string, at::Tensor> expected;
+  const double norm = torch::nn::utils::clip_grad_norm_(net->parameters(), 0.01);
+  for (const auto& item : net->named_parameters()) expected[item.key()] = item.value().grad();
+  std::mutex mutex;
+  std::vector<std::string> wrong;
+  run_thread_ranks(
+      3,
+      [&](ThreadRank& rank) {
+        Pipeline<> pipe(seeded_net(), rank.communicator, PipelineOptions{.balance = {1, 1, 3}});
+        pipe->step(rows(0), targets(0), loss_of);
+        const double found = pipe->clip_grad_norm_(0.01).item<double>();
+        const std::lock_guard<std::mutex> lock(mutex);
+        if (std::abs(found - norm) > 1e-5 * norm) wrong.push_back(std::to_string(found));
+        for (const auto& item : pipe->named_parameters())
+          if (!item.value().grad().allclose(expected.at(item.key()), 1e-4, 1e-8))
+            wrong.push_back(item.key());
+      },
+      std::chrono::seconds(30), Engine::kShm);
+  CAPTURE(wrong, norm);
+  CHECK(wrong.empty());
 }
 
 // Returns what each rank's error says.
