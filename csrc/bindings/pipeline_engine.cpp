@@ -90,7 +90,8 @@ class PythonStage final : public StageFunction {
 
 // Names of the parameters, and these.
 using Named = std::pair<std::vector<std::string>, Tensors>;
-using Skip = std::tuple<std::string, int64_t, int64_t>;  // name, from stage, to stage
+using Skip = std::tuple<std::string, int64_t, int64_t>;     // name, from stage, to stage
+using Tied = std::vector<std::pair<int64_t, std::string>>;  // stage, name
 // stage, name, forward, loss, parameters
 using Stage = std::tuple<int64_t, std::string, py::function, std::optional<py::function>, Named>;
 
@@ -102,7 +103,8 @@ NamedParameters to_parameters(Named named) {
 std::shared_ptr<PipelineEngine> make_engine(const PipelineSchedule& schedule,
                                             std::vector<Stage> stages,
                                             std::shared_ptr<Communicator> communicator,
-                                            bool scale_grads, std::vector<Skip> skips) {
+                                            bool scale_grads, std::vector<Skip> skips,
+                                            std::vector<Tied> tied) {
   std::vector<PipelineStageRequest> requests;
   for (auto& [stage, name, forward, loss, parameters] : stages) {
     requests.push_back({stage, std::move(name),
@@ -111,6 +113,10 @@ std::shared_ptr<PipelineEngine> make_engine(const PipelineSchedule& schedule,
   }
   PipelineEngineOptions options{.scale_grads = scale_grads};
   for (auto& [name, from, to] : skips) options.skips.push_back({std::move(name), from, to});
+  for (Tied& one : tied) {
+    TiedParameter& parameter = options.tied.emplace_back();
+    for (auto& [stage, name] : one) parameter.holders.push_back({stage, std::move(name)});
+  }
   const py::gil_scoped_release no_gil;
   auto* engine =
       new PipelineEngine(schedule, std::move(requests), std::move(communicator), options);
@@ -179,7 +185,7 @@ void init_pipeline_engine(py::module_& module) {
   using torch::wrap_pybind_function_no_gil;
   py::class_<PipelineEngine, std::shared_ptr<PipelineEngine>>(module, "PipelineEngine")
       .def(py::init(wrap_pybind_function(make_engine)), py::arg("schedule"), py::arg("stages"),
-           py::arg("communicator"), py::arg("scale_grads"), py::arg("skips"))
+           py::arg("communicator"), py::arg("scale_grads"), py::arg("skips"), py::arg("tied"))
       .def("step",
            wrap_pybind_function_no_gil([](PipelineEngine& engine, std::vector<Tensors> inputs) {
              return engine.step(to_inputs(std::move(inputs)));
@@ -202,7 +208,21 @@ void init_pipeline_engine(py::module_& module) {
              engine.set_parameters(stage, to_parameters(std::move(parameters)));
            }),
            py::arg("stage"), py::arg("parameters"))
+      .def("later_copies", wrap_pybind_function(&PipelineEngine::later_copies))
       .def("last_step", &last_step);
+  module.def("find_tied", wrap_pybind_function([](std::vector<std::pair<int64_t, Named>> stages) {
+               std::vector<StageTensors> all;
+               for (auto& [rank, named] : stages)
+                 all.push_back({rank, std::move(named.first), std::move(named.second)});
+               std::vector<Tied> tied;
+               for (TiedParameter& parameter : find_tied(all)) {
+                 Tied& one = tied.emplace_back();
+                 for (auto& holder : parameter.holders)
+                   one.emplace_back(holder.stage, std::move(holder.name));
+               }
+               return tied;
+             }),
+             py::arg("stages"));
   module.def("stash",
              wrap_pybind_function([](const std::string& name, std::optional<at::Tensor> tensor) {
                stash(name, tensor ? std::move(*tensor) : at::Tensor());

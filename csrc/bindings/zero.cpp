@@ -142,8 +142,8 @@ void init_zero(py::module_& module) {
   using Parts = std::vector<std::pair<std::shared_ptr<Zero>, std::vector<int64_t>>>;
   // Gradients of which each rank of a group has a part; how many have the same one; the group's
   // device.
-  using Sharded = std::vector<
-      std::tuple<std::shared_ptr<Communicator>, int64_t, c10::Device, std::vector<at::Tensor>>>;
+  using Sharded = std::vector<std::tuple<std::shared_ptr<Communicator>, int64_t, c10::Device,
+                                         std::vector<at::Tensor>, std::vector<at::Tensor>>>;
   module.def(
       "clip_grad_norm_",
       wrap_pybind_function_no_gil([](const std::vector<at::Tensor>& whole, const Parts& parts,
@@ -152,8 +152,8 @@ void init_zero(py::module_& module) {
         std::vector<GradNormPart> all;
         if (!whole.empty()) all.push_back({whole, device_of(whole), nullptr});
         for (const auto& [zero, parameters] : parts) all.push_back(zero->gradients(parameters));
-        for (const auto& [communicator, copies, device, gradients] : sharded)
-          all.push_back({gradients, device, communicator, copies});
+        for (const auto& [communicator, copies, device, gradients, elsewhere] : sharded)
+          all.push_back({gradients, device, communicator, copies, elsewhere});
         return clip_grad_norm_(all, {max_norm, norm_type, error_if_nonfinite});
       }),
       py::arg("whole"), py::arg("parts"), py::arg("sharded"), py::arg("max_norm"),

@@ -105,10 +105,14 @@ at::Tensor clip_grad_norm_(const std::vector<GradNormPart>& parts, const ClipOpt
   // Scales as torch does: without waiting for a device, and with the same small number against
   // zero.
   const at::Tensor scale = (options.max_norm / (norm + 1e-6)).clamp_max(1.0);
-  for (const GradNormPart& part : parts)
-    for (const TensorList& list : alike(part.gradients))
-      at::_foreach_mul_(
-          list, scale.to(list.front().device(), c10::toRealValueType(list.front().scalar_type())));
+  for (const GradNormPart& part : parts) {
+    for (const TensorList& gradients : {part.gradients, part.counted_elsewhere}) {
+      for (const TensorList& list : alike(gradients)) {
+        const at::ScalarType real = c10::toRealValueType(list.front().scalar_type());
+        at::_foreach_mul_(list, scale.to(list.front().device(), real));
+      }
+    }
+  }
   return norm.to(dtype.value_or(at::kFloat));
 }
 

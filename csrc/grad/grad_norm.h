@@ -17,6 +17,8 @@ struct GradNormPart {
   // The other ranks of it hold the rest; null: every rank holds all of them.
   std::shared_ptr<Communicator> sharded_over;
   int64_t copies = 1;  // each gradient lies on so many of these ranks
+  // Are copies of gradients that other ranks count; they are only scaled.
+  std::vector<at::Tensor> counted_elsewhere = {};
 };
 
 struct ClipOptions {

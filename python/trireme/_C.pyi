@@ -36,6 +36,7 @@ from trireme._c_pipeline import PipelineEngine as PipelineEngine
 from trireme._c_pipeline import PipelineSchedule as PipelineSchedule
 from trireme._c_pipeline import TensorChannels as TensorChannels
 from trireme._c_pipeline import differing_texts as differing_texts
+from trireme._c_pipeline import find_tied as find_tied
 from trireme._c_pipeline import make_pipeline_schedule as make_pipeline_schedule
 from trireme._c_pipeline import partition as partition
 from trireme._c_pipeline import read_pipeline_schedule as read_pipeline_schedule
@@ -381,7 +382,7 @@ class Zero:
 def clip_grad_norm_(
     whole: _Tensors,
     parts: Sequence[tuple[Zero, Sequence[int]]],
-    sharded: Sequence[tuple[Communicator, int, torch.device, _Tensors]],
+    sharded: Sequence[tuple[Communicator, int, torch.device, _Tensors, _Tensors]],
     max_norm: float,
     norm_type: float,
     error_if_nonfinite: bool,

@@ -60,11 +60,14 @@ class PipelineEngine::Row {
     check_agreement(stages);
     edges_ = std::make_unique<StageEdges>(schedule_, *communicator_);
     skips_ = std::make_unique<SkipEdges>(schedule_, options_.skips, *communicator_);
+    tied_ = std::make_unique<TiedParameters>(schedule_, options_.tied, *communicator_);
     for (PipelineStageRequest& request : stages) {
+      tied_->set_parameters(request.stage, request.parameters);
       parameters_.push_back(request.parameters.tensors);
       StageSkips skips = skips_->skips_of(request.stage);
       stages_.push_back(std::make_unique<Stage>(std::move(request), schedule_, std::move(skips)));
     }
+    tied_->spread_values();
     for (const PipelineAction& action : schedule_.rows[static_cast<size_t>(where_.rank)]) {
       for_each_part(action, [&](const PipelineAction& part) { add(part); });
     }
@@ -81,6 +84,8 @@ class PipelineEngine::Row {
   void set_parameters(int64_t stage, NamedParameters parameters) {
     for (size_t i = 0; i < stages_.size(); ++i) {
       if (stages_[i]->index() == stage) {
+        const std::string missing = tied_->set_parameters(stage, parameters);
+        if (!missing.empty()) refuse_pipeline("got " + missing, "Make the pipeline anew.");
         parameters_[i] = std::move(parameters.tensors);
         return;
       }
@@ -89,6 +94,8 @@ class PipelineEngine::Row {
                         std::to_string(where_.rank) + " does not hold",
                     "Give those of a stage of this rank.");
   }
+
+  std::vector<at::Tensor> later_copies() const { return tied_->later_copies(); }
 
   void recover() {
     communicator_->recover();
@@ -100,6 +107,7 @@ class PipelineEngine::Row {
     if (!std::exchange(has_failed_, false)) return;
     edges_->forget_before(step_ + 1);
     skips_->forget_before(step_ + 1);
+    tied_->forget_before(step_ + 1);
   }
 
   Evaluation run(std::vector<PipelineValue> inputs, bool trains, bool has_loss) {
@@ -156,6 +164,11 @@ class PipelineEngine::Row {
                      std::hash<std::string>()(to_csv(schedule_, TableForm::kAsItIs)));
       for (const PipelineSkip& skip : options_.skips)
         own += c10::str(", '", skip.name, "' from stage ", skip.from, " to stage ", skip.to);
+      for (const TiedParameter& tied : options_.tied) {
+        own += ", tied";
+        for (const auto& holder : tied.holders)
+          own += c10::str(" '", holder.name, "' of stage ", holder.stage);
+      }
     }
     const auto texts = gather_texts(own, *communicator_, communicator_->device());
     for (size_t rank = 0; rank < texts.size(); ++rank) {
@@ -203,6 +216,7 @@ class PipelineEngine::Row {
     }
     current_ = nullptr;
     inputs_.clear();
+    if (trains) tied_->sum_gradients(step_);
     result_.loss = finish();
     if (trains) gradients_.end(options_.scale_grads ? schedule_.micro_batches : 1);
     communicator_->show_step(step_, /*is_done=*/true);
@@ -429,6 +443,7 @@ class PipelineEngine::Row {
   PipelineEngineOptions options_;
   std::unique_ptr<StageEdges> edges_;
   std::unique_ptr<SkipEdges> skips_;
+  std::unique_ptr<TiedParameters> tied_;
   std::vector<std::unique_ptr<Stage>> stages_;
   std::vector<std::vector<at::Tensor>> parameters_;  // one list per stage of this rank
   std::vector<RowAction> actions_;
@@ -468,6 +483,8 @@ PipelineEngine::Evaluation PipelineEngine::eval_step(std::vector<PipelineValue> 
 void PipelineEngine::set_parameters(int64_t stage, NamedParameters parameters) {
   row_->set_parameters(stage, std::move(parameters));
 }
+
+std::vector<at::Tensor> PipelineEngine::later_copies() const { return row_->later_copies(); }
 
 const PipelineSchedule& PipelineEngine::schedule() const { return row_->schedule(); }
 

@@ -5,6 +5,7 @@
 #include <trireme/strategies/pipeline/schedule.h>
 #include <trireme/strategies/pipeline/skip.h>
 #include <trireme/strategies/pipeline/stage_function.h>
+#include <trireme/strategies/pipeline/tied_parameters.h>
 
 #include <ATen/core/Tensor.h>
 
@@ -29,6 +30,8 @@ struct PipelineEngineOptions {
   bool scale_grads = true;  // .grad and the loss are means over micro-batches; else sums
   // Says what stages stash for others, and pop; those that one stage pops, in the order of pops.
   std::vector<PipelineSkip> skips = {};
+  // Says which parameters stages of several ranks have: their copies are kept equal.
+  std::vector<TiedParameter> tied = {};
 };
 
 // Tells what a stage did in a step. Times are in milliseconds.
@@ -70,8 +73,9 @@ struct PipelineReport {
 //
 // Cost of a step: per micro-batch and pair of stages on different ranks one message onward and,
 // where gradients are due, one back, and as many for each pair of stages with skips; one all-reduce
-// of 24 bytes. Memory: what autograd keeps of the micro-batches that are live, and slots for
-// messages: check_schedule() says how many, and skips have one per micro-batch.
+// of 24 bytes; TiedParameters say what these cost. Memory: what autograd keeps of the micro-batches
+// that are live, and slots for messages: check_schedule() says how many, and skips have one per
+// micro-batch.
 //
 // One thread at a time. It is made, called and destroyed without the GIL.
 class TRIREME_API PipelineEngine {
@@ -107,8 +111,12 @@ class TRIREME_API PipelineEngine {
   };
   Evaluation eval_step(std::vector<PipelineValue> inputs, bool has_loss);
 
-  // Says what the parameters of a stage are from the next step on.
+  // Says what the parameters of a stage are from the next step on. Throws ValueError where a tied
+  // one is missing.
   void set_parameters(int64_t stage, NamedParameters parameters);
+
+  // Returns the parameters of this rank that are copies of those of earlier stages.
+  std::vector<at::Tensor> later_copies() const;
 
   const PipelineSchedule& schedule() const;
   // Returns what this rank did in the last step that ended well. Costs one simulation of the

@@ -2,11 +2,10 @@
 
 #include <trireme/comm/gather_texts.h>
 #include <trireme/common/error.h>
-#include <trireme/strategies/pipeline/refuse.h>
 
 #include <ATen/ATen.h>
 
-#include <map>
+#include <string>
 #include <utility>
 
 namespace trireme {
@@ -56,25 +55,6 @@ MicroBatches cut_batch(const BatchRequest& batch, Communicator& communicator) {
     cut.inputs.push_back({{std::move(piece)}});
   if (batch.target.defined()) cut.targets = batch.target.tensor_split(batch.chunks, batch.dim);
   return cut;
-}
-
-void refuse_shared(const std::vector<StageTensors>& stages) {
-  struct Holder {
-    std::string name;
-    int64_t rank;
-  };
-  std::map<const c10::TensorImpl*, Holder> holders;
-  for (const StageTensors& stage : stages) {
-    for (size_t i = 0; i < stage.tensors.size(); ++i) {
-      const auto [found, is_new] = holders.try_emplace(stage.tensors[i].unsafeGetTensorImpl(),
-                                                       Holder{stage.names[i], stage.rank});
-      if (is_new || found->second.rank == stage.rank) continue;
-      refuse_pipeline("got one parameter as '" + found->second.name + "' on rank " +
-                          std::to_string(found->second.rank) + " and as '" + stage.names[i] +
-                          "' on rank " + std::to_string(stage.rank),
-                      "Put the layers that share it into stages of one rank.");
-    }
-  }
 }
 
 }  // namespace trireme

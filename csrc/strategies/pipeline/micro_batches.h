@@ -7,7 +7,6 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
-#include <string>
 #include <vector>
 
 namespace trireme {
@@ -30,16 +29,5 @@ struct MicroBatches {
 // compare how many rows they have, in one small collective. Throws ValueError, on all ranks alike,
 // where they differ, and for fewer rows than pieces.
 TRIREME_API MicroBatches cut_batch(const BatchRequest& batch, Communicator& communicator);
-
-// Lists the parameters of a stage.
-struct StageTensors {
-  int64_t rank = 0;
-  std::vector<std::string> names;
-  std::vector<at::Tensor> tensors;
-};
-
-// Throws ValueError for a parameter that stages of two ranks have: their gradients would not be
-// summed.
-TRIREME_API void refuse_shared(const std::vector<StageTensors>& stages);
 
 }  // namespace trireme

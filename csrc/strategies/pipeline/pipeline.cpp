@@ -65,11 +65,16 @@ std::vector<PipelineSkip> skips_of_stages(std::vector<PipelineSkip> skips,
 }
 
 GradNormPart gradients_of_stages(const std::vector<at::Tensor>& parameters,
+                                 const std::vector<at::Tensor>& copies,
                                  std::shared_ptr<Communicator> communicator) {
   GradNormPart part;
   part.device = communicator->device();
   part.sharded_over = std::move(communicator);
   std::unordered_set<const c10::TensorImpl*> seen;
+  for (const at::Tensor& copy : copies) {
+    seen.insert(copy.unsafeGetTensorImpl());
+    if (copy.grad().defined()) part.counted_elsewhere.push_back(copy.grad());
+  }
   for (const at::Tensor& parameter : parameters) {
     if (parameter.grad().defined() && seen.insert(parameter.unsafeGetTensorImpl()).second)
       part.gradients.push_back(parameter.grad());

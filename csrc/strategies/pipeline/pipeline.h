@@ -47,8 +47,9 @@ TRIREME_API std::vector<PipelineSkip> skips_of_stages(std::vector<PipelineSkip> 
                                                       const std::vector<int64_t>& bounds);
 
 // Returns the gradients of this rank's parameters, of which the other ranks have others. One that
-// is named twice counts once.
+// is named twice counts once, and other ranks count those that are copies of theirs.
 TRIREME_API GradNormPart gradients_of_stages(const std::vector<at::Tensor>& parameters,
+                                             const std::vector<at::Tensor>& copies,
                                              std::shared_ptr<Communicator> communicator);
 
 // See Pipeline below.
@@ -61,6 +62,7 @@ class PipelineImpl : public torch::nn::Module {
     const auto layers = static_cast<int64_t>(net->size());
     const std::vector<int64_t> bounds = stage_bounds(options, layers, schedule.stages);
     const auto named = net->named_children();
+    const std::vector<StageTensors> stages = tensors_of(named, bounds, schedule);
     std::vector<PipelineStageRequest> requests;
     for (int64_t stage = 0; stage < schedule.stages; ++stage) {
       if (schedule.stage_rank[static_cast<size_t>(stage)] != communicator_->rank()) continue;
@@ -71,21 +73,19 @@ class PipelineImpl : public torch::nn::Module {
       request.name = "layers " + std::to_string(begin) + ".." + std::to_string(end - 1);
       for (int64_t layer = begin; layer < end; ++layer) {
         const auto& item = named[static_cast<size_t>(layer)];
-        for (const auto& parameter : item.value()->named_parameters()) {
-          request.parameters.names.push_back(item.key() + "." + parameter.key());
-          request.parameters.tensors.push_back(parameter.value());
-        }
         register_module(item.key(), item.value());
       }
+      request.parameters.names = stages[static_cast<size_t>(stage)].names;
+      request.parameters.tensors = stages[static_cast<size_t>(stage)].tensors;
       request.function = std::make_shared<Layers>(*this, net, begin, end);
       requests.push_back(std::move(request));
     }
-    check_not_shared(*net, bounds, schedule);
     engine_ =
         std::make_unique<PipelineEngine>(std::move(schedule), std::move(requests), communicator_,
                                          PipelineEngineOptions{
                                              options.scale_grads,
                                              skips_of_stages(options.skips, bounds),
+                                             find_tied(stages),
                                          });
   }
 
@@ -128,7 +128,7 @@ class PipelineImpl : public torch::nn::Module {
   }
   // Returns this rank's part of the gradients, for trireme::clip_grad_norm_() over several models.
   std::vector<GradNormPart> gradients() const {
-    return {gradients_of_stages(this->parameters(), communicator_)};
+    return {gradients_of_stages(this->parameters(), engine_->later_copies(), communicator_)};
   }
 
   const PipelineSchedule& schedule() const { return engine_->schedule(); }
@@ -166,11 +166,11 @@ class PipelineImpl : public torch::nn::Module {
     targets_ = std::move(cut.targets);
   }
 
-  // Refuses a tensor that stages of several ranks have.
-  void check_not_shared(const torch::nn::Module& net, const std::vector<int64_t>& bounds,
-                        const PipelineSchedule& schedule) const {
+  // Lists the parameters of all stages, those of other ranks too.
+  static std::vector<StageTensors> tensors_of(
+      const torch::OrderedDict<std::string, std::shared_ptr<torch::nn::Module>>& named,
+      const std::vector<int64_t>& bounds, const PipelineSchedule& schedule) {
     std::vector<StageTensors> stages;
-    const auto named = net.named_children();
     for (int64_t stage = 0; stage < schedule.stages; ++stage) {
       StageTensors& one = stages.emplace_back();
       one.rank = schedule.stage_rank[static_cast<size_t>(stage)];
@@ -183,7 +183,7 @@ class PipelineImpl : public torch::nn::Module {
         }
       }
     }
-    refuse_shared(stages);
+    return stages;
   }
 
   int64_t dim_;
@@ -205,10 +205,10 @@ class PipelineImpl : public torch::nn::Module {
 //   optimizer.step();
 //
 // Layers take and return one tensor; what else they have for a later layer they stash() and pop()
-// (skip.h). The pipeline is a module that has the layers of this rank,
-// under the names that they have in `net`. Every rank constructs it from the whole net, and may
-// drop that afterwards: then the other layers are gone. Destroy it before the Context shuts down.
-// What it costs, throws and guarantees: engine.h.
+// (skip.h). Layers may share parameters, also between ranks (tied_parameters.h). The pipeline is a
+// module that has the layers of this rank, under the names that they have in `net`. Every rank
+// constructs it from the whole net, and may drop that afterwards: then the other layers are gone.
+// Destroy it before the Context shuts down. What it costs, throws and guarantees: engine.h.
 template <typename Net = torch::nn::Sequential>
 class Pipeline : public torch::nn::ModuleHolder<PipelineImpl<Net>> {
  public:

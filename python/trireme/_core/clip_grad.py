@@ -50,9 +50,10 @@ def clip_grad_norm_(
     cut_by_others = []
     whole: list[torch.Tensor] = []
     parts: dict[_C.Zero, list[int]] = {}
-    sharded: dict[tuple[_C.Communicator, int, torch.device], list[torch.Tensor]] = {}
+    Over = tuple[_C.Communicator, int, torch.device]
+    sharded: dict[Over, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}  # counted here or not
     if isinstance(parameters, StagedModule):
-        sharded[parameters.norm_over_stages()] = []  # this rank may have no parameter
+        sharded[parameters.norm_over_stages()] = ([], [])  # this rank may have no parameter
         parameters = parameters.parameters()
     elif isinstance(parameters, nn.Module):
         got = f"got a {type(parameters).__name__}, expected parameters or a trireme.Pipeline"
@@ -72,7 +73,8 @@ def clip_grad_norm_(
         if over is None and stages is not None:
             over = stages.norm_over_stages()
         # On all ranks, also where this one has no gradient.
-        gradients = whole if over is None else sharded.setdefault(over, [])
+        counted, elsewhere = (whole, whole) if over is None else sharded.setdefault(over, ([], []))
+        is_counted = stages is None or all(parameter is not one for one in stages.later_copies())
         if parameter.grad is not None:
             if foreach and not _device_has_foreach_support(parameter.grad.device):
                 _AREA.refuse(
@@ -81,7 +83,7 @@ def clip_grad_norm_(
                     "Leave foreach out.",
                     kind=RuntimeError,
                 )
-            gradients.append(local_of(parameter.grad))
+            (counted if is_counted else elsewhere).append(local_of(parameter.grad))
     if cut_by_others:
         if parts or sharded:
             _AREA.refuse(
@@ -95,7 +97,7 @@ def clip_grad_norm_(
     return _C.clip_grad_norm_(
         whole=whole,
         parts=list(parts.items()),
-        sharded=[(*over, gradients) for over, gradients in sharded.items()],
+        sharded=[(*over, *gradients) for over, gradients in sharded.items()],
         max_norm=float(max_norm),
         norm_type=float(norm_type),
         error_if_nonfinite=error_if_nonfinite,

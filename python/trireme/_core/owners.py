@@ -77,6 +77,9 @@ class StagedModule(Protocol):
     def norm_over_stages(self) -> tuple[Communicator, int, torch.device]:
         """As ``ShardingUnit.norm_over``, of all its parameters."""
 
+    def later_copies(self) -> list[torch.Tensor]:
+        """Parameters of this rank that others count."""
+
 
 _optimizers = WeakIdKeyDictionary()
 _modules = WeakIdKeyDictionary()

@@ -29,7 +29,8 @@ from trireme._pipeline.stages import (
     deal_out,
     keywords_of,
     layers_of,
-    refuse_tied,
+    refuse_meta,
+    tied_between,
 )
 from trireme._pipeline.values import put_together
 
@@ -52,7 +53,8 @@ class Pipeline(nn.Module):
 
     Losses and gradients are, bit for bit, those of one process that runs the same micro-batches one
     after the other, adds up their gradients, and divides them by their number at the end. Random
-    layers draw other numbers.
+    layers draw other numbers, and gradients of parameters that layers of several ranks share are
+    added up in the order of stages: each of these ranks has a copy, and all copies stay equal.
 
     Args:
         module: A ``torch.nn.Sequential``. A Sequential in it is one layer. A tuple that a layer
@@ -146,6 +148,7 @@ class Pipeline(nn.Module):
             self._communicator,
             scale_grads,
             self._skips_of_stages(),
+            tied_between(layers, self._stages),
         )
 
     def _agree_on_layers(
@@ -176,8 +179,7 @@ class Pipeline(nn.Module):
         error = None
         own = [stage for stage in self._stages if stage.rank == self._communicator.rank]
         try:
-            refuse_tied(layers, self._stages)
-            _refuse_meta(layers, own)
+            refuse_meta(layers, own)
         except Exception as raised:
             error = raised
         dealt = [len(stage.layers) for stage in self._stages]
@@ -246,6 +248,11 @@ class Pipeline(nn.Module):
     def norm_over_stages(self) -> tuple[Communicator, int, torch.device]:
         """Says for :func:`clip_grad_norm_` whose gradients count together."""
         return self._communicator, 1, self._communicator.device
+
+    def later_copies(self) -> list[Tensor]:
+        """This rank's copies of parameters that layers of an earlier stage have, too: their
+        gradients count on that one's rank."""
+        return self._core.later_copies()
 
     def last_step(self) -> dict[str, Any]:
         """Tells what this rank did in the last step: times, waiting, messages, by stage.
@@ -476,17 +483,3 @@ def _stages_of(layers: list[str], counts: list[int], stage_rank: list[int]) -> l
         stages.append(Stage(number, rank, tuple(layers[begin : begin + count])))
         begin += count
     return stages
-
-
-def _refuse_meta(layers: Mapping[str, nn.Module], own: Sequence[Stage]) -> None:
-    for stage in own:
-        for name in stage.layers:
-            for inner, tensor in [
-                *layers[name].named_parameters(name), *layers[name].named_buffers(name)
-            ]:  # fmt: skip
-                if tensor.is_meta:
-                    got = (
-                        f"got '{inner}' of stage {stage.number} on device meta (rank {stage.rank})"
-                    )
-                    refuse(f"{got}, expected this rank's layers to have memory",
-                           "Call to_empty() and initialise them.")  # fmt: skip

@@ -106,20 +106,35 @@ def _measured(
     return [float.fromhex(one) for one in texts[0].split()]
 
 
-def refuse_tied(layers: Mapping[str, nn.Module], stages: Sequence[Stage]) -> None:
-    """Refuses parameters that stages of different ranks share."""
-    found: dict[int, tuple[str, Stage]] = {}
+def tied_between(
+    layers: Mapping[str, nn.Module], stages: Sequence[Stage]
+) -> list[list[tuple[int, str]]]:
+    """Finds parameters that stages of several ranks have: of each, its stages and names."""
+    listed = []
     for stage in stages:
+        names: list[str] = []
+        tensors: list[Tensor] = []
         for name in stage.layers:
             for inner, parameter in layers[name].named_parameters(name, remove_duplicate=False):
-                first, holder = found.setdefault(id(parameter), (inner, stage))
-                if holder.rank != stage.rank:
-                    refuse(
-                        f"got '{first}' and '{inner}', which are one parameter, in stages "
-                        f"{holder.number} and {stage.number} of ranks {holder.rank} and "
-                        f"{stage.rank}, expected parameters that only one rank has",
-                        "Choose a balance that keeps both on one rank, or give each its own.",
+                names.append(inner)
+                tensors.append(parameter)
+        listed.append((stage.rank, (names, tensors)))
+    return _C.find_tied(listed)
+
+
+def refuse_meta(layers: Mapping[str, nn.Module], own: Sequence[Stage]) -> None:
+    """Refuses layers of this rank that have no memory."""
+    for stage in own:
+        for name in stage.layers:
+            for inner, tensor in [
+                *layers[name].named_parameters(name), *layers[name].named_buffers(name)
+            ]:  # fmt: skip
+                if tensor.is_meta:
+                    got = (
+                        f"got '{inner}' of stage {stage.number} on device meta (rank {stage.rank})"
                     )
+                    refuse(f"{got}, expected this rank's layers to have memory",
+                           "Call to_empty() and initialise them.")  # fmt: skip
 
 
 def keywords_of(layer: nn.Module) -> frozenset[str]:

@@ -40,17 +40,6 @@ def on_meta() -> nn.Sequential:
     return tanh_layers().to("meta")
 
 
-def tied() -> nn.Sequential:
-    module = tanh_layers()
-    module[6].weight = module[0].weight
-    return module
-
-
-def twice() -> nn.Sequential:
-    layer = nn.Linear(WIDTH, WIDTH)
-    return nn.Sequential(layer, nn.Tanh(), nn.Tanh(), layer)
-
-
 REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], type[Exception], str]] = {
     "no Sequential": (lambda: nn.Linear(2, 2), {}, TypeError, "expected a torch.nn.Sequential"),
     "own forward": (lambda: OwnForward(nn.Tanh()), {}, TypeError, "a forward of its own"),
@@ -58,8 +47,6 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], type[Exception], str
     "parameter": (with_parameter, {}, ValueError, "'scale' beside its layers"),
     "empty": (nn.Sequential, {}, ValueError, "without layers"),
     "meta": (on_meta, {}, ValueError, "on device meta"),
-    "tied": (tied, {}, ValueError, "got '0.weight' and '6.weight', which are one parameter"),
-    "one layer twice": (twice, {}, ValueError, "got '0.weight' and '3.weight'"),
     "balance adds up": (tanh_layers, {"balance": [4, 3]}, ValueError, "adds up to 7, expected 8"),
     "balance of zero": (tanh_layers, {"balance": [8, 0]}, ValueError, "from 1 on"),
     "ranks and stages": (tanh_layers, {"balance": [8]}, ValueError, "more ranks than stages"),
