@@ -4,6 +4,7 @@
 #include <trireme/bindings/shared_function.h>
 #include <trireme/bindings/step_report.h>
 #include <trireme/comm/group_memory.h>
+#include <trireme/strategies/fsdp/unit_hold.h>
 
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -231,6 +232,10 @@ void init_param_group(py::module_& module) {
       .def_property(
           "label", [](const Group& self) { return self.group->label(); },
           [](Group& self, std::string label) { self.group->set_label(std::move(label)); })
+      .def("held_backwards",
+           [](const Group& self) -> std::shared_ptr<HeldBackwards> {
+             return std::make_shared<UnitHold>(self.group);
+           })
       .def("sharded",
            [](const Group& self) {
              std::vector<at::Tensor> shards;

@@ -88,12 +88,49 @@ class PythonStage final : public StageFunction {
   std::shared_ptr<py::function> forward_, loss_;  // dropped with the GIL
 };
 
+// Calls what Python has for a strategy of which the core does not know.
+class PythonStrategy final : public HeldBackwards {
+ public:
+  PythonStrategy(py::function hold, py::function prepare, py::function finish)
+      : hold_(shared_function(std::move(hold))),
+        prepare_(shared_function(std::move(prepare))),
+        finish_(shared_function(std::move(finish))) {}
+
+  void hold(bool held) override {
+    const py::gil_scoped_acquire gil;
+    const py::bool_ flag(held);
+    call(*hold_, flag.ptr());
+  }
+  void prepare_for_backward() override {
+    const py::gil_scoped_acquire gil;
+    call(*prepare_, nullptr);
+  }
+  void synchronize_unreached() override {
+    const py::gil_scoped_acquire gil;
+    call(*finish_, nullptr);
+  }
+  // Its ranks have a deadline of their own.
+  void announce_failure(const std::string& /*text*/) noexcept override {}
+
+ private:
+  static void call(const py::function& function, PyObject* argument) {
+    PyObject* result = argument == nullptr ? PyObject_CallNoArgs(function.ptr())
+                                           : PyObject_CallOneArg(function.ptr(), argument);
+    if (result == nullptr) throw_python_error();
+    Py_DECREF(result);
+  }
+
+  std::shared_ptr<py::function> hold_, prepare_, finish_;  // dropped with the GIL
+};
+
 // Names of the parameters, and these.
 using Named = std::pair<std::vector<std::string>, Tensors>;
 using Skip = std::tuple<std::string, int64_t, int64_t>;     // name, from stage, to stage
 using Tied = std::vector<std::pair<int64_t, std::string>>;  // stage, name
-// stage, name, forward, loss, parameters
-using Stage = std::tuple<int64_t, std::string, py::function, std::optional<py::function>, Named>;
+using Strategies = std::vector<std::shared_ptr<HeldBackwards>>;
+// stage, name, forward, loss, parameters, buffers, strategies
+using Stage = std::tuple<int64_t, std::string, py::function, std::optional<py::function>, Named,
+                         Named, Strategies>;
 
 NamedParameters to_parameters(Named named) {
   std::vector<bool> sparse(named.first.size(), false);
@@ -104,14 +141,20 @@ std::shared_ptr<PipelineEngine> make_engine(const PipelineSchedule& schedule,
                                             std::vector<Stage> stages,
                                             std::shared_ptr<Communicator> communicator,
                                             bool scale_grads, std::vector<Skip> skips,
-                                            std::vector<Tied> tied) {
+                                            std::vector<Tied> tied,
+                                            std::shared_ptr<Communicator> copies) {
   std::vector<PipelineStageRequest> requests;
-  for (auto& [stage, name, forward, loss, parameters] : stages) {
-    requests.push_back({stage, std::move(name),
-                        std::make_shared<PythonStage>(std::move(forward), std::move(loss)),
-                        to_parameters(std::move(parameters))});
+  for (auto& [stage, name, forward, loss, parameters, buffers, strategies] : stages) {
+    PipelineStageRequest& request = requests.emplace_back();
+    request.stage = stage;
+    request.name = std::move(name);
+    request.function = std::make_shared<PythonStage>(std::move(forward), std::move(loss));
+    request.parameters = to_parameters(std::move(parameters));
+    for (size_t i = 0; i < buffers.first.size(); ++i)
+      request.buffers.emplace_back(std::move(buffers.first[i]), std::move(buffers.second[i]));
+    request.strategies = std::move(strategies);
   }
-  PipelineEngineOptions options{.scale_grads = scale_grads};
+  PipelineEngineOptions options{.scale_grads = scale_grads, .copies = std::move(copies)};
   for (auto& [name, from, to] : skips) options.skips.push_back({std::move(name), from, to});
   for (Tied& one : tied) {
     TiedParameter& parameter = options.tied.emplace_back();
@@ -163,19 +206,25 @@ py::dict last_step(const PipelineEngine& engine) {
 }
 
 // Returns nothing where all ranks say alike, else what each of them says: one gather of a number
-// in the first case.
-std::optional<std::vector<std::string>> differing_texts(const std::string& own,
-                                                        Communicator& communicator) {
+// in the first case. Says, too, whether any rank has set the flag.
+std::pair<std::optional<std::vector<std::string>>, bool> differing_texts(
+    const std::string& own, Communicator& communicator, bool flag) {
   const c10::Device device = communicator.device();
   const auto integers = at::TensorOptions().dtype(at::kLong).device(device);
-  const auto number = static_cast<int64_t>(std::hash<std::string>{}(own));
+  const auto hash = static_cast<int64_t>(std::hash<std::string>{}(own) & ~size_t{1});
+  const int64_t number = hash | (flag ? 1 : 0);
   at::Tensor all = at::empty({communicator.world()}, integers);
   communicator.all_gather({all}, {at::full({1}, number, integers)}, "batch of a step").wait();
   all = all.cpu();
   const auto* numbers = all.const_data_ptr<int64_t>();
-  if (std::all_of(numbers, numbers + all.numel(), [&](int64_t one) { return one == number; }))
-    return std::nullopt;
-  return gather_texts(own, communicator, device);
+  bool any = false;
+  bool are_equal = true;
+  for (int64_t rank = 0; rank < communicator.world(); ++rank) {
+    any = any || (numbers[rank] & 1) != 0;
+    are_equal = are_equal && (numbers[rank] & ~int64_t{1}) == hash;
+  }
+  if (are_equal) return {std::nullopt, any};
+  return {gather_texts(own, communicator, device), any};
 }
 
 }  // namespace
@@ -183,14 +232,23 @@ std::optional<std::vector<std::string>> differing_texts(const std::string& own,
 void init_pipeline_engine(py::module_& module) {
   using torch::wrap_pybind_function;
   using torch::wrap_pybind_function_no_gil;
+  py::class_<HeldBackwards, std::shared_ptr<HeldBackwards>>(module, "HeldBackwards")
+      .def(py::init([](py::function hold, py::function prepare, py::function finish) {
+             return std::make_shared<PythonStrategy>(std::move(hold), std::move(prepare),
+                                                     std::move(finish));
+           }),
+           py::arg("hold"), py::arg("prepare"), py::arg("finish"));
   py::class_<PipelineEngine, std::shared_ptr<PipelineEngine>>(module, "PipelineEngine")
       .def(py::init(wrap_pybind_function(make_engine)), py::arg("schedule"), py::arg("stages"),
-           py::arg("communicator"), py::arg("scale_grads"), py::arg("skips"), py::arg("tied"))
+           py::arg("communicator"), py::arg("scale_grads"), py::arg("skips"), py::arg("tied"),
+           py::arg("copies") = nullptr)
       .def("step",
-           wrap_pybind_function_no_gil([](PipelineEngine& engine, std::vector<Tensors> inputs) {
-             return engine.step(to_inputs(std::move(inputs)));
+           wrap_pybind_function_no_gil([](PipelineEngine& engine, std::vector<Tensors> inputs,
+                                          bool synchronizes, std::optional<bool> has_strategies) {
+             return engine.step(to_inputs(std::move(inputs)), {synchronizes, has_strategies});
            }),
-           py::arg("inputs"))
+           py::arg("inputs"), py::arg("synchronizes") = true,
+           py::arg("has_strategies") = std::nullopt)
       .def("eval_step",
            wrap_pybind_function_no_gil(
                [](PipelineEngine& engine, std::vector<Tensors> inputs, bool has_loss) {
@@ -204,10 +262,13 @@ void init_pipeline_engine(py::module_& module) {
            py::arg("inputs"), py::arg("has_loss"))
       .def("recover", wrap_pybind_function_no_gil(&PipelineEngine::recover))
       .def("set_parameters",
-           wrap_pybind_function([](PipelineEngine& engine, int64_t stage, Named parameters) {
-             engine.set_parameters(stage, to_parameters(std::move(parameters)));
+           wrap_pybind_function([](PipelineEngine& engine, int64_t stage, Named parameters,
+                                   Strategies strategies) {
+             engine.set_parameters(stage, to_parameters(std::move(parameters)),
+                                   std::move(strategies));
            }),
-           py::arg("stage"), py::arg("parameters"))
+           py::arg("stage"), py::arg("parameters"), py::arg("strategies"))
+      .def("has_strategies", wrap_pybind_function(&PipelineEngine::has_strategies))
       .def("later_copies", wrap_pybind_function(&PipelineEngine::later_copies))
       .def("last_step", &last_step);
   module.def("find_tied", wrap_pybind_function([](std::vector<std::pair<int64_t, Named>> stages) {
@@ -235,10 +296,9 @@ void init_pipeline_engine(py::module_& module) {
              py::arg("name"));
   module.def("differing_texts",
              wrap_pybind_function_no_gil(
-                 [](const std::string& own, const std::shared_ptr<Communicator>& communicator) {
-                   return differing_texts(own, *communicator);
-                 }),
-             py::arg("own"), py::arg("communicator"));
+                 [](const std::string& own, const std::shared_ptr<Communicator>& communicator,
+                    bool flag) { return differing_texts(own, *communicator, flag); }),
+             py::arg("own"), py::arg("communicator"), py::arg("flag") = false);
 }
 
 }  // namespace trireme

@@ -68,6 +68,30 @@ void Arming::prepare_for_backward() {
   forced_ = true;
 }
 
+void Arming::hold(bool held) {
+  const auto lock = this->lock();
+  held_ = held;
+  forced_ = false;
+}
+
+bool Arming::is_held() const {
+  const auto lock = this->lock();
+  return held_;
+}
+
+void Arming::synchronize_unreached() {
+  const auto lock = this->lock();
+  if (!std::exchange(forced_, false) || !is_idle()) return;
+  const auto steps = steps_.lock();
+  if (!steps) return;
+  if (armed_) armed_();
+  steps->reduce_accumulated();
+}
+
+void Arming::announce_failure(const std::string& text) noexcept {
+  if (const auto steps = steps_.lock()) steps->announce_failure(text);
+}
+
 void Arming::set_synchronize(bool synchronize) {
   const auto lock = this->lock();
   synchronize_ = synchronize;
@@ -103,11 +127,11 @@ void Arming::gradient_due() {
   if (!at_parameters_) return;
   const auto arm_one = [](Arming& sibling) {
     const auto lock = sibling.lock();
-    if (sibling.is_idle() && sibling.synchronizes()) sibling.arm();
+    if (sibling.is_idle() && (sibling.forced_ || sibling.synchronizes())) sibling.arm();
   };
   {
     const auto lock = this->lock();
-    if (!is_idle() || !synchronizes()) return;
+    if (!is_idle() || !(forced_ || synchronizes())) return;
   }
   for (const std::weak_ptr<Arming>& sibling : siblings_)
     if (const auto alive = sibling.lock()) arm_one(*alive);

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <trireme/common/export.h>
+#include <trireme/grad/held_backwards.h>
 
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/autograd/graph_task.h>
@@ -55,6 +56,9 @@ class BackwardSteps {
   virtual void finish_backward() = 0;
   // An exception has left the backward; `why` quotes it, or is empty.
   virtual void abandon_backward(const std::string& why) noexcept = 0;
+  // Synchronizes what has accumulated, without a backward.
+  virtual void reduce_accumulated() = 0;
+  virtual void announce_failure(const std::string& text) noexcept = 0;
 };
 
 // Decides which backwards synchronize, and holds the lock of all who work on one. A strategy tells
@@ -62,7 +66,7 @@ class BackwardSteps {
 //
 // The thread that trains calls the functions of a strategy, without the GIL; hooks are called on
 // autograd's threads.
-class TRIREME_API Arming : public std::enable_shared_from_this<Arming> {
+class TRIREME_API Arming : public HeldBackwards, public std::enable_shared_from_this<Arming> {
  public:
   // `at_parameters` makes every backward that accumulates into a parameter synchronize, unless
   // set_synchronize(false) was called: for callers who see no forward.
@@ -75,7 +79,7 @@ class TRIREME_API Arming : public std::enable_shared_from_this<Arming> {
                      bool all_found = true);
   // Makes the next backward that reaches an output or a parameter synchronize, whatever its forward
   // said.
-  void prepare_for_backward();
+  void prepare_for_backward() override;
   // Says whether backwards synchronize that nobody has prepared. So does `asked`, if there is one,
   // each time.
   void set_synchronize(bool synchronize);
@@ -88,6 +92,12 @@ class TRIREME_API Arming : public std::enable_shared_from_this<Arming> {
   // first one's collectives go out while backward runs, those of the others, where gradients do not
   // stream, when it ends. Keeps none of them alive.
   static void arm_together(const std::vector<std::shared_ptr<Arming>>& siblings);
+
+  // A pipeline calls these; see held_backwards.h.
+  void hold(bool held) override;
+  bool is_held() const;
+  void synchronize_unreached() override;
+  void announce_failure(const std::string& text) noexcept override;
 
   // What follows serves the steps and their landing.
 
@@ -123,7 +133,7 @@ class TRIREME_API Arming : public std::enable_shared_from_this<Arming> {
   enum class Phase : uint8_t { kIdle, kRunning, kAwaitingFinalize };
   class Scope;
 
-  bool synchronizes() const { return synchronize_ && (!asked_ || asked_()); }
+  bool synchronizes() const { return synchronize_ && !held_ && (!asked_ || asked_()); }
   void arm();
   void begin(BackwardSteps& steps, Part part);
 
@@ -137,6 +147,7 @@ class TRIREME_API Arming : public std::enable_shared_from_this<Arming> {
   bool forced_ = false;       // see prepare_for_backward()
   bool arms_at_any_ = false;  // an output of the last forward is not known
   bool synchronize_ = true;   // see set_synchronize()
+  bool held_ = false;         // see hold()
   bool manual_finalization_ = false;
 };
 

@@ -53,6 +53,7 @@ void GradReducer::begin_with(const NamedParameters& parameters) {
   layout_.begin(parameters, step_);
   changes_.begin();
   landing_->begin(layout_);
+  put_held_backwards(parameters.tensors, arming_);
 }
 
 void GradReducer::build_layout() {

@@ -123,8 +123,7 @@ class TRIREME_API GradReducer final : public GradSink, public BackwardSteps {
   void set_manual_finalization(bool manual);
   void finalize_backward();
   // Reduces the gradients that backwards without synchronization have accumulated. Collective.
-  // Needs a landing with owners.
-  void reduce_accumulated() { collect_by_itself(Part::kGradients, /*may_learn=*/false); }
+  void reduce_accumulated() override { collect_by_itself(Part::kGradients, /*may_learn=*/false); }
   // Takes part in one synchronized backward of the others with zeros (join), leaving every .grad
   // alone unless `deliver` says that this rank steps with them.
   void shadow_backward(bool deliver = false) {
@@ -141,7 +140,9 @@ class TRIREME_API GradReducer final : public GradSink, public BackwardSteps {
 
   // Tells `text` to all ranks that may wait for this one in a collective of this reducer. An
   // exception in backward is told without this call.
-  void announce_failure(const std::string& text) noexcept { wires_.own().announce_failure(text); }
+  void announce_failure(const std::string& text) noexcept override {
+    wires_.own().announce_failure(text);
+  }
 
   // Returns what the last completed backward took.
   StepReport last_step() const {

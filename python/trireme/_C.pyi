@@ -31,6 +31,7 @@ from trireme._c_fsdp import ParamGroup as ParamGroup
 from trireme._c_fsdp import ShardedParamSpec as ShardedParamSpec
 from trireme._c_fsdp import UnitOffload as UnitOffload
 from trireme._c_fsdp import plan_offload as plan_offload
+from trireme._c_pipeline import HeldBackwards as HeldBackwards
 from trireme._c_pipeline import PipelineAction as PipelineAction
 from trireme._c_pipeline import PipelineEngine as PipelineEngine
 from trireme._c_pipeline import PipelineSchedule as PipelineSchedule

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch.distributed.distributed_c10d import ProcessGroup
 
-from trireme._C import Communicator
+from trireme._C import Communicator, HeldBackwards
 
 def plan_offload(
     parameter_bytes: Sequence[int],
@@ -66,6 +66,7 @@ class ParamGroup:
         reshards_with: Communicator | None = None,
         offload: UnitOffload | None = None,
     ) -> None: ...
+    def held_backwards(self) -> HeldBackwards: ...
     @staticmethod
     def gathers_over(communicator: Communicator, device: torch.device) -> bool: ...
     @property

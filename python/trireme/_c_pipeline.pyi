@@ -67,26 +67,49 @@ def partition(
 _Forward = Callable[[int, Any], Any]
 _Named = tuple[list[str], list[Tensor]]
 
+class HeldBackwards:
+    def __init__(
+        self,
+        hold: Callable[[bool], None],
+        prepare: Callable[[], None],
+        finish: Callable[[], None],
+    ) -> None: ...
+
 class PipelineEngine:
     def __init__(
         self,
         schedule: PipelineSchedule,
-        stages: Sequence[tuple[int, str, _Forward, _Forward | None, _Named]],
+        stages: Sequence[
+            tuple[
+                int, str, _Forward, _Forward | None, _Named, _Named, Sequence[HeldBackwards]
+            ]
+        ],
         communicator: Communicator,
         scale_grads: bool,
         skips: Sequence[tuple[str, int, int]],
         tied: Sequence[Sequence[tuple[int, str]]],
+        copies: Communicator | None = None,
     ) -> None: ...
-    def step(self, inputs: Sequence[Sequence[Tensor]]) -> Tensor: ...
+    def step(
+        self,
+        inputs: Sequence[Sequence[Tensor]],
+        synchronizes: bool = True,
+        has_strategies: bool | None = None,
+    ) -> Tensor: ...
     def eval_step(
         self, inputs: Sequence[Sequence[Tensor]], has_loss: bool
     ) -> tuple[Tensor | None, list[tuple[list[Tensor], str]]]: ...
     def recover(self) -> None: ...
-    def set_parameters(self, stage: int, parameters: _Named) -> None: ...
+    def set_parameters(
+        self, stage: int, parameters: _Named, strategies: Sequence[HeldBackwards]
+    ) -> None: ...
+    def has_strategies(self) -> bool: ...
     def later_copies(self) -> list[Tensor]: ...
     def last_step(self) -> dict[str, Any]: ...
 
 def find_tied(stages: Sequence[tuple[int, _Named]]) -> list[list[tuple[int, str]]]: ...
 def stash(name: str, tensor: Tensor | None) -> None: ...
 def pop(name: str) -> Tensor | None: ...
-def differing_texts(own: bytes, communicator: Communicator) -> list[str] | None: ...
+def differing_texts(
+    own: bytes, communicator: Communicator, flag: bool = False
+) -> tuple[list[str] | None, bool]: ...

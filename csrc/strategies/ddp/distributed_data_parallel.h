@@ -2,6 +2,7 @@
 
 #include <trireme/comm/c10d/comm_hook.h>
 #include <trireme/comm/launch/launch.h>
+#include <trireme/grad/no_sync.h>
 #include <trireme/module/find_tensors.h>
 #include <trireme/module/module_parameters.h>
 #include <trireme/saving/held_parts.h>
@@ -11,6 +12,7 @@
 #include <torch/nn/module.h>
 #include <torch/nn/pimpl.h>
 
+#include <cstdint>
 #include <functional>
 #include <memory>
 #include <utility>
@@ -44,11 +46,13 @@ class DistributedDataParallelImpl : public torch::nn::Module, public WrapsModule
   template <typename... Args>
   auto forward(Args&&... args) {
     const bool with_gradients = at::GradMode::is_enabled();
+    const bool is_held = ddp_.arming().is_held();
+    if (is_held) look_for_step();
     if (with_gradients) ddp_.before_forward();
     join_.before_forward(sync_buffers_ && parameters_may_have_moved_ &&
                          !module_->buffers().empty());
     auto output = module_->forward(std::forward<Args>(args)...);
-    parameters_may_have_moved_ = with_gradients && synchronize_;
+    parameters_may_have_moved_ = with_gradients && synchronize_ && !is_held;
     if (with_gradients) ddp_.after_forward(find_tensors(output), synchronize_);
     return output;
   }
@@ -57,18 +61,7 @@ class DistributedDataParallelImpl : public torch::nn::Module, public WrapsModule
   // averages what has come together:
   //   { auto guard = ddp->no_sync(); loss(ddp->forward(a)).backward(); }
   //   loss(ddp->forward(b)).backward();
-  class NoSync {
-   public:
-    explicit NoSync(bool& synchronize)
-        : synchronize_(synchronize), before_(std::exchange(synchronize, false)) {}
-    ~NoSync() { synchronize_ = before_; }
-    NoSync(const NoSync&) = delete;
-    NoSync& operator=(const NoSync&) = delete;
-
-   private:
-    bool& synchronize_;
-    bool before_;
-  };
+  using NoSync = trireme::NoSync;
   [[nodiscard]] NoSync no_sync() { return NoSync(synchronize_); }
 
   // Calls `train`, whose loop may have another number of inputs on each rank; see grad/join.h:
@@ -94,10 +87,17 @@ class DistributedDataParallelImpl : public torch::nn::Module, public WrapsModule
   Ddp& core() { return ddp_; }
 
  private:
+  // In a pipeline no forward tells that its backward will move parameters.
+  void look_for_step() {
+    const int64_t step = ddp_.reducer().last_step().step;
+    if (std::exchange(seen_step_, step) != step) parameters_may_have_moved_ = true;
+  }
+
   Net module_;
   bool sync_buffers_;
   bool synchronize_ = true;
   bool parameters_may_have_moved_ = true;
+  int64_t seen_step_ = 0;
   Ddp ddp_;
   DdpJoin join_{ddp_, [this] { return module_->buffers(); }, parameters_may_have_moved_};
 };

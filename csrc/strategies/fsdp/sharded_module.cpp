@@ -213,6 +213,8 @@ void ShardedModule::shard() {
   gate_ = std::make_shared<Gate>(options_.communicator->rank_of(), sharing(), leaves_);
   put_gate(gated, gate_);
   if (!group_) return;
+  hold_ = std::make_shared<UnitHold>(group_);
+  put_held_backwards(gated, hold_);
   gated.erase(gated.begin(), gated.begin() + static_cast<int64_t>(leaves_.size()));
   group_->set_face(std::make_shared<ShardsFace>(std::move(gated)), leaves_);
 }

@@ -4,6 +4,7 @@
 #include <trireme/grad/join.h>
 #include <trireme/saving/held_parts.h>
 #include <trireme/strategies/fsdp/fsdp.h>
+#include <trireme/strategies/fsdp/unit_hold.h>
 #include <trireme/strategies/fsdp/offload_plan.h>
 
 #include <torch/nn/module.h>
@@ -241,6 +242,7 @@ class TRIREME_API ShardedModule : public torch::nn::Module, public HoldsParts {
   std::vector<at::Tensor> leaves_;                 // inner's own parameters
   std::shared_ptr<ParamGroup> group_;              // null if units in it have all parameters
   std::shared_ptr<Gate> gate_;
+  std::shared_ptr<UnitHold> hold_;
   mutable std::shared_ptr<Root> root_;  // the outermost unit's, once that was used
 };
 

@@ -1,20 +1,21 @@
 #include <trireme/strategies/pipeline/engine.h>
 
-#include <trireme/comm/gather_texts.h>
 #include <trireme/comm/group_health.h>
 #include <trireme/common/error.h>
 #include <trireme/common/exception_text.h>
 #include <trireme/common/interruption.h>
 #include <trireme/strategies/pipeline/refuse.h>
+#include <trireme/strategies/pipeline/row_agreement.h>
+#include <trireme/strategies/pipeline/row_gradients.h>
 #include <trireme/strategies/pipeline/schedule_costs.h>
 #include <trireme/strategies/pipeline/skip_edges.h>
 #include <trireme/strategies/pipeline/stage.h>
 #include <trireme/strategies/pipeline/stage_edges.h>
-#include <trireme/strategies/pipeline/step_gradients.h>
 
 #include <ATen/ATen.h>
 #include <ATen/record_function.h>
 
+#include <algorithm>
 #include <chrono>
 #include <exception>
 #include <iterator>
@@ -57,20 +58,18 @@ class PipelineEngine::Row {
         communicator_(std::move(communicator)),
         where_(communicator_->rank_of()),
         options_(options) {
-    check_agreement(stages);
+    agree_on_row(schedule_, stages, options_, *communicator_);
     edges_ = std::make_unique<StageEdges>(schedule_, *communicator_);
     skips_ = std::make_unique<SkipEdges>(schedule_, options_.skips, *communicator_);
-    tied_ = std::make_unique<TiedParameters>(schedule_, options_.tied, *communicator_);
+    gradients_ = std::make_unique<RowGradients>(schedule_, stages, *communicator_, options_);
     for (PipelineStageRequest& request : stages) {
-      tied_->set_parameters(request.stage, request.parameters);
-      parameters_.push_back(request.parameters.tensors);
       StageSkips skips = skips_->skips_of(request.stage);
       stages_.push_back(std::make_unique<Stage>(std::move(request), schedule_, std::move(skips)));
     }
-    tied_->spread_values();
     for (const PipelineAction& action : schedule_.rows[static_cast<size_t>(where_.rank)]) {
       for_each_part(action, [&](const PipelineAction& part) { add(part); });
     }
+    gradients_->set_order(mark_last_actions());
   }
 
   const PipelineSchedule& schedule() const { return schedule_; }
@@ -81,12 +80,11 @@ class PipelineEngine::Row {
     return report;
   }
 
-  void set_parameters(int64_t stage, NamedParameters parameters) {
+  void set_parameters(int64_t stage, NamedParameters parameters,
+                      std::vector<std::shared_ptr<HeldBackwards>> strategies) {
     for (size_t i = 0; i < stages_.size(); ++i) {
       if (stages_[i]->index() == stage) {
-        const std::string missing = tied_->set_parameters(stage, parameters);
-        if (!missing.empty()) refuse_pipeline("got " + missing, "Make the pipeline anew.");
-        parameters_[i] = std::move(parameters.tensors);
+        gradients_->set_parameters(i, std::move(parameters), std::move(strategies));
         return;
       }
     }
@@ -95,10 +93,12 @@ class PipelineEngine::Row {
                     "Give those of a stage of this rank.");
   }
 
-  std::vector<at::Tensor> later_copies() const { return tied_->later_copies(); }
+  std::vector<at::Tensor> later_copies() const { return gradients_->later_copies(); }
+  bool has_strategies() const { return gradients_->has_strategies(); }
 
   void recover() {
     communicator_->recover();
+    gradients_->recover();
     if (const auto failure = communicator_->failure()) {
       C10_THROW_ERROR(DistBackendError,
                       error_text("pipeline", "got a step after the group had failed: " + *failure,
@@ -107,13 +107,21 @@ class PipelineEngine::Row {
     if (!std::exchange(has_failed_, false)) return;
     edges_->forget_before(step_ + 1);
     skips_->forget_before(step_ + 1);
-    tied_->forget_before(step_ + 1);
+    gradients_->forget_before(step_ + 1);
   }
 
-  Evaluation run(std::vector<PipelineValue> inputs, bool trains, bool has_loss) {
+  // Says what a step does.
+  struct Mode {
+    bool trains = false;
+    bool synchronizes = false;
+    bool has_loss = true;
+    std::optional<bool> has_strategies = {};
+  };
+
+  Evaluation run(std::vector<PipelineValue> inputs, Mode mode) {
     recover();
     try {
-      return run_row(std::move(inputs), trains, has_loss);
+      return run_row(std::move(inputs), mode);
     } catch (const Interruption& interruption) {
       give_up(interruption.reason);
       throw;
@@ -129,121 +137,100 @@ class PipelineEngine::Row {
   struct RowAction {
     ActionKind kind;
     Stage* stage;
+    size_t place;  // of the stage among those of this rank
     int64_t micro_batch;
     std::string label;  // "2F3"
     std::string trace;
+    bool completes = false;  // the gradients of its stage
   };
-
-  // All ranks say what they were given, and compare.
-  void check_agreement(const std::vector<PipelineStageRequest>& stages) const {
-    std::string own;
-    if (schedule_.ranks != where_.world) {
-      own = "!a schedule for " + std::to_string(schedule_.ranks) + " ranks, expected one for " +
-            std::to_string(where_.world);
-    }
-    std::vector<int64_t> given;
-    for (const PipelineStageRequest& request : stages) given.push_back(request.stage);
-    std::vector<int64_t> expected;
-    for (int64_t stage = 0; stage < schedule_.stages; ++stage) {
-      if (schedule_.stage_rank[static_cast<size_t>(stage)] == where_.rank)
-        expected.push_back(stage);
-    }
-    if (own.empty() && given != expected) {
-      own = c10::str("!stages ", given, ", expected stages ", expected, " by the schedule");
-    }
-    for (const PipelineAction& action :
-         schedule_.rows[static_cast<size_t>(std::min<int64_t>(where_.rank, schedule_.ranks - 1))]) {
-      for_each_part(action, [&](const PipelineAction& part) {
-        if (part.kind == ActionKind::kRecompute && own.empty())
-          own = "!the action " + to_string(part) + ", which the engine cannot run yet";
-      });
-    }
-    if (own.empty()) {
-      own = c10::str(schedule_.stages, " stages, ", schedule_.micro_batches,
-                     " micro-batches, scale_grads=", options_.scale_grads, ", table ",
-                     std::hash<std::string>()(to_csv(schedule_, TableForm::kAsItIs)));
-      for (const PipelineSkip& skip : options_.skips)
-        own += c10::str(", '", skip.name, "' from stage ", skip.from, " to stage ", skip.to);
-      for (const TiedParameter& tied : options_.tied) {
-        own += ", tied";
-        for (const auto& holder : tied.holders)
-          own += c10::str(" '", holder.name, "' of stage ", holder.stage);
-      }
-    }
-    const auto texts = gather_texts(own, *communicator_, communicator_->device());
-    for (size_t rank = 0; rank < texts.size(); ++rank) {
-      if (!texts[rank].empty() && texts[rank].front() == '!') {
-        refuse_pipeline("got " + texts[rank].substr(1) + " (rank " + std::to_string(rank) + " of " +
-                            std::to_string(where_.world) + ")",
-                        "Give each rank the same schedule, and its own stages.");
-      }
-    }
-    for (size_t rank = 1; rank < texts.size(); ++rank) {
-      if (texts[rank] == texts[0]) continue;
-      refuse_pipeline(
-          "got " + texts[0] + " on rank 0, and " + texts[rank] + " on rank " + std::to_string(rank),
-          "Give all ranks the same schedule and options.");
-    }
-  }
 
   void add(const PipelineAction& action) {
     if (!is_compute(action.kind)) return;
-    for (const auto& stage : stages_) {
-      if (stage->index() != action.stage) continue;
+    for (size_t place = 0; place < stages_.size(); ++place) {
+      Stage& stage = *stages_[place];
+      if (stage.index() != action.stage) continue;
       const std::string label = to_string(action);
-      actions_.push_back(
-          {action.kind, stage.get(), action.micro_batch, label, "trireme::pipeline::" + label});
+      actions_.push_back({action.kind, &stage, place, action.micro_batch, label,
+                          "trireme::pipeline::" + label});
     }
   }
 
-  Evaluation run_row(std::vector<PipelineValue> inputs, bool trains, bool has_loss) {
+  int64_t micro_batches() const { return schedule_.micro_batches; }
+
+  // Says whether any rank has strategies around its stages.
+  bool find_strategies(const Mode& mode) {
+    const bool exist = gradients_->find_strategies();
+    if (mode.has_strategies) return *mode.has_strategies;
+    const at::Tensor any =
+        at::full({1}, exist ? 1.0 : 0.0, at::kDouble).to(communicator_->device());
+    communicator_->all_reduce({any}, ReduceOp::kMax, "strategies of step " + std::to_string(step_))
+        .wait();
+    return any.item<double>() > 0;
+  }
+
+  // Marks the last action of each stage. Returns the places of stages in the order in which these
+  // complete.
+  std::vector<size_t> mark_last_actions() {
+    std::vector<size_t> order;
+    for (auto action = actions_.rbegin(); action != actions_.rend(); ++action) {
+      const bool accumulates = action->kind == ActionKind::kBackward ||
+                               action->kind == ActionKind::kBackwardWeight;
+      if (!accumulates || std::count(order.begin(), order.end(), action->place) > 0) continue;
+      action->completes = true;
+      order.insert(order.begin(), action->place);
+    }
+    return order;
+  }
+
+  Evaluation run_row(std::vector<PipelineValue> inputs, Mode mode) {
     ++step_;
     current_ = nullptr;
     is_in_stage_ = false;
     communicator_->show_step(step_, /*is_done=*/false);
     const auto begin = Clock::now();
-    for (const auto& stage : stages_) stage->begin_step(trains);
-    if (trains) begin_gradients();
+    // Strategies average what backwards bring: then losses are divided, in place of gradients.
+    const bool divides_losses = mode.trains && find_strategies(mode);
+    for (const auto& stage : stages_)
+      stage->begin_step(mode.trains, divides_losses && options_.scale_grads ? micro_batches() : 1);
+    if (mode.trains) gradients_->begin_step({step_, mode.synchronizes, !divides_losses});
     inputs_ = std::move(inputs);
     result_ = {};
     losses_.clear();
-    has_loss_ = has_loss;
-    const at::AutoGradMode grad_mode(trains);
+    mode_ = mode;
+    const at::AutoGradMode grad_mode(mode.trains);
     for (const RowAction& action : actions_) {
-      if (!trains && action.kind != ActionKind::kForward) continue;
+      if (!mode.trains && action.kind != ActionKind::kForward) continue;
       current_ = &action;
-      run_action(action, trains);
+      run_action(action);
     }
     current_ = nullptr;
     inputs_.clear();
-    if (trains) tied_->sum_gradients(step_);
+    if (mode.trains) gradients_->finish_row();
     result_.loss = finish();
-    if (trains) gradients_.end(options_.scale_grads ? schedule_.micro_batches : 1);
+    if (mode.trains) gradients_->end_step();
     communicator_->show_step(step_, /*is_done=*/true);
     make_report(ms(Clock::now() - begin));
     return std::exchange(result_, {});
   }
 
-  void begin_gradients() {
-    std::vector<at::Tensor> all;
-    for (const auto& parameters : parameters_)
-      all.insert(all.end(), parameters.begin(), parameters.end());
-    gradients_.begin(all);
-  }
-
-  void run_action(const RowAction& action, bool trains) {
+  void run_action(const RowAction& action) {
     at::RecordFunction range(at::RecordScope::FUNCTION);
     if (range.isActive()) range.before(action.trace);
     if (action.kind == ActionKind::kForward) {
-      forward(action, trains);
-    } else if (action.kind == ActionKind::kBackwardWeight) {
+      forward(action);
+      return;
+    }
+    const bool completes = action.completes && mode_.synchronizes;
+    if (completes) gradients_->before_last_backward(action.place);
+    if (action.kind == ActionKind::kBackwardWeight) {
       backward_weight(action);
     } else {
       backward(action);
     }
+    if (completes) gradients_->after_last_backward(action.place);
   }
 
-  void forward(const RowAction& action, bool trains) {
+  void forward(const RowAction& action) {
     Stage& stage = *action.stage;
     const StageEdges::Message message{step_, stage.index(), action.micro_batch, action.label};
     StageReport& report = stage.report();
@@ -263,11 +250,11 @@ class PipelineEngine::Row {
       const Timed computes(report.forward_ms);
       is_in_stage_ = true;
       output = stage.forward(action.micro_batch, std::move(input));
-      if (stage.is_last() && has_loss_)
+      if (stage.is_last() && mode_.has_loss)
         keep_loss(action.micro_batch, stage.loss(action.micro_batch, output));
       is_in_stage_ = false;
     }
-    if (!trains) done_with_input(stage);
+    if (!mode_.trains) done_with_input(stage);
     if (stage.has_skips()) {
       const Timed waits(report.waiting_ms["skips"]);
       skips_->send_onward(message, stage.take_stashed(), report);
@@ -276,7 +263,7 @@ class PipelineEngine::Row {
       const Timed waits(stage.waits().to_next);
       edges_->send_onward(message, output);
       count_sent(report, stage.index() + 1, output.tensors);
-    } else if (!trains && !has_loss_) {
+    } else if (!mode_.trains && !mode_.has_loss) {
       result_.outputs.resize(static_cast<size_t>(schedule_.micro_batches));
       result_.outputs[static_cast<size_t>(action.micro_batch)] = std::move(output);
     }
@@ -430,7 +417,7 @@ class PipelineEngine::Row {
     for (const auto& stage : stages_) stage->abandon();
     edges_->abandon();
     skips_->abandon();
-    gradients_.abandon();
+    gradients_->abandon(text);
     losses_.clear();
     result_ = {};
     inputs_.clear();
@@ -443,18 +430,16 @@ class PipelineEngine::Row {
   PipelineEngineOptions options_;
   std::unique_ptr<StageEdges> edges_;
   std::unique_ptr<SkipEdges> skips_;
-  std::unique_ptr<TiedParameters> tied_;
+  std::unique_ptr<RowGradients> gradients_;
   std::vector<std::unique_ptr<Stage>> stages_;
-  std::vector<std::vector<at::Tensor>> parameters_;  // one list per stage of this rank
   std::vector<RowAction> actions_;
-  StepGradients gradients_;
   PipelineReport report_;
 
   // These belong to the step that runs.
   int64_t step_ = 0;
   const RowAction* current_ = nullptr;
   bool is_in_stage_ = false;
-  bool has_loss_ = false;
+  Mode mode_;
   bool has_failed_ = false;
   std::vector<PipelineValue> inputs_;
   std::vector<at::Tensor> losses_;  // one per micro-batch
@@ -471,17 +456,24 @@ PipelineEngine::~PipelineEngine() = default;
 
 void PipelineEngine::recover() { row_->recover(); }
 
-at::Tensor PipelineEngine::step(std::vector<PipelineValue> inputs) {
-  return row_->run(std::move(inputs), /*trains=*/true, /*has_loss=*/true).loss;
+at::Tensor PipelineEngine::step(std::vector<PipelineValue> inputs, const StepMode& mode) {
+  return row_
+      ->run(std::move(inputs), {.trains = true,
+                                .synchronizes = mode.synchronizes,
+                                .has_strategies = mode.has_strategies})
+      .loss;
 }
 
 PipelineEngine::Evaluation PipelineEngine::eval_step(std::vector<PipelineValue> inputs,
                                                      bool has_loss) {
-  return row_->run(std::move(inputs), /*trains=*/false, has_loss);
+  return row_->run(std::move(inputs), {.has_loss = has_loss});
 }
 
-void PipelineEngine::set_parameters(int64_t stage, NamedParameters parameters) {
-  row_->set_parameters(stage, std::move(parameters));
+bool PipelineEngine::has_strategies() const { return row_->has_strategies(); }
+
+void PipelineEngine::set_parameters(int64_t stage, NamedParameters parameters,
+                                    std::vector<std::shared_ptr<HeldBackwards>> strategies) {
+  row_->set_parameters(stage, std::move(parameters), std::move(strategies));
 }
 
 std::vector<at::Tensor> PipelineEngine::later_copies() const { return row_->later_copies(); }

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <trireme/comm/tensor_channel.h>
+#include <trireme/grad/held_backwards.h>
 #include <trireme/module/module_parameters.h>
 #include <trireme/strategies/pipeline/schedule.h>
 #include <trireme/strategies/pipeline/skip.h>
@@ -23,7 +24,11 @@ struct PipelineStageRequest {
   int64_t stage = 0;
   std::string name = {};  // tells its layers in messages: "layers 4..7"
   std::shared_ptr<StageFunction> function = nullptr;
-  NamedParameters parameters = {};  // .grad of these is scaled
+  // .grad of these is scaled. Those of `strategies` are not among them.
+  NamedParameters parameters = {};
+  std::vector<std::pair<std::string, at::Tensor>> buffers = {};
+  // Are strategies around layers of the stage, beside those that held_backwards_of() finds.
+  std::vector<std::shared_ptr<HeldBackwards>> strategies = {};
 };
 
 struct PipelineEngineOptions {
@@ -32,6 +37,8 @@ struct PipelineEngineOptions {
   std::vector<PipelineSkip> skips = {};
   // Says which parameters stages of several ranks have: their copies are kept equal.
   std::vector<TiedParameter> tied = {};
+  // Has the ranks that hold the same stages in all copies of the pipeline; null for one copy.
+  std::shared_ptr<Communicator> copies = nullptr;
 };
 
 // Tells what a stage did in a step. Times are in milliseconds.
@@ -66,6 +73,10 @@ struct PipelineReport {
 // else comes of it: check_schedule() has seen that this order never ends in a circle, and sending
 // earlier closes none. UNSHARD, RESHARD and REDUCE_GRAD have nothing to do here.
 //
+// A stage's gradients are complete with its last B or W. Copies of the pipeline average them then
+// (replicas.h); so do strategies that its layers are wrapped in, which hold back until then
+// (stage_strategies.h).
+//
 // At the end of a step one small collective takes the loss to all ranks. It tells them, too, that
 // all have finished: so an exception of one rank comes out of step() on all.
 
@@ -73,7 +84,7 @@ struct PipelineReport {
 //
 // Cost of a step: per micro-batch and pair of stages on different ranks one message onward and,
 // where gradients are due, one back, and as many for each pair of stages with skips; one all-reduce
-// of 24 bytes; TiedParameters say what these cost. Memory: what autograd keeps of the micro-batches
+// of 24 bytes; TiedParameters and Replicas say what these cost. Memory: what autograd keeps of the micro-batches
 // that are live, and slots for messages: check_schedule() says how many, and skips have one per
 // micro-batch.
 //
@@ -96,12 +107,21 @@ class TRIREME_API PipelineEngine {
 
   // Trains: forwards and backwards of all micro-batches. `inputs` are those of the first stage, one
   // per micro-batch, and are given to its function as they are; a rank without that stage may give
-  // none. Returns the loss, 0-dim, without a graph, the same on all ranks. Gradients are added to
-  // .grad. Collective.
+  // none. Returns the loss of this copy of the pipeline, 0-dim, without a graph, the same on all of
+  // its ranks. Gradients are added to .grad, and averaged over copies, with what .grad held before,
+  // if the step `synchronizes`. Collective.
   //
   // Throws what went wrong, on all ranks: their texts name stage, rank and action. .grad is then
-  // what it was before, and the next step works, unless the group must be rebuilt.
-  at::Tensor step(std::vector<PipelineValue> inputs);
+  // what it was before, but for parameters that a strategy averages, and the next step works, unless
+  // the group must be rebuilt.
+  struct StepMode {
+    bool synchronizes = true;  // false in steps that only accumulate
+    // Says whether any rank has_strategies(); where callers do not know, ranks ask each other: one
+    // more all-reduce of a number.
+    std::optional<bool> has_strategies = {};
+  };
+  at::Tensor step(std::vector<PipelineValue> inputs, const StepMode& mode);
+  at::Tensor step(std::vector<PipelineValue> inputs) { return step(std::move(inputs), StepMode()); }
 
   // Runs the forwards only, keeping no graph. With `has_loss` the loss comes back as from step();
   // else what the last stage returned, one per micro-batch, on its rank. Collective.
@@ -111,9 +131,14 @@ class TRIREME_API PipelineEngine {
   };
   Evaluation eval_step(std::vector<PipelineValue> inputs, bool has_loss);
 
-  // Says what the parameters of a stage are from the next step on. Throws ValueError where a tied
-  // one is missing.
-  void set_parameters(int64_t stage, NamedParameters parameters);
+  // Says what the parameters of a stage, and the strategies around its layers, are from the next
+  // step on. Throws ValueError where a tied one is missing.
+  void set_parameters(int64_t stage, NamedParameters parameters,
+                      std::vector<std::shared_ptr<HeldBackwards>> strategies = {});
+
+  // Says whether a strategy averages gradients of stages of this rank: DistributedDataParallel, ZeRO
+  // 2 or fully_shard. Losses are then divided by the number of micro-batches, in place of gradients.
+  bool has_strategies() const;
 
   // Returns the parameters of this rank that are copies of those of earlier stages.
   std::vector<at::Tensor> later_copies() const;

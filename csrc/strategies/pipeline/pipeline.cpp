@@ -1,5 +1,6 @@
 #include <trireme/strategies/pipeline/pipeline.h>
 
+#include <trireme/comm/subgroups.h>
 #include <trireme/strategies/pipeline/refuse.h>
 
 #include <algorithm>
@@ -24,6 +25,21 @@ PipelineSchedule schedule_of(const PipelineOptions& options, int64_t ranks) {
                     "Pass a table of that many.");
   }
   return schedule;
+}
+
+PipelineRanks ranks_of_copy(std::shared_ptr<Communicator> all, int64_t copies) {
+  if (copies == 1) return {std::move(all)};
+  if (copies < 1 || all->world() % copies != 0) {
+    refuse_pipeline("got copies=" + std::to_string(copies) + " of a pipeline on " +
+                        std::to_string(all->world()) + " ranks, expected a divisor of these",
+                    "Give each copy as many ranks.");
+  }
+  const int64_t ranks = all->world() / copies;
+  PipelineRanks found{neighbours_of(*all, ranks), counterparts_of(*all, ranks)};
+  if (!found.communicator || !found.copies)
+    refuse_pipeline("got copies=" + std::to_string(copies) + " over an engine without subgroups",
+                    "Use Gloo, NCCL, or trireme's backend.");
+  return found;
 }
 
 std::vector<int64_t> stage_bounds(const PipelineOptions& options, int64_t layers, int64_t stages) {

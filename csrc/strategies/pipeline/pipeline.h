@@ -2,6 +2,7 @@
 
 #include <trireme/comm/launch/launch.h>
 #include <trireme/grad/grad_norm.h>
+#include <trireme/grad/no_sync.h>
 #include <trireme/strategies/pipeline/engine.h>
 #include <trireme/strategies/pipeline/micro_batches.h>
 #include <trireme/strategies/pipeline/partition.h>
@@ -27,6 +28,9 @@ struct PipelineOptions {
   std::optional<int64_t> stages_per_rank = {};
   int64_t dim = 0;  // along which batches are cut, as torch::chunk cuts, into `chunks` pieces
   bool scale_grads = true;
+  // Says how many pipelines there are: each of them has as many consecutive ranks, and trains on
+  // batches of its own. Gradients are averaged over them (replicas.h).
+  int64_t copies = 1;
   // Says which layer stash()es a name, and which one pop()s it: `from` and `to` count layers.
   std::vector<PipelineSkip> skips = {};
 };
@@ -36,6 +40,14 @@ using PipelineLoss = std::function<at::Tensor(const at::Tensor& output, const at
 
 // Makes the schedule that options ask for. Throws ValueError.
 TRIREME_API PipelineSchedule schedule_of(const PipelineOptions& options, int64_t ranks);
+// Says who a rank of several pipelines talks to.
+struct PipelineRanks {
+  std::shared_ptr<Communicator> communicator;      // those of its pipeline
+  std::shared_ptr<Communicator> copies = nullptr;  // those with the same stages; null for one copy
+};
+// Cuts ranks into as many pipelines. Collective. Throws ValueError where that leaves some over.
+TRIREME_API PipelineRanks ranks_of_copy(std::shared_ptr<Communicator> all, int64_t copies);
+
 // Returns the layers in front of each stage, and at the end their number. Throws ValueError where
 // `balance` does not add up to `layers`.
 TRIREME_API std::vector<int64_t> stage_bounds(const PipelineOptions& options, int64_t layers,
@@ -57,7 +69,9 @@ template <typename Net = torch::nn::Sequential>
 class PipelineImpl : public torch::nn::Module {
  public:
   PipelineImpl(Net net, std::shared_ptr<Communicator> communicator, const PipelineOptions& options)
-      : dim_(options.dim), chunks_(options.chunks), communicator_(std::move(communicator)) {
+      : dim_(options.dim), chunks_(options.chunks) {
+    PipelineRanks ranks = ranks_of_copy(std::move(communicator), options.copies);
+    communicator_ = ranks.communicator;
     PipelineSchedule schedule = schedule_of(options, communicator_->world());
     const auto layers = static_cast<int64_t>(net->size());
     const std::vector<int64_t> bounds = stage_bounds(options, layers, schedule.stages);
@@ -74,6 +88,8 @@ class PipelineImpl : public torch::nn::Module {
       for (int64_t layer = begin; layer < end; ++layer) {
         const auto& item = named[static_cast<size_t>(layer)];
         register_module(item.key(), item.value());
+        for (const auto& buffer : item.value()->named_buffers())
+          request.buffers.emplace_back(item.key() + "." + buffer.key(), buffer.value());
       }
       request.parameters.names = stages[static_cast<size_t>(stage)].names;
       request.parameters.tensors = stages[static_cast<size_t>(stage)].tensors;
@@ -86,6 +102,7 @@ class PipelineImpl : public torch::nn::Module {
                                              options.scale_grads,
                                              skips_of_stages(options.skips, bounds),
                                              find_tied(stages),
+                                             ranks.copies,
                                          });
   }
 
@@ -100,8 +117,12 @@ class PipelineImpl : public torch::nn::Module {
   at::Tensor step(const at::Tensor& input, const at::Tensor& target, const PipelineLoss& loss) {
     begin(input, target);
     loss_ = &loss;
-    return engine_->step(inputs_);
+    return engine_->step(inputs_, {.synchronizes = synchronizes_});
   }
+
+  // Steps while the guard lives only accumulate gradients in this copy of the pipeline; the first
+  // one after it averages what has come together. All copies do so alike.
+  [[nodiscard]] NoSync no_sync() { return NoSync(synchronizes_); }
 
   // Computes the loss of a batch, keeping no graph. Collective.
   at::Tensor eval_step(const at::Tensor& input, const at::Tensor& target,
@@ -188,6 +209,7 @@ class PipelineImpl : public torch::nn::Module {
 
   int64_t dim_;
   int64_t chunks_;
+  bool synchronizes_ = true;
   std::shared_ptr<Communicator> communicator_;
   std::vector<PipelineValue> inputs_;
   std::vector<at::Tensor> targets_;

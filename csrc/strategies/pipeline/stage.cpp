@@ -29,8 +29,9 @@ Stage::Stage(PipelineStageRequest request, const PipelineSchedule& schedule, Sta
       skips_(std::move(skips)),
       live_(static_cast<size_t>(schedule.micro_batches)) {}
 
-void Stage::begin_step(bool trains) {
+void Stage::begin_step(bool trains, int64_t divisor) {
   trains_ = trains;
+  divisor_ = divisor;
   report_ = {};
   report_.stage = index_;
   waits_ = {};
@@ -94,7 +95,8 @@ Stage::Roots Stage::take_roots(Live& live, const std::vector<at::Tensor>& gradie
   if (is_last()) {
     if (live.loss.requires_grad()) {
       roots.edges.push_back(torch::autograd::impl::gradient_edge(live.loss));
-      roots.gradients.push_back(at::ones_like(live.loss));
+      roots.gradients.push_back(
+          at::full_like(live.loss, 1.0 / static_cast<double>(divisor_)));
     }
     live.loss.reset();
   }

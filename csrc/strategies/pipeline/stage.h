@@ -46,7 +46,8 @@ class Stage {
   bool is_last() const { return index_ + 1 == stages_; }
 
   // Begins a step that trains, or one that keeps no graph.
-  void begin_step(bool trains);
+  // Gradients of the loss begin with one over `divisor`.
+  void begin_step(bool trains, int64_t divisor);
   // Computes a micro-batch. `input` of the first stage is left as it is. What was stashed for other
   // stages is there to be taken until the next forward.
   PipelineValue forward(int64_t micro_batch, StageInput input);
@@ -113,6 +114,7 @@ class Stage {
   std::shared_ptr<StageFunction> function_;
   StageSkips skips_;  // has what the forward that ran last did
   bool trains_ = false;
+  int64_t divisor_ = 1;
   std::vector<Live> live_;
   int64_t live_count_ = 0;
   int64_t live_bytes_ = 0;

@@ -2,16 +2,46 @@
 
 #include <ATen/ATen.h>
 
-#include <unordered_set>
 #include <utility>
 
 namespace trireme {
+namespace {
+
+// Adds up two gradients, of which one may be undefined, in the first one where that is possible.
+at::Tensor sum_with(at::Tensor one, const at::Tensor& other) {
+  if (!other.defined()) return one;
+  if (!one.defined()) return other;
+  if (one.is_sparse() && !other.is_sparse()) return other.clone().add_(one);
+  return one.add_(other);
+}
+
+}  // namespace
 
 void StepGradients::begin(const std::vector<at::Tensor>& parameters) {
-  std::unordered_set<const c10::TensorImpl*> seen;
   for (const at::Tensor& parameter : parameters) {
-    if (!seen.insert(parameter.unsafeGetTensorImpl()).second) continue;
+    if (!places_.try_emplace(parameter.unsafeGetTensorImpl(), held_.size()).second) continue;
     held_.push_back({parameter, std::exchange(parameter.mutable_grad(), at::Tensor())});
+  }
+}
+
+void StepGradients::add_earlier(const std::vector<at::Tensor>& parameters, int64_t divisor) {
+  const at::NoGradGuard no_grad;
+  for (const at::Tensor& parameter : parameters) {
+    const auto place = places_.find(parameter.unsafeGetTensorImpl());
+    if (place == places_.end()) continue;
+    Held& held = held_[place->second];
+    if (std::exchange(held.is_whole, true)) continue;
+    at::Tensor& grad = parameter.mutable_grad();
+    if (grad.defined() && divisor != 1) grad.div_(divisor);
+    if (held.before.defined())
+      grad = grad.defined() ? sum_with(grad, held.before) : held.before.clone();
+  }
+}
+
+void StepGradients::set_whole(const std::vector<at::Tensor>& parameters) {
+  for (const at::Tensor& parameter : parameters) {
+    const auto place = places_.find(parameter.unsafeGetTensorImpl());
+    if (place != places_.end()) held_[place->second].is_whole = true;
   }
 }
 
@@ -19,23 +49,28 @@ void StepGradients::end(int64_t divisor) {
   const at::NoGradGuard no_grad;
   for (Held& held : held_) {
     at::Tensor& grad = held.parameter.mutable_grad();
+    if (held.is_whole) {
+      const bool stays =
+          held.before.defined() && grad.defined() && !grad.is_sparse() && !held.before.is_sparse();
+      if (stays) grad = held.before.copy_(grad);
+      continue;
+    }
     if (grad.defined() && divisor != 1) grad.div_(divisor);
     if (!held.before.defined()) continue;
-    if (!grad.defined()) {
-      grad = std::move(held.before);
-    } else if (held.before.is_sparse() && !grad.is_sparse()) {
+    if (grad.defined() && held.before.is_sparse() && !grad.is_sparse()) {
       grad.add_(held.before);
     } else {
-      held.before.add_(grad);
-      grad = std::move(held.before);
+      grad = sum_with(std::move(held.before), grad);
     }
   }
   held_.clear();
+  places_.clear();
 }
 
 void StepGradients::abandon() {
   for (Held& held : held_) held.parameter.mutable_grad() = std::move(held.before);
   held_.clear();
+  places_.clear();
 }
 
 }  // namespace trireme

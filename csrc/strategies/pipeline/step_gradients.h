@@ -2,7 +2,9 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <cstddef>
 #include <cstdint>
+#include <unordered_map>
 #include <vector>
 
 namespace trireme {
@@ -13,7 +15,13 @@ class StepGradients {
  public:
   // Sets aside what .grad of `parameters` holds. One that is named twice counts once.
   void begin(const std::vector<at::Tensor>& parameters);
-  // Divides what the step made, and adds it to what was there, which stays the same tensor.
+  // Divides what the step made for some of them, and adds a copy of what was set aside, now
+  // already. Parameters that begin() was not told of are left alone.
+  void add_earlier(const std::vector<at::Tensor>& parameters, int64_t divisor);
+  // Says that .grad of these holds all that it is to hold.
+  void set_whole(const std::vector<at::Tensor>& parameters);
+  // Divides what the step made, and adds it to what was there, which stays the same tensor. What
+  // add_earlier() did is not done again.
   void end(int64_t divisor);
   // Drops what the step made.
   void abandon();
@@ -22,8 +30,10 @@ class StepGradients {
   struct Held {
     at::Tensor parameter;
     at::Tensor before;
+    bool is_whole = false;  // .grad holds what was there before, too
   };
   std::vector<Held> held_;
+  std::unordered_map<const c10::TensorImpl*, size_t> places_;
 };
 
 }  // namespace trireme

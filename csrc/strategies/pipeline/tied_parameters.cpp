@@ -285,16 +285,10 @@ void TiedParameters::check_copy(const Item& item, const std::string& description
   }
 }
 
-void TiedParameters::add_up(size_t tied, const Tensors& others) const {
-  at::Tensor& gradient = own_[tied].mutable_grad();
-  for (const at::Tensor& other : others) gradient = sum_of(std::move(gradient), other);
-  if (gradient.defined() && gradient.is_sparse()) gradient = gradient.coalesce();
-}
-
-void TiedParameters::sum_gradients(int64_t step) {
+void TiedParameters::add_up(int64_t step) {
   if (links_.empty()) return;
   const at::NoGradGuard no_grad;
-  const std::string label = "tied parameters of step " + std::to_string(step);
+  const std::string label = label_of(step);
   for (const Link& link : links_)
     if (link.later_rank == where_.rank) link.gradients_to->send(pack(link, step), label);
 
@@ -310,13 +304,27 @@ void TiedParameters::sum_gradients(int64_t step) {
       all[holder - 1] = std::move(came[i]);
     }
   }
-  for (const auto& [tied, gradients] : others) add_up(tied, gradients);
+  for (const auto& [tied, gradients] : others) {
+    at::Tensor& sum = own_[tied].mutable_grad();
+    for (const at::Tensor& gradient : gradients) sum = sum_of(std::move(sum), gradient);
+  }
   others.clear();
   for (const Link& link : links_)
     if (link.first_rank == where_.rank) link.gradients_from->done_with_one();
+}
 
-  for (const Link& link : links_)
-    if (link.first_rank == where_.rank) link.sums_to->send(pack(link, step), label);
+void TiedParameters::send_sums(int64_t step) {
+  if (links_.empty()) return;
+  const at::NoGradGuard no_grad;
+  const std::string label = label_of(step);
+  for (const Link& link : links_) {
+    if (link.first_rank != where_.rank) continue;
+    for (const Item& item : link.items) {  // all copies hold what is sent
+      at::Tensor& sum = own_[item.tied].mutable_grad();
+      if (sum.defined() && sum.is_sparse()) sum = sum.coalesce();
+    }
+    link.sums_to->send(pack(link, step), label);
+  }
   for (const Link& link : links_) {
     if (link.later_rank != where_.rank) continue;
     const Tensors sums = unpack(link, link.sums_from->receive(step, 0, label));
@@ -333,12 +341,13 @@ void TiedParameters::sum_gradients(int64_t step) {
   }
 }
 
-Tensors TiedParameters::later_copies() const {
-  Tensors copies;
-  for (size_t i = 0; i < tied_.size(); ++i)
-    if (own_[i].defined() && rank_of(tied_[i].holders.front()) != where_.rank)
-      copies.push_back(own_[i]);
-  return copies;
+Tensors TiedParameters::copies(bool are_first) const {
+  Tensors found;
+  for (size_t i = 0; i < tied_.size(); ++i) {
+    const bool is_first = rank_of(tied_[i].holders.front()) == where_.rank;
+    if (own_[i].defined() && is_first == are_first) found.push_back(own_[i]);
+  }
+  return found;
 }
 
 }  // namespace trireme

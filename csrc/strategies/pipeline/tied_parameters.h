@@ -67,14 +67,16 @@ class TRIREME_API TiedParameters {
   // another dtype or other sizes.
   void spread_values();
 
-  // Sums gradients over the copies. Dense and sparse ones make a dense sum, and copies without any
-  // get that of the others. Throws c10::Error on one rank at least where copies differ in dtype,
-  // sizes, requires_grad or value.
-  void sum_gradients(int64_t step);
+  // Sum gradients over the copies: into that of the first copy, and from there to the others. Dense
+  // and sparse ones make a dense sum, and copies without any get that of the others. Throw
+  // c10::Error on one rank at least where copies differ in dtype, sizes, requires_grad or value.
+  void add_up(int64_t step);
+  void send_sums(int64_t step);
 
-  // Returns the copies of this rank but for first ones: whoever counts each parameter once leaves
-  // them out.
-  std::vector<at::Tensor> later_copies() const;
+  // Return this rank's copies: those of earlier stages on other ranks, and those that are first.
+  // Whoever counts each parameter once leaves out the former.
+  std::vector<at::Tensor> later_copies() const { return copies(/*are_first=*/false); }
+  std::vector<at::Tensor> first_copies() const { return copies(/*are_first=*/true); }
 
   // See TensorChannels.
   void forget_before(int64_t step) {
@@ -84,7 +86,7 @@ class TRIREME_API TiedParameters {
  private:
   // Is what a message carries of a parameter.
   struct Item {
-    size_t tied;    // which one
+    size_t tied;    // its place in tied_
     size_t holder;  // the later one of the two
   };
   // Joins the rank of first copies with one that has later ones.
@@ -108,7 +110,8 @@ class TRIREME_API TiedParameters {
   // Returns the gradients in a message, which still lie there, after comparing copies.
   std::vector<at::Tensor> unpack(const Link& link, TensorMessage message) const;
   void check_copy(const Item& item, const std::string& description, const at::Tensor& sample) const;
-  void add_up(size_t tied, const std::vector<at::Tensor>& others) const;
+  std::vector<at::Tensor> copies(bool are_first) const;
+  std::string label_of(int64_t step) const { return c10::str("tied parameters of step ", step); }
 
   Communicator& communicator_;
   RankOf where_;

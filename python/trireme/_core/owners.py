@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
-from trireme._C import Communicator, Zero
+from trireme._C import Communicator, HeldBackwards, Zero
 
 
 class ShardedOptimizer(Optimizer):
@@ -65,6 +65,9 @@ class ShardingUnit(Protocol):
     def norm_over(self, param: Any) -> tuple[Communicator, int, torch.device] | None:
         """The ranks that have other parts of ``param``, how many of them have the same part, and
         the device on which they talk. None if every rank has all of it."""
+
+    def held_backwards(self) -> HeldBackwards:
+        """Says to a pipeline how to hold back its averaging."""
 
 
 @runtime_checkable

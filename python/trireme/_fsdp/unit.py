@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from trireme._C import Communicator, ParamGroup, UnitOffload
+from trireme._C import Communicator, HeldBackwards, ParamGroup, UnitOffload
 from trireme._core.find_tensors import find_tensors
 from trireme._core.meshes import is_cut, ranks_of
 from trireme._core.owners import note_unit
@@ -235,6 +235,11 @@ class FsdpUnit:
         for one in reversed(self.all):
             is_root = self.is_root and one is self
             core.abandon_forward(one.group, is_root, f"{type(error).__name__}: {error}")
+
+    def held_backwards(self) -> HeldBackwards:
+        """Says to a pipeline how to hold back its averaging."""
+        assert self.group is not None
+        return self.group.held_backwards()
 
     # for torch's pipelining and FSDPModule
 

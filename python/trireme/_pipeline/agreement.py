@@ -14,22 +14,29 @@ _FAILED = "!"
 
 
 def agree(
-    communicator: Communicator, said: Mapping[str, Any], error: Exception | None, what: str
-) -> None:
+    communicator: Communicator,
+    said: Mapping[str, Any],
+    error: Exception | None,
+    what: str,
+    *,
+    flag: bool = False,
+) -> bool:
     """Raises on all ranks unless all say the same of ``what`` and none has an ``error``.
 
-    A rank raises its own error; others raise a ValueError that names rank and cause. Collective:
-    one gather of a number where all is well.
+    A rank raises its own error; others raise a ValueError that names rank and cause. Returns
+    whether any rank has set the ``flag``. Collective: one gather of a number where all is well.
     """
     own = json.dumps(said) if error is None else f"{_FAILED}{type(error).__name__}: {error}"
-    texts = _C.differing_texts(own.encode(errors="backslashreplace"), communicator)
+    texts, any_flag = _C.differing_texts(
+        own.encode(errors="backslashreplace"), communicator, flag
+    )
     if error is not None:
         try:
             raise error
         finally:
             del error  # which holds this frame
     if texts is None:
-        return
+        return any_flag
 
     def refuse_here(got: str) -> None:
         next_step = "Give all ranks the same."
@@ -47,3 +54,4 @@ def agree(
                     f"{other.get(name)} on rank {rank}"
                 )
                 refuse_here(got)
+    return any_flag

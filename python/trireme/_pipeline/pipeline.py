@@ -18,23 +18,24 @@ from trireme._core.group_communicator import communicator_of
 from trireme._core.owners import note_stages
 from trireme._pipeline import AREA, refuse
 from trireme._pipeline.agreement import agree
+from trireme._pipeline.groups import groups_of
 from trireme._pipeline.micro_batches import BatchCut, merge, tensors_in
 from trireme._pipeline.schedule import PipelineSchedule, Times, pipeline_schedule
 from trireme._pipeline.skips import skips_between
 from trireme._pipeline.stages import (
     Balance,
+    HeldTensors,
     MicroBatches,
     Stage,
     StageCalls,
     deal_out,
+    held_by,
     keywords_of,
     layers_of,
     refuse_meta,
     tied_between,
 )
 from trireme._pipeline.values import put_together
-
-_Named = tuple[list[str], list[Tensor]]
 
 
 class Pipeline(nn.Module):
@@ -65,7 +66,8 @@ class Pipeline(nn.Module):
         devices: Refused: layers are where the module has them.
         ranks: True for a pipeline over all ranks. A pipeline in one process is refused so far.
         mesh: The ranks of the pipeline, in place of ``ranks``: a DeviceMesh of one dimension, or
-            with one named "pp" and no other of more than one rank.
+            with one named "pp". Along the other one are copies of the pipeline, each with batches
+            of its own, which average their gradients.
         schedule: A name or a table for :func:`pipeline_schedule`, or a schedule.
         loss: Called with what the last layer returns for a micro-batch, and its target; returns a
             0-dim tensor. None where the last layer returns the loss.
@@ -107,8 +109,10 @@ class Pipeline(nn.Module):
         if loss is not None and not callable(loss):
             got = f"got {type(loss).__name__} as loss, expected what can be called, or None"
             refuse(got, "Pass a function, such as torch.nn.functional.mse_loss.", kind=TypeError)
-        self._group = _group_of(mesh)
+        self._group, copies = groups_of(mesh)
         self._communicator = communicator_of(self._group)
+        self._copies = communicator_of(copies) if copies is not None else None
+        self._synchronizes = True
         self._chunks, self._dim, self._loss = chunks, dim, loss
         said = {
             "micro-batches": chunks,
@@ -140,15 +144,21 @@ class Pipeline(nn.Module):
             self._schedule._core,
             [
                 (
-                    *(call.stage.number, str(call.stage), call.forward),
-                    *(call.loss if call.stage.number == last else None, named),
+                    call.stage.number,
+                    str(call.stage),
+                    call.forward,
+                    call.loss if call.stage.number == last else None,
+                    held.parameters,
+                    held.buffers,
+                    held.strategies,
                 )
-                for call, named in zip(self._calls, self._named(), strict=True)
+                for call, held in zip(self._calls, self._held(), strict=True)
             ],
             self._communicator,
             scale_grads,
             self._skips_of_stages(),
             tied_between(layers, self._stages),
+            self._copies,
         )
 
     def _agree_on_layers(
@@ -224,7 +234,9 @@ class Pipeline(nn.Module):
             torch.distributed.DistBackendError: a rank has died or does not come.
         """
         batch = self._begin("step", inputs, target, kwargs)
-        return self._run(lambda: self._core.step(batch))
+        return self._run(
+            lambda: self._core.step(batch, self._synchronizes, self._has_strategies)
+        )
 
     def eval_step(self, *inputs: Any, target: Any = None, **kwargs: Any) -> Any:
         """Runs the forwards of a batch, without gradients.
@@ -265,8 +277,14 @@ class Pipeline(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Changes nothing: one copy of the model has no gradients to average."""
-        yield
+        """Steps in it only accumulate gradients on this rank: neither copies of the pipeline nor
+        strategies around its layers average them. The first step after it averages what has come
+        together. All copies enter it alike."""
+        before, self._synchronizes = self._synchronizes, False
+        try:
+            yield
+        finally:
+            self._synchronizes = before
 
     def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refuses: one rank alone cannot run the model."""
@@ -289,7 +307,9 @@ class Pipeline(nn.Module):
         except Exception as raised:
             error = raised
         said = {"call": name, "rows": rows, "target": target is not None, "names": list(kwargs)}
-        agree(self._communicator, said, error, "a batch")
+        self._has_strategies = agree(
+            self._communicator, said, error, "a batch", flag=self._core.has_strategies()
+        )
         for call in self._calls:
             call.batch, call.failure = given, None
         return [tensors_in(one) for one in given.inputs]
@@ -356,8 +376,8 @@ class Pipeline(nn.Module):
         if len(now) != len(self._seen) or any(a is not b for a, b in zip(now, self._seen)):  # noqa: B905
             self._seen = now
             note_stages(now, self)
-            for call, named in zip(self._calls, self._named(), strict=True):
-                self._core.set_parameters(call.stage.number, named)
+            for call, held in zip(self._calls, self._held(), strict=True):
+                self._core.set_parameters(call.stage.number, held.parameters, held.strategies)
         for call, devices in zip(self._calls, self._devices, strict=True):
             for layer in call.layers:
                 for parameter in layer.parameters():
@@ -369,21 +389,13 @@ class Pipeline(nn.Module):
                         )
                         refuse(got, "Move layers before.", self._group)
 
-    def _named(self) -> list[_Named]:
-        """Parameters by stage, each of them once."""
+    def _held(self) -> list[HeldTensors]:
+        """What the engine is told of by stage, each parameter once."""
         seen: set[int] = set()
-        found: list[_Named] = []
-        for call in self._calls:
-            names: list[str] = []
-            tensors: list[Tensor] = []
-            for name, layer in zip(call.stage.layers, call.layers, strict=True):
-                for inner, parameter in layer.named_parameters(name):
-                    if id(parameter) not in seen:
-                        seen.add(id(parameter))
-                        names.append(inner)
-                        tensors.append(parameter)
-            found.append((names, tensors))
-        return found
+        return [
+            held_by(dict(zip(call.stage.layers, call.layers, strict=True)), seen)
+            for call in self._calls
+        ]
 
 
 def _one_or_text(tensors: list[Tensor], text: str) -> Any:
@@ -417,24 +429,6 @@ def _refuse_what_is_to_come(
         refuse_so_far(f"checkpoint={checkpoint!r}", "Use trireme.checkpoint() in a layer.")
     if deferred_batch_norm:
         refuse_so_far("deferred_batch_norm=True", "Leave it out.")
-
-
-def _group_of(mesh: DeviceMesh | None) -> dist.ProcessGroup:
-    if mesh is None:
-        return AREA.expect_group(None, "")
-    if not isinstance(mesh, DeviceMesh):
-        got = f"got {type(mesh).__name__} as mesh, expected a DeviceMesh"
-        refuse(got, "Make one with torch.distributed.init_device_mesh().", kind=TypeError)
-    if mesh.ndim == 1:
-        return mesh.get_group()
-    names = mesh.mesh_dim_names or ()
-    if "pp" not in names:
-        refuse("got a mesh without a dimension 'pp'", "Name the one of the pipeline so.")
-    copies = mesh.size() // mesh.size(names.index("pp"))
-    if copies != 1:
-        got = f"got a mesh with {copies} copies of the pipeline, which does not exist so far"
-        refuse(got, "Give a mesh of one.", kind=NotImplementedError)
-    return mesh.get_group("pp")
 
 
 def _schedule_of(

@@ -16,6 +16,7 @@ from trireme._pipeline import refuse
 from trireme._pipeline.agreement import agree
 from trireme._pipeline.measure import measure_layers
 from trireme._pipeline.schedule import partition
+from trireme._pipeline.strategies import Strategies
 from trireme._pipeline.values import Text, put_together, take_apart
 
 Balance = Sequence[int] | Literal["time", "bytes"] | None
@@ -145,6 +146,37 @@ def keywords_of(layer: nn.Module) -> frozenset[str]:
         return frozenset()
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     return frozenset(one.name for one in others if one.kind in named)
+
+
+Named = tuple[list[str], list[Tensor]]
+
+
+@dataclass
+class HeldTensors:
+    """What the engine is told of a stage."""
+
+    parameters: Named
+    buffers: Named
+    strategies: list[_C.HeldBackwards]
+
+
+def held_by(layers: Mapping[str, nn.Module], seen: set[int]) -> HeldTensors:
+    """Returns parameters and buffers of layers, but for those in ``seen``, to which it adds them,
+    and for parameters of strategies of which the core does not know by itself."""
+    strategies = Strategies(layers.values())
+    held = HeldTensors(([], []), ([], []), strategies.held)
+    for name, layer in layers.items():
+        for into, tensors in (
+            (held.parameters, layer.named_parameters(name)),
+            (held.buffers, layer.named_buffers(name)),
+        ):
+            for inner, tensor in tensors:
+                if id(tensor) in seen or id(tensor) in strategies.parameters:
+                    continue
+                seen.add(id(tensor))
+                into[0].append(inner)
+                into[1].append(tensor)
+    return held
 
 
 @dataclass

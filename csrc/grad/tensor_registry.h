@@ -1,0 +1,51 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/util/intrusive_ptr.h>
+
+#include <atomic>
+#include <memory>
+#include <mutex>
+#include <unordered_map>
+#include <vector>
+
+namespace trireme {
+
+// Holds who is responsible for a tensor, and keeps neither of them alive. Thread-safe.
+template <typename Owner>
+class TensorRegistry {
+ public:
+  // Says that from now on it is `owner`, for as long as that lives.
+  void put(const std::vector<at::Tensor>& tensors, const std::shared_ptr<Owner>& owner) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    std::erase_if(owned_, [](const auto& item) { return item.second.owner.expired(); });
+    for (const at::Tensor& tensor : tensors) {
+      if (tensor.defined())
+        owned_.insert_or_assign(tensor.unsafeGetTensorImpl(), Owned(tensor, owner));
+    }
+    is_empty_ = owned_.empty();
+  }
+
+  std::shared_ptr<Owner> find(const at::Tensor& tensor) const {
+    if (is_empty_) return nullptr;
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto found = owned_.find(tensor.unsafeGetTensorImpl());
+    return found == owned_.end() ? nullptr : found->second.owner.lock();
+  }
+
+ private:
+  // The reference keeps a tensor's address from being used again, not the tensor.
+  struct Owned {
+    c10::weak_intrusive_ptr<at::TensorImpl, at::UndefinedTensorImpl> tensor;
+    std::weak_ptr<Owner> owner;
+
+    Owned(const at::Tensor& owned, const std::shared_ptr<Owner>& its_owner)
+        : tensor(owned.getIntrusivePtr()), owner(its_owner) {}
+  };
+
+  mutable std::mutex mutex_;
+  std::unordered_map<const at::TensorImpl*, Owned> owned_;
+  std::atomic<bool> is_empty_{true};
+};
+
+}  // namespace trireme

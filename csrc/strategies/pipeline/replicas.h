@@ -1,0 +1,71 @@
+#pragma once
+
+#include <trireme/comm/communicator.h>
+#include <trireme/common/export.h>
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace trireme {
+
+// [Note: copies of a pipeline]
+//
+// Each copy of a pipeline has the same stages on as many ranks, and trains on a batch of its own.
+// The ranks that hold the same stages are a group. Here they average gradients, as
+// DistributedDataParallel does whose backwards are all in no_sync() but for the last micro-batch:
+//
+// * A stage is averaged when its last backward is done, while others still compute. All copies run
+//   the same table, so that they come to the same collectives in the same order, and wait for each
+//   other in no circle.
+// * Gradients are summed where they lie: what a step makes is apart from what .grad held before
+//   (step_gradients.h), so that a step that fails loses nothing. What was there is averaged, too: a
+//   step that did not synchronize may have left it.
+// * A parameter that no copy used keeps its .grad; one that some did not use counts as zeros there.
+//   Sparse gradients stay sparse where all copies have such.
+// * Tied parameters are averaged last, by the rank of their first stage alone, between their sum
+//   and its way back: so all their copies get the same bits.
+
+// Averages gradients over the copies of a pipeline. One thread at a time.
+//
+// Cost of a step: an all-reduce of one number at its beginning; for each stage one of two numbers
+// per parameter, which is waited for, and those of the gradients, which are not.
+class TRIREME_API Replicas {
+ public:
+  // `communicator` has the ranks of all copies that hold the same stages; null for one copy alone.
+  explicit Replicas(std::shared_ptr<Communicator> communicator)
+      : communicator_(std::move(communicator)) {}
+
+  bool exist() const { return communicator_ != nullptr && communicator_->world() > 1; }
+  Communicator& communicator() { return *communicator_; }
+
+  // Gives tensors of the first copy to all. Collective.
+  void spread(const std::vector<at::Tensor>& tensors);
+
+  // Collective. Throws ValueError on all copies where one averages and another one does not.
+  void begin_step(int64_t step, bool averages);
+
+  // Begins to average .grad of `parameters`, the same ones on all copies. Collective.
+  void average(const std::vector<at::Tensor>& parameters, const std::string& label);
+  // Ends that: .grad holds averages.
+  void finish();
+  void abandon() { in_flight_.clear(); }
+
+ private:
+  // Is what one collective sums.
+  struct Reduction {
+    std::vector<at::Tensor> parameters = {};
+    std::vector<at::Tensor> sums = {};  // .grad of each, or a dense or contiguous copy
+    Pending pending = {};
+  };
+
+  void launch(Reduction reduction, const std::string& label);
+
+  std::shared_ptr<Communicator> communicator_;
+  std::vector<Reduction> in_flight_;
+};
+
+}  // namespace trireme

@@ -1,0 +1,114 @@
+#include <trireme/strategies/pipeline/row_agreement.h>
+
+#include <trireme/comm/gather_texts.h>
+#include <trireme/strategies/pipeline/refuse.h>
+
+#include <algorithm>
+#include <functional>
+#include <sstream>
+#include <string>
+
+namespace trireme {
+namespace {
+
+// Returns what this rank cannot use, or nothing.
+std::string complaint(const PipelineSchedule& schedule,
+                      const std::vector<PipelineStageRequest>& stages, RankOf where) {
+  if (schedule.ranks != where.world) {
+    return c10::str("a schedule for ", schedule.ranks, " ranks, expected one for ", where.world);
+  }
+  std::vector<int64_t> given;
+  for (const PipelineStageRequest& request : stages) given.push_back(request.stage);
+  std::vector<int64_t> expected;
+  for (int64_t stage = 0; stage < schedule.stages; ++stage) {
+    if (schedule.stage_rank[static_cast<size_t>(stage)] == where.rank) expected.push_back(stage);
+  }
+  if (given != expected)
+    return c10::str("stages ", given, ", expected stages ", expected, " by the schedule");
+  std::string found;
+  for (const PipelineAction& action : schedule.rows[static_cast<size_t>(where.rank)]) {
+    for_each_part(action, [&](const PipelineAction& part) {
+      if (part.kind == ActionKind::kRecompute && found.empty())
+        found = "the action " + to_string(part) + ", which the engine cannot run yet";
+    });
+  }
+  return found;
+}
+
+// Returns what all ranks of a pipeline have alike, in one line.
+std::string describe(const PipelineSchedule& schedule, const PipelineEngineOptions& options) {
+  std::string text = c10::str(schedule.stages, " stages, ", schedule.micro_batches,
+                              " micro-batches, scale_grads=", options.scale_grads, ", table ",
+                              std::hash<std::string>()(to_csv(schedule, TableForm::kAsItIs)),
+                              ", with copies: ", options.copies != nullptr);
+  for (const PipelineSkip& skip : options.skips)
+    text += c10::str(", '", skip.name, "' from stage ", skip.from, " to stage ", skip.to);
+  for (const TiedParameter& tied : options.tied) {
+    text += ", tied";
+    for (const auto& holder : tied.holders)
+      text += c10::str(" '", holder.name, "' of stage ", holder.stage);
+  }
+  return text;
+}
+
+// Returns what copies of a stage have alike, a line for each tensor.
+std::string describe(const PipelineStageRequest& stage) {
+  std::string text;
+  const auto add = [&](const std::string& name, const at::Tensor& tensor, const char* what) {
+    text += c10::str("\n'", name, "', ", what, " of stage ", stage.stage, ", as ",
+                     tensor.scalar_type(), " ", tensor.sizes());
+  };
+  for (size_t i = 0; i < stage.parameters.names.size(); ++i)
+    add(stage.parameters.names[i], stage.parameters.tensors[i], "a parameter");
+  for (const auto& [name, tensor] : stage.buffers) add(name, tensor, "a buffer");
+  return text;
+}
+
+std::vector<std::string> lines_of(const std::string& text) {
+  std::vector<std::string> lines;
+  std::istringstream all(text);
+  for (std::string line; std::getline(all, line);) lines.push_back(line);
+  return lines;
+}
+
+// Returns what differs between what each of the ranks, or copies, says; or nothing.
+std::string difference(const std::vector<std::string>& texts, const std::string& who) {
+  for (size_t i = 0; i < texts.size(); ++i) {
+    if (!texts[i].empty() && texts[i].front() == '!')
+      return c10::str(texts[i].substr(1), " (", who, " ", i, " of ", texts.size(), ")");
+  }
+  const std::vector<std::string> first = lines_of(texts[0]);
+  for (size_t i = 1; i < texts.size(); ++i) {
+    if (texts[i] == texts[0]) continue;
+    const std::vector<std::string> other = lines_of(texts[i]);
+    size_t line = 0;
+    while (line < std::min(first.size(), other.size()) && first[line] == other[line]) ++line;
+    const auto text_of = [&](const auto& lines) {
+      return line < lines.size() ? lines[line] : std::string("nothing more");
+    };
+    return text_of(first) + " on " + who + " 0, and " + text_of(other) + " on " + who + " " +
+           std::to_string(i);
+  }
+  return {};
+}
+
+}  // namespace
+
+void agree_on_row(const PipelineSchedule& schedule, const std::vector<PipelineStageRequest>& stages,
+                  const PipelineEngineOptions& options, Communicator& communicator) {
+  std::string own = complaint(schedule, stages, communicator.rank_of());
+  own = own.empty() ? describe(schedule, options) : "!" + own;
+  std::string got = difference(gather_texts(own, communicator, communicator.device()), "rank");
+  if (options.copies) {
+    for (const PipelineStageRequest& stage : stages) own += describe(stage);
+    if (!got.empty()) own = "!" + got;
+    Communicator& copies = *options.copies;
+    const std::string of_copies = difference(gather_texts(own, copies, copies.device()), "copy");
+    if (got.empty()) got = of_copies;
+  }
+  if (!got.empty())
+    refuse_pipeline("got " + got,
+                    "Give all ranks the same schedule and options, and their stages.");
+}
+
+}  // namespace trireme

@@ -1,0 +1,86 @@
+#pragma once
+
+#include <trireme/strategies/pipeline/engine.h>
+#include <trireme/strategies/pipeline/replicas.h>
+#include <trireme/strategies/pipeline/stage_strategies.h>
+#include <trireme/strategies/pipeline/step_gradients.h>
+#include <trireme/strategies/pipeline/tied_parameters.h>
+
+#include <ATen/core/Tensor.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace trireme {
+
+// Brings the gradients that a row makes to their end: over copies of the pipeline, over stages that
+// share parameters, divided by the number of micro-batches, and added to what .grad held. Gradients
+// of parameters that belong to a strategy are left to that.
+//
+// `place` counts the stages of this rank. One thread at a time.
+class RowGradients {
+ public:
+  // Collective over the communicator and options.copies. Gives copies and tied parameters the
+  // values of the first one. The communicator outlives it.
+  RowGradients(const PipelineSchedule& schedule, const std::vector<PipelineStageRequest>& stages,
+               Communicator& communicator, const PipelineEngineOptions& options);
+
+  // Says in which order stages complete their gradients.
+  void set_order(std::vector<size_t> places) { order_ = std::move(places); }
+  // Throws ValueError where a tied one is missing.
+  void set_parameters(size_t place, NamedParameters parameters,
+                      std::vector<std::shared_ptr<HeldBackwards>> strategies);
+  std::vector<at::Tensor> later_copies() const { return tied_.later_copies(); }
+
+  void recover();
+  void forget_before(int64_t step) { tied_.forget_before(step); }
+
+  bool has_strategies() const;
+  // Finds strategies and holds them back until end_step(). Returns whether there are any.
+  bool find_strategies();
+  // `divides` says whether gradients are yet to be divided by the number of micro-batches; if not,
+  // losses were.
+  struct Step {
+    int64_t step = 0;
+    bool synchronizes = true;
+    bool divides = true;
+  };
+  void begin_step(const Step& step);
+  void before_last_backward(size_t place) { strategies_[place].before_last_backward(); }
+  void after_last_backward(size_t place);
+  // Ends what needs other ranks.
+  void finish_row();
+  void end_step();
+  void abandon(const std::string& why) noexcept;
+
+ private:
+  // Is what a rank knows of one of its stages.
+  struct StageParameters {
+    int64_t stage = 0;
+    std::vector<at::Tensor> all = {};
+    std::vector<at::Tensor> own = {};       // without those of strategies
+    std::vector<at::Tensor> complete = {};  // those of them that no later stage has, nor is tied
+  };
+
+  void spread_values(const std::vector<PipelineStageRequest>& stages);
+  void list_complete();
+  void average(const std::vector<at::Tensor>& parameters, const std::string& label);
+  int64_t divisor() const { return step_.divides ? micro_batches_ : 1; }
+
+  int64_t micro_batches_;
+  bool scale_grads_;
+  std::vector<StageParameters> stages_;
+  std::vector<StageStrategies> strategies_;
+  std::vector<size_t> order_;
+  TiedParameters tied_;
+  Replicas replicas_;
+  std::vector<at::Tensor> buffers_;
+  StepGradients gradients_;
+  Step step_;
+  bool buffers_may_differ_ = false;  // as they do after a step that synchronized
+};
+
+}  // namespace trireme

@@ -1,0 +1,94 @@
+"""Strategies around layers of a pipeline: they average gradients once per step, at its end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+
+from trireme._C import HeldBackwards
+from trireme._core.owners import averaging_module_of, unit_of
+from trireme._pipeline import refuse
+
+
+class Strategies:
+    """Those around some layers, of which the core does not know by itself."""
+
+    def __init__(self, layers: Iterable[nn.Module]) -> None:
+        self.held: list[HeldBackwards] = []
+        self.parameters: set[int] = set()
+        """The ids of parameters that they average."""
+        self._inside: set[nn.Module] = set()
+        units: set[int] = set()
+        modules = dict.fromkeys(module for layer in layers for module in layer.modules())
+        for module in modules:
+            if isinstance(module, DistributedDataParallel):
+                self._hold_ddp(module)
+            elif isinstance(module, FSDPModule):
+                self._hold_sharded(module, units)
+
+    def _hold_ddp(self, module: DistributedDataParallel) -> None:
+        parameters = [one for one in module.parameters() if one.requires_grad]
+        is_ours = any(averaging_module_of(one) is module for one in parameters)
+        if not is_ours and module.find_unused_parameters:
+            got = "got a layer in torch's DistributedDataParallel with find_unused_parameters=True"
+            refuse(got, "Use trireme.DistributedDataParallel.", kind=NotImplementedError)
+        before = module.require_backward_grad_sync
+        is_held = False
+
+        def hold(held: bool) -> None:
+            nonlocal before, is_held
+            if held and not is_held:
+                before = module.require_backward_grad_sync
+            if held != is_held:
+                module.require_backward_grad_sync = False if held else before
+            is_held = held
+
+        def prepare() -> None:
+            if before:
+                module.reducer.prepare_for_backward([])  # type: ignore[operator, union-attr]
+
+        def finish() -> None:
+            module.require_forward_param_sync = before
+
+        self.held.append(HeldBackwards(hold, prepare, finish))
+        self.parameters.update(map(id, parameters))
+
+    def _hold_sharded(self, module: FSDPModule, units: set[int]) -> None:
+        assert isinstance(module, nn.Module)
+        parameters = list(module.parameters())
+        if module not in self._inside and not any(unit_of(one) for one in parameters):
+            self._inside.update(module.modules())
+            self._hold_torchs(module)
+        for unit in filter(None, map(unit_of, parameters)):
+            if id(unit) not in units:
+                units.add(id(unit))
+                self.held.append(unit.held_backwards())
+        self.parameters.update(map(id, parameters))
+
+    def _hold_torchs(self, module: FSDPModule) -> None:
+        if not hasattr(module, "finalize_backward"):
+            refuse(
+                "got a layer that torch's fully_shard has sharded, and a torch before 2.15",
+                "Use trireme.fully_shard.",
+                kind=NotImplementedError,
+            )
+
+        def synchronize(flag: bool) -> None:
+            module.set_requires_gradient_sync(flag)
+            module.set_reshard_after_backward(flag)
+
+        def hold(held: bool) -> None:
+            module.set_manual_backward_finalization(held)
+            synchronize(not held)
+
+        def finish() -> None:
+            synchronize(True)
+            module.finalize_backward()
+
+        def prepare() -> None:
+            """It is finish() that averages."""
+
+        self.held.append(HeldBackwards(hold, prepare, finish))
