@@ -103,8 +103,10 @@ void agree_on_row(const PipelineSchedule& schedule, const std::vector<PipelineSt
     for (const PipelineStageRequest& stage : stages) own += describe(stage);
     if (!got.empty()) own = "!" + got;
     Communicator& copies = *options.copies;
-    const std::string of_copies = difference(gather_texts(own, copies, copies.device()), "copy");
-    if (got.empty()) got = of_copies;
+    const std::string of_stages = difference(gather_texts(own, copies, copies.device()), "copy");
+    // The other ranks of the pipeline have other stages, in which nothing may differ.
+    for (const std::string& text : gather_texts(of_stages, communicator, communicator.device()))
+      if (got.empty()) got = text;
   }
   if (!got.empty())
     refuse_pipeline("got " + got,

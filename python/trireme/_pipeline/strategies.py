@@ -80,13 +80,20 @@ class Strategies:
             module.set_requires_gradient_sync(flag)
             module.set_reshard_after_backward(flag)
 
+        is_final = False
+
         def hold(held: bool) -> None:
-            module.set_manual_backward_finalization(held)
+            nonlocal is_final
+            if held or is_final:  # torch refuses a change while gradients accumulate
+                module.set_manual_backward_finalization(held)
             synchronize(not held)
+            is_final = False
 
         def finish() -> None:
+            nonlocal is_final
             synchronize(True)
             module.finalize_backward()
+            is_final = True
 
         def prepare() -> None:
             """It is finish() that averages."""
