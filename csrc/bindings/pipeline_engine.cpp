@@ -3,6 +3,7 @@
 #include <trireme/comm/gather_texts.h>
 #include <trireme/common/interruption.h>
 #include <trireme/strategies/pipeline/engine.h>
+#include <trireme/strategies/pipeline/stage_loss.h>
 
 #include <ATen/ATen.h>
 #include <pybind11/stl.h>
@@ -121,6 +122,22 @@ class PythonStrategy final : public HeldBackwards {
   }
 
   std::shared_ptr<py::function> hold_, prepare_, finish_;  // dropped with the GIL
+};
+
+// Has the parts of a loss while Python's `with` lasts.
+class LossCollector {
+ public:
+  void begin() { scope_.emplace(losses_); }
+  void end() { scope_.reset(); }
+  std::vector<std::pair<at::Tensor, double>> losses() const {
+    std::vector<std::pair<at::Tensor, double>> found;
+    for (const StageLoss& loss : losses_) found.emplace_back(loss.value, loss.weight);
+    return found;
+  }
+
+ private:
+  std::vector<StageLoss> losses_;
+  std::optional<LossScope> scope_;
 };
 
 // Names of the parameters, and these.
@@ -294,6 +311,13 @@ void init_pipeline_engine(py::module_& module) {
                return tensor.defined() ? std::optional(std::move(tensor)) : std::nullopt;
              }),
              py::arg("name"));
+  module.def("pipeline_loss", wrap_pybind_function(&pipeline_loss), py::arg("value"),
+             py::arg("weight") = 1.0);
+  py::class_<LossCollector>(module, "LossCollector")
+      .def(py::init())
+      .def("begin", &LossCollector::begin)
+      .def("end", &LossCollector::end)
+      .def("losses", &LossCollector::losses);
   module.def("differing_texts",
              wrap_pybind_function_no_gil(
                  [](const std::string& own, const std::shared_ptr<Communicator>& communicator,

@@ -58,6 +58,7 @@ if TYPE_CHECKING:
         partition,
         pipeline_schedule,
     )
+    from trireme._pipeline.losses import CollectedLosses, collect_losses, pipeline_loss
     from trireme._pipeline.skips import Namespace, pop, skippable, stash
     from trireme._saving.checkpoint import load_checkpoint, save_checkpoint
     from trireme.dp import DataParallel
@@ -103,6 +104,7 @@ _LAZY = {
     "trireme._pipeline.schedule": (
         *("PipelineAction", "PipelineSchedule", "partition", "pipeline_schedule"),
     ),
+    "trireme._pipeline.losses": ("CollectedLosses", "collect_losses", "pipeline_loss"),
     "trireme._pipeline.skips": ("Namespace", "pop", "skippable", "stash"),
     "trireme._saving.checkpoint": ("load_checkpoint", "save_checkpoint"),
     "trireme.dp": ("DataParallel",),

@@ -196,6 +196,7 @@ class PipelineEngine::Row {
     inputs_ = std::move(inputs);
     result_ = {};
     losses_.clear();
+    parts_of_loss_.clear();
     mode_ = mode;
     const at::AutoGradMode grad_mode(mode.trains);
     for (const RowAction& action : actions_) {
@@ -250,6 +251,8 @@ class PipelineEngine::Row {
       const Timed computes(report.forward_ms);
       is_in_stage_ = true;
       output = stage.forward(action.micro_batch, std::move(input));
+      for (at::Tensor& part : stage.take_parts_of_loss())
+        if (mode_.has_loss) parts_of_loss_.push_back(std::move(part));
       if (stage.is_last() && mode_.has_loss)
         keep_loss(action.micro_batch, stage.loss(action.micro_batch, output));
       is_in_stage_ = false;
@@ -348,7 +351,8 @@ class PipelineEngine::Row {
     losses_[static_cast<size_t>(micro_batch)] = std::move(loss);
   }
 
-  // Takes the loss to all ranks, once all have finished. Losses are added up one after the other:
+  // Takes the loss to all ranks, once all have finished, with what layers of any stage had of it.
+  // Losses are added up one after the other:
   // mean() would add them in another order, and so round otherwise than a loop in one process.
   at::Tensor finish() {
     LossMessage message;
@@ -357,6 +361,11 @@ class PipelineEngine::Row {
       for (size_t i = 1; i < losses_.size(); ++i) loss.add_(losses_[i]);
       if (options_.scale_grads) loss.div_(schedule_.micro_batches);
       message = {loss.item<double>(), static_cast<double>(loss.scalar_type()), 1};
+    }
+    if (!parts_of_loss_.empty()) {
+      at::Tensor sum = at::stack(parts_of_loss_).sum();
+      if (options_.scale_grads) sum.div_(schedule_.micro_batches);
+      message.value += sum.item<double>();
     }
     at::Tensor sum = at::tensor({message.value, message.dtype, message.has_loss}, at::kDouble)
                          .to(communicator_->device());
@@ -419,6 +428,7 @@ class PipelineEngine::Row {
     skips_->abandon();
     gradients_->abandon(text);
     losses_.clear();
+    parts_of_loss_.clear();
     result_ = {};
     inputs_.clear();
     return text;
@@ -442,7 +452,8 @@ class PipelineEngine::Row {
   Mode mode_;
   bool has_failed_ = false;
   std::vector<PipelineValue> inputs_;
-  std::vector<at::Tensor> losses_;  // one per micro-batch
+  std::vector<at::Tensor> losses_;         // one per micro-batch
+  std::vector<at::Tensor> parts_of_loss_;  // of layers of this rank, in all micro-batches
   Evaluation result_;
 };
 

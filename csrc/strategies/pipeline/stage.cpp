@@ -65,10 +65,17 @@ PipelineValue Stage::forward(int64_t micro_batch, StageInput input) {
   PipelineValue output;
   {
     const SkipScope scope(&skips_);
+    const LossScope losses(live.losses);
     output = function_->forward(micro_batch, std::move(input.value));
   }
   skips_.check_done();
-  if (!trains_) return output;
+  parts_.clear();
+  for (const StageLoss& part : live.losses)
+    parts_.push_back(part.value.detach().to(at::kDouble).reshape({}).mul_(part.weight));
+  if (!trains_) {
+    live.losses.clear();
+    return output;
+  }
   const auto keep = [&](const at::Tensor& tensor) {
     const bool needs = tensor.defined() && tensor.requires_grad();
     live.outputs.push_back(needs ? torch::autograd::impl::gradient_edge(tensor)
@@ -82,23 +89,23 @@ PipelineValue Stage::forward(int64_t micro_batch, StageInput input) {
   return output;
 }
 
+std::vector<at::Tensor> Stage::take_parts_of_loss() { return std::exchange(parts_, {}); }
+
 at::Tensor Stage::loss(int64_t micro_batch, const PipelineValue& output) {
   at::Tensor loss = function_->loss(micro_batch, output);
   TORCH_CHECK_VALUE(loss.defined() && loss.numel() == 1 && !loss.is_complex(),
                     "expected a loss of one real number");
-  if (trains_) at(micro_batch).loss = loss;
+  if (trains_) at(micro_batch).losses.push_back({loss});
   return loss.detach();
 }
 
 Stage::Roots Stage::take_roots(Live& live, const std::vector<at::Tensor>& gradients) const {
   Roots roots;
-  if (is_last()) {
-    if (live.loss.requires_grad()) {
-      roots.edges.push_back(torch::autograd::impl::gradient_edge(live.loss));
-      roots.gradients.push_back(
-          at::full_like(live.loss, 1.0 / static_cast<double>(divisor_)));
-    }
-    live.loss.reset();
+  for (const StageLoss& loss : std::exchange(live.losses, {})) {
+    if (!loss.value.requires_grad()) continue;
+    roots.edges.push_back(torch::autograd::impl::gradient_edge(loss.value));
+    roots.gradients.push_back(
+        at::full_like(loss.value, loss.weight / static_cast<double>(divisor_)));
   }
   const size_t expected = live.wants_gradients ? live.outputs.size() : skips_.outgoing.size();
   TORCH_CHECK(gradients.size() == expected, "got gradients of ", gradients.size(),

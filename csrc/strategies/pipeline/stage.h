@@ -5,6 +5,7 @@
 #include <trireme/strategies/pipeline/skip.h>
 #include <trireme/strategies/pipeline/split_backward.h>
 #include <trireme/strategies/pipeline/stage_function.h>
+#include <trireme/strategies/pipeline/stage_loss.h>
 
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/autograd/edge.h>
@@ -54,6 +55,8 @@ class Stage {
   std::vector<at::Tensor> take_stashed() { return skips_.take_outgoing(); }
   bool has_skips() const { return !skips_.incoming.empty() || !skips_.outgoing.empty(); }
   size_t popped() const { return skips_.incoming.size(); }
+  // Returns what the layers of the last forward had of the loss, each part 0-dim without a graph.
+  std::vector<at::Tensor> take_parts_of_loss();
   // Computes the loss of what forward() returned, and keeps it for backward().
   at::Tensor loss(int64_t micro_batch, const PipelineValue& output);
   // Says whether gradients of the outputs, or of the inputs, of a micro-batch are due, without
@@ -89,7 +92,7 @@ class Stage {
     NodePtr received;
     // Has what was stashed, and behind that the outputs; invalid where one needs no gradient.
     std::vector<torch::autograd::Edge> outputs;
-    at::Tensor loss;
+    std::vector<StageLoss> losses;
     std::unique_ptr<SplitBackward> split;  // between the two halves
     bool is_live = false;
     bool wants_gradients = false;
@@ -112,7 +115,8 @@ class Stage {
   int64_t stages_;
   std::string name_;
   std::shared_ptr<StageFunction> function_;
-  StageSkips skips_;  // has what the forward that ran last did
+  StageSkips skips_;               // has what the forward that ran last did
+  std::vector<at::Tensor> parts_;  // of the loss, in that forward
   bool trains_ = false;
   int64_t divisor_ = 1;
   std::vector<Live> live_;

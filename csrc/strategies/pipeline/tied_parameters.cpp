@@ -213,6 +213,7 @@ void TiedParameters::spread_values() {
       own_[link.items[i].tied].copy_(message.tensors[i]);
     link.sums_from->done_with_one();
   }
+  communicator_.barrier(label).wait();  // a rank that ended here would take its message along
 }
 
 TensorMessage TiedParameters::pack(const Link& link, int64_t step) const {

@@ -131,6 +131,7 @@ class Pipeline(nn.Module):
                 self._modules[name] = layers[name]
         self._layer_keywords = {keyword for one in layers.values() for keyword in keywords_of(one)}
         self._first = _signature(next(iter(layers.values())))
+        self._input_names = _positional_names(self._first)
         self._calls = [
             StageCalls(stage, [layers[name] for name in stage.layers], loss) for stage in own
         ]
@@ -221,7 +222,9 @@ class Pipeline(nn.Module):
         Args:
             inputs: What the first layer is called with.
             target: What the loss is called with, beside the output.
-            kwargs: Each goes to all layers whose forward names it.
+            kwargs: Each goes to all layers whose forward names it. So do inputs, by the names that
+                the first layer has for them, and the target, as ``target``: to layers of any stage
+                that name one of these behind their own input.
 
         Returns:
             The loss, 0-dim, without a graph, the same on all ranks: the mean over micro-batches, or
@@ -321,8 +324,12 @@ class Pipeline(nn.Module):
         given = MicroBatches()
         if 0 in numbers:
             given.inputs = list(zip(*(cut.cut(one) for one in inputs), strict=True))
-        if kwargs:
-            given.keywords = {name: cut.cut(one) for name, one in kwargs.items()}
+        asked = {name for call in self._calls for name in call.keywords}
+        given.names = self._input_names[: len(inputs)]
+        whole = {**dict(zip(given.names, inputs, strict=False)), **kwargs}
+        if target is not None:
+            whole["target"] = target
+        given.keywords = {name: cut.cut(one) for name, one in whole.items() if name in asked}
         if self._schedule.stages - 1 in numbers and target is not None:
             given.targets = cut.cut(target)
         return given
@@ -348,13 +355,15 @@ class Pipeline(nn.Module):
             refuse(got, "Name it there, or leave it out.", self._group, kind=TypeError)
         if self._first is not None:
             of_first = {key: one for key, one in kwargs.items() if key in self._first.parameters}
+            if target is not None and "target" in self._first.parameters:
+                of_first["target"] = target
             try:
                 self._first.bind(*inputs, **of_first)
             except TypeError as error:
                 got = f"got inputs that the first layer does not take: {error}"
                 next_step = "Pass what it takes; a target goes into target= alone."
                 refuse(got, next_step, self._group, kind=TypeError)
-        if target is not None and self._loss is None:
+        if target is not None and self._loss is None and "target" not in self._layer_keywords:
             got = "got a target and a pipeline without a loss"
             refuse(got, "Pass loss= to trireme.Pipeline.", self._group)
         if self._loss is None or (name == "eval_step" and target is None):
@@ -396,6 +405,14 @@ class Pipeline(nn.Module):
             held_by(dict(zip(call.stage.layers, call.layers, strict=True)), seen)
             for call in self._calls
         ]
+
+
+def _positional_names(signature: inspect.Signature | None) -> list[str]:
+    """Returns the names of what a layer takes without a keyword."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    if signature is None:
+        return []
+    return [name for name, one in signature.parameters.items() if one.kind in kinds]
 
 
 def _one_or_text(tensors: list[Tensor], text: str) -> Any:

@@ -184,6 +184,8 @@ class MicroBatches:
     """What the micro-batches of a step get: on each rank what its stages need."""
 
     inputs: Sequence[tuple[Any, ...]] = ()
+    names: Sequence[str] = ()
+    """What the first layer calls the inputs."""
     keywords: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     targets: Sequence[Any] | None = None
 
@@ -200,6 +202,7 @@ class StageCalls:
         self.stage = stage
         self.layers = layers
         self._keywords = [keywords_of(layer) for layer in layers]
+        self.keywords = frozenset[str]().union(*self._keywords)
         self._loss = loss
         self._where = f"stage {stage.number} ({stage})"
         self.batch = MicroBatches()
@@ -210,8 +213,7 @@ class StageCalls:
             first = 0
             if self.stage.number == 0:
                 first = 1
-                inputs = self.batch.inputs[micro_batch]
-                value = self.layers[0](*inputs, **self._keywords_for(0, micro_batch))
+                value = self._call_first(micro_batch)
             else:
                 value = put_together(given)
             if self.batch.keywords:
@@ -225,6 +227,13 @@ class StageCalls:
         except Exception as error:
             self.failure = error
             raise
+
+    def _call_first(self, micro_batch: int) -> Any:
+        inputs = self.batch.inputs[micro_batch]
+        named = self._keywords_for(0, micro_batch)
+        for name in self.batch.names:
+            named.pop(name, None)
+        return self.layers[0](*inputs, **named)
 
     def loss(self, micro_batch: int, output: Tensor | Text) -> Tensor:
         try:

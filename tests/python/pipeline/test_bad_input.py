@@ -91,9 +91,9 @@ def test_pipelines_that_are_refused(rank: int) -> None:
 
 
 @on_shm_ranks(4)
-def test_copies_of_a_pipeline_are_refused(rank: int) -> None:
-    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
-    with raises(NotImplementedError, "2 copies of the pipeline", form=RANKLESS_FORM):
+def test_meshes_that_are_refused(rank: int) -> None:
+    mesh = dist.init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("dp", "tp", "pp"))
+    with raises(ValueError, "a mesh with 'dp', 'tp' beside 'pp'", form=RANKLESS_FORM):
         Pipeline(tanh_layers(), 4, mesh=mesh, loss=mse_loss)
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     with raises(ValueError, "without a dimension 'pp'", form=RANKLESS_FORM):
