@@ -34,6 +34,7 @@ from trireme._c_fsdp import plan_offload as plan_offload
 from trireme._c_pipeline import PipelineAction as PipelineAction
 from trireme._c_pipeline import PipelineEngine as PipelineEngine
 from trireme._c_pipeline import PipelineSchedule as PipelineSchedule
+from trireme._c_pipeline import SplitBackward as SplitBackward
 from trireme._c_pipeline import TensorChannels as TensorChannels
 from trireme._c_pipeline import differing_texts as differing_texts
 from trireme._c_pipeline import find_tied as find_tied

@@ -1,9 +1,10 @@
 """What is in trireme._C for pipelines. A part of _C.pyi, not a module."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
 from trireme._C import Communicator
 
@@ -65,7 +66,18 @@ def partition(
 ) -> list[int]: ...
 
 _Forward = Callable[[int, Any], Any]
+_OfWeights = Callable[[int, None], None]
 _Named = tuple[list[str], list[Tensor]]
+
+class SplitBackward:
+    def __init__(
+        self,
+        roots: Sequence[Tensor | GradientEdge],
+        gradients: Sequence[Tensor],
+        inputs: Sequence[Tensor | None],
+    ) -> None: ...
+    def input_half(self) -> list[Tensor | None]: ...
+    def weight_half(self, weights: Sequence[Tensor]) -> None: ...
 
 class PipelineEngine:
     def __init__(
@@ -76,6 +88,7 @@ class PipelineEngine:
         scale_grads: bool,
         skips: Sequence[tuple[str, int, int]],
         tied: Sequence[Sequence[tuple[int, str]]],
+        weights: Mapping[int, tuple[_OfWeights, _OfWeights]] = {},
     ) -> None: ...
     def step(self, inputs: Sequence[Sequence[Tensor]]) -> Tensor: ...
     def eval_step(
