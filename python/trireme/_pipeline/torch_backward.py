@@ -44,7 +44,7 @@ def stage_backward(
     gradients: list[Tensor | None] = []
     _collect(stage_output, output_grads, roots, gradients)
     if roots:
-        torch.autograd.backward(roots, grad_tensors=gradients)
+        torch.autograd.backward(roots, grad_tensors=gradients)  # type: ignore[arg-type]
     found: list[Tensor | None] = []
     for value in input_values:
         found.append(value.grad if isinstance(value, Tensor) and value.is_leaf else None)

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from trireme import _C
-from trireme._C import Communicator
+from trireme._C import Communicator, PipelineEngine
 from trireme._core.group_communicator import communicator_of
 from trireme._pipeline import AREA, refuse
 from trireme._pipeline.agreement import agree
@@ -35,7 +35,7 @@ class StageRunner:
         self._loss = loss
         self._communicator: Communicator | None = None
         self._calls: list[TorchStageCalls] = []
-        self._core: _C.PipelineEngine | None = None
+        self._core: PipelineEngine | None = None
         self._made_for: tuple[PipelineSchedule, bool] | None = None
         self._digest = ""
         self._seen: list[torch.nn.Parameter] = []
@@ -121,14 +121,14 @@ class StageRunner:
 
     def _make(
         self, table: PipelineSchedule, scale_grads: bool, communicator: Communicator
-    ) -> _C.PipelineEngine:
+    ) -> PipelineEngine:
         weights = {
             call.index: (call.begin_weights, call.finish_weights)
             for call in self._calls
             if call.stage.dw_builder is not None
         }
         self._seen = self._parameters()
-        return _C.PipelineEngine(
+        return PipelineEngine(
             table._core,
             [
                 (
@@ -153,7 +153,7 @@ class StageRunner:
             declared |= json.loads(text)
         return pair_skips(declared, "stage")
 
-    def _run(self, core: _C.PipelineEngine, inputs: StepInputs, trains: bool) -> None:
+    def _run(self, core: PipelineEngine, inputs: StepInputs, trains: bool) -> None:
         for call in self._calls:
             call.begin(inputs)
         try:
@@ -175,7 +175,7 @@ class StageRunner:
     def _parameters(self) -> list[torch.nn.Parameter]:
         return [one for call in self._calls for one in call.submod.parameters()]
 
-    def _look_at_parameters(self, core: _C.PipelineEngine) -> None:
+    def _look_at_parameters(self, core: PipelineEngine) -> None:
         """Notices those that were put in place of others."""
         now = self._parameters()
         if len(now) != len(self._seen) or any(a is not b for a, b in zip(now, self._seen)):  # noqa: B905

@@ -79,7 +79,9 @@ class _PipelineScheduleRuntime(Steps, _torchs._PipelineScheduleRuntime):
         )
 
     @property
-    def pipeline_order_with_comms(self) -> dict[int, list[_Action]]:
+    def pipeline_order_with_comms(  # type: ignore[override]
+        self,
+    ) -> dict[int, list[_Action]]:
         """The table with messages between its actions."""
         if self._table is None:
             raise AttributeError("pipeline_order_with_comms")
