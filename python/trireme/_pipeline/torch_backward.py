@@ -26,8 +26,8 @@ def stage_backward(
     Args:
         stage_output: What the stage returned: tensors, gradient edges in their place, in tuples,
             lists and dicts; or its loss.
-        output_grads: Gradients, in values of the same form; None for a loss, and in place of a
-            value without gradient.
+        output_grads: Gradients, in values of the same form; None for a loss, and where an output
+            has none.
         input_values: What the stage was called with. Leaves whose ``.grad`` is taken away.
         outputs_with_grads_idxs: Which outputs and gradients count. None for all.
 
@@ -42,7 +42,7 @@ def stage_backward(
         output_grads = [output_grads[i] for i in outputs_with_grads_idxs]
     roots: list[_Root] = []
     gradients: list[Tensor | None] = []
-    _collect(stage_output, output_grads, roots, gradients)
+    _collect(stage_output, output_grads, roots, gradients, stage_output)
     if roots:
         torch.autograd.backward(roots, grad_tensors=gradients)  # type: ignore[arg-type]
     found: list[Tensor | None] = []
@@ -121,16 +121,17 @@ def stage_backward_weight(
 
 
 def _collect(
-    output: Any, gradient: Any, roots: list[_Root], gradients: list[Tensor | None]
+    output: Any, gradient: Any, roots: list[_Root], gradients: list[Tensor | None], whole: Any
 ) -> None:
-    """Lists outputs that have a graph, and their gradients."""
+    """Lists outputs that have a graph, and their gradients; None is 1 for a loss."""
     if isinstance(output, GradientEdge) or (isinstance(output, Tensor) and output.requires_grad):
         needs = isinstance(output, GradientEdge)
         if not isinstance(gradient, Tensor if needs else Tensor | None):
             got = f"got a {type(gradient).__name__} as the gradient of an output"
             refuse(f"{got}, expected a tensor", "Pass one for each output.", kind=TypeError)
-        roots.append(output)
-        gradients.append(gradient)
+        if gradient is not None or output is whole or output.numel() == 1:
+            roots.append(output)
+            gradients.append(gradient)
         return
     if isinstance(output, Tensor) or gradient is None:
         return
@@ -138,9 +139,9 @@ def _collect(
         if not isinstance(gradient, dict) or gradient.keys() != output.keys():
             refuse("got gradients with other keys than the outputs", "Pass the same keys.")
         for key, one in output.items():
-            _collect(one, gradient[key], roots, gradients)
+            _collect(one, gradient[key], roots, gradients, whole)
     elif isinstance(output, tuple | list):
         if not isinstance(gradient, tuple | list) or len(gradient) != len(output):
             refuse("got gradients of another form than the outputs", "Pass one for each output.")
         for one, its in zip(output, gradient, strict=True):
-            _collect(one, its, roots, gradients)
+            _collect(one, its, roots, gradients, whole)

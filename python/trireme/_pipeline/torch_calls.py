@@ -78,21 +78,22 @@ class _Source:
 
 
 class TracedWiring:
-    """A graph says which stage takes what of which: past those between it goes as a skip."""
+    """A graph says which stage takes what of which: past those between it goes as a skip.
+
+    Keywords go to the stages that take them.
+    """
 
     def __init__(self, stage: _PipelineStage) -> None:
         self._index = stage.stage_index
-        numbers = {
-            node.name: number
-            for number, node in enumerate(
-                node for node in stage.pipe_info.graph.nodes if node.op == "call_module"
-            )
-        }
         calls = [node for node in stage.pipe_info.graph.nodes if node.op == "call_module"]
+        numbers = {node.name: number for number, node in enumerate(calls)}
         names = _placeholders(stage.submod)
+        roots = [node for node in stage.pipe_info.graph.nodes if node.op == "placeholder"]
+        own = {name for pair in names for name in pair}
+        self._of_others = {name for node in roots for name in (str(node.target), node.name)} - own
         self._sources = [
-            _source_of(argument, numbers, own)
-            for argument, own in zip(stage.node.args, names, strict=True)
+            _source_of(argument, numbers, pair)
+            for argument, pair in zip(stage.node.args, names, strict=True)
         ]
         taken = {number: _taken(node, numbers) for number, node in enumerate(calls)}
         self._next = [
@@ -112,7 +113,11 @@ class TracedWiring:
     def arguments(
         self, given: Any, inputs: StepInputs, micro_batch: int
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        keywords = dict(inputs.kwargs[micro_batch])
+        keywords = {
+            name: value
+            for name, value in inputs.kwargs[micro_batch].items()
+            if name not in self._of_others
+        }
         if self._index == 0:
             return inputs.args[micro_batch], keywords
         received = dict(zip(self._received, given, strict=True))

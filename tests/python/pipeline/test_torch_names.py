@@ -353,7 +353,8 @@ def test_classes_signatures_and_tables_are_torchs(rank: int) -> None:
         one = make_schedule(OURS, name, modules)
         other = make_schedule(TORCHS, name, modules)
         assert isinstance(one, torchs)
-        if name != "LoopedBFS":
+        # torch's 1F1B shows other micro-batches on the last rank than it runs.
+        if name not in ("LoopedBFS", "1F1B"):
             assert _computes(one.pipeline_order) == _computes(other.pipeline_order), name
         if TORCH >= (2, 15):
             assert _signature(ours.__init__) == _signature(torchs.__init__), name

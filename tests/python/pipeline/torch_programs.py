@@ -25,7 +25,7 @@ from torch.nn.functional import mse_loss
 from pipeline.ranks import WIDTH, rows
 
 OURS: Any = trireme.pipelining
-TORCHS: Any = SimpleNamespace(PipelineStage=PipelineStage, **vars(torch_schedules))
+TORCHS: Any = SimpleNamespace(**{**vars(torch_schedules), "PipelineStage": PipelineStage})
 SINGLE = ("GPipe", "1F1B")
 V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
 LOOPED = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble")
