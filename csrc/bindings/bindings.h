@@ -6,8 +6,9 @@
 // Python.
 namespace trireme {
 
-void bind_partition(pybind11::module_& module);  // a part of init_activation()
-void bind_channels(pybind11::module_& module);   // a part of init_pipeline()
+void bind_partition(pybind11::module_& module);       // a part of init_activation()
+void bind_channels(pybind11::module_& module);        // a part of init_pipeline()
+void bind_split_backward(pybind11::module_& module);  // so is this
 void init_activation(pybind11::module_& module);
 void init_autograd(pybind11::module_& module);
 void init_checkpoint(pybind11::module_& module);

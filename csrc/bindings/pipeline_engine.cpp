@@ -13,6 +13,7 @@
 #include <algorithm>
 #include <array>
 #include <functional>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -25,6 +26,7 @@ namespace {
 
 namespace py = pybind11;
 using Tensors = std::vector<at::Tensor>;
+using Weights = std::pair<py::function, py::function>;
 
 // Is KeyboardInterrupt or SystemExit out of a user's function: the engine lets it pass.
 class RaisedInStage final : public python_error, public Interruption {
@@ -47,6 +49,12 @@ class PythonStage final : public StageFunction {
       : forward_(shared_function(std::move(forward))),
         loss_(loss ? shared_function(std::move(*loss)) : nullptr) {}
 
+  // Sets what is called for weights: with a micro-batch, after its backward and for its W.
+  void set_weights(Weights weights) {
+    begin_weights_ = shared_function(std::move(weights.first));
+    finish_weights_ = shared_function(std::move(weights.second));
+  }
+
   PipelineValue forward(int64_t micro_batch, PipelineValue input) override {
     const py::gil_scoped_acquire gil;
     const py::object given = to_python(input);
@@ -62,7 +70,20 @@ class PythonStage final : public StageFunction {
     return THPVariable_Unpack(loss.ptr());
   }
 
+  bool defers_weights() const override { return begin_weights_ != nullptr; }
+  void begin_weights(int64_t micro_batch) override {
+    call_for_weights(*begin_weights_, micro_batch);
+  }
+  void finish_weights(int64_t micro_batch) override {
+    call_for_weights(*finish_weights_, micro_batch);
+  }
+
  private:
+  static void call_for_weights(const py::function& function, int64_t micro_batch) {
+    const py::gil_scoped_acquire gil;
+    call(function, micro_batch, py::none());
+  }
+
   static py::object call(const py::function& function, int64_t micro_batch,
                          const py::object& value) {
     const py::int_ number(micro_batch);
@@ -87,6 +108,7 @@ class PythonStage final : public StageFunction {
   }
 
   std::shared_ptr<py::function> forward_, loss_;  // dropped with the GIL
+  std::shared_ptr<py::function> begin_weights_, finish_weights_;
 };
 
 // Calls what Python has for a strategy of which the core does not know.
@@ -159,13 +181,17 @@ std::shared_ptr<PipelineEngine> make_engine(const PipelineSchedule& schedule,
                                             std::shared_ptr<Communicator> communicator,
                                             bool scale_grads, std::vector<Skip> skips,
                                             std::vector<Tied> tied,
-                                            std::shared_ptr<Communicator> copies) {
+                                            std::shared_ptr<Communicator> copies,
+                                            std::map<int64_t, Weights> weights) {
   std::vector<PipelineStageRequest> requests;
   for (auto& [stage, name, forward, loss, parameters, buffers, strategies] : stages) {
     PipelineStageRequest& request = requests.emplace_back();
     request.stage = stage;
     request.name = std::move(name);
-    request.function = std::make_shared<PythonStage>(std::move(forward), std::move(loss));
+    auto function = std::make_shared<PythonStage>(std::move(forward), std::move(loss));
+    const auto found = weights.find(stage);
+    if (found != weights.end()) function->set_weights(std::move(found->second));
+    request.function = std::move(function);
     request.parameters = to_parameters(std::move(parameters));
     for (size_t i = 0; i < buffers.first.size(); ++i)
       request.buffers.emplace_back(std::move(buffers.first[i]), std::move(buffers.second[i]));
@@ -258,7 +284,7 @@ void init_pipeline_engine(py::module_& module) {
   py::class_<PipelineEngine, std::shared_ptr<PipelineEngine>>(module, "PipelineEngine")
       .def(py::init(wrap_pybind_function(make_engine)), py::arg("schedule"), py::arg("stages"),
            py::arg("communicator"), py::arg("scale_grads"), py::arg("skips"), py::arg("tied"),
-           py::arg("copies") = nullptr)
+           py::arg("copies") = nullptr, py::arg("weights") = std::map<int64_t, Weights>())
       .def("step",
            wrap_pybind_function_no_gil([](PipelineEngine& engine, std::vector<Tensors> inputs,
                                           bool synchronizes, std::optional<bool> has_strategies) {

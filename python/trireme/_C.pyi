@@ -35,6 +35,7 @@ from trireme._c_pipeline import HeldBackwards as HeldBackwards
 from trireme._c_pipeline import PipelineAction as PipelineAction
 from trireme._c_pipeline import PipelineEngine as PipelineEngine
 from trireme._c_pipeline import PipelineSchedule as PipelineSchedule
+from trireme._c_pipeline import SplitBackward as SplitBackward
 from trireme._c_pipeline import TensorChannels as TensorChannels
 from trireme._c_pipeline import differing_texts as differing_texts
 from trireme._c_pipeline import find_tied as find_tied
@@ -56,6 +57,7 @@ class Communicator:
     def device(self) -> torch.device: ...
     @property
     def failure(self) -> str | None: ...
+    def recover(self) -> None: ...
 
 class WireRecord:
     @property

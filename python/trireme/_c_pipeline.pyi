@@ -1,9 +1,10 @@
 """What is in trireme._C for pipelines. A part of _C.pyi, not a module."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
 from trireme._C import Communicator
 
@@ -65,6 +66,7 @@ def partition(
 ) -> list[int]: ...
 
 _Forward = Callable[[int, Any], Any]
+_OfWeights = Callable[[int, None], None]
 _Named = tuple[list[str], list[Tensor]]
 
 class HeldBackwards:
@@ -74,6 +76,16 @@ class HeldBackwards:
         prepare: Callable[[], None],
         finish: Callable[[], None],
     ) -> None: ...
+
+class SplitBackward:
+    def __init__(
+        self,
+        roots: Sequence[Tensor | GradientEdge],
+        gradients: Sequence[Tensor],
+        inputs: Sequence[Tensor | None],
+    ) -> None: ...
+    def input_half(self) -> list[Tensor | None]: ...
+    def weight_half(self, weights: Sequence[Tensor]) -> None: ...
 
 class PipelineEngine:
     def __init__(
@@ -89,6 +101,7 @@ class PipelineEngine:
         skips: Sequence[tuple[str, int, int]],
         tied: Sequence[Sequence[tuple[int, str]]],
         copies: Communicator | None = None,
+        weights: Mapping[int, tuple[_OfWeights, _OfWeights]] = {},
     ) -> None: ...
     def step(
         self,

@@ -7,6 +7,8 @@
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/function_hook.h>
 
+#include <algorithm>
+#include <unordered_set>
 #include <utility>
 
 namespace trireme {
@@ -63,11 +65,14 @@ class SplitBackward::Walk {
     bool to_weight = false;
   };
 
-  Walk(const edge_list& roots, const Node* received) : received_(received) {
+  Walk(const edge_list& roots, const edge_list& inputs) {
+    for (const Edge& input : inputs)
+      if (input.is_valid()) inputs_.insert(input.function.get());
     for (const Edge& root : roots) visit(root.function);
   }
 
   const Found& at(const Node* node) const { return found_.at(node); }
+  bool is_input(const Node* node) const { return inputs_.count(node) != 0; }
   // Lists nodes behind the nodes that their edges lead to.
   const std::vector<NodePtr>& nodes() const { return nodes_; }
 
@@ -82,7 +87,7 @@ class SplitBackward::Walk {
     std::vector<Open> open{{root}};
     while (!open.empty()) {
       Open& top = open.back();
-      if (top.next < top.node->num_outputs()) {
+      if (top.next < top.node->num_outputs() && !is_input(top.node.get())) {
         const Edge& edge = top.node->next_edge(top.next++);
         if (edge.is_valid() && found_.emplace(edge.function.get(), Found()).second)
           open.push_back({edge.function});
@@ -95,6 +100,10 @@ class SplitBackward::Walk {
   }
 
   void close(const NodePtr& node) {
+    if (is_input(node.get())) {
+      found_[node.get()].to_input = true;
+      return;
+    }
     Found found;
     bool is_sink = true;
     for (const Edge& edge : node->next_edges()) {
@@ -104,24 +113,51 @@ class SplitBackward::Walk {
       found.to_input |= behind.to_input;
       found.to_weight |= behind.to_weight;
     }
-    if (is_sink) (node.get() == received_ ? found.to_input : found.to_weight) = true;
+    found.to_weight |= is_sink;
     found_[node.get()] = found;
   }
 
-  const Node* received_;
+  std::unordered_set<const Node*> inputs_;
   ska::flat_hash_map<const Node*, Found> found_;
   std::vector<NodePtr> nodes_;
 };
 
-SplitBackward::SplitBackward(edge_list roots, std::vector<at::Tensor> gradients, NodePtr received)
-    : roots_(std::move(roots)), gradients_(std::move(gradients)), received_(std::move(received)) {}
+namespace {
+
+edge_list edges_of(const NodePtr& received) {
+  edge_list edges;
+  if (!received) return edges;
+  const auto& node = static_cast<const ReceivedNode&>(*received);
+  for (size_t i = 0; i < node.tensors(); ++i) {
+    const int64_t place = node.place_of(i);
+    edges.push_back(place < 0 ? Edge() : Edge(received, static_cast<uint32_t>(place)));
+  }
+  return edges;
+}
+
+}  // namespace
+
+SplitBackward::SplitBackward(edge_list roots, std::vector<at::Tensor> gradients, edge_list inputs)
+    : roots_(std::move(roots)), gradients_(std::move(gradients)), inputs_(std::move(inputs)) {}
+
+SplitBackward::SplitBackward(edge_list roots, std::vector<at::Tensor> gradients,
+                             const NodePtr& received)
+    : SplitBackward(std::move(roots), std::move(gradients), edges_of(received)) {}
 
 SplitBackward::~SplitBackward() = default;
 
 std::vector<at::Tensor> SplitBackward::input_half() {
-  if (!received_) return {};
-  const auto& received = static_cast<const ReceivedNode&>(*received_);
-  const Walk walk(roots_, received_.get());
+  const bool wanted = std::any_of(inputs_.begin(), inputs_.end(),
+                                  [](const Edge& input) { return input.is_valid(); });
+  if (!wanted) return std::vector<at::Tensor>(inputs_.size());
+  const Walk walk(roots_, inputs_);
+  const std::vector<NodePtr> inner = prepare(walk);
+  std::vector<at::Tensor> found = run_input_half(walk);
+  for (const NodePtr& node : inner) node->release_variables();
+  return found;
+}
+
+std::vector<NodePtr> SplitBackward::prepare(const Walk& walk) {
   std::vector<NodePtr> inner;  // on input paths, and needed for nothing else
   for (const NodePtr& node : walk.nodes()) {
     const Walk::Found& found = walk.at(node.get());
@@ -129,6 +165,7 @@ std::vector<at::Tensor> SplitBackward::input_half() {
       if (node->num_outputs() == 0) sinks_.emplace_back(node, 0);
       continue;
     }
+    if (walk.is_input(node.get())) continue;
     auto kept = std::make_shared<Kept>();
     bool meets = false;
     for (const Edge& edge : node->next_edges()) {
@@ -144,12 +181,11 @@ std::vector<at::Tensor> SplitBackward::input_half() {
     node->add_pre_hook(std::make_unique<Keeper>(kept));
     kept_.push_back(std::move(kept));
   }
-  edge_list inputs;
-  for (size_t i = 0; i < received.tensors(); ++i) {
-    if (received.place_of(i) >= 0)
-      inputs.emplace_back(received_, static_cast<uint32_t>(received.place_of(i)));
-  }
-  std::vector<at::Tensor> found(received.tensors());
+  return inner;
+}
+
+// Runs what leads to inputs, and leaves the other roots to the second half.
+std::vector<at::Tensor> SplitBackward::run_input_half(const Walk& walk) {
   edge_list roots;
   variable_list gradients;
   edge_list weight_roots;
@@ -161,19 +197,23 @@ std::vector<at::Tensor> SplitBackward::input_half() {
   }
   roots_ = std::move(weight_roots);
   gradients_ = std::move(weight_gradients);
-  if (!roots.empty()) {
-    variable_list came = torch::autograd::Engine::get_default_engine().execute(
-        roots, gradients, /*keep_graph=*/true, /*create_graph=*/false, /*accumulate_grad=*/false,
-        inputs);
-    size_t next = 0;
-    for (size_t i = 0; i < found.size(); ++i)
-      if (received.place_of(i) >= 0) found[i] = std::move(came[next++]);
-  }
-  for (const NodePtr& node : inner) node->release_variables();
+  std::vector<at::Tensor> found(inputs_.size());
+  if (roots.empty()) return found;
+  edge_list inputs;
+  for (const Edge& input : inputs_)
+    if (input.is_valid()) inputs.push_back(input);
+  variable_list came = torch::autograd::Engine::get_default_engine().execute(
+      roots, gradients, /*keep_graph=*/true, /*create_graph=*/false, /*accumulate_grad=*/false,
+      inputs);
+  size_t next = 0;
+  for (size_t i = 0; i < found.size(); ++i)
+    if (inputs_[i].is_valid()) found[i] = std::move(came[next++]);
   return found;
 }
 
-void SplitBackward::weight_half() {
+void SplitBackward::weight_half() { weight_half(sinks_); }
+
+void SplitBackward::weight_half(const edge_list& only) {
   for (const std::shared_ptr<Kept>& kept : kept_) {
     if (kept->gradients.empty()) continue;  // no gradient came this way
     const NodePtr stand_in =
@@ -190,12 +230,12 @@ void SplitBackward::weight_half() {
   if (!roots_.empty()) {
     torch::autograd::Engine::get_default_engine().execute(roots_, gradients_, /*keep_graph=*/false,
                                                           /*create_graph=*/false,
-                                                          /*accumulate_grad=*/true, sinks_);
+                                                          /*accumulate_grad=*/true, only);
   }
   roots_.clear();
   gradients_.clear();
   sinks_.clear();
-  received_ = {};
+  inputs_.clear();
 }
 
 }  // namespace trireme

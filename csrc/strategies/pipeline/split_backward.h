@@ -39,19 +39,24 @@ namespace trireme {
 // Is the backward of one micro-batch in two halves. One thread at a time.
 class TRIREME_API SplitBackward {
  public:
-  // `gradients` belong to `roots`. `received` is the node in front of which the inputs lie
-  // (received_node.h); null where none needs a gradient.
+  // `gradients` belong to `roots`. `inputs` say where gradients of inputs arrive, one for each;
+  // invalid for one that needs none. What lies behind them is left alone.
   SplitBackward(torch::autograd::edge_list roots, std::vector<at::Tensor> gradients,
-                NodePtr received);
+                torch::autograd::edge_list inputs);
+  // Does so for the inputs in front of a node (received_node.h); null where none needs a gradient.
+  SplitBackward(torch::autograd::edge_list roots, std::vector<at::Tensor> gradients,
+                const NodePtr& received);
   ~SplitBackward();
   SplitBackward(const SplitBackward&) = delete;
   SplitBackward& operator=(const SplitBackward&) = delete;
 
-  // Returns the gradients of the inputs, one per tensor that was received; undefined where none
-  // came. Called first, once.
+  // Returns the gradients of the inputs, one for each; undefined where none came. Called first,
+  // once.
   std::vector<at::Tensor> input_half();
   // Adds the gradients of the weights to .grad. Called second, once; the graph is then gone.
   void weight_half();
+  // Does so for those weights whose gradients are accumulated at `only`.
+  void weight_half(const torch::autograd::edge_list& only);
 
  private:
   class Walk;
@@ -59,9 +64,13 @@ class TRIREME_API SplitBackward {
   class Keeper;
   class StandIn;
 
+  // Prepares nodes for the first half; returns those that are needed for nothing after it.
+  std::vector<NodePtr> prepare(const Walk& walk);
+  std::vector<at::Tensor> run_input_half(const Walk& walk);
+
   torch::autograd::edge_list roots_;
   std::vector<at::Tensor> gradients_;
-  NodePtr received_;
+  torch::autograd::edge_list inputs_;
   std::vector<std::shared_ptr<Kept>> kept_;
   torch::autograd::edge_list sinks_;  // where gradients of weights are accumulated
 };

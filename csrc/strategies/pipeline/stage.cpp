@@ -127,14 +127,22 @@ void Stage::end(const Live& live) {
 std::vector<at::Tensor> Stage::backward(int64_t micro_batch,
                                         const std::vector<at::Tensor>& gradients) {
   Live live = std::exchange(at(micro_batch), Live());
-  const Roots roots = take_roots(live, gradients);
+  std::vector<at::Tensor> found = run_backward(live, take_roots(live, gradients));
+  if (function_->defers_weights()) {
+    function_->begin_weights(micro_batch);
+    function_->finish_weights(micro_batch);
+  }
+  end(live);
+  return found;
+}
+
+std::vector<at::Tensor> Stage::run_backward(const Live& live, const Roots& roots) const {
   const SkipScope refuses(nullptr);
   if (!roots.edges.empty()) {
     torch::autograd::Engine::get_default_engine().execute(
         roots.edges, roots.gradients, /*keep_graph=*/false, /*create_graph=*/false,
         /*accumulate_grad=*/true);
   }
-  end(live);
   if (!live.received) return {};
   return static_cast<ReceivedNode&>(*live.received).take_gradients();
 }
@@ -143,6 +151,11 @@ std::vector<at::Tensor> Stage::backward_input(int64_t micro_batch,
                                               const std::vector<at::Tensor>& gradients) {
   Live& live = at(micro_batch);
   Roots roots = take_roots(live, gradients);
+  if (function_->defers_weights()) {
+    std::vector<at::Tensor> found = run_backward(live, roots);
+    function_->begin_weights(micro_batch);
+    return found;
+  }
   live.split = std::make_unique<SplitBackward>(std::move(roots.edges), std::move(roots.gradients),
                                                live.received);
   const SkipScope refuses(nullptr);
@@ -152,7 +165,11 @@ std::vector<at::Tensor> Stage::backward_input(int64_t micro_batch,
 void Stage::backward_weight(int64_t micro_batch) {
   Live live = std::exchange(at(micro_batch), Live());
   const SkipScope refuses(nullptr);
-  live.split->weight_half();
+  if (function_->defers_weights()) {
+    function_->finish_weights(micro_batch);
+  } else {
+    live.split->weight_half();
+  }
   end(live);
 }
 

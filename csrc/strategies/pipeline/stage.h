@@ -109,6 +109,8 @@ class Stage {
     std::vector<at::Tensor> gradients;
   };
   Roots take_roots(Live& live, const std::vector<at::Tensor>& gradients) const;
+  // Runs a whole backward, and returns the gradients of what was received.
+  std::vector<at::Tensor> run_backward(const Live& live, const Roots& roots) const;
   void end(const Live& live);
 
   int64_t index_;

@@ -28,6 +28,13 @@ class TRIREME_API StageFunction {
   virtual PipelineValue forward(int64_t micro_batch, PipelineValue input) = 0;
   // Returns the loss of a micro-batch, a 0-dim tensor. Only the last stage is asked.
   virtual at::Tensor loss(int64_t micro_batch, const PipelineValue& output) = 0;
+
+  // Says that layers compute gradients of their weights themselves, later than autograd runs them:
+  // begin_weights() is called after each backward, finish_weights() where a W is due. An I is then
+  // a whole backward.
+  virtual bool defers_weights() const { return false; }
+  virtual void begin_weights(int64_t /*micro_batch*/) {}
+  virtual void finish_weights(int64_t /*micro_batch*/) {}
 };
 
 }  // namespace trireme

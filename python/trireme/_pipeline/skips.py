@@ -147,43 +147,68 @@ def skips_between(layers: Mapping[str, nn.Module]) -> list[tuple[str, int, int]]
     Namespaces are numbered anew in the order of layers, so that ranks say the same of one module.
     """
     namespaces: dict[int, str] = {}
-    stashes: dict[str, int] = {}
-    pops: dict[str, int] = {}
-    names = list(layers)
-
-    def declare(place: dict[str, int], key: str, number: int, verb: str) -> None:
-        if key in place:
-            first, second = names[place[key]], names[number]
-            what = f"layers {first} and {second}" if first != second else f"layer {first} twice"
-            refuse(f"got '{key}' that {verb} in {what}, expected it once",
-                   "Give one of them another name, or isolate() it.")  # fmt: skip
-        place[key] = number
-
-    for number, layer in enumerate(layers.values()):
+    for layer in layers.values():
         for inner in layer.modules():
-            declared = _declared_of(inner)
-            if declared is None:
+            if _declared_of(inner) is None:
                 continue
             keys = {}
             for name, namespace in _namespaces_of(inner).items():
                 label = namespaces.setdefault(id(namespace), f"namespace {len(namespaces) + 1}")
                 keys[name] = f"{name} of {label}"
             inner.__dict__["_skip_keys"] = keys
-            for name in declared.stashes:
-                declare(stashes, keys.get(name, name), number, "is stashed")
-            for name in declared.pops:
-                declare(pops, keys.get(name, name), number, "is popped")
+    return pair_skips({name: skips_of(layer) for name, layer in layers.items()}, "layer")
+
+
+SkipsOf = tuple[list[str], list[str]]
+
+
+def skips_of(module: nn.Module) -> SkipsOf:
+    """Returns what the layers in a module stash, and what they pop, in their order."""
+    stashes: list[str] = []
+    pops: list[str] = []
+    for inner in module.modules():
+        declared = _declared_of(inner)
+        if declared is not None:
+            keys: dict[str, str] = inner.__dict__.get("_skip_keys", {})
+            stashes += [keys.get(name, name) for name in declared.stashes]
+            pops += [keys.get(name, name) for name in declared.pops]
+    return stashes, pops
+
+
+def pair_skips(declared: Mapping[str, SkipsOf], what: str) -> list[tuple[str, int, int]]:
+    """Finds who pops what somebody stashes, among layers or stages (``what``) in their order.
+
+    Returns:
+        Name, number of the stashing one and of the popping one, in the order of pops.
+    """
+    stashes: dict[str, int] = {}
+    pops: dict[str, int] = {}
+    names = list(declared)
+
+    def declare(place: dict[str, int], key: str, number: int, verb: str) -> None:
+        if key in place:
+            first, second = names[place[key]], names[number]
+            both = f"{what}s {first} and {second}" if first != second else f"{what} {first} twice"
+            refuse(f"got '{key}' that {verb} in {both}, expected it once",
+                   "Give one of them another name, or isolate() it.")  # fmt: skip
+        place[key] = number
+
+    for number, (stashed, popped) in enumerate(declared.values()):
+        for key in stashed:
+            declare(stashes, key, number, "is stashed")
+        for key in popped:
+            declare(pops, key, number, "is popped")
     for key, number in stashes.items():
         if key not in pops:
-            got = f"got '{key}', which layer {names[number]} stashes and no layer pops"
-            refuse(got, "Pop it in a later layer.")
+            got = f"got '{key}', which {what} {names[number]} stashes and no {what} pops"
+            refuse(got, f"Pop it in a later {what}.")
     for key, number in pops.items():
         if key not in stashes:
-            got = f"got '{key}', which layer {names[number]} pops and no layer stashes"
-            refuse(got, "Stash it in an earlier layer.")
+            got = f"got '{key}', which {what} {names[number]} pops and no {what} stashes"
+            refuse(got, f"Stash it in an earlier {what}.")
         if stashes[key] > number:
-            got = f"got '{key}', which layer {names[number]} pops before layer "
-            refuse(f"{got}{names[stashes[key]]} stashes it", "Pop it in a later layer.")
+            got = f"got '{key}', which {what} {names[number]} pops before {what} "
+            refuse(f"{got}{names[stashes[key]]} stashes it", f"Pop it in a later {what}.")
     return sorted(((key, stashes[key], pops[key]) for key in pops), key=lambda one: one[2])
 
 

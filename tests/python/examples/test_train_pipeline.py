@@ -6,6 +6,8 @@ from examples.test_train_ddp import ROOT, cpp_program, losses, run
 
 PYTHON = [str(ROOT / "examples" / "python" / "train_pipeline.py")]
 
+NAMES = [str(ROOT / "examples" / "python" / "train_pipeline_torch.py")]
+
 
 @pytest.fixture(scope="module")
 def alone() -> list[float]:
@@ -23,3 +25,8 @@ def test_ranks_reach_the_losses_of_one(alone: list[float], ranks: int, schedule:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_cpp_program_reaches_the_same_losses(alone: list[float], ranks: int) -> None:
     assert losses(run(cpp_program("train_pipeline"), ranks)) == pytest.approx(alone, rel=1e-4)
+
+
+@pytest.mark.parametrize("frontend", ["manual", "traced"])
+def test_torchs_names_reach_the_same_losses(alone: list[float], frontend: str) -> None:
+    assert losses(run(NAMES, 2, frontend)) == pytest.approx(alone, rel=1e-5)

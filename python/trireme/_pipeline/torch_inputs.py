@@ -1,0 +1,105 @@
+"""What step() of torch's schedules is given, cut into micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch.distributed.pipelining.microbatch import (
+    TensorChunkSpec,
+    split_args_kwargs_into_chunks,
+)
+
+from trireme._pipeline import refuse
+
+
+@dataclass(frozen=True)
+class StepArguments:
+    """What a caller gave: whole batches, or micro-batches."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    target: Any
+    arg_mbs: Any
+    kwarg_mbs: Any
+    target_mbs: Any
+
+    @property
+    def has_target(self) -> bool:
+        """Whether there is one, in either form."""
+        return self.target is not None or self.target_mbs is not None
+
+
+@dataclass(frozen=True)
+class ChunkSpecs:
+    """Says how batches are cut."""
+
+    chunks: int
+    args: tuple[TensorChunkSpec, ...] | None
+    kwargs: dict[str, TensorChunkSpec] | None
+
+
+Cut = tuple[list[tuple[Any, ...]], list[dict[str, Any]], list[Any] | None]
+
+
+def cut_step(given: StepArguments, specs: ChunkSpecs) -> Cut:
+    """Returns positional inputs, keywords and targets by micro-batch; targets None for none.
+
+    Raises:
+        ValueError: whole batches beside micro-batches; not one per micro-batch.
+        TypeError: micro-batches that are no lists, of tuples and dicts.
+    """
+    if given.arg_mbs is None and given.kwarg_mbs is None and given.target_mbs is None:
+        return _cut_batch(given, specs)
+    beside = [
+        ("positional inputs", bool(given.args), "arg_mbs"),
+        (f"'{next(iter(given.kwargs), '')}'", bool(given.kwargs), "kwarg_mbs"),
+        ("target", given.target is not None, "target_mbs"),
+    ]
+    for what, is_given, name in beside:
+        if is_given:
+            refuse(f"got {what} of a whole batch beside micro-batches", f"Pass it in {name}=.")
+    arg_mbs = _listed("arg_mbs", given.arg_mbs, specs.chunks, tuple)
+    kwarg_mbs = _listed("kwarg_mbs", given.kwarg_mbs, specs.chunks, dict)
+    target_mbs = _listed("target_mbs", given.target_mbs, specs.chunks, None)
+    return (
+        [()] * specs.chunks if arg_mbs is None else arg_mbs,
+        [{}] * specs.chunks if kwarg_mbs is None else kwarg_mbs,
+        target_mbs,
+    )
+
+
+def _cut_batch(given: StepArguments, specs: ChunkSpecs) -> Cut:
+    args: list[tuple[Any, ...]] = [()] * specs.chunks
+    kwargs: list[dict[str, Any]] = [{}] * specs.chunks
+    if given.args or given.kwargs:
+        args, kwargs = split_args_kwargs_into_chunks(
+            given.args, given.kwargs, specs.chunks, specs.args, specs.kwargs
+        )
+        _expect_count("the batch", args, specs.chunks)
+    if given.target is None:
+        return args, kwargs, None
+    targets, _ = split_args_kwargs_into_chunks((given.target,), None, specs.chunks)
+    _expect_count("the target", targets, specs.chunks)
+    return args, kwargs, [one for (one,) in targets]
+
+
+def _expect_count(what: str, chunks: Sequence[Any], expected: int) -> None:
+    if len(chunks) != expected:
+        got = f"got {len(chunks)} chunks of {what}, expected {expected} micro-batches"
+        refuse(got, "Give one row or more for each, or make the schedule for fewer.")
+
+
+def _listed(name: str, given: Any, chunks: int, kind: type | None) -> list[Any] | None:
+    if given is None:
+        return None
+    if not isinstance(given, list):
+        got = f"got a {type(given).__name__} as {name}, expected a list"
+        refuse(got, "List the micro-batches.", kind=TypeError)
+    _expect_count(name, given, chunks)
+    for number, one in enumerate(given):
+        if kind is not None and not isinstance(one, kind):
+            got = f"got a {type(one).__name__} as {name}[{number}], expected a {kind.__name__}"
+            refuse(got, "Put the inputs of a micro-batch into one.", kind=TypeError)
+    return given

@@ -1,0 +1,200 @@
+"""Runs the stages of torch's kind that a rank holds, on the engine of all pipelines."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.pipelining.stage import _PipelineStageBase
+
+from trireme import _C
+from trireme._C import Communicator, PipelineEngine
+from trireme._core.group_communicator import communicator_of
+from trireme._pipeline import AREA, refuse
+from trireme._pipeline.agreement import agree
+from trireme._pipeline.micro_batches import tensors_in
+from trireme._pipeline.schedule import PipelineSchedule
+from trireme._pipeline.skips import pair_skips
+from trireme._pipeline.stages import HeldTensors, held_by
+from trireme._pipeline.torch_calls import StepInputs, TorchStageCalls
+from trireme._pipeline.torch_stage import is_traced
+
+
+class StageRunner:
+    """Runs the stages of this rank by a table, a step at a time.
+
+    The engine is made at the first step, and anew where the table has become another one. Both,
+    and each step, are collective over the group of the stages.
+    """
+
+    def __init__(self, stages: Sequence[Any], loss: Callable[..., Any] | None) -> None:
+        self._stages = stages
+        self._loss = loss
+        self._communicator: Communicator | None = None
+        self._calls: list[TorchStageCalls] = []
+        self._core: PipelineEngine | None = None
+        self._made_for: tuple[PipelineSchedule, bool] | None = None
+        self._digest = ""
+        self._seen: list[torch.nn.Parameter] = []
+
+    @property
+    def has_last_stage(self) -> bool:
+        """Whether this rank holds the last stage."""
+        return any(one.stage_index == one.num_stages - 1 for one in self._stages)
+
+    def run(
+        self,
+        table: PipelineSchedule,
+        scale_grads: bool,
+        trains: bool,
+        deal: Callable[[], StepInputs],
+        synchronizes: bool = True,
+    ) -> StepInputs:
+        """Runs a step; ``deal`` returns what this rank gives to it.
+
+        Returns:
+            What ``deal`` returned, with losses and outputs on the rank of the last stage.
+
+        Raises:
+            Exception: what ``deal`` raised; ValueError on the other ranks.
+        """
+        communicator = self._meet()
+        error, inputs = None, StepInputs()
+        made_for = (table, scale_grads)
+        try:
+            if self._made_for is None or self._made_for[0] is not table:
+                self._digest = hashlib.sha256(table._core.table().encode()).hexdigest()
+            if not self._calls:
+                self._calls = self._calls_of_stages()
+            inputs = deal()
+        except Exception as raised:
+            error = raised
+        said = {
+            "training": trains,
+            "micro-batches": table.micro_batches,
+            "scale_grads": scale_grads,
+            "schedule": self._digest,
+        }
+        flag = self._core is not None and self._core.has_strategies()
+        has_strategies: bool | None = agree(communicator, said, error, "a step", flag=flag)
+        if self._core is None or self._made_for != made_for:
+            has_strategies = None  # the engine is yet to look for them
+            self._core, self._made_for = self._make(table, scale_grads, communicator), made_for
+        self._look_at_parameters(self._core)
+        mode = (synchronizes, has_strategies)
+        self._run(self._core, inputs, mode if trains else None)
+        return inputs
+
+    def last_step(self) -> dict[str, Any]:
+        """Tells what this rank did in the last step."""
+        if self._core is None:
+            refuse("got no step yet, expected one", "Call step() before.")
+        return self._core.last_step()
+
+    def _meet(self) -> Communicator:
+        for stage in self._stages:
+            if not isinstance(stage, _PipelineStageBase):
+                got = f"got a {type(stage).__name__} as stage, expected a PipelineStage"
+                refuse(got, "Make one of trireme.pipelining, or of torch.", kind=TypeError)
+        if self._communicator is None:
+            group = AREA.expect_group(self._stages[0].group, "Pass the group of its ranks.")
+            self._communicator = communicator_of(group)
+        if self._core is not None:
+            self._core.recover()
+        else:
+            self._communicator.recover()
+        return self._communicator
+
+    def _calls_of_stages(self) -> list[TorchStageCalls]:
+        if len({is_traced(stage) for stage in self._stages}) != 1:
+            got = "got manual and traced stages in one schedule, expected one kind"
+            refuse(got, "Build all with build_stage(), or none.")
+        if len({stage.group for stage in self._stages}) != 1:
+            refuse("got stages of several groups in one schedule", "Give all the same group=.")
+        made = [TorchStageCalls(stage, self._loss) for stage in self._stages]
+        for call in made:
+            for name, tensor in call.submod.named_parameters():
+                if tensor.is_meta:
+                    got = f"got '{name}' of stage {call.index} on device meta"
+                    refuse(f"{got}, expected this rank's layers to have memory",
+                           "Call to_empty() and initialise them.")  # fmt: skip
+        return sorted(made, key=lambda call: call.index)
+
+    def _make(
+        self, table: PipelineSchedule, scale_grads: bool, communicator: Communicator
+    ) -> PipelineEngine:
+        weights = {
+            call.index: (call.begin_weights, call.finish_weights)
+            for call in self._calls
+            if call.stage.dw_builder is not None
+        }
+        self._seen = self._parameters()
+        return PipelineEngine(
+            table._core,
+            [
+                (
+                    call.index,
+                    type(call.submod).__name__,
+                    call.forward,
+                    call.loss if call.is_last and self._loss is not None else None,
+                    held.parameters,
+                    held.buffers,
+                    held.strategies,
+                )
+                for call, held in zip(self._calls, self._held(), strict=True)
+            ],
+            communicator,
+            scale_grads,
+            self._skips(table.stages, communicator),
+            [],
+            weights=weights,
+        )
+
+    def _skips(self, stages: int, communicator: Communicator) -> list[tuple[str, int, int]]:
+        """Ranks tell each other what their stages stash and pop. Collective."""
+        own = {call.index: call.wiring.skips for call in self._calls}
+        texts = _C.gather_texts(json.dumps(own), communicator, communicator.device)
+        declared: dict[str, Any] = {str(number): ([], []) for number in range(stages)}
+        for text in texts:
+            declared |= json.loads(text)
+        return pair_skips(declared, "stage")
+
+    def _run(
+        self, core: PipelineEngine, inputs: StepInputs, mode: tuple[bool, bool | None] | None
+    ) -> None:
+        for call in self._calls:
+            call.begin(inputs)
+        try:
+            is_first = self._calls[0].index == 0
+            first = [tensors_in(one) for one in inputs.args] if is_first else []
+            if mode is not None:
+                core.step(first, *mode)
+            else:
+                core.eval_step(first, self.has_last_stage and inputs.targets is not None)
+        except Exception as error:
+            cause = next((call.failure for call in self._calls if call.failure), None)
+            if cause is None or cause is error:
+                raise
+            raise error from cause
+        finally:
+            for call in self._calls:
+                call.begin(StepInputs())
+
+    def _parameters(self) -> list[torch.nn.Parameter]:
+        return [one for call in self._calls for one in call.submod.parameters()]
+
+    def _look_at_parameters(self, core: PipelineEngine) -> None:
+        """Notices those that were put in place of others."""
+        now = self._parameters()
+        if len(now) != len(self._seen) or any(a is not b for a, b in zip(now, self._seen)):  # noqa: B905
+            self._seen = now
+            for call, held in zip(self._calls, self._held(), strict=True):
+                core.set_parameters(call.index, held.parameters, held.strategies)
+
+    def _held(self) -> list[HeldTensors]:
+        """What the engine is told of by stage, each parameter once."""
+        seen: set[int] = set()
+        return [held_by({"": call.submod}, seen) for call in self._calls]

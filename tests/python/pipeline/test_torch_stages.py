@@ -1,0 +1,360 @@
+"""Stages of torch's kind: traced ones, skips between single ones, late gradients of weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import trireme
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+from torch.nn.functional import mse_loss
+
+from ddp.ranks import RANKLESS_FORM, raises
+from pipeline.ranks import WIDTH, rows
+from pipeline.torch_programs import (
+    ALL,
+    CPU,
+    MICRO_BATCHES,
+    OURS,
+    TORCHS,
+    Block,
+    assert_same,
+    count_of,
+    make_schedule,
+    own_numbers,
+    train,
+    train_alone,
+)
+from shm.ranks import on_shm_and_gloo_ranks, on_shm_ranks
+
+
+class Chain(nn.Module):
+    """Four layers, each of which takes what the one before returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block(number) for number in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Residual(nn.Module):
+    """What the first layer returns is added in all later ones; a mask goes to the last one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block(number) for number in range(4))
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        first = self.layers[0](x)
+        second, third = self.layers[1](first), first * 2
+        fourth = self.layers[2](second + first)
+        return self.layers[3](fourth + third + first) * mask
+
+
+def traced(module: nn.Module, cuts: list[int], *sample: Tensor, **keywords: Tensor) -> Any:
+    spec = {f"layers.{number}": OURS.SplitPoint.BEGINNING for number in cuts}
+    return OURS.pipeline(module, mb_args=sample, mb_kwargs=keywords, split_spec=spec)
+
+
+BUILDERS: dict[str, Callable[..., Any]] = {
+    "torch's": lambda pipe, number: pipe.build_stage(number, CPU),
+    "ours": lambda pipe, number: OURS.build_stage(
+        pipe.get_stage_module(number), number, pipe.info(), CPU
+    ),
+}
+
+
+@pytest.mark.parametrize("builder", BUILDERS)
+@on_shm_and_gloo_ranks(2, timeout=120)
+def test_traced_stages_train_as_in_torchs_schedules(rank: int, builder: str) -> None:
+    x, y = rows(0, 8), rows(1, 8)
+    for name in ("GPipe", "Interleaved1F1B", "ZBVZeroBubble"):
+        count = count_of(name, 2)
+        expected = Chain()
+        for a, b in zip(x.tensor_split(4), y.tensor_split(4), strict=True):
+            mse_loss(expected(a), b).backward()
+        for names in (OURS, TORCHS):
+            cuts = [2] if count == 2 else [1, 2, 3]
+            pipe = traced(Chain(), cuts, x[:2])
+            stages = [BUILDERS[builder](pipe, number) for number in own_numbers(name, rank, 2)]
+            given = stages[0] if count == 2 else stages
+            schedule = names.get_schedule_class(name)(given, MICRO_BATCHES, mse_loss)
+            numbers = [stage.stage_index for stage in stages]
+            args = (x,) if 0 in numbers else ()
+            output = schedule.step(*args, target=y if count - 1 in numbers else None)
+            assert (output is not None) == (count - 1 in numbers)
+            whole = dict(expected.named_parameters())
+            compared = 0
+            for stage in stages:
+                for key, one in stage.submod.named_parameters():
+                    assert torch.equal(one.grad * MICRO_BATCHES, whole[key].grad), (name, key)
+                    compared += 1
+            assert compared == 4
+
+
+@on_shm_and_gloo_ranks(2, timeout=120)
+def test_traced_stages_take_from_several_stages(rank: int) -> None:
+    x, y, mask = rows(0, 8), rows(1, 8), rows(2, 8) > 0
+    expected = Residual()
+    pieces = zip(x.tensor_split(4), mask.tensor_split(4), y.tensor_split(4), strict=True)
+    outputs = []
+    for a, m, b in pieces:
+        outputs.append(expected(a, m))
+        mse_loss(outputs[-1], b).backward()
+    whole = dict(expected.named_parameters())
+    for name in ("Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble"):
+        pipe = traced(Residual(), [1, 2, 3], x[:2], mask=mask[:2])
+        stages = [pipe.build_stage(number, CPU) for number in own_numbers(name, rank, 2)]
+        schedule = OURS.get_schedule_class(name)(stages, MICRO_BATCHES, mse_loss)
+        numbers = [stage.stage_index for stage in stages]
+        given: dict[str, Any] = {"mask": mask} if 3 in numbers else {}
+        if 0 in numbers and "mask" not in given and _takes(stages[0], "mask"):
+            given["mask"] = mask
+        args = (x,) if 0 in numbers else ()
+        output = schedule.step(*args, target=y if 3 in numbers else None, **given)
+        if output is not None:
+            assert torch.equal(output, torch.cat(outputs))
+        for stage in stages:
+            for key, one in stage.submod.named_parameters():
+                torch.testing.assert_close(one.grad * MICRO_BATCHES, whole[key].grad)
+
+
+def _takes(stage: Any, name: str) -> bool:
+    nodes = stage.submod.graph.nodes
+    return any(node.op == "placeholder" and node.name == name for node in nodes)
+
+
+@on_shm_ranks(2)
+def test_kinds_of_stages_are_not_mixed(rank: int) -> None:
+    pipe = traced(Chain(), [1, 2, 3], rows(0, 2))
+    stages = [pipe.build_stage(rank, CPU), OURS.PipelineStage(Block(2), rank + 2, 4, CPU)]
+    schedule = OURS.ScheduleInterleaved1F1B(stages, MICRO_BATCHES, mse_loss)
+    with raises(ValueError, "got manual and traced stages", form=RANKLESS_FORM):
+        schedule.step(target=rows(1, 8) if rank == 1 else None)
+
+
+@trireme.skippable(stash=["skip"])
+class Down(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        trireme.stash("skip", x)
+        return x
+
+
+@trireme.skippable(pop=["skip"])
+class Up(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        skip = trireme.pop("skip")
+        assert skip is not None
+        return super().forward(x + skip)
+
+
+def u_net(number: int) -> nn.Module:
+    kinds: list[Any] = [Down, Down, Up, Up]
+    made = kinds[number](number)
+    names = ("outer", "inner", "inner", "outer")
+    made.isolate(SPACES[names[number]])
+    return made
+
+
+SPACES = {name: trireme.Namespace() for name in ("outer", "inner")}
+
+
+@on_shm_and_gloo_ranks(2, timeout=120)
+def test_stages_built_singly_tell_each_other_their_skips(rank: int) -> None:
+    for name in ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble"):
+        assert_same(train(OURS, name, make=u_net), train_alone(name, 2, make=u_net))
+
+
+@on_shm_ranks(2)
+def test_a_skip_that_nobody_pops_is_refused_on_all_ranks(rank: int) -> None:
+    modules = {rank: Down(0) if rank == 0 else Block(1)}
+    schedule = make_schedule(OURS, "GPipe", modules)
+    with raises(ValueError, "got 'skip', which stage 0 stashes and no stage pops",
+                form=RANKLESS_FORM):  # fmt: skip
+        schedule.step(*((rows(0, 8),) if rank == 0 else ()), target=rows(1, 8) if rank else None)
+
+
+class Later(torch.autograd.Function):
+    """Leaves the gradient of the weight to the module."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, module: Any) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.module = module
+        return x @ weight.T
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        ctx.module.pending.append((gradient, x))
+        return gradient @ weight, None, None
+
+
+class LateBlock(Block):
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.linear.bias = None
+        self.pending: list[tuple[Tensor, Tensor]] = []
+        self.calls: list[str] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Later.apply(x, self.linear.weight, self).tanh()
+
+    def build(self) -> Callable[[], None]:
+        self.calls.append("build")
+        pending, self.pending = self.pending, []
+
+        def run() -> None:
+            self.calls.append("run")
+            for gradient, x in pending:
+                found = gradient.T @ x
+                grad = self.linear.weight.grad
+                self.linear.weight.grad = found if grad is None else grad + found
+
+        return run
+
+
+@on_shm_ranks(2)
+def test_layers_that_compute_gradients_of_weights_later(rank: int) -> None:
+    for name in ("GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble"):
+        found = []
+        for names in (OURS, TORCHS):
+            modules = {number: LateBlock(number) for number in own_numbers(name, rank, 2)}
+            count = count_of(name, 2)
+            stages = [
+                names.PipelineStage(module, number, count, CPU, dw_builder=module.build)
+                for number, module in modules.items()
+            ]
+            given = stages[0] if count == 2 else stages
+            schedule = names.get_schedule_class(name)(given, MICRO_BATCHES, mse_loss)
+            for _ in range(2):
+                for module in modules.values():
+                    module.zero_grad()
+                    module.calls.clear()
+                args = (rows(0, 8),) if 0 in modules else ()
+                schedule.step(*args, target=rows(1, 8) if count - 1 in modules else None)
+            found.append(
+                {
+                    number: (module.linear.weight.grad, module.calls)
+                    for number, module in modules.items()
+                }
+            )
+        assert found[0].keys() == found[1].keys()
+        for number, (gradient, calls) in found[0].items():
+            other, other_calls = found[1][number]
+            assert torch.equal(gradient, other), (name, number)
+            assert sorted(calls) == sorted(other_calls) and len(calls) == 2 * MICRO_BATCHES
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Block(0), Block(1)
+        self.lone = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.first(x)
+        return self.second(x) + self.lone.exp(), x
+
+
+def gradients_of(net: Net) -> dict[str, Tensor | None]:
+    return {name: one.grad for name, one in net.named_parameters()}
+
+
+def test_a_backward_in_two_halves_is_that_in_one_piece() -> None:
+    for with_loss in (True, False):
+        whole, halves = Net(), Net()
+        inputs = [rows(0).requires_grad_() for _ in range(2)]
+        roots = []
+        for net, x in zip((whole, halves), inputs, strict=True):
+            y, z = net(x)
+            roots.append(((y * z).sum(),) if with_loss else (y, z))
+        given = None if with_loss else [rows(1), rows(2)]
+        output = roots[0][0] if with_loss else roots[0]
+        (expected,) = OURS.stage_backward(output, given and tuple(given), [inputs[0]])
+        (got,), groups = OURS.stage_backward_input(
+            roots[1], given, [inputs[1]], halves.parameters()
+        )
+        assert torch.equal(got, expected) and torch.equal(inputs[1].grad, expected)
+        assert inputs[0].grad is None  # it is returned in place
+        assert all(one is None for one in gradients_of(halves).values())
+        OURS.stage_backward_weight(halves.parameters(), groups)
+        for name, gradient in gradients_of(whole).items():
+            other = gradients_of(halves)[name]
+            assert gradient is not None and other is not None
+            assert torch.equal(gradient, other), name
+        with raises(ValueError, "expected it once", form=RANKLESS_FORM):
+            OURS.stage_backward_weight(halves.parameters(), groups)
+
+
+def test_halves_of_a_backward_take_gradient_edges_and_some_weights() -> None:
+    whole, halves = Net(), Net()
+    x, y = rows(0).requires_grad_(), rows(0).requires_grad_()
+    OURS.stage_backward(whole(x), (rows(1), None), [x, 3])
+    edges = [get_gradient_edge(one) for one in halves(y)[:1]]
+    wanted = [halves.first.linear.weight]
+    _, groups = OURS.stage_backward_input(edges, [rows(1)], [y, 3], wanted)
+    (got,) = OURS.stage_backward_weight(wanted, groups)
+    assert torch.equal(got, gradients_of(whole)["first.linear.weight"])
+    assert gradients_of(halves)["second.linear.weight"] is None
+    with raises(NotImplementedError, "retain_graph=True", form=RANKLESS_FORM):
+        OURS.stage_backward_weight(wanted, groups, retain_graph=True)
+    with raises(TypeError, "a GradientEdge without a gradient", form=RANKLESS_FORM):
+        OURS.stage_backward_input(edges, None, [y], wanted)
+
+
+def test_gradients_have_the_form_of_outputs() -> None:
+    net, x = Net(), rows(0)
+    y, z = net(x)
+    with raises(ValueError, "gradients of another form", form=RANKLESS_FORM):
+        OURS.stage_backward((y, z), (rows(1),), [x])
+    with raises(ValueError, "gradients with other keys", form=RANKLESS_FORM):
+        OURS.stage_backward({"y": y}, {"z": rows(1)}, [x])
+    with raises(TypeError, "got a int as the gradient", form=RANKLESS_FORM):
+        OURS.stage_backward([y], [3], [x])
+    found = OURS.stage_backward({"y": y, "z": z}, {"y": rows(1), "z": None}, [x, None])
+    assert found == (None, None) and net.lone.grad is not None
+
+
+@on_shm_ranks(2)
+def test_parameters_may_be_replaced_and_frozen_between_steps(rank: int) -> None:
+    module = Block(rank)
+    schedule = make_schedule(OURS, "1F1B", {rank: module})
+
+    def step() -> None:
+        module.zero_grad()
+        args = (rows(0, 8),) if rank == 0 else ()
+        schedule.step(*args, target=rows(1, 8) if rank == 1 else None)
+
+    step()
+    before = module.linear.weight.grad
+    module.linear.weight = nn.Parameter(module.linear.weight.detach().clone())
+    step()
+    assert module.linear.weight.grad is not None
+    assert torch.equal(module.linear.weight.grad, before)
+    module.linear.requires_grad_(rank == 1)
+    step()
+    assert (module.linear.weight.grad is None) == (rank == 0)
+
+
+@on_shm_ranks(2)
+def test_names_are_printed_and_groups_told(rank: int) -> None:
+    assert OURS.PipelineStage.__module__ == "trireme.pipelining"
+    assert {OURS.get_schedule_class(name).__module__ for name in ALL} == {"trireme.pipelining"}
+    group = dist.new_group([rank], use_local_synchronization=True)
+    stages = [
+        OURS.PipelineStage(Block(rank), rank, 4, CPU),
+        OURS.PipelineStage(Block(rank), rank + 2, 4, CPU, group=group),
+    ]
+    schedule = OURS.ScheduleInterleaved1F1B(stages, MICRO_BATCHES, mse_loss)
+    with raises(ValueError, "got stages of several groups", form=RANKLESS_FORM):
+        schedule.step(target=rows(1, 8) if rank == 1 else None)
