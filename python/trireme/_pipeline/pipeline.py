@@ -29,6 +29,7 @@ from trireme._pipeline.stages import (
     deal_out,
     keywords_of,
     layers_of,
+    names_in_whole,
     refuse_meta,
     tied_between,
 )
@@ -125,6 +126,7 @@ class Pipeline(nn.Module):
         for stage in own:
             for name in stage.layers:
                 self._modules[name] = layers[name]
+        self._names_in_whole = names_in_whole(layers)
         self._layer_keywords = {keyword for one in layers.values() for keyword in keywords_of(one)}
         self._first = _signature(next(iter(layers.values())))
         self._calls = [
@@ -253,6 +255,15 @@ class Pipeline(nn.Module):
         """This rank's copies of parameters that layers of an earlier stage have, too: their
         gradients count on that one's rank."""
         return self._core.later_copies()
+
+    def names_in_whole(self) -> dict[str, str]:
+        """What the module calls parameters and buffers that an earlier layer has, too: as there."""
+        return dict(self._names_in_whole)
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """The ranks that have stages."""
+        return self._group
 
     def last_step(self) -> dict[str, Any]:
         """Tells what this rank did in the last step: times, waiting, messages, by stage.

@@ -122,6 +122,22 @@ def tied_between(
     return _C.find_tied(listed)
 
 
+def names_in_whole(layers: Mapping[str, nn.Module]) -> dict[str, str]:
+    """Finds what hangs in several places: of each but the first the name, and that of the first."""
+    first: dict[int, str] = {}
+    later: dict[str, str] = {}
+    for layer, module in layers.items():
+        for prefix, owner in module.named_modules(prefix=layer, remove_duplicate=False):
+            for name, tensor in {**owner._parameters, **owner._buffers}.items():
+                if tensor is None or name in owner._non_persistent_buffers_set:
+                    continue
+                full_name = f"{prefix}.{name}"
+                known = first.setdefault(id(tensor), full_name)
+                if known != full_name:
+                    later[full_name] = known
+    return later
+
+
 def refuse_meta(layers: Mapping[str, nn.Module], own: Sequence[Stage]) -> None:
     """Refuses layers of this rank that have no memory."""
     for stage in own:
