@@ -19,6 +19,7 @@ from trireme._core.owners import note_stages
 from trireme._pipeline import AREA, refuse
 from trireme._pipeline.agreement import agree
 from trireme._pipeline.micro_batches import BatchCut, merge, tensors_in
+from trireme._pipeline.scaler import ScalesLosses
 from trireme._pipeline.schedule import PipelineSchedule, Times, pipeline_schedule
 from trireme._pipeline.skips import skips_between
 from trireme._pipeline.stages import (
@@ -38,7 +39,7 @@ from trireme._pipeline.values import put_together
 _Named = tuple[list[str], list[Tensor]]
 
 
-class Pipeline(nn.Module):
+class Pipeline(ScalesLosses, nn.Module):
     """Trains a ``torch.nn.Sequential`` whose layers are dealt out to ranks.
 
     Every rank makes it from the same module, and keeps the layers of its stages; those of other
@@ -226,7 +227,7 @@ class Pipeline(nn.Module):
             torch.distributed.DistBackendError: a rank has died or does not come.
         """
         batch = self._begin("step", inputs, target, kwargs)
-        return self._run(lambda: self._core.step(batch))
+        return self._without_scale(self._run(lambda: self._core.step(batch)))
 
     def eval_step(self, *inputs: Any, target: Any = None, **kwargs: Any) -> Any:
         """Runs the forwards of a batch, without gradients.
@@ -300,6 +301,9 @@ class Pipeline(nn.Module):
         except Exception as raised:
             error = raised
         said = {"call": name, "rows": rows, "target": target is not None, "names": list(kwargs)}
+        if name == "step" and self._loss_scale is not None:
+            given.scale = self._loss_scale.scale
+            said["scale of the loss"] = self._loss_scale.value()
         agree(self._communicator, said, error, "a batch")
         for call in self._calls:
             call.batch, call.failure = given, None

@@ -170,6 +170,8 @@ class MicroBatches:
     inputs: Sequence[tuple[Any, ...]] = ()
     keywords: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     targets: Sequence[Any] | None = None
+    scale: Callable[[Tensor], Tensor] | None = None
+    """What the loss goes through before its backward."""
 
 
 class StageCalls:
@@ -219,7 +221,7 @@ class StageCalls:
                 found = self._loss(found, *given)
             if not isinstance(found, Tensor) or found.dim() != 0:
                 self._refuse_loss(found)
-            return found
+            return found if self.batch.scale is None else self.batch.scale(found)
         except Exception as error:
             self.failure = error
             raise

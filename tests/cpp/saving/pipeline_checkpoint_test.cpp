@@ -1,6 +1,7 @@
 // Checkpoints of pipelines from C++: what one cut has saved another cut, and the unsplit module, go
 // on with, and back, as if nothing had happened.
 
+#include <trireme/saving/checkpoint_reader.h>
 #include <trireme/saving/module_checkpoint.h>
 #include <trireme/strategies/pipeline/pipeline.h>
 
