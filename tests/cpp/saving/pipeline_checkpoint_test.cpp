@@ -8,6 +8,7 @@
 #include <torch/nn.h>
 #include <torch/optim.h>
 
+#include <algorithm>
 #include <catch_torch.h>
 #include <mutex>
 #include <string>
@@ -47,6 +48,16 @@ at::Tensor loss_of(const at::Tensor& output, const at::Tensor& target) {
   return at::mse_loss(output, target);
 }
 
+// parameters() lists what hangs in two places twice.
+std::vector<at::Tensor> once(const torch::nn::Module& module) {
+  std::vector<at::Tensor> found;
+  for (const at::Tensor& one : module.parameters()) {
+    const auto is_one = [&](const at::Tensor& other) { return other.is_same(one); };
+    if (std::none_of(found.begin(), found.end(), is_one)) found.push_back(one);
+  }
+  return found;
+}
+
 at::Tensor train(torch::nn::Sequential& net, torch::optim::Optimizer& optimizer, int64_t step) {
   optimizer.zero_grad();
   const auto inputs = rows(2 * step).tensor_split(kChunks);
@@ -57,7 +68,7 @@ at::Tensor train(torch::nn::Sequential& net, torch::optim::Optimizer& optimizer,
     loss.backward();
     total += loss.detach();
   }
-  for (const at::Tensor& parameter : net->parameters()) parameter.grad().div_(kChunks);
+  for (const at::Tensor& parameter : once(*net)) parameter.grad().div_(kChunks);
   optimizer.step();
   return total / kChunks;
 }
@@ -70,7 +81,7 @@ at::Tensor train(Pipeline<>& pipe, torch::optim::Optimizer& optimizer, int64_t s
 
 std::vector<at::Tensor> losses_without_a_break(bool tied) {
   torch::nn::Sequential net = make_net(tied);
-  torch::optim::AdamW optimizer(net->parameters());
+  torch::optim::AdamW optimizer(once(*net));
   std::vector<at::Tensor> losses;
   for (int64_t step = 0; step < kSteps; ++step) losses.push_back(train(net, optimizer, step));
   return losses;
@@ -94,7 +105,7 @@ std::vector<std::string> go(const Run& run, bool tied, const std::string& load,
                          const std::shared_ptr<Communicator>& communicator) {
     if (!load.empty()) {
       const at::NoGradGuard no_grad;
-      for (const auto& tensors : {net->parameters(), net->buffers()})
+      for (const auto& tensors : {once(*net), net->buffers()})
         for (const at::Tensor& one : tensors) one.add_(1);
       load_checkpoint(load, *net, {.optimizer = &optimizer, .communicator = communicator});
     }
@@ -118,13 +129,13 @@ std::vector<std::string> go(const Run& run, bool tied, const std::string& load,
       [&](ThreadRank& rank) {
         if (run.is_whole) {
           torch::nn::Sequential net = make_net(tied);
-          torch::optim::AdamW optimizer(net->parameters());
+          torch::optim::AdamW optimizer(once(*net));
           return go_on(net, optimizer, rank.communicator);
         }
         Pipeline<> pipe(
             make_net(tied), rank.communicator,
             PipelineOptions{.chunks = kChunks, .balance = run.balance, .schedule = run.schedule});
-        torch::optim::AdamW optimizer(pipe->parameters());
+        torch::optim::AdamW optimizer(once(*pipe));
         go_on(pipe, optimizer, nullptr);
       },
       std::chrono::seconds(60), Engine::kShm);
