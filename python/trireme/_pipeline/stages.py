@@ -60,16 +60,20 @@ def deal_out(
     module: nn.Sequential,
     stages: int,
     balance: Balance,
-    sample: Any,
-    communicator: Communicator,
+    sample: Any = None,
+    communicator: Communicator | None = None,
 ) -> list[int]:
-    """Returns how many layers each stage has. Collective where layers are measured."""
+    """Returns how many layers each stage has. With a communicator it is collective where layers are
+    measured."""
     count = len(module)
     if balance in ("time", "bytes"):
         if sample is None:
             got = f"got balance='{balance}' without sample=, expected one micro-batch"
             refuse(got, "Pass what a step would get, with as many rows as a micro-batch.")
-        return partition(_measured(module, str(balance), sample, communicator), stages)
+        name = str(balance)
+        if communicator is None:
+            return partition(_costs(module, name, sample), stages)
+        return partition(_costs_on_rank_0(module, name, sample, communicator), stages)
     if sample is not None:
         refuse("got sample= and a balance that is not measured", "Leave one of them out.")
     if isinstance(balance, str):
@@ -89,16 +93,19 @@ def deal_out(
     return dealt
 
 
-def _measured(
+def _costs(module: nn.Sequential, balance: str, sample: Any) -> list[float]:
+    measured = measure_layers(module, sample)
+    return [one.seconds if balance == "time" else float(one.bytes) for one in measured]
+
+
+def _costs_on_rank_0(
     module: nn.Sequential, balance: str, sample: Any, communicator: Communicator
 ) -> list[float]:
     """Rank 0 measures for all: times differ from rank to rank."""
     error, costs = None, ""
     if communicator.rank == 0:
         try:
-            measured = measure_layers(module, sample)
-            found = [one.seconds if balance == "time" else float(one.bytes) for one in measured]
-            costs = " ".join(one.hex() for one in found)
+            costs = " ".join(one.hex() for one in _costs(module, balance, sample))
         except Exception as raised:
             error = raised
     agree(communicator, {}, error, "layers")
