@@ -28,6 +28,7 @@ from harness.machine import cores, machine, warn_if_busy
 from harness.progress import progress
 from harness.results import write_results
 from harness.rounds import WARM_UP_STEPS, Extent
+from harness.stages import MODELS as CUT_MODELS
 from harness.strategies import (
     OTHER_NAMES,
     STRATEGIES,
@@ -101,8 +102,11 @@ def _strategy_names(arguments: argparse.Namespace) -> list[str]:
     given = [name.strip() for name in arguments.strategies.split(",") if name.strip()]
     names = [OTHER_NAMES.get(name, name) for name in given]
     synchronized = arguments.norm == "syncbn"
+    is_cut = arguments.model in CUT_MODELS
     if names == ["all"]:
-        names = [n for n in ready() if not (synchronized and STRATEGIES[n].replicates)]
+        left_out = [n for n in ready() if synchronized and STRATEGIES[n].replicates]
+        left_out += [n for n in ready() if not is_cut and STRATEGIES[n].is_staged]
+        names = [n for n in ready() if n not in left_out]
     if not names or len(set(names)) != len(names):
         raise BadInput(
             "compare",
@@ -116,6 +120,12 @@ def _strategy_names(arguments: argparse.Namespace) -> list[str]:
                 f"got --norm syncbn with {name}, whose replicas normalize their own rows, "
                 "expected strategies of ranks",
                 "Leave it out.",
+            )
+        if STRATEGIES[name].is_staged and arguments.model in WORKLOADS and not is_cut:
+            raise BadInput(
+                "compare",
+                f"got {name} with --model {arguments.model}, expected one that is cut into layers",
+                f"Choose out of {', '.join(CUT_MODELS)}, or leave it out.",
             )
     return names
 

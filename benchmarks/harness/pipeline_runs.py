@@ -19,21 +19,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from models import Gpt
 from torch import Tensor, nn
-from torch.distributed import pipelining
-from workloads import WORKLOADS, Batch, WorkloadOptions
+from workloads import WORKLOADS, WorkloadOptions
 
 from harness.memory import keep_heap_warm
 from harness.ranks import Launch, RankGroup
+from harness.stages import Layers, Loss, cut, loss_of, torch_stages, torch_step
 from harness.worker import take_over_stdout
 
-TORCHS = {
-    "gpipe": pipelining.ScheduleGPipe,
-    "1f1b": pipelining.Schedule1F1B,
-    "interleaved-1f1b": pipelining.ScheduleInterleaved1F1B,
-    "zb-v": pipelining.ScheduleZBVZeroBubble,
-}
 LAYERS = 8  # of Linear(8, 8): a multiple of every number of stages
 WARM_UP_ROUNDS = 3
 TOLERANCE = 1e-4
@@ -44,22 +37,17 @@ Times = dict[str, list[float]]
 
 @dataclass(frozen=True)
 class PipelineJob:
-    """A model as layers, and one batch of it. `first` and `last` layers stay beside a block."""
+    """A model as layers, and one batch of it."""
 
-    layers: Sequence[nn.Module]
+    layers: Layers
     inputs: Tensor
     targets: Tensor
-    loss: Callable[[Tensor, Tensor], Tensor]
+    loss: Loss
     chunks: int
-    ends: int = 0
 
-    def balance(self, stages: int) -> list[int]:
-        """How many layers each stage has: as many blocks in each."""
-        blocks = (len(self.layers) - 2 * self.ends) // stages
-        counts = [blocks] * stages
-        counts[0] += self.ends
-        counts[-1] += self.ends
-        return counts
+    def copies(self) -> Layers:
+        """Layers with parameters of their own."""
+        return copy.deepcopy(self.layers)
 
 
 @dataclass(frozen=True)
@@ -116,46 +104,16 @@ def _run(config: Mapping[str, Any], ranks: int) -> list[Any]:
             return group.replies()
 
 
-class _Added(nn.Module):
-    """Is a layer with a shortcut, as Mlp has them."""
-
-    def __init__(self, block: nn.Module) -> None:
-        super().__init__()
-        self.block = block
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.block(x)
-
-
-class _Embedding(nn.Module):
-    def __init__(self, gpt: Gpt) -> None:
-        super().__init__()
-        self.tokens, self.positions = gpt.tokens, gpt.positions
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        embedded: Tensor = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
-        return embedded
-
-
 def job_of(workload: str, tiny: bool) -> PipelineJob:
     """The workload cut between its blocks; "linear" has layers of Linear(8, 8)."""
     if workload == "linear":
         layers = [nn.Linear(8, 8) for _ in range(LAYERS)]
         x, y = torch.randn(64, 8), torch.randn(64, 8)
-        return PipelineJob(layers, x, y, nn.functional.mse_loss, 32)
+        return PipelineJob(Layers(layers), x, y, nn.functional.mse_loss, 32)
     chunks, rows = {"mlp": (8, 32), "gpt-small-batch": (4, 4), "gpt": (8, 16)}[workload]
     made = WORKLOADS[workload](WorkloadOptions(tiny=tiny))
     model, batch = made.model(), made.samples().rows(torch.arange(rows))
-
-    def loss(output: Tensor, target: Tensor) -> Tensor:
-        return made.loss(output, Batch(target, target))
-
-    if isinstance(model, Gpt):
-        head = nn.Sequential(model.norm, model.head)
-        layers = [_Embedding(model), *model.blocks, head]
-        return PipelineJob(layers, batch.inputs, batch.targets, loss, chunks, ends=1)
-    layers = [_Added(block) for block in model.blocks]  # type: ignore[union-attr]
-    return PipelineJob(layers, batch.inputs, batch.targets, loss, chunks)
+    return PipelineJob(cut(model), batch.inputs, batch.targets, loss_of(made.loss), chunks)
 
 
 class _Sides:
@@ -172,48 +130,30 @@ class _Sides:
         job = self.job
         value = trireme.pipeline_schedule(schedule, ranks=self.ranks, micro_batches=job.chunks)
         return trireme.Pipeline(
-            nn.Sequential(*copy.deepcopy(list(job.layers))),
+            nn.Sequential(*job.copies().layers),
             job.chunks,
             ranks=True,
             schedule=value,
-            balance=job.balance(value.stages),
+            balance=job.layers.balance(value.stages),
             loss=job.loss,
         )
 
     def torchs(self, schedule: str, stage_rank: Sequence[int]) -> Callable[[], float | None]:
         """The loss comes back on the rank of the last stage."""
-        job, stages, begin = self.job, [], 0
-        own = [number for number, rank in enumerate(stage_rank) if rank == self.rank]
-        layers = copy.deepcopy(list(job.layers))
-        for number, count in enumerate(job.balance(len(stage_rank))):
-            part = nn.Sequential(*layers[begin : begin + count])
-            begin += count
-            if number in own:
-                stages.append(
-                    pipelining.PipelineStage(
-                        part, number, len(stage_rank), torch.device("cpu"), group=self.gloo
-                    )
-                )
-        kind = TORCHS[schedule]
-        is_multi = issubclass(kind, pipelining.schedules.PipelineScheduleMulti)
-        run = kind(stages if is_multi else stages[0], job.chunks, loss_fn=job.loss)  # type: ignore
-        given = (job.inputs,) if 0 in own else ()
-        has_loss = len(stage_rank) - 1 in own
+        job = self.job
+        stages = torch_stages(job.copies(), stage_rank, self.gloo)
+        run = torch_step(stages, schedule, job.chunks, job.loss)
 
         def step() -> float | None:
             for stage in stages:
                 stage.submod.zero_grad()
-            if not has_loss:
-                run.step(*given)
-                return None
-            losses: list[Tensor] = []
-            run.step(*given, target=job.targets, losses=losses)
-            return float(sum(losses) / job.chunks)
+            loss = run(job.inputs, job.targets)
+            return None if loss is None else loss.item()
 
         return step
 
     def alone(self, threads: int) -> Callable[[], float]:
-        job, model = self.job, nn.Sequential(*copy.deepcopy(list(self.job.layers)))
+        job, model = self.job, nn.Sequential(*self.job.copies().layers)
         x, y = job.inputs.tensor_split(job.chunks), job.targets.tensor_split(job.chunks)
 
         def step() -> float:

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from workloads import Batch
 
 from harness.bad_input import BadInput, unknown_name
 from harness.machine import cores
@@ -60,11 +61,16 @@ def optimizer_spec(library: str) -> OptimizerSpec:
 
 @dataclass(frozen=True)
 class Parallel:
-    """A module ready to train; `report` is what the strategy itself says about its last step."""
+    """A module ready to train; `report` is what the strategy itself says about its last step.
+
+    `step` runs forward and backward of a whole batch where these are not to be told apart, and
+    returns what tells the loss.
+    """
 
     module: nn.Module
     optimizer: Optimizer
     report: Callable[[], Report] = no_report
+    step: Callable[[Batch], Callable[[], float]] | None = None
 
 
 Build = Callable[[nn.Module, OptimizerSpec, Options], Parallel]
@@ -84,6 +90,8 @@ class Strategy:
 
     `alone`: runs as one process with all cores; else one thread on each of several ranks.
     `replicates`: the one process has as many replicas as others have ranks, of one thread each.
+    `is_staged`: a rank has some layers, and is given the whole batch. `build` finds among its
+    options the workload's `loss`, and how many `micro_batches` there are.
     `agrees`: follows the same trajectory as one process, so that its losses may be compared.
     `only_benchmarked`: a variant for one benchmark, which compare.py does not list.
     """
@@ -94,6 +102,7 @@ class Strategy:
     options: Options = field(default_factory=dict)
     alone: bool = False
     replicates: bool = False
+    is_staged: bool = False
     agrees: bool = True
     only_benchmarked: bool = False
     needs_trireme: bool = False
@@ -192,6 +201,41 @@ def shard_units(module: nn.Module, fully_shard: Callable[[nn.Module], Any]) -> A
     return fully_shard(module)
 
 
+def build_pipeline(module: nn.Module, optimizer: OptimizerSpec, options: Options) -> Parallel:
+    import trireme
+
+    from harness.stages import cut, loss_of
+
+    layers, chunks = cut(module), options["micro_batches"]
+    pipe = trireme.Pipeline(
+        nn.Sequential(*layers.layers),
+        chunks,
+        ranks=True,
+        schedule=options["schedule"],
+        balance=layers.balance(dist.get_world_size()),
+        loss=loss_of(options["loss"]),
+    )
+
+    def step(batch: Batch) -> Callable[[], float]:
+        return pipe.step(batch.inputs, target=batch.targets).item
+
+    return Parallel(pipe, optimizer.build(pipe.parameters()), step=step)
+
+
+def build_torch_pipeline(module: nn.Module, optimizer: OptimizerSpec, options: Options) -> Parallel:
+    from harness.stages import cut, loss_of, tell_everybody, torch_stages, torch_step
+
+    stages = torch_stages(cut(module), range(dist.get_world_size()), None)
+    held = nn.ModuleList(stage.submod for stage in stages)
+    loss = loss_of(options["loss"])
+    run = torch_step(stages, options["schedule"], options["micro_batches"], loss)
+
+    def step(batch: Batch) -> Callable[[], float]:
+        return partial(tell_everybody, run(batch.inputs, batch.targets))
+
+    return Parallel(held, optimizer.build(held.parameters()), step=step)
+
+
 def checkpointing(library: str, build: Build) -> Build:
     """`build` of modules whose `blocks` each run again in backward, by a library's `checkpoint`.
 
@@ -240,6 +284,14 @@ STRATEGIES: dict[str, Strategy] = {
     "zero1": Strategy("trireme ZeRO stage 1, in DDP", build_zero1, TRIREME, needs_trireme=True),
     "zero2": Strategy("trireme ZeRO stage 2", build_zero2, TRIREME, needs_trireme=True),
     "fsdp": Strategy("trireme fully_shard", build_fsdp, TRIREME, needs_trireme=True),
+    "pipeline": Strategy(
+        "trireme Pipeline, 1f1b",
+        build_pipeline,
+        TRIREME,
+        {"schedule": "1f1b"},
+        is_staged=True,
+        needs_trireme=True,
+    ),
     "torch-ddp": Strategy(
         "torch DistributedDataParallel",
         build_torch_ddp,
@@ -248,6 +300,13 @@ STRATEGIES: dict[str, Strategy] = {
     ),
     "torch-zero1": Strategy("torch ZeroRedundancyOptimizer, in DDP", build_torch_zero1, GLOO),
     "torch-fsdp2": Strategy("torch fully_shard", build_torch_fsdp2, GLOO),
+    "torch-pipeline": Strategy(
+        "torch pipelining, Schedule1F1B",
+        build_torch_pipeline,
+        GLOO,
+        {"schedule": "1f1b"},
+        is_staged=True,
+    ),
     "ddp+checkpoint": Strategy(
         "trireme DistributedDataParallel, blocks checkpointed",
         checkpointing("trireme", build_ddp),

@@ -24,6 +24,7 @@ from torch import Tensor
 from workloads import WORKLOADS, Batch, SampleOrder, WorkloadOptions
 
 from harness import memory
+from harness.stages import micro_batches
 from harness.strategies import STRATEGIES, Report, Strategy, optimizer_spec
 
 
@@ -62,7 +63,8 @@ class StepRecord:
     """Where the time of one step went. `exposed_ms` is a part of `backward_ms`.
 
     `exposed_ms`: from the last gradient that autograd produced to the end of backward, the same on
-    all sides. `reported_exposed_ms`: what the strategy says of itself.
+    all sides. `reported_exposed_ms`: what the strategy says of itself. Of a pipeline `backward_ms`
+    has its forwards, too.
     """
 
     step_ms: float
@@ -96,6 +98,10 @@ class Trainer:
         build = strategy.build
         assert build is not None  # compare.py refuses planned strategies
         options = strategy.options if config.options is None else config.options
+        self.is_staged = strategy.is_staged
+        if strategy.is_staged:
+            chunks = micro_batches(config.global_batch, self.world)
+            options = {**options, "micro_batches": chunks, "loss": workload.loss}
         self.parallel = build(module, optimizer_spec(config.optimizer), options)
         self.loss = workload.loss
         self.order = SampleOrder(len(self.samples), config.global_batch, config.seed)
@@ -109,9 +115,13 @@ class Trainer:
         batch = self._next_batch()
         faults = memory.minor_faults()
         start = time.perf_counter()
-        loss = self.loss(self.parallel.module(batch.inputs), batch)
-        forward = time.perf_counter()
-        loss.backward()
+        if self.parallel.step is None:
+            loss = self.loss(self.parallel.module(batch.inputs), batch)
+            forward = time.perf_counter()
+            loss.backward()
+            tell_loss = loss.item
+        else:
+            forward, tell_loss = start, self.parallel.step(batch)
         backward = time.perf_counter()
         self.parallel.optimizer.step()
         self.parallel.optimizer.zero_grad(set_to_none=True)
@@ -126,13 +136,16 @@ class Trainer:
             reported_exposed_ms=report.get("exposed_comm_ms", 0.0),
             optimizer_ms=(end - backward) * 1e3,
             faults=faults,
-            loss=loss.item(),
+            loss=tell_loss(),
         )
 
     def measure(self) -> Report:
         """One more step; memory is read while parameters, gradients and optimizer state exist."""
         batch = self._next_batch()
-        self.loss(self.parallel.module(batch.inputs), batch).backward()
+        if self.parallel.step is None:
+            self.loss(self.parallel.module(batch.inputs), batch).backward()
+        else:
+            self.parallel.step(batch)
         held = self._held()
         self.parallel.optimizer.step()
         self.parallel.optimizer.zero_grad(set_to_none=True)
@@ -159,7 +172,8 @@ class Trainer:
     def _next_batch(self) -> Batch:
         indices = self.order.indices(self.steps_done)
         self.steps_done += 1
-        return self.samples.rows(indices.chunk(self.world)[self.rank])
+        own = indices if self.is_staged else indices.chunk(self.world)[self.rank]
+        return self.samples.rows(own)
 
     def _note_gradients_of(self, module: torch.nn.Module) -> None:
         """When backward has made a gradient, the clock is read.

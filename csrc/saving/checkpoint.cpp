@@ -3,6 +3,7 @@
 #include <trireme/comm/gather_texts.h>
 #include <trireme/comm/run_together.h>
 #include <trireme/saving/json_text.h>
+#include <trireme/saving/optimizer_text.h>
 
 #include <ATen/ATen.h>
 
@@ -173,11 +174,13 @@ Agreed agree(const CheckpointContent& content, const CheckpointRanks& ranks) {
     agreed.tensors[kind] = tensors.finish();
     agreed.own[kind] = tensors.own();
   }
-  std::map<std::string, std::vector<std::string>> texts;
-  for (const Json& of_rank : all)
-    for (const auto& [name, text] : of_rank.at("texts").items()) texts[name].push_back(text);
+  std::map<std::string, std::vector<TextOfRank>> texts;
+  for (size_t rank = 0; rank < all.size(); ++rank)
+    for (const auto& [name, text] : all[rank].at("texts").items())
+      texts[name].push_back({static_cast<int64_t>(rank), text});
   for (const auto& [name, of_ranks] : texts)
-    agreed.texts[name] = name == kExtraText ? of_ranks.front() : merge_json(of_ranks);
+    agreed.texts[name] =
+        name == kExtraText ? of_ranks.front().text : merge_optimizer_texts(of_ranks, ranks.where());
   return agreed;
 }
 

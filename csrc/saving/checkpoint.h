@@ -48,8 +48,8 @@ struct CheckpointContent {
   // several that have the same part, of which the lowest writes it; a rank need not know what
   // others have.
   std::map<std::string, std::vector<CheckpointTensor>> tensors;
-  // Holds JSON objects by file name. What ranks say under kOptimizerText is merged, key by key;
-  // where they differ the lowest rank is right; integers of more than 64 bits are refused there.
+  // Holds JSON objects by file name. What ranks say under kOptimizerText is merged
+  // (optimizer_text.h); integers of more than 64 bits are refused there.
   // kExtraText is rank 0's alone, byte for byte (see json_text.h). There are no other names.
   std::map<std::string, std::string> texts;
 };

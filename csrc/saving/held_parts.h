@@ -7,6 +7,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -48,6 +49,17 @@ class TRIREME_API HoldsParts {
 class TRIREME_API ShardedOptimizer : public HoldsParts {
  public:
   virtual torch::optim::Optimizer& stepping() = 0;
+};
+
+// Is a module of which each rank has other layers (Pipeline).
+class TRIREME_API HoldsStages {
+ public:
+  virtual ~HoldsStages() = default;
+  // Says what parameters and buffers of this rank are called in the whole module, by their names
+  // here, where that is something else: what stages share has the name of the first.
+  virtual const std::unordered_map<std::string, std::string>& names_in_whole() const = 0;
+  // Joins all ranks that have stages.
+  virtual const std::shared_ptr<Communicator>& stage_ranks() const = 0;
 };
 
 // Is a wrapper that is no part of the model (DistributedDataParallel).

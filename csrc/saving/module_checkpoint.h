@@ -18,14 +18,14 @@ struct SaveCheckpointOptions {
   // Is what else to keep, as the text of a JSON object; rank 0's.
   std::string extra = {};
   int64_t max_file_bytes = int64_t{5'000'000'000};
-  // Joins the ranks that save together; that of the last trireme::init() if null.
+  // Joins the ranks that save together; if null that of a Pipeline, or of the last trireme::init().
   std::shared_ptr<Communicator> communicator = nullptr;
 };
 
 struct LoadCheckpointOptions {
   // It has the class and parameter groups of the one that was saved; may be left out.
   torch::optim::Optimizer* optimizer = nullptr;
-  // Joins the ranks that load together; that of the last trireme::init() if null.
+  // Joins the ranks that load together; if null that of a Pipeline, or of the last trireme::init().
   std::shared_ptr<Communicator> communicator = nullptr;
 };
 
@@ -40,8 +40,11 @@ struct LoadCheckpointOptions {
 // rank writes and reads its parts, nothing is gathered, and any number of ranks, under any
 // strategy, loads what another one saved. What is not sharded is the same on all ranks; of buffers
 // rank 0's are saved. Units that fewer ranks share (experts) need other names on ranks that have
-// other ones. A DistributedDataParallel around the module changes no name. Without `optimizer`,
-// parameters of a ZeroRedundancyOptimizer are loaded while its writing() lives.
+// other ones. Of a Pipeline each rank saves and loads its stages, with its own optimizer, which has
+// the groups of the others'; what several ranks have (tied parameters) is saved once, under its
+// first name in the whole module, from the lowest rank that has it. A DistributedDataParallel
+// around the module changes no name. Without `optimizer`, parameters of a ZeroRedundancyOptimizer
+// are loaded while its writing() lives.
 //
 // The optimizer is Adam, AdamW, SGD, Adagrad or RMSprop of torch::optim, or one derived from these
 // such as those of trireme::optim; what Python's class of that name has saved it loads, and the

@@ -167,6 +167,8 @@ NamedOptimizer name_optimizer(Optimizer& optimizer,
       if (stepped.count(one.target.unsafeGetTensorImpl()) == 0) one.target = at::Tensor();
       members.push_back(std::move(one));
     }
+    std::set<std::string>& all = named.names.emplace_back();
+    for (const SteppedParam& one : members) all.insert(one.name);
   }
   return named;
 }
@@ -272,11 +274,10 @@ OptimizerToLoad::OptimizerToLoad(const NamedOptimizer& optimizer, const Checkpoi
 
 void OptimizerToLoad::check_groups(const Text& text) const {
   const std::string next_step = "Make the optimizer with the groups of the one that was saved.";
-  for (size_t g = 0; g < optimizer_.groups.size(); ++g) {
+  for (size_t g = 0; g < optimizer_.names.size(); ++g) {
     const std::set<std::string> theirs =
         g < text.groups.size() ? text.groups[g].params : std::set<std::string>();
-    std::set<std::string> mine;
-    for (const SteppedParam& one : optimizer_.groups[g]) mine.insert(one.name);
+    const std::set<std::string>& mine = optimizer_.names[g];
     std::vector<std::string> unlike;
     std::set_symmetric_difference(mine.begin(), mine.end(), theirs.begin(), theirs.end(),
                                   std::back_inserter(unlike));

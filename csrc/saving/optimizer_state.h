@@ -10,6 +10,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <set>
 #include <string>
 #include <unordered_map>
 #include <utility>
@@ -46,6 +47,8 @@ struct NamedOptimizer {
   const OptimizerFields* fields;      // fields of `stepping`
   std::vector<std::vector<SteppedParam>> groups;
   RankOf where;
+  // Lists the parameters that optimizers of all ranks have in each group, this one's at first.
+  std::vector<std::set<std::string>> names = {};
 };
 
 // `names` are of parameters in the plain model, `parts` of what ranks share out, which must live as

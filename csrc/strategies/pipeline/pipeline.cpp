@@ -80,6 +80,20 @@ std::vector<PipelineSkip> skips_of_stages(std::vector<PipelineSkip> skips,
   return skips;
 }
 
+std::unordered_map<std::string, std::string> names_in_whole(const torch::nn::Module& module) {
+  std::unordered_map<const c10::TensorImpl*, std::string> first;
+  std::unordered_map<std::string, std::string> later;
+  for (const auto& items : {module.named_parameters(), module.named_buffers()}) {
+    for (const auto& item : items) {
+      if (!item.value().defined()) continue;
+      const auto [known, is_first] =
+          first.try_emplace(item.value().unsafeGetTensorImpl(), item.key());
+      if (!is_first) later[item.key()] = known->second;
+    }
+  }
+  return later;
+}
+
 GradNormPart gradients_of_stages(const std::vector<at::Tensor>& parameters,
                                  const std::vector<at::Tensor>& copies,
                                  std::shared_ptr<Communicator> communicator) {

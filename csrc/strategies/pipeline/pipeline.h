@@ -3,6 +3,7 @@
 #include <trireme/comm/launch/launch.h>
 #include <trireme/grad/grad_norm.h>
 #include <trireme/grad/no_sync.h>
+#include <trireme/saving/held_parts.h>
 #include <trireme/strategies/pipeline/engine.h>
 #include <trireme/strategies/pipeline/micro_batches.h>
 #include <trireme/strategies/pipeline/partition.h>
@@ -16,6 +17,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -58,6 +60,11 @@ TRIREME_API std::vector<int64_t> stage_bounds(const PipelineOptions& options, in
 TRIREME_API std::vector<PipelineSkip> skips_of_stages(std::vector<PipelineSkip> skips,
                                                       const std::vector<int64_t>& bounds);
 
+// Finds what hangs in several places of a module: returns of each but the first the name, and that
+// of the first.
+TRIREME_API std::unordered_map<std::string, std::string> names_in_whole(
+    const torch::nn::Module& module);
+
 // Returns the gradients of this rank's parameters, of which the other ranks have others. One that
 // is named twice counts once, and other ranks count those that are copies of theirs.
 TRIREME_API GradNormPart gradients_of_stages(const std::vector<at::Tensor>& parameters,
@@ -66,7 +73,7 @@ TRIREME_API GradNormPart gradients_of_stages(const std::vector<at::Tensor>& para
 
 // See Pipeline below.
 template <typename Net = torch::nn::Sequential>
-class PipelineImpl : public torch::nn::Module {
+class PipelineImpl : public torch::nn::Module, public HoldsStages {
  public:
   PipelineImpl(Net net, std::shared_ptr<Communicator> communicator, const PipelineOptions& options)
       : dim_(options.dim), chunks_(options.chunks) {
@@ -77,6 +84,7 @@ class PipelineImpl : public torch::nn::Module {
     const std::vector<int64_t> bounds = stage_bounds(options, layers, schedule.stages);
     const auto named = net->named_children();
     const std::vector<StageTensors> stages = tensors_of(named, bounds, schedule);
+    names_in_whole_ = trireme::names_in_whole(*net);
     std::vector<PipelineStageRequest> requests;
     for (int64_t stage = 0; stage < schedule.stages; ++stage) {
       if (schedule.stage_rank[static_cast<size_t>(stage)] != communicator_->rank()) continue;
@@ -152,6 +160,12 @@ class PipelineImpl : public torch::nn::Module {
     return {gradients_of_stages(this->parameters(), engine_->later_copies(), communicator_)};
   }
 
+  // See HoldsStages: save_checkpoint() and load_checkpoint() take a pipeline.
+  const std::unordered_map<std::string, std::string>& names_in_whole() const override {
+    return names_in_whole_;
+  }
+  const std::shared_ptr<Communicator>& stage_ranks() const override { return communicator_; }
+
   const PipelineSchedule& schedule() const { return engine_->schedule(); }
   PipelineReport last_step() const { return engine_->last_step(); }
   PipelineEngine& engine() { return *engine_; }
@@ -211,6 +225,7 @@ class PipelineImpl : public torch::nn::Module {
   int64_t chunks_;
   bool synchronizes_ = true;
   std::shared_ptr<Communicator> communicator_;
+  std::unordered_map<std::string, std::string> names_in_whole_;
   std::vector<PipelineValue> inputs_;
   std::vector<at::Tensor> targets_;
   const PipelineLoss* loss_ = nullptr;

@@ -83,6 +83,14 @@ class StagedModule(Protocol):
     def later_copies(self) -> list[torch.Tensor]:
         """Parameters of this rank that others count."""
 
+    def names_in_whole(self) -> dict[str, str]:
+        """What parameters and buffers of this rank are called in the whole module, by their names
+        here, where that is something else: what stages share has the name of the first."""
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """All ranks that have stages of it."""
+
 
 _optimizers = WeakIdKeyDictionary()
 _modules = WeakIdKeyDictionary()

@@ -20,6 +20,7 @@ from trireme._pipeline import AREA, refuse
 from trireme._pipeline.agreement import agree
 from trireme._pipeline.groups import groups_of
 from trireme._pipeline.micro_batches import BatchCut, merge, tensors_in
+from trireme._pipeline.scaler import ScalesLosses
 from trireme._pipeline.schedule import PipelineSchedule, Times, pipeline_schedule
 from trireme._pipeline.skips import skips_between
 from trireme._pipeline.stages import (
@@ -32,13 +33,14 @@ from trireme._pipeline.stages import (
     held_by,
     keywords_of,
     layers_of,
+    names_in_whole,
     refuse_meta,
     tied_between,
 )
 from trireme._pipeline.values import put_together
 
 
-class Pipeline(nn.Module):
+class Pipeline(ScalesLosses, nn.Module):
     """Trains a ``torch.nn.Sequential`` whose layers are dealt out to ranks.
 
     Every rank makes it from the same module, and keeps the layers of its stages; those of other
@@ -129,6 +131,7 @@ class Pipeline(nn.Module):
         for stage in own:
             for name in stage.layers:
                 self._modules[name] = layers[name]
+        self._names_in_whole = names_in_whole(layers)
         self._layer_keywords = {keyword for one in layers.values() for keyword in keywords_of(one)}
         self._first = _signature(next(iter(layers.values())))
         self._input_names = _positional_names(self._first)
@@ -237,9 +240,10 @@ class Pipeline(nn.Module):
             torch.distributed.DistBackendError: a rank has died or does not come.
         """
         batch = self._begin("step", inputs, target, kwargs)
-        return self._run(
+        loss = self._run(
             lambda: self._core.step(batch, self._synchronizes, self._has_strategies)
         )
+        return self._without_scale(loss)
 
     def eval_step(self, *inputs: Any, target: Any = None, **kwargs: Any) -> Any:
         """Runs the forwards of a batch, without gradients.
@@ -268,6 +272,15 @@ class Pipeline(nn.Module):
         """This rank's copies of parameters that layers of an earlier stage have, too: their
         gradients count on that one's rank."""
         return self._core.later_copies()
+
+    def names_in_whole(self) -> dict[str, str]:
+        """What the module calls parameters and buffers that an earlier layer has, too: as there."""
+        return dict(self._names_in_whole)
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """The ranks that have stages."""
+        return self._group
 
     def last_step(self) -> dict[str, Any]:
         """Tells what this rank did in the last step: times, waiting, messages, by stage.
@@ -310,6 +323,9 @@ class Pipeline(nn.Module):
         except Exception as raised:
             error = raised
         said = {"call": name, "rows": rows, "target": target is not None, "names": list(kwargs)}
+        if name == "step" and self._loss_scale is not None:
+            given.scale = self._loss_scale.scale
+            said["scale of the loss"] = self._loss_scale.value()
         self._has_strategies = agree(
             self._communicator, said, error, "a batch", flag=self._core.has_strategies()
         )

@@ -61,16 +61,20 @@ def deal_out(
     module: nn.Sequential,
     stages: int,
     balance: Balance,
-    sample: Any,
-    communicator: Communicator,
+    sample: Any = None,
+    communicator: Communicator | None = None,
 ) -> list[int]:
-    """Returns how many layers each stage has. Collective where layers are measured."""
+    """Returns how many layers each stage has. With a communicator it is collective where layers are
+    measured."""
     count = len(module)
     if balance in ("time", "bytes"):
         if sample is None:
             got = f"got balance='{balance}' without sample=, expected one micro-batch"
             refuse(got, "Pass what a step would get, with as many rows as a micro-batch.")
-        return partition(_measured(module, str(balance), sample, communicator), stages)
+        name = str(balance)
+        if communicator is None:
+            return partition(_costs(module, name, sample), stages)
+        return partition(_costs_on_rank_0(module, name, sample, communicator), stages)
     if sample is not None:
         refuse("got sample= and a balance that is not measured", "Leave one of them out.")
     if isinstance(balance, str):
@@ -90,16 +94,19 @@ def deal_out(
     return dealt
 
 
-def _measured(
+def _costs(module: nn.Sequential, balance: str, sample: Any) -> list[float]:
+    measured = measure_layers(module, sample)
+    return [one.seconds if balance == "time" else float(one.bytes) for one in measured]
+
+
+def _costs_on_rank_0(
     module: nn.Sequential, balance: str, sample: Any, communicator: Communicator
 ) -> list[float]:
     """Rank 0 measures for all: times differ from rank to rank."""
     error, costs = None, ""
     if communicator.rank == 0:
         try:
-            measured = measure_layers(module, sample)
-            found = [one.seconds if balance == "time" else float(one.bytes) for one in measured]
-            costs = " ".join(one.hex() for one in found)
+            costs = " ".join(one.hex() for one in _costs(module, balance, sample))
         except Exception as raised:
             error = raised
     agree(communicator, {}, error, "layers")
@@ -121,6 +128,22 @@ def tied_between(
                 tensors.append(parameter)
         listed.append((stage.rank, (names, tensors)))
     return _C.find_tied(listed)
+
+
+def names_in_whole(layers: Mapping[str, nn.Module]) -> dict[str, str]:
+    """Finds what hangs in several places: of each but the first the name, and that of the first."""
+    first: dict[int, str] = {}
+    later: dict[str, str] = {}
+    for layer, module in layers.items():
+        for prefix, owner in module.named_modules(prefix=layer, remove_duplicate=False):
+            for name, tensor in {**owner._parameters, **owner._buffers}.items():
+                if tensor is None or name in owner._non_persistent_buffers_set:
+                    continue
+                full_name = f"{prefix}.{name}"
+                known = first.setdefault(id(tensor), full_name)
+                if known != full_name:
+                    later[full_name] = known
+    return later
 
 
 def refuse_meta(layers: Mapping[str, nn.Module], own: Sequence[Stage]) -> None:
@@ -188,6 +211,8 @@ class MicroBatches:
     """What the first layer calls the inputs."""
     keywords: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     targets: Sequence[Any] | None = None
+    scale: Callable[[Tensor], Tensor] | None = None
+    """What the loss goes through before its backward."""
 
 
 class StageCalls:
@@ -244,7 +269,7 @@ class StageCalls:
                 found = self._loss(found, *given)
             if not isinstance(found, Tensor) or found.dim() != 0:
                 self._refuse_loss(found)
-            return found
+            return found if self.batch.scale is None else self.batch.scale(found)
         except Exception as error:
             self.failure = error
             raise

@@ -15,8 +15,9 @@ from torch.optim import Optimizer
 from trireme import _C
 from trireme._C import CheckpointReader, CheckpointTensor
 from trireme._core.meshes import group_over
+from trireme._core.owners import StagedModule
 from trireme._core.writing import writing_shards
-from trireme._saving.optimizer import FILE, KIND, OptimizerParts, plain_json
+from trireme._saving.optimizer import FILE, KIND, LoadedOptimizer, OptimizerParts, plain_json
 from trireme._saving.parts import (
     Ranks,
     model_to_load,
@@ -24,6 +25,7 @@ from trireme._saving.parts import (
     named_tensors,
     plain_model,
 )
+from trireme._saving.stages import names_of_all, some_rank_has
 
 _MODEL = "model"
 _EXTRA = "extra.json"
@@ -49,15 +51,17 @@ def save_checkpoint(
         path: of a folder that all ranks see; nothing but a checkpoint may be there, whose index
             names every file.
         model: plain, in DistributedDataParallel (ours or torch's), or sharded by ``fully_shard``;
-            tensor parallelism may have cut it before.
+            tensor parallelism may have cut it before. Or a ``trireme.Pipeline``.
         optimizer: any of ``torch.optim`` and ``trireme.optim``, or
-            ``trireme.ZeroRedundancyOptimizer``, over parameters of ``model``.
+            ``trireme.ZeroRedundancyOptimizer``, over parameters of ``model``. Of a pipeline each
+            rank's own, all with the same groups; None where a rank has nothing to train.
         extra: what else to keep, such as the epoch or the state of a random generator: what JSON
             can say, integers of any length included. Rank 0's alone; that of others is not read.
         process_group: the ranks that save; by default those of the model, or all.
         max_file_bytes: of one file.
 
-    Parameters must be the same on all ranks or sharded; of buffers rank 0's are saved.
+    Parameters must be the same on all ranks or sharded; of buffers rank 0's are saved. Of a
+    pipeline each rank saves its stages; of what several have, the lowest rank's is saved.
 
     Raises:
         ValueError, TypeError: it cannot be saved; ``path`` holds something else.
@@ -70,6 +74,7 @@ def save_checkpoint(
     ranks = Ranks(_group_for(model, optimizer, process_group))
     tensors: dict[str, list[CheckpointTensor]] = {}
     texts: dict[str, str] = {}
+    some_rank_has(optimizer, model, ranks)
     with ranks.together():
         tensors[_MODEL] = model_to_save(model, ranks)
         if optimizer is not None:
@@ -117,19 +122,32 @@ def load_checkpoint(
     with ranks.together():
         needed = model_to_load(model, ranks)
     reader.check(_MODEL, needed)
-    loaded = None
-    if optimizer is not None:
-        with ranks.together():
-            parts = OptimizerParts(optimizer, named_tensors(model, ranks), ranks)
-            loaded = parts.to_load(reader)
-        reader.read(KIND, loaded.tensors)
+    has_optimizer = some_rank_has(optimizer, model, ranks)
+    loaded = _read_optimizer(model, optimizer, ranks, reader) if has_optimizer else None
     with writing_shards(plain_model(model)), torch.no_grad():
         reader.read(_MODEL, model_to_load(model, ranks))
-    if loaded is not None:
+    if has_optimizer:
         with ranks.together():
-            loaded.put_into_optimizer()
+            if loaded is not None:
+                loaded.put_into_optimizer()
     text = reader.text(_EXTRA)
     return json.loads(text) if text else {}
+
+
+def _read_optimizer(
+    model: nn.Module, optimizer: Optimizer | None, ranks: Ranks, reader: CheckpointReader
+) -> LoadedOptimizer | None:
+    """Reads this rank's part, to be put in place; None where it has no optimizer."""
+    parts = loaded = None
+    with ranks.together():
+        if optimizer is not None:
+            parts = OptimizerParts(optimizer, named_tensors(model, ranks), ranks)
+    names = names_of_all(parts, model, ranks)
+    with ranks.together():
+        if parts is not None:
+            loaded = parts.to_load(reader, names)
+    reader.read(KIND, [] if loaded is None else loaded.tensors)
+    return loaded
 
 
 def _group_for(
@@ -138,7 +156,10 @@ def _group_for(
     """Finds the group over which the model is trained; None where nobody made one."""
     if given is not None or not dist.is_initialized():
         return given
-    parameters = plain_model(model).parameters()
+    plain = plain_model(model)
+    if isinstance(plain, StagedModule):
+        return plain.process_group
+    parameters = plain.parameters()
     meshes = dict.fromkeys(one.device_mesh for one in parameters if isinstance(one, DTensor))
     if meshes:
         return group_over(list(meshes))

@@ -64,7 +64,7 @@ class OptimizerParts:
                 "got torch's ZeroRedundancyOptimizer, which tells nobody what its ranks own",
                 "Use trireme.ZeroRedundancyOptimizer.",
             )
-        names = {id(one.tensor): one.name for one in model}
+        names = {id(one.tensor): one for one in model}
         self.groups: list[list[Stepped]] = []
         for number, group in enumerate(optimizer.param_groups):
             self.groups.append([])
@@ -77,11 +77,11 @@ class OptimizerParts:
                     )
                 self.groups[-1].append(self._stepped(names[id(param)], param))
 
-    def _stepped(self, name: str, param: torch.Tensor) -> Stepped:
+    def _stepped(self, named: NamedTensor, param: torch.Tensor) -> Stepped:
         if (parts := self._sharded_parts) is not None:
             owner = parts.first_owner(param)
-            return Stepped(name, parts.shard_of(param), parts.part_of(param), owner)
-        return Stepped(name, param, part_of(name, param, self.ranks), None)
+            return Stepped(named.name, parts.shard_of(param), parts.part_of(param), owner)
+        return Stepped(named.name, param, part_of(named, self.ranks), None)
 
     # saving
 
@@ -138,8 +138,13 @@ class OptimizerParts:
 
     # loading
 
-    def to_load(self, reader: CheckpointReader) -> LoadedOptimizer:
+    def names(self) -> list[set[str]]:
+        """The parameters of each group."""
+        return [{one.name for one in group} for group in self.groups]
+
+    def to_load(self, reader: CheckpointReader, names: list[set[str]]) -> LoadedOptimizer:
         """Memory for this rank's part of a saved state: that of the present one, where it has.
+        ``names`` are those of all ranks' parameters, by group.
 
         Raises:
             ValueError: it is that of other parameters.
@@ -150,7 +155,7 @@ class OptimizerParts:
                 "got a checkpoint without an optimizer", "Leave the optimizer out, or save one."
             )
         saved = json.loads(text)
-        self._check_groups(saved["param_groups"])
+        self._check_groups(saved["param_groups"], names)
         known = reader.tensors(KIND)
         loaded = LoadedOptimizer(self, saved["param_groups"])
         for stepped in (one for group in self.groups for one in group):
@@ -206,10 +211,9 @@ class OptimizerParts:
         expected = (stepped.part.local_shape, dtype, target.device)
         return value if (held.shape, held.dtype, held.device) == expected else None
 
-    def _check_groups(self, saved: list[dict[str, Any]]) -> None:
+    def _check_groups(self, saved: list[dict[str, Any]], names: list[set[str]]) -> None:
         next_step = "Make the optimizer with the groups of the one that was saved."
-        for number, group in enumerate(self.groups):
-            mine = {one.name for one in group}
+        for number, mine in enumerate(names):
             theirs = set(saved[number]["params"]) if number < len(saved) else set()
             for name in sorted(mine ^ theirs):
                 has = "without" if name in mine else "with"

@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from trireme._C import CheckpointRanks, CheckpointTensor, chunk_rows
+from trireme._C import CheckpointRanks, CheckpointTensor, chunk_rows, gather_texts
 from trireme._core.errors import Area
 from trireme._core.group_communicator import communicator_of, device_of_numbers
 from trireme._core.meshes import is_cut, ranks_of
-from trireme._core.owners import ShardedOptimizer, local_of, optimizer_of
+from trireme._core.owners import ShardedOptimizer, StagedModule, local_of, optimizer_of
 
 
 class Ranks:
@@ -27,7 +27,16 @@ class Ranks:
         self.world = 1 if group is None else group.size()
         self.members = {0} if group is None else set(dist.get_process_group_ranks(group))
         device = torch.device("cpu") if group is None else device_of_numbers(group)
-        self.core = CheckpointRanks(None if group is None else communicator_of(group), device)
+        communicator = None if group is None else communicator_of(group)
+        self.core = CheckpointRanks(communicator, device)
+        self._communicator, self._device = communicator, device
+
+    def say_to_all(self, text: str) -> list[str]:
+        """Returns what every rank says, by rank. Collective."""
+        if self._communicator is None:
+            return [text]
+        given = text.encode(errors="backslashreplace")
+        return gather_texts(given, self._communicator, self._device)
 
     def refuse(self, got: str, next_step: str, kind: type[Exception] = ValueError) -> NoReturn:
         """Raises ``kind`` in the form of all messages."""
@@ -101,14 +110,26 @@ def whole(shape: torch.Size, *, is_shared: bool = False) -> Part:
     return Part(shape, (0,) * len(shape), shape, is_shared)
 
 
-def part_of(name: str, tensor: torch.Tensor, ranks: Ranks) -> Part:
+@dataclass(frozen=True)
+class NamedTensor:
+    """A parameter or buffer under its name in the plain model."""
+
+    name: str
+    tensor: torch.Tensor
+    is_buffer: bool
+    is_everywhere: bool = True
+    """All ranks have it; else those of some stages."""
+
+
+def part_of(named: NamedTensor, ranks: Ranks) -> Part:
     """Says what this rank has of a parameter: of a DTensor its part, of a plain tensor all.
 
     Raises:
         ValueError: a DTensor that lies in another way.
     """
+    name, tensor = named.name, named.tensor
     if not isinstance(tensor, DTensor):
-        return whole(tensor.shape, is_shared=True)
+        return whole(tensor.shape, is_shared=named.is_everywhere)
     mesh = tensor.device_mesh
     coordinate, order = mesh.get_coordinate(), _order_of_cuts(tensor)
     if coordinate is None or order is None or not ranks.members.issuperset(ranks_of(mesh)):
@@ -188,23 +209,18 @@ def held_of(tensor: torch.Tensor) -> torch.Tensor:
     return local_of(tensor).detach()
 
 
-@dataclass(frozen=True)
-class NamedTensor:
-    """A parameter or buffer under its name in the plain model."""
-
-    name: str
-    tensor: torch.Tensor
-    is_buffer: bool
-
-
 def named_tensors(model: nn.Module, ranks: Ranks) -> list[NamedTensor]:
-    """Parameters and persistent buffers, each once, under the first of its names.
+    """Parameters and persistent buffers, each once, under the first of its names; of a pipeline
+    those of this rank's stages, under the first of their names in the whole module.
 
     Raises:
-        ValueError: a module keeps extra state, which is no tensor.
+        ValueError: a module keeps extra state, which is no tensor; stages are on other ranks, too.
     """
     found: dict[int, NamedTensor] = {}
-    for prefix, owner in plain_model(model).named_modules():
+    plain = plain_model(model)
+    is_staged = isinstance(plain, StagedModule)
+    names = _names_in_whole(plain, ranks) if isinstance(plain, StagedModule) else {}
+    for prefix, owner in plain.named_modules():
         if type(owner).get_extra_state is not nn.Module.get_extra_state:
             ranks.refuse(
                 f"got '{prefix}' with a get_extra_state(), expected parameters and buffers",
@@ -215,12 +231,21 @@ def named_tensors(model: nn.Module, ranks: Ranks) -> list[NamedTensor]:
             for name, tensor in members.items():
                 if tensor is None or id(tensor) in found or (is_buffer and name in kept):
                     continue
-                full_name = _plain_name(f"{prefix}.{name}" if prefix else name)
+                full_name = f"{prefix}.{name}" if prefix else name
+                full_name = _plain_name(names.get(full_name, full_name))
                 if any("\ud800" <= one <= "\udfff" for one in full_name):
                     got = f"got a tensor called {full_name!a}, which has half of a surrogate pair"
                     ranks.refuse(got, "Give it a name of characters.")
-                found[id(tensor)] = NamedTensor(full_name, tensor, is_buffer)
+                found[id(tensor)] = NamedTensor(full_name, tensor, is_buffer, not is_staged)
     return list(found.values())
+
+
+def _names_in_whole(model: StagedModule, ranks: Ranks) -> dict[str, str]:
+    holders = set(dist.get_process_group_ranks(model.process_group))
+    if not ranks.members.issuperset(holders):
+        got = f"got a pipeline on ranks {sorted(holders)}, of which {sorted(ranks.members)} save"
+        ranks.refuse(f"{got} and load, expected all", "Leave process_group out.")
+    return model.names_in_whole()
 
 
 def plain_model(model: nn.Module) -> nn.Module:
@@ -241,10 +266,11 @@ def _plain_name(name: str) -> str:
 
 
 def model_to_save(model: nn.Module, ranks: Ranks) -> list[CheckpointTensor]:
-    """This rank's part. Buffers are rank 0's: ranks need not have the same."""
+    """This rank's part. Buffers are rank 0's, of a pipeline those of the lowest rank that has them:
+    ranks need not have the same."""
     tensors = []
     for one in named_tensors(model, ranks):
-        part = part_of(one.name, one.tensor, ranks)
+        part = part_of(one, ranks)
         if one.is_buffer and part.is_shared:
             own = one.tensor.detach() if ranks.rank == 0 else None
             made = CheckpointTensor(one.name, one.tensor.dtype, list(one.tensor.shape), own)
@@ -266,7 +292,7 @@ def model_to_load(model: nn.Module, ranks: Ranks) -> list[CheckpointTensor]:
             )
         optimizer = optimizer_of(one.tensor)
         if optimizer is None:
-            part = part_of(one.name, one.tensor, ranks)
+            part = part_of(one, ranks)
             tensors.append(part.to_load(one.name, held_of(one.tensor)))
             continue
         if optimizer not in sharded:

@@ -100,6 +100,14 @@ def _made(option: str, path: str, mode: AbstractContextManager[Any], expected: s
         )
 
 
+def make_sample(arguments: argparse.Namespace, mode: AbstractContextManager[Any]) -> Any:
+    """Returns what `--sample` makes in a mode, or a list of the inputs that `--input` describes."""
+    if arguments.sample:
+        return _made("--sample", arguments.sample, mode, "inputs of the model")
+    with mode:
+        return [_input(text) for text in arguments.input]
+
+
 def _measured(arguments: argparse.Namespace) -> MeasuredModel:
     """Measures with tensors that have no memory; with real ones if the model asks for values."""
     from torch._subclasses.fake_tensor import FakeTensorMode  # takes a second
@@ -118,11 +126,7 @@ def _needs_values(error: Exception) -> bool:
 
 
 def _measure(arguments: argparse.Namespace, mode: AbstractContextManager[Any]) -> MeasuredModel:
-    if arguments.sample:
-        sample = _made("--sample", arguments.sample, mode, "inputs of the model")
-    else:
-        with mode:
-            sample = [_input(text) for text in arguments.input]
+    sample = make_sample(arguments, mode)
     kwargs = sample if isinstance(sample, dict) else {}
     several = isinstance(sample, list | tuple)
     inputs = () if kwargs else sample if several else (sample,)

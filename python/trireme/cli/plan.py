@@ -13,6 +13,8 @@ import torch
 from trireme._core.errors import Area
 from trireme.activation_estimate import ActivationEstimate
 from trireme.cli.counted_activations import add_counting, count_activations, line_of, make_model
+from trireme.cli.pipeline_plan import add_pipeline, expect_options, plan_pipeline
+from trireme.cli.table import COLUMNS, dtype_of, unit_for
 from trireme.memory_estimate import (
     OTHER_NAMES,
     STRATEGIES,
@@ -23,8 +25,6 @@ from trireme.memory_estimate import (
 
 refuse = Area("plan").refuse
 
-COLUMNS = ("parameters", "gradients", "optimizer", "activations", "buffers", "total")
-UNITS = ((10**9, "GB"), (10**6, "MB"), (10**3, "kB"), (1, "B"))
 MEMORY_UNITS = {
     f"{prefix}{unit}": base**power
     for power, prefix in enumerate("kMGT", 1)
@@ -40,7 +40,8 @@ def add_plan(commands: Any) -> None:
         description=(
             "Says what parameters, gradients, the optimizer's state and buffers take, per rank "
             "and per host, under each strategy; fsdp is fully_shard. With --memory it says which "
-            "of them fit. Nothing is allocated. Exit code 2: what was asked for contradicts itself."
+            "of them fit. With --pipeline: what each rank of a pipeline takes, and its bubble. "
+            "Nothing is allocated. Exit code 2: what was asked for contradicts itself."
         ),
     )
     model = parser.add_mutually_exclusive_group(required=True)
@@ -71,6 +72,7 @@ def add_plan(commands: Any) -> None:
         "--activations", metavar="BYTES", type=number, help="of each rank (default: 0)"
     )
     add_counting(parser, memory)
+    add_pipeline(parser)
     parser.add_argument(
         "--paper", action="store_true", help="count as the ZeRO paper: mixed precision, Adam"
     )
@@ -79,7 +81,7 @@ def add_plan(commands: Any) -> None:
 
 def _add_places(parser: argparse.ArgumentParser) -> None:
     """Options that say where ranks are, and how much memory there is."""
-    parser.add_argument("--world", metavar="W", type=number, required=True, help="ranks")
+    parser.add_argument("--world", metavar="W", type=number, help="ranks")
     parser.add_argument(
         "--ranks-per-host", metavar="R", type=number, help="of the fullest host (default: all)"
     )
@@ -114,6 +116,10 @@ def _add_places(parser: argparse.ArgumentParser) -> None:
 def plan(arguments: argparse.Namespace) -> int:
     """Prints the table; returns the exit code."""
     try:
+        expect_options(arguments)
+        if arguments.pipeline is not None:
+            print(plan_pipeline(arguments))
+            return 0
         counted = count_activations(arguments)
         estimates = _estimates(arguments, counted)
     except (TypeError, ValueError) as error:
@@ -165,8 +171,8 @@ def _estimates(
             1 if strategy == "single" else arguments.world,
             ranks_per_host=1 if strategy == "single" else per_host,
             optimizer=arguments.optimizer,
-            dtype=_dtype(arguments.dtype),
-            grad_dtype=_dtype(arguments.grad_dtype),
+            dtype=dtype_of(arguments.dtype),
+            grad_dtype=dtype_of(arguments.grad_dtype),
             activation_bytes=activations,
             host_params=arguments.host_params and (arguments.paper or not arguments.gpus),
             unit_numel=arguments.unit if strategy == "fsdp" else 0,
@@ -182,15 +188,6 @@ def _ranks_per_host(arguments: argparse.Namespace) -> int:
     asked: int | None = arguments.ranks_per_host
     world: int = arguments.world
     return world if asked is None else asked
-
-
-def _dtype(name: str | None) -> torch.dtype | None:
-    if name is None:
-        return None
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
-        refuse(f"got dtype '{name}', expected one of torch", "Say for example bfloat16.")
-    return dtype
 
 
 def _as_dict(estimate: MemoryEstimate, counted: ActivationEstimate | None) -> dict[str, Any]:
@@ -219,7 +216,7 @@ def _lines(estimates: Sequence[MemoryEstimate], arguments: argparse.Namespace) -
     for place in ("rank",) if arguments.gpus else ("rank", "host"):
         found: list[MemoryBytes] = [getattr(one, place) for one in estimates]
         most = max(one.total for one in found)
-        scale, unit = next((one for one in UNITS if most >= one[0]), UNITS[-1])
+        scale, unit = unit_for(most)
         lines += ["", f"{unit} per {place}".ljust(12) + "".join(f"{one:>13}" for one in COLUMNS)]
         for estimate, taken in zip(estimates, found, strict=True):
             numbers = (getattr(taken, column) / scale for column in COLUMNS)

@@ -38,7 +38,7 @@ RUN_FIELDS = {
 STEPS = 3
 WORLDS = {
     **{"single": 1, "dp": 1, "ddp": 2, "zero1": 2, "zero2": 2, "fsdp": 2},
-    **{"torch-ddp": 2, "torch-zero1": 2, "torch-fsdp2": 2},
+    **{"pipeline": 2, "torch-ddp": 2, "torch-zero1": 2, "torch-fsdp2": 2, "torch-pipeline": 2},
     **{"ddp+checkpoint": 2, "fsdp+checkpoint": 2, "torch-ddp+checkpoint": 2},
 }
 
@@ -81,7 +81,9 @@ def test_json_has_the_promised_fields(comparison: tuple[int, dict[str, Any], Pat
             assert isinstance(run[name], kind), name
         assert run["step_ms"]["p10"] <= run["step_ms"]["median"] <= run["step_ms"]["p90"]
         assert len(run["losses"]) == len(run["seconds"]) == STEPS + 5
-        assert 0 < run["phase_ms"]["forward"] < run["step_ms"]["p90"]
+        is_staged = STRATEGIES[run["strategy"]].is_staged  # its forwards are in the backward
+        assert (run["phase_ms"]["forward"] == 0) == is_staged
+        assert 0 < run["phase_ms"]["backward"] < run["step_ms"]["p90"]
 
 
 def test_the_host_holds_a_store_once(comparison: tuple[int, dict[str, Any], Path]) -> None:
@@ -90,7 +92,7 @@ def test_the_host_holds_a_store_once(comparison: tuple[int, dict[str, Any], Path
         {run["strategy"]: run["memory_mib"][kind] for run in numbers["runs"]}
         for kind in ("parameters", "optimizer_state")
     )
-    for sharded in ("dp", "zero1", "zero2", "fsdp", "torch-fsdp2"):
+    for sharded in ("dp", "zero1", "zero2", "fsdp", "torch-fsdp2", "pipeline", "torch-pipeline"):
         assert parameters[sharded] == pytest.approx(parameters["single"], rel=1e-4)
         assert states[sharded] == pytest.approx(states["single"], rel=1e-2)
     assert parameters["ddp"] == pytest.approx(2 * parameters["single"], rel=1e-4)
@@ -127,6 +129,10 @@ def test_a_model_without_blocks_is_one(tmp_path: Path) -> None:
         (
             "--model resnet18 --norm syncbn --strategies single,dp",
             "got --norm syncbn with dp, whose replicas normalize their own rows",
+        ),
+        (
+            "--model trees --strategies single,torch-pipeline",
+            "got torch-pipeline with --model trees, expected one that is cut into layers",
         ),
         ("--strategies single,single", "expected different names"),
         ("--model gtp", "Did you mean 'gpt'?"),

@@ -13,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks"))
 import bench_pipeline
 import readme_results
 from harness.pipeline_runs import StepTimes, job_of, measure_messages, measure_steps
+from harness.stages import micro_batches
 
 
 def made_up_steps(workload: str, names: list[str], ranks: int, *_: object) -> StepTimes:
@@ -50,9 +51,16 @@ def test_what_is_compared_and_shown(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 
 def test_models_are_cut_between_blocks() -> None:
     job = job_of("gpt-small-batch", tiny=True)
-    assert len(job.layers) == 4 and job.balance(2) == [2, 2]
+    assert len(job.layers.layers) == 4 and job.layers.balance(2) == [2, 2]
     assert job.inputs.shape[0] == 4 == job.chunks
-    assert job_of("mlp", tiny=False).balance(4) == [4, 4, 4, 4]
+    whole = job_of("mlp", tiny=False).layers
+    assert whole.balance(4) == [4, 4, 4, 4] and whole.balance(3) == [6, 5, 5]
+    assert job_of("gpt", tiny=False).layers.balance(3) == [4, 3, 3]
+
+
+def test_micro_batches_are_equal() -> None:
+    counts = [micro_batches(batch, 2) for batch in (16, 32, 4, 6, 7, 22)]
+    assert counts == [8, 8, 4, 6, 7, 2]
 
 
 @pytest.mark.usefixtures("forked_harness")

@@ -1,0 +1,47 @@
+"""Optimizers of a pipeline: each rank has one, over the parameters of its stages."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+from torch import nn
+from torch.optim import Optimizer
+
+from trireme._core.owners import StagedModule
+from trireme._saving.optimizer import OptimizerParts
+from trireme._saving.parts import Ranks, plain_model
+
+_AN, _NONE = "an optimizer", "none"
+
+
+def some_rank_has(optimizer: Optimizer | None, model: nn.Module, ranks: Ranks) -> bool:
+    """Whether a rank was given an optimizer. Those of a pipeline ask each other, since one whose
+    stages have nothing to train can make none.
+
+    Raises:
+        ValueError: a rank with something to train has none, and another one has; on all ranks.
+    """
+    plain = plain_model(model)
+    if not isinstance(plain, StagedModule):
+        return optimizer is not None
+    own = _NONE if any(one.requires_grad for one in plain.parameters()) else ""
+    said = ranks.say_to_all(own if optimizer is None else _AN)
+    if _AN not in said:
+        return False
+    if _NONE in said:
+        got = (
+            f"got an optimizer on rank {said.index(_AN)}, and none on rank {said.index(_NONE)}, "
+            "whose stages have parameters to train"
+        )
+        ranks.refuse(got, "Pass each rank's optimizer, or leave it out on all ranks.")
+    return True
+
+
+def names_of_all(parts: OptimizerParts | None, model: nn.Module, ranks: Ranks) -> list[set[str]]:
+    """The parameters that the optimizers of all ranks step, by group. Collective for a pipeline."""
+    own = [] if parts is None else parts.names()
+    if not isinstance(plain_model(model), StagedModule):
+        return own
+    everybody = map(json.loads, ranks.say_to_all(json.dumps([sorted(one) for one in own])))
+    return [set().union(*of_ranks) for of_ranks in itertools.zip_longest(*everybody, fillvalue=[])]

@@ -1,0 +1,168 @@
+"""GradScalers of all ranks take one decision, and scale as that of one process."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import trireme
+from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.nn.functional import mse_loss
+from torch.optim import SGD, Adam
+
+from ddp.ranks import RANKLESS_FORM, raises
+from pipeline.ranks import WIDTH, rows, tanh_layers
+from shm.ranks import on_shm_and_gloo_ranks, on_shm_ranks
+
+CHUNKS = 4
+OPTIONS = {"init_scale": 1024.0, "growth_interval": 2}
+BROKEN = {2: 0, 3: 1, 6: 1}  # by step the stage in which an inf arises, and nowhere else
+
+
+def breaks_in(named: dict[str, nn.Parameter], stage: int) -> Any:
+    """The gradient of a bias of that stage becomes infinite, where this rank has it."""
+    bias = named.get(("2.bias", "6.bias")[stage])
+    return None if bias is None else bias.register_hook(lambda grad: grad * math.inf)
+
+
+class Scaled:
+    """A module and its scaler; steps of one process or of a pipeline."""
+
+    def __init__(self, model: Any, make_optimizer: Callable[..., Any]) -> None:
+        self.model = model
+        self.optimizer = make_optimizer(model.parameters(), lr=0.01)
+        self.scaler = GradScaler("cpu", **OPTIONS)
+        if isinstance(model, trireme.Pipeline):
+            model.scale_losses(self.scaler)
+
+    def backward(self, x: Tensor, y: Tensor) -> Tensor:
+        if isinstance(self.model, trireme.Pipeline):
+            return self.model.step(x, target=y)
+        losses = []
+        for part, wanted in zip(x.tensor_split(CHUNKS), y.tensor_split(CHUNKS), strict=True):
+            losses.append(mse_loss(self.model(part), wanted))
+            self.scaler.scale(losses[-1]).backward()
+        for parameter in self.model.parameters():
+            parameter.grad /= CHUNKS
+        return torch.stack(losses).detach().mean()
+
+    def train(self, step: int, unscales: bool) -> tuple[Tensor, bool]:
+        """Returns the loss, and whether the step was skipped."""
+        handle = None
+        if step in BROKEN:
+            handle = breaks_in(dict(self.model.named_parameters()), BROKEN[step])
+        before = [one.clone() for one in self.model.parameters()]
+        self.optimizer.zero_grad()
+        loss = self.backward(rows(2 * step), rows(2 * step + 1))
+        if handle is not None:
+            handle.remove()
+        if unscales:
+            self.scaler.unscale_(self.optimizer)
+            is_pipe = isinstance(self.model, trireme.Pipeline)
+            clip = trireme.clip_grad_norm_ if is_pipe else torch.nn.utils.clip_grad_norm_
+            clip(self.model if is_pipe else self.model.parameters(), 0.05)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        after = list(self.model.parameters())
+        return loss, all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def fused_adam(parameters: Any, lr: float) -> Adam:
+    return Adam(parameters, lr=lr, fused=True)
+
+
+@pytest.mark.parametrize("make_optimizer", [SGD, fused_adam])
+@on_shm_and_gloo_ranks(2, timeout=90)
+def test_an_inf_in_one_stage_makes_all_ranks_skip(rank: int, make_optimizer: Any) -> None:
+    """With and without unscale_ and clipping, also where the optimizer unscales by itself."""
+    one = Scaled(tanh_layers(), make_optimizer)
+    pipe = trireme.Pipeline(tanh_layers(), CHUNKS, ranks=True, schedule="1f1b", loss=mse_loss)
+    ours = Scaled(pipe, make_optimizer)
+    scales = set()
+    for step in range(10):
+        unscales = step % 3 == 0
+        expected, skips = one.train(step, unscales)
+        loss, ours_skips = ours.train(step, unscales)
+        assert skips == ours_skips == (step in BROKEN), step
+        assert ours.scaler.get_scale() == one.scaler.get_scale()
+        torch.testing.assert_close(loss, expected)
+        whole = dict(one.model.named_parameters())
+        for name, parameter in pipe.named_parameters():
+            torch.testing.assert_close(parameter, whole[name])
+        scales.add(ours.scaler.get_scale())
+    assert len(scales) > 2
+
+
+@on_shm_ranks(2, timeout=60)
+def test_the_loss_has_no_scale(rank: int) -> None:
+    pipes = [trireme.Pipeline(tanh_layers(), CHUNKS, ranks=True, loss=mse_loss) for _ in range(3)]
+    pipes[0].scale_losses(GradScaler("cpu", init_scale=4096.0))
+    pipes[1].scale_losses(GradScaler("cpu", enabled=False))
+    losses = [pipe.step(rows(0), target=rows(1)) for pipe in pipes]
+    losses += [pipe.eval_step(rows(0), target=rows(1)) for pipe in pipes]
+    assert all(torch.equal(loss, losses[0]) for loss in losses)
+    for scaled, off, plain in zip(*(pipe.parameters() for pipe in pipes), strict=True):
+        assert torch.equal(scaled.grad, plain.grad * 4096)
+        assert torch.equal(off.grad, plain.grad)
+
+
+@on_shm_ranks(2, timeout=60)
+def test_a_rank_without_parameters(rank: int) -> None:
+    module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+    pipe = trireme.Pipeline(module, 2, ranks=True, loss=mse_loss)
+    optimizer = SGD([{"params": list(pipe.parameters())}], lr=0.1)
+    assert len(optimizer.param_groups[0]["params"]) == (2 if rank == 0 else 0)
+    scaler = GradScaler("cpu", init_scale=8.0)
+    pipe.scale_losses(scaler)
+    for step, scale in enumerate((8.0, 4.0)):
+        optimizer.zero_grad()
+        pipe.step(rows(1), target=rows(2))
+        if rank == 0 and step == 1:
+            module[0].bias.grad[0] = math.nan
+        scaler.step(optimizer)
+        scaler.update()
+        assert scaler.get_scale() == scale
+
+
+@on_shm_ranks(2, timeout=60)
+def test_an_optimizer_of_another_model_decides_alone(rank: int) -> None:
+    pipe = trireme.Pipeline(tanh_layers(), 2, ranks=True, loss=mse_loss)
+    optimizer, other = SGD(pipe.parameters(), lr=0.1), nn.Parameter(torch.ones(2))
+    scaler, alone = GradScaler("cpu", init_scale=8.0), SGD([other], lr=0.1)
+    pipe.scale_losses(scaler)
+    pipe.step(rows(1), target=rows(2))
+    before = next(pipe.parameters()).clone()
+    if rank == 1:
+        other.grad = torch.full((2,), math.inf)
+        scaler.step(alone)
+    scaler.step(optimizer)
+    assert torch.equal(other, torch.ones(2))
+    assert not torch.equal(before, next(pipe.parameters()))
+
+
+@on_shm_ranks(2, timeout=60)
+def test_what_is_refused(rank: int) -> None:
+    scaler = GradScaler("cpu")
+
+    def scaled(output: Tensor, target: Tensor) -> Tensor:
+        return scaler.scale(mse_loss(output, target))
+
+    pipe = trireme.Pipeline(tanh_layers(), 2, ranks=True, loss=scaled)
+    with raises(TypeError, "got float as scaler", form=RANKLESS_FORM):
+        pipe.scale_losses(1024.0)  # type: ignore[arg-type]
+    pipe.scale_losses(scaler)
+    with raises(ValueError, "got a second GradScaler", form=RANKLESS_FORM):
+        pipe.scale_losses(GradScaler("cpu"))
+    with pytest.raises(RuntimeError, match=r"whose scale the pipeline applies itself"):
+        pipe.step(rows(1), target=rows(2))
+    other = trireme.Pipeline(tanh_layers(), 2, ranks=True, loss=mse_loss)
+    with raises(ValueError, "a GradScaler that another pipeline has", form=RANKLESS_FORM):
+        other.scale_losses(scaler)
+    other.scale_losses(GradScaler("cpu", init_scale=8.0 * (1 + rank)))
+    text = "scale of the loss 8.0 on rank 0, 16.0 on rank 1"
+    with pytest.raises(ValueError, match=text):
+        other.step(rows(1), target=rows(2))
