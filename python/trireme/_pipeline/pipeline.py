@@ -133,7 +133,8 @@ class Pipeline(nn.Module):
         kept = [name for stage in own for name in stage.layers]
         if deferred_batch_norm:  # together: a layer that several of them have stays one layer
             whole = nn.ModuleList([layers[name] for name in kept])
-            layers.update(zip(kept, convert_deferred_batch_norm(whole, chunks), strict=True))
+            convert_deferred_batch_norm(whole, chunks)
+            layers.update(zip(kept, whole, strict=True))
         for name in kept:
             self._modules[name] = layers[name]
         self._norms = [one for one in self.modules() if isinstance(one, DeferredBatchNorm)]
