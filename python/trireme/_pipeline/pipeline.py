@@ -18,6 +18,13 @@ from trireme._core.group_communicator import communicator_of
 from trireme._core.owners import note_stages
 from trireme._pipeline import AREA, refuse
 from trireme._pipeline.agreement import agree
+from trireme._pipeline.cut import schedule_of, stages_of
+from trireme._pipeline.deferred_batch_norm import (
+    DeferredBatchNorm,
+    convert_deferred_batch_norm,
+    refuse_batch_norms,
+    whole_batch,
+)
 from trireme._pipeline.groups import groups_of
 from trireme._pipeline.micro_batches import BatchCut, merge, tensors_in
 from trireme._pipeline.scaler import ScalesLosses
@@ -74,7 +81,8 @@ class Pipeline(ScalesLosses, nn.Module):
         loss: Called with what the last layer returns for a micro-batch, and its target; returns a
             0-dim tensor. None where the last layer returns the loss.
         checkpoint: "never"; others are refused so far.
-        deferred_batch_norm: False; True is refused so far.
+        deferred_batch_norm: Whether running statistics of BatchNorm are those of whole batches:
+            layers are converted as by :func:`convert_deferred_batch_norm`.
         dim: Along which dimension a batch is cut.
         costs: Times of layers' forward and backward for the schedule "zb-auto".
         scale_grads: Whether the loss and gradients of a step are means over micro-batches, else
@@ -105,7 +113,7 @@ class Pipeline(ScalesLosses, nn.Module):
         sample: Any = None,
     ) -> None:
         super().__init__()
-        _refuse_what_is_to_come(devices, ranks, mesh, checkpoint, deferred_batch_norm)
+        _refuse_what_is_to_come(devices, ranks, mesh, checkpoint)
         AREA.expect("chunks", chunks, int, "a whole number", next_step="Pass a number.")
         AREA.expect("dim", dim, int, "a whole number", next_step="Pass a number.")
         if loss is not None and not callable(loss):
@@ -122,15 +130,21 @@ class Pipeline(ScalesLosses, nn.Module):
             "dim": dim,
             "loss": loss is not None,
             "scale_grads": scale_grads,
+            "deferred_batch_norm": deferred_batch_norm,
         }
         layers = self._agree_on_layers(module, schedule, balance, costs, said)
         counts = deal_out(module, self._schedule.stages, balance, sample, self._communicator)
-        self._stages = _stages_of(list(layers), counts, self._schedule.stage_rank)
+        self._stages = stages_of(list(layers), counts, self._schedule.stage_rank)
         own = self._agree_on_stages(layers)
         last = self._schedule.stages - 1
-        for stage in own:
-            for name in stage.layers:
-                self._modules[name] = layers[name]
+        kept = [name for stage in own for name in stage.layers]
+        if deferred_batch_norm:  # together: a layer that several of them have stays one layer
+            whole = nn.ModuleList([layers[name] for name in kept])
+            convert_deferred_batch_norm(whole, chunks)
+            layers.update(zip(kept, whole, strict=True))
+        for name in kept:
+            self._modules[name] = layers[name]
+        self._norms = [one for one in self.modules() if isinstance(one, DeferredBatchNorm)]
         self._names_in_whole = names_in_whole(layers)
         self._layer_keywords = {keyword for one in layers.values() for keyword in keywords_of(one)}
         self._first = _signature(next(iter(layers.values())))
@@ -177,10 +191,12 @@ class Pipeline(ScalesLosses, nn.Module):
         try:
             layers = layers_of(module)
             world = self._communicator.world
-            self._schedule = _schedule_of(
+            self._schedule = schedule_of(
                 schedule, self._chunks, world, balance, costs, len(layers)
             )
             said["layers"] = list(layers)
+            if said["deferred_batch_norm"]:
+                refuse_batch_norms(module)
             said["schedule"] = self._schedule.to_csv()
             self._skips = skips_between(layers)
             said["skips"] = [list(one) for one in self._skips]
@@ -352,7 +368,8 @@ class Pipeline(ScalesLosses, nn.Module):
 
     def _run(self, run: Callable[[], Any]) -> Any:
         try:
-            return run()
+            with whole_batch(self._norms):
+                return run()
         except Exception as error:
             cause = next((call.failure for call in self._calls if call.failure), None)
             if cause is None or cause is error:
@@ -443,9 +460,7 @@ def _signature(called: Any) -> inspect.Signature | None:
         return None
 
 
-def _refuse_what_is_to_come(
-    devices: object, ranks: bool, mesh: object, checkpoint: object, deferred_batch_norm: object
-) -> None:
+def _refuse_what_is_to_come(devices: object, ranks: bool, mesh: object, checkpoint: object) -> None:
     def refuse_so_far(got: str, next_step: str) -> None:
         refuse(f"got {got}, which does not exist so far", next_step, kind=NotImplementedError)
 
@@ -460,53 +475,3 @@ def _refuse_what_is_to_come(
         )
     if checkpoint != "never":
         refuse_so_far(f"checkpoint={checkpoint!r}", "Use trireme.checkpoint() in a layer.")
-    if deferred_batch_norm:
-        refuse_so_far("deferred_batch_norm=True", "Leave it out.")
-
-
-def _schedule_of(
-    given: str | PipelineSchedule,
-    chunks: int,
-    ranks: int,
-    balance: Balance,
-    costs: Mapping[str, Times] | None,
-    layers: int,
-) -> PipelineSchedule:
-    if isinstance(given, PipelineSchedule):
-        if costs is not None:
-            refuse("got costs= beside a schedule that is made", "Leave them out.")
-        made = given
-        if (made.ranks, made.micro_batches) != (ranks, chunks):
-            got = (
-                f"got a schedule of {made.ranks} ranks and {made.micro_batches} micro-batches, "
-                f"expected {ranks} ranks and chunks={chunks}"
-            )
-            refuse(got, "Make it for these.")
-    else:
-        per_rank = None
-        is_table = isinstance(given, str) and ("," in given or "\n" in given)
-        if balance is not None and not isinstance(balance, str) and not is_table:
-            per_rank, over = divmod(len(balance), ranks)
-            if over or per_rank == 0:
-                got = f"got a balance for {len(balance)} stages and {ranks} ranks"
-                why = "more ranks than stages" if per_rank == 0 else "stages that do not divide"
-                refuse(f"{got}: {why}", "Give each rank as many stages.")
-        made = pipeline_schedule(
-            given, ranks=ranks, micro_batches=chunks, stages_per_rank=per_rank, costs=costs
-        )
-    idle = sorted(set(range(ranks)) - set(made.stage_rank))
-    if idle:
-        got = f"got a schedule with no stage for rank {idle[0]}, expected one or more for each"
-        refuse(got, "Use fewer ranks, or another table.")
-    if layers < made.stages:
-        got = f"got {layers} layers for {made.stages} stages of {ranks} ranks, expected one each"
-        refuse(got, "Use fewer ranks, or fewer stages per rank.")
-    return made
-
-
-def _stages_of(layers: list[str], counts: list[int], stage_rank: list[int]) -> list[Stage]:
-    stages, begin = [], 0
-    for number, (count, rank) in enumerate(zip(counts, stage_rank, strict=True)):
-        stages.append(Stage(number, rank, tuple(layers[begin : begin + count])))
-        begin += count
-    return stages
