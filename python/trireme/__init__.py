@@ -53,6 +53,7 @@ if TYPE_CHECKING:
         DeferredBatchNorm,
         convert_deferred_batch_norm,
     )
+    from trireme._pipeline.losses import CollectedLosses, collect_losses, pipeline_loss
     from trireme._pipeline.measure import MeasuredLayer, measure_layers
     from trireme._pipeline.pipeline import Pipeline
     from trireme._pipeline.place import place
@@ -62,7 +63,6 @@ if TYPE_CHECKING:
         partition,
         pipeline_schedule,
     )
-    from trireme._pipeline.losses import CollectedLosses, collect_losses, pipeline_loss
     from trireme._pipeline.skips import Namespace, pop, skippable, stash
     from trireme._saving.checkpoint import load_checkpoint, save_checkpoint
     from trireme.dp import DataParallel
@@ -137,6 +137,7 @@ __all__ = [
     "CheckpointError",
     "CheckpointPlan",
     "CheckpointPolicy",
+    "CollectedLosses",
     "Context",
     "DataParallel",
     "DataParallelMeshDims",
@@ -172,6 +173,7 @@ __all__ = [
     "checkpoint_plan",
     "checkpoint_sequential",
     "clip_grad_norm_",
+    "collect_losses",
     "convert_deferred_batch_norm",
     "convert_sync_batchnorm",
     "create_selective_checkpoint_contexts",
@@ -188,6 +190,7 @@ __all__ = [
     "optim",
     "parallel_apply",
     "partition",
+    "pipeline_loss",
     "pipeline_schedule",
     "place",
     "pop",

@@ -92,9 +92,7 @@ class PipelineEngine:
         self,
         schedule: PipelineSchedule,
         stages: Sequence[
-            tuple[
-                int, str, _Forward, _Forward | None, _Named, _Named, Sequence[HeldBackwards]
-            ]
+            tuple[int, str, _Forward, _Forward | None, _Named, _Named, Sequence[HeldBackwards]]
         ],
         communicator: Communicator,
         scale_grads: bool,

@@ -27,9 +27,7 @@ def agree(
     whether any rank has set the ``flag``. Collective: one gather of a number where all is well.
     """
     own = json.dumps(said) if error is None else f"{_FAILED}{type(error).__name__}: {error}"
-    texts, any_flag = _C.differing_texts(
-        own.encode(errors="backslashreplace"), communicator, flag
-    )
+    texts, any_flag = _C.differing_texts(own.encode(errors="backslashreplace"), communicator, flag)
     if error is not None:
         try:
             raise error

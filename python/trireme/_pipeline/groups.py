@@ -22,9 +22,7 @@ def groups_of(
     names = mesh.mesh_dim_names or ()
     if "pp" not in names:
         refuse("got a mesh without a dimension 'pp'", "Name the one of the pipeline so.")
-    others = [
-        name for number, name in enumerate(names) if name != "pp" and mesh.size(number) > 1
-    ]
+    others = [name for number, name in enumerate(names) if name != "pp" and mesh.size(number) > 1]
     if len(others) > 1:
         got = f"got a mesh with {', '.join(map(repr, others))} beside 'pp', expected one dimension"
         refuse(got, "Flatten the dimensions of copies into one.")

@@ -49,9 +49,9 @@ class CollectedLosses:
 def collect_losses() -> Iterator[CollectedLosses]:
     """Has what layers give to :func:`pipeline_loss` where no pipeline runs them::
 
-        with trireme.collect_losses() as losses:
-            loss = loss_fn(module(x), y)
-        (loss + losses.total()).backward()
+    with trireme.collect_losses() as losses:
+        loss = loss_fn(module(x), y)
+    (loss + losses.total()).backward()
     """
     collector = _C.LossCollector()
     collector.begin()

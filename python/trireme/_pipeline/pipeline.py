@@ -28,7 +28,7 @@ from trireme._pipeline.deferred_batch_norm import (
 from trireme._pipeline.groups import groups_of
 from trireme._pipeline.micro_batches import BatchCut, merge, tensors_in
 from trireme._pipeline.scaler import ScalesLosses
-from trireme._pipeline.schedule import PipelineSchedule, Times, pipeline_schedule
+from trireme._pipeline.schedule import PipelineSchedule, Times
 from trireme._pipeline.skips import skips_between
 from trireme._pipeline.stages import (
     Balance,
@@ -191,9 +191,7 @@ class Pipeline(ScalesLosses, nn.Module):
         try:
             layers = layers_of(module)
             world = self._communicator.world
-            self._schedule = schedule_of(
-                schedule, self._chunks, world, balance, costs, len(layers)
-            )
+            self._schedule = schedule_of(schedule, self._chunks, world, balance, costs, len(layers))
             said["layers"] = list(layers)
             if said["deferred_batch_norm"]:
                 refuse_batch_norms(module)
@@ -256,9 +254,7 @@ class Pipeline(ScalesLosses, nn.Module):
             torch.distributed.DistBackendError: a rank has died or does not come.
         """
         batch = self._begin("step", inputs, target, kwargs)
-        loss = self._run(
-            lambda: self._core.step(batch, self._synchronizes, self._has_strategies)
-        )
+        loss = self._run(lambda: self._core.step(batch, self._synchronizes, self._has_strategies))
         return self._without_scale(loss)
 
     def eval_step(self, *inputs: Any, target: Any = None, **kwargs: Any) -> Any:

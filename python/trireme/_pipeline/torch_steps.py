@@ -88,8 +88,8 @@ class Steps:
             return_outputs: Whether outputs are put together and returned.
             loss_kwargs: More keywords for the loss.
             arg_mbs, kwarg_mbs, target_mbs: The same, already cut: lists of tuples, dicts, targets.
-            finalize_gradients: False lets strategies around stages (DistributedDataParallel, ZeRO 2,
-                fully_shard) only accumulate, until a step without it. It makes no other difference.
+            finalize_gradients: False lets strategies around stages only accumulate, until a step
+                without it. It makes no other difference.
             kwargs: Go to all stages of this rank, cut as positional inputs are.
 
         Returns:
