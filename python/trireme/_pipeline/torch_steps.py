@@ -102,12 +102,15 @@ class Steps:
                 off in a step that has backwards. ``losses`` where there are none.
         """
         trains = self._loss_fn is not None
-        if trains and self._backward_requires_autograd and not torch.is_grad_enabled():
-            got = "got a step under torch.no_grad(), expected gradients for its backwards"
-            refuse(got, "Call eval().", kind=RuntimeError)
-        expect_final(self._held, finalize_gradients)
         given = StepArguments(args, kwargs, target, arg_mbs, kwarg_mbs, target_mbs)
-        return self._run(given, losses, return_outputs, loss_kwargs, trains)
+
+        def expect() -> None:
+            if trains and self._backward_requires_autograd and not torch.is_grad_enabled():
+                got = "got a step under torch.no_grad(), expected gradients for its backwards"
+                refuse(got, "Call eval().", kind=RuntimeError)
+            expect_final(self._held, finalize_gradients)
+
+        return self._run(given, losses, return_outputs, loss_kwargs, trains, expect)
 
     def eval(
         self,
@@ -138,6 +141,7 @@ class Steps:
         return_outputs: bool,
         loss_kwargs: dict[str, Any] | None,
         trains: bool,
+        expect: Callable[[], None] = lambda: None,
     ) -> Any:
         if self._table is None:
             refuse("got a step without a table, expected one", "Call _load_csv() before.",
@@ -145,6 +149,7 @@ class Steps:
         is_last = self._runner.has_last_stage
 
         def deal() -> StepInputs:
+            expect()
             self._expect_losses(given, losses, trains)
             specs = ChunkSpecs(self._n_microbatches, self._args_chunk_spec, self._kwargs_chunk_spec)
             cut_args, cut_kwargs, targets = cut_step(given, specs)
