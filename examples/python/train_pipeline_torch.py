@@ -8,6 +8,7 @@ import in its place it runs on torch.
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,6 +37,7 @@ def main(text_file: str, last: str = "100", frontend: str = "manual") -> None:
         nn.Linear(128, CHARACTERS),
     ).to(ctx.device)
     cuts = [len(net) * stage // world for stage in range(world + 1)]
+    stage: Any
     if frontend == "traced":
         split = {str(cut): SplitPoint.BEGINNING for cut in cuts[1:-1]}
         pipe = pipeline(

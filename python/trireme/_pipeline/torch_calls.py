@@ -150,6 +150,8 @@ class TracedWiring:
 
 
 def _placeholders(module: Any) -> list[tuple[str, ...]]:
+    while not hasattr(module, "graph"):
+        module = module.module  # it is wrapped
     nodes = [node for node in module.graph.nodes if node.op == "placeholder"]
     return [(str(node.target), node.name) for node in nodes]
 
@@ -202,7 +204,6 @@ class TorchStageCalls:
         self.stage = stage
         self.index = stage.stage_index
         self.is_last = stage.stage_index == stage.num_stages - 1
-        self.submod: nn.Module = stage.submod
         self.wiring: Wiring
         if isinstance(stage, _PipelineStage):
             self.wiring = TracedWiring(stage)
@@ -214,6 +215,12 @@ class TorchStageCalls:
         self._weights: dict[int, Callable[..., None]] = {}
         self.inputs = StepInputs()
         self.failure: Exception | None = None
+
+    @property
+    def submod(self) -> nn.Module:
+        """The module of the stage, which a program may wrap after the schedule was made."""
+        found: nn.Module = self.stage.submod
+        return found
 
     def begin(self, inputs: StepInputs) -> None:
         """Hands over the batch of a step."""

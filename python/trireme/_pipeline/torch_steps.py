@@ -102,9 +102,6 @@ class Steps:
                 off in a step that has backwards. ``losses`` where there are none.
         """
         trains = self._loss_fn is not None
-        if trains and self._backward_requires_autograd and not torch.is_grad_enabled():
-            got = "got a step under torch.no_grad(), expected gradients for its backwards"
-            refuse(got, "Call eval().", kind=RuntimeError)
         given = StepArguments(args, kwargs, target, arg_mbs, kwarg_mbs, target_mbs)
         return self._run(given, losses, return_outputs, loss_kwargs, trains, finalize_gradients)
 
@@ -145,6 +142,9 @@ class Steps:
         is_last = self._runner.has_last_stage
 
         def deal() -> StepInputs:
+            if trains and self._backward_requires_autograd and not torch.is_grad_enabled():
+                got = "got a step under torch.no_grad(), expected gradients for its backwards"
+                refuse(got, "Call eval().", kind=RuntimeError)
             self._expect_losses(given, losses, trains)
             specs = ChunkSpecs(self._n_microbatches, self._args_chunk_spec, self._kwargs_chunk_spec)
             cut_args, cut_kwargs, targets = cut_step(given, specs)

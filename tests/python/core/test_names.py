@@ -6,6 +6,7 @@ import pytest
 import torch
 import trireme
 import trireme.fsdp
+import trireme.pipelining
 from torch.distributed.fsdp import _fully_shard
 
 # Whoever changes one import finds there what stood beside the name.
@@ -29,11 +30,13 @@ def test_what_stands_beside_our_names_in_torch(place: str) -> None:
 
 def test_every_public_name_is_there() -> None:
     assert len(set(trireme.__all__)) == len(trireme.__all__)
-    for module in (trireme, trireme.fsdp):
+    for module in (trireme, trireme.fsdp, trireme.pipelining):
         for name in module.__all__:
             assert hasattr(module, name), name
     with pytest.raises(AttributeError, match="has no attribute 'FullyShardedDataParallel'"):
         trireme.FullyShardedDataParallel  # noqa: B018 - FSDP1 is none of ours
+    with pytest.raises(AttributeError, match="has no attribute 'Schedule2F2B'"):
+        trireme.pipelining.Schedule2F2B  # noqa: B018
 
 
 def test_handles_are_torchs() -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
-from ddp.ranks import RANKLESS_FORM, raises
+from ddp.ranks import HOUSE_FORM, RANKLESS_FORM, raises
 from pipeline.ranks import rows
 from pipeline.torch_programs import (
     CPU,
@@ -70,6 +70,15 @@ def test_a_target_or_losses_without_loss_fn(rank: int) -> None:
     kind: Any = RuntimeError if rank == 1 else ValueError
     with pytest.raises(kind, match="got losses= in a step that computes none"):
         schedule.step(*args, losses=[])
+
+
+@on_shm_ranks(2)
+def test_a_step_without_gradients_on_one_rank(rank: int) -> None:
+    schedule = make_schedule(OURS, "GPipe", {rank: Block(rank)})
+    args = (rows(0, 8),) if rank == 0 else ()
+    kind: Any = RuntimeError if rank == 1 else ValueError
+    with torch.set_grad_enabled(rank == 0), pytest.raises(kind, match="got a step under torch"):
+        schedule.step(*args, target=rows(1, 8) if rank == 1 else None)
 
 
 @on_shm_ranks(2)
@@ -134,6 +143,10 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
         lambda _: torch.no_grad()(OURS.ScheduleGPipe(stage(), 2, mse_loss).step)(),
         RuntimeError, "got a step under torch.no_grad()"
     ),
+    "ranks": (
+        lambda _: OURS.ScheduleGPipe(stage(0, 2), 2).step(), ValueError,
+        "got a schedule for 2 ranks, expected one for 1"
+    ),
     "no table": (lambda _: runtime().step(), RuntimeError, "got a step without a table"),
     "nothing to write": (lambda at: runtime()._dump_csv(str(at)), RuntimeError, "got no table"),
     "custom": (
@@ -177,7 +190,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_a_schedule(name: str, tmp_path: Path) -> None:
     act, kind, text = REFUSED[name]
-    with raises(kind, text, form=RANKLESS_FORM):
+    with raises(kind, text, form=HOUSE_FORM if name == "ranks" else RANKLESS_FORM):
         act(tmp_path)
 
 
@@ -314,3 +327,34 @@ def test_an_argument_that_torch_does_not_know(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(torch_stage, "_TorchStage", Old)
     with raises(NotImplementedError, "got dw_builder=, which torch", form=RANKLESS_FORM):
         stage(dw_builder=print)
+
+
+def test_forward_contexts_where_torch_has_none() -> None:
+    from trireme._pipeline import torch_stage
+
+    class Old:
+        stage_index = 3
+
+        def forward_one_chunk(self, fwd_chunk_id: int, args: Any) -> Any:
+            seen.append(("runs", fwd_chunk_id))
+            return args
+
+    class Stage(torch_stage._Contexts, Old):
+        pass
+
+    class Context:
+        def __init__(self, info: Any) -> None:
+            seen.append((info.stage_index, info.microbatch_index))
+
+        def __enter__(self) -> None: ...
+        def __exit__(self, *_: Any) -> None: ...
+
+    seen: list[Any] = []
+    made = Stage()
+    handle = made.register_forward_context(Context)
+    with raises(RuntimeError, "a second forward context", form=RANKLESS_FORM):
+        made.register_forward_context(Context)
+    assert made.forward_one_chunk(5, args=7) == 7
+    handle.remove()
+    made.forward_one_chunk(6, 7)
+    assert seen == [(3, 5), ("runs", 5), ("runs", 6)]

@@ -448,3 +448,44 @@ def test_two_schedules_share_a_group(rank: int) -> None:
             args = (rows(0, 8),) if rank == 0 else ()
             schedule.step(*args, target=rows(1, 8) if rank == 1 else None)
     assert schedules[1].last_step()["step"] == 2
+
+
+@on_shm_ranks(2)
+def test_inputs_may_need_gradients(rank: int) -> None:
+    for name in ("GPipe", "InterleavedZeroBubble", "ZBVZeroBubble"):
+        found = []
+        for names in (OURS, TORCHS):
+            modules = {number: Block(number) for number in own_numbers(name, rank, 2)}
+            schedule = make_schedule(names, name, modules)
+            x = rows(0, 8).requires_grad_()
+            args = (x,) if 0 in modules else ()
+            is_last = count_of(name, 2) - 1 in modules
+            schedule.step(*args, target=rows(1, 8) if is_last else None)
+            found.append(x.grad)
+        assert (found[0] is None) == (rank != 0)
+        assert found[0] is None or torch.equal(found[0], found[1])
+
+
+@on_shm_ranks(2)
+def test_gradients_that_were_there_are_added_to(rank: int) -> None:
+    modules = {rank: Block(rank)}
+    schedule = make_schedule(OURS, "1F1B", modules)
+    args = (rows(0, 8),) if rank == 0 else ()
+    for _ in range(2):
+        schedule.step(*args, target=rows(1, 8) if rank == 1 else None, finalize_gradients=False)
+    for name, one in modules[rank].named_parameters():
+        alone = train_alone("1F1B", 2, steps=1).gradients[f"{rank}.{name}"]
+        assert torch.equal(one.grad, alone + alone)
+
+
+@on_shm_ranks(2)
+def test_a_module_may_be_put_in_place_of_another(rank: int) -> None:
+    schedule = make_schedule(OURS, "GPipe", {rank: Block(7)})
+    args = (rows(0, 8),) if rank == 0 else ()
+    target = rows(1, 8) if rank == 1 else None
+    schedule.step(*args, target=target)
+    schedule._stage.submod = Block(rank)
+    schedule.step(*args, target=target)
+    expected = train_alone("GPipe", 2, steps=1)
+    for name, one in schedule._stage.submod.named_parameters():
+        assert torch.equal(one.grad, expected.gradients[f"{rank}.{name}"])

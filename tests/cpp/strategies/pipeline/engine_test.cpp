@@ -78,25 +78,37 @@ Alone train_alone(int64_t stages, int64_t micro_batches,
   return {test::mean_of(losses), gradients};
 }
 
+using Log = std::vector<std::string>;
 using Forward = std::function<at::Tensor(int64_t micro_batch, const at::Tensor& input)>;
 
 class OneTensor final : public StageFunction {
  public:
-  explicit OneTensor(Forward forward) : forward_(std::move(forward)) {}
+  // With a log it computes weights late, as far as the engine knows.
+  explicit OneTensor(Forward forward, Log* log = nullptr)
+      : forward_(std::move(forward)), log_(log) {}
   PipelineValue forward(int64_t micro_batch, PipelineValue input) override {
     return {{forward_(micro_batch, input.tensors.at(0))}};
   }
   at::Tensor loss(int64_t /*micro_batch*/, const PipelineValue& output) override {
     return output.tensors.at(0).square().mean();
   }
+  bool defers_weights() const override { return log_ != nullptr; }
+  void begin_weights(int64_t micro_batch) override {
+    log_->push_back("begin " + std::to_string(micro_batch));
+  }
+  void finish_weights(int64_t micro_batch) override {
+    log_->push_back("finish " + std::to_string(micro_batch));
+  }
 
  private:
   Forward forward_;
+  Log* log_;
 };
 
 std::unique_ptr<PipelineEngine> make_engine(const ThreadRank& rank,
                                             const PipelineSchedule& schedule, Net& net,
-                                            const std::function<Forward(int64_t)>& wrap = {}) {
+                                            const std::function<Forward(int64_t)>& wrap = {},
+                                            Log* log = nullptr) {
   std::vector<PipelineStageRequest> requests;
   for (int64_t stage = 0; stage < schedule.stages; ++stage) {
     if (schedule.stage_rank[static_cast<size_t>(stage)] != rank.where.rank) continue;
@@ -106,7 +118,8 @@ std::unique_ptr<PipelineEngine> make_engine(const ThreadRank& rank,
         wrap ? wrap(stage)
              : Forward([module](int64_t /*micro_batch*/, const at::Tensor& x) mutable {
                  return module->forward(x);
-               }));
+               }),
+        log);
     for (const auto& item : module->named_parameters()) {
       request.parameters.names.push_back(item.key());
       request.parameters.tensors.push_back(item.value());
@@ -206,6 +219,35 @@ TEST_CASE("a table with overlaps runs, and one with messages") {
       to_csv(pipeline_schedule({.name = "1f1b", .ranks = 2, .micro_batches = 3}),
              TableForm::kComputeComms);
   CHECK(train(schedule_from_csv(lowered), Engine::kShm) == "");
+}
+
+TEST_CASE("layers that compute gradients of weights late are told when") {
+  const PipelineSchedule schedule =
+      pipeline_schedule({.name = "zb-h1", .ranks = 2, .micro_batches = 3});
+  const Alone alone = train_alone(2, 3);
+  Collected collected(2, 2);
+  std::vector<Log> logs(2);
+  run_thread_ranks(2, [&](ThreadRank& rank) {
+    Net net(2);
+    Log& log = logs[static_cast<size_t>(rank.where.rank)];
+    const auto made = make_engine(rank, schedule, net, {}, &log);
+    const at::Tensor loss = made->step(values(batch(3)));
+    collected.add(rank, schedule, net, loss);
+  });
+  CHECK(collected.difference(alone) == "");
+  for (size_t rank = 0; rank < 2; ++rank) {
+    Log expected;
+    for (const PipelineAction& action : schedule.rows[rank]) {
+      const std::string number = std::to_string(action.micro_batch);
+      const bool is_whole = action.kind == ActionKind::kBackward;
+      if (is_whole || action.kind == ActionKind::kBackwardInput)
+        expected.push_back("begin " + number);
+      if (is_whole || action.kind == ActionKind::kBackwardWeight)
+        expected.push_back("finish " + number);
+    }
+    CHECK(logs[rank] == expected);
+    CHECK(expected.size() == 6);
+  }
 }
 
 TEST_CASE("frozen stages send no gradients, and those behind them learn") {
