@@ -18,11 +18,10 @@ from trireme._core.group_communicator import communicator_of
 from trireme._core.owners import note_stages
 from trireme._pipeline import AREA, refuse
 from trireme._pipeline.agreement import agree
-from trireme._pipeline.cut import schedule_of, stages_of
+from trireme._pipeline.cut import Cut, schedule_of, stages_of
 from trireme._pipeline.deferred_batch_norm import (
     DeferredBatchNorm,
     convert_deferred_batch_norm,
-    refuse_batch_norms,
     whole_batch,
 )
 from trireme._pipeline.groups import groups_of
@@ -36,11 +35,8 @@ from trireme._pipeline.stages import (
     MicroBatches,
     Stage,
     StageCalls,
-    deal_out,
     held_by,
     keywords_of,
-    layers_of,
-    names_in_whole,
     refuse_meta,
     tied_between,
 )
@@ -48,7 +44,7 @@ from trireme._pipeline.values import put_together
 
 
 class Pipeline(ScalesLosses, nn.Module):
-    """Trains a ``torch.nn.Sequential`` whose layers are dealt out to ranks.
+    """Trains a module whose layers are dealt out to ranks.
 
     Every rank makes it from the same module, and keeps the layers of its stages; those of other
     ranks may be on device "meta". It has the parameters of this rank's layers, under the names that
@@ -68,8 +64,12 @@ class Pipeline(ScalesLosses, nn.Module):
 
     Args:
         module: A ``torch.nn.Sequential``. A Sequential in it is one layer. A tuple that a layer
-            returns is one argument of the next.
+            returns is one argument of the next. With ``split`` any module that ``torch.export``
+            can trace.
         chunks: How many micro-batches a step has.
+        split: Names of modules in it: each begins a stage, so that there is one stage more. The
+            module is traced as it is, in its mode, with ``sample``. Sizes that are written in its
+            code stay those of the sample.
         balance: How many layers each stage has; "time" or "bytes" to have rank 0 measure them with
             ``sample``; None for as many in each, where that is possible.
         devices: Refused: layers are where the module has them.
@@ -87,7 +87,8 @@ class Pipeline(ScalesLosses, nn.Module):
         costs: Times of layers' forward and backward for the schedule "zb-auto".
         scale_grads: Whether the loss and gradients of a step are means over micro-batches, else
             sums.
-        sample: For ``balance="time"`` and ``"bytes"``: what the first layer gets for a micro-batch.
+        sample: For ``split``, ``balance="time"`` and ``"bytes"``: what the module gets for a
+            micro-batch. With ``split`` a tuple is several arguments, and a dict keywords.
 
     Raises:
         ValueError, TypeError: what cannot be a pipeline, on all ranks; ranks that differ.
@@ -96,9 +97,10 @@ class Pipeline(ScalesLosses, nn.Module):
 
     def __init__(
         self,
-        module: nn.Sequential,
+        module: nn.Module,
         chunks: int = 1,
         *,
+        split: Sequence[str] | None = None,
         balance: Balance = None,
         devices: Sequence[torch.device | str | int] | None = None,
         ranks: bool = False,
@@ -126,14 +128,16 @@ class Pipeline(ScalesLosses, nn.Module):
         self._chunks, self._dim, self._loss = chunks, dim, loss
         said = {
             "micro-batches": chunks,
+            "split": split if isinstance(split, str | None) else list(split),
             "balance": balance if isinstance(balance, str | None) else list(balance),
             "dim": dim,
             "loss": loss is not None,
             "scale_grads": scale_grads,
             "deferred_batch_norm": deferred_batch_norm,
         }
-        layers = self._agree_on_layers(module, schedule, balance, costs, said)
-        counts = deal_out(module, self._schedule.stages, balance, sample, self._communicator)
+        cut = Cut(module, said["split"], balance, sample, deferred_batch_norm)
+        layers = self._agree_on_layers(cut, schedule, costs, said)
+        counts = cut.deal_out(self._schedule.stages, self._communicator)
         self._stages = stages_of(list(layers), counts, self._schedule.stage_rank)
         own = self._agree_on_stages(layers)
         last = self._schedule.stages - 1
@@ -142,10 +146,9 @@ class Pipeline(ScalesLosses, nn.Module):
             whole = nn.ModuleList([layers[name] for name in kept])
             convert_deferred_batch_norm(whole, chunks)
             layers.update(zip(kept, whole, strict=True))
-        for name in kept:
-            self._modules[name] = layers[name]
+        cut.show({name: layers[name] for name in kept}, self)
         self._norms = [one for one in self.modules() if isinstance(one, DeferredBatchNorm)]
-        self._names_in_whole = names_in_whole(layers)
+        self._names_in_whole = cut.names_in_whole(layers)
         self._layer_keywords = {keyword for one in layers.values() for keyword in keywords_of(one)}
         self._first = _signature(next(iter(layers.values())))
         self._input_names = _positional_names(self._first)
@@ -181,20 +184,18 @@ class Pipeline(ScalesLosses, nn.Module):
 
     def _agree_on_layers(
         self,
-        module: nn.Sequential,
+        cut: Cut,
         schedule: str | PipelineSchedule,
-        balance: Balance,
         costs: Mapping[str, Times] | None,
         said: dict[str, Any],
     ) -> dict[str, nn.Module]:
         error, layers = None, {}
         try:
-            layers = layers_of(module)
+            layers = cut.layers()
             world = self._communicator.world
+            balance = cut.balance_of(layers)
             self._schedule = schedule_of(schedule, self._chunks, world, balance, costs, len(layers))
             said["layers"] = list(layers)
-            if said["deferred_batch_norm"]:
-                refuse_batch_norms(module)
             said["schedule"] = self._schedule.to_csv()
             self._skips = skips_between(layers)
             said["skips"] = [list(one) for one in self._skips]

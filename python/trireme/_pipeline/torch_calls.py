@@ -18,8 +18,6 @@ from trireme._pipeline.skips import SkipsOf, skips_of
 from trireme._pipeline.torch_stage import call_submod
 from trireme._pipeline.values import Text, put_together, take_apart
 
-Named = tuple[list[str], list[Tensor]]
-
 
 @dataclass
 class StepInputs:
@@ -77,13 +75,22 @@ class _Source:
     """Under which the batch may have it."""
 
 
+class _HasPart(Protocol):
+    """Is a part of a traced module, such as torch's stage."""
+
+    stage_index: int
+    pipe_info: Any
+    submod: nn.Module
+    node: fx.Node
+
+
 class TracedWiring:
     """A graph says which stage takes what of which: past those between it goes as a skip.
 
     Keywords go to the stages that take them.
     """
 
-    def __init__(self, stage: _PipelineStage) -> None:
+    def __init__(self, stage: _HasPart) -> None:
         self._index = stage.stage_index
         calls = [node for node in stage.pipe_info.graph.nodes if node.op == "call_module"]
         numbers = {node.name: number for number, node in enumerate(calls)}
@@ -109,6 +116,11 @@ class TracedWiring:
         popped = [one for one in taken[self._index] if one.stage is not None]
         self._pops = [_key(one, self._index) for one in popped if one.stage != self._index - 1]
         self.skips: SkipsOf = ([key for key, _ in self._stashes], self._pops)
+
+    @property
+    def of_batch(self) -> list[str]:
+        """What the stage takes of the module's inputs, by the module's names, in its order."""
+        return [one.names[-2] for one in self._sources if one.stage is None]
 
     def arguments(
         self, given: Any, inputs: StepInputs, micro_batch: int
@@ -283,8 +295,3 @@ class TorchStageCalls:
         except Exception as error:
             self.failure = error
             raise
-
-    def named(self) -> Named:
-        """Returns the parameters of the stage."""
-        found = dict(self.submod.named_parameters())
-        return list(found), list(found.values())
