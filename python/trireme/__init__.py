@@ -49,6 +49,10 @@ if TYPE_CHECKING:
     from trireme._data_parallel.coalesced import broadcast_coalesced, reduce_add_coalesced
     from trireme._data_parallel.parallel_apply import data_parallel, parallel_apply
     from trireme._data_parallel.replicate import replicate
+    from trireme._pipeline.deferred_batch_norm import (
+        DeferredBatchNorm,
+        convert_deferred_batch_norm,
+    )
     from trireme._pipeline.measure import MeasuredLayer, measure_layers
     from trireme._pipeline.pipeline import Pipeline
     from trireme._pipeline.place import place
@@ -98,6 +102,7 @@ _LAZY = {
     "trireme._data_parallel.coalesced": ("broadcast_coalesced", "reduce_add_coalesced"),
     "trireme._data_parallel.parallel_apply": ("data_parallel", "parallel_apply"),
     "trireme._data_parallel.replicate": ("replicate",),
+    "trireme._pipeline.deferred_batch_norm": ("DeferredBatchNorm", "convert_deferred_batch_norm"),
     "trireme._pipeline.measure": ("MeasuredLayer", "measure_layers"),
     "trireme._pipeline.pipeline": ("Pipeline",),
     "trireme._pipeline.place": ("place",),
@@ -135,6 +140,7 @@ __all__ = [
     "Context",
     "DataParallel",
     "DataParallelMeshDims",
+    "DeferredBatchNorm",
     "DistributedDataParallel",
     "DistributedOptimizer",
     "FSDPModule",
@@ -166,6 +172,7 @@ __all__ = [
     "checkpoint_plan",
     "checkpoint_sequential",
     "clip_grad_norm_",
+    "convert_deferred_batch_norm",
     "convert_sync_batchnorm",
     "create_selective_checkpoint_contexts",
     "data_parallel",

@@ -18,6 +18,7 @@ from trireme._core.group_communicator import communicator_of
 from trireme._core.owners import note_stages
 from trireme._pipeline import AREA, refuse
 from trireme._pipeline.agreement import agree
+from trireme._pipeline.deferred_batch_norm import defer, refuse_batch_norms, whole_batch
 from trireme._pipeline.groups import groups_of
 from trireme._pipeline.micro_batches import BatchCut, merge, tensors_in
 from trireme._pipeline.schedule import PipelineSchedule, Times, pipeline_schedule
@@ -72,7 +73,8 @@ class Pipeline(nn.Module):
         loss: Called with what the last layer returns for a micro-batch, and its target; returns a
             0-dim tensor. None where the last layer returns the loss.
         checkpoint: "never"; others are refused so far.
-        deferred_batch_norm: False; True is refused so far.
+        deferred_batch_norm: Whether running statistics of BatchNorm are those of whole batches:
+            layers are converted as by :func:`convert_deferred_batch_norm`.
         dim: Along which dimension a batch is cut.
         costs: Times of layers' forward and backward for the schedule "zb-auto".
         scale_grads: Whether the loss and gradients of a step are means over micro-batches, else
@@ -103,7 +105,7 @@ class Pipeline(nn.Module):
         sample: Any = None,
     ) -> None:
         super().__init__()
-        _refuse_what_is_to_come(devices, ranks, mesh, checkpoint, deferred_batch_norm)
+        _refuse_what_is_to_come(devices, ranks, mesh, checkpoint)
         AREA.expect("chunks", chunks, int, "a whole number", next_step="Pass a number.")
         AREA.expect("dim", dim, int, "a whole number", next_step="Pass a number.")
         if loss is not None and not callable(loss):
@@ -120,15 +122,16 @@ class Pipeline(nn.Module):
             "dim": dim,
             "loss": loss is not None,
             "scale_grads": scale_grads,
+            "deferred_batch_norm": deferred_batch_norm,
         }
         layers = self._agree_on_layers(module, schedule, balance, costs, said)
         counts = deal_out(module, self._schedule.stages, balance, sample, self._communicator)
         self._stages = _stages_of(list(layers), counts, self._schedule.stage_rank)
         own = self._agree_on_stages(layers)
         last = self._schedule.stages - 1
-        for stage in own:
-            for name in stage.layers:
-                self._modules[name] = layers[name]
+        kept = [name for stage in own for name in stage.layers]
+        self._norms = defer(layers, kept, chunks if deferred_batch_norm else None)
+        self._modules.update((name, layers[name]) for name in kept)
         self._layer_keywords = {keyword for one in layers.values() for keyword in keywords_of(one)}
         self._first = _signature(next(iter(layers.values())))
         self._input_names = _positional_names(self._first)
@@ -178,6 +181,8 @@ class Pipeline(nn.Module):
                 schedule, self._chunks, world, balance, costs, len(layers)
             )
             said["layers"] = list(layers)
+            if said["deferred_batch_norm"]:
+                refuse_batch_norms(module)
             said["schedule"] = self._schedule.to_csv()
             self._skips = skips_between(layers)
             said["skips"] = [list(one) for one in self._skips]
@@ -336,7 +341,8 @@ class Pipeline(nn.Module):
 
     def _run(self, run: Callable[[], Any]) -> Any:
         try:
-            return run()
+            with whole_batch(self._norms):
+                return run()
         except Exception as error:
             cause = next((call.failure for call in self._calls if call.failure), None)
             if cause is None or cause is error:
@@ -427,9 +433,7 @@ def _signature(called: Any) -> inspect.Signature | None:
         return None
 
 
-def _refuse_what_is_to_come(
-    devices: object, ranks: bool, mesh: object, checkpoint: object, deferred_batch_norm: object
-) -> None:
+def _refuse_what_is_to_come(devices: object, ranks: bool, mesh: object, checkpoint: object) -> None:
     def refuse_so_far(got: str, next_step: str) -> None:
         refuse(f"got {got}, which does not exist so far", next_step, kind=NotImplementedError)
 
@@ -444,8 +448,6 @@ def _refuse_what_is_to_come(
         )
     if checkpoint != "never":
         refuse_so_far(f"checkpoint={checkpoint!r}", "Use trireme.checkpoint() in a layer.")
-    if deferred_batch_norm:
-        refuse_so_far("deferred_batch_norm=True", "Leave it out.")
 
 
 def _schedule_of(

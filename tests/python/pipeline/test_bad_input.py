@@ -69,7 +69,6 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], type[Exception], str
     "devices": (tanh_layers, {"devices": ["cpu"]}, NotImplementedError, "devices="),
     "checkpoint": (tanh_layers, {"checkpoint": "always"}, NotImplementedError, "checkpoint="),
     "checkpoint named": (tanh_layers, {"checkpoint": "often"}, ValueError, "expected 'always'"),
-    "batch norm": (tanh_layers, {"deferred_batch_norm": True}, NotImplementedError, "deferred"),
     "loss": (tanh_layers, {"loss": 3}, TypeError, "got int as loss"),
     "mesh": (tanh_layers, {"mesh": "dp"}, TypeError, "expected a DeviceMesh"),
     "costs": (
