@@ -85,15 +85,15 @@ class DeferredBatchNorm(_BatchNorm):
     def forward(self, input: Tensor) -> Tensor:
         """Normalizes ``input``. See the class."""
         self._check_input_dim(input)
-        tracks = self.track_running_stats and self.running_mean is not None
-        if not self.training or not tracks:
-            running = (None, None) if self.training else (self.running_mean, self.running_var)
-            trains = self.training or running[0] is None
+        running_mean, running_var = self.running_mean, self.running_var
+        if not self.training or not self.track_running_stats or running_mean is None:
+            running = (None, None) if self.training else (running_mean, running_var)
+            trains = self.training or running_mean is None
             return functional.batch_norm(
                 input, *running, self.weight, self.bias, trains, 0.0, self.eps
             )
         # With momentum 1 it leaves mean and variance of the input there.
-        mean, var = torch.zeros_like(self.running_mean), torch.zeros_like(self.running_var)
+        mean, var = torch.zeros_like(running_mean), torch.zeros_like(running_mean)
         output = functional.batch_norm(
             input, mean, var, self.weight, self.bias, True, 1.0, self.eps
         )
@@ -128,6 +128,7 @@ class DeferredBatchNorm(_BatchNorm):
                 momentum = 1.0 / float(self.num_batches_tracked)
         var = self._squares / max(self._count - 1, 1)
         for running, found in ((self.running_mean, self._mean), (self.running_var, var)):
+            assert running is not None
             running.copy_(running.to(found.dtype).lerp_(found, momentum or 0.0))
 
     def _check_input_dim(self, input: Tensor) -> None:
@@ -138,7 +139,7 @@ class DeferredBatchNorm(_BatchNorm):
             self._kind._check_input_dim(self, input)
 
     def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, chunks={self.chunks}"
+        return f"{super().extra_repr()}, chunks={self.chunks}"  # type: ignore[no-untyped-call]
 
 
 def _expect_chunks(chunks: object) -> None:
@@ -205,6 +206,7 @@ def _in_stead_of(module: nn.Module, chunks: int) -> nn.Module:
         for table in ("_parameters", "_buffers", "_modules"):
             layer.__dict__[table] = copy.copy(module.__dict__[table])
         layer._kind = type(module)
+    assert isinstance(layer, DeferredBatchNorm)
     layer._take_chunks(chunks)
     return layer
 
