@@ -3,6 +3,7 @@
 #include <trireme/comm/launch/launch.h>
 #include <trireme/grad/grad_norm.h>
 #include <trireme/grad/no_sync.h>
+#include <trireme/strategies/pipeline/deferred_batch_norm.h>
 #include <trireme/strategies/pipeline/engine.h>
 #include <trireme/strategies/pipeline/micro_batches.h>
 #include <trireme/strategies/pipeline/partition.h>
@@ -33,6 +34,8 @@ struct PipelineOptions {
   int64_t copies = 1;
   // Says which layer stash()es a name, and which one pop()s it: `from` and `to` count layers.
   std::vector<PipelineSkip> skips = {};
+  // Makes running statistics of BatchNorm those of whole batches (deferred_batch_norm.h).
+  bool deferred_batch_norm = false;
 };
 
 // Takes an output and a target, and returns a loss, 0-dim.
@@ -77,6 +80,10 @@ class PipelineImpl : public torch::nn::Module {
     const std::vector<int64_t> bounds = stage_bounds(options, layers, schedule.stages);
     const auto named = net->named_children();
     const std::vector<StageTensors> stages = tensors_of(named, bounds, schedule);
+    if (options.deferred_batch_norm) {
+      DeferredBatchNorms all;  // those of other ranks are refused here, too
+      for (const auto& item : named) all.add(item.value(), item.key());
+    }
     std::vector<PipelineStageRequest> requests;
     for (int64_t stage = 0; stage < schedule.stages; ++stage) {
       if (schedule.stage_rank[static_cast<size_t>(stage)] != communicator_->rank()) continue;
@@ -90,6 +97,7 @@ class PipelineImpl : public torch::nn::Module {
         register_module(item.key(), item.value());
         for (const auto& buffer : item.value()->named_buffers())
           request.buffers.emplace_back(item.key() + "." + buffer.key(), buffer.value());
+        if (options.deferred_batch_norm) batch_norms_.add(item.value(), item.key());
       }
       request.parameters.names = stages[static_cast<size_t>(stage)].names;
       request.parameters.tensors = stages[static_cast<size_t>(stage)].tensors;
@@ -117,7 +125,8 @@ class PipelineImpl : public torch::nn::Module {
   at::Tensor step(const at::Tensor& input, const at::Tensor& target, const PipelineLoss& loss) {
     begin(input, target);
     loss_ = &loss;
-    return engine_->step(inputs_, {.synchronizes = synchronizes_});
+    return batch_norms_.whole_batch(
+        [&] { return engine_->step(inputs_, {.synchronizes = synchronizes_}); });
   }
 
   // Steps while the guard lives only accumulate gradients in this copy of the pipeline; the first
@@ -129,14 +138,14 @@ class PipelineImpl : public torch::nn::Module {
                        const PipelineLoss& loss) {
     begin(input, target);
     loss_ = &loss;
-    return engine_->eval_step(inputs_, /*has_loss=*/true).loss;
+    return run_forwards(/*has_loss=*/true).loss;
   }
   // Computes the outputs of a batch, keeping no graph: on the rank of the last stage, undefined
   // elsewhere. Collective.
   at::Tensor eval_step(const at::Tensor& input) {
     begin(input, {});
     std::vector<at::Tensor> outputs;
-    for (PipelineValue& value : engine_->eval_step(inputs_, /*has_loss=*/false).outputs)
+    for (PipelineValue& value : run_forwards(/*has_loss=*/false).outputs)
       outputs.push_back(std::move(value.tensors.front()));
     return outputs.empty() ? at::Tensor() : at::cat(outputs, dim_);
   }
@@ -164,6 +173,7 @@ class PipelineImpl : public torch::nn::Module {
         : pipe_(pipe), net_(std::move(net)), begin_(begin), end_(end) {}
 
     PipelineValue forward(int64_t /*micro_batch*/, PipelineValue input) override {
+      const DeferredBatchNorms::Observer sees(pipe_.batch_norms_);
       at::Tensor value = std::move(input.tensors.at(0));
       for (int64_t i = begin_; i < end_; ++i)
         value = (net_->begin() + i)->forward(std::move(value));
@@ -185,6 +195,10 @@ class PipelineImpl : public torch::nn::Module {
     MicroBatches cut = cut_batch({input, target, dim_, chunks_}, *communicator_);
     inputs_ = std::move(cut.inputs);
     targets_ = std::move(cut.targets);
+  }
+
+  PipelineEngine::Evaluation run_forwards(bool has_loss) {
+    return batch_norms_.whole_batch([&] { return engine_->eval_step(inputs_, has_loss); });
   }
 
   // Lists the parameters of all stages, those of other ranks too.
@@ -214,6 +228,7 @@ class PipelineImpl : public torch::nn::Module {
   std::vector<PipelineValue> inputs_;
   std::vector<at::Tensor> targets_;
   const PipelineLoss* loss_ = nullptr;
+  DeferredBatchNorms batch_norms_;
   std::unique_ptr<PipelineEngine> engine_;
 };
 
