@@ -22,6 +22,7 @@
 #include <trireme/strategies/fsdp/fully_shard.h>
 #include <trireme/strategies/pipeline/partition.h>
 #include <trireme/strategies/pipeline/pipeline.h>
+#include <trireme/strategies/pipeline/pipeline_stage.h>
 #include <trireme/strategies/pipeline/schedule_check.h>
 #include <trireme/strategies/pipeline/schedule_forms.h>
 #include <trireme/strategies/pipeline/schedule_lowering.h>

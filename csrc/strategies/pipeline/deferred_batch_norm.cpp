@@ -59,7 +59,7 @@ void DeferredBatchNorms::add(const std::shared_ptr<torch::nn::Module>& module,
 
 void DeferredBatchNorms::Norm::begin() {
   count = 0;
-  mean = squares = {};
+  mean = squares = at::Tensor();
   is_tracked = owner->is_training() && running_mean->defined();
   if (!is_tracked) return;
   mean_before = running_mean->clone();
@@ -103,7 +103,7 @@ void DeferredBatchNorms::Norm::end(bool is_whole) {
   running_mean->copy_(mean_before);
   running_var->copy_(var_before);
   num_batches_tracked->copy_(updates ? tracked_before + 1 : tracked_before);
-  mean = squares = mean_before = var_before = tracked_before = {};
+  mean = squares = mean_before = var_before = tracked_before = at::Tensor();
 }
 
 DeferredBatchNorms::Batch::Batch(DeferredBatchNorms& norms) : norms_(norms) {

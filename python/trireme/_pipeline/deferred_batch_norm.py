@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -209,6 +209,17 @@ def _in_stead_of(module: nn.Module, chunks: int) -> nn.Module:
     assert isinstance(layer, DeferredBatchNorm)
     layer._take_chunks(chunks)
     return layer
+
+
+def defer(
+    layers: dict[str, nn.Module], names: Sequence[str], chunks: int | None
+) -> list[DeferredBatchNorm]:
+    """Converts these layers, unless ``chunks`` is None; returns what is deferred in them."""
+    kept = nn.ModuleList([layers[name] for name in names])
+    if chunks is not None:  # together: a layer that several of them have stays one layer
+        convert_deferred_batch_norm(kept, chunks)
+        layers.update(zip(names, kept, strict=True))
+    return [one for one in kept.modules() if isinstance(one, DeferredBatchNorm)]
 
 
 @contextmanager

@@ -19,11 +19,7 @@ from trireme._core.owners import note_stages
 from trireme._pipeline import AREA, refuse
 from trireme._pipeline.agreement import agree
 from trireme._pipeline.cut import Cut, schedule_of, stages_of
-from trireme._pipeline.deferred_batch_norm import (
-    DeferredBatchNorm,
-    convert_deferred_batch_norm,
-    whole_batch,
-)
+from trireme._pipeline.deferred_batch_norm import defer, whole_batch
 from trireme._pipeline.groups import groups_of
 from trireme._pipeline.micro_batches import BatchCut, merge, tensors_in
 from trireme._pipeline.scaler import ScalesLosses
@@ -142,12 +138,8 @@ class Pipeline(ScalesLosses, nn.Module):
         own = self._agree_on_stages(layers)
         last = self._schedule.stages - 1
         kept = [name for stage in own for name in stage.layers]
-        if deferred_batch_norm:  # together: a layer that several of them have stays one layer
-            whole = nn.ModuleList([layers[name] for name in kept])
-            convert_deferred_batch_norm(whole, chunks)
-            layers.update(zip(kept, whole, strict=True))
+        self._norms = defer(layers, kept, chunks if deferred_batch_norm else None)
         cut.show({name: layers[name] for name in kept}, self)
-        self._norms = [one for one in self.modules() if isinstance(one, DeferredBatchNorm)]
         self._names_in_whole = cut.names_in_whole(layers)
         self._layer_keywords = {keyword for one in layers.values() for keyword in keywords_of(one)}
         self._first = _signature(next(iter(layers.values())))

@@ -219,17 +219,25 @@ TEST_CASE("a step that failed leaves running statistics as they were") {
   CHECK(wrong.empty());
 }
 
-// Has running statistics, and rules of its own.
+// Are known by their name, and by their statistics.
 struct SyncBatchNormImpl : torch::nn::Module {
   at::Tensor forward(at::Tensor x) { return x; }
 };
+struct OwnRulesImpl : torch::nn::Module {
+  OwnRulesImpl() { register_buffer("num_batches_tracked", at::zeros({}, at::kLong)); }
+  at::Tensor forward(at::Tensor x) { return x; }
+};
 TORCH_MODULE(SyncBatchNorm);
+TORCH_MODULE(OwnRules);
 
 TEST_CASE("other batch norms are refused by name") {
   run_thread_ranks(1, [](ThreadRank& rank) {
-    torch::nn::Sequential net(torch::nn::Sequential(SyncBatchNorm()));
+    torch::nn::Sequential net{SyncBatchNorm()};
     CHECK_THROWS_WITH(Pipeline<>(net, rank.communicator, deferred("gpipe")),
-                      Catch::Contains("SyncBatchNormImpl as '0.0' to be deferred"));
+                      Catch::Contains("SyncBatchNormImpl as '0' to be deferred"));
+    torch::nn::Sequential own{OwnRules()};
+    CHECK_THROWS_WITH(Pipeline<>(own, rank.communicator, deferred("gpipe")),
+                      Catch::Contains("OwnRulesImpl as '0' to be deferred"));
     torch::nn::Sequential fine(
         torch::nn::InstanceNorm1d(torch::nn::InstanceNorm1dOptions(6).track_running_stats(true)));
     Pipeline<>(fine, rank.communicator, deferred("gpipe"));

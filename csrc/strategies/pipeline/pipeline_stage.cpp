@@ -1,0 +1,188 @@
+#include <trireme/strategies/pipeline/pipeline_stage.h>
+
+#include <trireme/comm/gather_texts.h>
+#include <trireme/common/error.h>
+#include <trireme/strategies/pipeline/refuse.h>
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <exception>
+
+namespace trireme {
+namespace {
+
+// Makes the schedule; throws ValueError for stages that are not those of this rank.
+PipelineSchedule schedule_for(const std::vector<PipelineStage>& stages, PipelineOptions options,
+                              const Communicator& communicator) {
+  if (!options.balance.empty()) {
+    refuse_pipeline(c10::str("got a balance of ", at::IntArrayRef(options.balance),
+                             " beside stages that are cut"),
+                    "Leave it out.");
+  }
+  if (!options.stages_per_rank && options.schedule.find_first_of(",\n") == std::string::npos &&
+      stages.size() > 1)
+    options.stages_per_rank = static_cast<int64_t>(stages.size());
+  PipelineSchedule schedule = schedule_of(options, communicator.world());
+  std::vector<int64_t> given;
+  for (const PipelineStage& stage : stages) {
+    given.push_back(stage.options().stage);
+    if (stage.options().stages == schedule.stages) continue;
+    refuse_pipeline("got stage " + std::to_string(stage.options().stage) + " of " +
+                        std::to_string(stage.options().stages) + ", expected it of " +
+                        std::to_string(schedule.stages) + ", as the schedule has",
+                    "Correct PipelineStageOptions::stages, or take another schedule.");
+  }
+  std::vector<int64_t> expected;
+  for (int64_t stage = 0; stage < schedule.stages; ++stage) {
+    if (schedule.stage_rank[static_cast<size_t>(stage)] == communicator.rank())
+      expected.push_back(stage);
+  }
+  if (given != expected) {
+    refuse_pipeline(c10::str("got stages ", at::IntArrayRef(given), ", expected ",
+                             at::IntArrayRef(expected), " by the schedule"),
+                    "Make those of this rank.");
+  }
+  return schedule;
+}
+
+// Throws on all ranks what one of them has to say.
+void share_refusal(const std::exception_ptr& own, Communicator& communicator) {
+  std::string text;
+  try {
+    if (own) std::rethrow_exception(own);
+  } catch (const c10::Error& error) {
+    text = error.what_without_backtrace();
+  }
+  const auto texts = gather_texts(text, communicator, communicator.device());
+  if (own) std::rethrow_exception(own);
+  for (size_t rank = 0; rank < texts.size(); ++rank) {
+    TORCH_CHECK_VALUE(
+        texts[rank].empty(),
+        error_text("pipeline",
+                   "got stages that rank " + std::to_string(rank) + " cannot use: " + texts[rank],
+                   communicator.rank_of(), "Mend them there."));
+  }
+}
+
+}  // namespace
+
+// Calls the module of a stage.
+class StagePipelineImpl::Function final : public StageFunction {
+ public:
+  Function(StagePipelineImpl& pipe, StageModule module) : pipe_(pipe), module_(std::move(module)) {}
+
+  PipelineValue forward(int64_t /*micro_batch*/, PipelineValue input) override {
+    const DeferredBatchNorms::Observer sees(pipe_.batch_norms_);
+    return {module_.forward(std::move(input.tensors))};
+  }
+  at::Tensor loss(int64_t micro_batch, const PipelineValue& output) override {
+    return (*pipe_.loss_)(output.tensors, pipe_.targets_[static_cast<size_t>(micro_batch)]);
+  }
+
+ private:
+  StagePipelineImpl& pipe_;
+  StageModule module_;
+};
+
+StagePipelineImpl::StagePipelineImpl(std::vector<PipelineStage> stages,
+                                     std::shared_ptr<Communicator> communicator,
+                                     const PipelineOptions& options)
+    : dim_(options.dim), chunks_(options.chunks) {
+  PipelineRanks ranks = ranks_of_copy(std::move(communicator), options.copies);
+  communicator_ = ranks.communicator;
+  std::sort(stages.begin(), stages.end(), [](const PipelineStage& a, const PipelineStage& b) {
+    return a.options().stage < b.options().stage;
+  });
+  std::exception_ptr refusal;
+  PipelineSchedule schedule;
+  std::vector<PipelineStageRequest> requests;
+  PipelineEngineOptions engine_options;
+  engine_options.scale_grads = options.scale_grads;
+  engine_options.copies = ranks.copies;
+  try {
+    schedule = schedule_for(stages, options, *communicator_);
+    std::vector<int64_t> bounds;
+    for (int64_t stage = 0; stage <= schedule.stages; ++stage) bounds.push_back(stage);
+    engine_options.skips = skips_of_stages(options.skips, bounds);
+    for (const PipelineStage& stage : stages)
+      requests.push_back(request_of(stage, options.deferred_batch_norm));
+  } catch (const c10::Error&) {
+    refusal = std::current_exception();
+  }
+  share_refusal(refusal, *communicator_);
+  engine_ = std::make_unique<PipelineEngine>(std::move(schedule), std::move(requests),
+                                             communicator_, engine_options);
+}
+
+PipelineStageRequest StagePipelineImpl::request_of(const PipelineStage& stage, bool defers) {
+  const std::string name = "stage" + std::to_string(stage.options().stage);
+  const std::shared_ptr<torch::nn::Module>& module = stage.module().module;
+  register_module(name, module);
+  if (defers) batch_norms_.add(module, name);
+  PipelineStageRequest request;
+  request.stage = stage.options().stage;
+  request.name = stage.options().name;
+  request.function = std::make_shared<Function>(*this, stage.module());
+  for (const auto& parameter : module->named_parameters()) {
+    request.parameters.names.push_back(name + "." + parameter.key());
+    request.parameters.tensors.push_back(parameter.value());
+  }
+  for (const auto& buffer : module->named_buffers())
+    request.buffers.emplace_back(name + "." + buffer.key(), buffer.value());
+  return request;
+}
+
+at::Tensor StagePipelineImpl::step(const PipelineTensors& inputs, const at::Tensor& target,
+                                   const Loss& loss) {
+  begin(inputs, target);
+  loss_ = &loss;
+  return batch_norms_.whole_batch(
+      [&] { return engine_->step(inputs_, {.synchronizes = synchronizes_}); });
+}
+
+at::Tensor StagePipelineImpl::eval_step(const PipelineTensors& inputs, const at::Tensor& target,
+                                        const Loss& loss) {
+  begin(inputs, target);
+  loss_ = &loss;
+  return run_forwards(/*has_loss=*/true).loss;
+}
+
+std::vector<at::Tensor> StagePipelineImpl::eval_step(const PipelineTensors& inputs) {
+  begin(inputs, {});
+  const std::vector<PipelineValue> values = run_forwards(/*has_loss=*/false).outputs;
+  std::vector<at::Tensor> outputs;
+  if (values.empty()) return outputs;
+  for (size_t i = 0; i < values.front().tensors.size(); ++i) {
+    std::vector<at::Tensor> parts;
+    for (const PipelineValue& value : values) parts.push_back(value.tensors.at(i));
+    outputs.push_back(at::cat(parts, dim_));
+  }
+  return outputs;
+}
+
+StagePipelineImpl::Loss StagePipelineImpl::of_one(const PipelineLoss& loss) {
+  return [loss](const std::vector<at::Tensor>& outputs, const at::Tensor& target) {
+    TORCH_CHECK_VALUE(outputs.size() == 1, "got ", outputs.size(),
+                      " outputs of the last stage, and a loss that takes one");
+    return loss(outputs.front(), target);
+  };
+}
+
+void StagePipelineImpl::begin(const PipelineTensors& inputs, const at::Tensor& target) {
+  engine_->recover();
+  if (inputs.tensors().empty()) cut_batch({{}, target, dim_, chunks_}, *communicator_);  // throws
+  inputs_.assign(static_cast<size_t>(chunks_), {});
+  for (const at::Tensor& input : inputs.tensors()) {
+    MicroBatches cut = cut_batch({input, target, dim_, chunks_}, *communicator_);
+    for (size_t i = 0; i < inputs_.size(); ++i)
+      inputs_[i].tensors.push_back(std::move(cut.inputs[i].tensors.front()));
+    targets_ = std::move(cut.targets);
+  }
+}
+
+PipelineEngine::Evaluation StagePipelineImpl::run_forwards(bool has_loss) {
+  return batch_norms_.whole_batch([&] { return engine_->eval_step(inputs_, has_loss); });
+}
+
+}  // namespace trireme

@@ -1,0 +1,147 @@
+#pragma once
+
+#include <trireme/strategies/pipeline/pipeline.h>
+#include <trireme/strategies/pipeline/stage_module.h>
+
+#include <cstdint>
+#include <functional>
+#include <initializer_list>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace trireme {
+
+struct PipelineStageOptions {
+  int64_t stage = 0;      // counts from 0
+  int64_t stages = 1;     // of the whole pipeline
+  std::string name = {};  // tells it in messages; the module's class if empty
+};
+
+// Is one stage of a pipeline: a module of any class that has a forward, by holder or shared_ptr.
+// The forward takes tensors, or a tuple or a vector of tensors, and returns one tensor, or a tuple
+// or a vector of them: what the stage before returns it is called with.
+class PipelineStage {
+ public:
+  template <typename Module>
+  PipelineStage(Module module, PipelineStageOptions options)
+      : module_(stage_module(std::move(module))), options_(std::move(options)) {
+    if (options_.name.empty()) options_.name = module_.module->name();
+  }
+
+  const StageModule& module() const { return module_; }
+  const PipelineStageOptions& options() const { return options_; }
+
+ private:
+  StageModule module_;
+  PipelineStageOptions options_;
+};
+
+// Is a tensor, or several.
+class PipelineTensors {
+ public:
+  PipelineTensors(at::Tensor tensor) : tensors_{std::move(tensor)} {}  // NOLINT: converts
+  PipelineTensors(std::vector<at::Tensor> tensors)                     // NOLINT: converts
+      : tensors_(std::move(tensors)) {}
+  PipelineTensors(std::initializer_list<at::Tensor> tensors) : tensors_(tensors) {}
+
+  const std::vector<at::Tensor>& tensors() const { return tensors_; }
+
+ private:
+  std::vector<at::Tensor> tensors_;
+};
+
+// See StagePipeline below.
+class TRIREME_API StagePipelineImpl : public torch::nn::Module {
+ public:
+  // Takes all that the last stage returned for a micro-batch, and its target.
+  using Loss =
+      std::function<at::Tensor(const std::vector<at::Tensor>& outputs, const at::Tensor& target)>;
+
+  StagePipelineImpl(std::vector<PipelineStage> stages, std::shared_ptr<Communicator> communicator,
+                    const PipelineOptions& options);
+  explicit StagePipelineImpl(std::vector<PipelineStage> stages, const PipelineOptions& options = {})
+      : StagePipelineImpl(std::move(stages), current_communicator(), options) {}
+
+  // Trains on a batch, as Pipeline::step() does: every rank gives all of it. Where there are
+  // several inputs, the first stage's forward takes all of them. Collective.
+  at::Tensor step(const PipelineTensors& inputs, const at::Tensor& target, const Loss& loss);
+  at::Tensor step(const PipelineTensors& inputs, const at::Tensor& target,
+                  const PipelineLoss& loss) {
+    return step(inputs, target, of_one(loss));
+  }
+
+  // Computes the loss of a batch, keeping no graph. Collective.
+  at::Tensor eval_step(const PipelineTensors& inputs, const at::Tensor& target, const Loss& loss);
+  at::Tensor eval_step(const PipelineTensors& inputs, const at::Tensor& target,
+                       const PipelineLoss& loss) {
+    return eval_step(inputs, target, of_one(loss));
+  }
+  // Computes the outputs of a batch, keeping no graph: on the rank of the last stage, none
+  // elsewhere. Collective.
+  std::vector<at::Tensor> eval_step(const PipelineTensors& inputs);
+
+  // Do what those of Pipeline do.
+  at::Tensor clip_grad_norm_(double max_norm, double norm_type = 2.0,
+                             bool error_if_nonfinite = false) {
+    return trireme::clip_grad_norm_(gradients(), {max_norm, norm_type, error_if_nonfinite});
+  }
+  std::vector<GradNormPart> gradients() const {
+    return {gradients_of_stages(this->parameters(), engine_->later_copies(), communicator_)};
+  }
+  [[nodiscard]] NoSync no_sync() { return NoSync(synchronizes_); }
+
+  const PipelineSchedule& schedule() const { return engine_->schedule(); }
+  PipelineReport last_step() const { return engine_->last_step(); }
+
+ private:
+  class Function;
+
+  static Loss of_one(const PipelineLoss& loss);
+  PipelineStageRequest request_of(const PipelineStage& stage, bool defers);
+  void begin(const PipelineTensors& inputs, const at::Tensor& target);
+  PipelineEngine::Evaluation run_forwards(bool has_loss);
+
+  int64_t dim_;
+  int64_t chunks_;
+  bool synchronizes_ = true;
+  std::shared_ptr<Communicator> communicator_;
+  std::vector<PipelineValue> inputs_;
+  std::vector<at::Tensor> targets_;
+  const Loss* loss_ = nullptr;
+  DeferredBatchNorms batch_norms_;
+  std::unique_ptr<PipelineEngine> engine_;
+};
+
+// Is a pipeline of which each rank makes its own stages only, where no rank could hold the module
+// that Pipeline cuts:
+//
+//   Context ctx = trireme::init();
+//   trireme::PipelineStage stage(MyBlocks(...), {.stage = ctx.rank(), .stages = ctx.world()});
+//   trireme::StagePipeline pipe({stage}, {.chunks = 8, .schedule = "1f1b"});
+//   torch::optim::Adam optimizer(pipe->parameters());   // those of this rank's stages
+//   auto loss = pipe->step(x, y, loss_fn);
+//   optimizer.step();
+//
+// A rank gives the stages that the schedule has on it: with "interleaved-1f1b" on two ranks, for
+// instance, stages 0 and 2 on the first. The pipeline has them as "stage0", "stage2". In options
+// `balance` is refused, and `skips` count stages; all ranks give all of these. Stages of one rank
+// may share parameters; those of several ranks share none, since no rank sees them both. Losses and
+// gradients are those of one process, bit for bit.
+//
+// The constructor is collective. It throws ValueError on all ranks where one has stages that the
+// schedule does not have there.
+class StagePipeline : public torch::nn::ModuleHolder<StagePipelineImpl> {
+ public:
+  using torch::nn::ModuleHolder<StagePipelineImpl>::ModuleHolder;
+  explicit StagePipeline(std::vector<PipelineStage> stages, const PipelineOptions& options = {})
+      : ModuleHolder(std::make_shared<StagePipelineImpl>(std::move(stages), options)) {}
+  StagePipeline(std::vector<PipelineStage> stages, std::shared_ptr<Communicator> communicator,
+                const PipelineOptions& options = {})
+      : ModuleHolder(std::make_shared<StagePipelineImpl>(std::move(stages), std::move(communicator),
+                                                         options)) {}
+};
+
+}  // namespace trireme
