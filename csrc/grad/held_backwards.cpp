@@ -1,6 +1,6 @@
 #include <trireme/grad/held_backwards.h>
 
-#include <trireme/grad/tensor_registry.h>
+#include <trireme/memory/tensor_registry.h>
 
 namespace trireme {
 namespace {

@@ -1,6 +1,6 @@
 #include <trireme/grad/write_gate.h>
 
-#include <trireme/grad/tensor_registry.h>
+#include <trireme/memory/tensor_registry.h>
 
 #include <c10/util/ScopeExit.h>
 

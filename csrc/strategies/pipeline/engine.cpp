@@ -6,7 +6,7 @@
 #include <trireme/common/interruption.h>
 #include <trireme/strategies/pipeline/refuse.h>
 #include <trireme/strategies/pipeline/row_agreement.h>
-#include <trireme/strategies/pipeline/row_gradients.h>
+#include <trireme/strategies/pipeline/gradients/row_gradients.h>
 #include <trireme/strategies/pipeline/schedule_costs.h>
 #include <trireme/strategies/pipeline/skip_edges.h>
 #include <trireme/strategies/pipeline/stage.h>
@@ -137,7 +137,7 @@ class PipelineEngine::Row {
   struct RowAction {
     ActionKind kind;
     Stage* stage;
-    size_t place;  // of the stage among those of this rank
+    size_t place;  // the stage's among those of this rank
     int64_t micro_batch;
     std::string label;  // "2F3"
     std::string trace;
@@ -453,7 +453,7 @@ class PipelineEngine::Row {
   bool has_failed_ = false;
   std::vector<PipelineValue> inputs_;
   std::vector<at::Tensor> losses_;         // one per micro-batch
-  std::vector<at::Tensor> parts_of_loss_;  // of layers of this rank, in all micro-batches
+  std::vector<at::Tensor> parts_of_loss_;  // what layers of this rank added, in all micro-batches
   Evaluation result_;
 };
 

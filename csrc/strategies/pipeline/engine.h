@@ -6,7 +6,7 @@
 #include <trireme/strategies/pipeline/schedule.h>
 #include <trireme/strategies/pipeline/skip.h>
 #include <trireme/strategies/pipeline/stage_function.h>
-#include <trireme/strategies/pipeline/tied_parameters.h>
+#include <trireme/strategies/pipeline/gradients/tied_parameters.h>
 
 #include <ATen/core/Tensor.h>
 

@@ -47,8 +47,8 @@ using PipelineLoss = std::function<at::Tensor(const at::Tensor& output, const at
 TRIREME_API PipelineSchedule schedule_of(const PipelineOptions& options, int64_t ranks);
 // Says who a rank of several pipelines talks to.
 struct PipelineRanks {
-  std::shared_ptr<Communicator> communicator;      // those of its pipeline
-  std::shared_ptr<Communicator> copies = nullptr;  // those with the same stages; null for one copy
+  std::shared_ptr<Communicator> communicator;      // has its pipeline
+  std::shared_ptr<Communicator> copies = nullptr;  // has who holds the same stages; null for one copy
 };
 // Cuts ranks into as many pipelines. Collective. Throws ValueError where that leaves some over.
 TRIREME_API PipelineRanks ranks_of_copy(std::shared_ptr<Communicator> all, int64_t copies);
@@ -89,7 +89,7 @@ class PipelineImpl : public torch::nn::Module, public HoldsStages {
     const std::vector<StageTensors> stages = tensors_of(named, bounds, schedule);
     names_in_whole_ = trireme::names_in_whole(*net);
     if (options.deferred_batch_norm) {
-      DeferredBatchNorms all;  // those of other ranks are refused here, too
+      DeferredBatchNorms all;  // other ranks refuse their layers here, too
       for (const auto& item : named) all.add(item.value(), item.key());
     }
     std::vector<PipelineStageRequest> requests;

@@ -16,7 +16,7 @@ namespace trireme {
 
 struct PipelineStageOptions {
   int64_t stage = 0;      // counts from 0
-  int64_t stages = 1;     // of the whole pipeline
+  int64_t stages = 1;     // how many the whole pipeline has
   std::string name = {};  // tells it in messages; the module's class if empty
 };
 

@@ -118,7 +118,7 @@ class Stage {
   std::string name_;
   std::shared_ptr<StageFunction> function_;
   StageSkips skips_;               // has what the forward that ran last did
-  std::vector<at::Tensor> parts_;  // of the loss, in that forward
+  std::vector<at::Tensor> parts_;  // what that forward added to the loss
   bool trains_ = false;
   int64_t divisor_ = 1;
   std::vector<Live> live_;

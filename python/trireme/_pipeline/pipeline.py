@@ -136,7 +136,6 @@ class Pipeline(ScalesLosses, nn.Module):
         counts = cut.deal_out(self._schedule.stages, self._communicator)
         self._stages = stages_of(list(layers), counts, self._schedule.stage_rank)
         own = self._agree_on_stages(layers)
-        last = self._schedule.stages - 1
         kept = [name for stage in own for name in stage.layers]
         self._norms = defer(layers, kept, chunks if deferred_batch_norm else None)
         cut.show({name: layers[name] for name in kept}, self)
@@ -153,7 +152,13 @@ class Pipeline(ScalesLosses, nn.Module):
         ]
         self._seen = list(self.parameters())
         note_stages(self._seen, self)
-        self._core = _C.PipelineEngine(
+        self._core = self._make_engine(scale_grads, tied_between(layers, self._stages))
+
+    def _make_engine(
+        self, scale_grads: bool, tied: list[list[tuple[int, str]]]
+    ) -> _C.PipelineEngine:
+        last = self._schedule.stages - 1
+        return _C.PipelineEngine(
             self._schedule._core,
             [
                 (
@@ -170,7 +175,7 @@ class Pipeline(ScalesLosses, nn.Module):
             self._communicator,
             scale_grads,
             self._skips_of_stages(),
-            tied_between(layers, self._stages),
+            tied,
             self._copies,
         )
 

@@ -1,4 +1,4 @@
-#include <trireme/strategies/pipeline/replicas.h>
+#include <trireme/strategies/pipeline/gradients/replicas.h>
 
 #include <trireme/grad/no_sync.h>
 #include <trireme/strategies/ddp/distributed_data_parallel.h>

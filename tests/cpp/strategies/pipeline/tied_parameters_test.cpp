@@ -1,4 +1,4 @@
-#include <trireme/strategies/pipeline/tied_parameters.h>
+#include <trireme/strategies/pipeline/gradients/tied_parameters.h>
 
 #include <trireme/strategies/pipeline/pipeline.h>
 

@@ -1,4 +1,4 @@
-#include <trireme/strategies/pipeline/step_gradients.h>
+#include <trireme/strategies/pipeline/gradients/step_gradients.h>
 
 #include <ATen/ATen.h>
 

@@ -1,4 +1,4 @@
-#include <trireme/strategies/pipeline/row_gradients.h>
+#include <trireme/strategies/pipeline/gradients/row_gradients.h>
 
 #include <trireme/strategies/pipeline/refuse.h>
 

@@ -1,4 +1,4 @@
-#include <trireme/strategies/pipeline/stage_strategies.h>
+#include <trireme/strategies/pipeline/gradients/stage_strategies.h>
 
 #include <algorithm>
 #include <utility>

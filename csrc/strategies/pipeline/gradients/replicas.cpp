@@ -1,4 +1,4 @@
-#include <trireme/strategies/pipeline/replicas.h>
+#include <trireme/strategies/pipeline/gradients/replicas.h>
 
 #include <trireme/common/error.h>
 

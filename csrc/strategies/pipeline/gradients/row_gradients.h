@@ -1,10 +1,10 @@
 #pragma once
 
 #include <trireme/strategies/pipeline/engine.h>
-#include <trireme/strategies/pipeline/replicas.h>
-#include <trireme/strategies/pipeline/stage_strategies.h>
-#include <trireme/strategies/pipeline/step_gradients.h>
-#include <trireme/strategies/pipeline/tied_parameters.h>
+#include <trireme/strategies/pipeline/gradients/replicas.h>
+#include <trireme/strategies/pipeline/gradients/stage_strategies.h>
+#include <trireme/strategies/pipeline/gradients/step_gradients.h>
+#include <trireme/strategies/pipeline/gradients/tied_parameters.h>
 
 #include <ATen/core/Tensor.h>
 
@@ -62,7 +62,7 @@ class RowGradients {
     int64_t stage = 0;
     std::vector<at::Tensor> all = {};
     std::vector<at::Tensor> own = {};       // without those of strategies
-    std::vector<at::Tensor> complete = {};  // those of them that no later stage has, nor is tied
+    std::vector<at::Tensor> complete = {};  // what of it no later stage has, nor is tied
   };
 
   void spread_values(const std::vector<PipelineStageRequest>& stages);
@@ -80,7 +80,7 @@ class RowGradients {
   std::vector<at::Tensor> buffers_;
   StepGradients gradients_;
   Step step_;
-  bool buffers_may_differ_ = false;  // as they do after a step that synchronized
+  bool buffers_may_differ_ = false;  // copies have trained since they were equal
 };
 
 }  // namespace trireme
