@@ -250,8 +250,9 @@ py::dict last_step(const PipelineEngine& engine) {
 
 // Returns nothing where all ranks say alike, else what each of them says: one gather of a number
 // in the first case. Says, too, whether any rank has set the flag.
-std::pair<std::optional<std::vector<std::string>>, bool> differing_texts(
-    const std::string& own, Communicator& communicator, bool flag) {
+std::pair<std::optional<std::vector<std::string>>, bool> differing_texts(const std::string& own,
+                                                                         Communicator& communicator,
+                                                                         bool flag) {
   const c10::Device device = communicator.device();
   const auto integers = at::TensorOptions().dtype(at::kLong).device(device);
   const auto hash = static_cast<int64_t>(std::hash<std::string>{}(own) & ~size_t{1});
@@ -305,11 +306,11 @@ void init_pipeline_engine(py::module_& module) {
            py::arg("inputs"), py::arg("has_loss"))
       .def("recover", wrap_pybind_function_no_gil(&PipelineEngine::recover))
       .def("set_parameters",
-           wrap_pybind_function([](PipelineEngine& engine, int64_t stage, Named parameters,
-                                   Strategies strategies) {
-             engine.set_parameters(stage, to_parameters(std::move(parameters)),
-                                   std::move(strategies));
-           }),
+           wrap_pybind_function(
+               [](PipelineEngine& engine, int64_t stage, Named parameters, Strategies strategies) {
+                 engine.set_parameters(stage, to_parameters(std::move(parameters)),
+                                       std::move(strategies));
+               }),
            py::arg("stage"), py::arg("parameters"), py::arg("strategies"))
       .def("has_strategies", wrap_pybind_function(&PipelineEngine::has_strategies))
       .def("later_copies", wrap_pybind_function(&PipelineEngine::later_copies))

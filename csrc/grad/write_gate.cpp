@@ -25,9 +25,7 @@ void put_gate(const std::vector<at::Tensor>& parameters, const std::shared_ptr<W
   gates().put(parameters, gate);
 }
 
-std::shared_ptr<WriteGate> gate_of(const at::Tensor& parameter) {
-  return gates().find(parameter);
-}
+std::shared_ptr<WriteGate> gate_of(const at::Tensor& parameter) { return gates().find(parameter); }
 
 void pass_gates(const torch::optim::Optimizer& optimizer) {
   if (passed == &optimizer) return;

@@ -21,8 +21,7 @@ from trireme.ddp import DistributedDataParallel  # noqa: E402
 from trireme.host_writing import writing  # noqa: E402
 from trireme.launch import Context, init, shutdown  # noqa: E402
 from trireme.memory_estimate import MemoryBytes, MemoryEstimate, estimate_memory  # noqa: E402
-from trireme.rank_log import get_logger  # noqa: E402
-from trireme.ranks import all_mean, rank_generator  # noqa: E402
+from trireme.ranks import all_mean, get_logger, rank_generator  # noqa: E402
 from trireme.sync_batch_norm import SyncBatchNorm, convert_sync_batchnorm  # noqa: E402
 
 if TYPE_CHECKING:

@@ -4,8 +4,8 @@
 #include <trireme/grad/join.h>
 #include <trireme/saving/held_parts.h>
 #include <trireme/strategies/fsdp/fsdp.h>
-#include <trireme/strategies/fsdp/unit_hold.h>
 #include <trireme/strategies/fsdp/offload_plan.h>
+#include <trireme/strategies/fsdp/unit_hold.h>
 
 #include <torch/nn/module.h>
 #include <torch/serialize/archive.h>

@@ -4,9 +4,9 @@
 #include <trireme/common/error.h>
 #include <trireme/common/exception_text.h>
 #include <trireme/common/interruption.h>
+#include <trireme/strategies/pipeline/gradients/row_gradients.h>
 #include <trireme/strategies/pipeline/refuse.h>
 #include <trireme/strategies/pipeline/row_agreement.h>
-#include <trireme/strategies/pipeline/gradients/row_gradients.h>
 #include <trireme/strategies/pipeline/schedule_costs.h>
 #include <trireme/strategies/pipeline/skip_edges.h>
 #include <trireme/strategies/pipeline/stage.h>
@@ -150,8 +150,8 @@ class PipelineEngine::Row {
       Stage& stage = *stages_[place];
       if (stage.index() != action.stage) continue;
       const std::string label = to_string(action);
-      actions_.push_back({action.kind, &stage, place, action.micro_batch, label,
-                          "trireme::pipeline::" + label});
+      actions_.push_back(
+          {action.kind, &stage, place, action.micro_batch, label, "trireme::pipeline::" + label});
     }
   }
 
@@ -173,8 +173,8 @@ class PipelineEngine::Row {
   std::vector<size_t> mark_last_actions() {
     std::vector<size_t> order;
     for (auto action = actions_.rbegin(); action != actions_.rend(); ++action) {
-      const bool accumulates = action->kind == ActionKind::kBackward ||
-                               action->kind == ActionKind::kBackwardWeight;
+      const bool accumulates =
+          action->kind == ActionKind::kBackward || action->kind == ActionKind::kBackwardWeight;
       if (!accumulates || std::count(order.begin(), order.end(), action->place) > 0) continue;
       action->completes = true;
       order.insert(order.begin(), action->place);

@@ -3,10 +3,10 @@
 #include <trireme/comm/tensor_channel.h>
 #include <trireme/grad/held_backwards.h>
 #include <trireme/module/module_parameters.h>
+#include <trireme/strategies/pipeline/gradients/tied_parameters.h>
 #include <trireme/strategies/pipeline/schedule.h>
 #include <trireme/strategies/pipeline/skip.h>
 #include <trireme/strategies/pipeline/stage_function.h>
-#include <trireme/strategies/pipeline/gradients/tied_parameters.h>
 
 #include <ATen/core/Tensor.h>
 
@@ -84,9 +84,9 @@ struct PipelineReport {
 //
 // Cost of a step: per micro-batch and pair of stages on different ranks one message onward and,
 // where gradients are due, one back, and as many for each pair of stages with skips; one all-reduce
-// of 24 bytes; TiedParameters and Replicas say what these cost. Memory: what autograd keeps of the micro-batches
-// that are live, and slots for messages: check_schedule() says how many, and skips have one per
-// micro-batch.
+// of 24 bytes; TiedParameters and Replicas say what these cost. Memory: what autograd keeps of the
+// micro-batches that are live, and slots for messages: check_schedule() says how many, and skips
+// have one per micro-batch.
 //
 // One thread at a time. It is made, called and destroyed without the GIL.
 class TRIREME_API PipelineEngine {
@@ -112,8 +112,8 @@ class TRIREME_API PipelineEngine {
   // if the step `synchronizes`. Collective.
   //
   // Throws what went wrong, on all ranks: their texts name stage, rank and action. .grad is then
-  // what it was before, but for parameters that a strategy averages, and the next step works, unless
-  // the group must be rebuilt.
+  // what it was before, but for parameters that a strategy averages, and the next step works,
+  // unless the group must be rebuilt.
   struct StepMode {
     bool synchronizes = true;  // false in steps that only accumulate
     // Says whether any rank has_strategies(); where callers do not know, ranks ask each other: one
@@ -136,8 +136,9 @@ class TRIREME_API PipelineEngine {
   void set_parameters(int64_t stage, NamedParameters parameters,
                       std::vector<std::shared_ptr<HeldBackwards>> strategies = {});
 
-  // Says whether a strategy averages gradients of stages of this rank: DistributedDataParallel, ZeRO
-  // 2 or fully_shard. Losses are then divided by the number of micro-batches, in place of gradients.
+  // Says whether a strategy averages gradients of stages of this rank: DistributedDataParallel,
+  // ZeRO 2 or fully_shard. Losses are then divided by the number of micro-batches, in place of
+  // gradients.
   bool has_strategies() const;
 
   // Returns the parameters of this rank that are copies of those of earlier stages.

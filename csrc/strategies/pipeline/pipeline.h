@@ -47,8 +47,9 @@ using PipelineLoss = std::function<at::Tensor(const at::Tensor& output, const at
 TRIREME_API PipelineSchedule schedule_of(const PipelineOptions& options, int64_t ranks);
 // Says who a rank of several pipelines talks to.
 struct PipelineRanks {
-  std::shared_ptr<Communicator> communicator;      // has its pipeline
-  std::shared_ptr<Communicator> copies = nullptr;  // has who holds the same stages; null for one copy
+  std::shared_ptr<Communicator> communicator;  // has its pipeline
+  std::shared_ptr<Communicator> copies =
+      nullptr;  // has who holds the same stages; null for one copy
 };
 // Cuts ranks into as many pipelines. Collective. Throws ValueError where that leaves some over.
 TRIREME_API PipelineRanks ranks_of_copy(std::shared_ptr<Communicator> all, int64_t copies);

@@ -26,8 +26,7 @@ void pipeline_loss(const at::Tensor& value, double weight) {
   }
 }
 
-LossScope::LossScope(std::vector<StageLoss>& losses)
-    : before_(std::exchange(receiver, &losses)) {}
+LossScope::LossScope(std::vector<StageLoss>& losses) : before_(std::exchange(receiver, &losses)) {}
 
 LossScope::~LossScope() { receiver = before_; }
 

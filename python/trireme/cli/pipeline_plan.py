@@ -14,8 +14,8 @@ import torch
 from trireme import PipelineSchedule, pipeline_schedule
 from trireme._core.errors import Area
 from trireme.cli.counted_activations import make_model, make_sample
-from trireme.cli.pipeline_estimate import PipelineEstimate, RankOfPipeline, estimate_pipeline
 from trireme.cli.table import COLUMNS, dtype_of, unit_for
+from trireme.pipeline_estimate import PipelineEstimate, RankOfPipeline, estimate_pipeline
 
 refuse = Area("plan").refuse
 

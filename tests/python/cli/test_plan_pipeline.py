@@ -12,7 +12,7 @@ import pytest
 import trireme
 from torch import nn
 from trireme.__main__ import main
-from trireme.cli.pipeline_estimate import peak_bytes
+from trireme.pipeline_estimate import peak_bytes
 
 Patch = pytest.MonkeyPatch
 Captured = pytest.CaptureFixture[str]

@@ -36,12 +36,12 @@ void Replicas::begin_step(int64_t step, bool averages) {
   communicator_->all_reduce({sum}, ReduceOp::kSum, "beginning of step " + std::to_string(step))
       .wait();
   const auto averaging = sum.item<double>();
-  TORCH_CHECK_VALUE(averaging == 0 || averaging == static_cast<double>(communicator_->world()),
-                    error_text("pipeline",
-                               c10::str("got a step that ", averaging, " of ",
-                                        communicator_->world(),
-                                        " copies of the pipeline average, and the others do not"),
-                               communicator_->rank_of(), "Enter no_sync() on all copies or none."));
+  TORCH_CHECK_VALUE(
+      averaging == 0 || averaging == static_cast<double>(communicator_->world()),
+      error_text("pipeline",
+                 c10::str("got a step that ", averaging, " of ", communicator_->world(),
+                          " copies of the pipeline average, and the others do not"),
+                 communicator_->rank_of(), "Enter no_sync() on all copies or none."));
 }
 
 void Replicas::average(const Tensors& parameters, const std::string& label) {

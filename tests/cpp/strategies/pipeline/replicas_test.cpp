@@ -88,9 +88,8 @@ TEST_CASE("copies of a pipeline average their gradients") {
               const at::NoGradGuard no_grad;
               for (const at::Tensor& parameter : own->parameters()) parameter.zero_();
             }
-            Pipeline<> pipe(
-                own, rank.communicator,
-                PipelineOptions{.chunks = kChunks, .schedule = schedule, .copies = 2});
+            Pipeline<> pipe(own, rank.communicator,
+                            PipelineOptions{.chunks = kChunks, .schedule = schedule, .copies = 2});
             for (int64_t i = 0; i < 3; ++i) {
               pipe->zero_grad();
               step(pipe, 1, copy);

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from trireme._pipeline import refuse
+from trireme._pipeline.cut import stages_of
 from trireme._pipeline.measure import MeasuredLayer, measure_layers
 from trireme._pipeline.schedule import PipelineSchedule
 from trireme._pipeline.stages import Balance, Stage, deal_out, layers_of
@@ -74,7 +75,7 @@ def estimate_pipeline(
         refuse(got, "Use fewer ranks, or fewer stages per rank.")
     is_measured = isinstance(balance, str)
     counts = deal_out(module, schedule.stages, balance, sample if is_measured else None)
-    stages = _stages(list(layers), counts, schedule.stage_rank)
+    stages = stages_of(list(layers), counts, schedule.stage_rank)
     # Each stage as a whole saves once what several of its layers need.
     whole = [nn.Sequential(*(layers[name] for name in stage.layers)) for stage in stages]
     measured = measure_layers(nn.Sequential(*whole), sample)
@@ -108,14 +109,6 @@ def peak_bytes(schedule: PipelineSchedule, rank: int, bytes_of: Sequence[int]) -
             held += change * bytes_of[one.stage]
             peak = max(peak, held)
     return peak
-
-
-def _stages(layers: list[str], counts: Sequence[int], stage_rank: Sequence[int]) -> list[Stage]:
-    begin, stages = 0, []
-    for number, (count, rank) in enumerate(zip(counts, stage_rank, strict=True)):
-        stages.append(Stage(number, rank, tuple(layers[begin : begin + count])))
-        begin += count
-    return stages
 
 
 def _times(measured: Sequence[MeasuredLayer]) -> _Times:
