@@ -32,6 +32,7 @@ from trireme._c_fsdp import ShardedParamSpec as ShardedParamSpec
 from trireme._c_fsdp import UnitOffload as UnitOffload
 from trireme._c_fsdp import plan_offload as plan_offload
 from trireme._c_pipeline import HeldBackwards as HeldBackwards
+from trireme._c_pipeline import LossCollector as LossCollector
 from trireme._c_pipeline import PipelineAction as PipelineAction
 from trireme._c_pipeline import PipelineEngine as PipelineEngine
 from trireme._c_pipeline import PipelineSchedule as PipelineSchedule
@@ -41,6 +42,7 @@ from trireme._c_pipeline import differing_texts as differing_texts
 from trireme._c_pipeline import find_tied as find_tied
 from trireme._c_pipeline import make_pipeline_schedule as make_pipeline_schedule
 from trireme._c_pipeline import partition as partition
+from trireme._c_pipeline import pipeline_loss as pipeline_loss
 from trireme._c_pipeline import read_pipeline_schedule as read_pipeline_schedule
 
 _Tensors = Sequence[torch.Tensor]

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from torch import Tensor
 
 from trireme import _C
+from trireme._C import LossCollector
 
 
 def pipeline_loss(value: Tensor, weight: float = 1.0) -> None:
@@ -32,7 +33,7 @@ def pipeline_loss(value: Tensor, weight: float = 1.0) -> None:
 class CollectedLosses:
     """Parts of a loss, in the order in which layers had them."""
 
-    def __init__(self, collector: _C.LossCollector) -> None:
+    def __init__(self, collector: LossCollector) -> None:
         self._collector = collector
 
     def parts(self) -> list[tuple[Tensor, float]]:
@@ -53,7 +54,7 @@ def collect_losses() -> Iterator[CollectedLosses]:
         loss = loss_fn(module(x), y)
     (loss + losses.total()).backward()
     """
-    collector = _C.LossCollector()
+    collector = LossCollector()
     collector.begin()
     try:
         yield CollectedLosses(collector)

@@ -12,8 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from trireme import _C
-from trireme._C import Communicator
+from trireme._C import Communicator, PipelineEngine
 from trireme._core.group_communicator import communicator_of
 from trireme._core.owners import note_stages
 from trireme._pipeline import AREA, refuse
@@ -131,7 +130,7 @@ class Pipeline(ScalesLosses, nn.Module):
             "scale_grads": scale_grads,
             "deferred_batch_norm": deferred_batch_norm,
         }
-        cut = Cut(module, said["split"], balance, sample, deferred_batch_norm)
+        cut = Cut(module, split, balance, sample, deferred_batch_norm)
         layers = self._agree_on_layers(cut, schedule, costs, said)
         counts = cut.deal_out(self._schedule.stages, self._communicator)
         self._stages = stages_of(list(layers), counts, self._schedule.stage_rank)
@@ -154,11 +153,9 @@ class Pipeline(ScalesLosses, nn.Module):
         note_stages(self._seen, self)
         self._core = self._make_engine(scale_grads, tied_between(layers, self._stages))
 
-    def _make_engine(
-        self, scale_grads: bool, tied: list[list[tuple[int, str]]]
-    ) -> _C.PipelineEngine:
+    def _make_engine(self, scale_grads: bool, tied: list[list[tuple[int, str]]]) -> PipelineEngine:
         last = self._schedule.stages - 1
-        return _C.PipelineEngine(
+        return PipelineEngine(
             self._schedule._core,
             [
                 (

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from trireme import _C
-from trireme._C import Communicator
+from trireme._C import Communicator, HeldBackwards
 from trireme._pipeline import refuse
 from trireme._pipeline.agreement import agree
 from trireme._pipeline.measure import measure_layers
@@ -180,7 +180,7 @@ class HeldTensors:
 
     parameters: Named
     buffers: Named
-    strategies: list[_C.HeldBackwards]
+    strategies: list[HeldBackwards]
 
 
 def held_by(layers: Mapping[str, nn.Module], seen: set[int]) -> HeldTensors:

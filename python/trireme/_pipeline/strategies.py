@@ -48,7 +48,7 @@ class Strategies:
 
         def prepare() -> None:
             if before:
-                module.reducer.prepare_for_backward([])  # type: ignore[operator, union-attr]
+                module.reducer.prepare_for_backward([])
 
         def finish() -> None:
             module.require_forward_param_sync = before

@@ -100,7 +100,7 @@ class TracedWiring:
         self._of_others = {name for node in roots for name in (str(node.target), node.name)} - own
         self._sources = [
             _source_of(argument, numbers, pair)
-            for argument, pair in zip(stage.node.args, names, strict=True)
+            for argument, pair in zip(_nodes(stage.node), names, strict=True)
         ]
         taken = {number: _taken(node, numbers) for number, node in enumerate(calls)}
         self._next = [
@@ -186,12 +186,15 @@ def _source_of(argument: fx.Node, numbers: dict[str, int], names: tuple[str, ...
 def _taken(call: fx.Node, numbers: dict[str, int]) -> list[_Source]:
     """Returns what a stage takes of others, each value once."""
     found: dict[tuple[int | None, _Path], _Source] = {}
-    for argument in call.args:
-        assert isinstance(argument, fx.Node)
+    for argument in _nodes(call):
         source = _source_of(argument, numbers, ())
         if source.stage is not None:
             found.setdefault((source.stage, source.path), source)
     return list(found.values())
+
+
+def _nodes(call: fx.Node) -> list[fx.Node]:
+    return [one for one in call.args if isinstance(one, fx.Node)]
 
 
 def _key(source: _Source, to: int) -> str:
