@@ -40,7 +40,7 @@ def layers_of(module: nn.Module) -> dict[str, nn.Module]:
     """Returns the layers of a Sequential by name, and refuses what is more than its layers."""
     if not isinstance(module, nn.Sequential):
         got = f"got a {type(module).__name__} as module, expected a torch.nn.Sequential"
-        refuse(got, "Write the model as one: each layer takes what the one before returns.",
+        refuse(got, "Write the model as one, or name in split= where it is to be cut.",
                kind=TypeError)  # fmt: skip
     if type(module).forward is not nn.Sequential.forward:
         got = f"got a {type(module).__name__} with a forward of its own, expected Sequential's"
