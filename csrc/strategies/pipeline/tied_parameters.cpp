@@ -213,6 +213,8 @@ void TiedParameters::spread_values() {
       own_[link.items[i].tied].copy_(message.tensors[i]);
     link.sums_from->done_with_one();
   }
+  // Who sent may drop the pipeline at once, and with it what others have not read.
+  gather_texts("", communicator_, communicator_.device());
 }
 
 TensorMessage TiedParameters::pack(const Link& link, int64_t step) const {
