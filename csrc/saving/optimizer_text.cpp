@@ -41,8 +41,8 @@ void compare(const TextJson& first, int64_t first_rank, const TextJson& other, i
   const auto on = [](int64_t one) { return " on rank " + std::to_string(one); };
   if (first.size() != other.size())
     refuse_groups(std::to_string(first.size()) + " parameter groups on rank " +
-                      std::to_string(first_rank) + " and " +
-                      std::to_string(other.size()) + on(rank),
+                      std::to_string(first_rank) + " and " + std::to_string(other.size()) +
+                      on(rank),
                   where);
   for (size_t i = 0; i < first.size(); ++i) {
     std::set<std::string> keys;
