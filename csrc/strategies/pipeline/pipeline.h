@@ -3,7 +3,7 @@
 #include <trireme/comm/launch/launch.h>
 #include <trireme/grad/grad_norm.h>
 #include <trireme/grad/no_sync.h>
-#include <trireme/strategies/pipeline/deferred_batch_norm.h>
+#include <trireme/module/deferred_batch_norm.h>
 #include <trireme/strategies/pipeline/engine.h>
 #include <trireme/strategies/pipeline/micro_batches.h>
 #include <trireme/strategies/pipeline/partition.h>
@@ -34,7 +34,7 @@ struct PipelineOptions {
   int64_t copies = 1;
   // Says which layer stash()es a name, and which one pop()s it: `from` and `to` count layers.
   std::vector<PipelineSkip> skips = {};
-  // Makes running statistics of BatchNorm those of whole batches (deferred_batch_norm.h).
+  // Makes running statistics of BatchNorm those of whole batches (module/deferred_batch_norm.h).
   bool deferred_batch_norm = false;
 };
 
@@ -81,7 +81,7 @@ class PipelineImpl : public torch::nn::Module {
     const auto named = net->named_children();
     const std::vector<StageTensors> stages = tensors_of(named, bounds, schedule);
     if (options.deferred_batch_norm) {
-      DeferredBatchNorms all;  // those of other ranks are refused here, too
+      DeferredBatchNorms all;  // refuses those of other ranks, too
       for (const auto& item : named) all.add(item.value(), item.key());
     }
     std::vector<PipelineStageRequest> requests;

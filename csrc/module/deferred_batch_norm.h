@@ -74,7 +74,7 @@ class TRIREME_API DeferredBatchNorms {
     at::Tensor var_before = {};
     at::Tensor tracked_before = {};
     bool is_tracked = false;
-    int64_t count = 0;  // of values per channel, seen so far
+    int64_t count = 0;  // values per channel that were seen
     at::Tensor mean = {};
     at::Tensor squares = {};  // summed, of differences from the mean
 
@@ -99,7 +99,7 @@ class TRIREME_API DeferredBatchNorms {
   static std::unique_ptr<at::ObserverContext> see(const at::RecordFunction& function);
 
   std::vector<Norm> norms_;
-  std::exception_ptr failure_;  // of the observer, out of which nothing is thrown
+  std::exception_ptr failure_;  // Is what the observer met, which throws nothing itself.
 };
 
 }  // namespace trireme
