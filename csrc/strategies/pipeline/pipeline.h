@@ -4,7 +4,7 @@
 #include <trireme/grad/grad_norm.h>
 #include <trireme/grad/no_sync.h>
 #include <trireme/saving/held_parts.h>
-#include <trireme/strategies/pipeline/deferred_batch_norm.h>
+#include <trireme/module/deferred_batch_norm.h>
 #include <trireme/strategies/pipeline/engine.h>
 #include <trireme/strategies/pipeline/micro_batches.h>
 #include <trireme/strategies/pipeline/partition.h>
@@ -36,7 +36,7 @@ struct PipelineOptions {
   int64_t copies = 1;
   // Says which layer stash()es a name, and which one pop()s it: `from` and `to` count layers.
   std::vector<PipelineSkip> skips = {};
-  // Makes running statistics of BatchNorm those of whole batches (deferred_batch_norm.h).
+  // Makes running statistics of BatchNorm those of whole batches (module/deferred_batch_norm.h).
   bool deferred_batch_norm = false;
 };
 

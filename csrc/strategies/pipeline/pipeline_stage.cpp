@@ -70,7 +70,8 @@ void share_refusal(const std::exception_ptr& own, Communicator& communicator) {
 // Calls the module of a stage.
 class StagePipelineImpl::Function final : public StageFunction {
  public:
-  Function(StagePipelineImpl& pipe, StageModule module) : pipe_(pipe), module_(std::move(module)) {}
+  Function(StagePipelineImpl& pipe, ModuleOfTensors module)
+      : pipe_(pipe), module_(std::move(module)) {}
 
   PipelineValue forward(int64_t /*micro_batch*/, PipelineValue input) override {
     const DeferredBatchNorms::Observer sees(pipe_.batch_norms_);
@@ -82,7 +83,7 @@ class StagePipelineImpl::Function final : public StageFunction {
 
  private:
   StagePipelineImpl& pipe_;
-  StageModule module_;
+  ModuleOfTensors module_;
 };
 
 StagePipelineImpl::StagePipelineImpl(std::vector<PipelineStage> stages,

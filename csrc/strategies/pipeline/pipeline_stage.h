@@ -1,7 +1,7 @@
 #pragma once
 
+#include <trireme/module/module_of_tensors.h>
 #include <trireme/strategies/pipeline/pipeline.h>
-#include <trireme/strategies/pipeline/stage_module.h>
 
 #include <cstdint>
 #include <functional>
@@ -27,15 +27,15 @@ class PipelineStage {
  public:
   template <typename Module>
   PipelineStage(Module module, PipelineStageOptions options)
-      : module_(stage_module(std::move(module))), options_(std::move(options)) {
+      : module_(module_of_tensors(std::move(module))), options_(std::move(options)) {
     if (options_.name.empty()) options_.name = module_.module->name();
   }
 
-  const StageModule& module() const { return module_; }
+  const ModuleOfTensors& module() const { return module_; }
   const PipelineStageOptions& options() const { return options_; }
 
  private:
-  StageModule module_;
+  ModuleOfTensors module_;
   PipelineStageOptions options_;
 };
 

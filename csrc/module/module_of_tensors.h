@@ -17,12 +17,12 @@
 namespace trireme {
 
 // Is a module whose forward is called with tensors, whatever its types say.
-struct StageModule {
+struct ModuleOfTensors {
   std::shared_ptr<torch::nn::Module> module;
   std::function<std::vector<at::Tensor>(std::vector<at::Tensor>)> forward;
 };
 
-namespace stage_module_types {
+namespace tensor_forwards {
 
 using Tensors = std::vector<at::Tensor>;
 
@@ -97,22 +97,22 @@ auto caller(std::shared_ptr<Impl> impl, Result (Owner::*)(Arguments...) const) {
   return caller(std::move(impl), static_cast<Result (Impl::*)(Arguments...)>(nullptr));
 }
 
-}  // namespace stage_module_types
+}  // namespace tensor_forwards
 
 template <typename Impl>
-StageModule stage_module(std::shared_ptr<Impl> impl) {
+ModuleOfTensors module_of_tensors(std::shared_ptr<Impl> impl) {
   if constexpr (std::is_same_v<Impl, torch::nn::SequentialImpl>) {  // its forward is a template
     return {impl, [impl](std::vector<at::Tensor> given) {
-              stage_module_types::expect(given.size(), 1);
+              tensor_forwards::expect(given.size(), 1);
               return std::vector<at::Tensor>{impl->forward(std::move(given.front()))};
             }};
   } else {
-    return {impl, stage_module_types::caller(impl, &Impl::forward)};
+    return {impl, tensor_forwards::caller(impl, &Impl::forward)};
   }
 }
 template <typename Impl>
-StageModule stage_module(torch::nn::ModuleHolder<Impl> holder) {
-  return stage_module(holder.ptr());
+ModuleOfTensors module_of_tensors(torch::nn::ModuleHolder<Impl> holder) {
+  return module_of_tensors(holder.ptr());
 }
 
 }  // namespace trireme

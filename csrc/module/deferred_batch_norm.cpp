@@ -1,6 +1,6 @@
-#include <trireme/strategies/pipeline/deferred_batch_norm.h>
+#include <trireme/module/deferred_batch_norm.h>
 
-#include <trireme/strategies/pipeline/refuse.h>
+#include <trireme/common/error.h>
 
 #include <ATen/ATen.h>
 #include <torch/nn/modules/batchnorm.h>
@@ -51,9 +51,10 @@ void DeferredBatchNorms::add(const std::shared_ptr<torch::nn::Module>& module,
                           add_if<torch::nn::BatchNorm2dImpl>(inner) ||
                           add_if<torch::nn::BatchNorm3dImpl>(inner);
     if (is_known || !is_other_batch_norm(*inner)) continue;
-    refuse_pipeline("got a " + inner->name() + " as '" + item.key() +
-                        "' to be deferred, expected BatchNorm1d, 2d or 3d",
-                    "Replace it, or do not defer.");
+    TORCH_CHECK_VALUE(false, error_text("pipeline",
+                                        "got a " + inner->name() + " as '" + item.key() +
+                                            "' to be deferred, expected BatchNorm1d, 2d or 3d",
+                                        {}, "Replace it, or do not defer."));
   }
 }
 
