@@ -3,8 +3,8 @@
 #include <trireme/comm/launch/launch.h>
 #include <trireme/grad/grad_norm.h>
 #include <trireme/grad/no_sync.h>
-#include <trireme/saving/held_parts.h>
 #include <trireme/module/deferred_batch_norm.h>
+#include <trireme/saving/held_parts.h>
 #include <trireme/strategies/pipeline/engine.h>
 #include <trireme/strategies/pipeline/micro_batches.h>
 #include <trireme/strategies/pipeline/partition.h>
