@@ -111,41 +111,6 @@ class PythonStage final : public StageFunction {
   std::shared_ptr<py::function> begin_weights_, finish_weights_;
 };
 
-// Calls what Python has for a strategy of which the core does not know.
-class PythonStrategy final : public HeldBackwards {
- public:
-  PythonStrategy(py::function hold, py::function prepare, py::function finish)
-      : hold_(shared_function(std::move(hold))),
-        prepare_(shared_function(std::move(prepare))),
-        finish_(shared_function(std::move(finish))) {}
-
-  void hold(bool held) override {
-    const py::gil_scoped_acquire gil;
-    const py::bool_ flag(held);
-    call(*hold_, flag.ptr());
-  }
-  void prepare_for_backward() override {
-    const py::gil_scoped_acquire gil;
-    call(*prepare_, nullptr);
-  }
-  void synchronize_unreached() override {
-    const py::gil_scoped_acquire gil;
-    call(*finish_, nullptr);
-  }
-  // Its ranks have a deadline of their own.
-  void announce_failure(const std::string& /*text*/) noexcept override {}
-
- private:
-  static void call(const py::function& function, PyObject* argument) {
-    PyObject* result = argument == nullptr ? PyObject_CallNoArgs(function.ptr())
-                                           : PyObject_CallOneArg(function.ptr(), argument);
-    if (result == nullptr) throw_python_error();
-    Py_DECREF(result);
-  }
-
-  std::shared_ptr<py::function> hold_, prepare_, finish_;  // dropped with the GIL
-};
-
 // Has the parts of a loss while Python's `with` lasts.
 class LossCollector {
  public:
@@ -276,12 +241,6 @@ std::pair<std::optional<std::vector<std::string>>, bool> differing_texts(const s
 void init_pipeline_engine(py::module_& module) {
   using torch::wrap_pybind_function;
   using torch::wrap_pybind_function_no_gil;
-  py::class_<HeldBackwards, std::shared_ptr<HeldBackwards>>(module, "HeldBackwards")
-      .def(py::init([](py::function hold, py::function prepare, py::function finish) {
-             return std::make_shared<PythonStrategy>(std::move(hold), std::move(prepare),
-                                                     std::move(finish));
-           }),
-           py::arg("hold"), py::arg("prepare"), py::arg("finish"));
   py::class_<PipelineEngine, std::shared_ptr<PipelineEngine>>(module, "PipelineEngine")
       .def(py::init(wrap_pybind_function(make_engine)), py::arg("schedule"), py::arg("stages"),
            py::arg("communicator"), py::arg("scale_grads"), py::arg("skips"), py::arg("tied"),

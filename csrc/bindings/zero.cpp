@@ -138,11 +138,13 @@ void init_zero(py::module_& module) {
         return to_dict(report);
       });
 
-  // Parts: (optimizer, parameters of it); whole: gradients that every rank has.
-  using Parts = std::vector<std::pair<std::shared_ptr<Zero>, std::vector<int64_t>>>;
-  // Gradients of which each rank of a group has a part; how many have the same one; the group's
-  // device.
-  using Sharded = std::vector<std::tuple<std::shared_ptr<Communicator>, int64_t, c10::Device,
+  using Ranks = std::shared_ptr<Communicator>;
+  // Parts: (optimizer, parameters of it, ranks of a pipeline); whole: gradients that every rank
+  // has.
+  using Parts = std::vector<std::tuple<std::shared_ptr<Zero>, std::vector<int64_t>, Ranks>>;
+  // Is for gradients of which each rank of a group has a part: the group, how many have the same
+  // one, the group's device, the ranks of a pipeline, gradients, and those that others count.
+  using Sharded = std::vector<std::tuple<Ranks, int64_t, c10::Device, Ranks,
                                          std::vector<at::Tensor>, std::vector<at::Tensor>>>;
   module.def(
       "clip_grad_norm_",
@@ -151,9 +153,12 @@ void init_zero(py::module_& module) {
                                      bool error_if_nonfinite) {
         std::vector<GradNormPart> all;
         if (!whole.empty()) all.push_back({whole, device_of(whole), nullptr});
-        for (const auto& [zero, parameters] : parts) all.push_back(zero->gradients(parameters));
-        for (const auto& [communicator, copies, device, gradients, elsewhere] : sharded)
-          all.push_back({gradients, device, communicator, copies, elsewhere});
+        for (const auto& [zero, parameters, stages] : parts) {
+          all.push_back(zero->gradients(parameters));
+          all.back().stages = stages;
+        }
+        for (const auto& [communicator, copies, device, stages, gradients, elsewhere] : sharded)
+          all.push_back({gradients, device, communicator, copies, elsewhere, stages});
         return clip_grad_norm_(all, {max_norm, norm_type, error_if_nonfinite});
       }),
       py::arg("whole"), py::arg("parts"), py::arg("sharded"), py::arg("max_norm"),

@@ -67,13 +67,39 @@ at::Tensor measure(const GradNormPart& part, const Combining& how) {
   return total;
 }
 
+// Returns what adds up: that of each pipeline, as all of its ranks see it, and of all other parts.
+TensorList totals_of(const std::vector<GradNormPart>& parts, const Combining& how) {
+  TensorList totals;
+  std::vector<std::pair<Communicator*, at::Tensor>> pipelines;  // in the order of parts
+  for (const GradNormPart& part : parts) {
+    const at::Tensor total = measure(part, how);
+    if (!part.stages) {
+      totals.push_back(total);
+      continue;
+    }
+    const auto same = std::find_if(pipelines.begin(), pipelines.end(),
+                                   [&](const auto& one) { return one.first == part.stages.get(); });
+    if (same == pipelines.end()) {
+      pipelines.emplace_back(part.stages.get(), total.to(part.stages->device()));
+    } else {
+      same->second = how.both(same->second, total.to(part.stages->device()));
+    }
+  }
+  for (auto& [stages, total] : pipelines) {
+    stages->all_reduce({total}, how.op(), "norm of the gradients of all stages").wait();
+    totals.push_back(total);
+  }
+  return totals;
+}
+
 void check_norm_type(double norm_type, const std::vector<GradNormPart>& parts) {
   TORCH_CHECK_VALUE(
       !std::isnan(norm_type),
       error_text("grad_norm", "got NaN as norm_type, expected a number or an infinity", {},
                  "Pass 2 for the Euclidean norm."));
-  const bool is_sharded = std::any_of(parts.begin(), parts.end(),
-                                      [](const GradNormPart& part) { return part.sharded_over; });
+  const bool is_sharded = std::any_of(parts.begin(), parts.end(), [](const GradNormPart& part) {
+    return part.sharded_over || part.stages;
+  });
   TORCH_CHECK_VALUE(
       norm_type != 0 || !is_sharded,
       error_text("grad_norm",
@@ -97,7 +123,7 @@ at::Tensor clip_grad_norm_(const std::vector<GradNormPart>& parts, const ClipOpt
   }
   const auto as_number = at::TensorOptions().dtype(at::kDouble).device(device);
   at::Tensor norm = at::full({}, how.empty(), as_number);
-  for (const GradNormPart& part : parts) norm = how.both(norm, measure(part, how).to(device));
+  for (const at::Tensor& total : totals_of(parts, how)) norm = how.both(norm, total.to(device));
   norm = parts.empty() ? at::zeros({}, as_number) : how.norm(norm);
   TORCH_CHECK(!options.error_if_nonfinite || at::isfinite(norm).item<bool>(),
               error_text("grad_norm", "got gradients whose norm is not finite, expected a number",

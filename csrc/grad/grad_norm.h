@@ -19,6 +19,9 @@ struct GradNormPart {
   int64_t copies = 1;  // each gradient lies on so many of these ranks
   // Are copies of gradients that other ranks count; they are only scaled.
   std::vector<at::Tensor> counted_elsewhere = {};
+  // Joins the ranks of a pipeline, which have other stages; null where there are none. Ranks that
+  // have nothing of a pipeline give a part without gradients.
+  std::shared_ptr<Communicator> stages = nullptr;
 };
 
 struct ClipOptions {
@@ -29,7 +32,7 @@ struct ClipOptions {
 
 // torch.nn.utils.clip_grad_norm_ for gradients of any strategy: scales all of them in place so that
 // their common norm is `max_norm` at most, and returns what it was, the same on all ranks. One
-// all-reduce of one number per group that gradients are sharded over.
+// all-reduce of one number per group that gradients are sharded over, and one per pipeline.
 //
 // Collective, if any part is sharded. Throws ValueError for a norm_type that it cannot reduce,
 // c10::Error for a norm that is not finite, if that is asked for (on all ranks).

@@ -386,8 +386,10 @@ class Zero:
 
 def clip_grad_norm_(
     whole: _Tensors,
-    parts: Sequence[tuple[Zero, Sequence[int]]],
-    sharded: Sequence[tuple[Communicator, int, torch.device, _Tensors, _Tensors]],
+    parts: Sequence[tuple[Zero, Sequence[int], Communicator | None]],
+    sharded: Sequence[
+        tuple[Communicator | None, int, torch.device, Communicator | None, _Tensors, _Tensors]
+    ],
     max_norm: float,
     norm_type: float,
     error_if_nonfinite: bool,

@@ -99,7 +99,7 @@ GradNormPart gradients_of_stages(const std::vector<at::Tensor>& parameters,
                                  std::shared_ptr<Communicator> communicator) {
   GradNormPart part;
   part.device = communicator->device();
-  part.sharded_over = std::move(communicator);
+  part.stages = std::move(communicator);
   std::unordered_set<const c10::TensorImpl*> seen;
   for (const at::Tensor& copy : copies) {
     seen.insert(copy.unsafeGetTensorImpl());

@@ -81,6 +81,7 @@ class PipelineImpl : public torch::nn::Module, public HoldsStages {
  public:
   PipelineImpl(Net net, std::shared_ptr<Communicator> communicator, const PipelineOptions& options)
       : dim_(options.dim), chunks_(options.chunks) {
+    all_ = communicator;
     PipelineRanks ranks = ranks_of_copy(std::move(communicator), options.copies);
     communicator_ = ranks.communicator;
     PipelineSchedule schedule = schedule_of(options, communicator_->world());
@@ -174,7 +175,7 @@ class PipelineImpl : public torch::nn::Module, public HoldsStages {
   const std::unordered_map<std::string, std::string>& names_in_whole() const override {
     return names_in_whole_;
   }
-  const std::shared_ptr<Communicator>& stage_ranks() const override { return communicator_; }
+  const std::shared_ptr<Communicator>& stage_ranks() const override { return all_; }
 
   const PipelineSchedule& schedule() const { return engine_->schedule(); }
   PipelineReport last_step() const { return engine_->last_step(); }
@@ -239,6 +240,7 @@ class PipelineImpl : public torch::nn::Module, public HoldsStages {
   int64_t dim_;
   int64_t chunks_;
   bool synchronizes_ = true;
+  std::shared_ptr<Communicator> all_;  // the ranks of all copies
   std::shared_ptr<Communicator> communicator_;
   std::unordered_map<std::string, std::string> names_in_whole_;
   std::vector<PipelineValue> inputs_;

@@ -49,11 +49,13 @@ def clip_grad_norm_(
     """
     cut_by_others = []
     whole: list[torch.Tensor] = []
-    parts: dict[_C.Zero, list[int]] = {}
-    Over = tuple[_C.Communicator, int, torch.device]
+    parts: dict[tuple[_C.Zero, _C.Communicator | None], list[int]] = {}
+    # What shards, how many have the same part, their device; the ranks of a pipeline.
+    Over = tuple[_C.Communicator | None, int, torch.device, _C.Communicator | None]
     sharded: dict[Over, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}  # counted here or not
     if isinstance(parameters, StagedModule):
-        sharded[parameters.norm_over_stages()] = ([], [])  # this rank may have no parameter
+        ranks = parameters.norm_over_stages()
+        sharded[None, 1, ranks.device, ranks] = ([], [])  # this rank may have no parameter
         parameters = parameters.parameters()
     elif isinstance(parameters, nn.Module):
         got = f"got a {type(parameters).__name__}, expected parameters or a trireme.Pipeline"
@@ -63,15 +65,21 @@ def clip_grad_norm_(
         optimizer = optimizer_of(parameter)
         if optimizer is not None and optimizer.stage == 2:
             number, index = optimizer._places[parameter]
-            parts.setdefault(optimizer._cores[number], []).append(index)
+            found = stages_of(parameter)
+            over_stages = None if found is None else found.norm_over_stages()
+            parts.setdefault((optimizer._cores[number], over_stages), []).append(index)
             continue
         unit = unit_of(parameter)
         if unit is None and _is_cut(parameter):
             cut_by_others.append(parameter)
         stages = stages_of(parameter)
-        over = None if unit is None else unit.norm_over(parameter)
-        if over is None and stages is not None:
-            over = stages.norm_over_stages()
+        sharers = None if unit is None else unit.norm_over(parameter)
+        over_stages = None if stages is None else stages.norm_over_stages()
+        over: Over | None = None
+        if sharers is not None:
+            over = (*sharers, over_stages)
+        elif over_stages is not None:
+            over = (None, 1, over_stages.device, over_stages)
         # On all ranks, also where this one has no gradient.
         counted, elsewhere = (whole, whole) if over is None else sharded.setdefault(over, ([], []))
         is_counted = stages is None or all(parameter is not one for one in stages.later_copies())
@@ -96,7 +104,7 @@ def clip_grad_norm_(
         return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
     return _C.clip_grad_norm_(
         whole=whole,
-        parts=list(parts.items()),
+        parts=[(zero, indices, ranks) for (zero, ranks), indices in parts.items()],
         sharded=[(*over, *gradients) for over, gradients in sharded.items()],
         max_norm=float(max_norm),
         norm_type=float(norm_type),

@@ -77,8 +77,8 @@ class StagedModule(Protocol):
     def parameters(self) -> Iterator[torch.nn.Parameter]:
         """Those of this rank."""
 
-    def norm_over_stages(self) -> tuple[Communicator, int, torch.device]:
-        """As ``ShardingUnit.norm_over``, of all its parameters."""
+    def norm_over_stages(self) -> Communicator:
+        """The ranks that have its stages."""
 
     def later_copies(self) -> list[torch.Tensor]:
         """Parameters of this rank that others count."""

@@ -116,7 +116,7 @@ class Pipeline(ScalesLosses, nn.Module):
         if loss is not None and not callable(loss):
             got = f"got {type(loss).__name__} as loss, expected what can be called, or None"
             refuse(got, "Pass a function, such as torch.nn.functional.mse_loss.", kind=TypeError)
-        self._group, copies = groups_of(mesh)
+        self._group, copies, self._all = groups_of(mesh)
         self._communicator = communicator_of(self._group)
         self._copies = communicator_of(copies) if copies is not None else None
         self._synchronizes = True
@@ -271,9 +271,9 @@ class Pipeline(ScalesLosses, nn.Module):
         values = [put_together(_one_or_text(*output)) for output in outputs]
         return merge(values, self._dim) if values else None
 
-    def norm_over_stages(self) -> tuple[Communicator, int, torch.device]:
+    def norm_over_stages(self) -> Communicator:
         """Says for :func:`clip_grad_norm_` whose gradients count together."""
-        return self._communicator, 1, self._communicator.device
+        return self._communicator
 
     def later_copies(self) -> list[Tensor]:
         """This rank's copies of parameters that layers of an earlier stage have, too: their
@@ -286,8 +286,8 @@ class Pipeline(ScalesLosses, nn.Module):
 
     @property
     def process_group(self) -> dist.ProcessGroup:
-        """The ranks that have stages."""
-        return self._group
+        """The ranks that have stages, in all copies."""
+        return self._all
 
     def last_step(self) -> dict[str, Any]:
         """Tells what this rank did in the last step: times, waiting, messages, by stage.

@@ -46,7 +46,7 @@ class LossScale:
 
     def _is_own(self, param: Tensor) -> bool:
         stages = stages_of(param)
-        return stages is not None and stages.norm_over_stages()[0] is self._communicator
+        return stages is not None and stages.norm_over_stages() is self._communicator
 
     def _refuse_to_scale(self, outputs: object) -> NoReturn:
         got = "got a call of scale() of a GradScaler whose scale the pipeline applies itself"

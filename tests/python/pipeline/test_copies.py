@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -62,6 +65,17 @@ class OneProcess:
         whole = dict(self.module.named_parameters())[name.replace("module.", "")]
         full = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
         torch.testing.assert_close(full, whole, msg=lambda text: f"{name}: {text}")
+
+
+@contextmanager
+def shared_folder() -> Iterator[str]:
+    """One temporary folder for all ranks."""
+    made = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(made)
+    yield made[0]
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(made[0])
 
 
 def batch(step: int, copy: int) -> tuple[Tensor, Tensor]:
@@ -223,6 +237,51 @@ def test_wrapped_layers_average_once_per_step(
         one.train(steps)
         for name, parameter in pipe.named_parameters():
             one.assert_same(name, parameter)
+
+
+@pytest.mark.parametrize("make", [in_ddp, sharded, "copies", "zero 2"])
+@on_shm_and_gloo_ranks(4, timeout=60)
+def test_norms_are_those_of_all_stages(rank: int, make: Any) -> None:
+    mesh, copy = meshes()
+    one = OneProcess(tanh_layers, sgd)
+    module = tanh_layers() if isinstance(make, str) else make(mesh["dp"])
+    over = mesh if make == "copies" else mesh["pp"]
+    pipe = trireme.Pipeline(module, CHUNKS, mesh=over, schedule="1f1b", loss=mse_loss)
+    if make == "zero 2":
+        group = mesh.get_group("dp")
+        optimizer = trireme.ZeroRedundancyOptimizer(
+            pipe.parameters(), torch.optim.SGD, process_group=group, stage=2, lr=0.5
+        )
+        assert optimizer.stage == 2
+    x, y = batch(0, copy)
+    pipe.step(x, target=y)
+    one.train([0])
+    expected = torch.nn.utils.clip_grad_norm_(one.module.parameters(), 0.01)
+    torch.testing.assert_close(trireme.clip_grad_norm_(pipe.parameters(), 0.01), expected)
+    clipped = trireme.clip_grad_norm_(pipe, 1.0)
+    torch.testing.assert_close(clipped, torch.tensor(0.01), atol=1e-5, rtol=1e-4)
+
+
+@on_shm_ranks(4, timeout=60)
+def test_copies_are_saved_once(rank: int) -> None:
+    mesh, copy = meshes()
+    pipe = trireme.Pipeline(tanh_layers(), CHUNKS, mesh=mesh, loss=mse_loss)
+    optimizer = torch.optim.AdamW(pipe.parameters())
+    x, y = batch(0, copy)
+    pipe.step(x, target=y)
+    optimizer.step()
+    again = trireme.Pipeline(tanh_layers(), CHUNKS, mesh=mesh, schedule="zb-v", loss=mse_loss)
+    other = torch.optim.AdamW(again.parameters())
+    with shared_folder() as folder:
+        trireme.save_checkpoint(folder + "/saved", pipe, optimizer)
+        trireme.load_checkpoint(folder + "/saved", again, other)
+    states: list[Any] = [None] * 4
+    mine = {name: one.tolist() for name, one in pipe.state_dict().items()}
+    dist.all_gather_object(states, mine)
+    whole = {**states[0], **states[1]}
+    for name, one in again.state_dict().items():
+        assert one.tolist() == whole[name], name
+    assert all(other.state[one]["step"] == 1 for one in again.parameters())
 
 
 @pytest.mark.parametrize("stage", [1, 2])
