@@ -93,6 +93,12 @@ def traced_layers(module: nn.Module, split: Sequence[str], sample: Any) -> dict[
             refuse(f"{got}: it has no '{name}'", "See named_modules().")
     if len(set(names)) != len(names):
         refuse(f"got split={names}, expected each name once", "Leave out the second.")
+    once = {name for name, _ in module.named_parameters()}
+    for name, _ in module.named_parameters(remove_duplicate=False):
+        if name not in once:
+            got = f"got '{name}' of a module that is traced, which is another parameter, too"
+            refuse(f"{got}: tracing would take them apart", "Write it as a Sequential.",
+                   kind=NotImplementedError)  # fmt: skip
     if sample is None:
         got = "got split= without sample=, expected what the module gets for a micro-batch"
         refuse(got, "Pass it: the module is traced with it.")
