@@ -86,6 +86,24 @@ def traced_layers(module: nn.Module, split: Sequence[str], sample: Any) -> dict[
         ValueError: names that are not there, or are given twice; no ``sample``.
     """
     names = [split] if isinstance(split, str) else list(split)
+    _refuse_what_cannot_be_cut(module, names, sample)
+    args = () if isinstance(sample, dict) else sample if isinstance(sample, tuple) else (sample,)
+    keywords = sample if isinstance(sample, dict) else None
+    points = dict.fromkeys(names, SplitPoint.BEGINNING)
+    cut = pipeline(module, args, keywords, split_spec=points)
+    if cut.num_stages != len(names) + 1:
+        got = f"got split={names}, at which the module falls into {cut.num_stages} parts"
+        refuse(f"{got}, expected {len(names) + 1}", "Name modules that its forward calls once.")
+    info = cut.info()
+    calls = [node for node in info.graph.nodes if node.op == "call_module"]
+    layers: dict[str, nn.Module] = {}
+    for number, (name, node) in enumerate(zip(["the beginning", *names], calls, strict=True)):
+        part = _Part(number, info, cut.get_stage_module(number), node)
+        layers[name] = _declared(TracedLayer(part, number == len(names)))
+    return layers
+
+
+def _refuse_what_cannot_be_cut(module: nn.Module, names: Sequence[str], sample: Any) -> None:
     known = dict(module.named_modules())
     for name in names:
         if name not in known or name == "":
@@ -102,20 +120,6 @@ def traced_layers(module: nn.Module, split: Sequence[str], sample: Any) -> dict[
     if sample is None:
         got = "got split= without sample=, expected what the module gets for a micro-batch"
         refuse(got, "Pass it: the module is traced with it.")
-    args = () if isinstance(sample, dict) else sample if isinstance(sample, tuple) else (sample,)
-    keywords = sample if isinstance(sample, dict) else None
-    points = dict.fromkeys(names, SplitPoint.BEGINNING)
-    cut = pipeline(module, args, keywords, split_spec=points)
-    if cut.num_stages != len(names) + 1:
-        got = f"got split={names}, at which the module falls into {cut.num_stages} parts"
-        refuse(f"{got}, expected {len(names) + 1}", "Name modules that its forward calls once.")
-    info = cut.info()
-    calls = [node for node in info.graph.nodes if node.op == "call_module"]
-    layers: dict[str, nn.Module] = {}
-    for number, (name, node) in enumerate(zip(["the beginning", *names], calls, strict=True)):
-        part = _Part(number, info, cut.get_stage_module(number), node)
-        layers[name] = _declared(TracedLayer(part, number == len(names)))
-    return layers
 
 
 def _declared(layer: TracedLayer) -> TracedLayer:
