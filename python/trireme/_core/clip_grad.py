@@ -15,6 +15,9 @@ from trireme._core.owners import StagedModule, local_of, optimizer_of, stages_of
 
 _AREA = Area("grad_norm")
 
+# The ranks that shard, how many of them have the same part, their device; the ranks of a pipeline.
+_Over = tuple[_C.Communicator | None, int, torch.device, _C.Communicator | None]
+
 
 def clip_grad_norm_(
     parameters: torch.Tensor | Iterable[torch.Tensor] | StagedModule,
@@ -50,9 +53,7 @@ def clip_grad_norm_(
     cut_by_others = []
     whole: list[torch.Tensor] = []
     parts: dict[tuple[_C.Zero, _C.Communicator | None], list[int]] = {}
-    # What shards, how many have the same part, their device; the ranks of a pipeline.
-    Over = tuple[_C.Communicator | None, int, torch.device, _C.Communicator | None]
-    sharded: dict[Over, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}  # counted here or not
+    sharded: dict[_Over, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}  # counted here or not
     if isinstance(parameters, StagedModule):
         ranks = parameters.norm_over_stages()
         sharded[None, 1, ranks.device, ranks] = ([], [])  # this rank may have no parameter
@@ -73,13 +74,7 @@ def clip_grad_norm_(
         if unit is None and _is_cut(parameter):
             cut_by_others.append(parameter)
         stages = stages_of(parameter)
-        sharers = None if unit is None else unit.norm_over(parameter)
-        over_stages = None if stages is None else stages.norm_over_stages()
-        over: Over | None = None
-        if sharers is not None:
-            over = (*sharers, over_stages)
-        elif over_stages is not None:
-            over = (None, 1, over_stages.device, over_stages)
+        over = _over(parameter)
         # On all ranks, also where this one has no gradient.
         counted, elsewhere = (whole, whole) if over is None else sharded.setdefault(over, ([], []))
         is_counted = stages is None or all(parameter is not one for one in stages.later_copies())
@@ -110,6 +105,15 @@ def clip_grad_norm_(
         norm_type=float(norm_type),
         error_if_nonfinite=error_if_nonfinite,
     )
+
+
+def _over(parameter: torch.Tensor) -> _Over | None:
+    unit, stages = unit_of(parameter), stages_of(parameter)
+    sharers = None if unit is None else unit.norm_over(parameter)
+    over_stages = None if stages is None else stages.norm_over_stages()
+    if sharers is not None:
+        return (*sharers, over_stages)
+    return None if over_stages is None else (None, 1, over_stages.device, over_stages)
 
 
 def _is_cut(parameter: torch.Tensor) -> bool:
