@@ -133,8 +133,9 @@ class DeferredBatchNorm(_BatchNorm):
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2 or input.size(1) == 0:
-            got = f"got an input of shape {list(input.shape)} in a batch norm"
-            refuse(f"{got}, expected dimensions for batch and channels", "Give it both.")
+            what = "in a batch norm, expected dimensions for batch and channels"
+            got = f"got an input of shape {list(input.shape)} {what}"
+            refuse(got, "Give it both.")
         if self._kind is not None:
             self._kind._check_input_dim(self, input)
 

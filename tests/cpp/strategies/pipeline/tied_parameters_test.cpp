@@ -48,7 +48,8 @@ Alone train_alone() {
     parameter.grad().div_(kChunks);
     each.push_back(parameter);
   }
-  Alone alone{.weight_gradient = each[0].grad().clone()};
+  Alone alone;
+  alone.weight_gradient = each[0].grad().clone();
   alone.norm = torch::nn::utils::clip_grad_norm_(each, 0.01);
   alone.clipped = each[0].grad().clone();
   return alone;
