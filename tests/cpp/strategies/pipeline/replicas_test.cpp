@@ -6,6 +6,7 @@
 
 #include <torch/nn.h>
 
+#include <atomic>
 #include <catch_torch.h>
 #include <mutex>
 #include <stdexcept>
@@ -106,6 +107,7 @@ TEST_CASE("copies of a pipeline average their gradients") {
 
 TEST_CASE("steps without synchronization accumulate in each copy") {
   const Tensors both = expected(2, {1, 2});
+  std::atomic<int> right = 0;
   run_thread_ranks(
       4,
       [&](ThreadRank& rank) {
@@ -118,10 +120,10 @@ TEST_CASE("steps without synchronization accumulate in each copy") {
         }
         const at::Tensor before = pipe->parameters()[0].grad();
         step(pipe, 2, copy);
-        TORCH_CHECK(has_gradients(*pipe, both));
-        TORCH_CHECK(pipe->parameters()[0].grad().is_same(before));
+        right += has_gradients(*pipe, both) && pipe->parameters()[0].grad().is_same(before) ? 1 : 0;
       },
       kTimeout, Engine::kShm);
+  CHECK(right == 4);
 }
 
 TEST_CASE("copies must enter no_sync() together") {
