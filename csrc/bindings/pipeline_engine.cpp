@@ -247,11 +247,13 @@ void init_pipeline_engine(py::module_& module) {
            py::arg("copies") = nullptr, py::arg("weights") = std::map<int64_t, Weights>())
       .def("step",
            wrap_pybind_function_no_gil([](PipelineEngine& engine, std::vector<Tensors> inputs,
-                                          bool synchronizes, std::optional<bool> has_strategies) {
-             return engine.step(to_inputs(std::move(inputs)), {synchronizes, has_strategies});
+                                          bool synchronizes, std::optional<bool> has_strategies,
+                                          double loss_scale) {
+             return engine.step(to_inputs(std::move(inputs)),
+                                {synchronizes, has_strategies, loss_scale});
            }),
            py::arg("inputs"), py::arg("synchronizes") = true,
-           py::arg("has_strategies") = std::nullopt)
+           py::arg("has_strategies") = std::nullopt, py::arg("loss_scale") = 1.0)
       .def("eval_step",
            wrap_pybind_function_no_gil(
                [](PipelineEngine& engine, std::vector<Tensors> inputs, bool has_loss) {

@@ -62,13 +62,16 @@ void DeferredBatchNorms::Norm::begin() {
   count = 0;
   mean = squares = at::Tensor();
   is_tracked = owner->is_training() && running_mean->defined();
-  if (!is_tracked) return;
+}
+
+void DeferredBatchNorms::Norm::set_aside() {
   mean_before = running_mean->clone();
   var_before = running_var->clone();
-  tracked_before = num_batches_tracked->clone();
+  tracked_before = *num_batches_tracked - 1;  // the layer has counted its forward by then
 }
 
 void DeferredBatchNorms::Norm::gather(const at::Tensor& input) {
+  if (!mean_before.defined()) set_aside();
   const at::ScalarType dtype = input.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
   const auto [more_mean, more_var] =
       at::batch_norm_update_stats(input.detach().to(dtype), {}, {}, /*momentum=*/0.0);
@@ -92,7 +95,7 @@ double DeferredBatchNorms::Norm::next_momentum() const {
 }
 
 void DeferredBatchNorms::Norm::end(bool is_whole) {
-  if (!is_tracked) return;
+  if (!mean_before.defined()) return;
   const at::NoGradGuard no_grad;
   const bool updates = is_whole && count > 0;
   if (updates) {
@@ -109,7 +112,6 @@ void DeferredBatchNorms::Norm::end(bool is_whole) {
 
 DeferredBatchNorms::Batch::Batch(DeferredBatchNorms& norms) : norms_(norms) {
   norms_.failure_ = nullptr;
-  const at::NoGradGuard no_grad;
   for (Norm& norm : norms_.norms_) norm.begin();
 }
 

@@ -19,9 +19,11 @@ namespace trireme {
 // [Note: how statistics of a whole batch are found]
 //
 // A child of a C++ module cannot be replaced: its owner holds it by its type. So BatchNorm layers
-// run as they are, and update their running statistics in every forward. What these held before the
-// step is set aside. While a stage computes, an observer of torch::batch_norm() sees the input of
-// each such layer; the step ends by putting back what was set aside, updated once.
+// run as they are, and update their running statistics in every forward. While a stage computes, an
+// observer of torch::batch_norm() sees the input of each such layer, before that updates anything.
+// What the statistics were before the first of these inputs is set aside: copies of a pipeline
+// begin a step with those of the first one. The step ends by putting back what was set aside,
+// updated once.
 
 // Lets running statistics of torch::nn::BatchNorm1d, 2d and 3d be those of whole batches: mean and
 // variance of all values that the micro-batches of a step have, as of one forward over them.
@@ -79,6 +81,8 @@ class TRIREME_API DeferredBatchNorms {
     at::Tensor squares = {};  // sums of squared differences from the mean
 
     void begin();
+    void set_aside();
+    // Is called before the layer updates its running statistics.
     void gather(const at::Tensor& input);
     // Puts back what was before, updated with what was seen if the batch is whole.
     void end(bool is_whole);

@@ -106,6 +106,7 @@ class PipelineEngine:
         inputs: Sequence[Sequence[Tensor]],
         synchronizes: bool = True,
         has_strategies: bool | None = None,
+        loss_scale: float = 1.0,
     ) -> Tensor: ...
     def eval_step(
         self, inputs: Sequence[Sequence[Tensor]], has_loss: bool

@@ -116,6 +116,7 @@ class PipelineEngine::Row {
     bool synchronizes = false;
     bool has_loss = true;
     std::optional<bool> has_strategies = {};
+    double loss_scale = 1;
   };
 
   Evaluation run(std::vector<PipelineValue> inputs, Mode mode) {
@@ -155,8 +156,6 @@ class PipelineEngine::Row {
     }
   }
 
-  int64_t micro_batches() const { return schedule_.micro_batches; }
-
   // Says whether any rank has strategies around its stages.
   bool find_strategies(const Mode& mode) {
     const bool exist = gradients_->find_strategies();
@@ -190,8 +189,9 @@ class PipelineEngine::Row {
     const auto begin = Clock::now();
     // Strategies average what backwards bring: then losses are divided, in place of gradients.
     const bool divides_losses = mode.trains && find_strategies(mode);
-    for (const auto& stage : stages_)
-      stage->begin_step(mode.trains, divides_losses && options_.scale_grads ? micro_batches() : 1);
+    const bool is_divided = divides_losses && options_.scale_grads;
+    const double divisor = is_divided ? static_cast<double>(schedule_.micro_batches) : 1;
+    for (const auto& stage : stages_) stage->begin_step(mode.trains, mode.loss_scale / divisor);
     if (mode.trains) gradients_->begin_step({step_, mode.synchronizes, !divides_losses});
     inputs_ = std::move(inputs);
     result_ = {};
@@ -352,8 +352,8 @@ class PipelineEngine::Row {
   }
 
   // Takes the loss to all ranks, once all have finished, with what layers of any stage had of it.
-  // Losses are added up one after the other:
-  // mean() would add them in another order, and so round otherwise than a loop in one process.
+  // Losses are added up one after the other: mean() would add them in another order, and so round
+  // otherwise than a loop in one process.
   at::Tensor finish() {
     LossMessage message;
     if (!losses_.empty()) {
@@ -471,7 +471,8 @@ at::Tensor PipelineEngine::step(std::vector<PipelineValue> inputs, const StepMod
   return row_
       ->run(std::move(inputs), {.trains = true,
                                 .synchronizes = mode.synchronizes,
-                                .has_strategies = mode.has_strategies})
+                                .has_strategies = mode.has_strategies,
+                                .loss_scale = mode.loss_scale})
       .loss;
 }
 

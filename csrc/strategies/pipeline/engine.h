@@ -119,6 +119,9 @@ class TRIREME_API PipelineEngine {
     // Says whether any rank has_strategies(); where callers do not know, ranks ask each other: one
     // more all-reduce of a number.
     std::optional<bool> has_strategies = {};
+    // Multiplies gradients, as that of a GradScaler, and not the loss that is returned. Equal on
+    // all ranks.
+    double loss_scale = 1;
   };
   at::Tensor step(std::vector<PipelineValue> inputs, const StepMode& mode);
   at::Tensor step(std::vector<PipelineValue> inputs) { return step(std::move(inputs), StepMode()); }

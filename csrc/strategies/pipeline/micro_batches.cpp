@@ -11,9 +11,9 @@
 namespace trireme {
 namespace {
 
-// Returns what is wrong with a batch of this rank, or nothing.
-std::string complaint(const BatchRequest& batch) {
-  const auto& [input, target, dim, chunks] = batch;
+// Returns what is wrong with an input of this rank, or nothing.
+std::string complaint(const at::Tensor& input, const BatchRequest& batch) {
+  const auto& [inputs, target, dim, chunks] = batch;
   if (!input.defined() || input.dim() <= dim)
     return "no batch with a dimension " + std::to_string(dim);
   const int64_t rows = input.size(dim);
@@ -28,17 +28,22 @@ std::string complaint(const BatchRequest& batch) {
   return "";
 }
 
+// Returns what is wrong with a batch of this rank, behind a mark, or how many rows it has.
+std::string describe(const BatchRequest& batch) {
+  if (batch.inputs.empty()) return "!" + complaint({}, batch);
+  std::string rows;
+  for (const at::Tensor& input : batch.inputs) {
+    const std::string wrong = complaint(input, batch);
+    if (!wrong.empty()) return "!" + wrong;
+    rows += (rows.empty() ? "" : ", ") + std::to_string(input.size(batch.dim));
+  }
+  return rows + (batch.target.defined() ? " rows" : " rows without targets");
+}
+
 }  // namespace
 
 MicroBatches cut_batch(const BatchRequest& batch, Communicator& communicator) {
-  std::string own = complaint(batch);
-  if (own.empty()) {
-    own = std::to_string(batch.input.size(batch.dim)) + " rows";
-    if (!batch.target.defined()) own += " without targets";
-  } else {
-    own.insert(0, 1, '!');
-  }
-  const auto texts = gather_texts(own, communicator, communicator.device());
+  const auto texts = gather_texts(describe(batch), communicator, communicator.device());
   for (size_t rank = 0; rank < texts.size(); ++rank) {
     const RankOf where{static_cast<int64_t>(rank), communicator.world()};
     TORCH_CHECK_VALUE(texts[rank].front() != '!',
@@ -51,8 +56,12 @@ MicroBatches cut_batch(const BatchRequest& batch, Communicator& communicator) {
                    where, "Give every rank the whole batch."));
   }
   MicroBatches cut;
-  for (at::Tensor& piece : batch.input.tensor_split(batch.chunks, batch.dim))
-    cut.inputs.push_back({{std::move(piece)}});
+  cut.inputs.resize(static_cast<size_t>(batch.chunks));
+  for (const at::Tensor& input : batch.inputs) {
+    std::vector<at::Tensor> pieces = input.tensor_split(batch.chunks, batch.dim);
+    for (size_t i = 0; i < pieces.size(); ++i)
+      cut.inputs[i].tensors.push_back(std::move(pieces[i]));
+  }
   if (batch.target.defined()) cut.targets = batch.target.tensor_split(batch.chunks, batch.dim);
   return cut;
 }

@@ -11,9 +11,9 @@
 
 namespace trireme {
 
-// Is a batch that every rank gives whole. The target may be undefined.
+// Is a batch that every rank gives whole: one input or more. The target may be undefined.
 struct BatchRequest {
-  const at::Tensor& input;
+  const std::vector<at::Tensor>& inputs;
   const at::Tensor& target;
   int64_t dim = 0;
   int64_t chunks = 1;
@@ -21,8 +21,8 @@ struct BatchRequest {
 
 // Holds its micro-batches: views of it.
 struct MicroBatches {
-  std::vector<PipelineValue> inputs;
-  std::vector<at::Tensor> targets;  // none without a target
+  std::vector<PipelineValue> inputs;  // each has a piece of every input
+  std::vector<at::Tensor> targets;    // none without a target
 };
 
 // Cuts a batch into `chunks` pieces as even as can be, the first ones larger. Collective: ranks

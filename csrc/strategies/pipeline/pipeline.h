@@ -208,7 +208,7 @@ class PipelineImpl : public torch::nn::Module, public HoldsStages {
 
   void begin(const at::Tensor& input, const at::Tensor& target) {
     engine_->recover();
-    MicroBatches cut = cut_batch({input, target, dim_, chunks_}, *communicator_);
+    MicroBatches cut = cut_batch({{input}, target, dim_, chunks_}, *communicator_);
     inputs_ = std::move(cut.inputs);
     targets_ = std::move(cut.targets);
   }

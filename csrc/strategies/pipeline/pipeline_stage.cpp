@@ -1,6 +1,6 @@
 #include <trireme/strategies/pipeline/pipeline_stage.h>
 
-#include <trireme/comm/gather_texts.h>
+#include <trireme/comm/run_together.h>
 #include <trireme/common/error.h>
 #include <trireme/strategies/pipeline/refuse.h>
 
@@ -33,11 +33,7 @@ PipelineSchedule schedule_for(const std::vector<PipelineStage>& stages, Pipeline
                         std::to_string(schedule.stages) + ", as the schedule has",
                     "Correct PipelineStageOptions::stages, or take another schedule.");
   }
-  std::vector<int64_t> expected;
-  for (int64_t stage = 0; stage < schedule.stages; ++stage) {
-    if (schedule.stage_rank[static_cast<size_t>(stage)] == communicator.rank())
-      expected.push_back(stage);
-  }
+  const std::vector<int64_t> expected = stages_of(schedule, communicator.rank());
   if (given != expected) {
     refuse_pipeline(c10::str("got stages ", at::IntArrayRef(given), ", expected ",
                              at::IntArrayRef(expected), " by the schedule"),
@@ -47,22 +43,13 @@ PipelineSchedule schedule_for(const std::vector<PipelineStage>& stages, Pipeline
 }
 
 // Throws on all ranks what one of them has to say.
-void share_refusal(const std::exception_ptr& own, Communicator& communicator) {
-  std::string text;
-  try {
-    if (own) std::rethrow_exception(own);
-  } catch (const c10::Error& error) {
-    text = error.what_without_backtrace();
-  }
-  const auto texts = gather_texts(text, communicator, communicator.device());
-  if (own) std::rethrow_exception(own);
-  for (size_t rank = 0; rank < texts.size(); ++rank) {
-    TORCH_CHECK_VALUE(
-        texts[rank].empty(),
-        error_text("pipeline",
-                   "got stages that rank " + std::to_string(rank) + " cannot use: " + texts[rank],
-                   communicator.rank_of(), "Mend them there."));
-  }
+void refuse_together(const std::optional<RankFailure>& failed, RankOf where) {
+  if (!failed) return;
+  if (failed->own) std::rethrow_exception(failed->own);
+  TORCH_CHECK_VALUE(false, error_text("pipeline",
+                                      c10::str("got stages that rank ", failed->rank,
+                                               " cannot use: ", failed->text),
+                                      where, "Mend them there."));
 }
 
 }  // namespace
@@ -95,23 +82,21 @@ StagePipelineImpl::StagePipelineImpl(std::vector<PipelineStage> stages,
   std::sort(stages.begin(), stages.end(), [](const PipelineStage& a, const PipelineStage& b) {
     return a.options().stage < b.options().stage;
   });
-  std::exception_ptr refusal;
   PipelineSchedule schedule;
   std::vector<PipelineStageRequest> requests;
   PipelineEngineOptions engine_options;
   engine_options.scale_grads = options.scale_grads;
   engine_options.copies = ranks.copies;
-  try {
+  const auto prepare = [&] {
     schedule = schedule_for(stages, options, *communicator_);
     std::vector<int64_t> bounds;
     for (int64_t stage = 0; stage <= schedule.stages; ++stage) bounds.push_back(stage);
     engine_options.skips = skips_of_stages(options.skips, bounds);
     for (const PipelineStage& stage : stages)
       requests.push_back(request_of(stage, options.deferred_batch_norm));
-  } catch (const c10::Error&) {
-    refusal = std::current_exception();
-  }
-  share_refusal(refusal, *communicator_);
+  };
+  refuse_together(run_together(prepare, *communicator_, communicator_->device()),
+                  communicator_->rank_of());
   engine_ = std::make_unique<PipelineEngine>(std::move(schedule), std::move(requests),
                                              communicator_, engine_options);
 }
@@ -172,14 +157,9 @@ StagePipelineImpl::Loss StagePipelineImpl::of_one(const PipelineLoss& loss) {
 
 void StagePipelineImpl::begin(const PipelineTensors& inputs, const at::Tensor& target) {
   engine_->recover();
-  if (inputs.tensors().empty()) cut_batch({{}, target, dim_, chunks_}, *communicator_);  // throws
-  inputs_.assign(static_cast<size_t>(chunks_), {});
-  for (const at::Tensor& input : inputs.tensors()) {
-    MicroBatches cut = cut_batch({input, target, dim_, chunks_}, *communicator_);
-    for (size_t i = 0; i < inputs_.size(); ++i)
-      inputs_[i].tensors.push_back(std::move(cut.inputs[i].tensors.front()));
-    targets_ = std::move(cut.targets);
-  }
+  MicroBatches cut = cut_batch({inputs.tensors(), target, dim_, chunks_}, *communicator_);
+  inputs_ = std::move(cut.inputs);
+  targets_ = std::move(cut.targets);
 }
 
 PipelineEngine::Evaluation StagePipelineImpl::run_forwards(bool has_loss) {

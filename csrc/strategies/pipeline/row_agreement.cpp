@@ -19,10 +19,7 @@ std::string complaint(const PipelineSchedule& schedule,
   }
   std::vector<int64_t> given;
   for (const PipelineStageRequest& request : stages) given.push_back(request.stage);
-  std::vector<int64_t> expected;
-  for (int64_t stage = 0; stage < schedule.stages; ++stage) {
-    if (schedule.stage_rank[static_cast<size_t>(stage)] == where.rank) expected.push_back(stage);
-  }
+  const std::vector<int64_t> expected = stages_of(schedule, where.rank);
   if (given != expected)
     return c10::str("stages ", given, ", expected stages ", expected, " by the schedule");
   std::string found;

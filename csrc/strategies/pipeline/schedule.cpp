@@ -95,6 +95,13 @@ bool PipelineSchedule::operator==(const PipelineSchedule& other) const {
          stage_rank == other.stage_rank && rows == other.rows;
 }
 
+std::vector<int64_t> stages_of(const PipelineSchedule& schedule, int64_t rank) {
+  std::vector<int64_t> stages;
+  for (int64_t stage = 0; stage < schedule.stages; ++stage)
+    if (schedule.stage_rank[static_cast<size_t>(stage)] == rank) stages.push_back(stage);
+  return stages;
+}
+
 bool has_messages(const PipelineSchedule& schedule) {
   return std::any_of(schedule.rows.begin(), schedule.rows.end(), [](const PipelineRow& row) {
     return std::any_of(row.begin(), row.end(),

@@ -27,6 +27,9 @@ struct PipelineSchedule {
   TRIREME_API bool operator==(const PipelineSchedule& other) const;
 };
 
+// Returns the stages that a rank has, in their order.
+TRIREME_API std::vector<int64_t> stages_of(const PipelineSchedule& schedule, int64_t rank);
+
 // Tells whether a table says where messages are sent and received.
 TRIREME_API bool has_messages(const PipelineSchedule& schedule);
 

@@ -29,9 +29,9 @@ Stage::Stage(PipelineStageRequest request, const PipelineSchedule& schedule, Sta
       skips_(std::move(skips)),
       live_(static_cast<size_t>(schedule.micro_batches)) {}
 
-void Stage::begin_step(bool trains, int64_t divisor) {
+void Stage::begin_step(bool trains, double loss_gradient) {
   trains_ = trains;
-  divisor_ = divisor;
+  loss_gradient_ = loss_gradient;
   report_ = {};
   report_.stage = index_;
   waits_ = {};
@@ -104,8 +104,7 @@ Stage::Roots Stage::take_roots(Live& live, const std::vector<at::Tensor>& gradie
   for (const StageLoss& loss : std::exchange(live.losses, {})) {
     if (!loss.value.requires_grad()) continue;
     roots.edges.push_back(torch::autograd::impl::gradient_edge(loss.value));
-    roots.gradients.push_back(
-        at::full_like(loss.value, loss.weight / static_cast<double>(divisor_)));
+    roots.gradients.push_back(at::full_like(loss.value, loss.weight * loss_gradient_));
   }
   const size_t expected = live.wants_gradients ? live.outputs.size() : skips_.outgoing.size();
   TORCH_CHECK(gradients.size() == expected, "got gradients of ", gradients.size(),

@@ -46,9 +46,8 @@ class Stage {
   bool is_first() const { return index_ == 0; }
   bool is_last() const { return index_ + 1 == stages_; }
 
-  // Begins a step that trains, or one that keeps no graph.
-  // Gradients of the loss begin with one over `divisor`.
-  void begin_step(bool trains, int64_t divisor);
+  // Begins a step that trains, or one that keeps no graph. Backwards begin with `loss_gradient`.
+  void begin_step(bool trains, double loss_gradient);
   // Computes a micro-batch. `input` of the first stage is left as it is. What was stashed for other
   // stages is there to be taken until the next forward.
   PipelineValue forward(int64_t micro_batch, StageInput input);
@@ -120,7 +119,7 @@ class Stage {
   StageSkips skips_;               // has what the forward that ran last did
   std::vector<at::Tensor> parts_;  // what that forward added to the loss
   bool trains_ = false;
-  int64_t divisor_ = 1;
+  double loss_gradient_ = 1;
   std::vector<Live> live_;
   int64_t live_count_ = 0;
   int64_t live_bytes_ = 0;

@@ -30,10 +30,12 @@ from trireme._pipeline.stages import (
     MicroBatches,
     Stage,
     StageCalls,
+    are_same,
     held_by,
     keywords_of,
     refuse_meta,
     tied_between,
+    with_causes,
 )
 from trireme._pipeline.values import put_together
 
@@ -202,7 +204,8 @@ class Pipeline(ScalesLosses, nn.Module):
         error = None
         own = [stage for stage in self._stages if stage.rank == self._communicator.rank]
         try:
-            refuse_meta(layers, own)
+            for stage in own:
+                refuse_meta({name: layers[name] for name in stage.layers}, stage.number, stage.rank)
         except Exception as raised:
             error = raised
         dealt = [len(stage.layers) for stage in self._stages]
@@ -249,8 +252,8 @@ class Pipeline(ScalesLosses, nn.Module):
             torch.distributed.DistBackendError: a rank has died or does not come.
         """
         batch = self._begin("step", inputs, target, kwargs)
-        loss = self._run(lambda: self._core.step(batch, self._synchronizes, self._has_strategies))
-        return self._without_scale(loss)
+        mode = (self._synchronizes, self._has_strategies, self._scale)
+        return self._run(lambda: self._core.step(batch, *mode))
 
     def eval_step(self, *inputs: Any, target: Any = None, **kwargs: Any) -> Any:
         """Runs the forwards of a batch, without gradients.
@@ -330,9 +333,9 @@ class Pipeline(ScalesLosses, nn.Module):
         except Exception as raised:
             error = raised
         said = {"call": name, "rows": rows, "target": target is not None, "names": list(kwargs)}
+        self._scale = 1.0
         if name == "step" and self._loss_scale is not None:
-            given.scale = self._loss_scale.scale
-            said["scale of the loss"] = self._loss_scale.value()
+            self._scale = said["scale of the loss"] = self._loss_scale.value()
         self._has_strategies = agree(
             self._communicator, said, error, "a batch", flag=self._core.has_strategies()
         )
@@ -359,13 +362,8 @@ class Pipeline(ScalesLosses, nn.Module):
 
     def _run(self, run: Callable[[], Any]) -> Any:
         try:
-            with whole_batch(self._norms):
+            with with_causes(self._calls), whole_batch(self._norms):
                 return run()
-        except Exception as error:
-            cause = next((call.failure for call in self._calls if call.failure), None)
-            if cause is None or cause is error:
-                raise
-            raise error from cause
         finally:
             for call in self._calls:
                 call.batch, call.failure = MicroBatches(), None
@@ -406,7 +404,7 @@ class Pipeline(ScalesLosses, nn.Module):
     def _look_at_parameters(self) -> None:
         """Notices those that were put in place of others, and those that are elsewhere."""
         now = list(self.parameters())
-        if len(now) != len(self._seen) or any(a is not b for a, b in zip(now, self._seen)):  # noqa: B905
+        if not are_same(now, self._seen):
             self._seen = now
             note_stages(now, self)
             for call, held in zip(self._calls, self._held(), strict=True):

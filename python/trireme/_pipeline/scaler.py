@@ -21,8 +21,7 @@ class LossScale:
     def __init__(self, scaler: GradScaler, communicator: Communicator) -> None:
         self._communicator = communicator
         self._value = scaler.get_scale
-        self.scale = scaler.scale
-        self.scale(torch.zeros((), device=communicator.device))  # it has a scale from then on
+        scaler.scale(torch.zeros((), device=communicator.device))  # it has a scale from then on
         self._unscale = scaler._unscale_grads_
         theirs: Any = scaler
         theirs._unscale_grads_ = self._unscale_on_all
@@ -60,7 +59,7 @@ class ScalesLosses:
     _loss_scale: LossScale | None = None
 
     def scale_losses(self, scaler: GradScaler) -> None:
-        """From now on the losses of ``step()`` are multiplied by the scale of ``scaler``.
+        """From now on gradients of ``step()`` are multiplied by the scale of ``scaler``.
 
         Each rank passes one of its own, with the same settings, and uses it as with any model::
 
@@ -93,6 +92,3 @@ class ScalesLosses:
             refuse("got a GradScaler that another pipeline has", "Make one for each.")
         if scaler.is_enabled():
             self._loss_scale = LossScale(scaler, self._communicator)
-
-    def _without_scale(self, loss: Tensor) -> Tensor:
-        return loss if self._loss_scale is None else loss / self._loss_scale.value()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -146,19 +148,38 @@ def names_in_whole(layers: Mapping[str, nn.Module]) -> dict[str, str]:
     return later
 
 
-def refuse_meta(layers: Mapping[str, nn.Module], own: Sequence[Stage]) -> None:
-    """Refuses layers of this rank that have no memory."""
-    for stage in own:
-        for name in stage.layers:
-            for inner, tensor in [
-                *layers[name].named_parameters(name), *layers[name].named_buffers(name)
-            ]:  # fmt: skip
-                if tensor.is_meta:
-                    got = (
-                        f"got '{inner}' of stage {stage.number} on device meta (rank {stage.rank})"
-                    )
-                    refuse(f"{got}, expected this rank's layers to have memory",
-                           "Call to_empty() and initialise them.")  # fmt: skip
+def refuse_meta(layers: Mapping[str, nn.Module], stage: int, rank: int) -> None:
+    """Refuses layers of a stage of this rank that have no memory."""
+    for name, layer in layers.items():
+        for inner, tensor in [*layer.named_parameters(name), *layer.named_buffers(name)]:
+            if tensor.is_meta:
+                got = f"got '{inner}' of stage {stage} on device meta (rank {rank})"
+                refuse(f"{got}, expected this rank's layers to have memory",
+                       "Call to_empty() and initialise them.")  # fmt: skip
+
+
+def are_same(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    """Says whether two lists hold the same objects."""
+    return len(tensors) == len(others) and all(map(operator.is_, tensors, others))
+
+
+class RunsLayers(Protocol):
+    """Is what the engine calls for a stage."""
+
+    failure: Exception | None
+    """What the user's part of it raised."""
+
+
+@contextmanager
+def with_causes(calls: Iterable[RunsLayers]) -> Iterator[None]:
+    """Lets an error of the engine have the exception of this rank's layers as its cause."""
+    try:
+        yield
+    except Exception as error:
+        cause = next((call.failure for call in calls if call.failure), None)
+        if cause is None or cause is error:
+            raise
+        raise error from cause
 
 
 def keywords_of(layer: nn.Module) -> frozenset[str]:
@@ -211,8 +232,6 @@ class MicroBatches:
     """What the first layer calls the inputs."""
     keywords: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     targets: Sequence[Any] | None = None
-    scale: Callable[[Tensor], Tensor] | None = None
-    """What the loss goes through before its backward."""
 
 
 class StageCalls:
@@ -269,7 +288,7 @@ class StageCalls:
                 found = self._loss(found, *given)
             if not isinstance(found, Tensor) or found.dim() != 0:
                 self._refuse_loss(found)
-            return found if self.batch.scale is None else self.batch.scale(found)
+            return found
         except Exception as error:
             self.failure = error
             raise

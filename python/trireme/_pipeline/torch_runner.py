@@ -18,7 +18,7 @@ from trireme._pipeline.agreement import agree
 from trireme._pipeline.micro_batches import tensors_in
 from trireme._pipeline.schedule import PipelineSchedule
 from trireme._pipeline.skips import pair_skips
-from trireme._pipeline.stages import HeldTensors, held_by
+from trireme._pipeline.stages import HeldTensors, are_same, held_by, refuse_meta, with_causes
 from trireme._pipeline.torch_calls import StepInputs, TorchStageCalls
 from trireme._pipeline.torch_stage import is_traced
 
@@ -116,11 +116,7 @@ class StageRunner:
             refuse("got stages of several groups in one schedule", "Give all the same group=.")
         made = [TorchStageCalls(stage, self._loss) for stage in self._stages]
         for call in made:
-            for name, tensor in call.submod.named_parameters():
-                if tensor.is_meta:
-                    got = f"got '{name}' of stage {call.index} on device meta"
-                    refuse(f"{got}, expected this rank's layers to have memory",
-                           "Call to_empty() and initialise them.")  # fmt: skip
+            refuse_meta({"": call.submod}, call.index, call.stage.group_rank)
         return sorted(made, key=lambda call: call.index)
 
     def _make(
@@ -170,15 +166,11 @@ class StageRunner:
         try:
             is_first = self._calls[0].index == 0
             first = [tensors_in(one) for one in inputs.args] if is_first else []
-            if mode is not None:
-                core.step(first, *mode)
-            else:
-                core.eval_step(first, self.has_last_stage and inputs.targets is not None)
-        except Exception as error:
-            cause = next((call.failure for call in self._calls if call.failure), None)
-            if cause is None or cause is error:
-                raise
-            raise error from cause
+            with with_causes(self._calls):
+                if mode is not None:
+                    core.step(first, *mode)
+                else:
+                    core.eval_step(first, self.has_last_stage and inputs.targets is not None)
         finally:
             for call in self._calls:
                 call.begin(StepInputs())
@@ -189,7 +181,7 @@ class StageRunner:
     def _look_at_parameters(self, core: PipelineEngine) -> None:
         """Notices those that were put in place of others."""
         now = self._parameters()
-        if len(now) != len(self._seen) or any(a is not b for a, b in zip(now, self._seen)):  # noqa: B905
+        if not are_same(now, self._seen):
             self._seen = now
             for call, held in zip(self._calls, self._held(), strict=True):
                 core.set_parameters(call.index, held.parameters, held.strategies)

@@ -110,6 +110,33 @@ def test_the_loss_has_no_scale(rank: int) -> None:
         assert torch.equal(off.grad, plain.grad)
 
 
+class Expert(nn.Module):
+    """A layer with a part of the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        trireme.pipeline_loss(y.square().mean(), 0.5)
+        return y
+
+
+@on_shm_ranks(2, timeout=60)
+def test_parts_of_the_loss_are_scaled_alike(rank: int) -> None:
+    def make() -> nn.Sequential:
+        torch.manual_seed(4)
+        return nn.Sequential(Expert(), nn.Linear(WIDTH, WIDTH))
+
+    pipes = [trireme.Pipeline(make(), CHUNKS, ranks=True, loss=mse_loss) for _ in range(2)]
+    pipes[0].scale_losses(GradScaler("cpu", init_scale=4096.0))
+    losses = [pipe.step(rows(0), target=rows(1)) for pipe in pipes]
+    assert torch.equal(*losses)
+    for scaled, plain in zip(*(pipe.parameters() for pipe in pipes), strict=True):
+        assert torch.equal(scaled.grad, plain.grad * 4096)
+
+
 @on_shm_ranks(2, timeout=60)
 def test_a_rank_without_parameters(rank: int) -> None:
     module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())

@@ -5,17 +5,13 @@
 #include <utility>
 
 namespace trireme {
-namespace {
 
-// Adds up two gradients, of which one may be undefined, in the first one where that is possible.
-at::Tensor sum_with(at::Tensor one, const at::Tensor& other) {
-  if (!other.defined()) return one;
-  if (!one.defined()) return other;
-  if (one.is_sparse() && !other.is_sparse()) return other.clone().add_(one);
-  return one.add_(other);
+at::Tensor sum_of(at::Tensor total, const at::Tensor& gradient) {
+  if (!gradient.defined()) return total;
+  if (!total.defined()) return gradient.clone();
+  if (total.is_sparse() && !gradient.is_sparse()) return gradient.clone().add_(total);
+  return total.add_(gradient);
 }
-
-}  // namespace
 
 void StepGradients::begin(const std::vector<at::Tensor>& parameters) {
   for (const at::Tensor& parameter : parameters) {
@@ -33,8 +29,7 @@ void StepGradients::add_earlier(const std::vector<at::Tensor>& parameters, int64
     if (std::exchange(held.is_whole, true)) continue;
     at::Tensor& grad = parameter.mutable_grad();
     if (grad.defined() && divisor != 1) grad.div_(divisor);
-    if (held.before.defined())
-      grad = grad.defined() ? sum_with(grad, held.before) : held.before.clone();
+    grad = sum_of(grad, held.before);
   }
 }
 
@@ -60,7 +55,7 @@ void StepGradients::end(int64_t divisor) {
     if (grad.defined() && held.before.is_sparse() && !grad.is_sparse()) {
       grad.add_(held.before);
     } else {
-      grad = sum_with(std::move(held.before), grad);
+      grad = sum_of(std::move(held.before), grad);
     }
   }
   held_.clear();

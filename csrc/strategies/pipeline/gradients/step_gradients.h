@@ -9,6 +9,10 @@
 
 namespace trireme {
 
+// Adds a gradient to a total, in place where that is possible; either may be undefined. A dense and
+// a sparse one make a dense sum. The gradient stays as it is.
+at::Tensor sum_of(at::Tensor total, const at::Tensor& gradient);
+
 // Divides what a step adds to .grad, and not what was there before it: that is set aside until the
 // step ends, and is there again after a step that failed.
 class StepGradients {

@@ -2,6 +2,7 @@
 
 #include <trireme/comm/gather_texts.h>
 #include <trireme/common/error.h>
+#include <trireme/strategies/pipeline/gradients/step_gradients.h>
 #include <trireme/strategies/pipeline/refuse.h>
 
 #include <ATen/ATen.h>
@@ -46,13 +47,6 @@ bool are_alike(const at::Tensor& one, const at::Tensor& other) {
   if (one.numel() == 0) return true;
   const double largest = at::maximum(one.abs().max(), other.abs().max()).item<double>();
   return !((one - other).abs().max().item<double>() > kTolerance * largest);
-}
-
-at::Tensor sum_of(at::Tensor total, const at::Tensor& gradient) {
-  if (!gradient.defined()) return total;
-  if (!total.defined()) return gradient.clone();
-  if (total.is_sparse() && !gradient.is_sparse()) return gradient.clone().add_(total);
-  return total.add_(gradient);
 }
 
 }  // namespace

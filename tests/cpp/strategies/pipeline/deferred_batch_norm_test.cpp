@@ -230,6 +230,25 @@ struct OwnRulesImpl : torch::nn::Module {
 TORCH_MODULE(SyncBatchNorm);
 TORCH_MODULE(OwnRules);
 
+TEST_CASE("copies of a pipeline begin a step with the running statistics of the first") {
+  std::mutex mutex;
+  std::vector<std::vector<at::Tensor>> found(2);
+  run_thread_ranks(
+      2,
+      [&](ThreadRank& rank) {
+        torch::nn::Sequential net(torch::nn::BatchNorm1d(features()), torch::nn::Linear(6, 6));
+        Pipeline<> pipe(net, rank.communicator,
+                        PipelineOptions{.chunks = 2, .copies = 2, .deferred_batch_norm = true});
+        pipe->step(rows(rank.where.rank), rows(7), loss_of);
+        pipe->step(rows(2), rows(7), loss_of);  // of all copies
+        const std::lock_guard<std::mutex> lock(mutex);
+        found[static_cast<size_t>(rank.where.rank)] = statistics_of(*pipe);
+      },
+      std::chrono::seconds(30), Engine::kShm);
+  CHECK(found[0].size() == 3);
+  CHECK(are_close(found[1], found[0]));
+}
+
 TEST_CASE("other batch norms are refused by name") {
   run_thread_ranks(1, [](ThreadRank& rank) {
     torch::nn::Sequential net{SyncBatchNorm()};
