@@ -101,6 +101,8 @@ void init_ddp(py::module_& module) {
            py::arg("root"))
       .def("sync_module", wrap_pybind_function_no_gil(&Ddp::sync_module), py::arg("buffers"),
            py::arg("root"))
+      .def("is_held", &Ddp::is_held)
+      .def("has_averaged", wrap_pybind_function_no_gil(&Ddp::has_averaged))
       .def("prepare_for_backward",
            wrap_pybind_function_no_gil([](Ddp& ddp) { ddp.arming().prepare_for_backward(); }))
       .def("shadow_backward", wrap_pybind_function_no_gil([](Ddp& ddp, bool deliver) {

@@ -59,19 +59,21 @@ void Arming::after_forward(const std::vector<at::Tensor>& outputs, bool synchron
     });
   }
   const auto lock = this->lock();
+  wants_ = synchronize;
   if (synchronize && !(is_hooked && all_found)) arms_at_any_ = true;
   steps->forward_ends();
 }
 
 void Arming::prepare_for_backward() {
   const auto lock = this->lock();
-  forced_ = true;
+  forced_ = !held_ || (wants_ && synchronize_);
 }
 
 void Arming::hold(bool held) {
   const auto lock = this->lock();
   held_ = held;
   forced_ = false;
+  wants_ = true;
 }
 
 bool Arming::is_held() const {

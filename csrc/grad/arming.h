@@ -78,7 +78,7 @@ class TRIREME_API Arming : public HeldBackwards, public std::enable_shared_from_
   void after_forward(const std::vector<at::Tensor>& outputs, bool synchronize,
                      bool all_found = true);
   // Makes the next backward that reaches an output or a parameter synchronize, whatever its forward
-  // said.
+  // said; while it is held, unless the last forward, or the caller, said that none is to.
   void prepare_for_backward() override;
   // Says whether backwards synchronize that nobody has prepared. So does `asked`, if there is one,
   // each time.
@@ -148,6 +148,7 @@ class TRIREME_API Arming : public HeldBackwards, public std::enable_shared_from_
   bool arms_at_any_ = false;  // an output of the last forward is not known
   bool synchronize_ = true;   // see set_synchronize()
   bool held_ = false;         // see hold()
+  bool wants_ = true;         // what the last forward said, while it is held
   bool manual_finalization_ = false;
 };
 

@@ -18,7 +18,7 @@ class TRIREME_API HeldBackwards {
   virtual ~HeldBackwards() = default;
   // While it is held, only those backwards synchronize that prepare_for_backward() has asked for.
   virtual void hold(bool held) = 0;
-  // Makes the next backward synchronize.
+  // Makes the next backward synchronize, unless the user has said that none is to (no_sync).
   virtual void prepare_for_backward() = 0;
   // Takes part in a synchronization that was prepared, if no backward since has reached an output
   // or a parameter. Collective if it does.

@@ -5,9 +5,11 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <cstdint>
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace trireme {
@@ -62,6 +64,14 @@ class TRIREME_API Ddp {
     arming_->after_forward(outputs, synchronize, all_found);
   }
 
+  // Says whether a pipeline holds back its backwards. No forward tells then which backward will
+  // average: has_averaged() says whether one has since it was asked last.
+  bool is_held() const { return arming_->is_held(); }
+  bool has_averaged() {
+    const int64_t step = reducer_->last_step().step;
+    return std::exchange(seen_step_, step) != step;
+  }
+
   // `buffers` of `root` for all ranks. One collective.
   void sync_buffers(const std::vector<at::Tensor>& buffers, int64_t root);
   // Parameters and buffers of `root` for all ranks (the end of a join). A parameter that has the
@@ -82,6 +92,7 @@ class TRIREME_API Ddp {
   std::shared_ptr<Communicator> communicator_;
   std::shared_ptr<Arming> arming_ = std::make_shared<Arming>();
   std::shared_ptr<GradReducer> reducer_;
+  int64_t seen_step_ = 0;  // see has_averaged()
 };
 
 }  // namespace trireme

@@ -12,7 +12,6 @@
 #include <torch/nn/module.h>
 #include <torch/nn/pimpl.h>
 
-#include <cstdint>
 #include <functional>
 #include <memory>
 #include <utility>
@@ -46,8 +45,8 @@ class DistributedDataParallelImpl : public torch::nn::Module, public WrapsModule
   template <typename... Args>
   auto forward(Args&&... args) {
     const bool with_gradients = at::GradMode::is_enabled();
-    const bool is_held = ddp_.arming().is_held();
-    if (is_held) look_for_step();
+    const bool is_held = ddp_.is_held();
+    if (is_held && ddp_.has_averaged()) parameters_may_have_moved_ = true;
     if (with_gradients) ddp_.before_forward();
     join_.before_forward(sync_buffers_ && parameters_may_have_moved_ &&
                          !module_->buffers().empty());
@@ -87,17 +86,10 @@ class DistributedDataParallelImpl : public torch::nn::Module, public WrapsModule
   Ddp& core() { return ddp_; }
 
  private:
-  // In a pipeline no forward tells that its backward will move parameters.
-  void look_for_step() {
-    const int64_t step = ddp_.reducer().last_step().step;
-    if (std::exchange(seen_step_, step) != step) parameters_may_have_moved_ = true;
-  }
-
   Net module_;
   bool sync_buffers_;
   bool synchronize_ = true;
   bool parameters_may_have_moved_ = true;
-  int64_t seen_step_ = 0;
   Ddp ddp_;
   DdpJoin join_{ddp_, [this] { return module_->buffers(); }, parameters_may_have_moved_};
 };

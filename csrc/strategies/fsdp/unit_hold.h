@@ -26,11 +26,15 @@ class UnitHold final : public HeldBackwards {
       flag = *std::exchange(before_, std::nullopt);
     }
   }
-  void prepare_for_backward() override { group_->flags().synchronizes = true; }
+  void prepare_for_backward() override { group_->flags().synchronizes = before_.value_or(true); }
   // A backward that reaches the output of the outermost unit synchronizes all of them.
   void synchronize_unreached() override {}
   void announce_failure(const std::string& text) noexcept override {
+    const std::shared_ptr<Communicator> gatherers[] = {group_->gathers_with(),
+                                                       group_->reshards_with()};
     group_->communicator()->announce_failure(text);
+    for (const auto& ranks : gatherers)
+      if (ranks && ranks != group_->communicator()) ranks->announce_failure(text);
   }
 
  private:

@@ -260,6 +260,8 @@ class DistributedDataParallel(TorchNames):
         if torch.is_grad_enabled() and not leader._forwards:
             leader._core.before_forward()
         self._notify_join()
+        if leader._core.is_held() and leader._core.has_averaged():
+            self.require_forward_param_sync = True
         if self._check_sync_bufs_pre_fwd():
             self._sync_buffers()
         if self._join_config.enable:
@@ -293,7 +295,8 @@ class DistributedDataParallel(TorchNames):
             if not leader._forwards:
                 tensors, all_found = find_tensors(output)
                 leader._core.after_forward(tensors, synchronize, all_found)
-            self.require_forward_param_sync = synchronize
+            # In a pipeline no forward tells which backward will average.
+            self.require_forward_param_sync = synchronize and not leader._core.is_held()
         else:
             self.require_forward_param_sync = False
         return output

@@ -8,8 +8,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from trireme._C import HeldBackwards
-from trireme._core.owners import averaging_module_of, unit_of
+from trireme._C import Ddp, HeldBackwards
+from trireme._core.owners import unit_of
 from trireme._pipeline import refuse
 
 
@@ -25,50 +25,48 @@ class Strategies:
         modules = dict.fromkeys(module for layer in layers for module in layer.modules())
         for module in modules:
             if isinstance(module, DistributedDataParallel):
-                self._hold_ddp(module)
+                if not isinstance(getattr(module, "_core", None), Ddp):  # the core knows ours
+                    self._hold_torchs_ddp(module)
             elif isinstance(module, FSDPModule):
                 self._hold_sharded(module, units)
 
-    def _hold_ddp(self, module: DistributedDataParallel) -> None:
-        parameters = [one for one in module.parameters() if one.requires_grad]
-        is_ours = any(averaging_module_of(one) is module for one in parameters)
-        if not is_ours and module.find_unused_parameters:
+    def _hold_torchs_ddp(self, module: DistributedDataParallel) -> None:
+        if module.find_unused_parameters:
             got = "got a layer in torch's DistributedDataParallel with find_unused_parameters=True"
             refuse(got, "Use trireme.DistributedDataParallel.", kind=NotImplementedError)
-        before = module.require_backward_grad_sync
-        is_held = False
+        before: bool | None = None  # the flag, while it is held
 
         def hold(held: bool) -> None:
-            nonlocal before, is_held
-            if held and not is_held:
+            nonlocal before
+            if held and before is None:
                 before = module.require_backward_grad_sync
-            if held != is_held:
-                module.require_backward_grad_sync = False if held else before
-            is_held = held
+                module.require_backward_grad_sync = False
+            elif not held and before is not None:
+                module.require_backward_grad_sync, before = before, None
 
         def prepare() -> None:
             if before:
                 module.reducer.prepare_for_backward([])
 
         def finish() -> None:
-            module.require_forward_param_sync = before
+            module.require_forward_param_sync = bool(before)
 
         self.held.append(HeldBackwards(hold, prepare, finish))
-        self.parameters.update(map(id, parameters))
+        self.parameters.update(id(one) for one in module.parameters() if one.requires_grad)
 
     def _hold_sharded(self, module: FSDPModule, units: set[int]) -> None:
         assert isinstance(module, nn.Module)
         parameters = list(module.parameters())
         if module not in self._inside and not any(unit_of(one) for one in parameters):
             self._inside.update(module.modules())
-            self._hold_torchs(module)
+            self._hold_torchs_units(module)
         for unit in filter(None, map(unit_of, parameters)):
             if id(unit) not in units:
                 units.add(id(unit))
                 self.held.append(unit.held_backwards())
         self.parameters.update(map(id, parameters))
 
-    def _hold_torchs(self, module: FSDPModule) -> None:
+    def _hold_torchs_units(self, module: FSDPModule) -> None:
         if not hasattr(module, "finalize_backward"):
             refuse(
                 "got a layer that torch's fully_shard has sharded, and a torch before 2.15",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import pytest
@@ -237,6 +237,86 @@ def test_wrapped_layers_average_once_per_step(
         one.train(steps)
         for name, parameter in pipe.named_parameters():
             one.assert_same(name, parameter)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "zb-h1"])
+@on_shm_and_gloo_ranks(4, timeout=60)
+def test_a_layer_that_the_last_backward_does_not_reach(rank: int, schedule: str) -> None:
+    """It averages what earlier micro-batches brought."""
+
+    class AtFirst(nn.Module):
+        def __init__(self, layer: nn.Module) -> None:
+            super().__init__()
+            self.layer, self.calls = layer, 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return self.layer(x) if self.calls % CHUNKS == 1 else x * 1
+
+    def make(wrap: Callable[[nn.Module], nn.Module]) -> nn.Sequential:
+        first, second = tanh_layers(4)[::2]
+        return nn.Sequential(AtFirst(wrap(first)), second)
+
+    mesh, copy = meshes()
+    group = mesh.get_group("dp")
+    ddp = trireme.DistributedDataParallel
+    module = make(lambda layer: ddp(layer, process_group=group))
+    pipe = trireme.Pipeline(module, CHUNKS, mesh=mesh["pp"], schedule=schedule, loss=mse_loss)
+    one = OneProcess(
+        lambda: make(lambda layer: layer), lambda parameters: torch.optim.SGD(parameters, lr=0.0)
+    )
+    for step in range(2):
+        one.train([step])
+        pipe.zero_grad()
+        x, y = batch(step, copy)
+        pipe.step(x, target=y)
+        whole = dict(one.module.named_parameters())
+        for name, parameter in pipe.named_parameters():
+            if "module." in name:
+                expected = whole[name.replace("module.", "")].grad
+                torch.testing.assert_close(parameter.grad, expected)
+
+
+@on_shm_ranks(4, timeout=60)
+def test_a_layers_own_no_sync_is_honoured(rank: int) -> None:
+    mesh, copy = meshes()
+    module = in_ddp(mesh["dp"])
+    pipe = trireme.Pipeline(module, CHUNKS, mesh=mesh["pp"], schedule="1f1b", loss=mse_loss)
+    layers = [
+        one for one in pipe.children() if isinstance(one, nn.parallel.DistributedDataParallel)
+    ]
+    x, y = batch(0, copy)
+    with ExitStack() as stack:
+        for layer in layers:
+            stack.enter_context(layer.no_sync())
+        pipe.step(x, target=y)
+    assert [layer.last_step()["step"] for layer in layers] == [0, 0]
+    pipe.step(x, target=y)
+    assert [layer.last_step()["step"] for layer in layers] == [1, 1]
+
+
+@pytest.mark.parametrize("make", [in_ddp, sharded, "zero 2"])
+@on_shm_and_gloo_ranks(4, timeout=60)
+def test_an_exception_beside_strategies(rank: int, make: Any) -> None:
+    """Ranks that average with one that failed hear of it at once, and not at their deadline."""
+    mesh, copy = meshes()
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        if copy == 1:
+            raise ArithmeticError("no loss in this copy")
+        return mse_loss(output, target)
+
+    module = tanh_layers() if isinstance(make, str) else make(mesh["dp"])
+    pipe = trireme.Pipeline(module, CHUNKS, mesh=mesh["pp"], schedule="gpipe", loss=loss)
+    if isinstance(make, str):
+        group = mesh.get_group("dp")
+        optimizer = trireme.ZeroRedundancyOptimizer(
+            pipe.parameters(), torch.optim.SGD, process_group=group, stage=2, lr=0.5
+        )
+        assert optimizer.stage == 2
+    x, y = batch(0, copy)
+    with pytest.raises(Exception, match="no loss in this copy"):
+        pipe.step(x, target=y)
 
 
 @pytest.mark.parametrize("make", [in_ddp, sharded, "copies", "zero 2"])
