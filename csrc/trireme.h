@@ -26,5 +26,6 @@
 #include <trireme/strategies/pipeline/schedule_check.h>
 #include <trireme/strategies/pipeline/schedule_forms.h>
 #include <trireme/strategies/pipeline/schedule_lowering.h>
+#include <trireme/strategies/pipeline/stage_loss.h>
 #include <trireme/strategies/sync_batch_norm/sync_batch_norm_module.h>
 #include <trireme/strategies/zero/zero_redundancy_optimizer.h>

@@ -6,7 +6,7 @@
 #include <trireme/module/deferred_batch_norm.h>
 #include <trireme/saving/held_parts.h>
 #include <trireme/strategies/pipeline/engine.h>
-#include <trireme/strategies/pipeline/micro_batches.h>
+#include <trireme/strategies/pipeline/micro_batch_scope.h>
 #include <trireme/strategies/pipeline/partition.h>
 #include <trireme/strategies/pipeline/schedule_forms.h>
 
@@ -136,7 +136,7 @@ class PipelineImpl : public torch::nn::Module, public HoldsStages {
     begin(input, target);
     loss_ = &loss;
     return batch_norms_.whole_batch(
-        [&] { return engine_->step(inputs_, {.synchronizes = synchronizes_}); });
+        [&] { return engine_->step(batch_.inputs, {.synchronizes = synchronizes_}); });
   }
 
   // Steps while the guard lives only accumulate gradients in this copy of the pipeline; the first
@@ -188,7 +188,8 @@ class PipelineImpl : public torch::nn::Module, public HoldsStages {
     Layers(PipelineImpl& pipe, Net net, int64_t begin, int64_t end)
         : pipe_(pipe), net_(std::move(net)), begin_(begin), end_(end) {}
 
-    PipelineValue forward(int64_t /*micro_batch*/, PipelineValue input) override {
+    PipelineValue forward(int64_t micro_batch, PipelineValue input) override {
+      const MicroBatchScope scope(pipe_.batch_, micro_batch);
       const DeferredBatchNorms::Observer sees(pipe_.batch_norms_);
       at::Tensor value = std::move(input.tensors.at(0));
       for (int64_t i = begin_; i < end_; ++i)
@@ -196,7 +197,8 @@ class PipelineImpl : public torch::nn::Module, public HoldsStages {
       return {{std::move(value)}};
     }
     at::Tensor loss(int64_t micro_batch, const PipelineValue& output) override {
-      return (*pipe_.loss_)(output.tensors.at(0), pipe_.targets_[static_cast<size_t>(micro_batch)]);
+      const MicroBatchScope scope(pipe_.batch_, micro_batch);
+      return (*pipe_.loss_)(output.tensors.at(0), batch_target());
     }
 
    private:
@@ -208,13 +210,11 @@ class PipelineImpl : public torch::nn::Module, public HoldsStages {
 
   void begin(const at::Tensor& input, const at::Tensor& target) {
     engine_->recover();
-    MicroBatches cut = cut_batch({{input}, target, dim_, chunks_}, *communicator_);
-    inputs_ = std::move(cut.inputs);
-    targets_ = std::move(cut.targets);
+    batch_ = cut_batch({{input}, target, dim_, chunks_}, *communicator_);
   }
 
   PipelineEngine::Evaluation run_forwards(bool has_loss) {
-    return batch_norms_.whole_batch([&] { return engine_->eval_step(inputs_, has_loss); });
+    return batch_norms_.whole_batch([&] { return engine_->eval_step(batch_.inputs, has_loss); });
   }
 
   // Lists the parameters of all stages, those of other ranks too.
@@ -243,8 +243,7 @@ class PipelineImpl : public torch::nn::Module, public HoldsStages {
   std::shared_ptr<Communicator> all_;  // the ranks of all copies
   std::shared_ptr<Communicator> communicator_;
   std::unordered_map<std::string, std::string> names_in_whole_;
-  std::vector<PipelineValue> inputs_;
-  std::vector<at::Tensor> targets_;
+  MicroBatches batch_;
   const PipelineLoss* loss_ = nullptr;
   DeferredBatchNorms batch_norms_;
   std::unique_ptr<PipelineEngine> engine_;
@@ -260,10 +259,11 @@ class PipelineImpl : public torch::nn::Module, public HoldsStages {
 //   optimizer.step();
 //
 // Layers take and return one tensor; what else they have for a later layer they stash() and pop()
-// (skip.h). Layers may share parameters, also between ranks (tied_parameters.h). The pipeline is a
-// module that has the layers of this rank, under the names that they have in `net`. Every rank
-// constructs it from the whole net, and may drop that afterwards: then the other layers are gone.
-// Destroy it before the Context shuts down. What it costs, throws and guarantees: engine.h.
+// (skip.h). Any layer may ask for batch_input() and batch_target() (micro_batch_scope.h). Layers
+// may share parameters, also between ranks (tied_parameters.h). The pipeline is a module that has
+// the layers of this rank, under the names that they have in `net`. Every rank constructs it from
+// the whole net, and may drop that afterwards: then the other layers are gone. Destroy it before
+// the Context shuts down. What it costs, throws and guarantees: engine.h.
 template <typename Net = torch::nn::Sequential>
 class Pipeline : public torch::nn::ModuleHolder<PipelineImpl<Net>> {
  public:

@@ -60,12 +60,14 @@ class StagePipelineImpl::Function final : public StageFunction {
   Function(StagePipelineImpl& pipe, ModuleOfTensors module)
       : pipe_(pipe), module_(std::move(module)) {}
 
-  PipelineValue forward(int64_t /*micro_batch*/, PipelineValue input) override {
+  PipelineValue forward(int64_t micro_batch, PipelineValue input) override {
+    const MicroBatchScope scope(pipe_.batch_, micro_batch);
     const DeferredBatchNorms::Observer sees(pipe_.batch_norms_);
     return {module_.forward(std::move(input.tensors))};
   }
   at::Tensor loss(int64_t micro_batch, const PipelineValue& output) override {
-    return (*pipe_.loss_)(output.tensors, pipe_.targets_[static_cast<size_t>(micro_batch)]);
+    const MicroBatchScope scope(pipe_.batch_, micro_batch);
+    return (*pipe_.loss_)(output.tensors, batch_target());
   }
 
  private:
@@ -124,7 +126,7 @@ at::Tensor StagePipelineImpl::step(const PipelineTensors& inputs, const at::Tens
   begin(inputs, target);
   loss_ = &loss;
   return batch_norms_.whole_batch(
-      [&] { return engine_->step(inputs_, {.synchronizes = synchronizes_}); });
+      [&] { return engine_->step(batch_.inputs, {.synchronizes = synchronizes_}); });
 }
 
 at::Tensor StagePipelineImpl::eval_step(const PipelineTensors& inputs, const at::Tensor& target,
@@ -157,13 +159,11 @@ StagePipelineImpl::Loss StagePipelineImpl::of_one(const PipelineLoss& loss) {
 
 void StagePipelineImpl::begin(const PipelineTensors& inputs, const at::Tensor& target) {
   engine_->recover();
-  MicroBatches cut = cut_batch({inputs.tensors(), target, dim_, chunks_}, *communicator_);
-  inputs_ = std::move(cut.inputs);
-  targets_ = std::move(cut.targets);
+  batch_ = cut_batch({inputs.tensors(), target, dim_, chunks_}, *communicator_);
 }
 
 PipelineEngine::Evaluation StagePipelineImpl::run_forwards(bool has_loss) {
-  return batch_norms_.whole_batch([&] { return engine_->eval_step(inputs_, has_loss); });
+  return batch_norms_.whole_batch([&] { return engine_->eval_step(batch_.inputs, has_loss); });
 }
 
 }  // namespace trireme

@@ -66,7 +66,8 @@ class TRIREME_API StagePipelineImpl : public torch::nn::Module {
       : StagePipelineImpl(std::move(stages), current_communicator(), options) {}
 
   // Trains on a batch, as Pipeline::step() does: every rank gives all of it. Where there are
-  // several inputs, the first stage's forward takes all of them. Collective.
+  // several inputs, the first stage's forward takes all of them, and those of others may ask for
+  // them (micro_batch_scope.h). Collective.
   at::Tensor step(const PipelineTensors& inputs, const at::Tensor& target, const Loss& loss);
   at::Tensor step(const PipelineTensors& inputs, const at::Tensor& target,
                   const PipelineLoss& loss) {
@@ -108,8 +109,7 @@ class TRIREME_API StagePipelineImpl : public torch::nn::Module {
   int64_t chunks_;
   bool synchronizes_ = true;
   std::shared_ptr<Communicator> communicator_;
-  std::vector<PipelineValue> inputs_;
-  std::vector<at::Tensor> targets_;
+  MicroBatches batch_;
   const Loss* loss_ = nullptr;
   DeferredBatchNorms batch_norms_;
   std::unique_ptr<PipelineEngine> engine_;
