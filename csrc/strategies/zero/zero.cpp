@@ -241,7 +241,8 @@ void Zero::refuse(const Flags& flags) {
                   "after a backward that failed.",
            .python = "Each rank sees its shards only: clip with trireme.clip_grad_norm_, scale "
                      "the loss instead of gradients, end an accumulation with a backward outside "
-                     "no_sync(), and call zero_grad() after a backward that failed."}));
+                     "no_sync(), call zero_grad() after a backward that failed, and run a pipeline "
+                     "by a schedule of trireme.pipelining instead of torch's."}));
   TORCH_CHECK(
       flags.least_factor <= -flags.minus_most_factor,
       error_text("zero",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -14,9 +15,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage as _TorchStage
 from torch.distributed.pipelining import stage as _stages
+from torch.distributed.pipelining.schedules import _PipelineSchedule
 from torch.distributed.pipelining.stage import _PipelineStage, _PipelineStageBase
 from torch.utils.hooks import RemovableHandle
 
+from trireme._core.owners import optimizer_of
 from trireme._pipeline import refuse
 
 if TYPE_CHECKING or hasattr(_stages, "PipelineStageInfo"):
@@ -34,6 +37,7 @@ else:  # torch 2.11 has none
 
 _Context = Callable[[PipelineStageInfo], AbstractContextManager[Any]]
 _Examples = Tensor | tuple[Tensor | None, ...] | None
+_SCHEDULES = _PipelineSchedule.__module__
 _HAS_CONTEXTS = hasattr(_PipelineStageBase, "register_forward_context")
 
 
@@ -71,11 +75,21 @@ class _Contexts:
 
 if TYPE_CHECKING or _HAS_CONTEXTS:
 
-    class _OfTorch:
+    class _HasContexts:
         """torch's stages have forward contexts."""
 
 else:
-    _OfTorch = _Contexts
+    _HasContexts = _Contexts
+
+
+class _OfTorch(_HasContexts):
+    """What schedules of torch, and not ours, call of a stage."""
+
+    def clear_runtime_states(self) -> None:
+        """Is how torch's schedules begin a step."""
+        inner: Any = super()
+        _refuse_zero_2(self)
+        inner.clear_runtime_states()
 
 
 class PipelineStage(_OfTorch, _TorchStage):
@@ -162,6 +176,34 @@ def build_stage(
 def is_traced(stage: _PipelineStageBase) -> bool:
     """Says whether a stage was cut out of a traced module."""
     return isinstance(stage, _PipelineStage)
+
+
+def _refuse_zero_2(stage: Any) -> None:
+    """torch's schedules do not say which backward is the last, they divide gradients of which a
+    rank has its shards only, and those in two halves go past autograd's accumulation."""
+    if not stage.has_backward:
+        return
+    for parameter in stage.submod.parameters():
+        optimizer = optimizer_of(parameter)
+        if optimizer is not None and optimizer.stage == 2:
+            name = _schedule_that_calls()
+            got = f"got torch's {name} over stage {stage.stage_index}, whose parameters a"
+            refuse(f"{got} ZeroRedundancyOptimizer of stage 2 holds",
+                   f"Import {name} from trireme.pipelining, or take stage=1.",
+                   rank=stage.group_rank, world=stage.group_size,
+                   kind=NotImplementedError)  # fmt: skip
+
+
+def _schedule_that_calls() -> str:
+    """Returns the name of the class in torch of the schedule that runs on this thread."""
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+        schedule = frame.f_locals.get("self")
+        if isinstance(schedule, _PipelineSchedule):
+            of_torch = (one for one in type(schedule).__mro__ if one.__module__ == _SCHEDULES)
+            return next(of_torch).__name__
+    return "schedule"
 
 
 def call_submod(

@@ -1,0 +1,130 @@
+"""ZeRO 2 over stages: our schedules average once per step, and torch's never step wrongly."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import trireme
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+from torch.optim import SGD
+
+from ddp.ranks import raises
+from pipeline.ranks import rows
+from pipeline.torch_programs import (
+    CPU,
+    MICRO_BATCHES,
+    OURS,
+    SINGLE,
+    TORCHS,
+    V_SHAPED,
+    Block,
+    count_of,
+    own_numbers,
+)
+from shm.ranks import on_shm_ranks
+
+NAMES = ("GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble")
+PIPELINES, COPIES = 2, 2
+
+
+class Copy:
+    """One of two pipelines of two ranks; the ranks of a stage have an optimizer in common."""
+
+    def __init__(self, name: str, rank: int) -> None:
+        self.place, self.number = rank % PIPELINES, rank // PIPELINES
+        pipelines = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+        copies = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+        self.name, self.group = name, pipelines[self.number]
+        self.count = count_of(name, PIPELINES)
+        numbers = own_numbers(name, self.place, PIPELINES)
+        self.modules = {number: Block(number) for number in numbers}
+        parameters = [one for module in self.modules.values() for one in module.parameters()]
+        self.optimizer = trireme.ZeroRedundancyOptimizer(
+            parameters, SGD, process_group=copies[self.place], stage=2, lr=0.5
+        )
+        self.whole = nn.Sequential(*map(Block, range(self.count)))
+        self.plain = SGD(self.whole.parameters(), lr=0.5)
+
+    def schedule(self, names: Any, stage_class: Any, **options: Any) -> Any:
+        stages = [
+            stage_class(module, number, self.count, CPU, group=self.group)
+            for number, module in self.modules.items()
+        ]
+        found = names.get_schedule_class(self.name)
+        given = stages[0] if self.name in SINGLE else stages
+        return found(given, MICRO_BATCHES, mse_loss, **options)
+
+    def batch(self, step: int, copy: int) -> tuple[Tensor, Tensor]:
+        return rows(10 * step + 2 * copy, 8), rows(10 * step + 2 * copy + 1, 8)
+
+    def run(self, schedule: Any, step: int) -> None:
+        x, y = self.batch(step, self.number)
+        target = {"target": y} if self.count - 1 in self.modules else {}
+        schedule(*((x,) if 0 in self.modules else ()), **target)
+
+    def train_alone(self, step: int, *, divisor: int = COPIES * MICRO_BATCHES) -> None:
+        """One process steps with what all copies compute."""
+        self.plain.zero_grad()
+        for copy in range(COPIES):
+            batch = (one.chunk(MICRO_BATCHES) for one in self.batch(step, copy))
+            for x, y in zip(*batch, strict=True):
+                mse_loss(self.whole(x), y).backward()
+        for parameter in self.whole.parameters():
+            assert parameter.grad is not None
+            parameter.grad /= divisor
+        self.plain.step()
+
+    def parameters(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for number, module in self.modules.items():
+            yield from zip(module.parameters(), self.whole[number].parameters(), strict=True)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@on_shm_ranks(4, timeout=60)
+def test_our_stages_refuse_torchs_schedules_and_train_by_ours(rank: int, name: str) -> None:
+    """All ranks refuse before a message is sent."""
+    copy = Copy(name, rank)
+    foreign = copy.schedule(TORCHS, OURS.PipelineStage)
+    theirs = TORCHS.get_schedule_class(name).__name__
+    text = f"got torch's {theirs} over stage {copy.place}, whose parameters a"
+    with raises(NotImplementedError, text):
+        copy.run(foreign.step, 0)
+    if name not in V_SHAPED:  # whose eval() fails in torch
+        copy.run(foreign.eval, 0)
+    schedule = copy.schedule(OURS, OURS.PipelineStage)
+    for step in range(2):
+        copy.optimizer.zero_grad()
+        copy.run(schedule.step, step)
+        assert copy.optimizer.last_step()["step"] == (step + 1) * len(copy.modules)
+        copy.optimizer.step()
+        copy.train_alone(step)
+        for got, expected in copy.parameters():
+            torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@on_shm_ranks(4, timeout=60)
+def test_torchs_stages_and_schedules(rank: int, name: str) -> None:
+    """Nobody steps with what torch has divided, or brought past autograd's accumulation."""
+    copy = Copy(name, rank)
+    copy.run(copy.schedule(TORCHS, TORCHS.PipelineStage).step, 0)
+    with raises(RuntimeError, "is not the average over the ranks"):
+        copy.optimizer.step()
+    for got, expected in copy.parameters():
+        assert torch.equal(got, expected)
+
+    copy.optimizer.zero_grad()
+    copy.run(copy.schedule(TORCHS, TORCHS.PipelineStage, scale_grads=False).step, 0)
+    if "ZeroBubble" in name:
+        with raises(RuntimeError, "run a pipeline by a schedule of trireme.pipelining"):
+            copy.optimizer.step()
+        return
+    copy.optimizer.step()
+    copy.train_alone(0, divisor=COPIES)
+    for got, expected in copy.parameters():
+        torch.testing.assert_close(got, expected)
