@@ -34,9 +34,9 @@ def clip_grad_norm_(
     ``fully_shard``) take one all-reduce of one number per optimizer or mesh, and one more for
     those that tensor parallelism has cut as well. Of a ``Pipeline``, which may be given itself, all
     stages count, by one all-reduce of one number; give it itself where some rank has no parameters.
-    DTensors that torch's ``fully_shard`` or tensor
-    parallelism has made are torch's to clip, and come alone. Collective if any is sharded: every
-    rank passes the same parameters.
+    DTensors that torch's ``fully_shard`` or tensor parallelism has made are torch's to clip, and
+    come alone, unless they are a ``Pipeline``'s. Collective if any is sharded: every rank passes
+    the same parameters.
 
     Args:
         norm_type: any number or infinity, as in torch; but for 0, where gradients are sharded.
@@ -54,6 +54,7 @@ def clip_grad_norm_(
     whole: list[torch.Tensor] = []
     parts: dict[tuple[_C.Zero, _C.Communicator | None], list[int]] = {}
     sharded: dict[_Over, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}  # counted here or not
+    cut_in_stages: dict[tuple[_Over, Any], list[torch.Tensor]] = {}  # by mesh
     if isinstance(parameters, StagedModule):
         ranks = parameters.norm_over_stages()
         sharded[None, 1, ranks.device, ranks] = ([], [])  # this rank may have no parameter
@@ -70,23 +71,24 @@ def clip_grad_norm_(
             over_stages = None if found is None else found.norm_over_stages()
             parts.setdefault((optimizer._cores[number], over_stages), []).append(index)
             continue
-        unit = unit_of(parameter)
-        if unit is None and _is_cut(parameter):
-            cut_by_others.append(parameter)
         stages = stages_of(parameter)
         over = _over(parameter)
+        is_cut_by_others = unit_of(parameter) is None and _is_cut(parameter)
+        if is_cut_by_others and over is None:
+            cut_by_others.append(parameter)
         # On all ranks, also where this one has no gradient.
         counted, elsewhere = (whole, whole) if over is None else sharded.setdefault(over, ([], []))
         is_counted = stages is None or all(parameter is not one for one in stages.later_copies())
         if parameter.grad is not None:
-            if foreach and not _device_has_foreach_support(parameter.grad.device):
-                _AREA.refuse(
-                    f"got foreach=True for gradients on {parameter.grad.device.type}, for which "
-                    "torch has none",
-                    "Leave foreach out.",
-                    kind=RuntimeError,
-                )
+            if foreach:
+                _expect_foreach_on(parameter.grad.device)
+            if is_cut_by_others and over is not None and is_counted:
+                mesh = getattr(parameter, "device_mesh", None)
+                cut_in_stages.setdefault((over, mesh), []).append(parameter.grad)
+                is_counted = False
             (counted if is_counted else elsewhere).append(local_of(parameter.grad))
+    for (over, _), gradients in cut_in_stages.items():
+        sharded[over][0].append(_norm_by_torch(gradients, norm_type))
     if cut_by_others:
         if parts or sharded:
             _AREA.refuse(
@@ -107,6 +109,12 @@ def clip_grad_norm_(
     )
 
 
+def _expect_foreach_on(device: torch.device) -> None:
+    if not _device_has_foreach_support(device):
+        got = f"got foreach=True for gradients on {device.type}, for which torch has none"
+        _AREA.refuse(got, "Leave foreach out.", kind=RuntimeError)
+
+
 def _over(parameter: torch.Tensor) -> _Over | None:
     unit, stages = unit_of(parameter), stages_of(parameter)
     sharers = None if unit is None else unit.norm_over(parameter)
@@ -114,6 +122,12 @@ def _over(parameter: torch.Tensor) -> _Over | None:
     if sharers is not None:
         return (*sharers, over_stages)
     return None if over_stages is None else (None, 1, over_stages.device, over_stages)
+
+
+def _norm_by_torch(gradients: list[torch.Tensor], norm_type: float) -> torch.Tensor:
+    """The norm of DTensors of one mesh: what counts in their place. Collective over the mesh."""
+    norm: Any = torch.nn.utils.get_total_norm(gradients, norm_type)
+    return norm.full_tensor().reshape(1)
 
 
 def _is_cut(parameter: torch.Tensor) -> bool:

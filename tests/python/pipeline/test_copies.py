@@ -319,7 +319,7 @@ def test_an_exception_beside_strategies(rank: int, make: Any) -> None:
         pipe.step(x, target=y)
 
 
-@pytest.mark.parametrize("make", [in_ddp, sharded, "copies", "zero 2"])
+@pytest.mark.parametrize("make", [in_ddp, sharded, sharded_by_torch, "copies", "zero 2"])
 @on_shm_and_gloo_ranks(4, timeout=60)
 def test_norms_are_those_of_all_stages(rank: int, make: Any) -> None:
     mesh, copy = meshes()
