@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.amp import GradScaler
 
-from trireme import _C
 from trireme._C import Communicator
+from trireme._core.found_inf import on_any_rank
 from trireme._core.owners import stages_of
 from trireme._pipeline import refuse
 
@@ -38,9 +38,9 @@ class LossScale:
         params = [param for group in optimizer.param_groups for param in group["params"]]
         if params and not any(map(self._is_own, params)):
             return found
-        own = "inf" if any(bool(one.item()) for one in found.values()) else ""
-        texts = _C.gather_texts(own, self._communicator, self._communicator.device)
-        told = torch.full((), float(any(texts)), device=found_inf.device)
+        own = any(bool(one.item()) for one in found.values())
+        on_any = on_any_rank(own, self._communicator)
+        told = torch.full((), float(on_any), device=found_inf.device)
         return {found_inf.device: told}
 
     def _is_own(self, param: Tensor) -> bool:

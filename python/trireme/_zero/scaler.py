@@ -10,6 +10,8 @@ import torch
 from torch.amp import GradScaler
 from torch.amp.grad_scaler import OptState
 
+from trireme._core.found_inf import on_any_rank
+from trireme._core.owners import stages_of
 from trireme._zero import refuse
 
 if TYPE_CHECKING:
@@ -28,7 +30,8 @@ class ScalerCheck:
     """The inf check of one step. Each rank looks at its own shards; all take one decision.
 
     If the user has called ``unscale_``, that has written every gradient and looked for infs on
-    this rank. Else both are done here, for the shards only.
+    this rank. Else both are done here, for the shards only; in a pipeline ranks of other stages are
+    asked, too, as they are by ``unscale_``.
     """
 
     def __init__(self, scaler: GradScaler | None, optimizer: ZeroRedundancyOptimizer) -> None:
@@ -57,6 +60,9 @@ class ScalerCheck:
         assert scale is not None
         self._inverse = scale.double().reciprocal().float().to(self._device)
         self.found_inf = self._has_inf(optimizer)
+        stages = stages_of(optimizer.param_groups[0]["params"][0])
+        if stages is not None:
+            self.found_inf = on_any_rank(self.found_inf, stages.norm_over_stages())
 
     def _has_inf(self, optimizer: ZeroRedundancyOptimizer) -> bool:
         gradients: list[torch.Tensor] = []

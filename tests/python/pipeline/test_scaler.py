@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,7 +12,10 @@ import torch
 import trireme
 from torch import Tensor, nn
 from torch.amp import GradScaler
-from torch.nn.functional import mse_loss
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.functional import linear, mse_loss
 from torch.optim import SGD, Adam
 
 from ddp.ranks import RANKLESS_FORM, raises
@@ -20,20 +24,36 @@ from shm.ranks import on_shm_and_gloo_ranks, on_shm_ranks
 
 CHUNKS = 4
 OPTIONS = {"init_scale": 1024.0, "growth_interval": 2}
-BROKEN = {2: 0, 3: 1, 6: 1}  # by step the stage in which an inf arises, and nowhere else
+BROKEN = {2: 2, 3: 6, 6: 6}  # by step the layer whose bias gets an infinite gradient
 
 
-def breaks_in(named: dict[str, nn.Parameter], stage: int) -> Any:
-    """The gradient of a bias of that stage becomes infinite, where this rank has it."""
-    bias = named.get(("2.bias", "6.bias")[stage])
-    return None if bias is None else bias.register_hook(lambda grad: grad * math.inf)
+class Breakable(nn.Linear):
+    """Its bias gets an infinite gradient if it breaks, and nothing else does."""
+
+    breaks = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = self.bias
+        if self.breaks:
+            bias = bias.clone()
+            bias.register_hook(lambda gradient: gradient * math.inf)
+        return linear(x, self.weight, bias)
+
+
+def breakable_layers() -> nn.Sequential:
+    """Eight layers: in a pipeline of two ranks layer 2 is in the first stage, 6 in the second."""
+    torch.manual_seed(3)
+    made = [Breakable(WIDTH, WIDTH) if i % 2 == 0 else nn.Tanh() for i in range(8)]
+    return nn.Sequential(*made)
 
 
 class Scaled:
-    """A module and its scaler; steps of one process or of a pipeline."""
+    """Layers and their scaler; steps of the model that holds them, be it a pipeline or not."""
 
-    def __init__(self, model: Any, make_optimizer: Callable[..., Any]) -> None:
-        self.model = model
+    def __init__(
+        self, layers: nn.Sequential, model: nn.Module, make_optimizer: Callable[..., Any]
+    ) -> None:
+        self.layers, self.model = layers, model
         self.optimizer = make_optimizer(model.parameters(), lr=0.01)
         self.scaler = GradScaler("cpu", **OPTIONS)
         if isinstance(model, trireme.Pipeline):
@@ -45,30 +65,53 @@ class Scaled:
         losses = []
         for part, wanted in zip(x.tensor_split(CHUNKS), y.tensor_split(CHUNKS), strict=True):
             losses.append(mse_loss(self.model(part), wanted))
-            self.scaler.scale(losses[-1]).backward()
-        for parameter in self.model.parameters():
-            parameter.grad /= CHUNKS
+            self.scaler.scale(losses[-1] / CHUNKS).backward()
         return torch.stack(losses).detach().mean()
 
-    def train(self, step: int, unscales: bool) -> tuple[Tensor, bool]:
+    def train(
+        self, x: Tensor, y: Tensor, *, unscales: bool, breaks: int | None
+    ) -> tuple[Tensor, bool]:
         """Returns the loss, and whether the step was skipped."""
-        handle = None
-        if step in BROKEN:
-            handle = breaks_in(dict(self.model.named_parameters()), BROKEN[step])
-        before = [one.clone() for one in self.model.parameters()]
+        for number, layer in enumerate(self.layers):
+            if isinstance(layer, Breakable):
+                layer.breaks = number == breaks
+        before = [on_this_rank(one).clone() for one in self.model.parameters()]
         self.optimizer.zero_grad()
-        loss = self.backward(rows(2 * step), rows(2 * step + 1))
-        if handle is not None:
-            handle.remove()
+        loss = self.backward(x, y)
         if unscales:
             self.scaler.unscale_(self.optimizer)
             is_pipe = isinstance(self.model, trireme.Pipeline)
-            clip = trireme.clip_grad_norm_ if is_pipe else torch.nn.utils.clip_grad_norm_
-            clip(self.model if is_pipe else self.model.parameters(), 0.05)
+            trireme.clip_grad_norm_(self.model if is_pipe else self.model.parameters(), 0.05)
         self.scaler.step(self.optimizer)
         self.scaler.update()
-        after = list(self.model.parameters())
+        after = map(on_this_rank, self.model.parameters())
         return loss, all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def on_this_rank(parameter: Tensor) -> Tensor:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter.detach()
+
+
+def full(parameter: Tensor) -> Tensor:
+    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.detach()
+
+
+def train_both(one: Scaled, ours: Scaled, copy: int = 0, broken_copies: int = 1) -> None:
+    """A pipeline and a model that is not split do the same; one copy breaks, and all skip."""
+    scales = set()
+    for step in range(10):
+        breaks = BROKEN.get(step) if copy == step % broken_copies else None
+        x, y = rows(100 * copy + 2 * step), rows(100 * copy + 2 * step + 1)
+        expected, skips = one.train(x, y, unscales=step % 3 == 0, breaks=breaks)
+        loss, ours_skips = ours.train(x, y, unscales=step % 3 == 0, breaks=breaks)
+        assert skips == ours_skips == (step in BROKEN), step
+        assert ours.scaler.get_scale() == one.scaler.get_scale()
+        torch.testing.assert_close(loss, expected)
+        whole = dict(one.model.named_parameters())
+        for name, parameter in ours.model.named_parameters():
+            torch.testing.assert_close(full(parameter), full(whole[name]))
+        scales.add(ours.scaler.get_scale())
+    assert len(scales) > 2
 
 
 def fused_adam(parameters: Any, lr: float) -> Adam:
@@ -79,22 +122,31 @@ def fused_adam(parameters: Any, lr: float) -> Adam:
 @on_shm_and_gloo_ranks(2, timeout=90)
 def test_an_inf_in_one_stage_makes_all_ranks_skip(rank: int, make_optimizer: Any) -> None:
     """With and without unscale_ and clipping, also where the optimizer unscales by itself."""
-    one = Scaled(tanh_layers(), make_optimizer)
-    pipe = trireme.Pipeline(tanh_layers(), CHUNKS, ranks=True, schedule="1f1b", loss=mse_loss)
-    ours = Scaled(pipe, make_optimizer)
-    scales = set()
-    for step in range(10):
-        unscales = step % 3 == 0
-        expected, skips = one.train(step, unscales)
-        loss, ours_skips = ours.train(step, unscales)
-        assert skips == ours_skips == (step in BROKEN), step
-        assert ours.scaler.get_scale() == one.scaler.get_scale()
-        torch.testing.assert_close(loss, expected)
-        whole = dict(one.model.named_parameters())
-        for name, parameter in pipe.named_parameters():
-            torch.testing.assert_close(parameter, whole[name])
-        scales.add(ours.scaler.get_scale())
-    assert len(scales) > 2
+    whole, split = breakable_layers(), breakable_layers()
+    pipe = trireme.Pipeline(split, CHUNKS, ranks=True, schedule="1f1b", loss=mse_loss)
+    train_both(Scaled(whole, whole, make_optimizer), Scaled(split, pipe, make_optimizer))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize("kind", ["ours", "torch's", "copies", "zero 1", "zero 2"])
+@on_shm_and_gloo_ranks(4, timeout=90)
+def test_scalers_beside_strategies(rank: int, kind: str, schedule: str) -> None:
+    """An inf in a stage of one copy makes all ranks skip, as in a model that is only sharded."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    whole, split = breakable_layers(), breakable_layers()
+    shard = torch_fully_shard if kind == "torch's" else trireme.fully_shard
+    for layer in [*whole, *(split if kind in ("ours", "torch's") else ())]:
+        if isinstance(layer, Breakable):
+            shard(layer, mesh=mesh["dp"])
+    over = mesh if kind in ("copies", "zero 1") else mesh["pp"]
+    pipe = trireme.Pipeline(split, CHUNKS, mesh=over, schedule=schedule, loss=mse_loss)
+    make_optimizer: Callable[..., Any] = SGD
+    if kind.startswith("zero"):
+        group, stage = mesh.get_group("dp"), int(kind[-1])
+        zero = trireme.ZeroRedundancyOptimizer
+        make_optimizer = partial(zero, optimizer_class=SGD, process_group=group, stage=stage)
+    one, ours = Scaled(whole, whole, SGD), Scaled(split, pipe, make_optimizer)
+    train_both(one, ours, mesh.get_local_rank("dp"), broken_copies=2)
 
 
 @on_shm_ranks(2, timeout=60)
