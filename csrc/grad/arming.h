@@ -12,6 +12,7 @@
 #include <mutex>
 #include <string>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 namespace trireme {
@@ -120,6 +121,10 @@ class TRIREME_API Arming : public HeldBackwards, public std::enable_shared_from_
   void await_finalization() { phase_ = Phase::kAwaitingFinalize; }
   void end() { phase_ = Phase::kIdle; }
   void set_manual(bool manual) { manual_finalization_ = manual; }
+
+  // Says, once, whether a backward was prepared and none has come since; while it is held, the
+  // caller of synchronize_unreached() sees to that.
+  bool take_unreached() { return !held_ && std::exchange(forced_, false); }
 
   bool is_idle() const { return phase_ == Phase::kIdle; }
   bool is_running() const { return phase_ == Phase::kRunning; }

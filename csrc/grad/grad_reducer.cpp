@@ -2,6 +2,7 @@
 
 #include <trireme/common/error.h>
 #include <trireme/common/exception_text.h>
+#include <trireme/common/language.h>
 #include <trireme/common/trace.h>
 #include <trireme/grad/collective_wire.h>
 #include <trireme/grad/hook_wire.h>
@@ -86,6 +87,15 @@ void GradReducer::look_around() {
 
 void GradReducer::forward_begins() {
   look_around();
+  TORCH_CHECK(!arming_->take_unreached(),
+              error_text(area_,
+                         "got a forward after prepare_for_backward(), and no backward in between "
+                         "that reached a parameter",
+                         communicator_->rank_of(),
+                         in_language({.cpp = "Run the backward first.",
+                                      .python = "Run the backward first; run pipelines whose "
+                                                "backwards come in two halves by a schedule of "
+                                                "trireme.pipelining."})));
   clock_.forward_begins();
 }
 
@@ -351,6 +361,17 @@ void GradReducer::abandon_backward(const std::string& why) noexcept {
   queue_.drop();
   arming_->end();
   landing_->abandon(queue_.is_delivered());
+}
+
+bool GradReducer::lacks_gradients() const {
+  const auto lock = arming_->lock();
+  const auto& infos = layout_.infos();
+  bool trains = false;
+  for (size_t i = 0; i < infos.size(); ++i) {
+    if (layout_.used().used_here(static_cast<int64_t>(i))) return false;
+    trains = trains || infos[i].requires_grad;
+  }
+  return trains;
 }
 
 void GradReducer::finalize_backward() {

@@ -144,6 +144,10 @@ class TRIREME_API GradReducer final : public GradSink, public BackwardSteps {
     wires_.own().announce_failure(text);
   }
 
+  // Says whether there are parameters to train, of which none got a gradient since the last
+  // synchronization.
+  bool lacks_gradients() const;
+
   // Returns what the last completed backward took.
   StepReport last_step() const {
     const auto lock = arming_->lock();

@@ -3,6 +3,7 @@
 #include <trireme/comm/subgroups.h>
 #include <trireme/common/error.h>
 #include <trireme/common/exception_text.h>
+#include <trireme/common/language.h>
 #include <trireme/common/trace.h>
 #include <trireme/grad/plan_agreement.h>
 #include <trireme/module/backward_error.h>
@@ -383,7 +384,7 @@ void Fsdp::tell_backward() {
 void Fsdp::enter_backward() {
   if (in_backward_) return;
   tell_backward();
-  in_backward_ = true;
+  in_backward_ = awaits_finalization_ = true;
   ++backward_;
   uses_in_backward_.clear();
   forwards_in_backward_.clear();
@@ -463,6 +464,15 @@ void Fsdp::set_manual_finalization(bool manual) {
 
 void Fsdp::finalize_backward() {
   if (reducers_.synchronizes()) {
+    TORCH_CHECK(
+        !std::exchange(awaits_finalization_, false) || !reducers_.lack_gradients(),
+        error_text("fully_shard",
+                   "got finalize_backward() after backwards that brought no parameter a gradient",
+                   communicator_->rank_of(),
+                   in_language({.cpp = "Compute gradients by backward() alone.",
+                                .python = "Compute gradients by backward() alone; run pipelines "
+                                          "whose backwards come in two halves by a schedule of "
+                                          "trireme.pipelining."})));
     reducers_.reduce_accumulated();
     prefetch_.forget_pieces();
   }

@@ -199,6 +199,7 @@ class TRIREME_API Fsdp : public std::enable_shared_from_this<Fsdp> {
   std::set<int64_t> forwards_in_backward_;
   bool in_backward_ = false;
   bool manual_ = false;
+  bool awaits_finalization_ = false;  // a backward came by since finalize_backward()
   std::function<void(const PassStart&)> tell_pass_;
   bool has_told_backward_ = false;
 };

@@ -183,6 +183,12 @@ void UnitReducers::reduce_accumulated() {
   }
 }
 
+bool UnitReducers::lack_gradients() const {
+  return !parts_.empty() && std::all_of(parts_.begin(), parts_.end(), [](const auto& part) {
+    return part->reducer->lacks_gradients();
+  });
+}
+
 void UnitReducers::drop_accumulated() {
   for (const auto& part : parts_) part->landing->drop_accumulated();
 }

@@ -61,6 +61,8 @@ class TRIREME_API UnitReducers {
   bool synchronizes() const { return any_synchronizes(*groups_); }
   void shadow_backward();
   void reduce_accumulated();
+  // Says whether parameters are trained and none got a gradient since they were reduced.
+  bool lack_gradients() const;
   void announce_failure(const std::string& text) noexcept;  // to all ranks of all of them
   void drop_accumulated();
 

@@ -15,11 +15,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage as _TorchStage
 from torch.distributed.pipelining import stage as _stages
-from torch.distributed.pipelining.schedules import _PipelineSchedule
+from torch.distributed.pipelining.schedules import _ComputationType, _PipelineSchedule
 from torch.distributed.pipelining.stage import _PipelineStage, _PipelineStageBase
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-from trireme._core.owners import optimizer_of
+from trireme._core.owners import optimizer_of, unit_of
 from trireme._pipeline import refuse
 
 if TYPE_CHECKING or hasattr(_stages, "PipelineStageInfo"):
@@ -38,6 +39,8 @@ else:  # torch 2.11 has none
 _Context = Callable[[PipelineStageInfo], AbstractContextManager[Any]]
 _Examples = Tensor | tuple[Tensor | None, ...] | None
 _SCHEDULES = _PipelineSchedule.__module__
+_ZERO_2 = "a ZeroRedundancyOptimizer of stage 2"
+_HALVES = (_ComputationType.BACKWARD_INPUT, _ComputationType.BACKWARD_WEIGHT)
 _HAS_CONTEXTS = hasattr(_PipelineStageBase, "register_forward_context")
 
 
@@ -88,7 +91,7 @@ class _OfTorch(_HasContexts):
     def clear_runtime_states(self) -> None:
         """Is how torch's schedules begin a step."""
         inner: Any = super()
-        _refuse_zero_2(self)
+        _refuse_strategies(self)
         inner.clear_runtime_states()
 
 
@@ -178,32 +181,58 @@ def is_traced(stage: _PipelineStageBase) -> bool:
     return isinstance(stage, _PipelineStage)
 
 
-def _refuse_zero_2(stage: Any) -> None:
-    """torch's schedules do not say which backward is the last, they divide gradients of which a
-    rank has its shards only, and those in two halves go past autograd's accumulation."""
+def _refuse_strategies(stage: Any) -> None:
+    """Refuses what torch's schedules would average wrongly, before a message is sent."""
     if not stage.has_backward:
         return
-    for parameter in stage.submod.parameters():
+    strategy = _strategy_of(stage.submod)
+    if strategy is None:
+        return
+    schedule = _schedule_that_calls()
+    if strategy == _ZERO_2:
+        # No schedule of torch says which backward is the last, and all divide gradients of which
+        # a rank has its shards only.
+        got, otherwise = "", ", or take stage=1"
+    elif stage.dw_builder is None and _has_halves(schedule):
+        got, otherwise = ", by backwards in two halves, which go past it", ""
+    else:
+        return
+    mro = type(schedule).__mro__
+    name = next((one.__name__ for one in mro if one.__module__ == _SCHEDULES), "schedule")
+    refuse(f"got torch's {name} over stage {stage.stage_index}, with {strategy}{got}",
+           f"Import {name} from trireme.pipelining{otherwise}.",
+           rank=stage.group_rank, world=stage.group_size,
+           kind=NotImplementedError)  # fmt: skip
+
+
+def _strategy_of(module: nn.Module) -> str | None:
+    """Says what averages gradients of a stage, if that needs help from the schedule."""
+    for parameter in module.parameters():
         optimizer = optimizer_of(parameter)
         if optimizer is not None and optimizer.stage == 2:
-            name = _schedule_that_calls()
-            got = f"got torch's {name} over stage {stage.stage_index}, whose parameters a"
-            refuse(f"{got} ZeroRedundancyOptimizer of stage 2 holds",
-                   f"Import {name} from trireme.pipelining, or take stage=1.",
-                   rank=stage.group_rank, world=stage.group_size,
-                   kind=NotImplementedError)  # fmt: skip
+            return _ZERO_2
+        if unit_of(parameter) is not None:
+            return "trireme.fully_shard"
+    if any(isinstance(one, DistributedDataParallel) for one in module.modules()):
+        return "DistributedDataParallel"
+    return None
 
 
-def _schedule_that_calls() -> str:
-    """Returns the name of the class in torch of the schedule that runs on this thread."""
+def _schedule_that_calls() -> _PipelineSchedule | None:
+    """Returns the schedule of torch that runs on this thread."""
     frame = sys._getframe()
     while frame.f_back is not None:
         frame = frame.f_back
         schedule = frame.f_locals.get("self")
         if isinstance(schedule, _PipelineSchedule):
-            of_torch = (one for one in type(schedule).__mro__ if one.__module__ == _SCHEDULES)
-            return next(of_torch).__name__
-    return "schedule"
+            return schedule
+    return None
+
+
+def _has_halves(schedule: _PipelineSchedule | None) -> bool:
+    tables = ("pipeline_order", "pipeline_order_with_comms")
+    rows = (row for name in tables for row in (getattr(schedule, name, None) or {}).values())
+    return any(one is not None and one.computation_type in _HALVES for row in rows for one in row)
 
 
 def call_submod(

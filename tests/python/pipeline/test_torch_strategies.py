@@ -1,4 +1,4 @@
-"""ZeRO 2 over stages: our schedules average once per step, and torch's never step wrongly."""
+"""Strategies over stages: our schedules average once per step; torch's never do so wrongly."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ import torch
 import torch.distributed as dist
 import trireme
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.nn.functional import mse_loss
 from torch.optim import SGD
 
-from ddp.ranks import raises
+from ddp.ranks import HOUSE_FORM, raises
 from pipeline.ranks import rows
 from pipeline.torch_programs import (
     CPU,
@@ -32,21 +34,35 @@ NAMES = ("GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBu
 PIPELINES, COPIES = 2, 2
 
 
-class Copy:
-    """One of two pipelines of two ranks; the ranks of a stage have an optimizer in common."""
+def in_ddp(module: nn.Module, group: dist.ProcessGroup) -> nn.Module:
+    return trireme.DistributedDataParallel(module, process_group=group)
 
-    def __init__(self, name: str, rank: int) -> None:
+
+def sharded(module: nn.Module, group: dist.ProcessGroup) -> nn.Module:
+    trireme.fully_shard(module, mesh=DeviceMesh.from_group(group, "cpu"))
+    return module
+
+
+class Copy:
+    """One of two pipelines of two ranks; the ranks of a stage have an optimizer in common, or the
+    modules of it are wrapped."""
+
+    def __init__(self, name: str, rank: int, wrap: Any = None) -> None:
         self.place, self.number = rank % PIPELINES, rank // PIPELINES
         pipelines = [dist.new_group([0, 1]), dist.new_group([2, 3])]
         copies = [dist.new_group([0, 2]), dist.new_group([1, 3])]
         self.name, self.group = name, pipelines[self.number]
         self.count = count_of(name, PIPELINES)
         numbers = own_numbers(name, self.place, PIPELINES)
-        self.modules = {number: Block(number) for number in numbers}
+        self.modules: dict[int, nn.Module] = {number: Block(number) for number in numbers}
         parameters = [one for module in self.modules.values() for one in module.parameters()]
-        self.optimizer = trireme.ZeroRedundancyOptimizer(
-            parameters, SGD, process_group=copies[self.place], stage=2, lr=0.5
-        )
+        if wrap is None:
+            self.optimizer = trireme.ZeroRedundancyOptimizer(
+                parameters, SGD, process_group=copies[self.place], stage=2, lr=0.5
+            )
+        else:
+            for number, module in self.modules.items():
+                self.modules[number] = wrap(module, copies[self.place])
         self.whole = nn.Sequential(*map(Block, range(self.count)))
         self.plain = SGD(self.whole.parameters(), lr=0.5)
 
@@ -91,7 +107,9 @@ def test_our_stages_refuse_torchs_schedules_and_train_by_ours(rank: int, name: s
     copy = Copy(name, rank)
     foreign = copy.schedule(TORCHS, OURS.PipelineStage)
     theirs = TORCHS.get_schedule_class(name).__name__
-    text = f"got torch's {theirs} over stage {copy.place}, whose parameters a"
+    text = (
+        f"got torch's {theirs} over stage {copy.place}, with a ZeroRedundancyOptimizer of stage 2"
+    )
     with raises(NotImplementedError, text):
         copy.run(foreign.step, 0)
     if name not in V_SHAPED:  # whose eval() fails in torch
@@ -128,3 +146,42 @@ def test_torchs_stages_and_schedules(rank: int, name: str) -> None:
     copy.train_alone(0, divisor=COPIES)
     for got, expected in copy.parameters():
         torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize("name", ["InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"])
+@pytest.mark.parametrize("wrap", [in_ddp, sharded])
+@on_shm_ranks(4, timeout=60)
+def test_backwards_in_halves_over_our_stages(rank: int, wrap: Any, name: str) -> None:
+    """They go past what averages; schedules of torch whose backwards are whole go well."""
+    copy = Copy(name, rank, wrap)
+    theirs = TORCHS.get_schedule_class(name).__name__
+    what = "DistributedDataParallel" if wrap is in_ddp else "trireme.fully_shard"
+    text = f"got torch's {theirs} over stage {copy.place}, with {what}, by backwards in two halves"
+    with raises(NotImplementedError, text):
+        copy.run(copy.schedule(TORCHS, OURS.PipelineStage).step, 0)
+    if name in V_SHAPED:
+        return
+    copy.name = "Interleaved1F1B"
+    copy.run(copy.schedule(TORCHS, OURS.PipelineStage).step, 0)
+    copy.train_alone(0)
+    for got, expected in copy.parameters():
+        assert got.grad is not None and expected.grad is not None
+        full = got.grad.full_tensor() if isinstance(got.grad, DTensor) else got.grad
+        torch.testing.assert_close(full, expected.grad)
+
+
+@pytest.mark.parametrize("wrap", [in_ddp, sharded])
+@on_shm_ranks(4, timeout=60)
+def test_backwards_in_halves_over_torchs_stages(rank: int, wrap: Any) -> None:
+    """What has missed its averages says so, at the end of the step or in the next forward."""
+    copy = Copy("InterleavedZeroBubble", rank, wrap)
+    step = copy.schedule(TORCHS, TORCHS.PipelineStage).step
+    if wrap is in_ddp:
+        copy.run(step, 0)
+    with pytest.raises(Exception) as caught:
+        copy.run(step, 1)
+    if copy.place == 1:  # others may hear first that this one is gone
+        cause = caught.value.__cause__ or caught.value
+        assert isinstance(cause, RuntimeError)
+        assert HOUSE_FORM.match(str(cause)), cause
+        assert "run pipelines whose backwards come in two halves" in str(cause)
