@@ -14,6 +14,25 @@ namespace {
 
 // A frame remembers of as many backwards over one graph (retain_graph=True) that it has recomputed.
 constexpr size_t kMostTasks = 16;
+// Is the task of tensors that were recomputed before a backward asked. No task of the engine, nor
+// one that current_task() makes up, has this number.
+constexpr int64_t kAhead = INT64_MIN;
+
+thread_local bool checkpoints = false;
+thread_local bool recomputes = false;
+
+// Sets a flag of this thread as long as it lives.
+class FlagGuard {
+ public:
+  FlagGuard(bool& flag, bool value) : flag_(flag), before_(std::exchange(flag, value)) {}
+  ~FlagGuard() { flag_ = before_; }
+  FlagGuard(const FlagGuard&) = delete;
+  FlagGuard& operator=(const FlagGuard&) = delete;
+
+ private:
+  bool& flag_;
+  bool before_;
+};
 
 // Holds a frame's lock, which may already be this thread's.
 class FrameLock {
@@ -161,8 +180,8 @@ void CheckpointFrame::warn_if_useless() const {
 }
 
 at::Tensor CheckpointFrame::take(SavedPlace& place) {
-  const int64_t task = SavedTensorHooks::get().current_task();
   const FrameLock lock(mutex_);
+  const int64_t task = is_ahead_ ? kAhead : SavedTensorHooks::get().current_task();
   if (!recomputation_of(task).is_whole) {
     recompute(task);
   }
@@ -173,7 +192,15 @@ at::Tensor CheckpointFrame::take(SavedPlace& place) {
     fail(c10::str("tensor ", place.number_,
                   " is asked for a second time in one backward, and each is kept once only"));
   }
-  return std::exchange(found->tensor, at::Tensor());
+  return is_ahead_ ? found->tensor : std::exchange(found->tensor, at::Tensor());
+}
+
+void CheckpointFrame::recompute_ahead() {
+  const FrameLock lock(mutex_);
+  TORCH_INTERNAL_ASSERT(!is_ahead_);
+  if (places_.empty()) return;
+  recompute(kAhead);
+  is_ahead_ = true;
 }
 
 CheckpointFrame::Task& CheckpointFrame::recomputation_of(int64_t id) {
@@ -202,6 +229,8 @@ void CheckpointFrame::recompute(int64_t id) {
   recomputation_of(id) = Task{id};
   {
     const at::AutoGradMode grad_mode(true);
+    const FlagGuard is_no_forward(checkpoints, false);
+    const FlagGuard is_again(recomputes, true);
     const PackerGuard guard(c10::make_intrusive<RecomputationPacker>(
         c10::intrusive_ptr<CheckpointFrame>::reclaim_copy(this), id));
     call_->run(inputs);
@@ -252,6 +281,18 @@ void CheckpointFrame::fail(const std::string& what) const {
       "the operators of both runs.");
   call_->explain(text);
   throw CheckpointError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, text);
+}
+
+bool is_checkpointing() { return checkpoints; }
+
+bool is_recomputing() { return recomputes; }
+
+CheckpointForward::CheckpointForward(const c10::intrusive_ptr<CheckpointFrame>& frame)
+    : frame_(frame), before_(std::exchange(checkpoints, true)), guard_(frame) {}
+
+CheckpointForward::~CheckpointForward() {
+  checkpoints = before_;
+  frame_->end_forward();
 }
 
 CheckpointFrame::Metadata CheckpointFrame::metadata_of(const at::Tensor& tensor) {

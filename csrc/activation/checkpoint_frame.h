@@ -37,6 +37,10 @@ namespace trireme {
 // * A backward inside of the function works: a recomputation keeps its own graph alive, whose saved
 //   tensors are plain ones.
 //
+// Who knows when a backward is to come may recompute ahead of it, while nothing else is to be done.
+// Those tensors serve all backwards over the graph, each as long as its place: a backward in two
+// halves recomputes once.
+//
 // Torch does this in Python, with a weak dictionary of handles per graph task. Here a place holds
 // its recomputed tensors itself, so that they die with it, and the frame holds places weakly.
 //
@@ -121,6 +125,10 @@ class TRIREME_API CheckpointFrame : public TensorPacker {
   // The function has returned, or thrown.
   void end_forward();
 
+  // Runs the function once more, before a backward asks. Once; throws what the function throws, and
+  // CheckpointError.
+  void recompute_ahead();
+
   // Says once per process that a checkpoint has nothing to recompute, if this one has not.
   void warn_if_useless() const;
 
@@ -169,19 +177,25 @@ class TRIREME_API CheckpointFrame : public TensorPacker {
   std::vector<Task> tasks_;
   bool has_differentiable_inputs_ = false;
   bool forward_has_ended_ = false;
+  bool is_ahead_ = false;  // recompute_ahead() has run
 };
 
-// While it lives, what this thread saves goes to a frame: its forward.
-class CheckpointForward {
+// Tell a function of a checkpoint on this thread which of its calls this is: the forward, or the
+// forward once more.
+TRIREME_API bool is_checkpointing();
+TRIREME_API bool is_recomputing();
+
+// While it lives, what this thread saves goes to a frame: its forward, or one part of it.
+class TRIREME_API CheckpointForward {
  public:
-  explicit CheckpointForward(const c10::intrusive_ptr<CheckpointFrame>& frame)
-      : frame_(frame), guard_(frame) {}
-  ~CheckpointForward() { frame_->end_forward(); }
+  explicit CheckpointForward(const c10::intrusive_ptr<CheckpointFrame>& frame);
+  ~CheckpointForward();
   CheckpointForward(const CheckpointForward&) = delete;
   CheckpointForward& operator=(const CheckpointForward&) = delete;
 
  private:
   c10::intrusive_ptr<CheckpointFrame> frame_;
+  bool before_;
   PackerGuard guard_;
 };
 

@@ -4,6 +4,7 @@
 #include <trireme/strategies/pipeline/schedule_check.h>
 #include <trireme/strategies/pipeline/schedule_costs.h>
 #include <trireme/strategies/pipeline/schedule_forms.h>
+#include <trireme/strategies/pipeline/schedule_recomputation.h>
 
 #include <pybind11/stl.h>
 #include <torch/csrc/Exceptions.h>
@@ -153,6 +154,12 @@ void init_pipeline(py::module_& module) {
              return makespan(schedule, costs_of(costs));
            }),
            py::arg("costs"))
+      .def(
+          "with_recomputation",
+          [](const PipelineSchedule& schedule, const std::string& which) {
+            return with_recomputation(schedule, recomputation(which));
+          },
+          py::arg("checkpoint"))
       .def("peak_activations", wrap_pybind_function(peak_activations), py::arg("rank"))
       .def("peak_messages",
            wrap_pybind_function(

@@ -1,3 +1,4 @@
+#include <trireme/activation/checkpoint_frame.h>
 #include <trireme/bindings/bindings.h>
 #include <trireme/bindings/shared_function.h>
 #include <trireme/comm/gather_texts.h>
@@ -192,6 +193,7 @@ py::dict to_dict(const StageReport& report) {
   dict["backward_ms"] = report.backward_ms;
   dict["input_ms"] = report.input_ms;
   dict["weight_ms"] = report.weight_ms;
+  dict["recompute_ms"] = report.recompute_ms;
   dict["waiting_ms"] = report.waiting_ms;
   dict["messages"] = report.messages;
   dict["bytes"] = report.bytes;
@@ -301,6 +303,8 @@ void init_pipeline_engine(py::module_& module) {
              py::arg("name"));
   module.def("pipeline_loss", wrap_pybind_function(&pipeline_loss), py::arg("value"),
              py::arg("weight") = 1.0);
+  module.def("is_checkpointing", &is_checkpointing);
+  module.def("is_recomputing", &is_recomputing);
   py::class_<LossCollector>(module, "LossCollector")
       .def(py::init())
       .def("begin", &LossCollector::begin)

@@ -40,6 +40,8 @@ from trireme._c_pipeline import SplitBackward as SplitBackward
 from trireme._c_pipeline import TensorChannels as TensorChannels
 from trireme._c_pipeline import differing_texts as differing_texts
 from trireme._c_pipeline import find_tied as find_tied
+from trireme._c_pipeline import is_checkpointing as is_checkpointing
+from trireme._c_pipeline import is_recomputing as is_recomputing
 from trireme._c_pipeline import make_pipeline_schedule as make_pipeline_schedule
 from trireme._c_pipeline import partition as partition
 from trireme._c_pipeline import pipeline_loss as pipeline_loss

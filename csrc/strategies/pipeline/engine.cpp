@@ -8,38 +8,22 @@
 #include <trireme/strategies/pipeline/refuse.h>
 #include <trireme/strategies/pipeline/row_agreement.h>
 #include <trireme/strategies/pipeline/schedule_costs.h>
+#include <trireme/strategies/pipeline/schedule_recomputation.h>
 #include <trireme/strategies/pipeline/skip_edges.h>
 #include <trireme/strategies/pipeline/stage.h>
 #include <trireme/strategies/pipeline/stage_edges.h>
+#include <trireme/strategies/pipeline/timed.h>
 
 #include <ATen/ATen.h>
 #include <ATen/record_function.h>
 
 #include <algorithm>
-#include <chrono>
 #include <exception>
 #include <iterator>
 #include <utility>
 
 namespace trireme {
 namespace {
-
-using Clock = std::chrono::steady_clock;
-
-double ms(Clock::duration time) { return std::chrono::duration<double, std::milli>(time).count(); }
-
-// Adds the time for which it lives to a sum.
-class Timed {
- public:
-  explicit Timed(double& sum) : sum_(sum), begin_(Clock::now()) {}
-  ~Timed() { sum_ += ms(Clock::now() - begin_); }
-  Timed(const Timed&) = delete;
-  Timed& operator=(const Timed&) = delete;
-
- private:
-  double& sum_;
-  Clock::time_point begin_;
-};
 
 // Carries the loss to all ranks: what the rank of the last stage says, and zeros of the others.
 struct LossMessage {
@@ -66,8 +50,12 @@ class PipelineEngine::Row {
       StageSkips skips = skips_->skips_of(request.stage);
       stages_.push_back(std::make_unique<Stage>(std::move(request), schedule_, std::move(skips)));
     }
-    for (const PipelineAction& action : schedule_.rows[static_cast<size_t>(where_.rank)]) {
-      for_each_part(action, [&](const PipelineAction& part) { add(part); });
+    const PipelineRow& row = schedule_.rows[static_cast<size_t>(where_.rank)];
+    const auto recomputed = recomputed_in(row);
+    for (const PipelineAction& action : row) {
+      for_each_part(action, [&](const PipelineAction& part) {
+        add(part, recomputed.count({part.stage, part.micro_batch}) > 0);
+      });
     }
     gradients_->set_order(mark_last_actions());
   }
@@ -142,17 +130,18 @@ class PipelineEngine::Row {
     int64_t micro_batch;
     std::string label;  // "2F3"
     std::string trace;
-    bool completes = false;  // the gradients of its stage
+    bool is_recomputed = false;  // there is an R of this stage and micro-batch
+    bool completes = false;      // the gradients of its stage
   };
 
-  void add(const PipelineAction& action) {
+  void add(const PipelineAction& action, bool is_recomputed) {
     if (!is_compute(action.kind)) return;
     for (size_t place = 0; place < stages_.size(); ++place) {
       Stage& stage = *stages_[place];
       if (stage.index() != action.stage) continue;
       const std::string label = to_string(action);
-      actions_.push_back(
-          {action.kind, &stage, place, action.micro_batch, label, "trireme::pipeline::" + label});
+      actions_.push_back({action.kind, &stage, place, action.micro_batch, label,
+                          "trireme::pipeline::" + label, is_recomputed});
     }
   }
 
@@ -186,7 +175,7 @@ class PipelineEngine::Row {
     current_ = nullptr;
     is_in_stage_ = false;
     communicator_->show_step(step_, /*is_done=*/false);
-    const auto begin = Clock::now();
+    const auto begin = Timed::Clock::now();
     // Strategies average what backwards bring: then losses are divided, in place of gradients.
     const bool divides_losses = mode.trains && find_strategies(mode);
     const bool is_divided = divides_losses && options_.scale_grads;
@@ -210,7 +199,7 @@ class PipelineEngine::Row {
     result_.loss = finish();
     if (mode.trains) gradients_->end_step();
     communicator_->show_step(step_, /*is_done=*/true);
-    make_report(ms(Clock::now() - begin));
+    make_report(Timed::since(begin));
     return std::exchange(result_, {});
   }
 
@@ -219,6 +208,10 @@ class PipelineEngine::Row {
     if (range.isActive()) range.before(action.trace);
     if (action.kind == ActionKind::kForward) {
       forward(action);
+      return;
+    }
+    if (action.kind == ActionKind::kRecompute) {
+      recompute(action);
       return;
     }
     const bool completes = action.completes && mode_.synchronizes;
@@ -250,7 +243,7 @@ class PipelineEngine::Row {
     {
       const Timed computes(report.forward_ms);
       is_in_stage_ = true;
-      output = stage.forward(action.micro_batch, std::move(input));
+      output = stage.forward(action.micro_batch, std::move(input), action.is_recomputed);
       for (at::Tensor& part : stage.take_parts_of_loss())
         if (mode_.has_loss) parts_of_loss_.push_back(std::move(part));
       if (stage.is_last() && mode_.has_loss)
@@ -270,6 +263,13 @@ class PipelineEngine::Row {
       result_.outputs.resize(static_cast<size_t>(schedule_.micro_batches));
       result_.outputs[static_cast<size_t>(action.micro_batch)] = std::move(output);
     }
+  }
+
+  void recompute(const RowAction& action) {
+    const Timed computes(action.stage->report().recompute_ms);
+    is_in_stage_ = true;
+    action.stage->recompute(action.micro_batch);
+    is_in_stage_ = false;
   }
 
   void backward(const RowAction& action) {
@@ -385,7 +385,8 @@ class PipelineEngine::Row {
     double computing = 0;
     for (const auto& stage : stages_) {
       const StageReport one = stage->finished_report();
-      computing += one.forward_ms + one.backward_ms + one.input_ms + one.weight_ms;
+      computing +=
+          one.forward_ms + one.recompute_ms + one.backward_ms + one.input_ms + one.weight_ms;
       report_.stages.push_back(one);
     }
     report_.bubble = step_ms > 0 ? std::max(0.0, 1 - computing / step_ms) : 0;

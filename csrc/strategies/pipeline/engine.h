@@ -45,15 +45,17 @@ struct PipelineEngineOptions {
 struct StageReport {
   int64_t stage = 0;
   double forward_ms = 0;
-  double backward_ms = 0;  // B
-  double input_ms = 0;     // I
-  double weight_ms = 0;    // W
+  double backward_ms = 0;   // B
+  double input_ms = 0;      // I
+  double weight_ms = 0;     // W
+  double recompute_ms = 0;  // R
   // Has each edge, "from stage 1" or "to stage 3", and "skips" for all that is stashed and popped.
   std::map<std::string, double> waiting_ms = {};
-  int64_t messages = 0;         // sent
-  int64_t bytes = 0;            // sent
-  int64_t peak_live = 0;        // micro-batches that waited for their backward
-  int64_t peak_live_bytes = 0;  // counts what the stage received and returned
+  int64_t messages = 0;  // sent
+  int64_t bytes = 0;     // sent
+  // Counts micro-batches of which all was kept: from F, or R, to B or W.
+  int64_t peak_live = 0;
+  int64_t peak_live_bytes = 0;  // what the stage received and, of those, returned
 };
 
 struct PipelineReport {

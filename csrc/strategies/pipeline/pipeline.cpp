@@ -2,6 +2,7 @@
 
 #include <trireme/comm/subgroups.h>
 #include <trireme/strategies/pipeline/refuse.h>
+#include <trireme/strategies/pipeline/schedule_recomputation.h>
 
 #include <algorithm>
 #include <numeric>
@@ -10,7 +11,9 @@
 
 namespace trireme {
 
-PipelineSchedule schedule_of(const PipelineOptions& options, int64_t ranks) {
+namespace {
+
+PipelineSchedule plain_schedule_of(const PipelineOptions& options, int64_t ranks) {
   if (options.schedule.find_first_of(",\n") == std::string::npos) {
     return pipeline_schedule({.name = options.schedule,
                               .ranks = ranks,
@@ -25,6 +28,12 @@ PipelineSchedule schedule_of(const PipelineOptions& options, int64_t ranks) {
                     "Pass a table of that many.");
   }
   return schedule;
+}
+
+}  // namespace
+
+PipelineSchedule schedule_of(const PipelineOptions& options, int64_t ranks) {
+  return with_recomputation(plain_schedule_of(options, ranks), recomputation(options.checkpoint));
 }
 
 PipelineRanks ranks_of_copy(std::shared_ptr<Communicator> all, int64_t copies) {

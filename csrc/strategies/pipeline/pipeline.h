@@ -1,5 +1,6 @@
 #pragma once
 
+#include <trireme/activation/checkpoint_frame.h>
 #include <trireme/comm/launch/launch.h>
 #include <trireme/grad/grad_norm.h>
 #include <trireme/grad/no_sync.h>
@@ -36,6 +37,9 @@ struct PipelineOptions {
   int64_t copies = 1;
   // Says which layer stash()es a name, and which one pop()s it: `from` and `to` count layers.
   std::vector<PipelineSkip> skips = {};
+  // Says which micro-batches are recomputed: "never", "except_last", "always", "auto"
+  // (schedule_recomputation.h).
+  std::string checkpoint = "never";
   // Makes running statistics of BatchNorm those of whole batches (module/deferred_batch_norm.h).
   bool deferred_batch_norm = false;
 };
@@ -190,7 +194,8 @@ class PipelineImpl : public torch::nn::Module, public HoldsStages {
 
     PipelineValue forward(int64_t micro_batch, PipelineValue input) override {
       const MicroBatchScope scope(pipe_.batch_, micro_batch);
-      const DeferredBatchNorms::Observer sees(pipe_.batch_norms_);
+      std::optional<DeferredBatchNorms::Observer> sees;
+      if (!is_recomputing()) sees.emplace(pipe_.batch_norms_);
       at::Tensor value = std::move(input.tensors.at(0));
       for (int64_t i = begin_; i < end_; ++i)
         value = (net_->begin() + i)->forward(std::move(value));

@@ -62,7 +62,8 @@ class StagePipelineImpl::Function final : public StageFunction {
 
   PipelineValue forward(int64_t micro_batch, PipelineValue input) override {
     const MicroBatchScope scope(pipe_.batch_, micro_batch);
-    const DeferredBatchNorms::Observer sees(pipe_.batch_norms_);
+    std::optional<DeferredBatchNorms::Observer> sees;
+    if (!is_recomputing()) sees.emplace(pipe_.batch_norms_);
     return {module_.forward(std::move(input.tensors))};
   }
   at::Tensor loss(int64_t micro_batch, const PipelineValue& output) override {

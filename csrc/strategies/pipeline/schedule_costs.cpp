@@ -2,6 +2,7 @@
 
 #include <trireme/strategies/pipeline/refuse.h>
 #include <trireme/strategies/pipeline/schedule_check.h>
+#include <trireme/strategies/pipeline/schedule_recomputation.h>
 #include <trireme/strategies/pipeline/schedule_run.h>
 
 #include <algorithm>
@@ -67,11 +68,14 @@ double bubble(const PipelineSchedule& schedule, const ScheduleCosts& costs) {
 }
 
 int64_t most_live(const PipelineRow& row) {
+  const auto recomputed = recomputed_in(row);
   int64_t live = 0;
   int64_t most = 0;
   for (const PipelineAction& action : row) {
     for_each_part(action, [&](const PipelineAction& part) {
-      if (part.kind == ActionKind::kForward) ++live;
+      const bool keeps = part.kind == ActionKind::kForward &&
+                         recomputed.count({part.stage, part.micro_batch}) == 0;
+      if (keeps || part.kind == ActionKind::kRecompute) ++live;
       if (part.kind == ActionKind::kBackward || part.kind == ActionKind::kBackwardWeight) --live;
       most = std::max(most, live);
     });

@@ -48,8 +48,8 @@ TRIREME_API double makespan(const PipelineSchedule& schedule, const ScheduleCost
 // Returns the share of the makespan in which a rank computes nothing, mean over ranks.
 TRIREME_API double bubble(const PipelineSchedule& schedule, const ScheduleCosts& costs = {});
 
-// Counts, at its most, the forwards of a rank that still wait for their B or W; each stage of the
-// rank counts for itself.
+// Counts, at its most, the micro-batches of which a rank keeps all that autograd saves: from F, or
+// from R where there is one, to B or W. Each stage of the rank counts for itself.
 TRIREME_API int64_t peak_activations(const PipelineSchedule& schedule, int64_t rank);
 // Counts the same in a row of a schedule that is known to be whole.
 TRIREME_API int64_t most_live(const PipelineRow& row);

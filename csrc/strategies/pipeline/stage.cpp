@@ -1,5 +1,6 @@
 #include <trireme/strategies/pipeline/stage.h>
 
+#include <trireme/activation/forward_state.h>
 #include <trireme/strategies/pipeline/received_node.h>
 
 #include <ATen/ATen.h>
@@ -8,7 +9,9 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
+#include <exception>
 #include <iterator>
+#include <optional>
 #include <utility>
 
 namespace trireme {
@@ -37,16 +40,48 @@ void Stage::begin_step(bool trains, double loss_gradient) {
   waits_ = {};
 }
 
-void Stage::count(Live& live, int64_t bytes) {
-  if (!live.is_live) ++live_count_;
-  live.is_live = true;
+// Keeps no input: those are the frame's.
+class Stage::Again final : public CheckpointedCall {
+ public:
+  Again(Stage& stage, int64_t micro_batch, std::string text, const std::vector<at::Tensor>& inputs)
+      : stage_(stage),
+        micro_batch_(micro_batch),
+        text_(std::move(text)),
+        state_(ForwardState::capture(/*with_random=*/true, inputs)) {}
+
+  void run(const std::vector<at::Tensor>& inputs) override {
+    const ForwardStateGuard guard(state_);
+    try {
+      stage_.call_again(micro_batch_, {inputs, text_});
+    } catch (...) {
+      if (!SavedTensorHooks::get().is_stop(std::current_exception())) throw;
+    }
+  }
+  std::string name() const override {
+    return c10::str("stage ", stage_.index(), stage_.name().empty() ? "" : " (", stage_.name(),
+                    stage_.name().empty() ? "" : ")");
+  }
+
+ private:
+  Stage& stage_;
+  int64_t micro_batch_;
+  std::string text_;
+  ForwardState state_;
+};
+
+void Stage::count_bytes(Live& live, int64_t bytes) {
   live.bytes += bytes;
   live_bytes_ += bytes;
-  report_.peak_live = std::max(report_.peak_live, live_count_);
   report_.peak_live_bytes = std::max(report_.peak_live_bytes, live_bytes_);
 }
 
-PipelineValue Stage::forward(int64_t micro_batch, StageInput input) {
+void Stage::count_live(Live& live) {
+  live.is_live = true;
+  report_.peak_live = std::max(report_.peak_live, ++live_count_);
+  count_bytes(live, std::exchange(live.returned, 0));
+}
+
+PipelineValue Stage::forward(int64_t micro_batch, StageInput input, bool is_recomputed) {
   Live& live = at(micro_batch);
   std::vector<at::Tensor>& tensors = input.value.tensors;
   const auto given = static_cast<std::ptrdiff_t>(tensors.size() - popped());
@@ -57,7 +92,12 @@ PipelineValue Stage::forward(int64_t micro_batch, StageInput input) {
       const auto begin = input.needs_gradient.begin();
       live.owes_gradients = std::find(begin, begin + given, true) != begin + given;
     }
-    count(live, bytes_of(tensors));
+    count_bytes(live, bytes_of(tensors));
+    if (is_recomputed) {
+      live.frame = c10::make_intrusive<CheckpointFrame>(
+          std::make_unique<Again>(*this, micro_batch, input.value.text, tensors), tensors,
+          CheckpointFrame::Options{});
+    }
   }
   skips_.begin(
       {std::make_move_iterator(tensors.begin() + given), std::make_move_iterator(tensors.end())});
@@ -66,6 +106,8 @@ PipelineValue Stage::forward(int64_t micro_batch, StageInput input) {
   {
     const SkipScope scope(&skips_);
     const LossScope losses(live.losses);
+    std::optional<CheckpointForward> keeps_nothing;
+    if (live.frame) keeps_nothing.emplace(live.frame);
     output = function_->forward(micro_batch, std::move(input.value));
   }
   skips_.check_done();
@@ -80,23 +122,46 @@ PipelineValue Stage::forward(int64_t micro_batch, StageInput input) {
     const bool needs = tensor.defined() && tensor.requires_grad();
     live.outputs.push_back(needs ? torch::autograd::impl::gradient_edge(tensor)
                                  : torch::autograd::Edge());
-    if (tensor.defined()) count(live, static_cast<int64_t>(tensor.nbytes()));
+    if (tensor.defined()) live.returned += static_cast<int64_t>(tensor.nbytes());
     return needs;
   };
   for (const SkipSlot& stashed : skips_.outgoing) keep(stashed.tensor);
   for (const at::Tensor& tensor : output.tensors)
     live.wants_gradients |= keep(tensor) && !is_last();
+  if (!live.frame) count_live(live);
   return output;
 }
 
 std::vector<at::Tensor> Stage::take_parts_of_loss() { return std::exchange(parts_, {}); }
 
 at::Tensor Stage::loss(int64_t micro_batch, const PipelineValue& output) {
+  Live& live = at(micro_batch);
+  live.has_loss = true;
+  std::optional<CheckpointForward> keeps_nothing;
+  if (live.frame) keeps_nothing.emplace(live.frame);
   at::Tensor loss = function_->loss(micro_batch, output);
   TORCH_CHECK_VALUE(loss.defined() && loss.numel() == 1 && !loss.is_complex(),
                     "expected a loss of one real number");
-  if (trains_) at(micro_batch).losses.push_back({loss});
+  if (trains_) live.losses.push_back({loss});
   return loss.detach();
+}
+
+void Stage::recompute(int64_t micro_batch) {
+  Live& live = at(micro_batch);
+  count_live(live);
+  live.frame->recompute_ahead();
+}
+
+void Stage::call_again(int64_t micro_batch, PipelineValue input) {
+  std::vector<at::Tensor>& tensors = input.tensors;
+  const auto given = static_cast<std::ptrdiff_t>(tensors.size() - popped());
+  StageSkips skips = skips_;
+  skips.begin(
+      {std::make_move_iterator(tensors.begin() + given), std::make_move_iterator(tensors.end())});
+  tensors.resize(static_cast<size_t>(given));
+  const SkipScope scope(&skips);
+  const PipelineValue output = function_->forward(micro_batch, std::move(input));
+  if (at(micro_batch).has_loss) function_->loss(micro_batch, output);
 }
 
 Stage::Roots Stage::take_roots(Live& live, const std::vector<at::Tensor>& gradients) const {
@@ -119,7 +184,7 @@ Stage::Roots Stage::take_roots(Live& live, const std::vector<at::Tensor>& gradie
 }
 
 void Stage::end(const Live& live) {
-  --live_count_;
+  if (live.is_live) --live_count_;
   live_bytes_ -= live.bytes;
 }
 

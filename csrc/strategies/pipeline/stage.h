@@ -1,5 +1,6 @@
 #pragma once
 
+#include <trireme/activation/checkpoint_frame.h>
 #include <trireme/module/autograd_node.h>
 #include <trireme/strategies/pipeline/engine.h>
 #include <trireme/strategies/pipeline/skip.h>
@@ -35,6 +36,11 @@ int64_t bytes_of(const std::vector<at::Tensor>& tensors);
 // Until the backward of that micro-batch a stage keeps both ends: the node, and the edges of the
 // outputs. It does not keep the outputs themselves. What of them autograd needs it has saved, and
 // the rest is free as soon as it was sent.
+//
+// Of a micro-batch that is recomputed the graph is there from its forward on, with places for the
+// tensors that it needs (activation/checkpoint_frame.h): so what needs a gradient is known, and
+// parts of the loss and skips are what they were. An R fills these places, for both halves of a
+// backward; until then the stage keeps what it received.
 
 // Runs one stage, a micro-batch at a time: forward, then backward. One thread at a time.
 class Stage {
@@ -48,9 +54,10 @@ class Stage {
 
   // Begins a step that trains, or one that keeps no graph. Backwards begin with `loss_gradient`.
   void begin_step(bool trains, double loss_gradient);
-  // Computes a micro-batch. `input` of the first stage is left as it is. What was stashed for other
-  // stages is there to be taken until the next forward.
-  PipelineValue forward(int64_t micro_batch, StageInput input);
+  // Computes a micro-batch, whose graph keeps nothing yet if it `is_recomputed`. `input` of the
+  // first stage is left as it is. What was stashed for other stages is there to be taken until the
+  // next forward.
+  PipelineValue forward(int64_t micro_batch, StageInput input, bool is_recomputed);
   std::vector<at::Tensor> take_stashed() { return skips_.take_outgoing(); }
   bool has_skips() const { return !skips_.incoming.empty() || !skips_.outgoing.empty(); }
   size_t popped() const { return skips_.incoming.size(); }
@@ -58,6 +65,9 @@ class Stage {
   std::vector<at::Tensor> take_parts_of_loss();
   // Computes the loss of what forward() returned, and keeps it for backward().
   at::Tensor loss(int64_t micro_batch, const PipelineValue& output);
+  // Calls layers and loss once more, for the backward that follows. Throws CheckpointError where
+  // they do not do the same, and c10::Error where they had changed their input in place.
+  void recompute(int64_t micro_batch);
   // Says whether gradients of the outputs, or of the inputs, of a micro-batch are due, without
   // those of skips. The two sides of an edge say the same.
   bool wants_gradients(int64_t micro_batch) const { return at(micro_batch).wants_gradients; }
@@ -92,16 +102,23 @@ class Stage {
     // Has what was stashed, and behind that the outputs; invalid where one needs no gradient.
     std::vector<torch::autograd::Edge> outputs;
     std::vector<StageLoss> losses;
+    c10::intrusive_ptr<CheckpointFrame> frame;  // if it is recomputed
+    bool has_loss = false;
     std::unique_ptr<SplitBackward> split;  // between the two halves
     bool is_live = false;
     bool wants_gradients = false;
     bool owes_gradients = false;
     int64_t bytes = 0;
+    int64_t returned = 0;  // bytes that count once it was recomputed
   };
+  // Is the call of layers that a frame repeats.
+  class Again;
 
   const Live& at(int64_t micro_batch) const { return live_[static_cast<size_t>(micro_batch)]; }
   Live& at(int64_t micro_batch) { return live_[static_cast<size_t>(micro_batch)]; }
-  void count(Live& live, int64_t bytes);
+  void count_bytes(Live& live, int64_t bytes);
+  void count_live(Live& live);
+  void call_again(int64_t micro_batch, PipelineValue input);
   // Says where backward begins, and with which gradients.
   struct Roots {
     torch::autograd::edge_list edges;

@@ -1,5 +1,6 @@
 #include <trireme/strategies/pipeline/stage_loss.h>
 
+#include <trireme/activation/checkpoint_frame.h>
 #include <trireme/strategies/pipeline/refuse.h>
 
 #include <ATen/ATen.h>
@@ -17,7 +18,7 @@ thread_local std::vector<StageLoss>* receiver = nullptr;
 void pipeline_loss(const at::Tensor& value, double weight) {
   if (!value.defined() || value.numel() != 1 || value.is_complex())
     refuse_pipeline("got a part of the loss that is no real number", "Pass its mean or its sum.");
-  if (torch::autograd::get_current_graph_task_id() != -1) return;  // a recomputation
+  if (is_recomputing() || torch::autograd::get_current_graph_task_id() != -1) return;
   if (receiver != nullptr) {
     receiver->push_back({value, weight});
   } else if (at::GradMode::is_enabled()) {

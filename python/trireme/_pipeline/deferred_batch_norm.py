@@ -13,6 +13,7 @@ from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
+from trireme import _C
 from trireme._pipeline import AREA, refuse
 
 
@@ -97,7 +98,7 @@ class DeferredBatchNorm(_BatchNorm):
         output = functional.batch_norm(
             input, mean, var, self.weight, self.bias, True, 1.0, self.eps
         )
-        if torch._C._current_graph_task_id() == -1:  # else a checkpoint computes it again
+        if torch._C._current_graph_task_id() == -1 and not _C.is_recomputing():
             self._gather(input.numel() // input.size(1), mean, var)
             self._forwards += 1
             if not self._in_step and self._forwards >= self.chunks:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,7 @@ from trireme._pipeline.deferred_batch_norm import defer, whole_batch
 from trireme._pipeline.groups import groups_of
 from trireme._pipeline.micro_batches import BatchCut, merge, tensors_in
 from trireme._pipeline.scaler import ScalesLosses
-from trireme._pipeline.schedule import PipelineSchedule, Times
+from trireme._pipeline.schedule import Checkpoint, PipelineSchedule, Times
 from trireme._pipeline.skips import skips_between
 from trireme._pipeline.stages import (
     Balance,
@@ -77,7 +77,9 @@ class Pipeline(ScalesLosses, nn.Module):
         schedule: A name or a table for :func:`pipeline_schedule`, or a schedule.
         loss: Called with what the last layer returns for a micro-batch, and its target; returns a
             0-dim tensor. None where the last layer returns the loss.
-        checkpoint: "never"; others are refused so far.
+        checkpoint: Which micro-batches a stage computes once more before their backward, so that it
+            keeps only its input meanwhile: "never", "except_last", "always", or "auto": those
+            whose backward does not come right behind their forward.
         deferred_batch_norm: Whether running statistics of BatchNorm are those of whole batches:
             layers are converted as by :func:`convert_deferred_batch_norm`.
         dim: Along which dimension a batch is cut.
@@ -104,7 +106,7 @@ class Pipeline(ScalesLosses, nn.Module):
         mesh: DeviceMesh | None = None,
         schedule: str | PipelineSchedule = "gpipe",
         loss: Callable[..., Any] | None = None,
-        checkpoint: Literal["always", "except_last", "never"] = "never",
+        checkpoint: Checkpoint = "never",
         deferred_batch_norm: bool = False,
         dim: int = 0,
         costs: Mapping[str, Times] | None = None,
@@ -112,7 +114,7 @@ class Pipeline(ScalesLosses, nn.Module):
         sample: Any = None,
     ) -> None:
         super().__init__()
-        _refuse_what_is_to_come(devices, ranks, mesh, checkpoint)
+        _refuse_what_is_to_come(devices, ranks, mesh)
         AREA.expect("chunks", chunks, int, "a whole number", next_step="Pass a number.")
         AREA.expect("dim", dim, int, "a whole number", next_step="Pass a number.")
         if loss is not None and not callable(loss):
@@ -133,7 +135,7 @@ class Pipeline(ScalesLosses, nn.Module):
             "deferred_batch_norm": deferred_batch_norm,
         }
         cut = Cut(module, split, balance, sample, deferred_batch_norm)
-        layers = self._agree_on_layers(cut, schedule, costs, said)
+        layers = self._agree_on_layers(cut, schedule, costs, checkpoint, said)
         counts = cut.deal_out(self._schedule.stages, self._communicator)
         self._stages = stages_of(list(layers), counts, self._schedule.stage_rank)
         own = self._agree_on_stages(layers)
@@ -183,6 +185,7 @@ class Pipeline(ScalesLosses, nn.Module):
         cut: Cut,
         schedule: str | PipelineSchedule,
         costs: Mapping[str, Times] | None,
+        checkpoint: Checkpoint,
         said: dict[str, Any],
     ) -> dict[str, nn.Module]:
         error, layers = None, {}
@@ -190,7 +193,8 @@ class Pipeline(ScalesLosses, nn.Module):
             layers = cut.layers()
             world = self._communicator.world
             balance = cut.balance_of(layers)
-            self._schedule = schedule_of(schedule, self._chunks, world, balance, costs, len(layers))
+            plain = schedule_of(schedule, self._chunks, world, balance, costs, len(layers))
+            self._schedule = plain.with_recomputation(checkpoint)
             said["layers"] = list(layers)
             said["schedule"] = self._schedule.to_csv()
             self._skips = skips_between(layers)
@@ -449,7 +453,7 @@ def _signature(called: Any) -> inspect.Signature | None:
         return None
 
 
-def _refuse_what_is_to_come(devices: object, ranks: bool, mesh: object, checkpoint: object) -> None:
+def _refuse_what_is_to_come(devices: object, ranks: bool, mesh: object) -> None:
     def refuse_so_far(got: str, next_step: str) -> None:
         refuse(f"got {got}, which does not exist so far", next_step, kind=NotImplementedError)
 
@@ -457,10 +461,3 @@ def _refuse_what_is_to_come(devices: object, ranks: bool, mesh: object, checkpoi
         refuse_so_far("ranks=False, a pipeline in one process", "Pass ranks=True.")
     if devices is not None:
         refuse_so_far("devices=", "Move each rank's layers before.")
-    if checkpoint not in ("always", "except_last", "never"):
-        refuse(
-            f"got checkpoint={checkpoint!r}, expected 'always', 'except_last' or 'never'",
-            "Pass 'never'.",
-        )
-    if checkpoint != "never":
-        refuse_so_far(f"checkpoint={checkpoint!r}", "Use trireme.checkpoint() in a layer.")

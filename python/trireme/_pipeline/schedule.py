@@ -11,6 +11,7 @@ from trireme._C import PipelineSchedule as _Core
 from trireme._pipeline import AREA, refuse
 
 Times = float | Sequence[float]
+Checkpoint = Literal["always", "except_last", "never", "auto"]
 _Costs = tuple[Sequence[float], Sequence[float], Sequence[float], float]
 _COSTS = ("forward", "input", "weight", "message")
 
@@ -78,6 +79,19 @@ class PipelineSchedule:
         """
         return self._core.to_csv(form)
 
+    def with_recomputation(self, checkpoint: Checkpoint) -> "PipelineSchedule":
+        """Returns the schedule with an R, the forward once more, in front of backwards.
+
+        Args:
+            checkpoint: Of which micro-batches: "never", "except_last", "always", or "auto": those
+                whose backward does not come right behind their forward.
+
+        Raises:
+            ValueError: there is an R already, or ``checkpoint`` is none of these.
+        """
+        AREA.expect("checkpoint", checkpoint, str, "a name", next_step="Pass 'never'.")
+        return PipelineSchedule(self._core.with_recomputation(checkpoint))
+
     def check(self, slots: int | None = None) -> dict[tuple[int, int], int]:
         """Checks the table, and returns how many messages each edge must be able to hold.
 
@@ -112,9 +126,10 @@ class PipelineSchedule:
         return self._core.makespan(_costs_of(forward, input, weight, message))
 
     def peak_activations(self, rank: int) -> int:
-        """Returns how many forwards of a rank wait for their backward at most.
+        """Returns of how many micro-batches a rank keeps all that autograd saves, at most.
 
-        Each stage of the rank counts for itself.
+        That is from F, or from R where there is one, to B or W. Each stage of the rank counts for
+        itself.
         """
         return self._core.peak_activations(rank)
 

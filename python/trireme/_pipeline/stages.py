@@ -17,6 +17,7 @@ from trireme._C import Communicator, HeldBackwards
 from trireme._pipeline import refuse
 from trireme._pipeline.agreement import agree
 from trireme._pipeline.measure import measure_layers
+from trireme._pipeline.micro_batches import tensors_in
 from trireme._pipeline.schedule import partition
 from trireme._pipeline.strategies import Strategies
 from trireme._pipeline.values import Text, put_together, take_apart
@@ -250,11 +251,14 @@ class StageCalls:
         self._loss = loss
         self._where = f"stage {stage.number} ({stage})"
         self.batch = MicroBatches()
+        self._versions: dict[int, list[int]] = {}
         self.failure: Exception | None = None
 
     def forward(self, micro_batch: int, given: Tensor | Text) -> Tensor | Text:
         try:
             first = 0
+            if self.batch.keywords:
+                self._look_at_keywords(micro_batch)
             if self.stage.number == 0:
                 first = 1
                 value = self._call_first(micro_batch)
@@ -268,6 +272,8 @@ class StageCalls:
                 for layer in self.layers[first:] if first else self.layers:
                     value = layer(value)
             return take_apart(value, self._where)
+        except _C.StopRecomputation:
+            raise
         except Exception as error:
             self.failure = error
             raise
@@ -289,9 +295,30 @@ class StageCalls:
             if not isinstance(found, Tensor) or found.dim() != 0:
                 self._refuse_loss(found)
             return found
+        except _C.StopRecomputation:
+            raise
         except Exception as error:
             self.failure = error
             raise
+
+    def _look_at_keywords(self, micro_batch: int) -> None:
+        """Refuses a recomputation with other values than in the forward."""
+        if not (_C.is_checkpointing() or _C.is_recomputing()):
+            return
+        given = self.batch.keywords
+        versions = [
+            one._version
+            for name in sorted(self.keywords & given.keys())
+            for one in tensors_in(given[name][micro_batch])
+            if not one.is_inference()
+        ]
+        if _C.is_checkpointing():
+            self._versions[micro_batch] = versions
+        elif self._versions[micro_batch] != versions:
+            got = (
+                f"got a keyword of {self._where} that was changed in place before it is recomputed"
+            )
+            refuse(got, "Let layers change copies, or do not checkpoint.", kind=RuntimeError)
 
     def _keywords_for(self, layer: int, micro_batch: int) -> dict[str, Any]:
         given = self.batch.keywords

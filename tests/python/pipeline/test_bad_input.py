@@ -67,7 +67,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], type[Exception], str
     "kind of chunks": (tanh_layers, {"chunks": 2.0}, TypeError, "chunks is float"),
     "ranks": (tanh_layers, {"ranks": False}, NotImplementedError, "a pipeline in one process"),
     "devices": (tanh_layers, {"devices": ["cpu"]}, NotImplementedError, "devices="),
-    "checkpoint": (tanh_layers, {"checkpoint": "always"}, NotImplementedError, "checkpoint="),
+    "checkpoint": (tanh_layers, {"checkpoint": "often"}, ValueError, "checkpoint='often'"),
     "checkpoint named": (tanh_layers, {"checkpoint": "often"}, ValueError, "expected 'always'"),
     "loss": (tanh_layers, {"loss": 3}, TypeError, "got int as loss"),
     "mesh": (tanh_layers, {"mesh": "dp"}, TypeError, "expected a DeviceMesh"),

@@ -1,5 +1,6 @@
 #include <trireme/strategies/pipeline/engine.h>
 #include <trireme/strategies/pipeline/schedule_forms.h>
+#include <trireme/strategies/pipeline/schedule_recomputation.h>
 
 #include <torch/nn.h>
 
@@ -38,10 +39,12 @@ struct Drawn {
   int64_t seed = 0;
   std::vector<StageShape> shapes;
   std::vector<PipelineSkip> skips;
+  std::string checkpoint;
 
   std::string describe() const {
-    return c10::str(name, ", ", ranks, " ranks, ", shapes.size(), " stages, ", micro_batches,
-                    " micro-batches, ", skips.size(), " skips, seed ", seed);
+    return c10::str(name, ", recomputes ", checkpoint, ", ", ranks, " ranks, ", shapes.size(),
+                    " stages, ", micro_batches, " micro-batches, ", skips.size(), " skips, seed ",
+                    seed);
   }
 };
 
@@ -57,6 +60,9 @@ Drawn draw(int64_t seed) {
   drawn.ranks = number(1, 4);
   drawn.micro_batches = number(1, 6);
   drawn.seed = seed;
+  const std::array<const char*, 4> modes{"never", "except_last", "always", "auto"};
+  drawn.checkpoint = modes[static_cast<size_t>(number(0, 3))];
+  const bool recomputes = drawn.checkpoint != "never";
   const int64_t stages =
       pipeline_schedule(
           {.name = drawn.name, .ranks = drawn.ranks, .micro_batches = drawn.micro_batches})
@@ -72,7 +78,7 @@ Drawn draw(int64_t seed) {
     shape.outputs = number(1, 3);
     shape.is_frozen = stage < frozen || number(0, 7) == 0;
     shape.detaches = shape.outputs > 1 && number(0, 3) == 0;
-    shape.works_in_place = stage > 0 && number(0, 2) == 0;
+    shape.works_in_place = !recomputes && stage > 0 && number(0, 2) == 0;
     shape.dtype = dtype;
     drawn.shapes.push_back(shape);
   }
@@ -202,8 +208,10 @@ Tensors train_alone(const Drawn& drawn, Tensors& losses) {
 std::string compare(const Drawn& drawn) {
   Tensors losses;
   const Tensors gradients = train_alone(drawn, losses);
-  const PipelineSchedule schedule = pipeline_schedule(
-      {.name = drawn.name, .ranks = drawn.ranks, .micro_batches = drawn.micro_batches});
+  const PipelineSchedule schedule = with_recomputation(
+      pipeline_schedule(
+          {.name = drawn.name, .ranks = drawn.ranks, .micro_batches = drawn.micro_batches}),
+      recomputation(drawn.checkpoint));
   std::mutex mutex;
   std::string wrong;
   run_thread_ranks(

@@ -1,0 +1,35 @@
+#pragma once
+
+#include <trireme/common/export.h>
+#include <trireme/strategies/pipeline/schedule.h>
+
+#include <cstdint>
+#include <set>
+#include <string_view>
+#include <utility>
+
+namespace trireme {
+
+// Says which micro-batches a stage computes once more before their backward, so that it keeps only
+// what it was given meanwhile.
+enum class Recomputation : uint8_t {
+  kNever,
+  kExceptLast,  // all but the last one, whose backward is never far (torchgpipe's rule)
+  kAlways,
+  // Has those between whose forward and backward the rank does something else: for others nothing
+  // would be freed.
+  kAuto,
+};
+// Reads "never", "except_last", "always", "auto". Throws ValueError, naming them.
+TRIREME_API Recomputation recomputation(std::string_view name);
+
+// Returns the schedule with an R in front of the backwards of these micro-batches. It waits for its
+// forward only, so that it runs while a gradient is on its way: in a bubble, where there is one,
+// and as late as it can, where memory is. Throws ValueError for a schedule that has an R already,
+// unless the answer is kNever.
+TRIREME_API PipelineSchedule with_recomputation(PipelineSchedule schedule, Recomputation which);
+
+// Returns stage and micro-batch of each R in a row.
+TRIREME_API std::set<std::pair<int32_t, int32_t>> recomputed_in(const PipelineRow& row);
+
+}  // namespace trireme
