@@ -22,7 +22,7 @@ LAYERS = {
     "bindings": 5,
 }
 # The same inside comm, whose own files are the contract.
-COMM_ROOMS = {"contract": 0, "c10d": 1, "hosts": 2, "backend": 3, "launch": 4}
+COMM_ROOMS = {"contract": 0, "c10d": 1, "threads": 1, "hosts": 2, "backend": 3, "launch": 4}
 MAX_FILE_LINES = 500
 MAX_SETUP_LINES = 150
 MAX_FUNCTION_LINES = 60

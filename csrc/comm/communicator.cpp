@@ -1,5 +1,7 @@
 #include <trireme/comm/communicator.h>
 
+#include <trireme/comm/tensor_channel.h>
+
 #include <c10/util/Exception.h>
 
 namespace trireme {
@@ -23,6 +25,11 @@ Pending Communicator::send(std::vector<at::Tensor> /*tensors*/, int64_t /*to*/,
 Pending Communicator::recv(std::vector<at::Tensor> /*tensors*/, int64_t /*from*/,
                            std::string /*label*/) {
   refuse_messages("recv", rank_of());
+}
+
+std::unique_ptr<TensorChannels> Communicator::own_channels(
+    const std::vector<ChannelRequest>& /*requests*/) {
+  return nullptr;
 }
 
 std::string message_text(const char* verb, int64_t peer, const std::string& label, RankOf where) {

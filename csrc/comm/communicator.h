@@ -14,8 +14,10 @@
 
 namespace trireme {
 
-class Host;          // host.h
-struct GroupHealth;  // group_health.h
+class Host;             // host.h
+struct GroupHealth;     // group_health.h
+class TensorChannels;   // tensor_channel.h
+struct ChannelRequest;  // tensor_channel.h
 
 // Averages are not here: the division belongs to grad/grad_reducer.
 enum class ReduceOp : uint8_t { kSum, kMin, kMax };
@@ -89,6 +91,10 @@ class TRIREME_API Communicator {
                                               const std::string& /*name*/) {
     return nullptr;
   }
+
+  // Returns channels of its own kind, as make_channels() (tensor_channel.h) is asked for them; null
+  // where these are made of the memory of a host, or of messages.
+  virtual std::unique_ptr<TensorChannels> own_channels(const std::vector<ChannelRequest>& requests);
 
   // Says where texts (gather_texts.h) and numbers lie for this communicator to move them: on the
   // CPU, or, where the group takes no tensors of the CPU (NCCL alone), on the GPU that it is bound

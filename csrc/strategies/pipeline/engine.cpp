@@ -61,6 +61,7 @@ class PipelineEngine::Row {
   }
 
   const PipelineSchedule& schedule() const { return schedule_; }
+  const std::string& raised_in() const { return raised_in_; }
 
   PipelineReport report() const {
     PipelineReport report = report_;
@@ -116,7 +117,7 @@ class PipelineEngine::Row {
       throw;
     } catch (...) {
       const std::string text = give_up(text_of(std::current_exception()));
-      if (!is_in_stage_) throw;
+      if (!is_in_stage_ || options_.rethrows) throw;
       TORCH_CHECK(false, text);
     }
   }
@@ -172,6 +173,7 @@ class PipelineEngine::Row {
 
   Evaluation run_row(std::vector<PipelineValue> inputs, Mode mode) {
     ++step_;
+    raised_in_.clear();
     current_ = nullptr;
     is_in_stage_ = false;
     communicator_->show_step(step_, /*is_done=*/false);
@@ -409,11 +411,8 @@ class PipelineEngine::Row {
     std::string text = why;
     try {
       const std::string action = current_ == nullptr ? "at the end of the step" : current_->label;
-      std::string stage;
-      if (current_ != nullptr) {
-        stage = "stage " + std::to_string(current_->stage->index());
-        if (!current_->stage->name().empty()) stage += " (" + current_->stage->name() + ")";
-      }
+      const std::string stage = current_ == nullptr ? std::string() : current_->stage->text();
+      if (is_in_stage_) raised_in_ = stage + " in " + action;
       const std::string verb = is_in_stage_ ? " raised in " : " gave up in ";
       text = error_text("pipeline",
                         (stage.empty() ? "a rank" : stage) + verb + action + " of step " +
@@ -450,6 +449,7 @@ class PipelineEngine::Row {
   int64_t step_ = 0;
   const RowAction* current_ = nullptr;
   bool is_in_stage_ = false;
+  std::string raised_in_;
   Mode mode_;
   bool has_failed_ = false;
   std::vector<PipelineValue> inputs_;
@@ -492,6 +492,8 @@ void PipelineEngine::set_parameters(int64_t stage, NamedParameters parameters,
 std::vector<at::Tensor> PipelineEngine::later_copies() const { return row_->later_copies(); }
 
 const PipelineSchedule& PipelineEngine::schedule() const { return row_->schedule(); }
+
+const std::string& PipelineEngine::raised_in() const { return row_->raised_in(); }
 
 PipelineReport PipelineEngine::last_step() const { return row_->report(); }
 

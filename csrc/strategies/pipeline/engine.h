@@ -19,6 +19,8 @@
 
 namespace trireme {
 
+class LeafEdges;  // threads/leaf_edges.h
+
 // Is a stage that this rank holds.
 struct PipelineStageRequest {
   int64_t stage = 0;
@@ -29,6 +31,8 @@ struct PipelineStageRequest {
   std::vector<std::pair<std::string, at::Tensor>> buffers = {};
   // Are strategies around layers of the stage, beside those that held_backwards_of() finds.
   std::vector<std::shared_ptr<HeldBackwards>> strategies = {};
+  // Says where gradients come to in place of parameters; null for these themselves.
+  std::shared_ptr<const LeafEdges> leaves = nullptr;
 };
 
 struct PipelineEngineOptions {
@@ -39,6 +43,8 @@ struct PipelineEngineOptions {
   std::vector<TiedParameter> tied = {};
   // Has the ranks that hold the same stages in all copies of the pipeline; null for one copy.
   std::shared_ptr<Communicator> copies = nullptr;
+  // Lets exceptions of stages of this rank come out as they were thrown.
+  bool rethrows = false;
 };
 
 // Tells what a stage did in a step. Times are in milliseconds.
@@ -150,6 +156,9 @@ class TRIREME_API PipelineEngine {
   std::vector<at::Tensor> later_copies() const;
 
   const PipelineSchedule& schedule() const;
+  // Says where the exception came from that ended the last step, if that was a stage of this rank:
+  // "stage 1 (layers 4..7) in 1F3"; empty otherwise.
+  const std::string& raised_in() const;
   // Returns what this rank did in the last step that ended well. Costs one simulation of the
   // schedule.
   PipelineReport last_step() const;

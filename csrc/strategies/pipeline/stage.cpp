@@ -2,6 +2,7 @@
 
 #include <trireme/activation/forward_state.h>
 #include <trireme/strategies/pipeline/received_node.h>
+#include <trireme/strategies/pipeline/threads/leaf_edges.h>
 
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/engine.h>
@@ -29,8 +30,14 @@ Stage::Stage(PipelineStageRequest request, const PipelineSchedule& schedule, Sta
       stages_(schedule.stages),
       name_(std::move(request.name)),
       function_(std::move(request.function)),
+      leaves_(std::move(request.leaves)),
       skips_(std::move(skips)),
       live_(static_cast<size_t>(schedule.micro_batches)) {}
+
+std::string Stage::text() const {
+  const std::string number = "stage " + std::to_string(index_);
+  return name_.empty() ? number : number + " (" + name_ + ")";
+}
 
 void Stage::begin_step(bool trains, double loss_gradient) {
   trains_ = trains;
@@ -57,10 +64,7 @@ class Stage::Again final : public CheckpointedCall {
       if (!SavedTensorHooks::get().is_stop(std::current_exception())) throw;
     }
   }
-  std::string name() const override {
-    return c10::str("stage ", stage_.index(), stage_.name().empty() ? "" : " (", stage_.name(),
-                    stage_.name().empty() ? "" : ")");
-  }
+  std::string name() const override { return stage_.text(); }
 
  private:
   Stage& stage_;
@@ -180,6 +184,7 @@ Stage::Roots Stage::take_roots(Live& live, const std::vector<at::Tensor>& gradie
     roots.gradients.push_back(gradients[i]);
   }
   live.outputs.clear();
+  if (leaves_) leaves_->redirect(roots.edges);
   return roots;
 }
 

@@ -48,7 +48,8 @@ class Stage {
   Stage(PipelineStageRequest request, const PipelineSchedule& schedule, StageSkips skips);
 
   int64_t index() const { return index_; }
-  const std::string& name() const { return name_; }
+  // Returns "stage 1 (layers 4..7)".
+  std::string text() const;
   bool is_first() const { return index_ == 0; }
   bool is_last() const { return index_ + 1 == stages_; }
 
@@ -133,6 +134,7 @@ class Stage {
   int64_t stages_;
   std::string name_;
   std::shared_ptr<StageFunction> function_;
+  std::shared_ptr<const LeafEdges> leaves_;
   StageSkips skips_;               // has what the forward that ran last did
   std::vector<at::Tensor> parts_;  // what that forward added to the loss
   bool trains_ = false;

@@ -203,8 +203,10 @@ void TiedParameters::spread_values() {
   for (const Link& link : links_) {
     if (link.later_rank != where_.rank) continue;
     const TensorMessage message = link.sums_from->receive(0, 0, label);
-    for (size_t i = 0; i < link.items.size(); ++i)
-      own_[link.items[i].tied].copy_(message.tensors[i]);
+    for (size_t i = 0; i < link.items.size(); ++i) {
+      const at::Tensor& own = own_[link.items[i].tied];
+      if (!own.is_alias_of(message.tensors[i])) own.copy_(message.tensors[i]);
+    }
     link.sums_from->done_with_one();
   }
   communicator_.barrier(label).wait();  // a rank that ended here would take its message along

@@ -1,0 +1,88 @@
+#pragma once
+
+#include <trireme/comm/tensor_channel.h>
+#include <trireme/comm/threads/thread_group.h>
+
+#include <ATen/core/Tensor.h>
+
+#include <atomic>
+#include <condition_variable>
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace trireme {
+
+// Holds what is on its way from one thread to another.
+struct ThreadQueue {
+  ChannelRequest request;
+  std::deque<TensorMessage> messages = {};
+  std::atomic<int64_t> waiting{0};  // as many as there are messages; read without the lock
+
+  explicit ThreadQueue(ChannelRequest asked) : request(std::move(asked)) {}
+};
+
+// Is what the threads of a group share.
+class ThreadGroup::State {
+ public:
+  explicit State(int64_t ranks);
+
+  int64_t ranks() const { return ranks_; }
+
+  // Is what a thread brings to a collective.
+  struct Deposit {
+    std::string operation = {};  // all threads bring the same one
+    std::vector<at::Tensor> outputs = {};
+    std::vector<at::Tensor> inputs = {};
+  };
+  // Waits for all threads; the last one calls `run` with what all have brought, in the order of
+  // ranks. Throws on all of them what `run` throws, and DistBackendError where a thread has failed
+  // or brings another operation.
+  using Run = std::function<void(std::vector<Deposit>& all)>;
+  void meet(int64_t rank, Deposit deposit, const Run& run);
+
+  void announce_failure(int64_t rank, const std::string& reason);
+  void recover(int64_t rank);
+  std::optional<std::string> failure() const;
+
+  // Returns the queues of the channels that a thread asks for with its next call: those that the
+  // others get with theirs. Throws ValueError where they ask for others.
+  using Queues = std::vector<std::unique_ptr<ThreadQueue>>;
+  std::shared_ptr<Queues> queues(int64_t rank, const std::vector<ChannelRequest>& requests);
+
+  void push(ThreadQueue& queue, TensorMessage message);
+  // Throws DistBackendError where a thread fails before a message comes.
+  TensorMessage take(ThreadQueue& queue, const std::string& label);
+  void forget_before(ThreadQueue& queue, int64_t step);
+
+ private:
+  // What is under the lock, but for `waiting` of queues and `has_failed_`.
+  struct Seat {
+    std::condition_variable wake = {};
+    size_t channels_asked = 0;
+  };
+
+  void wake_all();
+  void expect_no_failure(const std::string& what, int64_t rank) const;
+  [[noreturn]] void throw_failure(const std::string& what, int64_t rank) const;
+
+  int64_t ranks_;
+  mutable std::mutex mutex_;
+  std::vector<std::unique_ptr<Seat>> seats_;
+  std::optional<std::string> failure_;
+  std::atomic<bool> has_failed_{false};
+  std::vector<Deposit> deposits_;
+  int64_t arrived_ = 0;
+  int64_t recovering_ = 0;
+  uint64_t meeting_ = 0;  // counts those that are over
+  std::string refusal_;   // of the meeting that is over: what the last thread could not do
+  std::vector<std::shared_ptr<Queues>> made_;
+};
+
+}  // namespace trireme

@@ -1,0 +1,161 @@
+#include <trireme/strategies/pipeline/threads/row_threads.h>
+
+#include <trireme/common/exception_text.h>
+#include <trireme/common/interruption.h>
+
+#include <algorithm>
+#include <exception>
+#include <unordered_map>
+#include <utility>
+
+namespace trireme {
+
+RowThreads::RowThreads(RowThreadsRequest request, std::shared_ptr<WorkerPool> pool)
+    : schedule_(std::move(request.schedule)),
+      pool_(std::move(pool)),
+      group_(schedule_.ranks),
+      shared_(static_cast<size_t>(schedule_.ranks)),
+      engines_(shared_.size()) {
+  TORCH_INTERNAL_ASSERT(pool_->count() == shared_.size());
+  std::vector<StageTensors> tensors;
+  for (const PipelineStageRequest& stage : request.stages)
+    tensors.push_back({schedule_.stage_rank[static_cast<size_t>(stage.stage)],
+                       stage.parameters.names, stage.parameters.tensors});
+  PipelineEngineOptions options{.scale_grads = request.scale_grads,
+                                .skips = std::move(request.skips),
+                                .tied = find_tied(tensors)};
+  options.rethrows = true;
+  std::vector<std::vector<PipelineStageRequest>> of_rows(shared_.size());
+  for (size_t row = 0; row < shared_.size(); ++row) {
+    rows_.push_back(row);
+    leaves_.push_back(std::make_shared<LeafEdges>());
+  }
+  for (const TiedParameter& tied : options.tied) {
+    const auto find = [&](const TiedParameter::Holder& holder) {
+      const StageTensors& stage = tensors[static_cast<size_t>(holder.stage)];
+      const auto name = std::find(stage.names.begin(), stage.names.end(), holder.name);
+      return stage.tensors[static_cast<size_t>(name - stage.names.begin())];
+    };
+    for (size_t i = 1; i < tied.holders.size(); ++i) {
+      const at::Tensor parameter = find(tied.holders[i]);
+      const auto row = schedule_.stage_rank[static_cast<size_t>(tied.holders[i].stage)];
+      shared_[static_cast<size_t>(row)].push_back(
+          {parameter, parameter.detach().set_requires_grad(parameter.requires_grad())});
+    }
+  }
+  for (PipelineStageRequest& stage : request.stages) {
+    const auto row = static_cast<size_t>(schedule_.stage_rank[static_cast<size_t>(stage.stage)]);
+    stage.parameters = with_stand_ins(row, std::move(stage.parameters));
+    stage.leaves = leaves_[row];
+    of_rows[row].push_back(std::move(stage));
+  }
+  run([&](size_t row) {
+    engines_[row] =
+        std::make_unique<PipelineEngine>(schedule_, std::move(of_rows[row]),
+                                         group_.communicator(static_cast<int64_t>(row)), options);
+  });
+}
+
+RowThreads::~RowThreads() = default;
+
+NamedParameters RowThreads::with_stand_ins(size_t row, NamedParameters parameters) {
+  for (at::Tensor& tensor : parameters.tensors) {
+    for (const Shared& shared : shared_[row])
+      if (tensor.is_same(shared.parameter)) tensor = shared.stand_in;
+  }
+  return parameters;
+}
+
+void RowThreads::look_at_shared() {
+  for (size_t row = 0; row < shared_.size(); ++row) {
+    *leaves_[row] = LeafEdges();
+    for (const Shared& shared : shared_[row]) {
+      const bool trains = shared.parameter.requires_grad();
+      shared.stand_in.set_requires_grad(trains);
+      shared.stand_in.mutable_grad().reset();
+      if (trains) leaves_[row]->add(shared.parameter, shared.stand_in);
+    }
+  }
+}
+
+void RowThreads::run(const Job& job) {
+  raised_in_.clear();
+  PassRandom random;
+  std::exception_ptr interruption;
+  const auto look = [&] {
+    if (interruption) return;
+    try {
+      check_interruption();
+    } catch (const Interruption& one) {
+      interruption = std::current_exception();
+      for (const size_t row : rows_)
+        group_.communicator(static_cast<int64_t>(row))->announce_failure(one.reason);
+    }
+  };
+  const std::vector<std::exception_ptr> errors = pool_->run(
+      rows_,
+      [&](size_t row) {
+        const ReplicaRandomGuard draws(&random, row);
+        try {
+          job(row);
+        } catch (...) {  // rows that are not in a step do not tell the others
+          group_.communicator(static_cast<int64_t>(row))
+              ->announce_failure(text_of(std::current_exception()));
+          throw;
+        }
+      },
+      look);
+  if (interruption) std::rethrow_exception(interruption);
+  std::exception_ptr first;
+  for (size_t row = 0; row < errors.size(); ++row) {
+    if (!errors[row]) continue;
+    if (!first) first = errors[row];
+    const std::string where = engines_[row] ? engines_[row]->raised_in() : std::string();
+    if (where.empty()) continue;
+    raised_in_ = where;
+    std::rethrow_exception(errors[row]);
+  }
+  if (first) std::rethrow_exception(first);
+}
+
+at::Tensor RowThreads::step(std::vector<PipelineValue> inputs,
+                            const PipelineEngine::StepMode& mode) {
+  look_at_shared();
+  PipelineEngine::StepMode known = mode;
+  if (!known.has_strategies) known.has_strategies = has_strategies();
+  std::vector<at::Tensor> losses(engines_.size());
+  const auto first = static_cast<size_t>(schedule_.stage_rank.front());
+  run([&](size_t row) {
+    losses[row] = row == first ? engines_[row]->step(std::move(inputs), known)
+                               : engines_[row]->step({}, known);
+  });
+  for (const std::vector<Shared>& of_row : shared_)
+    for (const Shared& shared : of_row) shared.stand_in.mutable_grad().reset();
+  return losses.front();
+}
+
+PipelineEngine::Evaluation RowThreads::eval_step(const std::vector<PipelineValue>& inputs,
+                                                 bool has_loss) {
+  PipelineEngine::Evaluation found;
+  const auto first = static_cast<size_t>(schedule_.stage_rank.front());
+  const auto last = static_cast<size_t>(schedule_.stage_rank.back());
+  run([&](size_t row) {
+    auto own =
+        engines_[row]->eval_step(row == first ? inputs : std::vector<PipelineValue>(), has_loss);
+    if (row == last) found = std::move(own);
+  });
+  return found;
+}
+
+bool RowThreads::has_strategies() const {
+  return std::any_of(engines_.begin(), engines_.end(),
+                     [](const auto& engine) { return engine->has_strategies(); });
+}
+
+std::vector<PipelineReport> RowThreads::last_step() const {
+  std::vector<PipelineReport> reports;
+  for (const auto& engine : engines_) reports.push_back(engine->last_step());
+  return reports;
+}
+
+}  // namespace trireme

@@ -1,0 +1,83 @@
+#pragma once
+
+#include <trireme/comm/threads/thread_group.h>
+#include <trireme/common/worker_pool.h>
+#include <trireme/module/replica_random.h>
+#include <trireme/strategies/pipeline/engine.h>
+#include <trireme/strategies/pipeline/threads/leaf_edges.h>
+
+#include <ATen/core/Tensor.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace trireme {
+
+// Asks for a pipeline in one process.
+struct RowThreadsRequest {
+  PipelineSchedule schedule;
+  std::vector<PipelineStageRequest> stages;  // all, in their order
+  bool scale_grads = true;
+  std::vector<PipelineSkip> skips = {};
+  // Has how many intra-op threads each row computes with.
+  std::vector<int> intra_op_threads = {};
+};
+
+// Runs all rows of a schedule, each on a thread of its own. What a row does is what it does on a
+// rank (engine.h): its communicator is that of a group of threads (comm/threads), so that what
+// crosses between rows is handed over by reference.
+//
+// Parameters that stages of several rows share have a stand-in in all but the first of these
+// (leaf_edges.h): their gradients are added up in the order of stages, as on ranks. Random layers
+// draw from a generator of their row, which torch.manual_seed() determines.
+//
+// Cost of a step: a wake-up of each thread, an all-reduce of 24 bytes in memory, and per message a
+// hand-over under one lock. One caller at a time.
+class TRIREME_API RowThreads {
+ public:
+  // The pool's threads must run: `pool` has one worker per row. Throws what PipelineEngine does.
+  RowThreads(RowThreadsRequest request, std::shared_ptr<WorkerPool> pool);
+  ~RowThreads();
+  RowThreads(const RowThreads&) = delete;
+  RowThreads& operator=(const RowThreads&) = delete;
+
+  // See PipelineEngine. An exception of a stage comes out as it was thrown; raised_in() says where.
+  at::Tensor step(std::vector<PipelineValue> inputs, const PipelineEngine::StepMode& mode);
+  PipelineEngine::Evaluation eval_step(const std::vector<PipelineValue>& inputs, bool has_loss);
+
+  // Names stage and action of the last exception out of a stage: "stage 1 (layers 4..7) in 1F3".
+  const std::string& raised_in() const { return raised_in_; }
+
+  bool has_strategies() const;
+  const PipelineSchedule& schedule() const { return schedule_; }
+  // Returns the reports of all rows: of each its own bubble.
+  std::vector<PipelineReport> last_step() const;
+
+ private:
+  // Is a parameter that a later row has, too.
+  struct Shared {
+    at::Tensor parameter;
+    at::Tensor stand_in;
+  };
+
+  using Job = std::function<void(size_t row)>;
+  // Runs a job on all threads. Throws what a stage threw, else what the first row threw.
+  void run(const Job& job);
+  NamedParameters with_stand_ins(size_t row, NamedParameters parameters);
+  void look_at_shared();
+
+  PipelineSchedule schedule_;
+  std::shared_ptr<WorkerPool> pool_;
+  ThreadGroup group_;
+  std::vector<size_t> rows_;                        // all of them
+  std::vector<std::vector<Shared>> shared_;         // by row
+  std::vector<std::shared_ptr<LeafEdges>> leaves_;  // by row
+  std::vector<std::unique_ptr<PipelineEngine>> engines_;
+  std::string raised_in_;
+};
+
+}  // namespace trireme

@@ -1,0 +1,161 @@
+#include <trireme/strategies/pipeline/threads/row_threads.h>
+
+#include <trireme/strategies/pipeline/schedule_forms.h>
+
+#include <torch/nn.h>
+
+#include <catch_torch.h>
+#include <functional>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "strategies/pipeline/losses.h"
+#include "strategies/pipeline/tables.h"
+
+namespace trireme::row_threads_test {
+
+using test::make_form;
+using Tensors = std::vector<at::Tensor>;
+
+constexpr int64_t kChunks = 4;
+
+// Is a stage that calls a function, with parameters.
+class Called final : public StageFunction {
+ public:
+  using Function = std::function<at::Tensor(const at::Tensor&)>;
+  explicit Called(Function function) : function_(std::move(function)) {}
+
+  PipelineValue forward(int64_t /*micro_batch*/, PipelineValue input) override {
+    return {{function_(input.tensors.front())}};
+  }
+  at::Tensor loss(int64_t /*micro_batch*/, const PipelineValue& output) override {
+    return output.tensors.front().square().mean();
+  }
+
+ private:
+  Function function_;
+};
+
+struct StageOf {
+  Called::Function function;
+  Tensors parameters;
+};
+
+// Holds a pipeline of these stages on as many threads.
+struct Threads {
+  explicit Threads(const std::vector<StageOf>& stages, const std::string& form = "1f1b")
+      : pool(std::make_shared<WorkerPool>(std::vector<c10::Device>(stages.size(), at::kCPU),
+                                          std::vector<int>(stages.size(), 1))) {
+    pool->start();
+    RowThreadsRequest request{.schedule =
+                                  make_form(form, static_cast<int64_t>(stages.size()), kChunks)};
+    for (size_t i = 0; i < stages.size(); ++i) {
+      NamedParameters named;
+      for (size_t k = 0; k < stages[i].parameters.size(); ++k) {
+        named.names.push_back("parameter " + std::to_string(k));
+        named.tensors.push_back(stages[i].parameters[k]);
+        named.sparse.push_back(false);
+      }
+      request.stages.push_back(
+          {static_cast<int64_t>(i), "", std::make_shared<Called>(stages[i].function), named});
+    }
+    rows = std::make_unique<RowThreads>(std::move(request), pool);
+  }
+
+  std::shared_ptr<WorkerPool> pool;
+  std::unique_ptr<RowThreads> rows;
+};
+
+std::vector<PipelineValue> inputs() {
+  std::vector<PipelineValue> all;
+  for (int64_t i = 0; i < kChunks; ++i)
+    all.push_back({{at::arange(6, at::kFloat).view({2, 3}) * (0.1 * double(i + 1))}});
+  return all;
+}
+
+at::Tensor weight_of(int64_t seed) {
+  return at::sin(at::arange(9, at::kFloat) * double(seed)).view({3, 3}).set_requires_grad(true);
+}
+
+TEST_CASE("what stages on several threads share has the gradients of all of them") {
+  const at::Tensor shared = weight_of(1);
+  const at::Tensor own = weight_of(2);
+  const auto by = [](const at::Tensor& weight) {
+    return [weight](const at::Tensor& x) { return at::tanh(x.mm(weight)); };
+  };
+  Threads threads({{by(shared), {shared}}, {by(own), {own}}, {by(shared), {shared}}});
+  for (int64_t step = 0; step < 3; ++step) {
+    // Frozen in the second step, and so without a gradient.
+    shared.set_requires_grad(step != 1);
+    shared.mutable_grad().reset();
+    own.mutable_grad().reset();
+    at::Tensor loss = threads.rows->step(inputs(), {});
+    const at::Tensor got = shared.grad();
+    const at::Tensor got_own = own.grad();
+    shared.mutable_grad().reset();
+    own.mutable_grad().reset();
+    Tensors losses;
+    for (const PipelineValue& input : inputs()) {
+      const at::Tensor y = by(shared)(by(own)(by(shared)(input.tensors.front())));
+      losses.push_back(y.square().mean());
+      losses.back().backward();
+    }
+    CHECK(loss.equal(test::mean_of(losses)));
+    CHECK(got_own.equal(own.grad() / kChunks));
+    REQUIRE(got.defined() == (step != 1));
+    if (got.defined()) CHECK(at::allclose(got, shared.grad() / kChunks));
+  }
+}
+
+struct Refusal : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+TEST_CASE("an exception of a stage comes out as it is, and the next step works") {
+  const at::Tensor weight = weight_of(3);
+  for (const char* form : {"gpipe", "1f1b", "zb-h1"}) {
+    int64_t calls = 0;
+    const auto fails = [&calls](const at::Tensor& x) {
+      if (++calls == 3) throw Refusal("no luck");
+      return x * 2;
+    };
+    const auto by_weight = [&](const at::Tensor& x) { return x.mm(weight); };
+    Threads threads({{by_weight, {weight}}, {fails, {}}, {by_weight, {weight}}}, form);
+    weight.mutable_grad().reset();
+    CHECK_THROWS_AS(threads.rows->step(inputs(), {}), Refusal);
+    CHECK(threads.rows->raised_in() == "stage 1 in 1F2");
+    CHECK(!weight.grad().defined());
+    CHECK(threads.rows->step(inputs(), {}).item<double>() > 0);
+    CHECK(threads.rows->raised_in().empty());
+  }
+}
+
+TEST_CASE("random layers draw the same numbers in every run") {
+  const at::Tensor weight = weight_of(4);
+  const auto drops = [&](const at::Tensor& x) { return at::dropout(x.mm(weight), 0.5, true); };
+  const auto last = [](const at::Tensor& x) { return at::dropout(x, 0.5, true); };
+  Threads threads({{drops, {weight}}, {last, {}}});
+  Tensors losses;
+  for (int64_t run = 0; run < 5; ++run) {
+    torch::manual_seed(5);
+    losses.push_back(threads.rows->step(inputs(), {}));
+  }
+  for (const at::Tensor& loss : losses) CHECK(loss.equal(losses.front()));
+}
+
+TEST_CASE("evaluation gives the outputs of all micro-batches") {
+  const at::Tensor weight = weight_of(5);
+  const auto by = [&](const at::Tensor& x) { return x.mm(weight); };
+  Threads threads({{by, {weight}}, {by, {weight}}});
+  const auto outputs = threads.rows->eval_step(inputs(), /*has_loss=*/false).outputs;
+  REQUIRE(outputs.size() == kChunks);
+  for (int64_t i = 0; i < kChunks; ++i) {
+    const at::Tensor x = inputs()[static_cast<size_t>(i)].tensors.front();
+    CHECK(outputs[static_cast<size_t>(i)].tensors.front().equal(x.mm(weight).mm(weight)));
+    CHECK(!outputs[static_cast<size_t>(i)].tensors.front().requires_grad());
+  }
+}
+
+}  // namespace trireme::row_threads_test
