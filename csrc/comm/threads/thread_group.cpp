@@ -166,8 +166,8 @@ class ThreadCommunicator final : public Communicator {
       state_->announce_failure(rank_, {});
     }
   }
-  void recover() override { state_->recover(rank_); }
-  std::optional<std::string> failure() const override { return state_->failure(); }
+  // See ThreadGroup::recover().
+  std::optional<std::string> failure() const override { return std::nullopt; }
 
   std::unique_ptr<TensorChannels> own_channels(
       const std::vector<ChannelRequest>& requests) override {
@@ -206,6 +206,8 @@ ThreadGroup::ThreadGroup(int64_t ranks) {
 }
 
 ThreadGroup::~ThreadGroup() = default;
+
+void ThreadGroup::recover() { state_->recover(); }
 
 std::shared_ptr<Communicator> ThreadGroup::communicator(int64_t rank) {
   TORCH_CHECK_VALUE(rank >= 0 && rank < state_->ranks(),

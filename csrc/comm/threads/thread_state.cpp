@@ -84,26 +84,12 @@ void ThreadGroup::State::announce_failure(int64_t rank, const std::string& reaso
   wake_all();
 }
 
-void ThreadGroup::State::recover(int64_t rank) {
-  std::unique_lock lock(mutex_);
-  if (!failure_) return;
-  if (++recovering_ < ranks_) {
-    const uint64_t own = meeting_;
-    seats_[static_cast<size_t>(rank)]->wake.wait(lock, [&] { return meeting_ != own; });
-    return;
-  }
-  recovering_ = arrived_ = 0;
-  ++meeting_;
-  refusal_.clear();
+void ThreadGroup::State::recover() {
+  const std::lock_guard lock(mutex_);
+  arrived_ = 0;
   for (Deposit& one : deposits_) one = {};
   failure_.reset();
   has_failed_ = false;
-  wake_all();
-}
-
-std::optional<std::string> ThreadGroup::State::failure() const {
-  const std::lock_guard lock(mutex_);
-  return failure_;
 }
 
 std::shared_ptr<ThreadGroup::State::Queues> ThreadGroup::State::queues(

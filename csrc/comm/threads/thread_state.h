@@ -48,8 +48,7 @@ class ThreadGroup::State {
   void meet(int64_t rank, Deposit deposit, const Run& run);
 
   void announce_failure(int64_t rank, const std::string& reason);
-  void recover(int64_t rank);
-  std::optional<std::string> failure() const;
+  void recover();
 
   // Returns the queues of the channels that a thread asks for with its next call: those that the
   // others get with theirs. Throws ValueError where they ask for others.
@@ -79,7 +78,6 @@ class ThreadGroup::State {
   std::atomic<bool> has_failed_{false};
   std::vector<Deposit> deposits_;
   int64_t arrived_ = 0;
-  int64_t recovering_ = 0;
   uint64_t meeting_ = 0;  // counts those that are over
   std::string refusal_;   // of the meeting that is over: what the last thread could not do
   std::vector<std::shared_ptr<Queues>> made_;

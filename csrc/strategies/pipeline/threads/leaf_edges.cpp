@@ -33,21 +33,24 @@ void LeafEdges::redirect(edge_list& roots) const {
   };
   for (Edge& root : roots) {
     if (!root.is_valid()) continue;
-    if (const Edge* other = find(root))
+    if (const Edge* other = find(root)) {
       root = *other;
-    else
+    } else {
       visit(root);
+    }
   }
   while (!open.empty()) {
     Node* node = open.back();
     open.pop_back();
-    for (size_t i = 0; i < node->num_outputs(); ++i) {
-      const Edge& edge = node->next_edge(i);
+    // set_next_edge() refuses a node that others lead to, whose place in the order of all nodes
+    // might change. A leaf in place of a leaf changes none.
+    for (Edge& edge : node->next_edges()) {
       if (!edge.is_valid()) continue;
-      if (const Edge* other = find(edge))
-        node->set_next_edge(i, *other);
-      else
+      if (const Edge* other = find(edge)) {
+        edge = *other;
+      } else {
         visit(edge);
+      }
     }
   }
 }

@@ -80,6 +80,7 @@ void RowThreads::look_at_shared() {
 
 void RowThreads::run(const Job& job) {
   raised_in_.clear();
+  group_.recover();
   PassRandom random;
   std::exception_ptr interruption;
   const auto look = [&] {

@@ -19,8 +19,8 @@ namespace trireme {
 
 // Asks for a pipeline in one process.
 struct RowThreadsRequest {
-  PipelineSchedule schedule;
-  std::vector<PipelineStageRequest> stages;  // all, in their order
+  PipelineSchedule schedule = {};
+  std::vector<PipelineStageRequest> stages = {};  // all, in their order
   bool scale_grads = true;
   std::vector<PipelineSkip> skips = {};
   // Has how many intra-op threads each row computes with.

@@ -56,7 +56,7 @@ struct Threads {
       for (size_t k = 0; k < stages[i].parameters.size(); ++k) {
         named.names.push_back("parameter " + std::to_string(k));
         named.tensors.push_back(stages[i].parameters[k]);
-        named.sparse.push_back(false);
+        named.sparse_gradient.push_back(false);
       }
       request.stages.push_back(
           {static_cast<int64_t>(i), "", std::make_shared<Called>(stages[i].function), named});
