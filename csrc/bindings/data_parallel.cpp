@@ -1,5 +1,6 @@
 #include <trireme/bindings/bindings.h>
 #include <trireme/bindings/shared_function.h>
+#include <trireme/common/intra_op_threads.h>
 #include <trireme/common/worker_pool.h>
 #include <trireme/strategies/data_parallel/core_groups.h>
 #include <trireme/strategies/data_parallel/replica_pass.h>
@@ -204,7 +205,7 @@ void init_data_parallel(py::module_& module) {
   module.def(
       "default_replicas", [](int64_t threads) { return default_replicas(threads); },
       py::arg("threads"));
-  module.def("threads_of_replicas", &threads_of_replicas, py::arg("threads"), py::arg("replicas"));
+  module.def("intra_op_threads_of", &intra_op_threads_of, py::arg("threads"), py::arg("workers"));
 
   init_pass(module);
   py::class_<Replicas, std::shared_ptr<Replicas>>(module, "Replicas")

@@ -5,6 +5,7 @@
 #include <trireme/common/interruption.h>
 #include <trireme/strategies/pipeline/engine.h>
 #include <trireme/strategies/pipeline/stage_loss.h>
+#include <trireme/strategies/pipeline/threads/row_threads.h>
 
 #include <ATen/ATen.h>
 #include <pybind11/stl.h>
@@ -142,13 +143,8 @@ NamedParameters to_parameters(Named named) {
   return {std::move(named.first), std::move(named.second), std::move(sparse)};
 }
 
-std::shared_ptr<PipelineEngine> make_engine(const PipelineSchedule& schedule,
-                                            std::vector<Stage> stages,
-                                            std::shared_ptr<Communicator> communicator,
-                                            bool scale_grads, std::vector<Skip> skips,
-                                            std::vector<Tied> tied,
-                                            std::shared_ptr<Communicator> copies,
-                                            std::map<int64_t, Weights> weights) {
+std::vector<PipelineStageRequest> to_requests(std::vector<Stage> stages,
+                                              std::map<int64_t, Weights> weights) {
   std::vector<PipelineStageRequest> requests;
   for (auto& [stage, name, forward, loss, parameters, buffers, strategies] : stages) {
     PipelineStageRequest& request = requests.emplace_back();
@@ -163,20 +159,52 @@ std::shared_ptr<PipelineEngine> make_engine(const PipelineSchedule& schedule,
       request.buffers.emplace_back(std::move(buffers.first[i]), std::move(buffers.second[i]));
     request.strategies = std::move(strategies);
   }
-  PipelineEngineOptions options{.scale_grads = scale_grads, .copies = std::move(copies)};
-  for (auto& [name, from, to] : skips) options.skips.push_back({std::move(name), from, to});
+  return requests;
+}
+
+std::vector<PipelineSkip> to_skips(std::vector<Skip> given) {
+  std::vector<PipelineSkip> skips;
+  for (auto& [name, from, to] : given) skips.push_back({std::move(name), from, to});
+  return skips;
+}
+
+// Lets a runner go without the GIL, which its threads may need.
+template <typename Runner>
+std::shared_ptr<Runner> without_gil(std::unique_ptr<Runner> runner) {
+  return {runner.release(), [](Runner* last) {
+            if (PyGILState_Check() == 0) return delete last;
+            const py::gil_scoped_release gone;
+            delete last;
+          }};
+}
+
+std::shared_ptr<PipelineEngine> make_engine(const PipelineSchedule& schedule,
+                                            std::vector<Stage> stages,
+                                            std::shared_ptr<Communicator> communicator,
+                                            bool scale_grads, std::vector<Skip> skips,
+                                            std::vector<Tied> tied,
+                                            std::shared_ptr<Communicator> copies,
+                                            std::map<int64_t, Weights> weights) {
+  auto requests = to_requests(std::move(stages), std::move(weights));
+  PipelineEngineOptions options{
+      .scale_grads = scale_grads, .skips = to_skips(std::move(skips)), .copies = std::move(copies)};
   for (Tied& one : tied) {
     TiedParameter& parameter = options.tied.emplace_back();
     for (auto& [stage, name] : one) parameter.holders.push_back({stage, std::move(name)});
   }
   const py::gil_scoped_release no_gil;
-  auto* engine =
-      new PipelineEngine(schedule, std::move(requests), std::move(communicator), options);
-  return {engine, [](PipelineEngine* last) {
-            if (PyGILState_Check() == 0) return delete last;
-            const py::gil_scoped_release gone;
-            delete last;
-          }};
+  return without_gil(std::make_unique<PipelineEngine>(schedule, std::move(requests),
+                                                      std::move(communicator), options));
+}
+
+std::shared_ptr<RowThreads> make_row_threads(const PipelineSchedule& schedule,
+                                             std::vector<Stage> stages,
+                                             std::shared_ptr<WorkerPool> pool, bool scale_grads,
+                                             std::vector<Skip> skips) {
+  RowThreadsRequest request{schedule, to_requests(std::move(stages), {}), scale_grads,
+                            to_skips(std::move(skips))};
+  const py::gil_scoped_release no_gil;
+  return without_gil(std::make_unique<RowThreads>(std::move(request), std::move(pool)));
 }
 
 std::vector<PipelineValue> to_inputs(std::vector<Tensors> tensors) {
@@ -202,8 +230,8 @@ py::dict to_dict(const StageReport& report) {
   return dict;
 }
 
-py::dict last_step(const PipelineEngine& engine) {
-  const PipelineReport report = engine.last_step();
+py::dict last_step(const PipelineRunner& runner) {
+  const PipelineReport report = runner.last_step();
   py::list stages;
   for (const StageReport& stage : report.stages) stages.append(to_dict(stage));
   py::dict dict;
@@ -243,12 +271,9 @@ std::pair<std::optional<std::vector<std::string>>, bool> differing_texts(const s
 void init_pipeline_engine(py::module_& module) {
   using torch::wrap_pybind_function;
   using torch::wrap_pybind_function_no_gil;
-  py::class_<PipelineEngine, std::shared_ptr<PipelineEngine>>(module, "PipelineEngine")
-      .def(py::init(wrap_pybind_function(make_engine)), py::arg("schedule"), py::arg("stages"),
-           py::arg("communicator"), py::arg("scale_grads"), py::arg("skips"), py::arg("tied"),
-           py::arg("copies") = nullptr, py::arg("weights") = std::map<int64_t, Weights>())
+  py::class_<PipelineRunner, std::shared_ptr<PipelineRunner>>(module, "PipelineRunner")
       .def("step",
-           wrap_pybind_function_no_gil([](PipelineEngine& engine, std::vector<Tensors> inputs,
+           wrap_pybind_function_no_gil([](PipelineRunner& engine, std::vector<Tensors> inputs,
                                           bool synchronizes, std::optional<bool> has_strategies,
                                           double loss_scale) {
              return engine.step(to_inputs(std::move(inputs)),
@@ -258,7 +283,7 @@ void init_pipeline_engine(py::module_& module) {
            py::arg("has_strategies") = std::nullopt, py::arg("loss_scale") = 1.0)
       .def("eval_step",
            wrap_pybind_function_no_gil(
-               [](PipelineEngine& engine, std::vector<Tensors> inputs, bool has_loss) {
+               [](PipelineRunner& engine, std::vector<Tensors> inputs, bool has_loss) {
                  auto [loss, values] = engine.eval_step(to_inputs(std::move(inputs)), has_loss);
                  std::vector<std::pair<Tensors, std::string>> outputs;
                  for (PipelineValue& value : values)
@@ -267,17 +292,27 @@ void init_pipeline_engine(py::module_& module) {
                  return std::pair(found, std::move(outputs));
                }),
            py::arg("inputs"), py::arg("has_loss"))
-      .def("recover", wrap_pybind_function_no_gil(&PipelineEngine::recover))
+      .def("recover", wrap_pybind_function_no_gil(&PipelineRunner::recover))
+      .def("has_strategies", wrap_pybind_function(&PipelineRunner::has_strategies))
+      .def("later_copies", wrap_pybind_function(&PipelineRunner::later_copies))
+      .def("raised_in", &PipelineRunner::raised_in)
+      .def("last_step", &last_step);
+  py::class_<PipelineEngine, PipelineRunner, std::shared_ptr<PipelineEngine>>(module,
+                                                                              "PipelineEngine")
+      .def(py::init(wrap_pybind_function(make_engine)), py::arg("schedule"), py::arg("stages"),
+           py::arg("communicator"), py::arg("scale_grads"), py::arg("skips"), py::arg("tied"),
+           py::arg("copies") = nullptr, py::arg("weights") = std::map<int64_t, Weights>())
       .def("set_parameters",
            wrap_pybind_function(
                [](PipelineEngine& engine, int64_t stage, Named parameters, Strategies strategies) {
                  engine.set_parameters(stage, to_parameters(std::move(parameters)),
                                        std::move(strategies));
                }),
-           py::arg("stage"), py::arg("parameters"), py::arg("strategies"))
-      .def("has_strategies", wrap_pybind_function(&PipelineEngine::has_strategies))
-      .def("later_copies", wrap_pybind_function(&PipelineEngine::later_copies))
-      .def("last_step", &last_step);
+           py::arg("stage"), py::arg("parameters"), py::arg("strategies"));
+  py::class_<RowThreads, PipelineRunner, std::shared_ptr<RowThreads>>(module, "RowThreads")
+      .def(py::init(wrap_pybind_function(make_row_threads)), py::arg("schedule"), py::arg("stages"),
+           py::arg("pool"), py::arg("scale_grads"), py::arg("skips"));
+  module.def("lone_communicator", [] { return ThreadGroup(1).communicator(0); });
   module.def("find_tied", wrap_pybind_function([](std::vector<std::pair<int64_t, Named>> stages) {
                std::vector<StageTensors> all;
                for (auto& [rank, named] : stages)

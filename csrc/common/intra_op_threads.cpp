@@ -2,6 +2,7 @@
 
 #include <ATen/Parallel.h>
 
+#include <algorithm>
 #include <mutex>
 
 // These belong to the OpenMP runtime and the MKL that torch has loaded; a torch without has none to
@@ -24,6 +25,16 @@ void set_own_intra_op_threads(int threads) {
   }
   if (omp_set_num_threads != nullptr) omp_set_num_threads(threads);
   if (MKL_Set_Num_Threads_Local != nullptr) MKL_Set_Num_Threads_Local(threads);
+}
+
+std::vector<int> intra_op_threads_of(int64_t threads, size_t workers) {
+  const auto count = static_cast<int64_t>(workers);
+  std::vector<int> shares;
+  for (int64_t worker = 0; worker < count; ++worker) {
+    const int64_t share = threads / count + (worker < threads % count ? 1 : 0);
+    shares.push_back(static_cast<int>(std::max<int64_t>(1, share)));
+  }
+  return shares;
 }
 
 }  // namespace trireme

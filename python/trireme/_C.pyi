@@ -35,13 +35,16 @@ from trireme._c_pipeline import HeldBackwards as HeldBackwards
 from trireme._c_pipeline import LossCollector as LossCollector
 from trireme._c_pipeline import PipelineAction as PipelineAction
 from trireme._c_pipeline import PipelineEngine as PipelineEngine
+from trireme._c_pipeline import PipelineRunner as PipelineRunner
 from trireme._c_pipeline import PipelineSchedule as PipelineSchedule
+from trireme._c_pipeline import RowThreads as RowThreads
 from trireme._c_pipeline import SplitBackward as SplitBackward
 from trireme._c_pipeline import TensorChannels as TensorChannels
 from trireme._c_pipeline import differing_texts as differing_texts
 from trireme._c_pipeline import find_tied as find_tied
 from trireme._c_pipeline import is_checkpointing as is_checkpointing
 from trireme._c_pipeline import is_recomputing as is_recomputing
+from trireme._c_pipeline import lone_communicator as lone_communicator
 from trireme._c_pipeline import make_pipeline_schedule as make_pipeline_schedule
 from trireme._c_pipeline import partition as partition
 from trireme._c_pipeline import pipeline_loss as pipeline_loss
@@ -166,7 +169,7 @@ class Replicas:
     def last_step(self) -> dict[str, Any]: ...
 
 def default_replicas(threads: int) -> int: ...
-def threads_of_replicas(threads: int, replicas: int) -> list[int]: ...
+def intra_op_threads_of(threads: int, workers: int) -> list[int]: ...
 
 class DdpOptions:
     init_sync: bool

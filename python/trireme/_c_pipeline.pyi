@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from trireme._C import Communicator
+from trireme._C import Communicator, WorkerPool
 
 _Costs = tuple[Sequence[float], Sequence[float], Sequence[float], float]
 
@@ -88,7 +88,38 @@ class SplitBackward:
     def input_half(self) -> list[Tensor | None]: ...
     def weight_half(self, weights: Sequence[Tensor]) -> None: ...
 
-class PipelineEngine:
+class PipelineRunner:
+    def step(
+        self,
+        inputs: Sequence[Sequence[Tensor]],
+        synchronizes: bool = True,
+        has_strategies: bool | None = None,
+        loss_scale: float = 1.0,
+    ) -> Tensor: ...
+    def eval_step(
+        self, inputs: Sequence[Sequence[Tensor]], has_loss: bool
+    ) -> tuple[Tensor | None, list[tuple[list[Tensor], str]]]: ...
+    def recover(self) -> None: ...
+    def has_strategies(self) -> bool: ...
+    def later_copies(self) -> list[Tensor]: ...
+    def raised_in(self) -> str: ...
+    def last_step(self) -> dict[str, Any]: ...
+
+class RowThreads(PipelineRunner):
+    def __init__(
+        self,
+        schedule: PipelineSchedule,
+        stages: Sequence[
+            tuple[int, str, _Forward, _Forward | None, _Named, _Named, Sequence[HeldBackwards]]
+        ],
+        pool: WorkerPool,
+        scale_grads: bool,
+        skips: Sequence[tuple[str, int, int]],
+    ) -> None: ...
+
+def lone_communicator() -> Communicator: ...
+
+class PipelineEngine(PipelineRunner):
     def __init__(
         self,
         schedule: PipelineSchedule,
@@ -102,23 +133,9 @@ class PipelineEngine:
         copies: Communicator | None = None,
         weights: Mapping[int, tuple[_OfWeights, _OfWeights]] = {},
     ) -> None: ...
-    def step(
-        self,
-        inputs: Sequence[Sequence[Tensor]],
-        synchronizes: bool = True,
-        has_strategies: bool | None = None,
-        loss_scale: float = 1.0,
-    ) -> Tensor: ...
-    def eval_step(
-        self, inputs: Sequence[Sequence[Tensor]], has_loss: bool
-    ) -> tuple[Tensor | None, list[tuple[list[Tensor], str]]]: ...
-    def recover(self) -> None: ...
     def set_parameters(
         self, stage: int, parameters: _Named, strategies: Sequence[HeldBackwards]
     ) -> None: ...
-    def has_strategies(self) -> bool: ...
-    def later_copies(self) -> list[Tensor]: ...
-    def last_step(self) -> dict[str, Any]: ...
 
 def find_tied(stages: Sequence[tuple[int, _Named]]) -> list[list[tuple[int, str]]]: ...
 def pipeline_loss(value: Tensor, weight: float = 1.0) -> None: ...

@@ -52,14 +52,4 @@ int64_t default_replicas(int64_t threads) {
   return default_replicas(threads, cpus_of_affinity_mask(), "/");
 }
 
-std::vector<int> threads_of_replicas(int64_t threads, size_t replicas) {
-  const auto count = static_cast<int64_t>(replicas);
-  std::vector<int> shares;
-  for (int64_t replica = 0; replica < count; ++replica) {
-    const int64_t share = threads / count + (replica < threads % count ? 1 : 0);
-    shares.push_back(static_cast<int>(std::max<int64_t>(1, share)));
-  }
-  return shares;
-}
-
 }  // namespace trireme

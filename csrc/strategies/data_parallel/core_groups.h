@@ -22,8 +22,4 @@ TRIREME_API int64_t default_replicas(int64_t threads);
 TRIREME_API int64_t default_replicas(int64_t threads, const std::vector<int>& cpus,
                                      const std::filesystem::path& root);
 
-// Returns the intra-op threads of each replica, which together are `threads`, so that each core is
-// used once; at least 1 each: 5 threads for 2 replicas are 3 and 2.
-TRIREME_API std::vector<int> threads_of_replicas(int64_t threads, size_t replicas);
-
 }  // namespace trireme

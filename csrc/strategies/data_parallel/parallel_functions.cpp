@@ -1,6 +1,7 @@
 #include <trireme/strategies/data_parallel/parallel_functions.h>
 
 #include <trireme/common/error.h>
+#include <trireme/common/intra_op_threads.h>
 #include <trireme/common/worker_pool.h>
 #include <trireme/module/module_clones.h>
 #include <trireme/strategies/data_parallel/core_groups.h>
@@ -112,7 +113,7 @@ void run_in_threads(const std::vector<c10::Device>& devices,
     job(0);
     return;
   }
-  WorkerPool pool(devices, threads_of_replicas(at::get_num_threads(), devices.size()));
+  WorkerPool pool(devices, intra_op_threads_of(at::get_num_threads(), devices.size()));
   pool.start();
   std::vector<size_t> all(devices.size());
   std::iota(all.begin(), all.end(), size_t{0});

@@ -2,6 +2,7 @@
 
 #include <trireme/common/error.h>
 #include <trireme/common/forks.h>
+#include <trireme/common/intra_op_threads.h>
 #include <trireme/strategies/data_parallel/chunk_plan.h>
 #include <trireme/strategies/data_parallel/core_groups.h>
 #include <trireme/strategies/data_parallel/messages.h>
@@ -131,7 +132,7 @@ void ReplicatedModule::replicate() {
   if (devices_.size() == 1) return;
   ModuleClones clones = clone_module(*inner_, devices_);
   pool_ = std::make_shared<WorkerPool>(devices_,
-                                       threads_of_replicas(at::get_num_threads(), devices_.size()));
+                                       intra_op_threads_of(at::get_num_threads(), devices_.size()));
   replicas_ = std::make_shared<Replicas>(
       std::move(clones.tensors), pool_,
       ReplicasOptions{options_.weights, options_.auto_balance, output_device()});

@@ -73,6 +73,63 @@ struct PipelineReport {
   std::vector<StageReport> stages = {};
 };
 
+// Trains a module that was cut into stages: over ranks (PipelineEngine) or on threads of one
+// process (threads/row_threads.h). One thread at a time calls it, without the GIL.
+class TRIREME_API PipelineRunner {
+ public:
+  virtual ~PipelineRunner() = default;
+
+  // Makes the group work again after a step that failed; does nothing where none did. step() and
+  // eval_step() begin with it. Collective. Throws c10::DistBackendError for a group that must be
+  // rebuilt.
+  virtual void recover() = 0;
+
+  struct StepMode {
+    bool synchronizes = true;  // false in steps that only accumulate
+    // Says whether any rank has_strategies(); where callers do not know, ranks ask each other: one
+    // more all-reduce of a number.
+    std::optional<bool> has_strategies = {};
+    // Multiplies gradients, as that of a GradScaler, and not the loss that is returned. Equal on
+    // all ranks.
+    double loss_scale = 1;
+  };
+  // Trains: forwards and backwards of all micro-batches. `inputs` are those of the first stage, one
+  // per micro-batch, and are given to its function as they are; a rank without that stage may give
+  // none. Returns the loss of this copy of the pipeline, 0-dim, without a graph, the same on all of
+  // its ranks. Gradients are added to .grad, and averaged over copies, with what .grad held before,
+  // if the step `synchronizes`. Collective.
+  //
+  // Throws what went wrong, on all ranks: their texts name stage, rank and action. .grad is then
+  // what it was before, but for parameters that a strategy averages, and the next step works,
+  // unless the group must be rebuilt.
+  virtual at::Tensor step(std::vector<PipelineValue> inputs, const StepMode& mode) = 0;
+  at::Tensor step(std::vector<PipelineValue> inputs) { return step(std::move(inputs), StepMode()); }
+
+  // Runs the forwards only, keeping no graph. With `has_loss` the loss comes back as from step();
+  // else what the last stage returned, one per micro-batch, on its rank. Collective.
+  struct Evaluation {
+    at::Tensor loss = {};
+    std::vector<PipelineValue> outputs = {};
+  };
+  virtual Evaluation eval_step(std::vector<PipelineValue> inputs, bool has_loss) = 0;
+
+  // Says whether a strategy averages gradients of stages of this rank: DistributedDataParallel,
+  // ZeRO 2 or fully_shard. Losses are then divided by the number of micro-batches, in place of
+  // gradients.
+  virtual bool has_strategies() const = 0;
+
+  // Returns the parameters of this rank that are copies of those of earlier stages.
+  virtual std::vector<at::Tensor> later_copies() const = 0;
+
+  virtual const PipelineSchedule& schedule() const = 0;
+  // Says where the exception came from that ended the last step, if that was a stage of this rank:
+  // "stage 1 (layers 4..7) in 1F3"; empty otherwise.
+  virtual const std::string& raised_in() const = 0;
+  // Returns what this rank did in the last step that ended well. Costs one simulation of the
+  // schedule.
+  virtual PipelineReport last_step() const = 0;
+};
+
 // [Note: how a row runs]
 //
 // The thread that calls step() runs the actions of its row one after the other. Messages follow
@@ -96,72 +153,32 @@ struct PipelineReport {
 // micro-batches that are live, and slots for messages: check_schedule() says how many, and skips
 // have one per micro-batch.
 //
-// One thread at a time. It is made, called and destroyed without the GIL.
-class TRIREME_API PipelineEngine {
+// It is made and destroyed without the GIL.
+class TRIREME_API PipelineEngine final : public PipelineRunner {
  public:
   // Collective over the communicator, which has as many ranks as the schedule; all ranks give the
   // same schedule and options. Throws ValueError, on all ranks alike, where they do not, and for
   // stages that are not those of the schedule on this rank.
   PipelineEngine(PipelineSchedule schedule, std::vector<PipelineStageRequest> stages,
                  std::shared_ptr<Communicator> communicator, const PipelineEngineOptions& options);
-  ~PipelineEngine();
+  ~PipelineEngine() override;
   PipelineEngine(const PipelineEngine&) = delete;
   PipelineEngine& operator=(const PipelineEngine&) = delete;
 
-  // Makes the group work again after a step that failed; does nothing where none did. step() and
-  // eval_step() begin with it. Collective. Throws c10::DistBackendError for a group that must be
-  // rebuilt.
-  void recover();
-
-  // Trains: forwards and backwards of all micro-batches. `inputs` are those of the first stage, one
-  // per micro-batch, and are given to its function as they are; a rank without that stage may give
-  // none. Returns the loss of this copy of the pipeline, 0-dim, without a graph, the same on all of
-  // its ranks. Gradients are added to .grad, and averaged over copies, with what .grad held before,
-  // if the step `synchronizes`. Collective.
-  //
-  // Throws what went wrong, on all ranks: their texts name stage, rank and action. .grad is then
-  // what it was before, but for parameters that a strategy averages, and the next step works,
-  // unless the group must be rebuilt.
-  struct StepMode {
-    bool synchronizes = true;  // false in steps that only accumulate
-    // Says whether any rank has_strategies(); where callers do not know, ranks ask each other: one
-    // more all-reduce of a number.
-    std::optional<bool> has_strategies = {};
-    // Multiplies gradients, as that of a GradScaler, and not the loss that is returned. Equal on
-    // all ranks.
-    double loss_scale = 1;
-  };
-  at::Tensor step(std::vector<PipelineValue> inputs, const StepMode& mode);
-  at::Tensor step(std::vector<PipelineValue> inputs) { return step(std::move(inputs), StepMode()); }
-
-  // Runs the forwards only, keeping no graph. With `has_loss` the loss comes back as from step();
-  // else what the last stage returned, one per micro-batch, on its rank. Collective.
-  struct Evaluation {
-    at::Tensor loss = {};
-    std::vector<PipelineValue> outputs = {};
-  };
-  Evaluation eval_step(std::vector<PipelineValue> inputs, bool has_loss);
+  using PipelineRunner::step;
+  void recover() override;
+  at::Tensor step(std::vector<PipelineValue> inputs, const StepMode& mode) override;
+  Evaluation eval_step(std::vector<PipelineValue> inputs, bool has_loss) override;
+  bool has_strategies() const override;
+  std::vector<at::Tensor> later_copies() const override;
+  const PipelineSchedule& schedule() const override;
+  const std::string& raised_in() const override;
+  PipelineReport last_step() const override;
 
   // Says what the parameters of a stage, and the strategies around its layers, are from the next
   // step on. Throws ValueError where a tied one is missing.
   void set_parameters(int64_t stage, NamedParameters parameters,
                       std::vector<std::shared_ptr<HeldBackwards>> strategies = {});
-
-  // Says whether a strategy averages gradients of stages of this rank: DistributedDataParallel,
-  // ZeRO 2 or fully_shard. Losses are then divided by the number of micro-batches, in place of
-  // gradients.
-  bool has_strategies() const;
-
-  // Returns the parameters of this rank that are copies of those of earlier stages.
-  std::vector<at::Tensor> later_copies() const;
-
-  const PipelineSchedule& schedule() const;
-  // Says where the exception came from that ended the last step, if that was a stage of this rank:
-  // "stage 1 (layers 4..7) in 1F3"; empty otherwise.
-  const std::string& raised_in() const;
-  // Returns what this rank did in the last step that ended well. Costs one simulation of the
-  // schedule.
-  PipelineReport last_step() const;
 
  private:
   class Row;

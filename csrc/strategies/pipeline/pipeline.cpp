@@ -1,8 +1,14 @@
 #include <trireme/strategies/pipeline/pipeline.h>
 
 #include <trireme/comm/subgroups.h>
+#include <trireme/comm/threads/thread_group.h>
+#include <trireme/common/intra_op_threads.h>
+#include <trireme/common/worker_pool.h>
 #include <trireme/strategies/pipeline/refuse.h>
 #include <trireme/strategies/pipeline/schedule_recomputation.h>
+#include <trireme/strategies/pipeline/threads/row_threads.h>
+
+#include <ATen/Parallel.h>
 
 #include <algorithm>
 #include <numeric>
@@ -36,7 +42,17 @@ PipelineSchedule schedule_of(const PipelineOptions& options, int64_t ranks) {
   return with_recomputation(plain_schedule_of(options, ranks), recomputation(options.checkpoint));
 }
 
-PipelineRanks ranks_of_copy(std::shared_ptr<Communicator> all, int64_t copies) {
+PipelineRanks ranks_of_copy(std::shared_ptr<Communicator> all, const PipelineOptions& options) {
+  const int64_t copies = options.copies;
+  if (!options.ranks) {
+    if (copies != 1)
+      refuse_pipeline(c10::str("got copies=", copies, " of a pipeline in one process"),
+                      "Leave it out, or use ranks.");
+    return {ThreadGroup(1).communicator(0)};
+  }
+  if (options.threads != 0)
+    refuse_pipeline(c10::str("got threads=", options.threads, " of a pipeline on ranks"),
+                    "Pass ranks = false.");
   if (copies == 1) return {std::move(all)};
   if (copies < 1 || all->world() % copies != 0) {
     refuse_pipeline("got copies=" + std::to_string(copies) + " of a pipeline on " +
@@ -49,6 +65,34 @@ PipelineRanks ranks_of_copy(std::shared_ptr<Communicator> all, int64_t copies) {
     refuse_pipeline("got copies=" + std::to_string(copies) + " over an engine without subgroups",
                     "Use Gloo, NCCL, or trireme's backend.");
   return found;
+}
+
+int64_t rows_of(const PipelineOptions& options, const PipelineRanks& ranks, int64_t layers) {
+  if (options.ranks) return ranks.communicator->world();
+  if (options.threads < 0)
+    refuse_pipeline(c10::str("got threads=", options.threads), "Pass 1 or more, or 0.");
+  if (options.threads > 0) return options.threads;
+  if (!options.balance.empty())
+    return static_cast<int64_t>(options.balance.size()) / options.stages_per_rank.value_or(1);
+  return std::clamp<int64_t>(at::get_num_threads(), 1, std::max<int64_t>(layers, 1));
+}
+
+std::unique_ptr<PipelineRunner> make_runner(const PipelineOptions& options,
+                                            const PipelineRanks& ranks, PipelineSchedule schedule,
+                                            std::vector<PipelineStageRequest> stages,
+                                            PipelineEngineOptions engine_options) {
+  if (options.ranks) {
+    return std::make_unique<PipelineEngine>(std::move(schedule), std::move(stages),
+                                            ranks.communicator, engine_options);
+  }
+  const auto rows = static_cast<size_t>(schedule.ranks);
+  auto pool = std::make_shared<WorkerPool>(std::vector<c10::Device>(rows, at::kCPU),
+                                           intra_op_threads_of(at::get_num_threads(), rows));
+  pool->start();
+  return std::make_unique<RowThreads>(
+      RowThreadsRequest{std::move(schedule), std::move(stages), engine_options.scale_grads,
+                        std::move(engine_options.skips)},
+      std::move(pool));
 }
 
 std::vector<int64_t> stage_bounds(const PipelineOptions& options, int64_t layers, int64_t stages) {

@@ -26,6 +26,11 @@
 namespace trireme {
 
 struct PipelineOptions {
+  // Says whether stages lie on ranks. If not, all are in this process, which needs no Context: rows
+  // of the schedule run on `threads` threads (threads/row_threads.h); 0: as many as `balance` has
+  // stages, or, without that, as ATen has threads, and at most one per layer.
+  bool ranks = true;
+  int64_t threads = 0;
   int64_t chunks = 1;                 // micro-batches of a step
   std::vector<int64_t> balance = {};  // layers per stage; as even as can be if empty
   std::string schedule = "gpipe";     // a name (schedule_forms.h), or a table with a line per rank
@@ -55,8 +60,19 @@ struct PipelineRanks {
   std::shared_ptr<Communicator> copies =
       nullptr;  // has who holds the same stages; null for one copy
 };
-// Cuts ranks into as many pipelines. Collective. Throws ValueError where that leaves some over.
-TRIREME_API PipelineRanks ranks_of_copy(std::shared_ptr<Communicator> all, int64_t copies);
+// Cuts ranks into as many pipelines as there are copies. Without ranks there is one, whose
+// communicator has no other rank. Collective. Throws ValueError where ranks are left over.
+TRIREME_API PipelineRanks ranks_of_copy(std::shared_ptr<Communicator> all,
+                                        const PipelineOptions& options);
+// Returns how many rows the schedule of that many layers has.
+TRIREME_API int64_t rows_of(const PipelineOptions& options, const PipelineRanks& ranks,
+                            int64_t layers);
+// Makes what runs the rows: on ranks those of this rank, which `stages` are. Collective.
+TRIREME_API std::unique_ptr<PipelineRunner> make_runner(const PipelineOptions& options,
+                                                        const PipelineRanks& ranks,
+                                                        PipelineSchedule schedule,
+                                                        std::vector<PipelineStageRequest> stages,
+                                                        PipelineEngineOptions engine_options);
 
 // Returns the layers in front of each stage, and at the end their number. Throws ValueError where
 // `balance` does not add up to `layers`.
@@ -85,11 +101,11 @@ class PipelineImpl : public torch::nn::Module, public HoldsStages {
  public:
   PipelineImpl(Net net, std::shared_ptr<Communicator> communicator, const PipelineOptions& options)
       : dim_(options.dim), chunks_(options.chunks) {
-    all_ = communicator;
-    PipelineRanks ranks = ranks_of_copy(std::move(communicator), options.copies);
+    const PipelineRanks ranks = ranks_of_copy(communicator, options);
     communicator_ = ranks.communicator;
-    PipelineSchedule schedule = schedule_of(options, communicator_->world());
+    all_ = options.ranks ? std::move(communicator) : communicator_;
     const auto layers = static_cast<int64_t>(net->size());
+    PipelineSchedule schedule = schedule_of(options, rows_of(options, ranks, layers));
     const std::vector<int64_t> bounds = stage_bounds(options, layers, schedule.stages);
     const auto named = net->named_children();
     const std::vector<StageTensors> stages = tensors_of(named, bounds, schedule);
@@ -100,7 +116,8 @@ class PipelineImpl : public torch::nn::Module, public HoldsStages {
     }
     std::vector<PipelineStageRequest> requests;
     for (int64_t stage = 0; stage < schedule.stages; ++stage) {
-      if (schedule.stage_rank[static_cast<size_t>(stage)] != communicator_->rank()) continue;
+      const int64_t row = schedule.stage_rank[static_cast<size_t>(stage)];
+      if (options.ranks && row != communicator_->rank()) continue;
       const int64_t begin = bounds[static_cast<size_t>(stage)];
       const int64_t end = bounds[static_cast<size_t>(stage) + 1];
       PipelineStageRequest request;
@@ -118,19 +135,18 @@ class PipelineImpl : public torch::nn::Module, public HoldsStages {
       request.function = std::make_shared<Layers>(*this, net, begin, end);
       requests.push_back(std::move(request));
     }
-    engine_ =
-        std::make_unique<PipelineEngine>(std::move(schedule), std::move(requests), communicator_,
-                                         PipelineEngineOptions{
-                                             options.scale_grads,
-                                             skips_of_stages(options.skips, bounds),
-                                             find_tied(stages),
-                                             ranks.copies,
-                                         });
+    runner_ = make_runner(options, ranks, std::move(schedule), std::move(requests),
+                          PipelineEngineOptions{
+                              options.scale_grads,
+                              skips_of_stages(options.skips, bounds),
+                              find_tied(stages),
+                              ranks.copies,
+                          });
   }
 
-  // Trains over the group of the Context that trireme::init() returned.
+  // Trains over the group of the Context that trireme::init() returned, or in this process alone.
   explicit PipelineImpl(Net net, const PipelineOptions& options = {})
-      : PipelineImpl(std::move(net), current_communicator(), options) {}
+      : PipelineImpl(std::move(net), options.ranks ? current_communicator() : nullptr, options) {}
 
   // Trains on a batch, which every rank gives whole: adds gradients to .grad of the layers of this
   // rank, and returns the loss, 0-dim, without a graph, the same on all ranks. Collective. Throws
@@ -140,7 +156,7 @@ class PipelineImpl : public torch::nn::Module, public HoldsStages {
     begin(input, target);
     loss_ = &loss;
     return batch_norms_.whole_batch(
-        [&] { return engine_->step(batch_.inputs, {.synchronizes = synchronizes_}); });
+        [&] { return runner_->step(batch_.inputs, {.synchronizes = synchronizes_}); });
   }
 
   // Steps while the guard lives only accumulate gradients in this copy of the pipeline; the first
@@ -172,7 +188,7 @@ class PipelineImpl : public torch::nn::Module, public HoldsStages {
   }
   // Returns this rank's part of the gradients, for trireme::clip_grad_norm_() over several models.
   std::vector<GradNormPart> gradients() const {
-    return {gradients_of_stages(this->parameters(), engine_->later_copies(), communicator_)};
+    return {gradients_of_stages(this->parameters(), runner_->later_copies(), communicator_)};
   }
 
   // See HoldsStages: save_checkpoint() and load_checkpoint() take a pipeline.
@@ -181,9 +197,8 @@ class PipelineImpl : public torch::nn::Module, public HoldsStages {
   }
   const std::shared_ptr<Communicator>& stage_ranks() const override { return all_; }
 
-  const PipelineSchedule& schedule() const { return engine_->schedule(); }
-  PipelineReport last_step() const { return engine_->last_step(); }
-  PipelineEngine& engine() { return *engine_; }
+  const PipelineSchedule& schedule() const { return runner_->schedule(); }
+  PipelineReport last_step() const { return runner_->last_step(); }
 
  private:
   // Runs some layers of the net.
@@ -214,12 +229,12 @@ class PipelineImpl : public torch::nn::Module, public HoldsStages {
   };
 
   void begin(const at::Tensor& input, const at::Tensor& target) {
-    engine_->recover();
+    runner_->recover();
     batch_ = cut_batch({{input}, target, dim_, chunks_}, *communicator_);
   }
 
-  PipelineEngine::Evaluation run_forwards(bool has_loss) {
-    return batch_norms_.whole_batch([&] { return engine_->eval_step(batch_.inputs, has_loss); });
+  PipelineRunner::Evaluation run_forwards(bool has_loss) {
+    return batch_norms_.whole_batch([&] { return runner_->eval_step(batch_.inputs, has_loss); });
   }
 
   // Lists the parameters of all stages, those of other ranks too.
@@ -251,7 +266,7 @@ class PipelineImpl : public torch::nn::Module, public HoldsStages {
   MicroBatches batch_;
   const PipelineLoss* loss_ = nullptr;
   DeferredBatchNorms batch_norms_;
-  std::unique_ptr<PipelineEngine> engine_;
+  std::unique_ptr<PipelineRunner> runner_;
 };
 
 // Cuts a torch::nn::Sequential into stages, one or more per rank, and lets micro-batches flow

@@ -14,16 +14,21 @@ namespace {
 
 // Makes the schedule; throws ValueError for stages that are not those of this rank.
 PipelineSchedule schedule_for(const std::vector<PipelineStage>& stages, PipelineOptions options,
-                              const Communicator& communicator) {
+                              const PipelineRanks& ranks) {
   if (!options.balance.empty()) {
     refuse_pipeline(c10::str("got a balance of ", at::IntArrayRef(options.balance),
                              " beside stages that are cut"),
                     "Leave it out.");
   }
+  const auto count = static_cast<int64_t>(stages.size());
+  const int64_t rows = options.ranks || options.threads > 0
+                           ? rows_of(options, ranks, count)
+                           : count / options.stages_per_rank.value_or(1);
+  const int64_t per_row = options.ranks ? count : count / std::max<int64_t>(rows, 1);
   if (!options.stages_per_rank && options.schedule.find_first_of(",\n") == std::string::npos &&
-      stages.size() > 1)
-    options.stages_per_rank = static_cast<int64_t>(stages.size());
-  PipelineSchedule schedule = schedule_of(options, communicator.world());
+      per_row > 1)
+    options.stages_per_rank = per_row;
+  PipelineSchedule schedule = schedule_of(options, rows);
   std::vector<int64_t> given;
   for (const PipelineStage& stage : stages) {
     given.push_back(stage.options().stage);
@@ -33,7 +38,12 @@ PipelineSchedule schedule_for(const std::vector<PipelineStage>& stages, Pipeline
                         std::to_string(schedule.stages) + ", as the schedule has",
                     "Correct PipelineStageOptions::stages, or take another schedule.");
   }
-  const std::vector<int64_t> expected = stages_of(schedule, communicator.rank());
+  std::vector<int64_t> expected;
+  for (int64_t row = 0; row < schedule.ranks; ++row) {
+    if (options.ranks && row != ranks.communicator->rank()) continue;
+    for (const int64_t stage : stages_of(schedule, row)) expected.push_back(stage);
+  }
+  std::sort(expected.begin(), expected.end());
   if (given != expected) {
     refuse_pipeline(c10::str("got stages ", at::IntArrayRef(given), ", expected ",
                              at::IntArrayRef(expected), " by the schedule"),
@@ -80,7 +90,7 @@ StagePipelineImpl::StagePipelineImpl(std::vector<PipelineStage> stages,
                                      std::shared_ptr<Communicator> communicator,
                                      const PipelineOptions& options)
     : dim_(options.dim), chunks_(options.chunks) {
-  PipelineRanks ranks = ranks_of_copy(std::move(communicator), options.copies);
+  const PipelineRanks ranks = ranks_of_copy(std::move(communicator), options);
   communicator_ = ranks.communicator;
   std::sort(stages.begin(), stages.end(), [](const PipelineStage& a, const PipelineStage& b) {
     return a.options().stage < b.options().stage;
@@ -91,7 +101,7 @@ StagePipelineImpl::StagePipelineImpl(std::vector<PipelineStage> stages,
   engine_options.scale_grads = options.scale_grads;
   engine_options.copies = ranks.copies;
   const auto prepare = [&] {
-    schedule = schedule_for(stages, options, *communicator_);
+    schedule = schedule_for(stages, options, ranks);
     std::vector<int64_t> bounds;
     for (int64_t stage = 0; stage <= schedule.stages; ++stage) bounds.push_back(stage);
     engine_options.skips = skips_of_stages(options.skips, bounds);
@@ -100,8 +110,7 @@ StagePipelineImpl::StagePipelineImpl(std::vector<PipelineStage> stages,
   };
   refuse_together(run_together(prepare, *communicator_, communicator_->device()),
                   communicator_->rank_of());
-  engine_ = std::make_unique<PipelineEngine>(std::move(schedule), std::move(requests),
-                                             communicator_, engine_options);
+  runner_ = make_runner(options, ranks, std::move(schedule), std::move(requests), engine_options);
 }
 
 PipelineStageRequest StagePipelineImpl::request_of(const PipelineStage& stage, bool defers) {
@@ -127,7 +136,7 @@ at::Tensor StagePipelineImpl::step(const PipelineTensors& inputs, const at::Tens
   begin(inputs, target);
   loss_ = &loss;
   return batch_norms_.whole_batch(
-      [&] { return engine_->step(batch_.inputs, {.synchronizes = synchronizes_}); });
+      [&] { return runner_->step(batch_.inputs, {.synchronizes = synchronizes_}); });
 }
 
 at::Tensor StagePipelineImpl::eval_step(const PipelineTensors& inputs, const at::Tensor& target,
@@ -159,12 +168,12 @@ StagePipelineImpl::Loss StagePipelineImpl::of_one(const PipelineLoss& loss) {
 }
 
 void StagePipelineImpl::begin(const PipelineTensors& inputs, const at::Tensor& target) {
-  engine_->recover();
+  runner_->recover();
   batch_ = cut_batch({inputs.tensors(), target, dim_, chunks_}, *communicator_);
 }
 
-PipelineEngine::Evaluation StagePipelineImpl::run_forwards(bool has_loss) {
-  return batch_norms_.whole_batch([&] { return engine_->eval_step(batch_.inputs, has_loss); });
+PipelineRunner::Evaluation StagePipelineImpl::run_forwards(bool has_loss) {
+  return batch_norms_.whole_batch([&] { return runner_->eval_step(batch_.inputs, has_loss); });
 }
 
 }  // namespace trireme

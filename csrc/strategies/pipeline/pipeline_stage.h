@@ -63,7 +63,8 @@ class TRIREME_API StagePipelineImpl : public torch::nn::Module {
   StagePipelineImpl(std::vector<PipelineStage> stages, std::shared_ptr<Communicator> communicator,
                     const PipelineOptions& options);
   explicit StagePipelineImpl(std::vector<PipelineStage> stages, const PipelineOptions& options = {})
-      : StagePipelineImpl(std::move(stages), current_communicator(), options) {}
+      : StagePipelineImpl(std::move(stages), options.ranks ? current_communicator() : nullptr,
+                          options) {}
 
   // Trains on a batch, as Pipeline::step() does: every rank gives all of it. Where there are
   // several inputs, the first stage's forward takes all of them, and those of others may ask for
@@ -90,12 +91,12 @@ class TRIREME_API StagePipelineImpl : public torch::nn::Module {
     return trireme::clip_grad_norm_(gradients(), {max_norm, norm_type, error_if_nonfinite});
   }
   std::vector<GradNormPart> gradients() const {
-    return {gradients_of_stages(this->parameters(), engine_->later_copies(), communicator_)};
+    return {gradients_of_stages(this->parameters(), runner_->later_copies(), communicator_)};
   }
   [[nodiscard]] NoSync no_sync() { return NoSync(synchronizes_); }
 
-  const PipelineSchedule& schedule() const { return engine_->schedule(); }
-  PipelineReport last_step() const { return engine_->last_step(); }
+  const PipelineSchedule& schedule() const { return runner_->schedule(); }
+  PipelineReport last_step() const { return runner_->last_step(); }
 
  private:
   class Function;
@@ -103,7 +104,7 @@ class TRIREME_API StagePipelineImpl : public torch::nn::Module {
   static Loss of_one(const PipelineLoss& loss);
   PipelineStageRequest request_of(const PipelineStage& stage, bool defers);
   void begin(const PipelineTensors& inputs, const at::Tensor& target);
-  PipelineEngine::Evaluation run_forwards(bool has_loss);
+  PipelineRunner::Evaluation run_forwards(bool has_loss);
 
   int64_t dim_;
   int64_t chunks_;
@@ -112,7 +113,7 @@ class TRIREME_API StagePipelineImpl : public torch::nn::Module {
   MicroBatches batch_;
   const Loss* loss_ = nullptr;
   DeferredBatchNorms batch_norms_;
-  std::unique_ptr<PipelineEngine> engine_;
+  std::unique_ptr<PipelineRunner> runner_;
 };
 
 // Is a pipeline of which each rank makes its own stages only, where no rank could hold the module

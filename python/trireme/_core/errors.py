@@ -81,3 +81,11 @@ class Area:
                 kind=TypeError,
             )
         return given
+
+
+def note(error: BaseException, text: str) -> None:
+    """Lets an exception of the user's say more."""
+    if hasattr(error, "add_note"):  # Python 3.11
+        error.add_note(text)
+    elif error.args and isinstance(error.args[0], str):
+        error.args = (f"{error.args[0]}\n{text}", *error.args[1:])

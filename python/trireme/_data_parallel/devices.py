@@ -71,7 +71,7 @@ def devices_of_replicas(
 
 def threads_of_replicas(devices: Sequence[torch.device]) -> list[int]:
     """Intra-op threads for each: those of the caller, shared out, at least one each."""
-    return _C.threads_of_replicas(torch.get_num_threads(), len(devices))
+    return _C.intra_op_threads_of(torch.get_num_threads(), len(devices))
 
 
 def default_devices(module: nn.Module, replicas: int | None, on_cpu: int) -> list[torch.device]:

@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import atexit
 import contextvars
 import ctypes
 import os
 import threading
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
 
 from trireme import _C
+from trireme._core.errors import note
+from trireme._core.worker_threads import start_threads
 
 T = TypeVar("T")
-
-# What ends each thread: a graph may keep its pool when nothing of Python's does.
-_stops: weakref.WeakKeyDictionary[threading.Thread, Callable[[], None]] = (
-    weakref.WeakKeyDictionary()
-)
-_JOIN_SECONDS = 5.0
 
 
 class _Stopped(BaseException):
@@ -38,18 +32,10 @@ class ReplicaThreads:
         self.pool = _C.WorkerPool(devices=list(devices), intra_op_threads=list(intra_op_threads))
         self.process = os.getpid()
         self.turn = threading.Lock()  # of who uses the replicas
-        self._idents: list[int] = [0] * len(devices)
         self._busy = [False] * len(devices)
         self._sent: set[int] = set()  # replicas that were told to stop, and have not heard it
         self._lock = threading.Lock()
-        for replica in range(len(devices)):
-            thread = threading.Thread(
-                target=self.pool.seat(replica), name=f"trireme-replica-{replica}", daemon=True
-            )
-            thread.start()
-            assert thread.ident is not None
-            self._idents[replica] = thread.ident
-            _stops[thread] = self.pool.stopper()
+        self._idents = start_threads(self.pool, len(devices), "trireme-replica")
 
     def run(
         self,
@@ -99,7 +85,8 @@ class ReplicaThreads:
         for position, error in enumerate(errors):
             if error is not None and not isinstance(error, _Stopped):
                 errors.clear()  # whose tracebacks hold this frame
-                raise _named(error, names(replicas[position]))
+                note(error, f"[data_parallel] in the forward of {names(replicas[position])}")
+                raise error
         return results
 
     def _set_busy(self, replica: int, busy: bool) -> None:
@@ -138,22 +125,3 @@ def _raise_in(ident: int, kind: type[BaseException]) -> None:
     """Raises at the next line of Python there. Nothing takes it back: CPython 3.11 would hang in a
     profiler."""
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident), ctypes.py_object(kind))
-
-
-def _named(error: BaseException, name: str) -> BaseException:
-    text = f"[data_parallel] in the forward of {name}"
-    if hasattr(error, "add_note"):  # Python 3.11
-        error.add_note(text)
-    elif error.args and isinstance(error.args[0], str):
-        error.args = (f"{error.args[0]}\n{text}", *error.args[1:])
-    return error
-
-
-@atexit.register
-def _close_all() -> None:
-    """Threads of an interpreter that ends must not be found in C++ code."""
-    ending = [(thread, stop) for thread, stop in list(_stops.items()) if thread.is_alive()]
-    for _, stop in ending:
-        stop()
-    for thread, _ in ending:
-        thread.join(_JOIN_SECONDS)

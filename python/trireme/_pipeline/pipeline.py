@@ -12,7 +12,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from trireme._C import Communicator, PipelineEngine
+from trireme import _C
+from trireme._C import Communicator, PipelineEngine, RowThreads
+from trireme._core.errors import note
 from trireme._core.group_communicator import communicator_of
 from trireme._core.owners import note_stages
 from trireme._pipeline import AREA, refuse
@@ -37,6 +39,7 @@ from trireme._pipeline.stages import (
     tied_between,
     with_causes,
 )
+from trireme._pipeline.threads import pool_of, rows_of
 from trireme._pipeline.values import put_together
 
 
@@ -69,8 +72,10 @@ class Pipeline(ScalesLosses, nn.Module):
             code stay those of the sample.
         balance: How many layers each stage has; "time" or "bytes" to have rank 0 measure them with
             ``sample``; None for as many in each, where that is possible.
-        devices: Refused: layers are where the module has them.
-        ranks: True for a pipeline over all ranks. A pipeline in one process is refused so far.
+        devices: In one process: "cpu" for each row of the schedule, which runs on a thread of its
+            own. None for as many rows as the balance has stages, or else as torch has threads.
+        ranks: True for a pipeline over all ranks. False for one in this process, which needs no
+            process group: its steps raise what a layer raised, with a note that says where.
         mesh: The ranks of the pipeline, in place of ``ranks``: a DeviceMesh of one dimension, or
             with one named "pp". Along the other one are copies of the pipeline, each with batches
             of its own, which average their gradients.
@@ -114,15 +119,22 @@ class Pipeline(ScalesLosses, nn.Module):
         sample: Any = None,
     ) -> None:
         super().__init__()
-        _refuse_what_is_to_come(devices, ranks, mesh)
+        self._is_threaded = not ranks and mesh is None
+        if devices is not None and not self._is_threaded:
+            refuse("got devices= of a pipeline on ranks", "Move each rank's layers before.")
         AREA.expect("chunks", chunks, int, "a whole number", next_step="Pass a number.")
         AREA.expect("dim", dim, int, "a whole number", next_step="Pass a number.")
         if loss is not None and not callable(loss):
             got = f"got {type(loss).__name__} as loss, expected what can be called, or None"
             refuse(got, "Pass a function, such as torch.nn.functional.mse_loss.", kind=TypeError)
-        self._group, copies, self._all = groups_of(mesh)
-        self._communicator = communicator_of(self._group)
-        self._copies = communicator_of(copies) if copies is not None else None
+        self._group = self._all = self._copies = None
+        if self._is_threaded:
+            self._communicator = _C.lone_communicator()
+        else:
+            self._group, copies, self._all = groups_of(mesh)
+            self._communicator = communicator_of(self._group)
+            self._copies = communicator_of(copies) if copies is not None else None
+        self._devices_of_rows = devices
         self._synchronizes = True
         self._chunks, self._dim, self._loss = chunks, dim, loss
         said = {
@@ -154,28 +166,35 @@ class Pipeline(ScalesLosses, nn.Module):
             for call in self._calls
         ]
         self._seen = list(self.parameters())
-        note_stages(self._seen, self)
-        self._core = self._make_engine(scale_grads, tied_between(layers, self._stages))
+        self._scale_grads = scale_grads
+        if not self._is_threaded:
+            note_stages(self._seen, self)
+        self._core = self._make_engine(tied_between(layers, self._stages))
 
-    def _make_engine(self, scale_grads: bool, tied: list[list[tuple[int, str]]]) -> PipelineEngine:
+    def _make_engine(self, tied: list[list[tuple[int, str]]]) -> PipelineEngine | RowThreads:
         last = self._schedule.stages - 1
+        skips = self._skips_of_stages()
+        stages = [
+            (
+                call.stage.number,
+                str(call.stage),
+                call.forward,
+                call.loss if call.stage.number == last else None,
+                held.parameters,
+                held.buffers,
+                held.strategies,
+            )
+            for call, held in zip(self._calls, self._held(), strict=True)
+        ]
+        if self._is_threaded:
+            pool = pool_of(self._schedule.ranks)
+            return RowThreads(self._schedule._core, stages, pool, self._scale_grads, skips)
         return PipelineEngine(
             self._schedule._core,
-            [
-                (
-                    call.stage.number,
-                    str(call.stage),
-                    call.forward,
-                    call.loss if call.stage.number == last else None,
-                    held.parameters,
-                    held.buffers,
-                    held.strategies,
-                )
-                for call, held in zip(self._calls, self._held(), strict=True)
-            ],
+            stages,
             self._communicator,
-            scale_grads,
-            self._skips_of_stages(),
+            self._scale_grads,
+            skips,
             tied,
             self._copies,
         )
@@ -191,9 +210,11 @@ class Pipeline(ScalesLosses, nn.Module):
         error, layers = None, {}
         try:
             layers = cut.layers()
-            world = self._communicator.world
             balance = cut.balance_of(layers)
-            plain = schedule_of(schedule, self._chunks, world, balance, costs, len(layers))
+            rows = self._communicator.world
+            if self._is_threaded:
+                rows = rows_of(self._devices_of_rows, balance, schedule, len(layers))
+            plain = schedule_of(schedule, self._chunks, rows, balance, costs, len(layers))
             self._schedule = plain.with_recomputation(checkpoint)
             said["layers"] = list(layers)
             said["schedule"] = self._schedule.to_csv()
@@ -206,7 +227,8 @@ class Pipeline(ScalesLosses, nn.Module):
 
     def _agree_on_stages(self, layers: Mapping[str, nn.Module]) -> list[Stage]:
         error = None
-        own = [stage for stage in self._stages if stage.rank == self._communicator.rank]
+        rank = self._communicator.rank
+        own = [stage for stage in self._stages if self._is_threaded or stage.rank == rank]
         try:
             for stage in own:
                 refuse_meta({name: layers[name] for name in stage.layers}, stage.number, stage.rank)
@@ -294,6 +316,8 @@ class Pipeline(ScalesLosses, nn.Module):
     @property
     def process_group(self) -> dist.ProcessGroup:
         """The ranks that have stages, in all copies."""
+        if self._all is None:
+            refuse("got a pipeline in one process, which has no process group", "Use ranks=True.")
         return self._all
 
     def last_step(self) -> dict[str, Any]:
@@ -368,6 +392,11 @@ class Pipeline(ScalesLosses, nn.Module):
         try:
             with with_causes(self._calls), whole_batch(self._norms):
                 return run()
+        except Exception as error:
+            where = self._core.raised_in()
+            if self._is_threaded and where:
+                note(error, f"[pipeline] raised in {where}")
+            raise
         finally:
             for call in self._calls:
                 call.batch, call.failure = MicroBatches(), None
@@ -410,6 +439,9 @@ class Pipeline(ScalesLosses, nn.Module):
         now = list(self.parameters())
         if not are_same(now, self._seen):
             self._seen = now
+            if not isinstance(self._core, PipelineEngine):
+                self._core = self._make_engine([])
+                return
             note_stages(now, self)
             for call, held in zip(self._calls, self._held(), strict=True):
                 self._core.set_parameters(call.stage.number, held.parameters, held.strategies)
@@ -451,13 +483,3 @@ def _signature(called: Any) -> inspect.Signature | None:
         return inspect.signature(function)
     except (ValueError, TypeError):
         return None
-
-
-def _refuse_what_is_to_come(devices: object, ranks: bool, mesh: object) -> None:
-    def refuse_so_far(got: str, next_step: str) -> None:
-        refuse(f"got {got}, which does not exist so far", next_step, kind=NotImplementedError)
-
-    if not ranks and mesh is None:
-        refuse_so_far("ranks=False, a pipeline in one process", "Pass ranks=True.")
-    if devices is not None:
-        refuse_so_far("devices=", "Move each rank's layers before.")

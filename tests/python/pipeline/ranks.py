@@ -52,6 +52,8 @@ def accumulate(
 class Both:
     """A pipeline, and one process with the whole module."""
 
+    ranks = True
+
     def __init__(
         self,
         make: Callable[[], nn.Sequential],
@@ -60,7 +62,7 @@ class Both:
         **options: Any,
     ) -> None:
         self.one = make()
-        self.pipe = trireme.Pipeline(make(), chunks, ranks=True, loss=loss, **options)
+        self.pipe = trireme.Pipeline(make(), chunks, ranks=self.ranks, loss=loss, **options)
         self.chunks, self.loss = chunks, loss
         own = list(self.pipe.parameters())
         self.optimizers = [

@@ -1,11 +1,12 @@
 #include <trireme/strategies/pipeline/threads/row_threads.h>
 
+#include <trireme/common/error.h>
 #include <trireme/common/exception_text.h>
 #include <trireme/common/interruption.h>
 
 #include <algorithm>
 #include <exception>
-#include <unordered_map>
+#include <iterator>
 #include <utility>
 
 namespace trireme {
@@ -119,11 +120,21 @@ void RowThreads::run(const Job& job) {
   if (first) std::rethrow_exception(first);
 }
 
-at::Tensor RowThreads::step(std::vector<PipelineValue> inputs,
-                            const PipelineEngine::StepMode& mode) {
+void RowThreads::refuse_strategies() const {
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      !has_strategies(),
+      error_text(
+          "pipeline",
+          "got layers in DistributedDataParallel, ZeRO 2 or fully_shard in a pipeline in one "
+          "process, expected none: several threads would call their collectives",
+          {}, "Wrap the pipeline, or use ranks."));
+}
+
+at::Tensor RowThreads::step(std::vector<PipelineValue> inputs, const StepMode& mode) {
+  refuse_strategies();
   look_at_shared();
-  PipelineEngine::StepMode known = mode;
-  if (!known.has_strategies) known.has_strategies = has_strategies();
+  StepMode known = mode;
+  known.has_strategies = false;
   std::vector<at::Tensor> losses(engines_.size());
   const auto first = static_cast<size_t>(schedule_.stage_rank.front());
   run([&](size_t row) {
@@ -135,14 +146,13 @@ at::Tensor RowThreads::step(std::vector<PipelineValue> inputs,
   return losses.front();
 }
 
-PipelineEngine::Evaluation RowThreads::eval_step(const std::vector<PipelineValue>& inputs,
-                                                 bool has_loss) {
-  PipelineEngine::Evaluation found;
+PipelineRunner::Evaluation RowThreads::eval_step(std::vector<PipelineValue> inputs, bool has_loss) {
+  Evaluation found;
   const auto first = static_cast<size_t>(schedule_.stage_rank.front());
   const auto last = static_cast<size_t>(schedule_.stage_rank.back());
   run([&](size_t row) {
-    auto own =
-        engines_[row]->eval_step(row == first ? inputs : std::vector<PipelineValue>(), has_loss);
+    Evaluation own = row == first ? engines_[row]->eval_step(std::move(inputs), has_loss)
+                                  : engines_[row]->eval_step({}, has_loss);
     if (row == last) found = std::move(own);
   });
   return found;
@@ -153,10 +163,20 @@ bool RowThreads::has_strategies() const {
                      [](const auto& engine) { return engine->has_strategies(); });
 }
 
-std::vector<PipelineReport> RowThreads::last_step() const {
-  std::vector<PipelineReport> reports;
-  for (const auto& engine : engines_) reports.push_back(engine->last_step());
-  return reports;
+PipelineReport RowThreads::last_step() const {
+  PipelineReport all;
+  const auto rows = static_cast<double>(engines_.size());
+  for (const auto& engine : engines_) {
+    PipelineReport one = engine->last_step();
+    all.step = one.step;
+    all.step_ms = std::max(all.step_ms, one.step_ms);
+    all.bubble += one.bubble / rows;
+    all.computed_bubble += one.computed_bubble / rows;
+    std::move(one.stages.begin(), one.stages.end(), std::back_inserter(all.stages));
+  }
+  std::sort(all.stages.begin(), all.stages.end(),
+            [](const StageReport& a, const StageReport& b) { return a.stage < b.stage; });
+  return all;
 }
 
 }  // namespace trireme

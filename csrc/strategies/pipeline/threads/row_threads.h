@@ -23,8 +23,6 @@ struct RowThreadsRequest {
   std::vector<PipelineStageRequest> stages = {};  // all, in their order
   bool scale_grads = true;
   std::vector<PipelineSkip> skips = {};
-  // Has how many intra-op threads each row computes with.
-  std::vector<int> intra_op_threads = {};
 };
 
 // Runs all rows of a schedule, each on a thread of its own. What a row does is what it does on a
@@ -37,25 +35,27 @@ struct RowThreadsRequest {
 //
 // Cost of a step: a wake-up of each thread, an all-reduce of 24 bytes in memory, and per message a
 // hand-over under one lock. One caller at a time.
-class TRIREME_API RowThreads {
+class TRIREME_API RowThreads final : public PipelineRunner {
  public:
   // The pool's threads must run: `pool` has one worker per row. Throws what PipelineEngine does.
   RowThreads(RowThreadsRequest request, std::shared_ptr<WorkerPool> pool);
-  ~RowThreads();
+  ~RowThreads() override;
   RowThreads(const RowThreads&) = delete;
   RowThreads& operator=(const RowThreads&) = delete;
 
-  // See PipelineEngine. An exception of a stage comes out as it was thrown; raised_in() says where.
-  at::Tensor step(std::vector<PipelineValue> inputs, const PipelineEngine::StepMode& mode);
-  PipelineEngine::Evaluation eval_step(const std::vector<PipelineValue>& inputs, bool has_loss);
-
-  // Names stage and action of the last exception out of a stage: "stage 1 (layers 4..7) in 1F3".
-  const std::string& raised_in() const { return raised_in_; }
-
-  bool has_strategies() const;
-  const PipelineSchedule& schedule() const { return schedule_; }
-  // Returns the reports of all rows: of each its own bubble.
-  std::vector<PipelineReport> last_step() const;
+  // An exception of a stage comes out as it was thrown; raised_in() says where. Throws
+  // NotImplementedError for strategies around layers: their collectives would come from several
+  // threads.
+  using PipelineRunner::step;
+  void recover() override {}  // run() does
+  at::Tensor step(std::vector<PipelineValue> inputs, const StepMode& mode) override;
+  Evaluation eval_step(std::vector<PipelineValue> inputs, bool has_loss) override;
+  const std::string& raised_in() const override { return raised_in_; }
+  bool has_strategies() const override;
+  std::vector<at::Tensor> later_copies() const override { return {}; }
+  const PipelineSchedule& schedule() const override { return schedule_; }
+  // Tells of all stages. Bubbles are means over rows.
+  PipelineReport last_step() const override;
 
  private:
   // Is a parameter that a later row has, too.
@@ -69,6 +69,7 @@ class TRIREME_API RowThreads {
   void run(const Job& job);
   NamedParameters with_stand_ins(size_t row, NamedParameters parameters);
   void look_at_shared();
+  void refuse_strategies() const;
 
   PipelineSchedule schedule_;
   std::shared_ptr<WorkerPool> pool_;

@@ -74,12 +74,4 @@ TEST_CASE("this machine has an answer") {
   CHECK(default_replicas(2) == 2);
 }
 
-TEST_CASE("threads are shared out once") {
-  CHECK(threads_of_replicas(4, 2) == std::vector<int>{2, 2});
-  CHECK(threads_of_replicas(5, 2) == std::vector<int>{3, 2});
-  CHECK(threads_of_replicas(8, 3) == std::vector<int>{3, 3, 2});
-  CHECK(threads_of_replicas(1, 3) == std::vector<int>{1, 1, 1});
-  CHECK(threads_of_replicas(7, 1) == std::vector<int>{7});
-}
-
 }  // namespace trireme::core_groups_test

@@ -212,7 +212,8 @@ TEST_CASE("layers in DistributedDataParallel average once per step") {
     run_thread_ranks(
         4,
         [&](ThreadRank& rank) {
-          PipelineRanks ranks = ranks_of_copy(rank.communicator, 2);
+          const PipelineRanks ranks =
+              ranks_of_copy(rank.communicator, PipelineOptions{.copies = 2});
           torch::nn::Sequential wrapped;
           std::vector<Wrapped> own;
           torch::nn::Sequential plain = net();
