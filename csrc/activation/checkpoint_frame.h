@@ -125,8 +125,8 @@ class TRIREME_API CheckpointFrame : public TensorPacker {
   // The function has returned, or thrown.
   void end_forward();
 
-  // Runs the function once more, before a backward asks. Once; throws what the function throws, and
-  // CheckpointError.
+  // Runs the function once more, before a backward asks, if it has not yet. Throws what the
+  // function throws, and CheckpointError.
   void recompute_ahead();
 
   // Says once per process that a checkpoint has nothing to recompute, if this one has not.

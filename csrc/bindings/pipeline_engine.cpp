@@ -5,6 +5,8 @@
 #include <trireme/common/interruption.h>
 #include <trireme/strategies/pipeline/engine.h>
 #include <trireme/strategies/pipeline/stage_loss.h>
+#include <trireme/strategies/pipeline/threads/pass_schedule.h>
+#include <trireme/strategies/pipeline/threads/pipeline_pass.h>
 #include <trireme/strategies/pipeline/threads/row_threads.h>
 
 #include <ATen/ATen.h>
@@ -214,6 +216,28 @@ std::vector<PipelineValue> to_inputs(std::vector<Tensors> tensors) {
   return inputs;
 }
 
+std::vector<std::pair<Tensors, std::string>> to_outputs(std::vector<PipelineValue> values) {
+  std::vector<std::pair<Tensors, std::string>> outputs;
+  for (PipelineValue& value : values)
+    outputs.emplace_back(std::move(value.tensors), std::move(value.text));
+  return outputs;
+}
+
+std::vector<std::pair<Tensors, std::string>> run_pass(PipelinePass& pass,
+                                                      std::vector<Tensors> inputs,
+                                                      py::function around_backward) {
+  const auto around = [function = shared_function(std::move(around_backward))](bool begins) {
+    const py::gil_scoped_acquire gil;
+    try {
+      (*function)(begins);
+    } catch (py::error_already_set& error) {
+      error.discard_as_unraisable("a backward of a pipeline");
+    }
+  };
+  const py::gil_scoped_release no_gil;
+  return to_outputs(pass.forward(to_inputs(std::move(inputs)), around));
+}
+
 py::dict to_dict(const StageReport& report) {
   py::dict dict;
   dict["stage"] = report.stage;
@@ -285,11 +309,9 @@ void init_pipeline_engine(py::module_& module) {
            wrap_pybind_function_no_gil(
                [](PipelineRunner& engine, std::vector<Tensors> inputs, bool has_loss) {
                  auto [loss, values] = engine.eval_step(to_inputs(std::move(inputs)), has_loss);
-                 std::vector<std::pair<Tensors, std::string>> outputs;
-                 for (PipelineValue& value : values)
-                   outputs.emplace_back(std::move(value.tensors), std::move(value.text));
-                 const auto found = has_loss ? std::optional(std::move(loss)) : std::nullopt;
-                 return std::pair(found, std::move(outputs));
+                 std::optional<at::Tensor> found;
+                 if (has_loss) found.emplace(std::move(loss));
+                 return std::pair(std::move(found), to_outputs(std::move(values)));
                }),
            py::arg("inputs"), py::arg("has_loss"))
       .def("recover", wrap_pybind_function_no_gil(&PipelineRunner::recover))
@@ -312,6 +334,13 @@ void init_pipeline_engine(py::module_& module) {
   py::class_<RowThreads, PipelineRunner, std::shared_ptr<RowThreads>>(module, "RowThreads")
       .def(py::init(wrap_pybind_function(make_row_threads)), py::arg("schedule"), py::arg("stages"),
            py::arg("pool"), py::arg("scale_grads"), py::arg("skips"));
+  py::class_<PipelinePass, std::shared_ptr<PipelinePass>>(module, "PipelinePass")
+      .def(py::init<std::shared_ptr<RowThreads>>(), py::arg("rows"))
+      .def("enter", wrap_pybind_function(&PipelinePass::enter), py::arg("input"))
+      .def("forward", wrap_pybind_function(run_pass), py::arg("inputs"),
+           py::arg("around_backward"));
+  module.def("pass_schedule", wrap_pybind_function(&pass_schedule), py::arg("like"),
+             py::arg("micro_batches"));
   module.def("lone_communicator", [] { return ThreadGroup(1).communicator(0); });
   module.def("find_tied", wrap_pybind_function([](std::vector<std::pair<int64_t, Named>> stages) {
                std::vector<StageTensors> all;

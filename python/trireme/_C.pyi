@@ -35,6 +35,7 @@ from trireme._c_pipeline import HeldBackwards as HeldBackwards
 from trireme._c_pipeline import LossCollector as LossCollector
 from trireme._c_pipeline import PipelineAction as PipelineAction
 from trireme._c_pipeline import PipelineEngine as PipelineEngine
+from trireme._c_pipeline import PipelinePass as PipelinePass
 from trireme._c_pipeline import PipelineRunner as PipelineRunner
 from trireme._c_pipeline import PipelineSchedule as PipelineSchedule
 from trireme._c_pipeline import RowThreads as RowThreads
@@ -47,6 +48,7 @@ from trireme._c_pipeline import is_recomputing as is_recomputing
 from trireme._c_pipeline import lone_communicator as lone_communicator
 from trireme._c_pipeline import make_pipeline_schedule as make_pipeline_schedule
 from trireme._c_pipeline import partition as partition
+from trireme._c_pipeline import pass_schedule as pass_schedule
 from trireme._c_pipeline import pipeline_loss as pipeline_loss
 from trireme._c_pipeline import read_pipeline_schedule as read_pipeline_schedule
 

@@ -73,6 +73,25 @@ struct PipelineReport {
   std::vector<StageReport> stages = {};
 };
 
+// [Note: passes]
+//
+// A pass is a forward whose loss is not the pipeline's: somebody else's graph begins at the
+// outputs. A row runs its forwards, and what its stages keep lives on outside of it, so that other
+// passes and steps may come before the backward, which runs the other actions.
+
+struct KeptRow;  // engine_row.h
+
+struct PassOutputs {
+  std::vector<PipelineValue> outputs = {};  // one per micro-batch, of the last stage's row
+  std::shared_ptr<KeptRow> kept = nullptr;  // if gradients are recorded
+};
+
+struct PassBackward {
+  // Has for each micro-batch gradients of what the last stage returned; undefined where none came.
+  std::vector<std::vector<at::Tensor>> gradients = {};
+  bool keep_graph = false;
+};
+
 // Trains a module that was cut into stages: over ranks (PipelineEngine) or on threads of one
 // process (threads/row_threads.h). One thread at a time calls it, without the GIL.
 class TRIREME_API PipelineRunner {
@@ -174,6 +193,12 @@ class TRIREME_API PipelineEngine final : public PipelineRunner {
   const PipelineSchedule& schedule() const override;
   const std::string& raised_in() const override;
   PipelineReport last_step() const override;
+
+  // Runs the forwards of a pass, which `records` gradients or does not, and its backwards.
+  // Collective; for rows on threads only. Gradients come to .grad of the leaves that
+  // PipelineStageRequest::leaves names.
+  PassOutputs forward_pass(std::vector<PipelineValue> inputs, bool records);
+  void backward_pass(KeptRow& kept, const PassBackward& backward);
 
   // Says what the parameters of a stage, and the strategies around its layers, are from the next
   // step on. Throws ValueError where a tied one is missing.

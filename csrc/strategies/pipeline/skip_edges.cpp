@@ -201,6 +201,16 @@ void SkipEdges::done_with_gradients(const Message& message) {
   }
 }
 
+std::vector<std::vector<bool>> SkipEdges::due() const {
+  std::vector<std::vector<bool>> all;
+  for (const Edge& edge : edges_) all.push_back(edge.is_due);
+  return all;
+}
+
+void SkipEdges::set_due(const std::vector<std::vector<bool>>& due) {
+  for (size_t i = 0; i < edges_.size(); ++i) edges_[i].is_due = due[i];
+}
+
 void SkipEdges::abandon() {
   for (Edge& edge : edges_) {
     std::fill(edge.inputs.begin(), edge.inputs.end(), StageInput());

@@ -51,6 +51,9 @@ class SkipEdges {
   // Say that what a stage received for a micro-batch is used no more.
   void done_with_input(int64_t stage);
   void done_with_gradients(const Message& message);
+  // Say by pair of stages and micro-batch whether gradients of a pass go back.
+  std::vector<std::vector<bool>> due() const;
+  void set_due(const std::vector<std::vector<bool>>& due);
   // Drops what nobody has taken. After a failure, on all ranks.
   void abandon();
   void forget_before(int64_t step) {

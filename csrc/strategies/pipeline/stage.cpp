@@ -39,9 +39,8 @@ std::string Stage::text() const {
   return name_.empty() ? number : number + " (" + name_ + ")";
 }
 
-void Stage::begin_step(bool trains, double loss_gradient) {
-  trains_ = trains;
-  loss_gradient_ = loss_gradient;
+void Stage::begin_step(const Step& step) {
+  step_ = step;
   report_ = {};
   report_.stage = index_;
   waits_ = {};
@@ -89,7 +88,7 @@ PipelineValue Stage::forward(int64_t micro_batch, StageInput input, bool is_reco
   Live& live = at(micro_batch);
   std::vector<at::Tensor>& tensors = input.value.tensors;
   const auto given = static_cast<std::ptrdiff_t>(tensors.size() - popped());
-  if (trains_) {
+  if (step_.trains) {
     live = {};
     if (!is_first()) {
       live.received = ReceivedNode::put_behind(tensors, input.needs_gradient);
@@ -109,7 +108,8 @@ PipelineValue Stage::forward(int64_t micro_batch, StageInput input, bool is_reco
   PipelineValue output;
   {
     const SkipScope scope(&skips_);
-    const LossScope losses(live.losses);
+    std::optional<LossScope> losses;  // a pass has no loss to which parts could be added
+    if (!step_.is_pass) losses.emplace(live.losses);
     std::optional<CheckpointForward> keeps_nothing;
     if (live.frame) keeps_nothing.emplace(live.frame);
     output = function_->forward(micro_batch, std::move(input.value));
@@ -118,7 +118,7 @@ PipelineValue Stage::forward(int64_t micro_batch, StageInput input, bool is_reco
   parts_.clear();
   for (const StageLoss& part : live.losses)
     parts_.push_back(part.value.detach().to(at::kDouble).reshape({}).mul_(part.weight));
-  if (!trains_) {
+  if (!step_.trains) {
     live.losses.clear();
     return output;
   }
@@ -131,7 +131,7 @@ PipelineValue Stage::forward(int64_t micro_batch, StageInput input, bool is_reco
   };
   for (const SkipSlot& stashed : skips_.outgoing) keep(stashed.tensor);
   for (const at::Tensor& tensor : output.tensors)
-    live.wants_gradients |= keep(tensor) && !is_last();
+    live.wants_gradients |= keep(tensor) && (!is_last() || step_.is_pass);
   if (!live.frame) count_live(live);
   return output;
 }
@@ -146,7 +146,7 @@ at::Tensor Stage::loss(int64_t micro_batch, const PipelineValue& output) {
   at::Tensor loss = function_->loss(micro_batch, output);
   TORCH_CHECK_VALUE(loss.defined() && loss.numel() == 1 && !loss.is_complex(),
                     "expected a loss of one real number");
-  if (trains_) live.losses.push_back({loss});
+  if (step_.trains) live.losses.push_back({loss});
   return loss.detach();
 }
 
@@ -168,22 +168,21 @@ void Stage::call_again(int64_t micro_batch, PipelineValue input) {
   if (at(micro_batch).has_loss) function_->loss(micro_batch, output);
 }
 
-Stage::Roots Stage::take_roots(Live& live, const std::vector<at::Tensor>& gradients) const {
+Stage::Roots Stage::roots_of(Live& live, const std::vector<at::Tensor>& gradients) const {
   Roots roots;
   for (const StageLoss& loss : std::exchange(live.losses, {})) {
     if (!loss.value.requires_grad()) continue;
     roots.edges.push_back(torch::autograd::impl::gradient_edge(loss.value));
-    roots.gradients.push_back(at::full_like(loss.value, loss.weight * loss_gradient_));
+    roots.gradients.push_back(at::full_like(loss.value, loss.weight * step_.loss_gradient));
   }
   const size_t expected = live.wants_gradients ? live.outputs.size() : skips_.outgoing.size();
   TORCH_CHECK(gradients.size() == expected, "got gradients of ", gradients.size(),
               " tensors, expected those of ", expected);
   for (size_t i = 0; i < gradients.size(); ++i) {
     if (!gradients[i].defined() || !live.outputs[i].is_valid()) continue;
-    roots.edges.push_back(std::move(live.outputs[i]));
+    roots.edges.push_back(live.outputs[i]);
     roots.gradients.push_back(gradients[i]);
   }
-  live.outputs.clear();
   if (leaves_) leaves_->redirect(roots.edges);
   return roots;
 }
@@ -194,9 +193,15 @@ void Stage::end(const Live& live) {
 }
 
 std::vector<at::Tensor> Stage::backward(int64_t micro_batch,
-                                        const std::vector<at::Tensor>& gradients) {
+                                        const std::vector<at::Tensor>& gradients, bool keep_graph) {
+  if (keep_graph) {
+    Live& live = at(micro_batch);
+    return run_backward(live, roots_of(live, gradients), keep_graph);
+  }
   Live live = std::exchange(at(micro_batch), Live());
-  std::vector<at::Tensor> found = run_backward(live, take_roots(live, gradients));
+  const Roots roots = roots_of(live, gradients);
+  live.outputs.clear();
+  std::vector<at::Tensor> found = run_backward(live, roots, keep_graph);
   if (function_->defers_weights()) {
     function_->begin_weights(micro_batch);
     function_->finish_weights(micro_batch);
@@ -205,12 +210,12 @@ std::vector<at::Tensor> Stage::backward(int64_t micro_batch,
   return found;
 }
 
-std::vector<at::Tensor> Stage::run_backward(const Live& live, const Roots& roots) const {
+std::vector<at::Tensor> Stage::run_backward(const Live& live, const Roots& roots,
+                                            bool keep_graph) const {
   const SkipScope refuses(nullptr);
   if (!roots.edges.empty()) {
     torch::autograd::Engine::get_default_engine().execute(
-        roots.edges, roots.gradients, /*keep_graph=*/false, /*create_graph=*/false,
-        /*accumulate_grad=*/true);
+        roots.edges, roots.gradients, keep_graph, /*create_graph=*/false, /*accumulate_grad=*/true);
   }
   if (!live.received) return {};
   return static_cast<ReceivedNode&>(*live.received).take_gradients();
@@ -219,9 +224,10 @@ std::vector<at::Tensor> Stage::run_backward(const Live& live, const Roots& roots
 std::vector<at::Tensor> Stage::backward_input(int64_t micro_batch,
                                               const std::vector<at::Tensor>& gradients) {
   Live& live = at(micro_batch);
-  Roots roots = take_roots(live, gradients);
+  Roots roots = roots_of(live, gradients);
+  live.outputs.clear();
   if (function_->defers_weights()) {
-    std::vector<at::Tensor> found = run_backward(live, roots);
+    std::vector<at::Tensor> found = run_backward(live, roots, /*keep_graph=*/false);
     function_->begin_weights(micro_batch);
     return found;
   }
@@ -255,6 +261,19 @@ StageReport Stage::finished_report() const {
     report.waiting_ms["to " + next] = waits_.to_next;
   }
   return report;
+}
+
+std::vector<Stage::Live> Stage::take_live() {
+  live_count_ = live_bytes_ = 0;
+  return std::exchange(live_, std::vector<Live>(live_.size()));
+}
+
+void Stage::put_live(std::vector<Live> live) {
+  live_ = std::move(live);
+  for (const Live& one : live_) {
+    live_count_ += one.is_live ? 1 : 0;
+    live_bytes_ += one.bytes;
+  }
 }
 
 void Stage::abandon() {

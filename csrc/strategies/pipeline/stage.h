@@ -45,6 +45,22 @@ int64_t bytes_of(const std::vector<at::Tensor>& tensors);
 // Runs one stage, a micro-batch at a time: forward, then backward. One thread at a time.
 class Stage {
  public:
+  // Is what is kept of a micro-batch.
+  struct Live {
+    NodePtr received;
+    // Has what was stashed, and behind that the outputs; invalid where one needs no gradient.
+    std::vector<torch::autograd::Edge> outputs;
+    std::vector<StageLoss> losses;
+    c10::intrusive_ptr<CheckpointFrame> frame;  // if it is recomputed
+    bool has_loss = false;
+    std::unique_ptr<SplitBackward> split;  // between the two halves
+    bool is_live = false;
+    bool wants_gradients = false;
+    bool owes_gradients = false;
+    int64_t bytes = 0;
+    int64_t returned = 0;  // bytes that count once it was recomputed
+  };
+
   Stage(PipelineStageRequest request, const PipelineSchedule& schedule, StageSkips skips);
 
   int64_t index() const { return index_; }
@@ -53,8 +69,12 @@ class Stage {
   bool is_first() const { return index_ == 0; }
   bool is_last() const { return index_ + 1 == stages_; }
 
-  // Begins a step that trains, or one that keeps no graph. Backwards begin with `loss_gradient`.
-  void begin_step(bool trains, double loss_gradient);
+  struct Step {
+    bool trains = false;   // else it keeps no graph
+    bool is_pass = false;  // the last stage gets gradients of its outputs, too, and has no loss
+    double loss_gradient = 1;
+  };
+  void begin_step(const Step& step);
   // Computes a micro-batch, whose graph keeps nothing yet if it `is_recomputed`. `input` of the
   // first stage is left as it is. What was stashed for other stages is there to be taken until the
   // next forward.
@@ -76,11 +96,15 @@ class Stage {
   // Computes the gradients of weights and inputs from those of what was stashed and, where they are
   // wanted, those of the outputs: one each, undefined where none came. The last stage has its loss.
   // Returns those of the inputs and behind them those of what was popped; none where none is due.
-  std::vector<at::Tensor> backward(int64_t micro_batch, const std::vector<at::Tensor>& gradients);
+  std::vector<at::Tensor> backward(int64_t micro_batch, const std::vector<at::Tensor>& gradients,
+                                   bool keep_graph);
   // Does the same in two halves (split_backward.h), of which the first returns.
   std::vector<at::Tensor> backward_input(int64_t micro_batch,
                                          const std::vector<at::Tensor>& gradients);
   void backward_weight(int64_t micro_batch);
+  // Hand over what is kept of all micro-batches, between the halves of a pass.
+  std::vector<Live> take_live();
+  void put_live(std::vector<Live> live);
   // Drops all graphs.
   void abandon();
 
@@ -97,21 +121,6 @@ class Stage {
   StageReport finished_report() const;
 
  private:
-  // Is what is kept of a micro-batch.
-  struct Live {
-    NodePtr received;
-    // Has what was stashed, and behind that the outputs; invalid where one needs no gradient.
-    std::vector<torch::autograd::Edge> outputs;
-    std::vector<StageLoss> losses;
-    c10::intrusive_ptr<CheckpointFrame> frame;  // if it is recomputed
-    bool has_loss = false;
-    std::unique_ptr<SplitBackward> split;  // between the two halves
-    bool is_live = false;
-    bool wants_gradients = false;
-    bool owes_gradients = false;
-    int64_t bytes = 0;
-    int64_t returned = 0;  // bytes that count once it was recomputed
-  };
   // Is the call of layers that a frame repeats.
   class Again;
 
@@ -125,9 +134,9 @@ class Stage {
     torch::autograd::edge_list edges;
     std::vector<at::Tensor> gradients;
   };
-  Roots take_roots(Live& live, const std::vector<at::Tensor>& gradients) const;
+  Roots roots_of(Live& live, const std::vector<at::Tensor>& gradients) const;
   // Runs a whole backward, and returns the gradients of what was received.
-  std::vector<at::Tensor> run_backward(const Live& live, const Roots& roots) const;
+  std::vector<at::Tensor> run_backward(const Live& live, const Roots& roots, bool keep_graph) const;
   void end(const Live& live);
 
   int64_t index_;
@@ -137,8 +146,7 @@ class Stage {
   std::shared_ptr<const LeafEdges> leaves_;
   StageSkips skips_;               // has what the forward that ran last did
   std::vector<at::Tensor> parts_;  // what that forward added to the loss
-  bool trains_ = false;
-  double loss_gradient_ = 1;
+  Step step_;
   std::vector<Live> live_;
   int64_t live_count_ = 0;
   int64_t live_bytes_ = 0;

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from trireme import _C
-from trireme._C import Communicator, PipelineEngine, RowThreads
+from trireme._C import Communicator, PipelineEngine, PipelineRunner, RowThreads
 from trireme._core.errors import note
 from trireme._core.group_communicator import communicator_of
 from trireme._core.owners import note_stages
@@ -21,8 +20,10 @@ from trireme._pipeline import AREA, refuse
 from trireme._pipeline.agreement import agree
 from trireme._pipeline.cut import Cut, schedule_of, stages_of
 from trireme._pipeline.deferred_batch_norm import defer, whole_batch
+from trireme._pipeline.expected_calls import ExpectedCalls
 from trireme._pipeline.groups import groups_of
 from trireme._pipeline.micro_batches import BatchCut, merge, tensors_in
+from trireme._pipeline.passes import Passes, cut_for_pass, is_tensors, run_pass
 from trireme._pipeline.scaler import ScalesLosses
 from trireme._pipeline.schedule import Checkpoint, PipelineSchedule, Times
 from trireme._pipeline.skips import skips_between
@@ -34,7 +35,6 @@ from trireme._pipeline.stages import (
     StageCalls,
     are_same,
     held_by,
-    keywords_of,
     refuse_meta,
     tied_between,
     with_causes,
@@ -155,9 +155,7 @@ class Pipeline(ScalesLosses, nn.Module):
         self._norms = defer(layers, kept, chunks if deferred_batch_norm else None)
         cut.show({name: layers[name] for name in kept}, self)
         self._names_in_whole = cut.names_in_whole(layers)
-        self._layer_keywords = {keyword for one in layers.values() for keyword in keywords_of(one)}
-        self._first = _signature(next(iter(layers.values())))
-        self._input_names = _positional_names(self._first)
+        self._expected = ExpectedCalls(list(layers.values()), loss, self._group)
         self._calls = [
             StageCalls(stage, [layers[name] for name in stage.layers], loss) for stage in own
         ]
@@ -169,12 +167,16 @@ class Pipeline(ScalesLosses, nn.Module):
         self._scale_grads = scale_grads
         if not self._is_threaded:
             note_stages(self._seen, self)
-        self._core = self._make_engine(tied_between(layers, self._stages))
+        if self._is_threaded:
+            self._pool = pool_of(self._schedule.ranks)
+            self._passes = Passes(self._schedule._core, checkpoint, self._make_threads)
+            self._core: PipelineRunner = self._make_threads(self._schedule._core)
+        else:
+            self._core = self._make_engine(tied_between(layers, self._stages))
 
-    def _make_engine(self, tied: list[list[tuple[int, str]]]) -> PipelineEngine | RowThreads:
+    def _told_of_stages(self) -> list[Any]:
         last = self._schedule.stages - 1
-        skips = self._skips_of_stages()
-        stages = [
+        return [
             (
                 call.stage.number,
                 str(call.stage),
@@ -186,15 +188,18 @@ class Pipeline(ScalesLosses, nn.Module):
             )
             for call, held in zip(self._calls, self._held(), strict=True)
         ]
-        if self._is_threaded:
-            pool = pool_of(self._schedule.ranks)
-            return RowThreads(self._schedule._core, stages, pool, self._scale_grads, skips)
+
+    def _make_threads(self, table: Any) -> RowThreads:
+        stages, skips = self._told_of_stages(), self._skips_of_stages()
+        return RowThreads(table, stages, self._pool, self._scale_grads, skips)
+
+    def _make_engine(self, tied: list[list[tuple[int, str]]]) -> PipelineEngine:
         return PipelineEngine(
             self._schedule._core,
-            stages,
+            self._told_of_stages(),
             self._communicator,
             self._scale_grads,
-            skips,
+            self._skips_of_stages(),
             tied,
             self._copies,
         )
@@ -340,10 +345,36 @@ class Pipeline(ScalesLosses, nn.Module):
         finally:
             self._synchronizes = before
 
-    def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refuses: one rank alone cannot run the model."""
-        got = "got a call of the pipeline, expected one of its functions"
-        refuse(got, "Call step(), or eval_step() for outputs.", self._group, kind=TypeError)
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the module in one process: each row's forwards, and in a backward its backwards, on
+        its thread. The loss is computed outside.
+
+        Args:
+            args: What the first layer is called with; several as one tuple.
+            kwargs: Each goes to all layers whose forward names it.
+
+        Returns:
+            What the last layer returns, put together for the whole batch. It is cut into fewer
+            micro-batches than ``chunks`` where it has fewer rows.
+
+        Raises:
+            TypeError: a pipeline over ranks, of which one rank alone cannot run the model; a batch
+                without a tensor.
+        """
+        if not self._is_threaded:
+            got = "got a call of the pipeline, expected one of its functions"
+            refuse(got, "Call step(), or eval_step() for outputs.", self._group, kind=TypeError)
+        given = args[0] if len(args) == 1 else args
+        if not is_tensors(given):
+            got = f"got {type(given).__name__} as input, expected a tensor, or some in a tuple"
+            refuse(got, "Pass the batch.", kind=TypeError)
+        self._look_at_parameters()
+        self._expected.check("forward", (given,), None, kwargs)
+        count, inputs, keywords = cut_for_pass(given, kwargs, self._chunks, self._dim)
+        rows = self._passes.rows_for(count, self.training and torch.is_grad_enabled())
+        names = self._expected.input_names[:1]
+        with whole_batch(self._norms):
+            return run_pass(rows, self._calls, names, inputs, keywords, self._dim)
 
     def _begin(
         self, name: str, inputs: tuple[Any, ...], target: Any, kwargs: dict[str, Any]
@@ -353,7 +384,7 @@ class Pipeline(ScalesLosses, nn.Module):
         error, rows, given = None, 0, MicroBatches()
         try:
             self._look_at_parameters()
-            self._expect_call(name, inputs, target, kwargs)
+            self._expected.check(name, inputs, target, kwargs)
             parts = {f"input {number}": one for number, one in enumerate(inputs)}
             cut = BatchCut({**parts, **kwargs, "the target": target}, self._chunks, self._dim)
             rows = cut.rows
@@ -379,7 +410,7 @@ class Pipeline(ScalesLosses, nn.Module):
         if 0 in numbers:
             given.inputs = list(zip(*(cut.cut(one) for one in inputs), strict=True))
         asked = {name for call in self._calls for name in call.keywords}
-        given.names = self._input_names[: len(inputs)]
+        given.names = self._expected.input_names[: len(inputs)]
         whole = {**dict(zip(given.names, inputs, strict=False)), **kwargs}
         if target is not None:
             whole["target"] = target
@@ -394,57 +425,26 @@ class Pipeline(ScalesLosses, nn.Module):
                 return run()
         except Exception as error:
             where = self._core.raised_in()
-            if self._is_threaded and where:
+            if self._is_threaded and where and all(call.failure is None for call in self._calls):
                 note(error, f"[pipeline] raised in {where}")
             raise
         finally:
             for call in self._calls:
                 call.batch, call.failure = MicroBatches(), None
 
-    def _expect_call(
-        self, name: str, inputs: tuple[Any, ...], target: Any, kwargs: dict[str, Any]
-    ) -> None:
-        unknown = sorted(set(kwargs) - self._layer_keywords)
-        if unknown:
-            got = f"got '{unknown[0]}', expected keywords that the forward of some layer names"
-            refuse(got, "Name it there, or leave it out.", self._group, kind=TypeError)
-        if self._first is not None:
-            of_first = {key: one for key, one in kwargs.items() if key in self._first.parameters}
-            if target is not None and "target" in self._first.parameters:
-                of_first["target"] = target
-            try:
-                self._first.bind(*inputs, **of_first)
-            except TypeError as error:
-                got = f"got inputs that the first layer does not take: {error}"
-                next_step = "Pass what it takes; a target goes into target= alone."
-                refuse(got, next_step, self._group, kind=TypeError)
-        if target is not None and self._loss is None and "target" not in self._layer_keywords:
-            got = "got a target and a pipeline without a loss"
-            refuse(got, "Pass loss= to trireme.Pipeline.", self._group)
-        if self._loss is None or (name == "eval_step" and target is None):
-            return
-        signature = _signature(self._loss)
-        given = (None,) if target is None else (None, None)
-        if signature is not None:
-            try:
-                signature.bind(*given)
-            except TypeError:
-                if target is None:
-                    refuse("got no target, which loss= takes", "Pass target=.", self._group)
-                got = "got a target, and a loss that takes none"
-                refuse(got, "Leave it out.", self._group)
-
     def _look_at_parameters(self) -> None:
         """Notices those that were put in place of others, and those that are elsewhere."""
         now = list(self.parameters())
         if not are_same(now, self._seen):
             self._seen = now
-            if not isinstance(self._core, PipelineEngine):
-                self._core = self._make_engine([])
+            core = self._core
+            if not isinstance(core, PipelineEngine):
+                self._passes.forget()
+                self._core = self._make_threads(self._schedule._core)
                 return
             note_stages(now, self)
             for call, held in zip(self._calls, self._held(), strict=True):
-                self._core.set_parameters(call.stage.number, held.parameters, held.strategies)
+                core.set_parameters(call.stage.number, held.parameters, held.strategies)
         for call, devices in zip(self._calls, self._devices, strict=True):
             for layer in call.layers:
                 for parameter in layer.parameters():
@@ -465,21 +465,5 @@ class Pipeline(ScalesLosses, nn.Module):
         ]
 
 
-def _positional_names(signature: inspect.Signature | None) -> list[str]:
-    """Returns the names of what a layer takes without a keyword."""
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    if signature is None:
-        return []
-    return [name for name, one in signature.parameters.items() if one.kind in kinds]
-
-
 def _one_or_text(tensors: list[Tensor], text: str) -> Any:
     return (tensors, text) if text else tensors[0]
-
-
-def _signature(called: Any) -> inspect.Signature | None:
-    function = called.forward if isinstance(called, nn.Module) else called
-    try:
-        return inspect.signature(function)
-    except (ValueError, TypeError):
-        return None

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from trireme import _C
 from trireme._C import Communicator, HeldBackwards
+from trireme._core.errors import note
 from trireme._pipeline import refuse
 from trireme._pipeline.agreement import agree
 from trireme._pipeline.measure import measure_layers
@@ -275,8 +276,12 @@ class StageCalls:
         except _C.StopRecomputation:
             raise
         except Exception as error:
-            self.failure = error
+            self._keep(error, micro_batch)
             raise
+
+    def _keep(self, error: Exception, micro_batch: int) -> None:
+        self.failure = error
+        note(error, f"[pipeline] in {self._where}, micro-batch {micro_batch}")
 
     def _call_first(self, micro_batch: int) -> Any:
         inputs = self.batch.inputs[micro_batch]
@@ -298,7 +303,7 @@ class StageCalls:
         except _C.StopRecomputation:
             raise
         except Exception as error:
-            self.failure = error
+            self._keep(error, micro_batch)
             raise
 
     def _look_at_keywords(self, micro_batch: int) -> None:

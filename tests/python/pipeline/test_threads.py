@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -72,7 +73,7 @@ def test_an_exception_is_the_user_s_own(form: str) -> None:
     layer.calls, layer.bad_call = 0, 3
     with pytest.raises(ArithmeticError, match="no luck") as caught:
         pipe.step(rows(0), target=rows(1))
-    assert "[pipeline] raised in stage 1 (layer 1) in 1F2" in str(caught.getrepr())
+    assert "[pipeline] in stage 1 (layer 1), micro-batch 2" in str(caught.getrepr())
     for parameter, grad in zip(pipe.parameters(), before, strict=True):
         assert torch.equal(parameter.grad, grad)
     pipe.step(rows(0), target=rows(1))
@@ -180,3 +181,168 @@ def test_what_is_refused() -> None:
     with pytest.raises(ValueError, match="batch of 1 rows for 2 micro-batches"):
         pipe.step(rows(0, 1), target=rows(1, 1))
     pipe.step(rows(0), target=rows(1))
+
+
+# --- pipe(x): the loss outside
+
+
+def pair(checkpoint: str = "never", count: int = 3, chunks: int = 4, **options: Any) -> Any:
+    pipe = trireme.Pipeline(
+        tanh_layers(), chunks, devices=["cpu"] * count, checkpoint=checkpoint, **options
+    )
+    return pipe, tanh_layers()
+
+
+def assert_equal_grads(pipe: nn.Module, one: nn.Module) -> None:
+    for got, expected in zip(pipe.parameters(), one.parameters(), strict=True):
+        assert (got.grad is None) == (expected.grad is None)
+        assert got.grad is None or torch.equal(got.grad, expected.grad)
+
+
+def accumulated(one: nn.Module, x: Tensor, chunks: int, weights: Tensor) -> Tensor:
+    """Forwards of micro-batches, and their backwards in order, as a pipeline runs them."""
+    outputs = [one(piece) for piece in x.tensor_split(chunks)]
+    for output, weight in zip(outputs, weights.tensor_split(chunks), strict=True):
+        output.backward(weight)
+    return torch.cat([output.detach() for output in outputs])
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "except_last", "always", "auto"])
+def test_a_forward_with_a_graph(checkpoint: str) -> None:
+    for count in (1, 2, 3):
+        pipe, one = pair(checkpoint, count)
+        for step in range(3):  # gradients add up
+            x, weights = rows(2 * step), rows(2 * step + 1)
+            output = pipe(x)
+            output.backward(weights)
+            assert torch.equal(output, accumulated(one, x, 4, weights)) and output.requires_grad
+            if step == 0:
+                assert_equal_grads(pipe, one)
+        for got, expected in zip(pipe.parameters(), one.parameters(), strict=True):
+            torch.testing.assert_close(got.grad, expected.grad)
+
+
+def test_fewer_rows_than_chunks() -> None:
+    pipe, one = pair(chunks=4)
+    for count in (1, 2, 3, 4, 9):
+        assert torch.equal(pipe(rows(0, count)), torch.cat([
+            one(piece) for piece in rows(0, count).tensor_split(min(4, count))
+        ]))  # fmt: skip
+
+
+def test_inputs_and_keywords_get_gradients() -> None:
+    class First(nn.Linear):
+        def forward(self, both: tuple[Tensor, Tensor]) -> Tensor:
+            a, b = both
+            return super().forward(a * b)
+
+    class Last(nn.Linear):
+        def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+            return super().forward(x) * scale
+
+    torch.manual_seed(1)
+    layers = nn.Sequential(First(WIDTH, WIDTH), nn.Tanh(), Last(WIDTH, WIDTH))
+    pipe = trireme.Pipeline(layers, 2, devices=["cpu"] * 3, checkpoint="always")
+    given = [rows(number).requires_grad_() for number in range(3)]
+    pipe(given[0], given[1], scale=given[2]).square().sum().backward()
+    found = [one.grad for one in given]
+    for one in given:
+        one.grad = None
+    a, b, scale = given
+    layers[2](layers[1](layers[0]((a, b))), scale).square().sum().backward()
+    for got, one in zip(found, given, strict=True):
+        torch.testing.assert_close(got, one.grad)
+
+
+def test_hooks_run_once_and_see_the_whole_gradient() -> None:
+    pipe, one = pair()
+    seen: list[Tensor] = []
+    parameter = next(pipe.parameters())
+    parameter.register_hook(lambda grad: seen.append(grad.clone()))
+    after: list[Tensor] = []
+    parameter.register_post_accumulate_grad_hook(lambda p: after.append(p.grad.clone()))
+    pipe(rows(0)).backward(rows(1))
+    accumulated(one, rows(0), 4, rows(1))
+    expected = next(one.parameters()).grad
+    assert len(seen) == len(after) == 1
+    assert torch.equal(seen[0], expected) and torch.equal(after[0], expected)
+
+
+def test_passes_may_overlap_and_steps_come_between() -> None:
+    """Two forwards before the first backward, as a GAN has, and a step in between."""
+    pipe, one = pair("always", loss=mse_loss)
+    first, second = pipe(rows(0)), pipe(rows(2))
+    pipe.step(rows(4), target=rows(5))
+    pipe.zero_grad()
+    first.backward(rows(1))
+    accumulated(one, rows(0), 4, rows(1))
+    assert_equal_grads(pipe, one)
+    pipe.zero_grad()
+    one.zero_grad()
+    second.backward(rows(3))
+    accumulated(one, rows(2), 4, rows(3))
+    assert_equal_grads(pipe, one)
+
+
+def test_a_graph_that_is_kept() -> None:
+    for checkpoint in ("never", "always"):
+        pipe, one = pair(checkpoint)
+        output = pipe(rows(0))
+        output.backward(rows(1), retain_graph=True)
+        pipe.zero_grad()
+        output.backward(rows(1))
+        accumulated(one, rows(0), 4, rows(1))
+        assert_equal_grads(pipe, one)
+        with pytest.raises(RuntimeError, match="a second time"):
+            output.backward(rows(1))
+        with pytest.raises(NotImplementedError, match="create_graph=True"):
+            torch.autograd.grad(pipe(rows(0)).sum(), list(pipe.parameters()), create_graph=True)
+
+
+def test_autograd_grad_and_frozen_layers() -> None:
+    pipe, one = pair()
+    for module in (pipe, one):
+        for parameter in list(module.parameters())[:2]:
+            parameter.requires_grad_(False)
+    free = [parameter for parameter in pipe.parameters() if parameter.requires_grad]
+    grads = torch.autograd.grad(pipe(rows(0)), free, rows(1))
+    assert all(parameter.grad is None for parameter in pipe.parameters())
+    accumulated(one, rows(0), 4, rows(1))
+    expected = [parameter.grad for parameter in one.parameters() if parameter.requires_grad]
+    assert all(torch.equal(a, b) for a, b in zip(grads, expected, strict=True))
+    pipe.requires_grad_(False)
+    assert not pipe(rows(0)).requires_grad
+    with torch.no_grad():
+        assert not pipe(rows(0)).requires_grad
+
+
+def test_errors_of_passes_are_the_user_s_own() -> None:
+    layer = Luckless()
+    module = nn.Sequential(nn.Linear(WIDTH, WIDTH), layer, nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+    pipe = trireme.Pipeline(module, 4, devices=["cpu"] * 3, balance=[1, 2, 1], checkpoint="always")
+    layer.bad_call = 2
+    with pytest.raises(ArithmeticError, match="no luck"):
+        pipe(rows(0))
+    layer.calls, layer.bad_call = 0, 6  # in a recomputation
+    output = pipe(rows(0))
+    with pytest.raises(ArithmeticError, match="no luck"):
+        output.backward(rows(1))
+    assert all(parameter.grad is None for parameter in pipe.parameters())
+    pipe(rows(0)).backward(rows(1))
+    assert all(parameter.grad is not None for parameter in pipe.parameters())
+    with pytest.raises(TypeError, match="got str as input"):
+        pipe("hello")
+
+
+def test_deferred_batch_norm_counts_a_batch_once() -> None:
+    for checkpoint in ("never", "always"):
+        norm, plain = nn.BatchNorm1d(WIDTH), nn.BatchNorm1d(WIDTH)
+        pipe = trireme.Pipeline(
+            nn.Sequential(norm), 2, devices=["cpu"], checkpoint=checkpoint,
+            deferred_batch_norm=True,
+        )  # fmt: skip
+        pipe(rows(0)).sum().backward()
+        plain(rows(0))
+        (layer,) = pipe.children()
+        torch.testing.assert_close(layer.running_mean, plain.running_mean)
+        torch.testing.assert_close(layer.running_var, plain.running_var)

@@ -3,6 +3,7 @@
 #include <trireme/common/error.h>
 #include <trireme/common/exception_text.h>
 #include <trireme/common/interruption.h>
+#include <trireme/strategies/pipeline/gradients/step_gradients.h>
 
 #include <algorithm>
 #include <exception>
@@ -44,6 +45,7 @@ RowThreads::RowThreads(RowThreadsRequest request, std::shared_ptr<WorkerPool> po
           {parameter, parameter.detach().set_requires_grad(parameter.requires_grad())});
     }
   }
+  for (const PipelineStageRequest& stage : request.stages) list_parameters(stage);
   for (PipelineStageRequest& stage : request.stages) {
     const auto row = static_cast<size_t>(schedule_.stage_rank[static_cast<size_t>(stage.stage)]);
     stage.parameters = with_stand_ins(row, std::move(stage.parameters));
@@ -58,6 +60,18 @@ RowThreads::RowThreads(RowThreadsRequest request, std::shared_ptr<WorkerPool> po
 }
 
 RowThreads::~RowThreads() = default;
+
+void RowThreads::list_parameters(const PipelineStageRequest& stage) {
+  const auto row = static_cast<size_t>(schedule_.stage_rank[static_cast<size_t>(stage.stage)]);
+  for (const at::Tensor& parameter : stage.parameters.tensors) {
+    auto known = std::find_if(parameters_.begin(), parameters_.end(),
+                              [&](const auto& one) { return one.parameter.is_same(parameter); });
+    if (known == parameters_.end()) known = parameters_.insert(known, {parameter});
+    const bool has_row = std::any_of(known->stand_ins.begin(), known->stand_ins.end(),
+                                     [&](const auto& one) { return one.first == row; });
+    if (!has_row) known->stand_ins.emplace_back(row, at::Tensor());
+  }
+}
 
 NamedParameters RowThreads::with_stand_ins(size_t row, NamedParameters parameters) {
   for (at::Tensor& tensor : parameters.tensors) {
@@ -130,8 +144,55 @@ void RowThreads::refuse_strategies() const {
           {}, "Wrap the pipeline, or use ranks."));
 }
 
+at::Tensor RowThreads::PassParameter::take_gradient() {
+  at::Tensor sum;
+  for (auto& [row, stand_in] : stand_ins) {
+    at::Tensor gradient = std::exchange(stand_in.mutable_grad(), at::Tensor());
+    sum = sum.defined() ? sum_of(std::move(sum), gradient) : std::move(gradient);
+  }
+  return sum;
+}
+
+std::vector<PipelineValue> RowThreads::forward_pass(std::vector<PipelineValue> inputs,
+                                                    PassState& state, bool records) {
+  refuse_strategies();
+  const std::lock_guard turn(turn_);
+  if (records) {
+    for (PassParameter one : parameters_) {
+      if (!one.parameter.requires_grad()) continue;
+      for (auto& [row, stand_in] : one.stand_ins)
+        stand_in = one.parameter.detach().set_requires_grad(true);
+      state.parameters.push_back(std::move(one));
+    }
+  }
+  std::vector<PipelineValue> outputs;
+  state.rows.resize(engines_.size());
+  const auto first = static_cast<size_t>(schedule_.stage_rank.front());
+  const auto last = static_cast<size_t>(schedule_.stage_rank.back());
+  run([&](size_t row) {
+    PassOutputs own = row == first ? engines_[row]->forward_pass(std::move(inputs), records)
+                                   : engines_[row]->forward_pass({}, records);
+    state.rows[row] = std::move(own.kept);
+    if (row == last) outputs = std::move(own.outputs);
+  });
+  return outputs;
+}
+
+void RowThreads::backward_pass(const PassState& state, const PassBackward& backward) {
+  const std::lock_guard turn(turn_);
+  for (const std::shared_ptr<LeafEdges>& leaves : leaves_) *leaves = LeafEdges();
+  for (const PassParameter& one : state.parameters) {
+    for (const auto& [row, stand_in] : one.stand_ins) {
+      stand_in.mutable_grad().reset();
+      leaves_[row]->add(one.parameter, stand_in);
+    }
+  }
+  run([&](size_t row) { engines_[row]->backward_pass(*state.rows[row], backward); });
+}
+
 at::Tensor RowThreads::step(std::vector<PipelineValue> inputs, const StepMode& mode) {
   refuse_strategies();
+  const std::lock_guard turn(turn_);
   look_at_shared();
   StepMode known = mode;
   known.has_strategies = false;
@@ -147,6 +208,7 @@ at::Tensor RowThreads::step(std::vector<PipelineValue> inputs, const StepMode& m
 }
 
 PipelineRunner::Evaluation RowThreads::eval_step(std::vector<PipelineValue> inputs, bool has_loss) {
+  const std::lock_guard turn(turn_);
   Evaluation found;
   const auto first = static_cast<size_t>(schedule_.stage_rank.front());
   const auto last = static_cast<size_t>(schedule_.stage_rank.back());

@@ -12,7 +12,9 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace trireme {
@@ -34,7 +36,7 @@ struct RowThreadsRequest {
 // draw from a generator of their row, which torch.manual_seed() determines.
 //
 // Cost of a step: a wake-up of each thread, an all-reduce of 24 bytes in memory, and per message a
-// hand-over under one lock. One caller at a time.
+// hand-over under one lock. Callers take turns.
 class TRIREME_API RowThreads final : public PipelineRunner {
  public:
   // The pool's threads must run: `pool` has one worker per row. Throws what PipelineEngine does.
@@ -51,6 +53,25 @@ class TRIREME_API RowThreads final : public PipelineRunner {
   at::Tensor step(std::vector<PipelineValue> inputs, const StepMode& mode) override;
   Evaluation eval_step(std::vector<PipelineValue> inputs, bool has_loss) override;
   const std::string& raised_in() const override { return raised_in_; }
+
+  // Is a parameter in a pass: gradients come to stand-ins, one for each row that has it, in the
+  // order of stages.
+  struct PassParameter {
+    at::Tensor parameter;
+    std::vector<std::pair<size_t, at::Tensor>> stand_ins = {};  // with their rows
+    // Returns the sum of what came, and forgets it.
+    at::Tensor take_gradient();
+  };
+  // Is what is kept of a pass.
+  struct PassState {
+    std::vector<std::shared_ptr<KeptRow>> rows = {};
+    std::vector<PassParameter> parameters = {};
+  };
+  // Run the two halves of a pass (engine.h). The schedule has whole backwards.
+  std::vector<PipelineValue> forward_pass(std::vector<PipelineValue> inputs, PassState& state,
+                                          bool records);
+  void backward_pass(const PassState& state, const PassBackward& backward);
+
   bool has_strategies() const override;
   std::vector<at::Tensor> later_copies() const override { return {}; }
   const PipelineSchedule& schedule() const override { return schedule_; }
@@ -68,13 +89,16 @@ class TRIREME_API RowThreads final : public PipelineRunner {
   // Runs a job on all threads. Throws what a stage threw, else what the first row threw.
   void run(const Job& job);
   NamedParameters with_stand_ins(size_t row, NamedParameters parameters);
+  void list_parameters(const PipelineStageRequest& stage);
   void look_at_shared();
   void refuse_strategies() const;
 
   PipelineSchedule schedule_;
   std::shared_ptr<WorkerPool> pool_;
   ThreadGroup group_;
+  std::mutex turn_;
   std::vector<size_t> rows_;                        // all of them
+  std::vector<PassParameter> parameters_;           // with undefined stand-ins
   std::vector<std::vector<Shared>> shared_;         // by row
   std::vector<std::shared_ptr<LeafEdges>> leaves_;  // by row
   std::vector<std::unique_ptr<PipelineEngine>> engines_;

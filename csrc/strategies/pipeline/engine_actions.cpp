@@ -1,0 +1,165 @@
+#include <trireme/common/error.h>
+#include <trireme/strategies/pipeline/engine_row.h>
+#include <trireme/strategies/pipeline/timed.h>
+
+#include <ATen/ATen.h>
+#include <ATen/record_function.h>
+
+#include <algorithm>
+#include <iterator>
+#include <utility>
+
+namespace trireme {
+
+void PipelineEngine::Row::run_action(const RowAction& action) {
+  at::RecordFunction range(at::RecordScope::FUNCTION);
+  if (range.isActive()) range.before(action.trace);
+  if (action.kind == ActionKind::kForward) {
+    forward(action);
+    return;
+  }
+  if (action.kind == ActionKind::kRecompute) {
+    recompute(action);
+    return;
+  }
+  const bool completes = action.completes && mode_.synchronizes;
+  if (completes) gradients_->before_last_backward(action.place);
+  if (action.kind == ActionKind::kBackwardWeight) {
+    backward_weight(action);
+  } else {
+    backward(action);
+  }
+  if (completes) gradients_->after_last_backward(action.place);
+}
+
+void PipelineEngine::Row::forward(const RowAction& action) {
+  Stage& stage = *action.stage;
+  const StageEdges::Message message{step_, stage.index(), action.micro_batch, action.label};
+  StageReport& report = stage.report();
+  StageInput input;
+  if (!stage.is_first()) {
+    const Timed waits(stage.waits().from_before);
+    input = edges_->receive_onward(message);
+  } else {
+    input.value = take_input(action.micro_batch);
+  }
+  if (stage.has_skips()) {
+    const Timed waits(report.waiting_ms["skips"]);
+    skips_->receive_onward(message, input);
+  }
+  PipelineValue output;
+  {
+    const Timed computes(report.forward_ms);
+    is_in_stage_ = true;
+    output = stage.forward(action.micro_batch, std::move(input), action.is_recomputed);
+    for (at::Tensor& part : stage.take_parts_of_loss())
+      if (mode_.has_loss) parts_of_loss_.push_back(std::move(part));
+    if (stage.is_last() && mode_.has_loss)
+      keep_loss(action.micro_batch, stage.loss(action.micro_batch, output));
+    is_in_stage_ = false;
+  }
+  if (!mode_.trains) done_with_input(stage);
+  if (stage.has_skips()) {
+    const Timed waits(report.waiting_ms["skips"]);
+    skips_->send_onward(message, stage.take_stashed(), report);
+  }
+  if (!stage.is_last()) {
+    const Timed waits(stage.waits().to_next);
+    edges_->send_onward(message, output);
+    count_sent(report, stage.index() + 1, output.tensors);
+  } else if (!mode_.has_loss) {
+    result_.outputs.resize(static_cast<size_t>(schedule_.micro_batches));
+    result_.outputs[static_cast<size_t>(action.micro_batch)] = std::move(output);
+  }
+}
+
+void PipelineEngine::Row::recompute(const RowAction& action) {
+  const Timed computes(action.stage->report().recompute_ms);
+  is_in_stage_ = true;
+  action.stage->recompute(action.micro_batch);
+  is_in_stage_ = false;
+}
+
+void PipelineEngine::Row::backward(const RowAction& action) {
+  Stage& stage = *action.stage;
+  const StageEdges::Message message{step_, stage.index(), action.micro_batch, action.label};
+  StageReport& report = stage.report();
+  std::vector<at::Tensor> gradients;
+  if (stage.has_skips()) {
+    const Timed waits(report.waiting_ms["skips"]);
+    gradients = skips_->receive_back(message);
+  }
+  const bool wanted = stage.wants_gradients(action.micro_batch);
+  if (wanted) {
+    const Timed waits(stage.waits().from_next);
+    const std::vector<at::Tensor> came =
+        stage.is_last() ? pass_->gradients[static_cast<size_t>(action.micro_batch)]
+                        : edges_->receive_back(message);
+    gradients.insert(gradients.end(), came.begin(), came.end());
+  }
+  const bool owes = stage.owes_gradients(action.micro_batch);
+  const bool splits = action.kind == ActionKind::kBackwardInput;
+  {
+    const Timed computes(splits ? report.input_ms : report.backward_ms);
+    is_in_stage_ = true;
+    gradients = splits ? stage.backward_input(action.micro_batch, gradients)
+                       : stage.backward(action.micro_batch, gradients, mode_.keep_graph);
+    is_in_stage_ = false;
+  }
+  if (wanted && !stage.is_last()) edges_->done_with_gradients(stage.index());
+  if (stage.has_skips()) {
+    skips_->done_with_gradients(message);
+    const size_t inputs = gradients.size() - std::min(gradients.size(), stage.popped());
+    std::vector<at::Tensor> popped(std::make_move_iterator(gradients.begin() + inputs),
+                                   std::make_move_iterator(gradients.end()));
+    gradients.resize(inputs);
+    popped.resize(stage.popped());
+    const Timed waits(report.waiting_ms["skips"]);
+    skips_->send_back(message, std::move(popped), report);
+  }
+  if (!splits) done_with_input(stage);
+  if (!owes) return;
+  const Timed waits(stage.waits().to_before);
+  count_sent(report, stage.index() - 1, gradients);
+  edges_->send_back(message, std::move(gradients));
+}
+
+void PipelineEngine::Row::backward_weight(const RowAction& action) {
+  Stage& stage = *action.stage;
+  {
+    const Timed computes(stage.report().weight_ms);
+    is_in_stage_ = true;
+    stage.backward_weight(action.micro_batch);
+    is_in_stage_ = false;
+  }
+  done_with_input(stage);
+}
+
+void PipelineEngine::Row::done_with_input(const Stage& stage) {
+  if (!stage.is_first()) edges_->done_with_input(stage.index());
+  skips_->done_with_input(stage.index());
+}
+
+PipelineValue PipelineEngine::Row::take_input(int64_t micro_batch) {
+  TORCH_CHECK_VALUE(
+      inputs_.size() == static_cast<size_t>(schedule_.micro_batches),
+      error_text("pipeline",
+                 "got " + std::to_string(inputs_.size()) + " inputs, expected " +
+                     std::to_string(schedule_.micro_batches) + ", one per micro-batch",
+                 where_, "Cut the batch into as many."));
+  return std::move(inputs_[static_cast<size_t>(micro_batch)]);
+}
+
+void PipelineEngine::Row::count_sent(StageReport& report, int64_t to,
+                                     const std::vector<at::Tensor>& tensors) const {
+  if (edges_->is_local(report.stage, to)) return;
+  ++report.messages;
+  report.bytes += bytes_of(tensors);
+}
+
+void PipelineEngine::Row::keep_loss(int64_t micro_batch, at::Tensor loss) {
+  losses_.resize(static_cast<size_t>(schedule_.micro_batches));
+  losses_[static_cast<size_t>(micro_batch)] = std::move(loss);
+}
+
+}  // namespace trireme

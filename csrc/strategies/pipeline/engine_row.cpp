@@ -1,0 +1,288 @@
+#include <trireme/strategies/pipeline/engine_row.h>
+
+#include <trireme/comm/group_health.h>
+#include <trireme/common/error.h>
+#include <trireme/common/exception_text.h>
+#include <trireme/common/interruption.h>
+#include <trireme/strategies/pipeline/refuse.h>
+#include <trireme/strategies/pipeline/row_agreement.h>
+#include <trireme/strategies/pipeline/schedule_recomputation.h>
+#include <trireme/strategies/pipeline/timed.h>
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <exception>
+#include <utility>
+
+namespace trireme {
+namespace {
+
+// Carries the loss to all ranks: what the rank of the last stage says, and zeros of the others.
+struct LossMessage {
+  double value = 0;
+  double dtype = 0;
+  double has_loss = 0;
+};
+
+}  // namespace
+
+PipelineEngine::Row::Row(PipelineSchedule schedule, std::vector<PipelineStageRequest> stages,
+                         std::shared_ptr<Communicator> communicator,
+                         const PipelineEngineOptions& options)
+    : schedule_(std::move(schedule)),
+      communicator_(std::move(communicator)),
+      where_(communicator_->rank_of()),
+      options_(options) {
+  agree_on_row(schedule_, stages, options_, *communicator_);
+  edges_ = std::make_unique<StageEdges>(schedule_, *communicator_);
+  skips_ = std::make_unique<SkipEdges>(schedule_, options_.skips, *communicator_);
+  gradients_ = std::make_unique<RowGradients>(schedule_, stages, *communicator_, options_);
+  for (PipelineStageRequest& request : stages) {
+    StageSkips skips = skips_->skips_of(request.stage);
+    stages_.push_back(std::make_unique<Stage>(std::move(request), schedule_, std::move(skips)));
+  }
+  const PipelineRow& row = schedule_.rows[static_cast<size_t>(where_.rank)];
+  const auto recomputed = recomputed_in(row);
+  for (const PipelineAction& action : row) {
+    for_each_part(action, [&](const PipelineAction& part) {
+      add(part, recomputed.count({part.stage, part.micro_batch}) > 0);
+    });
+  }
+  gradients_->set_order(mark_last_actions());
+}
+
+PipelineReport PipelineEngine::Row::report() const {
+  PipelineReport report = report_;
+  report.computed_bubble = bubble(schedule_, measured_costs());
+  return report;
+}
+
+void PipelineEngine::Row::set_parameters(int64_t stage, NamedParameters parameters,
+                                         std::vector<std::shared_ptr<HeldBackwards>> strategies) {
+  for (size_t i = 0; i < stages_.size(); ++i) {
+    if (stages_[i]->index() == stage) {
+      gradients_->set_parameters(i, std::move(parameters), std::move(strategies));
+      return;
+    }
+  }
+  refuse_pipeline("got parameters of stage " + std::to_string(stage) + ", which rank " +
+                      std::to_string(where_.rank) + " does not hold",
+                  "Give those of a stage of this rank.");
+}
+
+void PipelineEngine::Row::recover() {
+  communicator_->recover();
+  gradients_->recover();
+  if (const auto failure = communicator_->failure()) {
+    C10_THROW_ERROR(DistBackendError,
+                    error_text("pipeline", "got a step after the group had failed: " + *failure,
+                               where_, std::string(kRebuildGroup) + "."));
+  }
+  if (!std::exchange(has_failed_, false)) return;
+  edges_->forget_before(step_ + 1);
+  skips_->forget_before(step_ + 1);
+  gradients_->forget_before(step_ + 1);
+}
+
+PipelineRunner::Evaluation PipelineEngine::Row::run(std::vector<PipelineValue> inputs,
+                                                    const Mode& mode) {
+  recover();
+  try {
+    return run_row(std::move(inputs), mode);
+  } catch (const Interruption& interruption) {
+    give_up(interruption.reason);
+    throw;
+  } catch (...) {
+    const std::string text = give_up(text_of(std::current_exception()));
+    if (!is_in_stage_ || options_.rethrows) throw;
+    TORCH_CHECK(false, text);
+  }
+}
+
+void PipelineEngine::Row::add(const PipelineAction& action, bool is_recomputed) {
+  if (!is_compute(action.kind)) return;
+  for (size_t place = 0; place < stages_.size(); ++place) {
+    Stage& stage = *stages_[place];
+    if (stage.index() != action.stage) continue;
+    const std::string label = to_string(action);
+    actions_.push_back({action.kind, &stage, place, action.micro_batch, label,
+                        "trireme::pipeline::" + label, is_recomputed});
+  }
+}
+
+bool PipelineEngine::Row::find_strategies(const Mode& mode) {
+  const bool exist = gradients_->find_strategies();
+  if (mode.has_strategies) return *mode.has_strategies;
+  const at::Tensor any = at::full({1}, exist ? 1.0 : 0.0, at::kDouble).to(communicator_->device());
+  communicator_->all_reduce({any}, ReduceOp::kMax, "strategies of step " + std::to_string(step_))
+      .wait();
+  return any.item<double>() > 0;
+}
+
+std::vector<size_t> PipelineEngine::Row::mark_last_actions() {
+  std::vector<size_t> order;
+  for (auto action = actions_.rbegin(); action != actions_.rend(); ++action) {
+    const bool accumulates =
+        action->kind == ActionKind::kBackward || action->kind == ActionKind::kBackwardWeight;
+    if (!accumulates || std::count(order.begin(), order.end(), action->place) > 0) continue;
+    action->completes = true;
+    order.insert(order.begin(), action->place);
+  }
+  return order;
+}
+
+PipelineRunner::Evaluation PipelineEngine::Row::run_row(std::vector<PipelineValue> inputs,
+                                                        const Mode& mode) {
+  const auto started = Timed::Clock::now();
+  begin(std::move(inputs), mode);
+  // Strategies average what backwards bring: then losses are divided, in place of gradients.
+  const bool divides_losses = mode.trains && !mode.is_pass && find_strategies(mode);
+  const bool is_divided = divides_losses && options_.scale_grads;
+  const double divisor = is_divided ? static_cast<double>(schedule_.micro_batches) : 1;
+  for (const auto& stage : stages_)
+    stage->begin_step({mode.trains, mode.is_pass, mode.loss_scale / divisor});
+  const bool adds_up = mode.trains && !mode.is_pass;
+  if (adds_up) gradients_->begin_step({step_, mode.synchronizes, !divides_losses});
+  run_actions();
+  if (adds_up) gradients_->finish_row();
+  if (!mode.is_pass) result_.loss = finish();
+  if (adds_up) gradients_->end_step();
+  communicator_->show_step(step_, /*is_done=*/true);
+  make_report(Timed::since(started));
+  return std::exchange(result_, {});
+}
+
+void PipelineEngine::Row::begin(std::vector<PipelineValue> inputs, const Mode& mode) {
+  ++step_;
+  raised_in_.clear();
+  current_ = nullptr;
+  is_in_stage_ = false;
+  communicator_->show_step(step_, /*is_done=*/false);
+  inputs_ = std::move(inputs);
+  result_ = {};
+  losses_.clear();
+  parts_of_loss_.clear();
+  mode_ = mode;
+}
+
+void PipelineEngine::Row::run_actions() {
+  const at::AutoGradMode grad_mode(mode_.trains);
+  for (const RowAction& action : actions_) {
+    const bool is_wanted = action.kind == ActionKind::kForward ? mode_.forwards : mode_.backwards;
+    if (!is_wanted) continue;
+    current_ = &action;
+    run_action(action);
+  }
+  current_ = nullptr;
+  inputs_.clear();
+}
+
+PassOutputs PipelineEngine::Row::forward_pass(std::vector<PipelineValue> inputs, bool records) {
+  PassOutputs found;
+  found.outputs = run(std::move(inputs),
+                      {.trains = records, .has_loss = false, .is_pass = true, .backwards = false})
+                      .outputs;
+  if (!records) return found;
+  found.kept = std::make_shared<KeptRow>();
+  for (const auto& stage : stages_) found.kept->live.push_back(stage->take_live());
+  found.kept->due = skips_->due();
+  return found;
+}
+
+void PipelineEngine::Row::backward_pass(KeptRow& kept, const PassBackward& backward) {
+  for (size_t i = 0; i < stages_.size(); ++i) stages_[i]->put_live(std::move(kept.live[i]));
+  skips_->set_due(kept.due);
+  pass_ = &backward;
+  // Who keeps the graph takes it back, also after a failure.
+  const auto take_back = [&] {
+    pass_ = nullptr;
+    for (size_t i = 0; i < stages_.size(); ++i) kept.live[i] = stages_[i]->take_live();
+  };
+  try {
+    run({}, {.trains = true,
+             .has_loss = false,
+             .is_pass = true,
+             .forwards = false,
+             .keep_graph = backward.keep_graph});
+  } catch (...) {
+    take_back();
+    throw;
+  }
+  take_back();
+}
+
+at::Tensor PipelineEngine::Row::finish() {
+  LossMessage message;
+  if (!losses_.empty()) {
+    at::Tensor loss = losses_.front().clone();
+    for (size_t i = 1; i < losses_.size(); ++i) loss.add_(losses_[i]);
+    if (options_.scale_grads) loss.div_(schedule_.micro_batches);
+    message = {loss.item<double>(), static_cast<double>(loss.scalar_type()), 1};
+  }
+  if (!parts_of_loss_.empty()) {
+    at::Tensor sum = at::stack(parts_of_loss_).sum();
+    if (options_.scale_grads) sum.div_(schedule_.micro_batches);
+    message.value += sum.item<double>();
+  }
+  at::Tensor sum = at::tensor({message.value, message.dtype, message.has_loss}, at::kDouble)
+                       .to(communicator_->device());
+  communicator_->all_reduce({sum}, ReduceOp::kSum, "loss of step " + std::to_string(step_)).wait();
+  sum = sum.cpu();
+  const auto* values = sum.const_data_ptr<double>();
+  if (values[2] == 0) return {};
+  return at::scalar_tensor(values[0],
+                           at::TensorOptions().dtype(static_cast<at::ScalarType>(values[1])));
+}
+
+void PipelineEngine::Row::make_report(double step_ms) {
+  report_.step = step_;
+  report_.step_ms = step_ms;
+  report_.stages.clear();
+  double computing = 0;
+  for (const auto& stage : stages_) {
+    const StageReport one = stage->finished_report();
+    computing += one.forward_ms + one.recompute_ms + one.backward_ms + one.input_ms + one.weight_ms;
+    report_.stages.push_back(one);
+  }
+  report_.bubble = step_ms > 0 ? std::max(0.0, 1 - computing / step_ms) : 0;
+}
+
+ScheduleCosts PipelineEngine::Row::measured_costs() const {
+  StageCosts sum{0, 0, 0};
+  for (const StageReport& one : report_.stages) {
+    sum.forward += one.forward_ms;
+    sum.input += one.input_ms + one.backward_ms / 2;
+    sum.weight += one.weight_ms + one.backward_ms / 2;
+  }
+  return {{sum}};
+}
+
+std::string PipelineEngine::Row::give_up(const std::string& why) noexcept {
+  std::string text = why;
+  try {
+    const std::string action = current_ == nullptr ? "at the end of the step" : current_->label;
+    const std::string stage = current_ == nullptr ? std::string() : current_->stage->text();
+    if (is_in_stage_) raised_in_ = stage + " in " + action;
+    const std::string verb = is_in_stage_ ? " raised in " : " gave up in ";
+    text = error_text("pipeline",
+                      (stage.empty() ? "a rank" : stage) + verb + action + " of step " +
+                          std::to_string(step_) + ": " + why,
+                      where_, "See the error of that rank; the next step begins anew");
+    communicator_->announce_failure(text);
+    communicator_->show_step(step_, /*is_done=*/true);
+  } catch (...) {  // out of memory: the peers see their deadline instead
+  }
+  has_failed_ = true;
+  for (const auto& stage : stages_) stage->abandon();
+  edges_->abandon();
+  skips_->abandon();
+  gradients_->abandon(text);
+  losses_.clear();
+  parts_of_loss_.clear();
+  result_ = {};
+  inputs_.clear();
+  return text;
+}
+
+}  // namespace trireme

@@ -1,0 +1,150 @@
+#pragma once
+
+#include <trireme/strategies/pipeline/engine.h>
+#include <trireme/strategies/pipeline/gradients/row_gradients.h>
+#include <trireme/strategies/pipeline/schedule_costs.h>
+#include <trireme/strategies/pipeline/skip_edges.h>
+#include <trireme/strategies/pipeline/stage.h>
+#include <trireme/strategies/pipeline/stage_edges.h>
+
+#include <ATen/core/Tensor.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace trireme {
+
+// Is what a row keeps of a pass between its forwards and its backwards.
+struct KeptRow {
+  std::vector<std::vector<Stage::Live>> live = {};  // by stage of the row
+  std::vector<std::vector<bool>> due = {};          // see SkipEdges
+};
+
+// Runs the actions of one row; see the note in engine.h. Its functions are in two sources: what
+// there is around the actions of a step, and the actions (engine_actions.cpp).
+class PipelineEngine::Row {
+ public:
+  Row(PipelineSchedule schedule, std::vector<PipelineStageRequest> stages,
+      std::shared_ptr<Communicator> communicator, const PipelineEngineOptions& options);
+
+  const PipelineSchedule& schedule() const { return schedule_; }
+  const std::string& raised_in() const { return raised_in_; }
+
+  PipelineReport report() const;
+
+  void set_parameters(int64_t stage, NamedParameters parameters,
+                      std::vector<std::shared_ptr<HeldBackwards>> strategies);
+
+  std::vector<at::Tensor> later_copies() const { return gradients_->later_copies(); }
+  bool has_strategies() const { return gradients_->has_strategies(); }
+
+  void recover();
+
+  // Says what a run does: a step, an evaluation, or one half of a pass.
+  struct Mode {
+    bool trains = false;
+    bool synchronizes = false;
+    bool has_loss = true;
+    std::optional<bool> has_strategies = {};
+    double loss_scale = 1;
+    bool is_pass = false;
+    bool forwards = true;
+    bool backwards = true;
+    bool keep_graph = false;
+  };
+
+  Evaluation run(std::vector<PipelineValue> inputs, const Mode& mode);
+
+  // See PipelineEngine.
+  PassOutputs forward_pass(std::vector<PipelineValue> inputs, bool records);
+  void backward_pass(KeptRow& kept, const PassBackward& backward);
+
+ private:
+  // Is an action of this rank that has something to do here.
+  struct RowAction {
+    ActionKind kind;
+    Stage* stage;
+    size_t place;  // the stage's among those of this rank
+    int64_t micro_batch;
+    std::string label;  // "2F3"
+    std::string trace;
+    bool is_recomputed = false;  // there is an R of this stage and micro-batch
+    bool completes = false;      // the gradients of its stage
+  };
+
+  void add(const PipelineAction& action, bool is_recomputed);
+
+  // Says whether any rank has strategies around its stages.
+  bool find_strategies(const Mode& mode);
+
+  // Marks the last action of each stage. Returns the places of stages in the order in which these
+  // complete.
+  std::vector<size_t> mark_last_actions();
+
+  Evaluation run_row(std::vector<PipelineValue> inputs, const Mode& mode);
+  void begin(std::vector<PipelineValue> inputs, const Mode& mode);
+  void run_actions();
+
+  void run_action(const RowAction& action);
+
+  void forward(const RowAction& action);
+
+  void recompute(const RowAction& action);
+
+  void backward(const RowAction& action);
+
+  void backward_weight(const RowAction& action);
+
+  void done_with_input(const Stage& stage);
+
+  PipelineValue take_input(int64_t micro_batch);
+
+  void count_sent(StageReport& report, int64_t to, const std::vector<at::Tensor>& tensors) const;
+
+  void keep_loss(int64_t micro_batch, at::Tensor loss);
+
+  // Takes the loss to all ranks, once all have finished, with what layers of any stage had of it.
+  // Losses are added up one after the other: mean() would add them in another order, and so round
+  // otherwise than a loop in one process.
+  at::Tensor finish();
+
+  void make_report(double step_ms);
+
+  // Returns what a micro-batch took in a stage of this rank, mean over these, for all stages. A
+  // backward in one piece counts half as I and half as W.
+  ScheduleCosts measured_costs() const;
+
+  // Tells the others why this rank leaves the step, and drops what it has of it.
+  std::string give_up(const std::string& why) noexcept;
+
+  PipelineSchedule schedule_;
+  std::shared_ptr<Communicator> communicator_;
+  RankOf where_;
+  PipelineEngineOptions options_;
+  std::unique_ptr<StageEdges> edges_;
+  std::unique_ptr<SkipEdges> skips_;
+  std::unique_ptr<RowGradients> gradients_;
+  std::vector<std::unique_ptr<Stage>> stages_;
+  std::vector<RowAction> actions_;
+  PipelineReport report_;
+
+  // These belong to the step that runs.
+  int64_t step_ = 0;
+  const RowAction* current_ = nullptr;
+  bool is_in_stage_ = false;
+  std::string raised_in_;
+  Mode mode_;
+  bool has_failed_ = false;
+  std::vector<PipelineValue> inputs_;
+  std::vector<at::Tensor> losses_;         // one per micro-batch
+  std::vector<at::Tensor> parts_of_loss_;  // what layers of this rank added, in all micro-batches
+  Evaluation result_;
+  const PassBackward* pass_ = nullptr;  // whose backward runs
+};
+
+}  // namespace trireme

@@ -1,0 +1,120 @@
+#include <trireme/strategies/pipeline/threads/pipeline_pass.h>
+
+#include <trireme/common/error.h>
+#include <trireme/module/autograd_node.h>
+
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/functions/utils.h>
+#include <torch/csrc/autograd/graph_task.h>
+
+#include <string>
+#include <utility>
+
+namespace trireme {
+
+using torch::autograd::variable_list;
+using Tensors = std::vector<at::Tensor>;
+
+class PassNode final : public torch::autograd::Node {
+ public:
+  explicit PassNode(std::shared_ptr<PipelinePass> pass) : pass_(std::move(pass)) {}
+
+  variable_list apply(variable_list&& gradients) override {
+    TORCH_CHECK_NOT_IMPLEMENTED(
+        !at::GradMode::is_enabled(),
+        error_text("pipeline",
+                   "got a backward with create_graph=True, expected one without: the graphs of "
+                   "stages are not part of the caller's",
+                   {}, "Differentiate twice without the pipeline."));
+    return pass_->backward(std::move(gradients),
+                           torch::autograd::get_current_graph_task_keep_graph());
+  }
+  void release_variables() override { pass_->release(); }
+  std::string name() const override { return "TriremePipeline"; }
+
+ private:
+  std::shared_ptr<PipelinePass> pass_;
+};
+
+namespace {
+
+class EnteredNode final : public torch::autograd::Node {
+ public:
+  variable_list apply(variable_list&& gradients) override { return std::move(gradients); }
+  std::string name() const override { return "TriremePipelineInput"; }
+};
+
+}  // namespace
+
+PipelinePass::PipelinePass(std::shared_ptr<RowThreads> rows)
+    : rows_(std::move(rows)), records_(at::GradMode::is_enabled()) {}
+
+at::Tensor PipelinePass::enter(const at::Tensor& input) {
+  if (!records_ || !input.requires_grad()) return input;
+  at::Tensor leaf = input.detach().set_requires_grad(true);
+  const auto node = make_node<EnteredNode>();
+  node->set_next_edges({torch::autograd::impl::gradient_edge(leaf)});
+  at::Tensor entered = leaf.detach();
+  torch::autograd::set_history(entered, node);
+  inputs_.emplace_back(input, std::move(leaf));
+  return entered;
+}
+
+std::vector<PipelineValue> PipelinePass::forward(std::vector<PipelineValue> inputs,
+                                                 std::function<void(bool)> around_backward) {
+  around_backward_ = std::move(around_backward);
+  std::vector<PipelineValue> outputs = rows_->forward_pass(std::move(inputs), state_, records_);
+  if (!records_) return outputs;
+  torch::autograd::edge_list edges;
+  for (const auto& [input, leaf] : inputs_)
+    edges.push_back(torch::autograd::impl::gradient_edge(input));
+  for (const RowThreads::PassParameter& one : state_.parameters)
+    edges.push_back(torch::autograd::impl::gradient_edge(one.parameter));
+  const auto node = make_node<PassNode>(shared_from_this());
+  node->set_next_edges(std::move(edges));
+  for (PipelineValue& output : outputs) {
+    std::vector<int64_t>& places = places_.emplace_back();
+    for (at::Tensor& tensor : output.tensors) {
+      const bool has_graph = tensor.defined() && tensor.requires_grad();
+      places.push_back(has_graph ? static_cast<int64_t>(node->num_inputs()) : -1);
+      if (!has_graph) continue;
+      tensor = tensor.detach();
+      torch::autograd::set_history(tensor, node);
+    }
+  }
+  return outputs;
+}
+
+Tensors PipelinePass::backward(Tensors gradients, bool keep_graph) {
+  TORCH_CHECK(!is_released_,
+              "Trying to backward through the graph of a pipeline a second time, after what it had "
+              "saved was freed. Pass retain_graph=True to the first backward.");
+  PassBackward pass{.keep_graph = keep_graph};
+  for (const std::vector<int64_t>& places : places_) {
+    Tensors& of_one = pass.gradients.emplace_back();
+    for (const int64_t place : places)
+      of_one.push_back(place < 0 ? at::Tensor() : gradients[static_cast<size_t>(place)]);
+  }
+  if (around_backward_) around_backward_(true);
+  try {
+    rows_->backward_pass(state_, pass);
+  } catch (...) {
+    if (around_backward_) around_backward_(false);
+    throw;
+  }
+  if (around_backward_) around_backward_(false);
+  if (!keep_graph) is_released_ = true;
+  Tensors found;
+  for (auto& [input, leaf] : inputs_)
+    found.push_back(std::exchange(leaf.mutable_grad(), at::Tensor()));
+  for (RowThreads::PassParameter& one : state_.parameters) found.push_back(one.take_gradient());
+  return found;
+}
+
+void PipelinePass::release() {
+  is_released_ = true;
+  state_.rows.clear();
+  around_backward_ = {};
+}
+
+}  // namespace trireme

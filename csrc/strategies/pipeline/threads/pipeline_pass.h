@@ -1,0 +1,64 @@
+#pragma once
+
+#include <trireme/common/export.h>
+#include <trireme/strategies/pipeline/engine.h>
+#include <trireme/strategies/pipeline/threads/row_threads.h>
+
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/autograd/edge.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <cstddef>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <utility>
+#include <vector>
+
+namespace trireme {
+
+// [Note: the two graphs of a pass]
+//
+// The forwards of a pass record a graph for each stage and micro-batch, in the thread of its row.
+// What the caller sees are outputs whose history is a single node:
+//
+//   inputs, parameters  <-  node  <-  outputs of micro-batches  <-  loss       the caller's graph
+//                            |  ^
+//       gradients of outputs v  | gradients of inputs and parameters
+//             the other actions of all rows, each on its thread
+//
+// So the backward of a pipeline is an ordinary step of the caller's engine: hooks of parameters,
+// autograd.grad, accumulation into .grad, and what strategies around the pipeline hang on it, see
+// one module, whose gradients are there once per backward. A second derivative has no such graph.
+
+// Is one forward of a pipeline in one process, and what its backward needs. One thread at a time.
+class TRIREME_API PipelinePass : public std::enable_shared_from_this<PipelinePass> {
+ public:
+  explicit PipelinePass(std::shared_ptr<RowThreads> rows);
+
+  // Returns what the stages are to be given for an input that requires a gradient; others come back
+  // as they are. A first layer may work in place on it.
+  at::Tensor enter(const at::Tensor& input);
+
+  // Runs the forwards, once. Returns what the last stage returned, one per micro-batch, in the
+  // caller's graph where gradients are recorded. `around_backward` is called before (true) and
+  // after (false) each backward, on the thread of that; it may not throw.
+  std::vector<PipelineValue> forward(std::vector<PipelineValue> inputs,
+                                     std::function<void(bool begins)> around_backward = {});
+
+ private:
+  friend class PassNode;
+
+  std::vector<at::Tensor> backward(std::vector<at::Tensor> gradients, bool keep_graph);
+  void release();
+
+  std::shared_ptr<RowThreads> rows_;
+  bool records_;  // gradients, when it was made
+  std::function<void(bool)> around_backward_;
+  std::vector<std::pair<at::Tensor, at::Tensor>> inputs_;  // with the leaf of each
+  RowThreads::PassState state_;
+  std::vector<std::vector<int64_t>> places_;  // by micro-batch and output: its input of the node
+  bool is_released_ = false;
+};
+
+}  // namespace trireme

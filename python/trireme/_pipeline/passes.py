@@ -1,0 +1,94 @@
+"""Forwards of a pipeline in one process, whose loss is computed outside of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from trireme import _C
+from trireme._C import PipelineSchedule, RowThreads
+from trireme._pipeline.micro_batches import BatchCut, map_tensors, merge, tensors_in
+from trireme._pipeline.stages import MicroBatches, StageCalls
+from trireme._pipeline.values import put_together
+
+
+class Passes:
+    """Has the threads' tables for passes, one for each number of micro-batches that came.
+
+    Args:
+        like: The schedule of steps, whose rows have the same stages.
+        checkpoint: Which micro-batches are computed once more, where gradients are recorded.
+        make: Makes what runs a table.
+    """
+
+    def __init__(
+        self,
+        like: PipelineSchedule,
+        checkpoint: str,
+        make: Callable[[PipelineSchedule], RowThreads],
+    ) -> None:
+        self._like, self._checkpoint, self._make = like, checkpoint, make
+        self._made: dict[tuple[int, str], RowThreads] = {}
+
+    def forget(self) -> None:
+        """Parameters are others than before."""
+        self._made.clear()
+
+    def rows_for(self, micro_batches: int, trains: bool) -> RowThreads:
+        """Returns what runs that many micro-batches."""
+        key = micro_batches, self._checkpoint if trains else "never"
+        if key not in self._made:
+            table = _C.pass_schedule(self._like, micro_batches)
+            self._made[key] = self._make(table.with_recomputation(key[1]))
+        return self._made[key]
+
+
+def cut_for_pass(
+    given: Any, keywords: Mapping[str, Any], chunks: int, dim: int
+) -> tuple[int, Sequence[Any], dict[str, Sequence[Any]]]:
+    """Returns how many micro-batches a batch has, fewer than ``chunks`` where it has fewer rows,
+    and what each of them gets."""
+    parts = {"the input": given, **keywords}
+    count = max(1, min(chunks, BatchCut(parts, 1, dim).rows))
+    cut = BatchCut(parts, count, dim)
+    return count, cut.cut(given), {name: cut.cut(one) for name, one in keywords.items()}
+
+
+def run_pass(
+    rows: RowThreads,
+    calls: Sequence[StageCalls],
+    names: Sequence[str],
+    inputs: Sequence[Any],
+    keywords: Mapping[str, Sequence[Any]],
+    dim: int,
+) -> Any:
+    """Returns what the last layer returns, put together, in the graph of the caller."""
+    one = _C.PipelinePass(rows)
+    asked = {name for call in calls for name in call.keywords}
+    entered = [map_tensors(piece, one.enter) for piece in inputs]
+    batch = MicroBatches([(piece,) for piece in entered], names)
+    of_names = {**dict.fromkeys(names, entered), **keywords}
+    batch.keywords = {
+        name: [map_tensors(piece, one.enter) for piece in pieces] if name in keywords else pieces
+        for name, pieces in of_names.items()
+        if name in asked
+    }
+
+    def show(begins: bool) -> None:
+        for call in calls:
+            call.batch, call.failure = batch if begins else MicroBatches(), None
+
+    show(True)
+    try:
+        outputs = one.forward([tensors_in(piece) for piece in entered], show)
+    finally:
+        show(False)
+    values = [put_together((tensors, text) if text else tensors[0]) for tensors, text in outputs]
+    return merge(values, dim)
+
+
+def is_tensors(value: Any) -> bool:
+    """Says whether a value is a tensor or has some."""
+    return isinstance(value, Tensor) or bool(tensors_in(value))
