@@ -186,7 +186,7 @@ class PythonHooks : public SavedTensorHooks {
       const py::gil_scoped_acquire gil;
       raised.restore();
       if (clear_stop()) return true;
-      raised.persist();
+      PyErr_Clear();  // `raised` has it, too
       return false;
     } catch (...) {
       return SavedTensorHooks::is_stop(error);

@@ -20,28 +20,24 @@ class Passes:
     Args:
         like: The schedule of steps, whose rows have the same stages.
         checkpoint: Which micro-batches are computed once more, where gradients are recorded.
-        make: Makes what runs a table.
     """
 
-    def __init__(
-        self,
-        like: PipelineSchedule,
-        checkpoint: str,
-        make: Callable[[PipelineSchedule], RowThreads],
-    ) -> None:
-        self._like, self._checkpoint, self._make = like, checkpoint, make
+    def __init__(self, like: PipelineSchedule, checkpoint: str) -> None:
+        self._like, self._checkpoint = like, checkpoint
         self._made: dict[tuple[int, str], RowThreads] = {}
 
     def forget(self) -> None:
         """Parameters are others than before."""
         self._made.clear()
 
-    def rows_for(self, micro_batches: int, trains: bool) -> RowThreads:
-        """Returns what runs that many micro-batches."""
+    def rows_for(
+        self, micro_batches: int, trains: bool, make: Callable[[PipelineSchedule], RowThreads]
+    ) -> RowThreads:
+        """Returns what runs that many micro-batches, as ``make`` makes it of a table."""
         key = micro_batches, self._checkpoint if trains else "never"
         if key not in self._made:
             table = _C.pass_schedule(self._like, micro_batches)
-            self._made[key] = self._make(table.with_recomputation(key[1]))
+            self._made[key] = make(table.with_recomputation(key[1]))
         return self._made[key]
 
 

@@ -169,7 +169,7 @@ class Pipeline(ScalesLosses, nn.Module):
             note_stages(self._seen, self)
         if self._is_threaded:
             self._pool = pool_of(self._schedule.ranks)
-            self._passes = Passes(self._schedule._core, checkpoint, self._make_threads)
+            self._passes = Passes(self._schedule._core, checkpoint)
             self._core: PipelineRunner = self._make_threads(self._schedule._core)
         else:
             self._core = self._make_engine(tied_between(layers, self._stages))
@@ -371,7 +371,8 @@ class Pipeline(ScalesLosses, nn.Module):
         self._look_at_parameters()
         self._expected.check("forward", (given,), None, kwargs)
         count, inputs, keywords = cut_for_pass(given, kwargs, self._chunks, self._dim)
-        rows = self._passes.rows_for(count, self.training and torch.is_grad_enabled())
+        trains = self.training and torch.is_grad_enabled()
+        rows = self._passes.rows_for(count, trains, self._make_threads)
         names = self._expected.input_names[:1]
         with whole_batch(self._norms):
             return run_pass(rows, self._calls, names, inputs, keywords, self._dim)
