@@ -5,7 +5,6 @@
 #include <trireme/common/interruption.h>
 #include <trireme/strategies/pipeline/engine.h>
 #include <trireme/strategies/pipeline/stage_loss.h>
-#include <trireme/strategies/pipeline/threads/pass_schedule.h>
 #include <trireme/strategies/pipeline/threads/pipeline_pass.h>
 #include <trireme/strategies/pipeline/threads/row_threads.h>
 
@@ -333,14 +332,18 @@ void init_pipeline_engine(py::module_& module) {
            py::arg("stage"), py::arg("parameters"), py::arg("strategies"));
   py::class_<RowThreads, PipelineRunner, std::shared_ptr<RowThreads>>(module, "RowThreads")
       .def(py::init(wrap_pybind_function(make_row_threads)), py::arg("schedule"), py::arg("stages"),
-           py::arg("pool"), py::arg("scale_grads"), py::arg("skips"));
+           py::arg("pool"), py::arg("scale_grads"), py::arg("skips"))
+      .def("for_pass",
+           wrap_pybind_function_no_gil(
+               [](RowThreads& rows, int64_t micro_batches, const std::string& checkpoint) {
+                 return rows.for_pass(micro_batches, recomputation(checkpoint));
+               }),
+           py::arg("micro_batches"), py::arg("checkpoint"));
   py::class_<PipelinePass, std::shared_ptr<PipelinePass>>(module, "PipelinePass")
       .def(py::init<std::shared_ptr<RowThreads>>(), py::arg("rows"))
       .def("enter", wrap_pybind_function(&PipelinePass::enter), py::arg("input"))
       .def("forward", wrap_pybind_function(run_pass), py::arg("inputs"),
            py::arg("around_backward"));
-  module.def("pass_schedule", wrap_pybind_function(&pass_schedule), py::arg("like"),
-             py::arg("micro_batches"));
   module.def("lone_communicator", [] { return ThreadGroup(1).communicator(0); });
   module.def("find_tied", wrap_pybind_function([](std::vector<std::pair<int64_t, Named>> stages) {
                std::vector<StageTensors> all;

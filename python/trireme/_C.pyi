@@ -48,7 +48,6 @@ from trireme._c_pipeline import is_recomputing as is_recomputing
 from trireme._c_pipeline import lone_communicator as lone_communicator
 from trireme._c_pipeline import make_pipeline_schedule as make_pipeline_schedule
 from trireme._c_pipeline import partition as partition
-from trireme._c_pipeline import pass_schedule as pass_schedule
 from trireme._c_pipeline import pipeline_loss as pipeline_loss
 from trireme._c_pipeline import read_pipeline_schedule as read_pipeline_schedule
 

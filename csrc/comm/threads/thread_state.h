@@ -23,7 +23,7 @@ namespace trireme {
 struct ThreadQueue {
   ChannelRequest request;
   std::deque<TensorMessage> messages = {};
-  std::atomic<int64_t> waiting{0};  // as many as there are messages; read without the lock
+  std::atomic<int64_t> waiting{0};  // counts messages; it is read without the lock
 
   explicit ThreadQueue(ChannelRequest asked) : request(std::move(asked)) {}
 };
@@ -79,7 +79,7 @@ class ThreadGroup::State {
   std::vector<Deposit> deposits_;
   int64_t arrived_ = 0;
   uint64_t meeting_ = 0;  // counts those that are over
-  std::string refusal_;   // of the meeting that is over: what the last thread could not do
+  std::string refusal_;   // says what the last thread could not do in the meeting that is over
   std::vector<std::shared_ptr<Queues>> made_;
 };
 

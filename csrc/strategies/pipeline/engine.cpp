@@ -1,6 +1,6 @@
 #include <trireme/strategies/pipeline/engine.h>
 
-#include <trireme/strategies/pipeline/engine_row.h>
+#include <trireme/strategies/pipeline/engine/row.h>
 
 #include <utility>
 

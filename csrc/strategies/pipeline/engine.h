@@ -79,7 +79,7 @@ struct PipelineReport {
 // outputs. A row runs its forwards, and what its stages keep lives on outside of it, so that other
 // passes and steps may come before the backward, which runs the other actions.
 
-struct KeptRow;  // engine_row.h
+struct KeptRow;  // engine/row.h
 
 struct PassOutputs {
   std::vector<PipelineValue> outputs = {};  // one per micro-batch, of the last stage's row

@@ -6,6 +6,7 @@
 #include <trireme/common/worker_pool.h>
 #include <trireme/strategies/pipeline/refuse.h>
 #include <trireme/strategies/pipeline/schedule_recomputation.h>
+#include <trireme/strategies/pipeline/threads/pipeline_pass.h>
 #include <trireme/strategies/pipeline/threads/row_threads.h>
 
 #include <ATen/Parallel.h>
@@ -93,6 +94,26 @@ std::unique_ptr<PipelineRunner> make_runner(const PipelineOptions& options,
       RowThreadsRequest{std::move(schedule), std::move(stages), engine_options.scale_grads,
                         std::move(engine_options.skips)},
       std::move(pool));
+}
+
+at::Tensor run_pass(RowThreads* threads, const PassRequest& request, MicroBatches& batch) {
+  TORCH_CHECK_TYPE(threads != nullptr, error_text("pipeline", "got a call of a pipeline on ranks",
+                                                  {}, "Call step(), or eval_step() for outputs."));
+  const auto& [input, dim, chunks, trains, checkpoint] = request;
+  const int64_t rows = input.dim() > dim ? input.size(dim) : 0;
+  const int64_t count = std::clamp<int64_t>(rows, 1, chunks);
+  const auto alone = ThreadGroup(1).communicator(0);
+  MicroBatches cut = cut_batch({{input}, {}, dim, count}, *alone);
+  const auto pass = std::make_shared<PipelinePass>(threads->for_pass(
+      count, trains && at::GradMode::is_enabled() ? checkpoint : Recomputation::kNever));
+  for (PipelineValue& value : cut.inputs)
+    for (at::Tensor& tensor : value.tensors) tensor = pass->enter(tensor);
+  batch = cut;
+  const auto around = [&batch, cut](bool begins) { batch = begins ? cut : MicroBatches(); };
+  std::vector<at::Tensor> outputs;
+  for (PipelineValue& value : pass->forward(std::move(cut.inputs), around))
+    outputs.push_back(std::move(value.tensors.front()));
+  return count == 1 ? outputs.front() : at::cat(outputs, dim);
 }
 
 std::vector<int64_t> stage_bounds(const PipelineOptions& options, int64_t layers, int64_t stages) {

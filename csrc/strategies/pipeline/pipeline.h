@@ -10,6 +10,8 @@
 #include <trireme/strategies/pipeline/micro_batch_scope.h>
 #include <trireme/strategies/pipeline/partition.h>
 #include <trireme/strategies/pipeline/schedule_forms.h>
+#include <trireme/strategies/pipeline/schedule_recomputation.h>
+#include <trireme/strategies/pipeline/threads/row_threads.h>
 
 #include <torch/nn/modules/container/sequential.h>
 #include <torch/nn/pimpl.h>
@@ -74,6 +76,19 @@ TRIREME_API std::unique_ptr<PipelineRunner> make_runner(const PipelineOptions& o
                                                         std::vector<PipelineStageRequest> stages,
                                                         PipelineEngineOptions engine_options);
 
+// Asks for a pass over a whole batch.
+struct PassRequest {
+  const at::Tensor& input;
+  int64_t dim = 0;
+  int64_t chunks = 1;
+  bool trains = true;
+  Recomputation checkpoint = Recomputation::kNever;
+};
+// Runs it; see PipelineImpl::forward(). `batch` is what forwards of stages may ask for, now and in
+// recomputations.
+TRIREME_API at::Tensor run_pass(RowThreads* threads, const PassRequest& request,
+                                MicroBatches& batch);
+
 // Returns the layers in front of each stage, and at the end their number. Throws ValueError where
 // `balance` does not add up to `layers`.
 TRIREME_API std::vector<int64_t> stage_bounds(const PipelineOptions& options, int64_t layers,
@@ -100,7 +115,7 @@ template <typename Net = torch::nn::Sequential>
 class PipelineImpl : public torch::nn::Module, public HoldsStages {
  public:
   PipelineImpl(Net net, std::shared_ptr<Communicator> communicator, const PipelineOptions& options)
-      : dim_(options.dim), chunks_(options.chunks) {
+      : dim_(options.dim), chunks_(options.chunks), checkpoint_(recomputation(options.checkpoint)) {
     const PipelineRanks ranks = ranks_of_copy(communicator, options);
     communicator_ = ranks.communicator;
     all_ = options.ranks ? std::move(communicator) : communicator_;
@@ -157,6 +172,18 @@ class PipelineImpl : public torch::nn::Module, public HoldsStages {
     loss_ = &loss;
     return batch_norms_.whole_batch(
         [&] { return runner_->step(batch_.inputs, {.synchronizes = synchronizes_}); });
+  }
+
+  // Runs the net of a pipeline in one process, in the caller's graph: forwards of micro-batches
+  // now, their backwards within the caller's, all on the threads of the rows. Returns the outputs,
+  // put together; the loss is computed outside. A batch with fewer rows than `chunks` has fewer
+  // micro-batches. Hooks of parameters see the whole gradient once. Throws what a layer threw, and
+  // TypeError for a pipeline on ranks.
+  at::Tensor forward(const at::Tensor& input) {
+    auto* threads = dynamic_cast<RowThreads*>(runner_.get());
+    return batch_norms_.whole_batch([&] {
+      return run_pass(threads, {input, dim_, chunks_, this->is_training(), checkpoint_}, batch_);
+    });
   }
 
   // Steps while the guard lives only accumulate gradients in this copy of the pipeline; the first
@@ -259,6 +286,7 @@ class PipelineImpl : public torch::nn::Module, public HoldsStages {
 
   int64_t dim_;
   int64_t chunks_;
+  Recomputation checkpoint_;
   bool synchronizes_ = true;
   std::shared_ptr<Communicator> all_;  // the ranks of all copies
   std::shared_ptr<Communicator> communicator_;

@@ -2,43 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from trireme import _C
-from trireme._C import PipelineSchedule, RowThreads
+from trireme._C import RowThreads
 from trireme._pipeline.micro_batches import BatchCut, map_tensors, merge, tensors_in
 from trireme._pipeline.stages import MicroBatches, StageCalls
 from trireme._pipeline.values import put_together
-
-
-class Passes:
-    """Has the threads' tables for passes, one for each number of micro-batches that came.
-
-    Args:
-        like: The schedule of steps, whose rows have the same stages.
-        checkpoint: Which micro-batches are computed once more, where gradients are recorded.
-    """
-
-    def __init__(self, like: PipelineSchedule, checkpoint: str) -> None:
-        self._like, self._checkpoint = like, checkpoint
-        self._made: dict[tuple[int, str], RowThreads] = {}
-
-    def forget(self) -> None:
-        """Parameters are others than before."""
-        self._made.clear()
-
-    def rows_for(
-        self, micro_batches: int, trains: bool, make: Callable[[PipelineSchedule], RowThreads]
-    ) -> RowThreads:
-        """Returns what runs that many micro-batches, as ``make`` makes it of a table."""
-        key = micro_batches, self._checkpoint if trains else "never"
-        if key not in self._made:
-            table = _C.pass_schedule(self._like, micro_batches)
-            self._made[key] = make(table.with_recomputation(key[1]))
-        return self._made[key]
 
 
 def cut_for_pass(

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from trireme import _C
-from trireme._C import Communicator, PipelineEngine, PipelineRunner, RowThreads
+from trireme._C import Communicator, PipelineEngine, RowThreads
 from trireme._core.errors import note
 from trireme._core.group_communicator import communicator_of
 from trireme._core.owners import note_stages
@@ -23,7 +23,7 @@ from trireme._pipeline.deferred_batch_norm import defer, whole_batch
 from trireme._pipeline.expected_calls import ExpectedCalls
 from trireme._pipeline.groups import groups_of
 from trireme._pipeline.micro_batches import BatchCut, merge, tensors_in
-from trireme._pipeline.passes import Passes, cut_for_pass, is_tensors, run_pass
+from trireme._pipeline.passes import cut_for_pass, is_tensors, run_pass
 from trireme._pipeline.scaler import ScalesLosses
 from trireme._pipeline.schedule import Checkpoint, PipelineSchedule, Times
 from trireme._pipeline.skips import skips_between
@@ -164,13 +164,12 @@ class Pipeline(ScalesLosses, nn.Module):
             for call in self._calls
         ]
         self._seen = list(self.parameters())
-        self._scale_grads = scale_grads
+        self._scale_grads, self._checkpoint = scale_grads, checkpoint
         if not self._is_threaded:
             note_stages(self._seen, self)
         if self._is_threaded:
             self._pool = pool_of(self._schedule.ranks)
-            self._passes = Passes(self._schedule._core, checkpoint)
-            self._core: PipelineRunner = self._make_threads(self._schedule._core)
+            self._core: PipelineEngine | RowThreads = self._make_threads()
         else:
             self._core = self._make_engine(tied_between(layers, self._stages))
 
@@ -189,8 +188,9 @@ class Pipeline(ScalesLosses, nn.Module):
             for call, held in zip(self._calls, self._held(), strict=True)
         ]
 
-    def _make_threads(self, table: Any) -> RowThreads:
+    def _make_threads(self) -> RowThreads:
         stages, skips = self._told_of_stages(), self._skips_of_stages()
+        table = self._schedule._core
         return RowThreads(table, stages, self._pool, self._scale_grads, skips)
 
     def _make_engine(self, tied: list[list[tuple[int, str]]]) -> PipelineEngine:
@@ -361,7 +361,7 @@ class Pipeline(ScalesLosses, nn.Module):
             TypeError: a pipeline over ranks, of which one rank alone cannot run the model; a batch
                 without a tensor.
         """
-        if not self._is_threaded:
+        if isinstance(self._core, PipelineEngine):
             got = "got a call of the pipeline, expected one of its functions"
             refuse(got, "Call step(), or eval_step() for outputs.", self._group, kind=TypeError)
         given = args[0] if len(args) == 1 else args
@@ -372,7 +372,7 @@ class Pipeline(ScalesLosses, nn.Module):
         self._expected.check("forward", (given,), None, kwargs)
         count, inputs, keywords = cut_for_pass(given, kwargs, self._chunks, self._dim)
         trains = self.training and torch.is_grad_enabled()
-        rows = self._passes.rows_for(count, trains, self._make_threads)
+        rows = self._core.for_pass(count, self._checkpoint if trains else "never")
         names = self._expected.input_names[:1]
         with whole_batch(self._norms):
             return run_pass(rows, self._calls, names, inputs, keywords, self._dim)
@@ -440,8 +440,7 @@ class Pipeline(ScalesLosses, nn.Module):
             self._seen = now
             core = self._core
             if not isinstance(core, PipelineEngine):
-                self._passes.forget()
-                self._core = self._make_threads(self._schedule._core)
+                self._core = self._make_threads()
                 return
             note_stages(now, self)
             for call, held in zip(self._calls, self._held(), strict=True):

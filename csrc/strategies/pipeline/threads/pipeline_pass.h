@@ -57,7 +57,8 @@ class TRIREME_API PipelinePass : public std::enable_shared_from_this<PipelinePas
   std::function<void(bool)> around_backward_;
   std::vector<std::pair<at::Tensor, at::Tensor>> inputs_;  // with the leaf of each
   RowThreads::PassState state_;
-  std::vector<std::vector<int64_t>> places_;  // by micro-batch and output: its input of the node
+  std::vector<std::vector<int64_t>>
+      places_;  // tells which input of the node an output of a micro-batch is
   bool is_released_ = false;
 };
 

@@ -4,6 +4,7 @@
 #include <trireme/common/exception_text.h>
 #include <trireme/common/interruption.h>
 #include <trireme/strategies/pipeline/gradients/step_gradients.h>
+#include <trireme/strategies/pipeline/threads/pass_schedule.h>
 
 #include <algorithm>
 #include <exception>
@@ -17,7 +18,9 @@ RowThreads::RowThreads(RowThreadsRequest request, std::shared_ptr<WorkerPool> po
       pool_(std::move(pool)),
       group_(schedule_.ranks),
       shared_(static_cast<size_t>(schedule_.ranks)),
-      engines_(shared_.size()) {
+      engines_(shared_.size()),
+      given_(request.stages),
+      skips_(request.skips) {
   TORCH_INTERNAL_ASSERT(pool_->count() == shared_.size());
   std::vector<StageTensors> tensors;
   for (const PipelineStageRequest& stage : request.stages)
@@ -151,6 +154,18 @@ at::Tensor RowThreads::PassParameter::take_gradient() {
     sum = sum.defined() ? sum_of(std::move(sum), gradient) : std::move(gradient);
   }
   return sum;
+}
+
+std::shared_ptr<RowThreads> RowThreads::for_pass(int64_t micro_batches, Recomputation which) {
+  const std::lock_guard turn(turn_);
+  std::shared_ptr<RowThreads>& made = for_passes_[{micro_batches, which}];
+  if (!made) {
+    made = std::make_shared<RowThreads>(
+        RowThreadsRequest{with_recomputation(pass_schedule(schedule_, micro_batches), which),
+                          given_, /*scale_grads=*/true, skips_},
+        pool_);
+  }
+  return made;
 }
 
 std::vector<PipelineValue> RowThreads::forward_pass(std::vector<PipelineValue> inputs,

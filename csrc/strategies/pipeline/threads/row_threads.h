@@ -4,6 +4,7 @@
 #include <trireme/common/worker_pool.h>
 #include <trireme/module/replica_random.h>
 #include <trireme/strategies/pipeline/engine.h>
+#include <trireme/strategies/pipeline/schedule_recomputation.h>
 #include <trireme/strategies/pipeline/threads/leaf_edges.h>
 
 #include <ATen/core/Tensor.h>
@@ -11,6 +12,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -67,6 +69,10 @@ class TRIREME_API RowThreads final : public PipelineRunner {
     std::vector<std::shared_ptr<KeptRow>> rows = {};
     std::vector<PassParameter> parameters = {};
   };
+  // Returns what runs passes of that many micro-batches, with the same stages on the same threads:
+  // it is made the first time, and kept.
+  std::shared_ptr<RowThreads> for_pass(int64_t micro_batches, Recomputation which);
+
   // Run the two halves of a pass (engine.h). The schedule has whole backwards.
   std::vector<PipelineValue> forward_pass(std::vector<PipelineValue> inputs, PassState& state,
                                           bool records);
@@ -99,10 +105,14 @@ class TRIREME_API RowThreads final : public PipelineRunner {
   std::mutex turn_;
   std::vector<size_t> rows_;                        // all of them
   std::vector<PassParameter> parameters_;           // with undefined stand-ins
-  std::vector<std::vector<Shared>> shared_;         // by row
-  std::vector<std::shared_ptr<LeafEdges>> leaves_;  // by row
+  std::vector<std::vector<Shared>> shared_;         // has those of each row
+  std::vector<std::shared_ptr<LeafEdges>> leaves_;  // one for each row
   std::vector<std::unique_ptr<PipelineEngine>> engines_;
   std::string raised_in_;
+  // Make what for_pass() returns.
+  std::vector<PipelineStageRequest> given_;
+  std::vector<PipelineSkip> skips_;
+  std::map<std::pair<int64_t, Recomputation>, std::shared_ptr<RowThreads>> for_passes_;
 };
 
 }  // namespace trireme

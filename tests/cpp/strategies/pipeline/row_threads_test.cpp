@@ -1,9 +1,11 @@
 #include <trireme/strategies/pipeline/threads/row_threads.h>
 
+#include <trireme/strategies/pipeline/pipeline.h>
 #include <trireme/strategies/pipeline/schedule_forms.h>
 
 #include <torch/nn.h>
 
+#include <algorithm>
 #include <catch_torch.h>
 #include <functional>
 #include <memory>
@@ -16,6 +18,7 @@
 
 namespace trireme::row_threads_test {
 
+using Catch::Matchers::Contains;
 using test::make_form;
 using Tensors = std::vector<at::Tensor>;
 
@@ -156,6 +159,87 @@ TEST_CASE("evaluation gives the outputs of all micro-batches") {
     CHECK(outputs[static_cast<size_t>(i)].tensors.front().equal(x.mm(weight).mm(weight)));
     CHECK(!outputs[static_cast<size_t>(i)].tensors.front().requires_grad());
   }
+}
+
+torch::nn::Sequential net_of(int64_t layers) {
+  torch::manual_seed(6);
+  torch::nn::Sequential net;
+  for (int64_t i = 0; i < layers; ++i) {
+    net->push_back(torch::nn::Linear(3, 3));
+    net->push_back(torch::nn::Tanh());
+  }
+  return net;
+}
+
+at::Tensor mean_square(const at::Tensor& output, const at::Tensor& target) {
+  return (output - target).square().mean();
+}
+
+TEST_CASE("Pipeline in one process needs no Context, and equals plain accumulation") {
+  for (const char* checkpoint : {"never", "always"}) {
+    torch::nn::Sequential whole = net_of(4);
+    Pipeline<> pipe(net_of(4), PipelineOptions{.ranks = false,
+                                               .threads = 2,
+                                               .chunks = 4,
+                                               .schedule = "1f1b",
+                                               .checkpoint = checkpoint});
+    CHECK(pipe->schedule().ranks == 2);
+    const at::Tensor x = at::sin(at::arange(24, at::kFloat)).view({8, 3});
+    Tensors losses;
+    for (const at::Tensor& part : x.chunk(4)) {
+      losses.push_back(mean_square(whole->forward(part), part));
+      losses.back().backward();
+    }
+    CHECK(pipe->step(x, x, mean_square).equal(test::mean_of(losses)));
+    const Tensors own = pipe->parameters();
+    const Tensors expected = whole->parameters();
+    REQUIRE(own.size() == expected.size());
+    for (size_t i = 0; i < own.size(); ++i) CHECK(own[i].grad().equal(expected[i].grad() / 4));
+    CHECK(pipe->last_step().stages.size() == 2);
+    CHECK(pipe->eval_step(x).equal(
+        at::cat({whole->forward(x.slice(0, 0, 2)), whole->forward(x.slice(0, 2, 4)),
+                 whole->forward(x.slice(0, 4, 6)), whole->forward(x.slice(0, 6, 8))})));
+  }
+}
+
+TEST_CASE("a forward in one process has a graph, and a loss outside") {
+  for (const char* checkpoint : {"never", "except_last", "always", "auto"}) {
+    torch::nn::Sequential whole = net_of(4);
+    Pipeline<> pipe(
+        net_of(4),
+        PipelineOptions{.ranks = false, .threads = 3, .chunks = 4, .checkpoint = checkpoint});
+    for (const int64_t rows : {8, 3}) {
+      const int64_t chunks = std::min<int64_t>(rows, 4);
+      pipe->zero_grad();
+      whole->zero_grad();
+      at::Tensor x = at::sin(at::arange(rows * 3, at::kFloat)).view({rows, 3});
+      at::Tensor own_x = x.clone().set_requires_grad(true);
+      x.set_requires_grad(true);
+      const at::Tensor output = pipe->forward(own_x);
+      mean_square(output, own_x.detach()).backward();
+      // The same gradients of outputs, in the order of micro-batches.
+      Tensors outputs;
+      for (const at::Tensor& part : x.tensor_split(chunks)) outputs.push_back(whole->forward(part));
+      const at::Tensor gradient = 2 * (at::cat(outputs) - x).detach() / double(rows * 3);
+      const Tensors gradients = gradient.tensor_split(chunks);
+      for (size_t i = 0; i < outputs.size(); ++i) outputs[i].backward(gradients[i]);
+      CHECK(output.equal(at::cat(outputs)));
+      CHECK(at::allclose(own_x.grad(), x.grad()));
+      const Tensors own = pipe->parameters();
+      const Tensors expected = whole->parameters();
+      for (size_t i = 0; i < own.size(); ++i)
+        CHECK(at::allclose(own[i].grad(), expected[i].grad()));
+    }
+  }
+}
+
+TEST_CASE("what a pipeline in one process refuses") {
+  CHECK_THROWS_WITH(Pipeline<>(net_of(2), PipelineOptions{.ranks = false, .copies = 2}),
+                    Contains("got copies=2 of a pipeline in one process"));
+  CHECK_THROWS_WITH(Pipeline<>(net_of(1), PipelineOptions{.ranks = false, .threads = 3}),
+                    Contains("2 layers and 3 stages") || Contains("fewer"));
+  CHECK_THROWS_WITH(Pipeline<>(net_of(1), PipelineOptions{.ranks = false, .threads = -1}),
+                    Contains("got threads=-1"));
 }
 
 }  // namespace trireme::row_threads_test

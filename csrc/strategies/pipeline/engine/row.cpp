@@ -1,4 +1,4 @@
-#include <trireme/strategies/pipeline/engine_row.h>
+#include <trireme/strategies/pipeline/engine/row.h>
 
 #include <trireme/comm/group_health.h>
 #include <trireme/common/error.h>

@@ -1,5 +1,5 @@
 #include <trireme/common/error.h>
-#include <trireme/strategies/pipeline/engine_row.h>
+#include <trireme/strategies/pipeline/engine/row.h>
 #include <trireme/strategies/pipeline/timed.h>
 
 #include <ATen/ATen.h>

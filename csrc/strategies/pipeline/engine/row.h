@@ -21,12 +21,12 @@ namespace trireme {
 
 // Is what a row keeps of a pass between its forwards and its backwards.
 struct KeptRow {
-  std::vector<std::vector<Stage::Live>> live = {};  // by stage of the row
+  std::vector<std::vector<Stage::Live>> live = {};  // has those of each stage of the row
   std::vector<std::vector<bool>> due = {};          // see SkipEdges
 };
 
 // Runs the actions of one row; see the note in engine.h. Its functions are in two sources: what
-// there is around the actions of a step, and the actions (engine_actions.cpp).
+// there is around the actions of a step, and the actions (row_actions.cpp).
 class PipelineEngine::Row {
  public:
   Row(PipelineSchedule schedule, std::vector<PipelineStageRequest> stages,
@@ -144,7 +144,7 @@ class PipelineEngine::Row {
   std::vector<at::Tensor> losses_;         // one per micro-batch
   std::vector<at::Tensor> parts_of_loss_;  // what layers of this rank added, in all micro-batches
   Evaluation result_;
-  const PassBackward* pass_ = nullptr;  // whose backward runs
+  const PassBackward* pass_ = nullptr;  // is the one whose backward runs
 };
 
 }  // namespace trireme
