@@ -43,8 +43,9 @@ struct PipelineEngineOptions {
   std::vector<TiedParameter> tied = {};
   // Has the ranks that hold the same stages in all copies of the pipeline; null for one copy.
   std::shared_ptr<Communicator> copies = nullptr;
-  // Lets exceptions of stages of this rank come out as they were thrown.
-  bool rethrows = false;
+  // Says that rows are threads of one process: exceptions of stages come out as they were thrown,
+  // and strategies are not led.
+  bool on_threads = false;
 };
 
 // Tells what a stage did in a step. Times are in milliseconds.

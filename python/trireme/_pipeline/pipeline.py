@@ -39,7 +39,7 @@ from trireme._pipeline.stages import (
     tied_between,
     with_causes,
 )
-from trireme._pipeline.threads import pool_of, rows_of
+from trireme._pipeline.threads import pool_of, refuse_wrapped, rows_of
 from trireme._pipeline.values import put_together
 
 
@@ -189,6 +189,7 @@ class Pipeline(ScalesLosses, nn.Module):
         ]
 
     def _make_threads(self) -> RowThreads:
+        refuse_wrapped(layer for call in self._calls for layer in call.layers)
         stages, skips = self._told_of_stages(), self._skips_of_stages()
         table = self._schedule._core
         return RowThreads(table, stages, self._pool, self._scale_grads, skips)

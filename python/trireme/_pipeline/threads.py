@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
 
 from trireme import _C
 from trireme._C import WorkerPool
@@ -34,6 +37,18 @@ def rows_of(
     if balance is not None and not isinstance(balance, str):
         return len(balance)
     return max(1, min(torch.get_num_threads(), layers))
+
+
+def refuse_wrapped(layers: Iterable[nn.Module]) -> None:
+    """Refuses strategies around layers, whose threads would all call their collectives."""
+    for layer in layers:
+        for module in layer.modules():
+            if isinstance(module, DistributedDataParallel | FSDPModule):
+                got = (
+                    f"got a layer in {type(module).__name__} in a pipeline in one process: several "
+                    "threads would call their collectives"
+                )
+                refuse(got, "Wrap the pipeline, or use ranks.", kind=NotImplementedError)
 
 
 def pool_of(rows: int) -> WorkerPool:

@@ -95,7 +95,7 @@ PipelineRunner::Evaluation PipelineEngine::Row::run(std::vector<PipelineValue> i
     throw;
   } catch (...) {
     const std::string text = give_up(text_of(std::current_exception()));
-    if (!is_in_stage_ || options_.rethrows) throw;
+    if (!is_in_stage_ || options_.on_threads) throw;
     TORCH_CHECK(false, text);
   }
 }

@@ -15,6 +15,7 @@ RowGradients::RowGradients(const PipelineSchedule& schedule,
                            Communicator& communicator, const PipelineEngineOptions& options)
     : micro_batches_(schedule.micro_batches),
       scale_grads_(options.scale_grads),
+      leads_strategies_(!options.on_threads),
       tied_(schedule, options.tied, communicator),
       replicas_(options.copies) {
   for (const PipelineStageRequest& request : stages) {
@@ -65,6 +66,10 @@ bool RowGradients::has_strategies() const {
 bool RowGradients::find_strategies() {
   bool exist = false;
   for (size_t place = 0; place < stages_.size(); ++place) {
+    if (!leads_strategies_) {
+      stages_[place].own = stages_[place].all;
+      continue;
+    }
     stages_[place].own = strategies_[place].begin_step(stages_[place].all);
     exist = exist || strategies_[place].exist();
   }

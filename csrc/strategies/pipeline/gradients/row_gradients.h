@@ -72,6 +72,7 @@ class RowGradients {
 
   int64_t micro_batches_;
   bool scale_grads_;
+  bool leads_strategies_;
   std::vector<StageParameters> stages_;
   std::vector<StageStrategies> strategies_;
   std::vector<size_t> order_;

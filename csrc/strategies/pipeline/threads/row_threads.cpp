@@ -29,7 +29,7 @@ RowThreads::RowThreads(RowThreadsRequest request, std::shared_ptr<WorkerPool> po
   PipelineEngineOptions options{.scale_grads = request.scale_grads,
                                 .skips = std::move(request.skips),
                                 .tied = find_tied(tensors)};
-  options.rethrows = true;
+  options.on_threads = true;
   std::vector<std::vector<PipelineStageRequest>> of_rows(shared_.size());
   for (size_t row = 0; row < shared_.size(); ++row) {
     rows_.push_back(row);
@@ -140,11 +140,10 @@ void RowThreads::run(const Job& job) {
 void RowThreads::refuse_strategies() const {
   TORCH_CHECK_NOT_IMPLEMENTED(
       !has_strategies(),
-      error_text(
-          "pipeline",
-          "got layers in DistributedDataParallel, ZeRO 2 or fully_shard in a pipeline in one "
-          "process, expected none: several threads would call their collectives",
-          {}, "Wrap the pipeline, or use ranks."));
+      error_text("pipeline",
+                 "got a step of a pipeline in one process whose gradients DistributedDataParallel, "
+                 "ZeRO 2 or fully_shard averages: several threads would call their collectives",
+                 {}, "Call the pipeline, and backward(), or use ranks."));
 }
 
 at::Tensor RowThreads::PassParameter::take_gradient() {
@@ -170,7 +169,6 @@ std::shared_ptr<RowThreads> RowThreads::for_pass(int64_t micro_batches, Recomput
 
 std::vector<PipelineValue> RowThreads::forward_pass(std::vector<PipelineValue> inputs,
                                                     PassState& state, bool records) {
-  refuse_strategies();
   const std::lock_guard turn(turn_);
   if (records) {
     for (PassParameter one : parameters_) {

@@ -47,8 +47,8 @@ class TRIREME_API RowThreads final : public PipelineRunner {
   RowThreads(const RowThreads&) = delete;
   RowThreads& operator=(const RowThreads&) = delete;
 
-  // An exception of a stage comes out as it was thrown; raised_in() says where. Throws
-  // NotImplementedError for strategies around layers: their collectives would come from several
+  // An exception of a stage comes out as it was thrown; raised_in() says where. A step throws
+  // NotImplementedError where a strategy averages gradients: collectives would come from several
   // threads.
   using PipelineRunner::step;
   void recover() override {}  // run() does
