@@ -13,6 +13,7 @@
 #include <chrono>
 #include <condition_variable>
 #include <optional>
+#include <string>
 #include <utility>
 
 namespace trireme {
@@ -87,8 +88,9 @@ void WorkerPool::State::serve(size_t worker) {
   }
 }
 
-WorkerPool::WorkerPool(std::vector<c10::Device> devices, std::vector<int> intra_op_threads)
-    : state_(std::make_shared<State>()), born_(forks_so_far()) {
+WorkerPool::WorkerPool(std::vector<c10::Device> devices, std::vector<int> intra_op_threads,
+                       PoolWords words)
+    : state_(std::make_shared<State>()), born_(forks_so_far()), words_(words) {
   TORCH_INTERNAL_ASSERT(!devices.empty() && devices.size() == intra_op_threads.size());
   state_->workers = std::vector<State::Worker>(devices.size());
   for (size_t i = 0; i < devices.size(); ++i) {
@@ -139,28 +141,29 @@ std::function<void()> WorkerPool::seat(size_t worker) {
 
 std::vector<std::exception_ptr> WorkerPool::run(const std::vector<size_t>& workers, const Job& job,
                                                 const std::function<void()>& while_waiting) {
-  TORCH_CHECK_VALUE(forks_so_far() == born_,
-                    error_text("data_parallel",
-                               "got a call in a forked child, whose parent has the threads of the "
-                               "replicas, expected one in the process that made them",
-                               {}, "Build DataParallel after the fork."));
+  const std::string maker = words_.maker;
+  TORCH_CHECK_VALUE(
+      forks_so_far() == born_,
+      error_text(words_.area,
+                 c10::str("got a call in a forked child, whose parent has the threads of ",
+                          words_.threads, ", expected one in the process that made them"),
+                 {}, "Build " + maker + " after the fork."));
   TORCH_CHECK_VALUE(working_for != state_.get(),
-                    error_text("data_parallel",
-                               "got a call from within a replica, expected one from outside: it "
-                               "would wait for itself",
-                               {}, "Do not call DataParallel in its own forward or backward."));
+                    error_text(words_.area,
+                               c10::str("got a call from within ", words_.thread,
+                                        ", expected one from outside: it would wait for itself"),
+                               {}, "Do not call " + maker + " in its own forward or backward."));
   const std::lock_guard turn(turn_);
   State& state = *state_;
   Task task{&job, {}, {}};
   for (const State::Worker& worker : state.workers)
     task.streams.push_back(current_stream(worker.device));
   std::unique_lock lock(state.mutex);
-  TORCH_CHECK_VALUE(
-      !state.stopping,
-      error_text("data_parallel",
-                 "got a call after the threads of the replicas were stopped, expected "
-                 "one before",
-                 {}, "Build DataParallel again."));
+  TORCH_CHECK_VALUE(!state.stopping,
+                    error_text(words_.area,
+                               c10::str("got a call after the threads of ", words_.threads,
+                                        " were stopped, expected one before"),
+                               {}, "Build " + maker + " again."));
   state.open = workers.size();
   for (const size_t worker : workers) {
     state.workers[worker].task = &task;

@@ -15,9 +15,17 @@
 
 namespace trireme {
 
-// Holds threads that stay, one per replica. Each has its own current device and number of intra-op
-// threads, and for as long as a job runs the streams, grad mode, autocast, profiler and dispatch
-// modes of the thread that gave it, but not its hooks for saved tensors.
+// Says in errors whose threads they are.
+struct PoolWords {
+  const char* area = "data_parallel";
+  const char* thread = "a replica";
+  const char* threads = "the replicas";
+  const char* maker = "DataParallel";
+};
+
+// Holds threads that stay, one per replica or row. Each has its own current device and number of
+// intra-op threads, and for as long as a job runs the streams, grad mode, autocast, profiler and
+// dispatch modes of the thread that gave it, but not its hooks for saved tensors.
 //
 // The threads are the pool's own (start()), or the caller's, who calls a seat() on each: Python's
 // have to be made by Python. Thread-safe; one run() at a time, the next one waits. None from within
@@ -25,7 +33,8 @@ namespace trireme {
 class TRIREME_API WorkerPool {
  public:
   // `intra_op_threads` has a number per worker, as many as `devices`; at least one of each.
-  WorkerPool(std::vector<c10::Device> devices, std::vector<int> intra_op_threads);
+  WorkerPool(std::vector<c10::Device> devices, std::vector<int> intra_op_threads,
+             PoolWords words = {});
   ~WorkerPool();  // stops; the threads of start() have ended
   WorkerPool(const WorkerPool&) = delete;
   WorkerPool& operator=(const WorkerPool&) = delete;
@@ -62,6 +71,7 @@ class TRIREME_API WorkerPool {
   std::vector<std::thread> threads_;
   std::mutex turn_;  // held by run()
   uint64_t born_;    // forks_so_far() then
+  PoolWords words_;
 };
 
 }  // namespace trireme

@@ -50,6 +50,7 @@ from trireme._c_pipeline import make_pipeline_schedule as make_pipeline_schedule
 from trireme._c_pipeline import partition as partition
 from trireme._c_pipeline import pipeline_loss as pipeline_loss
 from trireme._c_pipeline import read_pipeline_schedule as read_pipeline_schedule
+from trireme._c_pipeline import row_pool as row_pool
 
 _Tensors = Sequence[torch.Tensor]
 _Devices = Sequence[torch.device]

@@ -1,4 +1,5 @@
-"""torch.distributed.pipelining's names for our pipelines: a program changes its imports."""
+"""Names of torch.distributed.pipelining and torchgpipe for our pipelines: a program changes its
+imports."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,11 @@ from torch.distributed.pipelining.microbatch import (
 )
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
-from trireme._pipeline.skips import Namespace, pop, skippable, stash
+from trireme._C import is_checkpointing, is_recomputing
+from trireme._pipeline.balance import balance_by_size, balance_by_time, balance_cost
+from trireme._pipeline.deferred_batch_norm import DeferredBatchNorm
+from trireme._pipeline.gpipe import GPipe
+from trireme._pipeline.skips import Namespace, Skippable, pop, skippable, stash
 from trireme._pipeline.torch_backward import (
     stage_backward,
     stage_backward_input,
@@ -29,6 +34,7 @@ from trireme._pipeline.torch_schedules import (
     get_schedule_class,
 )
 from trireme._pipeline.torch_stage import PipelineStage, PipelineStageInfo, build_stage
+from trireme._pipeline.verify_skippables import verify_skippables
 
 if TYPE_CHECKING:  # torch 2.11 has none of these
     from torch.distributed.pipelining import (
@@ -37,6 +43,8 @@ if TYPE_CHECKING:  # torch 2.11 has none of these
     )
 
 __all__ = [
+    "DeferredBatchNorm",
+    "GPipe",
     "Namespace",
     "Pipe",
     "PipelineActivationLiveness",
@@ -51,12 +59,18 @@ __all__ = [
     "ScheduleInterleavedZeroBubble",
     "ScheduleLoopedBFS",
     "ScheduleZBVZeroBubble",
+    "Skippable",
     "SplitPoint",
     "TensorChunkSpec",
     "_PipelineScheduleRuntime",
     "analyze_pipeline_activation_liveness",
+    "balance_by_size",
+    "balance_by_time",
+    "balance_cost",
     "build_stage",
     "get_schedule_class",
+    "is_checkpointing",
+    "is_recomputing",
     "merge_chunks",
     "pipe_split",
     "pipeline",
@@ -67,6 +81,7 @@ __all__ = [
     "stage_backward_input",
     "stage_backward_weight",
     "stash",
+    "verify_skippables",
 ]
 if not TYPE_CHECKING:
     __all__ = [name for name in __all__ if name in globals() or hasattr(_torchs, name)]
@@ -80,6 +95,7 @@ def __getattr__(name: str) -> Any:
 
 # Users import them from here, and so they are printed and pickled.
 for _one in (
+    GPipe,
     PipelineStage,
     _PipelineScheduleRuntime,
     Schedule1F1B,

@@ -114,6 +114,7 @@ std::shared_ptr<ThreadGroup::State::Queues> ThreadGroup::State::queues(
 
 void ThreadGroup::State::push(ThreadQueue& queue, TensorMessage message) {
   const std::lock_guard lock(mutex_);
+  expect_no_failure("send by " + queue.request.name, queue.request.from);
   queue.messages.push_back(std::move(message));
   queue.waiting.fetch_add(1, std::memory_order_release);
   seats_[static_cast<size_t>(queue.request.to)]->wake.notify_one();
@@ -128,8 +129,7 @@ TensorMessage ThreadGroup::State::take(ThreadQueue& queue, const std::string& la
   const int64_t rank = queue.request.to;
   std::unique_lock lock(mutex_);
   seats_[static_cast<size_t>(rank)]->wake.wait(lock, may_go_on);
-  if (queue.messages.empty())
-    throw_failure("receive of " + label + " by " + queue.request.name, rank);
+  if (failure_) throw_failure("receive of " + label + " by " + queue.request.name, rank);
   TensorMessage message = std::move(queue.messages.front());
   queue.messages.pop_front();
   queue.waiting.fetch_sub(1, std::memory_order_relaxed);

@@ -55,8 +55,9 @@ class ThreadGroup::State {
   using Queues = std::vector<std::unique_ptr<ThreadQueue>>;
   std::shared_ptr<Queues> queues(int64_t rank, const std::vector<ChannelRequest>& requests);
 
+  // Throw DistBackendError where a thread has failed, also where a message is there: who is not
+  // needed any more ends soon.
   void push(ThreadQueue& queue, TensorMessage message);
-  // Throws DistBackendError where a thread fails before a message comes.
   TensorMessage take(ThreadQueue& queue, const std::string& label);
   void forget_before(ThreadQueue& queue, int64_t step);
 

@@ -87,8 +87,7 @@ std::unique_ptr<PipelineRunner> make_runner(const PipelineOptions& options,
                                             ranks.communicator, engine_options);
   }
   const auto rows = static_cast<size_t>(schedule.ranks);
-  auto pool = std::make_shared<WorkerPool>(std::vector<c10::Device>(rows, at::kCPU),
-                                           intra_op_threads_of(at::get_num_threads(), rows));
+  auto pool = row_pool(intra_op_threads_of(at::get_num_threads(), rows));
   pool->start();
   return std::make_unique<RowThreads>(
       RowThreadsRequest{std::move(schedule), std::move(stages), engine_options.scale_grads,

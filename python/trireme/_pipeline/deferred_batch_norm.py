@@ -59,6 +59,11 @@ class DeferredBatchNorm(_BatchNorm):
         )
         self._take_chunks(chunks)
 
+    @classmethod
+    def convert_deferred_batch_norm(cls, module: nn.Module, chunks: int = 1) -> nn.Module:
+        """See :func:`convert_deferred_batch_norm`: torchgpipe has it here."""
+        return convert_deferred_batch_norm(module, chunks)
+
     def _take_chunks(self, chunks: int) -> None:
         _expect_chunks(chunks)
         self.chunks = chunks
@@ -154,7 +159,8 @@ def convert_deferred_batch_norm(module: nn.Module, chunks: int = 1) -> nn.Module
     """Replaces every ``BatchNorm1d``, ``2d`` and ``3d`` in ``module`` by a DeferredBatchNorm.
 
     Parameters, buffers, hooks and mode go over as they are, so an optimizer made before keeps
-    working; a layer used in several places stays one layer.
+    working; a layer used in several places stays one layer. Those without running statistics stay
+    what they are.
 
     Args:
         module: Changed in place. If it is a BatchNorm itself, the result is a layer in its stead.
@@ -199,7 +205,7 @@ def _convert(module: nn.Module, chunks: int, converted: dict[nn.Module, nn.Modul
 
 
 def _in_stead_of(module: nn.Module, chunks: int) -> nn.Module:
-    if not isinstance(module, _BatchNorm):
+    if not isinstance(module, _BatchNorm) or not module.track_running_stats:
         return module
     layer = module
     if not isinstance(module, DeferredBatchNorm):

@@ -27,11 +27,29 @@ class Namespace:
     def __init__(self) -> None:
         self._label = f"namespace {next(Namespace._numbers)}"
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Namespace) and self._label == other._label
+
+    def __hash__(self) -> int:
+        return hash(self._label)
+
 
 @dataclass(frozen=True)
 class _Declared:
     stashes: tuple[str, ...]
     pops: tuple[str, ...]
+
+
+class _HasSkips(type):
+    def __instancecheck__(cls, instance: object) -> bool:
+        return cls.__subclasscheck__(type(instance))
+
+    def __subclasscheck__(cls, subclass: type) -> bool:
+        return issubclass(subclass, nn.Module) and hasattr(subclass, "_trireme_skips")
+
+
+class Skippable(metaclass=_HasSkips):
+    """Is what :func:`skippable` makes of a class: ``isinstance`` tells its layers."""
 
 
 class _State(threading.local):
@@ -94,7 +112,13 @@ def skippable(
             finally:
                 _state.layer = outer
 
+        plain = cls.__repr__
+
+        def represent(self: nn.Module) -> str:
+            return f"@skippable({plain(self)})"
+
         cls.forward = run
+        cls.__repr__ = represent  # type: ignore[method-assign]
         cls._trireme_skips = declared  # type: ignore[attr-defined]
         cls.isolate = _isolate  # type: ignore[attr-defined]
         return cls
@@ -146,14 +170,14 @@ def skips_between(layers: Mapping[str, nn.Module]) -> list[tuple[str, int, int]]
 
     Namespaces are numbered anew in the order of layers, so that ranks say the same of one module.
     """
-    namespaces: dict[int, str] = {}
+    namespaces: dict[Namespace, str] = {}
     for layer in layers.values():
         for inner in layer.modules():
             if _declared_of(inner) is None:
                 continue
             keys = {}
             for name, namespace in _namespaces_of(inner).items():
-                label = namespaces.setdefault(id(namespace), f"namespace {len(namespaces) + 1}")
+                label = namespaces.setdefault(namespace, f"namespace {len(namespaces) + 1}")
                 keys[name] = f"{name} of {label}"
             inner.__dict__["_skip_keys"] = keys
     return pair_skips({name: skips_of(layer) for name, layer in layers.items()}, "layer")
@@ -172,6 +196,19 @@ def skips_of(module: nn.Module) -> SkipsOf:
             keys: dict[str, str] = inner.__dict__.get("_skip_keys", {})
             stashes += [keys.get(name, name) for name in declared.stashes]
             pops += [keys.get(name, name) for name in declared.pops]
+    return stashes, pops
+
+
+def declared_names(module: nn.Module) -> tuple[dict[str, str], dict[str, str]]:
+    """Returns what a layer, or layers in it, stash and pop: by key the name that was declared."""
+    stashes: dict[str, str] = {}
+    pops: dict[str, str] = {}
+    for inner in module.modules():
+        declared = _declared_of(inner)
+        if declared is not None:
+            keys: dict[str, str] = inner.__dict__.get("_skip_keys", {})
+            stashes.update((keys.get(name, name), name) for name in declared.stashes)
+            pops.update((keys.get(name, name), name) for name in declared.pops)
     return stashes, pops
 
 

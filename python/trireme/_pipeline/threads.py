@@ -54,6 +54,6 @@ def refuse_wrapped(layers: Iterable[nn.Module]) -> None:
 def pool_of(rows: int) -> WorkerPool:
     """Returns threads that share the cores out. They end with the pool."""
     threads = _C.intra_op_threads_of(torch.get_num_threads(), rows)
-    pool = WorkerPool(devices=[torch.device("cpu")] * rows, intra_op_threads=threads)
+    pool = _C.row_pool(threads)
     start_threads(pool, rows, "trireme-row")
     return pool

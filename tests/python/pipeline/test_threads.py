@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import threading
 import time
 from typing import Any
@@ -346,3 +347,24 @@ def test_deferred_batch_norm_counts_a_batch_once() -> None:
         (layer,) = pipe.children()
         torch.testing.assert_close(layer.running_mean, plain.running_mean)
         torch.testing.assert_close(layer.running_var, plain.running_var)
+
+
+def test_calls_from_within_and_after_a_fork() -> None:
+    class Inside(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return holder[0](x)
+
+    holder: list[Any] = []
+    pipe = trireme.Pipeline(nn.Sequential(Inside(), nn.Tanh()), 1, devices=["cpu"] * 2)
+    holder.append(pipe)
+    with pytest.raises(ValueError, match=r"\[pipeline\] got a call from within a stage"):
+        pipe(rows(0))
+    holder.clear()
+    child = os.fork()
+    if child == 0:
+        try:
+            pipe.eval_step(rows(0))
+        except ValueError as error:
+            os._exit(0 if "[pipeline] got a call in a forked child" in str(error) else 1)
+        os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

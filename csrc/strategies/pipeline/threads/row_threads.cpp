@@ -13,6 +13,13 @@
 
 namespace trireme {
 
+std::shared_ptr<WorkerPool> row_pool(std::vector<int> intra_op_threads) {
+  const size_t rows = intra_op_threads.size();
+  return std::make_shared<WorkerPool>(std::vector<c10::Device>(rows, at::kCPU),
+                                      std::move(intra_op_threads),
+                                      PoolWords{"pipeline", "a stage", "the rows", "the Pipeline"});
+}
+
 RowThreads::RowThreads(RowThreadsRequest request, std::shared_ptr<WorkerPool> pool)
     : schedule_(std::move(request.schedule)),
       pool_(std::move(pool)),

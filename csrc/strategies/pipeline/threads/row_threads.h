@@ -21,6 +21,9 @@
 
 namespace trireme {
 
+// Makes a pool for rows on the CPU. Whoever calls it starts the threads.
+TRIREME_API std::shared_ptr<WorkerPool> row_pool(std::vector<int> intra_op_threads);
+
 // Asks for a pipeline in one process.
 struct RowThreadsRequest {
   PipelineSchedule schedule = {};
