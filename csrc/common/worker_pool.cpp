@@ -139,8 +139,7 @@ std::function<void()> WorkerPool::seat(size_t worker) {
   return [state = state_, worker] { state->serve(worker); };
 }
 
-std::vector<std::exception_ptr> WorkerPool::run(const std::vector<size_t>& workers, const Job& job,
-                                                const std::function<void()>& while_waiting) {
+void WorkerPool::expect_call() const {
   const std::string maker = words_.maker;
   TORCH_CHECK_VALUE(
       forks_so_far() == born_,
@@ -153,6 +152,11 @@ std::vector<std::exception_ptr> WorkerPool::run(const std::vector<size_t>& worke
                                c10::str("got a call from within ", words_.thread,
                                         ", expected one from outside: it would wait for itself"),
                                {}, "Do not call " + maker + " in its own forward or backward."));
+}
+
+std::vector<std::exception_ptr> WorkerPool::run(const std::vector<size_t>& workers, const Job& job,
+                                                const std::function<void()>& while_waiting) {
+  expect_call();
   const std::lock_guard turn(turn_);
   State& state = *state_;
   Task task{&job, {}, {}};
@@ -163,7 +167,7 @@ std::vector<std::exception_ptr> WorkerPool::run(const std::vector<size_t>& worke
                     error_text(words_.area,
                                c10::str("got a call after the threads of ", words_.threads,
                                         " were stopped, expected one before"),
-                               {}, "Build " + maker + " again."));
+                               {}, std::string("Build ") + words_.maker + " again."));
   state.open = workers.size();
   for (const size_t worker : workers) {
     state.workers[worker].task = &task;

@@ -52,14 +52,17 @@ class TRIREME_API WorkerPool {
   // lives in a graph. It does not keep the pool alive.
   std::function<void()> stopper();
 
+  // Throws ValueError from within a job, and in a child that a process with the pool has forked,
+  // where its threads are missing.
+  void expect_call() const;
+
   using Job = std::function<void(size_t worker)>;
   // Calls job(w) on each of `workers`, at the same time, and returns when all have returned: what
   // each of them threw, or null, parallel to `workers`. Cost: two thread wake-ups, one after the
   // other. `while_waiting` is called some twenty times a second on the calling thread; not to
   // throw.
   //
-  // Throws ValueError from within a job, after stop(), and in a child that a process with the pool
-  // has forked, where its threads are missing.
+  // Throws what expect_call() does, and ValueError after stop().
   std::vector<std::exception_ptr> run(const std::vector<size_t>& workers, const Job& job,
                                       const std::function<void()>& while_waiting = {});
 

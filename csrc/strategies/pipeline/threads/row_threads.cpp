@@ -163,6 +163,7 @@ at::Tensor RowThreads::PassParameter::take_gradient() {
 }
 
 std::shared_ptr<RowThreads> RowThreads::for_pass(int64_t micro_batches, Recomputation which) {
+  pool_->expect_call();
   const std::lock_guard turn(turn_);
   std::shared_ptr<RowThreads>& made = for_passes_[{micro_batches, which}];
   if (!made) {
@@ -176,6 +177,7 @@ std::shared_ptr<RowThreads> RowThreads::for_pass(int64_t micro_batches, Recomput
 
 std::vector<PipelineValue> RowThreads::forward_pass(std::vector<PipelineValue> inputs,
                                                     PassState& state, bool records) {
+  pool_->expect_call();
   const std::lock_guard turn(turn_);
   if (records) {
     for (PassParameter one : parameters_) {
@@ -199,6 +201,7 @@ std::vector<PipelineValue> RowThreads::forward_pass(std::vector<PipelineValue> i
 }
 
 void RowThreads::backward_pass(const PassState& state, const PassBackward& backward) {
+  pool_->expect_call();
   const std::lock_guard turn(turn_);
   for (const std::shared_ptr<LeafEdges>& leaves : leaves_) *leaves = LeafEdges();
   for (const PassParameter& one : state.parameters) {
@@ -212,6 +215,7 @@ void RowThreads::backward_pass(const PassState& state, const PassBackward& backw
 
 at::Tensor RowThreads::step(std::vector<PipelineValue> inputs, const StepMode& mode) {
   refuse_strategies();
+  pool_->expect_call();
   const std::lock_guard turn(turn_);
   look_at_shared();
   StepMode known = mode;
@@ -228,6 +232,7 @@ at::Tensor RowThreads::step(std::vector<PipelineValue> inputs, const StepMode& m
 }
 
 PipelineRunner::Evaluation RowThreads::eval_step(std::vector<PipelineValue> inputs, bool has_loss) {
+  pool_->expect_call();
   const std::lock_guard turn(turn_);
   Evaluation found;
   const auto first = static_cast<size_t>(schedule_.stage_rank.front());
