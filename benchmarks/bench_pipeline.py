@@ -10,6 +10,10 @@ small (half a minute): the same layers on 2 ranks.
 
 steps (5 minutes): `mlp`, `gpt-small-batch` and `gpt`, cut between their blocks.
 
+threads (2 minutes): pipelines in one process, beside torchgpipe with as many partitions, which
+computes all of them in one thread (and its operators with one thread or two, whatever is faster),
+and beside 2 ranks. It needs `pip install --no-deps torchgpipe`.
+
 messages (1 minute): one way between two ranks, beside Gloo's send and recv, and beside one copy.
 
 Ours is over shared memory, torch's over Gloo, on the same schedule, models and micro-batches; ranks
@@ -20,14 +24,23 @@ slowest rank. A target is met when the median of the paired ratios is at or belo
 
 from __future__ import annotations
 
+import importlib.util
 import statistics
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from harness.bad_input import BadInput
 from harness.bench_options import run_in_parts
-from harness.pipeline_runs import StepTimes, Times, measure_messages, measure_steps
+from harness.pipeline_runs import (
+    StepTimes,
+    Times,
+    job_of,
+    measure_messages,
+    measure_steps,
+    measure_threads,
+)
 from harness.stats import PairedRatio
 from harness.table import table
 
@@ -42,6 +55,9 @@ TARGETS = {
 }
 SPLIT_TARGET = 1.05  # ours with zb-v beside ours with 1f1b, of `mlp` and `gpt`
 BUBBLE_TOLERANCE = 0.03
+THREAD_TARGET = 0.65  # `gpt` in one process beside torchgpipe
+THREAD_ENGINE_TARGET = 0.5  # what an action costs there, of layers of Linear(8, 8)
+RANKS_TARGET = 1.05  # a pipeline on threads beside the same on ranks
 MESSAGES = {64 << 10: 0.25, 1 << 20: 0.12, 25 << 20: 0.35}  # targets by bytes
 COPY_TARGET = 1.6
 COPIES_FROM = 1 << 20  # bytes
@@ -135,10 +151,72 @@ def bench_messages(effort: Effort) -> list[dict[str, Any]]:
     return rows
 
 
+def bench_threads(effort: Effort) -> dict[str, Any]:
+    """Measures and prints pipelines in one process; returns their part of the JSON."""
+    if importlib.util.find_spec("torchgpipe") is None:
+        raise BadInput(
+            "bench_pipeline",
+            "got no package torchgpipe, expected it beside ours",
+            "Install it (pip install --no-deps torchgpipe), or choose other parts with --only.",
+        )
+    found: dict[str, Any] = {"engine": _thread_engine(effort), "rows": []}
+    for workload in ("mlp", "gpt"):
+        times = _thread_times(workload, effort.rounds, effort)
+        theirs = times[_faster_torchgpipe(times)]
+        row: dict[str, Any] = {"workload": workload}
+        row["ms"] = {side: statistics.median(taken) for side, taken in times.items()}
+        for name, ours, others, target in (
+            ("step", "step", theirs, THREAD_TARGET),
+            ("pass", "pass", theirs, THREAD_TARGET),
+            ("ranks", "step", times["ranks"], RANKS_TARGET),
+        ):
+            row[name] = asdict(PairedRatio.of(times[ours], others, target))
+        found["rows"].append(row)
+        _print_rows(workload, _labelled(row["ms"]), {"step ms": "ms"})
+        _print("step() / torchgpipe", row["step"])
+        _print("pipe(x), backward() / torchgpipe", row["pass"])
+        _print("step() on threads / on ranks", row["ranks"])
+    return found
+
+
+def _thread_engine(effort: Effort) -> dict[str, Any]:
+    times = _thread_times("linear", effort.short_rounds, effort)
+    sides = {"step": "step", "pass": "pass", "torchgpipe": _faster_torchgpipe(times)}
+    bare = times["1 thread"]
+    actions = 2 * RANKS * job_of("linear", tiny=False).chunks
+    added = {
+        side: statistics.median(
+            1e3 * (ms - alone) / actions for ms, alone in zip(times[label], bare, strict=True)
+        )
+        for side, label in sides.items()
+    }
+    share = added["pass"] / added["torchgpipe"]
+    verdict = "met" if share <= THREAD_ENGINE_TARGET else "missed"
+    rows = [{"label": side, "added_us": us} for side, us in added.items()]
+    _print_rows("F or B of a stage in one process", rows, {"beyond bare, us": "added_us"})
+    print(f"pass / torchgpipe: {share:.3f}, target {THREAD_ENGINE_TARGET}: {verdict}\n")
+    return {"rows": rows, "share": share, "target": THREAD_ENGINE_TARGET, "verdict": verdict}
+
+
+def _thread_times(workload: str, rounds: int, effort: Effort) -> Times:
+    runs = [measure_threads(workload, rounds, effort.tiny) for _ in range(effort.processes)]
+    return {side: [ms for run in runs for ms in run[side]] for side in runs[0]}
+
+
+def _faster_torchgpipe(times: Times) -> str:
+    sides = [side for side in times if side.startswith("torchgpipe")]
+    return min(sides, key=lambda side: statistics.median(times[side]))
+
+
+def _labelled(times: dict[str, float]) -> list[dict[str, Any]]:
+    return [{"label": side, "ms": ms} for side, ms in times.items()]
+
+
 PARTS = {
     "engine": bench_engine,
     "small": bench_small,
     "steps": bench_steps,
+    "threads": bench_threads,
     "messages": bench_messages,
 }
 
@@ -181,11 +259,7 @@ def _steps_of(
                 "verdict": "met" if apart <= BUBBLE_TOLERANCE else "missed",
             }
         )
-    _print_rows(
-        workload,
-        [{"label": side, "ms": ms} for side, ms in medians.items()],
-        {"step ms": "ms"},
-    )
+    _print_rows(workload, _labelled(medians), {"step ms": "ms"})
     for row, bubble in zip(rows, bubbles, strict=True):
         _print(f"{row['schedule']}, trireme / torch", row["ratio"])
         print(f"  bubble {bubble['measured']:.3f}, computed {bubble['computed']:.3f}")

@@ -61,6 +61,55 @@ ENGINE = pages.Table(
         )
     ],
 )
+
+
+def _of_threads(part: str) -> Callable[[Json], Iterable[Json]]:
+    return lambda results: results.get("threads", {}).get(part, ())
+
+
+def _ratio(name: str) -> str:
+    return f"{{{name}[median]:.3f}} ({{{name}[quartiles][0]:.3f}} to {{{name}[quartiles][1]:.3f}})"
+
+
+def _target(name: str) -> str:
+    return f"{{{name}[target]:g}}: {{{name}[verdict]}}"
+
+
+THREADS = pages.Table(
+    "In one process, two threads with a row each, beside torchgpipe, which computes all partitions "
+    "in one thread (that of its runs with one or two threads for operators that is faster), beside "
+    "2 ranks, and beside one process without a pipeline:",
+    {
+        "model": "`{workload}`",
+        "step(), ms": "{ms[step]:.1f}",
+        "pipe(x), backward(), ms": "{ms[pass]:.1f}",
+        "torchgpipe, 1 / 2 threads, ms": (
+            "{ms[torchgpipe, 1 thread]:.1f} / {ms[torchgpipe, 2 threads]:.1f}"
+        ),
+        "2 ranks, ms": "{ms[ranks]:.1f}",
+        "1 process x 1 / 2 threads, ms": "{ms[1 thread]:.1f} / {ms[2 threads]:.1f}",
+        "step() / torchgpipe": _ratio("step"),
+        "target": _target("step"),
+        "pipe(x) / torchgpipe": _ratio("pass"),
+        "target of that": _target("pass"),
+        "step() / 2 ranks": _ratio("ranks"),
+        "and of that": _target("ranks"),
+    },
+    _of_threads("rows"),
+)
+THREAD_ENGINE = pages.Table(
+    "Layers of `Linear(8, 8)` and 32 micro-batches in one process: what a forward or a backward of "
+    "a stage takes beyond the bare arithmetic of one thread (below 0 where threads overlap it):",
+    {"": "{label}", "us": "{added_us:.1f}"},
+    lambda results: results.get("threads", {}).get("engine", {}).get("rows", ()),
+    foot=[
+        lambda results: (
+            "`pipe(x)` / torchgpipe: {share:.3f}, target {target:g}: {verdict}.".format_map(
+                results["threads"]["engine"]
+            )
+        )
+    ],
+)
 MESSAGES = pages.Table(
     "A message, one way:",
     {
@@ -79,6 +128,6 @@ MESSAGES = pages.Table(
 
 def pipeline_tables(results: Json) -> Blocks:
     """Yields every part that was run."""
-    for part in (STEPS, SPLITS, BUBBLES, SMALL, ENGINE, MESSAGES):
+    for part in (STEPS, SPLITS, BUBBLES, SMALL, ENGINE, THREADS, THREAD_ENGINE, MESSAGES):
         yield from part(results)
     yield pages.measured_on(results)

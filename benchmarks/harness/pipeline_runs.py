@@ -1,7 +1,7 @@
 """Measures pipelines in fresh ranks: all sides live in the same processes and take turns.
 
 Ours is over shared memory, torch's over Gloo. "1 thread" and "2 threads" are rank 0 alone with the
-whole model and the same micro-batches, while the others sleep.
+whole model and the same micro-batches, while the others sleep. So are pipelines in one process.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from harness.ranks import Launch, RankGroup
 from harness.stages import Layers, Loss, cut, loss_of, torch_stages, torch_step
 from harness.worker import take_over_stdout
 
+THREADS = 2  # of pipelines in one process, a row on each
 LAYERS = 8  # of Linear(8, 8): a multiple of every number of stages
 WARM_UP_ROUNDS = 3
 TOLERANCE = 1e-4
@@ -87,6 +88,16 @@ def measure_steps(
         )
         live[name] = [sum(stage["peak_live"] for stage in one["stages"]) for one in reports]
     return StepTimes(times, replies[0]["chunks"], bubbles, live)
+
+
+def measure_threads(workload: str, rounds: int, tiny: bool = False) -> Times:
+    """ms of each round's step in one process, a row on each of two threads: "step" with 1f1b,
+    "pass" by its forward and a backward outside; "torchgpipe, 1 thread" and "torchgpipe, 2 threads"
+    that operators have. Beside them "ranks": 1f1b on two; and one process without a pipeline."""
+    replies = _run({"do": "threads", "workload": workload, "rounds": rounds, "tiny": tiny}, 2)
+    ranks = [reply["ranks"] for reply in replies]
+    times: Times = {**replies[0], "ranks": [max(of_both) for of_both in zip(*ranks, strict=True)]}
+    return times
 
 
 def measure_messages(size: int, rounds: int) -> Times:
@@ -152,6 +163,46 @@ class _Sides:
 
         return step
 
+    def on_threads(self) -> Any:
+        """A pipeline in this process."""
+        import trireme
+
+        job = self.job
+        return trireme.Pipeline(
+            nn.Sequential(*job.copies().layers),
+            job.chunks,
+            schedule="1f1b",
+            balance=job.layers.balance(THREADS),
+            loss=job.loss,
+        )
+
+    def torchgpipe(self) -> nn.Module:
+        from torchgpipe import GPipe  # the same cut; nothing is recomputed
+
+        job = self.job
+        module: nn.Module = GPipe(
+            nn.Sequential(*job.copies().layers),
+            job.layers.balance(THREADS),
+            devices=["cpu"] * THREADS,
+            chunks=job.chunks,
+            checkpoint="never",
+        )
+        return module
+
+    def whole(self, module: nn.Module, threads: int = 1) -> Callable[[], float]:
+        """Steps of a module that cuts the batch itself, with the loss outside."""
+        job = self.job
+
+        def step() -> float:
+            torch.set_num_threads(threads)
+            module.zero_grad()
+            loss = job.loss(module(job.inputs), job.targets)
+            loss.backward()
+            torch.set_num_threads(1)
+            return loss.item()
+
+        return step
+
     def alone(self, threads: int) -> Callable[[], float]:
         job, model = self.job, nn.Sequential(*self.job.copies().layers)
         x, y = job.inputs.tensor_split(job.chunks), job.targets.tensor_split(job.chunks)
@@ -180,14 +231,45 @@ def _steps(config: Mapping[str, Any]) -> dict[str, Any]:
     for name, pipe in pipes.items():
         steps[f"ours {name}"] = _ours_step(pipe, sides.job)
         steps[f"torch {name}"] = sides.torchs(name, [stage.rank for stage in pipe.stages])
+    _add_alone(steps, sides)
+    times = _in_turns(steps, config["rounds"], sides.gloo)
+    reports = {name: pipe.last_step() for name, pipe in pipes.items()}
+    return {"times": times, "chunks": sides.job.chunks, "reports": reports}
+
+
+def _threads(config: Mapping[str, Any]) -> Times:
+    sides = _Sides(job_of(config["workload"], config["tiny"]))
+    steps: dict[str, Step] = {"ranks": _ours_step(sides.ours("1f1b"), sides.job)}
+    if sides.rank == 0:
+        steps["step"] = _ours_step(sides.on_threads(), sides.job)
+        steps["pass"] = sides.whole(sides.on_threads())
+        for threads in (1, 2):
+            others = sides.whole(sides.torchgpipe(), threads)
+            steps[f"torchgpipe, {_count(threads)}"] = others
+    else:
+        names = ("step", "pass", "torchgpipe, 1 thread", "torchgpipe, 2 threads")
+        steps |= dict.fromkeys(names, lambda: None)
+    _add_alone(steps, sides)
+    return _in_turns(steps, config["rounds"], sides.gloo)
+
+
+def _count(threads: int) -> str:
+    return f"{threads} thread{'s'[: threads - 1]}"
+
+
+def _add_alone(steps: dict[str, Step], sides: _Sides) -> None:
     for threads in (1, 2):
         alone = sides.alone(threads)
-        steps[f"{threads} thread{'s'[: threads - 1]}"] = alone if sides.rank == 0 else lambda: None
+        steps[_count(threads)] = alone if sides.rank == 0 else lambda: None
+
+
+def _in_turns(steps: Mapping[str, Step], rounds: int, gloo: dist.ProcessGroup) -> Times:
+    """Times steps, whose losses are the same."""
     times: Times = {name: [] for name in steps}
     expected = None
-    for number in range(-WARM_UP_ROUNDS, config["rounds"]):
-        for name in steps if number % 2 == 0 else reversed(steps):
-            dist.barrier(sides.gloo)
+    for number in range(-WARM_UP_ROUNDS, rounds):
+        for name in steps if number % 2 == 0 else reversed(list(steps)):
+            dist.barrier(gloo)
             begin = time.perf_counter()
             loss = steps[name]()
             taken = (time.perf_counter() - begin) * 1e3
@@ -198,8 +280,7 @@ def _steps(config: Mapping[str, Any]) -> dict[str, Any]:
             expected = loss if expected is None else expected
             if abs(loss - expected) > TOLERANCE * abs(expected):
                 raise RuntimeError(f"{name} has the loss {loss}, expected {expected}")
-    reports = {name: pipe.last_step() for name, pipe in pipes.items()}
-    return {"times": times, "chunks": sides.job.chunks, "reports": reports}
+    return times
 
 
 def _ours_step(pipe: Any, job: PipelineJob) -> Callable[[], float]:
@@ -257,6 +338,13 @@ def _messages(config: Mapping[str, Any]) -> Times:
     return times
 
 
+DO: Mapping[str, Callable[[Mapping[str, Any]], Any]] = {
+    "messages": _messages,
+    "steps": _steps,
+    "threads": _threads,
+}
+
+
 def main() -> None:
     replies = take_over_stdout()
     config = json.loads(sys.argv[1])
@@ -266,7 +354,7 @@ def main() -> None:
     import trireme  # noqa: F401  # registers the backend
 
     dist.init_process_group("trireme")
-    found = {"steps": _steps, "messages": _messages}[config["do"]](config)  # type: ignore[operator]
+    found = DO[config["do"]](config)
     replies.write(json.dumps(found) + "\n")
     sys.stdin.readline()
     dist.destroy_process_group()

@@ -90,8 +90,9 @@ class Strategy:
 
     `alone`: runs as one process with all cores; else one thread on each of several ranks.
     `replicates`: the one process has as many replicas as others have ranks, of one thread each.
-    `is_staged`: a rank has some layers, and is given the whole batch. `build` finds among its
-    options the workload's `loss`, and how many `micro_batches` there are.
+    `is_staged`: a rank, or a thread of the one process, has some layers, and is given the whole
+    batch. `build` finds among its options the workload's `loss`, and how many `micro_batches` there
+    are.
     `agrees`: follows the same trajectory as one process, so that its losses may be compared.
     `only_benchmarked`: a variant for one benchmark, which compare.py does not list.
     """
@@ -111,7 +112,7 @@ class Strategy:
         """How many there are where others have `ranks`, and the threads of each."""
         if not self.alone:
             return ranks, 1
-        return 1, ranks if self.replicates else cores()
+        return 1, ranks if self.replicates or self.is_staged else cores()
 
 
 def build_plain(module: nn.Module, optimizer: OptimizerSpec, options: Options) -> Parallel:
@@ -215,7 +216,30 @@ def build_pipeline(module: nn.Module, optimizer: OptimizerSpec, options: Options
         balance=layers.balance(dist.get_world_size()),
         loss=loss_of(options["loss"]),
     )
+    return _stepped(pipe, optimizer)
 
+
+def build_pipeline_threads(
+    module: nn.Module, optimizer: OptimizerSpec, options: Options
+) -> Parallel:
+    """With a row for each of the threads that this process was given."""
+    import trireme
+
+    from harness.stages import cut, loss_of
+
+    layers, rows = cut(module), torch.get_num_threads()
+    pipe = trireme.Pipeline(
+        nn.Sequential(*layers.layers),
+        options["micro_batches"],
+        devices=["cpu"] * rows,
+        schedule=options["schedule"],
+        balance=layers.balance(rows),
+        loss=loss_of(options["loss"]),
+    )
+    return _stepped(pipe, optimizer)
+
+
+def _stepped(pipe: trireme.Pipeline, optimizer: OptimizerSpec) -> Parallel:
     def step(batch: Batch) -> Callable[[], float]:
         return pipe.step(batch.inputs, target=batch.targets).item
 
@@ -289,6 +313,14 @@ STRATEGIES: dict[str, Strategy] = {
         build_pipeline,
         TRIREME,
         {"schedule": "1f1b"},
+        is_staged=True,
+        needs_trireme=True,
+    ),
+    "pipeline-threads": Strategy(
+        "trireme Pipeline in one process, 1f1b",
+        build_pipeline_threads,
+        options={"schedule": "1f1b"},
+        alone=True,
         is_staged=True,
         needs_trireme=True,
     ),

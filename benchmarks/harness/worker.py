@@ -100,7 +100,8 @@ class Trainer:
         options = strategy.options if config.options is None else config.options
         self.is_staged = strategy.is_staged
         if strategy.is_staged:
-            chunks = micro_batches(config.global_batch, self.world)
+            parts = config.threads if strategy.alone else self.world
+            chunks = micro_batches(config.global_batch, parts)
             options = {**options, "micro_batches": chunks, "loss": workload.loss}
         self.parallel = build(module, optimizer_spec(config.optimizer), options)
         self.loss = workload.loss

@@ -173,6 +173,25 @@ class Pipeline(ScalesLosses, nn.Module):
         else:
             self._core = self._make_engine(tied_between(layers, self._stages))
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy or a pickle has: all but the threads and what runs on them."""
+        if not self._is_threaded:
+            got = "got a copy or a pickle of a pipeline over ranks, whose stages belong to a group"
+            refuse(got, "Copy the module before, or save a checkpoint.", self._group, TypeError)
+        if self._loss_scale is not None:
+            got = "got a copy or a pickle of a pipeline that has a GradScaler"
+            refuse(got, "Copy it before scale_losses().", kind=TypeError)
+        left_out = ("_communicator", "_core", "_expected", "_pool")
+        return {name: value for name, value in self.__dict__.items() if name not in left_out}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        layers = [layer for call in self._calls for layer in call.layers]
+        self._expected = ExpectedCalls(layers, self._loss, None)
+        self._communicator = _C.lone_communicator()
+        self._pool = pool_of(self._schedule.ranks)
+        self._core = self._make_threads()
+
     def _told_of_stages(self) -> list[Any]:
         last = self._schedule.stages - 1
         return [

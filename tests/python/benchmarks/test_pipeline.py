@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -12,7 +13,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks"))
 
 import bench_pipeline
 import readme_results
-from harness.pipeline_runs import StepTimes, job_of, measure_messages, measure_steps
+from harness.pipeline_runs import (
+    StepTimes,
+    job_of,
+    measure_messages,
+    measure_steps,
+    measure_threads,
+)
 from harness.stages import micro_batches
 
 
@@ -24,8 +31,19 @@ def made_up_steps(workload: str, names: list[str], ranks: int, *_: object) -> St
     return StepTimes(times, 32, bubbles, dict.fromkeys(names, [2] * ranks))
 
 
+def made_up_threads(workload: str, *_: object) -> dict[str, list[float]]:
+    others = {"torchgpipe, 1 thread": [200.0, 200.0], "torchgpipe, 2 threads": [160.0, 200.0]}
+    alone = {"1 thread": [100.0, 100.0], "2 threads": [60.0, 60.0]}
+    return {"ranks": [80.0, 80.0], "step": [80.0, 88.0], "pass": [120.0, 120.0], **others, **alone}
+
+
 def test_what_is_compared_and_shown(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(bench_pipeline, "measure_steps", made_up_steps)
+    monkeypatch.setattr(bench_pipeline, "measure_threads", made_up_threads)
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: find("json" if name == "torchgpipe" else name)
+    )
     messages = {"ours": [40.0], "torch": [400.0], "copy": [20.0]}
     monkeypatch.setattr(bench_pipeline, "measure_messages", lambda *_: messages)
     monkeypatch.setattr(readme_results, "RESULTS", tmp_path)
@@ -42,11 +60,26 @@ def test_what_is_compared_and_shown(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert [one["workload"] for one in found["steps"]["splits"]] == ["mlp", "gpt"]
     verdicts = {one["workload"]: one["verdict"] for one in found["steps"]["bubbles"]}
     assert verdicts == {"mlp": "met", "gpt-small-batch": "missed", "gpt": "missed"}
+    assert found["threads"]["engine"]["share"] == pytest.approx(20 / 80)
+    threads = {row["workload"]: row for row in found["threads"]["rows"]}
+    assert threads["gpt"]["step"]["median"] == pytest.approx((80 / 160 + 88 / 200) / 2)
+    assert threads["gpt"]["pass"]["verdict"] == "missed"
+    assert threads["gpt"]["ranks"]["verdict"] == "met"
     page = readme_results.written("docs/pipeline.md")
     assert "| `mlp` | `1f1b` | 111.0 | 170.0 | 100.0 / 60.0 | 0.675 (0.550 to 0.800) |" in page
     assert "| 1024 | 40.0 | 400.0 | 20.0 | 0.100 (0.100 to 0.100) | 0.12: met | 2.00 |" in page
     assert "| 64 | 40.0 | 400.0 | 20.0 | 0.100 (0.100 to 0.100) | 0.25: met |  |  |" in page
     assert "trireme / torch: 0.157, target 0.25: met." in page
+    assert "| `gpt` | 84.0 | 120.0 | 200.0 / 180.0 | 80.0 | 100.0 / 60.0 | 0.470" in page
+    assert "`pipe(x)` / torchgpipe: 0.250, target 0.5: met." in page
+
+
+def test_without_torchgpipe_nothing_is_measured(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert bench_pipeline.main(["--only", "threads"]) == 2
+    assert "pip install --no-deps torchgpipe" in capsys.readouterr().err
 
 
 def test_models_are_cut_between_blocks() -> None:
@@ -72,6 +105,14 @@ def test_sides_are_timed_and_have_equal_losses(workload: str) -> None:
     assert all(len(taken) == 2 and min(taken) >= 0 for taken in found.times.values())
     assert found.live["1f1b"] == [2, 1]
     assert all(0 <= share < 1 for pair in found.bubbles.values() for share in pair)
+
+
+@pytest.mark.usefixtures("forked_harness")
+def test_threads_are_timed_and_have_equal_losses() -> None:
+    pytest.importorskip("torchgpipe")
+    found = measure_threads("gpt", 2, tiny=True)
+    assert set(found) == set(made_up_threads("gpt"))
+    assert all(len(taken) == 2 and min(taken) > 0 for taken in found.values())
 
 
 @pytest.mark.usefixtures("forked_harness")

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import os
+import pickle
+import signal
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -154,6 +158,87 @@ def test_nothing_is_left_running() -> None:
         wait_for_none()
     finally:
         gc.enable()
+
+
+def test_copies_and_pickles() -> None:
+    first = nn.Linear(WIDTH, WIDTH)
+    net = nn.Sequential(first, nn.BatchNorm1d(WIDTH), nn.Tanh(), first)
+    options: Any = {"schedule": "zb-v", "checkpoint": "always", "deferred_batch_norm": True}
+    pipe = trireme.Pipeline(net, 2, devices=["cpu"] * 2, loss=mse_loss, **options)
+    pipe.step(rows(0), target=rows(1))
+    state = {name: value.clone() for name, value in pipe.state_dict().items()}
+    copies = [copy.deepcopy(pipe), pickle.loads(pickle.dumps(pipe))]
+    loss = pipe.step(rows(0), target=rows(1))
+    gradients = [one.grad for one in pipe.parameters()]
+    for twin in copies:
+        assert twin.schedule == pipe.schedule and twin.stages == pipe.stages
+        for name, value in twin.state_dict().items():
+            assert torch.equal(value, state[name])
+        assert torch.equal(twin.step(rows(0), target=rows(1)), loss)
+        assert len(gradients) == len(list(twin.parameters()))  # what is shared stays shared
+        for parameter, gradient in zip(twin.parameters(), gradients, strict=True):
+            assert torch.equal(parameter.grad, gradient) and parameter.grad is not gradient
+        twin.eval()
+        assert pipe.training
+        assert torch.equal(twin(rows(2)), twin.eval_step(rows(2)))
+    with pytest.raises(TypeError, match="copy or a pickle of a pipeline that has a GradScaler"):
+        pipe.scale_losses(torch.amp.GradScaler("cpu"))
+        copy.copy(pipe)
+
+
+class PressesCtrlC(nn.Module):
+    """Its ``where`` says in which half of a pass the signal comes; the handler has run then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.where = ""
+        self.taken = threading.Event()
+
+    def press(self) -> None:
+        self.where = ""
+        os.kill(os.getpid(), signal.SIGINT)
+        assert self.taken.wait(30)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.where == "forward":
+            self.press()
+        y = x * 1
+        if self.where == "backward":
+            y.register_hook(lambda _: self.press() if self.where else None)
+        return y
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_ctrl_c(where: str) -> None:
+    layer = PressesCtrlC()
+
+    def interrupt(*_: object) -> None:
+        layer.taken.set()
+        raise KeyboardInterrupt
+
+    net = nn.Sequential(nn.Linear(WIDTH, WIDTH), layer, nn.Linear(WIDTH, WIDTH), nn.Tanh())
+    pipe = trireme.Pipeline(net, 4, balance=[2, 2], loss=mse_loss)
+    runs: list[Callable[[], object]] = [
+        lambda: pipe.step(rows(0), target=rows(1)),
+        lambda: mse_loss(pipe(rows(0)), rows(1)).backward(),
+    ]
+    before = signal.signal(signal.SIGINT, interrupt)
+    try:
+        for run in runs:
+            pipe.zero_grad()
+            run()
+            expected = [one.grad.clone() for one in pipe.parameters()]
+            layer.where = where
+            layer.taken.clear()
+            with pytest.raises(KeyboardInterrupt):
+                run()
+            assert layer.taken.is_set()
+            pipe.zero_grad()
+            run()
+            for parameter, gradient in zip(pipe.parameters(), expected, strict=True):
+                assert torch.equal(parameter.grad, gradient)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_clipping_and_new_parameters() -> None:
