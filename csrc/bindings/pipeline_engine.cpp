@@ -344,7 +344,7 @@ void init_pipeline_engine(py::module_& module) {
       .def("enter", wrap_pybind_function(&PipelinePass::enter), py::arg("input"))
       .def("forward", wrap_pybind_function(run_pass), py::arg("inputs"),
            py::arg("around_backward"));
-  module.def("row_pool", wrap_pybind_function(&row_pool), py::arg("intra_op_threads"));
+  module.def("row_pool", wrap_pybind_function(&row_pool), py::arg("devices"));
   module.def("lone_communicator", [] { return ThreadGroup(1).communicator(0); });
   module.def("find_tied", wrap_pybind_function([](std::vector<std::pair<int64_t, Named>> stages) {
                std::vector<StageTensors> all;

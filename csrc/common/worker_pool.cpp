@@ -10,9 +10,10 @@
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
+#include <algorithm>
 #include <chrono>
 #include <condition_variable>
-#include <optional>
+#include <cstddef>
 #include <string>
 #include <utility>
 
@@ -23,24 +24,32 @@ constexpr std::chrono::milliseconds kLookAround{50};
 
 thread_local const void* working_for = nullptr;  // the state of a pool
 
-// The CPU and meta devices have no streams to hand over.
-std::optional<c10::Stream> current_stream(c10::Device device) {
-  if (device.is_cpu() || device.is_meta()) return std::nullopt;
-  return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
-}
-
 }  // namespace
+
+std::vector<c10::Stream> current_streams(const std::vector<c10::Device>& devices) {
+  std::vector<c10::Stream> streams;
+  for (size_t i = 0; i < devices.size(); ++i) {
+    const c10::Device device = devices[i];
+    const bool is_known =
+        std::find(devices.begin(), devices.begin() + static_cast<std::ptrdiff_t>(i), device) !=
+        devices.begin() + static_cast<std::ptrdiff_t>(i);
+    // The CPU and meta devices have none.
+    if (device.is_cpu() || device.is_meta() || is_known) continue;
+    streams.push_back(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
+  }
+  return streams;
+}
 
 struct WorkerPool::Task {
   const Job* job;
   at::ThreadLocalState state;
-  std::vector<std::optional<c10::Stream>> streams;  // per worker
+  std::vector<c10::Stream> streams;  // one per device
 
   void run(size_t worker) const {
     const at::ThreadLocalStateGuard state_guard(state);
     // Hooks of the caller count what is saved, in the order of one thread.
     at::SavedTensorDefaultHooks::set_tls_state({});
-    const c10::OptionalStreamGuard stream_guard(streams[worker]);
+    const c10::MultiStreamGuard stream_guard(streams);
     (*job)(worker);
   }
 };
@@ -130,6 +139,12 @@ std::function<void()> WorkerPool::stopper() {
 
 size_t WorkerPool::count() const { return state_->workers.size(); }
 
+std::vector<c10::Device> WorkerPool::devices() const {
+  std::vector<c10::Device> devices;
+  for (const State::Worker& worker : state_->workers) devices.push_back(worker.device);
+  return devices;
+}
+
 void WorkerPool::start() {
   for (size_t worker = threads_.size(); worker < count(); ++worker)
     threads_.emplace_back(seat(worker));
@@ -159,9 +174,7 @@ std::vector<std::exception_ptr> WorkerPool::run(const std::vector<size_t>& worke
   expect_call();
   const std::lock_guard turn(turn_);
   State& state = *state_;
-  Task task{&job, {}, {}};
-  for (const State::Worker& worker : state.workers)
-    task.streams.push_back(current_stream(worker.device));
+  const Task task{&job, {}, current_streams(devices())};
   std::unique_lock lock(state.mutex);
   TORCH_CHECK_VALUE(!state.stopping,
                     error_text(words_.area,

@@ -3,6 +3,7 @@
 #include <trireme/common/export.h>
 
 #include <c10/core/Device.h>
+#include <c10/core/Stream.h>
 
 #include <cstddef>
 #include <cstdint>
@@ -23,9 +24,13 @@ struct PoolWords {
   const char* maker = "DataParallel";
 };
 
+// Returns the current streams of devices, each once; those without streams are left out.
+TRIREME_API std::vector<c10::Stream> current_streams(const std::vector<c10::Device>& devices);
+
 // Holds threads that stay, one per replica or row. Each has its own current device and number of
-// intra-op threads, and for as long as a job runs the streams, grad mode, autocast, profiler and
-// dispatch modes of the thread that gave it, but not its hooks for saved tensors.
+// intra-op threads, and for as long as a job runs the grad mode, autocast, profiler and dispatch
+// modes of the thread that gave it, and its current streams of the devices of all threads, but not
+// its hooks for saved tensors.
 //
 // The threads are the pool's own (start()), or the caller's, who calls a seat() on each: Python's
 // have to be made by Python. Thread-safe; one run() at a time, the next one waits. None from within
@@ -40,6 +45,7 @@ class TRIREME_API WorkerPool {
   WorkerPool& operator=(const WorkerPool&) = delete;
 
   size_t count() const;
+  std::vector<c10::Device> devices() const;  // one per worker
 
   // Starts threads of the pool; seat() is the other way.
   void start();

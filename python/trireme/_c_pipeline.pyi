@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, device
 from torch.autograd.graph import GradientEdge
 
 from trireme._C import Communicator, WorkerPool
@@ -125,7 +125,7 @@ class PipelinePass:
         self, inputs: Sequence[Sequence[Tensor]], around_backward: Callable[[bool], None]
     ) -> list[tuple[list[Tensor], str]]: ...
 
-def row_pool(intra_op_threads: Sequence[int]) -> WorkerPool: ...
+def row_pool(devices: Sequence[device]) -> WorkerPool: ...
 def lone_communicator() -> Communicator: ...
 
 class PipelineEngine(PipelineRunner):

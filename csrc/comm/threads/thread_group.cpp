@@ -31,20 +31,30 @@ at::Tensor reduced(const std::vector<State::Deposit>& all, size_t i, ReduceOp op
 class ThreadSender final : public TensorSender {
  public:
   ThreadSender(std::shared_ptr<State> state, ThreadQueue& queue)
-      : state_(std::move(state)), queue_(queue) {}
+      : state_(std::move(state)),
+        queue_(queue),
+        from_(state_->device(queue.request.from)),
+        to_(state_->device(queue.request.to)) {}
 
   void send(const TensorMessage& message, const std::string& /*label*/) override {
     TensorMessage sent{message.step, message.micro_batch, message.text};
     for (const at::Tensor& tensor : message.tensors) {
       sent.requires_grad.push_back(tensor.defined() && tensor.requires_grad());
-      sent.tensors.push_back(tensor.defined() ? tensor.detach() : at::Tensor());
+      sent.tensors.push_back(tensor.defined() ? there(tensor.detach()) : at::Tensor());
     }
     state_->push(queue_, std::move(sent));
   }
 
  private:
+  at::Tensor there(at::Tensor tensor) const {
+    if (from_ == to_ || tensor.device() != from_) return tensor;
+    return tensor.to(tensor.options().device(to_), /*non_blocking=*/!to_.is_cpu());
+  }
+
   std::shared_ptr<State> state_;
   ThreadQueue& queue_;
+  c10::Device from_;
+  c10::Device to_;
 };
 
 class ThreadReceiver final : public TensorReceiver {
@@ -197,12 +207,12 @@ class ThreadCommunicator final : public Communicator {
 
 }  // namespace
 
-ThreadGroup::ThreadGroup(int64_t ranks) {
+ThreadGroup::ThreadGroup(int64_t ranks, std::vector<c10::Device> devices) {
   TORCH_CHECK_VALUE(ranks >= 1, error_text("threads",
                                            "got a group of " + std::to_string(ranks) +
                                                " threads, expected 1 or more",
                                            {}, "Ask for one thread at least."));
-  state_ = std::make_shared<State>(ranks);
+  state_ = std::make_shared<State>(ranks, std::move(devices));
 }
 
 ThreadGroup::~ThreadGroup() = default;

@@ -4,8 +4,11 @@
 #include <trireme/comm/tensor_channel.h>
 #include <trireme/common/export.h>
 
+#include <c10/core/Device.h>
+
 #include <cstdint>
 #include <memory>
+#include <vector>
 
 namespace trireme {
 
@@ -19,12 +22,17 @@ namespace trireme {
 //
 // What is sent shares its memory and its version with what the sender holds: who works in place on
 // it is noticed by the backward that needs it, as within one thread.
+//
+// Ranks may have devices of their own. Then what lies on the sender's comes to the receiver's, by a
+// copy that the sender enqueues: in the order of the current streams of both devices, which the
+// threads must have in common. Nobody waits for it.
 
 // Is a group whose ranks are threads of this process. It is made once, and each thread asks for its
-// communicator, by which it calls the verbs. Dense tensors on the CPU only.
+// communicator, by which it calls the verbs. Collectives take dense tensors on the CPU only.
 class TRIREME_API ThreadGroup {
  public:
-  explicit ThreadGroup(int64_t ranks);
+  // `devices`: one for each rank, the CPU for all where it is empty.
+  explicit ThreadGroup(int64_t ranks, std::vector<c10::Device> devices = {});
   ~ThreadGroup();
   ThreadGroup(const ThreadGroup&) = delete;
   ThreadGroup& operator=(const ThreadGroup&) = delete;

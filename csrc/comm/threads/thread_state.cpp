@@ -22,7 +22,9 @@ bool are_same(const ChannelRequest& one, const ChannelRequest& other) {
 
 }  // namespace
 
-ThreadGroup::State::State(int64_t ranks) : ranks_(ranks), deposits_(static_cast<size_t>(ranks)) {
+ThreadGroup::State::State(int64_t ranks, std::vector<c10::Device> devices)
+    : ranks_(ranks), devices_(std::move(devices)), deposits_(static_cast<size_t>(ranks)) {
+  devices_.resize(static_cast<size_t>(ranks), c10::Device(at::kCPU));
   for (int64_t rank = 0; rank < ranks; ++rank) seats_.push_back(std::make_unique<Seat>());
 }
 

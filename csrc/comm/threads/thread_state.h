@@ -4,6 +4,7 @@
 #include <trireme/comm/threads/thread_group.h>
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/Device.h>
 
 #include <atomic>
 #include <condition_variable>
@@ -31,9 +32,10 @@ struct ThreadQueue {
 // Is what the threads of a group share.
 class ThreadGroup::State {
  public:
-  explicit State(int64_t ranks);
+  State(int64_t ranks, std::vector<c10::Device> devices);
 
   int64_t ranks() const { return ranks_; }
+  c10::Device device(int64_t rank) const { return devices_[static_cast<size_t>(rank)]; }
 
   // Is what a thread brings to a collective.
   struct Deposit {
@@ -73,6 +75,7 @@ class ThreadGroup::State {
   [[noreturn]] void throw_failure(const std::string& what, int64_t rank) const;
 
   int64_t ranks_;
+  std::vector<c10::Device> devices_;  // never changed
   mutable std::mutex mutex_;
   std::vector<std::unique_ptr<Seat>> seats_;
   std::optional<std::string> failure_;

@@ -2,7 +2,6 @@
 
 #include <trireme/comm/subgroups.h>
 #include <trireme/comm/threads/thread_group.h>
-#include <trireme/common/intra_op_threads.h>
 #include <trireme/common/worker_pool.h>
 #include <trireme/strategies/pipeline/refuse.h>
 #include <trireme/strategies/pipeline/schedule_recomputation.h>
@@ -54,6 +53,8 @@ PipelineRanks ranks_of_copy(std::shared_ptr<Communicator> all, const PipelineOpt
   if (options.threads != 0)
     refuse_pipeline(c10::str("got threads=", options.threads, " of a pipeline on ranks"),
                     "Pass ranks = false.");
+  if (!options.devices.empty())
+    refuse_pipeline("got devices of a pipeline on ranks", "Move each rank's layers before.");
   if (copies == 1) return {std::move(all)};
   if (copies < 1 || all->world() % copies != 0) {
     refuse_pipeline("got copies=" + std::to_string(copies) + " of a pipeline on " +
@@ -72,10 +73,24 @@ int64_t rows_of(const PipelineOptions& options, const PipelineRanks& ranks, int6
   if (options.ranks) return ranks.communicator->world();
   if (options.threads < 0)
     refuse_pipeline(c10::str("got threads=", options.threads), "Pass 1 or more, or 0.");
+  const auto devices = static_cast<int64_t>(options.devices.size());
+  if (devices > 0 && options.threads > 0 && options.threads != devices)
+    refuse_pipeline(c10::str("got threads=", options.threads, " and ", devices, " devices"),
+                    "Leave threads out.");
+  if (devices > 0) return devices;
   if (options.threads > 0) return options.threads;
   if (!options.balance.empty())
     return static_cast<int64_t>(options.balance.size()) / options.stages_per_rank.value_or(1);
   return std::clamp<int64_t>(at::get_num_threads(), 1, std::max<int64_t>(layers, 1));
+}
+
+std::vector<c10::Device> devices_of_stages(const PipelineOptions& options,
+                                           const PipelineSchedule& schedule) {
+  std::vector<c10::Device> devices;
+  if (options.devices.empty()) return devices;
+  for (const int64_t row : schedule.stage_rank)
+    devices.push_back(options.devices[static_cast<size_t>(row)]);
+  return devices;
 }
 
 std::unique_ptr<PipelineRunner> make_runner(const PipelineOptions& options,
@@ -86,8 +101,8 @@ std::unique_ptr<PipelineRunner> make_runner(const PipelineOptions& options,
     return std::make_unique<PipelineEngine>(std::move(schedule), std::move(stages),
                                             ranks.communicator, engine_options);
   }
-  const auto rows = static_cast<size_t>(schedule.ranks);
-  auto pool = row_pool(intra_op_threads_of(at::get_num_threads(), rows));
+  auto pool =
+      row_pool(options.devices.empty() ? devices_of_rows(schedule, stages) : options.devices);
   pool->start();
   return std::make_unique<RowThreads>(
       RowThreadsRequest{std::move(schedule), std::move(stages), engine_options.scale_grads,

@@ -13,6 +13,7 @@
 #include <trireme/strategies/pipeline/schedule_recomputation.h>
 #include <trireme/strategies/pipeline/threads/row_threads.h>
 
+#include <c10/core/Device.h>
 #include <torch/nn/modules/container/sequential.h>
 #include <torch/nn/pimpl.h>
 
@@ -29,10 +30,14 @@ namespace trireme {
 
 struct PipelineOptions {
   // Says whether stages lie on ranks. If not, all are in this process, which needs no Context: rows
-  // of the schedule run on `threads` threads (threads/row_threads.h); 0: as many as `balance` has
-  // stages, or, without that, as ATen has threads, and at most one per layer.
+  // of the schedule run on `threads` threads (threads/row_threads.h); 0: as many as `devices`, as
+  // `balance` has stages, or, without these, as ATen has threads, and at most one per layer.
   bool ranks = true;
   int64_t threads = 0;
+  // Has the device of each of these threads, to which the layers of its stages are moved; the CPU
+  // for all where it is empty. The batch is moved to the first one, targets to that of the last
+  // stage.
+  std::vector<c10::Device> devices = {};
   int64_t chunks = 1;                 // micro-batches of a step
   std::vector<int64_t> balance = {};  // layers per stage; as even as can be if empty
   std::string schedule = "gpipe";     // a name (schedule_forms.h), or a table with a line per rank
@@ -66,9 +71,13 @@ struct PipelineRanks {
 // communicator has no other rank. Collective. Throws ValueError where ranks are left over.
 TRIREME_API PipelineRanks ranks_of_copy(std::shared_ptr<Communicator> all,
                                         const PipelineOptions& options);
-// Returns how many rows the schedule of that many layers has.
+// Returns how many rows the schedule of that many layers has. Throws ValueError for options that do
+// not fit together.
 TRIREME_API int64_t rows_of(const PipelineOptions& options, const PipelineRanks& ranks,
                             int64_t layers);
+// Returns the device of each stage; none where options name none.
+TRIREME_API std::vector<c10::Device> devices_of_stages(const PipelineOptions& options,
+                                                       const PipelineSchedule& schedule);
 // Makes what runs the rows: on ranks those of this rank, which `stages` are. Collective.
 TRIREME_API std::unique_ptr<PipelineRunner> make_runner(const PipelineOptions& options,
                                                         const PipelineRanks& ranks,
@@ -123,6 +132,7 @@ class PipelineImpl : public torch::nn::Module, public HoldsStages {
     PipelineSchedule schedule = schedule_of(options, rows_of(options, ranks, layers));
     const std::vector<int64_t> bounds = stage_bounds(options, layers, schedule.stages);
     const auto named = net->named_children();
+    devices_ = devices_of_stages(options, schedule);
     const std::vector<StageTensors> stages = tensors_of(named, bounds, schedule);
     names_in_whole_ = trireme::names_in_whole(*net);
     if (options.deferred_batch_norm) {
@@ -140,6 +150,7 @@ class PipelineImpl : public torch::nn::Module, public HoldsStages {
       request.name = "layers " + std::to_string(begin) + ".." + std::to_string(end - 1);
       for (int64_t layer = begin; layer < end; ++layer) {
         const auto& item = named[static_cast<size_t>(layer)];
+        if (!devices_.empty()) item.value()->to(devices_[static_cast<size_t>(stage)]);
         register_module(item.key(), item.value());
         for (const auto& buffer : item.value()->named_buffers())
           request.buffers.emplace_back(item.key() + "." + buffer.key(), buffer.value());
@@ -182,7 +193,8 @@ class PipelineImpl : public torch::nn::Module, public HoldsStages {
   at::Tensor forward(const at::Tensor& input) {
     auto* threads = dynamic_cast<RowThreads*>(runner_.get());
     return batch_norms_.whole_batch([&] {
-      return run_pass(threads, {input, dim_, chunks_, this->is_training(), checkpoint_}, batch_);
+      const at::Tensor there = for_stage(0, input);
+      return run_pass(threads, {there, dim_, chunks_, this->is_training(), checkpoint_}, batch_);
     });
   }
 
@@ -257,7 +269,14 @@ class PipelineImpl : public torch::nn::Module, public HoldsStages {
 
   void begin(const at::Tensor& input, const at::Tensor& target) {
     runner_->recover();
-    batch_ = cut_batch({{input}, target, dim_, chunks_}, *communicator_);
+    batch_ =
+        cut_batch({{for_stage(0, input)}, for_stage(-1, target), dim_, chunks_}, *communicator_);
+  }
+
+  // Returns a tensor on the device of a stage; -1 is the last one.
+  at::Tensor for_stage(int64_t stage, const at::Tensor& tensor) const {
+    if (devices_.empty() || !tensor.defined()) return tensor;
+    return tensor.to(stage < 0 ? devices_.back() : devices_.at(static_cast<size_t>(stage)));
   }
 
   PipelineRunner::Evaluation run_forwards(bool has_loss) {
@@ -288,6 +307,7 @@ class PipelineImpl : public torch::nn::Module, public HoldsStages {
   int64_t chunks_;
   Recomputation checkpoint_;
   bool synchronizes_ = true;
+  std::vector<c10::Device> devices_;   // has those of stages, where options name some
   std::shared_ptr<Communicator> all_;  // the ranks of all copies
   std::shared_ptr<Communicator> communicator_;
   std::unordered_map<std::string, std::string> names_in_whole_;

@@ -39,8 +39,8 @@ class GPipe(nn.Module):
     Args:
         module: The layers. Each takes and returns a tensor, or a tuple of tensors.
         balance: How many layers each partition has.
-        devices: One for each partition; more are left out. Only CPUs so far: those are the default
-            where there is no GPU.
+        devices: One for each partition, which is moved there; more are left out. The default are
+            all GPUs, and as many CPUs where there is none.
         chunks: How many micro-batches a batch is cut into; fewer where it has fewer rows.
         checkpoint: Which of them are computed once more in the backward: "always", "except_last"
             or "never". In evaluation none are.
@@ -50,7 +50,6 @@ class GPipe(nn.Module):
         TypeError: ``module`` is no Sequential; stashes and pops do not match.
         ValueError: invalid arguments; a balance that does not add up; shared parameters.
         IndexError: fewer devices than partitions.
-        NotImplementedError: a device that is no CPU.
     """
 
     def __init__(
@@ -86,6 +85,8 @@ class GPipe(nn.Module):
             named = OrderedDict((name, one) for name, one in layers[:count] if one is not None)
             self.partitions.append(nn.Sequential(named))
             layers = layers[count:]
+        for partition, device in zip(self.partitions, self.devices, strict=True):
+            partition.to(device)
         self._forget_pipeline()
 
     def _forget_pipeline(self) -> None:

@@ -39,7 +39,14 @@ from trireme._pipeline.stages import (
     tied_between,
     with_causes,
 )
-from trireme._pipeline.threads import pool_of, refuse_wrapped, rows_of
+from trireme._pipeline.threads import (
+    checked_devices,
+    choose_devices,
+    device_of,
+    pool_of,
+    refuse_wrapped,
+    rows_of,
+)
 from trireme._pipeline.values import put_together
 
 
@@ -72,8 +79,10 @@ class Pipeline(ScalesLosses, nn.Module):
             code stay those of the sample.
         balance: How many layers each stage has; "time" or "bytes" to have rank 0 measure them with
             ``sample``; None for as many in each, where that is possible.
-        devices: In one process: "cpu" for each row of the schedule, which runs on a thread of its
-            own. None for as many rows as the balance has stages, or else as torch has threads.
+        devices: In one process: that of each row of the schedule, which runs on a thread of its
+            own, such as ``["cpu"] * 2`` or ``["cuda:0", "cuda:1"]``. Layers are moved there, and so
+            is what they are given. None for as many rows as the balance has stages, or else as
+            torch has threads, each where its layers are.
         ranks: True for a pipeline over all ranks. False for one in this process, which needs no
             process group: its steps raise what a layer raised, with a note that says where.
         mesh: The ranks of the pipeline, in place of ``ranks``: a DeviceMesh of one dimension, or
@@ -134,7 +143,7 @@ class Pipeline(ScalesLosses, nn.Module):
             self._group, copies, self._all = groups_of(mesh)
             self._communicator = communicator_of(self._group)
             self._copies = communicator_of(copies) if copies is not None else None
-        self._devices_of_rows = devices
+        self._devices_of_rows = [] if devices is None else checked_devices(devices)
         self._synchronizes = True
         self._chunks, self._dim, self._loss = chunks, dim, loss
         said = {
@@ -156,28 +165,38 @@ class Pipeline(ScalesLosses, nn.Module):
         cut.show({name: layers[name] for name in kept}, self)
         self._names_in_whole = cut.names_in_whole(layers)
         self._expected = ExpectedCalls(list(layers.values()), loss, self._group)
-        self._calls = [
-            StageCalls(stage, [layers[name] for name in stage.layers], loss) for stage in own
-        ]
-        self._devices = [
-            {one.device.type for layer in call.layers for one in layer.parameters()}
-            for call in self._calls
-        ]
+        self._make_calls(own, layers, loss)
         self._seen = list(self.parameters())
         self._scale_grads, self._checkpoint = scale_grads, checkpoint
         if not self._is_threaded:
             note_stages(self._seen, self)
         if self._is_threaded:
-            self._pool = pool_of(self._schedule.ranks)
+            self._pool = pool_of(self._devices_of_rows)
             self._core: PipelineEngine | RowThreads = self._make_threads()
         else:
             self._core = self._make_engine(tied_between(layers, self._stages))
+
+    def _make_calls(
+        self,
+        own: Sequence[Stage],
+        layers: Mapping[str, nn.Module],
+        loss: Callable[..., Any] | None,
+    ) -> None:
+        if self._is_threaded:
+            self._devices_of_rows = choose_devices(self._devices_of_rows, self._stages, layers)
+        self._calls = []
+        for stage in own:
+            held = [layers[name] for name in stage.layers]
+            device = device_of(stage, self._devices_of_rows)
+            self._calls.append(StageCalls(stage, held, loss, device))
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy or a pickle has: all but the threads and what runs on them."""
         if not self._is_threaded:
             got = "got a copy or a pickle of a pipeline over ranks, whose stages belong to a group"
-            refuse(got, "Copy the module before, or save a checkpoint.", self._group, TypeError)
+            refuse(
+                got, "Copy the module before, or save a checkpoint.", self._group, kind=TypeError
+            )
         if self._loss_scale is not None:
             got = "got a copy or a pickle of a pipeline that has a GradScaler"
             refuse(got, "Copy it before scale_losses().", kind=TypeError)
@@ -189,7 +208,7 @@ class Pipeline(ScalesLosses, nn.Module):
         layers = [layer for call in self._calls for layer in call.layers]
         self._expected = ExpectedCalls(layers, self._loss, None)
         self._communicator = _C.lone_communicator()
-        self._pool = pool_of(self._schedule.ranks)
+        self._pool = pool_of(self._devices_of_rows)
         self._core = self._make_threads()
 
     def _told_of_stages(self) -> list[Any]:
@@ -465,16 +484,8 @@ class Pipeline(ScalesLosses, nn.Module):
             note_stages(now, self)
             for call, held in zip(self._calls, self._held(), strict=True):
                 core.set_parameters(call.stage.number, held.parameters, held.strategies)
-        for call, devices in zip(self._calls, self._devices, strict=True):
-            for layer in call.layers:
-                for parameter in layer.parameters():
-                    if parameter.device.type not in devices:
-                        got = (
-                            f"got stage {call.stage.number} ({call.stage}) on "
-                            f"{parameter.device.type}, expected it on {', '.join(devices)} as "
-                            "when the pipeline was made"
-                        )
-                        refuse(got, "Move layers before.", self._group)
+        for call in self._calls:
+            call.expect_unmoved(self._group)
 
     def _held(self) -> list[HeldTensors]:
         """What the engine is told of by stage, each parameter once."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from trireme import _C
@@ -18,7 +19,7 @@ from trireme._core.errors import note
 from trireme._pipeline import refuse
 from trireme._pipeline.agreement import agree
 from trireme._pipeline.measure import measure_layers
-from trireme._pipeline.micro_batches import tensors_in
+from trireme._pipeline.micro_batches import map_tensors, tensors_in
 from trireme._pipeline.schedule import partition
 from trireme._pipeline.strategies import Strategies
 from trireme._pipeline.values import Text, put_together, take_apart
@@ -244,9 +245,12 @@ class StageCalls:
         stage: Stage,
         layers: Sequence[nn.Module],
         loss: Callable[..., Any] | None,
+        device: torch.device | None = None,
     ) -> None:
         self.stage = stage
         self.layers = layers
+        self._device = device  # where it computes, if what it gets is to be moved there
+        self._devices = {str(one.device) for one in self._parameters()}
         self._keywords = [keywords_of(layer) for layer in layers]
         self.keywords = frozenset[str]().union(*self._keywords)
         self._loss = loss
@@ -254,6 +258,20 @@ class StageCalls:
         self.batch = MicroBatches()
         self._versions: dict[int, list[int]] = {}
         self.failure: Exception | None = None
+
+    def _parameters(self) -> Iterator[nn.Parameter]:
+        for layer in self.layers:
+            yield from layer.parameters()
+
+    def expect_unmoved(self, group: dist.ProcessGroup | None) -> None:
+        """Refuses a parameter that is elsewhere than when the stage was made."""
+        for parameter in self._parameters():
+            if str(parameter.device) not in self._devices:
+                got = f"got stage {self.stage.number} ({self.stage}) on {parameter.device}"
+                expected = (
+                    f"expected it on {', '.join(self._devices)} as when the pipeline was made"
+                )
+                refuse(f"{got}, {expected}", "Move layers before.", group)
 
     def forward(self, micro_batch: int, given: Tensor | Text) -> Tensor | Text:
         try:
@@ -283,8 +301,14 @@ class StageCalls:
         self.failure = error
         note(error, f"[pipeline] in {self._where}, micro-batch {micro_batch}")
 
+    def _bring(self, value: Any) -> Any:
+        device = self._device
+        if device is None:
+            return value
+        return map_tensors(value, lambda one: one.to(device, non_blocking=device.type != "cpu"))
+
     def _call_first(self, micro_batch: int) -> Any:
-        inputs = self.batch.inputs[micro_batch]
+        inputs = self._bring(self.batch.inputs[micro_batch])
         named = self._keywords_for(0, micro_batch)
         for name in self.batch.names:
             named.pop(name, None)
@@ -295,7 +319,7 @@ class StageCalls:
             found = put_together(output)
             targets = self.batch.targets
             if self._loss is not None:
-                given = () if targets is None else (targets[micro_batch],)
+                given = () if targets is None else (self._bring(targets[micro_batch]),)
                 found = self._loss(found, *given)
             if not isinstance(found, Tensor) or found.dim() != 0:
                 self._refuse_loss(found)
@@ -327,7 +351,8 @@ class StageCalls:
 
     def _keywords_for(self, layer: int, micro_batch: int) -> dict[str, Any]:
         given = self.batch.keywords
-        return {name: given[name][micro_batch] for name in self._keywords[layer] if name in given}
+        names = self._keywords[layer]
+        return {name: self._bring(given[name][micro_batch]) for name in names if name in given}
 
     def _refuse_loss(self, found: Any) -> None:
         what = type(found).__name__

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
@@ -14,23 +14,77 @@ from trireme._C import WorkerPool
 from trireme._core.worker_threads import start_threads
 from trireme._pipeline import refuse
 from trireme._pipeline.schedule import PipelineSchedule
-from trireme._pipeline.stages import Balance
+from trireme._pipeline.stages import Balance, Stage
+
+
+def checked_devices(devices: Sequence[torch.device | str | int]) -> list[torch.device]:
+    """Returns the devices of rows, each with its number."""
+    found = []
+    for one in map(torch.device, devices):
+        if one.type == "meta":
+            refuse("got devices= with meta, which computes nothing", "Pass 'cpu', or a GPU.")
+        if one.type != "cpu" and one.index is None:
+            one = torch.device(one.type, torch.get_device_module(one.type).current_device())
+        found.append(one)
+    if not found:
+        refuse("got no devices, expected one for each row", "Pass at least one.")
+    kinds = sorted({one.type for one in found} - {"cpu"})
+    if len(kinds) > 1:
+        refuse(f"got devices= of {' and '.join(kinds)}", "Pass those of one kind.")
+    return found
+
+
+def choose_devices(
+    given: Sequence[torch.device], stages: Sequence[Stage], layers: Mapping[str, nn.Module]
+) -> list[torch.device]:
+    """Returns the device of each row: those given, to which it moves the layers; without any where
+    these are."""
+    if not given:
+        return _where_rows_are(stages, layers)
+    _move_to_rows(stages, layers, given)
+    return list(given)
+
+
+def _move_to_rows(
+    stages: Sequence[Stage], layers: Mapping[str, nn.Module], devices: Sequence[torch.device]
+) -> None:
+    """Moves layers to the devices of their rows, or none of them."""
+    places = [(layers[name], devices[one.rank]) for one in stages for name in one.layers]
+    holders: dict[Tensor, torch.device] = {}
+    for layer, device in places:
+        for name, tensor in [*layer.named_parameters(), *layer.named_buffers()]:
+            if holders.setdefault(tensor, device) != device:
+                got = f"got '{name}' in layers for {holders[tensor]} and {device}"
+                refuse(got, "Put what layers share on one device.")
+    for layer, device in places:
+        layer.to(device)
+
+
+def _where_rows_are(stages: Sequence[Stage], layers: Mapping[str, nn.Module]) -> list[torch.device]:
+    """Returns for each row where its layers are; one without parameters is where the first is."""
+    found: dict[int, torch.device] = {}
+    for stage in stages:
+        for parameter in (one for name in stage.layers for one in layers[name].parameters()):
+            found.setdefault(stage.rank, parameter.device)
+    first = next(iter(found.values()), torch.device("cpu"))
+    return [found.get(row, first) for row in range(1 + max(one.rank for one in stages))]
+
+
+def device_of(stage: Stage, devices: Sequence[torch.device]) -> torch.device | None:
+    """Returns where what a stage is given has to be; None if all are on the CPU, or on ranks."""
+    if all(one.type == "cpu" for one in devices):
+        return None
+    return devices[stage.rank]
 
 
 def rows_of(
-    devices: Sequence[torch.device | str | int] | None,
+    devices: Sequence[torch.device],
     balance: Balance,
     schedule: str | PipelineSchedule,
     layers: int,
 ) -> int:
     """Returns how many rows the schedule of a pipeline in one process has."""
-    if devices is not None:
-        others = [one for one in map(torch.device, devices) if one.type != "cpu"]
-        if others:
-            got = f"got devices= with {others[0]}, which does not exist so far"
-            refuse(got, "Pass 'cpu', or use ranks.", kind=NotImplementedError)
-        if len(devices) == 0:
-            refuse("got no devices, expected one for each row", "Pass at least one.")
+    if devices:
         return len(devices)
     if isinstance(schedule, PipelineSchedule):
         return schedule.ranks
@@ -51,9 +105,8 @@ def refuse_wrapped(layers: Iterable[nn.Module]) -> None:
                 refuse(got, "Wrap the pipeline, or use ranks.", kind=NotImplementedError)
 
 
-def pool_of(rows: int) -> WorkerPool:
-    """Returns threads that share the cores out. They end with the pool."""
-    threads = _C.intra_op_threads_of(torch.get_num_threads(), rows)
-    pool = _C.row_pool(threads)
-    start_threads(pool, rows, "trireme-row")
+def pool_of(devices: Sequence[torch.device]) -> WorkerPool:
+    """Returns a thread for each row, on its device. They end with the pool."""
+    pool = _C.row_pool(list(devices))
+    start_threads(pool, len(devices), "trireme-row")
     return pool

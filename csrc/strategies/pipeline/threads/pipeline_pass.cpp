@@ -3,17 +3,38 @@
 #include <trireme/common/error.h>
 #include <trireme/module/autograd_node.h>
 
+#include <ATen/ops/zeros.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/graph_task.h>
 
+#include <array>
+#include <cstdint>
+#include <pthread.h>
 #include <string>
+#include <string_view>
 #include <utility>
 
 namespace trireme {
 
 using torch::autograd::variable_list;
 using Tensors = std::vector<at::Tensor>;
+
+namespace {
+
+// Throws in a thread that torch's engine has for a device: rows would wait for it.
+void refuse_device_thread() {
+  std::array<char, 16> name{};
+  pthread_getname_np(pthread_self(), name.data(), name.size());
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      !std::string_view(name.data()).starts_with("pt_autograd"),
+      error_text("pipeline",
+                 "got a backward of a pipeline on devices from within another backward, as of a "
+                 "reentrant checkpoint",
+                 {}, "Use checkpoints that are not reentrant."));
+}
+
+}  // namespace
 
 class PassNode final : public torch::autograd::Node {
  public:
@@ -26,11 +47,29 @@ class PassNode final : public torch::autograd::Node {
                    "got a backward with create_graph=True, expected one without: the graphs of "
                    "stages are not part of the caller's",
                    {}, "Differentiate twice without the pipeline."));
+    if (pass_->rows_->is_on_devices()) {
+      refuse_device_thread();
+      gradients = std::exchange(pass_->handed_over_, {});
+    }
     return pass_->backward(std::move(gradients),
                            torch::autograd::get_current_graph_task_keep_graph());
   }
   void release_variables() override { pass_->release(); }
   std::string name() const override { return "TriremePipeline"; }
+
+ private:
+  std::shared_ptr<PipelinePass> pass_;
+};
+
+class HandOverNode final : public torch::autograd::Node {
+ public:
+  explicit HandOverNode(std::shared_ptr<PipelinePass> pass) : pass_(std::move(pass)) {}
+
+  variable_list apply(variable_list&& gradients) override {
+    pass_->handed_over_ = std::move(gradients);
+    return {at::zeros({})};
+  }
+  std::string name() const override { return "TriremePipelineOutputs"; }
 
  private:
   std::shared_ptr<PipelinePass> pass_;
@@ -72,14 +111,20 @@ std::vector<PipelineValue> PipelinePass::forward(std::vector<PipelineValue> inpu
     edges.push_back(torch::autograd::impl::gradient_edge(one.parameter));
   const auto node = make_node<PassNode>(shared_from_this());
   node->set_next_edges(std::move(edges));
+  auto front = node;
+  if (rows_->is_on_devices()) {
+    const uint32_t place = node->add_input_metadata(at::zeros({}));
+    front = make_node<HandOverNode>(shared_from_this());
+    front->set_next_edges({{node, place}});
+  }
   for (PipelineValue& output : outputs) {
     std::vector<int64_t>& places = places_.emplace_back();
     for (at::Tensor& tensor : output.tensors) {
       const bool has_graph = tensor.defined() && tensor.requires_grad();
-      places.push_back(has_graph ? static_cast<int64_t>(node->num_inputs()) : -1);
+      places.push_back(has_graph ? static_cast<int64_t>(front->num_inputs()) : -1);
       if (!has_graph) continue;
       tensor = tensor.detach();
-      torch::autograd::set_history(tensor, node);
+      torch::autograd::set_history(tensor, front);
     }
   }
   return outputs;

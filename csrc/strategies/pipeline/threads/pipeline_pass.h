@@ -27,6 +27,11 @@ namespace trireme {
 //       gradients of outputs v  | gradients of inputs and parameters
 //             the other actions of all rows, each on its thread
 //
+// On devices torch's engine runs a node in the thread of its gradients' device. There the node may
+// not wait for the rows, whose backwards need that thread. So another node stands in front, which
+// hands over the gradients and has one zero on the CPU as its own: the node behind it is run by the
+// thread that called backward().
+//
 // So the backward of a pipeline is an ordinary step of the caller's engine: hooks of parameters,
 // autograd.grad, accumulation into .grad, and what strategies around the pipeline hang on it, see
 // one module, whose gradients are there once per backward. A second derivative has no such graph.
@@ -48,6 +53,7 @@ class TRIREME_API PipelinePass : public std::enable_shared_from_this<PipelinePas
 
  private:
   friend class PassNode;
+  friend class HandOverNode;
 
   std::vector<at::Tensor> backward(std::vector<at::Tensor> gradients, bool keep_graph);
   void release();
@@ -59,6 +65,7 @@ class TRIREME_API PipelinePass : public std::enable_shared_from_this<PipelinePas
   RowThreads::PassState state_;
   std::vector<std::vector<int64_t>>
       places_;  // tells which input of the node an output of a micro-batch is
+  std::vector<at::Tensor> handed_over_;  // gradients, on devices
   bool is_released_ = false;
 };
 

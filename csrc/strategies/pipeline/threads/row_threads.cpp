@@ -3,27 +3,72 @@
 #include <trireme/common/error.h>
 #include <trireme/common/exception_text.h>
 #include <trireme/common/interruption.h>
+#include <trireme/common/intra_op_threads.h>
 #include <trireme/strategies/pipeline/gradients/step_gradients.h>
+#include <trireme/strategies/pipeline/refuse.h>
 #include <trireme/strategies/pipeline/threads/pass_schedule.h>
+
+#include <ATen/Parallel.h>
+#include <c10/core/Event.h>
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
 #include <exception>
 #include <iterator>
+#include <optional>
 #include <utility>
 
 namespace trireme {
 
-std::shared_ptr<WorkerPool> row_pool(std::vector<int> intra_op_threads) {
-  const size_t rows = intra_op_threads.size();
-  return std::make_shared<WorkerPool>(std::vector<c10::Device>(rows, at::kCPU),
-                                      std::move(intra_op_threads),
+namespace {
+
+// Lets the current streams of their devices wait for what these were given.
+void join_current(const std::vector<c10::Stream>& streams) {
+  for (const c10::Stream& stream : streams) {
+    const c10::Stream current =
+        c10::impl::VirtualGuardImpl(stream.device_type()).getStream(stream.device());
+    if (current == stream) continue;
+    c10::Event event(stream.device_type());
+    event.record(stream);
+    event.block(current);
+  }
+}
+
+}  // namespace
+
+std::shared_ptr<WorkerPool> row_pool(std::vector<c10::Device> devices) {
+  std::vector<int> threads = intra_op_threads_of(at::get_num_threads(), devices.size());
+  return std::make_shared<WorkerPool>(std::move(devices), std::move(threads),
                                       PoolWords{"pipeline", "a stage", "the rows", "the Pipeline"});
+}
+
+std::vector<c10::Device> devices_of_rows(const PipelineSchedule& schedule,
+                                         const std::vector<PipelineStageRequest>& stages) {
+  std::vector<std::optional<c10::Device>> found(static_cast<size_t>(schedule.ranks));
+  std::optional<c10::Device> first;
+  for (const PipelineStageRequest& stage : stages) {
+    if (stage.parameters.tensors.empty()) continue;
+    const c10::Device device = stage.parameters.tensors.front().device();
+    const int64_t row = schedule.stage_rank[static_cast<size_t>(stage.stage)];
+    std::optional<c10::Device>& own = found[static_cast<size_t>(row)];
+    if (!own) own = device;
+    if (!first) first = device;
+  }
+  std::vector<c10::Device> devices;
+  devices.reserve(found.size());
+  for (const std::optional<c10::Device>& one : found)
+    devices.push_back(one.value_or(first.value_or(c10::Device(at::kCPU))));
+  return devices;
 }
 
 RowThreads::RowThreads(RowThreadsRequest request, std::shared_ptr<WorkerPool> pool)
     : schedule_(std::move(request.schedule)),
       pool_(std::move(pool)),
-      group_(schedule_.ranks),
+      devices_(pool_->devices()),
+      is_on_devices_(std::any_of(devices_.begin(), devices_.end(),
+                                 [](c10::Device device) { return !device.is_cpu(); })),
+      group_(schedule_.ranks, devices_),
       shared_(static_cast<size_t>(schedule_.ranks)),
       engines_(shared_.size()),
       given_(request.stages),
@@ -73,7 +118,14 @@ RowThreads::~RowThreads() = default;
 
 void RowThreads::list_parameters(const PipelineStageRequest& stage) {
   const auto row = static_cast<size_t>(schedule_.stage_rank[static_cast<size_t>(stage.stage)]);
-  for (const at::Tensor& parameter : stage.parameters.tensors) {
+  for (size_t i = 0; i < stage.parameters.tensors.size(); ++i) {
+    const at::Tensor& parameter = stage.parameters.tensors[i];
+    if (parameter.device() != devices_[row]) {
+      refuse_pipeline(c10::str("got '", stage.parameters.names[i], "' of stage ", stage.stage,
+                               " on ", parameter.device(), ", expected it on ", devices_[row],
+                               ", where that stage computes"),
+                      "Put what layers share on one device, and all of a stage.");
+    }
     auto known = std::find_if(parameters_.begin(), parameters_.end(),
                               [&](const auto& one) { return one.parameter.is_same(parameter); });
     if (known == parameters_.end()) known = parameters_.insert(known, {parameter});
@@ -180,6 +232,7 @@ std::vector<PipelineValue> RowThreads::forward_pass(std::vector<PipelineValue> i
   pool_->expect_call();
   const std::lock_guard turn(turn_);
   if (records) {
+    state.streams = current_streams(devices_);
     for (PassParameter one : parameters_) {
       if (!one.parameter.requires_grad()) continue;
       for (auto& [row, stand_in] : one.stand_ins)
@@ -210,7 +263,11 @@ void RowThreads::backward_pass(const PassState& state, const PassBackward& backw
       leaves_[row]->add(one.parameter, stand_in);
     }
   }
-  run([&](size_t row) { engines_[row]->backward_pass(*state.rows[row], backward); });
+  {
+    const c10::MultiStreamGuard streams(state.streams);
+    run([&](size_t row) { engines_[row]->backward_pass(*state.rows[row], backward); });
+  }
+  join_current(state.streams);
 }
 
 at::Tensor RowThreads::step(std::vector<PipelineValue> inputs, const StepMode& mode) {

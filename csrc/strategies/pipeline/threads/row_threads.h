@@ -8,6 +8,8 @@
 #include <trireme/strategies/pipeline/threads/leaf_edges.h>
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/Device.h>
+#include <c10/core/Stream.h>
 
 #include <cstddef>
 #include <cstdint>
@@ -21,8 +23,14 @@
 
 namespace trireme {
 
-// Makes a pool for rows on the CPU. Whoever calls it starts the threads.
-TRIREME_API std::shared_ptr<WorkerPool> row_pool(std::vector<int> intra_op_threads);
+// Makes a pool with a thread for each row, on its device, which share ATen's threads out. Whoever
+// calls it starts the threads.
+TRIREME_API std::shared_ptr<WorkerPool> row_pool(std::vector<c10::Device> devices);
+
+// Returns for each row where the first parameter of its stages lies. A row without parameters is
+// where the first one with parameters is.
+TRIREME_API std::vector<c10::Device> devices_of_rows(
+    const PipelineSchedule& schedule, const std::vector<PipelineStageRequest>& stages);
 
 // Asks for a pipeline in one process.
 struct RowThreadsRequest {
@@ -32,9 +40,11 @@ struct RowThreadsRequest {
   std::vector<PipelineSkip> skips = {};
 };
 
-// Runs all rows of a schedule, each on a thread of its own. What a row does is what it does on a
-// rank (engine.h): its communicator is that of a group of threads (comm/threads), so that what
-// crosses between rows is handed over by reference.
+// Runs all rows of a schedule, each on a thread of its own, on the pool's device for that. What a
+// row does is what it does on a rank (engine.h): its communicator is that of a group of threads
+// (comm/threads), so that what crosses between rows is handed over by reference, and copied where
+// it comes to another device. On devices all is enqueued on those streams that are the caller's
+// current ones, and he waits for nothing but the loss.
 //
 // Parameters that stages of several rows share have a stand-in in all but the first of these
 // (leaf_edges.h): their gradients are added up in the order of stages, as on ranks. Random layers
@@ -44,7 +54,8 @@ struct RowThreadsRequest {
 // hand-over under one lock. Callers take turns.
 class TRIREME_API RowThreads final : public PipelineRunner {
  public:
-  // The pool's threads must run: `pool` has one worker per row. Throws what PipelineEngine does.
+  // The pool's threads must run: `pool` has one worker per row. Throws what PipelineEngine does,
+  // and ValueError for a parameter that does not lie on the device of its row.
   RowThreads(RowThreadsRequest request, std::shared_ptr<WorkerPool> pool);
   ~RowThreads() override;
   RowThreads(const RowThreads&) = delete;
@@ -71,16 +82,19 @@ class TRIREME_API RowThreads final : public PipelineRunner {
   struct PassState {
     std::vector<std::shared_ptr<KeptRow>> rows = {};
     std::vector<PassParameter> parameters = {};
+    std::vector<c10::Stream> streams = {};  // the forward's, of the rows' devices
   };
   // Returns what runs passes of that many micro-batches, with the same stages on the same threads:
   // it is made the first time, and kept.
   std::shared_ptr<RowThreads> for_pass(int64_t micro_batches, Recomputation which);
 
-  // Run the two halves of a pass (engine.h). The schedule has whole backwards.
+  // Run the two halves of a pass (engine.h). The schedule has whole backwards. A backward is
+  // enqueued on the streams of its forward, and the caller's current ones wait for it.
   std::vector<PipelineValue> forward_pass(std::vector<PipelineValue> inputs, PassState& state,
                                           bool records);
   void backward_pass(const PassState& state, const PassBackward& backward);
 
+  bool is_on_devices() const { return is_on_devices_; }  // other than the CPU
   bool has_strategies() const override;
   std::vector<at::Tensor> later_copies() const override { return {}; }
   const PipelineSchedule& schedule() const override { return schedule_; }
@@ -104,6 +118,8 @@ class TRIREME_API RowThreads final : public PipelineRunner {
 
   PipelineSchedule schedule_;
   std::shared_ptr<WorkerPool> pool_;
+  std::vector<c10::Device> devices_;  // one per row
+  bool is_on_devices_;
   ThreadGroup group_;
   std::mutex turn_;
   std::vector<size_t> rows_;                        // all of them
