@@ -4,6 +4,7 @@
 #include <trireme/common/error.h>
 
 #include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
 
 #include <utility>
 

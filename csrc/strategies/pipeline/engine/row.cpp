@@ -10,6 +10,7 @@
 #include <trireme/strategies/pipeline/timed.h>
 
 #include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
 
 #include <algorithm>
 #include <exception>

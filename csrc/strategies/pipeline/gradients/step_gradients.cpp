@@ -1,6 +1,7 @@
 #include <trireme/strategies/pipeline/gradients/step_gradients.h>
 
 #include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
 
 #include <utility>
 

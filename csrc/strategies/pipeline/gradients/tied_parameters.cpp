@@ -6,6 +6,7 @@
 #include <trireme/strategies/pipeline/refuse.h>
 
 #include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
 
 #include <algorithm>
 #include <iterator>
