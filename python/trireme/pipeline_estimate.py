@@ -90,7 +90,12 @@ def estimate_pipeline(
             1,
             optimizer=optimizer,
             grad_dtype=grad_dtype,
-            activation_bytes=peak_bytes(schedule, rank, [one.activation_bytes for one in measured]),
+            activation_bytes=peak_bytes(
+                schedule,
+                rank,
+                [one.activation_bytes for one in measured],
+                [one.input_bytes for one in measured],
+            ),
         )
         live = schedule.peak_activations(rank)
         ranks.append(RankOfPipeline(rank, own, live, estimate.rank, bubbles[rank]))
@@ -98,16 +103,27 @@ def estimate_pipeline(
     return PipelineEstimate(numel, len(layers), sum(bubbles) / len(bubbles), ranks)
 
 
-def peak_bytes(schedule: PipelineSchedule, rank: int, bytes_of: Sequence[int]) -> int:
+def peak_bytes(
+    schedule: PipelineSchedule, rank: int, bytes_of: Sequence[int], inputs_of: Sequence[int]
+) -> int:
     """The most bytes that forwards of a rank keep for their backward, by those of each stage for
-    one micro-batch. What I needs is kept until W."""
+    one micro-batch. What I needs is kept until W. What R computes once more is kept from then on,
+    and before only its input."""
     row = [action for action in schedule.rows[rank] if action is not None]
+    parts = [part for action in row for part in action.sub_actions or [action]]
+    again = {(one.stage, one.micro_batch) for one in parts if one.kind == "R"}
     held = peak = 0
-    for one in [part for action in row for part in action.sub_actions or [action]]:
-        if one.stage is not None:
-            change = {"F": 1, "B": -1, "W": -1}.get(one.kind, 0)
-            held += change * bytes_of[one.stage]
-            peak = max(peak, held)
+    for one in parts:
+        if one.stage is None:
+            continue
+        kept, given = bytes_of[one.stage], inputs_of[one.stage]
+        if one.kind == "F":
+            held += given if (one.stage, one.micro_batch) in again else kept
+        elif one.kind == "R":
+            held += kept - given
+        elif one.kind in ("B", "W"):
+            held -= kept
+        peak = max(peak, held)
     return peak
 
 

@@ -33,6 +33,8 @@ class MeasuredLayer:
     """Its parameters, with gradients and optimizer state of those that are trained."""
     activation_bytes: int
     """What autograd saves in it, and no layer before it has saved."""
+    input_bytes: int
+    """What it is given."""
 
     @property
     def seconds(self) -> float:
@@ -95,6 +97,7 @@ def measure_layers(
                     backward_seconds=median(one[1] for one in timed),
                     parameter_bytes=weight,
                     activation_bytes=saving.bytes,
+                    input_bytes=sum(one.nbytes for one in tensors_in(value)),
                 )
             )
             value = map_tensors(timed[-1][2], Tensor.detach)

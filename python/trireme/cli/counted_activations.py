@@ -17,14 +17,18 @@ from trireme.activation_estimate import WAYS, ActivationEstimate, MeasuredModel,
 
 refuse = Area("plan").refuse
 
+CHECKPOINTS = ("except_last", "always")  # which only pipelines have
+
 
 def add_counting(parser: argparse.ArgumentParser, memory: Callable[[str], int]) -> None:
     """The options of it; `memory` reads bytes."""
     parser.add_argument(
         "--checkpoint",
-        choices=WAYS,
+        choices=(*WAYS, *CHECKPOINTS),
         help="count activations of a rank from one forward of --model that allocates nothing: as "
-        "they are, in segments (checkpoint_sequential), or recomputed as --budget asks for",
+        "they are (never), in segments (sqrt: checkpoint_sequential), or recomputed as --budget "
+        "asks for (auto); with --pipeline what its checkpoint= recomputes: never (which it counts "
+        "without this, too), except_last, always, auto",
     )
     parser.add_argument(
         "--input",
@@ -49,6 +53,9 @@ def count_activations(arguments: argparse.Namespace) -> ActivationEstimate | Non
             got = "got --input, --sample or --budget without --checkpoint, expected all or none"
             refuse(got, "Say for example --checkpoint never.")
         return None
+    if arguments.checkpoint in CHECKPOINTS:
+        got = f"got --checkpoint {arguments.checkpoint} without --pipeline, expected both"
+        refuse(got, f"Say --pipeline 4, or one of {', '.join(WAYS)}.")
     if arguments.activations is not None:
         got = "got --activations and --checkpoint, expected one of them"
         refuse(got, "Leave --activations out to have them counted.")

@@ -32,7 +32,6 @@ _OTHERS = {
     "unit": 0,
     "dtype": None,
     "activations": None,
-    "checkpoint": None,
     "budget": None,
     "paper": False,
 }
@@ -65,6 +64,9 @@ def expect_options(arguments: argparse.Namespace) -> None:
         if is_pipeline:
             refuse(f"got {option} with --pipeline, expected one of them", "Leave one out.")
         refuse(f"got {option} without --pipeline, expected both", "Say --pipeline 4.")
+    if is_pipeline and arguments.checkpoint == "sqrt":
+        got = "got --checkpoint sqrt with --pipeline, which recomputes whole stages"
+        refuse(got, "Say never, except_last, always or auto.")
     if not is_pipeline and arguments.world is None:
         refuse("got no --world, expected a number of ranks", "Say for example --world 4.")
     if is_pipeline and (
@@ -84,7 +86,7 @@ def plan_pipeline(arguments: argparse.Namespace) -> str:
         ranks=ranks,
         micro_batches=2 * ranks if micro_batches is None else micro_batches,
         stages_per_rank=arguments.stages_per_rank,
-    )
+    ).with_recomputation(arguments.checkpoint or "never")
     balance = _balance(arguments.balance)
     module = make_model(arguments.model, mode, "" if is_timed else " on the meta device")
     sample = make_sample(arguments, mode)

@@ -82,7 +82,25 @@ def test_what_each_rank_takes(plan: Any) -> None:
 def test_peaks_are_those_of_the_schedule(name: str) -> None:
     schedule = trireme.pipeline_schedule(name, ranks=4, micro_batches=8)
     for rank in range(4):
-        assert peak_bytes(schedule, rank, [1] * schedule.stages) == schedule.peak_activations(rank)
+        ones, zeros = [1] * schedule.stages, [0] * schedule.stages
+        assert peak_bytes(schedule, rank, ones, ones) == schedule.peak_activations(rank)
+        again = schedule.with_recomputation("always")
+        assert peak_bytes(again, rank, ones, zeros) == again.peak_activations(rank)
+
+
+def test_what_is_recomputed_takes_its_input(plan: Any) -> None:
+    given = ("--model", "piped_models:even", "--input", "5,100", "--micro-batches", 8, "--json")
+    for schedule, stored in (("1f1b", [4, 3, 2, 1]), ("gpipe", [8, 8, 8, 8])):
+        common = ("--pipeline", 4, *given, "--schedule", schedule, "--checkpoint")
+        code, out, _ = plan(*common, "always")
+        assert code == 0
+        found = json.loads(out)
+        block = 5 * 100 * 4
+        for one, inputs in zip(found["ranks"], stored, strict=True):
+            # Two layers save their inputs, of one micro-batch at a time; of others there is one.
+            assert one["micro_batches"] == 1
+            assert one["taken"]["activations"] == (inputs + 1) * block
+        assert found["bubble"] < 3 / 11  # ranks recompute in it
 
 
 def test_the_table(plan: Any) -> None:
@@ -148,7 +166,8 @@ WRONG = [
     ((*EVEN, *SAMPLE, "--pipeline", 2, "--gpus"), "got --gpus with --pipeline"),
     ((*EVEN, *SAMPLE, "--pipeline", 2, "--no-host-params"), "got --no-host-params with"),
     ((*EVEN, *SAMPLE, "--pipeline", 2, "--memory", "1GiB"), "got --memory with --pipeline"),
-    ((*EVEN, *SAMPLE, "--pipeline", 2, "--checkpoint", "sqrt"), "got --checkpoint with"),
+    ((*EVEN, *SAMPLE, "--pipeline", 2, "--checkpoint", "sqrt"), "got --checkpoint sqrt with"),
+    ((*EVEN, *SAMPLE, "--world", 2, "--checkpoint", "always"), "got --checkpoint always without"),
     ((*EVEN, "--world", 2, "--balance", "bytes"), "got --balance without --pipeline"),
     ((*EVEN, "--world", 2, "--micro-batches", 2), "got --micro-batches without --pipeline"),
     ((*EVEN,), "got no --world, expected a number of ranks"),
