@@ -37,6 +37,13 @@ struct SgdFactors {
 };
 
 template <typename T>
+struct AdagradFactors {
+  T grad_factor;
+  T eps;
+  T minus_lr;
+};
+
+template <typename T>
 TRIREME_HOST_DEVICE AdamFactors<T> factors_of(const AdamScalars& scalars) {
   const T weight = static_cast<T>(1 - scalars.beta1);
   const bool from_avg = weight < static_cast<T>(0.5);
@@ -59,6 +66,12 @@ TRIREME_HOST_DEVICE SgdFactors<T> factors_of(const SgdScalars& scalars) {
           static_cast<T>(scalars.buffer_share),
           static_cast<T>(scalars.grad_share),
           static_cast<T>(scalars.momentum),
+          static_cast<T>(-scalars.lr)};
+}
+
+template <typename T>
+TRIREME_HOST_DEVICE AdagradFactors<T> factors_of(const AdagradScalars& scalars) {
+  return {static_cast<T>(scalars.grad_factor), static_cast<T>(scalars.eps),
           static_cast<T>(-scalars.lr)};
 }
 
@@ -121,6 +134,20 @@ TRIREME_HOST_DEVICE void update(SgdElement<T>& e, const SgdFactors<T>& f) {
     grad = kNesterov ? Math::multiply_add(e.momentum_buffer, f.momentum, grad) : e.momentum_buffer;
   }
   e.param = Math::multiply_add(grad, f.minus_lr, e.param);
+}
+
+template <typename T>
+struct AdagradElement {
+  T param;
+  T grad;
+  T sum;  // of squares
+};
+
+template <typename Math, typename T>
+TRIREME_HOST_DEVICE void update(AdagradElement<T>& e, const AdagradFactors<T>& f) {
+  const T grad = e.grad * f.grad_factor;
+  e.sum = Math::multiply_add(grad, grad, e.sum);
+  e.param = e.param + grad * f.minus_lr / (Math::root(e.sum) + f.eps);
 }
 
 }  // namespace trireme

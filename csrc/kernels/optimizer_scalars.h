@@ -30,12 +30,19 @@ struct SgdStepOptions {
   bool first_step = false;  // momentum_buffer holds zeros and becomes the gradient, not dampened
 };
 
+// Holds the options of torch.optim.Adagrad, by their names, without decays.
+struct AdagradStepOptions {
+  double lr = 1e-2;
+  double eps = 1e-10;
+};
+
 // Names adjacent elements of one parameter with what belongs to them; not owned. The states are
-// fp32, or fp64 for an fp64 parameter. SGD keeps momentum_buffer in `exp_avg`.
+// fp32, or fp64 for an fp64 parameter. SGD keeps momentum_buffer in `exp_avg`, Adagrad the sum of
+// squares in `exp_avg_sq`.
 struct OptimizerSegment {
   void* param = nullptr;
   void* grad = nullptr;            // written only if the scalars say write_grad
-  void* exp_avg = nullptr;         // nullptr for SGD without momentum
+  void* exp_avg = nullptr;         // nullptr for SGD without momentum, and for Adagrad
   void* exp_avg_sq = nullptr;      // nullptr for SGD
   void* max_exp_avg_sq = nullptr;  // nullptr unless amsgrad
   int64_t numel = 0;
@@ -69,8 +76,16 @@ struct SgdScalars {
   bool write_grad;
 };
 
+struct AdagradScalars {
+  double lr;
+  double eps;
+  double grad_factor;
+  bool write_grad;
+};
+
 // These compute the numbers of a step in fp64, as torch does; `step` counts from 1.
 TRIREME_API AdamScalars adam_scalars(const AdamStepOptions& options, double step);
 TRIREME_API SgdScalars sgd_scalars(const SgdStepOptions& options);
+TRIREME_API AdagradScalars adagrad_scalars(const AdagradStepOptions& options);
 
 }  // namespace trireme

@@ -47,6 +47,10 @@ SgdScalars sgd_scalars(const SgdStepOptions& options) {
   return scalars;
 }
 
+AdagradScalars adagrad_scalars(const AdagradStepOptions& options) {
+  return {options.lr, options.eps, /*grad_factor=*/1, /*write_grad=*/false};
+}
+
 namespace {
 
 enum class Route : uint8_t { kCpu, kCuda, kAten };

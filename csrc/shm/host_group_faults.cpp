@@ -5,6 +5,7 @@
 #include <trireme/common/forks.h>
 #include <trireme/common/interruption.h>
 #include <trireme/shm/host_group.h>
+#include <trireme/shm/shown_errand.h>
 
 #include <algorithm>
 #include <cstring>
@@ -23,23 +24,6 @@ template <size_t N>
 std::string_view text_at(const std::array<char, N>& place) {
   return {place.data(), ::strnlen(place.data(), place.size())};
 }
-
-// Shows the doctor what a rank waits for.
-class ShownErrand {
- public:
-  ShownErrand(RankBlock& own, std::string_view name) : own_(own) {
-    const size_t length = std::min(name.size(), own.errand.size() - 1);
-    std::copy_n(name.begin(), length, own.errand.begin());
-    own.errand[length] = '\0';
-    own.errand_since_ns.store(Clock::now().time_since_epoch().count(), std::memory_order_release);
-  }
-  ~ShownErrand() { own_.errand_since_ns.store(0, std::memory_order_relaxed); }
-  ShownErrand(const ShownErrand&) = delete;
-  ShownErrand& operator=(const ShownErrand&) = delete;
-
- private:
-  RankBlock& own_;
-};
 
 }  // namespace
 

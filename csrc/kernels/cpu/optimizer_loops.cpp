@@ -135,6 +135,29 @@ void sgd(const OptimizerSegment& segment, const SgdScalars& scalars) {
   });
 }
 
+template <typename Isa, typename T>
+TRIREME_INLINE void adagrad_loop(const OptimizerSegment& segment, AdagradFactors<T> factors) {
+  auto* param = static_cast<T*>(segment.param);
+  const auto* grad = static_cast<const T*>(segment.grad);
+  auto* sum = static_cast<T*>(segment.exp_avg_sq);
+  const auto body = [=](int64_t begin, int64_t end) __attribute__((always_inline)) {
+    TRIREME_INDEPENDENT
+    for (int64_t i = begin; i < end; ++i) {
+      AdagradElement<T> e = {param[i], grad[i], sum[i]};
+      update<Math<Isa>>(e, factors);
+      param[i] = e.param;
+      sum[i] = e.sum;
+    }
+  };
+  for_blocks(segment.numel, body, param, grad, sum);
+}
+
+template <typename Isa, typename T>
+void adagrad(const OptimizerSegment& segment, const AdagradScalars& scalars) {
+  const AdagradFactors<T> factors = factors_of<T>(scalars);
+  Isa::run([&]() __attribute__((always_inline)) { adagrad_loop<Isa>(segment, factors); });
+}
+
 // Says whether multiply_add rounds once: (1 + 2^-12)^2 = 1 + 2^-11 + 2^-24 loses its last term in
 // fp32.
 template <typename Isa>
@@ -154,7 +177,8 @@ std::vector<OptimizerLoops> supported_among(std::type_identity<std::tuple<Isa...
   ((Isa::supported() ? found.push_back({Isa::kName,
                                         fuses<Isa>(),
                                         {&adam<Isa, float>, &adam<Isa, double>},
-                                        {&sgd<Isa, float>, &sgd<Isa, double>}})
+                                        {&sgd<Isa, float>, &sgd<Isa, double>},
+                                        {&adagrad<Isa, float>, &adagrad<Isa, double>}})
                      : void()),
    ...);
   return found;

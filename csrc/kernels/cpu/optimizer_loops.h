@@ -13,6 +13,7 @@ namespace trireme::cpu {
 // dtype, fp32 or fp64; the gradient is not written, whatever the scalars say.
 using AdamLoop = void (*)(const OptimizerSegment& segment, const AdamScalars& scalars);
 using SgdLoop = void (*)(const OptimizerSegment& segment, const SgdScalars& scalars);
+using AdagradLoop = void (*)(const OptimizerSegment& segment, const AdagradScalars& scalars);
 
 // Holds the loops of one instruction set, for fp32 and fp64. All sets that have a fused
 // multiply-add give the same bits.
@@ -21,6 +22,7 @@ struct OptimizerLoops {
   bool fuses;
   std::array<AdamLoop, 2> adam;
   std::array<SgdLoop, 2> sgd;
+  std::array<AdagradLoop, 2> adagrad;
 };
 
 // Returns the loops that this processor can run, the fastest last; exported for the tests, which

@@ -29,6 +29,10 @@ void run_loop(const OptimizerSegment& segment, bool is_double, const SgdScalars&
   best_optimizer_loops().sgd[is_double ? 1 : 0](segment, scalars);
 }
 
+void run_loop(const OptimizerSegment& segment, bool is_double, const AdagradScalars& scalars) {
+  best_optimizer_loops().adagrad[is_double ? 1 : 0](segment, scalars);
+}
+
 // Steps one block by way of buffers in the dtype computed in, as far as memory holds others.
 template <typename Scalars>
 void step_block(OptimizerSegment block, SegmentDtypes dtypes, Scalars scalars) {
@@ -125,6 +129,11 @@ void adam_segment(const OptimizerSegment& segment, SegmentDtypes dtypes,
 }
 
 void sgd_segment(const OptimizerSegment& segment, SegmentDtypes dtypes, const SgdScalars& scalars) {
+  cpu::step_segment(segment, dtypes, scalars);
+}
+
+void adagrad_segment(const OptimizerSegment& segment, SegmentDtypes dtypes,
+                     const AdagradScalars& scalars) {
   cpu::step_segment(segment, dtypes, scalars);
 }
 

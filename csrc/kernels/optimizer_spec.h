@@ -1,0 +1,67 @@
+#pragma once
+
+#include <trireme/common/error.h>
+#include <trireme/common/export.h>
+#include <trireme/kernels/optimizer_step.h>
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <variant>
+
+namespace trireme {
+
+// Holds the options of torch's optimizers, by their names, for values that a strategy keeps and
+// steps itself: it has no torch::optim::Optimizer, since no rank has all of the state.
+struct SgdSpec {
+  double lr = 1e-3;
+  double momentum = 0;
+  double weight_decay = 0;
+};
+struct AdamSpec {
+  double lr = 1e-3;
+  double beta1 = 0.9;
+  double beta2 = 0.999;
+  double eps = 1e-8;
+  double weight_decay = 0;
+};
+struct AdamWSpec {
+  double lr = 1e-3;
+  double beta1 = 0.9;
+  double beta2 = 0.999;
+  double eps = 1e-8;
+  double weight_decay = 1e-2;
+};
+struct AdagradSpec {
+  double lr = 1e-2;
+  double eps = 1e-10;
+};
+// Adds what is pushed to the values, as it is.
+struct SumSpec {};
+
+using OptimizerSpec = std::variant<SgdSpec, AdamSpec, AdamWSpec, AdagradSpec, SumSpec>;
+
+// Returns what is wrong with the options, as "got Adam(lr=-1, ...) with lr < 0, expected ...";
+// empty if nothing is.
+TRIREME_API std::string complaint_about(const OptimizerSpec& spec);
+// Returns "SGD(lr=0.1, momentum=0.9, weight_decay=0)". Specs are equal if their texts are.
+TRIREME_API std::string to_string(const OptimizerSpec& spec);
+// Returns the learning rate; 1 for a sum, which has none.
+TRIREME_API double learning_rate_of(const OptimizerSpec& spec);
+TRIREME_API bool has_learning_rate(const OptimizerSpec& spec);
+// Returns how many states there are, each of as many elements as the values: 0, 1 or 2.
+TRIREME_API int64_t count_states(const OptimizerSpec& spec);
+
+// Describes one step of adjacent elements.
+struct SpecStep {
+  double lr = 0;      // in place of the spec's
+  int64_t step = 1;   // counts from 1
+  double factor = 1;  // multiplies the gradient
+};
+
+// Steps one segment on the calling thread, as adam_segment() and its kin do. States of the segment:
+// exp_avg, exp_avg_sq for Adam and AdamW; exp_avg for SGD with momentum; exp_avg_sq for Adagrad.
+TRIREME_API void step_segment(const OptimizerSpec& spec, const OptimizerSegment& segment,
+                              SegmentDtypes dtypes, const SpecStep& step);
+
+}  // namespace trireme

@@ -1,0 +1,163 @@
+#include <trireme/strategies/parameter_server/bound_module.h>
+
+#include <ATen/ATen.h>
+#include <c10/util/Exception.h>
+#include <c10/util/StringUtil.h>
+
+#include <exception>
+#include <utility>
+
+// See [Note: parameters in the memory of a table] in bound_module.h.
+
+namespace trireme::ps {
+
+BoundModule::BoundModule(Parts parts) : parts_(std::move(parts)) {
+  for (size_t i = 0; i < parts_.parameters.size(); ++i)
+    places_.push_back(parts_.store->whole(static_cast<int64_t>(i)));
+  show_values();
+}
+
+void BoundModule::show_values() {
+  for (size_t i = 0; i < places_.size(); ++i) parts_.parameters[i].set_data(places_[i]);
+  parts_.store->snapshot_versions(parts_.parameters);
+}
+
+void BoundModule::check_unchanged(std::string_view verb) {
+  if (is_writing_) return;
+  const auto refuse = [&](size_t i, const char* what, const char* next_step) {
+    const std::string text =
+        c10::str(verb, ": parameter '", parts_.names[i], "' of table '", parts_.table, "' ", what);
+    TORCH_CHECK(false, error_text(kPsArea, text, parts_.board->where(), next_step));
+  };
+  const std::vector<int64_t> changed = parts_.store->changed_outside(parts_.parameters);
+  if (!changed.empty()) {
+    parts_.store->snapshot_versions(parts_.parameters);
+    refuse(static_cast<size_t>(changed.front()),
+           "was changed in place, expected that only the table writes it",
+           "push() steps it; write it inside writing().");
+  }
+  for (size_t i = 0; i < places_.size(); ++i) {
+    if (!parts_.store->holds(static_cast<int64_t>(i), parts_.parameters[i]))
+      refuse(i, "lies in other memory, expected that of the table",
+             "Move or cast the module before the server is made.");
+  }
+}
+
+void BoundModule::end_reading() {
+  is_readable_ = false;
+  HostStore::bump_versions(parts_.parameters);
+  parts_.store->snapshot_versions(parts_.parameters);
+}
+
+void BoundModule::unbind() {
+  for (size_t i = 0; i < places_.size(); ++i) {
+    if (parts_.store->holds(static_cast<int64_t>(i), parts_.parameters[i]))
+      parts_.parameters[i].set_data(places_[i].clone());
+  }
+}
+
+void BoundModule::refresh() {
+  const at::NoGradGuard no_grad;
+  for (size_t i = 0; i < places_.size(); ++i) {
+    at::Tensor& parameter = parts_.parameters[i];
+    if (parameter.sizes() == places_[i].sizes()) parameter.copy_(places_[i]);
+  }
+}
+
+// --- writing -------------------------------------------------------------------------------------
+
+Errand BoundModule::errand() const {
+  return {[this] {
+            return c10::str("writing of table '", parts_.table, "' at clock ",
+                            parts_.board->clock());
+          },
+          "writing"};
+}
+
+void BoundModule::come_to(Phase phase) {
+  WorkerMarks& own = parts_.memory.marks(*parts_.board->worker());
+  own.writing.store(3 * sections_ + phase, std::memory_order_seq_cst);
+  parts_.board->ring_all();
+}
+
+// Returns the workers that have come; the others have gone.
+std::vector<int64_t> BoundModule::wait_for_all(Phase phase) {
+  std::vector<int64_t> come;
+  for (int64_t worker = 0; worker < parts_.board->workers(); ++worker) {
+    Errand one = errand();
+    one.worker = worker;
+    if (parts_.board->wait(parts_.memory.marks(worker).writing, 3 * sections_ + phase, one))
+      come.push_back(worker);
+  }
+  return come;
+}
+
+void BoundModule::begin_writing() {
+  come_to(kBegun);
+  const std::vector<int64_t> come = wait_for_all(kBegun);
+  for (const int64_t worker : come) {
+    if (parts_.board->clock_of(worker) == parts_.board->clock()) continue;
+    const std::string got =
+        c10::str(errand().text(), ": got ", parts_.board->name_of(worker), " at clock ",
+                 parts_.board->clock_of(worker), ", expected all workers at one clock");
+    settle();
+    TORCH_CHECK_VALUE(false, error_text(kPsArea, got, parts_.board->where(),
+                                        "Begin to write after as many clocks on all workers."));
+  }
+  is_writing_ = true;
+  for (size_t i = 0; i < places_.size(); ++i) parts_.parameters[i].set_data(places_[i].clone());
+}
+
+void BoundModule::end_writing() {
+  come_to(kWritten);
+  std::vector<int64_t> come;
+  try {
+    come = wait_for_all(kWritten);
+  } catch (const std::exception& error) {
+    abandon_writing(error.what());
+    throw;
+  }
+  for (const int64_t worker : come) {
+    if (parts_.memory.marks(worker).abandoned.load(std::memory_order_acquire) != sections_ + 1)
+      continue;
+    const std::string text =
+        c10::str(errand().text(), ": ", parts_.board->name_of(worker),
+                 " has left it by an exception: ", parts_.board->word_of(worker));
+    settle();
+    C10_THROW_ERROR(DistBackendError, error_text(kPsArea, text, parts_.board->where(),
+                                                 "Look for the error of that worker."));
+  }
+  const at::NoGradGuard no_grad;
+  if (come.front() == *parts_.board->worker()) {
+    for (size_t i = 0; i < places_.size(); ++i) places_[i].copy_(parts_.parameters[i]);
+  } else {
+    Errand first = errand();
+    first.worker = come.front();
+    const auto& writing = parts_.memory.marks(come.front()).writing;
+    if (!parts_.board->wait(writing, 3 * sections_ + kSettled, first)) {
+      const std::string text = c10::str(errand().text(), ": ", parts_.board->name_of(come.front()),
+                                        " has gone while it wrote, expected that it ends");
+      settle();
+      C10_THROW_ERROR(DistBackendError, error_text(kPsArea, text, parts_.board->where(),
+                                                   "Write once more: the values are mixed."));
+    }
+  }
+  settle();
+}
+
+void BoundModule::settle() {
+  is_writing_ = false;
+  show_values();
+  come_to(kSettled);
+  ++sections_;
+}
+
+void BoundModule::abandon_writing(const std::string& reason) noexcept {
+  if (!is_writing_) return;
+  parts_.board->leave_word(reason);
+  WorkerMarks& own = parts_.memory.marks(*parts_.board->worker());
+  own.abandoned.store(sections_ + 1, std::memory_order_seq_cst);
+  settle();
+}
+
+}  // namespace trireme::ps

@@ -1,0 +1,84 @@
+#pragma once
+
+#include <trireme/common/export.h>
+#include <trireme/memory/host_store.h>
+#include <trireme/strategies/parameter_server/clock_board.h>
+#include <trireme/strategies/parameter_server/table_memory.h>
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace trireme::ps {
+
+// [Note: parameters in the memory of a table]
+//
+// Under bsp without backup the parameters of a module on the CPU are the values of the table: no
+// pull moves a byte. That works because a clock closes only when all workers have clocked it: a
+// worker that has pulled keeps the values as they are until its own clock(), which says that it
+// reads them no more and bumps their versions, so that a graph kept over it raises as torch's own
+// does. Between clock() and the next pull() others write; a worker that reads then may see half a
+// step. Python's modules refuse a forward; C++ has no hook for that.
+//
+// Who writes such a parameter otherwise, by torch's own optimizer say, writes those of all workers.
+// Writes in place are seen by their version at the next verb. Writes that are meant go between
+// begin_writing() and end_writing(): each worker then writes a copy of its own, and those of the
+// first worker become everybody's.
+
+// Binds parameters to the values of a table. One thread at a time.
+class TRIREME_API BoundModule {
+ public:
+  struct Parts {
+    std::string table;
+    std::vector<std::string> names;
+    std::vector<at::Tensor> parameters;
+    std::shared_ptr<HostStore> store;
+    std::shared_ptr<ClockBoard> board;
+    const TableMemory& memory;
+  };
+  // From now on the parameters lie in the store. Expects that its values are there.
+  explicit BoundModule(Parts parts);
+
+  // Says whether this worker has pulled since its last clock.
+  bool is_readable() const { return is_readable_; }
+  // Throws RuntimeError where a parameter was written in place, or was given other memory. Such a
+  // write is told once.
+  void check_unchanged(std::string_view verb);
+  void begin_reading() { is_readable_ = true; }
+  // Counts a write of each parameter, which other workers may do from now on.
+  void end_reading();
+  // Gives the parameters memory of their own with the values as they are.
+  void unbind();
+  // Copies the values once more into parameters that were unbound.
+  void refresh();
+
+  // See [Note: parameters in the memory of a table]. Waits for all workers that are there. Throws
+  // ValueError where they are at different clocks, DistBackendError where one has left the writing
+  // by an exception. The values must not change meanwhile: all clocks are applied.
+  void begin_writing();
+  void end_writing();
+  // Drops what was written; the others raise. Never throws.
+  void abandon_writing(const std::string& reason) noexcept;
+  bool is_writing() const { return is_writing_; }
+
+ private:
+  enum Phase : uint64_t { kBegun = 1, kWritten = 2, kSettled = 3 };
+
+  Errand errand() const;
+  void come_to(Phase phase);
+  std::vector<int64_t> wait_for_all(Phase phase);
+  void show_values();
+  void settle();
+
+  Parts parts_;
+  std::vector<at::Tensor> places_;  // over the store
+  bool is_readable_ = true;
+  bool is_writing_ = false;
+  uint64_t sections_ = 0;  // of writing, so far
+};
+
+}  // namespace trireme::ps

@@ -1,0 +1,305 @@
+#include <trireme/strategies/parameter_server/clock_board.h>
+
+#include <trireme/common/duration.h>
+#include <trireme/common/interruption.h>
+#include <trireme/shm/fault.h>
+#include <trireme/shm/host_group.h>
+#include <trireme/shm/shown_errand.h>
+
+#include <c10/util/Exception.h>
+#include <c10/util/StringUtil.h>
+
+#include <algorithm>
+#include <bit>
+#include <cstring>
+#include <unistd.h>
+#include <utility>
+
+namespace trireme::ps {
+namespace {
+
+using std::chrono::milliseconds;
+
+constexpr milliseconds kPeersEvery{100};
+constexpr int kTagShift = static_cast<int>(kMostWithBackup);
+
+// Tells the word of a clock from what the same place held 1024 clocks before.
+uint64_t tag_of(uint64_t clock) { return (clock + 1) << kTagShift; }
+uint64_t bit_of(int64_t worker) { return uint64_t{1} << worker; }
+
+std::string limit_text(milliseconds limit) {
+  const auto ms = limit.count();
+  return ms % 1000 == 0 ? c10::str(ms / 1000, " s") : c10::str(ms, " ms");
+}
+
+}  // namespace
+
+int64_t ClockBoard::bytes_for(int64_t world) {
+  return static_cast<int64_t>(sizeof(BoardHeader)) +
+         world * static_cast<int64_t>(sizeof(WorkerLine));
+}
+
+ClockBoard::ClockBoard(Request request)
+    : memory_(request.memory),
+      options_(request.options),
+      roles_(std::move(request.roles)),
+      where_(request.where),
+      group_(request.group),
+      memory_kills_(shm::out_of_memory_kills()) {
+  std::vector<int64_t> ranks = roles_.workers;
+  ranks.insert(ranks.end(), roles_.servers.begin(), roles_.servers.end());
+  own_ = std::find(ranks.begin(), ranks.end(), where_.rank) - ranks.begin();
+  line(own_).pid = ::getpid();
+}
+
+void ClockBoard::watch_peers() {
+  for (int64_t worker = 0; worker < workers(); ++worker) {
+    try {
+      processes_.emplace_back(line(worker).pid);
+    } catch (const shm::Fault& fault) {
+      C10_THROW_ERROR(DistBackendError, fault.what());
+    }
+  }
+  flag_wait_.emplace(line(own_).bell, where_.world);
+}
+
+WorkerLine& ClockBoard::line(int64_t index) const {
+  return reinterpret_cast<WorkerLine*>(memory_ + sizeof(BoardHeader))[index];
+}
+
+std::optional<int64_t> ClockBoard::worker() const {
+  if (own_ < workers()) return own_;
+  return std::nullopt;
+}
+
+uint64_t ClockBoard::clock_of(int64_t worker) const {
+  return line(worker).clock.load(std::memory_order_seq_cst);
+}
+
+LineState ClockBoard::state_of(int64_t worker) const {
+  return line(worker).state.load(std::memory_order_acquire);
+}
+
+bool ClockBoard::is_gone(int64_t worker) const {
+  return line(worker).awaited.load(std::memory_order_seq_cst) == WorkerLine::kGone;
+}
+
+bool ClockBoard::takes(int64_t worker, uint64_t clock) const {
+  if (options_.backup == 0) return clock_of(worker) > clock;
+  const uint64_t word = header().taken[clock % BoardHeader::kTaken].load(std::memory_order_acquire);
+  return word >> kTagShift == tag_of(clock) >> kTagShift && (word & bit_of(worker)) != 0;
+}
+
+void ClockBoard::set_clock(uint64_t clock) {
+  line(own_).clock.store(clock, std::memory_order_seq_cst);
+  line(own_).awaited.store(clock, std::memory_order_seq_cst);
+  if (options_.mode == Mode::kSsp) ring_all();
+}
+
+// See [Note: how a clock closes].
+bool ClockBoard::close_next() {
+  uint64_t clock = closed();
+  std::atomic<uint64_t>& taken = header().taken[clock % BoardHeader::kTaken];
+  uint64_t word = taken.load(std::memory_order_seq_cst);
+  if (options_.backup == 0 || word >> kTagShift != tag_of(clock) >> kTagShift) {
+    int64_t missing = 0;
+    int64_t come = 0;
+    uint64_t mask = 0;
+    for (int64_t worker = 0; worker < workers(); ++worker) {
+      // Who is seen to be gone has its last clock by then.
+      const bool gone = is_gone(worker);
+      if (clock_of(worker) > clock) {
+        ++come;
+        mask |= options_.backup == 0 ? 0 : bit_of(worker);
+      } else if (!gone) {
+        ++missing;
+      }
+    }
+    if (come == 0 || missing > options_.backup) return false;
+    if (options_.backup > 0)
+      taken.compare_exchange_strong(word, tag_of(clock) | mask, std::memory_order_seq_cst);
+  }
+  header().closed.compare_exchange_strong(clock, clock + 1, std::memory_order_seq_cst);
+  return true;
+}
+
+void ClockBoard::close_clocks() {
+  bool any = false;
+  while (close_next()) any = true;
+  if (any) ring_all();
+}
+
+void ClockBoard::ring_all() noexcept {
+  for (int64_t index = 0; index < where_.world; ++index) shm::ring(line(index).bell);
+}
+
+void ClockBoard::leave(LineState state, std::string_view reason) noexcept {
+  WorkerLine& own = line(own_);
+  if (own.state.load(std::memory_order_relaxed) != LineState::kHere) return;
+  leave_word(reason);
+  own.state.store(state, std::memory_order_seq_cst);
+  own.awaited.store(WorkerLine::kGone, std::memory_order_seq_cst);
+  ring_all();
+}
+
+void ClockBoard::leave_word(std::string_view word) noexcept {
+  WorkerLine& own = line(own_);
+  const size_t length = std::min(word.size(), own.reason.size() - 1);
+  std::copy_n(word.begin(), length, own.reason.begin());
+  own.reason[length] = '\0';
+}
+
+std::string ClockBoard::word_of(int64_t worker) const {
+  const auto& reason = line(worker).reason;
+  return {reason.data(), ::strnlen(reason.data(), reason.size())};
+}
+
+std::string ClockBoard::name_of(int64_t worker) const {
+  return c10::str("worker ", worker, " (rank ", roles_.workers[static_cast<size_t>(worker)],
+                  ", process ", line(worker).pid, ")");
+}
+
+// Notes which processes have ended; says whether one has that nobody had noted.
+bool ClockBoard::note_ended() {
+  bool found = false;
+  for (int64_t worker = 0; worker < workers(); ++worker) {
+    WorkerLine& one = line(worker);
+    LineState here = LineState::kHere;
+    if (one.state.load(std::memory_order_acquire) != here ||
+        processes_[static_cast<size_t>(worker)].alive())
+      continue;
+    one.state.compare_exchange_strong(here, LineState::kLost, std::memory_order_seq_cst);
+    found = true;
+  }
+  // Also for one that was killed between the two stores.
+  for (int64_t worker = 0; worker < workers(); ++worker) {
+    if (state_of(worker) != LineState::kHere && !is_gone(worker))
+      line(worker).awaited.store(WorkerLine::kGone, std::memory_order_seq_cst);
+  }
+  if (found) ring_all();
+  return found;
+}
+
+std::optional<int64_t> ClockBoard::find_lost() const {
+  if (options_.on_worker_loss == WorkerLoss::kContinue) return std::nullopt;
+  for (const LineState state : {LineState::kFailed, LineState::kLost})
+    for (int64_t worker = 0; worker < workers(); ++worker)
+      if (state_of(worker) == state) return worker;
+  return std::nullopt;
+}
+
+std::string ClockBoard::why_gone(int64_t worker) const {
+  const std::string at = c10::str(" at clock ", clock_of(worker));
+  if (state_of(worker) == LineState::kFailed)
+    return " has left" + at + ", ended by " + word_of(worker);
+  const auto status = processes_[static_cast<size_t>(worker)].wait_status();
+  if (status == 0) return " ended normally" + at + " without leave()";
+  return " has died" + at + shm::text_of_end(status, memory_kills_);
+}
+
+void ClockBoard::refuse_lost(const Errand& errand, int64_t worker) {
+  const std::string held = describe_held_ ? describe_held_(worker) : std::string();
+  C10_THROW_ERROR(
+      DistBackendError,
+      error_text(kPsArea, c10::str(errand.text(), ": ", name_of(worker), why_gone(worker), held),
+                 where_,
+                 state_of(worker) == LineState::kFailed
+                     ? "Look for the error of that worker; on_worker_loss='continue' goes on "
+                       "without it."
+                     : "Start the group again; on_worker_loss='continue' goes on without it."));
+}
+
+// Names who is furthest behind, but for one that the errand names.
+void ClockBoard::refuse_late(const Errand& errand) {
+  int64_t late = errand.worker;
+  for (int64_t worker = 0; worker < workers() && errand.worker < 0; ++worker) {
+    if (is_gone(worker) || clock_of(worker) >= errand.clock) continue;
+    if (late < 0 || clock_of(worker) < clock_of(late)) late = worker;
+  }
+  const milliseconds limit =
+      options_.timeout.value_or(group_ == nullptr ? kLongestWait : group_->timeout());
+  const std::string who =
+      late < 0 ? std::string("it has not come")
+               : c10::str(name_of(late), " has not come within ", limit_text(limit),
+                          "; it is alive, at clock ", clock_of(late), " (its process is ",
+                          processes_[static_cast<size_t>(late)].state(), ")");
+  C10_THROW_ERROR(DistBackendError,
+                  error_text(kPsArea, errand.text() + ": " + who, where_,
+                             "Look what that worker is doing, or raise the timeout."));
+}
+
+// Looks while this rank sleeps whether waiting makes sense.
+class ClockBoard::LineWatch final : public shm::Watch {
+ public:
+  LineWatch(ClockBoard& board, const Errand& errand) : board_(board), errand_(errand) {}
+
+  bool pointless() override {
+    if (board_.note_ended() && board_.options_.mode == Mode::kBsp) board_.close_clocks();
+    if (board_.find_lost()) return true;
+    if (errand_.worker >= 0 && board_.is_gone(errand_.worker)) return true;
+    if (board_.options_.on_worker_loss == WorkerLoss::kContinue || board_.group_ == nullptr)
+      return false;
+    failure_ = board_.group_->failure();
+    return failure_.has_value();
+  }
+  void look_around() override { check_interruption(); }
+  [[noreturn]] void give_up() override {
+    if (const auto lost = board_.find_lost()) board_.refuse_lost(errand_, *lost);
+    if (!failure_) throw WorkerGone{};
+    C10_THROW_ERROR(DistBackendError, error_text(kPsArea, errand_.text() + ": " + *failure_,
+                                                 board_.where_, "Make a new group."));
+  }
+  [[noreturn]] void overdue() override { board_.refuse_late(errand_); }
+
+ private:
+  ClockBoard& board_;
+  const Errand& errand_;
+  std::optional<std::string> failure_;
+};
+
+bool ClockBoard::wait(const std::atomic<uint64_t>& counter, uint64_t target, const Errand& errand) {
+  if (counter.load(std::memory_order_acquire) >= target) return true;
+  const auto begin = shm::Clock::now();
+  const milliseconds limit =
+      options_.timeout.value_or(group_ == nullptr ? kLongestWait : group_->timeout());
+  std::optional<shm::ShownErrand> shown;
+  if (group_ != nullptr) {
+    std::string text = errand.text();
+    if (errand.worker >= 0)
+      text += c10::str(" for worker ", errand.worker, " at clock ", clock_of(errand.worker));
+    shown.emplace(group_->block(group_->rank()), text);
+  }
+  const auto note_time = [&] {
+    const std::chrono::duration<double> took = shm::Clock::now() - begin;
+    const std::lock_guard<std::mutex> lock(waited_mutex_);
+    const auto found = waited_.find(errand.cause);
+    (found != waited_.end() ? found->second : waited_[std::string(errand.cause)]) += took.count();
+  };
+  LineWatch watch(*this, errand);
+  try {
+    flag_wait_->until(counter, target, deadline_after(limit), watch);
+  } catch (const WorkerGone&) {
+    note_time();
+    return false;
+  } catch (...) {
+    note_time();
+    throw;
+  }
+  note_time();
+  return true;
+}
+
+void ClockBoard::check_peers(const Errand& errand) {
+  const auto now = shm::Clock::now();
+  if (now - looked_at_ < kPeersEvery) return;
+  looked_at_ = now;
+  if (note_ended() && options_.mode == Mode::kBsp) close_clocks();
+  if (const auto lost = find_lost()) refuse_lost(errand, *lost);
+}
+
+std::map<std::string, double> ClockBoard::waited() const {
+  const std::lock_guard<std::mutex> lock(waited_mutex_);
+  return {waited_.begin(), waited_.end()};
+}
+
+}  // namespace trireme::ps

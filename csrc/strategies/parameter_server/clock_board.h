@@ -1,0 +1,172 @@
+#pragma once
+
+#include <trireme/common/error.h>
+#include <trireme/common/export.h>
+#include <trireme/shm/flag_wait.h>
+#include <trireme/shm/liveness.h>
+#include <trireme/shm/rank_block.h>
+#include <trireme/strategies/parameter_server/options.h>
+
+#include <array>
+#include <atomic>
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace trireme::shm {
+class HostGroup;
+}
+
+namespace trireme::ps {
+
+// [Note: how a clock closes]
+//
+// A worker's clock is the number of its clock() calls, in its own line; nobody else writes it.
+// Under bsp the shared number `closed` counts the clocks whose pushes may be applied. Whoever comes
+// by closes the next one when it can be: when all workers that are there have clocked it, or all
+// but `backup`. With whose pushes it was closed follows from the clocks themselves without backup:
+// a worker that has left or died keeps the clock it had. With backup a word says it, a bit per
+// worker, written by one compare-and-swap before `closed` moves; so all who apply the clock see the
+// same workers, and one that is killed in between leaves nothing half done.
+
+enum class LineState : uint32_t {
+  kHere,
+  kLeft,    // leave() or close()
+  kFailed,  // close() on the way out of an exception, which the line names
+  kLost     // its process has ended
+};
+
+// Is what a rank lets the others see: the one thing of the board that it writes, but for what is
+// said of it once it is gone.
+struct WorkerLine {
+  shm::Bell bell;
+  alignas(64) std::atomic<uint64_t> clock;
+  std::atomic<uint64_t> awaited;  // clock while it is there, then kGone
+  std::atomic<LineState> state;
+  int32_t pid;
+  std::array<char, 512> reason;  // complete before the state becomes kFailed
+
+  static constexpr uint64_t kGone = UINT64_MAX;
+};
+
+struct BoardHeader {
+  static constexpr size_t kTaken = 1024;
+
+  alignas(64) std::atomic<uint64_t> closed;
+  // Says with whose pushes the last kTaken clocks were closed, with backup only.
+  alignas(64) std::array<std::atomic<uint64_t>, kTaken> taken;
+};
+
+// Describes a wait: for messages and onlookers.
+struct Errand {
+  std::function<std::string()> text;  // "pull of table 'model'"; asked where it has to wait
+  std::string_view cause;             // "pull", "push", "lock", "serve" or "writing", in a literal
+  int64_t worker = -1;                // the wait is for this one; -1: for whoever is behind
+  uint64_t clock = 0;                 // the one that those have not come to
+};
+
+// Holds the lines of all ranks, workers first. The thread that uses the server calls it, but for
+// what is const.
+class TRIREME_API ClockBoard {
+ public:
+  struct Request {
+    std::byte* memory = nullptr;  // bytes_for(), zeros
+    Options options;
+    Roles roles;
+    RankOf where;                     // in the group
+    shm::HostGroup* group = nullptr;  // null for a rank alone
+  };
+  static int64_t bytes_for(int64_t world);
+
+  // Says that this rank is there. watch_peers() follows once all ranks have said so.
+  explicit ClockBoard(Request request);
+  // Throws DistBackendError where a process cannot be watched.
+  void watch_peers();
+
+  const Options& options() const { return options_; }
+  RankOf where() const { return where_; }
+  int64_t workers() const { return static_cast<int64_t>(roles_.workers.size()); }
+  // Returns the number of this worker; absent on a rank that only serves.
+  std::optional<int64_t> worker() const;
+
+  uint64_t clock() const { return line(own_).clock.load(std::memory_order_relaxed); }
+  uint64_t clock_of(int64_t worker) const;
+  uint64_t closed() const { return header().closed.load(std::memory_order_seq_cst); }
+  bool is_gone(int64_t worker) const;
+  LineState state_of(int64_t worker) const;
+  // Says whether a closed clock was closed with the pushes of that worker.
+  bool takes(int64_t worker, uint64_t clock) const;
+
+  // Moves the clock of this worker and wakes those who wait for it.
+  void set_clock(uint64_t clock);
+  // Closes what can be closed, and wakes those who wait for it.
+  void close_clocks();
+  // Says that nobody has to wait for this worker any more. Never throws.
+  void leave(LineState state, std::string_view reason) noexcept;
+  void ring_all() noexcept;
+  // Leaves a text of this worker for messages of the others, who read it once they know why.
+  void leave_word(std::string_view word) noexcept;
+  std::string word_of(int64_t worker) const;
+
+  // Waits until a counter has come to a number; false if the worker of the errand is gone before.
+  // Throws DistBackendError, naming who is missing, at the deadline, and under kRaise when a worker
+  // has died or failed; what a signal handler raised.
+  bool wait(const std::atomic<uint64_t>& counter, uint64_t target, const Errand& errand);
+  bool wait_closed(uint64_t target, const Errand& errand) {
+    return wait(header().closed, target, errand);
+  }
+  // Waits until that worker has come to a clock, or is gone.
+  void wait_clock(int64_t worker, uint64_t clock, const Errand& errand) {
+    wait(line(worker).awaited, clock, errand);
+  }
+  void wait_gone(int64_t worker, const Errand& errand) {
+    wait(line(worker).awaited, WorkerLine::kGone, errand);
+  }
+  // Looks at most ten times a second whether a worker has died; throws as wait() does.
+  void check_peers(const Errand& errand);
+  // Returns "worker 1 (rank 1, process 81)".
+  std::string name_of(int64_t worker) const;
+  [[noreturn]] void refuse_lost(const Errand& errand, int64_t worker);
+
+  // Sets who tells what a worker that has died held: " while it held block 3 of ...", or nothing.
+  void describe_held_by(std::function<std::string(int64_t)> describe) {
+    describe_held_ = std::move(describe);
+  }
+  // Returns the seconds waited, by cause. Any thread may call it.
+  std::map<std::string, double> waited() const;
+
+ private:
+  class LineWatch;
+  struct WorkerGone {};
+
+  BoardHeader& header() const { return *reinterpret_cast<BoardHeader*>(memory_); }
+  WorkerLine& line(int64_t index) const;
+  bool close_next();
+  bool note_ended();
+  std::optional<int64_t> find_lost() const;
+  std::string why_gone(int64_t worker) const;
+  [[noreturn]] void refuse_late(const Errand& errand);
+
+  std::byte* memory_;
+  Options options_;
+  Roles roles_;
+  RankOf where_;
+  shm::HostGroup* group_;
+  int64_t own_ = 0;  // the line of this rank
+  std::optional<int64_t> memory_kills_;
+  std::vector<shm::PeerProcess> processes_;  // of workers
+  std::optional<shm::FlagWait> flag_wait_;
+  std::function<std::string(int64_t)> describe_held_;
+  shm::Clock::time_point looked_at_;
+  mutable std::mutex waited_mutex_;
+  std::map<std::string, double, std::less<>> waited_;
+};
+
+}  // namespace trireme::ps

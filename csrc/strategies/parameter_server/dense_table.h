@@ -1,0 +1,134 @@
+#pragma once
+
+#include <trireme/comm/pending.h>
+#include <trireme/common/export.h>
+#include <trireme/strategies/parameter_server/bound_module.h>
+#include <trireme/strategies/parameter_server/table_steps.h>
+
+#include <ATen/core/Tensor.h>
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace trireme::ps {
+
+class WorkerDesk;
+
+// Is a table of dense tensors, as one worker sees it. What its verbs return and when they wait is
+// said in parameter_server.h. It lives as long as its server; the server's rules for threads hold.
+//
+// Every verb throws RuntimeError after close() or leave(), on a rank that only serves, and in a
+// forked child; DistBackendError where it waits in vain. What it refuses has changed nothing.
+class TRIREME_API DenseTable {
+ public:
+  // Is made by the server.
+  DenseTable(TableSteps::Parts parts, TablePlan plan, std::shared_ptr<WorkerDesk> desk,
+             bool binds_module);
+
+  const std::string& name() const { return spec_->name; }
+  const std::vector<std::string>& tensor_names() const { return spec_->names; }
+  int64_t size() const { return static_cast<int64_t>(spec_->tensors.size()); }
+  // Returns the bytes of the table in the memory of the host: values, states, deposits and lines.
+  int64_t memory_bytes() const;
+
+  // --- a table made of a module ---
+
+  // Fills its parameters, in place; moves no byte where they lie in the table's memory. Throws
+  // ValueError for a table made of tensors, RuntimeError for a parameter that was written in place.
+  void pull();
+  // Takes the .grad of its parameters, times `scale`, and leaves them undefined. A parameter
+  // without one is not updated. Throws ValueError for a sparse gradient, or one of another shape or
+  // dtype: it is the parameter's, or fp32.
+  void push(double scale = 1);
+  // Says whether the parameters lie in the table's memory, and whether they may be read: from
+  // pull() until clock().
+  bool is_bound() const { return bound_.has_value(); }
+  bool is_readable() const { return !bound_ || bound_->is_readable(); }
+
+  // While the guard lives every worker may write the parameters, all of them the same values:
+  //   { auto writing = table.writing(); torch::load(net, "net.pt"); }
+  // Collective over the workers that are there, at one clock; those of the first worker count. An
+  // exception that ends it drops what was written, and the others raise. Throws ValueError for a
+  // table that is not bound.
+  class Writing {
+   public:
+    explicit Writing(DenseTable& table);
+    ~Writing() noexcept(false);
+    Writing(const Writing&) = delete;
+    Writing& operator=(const Writing&) = delete;
+
+   private:
+    DenseTable& table_;
+    int exceptions_;
+  };
+  [[nodiscard]] Writing writing() { return Writing(*this); }
+  void begin_writing();
+  void end_writing();
+  void abandon_writing(const std::string& reason) noexcept;
+
+  // --- a table made of tensors; works for one made of a module, too ---
+
+  // Returns copies on the CPU, without a graph. With `view` it returns the table's own memory, to
+  // read only: under bsp it is that clock's until clock(), else it changes as others push. Throws
+  // ValueError for a view with backup workers, who may be passed while they read.
+  NamedTensors pull_tensors(bool view = false);
+  // Takes gradients by name, times `scale`; a name that is missing is not updated. Throws
+  // ValueError for an unknown name.
+  void push_tensors(const NamedTensors& gradients, double scale = 1);
+
+  // These return at once. What need not wait is done by then; the rest is done in wait(): there is
+  // no thread behind it. The result of a pull are the tensors in their order, none for a module.
+  // Gradients are taken at once. Throws RuntimeError from wait() under bsp once clock() was called.
+  Pending pull_async();
+  Pending pull_tensors_async(bool view = false);
+  Pending push_async(double scale = 1);
+  Pending push_tensors_async(const NamedTensors& gradients, double scale = 1);
+
+  // Sets the learning rate: under bsp for the step of this clock and all later ones, and where
+  // several workers set one in a clock the first of them counts; else at once, for all workers.
+  // Throws ValueError for a negative one, and for a sum.
+  void set_lr(double lr);
+
+  // --- the server calls these ---
+
+  void before_clock();
+  void after_clock();
+  // Gives the module memory of its own, with values of one clock.
+  void release_module();
+  const TableSteps& steps() const { return steps_; }
+
+ private:
+  class Pull;
+  class Push;
+  using Gradients = std::vector<at::Tensor>;
+
+  Errand errand(std::string_view cause) const;
+  void require_module(std::string_view verb) const;
+  bool has_come(uint64_t clock) const;
+  void wait_for(uint64_t clock);
+  void fill_parameters();
+  NamedTensors read(bool view);
+  void copy_values(const std::vector<at::Tensor>& to);
+  void copy_once(const std::vector<at::Tensor>& to) const;
+  Gradients take_own_gradients();
+  Gradients gradients_by_name(const NamedTensors& gradients) const;
+  at::Tensor checked_gradient(size_t index, const at::Tensor& gradient) const;
+  bool can_push() const;
+  void push_gradients(const Gradients& gradients, double scale);
+  void check_async(uint64_t clock, std::string_view verb) const;
+
+  std::shared_ptr<const TableSpec> spec_;
+  std::shared_ptr<ClockBoard> board_;
+  std::shared_ptr<HostStore> store_;
+  std::shared_ptr<WorkerDesk> desk_;
+  TableSteps steps_;
+  std::optional<BoundModule> bound_;
+  uint64_t staleness_;
+};
+
+}  // namespace trireme::ps

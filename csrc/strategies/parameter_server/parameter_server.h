@@ -1,0 +1,136 @@
+#pragma once
+
+#include <trireme/comm/communicator.h>
+#include <trireme/comm/launch/launch.h>
+#include <trireme/common/export.h>
+#include <trireme/strategies/parameter_server/dense_table.h>
+#include <trireme/strategies/parameter_server/options.h>
+#include <trireme/strategies/parameter_server/table_spec.h>
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace trireme::ps {
+
+class WorkerDesk;
+
+// Tells how a server and its workers do.
+struct Stats {
+  std::vector<int64_t> clocks;                // by worker; of one that is gone its last
+  std::optional<int64_t> slowest = {};        // the first of those that are furthest behind
+  std::vector<int64_t> left = {};             // workers that have left
+  std::vector<int64_t> lost = {};             // workers that were found dead, or ended by an error
+  std::map<std::string, double> waited = {};  // seconds of this rank, by cause
+  int64_t pulls = 0;                          // this worker's, like the next four
+  int64_t pushes = 0;
+  int64_t dropped = 0;  // pushes that came for a closed clock
+  int64_t bytes_pulled = 0;
+  int64_t bytes_pushed = 0;
+  int64_t torn = 0;  // blocks that workers have died in, of all workers
+  std::vector<std::string> torn_blocks = {};
+  int64_t memory_bytes = 0;  // of all tables, once per host
+};
+
+// Keeps tables of parameters that workers pull and push, each at its own pace. The ranks of the
+// group are on one host, and its memory is the server: tables, states of optimizers and clocks lie
+// in memory that all ranks map, and workers apply pushes themselves. No process, thread or message
+// stands between them.
+//
+//   trireme::Context ctx = trireme::init();
+//   namespace ps = trireme::ps;
+//   ps::ParameterServer server(ctx, {ps::dense("net", net, ps::SGD{.lr = 0.1})},
+//                              {.mode = ps::Mode::kSsp, .staleness = 2});
+//   ps::DenseTable& table = server.dense("net");
+//   for (const Batch& batch : *loader) {
+//     table.pull();
+//     loss_of(net->forward(batch)).backward();
+//     table.push();
+//     server.clock();
+//   }
+//
+// A worker's clock is the number of its clock() calls. There are W workers, and the staleness s is
+// the server's or a table's own.
+// - bsp: pushes of clock c are kept apart by worker. The clock closes when all have clocked it;
+//   then they are added in the order of worker numbers, divided by W (or not, Reduction::kSum), and
+//   the optimizer makes one step. A pull at clock c returns the result of c steps; pushes of the
+//   open clock, one's own too, are not in it. It waits for the slowest worker. A push waits while
+//   the clock before the last one is not applied. With whole-number gradients this is synchronous
+//   SGD bit for bit; with others it has the bits of that order of sums, whoever came first.
+// - bsp with backup workers k: a clock closes when all but k have clocked it, and the mean is over
+//   those that have. What comes for a closed clock is dropped and counted; clock() takes the late
+//   worker to the present one, and until then its pulls return the present values.
+// - ssp: a push is a step of its own, taken when it comes, undivided. A pull at clock c waits until
+//   the slowest worker has clock >= c - s. It sees every push made in clocks < c - s and all of its
+//   own, perhaps newer ones, and what it sees never falls back. clock() never waits. s = 0 is not
+//   bsp: newer pushes may be seen.
+// - async: as ssp, and a pull never waits.
+// Several pushes of one clock add up under bsp, and are several steps under ssp and async. A tensor
+// for which nobody has pushed is not stepped, and its step is not counted. Under ssp and async what
+// a pull returns is whole per element only: others may step while it copies.
+//
+// Memory, once per host: the tables and the states of their optimizers, and under bsp two deposits
+// of a table per worker. A pull moves the bytes of a table once, or none (DenseTable), a push once.
+//
+// Faults: a wait ends at the deadline, naming who has not come. A worker that dies is named within
+// a second by whoever waits or pulls next (WorkerLoss::kRaise), or the others go on as if it had
+// left: its pushes of the open clock are dropped. A block of values in which it died stays as it is
+// and is counted in stats(). Nothing after the construction is collective, but for writing().
+//
+// One thread at a time, but for stats(). Tables live as long as the server. Errors are
+// c10::ValueError for a caller's mistake, c10::IndexError for an unknown table, c10::Error for use
+// after close(), leave() or a fork, c10::DistBackendError for the rest.
+class TRIREME_API ParameterServer {
+ public:
+  // Collective. The ranks must have the same tables and options; worker 0's values count. Throws
+  // ValueError on all ranks where they differ, where something is out of range, or where the ranks
+  // do not share the memory of one host; DistBackendError where there is not enough memory.
+  ParameterServer(Context& ctx, std::vector<TableSpec> tables, const Options& options = {});
+  ParameterServer(std::shared_ptr<Communicator> communicator, std::vector<TableSpec> tables,
+                  const Options& options = {});
+  // Closes it. An exception that passes counts as the error of this worker.
+  ~ParameterServer();
+  ParameterServer(const ParameterServer&) = delete;
+  ParameterServer& operator=(const ParameterServer&) = delete;
+
+  // Returns the number of this worker; absent on a rank that only serves.
+  std::optional<int64_t> worker() const;
+  int64_t workers() const;
+
+  // Ends this worker's clock and returns the number of the next one. Where the parameters of a
+  // module lie in a table's memory it says that this worker reads them no more. Throws what
+  // DenseTable::pull() throws for a parameter that was written.
+  int64_t clock();
+  // Returns the clock of each worker; of one that is gone its last.
+  std::vector<int64_t> clocks() const;
+  Stats stats() const;
+
+  // On a rank that only serves: returns when all workers have left. On one host there is nothing to
+  // do meanwhile: it watches. Throws DistBackendError, under kRaise, when a worker has died or was
+  // ended by an error.
+  void serve();
+  // Says that nobody has to wait for this worker any more; pushes of its open clock are dropped.
+  // The parameters of modules get memory of their own. On a server, and once it was called, it does
+  // nothing.
+  void leave();
+  // Leaves, for good; `error` is what ended this worker, if that was none of its own will: then the
+  // others raise, under kRaise. Never throws; again it does nothing. Not collective.
+  void close(std::string_view error = {}) noexcept;
+
+  // Returns a table. Throws IndexError for an unknown name.
+  DenseTable& dense(std::string_view name);
+
+ private:
+  void release_modules() noexcept;
+
+  std::shared_ptr<Communicator> communicator_;
+  std::shared_ptr<ClockBoard> board_;
+  std::shared_ptr<WorkerDesk> desk_;
+  std::vector<std::unique_ptr<DenseTable>> tables_;
+};
+
+}  // namespace trireme::ps

@@ -1,0 +1,75 @@
+#include <trireme/strategies/parameter_server/table_agreement.h>
+
+#include <trireme/comm/gather_texts.h>
+
+#include <c10/util/Exception.h>
+#include <c10/util/StringUtil.h>
+
+#include <algorithm>
+#include <sstream>
+#include <string>
+
+namespace trireme::ps {
+namespace {
+
+// Begins the text of a rank that cannot make its part.
+constexpr char kComplaint = '!';
+
+std::string describe(const std::vector<TableSpec>& tables, const Options& options, int64_t world) {
+  const Roles roles = roles_of(options.servers, world);
+  const auto workers = static_cast<int64_t>(roles.workers.size());
+  std::string wrong = complaint_about(options, workers);
+  if (wrong.empty()) wrong = complaint_about(tables, options.mode);
+  if (!wrong.empty()) return kComplaint + wrong;
+  std::string text = to_string(options, roles);
+  for (const TableSpec& table : tables) text += "\n" + to_string(table);
+  return text;
+}
+
+std::vector<std::string> split_lines(const std::string& text) {
+  std::vector<std::string> lines;
+  std::istringstream all(text);
+  for (std::string line; std::getline(all, line);) lines.push_back(line);
+  return lines;
+}
+
+// Returns what differs between two ranks, as each of them has it.
+std::string first_difference(const std::string& first, const std::string& other, size_t rank) {
+  const std::vector<std::string> of_first = split_lines(first);
+  const std::vector<std::string> of_other = split_lines(other);
+  size_t line = 0;
+  while (line < std::min(of_first.size(), of_other.size()) && of_first[line] == of_other[line])
+    ++line;
+  const auto text_of = [&](const std::vector<std::string>& lines) {
+    return line < lines.size() ? lines[line] : std::string("nothing more");
+  };
+  return c10::str("got ", text_of(of_first), " on rank 0 and ", text_of(of_other), " on rank ",
+                  rank, ", expected the same on all ranks");
+}
+
+}  // namespace
+
+void agree_on_tables(const std::vector<TableSpec>& tables, const Options& options,
+                     Communicator& communicator) {
+  const RankOf where = communicator.rank_of();
+  const std::string own = describe(tables, options, where.world);
+  const std::vector<std::string> texts = gather_texts(own, communicator, communicator.device());
+  for (size_t rank = 0; rank < texts.size(); ++rank) {
+    if (texts[rank].empty() || texts[rank].front() != kComplaint) continue;
+    const bool is_own = static_cast<int64_t>(rank) == where.rank;
+    const std::string got = texts[rank].substr(1);
+    const bool has_verb = got.starts_with("got ") || got.find(": got ") != std::string::npos;
+    TORCH_CHECK_VALUE(
+        false,
+        error_text(kPsArea,
+                   (has_verb ? "" : "got ") + got + (is_own ? "" : c10::str(", says rank ", rank)),
+                   where, "Make the server of tables and options that go together."));
+  }
+  for (size_t rank = 1; rank < texts.size(); ++rank) {
+    TORCH_CHECK_VALUE(texts[rank] == texts[0],
+                      error_text(kPsArea, first_difference(texts[0], texts[rank], rank), where,
+                                 "Give all ranks the same tables and options."));
+  }
+}
+
+}  // namespace trireme::ps

@@ -1,0 +1,66 @@
+#include <trireme/strategies/parameter_server/table_plan.h>
+
+#include <trireme/kernels/optimizer_step.h>
+#include <trireme/memory/shard_plan.h>
+#include <trireme/strategies/parameter_server/table_memory.h>
+
+#include <c10/core/ScalarType.h>
+
+#include <algorithm>
+
+namespace trireme::ps {
+namespace {
+
+constexpr int64_t kTableLine = 64;
+
+int64_t in_lines(int64_t bytes) { return (bytes + kTableLine - 1) / kTableLine * kTableLine; }
+
+}  // namespace
+
+TablePlan make_table_plan(const TablePlanRequest& request) {
+  TablePlan plan;
+  plan.tensors = static_cast<int64_t>(request.tensors.size());
+  for (int64_t tensor = 0; tensor < plan.tensors; ++tensor) {
+    const int64_t numel = request.tensors[static_cast<size_t>(tensor)].numel;
+    for (int64_t begin = 0; begin < numel; begin += kBlockNumel)
+      plan.blocks.push_back({tensor, begin, std::min(kBlockNumel, numel - begin)});
+  }
+  int64_t end = 0;
+  const auto place = [&end](int64_t bytes) {
+    const int64_t at = end;
+    end += in_lines(bytes);
+    return at;
+  };
+  place(sizeof(TableHeader));
+  plan.blocks_at = place(static_cast<int64_t>(plan.blocks.size() * sizeof(BlockLine)));
+  plan.mark_bytes = in_lines(static_cast<int64_t>(sizeof(WorkerMarks)) +
+                             2 * plan.tensors * static_cast<int64_t>(sizeof(uint64_t)));
+  plan.marks_at = place(request.workers * plan.mark_bytes);
+  for (int64_t state = 0; state < request.states; ++state) {
+    for (const ParameterInfo& info : request.tensors) {
+      const auto item = static_cast<int64_t>(c10::elementSize(optimizer_state_dtype(info.dtype)));
+      plan.state_at.push_back(place(info.numel * item));
+    }
+  }
+  if (request.deposits) {
+    const StoreLayout half = make_store_layout(request.tensors);
+    plan.in_half = half.offsets;
+    plan.half_bytes = half.bytes;
+    plan.deposits_at = place(request.workers * 2 * half.bytes);
+  }
+  plan.bytes = end;
+  return plan;
+}
+
+std::string to_string(const TablePlan& plan, const std::vector<ParameterInfo>& tensors) {
+  std::string text;
+  for (size_t i = 0; i < plan.blocks.size(); ++i) {
+    const TableBlock& block = plan.blocks[i];
+    text += "block " + std::to_string(i) + ": '" + tensors[static_cast<size_t>(block.tensor)].name +
+            "'[" + std::to_string(block.begin) + ", " + std::to_string(block.begin + block.numel) +
+            ")\n";
+  }
+  return text;
+}
+
+}  // namespace trireme::ps

@@ -1,0 +1,94 @@
+#include <trireme/strategies/parameter_server/table_spec.h>
+
+#include <trireme/kernels/checks.h>
+#include <trireme/module/module_parameters.h>
+
+#include <c10/util/StringUtil.h>
+#include <torch/nn/module.h>
+
+#include <set>
+#include <utility>
+
+namespace trireme::ps {
+
+TableSpec dense(std::string name, const torch::nn::Module& module, Optimizer optimizer,
+                DenseOptions options) {
+  NamedParameters named = named_parameters(module);
+  return {std::move(name),    std::move(named.names), std::move(named.tensors),
+          /*is_module=*/true, std::move(optimizer),   options};
+}
+
+TableSpec dense(std::string name, const NamedTensors& tensors, Optimizer optimizer,
+                DenseOptions options) {
+  return {std::move(name),     tensors.keys(),       tensors.values(),
+          /*is_module=*/false, std::move(optimizer), options};
+}
+
+namespace {
+
+std::string complaint_about_tensor(const std::string& name, const at::Tensor& tensor) {
+  if (!tensor.defined()) return c10::str("'", name, "' without a value, expected a tensor");
+  if (tensor.layout() != at::kStrided || tensor.is_complex() ||
+      !is_supported(tensor.scalar_type())) {
+    return c10::str("'", name, "' of dtype ", tensor.scalar_type(), " and layout ", tensor.layout(),
+                    ", expected a strided float32, float64, float16 or bfloat16");
+  }
+  if (tensor.is_meta())
+    return c10::str("'", name, "' on the meta device, expected one that has values");
+  return {};
+}
+
+std::string complaint_about_table(const TableSpec& table, Mode mode) {
+  if (table.name.empty()) return "a table without a name, expected one";
+  const auto of_table = [&](const std::string& what) {
+    return "table '" + table.name + "' with " + what;
+  };
+  if (table.tensors.empty()) return of_table("no tensors, expected at least one");
+  for (size_t i = 0; i < table.tensors.size(); ++i) {
+    const std::string wrong = complaint_about_tensor(table.names[i], table.tensors[i]);
+    if (!wrong.empty()) return of_table(wrong);
+  }
+  const std::string wrong = complaint_about(table.optimizer);
+  if (!wrong.empty()) return "table '" + table.name + "': " + wrong;
+  if (!table.options.staleness) return {};
+  if (*table.options.staleness < 0)
+    return of_table(c10::str("staleness=", *table.options.staleness, ", expected >= 0"));
+  if (mode != Mode::kSsp)
+    return of_table(c10::str("staleness=", *table.options.staleness, " under mode='", name_of(mode),
+                             "', expected none: only ssp has a bound"));
+  return {};
+}
+
+}  // namespace
+
+std::string complaint_about(const std::vector<TableSpec>& tables, Mode mode) {
+  if (tables.empty()) return "no tables, expected at least one";
+  std::set<std::string> names;
+  std::set<const at::TensorImpl*> bound;
+  for (const TableSpec& table : tables) {
+    if (std::string wrong = complaint_about_table(table, mode); !wrong.empty()) return wrong;
+    if (!names.insert(table.name).second)
+      return "two tables of the name '" + table.name + "', expected one";
+    for (size_t i = 0; table.is_module && i < table.tensors.size(); ++i) {
+      if (!bound.insert(table.tensors[i].unsafeGetTensorImpl()).second)
+        return "'" + table.names[i] + "' of table '" + table.name +
+               "' in another table as well, expected it in one";
+    }
+  }
+  return {};
+}
+
+std::string to_string(const TableSpec& table) {
+  std::string text = c10::str(
+      "table '", table.name, "' of ", table.tensors.size(),
+      table.is_module ? " parameters, " : " tensors, ", trireme::to_string(table.optimizer),
+      ", reduction=", table.options.reduction == Reduction::kMean ? "'mean'" : "'sum'");
+  if (table.options.staleness) text += c10::str(", staleness=", *table.options.staleness);
+  for (size_t i = 0; i < table.tensors.size(); ++i) {
+    text += c10::str("\n'", table.names[i], "' of table '", table.name, "' as ",
+                     table.tensors[i].scalar_type(), " ", table.tensors[i].sizes());
+  }
+  return text;
+}
+
+}  // namespace trireme::ps

@@ -1,0 +1,86 @@
+#include <trireme/strategies/parameter_server/worker_desk.h>
+
+#include <trireme/common/forks.h>
+
+#include <c10/util/Exception.h>
+#include <c10/util/StringUtil.h>
+
+#include <algorithm>
+#include <utility>
+
+namespace trireme::ps {
+
+WorkerDesk::WorkerDesk(std::shared_ptr<ClockBoard> board)
+    : board_(std::move(board)), forks_(forks_so_far()) {}
+
+bool WorkerDesk::is_forked() const { return forks_ != forks_so_far(); }
+
+void WorkerDesk::check_open(std::string_view verb) const {
+  const auto refuse = [&](const char* got, const char* next_step) {
+    TORCH_CHECK(false,
+                error_text(kPsArea, c10::str(verb, ": got ", got), board_->where(), next_step));
+  };
+  if (is_closed_)
+    refuse("a server that is closed, expected an open one", "Call close() after the last use.");
+  if (is_forked())
+    refuse("a forked child of the process that made the server, expected that process",
+           "Use the server in the parent only.");
+}
+
+void WorkerDesk::check_worker(std::string_view verb) const {
+  check_open(verb);
+  const auto refuse = [&](const char* got, const char* next_step) {
+    TORCH_CHECK(false,
+                error_text(kPsArea, c10::str(verb, ": got ", got), board_->where(), next_step));
+  };
+  if (!board_->worker())
+    refuse("a rank that serves, expected one that works", "Call serve() on it, and nothing else.");
+  if (has_left_)
+    refuse("a worker that has left, expected one that is there",
+           "Call leave() after the last clock().");
+}
+
+// Finds out which clocks were closed with the pushes of this worker.
+void WorkerDesk::settle() {
+  while (!unsettled_.empty() && board_->closed() > unsettled_.front().clock) {
+    const ClockPushes& first = unsettled_.front();
+    if (!board_->takes(*board_->worker(), first.clock)) counts_.dropped += first.pushes;
+    unsettled_.pop_front();
+  }
+}
+
+bool WorkerDesk::count_push() {
+  ++counts_.pushes;
+  if (board_->options().backup == 0) return true;
+  settle();
+  if (board_->closed() > board_->clock()) {
+    ++counts_.dropped;
+    return false;
+  }
+  ++open_pushes_;
+  return true;
+}
+
+void WorkerDesk::move_clock() {
+  const uint64_t clock = board_->clock();
+  if (board_->options().backup == 0) {
+    board_->set_clock(clock + 1);
+    board_->close_clocks();
+    return;
+  }
+  settle();
+  const int64_t pushes = std::exchange(open_pushes_, 0);
+  if (board_->closed() > clock) {
+    counts_.dropped += pushes;
+    board_->set_clock(board_->closed());
+  } else {
+    unsettled_.push_back({clock, pushes});
+    board_->set_clock(clock + 1);
+    board_->close_clocks();
+    settle();
+    if (board_->closed() > clock + 1) board_->set_clock(board_->closed());
+  }
+  board_->close_clocks();
+}
+
+}  // namespace trireme::ps
