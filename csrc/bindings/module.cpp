@@ -18,6 +18,7 @@ PYBIND11_MODULE(_C, module) {
   trireme::init_memory(module);
   trireme::init_offload(module);
   trireme::init_optim(module);
+  trireme::init_parameter_server(module);  // takes communicators
   trireme::init_pipeline(module);
   trireme::init_pipeline_engine(module);
   trireme::init_sync_batch_norm(module);

@@ -51,6 +51,16 @@ from trireme._c_pipeline import partition as partition
 from trireme._c_pipeline import pipeline_loss as pipeline_loss
 from trireme._c_pipeline import read_pipeline_schedule as read_pipeline_schedule
 from trireme._c_pipeline import row_pool as row_pool
+from trireme.ps._c_ps import AdagradSpec as AdagradSpec
+from trireme.ps._c_ps import AdamSpec as AdamSpec
+from trireme.ps._c_ps import AdamWSpec as AdamWSpec
+from trireme.ps._c_ps import PsDenseTable as PsDenseTable
+from trireme.ps._c_ps import PsOptions as PsOptions
+from trireme.ps._c_ps import PsPending as PsPending
+from trireme.ps._c_ps import PsServer as PsServer
+from trireme.ps._c_ps import PsTableSpec as PsTableSpec
+from trireme.ps._c_ps import SgdSpec as SgdSpec
+from trireme.ps._c_ps import SumSpec as SumSpec
 
 _Tensors = Sequence[torch.Tensor]
 _Devices = Sequence[torch.device]

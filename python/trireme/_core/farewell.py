@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from multiprocessing.util import Finalize
 
 from trireme import _C
 
 _leaver = 0
 """The process that says farewell when it ends."""
+
+_callbacks: list[Callable[[str], None]] = []
+
+
+def call_at_the_end(callback: Callable[[str], None]) -> None:
+    """Calls ``callback`` before peers are told, with the error that ends this process, or ""."""
+    say_farewell_at_the_end()
+    if callback not in _callbacks:
+        _callbacks.append(callback)
 
 
 def say_farewell_at_the_end() -> None:
@@ -23,9 +33,12 @@ def say_farewell_at_the_end() -> None:
 
 def _leave() -> None:
     """Does what is left to do where nobody has called ``destroy_process_group()``."""
-    _C.close_all_p2p()
     error = _error_at_the_end()
-    _C.leave_all_groups("" if error is None else f"{type(error).__name__}: {error}")
+    text = "" if error is None else f"{type(error).__name__}: {error}"
+    for callback in _callbacks:
+        callback(text)
+    _C.close_all_p2p()
+    _C.leave_all_groups(text)
 
 
 def _error_at_the_end() -> BaseException | None:

@@ -145,6 +145,17 @@ def unit_of(parameter: torch.Tensor) -> ShardingUnit | None:
     return found.owner() if isinstance(found, _OwnerOf) else None
 
 
+def note_table(parameter: torch.Tensor, table: Any) -> None:
+    """Says that ``table`` of a parameter server keeps its values."""
+    parameter._trireme_table = _OwnerOf(table)  # type: ignore[attr-defined]
+
+
+def table_of(parameter: torch.Tensor) -> Any:
+    """The living table of a parameter server that keeps the values of ``parameter``, or None."""
+    found = getattr(parameter, "_trireme_table", None)
+    return found.owner() if isinstance(found, _OwnerOf) else None
+
+
 def note_stages(parameters: Iterable[torch.Tensor], module: StagedModule) -> None:
     """Says that other ranks have other parameters of ``module``."""
     for parameter in parameters:

@@ -4,13 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Protocol
 
 import torch
 from torch import nn
 
 from trireme._C import Zero
 from trireme._core.errors import Area
-from trireme._core.owners import ShardedOptimizer, optimizer_of
+from trireme._core.owners import ShardedOptimizer, optimizer_of, table_of
+
+
+class _Writable(Protocol):
+    """What is written between a begin and an end that ranks come to together."""
+
+    def begin_writing(self) -> None: ...
+    def end_writing(self) -> None: ...
+    def abandon_step(self, reason: str) -> None: ...
+
 
 _Place = tuple[nn.Module, str, nn.Parameter]
 _begin_writing_shards: list[Callable[[nn.Module], None]] = []
@@ -39,6 +49,9 @@ def writing(target: nn.Module | ShardedOptimizer) -> Iterator[None]:
     everybody's at the end; an exception drops what was written on all ranks. Collective at the
     begin and at the end; nothing happens for parameters that no ZeroRedundancyOptimizer holds.
 
+    Parameters in a table of a parameter server (``trireme.ps``) are written alike, at one clock of
+    all workers; those of the first worker become everybody's.
+
     Under ``fully_shard`` every rank writes its own shards, in place, until its next forward or
     ``unshard()``. The begin waits until all ranks have come; nothing happens at the end.
 
@@ -48,13 +61,14 @@ def writing(target: nn.Module | ShardedOptimizer) -> Iterator[None]:
         torch.distributed.DistBackendError: another rank left it by an exception.
     """
     places: list[_Place] = []
+    cores: list[_Writable]
     if not isinstance(target, nn.Module):
         cores = list(target._cores)
     else:
         places = _places_in(target)
         for begin in _begin_writing_shards:
             begin(target)
-        cores = _cores_at(places)
+        cores = [*_cores_at(places), *_tables_in(target)]
     for core in cores:
         core.begin_writing()
     with abandoning(cores):
@@ -89,7 +103,7 @@ def writing_shards(module: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def abandoning(cores: Sequence[Zero]) -> Iterator[None]:
+def abandoning(cores: Sequence[_Writable]) -> Iterator[None]:
     """An exception that leaves this is what ranks raise with that wait for this one."""
     try:
         yield
@@ -113,6 +127,12 @@ def _cores_at(places: Sequence[_Place]) -> list[Zero]:
     owners = (optimizer_of(parameter) for _, _, parameter in places)
     optimizers = dict.fromkeys(owner for owner in owners if owner is not None)
     return [core for optimizer in optimizers for core in optimizer._cores]
+
+
+def _tables_in(module: nn.Module) -> list[_Writable]:
+    """Lists the tables of parameter servers in whose memory parameters of ``module`` lie."""
+    tables = (table_of(parameter) for parameter in module.parameters())
+    return [table.core for table in dict.fromkeys(tables) if table is not None and table.is_bound]
 
 
 def _put_back(owner: nn.Module, name: str, parameter: nn.Parameter) -> None:

@@ -13,7 +13,7 @@ import trireme
 from trireme import _C
 
 PACKAGE = Path(trireme.__file__).resolve().parent
-STUBS = (PACKAGE / "_C.pyi", *PACKAGE.glob("_c_*.pyi"))
+STUBS = (PACKAGE / "_C.pyi", *PACKAGE.rglob("_c_*.pyi"))
 # Made by pybind11 for every class or enumeration, and of no use to a reader.
 UNSAID = {"_pybind11_conduit_v1_"}
 

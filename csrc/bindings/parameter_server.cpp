@@ -1,0 +1,181 @@
+#include <trireme/strategies/parameter_server/parameter_server.h>
+
+#include <trireme/bindings/bindings.h>
+
+#include <pybind11/chrono.h>
+#include <pybind11/stl.h>
+#include <torch/csrc/Exceptions.h>
+
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+namespace trireme {
+namespace {
+
+namespace py = pybind11;
+using Tensors = std::vector<at::Tensor>;
+using torch::wrap_pybind_function_no_gil;
+using WithoutGil = py::call_guard<py::gil_scoped_release>;
+
+ps::NamedTensors named(const std::vector<std::string>& names, const Tensors& tensors) {
+  ps::NamedTensors all;
+  for (size_t i = 0; i < names.size(); ++i) all.insert(names[i], tensors[i]);
+  return all;
+}
+
+ps::TableSpec make_table_spec(std::string name,
+                              const std::pair<std::vector<std::string>, Tensors>& tensors,
+                              bool is_module, OptimizerSpec optimizer,
+                              const std::tuple<bool, std::optional<int64_t>>& options) {
+  const auto [divides, staleness] = options;
+  return {std::move(name),
+          tensors.first,
+          tensors.second,
+          is_module,
+          std::move(optimizer),
+          {divides ? ps::Reduction::kMean : ps::Reduction::kSum, staleness}};
+}
+
+py::dict dict_of(const ps::Stats& stats) {
+  py::dict dict;
+  dict["clocks"] = stats.clocks;
+  dict["slowest"] = stats.slowest;
+  dict["left"] = stats.left;
+  dict["lost"] = stats.lost;
+  dict["waited_s"] = stats.waited;
+  dict["pulls"] = stats.pulls;
+  dict["pushes"] = stats.pushes;
+  dict["dropped"] = stats.dropped;
+  dict["bytes_pulled"] = stats.bytes_pulled;
+  dict["bytes_pushed"] = stats.bytes_pushed;
+  dict["torn"] = stats.torn;
+  dict["torn_blocks"] = stats.torn_blocks;
+  dict["memory_bytes"] = stats.memory_bytes;
+  return dict;
+}
+
+template <typename Spec>
+py::class_<Spec> bind_spec(py::module_& module, const char* name) {
+  return py::class_<Spec>(module, name).def(
+      "__repr__", [](const Spec& spec) { return to_string(OptimizerSpec(spec)); });
+}
+
+template <typename Spec>
+void bind_adam_spec(py::module_& module, const char* name) {
+  const Spec usual;
+  bind_spec<Spec>(module, name)
+      .def(py::init([](double lr, std::pair<double, double> betas, double eps,
+                       double weight_decay) {
+             return Spec{lr, betas.first, betas.second, eps, weight_decay};
+           }),
+           py::arg("lr") = usual.lr, py::arg("betas") = std::pair(usual.beta1, usual.beta2),
+           py::arg("eps") = usual.eps, py::arg("weight_decay") = usual.weight_decay);
+}
+
+void bind_optimizer_specs(py::module_& module) {
+  bind_spec<SgdSpec>(module, "SgdSpec")
+      .def(py::init([](double lr, double momentum, double weight_decay) {
+             return SgdSpec{lr, momentum, weight_decay};
+           }),
+           py::arg("lr") = 1e-3, py::arg("momentum") = 0.0, py::arg("weight_decay") = 0.0);
+  bind_adam_spec<AdamSpec>(module, "AdamSpec");
+  bind_adam_spec<AdamWSpec>(module, "AdamWSpec");
+  bind_spec<AdagradSpec>(module, "AdagradSpec")
+      .def(py::init([](double lr, double eps) { return AdagradSpec{lr, eps}; }),
+           py::arg("lr") = 1e-2, py::arg("eps") = 1e-10);
+  bind_spec<SumSpec>(module, "SumSpec").def(py::init());
+}
+
+void bind_table(py::module_& module) {
+  using ps::DenseTable;
+  py::class_<Pending>(module, "PsPending")
+      .def("done", wrap_pybind_function_no_gil(&Pending::done))
+      .def("wait", wrap_pybind_function_no_gil([](Pending& pending) {
+             pending.wait();
+             return pending.result();
+           }));
+  py::class_<DenseTable>(module, "PsDenseTable")
+      .def_property_readonly("names", &DenseTable::tensor_names)
+      .def_property_readonly("is_bound", &DenseTable::is_bound)
+      .def_property_readonly("is_readable", &DenseTable::is_readable)
+      .def("pull", wrap_pybind_function_no_gil(&DenseTable::pull))
+      .def("push", wrap_pybind_function_no_gil(&DenseTable::push), py::arg("scale"))
+      .def("pull_tensors", wrap_pybind_function_no_gil([](DenseTable& table, bool view) {
+             return table.pull_tensors(view).values();
+           }),
+           py::arg("view"))
+      .def("push_tensors",
+           wrap_pybind_function_no_gil(
+               [](DenseTable& table, const std::vector<std::string>& names,
+                  const Tensors& tensors,
+                  double scale) { table.push_tensors(named(names, tensors), scale); }),
+           py::arg("names"), py::arg("tensors"), py::arg("scale"))
+      .def("pull_async", &DenseTable::pull_async, py::keep_alive<0, 1>(), WithoutGil())
+      .def("pull_tensors_async", &DenseTable::pull_tensors_async, py::arg("view"),
+           py::keep_alive<0, 1>(), WithoutGil())
+      .def("push_async", &DenseTable::push_async, py::arg("scale"), py::keep_alive<0, 1>(),
+           WithoutGil())
+      .def("push_tensors_async",
+           [](DenseTable& table, const std::vector<std::string>& names, const Tensors& tensors,
+              double scale) { return table.push_tensors_async(named(names, tensors), scale); },
+           py::arg("names"), py::arg("tensors"), py::arg("scale"), py::keep_alive<0, 1>(),
+           WithoutGil())
+      .def("set_lr", wrap_pybind_function_no_gil(&DenseTable::set_lr), py::arg("lr"))
+      .def("begin_writing", wrap_pybind_function_no_gil(&DenseTable::begin_writing))
+      .def("end_writing", wrap_pybind_function_no_gil(&DenseTable::end_writing))
+      .def("abandon_step", &DenseTable::abandon_writing, py::arg("reason"), WithoutGil());
+}
+
+}  // namespace
+
+void init_parameter_server(py::module_& module) {
+  bind_optimizer_specs(module);
+  bind_table(module);
+  py::class_<ps::TableSpec>(module, "PsTableSpec")
+      .def(py::init(&make_table_spec), py::arg("name"), py::arg("tensors"), py::arg("is_module"),
+           py::arg("optimizer"), py::arg("options"));
+  py::class_<ps::Options>(module, "PsOptions")
+      .def(py::init())
+      .def_readwrite("staleness", &ps::Options::staleness)
+      .def_readwrite("backup", &ps::Options::backup)
+      .def_readwrite("timeout", &ps::Options::timeout)
+      .def("set_mode",
+           [](ps::Options& options, int64_t mode) { options.mode = static_cast<ps::Mode>(mode); },
+           py::arg("mode"))
+      .def("set_servers",
+           [](ps::Options& options, int64_t last, std::vector<int64_t> ranks) {
+             options.servers = {last, std::move(ranks)};
+           },
+           py::arg("last"), py::arg("ranks"))
+      .def("go_on_after_losses", [](ps::Options& options) {
+        options.on_worker_loss = ps::WorkerLoss::kContinue;
+      });
+  using Server = ps::ParameterServer;
+  py::class_<Server>(module, "PsServer")
+      .def(py::init(wrap_pybind_function_no_gil(
+               [](std::shared_ptr<Communicator> communicator, std::vector<ps::TableSpec> tables,
+                  const ps::Options& options) {
+                 return std::make_unique<Server>(std::move(communicator), std::move(tables),
+                                                 options);
+               })),
+           py::arg("communicator"), py::arg("tables"), py::arg("options"))
+      .def_property_readonly("worker", &Server::worker)
+      .def_property_readonly("workers", &Server::workers)
+      .def("clock", wrap_pybind_function_no_gil(&Server::clock))
+      .def("clocks", wrap_pybind_function_no_gil(&Server::clocks))
+      .def("stats", torch::wrap_pybind_function([](const Server& server) {
+             return dict_of(server.stats());
+           }))
+      .def("serve", wrap_pybind_function_no_gil(&Server::serve))
+      .def("leave", wrap_pybind_function_no_gil(&Server::leave))
+      .def("close", &Server::close, py::arg("error"), WithoutGil())
+      .def("dense", &Server::dense, py::arg("name"), py::return_value_policy::reference_internal);
+}
+
+}  // namespace trireme

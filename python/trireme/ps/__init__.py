@@ -1,0 +1,33 @@
+"""Parameter server: tables that workers pull and push, each at its own pace.
+
+The ranks of the group are on one host, and its memory is the server::
+
+    with ps.ParameterServer([ps.Dense("net", net, optimizer=ps.SGD(0.1))], mode="ssp",
+                            staleness=2) as server:
+        table = server["net"]
+        for inputs, targets in loader:
+            table.pull()
+            loss_of(net(inputs), targets).backward()
+            table.push()
+            server.clock()
+"""
+
+from trireme._core.optimizer_specs import SGD, Adagrad, Adam, AdamW, Sum
+from trireme.ps.server import ParameterServer
+from trireme.ps.tables import Dense, DenseTable, Pending
+
+__all__ = [
+    "SGD",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "Dense",
+    "DenseTable",
+    "ParameterServer",
+    "Pending",
+    "Sum",
+]
+
+# Users import them from here, and so they are printed and pickled.
+for _one in (Dense, DenseTable, ParameterServer, Pending):
+    _one.__module__ = __name__

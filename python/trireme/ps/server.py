@@ -1,0 +1,167 @@
+"""The server: tables and clocks."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Sequence
+from datetime import timedelta
+from types import TracebackType
+from typing import Any
+
+import torch.distributed as dist
+
+from trireme._C import PsOptions, PsServer
+from trireme._core.durations import LONGEST_WAIT
+from trireme._core.farewell import call_at_the_end
+from trireme._core.group_communicator import communicator_of
+from trireme.ps.areas import AREA
+from trireme.ps.tables import Dense, DenseTable
+
+MODES = ("bsp", "ssp", "async")
+_open_servers: weakref.WeakSet[ParameterServer] = weakref.WeakSet()
+
+
+class ParameterServer:
+    """Keeps tables that workers pull and push, each at its own pace.
+
+    The ranks of the group share the memory of one host, and that memory is the server: workers
+    apply what is pushed themselves. A worker's clock is the number of its ``clock()`` calls.
+
+    * ``bsp``: pushes of a clock are kept apart by worker; when all have clocked it they are added
+      in the order of worker numbers, divided by their number, and the optimizer makes one step. A
+      pull at clock c returns the result of c steps. With ``backup=k`` a clock closes without the
+      last k workers, whose pushes for it are dropped.
+    * ``ssp``: each push is a step of its own. A pull at clock c waits until the slowest worker has
+      clock >= c - staleness.
+    * ``async``: as ssp, and a pull never waits.
+
+    Collective; nothing afterwards is, but ``trireme.writing()``.
+
+    Args:
+        tables: the same on all ranks; worker 0's values count.
+        servers: how many of the last ranks only serve, or which; they call ``serve()``.
+        timeout: of one wait, in seconds; by default that of the group.
+        on_worker_loss: "raise": who waits, or pulls next, raises when a worker has died;
+            "continue": the others go on without it.
+
+    Raises:
+        ValueError: on all ranks, where tables or options differ or are out of range, or where the
+            ranks do not share the memory of one host.
+    """
+
+    def __init__(
+        self,
+        tables: Sequence[Dense],
+        *,
+        mode: str = "bsp",
+        staleness: int = 0,
+        backup: int = 0,
+        servers: int | Sequence[int] = 0,
+        group: dist.ProcessGroup | None = None,
+        timeout: float | None = None,
+        on_worker_loss: str = "raise",
+    ) -> None:
+        group = AREA.expect_group(group, "Make the server on ranks of the group only.")
+        for table in tables:
+            AREA.expect("a table", table, Dense, "ps.Dense", next_step="Describe it by ps.Dense.")
+        options = PsOptions()
+        for name, value in (("staleness", staleness), ("backup", backup)):
+            AREA.expect(name, value, int, "an int", next_step="Count clocks, or workers.")
+        options.staleness, options.backup = staleness, backup
+        options.set_mode(_place_in(MODES, "mode", mode))
+        if isinstance(servers, int):
+            options.set_servers(servers, [])
+        else:
+            options.set_servers(0, list(servers))
+        if timeout is not None:
+            AREA.expect("timeout", timeout, (int, float), "seconds", next_step="Pass a number.")
+            options.timeout = timedelta(seconds=min(timeout, LONGEST_WAIT.total_seconds()))
+        if _place_in(("raise", "continue"), "on_worker_loss", on_worker_loss) == 1:
+            options.go_on_after_losses()
+        specs = [table._to_core() for table in tables]
+        self._core = PsServer(communicator_of(group), specs, options)
+        self._group = group
+        self._process = os.getpid()
+        self._tables = {
+            spec.name: DenseTable(spec, self._core.dense(spec.name), group) for spec in tables
+        }
+        _open_servers.add(self)
+        call_at_the_end(_close_all)
+
+    @property
+    def worker(self) -> int | None:
+        """The number of this worker; None on a rank that only serves."""
+        return self._core.worker
+
+    @property
+    def workers(self) -> int:
+        """How many workers there are."""
+        return self._core.workers
+
+    def __getitem__(self, name: str) -> DenseTable:
+        if name not in self._tables:
+            known = ", ".join(f"'{one}'" for one in self._tables)
+            got = f"got table '{name}', expected one of {known}"
+            AREA.refuse(got, "Ask for a table of the server.", self._group, kind=KeyError)
+        return self._tables[name]
+
+    def clock(self) -> int:
+        """Ends this worker's clock; returns the number of the next one."""
+        return self._core.clock()
+
+    def clocks(self) -> list[int]:
+        """The clock of each worker; of one that is gone its last."""
+        return self._core.clocks()
+
+    def stats(self) -> dict[str, Any]:
+        """How the workers do: ``clocks``, who is ``slowest``, who has ``left`` or was ``lost``,
+        seconds ``waited_s`` by cause, ``torn`` blocks in which workers have died, ``memory_bytes``
+        of all tables; and of this worker ``pulls``, ``pushes``, those ``dropped`` because they came
+        for a closed clock, ``bytes_pulled`` and ``bytes_pushed``. Any thread may call it."""
+        return self._core.stats()
+
+    def serve(self) -> None:
+        """On a rank that only serves: returns when all workers have left, raises when one has
+        died. On one host there is nothing to do meanwhile."""
+        self._core.serve()
+
+    def leave(self) -> None:
+        """Says that nobody has to wait for this worker any more; pushes of its open clock are
+        dropped. Modules get memory of their own."""
+        self._core.leave()
+        self._let_go()
+
+    def close(self, error: str = "") -> None:
+        """Leaves, for good. ``error`` is what has ended this worker: then the others raise. Not
+        collective; again it does nothing."""
+        self._core.close(error)
+        self._let_go()
+
+    def _let_go(self) -> None:
+        for table in self._tables.values():
+            table.let_go()
+
+    def __enter__(self) -> ParameterServer:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close("" if kind is None else f"{kind.__name__}: {error}")
+
+
+def _place_in(names: Sequence[str], what: str, got: str) -> int:
+    if got not in names:
+        expected = ", ".join(repr(name) for name in names)
+        AREA.refuse(f"got {what}={got!r}, expected one of {expected}", "Pass one of these.")
+    return list(names).index(got)
+
+
+def _close_all(error: str) -> None:
+    for server in list(_open_servers):
+        if server._process == os.getpid():
+            server.close(error)
