@@ -34,12 +34,9 @@ ps::TableSpec make_table_spec(std::string name,
                               bool is_module, OptimizerSpec optimizer,
                               const std::tuple<bool, std::optional<int64_t>>& options) {
   const auto [divides, staleness] = options;
-  return {std::move(name),
-          tensors.first,
-          tensors.second,
-          is_module,
-          std::move(optimizer),
-          {divides ? ps::Reduction::kMean : ps::Reduction::kSum, staleness}};
+  return {std::move(name),      tensors.first,
+          tensors.second,       is_module,
+          std::move(optimizer), {divides ? ps::Reduction::kMean : ps::Reduction::kSum, staleness}};
 }
 
 py::dict dict_of(const ps::Stats& stats) {
@@ -62,20 +59,21 @@ py::dict dict_of(const ps::Stats& stats) {
 
 template <typename Spec>
 py::class_<Spec> bind_spec(py::module_& module, const char* name) {
-  return py::class_<Spec>(module, name).def(
-      "__repr__", [](const Spec& spec) { return to_string(OptimizerSpec(spec)); });
+  return py::class_<Spec>(module, name).def("__repr__", [](const Spec& spec) {
+    return to_string(OptimizerSpec(spec));
+  });
 }
 
 template <typename Spec>
 void bind_adam_spec(py::module_& module, const char* name) {
   const Spec usual;
   bind_spec<Spec>(module, name)
-      .def(py::init([](double lr, std::pair<double, double> betas, double eps,
-                       double weight_decay) {
-             return Spec{lr, betas.first, betas.second, eps, weight_decay};
-           }),
-           py::arg("lr") = usual.lr, py::arg("betas") = std::pair(usual.beta1, usual.beta2),
-           py::arg("eps") = usual.eps, py::arg("weight_decay") = usual.weight_decay);
+      .def(
+          py::init([](double lr, std::pair<double, double> betas, double eps, double weight_decay) {
+            return Spec{lr, betas.first, betas.second, eps, weight_decay};
+          }),
+          py::arg("lr") = usual.lr, py::arg("betas") = std::pair(usual.beta1, usual.beta2),
+          py::arg("eps") = usual.eps, py::arg("weight_decay") = usual.weight_decay);
 }
 
 void bind_optimizer_specs(py::module_& module) {
@@ -112,8 +110,7 @@ void bind_table(py::module_& module) {
            py::arg("view"))
       .def("push_tensors",
            wrap_pybind_function_no_gil(
-               [](DenseTable& table, const std::vector<std::string>& names,
-                  const Tensors& tensors,
+               [](DenseTable& table, const std::vector<std::string>& names, const Tensors& tensors,
                   double scale) { table.push_tensors(named(names, tensors), scale); }),
            py::arg("names"), py::arg("tensors"), py::arg("scale"))
       .def("pull_async", &DenseTable::pull_async, py::keep_alive<0, 1>(), WithoutGil())
@@ -121,11 +118,12 @@ void bind_table(py::module_& module) {
            py::keep_alive<0, 1>(), WithoutGil())
       .def("push_async", &DenseTable::push_async, py::arg("scale"), py::keep_alive<0, 1>(),
            WithoutGil())
-      .def("push_tensors_async",
-           [](DenseTable& table, const std::vector<std::string>& names, const Tensors& tensors,
-              double scale) { return table.push_tensors_async(named(names, tensors), scale); },
-           py::arg("names"), py::arg("tensors"), py::arg("scale"), py::keep_alive<0, 1>(),
-           WithoutGil())
+      .def(
+          "push_tensors_async",
+          [](DenseTable& table, const std::vector<std::string>& names, const Tensors& tensors,
+             double scale) { return table.push_tensors_async(named(names, tensors), scale); },
+          py::arg("names"), py::arg("tensors"), py::arg("scale"), py::keep_alive<0, 1>(),
+          WithoutGil())
       .def("set_lr", wrap_pybind_function_no_gil(&DenseTable::set_lr), py::arg("lr"))
       .def("begin_writing", wrap_pybind_function_no_gil(&DenseTable::begin_writing))
       .def("end_writing", wrap_pybind_function_no_gil(&DenseTable::end_writing))
@@ -145,33 +143,32 @@ void init_parameter_server(py::module_& module) {
       .def_readwrite("staleness", &ps::Options::staleness)
       .def_readwrite("backup", &ps::Options::backup)
       .def_readwrite("timeout", &ps::Options::timeout)
-      .def("set_mode",
-           [](ps::Options& options, int64_t mode) { options.mode = static_cast<ps::Mode>(mode); },
-           py::arg("mode"))
-      .def("set_servers",
-           [](ps::Options& options, int64_t last, std::vector<int64_t> ranks) {
-             options.servers = {last, std::move(ranks)};
-           },
-           py::arg("last"), py::arg("ranks"))
-      .def("go_on_after_losses", [](ps::Options& options) {
-        options.on_worker_loss = ps::WorkerLoss::kContinue;
-      });
+      .def(
+          "set_mode",
+          [](ps::Options& options, int64_t mode) { options.mode = static_cast<ps::Mode>(mode); },
+          py::arg("mode"))
+      .def(
+          "set_servers",
+          [](ps::Options& options, int64_t last, std::vector<int64_t> ranks) {
+            options.servers = {last, std::move(ranks)};
+          },
+          py::arg("last"), py::arg("ranks"))
+      .def("go_on_after_losses",
+           [](ps::Options& options) { options.on_worker_loss = ps::WorkerLoss::kContinue; });
   using Server = ps::ParameterServer;
   py::class_<Server>(module, "PsServer")
-      .def(py::init(wrap_pybind_function_no_gil(
-               [](std::shared_ptr<Communicator> communicator, std::vector<ps::TableSpec> tables,
-                  const ps::Options& options) {
-                 return std::make_unique<Server>(std::move(communicator), std::move(tables),
-                                                 options);
-               })),
+      .def(py::init(wrap_pybind_function_no_gil([](std::shared_ptr<Communicator> communicator,
+                                                   std::vector<ps::TableSpec> tables,
+                                                   const ps::Options& options) {
+             return std::make_unique<Server>(std::move(communicator), std::move(tables), options);
+           })),
            py::arg("communicator"), py::arg("tables"), py::arg("options"))
       .def_property_readonly("worker", &Server::worker)
       .def_property_readonly("workers", &Server::workers)
       .def("clock", wrap_pybind_function_no_gil(&Server::clock))
       .def("clocks", wrap_pybind_function_no_gil(&Server::clocks))
-      .def("stats", torch::wrap_pybind_function([](const Server& server) {
-             return dict_of(server.stats());
-           }))
+      .def("stats", torch::wrap_pybind_function(
+                        [](const Server& server) { return dict_of(server.stats()); }))
       .def("serve", wrap_pybind_function_no_gil(&Server::serve))
       .def("leave", wrap_pybind_function_no_gil(&Server::leave))
       .def("close", &Server::close, py::arg("error"), WithoutGil())

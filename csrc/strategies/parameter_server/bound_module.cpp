@@ -92,7 +92,7 @@ std::vector<int64_t> BoundModule::wait_for_all(Phase phase) {
   return come;
 }
 
-void BoundModule::begin_writing() {
+void BoundModule::meet_writers() {
   come_to(kBegun);
   const std::vector<int64_t> come = wait_for_all(kBegun);
   for (const int64_t worker : come) {
@@ -104,6 +104,9 @@ void BoundModule::begin_writing() {
     TORCH_CHECK_VALUE(false, error_text(kPsArea, got, parts_.board->where(),
                                         "Begin to write after as many clocks on all workers."));
   }
+}
+
+void BoundModule::begin_writing() {
   is_writing_ = true;
   for (size_t i = 0; i < places_.size(); ++i) parts_.parameters[i].set_data(places_[i].clone());
 }

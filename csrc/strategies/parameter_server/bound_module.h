@@ -56,9 +56,11 @@ class TRIREME_API BoundModule {
   // Copies the values once more into parameters that were unbound.
   void refresh();
 
-  // See [Note: parameters in the memory of a table]. Waits for all workers that are there. Throws
-  // ValueError where they are at different clocks, DistBackendError where one has left the writing
-  // by an exception. The values must not change meanwhile: all clocks are applied.
+  // See [Note: parameters in the memory of a table]. meet_writers() waits for all workers that are
+  // there, and throws ValueError where they are at different clocks. Once all clocks are applied
+  // begin_writing() follows. end_writing() throws DistBackendError where a worker has left the
+  // writing by an exception.
+  void meet_writers();
   void begin_writing();
   void end_writing();
   // Drops what was written; the others raise. Never throws.

@@ -80,6 +80,12 @@ LineState ClockBoard::state_of(int64_t worker) const {
   return line(worker).state.load(std::memory_order_acquire);
 }
 
+// Says whether others go on without a worker of that state.
+bool ClockBoard::excuses(LineState state) const {
+  return state == LineState::kLeft ||
+         (state != LineState::kHere && options_.on_worker_loss == WorkerLoss::kContinue);
+}
+
 bool ClockBoard::is_gone(int64_t worker) const {
   return line(worker).awaited.load(std::memory_order_seq_cst) == WorkerLine::kGone;
 }
@@ -138,7 +144,8 @@ void ClockBoard::leave(LineState state, std::string_view reason) noexcept {
   if (own.state.load(std::memory_order_relaxed) != LineState::kHere) return;
   leave_word(reason);
   own.state.store(state, std::memory_order_seq_cst);
-  own.awaited.store(WorkerLine::kGone, std::memory_order_seq_cst);
+  if (excuses(state)) own.awaited.store(WorkerLine::kGone, std::memory_order_seq_cst);
+  if (options_.mode == Mode::kBsp) close_clocks();
   ring_all();
 }
 
@@ -173,7 +180,7 @@ bool ClockBoard::note_ended() {
   }
   // Also for one that was killed between the two stores.
   for (int64_t worker = 0; worker < workers(); ++worker) {
-    if (state_of(worker) != LineState::kHere && !is_gone(worker))
+    if (excuses(state_of(worker)) && !is_gone(worker))
       line(worker).awaited.store(WorkerLine::kGone, std::memory_order_seq_cst);
   }
   if (found) ring_all();
@@ -234,7 +241,8 @@ class ClockBoard::LineWatch final : public shm::Watch {
   LineWatch(ClockBoard& board, const Errand& errand) : board_(board), errand_(errand) {}
 
   bool pointless() override {
-    if (board_.note_ended() && board_.options_.mode == Mode::kBsp) board_.close_clocks();
+    board_.note_ended();
+    if (board_.options_.mode == Mode::kBsp) board_.close_clocks();
     if (board_.find_lost()) return true;
     if (errand_.worker >= 0 && board_.is_gone(errand_.worker)) return true;
     if (board_.options_.on_worker_loss == WorkerLoss::kContinue || board_.group_ == nullptr)

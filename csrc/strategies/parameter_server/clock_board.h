@@ -48,7 +48,7 @@ enum class LineState : uint32_t {
 struct WorkerLine {
   shm::Bell bell;
   alignas(64) std::atomic<uint64_t> clock;
-  std::atomic<uint64_t> awaited;  // clock while it is there, then kGone
+  std::atomic<uint64_t> awaited;  // clock; kGone once nobody is to wait for it
   std::atomic<LineState> state;
   int32_t pid;
   std::array<char, 512> reason;  // complete before the state becomes kFailed
@@ -99,6 +99,8 @@ class TRIREME_API ClockBoard {
   uint64_t clock() const { return line(own_).clock.load(std::memory_order_relaxed); }
   uint64_t clock_of(int64_t worker) const;
   uint64_t closed() const { return header().closed.load(std::memory_order_seq_cst); }
+  // Says whether nobody is to wait for that worker any more: it has left, or, under kContinue,
+  // died.
   bool is_gone(int64_t worker) const;
   LineState state_of(int64_t worker) const;
   // Says whether a closed clock was closed with the pushes of that worker.
@@ -148,6 +150,7 @@ class TRIREME_API ClockBoard {
 
   BoardHeader& header() const { return *reinterpret_cast<BoardHeader*>(memory_); }
   WorkerLine& line(int64_t index) const;
+  bool excuses(LineState state) const;
   bool close_next();
   bool note_ended();
   std::optional<int64_t> find_lost() const;

@@ -110,6 +110,7 @@ void DenseTable::copy_values(const std::vector<at::Tensor>& to) {
 
 void DenseTable::fill_parameters() {
   ++desk_->counts().pulls;
+  desk_->settle();
   if (bound_) return bound_->begin_reading();
   const at::NoGradGuard no_grad;
   std::vector<at::Tensor> parameters;
@@ -129,6 +130,7 @@ void DenseTable::pull() {
 
 NamedTensors DenseTable::read(bool view) {
   ++desk_->counts().pulls;
+  desk_->settle();
   const std::vector<ParameterInfo>& infos = store_->parameters();
   std::vector<at::Tensor> tensors;
   for (size_t i = 0; i < infos.size(); ++i) {
@@ -379,6 +381,7 @@ void DenseTable::begin_writing() {
                           "', expected one whose module lies in its memory"),
                  board_->where(), "Write the parameters as they are: pull() fills them anew."));
   bound_->check_unchanged("writing");
+  bound_->meet_writers();
   steps_.bring_to(board_->clock(), errand("writing"));
   bound_->begin_writing();
   bound_->begin_reading();

@@ -19,13 +19,14 @@
 #include <utility>
 
 namespace trireme::ps {
-namespace {
 
 // Is memory of the host, which forked children copy when they write.
-struct TableSegment {
+struct ParameterServer::TableSegment {
   std::shared_ptr<const shm::Segment> segment;
   std::shared_ptr<const PrivateInChildren> private_in_children;  // goes first
 };
+
+namespace {
 
 std::shared_ptr<const shm::Segment> share(Communicator& communicator, int64_t bytes,
                                           const std::string& label) {
@@ -70,6 +71,17 @@ std::vector<ParameterInfo> infos_of(const TableSpec& table) {
   return infos;
 }
 
+std::vector<TablePlan> plan_tables(const std::vector<TableSpec>& tables, const Options& options,
+                                   int64_t world) {
+  const auto workers = static_cast<int64_t>(roles_of(options.servers, world).workers.size());
+  const bool deposits = options.mode == Mode::kBsp;
+  std::vector<TablePlan> plans;
+  for (const TableSpec& table : tables)
+    plans.push_back(
+        make_table_plan({infos_of(table), count_states(table.optimizer), workers, deposits}));
+  return plans;
+}
+
 bool lies_on_cpu(const TableSpec& table) {
   return std::all_of(table.tensors.begin(), table.tensors.end(),
                      [](const at::Tensor& one) { return one.is_cpu(); });
@@ -86,44 +98,24 @@ ParameterServer::ParameterServer(std::shared_ptr<Communicator> communicator,
     : communicator_(std::move(communicator)) {
   check_host(*communicator_);
   agree_on_tables(tables, options, *communicator_);
-  ClockBoard::Request request;
-  request.options = options;
-  request.roles = roles_of(options.servers, communicator_->world());
-  request.where = communicator_->rank_of();
-  if (communicator_->world() > 1) request.group = &communicator_->host()->group();
-
-  const auto workers = static_cast<int64_t>(request.roles.workers.size());
-  std::vector<TablePlan> plans;
-  int64_t bytes = ClockBoard::bytes_for(request.where.world);
-  for (const TableSpec& table : tables) {
-    plans.push_back(make_table_plan(
-        {infos_of(table), count_states(table.optimizer), workers, options.mode == Mode::kBsp}));
-    bytes += plans.back().bytes;
-  }
-  auto memory = std::make_shared<TableSegment>();
-  memory->segment = share(*communicator_, bytes, "clocks, states and deposits of tables");
-  memory->private_in_children = memory->segment->private_in_children();
-  request.memory = memory->segment->data();
-  board_ = std::shared_ptr<ClockBoard>(new ClockBoard(std::move(request)),
-                                       [memory](ClockBoard* board) { delete board; });
-  desk_ = std::make_shared<WorkerDesk>(board_);
-
+  const std::vector<TablePlan> plans = plan_tables(tables, options, communicator_->world());
+  const std::shared_ptr<const TableSegment> memory = make_board(plans, options);
   const at::NoGradGuard no_grad;
-  std::byte* place = memory->segment->data() + ClockBoard::bytes_for(board_->where().world);
-  const bool moves_no_byte = options.mode == Mode::kBsp && options.backup == 0;
   std::vector<std::shared_ptr<HostStore>> stores;
   for (const TableSpec& table : tables) {
     const std::vector<ParameterInfo> infos = infos_of(table);
-    stores.push_back(
-        HostStore::make(share(*communicator_, HostStore::bytes_for(infos, board_->where().world),
-                              "table '" + table.name + "'"),
-                        infos, board_->where()));
+    const int64_t bytes = HostStore::bytes_for(infos, board_->where().world);
+    stores.push_back(HostStore::make(share(*communicator_, bytes, "table '" + table.name + "'"),
+                                     infos, board_->where()));
     if (board_->worker() != 0) continue;
     for (size_t i = 0; i < table.tensors.size(); ++i)
       stores.back()->whole(static_cast<int64_t>(i)).copy_(table.tensors[i]);
   }
   communicator_->barrier("first values of tables").wait();
   board_->watch_peers();
+  std::byte* place = memory->segment->data() + ClockBoard::bytes_for(board_->where().world);
+  const bool moves_no_byte =
+      options.mode == Mode::kBsp && options.backup == 0 && board_->worker().has_value();
   for (size_t i = 0; i < tables.size(); ++i) {
     const bool binds = moves_no_byte && tables[i].is_module && lies_on_cpu(tables[i]);
     TableSteps::Parts parts;
@@ -132,15 +124,34 @@ ParameterServer::ParameterServer(std::shared_ptr<Communicator> communicator,
     parts.store = stores[i];
     parts.memory = std::exchange(place, place + plans[i].bytes);
     parts.keeps_memory = memory;
-    tables_.push_back(std::make_unique<DenseTable>(std::move(parts), std::move(plans[i]), desk_,
-                                                   binds && board_->worker().has_value()));
+    tables_.push_back(std::make_unique<DenseTable>(std::move(parts), plans[i], desk_, binds));
   }
+}
+
+// Makes the memory of clocks, and behind that of what belongs to tables but their values.
+std::shared_ptr<const ParameterServer::TableSegment> ParameterServer::make_board(
+    const std::vector<TablePlan>& plans, const Options& options) {
+  ClockBoard::Request request;
+  request.options = options;
+  request.roles = roles_of(options.servers, communicator_->world());
+  request.where = communicator_->rank_of();
+  if (communicator_->world() > 1) request.group = &communicator_->host()->group();
+  int64_t bytes = ClockBoard::bytes_for(request.where.world);
+  for (const TablePlan& plan : plans) bytes += plan.bytes;
+  const auto memory = std::make_shared<TableSegment>();
+  memory->segment = share(*communicator_, bytes, "clocks, states and deposits of tables");
+  memory->private_in_children = memory->segment->private_in_children();
+  request.memory = memory->segment->data();
+  board_ = std::shared_ptr<ClockBoard>(new ClockBoard(std::move(request)),
+                                       [memory](ClockBoard* board) { delete board; });
   board_->describe_held_by([this](int64_t worker) {
     std::string held;
     for (const auto& table : tables_)
       if (held.empty()) held = table->steps().held_by(worker);
     return held;
   });
+  desk_ = std::make_shared<WorkerDesk>(board_);
+  return memory;
 }
 
 ParameterServer::~ParameterServer() {

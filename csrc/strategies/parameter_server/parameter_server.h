@@ -125,6 +125,10 @@ class TRIREME_API ParameterServer {
   DenseTable& dense(std::string_view name);
 
  private:
+  struct TableSegment;
+
+  std::shared_ptr<const TableSegment> make_board(const std::vector<TablePlan>& plans,
+                                                 const Options& options);
   void release_modules() noexcept;
 
   std::shared_ptr<Communicator> communicator_;

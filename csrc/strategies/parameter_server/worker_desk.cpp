@@ -40,7 +40,6 @@ void WorkerDesk::check_worker(std::string_view verb) const {
            "Call leave() after the last clock().");
 }
 
-// Finds out which clocks were closed with the pushes of this worker.
 void WorkerDesk::settle() {
   while (!unsettled_.empty() && board_->closed() > unsettled_.front().clock) {
     const ClockPushes& first = unsettled_.front();

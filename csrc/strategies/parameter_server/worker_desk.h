@@ -44,10 +44,11 @@ class TRIREME_API WorkerDesk {
   bool count_push();
   // Moves the clock under bsp: by one, or, where it was closed without this worker, to the present.
   void move_clock();
-
- private:
+  // Finds out which clocks were closed with the pushes of this worker, and counts those that were
+  // not.
   void settle();
 
+ private:
   std::shared_ptr<ClockBoard> board_;
   WorkerCounts counts_;
   uint64_t forks_;

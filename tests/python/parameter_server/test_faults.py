@@ -1,0 +1,276 @@
+"""Workers that die, stop, raise or are interrupted: the others name them in time, or go on."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import signal
+import tempfile
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from trireme import ps
+
+from core.test_forked_children import in_child
+from ddp.ranks import (
+    AGES_S,
+    HOUSE_FORM,
+    kill_this_rank,
+    mlp,
+    process_of,
+    raises,
+    say,
+    stay_until,
+)
+from distributed import RankFailed, run_ranks
+from shm.ranks import on_shm_ranks, state_of, until, until_inside
+
+
+
+
+def counts(**options: Any) -> ps.ParameterServer:
+    table = ps.Dense("counts", {"x": torch.zeros(1)}, optimizer=ps.Sum(), reduction="sum")
+    return ps.ParameterServer([table], **options)
+
+
+def push_and_clock(server: ps.ParameterServer) -> None:
+    server["counts"].push({"x": torch.ones(1)})
+    server.clock()
+
+
+@pytest.mark.parametrize("mode", ["bsp", "ssp"])
+@on_shm_ranks(3, timeout=40, patience_s=AGES_S, dying=[1])
+def test_a_killed_worker_is_named_by_who_waits(rank: int, mode: str) -> None:
+    server = counts(mode=mode)
+    push_and_clock(server)
+    server["counts"].pull()
+    if rank == 1:
+        until_inside([0, 2], "pull of")
+        kill_this_rank()
+    push_and_clock(server)
+    name = f"worker 1 (rank 1, process {process_of(1)}) has died at clock 1"
+    with raises(dist.DistBackendError, "[ps] pull of table 'counts' at clock 2: ",
+                name):  # fmt: skip
+        server["counts"].pull()
+    say(f"rank {rank} has raised")
+    stay_until("rank 0 has raised", "rank 2 has raised")
+    assert server.stats()["lost"] == [1] and server.clocks()[1] == 1
+
+
+@on_shm_ranks(2, timeout=40, patience_s=AGES_S, dying=[1])
+def test_a_killed_worker_is_named_by_the_next_pull(rank: int) -> None:
+    """Under async nobody waits."""
+    server = counts(mode="async")
+    push_and_clock(server)
+    if rank == 1:
+        kill_this_rank()
+    until(lambda: state_of(process_of(1)) == "Z")
+    begin = time.monotonic()
+    with raises(dist.DistBackendError, "worker 1 (rank 1, process", "has died"):
+        while True:
+            server["counts"].pull()
+    assert time.monotonic() - begin < 1
+
+
+@pytest.mark.parametrize("mode", ["bsp", "ssp", "async"])
+@on_shm_ranks(3, timeout=40, patience_s=AGES_S, dying=[1])
+def test_the_others_go_on(rank: int, mode: str) -> None:
+    """A push of the open clock is dropped under bsp; nothing later is collective."""
+    server = counts(mode=mode, on_worker_loss="continue")
+    push_and_clock(server)
+    if rank == 1:
+        server["counts"].push({"x": torch.full((1,), 100.0)})
+        if mode == "bsp":
+            until_inside([0, 2], "pull of")
+        kill_this_rank()
+    begin = time.monotonic()
+    for _ in range(5):
+        push_and_clock(server)
+        server["counts"].pull()
+    if mode == "bsp":
+        assert time.monotonic() - begin < 5
+    say(f"rank {rank} is done")
+    stay_until("rank 0 is done", "rank 2 is done")
+    until(lambda: state_of(process_of(1)) == "Z")
+    until(lambda: bool(server["counts"].pull()) and server.stats()["lost"] == [1])
+    expected = 3 + 5 * 2 + (0 if mode == "bsp" else 100)
+    assert server["counts"].pull()["x"].item() == expected
+    server.close()
+
+
+def gradient_that_kills(numel: int) -> torch.Tensor:
+    """Whoever reads it is ended by a signal: the file behind its memory is cut off."""
+    with tempfile.TemporaryFile() as file:
+        file.truncate(4 * numel)
+        memory = mmap.mmap(file.fileno(), 4 * numel)
+        gradient = torch.frombuffer(memory, dtype=torch.float32)
+        file.truncate(0)
+        return gradient
+
+
+@pytest.mark.parametrize("on_worker_loss", ["raise", "continue"])
+@on_shm_ranks(2, timeout=40, patience_s=AGES_S, dying=[1])
+def test_a_worker_dies_while_it_holds_a_block(rank: int, on_worker_loss: str) -> None:
+    """Nobody hangs; the block is named, and counted as torn."""
+    table = ps.Dense("big", {"w": torch.zeros(100_000)}, optimizer=ps.Sum())
+    server = ps.ParameterServer([table], mode="ssp", staleness=9, on_worker_loss=on_worker_loss)
+    if rank == 1:
+        server["big"].push({"w": gradient_that_kills(100_000)})
+        raise AssertionError("the gradient could be read")
+    until(lambda: state_of(process_of(1)) == "Z")
+    ones = {"w": torch.ones(100_000)}
+    # Worker 1 of 2 begins in the middle of 4 blocks.
+    block = "block 2 of table 'big' ('w')"
+    if on_worker_loss == "raise":
+        with raises(dist.DistBackendError, "worker 1 (rank 1, process", f"while it held {block}"):
+            server["big"].push(ones)
+    else:
+        server["big"].push(ones)
+        assert torch.equal(server["big"].pull()["w"], torch.ones(100_000))
+    stats = server.stats()
+    assert stats["torn"] == 1 and stats["torn_blocks"] == [block]
+    server.close()
+
+
+@pytest.mark.parametrize("mode", ["bsp", "ssp"])
+@on_shm_ranks(2, timeout=40, patience_s=AGES_S)
+def test_a_stopped_worker_is_alive(rank: int, mode: str) -> None:
+    server = counts(mode=mode, timeout=1)
+    for _ in range(3):
+        push_and_clock(server)
+        server["counts"].pull()
+    dist.barrier()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    else:
+        until(lambda: state_of(process_of(1)) == "T")
+        push_and_clock(server)
+        text = "has not come within 1 s; it is alive, at clock 3 (its process is stopped)"
+        with raises(dist.DistBackendError, "pull of table 'counts' at clock 4: worker 1", text):
+            server["counts"].pull()
+        os.kill(process_of(1), signal.SIGCONT)
+    if rank == 1:
+        push_and_clock(server)
+    dist.barrier()
+    server["counts"].pull()  # it has come after all
+    dist.barrier()
+    server.close()
+
+
+@pytest.mark.parametrize("on_worker_loss", ["raise", "continue"])
+@on_shm_ranks(2, timeout=40, patience_s=AGES_S)
+def test_an_exception_between_push_and_clock(rank: int, on_worker_loss: str) -> None:
+    """Whoever catches it goes on; one that leaves the server is told to the others."""
+    try:
+        with counts(on_worker_loss=on_worker_loss) as server:
+            for clock in range(4):
+                try:
+                    server["counts"].push({"x": torch.ones(1)})
+                    if rank == 1 and clock == 1:
+                        raise ArithmeticError("a broken sample")
+                except ArithmeticError:
+                    pass
+                server.clock()
+                assert server["counts"].pull()["x"].item() == 2 * (clock + 1)
+            server["counts"].push({"x": torch.ones(1)})
+            if rank == 1:
+                raise ArithmeticError("the data are broken")
+            server.clock()
+            if on_worker_loss == "continue":
+                assert server["counts"].pull()["x"].item() == 9
+                return
+            text = "has left at clock 4, ended by ArithmeticError: the data are broken"
+            with raises(dist.DistBackendError, "worker 1 (rank 1", text):
+                server["counts"].pull()
+    except ArithmeticError:
+        assert rank == 1
+
+
+def leave_without_a_word(rank: int) -> str:
+    dist.init_process_group("trireme")
+    server = counts()
+    if rank == 1:
+        raise ArithmeticError("the data are broken")
+    push_and_clock(server)
+    with raises(dist.DistBackendError, "ended by ArithmeticError: the data are broken"):
+        server["counts"].pull()
+    return "raised"
+
+
+def test_an_exception_that_ends_the_program_is_told() -> None:
+    with pytest.raises(RankFailed) as caught:
+        run_ranks(leave_without_a_word, 2, timeout=40)
+    assert caught.value.rank == 1 and "the data are broken" in caught.value.text
+    assert "rank 0 failed" not in str(caught.value)
+
+
+@pytest.mark.parametrize("mode", ["bsp", "ssp"])
+@on_shm_ranks(2, timeout=40, patience_s=AGES_S)
+def test_ctrl_c_ends_a_wait_and_no_more(rank: int, mode: str) -> None:
+    with counts(mode=mode) as server:
+        if rank == 0:
+            push_and_clock(server)
+            with pytest.raises(KeyboardInterrupt):
+                server["counts"].pull()
+            say("interrupted")
+            assert server["counts"].pull()["x"].item() == 2
+        else:
+            until_inside(0, "pull of table 'counts' at clock 1")
+            os.kill(process_of(0), signal.SIGINT)
+            stay_until("interrupted")
+            push_and_clock(server)
+        dist.barrier()
+
+
+@on_shm_ranks(2, timeout=40)
+def test_a_forked_child_only_reads(rank: int) -> None:
+    net = mlp()
+    with ps.ParameterServer([ps.Dense("net", net, optimizer=ps.SGD(0.1))]) as server:
+        server["net"].pull()
+        before = net[0].weight.detach().clone()
+
+        def in_the_child() -> bool:
+            for verb in (server["net"].pull, server["net"].push, server.clock, server.stats):
+                with raises(RuntimeError, "got a forked child of the process that made the server"):
+                    verb()
+            with torch.no_grad():
+                net[0].weight.zero_()  # its own
+            server.close()
+            return bool((net[0].weight == 0).all())
+
+        assert in_child(in_the_child)
+        dist.barrier()
+        assert torch.equal(net[0].weight, before)
+        server.clock()
+        server["net"].pull()
+
+
+@on_shm_ranks(2, timeout=40, patience_s=AGES_S, dying=[0])
+def test_a_rank_that_serves_names_a_worker_that_died(rank: int) -> None:
+    server = counts(servers=1)
+    if rank == 0:
+        until_inside(1, "serve")
+        kill_this_rank()
+    with raises(dist.DistBackendError, "[ps] serve: worker 0 (rank 0, process", form=HOUSE_FORM):
+        server.serve()
+
+
+@on_shm_ranks(2, timeout=40, patience_s=AGES_S, dying=[1])
+def test_writing_goes_on_without_a_worker_that_died(rank: int) -> None:
+    net = nn.Linear(1, 1)
+    server = ps.ParameterServer(
+        [ps.Dense("net", net, optimizer=ps.SGD(0.1))], on_worker_loss="continue"
+    )
+    server["net"].pull()
+    if rank == 1:
+        until_inside(0, "writing of")
+        kill_this_rank()
+    server["net"].core.begin_writing()
+    nn.init.constant_(net.weight, 4)
+    server["net"].core.end_writing()
+    assert net.weight.item() == 4
+    server.close()
