@@ -140,7 +140,7 @@ template <typename T>
 struct AdagradElement {
   T param;
   T grad;
-  T sum;  // of squares
+  T sum;  // adds up squares
 };
 
 template <typename Math, typename T>

@@ -34,7 +34,7 @@ void BoundModule::check_unchanged(std::string_view verb) {
     parts_.store->snapshot_versions(parts_.parameters);
     refuse(static_cast<size_t>(changed.front()),
            "was changed in place, expected that only the table writes it",
-           "push() steps it; write it inside writing().");
+           "Let push() step it, or write it inside writing().");
   }
   for (size_t i = 0; i < places_.size(); ++i) {
     if (!parts_.store->holds(static_cast<int64_t>(i), parts_.parameters[i]))

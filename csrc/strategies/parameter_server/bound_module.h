@@ -80,7 +80,7 @@ class TRIREME_API BoundModule {
   std::vector<at::Tensor> places_;  // over the store
   bool is_readable_ = true;
   bool is_writing_ = false;
-  uint64_t sections_ = 0;  // of writing, so far
+  uint64_t sections_ = 0;  // counts what was written so far
 };
 
 }  // namespace trireme::ps

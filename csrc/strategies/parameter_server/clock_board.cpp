@@ -196,12 +196,12 @@ std::optional<int64_t> ClockBoard::find_lost() const {
 }
 
 std::string ClockBoard::why_gone(int64_t worker) const {
-  const std::string at = c10::str(" at clock ", clock_of(worker));
+  const uint64_t clock = clock_of(worker);
   if (state_of(worker) == LineState::kFailed)
-    return " has left" + at + ", ended by " + word_of(worker);
+    return c10::str(" has left at clock ", clock, ", ended by ", word_of(worker));
   const auto status = processes_[static_cast<size_t>(worker)].wait_status();
-  if (status == 0) return " ended normally" + at + " without leave()";
-  return " has died" + at + shm::text_of_end(status, memory_kills_);
+  if (status == 0) return c10::str(" ended normally at clock ", clock, " without leave()");
+  return c10::str(" has died at clock ", clock, shm::text_of_end(status, memory_kills_));
 }
 
 void ClockBoard::refuse_lost(const Errand& errand, int64_t worker) {

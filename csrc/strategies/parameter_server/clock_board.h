@@ -164,7 +164,7 @@ class TRIREME_API ClockBoard {
   shm::HostGroup* group_;
   int64_t own_ = 0;  // the line of this rank
   std::optional<int64_t> memory_kills_;
-  std::vector<shm::PeerProcess> processes_;  // of workers
+  std::vector<shm::PeerProcess> processes_;  // one per worker
   std::optional<shm::FlagWait> flag_wait_;
   std::function<std::string(int64_t)> describe_held_;
   shm::Clock::time_point looked_at_;

@@ -200,7 +200,7 @@ DenseTable::Gradients DenseTable::gradients_by_name(const NamedTensors& gradient
                       error_text(kPsArea,
                                  c10::str("push: got a gradient of '", item.key(),
                                           "', expected names of table '", spec_->name, "'"),
-                                 board_->where(), "tensor_names() lists them."));
+                                 board_->where(), "Name tensors of the table."));
   }
   return found;
 }

@@ -1,7 +1,5 @@
 #include <trireme/strategies/parameter_server/options.h>
 
-#include <trireme/common/error.h>
-
 #include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>
 
@@ -13,9 +11,10 @@ std::string_view name_of(Mode mode) {
   return mode == Mode::kBsp ? "bsp" : mode == Mode::kSsp ? "ssp" : "async";
 }
 
-Roles roles_of(const Servers& servers, int64_t world) {
+Roles roles_of(const Servers& servers, RankOf where) {
+  const int64_t world = where.world;
   const auto refuse = [&](const std::string& got, std::string_view next_step) {
-    TORCH_CHECK_VALUE(false, error_text(kPsArea, got, {}, next_step));
+    TORCH_CHECK_VALUE(false, error_text(kPsArea, got, where, next_step));
   };
   std::vector<int64_t> serve = servers.ranks;
   if (serve.empty()) {

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <trireme/common/error.h>
 #include <trireme/common/export.h>
 
 #include <chrono>
@@ -30,7 +31,7 @@ enum class Reduction : uint8_t {
 // Says which ranks of the group only serve.
 struct Servers {
   int64_t last = 0;                 // so many, the last ones of the group
-  std::vector<int64_t> ranks = {};  // or these
+  std::vector<int64_t> ranks = {};  // these, if there are any
 };
 
 struct Options {
@@ -39,7 +40,7 @@ struct Options {
   int64_t staleness = 0;
   int64_t backup = 0;  // bsp only: a clock closes without so many workers
   Servers servers = {};
-  std::optional<std::chrono::milliseconds> timeout = {};  // of one wait; unset: the group's
+  std::optional<std::chrono::milliseconds> timeout = {};  // limits one wait; unset: the group's
   WorkerLoss on_worker_loss = WorkerLoss::kRaise;
 };
 
@@ -52,7 +53,8 @@ struct Roles {
 };
 
 // Throws ValueError for servers that are no ranks, are named twice, or are all ranks.
-TRIREME_API Roles roles_of(const Servers& servers, int64_t world);
+// `where`: this rank, in the group.
+TRIREME_API Roles roles_of(const Servers& servers, RankOf where);
 // Returns what is wrong with the options for so many workers; empty if nothing is.
 TRIREME_API std::string complaint_about(const Options& options, int64_t workers);
 // Returns "bsp", "ssp" or "async".

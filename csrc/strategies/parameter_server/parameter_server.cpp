@@ -72,8 +72,8 @@ std::vector<ParameterInfo> infos_of(const TableSpec& table) {
 }
 
 std::vector<TablePlan> plan_tables(const std::vector<TableSpec>& tables, const Options& options,
-                                   int64_t world) {
-  const auto workers = static_cast<int64_t>(roles_of(options.servers, world).workers.size());
+                                   RankOf where) {
+  const auto workers = static_cast<int64_t>(roles_of(options.servers, where).workers.size());
   const bool deposits = options.mode == Mode::kBsp;
   std::vector<TablePlan> plans;
   for (const TableSpec& table : tables)
@@ -98,7 +98,7 @@ ParameterServer::ParameterServer(std::shared_ptr<Communicator> communicator,
     : communicator_(std::move(communicator)) {
   check_host(*communicator_);
   agree_on_tables(tables, options, *communicator_);
-  const std::vector<TablePlan> plans = plan_tables(tables, options, communicator_->world());
+  const std::vector<TablePlan> plans = plan_tables(tables, options, communicator_->rank_of());
   const std::shared_ptr<const TableSegment> memory = make_board(plans, options);
   const at::NoGradGuard no_grad;
   std::vector<std::shared_ptr<HostStore>> stores;
@@ -133,7 +133,7 @@ std::shared_ptr<const ParameterServer::TableSegment> ParameterServer::make_board
     const std::vector<TablePlan>& plans, const Options& options) {
   ClockBoard::Request request;
   request.options = options;
-  request.roles = roles_of(options.servers, communicator_->world());
+  request.roles = roles_of(options.servers, communicator_->rank_of());
   request.where = communicator_->rank_of();
   if (communicator_->world() > 1) request.group = &communicator_->host()->group();
   int64_t bytes = ClockBoard::bytes_for(request.where.world);

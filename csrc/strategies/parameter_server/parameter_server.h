@@ -21,7 +21,7 @@ class WorkerDesk;
 
 // Tells how a server and its workers do.
 struct Stats {
-  std::vector<int64_t> clocks;                // by worker; of one that is gone its last
+  std::vector<int64_t> clocks;                // one per worker; its last if it is gone
   std::optional<int64_t> slowest = {};        // the first of those that are furthest behind
   std::vector<int64_t> left = {};             // workers that have left
   std::vector<int64_t> lost = {};             // workers that were found dead, or ended by an error
@@ -33,7 +33,7 @@ struct Stats {
   int64_t bytes_pushed = 0;
   int64_t torn = 0;  // blocks that workers have died in, of all workers
   std::vector<std::string> torn_blocks = {};
-  int64_t memory_bytes = 0;  // of all tables, once per host
+  int64_t memory_bytes = 0;  // all tables take it once per host
 };
 
 // Keeps tables of parameters that workers pull and push, each at its own pace. The ranks of the

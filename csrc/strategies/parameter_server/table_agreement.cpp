@@ -15,8 +15,8 @@ namespace {
 // Begins the text of a rank that cannot make its part.
 constexpr char kComplaint = '!';
 
-std::string describe(const std::vector<TableSpec>& tables, const Options& options, int64_t world) {
-  const Roles roles = roles_of(options.servers, world);
+std::string describe(const std::vector<TableSpec>& tables, const Options& options, RankOf where) {
+  const Roles roles = roles_of(options.servers, where);
   const auto workers = static_cast<int64_t>(roles.workers.size());
   std::string wrong = complaint_about(options, workers);
   if (wrong.empty()) wrong = complaint_about(tables, options.mode);
@@ -52,7 +52,7 @@ std::string first_difference(const std::string& first, const std::string& other,
 void agree_on_tables(const std::vector<TableSpec>& tables, const Options& options,
                      Communicator& communicator) {
   const RankOf where = communicator.rank_of();
-  const std::string own = describe(tables, options, where.world);
+  const std::string own = describe(tables, options, where);
   const std::vector<std::string> texts = gather_texts(own, communicator, communicator.device());
   for (size_t rank = 0; rank < texts.size(); ++rank) {
     if (texts[rank].empty() || texts[rank].front() != kComplaint) continue;

@@ -29,10 +29,10 @@ struct TablePlan {
   int64_t tensors = 0;
   int64_t blocks_at = 0;
   int64_t marks_at = 0;
-  int64_t mark_bytes = 0;              // of one worker
+  int64_t mark_bytes = 0;              // one worker's
   std::vector<int64_t> state_at = {};  // [state * tensors + tensor]
   int64_t deposits_at = 0;
-  int64_t half_bytes = 0;             // of one half of one worker; 0 without deposits
+  int64_t half_bytes = 0;             // one half of one worker; 0 without deposits
   std::vector<int64_t> in_half = {};  // where a tensor lies in a half
   int64_t bytes = 0;
 };

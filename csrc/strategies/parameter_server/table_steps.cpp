@@ -34,7 +34,7 @@ void divide(void* sums, int64_t numel, int64_t divisor) {
 struct Deposits {
   std::vector<const std::byte*> data;
   at::ScalarType dtype;
-  at::ScalarType computed;  // of the buffer
+  at::ScalarType computed;  // the buffer's
 
   void sum(std::byte* buffer, int64_t begin, int64_t end, int64_t divisor) const {
     const int64_t numel = end - begin;

@@ -38,7 +38,7 @@ class TRIREME_API TableSteps {
     std::shared_ptr<const TableSpec> spec;
     std::shared_ptr<ClockBoard> board;
     std::shared_ptr<HostStore> store;  // the values
-    std::byte* memory = nullptr;       // of TablePlan::bytes zeros: everything else
+    std::byte* memory = nullptr;       // TablePlan::bytes zeros, for all else
     std::shared_ptr<const void> keeps_memory;
   };
   TableSteps(Parts parts, TablePlan plan);

@@ -17,26 +17,25 @@ bool WorkerDesk::is_forked() const { return forks_ != forks_so_far(); }
 
 void WorkerDesk::check_open(std::string_view verb) const {
   const auto refuse = [&](const char* got, const char* next_step) {
-    TORCH_CHECK(false,
-                error_text(kPsArea, c10::str(verb, ": got ", got), board_->where(), next_step));
+    TORCH_CHECK(false, error_text(kPsArea, c10::str(verb, ": ", got), board_->where(), next_step));
   };
   if (is_closed_)
-    refuse("a server that is closed, expected an open one", "Call close() after the last use.");
+    refuse("got a server that is closed, expected an open one", "Call close() after the last use.");
   if (is_forked())
-    refuse("a forked child of the process that made the server, expected that process",
+    refuse("got a forked child of the process that made the server, expected that process",
            "Use the server in the parent only.");
 }
 
 void WorkerDesk::check_worker(std::string_view verb) const {
   check_open(verb);
   const auto refuse = [&](const char* got, const char* next_step) {
-    TORCH_CHECK(false,
-                error_text(kPsArea, c10::str(verb, ": got ", got), board_->where(), next_step));
+    TORCH_CHECK(false, error_text(kPsArea, c10::str(verb, ": ", got), board_->where(), next_step));
   };
   if (!board_->worker())
-    refuse("a rank that serves, expected one that works", "Call serve() on it, and nothing else.");
+    refuse("got a rank that serves, expected one that works",
+           "Call serve() on it, and nothing else.");
   if (has_left_)
-    refuse("a worker that has left, expected one that is there",
+    refuse("got a worker that has left, expected one that is there",
            "Call leave() after the last clock().");
 }
 

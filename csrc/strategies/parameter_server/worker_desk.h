@@ -54,8 +54,8 @@ class TRIREME_API WorkerDesk {
   uint64_t forks_;
   bool has_left_ = false;
   bool is_closed_ = false;
-  // With backup: pushes of this clock; and those of clocks of which it is not known yet whether
-  // they were closed with them.
+  // With backup these count pushes of this clock, and those of clocks of which it is not known yet
+  // whether they were closed with them.
   struct ClockPushes {
     uint64_t clock;
     int64_t pushes;

@@ -48,6 +48,8 @@ def test_a_server_that_cannot_be(rank: int) -> None:
         ({"staleness": 1}, "got staleness=1 under mode='bsp', expected 0"),
         ({"backup": 2}, "got backup=2, expected one in [0, 2)"),
         ({"backup": 1, "mode": "async"}, "got backup=1 under mode='async'"),
+        ({"servers": 2}, "got 2 servers among 2 ranks"),
+        ({"servers": [5]}, "got rank 5 as a server, expected ranks in [0, 2)"),
         ({"timeout": -3}, "got timeout=-3000 ms, expected a positive one"),
     ):
         with raises(ValueError, "[ps] " + text):
@@ -55,8 +57,6 @@ def test_a_server_that_cannot_be(rank: int) -> None:
     for options, text in (
         ({"mode": "eventual"}, "got mode='eventual', expected one of 'bsp', 'ssp', 'async'"),
         ({"on_worker_loss": "wait"}, "got on_worker_loss='wait'"),
-        ({"servers": 2}, "got 2 servers among 2 ranks"),
-        ({"servers": [5]}, "got rank 5 as a server"),
     ):
         with raises(ValueError, "[ps] " + text, form=RANKLESS_FORM):
             ps.ParameterServer([dense()], **options)

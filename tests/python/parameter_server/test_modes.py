@@ -13,8 +13,8 @@ import trireme
 from torch import Tensor, nn
 from trireme import ps
 
-from ddp.ranks import mlp
-from shm.ranks import on_shm_ranks, say, stay_until
+from ddp.ranks import mlp, say, stay_until
+from shm.ranks import on_shm_ranks
 
 SPECS = {
     "sgd": (ps.SGD(0.1, momentum=0.9, weight_decay=0.01), torch.optim.SGD,

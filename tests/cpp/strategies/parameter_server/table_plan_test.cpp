@@ -59,13 +59,14 @@ TEST_CASE("parts of a table lie behind each other in lines of 64 bytes") {
 }
 
 TEST_CASE("the last ranks serve, or those that are named") {
-  CHECK(ps::roles_of({}, 3) == Roles{{0, 1, 2}, {}});
-  CHECK(ps::roles_of({1}, 3) == Roles{{0, 1}, {2}});
-  CHECK(ps::roles_of({0, {2, 0}}, 4) == Roles{{1, 3}, {0, 2}});
-  CHECK_THROWS_WITH(ps::roles_of({3}, 3), Catch::Contains("got 3 servers among 3 ranks"));
-  CHECK_THROWS_WITH(ps::roles_of({-1}, 3), Catch::Contains("got servers=-1, expected 0 or more"));
-  CHECK_THROWS_WITH(ps::roles_of({0, {3}}, 3), Catch::Contains("got rank 3 as a server"));
-  CHECK_THROWS_WITH(ps::roles_of({0, {1, 1}}, 3), Catch::Contains("got rank 1 twice"));
+  CHECK(ps::roles_of({}, {0, 3}) == Roles{{0, 1, 2}, {}});
+  CHECK(ps::roles_of({1}, {0, 3}) == Roles{{0, 1}, {2}});
+  CHECK(ps::roles_of({0, {2, 0}}, {0, 4}) == Roles{{1, 3}, {0, 2}});
+  CHECK_THROWS_WITH(ps::roles_of({3}, {0, 3}), Catch::Contains("got 3 servers among 3 ranks"));
+  CHECK_THROWS_WITH(ps::roles_of({-1}, {0, 3}),
+                    Catch::Contains("got servers=-1, expected 0 or more"));
+  CHECK_THROWS_WITH(ps::roles_of({0, {3}}, {0, 3}), Catch::Contains("got rank 3 as a server"));
+  CHECK_THROWS_WITH(ps::roles_of({0, {1, 1}}, {0, 3}), Catch::Contains("got rank 1 twice"));
 }
 
 TEST_CASE("options that say nothing together are named") {
