@@ -101,9 +101,10 @@ class TRIREME_API ParameterServer {
   std::optional<int64_t> worker() const;
   int64_t workers() const;
 
-  // Ends this worker's clock and returns the number of the next one. Where the parameters of a
-  // module lie in a table's memory it says that this worker reads them no more. Throws what
-  // DenseTable::pull() throws for a parameter that was written.
+  // Ends this worker's clock and returns the number of the next one. Does not wait, but under bsp
+  // after a set_lr() of this clock or the one before, while the clock before the last one is not
+  // applied. Where the parameters of a module lie in a table's memory it says that this worker
+  // reads them no more. Throws what DenseTable::pull() throws for a parameter that was written.
   int64_t clock();
   // Returns the clock of each worker; of one that is gone its last.
   std::vector<int64_t> clocks() const;

@@ -20,9 +20,9 @@ std::string describe(const std::vector<TableSpec>& tables, const Options& option
   const auto workers = static_cast<int64_t>(roles.workers.size());
   std::string wrong = complaint_about(options, workers);
   if (wrong.empty()) wrong = complaint_about(tables, options.mode);
-  if (!wrong.empty()) return kComplaint + wrong;
+  if (!wrong.empty()) return std::string(1, kComplaint).append(wrong);
   std::string text = to_string(options, roles);
-  for (const TableSpec& table : tables) text += "\n" + to_string(table);
+  for (const TableSpec& table : tables) text.append("\n").append(to_string(table));
   return text;
 }
 

@@ -45,6 +45,8 @@ class TRIREME_API TableSteps {
 
   const TablePlan& plan() const { return plan_; }
   const TableMemory& memory() const { return memory_; }
+  // Returns the values, over the store.
+  const std::vector<at::Tensor>& values() const { return values_; }
 
   // --- bsp ---
 

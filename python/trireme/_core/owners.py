@@ -146,8 +146,11 @@ def unit_of(parameter: torch.Tensor) -> ShardingUnit | None:
 
 
 def note_table(parameter: torch.Tensor, table: Any) -> None:
-    """Says that ``table`` of a parameter server keeps its values."""
-    parameter._trireme_table = _OwnerOf(table)  # type: ignore[attr-defined]
+    """Says that ``table`` of a parameter server keeps its values, or that none does."""
+    if table is not None:
+        parameter._trireme_table = _OwnerOf(table)  # type: ignore[attr-defined]
+    elif hasattr(parameter, "_trireme_table"):
+        del parameter._trireme_table
 
 
 def table_of(parameter: torch.Tensor) -> Any:

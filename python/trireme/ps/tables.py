@@ -78,13 +78,11 @@ def _tensors_of(table: str, source: Any) -> dict[str, Tensor]:
         parameters = dict(source.named_parameters())
         for name, parameter in parameters.items():
             _check_free(table, name, parameter)
-        return {name: parameter for name, parameter in parameters.items()}
-    is_mapping = isinstance(source, Mapping)
+        return dict(parameters)
     AREA.expect(
         "source", source, Mapping, "a module or tensors by name", next_step="Pass model itself, or "
         "a dict.",
     )  # fmt: skip
-    assert is_mapping
     for name, tensor in source.items():
         AREA.expect("a name in source", name, str, "a str", next_step="Name each tensor.")
         AREA.expect(f"'{name}'", tensor, Tensor, "a tensor", next_step="Pass tensors by name.")
@@ -185,7 +183,7 @@ class DenseTable:
         if self._module is not None:
             for parameter in self._module.parameters():
                 if table_of(parameter) is self:
-                    del parameter._trireme_table
+                    note_table(parameter, None)
 
     def __len__(self) -> int:
         """How many tensors it has."""

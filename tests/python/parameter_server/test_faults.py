@@ -32,8 +32,6 @@ from ddp.ranks import (
 from shm.ranks import on_shm_ranks, state_of, until, until_inside
 
 
-
-
 def counts(**options: Any) -> ps.ParameterServer:
     table = ps.Dense("counts", {"x": torch.zeros(1)}, optimizer=ps.Sum(), reduction="sum")
     return ps.ParameterServer([table], **options)

@@ -195,9 +195,7 @@ def test_a_learning_rate_and_what_returns_at_once(rank: int) -> None:
 @on_shm_ranks(3, timeout=60)
 def test_ranks_that_serve(rank: int) -> None:
     net = mlp()
-    with ps.ParameterServer(
-        [ps.Dense("net", net, optimizer=ps.SGD(0.1))], servers=[1]
-    ) as server:
+    with ps.ParameterServer([ps.Dense("net", net, optimizer=ps.SGD(0.1))], servers=[1]) as server:
         assert server.worker == {0: 0, 1: None, 2: 1}[rank]
         if server.worker is None:
             server.serve()
