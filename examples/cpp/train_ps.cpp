@@ -45,14 +45,19 @@ int main(int argc, char** argv) {
   }
   const int64_t steps = argc > 2 ? std::atoll(argv[2]) : 100;
   const ps::Mode mode = mode_of(argc > 3 ? argv[3] : "bsp");
-  trireme::Context ctx = trireme::init({.device = torch::kCPU});  // PS 2
+  trireme::InitOptions on_cpu;  // its tables lie in the memory of the host
+  on_cpu.device = torch::kCPU;
+  trireme::Context ctx = trireme::init(on_cpu);  // PS 2
   const torch::Tensor text = read_text(argv[1]);
   const torch::Tensor windows = text.unfold(0, kContext + 1, 1);
 
   torch::manual_seed(0);
-  torch::nn::Sequential net(torch::nn::Embedding(kCharacters, 32), torch::nn::Flatten(),
-                            torch::nn::Linear(32 * kContext, 256), torch::nn::ReLU(),
-                            torch::nn::Linear(256, kCharacters));
+  torch::nn::Sequential net;
+  net->push_back(torch::nn::Embedding(kCharacters, 32));
+  net->push_back(torch::nn::Flatten());
+  net->push_back(torch::nn::Linear(32 * kContext, 256));
+  net->push_back(torch::nn::ReLU());
+  net->push_back(torch::nn::Linear(256, kCharacters));
   // Each push is a step of its own under ssp and async, as many as there are workers in a clock.
   const double lr = mode == ps::Mode::kBsp ? 3e-3 : 3e-3 / static_cast<double>(ctx.world());
   ps::Options options;

@@ -19,7 +19,7 @@ CONTEXT, CHARACTERS, BATCH = 32, 128, 64  # BATCH rows of all workers together
 
 def main(text_file: str, last: str = "100", mode: str = "bsp") -> None:
     steps = int(last)
-    ctx = trireme.init()  # PS 2
+    ctx = trireme.init(device="cpu")  # PS 2: tables lie in the memory of the host
     text = torch.frombuffer(bytearray(Path(text_file).read_bytes()), dtype=torch.uint8)
     windows = text.long().clamp_max(CHARACTERS - 1).unfold(0, CONTEXT + 1, 1)
 

@@ -93,13 +93,18 @@ std::vector<int64_t> BoundModule::wait_for_all(Phase phase) {
 }
 
 void BoundModule::meet_writers() {
+  const auto clock_of = [this](int64_t worker) -> std::atomic<uint64_t>& {
+    return parts_.memory.marks(worker).writing_clock[sections_ & 1];
+  };
+  clock_of(*parts_.board->worker()).store(parts_.board->clock(), std::memory_order_relaxed);
   come_to(kBegun);
   const std::vector<int64_t> come = wait_for_all(kBegun);
   for (const int64_t worker : come) {
-    if (parts_.board->clock_of(worker) == parts_.board->clock()) continue;
+    const uint64_t its_clock = clock_of(worker).load(std::memory_order_relaxed);
+    if (its_clock == parts_.board->clock()) continue;
     const std::string got =
-        c10::str(errand().text(), ": got ", parts_.board->name_of(worker), " at clock ",
-                 parts_.board->clock_of(worker), ", expected all workers at one clock");
+        c10::str(errand().text(), ": got ", parts_.board->name_of(worker), " at clock ", its_clock,
+                 ", expected all workers at one clock");
     settle();
     TORCH_CHECK_VALUE(false, error_text(kPsArea, got, parts_.board->where(),
                                         "Begin to write after as many clocks on all workers."));

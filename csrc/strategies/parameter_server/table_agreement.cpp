@@ -54,17 +54,19 @@ void agree_on_tables(const std::vector<TableSpec>& tables, const Options& option
   const RankOf where = communicator.rank_of();
   const std::string own = describe(tables, options, where);
   const std::vector<std::string> texts = gather_texts(own, communicator, communicator.device());
-  for (size_t rank = 0; rank < texts.size(); ++rank) {
-    if (texts[rank].empty() || texts[rank].front() != kComplaint) continue;
-    const bool is_own = static_cast<int64_t>(rank) == where.rank;
-    const std::string got = texts[rank].substr(1);
-    const bool has_verb = got.starts_with("got ") || got.find(": got ") != std::string::npos;
-    TORCH_CHECK_VALUE(
-        false,
-        error_text(kPsArea,
-                   (has_verb ? "" : "got ") + got + (is_own ? "" : c10::str(", says rank ", rank)),
-                   where, "Make the server of tables and options that go together."));
-  }
+  const auto is_complaint = [](const std::string& text) {
+    return !text.empty() && text.front() == kComplaint;
+  };
+  const auto refuse = [&](const std::string& complaint, const std::string& who) {
+    const std::string got = complaint.substr(1);
+    const bool has_verb = got.find("got ") != std::string::npos;
+    const std::string text = (has_verb ? "" : "got ") + got + who;
+    TORCH_CHECK_VALUE(false, error_text(kPsArea, text, where,
+                                        "Make the server of tables and options that go together."));
+  };
+  if (is_complaint(own)) refuse(own, "");
+  for (size_t rank = 0; rank < texts.size(); ++rank)
+    if (is_complaint(texts[rank])) refuse(texts[rank], c10::str(", says rank ", rank));
   for (size_t rank = 1; rank < texts.size(); ++rank) {
     TORCH_CHECK_VALUE(texts[rank] == texts[0],
                       error_text(kPsArea, first_difference(texts[0], texts[rank], rank), where,

@@ -40,6 +40,9 @@ struct alignas(64) WorkerMarks {
   LearningRate lr[2];
   std::atomic<uint64_t> writing;    // how far the worker is in sections of writing
   std::atomic<uint64_t> abandoned;  // the last section that it left by an exception
+  // Clocks at which it began the last two sections, by their parity: it may begin the next one
+  // before others have looked.
+  std::atomic<uint64_t> writing_clock[2];
 };
 
 // Finds what belongs to a table. Valid as long as the memory is.

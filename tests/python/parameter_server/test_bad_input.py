@@ -66,7 +66,7 @@ def test_a_server_that_cannot_be(rank: int) -> None:
         ps.ParameterServer([])
     with raises(ValueError, "two tables of the name 't'"):
         ps.ParameterServer([dense(), dense()])
-    with raises(ValueError, "[ps] got SGD(lr=-1", "expected lr >= 0"):
+    with raises(ValueError, "[ps] table 't': got SGD(lr=-1", "expected lr >= 0"):
         ps.ParameterServer([ps.Dense("t", {"x": torch.zeros(1)}, optimizer=ps.SGD(-1.0))])
 
 

@@ -134,6 +134,31 @@ TEST_CASE("a staleness of its own: a loose table does not wait where a strict on
   CHECK(seen[0] == std::vector<bool>{false, true, true});
 }
 
+TEST_CASE("clock() never waits under ssp, and a pull never under async") {
+  for (const ps::Mode mode : {ps::Mode::kSsp, ps::Mode::kAsync}) {
+    const auto seen = on_workers<std::vector<int64_t>>(2, [&](ThreadRank& rank) {
+      ps::Options options;
+      options.mode = mode;
+      ps::ParameterServer server(rank.communicator, {zeros_table("t", 1, ps::Sum{})}, options);
+      std::vector<int64_t> seen;
+      if (rank.where.rank == 0) {
+        for (int64_t clock = 0; clock < 10; ++clock) {
+          server.dense("t").push_tensors(named_x(at::ones({1})));
+          server.clock();
+          if (mode == ps::Mode::kAsync)
+            seen.push_back(server.dense("t").pull_tensors()["x"].item<int64_t>());
+        }
+        seen.push_back(server.clocks()[1]);
+      }
+      rank.communicator->barrier("the first one has clocked").wait();
+      return seen;
+    });
+    if (mode == ps::Mode::kSsp) CHECK(seen[0] == std::vector<int64_t>{0});
+    if (mode == ps::Mode::kAsync)
+      CHECK(seen[0] == std::vector<int64_t>{1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 0});
+  }
+}
+
 TEST_CASE("ssp: each push is a step of its own, undivided, and seen at once") {
   const auto seen = on_workers<double>(1, [](ThreadRank& rank) {
     ps::ParameterServer server(rank.communicator,
