@@ -117,8 +117,8 @@ def _sides(case: PsCase, rank: int) -> tuple[_Sides, list[Any]]:
     ours, servers = _ours(numel)
     source, target = torch.zeros(numel), torch.zeros(numel)
     worker = {
-        "rpc push": lambda: rpc.rpc_sync("rank 1", take, (source,)),
-        "rpc pull": lambda: rpc.rpc_sync("rank 1", give),
+        "rpc push": lambda: rpc.rpc_sync("server", take, (source,)),
+        "rpc pull": lambda: rpc.rpc_sync("server", give),
         **gloo,
         **ours,
         "copy": lambda: target.copy_(source),
@@ -140,7 +140,7 @@ def _time_us(call: Callable[[], object] | None, calls: int) -> float:
 def _measure(case: PsCase, rank: int) -> dict[str, list[float]]:
     sides, servers = _sides(case, rank)
     if rank == 0:
-        rpc.rpc_sync("rank 1", hold, (case.bytes // 4,))
+        rpc.rpc_sync("server", hold, (case.bytes // 4,))
     own = sides.worker if rank == 0 else sides.server
     names = list(sides.worker)
     calls = max(3, min(_MOST_CALLS, _BYTES_PER_BLOCK // case.bytes))
@@ -163,7 +163,7 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("trireme")
     rank = dist.get_rank()
-    rpc.init_rpc(f"rank {rank}", rank=rank, world_size=2)
+    rpc.init_rpc("server" if rank == 1 else "worker", rank=rank, world_size=2)
     found = _measure(PsCase(**json.loads(sys.argv[1])), rank)
     rpc.shutdown()
     print(json.dumps(found), file=replies)
