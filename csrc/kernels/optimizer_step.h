@@ -96,8 +96,8 @@ TRIREME_API void sgd_segments(c10::ArrayRef<OptimizerSegment> segments, SegmentD
 
 // These step one segment on the calling thread, for chunks that the caller has just made: a call
 // costs some 20 ns besides its elements, and the scalars are those of the whole step. AdamW is Adam
-// whose scalars come from options with decoupled_weight_decay. Adagrad comes within 1 ulp of torch's
-// in an fp32 parameter.
+// whose scalars come from options with decoupled_weight_decay. Adagrad comes within 1 ulp of
+// torch's in an fp32 parameter.
 TRIREME_API void adam_segment(const OptimizerSegment& segment, SegmentDtypes dtypes,
                               const AdamScalars& scalars);
 TRIREME_API void sgd_segment(const OptimizerSegment& segment, SegmentDtypes dtypes,
