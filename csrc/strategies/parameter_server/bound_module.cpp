@@ -1,6 +1,7 @@
 #include <trireme/strategies/parameter_server/bound_module.h>
 
 #include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
 #include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>
 

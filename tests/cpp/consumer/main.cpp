@@ -30,6 +30,7 @@ using trireme::CustomCommunicator;
 using trireme::make_shm_group;
 using trireme::memory_of;
 using trireme::neighbours_of;
+using trireme::ps::ParameterServer;
 using trireme::twin_of;
 
 int main() {

@@ -37,6 +37,10 @@ def counts(**options: Any) -> ps.ParameterServer:
     return ps.ParameterServer([table], **options)
 
 
+def store() -> dist.Store:
+    return dist.distributed_c10d._get_default_store()
+
+
 def push_and_clock(server: ps.ParameterServer) -> None:
     server["counts"].push({"x": torch.ones(1)})
     server.clock()
@@ -50,12 +54,14 @@ def test_a_killed_worker_is_named_by_who_waits(rank: int, mode: str) -> None:
     server["counts"].pull()
     if rank == 1:
         until_inside([0, 2], "pull of")
+        store().set("killed at", str(time.monotonic()))
         kill_this_rank()
     push_and_clock(server)
     name = f"worker 1 (rank 1, process {process_of(1)}) has died at clock 1"
-    with raises(dist.DistBackendError, "[ps] pull of table 'counts' at clock 2: ",
-                name):  # fmt: skip
+    with raises(dist.DistBackendError, "[ps] pull of table 'counts' at clock 2: ", name):
         server["counts"].pull()
+    # One clock for all processes; a second, and one more for a busy machine.
+    assert time.monotonic() - float(store().get("killed at")) < 2
     say(f"rank {rank} has raised")
     stay_until("rank 0 has raised", "rank 2 has raised")
     assert server.stats()["lost"] == [1] and server.clocks()[1] == 1
