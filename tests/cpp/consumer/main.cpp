@@ -30,8 +30,8 @@ using trireme::CustomCommunicator;
 using trireme::make_shm_group;
 using trireme::memory_of;
 using trireme::neighbours_of;
-using trireme::ps::ParameterServer;
 using trireme::twin_of;
+using trireme::ps::ParameterServer;
 
 int main() {
   trireme::Context ctx = trireme::init();
