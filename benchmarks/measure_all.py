@@ -33,6 +33,7 @@ NAMES = (
     "checkpoint",
     "activation",
     "pipeline",
+    "ps",
 )
 
 

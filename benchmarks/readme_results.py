@@ -30,6 +30,7 @@ from readme_costs import (
     replica_overheads,
 )
 from readme_pipeline import pipeline_tables
+from readme_ps import ps_tables
 from readme_steps import (
     RATIO,
     contest_table,
@@ -178,6 +179,7 @@ PAGES: Mapping[str, Sequence[Part]] = {
         ("collectives", COLLECTIVES),
     ),
     "docs/activation_memory.md": (("activation", activation_tables),),
+    "docs/parameter_server.md": (("ps", ps_tables),),
     "docs/pipeline.md": (("pipeline", pipeline_tables),),
     "docs/shared_memory.md": (("faults", FAULT_TIMES), ("collectives", SHORT_LIST)),
     "docs/ddp.md": (("steps", ddp_tables),),

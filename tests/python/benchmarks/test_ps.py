@@ -11,6 +11,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks"))
 
 import bench_ps
+import readme_results
 from harness.ps_rounds import PsCase, measure_ps
 
 SIDES = (
@@ -36,3 +37,16 @@ def test_all_sides_are_measured() -> None:
     found = measure_ps(PsCase(4096, 1))
     assert tuple(found) == SIDES
     assert all(len(times) == 1 and times[0] > 0 for times in found.values())
+
+
+def test_the_page_has_a_row_for_each_verb(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    times = {**{side: [10.0, 10.0] for side in SIDES}, "rpc push": [100.0, 300.0]}
+    monkeypatch.setattr(bench_ps, "measure_ps", lambda case: times)
+    monkeypatch.setattr(readme_results, "RESULTS", tmp_path)
+    bench_ps.main(["--json", str(tmp_path / "ps.json")])
+    page = readme_results.written("docs/parameter_server.md")
+    assert "| push, 1 MiB | 10.0 |  | 200.0 | 10.0 |  | 15.0x (" in page
+    assert (
+        "| pull, 25 MiB | 10.0 | 10.0 | 10.0 | 10.0 | 10.0 | 1.0x (1.0 to 1.0) | 2.2x: missed |"
+        in page
+    )
