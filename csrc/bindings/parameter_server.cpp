@@ -113,17 +113,25 @@ void bind_table(py::module_& module) {
                [](DenseTable& table, const std::vector<std::string>& names, const Tensors& tensors,
                   double scale) { table.push_tensors(named(names, tensors), scale); }),
            py::arg("names"), py::arg("tensors"), py::arg("scale"))
-      .def("pull_async", &DenseTable::pull_async, py::keep_alive<0, 1>(), WithoutGil())
-      .def("pull_tensors_async", &DenseTable::pull_tensors_async, py::arg("view"),
-           py::keep_alive<0, 1>(), WithoutGil())
-      .def("push_async", &DenseTable::push_async, py::arg("scale"), py::keep_alive<0, 1>(),
-           WithoutGil())
-      .def(
-          "push_tensors_async",
-          [](DenseTable& table, const std::vector<std::string>& names, const Tensors& tensors,
-             double scale) { return table.push_tensors_async(named(names, tensors), scale); },
-          py::arg("names"), py::arg("tensors"), py::arg("scale"), py::keep_alive<0, 1>(),
-          WithoutGil())
+      .def("pull_async", wrap_pybind_function_no_gil([](DenseTable& table) {
+             return std::make_unique<Pending>(table.pull_async());
+           }),
+           py::keep_alive<0, 1>())
+      .def("pull_tensors_async", wrap_pybind_function_no_gil([](DenseTable& table, bool view) {
+             return std::make_unique<Pending>(table.pull_tensors_async(view));
+           }),
+           py::arg("view"), py::keep_alive<0, 1>())
+      .def("push_async", wrap_pybind_function_no_gil([](DenseTable& table, double scale) {
+             return std::make_unique<Pending>(table.push_async(scale));
+           }),
+           py::arg("scale"), py::keep_alive<0, 1>())
+      .def("push_tensors_async",
+           wrap_pybind_function_no_gil([](DenseTable& table, const std::vector<std::string>& names,
+                                          const Tensors& tensors, double scale) {
+             return std::make_unique<Pending>(
+                 table.push_tensors_async(named(names, tensors), scale));
+           }),
+           py::arg("names"), py::arg("tensors"), py::arg("scale"), py::keep_alive<0, 1>())
       .def("set_lr", wrap_pybind_function_no_gil(&DenseTable::set_lr), py::arg("lr"))
       .def("begin_writing", wrap_pybind_function_no_gil(&DenseTable::begin_writing))
       .def("end_writing", wrap_pybind_function_no_gil(&DenseTable::end_writing))

@@ -45,10 +45,11 @@ struct WorkerPool::Task {
   at::ThreadLocalState state;
   std::vector<c10::Stream> streams;  // one per device
 
-  void run(size_t worker) const {
+  void run(size_t worker, c10::Device device) const {
     const at::ThreadLocalStateGuard state_guard(state);
     // Hooks of the caller count what is saved, in the order of one thread.
     at::SavedTensorDefaultHooks::set_tls_state({});
+    const c10::OptionalDeviceGuard device_guard(device);  // the last job may have chosen another
     const c10::MultiStreamGuard stream_guard(streams);
     (*job)(worker);
   }
@@ -86,7 +87,7 @@ void WorkerPool::State::serve(size_t worker) {
     lock.unlock();
     std::exception_ptr error;
     try {
-      task.run(worker);
+      task.run(worker, own.device);
     } catch (...) {
       error = std::current_exception();
     }

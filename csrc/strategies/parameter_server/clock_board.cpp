@@ -151,7 +151,9 @@ void ClockBoard::leave(LineState state, std::string_view reason) noexcept {
 
 void ClockBoard::leave_word(std::string_view word) noexcept {
   WorkerLine& own = line(own_);
-  const size_t length = std::min(word.size(), own.reason.size() - 1);
+  size_t length = std::min(word.size(), own.reason.size() - 1);
+  // A character of UTF-8 is not cut: what follows its first byte begins with the bits 10.
+  while (length > 0 && length < word.size() && (word[length] & 0xC0) == 0x80) --length;
   std::copy_n(word.begin(), length, own.reason.begin());
   own.reason[length] = '\0';
 }
@@ -269,7 +271,9 @@ bool ClockBoard::wait(const std::atomic<uint64_t>& counter, uint64_t target, con
   if (counter.load(std::memory_order_acquire) >= target) return true;
   const auto begin = shm::Clock::now();
   const milliseconds limit =
-      options_.timeout.value_or(group_ == nullptr ? kLongestWait : group_->timeout());
+      !errand.has_deadline
+          ? kLongestWait
+          : options_.timeout.value_or(group_ == nullptr ? kLongestWait : group_->timeout());
   std::optional<shm::ShownErrand> shown;
   if (group_ != nullptr) {
     std::string text = errand.text();

@@ -70,6 +70,7 @@ struct Errand {
   std::string_view cause;             // "pull", "push", "lock", "serve" or "writing", in a literal
   int64_t worker = -1;                // the wait is for this one; -1: for whoever is behind
   uint64_t clock = 0;                 // the one that those have not come to
+  bool has_deadline = true;
 };
 
 // Holds the lines of all ranks, workers first. The thread that uses the server calls it, but for

@@ -142,12 +142,16 @@ NamedTensors DenseTable::read(bool view) {
   return named;
 }
 
-NamedTensors DenseTable::pull_tensors(bool view) {
-  TRIREME_TRACE("ps.pull");
-  desk_->check_worker("pull");
+void DenseTable::check_view(bool view) const {
   TORCH_CHECK_VALUE(!view || board_->options().backup == 0,
                     error_text(kPsArea, "pull: got a view with backup workers, expected a copy",
                                board_->where(), "A clock may close while a late worker reads."));
+}
+
+NamedTensors DenseTable::pull_tensors(bool view) {
+  TRIREME_TRACE("ps.pull");
+  desk_->check_worker("pull");
+  check_view(view);
   wait_for(board_->clock());
   return read(view);
 }
@@ -231,6 +235,7 @@ void DenseTable::push(double scale) {
   desk_->check_worker("push");
   require_module("push");
   if (bound_) bound_->check_unchanged("push");
+  finish_pushes();
   push_gradients(take_own_gradients(), scale);
   for (const at::Tensor& one : spec_->tensors) one.mutable_grad() = at::Tensor();
 }
@@ -239,6 +244,7 @@ void DenseTable::push_tensors(const NamedTensors& gradients, double scale) {
   TRIREME_TRACE("ps.push");
   desk_->check_worker("push");
   if (bound_) bound_->check_unchanged("push");
+  finish_pushes();
   push_gradients(gradients_by_name(gradients), scale);
 }
 
@@ -250,6 +256,12 @@ void DenseTable::set_lr(double lr) {
                  c10::str("set_lr: got ", lr, " for table '", spec_->name, "' under ",
                           to_string(spec_->optimizer), ", expected lr >= 0 of an optimizer"),
                  board_->where(), "Pass another one."));
+  TORCH_CHECK_VALUE(
+      board_->options().backup == 0,
+      error_text(kPsArea,
+                 c10::str("set_lr: got table '", spec_->name,
+                          "' with backup workers, whose clocks may close without this worker"),
+                 board_->where(), "Give the learning rate to the optimizer, or use no backup."));
   steps_.set_learning_rate(lr, errand("push"));
 }
 
@@ -269,6 +281,7 @@ class DenseTable::Pull final : public Pending::State {
  public:
   Pull(DenseTable& table, bool fills, bool view)
       : table_(table), clock_(table.board_->clock()), fills_(fills), view_(view) {
+    table_.board_->check_peers(table_.errand("pull"));
     if (table_.has_come(clock_)) finish();
   }
   bool done() const override { return is_finished_ || table_.has_come(clock_); }
@@ -298,35 +311,54 @@ class DenseTable::Pull final : public Pending::State {
   std::vector<at::Tensor> tensors_;
 };
 
+// Is a push whose place was not free yet. The table keeps it until it is done, at the latest in
+// clock(), so that one that nobody waits for is not lost.
+struct DenseTable::OpenPush {
+  uint64_t clock;
+  Gradients gradients;
+  double scale;
+  bool is_finished = false;
+};
+
 class DenseTable::Push final : public Pending::State {
  public:
   Push(DenseTable& table, Gradients gradients, double scale)
       : table_(table),
-        clock_(table.board_->clock()),
-        gradients_(std::move(gradients)),
-        scale_(scale) {
-    if (table_.can_push()) finish();
+        push_(std::make_shared<OpenPush>(
+            OpenPush{table.board_->clock(), std::move(gradients), scale})) {
+    if (table_.can_push()) {
+      table_.finish(*push_);
+      return;
+    }
+    for (at::Tensor& one : push_->gradients)
+      if (one.defined()) one = one.clone();  // the caller may write what he gave
+    table_.open_pushes_.push_back(push_);
   }
-  bool done() const override { return is_finished_ || table_.can_push(); }
+  bool done() const override { return push_->is_finished || table_.can_push(); }
   void wait() override {
-    if (is_finished_) return;
-    table_.check_async(clock_, "push");
-    finish();
+    if (push_->is_finished) return;
+    table_.check_async(push_->clock, "push");
+    table_.finish_pushes();
   }
 
  private:
-  void finish() {
-    table_.push_gradients(gradients_, scale_);
-    is_finished_ = true;
-    gradients_.clear();
-  }
-
   DenseTable& table_;
-  uint64_t clock_;
-  Gradients gradients_;
-  double scale_;
-  bool is_finished_ = false;
+  std::shared_ptr<OpenPush> push_;
 };
+
+void DenseTable::finish(OpenPush& push) {
+  push_gradients(push.gradients, push.scale);
+  push.is_finished = true;
+  push.gradients.clear();
+}
+
+// Does them in their order.
+void DenseTable::finish_pushes() {
+  while (!open_pushes_.empty()) {
+    finish(*open_pushes_.front());
+    open_pushes_.pop_front();
+  }
+}
 
 Pending DenseTable::pull_async() {
   desk_->check_worker("pull");
@@ -337,6 +369,7 @@ Pending DenseTable::pull_async() {
 
 Pending DenseTable::pull_tensors_async(bool view) {
   desk_->check_worker("pull");
+  check_view(view);
   return Pending(std::make_unique<Pull>(*this, /*fills=*/false, view));
 }
 
@@ -373,12 +406,12 @@ DenseTable::Writing::~Writing() noexcept(false) {
 void DenseTable::begin_writing() {
   const at::NoGradGuard no_grad;
   desk_->check_worker("writing");
-  TORCH_CHECK_VALUE(
-      bound_,
-      error_text(kPsArea,
-                 c10::str("writing: got table '", spec_->name,
-                          "', expected one whose module lies in its memory"),
-                 board_->where(), "Write the parameters as they are: pull() fills them anew."));
+  TORCH_CHECK_VALUE(bound_,
+                    error_text(kPsArea,
+                               c10::str("writing: got table '", spec_->name,
+                                        "', expected one whose module lies in its memory"),
+                               board_->where(),
+                               "Write them before the server is made, or push what changes them."));
   bound_->check_unchanged("writing");
   bound_->meet_writers();
   steps_.bring_to(board_->clock(), errand("writing"));
@@ -399,6 +432,7 @@ void DenseTable::abandon_writing(const std::string& reason) noexcept {
 
 void DenseTable::before_clock() {
   if (bound_) bound_->check_unchanged("clock");
+  finish_pushes();
   if (board_->options().mode == Mode::kBsp) steps_.carry_learning_rate(errand("clock"));
 }
 

@@ -9,6 +9,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <deque>
 #include <memory>
 #include <optional>
 #include <string>
@@ -105,11 +106,15 @@ class TRIREME_API DenseTable {
  private:
   class Pull;
   class Push;
+  struct OpenPush;
+  void finish(OpenPush& push);
+  void finish_pushes();
   using Gradients = std::vector<at::Tensor>;
 
   Errand errand(std::string_view cause) const;
   void require_module(std::string_view verb) const;
   bool has_come(uint64_t clock) const;
+  void check_view(bool view) const;
   void wait_for(uint64_t clock);
   void fill_parameters();
   NamedTensors read(bool view);
@@ -129,6 +134,7 @@ class TRIREME_API DenseTable {
   TableSteps steps_;
   std::optional<BoundModule> bound_;
   uint64_t staleness_;
+  std::deque<std::shared_ptr<OpenPush>> open_pushes_;
 };
 
 }  // namespace trireme::ps

@@ -213,6 +213,7 @@ void ParameterServer::serve() {
               error_text(kPsArea, "serve: got a rank that works, expected one that serves",
                          board_->where(), "Name it in Options::servers."));
   Errand errand{[] { return std::string("serve"); }, "serve"};
+  errand.has_deadline = false;  // workers train for as long as they like
   for (int64_t worker = 0; worker < board_->workers(); ++worker) {
     errand.worker = worker;
     board_->wait_gone(worker, errand);

@@ -16,7 +16,14 @@ namespace {
 constexpr char kComplaint = '!';
 
 std::string describe(const std::vector<TableSpec>& tables, const Options& options, RankOf where) {
-  const Roles roles = roles_of(options.servers, where);
+  Roles roles;
+  try {
+    roles = roles_of(options.servers, where);
+  } catch (const c10::Error& error) {  // the others hear of it
+    const std::string text = error.msg();
+    const size_t begin = std::min(text.find("got "), text.size());
+    return std::string(1, kComplaint).append(text, begin, text.rfind(" (rank ") - begin);
+  }
   const auto workers = static_cast<int64_t>(roles.workers.size());
   std::string wrong = complaint_about(options, workers);
   if (wrong.empty()) wrong = complaint_about(tables, options.mode);

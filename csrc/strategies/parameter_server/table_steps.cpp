@@ -140,8 +140,11 @@ TableSteps::ClockStep TableSteps::step_of(uint64_t clock) const {
     const bool taken = board_->takes(worker, clock);
     if (taken) step.taken.push_back(worker);
     if (!taken && !board_->is_gone(worker)) continue;
-    // The latest one that a worker has set counts; of several workers the first.
-    for (const LearningRate& one : memory_.marks(worker).lr) {
+    // The latest one that a worker has set counts; of several workers the first. Who has clocked
+    // has put what holds for that clock into its place; who has gone has left it in one of both.
+    for (uint64_t place = 0; place < 2; ++place) {
+      if (taken && place != (clock & 1)) continue;
+      const LearningRate& one = memory_.marks(worker).lr[place];
       const uint64_t its = one.since.load(std::memory_order_acquire);
       if (its <= since || its > clock + 1) continue;
       since = its;

@@ -73,6 +73,10 @@ int64_t rows_of(const PipelineOptions& options, const PipelineRanks& ranks, int6
   if (options.ranks) return ranks.communicator->world();
   if (options.threads < 0)
     refuse_pipeline(c10::str("got threads=", options.threads), "Pass 1 or more, or 0.");
+  for (const c10::Device device : options.devices) {
+    if (!device.is_cpu() && !device.has_index())
+      refuse_pipeline(c10::str("got device ", device, " without its number"), "Number it.");
+  }
   const auto devices = static_cast<int64_t>(options.devices.size());
   if (devices > 0 && options.threads > 0 && options.threads != devices)
     refuse_pipeline(c10::str("got threads=", options.threads, " and ", devices, " devices"),

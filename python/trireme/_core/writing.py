@@ -69,14 +69,16 @@ def writing(target: nn.Module | ShardedOptimizer) -> Iterator[None]:
         for begin in _begin_writing_shards:
             begin(target)
         cores = [*_cores_at(places), *_tables_in(target)]
-    for core in cores:
-        core.begin_writing()
-    with abandoning(cores):
+    begun: list[_Writable] = []
+    with abandoning(begun):
+        for core in cores:
+            core.begin_writing()
+            begun.append(core)
         yield
         for place in places:
             _put_back(*place)
-    for core in cores:
-        core.end_writing()
+        while begun:
+            begun.pop(0).end_writing()
 
 
 @contextmanager
@@ -132,7 +134,7 @@ def _cores_at(places: Sequence[_Place]) -> list[Zero]:
 def _tables_in(module: nn.Module) -> list[_Writable]:
     """Lists the tables of parameter servers in whose memory parameters of ``module`` lie."""
     tables = (table_of(parameter) for parameter in module.parameters())
-    return [table.core for table in dict.fromkeys(tables) if table is not None and table.is_bound]
+    return [table.core for table in dict.fromkeys(tables) if table is not None]
 
 
 def _put_back(owner: nn.Module, name: str, parameter: nn.Parameter) -> None:

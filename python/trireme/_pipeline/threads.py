@@ -56,6 +56,8 @@ def _move_to_rows(
             if holders.setdefault(tensor, device) != device:
                 got = f"got '{name}' in layers for {holders[tensor]} and {device}"
                 refuse(got, "Put what layers share on one device.")
+    for device in dict.fromkeys(devices):
+        torch.empty(0, device=device)  # raises for one that does not exist
     for layer, device in places:
         layer.to(device)
 

@@ -107,7 +107,13 @@ class ParameterServer:
         return self._tables[name]
 
     def clock(self) -> int:
-        """Ends this worker's clock; returns the number of the next one."""
+        """Ends this worker's clock; returns the number of the next one.
+
+        Raises:
+            RuntimeError: the module of a table has other parameters than when it was made.
+        """
+        for table in self._tables.values():
+            table.expect_parameters()
         return self._core.clock()
 
     def clocks(self) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -119,13 +120,13 @@ class Pending:
 
 
 class _ReadGuard:
-    """Refuses forwards while other workers may write the parameters. Copies of a module, and
-    pickles, have none."""
+    """Refuses forwards and state dicts while other workers may write the parameters. Copies of a
+    module, and pickles, have none."""
 
     def __init__(self, table: DenseTable) -> None:
         self.table = weakref.ref(table)
 
-    def __call__(self, module: nn.Module, args: Any) -> None:
+    def __call__(self, module: nn.Module, *args: Any) -> None:
         table = self.table()
         if table is not None and not table.core.is_readable:
             table.refuse_reading()
@@ -134,11 +135,11 @@ class _ReadGuard:
         return _no_guard, ()
 
 
-def _nothing(module: nn.Module, args: Any) -> None:
+def _nothing(module: nn.Module, *args: Any) -> None:
     return None
 
 
-def _no_guard() -> Callable[[nn.Module, Any], None]:
+def _no_guard() -> Callable[..., None]:
     return _nothing
 
 
@@ -154,6 +155,7 @@ class DenseTable:
         self._group = group
         self._module = spec.module
         self._guards: list[Any] = []
+        self._parameters = [] if self._module is None else list(self._module.parameters())
         if self._module is not None:
             for parameter in self._module.parameters():
                 note_table(parameter, self)
@@ -165,15 +167,30 @@ class DenseTable:
         for one in module.modules():
             if one is module or next(one.parameters(recurse=False), None) is not None:
                 self._guards.append(one.register_forward_pre_hook(guard))
+                self._guards.append(one.register_state_dict_pre_hook(guard))
 
     def refuse_reading(self) -> None:
         AREA.refuse(
-            f"got a forward of the module of table '{self.name}' after clock(), expected pull() "
-            "before it",
+            f"got a forward of the module of table '{self.name}' (or its state_dict()) after "
+            "clock(), expected pull() before it",
             "Others write its parameters meanwhile: pull() says that they may be read.",
             self._group,
             kind=RuntimeError,
         )
+
+    def expect_parameters(self) -> None:
+        """Refuses a module whose parameters are others than when the table was made."""
+        if self._module is None:
+            return
+        now = list(self._module.parameters())
+        if len(now) != len(self._parameters) or not all(map(operator.is_, now, self._parameters)):
+            AREA.refuse(
+                f"got other parameters in the module of table '{self.name}' than it was made of, "
+                "which the table does not fill",
+                "Load states with assign=False, and change layers before the server is made.",
+                self._group,
+                kind=RuntimeError,
+            )
 
     def let_go(self) -> None:
         """Takes what it knows of the module from it."""

@@ -126,3 +126,20 @@ def test_a_server_rank_has_no_worker_verbs(rank: int) -> None:
             with raises(RuntimeError, "got a rank that serves, expected one that works"):
                 verb()
         server.serve()
+
+
+@on_shm_ranks(2, timeout=60)
+def test_what_one_rank_cannot_do_is_told_to_all(rank: int) -> None:
+    with raises(ValueError, "[ps] ", "got rank 5 as a server"):
+        ps.ParameterServer([dense()], servers=[5] if rank == 1 else 0)
+
+
+@on_shm_ranks(3, timeout=60)
+def test_learning_rates_and_what_returns_at_once(rank: int) -> None:
+    with ps.ParameterServer([dense()], backup=1) as server:
+        with raises(ValueError, "[ps] set_lr: got table 't' with backup workers"):
+            server["t"].set_lr(0.1)
+        with raises(ValueError, "[ps] push: got a gradient of shape"):
+            server["t"].push({"x": torch.zeros(4)}, async_op=True)
+        with raises(ValueError, "[ps] pull: got a view with backup workers"):
+            server["t"].pull(view=True, async_op=True)

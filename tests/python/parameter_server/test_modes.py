@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 import operator
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import trireme
 from torch import Tensor, nn
 from trireme import ps
@@ -225,3 +227,40 @@ def test_stats_tell_what_was_done(rank: int) -> None:
         assert stats["memory_bytes"] > 3 * 4000  # values and two states, once
         assert stats["dropped"] == stats["torn"] == 0 and stats["lost"] == []
         assert stats["clocks"][rank] == 3 and stats["slowest"] in (0, 1)
+
+
+@on_shm_ranks(2, timeout=60)
+def test_a_push_that_nobody_waits_for_is_not_lost(rank: int) -> None:
+    table = ps.Dense("t", {"x": torch.zeros(1)}, optimizer=ps.SGD(1.0), reduction="sum")
+    with ps.ParameterServer([table]) as server:
+
+        def count(clocks: int) -> None:
+            for _ in range(clocks):
+                server["t"].push({"x": -torch.ones(1)})
+                server.clock()
+
+        if rank == 0:
+            count(2)
+            given = -torch.ones(1)
+            push = server["t"].push({"x": given}, async_op=True)
+            assert not push.done()  # the other worker has not clocked yet
+            given.zero_()
+            del push
+            dist.barrier()
+            server.clock()
+        else:
+            dist.barrier()
+            count(3)
+        assert server["t"].pull()["x"].item() == 6
+
+
+@on_shm_ranks(2, timeout=60)
+def test_who_serves_waits_for_as_long_as_workers_train(rank: int) -> None:
+    spec = ps.Dense("t", {"x": torch.zeros(1)}, optimizer=ps.SGD(1.0))
+    with ps.ParameterServer([spec], servers=1, timeout=0.2) as server:
+        if rank == 1:
+            server.serve()
+            return
+        time.sleep(1)  # longer than any other wait may take
+        server["t"].push({"x": torch.ones(1)})
+        server.clock()

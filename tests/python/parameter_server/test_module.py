@@ -36,6 +36,8 @@ def test_a_forward_between_clock_and_pull_raises(rank: int) -> None:
             for forward in (lambda: net(torch.ones(1, 6)), lambda: net[0](torch.ones(1, 6))):
                 with raises(RuntimeError, "[ps] got a forward of the module of table 'net'"):
                     forward()
+            with raises(RuntimeError, "(or its state_dict()) after clock()"):
+                net.state_dict()
             private = copy.deepcopy(net)
             private(torch.ones(1, 6))
     net(torch.ones(1, 6))
@@ -160,3 +162,23 @@ def test_parameters_that_somebody_keeps_are_refused(rank: int) -> None:
     sharded = trireme.fully_shard(mlp())
     with raises(ValueError, "which fully_shard has sharded", form=ANY):
         bound(sharded)
+
+
+@on_shm_ranks(2, timeout=60)
+def test_other_parameters_than_those_of_the_table_are_noticed(rank: int) -> None:
+    net = mlp()
+    with bound(net) as server:
+        server["net"].pull()
+        state = {name: one + 1 for name, one in net.state_dict().items()}
+        net.load_state_dict(state, assign=True)
+        with raises(RuntimeError, "[ps] got other parameters in the module of table 'net'"):
+            server.clock()
+
+
+@on_shm_ranks(2, timeout=60)
+def test_writing_needs_a_table_that_lies_in_the_module(rank: int) -> None:
+    net = mlp()
+    with ps.ParameterServer([ps.Dense("net", net, optimizer=ps.SGD(0.1))], mode="async") as server:
+        server["net"].pull()
+        with raises(ValueError, "[ps] writing: got table 'net'"), trireme.writing(net):
+            pass
