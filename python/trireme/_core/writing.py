@@ -49,8 +49,9 @@ def writing(target: nn.Module | ShardedOptimizer) -> Iterator[None]:
     everybody's at the end; an exception drops what was written on all ranks. Collective at the
     begin and at the end; nothing happens for parameters that no ZeroRedundancyOptimizer holds.
 
-    Parameters in a table of a parameter server (``trireme.ps``) are written alike, at one clock of
-    all workers; those of the first worker become everybody's.
+    Parameters that lie in a table of a parameter server (``trireme.ps``) are written at one clock
+    of all workers; those of the first worker become everybody's. A table that only fills them
+    raises ValueError.
 
     Under ``fully_shard`` every rank writes its own shards, in place, until its next forward or
     ``unshard()``. The begin waits until all ranks have come; nothing happens at the end.
@@ -132,7 +133,8 @@ def _cores_at(places: Sequence[_Place]) -> list[Zero]:
 
 
 def _tables_in(module: nn.Module) -> list[_Writable]:
-    """Lists the tables of parameter servers in whose memory parameters of ``module`` lie."""
+    """Lists the tables of parameter servers that keep parameters of ``module``; those that cannot
+    be written refuse it."""
     tables = (table_of(parameter) for parameter in module.parameters())
     return [table.core for table in dict.fromkeys(tables) if table is not None]
 
