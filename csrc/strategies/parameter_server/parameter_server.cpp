@@ -256,9 +256,9 @@ DenseTable& ParameterServer::dense(std::string_view name) {
     if (table->name() == name) return *table;
     known += (known.empty() ? "'" : ", '") + table->name() + "'";
   }
-  TORCH_CHECK_INDEX(false,
-                    error_text(kPsArea, c10::str("got table '", name, "', expected one of ", known),
-                               board_->where(), "Ask for a table of the server."));
+  C10_THROW_ERROR(IndexError,
+                  error_text(kPsArea, c10::str("got table '", name, "', expected one of ", known),
+                             board_->where(), "Ask for a table of the server."));
 }
 
 }  // namespace trireme::ps
