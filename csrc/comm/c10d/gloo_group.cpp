@@ -7,6 +7,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 
+#include <csignal>
 #include <exception>
 
 namespace trireme {
@@ -23,10 +24,19 @@ c10::intrusive_ptr<ProcessGroupGloo::Options> gloo_options(const GlooOptions& op
   return result;
 }
 
+// A handler that the program has set stays.
+void let_writes_to_dead_peers_raise() {
+  struct sigaction now = {};
+  if (::sigaction(SIGPIPE, nullptr, &now) == 0 && now.sa_handler == SIG_DFL) {
+    std::signal(SIGPIPE, SIG_IGN);
+  }
+}
+
 }  // namespace
 
 c10::intrusive_ptr<c10d::Backend> make_gloo_backend(const c10::intrusive_ptr<c10d::Store>& store,
                                                     RankOf where, const GlooOptions& options) {
+  let_writes_to_dead_peers_raise();
   try {
     auto backend = c10::make_intrusive<ProcessGroupGloo>(
         store, static_cast<int>(where.rank), static_cast<int>(where.world), gloo_options(options));

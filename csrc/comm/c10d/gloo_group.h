@@ -26,7 +26,9 @@ struct GlooOptions {
 
 // Makes torch's Gloo engine. Collective: every rank of `where.world` calls it with a Store that all
 // of them share and that carries no other group's keys (c10d::PrefixStore). Returns when all ranks
-// are connected; throws c10::DistBackendError when they are not within connect_timeout.
+// are connected; throws c10::DistBackendError when they are not within connect_timeout. Where
+// nobody has said what SIGPIPE does, the process ignores it from here on, as Python does: Gloo
+// writes to the sockets of peers that may have died, which would end this process without a word.
 TRIREME_API c10::intrusive_ptr<c10d::Backend> make_gloo_backend(
     const c10::intrusive_ptr<c10d::Store>& store, RankOf where, const GlooOptions& options = {});
 
