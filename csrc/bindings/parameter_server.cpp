@@ -1,6 +1,7 @@
 #include <trireme/strategies/parameter_server/parameter_server.h>
 
 #include <trireme/bindings/bindings.h>
+#include <trireme/strategies/parameter_server/embedding.h>
 
 #include <pybind11/chrono.h>
 #include <pybind11/stl.h>
@@ -37,6 +38,18 @@ ps::TableSpec make_table_spec(std::string name,
   return {std::move(name),      tensors.first,
           tensors.second,       is_module,
           std::move(optimizer), {divides ? ps::Reduction::kMean : ps::Reduction::kSum, staleness}};
+}
+
+ps::TableSpec make_sparse_spec(std::string name, int64_t dim, OptimizerSpec optimizer,
+                               ps::SparseOptions options) {
+  return ps::sparse(std::move(name), dim, std::move(optimizer), options);
+}
+
+ps::SparseOptions make_sparse_options(ps::RowInit init, uint64_t seed, at::ScalarType dtype,
+                                      std::optional<int64_t> rows,
+                                      const std::tuple<bool, std::optional<int64_t>>& options) {
+  const auto [divides, staleness] = options;
+  return {init, seed, dtype, rows, divides ? ps::Reduction::kMean : ps::Reduction::kSum, staleness};
 }
 
 py::dict dict_of(const ps::Stats& stats) {
@@ -87,7 +100,59 @@ void bind_optimizer_specs(py::module_& module) {
   bind_spec<AdagradSpec>(module, "AdagradSpec")
       .def(py::init([](double lr, double eps) { return AdagradSpec{lr, eps}; }),
            py::arg("lr") = 1e-2, py::arg("eps") = 1e-10);
+  bind_spec<RowwiseAdagradSpec>(module, "RowwiseAdagradSpec")
+      .def(py::init([](double lr, double eps) { return RowwiseAdagradSpec{lr, eps}; }),
+           py::arg("lr") = 1e-2, py::arg("eps") = 1e-10);
   bind_spec<SumSpec>(module, "SumSpec").def(py::init());
+}
+
+template <typename Init>
+py::class_<Init> bind_init(py::module_& module, const char* name) {
+  return py::class_<Init>(module, name).def("__repr__", [](const Init& init) {
+    return ps::to_string(ps::RowInit(init));
+  });
+}
+
+void bind_row_inits(py::module_& module) {
+  bind_init<ps::Zeros>(module, "PsZeros").def(py::init());
+  bind_init<ps::Normal>(module, "PsNormal")
+      .def(py::init([](double std) { return ps::Normal{std}; }), py::arg("std") = 1.0);
+  bind_init<ps::Uniform>(module, "PsUniform")
+      .def(py::init([](double bound) { return ps::Uniform{bound}; }), py::arg("bound") = 1.0);
+}
+
+void bind_sparse_table(py::module_& module) {
+  using ps::SparseTable;
+  using Shared = std::shared_ptr<SparseTable>;
+  py::class_<SparseTable, Shared>(module, "PsSparseTable")
+      .def("pull", wrap_pybind_function_no_gil(&SparseTable::pull), py::arg("ids"),
+           py::arg("create"))
+      .def("push", wrap_pybind_function_no_gil(&SparseTable::push), py::arg("ids"),
+           py::arg("gradients"), py::arg("scale"))
+      .def("pull_async",
+           wrap_pybind_function_no_gil([](SparseTable& table, const at::Tensor& ids, bool create) {
+             return std::make_unique<Pending>(table.pull_async(ids, create));
+           }),
+           py::arg("ids"), py::arg("create"), py::keep_alive<0, 1>())
+      .def("push_async",
+           wrap_pybind_function_no_gil([](SparseTable& table, const at::Tensor& ids,
+                                          const at::Tensor& gradients, double scale) {
+             return std::make_unique<Pending>(table.push_async(ids, gradients, scale));
+           }),
+           py::arg("ids"), py::arg("gradients"), py::arg("scale"), py::keep_alive<0, 1>())
+      .def("pull_with_gradient", wrap_pybind_function_no_gil(&ps::pull_with_gradient),
+           py::arg("ids"), py::arg("create"))
+      .def("pull_unique_with_gradient",
+           wrap_pybind_function_no_gil([](const Shared& table, const at::Tensor& ids, bool create) {
+             ps::UniqueRows unique = ps::pull_unique_with_gradient(table, ids, create);
+             return std::pair(std::move(unique.rows), std::move(unique.places));
+           }),
+           py::arg("ids"), py::arg("create"))
+      .def("set_lr",
+           wrap_pybind_function_no_gil([](SparseTable& table, double lr) { table.set_lr(lr); }),
+           py::arg("lr"))
+      .def("size", wrap_pybind_function_no_gil(&SparseTable::size))
+      .def("ids", wrap_pybind_function_no_gil(&SparseTable::ids));
 }
 
 void bind_table(py::module_& module) {
@@ -132,7 +197,9 @@ void bind_table(py::module_& module) {
                  table.push_tensors_async(named(names, tensors), scale));
            }),
            py::arg("names"), py::arg("tensors"), py::arg("scale"), py::keep_alive<0, 1>())
-      .def("set_lr", wrap_pybind_function_no_gil(&DenseTable::set_lr), py::arg("lr"))
+      .def("set_lr",
+           wrap_pybind_function_no_gil([](DenseTable& table, double lr) { table.set_lr(lr); }),
+           py::arg("lr"))
       .def("begin_writing", wrap_pybind_function_no_gil(&DenseTable::begin_writing))
       .def("end_writing", wrap_pybind_function_no_gil(&DenseTable::end_writing))
       .def("abandon_step", &DenseTable::abandon_writing, py::arg("reason"), WithoutGil());
@@ -142,8 +209,15 @@ void bind_table(py::module_& module) {
 
 void init_parameter_server(py::module_& module) {
   bind_optimizer_specs(module);
+  bind_row_inits(module);
   bind_table(module);
+  bind_sparse_table(module);
+  py::class_<ps::SparseOptions>(module, "PsSparseOptions")
+      .def(py::init(&make_sparse_options), py::arg("init"), py::arg("seed"), py::arg("dtype"),
+           py::arg("rows"), py::arg("options"));
   py::class_<ps::TableSpec>(module, "PsTableSpec")
+      .def_static("sparse", &make_sparse_spec, py::arg("name"), py::arg("dim"),
+                  py::arg("optimizer"), py::arg("options"))
       .def(py::init(&make_table_spec), py::arg("name"), py::arg("tensors"), py::arg("is_module"),
            py::arg("optimizer"), py::arg("options"));
   py::class_<ps::Options>(module, "PsOptions")
@@ -180,7 +254,8 @@ void init_parameter_server(py::module_& module) {
       .def("serve", wrap_pybind_function_no_gil(&Server::serve))
       .def("leave", wrap_pybind_function_no_gil(&Server::leave))
       .def("close", &Server::close, py::arg("error"), WithoutGil())
-      .def("dense", &Server::dense, py::arg("name"), py::return_value_policy::reference_internal);
+      .def("dense", &Server::dense, py::arg("name"), py::return_value_policy::reference_internal)
+      .def("sparse", &Server::shared_sparse, py::arg("name"));
 }
 
 }  // namespace trireme

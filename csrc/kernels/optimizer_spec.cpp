@@ -49,6 +49,9 @@ struct TextOf {
   std::string operator()(const AdagradSpec& spec) const {
     return call_text("Adagrad", {{"lr", spec.lr}, {"eps", spec.eps}});
   }
+  std::string operator()(const RowwiseAdagradSpec& spec) const {
+    return call_text("RowwiseAdagrad", {{"lr", spec.lr}, {"eps", spec.eps}});
+  }
   std::string operator()(const SumSpec&) const { return "Sum()"; }
 };
 
@@ -77,6 +80,9 @@ struct WrongOption {
   Found operator()(const AdagradSpec& spec) const {
     return negative({{"lr", spec.lr}, {"eps", spec.eps}});
   }
+  Found operator()(const RowwiseAdagradSpec& spec) const {
+    return negative({{"lr", spec.lr}, {"eps", spec.eps}});
+  }
   Found operator()(const SumSpec&) const { return {}; }
 };
 
@@ -101,6 +107,11 @@ struct Stepper {
     AdagradScalars scalars = adagrad_scalars({step.lr, spec.eps});
     scalars.grad_factor = step.factor;
     adagrad_segment(segment, dtypes, scalars);
+  }
+  void operator()(const RowwiseAdagradSpec& spec) const {
+    AdagradScalars scalars = adagrad_scalars({step.lr, spec.eps});
+    scalars.grad_factor = step.factor;
+    rowwise_adagrad_row(segment, dtypes, scalars);
   }
   void operator()(const SumSpec&) const {
     scaled_add({segment.param, dtypes.param, segment.numel},
@@ -145,9 +156,13 @@ double learning_rate_of(const OptimizerSpec& spec) {
       spec);
 }
 
+bool is_rowwise(const OptimizerSpec& spec) {
+  return std::holds_alternative<RowwiseAdagradSpec>(spec);
+}
+
 int64_t count_states(const OptimizerSpec& spec) {
   if (const auto* sgd = std::get_if<SgdSpec>(&spec)) return sgd->momentum != 0 ? 1 : 0;
-  if (std::holds_alternative<AdagradSpec>(spec)) return 1;
+  if (std::holds_alternative<AdagradSpec>(spec) || is_rowwise(spec)) return 1;
   return std::holds_alternative<SumSpec>(spec) ? 0 : 2;
 }
 

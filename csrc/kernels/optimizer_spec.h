@@ -36,10 +36,17 @@ struct AdagradSpec {
   double lr = 1e-2;
   double eps = 1e-10;
 };
+// Is Adagrad with one sum per row of a table: of the mean of the squares of the row's gradient, as
+// FBGEMM's EXACT_ROWWISE_ADAGRAD.
+struct RowwiseAdagradSpec {
+  double lr = 1e-2;
+  double eps = 1e-10;
+};
 // Adds what is pushed to the values, as it is.
 struct SumSpec {};
 
-using OptimizerSpec = std::variant<SgdSpec, AdamSpec, AdamWSpec, AdagradSpec, SumSpec>;
+using OptimizerSpec =
+    std::variant<SgdSpec, AdamSpec, AdamWSpec, AdagradSpec, RowwiseAdagradSpec, SumSpec>;
 
 // Returns what is wrong with the options, as "got Adam(lr=-1, ...) with lr < 0, expected ...";
 // empty if nothing is.
@@ -49,8 +56,22 @@ TRIREME_API std::string to_string(const OptimizerSpec& spec);
 // Returns the learning rate; 1 for a sum, which has none.
 TRIREME_API double learning_rate_of(const OptimizerSpec& spec);
 TRIREME_API bool has_learning_rate(const OptimizerSpec& spec);
-// Returns how many states there are, each of as many elements as the values: 0, 1 or 2.
+// Returns how many states there are: 0, 1 or 2.
 TRIREME_API int64_t count_states(const OptimizerSpec& spec);
+// Says whether values are stepped row by row: a state has one element per row then, else as many as
+// the values.
+TRIREME_API bool is_rowwise(const OptimizerSpec& spec);
+// Sets the states of a segment: `state_at(i)` is where state i lies.
+template <typename StateAt>
+void set_states(OptimizerSegment& segment, const OptimizerSpec& spec, const StateAt& state_at) {
+  const int64_t states = count_states(spec);
+  if (std::holds_alternative<AdagradSpec>(spec) || is_rowwise(spec)) {
+    segment.exp_avg_sq = state_at(0);
+  } else {
+    if (states > 0) segment.exp_avg = state_at(0);
+    if (states > 1) segment.exp_avg_sq = state_at(1);
+  }
+}
 
 // Describes one step of adjacent elements.
 struct SpecStep {
@@ -60,7 +81,8 @@ struct SpecStep {
 };
 
 // Steps one segment on the calling thread, as adam_segment() and its kin do. States of the segment:
-// exp_avg, exp_avg_sq for Adam and AdamW; exp_avg for SGD with momentum; exp_avg_sq for Adagrad.
+// exp_avg, exp_avg_sq for Adam and AdamW; exp_avg for SGD with momentum; exp_avg_sq for Adagrad;
+// for RowwiseAdagrad the segment is a row, and exp_avg_sq one element.
 TRIREME_API void step_segment(const OptimizerSpec& spec, const OptimizerSegment& segment,
                               SegmentDtypes dtypes, const SpecStep& step);
 

@@ -104,5 +104,10 @@ TRIREME_API void sgd_segment(const OptimizerSegment& segment, SegmentDtypes dtyp
                              const SgdScalars& scalars);
 TRIREME_API void adagrad_segment(const OptimizerSegment& segment, SegmentDtypes dtypes,
                                  const AdagradScalars& scalars);
+// Steps one row of a table by Adagrad with one state: exp_avg_sq[0] grows by the mean of the
+// squares of the gradient, then param -= lr * grad / (sqrt(exp_avg_sq[0]) + eps). Within 1 ulp of
+// the same in fp64, in an fp32 row whose squares are added up in several lanes of fp64.
+TRIREME_API void rowwise_adagrad_row(const OptimizerSegment& row, SegmentDtypes dtypes,
+                                     const AdagradScalars& scalars);
 
 }  // namespace trireme

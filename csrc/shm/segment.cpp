@@ -64,15 +64,19 @@ int open_peers(const SegmentAddress& address) {
 }
 
 // Returns an errno.
-int reserve_part(int fd, int64_t mapped_bytes, int64_t part, int64_t parts) {
-  const int64_t share = mapped_bytes / parts;
-  const int64_t length = part + 1 == parts ? mapped_bytes - part * share : share;
+int reserve_range(int fd, int64_t begin, int64_t length) {
   if (length == 0) return 0;
   int error = 0;
   do {
-    error = ::posix_fallocate(fd, part * share, length);
+    error = ::posix_fallocate(fd, begin, length);
   } while (error == EINTR);
   return error;
+}
+
+int reserve_part(int fd, int64_t mapped_bytes, int64_t part, int64_t parts) {
+  const int64_t share = mapped_bytes / parts;
+  const int64_t length = part + 1 == parts ? mapped_bytes - part * share : share;
+  return reserve_range(fd, part * share, length);
 }
 
 std::string hex(uint64_t value) {
@@ -198,10 +202,18 @@ void Segment::map(int fd, int64_t mapped_bytes) {
 }
 
 Segment Segment::create(SegmentKind kind, int64_t bytes, int64_t parts) {
+  return make(kind, bytes, bytes + kHeaderBytes, parts);
+}
+
+Segment Segment::create_growing(SegmentKind kind, int64_t bytes) {
+  return make(kind, bytes, kHeaderBytes, 1);
+}
+
+Segment Segment::make(SegmentKind kind, int64_t bytes, int64_t reserved_bytes, int64_t parts) {
   const int64_t mapped_bytes = bytes + kHeaderBytes;
   // This is asked first: where a control group is full, the kernel would end a process of it
   // instead of failing the call.
-  if (free_memory_bytes() < mapped_bytes) throw no_memory(mapped_bytes, ENOMEM);
+  if (free_memory_bytes() < reserved_bytes) throw no_memory(reserved_bytes, ENOMEM);
 
   Segment segment;
   segment.address_ = {kind, ::getpid(), -1, bytes, random_nonce()};
@@ -216,8 +228,8 @@ Segment Segment::create(SegmentKind kind, int64_t bytes, int64_t parts) {
   }
   segment.owns_name_ = !anonymous;
   if (::ftruncate(file.get(), mapped_bytes) != 0) throw no_memory(mapped_bytes, errno);
-  if (const int error = reserve_part(file.get(), mapped_bytes, 0, parts); error != 0)
-    throw no_memory(mapped_bytes, error);
+  if (const int error = reserve_part(file.get(), reserved_bytes, 0, parts); error != 0)
+    throw no_memory(reserved_bytes, error);
   if (anonymous) {
     ::fcntl(file.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL);
   }
@@ -268,6 +280,18 @@ std::unique_ptr<PrivateInChildren> Segment::private_in_children() const {
   if (map_ == nullptr || fd_ < 0) return nullptr;
   return std::make_unique<PrivateInChildren>(
       map_, static_cast<size_t>(address_.bytes + kHeaderBytes), fd_);
+}
+
+bool Segment::grow(int64_t begin, int64_t end, std::string& why_not) const {
+  const int64_t bytes = end - begin;
+  const bool is_there = free_memory_bytes() >= bytes;  // see make()
+  const int error = fd_ < 0    ? EBADF
+                    : is_there ? reserve_range(fd_, kHeaderBytes + begin, bytes)
+                               : ENOMEM;
+  if (error == 0) return true;
+  why_not = "cannot reserve " + std::to_string(bytes) + " bytes more: " + text_of(error) +
+            "; free are " + std::to_string(free_memory_bytes());
+  return false;
 }
 
 bool Segment::reserve(int64_t part, int64_t parts, std::string& why_not) const {

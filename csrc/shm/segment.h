@@ -66,6 +66,11 @@ class TRIREME_API Segment {
   // others whoever calls reserve(). Throws Fault(kMemory) saying how much is free.
   static Segment create(SegmentKind kind, int64_t bytes, int64_t parts = 1);
 
+  // Makes the same without reserving pages but for the header: addresses only, of which more than
+  // the machine has memory may be asked for. Whoever writes a part of it first reserves that by
+  // grow(), which may be done at any time, in any process.
+  static Segment create_growing(SegmentKind kind, int64_t bytes);
+
   // Opens a peer's. Returns an empty one, with the reason in `why_not`, if it cannot be opened or
   // is not what the address says. Who `keeps_file` takes one file descriptor, for
   // private_in_children().
@@ -74,6 +79,11 @@ class TRIREME_API Segment {
   // Reserves one of the equal parts of the pages. Nobody touches the segment until all of them are
   // reserved. Returns false, with the reason in `why_not`, if there is no memory.
   bool reserve(int64_t part, int64_t parts, std::string& why_not) const;
+
+  // Reserves the pages of [begin, end) of data(), on the NUMA node of the calling thread; those
+  // that are reserved stay as they are. Returns false, with the reason in `why_not`, if there is no
+  // memory. Needs the file: of who made it, or opened it with `keeps_file`.
+  bool grow(int64_t begin, int64_t end, std::string& why_not) const;
 
   explicit operator bool() const { return map_ != nullptr; }
   const SegmentAddress& address() const { return address_; }
@@ -92,6 +102,7 @@ class TRIREME_API Segment {
   static_assert(sizeof(SegmentHeader) <= kHeaderBytes);
 
  private:
+  static Segment make(SegmentKind kind, int64_t bytes, int64_t reserved_bytes, int64_t parts);
   void map(int fd, int64_t mapped_bytes);
   void release() noexcept;
 

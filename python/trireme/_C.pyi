@@ -55,10 +55,16 @@ from trireme.ps._c_ps import AdagradSpec as AdagradSpec
 from trireme.ps._c_ps import AdamSpec as AdamSpec
 from trireme.ps._c_ps import AdamWSpec as AdamWSpec
 from trireme.ps._c_ps import PsDenseTable as PsDenseTable
+from trireme.ps._c_ps import PsNormal as PsNormal
 from trireme.ps._c_ps import PsOptions as PsOptions
 from trireme.ps._c_ps import PsPending as PsPending
 from trireme.ps._c_ps import PsServer as PsServer
+from trireme.ps._c_ps import PsSparseOptions as PsSparseOptions
+from trireme.ps._c_ps import PsSparseTable as PsSparseTable
 from trireme.ps._c_ps import PsTableSpec as PsTableSpec
+from trireme.ps._c_ps import PsUniform as PsUniform
+from trireme.ps._c_ps import PsZeros as PsZeros
+from trireme.ps._c_ps import RowwiseAdagradSpec as RowwiseAdagradSpec
 from trireme.ps._c_ps import SgdSpec as SgdSpec
 from trireme.ps._c_ps import SumSpec as SumSpec
 

@@ -158,6 +158,42 @@ void adagrad(const OptimizerSegment& segment, const AdagradScalars& scalars) {
   Isa::run([&]() __attribute__((always_inline)) { adagrad_loop<Isa>(segment, factors); });
 }
 
+// Squares are added up in fp64, in lanes, so that a row's step does not depend on the order in
+// which rounding would fall.
+template <typename Isa, typename T>
+TRIREME_INLINE void rowwise_adagrad_loop(const OptimizerSegment& row, AdagradFactors<T> factors) {
+  constexpr int64_t kLanes = 16;
+  auto* param = static_cast<T*>(row.param);
+  const auto* grad = static_cast<const T*>(row.grad);
+  double lanes[kLanes] = {};
+  const int64_t whole = row.numel / kLanes * kLanes;
+  for (int64_t begin = 0; begin < whole; begin += kLanes) {
+    TRIREME_INDEPENDENT
+    for (int64_t lane = 0; lane < kLanes; ++lane) {
+      const auto one = static_cast<double>(grad[begin + lane] * factors.grad_factor);
+      lanes[lane] = Isa::multiply_add(one, one, lanes[lane]);
+    }
+  }
+  for (int64_t i = whole; i < row.numel; ++i) {
+    const auto one = static_cast<double>(grad[i] * factors.grad_factor);
+    lanes[i - whole] = Isa::multiply_add(one, one, lanes[i - whole]);
+  }
+  for (int64_t half = kLanes / 2; half > 0; half /= 2)
+    for (int64_t lane = 0; lane < half; ++lane) lanes[lane] += lanes[lane + half];
+  auto& sum = *static_cast<T*>(row.exp_avg_sq);
+  sum = static_cast<T>(static_cast<double>(sum) + lanes[0] / static_cast<double>(row.numel));
+  const T step = factors.minus_lr / (std::sqrt(sum) + factors.eps);
+  TRIREME_INDEPENDENT
+  for (int64_t i = 0; i < row.numel; ++i)
+    param[i] = Isa::multiply_add(grad[i] * factors.grad_factor, step, param[i]);
+}
+
+template <typename Isa, typename T>
+void rowwise_adagrad(const OptimizerSegment& row, const AdagradScalars& scalars) {
+  const AdagradFactors<T> factors = factors_of<T>(scalars);
+  Isa::run([&]() __attribute__((always_inline)) { rowwise_adagrad_loop<Isa>(row, factors); });
+}
+
 // Says whether multiply_add rounds once: (1 + 2^-12)^2 = 1 + 2^-11 + 2^-24 loses its last term in
 // fp32.
 template <typename Isa>
@@ -174,12 +210,14 @@ bool fuses() {
 template <typename... Isa>
 std::vector<OptimizerLoops> supported_among(std::type_identity<std::tuple<Isa...>>) {
   std::vector<OptimizerLoops> found;
-  ((Isa::supported() ? found.push_back({Isa::kName,
-                                        fuses<Isa>(),
-                                        {&adam<Isa, float>, &adam<Isa, double>},
-                                        {&sgd<Isa, float>, &sgd<Isa, double>},
-                                        {&adagrad<Isa, float>, &adagrad<Isa, double>}})
-                     : void()),
+  ((Isa::supported()
+        ? found.push_back({Isa::kName,
+                           fuses<Isa>(),
+                           {&adam<Isa, float>, &adam<Isa, double>},
+                           {&sgd<Isa, float>, &sgd<Isa, double>},
+                           {&adagrad<Isa, float>, &adagrad<Isa, double>},
+                           {&rowwise_adagrad<Isa, float>, &rowwise_adagrad<Isa, double>}})
+        : void()),
    ...);
   return found;
 }

@@ -23,6 +23,7 @@ struct OptimizerLoops {
   std::array<AdamLoop, 2> adam;
   std::array<SgdLoop, 2> sgd;
   std::array<AdagradLoop, 2> adagrad;
+  std::array<AdagradLoop, 2> rowwise_adagrad;  // steps one row
 };
 
 // Returns the loops that this processor can run, the fastest last; exported for the tests, which

@@ -137,4 +137,22 @@ void adagrad_segment(const OptimizerSegment& segment, SegmentDtypes dtypes,
   cpu::step_segment(segment, dtypes, scalars);
 }
 
+void rowwise_adagrad_row(const OptimizerSegment& row, SegmentDtypes dtypes,
+                         const AdagradScalars& scalars) {
+  const at::ScalarType computed = optimizer_state_dtype(dtypes.param);
+  const auto step = cpu::best_optimizer_loops().rowwise_adagrad[computed == at::kDouble ? 1 : 0];
+  if (dtypes.param == computed && dtypes.grad == computed) return step(row, scalars);
+  // The sum needs all of the row, so it is converted whole.
+  OptimizerSegment converted = row;
+  c10::SmallVector<double, cpu::kStepBlock> params(static_cast<size_t>(row.numel));
+  c10::SmallVector<double, cpu::kStepBlock> grads(static_cast<size_t>(row.numel));
+  const Span param = {params.data(), computed, row.numel};
+  scaled_copy(param, {row.param, dtypes.param, row.numel}, 1.0);
+  scaled_copy({grads.data(), computed, row.numel}, {row.grad, dtypes.grad, row.numel}, 1.0);
+  converted.param = params.data();
+  converted.grad = grads.data();
+  step(converted, scalars);
+  scaled_copy({row.param, dtypes.param, row.numel}, param, 1.0);
+}
+
 }  // namespace trireme

@@ -218,6 +218,10 @@ void ClockBoard::refuse_lost(const Errand& errand, int64_t worker) {
                      : "Start the group again; on_worker_loss='continue' goes on without it."));
 }
 
+milliseconds ClockBoard::limit() const {
+  return options_.timeout.value_or(group_ == nullptr ? kLongestWait : group_->timeout());
+}
+
 // Names who is furthest behind, but for one that the errand names.
 void ClockBoard::refuse_late(const Errand& errand) {
   int64_t late = errand.worker;
@@ -225,11 +229,9 @@ void ClockBoard::refuse_late(const Errand& errand) {
     if (is_gone(worker) || clock_of(worker) >= errand.clock) continue;
     if (late < 0 || clock_of(worker) < clock_of(late)) late = worker;
   }
-  const milliseconds limit =
-      options_.timeout.value_or(group_ == nullptr ? kLongestWait : group_->timeout());
   const std::string who =
       late < 0 ? std::string("it has not come")
-               : c10::str(name_of(late), " has not come within ", limit_text(limit),
+               : c10::str(name_of(late), " has not come within ", limit_text(limit()),
                           "; it is alive, at clock ", clock_of(late), " (its process is ",
                           processes_[static_cast<size_t>(late)].state(), ")");
   C10_THROW_ERROR(DistBackendError,
@@ -270,10 +272,7 @@ class ClockBoard::LineWatch final : public shm::Watch {
 bool ClockBoard::wait(const std::atomic<uint64_t>& counter, uint64_t target, const Errand& errand) {
   if (counter.load(std::memory_order_acquire) >= target) return true;
   const auto begin = shm::Clock::now();
-  const milliseconds limit =
-      !errand.has_deadline
-          ? kLongestWait
-          : options_.timeout.value_or(group_ == nullptr ? kLongestWait : group_->timeout());
+  const milliseconds limit = errand.has_deadline ? this->limit() : kLongestWait;
   std::optional<shm::ShownErrand> shown;
   if (group_ != nullptr) {
     std::string text = errand.text();
@@ -307,6 +306,23 @@ void ClockBoard::check_peers(const Errand& errand) {
   looked_at_ = now;
   if (note_ended() && options_.mode == Mode::kBsp) close_clocks();
   if (const auto lost = find_lost()) refuse_lost(errand, *lost);
+}
+
+std::chrono::steady_clock::time_point ClockBoard::deadline() const {
+  return deadline_after(limit());
+}
+
+void ClockBoard::check_deadline(std::chrono::steady_clock::time_point deadline,
+                                const Errand& errand) {
+  check_peers(errand);
+  check_interruption();
+  if (shm::Clock::now() < deadline) return;
+  C10_THROW_ERROR(
+      DistBackendError,
+      error_text(kPsArea,
+                 c10::str(errand.text(), ": others have changed what it reads again and again for ",
+                          limit_text(limit())),
+                 where_, "Pull less at a time, or raise the timeout."));
 }
 
 std::map<std::string, double> ClockBoard::waited() const {

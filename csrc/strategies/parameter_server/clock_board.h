@@ -134,6 +134,10 @@ class TRIREME_API ClockBoard {
   }
   // Looks at most ten times a second whether a worker has died; throws as wait() does.
   void check_peers(const Errand& errand);
+  // These are for who does a thing again and again without a wait. check_deadline() throws as
+  // wait() does.
+  std::chrono::steady_clock::time_point deadline() const;
+  void check_deadline(std::chrono::steady_clock::time_point deadline, const Errand& errand);
   // Returns "worker 1 (rank 1, process 81)".
   std::string name_of(int64_t worker) const;
   [[noreturn]] void refuse_lost(const Errand& errand, int64_t worker);
@@ -157,6 +161,7 @@ class TRIREME_API ClockBoard {
   std::optional<int64_t> find_lost() const;
   std::string why_gone(int64_t worker) const;
   [[noreturn]] void refuse_late(const Errand& errand);
+  std::chrono::milliseconds limit() const;
 
   std::byte* memory_;
   Options options_;

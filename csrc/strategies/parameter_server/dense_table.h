@@ -3,13 +3,12 @@
 #include <trireme/comm/pending.h>
 #include <trireme/common/export.h>
 #include <trireme/strategies/parameter_server/bound_module.h>
-#include <trireme/strategies/parameter_server/table_steps.h>
+#include <trireme/strategies/parameter_server/dense_steps.h>
+#include <trireme/strategies/parameter_server/table.h>
 
 #include <ATen/core/Tensor.h>
 
-#include <atomic>
 #include <cstdint>
-#include <deque>
 #include <memory>
 #include <optional>
 #include <string>
@@ -18,24 +17,26 @@
 
 namespace trireme::ps {
 
-class WorkerDesk;
-
 // Is a table of dense tensors, as one worker sees it. What its verbs return and when they wait is
 // said in parameter_server.h. It lives as long as its server; the server's rules for threads hold.
 //
 // Every verb throws RuntimeError after close() or leave(), on a rank that only serves, and in a
 // forked child; DistBackendError where it waits in vain. What it refuses has changed nothing.
-class TRIREME_API DenseTable {
+class TRIREME_API DenseTable final : public Table {
  public:
+  struct Parts {
+    TableSteps::Parts steps;
+    TablePlan plan;
+    std::shared_ptr<HostStore> store;  // the values
+    std::shared_ptr<WorkerDesk> desk;
+    bool binds_module = false;  // its parameters lie in the store
+  };
   // Is made by the server.
-  DenseTable(TableSteps::Parts parts, TablePlan plan, std::shared_ptr<WorkerDesk> desk,
-             bool binds_module);
+  explicit DenseTable(Parts parts);
 
-  const std::string& name() const { return spec_->name; }
-  const std::vector<std::string>& tensor_names() const { return spec_->names; }
-  int64_t size() const { return static_cast<int64_t>(spec_->tensors.size()); }
-  // Returns the bytes of the table in the memory of the host: values, states, deposits and lines.
-  int64_t memory_bytes() const;
+  const std::vector<std::string>& tensor_names() const { return spec().names; }
+  int64_t size() const { return static_cast<int64_t>(spec().tensors.size()); }
+  int64_t memory_bytes() const override;
 
   // --- a table made of a module ---
 
@@ -90,32 +91,20 @@ class TRIREME_API DenseTable {
   Pending push_async(double scale = 1);
   Pending push_tensors_async(const NamedTensors& gradients, double scale = 1);
 
-  // Sets the learning rate: under bsp for the step of this clock and all later ones, and where
-  // several workers set one in a clock the first of them counts; else at once, for all workers.
-  // Throws ValueError for a negative one, and for a sum.
-  void set_lr(double lr);
-
   // --- the server calls these ---
 
-  void before_clock();
-  void after_clock();
+  void before_clock() override;
+  void after_clock() override;
   // Gives the module memory of its own, with values of one clock.
-  void release_module();
-  const TableSteps& steps() const { return steps_; }
+  void release_module() override;
+  const TableSteps& steps() const override { return steps_; }
 
  private:
-  class Pull;
-  class Push;
-  struct OpenPush;
-  void finish(OpenPush& push);
-  void finish_pushes();
   using Gradients = std::vector<at::Tensor>;
 
-  Errand errand(std::string_view cause) const;
+  TableSteps& own_steps() override { return steps_; }
   void require_module(std::string_view verb) const;
-  bool has_come(uint64_t clock) const;
   void check_view(bool view) const;
-  void wait_for(uint64_t clock);
   void fill_parameters();
   NamedTensors read(bool view);
   void copy_values(const std::vector<at::Tensor>& to);
@@ -123,18 +112,12 @@ class TRIREME_API DenseTable {
   Gradients take_own_gradients();
   Gradients gradients_by_name(const NamedTensors& gradients) const;
   at::Tensor checked_gradient(size_t index, const at::Tensor& gradient) const;
-  bool can_push() const;
   void push_gradients(const Gradients& gradients, double scale);
-  void check_async(uint64_t clock, std::string_view verb) const;
+  Pending push_or_keep(Gradients gradients, double scale);
 
-  std::shared_ptr<const TableSpec> spec_;
-  std::shared_ptr<ClockBoard> board_;
   std::shared_ptr<HostStore> store_;
-  std::shared_ptr<WorkerDesk> desk_;
-  TableSteps steps_;
+  DenseSteps steps_;
   std::optional<BoundModule> bound_;
-  uint64_t staleness_;
-  std::deque<std::shared_ptr<OpenPush>> open_pushes_;
 };
 
 }  // namespace trireme::ps

@@ -7,6 +7,7 @@
 #include <trireme/shm/fault.h>
 #include <trireme/shm/host_group.h>
 #include <trireme/shm/segment.h>
+#include <trireme/strategies/parameter_server/shared_rows.h>
 #include <trireme/strategies/parameter_server/table_agreement.h>
 #include <trireme/strategies/parameter_server/worker_desk.h>
 
@@ -77,8 +78,9 @@ std::vector<TablePlan> plan_tables(const std::vector<TableSpec>& tables, const O
   const bool deposits = options.mode == Mode::kBsp;
   std::vector<TablePlan> plans;
   for (const TableSpec& table : tables)
-    plans.push_back(
-        make_table_plan({infos_of(table), count_states(table.optimizer), workers, deposits}));
+    plans.push_back(table.rows ? make_sparse_table_plan(SparseSteps::kShares, workers)
+                               : make_table_plan({infos_of(table), count_states(table.optimizer),
+                                                  workers, deposits}));
   return plans;
 }
 
@@ -102,14 +104,11 @@ ParameterServer::ParameterServer(std::shared_ptr<Communicator> communicator,
   const std::shared_ptr<const TableSegment> memory = make_board(plans, options);
   const at::NoGradGuard no_grad;
   std::vector<std::shared_ptr<HostStore>> stores;
+  std::vector<SharedRows> rows;
   for (const TableSpec& table : tables) {
-    const std::vector<ParameterInfo> infos = infos_of(table);
-    const int64_t bytes = HostStore::bytes_for(infos, board_->where().world);
-    stores.push_back(HostStore::make(share(*communicator_, bytes, "table '" + table.name + "'"),
-                                     infos, board_->where()));
-    if (board_->worker() != 0) continue;
-    for (size_t i = 0; i < table.tensors.size(); ++i)
-      stores.back()->whole(static_cast<int64_t>(i)).copy_(table.tensors[i]);
+    stores.push_back(table.rows ? nullptr : make_store(table));
+    rows.push_back(table.rows ? share_rows(table, board_->workers(), options, *communicator_)
+                              : SharedRows());
   }
   communicator_->barrier("first values of tables").wait();
   board_->watch_peers();
@@ -118,14 +117,31 @@ ParameterServer::ParameterServer(std::shared_ptr<Communicator> communicator,
       options.mode == Mode::kBsp && options.backup == 0 && board_->worker().has_value();
   for (size_t i = 0; i < tables.size(); ++i) {
     const bool binds = moves_no_byte && tables[i].is_module && lies_on_cpu(tables[i]);
-    TableSteps::Parts parts;
-    parts.spec = std::make_shared<const TableSpec>(std::move(tables[i]));
-    parts.board = board_;
-    parts.store = stores[i];
-    parts.memory = std::exchange(place, place + plans[i].bytes);
-    parts.keeps_memory = memory;
-    tables_.push_back(std::make_unique<DenseTable>(std::move(parts), plans[i], desk_, binds));
+    TableSteps::Parts steps;
+    steps.spec = std::make_shared<const TableSpec>(std::move(tables[i]));
+    steps.board = board_;
+    steps.memory = std::exchange(place, place + plans[i].bytes);
+    steps.keeps_memory = memory;
+    if (stores[i] != nullptr) {
+      tables_.push_back(std::make_shared<DenseTable>(
+          DenseTable::Parts{std::move(steps), plans[i], stores[i], desk_, binds}));
+    } else {
+      tables_.push_back(std::make_shared<SparseTable>(SparseTable::Parts{
+          std::move(steps), plans[i], rows[i].segment, rows[i].plan, rows[i].keeps, desk_}));
+    }
   }
+}
+
+// Makes the memory of a dense table's values; worker 0 writes the first ones.
+std::shared_ptr<HostStore> ParameterServer::make_store(const TableSpec& table) {
+  const std::vector<ParameterInfo> infos = infos_of(table);
+  const int64_t bytes = HostStore::bytes_for(infos, board_->where().world);
+  const std::shared_ptr<HostStore> store = HostStore::make(
+      share(*communicator_, bytes, "table '" + table.name + "'"), infos, board_->where());
+  if (board_->worker() == 0)
+    for (size_t i = 0; i < table.tensors.size(); ++i)
+      store->whole(static_cast<int64_t>(i)).copy_(table.tensors[i]);
+  return store;
 }
 
 // Makes the memory of clocks, and behind that of what belongs to tables but their values.
@@ -249,16 +265,37 @@ void ParameterServer::close(std::string_view error) noexcept {
   if (works) board_->leave(error.empty() ? LineState::kLeft : LineState::kFailed, error);
 }
 
-DenseTable& ParameterServer::dense(std::string_view name) {
-  desk_->check_open("dense");
+std::shared_ptr<Table> ParameterServer::find(std::string_view name, std::string_view verb) {
+  desk_->check_open(verb);
   std::string known;
   for (const auto& table : tables_) {
-    if (table->name() == name) return *table;
+    if (table->name() == name) return table;
     known += (known.empty() ? "'" : ", '") + table->name() + "'";
   }
   C10_THROW_ERROR(IndexError,
                   error_text(kPsArea, c10::str("got table '", name, "', expected one of ", known),
                              board_->where(), "Ask for a table of the server."));
+}
+
+void ParameterServer::refuse_kind(std::string_view name, const char* got, const char* expected) {
+  C10_THROW_ERROR(IndexError, error_text(kPsArea,
+                                         c10::str("got the ", got, " table '", name,
+                                                  "', expected a ", expected, " one"),
+                                         board_->where(), "Ask for it by its own kind."));
+}
+
+DenseTable& ParameterServer::dense(std::string_view name) {
+  auto* table = dynamic_cast<DenseTable*>(find(name, "dense").get());
+  if (table == nullptr) refuse_kind(name, "sparse", "dense");
+  return *table;
+}
+
+SparseTable& ParameterServer::sparse(std::string_view name) { return *shared_sparse(name); }
+
+std::shared_ptr<SparseTable> ParameterServer::shared_sparse(std::string_view name) {
+  auto table = std::dynamic_pointer_cast<SparseTable>(find(name, "sparse"));
+  if (table == nullptr) refuse_kind(name, "dense", "sparse");
+  return table;
 }
 
 }  // namespace trireme::ps

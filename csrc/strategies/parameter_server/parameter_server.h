@@ -5,6 +5,7 @@
 #include <trireme/common/export.h>
 #include <trireme/strategies/parameter_server/dense_table.h>
 #include <trireme/strategies/parameter_server/options.h>
+#include <trireme/strategies/parameter_server/sparse_table.h>
 #include <trireme/strategies/parameter_server/table_spec.h>
 
 #include <cstdint>
@@ -122,20 +123,26 @@ class TRIREME_API ParameterServer {
   // others raise, under kRaise. Never throws; again it does nothing. Not collective.
   void close(std::string_view error = {}) noexcept;
 
-  // Returns a table. Throws IndexError for an unknown name.
+  // Return a table. Throw IndexError for an unknown name, and for a table of the other kind. A
+  // shared one may outlive the server: then it is closed.
   DenseTable& dense(std::string_view name);
+  SparseTable& sparse(std::string_view name);
+  std::shared_ptr<SparseTable> shared_sparse(std::string_view name);
 
  private:
   struct TableSegment;
 
   std::shared_ptr<const TableSegment> make_board(const std::vector<TablePlan>& plans,
                                                  const Options& options);
+  std::shared_ptr<HostStore> make_store(const TableSpec& table);
+  std::shared_ptr<Table> find(std::string_view name, std::string_view verb);
+  [[noreturn]] void refuse_kind(std::string_view name, const char* got, const char* expected);
   void release_modules() noexcept;
 
   std::shared_ptr<Communicator> communicator_;
   std::shared_ptr<ClockBoard> board_;
   std::shared_ptr<WorkerDesk> desk_;
-  std::vector<std::unique_ptr<DenseTable>> tables_;
+  std::vector<std::shared_ptr<Table>> tables_;
 };
 
 }  // namespace trireme::ps

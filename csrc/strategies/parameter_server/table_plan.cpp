@@ -11,9 +11,21 @@
 namespace trireme::ps {
 namespace {
 
-constexpr int64_t kTableLine = 64;
+// Puts parts one behind the other.
+int64_t place(int64_t& end, int64_t bytes) {
+  const int64_t at = end;
+  end += in_lines(bytes);
+  return at;
+}
 
-int64_t in_lines(int64_t bytes) { return (bytes + kTableLine - 1) / kTableLine * kTableLine; }
+// Places what tables of all kinds have.
+void place_lines(TablePlan& plan, int64_t lines, int64_t workers) {
+  place(plan.bytes, sizeof(TableHeader));
+  plan.blocks_at = place(plan.bytes, lines * static_cast<int64_t>(sizeof(BlockLine)));
+  plan.mark_bytes = in_lines(static_cast<int64_t>(sizeof(WorkerMarks)) +
+                             2 * plan.tensors * static_cast<int64_t>(sizeof(uint64_t)));
+  plan.marks_at = place(plan.bytes, workers * plan.mark_bytes);
+}
 
 }  // namespace
 
@@ -25,30 +37,27 @@ TablePlan make_table_plan(const TablePlanRequest& request) {
     for (int64_t begin = 0; begin < numel; begin += kBlockNumel)
       plan.blocks.push_back({tensor, begin, std::min(kBlockNumel, numel - begin)});
   }
-  int64_t end = 0;
-  const auto place = [&end](int64_t bytes) {
-    const int64_t at = end;
-    end += in_lines(bytes);
-    return at;
-  };
-  place(sizeof(TableHeader));
-  plan.blocks_at = place(static_cast<int64_t>(plan.blocks.size() * sizeof(BlockLine)));
-  plan.mark_bytes = in_lines(static_cast<int64_t>(sizeof(WorkerMarks)) +
-                             2 * plan.tensors * static_cast<int64_t>(sizeof(uint64_t)));
-  plan.marks_at = place(request.workers * plan.mark_bytes);
+  plan.lines = static_cast<int64_t>(plan.blocks.size());
+  place_lines(plan, plan.lines, request.workers);
   for (int64_t state = 0; state < request.states; ++state) {
     for (const ParameterInfo& info : request.tensors) {
       const auto item = static_cast<int64_t>(c10::elementSize(optimizer_state_dtype(info.dtype)));
-      plan.state_at.push_back(place(info.numel * item));
+      plan.state_at.push_back(place(plan.bytes, info.numel * item));
     }
   }
   if (request.deposits) {
     const StoreLayout half = make_store_layout(request.tensors);
     plan.in_half = half.offsets;
     plan.half_bytes = half.bytes;
-    plan.deposits_at = place(request.workers * 2 * half.bytes);
+    plan.deposits_at = place(plan.bytes, request.workers * 2 * half.bytes);
   }
-  plan.bytes = end;
+  return plan;
+}
+
+TablePlan make_sparse_table_plan(int64_t shares, int64_t workers) {
+  TablePlan plan;
+  plan.lines = shares;
+  place_lines(plan, shares + 1, workers);
   return plan;
 }
 

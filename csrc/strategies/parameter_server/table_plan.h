@@ -26,6 +26,7 @@ struct TableBlock {
 //          | per worker: two halves of deposits (bsp only)
 struct TablePlan {
   std::vector<TableBlock> blocks;
+  int64_t lines = 0;  // one per block
   int64_t tensors = 0;
   int64_t blocks_at = 0;
   int64_t marks_at = 0;
@@ -47,7 +48,16 @@ struct TablePlanRequest {
 // A block has at most so many elements: 128 KiB of fp32, which stays in a core's own cache.
 inline constexpr int64_t kBlockNumel = 32768;
 
+// Rounds up to whole lines of a processor's cache.
+constexpr int64_t in_lines(int64_t bytes) {
+  constexpr int64_t kLineBytes = 64;
+  return (bytes + kLineBytes - 1) / kLineBytes * kLineBytes;
+}
+
 TRIREME_API TablePlan make_table_plan(const TablePlanRequest& request);
+// Makes that of a sparse table, whose rows lie elsewhere: lines for `shares` of them, and behind
+// these one for who makes rows.
+TRIREME_API TablePlan make_sparse_table_plan(int64_t shares, int64_t workers);
 // Returns one line per block: "block 3: '0.weight'[32768, 40000)".
 TRIREME_API std::string to_string(const TablePlan& plan, const std::vector<ParameterInfo>& tensors);
 

@@ -24,7 +24,25 @@ TableSpec dense(std::string name, const NamedTensors& tensors, Optimizer optimiz
           /*is_module=*/false, std::move(optimizer), options};
 }
 
+TableSpec sparse(std::string name, int64_t dim, Optimizer optimizer, SparseOptions options) {
+  return {std::move(name),
+          {},
+          {},
+          /*is_module=*/false,
+          std::move(optimizer),
+          {options.reduction, options.staleness},
+          RowShape{dim, options.init, options.seed, options.dtype, options.rows}};
+}
+
 namespace {
+
+std::string complaint_about_rows(const RowShape& rows) {
+  if (rows.dim < 1) return c10::str("dim=", rows.dim, ", expected >= 1");
+  if (c10::isComplexType(rows.dtype) || !is_supported(rows.dtype))
+    return c10::str("dtype ", rows.dtype, ", expected float32, float64, float16 or bfloat16");
+  if (rows.rows && *rows.rows < 1) return c10::str("rows=", *rows.rows, ", expected >= 1, or none");
+  return complaint_about(rows.init);
+}
 
 std::string complaint_about_tensor(const std::string& name, const at::Tensor& tensor) {
   if (!tensor.defined()) return c10::str("'", name, "' without a value, expected a tensor");
@@ -43,7 +61,15 @@ std::string complaint_about_table(const TableSpec& table, Mode mode) {
   const auto of_table = [&](const std::string& what) {
     return "table '" + table.name + "' with " + what;
   };
-  if (table.tensors.empty()) return of_table("no tensors, expected at least one");
+  if (table.rows) {
+    const std::string wrong = complaint_about_rows(*table.rows);
+    if (!wrong.empty()) return of_table(wrong);
+  } else if (table.tensors.empty()) {
+    return of_table("no tensors, expected at least one");
+  } else if (is_rowwise(table.optimizer)) {
+    return of_table(trireme::to_string(table.optimizer) +
+                    " and dense tensors, expected an optimizer without rows");
+  }
   for (size_t i = 0; i < table.tensors.size(); ++i) {
     const std::string wrong = complaint_about_tensor(table.names[i], table.tensors[i]);
     if (!wrong.empty()) return of_table(wrong);
@@ -79,10 +105,15 @@ std::string complaint_about(const std::vector<TableSpec>& tables, Mode mode) {
 }
 
 std::string to_string(const TableSpec& table) {
-  std::string text = c10::str(
-      "table '", table.name, "' of ", table.tensors.size(),
-      table.is_module ? " parameters, " : " tensors, ", trireme::to_string(table.optimizer),
-      ", reduction=", table.options.reduction == Reduction::kMean ? "'mean'" : "'sum'");
+  std::string kind = c10::str(table.tensors.size(), table.is_module ? " parameters" : " tensors");
+  if (table.rows) {
+    kind = c10::str("rows of ", table.rows->dim, " ", table.rows->dtype, ", ",
+                    to_string(table.rows->init), ", seed=", table.rows->seed);
+    if (table.rows->rows) kind += c10::str(", rows=", *table.rows->rows);
+  }
+  std::string text =
+      c10::str("table '", table.name, "' of ", kind, ", ", trireme::to_string(table.optimizer),
+               ", reduction=", table.options.reduction == Reduction::kMean ? "'mean'" : "'sum'");
   if (table.options.staleness) text += c10::str(", staleness=", *table.options.staleness);
   for (size_t i = 0; i < table.tensors.size(); ++i) {
     text += c10::str("\n'", table.names[i], "' of table '", table.name, "' as ",

@@ -3,6 +3,7 @@
 #include <trireme/common/export.h>
 #include <trireme/kernels/optimizer_spec.h>
 #include <trireme/strategies/parameter_server/options.h>
+#include <trireme/strategies/parameter_server/row_init.h>
 
 #include <ATen/core/Tensor.h>
 #include <torch/nn/pimpl.h>
@@ -23,6 +24,7 @@ using SGD = SgdSpec;
 using Adam = AdamSpec;
 using AdamW = AdamWSpec;
 using Adagrad = AdagradSpec;
+using RowwiseAdagrad = RowwiseAdagradSpec;
 using Sum = SumSpec;
 using Optimizer = OptimizerSpec;
 
@@ -33,6 +35,23 @@ struct DenseOptions {
   std::optional<int64_t> staleness = {};  // in place of the server's; ssp only
 };
 
+// Describe the rows of a sparse table.
+struct SparseOptions {
+  RowInit init = Zeros{};
+  uint64_t seed = 0;  // what `init` draws depends on it and on a row's id alone
+  at::ScalarType dtype = at::kFloat;
+  std::optional<int64_t> rows = {};  // ids are in [0, rows); absent: any int64
+  Reduction reduction = Reduction::kMean;
+  std::optional<int64_t> staleness = {};  // in place of the server's; ssp only
+};
+struct RowShape {
+  int64_t dim = 0;
+  RowInit init = Zeros{};
+  uint64_t seed = 0;
+  at::ScalarType dtype = at::kFloat;
+  std::optional<int64_t> rows = {};
+};
+
 // Says what a table holds and how it is stepped. Worker 0's tensors give the first values.
 struct TableSpec {
   std::string name;
@@ -41,6 +60,7 @@ struct TableSpec {
   bool is_module = false;  // the tensors are parameters, which pull() fills
   Optimizer optimizer;
   DenseOptions options;
+  std::optional<RowShape> rows = {};  // a sparse table's, which has no tensors
 };
 
 // Describes a table of dense tensors: the parameters of a module, each once under its first name
@@ -56,6 +76,11 @@ TableSpec dense(std::string name, const torch::nn::ModuleHolder<Module>& holder,
   return dense(std::move(name), static_cast<const torch::nn::Module&>(*holder),
                std::move(optimizer), options);
 }
+
+// Describes a sparse table: rows of `dim` elements by an integer. A row comes into being when its
+// id is first pulled or pushed. Throws nothing, as dense().
+TRIREME_API TableSpec sparse(std::string name, int64_t dim, Optimizer optimizer,
+                             SparseOptions options = {});
 
 // Returns what is wrong with a list of tables under a mode; empty if nothing is.
 TRIREME_API std::string complaint_about(const std::vector<TableSpec>& tables, Mode mode);

@@ -1,12 +1,8 @@
 #include <trireme/strategies/parameter_server/table_steps.h>
 
 #include <trireme/common/trace.h>
-#include <trireme/kernels/span.h>
-
-#include <c10/util/StringUtil.h>
 
 #include <algorithm>
-#include <array>
 #include <utility>
 
 // See [Note: who steps a block] in table_steps.h.
@@ -14,119 +10,40 @@
 namespace trireme::ps {
 namespace {
 
-// A holder's word: its number, and above that what it has done.
-constexpr int kDoneShift = 16;
-constexpr uint64_t kWorkerMask = (uint64_t{1} << kDoneShift) - 1;
-int64_t worker_in(uint64_t holder) { return static_cast<int64_t>(holder & kWorkerMask) - 1; }
-uint64_t done_in(uint64_t holder) { return holder >> kDoneShift; }
-
-// Sums of so many elements are made at a time, in a buffer that stays in the nearest cache.
-constexpr int64_t kSumNumel = 2048;
-
 template <typename T>
-void divide(void* sums, int64_t numel, int64_t divisor) {
+void divide_by(void* sums, int64_t numel, int64_t divisor) {
   auto* values = static_cast<T*>(sums);
   const auto by = static_cast<T>(divisor);
   for (int64_t i = 0; i < numel; ++i) values[i] /= by;
 }
-
-// Adds up deposits in their order, from their first element on, into one buffer.
-struct Deposits {
-  std::vector<const std::byte*> data;
-  at::ScalarType dtype;
-  at::ScalarType computed;  // the buffer's
-
-  void sum(std::byte* buffer, int64_t begin, int64_t end, int64_t divisor) const {
-    const int64_t numel = end - begin;
-    const auto item = static_cast<int64_t>(c10::elementSize(dtype));
-    const Span sums = {buffer, computed, numel};
-    for (size_t i = 0; i < data.size(); ++i) {
-      const ConstSpan one = {data[i] + begin * item, dtype, numel};
-      i == 0 ? scaled_copy(sums, one, 1.0) : scaled_add(sums, one, 1.0);
-    }
-    if (divisor == 1) return;
-    computed == at::kDouble ? divide<double>(buffer, numel, divisor)
-                            : divide<float>(buffer, numel, divisor);
-  }
-};
 
 }  // namespace
 
 TableSteps::TableSteps(Parts parts, TablePlan plan)
     : spec_(std::move(parts.spec)),
       board_(std::move(parts.board)),
-      store_(std::move(parts.store)),
       keeps_memory_(std::move(parts.keeps_memory)),
       plan_(std::move(plan)),
-      memory_(plan_, parts.memory) {
-  for (int64_t tensor = 0; tensor < plan_.tensors; ++tensor)
-    values_.push_back(store_->whole(tensor));
+      memory_(plan_, parts.memory),
+      lock_(board_) {}
+
+TableSteps::~TableSteps() = default;
+
+void TableSteps::wait_for_holder(int64_t block, const Errand& errand) const {
+  lock_.wait_for_holder(memory_.block(block), errand, [&] { return name_of(block); });
 }
 
-// Counts this worker among those that a holder wakes.
-class TableSteps::Waiting {
- public:
-  explicit Waiting(BlockLine& line) : line_(line) {
-    line_.waiters.fetch_add(1, std::memory_order_seq_cst);
-  }
-  ~Waiting() { line_.waiters.fetch_sub(1, std::memory_order_relaxed); }
-  Waiting(const Waiting&) = delete;
-  Waiting& operator=(const Waiting&) = delete;
-
- private:
-  BlockLine& line_;
-};
-
-// Takes a block that nobody holds, or whose holder has died where the others go on. `holder`: the
-// word that was there.
-bool TableSteps::take(BlockLine& line, uint64_t& holder) {
-  holder = 0;
-  if (line.holder.compare_exchange_strong(holder, me(), std::memory_order_seq_cst)) return true;
-  return board_->options().on_worker_loss == WorkerLoss::kContinue &&
-         board_->state_of(worker_in(holder)) == LineState::kLost &&
-         line.holder.compare_exchange_strong(holder, me(), std::memory_order_seq_cst);
-}
-
-void TableSteps::let_go(BlockLine& line, uint64_t done) {
-  line.holder.store(done << kDoneShift | me(), std::memory_order_seq_cst);
-  if (board_->options().mode == Mode::kBsp) line.applied.store(done, std::memory_order_seq_cst);
-  line.holder.store(0, std::memory_order_seq_cst);
-  line.released.fetch_add(1, std::memory_order_seq_cst);
-  if (line.waiters.load(std::memory_order_seq_cst) > 0) board_->ring_all();
-}
-
-// Returns when the holder has let go, or is gone.
-void TableSteps::wait_for_holder(int64_t block, const Errand& errand) {
+void TableSteps::take_block(int64_t block, const Errand& errand) {
   BlockLine& line = memory_.block(block);
-  const Waiting waiting(line);
-  const uint64_t released = line.released.load(std::memory_order_seq_cst);
-  const uint64_t holder = line.holder.load(std::memory_order_seq_cst);
-  if (holder == 0) return;
-  const int64_t worker = worker_in(holder);
-  board_->wait(line.released, released + 1,
-               {[&] { return errand.text() + ", at " + name_of(block); }, "lock", worker});
+  uint64_t before = 0;
+  while (!lock_.try_take(line, before)) wait_for_holder(block, errand);
+  if (before != 0 && BlockLock::done_in(before) == 0)
+    line.torn.fetch_add(1, std::memory_order_relaxed);
 }
 
-OptimizerSegment TableSteps::segment_of(int64_t block) const {
-  const TableBlock& one = plan_.blocks[static_cast<size_t>(block)];
-  const at::Tensor& values = values_[static_cast<size_t>(one.tensor)];
-  const auto item = static_cast<int64_t>(values.element_size());
-  const auto state_item =
-      static_cast<int64_t>(c10::elementSize(optimizer_state_dtype(values.scalar_type())));
-  const auto state = [&](int64_t index) -> void* {
-    return memory_.state(index, one.tensor) + one.begin * state_item;
-  };
-  OptimizerSegment segment;
-  segment.param = static_cast<std::byte*>(values.data_ptr()) + one.begin * item;
-  segment.numel = one.numel;
-  const int64_t states = count_states(spec_->optimizer);
-  if (std::holds_alternative<AdagradSpec>(spec_->optimizer)) {
-    segment.exp_avg_sq = state(0);
-  } else {
-    if (states > 0) segment.exp_avg = state(0);
-    if (states > 1) segment.exp_avg_sq = state(1);
-  }
-  return segment;
+void TableSteps::divide(Span sums, int64_t divisor) {
+  sums.dtype == at::kDouble ? divide_by<double>(sums.data, sums.numel, divisor)
+                            : divide_by<float>(sums.data, sums.numel, divisor);
 }
 
 // --- bsp -----------------------------------------------------------------------------------------
@@ -173,45 +90,20 @@ int64_t TableSteps::claim(uint64_t clock) {
   }
 }
 
-void TableSteps::step_block(int64_t block, const ClockStep& step) {
-  const TableBlock& one = plan_.blocks[static_cast<size_t>(block)];
-  const at::ScalarType dtype = values_[static_cast<size_t>(one.tensor)].scalar_type();
-  Deposits deposits{{}, dtype, optimizer_state_dtype(dtype)};
-  const auto skip = one.begin * static_cast<int64_t>(c10::elementSize(dtype));
-  for (const int64_t worker : step.taken) {
-    if (memory_.deposited(worker, step.clock, one.tensor).load(std::memory_order_relaxed) ==
-        step.clock + 1)
-      deposits.data.push_back(memory_.deposit(worker, step.clock, one.tensor) + skip);
-  }
-  if (deposits.data.empty()) return;
-  BlockLine& line = memory_.block(block);
-  const uint64_t number = line.steps.load(std::memory_order_relaxed) + 1;
-  line.steps.store(number, std::memory_order_relaxed);
-  const SegmentDtypes dtypes = {dtype, deposits.computed};
-  const OptimizerSegment whole = segment_of(block);
-  alignas(64) std::array<std::byte, kSumNumel * sizeof(double)> sums;
-  for (int64_t begin = 0; begin < one.numel; begin += kSumNumel) {
-    const int64_t end = std::min(begin + kSumNumel, one.numel);
-    deposits.sum(sums.data(), begin, end, step.divisor);
-    OptimizerSegment segment = slice(whole, dtypes, begin, end);
-    segment.grad = sums.data();
-    step_segment(spec_->optimizer, segment, dtypes, {step.lr, static_cast<int64_t>(number), 1});
-  }
-}
-
 // Returns false where another worker is at that block.
 bool TableSteps::try_apply(int64_t block, const ClockStep& step) {
   BlockLine& line = memory_.block(block);
   uint64_t before = 0;
-  if (!take(line, before)) return false;
+  if (!lock_.try_take(line, before)) return false;
+  const uint64_t done = BlockLock::done_in(before);
   const uint64_t applied = line.applied.load(std::memory_order_acquire);
   const bool is_behind = applied == step.clock;
-  if (before != 0 && done_in(before) == 0) {
+  if (before != 0 && done == 0) {
     line.torn.fetch_add(1, std::memory_order_relaxed);
-  } else if (is_behind && done_in(before) != step.clock + 1) {
+  } else if (is_behind && done != step.clock + 1) {
     step_block(block, step);
   }
-  let_go(line, is_behind ? step.clock + 1 : applied);
+  lock_.let_go(line, is_behind ? step.clock + 1 : applied);
   return true;
 }
 
@@ -250,22 +142,6 @@ void TableSteps::apply_closed() {
     if (!apply(now, nullptr)) return;
 }
 
-void TableSteps::deposit(const std::vector<at::Tensor>& gradients, double scale) {
-  const int64_t own = *board_->worker();
-  const uint64_t clock = board_->clock();
-  for (int64_t tensor = 0; tensor < plan_.tensors; ++tensor) {
-    const at::Tensor& gradient = gradients[static_cast<size_t>(tensor)];
-    if (!gradient.defined()) continue;
-    const at::Tensor& values = values_[static_cast<size_t>(tensor)];
-    const Span place = {memory_.deposit(own, clock, tensor), values.scalar_type(), values.numel()};
-    std::atomic<uint64_t>& mark = memory_.deposited(own, clock, tensor);
-    const bool is_first = mark.load(std::memory_order_relaxed) != clock + 1;
-    const Span from = span_of(gradient);
-    is_first ? scaled_copy(place, from, scale) : scaled_add(place, from, scale);
-    mark.store(clock + 1, std::memory_order_relaxed);
-  }
-}
-
 void TableSteps::carry_learning_rate(const Errand& errand) {
   const uint64_t clock = board_->clock();
   if (lr_since_ == 0) return;
@@ -276,34 +152,13 @@ void TableSteps::carry_learning_rate(const Errand& errand) {
   place.since.store(lr_since_, std::memory_order_release);
 }
 
-// --- ssp and async -------------------------------------------------------------------------------
+// --- learning rates ------------------------------------------------------------------------------
 
-void TableSteps::step_now(const std::vector<at::Tensor>& gradients, double scale,
-                          const Errand& errand) {
+double TableSteps::learning_rate_now() const {
   const TableHeader& header = memory_.header();
-  const double lr = header.lr_is_set.load(std::memory_order_acquire) != 0
-                        ? header.lr.load(std::memory_order_relaxed)
-                        : learning_rate_of(spec_->optimizer);
-  const int64_t first = *board_->worker() * count_blocks() / board_->workers();
-  for (int64_t i = 0; i < count_blocks(); ++i) {
-    const int64_t block = (first + i) % count_blocks();
-    const TableBlock& one = plan_.blocks[static_cast<size_t>(block)];
-    const at::Tensor& gradient = gradients[static_cast<size_t>(one.tensor)];
-    if (!gradient.defined()) continue;
-    BlockLine& line = memory_.block(block);
-    uint64_t before = 0;
-    while (!take(line, before)) wait_for_holder(block, errand);
-    if (before != 0 && done_in(before) == 0) line.torn.fetch_add(1, std::memory_order_relaxed);
-    const uint64_t number = line.steps.load(std::memory_order_relaxed) + 1;
-    line.steps.store(number, std::memory_order_relaxed);
-    OptimizerSegment segment = segment_of(block);
-    segment.grad = static_cast<std::byte*>(gradient.data_ptr()) +
-                   one.begin * static_cast<int64_t>(gradient.element_size());
-    const SegmentDtypes dtypes = {values_[static_cast<size_t>(one.tensor)].scalar_type(),
-                                  gradient.scalar_type()};
-    step_segment(spec_->optimizer, segment, dtypes, {lr, static_cast<int64_t>(number), scale});
-    let_go(line, 1);
-  }
+  return header.lr_is_set.load(std::memory_order_acquire) != 0
+             ? header.lr.load(std::memory_order_relaxed)
+             : learning_rate_of(spec_->optimizer);
 }
 
 void TableSteps::set_learning_rate(double lr, const Errand& errand) {
@@ -320,18 +175,10 @@ void TableSteps::set_learning_rate(double lr, const Errand& errand) {
 
 // --- faults --------------------------------------------------------------------------------------
 
-std::string TableSteps::name_of(int64_t block) const {
-  const TableBlock& one = plan_.blocks[static_cast<size_t>(block)];
-  return c10::str("block ", block, " of table '", spec_->name, "' ('",
-                  spec_->names[static_cast<size_t>(one.tensor)], "')");
-}
-
 std::string TableSteps::held_by(int64_t worker) const {
-  for (int64_t block = 0; block < count_blocks(); ++block) {
-    const uint64_t holder = memory_.block(block).holder.load(std::memory_order_acquire);
-    if (worker_in(holder) == worker && done_in(holder) == 0)
+  for (int64_t block = 0; block < count_blocks(); ++block)
+    if (BlockLock::is_held_by(memory_.block(block), worker))
       return " while it held " + name_of(block);
-  }
   return {};
 }
 
@@ -339,11 +186,8 @@ int64_t TableSteps::count_torn(std::vector<std::string>& names) const {
   int64_t torn = 0;
   for (int64_t block = 0; block < count_blocks(); ++block) {
     const BlockLine& line = memory_.block(block);
-    const uint64_t holder = line.holder.load(std::memory_order_acquire);
-    const bool is_held = holder != 0 && done_in(holder) == 0 &&
-                         board_->state_of(worker_in(holder)) == LineState::kLost;
-    const auto here =
-        static_cast<int64_t>(line.torn.load(std::memory_order_relaxed)) + (is_held ? 1 : 0);
+    const auto here = static_cast<int64_t>(line.torn.load(std::memory_order_relaxed)) +
+                      (lock_.is_torn(line) ? 1 : 0);
     if (here > 0) names.push_back(name_of(block));
     torn += here;
   }

@@ -1,17 +1,15 @@
 #pragma once
 
 #include <trireme/common/export.h>
-#include <trireme/memory/host_store.h>
+#include <trireme/kernels/span.h>
+#include <trireme/strategies/parameter_server/block_lock.h>
 #include <trireme/strategies/parameter_server/clock_board.h>
 #include <trireme/strategies/parameter_server/table_memory.h>
 #include <trireme/strategies/parameter_server/table_spec.h>
 
-#include <ATen/core/Tensor.h>
-
 #include <cstddef>
 #include <cstdint>
 #include <memory>
-#include <optional>
 #include <string>
 #include <vector>
 
@@ -19,34 +17,36 @@ namespace trireme::ps {
 
 // [Note: who steps a block]
 //
-// Who writes a block holds it: its number is in `holder`, put there by compare-and-swap. Under bsp
-// workers that come to a closed clock count through the blocks by one shared counter, so that each
-// gets others; then they look for blocks that are still behind, which they step or wait for. The
-// counter only spreads the work: who steps a block is decided by `holder`, and whether it is to be
-// stepped by its own number of applied clocks, so nothing is lost with a worker that has counted
-// and died. Under ssp and async who pushes steps every block, beginning at a place of its own.
+// A table is cut into blocks: adjacent elements of a dense table, a share of the ids of a sparse
+// one. Who writes a block holds its line (BlockLock). Under bsp workers that come to a closed clock
+// count through the blocks by one shared counter, so that each gets others; then they look for
+// blocks that are still behind, which they step or wait for. The counter only spreads the work: who
+// steps a block is decided by its holder's word, and whether it is to be stepped by its own number
+// of applied clocks, so nothing is lost with a worker that has counted and died. Under ssp and
+// async who pushes steps at once: every block of a dense table, beginning at a place of its own, or
+// the rows of a sparse one, each of which has a word of its own.
 //
-// A holder that has stepped says so in the upper bits of `holder` before anything else. One that
-// dies before that leaves a torn block: some of its elements have been stepped. Under kContinue who
-// meets it takes it over, counts it as torn and leaves it as it is.
+// A holder that has stepped says so in its word before anything else. One that dies before that
+// leaves a torn block: some of its elements have been stepped. Under kContinue who meets it takes
+// it over, counts it as torn and leaves it as it is.
 
-// Steps the values of a table with what workers push. Called by the thread that uses the server,
-// but for what is const.
+// Brings a table to the clocks that are closed. What a step of a block is, its kind of table says.
+// Called by the thread that uses the server, but for what is const.
 class TRIREME_API TableSteps {
  public:
   struct Parts {
     std::shared_ptr<const TableSpec> spec;
     std::shared_ptr<ClockBoard> board;
-    std::shared_ptr<HostStore> store;  // the values
-    std::byte* memory = nullptr;       // TablePlan::bytes zeros, for all else
+    std::byte* memory = nullptr;  // TablePlan::bytes zeros
     std::shared_ptr<const void> keeps_memory;
   };
   TableSteps(Parts parts, TablePlan plan);
+  virtual ~TableSteps();
+  TableSteps(const TableSteps&) = delete;
+  TableSteps& operator=(const TableSteps&) = delete;
 
   const TablePlan& plan() const { return plan_; }
   const TableMemory& memory() const { return memory_; }
-  // Returns the values, over the store.
-  const std::vector<at::Tensor>& values() const { return values_; }
 
   // --- bsp ---
 
@@ -56,27 +56,19 @@ class TRIREME_API TableSteps {
   void bring_to(uint64_t clocks, const Errand& errand);
   // Applies what is closed, as far as no other worker is at it.
   void apply_closed();
-  // Puts `gradients` (one per tensor, or undefined) times `scale` into the half of this clock,
-  // which must be free: bring_to(clock - 1).
-  void deposit(const std::vector<at::Tensor>& gradients, double scale);
   // Waits, where a learning rate was set in this clock or the one before, until its place is free;
   // called before the clock moves.
   void carry_learning_rate(const Errand& errand);
-
-  // --- ssp and async ---
-
-  // Steps the values with `gradients` times `scale`, one block after the other.
-  void step_now(const std::vector<at::Tensor>& gradients, double scale, const Errand& errand);
 
   // Under bsp from this clock on, else from now on.
   void set_learning_rate(double lr, const Errand& errand);
 
   // Returns " while it held block 3 of table 'model' ('0.weight')", or nothing.
-  std::string held_by(int64_t worker) const;
+  virtual std::string held_by(int64_t worker) const;
   // Returns how many blocks holders have left torn, and names them.
-  int64_t count_torn(std::vector<std::string>& names) const;
+  virtual int64_t count_torn(std::vector<std::string>& names) const;
 
- private:
+ protected:
   // Says how a closed clock is applied: the same for all who do it.
   struct ClockStep {
     uint64_t clock = 0;
@@ -84,29 +76,34 @@ class TRIREME_API TableSteps {
     int64_t divisor = 1;
     std::vector<int64_t> taken;
   };
-  class Waiting;
 
-  uint64_t me() const { return static_cast<uint64_t>(*board_->worker()) + 1; }
-  int64_t count_blocks() const { return static_cast<int64_t>(plan_.blocks.size()); }
+  const TableSpec& spec() const { return *spec_; }
+  ClockBoard& board() const { return *board_; }
+  const BlockLock& lock() const { return lock_; }
+  int64_t count_blocks() const { return plan_.lines; }
+  // Returns the learning rate of a push that is stepped at once.
+  double learning_rate_now() const;
+  // Waits until this worker holds a block, and counts it as torn where its holder has died.
+  void take_block(int64_t block, const Errand& errand);
+  // Makes the step of a clock in a block that this worker holds. Neither waits nor throws.
+  virtual void step_block(int64_t block, const ClockStep& step) = 0;
+  virtual std::string name_of(int64_t block) const = 0;
+  static void divide(Span sums, int64_t divisor);
+
+ private:
   ClockStep step_of(uint64_t clock) const;
   bool apply(uint64_t clock, const Errand* errand);
   int64_t claim(uint64_t clock);
   bool try_apply(int64_t block, const ClockStep& step);
-  void step_block(int64_t block, const ClockStep& step);
-  bool take(BlockLine& line, uint64_t& holder);
-  void let_go(BlockLine& line, uint64_t done);
-  void wait_for_holder(int64_t block, const Errand& errand);
-  OptimizerSegment segment_of(int64_t block) const;
-  std::string name_of(int64_t block) const;
+  void wait_for_holder(int64_t block, const Errand& errand) const;
 
   std::shared_ptr<const TableSpec> spec_;
   std::shared_ptr<ClockBoard> board_;
-  std::shared_ptr<HostStore> store_;
   std::shared_ptr<const void> keeps_memory_;
   TablePlan plan_;
   TableMemory memory_;
-  std::vector<at::Tensor> values_;  // over the store
-  uint64_t lr_since_ = 0;           // what this worker has set: clock + 1, 0 for nothing
+  BlockLock lock_;
+  uint64_t lr_since_ = 0;  // what this worker has set: clock + 1, 0 for nothing
   double lr_ = 0;
 };
 

@@ -12,8 +12,10 @@ The ranks of the group are on one host, and its memory is the server::
             server.clock()
 """
 
-from trireme._core.optimizer_specs import SGD, Adagrad, Adam, AdamW, Sum
+from trireme._core.optimizer_specs import SGD, Adagrad, Adam, AdamW, RowwiseAdagrad, Sum
+from trireme.ps.row_inits import Normal, Uniform, Zeros
 from trireme.ps.server import ParameterServer
+from trireme.ps.sparse import Embedding, EmbeddingBag, Sparse, SparseTable
 from trireme.ps.tables import Dense, DenseTable, Pending
 
 __all__ = [
@@ -23,11 +25,28 @@ __all__ = [
     "AdamW",
     "Dense",
     "DenseTable",
+    "Embedding",
+    "EmbeddingBag",
+    "Normal",
     "ParameterServer",
     "Pending",
+    "RowwiseAdagrad",
+    "Sparse",
+    "SparseTable",
     "Sum",
+    "Uniform",
+    "Zeros",
 ]
 
 # Users import them from here, and so they are printed and pickled.
-for _one in (Dense, DenseTable, ParameterServer, Pending):
+for _one in (
+    Dense,
+    DenseTable,
+    Embedding,
+    EmbeddingBag,
+    ParameterServer,
+    Pending,
+    Sparse,
+    SparseTable,
+):
     _one.__module__ = __name__

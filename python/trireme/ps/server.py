@@ -16,7 +16,10 @@ from trireme._core.durations import LONGEST_WAIT
 from trireme._core.farewell import call_at_the_end
 from trireme._core.group_communicator import communicator_of
 from trireme.ps.areas import AREA
+from trireme.ps.sparse import Sparse, SparseTable
 from trireme.ps.tables import Dense, DenseTable
+
+Table = DenseTable | SparseTable
 
 MODES = ("bsp", "ssp", "async")
 _open_servers: weakref.WeakSet[ParameterServer] = weakref.WeakSet()
@@ -52,7 +55,7 @@ class ParameterServer:
 
     def __init__(
         self,
-        tables: Sequence[Dense],
+        tables: Sequence[Dense | Sparse],
         *,
         mode: str = "bsp",
         staleness: int = 0,
@@ -64,7 +67,10 @@ class ParameterServer:
     ) -> None:
         group = AREA.expect_group(group, "Make the server on ranks of the group only.")
         for table in tables:
-            AREA.expect("a table", table, Dense, "ps.Dense", next_step="Describe it by ps.Dense.")
+            AREA.expect(
+                "a table", table, (Dense, Sparse), "ps.Dense or ps.Sparse",
+                next_step="Describe it by one of them.",
+            )  # fmt: skip
         options = PsOptions()
         for name, value in (("staleness", staleness), ("backup", backup)):
             AREA.expect(name, value, int, "an int", next_step="Count clocks, or workers.")
@@ -83,11 +89,14 @@ class ParameterServer:
         self._core = PsServer(communicator_of(group), specs, options)
         self._group = group
         self._process = os.getpid()
-        self._tables = {
-            spec.name: DenseTable(spec, self._core.dense(spec.name), group) for spec in tables
-        }
+        self._tables = {spec.name: self._table_of(spec) for spec in tables}
         _open_servers.add(self)
         call_at_the_end(_close_all)
+
+    def _table_of(self, spec: Dense | Sparse) -> Table:
+        if isinstance(spec, Sparse):
+            return SparseTable(spec, self._core.sparse(spec.name), self._group)
+        return DenseTable(spec, self._core.dense(spec.name), self._group)
 
     @property
     def worker(self) -> int | None:
@@ -99,7 +108,7 @@ class ParameterServer:
         """How many workers there are."""
         return self._core.workers
 
-    def __getitem__(self, name: str) -> DenseTable:
+    def __getitem__(self, name: str) -> Table:
         if name not in self._tables:
             known = ", ".join(f"'{one}'" for one in self._tables)
             got = f"got table '{name}', expected one of {known}"

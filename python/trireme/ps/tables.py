@@ -19,6 +19,23 @@ from trireme.ps.areas import AREA
 Gradients = Mapping[str, Tensor | None]
 
 
+def check_options(
+    name: str, optimizer: OptimizerSpec, reduction: str, staleness: int | None
+) -> None:
+    """Refuses what tables of all kinds refuse."""
+    AREA.expect("name", name, str, "a str", next_step="Name the table.")
+    AREA.expect(
+        "optimizer", optimizer, OptimizerSpec.__args__, "ps.SGD, ps.Adam, ps.AdamW, ps.Adagrad, "
+        "ps.RowwiseAdagrad or ps.Sum", next_step="The server steps the values: pass options, not "
+        "an optimizer of torch.",
+    )  # fmt: skip
+    if reduction not in ("mean", "sum"):
+        got = f"got reduction={reduction!r}, expected 'mean' or 'sum'"
+        AREA.refuse(got, "Leave it out for the mean.")
+    if staleness is not None:
+        AREA.expect("staleness", staleness, int, "an int", next_step="Count clocks.")
+
+
 class Dense:
     """Describes a table of dense tensors: the parameters of a module, or tensors by name.
 
@@ -42,17 +59,7 @@ class Dense:
         reduction: str = "mean",
         staleness: int | None = None,
     ) -> None:
-        AREA.expect("name", name, str, "a str", next_step="Name the table.")
-        AREA.expect(
-            "optimizer", optimizer, OptimizerSpec.__args__, "ps.SGD, ps.Adam, ps.AdamW, "
-            "ps.Adagrad or ps.Sum", next_step="The server steps the values: pass options, not an "
-            "optimizer of torch.",
-        )  # fmt: skip
-        if reduction not in ("mean", "sum"):
-            got = f"got reduction={reduction!r}, expected 'mean' or 'sum'"
-            AREA.refuse(got, "Leave it out for the mean.")
-        if staleness is not None:
-            AREA.expect("staleness", staleness, int, "an int", next_step="Count clocks.")
+        check_options(name, optimizer, reduction, staleness)
         self.name = name
         self.source = source
         self.optimizer = optimizer

@@ -81,6 +81,49 @@ TEST_CASE("a step of Adagrad comes within 1 ulp of torch's, in every loop") {
   }
 }
 
+TEST_CASE("a step of rowwise Adagrad comes within 1 ulp of fp64, in every loop and dtype") {
+  for (const cpu::OptimizerLoops& loops : cpu::supported_optimizer_loops()) {
+    for (const int64_t dim : {1, 15, 16, 64, 1003}) {
+      CAPTURE(loops.isa, dim);
+      at::Tensor param = magnitudes({dim}, at::kFloat, 1);
+      at::Tensor grad = magnitudes({dim}, at::kFloat, 2);
+      at::Tensor sum = at::tensor({0.25f});
+      const at::Tensor wide = grad.to(at::kDouble);
+      const at::Tensor expected_sum = sum.to(at::kDouble) + wide.square().mean();
+      const at::Tensor step = (0.1 / (expected_sum.sqrt() + 1e-10)).to(at::kFloat);
+      const at::Tensor expected =
+          (param.to(at::kDouble) - wide * step.to(at::kDouble)).to(at::kFloat);
+      OptimizerSegment row;
+      row.param = param.data_ptr();
+      row.grad = grad.data_ptr();
+      row.exp_avg_sq = sum.data_ptr();
+      row.numel = dim;
+      loops.rowwise_adagrad[0](row, adagrad_scalars({0.1, 1e-10}));
+      CHECK(most_ulps(sum, expected_sum.to(at::kFloat)) <= 1);
+      CHECK(at::allclose(param, expected, 2e-7, 1e-9));
+    }
+  }
+  // Other dtypes are converted whole, also where a row is longer than a buffer.
+  for (const at::ScalarType dtype : {at::kBFloat16, at::kHalf, at::kDouble}) {
+    const at::ScalarType computed = optimizer_state_dtype(dtype);
+    at::Tensor param = magnitudes({1003}, at::kFloat, 1).to(dtype);
+    at::Tensor grad = magnitudes({1003}, at::kFloat, 2);
+    at::Tensor sum = at::zeros({1}, computed);
+    const at::Tensor wide = grad.to(at::kDouble) * 0.5;
+    const at::Tensor expected =
+        param.to(at::kDouble) - 0.1 * wide / (wide.square().mean().sqrt() + 1e-10);
+    OptimizerSegment row;
+    row.param = param.data_ptr();
+    row.grad = grad.data_ptr();
+    row.exp_avg_sq = sum.data_ptr();
+    row.numel = 1003;
+    step_segment(RowwiseAdagradSpec{.lr = 0.1}, row, {dtype, at::kFloat}, {0.1, 1, 0.5});
+    const double rtol = dtype == at::kDouble ? 1e-6 : dtype == at::kHalf ? 1e-3 : 1e-2;
+    CHECK(at::allclose(param.to(at::kDouble), expected, rtol, 1e-6));
+    CHECK(sum.item<double>() == Approx(wide.square().mean().item<double>()));
+  }
+}
+
 TEST_CASE("ten steps are those of torch") {
   check_as_torch<torch::optim::SGD>(SgdSpec{.lr = 0.1, .momentum = 0.9, .weight_decay = 0.01},
                                     torch::optim::SGDOptions(0.1).momentum(0.9).weight_decay(0.01));

@@ -1,0 +1,66 @@
+#include <trireme/strategies/parameter_server/embedding.h>
+
+#include <trireme/module/autograd_node.h>
+#include <trireme/strategies/parameter_server/id_places.h>
+
+#include <ATen/ATen.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/functions/utils.h>
+#include <torch/nn/functional/embedding.h>
+
+#include <string>
+#include <utility>
+
+namespace trireme::ps {
+namespace {
+
+// Pushes what comes to it. It has no edges: the rows' gradients go nowhere else.
+class PushRows final : public torch::autograd::Node {
+ public:
+  PushRows(std::shared_ptr<SparseTable> table, at::Tensor ids)
+      : table_(std::move(table)), ids_(std::move(ids)) {}
+
+  torch::autograd::variable_list apply(torch::autograd::variable_list&& gradients) override {
+    if (gradients[0].defined()) table_->push(ids_, gradients[0]);
+    return {};
+  }
+  std::string name() const override { return "TriremePushRows"; }
+
+ private:
+  std::shared_ptr<SparseTable> table_;
+  at::Tensor ids_;  // a copy, where the user could write his own
+};
+
+}  // namespace
+
+at::Tensor pull_with_gradient(const std::shared_ptr<SparseTable>& table, const at::Tensor& ids,
+                              bool create) {
+  at::Tensor rows = table->pull(ids, create);
+  if (!at::GradMode::is_enabled()) return rows;
+  torch::autograd::set_history(rows, make_node<PushRows>(table, ids.detach().clone()));
+  return rows;
+}
+
+UniqueRows pull_unique_with_gradient(const std::shared_ptr<SparseTable>& table,
+                                     const at::Tensor& ids, bool create) {
+  at::Tensor whole = table->checked_ids(ids, "pull");
+  at::Tensor places = at::empty(whole.sizes(), at::kLong);
+  IdPlaces unique;
+  unique.begin(whole.numel());
+  const auto* id = whole.const_data_ptr<int64_t>();
+  auto* place = places.data_ptr<int64_t>();
+  bool is_new = false;
+  for (int64_t i = 0; i < whole.numel(); ++i) place[i] = unique.place_of(id[i], is_new);
+  const at::Tensor once = at::tensor(unique.ids(), at::kLong).to(ids.device());
+  return {pull_with_gradient(table, once, create), places.to(ids.device())};
+}
+
+at::Tensor EmbeddingBagImpl::forward(const at::Tensor& ids, const at::Tensor& offsets,
+                                     const at::Tensor& per_sample_weights) {
+  const UniqueRows unique = pull_unique_with_gradient(table_, ids, is_training());
+  torch::nn::functional::EmbeddingBagFuncOptions options;
+  options.mode(mode_).offsets(offsets).per_sample_weights(per_sample_weights);
+  return torch::nn::functional::embedding_bag(unique.places, unique.rows, options);
+}
+
+}  // namespace trireme::ps

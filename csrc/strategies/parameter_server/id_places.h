@@ -1,0 +1,46 @@
+#pragma once
+
+#include <trireme/common/export.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+namespace trireme::ps {
+
+// Spreads numbers that lie close together over 64 bits (the last steps of SplitMix64).
+inline uint64_t hash_of(int64_t id) {
+  auto x = static_cast<uint64_t>(id) + 0x9e3779b97f4a7c15;
+  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9;
+  x = (x ^ (x >> 27)) * 0x94d049bb133111eb;
+  return x ^ (x >> 31);
+}
+
+// Numbers ids in the order in which they come first. Keeps its memory between uses.
+class TRIREME_API IdPlaces {
+ public:
+  // Forgets all ids, and makes room for so many.
+  void begin(int64_t most);
+  // Returns the place of an id; it is size() - 1 for one that is new, which `is_new` says.
+  int64_t place_of(int64_t id, bool& is_new) {
+    size_t slot = hash_of(id) & mask_;
+    for (; places_[slot] != 0; slot = (slot + 1) & mask_) {
+      const int64_t place = places_[slot] - 1;
+      is_new = false;
+      if (ids_[static_cast<size_t>(place)] == id) return place;
+    }
+    is_new = true;
+    ids_.push_back(id);
+    places_[slot] = size();
+    return size() - 1;
+  }
+  int64_t size() const { return static_cast<int64_t>(ids_.size()); }
+  const std::vector<int64_t>& ids() const { return ids_; }
+
+ private:
+  std::vector<int64_t> ids_;
+  std::vector<int64_t> places_;  // place + 1 by slot; 0: empty
+  size_t mask_ = 0;
+};
+
+}  // namespace trireme::ps

@@ -1,0 +1,129 @@
+#pragma once
+
+#include <trireme/common/export.h>
+#include <trireme/kernels/span.h>
+#include <trireme/shm/segment.h>
+#include <trireme/strategies/parameter_server/block_lock.h>
+#include <trireme/strategies/parameter_server/clock_board.h>
+#include <trireme/strategies/parameter_server/row_plan.h>
+#include <trireme/strategies/parameter_server/table_spec.h>
+
+#include <ATen/core/Tensor.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace trireme::ps {
+
+// [Note: how rows come into being]
+//
+// An index of open addressing, in memory of the host, says where the record of an id lies. Looking
+// up takes no lock. Who makes rows holds one line for the index (BlockLock): it fills a record and
+// publishes it by one store, so that whoever sees it sees it whole. An index that is half full is
+// copied into the next level, twice as large, which is published likewise; who still looks at the
+// old one misses what is newer, and then looks again. A worker that dies while it makes a row
+// leaves a record that nobody finds; one that dies while it copies the index leaves a level that is
+// made again.
+//
+// [Note: a row is never a mixture of two states]
+//
+// A row has a word: a version, and who holds it. Who steps a row takes the word by
+// compare-and-swap, and gives it back with the next version. Who reads looks at the word, copies,
+// and looks again; where it has changed it copies once more, and takes the row like a writer when
+// that goes on. ThreadSanitizer knows nothing of such reads, so there every reader takes the row.
+// Under bsp nobody takes rows: a clock is applied when nobody reads.
+
+// Keeps the rows of a sparse table. Called by the thread that uses the server, but for what is
+// const.
+class TRIREME_API RowStore {
+ public:
+  struct Parts {
+    std::shared_ptr<const TableSpec> spec;
+    std::shared_ptr<ClockBoard> board;
+    std::shared_ptr<const shm::Segment>
+        segment;  // RowPlan::bytes, of which first_bytes() are there
+    std::shared_ptr<const void> keeps_memory;
+  };
+  static constexpr int64_t kNone = -1;
+
+  // `index_line` is who makes rows.
+  RowStore(Parts parts, RowPlan plan, BlockLine& index_line);
+
+  const RowPlan& plan() const { return plan_; }
+  // Sets rows[i] to the row of ids[i], or to kNone.
+  void find(const int64_t* ids, int64_t count, int64_t* rows) const;
+  // Makes those that are kNone, with their first values. Throws DistBackendError where there is no
+  // memory; those before are made.
+  void make(const int64_t* ids, int64_t count, int64_t* rows, const Errand& errand);
+
+  // Ask the processor for a row that is read, or stepped, soon: some dozens at a time fit into the
+  // nearest cache.
+  void fetch_values(int64_t row) const { fetch(row, plan_.states_at); }
+  void fetch_record(int64_t row) const { fetch(row, plan_.record_bytes); }
+
+  Span values(int64_t row) const;
+  std::byte* state(int64_t row, int64_t state) const;
+  // Returns the number of the optimizer's next step of the row; of who holds it.
+  int64_t count_step(int64_t row) const;
+
+  // Copies the values of a row as one of its steps has left them.
+  void read(int64_t row, std::byte* to, const Errand& errand) const;
+  // See [Note: a row is never a mixture of two states].
+  void take(int64_t row, const Errand& errand) const;
+  void let_go(int64_t row) const;
+
+  // Returns the half of a worker for a clock, and memory of it for one more push; null, with the
+  // reason in `why_not`, where there is none.
+  PushHalf& half(int64_t worker, uint64_t clock) const { return line(worker).halves[clock & 1]; }
+  std::byte* at(int64_t offset) const { return memory_ + offset; }
+  // Returns where `bytes` in a row lie, for a push of this worker. Throws DistBackendError where
+  // there is no memory.
+  int64_t claim_push_memory(PushHalf& half, int64_t bytes, const Errand& errand) const;
+
+  // Returns how many rows there are. Cost: one look at each.
+  int64_t size() const;
+  // Returns their ids, ascending.
+  std::vector<int64_t> ids() const;
+  int64_t memory_bytes() const;
+
+  // These are as those of TableSteps.
+  std::string held_by(int64_t worker) const;
+  int64_t count_torn(std::vector<std::string>& names) const;
+
+ private:
+  RowsHeader& header() const { return *reinterpret_cast<RowsHeader*>(memory_); }
+  RowLine& line(int64_t worker) const {
+    return reinterpret_cast<RowLine*>(memory_ + plan_.lines_at)[worker];
+  }
+  RowRecord& record(int64_t row) const {
+    return *reinterpret_cast<RowRecord*>(memory_ + plan_.record_at(row));
+  }
+  IndexSlot* slots_of(int64_t level) const {
+    return reinterpret_cast<IndexSlot*>(memory_ + plan_.level_at(level));
+  }
+  uint64_t me() const { return static_cast<uint64_t>(*board_->worker()) + 1; }
+  int64_t look_up(int64_t id, int64_t level) const;
+  void fetch(int64_t row, int64_t bytes) const;
+  int64_t add(int64_t id, const Errand& errand);
+  void put(int64_t row, int64_t level) const;
+  void grow_index(const Errand& errand);
+  void finish_for_the_dead() const;
+  void reserve(int64_t begin, int64_t end, std::string_view what, const Errand& errand) const;
+  std::string name_of(int64_t row) const;
+  bool is_lost(uint64_t holder) const;
+  void note_torn(int64_t id) const;
+
+  std::shared_ptr<const TableSpec> spec_;
+  std::shared_ptr<ClockBoard> board_;
+  std::shared_ptr<const shm::Segment> segment_;
+  std::shared_ptr<const void> keeps_memory_;
+  RowPlan plan_;
+  std::byte* memory_;
+  BlockLine& index_line_;
+  BlockLock lock_;
+};
+
+}  // namespace trireme::ps

@@ -1,0 +1,60 @@
+#pragma once
+
+#include <trireme/common/export.h>
+#include <trireme/strategies/parameter_server/row_store.h>
+#include <trireme/strategies/parameter_server/row_sums.h>
+#include <trireme/strategies/parameter_server/table_steps.h>
+
+#include <array>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace trireme::ps {
+
+// Steps the rows of a sparse table with what workers push. Under bsp a push is kept by shares: row
+// r belongs to share r mod kShares, and who applies a clock takes shares as others take blocks.
+class TRIREME_API SparseSteps final : public TableSteps {
+ public:
+  static constexpr int64_t kShares = 64;
+
+  // The plan is that of make_sparse_table_plan(); the rows' memory is their own.
+  SparseSteps(Parts parts, TablePlan plan, RowStore::Parts rows, RowPlan row_plan);
+
+  RowStore& rows() { return rows_; }
+  const RowStore& rows() const { return rows_; }
+  // Returns the dtype that gradients are added in.
+  at::ScalarType computed() const { return computed_; }
+
+  // bsp: keeps `pushed`, times `scale`, for this clock, whose place must be free:
+  // bring_to(clock - 1).
+  void deposit(const RowSums& pushed, double scale, const Errand& errand);
+  // ssp and async: steps each of the rows. An exception of a wait leaves those before it stepped.
+  void step_now(const RowSums& pushed, double scale, const Errand& errand);
+
+  std::string held_by(int64_t worker) const override;
+  int64_t count_torn(std::vector<std::string>& names) const override;
+
+ private:
+  // Is the beginning of a push that is kept. Rows and gradients follow, share by share.
+  struct Kept {
+    int64_t next;  // where the next push of that half lies; 0: nowhere
+    int64_t count;
+    std::array<int64_t, kShares + 1> begins;
+  };
+
+  void step_block(int64_t share, const ClockStep& step) override;
+  std::string name_of(int64_t share) const override;
+  void find_or_make(const int64_t* ids, int64_t count, const Errand& errand);
+  void step_row(int64_t row, ConstSpan gradient, double lr, double scale);
+  int64_t gradients_in(int64_t count) const;
+  void add_share(const Kept& kept, int64_t share, RowSums& sums) const;
+
+  RowStore rows_;
+  at::ScalarType computed_;
+  std::vector<int64_t> found_;  // rows of the push in hand
+  RowSums sums_;                // adds up a share over workers
+  RowSums own_;                 // adds up what one worker pushed of a share
+};
+
+}  // namespace trireme::ps

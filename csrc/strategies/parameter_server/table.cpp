@@ -1,0 +1,190 @@
+#include <trireme/strategies/parameter_server/table.h>
+
+#include <trireme/strategies/parameter_server/worker_desk.h>
+
+#include <c10/util/Exception.h>
+#include <c10/util/StringUtil.h>
+
+#include <cmath>
+#include <utility>
+
+namespace trireme::ps {
+
+Table::Table(std::shared_ptr<const TableSpec> spec, std::shared_ptr<ClockBoard> board,
+             std::shared_ptr<WorkerDesk> desk)
+    : spec_(std::move(spec)),
+      board_(std::move(board)),
+      desk_(std::move(desk)),
+      staleness_(
+          static_cast<uint64_t>(spec_->options.staleness.value_or(board_->options().staleness))) {}
+
+Table::~Table() = default;
+
+bool Table::is_bsp() const { return board_->options().mode == Mode::kBsp; }
+
+Errand Table::errand(std::string_view cause) const {
+  return {[this, cause] {
+            return c10::str(cause, " of table '", spec_->name, "' at clock ", board_->clock());
+          },
+          cause, -1, board_->clock()};
+}
+
+void Table::set_lr(double lr) {
+  desk_->check_worker("set_lr");
+  TORCH_CHECK_VALUE(
+      has_learning_rate(spec_->optimizer) && lr >= 0 && std::isfinite(lr),
+      error_text(kPsArea,
+                 c10::str("set_lr: got ", lr, " for table '", spec_->name, "' under ",
+                          to_string(spec_->optimizer), ", expected lr >= 0 of an optimizer"),
+                 board_->where(), "Pass another one."));
+  TORCH_CHECK_VALUE(
+      board_->options().backup == 0,
+      error_text(kPsArea,
+                 c10::str("set_lr: got table '", spec_->name,
+                          "' with backup workers, whose clocks may close without this worker"),
+                 board_->where(), "Give the learning rate to the optimizer, or use no backup."));
+  own_steps().set_learning_rate(lr, errand("push"));
+}
+
+void Table::before_clock() {
+  finish_pushes();
+  if (is_bsp()) own_steps().carry_learning_rate(errand("clock"));
+}
+
+void Table::after_clock() {
+  if (is_bsp()) own_steps().apply_closed();
+}
+
+// --- pulls ---------------------------------------------------------------------------------------
+
+bool Table::has_come(uint64_t clock) const {
+  if (is_bsp()) return steps().applied() >= clock;
+  if (board_->options().mode == Mode::kAsync || clock <= staleness_) return true;
+  for (int64_t worker = 0; worker < board_->workers(); ++worker)
+    if (!board_->is_gone(worker) && board_->clock_of(worker) < clock - staleness_) return false;
+  return true;
+}
+
+void Table::wait_for(uint64_t clock) {
+  Errand errand = this->errand("pull");
+  board_->check_peers(errand);
+  if (is_bsp()) return own_steps().bring_to(clock, errand);
+  if (board_->options().mode == Mode::kAsync || clock <= staleness_) return;
+  errand.clock = clock - staleness_;
+  for (int64_t worker = 0; worker < board_->workers(); ++worker) {
+    errand.worker = worker;
+    board_->wait_clock(worker, errand.clock, errand);
+  }
+}
+
+void Table::read_one_clock(const std::function<void()>& read) {
+  if (board_->options().backup == 0) return read();
+  const Errand errand = this->errand("pull");
+  for (const auto deadline = board_->deadline();; board_->check_deadline(deadline, errand)) {
+    own_steps().bring_to(board_->closed(), errand);
+    const uint64_t before = steps().applied();
+    read();
+    std::atomic_thread_fence(std::memory_order_seq_cst);
+    if (board_->closed() == before) return;
+  }
+}
+
+void Table::check_async(uint64_t clock, std::string_view verb) const {
+  desk_->check_worker(verb);
+  TORCH_CHECK(!is_bsp() || board_->clock() == clock,
+              error_text(kPsArea,
+                         c10::str("wait() for a ", verb, " of table '", spec_->name,
+                                  "': got it at clock ", board_->clock(), ", expected it at clock ",
+                                  clock, ", where the ", verb, " was asked for"),
+                         board_->where(), "Wait for it before clock()."));
+}
+
+class Table::Pull final : public Pending::State {
+ public:
+  Pull(Table& table, std::function<std::vector<at::Tensor>()> read)
+      : table_(table), clock_(table.board_->clock()), read_(std::move(read)) {
+    table_.board_->check_peers(table_.errand("pull"));
+    if (table_.has_come(clock_)) finish();
+  }
+  bool done() const override {
+    if (is_finished_ || table_.has_come(clock_)) return true;
+    table_.board_->check_peers(table_.errand("pull"));
+    return false;
+  }
+  void wait() override {
+    if (is_finished_) return;
+    table_.check_async(clock_, "pull");
+    table_.wait_for(clock_);
+    finish();
+  }
+  std::vector<at::Tensor> result() override { return tensors_; }
+
+ private:
+  void finish() {
+    tensors_ = read_();
+    is_finished_ = true;
+    read_ = nullptr;
+  }
+
+  Table& table_;
+  uint64_t clock_;
+  std::function<std::vector<at::Tensor>()> read_;
+  bool is_finished_ = false;
+  std::vector<at::Tensor> tensors_;
+};
+
+Pending Table::pull_later(std::function<std::vector<at::Tensor>()> read) {
+  return Pending(std::make_unique<Pull>(*this, std::move(read)));
+}
+
+// --- pushes --------------------------------------------------------------------------------------
+
+bool Table::can_push() const {
+  return !is_bsp() || board_->clock() == 0 || steps().applied() >= board_->clock() - 1;
+}
+
+bool Table::begin_push(const Errand& errand) {
+  if (!can_push()) own_steps().bring_to(board_->clock() - 1, errand);
+  return desk_->count_push();
+}
+
+// Is kept until it is done, at the latest in clock(), so that one that nobody waits for is not
+// lost.
+struct Table::OpenPush {
+  uint64_t clock;
+  std::function<void()> push;  // null once it is done
+};
+
+class Table::Push final : public Pending::State {
+ public:
+  Push(Table& table, std::shared_ptr<OpenPush> push) : table_(table), push_(std::move(push)) {}
+  bool done() const override {
+    if (push_->push == nullptr || table_.can_push()) return true;
+    table_.board_->check_peers(table_.errand("push"));
+    return false;
+  }
+  void wait() override {
+    if (push_->push == nullptr) return;
+    table_.check_async(push_->clock, "push");
+    table_.finish_pushes();
+  }
+
+ private:
+  Table& table_;
+  std::shared_ptr<OpenPush> push_;
+};
+
+Pending Table::push_later(std::function<void()> push) {
+  open_pushes_.push_back(std::make_shared<OpenPush>(OpenPush{board_->clock(), std::move(push)}));
+  return Pending(std::make_unique<Push>(*this, open_pushes_.back()));
+}
+
+void Table::finish_pushes() {
+  while (!open_pushes_.empty()) {
+    open_pushes_.front()->push();
+    open_pushes_.front()->push = nullptr;
+    open_pushes_.pop_front();
+  }
+}
+
+}  // namespace trireme::ps

@@ -1,0 +1,96 @@
+#pragma once
+
+#include <trireme/comm/pending.h>
+#include <trireme/common/export.h>
+#include <trireme/strategies/parameter_server/table_steps.h>
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace trireme::ps {
+
+class WorkerDesk;
+
+// Is what tables of all kinds have: a name, a clock, and pushes that wait for their place. A table
+// lives as long as its server; the server's rules for threads hold.
+class TRIREME_API Table {
+ public:
+  virtual ~Table();
+  Table(const Table&) = delete;
+  Table& operator=(const Table&) = delete;
+
+  const std::string& name() const { return spec_->name; }
+  // Returns the bytes of the table in the memory of the host: values, states, deposits and lines.
+  virtual int64_t memory_bytes() const = 0;
+
+  // Sets the learning rate: under bsp for the step of this clock and all later ones, and where
+  // several workers set one in a clock the first of them counts; else at once, for all workers.
+  // Throws ValueError for a negative one, for a sum, and with backup workers.
+  void set_lr(double lr);
+
+  // --- the server calls these ---
+
+  virtual void before_clock();
+  virtual void after_clock();
+  // Gives what lies in the table's memory memory of its own.
+  virtual void release_module() {}
+  virtual const TableSteps& steps() const = 0;
+
+ protected:
+  Table(std::shared_ptr<const TableSpec> spec, std::shared_ptr<ClockBoard> board,
+        std::shared_ptr<WorkerDesk> desk);
+
+  virtual TableSteps& own_steps() = 0;
+  const TableSpec& spec() const { return *spec_; }
+  ClockBoard& board() const { return *board_; }
+  std::shared_ptr<ClockBoard> shared_board() const { return board_; }
+  WorkerDesk& desk() const { return *desk_; }
+  bool is_bsp() const;
+  Errand errand(std::string_view cause) const;
+
+  // --- pulls ---
+
+  // Says whether a pull of that clock need not wait for another worker.
+  bool has_come(uint64_t clock) const;
+  // Waits until a pull of that clock may read; under bsp the values are those of that clock then.
+  void wait_for(uint64_t clock);
+  // Calls `read` until no clock was closed meanwhile, which can be with backup workers only.
+  void read_one_clock(const std::function<void()>& read);
+  // Returns a pull that `read` finishes: at once where it need not wait, else in wait().
+  Pending pull_later(std::function<std::vector<at::Tensor>()> read);
+
+  // --- pushes ---
+
+  // Says whether a push of this clock finds its place free.
+  bool can_push() const;
+  // Waits for the place of a push; false where its clock was closed without this worker, so that it
+  // is dropped.
+  bool begin_push(const Errand& errand);
+  // Returns a push whose place is not free: `push` follows in wait(), in the next push, or in
+  // clock().
+  Pending push_later(std::function<void()> push);
+  // Does pushes that are kept, in their order.
+  void finish_pushes();
+
+ private:
+  class Pull;
+  class Push;
+  struct OpenPush;
+
+  void check_async(uint64_t clock, std::string_view verb) const;
+
+  std::shared_ptr<const TableSpec> spec_;
+  std::shared_ptr<ClockBoard> board_;
+  std::shared_ptr<WorkerDesk> desk_;
+  uint64_t staleness_;
+  std::deque<std::shared_ptr<OpenPush>> open_pushes_;
+};
+
+}  // namespace trireme::ps
