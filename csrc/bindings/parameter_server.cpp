@@ -33,11 +33,15 @@ ps::NamedTensors named(const std::vector<std::string>& names, const Tensors& ten
 ps::TableSpec make_table_spec(std::string name,
                               const std::pair<std::vector<std::string>, Tensors>& tensors,
                               bool is_module, OptimizerSpec optimizer,
-                              const std::tuple<bool, std::optional<int64_t>>& options) {
+                              const std::tuple<bool, std::optional<int64_t>>& options,
+                              std::vector<std::pair<std::string, at::Tensor>> buffers) {
   const auto [divides, staleness] = options;
-  return {std::move(name),      tensors.first,
-          tensors.second,       is_module,
-          std::move(optimizer), {divides ? ps::Reduction::kMean : ps::Reduction::kSum, staleness}};
+  ps::TableSpec table{
+      std::move(name),      tensors.first,
+      tensors.second,       is_module,
+      std::move(optimizer), {divides ? ps::Reduction::kMean : ps::Reduction::kSum, staleness}};
+  table.buffers = std::move(buffers);
+  return table;
 }
 
 ps::TableSpec make_sparse_spec(std::string name, int64_t dim, OptimizerSpec optimizer,
@@ -219,7 +223,7 @@ void init_parameter_server(py::module_& module) {
       .def_static("sparse", &make_sparse_spec, py::arg("name"), py::arg("dim"),
                   py::arg("optimizer"), py::arg("options"))
       .def(py::init(&make_table_spec), py::arg("name"), py::arg("tensors"), py::arg("is_module"),
-           py::arg("optimizer"), py::arg("options"));
+           py::arg("optimizer"), py::arg("options"), py::arg("buffers"));
   py::class_<ps::Options>(module, "PsOptions")
       .def(py::init())
       .def_readwrite("staleness", &ps::Options::staleness)
@@ -252,6 +256,8 @@ void init_parameter_server(py::module_& module) {
       .def("stats", torch::wrap_pybind_function(
                         [](const Server& server) { return dict_of(server.stats()); }))
       .def("serve", wrap_pybind_function_no_gil(&Server::serve))
+      .def("save", wrap_pybind_function_no_gil(&Server::save), py::arg("path"))
+      .def("load", wrap_pybind_function_no_gil(&Server::load), py::arg("path"))
       .def("leave", wrap_pybind_function_no_gil(&Server::leave))
       .def("close", &Server::close, py::arg("error"), WithoutGil())
       .def("dense", &Server::dense, py::arg("name"), py::return_value_policy::reference_internal)

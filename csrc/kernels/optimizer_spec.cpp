@@ -160,10 +160,18 @@ bool is_rowwise(const OptimizerSpec& spec) {
   return std::holds_alternative<RowwiseAdagradSpec>(spec);
 }
 
+std::vector<std::string> names_of_states(const OptimizerSpec& spec) {
+  if (const auto* sgd = std::get_if<SgdSpec>(&spec)) {
+    if (sgd->momentum == 0) return {};
+    return {"momentum_buffer"};
+  }
+  if (std::holds_alternative<SumSpec>(spec)) return {};
+  if (std::holds_alternative<AdagradSpec>(spec) || is_rowwise(spec)) return {"sum"};
+  return {"exp_avg", "exp_avg_sq"};
+}
+
 int64_t count_states(const OptimizerSpec& spec) {
-  if (const auto* sgd = std::get_if<SgdSpec>(&spec)) return sgd->momentum != 0 ? 1 : 0;
-  if (std::holds_alternative<AdagradSpec>(spec) || is_rowwise(spec)) return 1;
-  return std::holds_alternative<SumSpec>(spec) ? 0 : 2;
+  return static_cast<int64_t>(names_of_states(spec).size());
 }
 
 void step_segment(const OptimizerSpec& spec, const OptimizerSegment& segment, SegmentDtypes dtypes,

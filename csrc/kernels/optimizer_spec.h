@@ -8,6 +8,7 @@
 #include <string>
 #include <string_view>
 #include <variant>
+#include <vector>
 
 namespace trireme {
 
@@ -58,6 +59,8 @@ TRIREME_API double learning_rate_of(const OptimizerSpec& spec);
 TRIREME_API bool has_learning_rate(const OptimizerSpec& spec);
 // Returns how many states there are: 0, 1 or 2.
 TRIREME_API int64_t count_states(const OptimizerSpec& spec);
+// Returns what torch's optimizers call them: "momentum_buffer", "exp_avg", "exp_avg_sq", "sum".
+TRIREME_API std::vector<std::string> names_of_states(const OptimizerSpec& spec);
 // Says whether values are stepped row by row: a state has one element per row then, else as many as
 // the values.
 TRIREME_API bool is_rowwise(const OptimizerSpec& spec);

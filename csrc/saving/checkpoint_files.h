@@ -30,6 +30,7 @@ namespace trireme {
 // These are the kinds of tensors that there are.
 constexpr const char* kModelTensors = "model";
 constexpr const char* kOptimizerTensors = "optimizer";
+constexpr const char* kTableTensors = "tables";  // what a parameter server has beside the values
 // These are the texts that there are.
 constexpr const char* kOptimizerText = "optimizer.json";
 constexpr const char* kExtraText = "extra.json";

@@ -61,7 +61,7 @@ void CheckpointReader::open_all(const CheckpointPlace& place) {
     return std::filesystem::exists(folder_ + "/" + name);
   };
   const std::string only = std::string(kModelTensors) + ".safetensors";
-  const std::string name = index_name(kModelTensors), of_optimizer = index_name(kOptimizerTensors);
+  const std::string name = index_name(kModelTensors);
   if (!place.file.empty()) return open(kModelTensors, index_of_one(place.file));
   if (!is_there(name) && is_there(only)) return open(kModelTensors, index_of_one(only));
 
@@ -71,11 +71,13 @@ void CheckpointReader::open_all(const CheckpointPlace& place) {
   const auto belongs = [&](const std::string& other) {
     return model.names_all ? model.other_bytes.count(other) > 0 : is_there(other);
   };
-  if (belongs(of_optimizer)) {
-    const CheckpointIndex index = read_index(folder_ + "/" + of_optimizer, ranks_.where());
+  for (const char* kind : {kOptimizerTensors, kTableTensors}) {
+    const std::string other = index_name(kind);
+    if (!belongs(other)) continue;
+    const CheckpointIndex index = read_index(folder_ + "/" + other, ranks_.where());
     if (index.save != model.save)
-      refuse("'" + of_optimizer + "' of another save in '" + folder_ + "'", kRestore);
-    open(kOptimizerTensors, index);
+      refuse("'" + other + "' of another save in '" + folder_ + "'", kRestore);
+    open(kind, index);
   }
   for (const char* text : {kOptimizerText, kExtraText})
     if (belongs(text)) texts_[text] = read_json_file(folder_ + "/" + text, ranks_.where());

@@ -117,7 +117,25 @@ void BoundModule::begin_writing() {
   for (size_t i = 0; i < places_.size(); ++i) parts_.parameters[i].set_data(places_[i].clone());
 }
 
+// Refuses what has another shape or dtype than the table, on this worker and on all others.
+void BoundModule::check_written() {
+  for (size_t i = 0; i < places_.size(); ++i) {
+    const at::Tensor& parameter = parts_.parameters[i];
+    const at::Tensor& place = places_[i];
+    if (parameter.sizes() == place.sizes() && parameter.scalar_type() == place.scalar_type())
+      continue;
+    const std::string got =
+        c10::str(errand().text(), ": got '", parts_.names[i], "' as ", parameter.scalar_type(), " ",
+                 parameter.sizes(), ", expected ", place.scalar_type(), " ", place.sizes());
+    abandon_writing(got);
+    TORCH_CHECK_VALUE(false,
+                      error_text(kPsArea, got, parts_.board->where(),
+                                 "Write values; a table keeps the shapes it was made with."));
+  }
+}
+
 void BoundModule::end_writing() {
+  check_written();
   come_to(kWritten);
   std::vector<int64_t> come;
   try {

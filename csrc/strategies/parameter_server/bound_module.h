@@ -71,6 +71,7 @@ class TRIREME_API BoundModule {
   enum Phase : uint64_t { kBegun = 1, kWritten = 2, kSettled = 3 };
 
   Errand errand() const;
+  void check_written();
   void come_to(Phase phase);
   std::vector<int64_t> wait_for_all(Phase phase);
   void show_values();

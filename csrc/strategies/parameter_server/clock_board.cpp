@@ -142,7 +142,7 @@ void ClockBoard::ring_all() noexcept {
 void ClockBoard::leave(LineState state, std::string_view reason) noexcept {
   WorkerLine& own = line(own_);
   if (own.state.load(std::memory_order_relaxed) != LineState::kHere) return;
-  leave_word(reason);
+  if (state == LineState::kFailed) leave_word(reason);
   own.state.store(state, std::memory_order_seq_cst);
   if (excuses(state)) own.awaited.store(WorkerLine::kGone, std::memory_order_seq_cst);
   if (options_.mode == Mode::kBsp) close_clocks();

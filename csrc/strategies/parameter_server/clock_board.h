@@ -50,6 +50,9 @@ struct WorkerLine {
   alignas(64) std::atomic<uint64_t> clock;
   std::atomic<uint64_t> awaited;  // clock; kGone once nobody is to wait for it
   std::atomic<LineState> state;
+  std::atomic<uint64_t> met;         // how far the worker is in meetings; see worker_meeting.h
+  std::atomic<uint64_t> met_failed;  // the last one that failed because of it, counted from 1
+  std::array<std::atomic<uint64_t>, 2> met_clock;  // its clock at the last two, by their parity
   int32_t pid;
   std::array<char, 512> reason;  // complete before the state becomes kFailed
 
@@ -138,9 +141,10 @@ class TRIREME_API ClockBoard {
   // wait() does.
   std::chrono::steady_clock::time_point deadline() const;
   void check_deadline(std::chrono::steady_clock::time_point deadline, const Errand& errand);
+  // Lines are numbered as workers are, those of servers behind them.
+  WorkerLine& line(int64_t index) const;
   // Returns "worker 1 (rank 1, process 81)".
   std::string name_of(int64_t worker) const;
-  [[noreturn]] void refuse_lost(const Errand& errand, int64_t worker);
 
   // Sets who tells what a worker that has died held: " while it held block 3 of ...", or nothing.
   void describe_held_by(std::function<std::string(int64_t)> describe) {
@@ -154,12 +158,12 @@ class TRIREME_API ClockBoard {
   struct WorkerGone {};
 
   BoardHeader& header() const { return *reinterpret_cast<BoardHeader*>(memory_); }
-  WorkerLine& line(int64_t index) const;
   bool excuses(LineState state) const;
   bool close_next();
   bool note_ended();
   std::optional<int64_t> find_lost() const;
   std::string why_gone(int64_t worker) const;
+  [[noreturn]] void refuse_lost(const Errand& errand, int64_t worker);
   [[noreturn]] void refuse_late(const Errand& errand);
   std::chrono::milliseconds limit() const;
 

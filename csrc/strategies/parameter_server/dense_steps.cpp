@@ -58,6 +58,22 @@ OptimizerSegment DenseSteps::segment_of(int64_t block) const {
   return segment;
 }
 
+at::Tensor DenseSteps::state(int64_t state, int64_t tensor) const {
+  const at::Tensor& values = values_[static_cast<size_t>(tensor)];
+  return at::from_blob(memory().state(state, tensor), values.sizes(),
+                       optimizer_state_dtype(values.scalar_type()));
+}
+
+at::Tensor DenseSteps::step_counts(int64_t tensor) const {
+  const auto is_its = [&](const TableBlock& block) { return block.tensor == tensor; };
+  const auto first = std::find_if(plan().blocks.begin(), plan().blocks.end(), is_its);
+  const int64_t count = std::count_if(first, plan().blocks.end(), is_its);
+  if (count == 0) return at::empty({0}, at::kLong);
+  constexpr int64_t kStride = sizeof(BlockLine) / sizeof(uint64_t);
+  return at::from_blob(&memory().block(first - plan().blocks.begin()).steps, {count}, {kStride},
+                       at::kLong);
+}
+
 // Returns the number of the step that follows.
 int64_t DenseSteps::count_step(int64_t block) {
   std::atomic<uint64_t>& steps = memory().block(block).steps;

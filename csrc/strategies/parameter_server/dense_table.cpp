@@ -290,6 +290,31 @@ void DenseTable::after_clock() {
   Table::after_clock();
 }
 
+CheckpointContent DenseTable::places(const std::string& prefix) const {
+  CheckpointContent content;
+  std::vector<CheckpointTensor>& states = content.tensors[kTableTensors];
+  const auto add = [](std::vector<CheckpointTensor>& to, std::string name,
+                      const at::Tensor& tensor) {
+    to.push_back({std::move(name), tensor.scalar_type(), tensor.sizes().vec(), {tensor}});
+  };
+  const std::vector<std::string> state_names = names_of_states(spec().optimizer);
+  for (size_t i = 0; i < spec().names.size(); ++i) {
+    const auto tensor = static_cast<int64_t>(i);
+    add(content.tensors[kModelTensors], prefix + spec().names[i], steps_.values()[i]);
+    const std::string before = name() + "." + spec().names[i] + ".";
+    for (size_t state = 0; state < state_names.size(); ++state)
+      add(states, before + state_names[state], steps_.state(static_cast<int64_t>(state), tensor));
+    add(states, before + "steps", steps_.step_counts(tensor));
+  }
+  if (has_learning_rate(spec().optimizer)) add(states, name() + ".lr", steps_.learning_rate());
+  return content;
+}
+
+void DenseTable::note_loaded() {
+  Table::note_loaded();
+  if (bound_) bound_->end_reading();
+}
+
 void DenseTable::release_module() {
   if (!bound_) return;
   bound_->abandon_writing("it has closed its server");

@@ -21,7 +21,9 @@ namespace trireme::ps {
 // said in parameter_server.h. It lives as long as its server; the server's rules for threads hold.
 //
 // Every verb throws RuntimeError after close() or leave(), on a rank that only serves, and in a
-// forked child; DistBackendError where it waits in vain. What it refuses has changed nothing.
+// forked child; DistBackendError where it waits in vain. What it refuses has changed nothing; a
+// push that waits in vain for a block that another worker holds (ssp, async) may have stepped
+// others.
 class TRIREME_API DenseTable final : public Table {
  public:
   struct Parts {
@@ -98,6 +100,8 @@ class TRIREME_API DenseTable final : public Table {
   // Gives the module memory of its own, with values of one clock.
   void release_module() override;
   const TableSteps& steps() const override { return steps_; }
+  CheckpointContent places(const std::string& prefix) const override;
+  void note_loaded() override;
 
  private:
   using Gradients = std::vector<at::Tensor>;

@@ -9,7 +9,9 @@
 #include <trireme/shm/segment.h>
 #include <trireme/strategies/parameter_server/shared_rows.h>
 #include <trireme/strategies/parameter_server/table_agreement.h>
+#include <trireme/strategies/parameter_server/table_checkpoint.h>
 #include <trireme/strategies/parameter_server/worker_desk.h>
+#include <trireme/strategies/parameter_server/worker_meeting.h>
 
 #include <ATen/ATen.h>
 #include <c10/util/Exception.h>
@@ -167,6 +169,7 @@ std::shared_ptr<const ParameterServer::TableSegment> ParameterServer::make_board
     return held;
   });
   desk_ = std::make_shared<WorkerDesk>(board_);
+  meeting_ = std::make_unique<WorkerMeeting>(board_);
   return memory;
 }
 
@@ -235,6 +238,58 @@ void ParameterServer::serve() {
     board_->wait_gone(worker, errand);
   }
   board_->check_peers(errand);
+}
+
+void ParameterServer::save(const std::string& path) {
+  TRIREME_TRACE("ps.save");
+  desk_->check_worker("save");
+  const Errand errand{[this] { return c10::str("save at clock ", board_->clock()); }, "save"};
+  WorkerMeeting::Plan plan{errand};
+  plan.at_one_clock = board_->options().mode == Mode::kBsp && board_->options().backup == 0;
+  for (const auto& table : tables_) table->prepare_meeting();
+  plan.prepare = [this] {
+    for (const auto& table : tables_) table->bring_to_closed();
+  };
+  plan.work = [&] {
+    for (const auto& table : tables_) table->settle_learning_rate();
+    save_tables(path, tables_);
+  };
+  meeting_->hold(plan);
+}
+
+void ParameterServer::load(const std::string& path) {
+  TRIREME_TRACE("ps.load");
+  desk_->check_open("load");
+  const bool works = board_->worker().has_value();
+  if (works) desk_->check_worker("load");
+  const CheckpointRanks ranks{communicator_, communicator_->device()};
+  together(ranks, [&] {
+    if (!works) return;
+    for (const auto& table : tables_) table->prepare_meeting();
+  });
+  together(ranks, [&] {
+    for (int64_t worker = 0; worker < workers(); ++worker)
+      TORCH_CHECK_VALUE(board_->clock_of(worker) == board_->clock_of(0),
+                        error_text(kPsArea,
+                                   c10::str("load: got ", board_->name_of(worker), " at clock ",
+                                            board_->clock_of(worker), ", expected clock ",
+                                            board_->clock_of(0), ", where worker 0 is"),
+                                   board_->where(), "Load after as many clocks on all workers."));
+    if (!works) return;
+    for (const auto& table : tables_) table->bring_to_closed();
+  });
+  const at::NoGradGuard no_grad;
+  together(ranks, [&] {
+    if (board_->worker() != 0) return;
+    // Says that there is one for all workers, which is read then.
+    for (const auto& table : tables_) table->settle_learning_rate();
+    load_tables(path, tables_, board_->where());
+  });
+  together(ranks, [&] {
+    if (!works) return;
+    if (board_->worker() != 0) load_buffers(path, tables_);
+    for (const auto& table : tables_) table->note_loaded();
+  });
 }
 
 void ParameterServer::release_modules() noexcept {

@@ -19,6 +19,7 @@
 namespace trireme::ps {
 
 class WorkerDesk;
+class WorkerMeeting;
 
 // Tells how a server and its workers do.
 struct Stats {
@@ -123,6 +124,18 @@ class TRIREME_API ParameterServer {
   // others raise, under kRaise. Never throws; again it does nothing. Not collective.
   void close(std::string_view error = {}) noexcept;
 
+  // Saves all tables, with the states of their optimizers, into a folder that save_checkpoint()'s
+  // callers know; see [Note: a server in a checkpoint] in table_checkpoint.h. Called on all workers
+  // that are there, under bsp at one clock; the first of them writes. Pushes of the open clock are
+  // not in it. Throws on all of them what saving throws on one: ValueError, c10::Error; or
+  // DistBackendError, in words.
+  void save(const std::string& path);
+  // Loads what a server of the same tables has saved, under any number of workers and servers.
+  // Collective over all ranks, before serve(), at one clock. Clocks go on from where they are;
+  // learning rates are those of the checkpoint. Modules are read after the next pull(). Throws
+  // ValueError for a checkpoint of other tables. A failure while it reads leaves tables half read.
+  void load(const std::string& path);
+
   // Return a table. Throw IndexError for an unknown name, and for a table of the other kind. A
   // shared one may outlive the server: then it is closed.
   DenseTable& dense(std::string_view name);
@@ -142,6 +155,7 @@ class TRIREME_API ParameterServer {
   std::shared_ptr<Communicator> communicator_;
   std::shared_ptr<ClockBoard> board_;
   std::shared_ptr<WorkerDesk> desk_;
+  std::unique_ptr<WorkerMeeting> meeting_;
   std::vector<std::shared_ptr<Table>> tables_;
 };
 

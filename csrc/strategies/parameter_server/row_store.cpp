@@ -5,12 +5,14 @@
 #include <trireme/strategies/parameter_server/id_places.h>
 #include <trireme/strategies/parameter_server/table_plan.h>
 
+#include <ATen/ATen.h>
 #include <c10/util/Exception.h>
 #include <c10/util/ScopeExit.h>
 #include <c10/util/StringUtil.h>
 
 #include <algorithm>
 #include <array>
+#include <cstddef>
 #include <cstring>
 #include <utility>
 
@@ -205,6 +207,47 @@ std::vector<int64_t> RowStore::ids() const {
       found.push_back(record(row).id);
   std::sort(found.begin(), found.end());
   return found;
+}
+
+RowColumns RowStore::columns() const {
+  const auto rows = static_cast<int64_t>(header().claimed.load(std::memory_order_acquire));
+  std::byte* first = memory_ + plan_.records_at;
+  const auto column = [&](std::byte* place, std::vector<int64_t> more, at::ScalarType dtype) {
+    std::vector<int64_t> sizes = {rows};
+    std::vector<int64_t> strides = {plan_.record_bytes /
+                                    static_cast<int64_t>(c10::elementSize(dtype))};
+    for (const int64_t size : more) {
+      sizes.push_back(size);
+      strides.push_back(1);
+    }
+    return at::from_blob(place, sizes, strides, dtype);
+  };
+  RowColumns all;
+  all.ids = column(first + offsetof(RowRecord, id), {}, at::kLong);
+  all.steps = column(first + offsetof(RowRecord, steps), {}, at::kLong);
+  all.values = column(first + plan_.values_at, {plan_.dim}, plan_.dtype);
+  const at::ScalarType dtype = optimizer_state_dtype(plan_.dtype);
+  const int64_t numel = plan_.state_bytes / static_cast<int64_t>(c10::elementSize(dtype));
+  for (int64_t i = 0; i < count_states(spec_->optimizer); ++i)
+    all.states.push_back(column(first + plan_.states_at + i * plan_.state_bytes, {numel}, dtype));
+  std::vector<int64_t> made;
+  for (int64_t row = 0; row < rows; ++row)
+    if ((record(row).word.load(std::memory_order_acquire) & RowRecord::kMade) != 0)
+      made.push_back(row);
+  if (static_cast<int64_t>(made.size()) == rows) return all;
+  const at::Tensor which = at::tensor(made, at::kLong);
+  for (at::Tensor* one : {&all.ids, &all.steps, &all.values}) *one = one->index_select(0, which);
+  for (at::Tensor& one : all.states) one = one.index_select(0, which);
+  return all;
+}
+
+void RowStore::clear() {
+  const auto rows = static_cast<int64_t>(header().claimed.load(std::memory_order_relaxed));
+  const auto level = static_cast<int64_t>(header().level.load(std::memory_order_relaxed));
+  std::memset(static_cast<void*>(slots_of(level)), 0,
+              static_cast<size_t>(RowPlan::slots_of(level) * RowPlan::kSlotBytes));
+  std::memset(memory_ + plan_.records_at, 0, static_cast<size_t>(rows * plan_.record_bytes));
+  header().claimed.store(0, std::memory_order_release);
 }
 
 // --- rows ----------------------------------------------------------------------------------------

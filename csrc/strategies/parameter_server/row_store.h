@@ -36,6 +36,14 @@ namespace trireme::ps {
 // that goes on. ThreadSanitizer knows nothing of such reads, so there every reader takes the row.
 // Under bsp nobody takes rows: a clock is applied when nobody reads.
 
+// Holds what rows consist of, one tensor each, whose first dimension counts rows.
+struct RowColumns {
+  at::Tensor ids;     // int64
+  at::Tensor values;  // [rows, dim]
+  at::Tensor steps;   // int64
+  std::vector<at::Tensor> states;
+};
+
 // Keeps the rows of a sparse table. Called by the thread that uses the server, but for what is
 // const.
 class TRIREME_API RowStore {
@@ -88,6 +96,12 @@ class TRIREME_API RowStore {
   // Returns their ids, ascending.
   std::vector<int64_t> ids() const;
   int64_t memory_bytes() const;
+
+  // These are for when all workers stand still. columns() lie in the records, in the order in which
+  // rows were made (they are copies where a worker has died while it made one); clear() forgets all
+  // rows.
+  RowColumns columns() const;
+  void clear();
 
   // These are as those of TableSteps.
   std::string held_by(int64_t worker) const;

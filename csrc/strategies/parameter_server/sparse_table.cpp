@@ -143,6 +143,45 @@ Pending SparseTable::pull_async(const at::Tensor& ids, bool create) {
   });
 }
 
+// --- saving --------------------------------------------------------------------------------------
+
+CheckpointContent SparseTable::places(const std::string& /*prefix*/) const {
+  CheckpointContent content;
+  content.tensors[kModelTensors];
+  std::vector<CheckpointTensor>& rows = content.tensors[kTableTensors];
+  const auto add = [&](const char* what, const at::Tensor& tensor) {
+    rows.push_back({name() + "." + what, tensor.scalar_type(), tensor.sizes().vec(), {tensor}});
+  };
+  const RowColumns columns = steps_.rows().columns();
+  add("ids", columns.ids);
+  add("rows", columns.values);
+  add("steps", columns.steps);
+  const std::vector<std::string> states = names_of_states(spec().optimizer);
+  for (size_t state = 0; state < states.size(); ++state)
+    add(states[state].c_str(), columns.states[state]);
+  if (has_learning_rate(spec().optimizer)) add("lr", steps_.learning_rate());
+  return content;
+}
+
+void SparseTable::make_room(const CheckpointReader& reader) {
+  const std::string of_ids = name() + ".ids";
+  const auto& known = reader.tensors(kTableTensors);
+  const auto found = known.find(of_ids);
+  const bool is_list = found != known.end() && found->second.sizes.size() == 1;
+  const at::Tensor ids = at::empty({is_list ? found->second.sizes[0] : 0}, at::kLong);
+  reader.read(kTableTensors, {{of_ids, at::kLong, ids.sizes().vec(), {ids}}});
+  const at::Tensor checked = checked_ids(ids, "load");
+  RowStore& rows = steps_.rows();
+  rows.clear();
+  std::vector<int64_t> places(static_cast<size_t>(ids.numel()), RowStore::kNone);
+  rows.make(checked.const_data_ptr<int64_t>(), ids.numel(), places.data(), errand("pull"));
+  TORCH_CHECK_VALUE(rows.size() == ids.numel(),
+                    error_text(kPsArea,
+                               c10::str("load: got ", ids.numel(), " rows of ", rows.size(),
+                                        " ids for table '", name(), "', expected each id once"),
+                               board().where(), "Load a checkpoint that a server has saved."));
+}
+
 // --- push ----------------------------------------------------------------------------------------
 
 void SparseTable::push_checked(const at::Tensor& ids, const at::Tensor& gradients, double scale) {

@@ -67,6 +67,8 @@ class TRIREME_API SparseTable final : public Table {
   // Returns ids as int64 on the CPU, contiguous; throws what pull() throws.
   at::Tensor checked_ids(const at::Tensor& ids, std::string_view verb) const;
   const TableSteps& steps() const override { return steps_; }
+  CheckpointContent places(const std::string& prefix) const override;
+  void make_room(const CheckpointReader& reader) override;
 
  private:
   TableSteps& own_steps() override { return steps_; }

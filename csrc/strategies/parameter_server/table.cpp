@@ -55,6 +55,16 @@ void Table::after_clock() {
   if (is_bsp()) own_steps().apply_closed();
 }
 
+// --- saving --------------------------------------------------------------------------------------
+
+void Table::prepare_meeting() { Table::before_clock(); }
+
+void Table::bring_to_closed() {
+  if (is_bsp()) own_steps().bring_to(board_->closed(), errand("pull"));
+}
+
+void Table::note_loaded() { own_steps().forget_learning_rate(); }
+
 // --- pulls ---------------------------------------------------------------------------------------
 
 bool Table::has_come(uint64_t clock) const {

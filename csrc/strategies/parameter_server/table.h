@@ -2,6 +2,8 @@
 
 #include <trireme/comm/pending.h>
 #include <trireme/common/export.h>
+#include <trireme/saving/checkpoint.h>
+#include <trireme/saving/checkpoint_reader.h>
 #include <trireme/strategies/parameter_server/table_steps.h>
 
 #include <ATen/core/Tensor.h>
@@ -43,12 +45,27 @@ class TRIREME_API Table {
   virtual void release_module() {}
   virtual const TableSteps& steps() const = 0;
 
+  // --- saving; see table_checkpoint.h ---
+
+  // Does what is left of pushes, and says which learning rate holds.
+  void prepare_meeting();
+  void settle_learning_rate() { own_steps().settle_learning_rate(); }
+  // Brings the values to the clocks that are closed.
+  void bring_to_closed();
+  const TableSpec& spec() const { return *spec_; }
+  // Returns where what it holds lies; `prefix` stands before the names of its values. Valid while
+  // all workers stand still.
+  virtual CheckpointContent places(const std::string& prefix) const = 0;
+  // Makes what a checkpoint holds of it, so that places() has it all; on one worker.
+  virtual void make_room(const CheckpointReader& /*reader*/) {}
+  // Says that others have loaded the values; on every worker.
+  virtual void note_loaded();
+
  protected:
   Table(std::shared_ptr<const TableSpec> spec, std::shared_ptr<ClockBoard> board,
         std::shared_ptr<WorkerDesk> desk);
 
   virtual TableSteps& own_steps() = 0;
-  const TableSpec& spec() const { return *spec_; }
   ClockBoard& board() const { return *board_; }
   std::shared_ptr<ClockBoard> shared_board() const { return board_; }
   WorkerDesk& desk() const { return *desk_; }

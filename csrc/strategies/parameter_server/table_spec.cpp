@@ -14,8 +14,11 @@ namespace trireme::ps {
 TableSpec dense(std::string name, const torch::nn::Module& module, Optimizer optimizer,
                 DenseOptions options) {
   NamedParameters named = named_parameters(module);
-  return {std::move(name),    std::move(named.names), std::move(named.tensors),
-          /*is_module=*/true, std::move(optimizer),   options};
+  TableSpec table{std::move(name),    std::move(named.names), std::move(named.tensors),
+                  /*is_module=*/true, std::move(optimizer),   options};
+  for (const auto& item : module.named_buffers())
+    table.buffers.emplace_back(item.key(), item.value());
+  return table;
 }
 
 TableSpec dense(std::string name, const NamedTensors& tensors, Optimizer optimizer,
@@ -104,13 +107,17 @@ std::string complaint_about(const std::vector<TableSpec>& tables, Mode mode) {
   return {};
 }
 
+std::string to_string(const RowShape& rows) {
+  std::string text = c10::str("rows of ", rows.dim, " ", rows.dtype, ", ", to_string(rows.init),
+                              ", seed=", rows.seed);
+  if (rows.rows) text += c10::str(", rows=", *rows.rows);
+  return text;
+}
+
 std::string to_string(const TableSpec& table) {
-  std::string kind = c10::str(table.tensors.size(), table.is_module ? " parameters" : " tensors");
-  if (table.rows) {
-    kind = c10::str("rows of ", table.rows->dim, " ", table.rows->dtype, ", ",
-                    to_string(table.rows->init), ", seed=", table.rows->seed);
-    if (table.rows->rows) kind += c10::str(", rows=", *table.rows->rows);
-  }
+  const std::string kind =
+      table.rows ? to_string(*table.rows)
+                 : c10::str(table.tensors.size(), table.is_module ? " parameters" : " tensors");
   std::string text =
       c10::str("table '", table.name, "' of ", kind, ", ", trireme::to_string(table.optimizer),
                ", reduction=", table.options.reduction == Reduction::kMean ? "'mean'" : "'sum'");

@@ -61,6 +61,8 @@ struct TableSpec {
   Optimizer optimizer;
   DenseOptions options;
   std::optional<RowShape> rows = {};  // a sparse table's, which has no tensors
+  // A module's buffers are no part of the table; they are saved beside it, those of one worker.
+  std::vector<std::pair<std::string, at::Tensor>> buffers = {};
 };
 
 // Describes a table of dense tensors: the parameters of a module, each once under its first name
@@ -82,6 +84,8 @@ TableSpec dense(std::string name, const torch::nn::ModuleHolder<Module>& holder,
 TRIREME_API TableSpec sparse(std::string name, int64_t dim, Optimizer optimizer,
                              SparseOptions options = {});
 
+// Returns "rows of 64 Float, Normal(std=0.01), seed=0".
+TRIREME_API std::string to_string(const RowShape& rows);
 // Returns what is wrong with a list of tables under a mode; empty if nothing is.
 TRIREME_API std::string complaint_about(const std::vector<TableSpec>& tables, Mode mode);
 // Returns what all ranks have alike, one line for the table and one for each tensor.

@@ -2,6 +2,8 @@
 
 #include <trireme/common/trace.h>
 
+#include <ATen/ATen.h>
+
 #include <algorithm>
 #include <utility>
 
@@ -51,7 +53,7 @@ void TableSteps::divide(Span sums, int64_t divisor) {
 TableSteps::ClockStep TableSteps::step_of(uint64_t clock) const {
   ClockStep step;
   step.clock = clock;
-  step.lr = learning_rate_of(spec_->optimizer);
+  step.lr = learning_rate_now();
   uint64_t since = 0;
   for (int64_t worker = 0; worker < board_->workers(); ++worker) {
     const bool taken = board_->takes(worker, clock);
@@ -161,6 +163,35 @@ double TableSteps::learning_rate_now() const {
              : learning_rate_of(spec_->optimizer);
 }
 
+void TableSteps::settle_learning_rate() {
+  double lr = learning_rate_now();
+  uint64_t since = 0;
+  for (int64_t worker = 0; worker < board_->workers(); ++worker) {
+    for (const LearningRate& one : memory_.marks(worker).lr) {
+      const uint64_t its = one.since.load(std::memory_order_acquire);
+      if (its <= since) continue;
+      since = its;
+      lr = one.value.load(std::memory_order_relaxed);
+    }
+  }
+  set_learning_rate_of_all(lr);
+}
+
+at::Tensor TableSteps::learning_rate() const {
+  return at::from_blob(&memory_.header().lr, {}, at::kDouble);
+}
+
+void TableSteps::set_learning_rate_of_all(double lr) {
+  memory_.header().lr.store(lr, std::memory_order_relaxed);
+  memory_.header().lr_is_set.store(1, std::memory_order_release);
+}
+
+void TableSteps::forget_learning_rate() {
+  lr_since_ = 0;
+  for (LearningRate& one : memory_.marks(*board_->worker()).lr)
+    one.since.store(0, std::memory_order_release);
+}
+
 void TableSteps::set_learning_rate(double lr, const Errand& errand) {
   if (board_->options().mode == Mode::kBsp) {
     const uint64_t clock = board_->clock();
@@ -169,8 +200,7 @@ void TableSteps::set_learning_rate(double lr, const Errand& errand) {
     lr_since_ = clock + 1;
     return;
   }
-  memory_.header().lr.store(lr, std::memory_order_relaxed);
-  memory_.header().lr_is_set.store(1, std::memory_order_release);
+  set_learning_rate_of_all(lr);
 }
 
 // --- faults --------------------------------------------------------------------------------------

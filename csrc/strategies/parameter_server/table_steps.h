@@ -7,6 +7,8 @@
 #include <trireme/strategies/parameter_server/table_memory.h>
 #include <trireme/strategies/parameter_server/table_spec.h>
 
+#include <ATen/core/Tensor.h>
+
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -63,6 +65,13 @@ class TRIREME_API TableSteps {
   // Under bsp from this clock on, else from now on.
   void set_learning_rate(double lr, const Errand& errand);
 
+  // Makes the learning rate of the next step, as far as workers have carried theirs, that of all.
+  void settle_learning_rate();
+  // Returns that of all, in the table's memory: fp64 without a dimension.
+  at::Tensor learning_rate() const;
+  // Forgets what this worker has set: that of all holds.
+  void forget_learning_rate();
+
   // Returns " while it held block 3 of table 'model' ('0.weight')", or nothing.
   virtual std::string held_by(int64_t worker) const;
   // Returns how many blocks holders have left torn, and names them.
@@ -81,8 +90,9 @@ class TRIREME_API TableSteps {
   ClockBoard& board() const { return *board_; }
   const BlockLock& lock() const { return lock_; }
   int64_t count_blocks() const { return plan_.lines; }
-  // Returns the learning rate of a push that is stepped at once.
+  // Returns what was set for all workers, else the optimizer's own.
   double learning_rate_now() const;
+  void set_learning_rate_of_all(double lr);
   // Waits until this worker holds a block, and counts it as torn where its holder has died.
   void take_block(int64_t block, const Errand& errand);
   // Makes the step of a clock in a block that this worker holds. Neither waits nor throws.

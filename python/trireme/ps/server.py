@@ -141,6 +141,31 @@ class ParameterServer:
         died. On one host there is nothing to do meanwhile."""
         self._core.serve()
 
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Saves all tables, with the states of their optimizers and the buffers of modules.
+
+        Called on all workers that are there, under bsp at one clock; the first of them writes, with
+        the files of ``trireme.save_checkpoint``, so that ``trireme.load_checkpoint`` loads the
+        values of a dense table into every other strategy. Pushes of the open clock are not in it.
+
+        Raises:
+            ValueError: workers are at different clocks, or what ``save_checkpoint`` refuses.
+            torch.distributed.DistBackendError: a worker does not come, or the first one could not.
+        """
+        self._core.save(os.fspath(path))
+
+    def load(self, path: str | os.PathLike[str]) -> None:
+        """Loads what a server of the same tables has saved, under any number of workers.
+
+        Collective over all ranks, before ``serve()``, at one clock. Clocks go on from where they
+        are; learning rates are those of the checkpoint. ``pull()`` before the next forward.
+
+        Raises:
+            ValueError: the checkpoint is of other tables, is not whole, or workers are at different
+                clocks. A failure while it reads leaves tables half read.
+        """
+        self._core.load(os.fspath(path))
+
     def leave(self) -> None:
         """Says that nobody has to wait for this worker any more; pushes of its open clock are
         dropped. Modules get memory of their own."""

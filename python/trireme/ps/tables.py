@@ -78,7 +78,18 @@ class Dense:
             self.module is not None,
             self.optimizer,
             (self.reduction == "mean", self.staleness),
+            [] if self.module is None else persistent_buffers(self.module),
         )
+
+
+def persistent_buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """Buffers that a state dict has, by their names."""
+    return [
+        (f"{prefix}.{name}" if prefix else name, buffer)
+        for prefix, one in module.named_modules()
+        for name, buffer in one.named_buffers(recurse=False)
+        if name not in one._non_persistent_buffers_set
+    ]
 
 
 def _tensors_of(table: str, source: Any) -> dict[str, Tensor]:

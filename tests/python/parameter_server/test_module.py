@@ -119,6 +119,22 @@ def test_writing_makes_the_first_workers_values_everybodys(rank: int) -> None:
 
 
 @on_shm_ranks(2, timeout=60)
+def test_writing_another_shape_is_refused(rank: int) -> None:
+    """On the worker that does it by its own text, and on the others; all keep their values."""
+    net = mlp()
+    with bound(net) as server:
+        server["net"].pull()
+        before = net[0].weight.detach().clone()
+        for worker in (0, 1):
+            text = "got '0.weight' as Float [2, 2], expected Float"
+            kind = ValueError if rank == worker else dist.DistBackendError
+            with raises(kind, "[ps] writing of table 'net'", text), trireme.writing(net):
+                if rank == worker:
+                    net[0].weight.data = torch.zeros(2, 2)
+            assert torch.equal(net[0].weight, before)
+
+
+@on_shm_ranks(2, timeout=60)
 def test_writing_at_different_clocks_is_refused(rank: int) -> None:
     net = mlp()
     with bound(net) as server:

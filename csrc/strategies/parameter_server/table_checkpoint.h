@@ -1,0 +1,37 @@
+#pragma once
+
+#include <trireme/common/error.h>
+#include <trireme/strategies/parameter_server/table.h>
+
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace trireme::ps {
+
+// [Note: a server in a checkpoint]
+//
+// One worker reads and writes, since all of it is in the memory of the host. The files are those of
+// every checkpoint (saving/checkpoint_files.h):
+//
+//   model       the values of dense tables, and the buffers of modules, under the names of the
+//   plain
+//               model, so that every other strategy loads them. Where there are several dense
+//               tables, the name of the table stands before: "net.0.weight".
+//   tables      "net.0.weight.exp_avg" and ".steps" (one per block), "items.ids", ".rows", ".steps"
+//               and states of sparse tables, "net.lr"
+//   extra.json  what kind of table each was, which the loading server compares with its own
+//
+// A learning rate is taken from the checkpoint, as by torch's optimizers; other options have to be
+// the same.
+
+using Tables = std::vector<std::shared_ptr<Table>>;
+
+// Called on one worker while all others stand still. Throw what saving/ throws; load_tables() also
+// ValueError for a checkpoint of other tables.
+void save_tables(const std::string& path, const Tables& tables);
+void load_tables(const std::string& path, const Tables& tables, RankOf where);
+// Reads what each worker has of its own: the buffers of its modules.
+void load_buffers(const std::string& path, const Tables& tables);
+
+}  // namespace trireme::ps
