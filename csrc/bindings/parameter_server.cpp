@@ -71,6 +71,7 @@ py::dict dict_of(const ps::Stats& stats) {
   dict["torn"] = stats.torn;
   dict["torn_blocks"] = stats.torn_blocks;
   dict["memory_bytes"] = stats.memory_bytes;
+  dict["rows"] = stats.rows;
   return dict;
 }
 

@@ -14,15 +14,6 @@ namespace {
 // Is the place of a number in a list of options.
 using NamedOption = std::pair<const char*, double>;
 
-// Writes as many digits as tell two numbers apart.
-std::string digits_of(double value) {
-  std::array<char, 32> text{};
-  std::snprintf(text.data(), text.size(), "%.17g", value);
-  std::array<char, 32> shorter{};
-  std::snprintf(shorter.data(), shorter.size(), "%g", value);
-  return std::strtod(shorter.data(), nullptr) == value ? shorter.data() : text.data();
-}
-
 std::string call_text(const char* name, std::initializer_list<NamedOption> options) {
   std::string text = std::string(name) + "(";
   for (const auto& [option, value] : options)
@@ -134,6 +125,14 @@ struct Stepper {
 };
 
 }  // namespace
+
+std::string digits_of(double value) {
+  std::array<char, 32> text{};
+  std::snprintf(text.data(), text.size(), "%.17g", value);
+  std::array<char, 32> shorter{};
+  std::snprintf(shorter.data(), shorter.size(), "%g", value);
+  return std::strtod(shorter.data(), nullptr) == value ? shorter.data() : text.data();
+}
 
 std::string complaint_about(const OptimizerSpec& spec) {
   const std::string expected = std::visit(WrongOption{}, spec);

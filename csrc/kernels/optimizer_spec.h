@@ -49,6 +49,8 @@ struct SumSpec {};
 using OptimizerSpec =
     std::variant<SgdSpec, AdamSpec, AdamWSpec, AdagradSpec, RowwiseAdagradSpec, SumSpec>;
 
+// Writes as many digits as tell two numbers apart.
+TRIREME_API std::string digits_of(double value);
 // Returns what is wrong with the options, as "got Adam(lr=-1, ...) with lr < 0, expected ...";
 // empty if nothing is.
 TRIREME_API std::string complaint_about(const OptimizerSpec& spec);

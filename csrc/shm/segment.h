@@ -52,8 +52,9 @@ struct TRIREME_API SegmentAddress {
 };
 
 // Is memory that several processes map. Its pages are reserved before anybody touches them, so that
-// this cannot fail later, and its size is sealed. Nothing of it outlives the last process that maps
-// it, however that ends (a named one: once unlink_name() was called). Move-only; not thread-safe.
+// this cannot fail later (by who touches them, for create_growing()), and its size is sealed.
+// Nothing of it outlives the last process that maps it, however that ends (a named one: once
+// unlink_name() was called). Move-only; not thread-safe.
 class TRIREME_API Segment {
  public:
   Segment() = default;

@@ -33,7 +33,7 @@ bool BlockLock::try_take(BlockLine& line, uint64_t& before) const {
   const uint64_t own = word_of(*board_);
   if (line.holder.compare_exchange_strong(before, own, std::memory_order_seq_cst)) return true;
   return board_->options().on_worker_loss == WorkerLoss::kContinue &&
-         board_->state_of(worker_in(before)) == LineState::kLost &&
+         has_broken_off(board_->state_of(worker_in(before))) &&
          line.holder.compare_exchange_strong(before, own, std::memory_order_seq_cst);
 }
 
@@ -63,8 +63,7 @@ bool BlockLock::is_held_by(const BlockLine& line, int64_t worker) {
 
 bool BlockLock::is_torn(const BlockLine& line) const {
   const uint64_t holder = line.holder.load(std::memory_order_acquire);
-  return holder != 0 && done_in(holder) == 0 &&
-         board_->state_of(worker_in(holder)) == LineState::kLost;
+  return holder != 0 && done_in(holder) == 0 && has_broken_off(board_->state_of(worker_in(holder)));
 }
 
 }  // namespace trireme::ps

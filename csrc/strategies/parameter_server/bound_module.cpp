@@ -1,5 +1,7 @@
 #include <trireme/strategies/parameter_server/bound_module.h>
 
+#include <trireme/common/exception_text.h>
+
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
 #include <c10/util/Exception.h>
@@ -141,7 +143,7 @@ void BoundModule::end_writing() {
   try {
     come = wait_for_all(kWritten);
   } catch (const std::exception& error) {
-    abandon_writing(error.what());
+    abandon_writing(what_of(error));
     throw;
   }
   for (const int64_t worker : come) {

@@ -43,6 +43,11 @@ enum class LineState : uint32_t {
   kLost     // its process has ended
 };
 
+// Says whether a worker in that state may have left something half done.
+inline bool has_broken_off(LineState state) {
+  return state == LineState::kFailed || state == LineState::kLost;
+}
+
 // Is what a rank lets the others see: the one thing of the board that it writes, but for what is
 // said of it once it is gone.
 struct WorkerLine {

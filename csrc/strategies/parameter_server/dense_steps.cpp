@@ -123,6 +123,13 @@ void DenseSteps::deposit(const std::vector<at::Tensor>& gradients, double scale)
   }
 }
 
+void DenseSteps::forget_deposit() {
+  for (int64_t tensor = 0; tensor < plan().tensors; ++tensor)
+    memory()
+        .deposited(*board().worker(), board().clock(), tensor)
+        .store(0, std::memory_order_relaxed);
+}
+
 void DenseSteps::step_now(const std::vector<at::Tensor>& gradients, double scale,
                           const Errand& errand) {
   const double lr = learning_rate_now();

@@ -30,6 +30,7 @@ class TRIREME_API DenseSteps final : public TableSteps {
   // bsp: puts `gradients` (one per tensor, or undefined) times `scale` into the half of this clock,
   // which must be free: bring_to(clock - 1).
   void deposit(const std::vector<at::Tensor>& gradients, double scale);
+  void forget_deposit();
   // ssp and async: steps the values with `gradients` times `scale`, one block after the other. An
   // exception of a wait leaves the blocks before it stepped.
   void step_now(const std::vector<at::Tensor>& gradients, double scale, const Errand& errand);

@@ -310,6 +310,11 @@ CheckpointContent DenseTable::places(const std::string& prefix) const {
   return content;
 }
 
+void DenseTable::drop_pushes() {
+  Table::drop_pushes();
+  if (is_bsp()) steps_.forget_deposit();
+}
+
 void DenseTable::note_loaded() {
   Table::note_loaded();
   if (bound_) bound_->end_reading();

@@ -101,6 +101,7 @@ class TRIREME_API DenseTable final : public Table {
   void release_module() override;
   const TableSteps& steps() const override { return steps_; }
   CheckpointContent places(const std::string& prefix) const override;
+  void drop_pushes() override;
   void note_loaded() override;
 
  private:

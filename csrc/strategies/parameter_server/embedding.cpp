@@ -35,10 +35,11 @@ class PushRows final : public torch::autograd::Node {
 
 at::Tensor pull_with_gradient(const std::shared_ptr<SparseTable>& table, const at::Tensor& ids,
                               bool create) {
-  at::Tensor rows = table->pull(ids, create);
-  if (!at::GradMode::is_enabled()) return rows;
-  torch::autograd::set_history(rows, make_node<PushRows>(table, ids.detach().clone()));
-  return rows;
+  at::Tensor rows = table->pull(ids.cpu(), create);
+  // Rows get their history before they go to a device, so that the push is the calling thread's.
+  if (at::GradMode::is_enabled())
+    torch::autograd::set_history(rows, make_node<PushRows>(table, ids.detach().cpu().clone()));
+  return rows.to(ids.device());
 }
 
 UniqueRows pull_unique_with_gradient(const std::shared_ptr<SparseTable>& table,

@@ -205,7 +205,7 @@ Stats ParameterServer::stats() const {
   for (int64_t worker = 0; worker < board_->workers(); ++worker) {
     const LineState state = board_->state_of(worker);
     if (state == LineState::kLeft) stats.left.push_back(worker);
-    if (state == LineState::kLost || state == LineState::kFailed) stats.lost.push_back(worker);
+    if (has_broken_off(state)) stats.lost.push_back(worker);
     if (state != LineState::kHere) continue;
     const auto clock = stats.clocks[static_cast<size_t>(worker)];
     if (!stats.slowest || clock < stats.clocks[static_cast<size_t>(*stats.slowest)])
@@ -221,6 +221,7 @@ Stats ParameterServer::stats() const {
   for (const auto& table : tables_) {
     stats.torn += table->steps().count_torn(stats.torn_blocks);
     stats.memory_bytes += table->memory_bytes();
+    stats.rows += table->count_rows();
   }
   return stats;
 }
@@ -246,9 +247,11 @@ void ParameterServer::save(const std::string& path) {
   const Errand errand{[this] { return c10::str("save at clock ", board_->clock()); }, "save"};
   WorkerMeeting::Plan plan{errand};
   plan.at_one_clock = board_->options().mode == Mode::kBsp && board_->options().backup == 0;
-  for (const auto& table : tables_) table->prepare_meeting();
   plan.prepare = [this] {
-    for (const auto& table : tables_) table->bring_to_closed();
+    for (const auto& table : tables_) {
+      table->prepare_meeting();
+      table->bring_to_closed();
+    }
   };
   plan.work = [&] {
     for (const auto& table : tables_) table->settle_learning_rate();
@@ -265,7 +268,7 @@ void ParameterServer::load(const std::string& path) {
   const CheckpointRanks ranks{communicator_, communicator_->device()};
   together(ranks, [&] {
     if (!works) return;
-    for (const auto& table : tables_) table->prepare_meeting();
+    for (const auto& table : tables_) table->drop_pushes();
   });
   together(ranks, [&] {
     for (int64_t worker = 0; worker < workers(); ++worker)
@@ -317,6 +320,7 @@ void ParameterServer::close(std::string_view error) noexcept {
   const bool works = board_->worker() && !desk_->has_left();
   if (works) release_modules();
   desk_->note_closed();
+  board_->describe_held_by({});  // a table may outlive this
   if (works) board_->leave(error.empty() ? LineState::kLeft : LineState::kFailed, error);
 }
 

@@ -36,6 +36,7 @@ struct Stats {
   int64_t torn = 0;  // blocks that workers have died in, of all workers
   std::vector<std::string> torn_blocks = {};
   int64_t memory_bytes = 0;  // all tables take it once per host
+  int64_t rows = 0;          // of all sparse tables
 };
 
 // Keeps tables of parameters that workers pull and push, each at its own pace. The ranks of the
@@ -132,8 +133,9 @@ class TRIREME_API ParameterServer {
   void save(const std::string& path);
   // Loads what a server of the same tables has saved, under any number of workers and servers.
   // Collective over all ranks, before serve(), at one clock. Clocks go on from where they are;
-  // learning rates are those of the checkpoint. Modules are read after the next pull(). Throws
-  // ValueError for a checkpoint of other tables. A failure while it reads leaves tables half read.
+  // pushes of the open clock are dropped, and learning rates are those of the checkpoint. Modules
+  // are read after the next pull(). Throws ValueError for a checkpoint of other tables. A failure
+  // while it reads leaves tables half read.
   void load(const std::string& path);
 
   // Return a table. Throw IndexError for an unknown name, and for a table of the other kind. A

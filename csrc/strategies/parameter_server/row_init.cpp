@@ -1,7 +1,8 @@
 #include <trireme/strategies/parameter_server/row_init.h>
 
+#include <trireme/kernels/optimizer_spec.h>
+
 #include <ATen/core/PhiloxRNGEngine.h>
-#include <c10/util/StringUtil.h>
 
 #include <algorithm>
 #include <array>
@@ -20,9 +21,11 @@ double draw(at::Philox4_32& engine) { return (static_cast<double>(engine()) + 1)
 
 struct TextOf {
   std::string operator()(const Zeros&) const { return "Zeros()"; }
-  std::string operator()(const Normal& one) const { return c10::str("Normal(std=", one.std, ")"); }
+  std::string operator()(const Normal& one) const {
+    return "Normal(std=" + digits_of(one.std) + ")";
+  }
   std::string operator()(const Uniform& one) const {
-    return c10::str("Uniform(bound=", one.bound, ")");
+    return "Uniform(bound=" + digits_of(one.bound) + ")";
   }
 };
 

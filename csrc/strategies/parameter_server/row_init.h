@@ -17,7 +17,7 @@ struct Normal {
   double std = 1;  // the mean is 0
 };
 struct Uniform {
-  double bound = 1;  // in [-bound, bound)
+  double bound = 1;  // in [-bound, bound]
 };
 using RowInit = std::variant<Zeros, Normal, Uniform>;
 

@@ -57,6 +57,15 @@ void RowStore::reserve(int64_t begin, int64_t end, std::string_view what,
                  board_->where(), "Free memory, or use fewer ids or workers."));
 }
 
+void RowStore::refuse_memory(std::string_view what, const Errand& errand) const {
+  C10_THROW_ERROR(DistBackendError,
+                  error_text(kPsArea,
+                             c10::str(errand.text(), ": got no addresses for ", what, " beside ",
+                                      header().claimed.load(std::memory_order_relaxed),
+                                      " rows, which were planned for the memory of this machine"),
+                             board_->where(), "Use fewer ids, or push less in one clock."));
+}
+
 int64_t RowStore::memory_bytes() const {
   return plan_.first_bytes() +
          static_cast<int64_t>(header().records_reserved.load(std::memory_order_relaxed) +
@@ -140,11 +149,7 @@ void RowStore::grow_index(const Errand& errand) {
 
 int64_t RowStore::add(int64_t id, const Errand& errand) {
   const auto row = static_cast<int64_t>(header().claimed.load(std::memory_order_relaxed));
-  TORCH_CHECK(row < plan_.most_rows,
-              error_text(kPsArea,
-                         c10::str(errand.text(), ": got row ", row + 1, ", expected at most ",
-                                  plan_.most_rows, ", which fill the memory of this machine"),
-                         board_->where(), "Use fewer ids."));
+  if (row >= plan_.most_rows) refuse_memory("one more row", errand);
   const auto reserved =
       static_cast<int64_t>(header().records_reserved.load(std::memory_order_relaxed));
   if ((row + 1) * plan_.record_bytes > reserved) {
@@ -254,7 +259,7 @@ void RowStore::clear() {
 
 bool RowStore::is_lost(uint64_t holder) const {
   return board_->options().on_worker_loss == WorkerLoss::kContinue &&
-         board_->state_of(holder_of(holder)) == LineState::kLost;
+         has_broken_off(board_->state_of(holder_of(holder)));
 }
 
 void RowStore::note_torn(int64_t id) const {
@@ -327,20 +332,21 @@ int64_t RowStore::claim_push_memory(PushHalf& half, int64_t bytes, const Errand&
     half.used = 0;
   }
   if (half.extent == half.extents) {
-    int64_t has = 0;
-    for (uint64_t i = 0; i < half.extents; ++i) has += half.memory[i].bytes;
-    const int64_t size = std::max({bytes, has, kReservedAtOnce / 4});
-    const auto at = static_cast<int64_t>(
-        header().push_bytes.fetch_add(static_cast<uint64_t>(size), std::memory_order_relaxed));
-    TORCH_CHECK(half.extents < PushHalf::kExtents && at + size <= plan_.push_bytes,
-                error_text(kPsArea,
-                           c10::str(errand.text(), ": got ", bytes,
-                                    " bytes, expected less than what is left of ", plan_.push_bytes,
-                                    " for all pushes of a clock"),
-                           board_->where(), "Push less in one clock."));
-    reserve(plan_.pushes_at + at, plan_.pushes_at + at + size, "a push", errand);
-    header().other_bytes.fetch_add(static_cast<uint64_t>(size), std::memory_order_relaxed);
-    half.memory[half.extents++] = {plan_.pushes_at + at, size};
+    if (half.extents == PushHalf::kExtents) refuse_memory("another push of this clock", errand);
+    // What could not be reserved the last time is still this worker's.
+    PushHalf::Extent& next = half.memory[half.extents];
+    if (next.bytes < bytes) {
+      int64_t has = 0;
+      for (uint64_t i = 0; i < half.extents; ++i) has += half.memory[i].bytes;
+      next.bytes = std::max({bytes, has, kReservedAtOnce / 4});
+      next.at =
+          plan_.pushes_at + static_cast<int64_t>(header().push_bytes.fetch_add(
+                                static_cast<uint64_t>(next.bytes), std::memory_order_relaxed));
+    }
+    if (next.at + next.bytes > plan_.bytes) refuse_memory("a push", errand);
+    reserve(next.at, next.at + next.bytes, "a push", errand);
+    header().other_bytes.fetch_add(static_cast<uint64_t>(next.bytes), std::memory_order_relaxed);
+    ++half.extents;
   }
   const int64_t at = half.memory[half.extent].at + half.used;
   half.used += bytes;
@@ -368,7 +374,7 @@ int64_t RowStore::count_torn(std::vector<std::string>& names) const {
                              " of table '", spec_->name, "'"));
   auto all = static_cast<int64_t>(torn);
   for (int64_t worker = 0; worker < board_->workers(); ++worker) {
-    if (board_->state_of(worker) != LineState::kLost) continue;
+    if (!has_broken_off(board_->state_of(worker))) continue;
     const auto row = static_cast<int64_t>(line(worker).holding.load(std::memory_order_acquire)) - 1;
     if (row < 0 || holder_of(record(row).word.load(std::memory_order_acquire)) != worker) continue;
     names.push_back(name_of(row));

@@ -14,6 +14,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <string_view>
 #include <vector>
 
 namespace trireme::ps {
@@ -96,6 +97,11 @@ class TRIREME_API RowStore {
   // Returns their ids, ascending.
   std::vector<int64_t> ids() const;
   int64_t memory_bytes() const;
+  // Returns how many there are, without looking at them: those that a worker died in are among
+  // them.
+  int64_t count_claimed() const {
+    return static_cast<int64_t>(header().claimed.load(std::memory_order_acquire));
+  }
 
   // These are for when all workers stand still. columns() lie in the records, in the order in which
   // rows were made (they are copies where a worker has died while it made one); clear() forgets all
@@ -126,6 +132,7 @@ class TRIREME_API RowStore {
   void grow_index(const Errand& errand);
   void finish_for_the_dead() const;
   void reserve(int64_t begin, int64_t end, std::string_view what, const Errand& errand) const;
+  [[noreturn]] void refuse_memory(std::string_view what, const Errand& errand) const;
   std::string name_of(int64_t row) const;
   bool is_lost(uint64_t holder) const;
   void note_torn(int64_t id) const;

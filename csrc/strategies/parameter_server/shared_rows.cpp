@@ -25,7 +25,8 @@ int64_t machine_bytes() {
          static_cast<int64_t>(::sysconf(_SC_PAGE_SIZE));
 }
 
-RowPlan plan_rows(const TableSpec& table, int64_t workers, const Options& options) {
+RowPlan plan_rows(const TableSpec& table, int64_t workers, const Options& options,
+                  int64_t memory_bytes) {
   RowPlanRequest request;
   request.dim = table.rows->dim;
   request.dtype = table.rows->dtype;
@@ -34,7 +35,7 @@ RowPlan plan_rows(const TableSpec& table, int64_t workers, const Options& option
   request.rows = table.rows->rows;
   request.workers = workers;
   request.deposits = options.mode == Mode::kBsp;
-  request.memory_bytes = machine_bytes();
+  request.memory_bytes = memory_bytes;
   return make_row_plan(request);
 }
 
@@ -76,7 +77,10 @@ SharedRows share_rows(const TableSpec& table, int64_t workers, const Options& op
                       Communicator& communicator) {
   const RankOf where = communicator.rank_of();
   SharedRows rows;
-  rows.plan = plan_rows(table, workers, options);
+  // All ranks plan with what the first one sees.
+  const std::vector<std::string> bytes =
+      gather_texts(std::to_string(machine_bytes()), communicator, communicator.device());
+  rows.plan = plan_rows(table, workers, options, std::stoll(bytes[0]));
   shm::Segment segment;
   const bool is_alone = where.world == 1;
   const auto kind =

@@ -3,14 +3,21 @@
 #include <trireme/kernels/optimizer_step.h>
 #include <trireme/kernels/span.h>
 
+#include <c10/util/ScopeExit.h>
 #include <c10/util/StringUtil.h>
 
-#include <algorithm>
 #include <utility>
 
 // See [Note: who steps a block] in table_steps.h.
 
 namespace trireme::ps {
+namespace {
+
+// So many rows are asked for before they are stepped.
+constexpr int64_t kAhead = 8;
+
+}  // namespace
+
 SparseSteps::SparseSteps(Parts parts, TablePlan plan, RowStore::Parts rows, RowPlan row_plan)
     : TableSteps(std::move(parts), std::move(plan)),
       rows_(std::move(rows), row_plan, memory().block(kShares)),
@@ -37,18 +44,14 @@ void SparseSteps::step_row(int64_t row, ConstSpan gradient, double lr, double sc
 }
 
 void SparseSteps::step_now(const RowSums& pushed, double scale, const Errand& errand) {
-  constexpr int64_t kAtOnce = 64;
   const double lr = learning_rate_now();
-  for (int64_t begin = 0; begin < pushed.size(); begin += kAtOnce) {
-    const int64_t count = std::min(kAtOnce, pushed.size() - begin);
-    find_or_make(pushed.ids().data() + begin, count, errand);
-    for (const int64_t row : found_) rows_.fetch_record(row);
-    for (int64_t i = 0; i < count; ++i) {
-      const int64_t row = found_[static_cast<size_t>(i)];
-      rows_.take(row, errand);
-      step_row(row, pushed.row(begin + i), lr, scale);
-      rows_.let_go(row);
-    }
+  find_or_make(pushed.ids().data(), pushed.size(), errand);
+  for (int64_t i = 0; i < pushed.size(); ++i) {
+    if (i + kAhead < pushed.size()) rows_.fetch_record(found_[static_cast<size_t>(i + kAhead)]);
+    const int64_t row = found_[static_cast<size_t>(i)];
+    rows_.take(row, errand);
+    const auto let_go = c10::make_scope_exit([&] { rows_.let_go(row); });
+    step_row(row, pushed.row(i), lr, scale);
   }
 }
 
@@ -96,6 +99,8 @@ void SparseSteps::deposit(const RowSums& pushed, double scale, const Errand& err
   half.last = at;
 }
 
+void SparseSteps::forget_deposit() { rows_.half(*board().worker(), board().clock()).clock = 0; }
+
 void SparseSteps::add_share(const Kept& kept, int64_t share, RowSums& sums) const {
   const auto* rows = reinterpret_cast<const int64_t*>(&kept + 1);
   const int64_t dim = rows_.plan().dim;
@@ -139,7 +144,6 @@ void SparseSteps::step_block(int64_t share, const ClockStep& step) {
       add_share(*kept, share, own_);
     for (int64_t i = 0; i < own_.size(); ++i) sums_.own(sums_.add(own_.id(i), own_.row(i)));
   }
-  constexpr int64_t kAhead = 8;
   for (int64_t i = 0; i < sums_.size(); ++i) {
     if (i + kAhead < sums_.size()) rows_.fetch_record(sums_.id(i + kAhead));
     if (step.divisor != 1) divide(sums_.own(i), step.divisor);

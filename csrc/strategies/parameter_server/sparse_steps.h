@@ -29,6 +29,7 @@ class TRIREME_API SparseSteps final : public TableSteps {
   // bsp: keeps `pushed`, times `scale`, for this clock, whose place must be free:
   // bring_to(clock - 1).
   void deposit(const RowSums& pushed, double scale, const Errand& errand);
+  void forget_deposit();
   // ssp and async: steps each of the rows. An exception of a wait leaves those before it stepped.
   void step_now(const RowSums& pushed, double scale, const Errand& errand);
 

@@ -163,23 +163,44 @@ CheckpointContent SparseTable::places(const std::string& /*prefix*/) const {
   return content;
 }
 
-void SparseTable::make_room(const CheckpointReader& reader) {
+at::Tensor SparseTable::saved_ids(const CheckpointReader& reader) const {
   const std::string of_ids = name() + ".ids";
   const auto& known = reader.tensors(kTableTensors);
   const auto found = known.find(of_ids);
   const bool is_list = found != known.end() && found->second.sizes.size() == 1;
   const at::Tensor ids = at::empty({is_list ? found->second.sizes[0] : 0}, at::kLong);
   reader.read(kTableTensors, {{of_ids, at::kLong, ids.sizes().vec(), {ids}}});
-  const at::Tensor checked = checked_ids(ids, "load");
+  return ids;
+}
+
+CheckpointContent SparseTable::expected_of(const CheckpointReader& reader,
+                                           const std::string& prefix) const {
+  const at::Tensor ids = saved_ids(reader);
+  checked_ids(ids, "load");
+  TORCH_CHECK_VALUE(std::get<0>(at::_unique(ids)).numel() == ids.numel(),
+                    error_text(kPsArea,
+                               c10::str("load: got ids of table '", name(),
+                                        "' that come twice, expected each once"),
+                               board().where(), "Load a checkpoint that a server has saved."));
+  CheckpointContent content = places(prefix);
+  for (CheckpointTensor& one : content.tensors[kTableTensors]) {
+    if (!one.sizes.empty()) one.sizes[0] = ids.numel();  // the learning rate has no dimension
+    one.part = {};
+  }
+  return content;
+}
+
+void SparseTable::make_room(const CheckpointReader& reader) {
+  const at::Tensor ids = saved_ids(reader);
   RowStore& rows = steps_.rows();
   rows.clear();
   std::vector<int64_t> places(static_cast<size_t>(ids.numel()), RowStore::kNone);
-  rows.make(checked.const_data_ptr<int64_t>(), ids.numel(), places.data(), errand("pull"));
-  TORCH_CHECK_VALUE(rows.size() == ids.numel(),
-                    error_text(kPsArea,
-                               c10::str("load: got ", ids.numel(), " rows of ", rows.size(),
-                                        " ids for table '", name(), "', expected each id once"),
-                               board().where(), "Load a checkpoint that a server has saved."));
+  rows.make(ids.const_data_ptr<int64_t>(), ids.numel(), places.data(), errand("pull"));
+}
+
+void SparseTable::drop_pushes() {
+  Table::drop_pushes();
+  if (is_bsp()) steps_.forget_deposit();
 }
 
 // --- push ----------------------------------------------------------------------------------------

@@ -43,6 +43,7 @@ class TRIREME_API SparseTable final : public Table {
   int64_t dim() const { return spec().rows->dim; }
   at::ScalarType dtype() const { return spec().rows->dtype; }
   int64_t memory_bytes() const override;
+  int64_t count_rows() const override { return steps_.rows().count_claimed(); }
 
   // Returns copies of rows: [*ids.shape, dim], without a graph. With `create` off, ids that have no
   // row give its first values, and no row comes into being. Throws TypeError for ids of another
@@ -68,11 +69,15 @@ class TRIREME_API SparseTable final : public Table {
   at::Tensor checked_ids(const at::Tensor& ids, std::string_view verb) const;
   const TableSteps& steps() const override { return steps_; }
   CheckpointContent places(const std::string& prefix) const override;
+  CheckpointContent expected_of(const CheckpointReader& reader,
+                                const std::string& prefix) const override;
   void make_room(const CheckpointReader& reader) override;
+  void drop_pushes() override;
 
  private:
   TableSteps& own_steps() override { return steps_; }
   at::Tensor checked_gradients(const at::Tensor& ids, const at::Tensor& gradients) const;
+  at::Tensor saved_ids(const CheckpointReader& reader) const;
   at::Tensor gather(const at::Tensor& ids, bool create);
   void gather_rows(const at::Tensor& ids, bool create, const at::Tensor& to);
   void push_checked(const at::Tensor& ids, const at::Tensor& gradients, double scale);

@@ -10,6 +10,13 @@
 
 namespace trireme::ps {
 
+// Is kept until it is done, at the latest in clock(), so that one that nobody waits for is not
+// lost.
+struct Table::OpenPush {
+  uint64_t clock;
+  std::function<void()> push;  // null once it is done
+};
+
 Table::Table(std::shared_ptr<const TableSpec> spec, std::shared_ptr<ClockBoard> board,
              std::shared_ptr<WorkerDesk> desk)
     : spec_(std::move(spec)),
@@ -58,6 +65,11 @@ void Table::after_clock() {
 // --- saving --------------------------------------------------------------------------------------
 
 void Table::prepare_meeting() { Table::before_clock(); }
+
+void Table::drop_pushes() {
+  for (const auto& one : open_pushes_) one->push = nullptr;
+  open_pushes_.clear();
+}
 
 void Table::bring_to_closed() {
   if (is_bsp()) own_steps().bring_to(board_->closed(), errand("pull"));
@@ -117,7 +129,7 @@ class Table::Pull final : public Pending::State {
     if (table_.has_come(clock_)) finish();
   }
   bool done() const override {
-    if (is_finished_ || table_.has_come(clock_)) return true;
+    if (is_finished_ || table_.desk_->is_closed() || table_.has_come(clock_)) return true;
     table_.board_->check_peers(table_.errand("pull"));
     return false;
   }
@@ -158,18 +170,11 @@ bool Table::begin_push(const Errand& errand) {
   return desk_->count_push();
 }
 
-// Is kept until it is done, at the latest in clock(), so that one that nobody waits for is not
-// lost.
-struct Table::OpenPush {
-  uint64_t clock;
-  std::function<void()> push;  // null once it is done
-};
-
 class Table::Push final : public Pending::State {
  public:
   Push(Table& table, std::shared_ptr<OpenPush> push) : table_(table), push_(std::move(push)) {}
   bool done() const override {
-    if (push_->push == nullptr || table_.can_push()) return true;
+    if (push_->push == nullptr || table_.desk_->is_closed() || table_.can_push()) return true;
     table_.board_->check_peers(table_.errand("push"));
     return false;
   }

@@ -31,6 +31,7 @@ class TRIREME_API Table {
   const std::string& name() const { return spec_->name; }
   // Returns the bytes of the table in the memory of the host: values, states, deposits and lines.
   virtual int64_t memory_bytes() const = 0;
+  virtual int64_t count_rows() const { return 0; }
 
   // Sets the learning rate: under bsp for the step of this clock and all later ones, and where
   // several workers set one in a clock the first of them counts; else at once, for all workers.
@@ -49,6 +50,8 @@ class TRIREME_API Table {
 
   // Does what is left of pushes, and says which learning rate holds.
   void prepare_meeting();
+  // Forgets what this worker has pushed in the open clock (bsp).
+  virtual void drop_pushes();
   void settle_learning_rate() { own_steps().settle_learning_rate(); }
   // Brings the values to the clocks that are closed.
   void bring_to_closed();
@@ -56,6 +59,12 @@ class TRIREME_API Table {
   // Returns where what it holds lies; `prefix` stands before the names of its values. Valid while
   // all workers stand still.
   virtual CheckpointContent places(const std::string& prefix) const = 0;
+  // Returns what a checkpoint has to hold of it, without places. Throws ValueError where that
+  // cannot be; changes nothing.
+  virtual CheckpointContent expected_of(const CheckpointReader& /*reader*/,
+                                        const std::string& prefix) const {
+    return places(prefix);
+  }
   // Makes what a checkpoint holds of it, so that places() has it all; on one worker.
   virtual void make_room(const CheckpointReader& /*reader*/) {}
   // Says that others have loaded the values; on every worker.

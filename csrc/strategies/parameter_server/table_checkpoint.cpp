@@ -7,6 +7,8 @@
 #include <c10/util/StringUtil.h>
 
 #include <algorithm>
+#include <functional>
+#include <iterator>
 #include <nlohmann/json.hpp>
 #include <utility>
 
@@ -58,17 +60,24 @@ Places buffers_of(const Table& table, const Tables& tables) {
   return places;
 }
 
-CheckpointContent places_of(const Tables& tables) {
+using ContentOf = std::function<CheckpointContent(const Table&, const std::string& prefix)>;
+
+CheckpointContent content_of(const Tables& tables, const ContentOf& content_of_one) {
   CheckpointContent all;
   const auto append = [](Places& to, Places from) {
     std::move(from.begin(), from.end(), std::back_inserter(to));
   };
   for (const auto& table : tables) {
-    CheckpointContent content = table->places(prefix_of(*table, tables));
+    CheckpointContent content = content_of_one(*table, prefix_of(*table, tables));
     for (auto& [kind, places] : content.tensors) append(all.tensors[kind], std::move(places));
     append(all.tensors[kModelTensors], buffers_of(*table, tables));
   }
   return all;
+}
+
+CheckpointContent places_of(const Tables& tables) {
+  return content_of(
+      tables, [](const Table& table, const std::string& prefix) { return table.places(prefix); });
 }
 
 // Refuses a checkpoint of other tables.
@@ -104,9 +113,13 @@ void save_tables(const std::string& path, const Tables& tables) {
 void load_tables(const std::string& path, const Tables& tables, RankOf where) {
   const CheckpointReader reader(path, {});
   check_description(reader.text(kExtraText), tables, where);
+  const CheckpointContent expected =
+      content_of(tables, [&](const Table& table, const std::string& prefix) {
+        return table.expected_of(reader, prefix);
+      });
+  for (const auto& [kind, tensors] : expected.tensors) reader.check(kind, tensors);
   for (const auto& table : tables) table->make_room(reader);
   const CheckpointContent content = places_of(tables);
-  for (const auto& [kind, places] : content.tensors) reader.check(kind, places);
   for (const auto& [kind, places] : content.tensors) reader.read(kind, places);
 }
 

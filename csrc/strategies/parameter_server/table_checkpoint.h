@@ -14,13 +14,15 @@ namespace trireme::ps {
 // One worker reads and writes, since all of it is in the memory of the host. The files are those of
 // every checkpoint (saving/checkpoint_files.h):
 //
-//   model       the values of dense tables, and the buffers of modules, under the names of the
-//   plain
-//               model, so that every other strategy loads them. Where there are several dense
+//   model       the values of dense tables, and the buffers of modules, under the plain model's
+//               names, so that every other strategy loads them. Where there are several dense
 //               tables, the name of the table stands before: "net.0.weight".
 //   tables      "net.0.weight.exp_avg" and ".steps" (one per block), "items.ids", ".rows", ".steps"
 //               and states of sparse tables, "net.lr"
 //   extra.json  what kind of table each was, which the loading server compares with its own
+//
+// While it runs, the one that writes or reads takes as much memory again as the largest column of a
+// sparse table: its values, or one of its states.
 //
 // A learning rate is taken from the checkpoint, as by torch's optimizers; other options have to be
 // the same.

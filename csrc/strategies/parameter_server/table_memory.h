@@ -14,7 +14,7 @@ namespace trireme::ps {
 struct alignas(64) TableHeader {
   std::atomic<uint64_t> applied;  // bsp: so many clocks are in the values
   std::atomic<uint64_t> claims;   // bsp: clock + 1 in the upper half, the next block in the lower
-  std::atomic<double> lr;         // ssp, async: what was set last
+  std::atomic<double> lr;         // all workers'; bsp: only after save() or load()
   std::atomic<uint64_t> lr_is_set;
 };
 

@@ -1,13 +1,16 @@
 #include <trireme/strategies/parameter_server/worker_meeting.h>
 
+#include <trireme/common/exception_text.h>
+
 #include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>
 
+#include <algorithm>
 #include <exception>
 
 namespace trireme::ps {
 
-// Ends this worker's part in a meeting, however it ends.
+// Is this worker's part in a meeting. The next one begins where it ends, also for who comes late.
 class WorkerMeeting::Section {
  public:
   explicit Section(WorkerMeeting& meeting)
@@ -26,6 +29,7 @@ class WorkerMeeting::Section {
     line_.met.store(3 * meeting_.meetings_ + phase, std::memory_order_seq_cst);
     meeting_.board_->ring_all();
   }
+  // Tells the others that it has not done its part.
   void fail(std::string_view text) {
     meeting_.board_->leave_word(text);
     line_.met_failed.store(meeting_.meetings_ + 1, std::memory_order_seq_cst);
@@ -35,6 +39,24 @@ class WorkerMeeting::Section {
   WorkerMeeting& meeting_;
   WorkerLine& line_;
 };
+
+// Some worker may have been in meetings to which this one did not come.
+void WorkerMeeting::catch_up() {
+  for (int64_t worker = 0; worker < board_->workers(); ++worker)
+    meetings_ = std::max(meetings_, board_->line(worker).met.load(std::memory_order_acquire) / 3);
+}
+
+void WorkerMeeting::check_failed(const std::vector<int64_t>& come, const Errand& errand) {
+  for (const int64_t worker : come) {
+    if (board_->line(worker).met_failed.load(std::memory_order_acquire) != meetings_ + 1) continue;
+    C10_THROW_ERROR(
+        DistBackendError,
+        error_text(kPsArea,
+                   c10::str(errand.text(), ": ", board_->name_of(worker),
+                            " could not: ", board_->word_of(worker)),
+                   board_->where(), "Mend what it says, and call this again on all workers."));
+  }
+}
 
 // Returns the workers that have come so far; the others are gone.
 std::vector<int64_t> WorkerMeeting::wait_for_all(Phase phase, const Errand& errand) {
@@ -61,35 +83,37 @@ void WorkerMeeting::check_clocks(const std::vector<int64_t>& come, const Errand&
 }
 
 void WorkerMeeting::hold(const Plan& plan) {
+  catch_up();
   Section section(*this);
-  section.reach(kCome);
-  const std::vector<int64_t> come = wait_for_all(kCome, plan.errand);
-  if (plan.at_one_clock) check_clocks(come, plan.errand);
-  plan.prepare();
-  section.reach(kPrepared);
-  const std::vector<int64_t> prepared = wait_for_all(kPrepared, plan.errand);
-  const int64_t first = prepared.front();
-  if (first == board_->worker()) {
-    try {
-      plan.work();
-    } catch (const std::exception& error) {
-      section.fail(error.what());
-      throw;
-    }
-    return;
+  try {
+    section.reach(kCome);
+    const std::vector<int64_t> come = wait_for_all(kCome, plan.errand);
+    if (plan.at_one_clock) check_clocks(come, plan.errand);
+    check_failed(come, plan.errand);
+    plan.prepare();
+    section.reach(kPrepared);
+    const std::vector<int64_t> prepared = wait_for_all(kPrepared, plan.errand);
+    check_failed(prepared, plan.errand);
+    work(plan, prepared.front());
+  } catch (const std::exception& error) {
+    section.fail(what_of(error));
+    throw;
   }
+}
+
+void WorkerMeeting::work(const Plan& plan, int64_t first) {
+  if (first == board_->worker()) return plan.work();
   Errand errand = plan.errand;
   errand.worker = first;
-  const WorkerLine& line = board_->line(first);
-  const bool has_ended = board_->wait(line.met, 3 * meetings_ + kDone, errand);
-  if (has_ended && line.met_failed.load(std::memory_order_acquire) != meetings_ + 1) return;
-  C10_THROW_ERROR(
-      DistBackendError,
-      error_text(kPsArea,
-                 c10::str(plan.errand.text(), ": ", board_->name_of(first),
-                          has_ended ? " could not: " + board_->word_of(first)
-                                    : std::string(" has gone while it was at it")),
-                 board_->where(), "Mend what it says, and call this again on all workers."));
+  errand.has_deadline = false;  // the others stand still for as long as it takes
+  const bool has_ended = board_->wait(board_->line(first).met, 3 * meetings_ + kDone, errand);
+  check_failed({first}, plan.errand);
+  if (has_ended) return;
+  C10_THROW_ERROR(DistBackendError,
+                  error_text(kPsArea,
+                             c10::str(plan.errand.text(), ": ", board_->name_of(first),
+                                      " has gone while it was at it"),
+                             board_->where(), "Call this again on all workers."));
 }
 
 }  // namespace trireme::ps

@@ -16,7 +16,8 @@ namespace trireme::ps {
 // Nothing of a server is collective, but some things want all workers to stand still: then all that
 // are there call the same verb. Each counts its phases in its own line, and waits until the others
 // have counted as far, or are gone. Whatever way a worker leaves a meeting, its count ends where
-// that of the next meeting begins, so that one that failed leaves nothing to clear up.
+// that of the next meeting begins; who leaves it by an exception says so first, and then nobody
+// goes on. A worker that did not come to some meetings begins with the latest.
 
 // Lets one worker do something while the others stand still. One thread at a time.
 class TRIREME_API WorkerMeeting {
@@ -39,6 +40,9 @@ class TRIREME_API WorkerMeeting {
   class Section;
 
   std::vector<int64_t> wait_for_all(Phase phase, const Errand& errand);
+  void catch_up();
+  void check_failed(const std::vector<int64_t>& come, const Errand& errand);
+  void work(const Plan& plan, int64_t first);
   void check_clocks(const std::vector<int64_t>& come, const Errand& errand);
 
   std::shared_ptr<ClockBoard> board_;

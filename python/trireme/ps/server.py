@@ -132,8 +132,9 @@ class ParameterServer:
     def stats(self) -> dict[str, Any]:
         """How the workers do: ``clocks``, who is ``slowest``, who has ``left`` or was ``lost``,
         seconds ``waited_s`` by cause, ``torn`` blocks in which workers have died, ``memory_bytes``
-        of all tables; and of this worker ``pulls``, ``pushes``, those ``dropped`` because they came
-        for a closed clock, ``bytes_pulled`` and ``bytes_pushed``. Any thread may call it."""
+        and ``rows`` of all tables; and of this worker ``pulls``, ``pushes``, those ``dropped``
+        because they came for a closed clock, ``bytes_pulled`` and ``bytes_pushed``. Any thread may
+        call it."""
         return self._core.stats()
 
     def serve(self) -> None:
@@ -152,18 +153,23 @@ class ParameterServer:
             ValueError: workers are at different clocks, or what ``save_checkpoint`` refuses.
             torch.distributed.DistBackendError: a worker does not come, or the first one could not.
         """
+        for table in self._tables.values():
+            table.expect_buffers()
         self._core.save(os.fspath(path))
 
     def load(self, path: str | os.PathLike[str]) -> None:
         """Loads what a server of the same tables has saved, under any number of workers.
 
         Collective over all ranks, before ``serve()``, at one clock. Clocks go on from where they
-        are; learning rates are those of the checkpoint. ``pull()`` before the next forward.
+        are; learning rates are those of the checkpoint. ``pull()`` before the next
+        forward. Pushes of the open clock are dropped.
 
         Raises:
             ValueError: the checkpoint is of other tables, is not whole, or workers are at different
                 clocks. A failure while it reads leaves tables half read.
         """
+        for table in self._tables.values():
+            table.expect_buffers()
         self._core.load(os.fspath(path))
 
     def leave(self) -> None:

@@ -172,6 +172,9 @@ class SparseTable:
     def expect_parameters(self) -> None:
         return None
 
+    def expect_buffers(self) -> None:
+        return None
+
     def let_go(self) -> None:
         return None
 

@@ -173,6 +173,7 @@ class DenseTable:
         self._group = group
         self._module = spec.module
         self._guards: list[Any] = []
+        self._buffers = [] if self._module is None else persistent_buffers(self._module)
         self._parameters = [] if self._module is None else list(self._module.parameters())
         if self._module is not None:
             for parameter in self._module.parameters():
@@ -206,6 +207,20 @@ class DenseTable:
                 f"got other parameters in the module of table '{self.name}' than it was made of, "
                 "which the table does not fill",
                 "Load states with assign=False, and change layers before the server is made.",
+                self._group,
+                kind=RuntimeError,
+            )
+
+    def expect_buffers(self) -> None:
+        """Refuses a module whose buffers are other tensors than when the table was made."""
+        if self._module is None:
+            return
+        now = persistent_buffers(self._module)
+        if [(n, id(one)) for n, one in now] != [(n, id(one)) for n, one in self._buffers]:
+            AREA.refuse(
+                f"got other buffers in the module of table '{self.name}' than it was made of, "
+                "which the server does not know",
+                "Write buffers in place, and load states with assign=False.",
                 self._group,
                 kind=RuntimeError,
             )

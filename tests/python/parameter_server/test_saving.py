@@ -163,6 +163,55 @@ def test_other_strategies_load_a_dense_table(tmp_path: Path) -> None:
     assert names <= set(index["weight_map"])
 
 
+def push_load_and_clock(rank: int, path: str) -> None:
+    """Gradients of the clock in which load() is called are forgotten, not pushed to other rows."""
+    with shm_group():
+        model = nn.Linear(2, 2, bias=False)
+        nn.init.zeros_(model.weight)
+        tables = [
+            ps.Dense("net", model, optimizer=ps.SGD(1.0)),
+            ps.Sparse("items", 2, optimizer=ps.SGD(1.0)),
+        ]
+        with ps.ParameterServer(tables) as server:
+            server["items"].push(torch.tensor([rank, 7]), torch.ones(2, 2))
+            server.clock()
+            server.save(path)
+            for _ in range(2):
+                server["net"].pull()
+                model.weight.grad = torch.ones(2, 2)
+                server["net"].push()
+                server["items"].push(torch.tensor([40 + rank, 7]), torch.ones(2, 2))
+                server.load(path)
+                server.clock()
+                server["net"].pull()
+                assert torch.equal(model.weight, torch.zeros(2, 2))
+                assert server["items"].ids().tolist() == [0, 1, 7]
+                rows = server["items"].pull(torch.tensor([0, 1, 7]))
+                assert rows[:, 0].tolist() == [-0.5, -0.5, -1]
+                dist.barrier()
+            assert server.stats()["rows"] == 3
+
+
+def test_a_load_drops_what_was_pushed(tmp_path: Path) -> None:
+    run_ranks(push_load_and_clock, 2, str(tmp_path / "checkpoint"))
+
+
+@on_shm_ranks(2, timeout=60)
+def test_a_worker_that_missed_a_save_comes_to_the_next(rank: int) -> None:
+    """It does not take part in the one that it missed, and what one could not do nobody has."""
+    with ps.ParameterServer([small()], mode="async", timeout=1) as server:
+        if rank == 1:
+            with raises(dist.DistBackendError, "save at clock 0: worker 0", "has not come within"):
+                server.save(NOWHERE)
+        dist.barrier()
+        if rank == 0:
+            with raises(RuntimeError, "[saving] ", "/proc/nowhere"):
+                server.save(NOWHERE)
+        else:
+            with raises(dist.DistBackendError, "worker 0", "could not: [saving]"):
+                server.save(NOWHERE)
+
+
 # --- mistakes and faults -------------------------------------------------------------------------
 
 
