@@ -295,15 +295,33 @@ def test_a_rank_is_killed(rank: int, moment: str) -> None:
         both.pipe.step(rows(0), target=rows(1))
 
 
+@pytest.mark.parametrize("moment", ["between steps", "forward"])
 @on_shm_ranks(2, timeout=40, patience_s=AGES_S)
-def test_a_stopped_rank_is_alive(rank: int) -> None:
-    both = Both(tanh_layers, schedule="1f1b")
+def test_a_stopped_rank_is_alive(rank: int, moment: str) -> None:
+    both = Both(fragile_layers, schedule="1f1b")
     both.train(0)
+
+    has_stopped = False
+
+    def stop() -> None:
+        nonlocal has_stopped
+        if not has_stopped:  # its backward calls this, too
+            has_stopped = True
+            os.kill(os.getpid(), signal.SIGSTOP)
+
     if rank == 1:
-        os.kill(os.getpid(), signal.SIGSTOP)
-        return
-    until(lambda: state_of(process_of(1)) == "T")
+        if moment == "between steps":
+            return stop()
+        breaks_of(both.pipe)[0].arm(1, stop)
+        with pytest.raises(dist.DistBackendError, match="rank 0"):
+            both.pipe.step(rows(0), target=rows(1))
+        return None
     set_timeout(1)
-    with raises(dist.DistBackendError, "'stage 1 to stage 0' from rank 1", "alive"):
+    parts = [" of ", "by channel 'stage "]
+    if moment == "between steps":
+        parts = ["batch of a step"]
+        until(lambda: state_of(process_of(1)) == "T")
+    with raises(dist.DistBackendError, *parts, "rank 1", "alive (stopped)"):
         both.pipe.step(rows(0), target=rows(1))
     os.kill(process_of(1), signal.SIGCONT)
+    return None
