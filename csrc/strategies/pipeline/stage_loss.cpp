@@ -4,6 +4,7 @@
 #include <trireme/strategies/pipeline/refuse.h>
 
 #include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/graph_task.h>
 
 #include <utility>
