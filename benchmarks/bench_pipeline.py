@@ -27,7 +27,7 @@ from __future__ import annotations
 import importlib.util
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -95,12 +95,7 @@ def bench_engine(effort: Effort) -> dict[str, Any]:
     ]
     times = _together(runs)
     actions = 2 * runs[0].chunks
-    bare = times["1 thread"]
-    added = {
-        side: [1e3 * (ms - alone) / actions for ms, alone in zip(taken, bare, strict=True)]
-        for side, taken in (("ours", times["ours gpipe"]), ("torch", times["torch gpipe"]))
-    }
-    found = {side: statistics.median(us) for side, us in added.items()}
+    found = _beyond_bare(times, {"ours": "ours gpipe", "torch": "torch gpipe"}, actions)
     share = found["ours"] / found["torch"]
     rows = [
         {"label": label, "us": 1e3 * statistics.median(times[side]) / actions, "added_us": us}
@@ -183,20 +178,26 @@ def bench_threads(effort: Effort) -> dict[str, Any]:
 def _thread_engine(effort: Effort) -> dict[str, Any]:
     times = _thread_times("linear", effort.short_rounds, effort)
     sides = {"step": "step", "pass": "pass", "torchgpipe": _faster_torchgpipe(times)}
-    bare = times["1 thread"]
     actions = 2 * RANKS * job_of("linear", tiny=False).chunks
-    added = {
-        side: statistics.median(
-            1e3 * (ms - alone) / actions for ms, alone in zip(times[label], bare, strict=True)
-        )
-        for side, label in sides.items()
-    }
+    added = _beyond_bare(times, sides, actions)
     share = added["pass"] / added["torchgpipe"]
     verdict = "met" if share <= THREAD_ENGINE_TARGET else "missed"
     rows = [{"label": side, "added_us": us} for side, us in added.items()]
     _print_rows("F or B of a stage in one process", rows, {"beyond bare, us": "added_us"})
     print(f"pass / torchgpipe: {share:.3f}, target {THREAD_ENGINE_TARGET}: {verdict}\n")
     return {"rows": rows, "share": share, "target": THREAD_ENGINE_TARGET, "verdict": verdict}
+
+
+def _beyond_bare(times: Times, sides: Mapping[str, str], actions: int) -> dict[str, float]:
+    """Returns what an action takes beyond the bare arithmetic, in us, by side: each of ``sides``
+    has its label in ``times``."""
+    bare = times["1 thread"]
+    return {
+        side: statistics.median(
+            1e3 * (ms - alone) / actions for ms, alone in zip(times[label], bare, strict=True)
+        )
+        for side, label in sides.items()
+    }
 
 
 def _thread_times(workload: str, rounds: int, effort: Effort) -> Times:

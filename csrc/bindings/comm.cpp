@@ -92,6 +92,7 @@ std::string name_python_exception(const std::exception& error) {
   if (raised == nullptr) return {};
   const py::gil_scoped_acquire gil;  // whoever takes the error over does so under it
   if (raised->type == nullptr) return {};
+  const py::error_scope kept;  // the engine of autograd may have set it in this thread
   const auto type = py::handle(raised->type).attr("__name__").cast<std::string>();
   return raised->message.empty() ? type : type + ": " + raised->message;
 }

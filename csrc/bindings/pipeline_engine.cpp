@@ -198,12 +198,37 @@ std::shared_ptr<PipelineEngine> make_engine(const PipelineSchedule& schedule,
                                                       std::move(communicator), options));
 }
 
+// Lets an exception of a row say where it was raised, by `note` if it is Python's.
+void keep_row_error(const py::function& note, const std::string& where,
+                    const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (python_error& raised) {
+    raised.persist();
+    const py::gil_scoped_acquire gil;
+    PyErr_Clear();  // the engine of autograd has set it in this thread; `raised` holds it
+    if (where.empty() || raised.value == nullptr) return;
+    try {
+      note(py::handle(raised.value), where);
+    } catch (py::error_already_set& failed) {
+      failed.discard_as_unraisable("a note of a pipeline");
+    }
+  } catch (c10::Error& raised) {
+    if (!where.empty()) raised.add_context("[pipeline] raised in " + where);
+  } catch (...) {
+    // Others have no place for it.
+  }
+}
+
 std::shared_ptr<RowThreads> make_row_threads(const PipelineSchedule& schedule,
                                              std::vector<Stage> stages,
                                              std::shared_ptr<WorkerPool> pool, bool scale_grads,
-                                             std::vector<Skip> skips) {
-  RowThreadsRequest request{schedule, to_requests(std::move(stages), {}), scale_grads,
-                            to_skips(std::move(skips))};
+                                             std::vector<Skip> skips, py::function note) {
+  RowThreadsRequest request{
+      schedule, to_requests(std::move(stages), {}), scale_grads, to_skips(std::move(skips)),
+      [note = shared_function(std::move(note))](const auto& where, const auto& error) {
+        keep_row_error(*note, where, error);
+      }};
   const py::gil_scoped_release no_gil;
   return without_gil(std::make_unique<RowThreads>(std::move(request), std::move(pool)));
 }
@@ -332,7 +357,7 @@ void init_pipeline_engine(py::module_& module) {
            py::arg("stage"), py::arg("parameters"), py::arg("strategies"));
   py::class_<RowThreads, PipelineRunner, std::shared_ptr<RowThreads>>(module, "RowThreads")
       .def(py::init(wrap_pybind_function(make_row_threads)), py::arg("schedule"), py::arg("stages"),
-           py::arg("pool"), py::arg("scale_grads"), py::arg("skips"))
+           py::arg("pool"), py::arg("scale_grads"), py::arg("skips"), py::arg("note"))
       .def("for_pass",
            wrap_pybind_function_no_gil(
                [](RowThreads& rows, int64_t micro_batches, const std::string& checkpoint) {

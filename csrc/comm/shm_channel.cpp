@@ -25,7 +25,7 @@ void ShmTensorSender::send(const TensorMessage& message, const std::string& labe
     head.description_bytes = packing_.description_bytes();
     head.text_bytes = static_cast<int64_t>(message.text.size());
     head.payload_bytes = packing_.payload_bytes();
-    std::byte* slot = slots_.slot_for(head.bytes());
+    std::byte* slot = slot_for(head.bytes(), label);
     if (head.description_bytes > 0)
       std::memcpy(slot, packing_.description().data(), packing_.description().size() * 8);
     if (head.text_bytes > 0)
@@ -33,6 +33,19 @@ void ShmTensorSender::send(const TensorMessage& message, const std::string& labe
     packing_.copy_into(slot + head.payload_begin(), nullptr, message);
     slots_.send(head);
   });
+}
+
+std::byte* ShmTensorSender::slot_for(int64_t bytes, const std::string& label) {
+  try {
+    return slots_.slot_for(bytes);
+  } catch (const shm::Fault& fault) {
+    if (fault.kind() != shm::FaultKind::kMemory) throw;
+    throw shm::Fault(
+        fault.kind(),
+        error_text(kChannelArea,
+                   "got no slot for the " + name_.sending(label) + ": " + fault.what(), name_.where,
+                   "Cut the batch into more micro-batches, or give it more memory."));
+  }
 }
 
 ShmTensorReceiver::ShmTensorReceiver(shm::HostGroup& group, const shm::ChannelEnd& end,

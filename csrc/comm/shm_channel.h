@@ -17,6 +17,8 @@ class ShmTensorSender final : public TensorSender {
   void send(const TensorMessage& message, const std::string& label) override;
 
  private:
+  std::byte* slot_for(int64_t bytes, const std::string& label);
+
   std::shared_ptr<void> keeps_;
   ChannelName name_;
   TensorPacking packing_;

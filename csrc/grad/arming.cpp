@@ -82,6 +82,13 @@ bool Arming::is_held() const {
 }
 
 void Arming::synchronize_unreached() {
+  // Ranks whose backward reached any of them go through all of them in this order.
+  for (const std::weak_ptr<Arming>& sibling : siblings_)
+    if (const auto alive = sibling.lock()) alive->synchronize_if_unreached();
+  synchronize_if_unreached();  // if it is not among them
+}
+
+void Arming::synchronize_if_unreached() {
   const auto lock = this->lock();
   if (!std::exchange(forced_, false) || !is_idle()) return;
   const auto steps = steps_.lock();

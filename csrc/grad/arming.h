@@ -140,6 +140,7 @@ class TRIREME_API Arming : public HeldBackwards, public std::enable_shared_from_
 
   bool synchronizes() const { return synchronize_ && !held_ && (!asked_ || asked_()); }
   void arm();
+  void synchronize_if_unreached();
   void begin(BackwardSteps& steps, Part part);
 
   bool at_parameters_;

@@ -115,6 +115,7 @@ class RowThreads(PipelineRunner):
         pool: WorkerPool,
         scale_grads: bool,
         skips: Sequence[tuple[str, int, int]],
+        note: Callable[[BaseException, str], object],
     ) -> None: ...
     def for_pass(self, micro_batches: int, checkpoint: str) -> RowThreads: ...
 

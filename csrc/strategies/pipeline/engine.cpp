@@ -30,8 +30,9 @@ PipelineEngine::Evaluation PipelineEngine::eval_step(std::vector<PipelineValue> 
   return row_->run(std::move(inputs), {.has_loss = has_loss, .backwards = false});
 }
 
-PassOutputs PipelineEngine::forward_pass(std::vector<PipelineValue> inputs, bool records) {
-  return row_->forward_pass(std::move(inputs), records);
+PassOutputs PipelineEngine::forward_pass(std::vector<PipelineValue> inputs,
+                                         const PassOptions& options) {
+  return row_->forward_pass(std::move(inputs), options);
 }
 
 void PipelineEngine::backward_pass(KeptRow& kept, const PassBackward& backward) {

@@ -7,6 +7,7 @@
 #include <trireme/strategies/pipeline/schedule.h>
 #include <trireme/strategies/pipeline/skip.h>
 #include <trireme/strategies/pipeline/stage_function.h>
+#include <trireme/strategies/pipeline/stage_loss.h>
 
 #include <ATen/core/Tensor.h>
 
@@ -15,6 +16,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace trireme {
@@ -78,18 +80,34 @@ struct PipelineReport {
 //
 // A pass is a forward whose loss is not the pipeline's: somebody else's graph begins at the
 // outputs. A row runs its forwards, and what its stages keep lives on outside of it, so that other
-// passes and steps may come before the backward, which runs the other actions.
+// passes and steps may come before the backward, which runs the other actions. Parts of the loss
+// that layers have go to who has the loss, and their gradients come from there.
 
 struct KeptRow;  // engine/row.h
 
+struct PassOptions {
+  bool records = false;       // gradients
+  bool takes_losses = false;  // else pipeline_loss() refuses parts of the loss
+};
+
+// Is a part of the loss: a value without a graph, which requires a gradient if it had one.
+struct PassLoss {
+  int64_t stage = 0;
+  int64_t micro_batch = 0;
+  StageLoss part = {};
+};
+
 struct PassOutputs {
   std::vector<PipelineValue> outputs = {};  // one per micro-batch, of the last stage's row
+  std::vector<PassLoss> losses = {};        // what layers of the row had, in its order
   std::shared_ptr<KeptRow> kept = nullptr;  // if gradients are recorded
 };
 
 struct PassBackward {
   // Has for each micro-batch gradients of what the last stage returned; undefined where none came.
   std::vector<std::vector<at::Tensor>> gradients = {};
+  // Has for a stage and a micro-batch those of its parts of the loss.
+  std::map<std::pair<int64_t, int64_t>, std::vector<at::Tensor>> of_losses = {};
   bool keep_graph = false;
 };
 
@@ -195,10 +213,9 @@ class TRIREME_API PipelineEngine final : public PipelineRunner {
   const std::string& raised_in() const override;
   PipelineReport last_step() const override;
 
-  // Runs the forwards of a pass, which `records` gradients or does not, and its backwards.
-  // Collective; for rows on threads only. Gradients come to .grad of the leaves that
-  // PipelineStageRequest::leaves names.
-  PassOutputs forward_pass(std::vector<PipelineValue> inputs, bool records);
+  // Run the forwards of a pass, and its backwards. Collective; for rows on threads only. Gradients
+  // come to .grad of the leaves that PipelineStageRequest::leaves names.
+  PassOutputs forward_pass(std::vector<PipelineValue> inputs, const PassOptions& options);
   void backward_pass(KeptRow& kept, const PassBackward& backward);
 
   // Says what the parameters of a stage, and the strategies around its layers, are from the next

@@ -193,7 +193,7 @@ class PipelineImpl : public torch::nn::Module, public HoldsStages {
   at::Tensor forward(const at::Tensor& input) {
     auto* threads = dynamic_cast<RowThreads*>(runner_.get());
     return batch_norms_.whole_batch([&] {
-      const at::Tensor there = for_stage(0, input);
+      const at::Tensor there = for_first_stage(input);
       return run_pass(threads, {there, dim_, chunks_, this->is_training(), checkpoint_}, batch_);
     });
   }
@@ -269,14 +269,16 @@ class PipelineImpl : public torch::nn::Module, public HoldsStages {
 
   void begin(const at::Tensor& input, const at::Tensor& target) {
     runner_->recover();
-    batch_ =
-        cut_batch({{for_stage(0, input)}, for_stage(-1, target), dim_, chunks_}, *communicator_);
+    batch_ = cut_batch({{for_first_stage(input)}, for_last_stage(target), dim_, chunks_},
+                       *communicator_);
   }
 
-  // Returns a tensor on the device of a stage; -1 is the last one.
-  at::Tensor for_stage(int64_t stage, const at::Tensor& tensor) const {
-    if (devices_.empty() || !tensor.defined()) return tensor;
-    return tensor.to(stage < 0 ? devices_.back() : devices_.at(static_cast<size_t>(stage)));
+  // Return a tensor on the device of that stage, where options name devices.
+  at::Tensor for_first_stage(const at::Tensor& tensor) const {
+    return devices_.empty() || !tensor.defined() ? tensor : tensor.to(devices_.front());
+  }
+  at::Tensor for_last_stage(const at::Tensor& tensor) const {
+    return devices_.empty() || !tensor.defined() ? tensor : tensor.to(devices_.back());
   }
 
   PipelineRunner::Evaluation run_forwards(bool has_loss) {

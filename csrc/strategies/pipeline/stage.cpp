@@ -1,6 +1,7 @@
 #include <trireme/strategies/pipeline/stage.h>
 
 #include <trireme/activation/forward_state.h>
+#include <trireme/common/error.h>
 #include <trireme/strategies/pipeline/received_node.h>
 #include <trireme/strategies/pipeline/threads/leaf_edges.h>
 
@@ -97,6 +98,11 @@ PipelineValue Stage::forward(int64_t micro_batch, StageInput input, bool is_reco
     }
     count_bytes(live, bytes_of(tensors));
     if (is_recomputed) {
+      for (const at::Tensor& tensor : tensors) {
+        if (!tensor.defined() || tensor.is_inference()) continue;
+        const c10::VariableVersion& counter = tensor.unsafeGetTensorImpl()->version_counter();
+        live.versions.emplace_back(counter, counter.current_version());
+      }
       live.frame = c10::make_intrusive<CheckpointFrame>(
           std::make_unique<Again>(*this, micro_batch, input.value.text, tensors), tensors,
           CheckpointFrame::Options{});
@@ -108,16 +114,19 @@ PipelineValue Stage::forward(int64_t micro_batch, StageInput input, bool is_reco
   PipelineValue output;
   {
     const SkipScope scope(&skips_);
-    std::optional<LossScope> losses;  // a pass has no loss to which parts could be added
-    if (!step_.is_pass) losses.emplace(live.losses);
+    std::optional<LossScope> losses;
+    if (!step_.is_pass || step_.takes_losses) losses.emplace(live.losses);
     std::optional<CheckpointForward> keeps_nothing;
     if (live.frame) keeps_nothing.emplace(live.frame);
     output = function_->forward(micro_batch, std::move(input.value));
   }
   skips_.check_done();
   parts_.clear();
-  for (const StageLoss& part : live.losses)
-    parts_.push_back(part.value.detach().to(at::kDouble).reshape({}).mul_(part.weight));
+  for (const StageLoss& part : live.losses) {
+    at::Tensor value = part.value.detach();
+    if (part.value.requires_grad()) value.set_requires_grad(true);
+    parts_.push_back({std::move(value), part.weight});
+  }
   if (!step_.trains) {
     live.losses.clear();
     return output;
@@ -136,7 +145,12 @@ PipelineValue Stage::forward(int64_t micro_batch, StageInput input, bool is_reco
   return output;
 }
 
-std::vector<at::Tensor> Stage::take_parts_of_loss() { return std::exchange(parts_, {}); }
+std::vector<StageLoss> Stage::take_parts_of_loss() { return std::exchange(parts_, {}); }
+
+void Stage::take_loss_gradients(int64_t micro_batch, std::vector<at::Tensor> gradients) {
+  TORCH_INTERNAL_ASSERT(gradients.size() == at(micro_batch).losses.size());
+  at(micro_batch).loss_gradients = std::move(gradients);
+}
 
 at::Tensor Stage::loss(int64_t micro_batch, const PipelineValue& output) {
   Live& live = at(micro_batch);
@@ -153,6 +167,13 @@ at::Tensor Stage::loss(int64_t micro_batch, const PipelineValue& output) {
 void Stage::recompute(int64_t micro_batch) {
   Live& live = at(micro_batch);
   count_live(live);
+  for (const auto& [counter, version] : live.versions) {
+    TORCH_CHECK(counter.current_version() == version,
+                error_text("pipeline",
+                           "got an input of " + text() +
+                               " that was changed in place before it is recomputed",
+                           {}, "Let layers change copies, or do not checkpoint."));
+  }
   live.frame->recompute_ahead();
 }
 
@@ -168,12 +189,20 @@ void Stage::call_again(int64_t micro_batch, PipelineValue input) {
   if (at(micro_batch).has_loss) function_->loss(micro_batch, output);
 }
 
-Stage::Roots Stage::roots_of(Live& live, const std::vector<at::Tensor>& gradients) const {
+Stage::Roots Stage::roots_of(const Live& live, const std::vector<at::Tensor>& gradients) const {
   Roots roots;
-  for (const StageLoss& loss : std::exchange(live.losses, {})) {
-    if (!loss.value.requires_grad()) continue;
-    roots.edges.push_back(torch::autograd::impl::gradient_edge(loss.value));
-    roots.gradients.push_back(at::full_like(loss.value, loss.weight * step_.loss_gradient));
+  for (size_t i = 0; i < live.losses.size(); ++i) {
+    const auto& [value, weight] = live.losses[i];
+    if (!value.requires_grad()) continue;
+    at::Tensor gradient;
+    if (!step_.is_pass) {
+      gradient = at::full_like(value, weight * step_.loss_gradient);
+    } else if (!live.loss_gradients.empty()) {
+      gradient = live.loss_gradients[i];
+    }
+    if (!gradient.defined()) continue;
+    roots.edges.push_back(torch::autograd::impl::gradient_edge(value));
+    roots.gradients.push_back(std::move(gradient));
   }
   const size_t expected = live.wants_gradients ? live.outputs.size() : skips_.outgoing.size();
   TORCH_CHECK(gradients.size() == expected, "got gradients of ", gradients.size(),
@@ -201,6 +230,7 @@ std::vector<at::Tensor> Stage::backward(int64_t micro_batch,
   Live live = std::exchange(at(micro_batch), Live());
   const Roots roots = roots_of(live, gradients);
   live.outputs.clear();
+  live.losses.clear();
   std::vector<at::Tensor> found = run_backward(live, roots, keep_graph);
   if (function_->defers_weights()) {
     function_->begin_weights(micro_batch);
@@ -226,6 +256,7 @@ std::vector<at::Tensor> Stage::backward_input(int64_t micro_batch,
   Live& live = at(micro_batch);
   Roots roots = roots_of(live, gradients);
   live.outputs.clear();
+  live.losses.clear();
   if (function_->defers_weights()) {
     std::vector<at::Tensor> found = run_backward(live, roots, /*keep_graph=*/false);
     function_->begin_weights(micro_batch);

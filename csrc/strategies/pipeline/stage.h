@@ -9,6 +9,7 @@
 #include <trireme/strategies/pipeline/stage_loss.h>
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/TensorImpl.h>
 #include <torch/csrc/autograd/edge.h>
 
 #include <cstddef>
@@ -16,6 +17,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace trireme {
@@ -51,7 +53,9 @@ class Stage {
     // Has what was stashed, and behind that the outputs; invalid where one needs no gradient.
     std::vector<torch::autograd::Edge> outputs;
     std::vector<StageLoss> losses;
-    c10::intrusive_ptr<CheckpointFrame> frame;  // if it is recomputed
+    std::vector<at::Tensor> loss_gradients;                           // in a pass: one for each
+    c10::intrusive_ptr<CheckpointFrame> frame;                        // if it is recomputed
+    std::vector<std::pair<c10::VariableVersion, uint32_t>> versions;  // then: of what it received
     bool has_loss = false;
     std::unique_ptr<SplitBackward> split;  // between the two halves
     bool is_live = false;
@@ -72,6 +76,7 @@ class Stage {
   struct Step {
     bool trains = false;   // else it keeps no graph
     bool is_pass = false;  // the last stage gets gradients of its outputs, too, and has no loss
+    bool takes_losses = false;  // keeps what layers have of the loss, in a pass
     double loss_gradient = 1;
   };
   void begin_step(const Step& step);
@@ -82,8 +87,11 @@ class Stage {
   std::vector<at::Tensor> take_stashed() { return skips_.take_outgoing(); }
   bool has_skips() const { return !skips_.incoming.empty() || !skips_.outgoing.empty(); }
   size_t popped() const { return skips_.incoming.size(); }
-  // Returns what the layers of the last forward had of the loss, each part 0-dim without a graph.
-  std::vector<at::Tensor> take_parts_of_loss();
+  // Returns what the layers of the last forward had of the loss: values without a graph, which
+  // require a gradient if they had one.
+  std::vector<StageLoss> take_parts_of_loss();
+  // Says, in a pass, what the gradients of those parts are; undefined where none came.
+  void take_loss_gradients(int64_t micro_batch, std::vector<at::Tensor> gradients);
   // Computes the loss of what forward() returned, and keeps it for backward().
   at::Tensor loss(int64_t micro_batch, const PipelineValue& output);
   // Calls layers and loss once more, for the backward that follows. Throws CheckpointError where
@@ -134,7 +142,7 @@ class Stage {
     torch::autograd::edge_list edges;
     std::vector<at::Tensor> gradients;
   };
-  Roots roots_of(Live& live, const std::vector<at::Tensor>& gradients) const;
+  Roots roots_of(const Live& live, const std::vector<at::Tensor>& gradients) const;
   // Runs a whole backward, and returns the gradients of what was received.
   std::vector<at::Tensor> run_backward(const Live& live, const Roots& roots, bool keep_graph) const;
   void end(const Live& live);
@@ -144,8 +152,8 @@ class Stage {
   std::string name_;
   std::shared_ptr<StageFunction> function_;
   std::shared_ptr<const LeafEdges> leaves_;
-  StageSkips skips_;               // has what the forward that ran last did
-  std::vector<at::Tensor> parts_;  // what that forward added to the loss
+  StageSkips skips_;              // has what the forward that ran last did
+  std::vector<StageLoss> parts_;  // what that forward added to the loss
   Step step_;
   std::vector<Live> live_;
   int64_t live_count_ = 0;

@@ -160,7 +160,7 @@ def convert_deferred_batch_norm(module: nn.Module, chunks: int = 1) -> nn.Module
 
     Parameters, buffers, hooks and mode go over as they are, so an optimizer made before keeps
     working; a layer used in several places stays one layer. Those without running statistics stay
-    what they are.
+    what they are. A DeferredBatchNorm with other ``chunks`` makes way for one with these.
 
     Args:
         module: Changed in place. If it is a BatchNorm itself, the result is a layer in its stead.
@@ -207,14 +207,15 @@ def _convert(module: nn.Module, chunks: int, converted: dict[nn.Module, nn.Modul
 def _in_stead_of(module: nn.Module, chunks: int) -> nn.Module:
     if not isinstance(module, _BatchNorm) or not module.track_running_stats:
         return module
-    layer = module
-    if not isinstance(module, DeferredBatchNorm):
-        layer = DeferredBatchNorm.__new__(DeferredBatchNorm)
-        layer.__dict__.update(module.__dict__)
-        for table in ("_parameters", "_buffers", "_modules"):
-            layer.__dict__[table] = copy.copy(module.__dict__[table])
+    was_deferred = isinstance(module, DeferredBatchNorm)
+    if was_deferred and module.chunks == chunks:
+        return module
+    layer = DeferredBatchNorm.__new__(DeferredBatchNorm)
+    layer.__dict__.update(module.__dict__)
+    for table in ("_parameters", "_buffers", "_modules"):
+        layer.__dict__[table] = copy.copy(module.__dict__[table])
+    if not was_deferred:
         layer._kind = type(module)
-    assert isinstance(layer, DeferredBatchNorm)
     layer._take_chunks(chunks)
     return layer
 

@@ -16,16 +16,16 @@ def pipeline_loss(value: Tensor, weight: float = 1.0) -> None:
 
     A layer of any stage calls it in its forward, such as one that balances experts. Its gradients
     flow with those of the loss, and the sum of all parts is in what :meth:`Pipeline.step` returns.
-    Outside of a pipeline :func:`collect_losses` has it. A recomputation in a backward does not
-    count again.
+    Outside of a pipeline, and where a pipeline in one process is called, :func:`collect_losses` has
+    it. A recomputation in a backward does not count again.
 
     Args:
         value: A tensor of one real number.
         weight: What it is multiplied by.
 
     Raises:
-        ValueError: ``value`` is no real number; or gradients are enabled, and neither a pipeline
-            runs nor :func:`collect_losses`, so that this part would be lost.
+        ValueError: ``value`` is no real number; or gradients are enabled, and neither a step of a
+            pipeline runs nor :func:`collect_losses`, so that this part would be lost.
     """
     _C.pipeline_loss(value, weight)
 
@@ -48,11 +48,15 @@ class CollectedLosses:
 
 @contextmanager
 def collect_losses() -> Iterator[CollectedLosses]:
-    """Has what layers give to :func:`pipeline_loss` where no pipeline runs them::
+    """Has what layers give to :func:`pipeline_loss` where no step of a pipeline runs them::
 
-    with trireme.collect_losses() as losses:
-        loss = loss_fn(module(x), y)
-    (loss + losses.total()).backward()
+        with trireme.collect_losses() as losses:
+            loss = loss_fn(module(x), y)
+        (loss + losses.total()).backward()
+
+    The module may be a pipeline in one process. Then there are the parts of each micro-batch, in
+    the order of micro-batches, and their weights are divided by the number of these; with
+    ``scale_grads=False`` they are not.
     """
     collector = LossCollector()
     collector.begin()

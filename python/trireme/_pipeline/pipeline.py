@@ -13,7 +13,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from trireme import _C
 from trireme._C import Communicator, PipelineEngine, RowThreads
-from trireme._core.errors import note
 from trireme._core.group_communicator import communicator_of
 from trireme._core.owners import note_stages
 from trireme._pipeline import AREA, refuse
@@ -35,6 +34,7 @@ from trireme._pipeline.stages import (
     StageCalls,
     are_same,
     held_by,
+    note_where,
     refuse_meta,
     tied_between,
     with_causes,
@@ -230,7 +230,7 @@ class Pipeline(ScalesLosses, nn.Module):
         refuse_wrapped(layer for call in self._calls for layer in call.layers)
         stages, skips = self._told_of_stages(), self._skips_of_stages()
         table = self._schedule._core
-        return RowThreads(table, stages, self._pool, self._scale_grads, skips)
+        return RowThreads(table, stages, self._pool, self._scale_grads, skips, note_where)
 
     def _make_engine(self, tied: list[list[tuple[int, str]]]) -> PipelineEngine:
         return PipelineEngine(
@@ -463,11 +463,6 @@ class Pipeline(ScalesLosses, nn.Module):
         try:
             with with_causes(self._calls), whole_batch(self._norms):
                 return run()
-        except Exception as error:
-            where = self._core.raised_in()
-            if self._is_threaded and where and all(call.failure is None for call in self._calls):
-                note(error, f"[pipeline] raised in {where}")
-            raise
         finally:
             for call in self._calls:
                 call.batch, call.failure = MicroBatches(), None

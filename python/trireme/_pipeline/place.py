@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,11 +34,12 @@ def place(module: nn.Module, placement: Sequence[Device] | Mapping[str, Device])
         The module.
 
     Raises:
-        ValueError: an unknown name, one named twice, or a parameter that would be on two devices.
+        ValueError: an unknown name, one named twice, or a parameter or a buffer that would be on
+            two devices.
     """
     AREA.expect_module(module)
     places = _places(module, placement)
-    _refuse_split(places)
+    refuse_split(places.items())
     for part, device in places.items():
         part.to(device)
         part.register_forward_pre_hook(functools.partial(_bring, device), with_kwargs=True)
@@ -105,10 +106,11 @@ def _names(text: str) -> list[str]:
     return names
 
 
-def _refuse_split(places: Mapping[nn.Module, torch.device]) -> None:
+def refuse_split(places: Iterable[tuple[nn.Module, torch.device]]) -> None:
+    """Refuses modules for several devices that have a parameter or a buffer in common."""
     holders: dict[Tensor, torch.device] = {}
-    for part, device in places.items():
-        for name, parameter in part.named_parameters():
-            if holders.setdefault(parameter, device) != device:
-                got = f"got parameter '{name}' for {holders[parameter]} and {device}"
-                refuse(got, "Place all that shares it on one device.")
+    for part, device in places:
+        for name, tensor in [*part.named_parameters(), *part.named_buffers()]:
+            if holders.setdefault(tensor, device) != device:
+                got = f"got '{name}' in layers for {holders[tensor]} and {device}"
+                refuse(got, "Put what layers share on one device.")

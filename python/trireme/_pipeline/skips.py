@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from torch import Tensor, nn
 
@@ -17,6 +17,11 @@ from trireme._pipeline import refuse
 
 _Module = TypeVar("_Module", bound=nn.Module)
 _NOTHING = object()
+
+
+class SkipError(ValueError, RuntimeError):
+    """A forward stashes or pops otherwise than it declares. It is both what torchgpipe raises and
+    what this library raises for wrong arguments."""
 
 
 class Namespace:
@@ -55,6 +60,8 @@ class Skippable(metaclass=_HasSkips):
 class _State(threading.local):
     layer: nn.Module | None = None
     """Which skippable layer runs."""
+    open: set[tuple[str, str]] | None = None
+    """What this layer has declared, and not done yet in the forward that runs."""
     last: Any = _NOTHING
     """What the last stash or pop returned, which a forward may yield."""
     kept: dict[str, Tensor | None] | None = None
@@ -93,9 +100,12 @@ def skippable(
 
     Raises:
         TypeError: what is decorated is no class of modules; names that are no strings.
-        ValueError: in a forward, a name that is not declared, or is popped before it is stashed.
+        ValueError: in a forward, a name that is not declared, is popped before it is stashed, or
+            is not stashed or popped though it is declared. It is a RuntimeError, too, as in
+            torchgpipe.
     """
     declared = _Declared(_names("stash", stash), _names("pop", pop))
+    steps = [("stash", one) for one in declared.stashes] + [("pop", one) for one in declared.pops]
 
     def decorate(cls: type[_Module]) -> type[_Module]:
         if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
@@ -105,12 +115,17 @@ def skippable(
 
         @functools.wraps(forward)
         def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            outer, _state.layer = _state.layer, self
+            outer = _state.layer, _state.open
+            _state.layer, _state.open = self, set(steps)
             try:
                 result = forward(self, *args, **kwargs)
-                return _drive(result) if isinstance(result, Generator) else result
+                if isinstance(result, Generator):
+                    result = _drive(result)
+                if _state.open:
+                    _refuse_left_out(self, _state.open)
+                return result
             finally:
-                _state.layer = outer
+                _state.layer, _state.open = outer
 
         plain = cls.__repr__
 
@@ -133,7 +148,10 @@ def stash(name: str, tensor: Tensor | None) -> None:
         got = f"got a {type(tensor).__name__} to stash as '{name}', expected a tensor or None"
         refuse(got, "Stash tensors one by one.", kind=TypeError)
     if _state.kept is None:
-        _C.stash(key, tensor)
+        try:
+            _C.stash(key, tensor)
+        except ValueError as error:
+            raise SkipError(str(error)) from None
     else:
         alone = tensor if tensor is None else tensor.detach()
         if alone is not None and tensor is not None:
@@ -146,11 +164,15 @@ def pop(name: str) -> Tensor | None:
     """Returns what another layer stashed as ``name``; see :func:`skippable`."""
     key = _key_here(name, "pop")
     if _state.kept is None:
-        found = _C.pop(key)
+        try:
+            found = _C.pop(key)
+        except ValueError as error:
+            raise SkipError(str(error)) from None
     elif key in _state.kept:
         found = _state.kept[key]
     else:
-        refuse(f"got a pop of '{name}', which nothing has stashed", "Stash it before.")
+        got = f"got a pop of '{name}', which nothing has stashed"
+        refuse(got, "Stash it before.", kind=SkipError)
     _state.last = found
     return found
 
@@ -291,9 +313,17 @@ def _key_here(name: str, verb: str) -> str:
     assert declared is not None
     if name not in (declared.stashes if verb == "stash" else declared.pops):
         got = f"got a {verb} of '{name}', which {type(layer).__name__} does not declare"
-        refuse(got, f"Name it in @skippable({verb}=[...]).")
+        refuse(got, f"Name it in @skippable({verb}=[...]).", kind=SkipError)
+    if _state.open is not None:
+        _state.open.discard((verb, name))
     keys: dict[str, str] = layer.__dict__.get("_skip_keys", {})
     return keys.get(name, name)
+
+
+def _refuse_left_out(layer: nn.Module, steps: set[tuple[str, str]]) -> NoReturn:
+    verb, name = min(steps)
+    got = f"got no {verb} of '{name}' in the forward of a {type(layer).__name__} that declares it"
+    refuse(got, f"Let it {verb} in every forward; a stash may be None.", kind=SkipError)
 
 
 def _declared_of(module: nn.Module) -> _Declared | None:

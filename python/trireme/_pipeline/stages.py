@@ -237,6 +237,13 @@ class MicroBatches:
     targets: Sequence[Any] | None = None
 
 
+def note_where(error: BaseException, where: str) -> None:
+    """Lets what came out of a stage on a thread say so, unless its forward or loss has."""
+    told = "\n".join([str(error), *getattr(error, "__notes__", ())])
+    if "[pipeline] in stage" not in told:
+        note(error, f"[pipeline] raised in {where}")
+
+
 class StageCalls:
     """What the engine calls for a stage."""
 

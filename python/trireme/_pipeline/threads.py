@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
@@ -13,6 +13,7 @@ from trireme import _C
 from trireme._C import WorkerPool
 from trireme._core.worker_threads import start_threads
 from trireme._pipeline import refuse
+from trireme._pipeline.place import refuse_split
 from trireme._pipeline.schedule import PipelineSchedule
 from trireme._pipeline.stages import Balance, Stage
 
@@ -50,12 +51,7 @@ def _move_to_rows(
 ) -> None:
     """Moves layers to the devices of their rows, or none of them."""
     places = [(layers[name], devices[one.rank]) for one in stages for name in one.layers]
-    holders: dict[Tensor, torch.device] = {}
-    for layer, device in places:
-        for name, tensor in [*layer.named_parameters(), *layer.named_buffers()]:
-            if holders.setdefault(tensor, device) != device:
-                got = f"got '{name}' in layers for {holders[tensor]} and {device}"
-                refuse(got, "Put what layers share on one device.")
+    refuse_split(places)
     for device in dict.fromkeys(devices):
         torch.empty(0, device=device)  # raises for one that does not exist
     for layer, device in places:

@@ -141,6 +141,103 @@ TEST_CASE("a forward over devices has a graph, on whatever streams are current")
   }
 }
 
+// Has a part of the loss.
+struct PartlyImpl : torch::nn::Module {
+  at::Tensor forward(const at::Tensor& x) {
+    pipeline_loss(x.square().mean(), 0.5);
+    return at::tanh(x);
+  }
+};
+TORCH_MODULE(Partly);
+
+// Has parts of the loss on two devices.
+torch::nn::Sequential partly(bool on_cpu) {
+  const torch::nn::Sequential plain = on_cpu ? net_of(kLayers) : placed({0, 0, 1, 1});
+  torch::nn::Sequential net;
+  for (size_t i = 0; i < kLayers; ++i) {
+    net->push_back(std::dynamic_pointer_cast<torch::nn::LinearImpl>(plain->ptr(2 * i)));
+    net->push_back(Partly());
+  }
+  return net;
+}
+
+TEST_CASE("parts of the loss of a forward over devices have gradients on their devices") {
+  torch::nn::Sequential whole = partly(/*on_cpu=*/true);
+  at::Tensor expected = at::zeros({});
+  for (const at::Tensor& part : batch().chunk(kChunks)) {
+    std::vector<StageLoss> losses;
+    const LossScope scope(losses);
+    at::Tensor loss = mean_square(whole->forward(part), part);
+    for (const StageLoss& one : losses) loss = loss + one.value * one.weight;
+    loss.backward();
+    expected = expected + loss.detach() / double(kChunks);
+  }
+  const c10::impl::VirtualGuardImpl sim(kSim);
+  const auto fresh = [&] {
+    return std::vector<c10::Stream>{sim.getStreamFromGlobalPool(sim_device(0)),
+                                    sim.getStreamFromGlobalPool(sim_device(1))};
+  };
+  Pipeline<> pipe(partly(/*on_cpu=*/false), on_devices({sim_device(0), sim_device(1)}));
+  for (int step = 0; step < 4; ++step) {
+    pipe->zero_grad();
+    std::vector<StageLoss> losses;
+    at::Tensor output;
+    if (step % 2 == 0) {
+      const LossScope scope(losses);
+      output = pipe->forward(batch());
+    } else {  // on other streams than the loss
+      const std::vector<c10::Stream> streams = fresh();
+      const c10::MultiStreamGuard guard(streams);
+      const LossScope scope(losses);
+      output = pipe->forward(batch());
+      for (const c10::Stream& stream : streams) stream.synchronize();
+    }
+    at::Tensor loss = mean_square(output, batch().to(sim_device(1)));
+    for (const StageLoss& one : losses) loss = loss + (one.value * one.weight).to(sim_device(1));
+    CHECK(at::allclose(loss.cpu(), expected));
+    loss.backward();
+    check_gradients(*pipe, *whole);
+  }
+}
+
+struct DetachesImpl : torch::nn::Module {
+  at::Tensor forward(const at::Tensor& x) { return x.detach(); }
+};
+TORCH_MODULE(Detaches);
+
+TEST_CASE("a row waits for the gradient of a part of the loss that comes on another stream") {
+  const torch::nn::Sequential plain = placed({0, 1});
+  const auto first = std::dynamic_pointer_cast<torch::nn::LinearImpl>(plain->ptr(0));
+  const auto last = std::dynamic_pointer_cast<torch::nn::LinearImpl>(plain->ptr(2));
+  // Nothing but the part has a gradient for the first row.
+  Pipeline<> pipe(torch::nn::Sequential(first, Partly(), Detaches(), last),
+                  PipelineOptions{.ranks = false,
+                                  .devices = {sim_device(0), sim_device(1)},
+                                  .chunks = 1,
+                                  .balance = {3, 1}});
+  const c10::impl::VirtualGuardImpl sim(kSim);
+  const at::Tensor weight = first->weight.detach().cpu();
+  const at::Tensor bias = first->bias.detach().cpu();
+  const at::Tensor y = batch().mm(weight.t()) + bias;
+  const at::Tensor expected = y.t().mm(batch()) * (2.0 / double(y.numel()));
+  for (int step = 0; step < 10; ++step) {
+    pipe->zero_grad();
+    std::vector<StageLoss> losses;
+    at::Tensor output;
+    {
+      const std::vector<c10::Stream> streams{sim.getStreamFromGlobalPool(sim_device(0)),
+                                             sim.getStreamFromGlobalPool(sim_device(1))};
+      const c10::MultiStreamGuard guard(streams);
+      const LossScope scope(losses);
+      output = pipe->forward(batch());
+      for (const c10::Stream& stream : streams) stream.synchronize();
+    }
+    // The gradient of the part is written last, and late.
+    ((losses[0].value * 4.0).to(sim_device(1)) + output.sum() * 0.0).backward();
+    CHECK(at::allclose(first->weight.grad().cpu(), expected * 4.0, 1e-4, 1e-6));
+  }
+}
+
 // Runs a pipeline and its backward in the backward of another graph.
 class WithinBackward final : public torch::autograd::Node {
  public:

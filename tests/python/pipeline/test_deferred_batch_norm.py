@@ -226,6 +226,21 @@ def test_without_a_pipeline_chunks_forwards_are_a_batch(
     assert torch.equal(layer(x), plain(x))
 
 
+def test_another_number_of_chunks_makes_another_layer() -> None:
+    first: Any = trireme.convert_deferred_batch_norm(nn.BatchNorm1d(WIDTH), 2)
+    first(rows(0))  # the first half of a batch
+    assert trireme.convert_deferred_batch_norm(first, 2) is first
+    other: Any = trireme.convert_deferred_batch_norm(nn.Sequential(first), 1)[0]
+    assert other is not first and (first.chunks, other.chunks) == (2, 1)
+    assert other.weight is first.weight and other.running_mean is first.running_mean
+    other(rows(1))
+    expected = nn.BatchNorm1d(WIDTH)
+    expected(rows(1))
+    torch.testing.assert_close(other.running_mean, expected.running_mean)
+    with pytest.raises(ValueError, match="expected 2D or 3D input"):
+        other(torch.ones(2, WIDTH, 2, 2))
+
+
 def test_bad_arguments_are_refused() -> None:
     layer = trireme.DeferredBatchNorm(3, chunks=2)
     assert "chunks=2" in repr(layer)

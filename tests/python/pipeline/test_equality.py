@@ -59,6 +59,19 @@ def test_a_table_and_a_value_as_schedule(rank: int) -> None:
 
 
 @on_shm_ranks(2)
+def test_profiles_show_actions(rank: int) -> None:
+    """By the words of the table, those of threads in one process too."""
+    of_ranks = trireme.Pipeline(tanh_layers(), 4, ranks=True, schedule="zb-h1", loss=mse_loss)
+    of_threads = trireme.Pipeline(tanh_layers(), 4, devices=["cpu"] * 2, loss=mse_loss)
+    for pipe, rows_seen in ((of_ranks, [rank]), (of_threads, [0, 1])):
+        with torch.profiler.profile() as profile:
+            pipe.step(rows(0), target=rows(1))
+        seen = {one.name for one in profile.events() if "trireme::pipeline::" in one.name}
+        table = [one for row in rows_seen for one in pipe.schedule.rows[row] if one is not None]
+        assert seen == {f"trireme::pipeline::{one}" for one in table}
+
+
+@on_shm_ranks(2)
 def test_names_are_those_of_the_module(rank: int) -> None:
     pipe = trireme.Pipeline(tanh_layers(), balance=[3, 5], ranks=True, loss=mse_loss)
     whole = tanh_layers().state_dict()

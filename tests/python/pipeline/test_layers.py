@@ -131,8 +131,12 @@ def test_placements_that_are_refused(placement: Any, kind: type[Exception], part
 def test_what_two_devices_would_share_is_refused() -> None:
     module = Blocks()
     module.blocks[0].weight = module.embed.weight
-    with pytest.raises(ValueError, match="got parameter 'weight' for cpu and meta"):
+    with pytest.raises(ValueError, match="got 'weight' in layers for cpu and meta"):
         trireme.place(module, {"embed": "cpu", "blocks.0": "meta"})
+    norms = nn.Sequential(nn.BatchNorm1d(2, affine=False), nn.BatchNorm1d(2, affine=False))
+    norms[1].running_mean = norms[0].running_mean
+    with pytest.raises(ValueError, match="got 'running_mean' in layers for cpu and meta"):
+        trireme.place(norms, ["cpu", "meta"])
     with pytest.raises(ValueError, match="twice, for two devices"):
         layer = nn.Linear(2, 2)
         trireme.place(nn.Sequential(layer, layer), ["cpu", "meta"])

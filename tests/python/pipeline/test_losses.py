@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -98,6 +99,113 @@ def test_outside_of_pipelines() -> None:
     torch.testing.assert_close(inner.total(), 2 * layer.linear(x).square().mean())
     with raises(ValueError, "that is no real number", form=RANKLESS_FORM):
         trireme.pipeline_loss(torch.zeros(2))
+
+
+def by_hand(
+    module: nn.Module, x: Tensor, weights: Tensor, divisor: int
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The sum of all parts over ``divisor``, and gradients of it and of the weighted outputs, by a
+    loop over micro-batches."""
+    module.zero_grad()
+    total = torch.zeros(())
+    for part, weight in zip(x.tensor_split(CHUNKS), weights.tensor_split(CHUNKS), strict=True):
+        with trireme.collect_losses() as collected:
+            output = module(part)
+        parts = collected.total() / divisor
+        assert isinstance(parts, Tensor)
+        ((output * weight).sum() + parts).backward()
+        total += parts.detach()
+    return total, {name: one.grad for name, one in module.named_parameters()}
+
+
+@pytest.mark.parametrize("scale_grads", [True, False])
+@pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
+def test_parts_of_the_loss_of_a_call(checkpoint: Any, scale_grads: bool) -> None:
+    """Who calls the pipeline collects them, as around the module: their mean over micro-batches."""
+    pipe = trireme.Pipeline(
+        experts(), CHUNKS, balance=[1, 2, 1], checkpoint=checkpoint, scale_grads=scale_grads
+    )
+    one = experts()
+    for step in range(2):
+        x, weights = rows(2 * step), rows(2 * step + 1)
+        expected, gradients = by_hand(one, x, weights, CHUNKS if scale_grads else 1)
+        pipe.zero_grad()
+        with trireme.collect_losses() as collected:
+            output = pipe(x)
+        assert len(collected.parts()) == 3 * CHUNKS
+        torch.testing.assert_close(collected.total(), expected)
+        ((output * weights).sum() + collected.total()).backward(retain_graph=step == 1)
+        for name, parameter in pipe.named_parameters():
+            torch.testing.assert_close(parameter.grad, gradients[name])
+    # The graph is still there: the parts alone give gradients, and so do the outputs.
+    parameters = list(pipe.parameters())
+    of_parts = torch.autograd.grad(
+        collected.total(), parameters, retain_graph=True, allow_unused=True
+    )
+    of_outputs = torch.autograd.grad((output * weights).sum(), parameters)
+    for first, second, whole in zip(of_parts, of_outputs, gradients.values(), strict=True):
+        torch.testing.assert_close(second if first is None else first + second, whole)
+
+
+def test_the_order_of_parts_is_that_of_a_loop() -> None:
+    pipe, one = trireme.Pipeline(experts(), CHUNKS, balance=[1, 2, 1]), experts()
+    x = rows(4)
+    expected: list[Tensor] = []
+    for part in x.tensor_split(CHUNKS):
+        with trireme.collect_losses() as collected:
+            one(part)
+        expected += [value for value, _ in collected.parts()]
+    with trireme.collect_losses() as collected, torch.no_grad():
+        pipe(x)
+    got = collected.parts()
+    assert all(torch.equal(value, other) for (value, _), other in zip(got, expected, strict=True))
+    assert [weight * CHUNKS for _, weight in got] == pytest.approx([0.1, 0.2, 0.3] * CHUNKS)
+    assert not any(value.requires_grad for value, _ in got)
+
+
+def test_parts_of_a_call_that_nobody_collects() -> None:
+    pipe = trireme.Pipeline(experts(), CHUNKS, balance=[1, 2, 1], loss=mse_loss)
+    with pytest.raises(ValueError, match="a part of the loss outside of a pipeline's step"):
+        pipe(rows(1))
+    pipe.eval()
+    with torch.no_grad():
+        pipe(rows(1))
+    with trireme.collect_losses() as collected:
+        pipe.train().step(rows(1), target=rows(2))  # has them itself
+    assert collected.parts() == []
+
+
+def test_a_checkpointed_call_has_its_parts_once() -> None:
+    pipe, one = trireme.Pipeline(experts(), CHUNKS, balance=[1, 2, 1]), experts()
+    x, weights = rows(1), rows(2)
+    expected, gradients = by_hand(one, x, weights, CHUNKS)
+    with trireme.collect_losses() as collected:
+        output = checkpoint(pipe, x, use_reentrant=False)
+        ((output * weights).sum() + collected.total()).backward()
+    torch.testing.assert_close(collected.total(), expected)
+    for name, parameter in pipe.named_parameters():
+        torch.testing.assert_close(parameter.grad, gradients[name])
+
+
+@on_shm_ranks(2, timeout=60)
+def test_parts_of_doubles_stay_what_they_are(rank: int) -> None:
+    """A layer may use the number that it gave."""
+
+    class Twice(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            part = (x * 0.1).exp().mean().exp()  # what exp() returned is saved for its backward
+            trireme.pipeline_loss(part, 0.5)
+            return x * part
+
+    module = nn.Sequential(nn.Linear(WIDTH, WIDTH), Twice(), nn.Linear(WIDTH, WIDTH)).double()
+    one = copy.deepcopy(module)
+    pipe = trireme.Pipeline(module, CHUNKS, ranks=True, loss=mse_loss)
+    expected = accumulate(one, rows(1).double(), rows(2).double())
+    got = pipe.step(rows(1).double(), target=rows(2).double())
+    torch.testing.assert_close(got, expected)
+    whole = dict(one.named_parameters())
+    for name, parameter in pipe.named_parameters():
+        torch.testing.assert_close(parameter.grad, whole[name].grad)
 
 
 class Masked(nn.Module):

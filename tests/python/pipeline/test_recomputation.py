@@ -82,6 +82,19 @@ def test_keywords_that_a_layer_changes_in_place(rank: int) -> None:
             pipe.step(rows(0), mask=mask, target=rows(1))
 
 
+def test_inputs_that_a_layer_changes_in_place() -> None:
+    """Without a recomputation a first layer may do so."""
+    for checkpoint in ("never", "always"):
+        module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(inplace=True))
+        pipe = trireme.Pipeline(module, 2, balance=[1, 1], checkpoint=checkpoint)  # type: ignore[arg-type]
+        output = pipe(rows(0))
+        if checkpoint == "never":
+            output.sum().backward()
+            continue
+        with pytest.raises(RuntimeError, match=r"an input of stage 1 .* changed in place"):
+            output.sum().backward()
+
+
 @on_shm_ranks(2)
 def test_running_statistics_count_once(rank: int) -> None:
     def make() -> nn.Sequential:

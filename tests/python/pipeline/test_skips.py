@@ -189,6 +189,12 @@ class StashesNever(nn.Module):
         return x
 
 
+@skippable(pop=["a"])
+class PopsNever(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
 @skippable(stash=["a"])
 class StashesA(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
@@ -226,6 +232,13 @@ def test_bad_declarations() -> None:
         StashesA().isolate(Namespace(), only=["b"])
     with refused(ValueError, "got a stash of 'b', which StashesOther does not declare"):
         StashesOther()(rows(1))
+    for kind in (ValueError, RuntimeError):  # torchgpipe's is the latter
+        with refused(kind, "got no stash of 'a' in the forward of a StashesNever"):
+            StashesNever()(rows(1))
+    with refused(RuntimeError, "got no pop of 'a' in the forward of a PopsNever that declares it"):
+        PopsNever()(rows(1))
+    with refused(RuntimeError, "got a pop of 'a', which nothing has stashed"):
+        PopsA()(rows(1))
     with refused(TypeError, "got a int to stash as 'a', expected a tensor or None"):
         StashesNumber()(rows(1))
     with refused(TypeError, "got a Tensor out of a forward that yields"):
@@ -259,7 +272,9 @@ def test_forwards_that_do_otherwise_fail_on_all_ranks(rank: int) -> None:
             with raises(RuntimeError, "stage", *parts):
                 pipe.step(rows(1), target=rows(2))
 
-    fails([StashesNever(), nn.Tanh(), PopsA()], "got no stash of 'a' in the forward of a stage")
+    fails(
+        [StashesNever(), nn.Tanh(), PopsA()], "got no stash of 'a' in the forward of a StashesNever"
+    )
     fails([StashesA(), nn.Tanh(), PopsTwice()], "got a pop of 'a' twice in a micro-batch")
     dist.barrier()
 

@@ -142,7 +142,7 @@ PipelineRunner::Evaluation PipelineEngine::Row::run_row(std::vector<PipelineValu
   const bool is_divided = divides_losses && options_.scale_grads;
   const double divisor = is_divided ? static_cast<double>(schedule_.micro_batches) : 1;
   for (const auto& stage : stages_)
-    stage->begin_step({mode.trains, mode.is_pass, mode.loss_scale / divisor});
+    stage->begin_step({mode.trains, mode.is_pass, mode.takes_losses, mode.loss_scale / divisor});
   const bool adds_up = mode.trains && !mode.is_pass;
   if (adds_up) gradients_->begin_step({step_, mode.synchronizes, !divides_losses});
   run_actions();
@@ -164,6 +164,7 @@ void PipelineEngine::Row::begin(std::vector<PipelineValue> inputs, const Mode& m
   result_ = {};
   losses_.clear();
   parts_of_loss_.clear();
+  pass_losses_.clear();
   mode_ = mode;
 }
 
@@ -179,12 +180,17 @@ void PipelineEngine::Row::run_actions() {
   inputs_.clear();
 }
 
-PassOutputs PipelineEngine::Row::forward_pass(std::vector<PipelineValue> inputs, bool records) {
+PassOutputs PipelineEngine::Row::forward_pass(std::vector<PipelineValue> inputs,
+                                              const PassOptions& options) {
   PassOutputs found;
-  found.outputs = run(std::move(inputs),
-                      {.trains = records, .has_loss = false, .is_pass = true, .backwards = false})
+  found.outputs = run(std::move(inputs), {.trains = options.records,
+                                          .has_loss = false,
+                                          .is_pass = true,
+                                          .takes_losses = options.takes_losses,
+                                          .backwards = false})
                       .outputs;
-  if (!records) return found;
+  found.losses = std::exchange(pass_losses_, {});
+  if (!options.records) return found;
   found.kept = std::make_shared<KeptRow>();
   for (const auto& stage : stages_) found.kept->live.push_back(stage->take_live());
   found.kept->due = skips_->due();
@@ -204,6 +210,7 @@ void PipelineEngine::Row::backward_pass(KeptRow& kept, const PassBackward& backw
     run({}, {.trains = true,
              .has_loss = false,
              .is_pass = true,
+             .takes_losses = !backward.of_losses.empty(),
              .forwards = false,
              .keep_graph = backward.keep_graph});
   } catch (...) {
@@ -281,6 +288,7 @@ std::string PipelineEngine::Row::give_up(const std::string& why) noexcept {
   gradients_->abandon(text);
   losses_.clear();
   parts_of_loss_.clear();
+  pass_losses_.clear();
   result_ = {};
   inputs_.clear();
   return text;

@@ -53,6 +53,7 @@ class PipelineEngine::Row {
     std::optional<bool> has_strategies = {};
     double loss_scale = 1;
     bool is_pass = false;
+    bool takes_losses = false;
     bool forwards = true;
     bool backwards = true;
     bool keep_graph = false;
@@ -61,7 +62,7 @@ class PipelineEngine::Row {
   Evaluation run(std::vector<PipelineValue> inputs, const Mode& mode);
 
   // See PipelineEngine.
-  PassOutputs forward_pass(std::vector<PipelineValue> inputs, bool records);
+  PassOutputs forward_pass(std::vector<PipelineValue> inputs, const PassOptions& options);
   void backward_pass(KeptRow& kept, const PassBackward& backward);
 
  private:
@@ -107,6 +108,7 @@ class PipelineEngine::Row {
   void count_sent(StageReport& report, int64_t to, const std::vector<at::Tensor>& tensors) const;
 
   void keep_loss(int64_t micro_batch, at::Tensor loss);
+  void keep_part_of_loss(const RowAction& action, StageLoss part);
 
   // Takes the loss to all ranks, once all have finished, with what layers of any stage had of it.
   // Losses are added up one after the other: mean() would add them in another order, and so round
@@ -144,6 +146,7 @@ class PipelineEngine::Row {
   std::vector<at::Tensor> losses_;         // one per micro-batch
   std::vector<at::Tensor> parts_of_loss_;  // what layers of this rank added, in all micro-batches
   Evaluation result_;
+  std::vector<PassLoss> pass_losses_;
   const PassBackward* pass_ = nullptr;  // is the one whose backward runs
 };
 

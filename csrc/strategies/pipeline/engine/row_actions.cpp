@@ -52,8 +52,7 @@ void PipelineEngine::Row::forward(const RowAction& action) {
     const Timed computes(report.forward_ms);
     is_in_stage_ = true;
     output = stage.forward(action.micro_batch, std::move(input), action.is_recomputed);
-    for (at::Tensor& part : stage.take_parts_of_loss())
-      if (mode_.has_loss) parts_of_loss_.push_back(std::move(part));
+    for (StageLoss& part : stage.take_parts_of_loss()) keep_part_of_loss(action, std::move(part));
     if (stage.is_last() && mode_.has_loss)
       keep_loss(action.micro_batch, stage.loss(action.micro_batch, output));
     is_in_stage_ = false;
@@ -96,6 +95,11 @@ void PipelineEngine::Row::backward(const RowAction& action) {
         stage.is_last() ? pass_->gradients[static_cast<size_t>(action.micro_batch)]
                         : edges_->receive_back(message);
     gradients.insert(gradients.end(), came.begin(), came.end());
+  }
+  if (mode_.takes_losses) {
+    const auto found = pass_->of_losses.find({stage.index(), action.micro_batch});
+    if (found != pass_->of_losses.end())
+      stage.take_loss_gradients(action.micro_batch, found->second);
   }
   const bool owes = stage.owes_gradients(action.micro_batch);
   const bool splits = action.kind == ActionKind::kBackwardInput;
@@ -160,6 +164,15 @@ void PipelineEngine::Row::count_sent(StageReport& report, int64_t to,
 void PipelineEngine::Row::keep_loss(int64_t micro_batch, at::Tensor loss) {
   losses_.resize(static_cast<size_t>(schedule_.micro_batches));
   losses_[static_cast<size_t>(micro_batch)] = std::move(loss);
+}
+
+void PipelineEngine::Row::keep_part_of_loss(const RowAction& action, StageLoss part) {
+  if (mode_.is_pass) {
+    pass_losses_.push_back({action.stage->index(), action.micro_batch, std::move(part)});
+  } else if (mode_.has_loss) {
+    const at::Tensor value = part.value.detach().to(at::kDouble).reshape({});
+    parts_of_loss_.push_back(value * part.weight);  // a double's memory is the layer's
+  }
 }
 
 }  // namespace trireme

@@ -2,8 +2,11 @@
 
 #include <trireme/common/error.h>
 #include <trireme/module/autograd_node.h>
+#include <trireme/strategies/pipeline/stage_loss.h>
 
 #include <ATen/ops/zeros.h>
+#include <c10/core/Event.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/graph_task.h>
@@ -67,6 +70,7 @@ class HandOverNode final : public torch::autograd::Node {
 
   variable_list apply(variable_list&& gradients) override {
     pass_->handed_over_ = std::move(gradients);
+    pass_->wait_for_gradients();
     return {at::zeros({})};
   }
   std::string name() const override { return "TriremePipelineOutputs"; }
@@ -102,8 +106,19 @@ at::Tensor PipelinePass::enter(const at::Tensor& input) {
 std::vector<PipelineValue> PipelinePass::forward(std::vector<PipelineValue> inputs,
                                                  std::function<void(bool)> around_backward) {
   around_backward_ = std::move(around_backward);
-  std::vector<PipelineValue> outputs = rows_->forward_pass(std::move(inputs), state_, records_);
-  if (!records_) return outputs;
+  // A forward that a checkpoint repeats has had its parts of the loss before.
+  const bool repeats = repeats_forward();
+  std::vector<StageLoss>* receiver = repeats ? nullptr : LossScope::current();
+  PassOutputs found =
+      rows_->forward_pass(std::move(inputs), state_, {records_, repeats || receiver != nullptr});
+  const auto hand_losses_out = [&] {
+    if (receiver == nullptr) return;
+    for (PassLoss& loss : found.losses) receiver->push_back(std::move(loss.part));
+  };
+  if (!records_) {
+    hand_losses_out();
+    return std::move(found.outputs);
+  }
   torch::autograd::edge_list edges;
   for (const auto& [input, leaf] : inputs_)
     edges.push_back(torch::autograd::impl::gradient_edge(input));
@@ -117,17 +132,39 @@ std::vector<PipelineValue> PipelinePass::forward(std::vector<PipelineValue> inpu
     front = make_node<HandOverNode>(shared_from_this());
     front->set_next_edges({{node, place}});
   }
-  for (PipelineValue& output : outputs) {
+  const auto put_before = [&front](at::Tensor& tensor) -> int64_t {
+    if (!tensor.defined() || !tensor.requires_grad()) return -1;
+    const auto place = static_cast<int64_t>(front->num_inputs());
+    tensor = tensor.detach();
+    torch::autograd::set_history(tensor, front);
+    return place;
+  };
+  for (PipelineValue& output : found.outputs) {
     std::vector<int64_t>& places = places_.emplace_back();
-    for (at::Tensor& tensor : output.tensors) {
-      const bool has_graph = tensor.defined() && tensor.requires_grad();
-      places.push_back(has_graph ? static_cast<int64_t>(front->num_inputs()) : -1);
-      if (!has_graph) continue;
-      tensor = tensor.detach();
-      torch::autograd::set_history(tensor, front);
-    }
+    for (at::Tensor& tensor : output.tensors) places.push_back(put_before(tensor));
   }
-  return outputs;
+  for (PassLoss& loss : found.losses)
+    loss_places_[{loss.stage, loss.micro_batch}].push_back(put_before(loss.part.value));
+  hand_losses_out();
+  return std::move(found.outputs);
+}
+
+// On devices the node in front has the gradients on a stream of one device, and parts of the loss
+// may belong to other ones.
+void PipelinePass::wait_for_gradients() {
+  if (loss_places_.empty()) return;
+  for (const at::Tensor& gradient : handed_over_) {
+    if (!gradient.defined() || gradient.device().is_cpu()) continue;
+    const c10::impl::VirtualGuardImpl devices(gradient.device().type());
+    const c10::Stream current = devices.getStream(devices.getDevice());
+    for (const c10::Stream& stream : state_.streams) {
+      if (stream == current || stream.device().is_cpu()) continue;
+      c10::Event event(stream.device_type());
+      event.record(current);
+      event.block(stream);
+    }
+    return;
+  }
 }
 
 Tensors PipelinePass::backward(Tensors gradients, bool keep_graph) {
@@ -135,11 +172,14 @@ Tensors PipelinePass::backward(Tensors gradients, bool keep_graph) {
               "Trying to backward through the graph of a pipeline a second time, after what it had "
               "saved was freed. Pass retain_graph=True to the first backward.");
   PassBackward pass{.keep_graph = keep_graph};
-  for (const std::vector<int64_t>& places : places_) {
-    Tensors& of_one = pass.gradients.emplace_back();
+  const auto take = [&gradients](const std::vector<int64_t>& places) {
+    Tensors taken;
     for (const int64_t place : places)
-      of_one.push_back(place < 0 ? at::Tensor() : gradients[static_cast<size_t>(place)]);
-  }
+      taken.push_back(place < 0 ? at::Tensor() : gradients[static_cast<size_t>(place)]);
+    return taken;
+  };
+  for (const std::vector<int64_t>& places : places_) pass.gradients.push_back(take(places));
+  for (const auto& [of, places] : loss_places_) pass.of_losses[of] = take(places);
   if (around_backward_) around_backward_(true);
   try {
     rows_->backward_pass(state_, pass);

@@ -9,7 +9,9 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include <cstddef>
+#include <cstdint>
 #include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <utility>
@@ -20,7 +22,8 @@ namespace trireme {
 // [Note: the two graphs of a pass]
 //
 // The forwards of a pass record a graph for each stage and micro-batch, in the thread of its row.
-// What the caller sees are outputs whose history is a single node:
+// What the caller sees are outputs, and parts of the loss that layers had, whose history is a
+// single node:
 //
 //   inputs, parameters  <-  node  <-  outputs of micro-batches  <-  loss       the caller's graph
 //                            |  ^
@@ -46,7 +49,8 @@ class TRIREME_API PipelinePass : public std::enable_shared_from_this<PipelinePas
   at::Tensor enter(const at::Tensor& input);
 
   // Runs the forwards, once. Returns what the last stage returned, one per micro-batch, in the
-  // caller's graph where gradients are recorded. `around_backward` is called before (true) and
+  // caller's graph where gradients are recorded. Parts of the loss that layers had go to the
+  // LossScope of this thread, in that graph, too. `around_backward` is called before (true) and
   // after (false) each backward, on the thread of that; it may not throw.
   std::vector<PipelineValue> forward(std::vector<PipelineValue> inputs,
                                      std::function<void(bool begins)> around_backward = {});
@@ -57,6 +61,7 @@ class TRIREME_API PipelinePass : public std::enable_shared_from_this<PipelinePas
 
   std::vector<at::Tensor> backward(std::vector<at::Tensor> gradients, bool keep_graph);
   void release();
+  void wait_for_gradients();
 
   std::shared_ptr<RowThreads> rows_;
   bool records_;  // gradients, when it was made
@@ -65,6 +70,8 @@ class TRIREME_API PipelinePass : public std::enable_shared_from_this<PipelinePas
   RowThreads::PassState state_;
   std::vector<std::vector<int64_t>>
       places_;  // tells which input of the node an output of a micro-batch is
+  // Tells it of parts of the loss: by stage and micro-batch.
+  std::map<std::pair<int64_t, int64_t>, std::vector<int64_t>> loss_places_;
   std::vector<at::Tensor> handed_over_;  // gradients, on devices
   bool is_released_ = false;
 };

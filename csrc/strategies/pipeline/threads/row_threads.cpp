@@ -17,6 +17,7 @@
 #include <exception>
 #include <iterator>
 #include <optional>
+#include <tuple>
 #include <utility>
 
 namespace trireme {
@@ -64,6 +65,7 @@ std::vector<c10::Device> devices_of_rows(const PipelineSchedule& schedule,
 
 RowThreads::RowThreads(RowThreadsRequest request, std::shared_ptr<WorkerPool> pool)
     : schedule_(std::move(request.schedule)),
+      scale_grads_(request.scale_grads),
       pool_(std::move(pool)),
       devices_(pool_->devices()),
       is_on_devices_(std::any_of(devices_.begin(), devices_.end(),
@@ -72,7 +74,8 @@ RowThreads::RowThreads(RowThreadsRequest request, std::shared_ptr<WorkerPool> po
       shared_(static_cast<size_t>(schedule_.ranks)),
       engines_(shared_.size()),
       given_(request.stages),
-      skips_(request.skips) {
+      skips_(request.skips),
+      on_error_(std::move(request.on_error)) {
   TORCH_INTERNAL_ASSERT(pool_->count() == shared_.size());
   std::vector<StageTensors> tensors;
   for (const PipelineStageRequest& stage : request.stages)
@@ -177,6 +180,8 @@ void RowThreads::run(const Job& job) {
         try {
           job(row);
         } catch (...) {  // rows that are not in a step do not tell the others
+          const auto& engine = engines_[row];
+          if (on_error_) on_error_(engine ? engine->raised_in() : "", std::current_exception());
           group_.communicator(static_cast<int64_t>(row))
               ->announce_failure(text_of(std::current_exception()));
           throw;
@@ -221,17 +226,17 @@ std::shared_ptr<RowThreads> RowThreads::for_pass(int64_t micro_batches, Recomput
   if (!made) {
     made = std::make_shared<RowThreads>(
         RowThreadsRequest{with_recomputation(pass_schedule(schedule_, micro_batches), which),
-                          given_, /*scale_grads=*/true, skips_},
+                          given_, scale_grads_, skips_, on_error_},
         pool_);
   }
   return made;
 }
 
-std::vector<PipelineValue> RowThreads::forward_pass(std::vector<PipelineValue> inputs,
-                                                    PassState& state, bool records) {
+PassOutputs RowThreads::forward_pass(std::vector<PipelineValue> inputs, PassState& state,
+                                     const PassOptions& options) {
   pool_->expect_call();
   const std::lock_guard turn(turn_);
-  if (records) {
+  if (options.records) {
     state.streams = current_streams(devices_);
     for (PassParameter one : parameters_) {
       if (!one.parameter.requires_grad()) continue;
@@ -240,17 +245,28 @@ std::vector<PipelineValue> RowThreads::forward_pass(std::vector<PipelineValue> i
       state.parameters.push_back(std::move(one));
     }
   }
-  std::vector<PipelineValue> outputs;
+  PassOutputs found;
+  std::vector<std::vector<PassLoss>> losses(engines_.size());
   state.rows.resize(engines_.size());
   const auto first = static_cast<size_t>(schedule_.stage_rank.front());
   const auto last = static_cast<size_t>(schedule_.stage_rank.back());
   run([&](size_t row) {
-    PassOutputs own = row == first ? engines_[row]->forward_pass(std::move(inputs), records)
-                                   : engines_[row]->forward_pass({}, records);
+    PassOutputs own = row == first ? engines_[row]->forward_pass(std::move(inputs), options)
+                                   : engines_[row]->forward_pass({}, options);
     state.rows[row] = std::move(own.kept);
-    if (row == last) outputs = std::move(own.outputs);
+    losses[row] = std::move(own.losses);
+    if (row == last) found.outputs = std::move(own.outputs);
   });
-  return outputs;
+  for (std::vector<PassLoss>& of_row : losses)
+    std::move(of_row.begin(), of_row.end(), std::back_inserter(found.losses));
+  std::stable_sort(found.losses.begin(), found.losses.end(),
+                   [](const PassLoss& a, const PassLoss& b) {
+                     return std::tie(a.micro_batch, a.stage) < std::tie(b.micro_batch, b.stage);
+                   });
+  if (scale_grads_)
+    for (PassLoss& one : found.losses)
+      one.part.weight /= static_cast<double>(schedule_.micro_batches);
+  return found;
 }
 
 void RowThreads::backward_pass(const PassState& state, const PassBackward& backward) {

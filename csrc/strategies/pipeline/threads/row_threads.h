@@ -13,6 +13,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <exception>
 #include <functional>
 #include <map>
 #include <memory>
@@ -32,12 +33,18 @@ TRIREME_API std::shared_ptr<WorkerPool> row_pool(std::vector<c10::Device> device
 TRIREME_API std::vector<c10::Device> devices_of_rows(
     const PipelineSchedule& schedule, const std::vector<PipelineStageRequest>& stages);
 
+// Hears of each exception that leaves a row, on the row's thread: `where` is what raised_in() says,
+// empty where no stage of that row raised. It may change the exception, and may not throw.
+using RowErrorCallback =
+    std::function<void(const std::string& where, const std::exception_ptr& error)>;
+
 // Asks for a pipeline in one process.
 struct RowThreadsRequest {
   PipelineSchedule schedule = {};
   std::vector<PipelineStageRequest> stages = {};  // all, in their order
   bool scale_grads = true;
   std::vector<PipelineSkip> skips = {};
+  RowErrorCallback on_error = {};
 };
 
 // Runs all rows of a schedule, each on a thread of its own, on the pool's device for that. What a
@@ -90,8 +97,10 @@ class TRIREME_API RowThreads final : public PipelineRunner {
 
   // Run the two halves of a pass (engine.h). The schedule has whole backwards. A backward is
   // enqueued on the streams of its forward, and the caller's current ones wait for it.
-  std::vector<PipelineValue> forward_pass(std::vector<PipelineValue> inputs, PassState& state,
-                                          bool records);
+  // Parts of the loss come back in the order of micro-batches, and with `scale_grads` their weights
+  // are divided by the number of these.
+  PassOutputs forward_pass(std::vector<PipelineValue> inputs, PassState& state,
+                           const PassOptions& options);
   void backward_pass(const PassState& state, const PassBackward& backward);
 
   bool is_on_devices() const { return is_on_devices_; }  // other than the CPU
@@ -117,6 +126,7 @@ class TRIREME_API RowThreads final : public PipelineRunner {
   void refuse_strategies() const;
 
   PipelineSchedule schedule_;
+  bool scale_grads_;
   std::shared_ptr<WorkerPool> pool_;
   std::vector<c10::Device> devices_;  // one per row
   bool is_on_devices_;
@@ -131,6 +141,7 @@ class TRIREME_API RowThreads final : public PipelineRunner {
   // Make what for_pass() returns.
   std::vector<PipelineStageRequest> given_;
   std::vector<PipelineSkip> skips_;
+  RowErrorCallback on_error_;
   std::map<std::pair<int64_t, Recomputation>, std::shared_ptr<RowThreads>> for_passes_;
 };
 

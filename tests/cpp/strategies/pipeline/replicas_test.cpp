@@ -2,6 +2,7 @@
 
 #include <trireme/grad/no_sync.h>
 #include <trireme/strategies/ddp/distributed_data_parallel.h>
+#include <trireme/strategies/fsdp/fully_shard.h>
 #include <trireme/strategies/pipeline/pipeline.h>
 
 #include <torch/nn.h>
@@ -239,6 +240,79 @@ TEST_CASE("layers in DistributedDataParallel average once per step") {
         kTimeout, Engine::kShm);
     CAPTURE(schedule, wrong);
     CHECK(wrong.empty());
+  }
+}
+
+// Calls a sharded layer in the first micro-batch of a step alone, if it is told to.
+class AtFirstImpl : public torch::nn::Module {
+ public:
+  AtFirstImpl(Sharded<torch::nn::Linear> layer, bool only_first)
+      : layer_(register_module("layer", std::move(layer))), only_first_(only_first) {}
+  at::Tensor forward(const at::Tensor& x) {
+    return calls_++ % kChunks == 0 || !only_first_ ? layer_->forward(x) : x * 1;
+  }
+
+ private:
+  Sharded<torch::nn::Linear> layer_;
+  bool only_first_;
+  int64_t calls_ = 0;
+};
+TORCH_MODULE(AtFirst);
+
+// Returns what expected() does, for one step of such layers. Later micro-batches have no graph.
+Tensors expected_of_first(int64_t copies, int64_t number) {
+  torch::nn::Sequential whole = net();
+  for (int64_t copy = 0; copy < copies; ++copy) {
+    const at::Tensor x = rows(number * 10 + copy).tensor_split(kChunks).front();
+    const at::Tensor y = rows(number * 10 + copy + 5).tensor_split(kChunks).front();
+    loss_of(whole->forward(x), y).backward();
+  }
+  Tensors gradients;
+  for (const at::Tensor& parameter : whole->parameters())
+    gradients.push_back(parameter.grad().div(kChunks * copies));
+  return gradients;
+}
+
+TEST_CASE("layers in fully_shard average once per step, whether the last backward comes to them") {
+  for (const bool only_first : {false, true}) {
+    const Tensors whole = only_first ? expected_of_first(2, 1) : expected(2, {1});
+    for (const char* schedule : {"gpipe", "1f1b", "zb-h1"}) {
+      for (const Engine engine : {Engine::kShm, Engine::kGloo}) {
+        std::mutex mutex;
+        std::vector<std::string> wrong;
+        run_thread_ranks(
+            4,
+            [&](ThreadRank& rank) {
+              const PipelineRanks ranks =
+                  ranks_of_copy(rank.communicator, PipelineOptions{.copies = 2});
+              torch::nn::Sequential sharded;
+              torch::nn::Sequential plain = net();
+              for (auto& layer : *plain) {
+                torch::nn::Linear linear(layer.ptr<torch::nn::LinearImpl>());
+                sharded->push_back(
+                    AtFirst(fully_shard(linear, {.communicator = ranks.copies}), only_first));
+              }
+              Pipeline<> pipe(sharded, ranks.communicator,
+                              PipelineOptions{.chunks = kChunks, .schedule = schedule});
+              const size_t first = rank.where.rank % 2 == 0 ? 0 : 4;
+              for (int64_t i = 0; i < 3; ++i) {
+                pipe->zero_grad();
+                step(pipe, 1, rank.where.rank / 2);
+                const Tensors own = pipe->parameters();
+                const std::lock_guard<std::mutex> lock(mutex);
+                for (size_t k = 0; k < 4; ++k) {
+                  const at::Tensor shard =
+                      whole[first + k].chunk(2)[static_cast<size_t>(rank.where.rank / 2)];
+                  if (!own[k].grad().defined() || !own[k].grad().equal(shard))
+                    wrong.push_back("gradient " + std::to_string(k));
+                }
+              }
+            },
+            kTimeout, engine);
+        CAPTURE(schedule, only_first, engine == Engine::kShm, wrong);
+        CHECK(wrong.empty());
+      }
+    }
   }
 }
 

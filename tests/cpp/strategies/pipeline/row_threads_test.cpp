@@ -233,6 +233,75 @@ TEST_CASE("a forward in one process has a graph, and a loss outside") {
   }
 }
 
+// Has a part of the loss.
+struct PartlyImpl : torch::nn::Module {
+  explicit PartlyImpl(double part_weight) : weight(part_weight) {
+    register_module("linear", linear);
+  }
+  at::Tensor forward(const at::Tensor& x) {
+    const at::Tensor y = linear(x);
+    pipeline_loss(y.square().mean(), weight);
+    return y.tanh();
+  }
+  torch::nn::Linear linear{3, 3};
+  double weight;
+};
+TORCH_MODULE(Partly);
+
+torch::nn::Sequential partly() {
+  torch::manual_seed(8);
+  return torch::nn::Sequential(Partly(0.5), torch::nn::Linear(3, 3), Partly(0.25));
+}
+
+at::Tensor sum_of(const std::vector<StageLoss>& losses) {
+  at::Tensor sum = at::zeros({});
+  for (const StageLoss& loss : losses) sum = sum + loss.value * loss.weight;
+  return sum;
+}
+
+TEST_CASE("who calls a pipeline in one process collects parts of the loss") {
+  const at::Tensor x = at::sin(at::arange(24, at::kFloat)).view({8, 3});
+  for (const char* checkpoint : {"never", "always"}) {
+    for (const bool scale : {true, false}) {
+      CAPTURE(checkpoint, scale);
+      torch::nn::Sequential whole = partly();
+      at::Tensor expected = at::zeros({});
+      for (const at::Tensor& part : x.chunk(kChunks)) {
+        std::vector<StageLoss> losses;
+        at::Tensor output;
+        {
+          const LossScope scope(losses);
+          output = whole->forward(part);
+        }
+        const at::Tensor parts = sum_of(losses) / (scale ? kChunks : 1);
+        (output.sum() + parts).backward();
+        expected = expected + parts.detach();
+      }
+      Pipeline<> pipe(partly(), PipelineOptions{.ranks = false,
+                                                .threads = 2,
+                                                .chunks = kChunks,
+                                                .scale_grads = scale,
+                                                .checkpoint = checkpoint});
+      std::vector<StageLoss> losses;
+      at::Tensor output;
+      {
+        const LossScope scope(losses);
+        output = pipe->forward(x);
+      }
+      REQUIRE(losses.size() == 2 * kChunks);
+      CHECK(at::allclose(sum_of(losses), expected));
+      (output.sum() + sum_of(losses)).backward();
+      const Tensors own = pipe->parameters();
+      const Tensors gradients = whole->parameters();
+      for (size_t i = 0; i < own.size(); ++i)
+        CHECK(at::allclose(own[i].grad(), gradients[i].grad()));
+      CHECK_THROWS_WITH(pipe->forward(x), Contains("a part of the loss outside of a pipeline"));
+      const at::NoGradGuard no_grad;
+      CHECK(pipe->forward(x).size(0) == 8);
+    }
+  }
+}
+
 TEST_CASE("what a pipeline in one process refuses") {
   CHECK_THROWS_WITH(Pipeline<>(net_of(2), PipelineOptions{.ranks = false, .copies = 2}),
                     Contains("got copies=2 of a pipeline in one process"));
