@@ -13,7 +13,7 @@ from trireme._C import PsSparseOptions, PsSparseTable, PsTableSpec
 from trireme._core.optimizer_specs import OptimizerSpec
 from trireme.ps.areas import AREA
 from trireme.ps.row_inits import RowInit, Zeros
-from trireme.ps.tables import Pending, check_options
+from trireme.ps.tables import DenseTable, Pending, check_options
 
 
 class Sparse:
@@ -187,7 +187,7 @@ class Embedding(nn.Module):
     twice; the thread that runs it is the one that uses the server.
     """
 
-    def __init__(self, table: SparseTable) -> None:
+    def __init__(self, table: SparseTable | DenseTable) -> None:
         super().__init__()
         self.table = _expect_sparse(table)
 
@@ -206,7 +206,7 @@ class EmbeddingBag(nn.Module):
         mode: "mean", "sum" or "max".
     """
 
-    def __init__(self, table: SparseTable, mode: str = "mean") -> None:
+    def __init__(self, table: SparseTable | DenseTable, mode: str = "mean") -> None:
         super().__init__()
         self.table = _expect_sparse(table)
         if mode not in ("mean", "sum", "max"):
@@ -231,6 +231,7 @@ class EmbeddingBag(nn.Module):
 
 
 def _expect_sparse(table: Any) -> SparseTable:
+    """Modules take either kind, since ``server[...]`` may be either; only rows pass."""
     AREA.expect(
         "table", table, SparseTable, "a sparse table of a server",
         next_step="Pass server['items'], where 'items' is described by ps.Sparse.",
