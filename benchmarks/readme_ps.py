@@ -7,12 +7,13 @@ from collections.abc import Callable
 
 from harness import pages
 from harness.pages import Blocks, Json, Rows
+from readme_steps import RATIO, TARGET
 
 _SIDES = ("ours", "rpc", "gloo")
 
 
 def _rows(results: Json) -> Rows:
-    for size, found in results["sizes"].items():
+    for size, found in results.get("sizes", {}).items():
         us = {side: statistics.median(times) for side, times in found["times_us"].items()}
         for verb in ("pull", "push"):
             row = {"size": size, "verb": verb, "ratio": found["ratios_to_rpc"][f"ours {verb}"]}
@@ -47,7 +48,127 @@ MESSAGES = pages.Table(
 )
 
 
+def _row_sides(results: Json) -> Rows:
+    found = results.get("sparse")
+    for side, times in found["times_us"].items() if found else ():
+        us = statistics.median(times)
+        row = {"side": side, "us": us, "rows_per_us": found["ids"] / us}
+        yield {**row, "ratio": found["ratios_to_torch"].get(side)}
+
+
+def _share_of_torch(row: Json) -> str:
+    ratio = row["ratio"]
+    if ratio is None:
+        return ""
+    return f"{1 / ratio['median']:.0%}, target {1 / ratio['target']:.0%}: {ratio['verdict']}"
+
+
+ROWS = pages.Table(
+    "Rows of a sparse table on one core: {sparse[ids]} ids a call out of {sparse[rows]} rows of "
+    "{sparse[dim]} fp32, beside torch's gather (`index_select`) and scatter (`index_add_`) in one "
+    "tensor:",
+    {
+        "": "{side}",
+        "us per call": "{us:.0f}",
+        "million rows per s": "{rows_per_us:.1f}",
+        "of torch's rows per s": _share_of_torch,
+    },
+    _row_sides,
+)
+
+
+def _updates(results: Json) -> Rows:
+    for row in results.get("updates", ()):
+        yield {**row, "ratio": row["ratio_to_rpc"]}
+
+
+UPDATES = pages.Table(
+    "Steps per second that workers make together, each by the pushes of all (`bsp`), beside "
+    "torch's tutorial on batch RPC, whose server is one more process. Dense: a million parameters "
+    "under SGD; sparse: 4096 ids of 100000 rows of 64 per worker under rowwise Adagrad:",
+    {
+        "": "{kind}, W = {workers}",
+        "trireme": "{updates_per_s[ours]:.0f}",
+        "torch RPC": "{updates_per_s[rpc]:.0f}",
+        "times as many (quartiles)": _times_faster,
+        "target": lambda row: f"{1 / row['ratio']['target']:.3g}x: {row['ratio']['verdict']}",
+    },
+    _updates,
+)
+
+
+def _model(results: Json) -> Rows:
+    found = results.get("model")
+    for contest in found["contests"] if found else ():
+        steps = {
+            side: pages.median_of(found["runs"][contest[side]], "step_ms")
+            for side in ("ours", "theirs")
+        }
+        yield {**contest, "step_ms": steps}
+
+
+MODEL = pages.Table(
+    "A step of `{model[workload]}` under `bsp`, in ms, beside our own ZeRO 2, which moves "
+    "gradients while backward runs:",
+    {
+        "parameter server": "{step_ms[ours]:.1f}",
+        "ZeRO 2": "{step_ms[theirs]:.1f}",
+        "ratio (quartiles)": RATIO,
+        "target": TARGET,
+    },
+    _model,
+)
+
+_PATTERNS = {
+    "always": "one worker is always slow",
+    "sometimes": "each step is slow with a probability of 1/4",
+}
+
+
+def _modes(results: Json) -> Rows:
+    for row in results.get("stragglers", {}).get("modes", ()):
+        reached = sorted(one for one in row["seconds_to_good"] if one is not None)
+        yield {
+            **row,
+            "pattern": _PATTERNS[row["pattern"]],
+            "rate": statistics.median(row["updates_per_s"]),
+            "factor": 1 / row["ratio_to_bsp"]["median"],
+            "good": f"{statistics.median(reached):.1f}" if reached else "not reached",
+        }
+
+
+STRAGGLERS = pages.Table(
+    "`examples/python/ps_stragglers.py`, 4 workers whose step sleeps {stragglers[step_ms]:g} ms, a "
+    "slow one {stragglers[slow_ms]:g} ms; medians of {stragglers[seeds]} seeds:",
+    {
+        "": "{pattern}",
+        "mode": "`{mode}`",
+        "updates per s": "{rate:.0f}",
+        "times bsp's": "{factor:.2f}",
+        "target": pages.where("target", "{target:g}: {ratio_to_bsp[verdict]}"),
+        "s until 95 % are right": "{good}",
+    },
+    _modes,
+)
+
+
+def _verbs(results: Json) -> Rows:
+    found = results.get("cpp")
+    for verb, times in found["times_us"].items() if found else ():
+        verdict = found["verdicts"].get(verb)
+        target = f"{found['target_us']:g}: {verdict}" if verdict else ""
+        yield {"verb": verb, "us": statistics.median(times), "target": target}
+
+
+CPP = pages.Table(
+    "In C++, 4 bytes, us per call, under `async` if the parameters are not bound:",
+    {"": "{verb}", "us": "{us:.2f}", "target": "{target}"},
+    _verbs,
+)
+
+
 def ps_tables(results: Json) -> Blocks:
-    """Yields what was measured."""
-    yield from MESSAGES(results)
+    """Yields every part that was run."""
+    for part in (MESSAGES, CPP, ROWS, UPDATES, MODEL, STRAGGLERS):
+        yield from part(results)
     yield pages.measured_on(results)

@@ -6,13 +6,8 @@ worker, rank 1 serves it where somebody has to; all sides take turns in the same
 
 from __future__ import annotations
 
-import json
-import sys
-import tempfile
-import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,8 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import rpc
 
-from harness.ranks import Launch, RankGroup
-from harness.worker import take_over_stdout
+from harness.ps_ranks import Times, answer, ask_ranks, time_in_turns
 
 _BYTES_PER_BLOCK = 64 << 20
 _MOST_CALLS = 200
@@ -36,13 +30,10 @@ class PsCase:
     rounds: int
 
 
-def measure_ps(case: PsCase) -> dict[str, list[float]]:
+def measure_ps(case: PsCase) -> Times:
     """Microseconds per call by side, one entry per round, measured in fresh processes."""
-    with tempfile.TemporaryDirectory(prefix="bench") as scratch:
-        launch = Launch("ps", "harness.ps_rounds", json.dumps(asdict(case)), 2, 1, Path(scratch))
-        with RankGroup(launch) as group:
-            found: dict[str, list[float]] = group.replies()[0]
-            return found
+    found: Times = ask_ranks("harness.ps_rounds", case, 2)
+    return found
 
 
 def hold(numel: int) -> None:
@@ -126,54 +117,24 @@ def _sides(case: PsCase, rank: int) -> tuple[_Sides, list[Any]]:
     return _Sides(worker, gloo), servers
 
 
-def _time_us(call: Callable[[], object] | None, calls: int) -> float:
-    dist.barrier()
-    start = time.perf_counter()
-    if call is not None:
-        for _ in range(calls):
-            call()
-    took = (time.perf_counter() - start) / calls * 1e6
-    dist.barrier()
-    return took
-
-
-def _measure(case: PsCase, rank: int) -> dict[str, list[float]]:
+def measure(fields: dict[str, Any]) -> Times:
+    """The times of a case, on rank 0 of two."""
+    case, rank = PsCase(**fields), dist.get_rank()
+    rpc.init_rpc("server" if rank == 1 else "worker", rank=rank, world_size=2)
     sides, servers = _sides(case, rank)
     if rank == 0:
         rpc.rpc_sync("server", hold, (case.bytes // 4,))
     own = sides.worker if rank == 0 else sides.server
-    names = list(sides.worker)
     calls = max(3, min(_MOST_CALLS, _BYTES_PER_BLOCK // case.bytes))
-    found: dict[str, list[float]] = {name: [] for name in names}
-    for name in names:
-        _time_us(own.get(name), 3)
-    for number in range(case.rounds):
-        for name in names if number % 2 == 0 else reversed(names):
-            found[name].append(_time_us(own.get(name), calls))
+    found = time_in_turns(list(sides.worker), own, calls, case.rounds)
     for server in servers:
         server.close()
-    return found
-
-
-def main() -> None:
-    """Measures what the first argument says and sends the times to the launcher."""
-    replies = take_over_stdout()
-    import trireme  # noqa: F401  (registers the backend)
-
-    torch.set_num_threads(1)
-    dist.init_process_group("trireme")
-    rank = dist.get_rank()
-    rpc.init_rpc("server" if rank == 1 else "worker", rank=rank, world_size=2)
-    found = _measure(PsCase(**json.loads(sys.argv[1])), rank)
     rpc.shutdown()
-    print(json.dumps(found), file=replies)
-    sys.stdin.readline()
-    dist.barrier()
-    dist.destroy_process_group()
+    return found
 
 
 if __name__ == "__main__":
     # RPC finds functions by the name of their module, which is another one than __main__.
-    from harness.ps_rounds import main as run
+    from harness.ps_rounds import measure as measured
 
-    run()
+    answer(measured)

@@ -63,6 +63,7 @@ FSDP_FOREACH = Side("fsdp, foreach", "fsdp", {}, "torch-foreach")
 FSDP_OWN_ADAM = Side("fsdp, trireme.optim", "fsdp", {}, "trireme")
 
 DDP_GLOO = Side("ddp, Gloo", "ddp-gloo", {})
+PS_BSP = Side("ps, bsp", "ps-bsp", {"mode": "bsp"})
 ZERO_2_GLOO = Side("zero2, Gloo", "zero2-gloo", {"host_params": False})
 FSDP_GLOO = (
     Side("fsdp, Gloo", "fsdp-gloo", {}),

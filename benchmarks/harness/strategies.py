@@ -169,6 +169,29 @@ def _sharded(
     return trireme.ZeroRedundancyOptimizer(parameters, optimizer.kind, stage=stage, **arguments)
 
 
+class TableSteps(Optimizer):
+    """Steps a module by the table of a parameter server that keeps it, and the states too."""
+
+    def __init__(self, module: nn.Module, server: trireme.ps.ParameterServer, table: str) -> None:
+        super().__init__(module.parameters(), {})
+        self._server, self._table = server, server[table]
+        self._table.pull()
+
+    def step(self, closure: Any = None) -> None:
+        """Waits for the gradients of all ranks; then forwards may read."""
+        self._table.push()
+        self._server.clock()
+        self._table.pull()
+
+
+def build_ps(module: nn.Module, optimizer: OptimizerSpec, options: Options) -> Parallel:
+    from trireme import ps
+
+    adam = ps.AdamW(optimizer.arguments.get("lr", 1e-3))
+    server = ps.ParameterServer([ps.Dense("model", module, optimizer=adam)], **options)
+    return Parallel(module, TableSteps(module, server, "model"))
+
+
 def build_torch_zero1(module: nn.Module, optimizer: OptimizerSpec, options: Options) -> Parallel:
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
@@ -308,6 +331,9 @@ STRATEGIES: dict[str, Strategy] = {
     "zero1": Strategy("trireme ZeRO stage 1, in DDP", build_zero1, TRIREME, needs_trireme=True),
     "zero2": Strategy("trireme ZeRO stage 2", build_zero2, TRIREME, needs_trireme=True),
     "fsdp": Strategy("trireme fully_shard", build_fsdp, TRIREME, needs_trireme=True),
+    "ps-bsp": Strategy(
+        "trireme ParameterServer, bsp", build_ps, TRIREME, {"mode": "bsp"}, needs_trireme=True
+    ),
     "pipeline": Strategy(
         "trireme Pipeline, 1f1b",
         build_pipeline,

@@ -37,7 +37,7 @@ RUN_FIELDS = {
 }
 STEPS = 3
 WORLDS = {
-    **{"single": 1, "dp": 1, "ddp": 2, "zero1": 2, "zero2": 2, "fsdp": 2},
+    **{"single": 1, "dp": 1, "ddp": 2, "zero1": 2, "zero2": 2, "fsdp": 2, "ps-bsp": 2},
     **{
         "pipeline": 2,
         "pipeline-threads": 1,
@@ -100,6 +100,7 @@ def test_the_host_holds_a_store_once(comparison: tuple[int, dict[str, Any], Path
         for kind in ("parameters", "optimizer_state")
     )
     once = ("dp", "zero1", "zero2", "fsdp", "torch-fsdp2")
+    assert parameters["ps-bsp"] == pytest.approx(parameters["single"], rel=1e-4)
     for sharded in (*once, "pipeline", "pipeline-threads", "torch-pipeline"):
         assert parameters[sharded] == pytest.approx(parameters["single"], rel=1e-4)
         assert states[sharded] == pytest.approx(states["single"], rel=1e-2)
