@@ -36,7 +36,7 @@ struct Stats {
   int64_t torn = 0;  // blocks that workers have died in, of all workers
   std::vector<std::string> torn_blocks = {};
   int64_t memory_bytes = 0;  // all tables take it once per host
-  int64_t rows = 0;          // of all sparse tables
+  int64_t rows = 0;          // all sparse tables have so many
 };
 
 // Keeps tables of parameters that workers pull and push, each at its own pace. The ranks of the
