@@ -143,7 +143,7 @@ void RowStore::grow_index(const Errand& errand) {
   std::memset(static_cast<void*>(slots_of(level)), 0, static_cast<size_t>(bytes));
   const auto rows = static_cast<int64_t>(header().claimed.load(std::memory_order_relaxed));
   for (int64_t row = 0; row < rows; ++row)
-    if ((record(row).word.load(std::memory_order_relaxed) & RowRecord::kMade) != 0) put(row, level);
+    if (is_made(row)) put(row, level);
   header().level.store(static_cast<uint64_t>(level), std::memory_order_release);
 }
 
@@ -197,25 +197,23 @@ void RowStore::make(const int64_t* ids, int64_t count, int64_t* rows, const Erra
 }
 
 int64_t RowStore::size() const {
-  const auto rows = static_cast<int64_t>(header().claimed.load(std::memory_order_acquire));
+  const int64_t rows = count_claimed();
   int64_t made = 0;
-  for (int64_t row = 0; row < rows; ++row)
-    made += (record(row).word.load(std::memory_order_acquire) & RowRecord::kMade) != 0 ? 1 : 0;
+  for (int64_t row = 0; row < rows; ++row) made += is_made(row) ? 1 : 0;
   return made;
 }
 
 std::vector<int64_t> RowStore::ids() const {
-  const auto rows = static_cast<int64_t>(header().claimed.load(std::memory_order_acquire));
+  const int64_t rows = count_claimed();
   std::vector<int64_t> found;
   for (int64_t row = 0; row < rows; ++row)
-    if ((record(row).word.load(std::memory_order_acquire) & RowRecord::kMade) != 0)
-      found.push_back(record(row).id);
+    if (is_made(row)) found.push_back(record(row).id);
   std::sort(found.begin(), found.end());
   return found;
 }
 
 RowColumns RowStore::columns() const {
-  const auto rows = static_cast<int64_t>(header().claimed.load(std::memory_order_acquire));
+  const int64_t rows = count_claimed();
   std::byte* first = memory_ + plan_.records_at;
   const auto column = [&](std::byte* place, std::vector<int64_t> more, at::ScalarType dtype) {
     std::vector<int64_t> sizes = {rows};
@@ -237,8 +235,7 @@ RowColumns RowStore::columns() const {
     all.states.push_back(column(first + plan_.states_at + i * plan_.state_bytes, {numel}, dtype));
   std::vector<int64_t> made;
   for (int64_t row = 0; row < rows; ++row)
-    if ((record(row).word.load(std::memory_order_acquire) & RowRecord::kMade) != 0)
-      made.push_back(row);
+    if (is_made(row)) made.push_back(row);
   if (static_cast<int64_t>(made.size()) == rows) return all;
   const at::Tensor which = at::tensor(made, at::kLong);
   for (at::Tensor* one : {&all.ids, &all.steps, &all.values}) *one = one->index_select(0, which);

@@ -84,8 +84,7 @@ class TRIREME_API RowStore {
   void take(int64_t row, const Errand& errand) const;
   void let_go(int64_t row) const;
 
-  // Returns the half of a worker for a clock, and memory of it for one more push; null, with the
-  // reason in `why_not`, where there is none.
+  // Returns where a worker keeps what it pushes in a clock; at() finds what it says of places.
   PushHalf& half(int64_t worker, uint64_t clock) const { return line(worker).halves[clock & 1]; }
   std::byte* at(int64_t offset) const { return memory_ + offset; }
   // Returns where `bytes` in a row lie, for a push of this worker. Throws DistBackendError where
@@ -125,6 +124,9 @@ class TRIREME_API RowStore {
     return reinterpret_cast<IndexSlot*>(memory_ + plan_.level_at(level));
   }
   uint64_t me() const { return static_cast<uint64_t>(*board_->worker()) + 1; }
+  bool is_made(int64_t row) const {
+    return (record(row).word.load(std::memory_order_acquire) & RowRecord::kMade) != 0;
+  }
   int64_t look_up(int64_t id, int64_t level) const;
   void fetch(int64_t row, int64_t bytes) const;
   int64_t add(int64_t id, const Errand& errand);
