@@ -51,8 +51,8 @@ SMALL = pages.Table(
     "small",
 )
 ENGINE = pages.Table(
-    "These layers on one rank, `gpipe`: what a forward or a backward of all eight takes, where less "
-    "than the bare arithmetic is noise:",
+    "These layers on one rank, `gpipe`: what a forward or a backward of all eight takes, where "
+    "less than the bare arithmetic is noise:",
     {"": "{label}", "us": "{us:.1f}", "beyond bare, us": "{added_us:.1f}"},
     lambda results: results.get("engine", {}).get("rows", ()),
     foot=[
