@@ -1,5 +1,6 @@
 #include <trireme/activation/offload.h>
 
+#include <trireme/activation/kept_tensor.h>
 #include <trireme/activation/offload_file.h>
 #include <trireme/common/error.h>
 #include <trireme/memory/stream_handoff.h>
@@ -39,49 +40,6 @@ constexpr size_t kAlignment = 64;
 
 std::atomic<int64_t> bytes_elsewhere{0};
 std::atomic<int64_t> bytes_written{0};
-
-// The version of a tensor when it was saved.
-class SavedVersion {
- public:
-  explicit SavedVersion(const at::Tensor& tensor)
-      : counter_(tensor.unsafeGetTensorImpl()->version_counter()), saved_(now()) {}
-
-  bool has_changed() const { return now() != saved_; }
-
-  [[noreturn]] void refuse(const std::string& tensor) const {
-    C10_THROW_ERROR(
-        Error, error_text("checkpoint",
-                          c10::str("one of the variables needed for gradient computation has been "
-                                   "modified by an inplace operation: ",
-                                   tensor, " is at version ", now(), ", expected version ", saved_),
-                          {},
-                          "Change a clone of it, or compute out of place; "
-                          "torch.autograd.set_detect_anomaly(True) shows who had saved it."));
-  }
-
- private:
-  uint32_t now() const { return counter_.enabled() ? counter_.current_version() : 0; }
-
-  c10::VariableVersion counter_;
-  uint32_t saved_;
-};
-
-class KeptTensor : public PackedTensor {
- public:
-  // A leaf is kept itself, as autograd does, and follows when it is given other memory. Another
-  // tensor might be the output of the node that keeps it.
-  explicit KeptTensor(const at::Tensor& tensor)
-      : tensor_(tensor.is_leaf() ? tensor : tensor.detach()), version_(tensor) {}
-
-  at::Tensor unpack() override {
-    if (version_.has_changed()) version_.refuse(tensor_.toString());
-    return tensor_.requires_grad() ? tensor_.detach() : tensor_;
-  }
-
- private:
-  at::Tensor tensor_;
-  SavedVersion version_;
-};
 
 // Knows storages that have outlived a graph which they had been offloaded for.
 class LongLivedStorages {

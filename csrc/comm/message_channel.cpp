@@ -61,16 +61,17 @@ auto name_errors(const std::string& what, const ChannelName& name, Call&& call) 
 }  // namespace
 
 EngineTensorSender::EngineTensorSender(std::shared_ptr<Communicator> pair, ChannelName name,
-                                       int64_t slots)
+                                       int64_t slots, int64_t most_bytes)
     : pair_(std::move(pair)),
       name_(std::move(name)),
       packing_(name_, /*reaches_devices=*/true),
-      slots_(static_cast<size_t>(slots)) {}
+      slots_(static_cast<size_t>(slots)),
+      most_bytes_(most_bytes) {}
 
 void EngineTensorSender::send(const TensorMessage& message, const std::string& label) {
   packing_.plan(message, label);
   name_errors(name_.sending(label), name_, [&] {
-    while (in_flight_.size() >= slots_) wait_for_first();
+    while (in_flight_.size() >= slots_ || bytes_in_flight_ > most_bytes_) wait_for_first();
     WireHead head;
     head.channel = std::hash<std::string>()(name_.name);
     head.step = message.step;
@@ -95,17 +96,26 @@ void EngineTensorSender::send(const TensorMessage& message, const std::string& l
     packing_.copy_into(bytes_of(rest) + head.payload_begin(),
                        body.defined() ? bytes_of(body) : nullptr, message);
     const c10::Device device = pair_->device();
-    Parts parts;
+    std::vector<Pending> parts;
     parts.push_back(pair_->send({first.to(device)}, 1, label));
     if (!head.is_inline()) parts.push_back(pair_->send({rest.to(device)}, 1, label));
     if (body.defined()) parts.push_back(pair_->send({body}, 1, label));
-    in_flight_.push_back(std::move(parts));
+    in_flight_.push_back({std::move(parts), head.bytes() + head.device_bytes});
+    bytes_in_flight_ += in_flight_.back().bytes;
   });
 }
 
 void EngineTensorSender::wait_for_first() {
-  for (Pending& part : in_flight_.front()) part.wait();
+  for (Pending& part : in_flight_.front().parts) part.wait();
+  bytes_in_flight_ -= in_flight_.front().bytes;
   in_flight_.pop_front();
+}
+
+bool EngineTensorSender::is_drained() {
+  name_errors(name_.sending("the last message"), name_, [&] {
+    while (!in_flight_.empty()) wait_for_first();
+  });
+  return true;
 }
 
 EngineTensorReceiver::EngineTensorReceiver(std::shared_ptr<Communicator> pair, ChannelName name)

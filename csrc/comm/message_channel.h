@@ -19,22 +19,30 @@ namespace trireme {
 // On the CPU the receiver posts the recv of the next head ahead, so that an engine which asks for
 // it before it sends (Gloo) need not; elsewhere it would hold up a stream of the device.
 
-// Sends to rank 1 of a communicator of two. At most `slots` sends are in flight.
+// Sends to rank 1 of a communicator of two. At most `slots` sends are in flight, and no more than one
+// beyond `most_bytes`.
 class EngineTensorSender final : public TensorSender {
  public:
-  EngineTensorSender(std::shared_ptr<Communicator> pair, ChannelName name, int64_t slots);
+  EngineTensorSender(std::shared_ptr<Communicator> pair, ChannelName name, int64_t slots,
+                     int64_t most_bytes);
 
   void send(const TensorMessage& message, const std::string& label) override;
+  bool is_drained() override;
 
  private:
   std::shared_ptr<Communicator> pair_;
   ChannelName name_;
   TensorPacking packing_;
   size_t slots_;
+  int64_t most_bytes_;
   void wait_for_first();
 
-  using Parts = std::vector<Pending>;
-  std::deque<Parts> in_flight_;
+  struct InFlight {
+    std::vector<Pending> parts;
+    int64_t bytes;
+  };
+  std::deque<InFlight> in_flight_;
+  int64_t bytes_in_flight_ = 0;
 };
 
 // Receives from rank 0 of a communicator of two.

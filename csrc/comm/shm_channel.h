@@ -4,6 +4,7 @@
 #include <trireme/shm/slot_channel.h>
 
 #include <memory>
+#include <optional>
 #include <string>
 
 namespace trireme {
@@ -15,6 +16,8 @@ class ShmTensorSender final : public TensorSender {
                   std::shared_ptr<void> keeps);
 
   void send(const TensorMessage& message, const std::string& label) override;
+  bool has_room() const override { return !slots_.is_full(); }
+  bool is_drained() override { return slots_.is_drained(); }
 
  private:
   std::byte* slot_for(int64_t bytes, const std::string& label);
@@ -32,6 +35,7 @@ class ShmTensorReceiver final : public TensorReceiver {
 
   TensorMessage receive(int64_t step, int64_t micro_batch, const std::string& label) override;
   void done_with_one() override { slots_.done_with_one(); }
+  std::optional<bool> has_message() const override { return !slots_.is_empty(); }
   void forget_before(int64_t step);
 
  private:

@@ -129,16 +129,16 @@ class Channels final : public TensorChannels {
       return std::find(members.begin(), members.end(), rank) - members.begin();
     };
     const auto& segment = memory.memory.segment;
-    const shm::ChannelEnd end{0, segment->data() + offset, request.slots};
+    const shm::ChannelEnd end{0, segment->data() + offset, request.slots, request.spares_group};
     const auto keeps = std::const_pointer_cast<shm::Segment>(segment);
     if (is_from(request))
       ends_[index].shm_sender = std::make_unique<ShmTensorSender>(
-          group, shm::ChannelEnd{place(request.to), end.memory, end.messages}, name_of(request),
-          keeps);
+          group, shm::ChannelEnd{place(request.to), end.memory, end.messages, end.spares_group},
+          name_of(request), keeps);
     if (is_to(request))
       ends_[index].shm_receiver = std::make_unique<ShmTensorReceiver>(
-          group, shm::ChannelEnd{place(request.from), end.memory, end.messages}, name_of(request),
-          keeps);
+          group, shm::ChannelEnd{place(request.from), end.memory, end.messages, end.spares_group},
+          name_of(request), keeps);
   }
 
   void connect_by_engine(size_t index, const ChannelRequest& request, int64_t number) {
@@ -155,7 +155,8 @@ class Channels final : public TensorChannels {
     End& end = ends_[index];
     if (is_from(request)) {
       end.engine_sender =
-          std::make_unique<EngineTensorSender>(std::move(pair), name_of(request), request.slots);
+          std::make_unique<EngineTensorSender>(std::move(pair), name_of(request), request.slots,
+                                               request.most_bytes);
     } else {
       end.engine_receiver =
           std::make_unique<EngineTensorReceiver>(std::move(pair), name_of(request));

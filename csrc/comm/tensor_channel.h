@@ -7,6 +7,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -36,6 +37,11 @@ class TRIREME_API TensorSender {
   // tensor that cannot be sent (sparse, nested, quantized, without memory, on a device that the
   // channel does not reach), and c10::DistBackendError.
   virtual void send(const TensorMessage& message, const std::string& label) = 0;
+  // Says whether send() would not wait. An engine that cannot tell says yes.
+  virtual bool has_room() const { return true; }
+  // Says whether what was sent stays when this end goes: over the memory of a host, whether it was
+  // received. An engine waits for that, and throws c10::DistBackendError as send() does.
+  virtual bool is_drained() { return true; }
 };
 
 // Receives what one rank sends. One thread at a time.
@@ -53,6 +59,8 @@ class TRIREME_API TensorReceiver {
   virtual TensorMessage receive(int64_t step, int64_t micro_batch, const std::string& label) = 0;
   // Lets the sender send one message more. Called once for each message that was received.
   virtual void done_with_one() = 0;
+  // Says whether receive() would find a message; nothing from an engine that cannot tell.
+  virtual std::optional<bool> has_message() const { return std::nullopt; }
 };
 
 // Asks for a channel between two ranks of a communicator.
@@ -61,6 +69,10 @@ struct ChannelRequest {
   int64_t to = 0;
   int64_t slots = 1;      // messages that it holds at once, those among them that are in use
   std::string name = {};  // "stage 1 to stage 2"; no two channels have the same one
+  // Bounds what an engine has on its way, beside `slots`.
+  int64_t most_bytes = INT64_MAX;
+  // Says that a rank which goes with a message on its way ends this channel and not the group.
+  bool spares_group = false;
 };
 
 // Holds a rank's ends of channels. They go when all that was sent has been received: what is on its

@@ -3,6 +3,7 @@
 #include <trireme/shm/reduce.h>
 
 #include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
 
 #include <algorithm>
 #include <cstring>

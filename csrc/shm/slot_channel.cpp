@@ -67,6 +67,10 @@ bool SlotSender::is_full() const {
   return sent_ >= done + static_cast<uint64_t>(end_.messages);
 }
 
+bool SlotSender::is_drained() const {
+  return block_.done.load(std::memory_order_acquire) >= sent_;
+}
+
 void SlotSender::wait(std::string_view errand) {
   check_usable(group_);
   const auto room = static_cast<uint64_t>(end_.messages);
@@ -192,7 +196,7 @@ std::shared_ptr<const Segment> SlotReceiver::map(const MessageHead& head) {
         group_.where(),
         absence.empty() ? "Look at the limits on open files and memory."
                         : group_.advice_on_absence());
-    group_.fail(text);
+    if (!end_.spares_group || absence.empty()) group_.fail(text);
     throw Fault(absence.empty() ? FaultKind::kMemory : FaultKind::kPeerLost, text);
   }
   return mapped = std::make_shared<const Segment>(std::move(segment));

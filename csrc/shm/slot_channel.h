@@ -72,6 +72,7 @@ struct ChannelEnd {
   int64_t peer = 0;             // the other end, as rank of the host
   std::byte* memory = nullptr;  // channel_bytes(), zeros at first, aligned to a cache line
   int64_t messages = 1;         // that it holds at once
+  bool spares_group = false;    // a peer that is gone with a message ends this channel alone
 };
 
 // Sends. One thread at a time. Throws Fault, see HostGroup: then nothing was sent.
@@ -84,6 +85,8 @@ class TRIREME_API SlotSender {
   SlotSender& operator=(const SlotSender&) = delete;
 
   bool is_full() const;
+  // Says whether the receiver is done with all that was sent.
+  bool is_drained() const;
   // Waits until it is not full. `errand` says in errors what for.
   void wait(std::string_view errand);
   // Returns memory for so many bytes of a message, aligned to a cache line; its next send() sends

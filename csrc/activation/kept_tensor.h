@@ -1,0 +1,50 @@
+#pragma once
+
+#include <trireme/activation/saved_tensor_hooks.h>
+#include <trireme/common/export.h>
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/TensorImpl.h>
+
+#include <cstdint>
+#include <string>
+
+namespace trireme {
+
+// Is the version of a tensor when it was saved.
+class TRIREME_API SavedVersion {
+ public:
+  explicit SavedVersion(const at::Tensor& tensor)
+      : counter_(tensor.unsafeGetTensorImpl()->version_counter()), saved_(now()) {}
+
+  bool has_changed() const { return now() != saved_; }
+
+  // Throws what autograd throws for a tensor that was changed in place.
+  [[noreturn]] void refuse(const std::string& tensor) const;
+
+ private:
+  uint32_t now() const { return counter_.enabled() ? counter_.current_version() : 0; }
+
+  c10::VariableVersion counter_;
+  uint32_t saved_;
+};
+
+// Keeps a saved tensor as autograd does, and refuses it when it was changed since.
+class TRIREME_API KeptTensor : public PackedTensor {
+ public:
+  // A leaf is kept itself, as autograd does, and follows when it is given other memory. Another
+  // tensor might be the output of the node that keeps it.
+  explicit KeptTensor(const at::Tensor& tensor)
+      : tensor_(tensor.is_leaf() ? tensor : tensor.detach()), version_(tensor) {}
+
+  at::Tensor unpack() override {
+    if (version_.has_changed()) version_.refuse(tensor_.toString());
+    return tensor_.requires_grad() ? tensor_.detach() : tensor_;
+  }
+
+ private:
+  at::Tensor tensor_;
+  SavedVersion version_;
+};
+
+}  // namespace trireme
