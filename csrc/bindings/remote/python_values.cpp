@@ -1,0 +1,210 @@
+#include <trireme/bindings/remote/python_values.h>
+
+#include <trireme/common/error.h>
+#include <trireme/strategies/remote/ref.h>
+
+#include <c10/util/Exception.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+#include <memory>
+#include <string_view>
+#include <utility>
+
+namespace trireme::remote {
+namespace {
+
+namespace py = pybind11;
+
+py::object* ref_type = nullptr;  // lives as long as the process
+
+// Says where a value is; it is put into words only for an error.
+struct Place {
+  const Place* outer = nullptr;
+  const char* name = nullptr;  // the outermost has one
+  py::handle key = {};         // in a dict
+  Py_ssize_t index = -1;       // in a list or a tuple
+  const char* part = nullptr;  // "a key of "
+
+  std::string text() const {
+    if (name != nullptr) return name;
+    if (part != nullptr) return part + outer->text();
+    if (!key) return outer->text() + "[" + std::to_string(index) + "]";
+    return outer->text() + "[" + std::string(py::str(py::repr(key))) + "]";
+  }
+};
+
+const Place& outermost_of(const Place& place) {
+  return place.outer == nullptr ? place : outermost_of(*place.outer);
+}
+
+[[noreturn]] void refuse(const Place& place, py::handle object) {
+  C10_THROW_ERROR(
+      TypeError,
+      error_text("remote",
+                 "got a value that cannot be sent: " + place.text() + " is a " +
+                     std::string(Py_TYPE(object.ptr())->tp_name),
+                 {},
+                 "Send None, bool, int, float, str, bytes, tensors and Refs, and lists, tuples, "
+                 "sets and dicts of them."));
+}
+
+[[noreturn]] void refuse(const Place& place, const char* what) {
+  C10_THROW_ERROR(
+      ValueError,
+      error_text("remote", "got a value that cannot be sent: " + place.text() + " is " + what, {},
+                 "Send it in another form."));
+}
+
+Value integer_of(py::handle object, const Place& place) {
+  int overflow = 0;
+  const auto number = static_cast<int64_t>(PyLong_AsLongLongAndOverflow(object.ptr(), &overflow));
+  if (overflow != 0) refuse(place, "an int of more than 64 bits");
+  return number;
+}
+
+Value text_of(py::handle object, const Place& place) {
+  Py_ssize_t size = 0;
+  const char* text = PyUnicode_AsUTF8AndSize(object.ptr(), &size);
+  if (text == nullptr) {
+    PyErr_Clear();
+    refuse(place, "a str that UTF-8 does not have");
+  }
+  return std::string(text, static_cast<size_t>(size));
+}
+
+// Returns what may be a key of a dict; false for anything else.
+bool is_plain(py::handle object) {
+  PyObject* one = object.ptr();
+  return one == Py_None || PyBool_Check(one) || PyLong_CheckExact(one) || PyFloat_CheckExact(one) ||
+         PyUnicode_CheckExact(one) || PyBytes_CheckExact(one);
+}
+
+Value value_at(py::handle object, const Place& place);
+
+// Refuses what is nested too deeply, or holds itself, before it is taken apart.
+void check_depth(const Place& place) {
+  int depth = 0;
+  for (const Place* outer = &place; outer != nullptr; outer = outer->outer) ++depth;
+  if (depth > kDeepest + 1) refuse(outermost_of(place), "nested deeper than 100 levels");
+}
+
+Values items_of(py::handle sequence, const Place& place) {
+  check_depth(place);
+  Values items;
+  for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(sequence.ptr()); ++i)
+    items.push_back(
+        value_at(PySequence_Fast_GET_ITEM(sequence.ptr(), i), {&place, nullptr, {}, i}));
+  return items;
+}
+
+Value key_of(py::handle object, const Place& place) {
+  if (is_plain(object)) return value_at(object, place);
+  if (!PyTuple_CheckExact(object.ptr())) refuse(place, object);
+  Tuple tuple;
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(object.ptr()); ++i)
+    tuple.items.push_back(key_of(PyTuple_GET_ITEM(object.ptr(), i), {&place, nullptr, {}, i}));
+  return tuple;
+}
+
+Dict dict_of(py::handle object, const Place& place) {
+  check_depth(place);
+  Dict dict;
+  PyObject* key = nullptr;
+  PyObject* item = nullptr;
+  for (Py_ssize_t at = 0; PyDict_Next(object.ptr(), &at, &key, &item) != 0;) {
+    dict.keys.push_back(key_of(key, {&place, nullptr, {}, -1, "a key of "}));
+    dict.values.push_back(value_at(item, {&place, nullptr, key}));
+  }
+  return dict;
+}
+
+Set set_of(py::handle object, const Place& place) {
+  Set set;
+  for (py::handle item : py::reinterpret_borrow<py::set>(object))
+    set.items.push_back(key_of(item, {&place, nullptr, {}, -1, "an element of "}));
+  return set;
+}
+
+Value value_at(py::handle object, const Place& place) {
+  PyObject* one = object.ptr();
+  if (THPVariable_Check(one)) return THPVariable_Unpack(one);
+  if (one == Py_None) return {};
+  if (PyBool_Check(one)) return one == Py_True;
+  if (PyLong_CheckExact(one)) return integer_of(object, place);
+  if (PyFloat_CheckExact(one)) return PyFloat_AS_DOUBLE(one);
+  if (PyUnicode_CheckExact(one)) return text_of(object, place);
+  if (PyBytes_CheckExact(one))
+    return Bytes{std::string(PyBytes_AS_STRING(one), static_cast<size_t>(PyBytes_GET_SIZE(one)))};
+  if (PyTuple_CheckExact(one)) return Tuple{items_of(object, place)};
+  if (PyList_CheckExact(one)) return List{items_of(object, place)};
+  if (PyDict_CheckExact(one)) return dict_of(object, place);
+  if (PySet_CheckExact(one)) return set_of(object, place);
+  if (ref_type != nullptr && py::type::handle_of(object).is(*ref_type))
+    return RefPtr(object.attr("_ref").cast<std::shared_ptr<Ref>>());
+  refuse(place, object);
+}
+
+py::object tensor_of(const at::Tensor& tensor) {
+  return py::reinterpret_steal<py::object>(THPVariable_Wrap(tensor));
+}
+
+py::list list_of(const Values& values) {
+  py::list list(values.size());
+  for (size_t i = 0; i < values.size(); ++i) list[i] = python_of(values[i]);
+  return list;
+}
+
+py::object ref_of(const RefPtr& ref) {
+  const auto held = std::const_pointer_cast<Ref>(ref);  // pybind11 has no pointers to const
+  return ref_type == nullptr ? py::cast(held) : (*ref_type)(held);
+}
+
+}  // namespace
+
+void use_ref_type(py::object type) {
+  delete ref_type;
+  ref_type = new py::object(std::move(type));
+}
+
+Value value_of_python(py::handle object, const char* place) {
+  return value_at(object, {nullptr, place});
+}
+
+Values values_of_python(const py::tuple& args) { return items_of(args, {nullptr, "args"}); }
+
+Dict keywords_of_python(const py::dict& kwargs) { return dict_of(kwargs, {nullptr, "kwargs"}); }
+
+py::tuple python_of(const Values& values) {
+  py::tuple tuple(values.size());
+  for (size_t i = 0; i < values.size(); ++i) tuple[i] = python_of(values[i]);
+  return tuple;
+}
+
+py::object python_of(const Value& value) {
+  struct Visitor {
+    py::object operator()(std::monostate) const { return py::none(); }
+    py::object operator()(bool given) const { return py::bool_(given); }
+    py::object operator()(int64_t given) const { return py::int_(given); }
+    py::object operator()(double given) const { return py::float_(given); }
+    py::object operator()(const std::string& given) const { return py::str(given); }
+    py::object operator()(const Bytes& given) const { return py::bytes(given.bytes); }
+    py::object operator()(const at::Tensor& given) const { return tensor_of(given); }
+    py::object operator()(const RefPtr& given) const { return ref_of(given); }
+    py::object operator()(const List& given) const { return list_of(given.items); }
+    py::object operator()(const Tuple& given) const { return python_of(given.items); }
+    py::object operator()(const Set& given) const {
+      py::set set;
+      for (const Value& item : given.items) set.add(python_of(item));
+      return set;
+    }
+    py::object operator()(const Dict& given) const {
+      py::dict dict;
+      for (size_t i = 0; i < given.keys.size(); ++i)
+        dict[python_of(given.keys[i])] = python_of(given.values[i]);
+      return dict;
+    }
+  };
+  return std::visit(Visitor(), value.content);
+}
+
+}  // namespace trireme::remote

@@ -1,0 +1,90 @@
+#include <trireme/strategies/remote/batches.h>
+
+#include <trireme/common/error.h>
+
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <utility>
+
+namespace trireme::remote {
+namespace {
+
+const std::string& text_of(const Value& key) { return std::get<std::string>(key.content); }
+
+// Returns the argument that a call has for a keyword.
+const Value& keyword(const ServedCall& call, const std::string& name) {
+  const Dict& kwargs = call.call.kwargs;
+  for (size_t i = 0; i < kwargs.keys.size(); ++i)
+    if (text_of(kwargs.keys[i]) == name) return kwargs.values[i];
+  C10_THROW_ERROR(ValueError,
+                  error_text("remote", "got calls of one batch with and without '" + name + "'", {},
+                             "Pass the same arguments in every call."));
+}
+
+}  // namespace
+
+std::vector<ServedCall> Batches::add(const Definition& definition, ServedCall call) {
+  const std::lock_guard lock(mutex_);
+  const Key key{call.object.get(), definition.name};
+  auto& waiting = waiting_[key];
+  const auto now = shm::Clock::now();
+  std::erase_if(waiting, [&](const ServedCall& one) { return one.deadline <= now; });
+  waiting.push_back(std::move(call));
+  if (static_cast<int64_t>(waiting.size()) < definition.batch) return {};
+  auto node = waiting_.extract(key);
+  return std::move(node.mapped());
+}
+
+void Batches::forget(int64_t rank) {
+  std::vector<ServedCall> dropped;  // what they hold goes without the lock
+  const std::lock_guard lock(mutex_);
+  for (auto& [key, waiting] : waiting_) {
+    const auto from = std::stable_partition(waiting.begin(), waiting.end(),
+                                            [&](const auto& one) { return one.from != rank; });
+    std::move(from, waiting.end(), std::back_inserter(dropped));
+    waiting.erase(from, waiting.end());
+  }
+  std::erase_if(waiting_, [](const auto& one) { return one.second.empty(); });
+}
+
+Values call_batch(const Definition& definition, const std::vector<ServedCall>& calls) {
+  const CallMessage& first = calls.front().call;
+  Values args;
+  for (size_t place = 0; place < first.args.size(); ++place) {
+    List column;
+    for (const ServedCall& one : calls) {
+      TORCH_CHECK_VALUE(one.call.args.size() == first.args.size() &&
+                            one.call.kwargs.keys.size() == first.kwargs.keys.size(),
+                        error_text("remote", "got calls of one batch with other arguments", {},
+                                   "Pass the same arguments in every call."));
+      column.items.push_back(one.call.args[place]);
+    }
+    args.emplace_back(std::move(column));
+  }
+  Dict kwargs;
+  for (const Value& key : first.kwargs.keys) {
+    List column;
+    for (const ServedCall& one : calls) column.items.push_back(keyword(one, text_of(key)));
+    kwargs.keys.push_back(key);
+    kwargs.values.emplace_back(std::move(column));
+  }
+  Value result = definition.call({calls.front().object.get(), args, kwargs});
+  const auto* list = result.get_if<List>();
+  const auto* tuple = result.get_if<Tuple>();
+  const Values* results = list != nullptr    ? &list->items
+                          : tuple != nullptr ? &tuple->items
+                                             : nullptr;
+  TORCH_CHECK_TYPE(
+      results != nullptr && results->size() == calls.size(),
+      error_text("remote",
+                 "got " +
+                     (results == nullptr ? std::string(kind_of(result))
+                                         : std::to_string(results->size()) + " results") +
+                     " of " + definition.name + " for a batch of " + std::to_string(calls.size()) +
+                     " calls, expected a list of as many",
+                 {}, "Return one result per call."));
+  return *results;
+}
+
+}  // namespace trireme::remote

@@ -1,0 +1,145 @@
+#include <trireme/strategies/remote/call_server.h>
+
+#include <trireme/common/error.h>
+#include <trireme/common/trace.h>
+#include <trireme/strategies/remote/failures.h>
+#include <trireme/strategies/remote/module_seat.h>
+
+#include <ATen/core/grad_mode.h>
+#include <c10/util/Exception.h>
+
+#include <utility>
+#include <vector>
+
+namespace trireme::remote {
+namespace {
+
+constexpr const char* kNoObject = "Keep a Ref as long as others use the object.";
+
+// Returns what is defined under a name, of that kind; says otherwise what there is.
+std::shared_ptr<const Definition> definition_of(const std::string& name, Definition::Kind kind) {
+  const Definitions& all = Definitions::of_process();
+  auto found = all.find(name);
+  if (found && found->kind == kind) return found;
+  C10_THROW_ERROR(ValueError, error_text("remote",
+                                         "got a call of the " + std::string(text_of(kind)) + " '" +
+                                             name + "', which is not defined here; there is " +
+                                             list_of(all.names(kind)),
+                                         {}, "Define it in both processes before start()."));
+}
+
+}  // namespace
+
+void CallServer::serve(ServedCall call) {
+  TRIREME_TRACE("remote_serve");
+  try {
+    const Verb verb = call.call.verb;
+    if (verb == Verb::kMethod) {
+      const RefTable::Found found = object_of(call.call);
+      const std::string& name = call.call.name;
+      const size_t length = found.class_name.size();
+      TORCH_CHECK_TYPE(
+          name.compare(0, length, found.class_name) == 0 && name.size() > length &&
+              name[length] == '.',
+          error_text("remote", "got " + call.what + " for an object of class " + found.class_name,
+                     {}, "Call a method of its own class."));
+      call.object = found.object;
+      const auto method = definition_of(name, Definition::Kind::kMethod);
+      if (method->batch > 0) return serve_batch(*method, std::move(call));
+    }
+    const Value result = run(call);
+    answer(call, result);
+  } catch (...) {
+    fail(call, std::current_exception());
+  }
+}
+
+Value CallServer::run(ServedCall& call) {
+  CallMessage& message = call.call;
+  const Invocation invocation{call.object.get(), message.args, message.kwargs};
+  switch (message.verb) {
+    case Verb::kFunction: {
+      const auto function = definition_of(message.name, Definition::Kind::kFunction);
+      TORCH_CHECK_TYPE(
+          function->call,
+          error_text("remote", "got a call of " + message.name + ", which returns a module", {},
+                     "Make a remote.Module of it."));
+      return function->call(invocation);
+    }
+    case Verb::kMethod:
+      return definition_of(message.name, Definition::Kind::kMethod)->call(invocation);
+    case Verb::kCreate: {
+      const auto made = definition_of(message.name, Definition::Kind::kClass);
+      return replies_.show(made->make_object(invocation), made->name);
+    }
+    case Verb::kMakeModule:
+      return make_module(message);
+    default: {
+      call.object = object_of(message).object;
+      const auto seat = std::dynamic_pointer_cast<ModuleSeat>(call.object);
+      TORCH_CHECK_VALUE(seat, error_text("remote", "got a " + call.what + ", which is no module",
+                                         {}, "Run the same Trireme on every rank."));
+      return seat->serve(message.verb, message, {threads_, call.deadline});
+    }
+  }
+}
+
+// Takes the optimizer, or None, the arguments and the keyword arguments of the factory.
+Value CallServer::make_module(const CallMessage& call) {
+  const auto factory = definition_of(call.name, Definition::Kind::kFunction);
+  TORCH_CHECK_TYPE(factory->make_module,
+                   error_text("remote", "got " + call.name + ", which returns no module", {},
+                              "Pass a function that returns one."));
+  const auto* args = call.args.size() == 3 ? call.args[1].get_if<Tuple>() : nullptr;
+  const auto* kwargs = call.args.size() == 3 ? call.args[2].get_if<Dict>() : nullptr;
+  if (args == nullptr || kwargs == nullptr) refuse_message("of another form");
+  std::optional<OptimizerSpec> optimizer;
+  if (!call.args[0].is<std::monostate>()) optimizer = optimizer_of(call.args[0]);
+  auto module = modules_.of(factory->make_module({nullptr, args->items, *kwargs}));
+  return replies_.show(std::make_shared<ModuleSeat>(std::move(module), std::move(optimizer)),
+                       "module " + call.name);
+}
+
+void CallServer::serve_batch(const Definition& definition, ServedCall call) {
+  const std::vector<ServedCall> calls = batches_.add(definition, std::move(call));
+  if (calls.empty()) return;
+  try {
+    const Values results = call_batch(definition, calls);
+    for (size_t i = 0; i < calls.size(); ++i) answer(calls[i], results[i]);
+  } catch (...) {
+    for (const ServedCall& one : calls) fail(one, std::current_exception());
+  }
+}
+
+void CallServer::answer(const ServedCall& call, const Value& result) {
+  std::exception_ptr error;
+  try {
+    replies_.reply(call.from, {MessageKind::kAnswer, call.number}, result, call.deadline);
+  } catch (...) {
+    error = std::current_exception();  // it cannot be sent, or a Ref in it cannot be lent
+  }
+  if (error) fail(call, error);
+}
+
+void CallServer::fail(const ServedCall& call, const std::exception_ptr& error) noexcept {
+  try {
+    Failure failure = describe_failure(error);
+    failure.where = call.what + " at " + replies_.name_of_own();
+    replies_.reply(call.from, {MessageKind::kFailure, call.number}, to_value(failure),
+                   call.deadline);
+  } catch (const std::exception&) {  // the caller is gone, or hears at its deadline
+  }
+}
+
+RefTable::Found CallServer::object_of(const CallMessage& call) const {
+  RefTable::Found found;
+  if (call.session == session_) found = refs_.find(call.object);
+  TORCH_CHECK_VALUE(found.object, error_text("remote",
+                                             "got " + what_of(call.verb, call.name) +
+                                                 " for a dead object; there are objects of " +
+                                                 list_of(refs_.classes()),
+                                             {}, kNoObject));
+  return found;
+}
+
+}  // namespace trireme::remote

@@ -1,0 +1,65 @@
+#pragma once
+
+#include <trireme/common/error.h>
+#include <trireme/common/export.h>
+#include <trireme/strategies/remote/batches.h>
+#include <trireme/strategies/remote/definitions.h>
+#include <trireme/strategies/remote/owned_module.h>
+#include <trireme/strategies/remote/ref.h>
+#include <trireme/strategies/remote/ref_table.h>
+#include <trireme/strategies/remote/served_call.h>
+#include <trireme/strategies/remote/serving_threads.h>
+
+#include <cstdint>
+#include <exception>
+#include <memory>
+#include <string>
+
+namespace trireme::remote {
+
+// Is how a server of calls speaks to callers. Called by any thread.
+class TRIREME_API Replies {
+ public:
+  virtual ~Replies() = default;
+  // Throws c10::DistBackendError where the caller is gone, and what encode() throws. Returns false
+  // if the caller takes nothing before `until`.
+  virtual bool reply(int64_t to, const Head& head, const Value& value,
+                     shm::Clock::time_point until) = 0;
+  // Returns a Ref to an object of this rank.
+  virtual RefPtr show(std::shared_ptr<Hosted> object, const std::string& class_name) = 0;
+  // Says "p1 (rank 1)" of this rank.
+  virtual std::string name_of_own() const = 0;
+};
+
+// Does what other ranks ask of this one, and answers each call once. Thread-safe.
+class TRIREME_API CallServer {
+ public:
+  // All outlive the server.
+  CallServer(Replies& replies, RefTable& refs, ServingThreads& threads, int64_t session)
+      : replies_(replies), refs_(refs), threads_(threads), session_(session) {}
+
+  // Runs a call and answers it, with a failure if need be. A call of a batch may wait for others.
+  void serve(ServedCall call);
+  // Answers a call that cannot be run.
+  void fail(const ServedCall& call, const std::exception_ptr& error) noexcept;
+  // Drops what a rank that is gone was waiting for.
+  void forget(int64_t rank) { batches_.forget(rank); }
+
+ private:
+  Value run(ServedCall& call);
+  Value make_module(const CallMessage& call);
+  void serve_batch(const Definition& definition, ServedCall call);
+  void answer(const ServedCall& call, const Value& result);
+  // Finds the object of a call. Throws c10::ValueError for one that is dead, or of an earlier
+  // start.
+  RefTable::Found object_of(const CallMessage& call) const;
+
+  Replies& replies_;
+  RefTable& refs_;
+  ServingThreads& threads_;
+  int64_t session_;
+  OwnedModules modules_;
+  Batches batches_;
+};
+
+}  // namespace trireme::remote

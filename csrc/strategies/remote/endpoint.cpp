@@ -1,0 +1,31 @@
+#include <trireme/strategies/remote/endpoint.h>
+
+namespace trireme::remote {
+
+PendingCallPtr Caller::begin(int64_t to, Verb verb, std::string name, const RefPtr& ref,
+                             Values args) const {
+  CallRequest request{to};
+  request.timeout = timeout_;
+  request.message.verb = verb;
+  request.message.name = std::move(name);
+  request.message.args = std::move(args);
+  if (ref) {
+    request.message.object = ref->address().number;
+    request.message.session = ref->address().session;
+    request.object = ref;
+  }
+  return board_->begin(std::move(request));
+}
+
+Endpoint::Endpoint(const Context& ctx, const std::string& name, const EndpointOptions& options)
+    : Endpoint(ctx.communicator(), name, options) {}
+
+Endpoint::Endpoint(const std::shared_ptr<Communicator>& communicator, const std::string& name,
+                   const EndpointOptions& options)
+    : Caller(Switchboard::start(communicator, name, options.threads), std::nullopt) {}
+
+Endpoint::~Endpoint() { board()->abandon("its endpoint was dropped without stop()"); }
+
+void Endpoint::stop() { board()->stop(); }
+
+}  // namespace trireme::remote

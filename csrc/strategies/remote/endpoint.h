@@ -1,0 +1,159 @@
+#pragma once
+
+#include <trireme/comm/launch/launch.h>
+#include <trireme/common/export.h>
+#include <trireme/strategies/remote/remote_module.h>
+#include <trireme/strategies/remote/switchboard.h>
+#include <trireme/strategies/remote/typed_definitions.h>
+#include <trireme/strategies/remote/typed_values.h>
+
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+namespace trireme::remote {
+
+// Is a call on its way. Thread-safe.
+template <typename T>
+class Pending {
+ public:
+  Pending(std::shared_ptr<Switchboard> board, PendingCallPtr call)
+      : board_(std::move(board)), call_(std::move(call)) {}
+
+  // Returns the result, or throws what the call ended with; again and again.
+  T wait() const {
+    if constexpr (std::is_void_v<T>) {
+      board_->finish(call_);
+    } else {
+      return value_as<T>(board_->finish(call_), "the result");
+    }
+  }
+  bool is_completed() const { return board_->is_done(*call_); }
+
+ private:
+  std::shared_ptr<Switchboard> board_;
+  PendingCallPtr call_;
+};
+
+struct ModuleOptions {
+  std::optional<OptimizerSpec> optimizer = {};
+  std::optional<std::chrono::milliseconds> timeout = {};
+};
+
+// Calls what other processes, or this one, have defined. `to` is a name of names(). Arguments and
+// results are of the types in typed_values.h; tensors are copied, without their graph. Every call
+// throws what it ended with there (failures.h), c10::DistBackendError naming callee and function
+// where that is gone or has not answered in time, c10::ValueError for a name that nobody has, and
+// c10::Error after stop(). Thread-safe. A call is one message there and one back.
+class TRIREME_API Caller {
+ public:
+  Caller(std::shared_ptr<Switchboard> board, std::optional<std::chrono::milliseconds> timeout)
+      : board_(std::move(board)), timeout_(timeout) {}
+
+  // Returns a caller whose calls wait so long for their answers, in place of 30 minutes.
+  Caller within(std::chrono::milliseconds timeout) const { return {board_, timeout}; }
+
+  template <typename T = void, typename... A>
+  T call(std::string_view to, std::string name, const A&... args) const {
+    return call_async<T>(to, std::move(name), args...).wait();
+  }
+  template <typename T = void, typename... A>
+  Pending<T> call_async(std::string_view to, std::string name, const A&... args) const {
+    return {board_, begin(board_->rank_of(to), Verb::kFunction, std::move(name), nullptr,
+                          {value_of(args)...})};
+  }
+
+  // Makes an object of a class there, which lives as long as any Ref to it does.
+  template <typename... A>
+  RefPtr create(std::string_view to, std::string class_name, const A&... args) const {
+    const Pending<RefPtr> made{board_, begin(board_->rank_of(to), Verb::kCreate,
+                                             std::move(class_name), nullptr, {value_of(args)...})};
+    return made.wait();
+  }
+  template <typename T = void, typename... A>
+  T call_method(const RefPtr& ref, const std::string& method, const A&... args) const {
+    return call_method_async<T>(ref, method, args...).wait();
+  }
+  template <typename T = void, typename... A>
+  Pending<T> call_method_async(const RefPtr& ref, const std::string& method,
+                               const A&... args) const {
+    return {board_, begin(ref->address().owner, Verb::kMethod,
+                          ref->address().class_name + "." + method, ref, {value_of(args)...})};
+  }
+
+ private:
+  PendingCallPtr begin(int64_t to, Verb verb, std::string name, const RefPtr& ref,
+                       Values args) const;
+
+ protected:
+  const std::shared_ptr<Switchboard>& board() const { return board_; }
+
+ private:
+  std::shared_ptr<Switchboard> board_;
+  std::optional<std::chrono::milliseconds> timeout_;
+};
+
+struct EndpointOptions {
+  int64_t threads = 4;  // that serve calls at one time
+};
+
+// Lets this process call others, and be called. One that is dropped without stop() ends as if its
+// process had.
+//
+//   trireme::Context ctx = trireme::init();
+//   trireme::remote::Endpoint endpoint(ctx, "trainer0");
+//   at::Tensor sum = endpoint.call<at::Tensor>("ps0", "add", a, b);
+//   endpoint.stop();
+class TRIREME_API Endpoint : public Caller {
+ public:
+  // Collective. Throws c10::ValueError on all ranks alike for names that are equal or empty, fewer
+  // than one thread, and definitions that differ or are doubled.
+  Endpoint(const Context& ctx, const std::string& name, const EndpointOptions& options = {});
+  Endpoint(const std::shared_ptr<Communicator>& communicator, const std::string& name,
+           const EndpointOptions& options = {});
+  ~Endpoint();
+  Endpoint(const Endpoint&) = delete;
+  Endpoint& operator=(const Endpoint&) = delete;
+
+  // Returns the names of all ranks.
+  const std::vector<std::string>& names() const { return board()->names(); }
+  int64_t rank() const { return board()->where().rank; }
+
+  // Makes a Ref to an object of this process, of a class that define_class() has named.
+  template <typename T>
+  RefPtr here(std::shared_ptr<T> object, const std::string& class_name) const {
+    return board()->show(std::make_shared<HostedObject<T>>(std::move(object)), class_name);
+  }
+  // Returns an object of this process; null for one of another, or another type.
+  template <typename T>
+  T* local_value(const RefPtr& ref) const {
+    const auto hosted = std::dynamic_pointer_cast<HostedObject<T>>(board()->find(ref->address()));
+    return hosted ? &hosted->object() : nullptr;
+  }
+
+  // Calls a factory of modules.
+  template <typename... A>
+  RemoteModule module(std::string_view to, std::string factory, const ModuleOptions& options,
+                      const A&... args) const {
+    return {board(),
+            {board()->rank_of(to),
+             std::move(factory),
+             {value_of(args)...},
+             {},
+             options.optimizer,
+             options.timeout}};
+  }
+
+  // Collective: serves until all ranks that are still there have called it. Throws
+  // c10::DistBackendError naming those that have not come, if the others were silent for as long as
+  // the group's timeout says; then this rank serves no more.
+  void stop();
+};
+
+}  // namespace trireme::remote

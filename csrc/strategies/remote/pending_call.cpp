@@ -1,0 +1,65 @@
+#include <trireme/strategies/remote/pending_call.h>
+
+#include <trireme/common/duration.h>
+
+#include <utility>
+
+namespace trireme::remote {
+
+PendingCall::PendingCall(int64_t to, std::string what,
+                         std::optional<std::chrono::milliseconds> timeout)
+    : to_(to),
+      what_(std::move(what)),
+      timeout_(timeout.value_or(kUsualTimeout)),
+      deadline_(deadline_after(timeout_)) {}
+
+void PendingCall::complete(Outcome outcome) {
+  outcome_ = std::move(outcome);
+  refs_.clear();
+  done_.store(true, std::memory_order_seq_cst);
+}
+
+int64_t PendingCalls::add(PendingCallPtr call) {
+  const std::lock_guard lock(mutex_);
+  all_.emplace(next_, std::move(call));
+  return next_++;
+}
+
+PendingCallPtr PendingCalls::take(int64_t number) {
+  const std::lock_guard lock(mutex_);
+  auto node = all_.extract(number);
+  return node.empty() ? nullptr : std::move(node.mapped());
+}
+
+template <typename Fits>
+std::vector<PendingCallPtr> PendingCalls::take_if(const Fits& fits) {
+  std::vector<PendingCallPtr> taken;
+  const std::lock_guard lock(mutex_);
+  std::erase_if(all_, [&](auto& one) {
+    if (!fits(*one.second)) return false;
+    taken.push_back(std::move(one.second));
+    return true;
+  });
+  return taken;
+}
+
+std::vector<PendingCallPtr> PendingCalls::take_late(shm::Clock::time_point now) {
+  return take_if([&](const PendingCall& call) { return call.deadline() <= now; });
+}
+
+void PendingCalls::lose(int64_t to, const std::string& why) {
+  for (const auto& call : take_if([&](const PendingCall& call) { return call.to() == to; }))
+    call->complete(Lost{why});
+}
+
+void PendingCalls::lose_all(const std::string& why) {
+  for (const auto& call : take_if([](const PendingCall&) { return true; }))
+    call->complete(Lost{why});
+}
+
+bool PendingCalls::is_empty() const {
+  const std::lock_guard lock(mutex_);
+  return all_.empty();
+}
+
+}  // namespace trireme::remote

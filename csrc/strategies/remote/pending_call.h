@@ -1,0 +1,81 @@
+#pragma once
+
+#include <trireme/common/export.h>
+#include <trireme/shm/flag_wait.h>
+#include <trireme/strategies/remote/wire_messages.h>
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <unordered_map>
+#include <variant>
+#include <vector>
+
+namespace trireme::remote {
+
+// Is why a call has no answer, and never will: the callee is gone, or the call was given up.
+struct Lost {
+  std::string why = {};
+  bool is_late = false;  // its deadline has passed
+};
+
+// Is one call of this rank. Any thread may ask; one completes it.
+class TRIREME_API PendingCall {
+ public:
+  using Outcome = std::variant<Value, Failure, Lost>;
+
+  PendingCall(int64_t to, std::string what, std::optional<std::chrono::milliseconds> timeout);
+
+  int64_t to() const { return to_; }
+  // Says "method act of Observer".
+  const std::string& what() const { return what_; }
+  std::chrono::milliseconds timeout() const { return timeout_; }
+  shm::Clock::time_point deadline() const { return deadline_; }
+
+  bool is_done() const { return done_.load(std::memory_order_acquire); }
+  // May be called once it is done.
+  const Outcome& outcome() const { return outcome_; }
+  void complete(Outcome outcome);
+  // Keeps Refs that the callee is sent until it has answered.
+  void keep(std::vector<RefPtr> refs) { refs_ = std::move(refs); }
+
+  static constexpr std::chrono::milliseconds kUsualTimeout = std::chrono::minutes(30);
+
+ private:
+  int64_t to_;
+  std::string what_;
+  std::chrono::milliseconds timeout_;
+  shm::Clock::time_point deadline_;
+  std::vector<RefPtr> refs_;
+  Outcome outcome_;
+  std::atomic<bool> done_{false};
+};
+using PendingCallPtr = std::shared_ptr<PendingCall>;
+
+// Holds the calls of this rank that have no answer yet. Thread-safe.
+class TRIREME_API PendingCalls {
+ public:
+  int64_t add(PendingCallPtr call);
+  // Returns null for a call that nobody waits for any more.
+  PendingCallPtr take(int64_t number);
+  // Takes those whose deadline has passed.
+  std::vector<PendingCallPtr> take_late(shm::Clock::time_point now);
+  // Complete calls as lost: those to one rank, or all.
+  void lose(int64_t to, const std::string& why);
+  void lose_all(const std::string& why);
+  bool is_empty() const;
+
+ private:
+  template <typename Fits>
+  std::vector<PendingCallPtr> take_if(const Fits& fits);
+
+  mutable std::mutex mutex_;
+  std::unordered_map<int64_t, PendingCallPtr> all_;
+  int64_t next_ = 0;
+};
+
+}  // namespace trireme::remote

@@ -1,0 +1,33 @@
+#pragma once
+
+#include <trireme/common/export.h>
+#include <trireme/strategies/remote/value_codec.h>
+
+#include <functional>
+#include <utility>
+
+namespace trireme::remote {
+
+// Stands for an object of some rank, which lives as long as any Ref to it does. Any thread may let
+// go of it.
+class TRIREME_API Ref {
+ public:
+  using LetGo = std::function<void(const RefAddress& address)>;
+
+  // `let_go` does not throw; it is called once, by the destructor.
+  Ref(RefAddress address, LetGo let_go)
+      : address_(std::move(address)), let_go_(std::move(let_go)) {}
+  ~Ref() {
+    if (let_go_) let_go_(address_);
+  }
+  Ref(const Ref&) = delete;
+  Ref& operator=(const Ref&) = delete;
+
+  const RefAddress& address() const { return address_; }
+
+ private:
+  RefAddress address_;
+  LetGo let_go_;
+};
+
+}  // namespace trireme::remote

@@ -1,0 +1,153 @@
+#include <trireme/strategies/remote/ref_exchange.h>
+
+#include <trireme/common/forks.h>
+#include <trireme/strategies/remote/module_seat.h>
+#include <trireme/strategies/remote/wire_messages.h>
+
+#include <c10/util/Exception.h>
+
+#include <exception>
+#include <utility>
+
+namespace trireme::remote {
+namespace {
+
+// Posts a message that has neither tensors nor Refs.
+bool try_post(MessageBox& box, int64_t to, const Head& head, const Value& value,
+              const char* label) {
+  TensorMessage message;
+  message.text = encode_message(head, value, {}).text;
+  return box.try_post(to, message, label);
+}
+
+}  // namespace
+
+RefExchange::RefExchange(RankOf where, std::vector<int64_t> sessions,
+                         std::shared_ptr<MessageBox> box,
+                         std::shared_ptr<Housekeeping> housekeeping)
+    : where_(where),
+      forks_(forks_so_far()),
+      sessions_(std::move(sessions)),
+      box_(std::move(box)),
+      housekeeping_(std::move(housekeeping)) {}
+
+bool RefExchange::is_in_child() const { return forks_ != forks_so_far(); }
+
+void RefExchange::check_session(const RefAddress& address) const {
+  const bool is_rank = address.owner >= 0 && address.owner < where_.world;
+  TORCH_CHECK_VALUE(
+      is_rank && address.session == sessions_[static_cast<size_t>(address.owner)],
+      error_text("remote", "got a Ref of an earlier start()", where_, "Make Refs after start()."));
+}
+
+Ref::LetGo RefExchange::letter() {
+  return [exchange = weak_from_this()](const RefAddress& address) {
+    if (const auto alive = exchange.lock()) alive->let_go(address);
+  };
+}
+
+RefPtr RefExchange::adopt(const RefAddress& address) {
+  check_session(address);
+  if (address.owner == where_.rank)
+    TORCH_CHECK_VALUE(
+        table_.hold(address.number, where_.rank),
+        error_text("remote", "got a Ref of a dead object of class " + address.class_name, where_,
+                   "Keep a Ref as long as others use the object."));
+  return std::make_shared<const Ref>(address, letter());
+}
+
+RefPtr RefExchange::show(std::shared_ptr<Hosted> object, const std::string& class_name) {
+  const int64_t number = table_.add(std::move(object), class_name, where_.rank);
+  return std::make_shared<const Ref>(RefAddress{where_.rank, own_session(), number, class_name},
+                                     letter());
+}
+
+std::shared_ptr<Hosted> RefExchange::find(const RefAddress& address) const {
+  if (address.owner != where_.rank || address.session != own_session()) return nullptr;
+  return table_.find(address.number).object;
+}
+
+void RefExchange::let_go(const RefAddress& address) noexcept {
+  if (is_in_child()) return;
+  try {
+    housekeeping_->add([exchange = weak_from_this(), address] {
+      const auto alive = exchange.lock();
+      return !alive || alive->tell_count(address, alive->where_.rank, -1);
+    });
+  } catch (const std::exception&) {  // no memory: the object stays until its owner stops
+  }
+}
+
+bool RefExchange::try_lend(const Ref& ref, int64_t to) {
+  check_session(ref.address());
+  return ref.address().owner == to || tell_count(ref.address(), to, 1);
+}
+
+// Changes a count at the owner; returns false if that takes nothing now.
+bool RefExchange::tell_count(const RefAddress& address, int64_t holder, int64_t change) noexcept {
+  try {
+    if (address.owner != where_.rank)
+      return try_post(*box_, address.owner, {MessageKind::kCount, address.number},
+                      to_value(CountMessage{holder, change, address.session}), "a count of Refs");
+    table_.count(address.number, holder, change);
+    clean_later();
+  } catch (const std::exception&) {  // the owner is gone, and so is the object
+  }
+  return true;
+}
+
+void RefExchange::drop(const RefAddress& seat, int64_t forward) noexcept {
+  if (is_in_child()) return;
+  try {
+    housekeeping_->add([exchange = weak_from_this(), seat, forward] {
+      const auto alive = exchange.lock();
+      return !alive || alive->tell_drop(seat, forward);
+    });
+  } catch (const std::exception&) {  // no memory: the graph stays until the seat goes
+  }
+}
+
+bool RefExchange::tell_drop(const RefAddress& seat, int64_t forward) noexcept {
+  try {
+    if (seat.owner != where_.rank)
+      return try_post(*box_, seat.owner, {MessageKind::kDrop, seat.number}, forward,
+                      "the end of a graph");
+    take_drop(seat.number, forward);
+  } catch (const std::exception&) {  // the owner is gone, and so are its graphs
+  }
+  return true;
+}
+
+void RefExchange::take_count(int64_t number, const Value& value) {
+  const CountMessage count = count_of(value);
+  if (count.session != own_session() || count.holder < 0 || count.holder >= where_.world) return;
+  table_.count(number, count.holder, count.change);
+  clean_later();
+}
+
+void RefExchange::take_drop(int64_t number, const Value& value) {
+  const auto* forward = value.get_if<int64_t>();
+  if (forward == nullptr) refuse_message("of another form");
+  const auto seat = std::dynamic_pointer_cast<ModuleSeat>(table_.find(number).object);
+  if (!seat) return;
+  housekeeping_->add([graph = seat->drop(*forward)]() mutable {
+    graph.reset();
+    return true;
+  });
+}
+
+void RefExchange::forget(int64_t rank) {
+  table_.forget(rank);
+  clean_later();
+}
+
+// Lets go of objects that nobody has a Ref to any more: that may run code of the user's.
+void RefExchange::clean_later() {
+  if (!table_.has_gone()) return;
+  housekeeping_->add([gone = table_.take_gone()]() mutable {
+    gone.clear();
+    return true;
+  });
+}
+
+}  // namespace trireme::remote

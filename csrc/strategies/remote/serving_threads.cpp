@@ -1,0 +1,237 @@
+#include <trireme/strategies/remote/serving_threads.h>
+
+#include <trireme/common/interruption.h>
+#include <trireme/common/spin.h>
+
+#include <algorithm>
+#include <pthread.h>
+#include <sched.h>
+#include <utility>
+
+// See [Note: who takes messages] in serving_threads.h.
+
+namespace trireme::remote {
+namespace {
+
+using shm::Clock;
+
+constexpr int kPauses = 100;
+constexpr std::chrono::milliseconds kTick{1};
+constexpr int kTicks = 20;
+constexpr std::chrono::seconds kGrace{1};
+// Jobs that wait for others hold a thread each; more of them are calls that go round in circles.
+constexpr size_t kMostThreads = 512;
+
+thread_local int64_t jobs_of_thread = 0;
+
+}  // namespace
+
+ServingThreads::Pause::Pause(ServingThreads& threads)
+    : threads_(jobs_of_thread > 0 ? &threads : nullptr) {
+  if (threads_ == nullptr) return;
+  const std::lock_guard lock(threads_->mutex_);
+  --threads_->running_;
+  if (threads_->may_run()) threads_->call_someone();
+}
+
+ServingThreads::Pause::~Pause() {
+  if (threads_ == nullptr) return;
+  const std::lock_guard lock(threads_->mutex_);
+  ++threads_->running_;
+}
+
+ServingThreads::ServingThreads(Source& source, int64_t threads, int64_t ranks)
+    : source_(source), threads_(threads), patience_(shm::patience_of(ranks)) {}
+
+ServingThreads::~ServingThreads() { stop(); }
+
+void ServingThreads::start() {
+  const std::lock_guard lock(mutex_);
+  // One more, so that messages are taken while all jobs run.
+  for (int64_t i = 0; i <= threads_; ++i) start_thread();
+}
+
+void ServingThreads::start_thread() {
+  ++ticking_;  // until it says otherwise
+  all_.emplace_back([this] { work(); });
+  ::pthread_setname_np(all_.back().native_handle(), "trireme-remote");
+}
+
+bool ServingThreads::is_idle() const {
+  const std::lock_guard lock(mutex_);
+  return jobs_.empty() && in_jobs_ == 0;
+}
+
+bool ServingThreads::is_exhausted() const {
+  const std::lock_guard lock(mutex_);
+  return all_.size() >= kMostThreads;
+}
+
+void ServingThreads::run(Job job) {
+  const std::lock_guard lock(mutex_);
+  if (stopping_) return;
+  jobs_.push_back(std::move(job));
+  if (running_ < threads_) call_someone();
+}
+
+// Sees to it that a thread finds the job that has come.
+void ServingThreads::call_someone() {
+  const auto free = static_cast<int64_t>(all_.size()) - in_jobs_;
+  const auto wanted = std::min(static_cast<int64_t>(jobs_.size()), threads_ - running_);
+  // Who takes messages looks for jobs by itself, and so does who ticks, but later.
+  if (free < wanted && !stopping_ && all_.size() < kMostThreads) start_thread();
+  if (ticking_ + asleep_ > 0 && (!leads_ || wanted > 1 || drivers_ > 0)) changed_.notify_one();
+  if (leads_ && drivers_ > 0) shm::ring(source_.bell());
+}
+
+void ServingThreads::stop() {
+  std::list<std::thread> ended;
+  {
+    const std::lock_guard lock(mutex_);
+    stopping_ = true;
+    changed_.notify_all();
+    ended.swap(all_);
+  }
+  shm::ring(source_.bell());
+  for (std::thread& thread : ended) thread.join();
+}
+
+void ServingThreads::leave() {
+  std::unique_lock lock(mutex_);
+  stopping_ = true;
+  jobs_.clear();
+  changed_.notify_all();
+  shm::ring(source_.bell());
+  changed_.wait_for(lock, kGrace, [this] { return in_jobs_ == 0; });
+}
+
+void ServingThreads::run_first(std::unique_lock<std::mutex>& lock) {
+  {
+    Job job = std::move(jobs_.front());
+    jobs_.pop_front();
+    ++running_;
+    ++in_jobs_;
+    if (may_run()) call_someone();
+    // Somebody has to look whether this job takes long.
+    if (ticking_ == 0 && asleep_ > 0) changed_.notify_one();
+    lock.unlock();
+    ++jobs_of_thread;
+    job();
+    --jobs_of_thread;
+  }  // what the job holds goes without the lock
+  lock.lock();
+  --running_;
+  --in_jobs_;
+  if (stopping_) changed_.notify_all();
+}
+
+void ServingThreads::lead(std::unique_lock<std::mutex>& lock) {
+  leads_ = true;
+  ++led_;
+  lock.unlock();
+  drive(
+      [this] {
+        const std::lock_guard still(mutex_);
+        return stopping_ || may_run() || drivers_ > 0;
+      },
+      {}, /*interrupts=*/false);
+  lock.lock();
+  leads_ = false;
+}
+
+void ServingThreads::work() {
+  std::unique_lock lock(mutex_);
+  --ticking_;
+  uint64_t seen = led_ - 1;
+  for (int ticks = 0;;) {
+    if (may_run()) {
+      run_first(lock);
+      ticks = 0;
+      // It goes on taking messages at once, unless another thread has begun to.
+      if (!leads_ && drivers_ == 0 && !may_run() && !stopping_) lead(lock);
+      continue;
+    }
+    if (stopping_) return;
+    const bool nobody_takes = !leads_ && drivers_ == 0;
+    if (nobody_takes && seen == led_) {
+      lead(lock);
+      ticks = 0;
+      continue;
+    }
+    seen = led_;
+    if (++ticks < kTicks || nobody_takes || drivers_ > 0) {
+      ++ticking_;
+      changed_.wait_for(lock, kTick);
+      --ticking_;
+    } else {
+      ++asleep_;
+      changed_.wait(lock);
+      --asleep_;
+      ticks = 0;
+    }
+  }
+}
+
+bool ServingThreads::wait(const std::function<bool()>& enough,
+                          std::optional<Clock::time_point> until) {
+  if (enough()) return true;
+  const Pause pause(*this);
+  struct Driver {
+    explicit Driver(ServingThreads& threads) : threads(threads) {
+      const std::lock_guard lock(threads.mutex_);
+      ++threads.drivers_;
+    }
+    ~Driver() {
+      const std::lock_guard lock(threads.mutex_);
+      if (--threads.drivers_ == 0) ++threads.led_;
+      if (threads.ticking_ == 0 && !threads.leads_ && threads.asleep_ > 0)
+        threads.changed_.notify_one();
+    }
+    Driver(const Driver&) = delete;
+    Driver& operator=(const Driver&) = delete;
+    ServingThreads& threads;
+  };
+  const Driver driver(*this);
+  return drive(enough, until, /*interrupts=*/true);
+}
+
+// Takes messages until `enough` returns true, asleep where none come.
+template <typename Enough>
+bool ServingThreads::drive(const Enough& enough, std::optional<Clock::time_point> until,
+                           bool interrupts) {
+  Clock::time_point look_at = Clock::now() + shm::kLookEvery;
+  const auto is_late = [&] {
+    const Clock::time_point now = Clock::now();
+    if (now >= look_at) {
+      source_.look();
+      if (interrupts) check_interruption();
+      look_at = Clock::now() + shm::kLookEvery;
+    }
+    return until && now >= *until;
+  };
+  for (int i = 0; i < kPauses; ++i) {
+    source_.poll();
+    if (enough()) return true;
+    spin_pause();
+  }
+  for (;;) {
+    Clock::time_point yield_until = Clock::now() + patience_;
+    do {
+      if (source_.poll()) yield_until = Clock::now() + patience_;
+      if (enough()) return true;
+      if (is_late()) return enough();
+      ::sched_yield();
+    } while (Clock::now() < yield_until);
+
+    const shm::Asleep asleep(source_.bell());
+    for (bool moved = false; !moved;) {
+      const uint32_t seen = source_.bell().rung.load(std::memory_order_seq_cst);
+      moved = source_.poll();
+      if (enough()) return true;
+      if (is_late()) return enough();
+      if (!moved) shm::sleep_on(source_.bell(), seen);
+    }
+  }
+}
+
+}  // namespace trireme::remote

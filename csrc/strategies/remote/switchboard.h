@@ -1,0 +1,126 @@
+#pragma once
+
+#include <trireme/comm/communicator.h>
+#include <trireme/comm/message_box.h>
+#include <trireme/common/export.h>
+#include <trireme/strategies/remote/call_server.h>
+#include <trireme/strategies/remote/definitions.h>
+#include <trireme/strategies/remote/housekeeping.h>
+#include <trireme/strategies/remote/pending_call.h>
+#include <trireme/strategies/remote/ref.h>
+#include <trireme/strategies/remote/ref_exchange.h>
+#include <trireme/strategies/remote/serving_threads.h>
+#include <trireme/strategies/remote/wire_messages.h>
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace trireme::remote {
+
+// Is what a rank asks of another one.
+struct CallRequest {
+  int64_t to = 0;
+  CallMessage message = {};
+  RefPtr object = {};  // kept until the answer; the message has its number
+  std::optional<std::chrono::milliseconds> timeout = {};
+};
+
+// Sends calls and answers, and serves what others call. Thread-safe, but for stop().
+class TRIREME_API Switchboard final : private Source,
+                                      private Replies,
+                                      public std::enable_shared_from_this<Switchboard> {
+ public:
+  // Collective. Throws c10::ValueError on all ranks alike for names that are equal or empty, fewer
+  // than one thread, and definitions that differ or are doubled.
+  static std::shared_ptr<Switchboard> start(const std::shared_ptr<Communicator>& communicator,
+                                            const std::string& name, int64_t threads);
+  ~Switchboard() override;
+
+  RankOf where() const { return where_; }
+  const std::vector<std::string>& names() const { return names_; }
+  // Throws c10::ValueError for a name that nobody has.
+  int64_t rank_of(std::string_view name) const;
+  // Says "p1 (rank 1)".
+  std::string name_of(int64_t rank) const;
+  const std::vector<DefinitionText>& defined_at(int64_t rank) const;
+  // Returns the names of methods that objects of that class have there.
+  std::vector<std::string> methods_of(const RefAddress& address) const;
+
+  // Sends a call. One whose callee is gone, or takes nothing before the deadline, has ended when
+  // this returns. Throws c10::Error after stop() and in a forked child.
+  PendingCallPtr begin(CallRequest request);
+  // Waits for the answer, until the call's deadline. Throws what the call ended with.
+  Value finish(const PendingCallPtr& call);
+  bool is_done(const PendingCall& call);
+
+  // Returns a Ref to an object of this rank.
+  RefPtr show(std::shared_ptr<Hosted> object, const std::string& class_name) override;
+  // Returns an object of this rank; null for one of another rank, or of an earlier start.
+  std::shared_ptr<Hosted> find(const RefAddress& address) const;
+  // Lets the owner of a seat forget a forward. Never throws.
+  void drop(const RefAddress& seat, int64_t forward) noexcept;
+
+  // Collective: serves until all ranks that are still there have called it. Throws
+  // c10::DistBackendError naming those that have not come, if the others were silent for as long as
+  // the group's timeout says; then this rank serves no more.
+  void stop();
+  // Ends without the others, at the end of a process: never throws.
+  void abandon(const std::string& why) noexcept;
+  // Throws c10::Error after stop() and in a forked child.
+  void check_usable() const;
+
+ private:
+  Switchboard(std::shared_ptr<Communicator> communicator, RankOf where);
+
+  bool poll() override;
+  void look() override;
+  shm::Bell& bell() override { return box_->bell(); }
+  bool reply(int64_t to, const Head& head, const Value& value,
+             shm::Clock::time_point until) override;
+  std::string name_of_own() const override { return name_of(where_.rank); }
+
+  AddressOf address_of() const;
+  Value read(const TensorMessage& message);
+  void lend(const std::vector<RefPtr>& refs, int64_t to, shm::Clock::time_point until);
+
+  bool post(int64_t to, const Head& head, EncodedValue message, shm::Clock::time_point until);
+  void handle(MessageBox::Arrival arrival);
+  void handle_call(int64_t from, int64_t number, const TensorMessage& message);
+  void handle_answer(MessageKind kind, int64_t from, int64_t number, const TensorMessage& message);
+
+  void forget(int64_t rank);
+  void end_late_calls();
+  std::string lateness_of(const PendingCall& call) const;
+  std::vector<int64_t> others_without(const std::function<bool(int64_t rank)>& has) const;
+  void tell_others(const std::function<bool(int64_t rank)>& tell);
+  void wait_while_heard(const char* what, const std::function<bool()>& enough);
+  void close();
+
+  std::shared_ptr<Communicator> communicator_;
+  RankOf where_;
+  uint64_t forks_;
+  std::vector<std::string> names_;
+  std::vector<std::vector<DefinitionText>> definitions_;
+  std::chrono::milliseconds group_timeout_ = PendingCall::kUsualTimeout;
+
+  PendingCalls calls_;
+  std::shared_ptr<MessageBox> box_;
+  std::shared_ptr<Housekeeping> housekeeping_;
+  std::shared_ptr<RefExchange> refs_;
+  std::unique_ptr<ServingThreads> threads_;
+  std::unique_ptr<CallServer> server_;
+  std::mutex polling_;
+  std::atomic<shm::Clock::rep> heard_{0};  // when something came
+  std::vector<std::atomic<bool>> byes_;    // [rank]
+  std::atomic<bool> closed_{false};        // no call of this rank begins any more
+};
+
+}  // namespace trireme::remote

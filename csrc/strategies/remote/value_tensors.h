@@ -1,0 +1,18 @@
+#pragma once
+
+#include <trireme/common/export.h>
+#include <trireme/strategies/remote/value.h>
+
+#include <ATen/core/Tensor.h>
+
+#include <functional>
+#include <vector>
+
+namespace trireme::remote {
+
+// Calls `change` for each tensor in a value, in one order on all ranks: items as they come, of a
+// Dict its values. (Keys, and what a set holds, are no tensors.)
+TRIREME_API void change_tensors(Value& value, const std::function<void(at::Tensor&)>& change);
+TRIREME_API std::vector<at::Tensor> tensors_of(const Value& value);
+
+}  // namespace trireme::remote
