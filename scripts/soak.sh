@@ -1,18 +1,18 @@
 #!/usr/bin/env bash
-# Long runs of what CI runs for seconds, on shm/: ranks that are killed and stopped, strange bytes, and
-# the sanitizers' tests over and over; called with the environment of `scripts/dev.sh run`.
+# Long runs of what CI runs for seconds, on shm/: ranks that are killed and stopped, strange bytes (of
+# strategies/remote/ too), and the sanitizers' tests over and over; called with the environment of `scripts/dev.sh run`.
 #   make soak              ten minutes
 #   make soak SOAK=3600    as many seconds, in equal parts
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
-root="$PWD" part=$((${SOAK:-600} / 5))
+root="$PWD" part=$((${SOAK:-600} / 6))
 build="$(realpath "$BUILD")"
-tests="$build/tests/cpp" room="$build/soak"
+tests="$build/tests/cpp" room="$build/soak" core="$root/csrc"
 if [ ! -x "$tests/kill_soak_asan" ]; then
   echo "[soak] got no $tests/kill_soak_asan. Install catch2, and build with -DTRIREME_SANITIZERS=ON."
   exit 1
 fi
-mkdir -p "$room/corpus" && cd "$room" || exit
+mkdir -p "$room" && cd "$room" || exit
 report=() failed=0
 
 stage() {
@@ -24,15 +24,26 @@ stage() {
 }
 
 # clang's fuzzer sees which lines an input reaches; without clang the driver of CI goes on for longer.
+# fuzz <target> <what clang compiles it with>
 fuzz() {
-  local core="$root/csrc"
+  local name="$1"
+  shift
+  mkdir -p "corpus-$name"
   if command -v clang++ >/dev/null && clang++ -std=c++20 -O1 -g1 -pthread -fsanitize=fuzzer,address,undefined \
-    -fno-sanitize-recover=all -I"$build/include" -I"$root/tests/cpp" "$core"/shm/*.cpp \
-    "$core"/common/{cpus,error,forks}.cpp "$root/tests/cpp/soak/fuzz_shm.cpp" -o fuzz_guided; then
-    ./fuzz_guided -rss_limit_mb=4096 -max_total_time="$part" -max_len=4096 -timeout=20 -print_final_stats=1 corpus 2>&1 | tail -n 20
+    -fno-sanitize-recover=all -I"$build/include" -I"$root/tests/cpp" "$root/tests/cpp/soak/$name.cpp" "$@" \
+    -o "$name-guided"; then
+    "./$name-guided" -rss_limit_mb=4096 -max_total_time="$part" -max_len=4096 -timeout=20 -print_final_stats=1 \
+      "corpus-$name" 2>&1 | tail -n 20
     return "${PIPESTATUS[0]}"
   fi
-  "$tests/fuzz_shm" --seconds "$part"
+  "$tests/$name" --seconds "$part"
+}
+
+fuzz_remote() {
+  local torch
+  torch="$(python -c 'from importlib.util import find_spec; print(find_spec("torch").submodule_search_locations[0])')"
+  fuzz fuzz_remote "$core/common/error.cpp" "$core"/strategies/remote/{value_codec,wire_messages}.cpp \
+    -isystem "$torch/include" "$torch"/lib/lib{torch_cpu,c10}.so -Wl,-rpath,"$torch/lib" -Wl,--allow-shlib-undefined
 }
 
 # The whole suite of shm/ again and again: what depends on timing shows in one run of many.
@@ -48,7 +59,8 @@ again() {
 stage kills "$tests/kill_soak" --seconds "$part"
 # Freed memory that the sanitizer keeps to itself would look like growth.
 stage "kills, asan" env ASAN_OPTIONS=quarantine_size_mb=4 "$tests/kill_soak_asan" --seconds "$part"
-stage fuzzing fuzz
+stage "fuzz shm" fuzz fuzz_shm "$core"/shm/*.cpp "$core"/common/{cpus,error,forks,interruption}.cpp
+stage "fuzz remote" fuzz_remote
 stage asan again "$tests/test_shm_asan"
 stage tsan again "$tests/test_shm_tsan" --filenames-as-tags '~[#reduce_test]~*process*'
 

@@ -67,6 +67,14 @@ from trireme.ps._c_ps import PsZeros as PsZeros
 from trireme.ps._c_ps import RowwiseAdagradSpec as RowwiseAdagradSpec
 from trireme.ps._c_ps import SgdSpec as SgdSpec
 from trireme.ps._c_ps import SumSpec as SumSpec
+from trireme.remote._c_remote import RemoteEndpoint as RemoteEndpoint
+from trireme.remote._c_remote import RemoteModuleHandle as RemoteModuleHandle
+from trireme.remote._c_remote import RemotePending as RemotePending
+from trireme.remote._c_remote import RemoteRef as RemoteRef
+from trireme.remote._c_remote import remote_define as remote_define
+from trireme.remote._c_remote import remote_use_describer as remote_use_describer
+from trireme.remote._c_remote import remote_use_raiser as remote_use_raiser
+from trireme.remote._c_remote import remote_use_ref_type as remote_use_ref_type
 
 _Tensors = Sequence[torch.Tensor]
 _Devices = Sequence[torch.device]

@@ -34,6 +34,12 @@ def run_script(script: Path, ranks: int, *options: str, timeout: float = 100) ->
 
 def run_command(command: Sequence[str], ranks: int, timeout: float = 100) -> str:
     """What so many ranks of another program print. Several are told what torchrun tells them."""
+    return run_commands([command] * ranks, timeout)
+
+
+def run_commands(commands: Sequence[Sequence[str]], timeout: float = 100) -> str:
+    """The same for a program of each rank's own."""
+    ranks = len(commands)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
     def launched(rank: int) -> dict[str, str]:
@@ -47,7 +53,7 @@ def run_command(command: Sequence[str], ranks: int, timeout: float = 100) -> str
             text=True,
             env={**os.environ, **ON_CPU, **launched(rank)},
         )
-        for rank in range(ranks)
+        for rank, command in enumerate(commands)
     ]
     try:
         printed = [process.communicate(timeout=timeout) for process in running]

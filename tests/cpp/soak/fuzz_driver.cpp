@@ -1,110 +1,54 @@
-// What libFuzzer does, without its knowledge of what an input reaches: random inputs, and the seeds
-// below with bytes changed, for a time.
+// What libFuzzer does, without its knowledge of what an input reaches: the seeds of a target with
+// bytes changed, for a time.
 //
 //   fuzz_shm --seconds 20 [--seed N]      fuzz_shm FILE   an input that failed once
 //
-// An input is written to crash-input before it is tried, so that whatever happens leaves it behind.
-
-#include <trireme/shm/byte_ring.h>
-#include <trireme/shm/rank_block.h>
+// An input is written to fuzz_shm-crash-input before it is tried, so that whatever happens leaves
+// it behind.
 
 #include <chrono>
 #include <cstdint>
 #include <cstdlib>
-#include <cstring>
+#include <errno.h>
 #include <fcntl.h>
 #include <fstream>
 #include <iostream>
 #include <iterator>
 #include <random>
+#include <soak/fuzz_target.h>
 #include <string>
 #include <string_view>
-#include <sys/mman.h>
 #include <unistd.h>
 #include <vector>
-
-extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size);
 
 namespace {
 
 using Bytes = std::vector<uint8_t>;
-
-Bytes bytes_of(uint8_t reader, std::string_view text) {
-  Bytes bytes{reader};
-  bytes.insert(bytes.end(), text.begin(), text.end());
-  return bytes;
-}
-
-std::string raw(const auto&... values) {
-  std::string text;
-  (text.append(reinterpret_cast<const char*>(&values), sizeof(values)), ...);
-  return text;
-}
-
-// A message of 64 bytes with its header, as fuzz_shm.cpp's scribble() takes it.
-std::string message(int64_t tag, int64_t bytes, uint64_t sequence, uint8_t dtype) {
-  constexpr uint32_t kBehindBlock = sizeof(trireme::shm::ByteRingBlock);
-  std::string header = raw(tag, bytes, sequence, dtype);
-  return raw(uint16_t{128}, kBehindBlock, static_cast<uint8_t>(header.size())) + header;
-}
-
-std::vector<Bytes> seeds() {
-  using std::string;
-  const string pid = std::to_string(::getpid());
-  const string address = "0 " + pid + " 5 4096 0123456789abcdef fedcba9876543210";
-  std::vector<Bytes> found{
-      bytes_of(0, address),
-      bytes_of(0, "1 7 -1 9223372036854775807 0 0"),
-      bytes_of(1, "7f0000000000-7f0000003000 rw-s 00000000 00:01 77   /memfd:trireme (deleted)"),
-      bytes_of(4, address + "\npid:[4026531836]\n\xff"
-                            "11-"),
-      bytes_of(4,
-               "failed 0why\xff"
-               "1"),
-      bytes_of(4,
-               "failed 1\xff"
-               "11r"),
-      bytes_of(2, string(200, '\xfe')),
-      bytes_of(2, raw(uint64_t{1}, int64_t{-5}, int32_t{2}, uint8_t{1}, uint8_t{200}, uint8_t{9},
-                      uint8_t{255}) +
-                      string(64, 'a')),
-      bytes_of(5, message(0, 64, 1, 6)),
-      bytes_of(5, message(0, -1, 1, 6)),
-      bytes_of(5, message(9, int64_t{1} << 62, 1, 6)),
-  };
-  using trireme::shm::RankBlock;
-  for (const uint32_t offset : {uint32_t{0}, uint32_t{256}, uint32_t(sizeof(RankBlock) - 64),
-                                uint32_t(sizeof(RankBlock) - 7000)})
-    found.push_back(bytes_of(3, raw(offset, uint8_t{32}) + string(32, '\xff') + raw(offset)));
-  return found;
-}
 
 // The input that is being tried, in a file that outlives a crash.
 class LastInput {
  public:
   static constexpr size_t kMost = 4096;
   LastInput() {
-    const int fd = ::open("crash-input", O_CREAT | O_TRUNC | O_RDWR | O_CLOEXEC, 0600);
-    if (fd < 0 || ::ftruncate(fd, static_cast<off_t>(kMost)) != 0) std::abort();
-    map_ = ::mmap(nullptr, kMost, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
-    if (map_ == MAP_FAILED) std::abort();
-    ::close(fd);
+    fd_ = ::open(path_.c_str(), O_CREAT | O_TRUNC | O_RDWR | O_CLOEXEC, 0600);
+    if (fd_ < 0) std::abort();
   }
   ~LastInput() {
-    ::munmap(map_, kMost);
-    ::unlink("crash-input");
+    ::close(fd_);
+    ::unlink(path_.c_str());
   }
   LastInput(const LastInput&) = delete;
   LastInput& operator=(const LastInput&) = delete;
-  // Without its length: the zeros behind it are part of the file, and change no reader.
   void try_out(const Bytes& input) {
-    std::memset(map_, 0, kMost);
-    std::memcpy(map_, input.data(), input.size());
+    const auto size = static_cast<ssize_t>(input.size());
+    if (::pwrite(fd_, input.data(), input.size(), 0) != size || ::ftruncate(fd_, size) != 0)
+      std::abort();
     LLVMFuzzerTestOneInput(input.data(), input.size());
   }
 
  private:
-  void* map_ = nullptr;
+  const std::string path_ = std::string(::program_invocation_short_name) + "-crash-input";
+  int fd_ = -1;
 };
 
 class Mutator {
@@ -170,10 +114,11 @@ int main(int argc, char** argv) {
       return LLVMFuzzerTestOneInput(input.data(), input.size());
     }
   }
-  std::cout << "[fuzz_shm] seed " << seed << std::endl;
+  const std::string area = std::string("[") + ::program_invocation_short_name + "] ";
+  std::cout << area << "seed " << seed << std::endl;
   LastInput last;
   Mutator mutator(seed);
-  const std::vector<Bytes> from = seeds();
+  const std::vector<Bytes> from = trireme::soak::seeds();
   int64_t tried = 0;
   for (const Bytes& input : from) last.try_out(input);
   const auto until = std::chrono::steady_clock::now() + std::chrono::seconds(seconds);
@@ -181,6 +126,6 @@ int main(int argc, char** argv) {
     for (int i = 0; i < 50; ++i) last.try_out(mutator.next(from));
     tried += 50;
   }
-  std::cout << "[fuzz_shm] " << tried << " inputs, nothing found" << std::endl;
+  std::cout << area << tried << " inputs, nothing found" << std::endl;
   return 0;
 }

@@ -16,6 +16,7 @@
 #include <memory>
 #include <new>
 #include <shm/fake_peer.h>
+#include <soak/fuzz_target.h>
 #include <span>
 #include <string>
 #include <string_view>
@@ -246,10 +247,62 @@ constexpr std::array<Reader, 9> kReaders{read_address,   read_mapping,     read_
                                          look_at_blocks, join_with,        receive,
                                          take_messages,  read_description, take_strange_messages};
 
+using Seed = std::vector<uint8_t>;
+
+Seed bytes_of(uint8_t reader, std::string_view text) {
+  Seed bytes{reader};
+  bytes.insert(bytes.end(), text.begin(), text.end());
+  return bytes;
+}
+
+std::string raw(const auto&... values) {
+  std::string text;
+  (text.append(reinterpret_cast<const char*>(&values), sizeof(values)), ...);
+  return text;
+}
+
+// A message of 64 bytes with its header, as scribble() takes it.
+std::string message(int64_t tag, int64_t bytes, uint64_t sequence, uint8_t dtype) {
+  constexpr uint32_t kBehindBlock = sizeof(ByteRingBlock);
+  std::string header = raw(tag, bytes, sequence, dtype);
+  return raw(uint16_t{128}, kBehindBlock, static_cast<uint8_t>(header.size())) + header;
+}
+
 }  // namespace
 }  // namespace trireme::shm::test
 
-extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size);
+std::vector<std::vector<uint8_t>> trireme::soak::seeds() {
+  using namespace trireme::shm::test;
+  using std::string;
+  const string pid = std::to_string(::getpid());
+  const string address = "0 " + pid + " 5 4096 0123456789abcdef fedcba9876543210";
+  std::vector<Seed> found{
+      bytes_of(0, address),
+      bytes_of(0, "1 7 -1 9223372036854775807 0 0"),
+      bytes_of(1, "7f0000000000-7f0000003000 rw-s 00000000 00:01 77   /memfd:trireme (deleted)"),
+      bytes_of(4, address + "\npid:[4026531836]\n\xff"
+                            "11-"),
+      bytes_of(4,
+               "failed 0why\xff"
+               "1"),
+      bytes_of(4,
+               "failed 1\xff"
+               "11r"),
+      bytes_of(2, string(200, '\xfe')),
+      bytes_of(2, raw(uint64_t{1}, int64_t{-5}, int32_t{2}, uint8_t{1}, uint8_t{200}, uint8_t{9},
+                      uint8_t{255}) +
+                      string(64, 'a')),
+      bytes_of(5, message(0, 64, 1, 6)),
+      bytes_of(5, message(0, -1, 1, 6)),
+      bytes_of(5, message(9, int64_t{1} << 62, 1, 6)),
+  };
+  using trireme::shm::RankBlock;
+  for (const uint32_t offset : {uint32_t{0}, uint32_t{256}, uint32_t(sizeof(RankBlock) - 64),
+                                uint32_t(sizeof(RankBlock) - 7000)})
+    found.push_back(bytes_of(3, raw(offset, uint8_t{32}) + string(32, '\xff') + raw(offset)));
+  return found;
+}
+
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   using namespace trireme::shm::test;
   if (size == 0) return 0;

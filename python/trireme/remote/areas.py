@@ -1,0 +1,5 @@
+"""How remote calls refuse what they cannot do."""
+
+from trireme._core.errors import Area
+
+AREA = Area("remote")
