@@ -26,20 +26,16 @@ All sides of a part take turns in the same processes of one thread each, in alte
 from __future__ import annotations
 
 import json
-import os
 import statistics
-import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-from harness.bad_input import BadInput
 from harness.bench_options import run_in_parts
+from harness.cpp_ranks import run_cpp_ranks
 from harness.fresh_run import RANKS, run_fresh
 from harness.machine import cores
 from harness.ps_rounds import PsCase, measure_ps
@@ -221,34 +217,8 @@ def bench_cpp(effort: Effort) -> dict[str, Any]:
 
 
 def run_program(rounds: int, calls: int = 20000) -> str:
-    """What rank 0 of benchmarks/cpp/ps_verbs.cpp prints, built beside the package."""
-    import trireme
-
-    program = Path(trireme.__file__).absolute().parents[2] / "benchmarks" / "cpp" / "ps_verbs"
-    if not program.exists():
-        raise BadInput("bench_ps", f"got no program {program}", "Build the target ps_verbs.")
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    world = str(RANKS)
-    ranks = [
-        subprocess.Popen(
-            [str(program), str(rounds), str(calls)],
-            stdout=subprocess.PIPE,
-            text=True,
-            env={
-                **os.environ,
-                **{"OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1"},
-                **{"MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"},
-                **{"RANK": str(rank), "WORLD_SIZE": world},
-                **{"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": world},
-            },
-        )
-        for rank in range(RANKS)
-    ]
-    printed = [rank.communicate()[0] for rank in ranks]
-    for rank in ranks:
-        if rank.returncode != 0:
-            raise subprocess.CalledProcessError(rank.returncode, rank.args)
-    return printed[0]
+    """What rank 0 of benchmarks/cpp/ps_verbs.cpp prints."""
+    return run_cpp_ranks("bench_ps", "ps_verbs", [str(rounds), str(calls)], RANKS)
 
 
 def _print_times(

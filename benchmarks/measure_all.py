@@ -3,7 +3,7 @@
     python benchmarks/measure_all.py
     python benchmarks/measure_all.py --only memory,faults
 
-It takes two hours and a quarter on 2 cores, which should have nothing else to do. Each script
+It takes two hours and 20 minutes on 2 cores, which should have nothing else to do. Each script
 writes its JSON into benchmarks/results; then benchmarks/readme_results.py writes the pages. Code
 with changes that are not committed is refused, since nobody could say later what was measured.
 """
@@ -34,6 +34,7 @@ NAMES = (
     "activation",
     "pipeline",
     "ps",
+    "remote",
 )
 
 

@@ -31,6 +31,7 @@ from readme_costs import (
 )
 from readme_pipeline import pipeline_tables
 from readme_ps import ps_tables
+from readme_remote import remote_tables
 from readme_steps import (
     RATIO,
     contest_table,
@@ -181,6 +182,7 @@ PAGES: Mapping[str, Sequence[Part]] = {
     "docs/activation_memory.md": (("activation", activation_tables),),
     "docs/parameter_server.md": (("ps", ps_tables),),
     "docs/pipeline.md": (("pipeline", pipeline_tables),),
+    "docs/remote.md": (("remote", remote_tables),),
     "docs/shared_memory.md": (("faults", FAULT_TIMES), ("collectives", SHORT_LIST)),
     "docs/ddp.md": (("steps", ddp_tables),),
     "docs/zero.md": (("steps", contest_table("zero")),),

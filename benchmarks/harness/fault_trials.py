@@ -27,8 +27,8 @@ DEADLINE_S = 2.0  # for the group in which a rank is stopped
 _PATIENCE_S = 60.0
 _NUMEL = 6_553_600  # 25 MiB of fp32
 
-_PROCESSES = multiprocessing.get_context("forkserver")
-_PROCESSES.set_forkserver_preload(
+PROCESSES = multiprocessing.get_context("forkserver")
+PROCESSES.set_forkserver_preload(
     ["trireme", "torch._dynamo", "torch.distributed.optim", "harness.strategies"]
 )
 
@@ -52,15 +52,15 @@ def measure_fault(case: FaultCase) -> float:
     with tempfile.TemporaryDirectory(prefix="bench") as folder:
         ends, ranks = [], []
         for rank in range(case.world):
-            end, far_end = _PROCESSES.Pipe(duplex=False)
-            process = _PROCESSES.Process(target=_rank_main, args=(far_end, case, rank, folder))
+            end, far_end = PROCESSES.Pipe(duplex=False)
+            process = PROCESSES.Process(target=_rank_main, args=(far_end, case, rank, folder))
             process.start()
             far_end.close()
             ends.append(end)
             ranks.append(process)
         try:
-            began = _receive(ends[-1], case.world - 1)
-            replies = [_receive(end, rank) for rank, end in enumerate(ends[:-1])]
+            began = receive(ends[-1], case.world - 1)
+            replies = [receive(end, rank) for rank, end in enumerate(ends[:-1])]
         finally:
             for process in ranks:
                 process.kill()
@@ -74,7 +74,7 @@ def measure_fault(case: FaultCase) -> float:
     return (max(reply["raised_at"] for reply in replies) - began["at"]) * 1e3
 
 
-def _receive(end: Connection, rank: int) -> dict[str, Any]:
+def receive(end: Connection, rank: int) -> dict[str, Any]:
     if not end.poll(_PATIENCE_S):
         raise RankFailed(f"[faults] rank {rank} said nothing for {_PATIENCE_S:g} s, not a word")
     try:
