@@ -1,0 +1,188 @@
+// Threads that serve calls, and what they share. Runs under ThreadSanitizer, too.
+
+#include <trireme/strategies/remote/serving_threads.h>
+
+#include <trireme/strategies/remote/housekeeping.h>
+#include <trireme/strategies/remote/pending_call.h>
+#include <trireme/strategies/remote/ref_table.h>
+
+#include <atomic>
+#include <catch_torch.h>
+#include <deque>
+#include <functional>
+#include <latch>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+namespace trireme::serving_threads_test {
+
+using namespace trireme::remote;
+using shm::Clock;
+
+namespace {
+
+constexpr auto kLong = std::chrono::seconds(30);
+
+// Has messages that threads of a test post; whoever polls does what they say.
+class Post final : public Source {
+ public:
+  void post(std::function<void()> message) {
+    {
+      const std::lock_guard lock(mutex_);
+      messages_.push_back(std::move(message));
+    }
+    shm::ring(bell_);
+  }
+  bool poll() override {
+    std::deque<std::function<void()>> taken;
+    {
+      const std::lock_guard lock(mutex_);
+      taken.swap(messages_);
+    }
+    for (const auto& message : taken) message();
+    return !taken.empty();
+  }
+  void look() override { ++looks_; }
+  shm::Bell& bell() override { return bell_; }
+  int64_t looks() const { return looks_; }
+
+ private:
+  std::mutex mutex_;
+  std::deque<std::function<void()>> messages_;
+  shm::Bell bell_;
+  std::atomic<int64_t> looks_{0};
+};
+
+void run_at_once(int64_t count, const std::function<void(int64_t)>& work) {
+  std::vector<std::thread> threads;
+  for (int64_t i = 0; i < count; ++i) threads.emplace_back([&work, i] { work(i); });
+  for (std::thread& thread : threads) thread.join();
+}
+
+}  // namespace
+
+TEST_CASE("jobs that come in messages all run, whoever takes these") {
+  Post post;
+  ServingThreads threads(post, 2, 1);
+  threads.start();
+  std::atomic<int64_t> done{0};
+  constexpr int64_t kJobs = 500;
+  run_at_once(4, [&](int64_t) {
+    for (int64_t i = 0; i < kJobs; ++i) post.post([&] { threads.run([&] { ++done; }); });
+  });
+  // Half of the time somebody waits, and takes messages himself.
+  CHECK(threads.wait([&] { return done == 4 * kJobs; }, Clock::now() + kLong));
+  for (int64_t i = 0; i < 20; ++i) {
+    const int64_t before = done;
+    post.post([&] { threads.run([&] { ++done; }); });
+    while (done == before) std::this_thread::yield();
+  }
+  threads.stop();
+  CHECK(threads.is_idle());
+}
+
+TEST_CASE("jobs that wait for each other need no more than one thread") {
+  Post post;
+  ServingThreads threads(post, 1, 1);
+  threads.start();
+  std::atomic<int64_t> done{0};
+  std::function<void(int64_t)> nest = [&](int64_t depth) {
+    std::atomic<bool> inner{depth == 0};
+    if (depth > 0)
+      post.post([&] {
+        threads.run([&] {
+          nest(depth - 1);
+          inner = true;
+        });
+      });
+    if (threads.wait([&] { return inner.load(); }, Clock::now() + kLong)) ++done;
+  };
+  run_at_once(3, [&](int64_t) { nest(20); });
+  CHECK(done == 3 * 21);
+}
+
+TEST_CASE("jobs meet while somebody waits, as many as may run at one time") {
+  Post post;
+  ServingThreads threads(post, 4, 1);
+  threads.start();
+  std::latch all(4);
+  std::atomic<int64_t> met{0};
+  for (int64_t i = 0; i < 4; ++i)
+    post.post([&] {
+      threads.run([&] {
+        all.arrive_and_wait();
+        ++met;
+      });
+    });
+  CHECK(threads.wait([&] { return met == 4; }, Clock::now() + kLong));
+}
+
+TEST_CASE("a wait that nothing ends ends in time, and looks around meanwhile") {
+  Post post;
+  ServingThreads threads(post, 1, 1);
+  threads.start();
+  CHECK_FALSE(threads.wait([] { return false; }, Clock::now() + 3 * shm::kLookEvery));
+  CHECK(post.looks() > 0);
+}
+
+TEST_CASE("calls are completed once, by whoever is first") {
+  PendingCalls calls;
+  std::atomic<int64_t> lost{0};
+  std::atomic<int64_t> answered{0};
+  for (int64_t round = 0; round < 50; ++round) {
+    std::vector<PendingCallPtr> all;
+    std::vector<int64_t> numbers;
+    for (int64_t to = 0; to < 8; ++to) {
+      all.push_back(std::make_shared<PendingCall>(to % 2, "function f", std::nullopt));
+      numbers.push_back(calls.add(all.back()));
+    }
+    run_at_once(3, [&](int64_t who) {
+      if (who == 0) return calls.lose(0, "it is gone");
+      for (const int64_t number : numbers)
+        if (const auto call = calls.take(number)) call->complete(Value(number));
+    });
+    calls.lose_all("the end");
+    for (const auto& call : all) {
+      REQUIRE(call->is_done());
+      std::holds_alternative<Lost>(call->outcome()) ? ++lost : ++answered;
+    }
+  }
+  CHECK(lost + answered == 400);
+  CHECK(answered >= 200);
+  CHECK(calls.is_empty());
+}
+
+TEST_CASE("an object goes with its last count, and with the ranks that held it") {
+  class Object final : public Hosted {
+   public:
+    explicit Object(std::atomic<int64_t>& alive) : alive_(alive) { ++alive_; }
+    ~Object() override { --alive_; }
+
+   private:
+    std::atomic<int64_t>& alive_;
+  };
+  std::atomic<int64_t> alive{0};
+  RefTable table;
+  Housekeeping housekeeping;
+  run_at_once(4, [&](int64_t holder) {
+    for (int64_t i = 0; i < 200; ++i) {
+      const int64_t number = table.add(std::make_shared<Object>(alive), "Object", holder);
+      table.count(number, holder + 1, 1);
+      table.count(number, holder, -1);
+      if (i % 2 == 0) table.count(number, holder + 1, -1);
+      housekeeping.add([gone = table.take_gone()]() mutable {
+        gone.clear();
+        return true;
+      });
+    }
+  });
+  for (int64_t holder = 1; holder <= 4; ++holder) table.forget(holder);
+  table.take_gone();
+  while (!housekeeping.is_idle()) std::this_thread::yield();
+  CHECK(alive == 0);
+  CHECK(table.classes().empty());
+}
+
+}  // namespace trireme::serving_threads_test
