@@ -155,9 +155,14 @@ struct ConnectRequest {
   std::optional<milliseconds> timeout;
 };
 
-c10::intrusive_ptr<c10d::Backend> make_engine(const std::string& engine,
+// Ranks in C++ and in Python are of one group, so that keys are those of torch's
+// init_process_group(): the group is called "0", and each engine by its first device.
+constexpr const char* kGroupKeys = "0/";
+
+c10::intrusive_ptr<c10d::Backend> make_engine(const std::string& engine, const char* device,
                                               const ConnectRequest& request) {
-  const auto store = c10::make_intrusive<c10d::PrefixStore>(engine, request.store);
+  const auto store =
+      c10::make_intrusive<c10d::PrefixStore>(std::string(device) + "/", request.store);
   GlooOptions gloo;
   if (request.timeout) gloo.timeout = gloo.connect_timeout = saturated(*request.timeout);
   if (engine == "gloo") return make_gloo_backend(store, request.where, gloo);
@@ -179,14 +184,14 @@ c10::intrusive_ptr<ProcessGroup> connect(const Engines& engines, const ConnectRe
                                                  static_cast<int>(where.world));
   c10::intrusive_ptr<c10d::Backend> on_cpu;
   if (!engines.cpu.empty()) {
-    on_cpu = make_engine(engines.cpu, request);
+    on_cpu = make_engine(engines.cpu, "cpu", request);
     group->setBackend(c10::DeviceType::CPU, type_of(engines.cpu), on_cpu);
   }
   if (engines.cuda == "nccl") group->setBoundDeviceId(request.device);
   if (!engines.cuda.empty()) {
     const bool is_same = engines.cuda == engines.cpu;
     group->setBackend(c10::DeviceType::CUDA, type_of(engines.cuda),
-                      is_same ? on_cpu : make_engine(engines.cuda, request));
+                      is_same ? on_cpu : make_engine(engines.cuda, "cuda", request));
   }
   group->setDefaultBackend(type_of(engines.cuda.empty() ? engines.cpu : engines.cuda));
   return group;
@@ -275,7 +280,8 @@ Context init(const InitOptions& options) {
 
   auto group = std::make_unique<Context::Group>(
       RendezvousRequest{environment, options.init_method, options.timeout});
-  const auto& store = group->rendezvous.store();
+  const c10::intrusive_ptr<c10d::Store> store =
+      c10::make_intrusive<c10d::PrefixStore>(kGroupKeys, group->rendezvous.store());
   const std::string backend = !options.backend.empty() ? options.backend
                               : device.is_cpu()        ? "trireme"
                                                        : "cpu:trireme,cuda:nccl";

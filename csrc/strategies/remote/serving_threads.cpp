@@ -195,6 +195,20 @@ bool ServingThreads::wait(const std::function<bool()>& enough,
   return drive(enough, until, /*interrupts=*/true);
 }
 
+bool ServingThreads::rest(const std::function<bool()>& enough, Clock::time_point until) {
+  for (Clock::time_point look_at = Clock::now() + shm::kLookEvery; !enough();) {
+    const Clock::time_point now = Clock::now();
+    if (now >= until) return enough();
+    if (now >= look_at) {
+      source_.look();
+      check_interruption();
+      look_at = now + shm::kLookEvery;
+    }
+    std::this_thread::sleep_for(kTick);
+  }
+  return true;
+}
+
 // Takes messages until `enough` returns true, asleep where none come.
 template <typename Enough>
 bool ServingThreads::drive(const Enough& enough, std::optional<Clock::time_point> until,

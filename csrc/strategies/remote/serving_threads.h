@@ -54,6 +54,9 @@ class TRIREME_API ServingThreads {
   // Takes messages until `enough` returns true; returns false once `until` has passed. Throws an
   // Interruption (common/interruption.h). From within a job that job does not count meanwhile.
   bool wait(const std::function<bool()>& enough, std::optional<shm::Clock::time_point> until);
+  // Waits in the same way, and leaves messages to the threads: they run what they find there
+  // without a hand-over. Notices within milliseconds. Not from within a job.
+  bool rest(const std::function<bool()>& enough, shm::Clock::time_point until);
   // Lets the job of this thread not count as long as it lives; does nothing outside of one.
   class TRIREME_API Pause {
    public:

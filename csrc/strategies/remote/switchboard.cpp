@@ -369,7 +369,7 @@ void Switchboard::wait_while_heard(const char* what, const std::function<bool()>
   for (;;) {
     const shm::Clock::time_point heard{shm::Clock::duration(heard_)};
     const shm::Clock::time_point until = heard + group_timeout_;
-    if (threads_->wait(enough, until)) return;
+    if (threads_->rest(enough, until)) return;
     if (shm::Clock::time_point{shm::Clock::duration(heard_)} > heard) continue;
     std::string names;
     for (const int64_t rank : others_without([&](int64_t one) { return byes_[one].load(); }))

@@ -101,6 +101,12 @@ def running() -> RemoteEndpoint:
     return _running.core
 
 
+def expect_name(to: object) -> None:
+    """Refuses a callee that is no name, such as a rank."""
+    next_step = "Pass one of remote.names()."
+    AREA.expect("to", to, str, "the name of a process", next_step=next_step)
+
+
 def seconds_of(timeout: object) -> float | None:
     """Returns a timeout in seconds, None for none.
 

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from trireme import _C
 from trireme._C import RemotePending
 from trireme.remote.areas import AREA
-from trireme.remote.endpoint import running, seconds_of
+from trireme.remote.endpoint import expect_name, running, seconds_of
 from trireme.remote.signatures import parameters_of
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -104,6 +104,7 @@ def call(
         RuntimeError: before :func:`start`, after :func:`stop`, and in a forked child.
     """
     core = running()
+    expect_name(to)
     return core.call(to, name_of(function), None, args, kwargs, seconds_of(timeout))
 
 
@@ -114,4 +115,5 @@ def call_async(
     """Begins a call and returns at once. It is like :func:`call` otherwise, and what that raises of
     the callee :meth:`Pending.wait` does. torch's equivalent is ``rpc.rpc_async``."""
     core = running()
+    expect_name(to)
     return Pending(core.call_async(to, name_of(function), None, args, kwargs, seconds_of(timeout)))

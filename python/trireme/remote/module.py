@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from trireme._C import RemoteModuleHandle
 from trireme._core.optimizer_specs import OptimizerSpec
 from trireme.remote.areas import AREA
-from trireme.remote.endpoint import names, running, seconds_of
+from trireme.remote.endpoint import expect_name, names, running, seconds_of
 from trireme.remote.functions import name_of
 
 
@@ -72,6 +72,7 @@ class Module(nn.Module):
             shown = getattr(optimizer, "__qualname__", type(optimizer).__name__)
             got = f"got {shown} as optimizer, expected one of trireme.ps"
             AREA.refuse(got, "Pass ps.SGD(0.05), for example.", kind=TypeError)
+        expect_name(to)
         self._is_strict = False  # while load_state_dict() of this very module runs
         self._factory = name_of(factory)
         self._core = running().module(
@@ -135,7 +136,8 @@ class Module(nn.Module):
         missing = [prefix + name for name in own if name not in given]
         unexpected = [prefix + name for name in given if name not in own]
         fitting = {name: value for name, value in given.items() if name in own}
-        errors = [text for name, value in fitting.items() if (text := _misfit(name, own, value))]
+        misfits = (_misfit(prefix + name, own[name], value) for name, value in fitting.items())
+        errors = [text for text in misfits if text]
         missing_keys += missing
         unexpected_keys += unexpected
         error_msgs += errors
@@ -150,13 +152,13 @@ class Module(nn.Module):
         AREA.refuse(got, "Make another one, and load its state dict.", kind=TypeError)
 
 
-def _misfit(name: str, own: dict[str, Tensor], value: Any) -> str:
+def _misfit(name: str, own: Tensor, value: Any) -> str:
     """Says in torch's words what keeps a value from being loaded; "" for nothing."""
     if not isinstance(value, Tensor):
         return f"While copying the parameter named {name!r}, got {type(value).__name__}."
-    if value.shape != own[name].shape:
+    if value.shape != own.shape:
         return (
             f"size mismatch for {name}: copying a param with shape {value.shape} from checkpoint, "
-            f"the shape in current model is {own[name].shape}."
+            f"the shape in current model is {own.shape}."
         )
     return ""

@@ -9,13 +9,15 @@ from typing import Any, NoReturn, TypeVar, overload
 from trireme import _C
 from trireme._C import RemoteRef
 from trireme.remote.areas import AREA
-from trireme.remote.endpoint import names, running, seconds_of
+from trireme.remote.endpoint import expect_name, names, running, seconds_of
 from trireme.remote.functions import Pending
 from trireme.remote.signatures import parameters_of
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 _BATCH = "_remote_batch"
+_OF_REF = ("owner", "local_value")
+"""What a Ref has itself, so that no method of an object can be called so."""
 
 
 @overload
@@ -74,7 +76,11 @@ def _place_of_statement() -> str:
 
 
 def _methods_of(cls: type) -> list[tuple[str, Callable[..., Any], int]]:
-    """Returns name, function and batch of marked methods; one that replaces such is one, too."""
+    """Returns name, function and batch of marked methods; one that replaces such is one, too.
+
+    Raises:
+        ValueError: no Ref could call it, because of its name.
+    """
     found: dict[str, tuple[str, Callable[..., Any], int]] = {}
     for one in reversed(cls.__mro__):
         for name, value in vars(one).items():
@@ -83,6 +89,10 @@ def _methods_of(cls: type) -> list[tuple[str, Callable[..., Any], int]]:
                 found[name] = (name, value, batch)
             else:
                 found.pop(name, None)
+    for name in found:
+        if name in _OF_REF or name.startswith("_"):
+            got = f"got a method called {name} of {cls.__qualname__}, which no Ref could call"
+            AREA.refuse(got, "Give it another name.")
     return list(found.values())
 
 
@@ -184,7 +194,9 @@ def create(
         got = f"got {shown} to create, expected a subclass of remote.Object"
         AREA.refuse(got, "Pass a class that extends remote.Object, or its name.", kind=TypeError)
     name = cls if isinstance(cls, str) else cls.__name__
-    made = running().create(to, name, args, kwargs, seconds_of(timeout))
+    core = running()
+    expect_name(to)
+    made = core.create(to, name, args, kwargs, seconds_of(timeout))
     assert isinstance(made, Ref)
     return made
 

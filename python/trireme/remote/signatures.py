@@ -21,9 +21,14 @@ class _Default:
         return self.text
 
 
-def _shown(value: object) -> str:
-    if type(value) in (set, frozenset):  # whose order is another one in each process
-        return "{" + ", ".join(sorted(_shown(one) for one in value)) + "}"  # type: ignore[attr-defined]
+def _shown(value: Any) -> str:
+    kind = type(value)
+    if kind in (set, frozenset):  # whose order is another one in each process
+        return "{" + ", ".join(sorted(map(_shown, value))) + "}"
+    if kind in (list, tuple):  # they may hold a set
+        return f"{kind.__name__}(" + ", ".join(map(_shown, value)) + ")"
+    if kind is dict:
+        return "{" + ", ".join(f"{_shown(k)}: {_shown(v)}" for k, v in value.items()) + "}"
     text = repr(value)
     return f"<{type(value).__qualname__}>" if " at 0x" in text else text
 
