@@ -24,16 +24,20 @@ const Value& keyword(const ServedCall& call, const std::string& name) {
 
 }  // namespace
 
-std::vector<ServedCall> Batches::add(const Definition& definition, ServedCall call) {
+Batches::Gathered Batches::add(const Definition& definition, ServedCall call) {
   const std::lock_guard lock(mutex_);
   const Key key{call.object.get(), definition.name};
   auto& waiting = waiting_[key];
   const auto now = shm::Clock::now();
-  std::erase_if(waiting, [&](const ServedCall& one) { return one.deadline <= now; });
+  const auto late = std::stable_partition(
+      waiting.begin(), waiting.end(), [&](const ServedCall& one) { return one.deadline > now; });
+  Gathered gathered;
+  std::move(late, waiting.end(), std::back_inserter(gathered.late));
+  waiting.erase(late, waiting.end());
   waiting.push_back(std::move(call));
-  if (static_cast<int64_t>(waiting.size()) < definition.batch) return {};
-  auto node = waiting_.extract(key);
-  return std::move(node.mapped());
+  if (static_cast<int64_t>(waiting.size()) < definition.batch) return gathered;
+  gathered.calls = std::move(waiting_.extract(key).mapped());
+  return gathered;
 }
 
 void Batches::forget(int64_t rank) {

@@ -17,9 +17,12 @@ namespace trireme::remote {
 // Gathers calls of methods that are served so many at once. Thread-safe.
 class TRIREME_API Batches {
  public:
-  // Returns the calls that are now as many as the definition says, this one among them; nothing
-  // while they are fewer. Calls whose callers wait no more are dropped.
-  std::vector<ServedCall> add(const Definition& definition, ServedCall call);
+  struct Gathered {
+    std::vector<ServedCall> calls = {};  // as many as the definition says, or none
+    std::vector<ServedCall> late = {};   // dropped: their callers wait no more
+  };
+  // Adds a call to those that wait, and takes them once they are enough.
+  Gathered add(const Definition& definition, ServedCall call);
   // Drops the calls of a rank that is gone.
   void forget(int64_t rank);
 

@@ -30,23 +30,46 @@ std::shared_ptr<const Definition> definition_of(const std::string& name, Definit
 
 }  // namespace
 
-void CallServer::serve(ServedCall call) {
+void CallServer::take(ServedCall call) {
+  std::exception_ptr error;
+  try {
+    if (call.call.verb == Verb::kMethod) {
+      const auto method = find_method(call);
+      if (method->batch > 0) return take_into_batch(method, std::move(call));
+    }
+  } catch (...) {
+    error = std::current_exception();
+  }
+  threads_.run(
+      [this, call = std::move(call), error]() mutable { error ? fail(call, error) : serve(call); });
+}
+
+// Finds the object of a call, and what is to be called.
+std::shared_ptr<const Definition> CallServer::find_method(ServedCall& call) const {
+  const RefTable::Found found = object_of(call.call);
+  const std::string& name = call.call.name;
+  const size_t length = found.class_name.size();
+  TORCH_CHECK_TYPE(
+      name.compare(0, length, found.class_name) == 0 && name.size() > length && name[length] == '.',
+      error_text("remote", "got " + call.what + " for an object of class " + found.class_name, {},
+                 "Call a method of its own class."));
+  call.object = found.object;
+  return definition_of(name, Definition::Kind::kMethod);
+}
+
+// Calls enter batches as they come: one that was overtaken by those behind it might wait for ever.
+void CallServer::take_into_batch(const std::shared_ptr<const Definition>& method, ServedCall call) {
+  Batches::Gathered gathered = batches_.add(*method, std::move(call));
+  if (gathered.calls.empty() && gathered.late.empty()) return;
+  // What late calls hold may be the user's, and goes on a thread that serves.
+  threads_.run([this, method, gathered = std::move(gathered)] {
+    if (!gathered.calls.empty()) serve_batch(*method, gathered.calls);
+  });
+}
+
+void CallServer::serve(ServedCall& call) {
   TRIREME_TRACE("remote_serve");
   try {
-    const Verb verb = call.call.verb;
-    if (verb == Verb::kMethod) {
-      const RefTable::Found found = object_of(call.call);
-      const std::string& name = call.call.name;
-      const size_t length = found.class_name.size();
-      TORCH_CHECK_TYPE(
-          name.compare(0, length, found.class_name) == 0 && name.size() > length &&
-              name[length] == '.',
-          error_text("remote", "got " + call.what + " for an object of class " + found.class_name,
-                     {}, "Call a method of its own class."));
-      call.object = found.object;
-      const auto method = definition_of(name, Definition::Kind::kMethod);
-      if (method->batch > 0) return serve_batch(*method, std::move(call));
-    }
     const Value result = run(call);
     answer(call, result);
   } catch (...) {
@@ -100,11 +123,10 @@ Value CallServer::make_module(const CallMessage& call) {
                        "module " + call.name);
 }
 
-void CallServer::serve_batch(const Definition& definition, ServedCall call) {
-  const std::vector<ServedCall> calls = batches_.add(definition, std::move(call));
-  if (calls.empty()) return;
+void CallServer::serve_batch(const Definition& method, const std::vector<ServedCall>& calls) {
+  TRIREME_TRACE("remote_serve");
   try {
-    const Values results = call_batch(definition, calls);
+    const Values results = call_batch(method, calls);
     for (size_t i = 0; i < calls.size(); ++i) answer(calls[i], results[i]);
   } catch (...) {
     for (const ServedCall& one : calls) fail(one, std::current_exception());

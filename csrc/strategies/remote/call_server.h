@@ -38,17 +38,21 @@ class TRIREME_API CallServer {
   CallServer(Replies& replies, RefTable& refs, ServingThreads& threads, int64_t session)
       : replies_(replies), refs_(refs), threads_(threads), session_(session) {}
 
-  // Runs a call and answers it, with a failure if need be. A call of a batch may wait for others.
-  void serve(ServedCall call);
+  // Has a thread run a call and answer it, with a failure if need be; a call of a batch waits for
+  // others. Called for calls in the order in which they come. Runs nothing of the user's.
+  void take(ServedCall call);
   // Answers a call that cannot be run.
   void fail(const ServedCall& call, const std::exception_ptr& error) noexcept;
   // Drops what a rank that is gone was waiting for.
   void forget(int64_t rank) { batches_.forget(rank); }
 
  private:
+  std::shared_ptr<const Definition> find_method(ServedCall& call) const;
+  void take_into_batch(const std::shared_ptr<const Definition>& method, ServedCall call);
+  void serve(ServedCall& call);
   Value run(ServedCall& call);
   Value make_module(const CallMessage& call);
-  void serve_batch(const Definition& definition, ServedCall call);
+  void serve_batch(const Definition& method, const std::vector<ServedCall>& calls);
   void answer(const ServedCall& call, const Value& result);
   // Finds the object of a call. Throws c10::ValueError for one that is dead, or of an earlier
   // start.

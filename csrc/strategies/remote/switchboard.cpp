@@ -317,9 +317,8 @@ void Switchboard::handle_call(int64_t from, int64_t number, const TensorMessage&
   }
   const int64_t timeout = call.call.timeout_ms;
   call.deadline = deadline_after(timeout < 0 ? group_timeout_ : milliseconds(timeout));
-  threads_->run([this, call = std::move(call), error]() mutable {
-    error ? server_->fail(call, error) : server_->serve(std::move(call));
-  });
+  if (!error) return server_->take(std::move(call));
+  threads_->run([this, call = std::move(call), error] { server_->fail(call, error); });
 }
 
 void Switchboard::handle_answer(MessageKind kind, int64_t from, int64_t number,
