@@ -95,6 +95,7 @@ def _rank_main(replies: Connection, kind: str, rank: int, folder: str) -> None:
     def lose(number: signal.Signals) -> None:
         replies.send({"at": time.monotonic()})  # one clock for all processes
         os.kill(os.getpid(), number)
+        threading.Event().wait()  # another thread may take the signal: this one must not go on
 
     from trireme import remote
 
