@@ -20,6 +20,7 @@
 #include <trireme/strategies/data_parallel/data_parallel.h>
 #include <trireme/strategies/ddp/distributed_data_parallel.h>
 #include <trireme/strategies/fsdp/fully_shard.h>
+#include <trireme/strategies/parameter_server/embedding.h>
 #include <trireme/strategies/parameter_server/parameter_server.h>
 #include <trireme/strategies/pipeline/partition.h>
 #include <trireme/strategies/pipeline/pipeline.h>
@@ -28,5 +29,6 @@
 #include <trireme/strategies/pipeline/schedule_forms.h>
 #include <trireme/strategies/pipeline/schedule_lowering.h>
 #include <trireme/strategies/pipeline/stage_loss.h>
+#include <trireme/strategies/remote/endpoint.h>
 #include <trireme/strategies/sync_batch_norm/sync_batch_norm_module.h>
 #include <trireme/strategies/zero/zero_redundancy_optimizer.h>

@@ -65,6 +65,11 @@ void Definitions::add(Definition definition) {
   TORCH_CHECK_VALUE(!definition.name.empty() && is_printable(definition.name),
                     error_text("remote", "got a definition with the name '" + definition.name + "'",
                                {}, "Give it a name that can be printed."));
+  TORCH_CHECK_VALUE(definition.batch >= 0,
+                    error_text("remote",
+                               "got batch=" + std::to_string(definition.batch) + " of " +
+                                   definition.name + ", expected at least 1",
+                               {}, "Leave it out for none."));
   std::replace_if(
       definition.parameters.begin(), definition.parameters.end(),
       [](char one) { return std::iscntrl(static_cast<unsigned char>(one)) != 0; }, ' ');

@@ -6,6 +6,7 @@
 #include <torch/nn/module.h>
 
 #include <concepts>
+#include <cstdint>
 #include <functional>
 #include <memory>
 #include <source_location>
@@ -123,10 +124,13 @@ template <typename M>
 struct Method {
   std::string name;
   M member;
+  int64_t batch;
 };
+// With a batch it runs once for so many calls: it takes a std::vector of each argument, one item
+// per call, and returns a std::vector of as many results.
 template <typename M>
-Method<M> method(std::string name, M member) {
-  return {std::move(name), member};
+Method<M> method(std::string name, M member, int64_t batch = 0) {
+  return {std::move(name), member, batch};
 }
 
 template <typename T, typename M>
@@ -135,6 +139,7 @@ void define_method(const std::string& class_name, const Method<M>& method,
   using Arguments = typename Signature<M>::Arguments;
   auto made =
       typed_definition<Arguments>(class_name + "." + method.name, Definition::Kind::kMethod, place);
+  made.batch = method.batch;
   made.call = [member = method.member](const Invocation& call) {
     T& object = dynamic_cast<HostedObject<T>&>(*call.object).object();
     const auto bound = [&](auto&&... args) -> decltype(auto) {

@@ -4,6 +4,7 @@
 #include <atomic>
 #include <catch_torch.h>
 #include <condition_variable>
+#include <deque>
 #include <map>
 #include <mutex>
 #include <optional>
@@ -35,6 +36,13 @@ class Counter {
     return value_ += by;
   }
   int64_t get() const { return value_; }
+  // Says beside each argument how many calls came at once.
+  std::vector<std::tuple<int64_t, int64_t>> gather(const std::vector<int64_t>& numbers) {
+    std::vector<std::tuple<int64_t, int64_t>> results;
+    for (const int64_t number : numbers)
+      results.emplace_back(number, static_cast<int64_t>(numbers.size()));
+    return results;
+  }
 
   static inline std::atomic<int64_t> alive{0};
 
@@ -80,9 +88,9 @@ void define_all() {
     remote::define("use", [](const RefPtr& counter, int64_t by) {
       return endpoints[1]->call_method<int64_t>(counter, "add", by);
     });
-    remote::define_class<Counter>("Counter", remote::init<int64_t>(),
-                                  remote::method("add", &Counter::add),
-                                  remote::method("get", &Counter::get));
+    remote::define_class<Counter>(
+        "Counter", remote::init<int64_t>(), remote::method("add", &Counter::add),
+        remote::method("get", &Counter::get), remote::method("gather", &Counter::gather, 3));
     return true;
   }();
   static_cast<void>(once);
@@ -177,6 +185,28 @@ TEST_CASE("Objects live as long as Refs to them", "[remote]") {
       engine);
   CHECK(last == 10);
   CHECK(Counter::alive == 0);
+}
+
+TEST_CASE("Calls of a batch are served at once, in the order in which they come", "[remote]") {
+  define_all();
+  std::vector<int64_t> wrong(2, -1);
+  run_endpoints(3, [&](Endpoint& endpoint, int64_t rank) {
+    if (rank == 2) return;
+    const auto mine = endpoint.create("p2", "Counter", int64_t{0});
+    wrong[rank] = 0;
+    std::deque<std::pair<int64_t, remote::Pending<std::tuple<int64_t, int64_t>>>> calls;
+    const auto finish_first = [&] {
+      if (calls.front().second.wait() != std::tuple(calls.front().first, int64_t{3})) ++wrong[rank];
+      calls.pop_front();
+    };
+    for (int64_t i = 0; i < 600; ++i) {
+      if (calls.size() == 5) finish_first();
+      calls.emplace_back(
+          i, endpoint.call_method_async<std::tuple<int64_t, int64_t>>(mine, "gather", i));
+    }
+    while (!calls.empty()) finish_first();
+  });
+  CHECK(wrong == std::vector<int64_t>{0, 0});
 }
 
 TEST_CASE("Calls go round in circles with one thread each", "[remote]") {
