@@ -19,8 +19,8 @@ namespace trireme {
 // On the CPU the receiver posts the recv of the next head ahead, so that an engine which asks for
 // it before it sends (Gloo) need not; elsewhere it would hold up a stream of the device.
 
-// Sends to rank 1 of a communicator of two. At most `slots` sends are in flight, and no more than one
-// beyond `most_bytes`.
+// Sends to rank 1 of a communicator of two. At most `slots` sends are in flight, and no more than
+// one beyond `most_bytes`.
 class EngineTensorSender final : public TensorSender {
  public:
   EngineTensorSender(std::shared_ptr<Communicator> pair, ChannelName name, int64_t slots,

@@ -154,9 +154,8 @@ class Channels final : public TensorChannels {
                                  communicator_.rank_of(), "Use Gloo, NCCL or shared memory."));
     End& end = ends_[index];
     if (is_from(request)) {
-      end.engine_sender =
-          std::make_unique<EngineTensorSender>(std::move(pair), name_of(request), request.slots,
-                                               request.most_bytes);
+      end.engine_sender = std::make_unique<EngineTensorSender>(std::move(pair), name_of(request),
+                                                               request.slots, request.most_bytes);
     } else {
       end.engine_receiver =
           std::make_unique<EngineTensorReceiver>(std::move(pair), name_of(request));

@@ -67,9 +67,7 @@ bool SlotSender::is_full() const {
   return sent_ >= done + static_cast<uint64_t>(end_.messages);
 }
 
-bool SlotSender::is_drained() const {
-  return block_.done.load(std::memory_order_acquire) >= sent_;
-}
+bool SlotSender::is_drained() const { return block_.done.load(std::memory_order_acquire) >= sent_; }
 
 void SlotSender::wait(std::string_view errand) {
   check_usable(group_);
