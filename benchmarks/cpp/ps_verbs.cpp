@@ -7,13 +7,13 @@
 
 #include <torch/nn.h>
 
-#include <chrono>
 #include <cstdio>
 #include <cstdlib>
-#include <functional>
 #include <string>
 #include <utility>
 #include <vector>
+
+#include "sides_in_turns.h"
 
 namespace ps = trireme::ps;
 
@@ -24,34 +24,6 @@ struct OneImpl : torch::nn::Module {
   torch::Tensor x;
 };
 TORCH_MODULE(One);
-
-struct Side {
-  const char* name;
-  std::function<void()> call;
-};
-
-double time_us(const std::function<void()>& call, int calls) {
-  const auto begin = std::chrono::steady_clock::now();
-  for (int i = 0; i < calls; ++i) call();
-  const std::chrono::duration<double, std::micro> took = std::chrono::steady_clock::now() - begin;
-  return took.count() / calls;
-}
-
-// Runs all sides once per round, every other round in reversed order, and prints their times.
-void measure(const std::vector<Side>& sides, int rounds, int calls) {
-  std::vector<std::string> lists(sides.size());
-  for (const Side& side : sides) time_us(side.call, 100);
-  for (int round = 0; round < rounds; ++round) {
-    for (size_t turn = 0; turn < sides.size(); ++turn) {
-      const size_t at = round % 2 == 0 ? turn : sides.size() - 1 - turn;
-      lists[at] += (round == 0 ? "" : ", ") + std::to_string(time_us(sides[at].call, calls));
-    }
-  }
-  std::string line;
-  for (size_t at = 0; at < sides.size(); ++at)
-    line += std::string(at == 0 ? "" : ", ") + "\"" + sides[at].name + "\": [" + lists[at] + "]";
-  std::printf("{%s}\n", line.c_str());
-}
 
 }  // namespace
 

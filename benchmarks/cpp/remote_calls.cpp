@@ -5,46 +5,14 @@
 #include <trireme/comm/launch/launch.h>
 #include <trireme/strategies/remote/endpoint.h>
 
-#include <chrono>
 #include <cstdio>
 #include <cstdlib>
-#include <functional>
 #include <string>
 #include <vector>
 
+#include "sides_in_turns.h"
+
 namespace remote = trireme::remote;
-
-namespace {
-
-struct Side {
-  const char* name;
-  std::function<void()> call;
-};
-
-double time_us(const std::function<void()>& call, int calls) {
-  const auto begin = std::chrono::steady_clock::now();
-  for (int i = 0; i < calls; ++i) call();
-  const std::chrono::duration<double, std::micro> took = std::chrono::steady_clock::now() - begin;
-  return took.count() / calls;
-}
-
-// Runs all sides once per round, every other round in reversed order, and prints their times.
-void measure(const std::vector<Side>& sides, int rounds, int calls) {
-  std::vector<std::string> lists(sides.size());
-  for (const Side& side : sides) time_us(side.call, 100);
-  for (int round = 0; round < rounds; ++round) {
-    for (size_t turn = 0; turn < sides.size(); ++turn) {
-      const size_t at = round % 2 == 0 ? turn : sides.size() - 1 - turn;
-      lists[at] += (round == 0 ? "" : ", ") + std::to_string(time_us(sides[at].call, calls));
-    }
-  }
-  std::string line;
-  for (size_t at = 0; at < sides.size(); ++at)
-    line += std::string(at == 0 ? "" : ", ") + "\"" + sides[at].name + "\": [" + lists[at] + "]";
-  std::printf("{%s}\n", line.c_str());
-}
-
-}  // namespace
 
 int main(int argc, char** argv) {
   if (argc < 2) {

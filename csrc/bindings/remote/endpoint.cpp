@@ -173,17 +173,17 @@ class PythonEndpoint {
                                        const SharedRef& ref, const py::tuple& args,
                                        const py::dict& kwargs, Timeout timeout) {
     board_->check_usable();
-    CallRequest request{ref ? ref->address().owner : board_->rank_of(to)};
+    CallRequest request;
+    if (ref) {
+      request.call_object(ref);
+    } else {
+      request.to = board_->rank_of(to);
+    }
     request.timeout = milliseconds_of(timeout);
     request.message.verb = verb;
     request.message.name = ref ? ref->address().class_name + "." + name : name;
     request.message.args = remote::values_of_python(args);
     request.message.kwargs = remote::keywords_of_python(kwargs);
-    if (ref) {
-      request.message.object = ref->address().number;
-      request.message.session = ref->address().session;
-      request.object = ref;
-    }
     const py::gil_scoped_release released;
     return std::make_unique<PythonPending>(board_, board_->begin(std::move(request)));
   }

@@ -18,7 +18,7 @@ namespace trireme::remote {
 class TRIREME_API Batches {
  public:
   struct Gathered {
-    std::vector<ServedCall> calls = {};  // as many as the definition says, or none
+    std::vector<ServedCall> calls = {};  // complete, or none
     std::vector<ServedCall> late = {};   // dropped: their callers wait no more
   };
   // Adds a call to those that wait, and takes them once they are enough.

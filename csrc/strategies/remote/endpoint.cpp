@@ -9,11 +9,7 @@ PendingCallPtr Caller::begin(int64_t to, Verb verb, std::string name, const RefP
   request.message.verb = verb;
   request.message.name = std::move(name);
   request.message.args = std::move(args);
-  if (ref) {
-    request.message.object = ref->address().number;
-    request.message.session = ref->address().session;
-    request.object = ref;
-  }
+  if (ref) request.call_object(ref);
   return board_->begin(std::move(request));
 }
 

@@ -18,14 +18,13 @@
 namespace trireme::remote {
 namespace {
 
-CallRequest request_of(const Ref& seat, Verb verb, const std::string& factory, Values args,
+CallRequest request_of(const RefPtr& seat, Verb verb, const std::string& factory, Values args,
                        std::optional<std::chrono::milliseconds> timeout) {
-  CallRequest request{seat.address().owner};
+  CallRequest request;
+  request.call_object(seat);
   request.timeout = timeout;
   request.message.verb = verb;
   request.message.name = factory;
-  request.message.object = seat.address().number;
-  request.message.session = seat.address().session;
   request.message.args = std::move(args);
   return request;
 }
@@ -69,7 +68,7 @@ class RemoteBackward final : public torch::autograd::Node {
     for (const at::Tensor& gradient : gradients)
       gradient.defined() ? given.items.emplace_back(gradient) : given.items.emplace_back();
     const Value result = call_.board->finish(
-        call_.board->begin(request_of(*call_.seat, Verb::kBackward, call_.factory,
+        call_.board->begin(request_of(call_.seat, Verb::kBackward, call_.factory,
                                       {call_.forward, std::move(given)}, call_.timeout)));
     const auto* list = result.get_if<List>();
     if (list == nullptr || list->items.size() > num_outputs()) refuse_message("of another form");
@@ -108,7 +107,7 @@ RemoteModule::RemoteModule(std::shared_ptr<Switchboard> board, ModuleRequest req
 
 Value RemoteModule::call(Verb verb, Values args) {
   return board_->finish(
-      board_->begin(request_of(*seat_, verb, factory_, std::move(args), timeout_)));
+      board_->begin(request_of(seat_, verb, factory_, std::move(args), timeout_)));
 }
 
 Value RemoteModule::forward_values(const Values& args, const Dict& kwargs, bool training) {

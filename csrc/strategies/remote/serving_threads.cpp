@@ -98,7 +98,7 @@ void ServingThreads::stop() {
 
 void ServingThreads::leave() {
   std::unique_lock lock(mutex_);
-  stopping_ = true;
+  stopping_ = left_ = true;
   jobs_.clear();
   changed_.notify_all();
   shm::ring(source_.bell());
@@ -151,6 +151,8 @@ void ServingThreads::work() {
       if (!leads_ && drivers_ == 0 && !may_run() && !stopping_) lead(lock);
       continue;
     }
+    // At the end of a process what a thread of a language keeps may not be given back any more.
+    if (left_) changed_.wait(lock, [] { return false; });
     if (stopping_) return;
     const bool nobody_takes = !leads_ && drivers_ == 0;
     if (nobody_takes && seen == led_) {

@@ -105,6 +105,7 @@ class TRIREME_API ServingThreads {
   bool leads_ = false;   // one of the threads takes messages
   uint64_t led_ = 0;     // counts who began to take messages
   bool stopping_ = false;
+  bool left_ = false;
 };
 
 }  // namespace trireme::remote

@@ -402,7 +402,8 @@ void Switchboard::stop() {
              box_->is_drained();
     });
   } catch (...) {
-    close();
+    closed_ = true;
+    leave("this rank's stop() has failed");
     throw;
   }
   close();
@@ -417,7 +418,11 @@ void Switchboard::close() {
 }
 
 void Switchboard::abandon(const std::string& why) noexcept {
-  if (closed_.exchange(true) || forks_ != forks_so_far()) return;
+  if (!closed_.exchange(true) && forks_ == forks_so_far()) leave(why);
+}
+
+// Ends calls, and waits for nobody.
+void Switchboard::leave(const std::string& why) noexcept {
   try {
     calls_.lose_all(why);
     threads_->leave();

@@ -21,6 +21,7 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 namespace trireme::remote {
@@ -29,8 +30,16 @@ namespace trireme::remote {
 struct CallRequest {
   int64_t to = 0;
   CallMessage message = {};
-  RefPtr object = {};  // kept until the answer; the message has its number
   std::optional<std::chrono::milliseconds> timeout = {};
+  RefPtr object = {};  // kept until the answer
+
+  // Makes it a call of an object, at its owner.
+  void call_object(RefPtr ref) {
+    to = ref->address().owner;
+    message.object = ref->address().number;
+    message.session = ref->address().session;
+    object = std::move(ref);
+  }
 };
 
 // Sends calls and answers, and serves what others call. Thread-safe, but for stop().
@@ -103,6 +112,7 @@ class TRIREME_API Switchboard final : private Source,
   void tell_others(const std::function<bool(int64_t rank)>& tell);
   void wait_while_heard(const char* what, const std::function<bool()>& enough);
   void close();
+  void leave(const std::string& why) noexcept;
 
   std::shared_ptr<Communicator> communicator_;
   RankOf where_;

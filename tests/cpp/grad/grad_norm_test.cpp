@@ -6,6 +6,7 @@
 
 #include <torch/nn/utils/clip_grad.h>
 
+#include <array>
 #include <catch_torch.h>
 #include <limits>
 #include <thread_ranks.h>
@@ -122,7 +123,7 @@ TEST_CASE("a sharded part costs one all-reduce, a whole one nothing") {
 TEST_CASE("a norm that is not finite raises on all ranks, if that is asked for") {
   for (const Engine engine : {Engine::kGloo, Engine::kShm}) {
     std::vector<std::string> texts(2);
-    std::vector<bool> quiet(2);
+    std::array<bool, 2> quiet{};  // ranks must not write bits of one word
     run_thread_ranks(
         2,
         [&](ThreadRank& rank) {
@@ -139,7 +140,7 @@ TEST_CASE("a norm that is not finite raises on all ranks, if that is asked for")
         std::chrono::seconds(30), engine);
     for (const std::string& text : texts)
       CHECK_THAT(text, Catch::Contains("[grad_norm] got gradients whose norm is not finite"));
-    CHECK(quiet == std::vector<bool>{true, true});
+    CHECK(quiet == std::array<bool, 2>{true, true});
   }
 }
 

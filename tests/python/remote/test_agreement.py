@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from trireme import remote
+from trireme.remote.signatures import parameters_of
 
 from remote.ranks import refused
 from shm.ranks import on_shm_and_gloo_ranks, on_shm_ranks
@@ -300,6 +301,41 @@ def test_what_cannot_be_defined() -> None:
                 @remote.method(batch=batch)
                 def act(self, values: list[int]) -> list[int]:
                     return values
+
+
+@pytest.mark.parametrize("name", ["owner", "local_value", "_private"])
+def test_no_method_is_called_as_what_a_ref_has(name: str) -> None:
+    with pytest.raises(ValueError, match=name):
+        type("Hides", (remote.Object,), {name: remote.method(lambda self: None)})
+
+
+def test_defaults_have_one_text_in_every_process() -> None:
+    names = {"one", "two", "three", "four"}  # whose order depends on the process
+
+    one, other, last = (frozenset(names),), {"key": [names]}, object()
+
+    def function(a: Any = one, b: Any = other, c: Any = last) -> None:
+        pass
+
+    text, count = parameters_of(function)
+    shown = "{'four', 'one', 'three', 'two'}"
+    assert text == f"(a=tuple({shown}), b={{'key': list({shown})}}, c=<object>)"
+    assert count == 3
+
+
+@on_shm_ranks(1, timeout=60)
+def test_a_callee_is_a_name(rank: int) -> None:
+    remote.start("alone")
+    for wrong in (0, None, b"alone"):
+        for call in (
+            lambda to=wrong: remote.call(to, of_all, 1),
+            lambda to=wrong: remote.call_async(to, of_all, 1),
+            lambda to=wrong: remote.create(to, "Nothing"),
+            lambda to=wrong: remote.Module(to, of_all),
+        ):
+            with refused(TypeError, "to is ", "names()"):
+                call()
+    remote.stop()
 
 
 @on_shm_ranks(1, timeout=60)
