@@ -271,13 +271,19 @@ void init_remote(py::module_& module) {
              py::arg("count"), py::arg("place"), py::arg("callable"), py::arg("kind"),
              py::arg("batch"));
   module.def("remote_use_ref_type", &remote::use_ref_type, py::arg("type"));
-  module.def("remote_use_raiser", [](py::object raiser) {
-    remote::PythonFailures::of_process().use_raiser(std::move(raiser));
-    remote::use_failure_language(remote::PythonFailures::of_process());
-  });
-  module.def("remote_use_describer", [](py::object describer) {
-    remote::PythonFailures::of_process().use_describer(std::move(describer));
-  });
+  module.def(
+      "remote_use_raiser",
+      [](py::object raiser) {
+        remote::PythonFailures::of_process().use_raiser(std::move(raiser));
+        remote::use_failure_language(remote::PythonFailures::of_process());
+      },
+      py::arg("raiser"));
+  module.def(
+      "remote_use_describer",
+      [](py::object describer) {
+        remote::PythonFailures::of_process().use_describer(std::move(describer));
+      },
+      py::arg("describer"));
 }
 
 }  // namespace trireme
