@@ -45,7 +45,7 @@ from harness.sides import PS_BSP, ZERO_2
 from harness.stats import PairedRatio
 from harness.step_runs import FULL, QUICK, Effort, Match, StepRuns
 from harness.straggler_runs import BSP, StragglerCase, measure_stragglers
-from harness.table import table
+from harness.table import print_times, table
 
 MIB = 1 << 20
 SIZES = {"4 B": 4, "1 MiB": MIB, "25 MiB": 25 * MIB}
@@ -98,7 +98,7 @@ def show(size: str, times: dict[str, list[float]]) -> dict[str, Any]:
     for side, ratio in ratios.items():
         theirs, factors = TARGETS[side]
         notes[side] = f"{1 / ratio.median:.1f}x {theirs}, target {factors[size]}x: {ratio.verdict}"
-    _print_times(f"{size}, 2 processes on {cores()} cores", times, notes)
+    print_times(f"{size}, 2 processes on {cores()} cores", times, notes)
     return {
         "times_us": times,
         "ratios_to_rpc": {side: ratio.to_json() for side, ratio in ratios.items()},
@@ -118,7 +118,7 @@ def bench_sparse(effort: Effort) -> dict[str, Any]:
         f"target {1 / ROWS_TARGET:.0%}: {ratio.verdict}"
         for ours, ratio in ratios.items()
     }
-    _print_times(f"{case.ids} of {case.rows} rows x {case.dim}", times, notes)
+    print_times(f"{case.ids} of {case.rows} rows x {case.dim}", times, notes)
     return {
         **{"rows": case.rows, "dim": case.dim, "ids": case.ids, "times_us": times},
         "ratios_to_torch": {side: ratio.to_json() for side, ratio in ratios.items()},
@@ -134,7 +134,7 @@ def bench_updates(effort: Effort) -> list[dict[str, Any]]:
             times = measure_updates(case)
             ratio = PairedRatio.of(times["ours"], times["rpc"], 1 / target)
             note = f"{1 / ratio.median:.1f}x rpc, target {target}x: {ratio.verdict}"
-            _print_times(f"{kind}, W = {workers}", times, {"ours": note})
+            print_times(f"{kind}, W = {workers}", times, {"ours": note})
             per_s = {side: 1e6 / statistics.median(us) for side, us in times.items()}
             found.append(
                 {
@@ -211,7 +211,7 @@ def bench_cpp(effort: Effort) -> dict[str, Any]:
         for name in CPP_WITH_TARGET
     }
     notes = {name: f"target {CPP_TARGET_US} us: {ratio.verdict}" for name, ratio in ratios.items()}
-    _print_times("4 B, C++", times, notes)
+    print_times("4 B, C++", times, notes)
     verdicts = {name: ratio.verdict for name, ratio in ratios.items()}
     return {"times_us": times, "target_us": CPP_TARGET_US, "verdicts": verdicts}
 
@@ -219,23 +219,6 @@ def bench_cpp(effort: Effort) -> dict[str, Any]:
 def run_program(rounds: int, calls: int = 20000) -> str:
     """What rank 0 of benchmarks/cpp/ps_verbs.cpp prints."""
     return run_cpp_ranks("bench_ps", "ps_verbs", [str(rounds), str(calls)], RANKS)
-
-
-def _print_times(
-    title: str, times: Mapping[str, Sequence[float]], notes: Mapping[str, str]
-) -> None:
-    rows = [
-        [
-            side,
-            f"{statistics.median(found):.1f}",
-            f"{min(found):.1f}",
-            f"{max(found):.1f}",
-            notes.get(side, ""),
-        ]
-        for side, found in times.items()
-    ]
-    print(f"{title}, us per call")
-    print(table(["", "median", "least", "most", ""], rows), "\n", flush=True)
 
 
 PARTS: dict[str, Callable[[Effort], Any]] = {

@@ -31,7 +31,7 @@ import json
 import os
 import statistics
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -48,7 +48,7 @@ from harness.remote_memory import HeldAfter, MemoryCase, measure_remote_memory
 from harness.remote_modules import ModuleCase, measure_module
 from harness.stats import PairedRatio, verdict
 from harness.step_runs import FULL, QUICK, Effort
-from harness.table import table
+from harness.table import print_times, table
 
 MIB = 1 << 20
 SIZES = {"4 B": 4, "1 MiB": MIB, "25 MiB": 25 * MIB}
@@ -95,7 +95,7 @@ def bench_calls(effort: Effort) -> dict[str, Any]:
             calls = max(3, calls // 20)
         times = measure_calls(CallsCase(length, calls, effort.rounds))
         ratio = PairedRatio.of(times["ours"], times["rpc"], CALLS_TARGETS[size])
-        _print_times(f"{size} in and out, 2 processes on {cores()} cores", times, _beside(ratio))
+        print_times(f"{size} in and out, 2 processes on {cores()} cores", times, _beside(ratio))
         found[size] = {"calls": calls, "times_us": times, "ratio_to_rpc": ratio.to_json()}
     return found
 
@@ -108,7 +108,7 @@ def bench_cpp(effort: Effort) -> dict[str, Any]:
         for name in CPP_WITH_TARGET
     }
     notes = {name: f"target {CPP_TARGET_US} us: {ratio.verdict}" for name, ratio in ratios.items()}
-    _print_times("4 B in and out, C++", times, notes)
+    print_times("4 B in and out, C++", times, notes)
     verdicts = {name: ratio.verdict for name, ratio in ratios.items()}
     return {"times_us": times, "target_us": CPP_TARGET_US, "verdicts": verdicts}
 
@@ -124,7 +124,7 @@ def bench_module(effort: Effort) -> dict[str, Any]:
     times = measure_module(case)
     ratio = PairedRatio.of(times["ours"], times["rpc"], MODULE_TARGET)
     what = f"Linear({case.width}, {case.width}), batch {case.batch}"
-    _print_times(f"{what}, forward and backward", times, _beside(ratio))
+    print_times(f"{what}, forward and backward", times, _beside(ratio))
     return {**asdict(case), "times_us": times, "ratio_to_rpc": ratio.to_json()}
 
 
@@ -135,7 +135,7 @@ def bench_batch(effort: Effort) -> dict[str, Any]:
     ratio = PairedRatio.of(times["ours"], times["rpc"], 1 / BATCH_TARGET)
     note = f"{1 / ratio.median:.1f}x rpc's calls/s, target {BATCH_TARGET:g}x: {ratio.verdict}"
     title = f"{case.callers} callers, {case.in_flight} calls of each under way"
-    _print_times(f"{title}, {case.callers + 1} processes on {cores()} cores", times, {"ours": note})
+    print_times(f"{title}, {case.callers + 1} processes on {cores()} cores", times, {"ours": note})
     per_s = {side: [1e6 / us for us in found] for side, found in times.items()}
     return {
         **{**asdict(case), "times_us": times, "calls_per_s": per_s},
@@ -222,23 +222,6 @@ def _beside(ratio: PairedRatio) -> dict[str, str]:
         "ours": f"{ratio.median:.3f} of rpc ({low:.3f} to {high:.3f}), "
         f"target {ratio.target:g}: {ratio.verdict}"
     }
-
-
-def _print_times(
-    title: str, times: Mapping[str, Sequence[float]], notes: Mapping[str, str]
-) -> None:
-    rows = [
-        [
-            side,
-            f"{statistics.median(found):.1f}",
-            f"{min(found):.1f}",
-            f"{max(found):.1f}",
-            notes.get(side, ""),
-        ]
-        for side, found in times.items()
-    ]
-    print(f"{title}, us per call")
-    print(table(["", "median", "least", "most", ""], rows), "\n", flush=True)
 
 
 PARTS: dict[str, Callable[[Effort], Any]] = {

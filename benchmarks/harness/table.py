@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import statistics
+from collections.abc import Mapping, Sequence
 
 from harness.summary import Summary
 
@@ -52,3 +53,19 @@ def _row(summary: Summary, base: float) -> list[str]:
         f"{summary.pss_mib_host:.0f}",
         f"{summary.final_loss:.4f}",
     ]
+
+
+def print_times(title: str, times: Mapping[str, Sequence[float]], notes: Mapping[str, str]) -> None:
+    """Prints microseconds per call by side, one entry per round; `notes` stand beside sides."""
+    rows = [
+        [
+            side,
+            f"{statistics.median(found):.1f}",
+            f"{min(found):.1f}",
+            f"{max(found):.1f}",
+            notes.get(side, ""),
+        ]
+        for side, found in times.items()
+    ]
+    print(f"{title}, us per call")
+    print(table(["", "median", "least", "most", ""], rows), "\n", flush=True)

@@ -102,14 +102,10 @@ std::string Switchboard::name_of(int64_t rank) const {
   return names_.at(static_cast<size_t>(rank)) + " (rank " + std::to_string(rank) + ")";
 }
 
-const std::vector<DefinitionText>& Switchboard::defined_at(int64_t rank) const {
-  return definitions_.at(static_cast<size_t>(rank));
-}
-
 std::vector<std::string> Switchboard::methods_of(const RefAddress& address) const {
   std::vector<std::string> methods;
   const std::string prefix = address.class_name + ".";
-  for (const DefinitionText& one : defined_at(address.owner))
+  for (const DefinitionText& one : definitions_.at(static_cast<size_t>(address.owner)))
     if (one.kind == "method" && one.name.rfind(prefix, 0) == 0)
       methods.push_back(one.name.substr(prefix.size()));
   return methods;
@@ -243,7 +239,7 @@ bool Switchboard::post(int64_t to, const Head& head, EncodedValue message,
   if (to == where_.rank) {  // values are copied, as everywhere
     for (at::Tensor& tensor : posted.tensors) tensor = tensor.clone();
     handle({to, std::move(posted)});
-    shm::ring(bell());
+    box_->wake();
     return true;
   }
   const char* label = head.kind == MessageKind::kCall ? "a call" : "an answer";
@@ -272,7 +268,7 @@ bool Switchboard::poll() {
       // Nobody of ours sends such bytes. A call that they were meant for ends at its deadline.
     }
   }
-  shm::ring(bell());
+  box_->wake();
   return true;
 }
 
@@ -286,7 +282,7 @@ void Switchboard::forget(int64_t rank) {
   calls_.lose(rank, box_->why_gone(rank).value_or("it is gone"));
   server_->forget(rank);
   refs_->forget(rank);
-  shm::ring(bell());
+  box_->wake();
 }
 
 void Switchboard::handle(MessageBox::Arrival arrival) {

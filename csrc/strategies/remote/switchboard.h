@@ -59,7 +59,6 @@ class TRIREME_API Switchboard final : private Source,
   int64_t rank_of(std::string_view name) const;
   // Says "p1 (rank 1)".
   std::string name_of(int64_t rank) const;
-  const std::vector<DefinitionText>& defined_at(int64_t rank) const;
   // Returns the names of methods that objects of that class have there.
   std::vector<std::string> methods_of(const RefAddress& address) const;
 
