@@ -21,7 +21,8 @@ fi
 # The pages lie as in the repository, beside the files that they link to, so that their links hold here, too.
 rm -rf "$place/source" "$place/doxygen"
 mkdir -p "$place/source/api" "$place/doxygen"
-linked() { grep -oh ']([^):#]*[):#]' "$1"/*.md | grep -v ':$' | sed -e 's/^](//' -e 's/[)#]$//' -e "s,^,$1/,"; }
+# Fenced code is left out, where a C++ lambda looks like a link.
+linked() { sed '/^```/,/^```/d' "$1"/*.md | grep -oh ']([^):#]*[):#]' | grep -v ':$' | sed -e 's/^](//' -e 's/[)#]$//' -e "s,^,$1/,"; }
 { linked . && linked docs; } | xargs realpath --relative-to=. | sort -u | xargs cp --parents -r -t "$place/source"
 cp --parents -r docs csrc/README.md ./*.md "$place/source"
 mv "$place/source/docs/site"/{python,cpp}.md "$place/source/api"

@@ -27,21 +27,18 @@ namespace trireme::remote {
 // Parameters and results are of the types in typed_values.h, and arguments come by position. They
 // are called by several threads at one time. What they throw is thrown by the call, with its text.
 
-// Knows the types of a function.
-template <typename F>
-struct Signature : Signature<decltype(&F::operator())> {};
+// Name the types of a function's parameters; are not defined, only asked for their type.
 template <typename R, typename... A>
-struct Signature<R (*)(A...)> {
-  using Arguments = std::tuple<std::remove_cvref_t<A>...>;
-};
+std::tuple<std::remove_cvref_t<A>...> arguments_of(R (*)(A...));
 template <typename R, typename C, typename... A>
-struct Signature<R (C::*)(A...)> : Signature<R (*)(A...)> {};
+std::tuple<std::remove_cvref_t<A>...> arguments_of(R (C::*)(A...));
 template <typename R, typename C, typename... A>
-struct Signature<R (C::*)(A...) const> : Signature<R (*)(A...)> {};
-template <typename R, typename C, typename... A>
-struct Signature<R (C::*)(A...) noexcept> : Signature<R (*)(A...)> {};
-template <typename R, typename C, typename... A>
-struct Signature<R (C::*)(A...) const noexcept> : Signature<R (*)(A...)> {};
+std::tuple<std::remove_cvref_t<A>...> arguments_of(R (C::*)(A...) const);
+template <typename F>
+auto arguments_of(const F&) -> decltype(arguments_of(&F::operator()));
+
+template <typename F>
+using ArgumentsOf = decltype(arguments_of(std::declval<F>()));
 
 // Throws c10::TypeError where there are not `count` arguments, or some by keyword.
 TRIREME_API void check_arguments(const Values& args, const Dict& kwargs, size_t count);
@@ -90,7 +87,7 @@ Definition typed_definition(std::string name, Definition::Kind kind,
 template <typename F>
 void define(std::string name, F function,
             const std::source_location& place = std::source_location::current()) {
-  using Arguments = typename Signature<F>::Arguments;
+  using Arguments = ArgumentsOf<F>;
   auto made = typed_definition<Arguments>(std::move(name), Definition::Kind::kFunction, place);
   made.call = [function = std::move(function)](const Invocation& call) {
     return call_for_value<Arguments>(function, call.args, call.kwargs);
@@ -136,7 +133,7 @@ Method<M> method(std::string name, M member, int64_t batch = 0) {
 template <typename T, typename M>
 void define_method(const std::string& class_name, const Method<M>& method,
                    const std::source_location& place) {
-  using Arguments = typename Signature<M>::Arguments;
+  using Arguments = ArgumentsOf<M>;
   auto made =
       typed_definition<Arguments>(class_name + "." + method.name, Definition::Kind::kMethod, place);
   made.batch = method.batch;
@@ -186,7 +183,7 @@ class CppModuleBody final : public ModuleBody {
   const void* identity() const override { return module_.get(); }
   Value forward(const Values& args, const Dict& kwargs) override {
     if constexpr (requires { &M::forward; }) {
-      using Arguments = typename Signature<decltype(&M::forward)>::Arguments;
+      using Arguments = ArgumentsOf<decltype(&M::forward)>;
       const auto bound = [this](auto&&... all) -> decltype(auto) {
         return module_->forward(std::forward<decltype(all)>(all)...);
       };
@@ -229,7 +226,7 @@ std::shared_ptr<ModuleBody> body_of(const M& holder) {
 template <typename F>
 void define_module(std::string name, F factory,
                    const std::source_location& place = std::source_location::current()) {
-  using Arguments = typename Signature<F>::Arguments;
+  using Arguments = ArgumentsOf<F>;
   auto made = typed_definition<Arguments>(std::move(name), Definition::Kind::kFunction, place);
   made.make_module = [factory = std::move(factory)](const Invocation& call) {
     return body_of(call_typed<Arguments>(factory, call.args, call.kwargs));
