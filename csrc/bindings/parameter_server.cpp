@@ -6,6 +6,7 @@
 #include <pybind11/chrono.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/Exceptions.h>
+#include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include <chrono>
 #include <cstdint>
@@ -130,6 +131,8 @@ void bind_sparse_table(py::module_& module) {
   using ps::SparseTable;
   using Shared = std::shared_ptr<SparseTable>;
   py::class_<SparseTable, Shared>(module, "PsSparseTable")
+      .def_property_readonly("dim", &SparseTable::dim)
+      .def_property_readonly("dtype", &SparseTable::dtype)
       .def("pull", wrap_pybind_function_no_gil(&SparseTable::pull), py::arg("ids"),
            py::arg("create"))
       .def("push", wrap_pybind_function_no_gil(&SparseTable::push), py::arg("ids"),
@@ -261,6 +264,10 @@ void init_parameter_server(py::module_& module) {
       .def("load", wrap_pybind_function_no_gil(&Server::load), py::arg("path"))
       .def("leave", wrap_pybind_function_no_gil(&Server::leave))
       .def("close", &Server::close, py::arg("error"), WithoutGil())
+      .def("accept", wrap_pybind_function_no_gil(&Server::accept), py::arg("store"))
+      .def_static("join", wrap_pybind_function_no_gil(&Server::join), py::arg("store"))
+      .def_property_readonly("table_names", &Server::table_names)
+      .def("is_sparse", &Server::is_sparse, py::arg("name"))
       .def("dense", &Server::dense, py::arg("name"), py::return_value_policy::reference_internal)
       .def("sparse", &Server::shared_sparse, py::arg("name"));
 }

@@ -46,6 +46,28 @@ struct TextOf {
   std::string operator()(const SumSpec&) const { return "Sum()"; }
 };
 
+struct OptionsOf {
+  using Numbers = std::vector<double>;
+  template <typename Spec>
+  static Numbers of_adam(const Spec& spec) {
+    return {spec.lr, spec.beta1, spec.beta2, spec.eps, spec.weight_decay};
+  }
+
+  Numbers operator()(const SgdSpec& spec) const {
+    return {spec.lr, spec.momentum, spec.weight_decay};
+  }
+  Numbers operator()(const AdamSpec& spec) const { return of_adam(spec); }
+  Numbers operator()(const AdamWSpec& spec) const { return of_adam(spec); }
+  Numbers operator()(const AdagradSpec& spec) const { return {spec.lr, spec.eps}; }
+  Numbers operator()(const RowwiseAdagradSpec& spec) const { return {spec.lr, spec.eps}; }
+  Numbers operator()(const SumSpec&) const { return {}; }
+};
+
+template <typename Spec>
+Spec adam_of(const std::vector<double>& options) {
+  return {options[0], options[1], options[2], options[3], options[4]};
+}
+
 // Finds an option that is out of its range.
 struct WrongOption {
   using Found = std::string;
@@ -140,6 +162,27 @@ std::string complaint_about(const OptimizerSpec& spec) {
 }
 
 std::string to_string(const OptimizerSpec& spec) { return std::visit(TextOf{}, spec); }
+
+std::string name_of(const OptimizerSpec& spec) {
+  const std::string text = to_string(spec);
+  return text.substr(0, text.find('('));
+}
+
+std::vector<double> options_of(const OptimizerSpec& spec) { return std::visit(OptionsOf{}, spec); }
+
+std::optional<OptimizerSpec> optimizer_spec_of(std::string_view name,
+                                               const std::vector<double>& options) {
+  const auto is = [&](std::string_view expected, size_t count) {
+    return name == expected && options.size() == count;
+  };
+  if (is("SGD", 3)) return SgdSpec{options[0], options[1], options[2]};
+  if (is("Adam", 5)) return adam_of<AdamSpec>(options);
+  if (is("AdamW", 5)) return adam_of<AdamWSpec>(options);
+  if (is("Adagrad", 2)) return AdagradSpec{options[0], options[1]};
+  if (is("RowwiseAdagrad", 2)) return RowwiseAdagradSpec{options[0], options[1]};
+  if (is("Sum", 0)) return SumSpec{};
+  return std::nullopt;
+}
 
 bool has_learning_rate(const OptimizerSpec& spec) { return !std::holds_alternative<SumSpec>(spec); }
 

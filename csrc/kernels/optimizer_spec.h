@@ -5,6 +5,7 @@
 #include <trireme/kernels/optimizer_step.h>
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <variant>
@@ -56,6 +57,12 @@ TRIREME_API std::string digits_of(double value);
 TRIREME_API std::string complaint_about(const OptimizerSpec& spec);
 // Returns "SGD(lr=0.1, momentum=0.9, weight_decay=0)". Specs are equal if their texts are.
 TRIREME_API std::string to_string(const OptimizerSpec& spec);
+// Returns "SGD", and its options in their order.
+TRIREME_API std::string name_of(const OptimizerSpec& spec);
+TRIREME_API std::vector<double> options_of(const OptimizerSpec& spec);
+// Makes one of these; nothing for another name, or another number of options.
+TRIREME_API std::optional<OptimizerSpec> optimizer_spec_of(std::string_view name,
+                                                           const std::vector<double>& options);
 // Returns the learning rate; 1 for a sum, which has none.
 TRIREME_API double learning_rate_of(const OptimizerSpec& spec);
 TRIREME_API bool has_learning_rate(const OptimizerSpec& spec);

@@ -282,6 +282,14 @@ std::unique_ptr<PrivateInChildren> Segment::private_in_children() const {
       map_, static_cast<size_t>(address_.bytes + kHeaderBytes), fd_);
 }
 
+std::optional<SegmentAddress> Segment::address_here() const {
+  if (address_.kind == SegmentKind::kNamed || fd_ < 0) return std::nullopt;
+  SegmentAddress here = address_;
+  here.pid = ::getpid();
+  here.fd = fd_;
+  return here;
+}
+
 bool Segment::grow(int64_t begin, int64_t end, std::string& why_not) const {
   const int64_t bytes = end - begin;
   const bool is_there = free_memory_bytes() >= bytes;  // see make()

@@ -88,6 +88,9 @@ class TRIREME_API Segment {
 
   explicit operator bool() const { return map_ != nullptr; }
   const SegmentAddress& address() const { return address_; }
+  // Returns where others find it by the file of this process, who made it or opened it with
+  // `keeps_file`, also when its maker has ended; nothing for a named one.
+  std::optional<SegmentAddress> address_here() const;
   // Returns memory aligned to 64 bytes.
   std::byte* data() const { return static_cast<std::byte*>(map_) + kHeaderBytes; }
   int64_t bytes() const { return address_.bytes; }

@@ -96,6 +96,13 @@ std::vector<int64_t> BoundModule::wait_for_all(Phase phase) {
 }
 
 void BoundModule::meet_writers() {
+  for (int64_t worker = 0; worker < parts_.board->workers(); ++worker)
+    TORCH_CHECK_VALUE(
+        !parts_.board->has_joined(worker) || parts_.board->is_gone(worker),
+        error_text(kPsArea,
+                   c10::str(errand().text(), ": got ", parts_.board->name_of(worker),
+                            ", which has no module to write, expected ranks of the group alone"),
+                   parts_.board->where(), "Write before workers join."));
   const auto clock_of = [this](int64_t worker) -> std::atomic<uint64_t>& {
     return parts_.memory.marks(worker).writing_clock[sections_ & 1];
   };

@@ -34,41 +34,122 @@ std::string limit_text(milliseconds limit) {
 
 }  // namespace
 
-int64_t ClockBoard::bytes_for(int64_t world) {
-  return static_cast<int64_t>(sizeof(BoardHeader)) +
-         world * static_cast<int64_t>(sizeof(WorkerLine));
-}
-
 ClockBoard::ClockBoard(Request request)
-    : memory_(request.memory),
-      options_(request.options),
-      roles_(std::move(request.roles)),
+    : keeps_memory_(std::move(request.keeps_memory)),
+      memory_(request.memory),
+      options_(std::move(request.options)),
+      plan_(request.plan),
       where_(request.where),
       group_(request.group),
+      own_(request.line),
       memory_kills_(shm::out_of_memory_kills()) {
-  std::vector<int64_t> ranks = roles_.workers;
-  ranks.insert(ranks.end(), roles_.servers.begin(), roles_.servers.end());
-  own_ = std::find(ranks.begin(), ranks.end(), where_.rank) - ranks.begin();
+  header().workers.store(static_cast<uint64_t>(plan_.workers), std::memory_order_seq_cst);
   line(own_).pid = ::getpid();
-}
-
-void ClockBoard::watch_peers() {
-  for (int64_t worker = 0; worker < workers(); ++worker) {
-    try {
-      processes_.emplace_back(line(worker).pid);
-    } catch (const shm::Fault& fault) {
-      C10_THROW_ERROR(DistBackendError, fault.what());
-    }
-  }
-  flag_wait_.emplace(line(own_).bell, where_.world);
+  line(own_).rank = static_cast<int32_t>(where_.rank);
+  line(own_).state.store(LineState::kHere, std::memory_order_seq_cst);
 }
 
 WorkerLine& ClockBoard::line(int64_t index) const {
   return reinterpret_cast<WorkerLine*>(memory_ + sizeof(BoardHeader))[index];
 }
 
+// --- who joins; see [Note: workers that join] ----------------------------------------------------
+
+ClockBoard::ClockBoard(Request request, Joins /*joins*/)
+    : keeps_memory_(std::move(request.keeps_memory)),
+      memory_(request.memory),
+      options_(std::move(request.options)),
+      plan_(request.plan),
+      group_(nullptr),
+      own_(claim_line()),
+      memory_kills_(shm::out_of_memory_kills()) {
+  where_ = {own_, own_ + 1};
+  line(own_).pid = ::getpid();
+  line(own_).rank = WorkerLine::kJoined;
+}
+
+std::shared_ptr<ClockBoard> ClockBoard::join(Request request,
+                                             const std::function<void(int64_t worker)>& prepare) {
+  const std::shared_ptr<ClockBoard> board(new ClockBoard(std::move(request), Joins{}));
+  prepare(board->own_);
+  board->begin_at_open_clock();
+  board->watch_peers();
+  return board;
+}
+
+int64_t ClockBoard::claim_line() const {
+  std::atomic<uint64_t>& workers = header().workers;
+  uint64_t next = workers.load(std::memory_order_seq_cst);
+  do {
+    TORCH_CHECK_VALUE(
+        static_cast<int64_t>(next) < plan_.most_workers,
+        error_text(kPsArea,
+                   c10::str("join: got ", next, " workers so far, expected fewer than ",
+                            plan_.most_workers),
+                   {}, "Start the group again, with as many ranks as are wanted."));
+  } while (!workers.compare_exchange_weak(next, next + 1, std::memory_order_seq_cst));
+  return static_cast<int64_t>(next);
+}
+
+// Returns the clock of those that are furthest behind; that of the last ones if all are gone.
+uint64_t ClockBoard::slowest_clock() const {
+  std::optional<uint64_t> slowest;
+  uint64_t last = 0;
+  for (int64_t worker = 0; worker < workers(); ++worker) {
+    const uint64_t clock = clock_of(worker);
+    last = std::max(last, clock);
+    if (!is_gone(worker)) slowest = std::min(slowest.value_or(clock), clock);
+  }
+  return slowest.value_or(last);
+}
+
+void ClockBoard::begin_at_open_clock() {
+  WorkerLine& own = line(own_);
+  const auto begin_at = [&](uint64_t clock) {
+    own.first.store(clock, std::memory_order_seq_cst);
+    own.clock.store(clock, std::memory_order_seq_cst);
+    own.awaited.store(clock, std::memory_order_seq_cst);
+    own.state.store(LineState::kHere, std::memory_order_seq_cst);
+  };
+  if (options_.mode == Mode::kBsp) {
+    close_clocks();
+    uint64_t word = header().closed.load(std::memory_order_seq_cst);
+    do {
+      begin_at(word >> BoardHeader::kJoinBits);
+    } while (!header().closed.compare_exchange_strong(word, word + 1, std::memory_order_seq_cst));
+  } else {
+    begin_at(slowest_clock());
+  }
+  ring_all();
+}
+
+// --- lines ---------------------------------------------------------------------------------------
+
+void ClockBoard::watch_peers() {
+  watch_joined();
+  flag_wait_.emplace(line(own_).bell, plan_.workers + plan_.servers);
+}
+
+// Begins to watch workers that it does not watch yet.
+void ClockBoard::watch_joined() {
+  const int64_t workers = this->workers();
+  processes_.resize(static_cast<size_t>(workers));
+  for (int64_t worker = 0; worker < workers; ++worker) {
+    auto& process = processes_[static_cast<size_t>(worker)];
+    WorkerLine& one = line(worker);
+    if (process || state_of(worker) == LineState::kVacant) continue;
+    try {
+      process.emplace(one.pid);
+    } catch (const shm::Fault& fault) {
+      LineState here = LineState::kHere;
+      if (!has_joined(worker)) C10_THROW_ERROR(DistBackendError, fault.what());
+      one.state.compare_exchange_strong(here, LineState::kLost, std::memory_order_seq_cst);
+    }
+  }
+}
+
 std::optional<int64_t> ClockBoard::worker() const {
-  if (own_ < workers()) return own_;
+  if (own_ < plan_.most_workers) return own_;
   return std::nullopt;
 }
 
@@ -77,21 +158,23 @@ uint64_t ClockBoard::clock_of(int64_t worker) const {
 }
 
 LineState ClockBoard::state_of(int64_t worker) const {
-  return line(worker).state.load(std::memory_order_acquire);
+  return line(worker).state.load(std::memory_order_seq_cst);
 }
 
 // Says whether others go on without a worker of that state.
 bool ClockBoard::excuses(LineState state) const {
   return state == LineState::kLeft ||
-         (state != LineState::kHere && options_.on_worker_loss == WorkerLoss::kContinue);
+         (has_broken_off(state) && options_.on_worker_loss == WorkerLoss::kContinue);
 }
 
 bool ClockBoard::is_gone(int64_t worker) const {
-  return line(worker).awaited.load(std::memory_order_seq_cst) == WorkerLine::kGone;
+  return state_of(worker) == LineState::kVacant ||
+         line(worker).awaited.load(std::memory_order_seq_cst) == WorkerLine::kGone;
 }
 
 bool ClockBoard::takes(int64_t worker, uint64_t clock) const {
-  if (options_.backup == 0) return clock_of(worker) > clock;
+  if (options_.backup == 0)
+    return clock_of(worker) > clock && line(worker).first.load(std::memory_order_seq_cst) <= clock;
   const uint64_t word = header().taken[clock % BoardHeader::kTaken].load(std::memory_order_acquire);
   return word >> kTagShift == tag_of(clock) >> kTagShift && (word & bit_of(worker)) != 0;
 }
@@ -104,7 +187,8 @@ void ClockBoard::set_clock(uint64_t clock) {
 
 // See [Note: how a clock closes].
 bool ClockBoard::close_next() {
-  uint64_t clock = closed();
+  uint64_t before = header().closed.load(std::memory_order_seq_cst);
+  const uint64_t clock = before >> BoardHeader::kJoinBits;
   std::atomic<uint64_t>& taken = header().taken[clock % BoardHeader::kTaken];
   uint64_t word = taken.load(std::memory_order_seq_cst);
   if (options_.backup == 0 || word >> kTagShift != tag_of(clock) >> kTagShift) {
@@ -125,7 +209,8 @@ bool ClockBoard::close_next() {
     if (options_.backup > 0)
       taken.compare_exchange_strong(word, tag_of(clock) | mask, std::memory_order_seq_cst);
   }
-  header().closed.compare_exchange_strong(clock, clock + 1, std::memory_order_seq_cst);
+  header().closed.compare_exchange_strong(before, before + (uint64_t{1} << BoardHeader::kJoinBits),
+                                          std::memory_order_seq_cst);
   return true;
 }
 
@@ -136,7 +221,10 @@ void ClockBoard::close_clocks() {
 }
 
 void ClockBoard::ring_all() noexcept {
-  for (int64_t index = 0; index < where_.world; ++index) shm::ring(line(index).bell);
+  const int64_t workers = this->workers();
+  for (int64_t worker = 0; worker < workers; ++worker) shm::ring(line(worker).bell);
+  for (int64_t index = plan_.most_workers; index < plan_.lines(); ++index)
+    shm::ring(line(index).bell);
 }
 
 void ClockBoard::leave(LineState state, std::string_view reason) noexcept {
@@ -164,19 +252,20 @@ std::string ClockBoard::word_of(int64_t worker) const {
 }
 
 std::string ClockBoard::name_of(int64_t worker) const {
-  return c10::str("worker ", worker, " (rank ", roles_.workers[static_cast<size_t>(worker)],
-                  ", process ", line(worker).pid, ")");
+  const WorkerLine& one = line(worker);
+  const std::string from = has_joined(worker) ? "joined" : c10::str("rank ", one.rank);
+  return c10::str("worker ", worker, " (", from, ", process ", one.pid, ")");
 }
 
 // Notes which processes have ended; says whether one has that nobody had noted.
 bool ClockBoard::note_ended() {
   bool found = false;
-  for (int64_t worker = 0; worker < workers(); ++worker) {
+  watch_joined();
+  for (int64_t worker = 0; worker < static_cast<int64_t>(processes_.size()); ++worker) {
     WorkerLine& one = line(worker);
     LineState here = LineState::kHere;
-    if (one.state.load(std::memory_order_acquire) != here ||
-        processes_[static_cast<size_t>(worker)].alive())
-      continue;
+    const auto& process = processes_[static_cast<size_t>(worker)];
+    if (one.state.load(std::memory_order_acquire) != here || !process || process->alive()) continue;
     one.state.compare_exchange_strong(here, LineState::kLost, std::memory_order_seq_cst);
     found = true;
   }
@@ -201,7 +290,8 @@ std::string ClockBoard::why_gone(int64_t worker) const {
   const uint64_t clock = clock_of(worker);
   if (state_of(worker) == LineState::kFailed)
     return c10::str(" has left at clock ", clock, ", ended by ", word_of(worker));
-  const auto status = processes_[static_cast<size_t>(worker)].wait_status();
+  const auto& process = processes_[static_cast<size_t>(worker)];
+  const auto status = process ? process->wait_status() : std::nullopt;
   if (status == 0) return c10::str(" ended normally at clock ", clock, " without leave()");
   return c10::str(" has died at clock ", clock, shm::text_of_end(status, memory_kills_));
 }
@@ -218,12 +308,18 @@ void ClockBoard::refuse_lost(const Errand& errand, int64_t worker) {
                      : "Start the group again; on_worker_loss='continue' goes on without it."));
 }
 
+std::string ClockBoard::state_of_process(int64_t worker) const {
+  const auto& process = processes_[static_cast<size_t>(worker)];
+  return process ? process->state() : std::string("gone");
+}
+
 milliseconds ClockBoard::limit() const {
   return options_.timeout.value_or(group_ == nullptr ? kLongestWait : group_->timeout());
 }
 
 // Names who is furthest behind, but for one that the errand names.
 void ClockBoard::refuse_late(const Errand& errand) {
+  watch_joined();
   int64_t late = errand.worker;
   for (int64_t worker = 0; worker < workers() && errand.worker < 0; ++worker) {
     if (is_gone(worker) || clock_of(worker) >= errand.clock) continue;
@@ -233,7 +329,7 @@ void ClockBoard::refuse_late(const Errand& errand) {
       late < 0 ? std::string("it has not come")
                : c10::str(name_of(late), " has not come within ", limit_text(limit()),
                           "; it is alive, at clock ", clock_of(late), " (its process is ",
-                          processes_[static_cast<size_t>(late)].state(), ")");
+                          state_of_process(late), ")");
   C10_THROW_ERROR(DistBackendError,
                   error_text(kPsArea, errand.text() + ": " + who, where_,
                              "Look what that worker is doing, or raise the timeout."));

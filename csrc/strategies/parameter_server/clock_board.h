@@ -14,6 +14,7 @@
 #include <cstdint>
 #include <functional>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
@@ -35,8 +36,17 @@ namespace trireme::ps {
 // a worker that has left or died keeps the clock it had. With backup a word says it, a bit per
 // worker, written by one compare-and-swap before `closed` moves; so all who apply the clock see the
 // same workers, and one that is killed in between leaves nothing half done.
+//
+// [Note: workers that join]
+//
+// There are more lines than workers. Who joins takes the next one, and is nobody that others wait
+// for (kVacant) until it is here, at the clock that is open. A worker that had looked before might
+// still close that clock without it; so `closed` counts in its lowest bits who has joined, and who
+// closes a clock does it by a compare-and-swap that fails where somebody has joined since it
+// looked. A line says with which clock its worker began: those before it were closed without it.
 
 enum class LineState : uint32_t {
+  kVacant,  // nobody yet
   kHere,
   kLeft,    // leave() or close()
   kFailed,  // close() on the way out of an exception, which the line names
@@ -58,15 +68,21 @@ struct WorkerLine {
   std::atomic<uint64_t> met;         // how far the worker is in meetings; see worker_meeting.h
   std::atomic<uint64_t> met_failed;  // the last one that failed because of it, counted from 1
   std::array<std::atomic<uint64_t>, 2> met_clock;  // its clock at the last two, by their parity
+  std::atomic<uint64_t> first;                     // the clock that it began with
   int32_t pid;
+  int32_t rank;                  // in the group; kJoined
   std::array<char, 512> reason;  // complete before the state becomes kFailed
 
   static constexpr uint64_t kGone = UINT64_MAX;
+  static constexpr int32_t kJoined = -1;
 };
 
 struct BoardHeader {
   static constexpr size_t kTaken = 1024;
+  static constexpr int kJoinBits = 8;
 
+  alignas(64) std::atomic<uint64_t> workers;  // lines that are in use
+  // Counts the clocks that are closed, times 2^kJoinBits, plus the workers that have joined.
   alignas(64) std::atomic<uint64_t> closed;
   // Says with whose pushes the last kTaken clocks were closed, with backup only.
   alignas(64) std::array<std::atomic<uint64_t>, kTaken> taken;
@@ -81,35 +97,60 @@ struct Errand {
   bool has_deadline = true;
 };
 
-// Holds the lines of all ranks, workers first. The thread that uses the server calls it, but for
+// Says how many lines a board has, and for whom: workers first, those that are there at first
+// before those that may join, then ranks that only serve.
+struct BoardPlan {
+  int64_t workers = 1;       // at first
+  int64_t most_workers = 1;  // with those that may join
+  int64_t servers = 0;
+
+  int64_t lines() const { return most_workers + servers; }
+  int64_t bytes() const {
+    return static_cast<int64_t>(sizeof(BoardHeader)) +
+           lines() * static_cast<int64_t>(sizeof(WorkerLine));
+  }
+};
+
+// Holds the lines of all workers and servers. The thread that uses the server calls it, but for
 // what is const.
 class TRIREME_API ClockBoard {
  public:
   struct Request {
-    std::byte* memory = nullptr;  // bytes_for(), zeros
+    std::byte* memory = nullptr;  // BoardPlan::bytes() zeros
+    std::shared_ptr<const void> keeps_memory = nullptr;
     Options options;
-    Roles roles;
+    BoardPlan plan;
+    int64_t line = 0;                 // this rank's
     RankOf where;                     // in the group
     shm::HostGroup* group = nullptr;  // null for a rank alone
   };
-  static int64_t bytes_for(int64_t world);
 
   // Says that this rank is there. watch_peers() follows once all ranks have said so.
   explicit ClockBoard(Request request);
+  // Takes the next line of a board that others use; see [Note: workers that join]. `prepare` is
+  // called before others wait for this worker. Throws ValueError where no more workers can join.
+  static std::shared_ptr<ClockBoard> join(Request request,
+                                          const std::function<void(int64_t worker)>& prepare);
   // Throws DistBackendError where a process cannot be watched.
   void watch_peers();
 
   const Options& options() const { return options_; }
   RankOf where() const { return where_; }
-  int64_t workers() const { return static_cast<int64_t>(roles_.workers.size()); }
+  // Returns how many workers there are or have been; it grows as workers join.
+  int64_t workers() const {
+    return static_cast<int64_t>(header().workers.load(std::memory_order_seq_cst));
+  }
+  bool has_joined(int64_t worker) const { return line(worker).rank == WorkerLine::kJoined; }
   // Returns the number of this worker; absent on a rank that only serves.
   std::optional<int64_t> worker() const;
 
   uint64_t clock() const { return line(own_).clock.load(std::memory_order_relaxed); }
   uint64_t clock_of(int64_t worker) const;
-  uint64_t closed() const { return header().closed.load(std::memory_order_seq_cst); }
-  // Says whether nobody is to wait for that worker any more: it has left, or, under kContinue,
-  // died.
+  uint64_t closed() const {
+    return header().closed.load(std::memory_order_seq_cst) >> BoardHeader::kJoinBits;
+  }
+  // Says whether nobody is to wait for that worker: it has left, or, under kContinue, died, or is
+  // about to join.
   bool is_gone(int64_t worker) const;
   LineState state_of(int64_t worker) const;
   // Says whether a closed clock was closed with the pushes of that worker.
@@ -131,7 +172,7 @@ class TRIREME_API ClockBoard {
   // has died or failed; what a signal handler raised.
   bool wait(const std::atomic<uint64_t>& counter, uint64_t target, const Errand& errand);
   bool wait_closed(uint64_t target, const Errand& errand) {
-    return wait(header().closed, target, errand);
+    return wait(header().closed, target << BoardHeader::kJoinBits, errand);
   }
   // Waits until that worker has come to a clock, or is gone.
   void wait_clock(int64_t worker, uint64_t clock, const Errand& errand) {
@@ -148,7 +189,7 @@ class TRIREME_API ClockBoard {
   void check_deadline(std::chrono::steady_clock::time_point deadline, const Errand& errand);
   // Lines are numbered as workers are, those of servers behind them.
   WorkerLine& line(int64_t index) const;
-  // Returns "worker 1 (rank 1, process 81)".
+  // Returns "worker 1 (rank 1, process 81)", or "worker 2 (joined, process 90)".
   std::string name_of(int64_t worker) const;
 
   // Sets who tells what a worker that has died held: " while it held block 3 of ...", or nothing.
@@ -161,25 +202,34 @@ class TRIREME_API ClockBoard {
  private:
   class LineWatch;
   struct WorkerGone {};
+  struct Joins {};
+  ClockBoard(Request request, Joins joins);
 
   BoardHeader& header() const { return *reinterpret_cast<BoardHeader*>(memory_); }
+  int64_t claim_line() const;
+  uint64_t slowest_clock() const;
+  void begin_at_open_clock();
+  void watch_joined();
   bool excuses(LineState state) const;
   bool close_next();
   bool note_ended();
   std::optional<int64_t> find_lost() const;
   std::string why_gone(int64_t worker) const;
+  std::string state_of_process(int64_t worker) const;
   [[noreturn]] void refuse_lost(const Errand& errand, int64_t worker);
   [[noreturn]] void refuse_late(const Errand& errand);
   std::chrono::milliseconds limit() const;
 
+  std::shared_ptr<const void> keeps_memory_;
   std::byte* memory_;
   Options options_;
-  Roles roles_;
+  BoardPlan plan_;
   RankOf where_;
   shm::HostGroup* group_;
-  int64_t own_ = 0;  // the line of this rank
+  int64_t own_;  // the line of this rank
   std::optional<int64_t> memory_kills_;
-  std::vector<shm::PeerProcess> processes_;  // one per worker
+  // One per worker; absent while it is about to join.
+  std::vector<std::optional<shm::PeerProcess>> processes_;
   std::optional<shm::FlagWait> flag_wait_;
   std::function<std::string(int64_t)> describe_held_;
   shm::Clock::time_point looked_at_;

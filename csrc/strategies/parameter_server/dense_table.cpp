@@ -32,7 +32,8 @@ DenseTable::DenseTable(DenseTable::Parts parts)
 }
 
 int64_t DenseTable::memory_bytes() const {
-  return HostStore::bytes_for(store_->parameters(), store_->where().world) + steps_.plan().bytes;
+  return HostStore::bytes_for(store_->parameters(), store_->where().world) +
+         steps_.plan().used_bytes(board().workers());
 }
 
 void DenseTable::require_module(std::string_view verb) const {

@@ -1,13 +1,14 @@
 #include <trireme/strategies/parameter_server/parameter_server.h>
 
+#include <trireme/comm/gather_texts.h>
 #include <trireme/comm/host.h>
+#include <trireme/comm/store_texts.h>
 #include <trireme/common/forks.h>
 #include <trireme/common/trace.h>
 #include <trireme/memory/host_store.h>
-#include <trireme/shm/fault.h>
 #include <trireme/shm/host_group.h>
-#include <trireme/shm/segment.h>
-#include <trireme/strategies/parameter_server/shared_rows.h>
+#include <trireme/strategies/parameter_server/server_invitation.h>
+#include <trireme/strategies/parameter_server/server_memory.h>
 #include <trireme/strategies/parameter_server/table_agreement.h>
 #include <trireme/strategies/parameter_server/table_checkpoint.h>
 #include <trireme/strategies/parameter_server/worker_desk.h>
@@ -22,34 +23,7 @@
 #include <utility>
 
 namespace trireme::ps {
-
-// Is memory of the host, which forked children copy when they write.
-struct ParameterServer::TableSegment {
-  std::shared_ptr<const shm::Segment> segment;
-  std::shared_ptr<const PrivateInChildren> private_in_children;  // goes first
-};
-
 namespace {
-
-std::shared_ptr<const shm::Segment> share(Communicator& communicator, int64_t bytes,
-                                          const std::string& label) {
-  SharedMemory memory;
-  if (communicator.world() == 1) {
-    try {
-      memory.segment = std::make_shared<const shm::Segment>(
-          shm::Segment::create(shm::SegmentKind::kAnonymous, bytes));
-    } catch (const shm::Fault& fault) {
-      memory.why_not = fault.what();
-    }
-  } else {
-    memory = communicator.host()->share_host_memory(bytes, label).memory;
-  }
-  if (memory.segment != nullptr) return memory.segment;
-  C10_THROW_ERROR(
-      DistBackendError,
-      error_text(kPsArea, c10::str("got no ", bytes, " bytes for ", label, ": ", memory.why_not),
-                 communicator.rank_of(), "Make tables smaller, or free memory."));
-}
 
 void check_host(Communicator& communicator) {
   if (communicator.world() == 1) return;
@@ -61,29 +35,25 @@ void check_host(Communicator& communicator) {
                  "Use backend 'trireme' on one host; there are no servers between hosts yet."));
 }
 
-std::vector<ParameterInfo> infos_of(const TableSpec& table) {
-  std::vector<ParameterInfo> infos;
-  for (size_t i = 0; i < table.tensors.size(); ++i) {
-    ParameterInfo info;
-    info.name = table.names[i];
-    info.sizes = table.tensors[i].sizes().vec();
-    info.numel = table.tensors[i].numel();
-    info.dtype = table.tensors[i].scalar_type();
-    infos.push_back(std::move(info));
-  }
-  return infos;
+constexpr const char* kInvitation = "trireme/ps/invitation";
+// So many workers may join a server.
+constexpr int64_t kMostJoined = 64;
+
+BoardPlan plan_board(const Roles& roles, const Options& options) {
+  BoardPlan plan;
+  plan.workers = static_cast<int64_t>(roles.workers.size());
+  plan.most_workers = plan.workers + kMostJoined;
+  if (options.backup > 0) plan.most_workers = std::min(plan.most_workers, kMostWithBackup);
+  plan.servers = static_cast<int64_t>(roles.servers.size());
+  return plan;
 }
 
-std::vector<TablePlan> plan_tables(const std::vector<TableSpec>& tables, const Options& options,
-                                   RankOf where) {
-  const auto workers = static_cast<int64_t>(roles_of(options.servers, where).workers.size());
-  const bool deposits = options.mode == Mode::kBsp;
-  std::vector<TablePlan> plans;
-  for (const TableSpec& table : tables)
-    plans.push_back(table.rows ? make_sparse_table_plan(SparseSteps::kShares, workers)
-                               : make_table_plan({infos_of(table), count_states(table.optimizer),
-                                                  workers, deposits}));
-  return plans;
+// Returns the line of this rank: workers come first, servers behind those that may join.
+int64_t line_of(const Roles& roles, const BoardPlan& plan, int64_t rank) {
+  const auto worker = std::find(roles.workers.begin(), roles.workers.end(), rank);
+  if (worker != roles.workers.end()) return worker - roles.workers.begin();
+  return plan.most_workers +
+         (std::find(roles.servers.begin(), roles.servers.end(), rank) - roles.servers.begin());
 }
 
 bool lies_on_cpu(const TableSpec& table) {
@@ -102,75 +72,82 @@ ParameterServer::ParameterServer(std::shared_ptr<Communicator> communicator,
     : communicator_(std::move(communicator)) {
   check_host(*communicator_);
   agree_on_tables(tables, options, *communicator_);
-  const std::vector<TablePlan> plans = plan_tables(tables, options, communicator_->rank_of());
-  const std::shared_ptr<const TableSegment> memory = make_board(plans, options);
-  const at::NoGradGuard no_grad;
-  std::vector<std::shared_ptr<HostStore>> stores;
-  std::vector<SharedRows> rows;
-  for (const TableSpec& table : tables) {
-    stores.push_back(table.rows ? nullptr : make_store(table));
-    rows.push_back(table.rows ? share_rows(table, board_->workers(), options, *communicator_)
-                              : SharedRows());
-  }
+  const RankOf where = communicator_->rank_of();
+  const Roles roles = roles_of(options.servers, where);
+  // All ranks plan with what the first one sees.
+  const std::vector<std::string> bytes =
+      gather_texts(std::to_string(memory_of_machine()), *communicator_, communicator_->device());
+  const BoardPlan lines = plan_board(roles, options);
+  const int64_t line = line_of(roles, lines, where.rank);
+  const bool works = line < lines.workers;
+  memory_ =
+      ServerMemory::share(ServerPlan(std::move(tables), options, lines, std::stoll(bytes.front())),
+                          works ? std::optional(line) : std::nullopt, *communicator_);
+  ClockBoard::Request request;
+  request.memory = memory_->board();
+  request.keeps_memory = memory_;
+  request.options = options;
+  request.plan = lines;
+  request.line = line;
+  request.where = where;
+  if (where.world > 1) request.group = &communicator_->host()->group();
+  board_ = std::make_shared<ClockBoard>(std::move(request));
+  if (board_->worker() == 0) write_first_values();
   communicator_->barrier("first values of tables").wait();
   board_->watch_peers();
-  std::byte* place = memory->segment->data() + ClockBoard::bytes_for(board_->where().world);
-  const bool moves_no_byte =
-      options.mode == Mode::kBsp && options.backup == 0 && board_->worker().has_value();
-  for (size_t i = 0; i < tables.size(); ++i) {
-    const bool binds = moves_no_byte && tables[i].is_module && lies_on_cpu(tables[i]);
-    TableSteps::Parts steps;
-    steps.spec = std::make_shared<const TableSpec>(std::move(tables[i]));
-    steps.board = board_;
-    steps.memory = std::exchange(place, place + plans[i].bytes);
-    steps.keeps_memory = memory;
-    if (stores[i] != nullptr) {
-      tables_.push_back(std::make_shared<DenseTable>(
-          DenseTable::Parts{std::move(steps), plans[i], stores[i], desk_, binds}));
-    } else {
-      tables_.push_back(std::make_shared<SparseTable>(SparseTable::Parts{
-          std::move(steps), plans[i], rows[i].segment, rows[i].plan, rows[i].keeps, desk_}));
-    }
-  }
+  make_tables(options.mode == Mode::kBsp && options.backup == 0 && works);
 }
 
-// Makes the memory of a dense table's values; worker 0 writes the first ones.
-std::shared_ptr<HostStore> ParameterServer::make_store(const TableSpec& table) {
-  const std::vector<ParameterInfo> infos = infos_of(table);
-  const int64_t bytes = HostStore::bytes_for(infos, board_->where().world);
-  const std::shared_ptr<HostStore> store = HostStore::make(
-      share(*communicator_, bytes, "table '" + table.name + "'"), infos, board_->where());
-  if (board_->worker() == 0)
-    for (size_t i = 0; i < table.tensors.size(); ++i)
-      store->whole(static_cast<int64_t>(i)).copy_(table.tensors[i]);
-  return store;
+ParameterServer::ParameterServer(std::shared_ptr<const ServerMemory> memory,
+                                 std::shared_ptr<ClockBoard> board)
+    : memory_(std::move(memory)), board_(std::move(board)) {
+  make_tables(/*moves_no_byte=*/false);
 }
 
-// Makes the memory of clocks, and behind that of what belongs to tables but their values.
-std::shared_ptr<const ParameterServer::TableSegment> ParameterServer::make_board(
-    const std::vector<TablePlan>& plans, const Options& options) {
-  ClockBoard::Request request;
-  request.options = options;
-  request.roles = roles_of(options.servers, communicator_->rank_of());
-  request.where = communicator_->rank_of();
-  if (communicator_->world() > 1) request.group = &communicator_->host()->group();
-  int64_t bytes = ClockBoard::bytes_for(request.where.world);
-  for (const TablePlan& plan : plans) bytes += plan.bytes;
-  const auto memory = std::make_shared<TableSegment>();
-  memory->segment = share(*communicator_, bytes, "clocks, states and deposits of tables");
-  memory->private_in_children = memory->segment->private_in_children();
-  request.memory = memory->segment->data();
-  board_ = std::shared_ptr<ClockBoard>(new ClockBoard(std::move(request)),
-                                       [memory](ClockBoard* board) { delete board; });
+void ParameterServer::describe_held() {
   board_->describe_held_by([this](int64_t worker) {
     std::string held;
     for (const auto& table : tables_)
       if (held.empty()) held = table->steps().held_by(worker);
     return held;
   });
+}
+
+// Makes the tables as this rank sees them.
+void ParameterServer::make_tables(bool moves_no_byte) {
+  const at::NoGradGuard no_grad;
   desk_ = std::make_shared<WorkerDesk>(board_);
   meeting_ = std::make_unique<WorkerMeeting>(board_);
-  return memory;
+  const ServerPlan& plan = memory_->plan();
+  for (size_t i = 0; i < plan.specs.size(); ++i) {
+    const TableSpec& spec = *plan.specs[i];
+    TableSteps::Parts steps{plan.specs[i], board_, memory_->table(i), memory_};
+    if (spec.rows) {
+      tables_.push_back(std::make_shared<SparseTable>(SparseTable::Parts{
+          std::move(steps), plan.tables[i], memory_->values(i), plan.rows[i], memory_, desk_}));
+    } else {
+      const bool binds = moves_no_byte && spec.is_module && lies_on_cpu(spec);
+      tables_.push_back(std::make_shared<DenseTable>(
+          DenseTable::Parts{std::move(steps), plan.tables[i], make_store(i), desk_, binds}));
+    }
+  }
+  describe_held();
+}
+
+std::shared_ptr<HostStore> ParameterServer::make_store(size_t table) const {
+  const ServerPlan& plan = memory_->plan();
+  return HostStore::make(memory_->values(table), infos_of(*plan.specs[table]), {0, plan.ranks()});
+}
+
+void ParameterServer::write_first_values() const {
+  const at::NoGradGuard no_grad;
+  for (size_t table = 0; table < memory_->plan().specs.size(); ++table) {
+    const TableSpec& spec = *memory_->plan().specs[table];
+    if (spec.rows) continue;
+    const std::shared_ptr<HostStore> store = make_store(table);
+    for (size_t i = 0; i < spec.tensors.size(); ++i)
+      store->whole(static_cast<int64_t>(i)).copy_(spec.tensors[i]);
+  }
 }
 
 ParameterServer::~ParameterServer() {
@@ -241,6 +218,43 @@ void ParameterServer::serve() {
   board_->check_peers(errand);
 }
 
+// --- late workers --------------------------------------------------------------------------------
+
+void ParameterServer::accept(const c10::intrusive_ptr<c10d::Store>& store) {
+  desk_->check_open("accept");
+  const std::vector<std::string> addresses = memory_->addresses();
+  TORCH_CHECK(
+      !addresses.empty(),
+      error_text(kPsArea, "accept: got a host whose processes may not open each other's memory",
+                 board_->where(), "Allow it (ptrace), or start with all workers."));
+  put_text(store, kInvitation, to_text({memory_->plan(), addresses}));
+}
+
+std::unique_ptr<ParameterServer> ParameterServer::join(
+    const c10::intrusive_ptr<c10d::Store>& store) {
+  const Invitation invitation = invitation_of(get_text(store, kInvitation));
+  const auto memory = ServerMemory::open(invitation.plan, invitation.addresses);
+  ClockBoard::Request request;
+  request.memory = memory->board();
+  request.keeps_memory = memory;
+  request.options = memory->plan().options;
+  request.plan = memory->plan().board;
+  const auto board = ClockBoard::join(std::move(request), [&](int64_t worker) {
+    memory->reserve_worker(worker, {worker, worker + 1});
+  });
+  return std::unique_ptr<ParameterServer>(new ParameterServer(memory, board));
+}
+
+void ParameterServer::refuse_without_group(std::string_view verb) const {
+  TORCH_CHECK(
+      communicator_ != nullptr,
+      error_text(kPsArea,
+                 c10::str(verb, ": got a worker that has joined, expected a rank of the group"),
+                 board_->where(), "Call it before workers join, on all ranks."));
+}
+
+// --- saving --------------------------------------------------------------------------------------
+
 void ParameterServer::save(const std::string& path) {
   TRIREME_TRACE("ps.save");
   desk_->check_worker("save");
@@ -254,6 +268,7 @@ void ParameterServer::save(const std::string& path) {
     }
   };
   plan.work = [&] {
+    check_buffers_known();
     for (const auto& table : tables_) table->settle_learning_rate();
     save_tables(path, tables_);
   };
@@ -263,10 +278,17 @@ void ParameterServer::save(const std::string& path) {
 void ParameterServer::load(const std::string& path) {
   TRIREME_TRACE("ps.load");
   desk_->check_open("load");
+  refuse_without_group("load");
   const bool works = board_->worker().has_value();
   if (works) desk_->check_worker("load");
   const CheckpointRanks ranks{communicator_, communicator_->device()};
   together(ranks, [&] {
+    for (int64_t worker = 0; worker < workers(); ++worker)
+      TORCH_CHECK_VALUE(!board_->has_joined(worker) || board_->is_gone(worker),
+                        error_text(kPsArea,
+                                   c10::str("load: got ", board_->name_of(worker),
+                                            ", expected ranks of the group alone"),
+                                   board_->where(), "Load before workers join."));
     if (!works) return;
     for (const auto& table : tables_) table->drop_pushes();
   });
@@ -293,6 +315,17 @@ void ParameterServer::load(const std::string& path) {
     if (board_->worker() != 0) load_buffers(path, tables_);
     for (const auto& table : tables_) table->note_loaded();
   });
+}
+
+// A worker that has joined knows no module.
+void ParameterServer::check_buffers_known() const {
+  for (const auto& table : tables_)
+    TORCH_CHECK_VALUE(!table->spec().has_module_elsewhere,
+                      error_text(kPsArea,
+                                 c10::str("save: got table '", table->name(),
+                                          "' made of a module, which no worker that is left has, "
+                                          "expected a rank of the group"),
+                                 board_->where(), "Save while such a rank is there."));
 }
 
 void ParameterServer::release_modules() noexcept {
@@ -324,7 +357,17 @@ void ParameterServer::close(std::string_view error) noexcept {
   if (works) board_->leave(error.empty() ? LineState::kLeft : LineState::kFailed, error);
 }
 
-std::shared_ptr<Table> ParameterServer::find(std::string_view name, std::string_view verb) {
+std::vector<std::string> ParameterServer::table_names() const {
+  std::vector<std::string> names;
+  for (const auto& table : tables_) names.push_back(table->name());
+  return names;
+}
+
+bool ParameterServer::is_sparse(std::string_view name) const {
+  return find(name, "is_sparse")->spec().rows.has_value();
+}
+
+std::shared_ptr<Table> ParameterServer::find(std::string_view name, std::string_view verb) const {
   desk_->check_open(verb);
   std::string known;
   for (const auto& table : tables_) {

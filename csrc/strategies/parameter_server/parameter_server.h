@@ -16,8 +16,13 @@
 #include <string_view>
 #include <vector>
 
+namespace c10d {
+class Store;
+}
+
 namespace trireme::ps {
 
+class ServerMemory;
 class WorkerDesk;
 class WorkerMeeting;
 
@@ -138,6 +143,22 @@ class TRIREME_API ParameterServer {
   // while it reads leaves tables half read.
   void load(const std::string& path);
 
+  // Leaves in a Store where the tables are, for processes that join(). Returns at once. They are of
+  // this host and this user, and find the tables as long as this process lives; what joined then
+  // stays. A Store holds one such word. Throws RuntimeError where this host lets no process open
+  // the memory of another.
+  void accept(const c10::intrusive_ptr<c10d::Store>& store);
+  // Takes part in a server whose accept() has left word in the Store, for which it waits as long as
+  // the Store's timeout: as the next worker number, at the slowest clock. At most 64 workers join.
+  // There is no group: nothing is collective, load() and serve() are refused, and every dense table
+  // is one of tensors, since the module of a table is in other processes. Throws ValueError where
+  // no more can join or the word is none of this version of Trireme, DistBackendError where the
+  // memory cannot be opened.
+  static std::unique_ptr<ParameterServer> join(const c10::intrusive_ptr<c10d::Store>& store);
+
+  // Returns the tables' names, in their order.
+  std::vector<std::string> table_names() const;
+  bool is_sparse(std::string_view name) const;
   // Return a table. Throw IndexError for an unknown name, and for a table of the other kind. A
   // shared one may outlive the server: then it is closed.
   DenseTable& dense(std::string_view name);
@@ -145,16 +166,20 @@ class TRIREME_API ParameterServer {
   std::shared_ptr<SparseTable> shared_sparse(std::string_view name);
 
  private:
-  struct TableSegment;
+  ParameterServer(std::shared_ptr<const ServerMemory> memory, std::shared_ptr<ClockBoard> board);
 
-  std::shared_ptr<const TableSegment> make_board(const std::vector<TablePlan>& plans,
-                                                 const Options& options);
-  std::shared_ptr<HostStore> make_store(const TableSpec& table);
-  std::shared_ptr<Table> find(std::string_view name, std::string_view verb);
+  void describe_held();
+  void make_tables(bool moves_no_byte);
+  std::shared_ptr<HostStore> make_store(size_t table) const;
+  void write_first_values() const;
+  void refuse_without_group(std::string_view verb) const;
+  void check_buffers_known() const;
+  std::shared_ptr<Table> find(std::string_view name, std::string_view verb) const;
   [[noreturn]] void refuse_kind(std::string_view name, const char* got, const char* expected);
   void release_modules() noexcept;
 
-  std::shared_ptr<Communicator> communicator_;
+  std::shared_ptr<Communicator> communicator_;  // null for a worker that has joined
+  std::shared_ptr<const ServerMemory> memory_;
   std::shared_ptr<ClockBoard> board_;
   std::shared_ptr<WorkerDesk> desk_;
   std::unique_ptr<WorkerMeeting> meeting_;

@@ -25,7 +25,7 @@ SparseTable::SparseTable(SparseTable::Parts parts)
       pushed_(parts.row_plan.dim, steps_.computed()) {}
 
 int64_t SparseTable::memory_bytes() const {
-  return steps_.plan().bytes + steps_.rows().memory_bytes();
+  return steps_.plan().used_bytes(board().workers()) + steps_.rows().memory_bytes();
 }
 
 int64_t SparseTable::size() const {

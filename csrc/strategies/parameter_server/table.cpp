@@ -6,6 +6,7 @@
 #include <c10/util/StringUtil.h>
 
 #include <cmath>
+#include <optional>
 #include <utility>
 
 namespace trireme::ps {
@@ -14,7 +15,8 @@ namespace trireme::ps {
 // lost.
 struct Table::OpenPush {
   uint64_t clock;
-  std::function<void()> push;  // null once it is done
+  std::function<void()> push;         // null once it is done
+  std::optional<bool> is_taken = {};  // what it was told when it was counted
 };
 
 Table::Table(std::shared_ptr<const TableSpec> spec, std::shared_ptr<ClockBoard> board,
@@ -167,7 +169,11 @@ bool Table::can_push() const {
 
 bool Table::begin_push(const Errand& errand) {
   if (!can_push()) own_steps().bring_to(board_->clock() - 1, errand);
-  return desk_->count_push();
+  if (open_pushes_.empty()) return desk_->count_push();
+  // It is the first one that is kept. Where it has failed it is done again, and was counted.
+  std::optional<bool>& is_taken = open_pushes_.front()->is_taken;
+  if (!is_taken) is_taken = desk_->count_push();
+  return *is_taken;
 }
 
 class Table::Push final : public Pending::State {

@@ -39,12 +39,14 @@ TablePlan make_table_plan(const TablePlanRequest& request) {
   }
   plan.lines = static_cast<int64_t>(plan.blocks.size());
   place_lines(plan, plan.lines, request.workers);
+  plan.states_begin = plan.bytes;
   for (int64_t state = 0; state < request.states; ++state) {
     for (const ParameterInfo& info : request.tensors) {
       const auto item = static_cast<int64_t>(c10::elementSize(optimizer_state_dtype(info.dtype)));
       plan.state_at.push_back(place(plan.bytes, info.numel * item));
     }
   }
+  plan.states_end = plan.bytes;
   if (request.deposits) {
     const StoreLayout half = make_store_layout(request.tensors);
     plan.in_half = half.offsets;
@@ -58,6 +60,7 @@ TablePlan make_sparse_table_plan(int64_t shares, int64_t workers) {
   TablePlan plan;
   plan.lines = shares;
   place_lines(plan, shares + 1, workers);
+  plan.states_begin = plan.states_end = plan.bytes;
   return plan;
 }
 

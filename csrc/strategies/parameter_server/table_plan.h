@@ -24,6 +24,8 @@ struct TableBlock {
 //
 //   header | a line per block | per worker: marks | states, one after the other
 //          | per worker: two halves of deposits (bsp only)
+//
+// Workers are all that may come: the memory of those who do not is not reserved.
 struct TablePlan {
   std::vector<TableBlock> blocks;
   int64_t lines = 0;  // one per block
@@ -32,10 +34,17 @@ struct TablePlan {
   int64_t marks_at = 0;
   int64_t mark_bytes = 0;              // one worker's
   std::vector<int64_t> state_at = {};  // [state * tensors + tensor]
+  int64_t states_begin = 0;
+  int64_t states_end = 0;
   int64_t deposits_at = 0;
   int64_t half_bytes = 0;             // one half of one worker; 0 without deposits
   std::vector<int64_t> in_half = {};  // where a tensor lies in a half
   int64_t bytes = 0;
+
+  // Returns how much of it so many workers use.
+  int64_t used_bytes(int64_t workers) const {
+    return marks_at + states_end - states_begin + workers * (mark_bytes + 2 * half_bytes);
+  }
 };
 
 struct TablePlanRequest {

@@ -7,9 +7,10 @@
 #include <ATen/core/grad_mode.h>
 #include <c10/util/Exception.h>
 
+#include <optional>
 #include <sstream>
 #include <utility>
-#include <variant>
+#include <vector>
 
 namespace trireme::remote {
 namespace {
@@ -24,12 +25,6 @@ double number_at(const Values& items, size_t place) {
   const auto* number = place < items.size() ? items[place].get_if<double>() : nullptr;
   if (number == nullptr) refuse_message("with options of an optimizer of another form");
   return *number;
-}
-
-template <typename Spec>
-Spec adam_of(const Values& items) {
-  return {number_at(items, 1), number_at(items, 2), number_at(items, 3), number_at(items, 4),
-          number_at(items, 5)};
 }
 
 void check(const OptimizerSpec& spec) {
@@ -54,41 +49,22 @@ at::Tensor zeros_like_state(const at::Tensor& values) {
 
 Value to_value(const OptimizerSpec& spec) {
   check(spec);
-  return std::visit(
-      [](const auto& one) -> Value {
-        using Spec = std::decay_t<decltype(one)>;
-        if constexpr (std::is_same_v<Spec, SgdSpec>) {
-          return Tuple{{"SGD", one.lr, one.momentum, one.weight_decay}};
-        } else if constexpr (std::is_same_v<Spec, AdamSpec> || std::is_same_v<Spec, AdamWSpec>) {
-          return Tuple{{std::is_same_v<Spec, AdamSpec> ? "Adam" : "AdamW", one.lr, one.beta1,
-                        one.beta2, one.eps, one.weight_decay}};
-        } else if constexpr (std::is_same_v<Spec, AdagradSpec>) {
-          return Tuple{{"Adagrad", one.lr, one.eps}};
-        } else {
-          return Tuple{{"Sum"}};
-        }
-      },
-      spec);
+  Tuple tuple{{name_of(spec)}};
+  for (const double number : options_of(spec)) tuple.items.emplace_back(number);
+  return tuple;
 }
 
 OptimizerSpec optimizer_of(const Value& value) {
   const auto* tuple = value.get_if<Tuple>();
   const std::string* name =
       tuple != nullptr && !tuple->items.empty() ? tuple->items[0].get_if<std::string>() : nullptr;
-  OptimizerSpec spec = SumSpec{};
-  if (name != nullptr && *name == "SGD")
-    spec =
-        SgdSpec{number_at(tuple->items, 1), number_at(tuple->items, 2), number_at(tuple->items, 3)};
-  else if (name != nullptr && *name == "Adam")
-    spec = adam_of<AdamSpec>(tuple->items);
-  else if (name != nullptr && *name == "AdamW")
-    spec = adam_of<AdamWSpec>(tuple->items);
-  else if (name != nullptr && *name == "Adagrad")
-    spec = AdagradSpec{number_at(tuple->items, 1), number_at(tuple->items, 2)};
-  else if (name == nullptr || *name != "Sum")
-    refuse_message("with an optimizer that is none");
-  check(spec);
-  return spec;
+  if (name == nullptr) refuse_message("with an optimizer that is none");
+  std::vector<double> options;
+  for (size_t i = 1; i < tuple->items.size(); ++i) options.push_back(number_at(tuple->items, i));
+  const std::optional<OptimizerSpec> spec = optimizer_spec_of(*name, options);
+  if (!spec) refuse_message("with an optimizer that is none");
+  check(*spec);
+  return *spec;
 }
 
 void step_parameter(const OptimizerSpec& spec, at::Tensor parameter, const at::Tensor& gradient,

@@ -14,7 +14,7 @@ The ranks of the group are on one host, and its memory is the server::
 
 from trireme._core.optimizer_specs import SGD, Adagrad, Adam, AdamW, RowwiseAdagrad, Sum
 from trireme.ps.row_inits import Normal, Uniform, Zeros
-from trireme.ps.server import ParameterServer
+from trireme.ps.server import ParameterServer, join
 from trireme.ps.sparse import Embedding, EmbeddingBag, Sparse, SparseTable
 from trireme.ps.tables import Dense, DenseTable, Pending
 
@@ -36,6 +36,7 @@ __all__ = [
     "Sum",
     "Uniform",
     "Zeros",
+    "join",
 ]
 
 # Users import them from here, and so they are printed and pickled.
@@ -48,5 +49,6 @@ for _one in (
     Pending,
     Sparse,
     SparseTable,
+    join,
 ):
     _one.__module__ = __name__

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from types import TracebackType
 from typing import Any
 
 import torch.distributed as dist
+from torch import nn
 
 from trireme._C import PsOptions, PsServer
 from trireme._core.durations import LONGEST_WAIT
-from trireme._core.farewell import call_at_the_end
+from trireme._core.farewell import call_at_the_end, failure_of
 from trireme._core.group_communicator import communicator_of
 from trireme.ps.areas import AREA
 from trireme.ps.sparse import Sparse, SparseTable
@@ -86,17 +88,26 @@ class ParameterServer:
         if _place_in(("raise", "continue"), "on_worker_loss", on_worker_loss) == 1:
             options.go_on_after_losses()
         specs = [table._to_core() for table in tables]
-        self._core = PsServer(communicator_of(group), specs, options)
+        modules = {spec.name: spec.module for spec in tables if isinstance(spec, Dense)}
+        self._adopt(PsServer(communicator_of(group), specs, options), modules, group)
+
+    def _adopt(
+        self,
+        core: PsServer,
+        modules: Mapping[str, nn.Module | None],
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        self._core = core
         self._group = group
         self._process = os.getpid()
-        self._tables = {spec.name: self._table_of(spec) for spec in tables}
+        self._tables = {name: self._table_of(name, modules) for name in core.table_names}
         _open_servers.add(self)
         call_at_the_end(_close_all)
 
-    def _table_of(self, spec: Dense | Sparse) -> Table:
-        if isinstance(spec, Sparse):
-            return SparseTable(spec, self._core.sparse(spec.name), self._group)
-        return DenseTable(spec, self._core.dense(spec.name), self._group)
+    def _table_of(self, name: str, modules: Mapping[str, nn.Module | None]) -> Table:
+        if self._core.is_sparse(name):
+            return SparseTable(name, self._core.sparse(name), self._group)
+        return DenseTable(name, self._core.dense(name), modules.get(name), self._group)
 
     @property
     def worker(self) -> int | None:
@@ -172,17 +183,35 @@ class ParameterServer:
             table.expect_buffers()
         self._core.load(os.fspath(path))
 
+    def accept(self, store: dist.Store) -> None:
+        """Leaves in a Store where the tables are, for processes that call ``ps.join(store)``.
+
+        Returns at once. Who joins is a process of this host and this user, and finds the tables as
+        long as this process lives; what has joined then stays. A Store holds one such word: give
+        each server a Store, or a ``PrefixStore``, of its own.
+
+        Raises:
+            RuntimeError: this host lets no process open the memory of another.
+            torch.distributed.DistBackendError: the Store failed.
+        """
+        self._core.accept(store)
+
     def leave(self) -> None:
         """Says that nobody has to wait for this worker any more; pushes of its open clock are
         dropped. Modules get memory of their own."""
-        self._core.leave()
-        self._let_go()
+        try:
+            self._core.leave()
+        finally:  # what a signal handler raises ends no more than a wait
+            self._let_go()
 
     def close(self, error: str = "") -> None:
         """Leaves, for good. ``error`` is what has ended this worker: then the others raise. Not
-        collective; again it does nothing."""
-        self._core.close(error)
-        self._let_go()
+        collective; again it does nothing. What a signal handler raises meanwhile, as Ctrl-C does,
+        comes out once all is closed."""
+        try:
+            self._core.close(error)
+        finally:
+            self._let_go()
 
     def _let_go(self) -> None:
         for table in self._tables.values():
@@ -197,7 +226,26 @@ class ParameterServer:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.close("" if kind is None else f"{kind.__name__}: {error}")
+        self.close(failure_of(error))
+
+
+def join(store: dist.Store) -> ParameterServer:
+    """Takes part in a server of this host whose ``accept(store)`` has left word in a Store, for
+    which it waits as long as the Store's timeout.
+
+    The process becomes the next worker, at the clock of the slowest one; at most 64 join. It needs
+    no group, so ``load()`` and ``serve()`` are refused. The module of a table is in other
+    processes: here every dense table is one of tensors, which ``pull()`` returns by name.
+
+    Raises:
+        ValueError: no more workers can join; the server is on another host, or of another build of
+            Trireme.
+        torch.distributed.DistBackendError: the Store failed, or the memory cannot be opened: the
+            process that called ``accept()`` has ended, say.
+    """
+    server = ParameterServer.__new__(ParameterServer)
+    server._adopt(PsServer.join(store), {}, None)
+    return server
 
 
 def _place_in(names: Sequence[str], what: str, got: str) -> int:
@@ -208,6 +256,7 @@ def _place_in(names: Sequence[str], what: str, got: str) -> int:
 
 
 def _close_all(error: str) -> None:
-    for server in list(_open_servers):
-        if server._process == os.getpid():
-            server.close(error)
+    with contextlib.ExitStack() as closing:  # all of them, also where one raises
+        for server in list(_open_servers):
+            if server._process == os.getpid():
+                closing.callback(server.close, error)

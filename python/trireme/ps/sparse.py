@@ -82,10 +82,10 @@ class SparseTable:
     One thread at a time uses the tables of a server, and the server. A copy is the same table.
     """
 
-    def __init__(self, spec: Sparse, core: PsSparseTable, group: dist.ProcessGroup) -> None:
-        self.name = spec.name
-        self.dim = spec.dim
-        self.dtype = spec.dtype
+    def __init__(self, name: str, core: PsSparseTable, group: dist.ProcessGroup | None) -> None:
+        self.name = name
+        self.dim = core.dim
+        self.dtype = core.dtype
         self.core = core
         self._group = group
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from trireme._C import PsDenseTable, PsPending, PsTableSpec
 from trireme._core.optimizer_specs import OptimizerSpec
@@ -97,6 +98,7 @@ def _tensors_of(table: str, source: Any) -> dict[str, Tensor]:
         parameters = dict(source.named_parameters())
         for name, parameter in parameters.items():
             _check_free(table, name, parameter)
+            _refuse_dtensor(table, name, parameter)
         return dict(parameters)
     AREA.expect(
         "source", source, Mapping, "a module or tensors by name", next_step="Pass model itself, or "
@@ -105,6 +107,7 @@ def _tensors_of(table: str, source: Any) -> dict[str, Tensor]:
     for name, tensor in source.items():
         AREA.expect("a name in source", name, str, "a str", next_step="Name each tensor.")
         AREA.expect(f"'{name}'", tensor, Tensor, "a tensor", next_step="Pass tensors by name.")
+        _refuse_dtensor(table, name, tensor)
     return {name: tensor.detach() for name, tensor in source.items()}
 
 
@@ -118,6 +121,16 @@ def _check_free(table: str, name: str, parameter: Tensor) -> None:
     if owner:
         got = f"got '{name}' for table '{table}', which {owner}, expected one that nobody keeps"
         AREA.refuse(got, "Give each parameter to one of them.")
+
+
+def _refuse_dtensor(table: str, name: str, tensor: Tensor) -> None:
+    if isinstance(tensor, DTensor):
+        AREA.refuse(
+            f"got '{name}' for table '{table}' as a DTensor, of which ranks may have parts, "
+            "expected a plain tensor",
+            "Make the table of what is not sharded yet, or pass full_tensor() of it by name.",
+            kind=TypeError,
+        )
 
 
 class Pending:
@@ -138,19 +151,23 @@ class Pending:
 
 
 class _ReadGuard:
-    """Refuses forwards and state dicts while other workers may write the parameters. Copies of a
-    module, and pickles, have none."""
+    """Refuses forwards and state dicts while other workers may write the parameters, and copies and
+    pickles of the module, which would take this hook with them. Those have none."""
 
     def __init__(self, table: DenseTable) -> None:
         self.table = weakref.ref(table)
 
     def __call__(self, module: nn.Module, *args: Any) -> None:
+        self._check()
+
+    def __reduce__(self) -> Any:
+        self._check()
+        return _no_guard, ()
+
+    def _check(self) -> None:
         table = self.table()
         if table is not None and not table.core.is_readable:
             table.refuse_reading()
-
-    def __reduce__(self) -> Any:
-        return _no_guard, ()
 
 
 def _nothing(module: nn.Module, *args: Any) -> None:
@@ -167,11 +184,17 @@ class DenseTable:
     One thread at a time uses the tables of a server, and the server.
     """
 
-    def __init__(self, spec: Dense, core: PsDenseTable, group: dist.ProcessGroup) -> None:
-        self.name = spec.name
+    def __init__(
+        self,
+        name: str,
+        core: PsDenseTable,
+        module: nn.Module | None,
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        self.name = name
         self.core = core
         self._group = group
-        self._module = spec.module
+        self._module = module
         self._guards: list[Any] = []
         self._buffers = [] if self._module is None else persistent_buffers(self._module)
         self._parameters = [] if self._module is None else list(self._module.parameters())
@@ -190,8 +213,8 @@ class DenseTable:
 
     def refuse_reading(self) -> None:
         AREA.refuse(
-            f"got a forward of the module of table '{self.name}' (or its state_dict()) after "
-            "clock(), expected pull() before it",
+            f"got a forward of the module of table '{self.name}' (or its state_dict(), or a copy) "
+            "after clock(), expected pull() before it",
             "Others write its parameters meanwhile: pull() says that they may be read.",
             self._group,
             kind=RuntimeError,

@@ -147,4 +147,54 @@ TEST_CASE("sparse: pushes and pulls that return at once are done in wait() or be
   for (const std::vector<float>& one : seen) CHECK(one == std::vector<float>{0, 2, 4, 6, 8, 10});
 }
 
+TEST_CASE("sparse: a push that is kept and fails is done again, and counted once") {
+  struct Seen {
+    std::string said;
+    int64_t pushes = 0;
+    at::Tensor row;
+  };
+  const auto seen = on_workers<Seen>(2, [](ThreadRank& rank) {
+    ps::ParameterServer server(rank.communicator,
+                               {items(ps::Sum{}, {.reduction = ps::Reduction::kSum})},
+                               {.timeout = std::chrono::milliseconds(300)});
+    ps::SparseTable& table = server.sparse("items");
+    const at::Tensor id = at::tensor(Ids{5});
+    const auto meet = [&](const char* what) { rank.communicator->barrier(what).wait(); };
+    Seen seen;
+    if (rank.where.rank == 0) {
+      server.clock();
+      server.clock();
+      Pending push = table.push_async(id, at::ones({1, kDim}));
+      TORCH_CHECK(!push.done());
+      meet("kept");
+      meet("the index is held");
+      seen.said = error_of([&] { push.wait(); });
+      TORCH_CHECK(server.stats().pushes == 1);
+      meet("it has failed");
+      meet("the index is free");
+      push.wait();
+      server.clock();
+      seen.pushes = server.stats().pushes;
+    } else {
+      // It holds the index by hand, so that no row can be made.
+      std::atomic<uint64_t>& holder = table.steps().memory().block(ps::SparseSteps::kShares).holder;
+      meet("kept");
+      server.clock();
+      holder.store(static_cast<uint64_t>(*server.worker()) + 1);
+      meet("the index is held");
+      meet("it has failed");
+      holder.store(0);
+      meet("the index is free");
+      server.clock();
+      server.clock();
+    }
+    meet("all have clocked");
+    seen.row = table.pull(id);
+    return seen;
+  });
+  CHECK_THAT(seen[0].said, Catch::Contains("[ps] push of table 'items' at clock 2, at the index"));
+  CHECK(seen[0].pushes == 1);
+  for (const Seen& one : seen) CHECK(one.row.equal(at::ones({1, kDim})));
+}
+
 }  // namespace trireme::embedding_test

@@ -1,18 +1,17 @@
 // Workers as threads over one mapping of a table's memory, which is what ThreadSanitizer can
 // follow: who makes, takes, steps and reads rows, and who applies a clock.
 
-#include <trireme/strategies/parameter_server/dense_steps.h>
 #include <trireme/strategies/parameter_server/sparse_steps.h>
 
 #include <ATen/ATen.h>
 
 #include <algorithm>
+#include <atomic>
 #include <catch_torch.h>
 #include <functional>
 #include <memory>
 #include <random>
-#include <string>
-#include <thread>
+#include <strategies/parameter_server/shared_boards.h>
 #include <vector>
 
 namespace trireme::shared_rows_test {
@@ -20,6 +19,7 @@ namespace trireme::shared_rows_test {
 namespace {
 
 using namespace trireme::ps;
+using namespace trireme::test;
 
 constexpr int64_t kDim = 40;
 constexpr int64_t kIds = 3000;  // more than the first index holds
@@ -28,67 +28,35 @@ constexpr int64_t kIds = 3000;  // more than the first index holds
 class SharedTable {
  public:
   SharedTable(int64_t workers, Mode mode)
-      : workers_(workers),
-        options_{.mode = mode},
-        spec_(std::make_shared<const TableSpec>(
+      : spec_(std::make_shared<const TableSpec>(
             sparse("items", kDim, Sum{}, {.init = Zeros{}, .reduction = Reduction::kSum}))),
         plan_(make_sparse_table_plan(SparseSteps::kShares, workers)),
         row_plan_(make_row_plan({.dim = kDim,
                                  .workers = workers,
                                  .deposits = mode == Mode::kBsp,
                                  .memory_bytes = int64_t{1} << 30})),
-        lines_(static_cast<size_t>(ClockBoard::bytes_for(workers) + plan_.bytes) / 64 + 2) {
-    auto segment = shm::Segment::create_growing(shm::SegmentKind::kAnonymous, row_plan_.bytes);
-    std::string why_not;
-    REQUIRE(segment.grow(0, row_plan_.first_bytes(), why_not));
-    rows_ = std::make_shared<const shm::Segment>(std::move(segment));
-    for (int64_t worker = 0; worker < workers; ++worker) boards_.push_back(make_board(worker));
-    for (const auto& board : boards_) board->watch_peers();
-  }
+        boards_(workers, mode, plan_.bytes),
+        rows_(segment_of(row_plan_.bytes, row_plan_.first_bytes())) {}
 
   // Runs each worker on a thread; `work` gets its board and the table as it sees it.
   void run(const std::function<void(ClockBoard&, SparseSteps&)>& work) {
-    std::vector<std::thread> threads;
-    for (const auto& board : boards_) {
-      threads.emplace_back([this, &work, board] {
-        TableSteps::Parts parts;
-        parts.spec = spec_;
-        parts.board = board;
-        parts.memory = memory() + ClockBoard::bytes_for(workers_);
-        SparseSteps steps(parts, plan_, {spec_, board, rows_, nullptr}, row_plan_);
-        work(*board, steps);
-      });
-    }
-    for (std::thread& thread : threads) thread.join();
+    boards_.run([&](const std::shared_ptr<ClockBoard>& board) {
+      TableSteps::Parts parts;
+      parts.spec = spec_;
+      parts.board = board;
+      parts.memory = boards_.table();
+      SparseSteps steps(parts, plan_, {spec_, board, rows_, nullptr}, row_plan_);
+      work(*board, steps);
+    });
   }
 
  private:
-  struct alignas(64) Line {
-    std::array<std::byte, 64> bytes;
-  };
-  std::byte* memory() { return reinterpret_cast<std::byte*>(lines_.data()); }
-  std::shared_ptr<ClockBoard> make_board(int64_t worker) {
-    ClockBoard::Request request;
-    request.memory = memory();
-    request.options = options_;
-    for (int64_t one = 0; one < workers_; ++one) request.roles.workers.push_back(one);
-    request.where = {worker, workers_};
-    return std::make_shared<ClockBoard>(std::move(request));
-  }
-
-  int64_t workers_;
-  Options options_;
   std::shared_ptr<const TableSpec> spec_;
   TablePlan plan_;
   RowPlan row_plan_;
-  std::vector<Line> lines_;
+  SharedBoards boards_;
   std::shared_ptr<const shm::Segment> rows_;
-  std::vector<std::shared_ptr<ClockBoard>> boards_;
 };
-
-Errand errand() {
-  return {[] { return std::string("a test"); }, "lock"};
-}
 
 // Ones for each of some ids.
 class Ones {
@@ -118,7 +86,7 @@ double sum_of_all(SparseSteps& steps) {
   for (const int64_t id : steps.rows().ids()) {
     int64_t place = RowStore::kNone;
     steps.rows().find(&id, 1, &place);
-    steps.rows().read(place, reinterpret_cast<std::byte*>(row.data()), errand());
+    steps.rows().read(place, reinterpret_cast<std::byte*>(row.data()), test_errand());
     if (std::any_of(row.begin(), row.end(), [&](float one) { return one != row[0]; })) return -1;
     sum += row[0];
   }
@@ -138,11 +106,11 @@ TEST_CASE("rows that threads make, step and read at once") {
     std::vector<float> row(kDim);
     for (int64_t push = 0; push < kPushes; ++push) {
       const std::vector<int64_t> ids = draw_ids(drawn, 50);
-      steps.step_now(ones.of(ids), 1, errand());
+      steps.step_now(ones.of(ids), 1, test_errand());
       for (const int64_t id : ids) {
         int64_t place = RowStore::kNone;
         steps.rows().find(&id, 1, &place);
-        steps.rows().read(place, reinterpret_cast<std::byte*>(row.data()), errand());
+        steps.rows().read(place, reinterpret_cast<std::byte*>(row.data()), test_errand());
         if (std::any_of(row.begin(), row.end(), [&](float one) { return one != row[0]; })) ++mixed;
       }
     }
@@ -164,10 +132,11 @@ TEST_CASE("clocks that threads apply together") {
     std::mt19937_64 drawn(static_cast<uint64_t>(*board.worker()));
     Ones ones(steps.computed());
     for (int64_t clock = 0; clock < kClocks; ++clock) {
-      steps.bring_to(static_cast<uint64_t>(clock), errand());
+      steps.bring_to(static_cast<uint64_t>(clock), test_errand());
       // No other worker applies the next clock before this one has clocked it.
       if (*board.worker() == 0 && sum_of_all(steps) != clock * kWorkers * 2 * 40) ++wrong;
-      for (int push = 0; push < 2; ++push) steps.deposit(ones.of(draw_ids(drawn, 40)), 1, errand());
+      for (int push = 0; push < 2; ++push)
+        steps.deposit(ones.of(draw_ids(drawn, 40)), 1, test_errand());
       board.set_clock(static_cast<uint64_t>(clock) + 1);
       board.close_clocks();
       steps.apply_closed();
