@@ -3,7 +3,8 @@
     python benchmarks/bench_faults.py --json benchmarks/results/faults.json
     python benchmarks/bench_faults.py --tries 2
 
-Through torch.distributed from Python, backend "trireme", ranks of one host, one thread each.
+Through torch.distributed from Python, backend "trireme", ranks of one host, one thread each; and
+with workers of a parameter server, who raise or go on (harness/ps_faults.py).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from harness.bad_input import BadInput
 from harness.exit_codes import exit_code
 from harness.fault_trials import DEADLINE_S, KINDS, FaultCase, measure_fault
 from harness.machine import cores, machine
+from harness.ps_faults import PS_FAULTS, measure_ps_fault
 from harness.results import write_results
 from harness.strategies import require_trireme
 from harness.table import table
@@ -42,27 +44,46 @@ def _bench(arguments: argparse.Namespace) -> int:
     require_trireme("bench_faults", "then run this again.")
     if arguments.tries < 1:
         raise BadInput("bench_faults", f"got {arguments.tries} tries", "Pass --tries 10.")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # the ranks' errors are what is wanted
+    tries = range(arguments.tries)
     results: dict[str, Any] = {
         "machine": machine(),
         "tries": arguments.tries,
         "deadline_s": DEADLINE_S,
-        "cases": [],
+        "cases": [
+            _row(kind, world, [measure_fault(FaultCase(kind, world)) for _ in tries])
+            for world in WORLDS
+            for kind in KINDS
+        ],
     }
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # the ranks' errors are what is wanted
-    rows = []
-    for world in WORLDS:
-        for kind in KINDS:
-            times = [measure_fault(FaultCase(kind, world)) for _ in range(arguments.tries)]
-            median, most = statistics.median(times), max(times)
-            results["cases"].append(
-                {"kind": kind, "ranks": world, "median_ms": median, "max_ms": most, "ms": times}
-            )
-            rows.append([kind, str(world), f"{median:.1f}", f"{most:.1f}"])
     print(f"until all others have raised, {arguments.tries} tries each, {cores()} cores")
-    print(table(["the last rank is", "ranks", "median ms", "most ms"], rows))
+    _show("the last rank is", results["cases"])
+    results["parameter_server"] = [
+        {
+            **_row(fault.kind, world, [measure_ps_fault(fault, world) for _ in tries]),
+            "counted_from": fault.counted_from,
+        }
+        for world in WORLDS
+        for fault in PS_FAULTS
+    ]
+    print("until all others have raised, or have pulled without it")
+    _show("the last worker is", results["parameter_server"])
     if arguments.json is not None:
         write_results(arguments.json, results)
     return 0
+
+
+def _row(kind: str, world: int, times: list[float]) -> dict[str, Any]:
+    median, most = statistics.median(times), max(times)
+    return {"kind": kind, "ranks": world, "median_ms": median, "max_ms": most, "ms": times}
+
+
+def _show(what: str, rows: Sequence[dict[str, Any]]) -> None:
+    cells = [
+        [row["kind"], str(row["ranks"]), f"{row['median_ms']:.1f}", f"{row['max_ms']:.1f}"]
+        for row in rows
+    ]
+    print(table([what, "ranks", "median ms", "most ms"], cells))
 
 
 if __name__ == "__main__":

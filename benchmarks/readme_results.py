@@ -137,8 +137,26 @@ FAULT_TIMES = pages.Table(
         "most ms": "{max_ms:.1f}",
     },
     "cases",
-    foot=[pages.measured_on],
 )
+PS_FAULT_TIMES = pages.Table(
+    "And while the others wait in a pull of a parameter server, 4 MiB; until the last of them has "
+    'raised, or has pulled without the worker that it left behind (`on_worker_loss="continue"`):',
+    {
+        "the last worker is": "{kind}",
+        "ranks": "{ranks}",
+        "counted from": "{counted_from}",
+        "median ms": "{median_ms:.1f}",
+        "most ms": "{max_ms:.1f}",
+    },
+    "parameter_server",
+)
+
+
+def fault_tables(results: Json) -> Blocks:
+    """Yields how soon a rank that is lost is known."""
+    yield from FAULT_TIMES(results)
+    yield from PS_FAULT_TIMES(results)
+    yield pages.measured_on(results)
 
 
 def _of_in_place(row: Json) -> str:
@@ -183,7 +201,7 @@ PAGES: Mapping[str, Sequence[Part]] = {
     "docs/parameter_server.md": (("ps", ps_tables),),
     "docs/pipeline.md": (("pipeline", pipeline_tables),),
     "docs/remote.md": (("remote", remote_tables),),
-    "docs/shared_memory.md": (("faults", FAULT_TIMES), ("collectives", SHORT_LIST)),
+    "docs/shared_memory.md": (("faults", fault_tables), ("collectives", SHORT_LIST)),
     "docs/ddp.md": (("steps", ddp_tables),),
     "docs/zero.md": (("steps", contest_table("zero")),),
     "docs/fsdp.md": (("steps", contest_table("fsdp")),),

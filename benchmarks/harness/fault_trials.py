@@ -11,6 +11,7 @@ import signal
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -49,22 +50,7 @@ class FaultCase:
 
 def measure_fault(case: FaultCase) -> float:
     """Milliseconds until the last of the others has raised, naming the rank; in fresh processes."""
-    with tempfile.TemporaryDirectory(prefix="bench") as folder:
-        ends, ranks = [], []
-        for rank in range(case.world):
-            end, far_end = PROCESSES.Pipe(duplex=False)
-            process = PROCESSES.Process(target=_rank_main, args=(far_end, case, rank, folder))
-            process.start()
-            far_end.close()
-            ends.append(end)
-            ranks.append(process)
-        try:
-            began = receive(ends[-1], case.world - 1)
-            replies = [receive(end, rank) for rank, end in enumerate(ends[:-1])]
-        finally:
-            for process in ranks:
-                process.kill()
-                process.join()
+    began, replies = lose_the_last(_rank_main, case, case.world)
     victim = f"rank {case.world - 1} (process"
     for rank, reply in enumerate(replies):
         if victim not in reply["text"]:
@@ -72,6 +58,29 @@ def measure_fault(case: FaultCase) -> float:
     if case.kind in ("killed after", "stopped before"):
         began["at"] = min(reply["called_at"] for reply in replies)
     return (max(reply["raised_at"] for reply in replies) - began["at"]) * 1e3
+
+
+def lose_the_last(
+    rank_main: Callable[[Connection, Any, int, str], None], case: object, world: int
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Runs ``rank_main(replies, case, rank, folder)`` in so many processes. Returns what the last
+    rank has sent before it was lost, and what each of the others has sent then."""
+    with tempfile.TemporaryDirectory(prefix="bench") as folder:
+        ends, ranks = [], []
+        for rank in range(world):
+            end, far_end = PROCESSES.Pipe(duplex=False)
+            process = PROCESSES.Process(target=rank_main, args=(far_end, case, rank, folder))
+            process.start()
+            far_end.close()
+            ends.append(end)
+            ranks.append(process)
+        try:
+            began = receive(ends[-1], world - 1)
+            return began, [receive(end, rank) for rank, end in enumerate(ends[:-1])]
+        finally:
+            for process in ranks:
+                process.kill()
+                process.join()
 
 
 def receive(end: Connection, rank: int) -> dict[str, Any]:

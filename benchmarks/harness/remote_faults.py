@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import signal
-import tempfile
 import threading
 import time
 import weakref
@@ -21,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from harness.fault_trials import PROCESSES, receive
+from harness.fault_trials import lose_the_last
 from harness.ranks import RankFailed
 
 DEADLINE_S = 2.0  # of the call during which the callee is stopped
@@ -63,26 +62,11 @@ class Lost:
 
 def measure_remote_fault(fault: RemoteFault) -> Lost:
     """One trial in fresh processes. Raises RankFailed where the text does not say what it must."""
-    with tempfile.TemporaryDirectory(prefix="bench") as folder:
-        ends, ranks = [], []
-        for rank in range(len(_NAMES)):
-            end, far_end = PROCESSES.Pipe(duplex=False)
-            process = PROCESSES.Process(target=_rank_main, args=(far_end, fault.kind, rank, folder))
-            process.start()
-            far_end.close()
-            ends.append(end)
-            ranks.append(process)
-        try:
-            lost_at = receive(ends[1], 1)["at"]
-            reply = receive(ends[0], 0)
-        finally:
-            for process in ranks:
-                process.kill()
-                process.join()
+    lost, (reply,) = lose_the_last(_rank_main, fault.kind, len(_NAMES))
     if reply["problem"] or fault.says not in reply["text"]:
         got = reply["problem"] or f"{reply['text']!r}, expected {fault.says!r} in it"
         raise RankFailed(f"[remote_faults] {fault.kind}: got {got}")
-    began = lost_at if fault.counted_from == "the signal" else reply["called_at"]
+    began = lost["at"] if fault.counted_from == "the signal" else reply["called_at"]
     first = reply["text"].strip().splitlines()[0] if reply["text"].strip() else ""
     return Lost(reply["known_at"] - began, reply["raised"], first)
 

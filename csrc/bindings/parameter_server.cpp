@@ -14,6 +14,7 @@
 #include <optional>
 #include <string>
 #include <tuple>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -76,11 +77,18 @@ py::dict dict_of(const ps::Stats& stats) {
   return dict;
 }
 
+// Specs are values: they are printed, copied and pickled.
 template <typename Spec>
 py::class_<Spec> bind_spec(py::module_& module, const char* name) {
-  return py::class_<Spec>(module, name).def("__repr__", [](const Spec& spec) {
-    return to_string(OptimizerSpec(spec));
-  });
+  const auto make = [](const std::vector<double>& options) {
+    const auto spec = optimizer_spec_of(name_of(OptimizerSpec(Spec{})), options);
+    TORCH_CHECK_VALUE(spec, error_text(ps::kPsArea, "got a pickle of another version", {},
+                                       "Make the optimizer anew."));
+    return std::get<Spec>(*spec);
+  };
+  return py::class_<Spec>(module, name)
+      .def("__repr__", [](const Spec& spec) { return to_string(OptimizerSpec(spec)); })
+      .def(py::pickle([](const Spec& spec) { return options_of(OptimizerSpec(spec)); }, make));
 }
 
 template <typename Spec>
@@ -112,11 +120,24 @@ void bind_optimizer_specs(py::module_& module) {
   bind_spec<SumSpec>(module, "SumSpec").def(py::init());
 }
 
+double number_of(const ps::Zeros& /*init*/) { return 0; }
+double number_of(const ps::Normal& init) { return init.std; }
+double number_of(const ps::Uniform& init) { return init.bound; }
+
+template <typename Init>
+Init init_of(double number) {
+  if constexpr (std::is_same_v<Init, ps::Zeros>) {
+    return {};
+  } else {
+    return {number};
+  }
+}
+
 template <typename Init>
 py::class_<Init> bind_init(py::module_& module, const char* name) {
-  return py::class_<Init>(module, name).def("__repr__", [](const Init& init) {
-    return ps::to_string(ps::RowInit(init));
-  });
+  return py::class_<Init>(module, name)
+      .def("__repr__", [](const Init& init) { return ps::to_string(ps::RowInit(init)); })
+      .def(py::pickle([](const Init& init) { return number_of(init); }, &init_of<Init>));
 }
 
 void bind_row_inits(py::module_& module) {

@@ -101,7 +101,7 @@ void ShmBackend::meet() {
 void ShmBackend::meet_hosts(const std::string& incarnation) {
   const auto hosts = group_->hosts().size();
   const bool all_alone = hosts == static_cast<size_t>(where_.world);
-  if (where_.rank == 0) {
+  if (where_.rank == 0 && shm_options_.warns) {
     TORCH_WARN(error_text(
         "shm_backend",
         "ranks are on " + std::to_string(hosts) + " hosts (" + group_->why_alone() + "): " +
@@ -140,6 +140,7 @@ c10::intrusive_ptr<c10d::Backend> ShmBackend::split(const c10::intrusive_ptr<c10
   const auto place = std::find(ranks.begin(), ranks.end(), getRank());
   if (place == ranks.end()) return nullptr;
   ShmOptions shm_options = shm_options_;
+  shm_options.warns = false;
   if (options) shm_options.timeout = options->timeout;
   const RankOf where{place - ranks.begin(), static_cast<int64_t>(ranks.size())};
   return c10::make_intrusive<ShmBackend>(store, where, shm_options);

@@ -23,6 +23,7 @@ struct ShmOptions {
   std::string hostname{};
   // Tests set it: ranks that say different texts behave as if they were on different hosts.
   std::string host_partition{};
+  bool warns = true;  // where ranks are on several hosts; off where the group that it is of has
 };
 
 // Makes the c10d backend "trireme": collectives of CPU ranks through the memory of their host (see

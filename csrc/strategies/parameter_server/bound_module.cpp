@@ -98,7 +98,7 @@ std::vector<int64_t> BoundModule::wait_for_all(Phase phase) {
 void BoundModule::meet_writers() {
   for (int64_t worker = 0; worker < parts_.board->workers(); ++worker)
     TORCH_CHECK_VALUE(
-        !parts_.board->has_joined(worker) || parts_.board->is_gone(worker),
+        !parts_.board->line(worker).has_joined() || parts_.board->is_gone(worker),
         error_text(kPsArea,
                    c10::str(errand().text(), ": got ", parts_.board->name_of(worker),
                             ", which has no module to write, expected ranks of the group alone"),
@@ -158,7 +158,7 @@ void BoundModule::end_writing() {
       continue;
     const std::string text =
         c10::str(errand().text(), ": ", parts_.board->name_of(worker),
-                 " has left it by an exception: ", parts_.board->word_of(worker));
+                 " has left it by an exception: ", parts_.board->line(worker).word());
     settle();
     C10_THROW_ERROR(DistBackendError, error_text(kPsArea, text, parts_.board->where(),
                                                  "Look for the error of that worker."));
@@ -190,7 +190,7 @@ void BoundModule::settle() {
 
 void BoundModule::abandon_writing(const std::string& reason) noexcept {
   if (!is_writing_) return;
-  parts_.board->leave_word(reason);
+  parts_.board->line(*parts_.board->worker()).leave_word(reason);
   WorkerMarks& own = parts_.memory.marks(*parts_.board->worker());
   own.abandoned.store(sections_ + 1, std::memory_order_seq_cst);
   settle();

@@ -44,8 +44,10 @@ ClockBoard::ClockBoard(Request request)
       own_(request.line),
       memory_kills_(shm::out_of_memory_kills()) {
   header().workers.store(static_cast<uint64_t>(plan_.workers), std::memory_order_seq_cst);
-  line(own_).pid = ::getpid();
-  line(own_).rank = static_cast<int32_t>(where_.rank);
+  const auto& elsewhere = request.elsewhere;
+  line(own_).pid = static_cast<int32_t>(elsewhere ? elsewhere->pid : ::getpid());
+  line(own_).rank = static_cast<int32_t>(elsewhere ? elsewhere->rank : where_.rank);
+  line(own_).is_elsewhere = elsewhere ? 1 : 0;
   line(own_).state.store(LineState::kHere, std::memory_order_seq_cst);
 }
 
@@ -126,26 +128,36 @@ void ClockBoard::begin_at_open_clock() {
 // --- lines ---------------------------------------------------------------------------------------
 
 void ClockBoard::watch_peers() {
-  watch_joined();
+  processes_.resize(static_cast<size_t>(plan_.lines()));
+  watch_all();
   flag_wait_.emplace(line(own_).bell, plan_.workers + plan_.servers);
 }
 
-// Begins to watch workers that it does not watch yet.
-void ClockBoard::watch_joined() {
-  const int64_t workers = this->workers();
-  processes_.resize(static_cast<size_t>(workers));
-  for (int64_t worker = 0; worker < workers; ++worker) {
-    auto& process = processes_[static_cast<size_t>(worker)];
-    WorkerLine& one = line(worker);
-    if (process || state_of(worker) == LineState::kVacant) continue;
-    try {
-      process.emplace(one.pid);
-    } catch (const shm::Fault& fault) {
-      LineState here = LineState::kHere;
-      if (!has_joined(worker)) C10_THROW_ERROR(DistBackendError, fault.what());
-      one.state.compare_exchange_strong(here, LineState::kLost, std::memory_order_seq_cst);
-    }
+// Returns the lines of those whose end matters: workers, and servers that stand for others.
+std::vector<int64_t> ClockBoard::watched() const {
+  std::vector<int64_t> lines;
+  for (int64_t worker = 0; worker < workers(); ++worker) lines.push_back(worker);
+  for (int64_t index = plan_.most_workers; plan_.has_hosts && index < plan_.lines(); ++index)
+    lines.push_back(index);
+  return lines;
+}
+
+// Begins to watch a process, unless it does already.
+void ClockBoard::watch(int64_t index) {
+  auto& process = processes_[static_cast<size_t>(index)];
+  WorkerLine& one = line(index);
+  if (process || state_of(index) == LineState::kVacant || one.is_elsewhere != 0) return;
+  try {
+    process.emplace(one.pid);
+  } catch (const shm::Fault& fault) {
+    if (!line(index).has_joined()) C10_THROW_ERROR(DistBackendError, fault.what());
+    LineState here = LineState::kHere;
+    one.state.compare_exchange_strong(here, LineState::kLost, std::memory_order_seq_cst);
   }
+}
+
+void ClockBoard::watch_all() {
+  for (const int64_t index : watched()) watch(index);
 }
 
 std::optional<int64_t> ClockBoard::worker() const {
@@ -227,44 +239,50 @@ void ClockBoard::ring_all() noexcept {
     shm::ring(line(index).bell);
 }
 
+void ClockBoard::abandon() noexcept {
+  is_abandoned_ = true;
+  shm::ring(line(own_).bell);
+}
+
 void ClockBoard::leave(LineState state, std::string_view reason) noexcept {
   WorkerLine& own = line(own_);
   if (own.state.load(std::memory_order_relaxed) != LineState::kHere) return;
-  if (state == LineState::kFailed) leave_word(reason);
+  if (!reason.empty()) own.leave_word(reason);
   own.state.store(state, std::memory_order_seq_cst);
   if (excuses(state)) own.awaited.store(WorkerLine::kGone, std::memory_order_seq_cst);
   if (options_.mode == Mode::kBsp) close_clocks();
   ring_all();
 }
 
-void ClockBoard::leave_word(std::string_view word) noexcept {
-  WorkerLine& own = line(own_);
-  size_t length = std::min(word.size(), own.reason.size() - 1);
+void WorkerLine::leave_word(std::string_view word) noexcept {
+  size_t length = std::min(word.size(), reason.size() - 1);
   // A character of UTF-8 is not cut: what follows its first byte begins with the bits 10.
   while (length > 0 && length < word.size() && (word[length] & 0xC0) == 0x80) --length;
-  std::copy_n(word.begin(), length, own.reason.begin());
-  own.reason[length] = '\0';
+  std::copy_n(word.begin(), length, reason.begin());
+  reason[length] = '\0';
 }
 
-std::string ClockBoard::word_of(int64_t worker) const {
-  const auto& reason = line(worker).reason;
+std::string WorkerLine::word() const {
   return {reason.data(), ::strnlen(reason.data(), reason.size())};
 }
 
 std::string ClockBoard::name_of(int64_t worker) const {
   const WorkerLine& one = line(worker);
-  const std::string from = has_joined(worker) ? "joined" : c10::str("rank ", one.rank);
-  return c10::str("worker ", worker, " (", from, ", process ", one.pid, ")");
+  if (worker >= plan_.most_workers)
+    return c10::str("server of rank ", one.rank, " (process ", one.pid, ")");
+  const std::string from = line(worker).has_joined() ? "joined" : c10::str("rank ", one.rank);
+  return c10::str("worker ", worker, " (", from, ", process ", one.pid,
+                  one.is_elsewhere != 0 ? ", on another host)" : ")");
 }
 
 // Notes which processes have ended; says whether one has that nobody had noted.
 bool ClockBoard::note_ended() {
   bool found = false;
-  watch_joined();
-  for (int64_t worker = 0; worker < static_cast<int64_t>(processes_.size()); ++worker) {
-    WorkerLine& one = line(worker);
+  watch_all();
+  for (const int64_t index : watched()) {
+    WorkerLine& one = line(index);
     LineState here = LineState::kHere;
-    const auto& process = processes_[static_cast<size_t>(worker)];
+    const auto& process = processes_[static_cast<size_t>(index)];
     if (one.state.load(std::memory_order_acquire) != here || !process || process->alive()) continue;
     one.state.compare_exchange_strong(here, LineState::kLost, std::memory_order_seq_cst);
     found = true;
@@ -279,17 +297,19 @@ bool ClockBoard::note_ended() {
 }
 
 std::optional<int64_t> ClockBoard::find_lost() const {
-  if (options_.on_worker_loss == WorkerLoss::kContinue) return std::nullopt;
+  const bool goes_on = options_.on_worker_loss == WorkerLoss::kContinue;
   for (const LineState state : {LineState::kFailed, LineState::kLost})
-    for (int64_t worker = 0; worker < workers(); ++worker)
-      if (state_of(worker) == state) return worker;
+    for (const int64_t index : watched())
+      if (state_of(index) == state && (!goes_on || index >= plan_.most_workers)) return index;
   return std::nullopt;
 }
 
 std::string ClockBoard::why_gone(int64_t worker) const {
   const uint64_t clock = clock_of(worker);
   if (state_of(worker) == LineState::kFailed)
-    return c10::str(" has left at clock ", clock, ", ended by ", word_of(worker));
+    return c10::str(" has left at clock ", clock, ", ended by ", line(worker).word());
+  if (line(worker).is_elsewhere != 0)
+    return c10::str(" has gone at clock ", clock, ": ", line(worker).word());
   const auto& process = processes_[static_cast<size_t>(worker)];
   const auto status = process ? process->wait_status() : std::nullopt;
   if (status == 0) return c10::str(" ended normally at clock ", clock, " without leave()");
@@ -308,9 +328,11 @@ void ClockBoard::refuse_lost(const Errand& errand, int64_t worker) {
                      : "Start the group again; on_worker_loss='continue' goes on without it."));
 }
 
-std::string ClockBoard::state_of_process(int64_t worker) const {
+std::string ClockBoard::state_text(int64_t worker) const {
+  if (line(worker).is_elsewhere != 0) return c10::str("; it is at clock ", clock_of(worker));
   const auto& process = processes_[static_cast<size_t>(worker)];
-  return process ? process->state() : std::string("gone");
+  return c10::str("; it is alive, at clock ", clock_of(worker), " (its process is ",
+                  process ? process->state() : "gone", ")");
 }
 
 milliseconds ClockBoard::limit() const {
@@ -319,17 +341,15 @@ milliseconds ClockBoard::limit() const {
 
 // Names who is furthest behind, but for one that the errand names.
 void ClockBoard::refuse_late(const Errand& errand) {
-  watch_joined();
+  watch_all();
   int64_t late = errand.worker;
   for (int64_t worker = 0; worker < workers() && errand.worker < 0; ++worker) {
     if (is_gone(worker) || clock_of(worker) >= errand.clock) continue;
     if (late < 0 || clock_of(worker) < clock_of(late)) late = worker;
   }
-  const std::string who =
-      late < 0 ? std::string("it has not come")
-               : c10::str(name_of(late), " has not come within ", limit_text(limit()),
-                          "; it is alive, at clock ", clock_of(late), " (its process is ",
-                          state_of_process(late), ")");
+  const std::string who = late < 0 ? std::string("it has not come")
+                                   : c10::str(name_of(late), " has not come within ",
+                                              limit_text(limit()), state_text(late));
   C10_THROW_ERROR(DistBackendError,
                   error_text(kPsArea, errand.text() + ": " + who, where_,
                              "Look what that worker is doing, or raise the timeout."));
@@ -341,6 +361,7 @@ class ClockBoard::LineWatch final : public shm::Watch {
   LineWatch(ClockBoard& board, const Errand& errand) : board_(board), errand_(errand) {}
 
   bool pointless() override {
+    if (board_.is_abandoned_) return true;
     board_.note_ended();
     if (board_.options_.mode == Mode::kBsp) board_.close_clocks();
     if (board_.find_lost()) return true;
@@ -350,8 +371,15 @@ class ClockBoard::LineWatch final : public shm::Watch {
     failure_ = board_.group_->failure();
     return failure_.has_value();
   }
-  void look_around() override { check_interruption(); }
+  void look_around() override {
+    check_interruption();
+    if (board_.look_also_) board_.look_also_(errand_);
+  }
   [[noreturn]] void give_up() override {
+    if (board_.is_abandoned_)
+      C10_THROW_ERROR(DistBackendError,
+                      error_text(kPsArea, errand_.text() + ": its server has stopped",
+                                 board_.where_, "Look for the error of that rank."));
     if (const auto lost = board_.find_lost()) board_.refuse_lost(errand_, *lost);
     if (!failure_) throw WorkerGone{};
     C10_THROW_ERROR(DistBackendError, error_text(kPsArea, errand_.text() + ": " + *failure_,
@@ -367,7 +395,6 @@ class ClockBoard::LineWatch final : public shm::Watch {
 
 bool ClockBoard::wait(const std::atomic<uint64_t>& counter, uint64_t target, const Errand& errand) {
   if (counter.load(std::memory_order_acquire) >= target) return true;
-  const auto begin = shm::Clock::now();
   const milliseconds limit = errand.has_deadline ? this->limit() : kLongestWait;
   std::optional<shm::ShownErrand> shown;
   if (group_ != nullptr) {
@@ -376,24 +403,24 @@ bool ClockBoard::wait(const std::atomic<uint64_t>& counter, uint64_t target, con
       text += c10::str(" for worker ", errand.worker, " at clock ", clock_of(errand.worker));
     shown.emplace(group_->block(group_->rank()), text);
   }
-  const auto note_time = [&] {
-    const std::chrono::duration<double> took = shm::Clock::now() - begin;
-    const std::lock_guard<std::mutex> lock(waited_mutex_);
-    const auto found = waited_.find(errand.cause);
-    (found != waited_.end() ? found->second : waited_[std::string(errand.cause)]) += took.count();
-  };
+  const auto counts = wait_times_.count(errand.cause);
   LineWatch watch(*this, errand);
   try {
     flag_wait_->until(counter, target, deadline_after(limit), watch);
+    return true;
   } catch (const WorkerGone&) {
-    note_time();
     return false;
-  } catch (...) {
-    note_time();
-    throw;
   }
-  note_time();
-  return true;
+}
+
+std::shared_ptr<void> WaitTimes::count(std::string_view cause) {
+  return {nullptr, [this, cause, begin = shm::Clock::now()](void*) {
+            const std::chrono::duration<double> took = shm::Clock::now() - begin;
+            const std::lock_guard<std::mutex> lock(mutex_);
+            const auto found = seconds_.find(cause);
+            (found != seconds_.end() ? found->second : seconds_[std::string(cause)]) +=
+                took.count();
+          }};
 }
 
 void ClockBoard::check_peers(const Errand& errand) {
@@ -421,9 +448,9 @@ void ClockBoard::check_deadline(std::chrono::steady_clock::time_point deadline,
                  where_, "Pull less at a time, or raise the timeout."));
 }
 
-std::map<std::string, double> ClockBoard::waited() const {
-  const std::lock_guard<std::mutex> lock(waited_mutex_);
-  return {waited_.begin(), waited_.end()};
+std::map<std::string, double> WaitTimes::seconds() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return {seconds_.begin(), seconds_.end()};
 }
 
 }  // namespace trireme::ps

@@ -71,7 +71,13 @@ struct WorkerLine {
   std::atomic<uint64_t> first;                     // the clock that it began with
   int32_t pid;
   int32_t rank;                  // in the group; kJoined
+  int32_t is_elsewhere;          // on another host: a server of this one writes the line
   std::array<char, 512> reason;  // complete before the state becomes kFailed
+
+  // Leaves a text of this worker for messages of the others, who read it once they know why.
+  void leave_word(std::string_view word) noexcept;
+  std::string word() const;
+  bool has_joined() const { return rank == kJoined; }
 
   static constexpr uint64_t kGone = UINT64_MAX;
   static constexpr int32_t kJoined = -1;
@@ -97,12 +103,26 @@ struct Errand {
   bool has_deadline = true;
 };
 
+// Adds up how long waits take. Any thread may call it.
+class TRIREME_API WaitTimes {
+ public:
+  // Counts a wait from now on until the result goes.
+  std::shared_ptr<void> count(std::string_view cause);
+  // Returns seconds by cause.
+  std::map<std::string, double> seconds() const;
+
+ private:
+  mutable std::mutex mutex_;
+  std::map<std::string, double, std::less<>> seconds_;
+};
+
 // Says how many lines a board has, and for whom: workers first, those that are there at first
 // before those that may join, then ranks that only serve.
 struct BoardPlan {
   int64_t workers = 1;       // at first
   int64_t most_workers = 1;  // with those that may join
   int64_t servers = 0;
+  bool has_hosts = false;  // servers stand for workers of other hosts, so that their end is told
 
   int64_t lines() const { return most_workers + servers; }
   int64_t bytes() const {
@@ -120,9 +140,14 @@ class TRIREME_API ClockBoard {
     std::shared_ptr<const void> keeps_memory = nullptr;
     Options options;
     BoardPlan plan;
-    int64_t line = 0;                 // this rank's
-    RankOf where;                     // in the group
-    shm::HostGroup* group = nullptr;  // null for a rank alone
+    int64_t line = 0;  // this rank's
+    RankOf where;      // in the group; of a worker on another host that of its server
+    shm::HostGroup* group = nullptr;  // null for a rank alone, and for a worker on another host
+    struct Elsewhere {
+      int64_t rank = 0;
+      int64_t pid = 0;
+    };
+    std::optional<Elsewhere> elsewhere = {};  // the worker on another host that this stands for
   };
 
   // Says that this rank is there. watch_peers() follows once all ranks have said so.
@@ -140,7 +165,6 @@ class TRIREME_API ClockBoard {
   int64_t workers() const {
     return static_cast<int64_t>(header().workers.load(std::memory_order_seq_cst));
   }
-  bool has_joined(int64_t worker) const { return line(worker).rank == WorkerLine::kJoined; }
   // Returns the number of this worker; absent on a rank that only serves.
   std::optional<int64_t> worker() const;
 
@@ -160,12 +184,11 @@ class TRIREME_API ClockBoard {
   void set_clock(uint64_t clock);
   // Closes what can be closed, and wakes those who wait for it.
   void close_clocks();
-  // Says that nobody has to wait for this worker any more. Never throws.
+  // Says that nobody has to wait for this worker, or server, any more. Never throws.
   void leave(LineState state, std::string_view reason) noexcept;
   void ring_all() noexcept;
-  // Leaves a text of this worker for messages of the others, who read it once they know why.
-  void leave_word(std::string_view word) noexcept;
-  std::string word_of(int64_t worker) const;
+  // Ends what another thread waits for by this board, now and later. Any thread may call it.
+  void abandon() noexcept;
 
   // Waits until a counter has come to a number; false if the worker of the errand is gone before.
   // Throws DistBackendError, naming who is missing, at the deadline, and under kRaise when a worker
@@ -178,9 +201,6 @@ class TRIREME_API ClockBoard {
   void wait_clock(int64_t worker, uint64_t clock, const Errand& errand) {
     wait(line(worker).awaited, clock, errand);
   }
-  void wait_gone(int64_t worker, const Errand& errand) {
-    wait(line(worker).awaited, WorkerLine::kGone, errand);
-  }
   // Looks at most ten times a second whether a worker has died; throws as wait() does.
   void check_peers(const Errand& errand);
   // These are for who does a thing again and again without a wait. check_deadline() throws as
@@ -189,15 +209,18 @@ class TRIREME_API ClockBoard {
   void check_deadline(std::chrono::steady_clock::time_point deadline, const Errand& errand);
   // Lines are numbered as workers are, those of servers behind them.
   WorkerLine& line(int64_t index) const;
-  // Returns "worker 1 (rank 1, process 81)", or "worker 2 (joined, process 90)".
+  // Returns "worker 1 (rank 1, process 81)", or "worker 2 (joined, process 90)", or "server of rank
+  // 2 (process 82)".
   std::string name_of(int64_t worker) const;
 
   // Sets who tells what a worker that has died held: " while it held block 3 of ...", or nothing.
   void describe_held_by(std::function<std::string(int64_t)> describe) {
     describe_held_ = std::move(describe);
   }
-  // Returns the seconds waited, by cause. Any thread may call it.
-  std::map<std::string, double> waited() const;
+  // Sets what waits do beside, every shm::kLookEvery; what it throws ends them.
+  void look_also(std::function<void(const Errand&)> look) { look_also_ = std::move(look); }
+  WaitTimes& wait_times() { return wait_times_; }
+  const WaitTimes& wait_times() const { return wait_times_; }
 
  private:
   class LineWatch;
@@ -209,13 +232,15 @@ class TRIREME_API ClockBoard {
   int64_t claim_line() const;
   uint64_t slowest_clock() const;
   void begin_at_open_clock();
-  void watch_joined();
+  void watch(int64_t index);
+  void watch_all();
+  std::vector<int64_t> watched() const;
   bool excuses(LineState state) const;
   bool close_next();
   bool note_ended();
   std::optional<int64_t> find_lost() const;
   std::string why_gone(int64_t worker) const;
-  std::string state_of_process(int64_t worker) const;
+  std::string state_text(int64_t worker) const;
   [[noreturn]] void refuse_lost(const Errand& errand, int64_t worker);
   [[noreturn]] void refuse_late(const Errand& errand);
   std::chrono::milliseconds limit() const;
@@ -228,13 +253,14 @@ class TRIREME_API ClockBoard {
   shm::HostGroup* group_;
   int64_t own_;  // the line of this rank
   std::optional<int64_t> memory_kills_;
-  // One per worker; absent while it is about to join.
+  // One per line; absent while a worker is about to join, and for those of other hosts.
   std::vector<std::optional<shm::PeerProcess>> processes_;
+  std::atomic<bool> is_abandoned_{false};
   std::optional<shm::FlagWait> flag_wait_;
   std::function<std::string(int64_t)> describe_held_;
   shm::Clock::time_point looked_at_;
-  mutable std::mutex waited_mutex_;
-  std::map<std::string, double, std::less<>> waited_;
+  WaitTimes wait_times_;
+  std::function<void(const Errand&)> look_also_;
 };
 
 }  // namespace trireme::ps

@@ -2,6 +2,8 @@
 
 #include <trireme/common/trace.h>
 #include <trireme/kernels/span.h>
+#include <trireme/strategies/parameter_server/dense_checkpoint.h>
+#include <trireme/strategies/parameter_server/hosts/remote_shares.h>
 #include <trireme/strategies/parameter_server/worker_desk.h>
 
 #include <ATen/ATen.h>
@@ -23,8 +25,10 @@ bool lies_as_in_table(const at::Tensor& tensor, const at::Tensor& value) {
 }  // namespace
 
 DenseTable::DenseTable(DenseTable::Parts parts)
-    : Table(parts.steps.spec, parts.steps.board, std::move(parts.desk)),
+    : Table(parts.spec ? parts.spec : parts.steps.spec, parts.steps.board, std::move(parts.desk),
+            std::move(parts.spread)),
       store_(parts.store),
+      infos_(infos_of(spec())),
       steps_(std::move(parts.steps), std::move(parts.plan), std::move(parts.store)) {
   if (parts.binds_module)
     bound_.emplace(BoundModule::Parts{name(), spec().names, spec().tensors, store_, shared_board(),
@@ -47,32 +51,48 @@ void DenseTable::require_module(std::string_view verb) const {
 // --- pull ----------------------------------------------------------------------------------------
 
 void DenseTable::copy_once(const std::vector<at::Tensor>& to) const {
-  for (size_t i = 0; i < to.size(); ++i) {
+  const std::vector<TableShare>& shares = layout().own_shares;
+  for (size_t i = 0; i < shares.size(); ++i) {
     const at::Tensor& from = steps_.values()[i];
     if (from.numel() == 0) continue;
-    if (lies_as_in_table(to[i], from)) {
-      scaled_copy(span_of(to[i]), ConstSpan(span_of(from)), 1.0);
+    const at::Tensor place =
+        remote() == nullptr ? to[i] : rows_of(to[static_cast<size_t>(shares[i].tensor)], shares[i]);
+    if (lies_as_in_table(place, from)) {
+      scaled_copy(span_of(place), ConstSpan(span_of(from)), 1.0);
     } else {
-      to[i].copy_(from);
+      place.copy_(from);
     }
   }
 }
 
-void DenseTable::copy_values(const std::vector<at::Tensor>& to) {
+void DenseTable::copy_values(const std::vector<at::Tensor>& to, const RemoteAnswers& answers) {
   read_one_clock([&] { copy_once(to); });
+  for (const RemoteAnswer& answer : answers) {
+    const std::vector<at::Tensor> found = remote()->wait(*answer, errand("pull"));
+    const std::vector<TableShare> shares = layout().shares_of(answer->host);
+    for (size_t i = 0; i < shares.size(); ++i)
+      rows_of(to[static_cast<size_t>(shares[i].tensor)], shares[i]).copy_(found.at(i));
+  }
   int64_t bytes = 0;
   for (const at::Tensor& one : to) bytes += static_cast<int64_t>(one.nbytes());
   desk().counts().bytes_pulled += bytes;
 }
 
-void DenseTable::fill_parameters() {
+// Asks the other hosts, before this one is waited for.
+RemoteAnswers DenseTable::ask_others() {
+  ShareRequest request;
+  request.table = spread().index;
+  return ask(request);
+}
+
+void DenseTable::fill_parameters(const RemoteAnswers& answers) {
   ++desk().counts().pulls;
   desk().settle();
   if (bound_) return bound_->begin_reading();
   const at::NoGradGuard no_grad;
   std::vector<at::Tensor> parameters;
   for (const at::Tensor& one : spec().tensors) parameters.push_back(one.detach());
-  copy_values(parameters);
+  copy_values(parameters, answers);
   HostStore::bump_versions(spec().tensors);
 }
 
@@ -81,22 +101,21 @@ void DenseTable::pull() {
   desk().check_worker("pull");
   require_module("pull");
   if (bound_) bound_->check_unchanged("pull");
+  const RemoteAnswers answers = ask_others();
   wait_for(board().clock());
-  fill_parameters();
+  fill_parameters(answers);
 }
 
-NamedTensors DenseTable::read(bool view) {
+NamedTensors DenseTable::read(bool view, const RemoteAnswers& answers) {
   ++desk().counts().pulls;
   desk().settle();
-  const std::vector<ParameterInfo>& infos = store_->parameters();
   std::vector<at::Tensor> tensors;
-  for (size_t i = 0; i < infos.size(); ++i) {
+  for (size_t i = 0; i < infos_.size(); ++i)
     tensors.push_back(view ? store_->whole(static_cast<int64_t>(i))
-                           : at::empty(infos[i].sizes, infos[i].dtype));
-  }
-  if (!view) copy_values(tensors);
+                           : at::empty(infos_[i].sizes, infos_[i].dtype));
+  if (!view) copy_values(tensors, answers);
   NamedTensors named;
-  for (size_t i = 0; i < infos.size(); ++i) named.insert(infos[i].name, tensors[i]);
+  for (size_t i = 0; i < infos_.size(); ++i) named.insert(infos_[i].name, tensors[i]);
   return named;
 }
 
@@ -104,21 +123,25 @@ void DenseTable::check_view(bool view) const {
   TORCH_CHECK_VALUE(!view || board().options().backup == 0,
                     error_text(kPsArea, "pull: got a view with backup workers, expected a copy",
                                board().where(), "A clock may close while a late worker reads."));
+  TORCH_CHECK_VALUE(!view || remote() == nullptr,
+                    error_text(kPsArea, "pull: got a view over hosts, expected a copy",
+                               board().where(), "Other hosts have a part of the table."));
 }
 
 NamedTensors DenseTable::pull_tensors(bool view) {
   TRIREME_TRACE("ps.pull");
   desk().check_worker("pull");
   check_view(view);
+  const RemoteAnswers answers = ask_others();
   wait_for(board().clock());
-  return read(view);
+  return read(view, answers);
 }
 
 // --- push ----------------------------------------------------------------------------------------
 
 at::Tensor DenseTable::checked_gradient(size_t index, const at::Tensor& gradient) const {
   if (!gradient.defined()) return {};
-  const ParameterInfo& info = store_->parameters()[index];
+  const ParameterInfo& info = infos_[index];
   const auto refuse = [&](const std::string& got, const char* next_step) {
     TORCH_CHECK_VALUE(
         false, error_text(kPsArea,
@@ -127,6 +150,8 @@ at::Tensor DenseTable::checked_gradient(size_t index, const at::Tensor& gradient
                                    at::IntArrayRef(info.sizes)),
                           board().where(), next_step));
   };
+  if (gradient.unsafeGetTensorImpl()->is_python_dispatch())
+    refuse("a subclass of Tensor", "Push a plain tensor: that of a DTensor is full_tensor().");
   if (gradient.layout() != at::kStrided)
     refuse(c10::str("layout ", gradient.layout()), "Make it dense: use sparse=False in its layer.");
   if (gradient.sizes() != at::IntArrayRef(info.sizes))
@@ -166,10 +191,33 @@ DenseTable::Gradients DenseTable::gradients_by_name(const NamedTensors& gradient
   return found;
 }
 
+// Returns what belongs to the shares of a host.
+DenseTable::Gradients DenseTable::gradients_of(int64_t host, const Gradients& gradients) const {
+  if (remote() == nullptr) return gradients;
+  Gradients found;
+  for (const TableShare& share : layout().shares_of(host)) {
+    const at::Tensor& whole = gradients[static_cast<size_t>(share.tensor)];
+    found.push_back(whole.defined() ? rows_of(whole, share) : at::Tensor());
+  }
+  return found;
+}
+
+void DenseTable::push_to_others(const Gradients& gradients, double scale, const Errand& errand) {
+  if (remote() == nullptr) return;
+  ShareRequest request;
+  request.verb = ShareRequest::Verb::kPush;
+  request.table = spread().index;
+  request.number = scale;
+  for (const int64_t host : remote()->others())
+    remote()->tell(host, request, gradients_of(host, gradients), errand);
+}
+
 void DenseTable::push_gradients(const Gradients& gradients, double scale) {
   const Errand errand = this->errand("push");
   if (!begin_push(errand)) return;
-  is_bsp() ? steps_.deposit(gradients, scale) : steps_.step_now(gradients, scale, errand);
+  const Gradients own = gradients_of(layout().own_host, gradients);
+  is_bsp() ? steps_.deposit(own, scale) : steps_.step_now(own, scale, errand);
+  push_to_others(gradients, scale, errand);
   int64_t bytes = 0;
   for (const at::Tensor& one : gradients)
     if (one.defined()) bytes += static_cast<int64_t>(one.nbytes());
@@ -212,16 +260,21 @@ Pending DenseTable::pull_async() {
   desk().check_worker("pull");
   require_module("pull");
   if (bound_) bound_->check_unchanged("pull");
-  return pull_later([this] {
-    fill_parameters();
-    return std::vector<at::Tensor>();
-  });
+  const RemoteAnswers answers = ask_others();
+  return pull_later(
+      [this, answers] {
+        fill_parameters(answers);
+        return std::vector<at::Tensor>();
+      },
+      [this, answers] { return have_come(answers); });
 }
 
 Pending DenseTable::pull_tensors_async(bool view) {
   desk().check_worker("pull");
   check_view(view);
-  return pull_later([this, view] { return read(view).values(); });
+  const RemoteAnswers answers = ask_others();
+  return pull_later([this, view, answers] { return read(view, answers).values(); },
+                    [this, answers] { return have_come(answers); });
 }
 
 Pending DenseTable::push_async(double scale) {
@@ -291,25 +344,28 @@ void DenseTable::after_clock() {
   Table::after_clock();
 }
 
-CheckpointContent DenseTable::places(const std::string& prefix) const {
-  CheckpointContent content;
-  std::vector<CheckpointTensor>& states = content.tensors[kTableTensors];
-  const auto add = [](std::vector<CheckpointTensor>& to, std::string name,
-                      const at::Tensor& tensor) {
-    to.push_back({std::move(name), tensor.scalar_type(), tensor.sizes().vec(), {tensor}});
-  };
-  const std::vector<std::string> state_names = names_of_states(spec().optimizer);
-  for (size_t i = 0; i < spec().names.size(); ++i) {
-    const auto tensor = static_cast<int64_t>(i);
-    add(content.tensors[kModelTensors], prefix + spec().names[i], steps_.values()[i]);
-    const std::string before = name() + "." + spec().names[i] + ".";
-    for (size_t state = 0; state < state_names.size(); ++state)
-      add(states, before + state_names[state], steps_.state(static_cast<int64_t>(state), tensor));
-    add(states, before + "steps", steps_.step_counts(tensor));
-  }
-  if (has_learning_rate(spec().optimizer)) add(states, name() + ".lr", steps_.learning_rate());
-  return content;
+// --- saving --------------------------------------------------------------------------------------
+
+std::vector<at::Tensor> DenseTable::share_tensors() const { return checkpoint().share_tensors(); }
+
+size_t DenseTable::count_share_tensors(int64_t host) const {
+  return checkpoint().count_share_tensors(host);
 }
+
+CheckpointContent DenseTable::content(const std::string& prefix, const SharesByHost& shares) const {
+  return checkpoint().content(prefix, shares);
+}
+
+CheckpointContent DenseTable::expected_of(const CheckpointReader& /*reader*/,
+                                          const std::string& prefix) const {
+  return checkpoint().described(prefix);
+}
+
+CheckpointContent DenseTable::places(const std::string& prefix) const {
+  return checkpoint().places(prefix);
+}
+
+void DenseTable::read_rest(const CheckpointReader& reader) { checkpoint().read_rest(reader); }
 
 void DenseTable::drop_pushes() {
   Table::drop_pushes();

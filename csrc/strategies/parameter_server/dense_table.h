@@ -3,6 +3,7 @@
 #include <trireme/comm/pending.h>
 #include <trireme/common/export.h>
 #include <trireme/strategies/parameter_server/bound_module.h>
+#include <trireme/strategies/parameter_server/dense_checkpoint.h>
 #include <trireme/strategies/parameter_server/dense_steps.h>
 #include <trireme/strategies/parameter_server/table.h>
 
@@ -32,6 +33,9 @@ class TRIREME_API DenseTable final : public Table {
     std::shared_ptr<HostStore> store;  // the values
     std::shared_ptr<WorkerDesk> desk;
     bool binds_module = false;  // its parameters lie in the store
+    Spread spread = {};
+    // The table as its user sees it; that of the steps is the share of this host.
+    std::shared_ptr<const TableSpec> spec = nullptr;
   };
   // Is made by the server.
   explicit DenseTable(Parts parts);
@@ -79,7 +83,8 @@ class TRIREME_API DenseTable final : public Table {
 
   // Returns copies on the CPU, without a graph. With `view` it returns the table's own memory, to
   // read only: under bsp it is that clock's until clock(), else it changes as others push. Throws
-  // ValueError for a view with backup workers, who may be passed while they read.
+  // ValueError for a view with backup workers, who may be passed while they read, and where there
+  // are several hosts.
   NamedTensors pull_tensors(bool view = false);
   // Takes gradients by name, times `scale`; a name that is missing is not updated. Throws
   // ValueError for an unknown name.
@@ -100,20 +105,29 @@ class TRIREME_API DenseTable final : public Table {
   // Gives the module memory of its own, with values of one clock.
   void release_module() override;
   const TableSteps& steps() const override { return steps_; }
+  std::vector<at::Tensor> share_tensors() const override;
+  size_t count_share_tensors(int64_t host) const override;
+  CheckpointContent content(const std::string& prefix, const SharesByHost& shares) const override;
+  CheckpointContent expected_of(const CheckpointReader& reader,
+                                const std::string& prefix) const override;
   CheckpointContent places(const std::string& prefix) const override;
+  void read_rest(const CheckpointReader& reader) override;
   void drop_pushes() override;
   void note_loaded() override;
 
  private:
   using Gradients = std::vector<at::Tensor>;
-
   TableSteps& own_steps() override { return steps_; }
   void require_module(std::string_view verb) const;
   void check_view(bool view) const;
-  void fill_parameters();
-  NamedTensors read(bool view);
-  void copy_values(const std::vector<at::Tensor>& to);
+  void fill_parameters(const RemoteAnswers& answers);
+  NamedTensors read(bool view, const RemoteAnswers& answers);
+  void copy_values(const std::vector<at::Tensor>& to, const RemoteAnswers& answers);
   void copy_once(const std::vector<at::Tensor>& to) const;
+  RemoteAnswers ask_others();
+  DenseCheckpoint checkpoint() const { return {steps_, spec(), layout()}; }
+  Gradients gradients_of(int64_t host, const Gradients& gradients) const;
+  void push_to_others(const Gradients& gradients, double scale, const Errand& errand);
   Gradients take_own_gradients();
   Gradients gradients_by_name(const NamedTensors& gradients) const;
   at::Tensor checked_gradient(size_t index, const at::Tensor& gradient) const;
@@ -121,6 +135,7 @@ class TRIREME_API DenseTable final : public Table {
   Pending push_or_keep(Gradients gradients, double scale);
 
   std::shared_ptr<HostStore> store_;
+  std::vector<ParameterInfo> infos_;  // describes the tensors that the user sees
   DenseSteps steps_;
   std::optional<BoundModule> bound_;
 };

@@ -4,11 +4,13 @@
 #include <trireme/comm/launch/launch.h>
 #include <trireme/common/export.h>
 #include <trireme/strategies/parameter_server/dense_table.h>
+#include <trireme/strategies/parameter_server/host_tables.h>
 #include <trireme/strategies/parameter_server/options.h>
 #include <trireme/strategies/parameter_server/sparse_table.h>
 #include <trireme/strategies/parameter_server/table_spec.h>
 
 #include <cstdint>
+#include <exception>
 #include <map>
 #include <memory>
 #include <optional>
@@ -22,9 +24,7 @@ class Store;
 
 namespace trireme::ps {
 
-class ServerMemory;
-class WorkerDesk;
-class WorkerMeeting;
+class ServerGround;
 
 // Tells how a server and its workers do.
 struct Stats {
@@ -44,10 +44,11 @@ struct Stats {
   int64_t rows = 0;          // all sparse tables have so many
 };
 
-// Keeps tables of parameters that workers pull and push, each at its own pace. The ranks of the
-// group are on one host, and its memory is the server: tables, states of optimizers and clocks lie
-// in memory that all ranks map, and workers apply pushes themselves. No process, thread or message
-// stands between them.
+// Keeps tables of parameters that workers pull and push, each at its own pace. On each
+// host the memory is the server: tables, states of optimizers and clocks lie in memory that all
+// ranks of the host map, and workers apply pushes themselves. No process, thread or message stands
+// between them. Several hosts keep a share of each table; see [Note: a table on several hosts] in
+// hosts/table_shares.h.
 //
 //   trireme::Context ctx = trireme::init();
 //   namespace ps = trireme::ps;
@@ -95,8 +96,9 @@ struct Stats {
 class TRIREME_API ParameterServer {
  public:
   // Collective. The ranks must have the same tables and options; worker 0's values count. Throws
-  // ValueError on all ranks where they differ, where something is out of range, or where the ranks
-  // do not share the memory of one host; DistBackendError where there is not enough memory.
+  // ValueError on all ranks where they differ, where something is out of range, where ranks do not
+  // share the memory of their host, or where one of several hosts has no rank that serves;
+  // DistBackendError where there is not enough memory.
   ParameterServer(Context& ctx, std::vector<TableSpec> tables, const Options& options = {});
   ParameterServer(std::shared_ptr<Communicator> communicator, std::vector<TableSpec> tables,
                   const Options& options = {});
@@ -118,29 +120,32 @@ class TRIREME_API ParameterServer {
   std::vector<int64_t> clocks() const;
   Stats stats() const;
 
-  // On a rank that only serves: returns when all workers have left. On one host there is nothing to
-  // do meanwhile: it watches. Throws DistBackendError, under kRaise, when a worker has died or was
-  // ended by an error.
+  // On a rank that only serves: returns when all workers have left. On one host it only watches
+  // meanwhile; on several it does, by a thread per worker, what workers of other hosts ask for.
+  // Throws DistBackendError, under kRaise, when a worker has died or was ended by an error.
   void serve();
   // Says that nobody has to wait for this worker any more; pushes of its open clock are dropped.
   // The parameters of modules get memory of their own. On a server, and once it was called, it does
   // nothing.
   void leave();
   // Leaves, for good; `error` is what ended this worker, if that was none of its own will: then the
-  // others raise, under kRaise. Never throws; again it does nothing. Not collective.
-  void close(std::string_view error = {}) noexcept;
+  // others raise, under kRaise. Again it does nothing. Not collective. Throws, as leave() does,
+  // what a signal handler has raised meanwhile (Interruption), and nothing else: then all is
+  // closed.
+  void close(std::string_view error = {});
 
   // Saves all tables, with the states of their optimizers, into a folder that save_checkpoint()'s
   // callers know; see [Note: a server in a checkpoint] in table_checkpoint.h. Called on all workers
   // that are there, under bsp at one clock; the first of them writes. Pushes of the open clock are
   // not in it. Throws on all of them what saving throws on one: ValueError, c10::Error; or
-  // DistBackendError, in words.
+  // DistBackendError, in words. On several hosts shares go to the worker that writes.
   void save(const std::string& path);
   // Loads what a server of the same tables has saved, under any number of workers and servers.
   // Collective over all ranks, before serve(), at one clock. Clocks go on from where they are;
-  // pushes of the open clock are dropped, and learning rates are those of the checkpoint. Modules
-  // are read after the next pull(). Throws ValueError for a checkpoint of other tables. A failure
-  // while it reads leaves tables half read.
+  // pushes of the open clock are dropped, and learning rates are those of the checkpoint. On
+  // several hosts nobody may have used the server before. Modules are read after the next pull().
+  // Throws ValueError for a checkpoint of other tables. A failure while it reads leaves tables half
+  // read.
   void load(const std::string& path);
 
   // Leaves in a Store where the tables are, for processes that join(). Returns at once. They are of
@@ -166,24 +171,20 @@ class TRIREME_API ParameterServer {
   std::shared_ptr<SparseTable> shared_sparse(std::string_view name);
 
  private:
-  ParameterServer(std::shared_ptr<const ServerMemory> memory, std::shared_ptr<ClockBoard> board);
+  explicit ParameterServer(std::unique_ptr<ServerGround> ground);
 
-  void describe_held();
-  void make_tables(bool moves_no_byte);
-  std::shared_ptr<HostStore> make_store(size_t table) const;
-  void write_first_values() const;
   void refuse_without_group(std::string_view verb) const;
   void check_buffers_known() const;
+  std::vector<SharesByHost> shares_by_host(const RemoteAnswers& answers, const Errand& errand);
+  void check_may_load() const;
+  void check_clocks() const;
   std::shared_ptr<Table> find(std::string_view name, std::string_view verb) const;
   [[noreturn]] void refuse_kind(std::string_view name, const char* got, const char* expected);
-  void release_modules() noexcept;
+  std::exception_ptr release_modules() noexcept;
 
-  std::shared_ptr<Communicator> communicator_;  // null for a worker that has joined
-  std::shared_ptr<const ServerMemory> memory_;
-  std::shared_ptr<ClockBoard> board_;
-  std::shared_ptr<WorkerDesk> desk_;
-  std::unique_ptr<WorkerMeeting> meeting_;
-  std::vector<std::shared_ptr<Table>> tables_;
+  std::unique_ptr<ServerGround> ground_;
+  HostTables here_;
+  std::string ended_by_;  // what serve() has thrown
 };
 
 }  // namespace trireme::ps

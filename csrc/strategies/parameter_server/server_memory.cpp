@@ -5,6 +5,7 @@
 #include <trireme/memory/host_store.h>
 #include <trireme/shm/fault.h>
 #include <trireme/shm/host_group.h>
+#include <trireme/strategies/parameter_server/hosts/table_shares.h>
 #include <trireme/strategies/parameter_server/sparse_steps.h>
 
 #include <c10/util/Exception.h>
@@ -62,27 +63,32 @@ std::vector<std::string> lines_of(const std::string& text) {
 
 }  // namespace
 
-std::vector<ParameterInfo> infos_of(const TableSpec& table) {
-  std::vector<ParameterInfo> infos;
-  for (size_t i = 0; i < table.tensors.size(); ++i) {
-    ParameterInfo info;
-    info.name = table.names[i];
-    info.sizes = table.tensors[i].sizes().vec();
-    info.numel = table.tensors[i].numel();
-    info.dtype = table.tensors[i].scalar_type();
-    infos.push_back(std::move(info));
-  }
-  return infos;
-}
-
 int64_t memory_of_machine() {
   return static_cast<int64_t>(::sysconf(_SC_PHYS_PAGES)) *
          static_cast<int64_t>(::sysconf(_SC_PAGE_SIZE));
 }
 
+namespace {
+
+std::vector<TableLayout> layouts_of(const std::vector<TableSpec>& tables) {
+  std::vector<TableLayout> layouts;
+  for (const TableSpec& table : tables) layouts.push_back(layout_of(table, 1, 0));
+  return layouts;
+}
+
+}  // namespace
+
 ServerPlan::ServerPlan(std::vector<TableSpec> all, const Options& options, BoardPlan lines,
                        int64_t machine_bytes)
-    : options(options), board(lines), machine_bytes(machine_bytes), bytes{board.bytes()} {
+    : ServerPlan(all, layouts_of(all), options, lines, machine_bytes) {}
+
+ServerPlan::ServerPlan(std::vector<TableSpec> all, std::vector<TableLayout> layouts,
+                       const Options& options, BoardPlan lines, int64_t machine_bytes)
+    : options(options),
+      board(lines),
+      machine_bytes(machine_bytes),
+      layouts(std::move(layouts)),
+      bytes{board.bytes()} {
   for (TableSpec& table : all) {
     if (table.rows) {
       tables.push_back(make_sparse_table_plan(SparseSteps::kShares, board.most_workers));
@@ -198,7 +204,7 @@ void ServerMemory::reserve_worker(int64_t worker, RankOf where) const {
 }
 
 std::shared_ptr<const ServerMemory> ServerMemory::share(ServerPlan plan,
-                                                        std::optional<int64_t> worker,
+                                                        const std::vector<int64_t>& workers,
                                                         Communicator& communicator) {
   const RankOf where = communicator.rank_of();
   const auto complaint = [](const std::string& why_not) {
@@ -227,7 +233,8 @@ std::shared_ptr<const ServerMemory> ServerMemory::share(ServerPlan plan,
   }
   const std::string addresses = gather(own)[static_cast<size_t>(first)];
   std::string why_not = is_first ? std::string() : memory->open_all(lines_of(addresses));
-  if (why_not.empty() && worker) why_not = memory->try_reserve_worker(*worker);
+  for (const int64_t worker : workers)
+    if (why_not.empty()) why_not = memory->try_reserve_worker(worker);
   if (why_not.empty())
     why_not = memory->reserve_part(part, group == nullptr ? 1 : group->world(), is_first);
   gather(complaint(why_not));

@@ -4,6 +4,7 @@
 #include <trireme/common/export.h>
 #include <trireme/shm/segment.h>
 #include <trireme/strategies/parameter_server/clock_board.h>
+#include <trireme/strategies/parameter_server/hosts/table_shares.h>
 #include <trireme/strategies/parameter_server/options.h>
 #include <trireme/strategies/parameter_server/row_plan.h>
 #include <trireme/strategies/parameter_server/table_plan.h>
@@ -21,22 +22,26 @@ namespace trireme::ps {
 // Says what a server keeps in the memory of a host, and where. It is a value: equal on all ranks of
 // the host and on workers that join.
 struct TRIREME_API ServerPlan {
-  ServerPlan(std::vector<TableSpec> specs, const Options& options, BoardPlan lines,
+  // `layouts`: where the shares of these tables are, of which `all` are those of this host.
+  ServerPlan(std::vector<TableSpec> all, std::vector<TableLayout> layouts, const Options& options,
+             BoardPlan lines, int64_t machine_bytes);
+  // Plans tables of one host.
+  ServerPlan(std::vector<TableSpec> all, const Options& options, BoardPlan lines,
              int64_t machine_bytes);
 
   Options options;
   BoardPlan board;
-  int64_t machine_bytes;  // of the memory of the machine: nobody needs addresses for more
-  std::vector<std::shared_ptr<const TableSpec>> specs;  // one per table, like the next two
+  int64_t machine_bytes;  // the machine has; nobody needs addresses for more
+  std::vector<std::shared_ptr<const TableSpec>> specs;  // one per table, like the next three
+  std::vector<TableLayout> layouts;
   std::vector<TablePlan> tables;
-  std::vector<RowPlan> rows;   // of sparse tables
-  std::vector<int64_t> bytes;  // of the segments: the board's, and one per table for its values
+  std::vector<RowPlan> rows;  // are empty for dense tables
+  std::vector<int64_t>
+      bytes;  // sizes of the segments: the board has one, and each table one for its values
 
   int64_t ranks() const { return board.workers + board.servers; }
 };
 
-// Returns what a table of dense tensors consists of.
-std::vector<ParameterInfo> infos_of(const TableSpec& table);
 // Returns the bytes of the memory of this machine.
 int64_t memory_of_machine();
 
@@ -45,10 +50,11 @@ int64_t memory_of_machine();
 // workers that may come; pages are reserved as workers and rows come.
 class TRIREME_API ServerMemory {
  public:
-  // Collective: the first rank makes the segments, the others open them, and each reserves its
-  // part, and what it writes alone as a `worker`. Throws DistBackendError on all ranks where one
-  // cannot.
-  static std::shared_ptr<const ServerMemory> share(ServerPlan plan, std::optional<int64_t> worker,
+  // Collective: the first rank of a host makes its segments, the others open them, and each
+  // reserves its part, and what `workers` write alone: itself, or those that it stands for. Throws
+  // DistBackendError on all ranks where one cannot.
+  static std::shared_ptr<const ServerMemory> share(ServerPlan plan,
+                                                   const std::vector<int64_t>& workers,
                                                    Communicator& communicator);
   // Opens what addresses() says, in a process of the same host. Throws DistBackendError.
   static std::shared_ptr<const ServerMemory> open(ServerPlan plan,

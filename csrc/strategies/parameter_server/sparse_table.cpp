@@ -2,6 +2,7 @@
 
 #include <trireme/common/trace.h>
 #include <trireme/kernels/span.h>
+#include <trireme/strategies/parameter_server/hosts/remote_shares.h>
 #include <trireme/strategies/parameter_server/worker_desk.h>
 
 #include <ATen/ATen.h>
@@ -17,7 +18,7 @@
 namespace trireme::ps {
 
 SparseTable::SparseTable(SparseTable::Parts parts)
-    : Table(parts.steps.spec, parts.steps.board, std::move(parts.desk)),
+    : Table(parts.steps.spec, parts.steps.board, std::move(parts.desk), std::move(parts.spread)),
       steps_(parts.steps, std::move(parts.plan),
              RowStore::Parts{parts.steps.spec, parts.steps.board, std::move(parts.rows),
                              std::move(parts.keeps_rows)},
@@ -28,15 +29,53 @@ int64_t SparseTable::memory_bytes() const {
   return steps_.plan().used_bytes(board().workers()) + steps_.rows().memory_bytes();
 }
 
-int64_t SparseTable::size() const {
+int64_t SparseTable::size() {
   desk().check_open("len");
-  return steps_.rows().size();
+  return remote() == nullptr ? steps_.rows().size() : ids().numel();
 }
 
-at::Tensor SparseTable::ids() const {
+at::Tensor SparseTable::ids() {
   desk().check_open("ids");
-  const std::vector<int64_t> ids = steps_.rows().ids();
-  return at::tensor(ids, at::kLong);
+  const at::Tensor own = at::tensor(steps_.rows().ids(), at::kLong);
+  if (remote() == nullptr) return own;
+  ShareRequest request;
+  request.verb = ShareRequest::Verb::kIds;
+  request.table = spread().index;
+  std::vector<at::Tensor> all{own};
+  for (const RemoteAnswer& answer : ask(request))
+    all.push_back(remote()->wait(*answer, errand("pull")).at(0));
+  return std::get<0>(at::cat(all).sort());
+}
+
+// --- other hosts ---------------------------------------------------------------------------------
+
+// `ids` is a list.
+SparseTable::PlacesByHost SparseTable::places_by_host(const at::Tensor& ids) const {
+  std::vector<std::vector<int64_t>> places(static_cast<size_t>(layout().hosts));
+  const auto* id = ids.const_data_ptr<int64_t>();
+  for (int64_t i = 0; i < ids.numel(); ++i)
+    places[static_cast<size_t>(host_of(id[i], layout().hosts))].push_back(i);
+  PlacesByHost tensors;
+  for (const auto& of_host : places) tensors.push_back(at::tensor(of_host, at::kLong));
+  return tensors;
+}
+
+// Asks the other hosts, before this one is waited for.
+SparseTable::Asked SparseTable::ask_others(const at::Tensor& ids, bool create) {
+  Asked asked;
+  if (remote() == nullptr) return asked;
+  const at::Tensor list = ids.reshape({-1});
+  asked.places = places_by_host(list);
+  ShareRequest request;
+  request.table = spread().index;
+  request.create = create;
+  for (const int64_t host : remote()->others()) {
+    const at::Tensor& places = asked.places[static_cast<size_t>(host)];
+    if (places.numel() == 0) continue;
+    asked.answers.push_back(
+        remote()->ask(host, request, {list.index_select(0, places)}, errand("pull")));
+  }
+  return asked;
 }
 
 // --- what is checked first -----------------------------------------------------------------------
@@ -49,6 +88,11 @@ at::Tensor SparseTable::checked_ids(const at::Tensor& ids, std::string_view verb
                           ids.defined() ? c10::str(ids.scalar_type()) : "nothing",
                           ", expected int64 or int32"),
                  board().where(), "Convert them by ids.long()."));
+  TORCH_CHECK_TYPE(!ids.unsafeGetTensorImpl()->is_python_dispatch(),
+                   error_text(kPsArea,
+                              c10::str(verb, " of table '", name(),
+                                       "': got ids as a subclass of Tensor, expected a plain one"),
+                              board().where(), "Pass plain ids."));
   at::Tensor found = ids.detach().to(at::kCPU, at::kLong).contiguous();
   const std::optional<int64_t> rows = spec().rows->rows;
   if (!rows) return found;
@@ -76,6 +120,8 @@ at::Tensor SparseTable::checked_gradients(const at::Tensor& ids,
                                  board().where(), next_step));
   };
   if (!gradients.defined()) refuse("nothing", "Pass a row per id.");
+  if (gradients.unsafeGetTensorImpl()->is_python_dispatch())
+    refuse("a subclass of Tensor", "Push a plain tensor: that of a DTensor is full_tensor().");
   if (gradients.layout() != at::kStrided)
     refuse(c10::str("layout ", gradients.layout()), "Pass its ids and values apart.");
   if (gradients.sizes() != at::IntArrayRef(expected))
@@ -115,13 +161,24 @@ void SparseTable::gather_rows(const at::Tensor& ids, bool create, const at::Tens
   }
 }
 
-at::Tensor SparseTable::gather(const at::Tensor& ids, bool create) {
+at::Tensor SparseTable::gather(const at::Tensor& ids, bool create, const Asked& asked) {
   ++desk().counts().pulls;
   desk().settle();
   std::vector<int64_t> sizes = ids.sizes().vec();
   sizes.push_back(dim());
   at::Tensor rows = at::empty(sizes, dtype());
-  read_one_clock([&] { gather_rows(ids, create, rows); });
+  if (remote() == nullptr) {
+    read_one_clock([&] { gather_rows(ids, create, rows); });
+  } else {
+    const at::Tensor list = rows.view({-1, dim()});
+    const at::Tensor& own = asked.places[static_cast<size_t>(layout().own_host)];
+    const at::Tensor found = at::empty({own.numel(), dim()}, dtype());
+    gather_rows(ids.reshape({-1}).index_select(0, own), create, found);
+    list.index_copy_(0, own, found);
+    for (const RemoteAnswer& answer : asked.answers)
+      list.index_copy_(0, asked.places[static_cast<size_t>(answer->host)],
+                       remote()->wait(*answer, errand("pull")).at(0));
+  }
   desk().counts().bytes_pulled += static_cast<int64_t>(rows.nbytes());
   return rows;
 }
@@ -130,37 +187,94 @@ at::Tensor SparseTable::pull(const at::Tensor& ids, bool create) {
   TRIREME_TRACE("ps.pull");
   desk().check_worker("pull");
   const at::Tensor checked = checked_ids(ids, "pull");
+  const Asked asked = ask_others(checked, create);
   wait_for(board().clock());
-  return gather(checked, create).to(ids.device());
+  return gather(checked, create, asked).to(ids.device());
 }
 
 Pending SparseTable::pull_async(const at::Tensor& ids, bool create) {
   desk().check_worker("pull");
   at::Tensor checked = checked_ids(ids, "pull");
-  if (checked.is_alias_of(ids) && !has_come(board().clock())) checked = checked.clone();
-  return pull_later([this, checked, create, device = ids.device()] {
-    return std::vector<at::Tensor>{gather(checked, create).to(device)};
-  });
+  if (checked.is_alias_of(ids)) checked = checked.clone();
+  const Asked asked = ask_others(checked, create);
+  return pull_later(
+      [this, checked, create, asked, device = ids.device()] {
+        return std::vector<at::Tensor>{gather(checked, create, asked).to(device)};
+      },
+      [this, answers = asked.answers] { return have_come(answers); });
 }
 
 // --- saving --------------------------------------------------------------------------------------
 
-CheckpointContent SparseTable::places(const std::string& /*prefix*/) const {
+// Lists what a checkpoint has of a table with so many rows: columns, and the learning rate.
+std::vector<CheckpointTensor> SparseTable::described(int64_t rows) const {
+  std::vector<CheckpointTensor> columns;
+  const RowColumns own = steps_.rows().columns();
+  const auto add = [&](const std::string& what, const at::Tensor& column) {
+    std::vector<int64_t> sizes = column.sizes().vec();
+    sizes.front() = rows;
+    columns.push_back({name() + "." + what, column.scalar_type(), std::move(sizes)});
+  };
+  add("ids", own.ids);
+  add("rows", own.values);
+  add("steps", own.steps);
+  const std::vector<std::string> states = names_of_states(spec().optimizer);
+  for (size_t state = 0; state < states.size(); ++state) add(states[state], own.states[state]);
+  if (has_learning_rate(spec().optimizer)) columns.push_back({name() + ".lr", at::kDouble, {}});
+  return columns;
+}
+
+size_t SparseTable::count_share_tensors(int64_t /*host*/) const {
+  return 3 + static_cast<size_t>(count_states(spec().optimizer));
+}
+
+std::vector<at::Tensor> SparseTable::share_tensors() const {
+  const RowColumns columns = steps_.rows().columns();
+  std::vector<at::Tensor> tensors{columns.ids, columns.values, columns.steps};
+  tensors.insert(tensors.end(), columns.states.begin(), columns.states.end());
+  return tensors;
+}
+
+CheckpointContent SparseTable::content(const std::string& /*prefix*/,
+                                       const SharesByHost& shares) const {
+  int64_t rows = 0;
+  for (const auto& share : shares) rows += share.at(0).numel();
   CheckpointContent content;
   content.tensors[kModelTensors];
-  std::vector<CheckpointTensor>& rows = content.tensors[kTableTensors];
-  const auto add = [&](const char* what, const at::Tensor& tensor) {
-    rows.push_back({name() + "." + what, tensor.scalar_type(), tensor.sizes().vec(), {tensor}});
-  };
-  const RowColumns columns = steps_.rows().columns();
-  add("ids", columns.ids);
-  add("rows", columns.values);
-  add("steps", columns.steps);
-  const std::vector<std::string> states = names_of_states(spec().optimizer);
-  for (size_t state = 0; state < states.size(); ++state)
-    add(states[state].c_str(), columns.states[state]);
-  if (has_learning_rate(spec().optimizer)) add("lr", steps_.learning_rate());
+  std::vector<CheckpointTensor>& columns = content.tensors[kTableTensors];
+  columns = described(rows);
+  for (size_t i = 0; i < count_share_tensors(0); ++i) {
+    std::vector<at::Tensor> parts;
+    for (const auto& share : shares) parts.push_back(share.at(i));
+    columns[i].part = {parts.size() == 1 ? parts.front() : at::cat(parts)};
+  }
+  if (has_learning_rate(spec().optimizer)) columns.back().part = {steps_.learning_rate()};
   return content;
+}
+
+CheckpointContent SparseTable::places(const std::string& prefix) const {
+  if (layout().hosts == 1) return content(prefix, {share_tensors()});
+  CheckpointContent content;
+  content.tensors[kModelTensors];
+  std::vector<CheckpointTensor>& places = content.tensors[kTableTensors];
+  if (has_learning_rate(spec().optimizer))
+    places.push_back({name() + ".lr", at::kDouble, {}, {steps_.learning_rate()}});
+  return content;
+}
+
+// On several hosts, reads a column at a time, and keeps the rows of this one.
+void SparseTable::read_rest(const CheckpointReader& reader) {
+  if (layout().hosts == 1) return;
+  const at::Tensor ids = saved_ids(reader);
+  const at::Tensor own = places_by_host(ids)[static_cast<size_t>(layout().own_host)];
+  const std::vector<at::Tensor> columns = share_tensors();
+  std::vector<CheckpointTensor> saved = described(ids.numel());
+  for (size_t i = 1; i < columns.size(); ++i) {
+    const at::Tensor column = at::empty(saved[i].sizes, saved[i].dtype);
+    saved[i].part = {column};
+    reader.read(kTableTensors, {saved[i]});
+    columns[i].copy_(column.index_select(0, own));
+  }
 }
 
 at::Tensor SparseTable::saved_ids(const CheckpointReader& reader) const {
@@ -174,7 +288,7 @@ at::Tensor SparseTable::saved_ids(const CheckpointReader& reader) const {
 }
 
 CheckpointContent SparseTable::expected_of(const CheckpointReader& reader,
-                                           const std::string& prefix) const {
+                                           const std::string& /*prefix*/) const {
   const at::Tensor ids = saved_ids(reader);
   checked_ids(ids, "load");
   TORCH_CHECK_VALUE(std::get<0>(at::_unique(ids)).numel() == ids.numel(),
@@ -182,16 +296,16 @@ CheckpointContent SparseTable::expected_of(const CheckpointReader& reader,
                                c10::str("load: got ids of table '", name(),
                                         "' that come twice, expected each once"),
                                board().where(), "Load a checkpoint that a server has saved."));
-  CheckpointContent content = places(prefix);
-  for (CheckpointTensor& one : content.tensors[kTableTensors]) {
-    if (!one.sizes.empty()) one.sizes[0] = ids.numel();  // the learning rate has no dimension
-    one.part = {};
-  }
+  CheckpointContent content;
+  content.tensors[kModelTensors];
+  content.tensors[kTableTensors] = described(ids.numel());
   return content;
 }
 
 void SparseTable::make_room(const CheckpointReader& reader) {
-  const at::Tensor ids = saved_ids(reader);
+  at::Tensor ids = saved_ids(reader);
+  if (layout().hosts > 1)
+    ids = ids.index_select(0, places_by_host(ids)[static_cast<size_t>(layout().own_host)]);
   RowStore& rows = steps_.rows();
   rows.clear();
   std::vector<int64_t> places(static_cast<size_t>(ids.numel()), RowStore::kNone);
@@ -205,16 +319,37 @@ void SparseTable::drop_pushes() {
 
 // --- push ----------------------------------------------------------------------------------------
 
-void SparseTable::push_checked(const at::Tensor& ids, const at::Tensor& gradients, double scale) {
-  const Errand errand = this->errand("push");
-  if (!begin_push(errand)) return;
+void SparseTable::push_here(const at::Tensor& ids, const at::Tensor& gradients, double scale,
+                            const Errand& errand) {
   const auto* id = ids.const_data_ptr<int64_t>();
   const ConstSpan all = span_of(gradients);
   pushed_.begin(ids.numel());
   for (int64_t i = 0; i < ids.numel(); ++i)
     pushed_.add(id[i], slice(all, i * dim(), (i + 1) * dim()));
   is_bsp() ? steps_.deposit(pushed_, scale, errand) : steps_.step_now(pushed_, scale, errand);
+}
+
+void SparseTable::push_checked(const at::Tensor& ids, const at::Tensor& gradients, double scale) {
+  const Errand errand = this->errand("push");
+  if (!begin_push(errand)) return;
   desk().counts().bytes_pushed += static_cast<int64_t>(gradients.nbytes());
+  if (remote() == nullptr) return push_here(ids, gradients, scale, errand);
+  const at::Tensor list = ids.reshape({-1});
+  const at::Tensor rows = gradients.reshape({-1, dim()});
+  const PlacesByHost places = places_by_host(list);
+  const auto part_of = [&](int64_t host) {
+    const at::Tensor& own = places[static_cast<size_t>(host)];
+    return std::vector<at::Tensor>{list.index_select(0, own), rows.index_select(0, own)};
+  };
+  ShareRequest request;
+  request.verb = ShareRequest::Verb::kPush;
+  request.table = spread().index;
+  request.number = scale;
+  const std::vector<at::Tensor> own = part_of(layout().own_host);
+  push_here(own[0], own[1], scale, errand);
+  for (const int64_t host : remote()->others())
+    if (places[static_cast<size_t>(host)].numel() > 0)
+      remote()->tell(host, request, part_of(host), errand);
 }
 
 void SparseTable::push(const at::Tensor& ids, const at::Tensor& gradients, double scale) {

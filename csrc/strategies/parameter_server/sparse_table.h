@@ -36,6 +36,7 @@ class TRIREME_API SparseTable final : public Table {
     RowPlan row_plan;
     std::shared_ptr<const void> keeps_rows;
     std::shared_ptr<WorkerDesk> desk;
+    Spread spread = {};
   };
   // Is made by the server.
   explicit SparseTable(Parts parts);
@@ -61,26 +62,42 @@ class TRIREME_API SparseTable final : public Table {
   Pending push_async(const at::Tensor& ids, const at::Tensor& gradients, double scale = 1);
 
   // Returns how many rows have come into being, and their ids, ascending, as int64 [size()]. Cost:
-  // a look at each row; they do not wait.
-  int64_t size() const;
-  at::Tensor ids() const;
+  // a look at each row. They wait for nobody but other hosts, which are asked for their ids.
+  int64_t size();
+  at::Tensor ids();
 
   // Returns ids as int64 on the CPU, contiguous; throws what pull() throws.
   at::Tensor checked_ids(const at::Tensor& ids, std::string_view verb) const;
   const TableSteps& steps() const override { return steps_; }
-  CheckpointContent places(const std::string& prefix) const override;
+  std::vector<at::Tensor> share_tensors() const override;
+  size_t count_share_tensors(int64_t host) const override;
+  CheckpointContent content(const std::string& prefix, const SharesByHost& shares) const override;
   CheckpointContent expected_of(const CheckpointReader& reader,
                                 const std::string& prefix) const override;
   void make_room(const CheckpointReader& reader) override;
+  CheckpointContent places(const std::string& prefix) const override;
+  void read_rest(const CheckpointReader& reader) override;
   void drop_pushes() override;
 
  private:
   TableSteps& own_steps() override { return steps_; }
   at::Tensor checked_gradients(const at::Tensor& ids, const at::Tensor& gradients) const;
   at::Tensor saved_ids(const CheckpointReader& reader) const;
-  at::Tensor gather(const at::Tensor& ids, bool create);
+  // Are places in a list of ids, by the host that keeps the rows.
+  using PlacesByHost = std::vector<at::Tensor>;
+  struct Asked {
+    PlacesByHost places = {};
+    RemoteAnswers answers = {};
+  };
+
+  PlacesByHost places_by_host(const at::Tensor& ids) const;
+  Asked ask_others(const at::Tensor& ids, bool create);
+  std::vector<CheckpointTensor> described(int64_t rows) const;
+  at::Tensor gather(const at::Tensor& ids, bool create, const Asked& asked);
   void gather_rows(const at::Tensor& ids, bool create, const at::Tensor& to);
   void push_checked(const at::Tensor& ids, const at::Tensor& gradients, double scale);
+  void push_here(const at::Tensor& ids, const at::Tensor& gradients, double scale,
+                 const Errand& errand);
 
   SparseSteps steps_;
   RowSums pushed_;

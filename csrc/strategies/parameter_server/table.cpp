@@ -1,10 +1,12 @@
 #include <trireme/strategies/parameter_server/table.h>
 
+#include <trireme/strategies/parameter_server/hosts/remote_shares.h>
 #include <trireme/strategies/parameter_server/worker_desk.h>
 
 #include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>
 
+#include <algorithm>
 #include <cmath>
 #include <optional>
 #include <utility>
@@ -20,10 +22,11 @@ struct Table::OpenPush {
 };
 
 Table::Table(std::shared_ptr<const TableSpec> spec, std::shared_ptr<ClockBoard> board,
-             std::shared_ptr<WorkerDesk> desk)
+             std::shared_ptr<WorkerDesk> desk, Spread spread)
     : spec_(std::move(spec)),
       board_(std::move(board)),
       desk_(std::move(desk)),
+      spread_(std::move(spread)),
       staleness_(
           static_cast<uint64_t>(spec_->options.staleness.value_or(board_->options().staleness))) {}
 
@@ -53,6 +56,13 @@ void Table::set_lr(double lr) {
                           "' with backup workers, whose clocks may close without this worker"),
                  board_->where(), "Give the learning rate to the optimizer, or use no backup."));
   own_steps().set_learning_rate(lr, errand("push"));
+  if (remote() == nullptr) return;
+  finish_pushes();
+  ShareRequest request;
+  request.verb = ShareRequest::Verb::kSetRate;
+  request.table = spread_.index;
+  request.number = lr;
+  remote()->tell_all(request, errand("push"));
 }
 
 void Table::before_clock() {
@@ -80,6 +90,19 @@ void Table::bring_to_closed() {
 void Table::note_loaded() { own_steps().forget_learning_rate(); }
 
 // --- pulls ---------------------------------------------------------------------------------------
+
+RemoteAnswers Table::ask(const ShareRequest& request) const {
+  RemoteAnswers answers;
+  if (remote() == nullptr) return answers;
+  for (const int64_t host : remote()->others())
+    answers.push_back(remote()->ask(host, request, {}, errand("pull")));
+  return answers;
+}
+
+bool Table::have_come(const RemoteAnswers& answers) const {
+  return std::all_of(answers.begin(), answers.end(),
+                     [this](const RemoteAnswer& answer) { return remote()->has_come(*answer); });
+}
 
 bool Table::has_come(uint64_t clock) const {
   if (is_bsp()) return steps().applied() >= clock;
@@ -125,13 +148,17 @@ void Table::check_async(uint64_t clock, std::string_view verb) const {
 
 class Table::Pull final : public Pending::State {
  public:
-  Pull(Table& table, std::function<std::vector<at::Tensor>()> read)
-      : table_(table), clock_(table.board_->clock()), read_(std::move(read)) {
+  Pull(Table& table, std::function<std::vector<at::Tensor>()> read,
+       std::function<bool()> has_answers)
+      : table_(table),
+        clock_(table.board_->clock()),
+        read_(std::move(read)),
+        has_answers_(std::move(has_answers)) {
     table_.board_->check_peers(table_.errand("pull"));
-    if (table_.has_come(clock_)) finish();
+    if (need_not_wait()) finish();
   }
   bool done() const override {
-    if (is_finished_ || table_.desk_->is_closed() || table_.has_come(clock_)) return true;
+    if (is_finished_ || table_.desk_->is_closed() || need_not_wait()) return true;
     table_.board_->check_peers(table_.errand("pull"));
     return false;
   }
@@ -144,21 +171,27 @@ class Table::Pull final : public Pending::State {
   std::vector<at::Tensor> result() override { return tensors_; }
 
  private:
+  bool need_not_wait() const {
+    return table_.has_come(clock_) && (!has_answers_ || has_answers_());
+  }
   void finish() {
     tensors_ = read_();
     is_finished_ = true;
     read_ = nullptr;
+    has_answers_ = nullptr;
   }
 
   Table& table_;
   uint64_t clock_;
   std::function<std::vector<at::Tensor>()> read_;
+  std::function<bool()> has_answers_;
   bool is_finished_ = false;
   std::vector<at::Tensor> tensors_;
 };
 
-Pending Table::pull_later(std::function<std::vector<at::Tensor>()> read) {
-  return Pending(std::make_unique<Pull>(*this, std::move(read)));
+Pending Table::pull_later(std::function<std::vector<at::Tensor>()> read,
+                          std::function<bool()> has_answers) {
+  return Pending(std::make_unique<Pull>(*this, std::move(read), std::move(has_answers)));
 }
 
 // --- pushes --------------------------------------------------------------------------------------

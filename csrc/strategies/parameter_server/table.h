@@ -4,6 +4,8 @@
 #include <trireme/common/export.h>
 #include <trireme/saving/checkpoint.h>
 #include <trireme/saving/checkpoint_reader.h>
+#include <trireme/strategies/parameter_server/hosts/remote_shares.h>
+#include <trireme/strategies/parameter_server/hosts/table_shares.h>
 #include <trireme/strategies/parameter_server/table_steps.h>
 
 #include <ATen/core/Tensor.h>
@@ -20,10 +22,20 @@ namespace trireme::ps {
 
 class WorkerDesk;
 
+// Holds tensors by host; those of a host in the order of Table::share_tensors().
+using SharesByHost = std::vector<std::vector<at::Tensor>>;
+
 // Is what tables of all kinds have: a name, a clock, and pushes that wait for their place. A table
 // lives as long as its server; the server's rules for threads hold.
 class TRIREME_API Table {
  public:
+  // Says where the shares of the table are, and how this worker reaches those of other hosts.
+  struct Spread {
+    int64_t index = 0;  // numbers the table in the server
+    TableLayout layout = {};
+    std::shared_ptr<RemoteShares> remote = nullptr;
+  };
+
   virtual ~Table();
   Table(const Table&) = delete;
   Table& operator=(const Table&) = delete;
@@ -56,33 +68,47 @@ class TRIREME_API Table {
   // Brings the values to the clocks that are closed.
   void bring_to_closed();
   const TableSpec& spec() const { return *spec_; }
-  // Returns where what it holds lies; `prefix` stands before the names of its values. Valid while
-  // all workers stand still.
-  virtual CheckpointContent places(const std::string& prefix) const = 0;
-  // Returns what a checkpoint has to hold of it, without places. Throws ValueError where that
-  // cannot be; changes nothing.
-  virtual CheckpointContent expected_of(const CheckpointReader& /*reader*/,
-                                        const std::string& prefix) const {
-    return places(prefix);
-  }
-  // Makes what a checkpoint holds of it, so that places() has it all; on one worker.
+  // Returns all that this host keeps of it. Valid, like what follows, while all workers stand
+  // still.
+  virtual std::vector<at::Tensor> share_tensors() const = 0;
+  // Returns how many tensors those of a host are.
+  virtual size_t count_share_tensors(int64_t host) const = 0;
+  // Returns the whole table, of the shares of all hosts; `prefix` stands before the names of its
+  // values. On one host nothing is copied.
+  virtual CheckpointContent content(const std::string& prefix,
+                                    const SharesByHost& shares) const = 0;
+  // Returns what a checkpoint has to hold of it, without parts. Throws ValueError where that cannot
+  // be; changes nothing.
+  virtual CheckpointContent expected_of(const CheckpointReader& reader,
+                                        const std::string& prefix) const = 0;
+  // Makes what a checkpoint holds of this host's share; on one worker of the host.
   virtual void make_room(const CheckpointReader& /*reader*/) {}
+  // Returns the places of this host's share that a checkpoint is read into as it is, and reads the
+  // rest.
+  virtual CheckpointContent places(const std::string& prefix) const = 0;
+  virtual void read_rest(const CheckpointReader& /*reader*/) {}
   // Says that others have loaded the values; on every worker.
   virtual void note_loaded();
 
  protected:
   Table(std::shared_ptr<const TableSpec> spec, std::shared_ptr<ClockBoard> board,
-        std::shared_ptr<WorkerDesk> desk);
+        std::shared_ptr<WorkerDesk> desk, Spread spread);
 
   virtual TableSteps& own_steps() = 0;
   ClockBoard& board() const { return *board_; }
   std::shared_ptr<ClockBoard> shared_board() const { return board_; }
   WorkerDesk& desk() const { return *desk_; }
   bool is_bsp() const;
+  const Spread& spread() const { return spread_; }
+  const TableLayout& layout() const { return spread_.layout; }
+  RemoteShares* remote() const { return spread_.remote.get(); }
   Errand errand(std::string_view cause) const;
 
   // --- pulls ---
 
+  // Asks the other hosts, where there are any, and says whether they have answered.
+  RemoteAnswers ask(const ShareRequest& request) const;
+  bool have_come(const RemoteAnswers& answers) const;
   // Says whether a pull of that clock need not wait for another worker.
   bool has_come(uint64_t clock) const;
   // Waits until a pull of that clock may read; under bsp the values are those of that clock then.
@@ -90,7 +116,9 @@ class TRIREME_API Table {
   // Calls `read` until no clock was closed meanwhile, which can be with backup workers only.
   void read_one_clock(const std::function<void()>& read);
   // Returns a pull that `read` finishes: at once where it need not wait, else in wait().
-  Pending pull_later(std::function<std::vector<at::Tensor>()> read);
+  // `has_answers` says whether the other hosts have answered, for those who were asked.
+  Pending pull_later(std::function<std::vector<at::Tensor>()> read,
+                     std::function<bool()> has_answers = {});
 
   // --- pushes ---
 
@@ -115,6 +143,7 @@ class TRIREME_API Table {
   std::shared_ptr<const TableSpec> spec_;
   std::shared_ptr<ClockBoard> board_;
   std::shared_ptr<WorkerDesk> desk_;
+  Spread spread_;
   uint64_t staleness_;
   std::deque<std::shared_ptr<OpenPush>> open_pushes_;
 };

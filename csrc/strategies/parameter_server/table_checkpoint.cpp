@@ -80,6 +80,13 @@ CheckpointContent places_of(const Tables& tables) {
       tables, [](const Table& table, const std::string& prefix) { return table.places(prefix); });
 }
 
+CheckpointContent content_of_all(const Tables& tables, const std::vector<SharesByHost>& shares) {
+  auto next = shares.begin();
+  return content_of(tables, [&](const Table& table, const std::string& prefix) {
+    return table.content(prefix, *next++);
+  });
+}
+
 // Refuses a checkpoint of other tables.
 void check_description(const std::string& text, const Tables& tables, RankOf where) {
   const auto refuse = [&](const std::string& got) {
@@ -102,8 +109,9 @@ void check_description(const std::string& text, const Tables& tables, RankOf whe
 
 }  // namespace
 
-void save_tables(const std::string& path, const Tables& tables) {
-  CheckpointContent content = places_of(tables);
+void save_tables(const std::string& path, const Tables& tables,
+                 const std::vector<SharesByHost>& shares) {
+  CheckpointContent content = content_of_all(tables, shares);
   Json extra;
   extra[kServer] = description_of(tables);
   content.texts[kExtraText] = extra.dump();
@@ -121,6 +129,7 @@ void load_tables(const std::string& path, const Tables& tables, RankOf where) {
   for (const auto& table : tables) table->make_room(reader);
   const CheckpointContent content = places_of(tables);
   for (const auto& [kind, places] : content.tensors) reader.read(kind, places);
+  for (const auto& table : tables) table->read_rest(reader);
 }
 
 void load_buffers(const std::string& path, const Tables& tables) {

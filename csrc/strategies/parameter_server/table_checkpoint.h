@@ -31,7 +31,9 @@ using Tables = std::vector<std::shared_ptr<Table>>;
 
 // Called on one worker while all others stand still. Throw what saving/ throws; load_tables() also
 // ValueError for a checkpoint of other tables.
-void save_tables(const std::string& path, const Tables& tables);
+// `shares`: those of all hosts, by table.
+void save_tables(const std::string& path, const Tables& tables,
+                 const std::vector<SharesByHost>& shares);
 void load_tables(const std::string& path, const Tables& tables, RankOf where);
 // Reads what each worker has of its own: the buffers of its modules.
 void load_buffers(const std::string& path, const Tables& tables);

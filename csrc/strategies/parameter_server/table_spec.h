@@ -61,7 +61,7 @@ struct TableSpec {
   Optimizer optimizer;
   DenseOptions options;
   std::optional<RowShape> rows = {};  // a sparse table's, which has no tensors
-  // Of a worker that has joined: other processes have the module that the tensors belong to.
+  // Says of a worker that has joined that others have the module that the tensors belong to.
   bool has_module_elsewhere = false;
   // A module's buffers are no part of the table; they are saved beside it, those of one worker.
   std::vector<std::pair<std::string, at::Tensor>> buffers = {};

@@ -31,7 +31,7 @@ class WorkerMeeting::Section {
   }
   // Tells the others that it has not done its part.
   void fail(std::string_view text) {
-    meeting_.board_->leave_word(text);
+    line_.leave_word(text);
     line_.met_failed.store(meeting_.meetings_ + 1, std::memory_order_seq_cst);
   }
 
@@ -53,7 +53,7 @@ void WorkerMeeting::check_failed(const std::vector<int64_t>& come, const Errand&
         DistBackendError,
         error_text(kPsArea,
                    c10::str(errand.text(), ": ", board_->name_of(worker),
-                            " could not: ", board_->word_of(worker)),
+                            " could not: ", board_->line(worker).word()),
                    board_->where(), "Mend what it says, and call this again on all workers."));
   }
 }

@@ -31,20 +31,29 @@ def say_farewell_at_the_end() -> None:
         Finalize(None, _leave, exitpriority=0)
 
 
+def failure_of(error: BaseException | None) -> str:
+    """Returns what peers are told of what ends this rank: "" where that is no failure, as
+    ``sys.exit()`` is none."""
+    if error is None or (isinstance(error, SystemExit) and error.code in (None, 0)):
+        return ""
+    return f"{type(error).__name__}: {error}"
+
+
 def _leave() -> None:
     """Does what is left to do where nobody has called ``destroy_process_group()``."""
-    error = _error_at_the_end()
-    text = "" if error is None else f"{type(error).__name__}: {error}"
-    for callback in _callbacks:
-        callback(text)
-    _C.close_all_p2p()
-    _C.leave_all_groups(text)
+    text = failure_of(_error_at_the_end())
+    try:
+        for callback in _callbacks:
+            callback(text)
+    finally:
+        _C.close_all_p2p()
+        _C.leave_all_groups(text)
 
 
 def _error_at_the_end() -> BaseException | None:
     # That of a process of multiprocessing is still on its way; else it is what the interpreter
     # showed last, which in a script is what ended it.
     error = sys.exc_info()[1] or getattr(sys, "last_value", None)
-    if isinstance(error, SystemExit):
-        return (error.__context__ or error) if error.code else None
+    if isinstance(error, SystemExit) and failure_of(error):
+        return error.__context__ or error
     return error

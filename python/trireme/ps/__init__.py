@@ -1,6 +1,6 @@
 """Parameter server: tables that workers pull and push, each at its own pace.
 
-The ranks of the group are on one host, and its memory is the server::
+On each host the memory is the server::
 
     with ps.ParameterServer([ps.Dense("net", net, optimizer=ps.SGD(0.1))], mode="ssp",
                             staleness=2) as server:

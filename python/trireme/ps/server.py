@@ -30,8 +30,10 @@ _open_servers: weakref.WeakSet[ParameterServer] = weakref.WeakSet()
 class ParameterServer:
     """Keeps tables that workers pull and push, each at its own pace.
 
-    The ranks of the group share the memory of one host, and that memory is the server: workers
-    apply what is pushed themselves. A worker's clock is the number of its ``clock()`` calls.
+    The ranks of a host share its memory, and that memory is the server: workers apply what is
+    pushed themselves. On several hosts each keeps a share of every table, which workers of other
+    hosts reach by a rank that serves there. A worker's clock is the number of its ``clock()``
+    calls.
 
     * ``bsp``: pushes of a clock are kept apart by worker; when all have clocked it they are added
       in the order of worker numbers, divided by their number, and the optimizer makes one step. A
@@ -45,14 +47,16 @@ class ParameterServer:
 
     Args:
         tables: the same on all ranks; worker 0's values count.
-        servers: how many of the last ranks only serve, or which; they call ``serve()``.
+        servers: how many of the last ranks only serve, or which; they call ``serve()``. On several
+            hosts there is one on each.
         timeout: of one wait, in seconds; by default that of the group.
         on_worker_loss: "raise": who waits, or pulls next, raises when a worker has died;
             "continue": the others go on without it.
 
     Raises:
-        ValueError: on all ranks, where tables or options differ or are out of range, or where the
-            ranks do not share the memory of one host.
+        ValueError: on all ranks, where tables or options differ or are out of range, where ranks
+            do not share the memory of their host, or where a host of several has no rank that
+            serves.
     """
 
     def __init__(
@@ -150,7 +154,8 @@ class ParameterServer:
 
     def serve(self) -> None:
         """On a rank that only serves: returns when all workers have left, raises when one has
-        died. On one host there is nothing to do meanwhile."""
+        died. On one host there is nothing to do meanwhile; on several hosts it does what workers
+        of other hosts ask for."""
         self._core.serve()
 
     def save(self, path: str | os.PathLike[str]) -> None:

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_module, distribute_tensor
 from trireme import ps
 
 from ddp.ranks import RANKLESS_FORM, raises
@@ -39,6 +41,29 @@ def dense(**options: Any) -> ps.Dense:
 def test_a_table_that_cannot_be(make: Any, kind: type[Exception], text: str) -> None:
     with raises(kind, "[ps] ", text, form=RANKLESS_FORM):
         make()
+
+
+@on_shm_ranks(2, timeout=60)
+def test_dtensors_are_no_source(rank: int) -> None:
+    """Ranks may have other parts of them, while all have all of a table."""
+    mesh = init_device_mesh("cpu", (2,))
+    net = nn.Linear(2, 2)
+    distribute_module(net, mesh)
+    text = "got 'weight' for table 't' as a DTensor, of which ranks may have parts, expected"
+    for source in (net, {"weight": distribute_tensor(torch.ones(4), mesh, [Shard(0)])}):
+        with raises(TypeError, "[ps] " + text, form=RANKLESS_FORM):
+            ps.Dense("t", source, optimizer=SGD)
+    whole = {name: one.full_tensor() for name, one in net.named_parameters()}
+    with ps.ParameterServer(
+        [ps.Dense("t", whole, optimizer=SGD), ps.Sparse("rows", 4, optimizer=SGD)]
+    ) as server:
+        ids, row = torch.zeros(2, dtype=torch.long), torch.ones(2, 4)
+        with raises(ValueError, "[ps] push: got a gradient of a subclass of Tensor for 'weight'"):
+            server["t"].push({"weight": net.weight.detach()})
+        with raises(ValueError, "[ps] push of table 'rows': got gradients of a subclass of Tensor"):
+            server["rows"].push(ids, distribute_tensor(row, mesh, [Replicate()]))
+        with raises(TypeError, "[ps] push of table 'rows': got ids as a subclass of Tensor"):
+            server["rows"].push(distribute_tensor(ids, mesh, [Replicate()]), row)
 
 
 @on_shm_ranks(2, timeout=60)

@@ -196,6 +196,27 @@ def test_an_exception_between_push_and_clock(rank: int, on_worker_loss: str) -> 
         assert rank == 1
 
 
+@pytest.mark.parametrize(
+    ("code", "told"),
+    [((), ""), ((0,), ""), ((3,), "SystemExit: 3"), (("no data",), "SystemExit: no data")],
+)
+@on_shm_ranks(2, timeout=40, patience_s=AGES_S)
+def test_sys_exit_is_a_failure_by_its_code(rank: int, code: tuple[Any, ...], told: str) -> None:
+    """Who ends a program well leaves as others do."""
+    if rank == 1:
+        with pytest.raises(SystemExit), counts():
+            sys.exit(*code)
+        return
+    with counts() as server:
+        push_and_clock(server)
+        if told:
+            with raises(dist.DistBackendError, f"has left at clock 0, ended by {told} (rank 0 of"):
+                server["counts"].pull()
+        else:
+            assert server["counts"].pull()["x"].item() == 1
+            assert server.stats()["left"] == [1]
+
+
 ENDS = """
 import sys, torch, torch.distributed as dist, trireme
 from trireme import ps
@@ -203,23 +224,36 @@ rank = int(sys.argv[1])
 dist.init_process_group("trireme", init_method=sys.argv[2], rank=rank, world_size=2)
 server = ps.ParameterServer([ps.Dense("counts", {"x": torch.zeros(1)}, optimizer=ps.Sum())])
 if rank == 1:
-    raise ArithmeticError("the data are broken")
+    exec(sys.argv[3])
 server.clock()
 try:
     server["counts"].pull()
+    print("clocks close without", server.stats()["left"])
 except dist.DistBackendError as error:
     print(error)
 """
 
 
-def test_an_exception_that_ends_the_program_is_told(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("end", "said"),
+    [
+        (
+            "raise ArithmeticError('the data are broken')",
+            "at clock 0, ended by ArithmeticError: the data are broken (rank 0 of 2)",
+        ),
+        ("sys.exit(0)", "clocks close without [1]"),
+    ],
+)
+def test_what_ends_the_program_is_told(tmp_path: Path, end: str, said: str) -> None:
     """Also without a with block."""
-    command = [sys.executable, "-c", ENDS]
     store = f"file://{tmp_path / 'store'}"
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    ranks = [subprocess.Popen([*command, str(rank), store], **pipes) for rank in range(2)]
-    said = [rank.communicate(timeout=100)[0] for rank in ranks]
-    assert "at clock 0, ended by ArithmeticError: the data are broken (rank 0 of 2)" in said[0]
+    ranks = [
+        subprocess.Popen([sys.executable, "-c", ENDS, str(rank), store, end], **pipes)
+        for rank in range(2)
+    ]
+    texts = [rank.communicate(timeout=100)[0] for rank in ranks]
+    assert said in texts[0]
 
 
 @pytest.mark.parametrize("mode", ["bsp", "ssp"])
@@ -238,6 +272,35 @@ def test_ctrl_c_ends_a_wait_and_no_more(rank: int, mode: str) -> None:
             stay_until("interrupted")
             push_and_clock(server)
         dist.barrier()
+
+
+class Interrupted:
+    """Closes the server, and raises then, as where Ctrl-C comes meanwhile."""
+
+    def __init__(self, core: Any) -> None:
+        self._core = core
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._core, name)
+
+    def close(self, error: str) -> None:
+        self._core.close(error)
+        raise KeyboardInterrupt
+
+
+@on_shm_ranks(1, timeout=40)
+def test_ctrl_c_in_close_leaves_nothing_open(rank: int) -> None:
+    """It comes out of close(), and the module is free."""
+    net = mlp()
+    server = ps.ParameterServer([ps.Dense("net", net, optimizer=ps.SGD(0.1))])
+    server["net"].pull()
+    server.clock()
+    server._core = Interrupted(server._core)
+    with pytest.raises(KeyboardInterrupt):
+        server.close()
+    assert not net[0]._forward_pre_hooks
+    net(torch.ones(1, 6))
+    ps.ParameterServer([ps.Dense("net", net, optimizer=ps.SGD(0.1))]).close()
 
 
 @on_shm_ranks(2, timeout=40)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import pickle
 import re
 
 import pytest
@@ -36,11 +37,56 @@ def test_a_forward_between_clock_and_pull_raises(rank: int) -> None:
             for forward in (lambda: net(torch.ones(1, 6)), lambda: net[0](torch.ones(1, 6))):
                 with raises(RuntimeError, "[ps] got a forward of the module of table 'net'"):
                     forward()
-            with raises(RuntimeError, "(or its state_dict()) after clock()"):
+            with raises(RuntimeError, "(or its state_dict(), or a copy) after clock()"):
                 net.state_dict()
-            private = copy.deepcopy(net)
-            private(torch.ones(1, 6))
     net(torch.ones(1, 6))
+
+
+def assert_independent(copied: nn.Module, net: nn.Module) -> None:
+    for one, two in zip(copied.parameters(), net.parameters(), strict=True):
+        assert type(one) is nn.Parameter and one.requires_grad == two.requires_grad
+        assert torch.equal(one, two) and one.data_ptr() != two.data_ptr()
+    copied(torch.ones(1, 6))
+
+
+def pickled(net: nn.Module) -> nn.Module:
+    copied: nn.Module = pickle.loads(pickle.dumps(net))
+    return copied
+
+
+@on_shm_ranks(2, timeout=60)
+def test_a_copy_between_clock_and_pull_raises(rank: int) -> None:
+    """Also of a part, inside of something else, and as a pickle; after a pull it is torch's."""
+    net = mlp()
+    net[0].bias.requires_grad_(False)
+    with bound(net) as server:
+        table = server["net"]
+        for _ in range(2):
+            server.clock()
+            for copy_it in (
+                lambda: copy.deepcopy(net),
+                lambda: copy.deepcopy({"layers": [net[0]]}),
+                lambda: pickled(net),
+                lambda: torch.save(net, io.BytesIO()),
+            ):
+                text = "Others write its parameters meanwhile: pull() says that they may be read."
+                with raises(RuntimeError, "[ps] got a forward of the module of table 'net'", text):
+                    copy_it()
+            table.pull()
+            assert_independent(pickled(net), net)
+            copied, layer = copy.deepcopy([net, net[0]])
+            assert copied[0] is layer
+            assert_independent(copied, net)
+            server.clock()
+            assert_independent(copy.deepcopy(copied), copied)  # others do not write it
+        table.pull()
+        buffer = io.BytesIO()
+        torch.save(net.state_dict(keep_vars=True), buffer)
+        buffer.seek(0)
+        assert torch.load(buffer, weights_only=True).keys() == net.state_dict().keys()
+        server.clock()
+    assert_independent(copy.deepcopy(net), net)
+    assert_independent(pickled(net), net)
 
 
 @on_shm_ranks(2, timeout=60)

@@ -14,7 +14,11 @@ from distributed import run_ranks
 from shm.ranks import until
 
 # Says by rank the host that it says it is on.
-LAYOUTS = {"2x2": "aabb", "apart": "abab", "1+3": "abbb", "1+1+2": "abcc", "alone": "abc"}
+LAYOUTS = {
+    **{"2x2": "aabb", "apart": "abab", "1+3": "abbb", "1+1+2": "abcc", "alone": "abc"},
+    **{"4": "aaaa", "2+3": "aabbb", "1+4": "abbbb", "3+2 apart": "ababa"},
+    **{"3+3": "aaabbb", "2+2+2": "aabbcc"},
+}
 SOME_LAYOUTS = ("2x2", "1+3", "1+1+2")
 
 

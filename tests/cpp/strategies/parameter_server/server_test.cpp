@@ -1,5 +1,7 @@
 // The server itself: who may do what, modules in its memory, views, what returns at once, writing.
 
+#include <trireme/common/interruption.h>
+
 #include <strategies/parameter_server/ps_ranks.h>
 
 namespace trireme::ps_server_test {
@@ -12,6 +14,16 @@ namespace {
 void add_in_place(const at::Tensor& tensor, double value) {
   const at::NoGradGuard no_grad;
   tensor.add_(value);
+}
+
+// Is thrown as if a signal handler raised, on the threads that say so.
+struct Called final : Interruption {
+  Called() : Interruption("Called was raised by a signal handler") {}
+};
+thread_local bool is_called_away = false;
+
+void look_for_calls() {
+  if (is_called_away) throw Called();
 }
 
 }  // namespace
@@ -300,6 +312,42 @@ TEST_CASE("a worker that an exception ends is named, or left behind") {
       }
     }
   }
+}
+
+TEST_CASE("what a signal handler raises comes out of close() once all is closed") {
+  set_interruption_check(&look_for_calls);
+  const auto left = on_workers<std::vector<int64_t>>(2, [](ThreadRank& rank) {
+    torch::nn::Sequential net = two_layers();
+    ps::ParameterServer server(rank.communicator, {ps::dense("net", net, ps::SGD{})});
+    ps::DenseTable& table = server.dense("net");
+    const auto meet = [&](const char* what) { rank.communicator->barrier(what).wait(); };
+    if (rank.where.rank == 0) {
+      server.clock();
+      meet("clocked");
+      const void* place = net->parameters()[0].data_ptr();
+      is_called_away = true;
+      bool is_told = false;
+      try {
+        server.close();
+      } catch (const Called&) {
+        is_told = true;
+      }
+      is_called_away = false;
+      TORCH_CHECK(is_told && net->parameters()[0].data_ptr() != place);
+      TORCH_CHECK(error_of([&] { server.clock(); }).find("is closed") != std::string::npos);
+      meet("closed");
+      return std::vector<int64_t>();
+    }
+    // It holds a block by hand, for which the other one waits in close().
+    std::atomic<uint64_t>& holder = table.steps().memory().block(0).holder;
+    holder.store(static_cast<uint64_t>(*server.worker()) + 1);
+    server.clock();
+    meet("clocked");
+    meet("closed");
+    holder.store(0);
+    return server.stats().left;
+  });
+  CHECK(left[1] == std::vector<int64_t>{0});
 }
 
 TEST_CASE("a wait ends at its deadline, and names who is behind") {

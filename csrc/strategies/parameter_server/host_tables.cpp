@@ -1,0 +1,80 @@
+#include <trireme/strategies/parameter_server/host_tables.h>
+
+#include <trireme/memory/host_store.h>
+#include <trireme/strategies/parameter_server/dense_table.h>
+#include <trireme/strategies/parameter_server/hosts/remote_shares.h>
+#include <trireme/strategies/parameter_server/sparse_table.h>
+#include <trireme/strategies/parameter_server/worker_desk.h>
+#include <trireme/strategies/parameter_server/worker_meeting.h>
+
+#include <ATen/ATen.h>
+#include <c10/util/StringUtil.h>
+
+#include <algorithm>
+#include <utility>
+
+namespace trireme::ps {
+namespace {
+
+bool lies_on_cpu(const TableSpec& table) {
+  return std::all_of(table.tensors.begin(), table.tensors.end(),
+                     [](const at::Tensor& one) { return one.is_cpu(); });
+}
+
+}  // namespace
+
+std::shared_ptr<HostStore> store_of(const ServerMemory& memory, size_t table) {
+  const ServerPlan& plan = memory.plan();
+  return HostStore::make(memory.values(table), infos_of(*plan.specs[table]), {0, plan.ranks()});
+}
+
+HostTables make_host_tables(const HostTablesRequest& request) {
+  const at::NoGradGuard no_grad;
+  HostTables made;
+  made.board = request.board;
+  made.desk = std::make_shared<WorkerDesk>(made.board);
+  made.meeting = std::make_shared<WorkerMeeting>(made.board);
+  const ServerPlan& plan = request.memory->plan();
+  for (size_t i = 0; i < plan.specs.size(); ++i) {
+    const TableSpec& spec = *plan.specs[i];
+    Table::Spread spread{static_cast<int64_t>(i), plan.layouts[i], request.remote};
+    TableSteps::Parts steps{plan.specs[i], made.board, request.memory->table(i), request.memory};
+    if (spec.rows) {
+      made.tables.push_back(std::make_shared<SparseTable>(
+          SparseTable::Parts{std::move(steps), plan.tables[i], request.memory->values(i),
+                             plan.rows[i], request.memory, made.desk, std::move(spread)}));
+    } else {
+      const bool binds = request.moves_no_byte && spec.is_module && lies_on_cpu(spec);
+      made.tables.push_back(std::make_shared<DenseTable>(DenseTable::Parts{
+          std::move(steps), plan.tables[i], store_of(*request.memory, i), made.desk, binds,
+          std::move(spread), request.whole.empty() ? nullptr : request.whole[i]}));
+    }
+  }
+  return made;
+}
+
+void save_together(const HostTables& tables, const std::function<void()>& work) {
+  ClockBoard& board = *tables.board;
+  const Errand errand{[&board] { return c10::str("save at clock ", board.clock()); }, "save"};
+  WorkerMeeting::Plan plan{errand};
+  plan.at_one_clock = board.options().mode == Mode::kBsp && board.options().backup == 0;
+  plan.prepare = [&] {
+    for (const auto& table : tables.tables) {
+      table->prepare_meeting();
+      table->bring_to_closed();
+    }
+  };
+  plan.work = [&] {
+    for (const auto& table : tables.tables) table->settle_learning_rate();
+    work();
+  };
+  tables.meeting->hold(plan);
+}
+
+void HostTables::clock() {
+  for (const auto& table : tables) table->before_clock();
+  desk->move_clock();
+  for (const auto& table : tables) table->after_clock();
+}
+
+}  // namespace trireme::ps

@@ -1,0 +1,47 @@
+#pragma once
+
+#include <trireme/common/export.h>
+#include <trireme/memory/host_store.h>
+#include <trireme/strategies/parameter_server/clock_board.h>
+#include <trireme/strategies/parameter_server/server_memory.h>
+#include <trireme/strategies/parameter_server/table.h>
+
+#include <functional>
+#include <memory>
+#include <vector>
+
+namespace trireme::ps {
+
+class RemoteShares;
+class WorkerDesk;
+class WorkerMeeting;
+
+// Is what one worker, or a rank that serves, has of a server: its line on the board and the tables
+// as it sees them. One thread at a time.
+struct TRIREME_API HostTables {
+  std::shared_ptr<ClockBoard> board;
+  std::shared_ptr<WorkerDesk> desk;
+  std::shared_ptr<WorkerMeeting> meeting;
+  std::vector<std::shared_ptr<Table>> tables;
+
+  // Ends the worker's clock, after what is left of its pushes.
+  void clock();
+};
+
+struct HostTablesRequest {
+  std::shared_ptr<const ServerMemory> memory;
+  std::shared_ptr<ClockBoard> board;
+  bool moves_no_byte = false;  // modules are bound
+  // A worker on several hosts gives the tables of which the memory has shares.
+  std::vector<std::shared_ptr<const TableSpec>> whole = {};
+  std::shared_ptr<RemoteShares> remote = nullptr;
+};
+
+TRIREME_API HostTables make_host_tables(const HostTablesRequest& request);
+// Lets the first of all workers that are there do `work`, as WorkerMeeting does, once pushes are
+// done and all that is closed is in the values.
+void save_together(const HostTables& tables, const std::function<void()>& work);
+// Makes the store over what a host keeps of a dense table.
+std::shared_ptr<HostStore> store_of(const ServerMemory& memory, size_t table);
+
+}  // namespace trireme::ps

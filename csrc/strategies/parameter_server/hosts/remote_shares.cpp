@@ -1,0 +1,176 @@
+#include <trireme/strategies/parameter_server/hosts/remote_shares.h>
+
+#include <trireme/common/duration.h>
+#include <trireme/common/interruption.h>
+#include <trireme/common/spin.h>
+
+#include <c10/util/Exception.h>
+#include <c10/util/StringUtil.h>
+
+#include <exception>
+#include <utility>
+
+namespace trireme::ps {
+namespace {
+
+// A server that waits for another worker names it at its own deadline; that answer is on its way.
+constexpr std::chrono::seconds kForItsAnswer{2};
+constexpr std::chrono::milliseconds kForItsCause{500};
+constexpr int kLooksForAnswer = 50;
+
+}  // namespace
+
+RemoteShares::RemoteShares(Parts parts) : parts_(std::move(parts)) {
+  parts_.board->look_also([this](const Errand& errand) { check(errand); });
+}
+
+RemoteShares::~RemoteShares() { parts_.board->look_also({}); }
+
+std::vector<int64_t> RemoteShares::others() const {
+  std::vector<int64_t> others;
+  for (int64_t host = 0; host < hosts(); ++host)
+    if (host != parts_.own_host) others.push_back(host);
+  return others;
+}
+
+std::string RemoteShares::name_of(int64_t host) const {
+  return c10::str("server of rank ", parts_.servers[static_cast<size_t>(host)]);
+}
+
+void RemoteShares::tell(int64_t host, const ShareRequest& request, Tensors tensors,
+                        const Errand& errand) {
+  TensorMessage message;
+  message.text = to_text(request);
+  message.tensors = std::move(tensors);
+  const int64_t server = parts_.servers[static_cast<size_t>(host)];
+  const auto try_post = [&] {
+    try {
+      return parts_.box->try_post(server, message, errand.text());
+    } catch (const c10::DistBackendError&) {
+      return false;  // that server is gone: check() says so
+    }
+  };
+  bool is_posted = false;
+  wait_until(host, errand, [&] { return is_posted = is_posted || try_post(); });
+}
+
+RemoteAnswer RemoteShares::ask(int64_t host, ShareRequest request, Tensors tensors,
+                               const Errand& errand) {
+  auto answer = std::make_shared<AnswerOfHost>();
+  answer->host = host;
+  request.ticket = tickets_++;
+  asked_[request.ticket] = answer;
+  tell(host, request, std::move(tensors), errand);
+  return answer;
+}
+
+void RemoteShares::tell_all(const ShareRequest& request, const Errand& errand) {
+  for (const int64_t host : others()) tell(host, request, {}, errand);
+}
+
+// Takes what has come. Nobody may want an answer any more.
+void RemoteShares::take() {
+  for (MessageBox::Arrival& arrival : parts_.box->take()) {
+    ShareAnswer read = share_answer_of(arrival.message.text);
+    if (read.ticket < 0) last_words_[arrival.from] = std::move(read.error);
+    const auto found = asked_.find(read.ticket);
+    if (found == asked_.end()) continue;
+    if (const RemoteAnswer answer = found->second.lock()) {
+      answer->has_come = true;
+      answer->error = std::move(read.error);
+      answer->tensors = std::move(arrival.message.tensors);
+    }
+    asked_.erase(found);
+  }
+}
+
+void RemoteShares::refuse_gone(int64_t host, const std::string& how, const Errand& errand) {
+  C10_THROW_ERROR(
+      DistBackendError,
+      error_text(kPsArea, c10::str(errand.text(), ": ", name_of(host), how), parts_.board->where(),
+                 "Start the group again; what was saved can be loaded."));
+}
+
+// Throws where a server is gone, but a moment later: its last word may be on its way, and what has
+// ended it, the loss of a worker say, this host is about to learn, too.
+void RemoteShares::check(const Errand& errand) {
+  check_interruption();
+  take();
+  parts_.box->look();
+  parts_.board->check_peers(errand);
+  for (const int64_t host : others()) {
+    const int64_t server = parts_.servers[static_cast<size_t>(host)];
+    const auto why = parts_.box->why_gone(server);
+    if (!why && !parts_.box->has_ended(server)) continue;
+    const auto noticed = gone_since_.try_emplace(server, shm::Clock::now()).first->second;
+    if (shm::Clock::now() < noticed + kForItsCause) continue;
+    const auto word = last_words_.find(server);
+    refuse_gone(host,
+                word != last_words_.end() ? " was ended by " + word->second
+                : why                     ? " has gone: " + *why
+                                          : " has closed",
+                errand);
+  }
+}
+
+void RemoteShares::wait_until(int64_t host, const Errand& errand,
+                              const std::function<bool()>& is_done) {
+  for (int look = 0; look < kLooksForAnswer; ++look) {
+    if (is_done()) return;
+    spin_pause();
+  }
+  const auto waits = parts_.board->wait_times().count(errand.cause);
+  const auto deadline = deadline_after(parts_.limit + kForItsAnswer);
+  shm::Bell& bell = parts_.box->bell();
+  const shm::Asleep asleep(bell);
+  auto look_at = shm::Clock::now();
+  for (;;) {
+    const uint32_t rung = bell.rung.load(std::memory_order_seq_cst);
+    if (is_done()) return;
+    const auto now = shm::Clock::now();
+    if (now >= look_at) {
+      check(errand);
+      look_at = now + shm::kLookEvery;
+    }
+    if (errand.has_deadline && now >= deadline)
+      C10_THROW_ERROR(
+          DistBackendError,
+          error_text(kPsArea,
+                     c10::str(errand.text(), ": ", name_of(host), " has not answered; it is ",
+                              parts_.box->state_of(parts_.servers[static_cast<size_t>(host)])),
+                     parts_.board->where(),
+                     "Look whether that rank is in serve(), or raise the timeout."));
+    shm::sleep_on(bell, rung);
+  }
+}
+
+bool RemoteShares::has_come(const AnswerOfHost& answer) {
+  take();
+  return answer.has_come;
+}
+
+RemoteShares::Tensors RemoteShares::wait(const AnswerOfHost& answer, const Errand& errand) {
+  wait_until(answer.host, errand, [&] { return has_come(answer); });
+  if (!answer.error.empty()) C10_THROW_ERROR(DistBackendError, answer.error);
+  return answer.tensors;
+}
+
+void RemoteShares::leave(LineState state, std::string_view word) noexcept {
+  ShareRequest request;
+  request.verb = ShareRequest::Verb::kLeave;
+  request.state = state;
+  request.word = word;
+  const Errand errand{[] { return std::string("leave"); }, "leave"};
+  for (const int64_t host : others()) {
+    const int64_t server = parts_.servers[static_cast<size_t>(host)];
+    try {
+      tell(host, request, {}, errand);
+      wait_until(host, errand, [&] { return parts_.box->try_end(server); });
+      wait_until(host, errand, [&] { return parts_.box->is_drained(); });
+    } catch (const std::exception&) {
+      // It is gone itself, or does not listen: then it finds out that this worker has gone.
+    }
+  }
+}
+
+}  // namespace trireme::ps

@@ -1,0 +1,44 @@
+#pragma once
+
+#include <trireme/common/export.h>
+#include <trireme/strategies/parameter_server/clock_board.h>
+
+#include <cstdint>
+#include <string>
+
+namespace trireme::ps {
+
+// Is what a worker asks of a server on another host; tensors go beside it.
+//
+//   kPull    dense: nothing; rows: ids         answer: tensors of the share; rows
+//   kPush    dense: gradients of the share, some undefined; rows: ids and gradients
+//   kSetRate, kClock
+//   kIds     answer: ids of the share's rows
+//   kSave    answer: all tensors of all shares, from the worker that saves; see share_server.h
+//   kLeave   nothing more comes from this worker
+struct ShareRequest {
+  enum class Verb : int64_t { kPull, kPush, kSetRate, kClock, kIds, kSave, kLeave };
+
+  Verb verb = Verb::kPull;
+  int64_t table = 0;
+  int64_t ticket = -1;  // names the answer; -1: none is wanted
+  double number = 1;    // the scale of a push, or a learning rate
+  bool create = true;   // whether a pull makes rows
+  LineState state = LineState::kLeft;
+  std::string word = {};  // what ended the worker
+};
+
+// Is what a server answers. An error is that of the request, or of an earlier one without an
+// answer.
+struct ShareAnswer {
+  int64_t ticket = -1;
+  std::string error = {};
+};
+
+// Write them as JSON, and read that. Throw ValueError for what is none.
+TRIREME_API std::string to_text(const ShareRequest& request);
+TRIREME_API std::string to_text(const ShareAnswer& answer);
+TRIREME_API ShareRequest share_request_of(const std::string& text);
+TRIREME_API ShareAnswer share_answer_of(const std::string& text);
+
+}  // namespace trireme::ps

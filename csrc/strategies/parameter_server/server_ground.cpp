@@ -1,0 +1,238 @@
+#include <trireme/strategies/parameter_server/server_ground.h>
+
+#include <trireme/comm/gather_texts.h>
+#include <trireme/comm/host.h>
+#include <trireme/memory/host_store.h>
+#include <trireme/shm/host_group.h>
+#include <trireme/strategies/parameter_server/table_agreement.h>
+#include <trireme/strategies/parameter_server/worker_desk.h>
+
+#include <ATen/ATen.h>
+#include <c10/util/Exception.h>
+#include <c10/util/StringUtil.h>
+
+#include <algorithm>
+#include <atomic>
+#include <numeric>
+#include <sstream>
+#include <unistd.h>
+#include <utility>
+
+namespace trireme::ps {
+namespace {
+
+// So many workers may join a server.
+constexpr int64_t kMostJoined = 64;
+
+BoardPlan plan_board(const HostRanks& ranks, const Options& options) {
+  BoardPlan plan;
+  plan.workers = static_cast<int64_t>(ranks.roles.workers.size());
+  plan.has_hosts = ranks.count() > 1;
+  plan.most_workers = plan.workers + (plan.has_hosts ? 0 : kMostJoined);
+  if (options.backup > 0) plan.most_workers = std::min(plan.most_workers, kMostWithBackup);
+  plan.servers = static_cast<int64_t>(ranks.servers_on(ranks.own).size());
+  return plan;
+}
+
+// Returns the line of this rank: workers come first, servers of its host behind those that may
+// join.
+int64_t line_of(const HostRanks& ranks, const BoardPlan& plan, int64_t rank) {
+  const std::vector<int64_t>& workers = ranks.roles.workers;
+  const auto worker = std::find(workers.begin(), workers.end(), rank);
+  if (worker != workers.end()) return worker - workers.begin();
+  const std::vector<int64_t> servers = ranks.servers_on(ranks.own);
+  return plan.most_workers + (std::find(servers.begin(), servers.end(), rank) - servers.begin());
+}
+
+// All ranks take the same number for a server: one that none of them has used.
+std::atomic<int64_t> servers_made{0};
+
+}  // namespace
+
+// Is what ranks tell each other before they plan.
+struct ServerGround::Introduction {
+  int64_t machine_bytes = 0;
+  int64_t pid = 0;
+  int64_t servers = 0;  // that it has made so far
+};
+
+std::vector<ServerGround::Introduction> ServerGround::introduce(Communicator& communicator) {
+  const std::string own = c10::str(memory_of_machine(), " ", ::getpid(), " ", servers_made.load());
+  std::vector<Introduction> all;
+  for (const std::string& text : gather_texts(own, communicator, communicator.device())) {
+    Introduction& one = all.emplace_back();
+    std::istringstream(text) >> one.machine_bytes >> one.pid >> one.servers;
+  }
+  return all;
+}
+
+// Returns a group for messages alone, so that a rank that dies ends nothing else.
+std::shared_ptr<Communicator> ServerGround::group_for_messages(
+    Communicator& communicator, const std::vector<Introduction>& all) {
+  const auto most = std::max_element(all.begin(), all.end(),
+                                     [](const Introduction& one, const Introduction& other) {
+                                       return one.servers < other.servers;
+                                     });
+  servers_made = most->servers + 1;
+  std::vector<int> ranks(static_cast<size_t>(communicator.world()));
+  std::iota(ranks.begin(), ranks.end(), 0);
+  return communicator.split(ranks, c10::str("parameter server ", most->servers));
+}
+
+ServerGround::ServerGround(std::shared_ptr<Communicator> communicator,
+                           std::vector<TableSpec> tables, const Options& options)
+    : communicator_(std::move(communicator)) {
+  agree_on_tables(tables, options, *communicator_);
+  ranks_ = host_ranks_of(*communicator_, options);
+  const std::vector<Introduction> all = introduce(*communicator_);
+  const RankOf where = communicator_->rank_of();
+  const BoardPlan lines = plan_board(ranks_, options);
+  const int64_t line = line_of(ranks_, lines, where.rank);
+  const bool works = line < lines.workers;
+  std::vector<int64_t> written = ranks_.served_by(where.rank);
+  if (works) written.push_back(line);
+  memory_ = ServerMemory::share(plan_of(tables, options, lines, all.front().machine_bytes), written,
+                                *communicator_);
+  ClockBoard::Request request;
+  request.memory = memory_->board();
+  request.keeps_memory = memory_;
+  request.options = options;
+  request.plan = lines;
+  request.line = line;
+  request.where = where;
+  if (where.world > 1) request.group = &communicator_->host()->group();
+  const auto board = std::make_shared<ClockBoard>(std::move(request));
+  if (ranks_.count() > 1) reach_other_hosts(board, all);
+  write_first_values(tables);
+  communicator_->barrier("first values of tables").wait();
+  board->watch_peers();
+  if (shares_ != nullptr) shares_->make_tables();
+  const bool moves_no_byte =
+      options.mode == Mode::kBsp && options.backup == 0 && works && ranks_.count() == 1;
+  make_tables(board, moves_no_byte, std::move(tables));
+}
+
+ServerGround::ServerGround(const Invitation& invitation)
+    : memory_(ServerMemory::open(invitation.plan, invitation.addresses)) {
+  ranks_.hosts = {{}};
+  ClockBoard::Request request;
+  request.memory = memory_->board();
+  request.keeps_memory = memory_;
+  request.options = memory_->plan().options;
+  request.plan = memory_->plan().board;
+  const auto board = ClockBoard::join(std::move(request), [this](int64_t worker) {
+    memory_->reserve_worker(worker, {worker, worker + 1});
+  });
+  make_tables(board, /*moves_no_byte=*/false, {});
+}
+
+ServerGround::~ServerGround() {
+  if (box_ == nullptr || here_.desk == nullptr || !here_.desk->is_forked()) return;
+  // Threads stayed with the parent.
+  static_cast<void>(new std::shared_ptr<MessageBox>(box_));
+  static_cast<void>(shares_.release());
+}
+
+ServerPlan ServerGround::plan_of(const std::vector<TableSpec>& tables, const Options& options,
+                                 const BoardPlan& lines, int64_t machine_bytes) const {
+  std::vector<TableLayout> layouts;
+  std::vector<TableSpec> shares;
+  for (const TableSpec& table : tables) {
+    layouts.push_back(layout_of(table, ranks_.count(), ranks_.own));
+    shares.push_back(share_of(table, layouts.back()));
+  }
+  return {std::move(shares), std::move(layouts), options, lines, machine_bytes};
+}
+
+// Makes what this rank sends to servers of other hosts, or does for workers there.
+void ServerGround::reach_other_hosts(const std::shared_ptr<ClockBoard>& board,
+                                     const std::vector<Introduction>& all) {
+  const RankOf where = board->where();
+  const std::shared_ptr<Communicator> messages = group_for_messages(*communicator_, all);
+  if (messages == nullptr)
+    C10_THROW_ERROR(NotImplementedError, error_text(kPsArea, "got an engine that makes no groups",
+                                                    where, "Use backend 'trireme'."));
+  box_ = std::shared_ptr<MessageBox>(new MessageBox(*messages),
+                                     [messages](MessageBox* box) { delete box; });
+  const auto limit = board->options().timeout.value_or(communicator_->host()->group().timeout());
+  if (board->worker()) {
+    RemoteShares::Parts parts{box_, board, ranks_.own, {}, limit};
+    for (int64_t host = 0; host < ranks_.count(); ++host)
+      parts.servers.push_back(ranks_.server_for(*board->worker(), host));
+    remote_ = std::make_shared<RemoteShares>(std::move(parts));
+    return;
+  }
+  std::vector<ShareServer::Worker> workers;
+  for (const int64_t worker : ranks_.served_by(where.rank)) {
+    const int64_t rank = ranks_.roles.workers[static_cast<size_t>(worker)];
+    workers.push_back({worker, rank, all[static_cast<size_t>(rank)].pid});
+  }
+  Options options = board->options();
+  options.timeout = limit;
+  shares_ =
+      std::make_unique<ShareServer>(ShareServer::Parts{box_, memory_, where}, options, workers);
+}
+
+void ServerGround::describe_held() {
+  here_.board->describe_held_by([this](int64_t worker) {
+    std::string held;
+    for (const auto& table : here_.tables)
+      if (held.empty()) held = table->steps().held_by(worker);
+    return held;
+  });
+}
+
+// Makes the tables as this rank sees them.
+void ServerGround::make_tables(const std::shared_ptr<ClockBoard>& board, bool moves_no_byte,
+                               std::vector<TableSpec> whole) {
+  HostTablesRequest request;
+  request.memory = memory_;
+  request.board = board;
+  request.moves_no_byte = moves_no_byte;
+  request.remote = remote_;
+  if (remote_ != nullptr)
+    for (TableSpec& table : whole)
+      request.whole.push_back(std::make_shared<const TableSpec>(std::move(table)));
+  here_ = make_host_tables(request);
+  describe_held();
+}
+
+// Writes those of worker 0 into the memory of each host.
+void ServerGround::write_first_values(const std::vector<TableSpec>& tables) const {
+  const at::NoGradGuard no_grad;
+  const int64_t source = ranks_.roles.workers.front();
+  const bool writes = ranks_.count() == 1 ? communicator_->rank() == source
+                                          : ranks_.is_first_on_host(communicator_->rank());
+  for (size_t table = 0; table < tables.size(); ++table) {
+    if (tables[table].rows) continue;
+    const TableLayout& layout = memory_->plan().layouts[table];
+    std::shared_ptr<HostStore> store = writes ? store_of(*memory_, table) : nullptr;
+    int64_t next = 0;
+    for (size_t i = 0; i < tables[table].tensors.size(); ++i) {
+      const at::Tensor values = first_values(tables[table].tensors[i], source);
+      for (const TableShare& share : layout.shares)
+        if (share.tensor == static_cast<int64_t>(i) && share.host == layout.own_host && writes)
+          store->whole(next++).copy_(rows_of(values, share));
+    }
+  }
+}
+
+// Returns worker 0's tensor on every rank that asks for it, where there are several hosts.
+at::Tensor ServerGround::first_values(const at::Tensor& own, int64_t source) const {
+  if (ranks_.count() == 1) return own;
+  const at::Tensor values = own.detach().to(at::kCPU).contiguous().clone();
+  communicator_->broadcast({values}, source, "first values of tables").wait();
+  return values;
+}
+
+// Returns the tables by which this rank loads the share of its host; null where another rank does.
+const HostTables* ServerGround::loader() const {
+  const std::vector<int64_t>& workers = ranks_.roles.workers;
+  for (const int64_t rank : workers)
+    if (ranks_.host_of(rank) == ranks_.own) return rank == communicator_->rank() ? &here_ : nullptr;
+  return shares_ != nullptr && ranks_.servers_on(ranks_.own).front() == communicator_->rank()
+             ? shares_->first_tables()
+             : nullptr;
+}
+
+}  // namespace trireme::ps
