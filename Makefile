@@ -7,7 +7,7 @@ export TORCH VENV PYTHON CMAKE_FLAGS BUILD SOAK FAST INTEGRATIONS TRIREME_CUDA
 .PHONY: help demo compare docs test soak lint format wheel clean
 
 help:
-	@echo "make demo      DP, DDP, ZeRO and FSDP beside torch's: a picture, and what was fastest"
+	@echo "make demo      DP, DDP, ZeRO and fully_shard beside torch's: a picture, and what was fastest"
 	@echo "               (10 minutes on 2 cores from nothing, 3 when it is built)"
 	@echo "make compare   the long one: a GPT under all strategies (3.5 minutes when it is built)"
 	@echo "make docs      the site: pages and the API of both languages, in build/docs/site (10 seconds when it is built)"

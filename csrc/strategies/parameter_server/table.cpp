@@ -100,8 +100,9 @@ RemoteAnswers Table::ask(const ShareRequest& request) const {
 }
 
 bool Table::have_come(const RemoteAnswers& answers) const {
-  return std::all_of(answers.begin(), answers.end(),
-                     [this](const RemoteAnswer& answer) { return remote()->has_come(*answer); });
+  return std::all_of(answers.begin(), answers.end(), [this](const RemoteAnswer& answer) {
+    return remote()->has_come(*answer, errand("pull"));
+  });
 }
 
 bool Table::has_come(uint64_t clock) const {

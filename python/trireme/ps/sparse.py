@@ -33,6 +33,7 @@ class Sparse:
         rows: ids are in [0, rows); None: any int64, as long as there is memory.
         reduction: under bsp, whether the sum of the workers' gradients is divided by their number.
         staleness: in place of the server's, under ssp.
+        compression: must be None, since there are no compressors yet.
     """
 
     def __init__(
@@ -47,8 +48,9 @@ class Sparse:
         rows: int | None = None,
         reduction: str = "mean",
         staleness: int | None = None,
+        compression: None = None,
     ) -> None:
-        check_options(name, optimizer, reduction, staleness)
+        check_options(name, optimizer, reduction, staleness, compression)
         init = Zeros() if init is None else init
         AREA.expect("dim", dim, int, "an int", next_step="Count the elements of a row.")
         AREA.expect(

@@ -21,7 +21,11 @@ Gradients = Mapping[str, Tensor | None]
 
 
 def check_options(
-    name: str, optimizer: OptimizerSpec, reduction: str, staleness: int | None
+    name: str,
+    optimizer: OptimizerSpec,
+    reduction: str,
+    staleness: int | None,
+    compression: None,
 ) -> None:
     """Refuses what tables of all kinds refuse."""
     AREA.expect("name", name, str, "a str", next_step="Name the table.")
@@ -35,6 +39,9 @@ def check_options(
         AREA.refuse(got, "Leave it out for the mean.")
     if staleness is not None:
         AREA.expect("staleness", staleness, int, "an int", next_step="Count clocks.")
+    if compression is not None:
+        got = f"got compression={compression!r}, expected None: there are no compressors yet"
+        AREA.refuse(got, "Leave it out.")
 
 
 class Dense:
@@ -49,6 +56,7 @@ class Dense:
         optimizer: ``ps.SGD``, ``ps.Adam``, ``ps.AdamW``, ``ps.Adagrad`` or ``ps.Sum``.
         reduction: under bsp, whether the sum of the workers' gradients is divided by their number.
         staleness: in place of the server's, under ssp.
+        compression: must be None, since there are no compressors yet.
     """
 
     def __init__(
@@ -59,8 +67,9 @@ class Dense:
         optimizer: OptimizerSpec,
         reduction: str = "mean",
         staleness: int | None = None,
+        compression: None = None,
     ) -> None:
-        check_options(name, optimizer, reduction, staleness)
+        check_options(name, optimizer, reduction, staleness, compression)
         self.name = name
         self.source = source
         self.optimizer = optimizer

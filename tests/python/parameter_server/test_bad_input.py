@@ -36,6 +36,7 @@ def dense(**options: Any) -> ps.Dense:
         ),
         (lambda: dense(reduction="max"), ValueError, "got reduction='max', expected 'mean' or"),
         (lambda: dense(staleness="1"), TypeError, "staleness is str, expected an int"),
+        (lambda: dense(compression="bf16"), ValueError, "got compression='bf16', expected None"),
     ],
 )
 def test_a_table_that_cannot_be(make: Any, kind: type[Exception], text: str) -> None:

@@ -94,6 +94,7 @@ void RemoteShares::refuse_gone(int64_t host, const std::string& how, const Erran
 // Throws where a server is gone, but a moment later: its last word may be on its way, and what has
 // ended it, the loss of a worker say, this host is about to learn, too.
 void RemoteShares::check(const Errand& errand) {
+  looked_at_ = shm::Clock::now();
   check_interruption();
   take();
   parts_.box->look();
@@ -135,22 +136,24 @@ void RemoteShares::wait_until(int64_t host, const Errand& errand,
     if (errand.has_deadline && now >= deadline)
       C10_THROW_ERROR(
           DistBackendError,
-          error_text(kPsArea,
-                     c10::str(errand.text(), ": ", name_of(host), " has not answered; it is ",
-                              parts_.box->state_of(parts_.servers[static_cast<size_t>(host)])),
+          error_text(kPsArea, c10::str(errand.text(), ": ", name_of(host), " has not answered"),
                      parts_.board->where(),
                      "Look whether that rank is in serve(), or raise the timeout."));
     shm::sleep_on(bell, rung);
   }
 }
 
-bool RemoteShares::has_come(const AnswerOfHost& answer) {
+bool RemoteShares::has_come(const AnswerOfHost& answer, const Errand& errand) {
   take();
+  if (!answer.has_come && shm::Clock::now() >= looked_at_ + shm::kLookEvery) check(errand);
   return answer.has_come;
 }
 
 RemoteShares::Tensors RemoteShares::wait(const AnswerOfHost& answer, const Errand& errand) {
-  wait_until(answer.host, errand, [&] { return has_come(answer); });
+  wait_until(answer.host, errand, [&] {
+    take();
+    return answer.has_come;
+  });
   if (!answer.error.empty()) C10_THROW_ERROR(DistBackendError, answer.error);
   return answer.tensors;
 }

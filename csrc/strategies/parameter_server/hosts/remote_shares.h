@@ -58,7 +58,8 @@ class TRIREME_API RemoteShares {
   // Sends the same to all other hosts.
   void tell_all(const ShareRequest& request, const Errand& errand);
 
-  bool has_come(const AnswerOfHost& answer);
+  // Says whether an answer is there. Throws DistBackendError where a server is gone.
+  bool has_come(const AnswerOfHost& answer, const Errand& errand);
   // Waits for an answer. Throws DistBackendError with the words of the server, or where it is gone
   // or does not come; and what a signal handler raised.
   Tensors wait(const AnswerOfHost& answer, const Errand& errand);
@@ -79,6 +80,7 @@ class TRIREME_API RemoteShares {
   // These say by the rank of a server what has ended it, and since when it is known to be gone.
   std::map<int64_t, std::string> last_words_;
   std::map<int64_t, shm::Clock::time_point> gone_since_;
+  shm::Clock::time_point looked_at_;
 };
 
 }  // namespace trireme::ps
