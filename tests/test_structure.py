@@ -203,8 +203,17 @@ def test_the_map_of_the_core_is_true() -> None:
     assert wrong == []
 
 
+def count_lines(folder: str, *kinds: str) -> int:
+    files = sources(*(f"{folder}/**/*.{kind}" for kind in kinds))
+    return sum(text.count("\n") for _, text in files)
+
+
 def test_counts(capsys: pytest.CaptureFixture[str]) -> None:
-    """Prints how full the rooms are."""
+    """Prints how full the rooms are, and how long what is in them is."""
+    reducer = dict(sources("csrc/grad/grad_reducer.h", "csrc/grad/grad_reducer.cpp"))
+    bodies = [class_bodies(text).get("GradReducer", "") for text in reducer.values()]
+    functions, members = class_size(max(bodies, key=len))
+    headers = len(list(sources("csrc/comm/*.h")))
     rooms = Counter(path.parts[2] for path, _ in sources("python/trireme/*/**/*.py"))
     tests = Counter(path.parts[2] for path, _ in sources("tests/python/*/**/test_*.py"))
     with capsys.disabled():
@@ -213,6 +222,16 @@ def test_counts(capsys: pytest.CaptureFixture[str]) -> None:
         )
         print(f"tests/python: {len(flat_tests())} tests of its own;", dict(sorted(tests.items())))
         print("csrc:", {folder[5:]: len(stems) for folder, stems in pairs_by_folder().items()})
+        print(
+            f"lines: csrc {count_lines('csrc', 'h', 'cpp', 'cu')}, python/trireme "
+            f"{count_lines('python/trireme', 'py', 'pyi')}, tests "
+            f"{count_lines('tests', 'h', 'cpp', 'cu', 'py')}"
+        )
+        print(
+            f"GradReducer: {functions} public functions, {members} members, "
+            f"{max(text.count(chr(10)) for text in reducer.values())} lines in its longest file; "
+            f"csrc/comm: {headers} headers of its own"
+        )
 
 
 def test_files_are_short() -> None:

@@ -9,7 +9,6 @@ torchrun --nproc-per-node 2 examples/python/train_gpt.py --epochs 4 --resume
 from __future__ import annotations
 
 import argparse
-import os
 import sysconfig
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -132,33 +131,21 @@ class Training:
         """This rank's mean loss, without learning from it."""
         return sum(self.loss(windows).item() for windows in batches) / len(batches)
 
-    def save(self, path: Path, rank: int) -> None:
-        """Writes beside the checkpoint and renames, so that a crash leaves the old one whole.
-
-        All ranks call it: rank 0 writes, and gets what the others have of a sharded optimizer.
-        """
-        if isinstance(self.optimizer, trireme.ZeroRedundancyOptimizer):
-            self.optimizer.consolidate_state_dict(to=0)
-        if rank != 0:
-            return
-        state = {
-            "model": self.module.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "scaler": self.scaler.state_dict(),
+    def save(self, path: Path) -> None:
+        """All ranks call it, and each writes what it has. A crash leaves the old one whole."""
+        progress = {
             "epoch": self.epoch,
             "history": self.history,
+            "scaler": self.scaler.state_dict(),
         }
         path.parent.mkdir(parents=True, exist_ok=True)
-        torch.save(state, path.with_suffix(".unfinished"))
-        os.replace(path.with_suffix(".unfinished"), path)
+        trireme.save_checkpoint(path, self.model, self.optimizer, extra=progress)
 
     def load(self, path: Path) -> None:
-        state = torch.load(path, map_location=self.device, weights_only=True)
-        with trireme.writing(self.module):  # its ranks may share the memory of the parameters
-            self.module.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.scaler.load_state_dict(state["scaler"])
-        self.epoch, self.history = state["epoch"], state["history"]
+        """Reads what any strategy has saved, on any number of ranks."""
+        progress = trireme.load_checkpoint(path, self.model, self.optimizer)
+        self.scaler.load_state_dict(progress["scaler"])
+        self.epoch, self.history = progress["epoch"], progress["history"]
 
 
 def open_board(folder: Path) -> Any:
@@ -190,7 +177,7 @@ def train(args: argparse.Namespace, ctx: trireme.Context) -> None:
         run.epoch += 1
         run.history.append(test_loss)
         log.info("epoch %d  train loss %.4f  test loss %.4f", run.epoch, train_loss, test_loss)
-        run.save(args.checkpoint, ctx.rank)
+        run.save(args.checkpoint)
         if board is not None:
             board.add_scalars("loss", {"train": train_loss, "test": test_loss}, run.epoch)
 
@@ -209,7 +196,7 @@ def parse_args() -> argparse.Namespace:
     add("--depth", type=int, default=2)
     add("--length", type=int, default=64, help="bytes that the model sees at once")
     add("--seed", type=int, default=0)
-    add("--checkpoint", type=Path, default=Path("build/train_gpt.pt"))
+    add("--checkpoint", type=Path, default=Path("build/train_gpt"))
     add("--resume", action="store_true", help="continue from the checkpoint if there is one")
     add("--tensorboard", type=Path, help="folder for TensorBoard")
     return parser.parse_args()

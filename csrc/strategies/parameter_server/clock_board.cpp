@@ -316,7 +316,20 @@ std::string ClockBoard::why_gone(int64_t worker) const {
   return c10::str(" has died at clock ", clock, shm::text_of_end(status, memory_kills_));
 }
 
+// Every worker needs the shares that a server reaches for others.
+void ClockBoard::refuse_without_server(const Errand& errand, int64_t index) {
+  const auto& process = processes_[static_cast<size_t>(index)];
+  const auto status = process ? process->wait_status() : std::nullopt;
+  const std::string how = state_of(index) == LineState::kFailed
+                              ? " was ended by " + line(index).word()
+                              : " has died" + shm::text_of_end(status, memory_kills_);
+  C10_THROW_ERROR(DistBackendError,
+                  error_text(kPsArea, c10::str(errand.text(), ": ", name_of(index), how), where_,
+                             "Start the group again; what was saved can be loaded."));
+}
+
 void ClockBoard::refuse_lost(const Errand& errand, int64_t worker) {
+  if (worker >= plan_.most_workers) refuse_without_server(errand, worker);
   const std::string held = describe_held_ ? describe_held_(worker) : std::string();
   C10_THROW_ERROR(
       DistBackendError,

@@ -241,6 +241,7 @@ class TRIREME_API ClockBoard {
   std::optional<int64_t> find_lost() const;
   std::string why_gone(int64_t worker) const;
   std::string state_text(int64_t worker) const;
+  [[noreturn]] void refuse_without_server(const Errand& errand, int64_t index);
   [[noreturn]] void refuse_lost(const Errand& errand, int64_t worker);
   [[noreturn]] void refuse_late(const Errand& errand);
   std::chrono::milliseconds limit() const;

@@ -1,15 +1,16 @@
 """examples/python/train_gpt.py: under torchrun, as users start it; resumed; alone."""
 
 import importlib.util
+import json
 import os
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from forked_programs import ON_CPU, run_script
 
@@ -23,25 +24,25 @@ class Run:
     """What a finished training left behind."""
 
     printed: str
-    checkpoint: dict[str, Any]
+    checkpoint: Path
 
     @property
     def losses(self) -> list[float]:
         """The test loss of every epoch."""
-        losses: list[float] = self.checkpoint["history"]
+        losses: list[float] = json.loads((self.checkpoint / "extra.json").read_text())["history"]
         return losses
 
 
 def train_gpt(ranks: int, checkpoint: Path, *options: str) -> Run:
     options = (*SMALL, "--checkpoint", str(checkpoint), *options)
     printed = run_script(TRAIN_GPT, ranks, *options, timeout=LIMIT_S)
-    return Run(printed, torch.load(checkpoint, weights_only=True))
+    return Run(printed, checkpoint)
 
 
 @pytest.fixture(scope="module")
 def two_epochs(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Two ranks, two epochs, nothing in between, started as users do."""
-    checkpoint = tmp_path_factory.mktemp("gpt") / "gpt.pt"
+    checkpoint = tmp_path_factory.mktemp("gpt") / "gpt"
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     options = [*SMALL, "--checkpoint", str(checkpoint), "--epochs", "2"]
     finished = subprocess.run(
@@ -53,8 +54,7 @@ def two_epochs(tmp_path_factory: pytest.TempPathFactory) -> Run:
         check=False,
     )
     assert finished.returncode == 0, finished.stderr[-4000:]
-    state = torch.load(checkpoint, weights_only=True)
-    return Run(finished.stdout + finished.stderr, state)
+    return Run(finished.stdout + finished.stderr, checkpoint)
 
 
 def test_two_ranks_learn(two_epochs: Run) -> None:
@@ -66,23 +66,23 @@ def test_two_ranks_learn(two_epochs: Run) -> None:
 
 
 def test_a_resumed_run_equals_an_uninterrupted_one(two_epochs: Run, tmp_path: Path) -> None:
-    checkpoint = tmp_path / "gpt.pt"
+    checkpoint = tmp_path / "gpt"
     interrupted = train_gpt(2, checkpoint, "--epochs", "1")
     resumed = train_gpt(2, checkpoint, "--epochs", "2", "--resume")
     assert resumed.losses[:1] == interrupted.losses
     assert resumed.losses == pytest.approx(two_epochs.losses, rel=1e-6)
-    assert [path.name for path in tmp_path.iterdir()] == ["gpt.pt"]
+    assert [path.name for path in tmp_path.iterdir()] == ["gpt"]
 
 
 def test_ddp_equals_torch_ddp(two_epochs: Run, tmp_path: Path) -> None:
-    of_torch = train_gpt(2, tmp_path / "gpt.pt", "--epochs", "2", "--strategy", "torch-ddp")
+    of_torch = train_gpt(2, tmp_path / "gpt", "--epochs", "2", "--strategy", "torch-ddp")
     assert two_epochs.losses == pytest.approx(of_torch.losses, rel=1e-4)
 
 
 def test_sharded_optimizers_equal_ddp_and_load_each_others_state(
     two_epochs: Run, tmp_path: Path
 ) -> None:
-    checkpoint = tmp_path / "gpt.pt"
+    checkpoint = tmp_path / "gpt"
     train_gpt(2, checkpoint, "--epochs", "1", "--strategy", "zero2")
     resumed = train_gpt(2, checkpoint, "--epochs", "2", "--strategy", "zero1", "--resume")
     assert resumed.losses == pytest.approx(two_epochs.losses, rel=1e-4)
@@ -93,8 +93,9 @@ def test_alone_with_mixed_precision_and_tensorboard(tmp_path: Path) -> None:
     options = ["--epochs", "1", "--strategy", "none", "--amp"]
     if importlib.util.find_spec("tensorboard") is not None:
         options += ["--tensorboard", str(board)]
-    run = train_gpt(1, tmp_path / "gpt.pt", *options)
+    run = train_gpt(1, tmp_path / "gpt", *options)
     assert run.losses[0] < 5.0
-    assert {weight.dtype for weight in run.checkpoint["model"].values()} == {torch.float32}
+    (file,) = run.checkpoint.glob("model-*.safetensors")
+    assert {weight.dtype for weight in load_file(file).values()} == {torch.float32}
     if "--tensorboard" in options:
         assert any(path.stat().st_size > 0 for path in board.rglob("events.*"))

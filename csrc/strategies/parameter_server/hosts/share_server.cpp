@@ -6,11 +6,9 @@
 #include <trireme/strategies/parameter_server/hosts/share_messages.h>
 #include <trireme/strategies/parameter_server/sparse_table.h>
 #include <trireme/strategies/parameter_server/worker_desk.h>
-#include <trireme/strategies/parameter_server/worker_meeting.h>
 
 #include <ATen/ATen.h>
 #include <c10/util/Exception.h>
-#include <c10/util/StringUtil.h>
 
 #include <condition_variable>
 #include <deque>
@@ -117,7 +115,7 @@ class ShareServer::Seat {
     tasks_.pop_front();
     return true;
   }
-  // Does what a task asks for, and answers if an answer is wanted and not given yet.
+  // Does what a task asks for, and answers if an answer is wanted.
   void answer(const Task& task) {
     ShareAnswer answer{task.request.ticket, failed_};
     Tensors tensors;
@@ -148,7 +146,7 @@ class ShareServer::Seat {
       case Verb::kIds:
         return {sparse(request).ids()};
       case Verb::kSave:
-        return share_to_save(request);
+        return share_to_save();
       case Verb::kLeave:
         leave(request);
         return {};
@@ -177,7 +175,7 @@ class ShareServer::Seat {
     dense->push_tensors(gradients, task.request.number);
   }
   // Meets the workers of this host; returns all shares if the worker is the first of them.
-  Tensors share_to_save(const ShareRequest&) const {
+  Tensors share_to_save() const {
     Tensors tensors;
     save_together(tables_, [&] {
       for (const auto& table : tables_.tables)
