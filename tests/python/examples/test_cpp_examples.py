@@ -8,7 +8,7 @@ import pytest
 from examples.test_train_ddp import cpp_program, losses
 from forked_programs import run_command
 
-TEXT = Path(__file__).resolve().parents[3] / "examples" / "python" / "train_gpt.py"
+TEXT = Path(__file__).with_name("text_to_learn.txt")
 
 
 def train_gpt(ranks: int, *options: str) -> list[str]:

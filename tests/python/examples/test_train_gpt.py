@@ -25,18 +25,18 @@ class Run:
 
     printed: str
     checkpoint: Path
+    losses: list[float]  # the test loss of every epoch
 
-    @property
-    def losses(self) -> list[float]:
-        """The test loss of every epoch."""
-        losses: list[float] = json.loads((self.checkpoint / "extra.json").read_text())["history"]
-        return losses
+
+def run_of(printed: str, checkpoint: Path) -> Run:
+    extra = json.loads((checkpoint / "extra.json").read_text())
+    return Run(printed, checkpoint, extra["history"])
 
 
 def train_gpt(ranks: int, checkpoint: Path, *options: str) -> Run:
     options = (*SMALL, "--checkpoint", str(checkpoint), *options)
     printed = run_script(TRAIN_GPT, ranks, *options, timeout=LIMIT_S)
-    return Run(printed, checkpoint)
+    return run_of(printed, checkpoint)
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ def two_epochs(tmp_path_factory: pytest.TempPathFactory) -> Run:
         check=False,
     )
     assert finished.returncode == 0, finished.stderr[-4000:]
-    return Run(finished.stdout + finished.stderr, checkpoint)
+    return run_of(finished.stdout + finished.stderr, checkpoint)
 
 
 def test_two_ranks_learn(two_epochs: Run) -> None:
