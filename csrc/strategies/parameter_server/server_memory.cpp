@@ -2,6 +2,7 @@
 
 #include <trireme/comm/gather_texts.h>
 #include <trireme/comm/host.h>
+#include <trireme/common/text_lines.h>
 #include <trireme/memory/host_store.h>
 #include <trireme/shm/fault.h>
 #include <trireme/shm/host_group.h>
@@ -14,7 +15,6 @@
 #include <algorithm>
 #include <iterator>
 #include <optional>
-#include <sstream>
 #include <unistd.h>
 #include <utility>
 
@@ -52,13 +52,6 @@ std::string in_lines_of_text(const std::vector<std::string>& lines) {
   std::string text;
   for (const std::string& line : lines) text += line + "\n";
   return text;
-}
-
-std::vector<std::string> lines_of(const std::string& text) {
-  std::vector<std::string> lines;
-  std::istringstream all(text);
-  for (std::string line; std::getline(all, line);) lines.push_back(line);
-  return lines;
 }
 
 }  // namespace

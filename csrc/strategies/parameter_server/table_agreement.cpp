@@ -1,12 +1,12 @@
 #include <trireme/strategies/parameter_server/table_agreement.h>
 
 #include <trireme/comm/gather_texts.h>
+#include <trireme/common/text_lines.h>
 
 #include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>
 
 #include <algorithm>
-#include <sstream>
 #include <string>
 
 namespace trireme::ps {
@@ -33,17 +33,10 @@ std::string describe(const std::vector<TableSpec>& tables, const Options& option
   return text;
 }
 
-std::vector<std::string> split_lines(const std::string& text) {
-  std::vector<std::string> lines;
-  std::istringstream all(text);
-  for (std::string line; std::getline(all, line);) lines.push_back(line);
-  return lines;
-}
-
 // Returns what differs between two ranks, as each of them has it.
 std::string first_difference(const std::string& first, const std::string& other, size_t rank) {
-  const std::vector<std::string> of_first = split_lines(first);
-  const std::vector<std::string> of_other = split_lines(other);
+  const std::vector<std::string> of_first = lines_of(first);
+  const std::vector<std::string> of_other = lines_of(other);
   size_t line = 0;
   while (line < std::min(of_first.size(), of_other.size()) && of_first[line] == of_other[line])
     ++line;

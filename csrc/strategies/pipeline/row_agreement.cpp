@@ -1,11 +1,11 @@
 #include <trireme/strategies/pipeline/row_agreement.h>
 
 #include <trireme/comm/gather_texts.h>
+#include <trireme/common/text_lines.h>
 #include <trireme/strategies/pipeline/refuse.h>
 
 #include <algorithm>
 #include <functional>
-#include <sstream>
 #include <string>
 
 namespace trireme {
@@ -52,13 +52,6 @@ std::string describe(const PipelineStageRequest& stage) {
     add(stage.parameters.names[i], stage.parameters.tensors[i], "a parameter");
   for (const auto& [name, tensor] : stage.buffers) add(name, tensor, "a buffer");
   return text;
-}
-
-std::vector<std::string> lines_of(const std::string& text) {
-  std::vector<std::string> lines;
-  std::istringstream all(text);
-  for (std::string line; std::getline(all, line);) lines.push_back(line);
-  return lines;
 }
 
 // Returns what differs between what each of the ranks, or copies, says; or nothing.
