@@ -193,7 +193,6 @@ DenseTable::Gradients DenseTable::gradients_by_name(const NamedTensors& gradient
 
 // Returns what belongs to the shares of a host.
 DenseTable::Gradients DenseTable::gradients_of(int64_t host, const Gradients& gradients) const {
-  if (remote() == nullptr) return gradients;
   Gradients found;
   for (const TableShare& share : layout().shares_of(host)) {
     const at::Tensor& whole = gradients[static_cast<size_t>(share.tensor)];
@@ -212,12 +211,19 @@ void DenseTable::push_to_others(const Gradients& gradients, double scale, const 
     remote()->tell(host, request, gradients_of(host, gradients), errand);
 }
 
+void DenseTable::push_here(const Gradients& own, double scale, const Errand& errand) {
+  is_bsp() ? steps_.deposit(own, scale) : steps_.step_now(own, scale, errand);
+}
+
 void DenseTable::push_gradients(const Gradients& gradients, double scale) {
   const Errand errand = this->errand("push");
   if (!begin_push(errand)) return;
-  const Gradients own = gradients_of(layout().own_host, gradients);
-  is_bsp() ? steps_.deposit(own, scale) : steps_.step_now(own, scale, errand);
-  push_to_others(gradients, scale, errand);
+  if (remote() == nullptr) {
+    push_here(gradients, scale, errand);
+  } else {
+    push_here(gradients_of(layout().own_host, gradients), scale, errand);
+    push_to_others(gradients, scale, errand);
+  }
   int64_t bytes = 0;
   for (const at::Tensor& one : gradients)
     if (one.defined()) bytes += static_cast<int64_t>(one.nbytes());

@@ -126,6 +126,7 @@ class TRIREME_API DenseTable final : public Table {
   void copy_once(const std::vector<at::Tensor>& to) const;
   RemoteAnswers ask_others();
   DenseCheckpoint checkpoint() const { return {steps_, spec(), layout()}; }
+  void push_here(const Gradients& own, double scale, const Errand& errand);
   Gradients gradients_of(int64_t host, const Gradients& gradients) const;
   void push_to_others(const Gradients& gradients, double scale, const Errand& errand);
   Gradients take_own_gradients();

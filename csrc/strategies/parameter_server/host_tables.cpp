@@ -21,6 +21,18 @@ bool lies_on_cpu(const TableSpec& table) {
                      [](const at::Tensor& one) { return one.is_cpu(); });
 }
 
+// Lets messages say what a worker that has died held, as long as the tables are there.
+void describe_held(const HostTables& made) {
+  const std::vector<std::weak_ptr<Table>> tables(made.tables.begin(), made.tables.end());
+  made.board->describe_held_by([tables](int64_t worker) {
+    std::string held;
+    for (const auto& one : tables)
+      if (const auto table = one.lock(); table != nullptr && held.empty())
+        held = table->steps().held_by(worker);
+    return held;
+  });
+}
+
 }  // namespace
 
 std::shared_ptr<HostStore> store_of(const ServerMemory& memory, size_t table) {
@@ -50,6 +62,7 @@ HostTables make_host_tables(const HostTablesRequest& request) {
           std::move(spread), request.whole.empty() ? nullptr : request.whole[i]}));
     }
   }
+  describe_held(made);
   return made;
 }
 

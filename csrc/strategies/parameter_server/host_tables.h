@@ -37,6 +37,7 @@ struct HostTablesRequest {
   std::shared_ptr<RemoteShares> remote = nullptr;
 };
 
+// Makes the tables, and lets the board say what a worker that has died held of them.
 TRIREME_API HostTables make_host_tables(const HostTablesRequest& request);
 // Lets the first of all workers that are there do `work`, as WorkerMeeting does, once pushes are
 // done and all that is closed is in the values.

@@ -158,6 +158,7 @@ void ParameterServer::save(const std::string& path) {
   errand.has_deadline = false;  // whoever saves takes as long as it takes
   RemoteAnswers answers;
   if (ground_->remote() != nullptr) {
+    // Pushes that are kept come to other hosts before the request to save.
     for (const auto& table : here_.tables) table->prepare_meeting();
     ShareRequest request;
     request.verb = ShareRequest::Verb::kSave;
@@ -299,7 +300,6 @@ void ParameterServer::close(std::string_view error) {
   const bool works = here_.board->worker() && !here_.desk->has_left();
   const std::exception_ptr raised = works ? release_modules() : nullptr;
   here_.desk->note_closed();
-  here_.board->describe_held_by({});  // a table may outlive this
   if (error.empty()) error = ended_by_;
   const LineState state = error.empty() ? LineState::kLeft : LineState::kFailed;
   if (works || ground_->shares() != nullptr) here_.board->leave(state, error);

@@ -173,15 +173,6 @@ void ServerGround::reach_other_hosts(const std::shared_ptr<ClockBoard>& board,
       std::make_unique<ShareServer>(ShareServer::Parts{box_, memory_, where}, options, workers);
 }
 
-void ServerGround::describe_held() {
-  here_.board->describe_held_by([this](int64_t worker) {
-    std::string held;
-    for (const auto& table : here_.tables)
-      if (held.empty()) held = table->steps().held_by(worker);
-    return held;
-  });
-}
-
 // Makes the tables as this rank sees them.
 void ServerGround::make_tables(const std::shared_ptr<ClockBoard>& board, bool moves_no_byte,
                                std::vector<TableSpec> whole) {
@@ -194,7 +185,6 @@ void ServerGround::make_tables(const std::shared_ptr<ClockBoard>& board, bool mo
     for (TableSpec& table : whole)
       request.whole.push_back(std::make_shared<const TableSpec>(std::move(table)));
   here_ = make_host_tables(request);
-  describe_held();
 }
 
 // Writes those of worker 0 into the memory of each host.

@@ -53,7 +53,6 @@ class TRIREME_API ServerGround {
                      const BoardPlan& lines, int64_t machine_bytes) const;
   void reach_other_hosts(const std::shared_ptr<ClockBoard>& board,
                          const std::vector<Introduction>& all);
-  void describe_held();
   void make_tables(const std::shared_ptr<ClockBoard>& board, bool moves_no_byte,
                    std::vector<TableSpec> whole);
   void write_first_values(const std::vector<TableSpec>& tables) const;

@@ -48,10 +48,10 @@ void check(const std::vector<std::string>& texts, RankOf where) {
   }
 }
 
-std::string in_lines_of_text(const std::vector<std::string>& lines) {
-  std::string text;
-  for (const std::string& line : lines) text += line + "\n";
-  return text;
+std::vector<TableLayout> layouts_of(const std::vector<TableSpec>& tables) {
+  std::vector<TableLayout> layouts;
+  for (const TableSpec& table : tables) layouts.push_back(layout_of(table, 1, 0));
+  return layouts;
 }
 
 }  // namespace
@@ -60,16 +60,6 @@ int64_t memory_of_machine() {
   return static_cast<int64_t>(::sysconf(_SC_PHYS_PAGES)) *
          static_cast<int64_t>(::sysconf(_SC_PAGE_SIZE));
 }
-
-namespace {
-
-std::vector<TableLayout> layouts_of(const std::vector<TableSpec>& tables) {
-  std::vector<TableLayout> layouts;
-  for (const TableSpec& table : tables) layouts.push_back(layout_of(table, 1, 0));
-  return layouts;
-}
-
-}  // namespace
 
 ServerPlan::ServerPlan(std::vector<TableSpec> all, const Options& options, BoardPlan lines,
                        int64_t machine_bytes)
@@ -221,7 +211,7 @@ std::shared_ptr<const ServerMemory> ServerMemory::share(ServerPlan plan,
       std::vector<std::string> addresses;
       for (const Shared& one : memory->segments_)
         addresses.push_back(one.segment->address().to_string());
-      own = in_lines_of_text(addresses);
+      own = c10::Join("\n", addresses);
     }
   }
   const std::string addresses = gather(own)[static_cast<size_t>(first)];

@@ -195,7 +195,8 @@ at::Tensor SparseTable::pull(const at::Tensor& ids, bool create) {
 Pending SparseTable::pull_async(const at::Tensor& ids, bool create) {
   desk().check_worker("pull");
   at::Tensor checked = checked_ids(ids, "pull");
-  if (checked.is_alias_of(ids)) checked = checked.clone();
+  const bool is_read_later = remote() != nullptr || !has_come(board().clock());
+  if (is_read_later && checked.is_alias_of(ids)) checked = checked.clone();
   const Asked asked = ask_others(checked, create);
   return pull_later(
       [this, checked, create, asked, device = ids.device()] {

@@ -68,7 +68,7 @@ void RemoteShares::tell_all(const ShareRequest& request, const Errand& errand) {
   for (const int64_t host : others()) tell(host, request, {}, errand);
 }
 
-// Takes what has come. Nobody may want an answer any more.
+// Takes what has come, and drops answers that nobody wants any more.
 void RemoteShares::take() {
   for (MessageBox::Arrival& arrival : parts_.box->take()) {
     ShareAnswer read = share_answer_of(arrival.message.text);

@@ -73,12 +73,6 @@ class ShareServer::Seat {
     request.memory = server_.parts_.memory;
     request.board = tables_.board;
     tables_ = make_host_tables(request);
-    tables_.board->describe_held_by([this](int64_t worker) {
-      std::string held;
-      for (const auto& table : tables_.tables)
-        if (held.empty()) held = table->steps().held_by(worker);
-      return held;
-    });
   }
   void start() {
     thread_ = std::thread([this] { work(); });

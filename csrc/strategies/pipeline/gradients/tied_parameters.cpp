@@ -2,6 +2,7 @@
 
 #include <trireme/comm/gather_texts.h>
 #include <trireme/common/error.h>
+#include <trireme/common/text_lines.h>
 #include <trireme/strategies/pipeline/gradients/step_gradients.h>
 #include <trireme/strategies/pipeline/refuse.h>
 
@@ -171,8 +172,7 @@ void TiedParameters::compare_descriptions() {
                           std::to_string(rank) + " of " + std::to_string(where_.world) + ")",
                       "Give each stage the parameters that it is said to have.");
     }
-    std::istringstream all(texts[rank]);
-    for (std::string line; std::getline(all, line);) lines[rank].push_back(line);
+    lines[rank] = lines_of(texts[rank]);
   }
   for (size_t i = 0; i < tied_.size(); ++i) {
     const auto& first = tied_[i].holders.front();
