@@ -93,7 +93,7 @@ SavedPlace::SavedPlace(c10::intrusive_ptr<CheckpointFrame> frame, size_t number)
 SavedPlace::~SavedPlace() = default;
 
 void SavedPlace::forget(int64_t task) {
-  const auto is_its = [&](const Recomputed& one) { return one.task == task; };
+  const auto is_its = [&](const Recomputed& recomputed) { return recomputed.task == task; };
   recomputed_.erase(std::remove_if(recomputed_.begin(), recomputed_.end(), is_its),
                     recomputed_.end());
 }
@@ -103,7 +103,7 @@ void SavedPlace::release_resources() {
   frame_.reset();
 }
 
-at::Tensor SavedPlace::unpack() { return frame_->take(*this); }
+at::Tensor SavedPlace::unpack() { return frame_->take_tensor(*this); }
 
 CheckpointFrame::CheckpointFrame(std::unique_ptr<CheckpointedCall> call,
                                  const std::vector<at::Tensor>& inputs, const Options& options)
@@ -153,7 +153,7 @@ c10::intrusive_ptr<PackedTensor> CheckpointFrame::pack_again(int64_t id, const a
   // A place that is gone was freed with its part of the graph.
   if (const auto place = places_[number].lock()) {
     auto& kept = place->recomputed_;
-    const auto was_given = [](const auto& one) { return !one.tensor.defined(); };
+    const auto was_given = [](const auto& recomputed) { return !recomputed.tensor.defined(); };
     kept.erase(std::remove_if(kept.begin(), kept.end(), was_given), kept.end());
     kept.push_back({id, detached});
   }
@@ -179,15 +179,15 @@ void CheckpointFrame::warn_if_useless() const {
   }
 }
 
-at::Tensor CheckpointFrame::take(SavedPlace& place) {
+at::Tensor CheckpointFrame::take_tensor(SavedPlace& place) {
   const FrameLock lock(mutex_);
   const int64_t task = is_ahead_ ? kAhead : SavedTensorHooks::get().current_task();
   if (!recomputation_of(task).is_whole) {
     recompute(task);
   }
-  const auto found =
-      std::find_if(place.recomputed_.begin(), place.recomputed_.end(),
-                   [&](const SavedPlace::Recomputed& one) { return one.task == task; });
+  const auto found = std::find_if(
+      place.recomputed_.begin(), place.recomputed_.end(),
+      [&](const SavedPlace::Recomputed& recomputed) { return recomputed.task == task; });
   if (found == place.recomputed_.end() || !found->tensor.defined()) {
     fail(c10::str("tensor ", place.number_,
                   " is asked for a second time in one backward, and each is kept once only"));
@@ -254,11 +254,11 @@ void CheckpointFrame::check(const Task& task) const {
     if (!place) {
       continue;
     }
-    for (const SavedPlace::Recomputed& one : place->recomputed_) {
-      if (one.task != task.id || !one.tensor.defined()) {
+    for (const SavedPlace::Recomputed& recomputed : place->recomputed_) {
+      if (recomputed.task != task.id || !recomputed.tensor.defined()) {
         continue;
       }
-      const Metadata again = metadata_of(one.tensor);
+      const Metadata again = metadata_of(recomputed.tensor);
       if (again != metadata_[i]) {
         const auto text = [](const Metadata& of) {
           return c10::str(of.dtype, c10::IntArrayRef(of.sizes), " on ", of.device);

@@ -161,7 +161,7 @@ class TRIREME_API CheckpointFrame : public TensorPacker {
   // Takes a tensor that the recomputation for `task` saves, and returns what its graph holds; null
   // if that was the last one that is needed.
   c10::intrusive_ptr<PackedTensor> pack_again(int64_t task, const at::Tensor& tensor);
-  at::Tensor take(SavedPlace& place);
+  at::Tensor take_tensor(SavedPlace& place);
   Task& recomputation_of(int64_t task);
   void recompute(int64_t task);
   void check(const Task& task) const;

@@ -57,7 +57,7 @@ class LongLivedStorages {
   void add(const WeakStorage& storage) {
     const std::lock_guard lock(mutex_);
     if (all_.size() >= next_sweep_) {
-      std::erase_if(all_, [](const auto& one) { return one.second.expired(); });
+      std::erase_if(all_, [](const auto& entry) { return entry.second.expired(); });
       next_sweep_ = 2 * all_.size() + 64;
     }
     all_.try_emplace(storage._unsafe_get_target(), storage);
@@ -99,8 +99,8 @@ bool is_plain(const at::Tensor& tensor) {
 }
 
 bool is_parameter(const at::Tensor& tensor) {
-  const auto trains = [](const at::TensorBase& one) {
-    return one.is_leaf() && one.requires_grad();
+  const auto trains = [](const at::TensorBase& candidate) {
+    return candidate.is_leaf() && candidate.requires_grad();
   };
   return trains(tensor) || (tensor.is_view() && trains(tensor._base()));
 }

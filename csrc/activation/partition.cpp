@@ -257,13 +257,14 @@ Batch PartitionGroup::look_at(const TensorList& inputs, const std::string& funct
 
 // Takes over what was made of the same tensors before, if they were not changed since.
 void PartitionGroup::take_known(Batch& batch) {
-  std::erase_if(remembered_,
-                [](const Packed& one) { return one.tensor.expired() || one.packed.expired(); });
+  std::erase_if(remembered_, [](const Packed& entry) {
+    return entry.tensor.expired() || entry.packed.expired();
+  });
   for (const size_t i : batch.chosen) {
     const auto* tensor = batch.inputs[i].unsafeGetTensorImpl();
-    const auto found = std::find_if(remembered_.begin(), remembered_.end(), [&](const Packed& one) {
-      return one.tensor._unsafe_get_target() == tensor;
-    });
+    const auto found = std::find_if(
+        remembered_.begin(), remembered_.end(),
+        [&](const Packed& entry) { return entry.tensor._unsafe_get_target() == tensor; });
     auto packed = found == remembered_.end() ? nullptr : found->packed.lock();
     const bool holds = packed && static_cast<PartitionedInput&>(*packed).holds(batch.inputs[i]);
     batch.known = mixed(batch.known, holds ? found->number : 0);
@@ -360,8 +361,8 @@ std::optional<size_t> PartitionGroup::write_and_compare(const Batch& batch,
 void PartitionGroup::remember(const Batch& batch) {
   for (const size_t i : batch.chosen) {
     const at::Tensor& input = batch.inputs[i];
-    const auto is_it = [&](const Packed& one) {
-      return one.tensor._unsafe_get_target() == input.unsafeGetTensorImpl();
+    const auto is_it = [&](const Packed& entry) {
+      return entry.tensor._unsafe_get_target() == input.unsafeGetTensorImpl();
     };
     const auto found = std::find_if(remembered_.begin(), remembered_.end(), is_it);
     if (found != remembered_.end()) {

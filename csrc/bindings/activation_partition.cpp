@@ -63,8 +63,8 @@ class PartitionPackerForPython final : public PartitionPacker {
     HANDLE_TH_ERRORS
     const WithoutInterpreter without;
     auto packed = inner_->pack_inputs(inputs, function);
-    for (auto& one : packed)
-      if (one) one = c10::make_intrusive<PackedForPython>(std::move(one));
+    for (auto& item : packed)
+      if (item) item = c10::make_intrusive<PackedForPython>(std::move(item));
     return packed;
     END_HANDLE_TH_ERRORS_PYBIND
   }

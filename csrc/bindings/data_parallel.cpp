@@ -116,14 +116,14 @@ std::shared_ptr<Replicas> make_replicas(ModuleReplicas module, std::shared_ptr<W
 
 py::dict to_dict(const ReplicasReport& report) {
   py::list replicas;
-  for (const ReplicaReport& one : report.replicas) {
+  for (const ReplicaReport& replica : report.replicas) {
     py::dict dict;
-    dict["device"] = one.device.str();
-    dict["rows"] = one.rows;
-    dict["forward_ms"] = one.forward_ms;
-    dict["backward_ms"] = one.backward_ms;
-    dict["waiting_share"] = one.waiting_share;
-    dict["memory_bytes"] = one.memory_bytes;
+    dict["device"] = replica.device.str();
+    dict["rows"] = replica.rows;
+    dict["forward_ms"] = replica.forward_ms;
+    dict["backward_ms"] = replica.backward_ms;
+    dict["waiting_share"] = replica.waiting_share;
+    dict["memory_bytes"] = replica.memory_bytes;
     replicas.append(dict);
   }
   py::dict dict;

@@ -65,10 +65,10 @@ py::dict to_dict(const SeenGroup& group) {
 py::list to_list(const std::vector<shm::HiddenProcess>& processes) {
   py::list made;
   for (const shm::HiddenProcess& process : processes) {
-    py::dict one;
-    one["pid"] = process.pid;
-    one["why"] = process.why;
-    made.append(one);
+    py::dict entry;
+    entry["pid"] = process.pid;
+    entry["why"] = process.why;
+    made.append(entry);
   }
   return made;
 }

@@ -148,7 +148,7 @@ void set_places(PyParamGroup& self,
   held->sharded = sharded;
   held->unsharded = unsharded;
   std::vector<at::Tensor> shown;
-  for (const py::object& one : unsharded) shown.push_back(py::cast<at::Tensor>(one));
+  for (const py::object& tensor : unsharded) shown.push_back(py::cast<at::Tensor>(tensor));
   self.places = held;
   self.group->set_face(held, std::move(leaves), std::move(shown));
 }
@@ -318,7 +318,7 @@ template <void (Prefetch::*Set)(const ParamGroup&, const std::vector<const Param
 void set_prefetch(Fsdp& fsdp, const std::shared_ptr<PyParamGroup>& group,
                   const std::vector<std::shared_ptr<PyParamGroup>>& ahead) {
   std::vector<const ParamGroup*> held;
-  for (const auto& one : ahead) held.push_back(one->group.get());
+  for (const auto& later : ahead) held.push_back(later->group.get());
   (fsdp.prefetch().*Set)(*group->group, held);
 }
 

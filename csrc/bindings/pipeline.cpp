@@ -28,7 +28,7 @@ using Costs = std::tuple<std::vector<double>, std::vector<double>, std::vector<d
 ScheduleCosts costs_of(const Costs& given) {
   const auto& [forward, input, weight, message] = given;
   const size_t stages = std::max({forward.size(), input.size(), weight.size()});
-  const auto at = [&](const std::vector<double>& costs, size_t stage) {
+  const auto cost_of = [&](const std::vector<double>& costs, size_t stage) {
     TORCH_CHECK_VALUE(costs.size() == 1 || costs.size() == stages,
                       error_text("pipeline",
                                  "got costs for " + std::to_string(costs.size()) + " and for " +
@@ -39,7 +39,8 @@ ScheduleCosts costs_of(const Costs& given) {
   ScheduleCosts costs;
   costs.stages.clear();
   for (size_t stage = 0; stage < stages; ++stage) {
-    costs.stages.push_back({at(forward, stage), at(input, stage), at(weight, stage)});
+    costs.stages.push_back(
+        {cost_of(forward, stage), cost_of(input, stage), cost_of(weight, stage)});
   }
   costs.message = message;
   return costs;
@@ -63,16 +64,16 @@ py::list to_rows(const PipelineSchedule& schedule) {
 
 py::dict to_slots(const PipelineSchedule& schedule, int64_t slots) {
   py::dict found;
-  for (const EdgeSlots& one : check_schedule(schedule, slots)) {
-    found[py::make_tuple(one.edge.from, one.edge.to)] = one.slots;
+  for (const EdgeSlots& need : check_schedule(schedule, slots)) {
+    found[py::make_tuple(need.edge.from, need.edge.to)] = need.slots;
   }
   return found;
 }
 
 py::list to_timeline(const PipelineSchedule& schedule, const Costs& costs) {
   py::list timed;
-  for (const TimedAction& one : timeline(schedule, costs_of(costs))) {
-    timed.append(py::make_tuple(one.rank, one.action, one.begin, one.end));
+  for (const TimedAction& event : timeline(schedule, costs_of(costs))) {
+    timed.append(py::make_tuple(event.rank, event.action, event.begin, event.end));
   }
   return timed;
 }

@@ -189,9 +189,9 @@ std::shared_ptr<PipelineEngine> make_engine(const PipelineSchedule& schedule,
   auto requests = to_requests(std::move(stages), std::move(weights));
   PipelineEngineOptions options{
       .scale_grads = scale_grads, .skips = to_skips(std::move(skips)), .copies = std::move(copies)};
-  for (Tied& one : tied) {
+  for (Tied& holders : tied) {
     TiedParameter& parameter = options.tied.emplace_back();
-    for (auto& [stage, name] : one) parameter.holders.push_back({stage, std::move(name)});
+    for (auto& [stage, name] : holders) parameter.holders.push_back({stage, std::move(name)});
   }
   const py::gil_scoped_release no_gil;
   return without_gil(std::make_unique<PipelineEngine>(schedule, std::move(requests),
@@ -236,7 +236,7 @@ std::shared_ptr<RowThreads> make_row_threads(const PipelineSchedule& schedule,
 std::vector<PipelineValue> to_inputs(std::vector<Tensors> tensors) {
   std::vector<PipelineValue> inputs;
   inputs.reserve(tensors.size());
-  for (Tensors& one : tensors) inputs.push_back({std::move(one), {}});
+  for (Tensors& input : tensors) inputs.push_back({std::move(input), {}});
   return inputs;
 }
 
@@ -377,9 +377,9 @@ void init_pipeline_engine(py::module_& module) {
                  all.push_back({rank, std::move(named.first), std::move(named.second)});
                std::vector<Tied> tied;
                for (TiedParameter& parameter : find_tied(all)) {
-                 Tied& one = tied.emplace_back();
+                 Tied& holders = tied.emplace_back();
                  for (auto& holder : parameter.holders)
-                   one.emplace_back(holder.stage, std::move(holder.name));
+                   holders.emplace_back(holder.stage, std::move(holder.name));
                }
                return tied;
              }),

@@ -23,7 +23,7 @@ using State = std::map<std::string, std::variant<at::Tensor, std::string>>;
 ArchivedValues archived(const State& state) {
   ArchivedValues values;
   for (const auto& [name, value] : state)
-    std::visit([&, &key = name](const auto& one) { values[key] = one; }, value);
+    std::visit([&, &key = name](const auto& held) { values[key] = held; }, value);
   return values;
 }
 
@@ -44,10 +44,10 @@ std::vector<State> gather(const std::vector<State>& own,
                           const std::shared_ptr<Communicator>& communicator, int64_t to) {
   const at::NoGradGuard no_grad;
   std::vector<ArchivedValues> values;
-  for (const State& one : own) values.push_back(archived(one));
+  for (const State& state : own) values.push_back(archived(state));
   std::vector<State> whole;
-  for (const ArchivedValues& one : gather_states(values, parameters, *communicator, to))
-    whole.push_back(state_of(one));
+  for (const ArchivedValues& whole_values : gather_states(values, parameters, *communicator, to))
+    whole.push_back(state_of(whole_values));
   return whole;
 }
 

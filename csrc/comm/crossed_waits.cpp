@@ -35,7 +35,7 @@ std::string CrossedWaits::key(int64_t rank) const {
 std::string CrossedWaits::Said::text() const {
   std::ostringstream text;
   text << beat << ' ' << place << ' ' << stuck.number << ' ' << started.size();
-  for (const int64_t one : started) text << ' ' << one;
+  for (const int64_t number : started) text << ' ' << number;
   text << ' ' << stuck.what;
   return text.str();
 }
@@ -45,7 +45,8 @@ std::optional<CrossedWaits::Said> CrossedWaits::Said::read(const std::string& te
   Said said;
   size_t count = 0;
   if (!(stream >> said.beat >> said.place >> said.stuck.number >> count)) return std::nullopt;
-  for (int64_t one = 0; said.started.size() < count && stream >> one;) said.started.push_back(one);
+  for (int64_t number = 0; said.started.size() < count && stream >> number;)
+    said.started.push_back(number);
   if (!std::getline(stream >> std::ws, said.stuck.what)) return std::nullopt;
   return said;
 }

@@ -186,7 +186,7 @@ bool MessageBox::try_end(int64_t to) {
 
 bool MessageBox::has_ended(int64_t rank) const { return lanes_[static_cast<size_t>(rank)]->ended; }
 
-std::vector<MessageBox::Arrival> MessageBox::take() {
+std::vector<MessageBox::Arrival> MessageBox::take_arrivals() {
   std::vector<Arrival> arrivals;
   const std::lock_guard lock(taking_);
   for (const auto& lane : lanes_)

@@ -22,9 +22,9 @@ namespace trireme {
 // A box posts to any rank and takes from any rank, in no order but that of a pair: there is a lane,
 // a tensor_channel.h, from each rank to each other one. Through the memory of a host whoever takes
 // looks at all lanes, and sleeps on the bell of this rank, which each sender rings. Over an engine
-// a thread per lane receives, puts what came where take() finds it, and rings the same bell. An
-// engine gives a receive up after its timeout, so that each box lets its peers hear of it every
-// second.
+// a thread per lane receives, puts what came where take_arrivals() finds it, and rings the same
+// bell. An engine gives a receive up after its timeout, so that each box lets its peers hear of it
+// every second.
 
 // Takes messages of any rank, and posts them to any. Nothing here waits. Thread-safe.
 class TRIREME_API MessageBox {
@@ -50,7 +50,7 @@ class TRIREME_API MessageBox {
   };
   // Returns what has come, those of one rank in the order in which they were posted. Tensors that
   // are small have memory of their own; who holds a larger one keeps the sender's memory.
-  std::vector<Arrival> take();
+  std::vector<Arrival> take_arrivals();
 
   // Is rung when something has come, or a lane has room again. wake() rings it.
   shm::Bell& bell() { return *bell_; }

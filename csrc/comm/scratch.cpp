@@ -6,10 +6,10 @@
 
 namespace trireme {
 
-at::Tensor Scratch::take(int64_t bytes) {
-  const auto is_free = [](const at::Tensor& one) { return one.storage().use_count() == 1; };
-  const auto fits = [&](const at::Tensor& one) {
-    return is_free(one) && one.numel() >= bytes && one.numel() / 2 <= bytes;
+at::Tensor Scratch::take_buffer(int64_t bytes) {
+  const auto is_free = [](const at::Tensor& buffer) { return buffer.storage().use_count() == 1; };
+  const auto fits = [&](const at::Tensor& buffer) {
+    return is_free(buffer) && buffer.numel() >= bytes && buffer.numel() / 2 <= bytes;
   };
   auto found = std::find_if(kept_.begin(), kept_.end(), fits);
   if (found == kept_.end()) {

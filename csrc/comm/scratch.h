@@ -14,7 +14,7 @@ class Scratch {
   static constexpr size_t kKept = 2;
 
   // Returns so many bytes, uninitialised.
-  at::Tensor take(int64_t bytes);
+  at::Tensor take_buffer(int64_t bytes);
 
  private:
   std::vector<at::Tensor> kept_;

@@ -60,7 +60,7 @@ TensorMessage ShmTensorReceiver::receive(int64_t step, int64_t micro_batch,
                                          const std::string& label) {
   const auto [head, slot] = translate_faults([&] {
     if (slots_.is_empty()) slots_.wait(name_.receiving(label));
-    return slots_.take();
+    return slots_.take_message();
   });
   TensorMessage message{head.step, head.micro_batch, {}, {}, {}};
   name_.check_came(message, step, micro_batch, label);

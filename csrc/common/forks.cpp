@@ -30,8 +30,8 @@ struct SharedMappings {
   std::vector<SharedMapping> all;
 
   static SharedMappings& instance() {
-    static auto& one = *new SharedMappings;
-    return one;
+    static auto& mappings = *new SharedMappings;
+    return mappings;
   }
 };
 
@@ -90,7 +90,8 @@ PrivateInChildren::PrivateInChildren(void* begin, size_t bytes, int fd) : begin_
 PrivateInChildren::~PrivateInChildren() {
   SharedMappings& mappings = SharedMappings::instance();
   const std::lock_guard<std::mutex> lock(mappings.mutex);
-  std::erase_if(mappings.all, [this](const SharedMapping& one) { return one.begin == begin_; });
+  std::erase_if(mappings.all,
+                [this](const SharedMapping& mapping) { return mapping.begin == begin_; });
 }
 
 }  // namespace trireme

@@ -1,8 +1,6 @@
 #include <trireme/grad/grad_reducer.h>
 
-#include <trireme/common/error.h>
 #include <trireme/common/exception_text.h>
-#include <trireme/common/language.h>
 #include <trireme/common/trace.h>
 #include <trireme/grad/collective_wire.h>
 #include <trireme/grad/hook_wire.h>
@@ -32,8 +30,7 @@ GradReducer::GradReducer(const NamedParameters& parameters, GradReducerParts par
       arming_(std::move(parts.arming)),
       landing_(std::move(parts.landing)),
       wires_(parts.wire ? std::move(parts.wire) : std::make_unique<CollectiveWire>(communicator_)),
-      area_(options.area),
-      checks_(area_, communicator_->rank_of()),
+      checks_(options.area, communicator_->rank_of()),
       layout_({options.caps, options.reduce_dtype, options.reduce_dtypes, options.bucket_prefix,
                landing_->own_shards()},
               parameters),
@@ -41,7 +38,7 @@ GradReducer::GradReducer(const NamedParameters& parameters, GradReducerParts par
                 .communicator = *communicator_,
                 .landing = *landing_,
                 .sink = *this,
-                .area = area_,
+                .area = options.area,
                 .hooks_before = arming_->is_at_parameters(),
                 .compares_moved_values = options.compares_moved_values}),
       queue_(layout_, *landing_, clock_) {
@@ -65,37 +62,23 @@ void GradReducer::build_layout() {
 // Looks at what may have changed since the last step: the group, the user's parameters.
 void GradReducer::look_around() {
   communicator_->recover();
-  if (const auto failure = communicator_->failure()) {
-    const bool at_parameters = arming_->is_at_parameters();
-    C10_THROW_ERROR(
-        DistBackendError,
-        error_text(area_,
-                   (at_parameters ? "got a backward" : "got a forward") +
-                       (" after the group had failed: " + *failure),
-                   communicator_->rank_of(),
-                   std::string("Destroy the process group, initialise it again and ") +
-                       (at_parameters ? "make the optimizer anew." : "wrap the module anew.")));
-  }
-  TORCH_CHECK(!arming_->awaits_finalization(),
-              error_text(area_,
-                         "got a forward before finalize_backward(), expected one call of it "
-                         "after every synchronized backward",
-                         communicator_->rank_of(),
-                         "Call finalize_backward(), or turn manual finalization off."));
+  if (const auto failure = communicator_->failure())
+    checks_.refuse_after(*failure, arming_->is_at_parameters());
+  checks_.expect(!arming_->awaits_finalization(),
+                 "a forward before finalize_backward(), expected one call of it after every "
+                 "synchronized backward",
+                 "Call finalize_backward(), or turn manual finalization off.");
   if (arming_->is_idle()) changes_.watch_parameters();
 }
 
 void GradReducer::forward_begins() {
   look_around();
-  TORCH_CHECK(!arming_->take_unreached(),
-              error_text(area_,
-                         "got a forward after prepare_for_backward(), and no backward in between "
-                         "that reached a parameter",
-                         communicator_->rank_of(),
-                         in_language({.cpp = "Run the backward first.",
-                                      .python = "Run the backward first; run pipelines whose "
-                                                "backwards come in two halves by a schedule of "
-                                                "trireme.pipelining."})));
+  checks_.expect(!arming_->take_unreached(),
+                 "a forward after prepare_for_backward(), and no backward in between that reached "
+                 "a parameter",
+                 {.cpp = "Run the backward first.",
+                  .python = "Run the backward first; run pipelines whose backwards come in two "
+                            "halves by a schedule of trireme.pipelining."});
   clock_.forward_begins();
 }
 
@@ -106,10 +89,8 @@ void GradReducer::forward_ends() {
 
 // Every rank begins at the same place in its sequence of collectives.
 void GradReducer::begin_backward(Part part) {
-  TORCH_CHECK(arming_->is_idle(),
-              error_text(area_, "got a second backward before finalize_backward()",
-                         communicator_->rank_of(),
-                         "Call finalize_backward() once per synchronized backward."));
+  checks_.expect(arming_->is_idle(), "a second backward before finalize_backward()",
+                 "Call finalize_backward() once per synchronized backward.");
   if (map_is_unread_) settle_map(/*late=*/true);
   if (auto order = layout_.arrivals().receive(*communicator_)) layout_.set_order(std::move(*order));
   if (wires_.own().divides() && !layout_.arrivals().is_observing()) keep_buckets();
@@ -133,12 +114,6 @@ void GradReducer::begin_step() {
 }
 
 void GradReducer::begin_wire() {
-  std::vector<int64_t> waiting(layout_.buckets().size());
-  for (size_t i = 0; i < layout_.parameters().size(); ++i) {
-    const BucketPlace place = layout_.place_of(i);
-    if (layout_.infos()[i].requires_grad && place.is_planned() && is_expected(i))
-      ++waiting[static_cast<size_t>(place.bucket)];
-  }
   Wire& wire = wires_.choose(layout_);
   wire.begin({.buckets = layout_.buckets(),
               .labels = layout_.labels(),
@@ -148,7 +123,7 @@ void GradReducer::begin_wire() {
               .shadow = is_shadow(),
               .defers_sums = landing_->defers_step()});
   landing_->begin_step({wire, /*touches_gradients=*/part_ != Part::kZeros, makes_graph_});
-  queue_.begin({&wire, scale(), is_shadow(), arming_->is_manual()}, waiting);
+  queue_.begin({&wire, scale(), is_shadow(), arming_->is_manual()}, unused_);
 }
 
 void GradReducer::gradient_due(int64_t index) {
@@ -165,11 +140,11 @@ void GradReducer::gradient_ready(int64_t index, bool has_gradient) {
   if (has_gradient) layout_.used().mark_used(index);
   if (!arming_->is_running()) landing_->accumulated(parameter);
   if (!arming_->gradient_came()) return;
-  const at::NoGradGuard no_grad;
+  // Autograd runs this without grad mode, unless the backward makes a graph.
+  std::optional<at::NoGradGuard> no_grad;
+  if (makes_graph_) no_grad.emplace();
   const bool is_last = layout_.arrivals().arrived(index);
-  if (has_gradient)
-    checks_.check(layout_.parameters()[parameter], layout_.infos()[parameter].name,
-                  landing_->keeps_graphs());
+  if (has_gradient) check(layout_.parameters()[parameter], layout_.infos()[parameter].name);
   const BucketPlace place = layout_.place_of(parameter);
   if (layout_.is_excluded(parameter)) return landing_->accumulated(parameter);
   if (!place.is_planned()) return;  // unfrozen or cast since; see [Note: a module that changes]
@@ -206,8 +181,7 @@ void GradReducer::slot_ready(size_t parameter, BucketPlace place, bool is_last) 
 
 void GradReducer::newcomer_ready(size_t newcomer, bool has_gradient) {
   const at::Tensor& tensor = changes_.newcomer_came(newcomer, has_gradient);
-  if (arming_->gradient_came() && has_gradient)
-    checks_.check(tensor, /*name=*/"", landing_->keeps_graphs());
+  if (arming_->gradient_came() && has_gradient) check(tensor, /*name=*/{});
 }
 
 void GradReducer::catch_up() {
@@ -255,7 +229,9 @@ void GradReducer::collect(bool may_learn) {
   used.start_reading(layout_.carries_tail() ? layout_.buckets().back()->tail()
                                             : used.own_wire(layout_.device()));
   if (needs_map()) settle_map();
-  begin_use_anew();
+  // What no .grad has yet counts for the next synchronization.
+  used.begin_anew(
+      [this](size_t index, bool is_used) { return landing_->still_counts(index, is_used); });
   layout_.arrivals().end_step();
   if (may_learn && layout_.arrivals().has_observed()) learn_order();
   queue_.drop();
@@ -275,11 +251,8 @@ void GradReducer::send_map() {
 // On devices reading the map waits for this backward. Where this rank used everything and changed
 // nothing it is read when the next one is armed.
 bool GradReducer::needs_map() const {
-  if (layout_.device().is_cpu() || layout_.used().changed_here()) return true;
-  if (layout_.arrivals().is_observing()) return true;
-  for (size_t i = 0; i < layout_.parameters().size(); ++i)
-    if (layout_.place_of(i).is_planned() && !queue_.is_delivered()[i]) return true;
-  return false;
+  return layout_.device().is_cpu() || layout_.used().changed_here() ||
+         layout_.arrivals().is_observing() || !queue_.has_delivered_all();
 }
 
 void GradReducer::settle_map(bool late) {
@@ -301,19 +274,6 @@ void GradReducer::settle_changes(bool late) {
   if (!settled.left_out.empty())
     queue_.reduce_beside(wires_.own(), scale(), settled.left_out, settled.used);
   if (settled.parameters) build_layout();  // behind what a hook was shown beside it
-}
-
-// Begins the use of parameters anew: what is used from here on counts for the next synchronization,
-// as does what no .grad has yet.
-void GradReducer::begin_use_anew() {
-  UsedMap& used = layout_.used();
-  std::vector<int64_t> kept;
-  for (size_t i = 0; i < layout_.parameters().size(); ++i) {
-    const auto index = static_cast<int64_t>(i);
-    if (landing_->still_counts(i, used.used_here(index))) kept.push_back(index);
-  }
-  used.clear();
-  for (const int64_t index : kept) used.mark_used(index);
 }
 
 // Sends rank 0's order to everybody at the end of the first synchronized backward.
@@ -341,17 +301,9 @@ void GradReducer::collect_by_itself(Part part, bool may_learn) {
 
 void GradReducer::abandon_backward(const std::string& why) noexcept {
   try {
-    std::string cause = checks_.refused();
-    if (cause.empty()) {
-      cause = why.empty() ? "An exception left it; see the traceback of that rank"
-                          : "An exception left it: " + why;
-    }
-    std::string what = "backward " + std::to_string(step_) + " was abandoned ";
     const int64_t last = layout_.arrivals().last_arrived();
-    what += last < 0
-                ? "before any gradient arrived"
-                : "after the gradient of '" + layout_.infos()[static_cast<size_t>(last)].name + "'";
-    announce_failure(error_text(area_, what, communicator_->rank_of(), cause));
+    announce_failure(checks_.text_of_abandoned(
+        step_, last < 0 ? "" : layout_.infos()[static_cast<size_t>(last)].name, why));
   } catch (
       ...) {  // out of memory while dying of something else: the peers see their deadline instead
   }
@@ -366,38 +318,30 @@ void GradReducer::abandon_backward(const std::string& why) noexcept {
 bool GradReducer::lacks_gradients() const {
   const auto lock = arming_->lock();
   const auto& infos = layout_.infos();
-  bool trains = false;
-  for (size_t i = 0; i < infos.size(); ++i) {
-    if (layout_.used().used_here(static_cast<int64_t>(i))) return false;
-    trains = trains || infos[i].requires_grad;
-  }
-  return trains;
+  return !layout_.used().any_used_here() &&
+         std::any_of(infos.begin(), infos.end(),
+                     [](const auto& info) { return info.requires_grad; });
 }
 
 void GradReducer::finalize_backward() {
-  TORCH_CHECK(
-      arming_->awaits_finalization(),
-      error_text(area_, "got finalize_backward() with no synchronized backward to finalize",
-                 communicator_->rank_of(),
-                 "Call it once after each backward whose forward was not under no_sync()."));
+  checks_.expect(arming_->awaits_finalization(),
+                 "finalize_backward() with no synchronized backward to finalize",
+                 "Call it once after each backward whose forward was not under no_sync().");
   collect();
 }
 
 void GradReducer::set_manual_finalization(bool manual) {
   const auto lock = arming_->lock();
-  TORCH_CHECK(arming_->is_idle(),
-              error_text(area_, "got a change of manual finalization while a backward runs",
-                         communicator_->rank_of(),
-                         "Change it before forward or after finalize_backward()."));
+  checks_.expect(arming_->is_idle(), "a change of manual finalization while a backward runs",
+                 "Change it before forward or after finalize_backward().");
   arming_->set_manual(manual);
 }
 
 void GradReducer::set_comm_hook(std::shared_ptr<CommHook> hook) {
   const auto lock = arming_->lock();
-  TORCH_CHECK(arming_->is_idle() && !wires_.own().divides(),
-              error_text(area_, "got a second communication hook, expected one per module",
-                         communicator_->rank_of(),
-                         "Combine the two in one hook (e.g. fp16_compress_wrapper)."));
+  checks_.expect(arming_->is_idle() && !wires_.own().divides(),
+                 "a second communication hook, expected one per module",
+                 "Combine the two in one hook (e.g. fp16_compress_wrapper).");
   wires_.replace(std::make_unique<HookWire>(communicator_, std::move(hook), layout_.parameters()));
   changes_.stop_comparing();  // a hook may average less than all ranks' gradients
   layout_.make_stale();

@@ -178,6 +178,10 @@ class TRIREME_API GradReducer final : public GradSink, public BackwardSteps {
   void finish_backward() override;
   void abandon_backward(const std::string& why) noexcept override;
 
+  void check(const at::Tensor& parameter, const std::string& name) {
+    checks_.check(parameter, name);
+    if (makes_graph_) checks_.check_graph(parameter, landing_->keeps_graphs());
+  }
   void newcomer_ready(size_t newcomer, bool has_gradient);
   void slot_ready(size_t parameter, BucketPlace place, bool is_last);
   void begin_step();
@@ -197,14 +201,12 @@ class TRIREME_API GradReducer final : public GradSink, public BackwardSteps {
   bool needs_map() const;
   void settle_map(bool late = false);
   void settle_changes(bool late);
-  void begin_use_anew();
   void learn_order();
 
   std::shared_ptr<Communicator> communicator_;
   std::shared_ptr<Arming> arming_;
   std::shared_ptr<Landing> landing_;
   WireSwitch wires_;
-  std::string area_;
   GradientChecks checks_;
   BucketLayout layout_;
   ParameterChanges changes_;

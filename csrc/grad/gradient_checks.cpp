@@ -6,8 +6,22 @@
 
 namespace trireme {
 
-void GradientChecks::check(const at::Tensor& parameter, const std::string& name,
-                           bool keeps_graphs) {
+void GradientChecks::expect(bool is_fine, const char* got, const Advice& advice) const {
+  TORCH_CHECK(is_fine, error_text(area_, std::string("got ") + got, where_, in_language(advice)));
+}
+
+void GradientChecks::refuse_after(const std::string& failure, bool begins_with_backward) const {
+  C10_THROW_ERROR(DistBackendError,
+                  error_text(area_,
+                             (begins_with_backward ? "got a backward" : "got a forward") +
+                                 (" after the group had failed: " + failure),
+                             where_,
+                             std::string("Destroy the process group, initialise it again and ") +
+                                 (begins_with_backward ? "make the optimizer anew."
+                                                       : "wrap the module anew.")));
+}
+
+void GradientChecks::check(const at::Tensor& parameter, const std::string& name) {
   if (!parameter.grad().defined()) {
     refuse(name,
            "without its gradient, expected it in .grad: a post-accumulate-grad hook took it before "
@@ -15,10 +29,10 @@ void GradientChecks::check(const at::Tensor& parameter, const std::string& name,
            "Register the optimizer with _apply_optimizer_in_backward before the first forward, or "
            "step after backward.");
   }
-  if (where_.rank == 0 && has_graph(parameter.grad())) say_of_graph(keeps_graphs);
 }
 
-void GradientChecks::say_of_graph(bool is_kept) const {
+void GradientChecks::check_graph(const at::Tensor& parameter, bool is_kept) const {
+  if (where_.rank != 0 || !has_graph(parameter.grad())) return;
   if (!is_kept) {
     TORCH_WARN_ONCE(error_text(
         area_,
@@ -33,6 +47,19 @@ void GradientChecks::say_of_graph(bool is_kept) const {
             std::to_string(where_.world),
         where_, "Sum up over the ranks what you derive from .grad."));
   }
+}
+
+std::string GradientChecks::text_of_abandoned(int64_t step, const std::string& last,
+                                              const std::string& why) const {
+  std::string cause = refused_;
+  if (cause.empty())
+    cause = why.empty() ? "An exception left it; see the traceback of that rank"
+                        : "An exception left it: " + why;
+  return error_text(
+      area_,
+      "backward " + std::to_string(step) + " was abandoned " +
+          (last.empty() ? "before any gradient arrived" : "after the gradient of '" + last + "'"),
+      where_, cause);
 }
 
 void GradientChecks::refuse_late(const std::string& name) {

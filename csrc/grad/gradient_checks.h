@@ -2,39 +2,53 @@
 
 #include <trireme/common/error.h>
 #include <trireme/common/export.h>
+#include <trireme/common/language.h>
 
 #include <ATen/core/Tensor.h>
 
+#include <cstdint>
 #include <string>
 #include <utility>
 
 namespace trireme {
 
-// Refuses gradients that a backward cannot average, or says what comes of them. What is raised
-// while a gradient comes leaves the user's backward().
+// Refuses calls that come out of order, and gradients that a backward cannot average, or says what
+// comes of them. What is raised while a gradient comes leaves the user's backward().
 class TRIREME_API GradientChecks {
  public:
   // `area` names the strategy in messages.
   GradientChecks(std::string area, RankOf where) : area_(std::move(area)), where_(where) {}
 
+  // Throws c10::Error, "got ..., expected ...", unless `is_fine`.
+  void expect(bool is_fine, const char* got, const Advice& advice) const;
+  void expect(bool is_fine, const char* got, const char* advice) const {
+    expect(is_fine, got, Advice{advice, advice});
+  }
+  // Throws c10::DistBackendError: the group failed in an earlier step. Gradients of a strategy that
+  // has no forward of its own (ZeRO) begin with a backward.
+  [[noreturn]] void refuse_after(const std::string& failure, bool begins_with_backward) const;
+
   // Throws c10::NotImplementedError for a gradient that somebody took out of .grad. A parameter
-  // that came after wrapping has no name. Warns once, on rank 0, of a gradient with a graph; see
-  // [Note: gradients with a graph].
-  void check(const at::Tensor& parameter, const std::string& name, bool keeps_graphs);
+  // that came after wrapping has no name.
+  void check(const at::Tensor& parameter, const std::string& name);
+  // Warns once, on rank 0, if a gradient has a graph; see [Note: gradients with a graph].
+  void check_graph(const at::Tensor& parameter, bool is_kept) const;
   // Throws c10::NotImplementedError: the gradient that came is on its way already.
   [[noreturn]] void refuse_late(const std::string& name);
 
-  // Returns what was thrown last in this step, so that other ranks can be told; empty if nothing.
-  const std::string& refused() const { return refused_; }
+  // Returns what other ranks are told of a backward that an exception has left: after the gradient
+  // of that parameter, empty before any. What was thrown here last in this step is the cause, else
+  // the text `why`, if there is one.
+  std::string text_of_abandoned(int64_t step, const std::string& last,
+                                const std::string& why) const;
   void begin_step() { refused_.clear(); }
 
  private:
-  void say_of_graph(bool is_kept) const;
   [[noreturn]] void refuse(const std::string& name, const char* got, const char* next_step);
 
   std::string area_;
   RankOf where_;
-  std::string refused_;
+  std::string refused_;  // what was thrown last in this step
 };
 
 }  // namespace trireme

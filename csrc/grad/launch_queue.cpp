@@ -23,14 +23,17 @@ void take_result(Bucket& bucket, Pending& pending) {
 
 }  // namespace
 
-void LaunchQueue::begin(const Step& step, const std::vector<int64_t>& waiting) {
+void LaunchQueue::begin(const Step& step, const std::vector<bool>& unused) {
   step_ = step;
   next_launch_ = next_settle_ = next_deliver_ = 0;
   waits_in_vain_ = false;
   flights_.clear();
-  flights_.resize(waiting.size());
-  for (size_t bucket = 0; bucket < waiting.size(); ++bucket)
-    flights_[bucket].waiting = waiting[bucket];
+  flights_.resize(layout_.buckets().size());
+  for (size_t i = 0; i < layout_.parameters().size(); ++i) {
+    const BucketPlace place = layout_.place_of(i);
+    if (!place.is_planned() || !layout_.infos()[i].requires_grad) continue;
+    if (unused.empty() || !unused[i]) ++flights_[static_cast<size_t>(place.bucket)].waiting;
+  }
   is_delivered_.assign(layout_.parameters().size(), false);
 }
 
@@ -130,7 +133,14 @@ void LaunchQueue::deliver_shown() {
   for (const auto& bucket : layout_.buckets()) deliver_used(*bucket, Landing::Turn::kAfterShown);
 }
 
+bool LaunchQueue::has_delivered_all() const {
+  for (size_t i = 0; i < is_delivered_.size(); ++i)
+    if (!is_delivered_[i] && layout_.place_of(i).is_planned()) return false;
+  return true;
+}
+
 void LaunchQueue::deliver_by_map() {
+  if (has_delivered_all()) return;
   const UsedMap& used = layout_.used();
   for (const auto& bucket : layout_.buckets()) {
     const std::vector<BucketSlot>& slots = bucket->plan().slots;

@@ -27,8 +27,9 @@ class TRIREME_API LaunchQueue {
     bool shadow = false;         // this rank contributes zeros
     bool delivers_late = false;  // the caller says when anything may be delivered
   };
-  // Begins a step in which each bucket waits for so many gradients. Buckets have begun theirs.
-  void begin(const Step& step, const std::vector<int64_t>& waiting);
+  // Begins a step in which each bucket waits for the gradients of its parameters that are trained
+  // and not `unused` (one flag per parameter; empty: none is). Buckets have begun theirs.
+  void begin(const Step& step, const std::vector<bool>& unused);
 
   // One gradient of a bucket more, or one fewer, is waited for.
   void wait_for_one_more(size_t bucket) { ++flights_[bucket].waiting; }
@@ -57,6 +58,8 @@ class TRIREME_API LaunchQueue {
 
   // Has one flag per parameter: its .grad is final.
   const std::vector<bool>& is_delivered() const { return is_delivered_; }
+  // Says whether that is so of all parameters that the plan of the step holds.
+  bool has_delivered_all() const;
   void set_delivered_callback(std::function<void(const std::vector<int64_t>&)> callback) {
     delivered_ = std::move(callback);
   }

@@ -63,8 +63,12 @@ void UsedMap::finish_reading() {
   read_.reset();
 }
 
-void UsedMap::clear() {
-  std::fill(used_here_.begin(), used_here_.end(), false);
+bool UsedMap::any_used_here() const {
+  return std::find(used_here_.begin(), used_here_.end(), true) != used_here_.end();
+}
+
+void UsedMap::begin_anew(const std::function<bool(size_t parameter, bool used)>& still_counts) {
+  for (size_t i = 0; i < used_here_.size(); ++i) used_here_[i] = still_counts(i, used_here_[i]);
   changed_here_ = false;
 }
 

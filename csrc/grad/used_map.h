@@ -5,7 +5,9 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <optional>
 #include <vector>
 
@@ -45,8 +47,11 @@ class TRIREME_API UsedMap {
   bool changed_anywhere() const { return changed_anywhere_; }
   bool numbers_differ() const { return numbers_differ_; }
 
-  // Begins anew when a synchronization is over; what follows counts for the next.
-  void clear();
+  bool any_used_here() const;
+
+  // Begins anew when a synchronization is over; what follows counts for the next, as do the
+  // parameters of which `still_counts` says so, called with each and whether it was used here.
+  void begin_anew(const std::function<bool(size_t parameter, bool used)>& still_counts);
 
  private:
   int64_t parameters_;

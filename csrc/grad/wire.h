@@ -49,11 +49,12 @@ struct SumPiece {
 };
 using SumVisitor = std::function<void(const SumPiece&)>;
 
-// How gradients leave this rank, and come back as sums over the ranks: nothing of a gradient leaves
-// in any other way. A wire for the buckets of each step is told, in order: begin(), accumulated()
-// and ready() as gradients come, launch() once per bucket in the order of the plan, close() when
-// backward is over. A later wire (compressed, pushed to a server, recorded) stands here, and
-// nothing before or after this stage knows the difference.
+// How gradients leave this rank, and come back as sums over the ranks. A gradient that is not
+// summed yet leaves in no other way, but for the copies of a pipeline, which sum whole gradients by
+// the second stage alone (across.h). A wire for the buckets of each step is told, in order:
+// begin(), accumulated() and ready() as gradients come, launch() once per bucket in the order of
+// the plan, close() when backward is over. A later wire (compressed, pushed to a server, recorded)
+// stands here, and nothing before or after this stage knows the difference.
 //
 // Not thread-safe; its reducer serialises access.
 class TRIREME_API Wire {

@@ -188,9 +188,9 @@ bool has_learning_rate(const OptimizerSpec& spec) { return !std::holds_alternati
 
 double learning_rate_of(const OptimizerSpec& spec) {
   return std::visit(
-      [](const auto& one) {
-        if constexpr (requires { one.lr; }) {
-          return one.lr;
+      [](const auto& chosen) {
+        if constexpr (requires { chosen.lr; }) {
+          return chosen.lr;
         } else {
           return 1.0;
         }

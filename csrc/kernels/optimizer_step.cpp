@@ -179,14 +179,14 @@ class Step {
     const size_t count = algorithm_.lists.params.size();
     algorithm_.check_lengths();
     for (size_t i = 0; i < count; ++i) check_row(Algorithm::kArea, i, algorithm_.row(i));
-    for (size_t i = 0; i < count; ++i) take(i);
+    for (size_t i = 0; i < count; ++i) take_row(i);
     count_up_on_devices();
     for (const OptimizerBatch& batch : batches_) launch(batch);
     rows_.finish();
   }
 
  private:
-  void take(size_t i) {
+  void take_row(size_t i) {
     const OptimizerRow row = algorithm_.row(i);
     const at::Tensor* counter = algorithm_.counter(i);
     const Route route = route_of(row);

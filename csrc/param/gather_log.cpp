@@ -45,8 +45,8 @@ std::string GatherLog::text() const {
   const auto kept = static_cast<int64_t>(last_.size());
   std::string text = std::to_string(count_ - kept + 1);
   for (int64_t i = count_ - kept; i < count_; ++i) {
-    const Gather& one = last_[static_cast<size_t>(i) % kKept];
-    text += " " + std::to_string(one.unit) + " " + std::to_string(static_cast<int>(one.pass));
+    const Gather& gather = last_[static_cast<size_t>(i) % kKept];
+    text += " " + std::to_string(gather.unit) + " " + std::to_string(static_cast<int>(gather.pass));
   }
   return text;
 }
@@ -58,20 +58,21 @@ std::string GatherLog::difference(const std::vector<std::string>& texts,
     if (!texts[rank].empty()) ranks.push_back(read(rank, texts[rank], unit_names));
   int64_t first = 1;
   int64_t last = 0;
-  for (const Reading& one : ranks) {
-    first = std::max(first, one.gathered.empty() ? 1 : one.gathered.begin()->first);
-    last = std::max(last, one.last);
+  for (const Reading& reading : ranks) {
+    first = std::max(first, reading.gathered.empty() ? 1 : reading.gathered.begin()->first);
+    last = std::max(last, reading.last);
   }
   for (int64_t number = first; number <= last; ++number) {
     std::string said;
     std::optional<std::string> what;
     bool is_same = true;
-    for (const Reading& one : ranks) {
-      const auto found = one.gathered.find(number);
-      const std::string own = found == one.gathered.end() ? "nothing" : found->second;
+    for (const Reading& reading : ranks) {
+      const auto found = reading.gathered.find(number);
+      const std::string own = found == reading.gathered.end() ? "nothing" : found->second;
       is_same = is_same && what.value_or(own) == own;
       what = own;
-      said += (said.empty() ? "rank " : ", rank ") + std::to_string(one.rank) + " gathered " + own;
+      said +=
+          (said.empty() ? "rank " : ", rank ") + std::to_string(reading.rank) + " gathered " + own;
     }
     if (!is_same) return "as gather " + std::to_string(number) + ", " + said;
   }

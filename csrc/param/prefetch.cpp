@@ -342,8 +342,8 @@ void Prefetch::gather_ahead(Index index) {
     if (next_ < plan_.size()) gather_next();
     return;
   }
-  for (const Index one : state.ahead[which])
-    if (state_of(one).claims == 0) gather_up_to(one);
+  for (const Index next : state.ahead[which])
+    if (state_of(next).claims == 0) gather_up_to(next);
 }
 
 void Prefetch::gather_rest() {
@@ -433,8 +433,8 @@ void Prefetch::set_ahead(const ParamGroup& group, int which,
   State& state = state_of(index);
   state.has_ahead[which] = true;
   state.ahead[which].clear();
-  for (const ParamGroup* one : ahead)
-    if (const Index other = index_of(one); other != kNothing) state.ahead[which].push_back(other);
+  for (const ParamGroup* later : ahead)
+    if (const Index other = index_of(later); other != kNothing) state.ahead[which].push_back(other);
 }
 
 void Prefetch::set_forward_prefetch(const ParamGroup& group,

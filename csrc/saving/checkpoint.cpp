@@ -67,14 +67,14 @@ std::string content_text(const CheckpointContent& content, const CheckpointRanks
   for (const auto& [kind, tensors] : content.tensors) {
     Json& rows = all["tensors"][kind] = Json::array();
     std::set<std::string> names;
-    for (const CheckpointTensor& one : tensors) {
-      if (safetensors_dtype(one.dtype).empty())
-        refuse("'" + one.name + "' as " + describe(one.dtype, one.sizes) +
+    for (const CheckpointTensor& tensor : tensors) {
+      if (safetensors_dtype(tensor.dtype).empty())
+        refuse("'" + tensor.name + "' as " + describe(tensor.dtype, tensor.sizes) +
                    ", for which safetensors has no name",
                "Keep it as real numbers, or in `extra`.");
-      if (!names.insert(one.name).second)
-        refuse("two tensors called '" + one.name + "'", "Give one of them another name.");
-      rows.push_back({one.name, static_cast<int>(one.dtype), one.sizes, place_of(one)});
+      if (!names.insert(tensor.name).second)
+        refuse("two tensors called '" + tensor.name + "'", "Give one of them another name.");
+      rows.push_back({tensor.name, static_cast<int>(tensor.dtype), tensor.sizes, place_of(tensor)});
     }
   }
   for (const auto& [name, text] : content.texts) {
@@ -246,8 +246,8 @@ void save_checkpoint(const SaveCheckpointRequest& request, const CheckpointRanks
     together(ranks, [&] {
       for (const auto& [kind, tensors] : request.content.tensors) {
         TensorsByName own;
-        for (const CheckpointTensor& one : tensors)
-          if (agreed.own.at(kind).count(one.name) > 0) own[one.name] = &one;
+        for (const CheckpointTensor& tensor : tensors)
+          if (agreed.own.at(kind).count(tensor.name) > 0) own[tensor.name] = &tensor;
         write_parts(plan.kinds.at(kind), own, folder->staging(), where);
       }
     });

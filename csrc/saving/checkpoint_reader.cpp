@@ -123,7 +123,7 @@ void CheckpointReader::open(const std::string& kind, const CheckpointIndex& inde
       refuse(std::to_string(bytes) + " bytes in '" + path + holding + ", expected " +
                  std::to_string(expected),
              kRestore);
-    take(opened, index, SafetensorsFile::open(path, ranks_.where()), name);
+    take_file(opened, index, SafetensorsFile::open(path, ranks_.where()), name);
   }
   for (const auto& [tensor, name] : index.weight_map)
     if (opened.tensors.count(tensor) == 0)
@@ -131,8 +131,8 @@ void CheckpointReader::open(const std::string& kind, const CheckpointIndex& inde
   kinds_[kind] = std::move(opened);
 }
 
-void CheckpointReader::take(Kind& opened, const CheckpointIndex& index, SafetensorsFile file,
-                            const std::string& name) const {
+void CheckpointReader::take_file(Kind& opened, const CheckpointIndex& index, SafetensorsFile file,
+                                 const std::string& name) const {
   if (!index.save.empty()) {
     const auto said = file.header().metadata.find("trireme");
     const std::string found = said == file.header().metadata.end() ? "none" : said->second;
@@ -196,9 +196,9 @@ void CheckpointReader::check(const std::string& kind,
     if (opened == kinds_.end())
       refuse("a checkpoint without " + kind + " in '" + folder_ + "'", "Load another one.");
     std::map<std::string, bool> expected;
-    for (const CheckpointTensor& one : tensors) {
-      check_one(opened->second, one);
-      expected[one.name] = true;
+    for (const CheckpointTensor& tensor : tensors) {
+      check_one(opened->second, tensor);
+      expected[tensor.name] = true;
     }
     for (const auto& [name, saved] : opened->second.tensors)
       if (expected.count(name) == 0) foreign.push_back(name);
@@ -214,11 +214,11 @@ void CheckpointReader::read(const std::string& kind,
   together(ranks_, [&] {
     if (tensors.empty()) return;
     const Kind& opened = kinds_.at(kind);
-    for (const CheckpointTensor& one : tensors) {
-      check_one(opened, one);
-      const Place place = opened.places.at(one.name);
+    for (const CheckpointTensor& tensor : tensors) {
+      check_one(opened, tensor);
+      const Place place = opened.places.at(tensor.name);
       const SafetensorsFile& file = opened.files[place.file];
-      file.read(file.header().entries[place.entry], one.part);
+      file.read(file.header().entries[place.entry], tensor.part);
     }
   });
 }

@@ -44,8 +44,8 @@ class TRIREME_API CheckpointReader {
   void check_others(const CheckpointIndex& model) const;
   int64_t bytes_of(const std::string& name, const std::string& holding) const;
   void open(const std::string& kind, const CheckpointIndex& index);
-  void take(Kind& opened, const CheckpointIndex& index, SafetensorsFile file,
-            const std::string& name) const;
+  void take_file(Kind& opened, const CheckpointIndex& index, SafetensorsFile file,
+                 const std::string& name) const;
   void check_one(const Kind& opened, const CheckpointTensor& tensor) const;
   void compare_saves() const;
   [[noreturn]] void refuse(const std::string& got, const std::string& next_step) const;

@@ -24,8 +24,8 @@ std::string plain_words(const std::string& message) {
   const size_t begin = message.find("] ");
   std::string words = message.substr(begin == std::string::npos ? 0 : begin + 2);
   words = words.substr(0, words.find("; last read"));
-  for (char& one : words)
-    if (one < ' ' || one > '~') one = '?';
+  for (char& letter : words)
+    if (letter < ' ' || letter > '~') letter = '?';
   return words;
 }
 

@@ -46,8 +46,8 @@ void add_stages(const torch::nn::Module& module, HeldParts& parts) {
 
 HeldParts parts_in(const torch::nn::Module& module, const torch::optim::Optimizer* optimizer) {
   HeldParts parts;
-  const auto add = [&](const auto* one) {
-    if (const auto* holder = dynamic_cast<const HoldsParts*>(one)) holder->add_parts(parts);
+  const auto add = [&](const auto* object) {
+    if (const auto* holder = dynamic_cast<const HoldsParts*>(object)) holder->add_parts(parts);
   };
   add(&module);
   for (const auto& child : module.modules(/*include_self=*/false)) add(child.get());
@@ -126,8 +126,8 @@ bool some_rank_has(const torch::optim::Optimizer* optimizer, const torch::nn::Mo
   std::string own = "an optimizer";
   if (optimizer == nullptr) {
     own.clear();
-    for (const at::Tensor& one : module.parameters())
-      if (one.requires_grad()) own = "none";
+    for (const at::Tensor& parameter : module.parameters())
+      if (parameter.requires_grad()) own = "none";
   }
   const std::vector<std::string> said = gather_texts(own, ranks);
   const auto rank_with = [&](const char* text) {
@@ -158,14 +158,14 @@ void gather_names(std::vector<std::set<std::string>>& names, const CheckpointRan
 // Calls `write` where parts may be written.
 template <typename Write>
 void write_parts(const std::vector<HoldsParts*>& holders, const Write& write) {
-  for (HoldsParts* one : holders) one->begin_writing();
+  for (HoldsParts* holder : holders) holder->begin_writing();
   try {
     write();
   } catch (const std::exception& error) {
-    for (HoldsParts* one : holders) one->abandon_writing(error.what());
+    for (HoldsParts* holder : holders) holder->abandon_writing(error.what());
     throw;
   }
-  for (HoldsParts* one : holders) one->end_writing();
+  for (HoldsParts* holder : holders) holder->end_writing();
 }
 
 }  // namespace

@@ -127,13 +127,14 @@ const OptimizerFields* fields_if(const torch::optim::Optimizer& optimizer) {
 
 const OptimizerFields* fields_of(const torch::optim::Optimizer& optimizer) {
   using namespace torch::optim;
-  if (const auto* one = fields_if<Adam, AdamFields<AdamOptions, AdamParamState, false>>(optimizer))
-    return one;
-  if (const auto* one =
+  if (const auto* fields =
+          fields_if<Adam, AdamFields<AdamOptions, AdamParamState, false>>(optimizer))
+    return fields;
+  if (const auto* fields =
           fields_if<AdamW, AdamFields<AdamWOptions, AdamWParamState, true>>(optimizer))
-    return one;
-  if (const auto* one = fields_if<SGD, SgdFields>(optimizer)) return one;
-  if (const auto* one = fields_if<Adagrad, AdagradFields>(optimizer)) return one;
+    return fields;
+  if (const auto* fields = fields_if<SGD, SgdFields>(optimizer)) return fields;
+  if (const auto* fields = fields_if<Adagrad, AdagradFields>(optimizer)) return fields;
   return fields_if<RMSprop, RmspropFields>(optimizer);
 }
 

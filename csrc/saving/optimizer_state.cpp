@@ -53,7 +53,7 @@ StateJson json_of(const OptionField& field, RankOf where) {
     return value;
   };
   if (const auto* flag = std::get_if<bool*>(&field.value)) return **flag;
-  if (const auto* one = std::get_if<double*>(&field.value)) return number(**one);
+  if (const auto* real = std::get_if<double*>(&field.value)) return number(**real);
   const auto& [first, second] = *std::get<std::tuple<double, double>*>(field.value);
   return StateJson::array({number(first), number(second)});
 }
@@ -85,7 +85,7 @@ OptimizerParamState* state_of(Optimizer& optimizer, const at::Tensor& target) {
 StateJson group_to_save(const NamedOptimizer& optimizer, size_t number) {
   StateJson group;
   StateJson& params = group["params"] = StateJson::array();
-  for (const SteppedParam& one : optimizer.groups[number]) params.push_back(one.name);
+  for (const SteppedParam& param : optimizer.groups[number]) params.push_back(param.name);
   OptimizerOptions& options = optimizer.shown->param_groups()[number].options();
   for (const OptionField& field : optimizer.fields->options(options))
     group[field.name] = json_of(field, optimizer.where);
@@ -158,17 +158,17 @@ NamedOptimizer name_optimizer(Optimizer& optimizer,
                          "that returned.",
                          where);
       const auto part = parts.find(param.unsafeGetTensorImpl());
-      SteppedParam one{name->second, param, param.sizes().vec(), nullptr};
+      SteppedParam member{name->second, param, param.sizes().vec(), nullptr};
       if (part != parts.end()) {
-        one.held = &part->second;
-        one.sizes = part->second.sizes;
-        if (sharded != nullptr) one.target = part->second.values;
+        member.held = &part->second;
+        member.sizes = part->second.sizes;
+        if (sharded != nullptr) member.target = part->second.values;
       }
-      if (stepped.count(one.target.unsafeGetTensorImpl()) == 0) one.target = at::Tensor();
-      members.push_back(std::move(one));
+      if (stepped.count(member.target.unsafeGetTensorImpl()) == 0) member.target = at::Tensor();
+      members.push_back(std::move(member));
     }
     std::set<std::string>& all = named.names.emplace_back();
-    for (const SteppedParam& one : members) all.insert(one.name);
+    for (const SteppedParam& member : members) all.insert(member.name);
   }
   return named;
 }
@@ -179,9 +179,9 @@ OptimizerToSave optimizer_to_save(const NamedOptimizer& optimizer) {
   for (size_t g = 0; g < optimizer.groups.size(); ++g) {
     text["param_groups"].push_back(group_to_save(optimizer, g));
     const OptimizerOptions& options = optimizer.shown->param_groups()[g].options();
-    for (const SteppedParam& one : optimizer.groups[g]) {
-      StateJson state = state_to_save(optimizer, one, options, saved.tensors);
-      if (!state.is_null()) text["state"][one.name] = std::move(state);
+    for (const SteppedParam& param : optimizer.groups[g]) {
+      StateJson state = state_to_save(optimizer, param, options, saved.tensors);
+      if (!state.is_null()) text["state"][param.name] = std::move(state);
     }
   }
   saved.text = text.dump();
@@ -266,9 +266,9 @@ OptimizerToLoad::OptimizerToLoad(const NamedOptimizer& optimizer, const Checkpoi
   for (size_t g = 0; g < optimizer.groups.size(); ++g) {
     const auto options = optimizer.shown->param_groups()[g].options().clone();
     take_options(optimizer, text_->groups[g].all, *options);
-    for (const SteppedParam& one : optimizer.groups[g])
-      if (one.target.defined())
-        states_.emplace_back(one.target, plan(one, *options, *text_, reader));
+    for (const SteppedParam& param : optimizer.groups[g])
+      if (param.target.defined())
+        states_.emplace_back(param.target, plan(param, *options, *text_, reader));
   }
 }
 
@@ -309,7 +309,7 @@ OptimizerToLoad::State OptimizerToLoad::plan(const SteppedParam& stepped,
   std::unordered_map<std::string, StateField> fields;
   for (const StateField& field : optimizer_.fields->state(*state, options))
     fields.emplace(field.name, field);
-  const auto take = [&](const std::string& key) {
+  const auto take_field = [&](const std::string& key) {
     const auto found = fields.find(key);
     if (found == fields.end())
       refuse("optimizer state '" + key + "' of '" + stepped.name + "', which " + name +
@@ -321,7 +321,7 @@ OptimizerToLoad::State OptimizerToLoad::plan(const SteppedParam& stepped,
   };
   for (const auto& [key, value] : entry->second.values) {
     if (value.is_null()) continue;  // Python's way to have none
-    const StateField field = take(key);
+    const StateField field = take_field(key);
     auto* const* count = std::get_if<int64_t*>(&field.value);
     if (count == nullptr || !value.is_number() || value.get<double>() < 0 ||
         value.get<double>() != std::floor(value.get<double>()))
@@ -331,7 +331,7 @@ OptimizerToLoad::State OptimizerToLoad::plan(const SteppedParam& stepped,
   }
   const auto& known = reader.tensors(kOptimizerTensors);
   for (const std::string& key : entry->second.tensors) {
-    const StateField field = take(key);
+    const StateField field = take_field(key);
     const auto saved = known.find(stepped.name + "." + key);
     if (saved == known.end())
       refuse("a checkpoint without '" + stepped.name + "." + key + "'",
@@ -378,9 +378,9 @@ at::Tensor OptimizerToLoad::memory_for(const SteppedParam& stepped, const StateF
   OptimizerParamState* present = state_of(*optimizer_.stepping, stepped.target);
   if (present != nullptr && optimizer_.fields->keeps(*present)) {
     const OptimizerOptions& options = optimizer_.shown->param_groups().front().options();
-    for (const StateField& one : optimizer_.fields->state(*present, options)) {
-      auto* const* value = std::get_if<at::Tensor*>(&one.value);
-      if (value == nullptr || std::string_view(one.name) != field.name) continue;
+    for (const StateField& state_field : optimizer_.fields->state(*present, options)) {
+      auto* const* value = std::get_if<at::Tensor*>(&state_field.value);
+      if (value == nullptr || std::string_view(state_field.name) != field.name) continue;
       const at::Tensor& held = **value;
       if (held.defined() && held.sizes() == target.sizes() && held.scalar_type() == dtype &&
           held.device() == target.device())

@@ -38,7 +38,7 @@ bool has_same_params(const TextJson& one, const TextJson& other) {
 // Throws ValueError unless the groups of two ranks differ in their parameters only.
 void compare(const TextJson& first, int64_t first_rank, const TextJson& other, int64_t rank,
              RankOf where) {
-  const auto on = [](int64_t one) { return " on rank " + std::to_string(one); };
+  const auto on = [](int64_t number) { return " on rank " + std::to_string(number); };
   if (first.size() != other.size())
     refuse_groups(std::to_string(first.size()) + " parameter groups on rank " +
                       std::to_string(first_rank) + " and " + std::to_string(other.size()) +
@@ -65,15 +65,15 @@ void compare(const TextJson& first, int64_t first_rank, const TextJson& other, i
 
 std::string merge_optimizer_texts(const std::vector<TextOfRank>& texts, RankOf where) {
   std::vector<std::string> all;
-  for (const TextOfRank& one : texts) all.push_back(one.text);
+  for (const TextOfRank& own : texts) all.push_back(own.text);
   const std::string text = merge_json(all);
   const TextJson first = groups_of(texts.front().text);
   TextJson merged = first;
   std::vector<std::set<std::string>> known(first.size());
-  for (const TextOfRank& one : texts) {
-    const TextJson groups = groups_of(one.text);
+  for (const TextOfRank& own : texts) {
+    const TextJson groups = groups_of(own.text);
     if (first.is_null() || groups.is_null() || has_same_params(first, groups)) continue;
-    compare(first, texts.front().rank, groups, one.rank, where);
+    compare(first, texts.front().rank, groups, own.rank, where);
     for (size_t i = 0; i < groups.size(); ++i) {
       if (known[i].empty()) known[i] = first[i]["params"].get<std::set<std::string>>();
       for (const TextJson& name : groups[i]["params"])

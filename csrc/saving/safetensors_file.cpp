@@ -76,8 +76,9 @@ SafetensorsEntry entry_of(const std::string& name, const Json& text, int64_t& en
   SafetensorsEntry entry;
   entry.name = name;
   const std::string dtype = text.at("dtype").get<std::string>();
-  const auto* known = std::find_if(kDtypes.begin(), kDtypes.end(),
-                                   [&](const DtypeName& one) { return dtype == one.name; });
+  const auto* known = std::find_if(kDtypes.begin(), kDtypes.end(), [&](const DtypeName& candidate) {
+    return dtype == candidate.name;
+  });
   entry.dtype = known == kDtypes.end() ? at::ScalarType::Undefined : known->dtype;
   entry.sizes = text.at("shape").get<std::vector<int64_t>>();
   entry.begin = text.at("data_offsets").at(0).get<int64_t>();
@@ -103,8 +104,8 @@ int64_t SafetensorsEntry::bytes() const {
 }
 
 std::string safetensors_dtype(at::ScalarType dtype) {
-  for (const DtypeName& one : kDtypes)
-    if (one.dtype == dtype) return one.name;
+  for (const DtypeName& known : kDtypes)
+    if (known.dtype == dtype) return known.name;
   return "";
 }
 

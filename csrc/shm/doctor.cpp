@@ -79,7 +79,7 @@ void find_process(SeenRank& seen, const FoundSegment& segment,
   for (const pid_t holder : segment.holders)
     if (own_number_of(holder) == seen.pid) owner = holder;
   const bool is_hidden = std::any_of(hidden.begin(), hidden.end(),
-                                     [&](const auto& one) { return one.pid == seen.pid; });
+                                     [&](const auto& process) { return process.pid == seen.pid; });
   if (owner == 0 && is_hidden) owner = seen.pid;
   seen.process = "gone";
   if (owner == 0) return;
@@ -112,11 +112,11 @@ struct Circle {
 std::vector<Circle> circles_of(std::vector<Sighting> sightings) {
   std::vector<Circle> circles;
   for (Sighting& sighting : sightings) {
-    const auto circle = std::find_if(circles.begin(), circles.end(), [&](const Circle& one) {
-      const SeenRank& first = one.group.ranks.front();
+    const auto circle = std::find_if(circles.begin(), circles.end(), [&](const Circle& known) {
+      const SeenRank& first = known.group.ranks.front();
       const bool made = sighting.rank.group != Nonce{};
       return first.group == sighting.rank.group && first.world == sighting.rank.world &&
-             (made || overlap(one.holders, sighting.holders));
+             (made || overlap(known.holders, sighting.holders));
     });
     Circle& own = circle != circles.end() ? *circle : circles.emplace_back();
     own.group.ranks.push_back(std::move(sighting.rank));

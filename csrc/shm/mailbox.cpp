@@ -271,8 +271,8 @@ bool Mailbox::read_message(int64_t source) {
 // Gives a recv the message that came before it. One that is still coming goes on in the memory of
 // the recv.
 bool Mailbox::take_letter(const TransferPtr& recv) {
-  const auto letter = std::find_if(letters_.begin(), letters_.end(), [&](const Letter& one) {
-    return (recv->peer == kAnyRank || recv->peer == one.source) && recv->tag == one.tag;
+  const auto letter = std::find_if(letters_.begin(), letters_.end(), [&](const Letter& candidate) {
+    return (recv->peer == kAnyRank || recv->peer == candidate.source) && recv->tag == candidate.tag;
   });
   if (letter == letters_.end()) return false;
   Inbox& inbox = inboxes_[static_cast<size_t>(letter->source)];

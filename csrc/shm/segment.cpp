@@ -31,7 +31,7 @@ class File {
   File(const File&) = delete;
   File& operator=(const File&) = delete;
   int get() const { return fd_; }
-  int take() { return std::exchange(fd_, -1); }
+  int take_descriptor() { return std::exchange(fd_, -1); }
 
  private:
   int fd_;
@@ -237,7 +237,7 @@ Segment Segment::make(SegmentKind kind, int64_t bytes, int64_t reserved_bytes, i
   if (!segment) throw no_memory(mapped_bytes, errno);
   const SegmentHeader header{SegmentHeader::kMagic, segment.address_.nonce, bytes};
   std::memcpy(segment.map_, &header, sizeof(header));
-  segment.fd_ = file.take();
+  segment.fd_ = file.take_descriptor();
   if (anonymous) segment.address_.fd = segment.fd_;
   return segment;
 }
@@ -272,7 +272,7 @@ Segment Segment::open(const SegmentAddress& address, std::string& why_not, bool 
     why_not = path + " is another segment than its address says";
     return {};
   }
-  if (keeps_file) segment.fd_ = file.take();
+  if (keeps_file) segment.fd_ = file.take_descriptor();
   return segment;
 }
 

@@ -91,7 +91,7 @@ std::optional<FoundSegment> segment_in(const Bytes& mapped, int64_t bytes) {
 }
 
 template <typename Number>
-bool take(std::string_view& text, Number& number, int radix, char until) {
+bool take_number(std::string_view& text, Number& number, int radix, char until) {
   const size_t end = text.find(until);
   if (end == std::string_view::npos) return false;
   const auto result = std::from_chars(text.data(), text.data() + end, number, radix);
@@ -117,12 +117,12 @@ bool parse_mapping(std::string_view line, int64_t bytes, Mapping& mapping) {
   uint64_t offset = 0;
   unsigned device_major = 0;
   unsigned device_minor = 0;
-  if (!take(line, mapping.begin, 16, '-') || !take(line, end, 16, ' ')) return false;
+  if (!take_number(line, mapping.begin, 16, '-') || !take_number(line, end, 16, ' ')) return false;
   const size_t rights = line.find(' ');
   if (rights == std::string_view::npos) return false;
   line.remove_prefix(rights + 1);
-  if (!take(line, offset, 16, ' ') || !take(line, device_major, 16, ':') ||
-      !take(line, device_minor, 16, ' ') || !take(line, mapping.inode, 10, ' '))
+  if (!take_number(line, offset, 16, ' ') || !take_number(line, device_major, 16, ':') ||
+      !take_number(line, device_minor, 16, ' ') || !take_number(line, mapping.inode, 10, ' '))
     return false;
   mapping.device = ::makedev(device_major, device_minor);
   const auto page = static_cast<uint64_t>(::sysconf(_SC_PAGESIZE));
@@ -170,7 +170,7 @@ SegmentScan scan_segments(int64_t bytes, ReadThrough way) {
     if (!read) {
       // Who has ended since its mappings were listed is no rank that hides.
       const auto holder = std::find_if(candidate.holders.begin(), candidate.holders.end(),
-                                       [](const auto& one) { return !has_ended(one.first); });
+                                       [](const auto& entry) { return !has_ended(entry.first); });
       if (holder != candidate.holders.end())
         scan.sealed.push_back({holder->first, std::strerror(error != 0 ? error : EACCES)});
       continue;

@@ -139,7 +139,7 @@ void SlotReceiver::wait(std::string_view errand) {
   group_.wait_beside(end_.peer, block_.sent, received_ + 1, {errand, group_.timeout()});
 }
 
-SlotReceiver::Message SlotReceiver::take() {
+SlotReceiver::Message SlotReceiver::take_message() {
   check_usable(group_);
   Message message;
   const MessageHead& head = message.head = next_head();
@@ -169,7 +169,7 @@ void SlotReceiver::publish_done(uint64_t done) {
 }
 
 void SlotReceiver::forget_before(int64_t step) {
-  while (!is_empty() && next_head().step < step) take();
+  while (!is_empty() && next_head().step < step) take_message();
   if (done_ < received_) publish_done(received_);
 }
 

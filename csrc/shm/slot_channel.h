@@ -141,7 +141,7 @@ class TRIREME_API SlotReceiver {
     std::shared_ptr<HeldSlot> slot;
   };
   // Returns the next message of a channel that is not empty. What its head says lies in the slot.
-  Message take();
+  Message take_message();
   // Lets the sender send one message more. Called once for each message that was taken.
   void done_with_one() { publish_done(done_ + 1); }
   // Drops messages of earlier steps that are there, and is done with those that it has taken.

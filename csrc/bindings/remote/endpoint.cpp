@@ -104,8 +104,8 @@ class PythonRemoteModule {
   at::Tensor fetch(const std::string& name) { return module_.fetch(name); }
   std::vector<std::tuple<std::string, std::vector<int64_t>, at::ScalarType, bool>> parameters() {
     std::vector<std::tuple<std::string, std::vector<int64_t>, at::ScalarType, bool>> found;
-    for (const remote::RemoteParameter& one : module_.parameters())
-      found.emplace_back(one.name, one.sizes, one.dtype, one.requires_grad);
+    for (const remote::RemoteParameter& parameter : module_.parameters())
+      found.emplace_back(parameter.name, parameter.sizes, parameter.dtype, parameter.requires_grad);
     return found;
   }
 

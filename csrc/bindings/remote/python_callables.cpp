@@ -204,19 +204,19 @@ void PythonFailures::raise(const Failure& failure) {
 std::optional<Failure> PythonFailures::describe(const std::exception_ptr& error) {
   try {
     std::rethrow_exception(error);
-  } catch (py::error_already_set& one) {
+  } catch (py::error_already_set& raised) {
     return with_gil([&] {
-      const py::object value = one.value();
+      const py::object value = raised.value();
       // Up to Python 3.11 an exception has its traceback only once an except clause has taken it.
-      if (one.trace()) PyException_SetTraceback(value.ptr(), one.trace().ptr());
+      if (raised.trace()) PyException_SetTraceback(value.ptr(), raised.trace().ptr());
       const auto [type, module, text, traceback] =
           call(*describer_, py::make_tuple(value), py::dict())
               .cast<std::tuple<std::string, std::string, std::string, std::string>>();
       return Failure{type, module, text, traceback, {}};
     });
-  } catch (python_error& one) {  // a backward throws it
+  } catch (python_error& raised) {  // a backward throws it
     return with_gil([&] {
-      one.restore();
+      raised.restore();
       return describe(std::make_exception_ptr(py::error_already_set()));
     });
   } catch (...) {

@@ -74,9 +74,10 @@ Value text_of(py::handle object, const Place& place) {
 
 // Returns what may be a key of a dict; false for anything else.
 bool is_plain(py::handle object) {
-  PyObject* one = object.ptr();
-  return one == Py_None || PyBool_Check(one) || PyLong_CheckExact(one) || PyFloat_CheckExact(one) ||
-         PyUnicode_CheckExact(one) || PyBytes_CheckExact(one);
+  PyObject* pointer = object.ptr();
+  return pointer == Py_None || PyBool_Check(pointer) || PyLong_CheckExact(pointer) ||
+         PyFloat_CheckExact(pointer) || PyUnicode_CheckExact(pointer) ||
+         PyBytes_CheckExact(pointer);
 }
 
 Value value_at(py::handle object, const Place& place);
@@ -111,7 +112,7 @@ Dict dict_of(py::handle object, const Place& place) {
   Dict dict;
   PyObject* key = nullptr;
   PyObject* item = nullptr;
-  for (Py_ssize_t at = 0; PyDict_Next(object.ptr(), &at, &key, &item) != 0;) {
+  for (Py_ssize_t position = 0; PyDict_Next(object.ptr(), &position, &key, &item) != 0;) {
     dict.keys.push_back(key_of(key, {&place, nullptr, {}, -1, "a key of "}));
     dict.values.push_back(value_at(item, {&place, nullptr, key}));
   }
@@ -126,19 +127,20 @@ Set set_of(py::handle object, const Place& place) {
 }
 
 Value value_at(py::handle object, const Place& place) {
-  PyObject* one = object.ptr();
-  if (THPVariable_Check(one)) return THPVariable_Unpack(one);
-  if (one == Py_None) return {};
-  if (PyBool_Check(one)) return one == Py_True;
-  if (PyLong_CheckExact(one)) return integer_of(object, place);
-  if (PyFloat_CheckExact(one)) return PyFloat_AS_DOUBLE(one);
-  if (PyUnicode_CheckExact(one)) return text_of(object, place);
-  if (PyBytes_CheckExact(one))
-    return Bytes{std::string(PyBytes_AS_STRING(one), static_cast<size_t>(PyBytes_GET_SIZE(one)))};
-  if (PyTuple_CheckExact(one)) return Tuple{items_of(object, place)};
-  if (PyList_CheckExact(one)) return List{items_of(object, place)};
-  if (PyDict_CheckExact(one)) return dict_of(object, place);
-  if (PySet_CheckExact(one)) return set_of(object, place);
+  PyObject* pointer = object.ptr();
+  if (THPVariable_Check(pointer)) return THPVariable_Unpack(pointer);
+  if (pointer == Py_None) return {};
+  if (PyBool_Check(pointer)) return pointer == Py_True;
+  if (PyLong_CheckExact(pointer)) return integer_of(object, place);
+  if (PyFloat_CheckExact(pointer)) return PyFloat_AS_DOUBLE(pointer);
+  if (PyUnicode_CheckExact(pointer)) return text_of(object, place);
+  if (PyBytes_CheckExact(pointer))
+    return Bytes{
+        std::string(PyBytes_AS_STRING(pointer), static_cast<size_t>(PyBytes_GET_SIZE(pointer)))};
+  if (PyTuple_CheckExact(pointer)) return Tuple{items_of(object, place)};
+  if (PyList_CheckExact(pointer)) return List{items_of(object, place)};
+  if (PyDict_CheckExact(pointer)) return dict_of(object, place);
+  if (PySet_CheckExact(pointer)) return set_of(object, place);
   if (ref_type != nullptr && py::type::handle_of(object).is(*ref_type))
     return RefPtr(object.attr("_ref").cast<std::shared_ptr<Ref>>());
   refuse(place, object);

@@ -31,7 +31,7 @@ class ShmAllocator final : public c10::Allocator {
   c10::DataPtr allocate(size_t bytes) override {
     if (bytes == 0) return {nullptr, nullptr, &release, c10::Device(c10::DeviceType::CPU)};
     const int64_t needed = rounded(static_cast<int64_t>(bytes));
-    SegmentPtr segment = take(needed);
+    SegmentPtr segment = take_segment(needed);
     if (!segment) {
       try {
         segment = std::make_shared<const shm::Segment>(
@@ -62,14 +62,15 @@ class ShmAllocator final : public c10::Allocator {
 
   static void release(void* context);
 
-  SegmentPtr take(int64_t bytes) {
+  SegmentPtr take_segment(int64_t bytes) {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (std::exchange(forks_, forks_so_far()) != forks_so_far()) {
       kept_.clear();
       kept_bytes_ = 0;
     }
-    const auto fits = std::find_if(kept_.rbegin(), kept_.rend(),
-                                   [&](const SegmentPtr& one) { return one->bytes() == bytes; });
+    const auto fits = std::find_if(kept_.rbegin(), kept_.rend(), [&](const SegmentPtr& candidate) {
+      return candidate->bytes() == bytes;
+    });
     if (fits == kept_.rend()) return nullptr;
     SegmentPtr segment = *fits;
     kept_.erase(std::next(fits).base());

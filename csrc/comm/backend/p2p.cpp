@@ -239,7 +239,7 @@ void close_all_p2p() {
     const std::lock_guard<std::mutex> lock(everyone().mutex);
     live = everyone().live;
   }
-  for (ShmP2p* one : live) one->close();
+  for (ShmP2p* transport : live) transport->close();
 }
 
 }  // namespace trireme

@@ -29,10 +29,12 @@ void ShmBackend::registerOnCompletionHook(
                     error_text("shm_backend", "got a second hook for completions", where_,
                                "Call both from one."));
   onCompletionHook_ = std::move(hook);
-  hooks_->set_completion_hook(kOnCompletion, [hook = onCompletionHook_](const ShmCompletion& one) {
-    hook(std::make_shared<c10d::WorkInfo>(one.type, one.sequence, one.started, one.finished,
-                                          one.finished - one.started));
-  });
+  hooks_->set_completion_hook(
+      kOnCompletion, [hook = onCompletionHook_](const ShmCompletion& completion) {
+        hook(std::make_shared<c10d::WorkInfo>(completion.type, completion.sequence,
+                                              completion.started, completion.finished,
+                                              completion.finished - completion.started));
+      });
 }
 
 void ShmBackend::waitForPendingWorks() {
@@ -46,9 +48,10 @@ void ShmBackend::registerAbortHook(int64_t id, AbortHook hook) {
 void ShmBackend::unregisterAbortHook(int64_t id) { hooks_->set_abort_hook(id, {}); }
 
 void ShmBackend::registerCompletionHook(int64_t id, CompletionHook hook) {
-  hooks_->set_completion_hook(id, [hook = std::move(hook)](const ShmCompletion& one) {
-    const std::chrono::duration<float, std::milli> duration = one.finished - one.started;
-    hook({one.key, duration.count()});
+  hooks_->set_completion_hook(id, [hook = std::move(hook)](const ShmCompletion& completion) {
+    const std::chrono::duration<float, std::milli> duration =
+        completion.finished - completion.started;
+    hook({completion.key, duration.count()});
   });
 }
 

@@ -153,8 +153,8 @@ Pending ShmVerbs::send(TensorList tensors, int64_t to, std::string label) {
   auto messages =
       std::make_unique<ShmMessages>(backend_, to, message_text("send", to, label, rank_of()));
   messages->send(tensors, [&](const at::Tensor& moved) {
-    TensorList one{moved};
-    return backend_->send(one, static_cast<int>(to), kMessageTag);
+    TensorList list{moved};
+    return backend_->send(list, static_cast<int>(to), kMessageTag);
   });
   return Pending(std::move(messages));
 }
@@ -164,8 +164,8 @@ Pending ShmVerbs::recv(TensorList tensors, int64_t from, std::string label) {
   auto messages =
       std::make_unique<ShmMessages>(backend_, from, message_text("recv", from, label, rank_of()));
   messages->recv(tensors, [&](const at::Tensor& moved) {
-    TensorList one{moved};
-    return backend_->recv(one, static_cast<int>(from), kMessageTag);
+    TensorList list{moved};
+    return backend_->recv(list, static_cast<int>(from), kMessageTag);
   });
   return Pending(std::move(messages));
 }

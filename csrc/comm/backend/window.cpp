@@ -50,7 +50,7 @@ std::vector<Place> gather(shm::Collectives& collectives, Place& mine,
                           const shm::CallOptions& call) {
   std::vector<Place> all(static_cast<size_t>(collectives.group().world()));
   std::vector<shm::Pieces> outputs;
-  for (Place& one : all) outputs.push_back(pieces_of(one));
+  for (Place& place : all) outputs.push_back(pieces_of(place));
   collectives.all_gather(outputs, pieces_of(mine), shm::Dtype::kBytes, call);
   return all;
 }
@@ -186,11 +186,11 @@ void ShmWindow::tensor_register(const at::Tensor& tensor, bool owning) {
           views.push_back(
               {theirs, at::from_blob(data + place.offset, sizes, [theirs](void*) {}, options)});
         }
-        for (const Obstacle& one : gather(collectives, obstacle, call)) {
-          if (one.why[0] == '\0') continue;
+        for (const Obstacle& told : gather(collectives, obstacle, call)) {
+          if (told.why[0] == '\0') continue;
           throw shm::Fault(
               shm::FaultKind::kNotPossible,
-              error_text(kWindowArea, "a tensor cannot be shared: " + std::string(one.why.data()),
+              error_text(kWindowArea, "a tensor cannot be shared: " + std::string(told.why.data()),
                          backend_->host_group().where(),
                          "Look at the limits on open files and memory, and let the ranks "
                          "open each other's memory through /proc."));

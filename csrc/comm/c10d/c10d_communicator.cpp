@@ -423,7 +423,7 @@ class C10dCommunicator final : public Communicator {
 
   void scatter_in_pieces(WorkState& state, at::Tensor output, at::Tensor input, ReduceOp op) {
     at::Tensor sent = as_bytes(input);
-    at::Tensor received = scratch_.take(sent.numel());
+    at::Tensor received = scratch_.take_buffer(sent.numel());
     const auto add_up = [output, received, op, world = where_.world] {
       reduce_parts(output, received, op, world);
     };

@@ -27,29 +27,29 @@ struct HostLayout {
 
   int64_t count() const { return static_cast<int64_t>(hosts.size()); }
   bool has_leg() const { return place < legs; }
-  const std::vector<int64_t>& ranks_of(int64_t one) const {
-    return hosts[static_cast<size_t>(one)];
+  const std::vector<int64_t>& ranks_of(int64_t which) const {
+    return hosts[static_cast<size_t>(which)];
   }
   const std::vector<int64_t>& here() const { return ranks_of(host); }
   int64_t ranks_here() const { return static_cast<int64_t>(here().size()); }
   // Returns the ranks of a host whose data goes by that leg: every legs-th.
-  std::vector<int64_t> carried(int64_t one, int64_t leg) const {
+  std::vector<int64_t> carried(int64_t which, int64_t leg) const {
     std::vector<int64_t> ranks;
-    for (int64_t index = leg; index < static_cast<int64_t>(ranks_of(one).size()); index += legs)
-      ranks.push_back(ranks_of(one)[static_cast<size_t>(index)]);
+    for (int64_t index = leg; index < static_cast<int64_t>(ranks_of(which).size()); index += legs)
+      ranks.push_back(ranks_of(which)[static_cast<size_t>(index)]);
     return ranks;
   }
   int64_t host_of(int64_t rank) const {
-    int64_t one = 0;
-    while (place_on(one, rank) == static_cast<int64_t>(ranks_of(one).size())) ++one;
-    return one;
+    int64_t which = 0;
+    while (place_on(which, rank) == static_cast<int64_t>(ranks_of(which).size())) ++which;
+    return which;
   }
   int64_t place_of(int64_t rank) const { return place_on(host_of(rank), rank); }
   // Calls visit(host) for all but this one.
   template <typename Visit>
   void others(const Visit& visit) const {
-    for (int64_t one = 0; one < count(); ++one)
-      if (one != host) visit(one);
+    for (int64_t which = 0; which < count(); ++which)
+      if (which != host) visit(which);
   }
 
   std::vector<std::vector<int64_t>> hosts;
@@ -59,8 +59,8 @@ struct HostLayout {
   int64_t place = 0;  // this rank's, among those of its host
 
  private:
-  int64_t place_on(int64_t one, int64_t rank) const {
-    const std::vector<int64_t>& ranks = ranks_of(one);
+  int64_t place_on(int64_t which, int64_t rank) const {
+    const std::vector<int64_t>& ranks = ranks_of(which);
     return std::find(ranks.begin(), ranks.end(), rank) - ranks.begin();
   }
 };

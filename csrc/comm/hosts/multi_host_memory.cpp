@@ -34,7 +34,7 @@ class MultiHostCollectives::Placing final : private Stages {
 
   int64_t chunks() const { return layout_.has_leg() ? shares_.chunks() : 0; }
 
-  void start(int64_t k) {
+  void start_chunk(int64_t k) {
     const Pieces mine = share_of(k, layout_.host);
     std::byte* sent = in_one_run(mine);
     if (sent == nullptr && mine.bytes() > 0) {
@@ -48,9 +48,9 @@ class MultiHostCollectives::Placing final : private Stages {
     });
   }
 
-  void cross(int64_t k) { land(k); }
+  void cross_chunk(int64_t k) { land(k); }
 
-  void deliver(int64_t k) {
+  void deliver_chunk(int64_t k) {
     visit_arriving(k, [&](int64_t, const Pieces& theirs, std::byte* in_room) {
       if (in_one_run(theirs) == nullptr) copy_pieces(theirs, {in_room, theirs.bytes()});
     });

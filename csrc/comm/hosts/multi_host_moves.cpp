@@ -16,7 +16,7 @@ class MultiHostCollectives::Gathering final : private Stages {
 
   int64_t chunks() const { return shares_.chunks(); }
 
-  void start(int64_t k) {
+  void start_chunk(int64_t k) {
     if (!layout_.has_leg()) return;
     Pieces share;
     shares_.add(share, k, layout_.host, layout_.place);
@@ -31,11 +31,11 @@ class MultiHostCollectives::Gathering final : private Stages {
     });
   }
 
-  void cross(int64_t k) {
+  void cross_chunk(int64_t k) {
     if (layout_.has_leg()) land(k);
   }
 
-  void deliver(int64_t k) {
+  void deliver_chunk(int64_t k) {
     std::vector<Pieces> by_leg(static_cast<size_t>(layout_.ranks_here()));
     for (int64_t leg = 0; leg < layout_.legs; ++leg) {
       layout_.others(
@@ -66,7 +66,7 @@ class MultiHostCollectives::Casting final : public SlicedStages {
         next_((layout_.host + 1) % layout_.count()),
         previous_((layout_.host + layout_.count() - 1) % layout_.count()) {}
 
-  void start(int64_t k) {
+  void start_chunk(int64_t k) {
     if (has_root()) scope_.broadcast(range_of(memory_, k * chunk_bytes_, bytes_of(k)), root_place_);
     if (!layout_.has_leg()) return;
     const Pieces slice = slice_of(k);
@@ -78,14 +78,14 @@ class MultiHostCollectives::Casting final : public SlicedStages {
     }
   }
 
-  void cross(int64_t k) {
+  void cross_chunk(int64_t k) {
     if (!layout_.has_leg() || has_root()) return;
     land(k);
     const int64_t bytes = slice_of(k).bytes();
     if (next_ != root_host_) send(k, next_, room(k).partial(bytes), bytes);
   }
 
-  void deliver(int64_t k) {
+  void deliver_chunk(int64_t k) {
     if (layout_.has_leg()) land(k);
     if (!has_root()) scope_.all_gather(slices_of(k), slice_of(k));
   }

@@ -32,7 +32,7 @@ class MultiHostCollectives::Summing final : public SlicedStages {
         root_host_(root < 0 ? -1 : layout_.host_of(root)) {}
 
   // Each leg gets its slice, summed over the host.
-  void start(int64_t k) {
+  void start_chunk(int64_t k) {
     const std::vector<Pieces> slices = slices_of(k);
     const Pieces slice = slice_of(k);
     scope_.reduce_scatter(slice, slices, on_host(how_));
@@ -46,7 +46,7 @@ class MultiHostCollectives::Summing final : public SlicedStages {
     });
   }
 
-  void cross(int64_t k) {
+  void cross_chunk(int64_t k) {
     if (!layout_.has_leg()) return;
     land(k);
     const int64_t bytes = slice_of(k).bytes();
@@ -62,7 +62,7 @@ class MultiHostCollectives::Summing final : public SlicedStages {
   }
 
   // Everybody, or the root, gets all slices.
-  void deliver(int64_t k) {
+  void deliver_chunk(int64_t k) {
     if (layout_.has_leg()) land(k);
     if (root_ < 0) return scope_.all_gather(slices_of(k), slice_of(k));
     if (root_host_ != layout_.host) return;
@@ -103,7 +103,7 @@ class MultiHostCollectives::Scattering final : private Stages {
 
   int64_t chunks() const { return shares_.chunks(); }
 
-  void start(int64_t k) {
+  void start_chunk(int64_t k) {
     std::vector<Pieces> by_leg(static_cast<size_t>(layout_.ranks_here()));
     for (int64_t leg = 0; leg < layout_.legs; ++leg)
       for (int64_t host = 0; host < layout_.count(); ++host)
@@ -128,7 +128,7 @@ class MultiHostCollectives::Scattering final : private Stages {
     }
   }
 
-  void cross(int64_t k) {
+  void cross_chunk(int64_t k) {
     if (!layout_.has_leg()) return;
     land(k);
     const Pieces mine = summed(k);
@@ -138,7 +138,7 @@ class MultiHostCollectives::Scattering final : private Stages {
   }
 
   // Moves shares from the rank at the leg's end to those that it carries.
-  void deliver(int64_t k) {
+  void deliver_chunk(int64_t k) {
     const auto ranks_here = static_cast<size_t>(layout_.ranks_here());
     std::vector<Pieces> to(ranks_here);
     std::vector<Pieces> from(ranks_here);

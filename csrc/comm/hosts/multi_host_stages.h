@@ -17,9 +17,9 @@ constexpr int64_t kElementsMeet = 64;            // whole elements of any dtype
 template <typename SomeStages>
 void in_chunks(int64_t chunks, SomeStages& stages) {
   for (int64_t k = 0; k < chunks + 2; ++k) {
-    if (k < chunks) stages.start(k);
-    if (k >= 1 && k - 1 < chunks) stages.cross(k - 1);
-    if (k >= 2) stages.deliver(k - 2);
+    if (k < chunks) stages.start_chunk(k);
+    if (k >= 1 && k - 1 < chunks) stages.cross_chunk(k - 1);
+    if (k >= 2) stages.deliver_chunk(k - 2);
   }
 }
 
@@ -74,7 +74,7 @@ class Shares {
       : layout_(layout), of_ranks_(of_ranks) {
     const int64_t carried = (layout.world + layout.legs - 1) / layout.legs;
     chunk_bytes_ = std::max(2 * kLegBytes / carried, kSmallest) / kElementsMeet * kElementsMeet;
-    for (const shm::Pieces& one : of_ranks) longest_ = std::max(longest_, one.bytes());
+    for (const shm::Pieces& pieces : of_ranks) longest_ = std::max(longest_, pieces.bytes());
   }
 
   int64_t chunks() const { return (longest_ + chunk_bytes_ - 1) / chunk_bytes_; }

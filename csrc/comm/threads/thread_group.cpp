@@ -64,7 +64,7 @@ class ThreadReceiver final : public TensorReceiver {
       : state_(std::move(state)), queue_(queue) {}
 
   TensorMessage receive(int64_t step, int64_t micro_batch, const std::string& label) override {
-    TensorMessage got = state_->take(queue_, label);
+    TensorMessage got = state_->take_message(queue_, label);
     if (got.step != step || got.micro_batch != micro_batch) {
       C10_THROW_ERROR(
           DistBackendError,
@@ -121,7 +121,7 @@ class ThreadCommunicator final : public Communicator {
     meet("all_reduce", label, tensors, tensors, [op](std::vector<State::Deposit>& all) {
       for (size_t i = 0; i < all.front().inputs.size(); ++i) {
         const at::Tensor sum = reduced(all, i, op);
-        for (State::Deposit& one : all) one.outputs[i].copy_(sum);
+        for (State::Deposit& deposit : all) deposit.outputs[i].copy_(sum);
       }
     });
     return {};
@@ -130,9 +130,9 @@ class ThreadCommunicator final : public Communicator {
   Pending broadcast(Tensors tensors, int64_t root, std::string label) override {
     meet("broadcast", label, tensors, tensors, [root](std::vector<State::Deposit>& all) {
       const State::Deposit& first = all.at(static_cast<size_t>(root));
-      for (State::Deposit& one : all) {
-        for (size_t i = 0; i < one.outputs.size(); ++i)
-          if (&one != &first) one.outputs[i].copy_(first.inputs[i]);
+      for (State::Deposit& deposit : all) {
+        for (size_t i = 0; i < deposit.outputs.size(); ++i)
+          if (&deposit != &first) deposit.outputs[i].copy_(first.inputs[i]);
       }
     });
     return {};
@@ -143,9 +143,9 @@ class ThreadCommunicator final : public Communicator {
       const auto world = static_cast<int64_t>(all.size());
       for (size_t i = 0; i < all.front().inputs.size(); ++i) {
         Tensors parts;
-        for (const State::Deposit& one : all) parts.push_back(one.inputs[i].reshape({-1}));
+        for (const State::Deposit& deposit : all) parts.push_back(deposit.inputs[i].reshape({-1}));
         const at::Tensor whole = at::stack(parts);
-        for (State::Deposit& one : all) one.outputs[i].view({world, -1}).copy_(whole);
+        for (State::Deposit& deposit : all) deposit.outputs[i].view({world, -1}).copy_(whole);
       }
     });
     return {};

@@ -74,7 +74,7 @@ void ThreadGroup::State::meet(int64_t rank, Deposit deposit, const Run& run) {
     error = std::current_exception();
     refusal_ = text_of(error);
   }
-  for (Deposit& one : deposits_) one = {};
+  for (Deposit& place : deposits_) place = {};
   wake_all();
   if (error) std::rethrow_exception(error);
 }
@@ -89,7 +89,7 @@ void ThreadGroup::State::announce_failure(int64_t rank, const std::string& reaso
 void ThreadGroup::State::recover() {
   const std::lock_guard lock(mutex_);
   arrived_ = 0;
-  for (Deposit& one : deposits_) one = {};
+  for (Deposit& place : deposits_) place = {};
   failure_.reset();
   has_failed_ = false;
 }
@@ -122,7 +122,7 @@ void ThreadGroup::State::push(ThreadQueue& queue, TensorMessage message) {
   seats_[static_cast<size_t>(queue.request.to)]->wake.notify_one();
 }
 
-TensorMessage ThreadGroup::State::take(ThreadQueue& queue, const std::string& label) {
+TensorMessage ThreadGroup::State::take_message(ThreadQueue& queue, const std::string& label) {
   const auto may_go_on = [&] {
     return queue.waiting.load(std::memory_order_acquire) > 0 ||
            has_failed_.load(std::memory_order_relaxed);

@@ -60,7 +60,7 @@ class ThreadGroup::State {
   // Throw DistBackendError where a thread has failed, also where a message is there: who is not
   // needed any more ends soon.
   void push(ThreadQueue& queue, TensorMessage message);
-  TensorMessage take(ThreadQueue& queue, const std::string& label);
+  TensorMessage take_message(ThreadQueue& queue, const std::string& label);
   void forget_before(ThreadQueue& queue, int64_t step);
 
  private:

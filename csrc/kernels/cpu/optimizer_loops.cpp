@@ -170,13 +170,13 @@ TRIREME_INLINE void rowwise_adagrad_loop(const OptimizerSegment& row, AdagradFac
   for (int64_t begin = 0; begin < whole; begin += kLanes) {
     TRIREME_INDEPENDENT
     for (int64_t lane = 0; lane < kLanes; ++lane) {
-      const auto one = static_cast<double>(grad[begin + lane] * factors.grad_factor);
-      lanes[lane] = Isa::multiply_add(one, one, lanes[lane]);
+      const auto value = static_cast<double>(grad[begin + lane] * factors.grad_factor);
+      lanes[lane] = Isa::multiply_add(value, value, lanes[lane]);
     }
   }
   for (int64_t i = whole; i < row.numel; ++i) {
-    const auto one = static_cast<double>(grad[i] * factors.grad_factor);
-    lanes[i - whole] = Isa::multiply_add(one, one, lanes[i - whole]);
+    const auto value = static_cast<double>(grad[i] * factors.grad_factor);
+    lanes[i - whole] = Isa::multiply_add(value, value, lanes[i - whole]);
   }
   for (int64_t half = kLanes / 2; half > 0; half /= 2)
     for (int64_t lane = 0; lane < half; ++lane) lanes[lane] += lanes[lane + half];

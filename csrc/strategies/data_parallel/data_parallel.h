@@ -76,7 +76,7 @@ class DataParallelImpl final : public ReplicatedModule {
           loss_function(call<Args...>(net(*pass, position), parts[position]), targets[position]));
     });
     std::vector<std::vector<at::Tensor>> gathered;
-    for (const std::optional<at::Tensor>& one : losses) gathered.push_back({*one});
+    for (const std::optional<at::Tensor>& part : losses) gathered.push_back({*part});
     return mean_loss(*pass, std::move(gathered));
   }
 
@@ -98,8 +98,8 @@ class DataParallelImpl final : public ReplicatedModule {
 
   template <typename... Args>
   static auto call(Net& net, std::tuple<std::decay_t<Args>...>& values) {
-    return std::apply([&](auto&... one) { return net.forward(static_cast<Passed<Args>>(one)...); },
-                      values);
+    return std::apply(
+        [&](auto&... piece) { return net.forward(static_cast<Passed<Args>>(piece)...); }, values);
   }
 
   Net& net() { return *module_pointer(module_); }

@@ -34,7 +34,7 @@ void SpeedBalance::record(const std::vector<Chunk>& chunks,
   }
   if (std::find(ms_per_row_.begin(), ms_per_row_.end(), 0.0) != ms_per_row_.end()) return;
   std::vector<double> better;
-  for (const double one : ms_per_row_) better.push_back(1 / one);
+  for (const double ms : ms_per_row_) better.push_back(1 / ms);
   if (slowest(better, ms_per_row_) <= (1 - kWorthwhile) * slowest(weights_, ms_per_row_)) {
     weights_ = std::move(better);
   }

@@ -84,6 +84,23 @@ Ddp::Ddp(ModuleTensors module, std::shared_ptr<Communicator> communicator,
   reducer_ = GradReducer::make(module.parameters, std::move(parts), reducer_options);
 }
 
+// See [Note: one inside another] in ddp.h.
+std::shared_ptr<Ddp::Forwards> Ddp::leading() const {
+  for (auto outer = around_.rbegin(); outer != around_.rend(); ++outer)
+    if (auto alive = outer->lock()) return alive;
+  return forwards_;
+}
+
+void Ddp::before_forward() {
+  const auto leader = leading();
+  if (leader->running == 0) leader->arming->before_forward();
+}
+
+void Ddp::after_forward(const std::vector<at::Tensor>& outputs, bool synchronize, bool all_found) {
+  const auto leader = leading();
+  if (leader->running == 0) leader->arming->after_forward(outputs, synchronize, all_found);
+}
+
 void Ddp::sync_buffers(const std::vector<at::Tensor>& buffers, int64_t root) {
   TRIREME_TRACE("ddp.sync_buffers");
   const at::NoGradGuard no_grad;

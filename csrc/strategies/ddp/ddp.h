@@ -57,12 +57,20 @@ class TRIREME_API Ddp {
   // kinds of device, and (on all ranks alike) where ranks hold different parameters.
   Ddp(ModuleTensors module, std::shared_ptr<Communicator> communicator, const DdpOptions& options);
 
-  // `synchronize`: this forward's backward is to average (false under no_sync).
-  void before_forward() { arming_->before_forward(); }
+  // `synchronize`: this forward's backward is to average (false under no_sync). While this one is
+  // led, they tell the leader.
+  void before_forward();
   void after_forward(const std::vector<at::Tensor>& outputs, bool synchronize,
-                     bool all_found = true) {
-    arming_->after_forward(outputs, synchronize, all_found);
-  }
+                     bool all_found = true);
+
+  // [Note: one inside another]
+  // Averages alone for `inner`, whose module is a part of this one's: a forward of that one counts
+  // as one of this one's, beside a forward of this one too; inside of it nothing is told. Both
+  // reducers would take the same gradients. The outermost one leads; once it is gone, the next.
+  void lead(Ddp& inner) const { inner.around_.push_back(forwards_); }
+  // Lives while the module of this one runs its forward.
+  class Running;
+  [[nodiscard]] Running running();
 
   // Says whether a pipeline holds back its backwards. No forward tells then which backward will
   // average: has_averaged() says whether one has since it was asked last.
@@ -86,13 +94,37 @@ class TRIREME_API Ddp {
   c10::Device device() const { return reducer_->layout().device(); }
 
  private:
+  // What those inside tell of their forwards.
+  struct Forwards {
+    std::shared_ptr<Arming> arming;
+    int64_t running = 0;
+  };
+
   void broadcast_module(const std::vector<at::Tensor>& parameters,
                         const std::vector<at::Tensor>& buffers, int64_t root);
+  std::shared_ptr<Forwards> leading() const;
 
   std::shared_ptr<Communicator> communicator_;
   std::shared_ptr<Arming> arming_ = std::make_shared<Arming>();
+  std::shared_ptr<Forwards> forwards_ = std::make_shared<Forwards>(Forwards{arming_});
+  std::vector<std::weak_ptr<Forwards>> around_;  // the innermost first
   std::shared_ptr<GradReducer> reducer_;
   int64_t seen_step_ = 0;  // see has_averaged()
 };
+
+class Ddp::Running {
+ public:
+  explicit Running(std::shared_ptr<Forwards> forwards) : forwards_(std::move(forwards)) {
+    ++forwards_->running;
+  }
+  ~Running() { --forwards_->running; }
+  Running(const Running&) = delete;
+  Running& operator=(const Running&) = delete;
+
+ private:
+  std::shared_ptr<Forwards> forwards_;
+};
+
+inline Ddp::Running Ddp::running() { return Running(forwards_); }
 
 }  // namespace trireme

@@ -24,9 +24,16 @@ inline ModuleTensors module_tensors(const torch::nn::Module& module) {
   return {named_parameters(module), module.buffers()};
 }
 
+// Is any DistributedDataParallel, whatever it wraps.
+class HasDdp {
+ public:
+  virtual ~HasDdp() = default;
+  virtual Ddp& core() = 0;
+};
+
 // See DistributedDataParallel below.
 template <typename Net>
-class DistributedDataParallelImpl : public torch::nn::Module, public WrapsModule {
+class DistributedDataParallelImpl : public torch::nn::Module, public WrapsModule, public HasDdp {
  public:
   DistributedDataParallelImpl(Net module, std::shared_ptr<Communicator> communicator,
                               const DdpOptions& options = {})
@@ -34,6 +41,8 @@ class DistributedDataParallelImpl : public torch::nn::Module, public WrapsModule
         sync_buffers_(options.forward_sync_buffers),
         ddp_(module_tensors(*module_), std::move(communicator), options) {
     ddp_.reducer().watch_module(watch_parameters_of(children().front()));
+    for (const auto& inside : children().front()->modules())
+      if (auto* inner = dynamic_cast<HasDdp*>(inside.get())) ddp_.lead(inner->core());
   }
 
   // Trains over the group of the Context that trireme::init() returned.
@@ -50,7 +59,10 @@ class DistributedDataParallelImpl : public torch::nn::Module, public WrapsModule
     if (with_gradients) ddp_.before_forward();
     join_.before_forward(sync_buffers_ && parameters_may_have_moved_ &&
                          !module_->buffers().empty());
-    auto output = module_->forward(std::forward<Args>(args)...);
+    auto output = [&] {
+      const auto running = ddp_.running();
+      return module_->forward(std::forward<Args>(args)...);
+    }();
     parameters_may_have_moved_ = with_gradients && synchronize_ && !is_held;
     if (with_gradients) ddp_.after_forward(find_tensors(output), synchronize_);
     return output;
@@ -83,7 +95,7 @@ class DistributedDataParallelImpl : public torch::nn::Module, public WrapsModule
 
   Net& module() { return module_; }
   torch::nn::Module& wrapped() const override { return *children().front(); }
-  Ddp& core() { return ddp_; }
+  Ddp& core() override { return ddp_; }
 
  private:
   Net module_;

@@ -87,9 +87,9 @@ void BoundModule::come_to(Phase phase) {
 std::vector<int64_t> BoundModule::wait_for_all(Phase phase) {
   std::vector<int64_t> come;
   for (int64_t worker = 0; worker < parts_.board->workers(); ++worker) {
-    Errand one = errand();
-    one.worker = worker;
-    if (parts_.board->wait(parts_.memory.marks(worker).writing, 3 * sections_ + phase, one))
+    Errand for_worker = errand();
+    for_worker.worker = worker;
+    if (parts_.board->wait(parts_.memory.marks(worker).writing, 3 * sections_ + phase, for_worker))
       come.push_back(worker);
   }
   return come;
@@ -115,7 +115,7 @@ void BoundModule::meet_writers() {
     const std::string got =
         c10::str(errand().text(), ": got ", parts_.board->name_of(worker), " at clock ", its_clock,
                  ", expected all workers at one clock");
-    settle();
+    settle_writing();
     TORCH_CHECK_VALUE(false, error_text(kPsArea, got, parts_.board->where(),
                                         "Begin to write after as many clocks on all workers."));
   }
@@ -159,7 +159,7 @@ void BoundModule::end_writing() {
     const std::string text =
         c10::str(errand().text(), ": ", parts_.board->name_of(worker),
                  " has left it by an exception: ", parts_.board->line(worker).word());
-    settle();
+    settle_writing();
     C10_THROW_ERROR(DistBackendError, error_text(kPsArea, text, parts_.board->where(),
                                                  "Look for the error of that worker."));
   }
@@ -173,15 +173,15 @@ void BoundModule::end_writing() {
     if (!parts_.board->wait(writing, 3 * sections_ + kSettled, first)) {
       const std::string text = c10::str(errand().text(), ": ", parts_.board->name_of(come.front()),
                                         " has gone while it wrote, expected that it ends");
-      settle();
+      settle_writing();
       C10_THROW_ERROR(DistBackendError, error_text(kPsArea, text, parts_.board->where(),
                                                    "Write once more: the values are mixed."));
     }
   }
-  settle();
+  settle_writing();
 }
 
-void BoundModule::settle() {
+void BoundModule::settle_writing() {
   is_writing_ = false;
   show_values();
   come_to(kSettled);
@@ -193,7 +193,7 @@ void BoundModule::abandon_writing(const std::string& reason) noexcept {
   parts_.board->line(*parts_.board->worker()).leave_word(reason);
   WorkerMarks& own = parts_.memory.marks(*parts_.board->worker());
   own.abandoned.store(sections_ + 1, std::memory_order_seq_cst);
-  settle();
+  settle_writing();
 }
 
 }  // namespace trireme::ps

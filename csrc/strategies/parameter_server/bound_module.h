@@ -75,7 +75,7 @@ class TRIREME_API BoundModule {
   void come_to(Phase phase);
   std::vector<int64_t> wait_for_all(Phase phase);
   void show_values();
-  void settle();
+  void settle_writing();
 
   Parts parts_;
   std::vector<at::Tensor> places_;  // over the store

@@ -133,12 +133,13 @@ void ClockBoard::watch_peers() {
   flag_wait_.emplace(line(own_).bell, plan_.workers + plan_.servers);
 }
 
-// Returns the lines of those whose end matters: workers, and servers that stand for others.
+// Returns the lines of those whose end matters. Without a server that stands for other hosts nobody
+// can go on; one that has no other hosts is missed only where every loss is to be told.
 std::vector<int64_t> ClockBoard::watched() const {
   std::vector<int64_t> lines;
   for (int64_t worker = 0; worker < workers(); ++worker) lines.push_back(worker);
-  for (int64_t index = plan_.most_workers; plan_.has_hosts && index < plan_.lines(); ++index)
-    lines.push_back(index);
+  if (plan_.has_hosts || options_.on_worker_loss == WorkerLoss::kRaise)
+    for (int64_t index = plan_.most_workers; index < plan_.lines(); ++index) lines.push_back(index);
   return lines;
 }
 
@@ -146,7 +147,7 @@ std::vector<int64_t> ClockBoard::watched() const {
 void ClockBoard::watch(int64_t index) {
   auto& process = processes_[static_cast<size_t>(index)];
   WorkerLine& one = line(index);
-  if (process || state_of(index) == LineState::kVacant || one.is_elsewhere != 0) return;
+  if (process || state_of(index) != LineState::kHere || one.is_elsewhere != 0) return;
   try {
     process.emplace(one.pid);
   } catch (const shm::Fault& fault) {
@@ -316,16 +317,21 @@ std::string ClockBoard::why_gone(int64_t worker) const {
   return c10::str(" has died at clock ", clock, shm::text_of_end(status, memory_kills_));
 }
 
-// Every worker needs the shares that a server reaches for others.
 void ClockBoard::refuse_without_server(const Errand& errand, int64_t index) {
   const auto& process = processes_[static_cast<size_t>(index)];
   const auto status = process ? process->wait_status() : std::nullopt;
-  const std::string how = state_of(index) == LineState::kFailed
-                              ? " was ended by " + line(index).word()
-                              : " has died" + shm::text_of_end(status, memory_kills_);
-  C10_THROW_ERROR(DistBackendError,
-                  error_text(kPsArea, c10::str(errand.text(), ": ", name_of(index), how), where_,
-                             "Start the group again; what was saved can be loaded."));
+  std::string how = " has died" + shm::text_of_end(status, memory_kills_);
+  if (state_of(index) == LineState::kFailed) {
+    how = " was ended by " + line(index).word();
+  } else if (status == 0) {
+    how = " ended normally without close()";
+  }
+  C10_THROW_ERROR(
+      DistBackendError,
+      error_text(kPsArea, c10::str(errand.text(), ": ", name_of(index), how), where_,
+                 plan_.has_hosts ? "Start the group again; what was saved can be loaded."
+                                 : "Start the group again; what was saved can be loaded. "
+                                   "on_worker_loss='continue' goes on without it."));
 }
 
 void ClockBoard::refuse_lost(const Errand& errand, int64_t worker) {

@@ -122,7 +122,7 @@ struct BoardPlan {
   int64_t workers = 1;       // at first
   int64_t most_workers = 1;  // with those that may join
   int64_t servers = 0;
-  bool has_hosts = false;  // servers stand for workers of other hosts, so that their end is told
+  bool has_hosts = false;  // servers stand for workers of other hosts, so that all need them
 
   int64_t lines() const { return most_workers + servers; }
   int64_t bytes() const {

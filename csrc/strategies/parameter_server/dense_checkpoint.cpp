@@ -112,10 +112,10 @@ CheckpointContent DenseCheckpoint::places(const std::string& prefix) const {
       first.resize(layout_.tensors[tensor].sizes.size(), 0);
       first.front() = own[i].first;
     }
-    const auto add = [&](std::vector<CheckpointTensor>& to, CheckpointTensor one,
+    const auto add = [&](std::vector<CheckpointTensor>& to, CheckpointTensor entry,
                          at::Tensor values) {
-      one.part = {std::move(values), first};
-      to.push_back(std::move(one));
+      entry.part = {std::move(values), first};
+      to.push_back(std::move(entry));
     };
     add(model, all.tensors.at(kModelTensors)[tensor], steps_.values()[i]);
     for (size_t state = 0; state < states; ++state)

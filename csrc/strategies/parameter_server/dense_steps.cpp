@@ -28,8 +28,8 @@ struct Deposits {
     const auto item = static_cast<int64_t>(c10::elementSize(dtype));
     const Span sums = {buffer, computed, numel};
     for (size_t i = 0; i < data.size(); ++i) {
-      const ConstSpan one = {data[i] + begin * item, dtype, numel};
-      i == 0 ? scaled_copy(sums, one, 1.0) : scaled_add(sums, one, 1.0);
+      const ConstSpan addend = {data[i] + begin * item, dtype, numel};
+      i == 0 ? scaled_copy(sums, addend, 1.0) : scaled_add(sums, addend, 1.0);
     }
   }
 };
@@ -43,17 +43,17 @@ DenseSteps::DenseSteps(Parts parts, TablePlan plan, std::shared_ptr<HostStore> s
 }
 
 OptimizerSegment DenseSteps::segment_of(int64_t block) const {
-  const TableBlock& one = plan().blocks[static_cast<size_t>(block)];
-  const at::Tensor& values = values_[static_cast<size_t>(one.tensor)];
+  const TableBlock& part = plan().blocks[static_cast<size_t>(block)];
+  const at::Tensor& values = values_[static_cast<size_t>(part.tensor)];
   const auto item = static_cast<int64_t>(values.element_size());
   const auto state_item =
       static_cast<int64_t>(c10::elementSize(optimizer_state_dtype(values.scalar_type())));
   const auto state = [&](int64_t index) -> void* {
-    return memory().state(index, one.tensor) + one.begin * state_item;
+    return memory().state(index, part.tensor) + part.begin * state_item;
   };
   OptimizerSegment segment;
-  segment.param = static_cast<std::byte*>(values.data_ptr()) + one.begin * item;
-  segment.numel = one.numel;
+  segment.param = static_cast<std::byte*>(values.data_ptr()) + part.begin * item;
+  segment.numel = part.numel;
   set_states(segment, spec().optimizer, state);
   return segment;
 }
@@ -83,22 +83,22 @@ int64_t DenseSteps::count_step(int64_t block) {
 }
 
 void DenseSteps::step_block(int64_t block, const ClockStep& step) {
-  const TableBlock& one = plan().blocks[static_cast<size_t>(block)];
-  const at::ScalarType dtype = values_[static_cast<size_t>(one.tensor)].scalar_type();
+  const TableBlock& part = plan().blocks[static_cast<size_t>(block)];
+  const at::ScalarType dtype = values_[static_cast<size_t>(part.tensor)].scalar_type();
   Deposits deposits{{}, dtype, optimizer_state_dtype(dtype)};
-  const auto skip = one.begin * static_cast<int64_t>(c10::elementSize(dtype));
+  const auto skip = part.begin * static_cast<int64_t>(c10::elementSize(dtype));
   for (const int64_t worker : step.taken) {
-    if (memory().deposited(worker, step.clock, one.tensor).load(std::memory_order_relaxed) ==
+    if (memory().deposited(worker, step.clock, part.tensor).load(std::memory_order_relaxed) ==
         step.clock + 1)
-      deposits.data.push_back(memory().deposit(worker, step.clock, one.tensor) + skip);
+      deposits.data.push_back(memory().deposit(worker, step.clock, part.tensor) + skip);
   }
   if (deposits.data.empty()) return;
   const int64_t number = count_step(block);
   const SegmentDtypes dtypes = {dtype, deposits.computed};
   const OptimizerSegment whole = segment_of(block);
   alignas(64) std::array<std::byte, kSumNumel * sizeof(double)> sums;
-  for (int64_t begin = 0; begin < one.numel; begin += kSumNumel) {
-    const int64_t end = std::min(begin + kSumNumel, one.numel);
+  for (int64_t begin = 0; begin < part.numel; begin += kSumNumel) {
+    const int64_t end = std::min(begin + kSumNumel, part.numel);
     deposits.sum(sums.data(), begin, end);
     if (step.divisor != 1) divide({sums.data(), deposits.computed, end - begin}, step.divisor);
     OptimizerSegment segment = slice(whole, dtypes, begin, end);
@@ -136,14 +136,14 @@ void DenseSteps::step_now(const std::vector<at::Tensor>& gradients, double scale
   const int64_t first = *board().worker() * count_blocks() / board().workers();
   for (int64_t i = 0; i < count_blocks(); ++i) {
     const int64_t block = (first + i) % count_blocks();
-    const TableBlock& one = plan().blocks[static_cast<size_t>(block)];
-    const at::Tensor& gradient = gradients[static_cast<size_t>(one.tensor)];
+    const TableBlock& part = plan().blocks[static_cast<size_t>(block)];
+    const at::Tensor& gradient = gradients[static_cast<size_t>(part.tensor)];
     if (!gradient.defined()) continue;
     take_block(block, errand);
     OptimizerSegment segment = segment_of(block);
     segment.grad = static_cast<std::byte*>(gradient.data_ptr()) +
-                   one.begin * static_cast<int64_t>(gradient.element_size());
-    const SegmentDtypes dtypes = {values_[static_cast<size_t>(one.tensor)].scalar_type(),
+                   part.begin * static_cast<int64_t>(gradient.element_size());
+    const SegmentDtypes dtypes = {values_[static_cast<size_t>(part.tensor)].scalar_type(),
                                   gradient.scalar_type()};
     step_segment(spec().optimizer, segment, dtypes, {lr, count_step(block), scale});
     lock().let_go(memory().block(block), 1);
@@ -151,9 +151,9 @@ void DenseSteps::step_now(const std::vector<at::Tensor>& gradients, double scale
 }
 
 std::string DenseSteps::name_of(int64_t block) const {
-  const TableBlock& one = plan().blocks[static_cast<size_t>(block)];
+  const TableBlock& part = plan().blocks[static_cast<size_t>(block)];
   return c10::str("block ", block, " of table '", spec().name, "' ('",
-                  spec().names[static_cast<size_t>(one.tensor)], "')");
+                  spec().names[static_cast<size_t>(part.tensor)], "')");
 }
 
 }  // namespace trireme::ps

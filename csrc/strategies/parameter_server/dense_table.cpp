@@ -74,7 +74,7 @@ void DenseTable::copy_values(const std::vector<at::Tensor>& to, const RemoteAnsw
       rows_of(to[static_cast<size_t>(shares[i].tensor)], shares[i]).copy_(found.at(i));
   }
   int64_t bytes = 0;
-  for (const at::Tensor& one : to) bytes += static_cast<int64_t>(one.nbytes());
+  for (const at::Tensor& tensor : to) bytes += static_cast<int64_t>(tensor.nbytes());
   desk().counts().bytes_pulled += bytes;
 }
 
@@ -87,11 +87,11 @@ RemoteAnswers DenseTable::ask_others() {
 
 void DenseTable::fill_parameters(const RemoteAnswers& answers) {
   ++desk().counts().pulls;
-  desk().settle();
+  desk().settle_pushes();
   if (bound_) return bound_->begin_reading();
   const at::NoGradGuard no_grad;
   std::vector<at::Tensor> parameters;
-  for (const at::Tensor& one : spec().tensors) parameters.push_back(one.detach());
+  for (const at::Tensor& tensor : spec().tensors) parameters.push_back(tensor.detach());
   copy_values(parameters, answers);
   HostStore::bump_versions(spec().tensors);
 }
@@ -108,7 +108,7 @@ void DenseTable::pull() {
 
 NamedTensors DenseTable::read(bool view, const RemoteAnswers& answers) {
   ++desk().counts().pulls;
-  desk().settle();
+  desk().settle_pushes();
   std::vector<at::Tensor> tensors;
   for (size_t i = 0; i < infos_.size(); ++i)
     tensors.push_back(view ? store_->whole(static_cast<int64_t>(i))
@@ -174,9 +174,9 @@ DenseTable::Gradients DenseTable::gradients_by_name(const NamedTensors& gradient
   Gradients found(spec().names.size());
   size_t known = 0;
   for (size_t i = 0; i < spec().names.size(); ++i) {
-    const at::Tensor* one = gradients.find(spec().names[i]);
-    if (one == nullptr) continue;
-    found[i] = checked_gradient(i, *one);
+    const at::Tensor* gradient = gradients.find(spec().names[i]);
+    if (gradient == nullptr) continue;
+    found[i] = checked_gradient(i, *gradient);
     ++known;
   }
   for (const auto& item : gradients) {
@@ -225,8 +225,8 @@ void DenseTable::push_gradients(const Gradients& gradients, double scale) {
     push_to_others(gradients, scale, errand);
   }
   int64_t bytes = 0;
-  for (const at::Tensor& one : gradients)
-    if (one.defined()) bytes += static_cast<int64_t>(one.nbytes());
+  for (const at::Tensor& gradient : gradients)
+    if (gradient.defined()) bytes += static_cast<int64_t>(gradient.nbytes());
   desk().counts().bytes_pushed += bytes;
 }
 
@@ -237,7 +237,7 @@ void DenseTable::push(double scale) {
   if (bound_) bound_->check_unchanged("push");
   finish_pushes();
   push_gradients(take_own_gradients(), scale);
-  for (const at::Tensor& one : spec().tensors) one.mutable_grad() = at::Tensor();
+  for (const at::Tensor& tensor : spec().tensors) tensor.mutable_grad() = at::Tensor();
 }
 
 void DenseTable::push_tensors(const NamedTensors& gradients, double scale) {
@@ -256,8 +256,8 @@ Pending DenseTable::push_or_keep(Gradients gradients, double scale) {
     push_gradients(gradients, scale);
     return {};
   }
-  for (at::Tensor& one : gradients)
-    if (one.defined()) one = one.clone();  // the caller may write what he gave
+  for (at::Tensor& gradient : gradients)
+    if (gradient.defined()) gradient = gradient.clone();  // the caller may write what he gave
   return push_later(
       [this, gradients = std::move(gradients), scale] { push_gradients(gradients, scale); });
 }
@@ -288,7 +288,7 @@ Pending DenseTable::push_async(double scale) {
   require_module("push");
   if (bound_) bound_->check_unchanged("push");
   Gradients gradients = take_own_gradients();
-  for (const at::Tensor& one : spec().tensors) one.mutable_grad() = at::Tensor();
+  for (const at::Tensor& tensor : spec().tensors) tensor.mutable_grad() = at::Tensor();
   return push_or_keep(std::move(gradients), scale);
 }
 

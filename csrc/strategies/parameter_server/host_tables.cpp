@@ -18,7 +18,7 @@ namespace {
 
 bool lies_on_cpu(const TableSpec& table) {
   return std::all_of(table.tensors.begin(), table.tensors.end(),
-                     [](const at::Tensor& one) { return one.is_cpu(); });
+                     [](const at::Tensor& tensor) { return tensor.is_cpu(); });
 }
 
 // Lets messages say what a worker that has died held, as long as the tables are there.
@@ -26,8 +26,8 @@ void describe_held(const HostTables& made) {
   const std::vector<std::weak_ptr<Table>> tables(made.tables.begin(), made.tables.end());
   made.board->describe_held_by([tables](int64_t worker) {
     std::string held;
-    for (const auto& one : tables)
-      if (const auto table = one.lock(); table != nullptr && held.empty())
+    for (const auto& weak : tables)
+      if (const auto table = weak.lock(); table != nullptr && held.empty())
         held = table->steps().held_by(worker);
     return held;
   });

@@ -17,7 +17,8 @@ inline constexpr std::string_view kPsArea = "ps";
 
 // Says what a pull may return; see parameter_server.h.
 enum class Mode : uint8_t { kBsp, kSsp, kAsync };
-// Says what becomes of the others when a worker dies.
+// Says what becomes of the others when a worker dies, or a rank that only serves. A server that
+// stands for other hosts is fatal under both: its share is gone.
 enum class WorkerLoss : uint8_t {
   kRaise,    // they raise where they wait for it, or pull next
   kContinue  // they go on as if it had left

@@ -302,7 +302,7 @@ void ParameterServer::close(std::string_view error) {
   here_.desk->note_closed();
   if (error.empty()) error = ended_by_;
   const LineState state = error.empty() ? LineState::kLeft : LineState::kFailed;
-  if (works || ground_->shares() != nullptr) here_.board->leave(state, error);
+  here_.board->leave(state, error);
   if (works && ground_->remote() != nullptr) ground_->remote()->leave(state, error);
   if (ground_->shares() != nullptr) ground_->shares()->close(error);
   if (raised) std::rethrow_exception(raised);

@@ -21,11 +21,11 @@ double draw(at::Philox4_32& engine) { return (static_cast<double>(engine()) + 1)
 
 struct TextOf {
   std::string operator()(const Zeros&) const { return "Zeros()"; }
-  std::string operator()(const Normal& one) const {
-    return "Normal(std=" + digits_of(one.std) + ")";
+  std::string operator()(const Normal& normal) const {
+    return "Normal(std=" + digits_of(normal.std) + ")";
   }
-  std::string operator()(const Uniform& one) const {
-    return "Uniform(bound=" + digits_of(one.bound) + ")";
+  std::string operator()(const Uniform& uniform) const {
+    return "Uniform(bound=" + digits_of(uniform.bound) + ")";
   }
 };
 
@@ -38,18 +38,18 @@ struct Filler {
   void operator()(const Zeros&) const {
     std::memset(row.data, 0, static_cast<size_t>(row.numel) * c10::elementSize(row.dtype));
   }
-  void operator()(const Normal& one) const {
+  void operator()(const Normal& normal) const {
     fill([&](at::Philox4_32& engine, double& first, double& second) {
-      const double radius = one.std * std::sqrt(-2 * std::log(draw(engine)));
+      const double radius = normal.std * std::sqrt(-2 * std::log(draw(engine)));
       const double angle = 2 * std::numbers::pi * draw(engine);
       first = radius * std::cos(angle);
       second = radius * std::sin(angle);
     });
   }
-  void operator()(const Uniform& one) const {
+  void operator()(const Uniform& uniform) const {
     fill([&](at::Philox4_32& engine, double& first, double& second) {
-      first = one.bound * (1 - 2 * draw(engine));
-      second = one.bound * (1 - 2 * draw(engine));
+      first = uniform.bound * (1 - 2 * draw(engine));
+      second = uniform.bound * (1 - 2 * draw(engine));
     });
   }
 

@@ -103,7 +103,7 @@ struct RowRecord {
 struct PushHalf {
   static constexpr size_t kExtents = 40;
   struct Extent {
-    int64_t at;
+    int64_t begin;
     int64_t bytes;
   };
 

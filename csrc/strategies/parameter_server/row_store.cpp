@@ -238,8 +238,9 @@ RowColumns RowStore::columns() const {
     if (is_made(row)) made.push_back(row);
   if (static_cast<int64_t>(made.size()) == rows) return all;
   const at::Tensor which = at::tensor(made, at::kLong);
-  for (at::Tensor* one : {&all.ids, &all.steps, &all.values}) *one = one->index_select(0, which);
-  for (at::Tensor& one : all.states) one = one.index_select(0, which);
+  for (at::Tensor* field : {&all.ids, &all.steps, &all.values})
+    *field = field->index_select(0, which);
+  for (at::Tensor& state : all.states) state = state.index_select(0, which);
   return all;
 }
 
@@ -336,18 +337,18 @@ int64_t RowStore::claim_push_memory(PushHalf& half, int64_t bytes, const Errand&
       int64_t has = 0;
       for (uint64_t i = 0; i < half.extents; ++i) has += half.memory[i].bytes;
       next.bytes = std::max({bytes, has, kReservedAtOnce / 4});
-      next.at =
+      next.begin =
           plan_.pushes_at + static_cast<int64_t>(header().push_bytes.fetch_add(
                                 static_cast<uint64_t>(next.bytes), std::memory_order_relaxed));
     }
-    if (next.at + next.bytes > plan_.bytes) refuse_memory("a push", errand);
-    reserve(next.at, next.at + next.bytes, "a push", errand);
+    if (next.begin + next.bytes > plan_.bytes) refuse_memory("a push", errand);
+    reserve(next.begin, next.begin + next.bytes, "a push", errand);
     header().other_bytes.fetch_add(static_cast<uint64_t>(next.bytes), std::memory_order_relaxed);
     ++half.extents;
   }
-  const int64_t at = half.memory[half.extent].at + half.used;
+  const int64_t offset = half.memory[half.extent].begin + half.used;
   half.used += bytes;
-  return at;
+  return offset;
 }
 
 // --- faults --------------------------------------------------------------------------------------

@@ -60,8 +60,9 @@ std::vector<ServerGround::Introduction> ServerGround::introduce(Communicator& co
   const std::string own = c10::str(memory_of_machine(), " ", ::getpid(), " ", servers_made.load());
   std::vector<Introduction> all;
   for (const std::string& text : gather_texts(own, communicator, communicator.device())) {
-    Introduction& one = all.emplace_back();
-    std::istringstream(text) >> one.machine_bytes >> one.pid >> one.servers;
+    Introduction& introduction = all.emplace_back();
+    std::istringstream(text) >> introduction.machine_bytes >> introduction.pid >>
+        introduction.servers;
   }
   return all;
 }

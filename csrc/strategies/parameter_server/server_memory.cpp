@@ -209,8 +209,8 @@ std::shared_ptr<const ServerMemory> ServerMemory::share(ServerPlan plan,
         memory->make_all(group == nullptr ? shm::SegmentKind::kAnonymous : group->segment_kind()));
     if (own.empty()) {
       std::vector<std::string> addresses;
-      for (const Shared& one : memory->segments_)
-        addresses.push_back(one.segment->address().to_string());
+      for (const Shared& shared : memory->segments_)
+        addresses.push_back(shared.segment->address().to_string());
       own = c10::Join("\n", addresses);
     }
   }
@@ -221,7 +221,7 @@ std::shared_ptr<const ServerMemory> ServerMemory::share(ServerPlan plan,
   if (why_not.empty())
     why_not = memory->reserve_part(part, group == nullptr ? 1 : group->world(), is_first);
   gather(complaint(why_not));
-  for (const Shared& one : memory->segments_) one.segment->unlink_name();
+  for (const Shared& shared : memory->segments_) shared.segment->unlink_name();
   return memory;
 }
 
@@ -239,8 +239,8 @@ std::shared_ptr<const ServerMemory> ServerMemory::open(ServerPlan plan,
 
 std::vector<std::string> ServerMemory::addresses() const {
   std::vector<std::string> addresses;
-  for (const Shared& one : segments_) {
-    const auto here = one.segment->address_here();
+  for (const Shared& shared : segments_) {
+    const auto here = shared.segment->address_here();
     if (!here) return {};
     addresses.push_back(here->to_string());
   }

@@ -76,15 +76,15 @@ void SparseSteps::deposit(const RowSums& pushed, double scale, const Errand& err
     half.used = 0;
     half.clock = clock + 1;
   }
-  const int64_t at =
+  const int64_t offset =
       rows_.claim_push_memory(half, gradients_in(count) + count * dim * item, errand);
-  auto& kept = *reinterpret_cast<Kept*>(rows_.at(at));
+  auto& kept = *reinterpret_cast<Kept*>(rows_.at(offset));
   kept = {0, count, {}};
   for (const int64_t row : found_) ++kept.begins[static_cast<size_t>(row % kShares) + 1];
   for (size_t share = 0; share < kShares; ++share) kept.begins[share + 1] += kept.begins[share];
   std::array<int64_t, kShares + 1> next = kept.begins;
   auto* rows = reinterpret_cast<int64_t*>(&kept + 1);
-  std::byte* gradients = rows_.at(at) + gradients_in(count);
+  std::byte* gradients = rows_.at(offset) + gradients_in(count);
   for (int64_t i = 0; i < count; ++i) {
     const int64_t row = found_[static_cast<size_t>(i)];
     const int64_t place = next[static_cast<size_t>(row % kShares)]++;
@@ -92,11 +92,11 @@ void SparseSteps::deposit(const RowSums& pushed, double scale, const Errand& err
     scaled_copy({gradients + place * dim * item, computed_, dim}, pushed.row(i), scale);
   }
   if (half.pushes++ == 0) {
-    half.first = at;
+    half.first = offset;
   } else {
-    reinterpret_cast<Kept*>(rows_.at(half.last))->next = at;
+    reinterpret_cast<Kept*>(rows_.at(half.last))->next = offset;
   }
-  half.last = at;
+  half.last = offset;
 }
 
 void SparseSteps::forget_deposit() { rows_.half(*board().worker(), board().clock()).clock = 0; }

@@ -163,7 +163,7 @@ void SparseTable::gather_rows(const at::Tensor& ids, bool create, const at::Tens
 
 at::Tensor SparseTable::gather(const at::Tensor& ids, bool create, const Asked& asked) {
   ++desk().counts().pulls;
-  desk().settle();
+  desk().settle_pushes();
   std::vector<int64_t> sizes = ids.sizes().vec();
   sizes.push_back(dim());
   at::Tensor rows = at::empty(sizes, dtype());

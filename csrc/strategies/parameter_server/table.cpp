@@ -79,7 +79,7 @@ void Table::after_clock() {
 void Table::prepare_meeting() { Table::before_clock(); }
 
 void Table::drop_pushes() {
-  for (const auto& one : open_pushes_) one->push = nullptr;
+  for (const auto& open_push : open_pushes_) open_push->push = nullptr;
   open_pushes_.clear();
 }
 

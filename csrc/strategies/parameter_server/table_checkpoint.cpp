@@ -24,7 +24,7 @@ constexpr const char* kServer = "parameter_server";
 
 std::string prefix_of(const Table& table, const Tables& tables) {
   const auto dense = std::count_if(tables.begin(), tables.end(),
-                                   [](const auto& one) { return !one->spec().rows; });
+                                   [](const auto& other) { return !other->spec().rows; });
   return dense > 1 ? table.name() + "." : std::string();
 }
 
@@ -42,10 +42,10 @@ Json description_of(const Tables& tables) {
   Json all = Json::object();
   for (const auto& table : tables) {
     const TableSpec& spec = table->spec();
-    Json& one = all[table->name()];
-    one["kind"] = spec.rows ? "sparse" : "dense";
-    if (spec.rows) one["rows"] = to_string(*spec.rows);
-    one["optimizer"] = options_but_lr(spec.optimizer);
+    Json& description = all[table->name()];
+    description["kind"] = spec.rows ? "sparse" : "dense";
+    if (spec.rows) description["rows"] = to_string(*spec.rows);
+    description["optimizer"] = options_but_lr(spec.optimizer);
   }
   return all;
 }
@@ -98,12 +98,13 @@ void check_description(const std::string& text, const Tables& tables, RankOf whe
   if (!extra.contains(kServer)) refuse("of no parameter server, expected one of a server's");
   const Json& saved = extra[kServer];
   const Json own = description_of(tables);
-  for (const auto& [name, one] : own.items())
+  for (const auto& [name, description] : own.items())
     if (!saved.contains(name)) refuse(c10::str("without table '", name, "', expected it"));
-  for (const auto& [name, one] : saved.items()) {
+  for (const auto& [name, description] : saved.items()) {
     if (!own.contains(name)) refuse(c10::str("with table '", name, "', which the server has not"));
-    if (one != own[name])
-      refuse(c10::str("of table '", name, "' as ", one.dump(), ", expected ", own[name].dump()));
+    if (description != own[name])
+      refuse(c10::str("of table '", name, "' as ", description.dump(), ", expected ",
+                      own[name].dump()));
   }
 }
 
@@ -135,7 +136,7 @@ void load_tables(const std::string& path, const Tables& tables, RankOf where) {
 void load_buffers(const std::string& path, const Tables& tables) {
   Places places;
   for (const auto& table : tables)
-    for (CheckpointTensor& one : buffers_of(*table, tables)) places.push_back(std::move(one));
+    for (CheckpointTensor& buffer : buffers_of(*table, tables)) places.push_back(std::move(buffer));
   if (!places.empty()) CheckpointReader(path, {}).read(kModelTensors, places);
 }
 

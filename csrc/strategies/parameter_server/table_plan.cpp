@@ -13,9 +13,9 @@ namespace {
 
 // Puts parts one behind the other.
 int64_t place(int64_t& end, int64_t bytes) {
-  const int64_t at = end;
+  const int64_t offset = end;
   end += in_lines(bytes);
-  return at;
+  return offset;
 }
 
 // Places what tables of all kinds have.

@@ -63,11 +63,11 @@ TableSteps::ClockStep TableSteps::step_of(uint64_t clock) const {
     // has put what holds for that clock into its place; who has gone has left it in one of both.
     for (uint64_t place = 0; place < 2; ++place) {
       if (taken && place != (clock & 1)) continue;
-      const LearningRate& one = memory_.marks(worker).lr[place];
-      const uint64_t its = one.since.load(std::memory_order_acquire);
+      const LearningRate& rate = memory_.marks(worker).lr[place];
+      const uint64_t its = rate.since.load(std::memory_order_acquire);
       if (its <= since || its > clock + 1) continue;
       since = its;
-      step.lr = one.value.load(std::memory_order_relaxed);
+      step.lr = rate.value.load(std::memory_order_relaxed);
     }
   }
   if (spec_->options.reduction == Reduction::kMean)
@@ -167,11 +167,11 @@ void TableSteps::settle_learning_rate() {
   double lr = learning_rate_now();
   uint64_t since = 0;
   for (int64_t worker = 0; worker < board_->workers(); ++worker) {
-    for (const LearningRate& one : memory_.marks(worker).lr) {
-      const uint64_t its = one.since.load(std::memory_order_acquire);
+    for (const LearningRate& rate : memory_.marks(worker).lr) {
+      const uint64_t its = rate.since.load(std::memory_order_acquire);
       if (its <= since) continue;
       since = its;
-      lr = one.value.load(std::memory_order_relaxed);
+      lr = rate.value.load(std::memory_order_relaxed);
     }
   }
   set_learning_rate_of_all(lr);
@@ -188,8 +188,8 @@ void TableSteps::set_learning_rate_of_all(double lr) {
 
 void TableSteps::forget_learning_rate() {
   lr_since_ = 0;
-  for (LearningRate& one : memory_.marks(*board_->worker()).lr)
-    one.since.store(0, std::memory_order_release);
+  for (LearningRate& rate : memory_.marks(*board_->worker()).lr)
+    rate.since.store(0, std::memory_order_release);
 }
 
 void TableSteps::set_learning_rate(double lr, const Errand& errand) {

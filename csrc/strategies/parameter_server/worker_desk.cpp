@@ -39,7 +39,7 @@ void WorkerDesk::check_worker(std::string_view verb) const {
            "Call leave() after the last clock().");
 }
 
-void WorkerDesk::settle() {
+void WorkerDesk::settle_pushes() {
   while (!unsettled_.empty() && board_->closed() > unsettled_.front().clock) {
     const ClockPushes& first = unsettled_.front();
     if (!board_->takes(*board_->worker(), first.clock)) counts_.dropped += first.pushes;
@@ -50,7 +50,7 @@ void WorkerDesk::settle() {
 bool WorkerDesk::count_push() {
   ++counts_.pushes;
   if (board_->options().backup == 0) return true;
-  settle();
+  settle_pushes();
   if (board_->closed() > board_->clock()) {
     ++counts_.dropped;
     return false;
@@ -66,7 +66,7 @@ void WorkerDesk::move_clock() {
     board_->close_clocks();
     return;
   }
-  settle();
+  settle_pushes();
   const int64_t pushes = std::exchange(open_pushes_, 0);
   if (board_->closed() > clock) {
     counts_.dropped += pushes;
@@ -75,7 +75,7 @@ void WorkerDesk::move_clock() {
     unsettled_.push_back({clock, pushes});
     board_->set_clock(clock + 1);
     board_->close_clocks();
-    settle();
+    settle_pushes();
     if (board_->closed() > clock + 1) board_->set_clock(board_->closed());
   }
   board_->close_clocks();

@@ -46,7 +46,7 @@ class TRIREME_API WorkerDesk {
   void move_clock();
   // Finds out which clocks were closed with the pushes of this worker, and counts those that were
   // not.
-  void settle();
+  void settle_pushes();
 
  private:
   std::shared_ptr<ClockBoard> board_;

@@ -62,9 +62,10 @@ void WorkerMeeting::check_failed(const std::vector<int64_t>& come, const Errand&
 std::vector<int64_t> WorkerMeeting::wait_for_all(Phase phase, const Errand& errand) {
   std::vector<int64_t> come;
   for (int64_t worker = 0; worker < board_->workers(); ++worker) {
-    Errand one = errand;
-    one.worker = worker;
-    if (board_->wait(board_->line(worker).met, 3 * meetings_ + phase, one)) come.push_back(worker);
+    Errand for_worker = errand;
+    for_worker.worker = worker;
+    if (board_->wait(board_->line(worker).met, 3 * meetings_ + phase, for_worker))
+      come.push_back(worker);
   }
   return come;
 }

@@ -291,14 +291,14 @@ class PipelineImpl : public torch::nn::Module, public HoldsStages {
       const std::vector<int64_t>& bounds, const PipelineSchedule& schedule) {
     std::vector<StageTensors> stages;
     for (int64_t stage = 0; stage < schedule.stages; ++stage) {
-      StageTensors& one = stages.emplace_back();
-      one.rank = schedule.stage_rank[static_cast<size_t>(stage)];
+      StageTensors& stage_tensors = stages.emplace_back();
+      stage_tensors.rank = schedule.stage_rank[static_cast<size_t>(stage)];
       for (int64_t i = bounds[static_cast<size_t>(stage)];
            i < bounds[static_cast<size_t>(stage) + 1]; ++i) {
         const auto& item = named[static_cast<size_t>(i)];
         for (const auto& parameter : item.value()->named_parameters()) {
-          one.names.push_back(item.key() + "." + parameter.key());
-          one.tensors.push_back(parameter.value());
+          stage_tensors.names.push_back(item.key() + "." + parameter.key());
+          stage_tensors.tensors.push_back(parameter.value());
         }
       }
     }

@@ -94,8 +94,8 @@ int64_t peak_activations(const PipelineSchedule& schedule, int64_t rank) {
 }
 
 int64_t peak_messages(const PipelineSchedule& schedule, PipelineEdge edge) {
-  for (const EdgeSlots& one : check_schedule(schedule)) {
-    if (one.edge == edge) return one.slots;
+  for (const EdgeSlots& need : check_schedule(schedule)) {
+    if (need.edge == edge) return need.slots;
   }
   refuse_pipeline("got the edge from stage " + std::to_string(edge.from) + " to stage " +
                       std::to_string(edge.to) + ", where no message goes from rank to rank",

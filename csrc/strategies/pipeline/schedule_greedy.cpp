@@ -46,7 +46,7 @@ class GreedySchedule {
           ranks_.begin(), ranks_.end(),
           [](const Rank& a, const Rank& b) { return a.choice.begin < b.choice.begin; });
       TORCH_INTERNAL_ASSERT(first->choice.begin < kNever);
-      take(static_cast<int32_t>(first - ranks_.begin()));
+      take_choice(static_cast<int32_t>(first - ranks_.begin()));
     }
   }
 
@@ -124,7 +124,7 @@ class GreedySchedule {
     state.choice = best;
   }
 
-  void take(int32_t rank) {
+  void take_choice(int32_t rank) {
     Rank& state = ranks_[static_cast<size_t>(rank)];
     const GreedyChoice choice = state.choice;
     Counts& done = counts(choice.stage);

@@ -50,10 +50,10 @@ class StagesAhead {
               [](const Next& a, const Next& b) { return a.use.number < b.use.number; });
     std::vector<int32_t> stages;
     size_t last_column = 0;
-    for (const Next& one : next) {
-      if (stages.size() >= kStagesAhead && one.use.column != last_column) break;
-      stages.push_back(one.stage);
-      last_column = one.use.column;
+    for (const Next& coming : next) {
+      if (stages.size() >= kStagesAhead && coming.use.column != last_column) break;
+      stages.push_back(coming.stage);
+      last_column = coming.use.column;
     }
     return stages;
   }

@@ -45,7 +45,7 @@ class VRow {
   int32_t forwards(int chunk) const { return counts_[chunk].forwards; }
   int32_t inputs(int chunk) const { return counts_[chunk].inputs; }
   int32_t weights(int chunk) const { return counts_[chunk].weights; }
-  PipelineRow take() { return std::move(row_); }
+  PipelineRow take_row() { return std::move(row_); }
 
  private:
   struct Counts {
@@ -134,7 +134,7 @@ PipelineRow zb_v_row(const ScheduleShape& shape, int32_t rank) {
   for (const int chunk : {kSecond, kFirst}) {
     while (row.weights(chunk) < row.inputs(chunk)) row.add(ActionKind::kBackwardWeight, chunk);
   }
-  return row.take();
+  return row.take_row();
 }
 
 PipelineRow dualpipe_v_row(const ScheduleShape& shape, int32_t rank) {
@@ -165,7 +165,7 @@ PipelineRow dualpipe_v_row(const ScheduleShape& shape, int32_t rank) {
     row.add_overlap(kSecond, kFirst);
   }
   add_last_backwards(row, shape, rank);
-  return row.take();
+  return row.take_row();
 }
 
 }  // namespace trireme

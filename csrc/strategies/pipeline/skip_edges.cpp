@@ -65,8 +65,8 @@ SkipEdges::SkipEdges(const PipelineSchedule& schedule, const std::vector<Pipelin
       refuse_pipeline(what + ", and a table in which these run micro-batches in different orders",
                       "Let them run micro-batches in one order.");
     }
-    auto edge = std::find_if(edges_.begin(), edges_.end(), [&](const Edge& one) {
-      return one.from == skip.from && one.to == skip.to;
+    auto edge = std::find_if(edges_.begin(), edges_.end(), [&](const Edge& known) {
+      return known.from == skip.from && known.to == skip.to;
     });
     if (edge == edges_.end())
       edge = edges_.insert(edges_.end(), Edge{.from = skip.from, .to = skip.to});

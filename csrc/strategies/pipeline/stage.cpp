@@ -301,9 +301,9 @@ std::vector<Stage::Live> Stage::take_live() {
 
 void Stage::put_live(std::vector<Live> live) {
   live_ = std::move(live);
-  for (const Live& one : live_) {
-    live_count_ += one.is_live ? 1 : 0;
-    live_bytes_ += one.bytes;
+  for (const Live& kept : live_) {
+    live_count_ += kept.is_live ? 1 : 0;
+    live_bytes_ += kept.bytes;
   }
 }
 

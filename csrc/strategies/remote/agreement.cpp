@@ -27,12 +27,12 @@ std::string text_of(const StartRequest& request) {
 
 // Returns what is wrong with what one rank says of itself.
 std::string complaint_about(const std::string& name, int64_t threads, int64_t rank) {
-  const std::string at = " (rank " + std::to_string(rank) + ")";
-  if (name.empty()) return "got an empty name" + at;
-  if (std::any_of(name.begin(), name.end(), [](unsigned char one) { return one < 0x20; }))
-    return "got a name with control characters" + at;
+  const std::string where = " (rank " + std::to_string(rank) + ")";
+  if (name.empty()) return "got an empty name" + where;
+  if (std::any_of(name.begin(), name.end(), [](unsigned char letter) { return letter < 0x20; }))
+    return "got a name with control characters" + where;
   if (threads < 1)
-    return "got threads=" + std::to_string(threads) + " at '" + name + "'" + at +
+    return "got threads=" + std::to_string(threads) + " at '" + name + "'" + where +
            ", expected at least 1";
   return {};
 }

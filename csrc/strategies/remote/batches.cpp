@@ -29,8 +29,9 @@ Batches::Gathered Batches::add(const Definition& definition, ServedCall call) {
   const Key key{call.object.get(), definition.name};
   auto& waiting = waiting_[key];
   const auto now = shm::Clock::now();
-  const auto late = std::stable_partition(
-      waiting.begin(), waiting.end(), [&](const ServedCall& one) { return one.deadline > now; });
+  const auto late =
+      std::stable_partition(waiting.begin(), waiting.end(),
+                            [&](const ServedCall& other) { return other.deadline > now; });
   Gathered gathered;
   std::move(late, waiting.end(), std::back_inserter(gathered.late));
   waiting.erase(late, waiting.end());
@@ -45,11 +46,11 @@ void Batches::forget(int64_t rank) {
   const std::lock_guard lock(mutex_);
   for (auto& [key, waiting] : waiting_) {
     const auto from = std::stable_partition(waiting.begin(), waiting.end(),
-                                            [&](const auto& one) { return one.from != rank; });
+                                            [&](const auto& other) { return other.from != rank; });
     std::move(from, waiting.end(), std::back_inserter(dropped));
     waiting.erase(from, waiting.end());
   }
-  std::erase_if(waiting_, [](const auto& one) { return one.second.empty(); });
+  std::erase_if(waiting_, [](const auto& entry) { return entry.second.empty(); });
 }
 
 Values call_batch(const Definition& definition, const std::vector<ServedCall>& calls) {
@@ -57,19 +58,19 @@ Values call_batch(const Definition& definition, const std::vector<ServedCall>& c
   Values args;
   for (size_t place = 0; place < first.args.size(); ++place) {
     List column;
-    for (const ServedCall& one : calls) {
-      TORCH_CHECK_VALUE(one.call.args.size() == first.args.size() &&
-                            one.call.kwargs.keys.size() == first.kwargs.keys.size(),
+    for (const ServedCall& served : calls) {
+      TORCH_CHECK_VALUE(served.call.args.size() == first.args.size() &&
+                            served.call.kwargs.keys.size() == first.kwargs.keys.size(),
                         error_text("remote", "got calls of one batch with other arguments", {},
                                    "Pass the same arguments in every call."));
-      column.items.push_back(one.call.args[place]);
+      column.items.push_back(served.call.args[place]);
     }
     args.emplace_back(std::move(column));
   }
   Dict kwargs;
   for (const Value& key : first.kwargs.keys) {
     List column;
-    for (const ServedCall& one : calls) column.items.push_back(keyword(one, text_of(key)));
+    for (const ServedCall& served : calls) column.items.push_back(keyword(served, text_of(key)));
     kwargs.keys.push_back(key);
     kwargs.values.emplace_back(std::move(column));
   }

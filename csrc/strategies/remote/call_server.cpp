@@ -129,7 +129,7 @@ void CallServer::serve_batch(const Definition& method, const std::vector<ServedC
     const Values results = call_batch(method, calls);
     for (size_t i = 0; i < calls.size(); ++i) answer(calls[i], results[i]);
   } catch (...) {
-    for (const ServedCall& one : calls) fail(one, std::current_exception());
+    for (const ServedCall& call : calls) fail(call, std::current_exception());
   }
 }
 

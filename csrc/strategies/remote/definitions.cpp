@@ -17,13 +17,15 @@ constexpr char kField = '\x1f';
 constexpr size_t kFields = 7;
 
 bool is_printable(std::string_view text) {
-  return std::none_of(text.begin(), text.end(),
-                      [](char one) { return std::iscntrl(static_cast<unsigned char>(one)) != 0; });
+  return std::none_of(text.begin(), text.end(), [](char letter) {
+    return std::iscntrl(static_cast<unsigned char>(letter)) != 0;
+  });
 }
 
-std::string describe(const DefinitionText& one) {
-  std::string text = one.kind + " " + one.name + one.parameters + " of " + one.language;
-  if (one.batch > 0) text += " with batch=" + std::to_string(one.batch);
+std::string describe(const DefinitionText& definition) {
+  std::string text = definition.kind + " " + definition.name + definition.parameters + " of " +
+                     definition.language;
+  if (definition.batch > 0) text += " with batch=" + std::to_string(definition.batch);
   return text;
 }
 
@@ -72,12 +74,12 @@ void Definitions::add(Definition definition) {
                                {}, "Leave it out for none."));
   std::replace_if(
       definition.parameters.begin(), definition.parameters.end(),
-      [](char one) { return std::iscntrl(static_cast<unsigned char>(one)) != 0; }, ' ');
+      [](char letter) { return std::iscntrl(static_cast<unsigned char>(letter)) != 0; }, ' ');
   const std::lock_guard lock(mutex_);
   auto& same = all_[definition.name];
   const std::string place = definition.place;
-  const auto there = std::find_if(same.begin(), same.end(), [&](const auto& one) {
-    return !place.empty() && one->place == place;
+  const auto there = std::find_if(same.begin(), same.end(), [&](const auto& known) {
+    return !place.empty() && known->place == place;
   });
   auto made = std::make_shared<const Definition>(std::move(definition));
   if (there == same.end()) {
@@ -125,17 +127,17 @@ std::vector<DefinitionText> read_definitions(const std::string& text) {
 std::string difference_of(const std::vector<std::vector<DefinitionText>>& by_rank,
                           const std::vector<std::string>& names) {
   std::map<std::string, std::pair<size_t, const DefinitionText*>> first;
-  const auto at = [&](size_t rank) {
+  const auto on_rank = [&](size_t rank) {
     return " at '" + names[rank] + "' (rank " + std::to_string(rank) + ")";
   };
   for (size_t rank = 0; rank < by_rank.size(); ++rank) {
     for (const DefinitionText& own : by_rank[rank]) {
       if (own.is_double)
-        return "got two definitions of the " + own.kind + " " + own.name + at(rank);
+        return "got two definitions of the " + own.kind + " " + own.name + on_rank(rank);
       const auto [there, is_new] = first.try_emplace(own.name, rank, &own);
       if (!is_new && !agree(*there->second.second, own))
-        return "got the " + describe(*there->second.second) + at(there->second.first) +
-               ", and the " + describe(own) + at(rank);
+        return "got the " + describe(*there->second.second) + on_rank(there->second.first) +
+               ", and the " + describe(own) + on_rank(rank);
     }
   }
   return {};

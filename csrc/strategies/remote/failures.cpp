@@ -18,8 +18,8 @@ std::atomic<FailureLanguage*> language_of_process{nullptr};
 Failure of_builtin(const char* type, const std::exception& error) {
   std::string text = trireme::what_of(error);
   if (!is_utf8(text))
-    for (char& one : text)
-      if (static_cast<unsigned char>(one) >= 0x80) one = '?';
+    for (char& letter : text)
+      if (static_cast<unsigned char>(letter) >= 0x80) letter = '?';
   return {type, "builtins", std::move(text), {}, {}};
 }
 
@@ -51,26 +51,26 @@ Failure describe_failure(const std::exception_ptr& error) {
     if (auto found = language->describe(error)) return *found;
   try {
     std::rethrow_exception(error);
-  } catch (const c10::ValueError& one) {
-    return of_builtin("ValueError", one);
-  } catch (const c10::TypeError& one) {
-    return of_builtin("TypeError", one);
-  } catch (const c10::IndexError& one) {
-    return of_builtin("IndexError", one);
-  } catch (const c10::NotImplementedError& one) {
-    return of_builtin("NotImplementedError", one);
-  } catch (const c10::DistBackendError& one) {
-    Failure failure = of_builtin("DistBackendError", one);
+  } catch (const c10::ValueError& caught) {
+    return of_builtin("ValueError", caught);
+  } catch (const c10::TypeError& caught) {
+    return of_builtin("TypeError", caught);
+  } catch (const c10::IndexError& caught) {
+    return of_builtin("IndexError", caught);
+  } catch (const c10::NotImplementedError& caught) {
+    return of_builtin("NotImplementedError", caught);
+  } catch (const c10::DistBackendError& caught) {
+    Failure failure = of_builtin("DistBackendError", caught);
     failure.module = "torch.distributed";
     return failure;
-  } catch (const std::invalid_argument& one) {
-    return of_builtin("ValueError", one);
-  } catch (const std::out_of_range& one) {
-    return of_builtin("IndexError", one);
-  } catch (const std::exception& one) {
-    return of_builtin("RuntimeError", one);
-  } catch (const Interruption& one) {
-    return {"KeyboardInterrupt", "builtins", one.reason, {}, {}};
+  } catch (const std::invalid_argument& caught) {
+    return of_builtin("ValueError", caught);
+  } catch (const std::out_of_range& caught) {
+    return of_builtin("IndexError", caught);
+  } catch (const std::exception& caught) {
+    return of_builtin("RuntimeError", caught);
+  } catch (const Interruption& caught) {
+    return {"KeyboardInterrupt", "builtins", caught.reason, {}, {}};
   } catch (...) {
     return {"RuntimeError", "builtins", "an exception of an unknown type", {}, {}};
   }

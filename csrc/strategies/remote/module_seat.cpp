@@ -111,9 +111,9 @@ Value ModuleSeat::forward(CallMessage& call, const OwnedModule::Use::Wait& wait)
   const bool wants_graph = field<bool>(call, 1);
   std::unordered_set<int64_t> wanted;
   for (const Value& number : field<List>(call, 2).items) {
-    const auto* one = number.get_if<int64_t>();
-    if (one == nullptr) refuse_message("of another form");
-    wanted.insert(*one);
+    const auto* integer = number.get_if<int64_t>();
+    if (integer == nullptr) refuse_message("of another form");
+    wanted.insert(*integer);
   }
   field<Tuple>(call, 3);
   field<Dict>(call, 4);
@@ -144,7 +144,7 @@ Value ModuleSeat::forward(CallMessage& call, const OwnedModule::Use::Wait& wait)
     graph->leaves = std::move(leaves);
     graph->anchors = nested.anchors();
     std::copy_if(parameters.begin(), parameters.end(), std::back_inserter(graph->parameters),
-                 [](const auto& one) { return one.second.requires_grad(); });
+                 [](const auto& parameter) { return parameter.second.requires_grad(); });
     const std::lock_guard lock(mutex_);
     forward = next_++;
     graphs_.emplace(forward, std::move(graph));
@@ -207,7 +207,7 @@ void ModuleSeat::step(const OwnedModule::Use::Wait& wait) {
   const std::lock_guard lock(mutex_);
   for (const auto& [name, gradient] : gradients_) {
     const auto there = std::find_if(parameters.begin(), parameters.end(),
-                                    [&](const auto& one) { return one.first == name; });
+                                    [&](const auto& parameter) { return parameter.first == name; });
     TORCH_CHECK(
         there != parameters.end(),
         error_text("remote", "got a gradient of '" + name + "', which the module has no more", {},
@@ -234,8 +234,8 @@ void ModuleSeat::load(const CallMessage& call, const OwnedModule::Use::Wait& wai
   const ModuleBody::Named own = module_->body().state();
   const auto find = [&](const Value& key) -> const std::pair<std::string, at::Tensor>& {
     const auto* name = key.get_if<std::string>();
-    const auto there = std::find_if(own.begin(), own.end(), [&](const auto& one) {
-      return name != nullptr && one.first == *name;
+    const auto there = std::find_if(own.begin(), own.end(), [&](const auto& entry) {
+      return name != nullptr && entry.first == *name;
     });
     TORCH_CHECK_VALUE(there != own.end(),
                       error_text("remote",

@@ -77,7 +77,7 @@ bool OwnedModule::is_in_flight() const {
 
 std::shared_ptr<OwnedModule> OwnedModules::of(std::shared_ptr<ModuleBody> body) {
   const std::lock_guard lock(mutex_);
-  std::erase_if(all_, [](const auto& one) { return one.second.expired(); });
+  std::erase_if(all_, [](const auto& entry) { return entry.second.expired(); });
   auto& there = all_[body->identity()];
   if (auto module = there.lock()) return module;
   auto made = std::make_shared<OwnedModule>(std::move(body));

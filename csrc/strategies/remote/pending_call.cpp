@@ -35,9 +35,9 @@ template <typename Fits>
 std::vector<PendingCallPtr> PendingCalls::take_if(const Fits& fits) {
   std::vector<PendingCallPtr> taken;
   const std::lock_guard lock(mutex_);
-  std::erase_if(all_, [&](auto& one) {
-    if (!fits(*one.second)) return false;
-    taken.push_back(std::move(one.second));
+  std::erase_if(all_, [&](auto& entry) {
+    if (!fits(*entry.second)) return false;
+    taken.push_back(std::move(entry.second));
     return true;
   });
   return taken;

@@ -62,7 +62,8 @@ void RefTable::forget(int64_t holder) {
 
 void RefTable::drop_if_unheld(std::map<int64_t, Entry>::iterator entry) {
   const auto& counts = entry->second.counts;
-  if (std::any_of(counts.begin(), counts.end(), [](const auto& one) { return one.second != 0; }))
+  if (std::any_of(counts.begin(), counts.end(),
+                  [](const auto& count) { return count.second != 0; }))
     return;
   by_identity_.erase(entry->second.found.object->identity());
   gone_.push_back(std::move(entry->second.found.object));

@@ -191,15 +191,15 @@ std::vector<RemoteParameter> RemoteModule::parameters() {
   const auto* list = answer.get_if<List>();
   if (list == nullptr) refuse_message("of another form");
   std::vector<RemoteParameter> found;
-  for (const Value& one : list->items) {
-    RemoteParameter parameter{item<std::string>(one, 0, 4)};
-    for (const Value& size : item<List>(one, 1, 4).items) {
+  for (const Value& entry : list->items) {
+    RemoteParameter parameter{item<std::string>(entry, 0, 4)};
+    for (const Value& size : item<List>(entry, 1, 4).items) {
       const auto* number = size.get_if<int64_t>();
       if (number == nullptr) refuse_message("of another form");
       parameter.sizes.push_back(*number);
     }
-    parameter.dtype = static_cast<at::ScalarType>(item<int64_t>(one, 2, 4));
-    parameter.requires_grad = item<bool>(one, 3, 4);
+    parameter.dtype = static_cast<at::ScalarType>(item<int64_t>(entry, 2, 4));
+    parameter.requires_grad = item<bool>(entry, 3, 4);
     found.push_back(std::move(parameter));
   }
   return found;

@@ -105,9 +105,9 @@ std::string Switchboard::name_of(int64_t rank) const {
 std::vector<std::string> Switchboard::methods_of(const RefAddress& address) const {
   std::vector<std::string> methods;
   const std::string prefix = address.class_name + ".";
-  for (const DefinitionText& one : definitions_.at(static_cast<size_t>(address.owner)))
-    if (one.kind == "method" && one.name.rfind(prefix, 0) == 0)
-      methods.push_back(one.name.substr(prefix.size()));
+  for (const DefinitionText& definition : definitions_.at(static_cast<size_t>(address.owner)))
+    if (definition.kind == "method" && definition.name.rfind(prefix, 0) == 0)
+      methods.push_back(definition.name.substr(prefix.size()));
   return methods;
 }
 
@@ -258,7 +258,7 @@ bool Switchboard::reply(int64_t to, const Head& head, const Value& value,
 bool Switchboard::poll() {
   const std::unique_lock lock(polling_, std::try_to_lock);
   if (!lock) return false;
-  std::vector<MessageBox::Arrival> arrivals = box_->take();
+  std::vector<MessageBox::Arrival> arrivals = box_->take_arrivals();
   if (arrivals.empty()) return false;
   heard_ = shm::Clock::now().time_since_epoch().count();
   for (MessageBox::Arrival& arrival : arrivals) {
@@ -367,7 +367,7 @@ void Switchboard::wait_while_heard(const char* what, const std::function<bool()>
     if (threads_->rest(enough, until)) return;
     if (shm::Clock::time_point{shm::Clock::duration(heard_)} > heard) continue;
     std::string names;
-    for (const int64_t rank : others_without([&](int64_t one) { return byes_[one].load(); }))
+    for (const int64_t rank : others_without([&](int64_t peer) { return byes_[peer].load(); }))
       names += (names.empty() ? "" : ", ") + name_of(rank);
     C10_THROW_ERROR(DistBackendError,
                     error_text("remote",

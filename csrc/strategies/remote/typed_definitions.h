@@ -196,12 +196,12 @@ class CppModuleBody final : public ModuleBody {
   Named parameters() override {
     const auto all = module_->named_parameters();
     Named named;
-    for (const auto& one : all) named.emplace_back(one.key(), one.value());
+    for (const auto& item : all) named.emplace_back(item.key(), item.value());
     return named;
   }
   Named state() override {
     Named named = parameters();
-    for (const auto& one : module_->named_buffers()) named.emplace_back(one.key(), one.value());
+    for (const auto& item : module_->named_buffers()) named.emplace_back(item.key(), item.value());
     return named;
   }
   void set_training(bool training) override { module_->train(training); }

@@ -124,7 +124,7 @@ struct Typed<std::vector<T>> {
   static std::string kind() { return "a list"; }
   static Value to(const std::vector<T>& given) {
     List list;
-    for (const auto& one : given) list.items.push_back(value_of<T>(one));
+    for (const auto& element : given) list.items.push_back(value_of<T>(element));
     return list;
   }
   static std::vector<T> from(const Value& value, const std::string& place) {

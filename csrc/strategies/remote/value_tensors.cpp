@@ -15,7 +15,7 @@ void change_tensors(Value& value, const std::function<void(at::Tensor&)>& change
 std::vector<at::Tensor> tensors_of(const Value& value) {
   std::vector<at::Tensor> found;
   // It only reads.
-  change_tensors(const_cast<Value&>(value), [&](at::Tensor& one) { found.push_back(one); });
+  change_tensors(const_cast<Value&>(value), [&](at::Tensor& tensor) { found.push_back(tensor); });
   return found;
 }
 

@@ -24,7 +24,7 @@ c10::Storage write_piece(const TemporaryFolder& folder, size_t bytes, char value
 
 bool holds(const c10::Storage& piece, char value) {
   const auto* const begin = static_cast<const char*>(piece.data());
-  return std::all_of(begin, begin + piece.nbytes(), [&](char one) { return one == value; });
+  return std::all_of(begin, begin + piece.nbytes(), [&](char letter) { return letter == value; });
 }
 
 }  // namespace

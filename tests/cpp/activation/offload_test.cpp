@@ -148,7 +148,7 @@ TEST_CASE("tensors of all kinds come back as they were") {
   check(large().t(), true);
   check(large().narrow(1, 3, 300), true);                     // with gaps
   check(large().slice(0, 1, 200, 3).slice(1, 5), true);       // with more of them
-  check(large().narrow(0, 7, 200).view(at::kShort), true);    // of another dtype
+  check(large().narrow(0, 7, 200).view(at::kShort), true);    // it has another dtype
   check(large().as_strided({500, 400}, {100, 1}, 13), true);  // overlapping itself
   check(large().unsqueeze(1).expand({256, 3, 512}), true);
   check(large().select(0, 3).expand({512, 512}), false);  // 2 KiB in fact
@@ -253,7 +253,9 @@ TEST_CASE("several backwards and second derivatives go through, nested in checkp
   const auto function = [](const Tensor& v) { return v.sin().exp(); };
   const auto offloaded = [&](const Tensor& v) { return checkpoint(to_file, function, v); };
   const auto recomputed = [&](const Tensor& v) { return checkpoint(function, v); };
-  const auto twice = [](const auto& one) { return [one](const Tensor& v) { return one(one(v)); }; };
+  const auto twice = [](const auto& pass) {
+    return [pass](const Tensor& v) { return pass(pass(v)); };
+  };
   const std::vector<
       std::pair<std::function<Tensor(const Tensor&)>, std::function<Tensor(const Tensor&)>>>
       cases{{offloaded, function},
@@ -457,7 +459,8 @@ TEST_CASE("a hundred random nets with offload equal the plain ones bit for bit")
       std::vector<Tensor> found{value.detach()};
       const auto gradients = grad({value.square().mean()}, {x, weights[0], weights[1]}, {}, {},
                                   /*create_graph=*/false, /*allow_unused=*/true);
-      for (const Tensor& one : gradients) found.push_back(one.defined() ? one : torch::zeros({}));
+      for (const Tensor& gradient : gradients)
+        found.push_back(gradient.defined() ? gradient : torch::zeros({}));
       return found;
     };
     CHECK(same_bits(run(true), run(false)));

@@ -29,7 +29,7 @@ using torch::Tensor;
 
 namespace {
 
-constexpr int64_t kBytes = 64 * 64 * 4;  // of an input
+constexpr int64_t kBytes = 64 * 64 * 4;  // an input has so many
 constexpr auto kTimeout = std::chrono::seconds(30);
 
 // Three blocks; the same values in every call.

@@ -34,7 +34,7 @@ void take_until(MessageBox& box, const std::function<bool()>& is_enough,
   while (true) {
     const shm::Asleep asleep(box.bell());
     const uint32_t rung = box.bell().rung.load();
-    for (MessageBox::Arrival& arrival : box.take()) see(arrival);
+    for (MessageBox::Arrival& arrival : box.take_arrivals()) see(arrival);
     if (is_enough()) return;
     if (std::chrono::steady_clock::now() > deadline) throw std::runtime_error("nothing comes");
     box.look();
@@ -365,7 +365,8 @@ TEST_CASE("a rank that goes is named once, and nothing can be posted to it") {
           const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(20);
           while (gone.empty() && std::chrono::steady_clock::now() < deadline) {
             gone = box->look();
-            for (MessageBox::Arrival& one : box->take()) came.push_back(one.message.text);
+            for (MessageBox::Arrival& arrival : box->take_arrivals())
+              came.push_back(arrival.message.text);
           }
           for (const int64_t again : box->look()) gone.push_back(again);
           why = box->why_gone(1).value_or("nothing");
@@ -407,7 +408,7 @@ TEST_CASE("a box of a rank alone has nobody") {
   bool is_fine = false;
   run_boxes(1, Engine::kShm, [&](ThreadRank&, MessageBox& box) {
     box.wake();
-    is_fine = box.take().empty() && box.look().empty() && box.is_drained();
+    is_fine = box.take_arrivals().empty() && box.look().empty() && box.is_drained();
   });
   CHECK(is_fine);
 }

@@ -25,7 +25,7 @@ using Tensors = std::vector<at::Tensor>;
 
 at::Tensor filled(at::IntArrayRef sizes, at::ScalarType dtype, int64_t seed) {
   at::Tensor bytes = at::arange(at::empty(sizes, dtype).nbytes(), at::kLong).mul(7).add(seed);
-  // Of a float8 and of halves some bytes are NaNs, which compare as bytes.
+  // Some bytes of a float8 and of halves are NaNs, which compare as bytes.
   return bytes.remainder(dtype == at::kBool ? 2 : 251).to(at::kByte).view(dtype).view(sizes);
 }
 
@@ -52,7 +52,8 @@ void run_channels(int64_t world, const std::vector<ChannelRequest>& requests, En
 }
 
 // Receives and is done with it.
-TensorMessage take(TensorChannels& channels, size_t index, int64_t micro_batch, int64_t step = 1) {
+TensorMessage take_message(TensorChannels& channels, size_t index, int64_t micro_batch,
+                           int64_t step = 1) {
   TensorMessage message = channels.receiver(index)->receive(step, micro_batch, "a take");
   channels.receiver(index)->done_with_one();
   return message;
@@ -180,7 +181,7 @@ TEST_CASE("messages of random sizes cross in all directions") {
           if (channels.sender(i)) channels.sender(i)->send(message_of(i, number), "F");
         for (size_t i = 0; i < requests.size(); ++i) {
           if (!channels.receiver(i)) continue;
-          const TensorMessage came = take(channels, i, number);
+          const TensorMessage came = take_message(channels, i, number);
           const TensorMessage expected = message_of(i, number);
           bool fine = came.text == expected.text && came.tensors.size() == expected.tensors.size();
           for (size_t t = 0; fine && t < came.tensors.size(); ++t)
@@ -208,13 +209,13 @@ TEST_CASE("who keeps all that it receives holds up nobody, and memory comes back
                  }
                  Tensors kept;
                  for (int64_t i = 0; i < kMessages; ++i)
-                   kept.push_back(take(channels, 0, i).tensors[0]);
+                   kept.push_back(take_message(channels, 0, i).tensors[0]);
                  for (int64_t i = 0; i < kMessages; ++i)
                    fine &= at::equal(kept[static_cast<size_t>(i)], at::full({1000}, double(i)));
                  std::thread([&] { kept.clear(); }).join();
                  std::vector<const void*> seen;
                  for (int64_t i = kMessages; i < 3 * kMessages; ++i) {
-                   at::Tensor tensor = take(channels, 0, i).tensors[0];
+                   at::Tensor tensor = take_message(channels, 0, i).tensors[0];
                    fine &= at::equal(tensor, at::full({1000}, double(i)));
                    if (i >= 2 * kMessages &&
                        std::find(seen.begin(), seen.end(), tensor.const_data_ptr()) == seen.end())
@@ -288,9 +289,9 @@ TEST_CASE("a failed rank ends all waits, and after it the channels work again") 
           if (rank.where.rank == 0)
             for (int64_t i = 0; i < 4; ++i) send(0, step + 1, i);
           for (int64_t i = 0; i < 4 && rank.where.rank == 1; ++i)
-            channels.sender(1)->send(take(channels, 0, i, step + 1), "1F");
+            channels.sender(1)->send(take_message(channels, 0, i, step + 1), "1F");
           for (int64_t i = 0; i < 4 && rank.where.rank == 2; ++i)
-            came.push_back(take(channels, 1, i, step + 1).tensors[0][8].item<double>());
+            came.push_back(take_message(channels, 1, i, step + 1).tensors[0][8].item<double>());
         }
       });
   for (const std::string& text : said) CHECK_THAT(text, Catch::Contains("spilled the coffee"));
@@ -319,7 +320,7 @@ TEST_CASE("what earlier steps have sent can be forgotten") {
       rank.communicator->barrier("sent").wait();
       if (!sends) channels.forget_before(2);
       if (sends) channels.sender(0)->send({.step = 2, .micro_batch = 9}, "0F9");
-      if (!sends) fine = take(channels, 0, 9, 2).tensors.empty();
+      if (!sends) fine = take_message(channels, 0, 9, 2).tensors.empty();
     });
     CHECK(fine);
   }
@@ -367,8 +368,9 @@ TEST_CASE("on several hosts channels go through memory where they can") {
               sender->send(numbered(i, {at::full({3000}, double(i) + double(c))}), "F");
           for (size_t c = 0; c < requests.size(); ++c)
             if (channels->receiver(c))
-              wrong[static_cast<size_t>(own)] += !at::equal(
-                  take(*channels, c, i).tensors[0], at::full({3000}, double(i) + double(c)));
+              wrong[static_cast<size_t>(own)] +=
+                  !at::equal(take_message(*channels, c, i).tensors[0],
+                             at::full({3000}, double(i) + double(c)));
         }
         ranks->barrier("the end").wait();
       },

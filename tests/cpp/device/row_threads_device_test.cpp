@@ -168,7 +168,7 @@ TEST_CASE("parts of the loss of a forward over devices have gradients on their d
     std::vector<StageLoss> losses;
     const LossScope scope(losses);
     at::Tensor loss = mean_square(whole->forward(part), part);
-    for (const StageLoss& one : losses) loss = loss + one.value * one.weight;
+    for (const StageLoss& term : losses) loss = loss + term.value * term.weight;
     loss.backward();
     expected = expected + loss.detach() / double(kChunks);
   }
@@ -193,7 +193,7 @@ TEST_CASE("parts of the loss of a forward over devices have gradients on their d
       for (const c10::Stream& stream : streams) stream.synchronize();
     }
     at::Tensor loss = mean_square(output, batch().to(sim_device(1)));
-    for (const StageLoss& one : losses) loss = loss + (one.value * one.weight).to(sim_device(1));
+    for (const StageLoss& term : losses) loss = loss + (term.value * term.weight).to(sim_device(1));
     CHECK(at::allclose(loss.cpu(), expected));
     loss.backward();
     check_gradients(*pipe, *whole);

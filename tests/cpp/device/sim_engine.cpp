@@ -83,8 +83,8 @@ class SimEngine final : public c10d::Backend {
   c10::intrusive_ptr<c10d::Work> broadcast(Tensors& tensors,
                                            const c10d::BroadcastOptions& options) override {
     return issue(tensors, [this, options](Tensors& host) {
-      Tensors one{host.front()};
-      within_->broadcast(one, options)->wait();
+      Tensors list{host.front()};
+      within_->broadcast(list, options)->wait();
     });
   }
   c10::intrusive_ptr<c10d::Work> _allgather_base(at::Tensor& output, at::Tensor& input,
@@ -126,9 +126,9 @@ class SimEngine final : public c10d::Backend {
   }
   // The caller waits, as with NCCL.
   c10::intrusive_ptr<c10d::Work> barrier(const c10d::BarrierOptions& /*options*/) override {
-    Tensors one{at::ones({1}, c10::Device(kSim))};
-    auto work = allreduce(one, {});
-    const c10::Stream own = own_stream(one.front().device());
+    Tensors list{at::ones({1}, c10::Device(kSim))};
+    auto work = allreduce(list, {});
+    const c10::Stream own = own_stream(list.front().device());
     sim_stream(own).wait(sim_stream(own).last());
     return work;
   }
@@ -164,10 +164,10 @@ class SimEngine final : public c10d::Backend {
 
   void reduce(at::Tensor& sums, const c10d::ReduceOp& op) {
     const bool averages = op == c10d::ReduceOp::AVG;
-    Tensors one{sums};
+    Tensors list{sums};
     c10d::AllreduceOptions options;
     options.reduceOp = averages ? c10d::ReduceOp(c10d::ReduceOp::SUM) : op;
-    within_->allreduce(one, options)->wait();
+    within_->allreduce(list, options)->wait();
     if (averages) sums.div_(size_);
   }
 

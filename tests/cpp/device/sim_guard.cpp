@@ -72,10 +72,10 @@ struct SimGuard final : c10::impl::DeviceGuardImplInterface {
     test::synchronize(sim_device(index));
   }
 
-  void record(void** event, const c10::Stream& at, c10::DeviceIndex /*index*/,
+  void record(void** event, const c10::Stream& recorded, c10::DeviceIndex /*index*/,
               c10::EventFlag /*flag*/) const override {
     if (*event == nullptr) *event = new SimEvent;
-    *static_cast<SimEvent*>(*event) = event_of(sim_stream(at));
+    *static_cast<SimEvent*>(*event) = event_of(sim_stream(recorded));
   }
   void block(void* event, const c10::Stream& waiting) const override {
     if (event != nullptr) test::block(sim_stream(waiting), *static_cast<SimEvent*>(event));

@@ -32,9 +32,9 @@ struct Arena {
     const int file = ::memfd_create("sim", MFD_CLOEXEC);
     TORCH_CHECK(file >= 0 && ::ftruncate(file, kAddresses) == 0, "no memory for the sim device");
     const auto map = [&](int access) {
-      void* at = ::mmap(nullptr, kAddresses, access, MAP_SHARED | MAP_NORESERVE, file, 0);
-      TORCH_CHECK(at != MAP_FAILED, "no addresses for the sim device");
-      return static_cast<std::byte*>(at);
+      void* begin = ::mmap(nullptr, kAddresses, access, MAP_SHARED | MAP_NORESERVE, file, 0);
+      TORCH_CHECK(begin != MAP_FAILED, "no addresses for the sim device");
+      return static_cast<std::byte*>(begin);
     };
     shown = map(PROT_NONE);
     host = map(PROT_READ | PROT_WRITE);
@@ -46,8 +46,8 @@ struct Arena {
 };
 
 Arena& arena() {
-  static Arena one;
-  return one;
+  static Arena instance;
+  return instance;
 }
 
 struct Block {
@@ -59,8 +59,8 @@ struct Block {
 };
 
 void poison(Block& block) {
-  std::byte* at = static_cast<std::byte*>(on_host(block.shown));
-  std::memset(at, kPoison, static_cast<size_t>(block.bytes));
+  std::byte* begin = static_cast<std::byte*>(on_host(block.shown));
+  std::memset(begin, kPoison, static_cast<size_t>(block.bytes));
 }
 
 void free_block(void* context) {
@@ -141,8 +141,8 @@ c10::Device device_of(const void* address) {
 }
 
 c10::Allocator& sim_allocator() {
-  static SimAllocator one;
-  return one;
+  static SimAllocator instance;
+  return instance;
 }
 
 void record_stream(const c10::DataPtr& data, const c10::Stream& stream) {
@@ -156,17 +156,17 @@ int64_t sim_bytes() { return bytes_taken; }
 void limit_sim_bytes(int64_t bytes) { bytes_left = bytes; }
 
 c10::Allocator& pinned_allocator() {
-  static PinnedAllocator one;
-  return one;
+  static PinnedAllocator instance;
+  return instance;
 }
 
 bool is_pinned(const void* address) {
   const std::lock_guard<std::mutex> lock(pinned_mutex);
-  const auto* at = static_cast<const std::byte*>(address);
-  auto next = pinned_blocks.upper_bound(at);
+  const auto* byte = static_cast<const std::byte*>(address);
+  auto next = pinned_blocks.upper_bound(byte);
   if (next == pinned_blocks.begin()) return false;
   --next;
-  return at < next->first + next->second;
+  return byte < next->first + next->second;
 }
 
 void refuse_pinned(bool refused) { pinned_is_refused = refused; }

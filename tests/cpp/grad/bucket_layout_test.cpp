@@ -1,4 +1,4 @@
-// Which buckets a communication hook is shown, drawn as "index:letters": see [Note: buckets under a
+// A communication hook is shown these buckets, drawn as "index:letters": see [Note: buckets under a
 // communication hook].
 
 #include <trireme/grad/bucket_layout.h>

@@ -345,7 +345,7 @@ TEST_CASE("the graph of an average goes on into this rank's gradients") {
     const auto slope = [&] {
       return torch::autograd::grad({chain.grad('a').sum()}, {chain.weights[1]}, {}, true)[0];
     };
-    CHECK(at::equal(slope(), at::full({4}, 0.5F)));  // of two ranks
+    CHECK(at::equal(slope(), at::full({4}, 0.5F)));  // two ranks average it
     backward();
     CHECK(at::equal(chain.grad('a').detach(), at::full({4}, 4.0F)));
     CHECK(at::equal(slope(), at::full({4}, 0.75F)));  // what is averaged twice is halved twice
@@ -382,7 +382,7 @@ TEST_CASE("an abandoned backward leaves the graphs of gradients that stay") {
       [](const at::Tensor&) { TORCH_CHECK(false, "the user's own error"); });
   CHECK_THROWS_WITH(backward(true), Catch::Contains("the user's own error"));
   chain.weights[0].remove_hook(hook);
-  for (const char name : {'a', 'b'}) {  // that of b came twice
+  for (const char name : {'a', 'b'}) {  // b's gradient came twice
     const at::Tensor& other = chain.weights[name == 'a' ? 1 : 0];
     const float times = name == 'a' ? 1 : 2;
     const auto slope = torch::autograd::grad({chain.grad(name).sum()}, {other}, {}, true)[0];

@@ -139,7 +139,7 @@ TEST_CASE("what others own takes no memory") {
   REQUIRE(::mincore(grad.mutable_data_ptr(), static_cast<size_t>(kPages * page),
                     in_memory.data()) == 0);
   int64_t resident = 0;
-  for (const unsigned char one : in_memory) resident += one & 1;
+  for (const unsigned char bits : in_memory) resident += bits & 1;
   CHECK(resident == kPages / 2);
   CHECK(grad.sum().item<double>() == static_cast<double>(grad.numel()) / 2);
 }

@@ -51,7 +51,7 @@ TEST_CASE("ranks compare numbers in the place of the flag, which still says what
     ranks.back().has_changed = true;
     CHECK(sum_of(ranks, world).changed_anywhere());
     CHECK(!sum_of(ranks, world).numbers_differ());
-    for (Rank& one : ranks) one.has_changed = true;
+    for (Rank& rank : ranks) rank.has_changed = true;
     CHECK(sum_of(ranks, world).changed_anywhere());
     CHECK(!sum_of(ranks, world).numbers_differ());
     for (const size_t other : {size_t{0}, ranks.size() / 2, ranks.size() - 1}) {

@@ -125,10 +125,10 @@ TEST_CASE("plans are values: they compare and print") {
 }
 
 TEST_CASE("a cap that is no positive number is refused") {
-  const std::vector<ParameterInfo> one = {parameter('a', 4)};
-  CHECK_THROWS_WITH(make_bucket_plan({one, {0}, {false}, {{0}}, {}}),
+  const std::vector<ParameterInfo> single = {parameter('a', 4)};
+  CHECK_THROWS_WITH(make_bucket_plan({single, {0}, {false}, {{0}}, {}}),
                     Catch::Contains("[bucket_plan] got"));
-  CHECK_THROWS_WITH(make_bucket_plan({one, {0}, {false}, {{}}, {}}),
+  CHECK_THROWS_WITH(make_bucket_plan({single, {0}, {false}, {{}}, {}}),
                     Catch::Contains("[bucket_plan] got"));
 }
 

@@ -24,7 +24,7 @@ std::string resident(const at::Tensor& tensor) {
   REQUIRE(::mincore(tensor.storage().mutable_data(), static_cast<size_t>(pages * page),
                     in_memory.data()) == 0);
   std::string picture;
-  for (const unsigned char one : in_memory) picture += (one & 1) != 0 ? '#' : '.';
+  for (const unsigned char bits : in_memory) picture += (bits & 1) != 0 ? '#' : '.';
   return picture;
 }
 

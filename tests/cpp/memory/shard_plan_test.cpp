@@ -44,8 +44,8 @@ std::string drawn(const ShardPlan& plan, const std::vector<ParameterInfo>& param
 }
 
 std::string drawn_rows(std::vector<int64_t> sizes, int64_t world) {
-  const std::vector<ParameterInfo> one = {parameter("a", std::move(sizes))};
-  return drawn(plan_of(one, world, ShardPlacement::kDim0), one);
+  const std::vector<ParameterInfo> single = {parameter("a", std::move(sizes))};
+  return drawn(plan_of(single, world, ShardPlacement::kDim0), single);
 }
 
 int64_t owned_by(const ShardPlan& plan, int64_t rank) {
@@ -78,9 +78,9 @@ TEST_CASE("rows are dealt as torch.chunk does") {
 
 TEST_CASE("rows agree with torch.chunk for every small size") {
   for (int64_t rows = 1; rows < 20; ++rows) {
-    const std::vector<ParameterInfo> one = {parameter("a", {rows, 3})};
+    const std::vector<ParameterInfo> single = {parameter("a", {rows, 3})};
     for (int64_t world = 1; world < 12; ++world) {
-      const ShardPlan plan = plan_of(one, world, ShardPlacement::kDim0);
+      const ShardPlan plan = plan_of(single, world, ShardPlacement::kDim0);
       const std::vector<at::Tensor> chunks = at::arange(rows * 3).reshape({rows, 3}).chunk(world);
       for (int64_t rank = 0; rank < world; ++rank) {
         const ShardRange& range = plan.of(0, rank);
@@ -90,7 +90,7 @@ TEST_CASE("rows agree with torch.chunk for every small size") {
         }
         const at::Tensor& chunk = chunks[static_cast<size_t>(rank)];
         CHECK(range == ShardRange{chunk.storage_offset(), chunk.numel()});
-        CHECK(at::IntArrayRef(shard_sizes(one[0], range, plan.placement)) == chunk.sizes());
+        CHECK(at::IntArrayRef(shard_sizes(single[0], range, plan.placement)) == chunk.sizes());
       }
     }
   }
@@ -197,8 +197,8 @@ TEST_CASE("shard plans are values: they compare and print") {
         "rank 2: 0 bytes of 0 parameters\n");
   CHECK(to_string(plan_of(three, 1, ShardPlacement::kWhole), three) ==
         "rank 0: 44 bytes of 3 parameters: a .. c\n");
-  const std::vector<ParameterInfo> one = {three[2]};
-  CHECK(to_string(plan_of(one, 1, ShardPlacement::kFlat), one) ==
+  const std::vector<ParameterInfo> single = {three[2]};
+  CHECK(to_string(plan_of(single, 1, ShardPlacement::kFlat), single) ==
         "rank 0: 4 bytes of 1 parameter: c\n");
 }
 

@@ -58,18 +58,19 @@ TEST_CASE("the first, the last, and one of each equal stretch between them") {
   CHECK(sample_positions(4, 4, 1) == std::vector<int64_t>{0, 1, 2, 3});
   const int64_t million = int64_t{1} << 20;
   for (const int64_t numel : {int64_t{5}, int64_t{1001}, million, 3 * million + 1}) {
-    const std::vector<int64_t> at = sample_positions(numel, 4, 9);
+    const std::vector<int64_t> positions = sample_positions(numel, 4, 9);
     CAPTURE(numel);
-    REQUIRE(static_cast<int64_t>(at.size()) == 4 + 8 * (4 * numel / million));
-    CHECK(at == sample_positions(numel, 4, 9));
-    CHECK(at.front() == 0);
-    CHECK(at.back() == numel - 1);
-    const auto count = static_cast<int64_t>(at.size());
+    REQUIRE(static_cast<int64_t>(positions.size()) == 4 + 8 * (4 * numel / million));
+    CHECK(positions == sample_positions(numel, 4, 9));
+    CHECK(positions.front() == 0);
+    CHECK(positions.back() == numel - 1);
+    const auto count = static_cast<int64_t>(positions.size());
     for (int64_t i = 0; i < count; ++i) {
-      CHECK(at[static_cast<size_t>(i)] >= i * (numel / count));
-      CHECK(at[static_cast<size_t>(i)] <= (i + 1) * (numel / count) + std::min(i + 1, count));
+      CHECK(positions[static_cast<size_t>(i)] >= i * (numel / count));
+      CHECK(positions[static_cast<size_t>(i)] <=
+            (i + 1) * (numel / count) + std::min(i + 1, count));
     }
-    CHECK(std::set<int64_t>(at.begin(), at.end()).size() == at.size());
+    CHECK(std::set<int64_t>(positions.begin(), positions.end()).size() == positions.size());
   }
   CHECK(sample_positions(million, 4, 9) != sample_positions(million, 4, 10));
 }

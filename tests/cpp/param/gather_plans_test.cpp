@@ -59,15 +59,15 @@ TEST_CASE("ranks say which gather is the first that differs") {
     for (const GatherLog& log : logs) texts.push_back(log.text());
     return GatherLog::difference(texts, {"A", "B"});
   };
-  const GatherLog one = log_of("aba", Pass::kForward);
-  CHECK(difference({one, one}) == "");
-  CHECK(one.hash() == log_of("aba", Pass::kBackward).hash());
-  CHECK(one.hash() != log_of("abb", Pass::kForward).hash());
-  CHECK(one.hash() != log_of("ab", Pass::kForward).hash());
-  CHECK(difference({one, one, log_of("abb", Pass::kBackward)}) ==
+  const GatherLog aba = log_of("aba", Pass::kForward);
+  CHECK(difference({aba, aba}) == "");
+  CHECK(aba.hash() == log_of("aba", Pass::kBackward).hash());
+  CHECK(aba.hash() != log_of("abb", Pass::kForward).hash());
+  CHECK(aba.hash() != log_of("ab", Pass::kForward).hash());
+  CHECK(difference({aba, aba, log_of("abb", Pass::kBackward)}) ==
         "as gather 3, rank 0 gathered unit 'A' in a forward, rank 1 gathered unit 'A' in a "
         "forward, rank 2 gathered unit 'B' in a backward");
-  CHECK(difference({one, log_of("ab", Pass::kForward)}) ==
+  CHECK(difference({aba, log_of("ab", Pass::kForward)}) ==
         "as gather 3, rank 0 gathered unit 'A' in a forward, rank 1 gathered nothing");
   GatherLog longer;
   for (int i = 0; i < 2000; ++i) longer.note(i % 2, Pass::kForward);

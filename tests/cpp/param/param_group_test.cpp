@@ -57,7 +57,7 @@ TEST_CASE("what one rank writes into its shard all ranks read in the whole") {
     rank.communicator->barrier("read").wait();
   });
   const at::Tensor rows = at::tensor({0.F, 0.F, 1.F, 1.F, 2.F});
-  for (const at::Tensor& one : seen) CHECK(at::equal(one, rows.view({5, 1}).expand({5, 2})));
+  for (const at::Tensor& tensor : seen) CHECK(at::equal(tensor, rows.view({5, 1}).expand({5, 2})));
 }
 
 TEST_CASE("a face is told once that it changes, and says who requires gradients") {

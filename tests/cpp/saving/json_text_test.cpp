@@ -110,7 +110,8 @@ TEST_CASE("what a parser takes and a checkpoint does not") {
 TEST_CASE("what is said of a text is ASCII") {
   const std::string said = problem_of("{\"a\": \"\xff\xfe\"}");
   CHECK(said.find("ill-formed UTF-8 byte") != std::string::npos);
-  CHECK(std::all_of(said.begin(), said.end(), [](char one) { return one >= ' ' && one <= '~'; }));
+  CHECK(std::all_of(said.begin(), said.end(),
+                    [](char letter) { return letter >= ' ' && letter <= '~'; }));
 }
 
 TEST_CASE("numbers that no double holds") {

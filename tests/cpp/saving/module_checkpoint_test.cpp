@@ -35,8 +35,8 @@ struct NetImpl : torch::nn::Module {
     scale = register_parameter("scale", at::full({}, 1.5));
     int64_t next = number;
     const at::NoGradGuard no_grad;
-    for (const at::Tensor& one : {first->weight, first->bias, last->weight, last->bias, scale})
-      one.copy_(at::arange(one.numel()).view(one.sizes()) + 100 * next++);
+    for (const at::Tensor& tensor : {first->weight, first->bias, last->weight, last->bias, scale})
+      tensor.copy_(at::arange(tensor.numel()).view(tensor.sizes()) + 100 * next++);
     norm->running_mean.fill_(number);
     if (sharded_over) {
       register_module("first", fully_shard(first, FsdpOptions{.communicator = sharded_over}));

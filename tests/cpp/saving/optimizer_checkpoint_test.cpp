@@ -33,7 +33,7 @@ constexpr const char* kStretchExtra = R"({"epoch": 3})";
 
 // A JSON text without what stands between its words.
 std::string packed(std::string text) {
-  std::erase_if(text, [](unsigned char one) { return std::isspace(one) != 0; });
+  std::erase_if(text, [](unsigned char letter) { return std::isspace(letter) != 0; });
   return text;
 }
 
@@ -44,7 +44,9 @@ std::string packed_file(const std::string& path) {
 
 int64_t count_in(const std::string& text, const std::string& part) {
   int64_t count = 0;
-  for (size_t at = text.find(part); at != std::string::npos; at = text.find(part, at + 1)) ++count;
+  for (size_t place = text.find(part); place != std::string::npos;
+       place = text.find(part, place + 1))
+    ++count;
   return count;
 }
 

@@ -51,9 +51,9 @@ at::Tensor loss_of(const at::Tensor& output, const at::Tensor& target) {
 // parameters() lists what hangs in two places twice.
 std::vector<at::Tensor> once(const torch::nn::Module& module) {
   std::vector<at::Tensor> found;
-  for (const at::Tensor& one : module.parameters()) {
-    const auto is_one = [&](const at::Tensor& other) { return other.is_same(one); };
-    if (std::none_of(found.begin(), found.end(), is_one)) found.push_back(one);
+  for (const at::Tensor& parameter : module.parameters()) {
+    const auto is_one = [&](const at::Tensor& other) { return other.is_same(parameter); };
+    if (std::none_of(found.begin(), found.end(), is_one)) found.push_back(parameter);
   }
   return found;
 }
@@ -106,7 +106,7 @@ std::vector<std::string> go(const Run& run, bool tied, const std::string& load,
     if (!load.empty()) {
       const at::NoGradGuard no_grad;
       for (const auto& tensors : {once(*net), net->buffers()})
-        for (const at::Tensor& one : tensors) one.add_(1);
+        for (const at::Tensor& tensor : tensors) tensor.add_(1);
       load_checkpoint(load, *net, {.optimizer = &optimizer, .communicator = communicator});
     }
     const int64_t begin = load.empty() ? 0 : kBreak;

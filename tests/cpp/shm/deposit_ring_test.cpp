@@ -173,7 +173,7 @@ TEST_CASE("what one rank abandons all abandon, with its reason, and the next ste
     for (int step = 0; step < kSteps; ++step) {
       // Now and then a rank leaves at some point of a round; the others may be anywhere in theirs.
       const bool leaves = step % 4 == 1 && step / 4 % 3 == self.rank;
-      const int64_t at = static_cast<int64_t>(random() % 750) * 4;
+      const int64_t offset = static_cast<int64_t>(random() % 750) * 4;
       const Values mine = values_of(self.rank, 2000, step);
       Values sums(mine.size());
       std::vector<float> more(50'000, 1);
@@ -181,7 +181,7 @@ TEST_CASE("what one rank abandons all abandon, with its reason, and the next ste
       const Failure failure = failure_of([&] {
         ring.begin_round(round_of(mine), std::chrono::seconds(20));
         Round round{ring, self, mine, sums};
-        round.deposit(at);
+        round.deposit(offset);
         if (leaves && step % 8 == 1) throw Fault(FaultKind::kAborted, "spilled the coffee");
         self.collectives.all_reduce(pieces_of(more), {}, {});
         round.collect(1000);

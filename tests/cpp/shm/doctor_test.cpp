@@ -289,8 +289,9 @@ TEST_CASE("a process of another user is said to be hidden") {
   if (child == 0) {
     if (::setuid(65534) != 0) ::_exit(2);
     const Examination found = examine_host({.pids = {parent}});
-    const bool said = std::any_of(found.hidden.begin(), found.hidden.end(),
-                                  [&](const HiddenProcess& one) { return one.pid == parent; });
+    const bool said =
+        std::any_of(found.hidden.begin(), found.hidden.end(),
+                    [&](const HiddenProcess& process) { return process.pid == parent; });
     ::_exit(found.groups.empty() && said ? 0 : 1);
   }
   int status = -1;

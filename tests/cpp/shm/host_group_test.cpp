@@ -90,8 +90,8 @@ TEST_CASE("different calls raise on every rank, name both, move nothing, and the
       {"all_to_all: rank 0 sends 4 bytes to rank 1, which expects 8",
        [](ShmRank& self) {
          std::vector<float> v(1);
-         const std::vector<Pieces> one(3, pieces_of(v));
-         self.collectives.all_to_all(one, one, Dtype::kF32, {});
+         const std::vector<Pieces> pieces(3, pieces_of(v));
+         self.collectives.all_to_all(pieces, pieces, Dtype::kF32, {});
        },
        [](ShmRank& self) {
          std::vector<float> v(2);

@@ -95,9 +95,9 @@ TEST_CASE("posted recvs of one tag are met in their order") {
     }
     int wrong = 0;
     for (int i = kMessages - 1; i >= 0; --i) {  // waited for in the opposite order
-      const auto at = static_cast<size_t>(i);
-      post.wait(transfers[at]);
-      wrong += memory[at] != values_of(i, memory[at].size());
+      const auto place = static_cast<size_t>(i);
+      post.wait(transfers[place]);
+      wrong += memory[place] != values_of(i, memory[place].size());
     }
     return wrong;
   });
@@ -208,22 +208,23 @@ TEST_CASE("messages of random sizes, tags and order between all ranks") {
   for (const int64_t world : {2, 3, 5}) {
     const int wrong = count_wrong({.world = world}, [&](ShmRank& self, Post& post) {
       std::mt19937 random(static_cast<unsigned>(world));  // all ranks have the same
-      struct One {
+      struct Message {
         TransferPtr transfer;
         Values values;
         int64_t seed;
         bool coming;
       };
-      std::deque<One> all;
+      std::deque<Message> all;
       int wrong = 0;
       const auto finish = [&] {
         std::mt19937 order(static_cast<unsigned>(self.rank));
-        std::vector<One*> some;
-        for (One& one : all) some.push_back(&one);
+        std::vector<Message*> some;
+        for (Message& message : all) some.push_back(&message);
         std::shuffle(some.begin(), some.end(), order);
-        for (One* one : some) {
-          post.wait(one->transfer);
-          if (one->coming) wrong += one->values != values_of(one->seed, one->values.size());
+        for (Message* message : some) {
+          post.wait(message->transfer);
+          if (message->coming)
+            wrong += message->values != values_of(message->seed, message->values.size());
         }
         all.clear();
       };
@@ -233,12 +234,12 @@ TEST_CASE("messages of random sizes, tags and order between all ranks") {
         const auto tag = static_cast<int64_t>(random() % 3);
         const size_t numel = random() % (i % 20 == 0 ? 200'000 : i % 3 == 0 ? 20'000 : 50);
         if (self.rank == source) {
-          One& one = all.emplace_back(One{nullptr, values_of(i, numel), i, false});
-          one.transfer = post.start_send(one.values, target, tag);
+          Message& message = all.emplace_back(Message{nullptr, values_of(i, numel), i, false});
+          message.transfer = post.start_send(message.values, target, tag);
         }
         if (self.rank == target) {
-          One& one = all.emplace_back(One{nullptr, Values(numel), i, true});
-          one.transfer = post.start_recv(one.values, source, tag);
+          Message& message = all.emplace_back(Message{nullptr, Values(numel), i, true});
+          message.transfer = post.start_recv(message.values, source, tag);
         }
         if (i % 100 == 99) finish();
       }

@@ -68,19 +68,19 @@ inline uint16_t to_16_bits(double value, int fraction) {
 
 // Element i of real numbers of `dtype`, or of the parts of complex ones.
 inline double read(Dtype dtype, const Bytes& bytes, int64_t i) {
-  const auto at = [&](auto value) {
+  const auto value_at = [&](auto value) {
     std::memcpy(&value, bytes.data() + static_cast<size_t>(i) * sizeof(value), sizeof(value));
     return value;
   };
   switch (dtype) {
     case Dtype::kF16:
     case Dtype::kBF16:
-      return from_16_bits(at(uint16_t{}), fraction_bits(dtype));
+      return from_16_bits(value_at(uint16_t{}), fraction_bits(dtype));
     case Dtype::kF32:
     case Dtype::kComplexF32:
-      return at(float{});
+      return value_at(float{});
     default:
-      return at(double{});
+      return value_at(double{});
   }
 }
 
@@ -191,7 +191,7 @@ T combined_integers(ReduceOp op, T a, T b) {
 // T: bool, or an integer.
 template <typename T>
 Bytes reduce_integers(const Reduction& job) {
-  const auto at = [&](size_t rank, int64_t i) {
+  const auto value_at = [&](size_t rank, int64_t i) {
     std::conditional_t<std::is_same_v<T, bool>, unsigned char, T> value;
     std::memcpy(&value, job.sources[rank].data() + static_cast<size_t>(i) * sizeof(value),
                 sizeof(value));
@@ -199,9 +199,9 @@ Bytes reduce_integers(const Reduction& job) {
   };
   Bytes result(job.sources[0].size());
   for (int64_t i = 0; i < job.numel; ++i) {
-    T total = at(0, i);
+    T total = value_at(0, i);
     for (size_t r = 1; r < job.sources.size(); ++r) {
-      total = combined_integers<T>(job.op, total, at(r, i));
+      total = combined_integers<T>(job.op, total, value_at(r, i));
     }
     if (job.op == ReduceOp::kAvg) {  // towards zero
       using Wide = std::conditional_t<std::is_signed_v<T>, int64_t, uint64_t>;

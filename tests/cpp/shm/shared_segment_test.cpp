@@ -89,11 +89,11 @@ TEST_CASE("where one process cannot open or map it neither has it, and both go o
     bool of_memory;
     std::string expected;
   };
-  for (const Case& one : {Case{RLIMIT_NOFILE, false, "rank 1 says: cannot open /proc/"},
-                          Case{RLIMIT_AS, true, "rank 1 says: cannot map "}}) {
+  for (const Case& scenario : {Case{RLIMIT_NOFILE, false, "rank 1 says: cannot open /proc/"},
+                               Case{RLIMIT_AS, true, "rank 1 says: cannot map "}}) {
     const auto failing = [&](ShmRank& self) {
       const SharedSegment none = self.collectives.share_segment(64 * kMiB, {});
-      return !none.segment && contains(none.why_not, one.expected);
+      return !none.segment && contains(none.why_not, scenario.expected);
     };
     const auto agree = [](ShmRank& self, bool fine) {
       std::vector<int32_t> votes{fine ? 1 : 0};
@@ -103,9 +103,9 @@ TEST_CASE("where one process cannot open or map it neither has it, and both go o
     run_two_processes(
         [&](ShmRank& self) {
           agree(self, true);  // makes the rings
-          limit(one.resource, one.of_memory ? mapped_bytes() + 16 * kMiB : 0);
+          limit(scenario.resource, scenario.of_memory ? mapped_bytes() + 16 * kMiB : 0);
           const bool failed = failing(self);
-          limit(one.resource, RLIM_INFINITY);
+          limit(scenario.resource, RLIM_INFINITY);
           agree(self, failed && self.collectives.share_segment(kMiB, {}).segment);
           agree(self, true);
         },

@@ -35,7 +35,7 @@ void send(SlotSender& sender, int64_t number, int64_t bytes, std::string_view er
 
 SlotReceiver::Message receive(SlotReceiver& receiver) {
   if (receiver.is_empty()) receiver.wait("a message");
-  return receiver.take();
+  return receiver.take_message();
 }
 
 bool has_come(const SlotReceiver::Message& message, int64_t number) {
@@ -128,7 +128,7 @@ TEST_CASE("what earlier steps sent is forgotten, and its slots are free") {
       for (int64_t i = 0; i < 3; ++i) send(sender, i, 100);
     self.collectives.barrier({});
     if (self.rank == 1) {
-      receive(receiver);  // and is never done with it
+      receive(receiver);  // it is never done with this
       receiver.forget_before(2);
       is_empty = receiver.is_empty();
     }
@@ -241,7 +241,7 @@ TEST_CASE("a head that nobody can have sent fails the group") {
     std::memcpy(memory.data() + sizeof(ChannelBlock), &head, sizeof(head));
     block->sent.store(1);
     SlotReceiver receiver(*group, {1, memory.data(), 1});
-    const Failure failure = failure_of([&] { receiver.take(); });
+    const Failure failure = failure_of([&] { receiver.take_message(); });
     INFO(broken << ": " << failure.text);
     CHECK(contains(failure.text, broken == 0 ? "no fault" : "its memory was overwritten"));
     CHECK(group->failure().has_value() == (broken != 0));

@@ -189,7 +189,7 @@ void take_messages(Input input) {
   SlotReceiver receiver(*group, {1, memory.data(), 3});
   try {
     for (int i = 0; i < 3; ++i) {
-      const SlotReceiver::Message message = receiver.take();
+      const SlotReceiver::Message message = receiver.take_message();
       const auto* words = reinterpret_cast<const int64_t*>(message.slot->data());
       const auto count = static_cast<size_t>(message.head.description_bytes) / 8;
       unpack({words, count}, message.head.payload_bytes);
@@ -218,7 +218,7 @@ void take_strange_messages(Input input) {
   peer.block().state.store(RankState::kLeft);  // who cannot open its memory asks no further
   SlotReceiver receiver(*group, {1, memory.data(), 1});
   try {
-    receiver.take();
+    receiver.take_message();
   } catch (const Fault&) {
   }
 }

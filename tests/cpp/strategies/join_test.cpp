@@ -45,28 +45,29 @@ void decay(torch::optim::Optimizer& optimizer) {
 }
 
 // One step over the inputs of rank `where`, but for the optimizer's part.
-void backward(const Trainee& one, const Uneven& uneven, int64_t step, RankOf where, double scale) {
+void backward(const Trainee& trainee, const Uneven& uneven, int64_t step, RankOf where,
+              double scale) {
   if (uneven.accumulates) {
-    const auto guard = one.no_sync();
-    (one.forward(part_of_batch(step + 10, where), true) * scale).backward();
+    const auto guard = trainee.no_sync();
+    (trainee.forward(part_of_batch(step + 10, where), true) * scale).backward();
   }
-  (one.forward(part_of_batch(step, where), step % 2 == 0) * scale).backward();
+  (trainee.forward(part_of_batch(step, where), step % 2 == 0) * scale).backward();
 }
 
-void run(const Trainee& one, const Uneven& uneven, RankOf where) {
+void run(const Trainee& trainee, const Uneven& uneven, RankOf where) {
   const int64_t steps = *std::max_element(uneven.counts.begin(), uneven.counts.end());
   const auto train = [&](int64_t first, int64_t last) {
     for (int64_t step = first; step < last; ++step) {
-      one.optimizer.zero_grad();
-      backward(one, uneven, step, where, 1);
-      one.clip();
-      one.step();
-      decay(one.optimizer);
+      trainee.optimizer.zero_grad();
+      backward(trainee, uneven, step, where, 1);
+      trainee.clip();
+      trainee.step();
+      decay(trainee.optimizer);
     }
   };
   JoinOptions options;
   options.divide_by_initial_world_size = !uneven.by_active;
-  one.join([&] { train(0, uneven.counts.at(static_cast<size_t>(where.rank))); }, options);
+  trainee.join([&] { train(0, uneven.counts.at(static_cast<size_t>(where.rank))); }, options);
   train(steps, steps + kAfter);
 }
 
@@ -74,12 +75,12 @@ void run(const Trainee& one, const Uneven& uneven, RankOf where) {
 template <typename Net>
 Values train_unevenly_alone(Net net, const Uneven& uneven) {
   AdamW optimizer(net->parameters(), AdamWOptions(0.01));
-  const Trainee one{optimizer,
-                    [&](const auto& x, bool head) { return net->forward(x, head); },
-                    {},
-                    {},
-                    [] { return nullptr; },
-                    {}};
+  const Trainee trainee{optimizer,
+                        [&](const auto& x, bool head) { return net->forward(x, head); },
+                        {},
+                        {},
+                        [] { return nullptr; },
+                        {}};
   const auto world = static_cast<int64_t>(uneven.counts.size());
   const int64_t steps = *std::max_element(uneven.counts.begin(), uneven.counts.end());
   for (int64_t step = 0; step < steps + kAfter; ++step) {
@@ -89,7 +90,7 @@ Values train_unevenly_alone(Net net, const Uneven& uneven) {
     optimizer.zero_grad();
     for (int64_t rank = 0; rank < world; ++rank)
       if (trains(uneven.counts[static_cast<size_t>(rank)]))
-        backward(one, uneven, step, {rank, world}, scale);
+        backward(trainee, uneven, step, {rank, world}, scale);
     torch::nn::utils::clip_grad_norm_(net->parameters(), kMaxNorm);
     optimizer.step();
     decay(optimizer);

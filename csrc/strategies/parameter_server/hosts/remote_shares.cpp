@@ -69,8 +69,8 @@ void RemoteShares::tell_all(const ShareRequest& request, const Errand& errand) {
 }
 
 // Takes what has come, and drops answers that nobody wants any more.
-void RemoteShares::take() {
-  for (MessageBox::Arrival& arrival : parts_.box->take()) {
+void RemoteShares::take_answers() {
+  for (MessageBox::Arrival& arrival : parts_.box->take_arrivals()) {
     ShareAnswer read = share_answer_of(arrival.message.text);
     if (read.ticket < 0) last_words_[arrival.from] = std::move(read.error);
     const auto found = asked_.find(read.ticket);
@@ -96,7 +96,7 @@ void RemoteShares::refuse_gone(int64_t host, const std::string& how, const Erran
 void RemoteShares::check(const Errand& errand) {
   looked_at_ = shm::Clock::now();
   check_interruption();
-  take();
+  take_answers();
   parts_.box->look();
   parts_.board->check_peers(errand);
   for (const int64_t host : others()) {
@@ -144,14 +144,14 @@ void RemoteShares::wait_until(int64_t host, const Errand& errand,
 }
 
 bool RemoteShares::has_come(const AnswerOfHost& answer, const Errand& errand) {
-  take();
+  take_answers();
   if (!answer.has_come && shm::Clock::now() >= looked_at_ + shm::kLookEvery) check(errand);
   return answer.has_come;
 }
 
 RemoteShares::Tensors RemoteShares::wait(const AnswerOfHost& answer, const Errand& errand) {
   wait_until(answer.host, errand, [&] {
-    take();
+    take_answers();
     return answer.has_come;
   });
   if (!answer.error.empty()) C10_THROW_ERROR(DistBackendError, answer.error);

@@ -68,7 +68,7 @@ class TRIREME_API RemoteShares {
   void leave(LineState state, std::string_view word) noexcept;
 
  private:
-  void take();
+  void take_answers();
   void check(const Errand& errand);
   [[noreturn]] void refuse_gone(int64_t host, const std::string& how, const Errand& errand);
   void wait_until(int64_t host, const Errand& errand, const std::function<bool()>& is_done);

@@ -173,7 +173,7 @@ class ShareServer::Seat {
     Tensors tensors;
     save_together(tables_, [&] {
       for (const auto& table : tables_.tables)
-        for (const at::Tensor& one : table->share_tensors()) tensors.push_back(one.clone());
+        for (const at::Tensor& tensor : table->share_tensors()) tensors.push_back(tensor.clone());
     });
     return tensors;
   }
@@ -250,8 +250,8 @@ void ShareServer::take_messages() {
   auto look_at = shm::Clock::now();
   while (!is_stopping_) {
     const uint32_t rung = box.bell().rung.load(std::memory_order_seq_cst);
-    const std::vector<MessageBox::Arrival> arrivals = box.take();
-    for (const MessageBox::Arrival& one : arrivals) give(one.from, one.message);
+    const std::vector<MessageBox::Arrival> arrivals = box.take_arrivals();
+    for (const MessageBox::Arrival& arrival : arrivals) give(arrival.from, arrival.message);
     const auto now = shm::Clock::now();
     if (now >= look_at) {
       for (const int64_t rank : box.look()) {

@@ -73,10 +73,10 @@ TableSpec share_of(const TableSpec& table, const TableLayout& layout) {
   share.names.clear();
   share.tensors.clear();
   share.is_module = false;
-  for (const TableShare& one : layout.own_shares) {
-    const auto tensor = static_cast<size_t>(one.tensor);
+  for (const TableShare& own : layout.own_shares) {
+    const auto tensor = static_cast<size_t>(own.tensor);
     std::vector<int64_t> sizes = table.tensors[tensor].sizes().vec();
-    if (!one.is_whole) sizes.front() = one.rows;
+    if (!own.is_whole) sizes.front() = own.rows;
     share.names.push_back(table.names[tensor]);
     share.tensors.push_back(
         at::empty(sizes, at::device(at::kMeta).dtype(table.tensors[tensor].scalar_type())));

@@ -249,19 +249,20 @@ void PipelineEngine::Row::make_report(double step_ms) {
   report_.stages.clear();
   double computing = 0;
   for (const auto& stage : stages_) {
-    const StageReport one = stage->finished_report();
-    computing += one.forward_ms + one.recompute_ms + one.backward_ms + one.input_ms + one.weight_ms;
-    report_.stages.push_back(one);
+    const StageReport report = stage->finished_report();
+    computing += report.forward_ms + report.recompute_ms + report.backward_ms + report.input_ms +
+                 report.weight_ms;
+    report_.stages.push_back(report);
   }
   report_.bubble = step_ms > 0 ? std::max(0.0, 1 - computing / step_ms) : 0;
 }
 
 ScheduleCosts PipelineEngine::Row::measured_costs() const {
   StageCosts sum{0, 0, 0};
-  for (const StageReport& one : report_.stages) {
-    sum.forward += one.forward_ms;
-    sum.input += one.input_ms + one.backward_ms / 2;
-    sum.weight += one.weight_ms + one.backward_ms / 2;
+  for (const StageReport& report : report_.stages) {
+    sum.forward += report.forward_ms;
+    sum.input += report.input_ms + report.backward_ms / 2;
+    sum.weight += report.weight_ms + report.backward_ms / 2;
   }
   return {{sum}};
 }

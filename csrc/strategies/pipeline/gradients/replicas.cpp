@@ -77,8 +77,7 @@ void Replicas::average(const Tensors& parameters, const std::string& label) {
 }
 
 void Replicas::launch(Reduction reduction, const std::string& label) {
-  reduction.pending =
-      communicator_->all_reduce(reduction.sums, ReduceOp::kSum, "gradients of " + label);
+  reduction.pending = across_->sum(reduction.sums, "gradients of " + label);
   in_flight_.push_back(std::move(reduction));
 }
 

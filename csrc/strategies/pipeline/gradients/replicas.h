@@ -2,12 +2,14 @@
 
 #include <trireme/comm/communicator.h>
 #include <trireme/common/export.h>
+#include <trireme/grad/across.h>
 
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace trireme {
@@ -37,7 +39,8 @@ class TRIREME_API Replicas {
  public:
   // `communicator` has the ranks of all copies that hold the same stages; null for one copy alone.
   explicit Replicas(std::shared_ptr<Communicator> communicator)
-      : communicator_(std::move(communicator)) {}
+      : communicator_(std::move(communicator)),
+        across_(communicator_ ? make_replica_sum(communicator_) : nullptr) {}
 
   bool exist() const { return communicator_ != nullptr && communicator_->world() > 1; }
   Communicator& communicator() { return *communicator_; }
@@ -65,6 +68,7 @@ class TRIREME_API Replicas {
   void launch(Reduction reduction, const std::string& label);
 
   std::shared_ptr<Communicator> communicator_;
+  std::unique_ptr<Across> across_;  // gradients leave this rank by it; null for one copy alone
   std::vector<Reduction> in_flight_;
 };
 

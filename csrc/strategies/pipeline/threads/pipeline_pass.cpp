@@ -122,8 +122,8 @@ std::vector<PipelineValue> PipelinePass::forward(std::vector<PipelineValue> inpu
   torch::autograd::edge_list edges;
   for (const auto& [input, leaf] : inputs_)
     edges.push_back(torch::autograd::impl::gradient_edge(input));
-  for (const RowThreads::PassParameter& one : state_.parameters)
-    edges.push_back(torch::autograd::impl::gradient_edge(one.parameter));
+  for (const RowThreads::PassParameter& parameter : state_.parameters)
+    edges.push_back(torch::autograd::impl::gradient_edge(parameter.parameter));
   const auto node = make_node<PassNode>(shared_from_this());
   node->set_next_edges(std::move(edges));
   auto front = node;
@@ -172,14 +172,14 @@ Tensors PipelinePass::backward(Tensors gradients, bool keep_graph) {
               "Trying to backward through the graph of a pipeline a second time, after what it had "
               "saved was freed. Pass retain_graph=True to the first backward.");
   PassBackward pass{.keep_graph = keep_graph};
-  const auto take = [&gradients](const std::vector<int64_t>& places) {
+  const auto gradients_at = [&gradients](const std::vector<int64_t>& places) {
     Tensors taken;
     for (const int64_t place : places)
       taken.push_back(place < 0 ? at::Tensor() : gradients[static_cast<size_t>(place)]);
     return taken;
   };
-  for (const std::vector<int64_t>& places : places_) pass.gradients.push_back(take(places));
-  for (const auto& [of, places] : loss_places_) pass.of_losses[of] = take(places);
+  for (const std::vector<int64_t>& places : places_) pass.gradients.push_back(gradients_at(places));
+  for (const auto& [of, places] : loss_places_) pass.of_losses[of] = gradients_at(places);
   if (around_backward_) around_backward_(true);
   try {
     rows_->backward_pass(state_, pass);
@@ -192,7 +192,8 @@ Tensors PipelinePass::backward(Tensors gradients, bool keep_graph) {
   Tensors found;
   for (auto& [input, leaf] : inputs_)
     found.push_back(std::exchange(leaf.mutable_grad(), at::Tensor()));
-  for (RowThreads::PassParameter& one : state_.parameters) found.push_back(one.take_gradient());
+  for (RowThreads::PassParameter& parameter : state_.parameters)
+    found.push_back(parameter.take_gradient());
   return found;
 }
 

@@ -58,8 +58,8 @@ std::vector<c10::Device> devices_of_rows(const PipelineSchedule& schedule,
   }
   std::vector<c10::Device> devices;
   devices.reserve(found.size());
-  for (const std::optional<c10::Device>& one : found)
-    devices.push_back(one.value_or(first.value_or(c10::Device(at::kCPU))));
+  for (const std::optional<c10::Device>& device : found)
+    devices.push_back(device.value_or(first.value_or(c10::Device(at::kCPU))));
   return devices;
 }
 
@@ -129,11 +129,12 @@ void RowThreads::list_parameters(const PipelineStageRequest& stage) {
                                ", where that stage computes"),
                       "Put what layers share on one device, and all of a stage.");
     }
-    auto known = std::find_if(parameters_.begin(), parameters_.end(),
-                              [&](const auto& one) { return one.parameter.is_same(parameter); });
+    auto known = std::find_if(parameters_.begin(), parameters_.end(), [&](const auto& candidate) {
+      return candidate.parameter.is_same(parameter);
+    });
     if (known == parameters_.end()) known = parameters_.insert(known, {parameter});
     const bool has_row = std::any_of(known->stand_ins.begin(), known->stand_ins.end(),
-                                     [&](const auto& one) { return one.first == row; });
+                                     [&](const auto& stand_in) { return stand_in.first == row; });
     if (!has_row) known->stand_ins.emplace_back(row, at::Tensor());
   }
 }
@@ -167,10 +168,10 @@ void RowThreads::run(const Job& job) {
     if (interruption) return;
     try {
       check_interruption();
-    } catch (const Interruption& one) {
+    } catch (const Interruption& caught) {
       interruption = std::current_exception();
       for (const size_t row : rows_)
-        group_.communicator(static_cast<int64_t>(row))->announce_failure(one.reason);
+        group_.communicator(static_cast<int64_t>(row))->announce_failure(caught.reason);
     }
   };
   const std::vector<std::exception_ptr> errors = pool_->run(
@@ -238,11 +239,11 @@ PassOutputs RowThreads::forward_pass(std::vector<PipelineValue> inputs, PassStat
   const std::lock_guard turn(turn_);
   if (options.records) {
     state.streams = current_streams(devices_);
-    for (PassParameter one : parameters_) {
-      if (!one.parameter.requires_grad()) continue;
-      for (auto& [row, stand_in] : one.stand_ins)
-        stand_in = one.parameter.detach().set_requires_grad(true);
-      state.parameters.push_back(std::move(one));
+    for (PassParameter parameter : parameters_) {
+      if (!parameter.parameter.requires_grad()) continue;
+      for (auto& [row, stand_in] : parameter.stand_ins)
+        stand_in = parameter.parameter.detach().set_requires_grad(true);
+      state.parameters.push_back(std::move(parameter));
     }
   }
   PassOutputs found;
@@ -264,8 +265,8 @@ PassOutputs RowThreads::forward_pass(std::vector<PipelineValue> inputs, PassStat
                      return std::tie(a.micro_batch, a.stage) < std::tie(b.micro_batch, b.stage);
                    });
   if (scale_grads_)
-    for (PassLoss& one : found.losses)
-      one.part.weight /= static_cast<double>(schedule_.micro_batches);
+    for (PassLoss& loss : found.losses)
+      loss.part.weight /= static_cast<double>(schedule_.micro_batches);
   return found;
 }
 
@@ -273,10 +274,10 @@ void RowThreads::backward_pass(const PassState& state, const PassBackward& backw
   pool_->expect_call();
   const std::lock_guard turn(turn_);
   for (const std::shared_ptr<LeafEdges>& leaves : leaves_) *leaves = LeafEdges();
-  for (const PassParameter& one : state.parameters) {
-    for (const auto& [row, stand_in] : one.stand_ins) {
+  for (const PassParameter& parameter : state.parameters) {
+    for (const auto& [row, stand_in] : parameter.stand_ins) {
       stand_in.mutable_grad().reset();
-      leaves_[row]->add(one.parameter, stand_in);
+      leaves_[row]->add(parameter.parameter, stand_in);
     }
   }
   {
@@ -327,12 +328,12 @@ PipelineReport RowThreads::last_step() const {
   PipelineReport all;
   const auto rows = static_cast<double>(engines_.size());
   for (const auto& engine : engines_) {
-    PipelineReport one = engine->last_step();
-    all.step = one.step;
-    all.step_ms = std::max(all.step_ms, one.step_ms);
-    all.bubble += one.bubble / rows;
-    all.computed_bubble += one.computed_bubble / rows;
-    std::move(one.stages.begin(), one.stages.end(), std::back_inserter(all.stages));
+    PipelineReport report = engine->last_step();
+    all.step = report.step;
+    all.step_ms = std::max(all.step_ms, report.step_ms);
+    all.bubble += report.bubble / rows;
+    all.computed_bubble += report.computed_bubble / rows;
+    std::move(report.stages.begin(), report.stages.end(), std::back_inserter(all.stages));
   }
   std::sort(all.stages.begin(), all.stages.end(),
             [](const StageReport& a, const StageReport& b) { return a.stage < b.stage; });

@@ -53,8 +53,8 @@ TEST_CASE("what is submitted before a failure was noticed ends with it") {
         sums[static_cast<size_t>(rank.where.rank)] = ones.item<float>();
       },
       std::chrono::seconds(30), Engine::kShm);
-  for (const std::string& one : said)
-    CHECK_THAT(one, Catch::Contains("has left it: [test] rank 1 stumbled"));
+  for (const std::string& text : said)
+    CHECK_THAT(text, Catch::Contains("has left it: [test] rank 1 stumbled"));
   CHECK(sums == std::vector<float>{2, 2});
 }
 

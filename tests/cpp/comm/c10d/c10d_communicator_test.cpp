@@ -269,7 +269,7 @@ TEST_CASE("a rank that has ended is told apart by what it said, and by its last 
       if (rank.where.rank == 1) {
         communicator.health()->board.leave(error);
         rank.communicator.reset();
-        rank.group.reset();  // which rank 0 notices
+        rank.group.reset();  // rank 0 notices it
         return {};
       }
       at::Tensor tensor = at::ones({1 << 20});

@@ -112,12 +112,12 @@ std::vector<std::string> by_communicator(
 // unlike sizes, one behind the other.
 PartsByRank parts_in(const std::shared_ptr<const shm::Segment>& memory, int64_t world) {
   PartsByRank parts;
-  auto* at = reinterpret_cast<int64_t*>(memory->data());
+  auto* values = reinterpret_cast<int64_t*>(memory->data());
   for (int64_t rank = 0; rank < world; ++rank) {
     std::vector<at::Tensor>& own = parts.emplace_back();
     for (const int64_t numel : {300'000 + 1000 * rank, 5 + rank, int64_t{0}}) {
-      own.push_back(at::from_blob(at, {numel}, [memory](void*) {}, at::kLong));
-      at += numel;
+      own.push_back(at::from_blob(values, {numel}, [memory](void*) {}, at::kLong));
+      values += numel;
     }
   }
   return parts;
@@ -195,11 +195,12 @@ TEST_CASE("what ranks of other hosts have comes into the memory of each host") {
 }
 
 TEST_CASE("memory that one host cannot have no host has, and the group goes on") {
-  const auto said = by_communicator("abb", [](const std::shared_ptr<Communicator>& one) {
-    const HostMemory none = one->host()->share_host_memory(int64_t{1} << 50, "store");
+  const auto said = by_communicator("abb", [](const std::shared_ptr<Communicator>& communicator) {
+    const HostMemory none = communicator->host()->share_host_memory(int64_t{1} << 50, "store");
     if (none.memory.segment) return std::string("got it");
-    if (one->host()->share_memory(64, "all").segment) return std::string("got memory over hosts");
-    one->barrier("still there").wait();
+    if (communicator->host()->share_memory(64, "all").segment)
+      return std::string("got memory over hosts");
+    communicator->barrier("still there").wait();
     return none.memory.why_not;
   });
   CHECK(said == std::vector<std::string>(3, said[0]));
@@ -207,7 +208,7 @@ TEST_CASE("memory that one host cannot have no host has, and the group goes on")
 }
 
 TEST_CASE("hosts that ask for different memory, or bring different parts, raise") {
-  const auto said = by_communicator("aabb", [](const std::shared_ptr<Communicator>& one) {
+  const auto said = by_communicator("aabb", [](const std::shared_ptr<Communicator>& communicator) {
     std::string text;
     const auto note = [&](const std::function<void()>& call) {
       try {
@@ -216,12 +217,14 @@ TEST_CASE("hosts that ask for different memory, or bring different parts, raise"
         text += error.what_without_backtrace();
       }
     };
-    const int64_t host = one->rank() / 2;
-    note([&] { one->host()->share_host_memory(64 + host, "store"); });
-    const HostMemory memory = one->host()->share_host_memory(64, "store");
+    const int64_t host = communicator->rank() / 2;
+    note([&] { communicator->host()->share_host_memory(64 + host, "store"); });
+    const HostMemory memory = communicator->host()->share_host_memory(64, "store");
     const PartsByRank none(4);
-    note([&] { one->host()->all_gather_in_host(none, "version " + std::to_string(host)).wait(); });
-    one->barrier("still there").wait();
+    note([&] {
+      communicator->host()->all_gather_in_host(none, "version " + std::to_string(host)).wait();
+    });
+    communicator->barrier("still there").wait();
     return text;
   });
   for (const std::string& text : said)
@@ -231,16 +234,18 @@ TEST_CASE("hosts that ask for different memory, or bring different parts, raise"
 }
 
 TEST_CASE("a rank that announces its failure ends the group on all hosts at once") {
-  const auto errors = by_communicator("aabb", [](const std::shared_ptr<Communicator>& one) {
-    one->barrier("before").wait();
-    if (one->rank() == 3) one->announce_failure("its data ran out");
-    try {
-      one->all_reduce({at::ones({100})}, ReduceOp::kSum, "bucket 0").wait();
-    } catch (const c10::DistBackendError& error) {
-      return std::string(one->failure() ? error.what_without_backtrace() : "no failure");
-    }
-    return std::string("went on");
-  });
+  const auto errors =
+      by_communicator("aabb", [](const std::shared_ptr<Communicator>& communicator) {
+        communicator->barrier("before").wait();
+        if (communicator->rank() == 3) communicator->announce_failure("its data ran out");
+        try {
+          communicator->all_reduce({at::ones({100})}, ReduceOp::kSum, "bucket 0").wait();
+        } catch (const c10::DistBackendError& error) {
+          return std::string(communicator->failure() ? error.what_without_backtrace()
+                                                     : "no failure");
+        }
+        return std::string("went on");
+      });
   for (const std::string& error : errors) CHECK_THAT(error, Catch::Contains("its data ran out"));
 }
 

@@ -63,7 +63,7 @@ at::Tensor rows(int64_t count, double times = 1) {
 
 std::vector<int64_t> rows_of(const ReplicasReport& report) {
   std::vector<int64_t> found;
-  for (const ReplicaReport& one : report.replicas) found.push_back(one.rows);
+  for (const ReplicaReport& replica : report.replicas) found.push_back(replica.rows);
   return found;
 }
 

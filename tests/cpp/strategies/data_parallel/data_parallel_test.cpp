@@ -149,12 +149,12 @@ TEST_CASE("two forwards before a backward, and two in one graph") {
   WholeNumbers alone;
   WholeNumbers net;
   DataParallel<WholeNumbers> model(net, on_cpu(2));
-  const auto run = [](auto& one) {
-    const at::Tensor first = one->forward(whole_rows(6)).sum();
-    const at::Tensor second = one->forward(whole_rows(9)).sum();
+  const auto run = [](auto& module) {
+    const at::Tensor first = module->forward(whole_rows(6)).sum();
+    const at::Tensor second = module->forward(whole_rows(9)).sum();
     second.backward();
     first.backward();
-    (one->forward(whole_rows(3)).sum() + one->forward(whole_rows(8)).sum()).backward();
+    (module->forward(whole_rows(3)).sum() + module->forward(whole_rows(8)).sum()).backward();
   };
   run(alone);
   run(model);
@@ -199,10 +199,10 @@ TEST_CASE("frozen parameters are left alone, and trained from when they are unfr
   WholeNumbers alone;
   DataParallel<WholeNumbers> model(net, on_cpu(2));
   for (const bool trained : {false, true, false}) {
-    for (const WholeNumbers& one : {net, alone}) {
-      WholeNumbers(one)->zero_grad();
-      at::Tensor(one->first).set_requires_grad(trained);
-      at::Tensor(one->frozen).set_requires_grad(trained);
+    for (const WholeNumbers& module : {net, alone}) {
+      WholeNumbers(module)->zero_grad();
+      at::Tensor(module->first).set_requires_grad(trained);
+      at::Tensor(module->frozen).set_requires_grad(trained);
     }
     model->forward(whole_rows(5)).sum().backward();
     alone->forward(whole_rows(5)).sum().backward();
@@ -280,12 +280,12 @@ TEST_CASE("a step between forwards costs no copy, and is seen") {
     CHECK(report.step == step + 1);
     CHECK(report.copied_bytes == 0);
     REQUIRE(report.replicas.size() == 2);
-    for (const ReplicaReport& one : report.replicas) {
-      CHECK(one.rows == 4);
-      CHECK(one.memory_bytes == 0);
-      CHECK(one.forward_ms > 0);
-      CHECK(one.backward_ms > 0);
-      CHECK((one.waiting_share >= 0 && one.waiting_share < 1));
+    for (const ReplicaReport& replica : report.replicas) {
+      CHECK(replica.rows == 4);
+      CHECK(replica.memory_bytes == 0);
+      CHECK(replica.forward_ms > 0);
+      CHECK(replica.backward_ms > 0);
+      CHECK((replica.waiting_share >= 0 && replica.waiting_share < 1));
     }
   }
   const at::NoGradGuard no_grad;

@@ -72,11 +72,11 @@ TEST_CASE("a step around the gate raises in the next forward, once, naming the p
     const auto forward = [&] { model->forward(part_of_batch(0, rank.where)); };
     return Texts{error_of(forward), error_of(forward)};
   });
-  for (const Texts& one : said) {
-    CHECK_THAT(one[0],
+  for (const Texts& texts : said) {
+    CHECK_THAT(texts[0],
                Catch::Contains("[fully_shard] parameter 'gain' was written after a forward"));
-    CHECK_THAT(one[0], Catch::Contains("begin_writing()"));
-    CHECK(one[1] == "no error");
+    CHECK_THAT(texts[0], Catch::Contains("begin_writing()"));
+    CHECK(texts[1] == "no error");
   }
 }
 
@@ -92,8 +92,8 @@ TEST_CASE("the same of parameters that are sharded along their last dimension, r
     optimizer.step();
     return error_of([&] { model->forward(batch); });
   });
-  for (const std::string& one : said)
-    CHECK_THAT(one, Catch::Contains("[fully_shard] parameter 'weight' was written after a forw"));
+  for (const std::string& text : said)
+    CHECK_THAT(text, Catch::Contains("[fully_shard] parameter 'weight' was written after a forw"));
 }
 
 TEST_CASE("torch's clip_grad_norm_, by a norm of each rank's own, raises on all ranks") {
@@ -126,13 +126,13 @@ TEST_CASE("torch's clip_grad_norm_, by a norm of each rank's own, raises on all 
                  // The last one: nothing is finite afterwards.
                  step_after([&] { by_number(std::numeric_limits<double>::infinity()); })};
   });
-  for (const Texts& one : said) {
+  for (const Texts& texts : said) {
     for (const size_t refused : {0, 1}) {
-      CHECK_THAT(one[refused],
+      CHECK_THAT(texts[refused],
                  Catch::Contains("[fully_shard] gradients were multiplied by factors that differ"));
-      CHECK_THAT(one[refused], Catch::Contains("Clip with model->clip_grad_norm_(max_norm)"));
+      CHECK_THAT(texts[refused], Catch::Contains("Clip with model->clip_grad_norm_(max_norm)"));
     }
-    for (size_t passes = 2; passes < one.size(); ++passes) CHECK(one[passes] == "no error");
+    for (size_t passes = 2; passes < texts.size(); ++passes) CHECK(texts[passes] == "no error");
   }
 }
 
@@ -163,7 +163,7 @@ TEST_CASE("after a step that was refused the next one is right; few elements ref
     torch::nn::utils::clip_grad_norm_(model->parameters(), 0.01);
     return error_of([&] { trireme::step(optimizer); });
   });
-  for (const std::string& one : said) CHECK(one == "no error");
+  for (const std::string& text : said) CHECK(text == "no error");
 }
 
 TEST_CASE("the module's own members are not to be written, nor replaced") {
@@ -203,8 +203,8 @@ TEST_CASE("shards are written before the first forward, after a step, and after 
     write(3);
     return texts;
   });
-  for (const Texts& one : said)
-    CHECK(one == Texts{"no error", "2", "no error", "4", "no error", "6"});
+  for (const Texts& texts : said)
+    CHECK(texts == Texts{"no error", "2", "no error", "4", "no error", "6"});
 }
 
 TEST_CASE("one rank evaluates between steps, more often than the others") {
@@ -233,8 +233,8 @@ TEST_CASE("an optimizer of parameters as they were before is refused") {
     auto model = fully_shard(net, over(rank));
     return Texts{error_of([&] { trireme::step(before); }), error_of([&] { ours.step(); })};
   });
-  for (const std::string& one : said[0])
-    CHECK_THAT(one, Catch::Contains("parameters as they were before fully_shard"));
+  for (const std::string& text : said[0])
+    CHECK_THAT(text, Catch::Contains("parameters as they were before fully_shard"));
 }
 
 TEST_CASE("a backward that throws on one rank does so on all, and training goes on") {
@@ -256,10 +256,10 @@ TEST_CASE("a backward that throws on one rank does so on all, and training goes 
   });
   CHECK_THAT(said[1][1], Catch::Contains("stumbled over a stone"));
   CHECK_THAT(said[0][1], Catch::Contains("was abandoned"));
-  for (const Texts& one : said) {
-    CHECK(one[0] == "no error");
-    CHECK(one[2] == "no error");
-    CHECK(one[3] == "no error");
+  for (const Texts& texts : said) {
+    CHECK(texts[0] == "no error");
+    CHECK(texts[2] == "no error");
+    CHECK(texts[3] == "no error");
   }
   CHECK(count_unlike(found[0], found[1], 0) == 0);
 }
@@ -309,10 +309,10 @@ TEST_CASE("an archive of another model is refused, and nothing of it is left") {
     texts.push_back(at::equal(layer->weight, before) ? "as it was" : "changed");
     return texts;
   });
-  for (const Texts& one : said) {
-    CHECK_THAT(one[0], Catch::Contains("[fully_shard] got 'weight' as Float of shape (5, 3), "
-                                       "expected Float of shape (5, 4) or this rank's part"));
-    CHECK(one[1] == "as it was");
+  for (const Texts& texts : said) {
+    CHECK_THAT(texts[0], Catch::Contains("[fully_shard] got 'weight' as Float of shape (5, 3), "
+                                         "expected Float of shape (5, 4) or this rank's part"));
+    CHECK(texts[1] == "as it was");
   }
 }
 
@@ -340,17 +340,19 @@ TEST_CASE("fully_shard refuses what it cannot shard") {
     texts.push_back(error_of([&] { model->clone(); }));
     return texts;
   });
-  const Texts& one = said[0];
-  CHECK_THAT(one[0], Catch::Contains("[fully_shard] got 'weight', which is sharded already"));
-  CHECK_THAT(one[1], Catch::Contains("which is sharded already"));
-  CHECK_THAT(one[2], Catch::Contains("[fully_shard] got 'head.weight', which is sharded already"));
-  CHECK_THAT(one[3], Catch::Contains("which has no parameters"));
-  CHECK_THAT(one[4], Catch::Contains("[fully_shard] got 'hollow' on meta"));
-  CHECK_THAT(one[5], Catch::Contains("[fully_shard] got 'weight' with sparse gradients"));
-  CHECK_THAT(one[6], Catch::Contains("[fully_shard] got to(Double) of a sharded module of Float"));
-  CHECK_THAT(one[7], Catch::Contains("[fully_shard] got to(meta)"));
-  CHECK(one[8] == "no error");
-  CHECK_THAT(one[9], Catch::Contains("[fully_shard] got clone()"));
+  const Texts& texts = said[0];
+  CHECK_THAT(texts[0], Catch::Contains("[fully_shard] got 'weight', which is sharded already"));
+  CHECK_THAT(texts[1], Catch::Contains("which is sharded already"));
+  CHECK_THAT(texts[2],
+             Catch::Contains("[fully_shard] got 'head.weight', which is sharded already"));
+  CHECK_THAT(texts[3], Catch::Contains("which has no parameters"));
+  CHECK_THAT(texts[4], Catch::Contains("[fully_shard] got 'hollow' on meta"));
+  CHECK_THAT(texts[5], Catch::Contains("[fully_shard] got 'weight' with sparse gradients"));
+  CHECK_THAT(texts[6],
+             Catch::Contains("[fully_shard] got to(Double) of a sharded module of Float"));
+  CHECK_THAT(texts[7], Catch::Contains("[fully_shard] got to(meta)"));
+  CHECK(texts[8] == "no error");
+  CHECK_THAT(texts[9], Catch::Contains("[fully_shard] got clone()"));
 }
 
 TEST_CASE("modules that differ between the ranks are refused on all") {
@@ -358,7 +360,7 @@ TEST_CASE("modules that differ between the ranks are refused on all") {
     torch::nn::Linear layer(4, 5 + rank.where.rank);
     return error_of<c10::ValueError>([&] { fully_shard(layer, over(rank)); });
   });
-  for (const std::string& one : said) CHECK_THAT(one, Catch::Contains("[fully_shard]"));
+  for (const std::string& text : said) CHECK_THAT(text, Catch::Contains("[fully_shard]"));
 }
 
 TEST_CASE("the outermost unit is used first") {

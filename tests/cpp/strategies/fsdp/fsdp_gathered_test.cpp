@@ -81,7 +81,7 @@ struct HidingImpl : torch::nn::Module {
 TORCH_MODULE(Hiding);
 template <typename Inner>
 struct HidingNetImpl : torch::nn::Module {
-  explicit HidingNetImpl(Inner one) : inner(register_module("inner", std::move(one))) {
+  explicit HidingNetImpl(Inner hidden) : inner(register_module("inner", std::move(hidden))) {
     gain = register_parameter("gain", at::ones({4}));
   }
   at::Tensor forward(const at::Tensor& x) {

@@ -178,7 +178,7 @@ TEST_CASE("what is offloaded is saved and loaded as what is not") {
     };
     auto plain = make(std::nullopt);
     auto model = make(offload_of(0.5, 0.25));
-    for (auto* one : {&plain, &model}) step_layers(*one, 0, rank.where);
+    for (auto* trained : {&plain, &model}) step_layers(*trained, 0, rank.where);
     std::stringstream saved;
     torch::save(model, saved);
     save_checkpoint(folder.at("checkpoint"), *model, {.communicator = rank.communicator});
@@ -187,9 +187,9 @@ TEST_CASE("what is offloaded is saved and loaded as what is not") {
     auto read = make(offload_of(1, 0));
     load_checkpoint(folder.at("checkpoint"), *read, {.communicator = rank.communicator});
     std::vector<Values> shards;
-    for (auto* one : {&plain, &loaded, &read}) {
-      step_layers(*one, 1, rank.where);
-      shards.push_back(values_of((*one)->parameters()));
+    for (auto* trained : {&plain, &loaded, &read}) {
+      step_layers(*trained, 1, rank.where);
+      shards.push_back(values_of((*trained)->parameters()));
     }
     return shards;
   });

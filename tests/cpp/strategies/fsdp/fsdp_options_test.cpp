@@ -41,7 +41,7 @@ TEST_CASE("sharded along their last dimension parameters train, are saved and lo
       load_checkpoint(folder.at("checkpoint"), *model, {.communicator = rank.communicator});
       return whole_values(*model, net->parameters());
     });
-    for (const auto& one : sizes) CHECK(one == std::vector<int64_t>{13, 2});
+    for (const auto& shape : sizes) CHECK(shape == std::vector<int64_t>{13, 2});
     for (const Values& values : found) CHECK(count_unlike(values, expected) == 0);
   }
 }

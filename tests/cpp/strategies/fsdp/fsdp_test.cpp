@@ -169,7 +169,8 @@ TEST_CASE("parameters are this rank's shards, under the names of the plain modul
   });
   for (const size_t rank : {0, 1}) {
     std::vector<std::string> expected = names_of(*plain);
-    for (const char* one : {rank == 0 ? "7" : "6", "0", "0", "1", "13"}) expected.emplace_back(one);
+    for (const char* text : {rank == 0 ? "7" : "6", "0", "0", "1", "13"})
+      expected.emplace_back(text);
     CHECK(seen[rank] == expected);
   }
 }

@@ -22,8 +22,8 @@ std::string drawn(double optimizer, double params, const Units& units) {
     const OffloadPlan plan = make_offload_plan({optimizer, params, unit, owed});
     owed = plan.owed;
     if (!picture.empty()) picture += ' ';
-    for (const ShardOffload one : plan.parameters)
-      picture += one == ShardOffload::kAll ? 'A' : one == ShardOffload::kOptimizer ? 'o' : '-';
+    for (const ShardOffload kind : plan.parameters)
+      picture += kind == ShardOffload::kAll ? 'A' : kind == ShardOffload::kOptimizer ? 'o' : '-';
   }
   return picture;
 }

@@ -70,9 +70,9 @@ TEST_CASE("SGD has the bits of one process, for any number of workers") {
         return through_server(rank, ps::SGD{.lr = 0.1, .momentum = 0.9, .weight_decay = 0.01},
                               reduction);
       });
-      for (const Values& one : got) {
-        CHECK(count_unlike(one, got[0], 0) == 0);
-        CHECK(count_unlike(one, expected, 1e-6, 1e-7) == 0);
+      for (const Values& values : got) {
+        CHECK(count_unlike(values, got[0], 0) == 0);
+        CHECK(count_unlike(values, expected, 1e-6, 1e-7) == 0);
       }
     }
   }
@@ -141,7 +141,7 @@ TEST_CASE("a pull does not show pushes of the open clock, one's own neither") {
     }
     return seen;
   });
-  for (const auto& one : seen) CHECK(one == std::vector<double>{0, 4, 8});
+  for (const auto& values : seen) CHECK(values == std::vector<double>{0, 4, 8});
 }
 
 TEST_CASE("tensors that nobody has pushed are not stepped, others divide by all workers") {
@@ -158,10 +158,10 @@ TEST_CASE("tensors that nobody has pushed are not stepped, others divide by all 
     server.clock();
     return table.pull_tensors().values();
   });
-  for (const Values& one : seen) {
-    CHECK(at::equal(one[0], at::full({2}, 1 - (1 + 0.5))));
-    CHECK(at::equal(one[1], at::full({2}, 1 - (2 + 0.5))));
-    CHECK(at::equal(one[2], at::ones({2})));
+  for (const Values& values : seen) {
+    CHECK(at::equal(values[0], at::full({2}, 1 - (1 + 0.5))));
+    CHECK(at::equal(values[1], at::full({2}, 1 - (2 + 0.5))));
+    CHECK(at::equal(values[2], at::ones({2})));
   }
 }
 
@@ -182,11 +182,11 @@ TEST_CASE("bf16 and fp64 tables are summed and stepped in their wide dtype") {
     for (int64_t worker = 0; worker < 3; ++worker)
       sum = sum + drawn_gradients({at::ones({5000}, dtype)}, worker, 0)[0].to(wide);
     const at::Tensor expected = at::ones({5000}, wide) - sum / 3 * 0.1;
-    for (const at::Tensor& one : seen) {
-      CHECK(one.scalar_type() == dtype);
-      CHECK(at::allclose(one.to(at::kDouble), expected.to(at::kDouble),
+    for (const at::Tensor& tensor : seen) {
+      CHECK(tensor.scalar_type() == dtype);
+      CHECK(at::allclose(tensor.to(at::kDouble), expected.to(at::kDouble),
                          dtype == at::kDouble ? 1e-14 : 8e-3));
-      CHECK(at::equal(one, seen[0]));
+      CHECK(at::equal(tensor, seen[0]));
     }
   }
 }
@@ -226,7 +226,7 @@ TEST_CASE("a learning rate holds from its clock on, whoever applies it") {
     }
     return seen;
   });
-  for (const auto& one : seen) CHECK(one == std::vector<double>{1, 2, 2.5, 3, 3.25, 3.5});
+  for (const auto& values : seen) CHECK(values == std::vector<double>{1, 2, 2.5, 3, 3.25, 3.5});
 }
 
 TEST_CASE("backup: a clock closes without the last worker, whose pushes are dropped") {
@@ -265,12 +265,12 @@ TEST_CASE("backup: every push is taken or counted as dropped") {
                                {zeros_table("t", 4, ps::Sum{}, {.reduction = ps::Reduction::kSum})},
                                {.backup = 2});
     ps::DenseTable& table = server.dense("t");
-    at::Tensor one = at::zeros({4});
-    one[rank.where.rank] = 1;
+    at::Tensor gradient = at::zeros({4});
+    gradient[rank.where.rank] = 1;
     int64_t clock = 0;
     while (clock < 200) {
       if (clock % (rank.where.rank + 2) == 0) std::this_thread::yield();
-      table.push_tensors(named_x(one));
+      table.push_tensors(named_x(gradient));
       clock = server.clock();
       table.pull_tensors();
     }
@@ -280,7 +280,7 @@ TEST_CASE("backup: every push is taken or counted as dropped") {
     return std::vector<int64_t>{counts[rank.where.rank].item<int64_t>() + stats.dropped,
                                 stats.pushes};
   });
-  for (const auto& one : seen) CHECK(one[0] == one[1]);
+  for (const auto& counts : seen) CHECK(counts[0] == counts[1]);
 }
 
 TEST_CASE("who has left is not waited for; what it pushed in its open clock is dropped") {

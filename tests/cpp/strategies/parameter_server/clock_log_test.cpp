@@ -48,14 +48,14 @@ Log run_worker(ThreadRank& rank, const ps::Options& options, int64_t clocks, uin
 
 void check_log(const Log& log, int64_t worker, int64_t staleness) {
   std::vector<int64_t> before(log.empty() ? 0 : log[0].pushes.size(), 0);
-  for (const Seen& one : log) {
+  for (const Seen& look : log) {
     const auto own = static_cast<size_t>(worker);
-    CHECK(one.pushes[own] == one.clock);
-    for (size_t v = 0; v < one.pushes.size(); ++v) {
-      CHECK(one.pushes[v] >= one.clock - staleness);
-      CHECK(one.pushes[v] >= before[v]);
+    CHECK(look.pushes[own] == look.clock);
+    for (size_t v = 0; v < look.pushes.size(); ++v) {
+      CHECK(look.pushes[v] >= look.clock - staleness);
+      CHECK(look.pushes[v] >= before[v]);
     }
-    before = one.pushes;
+    before = look.pushes;
   }
 }
 
@@ -187,7 +187,7 @@ TEST_CASE("ssp, async: no push is lost between workers, in tables of many blocks
       rank.communicator->barrier("pushed").wait();
       return table.pull_tensors()["x"];
     });
-    for (const at::Tensor& one : seen) CHECK(at::equal(one, at::full({200000}, 80.0)));
+    for (const at::Tensor& tensor : seen) CHECK(at::equal(tensor, at::full({200000}, 80.0)));
   }
 }
 

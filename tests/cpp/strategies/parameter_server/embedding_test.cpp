@@ -144,7 +144,8 @@ TEST_CASE("sparse: pushes and pulls that return at once are done in wait() or be
     }
     return found;
   });
-  for (const std::vector<float>& one : seen) CHECK(one == std::vector<float>{0, 2, 4, 6, 8, 10});
+  for (const std::vector<float>& values : seen)
+    CHECK(values == std::vector<float>{0, 2, 4, 6, 8, 10});
 }
 
 TEST_CASE("sparse: a push that is kept and fails is done again, and counted once") {
@@ -194,7 +195,7 @@ TEST_CASE("sparse: a push that is kept and fails is done again, and counted once
   });
   CHECK_THAT(seen[0].said, Catch::Contains("[ps] push of table 'items' at clock 2, at the index"));
   CHECK(seen[0].pushes == 1);
-  for (const Seen& one : seen) CHECK(one.row.equal(at::ones({1, kDim})));
+  for (const Seen& look : seen) CHECK(look.row.equal(at::ones({1, kDim})));
 }
 
 }  // namespace trireme::embedding_test

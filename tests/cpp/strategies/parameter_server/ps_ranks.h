@@ -55,18 +55,18 @@ inline torch::nn::Sequential two_layers() {
 // The gradients that a worker pushes in a clock, drawn of its number and the clock.
 inline Values drawn_gradients(const Values& like, int64_t worker, int64_t clock) {
   Values gradients;
-  for (const at::Tensor& one : like) {
-    const at::Tensor places = at::arange(one.numel(), at::kDouble).view(one.sizes());
+  for (const at::Tensor& tensor : like) {
+    const at::Tensor places = at::arange(tensor.numel(), at::kDouble).view(tensor.sizes());
     gradients.push_back(
         at::sin(places * static_cast<double>(worker + 2) + static_cast<double>(clock))
-            .to(one.scalar_type()));
+            .to(tensor.scalar_type()));
   }
   return gradients;
 }
 
 inline Values copies_of(const Values& tensors) {
   Values copies;
-  for (const at::Tensor& one : tensors) copies.push_back(one.detach().clone());
+  for (const at::Tensor& tensor : tensors) copies.push_back(tensor.detach().clone());
   return copies;
 }
 

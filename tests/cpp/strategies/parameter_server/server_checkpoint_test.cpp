@@ -58,7 +58,7 @@ TEST_CASE("a server goes on from what it saved, bit for bit") {
   const auto found = on_workers<Values>(2, [&](ThreadRank& rank) {
     torch::nn::Sequential net = two_layers();
     ps::ParameterServer server(rank.communicator, tables(net));
-    train(server, net, rank.where.rank, 0, 1);  // which load() forgets
+    train(server, net, rank.where.rank, 0, 1);  // load() forgets it
     server.load(path);
     train(server, net, rank.where.rank, 4, 8);
     return values_of(server, net);

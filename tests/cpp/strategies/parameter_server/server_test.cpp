@@ -42,14 +42,15 @@ TEST_CASE("tables that differ by rank are named on all ranks") {
                  make(3, ps::SGD{}, {.mode = differs ? ps::Mode::kAsync : ps::Mode::kBsp}),
                  make(3, ps::SGD{}, {.staleness = differs ? -1 : 0}), make(3, ps::SGD{}, {})};
   });
-  for (const Texts& one : said) {
-    CHECK_THAT(one[0], Catch::Contains("[ps] got 'x' of table 'items' as Float [3] on rank 0 and "
-                                       "'x' of table 'items' as Float [4] on rank 2"));
-    CHECK_THAT(one[1], Catch::Contains("SGD(lr=0.2, momentum=0, weight_decay=0), reduction='mean' "
-                                       "on rank 0 and table 'items'"));
-    CHECK_THAT(one[2], Catch::Contains("mode='async'"));
-    CHECK_THAT(one[3], Catch::Contains("[ps] got staleness=-1, expected >= 0"));
-    CHECK(one[4] == "no error");
+  for (const Texts& texts : said) {
+    CHECK_THAT(texts[0], Catch::Contains("[ps] got 'x' of table 'items' as Float [3] on rank 0 and "
+                                         "'x' of table 'items' as Float [4] on rank 2"));
+    CHECK_THAT(texts[1],
+               Catch::Contains("SGD(lr=0.2, momentum=0, weight_decay=0), reduction='mean' "
+                               "on rank 0 and table 'items'"));
+    CHECK_THAT(texts[2], Catch::Contains("mode='async'"));
+    CHECK_THAT(texts[3], Catch::Contains("[ps] got staleness=-1, expected >= 0"));
+    CHECK(texts[4] == "no error");
   }
   CHECK_THAT(said[0][3], Catch::Contains(", says rank 2 (rank 0 of 3). "));
 }
@@ -119,8 +120,8 @@ TEST_CASE("a graph that was kept over a clock raises, as torch's own") {
     table.pull();
     return error_of([&] { loss.backward(); });
   });
-  for (const std::string& one : said)
-    CHECK_THAT(one, Catch::Contains("modified by an inplace operation"));
+  for (const std::string& text : said)
+    CHECK_THAT(text, Catch::Contains("modified by an inplace operation"));
 }
 
 TEST_CASE("a parameter that was written in place is told once; inside writing() it may be") {

@@ -71,7 +71,7 @@ class SharedTable {
 bool is_all(const at::Tensor& values, int64_t expected) {
   const auto* begin = values.const_data_ptr<float>();
   return std::all_of(begin, begin + values.numel(),
-                     [&](float one) { return one == static_cast<float>(expected); });
+                     [&](float value) { return value == static_cast<float>(expected); });
 }
 
 }  // namespace

@@ -87,7 +87,8 @@ double sum_of_all(SparseSteps& steps) {
     int64_t place = RowStore::kNone;
     steps.rows().find(&id, 1, &place);
     steps.rows().read(place, reinterpret_cast<std::byte*>(row.data()), test_errand());
-    if (std::any_of(row.begin(), row.end(), [&](float one) { return one != row[0]; })) return -1;
+    if (std::any_of(row.begin(), row.end(), [&](float value) { return value != row[0]; }))
+      return -1;
     sum += row[0];
   }
   return sum;
@@ -111,7 +112,8 @@ TEST_CASE("rows that threads make, step and read at once") {
         int64_t place = RowStore::kNone;
         steps.rows().find(&id, 1, &place);
         steps.rows().read(place, reinterpret_cast<std::byte*>(row.data()), test_errand());
-        if (std::any_of(row.begin(), row.end(), [&](float one) { return one != row[0]; })) ++mixed;
+        if (std::any_of(row.begin(), row.end(), [&](float value) { return value != row[0]; }))
+          ++mixed;
       }
     }
   });

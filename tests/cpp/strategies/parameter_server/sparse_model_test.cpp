@@ -40,13 +40,14 @@ std::vector<Operation> draw_clock(int64_t worker, int64_t clock, int64_t operati
   };
   std::vector<Operation> all;
   for (int64_t i = 0; i < operations; ++i) {
-    Operation one{static_cast<Operation::Kind>(drawn() % 3), {}, {}};
-    for (uint64_t k = drawn() % 6; k > 0; --k) one.ids.push_back(draw_id());
-    std::vector<float> gradients(one.ids.size() * kDim);
+    Operation operation{static_cast<Operation::Kind>(drawn() % 3), {}, {}};
+    for (uint64_t k = drawn() % 6; k > 0; --k) operation.ids.push_back(draw_id());
+    std::vector<float> gradients(operation.ids.size() * kDim);
     for (float& value : gradients)
       value = static_cast<float>(static_cast<int64_t>(drawn() % 17)) - 8;
-    one.gradients = at::tensor(gradients).view({static_cast<int64_t>(one.ids.size()), kDim});
-    all.push_back(std::move(one));
+    operation.gradients =
+        at::tensor(gradients).view({static_cast<int64_t>(operation.ids.size()), kDim});
+    all.push_back(std::move(operation));
   }
   return all;
 }
@@ -54,9 +55,9 @@ std::vector<Operation> draw_clock(int64_t worker, int64_t clock, int64_t operati
 // Whole numbers add up to the same in any order.
 void push_into(Model& sums, const Operation& push) {
   for (size_t i = 0; i < push.ids.size(); ++i) {
-    const at::Tensor one = push.gradients[static_cast<int64_t>(i)];
-    auto [sum, is_new] = sums.try_emplace(push.ids[i], one);
-    if (!is_new) sum->second = sum->second + one;
+    const at::Tensor gradient = push.gradients[static_cast<int64_t>(i)];
+    auto [sum, is_new] = sums.try_emplace(push.ids[i], gradient);
+    if (!is_new) sum->second = sum->second + gradient;
   }
 }
 
@@ -90,15 +91,15 @@ std::string run_bsp(ThreadRank& rank) {
   Model model;
   std::set<int64_t> own;  // rows that this worker has made
   for (int64_t clock = 0; clock < kClocks; ++clock) {
-    for (const Operation& one : draw_clock(rank.where.rank, clock, kOperations)) {
-      if (one.kind == Operation::kPush) {
-        table.push(to_ids(one.ids), one.gradients);
-        own.insert(one.ids.begin(), one.ids.end());
+    for (const Operation& operation : draw_clock(rank.where.rank, clock, kOperations)) {
+      if (operation.kind == Operation::kPush) {
+        table.push(to_ids(operation.ids), operation.gradients);
+        own.insert(operation.ids.begin(), operation.ids.end());
         continue;
       }
-      const bool creates = one.kind == Operation::kPull;
-      if (creates) own.insert(one.ids.begin(), one.ids.end());
-      if (!table.pull(to_ids(one.ids), creates).equal(rows_of(model, one.ids, options)))
+      const bool creates = operation.kind == Operation::kPull;
+      if (creates) own.insert(operation.ids.begin(), operation.ids.end());
+      if (!table.pull(to_ids(operation.ids), creates).equal(rows_of(model, operation.ids, options)))
         return "rows differ at clock " + std::to_string(clock);
     }
     const at::Tensor known = table.ids();
@@ -108,8 +109,8 @@ std::string run_bsp(ThreadRank& rank) {
     server.clock();
     Model sums;
     for (int64_t worker = 0; worker < kWorkers; ++worker)
-      for (const Operation& one : draw_clock(worker, clock, kOperations))
-        if (one.kind == Operation::kPush) push_into(sums, one);
+      for (const Operation& operation : draw_clock(worker, clock, kOperations))
+        if (operation.kind == Operation::kPush) push_into(sums, operation);
     add_to(model, sums, options);
   }
   return {};
@@ -123,18 +124,19 @@ std::string run_at_once(ThreadRank& rank, ps::Mode mode) {
   Model sums;
   std::set<int64_t> made;
   for (int64_t clock = 0; clock < kClocks; ++clock) {
-    for (const Operation& one : draw_clock(rank.where.rank, clock, kOperations)) {
-      if (one.kind == Operation::kPush) {
-        table.push(to_ids(one.ids), one.gradients);
+    for (const Operation& operation : draw_clock(rank.where.rank, clock, kOperations)) {
+      if (operation.kind == Operation::kPush) {
+        table.push(to_ids(operation.ids), operation.gradients);
       } else {
-        table.pull(to_ids(one.ids), one.kind == Operation::kPull);
+        table.pull(to_ids(operation.ids), operation.kind == Operation::kPull);
       }
     }
     server.clock();
     for (int64_t worker = 0; worker < kWorkers; ++worker) {
-      for (const Operation& one : draw_clock(worker, clock, kOperations)) {
-        if (one.kind == Operation::kPush) push_into(sums, one);
-        if (one.kind != Operation::kLook) made.insert(one.ids.begin(), one.ids.end());
+      for (const Operation& operation : draw_clock(worker, clock, kOperations)) {
+        if (operation.kind == Operation::kPush) push_into(sums, operation);
+        if (operation.kind != Operation::kLook)
+          made.insert(operation.ids.begin(), operation.ids.end());
       }
     }
   }

@@ -77,7 +77,7 @@ namespace {
 
 using Model = std::map<int64_t, at::Tensor>;
 
-// Which ids a worker pushes in a clock: some twice, some by one worker only.
+// A worker pushes these ids in a clock: some twice, some by one worker only.
 Ids pushed_ids(int64_t worker, int64_t clock) {
   return {clock % 3, 10 + worker, clock % 3, 20 + clock % 2, -worker};
 }
@@ -119,9 +119,9 @@ at::Tensor row_by_row(int64_t workers, const TorchOptions& options, ps::Reductio
       const at::Tensor gradients = pushed_gradients(worker, clock);
       Model own;
       for (size_t i = 0; i < ids.size(); ++i) {
-        const at::Tensor one = gradients[static_cast<int64_t>(i)];
-        auto [sum, is_new] = own.try_emplace(ids[i], one);
-        if (!is_new) sum->second = sum->second + one;
+        const at::Tensor gradient = gradients[static_cast<int64_t>(i)];
+        auto [sum, is_new] = own.try_emplace(ids[i], gradient);
+        if (!is_new) sum->second = sum->second + gradient;
       }
       for (const auto& [id, gradient] : own) {
         auto [sum, is_new] = sums.try_emplace(id, gradient);
@@ -150,7 +150,7 @@ void check_optimizer(const ps::Optimizer& optimizer, const TorchOptions& options
       });
       const at::Tensor expected = row_by_row<Torch>(workers, options, reduction);
       CHECK(at::allclose(found[0], expected, 1e-5, 1e-6));
-      for (const at::Tensor& one : found) CHECK(one.equal(found[0]));
+      for (const at::Tensor& rows : found) CHECK(rows.equal(found[0]));
     }
   }
 }
@@ -205,7 +205,7 @@ TEST_CASE("sparse: a learning rate holds from its clock on") {
     server.clock();
     return table.pull(id);
   });
-  for (const at::Tensor& one : found) CHECK(one.equal(at::full({1, kDim}, -1.5f)));
+  for (const at::Tensor& rows : found) CHECK(rows.equal(at::full({1, kDim}, -1.5f)));
 }
 
 TEST_CASE("sparse: with backup workers a late push is dropped") {

@@ -1,4 +1,4 @@
-// Which elements lie in which block, and where in memory; who works; what is refused in words.
+// Plans say what lies in which block, and where in memory; who works; what is refused in words.
 
 #include <trireme/strategies/parameter_server/table_memory.h>
 
@@ -46,7 +46,7 @@ TEST_CASE("parts of a table lie behind each other in lines of 64 bytes") {
   const ps::TablePlan plan = ps::make_table_plan({tensors, 2, 3, true});
   CHECK(plan.blocks_at == 64);
   CHECK(plan.marks_at == 64 + 4 * 64);
-  CHECK(plan.mark_bytes == 64 + 64);  // of one worker: 2 halves of 3 numbers behind its line
+  CHECK(plan.mark_bytes == 64 + 64);  // a worker has 2 halves of 3 numbers behind its line
   const int64_t states = plan.marks_at + 3 * plan.mark_bytes;
   // States are fp32: 280000 bytes, none, and 20 of bf16's 5 elements.
   CHECK(plan.state_at == std::vector<int64_t>{states, states + 280000, states + 280000,

@@ -240,7 +240,7 @@ TEST_CASE("copies of a pipeline begin a step with the running statistics of the 
         Pipeline<> pipe(net, rank.communicator,
                         PipelineOptions{.chunks = 2, .copies = 2, .deferred_batch_norm = true});
         pipe->step(rows(rank.where.rank), rows(7), loss_of);
-        pipe->step(rows(2), rows(7), loss_of);  // of all copies
+        pipe->step(rows(2), rows(7), loss_of);  // all copies see it
         const std::lock_guard<std::mutex> lock(mutex);
         found[static_cast<size_t>(rank.where.rank)] = statistics_of(*pipe);
       },

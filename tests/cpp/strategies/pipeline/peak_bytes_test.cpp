@@ -22,7 +22,7 @@ using test::run_thread_ranks;
 using test::ThreadRank;
 
 constexpr int64_t kWidth = 16;
-constexpr int64_t kRows = 4;  // of a micro-batch
+constexpr int64_t kRows = 4;  // a micro-batch has so many
 constexpr int64_t kChunks = 8;
 constexpr int64_t kBytes = kRows * kWidth * int64_t{sizeof(float)};
 

@@ -159,30 +159,30 @@ TEST_CASE("stages that ranks make singly train as they do in one process") {
   const Trained alone = train_alone();
   struct Case {
     std::string schedule;
-    std::vector<std::vector<int64_t>> stages;  // of each rank
+    std::vector<std::vector<int64_t>> stages;  // each rank has some
   };
   const std::vector<std::vector<int64_t>> loop{{0, 2}, {1, 3}}, v{{0, 3}, {1, 2}};
   const std::vector<std::vector<int64_t>> single{{0}, {1}, {2}, {3}};
-  for (const Case& one : std::vector<Case>{{"gpipe", single},
-                                           {"1f1b", single},
-                                           {"interleaved-1f1b", {{0, 1, 2, 3}}},
-                                           {"interleaved-1f1b", loop},
-                                           {"looped-bfs", loop},
-                                           {"zb-h1", loop},
-                                           {"zb-v", v},
-                                           {"dualpipe-v", v}}) {
+  for (const Case& scenario : std::vector<Case>{{"gpipe", single},
+                                                {"1f1b", single},
+                                                {"interleaved-1f1b", {{0, 1, 2, 3}}},
+                                                {"interleaved-1f1b", loop},
+                                                {"looped-bfs", loop},
+                                                {"zb-h1", loop},
+                                                {"zb-v", v},
+                                                {"dualpipe-v", v}}) {
     std::mutex mutex;
     std::vector<std::string> wrong;
     run_thread_ranks(
-        static_cast<int64_t>(one.stages.size()),
+        static_cast<int64_t>(scenario.stages.size()),
         [&](ThreadRank& rank) {
-          const auto own = one.stages[static_cast<size_t>(rank.where.rank)];
-          const auto here = train(rank, one.schedule, own, alone);
+          const auto own = scenario.stages[static_cast<size_t>(rank.where.rank)];
+          const auto here = train(rank, scenario.schedule, own, alone);
           const std::lock_guard<std::mutex> lock(mutex);
           wrong.insert(wrong.end(), here.begin(), here.end());
         },
         std::chrono::seconds(30), Engine::kShm);
-    CAPTURE(one.schedule, one.stages.size(), wrong);
+    CAPTURE(scenario.schedule, scenario.stages.size(), wrong);
     CHECK(wrong.empty());
   }
 }

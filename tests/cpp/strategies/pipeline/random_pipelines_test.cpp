@@ -113,10 +113,10 @@ class RandomStage final : public StageFunction {
     const at::Tensor counter = input.tensors.back();
     at::Tensor sum;
     for (size_t i = 0; i + 1 < input.tensors.size(); ++i) {
-      at::Tensor one = input.tensors[i];
-      if (!one.defined()) continue;
-      if (shape_.works_in_place) one = one.mul_(0.5);
-      sum = sum.defined() ? sum + one : one;
+      at::Tensor value = input.tensors[i];
+      if (!value.defined()) continue;
+      if (shape_.works_in_place) value = value.mul_(0.5);
+      sum = sum.defined() ? sum + value : value;
     }
     for (size_t i = 0; i < stashes_.size(); ++i) stash(stashes_[i], value_to_stash(i, input, sum));
     for (const std::string& name : pops_) {

@@ -217,7 +217,7 @@ TEST_CASE("a forward in one process has a graph, and a loss outside") {
       x.set_requires_grad(true);
       const at::Tensor output = pipe->forward(own_x);
       mean_square(output, own_x.detach()).backward();
-      // The same gradients of outputs, in the order of micro-batches.
+      // Outputs get these gradients in the order of micro-batches, too.
       Tensors outputs;
       for (const at::Tensor& part : x.tensor_split(chunks)) outputs.push_back(whole->forward(part));
       const at::Tensor gradient = 2 * (at::cat(outputs) - x).detach() / double(rows * 3);

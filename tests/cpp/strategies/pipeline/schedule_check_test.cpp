@@ -18,9 +18,9 @@ namespace {
 // Writes what check_schedule() returns, "0>1: 3" for an edge.
 std::string slots_text(const PipelineSchedule& schedule) {
   std::string text;
-  for (const EdgeSlots& one : check_schedule(schedule)) {
-    text += (text.empty() ? "" : ", ") + std::to_string(one.edge.from) + ">" +
-            std::to_string(one.edge.to) + ": " + std::to_string(one.slots);
+  for (const EdgeSlots& need : check_schedule(schedule)) {
+    text += (text.empty() ? "" : ", ") + std::to_string(need.edge.from) + ">" +
+            std::to_string(need.edge.to) + ": " + std::to_string(need.slots);
   }
   return text;
 }
@@ -93,7 +93,7 @@ TEST_CASE("the least slots are those with which nothing waits") {
     CAPTURE(name);
     const PipelineSchedule schedule = make_form(name, 4, 9);
     int64_t most = 0;
-    for (const EdgeSlots& one : check_schedule(schedule)) most = std::max(most, one.slots);
+    for (const EdgeSlots& need : check_schedule(schedule)) most = std::max(most, need.slots);
     CHECK_NOTHROW(check_schedule(schedule, most));
   }
 }

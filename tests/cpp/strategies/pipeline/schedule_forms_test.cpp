@@ -20,9 +20,9 @@ TEST_CASE("forms of one stage per rank") {
   const PipelineSchedule gpipe = make_form("gpipe", 2, 3);
   CHECK(row_of(gpipe, 0) == "0F0 0F1 0F2 0B0 0B1 0B2");
   CHECK(row_of(gpipe, 1) == "1F0 1F1 1F2 1B0 1B1 1B2");
-  const PipelineSchedule one = make_form("1f1b", 2, 3);
-  CHECK(row_of(one, 0) == "0F0 0F1 0B0 0F2 0B1 0B2");
-  CHECK(row_of(one, 1) == "1F0 1B0 1F1 1B1 1F2 1B2");
+  const PipelineSchedule one_f_one_b = make_form("1f1b", 2, 3);
+  CHECK(row_of(one_f_one_b, 0) == "0F0 0F1 0B0 0F2 0B1 0B2");
+  CHECK(row_of(one_f_one_b, 1) == "1F0 1B0 1F1 1B1 1F2 1B2");
   const PipelineSchedule zb = make_form("zb-h1", 2, 3);
   CHECK(row_of(zb, 0) == "0F0 0F1 0I0 0W0 0F2 0I1 0W1 0I2 0W2");
   CHECK(row_of(zb, 1) == "1F0 1I0 1F1 1I1 1W0 1F2 1I2 1W1 1W2");

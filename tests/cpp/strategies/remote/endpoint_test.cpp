@@ -116,10 +116,10 @@ TEST_CASE("Functions of other ranks, and of one's own, are called", "[remote]") 
       2,
       [&](Endpoint& endpoint, int64_t rank) {
         const std::string other = rank == 0 ? "p1" : "p0";
-        const at::Tensor one = at::arange(5, at::kFloat);
-        sums[rank] = endpoint.call<at::Tensor>(other, "add", one, one * 2);
-        TORCH_CHECK(
-            endpoint.call<at::Tensor>("p" + std::to_string(rank), "add", one, one).equal(one * 2));
+        const at::Tensor numbers = at::arange(5, at::kFloat);
+        sums[rank] = endpoint.call<at::Tensor>(other, "add", numbers, numbers * 2);
+        TORCH_CHECK(endpoint.call<at::Tensor>("p" + std::to_string(rank), "add", numbers, numbers)
+                        .equal(numbers * 2));
         const std::map<std::string, std::vector<double>> more{{"x", {1.5, 2}}};
         const auto [number, text, back] =
             endpoint

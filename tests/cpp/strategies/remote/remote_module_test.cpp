@@ -114,7 +114,7 @@ TEST_CASE("Callers of one module do not mix their gradients", "[remote]") {
     if (rank == 0) return;
     RemoteModule net =
         endpoint.module("p0", "shared_net", {.optimizer = SgdSpec{1, 0, 0}}, int64_t{3});
-    // Of each other's backwards nothing reaches a step: the gradient is that of the own rank.
+    // No step sees another's backward: the gradient is that of the own rank.
     net.forward(at::full({1, 3}, static_cast<double>(rank))).sum().backward();
     stepped.arrive_and_wait();
     if (rank == 1) net.step();
@@ -150,15 +150,15 @@ TEST_CASE("A step of one caller leaves the graph of another as it was", "[remote
   define_all();
   run_endpoints(2, [&](Endpoint& endpoint, int64_t rank) {
     if (rank != 0) return;
-    RemoteModule one =
+    RemoteModule module =
         endpoint.module("p1", "shared_net", {.optimizer = SgdSpec{1, 0, 0}}, int64_t{3});
     RemoteModule other = endpoint.module("p1", "shared_net", {}, int64_t{3});
-    const at::Tensor weight = one.fetch("weight");
+    const at::Tensor weight = module.fetch("weight");
     const at::Tensor input = input_of(2, 3);
     const at::Tensor output = other.forward(input);
-    one.forward(input).sum().backward();
-    one.step();
-    TORCH_CHECK(!one.fetch("weight").equal(weight));
+    module.forward(input).sum().backward();
+    module.step();
+    TORCH_CHECK(!module.fetch("weight").equal(weight));
     input.mutable_grad() = at::Tensor();
     output.sum().backward();
     TORCH_CHECK(input.grad().equal(at::ones({2, 3}).mm(weight)));

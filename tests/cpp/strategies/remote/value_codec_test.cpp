@@ -323,9 +323,9 @@ TEST_CASE("a count takes no memory before its values were read") {
     const string huge = sized(kind, uint64_t{1} << 62) + string(64, '\0');
     const string deep = nested_bytes(50).substr(0, 49 * 9) + bytes;
     const LittleMemory little(rlim_t{256} << 20);
-    for (const string* one : {&bytes, &huge, &deep}) {
+    for (const string* text : {&bytes, &huge, &deep}) {
       try {
-        read_bytes(*one);
+        read_bytes(*text);
         error = "was read";
       } catch (const c10::ValueError&) {
       } catch (const std::bad_alloc&) {

@@ -75,21 +75,21 @@ void check_same_bits(int64_t world, const Options& defaults) {
   const auto seen = on_ranks<Seen>(world, Engine::kShm, [&](ThreadRank& rank) {
     Trained<Inner, Options> plain(defaults, rank, false);
     Trained<Inner, Options> fused(defaults, rank, true);
-    Seen one;
+    Seen own;
     for (int64_t step = 0; step < kSteps; ++step) {
       plain.step(step);
       fused.step(step);
       const Values expected = plain.net->parameters();
       for (size_t i = 0; i < expected.size(); ++i)
-        one.unlike += !at::equal(fused.net->parameters()[i], expected[i]);
+        own.unlike += !at::equal(fused.net->parameters()[i], expected[i]);
     }
-    one.deferred = {plain.deferred, fused.deferred};
-    return one;
+    own.deferred = {plain.deferred, fused.deferred};
+    return own;
   });
-  for (const Seen& one : seen) {
-    CHECK(one.unlike == 0);
+  for (const Seen& result : seen) {
+    CHECK(result.unlike == 0);
     // All but the first, which teaches the order, and steps 6 and 8.
-    CHECK(one.deferred == std::vector<int64_t>{0, kSteps - 3});
+    CHECK(result.deferred == std::vector<int64_t>{0, kSteps - 3});
   }
 }
 

@@ -66,10 +66,10 @@ TEST_CASE("a write outside raises on all ranks, once") {
       return Texts{error_of([&] { train_step(net, optimizer, rank.where); }),
                    error_of([&] { train_step(net, optimizer, rank.where); })};
     });
-    for (const Texts& one : said) {
-      CHECK_THAT(one[0], Catch::Contains("[zero] parameter 'gain' was changed outside step()"));
-      CHECK_THAT(one[0], Catch::Contains("`auto writing = optimizer.writing();`"));
-      CHECK(one[1] == "no error");
+    for (const Texts& texts : said) {
+      CHECK_THAT(texts[0], Catch::Contains("[zero] parameter 'gain' was changed outside step()"));
+      CHECK_THAT(texts[0], Catch::Contains("`auto writing = optimizer.writing();`"));
+      CHECK(texts[1] == "no error");
     }
   }
 }
@@ -94,12 +94,13 @@ TEST_CASE("a write through .data raises on all ranks, once, also before the firs
         texts.push_back(error_of([&] { const auto writing = optimizer.writing(); }));
         return texts;
       });
-      for (const Texts& one : said) {
+      for (const Texts& texts : said) {
         for (const size_t time : {0, 2, 4}) {
-          CHECK_THAT(one[time], Catch::Contains("[zero] parameter 'gain' was changed outside"));
-          CHECK(one[time + 1] == "no error");
+          CHECK_THAT(texts[time], Catch::Contains("[zero] parameter 'gain' was changed outside"));
+          CHECK(texts[time + 1] == "no error");
         }
-        CHECK_THAT(one[6], Catch::Contains("[zero] parameter 'second.weight' was changed outside"));
+        CHECK_THAT(texts[6],
+                   Catch::Contains("[zero] parameter 'second.weight' was changed outside"));
       }
     }
   }
@@ -117,8 +118,8 @@ TEST_CASE("a step that was abandoned half way is no write through .data; private
     }
     return texts;
   });
-  for (const Texts& one : said)
-    for (const size_t step : {0, 2, 4}) CHECK(one[step] == "no error");
+  for (const Texts& texts : said)
+    for (const size_t step : {0, 2, 4}) CHECK(texts[step] == "no error");
   const auto alone = on_ranks<Texts>(1, Engine::kShm, [](ThreadRank& rank) {
     UnevenNet net;
     ZeroRedundancyOptimizer<SGD> optimizer(net, SGDOptions(0.1), rank.communicator, {.stage = 2});
@@ -170,7 +171,7 @@ TEST_CASE("an exception inside writing() is told to the others, and the next ste
   });
   CHECK_THAT(said[0][0], Catch::Contains("an exception left writing()"));
   CHECK(said[1][0] == "the file is not there");
-  for (const Texts& one : said) CHECK(one[1] == "no error");
+  for (const Texts& texts : said) CHECK(texts[1] == "no error");
 }
 
 TEST_CASE("one that is made over all parameters of another takes over; of some it is refused") {
@@ -200,15 +201,15 @@ TEST_CASE("one that is made over all parameters of another takes over; of some i
       texts.push_back(std::to_string(count_unlike(net->parameters(), alone->parameters())));
       return texts;
     });
-    for (const Texts& one : said) {
+    for (const Texts& texts : said) {
       for (const size_t refused : {0, 4}) {
-        CHECK_THAT(one[refused], Catch::Contains("[zero] got 'weight', which another "
-                                                 "ZeroRedundancyOptimizer holds, without its 6 "
-                                                 "other parameters"));
+        CHECK_THAT(texts[refused], Catch::Contains("[zero] got 'weight', which another "
+                                                   "ZeroRedundancyOptimizer holds, without its 6 "
+                                                   "other parameters"));
       }
       for (const size_t retired : {1, 2, 3})
-        CHECK_THAT(one[retired], Catch::Contains("has taken over"));
-      CHECK(one[5] == "0");
+        CHECK_THAT(texts[retired], Catch::Contains("has taken over"));
+      CHECK(texts[5] == "0");
     }
   }
 }
@@ -230,10 +231,10 @@ TEST_CASE("parameters with memory of their own are taken in if all ranks hold th
     texts.push_back(std::to_string((net->frozen == 0.5).all().item<bool>()));
     return texts;
   });
-  for (const Texts& one : said) {
-    CHECK_THAT(one[0], Catch::Contains("parameter 'first.weight' was given other data on all"));
-    CHECK(one[1] == "no error");
-    CHECK(one[2] == "1");
+  for (const Texts& texts : said) {
+    CHECK_THAT(texts[0], Catch::Contains("parameter 'first.weight' was given other data on all"));
+    CHECK(texts[1] == "no error");
+    CHECK(texts[2] == "1");
   }
 }
 
@@ -250,10 +251,10 @@ TEST_CASE("an optimizer that throws on one rank does so on all, and the next ste
     }
     return texts;
   });
-  for (const Texts& one : said) {
-    CHECK(one[0] == "no error");
-    CHECK_THAT(one[1], Catch::Contains("stumbled over a stone"));
-    CHECK(one[2] == "no error");
+  for (const Texts& texts : said) {
+    CHECK(texts[0] == "no error");
+    CHECK_THAT(texts[1], Catch::Contains("stumbled over a stone"));
+    CHECK(texts[2] == "no error");
   }
   CHECK_THAT(said[0][1], Catch::Contains("[zero] step 1 was abandoned (rank 1 of 3)"));
 }
@@ -297,9 +298,9 @@ TEST_CASE("a closure that throws on one rank does so on all, and the next step w
     texts.push_back(error_of([&] { train_step(net, optimizer, rank.where); }));
     return texts;
   });
-  for (const Texts& one : said) {
-    CHECK_THAT(one[0], Catch::Contains("no more batches"));
-    CHECK(one[1] == "no error");
+  for (const Texts& texts : said) {
+    CHECK_THAT(texts[0], Catch::Contains("no more batches"));
+    CHECK(texts[1] == "no error");
   }
 }
 
@@ -314,9 +315,10 @@ TEST_CASE("stage 2: a gradient that was scaled by hand raises on all ranks") {
       texts.push_back(error_of([&] { train_step(net, optimizer, rank.where); }));
       return texts;
     });
-    for (const Texts& one : said) {
-      CHECK_THAT(one[0], Catch::Contains("[zero] the gradient of 'first.bias' is not the average"));
-      CHECK(one[1] == "no error");
+    for (const Texts& texts : said) {
+      CHECK_THAT(texts[0],
+                 Catch::Contains("[zero] the gradient of 'first.bias' is not the average"));
+      CHECK(texts[1] == "no error");
     }
   }
 }
@@ -341,11 +343,11 @@ TEST_CASE("stage 2: torch's clip_grad_norm_, by a norm of each rank's own, raise
                    step_after([&] { optimizer.clip_grad_norm_(0.01); }), step_after(by_element),
                    step_after(alike), step_after([] {})};
     });
-    for (const Texts& one : said) {
-      CHECK_THAT(one[0],
+    for (const Texts& texts : said) {
+      CHECK_THAT(texts[0],
                  Catch::Contains("[zero] gradients were multiplied by factors that differ"));
-      CHECK_THAT(one[0], Catch::Contains("optimizer.clip_grad_norm_(max_norm)"));
-      for (const size_t passes : {1, 2, 3, 4}) CHECK(one[passes] == "no error");
+      CHECK_THAT(texts[0], Catch::Contains("optimizer.clip_grad_norm_(max_norm)"));
+      for (const size_t passes : {1, 2, 3, 4}) CHECK(texts[passes] == "no error");
     }
   }
 }
@@ -394,12 +396,12 @@ TEST_CASE("what cannot be honoured is refused") {
     texts.push_back(error_of<c10::ValueError>([&] { optimizer.step(); }));
     return texts;
   });
-  const Texts& one = said[0];
-  CHECK_THAT(one[0], Catch::Contains("[zero] got stage 0, expected 1 or 2"));
-  CHECK_THAT(one[1], Catch::Contains("use fully_shard"));
-  CHECK_THAT(one[2], Catch::Contains("[zero] got no_sync() under stage 1"));
-  CHECK_THAT(one[3], Catch::Contains("[zero] got last_step() under stage 1"));
-  CHECK_THAT(one[4], Catch::Contains("added through torch::optim::Optimizer"));
+  const Texts& texts = said[0];
+  CHECK_THAT(texts[0], Catch::Contains("[zero] got stage 0, expected 1 or 2"));
+  CHECK_THAT(texts[1], Catch::Contains("use fully_shard"));
+  CHECK_THAT(texts[2], Catch::Contains("[zero] got no_sync() under stage 1"));
+  CHECK_THAT(texts[3], Catch::Contains("[zero] got last_step() under stage 1"));
+  CHECK_THAT(texts[4], Catch::Contains("added through torch::optim::Optimizer"));
 }
 
 TEST_CASE("options that differ between the ranks are refused on all") {
@@ -411,8 +413,8 @@ TEST_CASE("options that differ between the ranks are refused on all") {
                                      {.stage = 1 + rank.where.rank});
       });
     });
-    for (const std::string& one : said)
-      CHECK_THAT(one, Catch::Contains("[zero] got options that differ between the ranks"));
+    for (const std::string& text : said)
+      CHECK_THAT(text, Catch::Contains("[zero] got options that differ between the ranks"));
   }
 }
 

@@ -209,12 +209,12 @@ TEST_CASE("what cannot be saved or loaded is refused") {
         error_of<c10::ValueError>([&] { load_from(optimizer, archive_of(of_sgd)); }),
         error_of<c10::ValueError>([&] { load_from(optimizer, archive_of(of_wider)); })};
   });
-  for (const std::vector<std::string>& one : said) {
-    CHECK_THAT(one[0], Catch::Contains("[zero] got save() of a state that was not consolidated"));
-    CHECK_THAT(one[1], Catch::Contains("got rank 2 to consolidate on"));
-    CHECK_THAT(one[2], Catch::Contains("groups of [2] parameters, expected [8]"));
-    CHECK_THAT(one[3], Catch::Contains("another optimizer than this one"));
-    CHECK_THAT(one[4], Catch::Contains("of shape [8, 8] for '") && Catch::Contains("of 2)"));
+  for (const std::vector<std::string>& texts : said) {
+    CHECK_THAT(texts[0], Catch::Contains("[zero] got save() of a state that was not consolidated"));
+    CHECK_THAT(texts[1], Catch::Contains("got rank 2 to consolidate on"));
+    CHECK_THAT(texts[2], Catch::Contains("groups of [2] parameters, expected [8]"));
+    CHECK_THAT(texts[3], Catch::Contains("another optimizer than this one"));
+    CHECK_THAT(texts[4], Catch::Contains("of shape [8, 8] for '") && Catch::Contains("of 2)"));
   }
 }
 
