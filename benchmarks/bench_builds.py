@@ -101,7 +101,7 @@ def measure_steps(workload: str, steps: int, side: Side) -> Quantities:
     """The median step after warm-up, and the first backward of all, which learns the plan."""
     with fresh_ranks(side, workload) as group:
         timed = group.ask({"do": "steps", "count": WARM_UP_STEPS + steps})
-    run = Trajectory([[StepRecord(**one) for one in reply["records"]] for reply in timed])
+    run = Trajectory([[StepRecord(**record) for record in reply["records"]] for reply in timed])
     return {
         "step ms": statistics.median(run.mean("step_ms")),
         "first backward ms": run.mean("backward_ms", first=0)[0],

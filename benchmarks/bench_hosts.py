@@ -119,8 +119,8 @@ def run_on_hosts(side: Side, steps: int) -> HostsRun:
         words = "\n".join(finished.stderr.splitlines()[-LAST_WORDS_LINES:])
         raise RankFailed(f"[bench_hosts] {side.label}: a rank failed. It printed last:\n{words}")
     return HostsRun(
-        step_ms=max(one["step_ms"] for one in found),
-        sent_mb=[one["sent_mb"] for one in found],
+        step_ms=max(host["step_ms"] for host in found),
+        sent_mb=[host["sent_mb"] for host in found],
     )
 
 

@@ -39,7 +39,7 @@ SIDES = (
     (DDP, "ddp"),
     (TORCH_VIEW, "ddp"),
     (NO_SYNC, "ddp"),
-    (DP, None),  # whose estimate is of the worst case, gradients of all replicas at once
+    (DP, None),  # its estimate assumes the worst, gradients of all replicas at once
 )
 
 LIMIT_SIDES = (TORCH_VIEW, DDP, ZERO_1, ZERO_2, FSDP, TORCH_FSDP2[0])

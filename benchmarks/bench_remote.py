@@ -52,11 +52,11 @@ from harness.table import print_times, table
 
 MIB = 1 << 20
 SIZES = {"4 B": 4, "1 MiB": MIB, "25 MiB": 25 * MIB}
-CALLS_TARGETS = {"4 B": 0.15, "1 MiB": 0.4, "25 MiB": 0.6}  # of RPC's time
+CALLS_TARGETS = {"4 B": 0.15, "1 MiB": 0.4, "25 MiB": 0.6}  # RPC's time counts as 1
 BYTES_PER_BLOCK, MOST_CALLS = 500 * MIB, 1000
 CPP_TARGET_US = 5.0
 CPP_WITH_TARGET = ("call",)
-MODULE_TARGET = 0.4  # of RPC's time
+MODULE_TARGET = 0.4  # RPC's time counts as 1
 BATCH_TARGET = 3.0  # times as many calls per second
 MEMORY_TARGET = 0.01  # growth of the resident memory
 FAULT_TRIES = 5
@@ -207,7 +207,7 @@ def bench_faults(effort: Effort) -> list[dict[str, Any]]:
 
 def _fault_row(fault: RemoteFault, tries: int) -> dict[str, Any]:
     lost = [measure_remote_fault(fault) for _ in range(tries)]
-    seconds = [one.seconds for one in lost]
+    seconds = [death.seconds for death in lost]
     return {
         **{"kind": fault.kind, "counted_from": fault.counted_from, "seconds": seconds},
         **{"median_s": statistics.median(seconds), "most_s": max(seconds)},

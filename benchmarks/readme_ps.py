@@ -26,7 +26,7 @@ def _where_pulled(key: str) -> Callable[[Json], str]:
 
 
 def _times_faster(row: Json) -> str:
-    slow, fast = (1 / one for one in reversed(row["ratio"]["quartiles"]))
+    slow, fast = (1 / quartile for quartile in reversed(row["ratio"]["quartiles"]))
     return f"{1 / row['ratio']['median']:.1f}x ({slow:.1f} to {fast:.1f})"
 
 
@@ -127,7 +127,7 @@ _PATTERNS = {
 
 def _modes(results: Json) -> Rows:
     for row in results.get("stragglers", {}).get("modes", ()):
-        reached = sorted(one for one in row["seconds_to_good"] if one is not None)
+        reached = sorted(seconds for seconds in row["seconds_to_good"] if seconds is not None)
         yield {
             **row,
             "pattern": _PATTERNS[row["pattern"]],

@@ -78,7 +78,7 @@ MODULE = pages.Table(
 
 
 def _times_as_many(row: Json) -> str:
-    slow, fast = (1 / one for one in reversed(row["ratio"]["quartiles"]))
+    slow, fast = (1 / quartile for quartile in reversed(row["ratio"]["quartiles"]))
     return f"{1 / row['ratio']['median']:.1f} ({slow:.1f} to {fast:.1f})"
 
 

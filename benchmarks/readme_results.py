@@ -19,6 +19,13 @@ from pathlib import Path
 from harness import pages
 from harness.pages import Blocks, Columns, Json, Rows
 from readme_activation import activation_tables
+from readme_bounds import (
+    added_by_averaging,
+    added_per_gradient,
+    idle_ranks,
+    pipeline_bounds,
+    remote_bounds,
+)
 from readme_checkpoint import checkpoint_tables
 from readme_costs import (
     GATHERED_UNITS,
@@ -199,13 +206,21 @@ PAGES: Mapping[str, Sequence[Part]] = {
     ),
     "docs/activation_memory.md": (("activation", activation_tables),),
     "docs/parameter_server.md": (("ps", ps_tables),),
-    "docs/pipeline.md": (("pipeline", pipeline_tables),),
-    "docs/remote.md": (("remote", remote_tables),),
+    "docs/pipeline.md": (("pipeline", pipeline_tables), ("pipeline", pipeline_bounds)),
+    "docs/remote.md": (("remote", remote_tables), ("remote", remote_bounds)),
     "docs/shared_memory.md": (("faults", fault_tables), ("collectives", SHORT_LIST)),
-    "docs/ddp.md": (("steps", ddp_tables),),
+    "docs/ddp.md": (
+        ("steps", ddp_tables),
+        ("steps", added_by_averaging),
+        ("overheads", added_per_gradient),
+    ),
     "docs/zero.md": (("steps", contest_table("zero")),),
-    "docs/fsdp.md": (("steps", contest_table("fsdp")),),
-    "docs/data_parallel.md": (("steps", contest_table("dp")), ("overheads", replica_overheads)),
+    "docs/fsdp.md": (("steps", contest_table("fsdp")), ("steps", idle_ranks("fsdp"))),
+    "docs/data_parallel.md": (
+        ("steps", contest_table("dp")),
+        ("steps", idle_ranks("dp")),
+        ("overheads", replica_overheads),
+    ),
     "docs/strategies.md": (("steps", strategy_table),),
     "docs/optimizers.md": (("optimizers", optimizer_tables),),
     "docs/checkpoint.md": (("checkpoint", checkpoint_tables),),

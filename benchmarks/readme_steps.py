@@ -11,7 +11,7 @@ from pathlib import Path
 from harness import pages
 from harness.pages import Blocks, Columns, Json, Rows
 
-ROUNDS = 7  # as many runs as sides have that met others
+ROUNDS = 7  # sides that met others have as many runs
 RATIO = "{ratio[median]:.3f} ({ratio[quartiles][0]:.3f} to {ratio[quartiles][1]:.3f})"
 TARGET = "{ratio[target]:g}: {ratio[verdict]}"
 PHASES_MS = ("step_ms", "forward_ms", "backward_ms", "optimizer_ms")

@@ -32,6 +32,9 @@ def lead(found: Json) -> Blocks:
             "**Ranks are faster than one process** with as many threads: {cases}.": _one_process(
                 steps, wins=False
             ),
+            "**When a rank is killed**, the others have raised within {cases}.": _killed(
+                found.get("faults", {})
+            ),
         },
     )
 
@@ -84,6 +87,17 @@ def _one_process(results: Json, *, wins: bool) -> Iterator[str]:
         faster, slower = (alone, ranks[best]) if wins else (ranks[best], alone)
         if faster * (1 + NOISE) < slower:
             yield f"`{name}` {alone:.0f} ms, the best ranks {ranks[best]:.0f} ({best})"
+
+
+def _killed(results: Json) -> Iterator[str]:
+    """Yields the longest that any rank went on without knowing of a death."""
+    worst: dict[int, float] = {}
+    for case in results.get("cases", ()):
+        if case["kind"].startswith("killed"):
+            worst[case["ranks"]] = max(worst.get(case["ranks"], 0.0), case["max_ms"])
+    each = ", ".join(f"{most:.0f} ms at {ranks} ranks" for ranks, most in sorted(worst.items()))
+    if each:
+        yield f"{each} (the most in {results['tries']} tries of each kind)"
 
 
 def _slower(found: Json) -> Iterator[str]:

@@ -1,7 +1,9 @@
 """The rules of structure, each a function of (path, text) that returns complaints."""
 
 import ast
+import io
 import re
+import tokenize
 from collections.abc import Callable, Mapping
 from graphlib import CycleError, TopologicalSorter
 from pathlib import PurePosixPath
@@ -21,14 +23,14 @@ LAYERS = {
     "strategies": 4,
     "bindings": 5,
 }
-# The same inside comm, whose own files are the contract.
+# Inside comm arrows obey these; its own files are the contract.
 COMM_ROOMS = {"contract": 0, "c10d": 1, "threads": 1, "hosts": 2, "backend": 3, "launch": 4}
 MAX_FILE_LINES = 500
 MAX_SETUP_LINES = 150
 MAX_FUNCTION_LINES = 60
-MAX_TOP_FILES = 22  # of python/trireme itself
+MAX_TOP_FILES = 22  # counts python/trireme itself
 MAX_FLAT_TESTS = 20  # test files in tests/python itself
-MAX_PAIRS = 30  # of sources and headers by one name in a folder of csrc
+MAX_PAIRS = 30  # counts sources and headers by one name in a folder of csrc
 MAX_PUBLIC_FUNCTIONS = 30
 MAX_MEMBERS = 25
 MAX_BINDING_LINES = 120  # an init_<area>() is a list of names, not logic
@@ -72,7 +74,7 @@ def layer_edges(path: PurePosixPath, text: str) -> list[str]:
 
 
 def comm_room(path: PurePosixPath) -> str:
-    """Of csrc/comm/... or trireme/comm/...: its room."""
+    """The room of csrc/comm/... or trireme/comm/...."""
     return path.parts[2] if len(path.parts) > 3 else "contract"
 
 
@@ -201,10 +203,27 @@ def comments(text: str) -> list[tuple[int, str]]:
     return found
 
 
+def python_comments(text: str) -> list[tuple[int, str]]:
+    """Each comment of Python and its first line, in blocks like those of `comments`."""
+    found: list[tuple[int, str]] = []
+    block_end = 0
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            (number, column), words = token.start, token.string.lstrip("#").strip()
+            in_block = not token.line[:column].strip()
+            if in_block and number == block_end + 1:
+                found[-1] = (found[-1][0], f"{found[-1][1]} {words}")
+            else:
+                found.append((number, words))
+            block_end = number if in_block else 0
+    return found
+
+
 def comment_openings(path: PurePosixPath, text: str) -> list[str]:
+    read = python_comments if path.suffix in (".py", ".pyi") else comments
     return [
         f"{path}:{number}: a comment opens with '{opening[0]}'; give it a subject or a verb"
-        for number, comment in comments(text)
+        for number, comment in read(text)
         if (opening := LABEL.match(comment))
     ]
 
@@ -260,7 +279,7 @@ def class_size(body: str) -> tuple[int, int]:
 
 
 def cpp_function_length(path: PurePosixPath, text: str) -> list[str]:
-    """Of clang-formatted code: at namespace level a body ends with a brace in the first column."""
+    """In clang-formatted code a body at namespace level ends with a brace in the first column."""
     limit = MAX_BINDING_LINES if home(path) == "bindings" else MAX_FUNCTION_LINES
     found = []
     start, head = 0, ""

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
 import pytest
+from python_drawing import drawn, package_edges, page_with, upward
 from structure_rules import (
     MAX_FLAT_TESTS,
     MAX_MEMBERS,
@@ -86,6 +87,14 @@ def test_python(rule: Rule) -> None:
     assert complaints([rule], *patterns) == []
 
 
+def test_comments_open_with_a_subject_or_a_verb() -> None:
+    folders = ("tests", "benchmarks", "examples")
+    cpp = [f"{folder}/cpp/**/*.{kind}" for folder in folders for kind in ("h", "cpp")]
+    python = [f"{folder}/**/*.py" for folder in ("python", *folders)]
+    others = ("python/trireme/**/*.pyi", "scripts/*.py")
+    assert complaints([comment_openings], *cpp, *python, *others) == []
+
+
 def test_package_turns_no_data_into_code() -> None:
     assert complaints([unsafe_python], "python/trireme/**/*.py") == []
 
@@ -94,9 +103,20 @@ def test_python_rooms_import_only_what_is_below_them() -> None:
     assert complaints([python_rooms], "python/trireme/**/*.py") == []
 
 
+def python_modules() -> dict[str, str]:
+    return {module_name(path): text for path, text in sources("python/trireme/**/*.py")}
+
+
 def test_python_modules_import_each_other_in_no_circle() -> None:
-    texts = {module_name(path): text for path, text in sources("python/trireme/**/*.py")}
-    assert import_circle({"trireme._C": "", **texts}) == []
+    assert import_circle({"trireme._C": "", **python_modules()}) == []
+
+
+def test_the_drawing_of_python_packages_is_current() -> None:
+    """And no arrow in it points upwards. tests/python_drawing.py writes it anew."""
+    edges = package_edges(python_modules())
+    assert upward(edges) == []
+    page = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
+    assert page_with(page, drawn(edges)) == page, "run: python tests/python_drawing.py"
 
 
 def top_files() -> list[str]:
@@ -368,6 +388,9 @@ def test_trace_names_are_stage_names() -> None:
         (comment_openings, "csrc/grad/a.h", "// With shards a rank has less.", False),
         (comment_openings, "csrc/grad/a.h", "int x;  // bytes, by parameter", False),
         (comment_openings, "csrc/grad/a.cpp", 'f("// Of it");  // Offers a ring', False),
+        (comment_openings, "a.py", "x = 1\n# Of the ring,\n# in bytes.\n", True),
+        (comment_openings, "a.py", "x = '# of'  # by rank\n", True),
+        (comment_openings, "a.py", "x = '# of'\n# Counts the bytes\n# of the ring.\n", False),
         (
             cpp_function_length,
             "csrc/grad/a.cpp",

@@ -29,15 +29,15 @@ class BoardExchange final : public Exchange {
       : board_(static_cast<Board*>(::mmap(nullptr, sizeof(Board), PROT_READ | PROT_WRITE,
                                           MAP_SHARED | MAP_ANONYMOUS, -1, 0))) {}
   void put(const std::string& key, const std::string& text) override {
-    const int at = board_->taken.fetch_add(1);
-    std::strncpy(board_->keys[at], key.c_str(), sizeof(board_->keys[at]) - 1);
-    std::strncpy(board_->texts[at], text.c_str(), sizeof(board_->texts[at]) - 1);
-    board_->ready[at].store(true);
+    const int slot = board_->taken.fetch_add(1);
+    std::strncpy(board_->keys[slot], key.c_str(), sizeof(board_->keys[slot]) - 1);
+    std::strncpy(board_->texts[slot], text.c_str(), sizeof(board_->texts[slot]) - 1);
+    board_->ready[slot].store(true);
   }
   std::string get(const std::string& key) override {
     for (;; ::usleep(100))
-      for (int at = 0; at < 256; ++at)
-        if (board_->ready[at].load() && key == board_->keys[at]) return board_->texts[at];
+      for (int slot = 0; slot < 256; ++slot)
+        if (board_->ready[slot].load() && key == board_->keys[slot]) return board_->texts[slot];
   }
 
  private:

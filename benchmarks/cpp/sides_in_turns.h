@@ -26,12 +26,12 @@ inline void measure(const std::vector<Side>& sides, int rounds, int calls) {
   for (const Side& side : sides) time_us(side.call, 100);
   for (int round = 0; round < rounds; ++round) {
     for (size_t turn = 0; turn < sides.size(); ++turn) {
-      const size_t at = round % 2 == 0 ? turn : sides.size() - 1 - turn;
-      lists[at] += (round == 0 ? "" : ", ") + std::to_string(time_us(sides[at].call, calls));
+      const size_t place = round % 2 == 0 ? turn : sides.size() - 1 - turn;
+      lists[place] += (round == 0 ? "" : ", ") + std::to_string(time_us(sides[place].call, calls));
     }
   }
   std::string line;
-  for (size_t at = 0; at < sides.size(); ++at)
-    line += std::string(at == 0 ? "" : ", ") + "\"" + sides[at].name + "\": [" + lists[at] + "]";
+  for (size_t i = 0; i < sides.size(); ++i)
+    line += std::string(i == 0 ? "" : ", ") + "\"" + sides[i].name + "\": [" + lists[i] + "]";
   std::printf("{%s}\n", line.c_str());
 }

@@ -241,7 +241,9 @@ def _load(run: CheckpointRun, parallel: Parallel) -> dict[str, float]:
     start = time.perf_counter()
     reading_s = LIBRARIES[run.library].load(run.folder, parallel)
     seconds = time.perf_counter() - start
-    held = sum(memory.local_of(one).nbytes for one in memory.optimizer_state(parallel.optimizer))
+    held = sum(
+        memory.local_of(tensor).nbytes for tensor in memory.optimizer_state(parallel.optimizer)
+    )
     return {"seconds": seconds, "reading_s": reading_s, "held_mib": held / 2**20}
 
 
@@ -255,13 +257,13 @@ ANSWERS = {"save": _save, "load": _load, "sum": _sum}
 def sum_of(parallel: Parallel) -> float:
     """Is the same on all ranks, under every strategy."""
     params = list(parallel.module.parameters())
-    moments = [one for one in memory.optimizer_state(parallel.optimizer) if one.dim() > 0]
+    moments = [tensor for tensor in memory.optimizer_state(parallel.optimizer) if tensor.dim() > 0]
     is_sharded = any(map(memory.is_sharded, params))
     has_shards = is_sharded or isinstance(parallel.optimizer, ZeroRedundancyOptimizer)
     total = 0.0
     for tensors, has_part in ((params, is_sharded), (moments, has_shards)):
         with torch.no_grad():
-            parts = [memory.local_of(one).sum(dtype=torch.float64) for one in tensors]
+            parts = [memory.local_of(tensor).sum(dtype=torch.float64) for tensor in tensors]
         of_these = torch.stack([*parts, torch.zeros((), dtype=torch.float64)]).sum()
         if has_part:
             dist.all_reduce(of_these)

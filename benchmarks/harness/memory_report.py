@@ -19,7 +19,7 @@ RING_MIB = 8  # what a rank deposits its gradients in
 ESTIMATE_TOLERANCE = 0.05
 PEAK_RANKS = 2
 
-REPLICAS_LIMIT = 0.75  # of what our DDP holds, for one process with replicas
+REPLICAS_LIMIT = 0.75  # limits one process with replicas; our DDP holds 1
 
 Measure = Callable[[Side, str, int], HostMemory]
 MeasurePeak = Callable[[Side, str], float]

@@ -10,7 +10,7 @@ from typing import Any
 Json = Mapping[str, Any]
 Rows = Iterator[Json]
 Blocks = Iterator[str]
-Columns = Mapping[str, str | Callable[[Json], str]]  # by title: a format or a function of a row
+Columns = Mapping[str, str | Callable[[Json], str]]  # a title has a format or a function
 
 
 @dataclass(frozen=True)

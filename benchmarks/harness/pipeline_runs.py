@@ -27,8 +27,8 @@ from harness.ranks import Launch, RankGroup
 from harness.stages import Layers, Loss, cut, loss_of, torch_stages, torch_step
 from harness.worker import take_over_stdout
 
-THREADS = 2  # of pipelines in one process, a row on each
-LAYERS = 8  # of Linear(8, 8): a multiple of every number of stages
+THREADS = 2  # a pipeline in one process has a row on each
+LAYERS = 8  # every number of stages divides it
 WARM_UP_ROUNDS = 3
 TOLERANCE = 1e-4
 
@@ -83,10 +83,10 @@ def measure_steps(
     for name in schedules:
         reports = [reply["reports"][name] for reply in replies]
         bubbles[name] = (
-            sum(one["bubble"] for one in reports) / ranks,
-            sum(one["computed_bubble"] for one in reports) / ranks,
+            sum(report["bubble"] for report in reports) / ranks,
+            sum(report["computed_bubble"] for report in reports) / ranks,
         )
-        live[name] = [sum(stage["peak_live"] for stage in one["stages"]) for one in reports]
+        live[name] = [sum(stage["peak_live"] for stage in report["stages"]) for report in reports]
     return StepTimes(times, replies[0]["chunks"], bubbles, live)
 
 
@@ -177,7 +177,7 @@ class _Sides:
         )
 
     def torchgpipe(self) -> nn.Module:
-        from torchgpipe import GPipe  # the same cut; nothing is recomputed
+        from torchgpipe import GPipe  # it cuts alike; nothing is recomputed
 
         job = self.job
         module: nn.Module = GPipe(

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from harness.ps_ranks import Call, Times, answer, ask_ranks, time_in_turns
 
-BATCHES = 16  # of ids, so that no call finds the rows of the last one in a cache
+BATCHES = 16  # they are enough that no call finds the rows of the last one in a cache
 
 SELECT, ADD = "index_select", "index_add_"
 PULL, PULL_BSP = "pull", "pull, bsp"

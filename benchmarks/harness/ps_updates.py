@@ -24,7 +24,7 @@ from harness.ps_ranks import Call, Times, answer, ask_ranks, time_in_turns
 
 SIDES = ("rpc", "ours")
 LR, EPS = 0.01, 1e-10
-BATCHES = 16  # of ids per worker
+BATCHES = 16  # each worker draws so many of ids
 
 
 @dataclass(frozen=True)
@@ -82,8 +82,8 @@ class _BatchedSteps:
                 return push.answered
             pushes, self._pushes = self._pushes, []
             self._step_dense(pushes) if self._case.kind == "dense" else self._step_rows(pushes)
-        for one in pushes:
-            one.answered.set_result(self._answer(one.wants))
+        for waiting in pushes:
+            waiting.answered.set_result(self._answer(waiting.wants))
         return push.answered
 
     def _answer(self, wants: Tensor | None) -> list[Tensor]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from harness import memory
 from harness.ps_ranks import Call, Times, answer, ask_ranks, time_in_turns
 
-NAMES = ("caller", "callee")  # by rank
+NAMES = ("caller", "callee")  # rank 0 is the caller
 SIDES = ("rpc", "ours", "send and recv", "copy")
 
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from harness.fault_trials import lose_the_last
 from harness.ranks import RankFailed
 
-DEADLINE_S = 2.0  # of the call during which the callee is stopped
+DEADLINE_S = 2.0  # ends the call during which the callee is stopped
 CALLER_KILLED = "caller killed"
 _PATIENCE_S = 30.0
 _NAMES = ("p0", "p1")
@@ -143,8 +143,10 @@ def _define(lose: Lose, freed: _Freed) -> dict[str, Any]:
         def touch(self) -> None:
             pass
 
-    functions = [remote.function(one) for one in (make_doomed, make_kept, answer, die_soon)]
-    return {one.__name__: one for one in (*functions, Observer, Noted)}
+    functions = [
+        remote.function(function) for function in (make_doomed, make_kept, answer, die_soon)
+    ]
+    return {definition.__name__: definition for definition in (*functions, Observer, Noted)}
 
 
 def _in_forward(defined: dict[str, Any]) -> Callable[[], object]:

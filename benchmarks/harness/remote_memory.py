@@ -112,8 +112,8 @@ def measure(fields: dict[str, Any]) -> dict[str, Held]:
     from harness.remote_rpc import give_back
 
     rank = dist.get_rank()
-    for one in (give_back, make_layer, held_here):
-        remote.function(one)
+    for function in (give_back, make_layer, held_here):
+        remote.function(function)
     remote.start(NAMES[rank])
     found = _readings(MemoryCase(**fields)) if rank == 0 else {}
     remote.stop()

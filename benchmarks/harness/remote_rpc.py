@@ -62,8 +62,8 @@ class _Gathering:
             if len(self._waiting) < BATCH:
                 return answered
             full, self._waiting = self._waiting, []
-        for (_, one), action in zip(full, decide([state for state, _ in full]), strict=True):
-            one.set_result(action)
+        for (_, future), action in zip(full, decide([state for state, _ in full]), strict=True):
+            future.set_result(action)
         return answered
 
 

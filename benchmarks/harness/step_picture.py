@@ -23,7 +23,7 @@ def draw_steps(
     figure, columns = plt.subplots(1, len(steps), figsize=(9.6, 2.7), layout="constrained")
     for axes, (workload, taken) in zip(columns, steps.items(), strict=True):
         names = [_name(strategy) for strategy in taken]
-        axes.barh(names, list(taken.values()), color=[_colour(one) for one in taken], height=0.68)
+        axes.barh(names, list(taken.values()), color=[_colour(name) for name in taken], height=0.68)
         for place, value in enumerate(taken.values()):
             axes.text(value, place, f" {value:.0f}", va="center", fontsize=8)
         axes.invert_yaxis()

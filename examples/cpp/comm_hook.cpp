@@ -38,7 +38,7 @@ class Bf16WithFeedback : public c10d::CppCommHookInterface<Group> {
   torch::Tensor parseHookResult(const c10::IValue& result) override { return result.toTensor(); }
 
  private:
-  std::map<size_t, torch::Tensor> lost_;  // by bucket
+  std::map<size_t, torch::Tensor> lost_;  // each bucket has its own
 };
 
 int main(int argc, char** argv) {

@@ -24,7 +24,7 @@
 
 namespace remote = trireme::remote;
 
-constexpr int64_t kMostSteps = 200;  // of an episode
+constexpr int64_t kMostSteps = 200;  // end an episode
 
 // Draws numbers in [0, 1): SplitMix64.
 class UniformNumbers {

@@ -20,7 +20,7 @@
 
 constexpr int64_t kLength = 64;
 constexpr int64_t kCharacters = 128;
-constexpr int64_t kBatch = 32;  // of all ranks together
+constexpr int64_t kBatch = 32;  // all ranks share it
 constexpr int64_t kWidth = 128;
 constexpr int64_t kHeads = 4;
 constexpr int64_t kBlocks = 6;

@@ -56,7 +56,7 @@ int main(int argc, char** argv) {
   }
   const int64_t steps = argc > 2 ? std::atoll(argv[2]) : 100;
   trireme::DataParallelOptions options;
-  options.replicas = argc > 3 ? std::atoll(argv[3]) : 0;  // as many as suit the machine
+  options.replicas = argc > 3 ? std::atoll(argv[3]) : 0;  // 0 takes as many as suit the machine
   const torch::Tensor text = read_text(argv[1]);
   const torch::Tensor windows = text.unfold(0, kContext + 1, 1);
 

@@ -149,8 +149,8 @@ void for_each_batch(const torch::Tensor& windows, const Sampler& sampler, int64_
   for (const auto& batch : *loader) visit(batch.data);
 }
 
-// By the number of the step alone, so that a resumed run goes on with it. LibTorch's LRSchedulers
-// cannot be saved.
+// It depends on the number of the step alone, so that a resumed run goes on with it. LibTorch's
+// LRSchedulers cannot be saved.
 double learning_rate(int64_t step, int64_t steps) {
   if (step < kWarmUp) return kLearningRate * static_cast<double>(step + 1) / kWarmUp;
   return kLearningRate * 0.5 *
@@ -202,7 +202,7 @@ void run(const Arguments& args, trireme::Context& ctx) {
   for (int64_t epoch = first; epoch < end; ++epoch) {
     torch::Tensor train_loss = torch::zeros({}, ctx.device());
     training.model->train();
-    order.set_epoch(static_cast<size_t>(epoch));  // or every epoch has the order of the first
+    order.set_epoch(static_cast<size_t>(epoch));  // else every epoch has the order of the first
     for_each_batch(train_part, order, args.batch, [&](const torch::Tensor& batch) {
       for (auto& group : training.optimizer->param_groups())
         group.options().set_lr(learning_rate(step, args.epochs * steps_per_epoch));

@@ -23,7 +23,7 @@ namespace ps = trireme::ps;
 constexpr int64_t kLength = 5;
 constexpr int64_t kCharacters = 128;
 constexpr int64_t kWidth = 32;
-constexpr int64_t kBatch = 64;  // of all workers together
+constexpr int64_t kBatch = 64;  // all workers share it
 
 torch::Tensor read_text(const char* path) {
   std::ifstream file(path, std::ios::binary);

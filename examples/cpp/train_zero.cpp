@@ -18,7 +18,7 @@
 
 constexpr int64_t kContext = 32;
 constexpr int64_t kCharacters = 128;
-constexpr int64_t kBatch = 64;  // of all ranks together
+constexpr int64_t kBatch = 64;  // all ranks share it
 
 struct NextCharacterImpl : torch::nn::Module {
   NextCharacterImpl()

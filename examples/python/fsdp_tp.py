@@ -46,7 +46,7 @@ def main(steps: int) -> None:
     batches = torch.Generator().manual_seed(1)
     for step in range(steps):
         batch = torch.randn(ROWS, WIDTH, generator=batches)
-        rows = batch[replica::replicas]  # the same on ranks that hold one model together
+        rows = batch[replica::replicas]  # ranks that hold one model together share them
         loss = nn.functional.mse_loss(model(rows), rows.sum(dim=1, keepdim=True))
         optimizer.zero_grad()
         loss.backward()

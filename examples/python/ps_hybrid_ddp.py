@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from trireme import ps
 
 LENGTH, CHARACTERS, WIDTH = 5, 128, 32
-BATCH = 64  # of all workers together
+BATCH = 64  # all workers share it
 
 
 def ids_of(contexts: Tensor) -> Tensor:
@@ -54,7 +54,7 @@ def main(text_file: str, last: str = "100") -> None:
     table = ps.Sparse("grams", WIDTH, optimizer=ps.RowwiseAdagrad(0.3), init=ps.Normal(0.1))
     with ps.ParameterServer([table], mode="bsp") as server:
         model = Model(server)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)  # of the dense layers only
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)  # steps the dense layers only
         for step in range(steps):
             first = step * BATCH * 7
             rows = torch.arange(first, first + BATCH * 7, 7) % windows.size(0)

@@ -17,7 +17,7 @@ from trireme import ps, remote
 
 CLASSES, PIXELS, BATCH = 10, 64, 32
 
-nets: dict[str, nn.Module] = {}  # those of this process; "ps0" has one
+nets: dict[str, nn.Module] = {}  # only process "ps0" holds one
 
 
 @remote.function

@@ -20,8 +20,8 @@ import trireme
 from torch import Tensor, nn
 from trireme import remote
 
-EPISODES = 8  # of a round, after which the agent learns
-MOST_STEPS = 200  # of an episode
+EPISODES = 8  # make a round, after which the agent learns
+MOST_STEPS = 200  # end an episode
 GOOD = 150  # is the average reward of five rounds that training ends with
 DISCOUNT = 0.99
 WORD = (1 << 64) - 1
@@ -128,7 +128,7 @@ def train(seed: int, rounds: int) -> None:
             observers[number % len(observers)].play.start(shown, first + number)
             for number in range(EPISODES)
         ]
-        episodes = [one.wait() for one in pending]
+        episodes = [call.wait() for call in pending]
         averages.append(sum(map(len, episodes)) / EPISODES)
         print(f"round {len(averages):3d}  average reward {averages[-1]:.1f}", flush=True)
         agent.learn(episodes)

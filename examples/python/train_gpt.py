@@ -170,7 +170,7 @@ def train(args: argparse.Namespace, ctx: trireme.Context) -> None:
     log = trireme.get_logger()  # speaks on rank 0
     board = open_board(args.tensorboard) if args.tensorboard and ctx.rank == 0 else None
     while run.epoch < args.epochs:
-        order.set_epoch(run.epoch)  # or every epoch has the order of the first
+        order.set_epoch(run.epoch)  # else every epoch has the order of the first
         # Each rank has seen its part of the data: the mean over ranks is the loss.
         train_loss = trireme.all_mean(run.train_epoch(train_batches))
         test_loss = trireme.all_mean(run.test(test_batches))

@@ -16,7 +16,7 @@ from torch import nn
 from train_gpt import Gpt, TextWindows
 
 LENGTH, WIDTH, DEPTH = 32, 32, 2
-BATCH = 16  # of all ranks together
+BATCH = 16  # all ranks share it
 
 
 def make_optimizers(model: Gpt) -> list[trireme.ZeroRedundancyOptimizer]:

@@ -45,7 +45,7 @@ class MeasuredModel:
         count = len(self.layers)
         stays = self.outside.bytes + self.outside.output_bytes
         if checkpoint == "auto" and budget_bytes is not None:
-            # As a layer in front of the others, whose recomputation would free nothing.
+            # It counts like a layer in front of the others, whose recomputation frees nothing.
             first = LayerCost("", bytes=stays, kept=stays, output_bytes=0, time=0.0)
             plan = checkpoint_plan([first, *self.layers], budget_bytes)
             held, recomputed = plan.bytes, sum(plan.recompute[1:])
@@ -117,8 +117,8 @@ def repeated_layers(module: nn.Module) -> tuple[str, list[nn.Module]]:
         return "", list(module)
     found: tuple[str, list[nn.Module]] = "", []
     most = -1
-    for name, one in module.named_modules():
-        layers = list(one) if isinstance(one, nn.ModuleList | nn.Sequential) else []
+    for name, inner in module.named_modules():
+        layers = list(inner) if isinstance(inner, nn.ModuleList | nn.Sequential) else []
         numel = sum(parameter.numel() for layer in layers for parameter in layer.parameters())
         if len(layers) > 1 and len(set(map(type, layers))) == 1 and numel > most:
             found, most = (name, layers), numel

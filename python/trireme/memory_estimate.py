@@ -179,9 +179,12 @@ def _describe(model_or_numel: object, dtype: torch.dtype | None) -> tuple[list[_
                 "Feed it an input first.",
             )
     parameters: list[_Described] = [
-        (tuple(one.shape), one.dtype, one.requires_grad) for one in model_or_numel.parameters()
+        (tuple(parameter.shape), parameter.dtype, parameter.requires_grad)
+        for parameter in model_or_numel.parameters()
     ]
-    return parameters, sum(one.numel() * one.element_size() for one in model_or_numel.buffers())
+    return parameters, sum(
+        buffer.numel() * buffer.element_size() for buffer in model_or_numel.buffers()
+    )
 
 
 def _as_numel(number: object) -> int:

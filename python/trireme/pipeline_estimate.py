@@ -93,13 +93,13 @@ def estimate_pipeline(
             activation_bytes=peak_bytes(
                 schedule,
                 rank,
-                [one.activation_bytes for one in measured],
-                [one.input_bytes for one in measured],
+                [layer.activation_bytes for layer in measured],
+                [layer.input_bytes for layer in measured],
             ),
         )
         live = schedule.peak_activations(rank)
         ranks.append(RankOfPipeline(rank, own, live, estimate.rank, bubbles[rank]))
-    numel = sum(one.numel() for one in module.parameters())
+    numel = sum(parameter.numel() for parameter in module.parameters())
     return PipelineEstimate(numel, len(layers), sum(bubbles) / len(bubbles), ranks)
 
 
@@ -111,25 +111,25 @@ def peak_bytes(
     and before only its input."""
     row = [action for action in schedule.rows[rank] if action is not None]
     parts = [part for action in row for part in action.sub_actions or [action]]
-    again = {(one.stage, one.micro_batch) for one in parts if one.kind == "R"}
+    again = {(part.stage, part.micro_batch) for part in parts if part.kind == "R"}
     held = peak = 0
-    for one in parts:
-        if one.stage is None:
+    for part in parts:
+        if part.stage is None:
             continue
-        kept, given = bytes_of[one.stage], inputs_of[one.stage]
-        if one.kind == "F":
-            held += given if (one.stage, one.micro_batch) in again else kept
-        elif one.kind == "R":
+        kept, given = bytes_of[part.stage], inputs_of[part.stage]
+        if part.kind == "F":
+            held += given if (part.stage, part.micro_batch) in again else kept
+        elif part.kind == "R":
             held += kept - given
-        elif one.kind in ("B", "W"):
+        elif part.kind in ("B", "W"):
             held -= kept
         peak = max(peak, held)
     return peak
 
 
 def _times(measured: Sequence[MeasuredLayer]) -> _Times:
-    halves = [one.backward_seconds / 2 for one in measured]
-    return ([one.forward_seconds for one in measured], halves, halves, 0.0)
+    halves = [layer.backward_seconds / 2 for layer in measured]
+    return ([layer.forward_seconds for layer in measured], halves, halves, 0.0)
 
 
 def _bubbles(schedule: PipelineSchedule, times: _Times) -> list[float]:
@@ -138,4 +138,4 @@ def _bubbles(schedule: PipelineSchedule, times: _Times) -> list[float]:
     busy = [0.0] * schedule.ranks
     for rank, _, begin, until in timed:
         busy[rank] += until - begin
-    return [1 - one / makespan if makespan > 0 else 0.0 for one in busy]
+    return [1 - seconds / makespan if makespan > 0 else 0.0 for seconds in busy]

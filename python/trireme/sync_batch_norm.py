@@ -90,7 +90,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
             device,
             dtype,
         )
-        if not bias:  # which torch 2.11's class does not know
+        if not bias:  # torch 2.11's class does not know it
             self.register_parameter("bias", None)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:

@@ -243,8 +243,8 @@ std::string Fsdp::abandoned_text(const std::string& what) const {
 // Tells the ranks that may wait for this one in a gather, of a unit or of its pieces, or to agree
 // on an order.
 void Fsdp::tell_gatherers(const std::string& what) noexcept {
-  for (Communicator* one : gatherers())
-    if (!one->failure()) one->announce_failure(abandoned_text(what));
+  for (Communicator* gatherer : gatherers())
+    if (!gatherer->failure()) gatherer->announce_failure(abandoned_text(what));
 }
 
 // Returns the communicators by which ranks gather, or agree on an order.
@@ -321,6 +321,8 @@ void Fsdp::begin_writing() {
   for (StepGate& gate : gates_) of_all = of_all & gate.begin_writing(own);
   delivery_->forget();
   check_factor(own, of_all, communicator_->rank_of());
+  // A graph that was kept raises in its backward, whether a forward comes before it or not.
+  for (const auto& group : groups_) group->bump_unsharded();
 }
 
 // Refuses writes outside of the gate: a slower rank may have read while this one wrote; or the

@@ -113,7 +113,7 @@ def modules_in(layer: Callable[..., Any]) -> list[nn.Module]:
         for cell in layer.__closure__ or ():
             with suppress(ValueError):  # for a variable that has no value yet
                 found.append(cell.cell_contents)
-    return [one for one in found if isinstance(one, nn.Module)]
+    return [module for module in found if isinstance(module, nn.Module)]
 
 
 def _measure_module(
@@ -143,7 +143,7 @@ def _children(module: nn.Module, prefix: str = "") -> Iterator[tuple[nn.Module, 
 
 
 def _named(module: nn.Module, layers: Sequence[nn.Module]) -> dict[nn.Module, str]:
-    names = {one: name for name, one in module.named_modules()}
+    names = {inner: name for name, inner in module.named_modules()}
     for layer in layers:
         if layer not in names:
             got = f"got a {type(layer).__name__} that is not in the module, expected its modules"
@@ -218,7 +218,7 @@ class _Recording(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.costs: list[LayerCost] = []
         self._around = self._open = _Open("")
-        self._depth = 0  # of layers that call layers
+        self._depth = 0  # counts the open layers that call layers
         # A weak reference keeps the address of a storage from being another one's.
         self._made: set[StorageWeakRef] = set()
         self._counted: set[StorageWeakRef] = set()
@@ -297,8 +297,8 @@ class _Recording(TorchDispatchMode):
 
     def _close(self, layer: _Open, output: object, modules: Sequence[nn.Module]) -> LayerCost:
         sizes: dict[StorageWeakRef, int] = {}
-        for one in layer.saved:
-            held = one()
+        for saved in layer.saved:
+            held = saved()
             if held is not None:  # else the forward itself has dropped that part of its graph
                 sizes |= _sizes(held.tensor)
                 held.tensor = None
@@ -326,7 +326,7 @@ def _effects(func: Any) -> tuple[bool, bool]:
     """Whether an operator returns tensors that it makes, and whether it writes what it returns: it
     does not where it returns views."""
     schema = getattr(func, "_schema", None)  # operators of higher order have none
-    aliases = [] if schema is None else [one.alias_info for one in schema.returns]
+    aliases = [] if schema is None else [result.alias_info for result in schema.returns]
     makes = schema is None or any(alias is None for alias in aliases)
     return makes, makes or any(alias.is_write for alias in aliases)
 

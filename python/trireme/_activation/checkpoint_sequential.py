@@ -22,8 +22,8 @@ Layers = Sequence[Callable[..., Any]]
 
 _OPTIONS = {
     name
-    for name, one in inspect.signature(checkpoint).parameters.items()
-    if one.kind is inspect.Parameter.KEYWORD_ONLY
+    for name, parameter in inspect.signature(checkpoint).parameters.items()
+    if parameter.kind is inspect.Parameter.KEYWORD_ONLY
 }
 
 
@@ -103,7 +103,7 @@ def _run_of(layers: Layers) -> Callable[[Any], Any]:
     return run
 
 
-# By a module of a sequence: what was chosen, by all that a choice depends on.
+# Each module of a sequence has its choices, by all that a choice depends on.
 _choices: WeakKeyDictionary[nn.Module, dict[object, tuple[bool, ...]]] = WeakKeyDictionary()
 
 
@@ -123,7 +123,9 @@ def _chosen(owner: object, layers: Layers, value: Any, budget_bytes: int) -> tup
             tuple(map(id, found)) or id(layer)
             for layer, found in zip(layers, of_layers, strict=True)
         ),
-        tuple((one.shape, one.dtype, one.device, one.requires_grad) for one in tensors),
+        tuple(
+            (tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad) for tensor in tensors
+        ),
         tuple(module.training for module in modules),
         tuple(
             parameter.requires_grad

@@ -54,7 +54,7 @@ def clip_grad_norm_(
     whole: list[torch.Tensor] = []
     parts: dict[tuple[_C.Zero, _C.Communicator | None], list[int]] = {}
     sharded: dict[_Over, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}  # counted here or not
-    cut_in_stages: dict[tuple[_Over, Any], list[torch.Tensor]] = {}  # by mesh
+    cut_in_stages: dict[tuple[_Over, Any], list[torch.Tensor]] = {}  # has a list per mesh
     if isinstance(parameters, StagedModule):
         ranks = parameters.norm_over_stages()
         sharded[None, 1, ranks.device, ranks] = ([], [])  # this rank may have no parameter
@@ -78,7 +78,7 @@ def clip_grad_norm_(
             cut_by_others.append(parameter)
         # On all ranks, also where this one has no gradient.
         counted, elsewhere = (whole, whole) if over is None else sharded.setdefault(over, ([], []))
-        is_counted = stages is None or all(parameter is not one for one in stages.later_copies())
+        is_counted = stages is None or all(parameter is not copy for copy in stages.later_copies())
         if parameter.grad is not None:
             if foreach:
                 _expect_foreach_on(parameter.grad.device)
@@ -132,4 +132,4 @@ def _norm_by_torch(gradients: list[torch.Tensor], norm_type: float) -> torch.Ten
 
 def _is_cut(parameter: torch.Tensor) -> bool:
     """Whether it is a DTensor of which ranks have parts."""
-    return any(not one.is_replicate() for one in getattr(parameter, "placements", ()))
+    return any(not placement.is_replicate() for placement in getattr(parameter, "placements", ()))

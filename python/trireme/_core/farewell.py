@@ -51,8 +51,8 @@ def _leave() -> None:
 
 
 def _error_at_the_end() -> BaseException | None:
-    # That of a process of multiprocessing is still on its way; else it is what the interpreter
-    # showed last, which in a script is what ended it.
+    # In a process of multiprocessing the error is still on its way; else it is what the
+    # interpreter showed last, which in a script is what ended it.
     error = sys.exc_info()[1] or getattr(sys, "last_value", None)
     if isinstance(error, SystemExit) and failure_of(error):
         return error.__context__ or error

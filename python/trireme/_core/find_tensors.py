@@ -37,7 +37,7 @@ def find_tensors(output: Any) -> tuple[list[torch.Tensor], bool]:
         elif isinstance(item, _SEQUENCES):
             pending += item
         elif dataclasses.is_dataclass(item) and not isinstance(item, type):
-            pending += [getattr(item, one.name) for one in dataclasses.fields(item)]
+            pending += [getattr(item, field.name) for field in dataclasses.fields(item)]
         elif isinstance(item, (nn.Module, type)) or callable(item) or not hasattr(item, "__dict__"):
             all_found = False
         else:

@@ -51,9 +51,9 @@ def _numbers(optimizer: Optimizer) -> Iterator[tuple[dict[str, Any], str, int | 
             if is_tensor or isinstance(value, bool | int | float):
                 yield options, name, None, float(value)
             elif isinstance(value, tuple):
-                for index, one in enumerate(value):
-                    if isinstance(one, bool | int | float):
-                        yield options, name, index, float(one)
+                for index, item in enumerate(value):
+                    if isinstance(item, bool | int | float):
+                        yield options, name, index, float(item)
 
 
 def _set(options: dict[str, Any], name: str, index: int | None, number: float) -> None:
@@ -76,8 +76,11 @@ def _share_gradients(
     *,
     has_inputs: bool,
 ) -> None:
-    parameters = [one for options in optimizer.param_groups for one in options["params"]]
-    found = [one.grad is not None and one.grad.layout == torch.strided for one in parameters]
+    parameters = [param for options in optimizer.param_groups for param in options["params"]]
+    found = [
+        parameter.grad is not None and parameter.grad.layout == torch.strided
+        for parameter in parameters
+    ]
     has_gradient = torch.tensor(found, dtype=torch.uint8, device=device)
     dist.broadcast(has_gradient, group=group, group_src=root)
     for parameter, is_there in zip(parameters, has_gradient.tolist(), strict=True):

@@ -21,13 +21,13 @@ class ModulesAround:
     def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
         self._wanted = {id(parameter): parameter for parameter in parameters}
         is_module = _KindsOfModules()
-        found = [one for one in gc.get_objects() if is_module[type(one)]]
-        inner = {id(child) for one in found for _, child in _members(one, "_modules")}
-        self._outermost = [one for one in found if id(one) not in inner]
+        found = [thing for thing in gc.get_objects() if is_module[type(thing)]]
+        inner = {id(child) for holder in found for _, child in _members(holder, "_modules")}
+        self._outermost = [holder for holder in found if id(holder) not in inner]
         self.holders: list[nn.Module] = [
-            one
-            for one in found
-            if any(id(member) in self._wanted for _, member in _members(one, "_parameters"))
+            holder
+            for holder in found
+            if any(id(member) in self._wanted for _, member in _members(holder, "_parameters"))
         ]
         """Those that have such a parameter as a member."""
 
@@ -37,7 +37,7 @@ class ModulesAround:
         Where several outermost modules hold a parameter, that one names it which holds most of all.
         The wrappers of DistributedDataParallel and torch.compile add nothing to a name.
         """
-        found = [self._names_in(_unwrapped(one)) for one in self._outermost]
+        found = [self._names_in(_unwrapped(holder)) for holder in self._outermost]
         named: dict[torch.Tensor, str] = {}
         for names in sorted(found, key=lambda names: (-len(names), sorted(names.values()))):
             taken = set(named.values())

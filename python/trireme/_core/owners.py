@@ -88,8 +88,8 @@ class StagedModule(Protocol):
         here, where that is something else: what stages share has the name of the first."""
 
     @property
-    def process_group(self) -> dist.ProcessGroup:
-        """All ranks that have stages of it."""
+    def process_group(self) -> dist.ProcessGroup | None:
+        """All ranks that have stages of it; None where all stages are in this process."""
 
 
 _optimizers = WeakIdKeyDictionary()
@@ -163,6 +163,11 @@ def note_stages(parameters: Iterable[torch.Tensor], module: StagedModule) -> Non
     """Says that other ranks have other parameters of ``module``."""
     for parameter in parameters:
         parameter._trireme_stages = _OwnerOf(module)  # type: ignore[attr-defined]
+
+
+def group_of_stages(module: object) -> dist.ProcessGroup | None:
+    """The ranks that have stages of ``module``, if it is dealt out to ranks."""
+    return module.process_group if isinstance(module, StagedModule) else None
 
 
 def stages_of(parameter: torch.Tensor) -> StagedModule | None:

@@ -19,7 +19,7 @@ def get_logger(name: str = "trireme") -> logging.Logger:
     if not any(isinstance(handler, _RankHandler) for handler in root.handlers):
         root.addHandler(_RankHandler())
         root.setLevel(logging.INFO)
-        root.propagate = False  # or a configured root logger would print every line again
+        root.propagate = False  # a configured root logger would print every line again
     return root if name == "trireme" else root.getChild(name.removeprefix("trireme."))
 
 

@@ -50,18 +50,18 @@ def broadcast_coalesced(
     source = _one_device(given)
     placed = [list(given) for _ in targets]
     whole = targets.index(source) if source in targets else -1
-    for group in _together(given, [_joins(one) for one in given], buffer_size):
+    for group in _together(given, [_joins(tensor) for tensor in given], buffer_size):
         own = [given[i] for i in group]
-        flat = _flat(own) if len(own) > 1 and any(one != source for one in targets) else None
+        flat = _flat(own) if len(own) > 1 and any(target != source for target in targets) else None
         for position, device in enumerate(targets):
             if position == whole:
                 continue
             if flat is None or device == source:
-                copies = [moved(one.detach(), device, copy=True) for one in own]
+                copies = [moved(tensor.detach(), device, copy=True) for tensor in own]
             else:
                 copies = _unflat(moved(flat, device), own)
-            for i, one in zip(group, copies, strict=True):
-                placed[position][i] = one
+            for i, copy in zip(group, copies, strict=True):
+                placed[position][i] = copy
     return tuple(placed)
 
 
@@ -92,7 +92,7 @@ def reduce_add_coalesced(
     Cost: one pass over each input; of contiguous tensors up to ``buffer_size`` at a time, with one
     copy for all from another device.
     """
-    lists = [_checked(one, f"input {i}") for i, one in enumerate(inputs)]
+    lists = [_checked(given, f"input {i}") for i, given in enumerate(inputs)]
     if not lists:
         refuse(
             "got no inputs to sum, expected at least one list of tensors",
@@ -102,11 +102,11 @@ def reduce_add_coalesced(
     target = _destination(lists, destination)
     columns = list(zip(*lists, strict=True))
     sums = list(lists[0])
-    for group in _together(lists[0], [all(map(_joins, one)) for one in columns], buffer_size):
+    for group in _together(lists[0], [all(map(_joins, column)) for column in columns], buffer_size):
         if len(group) == 1:
             sums[group[0]] = _sum(columns[group[0]], target)
             continue
-        together = _sum_together([[one[i] for i in group] for one in lists], target)
+        together = _sum_together([[tensors[i] for i in group] for tensors in lists], target)
         for i, total in zip(group, together, strict=True):
             sums[i] = total
     return tuple(sums)
@@ -147,17 +147,17 @@ def _unflat(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     if dtype not in _FLOATING and dtype not in _COMPLEX:
         # Parts have version counters of their own: no other tensor shows the memory of one.
         return [part.data for part in _unflatten_dense_tensors(flat, like)]
-    outputs = [torch.empty(one.shape, dtype=dtype, device=flat.device) for one in like]
+    outputs = [torch.empty(tensor.shape, dtype=dtype, device=flat.device) for tensor in like]
     torch.ops.trireme.unflatten(flat, outputs)
     return outputs
 
 
 def _sum(parts: Sequence[Tensor], target: torch.device) -> Tensor:
-    if len({one.layout for one in parts}) > 1:
-        parts = [one if one.layout == torch.strided else one.to_dense() for one in parts]
+    if len({part.layout for part in parts}) > 1:
+        parts = [part if part.layout == torch.strided else part.to_dense() for part in parts]
     total = moved(parts[0].detach(), target, copy=True)
-    for one in parts[1:]:
-        own = moved(one.detach(), target)
+    for part in parts[1:]:
+        own = moved(part.detach(), target)
         total = total.add_(own) if total.layout == torch.strided else total + own
     return total
 
@@ -166,7 +166,7 @@ def _sum_together(lists: Sequence[Sequence[Tensor]], target: torch.device) -> li
     dtype = lists[0][0].dtype
     total = moved(_flat(lists[0]), target)
     for own in lists[1:]:
-        on_target = all(one.device == target for one in own)
+        on_target = all(tensor.device == target for tensor in own)
         if on_target and (dtype in _FLOATING or dtype in _COMPLEX):
             torch.ops.trireme.flatten_accumulate(own, total)
         else:
@@ -187,9 +187,9 @@ def _destination(lists: Sequence[Sequence[Tensor]], given: DeviceLike | None) ->
 def _checked(tensors: Iterable[Tensor], name: str) -> list[Tensor]:
     """Returns ``tensors`` as a list."""
     given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-    for i, one in enumerate(given):
-        if isinstance(tensors, Tensor) or not isinstance(one, Tensor):
-            got = "a tensor" if isinstance(tensors, Tensor) else f"{type(one).__name__} at {i}"
+    for i, tensor in enumerate(given):
+        if isinstance(tensors, Tensor) or not isinstance(tensor, Tensor):
+            got = "a tensor" if isinstance(tensors, Tensor) else f"{type(tensor).__name__} at {i}"
             refuse(
                 f"got {got} as {name}, expected a sequence of tensors",
                 "Put the tensors in a list.",

@@ -59,7 +59,7 @@ def devices_of_replicas(
         _no_device(ValueError, f"replicas={replicas}", "at least 1")
     if device_ids is None:
         return default_devices(module, replicas, _C.default_replicas(torch.get_num_threads()))
-    devices = [to_device(one) for one in device_ids]
+    devices = [to_device(device) for device in device_ids]
     if not devices:
         _no_device(ValueError, "device_ids=[]", "at least one device")
     if replicas is not None and replicas != len(devices):

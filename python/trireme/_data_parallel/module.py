@@ -90,7 +90,7 @@ class DataParallel(nn.DataParallel[T]):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         cls._replaces_steps = any(
-            getattr(cls, one) is not getattr(DataParallel, one) for one in _STEPS
+            getattr(cls, step) is not getattr(DataParallel, step) for step in _STEPS
         )
 
     def __init__(
@@ -318,7 +318,7 @@ def _checked_balance(balance: str | Sequence[float], replicas: int) -> str | tup
             )
         return balance
     try:
-        weights = tuple(float(one) for one in balance)
+        weights = tuple(float(weight) for weight in balance)
     except (TypeError, ValueError):
         weights = None
     if weights is None:
@@ -327,7 +327,7 @@ def _checked_balance(balance: str | Sequence[float], replicas: int) -> str | tup
             "Choose one of them.",
             kind=TypeError,
         )
-    sound = all(math.isfinite(one) and one >= 0 for one in weights) and any(weights)
+    sound = all(math.isfinite(weight) and weight >= 0 for weight in weights) and any(weights)
     if len(weights) != replicas or not sound:
         refuse(
             f"got balance={list(weights)} for {replicas} replicas, expected one "

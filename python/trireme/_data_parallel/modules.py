@@ -52,7 +52,7 @@ class ReplicaModules:
             self._shells.append([layer._replicate_for_data_parallel() for _ in devices])
         self._seen = [_identity(layer) for layer in self._layers]
         # They are held so that no other object takes an id that was seen.
-        self._held = [[dict(vars(layer)[one]) for one in _OWN] for layer in self._layers]
+        self._held = [[dict(vars(layer)[name]) for name in _OWN] for layer in self._layers]
         leaves = [[_leaf(p, device) for p, _ in parameters.values()] for device in devices]
         copies = [[_copy(b, device) for b in buffers.values()] for device in devices]
         number = {key: i for i, key in enumerate(parameters)}

@@ -128,7 +128,7 @@ def _is_record(value: Any) -> bool:
 
 def _field_names(record: Any) -> list[str]:
     """Names the fields that are set: those with ``init=False`` need not be."""
-    return [one.name for one in dataclasses.fields(record) if hasattr(record, one.name)]
+    return [field.name for field in dataclasses.fields(record) if hasattr(record, field.name)]
 
 
 def _rebuilt(value: Any, children: list[Any]) -> Any:

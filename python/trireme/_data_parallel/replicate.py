@@ -42,7 +42,7 @@ def replicate(network: M, devices: Sequence[DeviceLike], detach: bool = False) -
     buffers = list(network.buffers())
     replicas = []
     for i, device in enumerate(targets):
-        tensors = {id(one): _parameter(one, device, detach) for one in parameters}
+        tensors = {id(parameter): _parameter(parameter, device, detach) for parameter in parameters}
         for buffer in buffers:
             is_first = buffer.device not in targets[:i]
             tensors[id(buffer)] = _buffer(buffer, device, detach, is_first)

@@ -24,7 +24,7 @@ def target_devices(given: Iterable[DeviceLike], name: str) -> list[torch.device]
             f"Give one per part, as in {name}=[0, 1] or ['cpu'] * 2.",
             kind=TypeError,
         )
-    devices = [to_device(one) for one in given]
+    devices = [to_device(device) for device in given]
     if not devices:
         refuse(f"got {name}=[], expected at least one device", "Give one per part, or ['cpu'] * n.")
     return devices

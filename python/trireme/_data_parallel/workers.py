@@ -31,7 +31,7 @@ class ReplicaThreads:
     def __init__(self, devices: Sequence[torch.device], intra_op_threads: Sequence[int]) -> None:
         self.pool = _C.WorkerPool(devices=list(devices), intra_op_threads=list(intra_op_threads))
         self.process = os.getpid()
-        self.turn = threading.Lock()  # of who uses the replicas
+        self.turn = threading.Lock()  # who uses the replicas holds it
         self._busy = [False] * len(devices)
         self._sent: set[int] = set()  # replicas that were told to stop, and have not heard it
         self._lock = threading.Lock()
@@ -84,7 +84,7 @@ class ReplicaThreads:
         wait(job, self._stop_busy)
         for position, error in enumerate(errors):
             if error is not None and not isinstance(error, _Stopped):
-                errors.clear()  # whose tracebacks hold this frame
+                errors.clear()  # their tracebacks hold this frame
                 note(error, f"[data_parallel] in the forward of {names(replicas[position])}")
                 raise error
         return results

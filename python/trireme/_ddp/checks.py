@@ -44,7 +44,9 @@ def _group_of_mesh(device_mesh: DeviceMesh, module: nn.Module) -> dist.ProcessGr
 
 def check_materialized(module: nn.Module, ignored: set[str], group: dist.ProcessGroup) -> None:
     """Refuses parameters and buffers without a shape or memory. The core checks the rest."""
-    named = [(name, one) for name, one in module.named_parameters() if name not in ignored]
+    named = [
+        (name, parameter) for name, parameter in module.named_parameters() if name not in ignored
+    ]
     for name, parameter in named:
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             got = f"got lazy parameter '{name}' without a shape, expected an initialised module"
@@ -52,10 +54,14 @@ def check_materialized(module: nn.Module, ignored: set[str], group: dist.Process
     if named and named[0][1].is_meta:  # where the ranks would compare what they have
         got = f"got '{named[0][0]}' on the meta device, expected a parameter with memory"
         next_step = "Call module.to_empty(device=...) and initialise it before wrapping."
-        is_mixed = not all(one.is_meta for _, one in named)
+        is_mixed = not all(parameter.is_meta for _, parameter in named)
         refuse(got, next_step, group, kind=ValueError if is_mixed else RuntimeError)
     for name, buffer in module.named_buffers():
-        if buffer.is_meta and name not in ignored and not all(one.is_meta for _, one in named):
+        if (
+            buffer.is_meta
+            and name not in ignored
+            and not all(parameter.is_meta for _, parameter in named)
+        ):
             got = f"got buffer '{name}' on the meta device, expected one with memory"
             next_step = "Give it memory and values before wrapping, or leave it out by "
             next_step += "DistributedDataParallel._set_params_and_buffers_to_ignore_for_model()."
@@ -66,7 +72,7 @@ def check_batch_norms(module: nn.Module, group: dist.ProcessGroup) -> None:
     """torch's SyncBatchNorm runs on accelerators only, which it says in forward."""
     for name, layer in module.named_modules():
         tensors = (*layer.parameters(), *layer.buffers())
-        if type(layer) is nn.SyncBatchNorm and any(one.is_cpu for one in tensors):
+        if type(layer) is nn.SyncBatchNorm and any(tensor.is_cpu for tensor in tensors):
             refuse(
                 f"got torch's SyncBatchNorm at '{name}' on the CPU, expected one that runs there",
                 "Convert with trireme.SyncBatchNorm.convert_sync_batchnorm(module), which takes "
@@ -132,9 +138,12 @@ def check_comm_hook(hook: Callable[..., Any], group: dist.ProcessGroup) -> None:
         refuse(got, "Pass the function itself.", group, kind=TypeError)
     signature = inspect.signature(hook)
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    positional = [one for one in signature.parameters.values() if one.kind in kinds]
+    positional = [
+        parameter for parameter in signature.parameters.values() if parameter.kind in kinds
+    ]
     takes_any = any(
-        one.kind is inspect.Parameter.VAR_POSITIONAL for one in signature.parameters.values()
+        parameter.kind is inspect.Parameter.VAR_POSITIONAL
+        for parameter in signature.parameters.values()
     )
     if not takes_any and len(positional) < 2:
         refuse(

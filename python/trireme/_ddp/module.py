@@ -283,7 +283,7 @@ class DistributedDataParallel(TorchNames):
                 return self.module(*inputs, **kwargs)
         finally:
             self._forwards -= 1
-            TorchDDP._active_ddp_module = around  # which torch forgets
+            TorchDDP._active_ddp_module = around  # torch forgets it
 
     @torch._disable_dynamo
     def _post_forward(self, output: Any) -> Any:
@@ -327,7 +327,7 @@ class DistributedDataParallel(TorchNames):
 
     def _current_buffers(self) -> list[torch.Tensor]:
         """The buffers as they are now (they may have been reassigned), tied ones once."""
-        # Those of a ScriptModule are no dict.
+        # A ScriptModule keeps its buffers in no dict.
         found = (
             layer._buffers[name] for layer, name in self._buffer_places if name in layer._buffers
         )

@@ -25,7 +25,7 @@ def check_nested(module: nn.Module, group: dist.ProcessGroup) -> None:
     """torch's class inside ours averages its own gradients, so it must do it over our ranks. Nobody
     else may average any, or shard them."""
     for name, inner in module.named_modules():
-        if hasattr(inner, "_get_fsdp_state"):  # of ours and of torch's; an import takes long
+        if hasattr(inner, "_get_fsdp_state"):  # ours and torch's have it; an import takes long
             refuse(
                 f"got a module of fully_shard at '{name}', whose gradients it averages, expected "
                 "plain modules",
@@ -56,7 +56,7 @@ def parameters_of_torchs(module: nn.Module) -> set[nn.Parameter]:
 
 def lead(outer: DistributedDataParallel) -> None:
     """Lets ``outer`` average for those inside of it."""
-    outer._led = [one for one in outer.module.modules() if isinstance(one, TorchNames)]
+    outer._led = [module for module in outer.module.modules() if isinstance(module, TorchNames)]
     for inner in outer._led:
         inner._outer = weakref.ref(outer)
 
@@ -71,6 +71,6 @@ def torch_averages() -> bool:
 def leader_of(ddp: TorchNames) -> TorchNames:
     """The outermost one around ``ddp``, or ``ddp`` itself."""
     outer = None if ddp._outer is None else ddp._outer()
-    if outer is None or not any(one is ddp for one in outer._led):
+    if outer is None or not any(led is ddp for led in outer._led):
         return ddp
     return leader_of(outer)

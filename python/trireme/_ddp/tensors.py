@@ -69,7 +69,7 @@ class ModuleTensors:
     def is_lent(self) -> bool:
         """Whether ``torch.func.functional_call`` has put what is no parameter in the places of
         some, as long as a forward runs."""
-        return not all(isinstance(one, nn.Parameter) for one in self.parameters)
+        return not all(isinstance(parameter, nn.Parameter) for parameter in self.parameters)
 
 
 Found = tuple[list[str], list[torch.Tensor], list[bool], list[str]]

@@ -28,8 +28,8 @@ def check_module(module: Any) -> None:
     if isinstance(module, (list, tuple)):
         if not module:
             refuse("got no modules", "Pass a module, or several.")
-        for one in module:
-            check_module(one)
+        for root in module:
+            check_module(root)
         return
     if not isinstance(module, nn.Module):
         refuse(f"got {type(module).__name__}, expected a module", "Pass a torch.nn.Module.")
@@ -148,7 +148,7 @@ def resolve_placement(
     """Returns what ``shard_placement_fn`` says of a parameter: a Shard or None, and over which
     mesh. ``others``: meshes other than ``default`` that were asked for already. Collective if this
     one is a new one."""
-    if not hasattr(placement, "mesh_info"):  # of torch's ShardPlacementResult
+    if not hasattr(placement, "mesh_info"):  # a ShardPlacementResult of torch has it
         return placement, default
     info = placement.mesh_info
     mesh = getattr(info, "mesh", None)
@@ -184,7 +184,7 @@ def shard_dim(name: str, param: nn.Parameter, placement: Any) -> int:
         refuse(
             f"got {placement!r} for '{name}' of shape {tuple(param.shape)}",
             "Choose one of its dimensions.",
-            kind=AssertionError,  # as in torch
+            kind=AssertionError,  # torch raises it
         )
     return dim
 
@@ -236,7 +236,7 @@ def check_units(modules: Sequence[nn.Module], is_unit: Callable[[nn.Module], boo
             refuse(
                 f"got {type(module).__name__}, which is sharded already",
                 "Call fully_shard once per module, inner modules first.",
-                kind=AssertionError,  # as in torch
+                kind=AssertionError,  # torch raises it
             )
 
 
@@ -244,7 +244,7 @@ def check_free(
     modules: Sequence[nn.Module], inner_units: Sequence[Any], names: dict[nn.Module, str]
 ) -> None:
     """No parameter may hang in two units."""
-    taken = {id(one.sharded): unit for unit in inner_units for one in unit.params}
+    taken = {id(param.sharded): unit for unit in inner_units for param in unit.params}
     for module in modules:
         for name, param in module._parameters.items():
             if param is not None and (id(param) in taken or hasattr(param, "_trireme_sharded")):

@@ -106,7 +106,9 @@ def sharded_spec(param: DTensor, dim: int | None, mesh: FsdpMesh) -> DTensorSpec
 
 def _shard_over(spec: DTensorSpec, dim: int, *, after: int) -> Placement:
     """Cuts what the dimensions of the mesh behind ``after`` have left."""
-    later = [i for i, one in enumerate(spec.placements) if i > after and is_cut(one, dim)]
+    later = [
+        i for i, placement in enumerate(spec.placements) if i > after and is_cut(placement, dim)
+    ]
     parts = math.prod(spec.mesh.size(i) for i in later)
     return _StridedShard(dim, split_factor=parts) if parts > 1 else Shard(dim)
 
@@ -189,7 +191,9 @@ class ModelLayout:
             for index, placement in enumerate(given.placements)
         )
         if given.placements != wanted:
-            if reduce_dtype is not None and any(one.is_partial() for one in given.placements):
+            if reduce_dtype is not None and any(
+                placement.is_partial() for placement in given.placements
+            ):
                 given = given.to(reduce_dtype)
             given = given.redistribute(placements=wanted)
         return _arrived(given._local_tensor).to(grad.dtype)

@@ -42,7 +42,7 @@ def _sharded_class(plain: type) -> type:
     if sharded is None:
         metaclass = type(plain)
         if metaclass is type:
-            metaclass = ABCMeta  # that of Joinable
+            metaclass = ABCMeta  # Joinable has it
         elif not issubclass(metaclass, ABCMeta):
             metaclass = type(f"ABC{metaclass.__name__}", (metaclass, ABCMeta), {})
         sharded = metaclass(f"FSDP{plain.__name__}", (FSDPModule, plain, OwnNames), {})
@@ -131,13 +131,14 @@ def fully_shard(
     classes = {root: _sharded_class(type(root)) for root in roots}
     managed = _managed_modules(roots)
     inner = [unit for root in roots for unit in units_in(root)]
-    names = {one: name for root in roots for name, one in root.named_modules()}
+    names = {module: name for root in roots for name, module in root.named_modules()}
     check_kinds(managed, roots, names)
     check_free(managed, inner, names)
     ignored = ignored_params or set()
     by_mesh = collect(managed, roots, ignored, shard_placement_fn, mp_policy, resolved)
     reshards = {
-        one: resolve_reshard(reshard_after_forward, one.shard_communicator.world) for one in by_mesh
+        mesh: resolve_reshard(reshard_after_forward, mesh.shard_communicator.world)
+        for mesh in by_mesh
     }
     units: list[FsdpUnit] = []
     for own_mesh, params in reversed(by_mesh.items()):
@@ -148,15 +149,17 @@ def fully_shard(
             own_mesh,
             mp_policy,
             reshards_among=among,
-            offload=choose(offload, [one.original for one in params if one.original is not None]),
+            offload=choose(
+                offload, [param.original for param in params if param.original is not None]
+            ),
             others=units if own_mesh is resolved else None,
         )
         made.reshard_after_forward = reshard
         units = [made, *units]
     unit = units[0]
-    for one in managed:  # torch.compile asks for these
-        one._is_fsdp_managed_module = True  # type: ignore[assignment]
-        one._fsdp_use_orig_params = True  # type: ignore[assignment]
+    for layer in managed:  # torch.compile asks for these
+        layer._is_fsdp_managed_module = True  # type: ignore[assignment]
+        layer._fsdp_use_orig_params = True  # type: ignore[assignment]
     for root in roots:
         root._trireme_unit = unit  # type: ignore[assignment]
         # Up to torch 2.14 pipelining asks torch's function for the state of a module.

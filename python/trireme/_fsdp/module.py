@@ -40,8 +40,8 @@ class UnshardHandle(TorchUnshardHandle):
         unit, self._unit = self._unit, None
         if unit is None or unit.uses != self._uses:
             return
-        for one in unit.all:
-            one.unshard()
+        for part in unit.all:
+            part.unshard()
 
 
 class _DoneReduction(_ReductionHandle):  # type: ignore[misc]

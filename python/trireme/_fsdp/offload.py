@@ -43,7 +43,8 @@ class Offload(OffloadPolicy):
     def __post_init__(self) -> None:
         fractions = (self.params, self.optimizer)
         are_numbers = all(
-            isinstance(one, (int, float)) and not isinstance(one, bool) for one in fractions
+            isinstance(fraction, (int, float)) and not isinstance(fraction, bool)
+            for fraction in fractions
         )
         if not are_numbers or not 0 <= self.params <= self.optimizer <= 1:
             refuse(
@@ -86,7 +87,7 @@ def choose(offload: Offload | None, params: Sequence[torch.Tensor]) -> UnitOfflo
     if offload is None:
         return None
     optimizers, everything, offload._owed = plan_offload(
-        [one.numel() * one.element_size() for one in params],
+        [param.numel() * param.element_size() for param in params],
         optimizer=offload.optimizer,
         params=offload.params,
         owed=offload._owed,

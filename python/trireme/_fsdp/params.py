@@ -42,14 +42,14 @@ class ShardedParameter:
     original: nn.Parameter | None  # until it is sharded
     places: list[tuple[nn.Module, str]]
     dim: int
-    sizes: list[int]  # of what is sharded: of a DTensor this rank's part
+    sizes: list[int]  # what is sharded has them: of a DTensor this rank's part
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     grad_dtype: torch.dtype | None = None  # if the user has chosen one
     specs: dict[torch.dtype, DTensorSpec] = field(default_factory=dict)
     sharded: nn.Parameter | None = None  # a DTensor
     unsharded: nn.Parameter | None = None  # what the core computes the gradient of
-    layout: ModelLayout | None = None  # of what was a DTensor before
+    layout: ModelLayout | None = None  # what was a DTensor before has one
     shown: nn.Parameter | None = None  # what the module shows for the unsharded one
 
     def spec(self) -> ShardedParamSpec:
@@ -196,23 +196,23 @@ def _cast(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
 def shard(group: ParamGroup, params: Sequence[ShardedParameter], mesh: FsdpMesh) -> None:
     """Writes this rank's shards of the original parameters, which are given up for DTensors."""
     locals_, wholes = group.sharded(), group.unsharded()
-    for index, one in enumerate(params):
-        original = one.original
+    for index, param in enumerate(params):
+        original = param.original
         assert original is not None
-        one.describe_on(mesh)
+        param.describe_on(mesh)
         local = locals_[index]
         given = local_of(original)
         if given.is_meta:
             local = torch.empty_like(local, device="meta")
         else:
             group.write_whole(index, given.detach())
-        sharded = nn.Parameter(one.as_dtensor(local), requires_grad=original.requires_grad)
+        sharded = nn.Parameter(param.as_dtensor(local), requires_grad=original.requires_grad)
         sharded.__dict__.update(original.__dict__)
-        one.become(sharded)
-        one.compute_with(wholes[index], requires_grad=original.requires_grad)
-        original._trireme_sharded = one.name  # type: ignore[attr-defined]
-        one.original = None
-        for module, name in one.places:
+        param.become(sharded)
+        param.compute_with(wholes[index], requires_grad=original.requires_grad)
+        original._trireme_sharded = param.name  # type: ignore[attr-defined]
+        param.original = None
+        for module, name in param.places:
             _put(module, name, sharded)
 
 
@@ -231,17 +231,17 @@ def copy_shards(
     is that of the deep copy: who meets a parameter later takes its copy."""
     copies = []
     wholes = group.unsharded()
-    for index, (one, shard_) in enumerate(zip(params, group.sharded(), strict=True)):
-        sharded = one.sharded
+    for index, (param, shard_) in enumerate(zip(params, group.sharded(), strict=True)):
+        sharded = param.sharded
         assert sharded is not None
         local = local_of(sharded)
         if local.is_meta:
             shard_ = local
         else:
             group.write_shard(index, local.detach())
-        made = replace(one, places=list(one.places))
+        made = replace(param, places=list(param.places))
         requires_grad = sharded.requires_grad
-        made.become(nn.Parameter(one.as_dtensor(shard_), requires_grad=requires_grad))
+        made.become(nn.Parameter(param.as_dtensor(shard_), requires_grad=requires_grad))
         made.compute_with(wholes[index], requires_grad=requires_grad)
         memo[id(sharded)] = made.sharded
         copies.append(made)
@@ -252,19 +252,19 @@ def note_casts(params: Sequence[ShardedParameter], policy: MixedPrecisionPolicy)
     """Takes over the dtypes to which sharded parameters, or their gradients, were cast; whether any
     was."""
     any_cast = False
-    for one in params:
-        module, name = one.places[0]
+    for param in params:
+        module, name = param.places[0]
         given = module._parameters[name]
-        dtype, spec = next(iter(one.specs.items()))
+        dtype, spec = next(iter(param.specs.items()))
         if not isinstance(given, DTensor):
             continue
-        grad_dtype = chosen_grad_dtype(one.name, given) or one.grad_dtype
-        if given.dtype == dtype and grad_dtype == one.grad_dtype:
+        grad_dtype = chosen_grad_dtype(param.name, given) or param.grad_dtype
+        if given.dtype == dtype and grad_dtype == param.grad_dtype:
             continue
-        one.specs = {given.dtype: _cast(spec, given.dtype)}
-        one.sharded = given
-        _set_dtypes(one, policy)
-        one.become(given)
+        param.specs = {given.dtype: _cast(spec, given.dtype)}
+        param.sharded = given
+        _set_dtypes(param, policy)
+        param.become(given)
         any_cast = True
     return any_cast
 
@@ -278,19 +278,19 @@ def adopt(
     Raises:
         ValueError: it does not fit.
     """
-    for index, one in enumerate(params):
-        module, name = one.places[0]
+    for index, param in enumerate(params):
+        module, name = param.places[0]
         given = module._parameters[name]
-        if given is None or given is one.shown:
+        if given is None or given is param.shown:
             continue
-        sharded = _checked(one, given)
-        for other, other_name in one.places[1:]:
+        sharded = _checked(param, given)
+        for other, other_name in param.places[1:]:
             _put(other, other_name, sharded)
         local = sharded._local_tensor  # type: ignore[attr-defined]
         shard_ = shards[index]
         if local.is_meta:
             refuse(
-                f"got parameter '{one.name}' on the meta device at its first use",
+                f"got parameter '{param.name}' on the meta device at its first use",
                 "Call model.to_empty(device='cpu') and initialise the parameters.",
                 kind=RuntimeError,
             )
@@ -299,7 +299,7 @@ def adopt(
             group.return_to_store(index)
             group.write_shard(index, values)
         sharded._local_tensor = shard_  # type: ignore[attr-defined]
-        one.become(sharded)
+        param.become(sharded)
 
 
 def _checked(one: ShardedParameter, given: nn.Parameter) -> nn.Parameter:

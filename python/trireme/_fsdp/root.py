@@ -38,34 +38,34 @@ class FsdpRoot:
         module = unit.modules[0]
         units = units_in(module)
         _check(units, unit)
-        for one in units:
-            one.follow_casts()
+        for inner in units:
+            inner.follow_casts()
         self.units = units
-        self.offloads = any(one.offload is not None for one in units)
+        self.offloads = any(unit.offload is not None for unit in units)
         self.finalizes_manually = False
         self.gathers_dynamically = False
         self.divides_by_active_ranks = False
-        prefixes = {one: name for name, one in module.named_modules()}
+        prefixes = {inner: name for name, inner in module.named_modules()}
         self.params: list[ShardedParameter] = []
-        for one in units:
-            for param in one.params:
+        for inner in units:
+            for param in inner.params:
                 owner, name = param.places[0]
                 param.name = f"{prefixes[owner]}.{name}".removeprefix(".")
                 self.params.append(param)
-            if one.group is not None:  # what errors call it
-                ends = dict.fromkeys((one.params[0].name, one.params[-1].name))
-                one.group.label = " .. ".join(ends)
+            if inner.group is not None:  # what errors call it
+                ends = dict.fromkeys((inner.params[0].name, inner.params[-1].name))
+                inner.group.label = " .. ".join(ends)
         self.meshes = [unit.mesh]
-        self.mesh_of = {one: self._place_of(one.mesh) for one in units if one.group is not None}
+        self.mesh_of = {unit: self._place_of(unit.mesh) for unit in units if unit.group is not None}
         self.scatters_with = [
             customizable(mesh.shard_communicator if mesh.gathers else None) for mesh in self.meshes
         ]
-        self.gathers = any(one.mesh.gathers for one in self.mesh_of)
+        self.gathers = any(unit.mesh.gathers for unit in self.mesh_of)
         self.core: Fsdp | None = None
         if self.mesh_of:
             agrees = self.gathers and len(self.meshes) > 1
             self.core = Fsdp(
-                groups=[one.group for one in self.mesh_of if one.group is not None],
+                groups=[unit.group for unit in self.mesh_of if unit.group is not None],
                 names=[param.name for param in self.params],
                 ranks=[
                     FsdpRanks(mesh.communicator, mesh.replicate_communicator, scatters_with)
@@ -81,11 +81,11 @@ class FsdpRoot:
                     root.deliver(indices, parts)
 
             self.core.hand_out_gradients(deliver)
-        for one in unit.all:
-            one.is_root = True
-        for one in units:
-            one.root = self
-            one.settle_reshard()
+        for part in unit.all:
+            part.is_root = True
+        for inner in units:
+            inner.root = self
+            inner.settle_reshard()
         self._layer_watch = LayerWatch(module, by_identity=False)
         self._plain = list(_plain_parameters(module).values())
         self.follow_gathers()
@@ -149,7 +149,7 @@ class FsdpRoot:
         if self.core is not None and self.comms_changed:
             for place, scatters_with in enumerate(self.scatters_with):
                 use_reduce_scatter(
-                    scatters_with, [unit for unit, one in self.mesh_of.items() if one == place]
+                    scatters_with, [unit for unit, its in self.mesh_of.items() if its == place]
                 )
             groups = group_of_memory(self.units)
             if not self.core.allocate_from(groups) and groups is not None:
@@ -173,8 +173,8 @@ class FsdpRoot:
                 if unit.group is not None:
                     groups = [
                         of_mesh.group
-                        for one in ahead
-                        for of_mesh in one.all
+                        for later in ahead
+                        for of_mesh in later.all
                         if of_mesh.group is not None
                     ]
                     getattr(self.core, setter)(unit.group, groups)
@@ -190,7 +190,7 @@ def _reads_at_once(param: ShardedParameter) -> bool:
 
 def units_in(module: nn.Module) -> list[FsdpUnit]:
     """The units of ``module`` and in it, outer ones first."""
-    found = (getattr(one, "_trireme_unit", None) for one in module.modules())
+    found = (getattr(inner, "_trireme_unit", None) for inner in module.modules())
     firsts = dict.fromkeys(unit for unit in found if unit is not None)
     return [unit for first in firsts for unit in first.all]
 
@@ -212,8 +212,8 @@ def _plain_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     places = {
         (id(owner), name)
         for unit in units_in(module)
-        for one in unit.params
-        for owner, name in one.places
+        for param in unit.params
+        for owner, name in param.places
     }
     return {
         f"{prefix}.{name}".removeprefix("."): param

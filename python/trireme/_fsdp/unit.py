@@ -62,15 +62,15 @@ class FsdpUnit:
         self.root: FsdpRoot | None = None
         self.is_root = False
         self.others = tuple(others or ())
-        self.gathers = any(one.mesh.gathers for one in self.all)  # any of its modules' parameters
+        self.gathers = any(part.mesh.gathers for part in self.all)  # any of its modules' parameters
         self.all_reduce_hook: Callable[[torch.Tensor], None] | None = None
         self.all_gather: Any = None  # torch's AllGather and ReduceScatter, if the user has set them
         self.reduce_scatter: Any = None
         self.allocates_from_group = False
         self.post_optim_event: torch.Event | None = None
         self.reshard_after_forward: bool | None = None  # None: if it is not the root
-        self.ahead: dict[str, list[FsdpUnit]] = {}  # by the core's method that is told of it
-        self.gathers_dynamically = False  # of the root
+        self.ahead: dict[str, list[FsdpUnit]] = {}  # goes by the core's method that is told of it
+        self.gathers_dynamically = False  # is asked of the root
         self._is_entered = False
         self.uses = 0  # how often it was entered, or resharded
         self._comm_ctx = object()
@@ -89,7 +89,7 @@ class FsdpUnit:
             self._register_hooks()
         self._state_hooks = StateHooks()
         self._state_hooks.follow(self)
-        for module in {module for one in params for module, _ in one.places}:
+        for module in {module for param in params for module, _ in param.places}:
             self._state_hooks.register(module)
 
     @property
@@ -99,7 +99,7 @@ class FsdpUnit:
 
     def _make_group(self) -> ParamGroup:
         group = ParamGroup(
-            specs=[one.spec() for one in self.params],
+            specs=[param.spec() for param in self.params],
             communicator=self.mesh.shard_communicator,
             gathers_with=customizable(self.mesh.gather_communicator),
             device=self.mesh.device,
@@ -114,15 +114,15 @@ class FsdpUnit:
         assert self.group is not None
         places = [
             (module, name, index)
-            for index, one in enumerate(self.params)
-            for module, name in one.places
+            for index, param in enumerate(self.params)
+            for module, name in param.places
         ]
-        sharded = [one.sharded for one in self.params]
-        leaves = [one.unsharded for one in self.params if one.unsharded is not None]
-        self.group.set_places(places, sharded, leaves, [one.shown for one in self.params])
-        for one in self.params:
-            assert one.sharded is not None
-            note_unit(one.sharded, self)
+        sharded = [param.sharded for param in self.params]
+        leaves = [param.unsharded for param in self.params if param.unsharded is not None]
+        self.group.set_places(places, sharded, leaves, [param.shown for param in self.params])
+        for param in self.params:
+            assert param.sharded is not None
+            note_unit(param.sharded, self)
 
     def _register_hooks(self) -> None:
         for module in self.modules:
@@ -138,8 +138,8 @@ class FsdpUnit:
         made._state_hooks = copy.deepcopy(self._state_hooks, memo)
         made._state_hooks.follow(made)
         made.root, made.is_root = None, False
-        made.others = tuple(copy.deepcopy(one, memo) for one in self.others)
-        made.ahead = {}  # of other units than the copies of these
+        made.others = tuple(copy.deepcopy(other, memo) for other in self.others)
+        made.ahead = {}  # it named other units than the copies of these
         made._comm_ctx = object()
         if self.group is not None:
             made.group = self._another_group(self.group)
@@ -147,8 +147,8 @@ class FsdpUnit:
             made.shards = made.group.sharded()
             made.params = copy_shards(made.group, self.params, memo)
         made.modules = tuple(copy.deepcopy(module, memo) for module in self.modules)
-        for one in made.params:
-            one.places = [(copy.deepcopy(module, memo), name) for module, name in one.places]
+        for param in made.params:
+            param.places = [(copy.deepcopy(module, memo), name) for module, name in param.places]
         if made.group is not None:
             made._place()
         return made
@@ -171,9 +171,9 @@ class FsdpUnit:
             return
         self.group = self._another_group(self.group)
         self.shards = self.group.sharded()
-        for one, whole in zip(self.params, self.group.unsharded(), strict=True):
-            assert one.sharded is not None
-            one.compute_with(whole, requires_grad=one.sharded.requires_grad)
+        for param, whole in zip(self.params, self.group.unsharded(), strict=True):
+            assert param.sharded is not None
+            param.compute_with(whole, requires_grad=param.sharded.requires_grad)
         self._place()  # settle() brings the values
 
     # around forward; torch.compiler.disable would import the compiler along with us
@@ -194,8 +194,8 @@ class FsdpUnit:
             if root.core.is_writing:
                 root.settle()
             inputs = self._inputs_of(args, kwargs)
-            for one in self.all:
-                root.core.pre_forward(one.group, self.is_root and one is self, inputs)
+            for part in self.all:
+                root.core.pre_forward(part.group, self.is_root and part is self, inputs)
         if self._cast_inputs is not None:
             return self._cast_inputs(args), self._cast_inputs(kwargs)
         return args, kwargs
@@ -216,9 +216,9 @@ class FsdpUnit:
         core = self.own_root().core
         if core is not None:
             tensors, all_found = find_tensors(output)
-            for one in reversed(self.all):
-                is_root = self.is_root and one is self
-                core.post_forward(one.group, is_root, tensors, all_found)
+            for part in reversed(self.all):
+                is_root = self.is_root and part is self
+                core.post_forward(part.group, is_root, tensors, all_found)
         self._is_entered = False
         return output if self._cast_outputs is None else self._cast_outputs(output)
 
@@ -232,9 +232,9 @@ class FsdpUnit:
         core = self.own_root().core
         if core is None or error is None:
             return
-        for one in reversed(self.all):
-            is_root = self.is_root and one is self
-            core.abandon_forward(one.group, is_root, f"{type(error).__name__}: {error}")
+        for part in reversed(self.all):
+            is_root = self.is_root and part is self
+            core.abandon_forward(part.group, is_root, f"{type(error).__name__}: {error}")
 
     def held_backwards(self) -> HeldBackwards:
         """Says to a pipeline how to hold back its averaging."""
@@ -338,7 +338,7 @@ class FsdpUnit:
 
 def _cut_dims(param: Any) -> list[int]:
     """Of its mesh, those along which it is cut."""
-    return [dim for dim, one in enumerate(param.placements) if is_cut(one)]
+    return [dim for dim, placement in enumerate(param.placements) if is_cut(placement)]
 
 
 def _caster(dtype: torch.dtype | None) -> Any:

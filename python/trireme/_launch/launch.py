@@ -188,7 +188,7 @@ def _end_run(error: BaseException | None) -> None:
     if dist.is_initialized() and _default_group() is run.group:
         if failing:
             _C.leave_all_groups(f"{type(error).__name__}: {error}")
-            run.group.abort()  # or NCCL would wait for peers that do not come
+            run.group.abort()  # else NCCL waits for peers that do not come
         dist.destroy_process_group()
     if run.rendezvous is None:
         return

@@ -20,7 +20,7 @@ def register() -> None:
 
 def _create(options: Any, backend_options: Any) -> Any:
     say_farewell_at_the_end()
-    partition = getattr(backend_options, "host_partition", "")  # of tests
+    partition = getattr(backend_options, "host_partition", "")  # tests set it
     return _C.make_shm_backend(
         options.store,
         options.group_rank,

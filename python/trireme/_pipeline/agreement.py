@@ -32,7 +32,7 @@ def agree(
         try:
             raise error
         finally:
-            del error  # which holds this frame
+            del error  # it holds this frame
     if texts is None:
         return any_flag
 

@@ -44,8 +44,8 @@ def balance_by_time(
     seconds = [0.0] * len(module)
     with _in_training(module):
         while True:
-            for number, one in enumerate(measure_layers(module, sample)):
-                seconds[number] += one.seconds
+            for number, costs in enumerate(measure_layers(module, sample)):
+                seconds[number] += costs.seconds
             if time.monotonic() - begin >= timeout:
                 return balance_cost(seconds, partitions)
 
@@ -77,23 +77,23 @@ def balance_by_size(
     with _in_training(module):
         measured = measure_layers(module, sample)
     costs = []
-    for layer, one in zip(module, measured, strict=True):
+    for layer, costs_of_it in zip(module, measured, strict=True):
         weight = sum(p.numel() * p.element_size() for p in layer.parameters())
-        costs.append(one.activation_bytes + param_scale * weight)
+        costs.append(costs_of_it.activation_bytes + param_scale * weight)
     return balance_cost(costs, partitions)
 
 
 @contextmanager
 def _in_training(module: nn.Module) -> Iterator[None]:
-    if any(one.grad is not None for one in module.parameters()):
+    if any(parameter.grad is not None for parameter in module.parameters()):
         refuse("got a module of which some parameter already has gradient", "Call zero_grad().")
-    modes = [(one, one.training) for one in module.modules()]
+    modes = [(inner, inner.training) for inner in module.modules()]
     module.train()
     try:
         yield
     finally:
-        for one, mode in modes:
-            one.training = mode
+        for inner, mode in modes:
+            inner.training = mode
 
 
 def _on(
@@ -103,7 +103,7 @@ def _on(
         return module, sample
     where = torch.device(device)
     held = [*module.parameters(), *module.buffers(), *tensors_in(sample)]
-    if all(one.device.type == where.type for one in held):
+    if all(tensor.device.type == where.type for tensor in held):
         return module, sample
 
     def move(one: Tensor) -> Tensor:

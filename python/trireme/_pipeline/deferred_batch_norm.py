@@ -74,7 +74,7 @@ class DeferredBatchNorm(_BatchNorm):
         self._forwards = 0
         self._count = 0
         self._mean: Tensor | None = None
-        self._squares: Tensor | None = None  # of differences from the mean
+        self._squares: Tensor | None = None  # sums differences from the mean, squared
 
     def begin_batch(self) -> None:
         """Begins a batch that ends with :meth:`end_batch`, however many forwards it has."""
@@ -182,15 +182,15 @@ def convert_deferred_batch_norm(module: nn.Module, chunks: int = 1) -> nn.Module
 
 def refuse_batch_norms(module: nn.Module, name: str = "") -> None:
     """Refuses what :func:`convert_deferred_batch_norm` cannot replace."""
-    for inner, one in module.named_modules(prefix=name):
-        if not isinstance(one, _BatchNorm) or isinstance(one, DeferredBatchNorm):
+    for inner, layer in module.named_modules(prefix=name):
+        if not isinstance(layer, _BatchNorm) or isinstance(layer, DeferredBatchNorm):
             continue
-        got = f"got a {type(one).__name__} as '{inner}' to be deferred"
-        if isinstance(one, nn.SyncBatchNorm):
+        got = f"got a {type(layer).__name__} as '{inner}' to be deferred"
+        if isinstance(layer, nn.SyncBatchNorm):
             refuse(f"{got}, expected BatchNorm1d, 2d or 3d", "Replace it, or do not defer.")
-        if isinstance(one, LazyModuleMixin):
+        if isinstance(layer, LazyModuleMixin):
             refuse(f"{got}, expected it to know its features", "Run one forward before.")
-        if type(one).forward is not _BatchNorm.forward:
+        if type(layer).forward is not _BatchNorm.forward:
             refuse(f"{got}, expected the forward of BatchNorm", "Replace it, or do not defer.")
 
 
@@ -228,7 +228,7 @@ def defer(
     if chunks is not None:  # together: a layer that several of them have stays one layer
         convert_deferred_batch_norm(kept, chunks)
         layers.update(zip(names, kept, strict=True))
-    return [one for one in kept.modules() if isinstance(one, DeferredBatchNorm)]
+    return [module for module in kept.modules() if isinstance(module, DeferredBatchNorm)]
 
 
 @contextmanager

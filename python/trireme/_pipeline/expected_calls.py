@@ -22,7 +22,7 @@ class ExpectedCalls:
         loss: Callable[..., Any] | None,
         group: dist.ProcessGroup | None,
     ) -> None:
-        self._keywords = {keyword for one in layers for keyword in keywords_of(one)}
+        self._keywords = {keyword for layer in layers for keyword in keywords_of(layer)}
         self._first = _signature(layers[0])
         self.input_names = _positional_names(self._first)
         self._loss = loss
@@ -37,7 +37,9 @@ class ExpectedCalls:
             got = f"got '{unknown[0]}', expected keywords that the forward of some layer names"
             refuse(got, "Name it there, or leave it out.", self._group, kind=TypeError)
         if self._first is not None:
-            of_first = {key: one for key, one in kwargs.items() if key in self._first.parameters}
+            of_first = {
+                key: value for key, value in kwargs.items() if key in self._first.parameters
+            }
             if target is not None and "target" in self._first.parameters:
                 of_first["target"] = target
             try:
@@ -69,7 +71,7 @@ def _positional_names(signature: inspect.Signature | None) -> list[str]:
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     if signature is None:
         return []
-    return [name for name, one in signature.parameters.items() if one.kind in kinds]
+    return [name for name, parameter in signature.parameters.items() if parameter.kind in kinds]
 
 
 def _signature(called: Any) -> inspect.Signature | None:

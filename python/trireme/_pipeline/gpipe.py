@@ -82,7 +82,9 @@ class GPipe(nn.Module):
         layers = list(module._modules.items())
         self.partitions = nn.ModuleList()
         for count in self.balance:
-            named = OrderedDict((name, one) for name, one in layers[:count] if one is not None)
+            named = OrderedDict(
+                (name, layer) for name, layer in layers[:count] if layer is not None
+            )
             self.partitions.append(nn.Sequential(named))
             layers = layers[count:]
         for partition, device in zip(self.partitions, self.devices, strict=True):
@@ -109,7 +111,7 @@ class GPipe(nn.Module):
         return pipe
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: one for name, one in self.__dict__.items() if name != "_pipeline"}
+        return {name: value for name, value in self.__dict__.items() if name != "_pipeline"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
@@ -171,7 +173,7 @@ def _check_balance(layers: int, balance: list[int]) -> None:
             "module and sum of balance have different length "
             f"(module: {layers}, sum of balance: {sum(balance)}){_ADVICE}"
         )
-    if any(one <= 0 for one in balance):
+    if any(count <= 0 for count in balance):
         raise ValueError(
             f"all balance numbers must be positive integer (balance: {balance}){_ADVICE}"
         )
@@ -182,7 +184,7 @@ def _devices_for(partitions: int, devices: Iterable[Device] | None) -> list[torc
         devices = ["cpu"] * partitions
     elif devices is None:
         devices = range(torch.cuda.device_count())
-    found = [torch.device(one) for one in devices]
+    found = [torch.device(device) for device in devices]
     if partitions > len(found):
         raise IndexError(
             "too few devices to hold given partitions "
@@ -198,6 +200,6 @@ def _deny_moving() -> NoReturn:
 
 
 def _check_tensors(value: object) -> None:
-    for one in value if isinstance(value, tuple) else (value,):
-        if not isinstance(one, Tensor):
-            raise TypeError(f"expected Tensor, but got {type(one).__name__}")
+    for item in value if isinstance(value, tuple) else (value,):
+        if not isinstance(item, Tensor):
+            raise TypeError(f"expected Tensor, but got {type(item).__name__}")

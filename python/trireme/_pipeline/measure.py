@@ -70,7 +70,7 @@ def measure_layers(
         got = f"got a {type(module).__name__}, expected a torch.nn.Sequential"
         refuse(got, "Pass its layers as one.", kind=TypeError)
     measured: list[MeasuredLayer] = []
-    kept = {_key(one) for one in [*module.parameters(), *module.buffers()]}
+    kept = {_key(parameter) for parameter in [*module.parameters(), *module.buffers()]}
     weighed: set[int] = set()
     with ExitStack() as stack:
         stack.enter_context(_left_as_it_was(module))
@@ -93,11 +93,11 @@ def measure_layers(
             measured.append(
                 MeasuredLayer(
                     name=name,
-                    forward_seconds=median(one[0] for one in timed),
-                    backward_seconds=median(one[1] for one in timed),
+                    forward_seconds=median(times[0] for times in timed),
+                    backward_seconds=median(times[1] for times in timed),
                     parameter_bytes=weight,
                     activation_bytes=saving.bytes,
-                    input_bytes=sum(one.nbytes for one in tensors_in(value)),
+                    input_bytes=sum(tensor.nbytes for tensor in tensors_in(value)),
                 )
             )
             value = map_tensors(timed[-1][2], Tensor.detach)
@@ -137,13 +137,15 @@ def _run(layer: nn.Module, value: Any, is_inner: bool) -> tuple[float, float, An
     leaves = map_tensors(value, as_input)
     # A layer may work in place, which a leaf would not take.
     inputs = map_tensors(leaves, lambda one: one.clone() if one.requires_grad else one)
-    device = next((one.device for one in layer.parameters()), torch.device("cpu"))
+    device = next((parameter.device for parameter in layer.parameters()), torch.device("cpu"))
     begin = _now(device)
     output = layer(inputs)
     middle = _now(device)
-    roots = [one for one in find_tensors(output)[0] if one.requires_grad]
-    wanted = [one for one in [*tensors_in(leaves), *layer.parameters()] if one.requires_grad]
-    ones = [torch.ones_like(one) for one in roots]
+    roots = [tensor for tensor in find_tensors(output)[0] if tensor.requires_grad]
+    wanted = [
+        tensor for tensor in [*tensors_in(leaves), *layer.parameters()] if tensor.requires_grad
+    ]
+    ones = [torch.ones_like(root) for root in roots]
     before = _now(device)
     if roots and wanted:
         torch.autograd.grad(roots, wanted, ones, allow_unused=True)
@@ -164,7 +166,11 @@ def _left_as_it_was(module: nn.Module) -> Iterator[None]:
         for name, buffer in holder._buffers.items()
         if buffer is not None
     ]
-    devices = {one.device for one in module.parameters() if one.device.type not in ("cpu", "meta")}
+    devices = {
+        parameter.device
+        for parameter in module.parameters()
+        if parameter.device.type not in ("cpu", "meta")
+    }
     kinds = {device.type for device in devices}
     numbers = sorted({device.index for device in devices})
     forked = {"device_type": kinds.pop()} if kinds else {}

@@ -21,18 +21,18 @@ def map_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)._make(map_tensors(one, change) for one in value)  # type: ignore[attr-defined]
+        return type(value)._make(map_tensors(item, change) for item in value)  # type: ignore[attr-defined]
     if type(value) in (tuple, list):
-        return type(value)(map_tensors(one, change) for one in value)
+        return type(value)(map_tensors(item, change) for item in value)
     if isinstance(value, dict):
         changed = copy.copy(value)  # keeps a subclass, and what its default is
-        for key, one in value.items():
-            changed[key] = map_tensors(one, change)
+        for key, item in value.items():
+            changed[key] = map_tensors(item, change)
         return changed
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         made = copy.copy(value)
-        for one in dataclasses.fields(value):
-            object.__setattr__(made, one.name, map_tensors(getattr(value, one.name), change))
+        for field in dataclasses.fields(value):
+            object.__setattr__(made, field.name, map_tensors(getattr(value, field.name), change))
         return made
     return value
 
@@ -110,33 +110,34 @@ def merge(outputs: Sequence[Any], dim: int, where: str = "the output") -> Any:
     first = outputs[0]
     if len(outputs) == 1:
         return first
-    if any(type(one) is not type(first) for one in outputs):
-        names = ", ".join(sorted({type(one).__name__ for one in outputs}))
+    if any(type(output) is not type(first) for output in outputs):
+        names = ", ".join(sorted({type(output).__name__ for output in outputs}))
         _refuse_merge(where, f"types {names}")
     if isinstance(first, Tensor):
         return _merge_tensors(outputs, dim, where)
     if isinstance(first, tuple | list):
-        if any(len(one) != len(first) for one in outputs):
-            _refuse_merge(where, f"lengths {sorted({len(one) for one in outputs})}")
+        if any(len(output) != len(first) for output in outputs):
+            _refuse_merge(where, f"lengths {sorted({len(output) for output in outputs})}")
         merged = [
-            merge([one[i] for one in outputs], dim, f"{where}[{i}]") for i in range(len(first))
+            merge([output[i] for output in outputs], dim, f"{where}[{i}]")
+            for i in range(len(first))
         ]
         make: Any = type(first)
         return make._make(merged) if hasattr(first, "_fields") else make(merged)
     if isinstance(first, dict):
-        if any(one.keys() != first.keys() for one in outputs):
+        if any(output.keys() != first.keys() for output in outputs):
             _refuse_merge(where, "keys")
         changed = copy.copy(first)
         for key in first:
-            changed[key] = merge([one[key] for one in outputs], dim, f"{where}[{key!r}]")
+            changed[key] = merge([output[key] for output in outputs], dim, f"{where}[{key!r}]")
         return changed
     if dataclasses.is_dataclass(first):
         made = copy.copy(first)
         for field in dataclasses.fields(first):
-            parts = [getattr(one, field.name) for one in outputs]
+            parts = [getattr(output, field.name) for output in outputs]
             object.__setattr__(made, field.name, merge(parts, dim, f"{where}.{field.name}"))
         return made
-    if any(one != first and not (one != one and first != first) for one in outputs):
+    if any(output != first and not (output != output and first != first) for output in outputs):
         _refuse_merge(where, f"values {first!r} and others")
     return first
 
@@ -145,12 +146,12 @@ def _merge_tensors(outputs: Sequence[Tensor], dim: int, where: str) -> Tensor:
     first = outputs[0]
     if first.dim() == 0:
         _refuse_merge(where, "0 dims, which cannot be put side by side")
-    if any(one.dtype != first.dtype or one.device != first.device for one in outputs):
+    if any(output.dtype != first.dtype or output.device != first.device for output in outputs):
         _refuse_merge(where, "dtypes or devices")
     try:
         return torch.cat(list(outputs), dim)
     except (RuntimeError, IndexError):
-        _refuse_merge(where, f"sizes {sorted({tuple(one.shape) for one in outputs})}")
+        _refuse_merge(where, f"sizes {sorted({tuple(output.shape) for output in outputs})}")
         raise
 
 

@@ -22,7 +22,7 @@ def cut_for_pass(
     parts = {"the input": given, **keywords}
     count = max(1, min(chunks, BatchCut(parts, 1, dim).rows))
     cut = BatchCut(parts, count, dim)
-    return count, cut.cut(given), {name: cut.cut(one) for name, one in keywords.items()}
+    return count, cut.cut(given), {name: cut.cut(keyword) for name, keyword in keywords.items()}
 
 
 def run_pass(

@@ -263,7 +263,7 @@ class Pipeline(ScalesLosses, nn.Module):
             said["layers"] = list(layers)
             said["schedule"] = self._schedule.to_csv()
             self._skips = skips_between(layers)
-            said["skips"] = [list(one) for one in self._skips]
+            said["skips"] = [list(skip) for skip in self._skips]
         except Exception as raised:
             error = raised
         agree(self._communicator, said, error, "a pipeline")
@@ -358,10 +358,8 @@ class Pipeline(ScalesLosses, nn.Module):
         return dict(self._names_in_whole)
 
     @property
-    def process_group(self) -> dist.ProcessGroup:
-        """The ranks that have stages, in all copies."""
-        if self._all is None:
-            refuse("got a pipeline in one process, which has no process group", "Use ranks=True.")
+    def process_group(self) -> dist.ProcessGroup | None:
+        """The ranks that have stages, in all copies; None for a pipeline in one process."""
         return self._all
 
     def last_step(self) -> dict[str, Any]:
@@ -425,7 +423,7 @@ class Pipeline(ScalesLosses, nn.Module):
         try:
             self._look_at_parameters()
             self._expected.check(name, inputs, target, kwargs)
-            parts = {f"input {number}": one for number, one in enumerate(inputs)}
+            parts = {f"input {number}": value for number, value in enumerate(inputs)}
             cut = BatchCut({**parts, **kwargs, "the target": target}, self._chunks, self._dim)
             rows = cut.rows
             given = self._dealt(cut, inputs, target, kwargs)
@@ -440,7 +438,7 @@ class Pipeline(ScalesLosses, nn.Module):
         )
         for call in self._calls:
             call.batch, call.failure = given, None
-        return [tensors_in(one) for one in given.inputs]
+        return [tensors_in(value) for value in given.inputs]
 
     def _dealt(
         self, cut: BatchCut, inputs: tuple[Any, ...], target: Any, kwargs: dict[str, Any]
@@ -448,13 +446,13 @@ class Pipeline(ScalesLosses, nn.Module):
         numbers = {call.stage.number for call in self._calls}
         given = MicroBatches()
         if 0 in numbers:
-            given.inputs = list(zip(*(cut.cut(one) for one in inputs), strict=True))
+            given.inputs = list(zip(*(cut.cut(value) for value in inputs), strict=True))
         asked = {name for call in self._calls for name in call.keywords}
         given.names = self._expected.input_names[: len(inputs)]
         whole = {**dict(zip(given.names, inputs, strict=False)), **kwargs}
         if target is not None:
             whole["target"] = target
-        given.keywords = {name: cut.cut(one) for name, one in whole.items() if name in asked}
+        given.keywords = {name: cut.cut(value) for name, value in whole.items() if name in asked}
         if self._schedule.stages - 1 in numbers and target is not None:
             given.targets = cut.cut(target)
         return given

@@ -61,7 +61,7 @@ def _places(
     if isinstance(placement, str) or not isinstance(module, nn.Sequential):
         got = f"got a {type(module).__name__} and {placement!r} as placement"
         refuse(got, "Give a list to a Sequential, or a dict of names.", kind=TypeError)
-    devices = [torch.device(one) for one in placement]
+    devices = [torch.device(device) for device in placement]
     counts = partition([1.0] * len(module), len(devices))
     dealt = [device for device, count in zip(devices, counts, strict=True) for _ in range(count)]
     found: dict[nn.Module, torch.device] = {}

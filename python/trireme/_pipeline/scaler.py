@@ -38,7 +38,7 @@ class LossScale:
         params = [param for group in optimizer.param_groups for param in group["params"]]
         if params and not any(map(self._is_own, params)):
             return found
-        own = any(bool(one.item()) for one in found.values())
+        own = any(bool(is_inf.item()) for is_inf in found.values())
         on_any = on_any_rank(own, self._communicator)
         told = torch.full((), float(on_any), device=found_inf.device)
         return {found_inf.device: told}

@@ -157,7 +157,7 @@ class PipelineSchedule:
             got = "found no matplotlib, which draws the picture"
             refuse(got, "Install it, or print the schedule.", kind=ModuleNotFoundError)
         timed = self._core.timeline(_costs_of(forward, input, weight, message))
-        end = max(one[3] for one in timed)
+        end = max(action[3] for action in timed)
         picture = figure.Figure(figsize=(min(4 + end / 3, 40), 1 + self.ranks / 2))
         axes = picture.subplots()
         for rank, action, begin, until in timed:

@@ -105,7 +105,9 @@ def skippable(
             torchgpipe.
     """
     declared = _Declared(_names("stash", stash), _names("pop", pop))
-    steps = [("stash", one) for one in declared.stashes] + [("pop", one) for one in declared.pops]
+    steps = [("stash", stash) for stash in declared.stashes] + [
+        ("pop", pop) for pop in declared.pops
+    ]
 
     def decorate(cls: type[_Module]) -> type[_Module]:
         if not (isinstance(cls, type) and issubclass(cls, nn.Module)):

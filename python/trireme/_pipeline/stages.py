@@ -88,7 +88,7 @@ def deal_out(
     if balance is None:
         return partition([1.0] * count, stages)
     dealt = list(balance)
-    if any(isinstance(one, bool) or not isinstance(one, int) or one < 1 for one in dealt):
+    if any(isinstance(count, bool) or not isinstance(count, int) or count < 1 for count in dealt):
         refuse(f"got balance={dealt}, expected whole numbers from 1 on", "Correct it.")
     if len(dealt) != stages:
         got = f"got a balance for {len(dealt)} stages, expected {stages} as the schedule has"
@@ -101,7 +101,7 @@ def deal_out(
 
 def _costs(module: nn.Sequential, balance: str, sample: Any) -> list[float]:
     measured = measure_layers(module, sample)
-    return [one.seconds if balance == "time" else float(one.bytes) for one in measured]
+    return [costs.seconds if balance == "time" else float(costs.bytes) for costs in measured]
 
 
 def _costs_on_rank_0(
@@ -111,12 +111,12 @@ def _costs_on_rank_0(
     error, costs = None, ""
     if communicator.rank == 0:
         try:
-            costs = " ".join(one.hex() for one in _costs(module, balance, sample))
+            costs = " ".join(cost.hex() for cost in _costs(module, balance, sample))
         except Exception as raised:
             error = raised
     agree(communicator, {}, error, "layers")
     texts = _C.gather_texts(costs, communicator, torch.device("cpu"))
-    return [float.fromhex(one) for one in texts[0].split()]
+    return [float.fromhex(part) for part in texts[0].split()]
 
 
 def tied_between(
@@ -192,7 +192,7 @@ def keywords_of(layer: nn.Module) -> frozenset[str]:
     except ValueError:  # there is no input, or nothing can be known
         return frozenset()
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return frozenset(one.name for one in others if one.kind in named)
+    return frozenset(other.name for other in others if other.kind in named)
 
 
 Named = tuple[list[str], list[Tensor]]
@@ -257,7 +257,7 @@ class StageCalls:
         self.stage = stage
         self.layers = layers
         self._device = device  # where it computes, if what it gets is to be moved there
-        self._devices = {str(one.device) for one in self._parameters()}
+        self._devices = {str(parameter.device) for parameter in self._parameters()}
         self._keywords = [keywords_of(layer) for layer in layers]
         self.keywords = frozenset[str]().union(*self._keywords)
         self._loss = loss
@@ -343,10 +343,10 @@ class StageCalls:
             return
         given = self.batch.keywords
         versions = [
-            one._version
+            tensor._version
             for name in sorted(self.keywords & given.keys())
-            for one in tensors_in(given[name][micro_batch])
-            if not one.is_inference()
+            for tensor in tensors_in(given[name][micro_batch])
+            if not tensor.is_inference()
         ]
         if _C.is_checkpointing():
             self._versions[micro_batch] = versions

@@ -52,12 +52,14 @@ class Strategies:
             module.require_forward_param_sync = bool(before)
 
         self.held.append(HeldBackwards(hold, prepare, finish))
-        self.parameters.update(id(one) for one in module.parameters() if one.requires_grad)
+        self.parameters.update(
+            id(parameter) for parameter in module.parameters() if parameter.requires_grad
+        )
 
     def _hold_sharded(self, module: FSDPModule, units: set[int]) -> None:
         assert isinstance(module, nn.Module)
         parameters = list(module.parameters())
-        if module not in self._inside and not any(unit_of(one) for one in parameters):
+        if module not in self._inside and not any(unit_of(parameter) for parameter in parameters):
             self._inside.update(module.modules())
             self._hold_torchs_units(module)
         for unit in filter(None, map(unit_of, parameters)):

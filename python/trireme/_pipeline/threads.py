@@ -21,15 +21,17 @@ from trireme._pipeline.stages import Balance, Stage
 def checked_devices(devices: Sequence[torch.device | str | int]) -> list[torch.device]:
     """Returns the devices of rows, each with its number."""
     found = []
-    for one in map(torch.device, devices):
-        if one.type == "meta":
+    for device in map(torch.device, devices):
+        if device.type == "meta":
             refuse("got devices= with meta, which computes nothing", "Pass 'cpu', or a GPU.")
-        if one.type != "cpu" and one.index is None:
-            one = torch.device(one.type, torch.get_device_module(one.type).current_device())
-        found.append(one)
+        if device.type != "cpu" and device.index is None:
+            device = torch.device(
+                device.type, torch.get_device_module(device.type).current_device()
+            )
+        found.append(device)
     if not found:
         refuse("got no devices, expected one for each row", "Pass at least one.")
-    kinds = sorted({one.type for one in found} - {"cpu"})
+    kinds = sorted({device.type for device in found} - {"cpu"})
     if len(kinds) > 1:
         refuse(f"got devices= of {' and '.join(kinds)}", "Pass those of one kind.")
     return found
@@ -50,7 +52,7 @@ def _move_to_rows(
     stages: Sequence[Stage], layers: Mapping[str, nn.Module], devices: Sequence[torch.device]
 ) -> None:
     """Moves layers to the devices of their rows, or none of them."""
-    places = [(layers[name], devices[one.rank]) for one in stages for name in one.layers]
+    places = [(layers[name], devices[stage.rank]) for stage in stages for name in stage.layers]
     refuse_split(places)
     for device in dict.fromkeys(devices):
         torch.empty(0, device=device)  # raises for one that does not exist
@@ -62,15 +64,17 @@ def _where_rows_are(stages: Sequence[Stage], layers: Mapping[str, nn.Module]) ->
     """Returns for each row where its layers are; one without parameters is where the first is."""
     found: dict[int, torch.device] = {}
     for stage in stages:
-        for parameter in (one for name in stage.layers for one in layers[name].parameters()):
+        for parameter in (
+            parameter for name in stage.layers for parameter in layers[name].parameters()
+        ):
             found.setdefault(stage.rank, parameter.device)
     first = next(iter(found.values()), torch.device("cpu"))
-    return [found.get(row, first) for row in range(1 + max(one.rank for one in stages))]
+    return [found.get(row, first) for row in range(1 + max(stage.rank for stage in stages))]
 
 
 def device_of(stage: Stage, devices: Sequence[torch.device]) -> torch.device | None:
     """Returns where what a stage is given has to be; None if all are on the CPU, or on ranks."""
-    if all(one.type == "cpu" for one in devices):
+    if all(device.type == "cpu" for device in devices):
         return None
     return devices[stage.rank]
 

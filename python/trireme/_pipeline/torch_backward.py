@@ -138,10 +138,10 @@ def _collect(
     if isinstance(output, dict):
         if not isinstance(gradient, dict) or gradient.keys() != output.keys():
             refuse("got gradients with other keys than the outputs", "Pass the same keys.")
-        for key, one in output.items():
-            _collect(one, gradient[key], roots, gradients, whole)
+        for key, item in output.items():
+            _collect(item, gradient[key], roots, gradients, whole)
     elif isinstance(output, tuple | list):
         if not isinstance(gradient, tuple | list) or len(gradient) != len(output):
             refuse("got gradients of another form than the outputs", "Pass one for each output.")
-        for one, its in zip(output, gradient, strict=True):
-            _collect(one, its, roots, gradients, whole)
+        for item, its in zip(output, gradient, strict=True):
+            _collect(item, its, roots, gradients, whole)

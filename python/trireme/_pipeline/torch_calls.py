@@ -104,23 +104,27 @@ class TracedWiring:
         ]
         taken = {number: _taken(node, numbers) for number, node in enumerate(calls)}
         self._next = [
-            one.path for one in taken.get(self._index + 1, []) if one.stage == self._index
+            source.path for source in taken.get(self._index + 1, []) if source.stage == self._index
         ]
-        self._received = [one.path for one in taken[self._index] if one.stage == self._index - 1]
+        self._received = [
+            source.path for source in taken[self._index] if source.stage == self._index - 1
+        ]
         self._stashes = [
-            (_key(one, number), one.path)
+            (_key(source, number), source.path)
             for number, sources in taken.items()
-            for one in sources
-            if one.stage == self._index and number > self._index + 1
+            for source in sources
+            if source.stage == self._index and number > self._index + 1
         ]
-        popped = [one for one in taken[self._index] if one.stage is not None]
-        self._pops = [_key(one, self._index) for one in popped if one.stage != self._index - 1]
+        popped = [source for source in taken[self._index] if source.stage is not None]
+        self._pops = [
+            _key(source, self._index) for source in popped if source.stage != self._index - 1
+        ]
         self.skips: SkipsOf = ([key for key, _ in self._stashes], self._pops)
 
     @property
     def of_batch(self) -> list[str]:
         """What the stage takes of the module's inputs, by the module's names, in its order."""
-        return [one.names[-2] for one in self._sources if one.stage is None]
+        return [source.names[-2] for source in self._sources if source.stage is None]
 
     def arguments(
         self, given: Any, inputs: StepInputs, micro_batch: int
@@ -194,7 +198,7 @@ def _taken(call: fx.Node, numbers: dict[str, int]) -> list[_Source]:
 
 
 def _nodes(call: fx.Node) -> list[fx.Node]:
-    return [one for one in call.args if isinstance(one, fx.Node)]
+    return [arg for arg in call.args if isinstance(arg, fx.Node)]
 
 
 def _key(source: _Source, to: int) -> str:

@@ -82,7 +82,7 @@ def _cut_batch(given: StepArguments, specs: ChunkSpecs) -> Cut:
         return args, kwargs, None
     targets, _ = split_args_kwargs_into_chunks((given.target,), None, specs.chunks)
     _expect_count("the target", targets, specs.chunks)
-    return args, kwargs, [one for (one,) in targets]
+    return args, kwargs, [target for (target,) in targets]
 
 
 def _expect_count(what: str, chunks: Sequence[Any], expected: int) -> None:
@@ -98,8 +98,8 @@ def _listed(name: str, given: Any, chunks: int, kind: type | None) -> list[Any] 
         got = f"got a {type(given).__name__} as {name}, expected a list"
         refuse(got, "List the micro-batches.", kind=TypeError)
     _expect_count(name, given, chunks)
-    for number, one in enumerate(given):
-        if kind is not None and not isinstance(one, kind):
-            got = f"got a {type(one).__name__} as {name}[{number}], expected a {kind.__name__}"
+    for number, value in enumerate(given):
+        if kind is not None and not isinstance(value, kind):
+            got = f"got a {type(value).__name__} as {name}[{number}], expected a {kind.__name__}"
             refuse(got, "Put the inputs of a micro-batch into one.", kind=TypeError)
     return given

@@ -43,7 +43,7 @@ class StageRunner:
     @property
     def has_last_stage(self) -> bool:
         """Whether this rank holds the last stage."""
-        return any(one.stage_index == one.num_stages - 1 for one in self._stages)
+        return any(stage.stage_index == stage.num_stages - 1 for stage in self._stages)
 
     def run(
         self,
@@ -165,7 +165,7 @@ class StageRunner:
             call.begin(inputs)
         try:
             is_first = self._calls[0].index == 0
-            first = [tensors_in(one) for one in inputs.args] if is_first else []
+            first = [tensors_in(arg) for arg in inputs.args] if is_first else []
             with with_causes(self._calls):
                 if mode is not None:
                     core.step(first, *mode)
@@ -176,7 +176,7 @@ class StageRunner:
                 call.begin(StepInputs())
 
     def _parameters(self) -> list[torch.nn.Parameter]:
-        return [one for call in self._calls for one in call.submod.parameters()]
+        return [parameter for call in self._calls for parameter in call.submod.parameters()]
 
     def _look_at_parameters(self, core: PipelineEngine) -> None:
         """Notices those that were put in place of others."""

@@ -86,7 +86,7 @@ class _PipelineScheduleRuntime(Steps, _torchs._PipelineScheduleRuntime):
         if self._table is None:
             raise AttributeError("pipeline_order_with_comms")
         rows = PipelineSchedule.from_csv(self._table.to_csv("compute_comms")).rows
-        return {rank: [_Action.from_str(str(one)) for one in row if one] for rank, row in
+        return {rank: [_Action.from_str(str(action)) for action in row if action] for rank, row in
                 enumerate(rows)}  # fmt: skip
 
     def register_custom_function(self, computation_type: Any, custom_function: Any) -> None:
@@ -99,7 +99,7 @@ class _PipelineScheduleRuntime(Steps, _torchs._PipelineScheduleRuntime):
     ) -> None:
         """Takes a table as lists of torch's actions by rank."""
         rows = (actions[rank] for rank in sorted(actions))
-        lines = (",".join("" if one is None else str(one) for one in row) for row in rows)
+        lines = (",".join("" if action is None else str(action) for action in row) for row in rows)
         self._take("\n".join(lines), format)
 
     def _load_csv(self, filename: str, format: Format = "compute_only") -> None:
@@ -167,7 +167,7 @@ def _expect_lowering(
     ahead = unshard_lookahead in ("full", "auto") or (
         isinstance(unshard_lookahead, tuple)
         and len(unshard_lookahead) == ranks
-        and all(whole(one, 1) for one in unshard_lookahead)
+        and all(whole(number, 1) for number in unshard_lookahead)
     )
     for name, value, fits in (
         ("defer_pp_recv", flags[0], isinstance(flags[0], bool)),

@@ -198,7 +198,7 @@ def _refuse_strategies(stage: Any) -> None:
     else:
         return
     mro = type(schedule).__mro__
-    name = next((one.__name__ for one in mro if one.__module__ == _SCHEDULES), "schedule")
+    name = next((cls.__name__ for cls in mro if cls.__module__ == _SCHEDULES), "schedule")
     refuse(f"got torch's {name} over stage {stage.stage_index}, with {strategy}{got}",
            f"Import {name} from trireme.pipelining{otherwise}.",
            rank=stage.group_rank, world=stage.group_size,
@@ -213,7 +213,7 @@ def _strategy_of(module: nn.Module) -> str | None:
             return _ZERO_2
         if unit_of(parameter) is not None:
             return "trireme.fully_shard"
-    if any(isinstance(one, DistributedDataParallel) for one in module.modules()):
+    if any(isinstance(inner, DistributedDataParallel) for inner in module.modules()):
         return "DistributedDataParallel"
     return None
 
@@ -232,7 +232,9 @@ def _schedule_that_calls() -> _PipelineSchedule | None:
 def _has_halves(schedule: _PipelineSchedule | None) -> bool:
     tables = ("pipeline_order", "pipeline_order_with_comms")
     rows = (row for name in tables for row in (getattr(schedule, name, None) or {}).values())
-    return any(one is not None and one.computation_type in _HALVES for row in rows for one in row)
+    return any(
+        action is not None and action.computation_type in _HALVES for row in rows for action in row
+    )
 
 
 def call_submod(

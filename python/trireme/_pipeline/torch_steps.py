@@ -61,7 +61,11 @@ class Steps:
     def _use(self, table: PipelineSchedule) -> None:
         self._table = table
         self.pipeline_order = {
-            rank: [_Action.from_str(str(one)) for one in row if one and one.kind in COMPUTES]
+            rank: [
+                _Action.from_str(str(action))
+                for action in row
+                if action and action.kind in COMPUTES
+            ]
             for rank, row in enumerate(table.rows)
         }
 

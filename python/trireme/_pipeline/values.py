@@ -89,7 +89,7 @@ class _Taking:
         if kind in _SEQUENCES:
             return (_SEQUENCES[kind], *map(self._node, value))
         if kind in _MAPPINGS:
-            items = ((self._key(key), self._node(one)) for key, one in value.items())
+            items = ((self._key(key), self._node(item)) for key, item in value.items())
             return (_MAPPINGS[kind], *items)
         if issubclass(kind, tuple) and hasattr(kind, "_fields"):
             return ("n", *self._class(kind), *map(self._node, value))
@@ -103,7 +103,7 @@ class _Taking:
         return self._node(key)
 
     def _fields(self, value: Any) -> list[tuple[str, _Node]]:
-        names = [one.name for one in dataclasses.fields(value)]
+        names = [field.name for field in dataclasses.fields(value)]
         beside = sorted(set(getattr(value, "__dict__", ())) - set(names))
         if beside:
             got = f"a {type(value).__name__} with attributes that are no fields ({beside[0]})"
@@ -149,9 +149,9 @@ def _build(node: list[Any], tensors: list[Tensor]) -> Any:
     if kind == "T":
         return tensors[rest[0]]
     if kind in ("t", "l", "s"):
-        return _MADE_BY[kind](_build(one, tensors) for one in rest)
+        return _MADE_BY[kind](_build(item, tensors) for item in rest)
     if kind in ("d", "o"):
-        return _MADE_BY[kind]((_build(key, tensors), _build(one, tensors)) for key, one in rest)
+        return _MADE_BY[kind]((_build(key, tensors), _build(item, tensors)) for key, item in rest)
     if kind in ("n", "c"):
         return _build_object(kind, rest, tensors)
     return _NUMBERS[kind](*rest)
@@ -163,12 +163,12 @@ def _build_object(kind: str, rest: list[Any], tensors: list[Tensor]) -> Any:
     if kind == "n":
         if not isinstance(found, type) or not issubclass(found, tuple):
             _refuse_class(module, name, "a named tuple")
-        return tuple.__new__(found, [_build(one, tensors) for one in parts])
+        return tuple.__new__(found, [_build(part, tensors) for part in parts])
     if not isinstance(found, type) or not dataclasses.is_dataclass(found):
         _refuse_class(module, name, "a dataclass")
     made = object.__new__(found)
-    for field, one in parts:
-        object.__setattr__(made, field, _build(one, tensors))
+    for field, part in parts:
+        object.__setattr__(made, field, _build(part, tensors))
     return made
 
 

@@ -41,5 +41,5 @@ def verify_skippables(module: nn.Sequential) -> None:
     for key in sorted(stashed - popped):
         wrong.append(f"no module declared '{names[key]}' as poppable but stashed")
     if wrong:
-        listed = "\n".join(f"* {one}" for one in wrong)
+        listed = "\n".join(f"* {text}" for text in wrong)
         raise TypeError(f"one or more pairs of stash and pop do not match:\n\n{listed}")

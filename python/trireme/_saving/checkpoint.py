@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from trireme import _C
 from trireme._C import CheckpointReader, CheckpointTensor
 from trireme._core.meshes import group_over
-from trireme._core.owners import StagedModule
+from trireme._core.owners import group_of_stages
 from trireme._core.writing import writing_shards
 from trireme._saving.optimizer import FILE, KIND, LoadedOptimizer, OptimizerParts, plain_json
 from trireme._saving.parts import (
@@ -157,14 +157,17 @@ def _group_for(
     if given is not None or not dist.is_initialized():
         return given
     plain = plain_model(model)
-    if isinstance(plain, StagedModule):
-        return plain.process_group
+    stages = group_of_stages(plain)
+    if stages is not None:
+        return stages
     parameters = plain.parameters()
-    meshes = dict.fromkeys(one.device_mesh for one in parameters if isinstance(one, DTensor))
+    meshes = dict.fromkeys(
+        parameter.device_mesh for parameter in parameters if isinstance(parameter, DTensor)
+    )
     if meshes:
         return group_over(list(meshes))
-    for one in (model, optimizer):
-        group = getattr(one, "process_group", None)
+    for holder in (model, optimizer):
+        group = getattr(holder, "process_group", None)
         if isinstance(group, dist.ProcessGroup):
             return group
     return dist.group.WORLD

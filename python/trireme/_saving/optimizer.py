@@ -64,7 +64,7 @@ class OptimizerParts:
                 "got torch's ZeroRedundancyOptimizer, which tells nobody what its ranks own",
                 "Use trireme.ZeroRedundancyOptimizer.",
             )
-        names = {id(one.tensor): one for one in model}
+        names = {id(param.tensor): param for param in model}
         self.groups: list[list[Stepped]] = []
         for number, group in enumerate(optimizer.param_groups):
             self.groups.append([])
@@ -89,7 +89,7 @@ class OptimizerParts:
         """This rank's part of the state, and the JSON text of the rest."""
         tensors: list[CheckpointTensor] = []
         states: dict[str, Any] = {}
-        for stepped in (one for group in self.groups for one in group):
+        for stepped in (param for group in self.groups for param in group):
             state = self.stepping.state.get(stepped.target, {})
             kept: dict[str, Any] = {"tensors": [], "values": {}}
             for key, value in state.items():
@@ -102,7 +102,7 @@ class OptimizerParts:
             if state:
                 states[stepped.name] = kept
         groups = [
-            {"params": [one.name for one in group], **self._group_values(shown)}
+            {"params": [param.name for param in group], **self._group_values(shown)}
             for group, shown in zip(self.groups, self.shown.param_groups, strict=True)
         ]
         return tensors, json.dumps({"param_groups": groups, "state": states})
@@ -140,7 +140,7 @@ class OptimizerParts:
 
     def names(self) -> list[set[str]]:
         """The parameters of each group."""
-        return [{one.name for one in group} for group in self.groups]
+        return [{param.name for param in group} for group in self.groups]
 
     def to_load(self, reader: CheckpointReader, names: list[set[str]]) -> LoadedOptimizer:
         """Memory for this rank's part of a saved state: that of the present one, where it has.
@@ -158,7 +158,7 @@ class OptimizerParts:
         self._check_groups(saved["param_groups"], names)
         known = reader.tensors(KIND)
         loaded = LoadedOptimizer(self, saved["param_groups"])
-        for stepped in (one for group in self.groups for one in group):
+        for stepped in (param for group in self.groups for param in group):
             entry = saved["state"].get(stepped.name)
             if entry is None or (stepped.owner is not None and stepped.target.numel() == 0):
                 continue

@@ -16,7 +16,13 @@ from trireme._C import CheckpointRanks, CheckpointTensor, chunk_rows, gather_tex
 from trireme._core.errors import Area
 from trireme._core.group_communicator import communicator_of, device_of_numbers
 from trireme._core.meshes import is_cut, ranks_of
-from trireme._core.owners import ShardedOptimizer, StagedModule, local_of, optimizer_of
+from trireme._core.owners import (
+    ShardedOptimizer,
+    StagedModule,
+    group_of_stages,
+    local_of,
+    optimizer_of,
+)
 
 
 class Ranks:
@@ -184,7 +190,7 @@ class ShardedParts:
     def part_of(self, param: torch.Tensor) -> Part:
         """Says what this rank owns of a parameter."""
         row = param.shape[1:].numel()
-        if row == 0:  # of what has no elements nobody owns anything
+        if row == 0:  # nobody owns a part of what has no elements
             return whole(param.shape)
         begin, numel = self._ranges(param)[self._optimizer.rank]
         own = whole(param.shape)
@@ -218,8 +224,9 @@ def named_tensors(model: nn.Module, ranks: Ranks) -> list[NamedTensor]:
     """
     found: dict[int, NamedTensor] = {}
     plain = plain_model(model)
-    is_staged = isinstance(plain, StagedModule)
-    names = _names_in_whole(plain, ranks) if isinstance(plain, StagedModule) else {}
+    stages = group_of_stages(plain)
+    is_staged = stages is not None
+    names = _names_in_whole(plain, stages, ranks) if isinstance(plain, StagedModule) else {}
     for prefix, owner in plain.named_modules():
         if type(owner).get_extra_state is not nn.Module.get_extra_state:
             ranks.refuse(
@@ -233,15 +240,17 @@ def named_tensors(model: nn.Module, ranks: Ranks) -> list[NamedTensor]:
                     continue
                 full_name = f"{prefix}.{name}" if prefix else name
                 full_name = _plain_name(names.get(full_name, full_name))
-                if any("\ud800" <= one <= "\udfff" for one in full_name):
+                if any("\ud800" <= letter <= "\udfff" for letter in full_name):
                     got = f"got a tensor called {full_name!a}, which has half of a surrogate pair"
                     ranks.refuse(got, "Give it a name of characters.")
                 found[id(tensor)] = NamedTensor(full_name, tensor, is_buffer, not is_staged)
     return list(found.values())
 
 
-def _names_in_whole(model: StagedModule, ranks: Ranks) -> dict[str, str]:
-    holders = set(dist.get_process_group_ranks(model.process_group))
+def _names_in_whole(
+    model: StagedModule, stages: dist.ProcessGroup | None, ranks: Ranks
+) -> dict[str, str]:
+    holders = set() if stages is None else set(dist.get_process_group_ranks(stages))
     if not ranks.members.issuperset(holders):
         got = f"got a pipeline on ranks {sorted(holders)}, of which {sorted(ranks.members)} save"
         ranks.refuse(f"{got} and load, expected all", "Leave process_group out.")
@@ -269,14 +278,16 @@ def model_to_save(model: nn.Module, ranks: Ranks) -> list[CheckpointTensor]:
     """This rank's part. Buffers are rank 0's, of a pipeline those of the lowest rank that has them:
     ranks need not have the same."""
     tensors = []
-    for one in named_tensors(model, ranks):
-        part = part_of(one, ranks)
-        if one.is_buffer and part.is_shared:
-            own = one.tensor.detach() if ranks.rank == 0 else None
-            made = CheckpointTensor(one.name, one.tensor.dtype, list(one.tensor.shape), own)
+    for tensor in named_tensors(model, ranks):
+        part = part_of(tensor, ranks)
+        if tensor.is_buffer and part.is_shared:
+            own = tensor.tensor.detach() if ranks.rank == 0 else None
+            made = CheckpointTensor(
+                tensor.name, tensor.tensor.dtype, list(tensor.tensor.shape), own
+            )
             tensors.append(made)
         else:
-            tensors.append(part.to_save(one.name, held_of(one.tensor), ranks))
+            tensors.append(part.to_save(tensor.name, held_of(tensor.tensor), ranks))
     return tensors
 
 
@@ -284,22 +295,24 @@ def model_to_load(model: nn.Module, ranks: Ranks) -> list[CheckpointTensor]:
     """Lists what this rank needs, in the model's memory: of what others write for it nothing."""
     tensors = []
     sharded: dict[ShardedOptimizer, ShardedParts] = {}
-    for one in named_tensors(model, ranks):
-        if one.tensor.is_meta:
+    for tensor in named_tensors(model, ranks):
+        if tensor.tensor.is_meta:
             ranks.refuse(
-                f"got '{one.name}' on the meta device, expected memory",
+                f"got '{tensor.name}' on the meta device, expected memory",
                 "Call model.to_empty(device='cpu') before.",
             )
-        optimizer = optimizer_of(one.tensor)
+        optimizer = optimizer_of(tensor.tensor)
         if optimizer is None:
-            part = part_of(one, ranks)
-            tensors.append(part.to_load(one.name, held_of(one.tensor)))
+            part = part_of(tensor, ranks)
+            tensors.append(part.to_load(tensor.name, held_of(tensor.tensor)))
             continue
         if optimizer not in sharded:
             sharded[optimizer] = ShardedParts(optimizer)
-        shard = sharded[optimizer].shard_of(one.tensor)
+        shard = sharded[optimizer].shard_of(tensor.tensor)
         if shard.numel() > 0:
-            tensors.append(sharded[optimizer].part_of(one.tensor).to_load(one.name, shard))
+            tensors.append(sharded[optimizer].part_of(tensor.tensor).to_load(tensor.name, shard))
         else:
-            tensors.append(CheckpointTensor(one.name, one.tensor.dtype, list(one.tensor.shape)))
+            tensors.append(
+                CheckpointTensor(tensor.name, tensor.tensor.dtype, list(tensor.tensor.shape))
+            )
     return tensors

@@ -8,7 +8,7 @@ import json
 from torch import nn
 from torch.optim import Optimizer
 
-from trireme._core.owners import StagedModule
+from trireme._core.owners import group_of_stages
 from trireme._saving.optimizer import OptimizerParts
 from trireme._saving.parts import Ranks, plain_model
 
@@ -23,9 +23,9 @@ def some_rank_has(optimizer: Optimizer | None, model: nn.Module, ranks: Ranks) -
         ValueError: a rank with something to train has none, and another one has; on all ranks.
     """
     plain = plain_model(model)
-    if not isinstance(plain, StagedModule):
+    if group_of_stages(plain) is None:
         return optimizer is not None
-    own = _NONE if any(one.requires_grad for one in plain.parameters()) else ""
+    own = _NONE if any(parameter.requires_grad for parameter in plain.parameters()) else ""
     said = ranks.say_to_all(own if optimizer is None else _AN)
     if _AN not in said:
         return False
@@ -41,7 +41,7 @@ def some_rank_has(optimizer: Optimizer | None, model: nn.Module, ranks: Ranks) -
 def names_of_all(parts: OptimizerParts | None, model: nn.Module, ranks: Ranks) -> list[set[str]]:
     """The parameters that the optimizers of all ranks step, by group. Collective for a pipeline."""
     own = [] if parts is None else parts.names()
-    if not isinstance(plain_model(model), StagedModule):
+    if group_of_stages(plain_model(model)) is None:
         return own
-    everybody = map(json.loads, ranks.say_to_all(json.dumps([sorted(one) for one in own])))
+    everybody = map(json.loads, ranks.say_to_all(json.dumps([sorted(names) for names in own])))
     return [set().union(*of_ranks) for of_ranks in itertools.zip_longest(*everybody, fillvalue=[])]

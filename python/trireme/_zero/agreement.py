@@ -32,7 +32,7 @@ def together(what: str, device: torch.device, group: dist.ProcessGroup) -> Itera
         try:
             raise error
         finally:
-            del error  # which holds this frame, and with it what its frames hold
+            del error  # it holds this frame, and with it what its frames hold
     if failed is not None:
         rank, said = failed
         refuse(

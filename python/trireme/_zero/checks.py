@@ -94,13 +94,13 @@ def as_param_groups(params: Any, group: dist.ProcessGroup) -> list[Any]:
     groups = list(params)
     if not groups:
         refuse("got no parameters, expected at least one", "Pass model.parameters().", group)
-    kinds = {isinstance(one, dict) for one in groups}
+    kinds = {isinstance(group, dict) for group in groups}
     if len(kinds) > 1:
         got = "got parameters and groups of them in one list, expected either"
         refuse(got, "Put all parameters into groups.", group, kind=TypeError)
-    for one in groups:
-        held = one.get("params") if isinstance(one, dict) else one
-        if held is None or (isinstance(one, dict) and not _holds_any(one)):
+    for listed in groups:
+        held = listed.get("params") if isinstance(listed, dict) else listed
+        if held is None or (isinstance(listed, dict) and not _holds_any(listed)):
             refuse("got a parameter group without parameters", "Give it 'params'.", group)
     return groups
 
@@ -135,7 +135,7 @@ def check_parameters(names: dict[torch.Tensor, str], group: dist.ProcessGroup) -
         if parameter.layout != torch.strided:
             got = f"got '{name}' of layout {parameter.layout}, expected a dense parameter"
             refuse(got, "Make it dense; its gradients may be sparse under stage 1.", group)
-        if parameter.is_meta and all(one.is_meta for one in names):
+        if parameter.is_meta and all(other.is_meta for other in names):
             got = f"got '{name}' on the meta device, expected a parameter with memory"
             next_step = "Call module.to_empty(device=...) and initialise it before."
             refuse(got, next_step, group, kind=RuntimeError)

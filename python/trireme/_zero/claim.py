@@ -52,7 +52,7 @@ class Claim:
     def settle(self) -> None:
         """Those who had them before let go of them."""
         others = (before() for before in self._before.values() if before is not None)
-        for other in {id(one): one for one in others if one is not None}.values():
+        for other in {id(other): other for other in others if other is not None}.values():
             other._retire()
         self._before = dict.fromkeys(self._before)
 
@@ -89,7 +89,7 @@ def _check_all_given(
     other = optimizer_of(parameter)
     if other is None:
         return
-    left = [other._names[one] for one in other._places if one not in given]
+    left = [other._names[place] for place in other._places if place not in given]
     if not left:
         return
     refuse(

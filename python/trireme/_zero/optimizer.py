@@ -149,7 +149,7 @@ class ZeroRedundancyOptimizer(TorchZero, ShardedOptimizer):
         self._default_device = self.param_groups[0]["params"][0].device
         self._is_in_join = False
         self._has_run_out = False  # in a join, this rank
-        self._communicator = communicator_of(self.process_group)  # which lives as long as this
+        self._communicator = communicator_of(self.process_group)  # lives as long as this
         self._consolidated: dict[int, dict[str, Any]] | None = None
         with self._together(self._add_core(self.param_groups)):
             local = [self._local_group(group) for group in self.param_groups]

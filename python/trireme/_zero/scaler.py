@@ -54,7 +54,7 @@ class ScalerCheck:
                 )
             self.writes = _counted_writes()
             found = self._state["found_inf_per_device"].values()
-            self.found_inf = any(bool(one.item()) for one in found)
+            self.found_inf = any(bool(is_inf.item()) for is_inf in found)
             return
         scale = scaler._get_scale_async()
         assert scale is not None

@@ -79,16 +79,20 @@ class LoadedState:
             if key not in state_dict:
                 got = f"got a state dict without '{key}'"
                 refuse(got, "Load what the state_dict() of an optimizer returns.", group)
-        sizes = [len(one["params"]) for one in state_dict["param_groups"]]
+        sizes = [len(param_group["params"]) for param_group in state_dict["param_groups"]]
         if sizes != layout.group_sizes:
             refuse(
                 f"got a state dict of groups of {sizes} parameters, expected {layout.group_sizes}",
                 "Load the state of the same model and groups.",
                 group,
             )
-        self.param_groups = [hyperparameters(one) for one in state_dict["param_groups"]]
+        self.param_groups = [
+            hyperparameters(param_group) for param_group in state_dict["param_groups"]
+        ]
         # Numbers need not be consecutive: what they number is told by the groups.
-        order = [number for one in state_dict["param_groups"] for number in one["params"]]
+        order = [
+            number for param_group in state_dict["param_groups"] for number in param_group["params"]
+        ]
         state = state_dict["state"]
         self._shards = layout.shards
         self._states = [
@@ -98,7 +102,9 @@ class LoadedState:
 
     def put_into(self, optimizer: Optimizer) -> None:
         """Gives ``optimizer``, which works on the shards, what belongs to them."""
-        shards = [shard for one in optimizer.param_groups for shard in one["params"]]
+        shards = [
+            shard for param_group in optimizer.param_groups for shard in param_group["params"]
+        ]
         numbers = {id(shard): number for number, shard in enumerate(shards)}
         taken = {
             numbers[id(shard)]: state

@@ -17,7 +17,7 @@ from trireme.activation_estimate import WAYS, ActivationEstimate, MeasuredModel,
 
 refuse = Area("plan").refuse
 
-CHECKPOINTS = ("except_last", "always")  # which only pipelines have
+CHECKPOINTS = ("except_last", "always")  # only pipelines have these
 
 
 def add_counting(parser: argparse.ArgumentParser, memory: Callable[[str], int]) -> None:

@@ -57,7 +57,9 @@ def examine(arguments: argparse.Namespace) -> int:
     """Prints what was found; returns the exit code."""
     found: Found = _C.examine_host(arguments.pids, arguments.patience, arguments.history)
     if arguments.pids:  # about others nobody asked
-        found["hidden"] = [one for one in found["hidden"] if one["pid"] in arguments.pids]
+        found["hidden"] = [
+            process for process in found["hidden"] if process["pid"] in arguments.pids
+        ]
     if arguments.json:
         print(json.dumps(found, indent=2))
     else:
@@ -84,7 +86,7 @@ def _lines(found: Found, arguments: argparse.Namespace) -> list[str]:
 
 
 def _refusal(what: str, processes: Sequence[Found], next_step: str) -> str:
-    pids = [one["pid"] for one in processes]
+    pids = [process["pid"] for process in processes]
     who = f"process {_list(pids)}" if len(pids) <= 8 else f"{len(pids)} processes of others"
     why = processes[0]["why"]
     return f"[doctor] {what} {who} ({why}) as user {os.geteuid()}. {next_step}"
@@ -115,7 +117,7 @@ def _group_lines(group: Found, title: str) -> list[str]:
         for reason in ("failure", "abandoned"):
             if rank[reason]:
                 lines.append(f"      {reason}: {rank[reason]}")
-        lines += [f"      {_operation_text(one)}" for one in rank["operations"][1:]]
+        lines += [f"      {_operation_text(operation)}" for operation in rank["operations"][1:]]
     sign = "ok" if group["is_well"] else "TROUBLE"
     return [*lines, f"  {sign}: {group['verdict']}", *_next_steps(group)]
 

@@ -19,7 +19,7 @@ from trireme.pipeline_estimate import PipelineEstimate, RankOfPipeline, estimate
 
 refuse = Area("plan").refuse
 
-# By their names in the parsed arguments, with what they are unless given.
+# The parsed arguments have these names, and these values unless given.
 _OWN = {"micro_batches": None, "schedule": "1f1b", "stages_per_rank": None, "balance": None}
 _OTHERS = {
     "numel": None,
@@ -127,29 +127,29 @@ def _balance(text: str | None) -> list[int] | Literal["bytes", "time"] | None:
     if text in ("bytes", "time"):
         return "bytes" if text == "bytes" else "time"
     try:
-        return [int(one) for one in text.split(",")]
+        return [int(part) for part in text.split(",")]
     except ValueError:
         got = f"got --balance {text}, expected layers per stage, bytes or time"
         refuse(got, "Say for example --balance 4,2,2.")
 
 
 def _rows(ranks: Sequence[RankOfPipeline]) -> list[str]:
-    scale, unit = unit_for(max(one.taken.total for one in ranks))
-    layers = [", ".join(str(stage) for stage in one.stages) for one in ranks]
+    scale, unit = unit_for(max(rank.taken.total for rank in ranks))
+    layers = [", ".join(str(stage) for stage in rank.stages) for rank in ranks]
     width = max(map(len, layers)) + 2
-    columns = "".join(f"{one:>13}" for one in COLUMNS)
+    columns = "".join(f"{column:>13}" for column in COLUMNS)
     lines = [f"{unit} per rank".ljust(12) + " " * width + f"live{columns}       bubble"]
-    for one, text in zip(ranks, layers, strict=True):
-        numbers = "".join(f"{getattr(one.taken, column) / scale:>13.2f}" for column in COLUMNS)
+    for rank, text in zip(ranks, layers, strict=True):
+        numbers = "".join(f"{getattr(rank.taken, column) / scale:>13.2f}" for column in COLUMNS)
         lines.append(
-            f"{one.rank:<12}{text:<{width}}{one.micro_batches:>4}{numbers}{one.bubble:>13.2f}"
+            f"{rank.rank:<12}{text:<{width}}{rank.micro_batches:>4}{numbers}{rank.bubble:>13.2f}"
         )
     return lines
 
 
 def _as_dict(name: str, schedule: PipelineSchedule, found: PipelineEstimate) -> dict[str, Any]:
     made = asdict(found)
-    for one, rank in zip(made["ranks"], found.ranks, strict=True):
-        one["taken"] |= {"model_states": rank.taken.model_states, "total": rank.taken.total}
+    for row, rank in zip(made["ranks"], found.ranks, strict=True):
+        row["taken"] |= {"model_states": rank.taken.model_states, "total": rank.taken.total}
     numbers = {"stages": schedule.stages, "micro_batches": schedule.micro_batches}
     return {"schedule": name, **numbers, **made}

@@ -126,7 +126,7 @@ def plan(arguments: argparse.Namespace) -> int:
         print(str(error).split("\nException raised from")[0], file=sys.stderr)
         return 2
     if arguments.json:
-        print(json.dumps([_as_dict(one, counted) for one in estimates], indent=2))
+        print(json.dumps([_as_dict(estimate, counted) for estimate in estimates], indent=2))
     else:
         lines = _lines(estimates, arguments)
         if counted is not None:
@@ -159,7 +159,7 @@ def _estimates(
     strategies: Sequence[str] = list(dict.fromkeys(arguments.strategy))
     if "all" in strategies:
         one_process = per_host == arguments.world or arguments.paper
-        strategies = [one for one in STRATEGIES if one != "dp" or one_process]
+        strategies = [strategy for strategy in STRATEGIES if strategy != "dp" or one_process]
     model = arguments.numel
     if arguments.model is not None:
         model = make_model(arguments.model, torch.device("meta"), " on the meta device")
@@ -214,13 +214,18 @@ def _lines(estimates: Sequence[MemoryEstimate], arguments: argparse.Namespace) -
     )
     lines = [f"{estimates[0].numel:,} parameters, {ranks}; {counted}"]
     for place in ("rank",) if arguments.gpus else ("rank", "host"):
-        found: list[MemoryBytes] = [getattr(one, place) for one in estimates]
-        most = max(one.total for one in found)
+        found: list[MemoryBytes] = [getattr(estimate, place) for estimate in estimates]
+        most = max(estimate.total for estimate in found)
         scale, unit = unit_for(most)
-        lines += ["", f"{unit} per {place}".ljust(12) + "".join(f"{one:>13}" for one in COLUMNS)]
+        lines += [
+            "",
+            f"{unit} per {place}".ljust(12) + "".join(f"{column:>13}" for column in COLUMNS),
+        ]
         for estimate, taken in zip(estimates, found, strict=True):
             numbers = (getattr(taken, column) / scale for column in COLUMNS)
-            lines.append(f"{estimate.strategy:<12}" + "".join(f"{one:>13.2f}" for one in numbers))
+            lines.append(
+                f"{estimate.strategy:<12}" + "".join(f"{number:>13.2f}" for number in numbers)
+            )
     return lines if arguments.memory is None else [*lines, "", *_fits(estimates, arguments)]
 
 
@@ -241,6 +246,10 @@ def _fits(estimates: Sequence[MemoryEstimate], arguments: argparse.Namespace) ->
             answer = f"fits with no number of {where}s{how} (with {estimate.world}: {taken})"
         lines.append(f"{estimate.strategy:<12}{answer}")
     gathers = arguments.gpus or not arguments.host_params
-    if gathers and not arguments.unit and any(one.strategy == "fsdp" for one in estimates):
+    if (
+        gathers
+        and not arguments.unit
+        and any(estimate.strategy == "fsdp" for estimate in estimates)
+    ):
         lines.append("fsdp gathers the model as one unit: say with --unit how large the largest is")
     return lines

@@ -12,7 +12,7 @@ _UNITS = ((10**9, "GB"), (10**6, "MB"), (10**3, "kB"), (1, "B"))
 
 def unit_for(most: int) -> tuple[int, str]:
     """The bytes of the unit in which numbers up to ``most`` are shown, and its name."""
-    return next((one for one in _UNITS if most >= one[0]), _UNITS[-1])
+    return next((unit for unit in _UNITS if most >= unit[0]), _UNITS[-1])
 
 
 def dtype_of(name: str | None) -> torch.dtype | None:

@@ -50,8 +50,9 @@ class ParameterServer:
         servers: how many of the last ranks only serve, or which; they call ``serve()``. On several
             hosts there is one on each.
         timeout: of one wait, in seconds; by default that of the group.
-        on_worker_loss: "raise": who waits, or pulls next, raises when a worker has died;
-            "continue": the others go on without it.
+        on_worker_loss: "raise": who waits, or pulls next, raises when a worker has died, or a rank
+            that only serves; "continue": the others go on without it. On several hosts a server
+            that has died is fatal under both, for its share is gone.
 
     Raises:
         ValueError: on all ranks, where tables or options differ or are out of range, where ranks
@@ -125,7 +126,7 @@ class ParameterServer:
 
     def __getitem__(self, name: str) -> Table:
         if name not in self._tables:
-            known = ", ".join(f"'{one}'" for one in self._tables)
+            known = ", ".join(f"'{table}'" for table in self._tables)
             got = f"got table '{name}', expected one of {known}"
             AREA.refuse(got, "Ask for a table of the server.", self._group, kind=KeyError)
         return self._tables[name]

@@ -96,9 +96,9 @@ def persistent_buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
     """Buffers that a state dict has, by their names."""
     return [
         (f"{prefix}.{name}" if prefix else name, buffer)
-        for prefix, one in module.named_modules()
-        for name, buffer in one.named_buffers(recurse=False)
-        if name not in one._non_persistent_buffers_set
+        for prefix, inner in module.named_modules()
+        for name, buffer in inner.named_buffers(recurse=False)
+        if name not in inner._non_persistent_buffers_set
     ]
 
 
@@ -215,10 +215,10 @@ class DenseTable:
 
     def _guard(self, module: nn.Module) -> None:
         guard = _ReadGuard(self)
-        for one in module.modules():
-            if one is module or next(one.parameters(recurse=False), None) is not None:
-                self._guards.append(one.register_forward_pre_hook(guard))
-                self._guards.append(one.register_state_dict_pre_hook(guard))
+        for inner in module.modules():
+            if inner is module or next(inner.parameters(recurse=False), None) is not None:
+                self._guards.append(inner.register_forward_pre_hook(guard))
+                self._guards.append(inner.register_state_dict_pre_hook(guard))
 
     def refuse_reading(self) -> None:
         AREA.refuse(
@@ -248,7 +248,9 @@ class DenseTable:
         if self._module is None:
             return
         now = persistent_buffers(self._module)
-        if [(n, id(one)) for n, one in now] != [(n, id(one)) for n, one in self._buffers]:
+        if [(n, id(buffer)) for n, buffer in now] != [
+            (n, id(buffer)) for n, buffer in self._buffers
+        ]:
             AREA.refuse(
                 f"got other buffers in the module of table '{self.name}' than it was made of, "
                 "which the server does not know",
@@ -334,10 +336,10 @@ class DenseTable:
         if not isinstance(gradients, Mapping):
             kind = "no gradients" if gradients is None else type(gradients).__name__
             self._refuse_type(f"{kind}, expected gradients by name")
-        given = {name: one for name, one in gradients.items() if one is not None}
-        for name, one in given.items():
-            if not isinstance(one, torch.Tensor):
-                self._refuse_type(f"{type(one).__name__} as '{name}', expected a tensor")
+        given = {name: gradient for name, gradient in gradients.items() if gradient is not None}
+        for name, gradient in given.items():
+            if not isinstance(gradient, torch.Tensor):
+                self._refuse_type(f"{type(gradient).__name__} as '{name}', expected a tensor")
         return list(given), list(given.values())
 
     def _refuse_type(self, got: str) -> None:

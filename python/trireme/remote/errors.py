@@ -20,7 +20,7 @@ def describe(error: BaseException) -> tuple[str, str, str, str]:
     kind = type(error)
     trace = "".join(traceback.format_exception(error)).rstrip()
     described = (kind.__qualname__, kind.__module__, _text_of(error), trace)
-    name, module, text, trace = (_sendable(one) for one in described)
+    name, module, text, trace = (_sendable(text) for text in described)
     return name, module, text, trace
 
 

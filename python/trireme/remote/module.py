@@ -103,7 +103,7 @@ class Module(nn.Module):
 
     def remote_parameters(self) -> list[RemoteParameter]:
         """Returns what parameters there are, without their values."""
-        return [RemoteParameter(self._core, *one) for one in self._core.parameters()]
+        return [RemoteParameter(self._core, *parameter) for parameter in self._core.parameters()]
 
     def extra_repr(self) -> str:
         return f"{self._factory!r} at {self.owner!r}"

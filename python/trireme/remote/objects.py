@@ -59,7 +59,7 @@ class Object:
         parameters, count = "()", 0
         if cls.__init__ is not object.__init__:
             parameters, count = parameters_of(cls.__init__, skip=1)
-        methods = [(one, *parameters_of(one[1], skip=1)) for one in _methods_of(cls)]
+        methods = [(method, *parameters_of(method[1], skip=1)) for method in _methods_of(cls)]
         _C.remote_define(name, parameters, count, place, cls, "class", 0)
         for (method_name, function, batch), shown, number in methods:
             _C.remote_define(
@@ -82,8 +82,8 @@ def _methods_of(cls: type) -> list[tuple[str, Callable[..., Any], int]]:
         ValueError: no Ref could call it, because of its name.
     """
     found: dict[str, tuple[str, Callable[..., Any], int]] = {}
-    for one in reversed(cls.__mro__):
-        for name, value in vars(one).items():
+    for base in reversed(cls.__mro__):
+        for name, value in vars(base).items():
             batch = getattr(value, _BATCH, found[name][2] if name in found else None)
             if batch is not None and callable(value):
                 found[name] = (name, value, batch)
@@ -131,7 +131,7 @@ class Ref:
             raise AttributeError(f"a Ref has no attribute {name!r}")
         if self._methods is None:
             all_names = running().methods_of(self._ref)
-            self._methods = {one: RemoteMethod(self._ref, one) for one in all_names}
+            self._methods = {name: RemoteMethod(self._ref, name) for name in all_names}
         found = self._methods.get(name)
         if found is None:
             there = ", ".join(self._methods) or "none"

@@ -23,7 +23,7 @@ class _Default:
 
 def _shown(value: Any) -> str:
     kind = type(value)
-    if kind in (set, frozenset):  # whose order is another one in each process
+    if kind in (set, frozenset):  # its order is another one in each process
         return "{" + ", ".join(sorted(map(_shown, value))) + "}"
     if kind in (list, tuple):  # they may hold a set
         return f"{kind.__name__}(" + ", ".join(map(_shown, value)) + ")"
@@ -46,11 +46,11 @@ def parameters_of(function: Callable[..., Any], *, skip: int = 0) -> tuple[str, 
     parameters = list(signature.parameters.values())
     if not (parameters and parameters[0].kind is inspect.Parameter.VAR_POSITIONAL):
         parameters = parameters[skip:]
-    if any(one.name == "timeout" for one in parameters):
+    if any(parameter.name == "timeout" for parameter in parameters):
         got = f"got a parameter called timeout of {function.__qualname__}"
         AREA.refuse(got, "Give it another name: timeout= is a keyword of every call.")
-    plain = [_plain(one) for one in parameters]
-    varies = any(one.kind in _MANY for one in parameters)
+    plain = [_plain(parameter) for parameter in parameters]
+    varies = any(parameter.kind in _MANY for parameter in parameters)
     return str(inspect.Signature(plain)), -1 if varies else len(plain)
 
 

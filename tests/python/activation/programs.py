@@ -67,8 +67,8 @@ def leaves(count: int, *shape: int) -> list[torch.Tensor]:
 def gradients(*holders: Any) -> list[torch.Tensor | None]:
     """Those of tensors, and of the parameters of modules."""
     found = []
-    for one in holders:
-        tensors = one.parameters() if isinstance(one, nn.Module) else [one]
+    for holder in holders:
+        tensors = holder.parameters() if isinstance(holder, nn.Module) else [holder]
         found += [None if it.grad is None else it.grad.clone() for it in tensors]
     return found
 

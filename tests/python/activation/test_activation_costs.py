@@ -216,8 +216,10 @@ def test_the_module_is_left_as_it_was() -> None:
         assert torch.equal(one, other), name
         assert one.grad is None
     assert x.grad is None
-    assert [one.training for one in module.modules()] == [one.training for one in before.modules()]
-    assert not any(one._forward_hooks or one._forward_pre_hooks for one in module.modules())
+    assert [layer.training for layer in module.modules()] == [
+        layer.training for layer in before.modules()
+    ]
+    assert not any(layer._forward_hooks or layer._forward_pre_hooks for layer in module.modules())
     assert module[3].running_mean._version == version
 
 
@@ -228,7 +230,7 @@ def test_memory_is_that_of_one_layer() -> None:
     def layer(x: Tensor) -> Tensor:
         kept = x.exp()
         storages.append(activation_costs.StorageWeakRef(kept.untyped_storage()))
-        alive.append(sum(not one.expired() for one in storages))
+        alive.append(sum(not storage.expired() for storage in storages))
         return kept.sin()
 
     storages: list[activation_costs.StorageWeakRef] = []
@@ -243,7 +245,7 @@ def test_layers_of_choice() -> None:
     found = measure_activations(module, tokens, layers=linears)  # type: ignore[arg-type]
     assert [cost.name for cost in found] == [f"blocks.{i}.out" for i in range(3)] + [""]
     assert sum(bytes_of(found)) == sum(bytes_of(whole))
-    assert sum(one.time for one in found) == pytest.approx(sum(one.time for one in whole))
+    assert sum(layer.time for layer in found) == pytest.approx(sum(layer.time for layer in whole))
     with pytest.raises(ValueError, match=r"\[checkpoint\] got a Linear that is not in the module"):
         measure_activations(module, tokens, layers=[nn.Linear(1, 1)])
     with pytest.raises(ValueError, match="a list of layers and layers="):

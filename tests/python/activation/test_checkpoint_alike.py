@@ -252,8 +252,8 @@ def test_threads() -> None:
     for thread in threads:
         thread.join()
     assert len(found) == 4 * 20 * 2
-    for one in found:
-        assert_same_bits(one, expected)
+    for tensor in found:
+        assert_same_bits(tensor, expected)
 
 
 def test_nothing_stays_behind() -> None:

@@ -32,7 +32,7 @@ from ddp.ranks import (
 from distributed import run_ranks
 
 ROWS, WIDTH, BLOCKS = 32, 64, 4
-BYTES = ROWS * WIDTH * 4  # of an input
+BYTES = ROWS * WIDTH * 4  # an input has so many
 
 
 def on_both_engines(

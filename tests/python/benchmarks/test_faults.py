@@ -36,7 +36,7 @@ def test_each_kind_has_its_row(
     ):
         assert line in page
     found = json.loads(results.read_text())
-    del found["parameter_server"]  # as in a run before there were such rows
+    del found["parameter_server"]  # a run before there were such rows has none
     results.write_text(json.dumps(found))
     assert readme_results.written(PAGE).count("\n| --- |") == 1
 

@@ -57,8 +57,8 @@ def test_what_is_compared_and_shown(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert len(rows) == 7
     assert rows["gpt", "1f1b"]["ratio"]["median"] == pytest.approx((0.55 + 0.8) / 2)
     assert rows["mlp", "1f1b"]["ratio"]["verdict"] == "met"
-    assert [one["workload"] for one in found["steps"]["splits"]] == ["mlp", "gpt"]
-    verdicts = {one["workload"]: one["verdict"] for one in found["steps"]["bubbles"]}
+    assert [split["workload"] for split in found["steps"]["splits"]] == ["mlp", "gpt"]
+    verdicts = {bubble["workload"]: bubble["verdict"] for bubble in found["steps"]["bubbles"]}
     assert verdicts == {"mlp": "met", "gpt-small-batch": "missed", "gpt": "missed"}
     assert found["threads"]["engine"]["share"] == pytest.approx(20 / 80)
     threads = {row["workload"]: row for row in found["threads"]["rows"]}

@@ -64,6 +64,20 @@ def test_memory_stands_beside_torchs() -> None:
     assert list(lead({})) == [""]
 
 
+def test_the_slowest_rank_says_how_soon_a_death_is_known() -> None:
+    cases = [
+        {"kind": "killed before", "ranks": 2, "max_ms": 53.9},
+        {"kind": "killed inside", "ranks": 2, "max_ms": 54.8},
+        {"kind": "stopped before", "ranks": 2, "max_ms": 2011.1},
+        {"kind": "killed after", "ranks": 4, "max_ms": 65.0},
+    ]
+    (line,) = lead({"faults": {"cases": cases, "tries": 10}})
+    assert line == (
+        "* **When a rank is killed**, the others have raised within 55 ms at 2 ranks, 65 ms at 4 "
+        "ranks (the most in 10 tries of each kind)."
+    )
+
+
 def test_a_table_says_where_it_was_measured() -> None:
     assert measured_on({"machine": MACHINE}) == (
         "Measured on 2 cores of a CPU, torch 2.15.0, commit abc1234 with changes, heap as glibc "

@@ -132,7 +132,7 @@ def test_memory_is_measured() -> None:
     found = measure_remote_memory(case)
     for held in (found.warm_up, found.calls, found.forwards):
         assert set(held) == {"caller", "callee"}
-        assert all(one["rss"] > one["written"] > 0 for one in held.values())
+        assert all(memory["rss"] > memory["written"] > 0 for memory in held.values())
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.kind)

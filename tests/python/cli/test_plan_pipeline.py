@@ -64,18 +64,18 @@ def test_what_each_rank_takes(plan: Any) -> None:
     schedule = trireme.pipeline_schedule("1f1b", ranks=4, micro_batches=8)
     assert found["bubble"] == schedule.bubble() == pytest.approx(3 / 11)
     layer = 4 * (100 * 100 + 100)
-    for rank, one in enumerate(found["ranks"]):
-        assert one["stages"] == [
+    for rank, entry in enumerate(found["ranks"]):
+        assert entry["stages"] == [
             {"number": rank, "rank": rank, "layers": [str(2 * rank), str(2 * rank + 1)]}
         ]
-        taken, live = one["taken"], schedule.peak_activations(rank)
-        assert one["micro_batches"] == live == 4 - rank
+        taken, live = entry["taken"], schedule.peak_activations(rank)
+        assert entry["micro_batches"] == live == 4 - rank
         assert (taken["parameters"], taken["gradients"]) == (2 * layer, 2 * layer)
         assert taken["optimizer"] == 2 * 2 * layer
         # Each Linear saves its input: of the first stage nobody wants that of its first layer.
         assert taken["activations"] == live * 2 * 5 * 100 * 4
         assert taken["total"] == sum(taken[name] for name in ("model_states", "activations"))
-        assert one["bubble"] == pytest.approx(3 / 11)
+        assert entry["bubble"] == pytest.approx(3 / 11)
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -96,10 +96,10 @@ def test_what_is_recomputed_takes_its_input(plan: Any) -> None:
         assert code == 0
         found = json.loads(out)
         block = 5 * 100 * 4
-        for one, inputs in zip(found["ranks"], stored, strict=True):
+        for rank, inputs in zip(found["ranks"], stored, strict=True):
             # Two layers save their inputs, of one micro-batch at a time; of others there is one.
-            assert one["micro_batches"] == 1
-            assert one["taken"]["activations"] == (inputs + 1) * block
+            assert rank["micro_batches"] == 1
+            assert rank["taken"]["activations"] == (inputs + 1) * block
         assert found["bubble"] < 3 / 11  # ranks recompute in it
 
 
@@ -129,7 +129,7 @@ def test_balance(plan: Any) -> None:
         code, out, error = plan("--pipeline", 2, "--input", "5,100", "--json", *arguments)
         assert code == 0, error
         ranks = json.loads(out)["ranks"]
-        return [len(stage["layers"]) for one in ranks for stage in one["stages"]]
+        return [len(stage["layers"]) for rank in ranks for stage in rank["stages"]]
 
     uneven = ("--model", "piped_models:uneven")
     assert layers_of(*uneven) == [2, 2]
@@ -144,7 +144,7 @@ def test_measured_times_make_the_bubble(plan: Any) -> None:
     assert code == 0 and ", by times measured here\n" in out
     _, out, _ = plan(*given, "--balance", "time", "--json")
     found = json.loads(out)
-    mean = sum(one["bubble"] for one in found["ranks"]) / 2
+    mean = sum(rank["bubble"] for rank in found["ranks"]) / 2
     assert found["bubble"] == pytest.approx(mean) and 0 < mean < 1
 
 
@@ -152,7 +152,7 @@ def test_each_rank_has_a_copy_of_what_is_tied(plan: Any) -> None:
     given = ("--pipeline", 2, "--model", "piped_models:tied", "--input", "5,100", "--json")
     _, out, _ = plan(*given)
     ranks = json.loads(out)["ranks"]
-    assert [one["taken"]["parameters"] for one in ranks] == [4 * 100 * 100] * 2
+    assert [rank["taken"]["parameters"] for rank in ranks] == [4 * 100 * 100] * 2
 
 
 EVEN = ("--model", "piped_models:even")

@@ -4,9 +4,10 @@
     def test_something(rank: int, strategy: Strategy) -> None:
         ours, one = strategy.pair(mlp)
         for step in range(3):
-            train_both(ours, one, step)
+            strategy.train_both(ours, one, step)
 
-``one`` is one process on the whole batch. DataParallel has no ranks: its replicas are threads.
+``one`` is one process on the whole batch. DataParallel has no ranks: its replicas are threads. What
+a strategy cannot do at all is a field of its entry, with the reason, and a scenario ``needs`` it.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import SGD
 
 import fsdp.ranks
+import pipeline.ranks
 import zero.ranks
-from ddp.ranks import assert_same_on_all_ranks, run_program, signature_without_rank
+from ddp.ranks import assert_same_on_all_ranks, raises, run_program, signature_without_rank
 from distributed import run_ranks
 from fsdp.ranks import SGD_OPTIONS, ModelMaker, assert_parts, local, part_of
 from zero.ranks import DDP, Gradients, Training, alone, assert_close, own_parts
@@ -41,15 +43,38 @@ class Strategy:
     """(make_model, optimizer_class, **defaults of the optimizer)."""
     parts: Callable[[Training, Gradients], Gradients] = lambda _, whole: whole
     """What this rank has of gradients of whole parameters, when backward has returned."""
+    passes: bool = True
+    """Whether forward and backward are calls of their own. A pipeline over ranks has step() for
+    both, since its ranks run forwards and backwards in turns, and a rank has its stages only."""
+    own_forward: bool = True
+    """Whether it calls the forward that a model has written. A pipeline calls layers one after
+    another, or what torch.export has traced."""
+    runs_alone: bool = True
+    """Whether one rank can run the model while others do something else. Not where it lacks layers,
+    or must gather them."""
 
     def __reduce__(self) -> Any:
         """Pickles by its name, since its functions have none."""
         return _strategy, (self.name,)
 
     @property
+    def ranks(self) -> bool:
+        return self.backend is not None
+
+    @property
     def recovers(self) -> bool:
         """Whether the step after an exception in one rank's backward works."""
         return self.backend != "gloo"
+
+    def abandons(self, ours: Training, failing: int) -> Any:
+        """Expects what leaves a backward in which break_it was called on rank ``failing``."""
+        cause = "ArithmeticError: the data of this rank are broken"
+        where = f"(rank {failing} of {ours.world})"
+        if not self.passes:
+            return raises(RuntimeError, cause, where)
+        if ours.rank == failing:
+            return pytest.raises(ArithmeticError, match="the data of this rank are broken")
+        return raises(dist.DistBackendError, "backward", "was abandoned", cause, where)
 
     def pair(
         self, make: ModelMaker, optimizer_class: Any = SGD, **defaults: Any
@@ -58,24 +83,28 @@ class Strategy:
         given = defaults or SGD_OPTIONS
         return self.make(make, optimizer_class, **given), alone(make, optimizer_class, **given)
 
-    def step_both(self, ours: Training, one: Training) -> None:
-        """After backward: compares gradients, steps, compares parameters.
-
-        Parameters that ranks have whole are the same bits on all of them.
-        """
-        whole = [parameter.grad for parameter in one.model.parameters()]
+    def assert_gradients(self, ours: Training, one: Training) -> None:
+        whole = [parameter.grad for parameter in ours.counterparts(one)]
         expected = self.parts(ours, whole)
         for (name, parameter), right in zip(ours.model.named_parameters(), expected, strict=True):
             assert_close(f"{name}.grad", local(parameter.grad), right)
             if parameter.grad is not None:
                 assert parameter.grad.shape == parameter.shape, name
                 assert parameter.grad.is_leaf and not parameter.grad.requires_grad, name
-        for training in (ours, one):
-            training.optimizer.step()
+
+    def assert_parameters(self, ours: Training, one: Training) -> None:
+        """Those that ranks have whole are the same bits on all of them."""
         assert_parts(ours, one)
-        if self.backend:
+        if self.ranks and self.passes:
             parameters = ours.model.parameters()
             assert_same_on_all_ranks([it for it in parameters if not isinstance(it, DTensor)])
+
+    def step_both(self, ours: Training, one: Training) -> None:
+        """After backward: compares gradients, steps, compares parameters."""
+        self.assert_gradients(ours, one)
+        for training in (ours, one):
+            training.optimizer.step()
+        self.assert_parameters(ours, one)
 
     def train_both(self, ours: Training, one: Training, *numbers: int) -> None:
         for training in (ours, one):
@@ -87,7 +116,8 @@ class Strategy:
 def _ddp(make: ModelMaker, optimizer_class: Any, **defaults: Any) -> Training:
     model = make()
     optimizer = optimizer_class(model.parameters(), **defaults)
-    return Training(model, DDP(model), optimizer, dist.get_rank(), dist.get_world_size())
+    net = DDP(model, bucket_cap_mb=0.0001 if dist.get_backend() == "gloo" else 25)
+    return Training(model, net, optimizer, dist.get_rank(), dist.get_world_size())
 
 
 def _dp(make: ModelMaker, optimizer_class: Any, **defaults: Any) -> Training:
@@ -124,7 +154,16 @@ STRATEGIES = {
         Strategy("zero 2", "trireme", _zero(2), own_parts),
         Strategy("zero 2, gathered", "gloo", _zero(2), own_parts),
         Strategy("fully_shard", "trireme", fsdp.ranks.sharded, _rows),
-        Strategy("fully_shard, gathered", "gloo", fsdp.ranks.sharded, _rows),
+        Strategy("fully_shard, gathered", "gloo", fsdp.ranks.sharded, _rows, runs_alone=False),
+        Strategy("pipeline, threads", None, pipeline.ranks.in_threads, own_forward=False),
+        Strategy(
+            "pipeline",
+            "trireme",
+            pipeline.ranks.staged,
+            passes=False,
+            own_forward=False,
+            runs_alone=False,
+        ),
     )
 }
 
@@ -136,17 +175,17 @@ def _strategy(name: str) -> Strategy:
 def on_every_strategy(
     world: int = 2,
     *,
-    ranks_only: bool = False,
+    needs: Sequence[str] = (),
     dying: Collection[int] = (),
     timeout: float = 60,
     patience_s: float = 30,
 ) -> Any:
     """Runs the decorated test under each strategy on ``world`` ranks; it gets its ``rank``, too.
 
-    ``patience_s`` is the timeout of the group, ``timeout`` that of the whole test. ``ranks_only``
-    leaves out what has no ranks; see run_ranks for ``dying``.
+    ``patience_s`` is the timeout of the group, ``timeout`` that of the whole test. ``needs`` are
+    what a strategy must have, such as "passes"; see run_ranks for ``dying``.
     """
-    names = [name for name, one in STRATEGIES.items() if one.backend or not ranks_only]
+    names = [name for name, one in STRATEGIES.items() if all(getattr(one, it) for it in needs)]
 
     def decorate(program: Callable[..., None]) -> Any:
         @pytest.mark.parametrize("strategy", names)
@@ -166,9 +205,17 @@ def on_every_strategy(
 
 
 def set_requires_grad(model: nn.Module, change: dict[str, bool]) -> None:
+    """A pipeline has those of its stages."""
     parameters = dict(model.named_parameters())
     for name, requires_grad in change.items():
-        parameters[name].requires_grad_(requires_grad)
+        if name in parameters or not isinstance(model, trireme.Pipeline):
+            parameters[name].requires_grad_(requires_grad)
+
+
+def middle_layer(model: nn.Module) -> nn.Linear:
+    """In the middle of those that this rank has."""
+    linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    return linear[len(linear) // 2]
 
 
 def kept(gradients: Sequence[torch.Tensor | None], before: Sequence[torch.Tensor | None]) -> bool:

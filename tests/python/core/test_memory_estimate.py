@@ -41,7 +41,7 @@ class Net(nn.Module):
 
 
 def bytes_of(tensors: Any) -> int:
-    return sum(one.numel() * one.element_size() for one in tensors)
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 @pytest.mark.parametrize(
@@ -66,21 +66,21 @@ def test_one_process_keeps_what_was_estimated(
     name: str, make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 ) -> None:
     model = Net()
-    optimizer = make([one for one in model.parameters() if one.requires_grad])
+    optimizer = make([parameter for parameter in model.parameters() if parameter.requires_grad])
     model(torch.arange(64)).square().mean().backward()
     optimizer.step()
     found = estimate_memory(model, "single", 1, optimizer=name)
     assert found.rank == found.host
     assert found.rank.parameters == bytes_of(model.parameters())
     assert found.rank.gradients == bytes_of(
-        one.grad for one in model.parameters() if one.grad is not None
+        parameter.grad for parameter in model.parameters() if parameter.grad is not None
     )
     states = [value for kept in optimizer.state.values() for key, value in kept.items()]
-    wanted = [one for one in states if isinstance(one, torch.Tensor) and one.dim() > 0]
+    wanted = [state for state in states if isinstance(state, torch.Tensor) and state.dim() > 0]
     scalars = 8 * {"sgd": 0, "sgd_momentum": 1}.get(name, 2)  # for the temperature
     assert found.rank.optimizer == bytes_of(wanted) + scalars
     assert found.rank.buffers == bytes_of(model.buffers())
-    assert found.numel == sum(one.numel() for one in model.parameters())
+    assert found.numel == sum(parameter.numel() for parameter in model.parameters())
 
 
 def test_on_the_meta_device_it_is_the_same() -> None:
@@ -212,7 +212,9 @@ def test_json_has_what_the_function_says(monkeypatch: Patch, capsys: Captured) -
     )
     printed = json.loads(capsys.readouterr().out)
     # One process on two hosts there is not.
-    assert [one["strategy"] for one in printed] == [one for one in STRATEGIES if one != "dp"]
+    assert [estimate["strategy"] for estimate in printed] == [
+        estimate for estimate in STRATEGIES if estimate != "dp"
+    ]
     found = estimate_memory(1000, "zero2", 8, ranks_per_host=4)
     expected = dataclasses.asdict(found)
     expected["rank"] |= {"total": found.rank.total, "model_states": found.rank.model_states}
@@ -224,7 +226,7 @@ def test_options_of_the_command(monkeypatch: Patch, capsys: Captured) -> None:
     arguments = ["--numel", 1000, "--world", 2, "--strategy", "ddp", "zero2", "--optimizer", "6"]
     arguments += ["--dtype", "bfloat16", "--grad-dtype", "float32", "--activations", "1e3"]
     assert run_plan(monkeypatch, *arguments, "--json") == 0
-    ddp, zero2 = (one["rank"] for one in json.loads(capsys.readouterr().out))
+    ddp, zero2 = (plan["rank"] for plan in json.loads(capsys.readouterr().out))
     assert (ddp["parameters"], ddp["gradients"], ddp["optimizer"]) == (2000, 4000, 6000)
     assert (zero2["gradients"], zero2["optimizer"], zero2["activations"]) == (2000, 3000, 1000)
     assert run_plan(monkeypatch, *arguments) == 0
@@ -315,7 +317,7 @@ def test_a_model_that_no_memory_would_hold(tmp_path: Path) -> None:
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=60, cwd=tmp_path, check=True
     )
-    assert {one["numel"] for one in json.loads(done.stdout)} == {10**12 + 10**6}
+    assert {plan["numel"] for plan in json.loads(done.stdout)} == {10**12 + 10**6}
 
 
 @pytest.mark.parametrize(
@@ -349,7 +351,7 @@ def test_what_the_command_refuses(
 
 
 WHOLE = 5 * 2 * 1000 * 4  # bytes between two blocks; a block saves its input and tanh's result
-NEVER = (9 * 2 + 1) * WHOLE  # and what the model returns
+NEVER = (9 * 2 + 1) * WHOLE  # counts what the model returns, too
 
 
 @pytest.fixture
@@ -442,7 +444,7 @@ def test_the_command_knows_units_and_ranks_without_common_memory(
 ) -> None:
     arguments = ["--numel", "1e8", "--world", 4, "--no-host-params", "--unit", "1e6", "--json"]
     assert run_plan(monkeypatch, *arguments, "--strategy", "zero2", "zero3") == 0
-    zero2, fsdp = (one["rank"] for one in json.loads(capsys.readouterr().out))
+    zero2, fsdp = (plan["rank"] for plan in json.loads(capsys.readouterr().out))
     assert (zero2["parameters"], fsdp["parameters"]) == (4 * 10**8, 10**8)
     assert fsdp["buffers"] == 2 * 4 * 10**6 + 5 * 25 * MIB
 

@@ -25,10 +25,10 @@ def parameters_of(function: ast.FunctionDef) -> Signature:
     arguments = function.args
     positional = [*arguments.posonlyargs, *arguments.args]
     without_default = len(positional) - len(arguments.defaults)
-    found = [(one.arg, i >= without_default) for i, one in enumerate(positional)]
+    found = [(argument.arg, i >= without_default) for i, argument in enumerate(positional)]
     found += [
-        (f"*{one.arg}", default is not None)
-        for one, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+        (f"*{argument.arg}", default is not None)
+        for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
     ]
     return found
 
@@ -64,7 +64,9 @@ def describe_stub_class(owner: ast.ClassDef) -> dict[str, object]:
             is_constant = ast.unparse(node.annotation).startswith("ClassVar")
             described[ast.unparse(node.target)] = "constant" if is_constant else "attribute"
         elif isinstance(node, ast.FunctionDef):
-            is_property = any(ast.unparse(one) == "property" for one in node.decorator_list)
+            is_property = any(
+                ast.unparse(decorator) == "property" for decorator in node.decorator_list
+            )
             described[node.name] = "property" if is_property else parameters_of(node)
     return described
 

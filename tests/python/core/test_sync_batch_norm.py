@@ -352,8 +352,8 @@ def compile_and_cast(rank: int) -> bool:
         compiled = torch.compile(copy.deepcopy(model), backend="eager")
         for rows in (2, 2 + rank):
             inputs = torch.randn(rows, 2, 4, 4)
-            for one in (model, compiled):
-                one(inputs).square().sum().backward()
+            for net in (model, compiled):
+                net(inputs).square().sum().backward()
         for got, wanted in zip(compiled.parameters(), model.parameters(), strict=True):
             torch.testing.assert_close(got.grad, wanted.grad)
         whole = torch.compile(copy.deepcopy(model).eval(), backend="eager", fullgraph=True)

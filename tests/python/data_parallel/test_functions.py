@@ -32,13 +32,13 @@ def reference_scatter(value: Any, targets: int, dim: int) -> Any:
     if isinstance(value, Tensor):
         return value.chunk(targets, dim)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        columns = [reference_scatter(one, targets, dim) for one in value]
+        columns = [reference_scatter(item, targets, dim) for item in value]
         return [type(value)(*row) for row in zip(*columns, strict=False)]
     if isinstance(value, (tuple, list)) and value:
-        columns = [reference_scatter(one, targets, dim) for one in value]
+        columns = [reference_scatter(item, targets, dim) for item in value]
         return [type(value)(row) for row in zip(*columns, strict=False)]
     if isinstance(value, dict) and value:
-        columns = [reference_scatter(one, targets, dim) for one in value.values()]
+        columns = [reference_scatter(item, targets, dim) for item in value.values()]
         return [dict(zip(value, row, strict=True)) for row in zip(*columns, strict=False)]
     return [value for _ in range(targets)]
 
@@ -181,7 +181,7 @@ def test_gather_of_scalars_is_a_vector() -> None:
     parts = [torch.tensor(float(i), requires_grad=True) for i in range(3)]
     with pytest.warns(UserWarning, match="all input tensors were scalars; will instead") as said:
         vector = gather(parts, "cpu")
-    assert [one.filename for one in said] == [__file__]  # where it was called
+    assert [warning.filename for warning in said] == [__file__]  # where it was called
     close(vector.detach(), torch.tensor([0.0, 1.0, 2.0]))
     (vector * torch.tensor([1.0, 2.0, 3.0])).sum().backward()
     close([part.grad for part in parts], [torch.tensor(float(i)) for i in (1, 2, 3)])
@@ -209,16 +209,16 @@ def test_modules_run_at_the_same_time_in_threads_of_their_own() -> None:
     inputs: list[Any] = [torch.ones(1), (torch.ones(2),), [torch.ones(3)]]
     with torch.no_grad():
         results = parallel_apply([module] * 3, inputs, [{}, {"scale": 2.0}, {}])
-    close([one[0] for one in results], [torch.ones(1), torch.full((2,), 2.0), torch.ones(3)])
-    assert len({one[1] for one in results} | {threading.get_ident()}) == 4
-    assert not any(one[2] for one in results)
+    close([result[0] for result in results], [torch.ones(1), torch.full((2,), 2.0), torch.ones(3)])
+    assert len({result[1] for result in results} | {threading.get_ident()}) == 4
+    assert not any(result[2] for result in results)
 
 
 def test_autocast_holds_in_threads() -> None:
     layer = nn.Linear(4, 4)
     with torch.autocast("cpu", torch.bfloat16):
         results = parallel_apply([layer] * 2, [torch.randn(2, 4)] * 2, devices=CPUS)
-    assert {one.dtype for one in results} == {torch.bfloat16}
+    assert {result.dtype for result in results} == {torch.bfloat16}
 
 
 def test_packed_sequences_are_inputs_of_parallel_apply() -> None:
@@ -282,7 +282,7 @@ def test_gradient_penalty() -> None:
         net.zero_grad()
         (slope,) = torch.autograd.grad(run(x).sum(), x, create_graph=True)
         slope.square().sum().backward()
-        gradients.append([one.grad for one in net.parameters()])
+        gradients.append([parameter.grad for parameter in net.parameters()])
     close(gradients[1], gradients[0])
 
 

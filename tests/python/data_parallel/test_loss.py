@@ -244,6 +244,6 @@ def test_a_warning_of_replicas_that_differ() -> None:
     with pytest.warns(UserWarning, match="replica 1 of 2 .* times as long as replica 0") as caught:
         for step in range(20):
             ours(data(step, rows=20)).sum().backward()
-    texts = [str(one.message) for one in caught if "data_parallel" in str(one.message)]
+    texts = [str(warning.message) for warning in caught if "data_parallel" in str(warning.message)]
     assert len(texts) == 1
     assert 'Try balance="auto"' in texts[0]

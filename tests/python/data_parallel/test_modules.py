@@ -128,9 +128,9 @@ def test_replicas_are_modules_like_it() -> None:
     }
     ours(data()).sum().backward()
     assert len(seen) == 3
-    for one in seen:
-        torch.testing.assert_close(one.pop("state"), expected["state"])
-        assert one == {key: value for key, value in expected.items() if key != "state"}
+    for state in seen:
+        torch.testing.assert_close(state.pop("state"), expected["state"])
+        assert state == {key: value for key, value in expected.items() if key != "state"}
     report = ours.last_step()
     assert report["copied_bytes"] == 0
     assert [replica["memory_bytes"] for replica in report["replicas"]] == [0] * 3
@@ -257,7 +257,7 @@ def test_last_step() -> None:
 
 
 def replica_threads() -> set[threading.Thread]:
-    return {one for one in threading.enumerate() if one.name.startswith("trireme-replica")}
+    return {thread for thread in threading.enumerate() if thread.name.startswith("trireme-replica")}
 
 
 def test_its_end_is_that_of_its_threads_and_replicas() -> None:
@@ -274,8 +274,8 @@ def test_its_end_is_that_of_its_threads_and_replicas() -> None:
     for thread in replica_threads() - before:
         thread.join(10)
     assert not replica_threads() - before
-    assert [one() for one in seen] == [None] * 3
-    assert [one() for one in parameters] == [None] * 5
+    assert [ref() for ref in seen] == [None] * 3
+    assert [parameter() for parameter in parameters] == [None] * 5
 
 
 def test_a_graph_outlives_it() -> None:

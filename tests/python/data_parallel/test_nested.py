@@ -161,7 +161,7 @@ def test_found_in_order(kind: str) -> None:
     pack, _ = KINDS[kind]
     left, right = torch.zeros(2), torch.ones(2)
     found = tensors_in(pack(left, right))
-    assert [id(one) for one in found] == [id(left), id(right)]
+    assert [id(tensor) for tensor in found] == [id(left), id(right)]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -182,7 +182,7 @@ def test_matched_between_replicas(kind: str) -> None:
     rows = [(torch.zeros(i), torch.ones(i)) for i in range(2)]
     outputs = [pack(*row) for row in rows]
     found = matching_tensors(outputs, NAMES)
-    assert [[id(one) for one in row] for row in found] == [[id(a), id(b)] for a, b in rows]
+    assert [[id(tensor) for tensor in row] for row in found] == [[id(a), id(b)] for a, b in rows]
 
 
 def test_what_else_containers_hold_is_kept() -> None:
@@ -327,4 +327,4 @@ def test_third_replica_is_named() -> None:
 def test_keys_in_another_order_are_matched() -> None:
     a, b = torch.zeros(1), torch.ones(1)
     found = matching_tensors([{"a": a, "b": b}, {"b": b, "a": a}], NAMES)
-    assert [[id(one) for one in row] for row in found] == [[id(a), id(b)]] * 2
+    assert [[id(tensor) for tensor in row] for row in found] == [[id(a), id(b)]] * 2

@@ -105,7 +105,9 @@ def test_equals_one_process(kind: str) -> None:
         net.zero_grad()
         output = run(x)
         output.square().sum().backward()
-        results.append((output.detach(), x.grad, [one.grad for one in net.parameters()]))
+        results.append(
+            (output.detach(), x.grad, [parameter.grad for parameter in net.parameters()])
+        )
     for got, expected in zip(results[1][2], results[0][2], strict=True):
         if expected is not None and expected.is_sparse:
             assert got.is_sparse
@@ -216,7 +218,7 @@ def mixed(seed: int = 0) -> list[Tensor]:
 
 
 def dense(tensors: Any) -> list[Tensor]:
-    return [one.detach().to_dense() for one in tensors]
+    return [tensor.detach().to_dense() for tensor in tensors]
 
 
 def test_broadcast_gives_the_tensors_and_copies() -> None:
@@ -224,8 +226,8 @@ def test_broadcast_gives_the_tensors_and_copies() -> None:
     own, copies = broadcast_coalesced(given, CPUS)
     assert all(a is b for a, b in zip(own, given, strict=True))
     close(dense(copies), dense(given))
-    assert [one.layout for one in copies] == [one.layout for one in given]
-    assert not any(one.requires_grad for one in copies)
+    assert [tensor.layout for tensor in copies] == [tensor.layout for tensor in given]
+    assert not any(copy.requires_grad for copy in copies)
     copies[0].zero_()
     close(own[0], mixed()[0])
     assert broadcast_coalesced([], CPUS) == ([], [])
@@ -238,17 +240,17 @@ def test_sums_are_those_of_the_inputs(limit: int) -> None:
     assert isinstance(sums, tuple)
     expected = [a + b + c for a, b, c in zip(*map(dense, lists), strict=True)]
     close(dense(sums), expected)
-    assert [one.dtype for one in sums] == [one.dtype for one in lists[0]]
+    assert [tensor.dtype for tensor in sums] == [tensor.dtype for tensor in lists[0]]
     assert sums[5].is_sparse
-    assert not any(one.requires_grad for one in sums)
+    assert not any(total.requires_grad for total in sums)
     close([dense(mixed(seed)) for seed in range(3)], [dense(own) for own in lists])  # unchanged
 
 
 def test_sums_are_made_in_order_of_the_inputs() -> None:
     parts = [torch.tensor([value, value]) for value in (1e8, 1.0, -1e8)]
-    pairs = reduce_add_coalesced([[one, one] for one in parts])
-    assert [one.tolist() for one in pairs] == [((parts[0] + parts[1]) + parts[2]).tolist()] * 2
-    (alone,) = reduce_add_coalesced([[one] for one in parts])
+    pairs = reduce_add_coalesced([[part, part] for part in parts])
+    assert [pair.tolist() for pair in pairs] == [((parts[0] + parts[1]) + parts[2]).tolist()] * 2
+    (alone,) = reduce_add_coalesced([[part] for part in parts])
     close(alone, pairs[0])
 
 
@@ -264,7 +266,7 @@ def test_what_travels_together() -> None:
     """Tensors travel by dtype, up to the limit; what is not contiguous goes alone."""
     given = [torch.ones(2), torch.ones(2).double(), torch.ones(2), torch.ones(2, 2).t()[:1],
              torch.ones(4), torch.ones(1)]  # fmt: skip
-    joins = [coalesced._joins(one) for one in given]
+    joins = [coalesced._joins(tensor) for tensor in given]
     groups = coalesced._together(given, joins, limit=20)
     assert sorted(groups) == [[0, 2], [1], [3], [4, 5]]
 

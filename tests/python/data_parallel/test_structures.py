@@ -145,7 +145,7 @@ def test_objects_go_to_all_replicas_as_they_are() -> None:
     seen: list[Any] = []
     ours = DP(Called(lambda m, x, other: (seen.append(other), x)[1]), replicas=3)
     assert torch.equal(ours(data(), thing), data())
-    assert [one is thing for one in seen] == [True] * 3
+    assert [found is thing for found in seen] == [True] * 3
 
 
 def test_named_inputs_only() -> None:

@@ -14,6 +14,7 @@ import os
 import re
 import signal
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -79,7 +80,7 @@ on_gloo_ranks = functools.partial(on_ranks, backend="gloo")
 
 def signature_without_rank(program: Program) -> inspect.Signature:
     signature = inspect.signature(program)
-    asked = [one for name, one in signature.parameters.items() if name != "rank"]
+    asked = [parameter for name, parameter in signature.parameters.items() if name != "rank"]
     return signature.replace(parameters=asked)
 
 
@@ -163,17 +164,12 @@ def kill_this_rank(*_: Any) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-class Tied(nn.Module):
+class Tied(nn.Sequential):
     def __init__(self) -> None:
-        super().__init__()
         torch.manual_seed(3)
-        self.embed = nn.Linear(6, 6, bias=False)
-        self.mid = nn.Linear(6, 6)
-        self.head = nn.Linear(6, 6)
+        layers = {"embed": nn.Linear(6, 6, bias=False), "mid": nn.Linear(6, 6), "tanh": nn.Tanh()}
+        super().__init__(OrderedDict(layers, head=nn.Linear(6, 6)))
         self.head.weight = self.embed.weight
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.mid(self.embed(x)).tanh())
 
 
 def mlp(dtype: torch.dtype = torch.float32) -> nn.Module:

@@ -104,12 +104,12 @@ def test_a_step_sends_every_gradient_once(rank: int) -> None:
     backward(ddp, rank)
     layer = ROW * ROW * 4
     used_map = (5 + 1) * 4
-    assert [(one.verb, one.bytes) for one in wire.records] == [
+    assert [(record.verb, record.bytes) for record in wire.records] == [
         ("all_reduce", 2 * layer),
         ("all_reduce", 2 * layer),
         ("all_reduce", layer + used_map),
     ]
-    assert [one.label for one in wire.records] == [
+    assert [record.label for record in wire.records] == [
         "bucket 0: 4.weight .. 3.weight",
         "bucket 1: 2.weight .. 1.weight",
         "bucket 2: 0.weight",
@@ -196,7 +196,7 @@ def test_an_unused_head_does_not_hold_back_the_rest(rank: int) -> None:
         ddp(x).sum().backward()
     # head + layer 4, 3, 2 and 1; layer 0 is accumulated after its input has a gradient.
     assert sent == [4]
-    assert [one.label.partition(": ")[2] for one in wire.records[-2:]] == [
+    assert [record.label.partition(": ")[2] for record in wire.records[-2:]] == [
         "body.0.weight",
         "unused_head.bias .. unused_head.weight",
     ]

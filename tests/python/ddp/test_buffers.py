@@ -156,7 +156,7 @@ def test_all_buffers_travel_in_one_broadcast(rank: int) -> None:
     ddp = trireme.DistributedDataParallel(normed())
     wire = record_wire(ddp)
     ddp(batch(0)[rank::WORLD])
-    assert [one.verb for one in wire.records] == ["broadcast"]
+    assert [record.verb for record in wire.records] == ["broadcast"]
     assert wire.records[0].label == "module buffers"
     assert wire.records[0].bytes == 2 * (4 + 2) * 4 + 2 * 8
 

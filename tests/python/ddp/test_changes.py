@@ -127,7 +127,9 @@ def test_equals_wrapping_anew(rank: int, kind: str) -> None:
         torch.testing.assert_close(got, expected, msg=named)
         assert_same_on_all_ranks(list(ddp.module.parameters()))
         planned = {name for bucket in ddp._core.plan() for name in bucket}
-        trained = {name for name, one in ddp.module.named_parameters() if one.requires_grad}
+        trained = {
+            name for name, parameter in ddp.module.named_parameters() if parameter.requires_grad
+        }
         assert planned == trained, change.__name__
 
 
@@ -159,7 +161,7 @@ def test_new_layers_begin_with_the_values_of_rank_0(rank: int) -> None:
         with pytest.warns(UserWarning, match=r"\[ddp\] got '4.weight' with other values than"):
             step_fn(ddp, 1, rank)
     assert torch.equal(ddp.module[4].weight, expected.weight)
-    assert_same_on_all_ranks([one.grad for one in ddp.parameters()])
+    assert_same_on_all_ranks([parameter.grad for parameter in ddp.parameters()])
     run_steps(ddp, sgd(ddp), step_fn, rank, 3)
     assert_same_on_all_ranks(list(ddp.parameters()))
     ddp.module = seeded(lambda: nn.Linear(6, 3))
@@ -178,8 +180,8 @@ def test_what_is_no_change(rank: int) -> None:
         if step == 1:
             ddp.module.add_module("another name", ddp.module[4])
             del ddp.module[4]
-        lent = {name: nn.Parameter(one * 2) for name, one in ddp.named_parameters()}
-        for tensors in (lent, {name: one.detach() for name, one in lent.items()}):
+        lent = {name: nn.Parameter(parameter * 2) for name, parameter in ddp.named_parameters()}
+        for tensors in (lent, {name: tensor.detach() for name, tensor in lent.items()}):
             output = torch.func.functional_call(ddp, tensors, batch(step)[rank::WORLD])
             if output.requires_grad:
                 output.sum().backward()
@@ -189,7 +191,7 @@ def test_what_is_no_change(rank: int) -> None:
         twice.zero_grad()
         twice(batch(step)[rank::WORLD]).sum().backward()
         torch.testing.assert_close(
-            [one.grad for one in lent.values()], list(gradients(twice).values())
+            [tensor.grad for tensor in lent.values()], list(gradients(twice).values())
         )
         ddp.zero_grad()
         alone.zero_grad()
@@ -249,7 +251,7 @@ def test_a_joined_rank_takes_over_what_the_others_have(rank: int) -> None:
             optimizer.step()
     assert_same_on_all_ranks(list(ddp.parameters()))
     step_fn(ddp, 5, rank)
-    assert_same_on_all_ranks([one.grad for one in ddp.parameters()])
+    assert_same_on_all_ranks([parameter.grad for parameter in ddp.parameters()])
 
 
 APART: list[tuple[Change, list[str]]] = [
@@ -328,5 +330,5 @@ def test_data_with_other_values_on_a_rank(rank: int) -> None:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             step_fn(ddp, step, rank)
-        told = [one for one in caught if re.search(expected, str(one.message))]
+        told = [warning for warning in caught if re.search(expected, str(warning.message))]
         assert len(told) == (1 if step == 1 else 0)

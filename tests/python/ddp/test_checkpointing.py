@@ -11,7 +11,6 @@ from torch.utils.checkpoint import checkpoint
 from ddp.ranks import WORLD, batch, gradients, on_ranks, raises
 
 Run = Callable[[nn.Module, torch.Tensor, str], torch.Tensor]
-KINDS = pytest.mark.parametrize("kind", ["plain", "reentrant", "ours"])
 
 
 class Layers(nn.Module):
@@ -32,12 +31,6 @@ def again(layer: nn.Module, x: torch.Tensor, kind: str) -> torch.Tensor:
     if kind == "ours":
         return trireme.checkpoint(layer, x)
     return checkpoint(layer, x, use_reentrant=kind == "reentrant")
-
-
-def each_layer(model: nn.Module, x: torch.Tensor, kind: str) -> torch.Tensor:
-    for layer in model.layers:
-        x = again(layer, x, kind).tanh()
-    return x
 
 
 def some_layers(model: nn.Module, x: torch.Tensor, kind: str) -> torch.Tensor:
@@ -61,28 +54,6 @@ def checkpointed_and_plain(model: nn.Module, x: torch.Tensor, kind: str) -> torc
     return again(model.layers[1], x, kind)
 
 
-def nested(model: nn.Module, x: torch.Tensor, kind: str) -> torch.Tensor:
-    def outer(x: torch.Tensor) -> torch.Tensor:
-        x = model.layers[0](x).tanh()
-        return model.layers[2](again(model.layers[1], x, kind).tanh())
-
-    return model.layers[3](again(outer, x, kind).tanh())
-
-
-def all_in_one(model: nn.Module, x: torch.Tensor, kind: str) -> torch.Tensor:
-    return again(lambda x: nn.Sequential(*model.layers)(x), x, kind)
-
-
-RUNS = [
-    each_layer,
-    some_layers,
-    one_layer_twice,
-    checkpointed_and_plain,
-    nested,
-    all_in_one,
-]
-
-
 def one_process(run: Run, step: int) -> dict[str, torch.Tensor | None]:
     alone = Layers(run, "plain")
     alone(batch(step)).square().mean().backward()
@@ -93,31 +64,6 @@ def backward(model: nn.Module, step: int, rank: int) -> None:
     # Reentrant checkpoints only run backward where an input asks for a gradient.
     x = batch(step)[rank::WORLD].requires_grad_()
     model(x).square().mean().backward()
-
-
-@pytest.mark.parametrize("cap", [0.0001, 25])
-@KINDS
-@pytest.mark.parametrize("run", RUNS)
-@on_ranks()
-def test_equals_one_process(rank: int, run: Run, kind: str, cap: float) -> None:
-    ddp = trireme.DistributedDataParallel(Layers(run, kind), bucket_cap_mb=cap)
-    for step in range(4):
-        ddp.zero_grad()
-        backward(ddp, step, rank)
-        torch.testing.assert_close(gradients(ddp), one_process(run, step))
-
-
-@KINDS
-@on_ranks()
-def test_accumulation(rank: int, kind: str) -> None:
-    ddp = trireme.DistributedDataParallel(Layers(one_layer_twice, kind))
-    for first in (0, 2):
-        ddp.zero_grad()
-        with ddp.no_sync():
-            backward(ddp, first, rank)
-        backward(ddp, first + 1, rank)
-        one, other = (one_process(one_layer_twice, step) for step in (first, first + 1))
-        torch.testing.assert_close(gradients(ddp), {name: one[name] + other[name] for name in one})
 
 
 @on_ranks()
@@ -131,18 +77,6 @@ def test_a_pipeline_stage_with_reentrant_checkpoints(rank: int) -> None:
         ddp.reducer.prepare_for_backward([])
         loss.backward()
         torch.testing.assert_close(gradients(ddp), one_process(some_layers, step))
-
-
-@pytest.mark.parametrize("kind", ["plain", "ours"])
-@on_ranks()
-def test_all_of_a_model_without_input_gradients(rank: int, kind: str) -> None:
-    """The whole module is checkpointed from outside, as transformer training often does."""
-    ddp = trireme.DistributedDataParallel(Layers(each_layer, kind))
-    for step in range(3):
-        ddp.zero_grad()
-        output = again(ddp, batch(step)[rank::WORLD], kind)
-        output.square().mean().backward()
-        torch.testing.assert_close(gradients(ddp), one_process(each_layer, step))
 
 
 OPTIONS = [{"find_unused_parameters": True}, {"static_graph": True}]

@@ -134,9 +134,9 @@ def test_what_a_hook_sees(rank: int) -> None:
         seen.clear()
         ddp.zero_grad()
         step_fn(ddp, step, rank)
-    assert [one[0] for one in seen] == list(range(len(seen)))
-    assert [one[1] for one in seen] == [False] * (len(seen) - 1) + [True]
-    assert [one[2] for one in seen] == ddp._core.plan()
+    assert [bucket[0] for bucket in seen] == list(range(len(seen)))
+    assert [bucket[1] for bucket in seen] == [False] * (len(seen) - 1) + [True]
+    assert [bucket[2] for bucket in seen] == ddp._core.plan()
     alone = mlp()
     (2 * alone(batch(2)).square().mean()).backward()
     torch.testing.assert_close(gradients(ddp), gradients(alone))
@@ -235,7 +235,7 @@ def test_an_index_keeps_its_meaning(rank: int) -> None:
     assert indices[8] == tail + body
     new = indices[10][len(body) :]
     assert indices[9] == body + tail + new and indices[10] == body + new
-    assert new == [one + len(tail) for one in tail]
+    assert new == [place + len(tail) for place in tail]
     cast = indices[11][-1]
     assert indices[11] == [*body, *new, cast] and cast == new[-1] + 1
     assert cast in indices[12] and set(indices[12]) < set(indices[11])
@@ -277,8 +277,10 @@ def test_state_of_earlier_buckets_is_untouched(rank: int, name: str, change: str
             step_fn(ddp, step, rank)
             seen.append(gradients(model.body))
             tail = gradients(model.tail).values()
-            assert not changes or step < 6 or all(one.isfinite().all() for one in tail)
-            assert_same_on_all_ranks([one for one in gradients(model).values() if one is not None])
+            assert not changes or step < 6 or all(tensor.isfinite().all() for tensor in tail)
+            assert_same_on_all_ranks(
+                [gradient for gradient in gradients(model).values() if gradient is not None]
+            )
         runs.append(seen)
     for with_it, without in zip(*runs, strict=True):
         for key, grad in with_it.items():

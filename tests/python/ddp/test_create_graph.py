@@ -36,11 +36,15 @@ def loss_of(model: nn.Module, number: int, rank: int) -> torch.Tensor:
 def derived(model: nn.Module) -> Derived:
     """The derivative of all gradients, in a direction that is equal on all ranks."""
     parameters = list(model.parameters())
-    of = [one.grad for one in parameters if one.grad is not None and one.grad.requires_grad]
+    of = [
+        parameter.grad
+        for parameter in parameters
+        if parameter.grad is not None and parameter.grad.requires_grad
+    ]
     if not of:
         return []
-    directions = [torch.sin(torch.arange(1.0, one.numel() + 1).view_as(one)) for one in of]
-    directions = [one.double() for one in directions]
+    directions = [torch.sin(torch.arange(1.0, tensor.numel() + 1).view_as(tensor)) for tensor in of]
+    directions = [direction.double() for direction in directions]
     return list(torch.autograd.grad(of, parameters, directions, True, allow_unused=True))
 
 
@@ -53,10 +57,10 @@ def local(number: int, rank: int) -> tuple[dict[str, torch.Tensor | None], Deriv
 
 def check_parts(ddp: Any, number: int, rank: int) -> None:
     """Values are those of the average, and derivatives this rank's, divided by the ranks."""
-    parts = [local(number, one) for one in range(WORLD)]
+    parts = [local(number, peer) for peer in range(WORLD)]
     for name, grad in gradients(ddp).items():
         torch.testing.assert_close(grad, sum(part[name] for part, _ in parts) / WORLD)
-    expected = [None if one is None else one / WORLD for one in parts[rank][1]]
+    expected = [None if part is None else part / WORLD for part in parts[rank][1]]
     torch.testing.assert_close(derived(ddp), expected)
 
 
@@ -101,7 +105,9 @@ def check_steps(rank: int, view: bool) -> bool:
     ddp = trireme.DistributedDataParallel(mlp(torch.float64), gradient_as_bucket_view=view)
     for step in range(6):
         ddp.zero_grad(set_to_none=step % 3 != 2)
-        assert all(one.grad is None or one.grad.is_leaf for one in ddp.parameters())
+        assert all(
+            parameter.grad is None or parameter.grad.is_leaf for parameter in ddp.parameters()
+        )
         if step == 4:
             loss_of(ddp, step, rank).backward()
             assert derived(ddp) == []
@@ -147,8 +153,8 @@ def test_training_with_the_diagonal_of_the_hessian(rank: int, stage: int) -> Non
         for part in parts:
             dist.all_reduce(part)
         torch.testing.assert_close(parts, derived(alone))
-        for one, parameters in ((alone, derived(alone)), (model, parts)):
-            for parameter, second in zip(one.parameters(), parameters, strict=True):
+        for net, parameters in ((alone, derived(alone)), (model, parts)):
+            for parameter, second in zip(net.parameters(), parameters, strict=True):
                 parameter.grad = parameter.grad.detach() / (1 + second.abs())
         sgd.step()
         ours.step()
@@ -170,18 +176,18 @@ def test_a_backward_through_averages_is_averaged(rank: int) -> None:
     def alone(rank: int, averages: list[torch.Tensor]) -> dict[str, torch.Tensor | None]:
         model = mlp(torch.float64)
         grads = torch.autograd.grad(loss_of(model, 0, rank), model.parameters(), create_graph=True)
-        own = [one / WORLD for one in grads]  # with the values of the averages
+        own = [gradient / WORLD for gradient in grads]  # with the values of the averages
         outer(model, [a + (o - o.detach()) for a, o in zip(averages, own, strict=True)], rank)
         return gradients(model)
 
     ddp = trireme.DistributedDataParallel(mlp(torch.float64))
     for _ in range(3):
         loss_of(ddp, 0, rank).backward(create_graph=True)
-        grads = [one.grad for one in ddp.parameters()]
+        grads = [parameter.grad for parameter in ddp.parameters()]
         ddp.zero_grad()
-        averages = [one.detach().clone() for one in grads]
+        averages = [gradient.detach().clone() for gradient in grads]
         outer(ddp, grads, rank)
-        parts = [alone(one, averages) for one in range(WORLD)]
+        parts = [alone(peer, averages) for peer in range(WORLD)]
         expected = {name: sum(part[name] for part in parts) / WORLD for name in parts[0]}
         torch.testing.assert_close(gradients(ddp), expected)
         ddp.zero_grad()
@@ -196,11 +202,11 @@ def test_a_gradient_that_the_caller_keeps_stays(rank: int, view: bool) -> None:
     for _ in range(3):
         ddp.zero_grad()
         loss_of(ddp, 0, rank).backward(create_graph=True)
-        kept = [one.grad for one in ddp.parameters()]
-        before = [one.detach().clone() for one in kept]
+        kept = [parameter.grad for parameter in ddp.parameters()]
+        before = [tensor.detach().clone() for tensor in kept]
         loss_of(ddp, 1, rank).backward(create_graph=True)
-        torch.testing.assert_close([one.detach() for one in kept], before, rtol=0, atol=0)
-        assert all(one.requires_grad for one in kept)
+        torch.testing.assert_close([tensor.detach() for tensor in kept], before, rtol=0, atol=0)
+        assert all(tensor.requires_grad for tensor in kept)
 
 
 class Mixed(nn.Module):
@@ -237,8 +243,8 @@ def test_sparse_frozen_and_unused(rank: int) -> None:
         ddp.zero_grad()
         backward(ddp, step, rank)
         models = [Mixed() for _ in range(WORLD)]
-        for one, model in enumerate(models):
-            backward(model, step, one)
+        for peer, model in enumerate(models):
+            backward(model, step, peer)
         expected: dict[str, Any] = {}
         for model in models:
             for name, grad in dense(gradients(model)).items():
@@ -250,8 +256,8 @@ def test_sparse_frozen_and_unused(rank: int) -> None:
             has_graph = alone.grad is not None and alone.grad.requires_grad
             assert (ours.grad is not None and ours.grad.requires_grad) == has_graph
         mine, theirs = (
-            torch.autograd.grad(one.layer.weight.grad.sum(), one.table.weight)[0].to_dense()
-            for one in (ddp.module, models[rank])
+            torch.autograd.grad(net.layer.weight.grad.sum(), net.table.weight)[0].to_dense()
+            for net in (ddp.module, models[rank])
         )
         torch.testing.assert_close(mine, theirs / WORLD)
 
@@ -291,7 +297,7 @@ def test_it_is_said_once_on_rank_0(rank: int) -> None:
         for step in range(3):
             ddp.zero_grad()
             loss_of(ddp, step, rank).backward(create_graph=True)
-    said = [str(one.message) for one in caught if "[ddp]" in str(one.message)]
+    said = [str(warning.message) for warning in caught if "[ddp]" in str(warning.message)]
     assert len(said) == (rank == 0)
     for text in said:
         assert "this rank alone, times 1 / 2 (rank 0 of 2). Sum up" in text

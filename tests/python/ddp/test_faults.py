@@ -15,7 +15,6 @@ from ddp.ranks import (
     HOUSE_FORM,
     WORLD,
     batch,
-    gradients,
     message_of,
     mlp,
     on_gloo_ranks,
@@ -94,21 +93,6 @@ def test_an_exception_before_any_gradient(rank: int) -> None:
 
 
 @on_ranks(patience_s=AGES_S)
-def test_an_exception_outside_the_module_concerns_nobody(rank: int) -> None:
-    """It comes before the gradient reaches an output: no synchronization has begun."""
-    ddp = trireme.DistributedDataParallel(mlp())
-    if rank == 1:
-        with pytest.raises(ArithmeticError):
-            Breaks.apply(ddp(batch(0)), True).sum().backward()
-    for step in range(2):
-        ddp.zero_grad()
-        backward(ddp, step, rank)
-        alone = mlp()
-        alone(batch(step)).square().mean().backward()
-        torch.testing.assert_close(gradients(ddp), gradients(alone))
-
-
-@on_ranks(patience_s=AGES_S)
 def test_an_exception_under_no_sync_concerns_nobody(rank: int) -> None:
     ddp = trireme.DistributedDataParallel(Fragile())
     if rank == 1:
@@ -117,15 +101,6 @@ def test_an_exception_under_no_sync_concerns_nobody(rank: int) -> None:
     ddp.zero_grad()
     backward(ddp, 1, rank)
     backward(ddp, 2, rank)
-
-
-@on_ranks(patience_s=AGES_S)
-def test_an_exception_in_forward_is_the_users_own(rank: int) -> None:
-    """Nothing was promised to anybody; both ranks go on with the next batch."""
-    ddp = trireme.DistributedDataParallel(mlp())
-    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-        ddp(torch.ones(2, 7))
-    backward(ddp, 0, rank)
 
 
 @on_ranks(timeout=40)

@@ -1,6 +1,5 @@
 """Parameters frozen, unfrozen or cast while training runs; torch's DDP has to be wrapped anew."""
 
-import functools
 from collections.abc import Callable
 
 import pytest
@@ -19,16 +18,13 @@ def step_fn(model: nn.Module, step: int, rank: int) -> None:
     model(batch(step, dtype=dtype)[rank::WORLD]).square().mean().backward()
 
 
-def freeze(*names: str, frozen: bool = True) -> Change:
+def freeze(*names: str) -> Change:
     def change(module: nn.Module) -> None:
         for name, parameter in module.named_parameters():
             if name in names:
-                parameter.requires_grad_(not frozen)
+                parameter.requires_grad_(False)
 
     return change
-
-
-unfreeze = functools.partial(freeze, frozen=False)
 
 
 def train(wrap: Callable[[nn.Module], nn.Module], changes: list[Change], rank: int) -> list[object]:
@@ -60,19 +56,6 @@ def nothing(module: nn.Module) -> None:
 
 
 SEQUENCES: dict[str, list[Change]] = {
-    "freeze the first layer": [nothing, freeze("0.weight", "0.bias")],
-    "freeze all but the head": [nothing, freeze("0.weight", "0.bias", "2.weight")],
-    "unfreeze what began frozen": [freeze("0.weight", "4.bias"), unfreeze("0.weight", "4.bias")],
-    "one after another": [
-        freeze("0.weight", "0.bias", "2.weight"),
-        unfreeze("2.weight"),
-        unfreeze("0.weight", "0.bias"),
-    ],
-    "exchange": [
-        freeze("2.weight"),
-        lambda module: (unfreeze("2.weight")(module), freeze("0.weight", "4.weight")(module)),
-        lambda module: (freeze("2.weight")(module), unfreeze("0.weight", "4.weight")(module)),
-    ],
     "to double and back": [nothing, nn.Module.double, nn.Module.float],
     "there and back between two forwards": [nothing, lambda module: module.double().float()],
     "freeze and cast at once": [nothing, lambda m: (freeze("0.bias")(m), m.double())],
@@ -84,22 +67,6 @@ SEQUENCES: dict[str, list[Change]] = {
 def test_equals_torch_wrapped_anew(rank: int, name: str) -> None:
     got = train(wrap_once(), SEQUENCES[name], rank)
     torch.testing.assert_close(got, train(TorchDDP, SEQUENCES[name], rank))
-
-
-@on_ranks()
-def test_exchanged_in_every_step(rank: int) -> None:
-    """The way of a GAN: in each step another half is frozen."""
-    module = mlp()
-    ddp = trireme.DistributedDataParallel(module)
-    alone = mlp()
-    for step in range(8):
-        for model in (module, alone):
-            for number, parameter in enumerate(model.parameters()):
-                parameter.requires_grad_((number + step) % 2 == 0)
-            model.zero_grad()
-        step_fn(ddp, step, rank)
-        alone(batch(step)).square().mean().backward()
-        torch.testing.assert_close(gradients(ddp), gradients(alone))
 
 
 @on_ranks()

@@ -80,7 +80,7 @@ def test_two_modules_trained_in_turn(rank: int) -> None:
     """A GAN: the generator's step runs through the frozen discriminator and back."""
     torch.manual_seed(2)
     generator, discriminator = nn.Linear(6, 4), nn.Linear(4, 1)
-    wrapped = [trireme.DistributedDataParallel(one) for one in (generator, discriminator)]
+    wrapped = [trireme.DistributedDataParallel(net) for net in (generator, discriminator)]
     plain = nn.ModuleList([nn.Linear(6, 4), nn.Linear(4, 1)])
     plain.load_state_dict(nn.ModuleList([generator, discriminator]).state_dict())
 

@@ -10,8 +10,11 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
+from torch.optim.lr_scheduler import ExponentialLR
 
 from ddp.ranks import WORLD, assert_same_on_all_ranks, mlp, on_ranks, values
+from ddp.test_create_graph import derived, local, loss_of
+from shm.ranks import on_shm_and_gloo_ranks
 
 
 class Normed(nn.Module):
@@ -140,6 +143,55 @@ def test_no_sync_inside_a_join(rank: int) -> None:
     torch.testing.assert_close(
         accumulate(trireme.DistributedDataParallel(mlp())), accumulate(TorchDDP(mlp()))
     )
+
+
+@pytest.mark.parametrize("clip", [nn.utils.clip_grad_norm_, trireme.clip_grad_norm_])
+@on_shm_and_gloo_ranks(WORLD)
+def test_a_schedule_and_clipping_inside_a_join(rank: int, clip: Any) -> None:
+    """A rank that has joined steps nothing itself: it gets what the others have stepped to."""
+
+    def follow(ddp: Any) -> list[dict[str, torch.Tensor]]:
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
+        schedule = ExponentialLR(optimizer, gamma=0.5)
+        seen = []
+        for counts in ((2, 5), (3, 1)):
+            with ddp.join():
+                for x in inputs(rank, counts[rank]):
+                    optimizer.zero_grad()
+                    ddp(x).square().mean().backward()
+                    clip(ddp.parameters(), 0.1)
+                    optimizer.step()
+                    schedule.step()
+            seen.append(values(ddp))
+        return seen
+
+    theirs = TorchDDP(mlp(), process_group=dist.new_group(backend="gloo"))
+    torch.testing.assert_close(follow(trireme.DistributedDataParallel(mlp())), follow(theirs))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("by_initial_world", [True, False])
+@on_shm_and_gloo_ranks(3)
+def test_a_graph_inside_a_join(rank: int, by_initial_world: bool) -> None:
+    """create_graph=True: .grad is the average of those who train, its graph this rank's part."""
+    counts = (1, 4, 2)
+    ddp = trireme.DistributedDataParallel(mlp(torch.float64))
+    for _ in range(2):  # the second time gradients are expected in another order
+        with ddp.join(divide_by_initial_world_size=by_initial_world):
+            for step in range(counts[rank]):
+                ddp.zero_grad()
+                loss_of(ddp, step, rank).backward(create_graph=True)
+                active = [one for one in range(3) if step < counts[one]]
+                divisor = 3 if by_initial_world else len(active)
+                parts = {one: local(step, one) for one in active}
+                for name, parameter in ddp.module.named_parameters():
+                    average = sum(part[name] for part, _ in parts.values()) / divisor
+                    torch.testing.assert_close(parameter.grad, average)
+                expected = [None if one is None else one / divisor for one in parts[rank][1]]
+                torch.testing.assert_close(derived(ddp), expected)
+    ddp.zero_grad()
+    loss_of(ddp, 5, rank).backward()  # a step like any other
+    assert derived(ddp) == []
 
 
 @on_ranks()

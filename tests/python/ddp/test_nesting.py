@@ -137,7 +137,7 @@ def test_torchs_class(rank: int, wrappers: tuple[Api, Api]) -> None:
 
 @on_ranks(backend="gloo")
 def test_torchs_class_over_other_ranks(rank: int) -> None:
-    groups = [dist.new_group([one]) for one in range(WORLD)]
+    groups = [dist.new_group([peer]) for peer in range(WORLD)]
     model: Any = mlp()
     model[0] = TorchDDP(model[0], process_group=groups[rank])
     text = f"got torch's DistributedDataParallel at '0', which averages over ranks [{rank}]"

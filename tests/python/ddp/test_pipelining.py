@@ -62,7 +62,7 @@ def test_backward_of_one_stage(rank: int) -> None:
     """The stage's own methods, in the order of 1F1B, without a schedule around them."""
     ddp = trireme.DistributedDataParallel(nn.Linear(6, 3))
     stage = PipelineStage(
-        ddp, 0, 1, torch.device("cpu"), group=[dist.new_group([one]) for one in (0, 1)][rank]
+        ddp, 0, 1, torch.device("cpu"), group=[dist.new_group([member]) for member in (0, 1)][rank]
     )
     chunks = [batch(number)[rank::2] for number in range(3)]
     losses = [stage.forward_maybe_with_nosync(chunk).square().mean() for chunk in chunks]

@@ -113,8 +113,8 @@ def test_mixed_precision_computes_low_and_keeps_full_precision(rank: int) -> Non
         assert {p.grad.dtype for p in ddp.parameters()} == {torch.float32}
         expected = cast_by_hand(torch.bfloat16, step)
         torch.testing.assert_close(gradients(ddp), expected, rtol=1e-2, atol=1e-3)
-    gradients_sent = [one for one in wire.records if one.label.startswith("bucket")]
-    assert {tuple(one.dtypes) for one in gradients_sent} == {("Float",)}
+    gradients_sent = [record for record in wire.records if record.label.startswith("bucket")]
+    assert {tuple(record.dtypes) for record in gradients_sent} == {("Float",)}
     assert ddp.module.count.item() == 3
     assert all(value.dtype != torch.bfloat16 for value in ddp.state_dict().values())
 
@@ -137,8 +137,8 @@ def test_mixed_precision_reduces_in_the_parameters_dtype(rank: int, as_bucket_vi
             expected = cast_by_hand(torch.bfloat16, step)
             torch.testing.assert_close(gradients(ddp), expected, rtol=2e-2, atol=2e-2)
         optimizer.step()
-    sent = [one for one in wire.records if one.label.startswith("bucket")]
-    assert {tuple(one.dtypes) for one in sent} == {("BFloat16",)}
+    sent = [record for record in wire.records if record.label.startswith("bucket")]
+    assert {tuple(record.dtypes) for record in sent} == {("BFloat16",)}
     assert_same_on_all_ranks(list(ddp.parameters()))
 
 
@@ -242,17 +242,19 @@ def test_gradients_in_fp32_of_parameters_in_bf16(
                 low_step(ddp, step, rank)
         low_step(ddp, first + 3, rank)
         expected = by_hand(range(first, first + 4))
-        assert any(not torch.equal(one, one.bfloat16().float()) for one in expected.values())
+        assert any(
+            not torch.equal(gradient, gradient.bfloat16().float()) for gradient in expected.values()
+        )
         torch.testing.assert_close(gradients(ddp), expected, rtol=1e-5, atol=1e-7)
-    sent = [one for one in wire.records if one.label.startswith("bucket")]
-    assert hook or {tuple(one.dtypes) for one in sent} == {("Float",)}
+    sent = [record for record in wire.records if record.label.startswith("bucket")]
+    assert hook or {tuple(record.dtypes) for record in sent} == {("Float",)}
 
 
 def see_fp32(
     state: object, bucket: torch.distributed.GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
     assert bucket.buffer().dtype == torch.float32
-    assert {one.dtype for one in bucket.parameters()} == {torch.bfloat16}
+    assert {parameter.dtype for parameter in bucket.parameters()} == {torch.bfloat16}
     return allreduce_hook(None, bucket)
 
 
@@ -266,10 +268,10 @@ def test_another_dtype_of_gradients_in_the_middle(rank: int) -> None:
                 parameter.grad_dtype = torch.float32 if step == 2 else torch.bfloat16
         low_step(ddp, step, rank)
         wanted = torch.float32 if 2 <= step < 5 else torch.bfloat16
-        assert {one.grad.dtype for one in ddp.parameters()} == {wanted}
+        assert {parameter.grad.dtype for parameter in ddp.parameters()} == {wanted}
         expected = by_hand(range(step, step + 1))
         tolerance = {} if wanted == torch.float32 else {"rtol": 2**-7, "atol": 1e-3}
-        got = {name: one.float() for name, one in gradients(ddp).items()}
+        got = {name: gradient.float() for name, gradient in gradients(ddp).items()}
         torch.testing.assert_close(got, expected, **tolerance)
 
 
@@ -297,7 +299,7 @@ def test_gradients_of_any_dtype(rank: int) -> None:
     for step in range(2):
         ddp.zero_grad()
         low_step(ddp, step, rank)
-        assert {one.grad.dtype for one in ddp.parameters()} == {torch.bfloat16}
+        assert {parameter.grad.dtype for parameter in ddp.parameters()} == {torch.bfloat16}
     ddp.zero_grad()
     text = "got a gradient of '0.weight' in Float, expected it in BFloat16"
     with raises(RuntimeError, text, form=RANKLESS_FORM):

@@ -63,15 +63,6 @@ def test_the_next_step_works(rank: int, failing: int, steps_before: int, prepare
     assert_next_steps_work(ddp, rank)
 
 
-@on_ranks(timeout=40, patience_s=AGES_S, backend="trireme")
-def test_every_other_step_fails_somewhere(rank: int) -> None:
-    ddp = trireme.DistributedDataParallel(Fragile())
-    for step in range(0, 12, 2):
-        ddp.zero_grad()
-        fail_once(ddp, step, rank, step // 2 % 2, "was abandoned")
-        assert_next_steps_work(ddp, rank, steps=1)
-
-
 @pytest.mark.parametrize("world", [3, 5])
 @on_ranks("world", timeout=60, patience_s=AGES_S, backend="trireme")
 def test_all_ranks_of_more_learn_of_it_and_go_on(rank: int, world: int) -> None:

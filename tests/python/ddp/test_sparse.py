@@ -173,4 +173,4 @@ def test_a_sparse_gradient_travels_sparse_and_alone(rank: int) -> None:
     wire = record_wire(ddp)
     both(ddp, 0, rank)
     assert ddp.module.words.weight.grad.is_sparse
-    assert any(one.label.endswith("words.weight") for one in wire.records)
+    assert any(record.label.endswith("words.weight") for record in wire.records)

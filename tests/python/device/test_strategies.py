@@ -90,7 +90,7 @@ def test_zero(rank: int, stage: int) -> None:
     optimizer = trireme.ZeroRedundancyOptimizer(
         model.parameters(), torch.optim.AdamW, stage=stage, host_params=False, lr=0.01
     )
-    weights = [8 // 3 + (1 if one < 8 % 3 else 0) for one in range(3)]
+    weights = [8 // 3 + (1 if peer < 8 % 3 else 0) for peer in range(3)]
     for step in range(STEPS):
         optimizer.zero_grad()
         part = batch(step).split(weights)[rank].to(device)
@@ -101,7 +101,7 @@ def test_zero(rank: int, stage: int) -> None:
     optimizer.consolidate_state_dict(to=0)  # with step counts, which lie on the CPU
     if rank == 0:
         state = optimizer.state_dict()["state"]
-        assert {int(one["step"]) for one in state.values()} == {STEPS}
+        assert {int(values["step"]) for values in state.values()} == {STEPS}
         assert len(state) == len(list(model.parameters()))
 
 
@@ -110,7 +110,7 @@ def test_zero(rank: int, stage: int) -> None:
 def test_fully_shard(rank: int, reshard: bool | None) -> None:
     device = sim_device.device_of(rank)
     model = sharded(device, reshard_after_forward=reshard)
-    assert all(one.device == device for one in model.parameters())
+    assert all(parameter.device == device for parameter in model.parameters())
     train(model, adamw(model), device)
     expected = trained_alone()
     check(model, device, expected, 1e-5)
@@ -158,9 +158,9 @@ def test_meshes_of_four(rank: int, kind: str) -> None:
 def test_offload(rank: int, policy: Any) -> None:
     device = sim_device.device_of(rank)
     model = sharded(device, offload_policy=policy)
-    offloaded = [one for one in model.parameters() if one.device.type == "cpu"]
+    offloaded = [parameter for parameter in model.parameters() if parameter.device.type == "cpu"]
     assert offloaded
-    assert all(one.to_local().is_pinned() for one in offloaded if one.to_local().numel() > 0)
+    assert all(shard.to_local().is_pinned() for shard in offloaded if shard.to_local().numel() > 0)
     optimizer = adamw(model)
     train(model, optimizer, device)
     check(model, device, trained_alone(), 1e-5)

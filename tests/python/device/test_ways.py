@@ -38,7 +38,7 @@ def test_fused_optimizer_and_own_clip(rank: int, options: dict[str, Any]) -> Non
 def test_accumulation_prefetch_and_unshard(rank: int) -> None:
     device = sim_device.device_of(rank)
     model: Any = sharded(device)
-    first, second, third = (one for one in model if isinstance(one, nn.Linear))
+    first, second, third = (layer for layer in model if isinstance(layer, nn.Linear))
     first.set_modules_to_forward_prefetch([second, third])
     third.set_modules_to_backward_prefetch([second, first])
     optimizer, alone = adamw(model), mlp()
@@ -134,8 +134,8 @@ def test_ddp_with_parameters_that_not_all_ranks_use(rank: int) -> None:
         other.zero_grad()
         model(_part(step, device), step % 3 == rank).square().mean().backward()
         parts = batch(step).chunk(2)
-        for one in range(2):
-            (alone(parts[one], step % 3 == one).square().mean() / 2).backward()
+        for half in range(2):
+            (alone(parts[half], step % 3 == half).square().mean() / 2).backward()
         optimizer.step()
         other.step()
     for found, expected in zip(net.parameters(), alone.parameters(), strict=True):

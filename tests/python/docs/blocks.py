@@ -28,7 +28,7 @@ FENCE = re.compile(
 @dataclass(frozen=True)
 class Block:
     page: str
-    line: int  # of its first line in the page
+    line: int  # is that of its first line in the page
     language: str
     code: str
     before: str

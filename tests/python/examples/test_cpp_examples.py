@@ -65,5 +65,5 @@ def test_hybrid_sharding_reaches_the_losses_of_one_rank() -> None:
     program = cpp_program("hsdp")
     alone, together = run_command(program, 1), run_command(program, 4)
     assert losses(together) == pytest.approx(losses(alone), rel=1e-3)
-    held = [int(re.search(r"trains (\d+)", one)[1]) for one in (alone, together)]  # type: ignore[index]
+    held = [int(re.search(r"trains (\d+)", text)[1]) for text in (alone, together)]  # type: ignore[index]
     assert held[1] == pytest.approx(held[0] / 2, rel=0.02)  # shared by two, not by four

@@ -75,5 +75,5 @@ def test_an_observer_in_cpp_plays_for_the_agent_in_python() -> None:
     of_python = rewards(run_script(PROGRAMS / "remote_rl.py", 2))
     agent = [sys.executable, str(PROGRAMS / "remote_rl.py")]
     of_cpp = rewards(run_commands([agent, program]))
-    assert of_cpp[:3] == of_python[:3]  # the same equations and random numbers
+    assert of_cpp[:3] == of_python[:3]  # both have these equations and random numbers
     assert mean(of_cpp[-5:]) > GOOD

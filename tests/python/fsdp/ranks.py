@@ -58,7 +58,7 @@ def shard_layers(model: nn.Module, shard: FullyShard = trireme.fully_shard, **op
 
 def _shared_outside(model: nn.Module, child: nn.Module) -> bool:
     own = set(child.parameters())
-    others = (one for one in model.children() if one is not child)
+    others = (sibling for sibling in model.children() if sibling is not child)
     return any(own & set(other.parameters()) for other in others)
 
 
@@ -114,7 +114,7 @@ def part_of(whole: torch.Tensor, like: DTensor) -> torch.Tensor:
     It may be a replica, but for the last dimension of the mesh.
     """
     *replicas, placement = like.placements
-    assert all(isinstance(one, Replicate) for one in replicas)
+    assert all(isinstance(replica, Replicate) for replica in replicas)
     if not isinstance(placement, Shard):
         return whole
     last = like.device_mesh.ndim - 1
@@ -123,6 +123,11 @@ def part_of(whole: torch.Tensor, like: DTensor) -> torch.Tensor:
     chunk = -(-rows // world)
     begin = min(rank * chunk, rows)
     return whole.narrow(placement.dim, begin, min(chunk, rows - begin))
+
+
+def own_part(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """What this rank has of it: all, where ``like`` is no DTensor."""
+    return part_of(whole, like) if isinstance(like, DTensor) else whole
 
 
 def local(tensor: torch.Tensor | None) -> torch.Tensor | None:
@@ -135,10 +140,9 @@ def local(tensor: torch.Tensor | None) -> torch.Tensor | None:
 
 def assert_parts(ours: Training, one: Training, *, grads: bool = False, **tolerance: Any) -> None:
     """This rank's parts of parameters, or of their gradients, are those of one process."""
-    theirs = dict(one.model.named_parameters())
-    assert [name for name, _ in ours.model.named_parameters()] == list(theirs)
-    for name, param in ours.model.named_parameters():
-        whole = theirs[name].grad if grads else theirs[name].detach()
+    theirs = ours.counterparts(one)
+    for (name, param), other in zip(ours.model.named_parameters(), theirs, strict=True):
+        whole = other.grad if grads else other.detach()
         got = param.grad if grads else param
         if whole is not None and isinstance(param, DTensor):
             whole = part_of(whole, param)
@@ -197,7 +201,7 @@ def rows_of(number: int, training: Training, dtype: torch.dtype = torch.float32)
 
 
 def units_of(model: nn.Module) -> Sequence[TorchFSDPModule]:
-    return [one for one in model.modules() if isinstance(one, TorchFSDPModule)]
+    return [module for module in model.modules() if isinstance(module, TorchFSDPModule)]
 
 
 def error_of_training(training: Sharded) -> str | None:

@@ -186,8 +186,8 @@ def test_symmetric_memory(rank: int) -> None:
         unit.set_symm_mem_for_comm()  # again
     train_both(ours, one, 2)
     used = {unit._trireme_unit.all_gather for unit in units_of(ours.model)}
-    assert all(one.calls and len(one.groups) == 1 for one in used if one.calls)
-    assert any(one.calls for one in used)
+    assert all(comm.calls and len(comm.groups) == 1 for comm in used if comm.calls)
+    assert any(comm.calls for comm in used)
     ours.model[0].set_custom_all_gather(Gathering())
     with raises(AssertionError, "for a unit with a custom all-gather"):
         ours.model[0].set_symm_mem_for_comm()

@@ -141,28 +141,6 @@ def test_two_optimizers(rank: int) -> None:
 
 
 @on_shm_ranks(2)
-def test_a_closure(rank: int) -> None:
-    """The optimizer may call it after it was let through its gate."""
-    ours, one = pair(mlp)
-    for step in range(4):
-        losses = []
-        for training in (ours, one):
-
-            def closure(training: Any = training, step: int = step) -> torch.Tensor:
-                training.optimizer.zero_grad()
-                loss = training.loss(step)
-                loss.backward()
-                return loss
-
-            if step % 2:
-                losses.append(training.optimizer.step(closure))
-            else:
-                losses.append(training.optimizer.step(closure=closure))
-        assert losses[0] is not None
-        assert_parts(ours, one)
-
-
-@on_shm_ranks(2)
 def test_a_module_shows_what_its_flags_say(rank: int) -> None:
     """Sharded or unsharded after forward and backward, by hand, and what a method may do."""
     ours, one = pair(mlp)

@@ -40,7 +40,7 @@ from fsdp.test_gradients import Skipping
 
 # --- What runs over shared memory, too -----------------------------------------------------------
 
-EQUALITY = ("optimizers", "two_optimizers", "a_closure", "methods_that_are_no_forward")
+EQUALITY = ("optimizers", "two_optimizers", "methods_that_are_no_forward")
 GRADIENTS = ("accumulation_as_torch", "hooks", "hooks_of_modules", "manual_finalization")
 PROGRAMS: dict[tuple[str, int], Sequence[str]] = {
     ("equality", 2): (*EQUALITY, "structures_in_and_out", "two_models_on_one_group"),
@@ -184,10 +184,12 @@ def test_what_is_gathered_ahead(rank: int) -> None:
         for name, indices in ahead.items():
             for index in (0, 2, 4):
                 later = [
-                    one for one in indices if (one > index if name == "forward" else one < index)
+                    place
+                    for place in indices
+                    if (place > index if name == "forward" else place < index)
                 ]
                 setter = getattr(ours.model[index], f"set_modules_to_{name}_prefetch")
-                setter([ours.model[one] for one in later])
+                setter([ours.model[index] for index in later])
         for step in range(2):
             del forward[:], backward[:]
             train_both(ours, one, step)

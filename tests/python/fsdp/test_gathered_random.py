@@ -38,7 +38,7 @@ class GatheringProgram(Program):
     def evaluate(self) -> None:
         path = self.paths()[0] if self.dynamic else None
         with torch.no_grad():
-            outputs = [one.model(batch(50), path) for one in (self.ours, self.one)]
+            outputs = [side.model(batch(50), path) for side in (self.ours, self.one)]
         torch.testing.assert_close(*outputs, **CLOSE)
 
     def fail(self) -> None:
@@ -54,7 +54,9 @@ class GatheringProgram(Program):
         kind = self.random.randrange(3)
         if kind == 0:
             return super().backward_of_two()
-        units = [one for one in self.ours.model.modules() if isinstance(one, trireme.FSDPModule)]
+        units = [
+            module for module in self.ours.model.modules() if isinstance(module, trireme.FSDPModule)
+        ]
         unit = self.random.choice(units)
         if kind == 1:
             unit.unshard()

@@ -70,40 +70,6 @@ def test_accumulation_as_torch(rank: int) -> None:
 
 
 @on_shm_ranks(2)
-def test_one_rank_evaluates_between_two_backwards(rank: int) -> None:
-    """Of one graph, which is walked twice."""
-    ours, one = pair(mlp)
-    for step in range(3):
-        for training in (ours, one):
-            training.optimizer.zero_grad()
-            loss = training.loss(step)
-            loss.backward(retain_graph=True)
-            if rank == 0:
-                with torch.no_grad():
-                    training.loss(8)
-                training.loss(7)
-            (3 * loss).backward()
-        step_both(ours, one)
-
-
-@on_shm_ranks(2)
-def test_derivatives_of_inputs(rank: int) -> None:
-    """autograd.grad moves no gradient of the model, nor does what goes on between two steps."""
-    ours, one = pair(mlp)
-    for step in range(3):
-        derivatives = []
-        for training in (ours, one):
-            training.optimizer.zero_grad()
-            rows = batch(step, rows=ROWS).requires_grad_()
-            (derivative,) = torch.autograd.grad(training.model(rows).sum(), rows)
-            derivatives.append(derivative)
-            assert all(param.grad is None for param in training.model.parameters())
-            training.backward(step)
-        torch.testing.assert_close(*derivatives)
-        step_both(ours, one)
-
-
-@on_shm_ranks(2)
 def test_hooks(rank: int) -> None:
     """On sharded parameters, after they have their gradient: also steps that are taken there."""
     ours, one = pair(mlp)

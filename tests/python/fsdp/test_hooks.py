@@ -79,7 +79,7 @@ def as_torch(rank: int, mesh: DeviceMesh) -> None:
         ours = in_training(shard_layers(mlp(), mesh=mesh["shard"], mp_policy=policy), SGD, lr=0.1)
         model = shard_layers(mlp(), torch_fully_shard, mesh=theirs_mesh, mp_policy=policy)
         theirs = in_training(model, SGD, lr=0.1)
-        both = [(one, Averaging(one.model, replicas)) for one in (ours, theirs)]
+        both = [(side, Averaging(side.model, replicas)) for side in (ours, theirs)]
         for step in range(3):
             rows: list[dict[int, torch.Tensor]] = []
             for training, averaging in both:

@@ -137,7 +137,7 @@ def writes(rank: int, world: int) -> None:
             with trireme.writing(training.model):
                 scale(training.model, 0.9)
         if rank == step % world:
-            stay_until(*(f"{one} reads {step}" for one in range(world) if one != rank))
+            stay_until(*(f"{peer} reads {step}" for peer in range(world) if peer != rank))
         say(f"{rank} reads {step}")
         torch.testing.assert_close(evaluate(ours, 9), evaluate(one, 9))
     whole = get_model_state_dict(ours.model, options=StateDictOptions(full_state_dict=True))

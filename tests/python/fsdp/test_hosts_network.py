@@ -130,9 +130,9 @@ def test_bytes_of_a_step(hosts: list[str], layout: str) -> None:
             low, high = about(bytes_)
             assert low <= of_host[what] <= high, (what, host, bytes_, sent)
     theirs = by_host(torchs, hosts, layout)
-    total, kept = (sum(one[what] for one in theirs) for what in ("step", "kept"))
-    assert sum(one["step"] for one in sent) <= 0.36 * total, (sent, theirs)
-    assert sum(one["step"] for one in sent) <= 0.5 * kept, (sent, theirs)
+    total, kept = (sum(host[what] for host in theirs) for what in ("step", "kept"))
+    assert sum(host["step"] for host in sent) <= 0.36 * total, (sent, theirs)
+    assert sum(host["step"] for host in sent) <= 0.5 * kept, (sent, theirs)
 
 
 def test_the_example(tmp_path: Path) -> None:
@@ -154,6 +154,6 @@ def test_the_example(tmp_path: Path) -> None:
         pytest.skip(finished.stderr)
     assert finished.returncode == 0, finished.stdout + finished.stderr
     assert "ranks are on 2 hosts" in finished.stderr, finished.stderr
-    losses = [float(one) for one in re.findall(r"step +\d+ +loss ([\d.]+)", finished.stdout)]
+    losses = [float(text) for text in re.findall(r"step +\d+ +loss ([\d.]+)", finished.stdout)]
     assert len(losses) == 2 and losses[1] < losses[0], finished.stdout
     assert len(re.findall(r"host \d sent [\d.]+ MiB", finished.stdout)) == 2

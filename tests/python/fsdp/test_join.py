@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -54,6 +56,23 @@ def test_a_schedule_is_followed(rank: int) -> None:
     right = values(ddp)
     for name, param in model.named_parameters():
         torch.testing.assert_close(param.full_tensor(), right[name])
+
+
+@pytest.mark.parametrize("clip", [nn.utils.clip_grad_norm_, trireme.clip_grad_norm_])
+@on_shm_ranks(2, patience_s=5)
+def test_clipping_is_not_followed_and_named(rank: int, clip: Any) -> None:
+    """Nobody tells a rank that has joined that the others clip."""
+    model = shard_layers(mlp())
+    optimizer = SGD(model.parameters(), **OPTIONS)
+    with (
+        pytest.raises(dist.DistBackendError, match=r"all_reduce of . float(32|64) by SUM"),
+        Join([model], optimizer=optimizer),
+    ):
+        for x in inputs(rank, 1 + rank):
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            clip(model.parameters(), 0.01)
+            optimizer.step()
 
 
 @on_shm_ranks(2)

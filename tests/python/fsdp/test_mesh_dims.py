@@ -49,7 +49,7 @@ class Net(nn.Module):
         if not isinstance(weight, DTensor):
             return self.down(self.up(rows).tanh())
         mesh = weight.device_mesh
-        is_data = [one != "tp" for one in mesh.mesh_dim_names or ()]
+        is_data = [name != "tp" for name in mesh.mesh_dim_names or ()]
         by_rows = [Shard(0) if data else Replicate() for data in is_data]
         out: Any = self.down(self.up(DTensor.from_local(rows, mesh, by_rows)).tanh())
         local: torch.Tensor = out.redistribute(mesh, by_rows).to_local()

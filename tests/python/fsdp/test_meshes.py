@@ -42,8 +42,8 @@ class Experts(nn.Module):
 
     def forward(self, x: torch.Tensor, which: int) -> torch.Tensor:
         weight, scale = (
-            one.to_local()[0] if isinstance(one, DTensor) else one[which % len(one)]
-            for one in (self.weight, self.scale)
+            tensor.to_local()[0] if isinstance(tensor, DTensor) else tensor[which % len(tensor)]
+            for tensor in (self.weight, self.scale)
         )
         return (x @ weight).tanh() * scale
 

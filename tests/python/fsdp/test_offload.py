@@ -128,7 +128,7 @@ def test_what_lies_where(rank: int) -> None:
     grads = [param.grad.to_local() for param in ours.model.parameters()]
     assert len(seen) == len(grads)
     sizes = [grad.numel() for grad in grads]
-    assert sorted(one.numel() for one in seen) == sorted(sizes)
+    assert sorted(tensor.numel() for tensor in seen) == sorted(sizes)
     for unit in units:
         for index, param in enumerate(unit.params):
             grad = param.sharded.grad.to_local()

@@ -113,8 +113,8 @@ def test_what_reduce_dtype_rounds(rank: int) -> None:
             model.zero_grad()
             model(batch(step)[rank::2]).mul(torch.arange(1.0, 6.0)).sum().backward()
             weights = torch.arange(1.0, 6.0)[:, None]
-            of_ranks = [weights * batch(step)[one::2].sum(0) for one in range(2)]
-            expected = sum(one.to(reduce_dtype or FP32).float() for one in of_ranks) / 2
+            of_ranks = [weights * batch(step)[peer::2].sum(0) for peer in range(2)]
+            expected = sum(tensor.to(reduce_dtype or FP32).float() for tensor in of_ranks) / 2
             got = local(model.weight.grad)
             mine = expected[:3] if rank == 0 else expected[3:]
             exact = {"rtol": 1e-5, "atol": 1e-5}
@@ -196,7 +196,7 @@ def test_gradients_in_dtypes_of_their_own(rank: int, reduce_dtype: torch.dtype |
                 training.model(rows).float().square().mean().backward()
             training.model.set_requires_gradient_sync(True)
             training.model(rows).float().square().mean().backward()
-        assert [one.grad.dtype for one in ours.model.parameters()] == GRAD_DTYPES
+        assert [parameter.grad.dtype for parameter in ours.model.parameters()] == GRAD_DTYPES
         if TORCH >= (2, 15):
             close = ROUNDED if reduce_dtype == BF16 else {"rtol": 1e-5, "atol": 1e-6}
             for one, other in zip(ours.model.parameters(), theirs.model.parameters(), strict=True):
@@ -213,13 +213,13 @@ def test_when_a_dtype_of_gradients_may_be_set(rank: int) -> None:
     rows = batch(0)[rank::2].bfloat16()
     model(rows).float().sum().backward()
     dtypes = [FP32, FP32, torch.float64, torch.float64, torch.float64]
-    assert [one.grad.dtype for one in model.parameters()] == dtypes
+    assert [parameter.grad.dtype for parameter in model.parameters()] == dtypes
     twin = copy.deepcopy(model)
     twin.load_state_dict(twin.state_dict(), assign=True)
     for _ in range(2):
         twin.zero_grad()
         twin(rows).float().sum().backward()
-        assert [one.grad.dtype for one in twin.parameters()] == dtypes
+        assert [parameter.grad.dtype for parameter in twin.parameters()] == dtypes
     model.zero_grad()
     model[0].weight.grad_dtype = BF16
     text = "got '0.weight' with grad_dtype=torch.bfloat16 after the first forward, expected"

@@ -45,11 +45,11 @@ from fsdp.ranks import (
     train_both,
     train_by_rank,
 )
+from fsdp.test_checkpointing import Checkpointed
 from fsdp.test_gathered import frozen_front, has_memory
 from fsdp.test_gradients import Skipping
 from shm.ranks import on_shm_ranks
 from zero.ranks import scale
-from zero.test_gradients import Checkpointed
 from zero.test_join import OPTIONS, by_torchs_ddp, inputs, loop
 
 WORLD = 4

@@ -62,7 +62,9 @@ def as_torch(rank: int) -> None:
     if TORCH >= (2, 15):
         cases.append(({"shard_placement_fn": in_fp64}, {}))
     for options, tolerance in cases:
-        pairs = [(one, sgd(one)) for one in (build(mesh, **options), build_torchs(mesh, **options))]
+        pairs = [
+            (model, sgd(model)) for model in (build(mesh, **options), build_torchs(mesh, **options))
+        ]
         (ours, _), (theirs, _) = pairs
         assert_like_torchs(ours, theirs)
         for numbers in ((0,), (1, 2), (3,)):
@@ -79,7 +81,7 @@ def as_torch(rank: int) -> None:
                 loss_of(ours, own_words(9, mesh))
             ours.reshard()
         for name in ("block.down.weight", "norm.weight"):
-            whole = [one.get_parameter(name).full_tensor() for one in (ours, theirs)]
+            whole = [model.get_parameter(name).full_tensor() for model in (ours, theirs)]
             assert_close(name, *whole, **tolerance)
 
 
@@ -145,7 +147,7 @@ def test_training(backend: str) -> None:
 def frozen_and_unfrozen(rank: int) -> None:
     """Freezes the sharded parameter, and the one that a module shows while it is unsharded."""
     mesh = grid()
-    pairs = [(one, sgd(one)) for one in (build(mesh), build_torchs(mesh))]
+    pairs = [(model, sgd(model)) for model in (build(mesh), build_torchs(mesh))]
     (ours, _), (theirs, _) = pairs
     for step, frozen in enumerate((("block.up.weight", "norm.weight"), (), ("head.bias",))):
         for model, optimizer in pairs:

@@ -90,7 +90,7 @@ def train(rank: int, side: Side, folder: str, options: dict[str, Any], ddp: dict
         with torch.no_grad():
             seen.append(accelerator.gather_for_metrics((model(x).argmax(1), y)))
     accelerator.load_state(f"{folder}/ck")
-    if rank == 0:  # whose buffers were saved
+    if rank == 0:  # its buffers were saved
         assert_close(state_of(model), saved, "loaded", 0)
     accelerator.save_model(model, f"{folder}/model")
     mean = accelerator.reduce(torch.tensor(losses[-1]), "mean")
@@ -98,8 +98,8 @@ def train(rank: int, side: Side, folder: str, options: dict[str, Any], ddp: dict
         "losses": losses,
         "norms": norms,
         "state": ended,
-        "predicted": torch.cat([one for one, _ in seen]),
-        "labels": torch.cat([one for _, one in seen]),
+        "predicted": torch.cat([predicted for predicted, _ in seen]),
+        "labels": torch.cat([label for _, label in seen]),
         "mean": mean,
         "total": accelerator.reduce({"count": torch.tensor(rank + 2)}, "sum"),
         "padded": accelerator.gather(accelerator.pad_across_processes(torch.ones(rank + 1))),
@@ -229,7 +229,10 @@ def zero(rank: int, side: Side, folder: str) -> Any:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    return {"losses": losses, "parameters": [one.detach().clone() for one in model.parameters()]}
+    return {
+        "losses": losses,
+        "parameters": [parameter.detach().clone() for parameter in model.parameters()],
+    }
 
 
 def test_zero(tmp_path: Path) -> None:

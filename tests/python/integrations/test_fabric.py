@@ -92,7 +92,7 @@ def train(rank: int, side: Side, folder: str, precision: str) -> Any:
     state = {"model": model, "optimizer": optimizer, "epoch": -1}
     fabric.load(f"{folder}/ck", state)
     assert state["epoch"] == 0
-    if rank == 0:  # whose buffers were saved
+    if rank == 0:  # its buffers were saved
         assert_close(state_of(model), saved, "loaded", 0)
     return {
         "losses": losses,
@@ -113,7 +113,7 @@ def test_training(tmp_path: Path, precision: str) -> None:
 def reduce_integers(rank: int, side: Side, folder: str) -> Any:
     fabric = fabric_of(side)
     made = [torch.tensor([rank, -3 * rank, 7], dtype=kind) for kind in (torch.int32, torch.int64)]
-    return [fabric.all_reduce(one, reduce_op="mean") for one in made]
+    return [fabric.all_reduce(loss, reduce_op="mean") for loss in made]
 
 
 def test_mean_of_integers(tmp_path: Path) -> None:

@@ -123,7 +123,7 @@ class Gan(Classifier):
             self.losses.append(loss.item())
 
     def configure_optimizers(self) -> Any:
-        return [torch.optim.AdamW(one.parameters(), lr=0.02) for one in (self.net, self.made)]
+        return [torch.optim.AdamW(net.parameters(), lr=0.02) for net in (self.net, self.made)]
 
 
 KINDS: dict[str, Callable[[], Classifier]] = {

@@ -162,7 +162,7 @@ def test_zero(tmp_path: Path, name: str) -> None:
 
 
 def shard_all(model: nn.Module, fully_shard: Any) -> nn.Module:
-    (blocks,) = (one for one in model.modules() if type(one) is nn.ModuleList)
+    (blocks,) = (module for module in model.modules() if type(module) is nn.ModuleList)
     for block in blocks:
         fully_shard(block)
     return fully_shard(model)

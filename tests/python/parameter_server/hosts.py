@@ -69,11 +69,11 @@ def work(layout: str, *runs: Run, timeout: float = 60) -> list[list[Any]]:
     """Makes one server after the other; returns by run what the workers return, by number."""
     found = []
     for results in zip(*_on_ranks(layout, runs, timeout=timeout), strict=True):
-        for one in results:
-            if isinstance(one, Served):
-                assert one.error is None and one.lost == [], one
-                assert one.left == list(range(WORKERS)), one
-        found.append([one for one in results if not isinstance(one, Served)])
+        for result in results:
+            if isinstance(result, Served):
+                assert result.error is None and result.lost == [], result
+                assert result.left == list(range(WORKERS)), result
+        found.append([result for result in results if not isinstance(result, Served)])
     return found
 
 
@@ -112,7 +112,7 @@ def _worker_of(rank: int, layout: str) -> int | None:
     world = len(LAYOUTS[layout])
     servers = SERVERS[layout]
     serve = range(world - servers, world) if isinstance(servers, int) else servers
-    work = [one for one in range(world) if one not in serve]
+    work = [peer for peer in range(world) if peer not in serve]
     assert len(work) == WORKERS
     return work.index(rank) if rank in work else None
 
@@ -132,7 +132,7 @@ def _serve(server: ps.ParameterServer, words: Sequence[str]) -> Served:
 def meet(server: ps.ParameterServer, word: str, workers: Sequence[int] = range(WORKERS)) -> None:
     """Until these workers have come here; ranks that serve know nothing of it."""
     say(f"worker {server.worker} {word}")
-    stay_until(*(f"worker {one} {word}" for one in workers))
+    stay_until(*(f"worker {worker} {word}" for worker in workers))
 
 
 def digest(tensor: Tensor) -> str:
@@ -212,7 +212,7 @@ def drawn_tensors(seed: int) -> dict[str, Tensor]:
 def first_tensors(worker: int | None) -> dict[str, Tensor]:
     """Those of worker 0 count."""
     tensors = drawn_tensors(5)
-    return tensors if worker == 0 else {name: one * 0 for name, one in tensors.items()}
+    return tensors if worker == 0 else {name: tensor * 0 for name, tensor in tensors.items()}
 
 
 def tables_of_all_kinds(worker: int | None) -> Tables:
@@ -221,10 +221,10 @@ def tables_of_all_kinds(worker: int | None) -> Tables:
         *dense,
         *(
             ps.Sparse(
-                f"rows by {name}", DIM, optimizer=one, init=ps.Normal(1.0), seed=4,
+                f"rows by {name}", DIM, optimizer=optimizer, init=ps.Normal(1.0), seed=4,
                 dtype=DTYPES.get(name, torch.float32),
             )
-            for name, one in OPTIMIZERS.items()
+            for name, optimizer in OPTIMIZERS.items()
         ),
     ]  # fmt: skip
 
@@ -235,7 +235,7 @@ def all_pulled(server: ps.ParameterServer, when: str) -> dict[str, str]:
     dense = {name: server[name].pull(async_op=True) for name in DENSE}
     found = {f"{name} {when}": digest(pull.wait()) for name, pull in rows.items()}
     for name, pull in dense.items():
-        found.update({f"{name}, {one} {when}": digest(of) for one, of in pull.wait().items()})
+        found.update({f"{name}, {key} {when}": digest(of) for key, of in pull.wait().items()})
     assert all(pull.done() for pull in (*rows.values(), *dense.values()))
     return found
 

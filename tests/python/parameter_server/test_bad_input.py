@@ -54,7 +54,7 @@ def test_dtensors_are_no_source(rank: int) -> None:
     for source in (net, {"weight": distribute_tensor(torch.ones(4), mesh, [Shard(0)])}):
         with raises(TypeError, "[ps] " + text, form=RANKLESS_FORM):
             ps.Dense("t", source, optimizer=SGD)
-    whole = {name: one.full_tensor() for name, one in net.named_parameters()}
+    whole = {name: parameter.full_tensor() for name, parameter in net.named_parameters()}
     with ps.ParameterServer(
         [ps.Dense("t", whole, optimizer=SGD), ps.Sparse("rows", 4, optimizer=SGD)]
     ) as server:

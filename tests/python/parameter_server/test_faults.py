@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -334,6 +335,71 @@ def test_a_rank_that_serves_names_a_worker_that_died(rank: int) -> None:
         kill_this_rank()
     with raises(dist.DistBackendError, "[ps] serve: worker 0 (rank 0, process", form=HOUSE_FORM):
         server.serve()
+
+
+def raises_in_a_pull(server: ps.ParameterServer, *texts: str) -> None:
+    """Pulls until it raises."""
+    with raises(dist.DistBackendError, "[ps] pull of table 'counts' at clock ", *texts):
+        while True:
+            server["counts"].pull()
+
+
+@pytest.mark.parametrize("mode", ["bsp", "ssp", "async"])
+@on_shm_ranks(3, timeout=40, patience_s=AGES_S, dying=[2])
+def test_a_killed_rank_that_serves_is_named(rank: int, mode: str) -> None:
+    """By the worker that waits for another one, and by the other's next pull."""
+    server = counts(mode=mode, servers=1)
+    if rank == 2:
+        store().wait(["worker 0 has pulled"])
+        if mode != "async":
+            until_inside(1, "pull of")
+        store().set("killed at", str(time.monotonic()))
+        kill_this_rank()
+    if rank == 1:
+        push_and_clock(server)
+    if rank == 0:
+        server["counts"].pull()
+        say("worker 0 has pulled")
+    raises_in_a_pull(server, f": server of rank 2 (process {process_of(2)}) has died", "SIGKILL")
+    # One clock for all processes; a second, and one more for a busy machine.
+    assert time.monotonic() - float(store().get("killed at")) < 2
+    say(f"rank {rank} has raised")
+    stay_until("rank 0 has raised", "rank 1 has raised")
+
+
+@on_shm_ranks(2, timeout=40, patience_s=AGES_S, dying=[1])
+def test_workers_go_on_without_a_rank_that_served(rank: int) -> None:
+    """It held nothing that is not in the memory of the host."""
+    server = counts(servers=1, on_worker_loss="continue")
+    if rank == 1:
+        kill_this_rank()
+    until(lambda: state_of(process_of(1)) == "Z")
+    for _ in range(3):
+        push_and_clock(server)
+        assert server["counts"].pull()["x"].item() == server.clocks()[0]
+    server.close()
+
+
+@pytest.mark.parametrize("ends_by", ["close", "raise"])
+@on_shm_ranks(2, timeout=40)
+def test_a_rank_that_serves_may_end_before_workers_do(rank: int, ends_by: str) -> None:
+    """A normal end is no loss; an exception is told."""
+    server = counts(servers=1)
+    if rank == 1:
+        with suppress(ValueError), server:
+            if ends_by == "raise":
+                raise ValueError("no such file")
+        say("the server has ended")
+        return
+    stay_until("the server has ended")
+    if ends_by == "raise":
+        raises_in_a_pull(
+            server, ": server of rank 1 (process", "was ended by ValueError: no such file"
+        )
+        return
+    push_and_clock(server)
+    assert server["counts"].pull()["x"].item() == 1
+    server.close()
 
 
 @on_shm_ranks(2, timeout=40, patience_s=AGES_S, dying=[1])

@@ -92,15 +92,15 @@ class OneProcess:
         self.divisor = WORKERS if reduction == "mean" else 1
 
     def step(self, clock: int) -> None:
-        dense = {name: torch.zeros_like(one) for name, one in self.tensors.items()}
+        dense = {name: torch.zeros_like(tensor) for name, tensor in self.tensors.items()}
         rows = torch.zeros_like(self.rows)
         for worker in range(WORKERS):
             gradients, ids, of_rows = pushed_by(worker, clock)
-            for name, one in gradients.items():
-                dense[name] += one
+            for name, gradient in gradients.items():
+                dense[name] += gradient
             rows.index_add_(0, ids.flatten(), of_rows.flatten(0, 1))
-        for name, one in dense.items():
-            self.tensors[name] -= 0.25 * one / self.divisor
+        for name, gradient in dense.items():
+            self.tensors[name] -= 0.25 * gradient / self.divisor
         self.rows -= 0.25 * rows / self.divisor
 
 
@@ -125,7 +125,7 @@ def whole_numbers(server: ps.ParameterServer, reduction: str) -> None:
     expected = OneProcess(reduction)
     for clock in range(6):
         pulled = server["dense"].pull()
-        assert all(torch.equal(pulled[name], one) for name, one in expected.tensors.items())
+        assert all(torch.equal(pulled[name], tensor) for name, tensor in expected.tensors.items())
         assert torch.equal(server["rows"].pull(torch.arange(10)), expected.rows)
         pulled["cut"].zero_()  # a copy
         gradients, ids, of_rows = pushed_by(server.worker, clock)
@@ -150,10 +150,10 @@ def modules_train(rank: int, world: int, layout: str) -> None:
             return server.serve()
         assert not server["net"].is_bound and server.workers == WORKERS
         expected = synchronous(WORKERS, torch.optim.Adam, {"lr": 0.01}, "mean")
-        for step, one in zip(range(6), expected, strict=False):
+        for step, values in zip(range(6), expected, strict=False):
             pending = server["net"].pull(async_op=step % 2 == 1)
             assert pending is None or pending.wait() is None
-            assert_close(model, one)
+            assert_close(model, values)
             x, y = batch(step, server.worker)
             (model(x) - y).square().mean().backward()
             trireme.clip_grad_norm_(model.parameters(), 1e9)
@@ -185,7 +185,7 @@ def embeddings_train(server: ps.ParameterServer, mode: str) -> None:
     both = {"one": torchs_embedding, "two": torchs_bag}
     for name, module in both.items():
         module.weight.data.copy_(server[name].pull(torch.arange(31)))
-    optimizer = torch.optim.SGD([one.weight for one in both.values()], lr=0.3)
+    optimizer = torch.optim.SGD([table.weight for table in both.values()], lr=0.3)
     for step in range(4):
         ids = torch.randint(31, (9, 3), generator=torch.Generator().manual_seed(step))
         own = ids.chunk(WORKERS)[server.worker]
@@ -394,7 +394,7 @@ def verbs_that_cannot_be(rank: int, world: int) -> None:
         refuse_dense(server["t"])
         refuse_rows(server["items"])
         server.clock()
-        assert all((one == 0).all() for one in server["t"].pull().values())
+        assert all((tensor == 0).all() for tensor in server["t"].pull().values())
         assert len(server["items"]) == 0
     for verb in (server["t"].pull, server.clock, server.clocks, server.stats, server.leave):
         with raises(RuntimeError, "got a server that is closed"):

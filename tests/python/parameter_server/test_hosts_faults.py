@@ -28,7 +28,7 @@ from parameter_server.hosts import (
 from parameter_server.test_faults import store
 from shm.ranks import state_of, until, until_inside
 
-# By number; all faults happen on two hosts, "aabbb", where ranks 1 and 4 serve.
+# All faults happen on two hosts, "aabbb", where ranks 1 and 4 serve; these work, by number.
 RANKS = [0, 2, 3]
 # A death is seen within a second on its host, and told to others; a busy machine gets one more.
 DEATH_SEEN_S = 2.0
@@ -117,9 +117,11 @@ def test_a_killed_worker_is_named_on_all_hosts(mode: str) -> None:
     """Also by who serves."""
     served = survive("2+3", faulty(outlive_a_worker, mode, mode=mode), dying=[3])
     assert len(served) == 2
-    for one, end in zip(served, (", on another host)", ")"), strict=True):
-        assert one.error is not None and one.error.startswith("[ps] serve: worker 2 (rank 3, pro")
-        assert end in one.error and one.lost == [2], one
+    for report, end in zip(served, (", on another host)", ")"), strict=True):
+        assert report.error is not None and report.error.startswith(
+            "[ps] serve: worker 2 (rank 3, pro"
+        )
+        assert end in report.error and report.lost == [2], report
 
 
 def go_on_without_a_worker(server: ps.ParameterServer, mode: str) -> None:
@@ -148,8 +150,8 @@ def test_the_others_go_on(mode: str) -> None:
     options = {"mode": mode, "on_worker_loss": "continue"}
     served = survive("2+3", faulty(go_on_without_a_worker, mode, **options), dying=[3])
     assert len(served) == 2
-    for one in served:
-        assert one.error is None and one.lost == [2] and one.left == [0, 1], one
+    for report in served:
+        assert report.error is None and report.lost == [2] and report.left == [0, 1], report
 
 
 def outlive_an_exception(server: ps.ParameterServer) -> None:
@@ -166,9 +168,11 @@ def outlive_an_exception(server: ps.ParameterServer) -> None:
 def test_an_exception_is_told_to_all_hosts() -> None:
     served = survive("2+3", faulty(outlive_an_exception))
     assert len(served) == 2
-    for one in served:
-        assert one.error is not None and "ended by Abandoned: the data are broken" in one.error
-        assert one.lost == [2], one
+    for report in served:
+        assert (
+            report.error is not None and "ended by Abandoned: the data are broken" in report.error
+        )
+        assert report.lost == [2], report
 
 
 def wait_for_one_that_is_stopped(server: ps.ParameterServer) -> None:
@@ -197,7 +201,7 @@ def wait_for_one_that_is_stopped(server: ps.ParameterServer) -> None:
 @pytest.mark.parametrize("mode", ["bsp", "ssp"])
 def test_a_stopped_worker_is_named_at_the_deadline(mode: str) -> None:
     served = survive("2+3", faulty(wait_for_one_that_is_stopped, mode=mode, timeout=1))
-    assert [one.error for one in served] == [None, None]
+    assert [report.error for report in served] == [None, None]
 
 
 def wait_for_one_that_does_not_serve(server: ps.ParameterServer) -> None:
@@ -215,7 +219,7 @@ def test_a_server_that_does_not_serve_is_named_at_the_deadline() -> None:
     run = faulty(wait_for_one_that_does_not_serve, mode="async", timeout=1)
     run.serves_after = ["worker 0 has raised"]
     served = survive("2+3", run)
-    assert [one.error for one in served] == [None, None]
+    assert [report.error for report in served] == [None, None]
 
 
 def train_until_one_is_killed(server: ps.ParameterServer, loss: str, seed: int) -> None:
@@ -248,4 +252,4 @@ def test_a_worker_is_killed_at_a_random_moment(loss: str, mode: str, seed: int) 
     served = survive(
         "2+3", Run(counters, train_until_one_is_killed, [loss, seed], options), dying=[3]
     )
-    assert [one.error is None for one in served] == [loss == "continue"] * 2
+    assert [report.error is None for report in served] == [loss == "continue"] * 2

@@ -74,7 +74,7 @@ def load_and_train(
 
 
 def of_worker_0(layout: str, program: Callable[..., Any], *args: Any) -> list[Tensor]:
-    results = [one for one in on_hosts(layout, program, layout, *args) if one is not None]
+    results = [result for result in on_hosts(layout, program, layout, *args) if result is not None]
     assert len(results) == 1
     return results[0]
 
@@ -89,9 +89,9 @@ def content_of(path: str) -> dict[str, Any]:
             continue
         tensors = load_file(file)
         order = tensors.get("items.ids", torch.zeros(0)).argsort()
-        for name, one in tensors.items():
-            is_by_row = name.startswith("items.") and one.ndim > 0 and len(one) == len(order)
-            found[f"{file.name} {name}"] = digest(one[order] if is_by_row else one)
+        for name, tensor in tensors.items():
+            is_by_row = name.startswith("items.") and tensor.ndim > 0 and len(tensor) == len(order)
+            found[f"{file.name} {name}"] = digest(tensor[order] if is_by_row else tensor)
     return found
 
 
@@ -113,10 +113,10 @@ def test_files_are_those_of_one_host(
     assert_same(content_of(path), content_of(of_one_host))
     assert_lists(of_worker_0(after, load_and_train, path, *case), expected)
     models = [net(), net()]
-    for model, one in zip(models, (path, of_one_host), strict=True):
+    for model, folder in zip(models, (path, of_one_host), strict=True):
         for parameter in model.parameters():
             nn.init.zeros_(parameter)
-        trireme.load_checkpoint(one, model)
+        trireme.load_checkpoint(folder, model)
     assert_lists(*(list(model.state_dict().values()) for model in models))
 
 

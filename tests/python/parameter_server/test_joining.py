@@ -61,19 +61,19 @@ def test_a_worker_joins_at_the_slowest_clock(rank: int, mode: str) -> None:
     counts, items = server["counts"], server["items"]
     assert server.clocks() == [3, 3, 3] and counts.pull()["x"].item() == 6
     say(f"rank {rank} has seen the clocks")
-    stay_until(*(f"rank {one} has seen the clocks" for one in range(3)))
+    stay_until(*(f"rank {peer} has seen the clocks" for peer in range(3)))
     ids = torch.tensor([7, 8 + rank, 7])
     for clock in range(3, 6):
         counts.push({"x": torch.ones(1)})
         items.push(ids, torch.ones(3, 3))
         assert server.clock() == clock + 1
     say(f"rank {rank} has pushed")
-    stay_until(*(f"rank {one} has pushed" for one in range(3)))
+    stay_until(*(f"rank {peer} has pushed" for peer in range(3)))
     assert counts.pull()["x"].item() == 6 + 9
     assert torch.equal(items.pull(torch.tensor([7]))[0], torch.full((3,), 18.0))
     assert items.ids().tolist() == [7, 8, 9, 10] and len(items) == 4
     say(f"rank {rank} has pulled")
-    stay_until(*(f"rank {one} has pulled" for one in range(3)))
+    stay_until(*(f"rank {peer} has pulled" for peer in range(3)))
     server.close()
 
 
@@ -128,19 +128,19 @@ def test_the_module_of_a_table_is_with_others(rank: int) -> None:
             table.push()
         server.clock()
         sgd.zero_grad()
-        (sum(expected(one[None]).square().mean() for one in inputs) / 3).backward()
+        (sum(expected(rows[None]).square().mean() for rows in inputs) / 3).backward()
         sgd.step()
     found = table.pull() if rank == 2 else None
     if found is None:
         table.pull()
         found = dict(net.named_parameters())
-    for name, one in expected.named_parameters():
-        torch.testing.assert_close(found[name], one, rtol=1e-5, atol=1e-6)
+    for name, parameter in expected.named_parameters():
+        torch.testing.assert_close(found[name], parameter, rtol=1e-5, atol=1e-6)
     if rank < 2:
         with raises(ValueError, "which has no module to write"), trireme.writing(net):
             raise AssertionError("it may not be written")
     say(f"rank {rank} is done")
-    stay_until(*(f"rank {one} is done" for one in range(3)))
+    stay_until(*(f"rank {peer} is done" for peer in range(3)))
     server.close()
 
 
@@ -151,7 +151,7 @@ def test_embeddings_of_a_worker_that_has_joined(rank: int) -> None:
     rows(torch.tensor([rank])).sum().backward()
     assert torch.equal(server["items"].pull(torch.tensor(rank)), torch.ones(3))
     say(f"rank {rank} is done")
-    stay_until(*(f"rank {one} is done" for one in range(3)))
+    stay_until(*(f"rank {peer} is done" for peer in range(3)))
     server.close()
 
 

@@ -93,7 +93,7 @@ def test_whole_numbers_have_the_bits_of_synchronous_sgd(rank: int) -> None:
     ) as server:
         table = server["t"]
         assert len(table) == 2
-        expected = {name: one.clone() for name, one in tensors.items()}
+        expected = {name: tensor.clone() for name, tensor in tensors.items()}
         for clock in range(5):
             pulled = table.pull()
             assert all(torch.equal(pulled[name], expected[name]) for name in expected)

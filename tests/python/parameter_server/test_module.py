@@ -145,7 +145,7 @@ def test_writing_makes_the_first_workers_values_everybodys(rank: int) -> None:
             for parameter in net.parameters():
                 parameter.mul_(0).add_(rank + 3)
         assert all((parameter == 3).all() for parameter in net.parameters())
-        state = {name: one + 1 for name, one in net.state_dict().items()}
+        state = {name: tensor + 1 for name, tensor in net.state_dict().items()}
         with trireme.writing(net):
             net.load_state_dict(state)
         assert all((parameter == 4).all() for parameter in net.parameters())
@@ -231,7 +231,7 @@ def test_other_parameters_than_those_of_the_table_are_noticed(rank: int) -> None
     net = mlp()
     with bound(net) as server:
         server["net"].pull()
-        state = {name: one + 1 for name, one in net.state_dict().items()}
+        state = {name: tensor + 1 for name, tensor in net.state_dict().items()}
         net.load_state_dict(state, assign=True)
         with raises(RuntimeError, "[ps] got other parameters in the module of table 'net'"):
             server.clock()

@@ -58,7 +58,7 @@ def train(server: ps.ParameterServer, model: nn.Module, clocks: range) -> None:
 
 
 def seen_by(server: ps.ParameterServer, model: nn.Module) -> list[torch.Tensor]:
-    values = [one.detach().clone() for one in model.state_dict().values()]
+    values = [tensor.detach().clone() for tensor in model.state_dict().values()]
     return [*values, server["items"].ids(), server["items"].pull(torch.arange(-9, 9), create=False)]
 
 

@@ -50,8 +50,8 @@ def test_bsp_is_synchronous_sgd_bit_for_bit(rank: int, reduction: str, servers: 
             table.push(ids[rank], gradients[rank])
             server.clock()
             total = torch.zeros(10, DIM)
-            for one, gradient in zip(ids, gradients, strict=True):
-                total.index_add_(0, one.flatten(), gradient.flatten(0, 1))
+            for rows, gradient in zip(ids, gradients, strict=True):
+                total.index_add_(0, rows.flatten(), gradient.flatten(0, 1))
             expected -= 0.5 * total / (workers if reduction == "mean" else 1)
         assert len(table) == 10 and torch.equal(table.ids(), torch.arange(10))
 

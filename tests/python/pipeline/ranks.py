@@ -13,15 +13,22 @@ order, adds up their gradients and divides them at the end.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
+from itertools import pairwise
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import trireme
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
+from ddp.ranks import batch
+from zero.ranks import ROWS, Training
+
 FORMS = ("gpipe", "1f1b", "looped-bfs", "interleaved-1f1b")
 WIDTH = 6
+CHUNKS = 4  # a step of Staged has so many
 
 
 def tanh_layers(count: int = 8) -> nn.Sequential:
@@ -92,3 +99,58 @@ class Both:
             got, expected = parameter.grad, whole[name].grad
             assert (got is None) == (expected is None), name
             assert got is None or torch.equal(got, expected), (name, got, expected)
+
+
+class Staged(Training):
+    """A pipeline over all ranks, which takes whole batches."""
+
+    def loss(self, number: int) -> torch.Tensor:
+        """Without a graph: step() has the backward."""
+        whole = batch(number, rows=ROWS)
+        return self.model.eval_step(whole, target=whole)
+
+    def backward(self, *numbers: int, sync: bool = True) -> None:
+        """One step() for each batch. Without ``sync`` ranks only accumulate."""
+        with nullcontext() if sync else self.model.no_sync():
+            for number in numbers:
+                whole = batch(number, rows=ROWS)
+                self.model.step(whole, target=whole)
+
+    def counterparts(self, one: Training) -> list[nn.Parameter]:
+        """Those of this rank's layers; what layers share has a name in each of them."""
+        theirs = dict(one.model.named_parameters(remove_duplicate=False))
+        return [theirs[name] for name, _ in self.model.named_parameters()]
+
+
+def square_mean(output: Tensor, target: Tensor) -> Tensor:
+    """The loss of a Training, which has no target."""
+    return output.square().mean()
+
+
+def staged(make: Callable[[], nn.Module], optimizer_class: Any, **defaults: Any) -> Staged:
+    """This rank's stage: of a Sequential, or of what is traced and cut in front of its children."""
+    model, world = make(), dist.get_world_size()
+    options = {"ranks": True, "schedule": "1f1b", "loss": square_mean, **cut(model, world)}
+    pipe = trireme.Pipeline(model, CHUNKS, **options)
+    optimizer = optimizer_class(pipe.parameters(), **defaults)
+    return Staged(pipe, pipe, optimizer, dist.get_rank(), world)
+
+
+def in_threads(make: Callable[[], nn.Module], optimizer_class: Any, **defaults: Any) -> Training:
+    """Two stages in one process, which is called like the model."""
+    model = make()
+    pipe = trireme.Pipeline(model, CHUNKS, devices=["cpu"] * 2, **cut(model, 2))
+    return Training(pipe, pipe, optimizer_class(pipe.parameters(), **defaults))
+
+
+def cut(model: nn.Module, stages: int) -> dict[str, Any]:
+    """Options by which each stage has parameters, where there are enough layers with some."""
+    children = dict(model.named_children())
+    if not isinstance(model, nn.Sequential):
+        sample = batch(0, rows=ROWS // CHUNKS)
+        return {"split": list(children)[1:stages], "sample": sample}
+    begins = [at for at, layer in enumerate(children.values()) if list(layer.parameters())]
+    if len(begins) < stages:
+        return {}
+    borders = [0, *begins[1:stages], len(children)]
+    return {"balance": [end - begin for begin, end in pairwise(borders)]}

@@ -49,6 +49,15 @@ def test_a_norm_that_is_not_finite_is_raised_on_all_ranks(rank: int) -> None:
         trireme.clip_grad_norm_(both.pipe, 0.01, error_if_nonfinite=True)
 
 
+def test_in_one_process() -> None:
+    """Given the pipeline, which no ranks share, as with its parameters."""
+    pipe = trireme.Pipeline(tanh_layers(), 4, devices=["cpu"] * 2, loss=mse_loss)
+    assert pipe.process_group is None
+    pipe.step(rows(1), target=rows(2))
+    expected = torch.nn.utils.clip_grad_norm_(pipe.parameters(), 100.0)
+    torch.testing.assert_close(trireme.clip_grad_norm_(pipe, 100.0), expected)
+
+
 def test_other_modules_are_refused() -> None:
     with raises(TypeError, "got a Linear, expected parameters", form=RANKLESS_FORM):
         trireme.clip_grad_norm_(nn.Linear(2, 2), 1.0)  # type: ignore[arg-type]

@@ -51,14 +51,16 @@ class OneProcess:
         for step in steps:
             for copy in range(2):
                 x, y = batch(step, copy)
-                kept = [one.grad for one in self.module.parameters()]
-                for one in self.module.parameters():
-                    one.grad = None
+                kept = [parameter.grad for parameter in self.module.parameters()]
+                for parameter in self.module.parameters():
+                    parameter.grad = None
                 accumulate(self.module, x, y, chunks=CHUNKS, loss=mse_loss)
-                for one, before in zip(self.module.parameters(), kept, strict=True):
-                    if one.grad is not None:
-                        one.grad /= 2
-                        one.grad = one.grad if before is None else before + one.grad
+                for parameter, before in zip(self.module.parameters(), kept, strict=True):
+                    if parameter.grad is not None:
+                        parameter.grad /= 2
+                        parameter.grad = (
+                            parameter.grad if before is None else before + parameter.grad
+                        )
         self.optimizer.step()
 
     def assert_same(self, name: str, parameter: Tensor) -> None:
@@ -128,7 +130,7 @@ def test_buffers_are_the_first_copys(rank: int) -> None:
         x, y = batch(3, 0)
         pipe.step(x, target=y)  # begins with the first copy's buffers, and goes on alike
     found = [None] * 4
-    dist.all_gather_object(found, {name: one.tolist() for name, one in pipe.named_buffers()})
+    dist.all_gather_object(found, {name: buffer.tolist() for name, buffer in pipe.named_buffers()})
     assert found[0] == found[2] and found[1] == found[3]
 
 
@@ -151,7 +153,7 @@ def test_unused_and_frozen_parameters(rank: int) -> None:
     pipe = trireme.Pipeline(module, 2, mesh=mesh, schedule="zb-h1", loss=mse_loss)
     x, y = batch(0, 0)
     pipe.step(x, target=y)
-    grads = {name: one.grad for name, one in pipe.named_parameters()}
+    grads = {name: parameter.grad for name, parameter in pipe.named_parameters()}
     assert "0.never.weight" not in grads or grads["0.never.weight"] is None
     if "0.layer.weight" in grads:
         assert grads["0.layer.weight"].abs().sum() > 0
@@ -174,13 +176,13 @@ def test_an_exception_in_one_copy(rank: int) -> None:
     pipe = trireme.Pipeline(tanh_layers(), CHUNKS, mesh=mesh, schedule="1f1b", loss=loss)
     x, y = batch(0, copy)
     pipe.step(x, target=y)
-    before = [one.grad.clone() for one in pipe.parameters()]
+    before = [parameter.grad.clone() for parameter in pipe.parameters()]
     with pytest.raises(Exception, match="the second step's second loss"):
         pipe.step(x, target=y)
-    assert all(map(torch.equal, before, [one.grad for one in pipe.parameters()]))
+    assert all(map(torch.equal, before, [parameter.grad for parameter in pipe.parameters()]))
     pipe.zero_grad()
     pipe.step(x, target=y)
-    assert all(map(torch.equal, before, [one.grad for one in pipe.parameters()]))
+    assert all(map(torch.equal, before, [parameter.grad for parameter in pipe.parameters()]))
 
 
 @on_shm_ranks(4, timeout=60)
@@ -193,7 +195,9 @@ def test_copies_that_differ_are_refused(rank: int) -> None:
 
 
 def wrapped(wrap: Callable[[nn.Module], nn.Module]) -> nn.Sequential:
-    return nn.Sequential(*(wrap(one) if list(one.parameters()) else one for one in tanh_layers()))
+    return nn.Sequential(
+        *(wrap(layer) if list(layer.parameters()) else layer for layer in tanh_layers())
+    )
 
 
 def in_ddp(mesh: DeviceMesh) -> nn.Sequential:
@@ -298,7 +302,7 @@ def test_a_layers_own_no_sync_is_honoured(rank: int) -> None:
     module = in_ddp(mesh["dp"])
     pipe = trireme.Pipeline(module, CHUNKS, mesh=mesh["pp"], schedule="1f1b", loss=mse_loss)
     layers = [
-        one for one in pipe.children() if isinstance(one, nn.parallel.DistributedDataParallel)
+        child for child in pipe.children() if isinstance(child, nn.parallel.DistributedDataParallel)
     ]
     x, y = batch(0, copy)
     with ExitStack() as stack:
@@ -371,12 +375,12 @@ def test_copies_are_saved_once(rank: int) -> None:
         trireme.save_checkpoint(folder + "/saved", pipe, optimizer)
         trireme.load_checkpoint(folder + "/saved", again, other)
     states: list[Any] = [None] * 4
-    mine = {name: one.tolist() for name, one in pipe.state_dict().items()}
+    mine = {name: tensor.tolist() for name, tensor in pipe.state_dict().items()}
     dist.all_gather_object(states, mine)
     whole = {**states[0], **states[1]}
-    for name, one in again.state_dict().items():
-        assert one.tolist() == whole[name], name
-    assert all(other.state[one]["step"] == 1 for one in again.parameters())
+    for name, tensor in again.state_dict().items():
+        assert tensor.tolist() == whole[name], name
+    assert all(other.state[parameter]["step"] == 1 for parameter in again.parameters())
 
 
 @pytest.mark.parametrize("stage", [1, 2])

@@ -44,7 +44,7 @@ def normed_layers() -> nn.Sequential:
 
 
 def norms_of(module: nn.Module) -> dict[str, _BatchNorm]:
-    return {name: one for name, one in module.named_modules() if isinstance(one, _BatchNorm)}
+    return {name: layer for name, layer in module.named_modules() if isinstance(layer, _BatchNorm)}
 
 
 class Watched:
@@ -52,7 +52,7 @@ class Watched:
 
     def __init__(self, module: nn.Module) -> None:
         self.seen: dict[str, list[Tensor]] = {}
-        self.whole = {name: copy.deepcopy(one) for name, one in norms_of(module).items()}
+        self.whole = {name: copy.deepcopy(norm) for name, norm in norms_of(module).items()}
         for name, norm in norms_of(module).items():
             norm.register_forward_pre_hook(self._watch(name))
 
@@ -124,14 +124,14 @@ def test_a_step_that_failed_leaves_statistics_as_they_were(rank: int) -> None:
     both.train(0)
     watched.end_batch()
     both.pipe.zero_grad()
-    broken = [one for one in both.pipe.modules() if isinstance(one, Breaks)]
-    for one in broken:
-        one.breaks = True
+    broken = [module for module in both.pipe.modules() if isinstance(module, Breaks)]
+    for layer in broken:
+        layer.breaks = True
     with pytest.raises(RuntimeError, match="the data are broken"):
         both.pipe.step(rows(8), target=rows(9))
     watched.assert_equal(both.pipe)
-    for one in broken:
-        one.breaks = False
+    for layer in broken:
+        layer.breaks = False
     both.train(1)
     watched.end_batch()
     watched.assert_equal(both.pipe)

@@ -30,7 +30,7 @@ def test_every_form_equals_one_process(rank: int, world: int) -> None:
         assert [stage.number for stage in both.pipe.stages] == list(range(stages))
         report = both.pipe.last_step()
         assert report["step"] == 5 and 0 <= report["bubble"] <= 1
-        assert [one["stage"] for one in report["stages"]] == [
+        assert [stage["stage"] for stage in report["stages"]] == [
             stage.number for stage in both.pipe.stages if stage.rank == rank
         ]
 
@@ -66,9 +66,11 @@ def test_profiles_show_actions(rank: int) -> None:
     for pipe, rows_seen in ((of_ranks, [rank]), (of_threads, [0, 1])):
         with torch.profiler.profile() as profile:
             pipe.step(rows(0), target=rows(1))
-        seen = {one.name for one in profile.events() if "trireme::pipeline::" in one.name}
-        table = [one for row in rows_seen for one in pipe.schedule.rows[row] if one is not None]
-        assert seen == {f"trireme::pipeline::{one}" for one in table}
+        seen = {event.name for event in profile.events() if "trireme::pipeline::" in event.name}
+        table = [
+            action for row in rows_seen for action in pipe.schedule.rows[row] if action is not None
+        ]
+        assert seen == {f"trireme::pipeline::{action}" for action in table}
 
 
 @on_shm_ranks(2)
@@ -79,7 +81,7 @@ def test_names_are_those_of_the_module(rank: int) -> None:
     names = own or ["4.weight", "4.bias", "6.weight", "6.bias"]
     assert list(pipe.state_dict()) == names == [name for name, _ in pipe.named_parameters()]
     pipe.load_state_dict({name: whole[name] * 2 for name in names})
-    assert all(torch.equal(one, whole[name] * 2) for name, one in pipe.state_dict().items())
+    assert all(torch.equal(tensor, whole[name] * 2) for name, tensor in pipe.state_dict().items())
 
 
 @on_shm_ranks(2)
@@ -87,12 +89,12 @@ def test_modes_dtypes_and_new_parameters(rank: int) -> None:
     """What is done to the pipeline is done to its layers, also after the first step."""
     both = Both(tanh_layers)
     both.train(0)
-    assert not any(one.training for one in both.pipe.eval().modules())
+    assert not any(module.training for module in both.pipe.eval().modules())
     both.pipe.train()
     for module in (both.one, both.pipe):
         module.double()
     x, y = rows(1).double(), rows(2).double()
-    state = {name: one * 0.5 for name, one in both.one.state_dict().items()}
+    state = {name: tensor * 0.5 for name, tensor in both.one.state_dict().items()}
     both.one.load_state_dict(state, assign=True)
     own = {name: state[name].clone() for name in both.pipe.state_dict()}
     both.pipe.load_state_dict(own, assign=True)
@@ -108,7 +110,10 @@ def test_gradients_add_up_over_steps_without_zero_grad(rank: int) -> None:
     pipe = trireme.Pipeline(tanh_layers(), 4, ranks=True, loss=mse_loss)
     with pipe.no_sync():
         pipe.step(rows(0), target=rows(1))
-    before = {name: (one.grad, one.grad.clone()) for name, one in pipe.named_parameters()}
+    before = {
+        name: (parameter.grad, parameter.grad.clone())
+        for name, parameter in pipe.named_parameters()
+    }
     pipe.step(rows(2), target=rows(3))
     other = tanh_layers()
     accumulate(other, rows(2), rows(3), chunks=4, loss=mse_loss)
@@ -218,6 +223,6 @@ def test_torch_has_the_same_losses_and_gradients(rank: int, form: str, of_torch:
     schedule.step(*([x] if rank == 0 else []), **({"target": y, "losses": losses} if rank else {}))
     got = pipe.step(x, target=y)
     if rank == 1:
-        assert torch.equal(got, torch.stack([one.detach() for one in losses]).mean())
+        assert torch.equal(got, torch.stack([loss.detach() for loss in losses]).mean())
     for ours, torchs in zip(pipe.parameters(), half.parameters(), strict=True):
         assert torch.equal(ours.grad, torchs.grad)

@@ -68,12 +68,12 @@ def broken() -> None:
 def fragile_layers() -> nn.Sequential:
     torch.manual_seed(3)
     return nn.Sequential(*(
-        one for _ in range(8) for one in (nn.Linear(WIDTH, WIDTH), Breaks())
+        layer for _ in range(8) for layer in (nn.Linear(WIDTH, WIDTH), Breaks())
     ))  # fmt: skip
 
 
 def breaks_of(pipe: Any) -> list[Breaks]:
-    return [one for one in pipe.modules() if isinstance(one, Breaks)]
+    return [module for module in pipe.modules() if isinstance(module, Breaks)]
 
 
 @contextmanager
@@ -97,10 +97,10 @@ def test_a_stage_raises(rank: int, world: int) -> None:
         for number in sorted({0, both.pipe.schedule.stages - 1}):
             holder = both.pipe.schedule.stage_rank[number]
             for micro_batch, in_backward in ((0, False), (2, False), (1, True)):
-                before = [one.grad.clone() for one in both.pipe.parameters()]
+                before = [parameter.grad.clone() for parameter in both.pipe.parameters()]
                 if rank == holder:
-                    held = [one for one in both.pipe.stages if one.rank == rank]
-                    layers = next(one.layers for one in held if one.number == number)
+                    held = [stage for stage in both.pipe.stages if stage.rank == rank]
+                    layers = next(stage.layers for stage in held if stage.number == number)
                     last = both.pipe.get_submodule(layers[-1])
                     assert isinstance(last, Breaks)
                     last.arm(micro_batch, broken, in_backward)
@@ -109,9 +109,9 @@ def test_a_stage_raises(rank: int, world: int) -> None:
                 # The exception of a hook passes through autograd, and is no cause.
                 with fails(rank == holder and not in_backward, *parts):
                     both.pipe.step(rows(0), target=rows(1))
-                for one in breaks_of(both.pipe):
-                    one.disarm()
-                after = [one.grad for one in both.pipe.parameters()]
+                for layer in breaks_of(both.pipe):
+                    layer.disarm()
+                after = [parameter.grad for parameter in both.pipe.parameters()]
                 assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
                 both.train(1)
 
@@ -122,7 +122,7 @@ def test_sums_of_a_step_that_failed_are_dropped(rank: int) -> None:
     options: dict[str, Any] = {"schedule": "1f1b", "loss": mse_loss, "scale_grads": False}
     pipe = trireme.Pipeline(fragile_layers(), 4, ranks=True, **options)
     pipe.step(rows(0), target=rows(1))
-    before = [(one.grad, one.grad.clone()) for one in pipe.parameters()]
+    before = [(parameter.grad, parameter.grad.clone()) for parameter in pipe.parameters()]
     if rank == 1:
         breaks_of(pipe)[-1].arm(3, broken, False)
     with fails(rank == 1, "1F3"):
@@ -164,8 +164,8 @@ def test_over_gloo_the_group_must_be_rebuilt(rank: int, raising: int) -> None:
     else:
         with fails(rank == raising):
             both.pipe.step(rows(0), target=rows(1))
-    for one in breaks_of(both.pipe):
-        one.disarm()
+    for layer in breaks_of(both.pipe):
+        layer.disarm()
     if dist.get_backend() == "gloo":
         with pytest.raises(dist.DistBackendError, match="initialise it again"):
             both.pipe.step(rows(0), target=rows(1))
@@ -190,7 +190,7 @@ def test_ctrl_c_in_a_stage_and_in_a_wait(rank: int) -> None:
             both.pipe.step(rows(0), target=rows(1))
     breaks_of(both.pipe)[0].disarm()
     both.train(1)
-    if rank == 0:  # which waits for nobody before its first message is due
+    if rank == 0:  # it waits for nobody before its first message is due
 
         def wake() -> None:
             until_inside(1, "receive of 1F0 by channel 'stage 0 to stage 1'")

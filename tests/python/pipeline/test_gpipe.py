@@ -170,8 +170,8 @@ def test_copies_and_pickles() -> None:
     for other in (copy.deepcopy(gpipe), _saved(gpipe)):
         assert torch.equal(other(rows(0)), expected)
         other(rows(0)).sum().backward()
-        assert all(one.grad is not None for one in other.parameters())
-    assert all(one.grad is None for one in gpipe.parameters())
+        assert all(parameter.grad is not None for parameter in other.parameters())
+    assert all(parameter.grad is None for parameter in gpipe.parameters())
 
 
 def _saved(gpipe: GPipe) -> GPipe:
@@ -248,10 +248,10 @@ def test_balances() -> None:
             time.sleep(self.seconds)
             return x
 
-    module = nn.Sequential(*(Delay(one / 100) for one in (1, 2, 3, 4, 5, 6))).eval()
+    module = nn.Sequential(*(Delay(cost / 100) for cost in (1, 2, 3, 4, 5, 6))).eval()
     assert balance_by_time(2, module, rows(0), timeout=0.0, device="cpu") == [4, 2]
     assert not module.training and not module[0].training
-    widths = [nn.Linear(one, one + 1) for one in range(1, 7)]
+    widths = [nn.Linear(width, width + 1) for width in range(1, 7)]
     found = balance_by_size(2, nn.Sequential(*widths), torch.rand(7, 1), param_scale=100)
     assert found == [4, 2]
     assert balance_cost([1, 2, 3, 4, 5, 6], 2) == [4, 2]

@@ -28,7 +28,7 @@ def test_layers_are_measured_in_time_and_bytes() -> None:
     module[0].bias.requires_grad_(False)
     first, slow, relu = trireme.measure_layers(module, rows(0, 5))
     assert slow.seconds > 3 * first.seconds > 0 and slow.backward_seconds > 0
-    assert [one.name for one in (first, slow, relu)] == ["0", "1", "2"]
+    assert [layer.name for layer in (first, slow, relu)] == ["0", "1", "2"]
     assert first.parameter_bytes == 4 * (4 * WIDTH * WIDTH + WIDTH)
     assert relu.parameter_bytes == 0
     row_bytes = 4 * 5 * WIDTH
@@ -46,8 +46,8 @@ def test_measuring_leaves_the_module_as_it_was() -> None:
         nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Dropout(), nn.ReLU(inplace=True)
     )
     module(rows(1)).sum().backward()
-    before = {name: one.clone() for name, one in module.state_dict().items()}
-    grads = [(one.grad, one.grad.clone()) for one in module.parameters()]
+    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    grads = [(parameter.grad, parameter.grad.clone()) for parameter in module.parameters()]
     buffers = list(module.buffers())
     state = torch.get_rng_state()
     fired: list[int] = []
@@ -56,7 +56,7 @@ def test_measuring_leaves_the_module_as_it_was() -> None:
     with torch.no_grad():
         trireme.measure_layers(module, sample)
     assert torch.equal(state, torch.get_rng_state()) and module.training and not fired
-    assert all(torch.equal(one, before[name]) for name, one in module.state_dict().items())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in module.state_dict().items())
     assert all(a is b for a, b in zip(buffers, module.buffers(), strict=True))
     for parameter, (grad, copy) in zip(module.parameters(), grads, strict=True):
         assert parameter.grad is grad and torch.equal(grad, copy)
@@ -66,7 +66,7 @@ def test_measuring_leaves_the_module_as_it_was() -> None:
 
 
 def devices_of(module: nn.Module) -> list[str]:
-    return [one.device.type for one in module.parameters()]
+    return [parameter.device.type for parameter in module.parameters()]
 
 
 def test_a_sequential_is_placed_evenly() -> None:

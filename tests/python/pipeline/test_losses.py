@@ -115,7 +115,7 @@ def by_hand(
         assert isinstance(parts, Tensor)
         ((output * weight).sum() + parts).backward()
         total += parts.detach()
-    return total, {name: one.grad for name, one in module.named_parameters()}
+    return total, {name: parameter.grad for name, parameter in module.named_parameters()}
 
 
 @pytest.mark.parametrize("scale_grads", [True, False])

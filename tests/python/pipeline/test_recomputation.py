@@ -21,11 +21,11 @@ def test_every_form_equals_one_process(rank: int, checkpoint: str) -> None:
         both = Both(tanh_layers, chunks=4, schedule=form, checkpoint=checkpoint)
         for step in range(2):
             both.train(step)
-        kinds = {one.kind for one in both.pipe.schedule.rows[rank] if one is not None}
+        kinds = {action.kind for action in both.pipe.schedule.rows[rank] if action is not None}
         stages = both.pipe.last_step()["stages"]
-        assert ("R" in kinds) == any(one["recompute_ms"] > 0 for one in stages)
+        assert ("R" in kinds) == any(stage["recompute_ms"] > 0 for stage in stages)
         live = both.pipe.schedule.peak_activations(rank)
-        assert max(one["peak_live"] for one in stages) <= live
+        assert max(stage["peak_live"] for stage in stages) <= live
 
 
 class Raises(nn.Module):
@@ -56,7 +56,7 @@ def test_an_exception_in_a_recomputation(rank: int) -> None:
         RuntimeError, match=r"stage 0 \(layers 0..1\) raised in 0R0 of step 1: .*luck"
     ):
         pipe.step(rows(0), target=rows(1))
-    assert all(one.grad is None for one in pipe.parameters())
+    assert all(parameter.grad is None for parameter in pipe.parameters())
     assert torch.isfinite(pipe.step(rows(0), target=rows(1)))
 
 
@@ -108,6 +108,6 @@ def test_running_statistics_count_once(rank: int) -> None:
             deferred_batch_norm=True,
         )  # fmt: skip
         pipe.step(rows(0), target=rows(1))
-        found.append([one.clone() for one in pipe.buffers()])
+        found.append([buffer.clone() for buffer in pipe.buffers()])
     for plain, again in zip(*found, strict=True):
         assert torch.equal(plain, again)

@@ -64,8 +64,8 @@ def tied_with_buffer() -> nn.Sequential:
 def groups(module: nn.Module) -> list[dict[str, Any]]:
     """Two, of which one may be empty on a rank."""
     named = list(module.named_parameters())
-    biases = [one for name, one in named if name.endswith("bias")]
-    others = [one for name, one in named if not name.endswith("bias")]
+    biases = [parameter for name, parameter in named if name.endswith("bias")]
+    others = [parameter for name, parameter in named if not name.endswith("bias")]
     return [{"params": others}, {"params": biases, "weight_decay": 0.0, "lr": 0.02}]
 
 
@@ -190,7 +190,7 @@ def test_the_files_are_those_of_one_process(rank: int, tmp_path: Path) -> None:
         for key, value in expected.items():
             if exact:
                 assert_bits(got[key], value, key)
-            elif key != "0.seen":  # of one process all layers that share it count
+            elif key != "0.seen":  # in one process all layers that share it count
                 torch.testing.assert_close(got[key], value)
         assert _index(piped, "model") == _index(alone, "model")
         assert _index(piped, "optimizer") == _index(alone, "optimizer")
@@ -227,7 +227,7 @@ def test_what_is_tied_is_saved_once_and_loaded_into_all_copies(
         assert_bits(fresh.train(step), expected)
         torch.testing.assert_close(other.train(step), expected)
     if world == 2:  # both have a copy
-        weight = next(one for one in fresh.net.parameters() if one.dim() == 2)
+        weight = next(parameter for parameter in fresh.net.parameters() if parameter.dim() == 2)
         assert_same_on_all_ranks(weight, [0, 1])
 
 
@@ -248,10 +248,10 @@ def test_a_rank_without_parameters_has_no_optimizer(rank: int, tmp_path: Path) -
     trireme.save_checkpoint(path, pipe, optimizer)
     trireme.load_checkpoint(path, fresh, its_optimizer)
     assert on_disk(path).keys() >= {"0.weight", "0.weight.exp_avg", "0.bias", "0.bias.step"}
-    losses = [one.step(rows(3), target=rows(4)) for one in (pipe, fresh)]
+    losses = [model.step(rows(3), target=rows(4)) for model in (pipe, fresh)]
     assert_bits(losses[0], losses[1])
     if rank == 0:
-        states = [one.state_dict()["state"][0] for one in (optimizer, its_optimizer)]
+        states = [holder.state_dict()["state"][0] for holder in (optimizer, its_optimizer)]
         assert_bits(states[0]["exp_avg"], states[1]["exp_avg"])
     trireme.save_checkpoint(path, pipe)
     trireme.load_checkpoint(path, fresh)
@@ -290,7 +290,7 @@ def test_the_checkpoint_of_another_module_is_refused(rank: int, tmp_path: Path) 
     pipe = Trained("pipeline")
     pipe.train(0)
     pipe.save(str(path))
-    before = {name: one.clone() for name, one in pipe.net.state_dict().items()}
+    before = {name: tensor.clone() for name, tensor in pipe.net.state_dict().items()}
     longer = Trained("pipeline", lambda: nn.Sequential(*layers(), nn.Linear(WIDTH, WIDTH)))
     with raises(ValueError, "without '9."):
         longer.load(str(path))

@@ -24,7 +24,7 @@ from shm.ranks import on_shm_and_gloo_ranks, on_shm_ranks
 
 CHUNKS = 4
 OPTIONS = {"init_scale": 1024.0, "growth_interval": 2}
-BROKEN = {2: 2, 3: 6, 6: 6}  # by step the layer whose bias gets an infinite gradient
+BROKEN = {2: 2, 3: 6, 6: 6}  # names, for a step, the layer whose bias gets an infinite gradient
 
 
 class Breakable(nn.Linear):
@@ -75,7 +75,7 @@ class Scaled:
         for number, layer in enumerate(self.layers):
             if isinstance(layer, Breakable):
                 layer.breaks = number == breaks
-        before = [on_this_rank(one).clone() for one in self.model.parameters()]
+        before = [on_this_rank(parameter).clone() for parameter in self.model.parameters()]
         self.optimizer.zero_grad()
         loss = self.backward(x, y)
         if unscales:

@@ -60,32 +60,36 @@ def torch_rows(kind: Any, ranks: int, local_stages: int, micro_batches: int) -> 
 
 
 def compute_texts(row: list[Any]) -> list[str]:
-    return [str(one) for one in row if one is not None and one.computation_type.value in COMPUTE]
+    return [
+        str(action)
+        for action in row
+        if action is not None and action.computation_type.value in COMPUTE
+    ]
 
 
 def expected_row(name: str, rank: int, row: list[Any], ranks: int, micro_batches: int) -> list[str]:
     if name == "looped-bfs":  # the one deliberate difference
         row = [
-            one._replace(microbatch_index=micro_batches - 1 - one.microbatch_index)
-            if one is not None and one.computation_type.value == "B"
-            else one
-            for one in row
+            action._replace(microbatch_index=micro_batches - 1 - action.microbatch_index)
+            if action is not None and action.computation_type.value == "B"
+            else action
+            for action in row
         ]
     if name == "1f1b" and rank == ranks - 1:
         # What torch shows counts the forwards of the last rank from 1; what it runs does not.
         row = [
-            one._replace(microbatch_index=one.microbatch_index - 1)
-            if one is not None and one.computation_type.value == "F"
-            else one
-            for one in row
+            action._replace(microbatch_index=action.microbatch_index - 1)
+            if action is not None and action.computation_type.value == "F"
+            else action
+            for action in row
         ]
     return compute_texts(row)
 
 
 def numbers(name: str, ranks: range) -> Iterator[tuple[int, int]]:
-    for one, micro_batches in itertools.product(ranks, MICRO_BATCHES):
-        if torch_accepts(name, one, micro_batches):
-            yield one, micro_batches
+    for count, micro_batches in itertools.product(ranks, MICRO_BATCHES):
+        if torch_accepts(name, count, micro_batches):
+            yield count, micro_batches
 
 
 @pytest.mark.parametrize(("name", "kind", "stages", "ranks"), FORMS, ids=IDS)
@@ -128,8 +132,10 @@ def to_text(rows: list[list[Any]]) -> str:
 def test_tables_of_torch_come_back_as_they_were(kind: Any, stages: int) -> None:
     rows = torch_rows(kind, 4, stages, 8)
     read = PipelineSchedule.from_csv(to_text(rows))
-    cells = [[None if one is None else str(one) for one in row] for row in rows]
-    assert [[None if one is None else str(one) for one in row] for row in read.rows] == cells
+    cells = [[None if action is None else str(action) for action in row] for row in rows]
+    assert [
+        [None if action is None else str(action) for action in row] for row in read.rows
+    ] == cells
     assert list(csv.reader(io.StringIO(read.to_csv()))) == [
         [cell or "" for cell in row] for row in cells
     ]
@@ -180,12 +186,12 @@ def test_five_stages_on_a_rank_are_unsharded_as_torch_does(tmp_path: Path) -> No
     ours = pipeline_schedule("looped-bfs", ranks=2, micro_batches=3, stages_per_rank=5)
     row = ours.to_csv("compute_comms").splitlines()[0].split(",")
     theirs = schedules._add_unshard_reshard(
-        [schedules._Action.from_str(one) for one in ours.to_csv().splitlines()[0].split(",")]
+        [schedules._Action.from_str(part) for part in ours.to_csv().splitlines()[0].split(",")]
     )
     kept = ("UNSHARD", "RESHARD", *COMPUTE)
-    assert [one for one in row if one.lstrip("0123456789").rstrip("0123456789") in kept] == [
-        str(one) for one in theirs
-    ]
+    assert [
+        action for action in row if action.lstrip("0123456789").rstrip("0123456789") in kept
+    ] == [str(action) for action in theirs]
 
 
 def test_a_value_says_what_it_is() -> None:
@@ -231,7 +237,9 @@ def simulated(schedule: PipelineSchedule, slots: dict[tuple[int, int], int]) -> 
     for rank, row in enumerate(schedule.rows):
         for action in filter(None, row):
             parts = action.sub_actions or [action]
-            todo[rank].append([(one.kind, one.stage or 0, one.micro_batch or 0) for one in parts])
+            todo[rank].append(
+                [(part.kind, part.stage or 0, part.micro_batch or 0) for part in parts]
+            )
             for kind, stage, micro_batch in todo[rank][-1][:]:
                 to = {"F": stage + 1, "B": stage - 1, "I": stage - 1}.get(kind, -1)
                 if 0 <= to < schedule.stages and holder[to] != rank:
@@ -264,13 +272,13 @@ def simulated(schedule: PipelineSchedule, slots: dict[tuple[int, int], int]) -> 
         moved = False
         for rank, groups in enumerate(todo):
             while at[rank] < len(groups):
-                begins = [ready(*one) for one in groups[at[rank]]]
+                begins = [ready(*group) for group in groups[at[rank]]]
                 if None in begins:
                     break
-                free[rank] = max([free[rank], *(one for one in begins if one is not None)])
-                for one in groups[at[rank]]:
-                    free[rank] += {"F": 1, "I": 1, "W": 1, "B": 2}.get(one[0], 0)
-                    done[one] = free[rank]
+                free[rank] = max([free[rank], *(begin for begin in begins if begin is not None)])
+                for group in groups[at[rank]]:
+                    free[rank] += {"F": 1, "I": 1, "W": 1, "B": 2}.get(group[0], 0)
+                    done[group] = free[rank]
                 at[rank], moved = at[rank] + 1, True
     return done if all(i == len(groups) for i, groups in zip(at, todo, strict=True)) else None
 
@@ -304,10 +312,10 @@ def test_large_tables_are_checked_in_less_than_a_second() -> None:
 def test_values_can_be_kept_and_sent() -> None:
     schedule = pipeline_schedule("dualpipe-v", ranks=2, micro_batches=4)
     lowered = PipelineSchedule.from_csv(schedule.to_csv("compute_comms"))
-    for one in (schedule, lowered, PipelineSchedule.from_csv("0F0,,0B0\n,1F0,1B0,\n")):
-        back = pickle.loads(pickle.dumps(one))
-        assert back == one
-        assert {one: 1}[back] == 1
+    for table in (schedule, lowered, PipelineSchedule.from_csv("0F0,,0B0\n,1F0,1B0,\n")):
+        back = pickle.loads(pickle.dumps(table))
+        assert back == table
+        assert {table: 1}[back] == 1
     assert schedule != lowered
 
 

@@ -55,7 +55,7 @@ def pipe_of(module: nn.Module, split: Any, **options: Any) -> trireme.Pipeline:
 
 def accumulate(module: nn.Module, x: Tensor, mask: Tensor, y: Tensor) -> Tensor:
     losses = []
-    for parts in zip(*(one.tensor_split(CHUNKS) for one in (x, mask, y)), strict=True):
+    for parts in zip(*(tensor.tensor_split(CHUNKS) for tensor in (x, mask, y)), strict=True):
         loss = mse_loss(module(parts[0], parts[1]), parts[2])
         loss.backward()
         losses.append(loss.detach())
@@ -78,7 +78,7 @@ def accumulate(module: nn.Module, x: Tensor, mask: Tensor, y: Tensor) -> Tensor:
 @on_shm_and_gloo_ranks(2, timeout=100)
 def test_equals_the_whole_module(rank: int, schedule: str, split: list[str]) -> None:
     whole, pipe = Residual(), pipe_of(Residual(), split, schedule=schedule)
-    optimizers = [torch.optim.AdamW(one.parameters(), lr=0.01) for one in (whole, pipe)]
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.01) for model in (whole, pipe)]
     expected = dict(whole.named_parameters())
     for step in range(3):
         for optimizer in optimizers:
@@ -102,7 +102,7 @@ def test_equals_the_whole_module(rank: int, schedule: str, split: list[str]) -> 
 @on_shm_ranks(2, timeout=60)
 def test_states_load_and_layers_are_the_modules(rank: int) -> None:
     pipe = pipe_of(Residual(), ["layers.1", "layers.2", "head"], schedule="interleaved-1f1b")
-    twice = {name: 2 * one for name, one in Residual().state_dict().items()}
+    twice = {name: 2 * tensor for name, tensor in Residual().state_dict().items()}
     pipe.load_state_dict({name: twice[name] for name in pipe.state_dict()})
     whole = Residual()
     whole.load_state_dict(twice)

@@ -41,7 +41,9 @@ def test_every_form_equals_plain_accumulation(form: str, count: int) -> None:
         for step in range(3):
             both.train(step)
         report = both.pipe.last_step()
-        assert [one["stage"] for one in report["stages"]] == list(range(both.pipe.schedule.stages))
+        assert [stage["stage"] for stage in report["stages"]] == list(
+            range(both.pipe.schedule.stages)
+        )
 
 
 def test_how_many_rows_there_are() -> None:
@@ -74,7 +76,7 @@ def test_an_exception_is_the_user_s_own(form: str) -> None:
     module = nn.Sequential(nn.Linear(WIDTH, WIDTH), layer, nn.Linear(WIDTH, WIDTH))
     pipe = trireme.Pipeline(module, 4, devices=["cpu"] * 3, schedule=form, loss=mse_loss)
     pipe.step(rows(0), target=rows(1))
-    before = [one.grad.clone() for one in pipe.parameters()]
+    before = [parameter.grad.clone() for parameter in pipe.parameters()]
     layer.calls, layer.bad_call = 0, 3
     with pytest.raises(ArithmeticError, match="no luck") as caught:
         pipe.step(rows(0), target=rows(1))
@@ -121,7 +123,7 @@ def test_evaluation_needs_no_rank() -> None:
     module = tanh_layers()
     pipe = trireme.Pipeline(module, 3, devices=["cpu"] * 2, loss=mse_loss)
     x, y = rows(0, 9), rows(1, 9)
-    assert torch.equal(pipe.eval_step(x), torch.cat([module(one) for one in x.tensor_split(3)]))
+    assert torch.equal(pipe.eval_step(x), torch.cat([module(part) for part in x.tensor_split(3)]))
     assert torch.isclose(pipe.eval_step(x, target=y), mse_loss(module(x), y))
 
 
@@ -132,13 +134,13 @@ def test_dropout_is_the_same_from_run_to_run() -> None:
     for _ in range(4):
         torch.manual_seed(2)
         found.append(pipe.step(rows(0), target=rows(1)))
-    assert all(torch.equal(one, found[0]) for one in found)
+    assert all(torch.equal(tensor, found[0]) for tensor in found)
     assert not torch.equal(pipe.step(rows(0), target=rows(1)), found[0])
 
 
 def test_nothing_is_left_running() -> None:
     def count() -> int:
-        return sum(one.name.startswith("trireme-row") for one in threading.enumerate())
+        return sum(thread.name.startswith("trireme-row") for thread in threading.enumerate())
 
     def wait_for_none() -> None:
         deadline = time.monotonic() + 20
@@ -170,7 +172,7 @@ def test_copies_and_pickles() -> None:
     copies = [copy.deepcopy(pipe), pickle.loads(pickle.dumps(pipe))]
     pipe.zero_grad()  # copies have no .grad
     loss = pipe.step(rows(0), target=rows(1))
-    gradients = [one.grad for one in pipe.parameters()]
+    gradients = [parameter.grad for parameter in pipe.parameters()]
     for twin in copies:
         assert twin.schedule == pipe.schedule and twin.stages == pipe.stages
         for name, value in twin.state_dict().items():
@@ -228,7 +230,7 @@ def test_ctrl_c(where: str) -> None:
         for run in runs:
             pipe.zero_grad()
             run()
-            expected = [one.grad.clone() for one in pipe.parameters()]
+            expected = [parameter.grad.clone() for parameter in pipe.parameters()]
             layer.where = where
             layer.taken.clear()
             with pytest.raises(KeyboardInterrupt):
@@ -246,7 +248,7 @@ def test_clipping_and_new_parameters() -> None:
     module = tanh_layers()
     pipe = trireme.Pipeline(module, 2, devices=["cpu"] * 2, loss=mse_loss)
     pipe.step(rows(0), target=rows(1))
-    grads = [one.grad.clone() for one in pipe.parameters()]
+    grads = [parameter.grad.clone() for parameter in pipe.parameters()]
     norm = trireme.clip_grad_norm_(pipe.parameters(), 0.01)
     expected = torch.nn.utils.get_total_norm(grads)
     torch.testing.assert_close(norm, expected)
@@ -332,13 +334,13 @@ def test_inputs_and_keywords_get_gradients() -> None:
     pipe = trireme.Pipeline(layers, 2, devices=["cpu"] * 3, checkpoint="always")
     given = [rows(number).requires_grad_() for number in range(3)]
     pipe(given[0], given[1], scale=given[2]).square().sum().backward()
-    found = [one.grad for one in given]
-    for one in given:
-        one.grad = None
+    found = [tensor.grad for tensor in given]
+    for tensor in given:
+        tensor.grad = None
     a, b, scale = given
     layers[2](layers[1](layers[0]((a, b))), scale).square().sum().backward()
-    for got, one in zip(found, given, strict=True):
-        torch.testing.assert_close(got, one.grad)
+    for got, tensor in zip(found, given, strict=True):
+        torch.testing.assert_close(got, tensor.grad)
 
 
 def test_hooks_run_once_and_see_the_whole_gradient() -> None:

@@ -58,7 +58,7 @@ def test_errors_say_stage_and_micro_batch(
     checkpoint: Any = "always" if moment == "recomputation" else "never"
     pipe = trireme.Pipeline(net, CHUNKS, balance=[1, 1, 1], loss=mse_loss, checkpoint=checkpoint)
     run(pipe)
-    expected = [one.grad.clone() for one in pipe.parameters()]
+    expected = [parameter.grad.clone() for parameter in pipe.parameters()]
     pipe.zero_grad()
     layer.calls, layer.fails_backward = 0, moment == "backward"
     layer.bad_call = {"forward": 3, "recomputation": CHUNKS + 2, "backward": 0}[moment]
@@ -70,7 +70,7 @@ def test_errors_say_stage_and_micro_batch(
     with pytest.raises(ArithmeticError, match="no luck") as caught:
         run(pipe)
     assert where[moment] in caught.value.__notes__
-    assert all(one.grad is None for one in pipe.parameters())
+    assert all(parameter.grad is None for parameter in pipe.parameters())
     layer.bad_call, layer.fails_backward = 0, False
     run(pipe)
     for parameter, gradient in zip(pipe.parameters(), expected, strict=True):
@@ -91,7 +91,7 @@ def test_a_loss_that_raises_once() -> None:
     with pytest.raises(KeyError, match="wrong") as caught:
         by_step(pipe)
     assert caught.value.__notes__ == ["[pipeline] in stage 1 (layers 4..7), micro-batch 1"]
-    assert all(one.grad is None for one in pipe.parameters())
+    assert all(parameter.grad is None for parameter in pipe.parameters())
     by_step(pipe)
 
 

@@ -53,8 +53,8 @@ def test_strategies_around_a_pipeline(rank: int) -> None:
 
 @on_shm_ranks(2)
 def test_what_several_threads_cannot_do_is_refused(rank: int) -> None:
-    layers = [trireme.DistributedDataParallel(one) if list(one.parameters()) else one
-              for one in tanh_layers(4)]  # fmt: skip
+    layers = [trireme.DistributedDataParallel(layer) if list(layer.parameters()) else layer
+              for layer in tanh_layers(4)]  # fmt: skip
     with pytest.raises(NotImplementedError, match="a layer in DistributedDataParallel"):
         trireme.Pipeline(nn.Sequential(*layers), 2, devices=["cpu"] * 2, loss=mse_loss)
     pipe = trireme.Pipeline(tanh_layers(), 2, devices=["cpu"] * 2, loss=mse_loss)

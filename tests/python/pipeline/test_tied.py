@@ -152,7 +152,7 @@ def test_the_same_from_run_to_run(rank: int) -> None:
             optimizer.zero_grad()
             pipe.step(rows(step), target=rows(step + 1))
             optimizer.step()
-        return [one.detach().clone() for one in pipe.parameters()]
+        return [parameter.detach().clone() for parameter in pipe.parameters()]
 
     assert all(torch.equal(a, b) for a, b in zip(train(), train(), strict=True))
 
@@ -272,14 +272,14 @@ def test_a_failed_step_leaves_gradients_as_they_were(rank: int) -> None:
 
     both = Close(make)
     both.train(rows(1), rows(2))
-    before = [one.grad.clone() for one in both.pipe.parameters()]
+    before = [parameter.grad.clone() for parameter in both.pipe.parameters()]
     if rank == 1:
         both.pipe.get_submodule("8").armed = True
     with pytest.raises(RuntimeError, match="the data are broken"):
         both.pipe.step(rows(3), target=rows(4))
     assert all(
-        torch.equal(one.grad, grad)
-        for one, grad in zip(both.pipe.parameters(), before, strict=True)
+        torch.equal(parameter.grad, grad)
+        for parameter, grad in zip(both.pipe.parameters(), before, strict=True)
     )
     if rank == 1:
         both.pipe.get_submodule("8").armed = False

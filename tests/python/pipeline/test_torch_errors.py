@@ -56,9 +56,9 @@ def test_a_bad_batch_of_one_rank_is_refused_on_all(rank: int) -> None:
         assert name
     args = good.pop("args", ())
     schedule.step(*args, **good)
-    for name, one in schedule._stage.submod.named_parameters():
+    for name, parameter in schedule._stage.submod.named_parameters():
         expected = train_alone("GPipe", 2, steps=1).gradients[f"{rank}.{name}"]
-        assert torch.equal(one.grad, expected)
+        assert torch.equal(parameter.grad, expected)
 
 
 @on_shm_ranks(2)

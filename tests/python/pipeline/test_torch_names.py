@@ -114,11 +114,11 @@ def test_a_tuple_is_several_arguments_and_keywords_go_to_all_stages(rank: int) -
         target = rows(1, 8) if rank == 1 else None
         schedule.step(*args, target=target, losses=losses, scale=rows(2, 8)[:, :1])
         found = {
-            f"{number}.{name}": one.grad
+            f"{number}.{name}": parameter.grad
             for number, module in modules.items()
-            for name, one in module.named_parameters()
+            for name, parameter in module.named_parameters()
         }
-        return [one.detach() for one in losses], found
+        return [loss.detach() for loss in losses], found
 
     got, expected = train_with(OURS), train_with(TORCHS)
     assert all(torch.equal(a, b) for a, b in zip(got[0], expected[0], strict=True))
@@ -157,7 +157,7 @@ def test_micro_batches_may_be_cut_before(rank: int) -> None:
         modules = {number: Block(number) for number in own_numbers("GPipe", rank, 2)}
         schedule = make_schedule(names, "GPipe", modules)
         losses: list[Tensor] = []
-        arg_mbs = [(one,) for one in rows(0, 8).tensor_split(4)] if rank == 0 else None
+        arg_mbs = [(part,) for part in rows(0, 8).tensor_split(4)] if rank == 0 else None
         target_mbs = list(rows(1, 8).tensor_split(4)) if rank == 1 else None
         kwarg_mbs: list[dict[str, Any]] = [{} for _ in range(4)]
         output = schedule.step(
@@ -168,8 +168,8 @@ def test_micro_batches_may_be_cut_before(rank: int) -> None:
             assert torch.equal(output.detach(), expected.outputs[0])
             for got, other in zip(losses, expected.losses, strict=True):
                 assert torch.equal(got, other)
-        for name, one in modules[rank].named_parameters():
-            assert torch.equal(one.grad, expected.gradients[f"{rank}.{name}"])
+        for name, parameter in modules[rank].named_parameters():
+            assert torch.equal(parameter.grad, expected.gradients[f"{rank}.{name}"])
 
 
 @on_shm_ranks(2)
@@ -206,7 +206,7 @@ def test_outputs_are_returned_when_asked_for_and_losses_get_keywords(rank: int) 
         assert output is None
         kept.append(losses)
     if rank == 0:
-        assert [one.item() for one in kept[0]] == [7.0]  # left alone, as in torch
+        assert [loss.item() for loss in kept[0]] == [7.0]  # left alone, as in torch
     else:
         assert len(kept[0]) == MICRO_BATCHES and not kept[0][0].requires_grad
         assert all(torch.equal(2 * a, b) for a, b in zip(*kept, strict=True))
@@ -225,7 +225,9 @@ def test_eval_computes_no_gradients_and_alternates_with_steps(rank: int) -> None
         for _ in range(2):
             losses: list[Tensor] = []
             output = schedule.eval(*args, target=target, losses=losses)
-            assert all(one.grad is None for m in modules.values() for one in m.parameters())
+            assert all(
+                parameter.grad is None for m in modules.values() for parameter in m.parameters()
+            )
             alone = schedule.eval(*args)
             if is_last:
                 assert torch.equal(output, expected.outputs[0])
@@ -233,8 +235,8 @@ def test_eval_computes_no_gradients_and_alternates_with_steps(rank: int) -> None
                 assert all(torch.equal(*two) for two in zip(losses, expected.losses, strict=True))
             schedule.step(*args, target=target)
             for number, module in modules.items():
-                for key, one in module.named_parameters():
-                    assert torch.equal(one.grad, expected.gradients[f"{number}.{key}"])
+                for key, parameter in module.named_parameters():
+                    assert torch.equal(parameter.grad, expected.gradients[f"{number}.{key}"])
                 module.zero_grad()
 
 
@@ -244,7 +246,7 @@ def test_a_schedule_without_loss_runs_forwards(rank: int) -> None:
     output = schedule.step(*((rows(0, 8),) if rank == 0 else ()))
     if rank == 1:
         assert torch.equal(output, train_alone("GPipe", 2, steps=1).outputs[0])
-    assert all(one.grad is None for one in schedule._stage.submod.parameters())
+    assert all(parameter.grad is None for parameter in schedule._stage.submod.parameters())
 
 
 class ByColumn(nn.Module):
@@ -269,7 +271,7 @@ def test_chunk_and_merge_specs(rank: int) -> None:
     )
     x = rows(0, 8).T
     output = schedule.step(x)
-    assert torch.equal(output["y"], torch.cat([Block(0)(one.T).T for one in x.split(2, 1)], 1))
+    assert torch.equal(output["y"], torch.cat([Block(0)(part.T).T for part in x.split(2, 1)], 1))
 
 
 @on_shm_ranks(2)
@@ -333,7 +335,7 @@ def test_a_table_may_be_made_in_a_subclass(rank: int) -> None:
             )
             action = torch_schedules._Action.from_str
             self.pipeline_order = {
-                rank: [None, *(action(str(one)) for one in row)]
+                rank: [None, *(action(str(text)) for text in row)]
                 for rank, row in enumerate(table.rows)
             }
             self._prepare_schedule_with_comms(self.pipeline_order)
@@ -377,12 +379,14 @@ def _computes(order: dict[int, list[Any]]) -> dict[int, list[str]]:
     def is_compute(action: Any) -> bool:
         return action is not None and action.is_compute_op
 
-    return {rank: [str(one) for one in row if is_compute(one)] for rank, row in order.items()}
+    return {
+        rank: [str(action) for action in row if is_compute(action)] for rank, row in order.items()
+    }
 
 
 def _signature(function: Any) -> list[tuple[str, Any]]:
     parameters = inspect.signature(function).parameters.values()
-    return [(one.name, one.kind, one.default) for one in parameters]
+    return [(parameter.name, parameter.kind, parameter.default) for parameter in parameters]
 
 
 class FakeStage:
@@ -420,8 +424,8 @@ def test_stages_may_sit_on_other_ranks(rank: int) -> None:
     expected = train_alone("1F1B", 2, steps=1)
     if number == 1:
         assert torch.equal(output, expected.outputs[0])
-    for name, one in stage.submod.named_parameters():
-        assert torch.equal(one.grad, expected.gradients[f"{number}.{name}"])
+    for name, parameter in stage.submod.named_parameters():
+        assert torch.equal(parameter.grad, expected.gradients[f"{number}.{name}"])
 
 
 @on_shm_ranks(4)
@@ -433,8 +437,8 @@ def test_a_pipeline_of_some_ranks(rank: int) -> None:
     schedule = OURS.ScheduleGPipe(stage, MICRO_BATCHES, mse_loss)
     schedule.step(*((rows(0, 8),) if number == 0 else ()), target=rows(1, 8) if number else None)
     expected = train_alone("GPipe", 2, steps=1)
-    for name, one in stage.submod.named_parameters():
-        assert torch.equal(one.grad, expected.gradients[f"{number}.{name}"])
+    for name, parameter in stage.submod.named_parameters():
+        assert torch.equal(parameter.grad, expected.gradients[f"{number}.{name}"])
 
 
 @on_shm_ranks(2)
@@ -473,9 +477,9 @@ def test_gradients_that_were_there_are_added_to(rank: int) -> None:
     args = (rows(0, 8),) if rank == 0 else ()
     for _ in range(2):
         schedule.step(*args, target=rows(1, 8) if rank == 1 else None, finalize_gradients=False)
-    for name, one in modules[rank].named_parameters():
+    for name, parameter in modules[rank].named_parameters():
         alone = train_alone("1F1B", 2, steps=1).gradients[f"{rank}.{name}"]
-        assert torch.equal(one.grad, alone + alone)
+        assert torch.equal(parameter.grad, alone + alone)
 
 
 @on_shm_ranks(2)
@@ -487,5 +491,5 @@ def test_a_module_may_be_put_in_place_of_another(rank: int) -> None:
     schedule._stage.submod = Block(rank)
     schedule.step(*args, target=target)
     expected = train_alone("GPipe", 2, steps=1)
-    for name, one in schedule._stage.submod.named_parameters():
-        assert torch.equal(one.grad, expected.gradients[f"{rank}.{name}"])
+    for name, parameter in schedule._stage.submod.named_parameters():
+        assert torch.equal(parameter.grad, expected.gradients[f"{rank}.{name}"])

@@ -94,8 +94,8 @@ def test_traced_stages_train_as_in_torchs_schedules(rank: int, builder: str) -> 
             whole = dict(expected.named_parameters())
             compared = 0
             for stage in stages:
-                for key, one in stage.submod.named_parameters():
-                    assert torch.equal(one.grad * MICRO_BATCHES, whole[key].grad), (name, key)
+                for key, parameter in stage.submod.named_parameters():
+                    assert torch.equal(parameter.grad * MICRO_BATCHES, whole[key].grad), (name, key)
                     compared += 1
             assert compared == 4
 
@@ -123,8 +123,8 @@ def test_traced_stages_take_from_several_stages(rank: int) -> None:
         if output is not None:
             assert torch.equal(output, torch.cat(outputs))
         for stage in stages:
-            for key, one in stage.submod.named_parameters():
-                torch.testing.assert_close(one.grad * MICRO_BATCHES, whole[key].grad)
+            for key, parameter in stage.submod.named_parameters():
+                torch.testing.assert_close(parameter.grad * MICRO_BATCHES, whole[key].grad)
 
 
 def _takes(stage: Any, name: str) -> bool:
@@ -267,7 +267,7 @@ class Net(nn.Module):
 
 
 def gradients_of(net: Net) -> dict[str, Tensor | None]:
-    return {name: one.grad for name, one in net.named_parameters()}
+    return {name: parameter.grad for name, parameter in net.named_parameters()}
 
 
 def test_a_backward_in_two_halves_is_that_in_one_piece() -> None:
@@ -286,7 +286,7 @@ def test_a_backward_in_two_halves_is_that_in_one_piece() -> None:
         )
         assert torch.equal(got, expected) and torch.equal(inputs[1].grad, expected)
         assert inputs[0].grad is None  # it is returned in place
-        assert all(one is None for one in gradients_of(halves).values())
+        assert all(gradient is None for gradient in gradients_of(halves).values())
         OURS.stage_backward_weight(halves.parameters(), groups)
         for name, gradient in gradients_of(whole).items():
             other = gradients_of(halves)[name]
@@ -300,7 +300,7 @@ def test_halves_of_a_backward_take_gradient_edges_and_some_weights() -> None:
     whole, halves = Net(), Net()
     x, y = rows(0).requires_grad_(), rows(0).requires_grad_()
     OURS.stage_backward(whole(x), (rows(1), None), [x, 3])
-    edges = [get_gradient_edge(one) for one in halves(y)[:1]]
+    edges = [get_gradient_edge(half) for half in halves(y)[:1]]
     wanted = [halves.first.linear.weight]
     _, groups = OURS.stage_backward_input(edges, [rows(1)], [y, 3], wanted)
     (got,) = OURS.stage_backward_weight(wanted, groups)

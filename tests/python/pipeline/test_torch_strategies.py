@@ -55,7 +55,9 @@ class Copy:
         self.count = count_of(name, PIPELINES)
         numbers = own_numbers(name, self.place, PIPELINES)
         self.modules: dict[int, nn.Module] = {number: Block(number) for number in numbers}
-        parameters = [one for module in self.modules.values() for one in module.parameters()]
+        parameters = [
+            parameter for module in self.modules.values() for parameter in module.parameters()
+        ]
         if wrap is None:
             self.optimizer = trireme.ZeroRedundancyOptimizer(
                 parameters, SGD, process_group=copies[self.place], stage=2, lr=0.5
@@ -87,7 +89,7 @@ class Copy:
         """One process steps with what all copies compute."""
         self.plain.zero_grad()
         for copy in range(COPIES):
-            batch = (one.chunk(MICRO_BATCHES) for one in self.batch(step, copy))
+            batch = (tensor.chunk(MICRO_BATCHES) for tensor in self.batch(step, copy))
             for x, y in zip(*batch, strict=True):
                 mse_loss(self.whole(x), y).backward()
         for parameter in self.whole.parameters():
@@ -112,7 +114,7 @@ def test_our_stages_refuse_torchs_schedules_and_train_by_ours(rank: int, name: s
     )
     with raises(NotImplementedError, text):
         copy.run(foreign.step, 0)
-    if name not in V_SHAPED:  # whose eval() fails in torch
+    if name not in V_SHAPED:  # their eval() fails in torch
         copy.run(foreign.eval, 0)
     schedule = copy.schedule(OURS, OURS.PipelineStage)
     for step in range(2):

@@ -249,7 +249,8 @@ def test_several_inputs_nested_targets_and_keywords(rank: int) -> None:
     torch.manual_seed(2)
     FirstOfTwo()
     expected = []
-    for a, b, m, y in zip(*(one.tensor_split(3) for one in (rows(0), rows(1), mask, rows(2)))):  # noqa: B905
+    given = (rows(0), rows(1), mask, rows(2))
+    for a, b, m, y in zip(*(tensor.tensor_split(3) for tensor in given)):  # noqa: B905
         value: Any = a * 2.0 + b
         with torch.no_grad():
             for layer in one_layers():

@@ -199,7 +199,7 @@ def step_inside() -> None:
 
 @remote.function
 def state_inside() -> dict[str, Tensor]:
-    found = [one for one in shared["chain"].modules() if isinstance(one, remote.Module)]
+    found = [module for module in shared["chain"].modules() if isinstance(module, remote.Module)]
     return dict(found[0].state_dict())
 
 

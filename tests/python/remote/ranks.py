@@ -38,7 +38,7 @@ def _among(on: Any, world: int, *, threads: int = 4, **options: Any) -> Any:
     return decorate
 
 
-# As on_ranks; `threads` are those of each rank.
+# They do what on_ranks does; `threads` are those of each rank.
 on_remote_ranks = functools.partial(_among, on_shm_ranks)
 on_remote_shm_and_gloo_ranks = functools.partial(_among, on_shm_and_gloo_ranks)
 

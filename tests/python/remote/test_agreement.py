@@ -229,7 +229,7 @@ def test_a_class_that_is_defined_twice(rank: int) -> None:
 
     first()
     first()
-    start_and_stop(rank)  # the same place
+    start_and_stop(rank)  # the place has not changed
     second()
     refuses_to_start(rank, "two definitions", "Doubled")
 
@@ -310,7 +310,7 @@ def test_no_method_is_called_as_what_a_ref_has(name: str) -> None:
 
 
 def test_defaults_have_one_text_in_every_process() -> None:
-    names = {"one", "two", "three", "four"}  # whose order depends on the process
+    names = {"one", "two", "three", "four"}  # their order depends on the process
 
     one, other, last = (frozenset(names),), {"key": [names]}, object()
 

@@ -139,7 +139,7 @@ def test_calls_with_all_ways_to_pass(rank: int) -> None:
         assert remote.call(name, scale, 3) == 6
         assert remote.call(name, scale, 3, 4, plus=1) == 13
         assert remote.call(name, scale, x=3, plus=1) == 7
-        assert remote.call(name, "scale", 3, by=5) == 15  # by its name
+        assert remote.call(name, "scale", 3, by=5) == 15  # a name will do
         assert remote.call(name, nothing) is None
         assert remote.call(name, add, 1, 2, timeout=30) == 3
         pending = remote.call_async(name, add, torch.ones(3), torch.ones(3), timeout=30)
@@ -248,7 +248,7 @@ def test_recursion_with_one_thread(rank: int, depth: int) -> None:
 def test_recursion_from_both_ends_at_once(rank: int) -> None:
     pending = [remote.call_async(f"p{1 - rank}", hop, 5) for _ in range(20)]
     expected = [(1 - rank + at) % 2 for at in range(6)]
-    assert all(one.wait() == expected for one in pending)
+    assert all(call.wait() == expected for call in pending)
 
 
 def on_threads(count: int, program: Any) -> None:
@@ -261,7 +261,9 @@ def on_threads(count: int, program: Any) -> None:
         except BaseException as error:
             failures.append(error)
 
-    threads = [threading.Thread(target=guarded, args=(one,), daemon=True) for one in range(count)]
+    threads = [
+        threading.Thread(target=guarded, args=(number,), daemon=True) for number in range(count)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -282,9 +284,9 @@ def test_ten_thousand_calls_in_flight_from_four_threads(rank: int) -> None:
     def calls(thread: int) -> None:
         numbers = range(thread * 2500, (thread + 1) * 2500)
         pending = [remote.call_async("p1", gated, number) for number in numbers]
-        assert not any(one.is_completed() for one in pending[::500])
+        assert not any(call.is_completed() for call in pending[::500])
         sent.wait(PATIENCE_S)
-        assert [one.wait() for one in pending] == list(numbers)
+        assert [call.wait() for call in pending] == list(numbers)
 
     on_threads(4, calls)
 
@@ -307,17 +309,17 @@ def test_batches(rank: int) -> None:
         return
     batcher = remote.create("p1", Batcher)
     pending = [batcher.act.start(number, 10) for number in range(6)]
-    assert [one.wait() for one in pending] == [0, 10, 20, 30, 40, 50]
+    assert [call.wait() for call in pending] == [0, 10, 20, 30, 40, 50]
     assert [len(batch) for batch in batcher.seen()] == [3, 3]
     tensors = [batcher.act.start(torch.full((2,), float(at)), at) for at in range(3)]
-    assert [one.wait().tolist() for one in tensors] == [[0, 0], [1, 1], [4, 4]]
+    assert [tensor.wait().tolist() for tensor in tensors] == [[0, 0], [1, 1], [4, 4]]
     alone = batcher.act.start(1, 1)
     batcher.seen()
     assert not alone.is_completed()  # it waits for two more
     others = [batcher.act.start(number, 1) for number in (2, 3)]
-    assert [one.wait() for one in (alone, *others)] == [1, 2, 3]
+    assert [call.wait() for call in (alone, *others)] == [1, 2, 3]
     named = [batcher.act.start(scales=number, states=2) for number in range(3)]
-    assert [one.wait() for one in named] == [0, 2, 4]
+    assert [call.wait() for call in named] == [0, 2, 4]
     act = remote.create("p2", Batcher).act
     on_threads(3, lambda thread: act(thread, 2))  # those that wait hold nobody up
 
@@ -341,14 +343,14 @@ def test_batches_that_fail(rank: int) -> None:
         (batcher.refuse, ValueError, "got 2 values"),
     ):
         pending = [method.start(number) for number in range(2)]
-        for one in pending:
+        for call in pending:
             with raised(kind, text, "p1 (rank 1)"):
-                one.wait()
+                call.wait()
     with refused(dist.DistBackendError, "p1 (rank 1)", "method act of Batcher"):
         batcher.act(5, 1, timeout=0.3)
     # The call that was given up is in no later batch.
     pending = [batcher.act.start(number, 2) for number in range(3)]
-    assert [one.wait() for one in pending] == [0, 2, 4]
+    assert [call.wait() for call in pending] == [0, 2, 4]
     assert batcher.seen() == [[0, 1, 2]]
 
 

@@ -24,7 +24,7 @@ from shm.ranks import on_shm_ranks, state_of, until
 WORLD = 3
 SEEDS = 3
 SOAK_S = float(os.environ.get("TRIREME_REMOTE_SOAK_S", "60")) / SEEDS
-LAST_S = 0.4  # of a victim at most
+LAST_S = 0.4  # a victim lives at most so long
 AFTER = 30  # calls of a survivor after the death
 AT_MOST_S = 5.0  # one call
 
@@ -70,7 +70,7 @@ def small(drawn: random.Random) -> None:
 def many(drawn: random.Random) -> None:
     to = one_of(drawn)
     pending = [remote.call_async(to, echo, number) for number in range(50)]
-    assert [one.wait() for one in pending] == list(range(50))
+    assert [call.wait() for call in pending] == list(range(50))
 
 
 def large(drawn: random.Random) -> None:
@@ -132,12 +132,12 @@ def killed_at_random(rank: int, seed: int, victim: int) -> None:
         work(drawn, victim)
     for _ in range(AFTER):
         work(drawn, victim)
-    survivors = [one for one in range(WORLD) if one != victim]
+    survivors = [peer for peer in range(WORLD) if peer != victim]
     assert remote.call(f"p{survivors[0]}", echo, seed) == seed
     say(f"{rank} is done")
-    stay_until(*(f"{one} is done" for one in survivors))
-    for one in survivors:
-        assert remote.call(f"p{one}", echo, one) == one
+    stay_until(*(f"{survivor} is done" for survivor in survivors))
+    for survivor in survivors:
+        assert remote.call(f"p{survivor}", echo, survivor) == survivor
     remote.stop()
 
 

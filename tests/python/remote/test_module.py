@@ -104,7 +104,9 @@ def test_gradients_have_the_bits_of_a_local_module(rank: int, dtype: str) -> Non
     own = x.detach().clone().requires_grad_()
     (local(own).sum() + 2 * local(own.detach()[:2]).sum()).backward()
     assert_equal(x.grad, own.grad)
-    net.load_state_dict({name: torch.zeros_like(one) for name, one in net.state_dict().items()})
+    net.load_state_dict(
+        {name: torch.zeros_like(tensor) for name, tensor in net.state_dict().items()}
+    )
     net.step()
     for value, parameter in zip(net.state_dict().values(), local.parameters(), strict=True):
         assert_equal(-value, parameter.grad)
@@ -119,10 +121,10 @@ def test_it_is_a_module_without_parameters(rank: int) -> None:
     assert not list(net.parameters()) and not list(net.buffers())
     local = make_frozen()
     found = net.remote_parameters()
-    for one, (name, parameter) in zip(found, local.named_parameters(), strict=True):
-        assert one.name == name and tuple(one.shape) == tuple(parameter.shape)
-        assert one.dtype == parameter.dtype and one.requires_grad == parameter.requires_grad
-        here = one.to_here()
+    for shown, (name, parameter) in zip(found, local.named_parameters(), strict=True):
+        assert shown.name == name and tuple(shown.shape) == tuple(parameter.shape)
+        assert shown.dtype == parameter.dtype and shown.requires_grad == parameter.requires_grad
+        here = shown.to_here()
         assert_equal(here, parameter.detach())
         assert not here.requires_grad
         here.zero_()  # a copy
@@ -134,7 +136,9 @@ def test_frozen_parameters(rank: int) -> None:
     if rank == 1:
         return
     net, local = remote.Module("p1", make_frozen, optimizer=ps.SGD(0.1)), make_frozen()
-    optimizer = torch.optim.SGD([one for one in local.parameters() if one.requires_grad], lr=0.1)
+    optimizer = torch.optim.SGD(
+        [parameter for parameter in local.parameters() if parameter.requires_grad], lr=0.1
+    )
     for step in range(3):
         x, own = batch(step).requires_grad_(), batch(step).requires_grad_()
         net(x).square().sum().backward()
@@ -321,7 +325,7 @@ def test_what_cannot_be_made(rank: int) -> None:
             remote.Module(to, make_mlp, optimizer=torch.optim.SGD)
         with refused(TypeError, "Sequential"):  # a module is no value
             remote.call(to, make_mlp)
-        net = remote.Module(to, "make_mlp", seed=3)  # by its name
+        net = remote.Module(to, "make_mlp", seed=3)  # a name will do
         assert_state(net, make_mlp(3))
         with refused(RuntimeError, "optimizer"):
             net.step()

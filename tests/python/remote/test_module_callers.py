@@ -220,11 +220,11 @@ def test_states_that_do_not_fit(rank: int) -> None:
         return
     net, local = remote.Module("p1", make_mlp), make_mlp()
     whole = dict(net.state_dict())
-    missing = {name: one for name, one in whole.items() if name != "2.weight"}
+    missing = {name: tensor for name, tensor in whole.items() if name != "2.weight"}
     unknown = {**whole, "9.weight": torch.ones(1)}
     other = {**whole, "4.bias": torch.ones(7)}
     for state, name in ((missing, "2.weight"), (unknown, "9.weight"), (other, "4.bias")):
-        changed = {key: one + 1 for key, one in state.items()}
+        changed = {key: tensor + 1 for key, tensor in state.items()}
         with pytest.raises((RuntimeError, ValueError), match=name.replace(".", r"\.")):
             net.load_state_dict(changed)
         assert_state(net, local)  # nothing was written
@@ -248,7 +248,7 @@ def test_states_inside_another_module(rank: int) -> None:
     local.load_state_dict(around.state_dict())
     x = batch(0)
     assert_equal(around(x).detach(), local(x).detach())
-    state = {name: one + 1 for name, one in local.state_dict().items()}
+    state = {name: tensor + 1 for name, tensor in local.state_dict().items()}
     around.load_state_dict(state)
     assert_equal(dict(around.state_dict()), state)
     assert_equal(around[1].state_dict()["1.running_mean"], state["1.1.running_mean"])

@@ -157,9 +157,9 @@ def test_objects_are_made_and_called(rank: int) -> None:
         assert counter.add(3) == 11 and counter.add() == 13 and counter.add(count=1) == 15
         assert counter.get(timeout=30) == 15
         pending = [counter.add.start(1, timeout=30) for _ in range(50)]
-        assert sorted(one.wait() for one in pending) == list(range(17, 117, 2))
+        assert sorted(call.wait() for call in pending) == list(range(17, 117, 2))
         assert counter.get.start().wait() == 115
-        other = remote.create(owner, "Counter", timeout=30)  # by its name
+        other = remote.create(owner, "Counter", timeout=30)  # a name will do
         assert other.get() == 0 and counter.get() == 115
         with raised(LookupError, "no such state", "method fail of Counter at " + owner):
             counter.fail("no such state")
@@ -185,7 +185,7 @@ def test_methods_that_there_are_not(rank: int) -> None:
             assert "shout" not in text and not hasattr(counter, name)
         assert hasattr(counter, "add")
         box = remote.create(owner, Box)
-        with pytest.raises(AttributeError, match="take"):  # which is what a Box has
+        with pytest.raises(AttributeError, match="take"):  # a Box has only that
             box.add(1)
 
 
@@ -304,7 +304,7 @@ def test_a_thousand_objects_come_and_go(rank: int) -> None:
     for _ in range(1000):
         assert remote.create("p1", Counter, 1).get() == 1
     refs = [remote.create("p1", Counter, number) for number in range(1000)]
-    assert sum(one.get() for one in refs) == 499_500
+    assert sum(ref.get() for ref in refs) == 499_500
     until_alive("p1", 1000)
     boxes = remote.create("p1", Box, refs)
     del refs[:]

@@ -253,7 +253,7 @@ def test_what_is_sent_may_be_written_at_once(rank: int) -> None:
         tensor.fill_(count)
         pending.append(remote.call_async("p1", echo, tensor))
     tensor.fill_(-1)
-    assert [int(one.wait().unique().item()) for one in pending] == list(range(20))
+    assert [int(call.wait().unique().item()) for call in pending] == list(range(20))
 
 
 OTHERS: list[tuple[Any, str]] = [
@@ -404,7 +404,7 @@ def test_text_that_is_not_utf_8_is_refused(rank: int) -> None:
         return
     for to in ("p1", "p0"):
         for value in ("\ud800", "a\udcff", ["\ud800"], {"\ud800": 1}, {"a": ("\udfff",)}):
-            with pytest.raises(ValueError):  # or a UnicodeError, which is one
+            with pytest.raises(ValueError):  # a UnicodeError is one
                 remote.call(to, echo, value)
         with pytest.raises(ValueError):
             remote.call(to, two, 1, k="\ud800")
@@ -418,5 +418,5 @@ def test_all_ranks_send_to_all_at_once(rank: int) -> None:
     value = {"rank": rank, "tensor": torch.full((1000,), float(rank)), "list": [1, (2, "x")]}
     dist.barrier()
     pending = [remote.call_async(f"p{to}", echo, value) for to in range(3) for _ in range(50)]
-    for one in pending:
-        assert_same(one.wait(), value)
+    for call in pending:
+        assert_same(call.wait(), value)

@@ -119,7 +119,7 @@ def held(training: Training) -> dict[str, torch.Tensor]:
         states = whole_state(optimizer)["state"]
     else:
         params = optimizer.param_groups[0]["params"]
-        states = {number: optimizer.state.get(one, {}) for number, one in enumerate(params)}
+        states = {number: optimizer.state.get(param, {}) for number, param in enumerate(params)}
     for name, state in zip(named, (states.get(i, {}) for i in range(len(named))), strict=True):
         for key, value in state.items():
             if isinstance(value, torch.Tensor) and named[name].numel() > 0:
@@ -161,8 +161,8 @@ def state_bytes(optimizer: Any) -> int:
     """Counts those of this rank."""
     inner = optimizer.optim if isinstance(optimizer, trireme.ZeroRedundancyOptimizer) else optimizer
     values = [value for state in inner.state.values() for value in state.values()]
-    locals_ = [one.to_local() if isinstance(one, DTensor) else one for one in values]
-    return sum(one.nbytes for one in locals_)
+    locals_ = [value.to_local() if isinstance(value, DTensor) else value for value in values]
+    return sum(tensor.nbytes for tensor in locals_)
 
 
 @on_shm_ranks("world")

@@ -36,8 +36,8 @@ def _save(rank: int, strategy: str, path: str) -> None:
     assert fresh.optimizer.param_groups[0]["lr"] == 0.02
     assert fresh.optimizer.param_groups[0]["betas"] == (0.9, 0.999)
     assert_holds(fresh, expected)
-    for one in (training, fresh):
-        one.train(2)
+    for side in (training, fresh):
+        side.train(2)
     assert_holds(fresh, held(training))
 
 
@@ -150,8 +150,8 @@ def test_parameters_sharded_along_another_dimension(rank: int, tmp_path: Path) -
         assert_bits(on_disk(path)[name], value, name)
         value.add_(1)
     with torch.no_grad():
-        for one in model.parameters():
-            one.mul_(2)
+        for parameter in model.parameters():
+            parameter.mul_(2)
     trireme.load_checkpoint(path, model)
     trireme.load_checkpoint(path, plain)
     for (name, one), other in zip(model.named_parameters(), plain.parameters(), strict=True):

@@ -60,15 +60,15 @@ def test_integers_in_the_state_of_an_optimizer(tmp_path: Path) -> None:
         return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
     model, optimizer = made()
-    for one in model.parameters():
-        optimizer.state[one] = {"drawn": 2**64 - 1, "moved": 0.1}
+    for parameter in model.parameters():
+        optimizer.state[parameter] = {"drawn": 2**64 - 1, "moved": 0.1}
     optimizer.param_groups[0]["seed"] = -(2**63)
     trireme.save_checkpoint(tmp_path / "ck", model, optimizer)
     fresh, loaded = made()
     trireme.load_checkpoint(tmp_path / "ck", fresh, loaded)
     assert loaded.param_groups[0]["seed"] == -(2**63)
-    for one in fresh.parameters():
-        assert loaded.state[one] == {"drawn": 2**64 - 1, "moved": 0.1}
+    for parameter in fresh.parameters():
+        assert loaded.state[parameter] == {"drawn": 2**64 - 1, "moved": 0.1}
     optimizer.param_groups[0]["seed"] = 2**64
     with raises(ValueError, "'optimizer.json' with an integer of more than 64 bits"):
         trireme.save_checkpoint(tmp_path / "ck", model, optimizer)

@@ -123,7 +123,7 @@ def test_the_optimizer_of_other_groups(rank: int, tmp_path: Path) -> None:
     some = torch.optim.AdamW(list(model.parameters())[:-1])
     with raises(ValueError, "got an optimizer with '4.bias' in group 0"):
         trireme.load_checkpoint(path, model, some)
-    two = torch.optim.AdamW([{"params": [one]} for one in model.parameters()])
+    two = torch.optim.AdamW([{"params": [parameter]} for parameter in model.parameters()])
     with raises(ValueError, "'0.bias' in group 0"):
         trireme.load_checkpoint(path, model, two)
     with raises(ValueError, "is no parameter of the model"):

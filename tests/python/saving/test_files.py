@@ -444,9 +444,9 @@ def _named(offset: int) -> nn.Module:
 def test_a_parameter_may_be_called_anything(tmp_path: Path) -> None:
     path = tmp_path / "ck"
     model, fresh = _named(1), _named(50)
-    optimizers = [torch.optim.SGD(one.parameters(), lr=1.0, momentum=0.9) for one in (model, fresh)]
-    for one in model.parameters():
-        one.grad = torch.ones_like(one)
+    optimizers = [torch.optim.SGD(net.parameters(), lr=1.0, momentum=0.9) for net in (model, fresh)]
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
     optimizers[0].step()
     trireme.save_checkpoint(path, model, optimizers[0])
     files = on_disk(str(path))

@@ -126,8 +126,8 @@ def trained(rank: int, folder: str, layout: str) -> None:
     assert_holds(model, optimizer, on_disk(path))
     fresh, its_optimizer, _ = made(layout)
     assert trireme.load_checkpoint(path, fresh, its_optimizer) == {"step": 1}
-    for one in ((model, optimizer), (fresh, its_optimizer)):
-        train(*one, mesh, 2)
+    for pair in ((model, optimizer), (fresh, its_optimizer)):
+        train(*pair, mesh, 2)
     for (name, value), other in zip(
         held_here(model, optimizer).items(), held_here(fresh, its_optimizer).values(), strict=True
     ):
@@ -192,7 +192,7 @@ def on_several_meshes(folder: str) -> None:
         whole,
     )
     trireme.save_checkpoint(folder, nn.Sequential(*map(Cut, cuts)))
-    model = nn.Sequential(*(Cut(torch.zeros_like(one)) for one in cuts))
+    model = nn.Sequential(*(Cut(torch.zeros_like(cut)) for cut in cuts))
     trireme.load_checkpoint(folder, model)
     for (name, value), cut in zip(model.named_parameters(), cuts, strict=True):
         assert torch.equal(on_disk(folder)[name], whole), name

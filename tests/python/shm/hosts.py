@@ -43,7 +43,7 @@ def has_entered(process: int, what: str) -> bool:
     for group in _C.examine_host([process], timedelta(seconds=5), 1)["groups"]:
         for rank in group["ranks"]:
             if rank["pid"] == process and len(group["ranks"]) > 1:
-                return any(what in one["operation"] for one in rank["operations"])
+                return any(what in operation["operation"] for operation in rank["operations"])
     return True
 
 

@@ -161,8 +161,10 @@ def is_inside(pid: int, what: str) -> bool:
     """Says whether an onlooker sees it in a collective, or another wait, that holds this text."""
     for group in _C.examine_host([pid], timedelta(seconds=5), 1)["groups"]:
         for rank in group["ranks"]:
-            begun = [one for one in rank["operations"] if one["finished_s_ago"] is None]
-            places = [one["operation"] for one in begun] + [rank["waits_for"] or ""]
+            begun = [
+                operation for operation in rank["operations"] if operation["finished_s_ago"] is None
+            ]
+            places = [operation["operation"] for operation in begun] + [rank["waits_for"] or ""]
             if rank["pid"] == pid and any(place and what in place for place in places):
                 return True
     return False

@@ -60,7 +60,7 @@ def test_layouts(rank: int, rows: int) -> None:
             assert_bits(output, total(whole).chunk(WORLD)[rank], name, "reduce_scatter")
             outputs = [lay_out(torch.zeros(shape, dtype=dtype)) for _ in range(WORLD)]
             dist.all_to_all(outputs, [lay_out(part) for part in whole[rank].chunk(WORLD)])
-            expected = [one.chunk(WORLD)[rank] for one in whole]
+            expected = [tensor.chunk(WORLD)[rank] for tensor in whole]
             assert_lists(outputs, expected, name, "all_to_all")
             dist.gather(lay_out(of_ranks[rank].clone()), outputs if rank == 0 else None)
             assert_lists(outputs, of_ranks if rank == 0 else expected, name, "gather")
@@ -116,14 +116,16 @@ def test_conjugates_and_negatives(rank: int) -> None:
     assert tensor.is_conj()
     backend_of().allreduce([tensor], dist.AllreduceOptions()).wait()
     assert tensor.is_conj()
-    assert_bits(tensor, total([one.resolve_conj() for one in conjugates]), "all_reduce")
+    assert_bits(tensor, total([conjugate.resolve_conj() for conjugate in conjugates]), "all_reduce")
     outputs = [torch.zeros(40, dtype=torch.complex64).conj() for _ in range(WORLD)]
     backend_of().allgather([outputs], [sources[rank].conj()], AllgatherOptions()).wait()
     assert_lists(outputs, conjugates, "all_gather")
     negative = sources[rank].clone().conj().imag
     assert negative.is_neg()
     backend_of().allreduce([negative], dist.AllreduceOptions()).wait()
-    assert_bits(negative, total([one.imag.resolve_neg() for one in conjugates]), "negative")
+    assert_bits(
+        negative, total([conjugate.imag.resolve_neg() for conjugate in conjugates]), "negative"
+    )
 
 
 @on_shm_ranks(WORLD)

@@ -67,7 +67,7 @@ def test_all_gather_of_unequal_sizes(rank: int, world: int) -> None:
     for dtype in (torch.int16, torch.float32):
         for unit in (1, 40_001):
             expected = [values(peer, peer * unit, dtype) for peer in range(world)]
-            outputs = [torch.empty_like(one) for one in expected]
+            outputs = [torch.empty_like(tensor) for tensor in expected]
             dist.all_gather(outputs, expected[rank].clone())
             assert_lists(outputs, expected, dtype, unit)
 
@@ -81,7 +81,7 @@ def test_all_gather_coalesced(rank: int, world: int) -> None:
     dist.all_gather_coalesced(outputs, of_rank[rank])
     for peer in range(world):
         assert_lists(outputs[peer], of_rank[peer], "lists", peer)
-    flat = [torch.empty(world * one.numel()) for one in of_rank[0]]
+    flat = [torch.empty(world * tensor.numel()) for tensor in of_rank[0]]
     with dist._coalescing_manager():
         for output, tensor in zip(flat, of_rank[rank], strict=True):
             dist.all_gather_into_tensor(output, tensor.flatten())
@@ -156,11 +156,11 @@ def test_all_to_all_of_uneven_splits(rank: int, world: int) -> None:
 
             sent = [rows(rank, peer) for peer in range(world)]
             expected = [rows(peer, rank) for peer in range(world)]
-            outputs = [torch.empty_like(one) for one in expected]
+            outputs = [torch.empty_like(tensor) for tensor in expected]
             dist.all_to_all(outputs, sent)
             assert_lists(outputs, expected, "list", dtype, width)
             single = torch.empty_like(torch.cat(expected))
-            splits = [[len(one) for one in expected], [len(one) for one in sent]]
+            splits = [[len(tensor) for tensor in expected], [len(tensor) for tensor in sent]]
             dist.all_to_all_single(single, torch.cat(sent), *splits)
             assert_bits(single, torch.cat(expected), "single", dtype, width)
 

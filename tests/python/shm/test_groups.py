@@ -158,7 +158,9 @@ def test_two_groups_in_opposite_order(rank: int, numel: int) -> None:
     for _ in range(3):
         tensors = [torch.ones(numel), torch.full((numel,), 3.0)]
         order = (0, 1) if rank == 0 else (1, 0)
-        works = [dist.all_reduce(tensors[one], group=groups[one], async_op=True) for one in order]
+        works = [
+            dist.all_reduce(tensors[place], group=groups[place], async_op=True) for place in order
+        ]
         for work in works:
             work.wait()
         assert torch.all(tensors[0] == 2) and torch.all(tensors[1] == 6)
@@ -191,7 +193,7 @@ def test_groups_on_threads_of_their_own(rank: int) -> None:
 def test_groups_of_some_ranks(rank: int) -> None:
     """Their ranks are counted anew, roots are named by the ranks of the world."""
     members = ([0, 1], [2, 3], [3, 1, 0], [2], [0, 1, 2, 3])
-    groups = [dist.new_group(one, use_local_synchronization=False) for one in members]
+    groups = [dist.new_group(member, use_local_synchronization=False) for member in members]
     for group, of_group in zip(groups, members, strict=True):
         if rank not in of_group:
             continue
@@ -234,7 +236,7 @@ def test_a_split_group(rank: int) -> None:
     assert (half.rank(), half.size()) == (mine.index(rank), 2)
     tensor = values(rank, 500, torch.float32)
     dist.all_reduce(tensor, group=half)
-    assert_bits(tensor, total([values(one, 500, torch.float32) for one in mine]))
+    assert_bits(tensor, total([values(peer, 500, torch.float32) for peer in mine]))
     tensor = values(rank, 10, torch.int64)
     dist.broadcast(tensor, mine[0], group=half)
     assert_bits(tensor, values(mine[0], 10, torch.int64))
@@ -263,7 +265,7 @@ def test_a_group_without_one_of_its_ranks(rank: int, flags: int) -> None:
         if rank in ranks:
             return None
         smaller = backend.shrink(ranks, flags)
-        members = [one for one in range(4) if one not in ranks]
+        members = [peer for peer in range(4) if peer not in ranks]
         assert (smaller.rank(), smaller.size()) == (members.index(rank), len(members))
         tensor = torch.full((500,), float(rank))
         smaller.allreduce([tensor], dist.AllreduceOptions()).wait()
@@ -292,10 +294,10 @@ def test_functional_collectives(rank: int) -> None:
     part = functional.reduce_scatter_tensor(mine, "avg", 0, group)
     assert_bits(part.clone(), reduced(ReduceOp.AVG, all_of_them).chunk(4)[rank])
     swapped = functional.all_to_all_single(mine, None, None, group)
-    assert_bits(swapped.clone(), torch.cat([one.chunk(4)[rank] for one in all_of_them]))
+    assert_bits(swapped.clone(), torch.cat([tensor.chunk(4)[rank] for tensor in all_of_them]))
     assert_bits(functional.broadcast(mine, 2, group).clone(), all_of_them[2])
     several = functional.all_reduce_coalesced([mine, mine[0]], "sum", group)
-    assert_bits(several[1].clone(), total([one[0] for one in all_of_them]))
+    assert_bits(several[1].clone(), total([tensor[0] for tensor in all_of_them]))
     assert_bits(mine, all_of_them[rank])
 
     @torch.compile(backend="aot_eager", fullgraph=True)
@@ -320,13 +322,13 @@ def test_dtensors_are_redistributed(rank: int) -> None:
     ):
         whole = values(7, (10, 6), torch.float64)
         for source in placements:
-            if any(isinstance(one, Partial) for one in source):
+            if any(isinstance(placement, Partial) for placement in source):
                 local = whole / 4 if source[0].reduce_op == "sum" else whole - float(rank > 0)
                 made = DTensor.from_local(local, mesh, source, run_check=False)
             else:
                 made = distribute_tensor(whole, mesh, source)
             for to in placements:
-                if any(isinstance(one, Partial) for one in to):
+                if any(isinstance(placement, Partial) for placement in to):
                     continue
                 torch.testing.assert_close(made.redistribute(mesh, to).full_tensor(), whole)
     rows = distribute_tensor(

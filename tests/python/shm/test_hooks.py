@@ -174,7 +174,7 @@ def recorded(rank: int) -> list[dict[str, Any]]:
     def done() -> bool:
         dump = torch._C._distributed_c10d._dump_fr_trace_json(backend="trireme")
         entries[:] = json.loads(dump).get("entries", [])
-        return bool(entries) and all(one["state"] == "completed" for one in entries)
+        return bool(entries) and all(entry["state"] == "completed" for entry in entries)
 
     until(done)
     dist.destroy_process_group()
@@ -184,5 +184,5 @@ def recorded(rank: int) -> list[dict[str, Any]]:
 @has_hooks
 def test_torchs_flight_recorder_sees_operations_complete() -> None:
     for entries in run_ranks(recorded, 2, timeout=40, env={"TORCH_FR_BUFFER_SIZE": "100"}):
-        assert [one["state"] for one in entries] == ["completed"] * 2, entries
-        assert all(one["duration_ms"] > 0 for one in entries), entries
+        assert [entry["state"] for entry in entries] == ["completed"] * 2, entries
+        assert all(entry["duration_ms"] > 0 for entry in entries), entries

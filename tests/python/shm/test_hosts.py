@@ -58,7 +58,7 @@ def by_host(op: Any, layout: str, sources: Sequence[torch.Tensor]) -> torch.Tens
     if op != ReduceOp.AVG:
         return reduced(op, partial)
     wide = torch.float32 if sources[0].dtype in HALVES else sources[0].dtype
-    total = reduced(ReduceOp.SUM, [one.to(wide) for one in partial])
+    total = reduced(ReduceOp.SUM, [tensor.to(wide) for tensor in partial])
     if total.is_complex():
         parts = torch.view_as_real(total) / len(sources)
         return torch.view_as_complex(parts)
@@ -164,8 +164,8 @@ def scattered_sums(rank: int, world: int, layout: str) -> None:
     outputs = [torch.empty(10), torch.empty(7)]
     inputs = [values(rank, 10 * world, torch.float32), values(rank, 7 * world, torch.float32)]
     with dist._coalescing_manager():
-        for output, one in zip(outputs, inputs, strict=True):
-            dist.reduce_scatter_tensor(output, one)
+        for output, tensor in zip(outputs, inputs, strict=True):
+            dist.reduce_scatter_tensor(output, tensor)
     for output, numel in zip(outputs, (10, 7), strict=True):
         expected = by_host(ReduceOp.SUM, layout, of_all(world, numel * world, torch.float32))
         assert_bits(output, expected.chunk(world)[rank], "coalesced")
@@ -189,19 +189,21 @@ def moves(rank: int, world: int, dtypes: Sequence[torch.dtype]) -> None:
             flat = torch.empty(numel * world, dtype=dtype)
             flat[rank * numel : (rank + 1) * numel] = mine
             dist.all_gather_into_tensor(flat, flat[rank * numel : (rank + 1) * numel])
-            assert_bits(flat, torch.cat([one.view(dtype) for one in all_of_them]), "into", dtype)
+            assert_bits(
+                flat, torch.cat([tensor.view(dtype) for tensor in all_of_them]), "into", dtype
+            )
             for root in range(world):
                 tensor = mine.clone()
                 dist.broadcast(tensor, root)
                 assert_bits(tensor, all_of_them[root], "broadcast", root, dtype, numel)
     gathered: list[Any] = [None] * world
     dist.all_gather_object(gathered, {"rank": rank})
-    assert gathered == [{"rank": one} for one in range(world)]
+    assert gathered == [{"rank": peer} for peer in range(world)]
     if dtypes == GLOOS_DTYPES:
         return
-    uneven = [torch.empty(500 * one) for one in range(world)]
+    uneven = [torch.empty(500 * peer) for peer in range(world)]
     dist.all_gather(uneven, values(rank, 500 * rank, torch.float32))
-    assert_lists(uneven, [values(one, 500 * one, torch.float32) for one in range(world)])
+    assert_lists(uneven, [values(peer, 500 * peer, torch.float32) for peer in range(world)])
 
 
 @pytest.mark.parametrize("layout", [*SOME_LAYOUTS, "apart", "alone"])
@@ -221,7 +223,7 @@ def the_rest(rank: int, world: int, ordered: bool) -> None:
         assert_lists(parts, whole)
     swapped = torch.empty(world)
     dist.all_to_all_single(swapped, torch.arange(float(world)) + 10 * rank)
-    assert swapped.tolist() == [10.0 * one + rank for one in range(world)]
+    assert swapped.tolist() == [10.0 * peer + rank for peer in range(world)]
     received = torch.empty(3)
     request = dist.isend(torch.full((3,), float(rank)), (rank + 1) % world)
     dist.recv(received, (rank - 1) % world)
@@ -253,7 +255,7 @@ def said(rank: int, layout: str) -> list[str]:
         dist.all_reduce(tensor, group=pair)
         assert torch.all(tensor == 2)
     dist.destroy_process_group()
-    return [str(one.message) for one in caught if "shm_backend" in str(one.message)]
+    return [str(warning.message) for warning in caught if "shm_backend" in str(warning.message)]
 
 
 def test_the_layout_is_said_once() -> None:
@@ -283,8 +285,11 @@ def train(rank: int, world: int, kind: str) -> list[torch.Tensor]:
         optimizer.zero_grad()
         model(batch(step)[rank::world]).square().mean().backward()
         optimizer.step()
-    parameters = [one.detach() for one in model.parameters()]
-    return [one.full_tensor().clone() if isinstance(one, DTensor) else one for one in parameters]
+    parameters = [parameter.detach() for parameter in model.parameters()]
+    return [
+        parameter.full_tensor().clone() if isinstance(parameter, DTensor) else parameter
+        for parameter in parameters
+    ]
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp", "trireme"])

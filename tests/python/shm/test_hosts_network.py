@@ -68,7 +68,7 @@ def count(rank: int, hosts: list[str], layout: str, backend: str) -> list[int]:
 def by_host(hosts: list[str], layout: str, backend: str) -> dict[Callable[[int], None], list[int]]:
     sent = run_ranks(count, WORLD, hosts, layout, backend, timeout=90, env=ENVIRONMENT)
     first = of_hosts(layout, sent)
-    return {one: [host[at] for host in first] for at, one in enumerate(COLLECTIVES)}
+    return {collective: [host[at] for host in first] for at, collective in enumerate(COLLECTIVES)}
 
 
 @pytest.mark.parametrize("layout", ["aabb", "abbb", "abab"])

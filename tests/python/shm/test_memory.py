@@ -39,7 +39,7 @@ def allocate(numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 def is_shared(tensor: torch.Tensor) -> bool:
     """Whether this process maps it from memory of Trireme's."""
     for line in Path("/proc/self/maps").read_text().splitlines():
-        begin, end = (int(one, 16) for one in line.split(" ", 1)[0].split("-"))
+        begin, end = (int(part, 16) for part in line.split(" ", 1)[0].split("-"))
         if begin <= tensor.data_ptr() < end:
             return "memfd:trireme" in line
     return False
@@ -104,8 +104,8 @@ def test_a_forked_child_gives_nothing_back(rank: int) -> None:
     if child == 0:
         mine = None
         again = [allocate(100_000), allocate(200_000)]
-        for one in again:
-            one.fill_(9)
+        for tensor in again:
+            tensor.fill_(9)
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
     assert torch.all(mine == 1)

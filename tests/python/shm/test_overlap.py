@@ -29,7 +29,7 @@ def test_outputs_that_overlap_inputs(rank: int, rows: int) -> None:
     """It is as if the inputs had been copied before; ``by`` 0 is in place, with nothing to copy."""
     whole = [values(peer, WORLD * rows, torch.float32) for peer in range(WORLD)]
     summed = total(whole).chunk(WORLD)[rank]
-    sent = [one.chunk(WORLD)[rank] for one in whole]
+    sent = [tensor.chunk(WORLD)[rank] for tensor in whole]
     for by in (0, 1, 3, rows // 2):
         memory, part = shifted(rows, by)
         source = memory[: WORLD * rows]
@@ -48,7 +48,7 @@ def test_outputs_that_overlap_inputs(rank: int, rows: int) -> None:
         mine = memory[rank * rows : (rank + 1) * rows]
         mine.copy_(whole[rank][:rows])
         dist.all_gather_into_tensor(part(0, WORLD * rows), mine)
-        expected = torch.cat([one[:rows] for one in whole])
+        expected = torch.cat([tensor[:rows] for tensor in whole])
         assert_bits(part(0, WORLD * rows), expected, by, "all_gather_into_tensor")
         outputs = [part(place, rows) for place in range(WORLD)]
         for gather in (
@@ -60,7 +60,7 @@ def test_outputs_that_overlap_inputs(rank: int, rows: int) -> None:
             mine.copy_(whole[rank][:rows])
             gather(outputs, mine)
             if gather is dist.all_gather or rank == 1:
-                assert_lists(outputs, [one[:rows] for one in whole], by, "all_gather, gather")
+                assert_lists(outputs, [tensor[:rows] for tensor in whole], by, "all_gather, gather")
 
         source.copy_(whole[rank])
         dist.all_to_all_single(part(0, WORLD * rows), source)
@@ -83,8 +83,8 @@ def test_blocks_of_a_matrix_that_change_their_places(rank: int, rows: int) -> No
     memory = whole[rank].clone()
     dist.all_to_all_single(memory, memory, gets, sends)
     parts = [
-        one.split([(of + 2 * to) % WORLD * rows for to in range(WORLD)])[rank]
-        for of, one in enumerate(whole)
+        tensor.split([(of + 2 * to) % WORLD * rows for to in range(WORLD)])[rank]
+        for of, tensor in enumerate(whole)
     ]
     assert_bits(memory, torch.cat(parts))
 

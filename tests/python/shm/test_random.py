@@ -43,7 +43,7 @@ def calls(world: int, rank: int) -> dict[str, Call]:
         group.allreduce_coalesced(tensors, dist.AllreduceCoalescedOptions()).wait()
 
     def asynchronous(tensors: Tensors, group: Any, root: int) -> None:
-        works = [dist.all_reduce(one, group=group, async_op=True) for one in tensors]
+        works = [dist.all_reduce(tensor, group=group, async_op=True) for tensor in tensors]
         for work in reversed(works):
             work.wait()
 

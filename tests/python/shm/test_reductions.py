@@ -110,23 +110,23 @@ def test_coalesced(rank: int, world: int) -> None:
     for op in (ReduceOp.SUM, ReduceOp.AVG):
         for dtype in (torch.float32, torch.float16, torch.complex64):
             inputs = [of_all(world, shape, dtype) for shape in shapes]
-            expected = [reduced(op, one) for one in inputs]
-            tensors = [one[rank].clone() for one in inputs]
+            expected = [reduced(op, tensor) for tensor in inputs]
+            tensors = [tensor[rank].clone() for tensor in inputs]
             with dist._coalescing_manager():
                 for tensor in tensors:
                     dist.all_reduce(tensor, op)
             assert_lists(tensors, expected, "manager", op, dtype)
-            tensors = [one[rank].clone() for one in inputs]
+            tensors = [tensor[rank].clone() for tensor in inputs]
             with dist._coalescing_manager(async_ops=True) as pending:
                 for tensor in tensors:
                     dist.all_reduce(tensor, op)
             pending.wait()
             assert_lists(tensors, expected, "async manager", op, dtype)
-            tensors = [one[rank].clone() for one in inputs]
+            tensors = [tensor[rank].clone() for tensor in inputs]
             all_reduce(tensors, op)
             assert_lists(tensors, expected, "backend", op, dtype)
     outputs = [torch.empty(numel) for numel in (1, 1000, 0, 40_000)]
-    all_inputs = [of_all(world, (world, one.numel()), torch.float32) for one in outputs]
+    all_inputs = [of_all(world, (world, output.numel()), torch.float32) for output in outputs]
     with dist._coalescing_manager():
         for output, inputs in zip(outputs, all_inputs, strict=True):
             dist.reduce_scatter_tensor(output, inputs[rank].flatten(), ReduceOp.AVG)

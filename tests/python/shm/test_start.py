@@ -38,7 +38,7 @@ def start(rank: int, backend: str) -> str:
 @pytest.mark.parametrize("backend", ["trireme", "cpu:trireme", "TRIREME"])
 def test_names_of_the_backend(backend: str) -> None:
     named = run_ranks(start, 2, backend)
-    assert all("trireme" in one for one in named)
+    assert all("trireme" in name for name in named)
     assert dist.is_backend_available("trireme")
     assert dist.Backend.backend_capability["trireme"] == ["cpu"]
     # Whoever names no backend gets what torch would have given.
@@ -131,5 +131,5 @@ def test_torchrun_without_an_import(tmp_path: Path) -> None:
     project = (ROOT / "pyproject.toml").read_text()
     (entry,) = re.findall(r'"torch.distributed.backends"\]\n(\w+) = "([\w.:]+)"', project)
     found = importlib.metadata.entry_points(group="torch.distributed.backends")
-    assert [entry] == [(one.name, one.value) for one in found if one.name == "trireme"]
+    assert [entry] == [(point.name, point.value) for point in found if point.name == "trireme"]
     check_torchrun(tmp_path, "", "trireme", "dist.destroy_process_group()")

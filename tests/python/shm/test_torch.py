@@ -58,7 +58,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: 
         loss.backward()
         optimizer.step()
         losses.append(loss.detach())
-    return [*losses, *(whole(one) for one in model.parameters())]
+    return [*losses, *(whole(parameter) for parameter in model.parameters())]
 
 
 def whole(parameter: torch.Tensor) -> torch.Tensor:

@@ -54,6 +54,12 @@ class Training:
             for number in numbers:
                 self.loss(number).backward()
 
+    def counterparts(self, one: Training) -> list[nn.Parameter]:
+        """The parameters of one process that this rank has, or has parts of."""
+        theirs = dict(one.model.named_parameters())
+        assert [name for name, _ in self.model.named_parameters()] == list(theirs)
+        return list(theirs.values())
+
     def train(self, *numbers: int) -> None:
         """One step on these batches."""
         self.optimizer.zero_grad()
@@ -157,7 +163,8 @@ class Shapes(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = functional.linear(self.first(x).tanh(), self.turned).tanh() * self.scale
-        wide = self.wide(hidden.double()).float() + torch.view_as_real(self.phase).sum()
+        wide = self.wide(hidden.double()).float()
+        wide = wide + torch.view_as_real(wide * self.phase).mean(-1)
         # Detached: what is rounded to 8 bits has no say in the other gradients.
         narrow = self.narrow(hidden.detach().bfloat16()).float()
         return torch.cat([wide, narrow], dim=1) + self.empty.sum()

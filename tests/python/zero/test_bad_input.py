@@ -257,7 +257,9 @@ def test_a_state_of_another_model(rank: int, stage: int) -> None:
         model(batch(0)).sum().backward()
         other.step()
         states.append(other.state_dict())
-    grouped = AdamW([{"params": [one]} for one in mlp().parameters()], lr=0.5).state_dict()
+    grouped = AdamW(
+        [{"params": [parameter]} for parameter in mlp().parameters()], lr=0.5
+    ).state_dict()
     for state in (states[0], states[1], grouped):
         with raises(ValueError, "[zero] got a state dict of groups of ", "same model and groups"):
             ours.optimizer.load_state_dict(state)
@@ -295,7 +297,7 @@ def test_a_store_that_cannot_be_allocated(rank: int) -> None:
         for _ in range(2):
             wide.weight.grad = torch.ones_like(wide.weight)
             optimizer.step()
-    said = [str(one.message) for one in caught if "[zero]" in str(one.message)]
+    said = [str(warning.message) for warning in caught if "[zero]" in str(warning.message)]
     assert len(said) == (1 if rank == 0 else 0), said
     for part in ("parameters stay private to each rank", "rank 1 says: ", "host_params=False"):
         assert all(part in text for text in said), said
@@ -313,6 +315,10 @@ def test_private_parameters_that_are_wanted(rank: int) -> None:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             zero(host_params=not wanted)
-        said = [str(one.message) for one in caught if "parameters stay private" in str(one.message)]
+        said = [
+            str(warning.message)
+            for warning in caught
+            if "parameters stay private" in str(warning.message)
+        ]
         assert len(said) == (expected if rank == 0 else 0), said
         assert all("do not share the memory of one host" in text for text in said)

@@ -10,26 +10,9 @@ import trireme
 from torch import nn
 from torch.optim import SGD, AdamW
 
-from ddp.ranks import assert_same_on_all_ranks, batch, mlp, values
+from ddp.ranks import batch, mlp, values
 from shm.ranks import on_shm_and_gloo_ranks, on_shm_ranks, until_inside
 from zero.ranks import DDP, STAGES, Zero, alone, assert_equal_parameters, sharded
-
-
-@STAGES
-@on_shm_ranks(2)
-def test_forwards_that_nobody_goes_back_through(rank: int, stage: int) -> None:
-    """Before the backward, between it and the step, after the step."""
-    one, ours = alone(mlp, AdamW, lr=0.01), sharded(mlp, AdamW, stage, lr=0.01)
-    for step in range(4):
-        for training in (one, ours):
-            training.optimizer.zero_grad()
-            training.loss(50 + step)
-            training.backward(step)
-            training.loss(60 + step)
-            training.optimizer.step()
-            with torch.no_grad():
-                training.loss(70 + step)
-        assert_equal_parameters(ours.model, one.model)
 
 
 @STAGES
@@ -59,63 +42,6 @@ def test_who_reads_sees_one_step(rank: int, stage: int) -> None:
 def assert_unchanged(model: nn.Module, expected: dict[str, torch.Tensor]) -> None:
     for name, value in values(model).items():
         assert torch.equal(value, expected[name]), name
-
-
-@STAGES
-@on_shm_ranks(2)
-def test_a_graph_that_was_kept_over_a_step(rank: int, stage: int) -> None:
-    """Its backward raises as in one process, on each rank, whoever owns what; then all go on."""
-    one, ours = alone(mlp, SGD, lr=0.1), sharded(mlp, SGD, stage, lr=0.1)
-    for training in (one, ours):
-        training.train(0)
-        kept = training.loss(1)
-        training.train(1)
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            kept.backward()
-        training.train(2)
-        training.train(3)
-    assert_equal_parameters(ours.model, one.model)
-
-
-@STAGES
-@on_shm_and_gloo_ranks(2)
-def test_a_closure_is_called_once(rank: int, stage: int) -> None:
-    one, ours = alone(mlp, AdamW, lr=0.01), sharded(mlp, AdamW, stage, lr=0.01)
-    for step in range(3):
-        losses = []
-        for training in (one, ours):
-            calls: list[torch.Tensor] = []
-
-            def closure(
-                training: Any = training, calls: list[Any] = calls, step: int = step
-            ) -> torch.Tensor:
-                training.optimizer.zero_grad()
-                calls.append(training.loss(step))
-                calls[-1].backward()
-                return calls[-1]
-
-            with torch.no_grad():  # a closure computes gradients all the same
-                losses.append(training.optimizer.step(closure))
-            assert len(calls) == 1 and losses[-1] is calls[0]
-        torch.distributed.all_reduce(losses[1].detach_())
-        torch.testing.assert_close(losses[1] / 2, losses[0].detach())
-        assert_equal_parameters(ours.model, one.model)
-
-
-@STAGES
-@on_shm_ranks(2)
-def test_a_step_without_gradients(rank: int, stage: int) -> None:
-    """Before the first backward, after zero_grad(), and where only one rank has any."""
-    ours = sharded(mlp, SGD, stage, lr=0.1)
-    before = values(ours.model)
-    ours.optimizer.step()
-    ours.backward(0)
-    ours.optimizer.zero_grad()
-    ours.optimizer.step()
-    assert_unchanged(ours.model, before)
-    ours.train(1)
-    assert not torch.equal(before["0.weight"], ours.model[0].weight)
-    assert_same_on_all_ranks(list(ours.model.parameters()))
 
 
 def parts_of(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
-import trireme
 from torch import nn
 from torch.optim import SGD
-from torch.utils.checkpoint import checkpoint
 
 from ddp.ranks import batch, mlp, raises
 from shm.ranks import on_shm_and_gloo_ranks, on_shm_ranks
@@ -92,88 +90,6 @@ def test_gradients_of_this_rank_are_its_own_until_they_are_averaged(rank: int) -
     with raises(RuntimeError, "no_sync", "not the average"):
         ours.optimizer.step()
     ours.train(2)
-
-
-@on_shm_ranks(2)
-def test_forwards_and_derivatives_in_between(rank: int) -> None:
-    """Neither an evaluation on one rank nor autograd.grad moves a gradient."""
-    ours, one = pair(mlp)
-    for step in range(3):
-        for training in (ours, one):
-            training.optimizer.zero_grad()
-            loss = training.loss(step)
-            torch.autograd.grad(training.loss(9), list(training.model.parameters()))
-            if rank == 0:
-                with torch.no_grad():
-                    training.loss(8)
-                training.loss(7)
-            loss.backward()
-        step_both(ours, one)
-
-
-class Branches(nn.Module):
-    """Each call uses the branches it is asked for."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(5)
-        self.trunk = nn.Linear(6, 6)
-        self.branches = nn.ModuleList(nn.Linear(6, 4) for _ in range(3))
-
-    def forward(self, x: torch.Tensor, branches: Sequence[int]) -> torch.Tensor:
-        hidden = self.trunk(x).tanh()
-        return sum((self.branches[one](hidden) for one in branches), start=hidden[:, :4])
-
-
-@pytest.mark.parametrize("world", [2, 3])
-@on_shm_ranks("world")
-def test_parameters_that_some_or_all_ranks_leave_unused(rank: int, world: int) -> None:
-    used = [[(0,), (1,), (1,)], [(), (), ()], [(0, 1), (), (0,)], [(2,), (2, 0), (2,)]]
-    ours, one = pair(Branches)
-    for step in range(3 * len(used)):
-        for training in (ours, one):
-            training.optimizer.zero_grad()
-        backward_by_rank(ours, one, step, used[step % len(used)][:world])
-        step_both(ours, one)
-
-
-class Checkpointed(nn.Module):
-    """Layers alone, nested, twice, and between those that run as usual; None: by our function."""
-
-    def __init__(self, reentrant: bool | None) -> None:
-        super().__init__()
-        torch.manual_seed(4)
-        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(6))
-        self.reentrant = reentrant
-
-    def again(self, run: Callable[..., torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-        if self.reentrant is None:
-            return trireme.checkpoint(run, x)
-        return checkpoint(run, x, use_reentrant=self.reentrant)
-
-    def nested(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.layers[3](x).tanh()
-        return self.again(self.layers[4], x).tanh() + self.layers[1](x)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.layers[0](x.clone().requires_grad_()).tanh()
-        x = self.again(self.layers[1], x).tanh()
-        x = self.layers[2](x).tanh()
-        x = self.again(self.nested, x)
-        x = self.again(self.layers[1], x).tanh()
-        return self.again(self.layers[5], x)
-
-
-@pytest.mark.parametrize("world", [2, 3])
-@on_shm_and_gloo_ranks("world")
-def test_checkpointing(rank: int, world: int) -> None:
-    for reentrant in (False, True, None):
-        ours, one = pair(lambda reentrant=reentrant: Checkpointed(reentrant))
-        for step in range(5):
-            for training in (ours, one):
-                training.optimizer.zero_grad()
-                training.backward(step, step + 1) if step == 3 else training.backward(step)
-            step_both(ours, one)
 
 
 @pytest.mark.parametrize("world", [2, 3])

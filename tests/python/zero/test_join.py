@@ -7,14 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import trireme.optim
 from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.optim import SGD, AdamW
-from torch.optim.lr_scheduler import ExponentialLR
+from torch.optim.lr_scheduler import ExponentialLR, OneCycleLR
 
-from ddp.ranks import assert_same_on_all_ranks, mlp, on_gloo_ranks, values
+from ddp.ranks import assert_same_on_all_ranks, message_of, mlp, on_gloo_ranks, values
 from shm.ranks import on_shm_and_gloo_ranks, on_shm_ranks
 from zero.ranks import DDP, Zero, whole_state
 
@@ -139,19 +140,90 @@ def test_a_schedule_and_clipping_are_followed(rank: int) -> None:
         for x in inputs(rank, 2 + 3 * rank):
             optimizer.zero_grad()
             net(x).square().mean().backward()
-            if clips:
-                nn.utils.clip_grad_norm_(net.parameters(), 0.01)
+            if clip is not None:
+                clip(net.parameters(), 0.01)
             optimizer.step()
             schedule.step()
 
-    for stage, clips in ((1, True), (1, False), (2, False)):
+    clips: list[Any] = [nn.utils.clip_grad_norm_, trireme.clip_grad_norm_, None]
+    for stage, clip in [*((1, clip) for clip in clips), (2, None)]:
         ddp, model = TorchDDP(mlp()), mlp()
         with ddp.join():
             train(ddp, SGD(ddp.parameters(), **OPTIONS))
         net, optimizer, joinables = sharded(stage, model)
         with Join(joinables):
             train(net, optimizer)
-        torch.testing.assert_close(values(model), values(ddp), msg=f"stage {stage}, {clips=}")
+        torch.testing.assert_close(values(model), values(ddp), msg=f"stage {stage}, {clip=}")
+
+
+@on_shm_and_gloo_ranks(2)
+def test_options_that_a_cycle_changes_are_followed(rank: int) -> None:
+    """Learning rates and betas of each group, after a rank has run out."""
+
+    def train(net: nn.Module, optimizer: Any) -> None:
+        schedule = OneCycleLR(optimizer, max_lr=[0.1, 0.02], total_steps=6)
+        for x in inputs(rank, 1 + 4 * rank):
+            optimizer.zero_grad()
+            net(x).square().mean().backward()
+            optimizer.step()
+            schedule.step()
+
+    def groups(model: Any) -> list[dict[str, Any]]:
+        return [{"params": model[:3].parameters()}, {"params": model[3:].parameters()}]
+
+    for stage in (1, 2):
+        ddp, model = TorchDDP(mlp()), mlp()
+        with ddp.join():
+            train(ddp, AdamW(groups(ddp.module)))
+        net = DDP(model) if stage == 1 else model
+        optimizer = Zero(groups(model), AdamW, stage=stage)
+        with Join([net, optimizer] if stage == 1 else [optimizer]):
+            train(net, optimizer)
+        torch.testing.assert_close(values(model), values(ddp), msg=f"stage {stage}")
+
+
+@pytest.mark.parametrize("clip", ["the optimizer's", "trireme's"])
+@on_shm_ranks(2, patience_s=20)
+def test_clipping_of_shards_is_not_followed_and_named(rank: int, clip: str) -> None:
+    """Nobody tells a rank that has joined that the others clip."""
+    model = mlp()
+    optimizer = Zero(model.parameters(), SGD, stage=2, **OPTIONS)
+    with pytest.raises(dist.DistBackendError) as caught, Join([optimizer]):
+        for x in inputs(rank, 1 + rank):
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            if clip == "trireme's":
+                trireme.clip_grad_norm_(model.parameters(), 0.01)
+            else:
+                optimizer.clip_grad_norm_(0.01)
+            optimizer.step()
+    assert "'norm of the gradients'" in message_of(caught.value)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("replaced", [False, True])
+@on_shm_and_gloo_ranks(2)
+def test_gradients_with_a_graph_under_stage_1(rank: int, replaced: bool) -> None:
+    """create_graph=True: a rank that has joined steps with the values, without their graph."""
+
+    def train(net: nn.Module, optimizer: Any) -> None:
+        for x in inputs(rank, 1 + 3 * rank):
+            optimizer.zero_grad()
+            net(x).square().mean().backward(create_graph=net is not ddp)
+            if net is not ddp:
+                assert all(one.grad.requires_grad for one in net.parameters())
+            for parameter in net.parameters() if replaced else ():
+                parameter.grad = parameter.grad.detach().clamp(-0.01, 0.01)
+            optimizer.step()
+
+    ddp, model = TorchDDP(mlp()), mlp()
+    with ddp.join():
+        train(ddp, SGD(ddp.parameters(), **OPTIONS))
+    net, optimizer, joinables = sharded(1, model)
+    with Join(joinables):
+        train(net, optimizer)
+    torch.testing.assert_close(values(model), values(ddp))
+    assert_same_on_all_ranks(list(model.parameters()))
 
 
 @on_shm_and_gloo_ranks(2)
@@ -217,8 +289,8 @@ def test_early_termination_raises_everywhere(rank: int) -> None:
         ):
             loop(net, optimizer, inputs(rank, 2 + 2 * rank), zero_first=True)
         # Nothing is broken: the next step is in step again.
-        for one in joinables:
-            one._join_config = one._join_config.construct_disabled_join_config()
+        for joinable in joinables:
+            joinable._join_config = joinable._join_config.construct_disabled_join_config()
         loop(net, optimizer, inputs(rank, 1), zero_first=True)
         assert_same_on_all_ranks(list(model.parameters()))
 

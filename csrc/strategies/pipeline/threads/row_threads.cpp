@@ -24,6 +24,20 @@ namespace trireme {
 
 namespace {
 
+// Makes a stand-in, which has no .grad, train as its parameter does now.
+void follow(const at::Tensor& parameter, const at::Tensor& stand_in) {
+  if (stand_in.requires_grad() != parameter.requires_grad())
+    stand_in.set_requires_grad(parameter.requires_grad());
+  if (stand_in.grad_dtype() != parameter.grad_dtype())
+    stand_in.set_grad_dtype(parameter.grad_dtype());
+}
+
+at::Tensor stand_in_of(const at::Tensor& parameter) {
+  at::Tensor stand_in = parameter.detach();
+  follow(parameter, stand_in);
+  return stand_in;
+}
+
 // Lets the current streams of their devices wait for what these were given.
 void join_current(const std::vector<c10::Stream>& streams) {
   for (const c10::Stream& stream : streams) {
@@ -99,8 +113,7 @@ RowThreads::RowThreads(RowThreadsRequest request, std::shared_ptr<WorkerPool> po
     for (size_t i = 1; i < tied.holders.size(); ++i) {
       const at::Tensor parameter = find(tied.holders[i]);
       const auto row = schedule_.stage_rank[static_cast<size_t>(tied.holders[i].stage)];
-      shared_[static_cast<size_t>(row)].push_back(
-          {parameter, parameter.detach().set_requires_grad(parameter.requires_grad())});
+      shared_[static_cast<size_t>(row)].push_back({parameter, stand_in_of(parameter)});
     }
   }
   for (const PipelineStageRequest& stage : request.stages) list_parameters(stage);
@@ -151,10 +164,9 @@ void RowThreads::look_at_shared() {
   for (size_t row = 0; row < shared_.size(); ++row) {
     *leaves_[row] = LeafEdges();
     for (const Shared& shared : shared_[row]) {
-      const bool trains = shared.parameter.requires_grad();
-      shared.stand_in.set_requires_grad(trains);
       shared.stand_in.mutable_grad().reset();
-      if (trains) leaves_[row]->add(shared.parameter, shared.stand_in);
+      follow(shared.parameter, shared.stand_in);
+      if (shared.parameter.requires_grad()) leaves_[row]->add(shared.parameter, shared.stand_in);
     }
   }
 }
@@ -241,8 +253,7 @@ PassOutputs RowThreads::forward_pass(std::vector<PipelineValue> inputs, PassStat
     state.streams = current_streams(devices_);
     for (PassParameter parameter : parameters_) {
       if (!parameter.parameter.requires_grad()) continue;
-      for (auto& [row, stand_in] : parameter.stand_ins)
-        stand_in = parameter.parameter.detach().set_requires_grad(true);
+      for (auto& [row, stand_in] : parameter.stand_ins) stand_in = stand_in_of(parameter.parameter);
       state.parameters.push_back(std::move(parameter));
     }
   }
