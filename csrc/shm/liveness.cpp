@@ -35,6 +35,12 @@ std::string stat_field(pid_t pid, int number) {
   return field;
 }
 
+// To whom the kernel does not tell how a process has ended it says 0. It opens this file to those
+// whom it tells.
+bool may_look_into(pid_t pid) {
+  return std::ifstream("/proc/" + std::to_string(pid) + "/io").get() != EOF;
+}
+
 constexpr int kState = 1;
 constexpr int kStartTime = 20;
 constexpr int kExitCode = 50;
@@ -101,10 +107,9 @@ std::optional<int> PeerProcess::wait_status() const {
   if (PidfdInfo info; status == kUnknown && fd_ >= 0 && ::ioctl(fd_, kPidfdGetInfo, &info) == 0 &&
                       (info.mask & PidfdInfo::kExit) != 0)
     status = info.exit_code;
-  // To whom the kernel does not tell it the kernel says 0.
   if (status == kUnknown && !started_at_.empty() && stat_field(pid_, kStartTime) == started_at_) {
     const std::string code = stat_field(pid_, kExitCode);
-    if (!code.empty() && code != "0") status = std::atoi(code.c_str());
+    if (!code.empty() && (code != "0" || may_look_into(pid_))) status = std::atoi(code.c_str());
   }
   if (status == kUnknown) return std::nullopt;
   wait_status_ = status;

@@ -8,6 +8,7 @@
 #include <shm/two_processes.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 namespace trireme::shared_segment_test {
@@ -125,6 +126,18 @@ TEST_CASE("a peer is not dead because this rank may open no file, and so cannot 
   const bool is_alive = peer.alive();
   limit(RLIMIT_NOFILE, RLIM_INFINITY);
   CHECK(is_alive);
+}
+
+TEST_CASE("how a process has ended is known before its parent asks, a normal end too") {
+  for (const int code : {0, 3}) {
+    const pid_t child = ::fork();
+    if (child == 0) ::_exit(code);
+    const PeerProcess peer(child);
+    siginfo_t info;
+    ::waitid(P_PID, static_cast<id_t>(child), &info, WEXITED | WNOWAIT);
+    CHECK(peer.wait_status() == code << 8);
+    ::waitpid(child, nullptr, 0);
+  }
 }
 
 TEST_CASE("a killed process is named by who waits to share with it") {
