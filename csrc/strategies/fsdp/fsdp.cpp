@@ -321,8 +321,6 @@ void Fsdp::begin_writing() {
   for (StepGate& gate : gates_) of_all = of_all & gate.begin_writing(own);
   delivery_->forget();
   check_factor(own, of_all, communicator_->rank_of());
-  // A graph that was kept raises in its backward, whether a forward comes before it or not.
-  for (const auto& group : groups_) group->bump_unsharded();
 }
 
 // Refuses writes outside of the gate: a slower rank may have read while this one wrote; or the
