@@ -49,15 +49,11 @@ def added_by_averaging(results: Json) -> Blocks:
     )
 
 
-US_PER_GRADIENT = 1000 / 1000  # from ms of the 1,000 parameters in bench_overheads.py
-
-
 def added_per_gradient(results: Json) -> Blocks:
     """Yields what the reducer alone adds to a gradient, beside torch's fastest option set."""
     runs = results.get("reducer", {}).get("runs", {})
-    added = {
+    added = {  # ms for the 1,000 parameters of bench_overheads.py, so us for one
         label: statistics.median(run["wrapped_ms"] - run["bare_ms"] for run in sides)
-        * US_PER_GRADIENT
         for label, sides in runs.items()
     }
     yield from _line(

@@ -97,10 +97,10 @@ else
   stage "C++ tests" cpp_tests
 fi
 if [ -n "${FAST:-}" ]; then
-  stage "Python tests, fast" python_tests tests/test_{structure,python_drawing,error_texts,pages}.py \
+  stage "Python tests, fast" python_tests tests/test_{structure,python_drawing,pages}.py \
     tests/python/{core/test_stub,launch/test_launch,ddp/test_equality}.py
 else
-  stage "Python tests" python_tests tests/test_{structure,python_drawing,error_texts,pages}.py tests/python \
+  stage "Python tests" python_tests tests/test_{structure,python_drawing,pages}.py tests/python \
     --ignore=tests/python/integrations
   stage "Python tests, shared memory" over_shared_memory \
     tests/python/ddp/test_{accumulation,arming,buckets}.py \

@@ -11,7 +11,6 @@
 #include <memory>
 #include <optional>
 #include <string>
-#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -49,11 +48,6 @@ std::shared_ptr<c10d::CommHookInterface> python_hook(py::object state, py::objec
           }};
 }
 
-// What `look` of watching() (_ddp/tensors.py) returns: None, or names, parameters, which of them
-// have sparse gradients, and what else ranks must have alike.
-using Look = std::tuple<std::vector<std::string>, std::vector<at::Tensor>, std::vector<bool>,
-                        std::vector<std::string>>;
-
 void watch_module(Ddp& ddp, py::function look, py::function adopted) {
   const auto shared_look = shared_function(std::move(look));
   const auto shared_adopted = shared_function(std::move(adopted));
@@ -62,8 +56,7 @@ void watch_module(Ddp& ddp, py::function look, py::function adopted) {
     const py::gil_scoped_acquire gil;
     const py::object found = (*shared_look)(thoroughly);
     if (found.is_none()) return std::nullopt;
-    auto [names, tensors, sparse, beside] = found.cast<Look>();
-    return ModuleNow{{std::move(names), std::move(tensors), std::move(sparse)}, std::move(beside)};
+    return found.cast<ModuleNow>();
   };
   watch.adopted = [shared_adopted] {
     const py::gil_scoped_acquire gil;
@@ -88,6 +81,15 @@ void init_ddp(py::module_& module) {
           [](DdpOptions& options, std::optional<at::ScalarType> dtype) {
             options.reduce_dtype = dtype;
           });
+
+  py::class_<ModuleNow>(module, "ModuleNow")
+      .def(py::init([](std::vector<std::string> names, std::vector<at::Tensor> parameters,
+                       std::vector<bool> sparse_gradient, std::vector<std::string> beside) {
+             return ModuleNow{{std::move(names), std::move(parameters), std::move(sparse_gradient)},
+                              std::move(beside)};
+           }),
+           py::kw_only(), py::arg("names"), py::arg("parameters"), py::arg("sparse_gradient"),
+           py::arg("beside"));
 
   using torch::wrap_pybind_function_no_gil;
   py::class_<Ddp, std::shared_ptr<Ddp>>(module, "Ddp")

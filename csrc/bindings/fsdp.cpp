@@ -135,16 +135,17 @@ std::shared_ptr<PyParamGroup> make_group(std::vector<ShardedParamSpec> specs,
   return made;
 }
 
-void set_places(PyParamGroup& self,
-                const std::vector<std::tuple<py::object, std::string, size_t>>& places,
+Place make_place(const py::object& module, const py::str& name, size_t parameter) {
+  const py::object plain = py::module_::import("torch.nn").attr("Module").attr("__setattr__");
+  const py::object own = py::type::of(module).attr("__setattr__");
+  return {py::weakref(module), name, parameter, !own.is(plain)};
+}
+
+void set_places(PyParamGroup& self, std::vector<Place> places,
                 const std::vector<py::object>& sharded, std::vector<at::Tensor> leaves,
                 const std::vector<py::object>& unsharded) {
   const auto held = Places::make();
-  const py::object plain = py::module_::import("torch.nn").attr("Module").attr("__setattr__");
-  for (const auto& [module, name, parameter] : places) {
-    const py::object own = py::type::of(module).attr("__setattr__");
-    held->places.push_back({py::weakref(module), py::str(name), parameter, !own.is(plain)});
-  }
+  held->places = std::move(places);
   held->sharded = sharded;
   held->unsharded = unsharded;
   std::vector<at::Tensor> shown;
@@ -204,6 +205,8 @@ void init_requests(py::module_& module) {
       .def_readonly("optimizers", &UnitOffload::optimizers)
       .def_readonly("everything", &UnitOffload::everything)
       .def_readonly("pins_memory", &UnitOffload::pins_memory);
+  py::class_<Place>(module, "ParamPlace")
+      .def(py::init(&make_place), py::arg("module"), py::arg("name"), py::arg("parameter"));
   using Ranks = std::shared_ptr<Communicator>;
   py::class_<FsdpRanks>(module, "FsdpRanks")
       .def(py::init<Ranks, Ranks, Ranks>(), py::arg("communicator"),

@@ -16,7 +16,6 @@
 #include <algorithm>
 #include <array>
 #include <functional>
-#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -135,32 +134,27 @@ using Named = std::pair<std::vector<std::string>, Tensors>;
 using Skip = std::tuple<std::string, int64_t, int64_t>;     // name, from stage, to stage
 using Tied = std::vector<std::pair<int64_t, std::string>>;  // stage, name
 using Strategies = std::vector<std::shared_ptr<HeldBackwards>>;
-// stage, name, forward, loss, parameters, buffers, strategies
-using Stage = std::tuple<int64_t, std::string, py::function, std::optional<py::function>, Named,
-                         Named, Strategies>;
 
 NamedParameters to_parameters(Named named) {
   std::vector<bool> sparse(named.first.size(), false);
   return {std::move(named.first), std::move(named.second), std::move(sparse)};
 }
 
-std::vector<PipelineStageRequest> to_requests(std::vector<Stage> stages,
-                                              std::map<int64_t, Weights> weights) {
-  std::vector<PipelineStageRequest> requests;
-  for (auto& [stage, name, forward, loss, parameters, buffers, strategies] : stages) {
-    PipelineStageRequest& request = requests.emplace_back();
-    request.stage = stage;
-    request.name = std::move(name);
-    auto function = std::make_shared<PythonStage>(std::move(forward), std::move(loss));
-    const auto found = weights.find(stage);
-    if (found != weights.end()) function->set_weights(std::move(found->second));
-    request.function = std::move(function);
-    request.parameters = to_parameters(std::move(parameters));
-    for (size_t i = 0; i < buffers.first.size(); ++i)
-      request.buffers.emplace_back(std::move(buffers.first[i]), std::move(buffers.second[i]));
-    request.strategies = std::move(strategies);
-  }
-  return requests;
+PipelineStageRequest make_stage_request(int64_t stage, std::string name, py::function forward,
+                                        std::optional<py::function> loss, Named parameters,
+                                        Named buffers, Strategies strategies,
+                                        std::optional<Weights> weights) {
+  PipelineStageRequest request;
+  request.stage = stage;
+  request.name = std::move(name);
+  auto function = std::make_shared<PythonStage>(std::move(forward), std::move(loss));
+  if (weights) function->set_weights(std::move(*weights));
+  request.function = std::move(function);
+  request.parameters = to_parameters(std::move(parameters));
+  for (size_t i = 0; i < buffers.first.size(); ++i)
+    request.buffers.emplace_back(std::move(buffers.first[i]), std::move(buffers.second[i]));
+  request.strategies = std::move(strategies);
+  return request;
 }
 
 std::vector<PipelineSkip> to_skips(std::vector<Skip> given) {
@@ -180,13 +174,11 @@ std::shared_ptr<Runner> without_gil(std::unique_ptr<Runner> runner) {
 }
 
 std::shared_ptr<PipelineEngine> make_engine(const PipelineSchedule& schedule,
-                                            std::vector<Stage> stages,
+                                            std::vector<PipelineStageRequest> stages,
                                             std::shared_ptr<Communicator> communicator,
                                             bool scale_grads, std::vector<Skip> skips,
                                             std::vector<Tied> tied,
-                                            std::shared_ptr<Communicator> copies,
-                                            std::map<int64_t, Weights> weights) {
-  auto requests = to_requests(std::move(stages), std::move(weights));
+                                            std::shared_ptr<Communicator> copies) {
   PipelineEngineOptions options{
       .scale_grads = scale_grads, .skips = to_skips(std::move(skips)), .copies = std::move(copies)};
   for (Tied& holders : tied) {
@@ -194,7 +186,7 @@ std::shared_ptr<PipelineEngine> make_engine(const PipelineSchedule& schedule,
     for (auto& [stage, name] : holders) parameter.holders.push_back({stage, std::move(name)});
   }
   const py::gil_scoped_release no_gil;
-  return without_gil(std::make_unique<PipelineEngine>(schedule, std::move(requests),
+  return without_gil(std::make_unique<PipelineEngine>(schedule, std::move(stages),
                                                       std::move(communicator), options));
 }
 
@@ -221,11 +213,11 @@ void keep_row_error(const py::function& note, const std::string& where,
 }
 
 std::shared_ptr<RowThreads> make_row_threads(const PipelineSchedule& schedule,
-                                             std::vector<Stage> stages,
+                                             std::vector<PipelineStageRequest> stages,
                                              std::shared_ptr<WorkerPool> pool, bool scale_grads,
                                              std::vector<Skip> skips, py::function note) {
   RowThreadsRequest request{
-      schedule, to_requests(std::move(stages), {}), scale_grads, to_skips(std::move(skips)),
+      schedule, std::move(stages), scale_grads, to_skips(std::move(skips)),
       [note = shared_function(std::move(note))](const auto& where, const auto& error) {
         keep_row_error(*note, where, error);
       }};
@@ -343,11 +335,15 @@ void init_pipeline_engine(py::module_& module) {
       .def("later_copies", wrap_pybind_function(&PipelineRunner::later_copies))
       .def("raised_in", &PipelineRunner::raised_in)
       .def("last_step", &last_step);
+  py::class_<PipelineStageRequest>(module, "PipelineStageRequest")
+      .def(py::init(&make_stage_request), py::kw_only(), py::arg("stage"), py::arg("name"),
+           py::arg("forward"), py::arg("loss"), py::arg("parameters"), py::arg("buffers"),
+           py::arg("strategies"), py::arg("weights") = std::nullopt);
   py::class_<PipelineEngine, PipelineRunner, std::shared_ptr<PipelineEngine>>(module,
                                                                               "PipelineEngine")
       .def(py::init(wrap_pybind_function(make_engine)), py::arg("schedule"), py::arg("stages"),
            py::arg("communicator"), py::arg("scale_grads"), py::arg("skips"), py::arg("tied"),
-           py::arg("copies") = nullptr, py::arg("weights") = std::map<int64_t, Weights>())
+           py::arg("copies") = nullptr)
       .def("set_parameters",
            wrap_pybind_function(
                [](PipelineEngine& engine, int64_t stage, Named parameters, Strategies strategies) {

@@ -9,7 +9,6 @@
 
 #include <memory>
 #include <optional>
-#include <tuple>
 #include <utility>
 
 namespace trireme {
@@ -139,30 +138,33 @@ void init_zero(py::module_& module) {
       });
 
   using Ranks = std::shared_ptr<Communicator>;
-  // Parts: (optimizer, parameters of it, ranks of a pipeline); whole: gradients that every rank
-  // has.
-  using Parts = std::vector<std::tuple<std::shared_ptr<Zero>, std::vector<int64_t>, Ranks>>;
-  // Is for gradients of which each rank of a group has a part: the group, how many have the same
-  // one, the group's device, the ranks of a pipeline, gradients, and those that others count.
-  using Sharded = std::vector<std::tuple<Ranks, int64_t, c10::Device, Ranks,
-                                         std::vector<at::Tensor>, std::vector<at::Tensor>>>;
-  module.def(
-      "clip_grad_norm_",
-      wrap_pybind_function_no_gil([](const std::vector<at::Tensor>& whole, const Parts& parts,
-                                     const Sharded& sharded, double max_norm, double norm_type,
-                                     bool error_if_nonfinite) {
-        std::vector<GradNormPart> all;
-        if (!whole.empty()) all.push_back({whole, device_of(whole), nullptr});
-        for (const auto& [zero, parameters, stages] : parts) {
-          all.push_back(zero->gradients(parameters));
-          all.back().stages = stages;
-        }
-        for (const auto& [communicator, copies, device, stages, gradients, elsewhere] : sharded)
-          all.push_back({gradients, device, communicator, copies, elsewhere, stages});
-        return clip_grad_norm_(all, {max_norm, norm_type, error_if_nonfinite});
-      }),
-      py::arg("whole"), py::arg("parts"), py::arg("sharded"), py::arg("max_norm"),
-      py::arg("norm_type"), py::arg("error_if_nonfinite"));
+  py::class_<GradNormPart>(module, "GradNormPart")
+      .def(py::init([](std::vector<at::Tensor> gradients, std::optional<c10::Device> device,
+                       Ranks sharded_over, int64_t copies,
+                       std::vector<at::Tensor> counted_elsewhere, Ranks stages) {
+             const c10::Device where = device.value_or(device_of(gradients));
+             return GradNormPart{std::move(gradients),         where,
+                                 std::move(sharded_over),      copies,
+                                 std::move(counted_elsewhere), std::move(stages)};
+           }),
+           py::arg("gradients"), py::kw_only(), py::arg("device") = std::nullopt,
+           py::arg("sharded_over") = nullptr, py::arg("copies") = 1,
+           py::arg("counted_elsewhere") = std::vector<at::Tensor>(), py::arg("stages") = nullptr)
+      .def_static("of_zero",
+                  wrap_pybind_function_no_gil(
+                      [](const Zero& zero, const std::vector<int64_t>& parameters, Ranks stages) {
+                        GradNormPart part = zero.gradients(parameters);
+                        part.stages = std::move(stages);
+                        return part;
+                      }),
+                  py::arg("zero"), py::arg("parameters"), py::arg("stages") = nullptr);
+  module.def("clip_grad_norm_",
+             wrap_pybind_function_no_gil([](const std::vector<GradNormPart>& parts, double max_norm,
+                                            double norm_type, bool error_if_nonfinite) {
+               return clip_grad_norm_(parts, {max_norm, norm_type, error_if_nonfinite});
+             }),
+             py::arg("parts"), py::arg("max_norm"), py::arg("norm_type"),
+             py::arg("error_if_nonfinite"));
 }
 
 }  // namespace trireme

@@ -18,7 +18,9 @@
 
 namespace trireme {
 
-// Says what to do with a group that has failed.
+// Says what to do where all others have left normally, and with a group that has failed.
+inline constexpr const char* kFewerBatches =
+    "Did they have fewer batches, or steps? See join() of DDP, ZeRO and fully_shard. ";
 inline constexpr const char* kRebuildGroup =
     "This group can no longer be used: end the program, or destroy the process group and "
     "initialise it again";

@@ -87,8 +87,7 @@ void MeetingPlace::refuse_without(int64_t rank, const std::string& what) {
       "comm",
       what + " was waited for in vain: rank " + std::to_string(rank) + " has gone. " + others.text,
       health_->where,
-      (others.all_left_normally ? "Did they have fewer batches, or steps? See join(). " : "") +
-          std::string(kRebuildGroup)));
+      (others.all_left_normally ? kFewerBatches : "") + std::string(kRebuildGroup)));
 }
 
 void MeetingPlace::refuse(const std::string& what) {

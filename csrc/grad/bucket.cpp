@@ -102,7 +102,7 @@ void Bucket::check_dtype(const at::Tensor& grad, const Slot& slot) const {
                          {}, "Set the parameter's grad_dtype to that of its gradients."));
 }
 
-bool Bucket::is_arranged(const at::Tensor& grad, const Slot& slot) const {
+at::Tensor Bucket::arranged(const at::Tensor& grad, const Slot& slot) const {
   check_dtype(grad, slot);
   TORCH_CHECK(grad.sizes() == at::IntArrayRef(slot.sizes),
               error_text("grad_reducer",
@@ -110,12 +110,10 @@ bool Bucket::is_arranged(const at::Tensor& grad, const Slot& slot) const {
                              c10::str(at::IntArrayRef(slot.sizes)) +
                              " as its parameter was when the forward began",
                          {}, "Give parameters other data before the forward."));
-  return grad.layout() == at::kStrided && grad.strides() == at::IntArrayRef(slot.strides) &&
-         !grad.is_neg() && !grad.is_conj();
-}
-
-at::Tensor Bucket::arranged(const at::Tensor& grad, const Slot& slot) const {
-  if (is_arranged(grad, slot)) return grad;
+  const bool is_arranged = grad.layout() == at::kStrided &&
+                           grad.strides() == at::IntArrayRef(slot.strides) && !grad.is_neg() &&
+                           !grad.is_conj();
+  if (is_arranged) return grad;
   const at::Tensor dense = grad.layout() == at::kStrided ? grad : grad.to_dense();
   return at::empty_strided(slot.sizes, slot.strides, dense.options()).copy_(dense);
 }

@@ -172,10 +172,8 @@ class TRIREME_API Bucket {
   // Throws c10::Error where a gradient has another dtype than .grad and the wire were planned with:
   // it would be rounded unseen.
   void check_dtype(const at::Tensor& grad, const Slot& slot) const;
-  // Says whether a gradient lies in memory as its range of the buffer does. Throws c10::Error where
-  // it has other sizes than were planned, and as check_dtype() does.
-  bool is_arranged(const at::Tensor& grad, const Slot& slot) const;
-  // Returns the gradient, or a copy, that lies in memory so. Throws as is_arranged() does.
+  // Returns the gradient, or a copy, that lies in memory as its range of the buffer does. Throws
+  // c10::Error where it has other sizes than were planned, and as check_dtype() does.
   at::Tensor arranged(const at::Tensor& grad, const Slot& slot) const;
   // Writes elements of a dense tensor to `offset` in the buffer.
   void write_range(int64_t offset, const at::Tensor& from, ShardRange range, Write how);

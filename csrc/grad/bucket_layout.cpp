@@ -6,7 +6,6 @@
 #include <trireme/grad/stream_wire.h>
 
 #include <ATen/ATen.h>
-#include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
 #include <utility>
@@ -23,19 +22,8 @@ bool lies_in_other_order(const at::Tensor& tensor) {
   return !tensor.is_contiguous() && tensor.is_non_overlapping_and_dense();
 }
 
-// Says whether autograd's own notes, where this version of torch has them, say nothing of the dtype
-// of a parameter's gradients. Reading them costs a fraction of asking the tensor.
-template <typename Meta>
-bool has_common_gradients(const Meta* meta) {
-  if constexpr (requires { meta->grad_dtype_, meta->allow_grad_dtype_mismatch_; })
-    return meta != nullptr && !meta->grad_dtype_ && !meta->allow_grad_dtype_mismatch_;
-  return false;
-}
-
 // A tensor that takes any dtype of gradients gets them in its own.
 at::ScalarType gradient_dtype_of(const at::Tensor& tensor) {
-  if (has_common_gradients(torch::autograd::impl::get_autograd_meta(tensor)))
-    return tensor.scalar_type();
   return tensor.grad_dtype().value_or(tensor.scalar_type());
 }
 

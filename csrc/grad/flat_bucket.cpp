@@ -45,9 +45,7 @@ void FlatBucket::begin_step(bool shadow) {
 void FlatBucket::write(size_t index, const at::Tensor& grad, Write how) {
   const BucketSlot& slot = plan_.slots[index];
   if (slot.numel == 0) return;
-  const ShardRange all{0, slot.numel};
-  if (is_arranged(grad, slots_[index])) return write_range(slot.offset, grad, all, how);
-  write_range(slot.offset, arranged(grad, slots_[index]), all, how);
+  write_range(slot.offset, arranged(grad, slots_[index]), {0, slot.numel}, how);
 }
 
 void FlatBucket::complete(double scale) {

@@ -65,7 +65,7 @@ void GradReducer::look_around() {
   if (const auto failure = communicator_->failure())
     checks_.refuse_after(*failure, arming_->is_at_parameters());
   checks_.expect(!arming_->awaits_finalization(),
-                 "a forward before finalize_backward(), expected one call of it after every "
+                 "got a forward before finalize_backward(), expected one call of it after every "
                  "synchronized backward",
                  "Call finalize_backward(), or turn manual finalization off.");
   if (arming_->is_idle()) changes_.watch_parameters();
@@ -74,8 +74,8 @@ void GradReducer::look_around() {
 void GradReducer::forward_begins() {
   look_around();
   checks_.expect(!arming_->take_unreached(),
-                 "a forward after prepare_for_backward(), and no backward in between that reached "
-                 "a parameter",
+                 "got a forward after prepare_for_backward(), and no backward in between that "
+                 "reached a parameter",
                  {.cpp = "Run the backward first.",
                   .python = "Run the backward first; run pipelines whose backwards come in two "
                             "halves by a schedule of trireme.pipelining."});
@@ -89,7 +89,7 @@ void GradReducer::forward_ends() {
 
 // Every rank begins at the same place in its sequence of collectives.
 void GradReducer::begin_backward(Part part) {
-  checks_.expect(arming_->is_idle(), "a second backward before finalize_backward()",
+  checks_.expect(arming_->is_idle(), "got a second backward before finalize_backward()",
                  "Call finalize_backward() once per synchronized backward.");
   if (map_is_unread_) settle_map(/*late=*/true);
   if (auto order = layout_.arrivals().receive(*communicator_)) layout_.set_order(std::move(*order));
@@ -325,14 +325,14 @@ bool GradReducer::lacks_gradients() const {
 
 void GradReducer::finalize_backward() {
   checks_.expect(arming_->awaits_finalization(),
-                 "finalize_backward() with no synchronized backward to finalize",
+                 "got finalize_backward() with no synchronized backward to finalize",
                  "Call it once after each backward whose forward was not under no_sync().");
   collect();
 }
 
 void GradReducer::set_manual_finalization(bool manual) {
   const auto lock = arming_->lock();
-  checks_.expect(arming_->is_idle(), "a change of manual finalization while a backward runs",
+  checks_.expect(arming_->is_idle(), "got a change of manual finalization while a backward runs",
                  "Change it before forward or after finalize_backward().");
   arming_->set_manual(manual);
 }
@@ -340,7 +340,7 @@ void GradReducer::set_manual_finalization(bool manual) {
 void GradReducer::set_comm_hook(std::shared_ptr<CommHook> hook) {
   const auto lock = arming_->lock();
   checks_.expect(arming_->is_idle() && !wires_.own().divides(),
-                 "a second communication hook, expected one per module",
+                 "got a second communication hook, expected one per module",
                  "Combine the two in one hook (e.g. fp16_compress_wrapper).");
   wires_.replace(std::make_unique<HookWire>(communicator_, std::move(hook), layout_.parameters()));
   changes_.stop_comparing();  // a hook may average less than all ranks' gradients

@@ -6,8 +6,8 @@
 
 namespace trireme {
 
-void GradientChecks::expect(bool is_fine, const char* got, const Advice& advice) const {
-  TORCH_CHECK(is_fine, error_text(area_, std::string("got ") + got, where_, in_language(advice)));
+void GradientChecks::expect(bool is_fine, const char* text, const Advice& advice) const {
+  TORCH_CHECK(is_fine, error_text(area_, text, where_, in_language(advice)));
 }
 
 void GradientChecks::refuse_after(const std::string& failure, bool begins_with_backward) const {

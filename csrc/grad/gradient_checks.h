@@ -19,10 +19,10 @@ class TRIREME_API GradientChecks {
   // `area` names the strategy in messages.
   GradientChecks(std::string area, RankOf where) : area_(std::move(area)), where_(where) {}
 
-  // Throws c10::Error, "got ..., expected ...", unless `is_fine`.
-  void expect(bool is_fine, const char* got, const Advice& advice) const;
-  void expect(bool is_fine, const char* got, const char* advice) const {
-    expect(is_fine, got, Advice{advice, advice});
+  // Throws c10::Error with that text, "got ..., expected ...", unless `is_fine`.
+  void expect(bool is_fine, const char* text, const Advice& advice) const;
+  void expect(bool is_fine, const char* text, const char* advice) const {
+    expect(is_fine, text, Advice{advice, advice});
   }
   // Throws c10::DistBackendError: the group failed in an earlier step. Gradients of a strategy that
   // has no forward of its own (ZeRO) begin with a backward.

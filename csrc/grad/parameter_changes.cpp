@@ -36,15 +36,8 @@ int64_t hash_of_samples(const at::Tensor& tensor, int64_t seed) {
 
 }  // namespace
 
-// All parameters are asked for this twice a step; comparing a few numbers here costs less than the
-// call that compares many.
 bool ParameterChanges::is_reshaped(size_t index) const {
-  const at::IntArrayRef sizes = parameter(index).sizes();
-  const std::vector<int64_t>& described = context_.layout.infos()[index].sizes;
-  if (sizes.size() != described.size()) return true;
-  for (size_t dim = 0; dim < sizes.size(); ++dim)
-    if (sizes[dim] != described[dim]) return true;
-  return false;
+  return parameter(index).sizes() != at::IntArrayRef(context_.layout.infos()[index].sizes);
 }
 
 bool ParameterChanges::is_cast(size_t index) const {

@@ -11,4 +11,10 @@ void share_tensor(const at::Tensor& master, at::Tensor& copy) {
                                                torch::autograd::impl::version_counter(master));
 }
 
+void follow_master(const at::Tensor& master, const at::Tensor& leaf) {
+  if (leaf.requires_grad() != master.requires_grad())
+    leaf.set_requires_grad(master.requires_grad());
+  if (leaf.grad_dtype() != master.grad_dtype()) leaf.set_grad_dtype(master.grad_dtype());
+}
+
 }  // namespace trireme

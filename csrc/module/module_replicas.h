@@ -27,5 +27,7 @@ struct ModuleReplicas {
 
 // Gives `copy` the memory and the version counter of `master`.
 TRIREME_API void share_tensor(const at::Tensor& master, at::Tensor& copy);
+// Makes a leaf train as its master does now: gradients of the same dtype, or none.
+TRIREME_API void follow_master(const at::Tensor& master, const at::Tensor& leaf);
 
 }  // namespace trireme

@@ -313,7 +313,8 @@ std::string_view HostGroup::advice_on_absence() const {
                          processes_[peer].wait_status().value_or(0) != 0);
   }
   return by_error ? "Look for the error of that rank; then start the group again."
-                  : "Did it have fewer batches, or steps? See join().";
+                  : "Did it have fewer batches, or steps? See join() of DDP, ZeRO and "
+                    "fully_shard.";
 }
 
 void HostGroup::leave(std::string_view error) noexcept {

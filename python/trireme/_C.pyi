@@ -28,6 +28,7 @@ from trireme._c_activation import square_root_segments as square_root_segments
 from trireme._c_fsdp import Fsdp as Fsdp
 from trireme._c_fsdp import FsdpRanks as FsdpRanks
 from trireme._c_fsdp import ParamGroup as ParamGroup
+from trireme._c_fsdp import ParamPlace as ParamPlace
 from trireme._c_fsdp import ShardedParamSpec as ShardedParamSpec
 from trireme._c_fsdp import UnitOffload as UnitOffload
 from trireme._c_fsdp import plan_offload as plan_offload
@@ -38,6 +39,7 @@ from trireme._c_pipeline import PipelineEngine as PipelineEngine
 from trireme._c_pipeline import PipelinePass as PipelinePass
 from trireme._c_pipeline import PipelineRunner as PipelineRunner
 from trireme._c_pipeline import PipelineSchedule as PipelineSchedule
+from trireme._c_pipeline import PipelineStageRequest as PipelineStageRequest
 from trireme._c_pipeline import RowThreads as RowThreads
 from trireme._c_pipeline import SplitBackward as SplitBackward
 from trireme._c_pipeline import TensorChannels as TensorChannels
@@ -134,8 +136,14 @@ def make_shm_backend(
 def close_all_p2p() -> None: ...
 def leave_all_groups(error: str) -> None: ...
 def accumulate_through(leaf: torch.Tensor, through: torch.Tensor) -> None: ...
+
+class ParameterInfo:
+    def __init__(self, sizes: Sequence[int], dtype: torch.dtype, requires_grad: bool) -> None: ...
+    @property
+    def numel(self) -> int: ...
+
 def estimate_memory(
-    parameters: Sequence[tuple[Sequence[int], torch.dtype, bool]],
+    parameters: Sequence[ParameterInfo],
     *,
     strategy: str,
     world: int,
@@ -206,6 +214,16 @@ class DdpOptions:
     reduce_dtype: torch.dtype | None
     def __init__(self) -> None: ...
 
+class ModuleNow:
+    def __init__(
+        self,
+        *,
+        names: Sequence[str],
+        parameters: _Tensors,
+        sparse_gradient: Sequence[bool],
+        beside: Sequence[str],
+    ) -> None: ...
+
 class Ddp:
     def __init__(
         self,
@@ -234,9 +252,7 @@ class Ddp:
     def last_step(self) -> dict[str, float]: ...
     def watch_module(
         self,
-        look: Callable[
-            [bool], tuple[Sequence[str], _Tensors, Sequence[bool], Sequence[str]] | None
-        ],
+        look: Callable[[bool], ModuleNow | None],
         adopted: Callable[[], None],
     ) -> None: ...
     def describe_plan(self) -> str: ...
@@ -417,12 +433,24 @@ class Zero:
     def zero_grad(self, set_to_none: bool) -> None: ...
     def last_step(self) -> dict[str, float]: ...
 
+class GradNormPart:
+    def __init__(
+        self,
+        gradients: _Tensors,
+        *,
+        device: torch.device | None = None,
+        sharded_over: Communicator | None = None,
+        copies: int = 1,
+        counted_elsewhere: _Tensors = ...,
+        stages: Communicator | None = None,
+    ) -> None: ...
+    @staticmethod
+    def of_zero(
+        zero: Zero, parameters: Sequence[int], stages: Communicator | None = None
+    ) -> GradNormPart: ...
+
 def clip_grad_norm_(
-    whole: _Tensors,
-    parts: Sequence[tuple[Zero, Sequence[int], Communicator | None]],
-    sharded: Sequence[
-        tuple[Communicator | None, int, torch.device, Communicator | None, _Tensors, _Tensors]
-    ],
+    parts: Sequence[GradNormPart],
     max_norm: float,
     norm_type: float,
     error_if_nonfinite: bool,

@@ -29,6 +29,9 @@ class ShardedParamSpec:
         grad_dtype: torch.dtype | None = None,
     ) -> None: ...
 
+class ParamPlace:
+    def __init__(self, module: object, name: str, parameter: int) -> None: ...
+
 class UnitOffload:
     @property
     def optimizers(self) -> list[int]: ...
@@ -81,7 +84,7 @@ class ParamGroup:
     def return_to_store(self, parameter: int) -> None: ...
     def set_places(
         self,
-        places: Sequence[tuple[object, str, int]],
+        places: Sequence[ParamPlace],
         sharded: Sequence[object],
         leaves: Sequence[torch.Tensor],
         unsharded: Sequence[object],

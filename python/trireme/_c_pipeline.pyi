@@ -1,6 +1,6 @@
 """What is in trireme._C for pipelines. A part of _C.pyi, not a module."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor, device
@@ -88,6 +88,20 @@ class SplitBackward:
     def input_half(self) -> list[Tensor | None]: ...
     def weight_half(self, weights: Sequence[Tensor]) -> None: ...
 
+class PipelineStageRequest:
+    def __init__(
+        self,
+        *,
+        stage: int,
+        name: str,
+        forward: _Forward,
+        loss: _Forward | None,
+        parameters: _Named,
+        buffers: _Named,
+        strategies: Sequence[HeldBackwards],
+        weights: tuple[_OfWeights, _OfWeights] | None = None,
+    ) -> None: ...
+
 class PipelineRunner:
     def step(
         self,
@@ -109,9 +123,7 @@ class RowThreads(PipelineRunner):
     def __init__(
         self,
         schedule: PipelineSchedule,
-        stages: Sequence[
-            tuple[int, str, _Forward, _Forward | None, _Named, _Named, Sequence[HeldBackwards]]
-        ],
+        stages: Sequence[PipelineStageRequest],
         pool: WorkerPool,
         scale_grads: bool,
         skips: Sequence[tuple[str, int, int]],
@@ -133,15 +145,12 @@ class PipelineEngine(PipelineRunner):
     def __init__(
         self,
         schedule: PipelineSchedule,
-        stages: Sequence[
-            tuple[int, str, _Forward, _Forward | None, _Named, _Named, Sequence[HeldBackwards]]
-        ],
+        stages: Sequence[PipelineStageRequest],
         communicator: Communicator,
         scale_grads: bool,
         skips: Sequence[tuple[str, int, int]],
         tied: Sequence[Sequence[tuple[int, str]]],
         copies: Communicator | None = None,
-        weights: Mapping[int, tuple[_OfWeights, _OfWeights]] = {},
     ) -> None: ...
     def set_parameters(
         self, stage: int, parameters: _Named, strategies: Sequence[HeldBackwards]

@@ -1,6 +1,5 @@
 """How much memory a strategy will take, told before anything is allocated: docs/memory.md."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,8 +15,6 @@ refuse = AREA.refuse
 _WHOLE = "Pass a whole number."
 STRATEGIES = ("single", "dp", "ddp", "zero1", "zero2", "fsdp")
 OTHER_NAMES = {"zero3": "fsdp", "fully_shard": "fsdp"}
-
-_Described = tuple[Sequence[int], torch.dtype, bool]
 
 
 @dataclass(frozen=True)
@@ -147,7 +144,7 @@ def estimate_memory(
         world=world,
         ranks_per_host=per_host,
         accounting=accounting,
-        numel=sum(torch.Size(sizes).numel() for sizes, _, _ in parameters),
+        numel=sum(parameter.numel for parameter in parameters),
         rank=MemoryBytes(**found["rank"]),
         host=MemoryBytes(**found["host"]),
         fewest_ranks=found.get("fewest_ranks"),
@@ -162,11 +159,14 @@ def _check_counts(**counts: int) -> None:
             refuse(f"got {name}={count}, expected a number of 64 bits", "Give a smaller one.")
 
 
-def _describe(model_or_numel: object, dtype: torch.dtype | None) -> tuple[list[_Described], int]:
+def _describe(
+    model_or_numel: object, dtype: torch.dtype | None
+) -> tuple[list[_C.ParameterInfo], int]:
     """Returns what the core has to know of the parameters, and the bytes of the module's
     buffers."""
     if not isinstance(model_or_numel, nn.Module):
-        return [([_as_numel(model_or_numel)], dtype or torch.float32, True)], 0
+        numel = _as_numel(model_or_numel)
+        return [_C.ParameterInfo([numel], dtype or torch.float32, True)], 0
     if dtype is not None:
         refuse(
             f"got dtype={dtype} beside a module, expected it beside a number",
@@ -178,8 +178,8 @@ def _describe(model_or_numel: object, dtype: torch.dtype | None) -> tuple[list[_
                 f"got a module whose '{name}' has no sizes yet, expected known sizes",
                 "Feed it an input first.",
             )
-    parameters: list[_Described] = [
-        (tuple(parameter.shape), parameter.dtype, parameter.requires_grad)
+    parameters = [
+        _C.ParameterInfo(tuple(parameter.shape), parameter.dtype, parameter.requires_grad)
         for parameter in model_or_numel.parameters()
     ]
     return parameters, sum(

@@ -44,8 +44,7 @@ void look_around(const std::string& operation, GroupHealth& health) {
   }
   const FaultBoard::Others others = health.board.ask_others(operation, kReportPatience);
   const std::string next_step =
-      (others.all_left_normally ? "Did they have fewer batches, or steps? See join(). " : "") +
-      std::string(kRebuildGroup);
+      (others.all_left_normally ? kFewerBatches : "") + std::string(kRebuildGroup);
   const std::string text = error_text(
       "comm",
       operation + " failed: " + (others.text.empty() ? "" : others.text + ". ") + "This rank " +

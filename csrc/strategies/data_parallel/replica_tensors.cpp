@@ -192,9 +192,7 @@ void ReplicaTensors::refresh_leaves(size_t replica, bool first) {
     } else if (first || !same_memory(master, leaf)) {
       share_tensor(master, leaf);
     }
-    if (leaf.requires_grad() != master.requires_grad())
-      leaf.set_requires_grad(master.requires_grad());
-    if (leaf.grad_dtype() != master.grad_dtype()) leaf.set_grad_dtype(master.grad_dtype());
+    follow_master(master, leaf);
   }
   copied_bytes_ += stale.copy();
 }

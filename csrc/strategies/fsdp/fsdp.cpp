@@ -308,7 +308,6 @@ void Fsdp::begin_reading() {
   for (const auto& group : groups_) group->finish_writes();
   for (StepGate& gate : gates_) gate.begin_reading();
   prefetch_.expire();
-  for (const auto& group : groups_) group->bump_unsharded();
 }
 
 void Fsdp::begin_writing() {
@@ -319,6 +318,7 @@ void Fsdp::begin_writing() {
   const FactorRange own = delivery_->factor();
   FactorRange of_all = own;
   for (StepGate& gate : gates_) of_all = of_all & gate.begin_writing(own);
+  for (const auto& group : groups_) group->bump_unsharded();  // no graph may read what comes
   delivery_->forget();
   check_factor(own, of_all, communicator_->rank_of());
 }

@@ -157,6 +157,7 @@ void ShardedModule::Root::begin_writing() {
   check_members();
   check_writes();
   core->begin_writing();
+  note_members();
 }
 
 void ShardedModule::Root::sample_shards() {

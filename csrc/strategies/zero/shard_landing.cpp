@@ -41,6 +41,7 @@ void ShardLanding::begin(BucketLayout& layout) {
 
 // Sets a .grad aside that holds a sum; what this rank accumulates takes its place.
 void ShardLanding::set_aside(size_t index) {
+  if (!parameter(index).requires_grad()) return;  // nothing will be accumulated
   at::Tensor& grad = parameter(index).mutable_grad();
   const Watched& expected =
       set_aside_[index].defined() ? accumulated_as_[index] : delivered_as_[index];
@@ -100,8 +101,12 @@ void ShardLanding::deliver(Bucket& bucket, size_t slot) {
 
 void ShardLanding::restore(Bucket& bucket, size_t slot) {
   // The sum is zeros; what was set aside moves to where its place is now.
-  if (set_aside_[parameter_of(bucket, slot)].defined()) return deliver(bucket, slot);
+  const size_t index = parameter_of(bucket, slot);
+  if (set_aside_[index].defined()) return deliver(bucket, slot);
+  const at::Tensor& grad = parameter(index).grad();
+  const bool is_as_left = delivered_as_[index].is_unchanged(grad);
   bucket.restore(slot);
+  if (is_as_left) delivered_as_[index] = Watched::of(grad);  // its values came back in place
 }
 
 // Puts .grad back as if the backward that was abandoned had never begun, where that can be had.

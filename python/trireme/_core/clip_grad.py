@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -15,8 +15,15 @@ from trireme._core.owners import StagedModule, local_of, optimizer_of, stages_of
 
 _AREA = Area("grad_norm")
 
-# The ranks that shard, how many of them have the same part, their device; the ranks of a pipeline.
-_Over = tuple[_C.Communicator | None, int, torch.device, _C.Communicator | None]
+
+class _Over(NamedTuple):
+    """The ranks that shard, how many of them have the same part, where they talk; the ranks of a
+    pipeline."""
+
+    sharers: _C.Communicator | None
+    copies: int
+    device: torch.device
+    stages: _C.Communicator | None
 
 
 def clip_grad_norm_(
@@ -57,7 +64,8 @@ def clip_grad_norm_(
     cut_in_stages: dict[tuple[_Over, Any], list[torch.Tensor]] = {}  # has a list per mesh
     if isinstance(parameters, StagedModule):
         ranks = parameters.norm_over_stages()
-        sharded[None, 1, ranks.device, ranks] = ([], [])  # this rank may have no parameter
+        # This rank may have no parameter.
+        sharded[_Over(None, 1, ranks.device, ranks)] = ([], [])
         parameters = parameters.parameters()
     elif isinstance(parameters, nn.Module):
         got = f"got a {type(parameters).__name__}, expected parameters or a trireme.Pipeline"
@@ -99,10 +107,23 @@ def clip_grad_norm_(
         clip = torch.nn.utils.clip_grad_norm_
         norm: Any = clip(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
         return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+    all_parts = [_C.GradNormPart(whole)] if whole else []
+    all_parts += [
+        _C.GradNormPart.of_zero(zero, indices, ranks) for (zero, ranks), indices in parts.items()
+    ]
+    all_parts += [
+        _C.GradNormPart(
+            counted,
+            device=over.device,
+            sharded_over=over.sharers,
+            copies=over.copies,
+            counted_elsewhere=elsewhere,
+            stages=over.stages,
+        )
+        for over, (counted, elsewhere) in sharded.items()
+    ]
     return _C.clip_grad_norm_(
-        whole=whole,
-        parts=[(zero, indices, ranks) for (zero, ranks), indices in parts.items()],
-        sharded=[(*over, *gradients) for over, gradients in sharded.items()],
+        all_parts,
         max_norm=float(max_norm),
         norm_type=float(norm_type),
         error_if_nonfinite=error_if_nonfinite,
@@ -120,8 +141,8 @@ def _over(parameter: torch.Tensor) -> _Over | None:
     sharers = None if unit is None else unit.norm_over(parameter)
     over_stages = None if stages is None else stages.norm_over_stages()
     if sharers is not None:
-        return (*sharers, over_stages)
-    return None if over_stages is None else (None, 1, over_stages.device, over_stages)
+        return _Over(*sharers, over_stages)
+    return None if over_stages is None else _Over(None, 1, over_stages.device, over_stages)
 
 
 def _norm_by_torch(gradients: list[torch.Tensor], norm_type: float) -> torch.Tensor:

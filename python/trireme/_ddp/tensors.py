@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from trireme._C import ModuleNow
 from trireme._ddp.nesting import parameters_of_torchs
 
 if TYPE_CHECKING:
@@ -72,13 +73,9 @@ class ModuleTensors:
         return not all(isinstance(parameter, nn.Parameter) for parameter in self.parameters)
 
 
-Found = tuple[list[str], list[torch.Tensor], list[bool], list[str]]
-"""Names, parameters, which of them have sparse gradients; what else ranks must have alike."""
-
-
 def watching(
     ddp: DistributedDataParallel,
-) -> tuple[Callable[[bool], Found | None], Callable[[], None]]:
+) -> tuple[Callable[[bool], ModuleNow | None], Callable[[], None]]:
     """Returns what the core calls to look at the module of ``ddp``, and when it has taken over what
     it saw.
 
@@ -86,12 +83,17 @@ def watching(
     """
     alive = weakref.ref(ddp)
 
-    def look(thoroughly: bool) -> Found | None:
+    def look(thoroughly: bool) -> ModuleNow | None:
         owner = alive()
         now = None if owner is None else owner._look_at_module(thoroughly)
         if now is None:
             return None
-        return now.names, now.parameters, now.sparse_gradient, now.buffers
+        return ModuleNow(
+            names=now.names,
+            parameters=now.parameters,
+            sparse_gradient=now.sparse_gradient,
+            beside=now.buffers,
+        )
 
     def adopted() -> None:
         owner = alive()

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from trireme._C import Communicator, HeldBackwards, ParamGroup, UnitOffload
+from trireme._C import Communicator, HeldBackwards, ParamGroup, ParamPlace, UnitOffload
 from trireme._core.find_tensors import find_tensors
 from trireme._core.meshes import is_cut, ranks_of
 from trireme._core.owners import note_unit
@@ -113,7 +113,7 @@ class FsdpUnit:
         """Tells the core, and the parameters, which tensors hang where."""
         assert self.group is not None
         places = [
-            (module, name, index)
+            ParamPlace(module, name, index)
             for index, param in enumerate(self.params)
             for module, name in param.places
         ]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from trireme import _C
-from trireme._C import Communicator, PipelineEngine, RowThreads
+from trireme._C import Communicator, PipelineEngine, PipelineStageRequest, RowThreads
 from trireme._core.group_communicator import communicator_of
 from trireme._core.owners import note_stages
 from trireme._pipeline import AREA, refuse
@@ -211,17 +211,17 @@ class Pipeline(ScalesLosses, nn.Module):
         self._pool = pool_of(self._devices_of_rows)
         self._core = self._make_threads()
 
-    def _told_of_stages(self) -> list[Any]:
+    def _told_of_stages(self) -> list[PipelineStageRequest]:
         last = self._schedule.stages - 1
         return [
-            (
-                call.stage.number,
-                str(call.stage),
-                call.forward,
-                call.loss if call.stage.number == last else None,
-                held.parameters,
-                held.buffers,
-                held.strategies,
+            PipelineStageRequest(
+                stage=call.stage.number,
+                name=str(call.stage),
+                forward=call.forward,
+                loss=call.loss if call.stage.number == last else None,
+                parameters=held.parameters,
+                buffers=held.buffers,
+                strategies=held.strategies,
             )
             for call, held in zip(self._calls, self._held(), strict=True)
         ]

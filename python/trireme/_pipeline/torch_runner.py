@@ -11,7 +11,7 @@ import torch
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from trireme import _C
-from trireme._C import Communicator, PipelineEngine
+from trireme._C import Communicator, PipelineEngine, PipelineStageRequest
 from trireme._core.group_communicator import communicator_of
 from trireme._pipeline import AREA, refuse
 from trireme._pipeline.agreement import agree
@@ -122,23 +122,21 @@ class StageRunner:
     def _make(
         self, table: PipelineSchedule, scale_grads: bool, communicator: Communicator
     ) -> PipelineEngine:
-        weights = {
-            call.index: (call.begin_weights, call.finish_weights)
-            for call in self._calls
-            if call.stage.dw_builder is not None
-        }
         self._seen = self._parameters()
         return PipelineEngine(
             table._core,
             [
-                (
-                    call.index,
-                    type(call.submod).__name__,
-                    call.forward,
-                    call.loss if call.is_last and self._loss is not None else None,
-                    held.parameters,
-                    held.buffers,
-                    held.strategies,
+                PipelineStageRequest(
+                    stage=call.index,
+                    name=type(call.submod).__name__,
+                    forward=call.forward,
+                    loss=call.loss if call.is_last and self._loss is not None else None,
+                    parameters=held.parameters,
+                    buffers=held.buffers,
+                    strategies=held.strategies,
+                    weights=None
+                    if call.stage.dw_builder is None
+                    else (call.begin_weights, call.finish_weights),
                 )
                 for call, held in zip(self._calls, self._held(), strict=True)
             ],
@@ -146,7 +144,6 @@ class StageRunner:
             scale_grads,
             self._skips(table.stages, communicator),
             [],
-            weights=weights,
         )
 
     def _skips(self, stages: int, communicator: Communicator) -> list[tuple[str, int, int]]:

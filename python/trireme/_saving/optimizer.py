@@ -217,8 +217,11 @@ class OptimizerParts:
             theirs = set(saved[number]["params"]) if number < len(saved) else set()
             for name in sorted(mine ^ theirs):
                 has = "without" if name in mine else "with"
-                got = f"got an optimizer {has} '{name}' in group {number} of the checkpoint"
-                self.ranks.refuse(f"{got}, expected the groups of this one", next_step)
+                self.ranks.refuse(
+                    f"got an optimizer {has} '{name}' in group {number} of the checkpoint, "
+                    "expected the groups of this one",
+                    next_step,
+                )
         if len(saved) != len(self.groups):
             got = f"got {len(saved)} parameter groups, expected {len(self.groups)}"
             self.ranks.refuse(got, next_step)

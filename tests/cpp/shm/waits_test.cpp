@@ -210,8 +210,9 @@ TEST_CASE("a rank that ended well is told apart from one whose process failed or
                    error.empty()
                        ? "ended normally after step 3; its last operation: none"
                        : "has left the group after step 3, ended by ValueError: no such file; "));
-    CHECK(contains(failure.text, error.empty() ? "Did it have fewer batches, or steps? See join()."
-                                               : "Look for the error of that rank; then start"));
+    CHECK(contains(failure.text, error.empty()
+                                     ? "Did it have fewer batches, or steps? See join() of DDP"
+                                     : "Look for the error of that rank; then start"));
   }
 }
 

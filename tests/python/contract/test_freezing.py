@@ -68,6 +68,20 @@ def test_another_half_is_frozen_in_every_step(rank: int, strategy: Strategy) -> 
         strategy.train_both(ours, one, step)
 
 
+@on_every_strategy()
+def test_a_frozen_parameter_keeps_the_gradient_that_it_has(rank: int, strategy: Strategy) -> None:
+    """The optimizer goes on with it, until it is dropped."""
+    trainings = strategy.pair(mlp)
+    strategy.train_both(*trainings, 0)
+    for training in trainings:
+        set_requires_grad(training.model, {"0.weight": False, "4.bias": False})
+    for step in range(1, 4):
+        for training in trainings:
+            training.backward(step)
+        strategy.step_both(*trainings)
+    strategy.train_both(*trainings, 4)
+
+
 class Branches(nn.Module):
     """Each call uses the branches it is asked for."""
 

@@ -248,7 +248,7 @@ elif sys.argv[3] == "exit":
 """
 
 HOW_IT_ENDED = {
-    "well": ("ended normally; ", "Did it have fewer batches, or steps? See join()."),
+    "well": ("ended normally; ", "Did it have fewer batches, or steps? See join() of DDP"),
     "exit": (
         "has left the group: it ended with exit code 3; ",
         "Look for the error of that rank; ",

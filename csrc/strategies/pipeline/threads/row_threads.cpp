@@ -4,6 +4,7 @@
 #include <trireme/common/exception_text.h>
 #include <trireme/common/interruption.h>
 #include <trireme/common/intra_op_threads.h>
+#include <trireme/module/module_replicas.h>
 #include <trireme/strategies/pipeline/gradients/step_gradients.h>
 #include <trireme/strategies/pipeline/refuse.h>
 #include <trireme/strategies/pipeline/threads/pass_schedule.h>
@@ -24,17 +25,9 @@ namespace trireme {
 
 namespace {
 
-// Makes a stand-in, which has no .grad, train as its parameter does now.
-void follow(const at::Tensor& parameter, const at::Tensor& stand_in) {
-  if (stand_in.requires_grad() != parameter.requires_grad())
-    stand_in.set_requires_grad(parameter.requires_grad());
-  if (stand_in.grad_dtype() != parameter.grad_dtype())
-    stand_in.set_grad_dtype(parameter.grad_dtype());
-}
-
 at::Tensor stand_in_of(const at::Tensor& parameter) {
   at::Tensor stand_in = parameter.detach();
-  follow(parameter, stand_in);
+  follow_master(parameter, stand_in);
   return stand_in;
 }
 
@@ -165,7 +158,7 @@ void RowThreads::look_at_shared() {
     *leaves_[row] = LeafEdges();
     for (const Shared& shared : shared_[row]) {
       shared.stand_in.mutable_grad().reset();
-      follow(shared.parameter, shared.stand_in);
+      follow_master(shared.parameter, shared.stand_in);
       if (shared.parameter.requires_grad()) leaves_[row]->add(shared.parameter, shared.stand_in);
     }
   }

@@ -16,14 +16,16 @@ COMMENT = re.compile(rf"({QUOTED}|'(?:[^'\\\n]|\\.)')|//[^\n]*|/\*.*?\*/", re.S)
 TOKEN = re.compile(rf"{QUOTED}|'(?:[^'\\\n]|\\.)'|.", re.S)
 STATEMENT = re.compile(rf"(?:{QUOTED}|[^;{{}}\"])+")
 # error_text() has its text behind the area, these as the first argument that has words.
-REFUSAL = re.compile(r"\b(error_text|refuse\w*|fail|complain|check_[a-z]+|expect_no_key)\(")
+REFUSAL = re.compile(
+    r"\b(error_text|refuse\w*|fail|complain|check_[a-z]+|checks_\.expect|expect_no_key)\("
+)
 PYTHON_REFUSAL = re.compile(r"_?refuse\w*|error_text|warn")
 OPENING = re.compile(r"got |cannot |.*, expected ", re.S)
 # A row that says "got a message" explains what all of these say.
 PIECES = {"refuse_bytes", "refuse_message"}
 BRACKETS = {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}
 
-Texts = Iterator[tuple[int, list[str]]]  # each with the line where it is
+Texts = Iterator[list[str]]
 
 
 def words(text: str) -> list[str]:
@@ -51,7 +53,7 @@ def arguments(code: str, bracket: int) -> tuple[list[str], int]:
 
 
 def cpp_texts(code: str) -> Texts:
-    code = COMMENT.sub(lambda found: found[1] or "\n" * found[0].count("\n"), code)
+    code = COMMENT.sub(lambda found: found[1] or "", code)
     rest = code
     for call in REFUSAL.finditer(code):
         given, end = arguments(code, call.end() - 1)
@@ -61,14 +63,14 @@ def cpp_texts(code: str) -> Texts:
             given = given[1:2]
         elif "error_text(" in given[0]:
             continue
-        texts = [literals(one) for one in (given[:-1] or given)]
-        said = [one for one in texts if any(" " in part for part in one)]
-        yield code.count("\n", 0, call.start()) + 1, said[0] if said else []
-        rest = rest[: call.end()] + re.sub(r"[^\n]", " ", code[call.end() : end]) + rest[end:]
+        texts = [literals(argument) for argument in (given[:-1] or given)]
+        said = [text for text in texts if any(" " in part for part in text)]
+        yield said[0] if said else []
+        rest = rest[: call.end()] + " " * (end - call.end()) + rest[end:]
     for found in STATEMENT.finditer(rest):
         text = literals(found[0])
-        if any(OPENING.match(one[1:]) for one in text):
-            yield rest.count("\n", 0, found.start()) + 1, text
+        if any(OPENING.match(part[1:]) for part in text):
+            yield text
 
 
 def python_text(node: ast.AST) -> list[str]:
@@ -86,11 +88,11 @@ def python_texts(code: str) -> Texts:
             name = node.func.attr if isinstance(node.func, ast.Attribute) else ""
             name = node.func.id if isinstance(node.func, ast.Name) else name
             if PYTHON_REFUSAL.fullmatch(name) and len(node.args) > 1:
-                yield node.lineno, python_text(node.args[name == "error_text"])
+                yield python_text(node.args[name == "error_text"])
         elif isinstance(node, ast.Assign | ast.Return | ast.AugAssign) and node.value:
             text = python_text(node.value)
-            if any(OPENING.match(one) for one in text):
-                yield node.lineno, text
+            if any(OPENING.match(part) for part in text):
+                yield text
 
 
 def rows(page: str) -> list[str]:
@@ -102,32 +104,41 @@ def in_words(text: str) -> str:
     return f" {' '.join(word for word in words(text) if word != 'got')} "
 
 
+class Text:
+    def __init__(self, literals: list[str]) -> None:
+        sizes = [len(words(part)) for part in literals]
+        self.all = " ...".join(in_words(part) for part in literals)
+        self.size = sum(sizes)
+        self.longest_size = max(sizes, default=0)
+        self.longest = in_words(literals[sizes.index(self.longest_size)] if literals else "")
+
+
 class Row:
     def __init__(self, row: str) -> None:
         self.plain = in_words(re.sub("[<>]", " ", row))
         parts = [in_words(part) for part in re.split(r"<[^<>]*>", row)]
-        self.telling = max(len(part.split()) for part in parts)
+        self.longest = max(parts, key=lambda part: len(part.split()))
+        self.telling = len(self.longest.split())
         self.words = len(words(re.sub(r"<[^<>]*>", " ", row)))
         self.pattern = re.compile(
             ".*".join(re.escape(part[:-1]) + "(?= )" for part in parts if part.strip())
         )
 
-    def explains(self, text: list[str]) -> bool:
-        """Its words are in the text, and make up half of it; or it has the longest literal."""
-        size = sum(len(words(part)) for part in text)
-        is_telling = self.telling >= ENOUGH_WORDS or FEWEST_WORDS <= self.words >= size * 2 / 3
-        if is_telling and self.pattern.search(" ...".join(in_words(part) for part in text)):
+    def explains(self, text: Text) -> bool:
+        """Its words are in the text, and are most of it; or it has the longest literal."""
+        is_most = FEWEST_WORDS <= self.words >= text.size * 2 / 3
+        is_telling = self.telling >= ENOUGH_WORDS or is_most
+        if is_telling and self.longest[:-1] in text.all and self.pattern.search(text.all):
             return True
-        longest = max(text, key=lambda part: len(words(part)))
-        return len(words(longest)) >= FEWEST_WORDS and in_words(longest) in self.plain
+        return text.longest_size >= FEWEST_WORDS and text.longest in self.plain
 
 
 def unexplained(page: str, texts: Iterable[list[str]]) -> list[str]:
     """Those of the texts that no row of the page explains."""
     known = [Row(row) for row in rows(page)]
     return [
-        "<...>".join(text)
-        for text in texts
-        if sum(len(words(part)) for part in text) >= FEWEST_WORDS
+        "<...>".join(literals)
+        for literals in texts
+        if (text := Text(literals)).size >= FEWEST_WORDS
         and not any(row.explains(text) for row in known)
     ]
