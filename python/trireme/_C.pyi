@@ -25,13 +25,6 @@ from trireme._c_activation import plan_of as plan_of
 from trireme._c_activation import run_with_packer as run_with_packer
 from trireme._c_activation import segment_bounds as segment_bounds
 from trireme._c_activation import square_root_segments as square_root_segments
-from trireme._c_fsdp import Fsdp as Fsdp
-from trireme._c_fsdp import FsdpRanks as FsdpRanks
-from trireme._c_fsdp import ParamGroup as ParamGroup
-from trireme._c_fsdp import ParamPlace as ParamPlace
-from trireme._c_fsdp import ShardedParamSpec as ShardedParamSpec
-from trireme._c_fsdp import UnitOffload as UnitOffload
-from trireme._c_fsdp import plan_offload as plan_offload
 from trireme._c_pipeline import HeldBackwards as HeldBackwards
 from trireme._c_pipeline import LossCollector as LossCollector
 from trireme._c_pipeline import PipelineAction as PipelineAction
@@ -53,6 +46,19 @@ from trireme._c_pipeline import partition as partition
 from trireme._c_pipeline import pipeline_loss as pipeline_loss
 from trireme._c_pipeline import read_pipeline_schedule as read_pipeline_schedule
 from trireme._c_pipeline import row_pool as row_pool
+from trireme._c_sharded import Fsdp as Fsdp
+from trireme._c_sharded import FsdpRanks as FsdpRanks
+from trireme._c_sharded import FusedAdamGroup as FusedAdamGroup
+from trireme._c_sharded import GradNormPart as GradNormPart
+from trireme._c_sharded import ParamGroup as ParamGroup
+from trireme._c_sharded import ParamPlace as ParamPlace
+from trireme._c_sharded import ShardedParamSpec as ShardedParamSpec
+from trireme._c_sharded import ShardPlacement as ShardPlacement
+from trireme._c_sharded import UnitOffload as UnitOffload
+from trireme._c_sharded import Zero as Zero
+from trireme._c_sharded import ZeroOptions as ZeroOptions
+from trireme._c_sharded import clip_grad_norm_ as clip_grad_norm_
+from trireme._c_sharded import plan_offload as plan_offload
 from trireme.ps._c_ps import AdagradSpec as AdagradSpec
 from trireme.ps._c_ps import AdamSpec as AdamSpec
 from trireme.ps._c_ps import AdamWSpec as AdamWSpec
@@ -321,32 +327,6 @@ def sgd_step(
     found_inf: torch.Tensor | None,
 ) -> None: ...
 
-class ShardPlacement:
-    DIM0: ClassVar[ShardPlacement]
-    FLAT: ClassVar[ShardPlacement]
-    WHOLE: ClassVar[ShardPlacement]
-    def __init__(self, value: int) -> None: ...
-    @property
-    def name(self) -> str: ...
-    @property
-    def value(self) -> int: ...
-
-class ZeroOptions:
-    stage: int
-    host_params: bool
-    placement: ShardPlacement | None
-    fused_step: bool
-    def __init__(self) -> None: ...
-
-class FusedAdamGroup:
-    parameters: list[int]
-    exp_avgs: list[torch.Tensor]
-    exp_avg_sqs: list[torch.Tensor]
-    max_exp_avg_sqs: list[torch.Tensor]
-    steps: list[torch.Tensor]
-    options: AdamStepOptions
-    def __init__(self) -> None: ...
-
 class CheckpointTensor:
     def __init__(
         self,
@@ -395,66 +375,6 @@ def gather_states(
     communicator: Communicator,
     to: int,
 ) -> list[_State]: ...
-
-class Zero:
-    def __init__(
-        self,
-        *,
-        names: Sequence[str],
-        parameters: _Tensors,
-        communicator: Communicator,
-        options: ZeroOptions,
-    ) -> None: ...
-    def shards(self) -> list[torch.Tensor]: ...
-    def plan(self) -> list[list[tuple[int, int]]]: ...
-    def sharded_parameters(self) -> list[ShardedParameter]: ...
-    @property
-    def shares_parameters(self) -> bool: ...
-    def begin_step(self, found_inf: bool, scaler_writes: int | None) -> bool: ...
-    def end_step(self) -> None: ...
-    def abandon_step(self, reason: str) -> None: ...
-    def begin_writing(self) -> None: ...
-    def end_writing(self) -> None: ...
-    @property
-    def is_writing(self) -> bool: ...
-    def give_own_memory(self, parameters: Sequence[int]) -> None: ...
-    def retire(self) -> None: ...
-    def begin_writing_shards(self) -> None: ...
-    def end_writing_shards(self) -> None: ...
-    def set_synchronize(self, synchronize: bool) -> None: ...
-    def set_divisor(self, divisor: float) -> None: ...
-    def set_armed_callback(self, callback: _Call) -> None: ...
-    @staticmethod
-    def arm_together(zeros: Sequence[Zero]) -> None: ...
-    def shadow_backward(self) -> None: ...
-    def summed(self) -> list[bool]: ...
-    def fused_adam_step(self, groups: Sequence[FusedAdamGroup]) -> None: ...
-    def own_gradients(self, parameters: Sequence[int]) -> list[torch.Tensor]: ...
-    def zero_grad(self, set_to_none: bool) -> None: ...
-    def last_step(self) -> dict[str, float]: ...
-
-class GradNormPart:
-    def __init__(
-        self,
-        gradients: _Tensors,
-        *,
-        device: torch.device | None = None,
-        sharded_over: Communicator | None = None,
-        copies: int = 1,
-        counted_elsewhere: _Tensors = ...,
-        stages: Communicator | None = None,
-    ) -> None: ...
-    @staticmethod
-    def of_zero(
-        zero: Zero, parameters: Sequence[int], stages: Communicator | None = None
-    ) -> GradNormPart: ...
-
-def clip_grad_norm_(
-    parts: Sequence[GradNormPart],
-    max_norm: float,
-    norm_type: float,
-    error_if_nonfinite: bool,
-) -> torch.Tensor: ...
 
 class Launcher:
     ALONE: ClassVar[Launcher]

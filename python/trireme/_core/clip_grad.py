@@ -25,6 +25,16 @@ class _Over(NamedTuple):
     device: torch.device
     stages: _C.Communicator | None
 
+    def part(self, counted: list[torch.Tensor], elsewhere: list[torch.Tensor]) -> _C.GradNormPart:
+        return _C.GradNormPart(
+            counted,
+            device=self.device,
+            sharded_over=self.sharers,
+            copies=self.copies,
+            counted_elsewhere=elsewhere,
+            stages=self.stages,
+        )
+
 
 def clip_grad_norm_(
     parameters: torch.Tensor | Iterable[torch.Tensor] | StagedModule,
@@ -107,23 +117,11 @@ def clip_grad_norm_(
         clip = torch.nn.utils.clip_grad_norm_
         norm: Any = clip(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
         return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-    all_parts = [_C.GradNormPart(whole)] if whole else []
-    all_parts += [
-        _C.GradNormPart.of_zero(zero, indices, ranks) for (zero, ranks), indices in parts.items()
-    ]
-    all_parts += [
-        _C.GradNormPart(
-            counted,
-            device=over.device,
-            sharded_over=over.sharers,
-            copies=over.copies,
-            counted_elsewhere=elsewhere,
-            stages=over.stages,
-        )
-        for over, (counted, elsewhere) in sharded.items()
-    ]
+    held = [_C.GradNormPart(whole)] if whole else []
+    held += [_C.GradNormPart.of_zero(zero, its, ranks) for (zero, ranks), its in parts.items()]
+    held += [over.part(*gradients) for over, gradients in sharded.items()]
     return _C.clip_grad_norm_(
-        all_parts,
+        held,
         max_norm=float(max_norm),
         norm_type=float(norm_type),
         error_if_nonfinite=error_if_nonfinite,

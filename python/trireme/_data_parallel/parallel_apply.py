@@ -52,7 +52,7 @@ def parallel_apply(
             refuse(
                 f"got {len(given)} {name} for {len(modules)} modules, expected as many",
                 "Give one entry per module.",
-                kind=AssertionError,  # as torch raises
+                kind=AssertionError,  # torch raises this kind
             )
     kwargs = [{} for _ in modules] if kwargs_tup is None else kwargs_tup
     named = [None for _ in modules] if devices is None else devices

@@ -184,7 +184,7 @@ def shard_dim(name: str, param: nn.Parameter, placement: Any) -> int:
         refuse(
             f"got {placement!r} for '{name}' of shape {tuple(param.shape)}",
             "Choose one of its dimensions.",
-            kind=AssertionError,  # as torch raises
+            kind=AssertionError,  # torch raises this kind
         )
     return dim
 
@@ -236,7 +236,7 @@ def check_units(modules: Sequence[nn.Module], is_unit: Callable[[nn.Module], boo
             refuse(
                 f"got {type(module).__name__}, which is sharded already",
                 "Call fully_shard once per module, inner modules first.",
-                kind=AssertionError,  # as torch raises
+                kind=AssertionError,  # torch raises this kind
             )
 
 

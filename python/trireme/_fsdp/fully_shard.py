@@ -42,7 +42,7 @@ def _sharded_class(plain: type) -> type:
     if sharded is None:
         metaclass = type(plain)
         if metaclass is type:
-            metaclass = ABCMeta  # that of torch's Joinable
+            metaclass = ABCMeta  # torch's Joinable has this one
         elif not issubclass(metaclass, ABCMeta):
             metaclass = type(f"ABC{metaclass.__name__}", (metaclass, ABCMeta), {})
         sharded = metaclass(f"FSDP{plain.__name__}", (FSDPModule, plain, OwnNames), {})
