@@ -3,6 +3,8 @@
 #include <trireme/comm/subgroups.h>
 #include <trireme/strategies/fsdp/sharded_join.h>
 
+#include <c10/util/ScopeExit.h>
+
 #include <algorithm>
 #include <unordered_map>
 #include <unordered_set>
@@ -156,8 +158,9 @@ void ShardedModule::Root::begin_writing() {
   if (core->is_writing()) return;  // asked for each parameter
   check_members();
   check_writes();
+  // The core counts a write of all members, and then may refuse the step.
+  const auto noted = c10::make_scope_exit([this] { note_members(); });
   core->begin_writing();
-  note_members();
 }
 
 void ShardedModule::Root::sample_shards() {

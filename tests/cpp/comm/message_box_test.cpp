@@ -391,9 +391,11 @@ TEST_CASE("over an engine ranks that say nothing for longer than its timeout sta
   run_boxes(
       2, Engine::kGloo,
       [&](ThreadRank& rank, MessageBox& box) {
-        const auto until = std::chrono::steady_clock::now() + kShort + std::chrono::seconds(1);
-        take_until(box, [&] { return std::chrono::steady_clock::now() > until; }, refuse_arrival);
-        if (rank.where.rank == 0) return post(box, 1, text_message("late"));
+        if (rank.where.rank == 0) {
+          const auto until = std::chrono::steady_clock::now() + kShort + std::chrono::seconds(1);
+          take_until(box, [&] { return std::chrono::steady_clock::now() > until; }, refuse_arrival);
+          return post(box, 1, text_message("late"));
+        }
         take_until(
             box, [&] { return !came.empty(); },
             [&](MessageBox::Arrival& arrival) { came.push_back(arrival.message.text); });
