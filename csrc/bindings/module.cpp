@@ -11,7 +11,6 @@ PYBIND11_MODULE(_C, module) {
   trireme::init_data_parallel(module);
   trireme::init_ddp(module);
   trireme::init_doctor(module);
-  trireme::init_grad_norm(module);
   trireme::init_held_backwards(module);
   trireme::init_fsdp(module);  // tells of the above
   trireme::init_launch(module);
@@ -26,4 +25,5 @@ PYBIND11_MODULE(_C, module) {
   trireme::init_sync_batch_norm(module);
   trireme::init_zero_state(module);
   trireme::init_zero(module);  // tells of the above
+  trireme::init_grad_norm(module);  // takes optimizers of the above
 }
