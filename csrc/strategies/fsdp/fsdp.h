@@ -51,7 +51,7 @@ TRIREME_API std::shared_ptr<ParamGroup> make_param_group(ParamGroupRequest reque
 // and rings of 8 MiB. Where parameters are gathered: one all_gather per unit in forward and, if it
 // reshards, one in backward, 4 N (P - 1) / P bytes received each; one reduce_scatter per bucket of
 // 25 MiB, and one small all_reduce. Memory: 16 N / P per rank (with the state of Adam), the two
-// largest units (more where ranks use different ones; see prefetch.h), and two buckets. Resharded
+// largest units (more where ranks use different ones; see prefetch.h), and three buckets. Resharded
 // among n ranks backward receives 4 N (n - 1) / n bytes from these, and 4 N / n stay until it is
 // over.
 //

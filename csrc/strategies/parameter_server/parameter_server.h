@@ -88,7 +88,8 @@ struct Stats {
 // Faults: a wait ends at the deadline, naming who has not come. A worker that dies is named within
 // a second by whoever waits or pulls next (WorkerLoss::kRaise), or the others go on as if it had
 // left: its pushes of the open clock are dropped. A block of values in which it died stays as it is
-// and is counted in stats(). Nothing after the construction is collective, but for writing().
+// and is counted in stats(). Nothing after the construction is collective, but for load(), save()
+// and writing().
 //
 // One thread at a time, but for stats(). Tables live as long as the server. Errors are
 // c10::ValueError for a caller's mistake, c10::IndexError for an unknown table, c10::Error for use

@@ -11,6 +11,7 @@ from torch.utils._foreach_utils import _device_has_foreach_support
 
 from trireme import _C
 from trireme._core.errors import Area
+from trireme._core.joined_steps import Clip, JoinedSteps
 from trireme._core.owners import StagedModule, local_of, optimizer_of, stages_of, unit_of
 
 _AREA = Area("grad_norm")
@@ -81,6 +82,7 @@ def clip_grad_norm_(
         got = f"got a {type(parameters).__name__}, expected parameters or a trireme.Pipeline"
         _AREA.refuse(got, "Pass its parameters().", kind=TypeError)
     parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    parameters = _shared_in_join(parameters, Clip(max_norm, norm_type, error_if_nonfinite))
     for parameter in parameters:
         optimizer = optimizer_of(parameter)
         if optimizer is not None and optimizer.stage == 2:
@@ -126,6 +128,35 @@ def clip_grad_norm_(
         norm_type=float(norm_type),
         error_if_nonfinite=error_if_nonfinite,
     )
+
+
+def _shared_in_join(parameters: list[torch.Tensor], clip: Clip) -> list[torch.Tensor]:
+    """Tells ranks that have run out of inputs. Returns the parameters in the order of theirs."""
+    found = {id(joined): joined for it in parameters if (joined := _in_join(it)) is not None}
+    if not found:
+        return parameters
+    joined, *others = found.values()
+    every = joined.parameters()
+    if others or {*map(id, filter(_counts, parameters))} != {*map(id, filter(_counts, every))}:
+        _AREA.refuse(
+            "got other parameters than those of one optimizer in a join, whose ranks without "
+            "inputs clip all of that optimizer's",
+            "Pass all parameters of the optimizer that steps in the join.",
+            joined.group,
+        )
+    joined.share_clip(clip)
+    return every
+
+
+def _in_join(parameter: torch.Tensor) -> JoinedSteps | None:
+    optimizer, unit = optimizer_of(parameter), unit_of(parameter)
+    if optimizer is not None and optimizer.stage == 2:
+        return optimizer._in_join()
+    return None if unit is None else unit.in_join()
+
+
+def _counts(parameter: torch.Tensor) -> bool:
+    return parameter.requires_grad or parameter.grad is not None
 
 
 def _expect_foreach_on(device: torch.device) -> None:

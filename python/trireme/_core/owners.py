@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from trireme._C import Communicator, HeldBackwards, Zero
+from trireme._core.joined_steps import JoinedSteps
 
 
 class ShardedOptimizer(Optimizer):
@@ -43,6 +44,11 @@ class ShardedOptimizer(Optimizer):
         """Gives ``optim`` what was set in ``param_groups``."""
         raise NotImplementedError
 
+    def _in_join(self) -> JoinedSteps | None:
+        """Returns what tells ranks that have run out of inputs in a ``Join``, if this one has
+        not."""
+        raise NotImplementedError
+
     def _retire(self) -> None:
         """Lets go of its parameters."""
         raise NotImplementedError
@@ -65,6 +71,9 @@ class ShardingUnit(Protocol):
     def norm_over(self, param: Any) -> tuple[Communicator, int, torch.device] | None:
         """The ranks that have other parts of ``param``, how many of them have the same part, and
         the device on which they talk. None if every rank has all of it."""
+
+    def in_join(self) -> JoinedSteps | None:
+        """What tells ranks that have run out of inputs in a ``Join``, if this one has not."""
 
     def held_backwards(self) -> HeldBackwards:
         """Says to a pipeline how to hold back its averaging."""

@@ -8,7 +8,8 @@ import torch
 from torch.distributed.algorithms.join import Join, JoinHook, _JoinConfig
 from torch.optim import Optimizer
 
-from trireme._core.joined_steps import share_step
+from trireme._core.clip_grad import clip_grad_norm_
+from trireme._core.joined_steps import JoinedSteps
 from trireme._fsdp import refuse
 
 if TYPE_CHECKING:
@@ -30,8 +31,9 @@ class FsdpJoinHook(JoinHook):
             )
         self.root.divides_by_active_ranks = not divide_by_initial_world_size
         self.optimizer = optimizer
-        self.has_run_out = False
-        self.before_step = optimizer.register_step_pre_hook(self._share_step)
+        mesh = self.root.units[0].mesh
+        self.steps = JoinedSteps(optimizer, mesh.group, mesh.device, clip=clip_grad_norm_)
+        self.root.joined = self.steps
         super().__init__()
 
     def main_hook(self) -> None:
@@ -41,27 +43,32 @@ class FsdpJoinHook(JoinHook):
         self.optimizer.zero_grad()  # with what this rank still has it has stepped
         core.begin_reading()
         core.shadow_step(self.root.units[0].group)
-        self.has_run_out = True
+        self.steps.has_run_out = True
         try:
             self.optimizer.step()
         finally:
-            self.has_run_out = False
+            self.steps.has_run_out = False
         self.optimizer.zero_grad()
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        self.before_step.remove()
+        self.root.joined = None
 
-    def _share_step(self, *_: object) -> None:
-        config = self.root.units[0].modules[0]._join_config
-        if self.has_run_out or (isinstance(config, _JoinConfig) and config.enable):
-            mesh = self.root.units[0].mesh
-            share_step(
-                self.optimizer,
-                mesh.group,
-                mesh.device,
-                has_inputs=not self.has_run_out,
-                gradients=False,
-            )
+
+def in_join(root: FsdpRoot) -> JoinedSteps | None:
+    """What tells ranks that have run out of inputs, if this one has not."""
+    config = root.units[0].modules[0]._join_config  # the user's, if the class has one
+    is_enabled = isinstance(config, _JoinConfig) and config.enable
+    joined = root.joined
+    return joined if is_enabled and joined is not None and not joined.has_run_out else None
+
+
+def share_step(root: FsdpRoot, optimizer: Optimizer) -> None:
+    """Before a step, and before its gate: ranks that have run out come to that after this only."""
+    joined = root.joined
+    if joined is None or not joined.is_of(optimizer):
+        return
+    if joined.has_run_out or in_join(root) is not None:
+        joined.share_step()
 
 
 def notify_of_forward(root: FsdpRoot) -> None:

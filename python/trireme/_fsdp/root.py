@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from trireme._C import Fsdp, FsdpRanks
+from trireme._core.joined_steps import JoinedSteps
 from trireme._core.layer_watch import LayerWatch
 from trireme._core.writing import call_before_writing_shards
 from trireme._fsdp import refuse
@@ -45,6 +46,7 @@ class FsdpRoot:
         self.finalizes_manually = False
         self.gathers_dynamically = False
         self.divides_by_active_ranks = False
+        self.joined: JoinedSteps | None = None
         prefixes = {inner: name for name, inner in module.named_modules()}
         self.params: list[ShardedParameter] = []
         for inner in units:

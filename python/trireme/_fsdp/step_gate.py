@@ -10,6 +10,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from trireme._core.owners import unit_of
 from trireme._fsdp import refuse
+from trireme._fsdp.join import share_step
+from trireme._fsdp.root import FsdpRoot
 from trireme._fsdp.unit import FsdpUnit
 
 _watched: list[Any] = []
@@ -27,6 +29,8 @@ def _before_step(
     units = _units_of(optimizer)
     if not units:
         return None
+    for root in _roots_of(units):
+        share_step(root, optimizer)
     begin_writing(units)
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if closure is None:
@@ -39,7 +43,7 @@ def _before_step(
 
 def begin_writing(units: list[FsdpUnit]) -> None:
     """Waits for the roots of ``units``; those that have none yet were not read."""
-    for root in dict.fromkeys(unit.root for unit in units if unit.root is not None):
+    for root in _roots_of(units):
         root.begin_writing()
 
 
@@ -53,6 +57,10 @@ def _gated(closure: Callable[[], Any], units: list[FsdpUnit]) -> Callable[[], An
         return result
 
     return call
+
+
+def _roots_of(units: list[FsdpUnit]) -> list[FsdpRoot]:
+    return list(dict.fromkeys(unit.root for unit in units if unit.root is not None))
 
 
 def _units_of(optimizer: Optimizer) -> list[FsdpUnit]:

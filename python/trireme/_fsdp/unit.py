@@ -15,11 +15,12 @@ from torch import nn
 
 from trireme._C import Communicator, HeldBackwards, ParamGroup, ParamPlace, UnitOffload
 from trireme._core.find_tensors import find_tensors
+from trireme._core.joined_steps import JoinedSteps
 from trireme._core.meshes import is_cut, ranks_of
 from trireme._core.owners import note_unit
 from trireme._fsdp import refuse
 from trireme._fsdp.comms import customizable, hook_of, use_all_gather
-from trireme._fsdp.join import notify_of_forward
+from trireme._fsdp.join import in_join, notify_of_forward
 from trireme._fsdp.mesh import FsdpMesh
 from trireme._fsdp.params import ShardedParameter, adopt, copy_shards, note_casts, shard
 from trireme._fsdp.root import FsdpRoot
@@ -246,6 +247,10 @@ class FsdpUnit:
     def _root_post_backward_final_callback(self) -> None:
         if (core := self.own_root().core) is not None:
             core.finalize_backward()
+
+    def in_join(self) -> JoinedSteps | None:
+        """What tells ranks that have run out of inputs in a ``Join``, if this one has not."""
+        return None if self.root is None else in_join(self.root)
 
     def own_root(self) -> FsdpRoot:
         """The root of this unit; if there is none yet, this unit is."""

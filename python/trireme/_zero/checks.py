@@ -134,7 +134,7 @@ def check_parameters(names: dict[torch.Tensor, str], group: dist.ProcessGroup) -
             refuse(got, "Run one forward before.", group)
         if parameter.layout != torch.strided:
             got = f"got '{name}' of layout {parameter.layout}, expected a dense parameter"
-            refuse(got, "Make it dense; its gradients may be sparse under stage 1.", group)
+            refuse(got, "Make it dense, or train it by an optimizer of its own.", group)
         if parameter.is_meta and all(other.is_meta for other in names):
             got = f"got '{name}' on the meta device, expected a parameter with memory"
             next_step = "Call module.to_empty(device=...) and initialise it before."

@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING
 
 from torch.distributed.algorithms.join import Join, JoinHook
 
+from trireme._core.clip_grad import clip_grad_norm_
+from trireme._core.joined_steps import JoinedSteps
+
 if TYPE_CHECKING:
     from trireme._zero.optimizer import ZeroRedundancyOptimizer
 
@@ -18,7 +21,13 @@ class ZeroJoinHook(JoinHook):
         self, optimizer: ZeroRedundancyOptimizer, divide_by_initial_world_size: bool
     ) -> None:
         self.optimizer = optimizer
-        optimizer._is_in_join = True
+        self.steps = optimizer._joined = JoinedSteps(
+            optimizer,
+            optimizer.process_group,
+            optimizer._default_device,
+            clip=clip_grad_norm_,
+            shares_gradients=optimizer.stage == 1,
+        )
         if optimizer.stage == 2:
             held = weakref.ref(optimizer)  # the core must not keep alive who keeps it
 
@@ -37,16 +46,16 @@ class ZeroJoinHook(JoinHook):
                 core.shadow_backward()
         joining = optimizer._join_config
         optimizer._join_config = joining.construct_disabled_join_config()  # nobody to be told
-        optimizer._has_run_out = True
+        self.steps.has_run_out = True
         try:
             optimizer.step()
         finally:
-            optimizer._has_run_out = False
+            self.steps.has_run_out = False
             optimizer._join_config = joining
         optimizer.zero_grad()
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        self.optimizer._is_in_join = False
+        self.optimizer._joined = None
 
 
 def _notify(optimizer: ZeroRedundancyOptimizer, divide_by_initial_world_size: bool) -> None:

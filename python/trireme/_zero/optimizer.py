@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from trireme._C import Zero, ZeroOptions
 from trireme._core.clip_grad import clip_grad_norm_
 from trireme._core.group_communicator import communicator_of, device_of_numbers
-from trireme._core.joined_steps import share_step
+from trireme._core.joined_steps import JoinedSteps
 from trireme._core.modules_around import ModulesAround
 from trireme._core.owners import ShardedOptimizer, hyperparameters
 from trireme._core.writing import abandoning
@@ -147,8 +147,7 @@ class ZeroRedundancyOptimizer(TorchZero, ShardedOptimizer):
         self._shards: dict[torch.Tensor, torch.Tensor] = {}
         self._names: dict[torch.Tensor, str] = {}
         self._default_device = self.param_groups[0]["params"][0].device
-        self._is_in_join = False
-        self._has_run_out = False  # in a join, this rank
+        self._joined: JoinedSteps | None = None
         self._communicator = communicator_of(self.process_group)  # lives as long as this
         self._consolidated: dict[int, dict[str, Any]] | None = None
         with self._together(self._add_core(self.param_groups)):
@@ -292,7 +291,8 @@ class ZeroRedundancyOptimizer(TorchZero, ShardedOptimizer):
                 loss = closure()
         if self.stage == 1:
             Join.notify_join_context(self)
-        self._share_step()
+        if self._joined is not None and (self._joined.has_run_out or self._in_join() is not None):
+            self._joined.share_step()
         scaler = ScalerCheck(grad_scaler, self)
         goes = [core.begin_step(scaler.found_inf, scaler.writes) for core in cores]
         scaler.tell(found_inf=not all(goes))
@@ -307,16 +307,10 @@ class ZeroRedundancyOptimizer(TorchZero, ShardedOptimizer):
             core.end_step()
         return loss
 
-    def _share_step(self) -> None:
-        """In a ``Join``: ranks that have run out of inputs step as the others do."""
-        if self._has_run_out or (self._is_in_join and self._join_config.enable):
-            share_step(
-                self,
-                self.process_group,
-                self._default_device,
-                has_inputs=not self._has_run_out,
-                gradients=self.stage == 1,
-            )
+    def _in_join(self) -> JoinedSteps | None:
+        joined = self._joined
+        is_told = joined is not None and not joined.has_run_out and self._join_config.enable
+        return joined if is_told else None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Does what torch's does; under stage 2 zeros take memory for this rank's shards only."""

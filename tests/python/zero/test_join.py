@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import trireme.optim
 from torch import nn
 from torch.distributed.algorithms.join import Join
@@ -15,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import ExponentialLR, OneCycleLR
 
-from ddp.ranks import assert_same_on_all_ranks, message_of, mlp, on_gloo_ranks, values
+from ddp.ranks import assert_same_on_all_ranks, mlp, on_gloo_ranks, raises, values
 from shm.ranks import on_shm_and_gloo_ranks, on_shm_ranks
 from zero.ranks import DDP, Zero, whole_state
 
@@ -140,13 +139,17 @@ def test_a_schedule_and_clipping_are_followed(rank: int) -> None:
         for x in inputs(rank, 2 + 3 * rank):
             optimizer.zero_grad()
             net(x).square().mean().backward()
-            if clip is not None:
-                clip(net.parameters(), 0.01)
+            if clip == "torch's" or (clip is not None and net is ddp):
+                nn.utils.clip_grad_norm_(net.parameters(), 0.01)
+            elif clip == "trireme's":
+                trireme.clip_grad_norm_(net.parameters(), 0.01)
+            elif clip == "the optimizer's":
+                optimizer.clip_grad_norm_(0.01)
             optimizer.step()
             schedule.step()
 
-    clips: list[Any] = [nn.utils.clip_grad_norm_, trireme.clip_grad_norm_, None]
-    for stage, clip in [*((1, clip) for clip in clips), (2, None)]:
+    ours = ["trireme's", "the optimizer's", None]
+    for stage, clip in [(1, "torch's"), *((stage, clip) for stage in (1, 2) for clip in ours)]:
         ddp, model = TorchDDP(mlp()), mlp()
         with ddp.join():
             train(ddp, SGD(ddp.parameters(), **OPTIONS))
@@ -182,22 +185,38 @@ def test_options_that_a_cycle_changes_are_followed(rank: int) -> None:
         torch.testing.assert_close(values(model), values(ddp), msg=f"stage {stage}")
 
 
-@pytest.mark.parametrize("clip", ["the optimizer's", "trireme's"])
-@on_shm_ranks(2, patience_s=20)
-def test_clipping_of_shards_is_not_followed_and_named(rank: int, clip: str) -> None:
-    """Nobody tells a rank that has joined that the others clip."""
+@on_shm_and_gloo_ranks(2)
+def test_a_norm_that_is_not_finite_is_told_to_all(rank: int) -> None:
     model = mlp()
     optimizer = Zero(model.parameters(), SGD, stage=2, **OPTIONS)
-    with pytest.raises(dist.DistBackendError) as caught, Join([optimizer]):
-        for x in inputs(rank, 1 + rank):
+    with pytest.raises(RuntimeError, match="whose norm is not finite"), Join([optimizer]):
+        for step, x in enumerate(inputs(rank, 1 + rank)):
             optimizer.zero_grad()
+            model(x * (float("inf") if step == 1 else 1)).square().mean().backward()
+            trireme.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
+            optimizer.step()
+
+
+@on_shm_and_gloo_ranks(2)
+def test_what_is_clipped_in_a_join_is_one_optimizers(rank: int) -> None:
+    model = mlp()
+    optimizer = Zero(model.parameters(), SGD, stage=2, **OPTIONS)
+    with raises(ValueError, "[grad_norm] got other parameters than"), Join([optimizer]):
+        for x in inputs(rank, 1):
             model(x).square().mean().backward()
-            if clip == "trireme's":
-                trireme.clip_grad_norm_(model.parameters(), 0.01)
-            else:
+            trireme.clip_grad_norm_(list(model.parameters())[:2], 0.01)
+
+
+@on_shm_and_gloo_ranks(2)
+def test_ranks_of_which_some_clip_in_a_join(rank: int) -> None:
+    model = mlp()
+    optimizer = Zero(model.parameters(), SGD, stage=2, **OPTIONS)
+    with raises(RuntimeError, "[join] got clip_grad_norm_() on some ranks"), Join([optimizer]):
+        for x in inputs(rank, 1):
+            model(x).square().mean().backward()
+            if rank == 1:
                 optimizer.clip_grad_norm_(0.01)
             optimizer.step()
-    assert "'norm of the gradients'" in message_of(caught.value)
 
 
 @pytest.mark.filterwarnings("ignore")
