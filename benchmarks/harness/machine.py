@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 ALLOCATOR_VARIABLES = ("GLIBC_TUNABLES", "LD_PRELOAD", "MALLOC_CONF")
-WRITTEN = ("benchmarks/results", "docs", "README.md")
+NOT_MEASURED = ("benchmarks/results", "docs", "tests", "*.md")
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
@@ -55,13 +55,13 @@ def allocator_environment() -> dict[str, str]:
 
 
 def commit() -> str:
-    """The short commit, with `+` if tracked files differ that are neither results nor pages, which
-    are written while others are measured; `unknown` outside of a git checkout."""
+    """The last commit that changed what is measured, in short; with `+` if tracked files of it
+    differ; `unknown` outside of a git checkout. Results, pages and tests may change meanwhile."""
     try:
-        head = _git("rev-parse", "--short", "HEAD")
-        code = (":/", *(f":(exclude,top){path}" for path in WRITTEN))
+        code = (":/", *(f":(exclude,top){path}" for path in NOT_MEASURED))
+        last = _git("log", "-1", "--format=%h", "--", *code)
         changes = _git("status", "--porcelain", "--untracked-files=no", "--", *code)
-        return head + ("+" if changes else "")
+        return last + ("+" if changes else "")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
 

@@ -54,7 +54,8 @@ def clip_grad_norm_(
     stages count, by one all-reduce of one number; give it itself where some rank has no parameters.
     DTensors that torch's ``fully_shard`` or tensor parallelism has made are torch's to clip, and
     come alone, unless they are a ``Pipeline``'s. Collective if any is sharded: every rank passes
-    the same parameters.
+    the same parameters. In a torch ``Join`` these are all of the optimizer that steps there, and
+    ranks without inputs take part; that costs another all-reduce of a few numbers.
 
     Args:
         norm_type: any number or infinity, as in torch; but for 0, where gradients are sharded.
@@ -64,7 +65,8 @@ def clip_grad_norm_(
     Raises:
         TypeError: a module that is no ``Pipeline``.
         ValueError: a ``norm_type`` of NaN, or of 0 for sharded gradients; parameters that torch has
-            sharded beside such that Trireme has.
+            sharded beside such that Trireme has; in a ``Join`` sharded parameters of a part of an
+            optimizer, or of several.
         RuntimeError: the norm is not finite; a sharded gradient was changed since backward;
             ``foreach=True`` on a device for which torch has no such implementation.
     """
