@@ -134,6 +134,8 @@ def clip_grad_norm_(
 
 def _shared_in_join(parameters: list[torch.Tensor], clip: Clip) -> list[torch.Tensor]:
     """Tells ranks that have run out of inputs. Returns the parameters in the order of theirs."""
+    if not JoinedSteps.exist():
+        return parameters
     found = {id(joined): joined for it in parameters if (joined := _in_join(it)) is not None}
     if not found:
         return parameters

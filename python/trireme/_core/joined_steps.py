@@ -49,6 +49,12 @@ class JoinedSteps:
         self._shares_gradients = shares_gradients
         self.has_run_out = False
         """Whether this rank has no inputs any more."""
+        _living.add(self)
+
+    @staticmethod
+    def exist() -> bool:
+        """Whether a join may be running: who clips outside of all asks no parameter."""
+        return bool(_living)
 
     def is_of(self, optimizer: Optimizer) -> bool:
         return self._optimizer() is optimizer
@@ -125,6 +131,9 @@ class JoinedSteps:
             dist.broadcast(moved, group=self.group, group_src=root)
             if self.has_run_out:
                 parameter.grad = moved
+
+
+_living: weakref.WeakSet[JoinedSteps] = weakref.WeakSet()
 
 
 class _Told(NamedTuple):
