@@ -36,6 +36,7 @@ from readme_costs import (
     hosts_tables,
     replica_overheads,
 )
+from readme_gpu import gpu_tables
 from readme_pipeline import pipeline_tables
 from readme_ps import ps_tables
 from readme_remote import remote_tables
@@ -203,6 +204,7 @@ PAGES: Mapping[str, Sequence[Part]] = {
         ("overheads", UNITS),
         ("overheads", GATHERED_UNITS),
         ("collectives", COLLECTIVES),
+        ("gpu", gpu_tables),
     ),
     "docs/activation_memory.md": (("activation", activation_tables),),
     "docs/parameter_server.md": (("ps", ps_tables),),

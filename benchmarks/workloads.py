@@ -95,6 +95,11 @@ def gpt_small_batch(options: WorkloadOptions) -> Workload:
     return _gpt(options, rows=2, length=32)
 
 
+def gpt_large(options: WorkloadOptions) -> Workload:
+    """12 blocks of width 1024 with 16 heads: 152 M parameters; 8 sequences of 512 per rank."""
+    return _gpt(options, rows=8, length=512, width=1024, depth=12, heads=16)
+
+
 def mlp(options: WorkloadOptions) -> Workload:
     """16 residual Linear(1024, 1024) + ReLU: 16.8 M parameters, 16 rows per rank."""
     width, depth = (32, 2) if options.tiny else (1024, 16)
@@ -148,15 +153,23 @@ WORKLOADS: dict[str, Callable[[WorkloadOptions], Workload]] = {
     "mlp": mlp,
     "gpt": gpt,
     "gpt-small-batch": gpt_small_batch,
+    "gpt-large": gpt_large,
     "narrow": narrow,
     "trees": trees,
     "resnet18": resnet18,
 }
 
 
-def _gpt(options: WorkloadOptions, rows: int, length: int) -> Workload:
-    width, depth, heads = (32, 2, 2) if options.tiny else (384, 8, 6)
-    length = min(length, 32) if options.tiny else length
+def _gpt(
+    options: WorkloadOptions,
+    rows: int,
+    length: int,
+    width: int = 384,
+    depth: int = 8,
+    heads: int = 6,
+) -> Workload:
+    if options.tiny:
+        width, depth, heads, length = 32, 2, 2, min(length, 32)
     vocabulary = RANDOM_VOCABULARY if options.corpus is None else BYTE_VOCABULARY
 
     def next_token_loss(logits: Tensor, batch: Batch) -> Tensor:

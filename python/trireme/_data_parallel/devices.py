@@ -29,6 +29,8 @@ def to_device(one: DeviceLike) -> torch.device:
     if isinstance(one, int):
         if kind is None:
             _no_device(ValueError, f"device {one}", "the CPU: torch sees no accelerator here")
+        if not 0 <= one < torch.accelerator.device_count():  # torch keeps 8 bits of it
+            _no_device(ValueError, f"device {one}", f"one of {torch.accelerator.device_count()}")
         device = torch.device(kind.type, one)
     else:
         device = torch.device(one)
@@ -40,7 +42,7 @@ def to_device(one: DeviceLike) -> torch.device:
         )
     if device.index is None:
         device = torch.device(device.type, torch.accelerator.current_device_index())
-    if device.index >= torch.accelerator.device_count():
+    if not 0 <= device.index < torch.accelerator.device_count():
         _no_device(ValueError, f"device '{device}'", f"one of {torch.accelerator.device_count()}")
     return device
 

@@ -11,45 +11,13 @@ import types
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from trireme import _C
-
-from ddp.ranks import on_ranks
-
-# These stand for "cpu:gloo,cuda:nccl" and for "nccl".
-BESIDE_GLOO = "cpu:gloo,sim:simccl"
-ALONE = "simccl"
 
 _FOLDER = Path(_C.__file__).parents[2] / "tests" / "cpp"
 _FILES = sorted(_FOLDER.glob("_sim_device.*.so"))
-if not _FILES:
-    pytest.skip(f"no C++ tests were built in {_FOLDER}", allow_module_level=True)
-
-
-def on_sim_ranks(world: int = 2, backend: str = BESIDE_GLOO, **options: Any) -> Any:
-    """Does what on_ranks does; rank r computes on device_of(r)."""
-    return on_ranks(world, backend=backend, prepare=_begin, **options)
-
-
-def device_of(rank: int) -> torch.device:
-    return torch.device("sim", rank)
-
-
-def moved(module: nn.Module, device: torch.device) -> nn.Module:
-    """The module there; torch cannot change a parameter's memory to such a device's."""
-    before = torch.__future__.get_overwrite_module_params_on_conversion()
-    torch.__future__.set_overwrite_module_params_on_conversion(True)
-    try:
-        return module.to(device)
-    finally:
-        torch.__future__.set_overwrite_module_params_on_conversion(before)
-
-
-def _begin(rank: int) -> None:
-    core().set_device(rank)
+WHY_NOT = None if _FILES else f"no C++ tests were built in {_FOLDER}"
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""Pipelines in one process whose rows are on devices (sim_device.py)."""
+"""Pipelines in one process whose rows are on devices (devices.py)."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from trireme.pipelining import GPipe
 
-from device import sim_device
+from device.devices import moved, on_device_ranks, two_devices
 from pipeline.ranks import WIDTH, rows
 
 CHUNKS, BATCH = 4, 8  # micro-batches are equal
-DEVICES = ["sim:0", "sim:1"]
 
 
 class Scaled(nn.Module):
@@ -40,7 +39,7 @@ def placed() -> nn.Sequential:
     """The same, where the pipeline has it: torch cannot move parameters to such a device."""
     made = net()
     for number, layer in enumerate(made):
-        sim_device.moved(layer, torch.device(DEVICES[number >= 2]))
+        moved(layer, torch.device(two_devices()[number >= 2]))
     return made
 
 
@@ -60,12 +59,12 @@ def trained(scale: Tensor) -> tuple[nn.Sequential, Tensor]:
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
-@sim_device.on_sim_ranks(1)
+@on_device_ranks(1)
 def test_steps_and_passes_on_devices(rank: int, schedule: str, checkpoint: Any) -> None:
     scale = torch.rand(BATCH, 1)
     whole, expected = trained(scale)
     options: dict[str, Any] = {"schedule": schedule, "checkpoint": checkpoint, "loss": mse_loss}
-    pipe = trireme.Pipeline(placed(), CHUNKS, balance=[2, 3], devices=DEVICES, **options)
+    pipe = trireme.Pipeline(placed(), CHUNKS, balance=[2, 3], devices=two_devices(), **options)
     for _ in range(3):
         pipe.zero_grad()
         # The batch, the keyword and the target are brought to where they are needed.
@@ -75,8 +74,9 @@ def test_steps_and_passes_on_devices(rank: int, schedule: str, checkpoint: Any) 
         check_gradients(pipe, whole)
     pipe.zero_grad()
     output = pipe(rows(0, BATCH), scale=scale)
-    assert output.device == torch.device("sim:1")
-    mse_loss(output, rows(1, BATCH).to("sim:1")).backward()
+    last = two_devices()[1]
+    assert output.device == torch.device(last)
+    mse_loss(output, rows(1, BATCH).to(last)).backward()
     check_gradients(pipe, whole)
     twin = copy.deepcopy(pipe)
     twin.zero_grad()
@@ -87,7 +87,7 @@ def test_steps_and_passes_on_devices(rank: int, schedule: str, checkpoint: Any) 
     )
 
 
-@sim_device.on_sim_ranks(1)
+@on_device_ranks(1)
 def test_layers_stay_where_they_are_without_devices(rank: int) -> None:
     scale = torch.rand(BATCH, 1)
     whole, _ = trained(scale)
@@ -96,33 +96,35 @@ def test_layers_stay_where_they_are_without_devices(rank: int) -> None:
     check_gradients(pipe, whole)
 
 
-@sim_device.on_sim_ranks(1)
+@on_device_ranks(1)
 def test_gpipe_on_devices(rank: int) -> None:
     torch.manual_seed(0)
     whole = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
     other = copy.deepcopy(whole)
     for number, layer in enumerate(other):
-        sim_device.moved(layer, torch.device(DEVICES[number >= 2]))
-    model = GPipe(other, [2, 2], devices=DEVICES, chunks=CHUNKS)
+        moved(layer, torch.device(two_devices()[number >= 2]))
+    model = GPipe(other, [2, 2], devices=two_devices(), chunks=CHUNKS)
     mse_loss(whole(rows(0, BATCH)), rows(1, BATCH)).backward()
-    mse_loss(model(rows(0, BATCH).to("sim:0")), rows(1, BATCH).to("sim:1")).backward()
+    first, last = two_devices()
+    mse_loss(model(rows(0, BATCH).to(first)), rows(1, BATCH).to(last)).backward()
     check_gradients(model, whole)
 
 
-@sim_device.on_sim_ranks(1)
+@on_device_ranks(1)
 def test_what_is_refused_on_devices(rank: int) -> None:
     def refused(module: nn.Module, kind: type[Exception], text: str, **options: Any) -> None:
         with pytest.raises(kind, match=text):
             trireme.Pipeline(module, 2, loss=mse_loss, **options)
 
+    first, last = two_devices()
     shared = nn.Linear(WIDTH, WIDTH)
     twice = nn.Sequential(shared, nn.Tanh(), shared)
-    refused(twice, ValueError, "got 'weight' in layers for sim:0 and sim:1", devices=DEVICES)
+    refused(twice, ValueError, f"got 'weight' in layers for {first} and {last}", devices=two_devices())
     assert shared.weight.device == torch.device("cpu")
     both = nn.Sequential(placed()[0], placed()[4])
-    refused(both, ValueError, "got '1.weight' of stage 0 on sim:1, expected it on sim:0",
+    refused(both, ValueError, f"got '1.weight' of stage 0 on {last}, expected it on {first}",
             balance=[2])  # fmt: skip
-    pipe = trireme.Pipeline(placed(), 2, balance=[2, 3], devices=DEVICES, loss=mse_loss)
-    sim_device.moved(pipe.get_submodule("0"), torch.device("sim:1"))
-    with pytest.raises(ValueError, match="of stage 0 on sim:1, expected it on sim:0"):
+    pipe = trireme.Pipeline(placed(), 2, balance=[2, 3], devices=two_devices(), loss=mse_loss)
+    moved(pipe.get_submodule("0"), torch.device(last))
+    with pytest.raises(ValueError, match=f"of stage 0 on {last}, expected it on {first}"):
         pipe.step(rows(0, BATCH), target=rows(1, BATCH), scale=torch.ones(BATCH, 1))

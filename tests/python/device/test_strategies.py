@@ -1,4 +1,4 @@
-"""The strategies on a device with streams and an engine of its own (sim_device.py): they train as
+"""The strategies on a device with streams and an engine of its own (devices.py): they train as
 one process does on the whole batch."""
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 from ddp.ranks import batch, mlp
-from device import sim_device
+from device.devices import device_of, moved, on_device_ranks
 
-BACKENDS = [sim_device.BESIDE_GLOO, sim_device.ALONE]
 STEPS = 4
 
 
@@ -58,7 +57,7 @@ def check(model: nn.Module, device: torch.device, expected: nn.Module, close: fl
 
 
 def sharded(device: torch.device, **options: Any) -> nn.Module:
-    model = sim_device.moved(mlp(), device)
+    model = moved(mlp(), device)
     for layer in model.children():
         if isinstance(layer, nn.Linear):
             trireme.fully_shard(layer, **options)
@@ -71,21 +70,21 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 
 @pytest.mark.parametrize("static_graph", [False, True])
-@sim_device.on_sim_ranks()
+@on_device_ranks()
 def test_ddp(rank: int, static_graph: bool) -> None:
-    device = sim_device.device_of(rank)
+    device = device_of(rank)
     model = trireme.DistributedDataParallel(
-        sim_device.moved(mlp(), device), static_graph=static_graph
+        moved(mlp(), device), static_graph=static_graph
     )
     train(model, adamw(model), device)
     check(model, device, trained_alone(), 1e-5)
 
 
 @pytest.mark.parametrize("stage", [1, 2])
-@sim_device.on_sim_ranks(3)
+@on_device_ranks(3)
 def test_zero(rank: int, stage: int) -> None:
-    device = sim_device.device_of(rank)
-    model = sim_device.moved(mlp(), device)
+    device = device_of(rank)
+    model = moved(mlp(), device)
     net = trireme.DistributedDataParallel(model) if stage == 1 else model
     optimizer = trireme.ZeroRedundancyOptimizer(
         model.parameters(), torch.optim.AdamW, stage=stage, host_params=False, lr=0.01
@@ -106,9 +105,9 @@ def test_zero(rank: int, stage: int) -> None:
 
 
 @pytest.mark.parametrize("reshard", [None, True, False])
-@sim_device.on_sim_ranks()
+@on_device_ranks()
 def test_fully_shard(rank: int, reshard: bool | None) -> None:
-    device = sim_device.device_of(rank)
+    device = device_of(rank)
     model = sharded(device, reshard_after_forward=reshard)
     assert all(parameter.device == device for parameter in model.parameters())
     train(model, adamw(model), device)
@@ -119,18 +118,18 @@ def test_fully_shard(rank: int, reshard: bool | None) -> None:
         torch.testing.assert_close(whole[name].cpu(), value, rtol=1e-5, atol=1e-6)
 
 
-@sim_device.on_sim_ranks(backend=sim_device.ALONE)
+@on_device_ranks(alone=True)
 def test_fully_shard_without_an_engine_for_the_cpu(rank: int) -> None:
-    device = sim_device.device_of(rank)
+    device = device_of(rank)
     model = sharded(device)
     train(model, adamw(model), device)
     check(model, device, trained_alone(), 1e-5)
     assert trireme.all_mean(float(rank)) == 0.5
 
 
-@sim_device.on_sim_ranks()
+@on_device_ranks()
 def test_mixed_precision(rank: int) -> None:
-    device = sim_device.device_of(rank)
+    device = device_of(rank)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     model = sharded(device, mp_policy=policy)
     train(model, adamw(model), device)
@@ -138,12 +137,12 @@ def test_mixed_precision(rank: int) -> None:
 
 
 @pytest.mark.parametrize("kind", ["hsdp", "pieces"])
-@sim_device.on_sim_ranks(4)
+@on_device_ranks(4)
 def test_meshes_of_four(rank: int, kind: str) -> None:
-    device = sim_device.device_of(rank)
+    device = device_of(rank)
     if kind == "hsdp":
         names = ("replicate", "shard")
-        model = sharded(device, mesh=init_device_mesh("sim", (2, 2), mesh_dim_names=names))
+        model = sharded(device, mesh=init_device_mesh(device.type, (2, 2), mesh_dim_names=names))
     else:
         model = sharded(device, reshard_after_forward=2)
     train(model, adamw(model), device)
@@ -154,9 +153,9 @@ def test_meshes_of_four(rank: int, kind: str) -> None:
     "policy",
     [trireme.Offload(optimizer=0.5, params=0.25), trireme.Offload(1, 0), CPUOffloadPolicy()],
 )
-@sim_device.on_sim_ranks()
+@on_device_ranks()
 def test_offload(rank: int, policy: Any) -> None:
-    device = sim_device.device_of(rank)
+    device = device_of(rank)
     model = sharded(device, offload_policy=policy)
     offloaded = [parameter for parameter in model.parameters() if parameter.device.type == "cpu"]
     assert offloaded
@@ -166,9 +165,9 @@ def test_offload(rank: int, policy: Any) -> None:
     check(model, device, trained_alone(), 1e-5)
 
 
-@sim_device.on_sim_ranks()
+@on_device_ranks()
 def test_checkpoint(rank: int, tmp_path: Path) -> None:
-    device = sim_device.device_of(rank)
+    device = device_of(rank)
     model = sharded(device)
     optimizer = adamw(model)
     train(model, optimizer, device)

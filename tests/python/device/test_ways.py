@@ -1,4 +1,4 @@
-"""What one may do with the strategies on a device (sim_device.py) besides plain steps: it comes to
+"""What one may do with the strategies on a device (devices.py) besides plain steps: it comes to
 what one process does on the whole batch."""
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from ddp.ranks import assert_same_on_all_ranks, batch, mlp, raises
 from device import sim_device
+from device.devices import CUDA, SIM, device_count, device_of, moved, on_device_ranks
 from device.test_strategies import adamw, check, sharded, train, trained_alone
 
 
@@ -25,18 +26,18 @@ def _part(step: int, device: torch.device) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("options", [{}, {"offload_policy": trireme.Offload(optimizer=0.5)}])
-@sim_device.on_sim_ranks()
+@on_device_ranks()
 def test_fused_optimizer_and_own_clip(rank: int, options: dict[str, Any]) -> None:
-    device = sim_device.device_of(rank)
+    device = device_of(rank)
     model = sharded(device, **options)
     optimizer = trireme.optim.AdamW(model.parameters(), lr=0.01)
     train(model, optimizer, device, clip=trireme.clip_grad_norm_)
     check(model, device, trained_alone(), 1e-5)
 
 
-@sim_device.on_sim_ranks()
+@on_device_ranks()
 def test_accumulation_prefetch_and_unshard(rank: int) -> None:
-    device = sim_device.device_of(rank)
+    device = device_of(rank)
     model: Any = sharded(device)
     first, second, third = (layer for layer in model if isinstance(layer, nn.Linear))
     first.set_modules_to_forward_prefetch([second, third])
@@ -56,10 +57,10 @@ def test_accumulation_prefetch_and_unshard(rank: int) -> None:
     check(model, device, alone, 1e-5)
 
 
-@sim_device.on_sim_ranks()
+@on_device_ranks()
 def test_all_reduce_hook(rank: int) -> None:
-    device = sim_device.device_of(rank)
-    mesh = init_device_mesh("sim", (2, 1), mesh_dim_names=("replicate", "shard"))
+    device = device_of(rank)
+    mesh = init_device_mesh(device.type, (2, 1), mesh_dim_names=("replicate", "shard"))
     model: Any = sharded(device, mesh=mesh)
     seen = []
     model[0].set_all_reduce_hook(lambda sums: seen.append(sums.device))
@@ -68,9 +69,9 @@ def test_all_reduce_hook(rank: int) -> None:
     assert set(seen) == {device}
 
 
-@sim_device.on_sim_ranks()
+@on_device_ranks()
 def test_ranks_that_join_early(rank: int) -> None:
-    device = sim_device.device_of(rank)
+    device = device_of(rank)
     model: Any = sharded(device)
     optimizer = adamw(model)
     with Join([model], optimizer=optimizer):
@@ -78,7 +79,7 @@ def test_ranks_that_join_early(rank: int) -> None:
             optimizer.zero_grad()
             model(batch(step).to(device)).square().mean().backward()
             optimizer.step()
-    ddp = trireme.DistributedDataParallel(sim_device.moved(mlp(), device))
+    ddp = trireme.DistributedDataParallel(moved(mlp(), device))
     optimizer = adamw(ddp)
     with ddp.join():
         for step in range(2 + rank):
@@ -88,12 +89,12 @@ def test_ranks_that_join_early(rank: int) -> None:
     assert_same_on_all_ranks(list(ddp.parameters()))
 
 
-@sim_device.on_sim_ranks()
+@on_device_ranks()
 def test_ddp_with_buffers_and_a_hook(rank: int) -> None:
-    device = sim_device.device_of(rank)
+    device = device_of(rank)
     torch.manual_seed(1)
     net = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
-    model = trireme.DistributedDataParallel(sim_device.moved(net, device))
+    model = trireme.DistributedDataParallel(moved(net, device))
     model.register_comm_hook(None, default_hooks.bf16_compress_hook)
     optimizer = adamw(model)
     for step in range(3):
@@ -103,13 +104,44 @@ def test_ddp_with_buffers_and_a_hook(rank: int) -> None:
     assert_same_on_all_ranks(list(model.parameters()))
 
 
-@sim_device.on_sim_ranks(1)
+@on_device_ranks(1, kinds=[SIM])
 def test_a_checkpoint_of_cpp_in_python(rank: int) -> None:
     """Its early stop is one of Python's there."""
     x = torch.ones(3, requires_grad=True)
     sim_device.core().checkpointed_waves(x).sum().backward()
     (expected,) = torch.autograd.grad(x.sin().exp().cos().sum(), x)
     assert torch.equal(x.grad, expected)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero 2", "fully_shard"])
+@on_device_ranks(kinds=[CUDA])
+def test_grad_scaler(rank: int, strategy: str) -> None:
+    """In fp16 under autocast; all ranks leave out the step in which one of them overflows."""
+    device = device_of(rank)
+    model = sharded(device) if strategy == "fully_shard" else moved(mlp(), device)
+    net = trireme.DistributedDataParallel(model) if strategy == "ddp" else model
+    optimizer: Any = adamw(model)
+    if strategy == "zero 2":
+        optimizer = trireme.ZeroRedundancyOptimizer(
+            model.parameters(), torch.optim.AdamW, stage=2, lr=0.01
+        )
+    scaler = torch.amp.GradScaler(device.type, init_scale=1024.0)
+    expected = mlp()
+    other = adamw(expected)
+    for step in range(4):
+        overflows = step == 1
+        optimizer.zero_grad()
+        with torch.autocast(device.type, torch.float16):
+            loss = net(_part(step, device)).float().square().mean()
+        scaler.scale(loss * (torch.inf if overflows and rank == 1 else 1.0)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        assert scaler.get_scale() == (512.0 if step >= 1 else 1024.0)
+        if not overflows:
+            other.zero_grad()
+            expected(batch(step)).square().mean().backward()
+            other.step()
+    check(model, device, expected, 2e-2)
 
 
 class Branches(nn.Module):
@@ -122,11 +154,11 @@ class Branches(nn.Module):
         return self.trunk(x) + (self.branch(x) if branches else 0)
 
 
-@sim_device.on_sim_ranks()
+@on_device_ranks()
 def test_ddp_with_parameters_that_not_all_ranks_use(rank: int) -> None:
-    device = sim_device.device_of(rank)
+    device = device_of(rank)
     alone = Branches()
-    net = sim_device.moved(copy.deepcopy(alone), device)
+    net = moved(copy.deepcopy(alone), device)
     model = trireme.DistributedDataParallel(net, find_unused_parameters=True)
     optimizer, other = adamw(model), adamw(alone)
     for step in range(5):
@@ -142,9 +174,9 @@ def test_ddp_with_parameters_that_not_all_ranks_use(rank: int) -> None:
         torch.testing.assert_close(found.cpu(), expected, rtol=1e-5, atol=1e-6)
 
 
-@sim_device.on_sim_ranks(timeout=60)
+@on_device_ranks(timeout=60)
 def test_the_others_hear_of_an_exception(rank: int) -> None:
-    device = sim_device.device_of(rank)
+    device = device_of(rank)
     model: Any = sharded(device)
     optimizer = adamw(model)
     train(model, optimizer, device)
@@ -163,12 +195,12 @@ def _fail(*_: Any) -> None:
     raise ValueError("spilled the coffee")
 
 
-@sim_device.on_sim_ranks(1)
+@on_device_ranks(1)
 def test_data_parallel_over_devices(rank: int) -> None:
-    device = sim_device.device_of(rank)
+    device = device_of(rank)
     expected = trained_alone()
-    for count in (1, 2, 3):
-        net = sim_device.moved(mlp(), device)
+    for count in range(1, min(3, device_count()) + 1):
+        net = moved(mlp(), device)
         model = trireme.DataParallel(net, device_ids=list(range(count)))
         optimizer = adamw(net)
         for step in range(4):
