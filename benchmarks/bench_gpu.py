@@ -118,9 +118,7 @@ def bench_steps(quick: bool) -> dict[str, Any]:
     torch.set_float32_matmul_precision("high")
     with trireme.init(device="cuda") as context:
         effort = QUICK if quick else FULL
-        return {
-            job: measure_steps(job, context.device, effort, WorkloadOptions()) for job in JOBS
-        }
+        return {job: measure_steps(job, context.device, effort, WorkloadOptions()) for job in JOBS}
 
 
 def measure_steps(
@@ -153,9 +151,7 @@ def measure_steps(
 class Steps:
     """One side: a model of its own, which trains on one batch."""
 
-    def __init__(
-        self, job: str, side: str, device: torch.device, options: WorkloadOptions
-    ) -> None:
+    def __init__(self, job: str, side: str, device: torch.device, options: WorkloadOptions) -> None:
         workload = WORKLOADS[job](options)
         rows = workload.samples().rows(torch.arange(workload.rows_per_rank))
         self._batch = Batch(rows.inputs.to(device), rows.targets.to(device))

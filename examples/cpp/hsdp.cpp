@@ -21,7 +21,7 @@ struct BlockImpl : torch::nn::Module {
 TORCH_MODULE(Block);
 
 int main() {
-  trireme::Context ctx = trireme::init();
+  trireme::Context ctx = trireme::init({.device = torch::kCPU});
   const trireme::FsdpOptions options{.shard_among = ctx.world() % 2 == 0 ? 2 : 1};
   torch::manual_seed(0);
   torch::nn::Sequential net(Block{options}, Block{options}, torch::nn::Linear(32, 1));

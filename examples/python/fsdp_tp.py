@@ -31,10 +31,12 @@ class FeedForward(nn.Module):
 def main(steps: int) -> None:
     ctx = trireme.init()
     parts = 2 if ctx.world % 2 == 0 else 1
-    mesh = init_device_mesh("cpu", (ctx.world // parts, parts), mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh(
+        ctx.device.type, (ctx.world // parts, parts), mesh_dim_names=("dp", "tp")
+    )
 
     torch.manual_seed(0)
-    model = nn.Sequential(FeedForward(), FeedForward(), nn.Linear(WIDTH, 1))
+    model = nn.Sequential(FeedForward(), FeedForward(), nn.Linear(WIDTH, 1)).to(ctx.device)
     for block in model[:2]:
         plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
         parallelize_module(block, mesh["tp"], plan)
@@ -46,7 +48,8 @@ def main(steps: int) -> None:
     batches = torch.Generator().manual_seed(1)
     for step in range(steps):
         batch = torch.randn(ROWS, WIDTH, generator=batches)
-        rows = batch[replica::replicas]  # ranks that hold one model together share them
+        # Ranks that hold one model together share their rows.
+        rows = batch[replica::replicas].to(ctx.device)
         loss = nn.functional.mse_loss(model(rows), rows.sum(dim=1, keepdim=True))
         optimizer.zero_grad()
         loss.backward()

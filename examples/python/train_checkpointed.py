@@ -68,7 +68,7 @@ def main(text_file: str, steps: int = 100, how: str = "always") -> None:
     windows = text.long().clamp_max(CHARACTERS - 1).unfold(0, LENGTH + 1, 1)
 
     torch.manual_seed(0)
-    model = NextCharacter(how != "never")
+    model = NextCharacter(how != "never").to(ctx.device)
     trireme.fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     torch.manual_seed(1 + ctx.rank)  # each rank has a dropout of its own
@@ -77,7 +77,8 @@ def main(text_file: str, steps: int = 100, how: str = "always") -> None:
     share = BATCH // ctx.world
     for step in range(steps):
         first = (step * BATCH + ctx.rank * share) * 7
-        batch = windows[torch.arange(first, first + share * 7, 7) % windows.size(0)]
+        rows = torch.arange(first, first + share * 7, 7) % windows.size(0)
+        batch = windows[rows].to(ctx.device)
         scores = model(batch[:, :LENGTH])
         loss = F.cross_entropy(scores.flatten(0, 1), batch[:, 1:].flatten())
         optimizer.zero_grad()

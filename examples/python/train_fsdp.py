@@ -22,7 +22,7 @@ def main(text_file: str, steps: int, folder: str | None = None) -> None:
     windows = text.long().clamp_max(CHARACTERS - 1).unfold(0, CONTEXT + 1, 1)
 
     torch.manual_seed(0)
-    model = NextCharacter()
+    model = NextCharacter().to(ctx.device)
     trireme.fully_shard(model.hidden)  # FSDP 3: a unit
     trireme.fully_shard(model)  # FSDP 4: the rest
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
@@ -34,7 +34,7 @@ def main(text_file: str, steps: int, folder: str | None = None) -> None:
     for step in range(begin, steps):
         first = (step * BATCH + ctx.rank * share) * 7  # FSDP 6
         rows = torch.arange(first, first + share * 7, 7) % windows.size(0)
-        batch = windows[rows]
+        batch = windows[rows].to(ctx.device)
         loss = nn.functional.cross_entropy(model(batch[:, :CONTEXT]), batch[:, CONTEXT])
         optimizer.zero_grad()
         loss.backward()

@@ -24,18 +24,18 @@ struct InitOptions {
   // comm/backend/shm_backend.h), "gloo", "nccl", or one for each kind of device:
   // "cpu:gloo,cuda:nccl". Empty: "trireme" on a CPU device, "cpu:trireme,cuda:nccl" on a CUDA
   // device.
-  std::string backend;
+  std::string backend{};
   // Says where this rank computes; a CUDA device without an index means the one numbered like the
   // local rank. Unset: CUDA if the backend has NCCL, or if it is empty and the program sees a GPU,
   // which takes libtorch_cuda: find_package(Trireme COMPONENTS CUDA). Else the CPU; rank 0 warns
   // where the machine has a GPU and that library is missing.
-  std::optional<c10::Device> device;
+  std::optional<c10::Device> device{};
   // Limits one collective; unset: 30 minutes. It limits the wait for the other ranks at the start,
   // too; unset: 5 minutes.
-  std::optional<std::chrono::milliseconds> timeout;
-  std::string init_method;      // see RendezvousRequest
-  std::optional<int64_t> rank;  // both or neither, in place of what the environment says
-  std::optional<int64_t> world;
+  std::optional<std::chrono::milliseconds> timeout{};
+  std::string init_method{};      // see RendezvousRequest
+  std::optional<int64_t> rank{};  // both or neither, in place of what the environment says
+  std::optional<int64_t> world{};
   bool set_threads = true;  // at::set_num_threads(threads_per_rank(...)), see common/env.h
 };
 

@@ -119,12 +119,14 @@ def test_what_is_refused_on_devices(rank: int) -> None:
     first, last = two_devices()
     shared = nn.Linear(WIDTH, WIDTH)
     twice = nn.Sequential(shared, nn.Tanh(), shared)
-    refused(twice, ValueError, f"got 'weight' in layers for {first} and {last}", devices=two_devices())
+    refused(
+        twice, ValueError, f"got 'weight' in layers for {first} and {last}", devices=two_devices()
+    )
     assert shared.weight.device == torch.device("cpu")
     both = nn.Sequential(placed()[0], placed()[4])
     refused(both, ValueError, f"got '1.weight' of stage 0 on {last}, expected it on {first}",
             balance=[2])  # fmt: skip
     pipe = trireme.Pipeline(placed(), 2, balance=[2, 3], devices=two_devices(), loss=mse_loss)
     moved(pipe.get_submodule("0"), torch.device(last))
-    with pytest.raises(ValueError, match=f"of stage 0 on {last}, expected it on {first}"):
+    with pytest.raises(ValueError, match=f"stage 0.* on {last}, expected it on {first}"):
         pipe.step(rows(0, BATCH), target=rows(1, BATCH), scale=torch.ones(BATCH, 1))

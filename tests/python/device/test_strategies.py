@@ -73,9 +73,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 @on_device_ranks()
 def test_ddp(rank: int, static_graph: bool) -> None:
     device = device_of(rank)
-    model = trireme.DistributedDataParallel(
-        moved(mlp(), device), static_graph=static_graph
-    )
+    model = trireme.DistributedDataParallel(moved(mlp(), device), static_graph=static_graph)
     train(model, adamw(model), device)
     check(model, device, trained_alone(), 1e-5)
 
