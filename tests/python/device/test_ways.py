@@ -174,7 +174,7 @@ def test_ddp_with_parameters_that_not_all_ranks_use(rank: int) -> None:
         torch.testing.assert_close(found.cpu(), expected, rtol=1e-5, atol=1e-6)
 
 
-# Not on GPUs: a copy to one waits in CUDA for what is before it, where nothing reaches a rank.
+# A copy to a GPU waits in CUDA for what is enqueued before it; a rank hears nothing meanwhile.
 @on_device_ranks(timeout=60, kinds=[SIM])
 def test_the_others_hear_of_an_exception(rank: int) -> None:
     device = device_of(rank)
