@@ -19,14 +19,14 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from functools import partial
+from dataclasses import asdict
 from typing import Any
 
 import bench_kernels
 import bench_optimizers
 import torch
 import trireme
+from bench_kernels import Effort
 from harness.bad_input import BadInput
 from harness.bench_options import run_in_parts
 from harness.machine import cores
@@ -35,15 +35,13 @@ from harness.strategies import (
     Build,
     OptimizerSpec,
     Options,
-    Parallel,
     build_ddp,
     build_fsdp,
     build_plain,
     build_torch_ddp,
-    shard_units,
+    build_torch_fsdp2,
 )
 from harness.table import table
-from torch import nn
 from workloads import WORKLOADS, Batch, WorkloadOptions
 
 JOBS = ("narrow", "mlp", "gpt", "gpt-large")
@@ -51,23 +49,8 @@ WARM_UP = 5
 TARGET = 1.0
 
 
-@dataclass(frozen=True)
-class Effort:
-    rounds: int
-    seconds_per_round: float
-
-
 FULL = Effort(rounds=9, seconds_per_round=0.25)
 QUICK = Effort(rounds=3, seconds_per_round=0.02)
-
-
-def _torch_fsdp2(module: nn.Module, optimizer: OptimizerSpec, options: Options) -> Parallel:
-    from torch.distributed.fsdp import fully_shard
-
-    shard_units(module, partial(fully_shard, **options))
-    return Parallel(module, optimizer.build(module.parameters()))
-
-
 VIEW = {"gradient_as_bucket_view": True}
 KEPT = {"reshard_after_forward": False}
 SIDES: dict[str, tuple[Build, Options]] = {
@@ -75,8 +58,8 @@ SIDES: dict[str, tuple[Build, Options]] = {
     "torch-ddp": (build_torch_ddp, {}),
     "torch-ddp + view": (build_torch_ddp, VIEW),
     "ddp": (build_ddp, {}),
-    "torch-fsdp2": (_torch_fsdp2, {}),
-    "torch-fsdp2, kept": (_torch_fsdp2, KEPT),
+    "torch-fsdp2": (build_torch_fsdp2, {}),
+    "torch-fsdp2, kept": (build_torch_fsdp2, KEPT),
     "fsdp": (build_fsdp, {}),
     "fsdp, kept": (build_fsdp, KEPT),
 }

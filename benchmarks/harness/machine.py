@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 ALLOCATOR_VARIABLES = ("GLIBC_TUNABLES", "LD_PRELOAD", "MALLOC_CONF")
-NOT_MEASURED = ("benchmarks/results", "docs", "tests", "*.md")
+NOT_MEASURED = ("benchmarks/results", "benchmarks/readme_*.py", "docs", "tests", "*.md")
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 

@@ -212,7 +212,8 @@ def build_torch_fsdp2(module: nn.Module, optimizer: OptimizerSpec, options: Opti
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    parameter = next(module.parameters())
+    mesh = init_device_mesh(parameter.device.type, (dist.get_world_size(),))
     shard_units(module, partial(fully_shard, mesh=mesh, **options))
     return Parallel(module, optimizer.build(module.parameters()))
 

@@ -48,6 +48,10 @@ namespace trireme {
 //
 // A buffer is used again for the next step only if nobody holds a range of it: a gradient that the
 // user kept from an earlier step is never overwritten. Such a bucket simply takes a new buffer.
+//
+// A FlatBucket also keeps the tensors that it has made for ranges, and their Python objects with
+// them: each becomes .grad again as long as nobody holds or has changed it. So a step makes no
+// tensors, and zero_grad() frees none.
 
 // Says which part of each gradient this rank keeps: all of it without a plan.
 struct OwnShards {

@@ -6,6 +6,26 @@
 #include <ATen/ATen.h>
 
 namespace trireme {
+namespace {
+
+// Says whether the tensor alone holds its Python object. A torch that cannot tell makes us believe
+// that somebody does.
+template <typename Slot>
+bool is_held_by_tensor_only(const Slot& python_object) {
+  if constexpr (requires { python_object.has_unique_reference(); })
+    return python_object.has_unique_reference();
+  return false;
+}
+
+// Says whether nobody but its holder, who asks, can reach the tensor. A Python object that was made
+// for it is a use of it.
+bool has_one_holder(const at::Tensor& tensor) {
+  const size_t uses = tensor.use_count();
+  return uses == 1 ||
+         (uses == 2 && is_held_by_tensor_only(*tensor.unsafeGetTensorImpl()->pyobj_slot()));
+}
+
+}  // namespace
 
 bool FlatBucket::is_range(const at::Tensor& grad, size_t index) const {
   const Slot& slot = slots_[index];
@@ -27,15 +47,40 @@ void FlatBucket::have_home() {
   if (!buffer_.defined()) allocate();
 }
 
+// Says whether a tensor that was delivered may become .grad again: nobody else can see it, and it
+// is what it was.
+bool FlatBucket::is_untouched(const at::Tensor& delivered, size_t slot) const {
+  return has_one_holder(delivered) && is_range(delivered, slot) &&
+         delivered.unsafeGetTensorImpl()->autograd_meta() == nullptr;
+}
+
+// Counts the tensors over the buffer that only we hold, and the .grad that are, if they are ours to
+// write to. Forgets delivered tensors that are somebody else's, too.
+size_t FlatBucket::count_uses(bool writes_to_gradients) {
+  size_t uses = 1;
+  for (size_t i = 0; i < slots_.size(); ++i) {
+    at::Tensor& delivered = delivered_[i];
+    const bool is_in_place = slots_[i].origin == GradOrigin::kInPlace;
+    if (is_in_place && writes_to_gradients) ++uses;
+    if (!delivered.defined() || (is_in_place && delivered.is_same(parameter(i).grad()))) continue;
+    if (is_untouched(delivered, i)) {
+      ++uses;
+    } else {
+      delivered.reset();
+    }
+  }
+  return uses;
+}
+
 void FlatBucket::begin_step(bool shadow) {
   Bucket::begin_step(shadow);
-  size_t in_place = 0;
-  for (const Slot& slot : slots_)
-    if (slot.origin == GradOrigin::kInPlace) ++in_place;
-  // Whoever else holds the storage holds a gradient of an earlier step: leave it alone. So does a
-  // .grad where this backward makes a graph: see [Note: gradients with a graph].
-  const size_t our_uses = 1 + (shadow || at::GradMode::is_enabled() ? 0 : in_place);
-  if (buffer_.defined() && buffer_.storage().use_count() == our_uses) return;
+  if (buffer_.defined()) {
+    // Whoever else holds the storage holds a gradient of an earlier step: leave it alone. So does a
+    // .grad where this backward makes a graph: see [Note: gradients with a graph].
+    const size_t our_uses = count_uses(!shadow && !at::GradMode::is_enabled());
+    if (buffer_.storage().use_count() == our_uses) return;
+  }
+  delivered_.assign(slots_.size(), {});
   allocate();
   for (Slot& slot : slots_) {
     if (slot.origin == GradOrigin::kInPlace) slot.origin = GradOrigin::kForeign;
@@ -91,12 +136,14 @@ void FlatBucket::deliver(size_t index, bool as_bucket_view) {
   at::Tensor& grad = parameter(index).mutable_grad();
   if (slot.origin == GradOrigin::kInPlace && is_range(grad, index)) return;
   const bool keeps_identity = grad.defined() && !(as_bucket_view && grads_may_alias_);
-  if (!keeps_identity) {
-    grad = grads_may_alias_
-               ? range(index)
-               : at::empty_strided(slot.sizes, slot.strides, buffer_.options().dtype(slot.dtype));
-    if (grads_may_alias_) return;
+  if (!keeps_identity && grads_may_alias_) {
+    at::Tensor& delivered = delivered_[index];
+    if (!delivered.defined()) delivered = range(index);
+    grad = delivered;
+    return;
   }
+  if (!keeps_identity)
+    grad = at::empty_strided(slot.sizes, slot.strides, buffer_.options().dtype(slot.dtype));
   if (grad.layout() == at::kStrided) {
     grad.copy_(range(index));
   } else {

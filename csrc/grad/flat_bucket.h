@@ -14,7 +14,8 @@ class TRIREME_API FlatBucket final : public Bucket {
   // Its buffer is lazy if `own` has a plan.
   FlatBucket(PlannedBucket plan, const std::vector<at::Tensor>& parameters,
              const std::vector<ParameterInfo>& infos, int64_t tail_numel, OwnShards own = {})
-      : Bucket(std::move(plan), parameters, infos, tail_numel, std::move(own)) {}
+      : Bucket(std::move(plan), parameters, infos, tail_numel, std::move(own)),
+        delivered_(slots_.size()) {}
 
   void begin_step(bool shadow) override;
   void complete(double scale) override;
@@ -30,7 +31,11 @@ class TRIREME_API FlatBucket final : public Bucket {
   void have_home() override;
   void write(size_t slot, const at::Tensor& grad, Write how) override;
   void allocate();
+  bool is_untouched(const at::Tensor& delivered, size_t slot) const;
+  size_t count_uses(bool writes_to_gradients);
   void complete_on_device(double scale);
+
+  std::vector<at::Tensor> delivered_;  // what became .grad in an earlier step, by slot
 };
 
 }  // namespace trireme

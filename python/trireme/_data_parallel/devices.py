@@ -29,8 +29,7 @@ def to_device(one: DeviceLike) -> torch.device:
     if isinstance(one, int):
         if kind is None:
             _no_device(ValueError, f"device {one}", "the CPU: torch sees no accelerator here")
-        if not 0 <= one < torch.accelerator.device_count():  # torch keeps 8 bits of it
-            _no_device(ValueError, f"device {one}", f"one of {torch.accelerator.device_count()}")
+        _check_number(one, f"device {one}")  # before torch, which keeps 8 bits of it
         device = torch.device(kind.type, one)
     else:
         device = torch.device(one)
@@ -42,9 +41,13 @@ def to_device(one: DeviceLike) -> torch.device:
         )
     if device.index is None:
         device = torch.device(device.type, torch.accelerator.current_device_index())
-    if not 0 <= device.index < torch.accelerator.device_count():
-        _no_device(ValueError, f"device '{device}'", f"one of {torch.accelerator.device_count()}")
+    _check_number(device.index, f"device '{device}'")
     return device
+
+
+def _check_number(number: int, got: str) -> None:
+    if not 0 <= number < torch.accelerator.device_count():
+        _no_device(ValueError, got, f"one of {torch.accelerator.device_count()}")
 
 
 def devices_of_replicas(

@@ -159,6 +159,47 @@ TEST_CASE("a gradient kept by the user is never overwritten") {
   CHECK(at::equal(kept, copy));
 }
 
+TEST_CASE("a .grad that was dropped comes back as the same tensor, unless somebody holds it") {
+  Chain chain("ab");
+  chain.step("ab");
+  chain.zero_grad();
+  chain.step("ab");  // in the buckets that were learned
+  const auto impl_of = [&](char name) { return chain.grad(name).unsafeGetTensorImpl(); };
+  const auto* a = impl_of('a');
+  const auto* b = impl_of('b');
+  chain.zero_grad();
+  chain.step("ab");
+  CHECK(impl_of('a') == a);
+  CHECK(impl_of('b') == b);
+  const at::Tensor held = chain.grad('a');
+  chain.zero_grad();
+  chain.step("ab");
+  CHECK(impl_of('a') != a);
+}
+
+TEST_CASE("a .grad that was changed before it was dropped does not come back") {
+  const std::vector<std::function<void(at::Tensor&)>> changes = {
+      [](at::Tensor& grad) { grad.requires_grad_(); },
+      [](at::Tensor& grad) { grad.unsqueeze_(0); },
+      [](at::Tensor& grad) { grad.resize_({2}); },
+      [](at::Tensor& grad) { grad.set_(at::ones({4})); },
+      [](at::Tensor& grad) { grad.set_data(at::ones({4})); },
+  };
+  for (const auto& change : changes) {
+    Chain chain("ab");
+    chain.step("ab");
+    chain.zero_grad();
+    chain.step("ab");
+    change(chain.weights[0].mutable_grad());
+    chain.zero_grad();
+    chain.step("ab");
+    const at::Tensor grad = chain.grad('a');
+    CHECK(at::equal(grad, at::full({4}, 2.0F)));
+    CHECK_FALSE(grad.requires_grad());
+    CHECK(grad.is_leaf());
+  }
+}
+
 TEST_CASE("set_to_none=False: gradients stay where they are and nothing is allocated") {
   Chain chain("ab");
   chain.step("ab");

@@ -93,15 +93,43 @@ def test_a_kept_gradient_is_never_overwritten(rank: int, as_bucket_view: bool) -
 
 
 @on_ranks()
-def test_buffers_are_used_again(rank: int) -> None:
-    """Without anybody holding gradients no step takes memory of its own."""
+def test_buffers_and_tensors_are_used_again(rank: int) -> None:
+    """Without anybody holding gradients no step takes memory of its own, or makes tensors."""
     ddp = trireme.DistributedDataParallel(mlp())
-    places = set()
+    places, objects = set(), set()
     for step in range(6):
         ddp.zero_grad()
         backward(ddp, step, rank)
         places.add(ddp.module[0].weight.grad.data_ptr())
+        if step > 0:  # the learned plan is in force
+            objects.add(id(ddp.module[0].weight.grad))
     assert len(places) == 1
+    assert len(objects) == 1
+
+
+HOLD: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "itself": lambda grad: grad,
+    "an alias": lambda grad: grad.detach(),
+    "an array": lambda grad: torch.from_numpy(grad.numpy()),
+    "a capsule": torch.from_dlpack,
+}
+
+
+@pytest.mark.parametrize("how", HOLD)
+@on_ranks()
+def test_a_gradient_that_somebody_holds_is_left_alone(rank: int, how: str) -> None:
+    ddp = trireme.DistributedDataParallel(mlp())
+    weight = ddp.module[0].weight
+    for step in range(2):
+        ddp.zero_grad()
+        backward(ddp, step, rank)
+    before = weight.grad.clone()
+    held = HOLD[how](weight.grad)
+    for step in range(2, 5):
+        ddp.zero_grad()
+        backward(ddp, step, rank)
+        assert weight.grad.data_ptr() != held.data_ptr()
+    assert torch.equal(held, before)
 
 
 @on_ranks()
