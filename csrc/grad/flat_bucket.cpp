@@ -8,8 +8,7 @@
 namespace trireme {
 namespace {
 
-// Says whether the tensor alone holds its Python object. A torch that cannot tell makes us believe
-// that somebody does.
+// Says whether nobody but the tensor holds its Python object; false with a torch that cannot tell.
 template <typename Slot>
 bool is_held_by_tensor_only(const Slot& python_object) {
   if constexpr (requires { python_object.has_unique_reference(); })
