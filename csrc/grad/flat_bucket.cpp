@@ -4,27 +4,9 @@
 #include <trireme/memory/flat_buffer.h>
 
 #include <ATen/ATen.h>
+#include <torch/csrc/autograd/variable.h>
 
 namespace trireme {
-namespace {
-
-// Says whether nobody but the tensor holds its Python object; false with a torch that cannot tell.
-template <typename Slot>
-bool is_held_by_tensor_only(const Slot& python_object) {
-  if constexpr (requires { python_object.has_unique_reference(); })
-    return python_object.has_unique_reference();
-  return false;
-}
-
-// Says whether nobody but its holder, who asks, can reach the tensor. A Python object that was made
-// for it is a use of it.
-bool has_one_holder(const at::Tensor& tensor) {
-  const size_t uses = tensor.use_count();
-  return uses == 1 ||
-         (uses == 2 && is_held_by_tensor_only(*tensor.unsafeGetTensorImpl()->pyobj_slot()));
-}
-
-}  // namespace
 
 bool FlatBucket::is_range(const at::Tensor& grad, size_t index) const {
   const Slot& slot = slots_[index];
@@ -46,10 +28,10 @@ void FlatBucket::have_home() {
   if (!buffer_.defined()) allocate();
 }
 
-// Says whether a tensor that was delivered may become .grad again: nobody else can see it, and it
-// is what it was.
+// Says whether a tensor that was delivered may become .grad again: nobody holds it but we and its
+// Python object, which nobody holds either, and it is what it was.
 bool FlatBucket::is_untouched(const at::Tensor& delivered, size_t slot) const {
-  return has_one_holder(delivered) && is_range(delivered, slot) &&
+  return torch::autograd::impl::is_tensor_stealable(delivered) && is_range(delivered, slot) &&
          delivered.unsafeGetTensorImpl()->autograd_meta() == nullptr;
 }
 
