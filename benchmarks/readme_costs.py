@@ -101,8 +101,8 @@ REDUCER = added_by(
     "reducer",
     "DDP of 1,000 parameters of 64 elements over torch's fake group",
     "What we add to a parameter is a hook, a copy of its gradient, and checks of what ranks have "
-    "agreed about. The tensors over a bucket become .grad again in every step. torch's class does "
-    "so only where gradients are views, and copies many at once only under `batched_grad_copy`.",
+    "agreed about. The tensors over a bucket become .grad again in every step. torch's class keeps "
+    "tensors only where gradients are views, and copies many at once only by `batched_grad_copy`.",
 )
 UNITS = added_by("units", "fully_shard of 64 units of 4 small parameters")
 GATHERED_UNITS = added_by("gathered-units", "the same where both gather, over torch's fake group")

@@ -163,18 +163,18 @@ TEST_CASE("a .grad that was dropped comes back as the same tensor, unless somebo
   Chain chain("ab");
   chain.step("ab");
   chain.zero_grad();
-  chain.step("ab");  // in the buckets that were learned
-  const auto impl_of = [&](char name) { return chain.grad(name).unsafeGetTensorImpl(); };
-  const auto* a = impl_of('a');
-  const auto* b = impl_of('b');
+  chain.step("ab");                                       // in the buckets that were learned
+  using Weak = c10::weak_intrusive_ptr<c10::TensorImpl>;  // no other tensor gets its address
+  const Weak a(chain.grad('a').getIntrusivePtr());
+  const Weak b(chain.grad('b').getIntrusivePtr());
   chain.zero_grad();
   chain.step("ab");
-  CHECK(impl_of('a') == a);
-  CHECK(impl_of('b') == b);
+  CHECK(a.lock() == chain.grad('a').getIntrusivePtr());
+  CHECK(b.lock() == chain.grad('b').getIntrusivePtr());
   const at::Tensor held = chain.grad('a');
   chain.zero_grad();
   chain.step("ab");
-  CHECK(impl_of('a') != a);
+  CHECK_FALSE(chain.grad('a').is_same(held));
 }
 
 TEST_CASE("a .grad that was changed before it was dropped does not come back") {
