@@ -198,30 +198,40 @@ bool ServingThreads::wait(const std::function<bool()>& enough,
 }
 
 bool ServingThreads::rest(const std::function<bool()>& enough, Clock::time_point until) {
-  for (Clock::time_point look_at = Clock::now() + shm::kLookEvery; !enough();) {
+  for (Clock::time_point interrupt_at = Clock::now() + shm::kLookEvery; !enough();) {
     const Clock::time_point now = Clock::now();
     if (now >= until) return enough();
-    if (now >= look_at) {
-      source_.look();
+    look_if_due(now);
+    if (now >= interrupt_at) {
       check_interruption();
-      look_at = now + shm::kLookEvery;
+      interrupt_at = now + shm::kLookEvery;
     }
     std::this_thread::sleep_for(kTick);
   }
   return true;
 }
 
+// Looks for ranks that have gone, unless some thread has done so lately. Threads take turns at
+// taking messages, and where messages keep coming no turn is as long as the time between two looks.
+void ServingThreads::look_if_due(Clock::time_point now) {
+  Clock::rep due = look_at_;
+  const Clock::rep next = (now + shm::kLookEvery).time_since_epoch().count();
+  if (now.time_since_epoch().count() >= due && look_at_.compare_exchange_strong(due, next))
+    source_.look();
+}
+
 // Takes messages until `enough` returns true, asleep where none come.
 template <typename Enough>
 bool ServingThreads::drive(const Enough& enough, std::optional<Clock::time_point> until,
                            bool interrupts) {
-  Clock::time_point look_at = Clock::now() + shm::kLookEvery;
+  look_if_due(Clock::now());
+  Clock::time_point interrupt_at = Clock::now() + shm::kLookEvery;
   const auto is_late = [&] {
     const Clock::time_point now = Clock::now();
-    if (now >= look_at) {
-      source_.look();
-      if (interrupts) check_interruption();
-      look_at = Clock::now() + shm::kLookEvery;
+    look_if_due(now);
+    if (interrupts && now >= interrupt_at) {
+      check_interruption();
+      interrupt_at = now + shm::kLookEvery;
     }
     return until && now >= *until;
   };

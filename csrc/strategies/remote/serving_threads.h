@@ -3,6 +3,7 @@
 #include <trireme/common/export.h>
 #include <trireme/shm/flag_wait.h>
 
+#include <atomic>
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
@@ -20,7 +21,7 @@ class TRIREME_API Source {
   virtual ~Source() = default;
   // Takes what has come, and runs nothing of the user's. Returns true if anything has.
   virtual bool poll() = 0;
-  // Looks whether peers live; called every shm::kLookEvery by who waits.
+  // Looks whether peers live; called every shm::kLookEvery, however many messages come.
   virtual void look() = 0;
   virtual shm::Bell& bell() = 0;
 };
@@ -86,12 +87,14 @@ class TRIREME_API ServingThreads {
   void run_first(std::unique_lock<std::mutex>& lock);
   void lead(std::unique_lock<std::mutex>& lock);
   void call_someone();
+  void look_if_due(shm::Clock::time_point now);
   template <typename Enough>
   bool drive(const Enough& enough, std::optional<shm::Clock::time_point> until, bool interrupts);
 
   Source& source_;
   const int64_t threads_;
   const std::chrono::microseconds patience_;
+  std::atomic<shm::Clock::rep> look_at_{0};  // when the next look is due
 
   mutable std::mutex mutex_;  // guards all that follows
   std::condition_variable changed_;

@@ -63,6 +63,21 @@ void run_at_once(int64_t count, const std::function<void(int64_t)>& work) {
 
 }  // namespace
 
+TEST_CASE("messages that never stop do not hold up the look for peers") {
+  Post post;
+  ServingThreads threads(post, 2, 1);
+  threads.start();
+  std::atomic<int64_t> done{0};
+  const Clock::time_point until = Clock::now() + kLong;
+  while (post.looks() < 5 && Clock::now() < until) {
+    const int64_t before = done;
+    post.post([&] { threads.run([&] { ++done; }); });
+    while (done == before) std::this_thread::yield();
+  }
+  CHECK(post.looks() >= 5);
+  threads.stop();
+}
+
 TEST_CASE("jobs that come in messages all run, whoever takes these") {
   Post post;
   ServingThreads threads(post, 2, 1);
