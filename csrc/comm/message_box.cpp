@@ -66,6 +66,7 @@ struct MessageBox::Lane {
   std::atomic<shm::Clock::rep> heard{0};
   std::atomic<bool> ended{false};  // the peer posts no more
   bool was_reported = false;       // guarded by taking_
+  std::atomic<bool> end_was_posted{false};
 
   mutable std::mutex mutex;  // guards the sender, and what follows
   std::string why_gone;
@@ -125,6 +126,7 @@ void MessageBox::connect(const std::vector<ChannelRequest>& requests) {
 }
 
 MessageBox::~MessageBox() {
+  end_silent_lanes();
   {
     const std::lock_guard lock(inbox_->mutex);
     inbox_->bell = nullptr;
@@ -135,6 +137,18 @@ MessageBox::~MessageBox() {
       lane->thread.join();
     } else {
       lane->thread.detach();
+    }
+  }
+}
+
+// Ends lanes that nobody has ended, such as those between ranks that say nothing to each other. Two
+// threads that wait for each other's message would keep the group, and its memory, for ever.
+void MessageBox::end_silent_lanes() noexcept {
+  for (const auto& lane : lanes_) {
+    if (!lane || !lane->by_engine) continue;
+    try {
+      if (!lane->end_was_posted) try_end(lane->rank);
+    } catch (const std::exception&) {  // it is gone: so its end of the lane is closed
     }
   }
 }
@@ -181,7 +195,9 @@ bool MessageBox::has_room(int64_t to) const {
 bool MessageBox::try_end(int64_t to) {
   TensorMessage message;
   message.text = kEnd;
-  return try_send(*lanes_[static_cast<size_t>(to)], message, "the last message");
+  Lane& lane = *lanes_[static_cast<size_t>(to)];
+  lane.end_was_posted = try_send(lane, message, "the last message");
+  return lane.end_was_posted;
 }
 
 bool MessageBox::has_ended(int64_t rank) const { return lanes_[static_cast<size_t>(rank)]->ended; }

@@ -75,6 +75,7 @@ class TRIREME_API MessageBox {
  private:
   struct Lane;
   struct Inbox;
+  void end_silent_lanes() noexcept;
   static void receive_all(Lane& lane, Inbox& inbox);
   void connect(const std::vector<ChannelRequest>& requests);
   bool try_send(Lane& lane, const TensorMessage& message, const std::string& label);
