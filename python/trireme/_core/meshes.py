@@ -35,13 +35,14 @@ def group_over(meshes: Sequence[DeviceMesh]) -> dist.ProcessGroup:
     for mesh in meshes:
         if mesh.ndim == 1 and mesh.size() == len(ranks):
             return mesh.get_group()
+    if len(ranks) == dist.get_world_size():
+        world = dist.group.WORLD  # not kept: it may be `first`, which would then live for ever
+        assert world is not None
+        return world
     first = meshes[0].get_group(0)
     unions = _unions.setdefault(first, {})
     if ranks not in unions:
-        is_world = len(ranks) == dist.get_world_size()
-        made = dist.group.WORLD if is_world else new_group_like(list(ranks), first)
-        assert made is not None
-        unions[ranks] = made
+        unions[ranks] = new_group_like(list(ranks), first)
     return unions[ranks]
 
 
