@@ -168,11 +168,6 @@ std::string text_of_end(std::optional<int> wait_status, std::optional<int64_t> k
          std::to_string(*kills - *kills_before) + " for want of it on this machine)";
 }
 
-bool has_ended(pid_t pid) {
-  const std::string letter = stat_field(pid, kState);
-  return letter.empty() || letter == "Z" || letter == "X";
-}
-
 std::string start_of(pid_t pid) { return stat_field(pid, kStartTime); }
 
 std::string host_boot() {

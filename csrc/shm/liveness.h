@@ -50,11 +50,6 @@ TRIREME_API std::string text_of_end(std::optional<int> wait_status,
                                     std::optional<int64_t> kills_before);
 inline bool is_sigkill(int wait_status) { return (wait_status & 0x7f) == 9; }
 
-// Says whether that process has ended: there is none of that number, or only what is left of it
-// until its parent has asked. A process may go at any moment, so that a file below /proc/<pid> may
-// fail to open, or to be read once it is open; who meets such an error asks this.
-TRIREME_API bool has_ended(pid_t pid);
-
 // Says when that process began, to tell it from a later one of that number; empty if there is none.
 TRIREME_API std::string start_of(pid_t pid);
 

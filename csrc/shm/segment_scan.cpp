@@ -143,6 +143,23 @@ pid_t own_number_of(pid_t pid) {
   return 0;
 }
 
+namespace {
+
+// Says whether a process still maps it: one that ends gives its memory up before it is seen as
+// dead.
+bool still_maps(pid_t pid, int64_t bytes, const Mapping& mapping) {
+  std::ifstream maps(folder_of(pid) + "/maps");
+  for (std::string line; std::getline(maps, line);) {
+    Mapping other;
+    if (parse_mapping(line, bytes, other) && other.device == mapping.device &&
+        other.inode == mapping.inode)
+      return true;
+  }
+  return false;
+}
+
+}  // namespace
+
 SegmentScan scan_segments(int64_t bytes, ReadThrough way) {
   SegmentScan scan;
   std::map<std::pair<uint64_t, uint64_t>, Candidate> candidates;
@@ -168,9 +185,10 @@ SegmentScan scan_segments(int64_t bytes, ReadThrough way) {
       if (read) break;
     }
     if (!read) {
-      // Who has ended since its mappings were listed is no rank that hides.
-      const auto holder = std::find_if(candidate.holders.begin(), candidate.holders.end(),
-                                       [](const auto& entry) { return !has_ended(entry.first); });
+      // Who has let go of it since mappings were listed is no rank that hides.
+      const auto holder = std::find_if(
+          candidate.holders.begin(), candidate.holders.end(),
+          [bytes](const auto& entry) { return still_maps(entry.first, bytes, entry.second); });
       if (holder != candidate.holders.end())
         scan.sealed.push_back({holder->first, std::strerror(error != 0 ? error : EACCES)});
       continue;

@@ -10,7 +10,6 @@
 #include <csignal>
 #include <map>
 #include <shm/post.h>
-#include <sys/wait.h>
 #include <unistd.h>
 
 namespace trireme::waits_test {
@@ -278,17 +277,6 @@ TEST_CASE("the last operation of a rank is the round of deposits that it has beg
   CHECK(
       contains(failure.text,
                "its last operation: round 2 of deposits, the gradient of 'layer.2.weight' (rank"));
-}
-
-TEST_CASE("a process has ended when it is dead, also before its parent has asked") {
-  CHECK_FALSE(has_ended(::getpid()));
-  const pid_t child = ::fork();
-  if (child == 0) ::_exit(0);
-  siginfo_t ended{};
-  ::waitid(P_PID, static_cast<id_t>(child), &ended, WEXITED | WNOWAIT);
-  CHECK(has_ended(child));
-  ::waitpid(child, nullptr, 0);
-  CHECK(has_ended(child));
 }
 
 }  // namespace trireme::waits_test
