@@ -278,6 +278,56 @@ def class_size(body: str) -> tuple[int, int]:
     return functions, members
 
 
+NO_CODE = re.compile(
+    rf"//[^\n]*|/\*.*?\*/|{LITERAL.pattern}|^[ \t]*#(\\\n|[^\n])*", re.DOTALL | re.MULTILINE
+)
+NAMESPACE_HEAD = re.compile(r"\b(?:namespace\s+([\w:]+)|extern)\s*$")
+CLASS_HEAD = re.compile(
+    r"\b(?:class|struct)\s+(?:(?:TRIREME_\w+\b|alignas\s*\(.*\)|\[\[.*?\]\])\s*)*"
+    r"(\w+)\s*(?:\bfinal\s*)?(?::(?!:).*)?$",
+    re.DOTALL,
+)
+
+
+def code_alone(text: str) -> str:
+    """Comments, literals and lines of the preprocessor become spaces, so that places stay."""
+    return NO_CODE.sub(lambda match: re.sub(r"\S", " ", match[0]), text)
+
+
+def class_lines(text: str) -> dict[str, int]:
+    """Full names and lines of classes, structs and scoped enums; none of those that are nested."""
+    code = code_alone(text)
+    found: dict[str, int] = {}
+    scopes: list[str | None] = []  # None is a body or an anonymous namespace: nothing in it counts
+    end = 0
+    for mark in re.finditer(r"[{};]", code):
+        start, end = end, mark.end()
+        head = code[start : mark.start()]
+        if mark[0] == "}":
+            del scopes[-1:]
+        elif mark[0] == "{":
+            if (named := CLASS_HEAD.search(head)) and None not in scopes:
+                name = "::".join(filter(None, [*scopes, named[1]]))
+                found.setdefault(name, code.count("\n", 0, start + named.start(1)) + 1)
+            opened = NAMESPACE_HEAD.search(head)
+            scopes.append((opened[1] or "") if opened else None)
+    return found
+
+
+def twice_defined(headers: Mapping[PurePosixPath, str]) -> list[str]:
+    """C++'s one-definition rule: the linker takes two classes of one full name for one."""
+    first: dict[str, tuple[PurePosixPath, int]] = {}
+    found = []
+    for path, text in headers.items():
+        for name, line in class_lines(text).items():
+            there, there_line = first.setdefault(name, (path, line))
+            if there != path:
+                found.append(
+                    f"{path}:{line}: defines {name}, as {there}:{there_line} does; rename one"
+                )
+    return found
+
+
 def cpp_function_length(path: PurePosixPath, text: str) -> list[str]:
     """In clang-formatted code a body at namespace level ends with a brace in the first column."""
     limit = MAX_BINDING_LINES if home(path) == "bindings" else MAX_FUNCTION_LINES
@@ -403,6 +453,25 @@ def import_circle(texts: Mapping[str, str]) -> list[str]:
     except CycleError as error:
         return list(error.args[1])
     return []
+
+
+def imports_of_tests(path: PurePosixPath, text: str) -> list[str]:
+    """A test file is for pytest alone: what other files need lies elsewhere."""
+    found = []
+    for node in ast.walk(ast.parse(text)):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            module = "." * node.level + (f"{node.module}." if node.module else "")
+            names = [f"{module}{alias.name}" for alias in node.names]
+        tests = {match[0] for name in names if (match := re.match(r"(.*?\.)??test_\w+", name))}
+        found += [
+            f"{path}:{getattr(node, 'lineno', 0)}: imports the test file {test}; what several "
+            "files need lies in a module of its room, or in tests/python/harness"
+            for test in sorted(tests)
+        ]
+    return found
 
 
 def crowded(folder: str, names: list[str], limit: int) -> list[str]:

@@ -1,6 +1,6 @@
 """The rules that a reader of one file cannot see. Needs neither compiler nor torch.
 
-The made-up snippets at the end prove that each rule bites.
+The made-up snippets of structure_snippets.py prove that each rule bites.
 """
 
 import re
@@ -31,6 +31,7 @@ from structure_rules import (
     foreign_headers,
     foreign_members,
     import_circle,
+    imports_of_tests,
     includes,
     layer_edges,
     module_name,
@@ -38,8 +39,10 @@ from structure_rules import (
     python_function_length,
     python_rooms,
     refused_names,
+    twice_defined,
     unsafe_python,
 )
+from structure_snippets import SNIPPETS, TWINS
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -101,6 +104,10 @@ def test_package_turns_no_data_into_code() -> None:
 
 def test_python_rooms_import_only_what_is_below_them() -> None:
     assert complaints([python_rooms], "python/trireme/**/*.py") == []
+
+
+def test_no_file_imports_a_test_file() -> None:
+    assert complaints([imports_of_tests], "tests/**/*.py") == []
 
 
 def python_modules() -> dict[str, str]:
@@ -188,6 +195,10 @@ def test_a_source_defines_the_classes_of_its_header() -> None:
         for name in foreign_members(text, known.get(path.with_suffix(".h"), ""), declared)
     }
     assert found == set(SPLIT_CLASSES)
+
+
+def test_no_two_headers_define_one_class() -> None:
+    assert twice_defined(dict(sources("csrc/**/*.h"))) == []
 
 
 def test_class_rules_bite() -> None:
@@ -337,138 +348,17 @@ def test_trace_names_are_stage_names() -> None:
     assert wrong == []
 
 
-@pytest.mark.parametrize(
-    ("rule", "path", "text", "bites"),
-    [
-        (layer_edges, "csrc/comm/a.h", "#include <trireme/grad/bucket.h>", True),
-        (layer_edges, "csrc/comm/a.h", "#include <trireme/memory/bucket_plan.h>", True),
-        (layer_edges, "csrc/strategies/ddp/a.h", "#include <trireme/strategies/fsdp/b.h>", True),
-        (layer_edges, "csrc/grad/a.h", "#include <trireme/param/b.h>", True),
-        (layer_edges, "csrc/activation/a.h", "#include <trireme/saving/b.h>", True),
-        (layer_edges, "csrc/activation/a.h", "#include <trireme/strategies/ddp/b.h>", True),
-        (layer_edges, "csrc/activation/a.h", "#include <trireme/module/b.h>", False),
-        (layer_edges, "csrc/grad/a.h", '#include "bucket.h"', True),
-        (layer_edges, "csrc/grad/a.h", "#include <trireme/trireme.h>", True),
-        (layer_edges, "csrc/misc/a.h", "", True),
-        (layer_edges, "csrc/grad/a.h", "#include <trireme/comm/communicator.h>", False),
-        (layer_edges, "csrc/strategies/ddp/a.h", "#include <trireme/strategies/ddp/b.h>", False),
-        (foreign_headers, "csrc/grad/a.cpp", "#include <pybind11/pybind11.h>", True),
-        (
-            foreign_headers,
-            "csrc/grad/a.cpp",
-            "# include <torch/csrc/distributed/c10d/Work.hpp>",
-            True,
-        ),
-        (
-            foreign_headers,
-            "csrc/comm/a.cpp",
-            "#include <torch/csrc/distributed/c10d/Work.hpp>",
-            False,
-        ),
-        (foreign_headers, "csrc/comm/a.cpp", "#include <gloo/context.h>", True),
-        (foreign_headers, "csrc/memory/a.cpp", "#include <cuda_runtime_api.h>", True),
-        (foreign_headers, "csrc/kernels/cuda/a.cu", "#include <cuda_runtime_api.h>", False),
-        (foreign_headers, "csrc/kernels/cuda/a.cu", "#include <ATen/core/Tensor.h>", True),
-        (foreign_headers, "csrc/shm/a.h", "#include <c10/util/Exception.h>", True),
-        (foreign_headers, "csrc/bindings/a.cpp", "#include <torch/extension.h>", True),
-        (foreign_headers, "csrc/grad/a.h", "#include <ATen/ATen.h>", True),
-        (foreign_headers, "csrc/grad/a.cpp", "// #include <pybind11/pybind11.h>", False),
-        (conditional_compilation, "csrc/grad/a.cpp", "#ifdef WITH_CUDA", True),
-        (conditional_compilation, "csrc/comm/work_compat.h", "#if X", False),
-        (cpp_hygiene, "csrc/grad/a.h", "int x;", True),
-        (cpp_hygiene, "csrc/grad/a.h", "#pragma once\nusing namespace std;", True),
-        (cpp_hygiene, "csrc/grad/a.cpp", 'std::getenv("RANK");', True),
-        (cpp_hygiene, "csrc/grad/a.cpp", "std::exit(1);", True),
-        (cpp_hygiene, "csrc/grad/a.cpp", "work.abort();  // getenv", False),
-        (comment_openings, "csrc/grad/a.h", "// Of the ring, in bytes.\nint x;", True),
-        (comment_openings, "csrc/grad/a.h", "int x;\n// The same\n// for y.\nint y;", True),
-        (comment_openings, "csrc/grad/a.h", "int x;  // of all ranks", True),
-        (comment_openings, "csrc/grad/a.h", "// With shards, by\n// parameter: its sum.", True),
-        (comment_openings, "csrc/grad/a.h", "// Counts the bytes\n// Of the ring.", False),
-        (comment_openings, "csrc/grad/a.h", "// With shards a rank has less.", False),
-        (comment_openings, "csrc/grad/a.h", "int x;  // bytes, by parameter", False),
-        (comment_openings, "csrc/grad/a.cpp", 'f("// Of it");  // Offers a ring', False),
-        (comment_openings, "a.py", "x = 1\n# Of the ring,\n# in bytes.\n", True),
-        (comment_openings, "a.py", "x = '# of'  # by rank\n", True),
-        (comment_openings, "a.py", "x = '# of'\n# Counts the bytes\n# of the ring.\n", False),
-        (
-            cpp_function_length,
-            "csrc/grad/a.cpp",
-            "void f(\n  int x) {\n" + "  x;\n" * 60 + "}\n",
-            True,
-        ),
-        (cpp_function_length, "csrc/grad/a.cpp", "void f() {\n" + "  x;\n" * 50 + "}\n", False),
-        (cpp_function_length, "csrc/grad/a.h", "struct A {\n" + "  int x;\n" * 70 + "};\n", False),
-        (file_length, "csrc/grad/a.cpp", "\n" * 501, True),
-        (file_length, "setup.py", "\n" * 151, True),
-        (pure_values, "csrc/strategies/pipeline/schedule_run.h", "#include <string>", False),
-        (
-            pure_values,
-            "csrc/strategies/pipeline/schedule.h",
-            "#include <trireme/strategies/pipeline/action.h>\n#include <c10/util/Exception.h>",
-            False,
-        ),
-        (
-            pure_values,
-            "csrc/strategies/pipeline/schedule.h",
-            "#include <trireme/strategies/pipeline/engine.h>",
-            True,
-        ),
-        (pure_values, "csrc/strategies/pipeline/action.h", "#include <ATen/core/Tensor.h>", True),
-        (pure_values, "csrc/strategies/pipeline/partition.h", "#include <trireme/comm/a.h>", True),
-        (pure_values, "csrc/strategies/pipeline/engine.h", "#include <trireme/comm/a.h>", False),
-        (
-            layer_edges,
-            "csrc/strategies/pipeline/a.h",
-            "#include <trireme/strategies/ddp/b.h>",
-            True,
-        ),
-        (refused_names, "csrc/grad/bucket_manager.h", "", True),
-        (refused_names, "csrc/grad/bucket.h", "", False),
-        (unsafe_python, "a.py", "import pickle", True),
-        (unsafe_python, "a.py", "from pickle import loads", True),
-        (unsafe_python, "a.py", "eval(text)", True),
-        (unsafe_python, "a.py", "dist.all_gather_object(x, y)", True),
-        (unsafe_python, "a.py", "torch.load(file)", True),
-        (unsafe_python, "a.py", "torch.load(file, weights_only=True)\nmodel.eval()", False),
-        (comm_edges, "csrc/comm/a.h", "#include <trireme/comm/c10d/a.h>", True),
-        (comm_edges, "csrc/comm/hosts/a.h", "#include <trireme/comm/backend/a.h>", True),
-        (comm_edges, "csrc/comm/backend/a.h", "#include <trireme/comm/hosts/a.h>", False),
-        (comm_edges, "csrc/comm/launch/a.h", "#include <trireme/comm/pending.h>", False),
-        (comm_edges, "csrc/grad/a.h", "#include <trireme/comm/launch/a.h>", False),
-        (python_rooms, "python/trireme/_zero/a.py", "from trireme._fsdp.unit import x", True),
-        (python_rooms, "python/trireme/_zero/a.py", "from trireme import optim", True),
-        (python_rooms, "python/trireme/_zero/a.py", "def f():\n  import trireme.zero", True),
-        (
-            python_rooms,
-            "python/trireme/_zero/a.py",
-            "if TYPE_CHECKING:\n  from trireme.ddp import x",
-            True,
-        ),
-        (python_rooms, "python/trireme/_core/a.py", "from trireme._zero.claim import x", True),
-        (python_rooms, "python/trireme/_activation/a.py", "from trireme.dp import x", True),
-        (python_rooms, "python/trireme/_zero/a.py", "from . import claim", True),
-        (python_rooms, "python/trireme/cli/a.py", "from trireme._launch import ranks", True),
-        (python_rooms, "python/trireme/cli/a.py", "from trireme.launch import init", False),
-        (
-            python_rooms,
-            "python/trireme/_zero/a.py",
-            "from trireme import _C\nfrom trireme._core.owners import x\n"
-            "from trireme._zero import claim",
-            False,
-        ),
-        (python_rooms, "python/trireme/zero.py", "from trireme._zero.optimizer import x", False),
-        (python_function_length, "a.py", "def f():\n" + "    x = 1\n" * 61, True),
-        (
-            python_function_length,
-            "a.py",
-            'def f():\n    """' + "a\n" * 61 + '"""\n    x = 1',
-            False,
-        ),
-    ],
-)
+@pytest.mark.parametrize(("rule", "path", "text", "bites"), SNIPPETS)
 def test_the_rules_bite(rule: Rule, path: str, text: str, bites: bool) -> None:
     assert bool(rule(PurePosixPath(path), text)) == bites
+
+
+def test_an_import_of_a_test_file_is_named_with_its_line() -> None:
+    text = "import os\n\nfrom ddp.ranks import sgd\nfrom ddp.test_join import inputs\n"
+    assert imports_of_tests(PurePosixPath("tests/python/zero/test_join.py"), text) == [
+        "tests/python/zero/test_join.py:4: imports the test file ddp.test_join; what several files "
+        "need lies in a module of its room, or in tests/python/harness"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -482,6 +372,21 @@ def test_the_rules_bite(rule: Rule, path: str, text: str, bites: bool) -> None:
 def test_a_circle_is_found(text: str, bites: bool) -> None:
     texts = {"trireme.a": text, "trireme.b": "import trireme.a"}
     assert bool(import_circle(texts)) == bites
+
+
+@pytest.mark.parametrize(("one", "other", "bites"), TWINS)
+def test_a_class_that_two_headers_define_is_found(one: str, other: str, bites: bool) -> None:
+    headers = {PurePosixPath("csrc/grad/a.h"): one, PurePosixPath("csrc/param/a.h"): other}
+    assert bool(twice_defined(headers)) == bites
+
+
+def test_a_class_defined_twice_is_named_with_both_places() -> None:
+    one = "#pragma once\n\nnamespace trireme {\n\nclass TRIREME_API Row {};\n\n}\n"
+    other = "namespace trireme {\n// Rows.\ntemplate <class T>\nstruct Row final : T {\n};\n}\n"
+    headers = {PurePosixPath("csrc/grad/a.h"): one, PurePosixPath("csrc/param/b.h"): other}
+    assert twice_defined(headers) == [
+        "csrc/param/b.h:4: defines trireme::Row, as csrc/grad/a.h:5 does; rename one"
+    ]
 
 
 def test_a_crowded_folder_is_found() -> None:

@@ -187,9 +187,9 @@ class TRIREME_API PipelineRunner {
 //
 // Cost of a step: per micro-batch and pair of stages on different ranks one message onward and,
 // where gradients are due, one back, and as many for each pair of stages with skips; one all-reduce
-// of 24 bytes; TiedParameters and Replicas say what these cost. Memory: what autograd keeps of the
-// micro-batches that are live, and slots for messages: check_schedule() says how many, and skips
-// have one per micro-batch.
+// of 24 bytes; TiedParameters and PipelineReplicas say what these cost. Memory: what autograd keeps
+// of the micro-batches that are live, and slots for messages: check_schedule() says how many, and
+// skips have one per micro-batch.
 //
 // It is made and destroyed without the GIL.
 class TRIREME_API PipelineEngine final : public PipelineRunner {

@@ -20,7 +20,7 @@ at::Tensor no_gradient(const at::Tensor& parameter, bool is_sparse) {
 
 }  // namespace
 
-void Replicas::spread(const Tensors& tensors) {
+void PipelineReplicas::spread(const Tensors& tensors) {
   if (!exist()) return;
   const at::NoGradGuard no_grad;
   Tensors moved;
@@ -30,7 +30,7 @@ void Replicas::spread(const Tensors& tensors) {
     if (!moved[i].is_alias_of(tensors[i])) tensors[i].copy_(moved[i]);
 }
 
-void Replicas::begin_step(int64_t step, bool averages) {
+void PipelineReplicas::begin_step(int64_t step, bool averages) {
   if (!exist()) return;
   at::Tensor sum = at::full({1}, averages ? 1.0 : 0.0, at::kDouble).to(communicator_->device());
   communicator_->all_reduce({sum}, ReduceOp::kSum, "beginning of step " + std::to_string(step))
@@ -44,7 +44,7 @@ void Replicas::begin_step(int64_t step, bool averages) {
                  communicator_->rank_of(), "Enter no_sync() on all copies or none."));
 }
 
-void Replicas::average(const Tensors& parameters, const std::string& label) {
+void PipelineReplicas::average(const Tensors& parameters, const std::string& label) {
   if (parameters.empty()) return;
   const at::NoGradGuard no_grad;
   // Holds how many copies have a gradient, and how many a sparse one.
@@ -76,12 +76,12 @@ void Replicas::average(const Tensors& parameters, const std::string& label) {
   if (!dense.sums.empty()) launch(std::move(dense), label);
 }
 
-void Replicas::launch(Reduction reduction, const std::string& label) {
+void PipelineReplicas::launch(Reduction reduction, const std::string& label) {
   reduction.pending = across_->sum(reduction.sums, "gradients of " + label);
   in_flight_.push_back(std::move(reduction));
 }
 
-void Replicas::finish() {
+void PipelineReplicas::finish() {
   const at::NoGradGuard no_grad;
   for (Reduction& reduction : in_flight_) {
     reduction.pending.wait();

@@ -35,10 +35,10 @@ namespace trireme {
 //
 // Cost of a step: an all-reduce of one number at its beginning; for each stage one of two numbers
 // per parameter, which is waited for, and those of the gradients, which are not.
-class TRIREME_API Replicas {
+class TRIREME_API PipelineReplicas {
  public:
   // `communicator` has the ranks of all copies that hold the same stages; null for one copy alone.
-  explicit Replicas(std::shared_ptr<Communicator> communicator)
+  explicit PipelineReplicas(std::shared_ptr<Communicator> communicator)
       : communicator_(std::move(communicator)),
         across_(communicator_ ? make_replica_sum(communicator_) : nullptr) {}
 

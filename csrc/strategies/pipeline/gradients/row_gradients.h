@@ -77,7 +77,7 @@ class RowGradients {
   std::vector<StageStrategies> strategies_;
   std::vector<size_t> order_;
   TiedParameters tied_;
-  Replicas replicas_;
+  PipelineReplicas replicas_;
   std::vector<at::Tensor> buffers_;
   StepGradients gradients_;
   Step step_;
