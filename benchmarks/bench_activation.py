@@ -35,18 +35,18 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from harness.activation_runs import (
+from measure.activation_runs import (
     OFFLOADS,
     measure_calls,
     measure_offload,
     measure_peak,
     measure_steps,
 )
-from harness.bad_input import BadInput
-from harness.bench_options import run_in_parts
-from harness.machine import cores
-from harness.stats import PairedRatio
-from harness.table import table
+from measure.bad_input import BadInput
+from measure.bench_options import run_in_parts
+from measure.machine import cores
+from measure.stats import PairedRatio
+from measure.table import table
 
 CALL_TARGET = 0.2
 STEPS_TARGET = 1.0

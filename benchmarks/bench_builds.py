@@ -26,18 +26,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from harness.bench_options import begin_results, bench_parser, chosen_parts
-from harness.engine_cost import measure_engine_cost
-from harness.exit_codes import exit_code
-from harness.fresh_run import RANKS, fresh_ranks
-from harness.reducer_overhead import measure_overhead
-from harness.results import write_results
-from harness.rounds import WARM_UP_STEPS, Trajectory
-from harness.sides import DDP, DDP_GLOO, FSDP, TORCH_FSDP2, TORCH_VIEW, Side
-from harness.stats import PairedRatio, spread
-from harness.step_runs import FULL, QUICK, Effort
-from harness.table import table
-from harness.worker import StepRecord
+from measure.bench_options import begin_results, bench_parser, chosen_parts
+from measure.engine_cost import measure_engine_cost
+from measure.exit_codes import exit_code
+from measure.fresh_run import RANKS, fresh_ranks
+from measure.reducer_overhead import measure_overhead
+from measure.results import write_results
+from measure.rounds import WARM_UP_STEPS, Trajectory
+from measure.sides import DDP, DDP_GLOO, FSDP, TORCH_FSDP2, TORCH_VIEW, Side
+from measure.stats import PairedRatio, spread
+from measure.step_runs import FULL, QUICK, Effort
+from measure.table import table
+from measure.worker import StepRecord
 
 STEPS = ("mlp", "gpt-small-batch")
 PARTS = (*STEPS, "overhead", "engine")

@@ -40,8 +40,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from harness.bench_options import bench_parser, chosen_parts
-from harness.checkpoint_runs import (
+from measure.bench_options import bench_parser, chosen_parts
+from measure.checkpoint_runs import (
     CheckpointRun,
     Loaded,
     Model,
@@ -50,12 +50,12 @@ from harness.checkpoint_runs import (
     load_with,
     save_with,
 )
-from harness.exit_codes import exit_code
-from harness.machine import cores, machine
-from harness.results import write_results
-from harness.stats import PairedRatio, verdict
-from harness.strategies import STRATEGIES
-from harness.table import table
+from measure.exit_codes import exit_code
+from measure.machine import cores, machine
+from measure.results import write_results
+from measure.stats import PairedRatio, verdict
+from measure.strategies import STRATEGIES
+from measure.table import table
 
 PARTS = ("warm", "cold", "memory")
 TIME_TARGET = 2.0  # times the copy's: half its speed

@@ -21,19 +21,19 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from harness.bad_input import BadInput
-from harness.collective_rounds import (
+from measure.bad_input import BadInput
+from measure.collective_rounds import (
     OPERATIONS,
     CollectiveCase,
     CollectiveTimes,
     measure_collective,
 )
-from harness.exit_codes import exit_code
-from harness.machine import cores, machine
-from harness.results import write_results
-from harness.stats import PairedRatio
-from harness.strategies import require_trireme
-from harness.table import table
+from measure.exit_codes import exit_code
+from measure.machine import cores, machine
+from measure.results import write_results
+from measure.stats import PairedRatio
+from measure.strategies import require_trireme
+from measure.table import table
 
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = (4, 64 * KIB, MIB, 25 * MIB, 256 * MIB)

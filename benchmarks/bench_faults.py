@@ -4,7 +4,7 @@
     python benchmarks/bench_faults.py --tries 2
 
 Through torch.distributed from Python, backend "trireme", ranks of one host, one thread each; and
-with workers of a parameter server, who raise or go on (harness/ps_faults.py).
+with workers of a parameter server, who raise or go on (measure/ps_faults.py).
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from harness.bad_input import BadInput
-from harness.exit_codes import exit_code
-from harness.fault_trials import DEADLINE_S, KINDS, FaultCase, measure_fault
-from harness.machine import cores, machine
-from harness.ps_faults import PS_FAULTS, measure_ps_fault
-from harness.results import write_results
-from harness.strategies import require_trireme
-from harness.table import table
+from measure.bad_input import BadInput
+from measure.exit_codes import exit_code
+from measure.fault_trials import DEADLINE_S, KINDS, FaultCase, measure_fault
+from measure.machine import cores, machine
+from measure.ps_faults import PS_FAULTS, measure_ps_fault
+from measure.results import write_results
+from measure.strategies import require_trireme
+from measure.table import table
 
 WORLDS = (2, 4)
 

@@ -27,11 +27,11 @@ import bench_optimizers
 import torch
 import trireme
 from bench_kernels import Effort
-from harness.bad_input import BadInput
-from harness.bench_options import run_in_parts
-from harness.machine import cores
-from harness.stats import PairedRatio
-from harness.strategies import (
+from measure.bad_input import BadInput
+from measure.bench_options import run_in_parts
+from measure.machine import cores
+from measure.stats import PairedRatio
+from measure.strategies import (
     Build,
     OptimizerSpec,
     Options,
@@ -41,7 +41,7 @@ from harness.strategies import (
     build_torch_ddp,
     build_torch_fsdp2,
 )
-from harness.table import table
+from measure.table import table
 from workloads import WORKLOADS, Batch, WorkloadOptions
 
 JOBS = ("narrow", "mlp", "gpt", "gpt-large")

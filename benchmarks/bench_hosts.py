@@ -23,16 +23,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from harness.bad_input import BadInput
-from harness.bench_options import begin_results, bench_parser, chosen_parts
-from harness.exit_codes import exit_code
-from harness.fresh_run import rank_config
-from harness.ranks import LAST_WORDS_LINES, RankFailed
-from harness.results import write_results
-from harness.sides import FSDP, TORCH_FSDP2, Side
-from harness.stats import PairedRatio
-from harness.step_runs import measure_all
-from harness.table import table
+from measure.bad_input import BadInput
+from measure.bench_options import begin_results, bench_parser, chosen_parts
+from measure.exit_codes import exit_code
+from measure.fresh_run import rank_config
+from measure.ranks import LAST_WORDS_LINES, RankFailed
+from measure.results import write_results
+from measure.sides import FSDP, TORCH_FSDP2, Side
+from measure.stats import PairedRatio
+from measure.step_runs import measure_all
+from measure.table import table
 
 ROOT = Path(__file__).resolve().parents[1]
 WORKLOAD = "mlp"
@@ -95,7 +95,7 @@ def run_on_hosts(side: Side, steps: int) -> HostsRun:
     """One run in fresh processes. Raises RankFailed, and BadInput where there are no namespaces."""
     config = rank_config(side, WORKLOAD, HOSTS * RANKS_PER_HOST)
     benchmarks = ROOT / "benchmarks"
-    worker = benchmarks / "harness" / "hosts_worker.py"
+    worker = benchmarks / "measure" / "hosts_worker.py"
     command = ["bash", str(ROOT / "examples" / "two_hosts.sh"), str(worker)]
     environment = {
         **os.environ,

@@ -23,12 +23,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness.bad_input import BadInput
-from harness.machine import cores, machine
-from harness.results import write_results
-from harness.stats import PairedRatio
-from harness.strategies import require_trireme
-from harness.table import table
+from measure.bad_input import BadInput
+from measure.machine import cores, machine
+from measure.results import write_results
+from measure.stats import PairedRatio
+from measure.strategies import require_trireme
+from measure.table import table
 from torch import Tensor
 
 BUCKET_MIB = (25, 256)

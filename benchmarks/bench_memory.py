@@ -4,8 +4,8 @@
     python benchmarks/bench_memory.py --only mlp --quick
 
 mlp, gpt (6 and 9 minutes): the sum of PSS over the ranks of a host between two steps and after a
-backward, less what they held before they built their model (harness/host_memory.py), at 2 and 4
-ranks; and at their fullest moment, at 2 ranks (harness/peak_memory.py). Ranks that never talk show
+backward, less what they held before they built their model (measure/host_memory.py), at 2 and 4
+ranks; and at their fullest moment, at 2 ranks (measure/peak_memory.py). Ranks that never talk show
 what torch itself leaves of a step. trireme.estimate_memory has to agree with what tensors take.
 DataParallel, one process with 2 replicas, is compared with our DDP of 2 ranks.
 
@@ -21,11 +21,11 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-from harness.bench_options import run_in_parts
-from harness.host_memory import measure_host_memory
-from harness.memory_report import measure_memory
-from harness.peak_memory import measure_peak, measure_peak_of, widest_fitting
-from harness.sides import DDP, DP, FSDP, NO_SYNC, TORCH_FSDP2, TORCH_VIEW, ZERO_1, ZERO_2
+from measure.bench_options import run_in_parts
+from measure.host_memory import measure_host_memory
+from measure.memory_report import measure_memory
+from measure.peak_memory import measure_peak, measure_peak_of, widest_fitting
+from measure.sides import DDP, DP, FSDP, NO_SYNC, TORCH_FSDP2, TORCH_VIEW, ZERO_1, ZERO_2
 
 WORKLOAD_NAMES = ("mlp", "gpt")
 PARTS = (*WORKLOAD_NAMES, "limit")

@@ -23,13 +23,13 @@ from typing import Any
 
 import torch
 from bench_kernels import FULL, QUICK, Clock
-from harness.bad_input import BadInput
-from harness.exit_codes import exit_code
-from harness.machine import cores, machine
-from harness.results import write_results
-from harness.stats import PairedRatio
-from harness.strategies import require_trireme
-from harness.table import table
+from measure.bad_input import BadInput
+from measure.exit_codes import exit_code
+from measure.machine import cores, machine
+from measure.results import write_results
+from measure.stats import PairedRatio
+from measure.strategies import require_trireme
+from measure.table import table
 from torch import Tensor, nn
 from workloads import WORKLOADS, WorkloadOptions
 

@@ -3,19 +3,19 @@
     python benchmarks/bench_overheads.py --json benchmarks/results/overheads.json
 
 reducer (4 minutes): what DistributedDataParallel adds to a step of 1,000 parameters of 64 elements,
-over torch's fake process group, beside torch's class (harness/reducer_overhead.py).
+over torch's fake process group, beside torch's class (measure/reducer_overhead.py).
 
 units (4 minutes): what fully_shard adds to a step of 64 units of 4 small parameters, on the memory
-of a host, beside torch's over Gloo and over its fake group (harness/engine_cost.py).
+of a host, beside torch's over Gloo and over its fake group (measure/engine_cost.py).
 
 gathered-units (3 minutes): the same where ours gathers parameters, too, both over the fake group,
 where nothing is moved and time is CPU time.
 
 replicas (1 minute): what a call of a Linear(8, 8) takes longer through 2 replicas, against 150 us
-or three wake-ups of a thread on this machine, whichever is more (harness/replica_overhead.py).
+or three wake-ups of a thread on this machine, whichever is more (measure/replica_overhead.py).
 
 python (1 minute): the share of a step that is Python under DataParallel and in one process, and the
-bytes that a step copies so that replicas are like the module (harness/replica_steps.py). On the CPU
+bytes that a step copies so that replicas are like the module (measure/replica_steps.py). On the CPU
 these bytes are none.
 
 Sides run in rounds of fresh processes, odd rounds reversed. A target is met when the median of the
@@ -31,16 +31,16 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
-from harness.bench_options import run_in_parts
-from harness.engine_cost import measure_engine_cost
-from harness.fresh_run import RANKS
-from harness.reducer_overhead import Overhead, measure_overhead
-from harness.replica_overhead import measure_replica_overhead
-from harness.replica_steps import measure_replica_steps
-from harness.sides import DDP_GLOO, DP, FSDP, FSDP_GLOO, ONE_PROCESS, TORCH_DDP, TORCH_FSDP2, Side
-from harness.stats import PairedRatio
-from harness.step_runs import FULL, QUICK, Contest, Effort, measure_all
-from harness.table import table
+from measure.bench_options import run_in_parts
+from measure.engine_cost import measure_engine_cost
+from measure.fresh_run import RANKS
+from measure.reducer_overhead import Overhead, measure_overhead
+from measure.replica_overhead import measure_replica_overhead
+from measure.replica_steps import measure_replica_steps
+from measure.sides import DDP_GLOO, DP, FSDP, FSDP_GLOO, ONE_PROCESS, TORCH_DDP, TORCH_FSDP2, Side
+from measure.stats import PairedRatio
+from measure.step_runs import FULL, QUICK, Contest, Effort, measure_all
+from measure.table import table
 
 REDUCER_TARGET = 0.5
 UNIT_TARGETS = {"gloo": 0.2, "fake": 0.5}

@@ -31,9 +31,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from harness.bad_input import BadInput
-from harness.bench_options import run_in_parts
-from harness.pipeline_runs import (
+from measure.bad_input import BadInput
+from measure.bench_options import run_in_parts
+from measure.pipeline_runs import (
     StepTimes,
     Times,
     job_of,
@@ -41,8 +41,8 @@ from harness.pipeline_runs import (
     measure_steps,
     measure_threads,
 )
-from harness.stats import PairedRatio
-from harness.table import table
+from measure.stats import PairedRatio
+from measure.table import table
 
 RANKS = 2
 ENGINE_TARGET = 0.25

@@ -5,13 +5,13 @@
 
 messages (2 minutes): pull and push of a dense table beside RPC and Gloo. A push of ours applies SGD
 before it returns; one of RPC and Gloo only moves the bytes. A pull of ours fills the parameters of
-a module; "bound" is one under bsp, where these lie in the table (harness/ps_rounds.py).
+a module; "bound" is one under bsp, where these lie in the table (measure/ps_rounds.py).
 
 sparse (1 minute): rows that one worker pulls and pushes, beside torch's index_select and index_add_
-of as many bytes (harness/ps_rows.py).
+of as many bytes (measure/ps_rows.py).
 
 updates (2 minutes): steps that 1, 2 and 4 workers make together, beside torch's tutorial on batch
-RPC, whose server is one more process (harness/ps_updates.py).
+RPC, whose server is one more process (measure/ps_updates.py).
 
 model (3 minutes): a step of `mlp` under bsp beside one of our ZeRO 2.
 
@@ -34,18 +34,18 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
-from harness.bench_options import run_in_parts
-from harness.cpp_ranks import run_cpp_ranks
-from harness.fresh_run import RANKS, run_fresh
-from harness.machine import cores
-from harness.ps_rounds import PsCase, measure_ps
-from harness.ps_rows import ADD, PULL, PUSH_ROWWISE, PUSH_SGD, SELECT, RowsCase, measure_rows
-from harness.ps_updates import UpdatesCase, measure_updates
-from harness.sides import PS_BSP, ZERO_2
-from harness.stats import PairedRatio
-from harness.step_runs import FULL, QUICK, Effort, Match, StepRuns
-from harness.straggler_runs import BSP, StragglerCase, measure_stragglers
-from harness.table import print_times, table
+from measure.bench_options import run_in_parts
+from measure.cpp_ranks import run_cpp_ranks
+from measure.fresh_run import RANKS, run_fresh
+from measure.machine import cores
+from measure.ps_rounds import PsCase, measure_ps
+from measure.ps_rows import ADD, PULL, PUSH_ROWWISE, PUSH_SGD, SELECT, RowsCase, measure_rows
+from measure.ps_updates import UpdatesCase, measure_updates
+from measure.sides import PS_BSP, ZERO_2
+from measure.stats import PairedRatio
+from measure.step_runs import FULL, QUICK, Effort, Match, StepRuns
+from measure.straggler_runs import BSP, StragglerCase, measure_stragglers
+from measure.table import print_times, table
 
 MIB = 1 << 20
 SIZES = {"4 B": 4, "1 MiB": MIB, "25 MiB": 25 * MIB}

@@ -5,21 +5,21 @@
 
 calls (1 minute): a function that gives back the tensor that it is called with, of 4 bytes, 1 MiB
 and 25 MiB; beside them the same bytes there and back by send and recv of our backend, and one copy
-(harness/remote_calls.py).
+(measure/remote_calls.py).
 
 cpp (1 minute): a call with 4 bytes from C++ to C++, which torch RPC has not. Needs the target
 `remote_calls` (benchmarks/cpp/remote_calls.cpp).
 
 module (1 minute): forward and backward of `Linear(1024, 1024)` at another process, batch 32,
-beside RemoteModule under dist_autograd (harness/remote_modules.py).
+beside RemoteModule under dist_autograd (measure/remote_modules.py).
 
 batch (1 minute): calls of 4 callers that one callee serves 4 at a time, beside
-rpc.functions.async_execution; each caller has 16 under way (harness/remote_batches.py).
+rpc.functions.async_execution; each caller has 16 under way (measure/remote_batches.py).
 
 memory (1 minute): what caller and callee hold after 100,000 calls and 1,000 dropped forwards
-(harness/remote_memory.py).
+(measure/remote_memory.py).
 
-faults (1 minute): a callee is killed or stopped, a caller is killed (harness/remote_faults.py).
+faults (1 minute): a callee is killed or stopped, a caller is killed (measure/remote_faults.py).
 
 All sides of a part take turns in the same processes of one thread each, in alternating order. A
 wheel of torch without RPC has cpp, memory and faults only.
@@ -37,18 +37,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from harness.bad_input import BadInput
-from harness.bench_options import run_in_parts
-from harness.cpp_ranks import run_cpp_ranks
-from harness.machine import cores
-from harness.remote_batches import BatchCase, measure_batches
-from harness.remote_calls import NAMES, CallsCase, measure_calls
-from harness.remote_faults import FAULTS, RemoteFault, measure_remote_fault
-from harness.remote_memory import HeldAfter, MemoryCase, measure_remote_memory
-from harness.remote_modules import ModuleCase, measure_module
-from harness.stats import PairedRatio, verdict
-from harness.step_runs import FULL, QUICK, Effort
-from harness.table import print_times, table
+from measure.bad_input import BadInput
+from measure.bench_options import run_in_parts
+from measure.cpp_ranks import run_cpp_ranks
+from measure.machine import cores
+from measure.remote_batches import BatchCase, measure_batches
+from measure.remote_calls import NAMES, CallsCase, measure_calls
+from measure.remote_faults import FAULTS, RemoteFault, measure_remote_fault
+from measure.remote_memory import HeldAfter, MemoryCase, measure_remote_memory
+from measure.remote_modules import ModuleCase, measure_module
+from measure.stats import PairedRatio, verdict
+from measure.step_runs import FULL, QUICK, Effort
+from measure.table import print_times, table
 
 MIB = 1 << 20
 SIZES = {"4 B": 4, "1 MiB": MIB, "25 MiB": 25 * MIB}

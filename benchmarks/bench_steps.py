@@ -22,12 +22,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from harness import sides
-from harness.bench_options import run_in_parts
-from harness.fresh_run import run_fresh
-from harness.sides import DDP, DP, FSDP, TORCH_DDP, TORCH_FSDP2, TORCH_VIEW, ZERO_1, ZERO_2, Side
-from harness.stats import verdict
-from harness.step_runs import FULL, QUICK, Effort, Match, StepRuns
+from measure import sides
+from measure.bench_options import run_in_parts
+from measure.fresh_run import run_fresh
+from measure.sides import DDP, DP, FSDP, TORCH_DDP, TORCH_FSDP2, TORCH_VIEW, ZERO_1, ZERO_2, Side
+from measure.stats import verdict
+from measure.step_runs import FULL, QUICK, Effort, Match, StepRuns
 
 ALONE = (sides.ONE_PROCESS, sides.NO_SYNC)
 FSDP_AS_TORCHS = (FSDP, sides.FSDP_FOREACH)

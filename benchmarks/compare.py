@@ -20,16 +20,16 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from harness.agreement import Agreement, agreements
-from harness.bad_input import BadInput, expect_positive, unknown_name
-from harness.exit_codes import exit_code
-from harness.job import Job, JobOptions, prepare, summaries_of, train
-from harness.machine import cores, machine, warn_if_busy
-from harness.progress import progress
-from harness.results import write_results
-from harness.rounds import WARM_UP_STEPS, Extent
-from harness.stages import MODELS as CUT_MODELS
-from harness.strategies import (
+from measure.agreement import Agreement, agreements
+from measure.bad_input import BadInput, expect_positive, unknown_name
+from measure.exit_codes import exit_code
+from measure.job import Job, JobOptions, prepare, summaries_of, train
+from measure.machine import cores, machine, warn_if_busy
+from measure.progress import progress
+from measure.results import write_results
+from measure.rounds import WARM_UP_STEPS, Extent
+from measure.stages import MODELS as CUT_MODELS
+from measure.strategies import (
     OTHER_NAMES,
     STRATEGIES,
     OptimizerSpec,
@@ -38,8 +38,8 @@ from harness.strategies import (
     ready,
     require_trireme,
 )
-from harness.summary import Summary, reference_of
-from harness.table import comparison
+from measure.summary import Summary, reference_of
+from measure.table import comparison
 from workloads import NORMS, WORKLOADS
 
 DEFAULT_STRATEGIES = "single,ddp,zero2,torch-ddp"
@@ -211,7 +211,7 @@ def _draw(job: Job, summaries: list[Summary], folder: Path) -> None:
     if not _can_plot():
         print("\nNo plots: matplotlib is not installed (pip install matplotlib).")
         return
-    from harness.plots import draw
+    from measure.plots import draw
 
     caption = f"{job.model}, {job.global_batch} {job.workload.unit} per step, {cores()} cores"
     for path in draw(summaries, caption, folder):

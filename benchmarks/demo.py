@@ -19,18 +19,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from harness.agreement import Agreement, agreements
-from harness.bad_input import expect_positive
-from harness.exit_codes import exit_code
-from harness.job import Job, JobOptions, prepare, summaries_of, train
-from harness.machine import cores, machine, warn_if_busy
-from harness.progress import Countdown
-from harness.results import write_results
-from harness.rounds import WARM_UP_STEPS, Extent
-from harness.strategies import STRATEGIES, OptimizerSpec, require_trireme
-from harness.summary import Summary
-from harness.table import comparison
-from harness.verdict import sentence
+from measure.agreement import Agreement, agreements
+from measure.bad_input import expect_positive
+from measure.exit_codes import exit_code
+from measure.job import Job, JobOptions, prepare, summaries_of, train
+from measure.machine import cores, machine, warn_if_busy
+from measure.progress import Countdown
+from measure.results import write_results
+from measure.rounds import WARM_UP_STEPS, Extent
+from measure.strategies import STRATEGIES, OptimizerSpec, require_trireme
+from measure.summary import Summary
+from measure.table import comparison
+from measure.verdict import sentence
 
 MODELS = ("mlp", "gpt-small-batch")
 STRATEGY_NAMES = ("single", "dp", "ddp", "zero2", "fsdp", "torch-ddp", "torch-fsdp2")
@@ -158,7 +158,7 @@ def _draw(outcomes: Mapping[str, Outcome], path: Path) -> None:
     if importlib.util.find_spec("matplotlib") is None:
         print("No picture: matplotlib is not installed (pip install matplotlib).")
         return
-    from harness.demo_picture import draw_demo
+    from measure.demo_picture import draw_demo
 
     titles = {
         model: f"{model}: {outcome.job.global_batch} {outcome.job.workload.unit} per step"

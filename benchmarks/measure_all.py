@@ -18,9 +18,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from harness.bad_input import BadInput, unknown_name
-from harness.exit_codes import exit_code
-from harness.machine import commit, warn_if_busy
+from measure.bad_input import BadInput, unknown_name
+from measure.exit_codes import exit_code
+from measure.machine import commit, warn_if_busy
 
 BENCHMARKS = Path(__file__).resolve().parent
 NAMES = (

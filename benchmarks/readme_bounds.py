@@ -5,8 +5,8 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterator
 
-from harness import pages
-from harness.pages import Blocks, Json
+from measure import pages
+from measure.pages import Blocks, Json
 from readme_steps import contests
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from harness import pages
-from harness.pages import Blocks, Columns, Json, Rows
+from measure import pages
+from measure.pages import Blocks, Columns, Json, Rows
 
 TITLES = {"warm": "All files in the page cache:", "cold": "Nothing in the page cache:"}
 LOADS = {"": "{label}", "saved by ranks": "{saved_by}", "loaded by": "{ranks}"}

@@ -5,8 +5,8 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterator
 
-from harness import pages
-from harness.pages import Blocks, Columns, Json, Rows
+from measure import pages
+from measure.pages import Blocks, Columns, Json, Rows
 from readme_steps import RATIO, TARGET
 
 
@@ -22,7 +22,7 @@ def _left_by_torch(results: Json) -> str:
     return each and f"Ranks that never talk hold more than parameters and moments, too: {each}."
 
 
-# harness/memory_report.py measured the rows of this.
+# measure/memory_report.py measured the rows of this.
 HOST_MEMORY = pages.Table(
     "`bench_memory.py`, MiB that all ranks of a host hold together (PSS), less what they held "
     "before the model was built; model states are parameters, gradients and moments:",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from harness import pages
-from harness.pages import Blocks, Json
+from measure import pages
+from measure.pages import Blocks, Json
 from readme_steps import RATIO, TARGET
 
 

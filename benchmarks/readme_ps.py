@@ -5,8 +5,8 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable
 
-from harness import pages
-from harness.pages import Blocks, Json, Rows
+from measure import pages
+from measure.pages import Blocks, Json, Rows
 from readme_steps import RATIO, TARGET
 
 _SIDES = ("ours", "rpc", "gloo")

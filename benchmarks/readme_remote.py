@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import statistics
 
-from harness import pages
-from harness.pages import Blocks, Json, Rows
+from measure import pages
+from measure.pages import Blocks, Json, Rows
 from readme_steps import RATIO, TARGET
 
 _SPREAD = "{median:.1f} ({least:.1f} to {most:.1f})"

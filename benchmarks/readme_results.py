@@ -16,8 +16,8 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from harness import pages
-from harness.pages import Blocks, Columns, Json, Rows
+from measure import pages
+from measure.pages import Blocks, Columns, Json, Rows
 from readme_activation import activation_tables
 from readme_bounds import (
     added_by_averaging,

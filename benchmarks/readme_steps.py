@@ -8,8 +8,8 @@ from functools import partial
 from operator import itemgetter
 from pathlib import Path
 
-from harness import pages
-from harness.pages import Blocks, Columns, Json, Rows
+from measure import pages
+from measure.pages import Blocks, Columns, Json, Rows
 
 ROUNDS = 7  # sides that met others have as many runs
 RATIO = "{ratio[median]:.3f} ({ratio[quartiles][0]:.3f} to {ratio[quartiles][1]:.3f})"
@@ -142,7 +142,7 @@ def picture_is_current(results: Json, path: Path) -> bool:
 
 def draw(results: Json, path: Path) -> None:
     """Writes the picture at the head of README as SVG."""
-    from harness.step_picture import draw_steps
+    from measure.step_picture import draw_steps
 
     draw_steps(pictured(results), pages.measured_on(results), _figures(results), path)
 

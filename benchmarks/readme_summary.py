@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from harness.pages import Blocks, Json
-from harness.stats import NOISE
+from measure.pages import Blocks, Json
+from measure.stats import NOISE
 from readme_costs import memory_rows
 from readme_steps import contests, met_often
 

@@ -1,5 +1,0 @@
-"""What the benchmarks share: machine, ranks, strategies, statistics, tables and plots.
-
-The modules are imported as `harness.<noun>` with `benchmarks/` on the path (a script there has it
-already).
-"""
