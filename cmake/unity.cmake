@@ -2,7 +2,8 @@
 # (12) of them at a time. A file with our precompiled header takes 2.4 s before its own first line,
 # because GCC instantiates in each what torch's headers have left pending; a folder takes them once.
 # For builds of everything, such as the first one and CI's; whoever edits a file wants that one compiled. Names in
-# anonymous namespaces are then a folder's, not a file's. Files with options of their own stay alone.
+# anonymous namespaces are then a folder's, not a file's. Files with options of their own stay alone. A group belongs to
+# its files: a second target that compiles some of them, too, groups these as the first one does.
 option(TRIREME_UNITY "Compile the files of a folder together, for builds of everything" OFF)
 
 # The more GCC 12 inlines, the more it warns of "literals" that are assigned to a std::string.
@@ -36,7 +37,10 @@ function(trireme_unity target)
     set(number 0)
     foreach(source IN LISTS "in_${folder}")
       math(EXPR group "${number} * ${groups} / ${count}")
-      set_source_files_properties("${source}" PROPERTIES UNITY_GROUP "${folder}_${group}")
+      get_source_file_property(grouped "${source}" UNITY_GROUP)
+      if(NOT grouped)
+        set_source_files_properties("${source}" PROPERTIES UNITY_GROUP "${folder}_${group}")
+      endif()
       math(EXPR number "${number} + 1")
     endforeach()
   endforeach()

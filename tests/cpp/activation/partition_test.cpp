@@ -3,8 +3,12 @@
 #include <trireme/activation/partition.h>
 
 #include <trireme/activation/checkpoint.h>
+#include <trireme/comm/backend/shm_backend.h>
+#include <trireme/comm/launch/make_communicator.h>
 #include <trireme/common/interruption.h>
 
+#include <ATen/Parallel.h>
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <torch/types.h>
 
 #include <algorithm>

@@ -7,6 +7,7 @@
 #include <catch_torch.h>
 #include <cstring>
 #include <thread_ranks.h>
+#include <vector>
 
 namespace trireme::group_memory_test {
 

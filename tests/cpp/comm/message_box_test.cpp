@@ -10,7 +10,9 @@
 #include <latch>
 #include <map>
 #include <stdexcept>
+#include <thread>
 #include <thread_ranks.h>
+#include <vector>
 
 namespace trireme::message_box_test {
 

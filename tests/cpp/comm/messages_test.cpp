@@ -6,6 +6,7 @@
 
 #include <catch_torch.h>
 #include <thread_ranks.h>
+#include <vector>
 
 namespace trireme::messages_test {
 

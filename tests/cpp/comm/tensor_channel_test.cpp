@@ -2,13 +2,18 @@
 
 #include <trireme/comm/tensor_channel.h>
 
+#include <trireme/comm/backend/shm_backend.h>
+#include <trireme/comm/launch/make_communicator.h>
+
 #include <ATen/ATen.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include <algorithm>
 #include <catch_torch.h>
 #include <random>
+#include <thread>
 #include <thread_ranks.h>
+#include <vector>
 
 namespace trireme::tensor_channel_test {
 

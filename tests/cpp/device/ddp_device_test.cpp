@@ -5,6 +5,7 @@
 #include <device/sim_device.h>
 #include <device/sim_engine.h>
 #include <strategies/zero/zero_ranks.h>
+#include <vector>
 
 namespace trireme::ddp_device_test {
 

@@ -6,6 +6,7 @@
 #include <device/sim_device.h>
 #include <device/sim_engine.h>
 #include <thread>
+#include <vector>
 
 namespace trireme::engine_faults_test {
 

@@ -9,9 +9,11 @@
 #include <device/sim_device.h>
 #include <device/sim_engine.h>
 #include <device/sim_stream.h>
+#include <mutex>
 #include <sstream>
 #include <strategies/fsdp/fsdp_ranks.h>
 #include <temporary_folder.h>
+#include <vector>
 
 namespace trireme::fsdp_device_test {
 

@@ -8,6 +8,7 @@
 #include <device/sim_rows.h>
 #include <future>
 #include <strategies/zero/zero_ranks.h>
+#include <vector>
 
 namespace trireme::sim_device_test {
 

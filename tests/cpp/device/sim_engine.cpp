@@ -1,5 +1,8 @@
 #include <device/sim_engine.h>
 
+#include <trireme/comm/c10d/gloo_group.h>
+#include <trireme/comm/launch/make_communicator.h>
+
 #include <ATen/ATen.h>
 #include <c10/core/StreamGuard.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
@@ -7,8 +10,11 @@
 #include <algorithm>
 #include <device/sim_device.h>
 #include <device/sim_stream.h>
+#include <exception>
 #include <memory>
+#include <mutex>
 #include <utility>
+#include <vector>
 
 namespace trireme::test {
 namespace {

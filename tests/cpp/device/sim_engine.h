@@ -4,6 +4,7 @@
 
 #include <chrono>
 #include <thread_ranks.h>
+#include <vector>
 
 namespace trireme::test {
 

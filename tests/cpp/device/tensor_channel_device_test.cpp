@@ -7,6 +7,7 @@
 #include <catch_torch.h>
 #include <device/sim_device.h>
 #include <device/sim_engine.h>
+#include <vector>
 
 namespace trireme::tensor_channel_device_test {
 

@@ -10,6 +10,7 @@
 #include <catch_torch.h>
 #include <limits>
 #include <thread_ranks.h>
+#include <vector>
 
 namespace trireme::grad_norm_test {
 

@@ -12,6 +12,7 @@
 #include <sys/mman.h>
 #include <thread_ranks.h>
 #include <unistd.h>
+#include <vector>
 
 namespace trireme::sharded_reducer_test {
 

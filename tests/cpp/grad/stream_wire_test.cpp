@@ -4,11 +4,13 @@
 #include <trireme/grad/grad_reducer.h>
 #include <trireme/strategies/ddp/whole_landing.h>
 
+#include <ATen/Parallel.h>
 #include <torch/csrc/autograd/autograd.h>
 
 #include <catch_torch.h>
 #include <functional>
 #include <thread_ranks.h>
+#include <vector>
 
 namespace trireme::stream_wire_test {
 

@@ -14,6 +14,7 @@
 #include <sstream>
 #include <string>
 #include <thread_ranks.h>
+#include <vector>
 
 namespace trireme::host_store_test {
 

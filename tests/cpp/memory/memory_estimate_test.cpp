@@ -7,6 +7,7 @@
 #include <memory/parameter.h>
 #include <numeric>
 #include <shm/shm_ranks.h>
+#include <vector>
 
 namespace trireme::memory_estimate_test {
 

@@ -11,6 +11,7 @@
 #include <param/kinds_of_params.h>
 #include <string>
 #include <thread_ranks.h>
+#include <vector>
 
 namespace trireme::gathered_params_test {
 

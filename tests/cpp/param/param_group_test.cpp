@@ -7,6 +7,7 @@
 #include <catch_torch.h>
 #include <string>
 #include <thread_ranks.h>
+#include <vector>
 
 namespace trireme::param_group_test {
 

@@ -13,6 +13,7 @@
 #include <param/kinds_of_params.h>
 #include <string>
 #include <thread_ranks.h>
+#include <vector>
 
 namespace trireme::pieces_test {
 

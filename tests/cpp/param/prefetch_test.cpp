@@ -11,6 +11,7 @@
 #include <catch_torch.h>
 #include <string>
 #include <thread_ranks.h>
+#include <vector>
 
 namespace trireme::prefetch_test {
 

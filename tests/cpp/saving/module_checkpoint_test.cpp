@@ -2,6 +2,7 @@
 
 #include <trireme/saving/module_checkpoint.h>
 
+#include <trireme/comm/launch/make_communicator.h>
 #include <trireme/saving/checkpoint.h>
 #include <trireme/strategies/fsdp/fully_shard.h>
 

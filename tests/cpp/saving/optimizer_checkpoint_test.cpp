@@ -13,6 +13,7 @@
 #include <sstream>
 #include <strategies/fsdp/fsdp_ranks.h>
 #include <temporary_folder.h>
+#include <vector>
 
 namespace trireme::optimizer_checkpoint_test {
 

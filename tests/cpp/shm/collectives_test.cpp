@@ -5,6 +5,7 @@
 #include <numeric>
 #include <random>
 #include <shm/shm_ranks.h>
+#include <vector>
 
 namespace trireme::collectives_test {
 

@@ -11,6 +11,7 @@
 #include <string_view>
 #include <sys/wait.h>
 #include <unistd.h>
+#include <vector>
 
 namespace trireme::shm::test {
 

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <strategies/fsdp/fsdp_ranks.h>
+#include <vector>
 
 using namespace trireme;
 using namespace trireme::test;

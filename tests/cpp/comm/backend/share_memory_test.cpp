@@ -8,6 +8,7 @@
 #include <catch_torch.h>
 #include <string>
 #include <thread_ranks.h>
+#include <vector>
 
 namespace trireme::share_memory_test {
 

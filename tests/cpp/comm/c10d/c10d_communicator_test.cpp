@@ -8,6 +8,7 @@
 #include <catch_torch.h>
 #include <map>
 #include <thread_ranks.h>
+#include <vector>
 
 namespace trireme::c10d_communicator_test {
 

@@ -3,6 +3,8 @@
 #include <trireme/comm/launch/rendezvous.h>
 #include <trireme/common/cpus.h>
 
+#include <ATen/Parallel.h>
+
 #include <arpa/inet.h>
 #include <atomic>
 #include <filesystem>
@@ -13,6 +15,7 @@
 #include <optional>
 #include <string>
 #include <sys/socket.h>
+#include <thread>
 #include <unistd.h>
 #include <vector>
 

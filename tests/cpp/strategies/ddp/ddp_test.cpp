@@ -11,6 +11,7 @@
 #include <catch_torch.h>
 #include <mutex>
 #include <thread_ranks.h>
+#include <vector>
 
 namespace trireme::ddp_test {
 

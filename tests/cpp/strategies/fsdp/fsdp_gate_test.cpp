@@ -9,6 +9,7 @@
 #include <limits>
 #include <sstream>
 #include <strategies/fsdp/fsdp_ranks.h>
+#include <vector>
 
 namespace trireme::fsdp_gate_test {
 

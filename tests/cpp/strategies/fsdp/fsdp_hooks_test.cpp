@@ -2,6 +2,7 @@
 
 #include <catch_torch.h>
 #include <strategies/fsdp/fsdp_ranks.h>
+#include <vector>
 
 namespace trireme::fsdp_hooks_test {
 

@@ -3,12 +3,15 @@
 #include <trireme/comm/backend/shm_backend.h>
 #include <trireme/comm/launch/make_communicator.h>
 
+#include <ATen/Parallel.h>
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <torch/serialize.h>
 
 #include <catch_torch.h>
 #include <sstream>
 #include <strategies/fsdp/fsdp_ranks.h>
 #include <thread>
+#include <vector>
 
 namespace trireme::fsdp_hosts_test {
 

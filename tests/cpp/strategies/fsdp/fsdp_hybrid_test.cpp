@@ -6,6 +6,7 @@
 #include <catch_torch.h>
 #include <strategies/fsdp/fsdp_ranks.h>
 #include <temporary_folder.h>
+#include <vector>
 
 namespace trireme::fsdp_hybrid_test {
 

@@ -5,8 +5,10 @@
 #include <trireme/saving/module_checkpoint.h>
 
 #include <catch_torch.h>
+#include <mutex>
 #include <strategies/fsdp/fsdp_ranks.h>
 #include <temporary_folder.h>
+#include <vector>
 
 namespace trireme::fsdp_meshes_test {
 

@@ -6,9 +6,11 @@
 #include <torch/serialize.h>
 
 #include <catch_torch.h>
+#include <mutex>
 #include <sstream>
 #include <strategies/fsdp/fsdp_ranks.h>
 #include <temporary_folder.h>
+#include <vector>
 
 namespace trireme::fsdp_offload_test {
 

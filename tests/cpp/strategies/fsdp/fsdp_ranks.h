@@ -3,6 +3,7 @@
 #include <trireme/strategies/fsdp/fully_shard.h>
 
 #include <strategies/zero/zero_ranks.h>
+#include <vector>
 
 namespace trireme::test {
 

@@ -3,8 +3,10 @@
 #include <torch/serialize.h>
 
 #include <catch_torch.h>
+#include <mutex>
 #include <sstream>
 #include <strategies/fsdp/fsdp_ranks.h>
+#include <vector>
 
 namespace trireme::fsdp_test {
 

@@ -3,6 +3,7 @@
 #include <atomic>
 #include <strategies/parameter_server/ps_ranks.h>
 #include <thread>
+#include <vector>
 
 namespace trireme::bsp_test {
 

@@ -5,6 +5,7 @@
 #include <random>
 #include <strategies/parameter_server/ps_ranks.h>
 #include <thread>
+#include <vector>
 
 namespace trireme::clock_log_test {
 

@@ -1,11 +1,17 @@
 // A server over hosts: which host keeps what, what they say to each other, and training on hosts
 // that are pretended, with the bits of one host.
 
+#include <trireme/comm/backend/shm_backend.h>
+#include <trireme/comm/launch/make_communicator.h>
 #include <trireme/strategies/parameter_server/hosts/share_messages.h>
 #include <trireme/strategies/parameter_server/hosts/table_shares.h>
 
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
+
 #include <cstdlib>
 #include <strategies/parameter_server/ps_ranks.h>
+#include <thread>
+#include <vector>
 
 namespace trireme::ps_hosts_test {
 

@@ -5,6 +5,8 @@
 
 #include <atomic>
 #include <strategies/parameter_server/ps_ranks.h>
+#include <thread>
+#include <vector>
 
 namespace trireme::ps_joining_test {
 

@@ -3,6 +3,7 @@
 #include <trireme/common/interruption.h>
 
 #include <strategies/parameter_server/ps_ranks.h>
+#include <vector>
 
 namespace trireme::ps_server_test {
 

@@ -3,6 +3,7 @@
 #include <trireme/kernels/span.h>
 
 #include <strategies/parameter_server/ps_ranks.h>
+#include <vector>
 
 namespace trireme::test {
 

@@ -3,6 +3,7 @@
 #include <trireme/strategies/parameter_server/table_memory.h>
 
 #include <strategies/parameter_server/ps_ranks.h>
+#include <vector>
 
 namespace trireme::table_plan_test {
 

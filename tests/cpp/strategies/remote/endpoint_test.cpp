@@ -5,11 +5,13 @@
 #include <catch_torch.h>
 #include <condition_variable>
 #include <deque>
+#include <latch>
 #include <map>
 #include <mutex>
 #include <optional>
 #include <strategies/remote/remote_ranks.h>
 #include <string>
+#include <thread>
 #include <tuple>
 #include <vector>
 

@@ -4,6 +4,7 @@
 #include <torch/optim.h>
 
 #include <catch_torch.h>
+#include <latch>
 #include <memory>
 #include <strategies/remote/remote_ranks.h>
 #include <string>

@@ -2,6 +2,7 @@
 
 #include <catch_torch.h>
 #include <strategies/zero/zero_ranks.h>
+#include <vector>
 
 namespace trireme::zero_fused_test {
 

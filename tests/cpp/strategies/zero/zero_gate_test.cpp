@@ -9,6 +9,7 @@
 #include <numeric>
 #include <sstream>
 #include <strategies/zero/zero_ranks.h>
+#include <vector>
 
 namespace trireme::zero_gate_test {
 

@@ -7,6 +7,7 @@
 #include <catch_torch.h>
 #include <sstream>
 #include <strategies/zero/zero_ranks.h>
+#include <vector>
 
 namespace trireme::zero_state_test {
 
