@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 import trireme
 
-from distributed import without_launcher
-from forked_programs import ForkedPopen
+from harness.forked_programs import ForkedPopen
+from harness.processes import without_launcher
 
 # torch's Store asks DNS for the name of each address that connects to it, 127.0.0.1 included, and
 # stands still until it is answered. After a failure it asks no more.
@@ -31,15 +31,15 @@ def fresh_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def forked_harness() -> Iterator[None]:
+def forked_measure() -> Iterator[None]:
     """Ranks of the benchmarks are forked with torch imported: see forked_programs.py."""
-    import harness.ranks
+    import measure.ranks
 
     class Forked:
         Popen, PIPE, TimeoutExpired = ForkedPopen, subprocess.PIPE, subprocess.TimeoutExpired
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(harness.ranks, "subprocess", Forked)
+        patch.setattr(measure.ranks, "subprocess", Forked)
         yield
 
 

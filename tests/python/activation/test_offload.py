@@ -13,7 +13,7 @@ import torch
 import trireme
 from torch import Tensor, nn
 
-from ddp.ranks import RANKLESS_FORM, raises
+from harness.faults import RANKLESS_FORM, raises
 
 WIDTH = 256  # 64 rows of it are the least that is offloaded
 

@@ -16,20 +16,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import GroupMember
 from trireme._activation.partition import packer_of
 
-from ddp.ranks import (
-    AGES_S,
-    RANKLESS_FORM,
-    kill_this_rank,
-    message_of,
-    on_ranks,
-    raises,
-    run_program,
-    say,
-    set_timeout,
-    signature_without_rank,
-    stay_until,
-)
-from distributed import run_ranks
+from harness.faults import RANKLESS_FORM, kill_this_rank, message_of, raises
+from harness.meeting import say, set_timeout, stay_until
+from harness.on_ranks import AGES_S, Wrapped, on_ranks, run_program, signature_without_rank
+from harness.ranks import run_ranks
 
 ROWS, WIDTH, BLOCKS = 32, 64, 4
 BYTES = ROWS * WIDTH * 4  # an input has so many
@@ -44,7 +34,7 @@ def on_both_engines(
         @pytest.mark.parametrize("engine", ["trireme", "gloo"])
         @functools.wraps(program)
         def test(engine: str, **case: Any) -> None:
-            place = (program.__module__, program.__qualname__, engine, patience_s, None)
+            place = (Wrapped(program), engine, patience_s, None)
             case["engine"] = engine
             run_ranks(run_program, world, *place, case, timeout=timeout, dying=dying)
 

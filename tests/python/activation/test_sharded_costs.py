@@ -12,7 +12,7 @@ import trireme
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard as torchs_fully_shard
 
-from distributed import run_ranks
+from harness.ranks import run_ranks
 
 
 class Block(nn.Module):

@@ -14,8 +14,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks"))
 
 import bench_activation
 import readme_results
-from harness import activation_runs
-from harness.activation_runs import (
+from measure import activation_runs
+from measure.activation_runs import (
     CallCost,
     Job,
     OffloadTimes,
@@ -26,7 +26,7 @@ from harness.activation_runs import (
     measure_steps,
     python_calls,
 )
-from harness.bad_input import BadInput
+from measure.bad_input import BadInput
 
 STEPS = {"plain": [100.0, 110.0], "ours": [118.0, 120.0], "torch": [120.0, 120.0]}
 CPP = [
@@ -84,7 +84,7 @@ def test_calls_of_python_are_counted() -> None:
     assert python_calls(outer) == 2
 
 
-@pytest.mark.usefixtures("forked_harness")
+@pytest.mark.usefixtures("forked_measure")
 def test_a_small_checkpoint_has_a_cost() -> None:
     """On a busy machine, too, ours has fewer calls, and steps take more than forwards."""
     found = measure_calls(1)
@@ -92,7 +92,7 @@ def test_a_small_checkpoint_has_a_cost() -> None:
     assert 0 < found.python_calls < found.torchs_python_calls / 5
 
 
-@pytest.mark.usefixtures("forked_harness")
+@pytest.mark.usefixtures("forked_measure")
 def test_steps_of_all_sides_are_timed(tmp_path: Path) -> None:
     steps = measure_steps("gpt", 2, tiny=True)
     assert {name: len(taken) for name, taken in steps.items()} == dict.fromkeys(STEPS, 2)
@@ -103,7 +103,7 @@ def test_steps_of_all_sides_are_timed(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.usefixtures("forked_harness")
+@pytest.mark.usefixtures("forked_measure")
 @pytest.mark.parametrize("checkpoint", bench_activation.PEAKS)
 def test_peaks_are_planned(checkpoint: str) -> None:
     """Sizes for tests: what is planned counts, the process has pages of its own beside it."""

@@ -14,8 +14,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks"))
 import bench_checkpoint
 import readme_results
 from bench_checkpoint import Checkpoints, Effort, Side
-from harness import checkpoint_runs
-from harness.checkpoint_runs import (
+from measure import checkpoint_runs
+from measure.checkpoint_runs import (
     CheckpointRun,
     Loaded,
     Model,
@@ -25,8 +25,8 @@ from harness.checkpoint_runs import (
     sum_of,
     train_a_step,
 )
-from harness.ranks import RankFailed
-from harness.strategies import OptimizerSpec, Parallel, build_plain
+from measure.ranks import RankFailed
+from measure.strategies import OptimizerSpec, Parallel, build_plain
 
 TINY = Effort(2, 1, Model(width=64, units=3))
 SECONDS = {"fsdp": 0.5, "zero2": 1.0, "ddp": 2.5, "single": 0.8, "torch-fsdp2": 4.0}
@@ -90,7 +90,7 @@ def test_cold_needs_the_right_to_drop_the_cache(
     assert bench_checkpoint.main(["--only", "cool"]) == 2
 
 
-@pytest.mark.usefixtures("forked_harness")
+@pytest.mark.usefixtures("forked_measure")
 def test_a_small_run(tmp_path: Path) -> None:
     """Saved by 2 ranks, loaded by one process."""
     checkpoints = Checkpoints(tmp_path, TINY.model)

@@ -14,15 +14,15 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks"))
 
 import compare
-from harness.agreement import agreements
-from harness.job import Job
-from harness.machine import cores
-from harness.memory import host_pss_mib, tensor_mib
-from harness.ranks import Launch, RankFailed, RankGroup
-from harness.rounds import Trajectory
-from harness.stats import PairedRatio, percentile
-from harness.strategies import STRATEGIES, Strategy
-from harness.worker import RankConfig, StepRecord
+from measure.agreement import agreements
+from measure.job import Job
+from measure.machine import cores
+from measure.memory import host_pss_mib, tensor_mib
+from measure.ranks import Launch, RankFailed, RankGroup
+from measure.rounds import Trajectory
+from measure.stats import PairedRatio, percentile
+from measure.strategies import STRATEGIES, Strategy
+from measure.worker import RankConfig, StepRecord
 from workloads import WORKLOADS, SampleOrder, WorkloadOptions
 
 RUN_FIELDS = {
@@ -52,7 +52,7 @@ WORLDS = {
 
 @pytest.fixture(scope="module")
 def comparison(
-    tmp_path_factory: pytest.TempPathFactory, forked_harness: None
+    tmp_path_factory: pytest.TempPathFactory, forked_measure: None
 ) -> tuple[int, dict[str, Any], Path]:
     """Exit code, JSON and plot folder of one tiny comparison."""
     folder = tmp_path_factory.mktemp("compare")
@@ -243,7 +243,7 @@ def test_sizes_of_the_shared_workloads() -> None:
 
 def test_a_rank_that_dies_is_reported_with_its_last_words(tmp_path: Path) -> None:
     config = RankConfig("torch-ddp", "mlp", 32, 1, options={"no_such_option": 1})
-    launch = Launch("torch-ddp", "harness.worker", config.to_json(), 2, 1, tmp_path)
+    launch = Launch("torch-ddp", "measure.worker", config.to_json(), 2, 1, tmp_path)
     with pytest.raises(RankFailed, match="no_such_option"), RankGroup(launch) as group:
         group.replies()
 

@@ -11,9 +11,9 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks"))
 
 import demo
-from harness.progress import Countdown
-from harness.summary import Summary
-from harness.verdict import sentence, training_mib
+from measure.progress import Countdown
+from measure.summary import Summary
+from measure.verdict import sentence, training_mib
 
 BUILD_TIMES = Path(__file__).resolve().parents[3] / "scripts" / "build_times.py"
 

@@ -12,9 +12,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks"))
 
 import bench_faults
 import readme_results
-from harness.fault_trials import DEADLINE_S, KINDS, FaultCase, measure_fault
-from harness.ps_faults import PS_FAULTS, PsFault, measure_ps_fault
-from harness.ranks import RankFailed
+from measure.fault_trials import DEADLINE_S, KINDS, FaultCase, measure_fault
+from measure.ps_faults import PS_FAULTS, PsFault, measure_ps_fault
+from measure.ranks import RankFailed
 
 PAGE = "docs/shared_memory.md"
 

@@ -8,16 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from network_hosts import skip_without_namespaces
+from harness.network_hosts import skip_without_namespaces
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks"))
 
 import bench_hosts
 import readme_results
 from bench_hosts import HostsRun
-from harness.bad_input import BadInput
-from harness.ranks import RankFailed
-from harness.sides import Side
+from measure.bad_input import BadInput
+from measure.ranks import RankFailed
+from measure.sides import Side
 
 MADE_UP = {
     "fsdp": HostsRun(500.0, [100.0, 110.0]),

@@ -16,9 +16,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks"))
 
 import bench_memory
 import readme_results
-from harness.host_memory import HostMemory, measure_host_memory
-from harness.peak_memory import Fitting, measure_peak, watching, widest_fitting
-from harness.sides import FSDP, ZERO_2, Side
+from measure.host_memory import HostMemory, measure_host_memory
+from measure.peak_memory import Fitting, measure_peak, watching, widest_fitting
+from measure.sides import FSDP, ZERO_2, Side
 from workloads import WORKLOADS, WorkloadOptions
 
 

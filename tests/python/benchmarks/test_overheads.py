@@ -13,11 +13,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks"))
 
 import bench_overheads
 import readme_results
-from harness.engine_cost import measure_engine_cost
-from harness.reducer_overhead import Overhead, measure_overhead
-from harness.replica_overhead import ReplicaOverhead, measure_replica_overhead
-from harness.replica_steps import ReplicaSteps, measure_replica_steps, times_of
-from harness.sides import DDP_GLOO, DP, FSDP, ONE_PROCESS, TORCH_DDP, TORCH_VIEW, Side
+from measure.engine_cost import measure_engine_cost
+from measure.reducer_overhead import Overhead, measure_overhead
+from measure.replica_overhead import ReplicaOverhead, measure_replica_overhead
+from measure.replica_steps import ReplicaSteps, measure_replica_steps, times_of
+from measure.sides import DDP_GLOO, DP, FSDP, ONE_PROCESS, TORCH_DDP, TORCH_VIEW, Side
 from workloads import WorkloadOptions
 
 ADDED_MS = {
@@ -129,7 +129,7 @@ def test_time_in_operators_counts_once_and_only_inside_of_steps() -> None:
     assert (found.step_ms, found.caller_ms, found.others_ms) == pytest.approx((8.0, 3.0, 1.3))
 
 
-@pytest.mark.usefixtures("forked_harness")
+@pytest.mark.usefixtures("forked_measure")
 def test_replicas_have_operators_and_copy_nothing() -> None:
     """Real steps, of DataParallel and of one process."""
     ours = measure_replica_steps(DP, "narrow", 3, TINY)
@@ -143,7 +143,7 @@ def test_replicas_have_operators_and_copy_nothing() -> None:
     assert 0 < alone.caller_python_ms < alone.step_ms
 
 
-@pytest.mark.usefixtures("forked_harness")
+@pytest.mark.usefixtures("forked_measure")
 def test_replicas_have_a_cost() -> None:
     found = measure_replica_overhead(1)
     assert found.added_to_forward > 0
@@ -151,7 +151,7 @@ def test_replicas_have_a_cost() -> None:
     assert 0 < found.wake_up < 1e5
 
 
-@pytest.mark.usefixtures("forked_harness")
+@pytest.mark.usefixtures("forked_measure")
 def test_units_have_a_cost() -> None:
     """Real ranks: what is sharded still costs more than what is not, also on a busy machine."""
     ours = measure_engine_cost(FSDP, 2)

@@ -13,14 +13,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks"))
 
 import bench_pipeline
 import readme_results
-from harness.pipeline_runs import (
+from measure.pipeline_runs import (
     StepTimes,
     job_of,
     measure_messages,
     measure_steps,
     measure_threads,
 )
-from harness.stages import micro_batches
+from measure.stages import micro_batches
 
 
 def made_up_steps(workload: str, names: list[str], ranks: int, *_: object) -> StepTimes:
@@ -97,7 +97,7 @@ def test_micro_batches_are_equal() -> None:
     assert counts == [8, 8, 4, 6, 7, 2]
 
 
-@pytest.mark.usefixtures("forked_harness")
+@pytest.mark.usefixtures("forked_measure")
 @pytest.mark.parametrize("workload", ["linear", "mlp", "gpt-small-batch", "gpt"])
 def test_sides_are_timed_and_have_equal_losses(workload: str) -> None:
     names = ["1f1b", "interleaved-1f1b", "zb-v"] if workload == "linear" else ["1f1b"]
@@ -108,7 +108,7 @@ def test_sides_are_timed_and_have_equal_losses(workload: str) -> None:
     assert all(0 <= share < 1 for pair in found.bubbles.values() for share in pair)
 
 
-@pytest.mark.usefixtures("forked_harness")
+@pytest.mark.usefixtures("forked_measure")
 def test_threads_are_timed_and_have_equal_losses() -> None:
     pytest.importorskip("torchgpipe")
     found = measure_threads("gpt", 2, tiny=True)
@@ -116,7 +116,7 @@ def test_threads_are_timed_and_have_equal_losses() -> None:
     assert all(len(taken) == 2 and min(taken) > 0 for taken in found.values())
 
 
-@pytest.mark.usefixtures("forked_harness")
+@pytest.mark.usefixtures("forked_measure")
 def test_messages_are_timed() -> None:
     found = measure_messages(64 << 10, 2)
     assert {side: len(taken) for side, taken in found.items()} == dict.fromkeys(found, 2)

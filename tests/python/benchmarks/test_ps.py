@@ -13,12 +13,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks"))
 
 import bench_ps
 import readme_results
-from harness.bad_input import BadInput
-from harness.fresh_run import RunTimes
-from harness.ps_rounds import PsCase, measure_ps
-from harness.ps_rows import NAMES, RowsCase, measure_rows
-from harness.ps_updates import UpdatesCase, measure_updates
-from harness.straggler_runs import BSP, Straggled, StragglerCase, measure_stragglers
+from measure.bad_input import BadInput
+from measure.fresh_run import RunTimes
+from measure.ps_rounds import PsCase, measure_ps
+from measure.ps_rows import NAMES, RowsCase, measure_rows
+from measure.ps_updates import UpdatesCase, measure_updates
+from measure.straggler_runs import BSP, Straggled, StragglerCase, measure_stragglers
 
 SIDES = (
     *("rpc push", "rpc pull", "gloo push", "gloo pull", "ours push", "ours pull"),

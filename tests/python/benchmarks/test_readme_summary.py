@@ -6,7 +6,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks"))
 
-from harness.pages import measured_on
+from measure.pages import measured_on
 from readme_summary import lead, summary
 
 MACHINE = {"cpu": "a CPU", "cores": 2, "torch": "2.15.0", "commit": "abc1234+"}

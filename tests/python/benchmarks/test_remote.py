@@ -13,13 +13,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks"))
 
 import bench_remote
 import readme_results
-from harness import remote_batches, remote_calls, remote_modules
-from harness.bad_input import BadInput
-from harness.remote_batches import BatchCase, measure_batches
-from harness.remote_calls import CallsCase, measure_calls
-from harness.remote_faults import FAULTS, Lost, RemoteFault, measure_remote_fault
-from harness.remote_memory import HeldAfter, MemoryCase, measure_remote_memory
-from harness.remote_modules import ModuleCase, measure_module
+from measure import remote_batches, remote_calls, remote_modules
+from measure.bad_input import BadInput
+from measure.remote_batches import BatchCase, measure_batches
+from measure.remote_calls import CallsCase, measure_calls
+from measure.remote_faults import FAULTS, Lost, RemoteFault, measure_remote_fault
+from measure.remote_memory import HeldAfter, MemoryCase, measure_remote_memory
+from measure.remote_modules import ModuleCase, measure_module
 
 PAGE = "docs/remote.md"
 needs_rpc = pytest.mark.skipif(not dist.rpc.is_available(), reason="this torch has no RPC")
@@ -99,7 +99,7 @@ def test_without_rpc_nothing_is_measured_beside_it(
 
 
 def test_calls_are_whole_batches() -> None:
-    from harness.remote_rpc import BATCH
+    from measure.remote_rpc import BATCH
 
     for calls in (40, 1000):
         case = BatchCase(calls, 1)

@@ -13,9 +13,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks"))
 
 import bench_steps
 import readme_results
-from harness.fresh_run import RunTimes
-from harness.sides import TORCH_DDP, Side
-from harness.step_runs import measure_all
+from measure.fresh_run import RunTimes
+from measure.sides import TORCH_DDP, Side
+from measure.step_runs import measure_all
 from workloads import WORKLOADS, WorkloadOptions
 
 STEP_MS = {

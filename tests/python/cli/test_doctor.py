@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,9 @@ import torch
 import torch.distributed as dist
 from trireme.__main__ import main
 
-from distributed import run_ranks
-from shm.ranks import on_shm_ranks, state_of, until
+from harness.meeting import process_of, say, state_of, stay_until, tell_process, until
+from harness.on_ranks import on_shm_ranks
+from harness.ranks import run_ranks
 
 
 def doctor(*arguments: object) -> subprocess.CompletedProcess[str]:
@@ -25,20 +25,15 @@ def doctor(*arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=60)
 
 
-def store_of() -> Any:
-    return dist.distributed_c10d._get_default_store()
-
-
 def get_lost(rank: int) -> None:
     dist.init_process_group("trireme")
-    store = store_of()
     dist.all_reduce(torch.ones(5))
     if rank > 0:
-        store.set(f"process {rank}", str(os.getpid()))
+        tell_process(rank)
         os.kill(os.getpid(), signal.SIGSTOP if rank == 1 else signal.SIGKILL)
         dist.all_reduce(torch.ones(7))
         return
-    stopped, killed = (int(store.get(f"process {other}")) for other in (1, 2))
+    stopped, killed = (process_of(other) for other in (1, 2))
     until(lambda: state_of(stopped) == "T" and state_of(killed) == "Z")
     done = doctor("--history", 3, os.getpid())
     assert done.returncode == 1, done
@@ -60,16 +55,14 @@ def test_a_rank_that_holds_up_the_others(rank: int) -> None:
     """Rank 1 is stopped in front of the collective in which the others wait, and two doctors come
     one after the other, which on a busy machine takes a while."""
     dist.all_reduce(torch.ones(5))
-    store = store_of()
     if rank == 1:
-        store.set("process 1", str(os.getpid()))
         os.kill(os.getpid(), signal.SIGSTOP)
-    stopped = int(store.get("process 1"))
+    stopped = process_of(1)
     if rank == 0:
         until(lambda: state_of(stopped) == "T")
     work = dist.all_reduce(torch.ones(7), async_op=True)
     if rank == 0:
-        store.wait(["2 is in"], timedelta(seconds=20))
+        stay_until("2 is in")
         until(lambda: "ranks 0, 2 wait in it" in doctor(os.getpid()).stdout)
         done = doctor("--json", os.getpid())
         os.kill(stopped, signal.SIGCONT)
@@ -85,7 +78,7 @@ def test_a_rank_that_holds_up_the_others(rank: int) -> None:
         assert [seen["process"] for seen in group["ranks"]][1] == "stopped"
         assert [len(seen["operations"]) for seen in group["ranks"]] == [1, 1, 1]
     if rank == 2:
-        store.set("2 is in", "yes")
+        say("2 is in")
     work.wait()
 
 
@@ -94,6 +87,7 @@ def stay(rank: int, folder: str) -> None:
     dist.barrier()
     Path(folder, f"{os.getpid()}").touch()
     until(lambda: Path(folder, "done").exists())
+    dist.destroy_process_group()
 
 
 def run_main(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:

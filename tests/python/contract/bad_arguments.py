@@ -1,7 +1,8 @@
-"""What torch's classes refuse by a check of their own: a program that raises, one entry each.
+"""What a caller can get wrong: a program that raises, one entry each; refusals.py has our texts.
 
 It gets names of torch, or ours. Both ranks of two run each entry, and none of them leaves anything
-on its way between the ranks.
+on its way between the ranks. Torch's classes refuse it by a check of their own, but for what
+refusals.ALONE has with its type.
 """
 
 from __future__ import annotations
@@ -17,12 +18,13 @@ import trireme
 from torch import nn
 from torch.distributed import fsdp
 from torch.distributed.algorithms.join import Join
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel, gather, parallel_apply
-from torch.optim import SGD
+from torch.optim import LBFGS, SGD, AdamW, SparseAdam
+from torch.testing._internal.two_tensor import TwoTensor
 
 Api = SimpleNamespace
 Case = Callable[[Any], object]
@@ -96,7 +98,23 @@ def wrapped(call: Callable[[Any], object], **options: Any) -> Case:
     return lambda api: call(api.DDP(net(), **options))
 
 
+def meta_buffer() -> nn.Module:
+    module = net(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    module[1].running_mean = torch.ones(2, device="meta")
+    return module
+
+
 DDP: dict[str, Case] = {
+    "no module": lambda api: api.DDP("mlp"),
+    "a class": lambda api: api.DDP(nn.Linear),
+    "torch's around": lambda api: api.DDP(DistributedDataParallel(net())),
+    "meta buffer": lambda api: api.DDP(meta_buffer()),
+    "mesh": wrapped(id, device_mesh="cpu"),
+    "cap 0": wrapped(id, bucket_cap_mb=0),
+    "cap -1": wrapped(id, bucket_cap_mb=-1.5),
+    "cap text": wrapped(id, bucket_cap_mb="25"),
+    "cap nan": wrapped(id, bucket_cap_mb=float("nan")),
+    "caps": wrapped(id, bucket_cap_mb_list=[1, 0]),
     "delayed alone": wrapped(id, param_to_hook_all_reduce=nn.Parameter(torch.ones(1))),
     "group and mesh": lambda api: api.DDP(
         net(), process_group=dist.group.WORLD, device_mesh=mesh(2)
@@ -112,7 +130,7 @@ DDP: dict[str, Case] = {
     "meta": lambda api: api.DDP(meta()),
     "lazy": lambda api: api.DDP(net(nn.Linear(2, 2), nn.LazyLinear(2))),
     "group of another kind": wrapped(id, process_group="world"),
-    "SyncBatchNorm on the CPU": lambda api: api.DDP(net(nn.SyncBatchNorm(4))),
+    "SyncBatchNorm on the CPU": lambda api: api.DDP(net(nn.Tanh(), nn.SyncBatchNorm(4))),
     "hook of no kind": lambda api: hooked(api, 1),
     "hook of other buckets": lambda api: hooked(api, of_int),
     "hook to another result": lambda api: hooked(api, to_int),
@@ -142,9 +160,37 @@ def group_of(*parameters: torch.Tensor) -> dict[str, Any]:
     return {"params": list(parameters)}
 
 
+def on(*devices: str) -> list[nn.Parameter]:
+    return [nn.Parameter(torch.ones(2, device=device)) for device in devices]
+
+
+def added_twice(api: Api) -> None:
+    (parameter,) = on("cpu")
+    zero(api, group_of(parameter)).add_param_group(group_of(parameter))
+
+
 ONE = nn.Parameter(torch.ones(2))
 
 ZERO: dict[str, Case] = {
+    "a method": lambda api: api.Zero(net().forward, SGD, lr=0.1),
+    "an empty group": lambda api: zero(api, group_of()),
+    "stage 0": lambda api: zero(api, stage=0),
+    "stage 3": lambda api: zero(api, stage=3),
+    "stage True": lambda api: zero(api, stage=True),
+    "stage text": lambda api: zero(api, stage="2"),
+    "overlap": lambda api: zero(api, overlap_with_ddp=True),
+    "an instance": lambda api: zero(api, make=SGD(net().parameters())),
+    "LBFGS": lambda api: zero(api, make=LBFGS),
+    "SparseAdam": lambda api: zero(api, make=SparseAdam),
+    "placement": lambda api: zero(api, placement="flat"),
+    "fused": lambda api: zero(api, make=AdamW, stage=2, fused_step=True),
+    "meta": lambda api: zero(api, *on("meta")),
+    "devices": lambda api: zero(api, *on("cpu", "meta")),
+    "group": lambda api: zero(api, process_group="world"),
+    "no_sync of stage 1": lambda api: zero(api).no_sync().__enter__(),
+    "last step of stage 1": lambda api: zero(api).last_step(),
+    "consolidated on rank 2": lambda api: zero(api).consolidate_state_dict(2),
+    "consolidated on rank -1": lambda api: zero(api).consolidate_state_dict(-1),
     "a tensor": lambda api: api.Zero(ONE, SGD, lr=0.1),
     "a number": lambda api: api.Zero(3, SGD, lr=0.1),
     "nothing": lambda api: api.Zero([], SGD, lr=0.1),
@@ -163,7 +209,7 @@ ZERO: dict[str, Case] = {
     "state of other groups": lambda api: zero(api).load_state_dict(
         {"state": {}, "param_groups": [{"params": [0]}]}
     ),
-    "added twice": lambda api: zero(api, group_of(ONE)).add_param_group(group_of(ONE)),
+    "added twice": added_twice,
     "added set": lambda api: zero(api).add_param_group({"params": {ONE}}),
     "added list": lambda api: zero(api).add_param_group([ONE]),
     "closure": lambda api: zero(api).step(3),
@@ -208,7 +254,60 @@ def shards(**options: Any) -> Case:
     return lambda api: api.fully_shard(net(), **options)
 
 
+def averaged() -> nn.Module:
+    return trireme.DistributedDataParallel(net())
+
+
+def sharded_by_torch() -> Any:
+    gloo = DeviceMesh.from_group(dist.new_group(backend="gloo"), "cpu")
+    return fully_shard(net(), mesh=gloo)
+
+
+class Gathered(torch.Tensor):
+    """Is like those of torchao, which are gathered in a form of their own."""
+
+    def fsdp_pre_all_gather(self, *_: Any) -> Any:
+        raise AssertionError("called")
+
+
+def optimizer_before(api: Api) -> None:
+    module = net()
+    optimizer = SGD(module.parameters(), lr=0.1)
+    api.fully_shard(module)
+    optimizer.step()
+
+
+def assigned(api: Api) -> None:
+    module = sharded(api)
+    state = {name: parameter.full_tensor() for name, parameter in module.named_parameters()}
+    module.load_state_dict(state, assign=True)
+    module(ones())
+
+
+def divided(factor: Any) -> Case:
+    return lambda api: sharded(api).set_gradient_divide_factor(factor)
+
+
 FSDP: dict[str, Case] = {
+    "a text": lambda api: api.fully_shard("model"),
+    "nothing": lambda api: api.fully_shard([]),
+    "mesh": shards(mesh="cpu"),
+    "offload_policy": shards(offload_policy="cpu"),
+    "mp_policy": shards(mp_policy="bf16"),
+    "placement 2": shards(shard_placement_fn=lambda _: Shard(2)),
+    "a subclass": lambda api: api.fully_shard(holding(TwoTensor(ones(), ones()))),
+    "a subclass that is gathered": lambda api: api.fully_shard(holding(Gathered(ones()))),
+    "averaged": lambda api: api.fully_shard(averaged()),
+    "averaged inside": lambda api: api.fully_shard(net(averaged())),
+    "traced": lambda api: api.fully_shard(torch.jit.trace(net(), ones())),
+    "torch's": lambda api: api.fully_shard(sharded_by_torch()),
+    "outer first": lambda api: api.fully_shard(api.fully_shard(net())[0]),
+    "optimizer of before": optimizer_before,
+    "assigned": assigned,
+    "factor 0.0": divided(0.0),
+    "factor -1.0": divided(-1.0),
+    "factor '2'": divided("2"),
+    "factor True": divided(True),
     "a list": lambda api: api.fully_shard(nn.ModuleList([net()])),
     "a dict": lambda api: api.fully_shard(nn.ModuleDict({"a": net()})),
     "scripted": lambda api: api.fully_shard(torch.jit.script(net())),

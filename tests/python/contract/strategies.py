@@ -13,8 +13,8 @@ a strategy cannot do at all is a field of its entry, with the reason, and a scen
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -28,20 +28,26 @@ from torch.optim import SGD
 import fsdp.ranks
 import pipeline.ranks
 import zero.ranks
-from ddp.ranks import assert_same_on_all_ranks, raises, run_program, signature_without_rank
-from distributed import run_ranks
 from fsdp.ranks import SGD_OPTIONS, ModelMaker, assert_parts, local, part_of
-from zero.ranks import DDP, Gradients, Training, alone, assert_close, own_parts
+from harness.faults import raises
+from harness.on_ranks import Wrapped, run_program, signature_without_rank
+from harness.ranks import run_ranks
+from harness.training import Gradients, Training, alone, assert_close, assert_same_on_all_ranks
+from zero.ranks import DDP, own_parts
 
 
-@dataclass(frozen=True)
+def _whole(_: Training, gradients: Gradients) -> Gradients:
+    return gradients
+
+
+@dataclass(frozen=True, repr=False)
 class Strategy:
     name: str
     backend: str | None
     """By which ranks meet; None for a strategy of one process."""
     make: Callable[..., Training]
     """(make_model, optimizer_class, **defaults of the optimizer)."""
-    parts: Callable[[Training, Gradients], Gradients] = lambda _, whole: whole
+    parts: Callable[[Training, Gradients], Gradients] = _whole
     """What this rank has of gradients of whole parameters, when backward has returned."""
     passes: bool = True
     """Whether forward and backward are calls of their own. A pipeline over ranks has step() for
@@ -52,6 +58,15 @@ class Strategy:
     runs_alone: bool = True
     """Whether one rank can run the model while others do something else. Not where it lacks layers,
     or must gather them."""
+    joins: Callable[[Training], tuple[list[Any], dict[str, Any]]] | None = None
+    """Who joins, and what Join() is told beside; None where nobody can."""
+    dead: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """What others say of a rank that has died, by the moment; in "always" what they always say."""
+    late: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """Where others wait for a rank that does not come, and what they say then."""
+
+    def __repr__(self) -> str:
+        return self.name
 
     def __reduce__(self) -> Any:
         """Pickles by its name, since its functions have none."""
@@ -60,6 +75,11 @@ class Strategy:
     @property
     def ranks(self) -> bool:
         return self.backend is not None
+
+    @property
+    def whole_gradients(self) -> bool:
+        """Whether each rank has all of them."""
+        return self.parts is _whole
 
     @property
     def recovers(self) -> bool:
@@ -144,17 +164,101 @@ def _zero(stage: int) -> Callable[..., Training]:
     return make
 
 
+def _net_joins(training: Training) -> tuple[list[Any], dict[str, Any]]:
+    return [training.net], {}
+
+
+def _optimizer_joins(training: Training) -> tuple[list[Any], dict[str, Any]]:
+    """Beside DDP, where that averages."""
+    averaging = [] if training.net is training.model else [training.net]
+    return [*averaging, training.optimizer], {}
+
+
+def _units_join(training: Training) -> tuple[list[Any], dict[str, Any]]:
+    return [training.model], {"optimizer": training.optimizer}
+
+
+# Where ranks share memory their deaths are seen, and what they wait for has a name.
+_SHARED = {"always": ("rank 1 (process ", "has died")}
+_GATES = {"before step": ("step gate: before writing",), "in step": ("step gate: written",)}
+_ABSENT = ("rank 1 (process ", "has not come within ", "alive")
+_AT_STEP = ("step gate: before writing", *_ABSENT)
+_CHANNELS = ("stage 1", " of ", "by channel 'stage ")
+
 STRATEGIES = {
     strategy.name: strategy
     for strategy in (
         Strategy("dp", None, _dp),
-        Strategy("ddp", "gloo", _ddp),
-        Strategy("ddp, shared memory", "trireme", _ddp),
-        Strategy("zero 1", "trireme", _zero(1)),
-        Strategy("zero 2", "trireme", _zero(2), own_parts),
-        Strategy("zero 2, gathered", "gloo", _zero(2), own_parts),
-        Strategy("fully_shard", "trireme", fsdp.ranks.sharded, _rows),
-        Strategy("fully_shard, gathered", "gloo", fsdp.ranks.sharded, _rows, runs_alone=False),
+        Strategy(
+            "ddp",
+            "gloo",
+            _ddp,
+            joins=_net_joins,
+            dead={"always": ("rank 1 (process ", "left no word", "all_reduce of bucket")},
+            late={
+                "forward": (
+                    "all_reduce of bucket 0: 4.",
+                    "This rank waited in step 3 for all_reduce of bucket 0",
+                    "rank 1 (process ",
+                    "has left no report (it is alive, ",
+                )
+            },
+        ),
+        Strategy(
+            "ddp, shared memory",
+            "trireme",
+            _ddp,
+            joins=_net_joins,
+            dead=_SHARED,
+            late={"forward": _ABSENT},
+        ),
+        Strategy(
+            "zero 1",
+            "trireme",
+            _zero(1),
+            joins=_optimizer_joins,
+            dead=_SHARED | _GATES,
+            late={"forward": _ABSENT, "step": _AT_STEP},
+        ),
+        Strategy(
+            "zero 2",
+            "trireme",
+            _zero(2),
+            own_parts,
+            joins=_optimizer_joins,
+            dead=_SHARED | _GATES,
+            late={"forward": _ABSENT, "step": _AT_STEP},
+        ),
+        Strategy(
+            "zero 2, gathered",
+            "gloo",
+            _zero(2),
+            own_parts,
+            joins=_optimizer_joins,
+            late={"forward": ()},
+        ),
+        Strategy(
+            "fully_shard",
+            "trireme",
+            fsdp.ranks.sharded,
+            _rows,
+            joins=_units_join,
+            dead=_SHARED | _GATES,
+            late={"forward": ("step gate: written", *_ABSENT), "step": _AT_STEP},
+        ),
+        Strategy(
+            "fully_shard, gathered",
+            "gloo",
+            fsdp.ranks.sharded,
+            _rows,
+            runs_alone=False,
+            joins=_units_join,
+            dead={"in forward": ("0.weight",), "in backward": ("0.weight",)},
+            late={
+                "first forward": ("all_gather of units that ranks need", "rank 1"),
+                "forward": (),
+            },
+        ),
         Strategy("pipeline, threads", None, pipeline.ranks.in_threads, own_forward=False),
         Strategy(
             "pipeline",
@@ -163,6 +267,8 @@ STRATEGIES = {
             passes=False,
             own_forward=False,
             runs_alone=False,
+            dead=_SHARED | {"in forward": _CHANNELS, "in backward": _CHANNELS},
+            late={"forward": _ABSENT},
         ),
     )
 }
@@ -172,20 +278,24 @@ def _strategy(name: str) -> Strategy:
     return STRATEGIES[name]
 
 
+def strategies_with(*needs: str) -> list[str]:
+    """The names of those that have all of these."""
+    return [name for name, one in STRATEGIES.items() if all(getattr(one, it) for it in needs)]
+
+
 def on_every_strategy(
     world: int = 2,
     *,
     needs: Sequence[str] = (),
-    dying: Collection[int] = (),
     timeout: float = 60,
     patience_s: float = 30,
 ) -> Any:
     """Runs the decorated test under each strategy on ``world`` ranks; it gets its ``rank``, too.
 
     ``patience_s`` is the timeout of the group, ``timeout`` that of the whole test. ``needs`` are
-    what a strategy must have, such as "passes"; see run_ranks for ``dying``.
+    what a strategy must have, such as "passes".
     """
-    names = [name for name, one in STRATEGIES.items() if all(getattr(one, it) for it in needs)]
+    names = strategies_with(*needs)
 
     def decorate(program: Callable[..., None]) -> Any:
         @pytest.mark.parametrize("strategy", names)
@@ -194,9 +304,9 @@ def on_every_strategy(
             chosen = STRATEGIES[strategy]
             if chosen.backend is None:
                 return program(0, chosen, **case)
-            place = (program.__module__, program.__qualname__, chosen.backend, patience_s, None)
+            place = (Wrapped(program), chosen.backend, patience_s, None)
             case["strategy"] = chosen
-            run_ranks(run_program, world, *place, case, timeout=timeout, dying=dying)
+            run_ranks(run_program, world, *place, case, timeout=timeout)
 
         test.__signature__ = signature_without_rank(program)
         return test

@@ -12,9 +12,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from contract.strategies import Strategy, on_every_strategy, set_requires_grad
-from ddp.ranks import mlp
 from fsdp.ranks import SGD_OPTIONS, local, rows_of
-from zero.ranks import Gradients, Training
+from harness.models import mlp
+from harness.training import Gradients, Training
 
 Run = Callable[["Blocks", torch.Tensor], torch.Tensor]
 again = trireme.checkpoint

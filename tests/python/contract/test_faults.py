@@ -7,20 +7,21 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.optim import SGD
 
-from contract.strategies import Strategy, middle_layer, on_every_strategy
-from ddp.ranks import (
-    AGES_S,
-    HOUSE_FORM,
-    break_it,
-    kill_this_rank,
-    message_of,
-    mlp,
-    raises,
-    say,
-    set_timeout,
-    stay_until,
+from contract.strategies import (
+    STRATEGIES,
+    Strategy,
+    middle_layer,
+    on_every_strategy,
+    strategies_with,
 )
+from fsdp.ranks import own
+from harness.deaths import SEEN_S, Death, assert_seen_soon, die, die_when_awaited, run_deaths
+from harness.faults import HOUSE_FORM, Breaks, break_it, message_of, raises
+from harness.meeting import meet_again, say, set_timeout, stay_until
+from harness.models import mlp
+from harness.on_ranks import AGES_S
 
 
 @on_every_strategy(3, timeout=40)
@@ -56,18 +57,6 @@ def test_a_forward_that_raises(rank: int, strategy: Strategy) -> None:
         strategy.train_both(ours, one, step)
 
 
-class _Breaks(torch.autograd.Function):
-    """The identity; its backward raises."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> None:
-        break_it()
-
-
 @on_every_strategy(needs=("passes", "runs_alone"))
 def test_an_exception_outside_of_the_model_concerns_nobody(rank: int, strategy: Strategy) -> None:
     """It comes before the gradient reaches an output: no averaging has begun."""
@@ -75,34 +64,84 @@ def test_an_exception_outside_of_the_model_concerns_nobody(rank: int, strategy: 
     for step in range(3):
         if rank == ours.world - 1:
             with pytest.raises(ArithmeticError):
-                _Breaks.apply(ours.loss(50)).backward()
+                Breaks.apply(ours.loss(50), True).backward()
         strategy.train_both(ours, one, step)
 
 
-@pytest.mark.parametrize("moment", ["forward", "backward", "step"])
-@on_every_strategy(needs=("ranks",), dying=(1,), timeout=40, patience_s=AGES_S)
-def test_a_killed_rank(rank: int, strategy: Strategy, moment: str) -> None:
-    """Long before the timeout of the group."""
-    ours, _ = strategy.pair(mlp)
+MOMENTS = (
+    "before forward",
+    "in forward",
+    "before backward",
+    "in backward",
+    "before step",
+    "in step",
+)
+
+
+class Mortal(SGD):
+    """Its step may be the last thing that a rank does."""
+
+    end: Any = None
+
+    def step(self, closure: Any = None) -> Any:
+        if self.end is not None:
+            self.end()
+        return super().step(closure)
+
+
+def outlive(rank: int, strategy: Strategy, moment: str) -> None:
+    ours, _ = strategy.pair(mlp, Mortal, lr=0.1)
     ours.train(0)
     ours.train(1)
-    if rank == 1 and moment == "forward":
-        kill_this_rank()
-    if rank == 1 and moment == "backward":
-        middle_layer(ours.model).register_full_backward_hook(kill_this_rank)
+
+    end = die_when_awaited if strategy.recovers else die
+
+    def may_die(now: str) -> None:
+        if rank == 1 and now == moment:
+            end()
+
+    if rank == 1 and moment == "in forward":
+        middle_layer(ours.model).register_forward_pre_hook(end)
+    if rank == 1 and moment == "in backward":
+        middle_layer(ours.model).register_full_backward_hook(end)
+    if rank == 1 and moment == "in step":
+        getattr(ours.optimizer, "optim", ours.optimizer).end = end
+    text = ""
     try:
         for step in range(2, 5):
             ours.optimizer.zero_grad()
-            ours.backward(step)
-            if rank == 1 and moment == "step":
-                kill_this_rank()
+            may_die("before forward")
+            if strategy.passes:
+                loss = ours.loss(step)
+                may_die("before backward")
+                loss.backward()
+            else:
+                ours.backward(step)
+            may_die("before step")
             ours.optimizer.step()
     except dist.DistBackendError as error:
         text = message_of(error)
-        assert HOUSE_FORM.match(text), text
-        assert "rank 1" in text or "(rank 0 of 2)" in text, text
-    else:
-        raise AssertionError("nobody noticed")
+    assert_seen_soon(SEEN_S if strategy.recovers else 10)  # Gloo tells one neighbour, that the next
+    parts = (
+        f"(rank {rank} of 3)",
+        *strategy.dead.get("always", ()),
+        *strategy.dead.get(moment, ()),
+    )
+    assert HOUSE_FORM.match(text), text
+    assert not [part for part in parts if part not in text], text
+    assert all(own(parameter).isfinite().all() for parameter in ours.model.parameters())
+    if not strategy.passes:
+        with pytest.raises(dist.DistBackendError, match="rank 1"):
+            ours.backward(9)
+
+
+@pytest.mark.parametrize("strategy", strategies_with("ranks"))
+def test_a_killed_rank(strategy: str) -> None:
+    """Others raise at once, long before the timeout of the group; what they have can be saved."""
+    chosen = STRATEGIES[strategy]
+    moments = [moment for moment in MOMENTS if chosen.passes or moment != "before backward"]
+    deaths = [Death(1, (chosen, moment)) for moment in moments]
+    run_deaths(outlive, 3, deaths, chosen.backend, timeout=60)
 
 
 @on_every_strategy(needs=("ranks",), timeout=40, patience_s=AGES_S)
@@ -118,16 +157,24 @@ def test_a_rank_with_fewer_batches(rank: int, strategy: Strategy) -> None:
             ours.train(3)
 
 
-@on_every_strategy(needs=("ranks",), timeout=40, patience_s=AGES_S)
+@on_every_strategy(needs=("ranks",), timeout=60, patience_s=AGES_S)
 def test_a_rank_that_does_not_come(rank: int, strategy: Strategy) -> None:
-    """It lives, and the group's timeout ends the wait."""
-    dist.barrier()
-    set_timeout(4)  # groups that are made from now on take it over
-    ours, _ = strategy.pair(mlp)
-    ours.train(0)
-    ours.train(1)
-    if rank == 1:
-        return stay_until("done")
-    with raises(dist.DistBackendError, "(rank 0 of 2)"):
-        ours.train(2)
-    say("done")
+    """It lives, and the group's timeout ends the wait: in the first step of all, or in another."""
+    for place, parts in strategy.late.items():
+        meet_again(place, AGES_S)
+        dist.barrier()
+        set_timeout(4)  # groups that are made from now on take it over
+        ours, _ = strategy.pair(mlp)
+        if place != "first forward":
+            ours.train(0)
+            ours.train(1)
+            dist.barrier()
+            set_timeout(1.5)
+        if place == "step":
+            ours.backward(2)
+        if rank == 1:
+            stay_until("done")
+            continue
+        with raises(dist.DistBackendError, "(rank 0 of 2)", *parts):
+            ours.optimizer.step() if place == "step" else ours.train(2)
+        say("done")

@@ -9,8 +9,8 @@ from torch import nn
 from torch.optim import SGD, AdamW
 
 from contract.strategies import Strategy, on_every_strategy, set_requires_grad
-from ddp.ranks import mlp
-from zero.ranks import backward_by_rank
+from harness.models import mlp
+from harness.training import backward_by_rank
 
 
 @on_every_strategy()

@@ -10,7 +10,7 @@ import trireme
 from torch import nn
 
 from contract.strategies import Strategy, on_every_strategy
-from zero.ranks import Training, accumulate_both
+from harness.training import Training, accumulate_both
 
 
 class _WideLinear(torch.autograd.Function):

@@ -7,8 +7,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from contract.strategies import Strategy, on_every_strategy
-from ddp.ranks import batch, mlp
-from zero.ranks import ROWS, Training
+from harness.models import batch, mlp
+from harness.training import ROWS, Training
 
 
 def has_shards(training: Training) -> bool:

@@ -11,9 +11,9 @@ from torch import nn
 from torch.optim import SGD, AdamW
 
 from contract.strategies import Strategy, kept, on_every_strategy
-from ddp.ranks import Tied, mlp
 from fsdp.ranks import local, own, own_part
-from zero.ranks import Shapes, Training, accumulate_both
+from harness.models import Shapes, Tied, mlp
+from harness.training import Training, accumulate_both
 
 
 @on_every_strategy(3)

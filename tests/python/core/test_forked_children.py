@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,21 +9,11 @@ import trireme
 from torch import nn
 from torch.optim import SGD
 
-from ddp.ranks import assert_same_on_all_ranks, mlp
-from shm.ranks import on_shm_ranks
-from zero.ranks import Training, sharded
-
-
-def in_child(program: Callable[[], bool]) -> bool:
-    """What ``program`` finds in a child of this process."""
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            code = 0 if program() else 2
-        finally:
-            os._exit(code)
-    return os.waitpid(child, 0)[1] == 0
+from harness.forks import in_child
+from harness.models import mlp
+from harness.on_ranks import on_shm_ranks
+from harness.training import Training, assert_same_on_all_ranks
+from zero.ranks import sharded
 
 
 def write(tensors: list[torch.Tensor], value: float) -> bool:

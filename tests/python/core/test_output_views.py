@@ -15,10 +15,12 @@ import trireme
 from torch import nn
 from torch.optim import SGD
 
-from ddp.ranks import assert_equals_torch, batch, on_ranks
-from distributed import run_ranks
+from ddp.ranks import assert_equals_torch
 from fsdp.ranks import in_training, train_both
-from zero.ranks import alone
+from harness.models import batch
+from harness.on_ranks import on_ranks
+from harness.ranks import run_ranks
+from harness.training import alone
 
 
 class Split(nn.Module):

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import trireme
 from torch import nn
 
-from distributed import run_ranks
+from harness.ranks import run_ranks
 
 STEPS = 2
 TOLERANCES = {

@@ -8,7 +8,7 @@ import torch
 import trireme
 from torch import nn
 
-from distributed import run_ranks
+from harness.ranks import run_ranks
 
 
 def message(call: Any, *inputs: Any) -> str:

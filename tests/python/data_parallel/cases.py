@@ -18,7 +18,7 @@ import torch
 import trireme
 from torch import Tensor, nn
 
-from ddp.ranks import gradients
+from harness.training import gradients
 
 DP = trireme.DataParallel
 Make = Callable[[], nn.Module]

@@ -16,7 +16,8 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.nn.utils.rnn import pack_sequence
 
 from data_parallel.cases import DP, HOUSE_FORM, TIME_LIMIT, Called, assert_same_backward, pair
-from ddp.ranks import batch, mlp, raises
+from harness.faults import raises
+from harness.models import batch, mlp
 
 pytestmark = TIME_LIMIT
 

@@ -24,9 +24,9 @@ from data_parallel.cases import (
     square_mean,
     whole_numbers,
 )
-from ddp.ranks import Tied, batch, gradients, mlp, values
-from zero.ranks import Shapes
-from zero.ranks import assert_close as assert_close_by_dtype
+from harness.models import Shapes, Tied, batch, mlp
+from harness.training import assert_close as assert_close_by_dtype
+from harness.training import gradients, values
 
 pytestmark = TIME_LIMIT
 

@@ -23,7 +23,9 @@ from data_parallel.cases import (
     pair,
     square_mean,
 )
-from ddp.ranks import batch, gradients, message_of, mlp
+from harness.faults import message_of
+from harness.models import batch, mlp
+from harness.training import gradients
 
 pytestmark = TIME_LIMIT
 

@@ -17,7 +17,8 @@ from data_parallel.cases import (
     pair,
     square_mean,
 )
-from ddp.ranks import batch, gradients, mlp
+from harness.models import batch, mlp
+from harness.training import gradients
 
 pytestmark = TIME_LIMIT
 

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from data_parallel.cases import DP, TIME_LIMIT, Called, assert_close, assert_same_backward, pair
-from ddp.ranks import batch, gradients, mlp
+from harness.models import batch, mlp
+from harness.training import gradients
 
 pytestmark = TIME_LIMIT
 

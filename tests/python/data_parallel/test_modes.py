@@ -26,7 +26,8 @@ from data_parallel.cases import (
     pair,
     square_mean,
 )
-from ddp.ranks import batch, gradients, mlp, values
+from harness.models import batch, mlp
+from harness.training import gradients, values
 
 pytestmark = TIME_LIMIT
 

@@ -18,7 +18,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from data_parallel.cases import DP, TIME_LIMIT, Called, assert_close, assert_same_backward, pair
-from ddp.ranks import batch, gradients, mlp, on_ranks
+from harness.models import batch, mlp
+from harness.on_ranks import on_ranks
+from harness.training import gradients
 
 pytestmark = TIME_LIMIT
 

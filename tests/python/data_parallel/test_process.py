@@ -16,8 +16,8 @@ import trireme
 from torch import Tensor, nn
 
 from data_parallel.cases import TIME_LIMIT, Called, assert_same_backward, pair, square_mean
-from ddp.ranks import batch, mlp
-from distributed import run_ranks
+from harness.models import batch, mlp
+from harness.ranks import run_ranks
 
 pytestmark = TIME_LIMIT
 

@@ -21,7 +21,9 @@ from data_parallel.cases import (
     assert_same_backward,
     pair,
 )
-from ddp.ranks import batch, gradients, message_of, mlp
+from harness.faults import message_of
+from harness.models import batch, mlp
+from harness.training import gradients
 
 pytestmark = TIME_LIMIT
 

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from data_parallel.cases import DP, TIME_LIMIT, Called, assert_close, pair, square_mean
-from ddp.ranks import batch, gradients, mlp
+from harness.models import batch, mlp
+from harness.training import gradients
 
 pytestmark = TIME_LIMIT
 

@@ -11,13 +11,12 @@ import torch
 import trireme
 from torch import nn
 
-from ddp.ranks import WORLD, batch, gradients, mlp, on_ranks
+from ddp.ranks import loss_of
+from harness.models import mlp
+from harness.on_ranks import WORLD, on_ranks
+from harness.training import gradients
 
 Gradients = dict[str, torch.Tensor | None]
-
-
-def loss_of(model: nn.Module, step: int, rank: int) -> torch.Tensor:
-    return model(batch(step)[rank::WORLD]).square().mean()
 
 
 def local_gradients(*losses: tuple[int, int]) -> Gradients:

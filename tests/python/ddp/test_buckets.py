@@ -6,8 +6,9 @@ import torch.distributed as dist
 import trireme
 from torch import nn
 
-from ddp.ranks import WORLD, assert_equals_torch, on_ranks, record_wire, say, stay_until
-from shm.ranks import until
+from ddp.ranks import assert_equals_torch, record_wire
+from harness.meeting import say, stay_until, until
+from harness.on_ranks import WORLD, on_ranks
 
 ROW = 256  # a layer of ROW x ROW floats takes 256 KiB
 

@@ -10,23 +10,15 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.nn.parallel.distributed import _BufferCommHookLocation
 
-from ddp.ranks import (
-    WORLD,
-    assert_equals_torch,
-    assert_same_on_all_ranks,
-    batch,
-    on_ranks,
-    record_wire,
-)
+from ddp.ranks import assert_equals_torch, backward, record_wire
+from harness.models import batch
+from harness.on_ranks import WORLD, on_ranks
+from harness.training import assert_same_on_all_ranks
 
 
 def normed() -> nn.Module:
     torch.manual_seed(5)
     return nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 2), nn.BatchNorm1d(2))
-
-
-def step_fn(model: nn.Module, step: int, rank: int) -> None:
-    model(batch(step)[rank::WORLD]).square().mean().backward()
 
 
 @pytest.mark.parametrize(
@@ -36,7 +28,7 @@ def step_fn(model: nn.Module, step: int, rank: int) -> None:
 )
 @on_ranks()
 def test_batch_norm_equals_torch(rank: int, options: dict[str, bool]) -> None:
-    assert_equals_torch(normed, step_fn, rank, **options)
+    assert_equals_torch(normed, backward, rank, **options)
 
 
 @on_ranks()
@@ -45,9 +37,9 @@ def test_batch_norm_equals_torch_under_no_sync(rank: int) -> None:
 
     def accumulate(model: Any, step: int, rank: int) -> None:
         with model.no_sync():
-            step_fn(model, 3 * step, rank)
-            step_fn(model, 3 * step + 1, rank)
-        step_fn(model, 3 * step + 2, rank)
+            backward(model, 3 * step, rank)
+            backward(model, 3 * step + 1, rank)
+        backward(model, 3 * step + 2, rank)
 
     assert_equals_torch(normed, accumulate, rank)
 
@@ -139,7 +131,7 @@ def test_no_grad_forwards_follow_torch(rank: int) -> None:
     counts = {}
     for kind in (TorchDDP, trireme.DistributedDataParallel):
         ddp = kind(normed())
-        step_fn(ddp, 0, rank)
+        backward(ddp, 0, rank)
         ddp.eval()
         ddp.module[1].running_mean.fill_(rank)
         with torch.no_grad():

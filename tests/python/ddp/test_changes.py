@@ -11,30 +11,20 @@ import torch
 import trireme
 from torch import nn
 
-from ddp.ranks import (
-    WORLD,
-    assert_same_on_all_ranks,
-    batch,
-    gradients,
-    mlp,
-    on_ranks,
-    raises,
-    run_steps,
-    sgd,
-)
+from ddp.ranks import backward, run_steps, sgd
+from harness.faults import raises
+from harness.models import batch, mlp
+from harness.on_ranks import WORLD, on_ranks
+from harness.training import assert_same_on_all_ranks, gradients
 
 Change = Callable[[nn.Module], None]
-
-
-def step_fn(model: nn.Module, step: int, rank: int) -> None:
-    model(batch(step)[rank::WORLD]).square().mean().backward()
 
 
 def assert_step_equals(ddp: nn.Module, alone: nn.Module, step: int, rank: int) -> None:
     """Averages are what one process gets from the whole batch."""
     ddp.zero_grad()
     alone.zero_grad()
-    step_fn(ddp, step, rank)
+    backward(ddp, step, rank)
     alone(batch(step)).square().mean().backward()
     torch.testing.assert_close(gradients(ddp), gradients(alone))
 
@@ -118,11 +108,11 @@ def test_equals_wrapping_anew(rank: int, kind: str) -> None:
     """Each backward has the averages of the one in which the change is seen, and so on."""
     for change in CHANGES:
         ddp = trireme.DistributedDataParallel(mlp(), **options_of(kind))
-        run_steps(ddp, sgd(ddp), step_fn, rank, 2)
+        run_steps(ddp, sgd(ddp), backward, rank, 2)
         change(ddp.module)
         anew = trireme.DistributedDataParallel(copy.deepcopy(ddp.module), **options_of(kind))
-        got = run_steps(ddp, sgd(ddp), step_fn, rank, 4)
-        expected = run_steps(anew, sgd(anew), step_fn, rank, 4)
+        got = run_steps(ddp, sgd(ddp), backward, rank, 4)
+        expected = run_steps(anew, sgd(anew), backward, rank, 4)
         named = functools.partial("{}: {}".format, change.__name__)
         torch.testing.assert_close(got, expected, msg=named)
         assert_same_on_all_ranks(list(ddp.module.parameters()))
@@ -140,7 +130,7 @@ def test_frozen_at_wrapping_then_given_another_shape(rank: int, rows: int) -> No
     module = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 300))
     module[1].requires_grad_(False)
     ddp = trireme.DistributedDataParallel(module)
-    step_fn(ddp, 0, rank)
+    backward(ddp, 0, rank)
     module[1].weight.data = seeded(lambda: nn.Linear(4, rows)).weight.data
     module[1].bias.data = torch.ones(rows)
     module[1].requires_grad_(True)
@@ -152,21 +142,21 @@ def test_frozen_at_wrapping_then_given_another_shape(rank: int, rows: int) -> No
 @on_ranks()
 def test_new_layers_begin_with_the_values_of_rank_0(rank: int) -> None:
     ddp = trireme.DistributedDataParallel(mlp())
-    step_fn(ddp, 0, rank)
+    backward(ddp, 0, rank)
     ddp.module[4] = seeded(lambda: nn.Linear(5, 2), rank)
     expected = seeded(lambda: nn.Linear(5, 2), 0)
     if rank == 0:
-        step_fn(ddp, 1, rank)
+        backward(ddp, 1, rank)
     else:
         with pytest.warns(UserWarning, match=r"\[ddp\] got '4.weight' with other values than"):
-            step_fn(ddp, 1, rank)
+            backward(ddp, 1, rank)
     assert torch.equal(ddp.module[4].weight, expected.weight)
     assert_same_on_all_ranks([parameter.grad for parameter in ddp.parameters()])
-    run_steps(ddp, sgd(ddp), step_fn, rank, 3)
+    run_steps(ddp, sgd(ddp), backward, rank, 3)
     assert_same_on_all_ranks(list(ddp.parameters()))
     ddp.module = seeded(lambda: nn.Linear(6, 3))
     alone = copy.deepcopy(ddp.module)
-    step_fn(ddp, 5, rank)
+    backward(ddp, 5, rank)
     alone(batch(5)).square().mean().backward()
     torch.testing.assert_close(gradients(ddp), gradients(alone))
 
@@ -195,7 +185,7 @@ def test_what_is_no_change(rank: int) -> None:
         )
         ddp.zero_grad()
         alone.zero_grad()
-        step_fn(ddp, step, rank)
+        backward(ddp, step, rank)
         alone(batch(step)).square().mean().backward()
         torch.testing.assert_close(list(gradients(ddp).values()), list(gradients(alone).values()))
     planned = [name for bucket in ddp._core.plan() for name in bucket]
@@ -206,13 +196,13 @@ def test_what_is_no_change(rank: int) -> None:
 def test_a_change_waits_for_a_backward_that_synchronizes(rank: int) -> None:
     """Accumulated gradients of new layers are averaged with the others."""
     ddp = trireme.DistributedDataParallel(mlp())
-    step_fn(ddp, 0, rank)
+    backward(ddp, 0, rank)
     replace_layer(ddp.module)
     alone = copy.deepcopy(ddp.module)
     alone.zero_grad()
     ddp.zero_grad()
     with ddp.no_sync():
-        step_fn(ddp, 1, rank)
+        backward(ddp, 1, rank)
     inputs = batch(2)[rank::WORLD]
     loss = ddp(inputs).square().mean()
     loss.backward(inputs=list(ddp.module[4].parameters()), retain_graph=True)
@@ -228,10 +218,10 @@ def test_optimizers_in_backward_step_new_layers(rank: int) -> None:
     module = mlp()
     step_in_backward(torch.optim.SGD, module.parameters(), {"lr": 0.1})
     ddp = trireme.DistributedDataParallel(module)
-    step_fn(ddp, 0, rank)
+    backward(ddp, 0, rank)
     module[2].weight = nn.Parameter(module[2].weight.detach() * 0.5)
     alone = copy.deepcopy(module)
-    step_fn(ddp, 1, rank)  # the average of what has no optimizer yet stays in .grad
+    backward(ddp, 1, rank)  # the average of what has no optimizer yet stays in .grad
     alone(batch(1)).square().mean().backward()
     torch.testing.assert_close(module[2].weight.grad, alone[2].weight.grad)
     assert module[0].weight.grad is None
@@ -241,7 +231,7 @@ def test_optimizers_in_backward_step_new_layers(rank: int) -> None:
 @on_ranks()
 def test_a_joined_rank_takes_over_what_the_others_have(rank: int) -> None:
     ddp = trireme.DistributedDataParallel(mlp())
-    step_fn(ddp, 0, rank)
+    backward(ddp, 0, rank)
     replace_layer(ddp.module)
     optimizer = sgd(ddp)
     with ddp.join():
@@ -250,7 +240,7 @@ def test_a_joined_rank_takes_over_what_the_others_have(rank: int) -> None:
             ddp(batch(step)).square().mean().backward()
             optimizer.step()
     assert_same_on_all_ranks(list(ddp.parameters()))
-    step_fn(ddp, 5, rank)
+    backward(ddp, 5, rank)
     assert_same_on_all_ranks([parameter.grad for parameter in ddp.parameters()])
 
 
@@ -271,26 +261,26 @@ APART: list[tuple[Change, list[str]]] = [
 def test_a_change_on_one_rank_raises_on_all(rank: int, change_on: int) -> None:
     for change, parts in APART:
         ddp = trireme.DistributedDataParallel(mlp())
-        run_steps(ddp, sgd(ddp), step_fn, rank, 2)
+        run_steps(ddp, sgd(ddp), backward, rank, 2)
         if rank == change_on:
             change(ddp.module)
         where = f"(rank {rank} of 2)"
         named = [f"on rank {1 - change_on}: nothing changed", f"on rank {change_on}: ", *parts]
         with raises(ValueError, "[ddp] got other parameters", where, *named):
-            step_fn(ddp, 3, rank)
+            backward(ddp, 3, rank)
         with raises(ValueError, "[ddp] got other parameters", where, *named):  # it still is so
-            step_fn(ddp, 4, rank)
+            backward(ddp, 4, rank)
         ddp(batch(5))  # the group recovers
 
 
 @on_ranks()
 def test_other_changes_on_each_rank(rank: int) -> None:
     ddp = trireme.DistributedDataParallel(mlp())
-    step_fn(ddp, 0, rank)
+    backward(ddp, 0, rank)
     ddp.module[4] = nn.Linear(5, 3 + rank)
     parts = ["on rank 0: '4.weight' was", "1 more); on rank 1: '4.weight' was", "Float [4, 5]"]
     with raises(ValueError, *parts):
-        step_fn(ddp, 1, rank)
+        backward(ddp, 1, rank)
 
 
 @on_ranks(timeout=40)
@@ -323,12 +313,12 @@ def test_data_in_other_memory(rank: int) -> None:
 def test_data_with_other_values_on_a_rank(rank: int) -> None:
     """Every rank tells of them, once."""
     ddp = trireme.DistributedDataParallel(mlp())
-    step_fn(ddp, 0, rank)
+    backward(ddp, 0, rank)
     expected = r"\[ddp\] got '0.weight' with other values on rank 1 than on rank 0 since its .data"
     for step in range(1, 3):
         move(ddp.module, 1.0 + rank)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            step_fn(ddp, step, rank)
+            backward(ddp, step, rank)
         told = [warning for warning in caught if re.search(expected, str(warning.message))]
         assert len(told) == (1 if step == 1 else 0)

@@ -8,7 +8,10 @@ import trireme
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ddp.ranks import WORLD, batch, gradients, on_ranks, raises
+from harness.faults import raises
+from harness.models import batch
+from harness.on_ranks import WORLD, on_ranks
+from harness.training import gradients
 
 Run = Callable[[nn.Module, torch.Tensor, str], torch.Tensor]
 

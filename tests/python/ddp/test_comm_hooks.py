@@ -20,24 +20,14 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
 )
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from ddp.ranks import (
-    WORLD,
-    assert_same_on_all_ranks,
-    batch,
-    gradients,
-    mlp,
-    on_ranks,
-    raises,
-    run_steps,
-    sgd,
-)
+from ddp.ranks import backward, run_steps, sgd
+from harness.faults import raises
+from harness.models import batch, mlp
+from harness.on_ranks import WORLD, on_ranks
+from harness.training import assert_same_on_all_ranks, gradients
 
 Register = Callable[[Any], None]
 Future = torch.futures.Future[torch.Tensor]
-
-
-def step_fn(model: nn.Module, step: int, rank: int) -> None:
-    model(batch(step)[rank::WORLD]).square().mean().backward()
 
 
 def with_hook(hook: Any, state: Any = None) -> Register:
@@ -88,7 +78,7 @@ def test_equals_torch_with_the_same_hook(rank: int, name: str) -> None:
     for ddp in (theirs, ours):
         HOOKS[name](ddp)
         torch.manual_seed(rank)
-        seen.append(run_steps(ddp, sgd(ddp), step_fn, rank, 5))
+        seen.append(run_steps(ddp, sgd(ddp), backward, rank, 5))
     # Torch's first bucket is in the guessed order, ours too; afterwards both know the order.
     tolerance = {"rtol": 1e-2, "atol": 1e-2} if "quantization" in name else {}
     torch.testing.assert_close(seen[1], seen[0], **tolerance)
@@ -103,7 +93,7 @@ def test_bfloat16_needs_no_gpu(rank: int) -> None:
     ):
         ddp = trireme.DistributedDataParallel(mlp())
         ddp.register_comm_hook(None, hook)
-        step_fn(ddp, 0, rank)
+        backward(ddp, 0, rank)
         alone = mlp()
         alone(batch(0)).square().mean().backward()
         torch.testing.assert_close(gradients(ddp), gradients(alone), rtol=2e-2, atol=1e-3)
@@ -133,7 +123,7 @@ def test_what_a_hook_sees(rank: int) -> None:
     for step in range(3):
         seen.clear()
         ddp.zero_grad()
-        step_fn(ddp, step, rank)
+        backward(ddp, step, rank)
     assert [bucket[0] for bucket in seen] == list(range(len(seen)))
     assert [bucket[1] for bucket in seen] == [False] * (len(seen) - 1) + [True]
     assert [bucket[2] for bucket in seen] == ddp._core.plan()
@@ -148,11 +138,11 @@ def test_buckets_keep_their_contents_once_hooks_have_seen_them(rank: int) -> Non
     ddp = trireme.DistributedDataParallel(mlp(), bucket_cap_mb=0.0003)
     ddp.register_comm_hook(None, default_hooks.allreduce_hook)
     for step in range(2):
-        step_fn(ddp, step, rank)
+        backward(ddp, step, rank)
     plan = ddp._core.plan()
     for _ in range(3):
         ddp.module.forward = ddp.module[0].forward  # the other layers are unused from here on
-        step_fn(ddp, 0, rank)
+        backward(ddp, 0, rank)
         assert ddp._core.plan() == plan
 
 
@@ -220,7 +210,7 @@ def test_an_index_keeps_its_meaning(rank: int) -> None:
             CHANGES.get(step, id)(module)
         for name, parameter in ddp.module.named_parameters():
             names.setdefault(parameter, f"{step} {name}")
-        step_fn(ddp, step, rank)
+        backward(ddp, step, rank)
         alone(batch(step)).square().mean().backward()
         torch.testing.assert_close(gradients(ddp), gradients(alone))
         assert len(last) == 1
@@ -274,7 +264,7 @@ def test_state_of_earlier_buckets_is_untouched(rank: int, name: str, change: str
             if changes and step == 6:
                 model.tail.requires_grad_(True)
             ddp.zero_grad()
-            step_fn(ddp, step, rank)
+            backward(ddp, step, rank)
             seen.append(gradients(model.body))
             tail = gradients(model.tail).values()
             assert not changes or step < 6 or all(tensor.isfinite().all() for tensor in tail)
@@ -297,13 +287,13 @@ def test_a_state_that_was_saved_goes_on(rank: int) -> None:
         if step == 4:
             saved = pickle.dumps(state)
         ddp.zero_grad()
-        step_fn(ddp, step, rank)
+        backward(ddp, step, rank)
     again = trireme.DistributedDataParallel(Ordered(), bucket_cap_mb=0.0003)
     assert again._core.plan() != ddp._core.plan()
     again.register_comm_hook(pickle.loads(saved), powerSGD_hook.powerSGD_hook)
     for step in range(4, 8):
         again.zero_grad()
-        step_fn(again, step, rank)
+        backward(again, step, rank)
     for key, grad in gradients(again).items():
         assert torch.equal(grad, gradients(ddp)[key]), key
 
@@ -322,7 +312,7 @@ class Ordered(nn.Module):
         return self.last(self.middle(self.first(x).tanh()).tanh())
 
 
-@on_ranks()
+@on_ranks(fresh=True)  # the module and its hook hold each other
 def test_hooks_can_ask_whether_the_order_is_learned(rank: int) -> None:
     """torch's ZeRO hooks begin to step when they see _has_rebuilt_buckets."""
     ddp = trireme.DistributedDataParallel(mlp())
@@ -334,7 +324,7 @@ def test_hooks_can_ask_whether_the_order_is_learned(rank: int) -> None:
 
     ddp.register_comm_hook(None, hook)
     for step in range(3):
-        step_fn(ddp, step, rank)
+        backward(ddp, step, rank)
     assert seen == [False, True, True]
 
 
@@ -379,7 +369,7 @@ def test_the_second_argument_may_have_any_name(rank: int) -> None:
     for each in (hook, variadic):
         ddp = trireme.DistributedDataParallel(mlp())
         ddp.register_comm_hook(None, each)
-        step_fn(ddp, 0, rank)
+        backward(ddp, 0, rank)
     assert done == [0, 0]
 
 
@@ -414,7 +404,7 @@ def test_a_hook_that_raises(rank: int) -> None:
 
     ddp.register_comm_hook(None, hook)
     with pytest.raises(Exception, match="from the hook"):
-        step_fn(ddp, 0, rank)
+        backward(ddp, 0, rank)
 
 
 @on_ranks()
@@ -429,7 +419,7 @@ def test_a_future_that_fails(rank: int) -> None:
 
     ddp.register_comm_hook(None, hook)
     with raises(dist.DistBackendError, "communication hook on bucket 0", "from the future"):
-        step_fn(ddp, 0, rank)
+        backward(ddp, 0, rank)
 
 
 @pytest.mark.parametrize("result", [None, 3])
@@ -440,7 +430,7 @@ def test_a_hook_that_returns_no_future(rank: int, result: object) -> None:
     ddp.register_comm_hook(None, lambda state, bucket: result)
     kind = type(result).__name__
     with raises(TypeError, f"[ddp] got {kind} from communication hook", "torch.futures.Future"):
-        step_fn(ddp, 0, rank)
+        backward(ddp, 0, rank)
 
 
 @on_ranks()
@@ -459,7 +449,7 @@ def test_hooks_that_chain_collectives_in_many_buckets(rank: int) -> None:
     ddp.register_comm_hook(None, twice)
     for step in range(8):
         ddp.zero_grad()
-        step_fn(ddp, step, rank)
+        backward(ddp, step, rank)
         alone = mlp()
         alone(batch(step)).square().mean().backward()
         torch.testing.assert_close(gradients(ddp), gradients(alone))
@@ -470,8 +460,8 @@ def test_no_sync_and_views_under_a_hook(rank: int) -> None:
     ddp = trireme.DistributedDataParallel(mlp(), gradient_as_bucket_view=True)
     ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
     with ddp.no_sync():
-        step_fn(ddp, 0, rank)
-    step_fn(ddp, 1, rank)
+        backward(ddp, 0, rank)
+    backward(ddp, 1, rank)
     alone = mlp()
     for step in range(2):
         alone(batch(step)).square().mean().backward()

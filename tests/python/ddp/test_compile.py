@@ -12,7 +12,11 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.debugging import aot_eager
 from torch._functorch.aot_autograd import make_boxed_func
 
-from ddp.ranks import RANKLESS_FORM, WORLD, batch, gradients, on_ranks, raises, record_wire
+from ddp.ranks import record_wire
+from harness.faults import RANKLESS_FORM, raises
+from harness.models import batch
+from harness.on_ranks import WORLD, on_ranks
+from harness.training import gradients
 
 WIDTH = 6
 
@@ -125,7 +129,7 @@ def test_right_and_never_compiled_again(rank: int, make: Make) -> None:
 
 @pytest.mark.parametrize(("cap", "graphs_expected"), [(25, 1), (0.0008, 4)])
 @pytest.mark.parametrize("outside", [True, False])
-@on_ranks(timeout=100)
+@on_ranks(timeout=100, fresh=True)
 def test_graphs_are_split_at_buckets(
     rank: int, outside: bool, cap: float, graphs_expected: int
 ) -> None:
@@ -144,7 +148,7 @@ def test_graphs_are_split_at_buckets(
     assert graphs.count == graphs_expected
 
 
-@on_ranks(timeout=100)
+@on_ranks(timeout=100, fresh=True)
 def test_buckets_leave_between_the_parts_of_a_split_graph(rank: int) -> None:
     """What the splitting is for: gradients of later blocks travel while the first computes."""
     dist._DEFAULT_FIRST_BUCKET_BYTES = 100  # this process ends with the test
@@ -214,6 +218,6 @@ def test_graph_breaks_and_unused_parameters(rank: int) -> None:
         torch.testing.assert_close(got, list(gradients(alone).values()))
 
 
-@on_ranks(timeout=110)
+@on_ranks(timeout=110, fresh=True)
 def test_inductor(rank: int) -> None:
     check_steps(compile_wrapper("inductor"), rank, 0, 3)

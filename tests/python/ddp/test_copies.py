@@ -17,11 +17,10 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from ddp.ranks import WORLD, batch, gradients, mlp, on_ranks, run_steps, sgd, values
-
-
-def step_fn(model: nn.Module, step: int, rank: int) -> None:
-    model(batch(step)[rank::WORLD]).square().mean().backward()
+from ddp.ranks import backward, run_steps, sgd
+from harness.models import batch, mlp
+from harness.on_ranks import WORLD, on_ranks
+from harness.training import gradients, values
 
 
 def pickled(ddp: nn.Module) -> nn.Module:
@@ -41,18 +40,18 @@ def saved(ddp: nn.Module) -> nn.Module:
 def test_a_copy_goes_on_reducing(rank: int, make_copy: Any, trained: int) -> None:
     """torch's class, wrapped with static_graph=True, silently stops."""
     ddp = trireme.DistributedDataParallel(mlp(), static_graph=True, bucket_cap_mb=0.0003)
-    run_steps(ddp, sgd(ddp), step_fn, rank, trained)
+    run_steps(ddp, sgd(ddp), backward, rank, trained)
     other = make_copy(ddp)
     assert isinstance(other, trireme.DistributedDataParallel)
     assert other.module is not ddp.module
     for copied, original in zip(other.parameters(), ddp.parameters(), strict=True):
         assert copied.data_ptr() != original.data_ptr()
-    expected = run_steps(ddp, sgd(ddp), step_fn, rank, 3)
-    torch.testing.assert_close(run_steps(other, sgd(other), step_fn, rank, 3), expected)
+    expected = run_steps(ddp, sgd(ddp), backward, rank, 3)
+    torch.testing.assert_close(run_steps(other, sgd(other), backward, rank, 3), expected)
     alone = mlp()
     alone.load_state_dict(other.module.state_dict())
     other.zero_grad()
-    step_fn(other, 9, rank)
+    backward(other, 9, rank)
     alone(batch(9)).square().mean().backward()
     torch.testing.assert_close(gradients(other), gradients(alone))
 
@@ -61,12 +60,12 @@ def test_a_copy_goes_on_reducing(rank: int, make_copy: Any, trained: int) -> Non
 @on_ranks(timeout=40, backend="trireme")
 def test_one_rank_alone_may_copy(rank: int, trained: int) -> None:
     ddp = trireme.DistributedDataParallel(mlp())
-    run_steps(ddp, sgd(ddp), step_fn, rank, trained)
+    run_steps(ddp, sgd(ddp), backward, rank, trained)
     if rank == 0:
         for make_copy in (pickled, saved, copy.deepcopy):
             copied = make_copy(ddp)
             torch.testing.assert_close(values(copied), values(ddp))
-    run_steps(ddp, sgd(ddp), step_fn, rank, 3)
+    run_steps(ddp, sgd(ddp), backward, rank, 3)
 
 
 def double_hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -81,12 +80,12 @@ def test_a_copy_keeps_its_settings(rank: int, make_copy: Any) -> None:
         mlp(), gradient_as_bucket_view=True, bucket_cap_mb_list=[0.0003, 1]
     )
     ddp.register_comm_hook(None, double_hook)
-    step_fn(ddp, 0, rank)
+    backward(ddp, 0, rank)
     other = make_copy(ddp)
     assert other._core.plan() == ddp._core.plan()
     assert other.gradient_as_bucket_view
     other.zero_grad()
-    step_fn(other, 0, rank)
+    backward(other, 0, rank)
     alone = mlp()
     (WORLD * alone(batch(0)).square().mean()).backward()
     torch.testing.assert_close(gradients(other), gradients(alone))
@@ -99,7 +98,7 @@ def test_a_copy_of_a_module_over_another_group(rank: int) -> None:
     ddp = trireme.DistributedDataParallel(mlp(), process_group=group)
     other = copy.deepcopy(ddp)
     assert other.process_group is group
-    step_fn(other, 0, rank)
+    backward(other, 0, rank)
     alone = mlp()
     alone(batch(0)).square().mean().backward()
     torch.testing.assert_close(gradients(other), gradients(alone))
@@ -115,7 +114,7 @@ def test_deepcopy_as_an_average_of_weights(rank: int) -> None:
     average = torch.optim.swa_utils.AveragedModel(ddp)
     for step in range(3):
         optimizer.zero_grad()
-        step_fn(ddp, step, rank)
+        backward(ddp, step, rank)
         optimizer.step()
         average.update_parameters(ddp)
         with torch.no_grad():
@@ -126,17 +125,17 @@ def test_deepcopy_as_an_average_of_weights(rank: int) -> None:
 @on_ranks()
 def test_state_dicts_are_those_of_torch(rank: int) -> None:
     ddp, theirs = trireme.DistributedDataParallel(mlp()), TorchDDP(mlp())
-    run_steps(ddp, sgd(ddp), step_fn, rank, 2)
+    run_steps(ddp, sgd(ddp), backward, rank, 2)
     assert list(ddp.state_dict()) == list(theirs.state_dict())
     assert all(name.startswith("module.") for name in ddp.state_dict())
     theirs.load_state_dict(ddp.state_dict())
     torch.testing.assert_close(values(theirs), values(ddp))
-    run_steps(theirs, sgd(theirs), step_fn, rank, 2)
+    run_steps(theirs, sgd(theirs), backward, rank, 2)
     ddp.load_state_dict(theirs.state_dict())
     torch.testing.assert_close(values(ddp), values(theirs))
     # Loading wrote in place: the next steps still reduce.
-    got = run_steps(ddp, sgd(ddp), step_fn, rank, 2)
-    torch.testing.assert_close(got, run_steps(theirs, sgd(theirs), step_fn, rank, 2))
+    got = run_steps(ddp, sgd(ddp), backward, rank, 2)
+    torch.testing.assert_close(got, run_steps(theirs, sgd(theirs), backward, rank, 2))
 
 
 @on_ranks()
@@ -146,18 +145,18 @@ def test_optimizer_state_moves_between_the_classes(rank: int) -> None:
 
     ddp, theirs = trireme.DistributedDataParallel(mlp()), TorchDDP(mlp())
     of_ours, of_theirs = adam(ddp), adam(theirs)
-    run_steps(ddp, of_ours, step_fn, rank, 3)
+    run_steps(ddp, of_ours, backward, rank, 3)
     theirs.load_state_dict(ddp.state_dict())
     of_theirs.load_state_dict(copy.deepcopy(of_ours.state_dict()))
-    got = run_steps(ddp, of_ours, step_fn, rank, 3)
-    torch.testing.assert_close(got, run_steps(theirs, of_theirs, step_fn, rank, 3))
+    got = run_steps(ddp, of_ours, backward, rank, 3)
+    torch.testing.assert_close(got, run_steps(theirs, of_theirs, backward, rank, 3))
 
 
 @on_ranks()
 def test_distributed_checkpoint_names_strip_the_wrapper(rank: int) -> None:
     ddp = trireme.DistributedDataParallel(mlp())
     optimizer = torch.optim.AdamW(ddp.parameters(), lr=0.01)
-    run_steps(ddp, optimizer, step_fn, rank, 2)
+    run_steps(ddp, optimizer, backward, rank, 2)
     assert list(get_model_state_dict(ddp)) == list(ddp.module.state_dict())
     _, of_optimizer = get_state_dict(ddp, optimizer)
     assert set(of_optimizer["state"]) == {name for name, _ in ddp.module.named_parameters()}
@@ -175,7 +174,7 @@ def test_a_module_may_be_wrapped_again(rank: int) -> None:
     for step in range(3):
         for ddp in (first, second):
             module.zero_grad()
-            step_fn(ddp, step, rank)
+            backward(ddp, step, rank)
             alone = mlp()
             alone(batch(step)).square().mean().backward()
             torch.testing.assert_close(gradients(module), gradients(alone))

@@ -13,10 +13,12 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from ddp.ranks import WORLD, batch, gradients, mlp, on_gloo_ranks, on_ranks, raises
-from shm.ranks import on_shm_ranks
+from ddp.derivatives import derived, local, loss_of
+from harness.faults import raises
+from harness.models import batch, mlp
+from harness.on_ranks import WORLD, on_gloo_ranks, on_ranks, on_shm_ranks
+from harness.training import gradients
 
-Derived = list[torch.Tensor | None]
 VIEWS = pytest.mark.parametrize("view", [False, True])
 # Sequences of backwards on one .grad: whether each makes a graph, and whether it averages.
 ACCUMULATIONS = {
@@ -27,32 +29,6 @@ ACCUMULATIONS = {
     "ordinary later": [(True, True), (False, True)],
     "no_sync, ordinary later": [(True, False), (False, True)],
 }
-
-
-def loss_of(model: nn.Module, number: int, rank: int) -> torch.Tensor:
-    return model(batch(number, dtype=torch.float64)[rank::WORLD]).square().mean()
-
-
-def derived(model: nn.Module) -> Derived:
-    """The derivative of all gradients, in a direction that is equal on all ranks."""
-    parameters = list(model.parameters())
-    of = [
-        parameter.grad
-        for parameter in parameters
-        if parameter.grad is not None and parameter.grad.requires_grad
-    ]
-    if not of:
-        return []
-    directions = [torch.sin(torch.arange(1.0, tensor.numel() + 1).view_as(tensor)) for tensor in of]
-    directions = [direction.double() for direction in directions]
-    return list(torch.autograd.grad(of, parameters, directions, True, allow_unused=True))
-
-
-def local(number: int, rank: int) -> tuple[dict[str, torch.Tensor | None], Derived]:
-    """What one rank has, alone in its process."""
-    model = mlp(torch.float64)
-    loss_of(model, number, rank).backward(create_graph=True)
-    return gradients(model), derived(model)
 
 
 def check_parts(ddp: Any, number: int, rank: int) -> None:
@@ -289,7 +265,7 @@ def test_an_exception_leaves_gradients_that_were_there(rank: int) -> None:
         check_parts(ddp, step, rank)
 
 
-@on_ranks()
+@on_ranks(fresh=True)
 def test_it_is_said_once_on_rank_0(rank: int) -> None:
     ddp = trireme.DistributedDataParallel(mlp(torch.float64))
     with warnings.catch_warnings(record=True) as caught:

@@ -5,7 +5,9 @@ import torch
 import trireme
 from torch import nn
 
-from ddp.ranks import WORLD, assert_equals_torch, batch, mlp, on_ranks
+from ddp.ranks import assert_equals_torch
+from harness.models import batch, mlp
+from harness.on_ranks import WORLD, on_ranks
 
 
 def mean_square(model: nn.Module, step: int, rank: int, world: int = WORLD) -> None:

@@ -8,7 +8,11 @@ import trireme
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from ddp.ranks import WORLD, batch, gradients, mlp, on_ranks, raises, run_steps
+from ddp.ranks import run_steps
+from harness.faults import raises
+from harness.models import batch, mlp
+from harness.on_ranks import WORLD, on_ranks
+from harness.training import gradients
 
 Change = Callable[[nn.Module], None]
 

@@ -8,11 +8,10 @@ import trireme
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from ddp.ranks import WORLD, assert_equals_torch, batch, gradients, mlp, on_ranks
-
-
-def backward(model: nn.Module, step: int, rank: int) -> None:
-    model(batch(step)[rank::WORLD]).square().mean().backward()
+from ddp.ranks import assert_equals_torch, backward
+from harness.models import mlp
+from harness.on_ranks import on_ranks
+from harness.training import gradients
 
 
 def grads_of(model: nn.Module) -> list[torch.Tensor]:

@@ -9,7 +9,9 @@ import trireme
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from ddp.ranks import WORLD, assert_same_on_all_ranks, batch, gradients, mlp, on_ranks
+from harness.models import batch, mlp
+from harness.on_ranks import WORLD, on_ranks
+from harness.training import assert_same_on_all_ranks, gradients
 
 Gradients = dict[str, torch.Tensor | None]
 

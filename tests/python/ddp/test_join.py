@@ -1,4 +1,4 @@
-"""join(): ranks with fewer inputs keep the others company; as torch's class does it."""
+"""What join() does that is DDP's alone: buffers, hooks, graphs, sparse and unused parameters."""
 
 from typing import Any
 
@@ -10,11 +10,13 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
-from torch.optim.lr_scheduler import ExponentialLR
 
-from ddp.ranks import WORLD, assert_same_on_all_ranks, mlp, on_ranks, values
-from ddp.test_create_graph import derived, local, loss_of
-from shm.ranks import on_shm_and_gloo_ranks
+from ddp.derivatives import derived, local, loss_of
+from harness.faults import in_case
+from harness.joins import inputs
+from harness.models import mlp
+from harness.on_ranks import WORLD, on_ranks, on_shm_and_gloo_ranks
+from harness.training import assert_same_on_all_ranks, values
 
 
 class Normed(nn.Module):
@@ -31,11 +33,6 @@ class Normed(nn.Module):
         return self.norm(self.body(x))
 
 
-def inputs(rank: int, count: int) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(rank)
-    return [torch.randn(4, 6, generator=generator) for _ in range(count)]
-
-
 def train(ddp: Any, rank: int, counts: tuple[int, ...], **join: Any) -> dict[str, torch.Tensor]:
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
     with ddp.join(**join):
@@ -46,46 +43,16 @@ def train(ddp: Any, rank: int, counts: tuple[int, ...], **join: Any) -> dict[str
     return values(ddp)
 
 
-def make(buffers: bool) -> nn.Module:
-    return Normed() if buffers else mlp()
-
-
-@pytest.mark.parametrize("buffers", [False, True], ids=["plain", "buffers"])
-@pytest.mark.parametrize("by_initial_world", [True, False])
-@pytest.mark.parametrize("counts", [(3, 5), (6, 2), (0, 3), (3, 3), (0, 0)])
-@on_ranks()
-def test_equals_torch(
-    rank: int, counts: tuple[int, int], by_initial_world: bool, buffers: bool
-) -> None:
-    options = {"divide_by_initial_world_size": by_initial_world}
-    theirs = train(TorchDDP(make(buffers), bucket_cap_mb=0.0003), rank, counts, **options)
-    ours = trireme.DistributedDataParallel(make(buffers), bucket_cap_mb=0.0003)
-    torch.testing.assert_close(train(ours, rank, counts, **options), theirs)
-    assert_same_on_all_ranks(list(ours.state_dict().values()))
-
-
-@pytest.mark.parametrize("by_initial_world", [True, False])
-@on_ranks(3)
-def test_three_ranks_leave_one_after_another(rank: int, by_initial_world: bool) -> None:
-    counts = (5, 2, 3)
-    options = {"divide_by_initial_world_size": by_initial_world}
-    theirs = train(TorchDDP(mlp()), rank, counts, **options)
-    ours = train(trireme.DistributedDataParallel(mlp()), rank, counts, **options)
-    torch.testing.assert_close(ours, theirs)
-
-
-@on_ranks()
-def test_training_goes_on_after_a_join(rank: int) -> None:
-    """Afterwards the average is over all ranks again."""
-    ddp = trireme.DistributedDataParallel(nn.Linear(2, 1, bias=False))
-    nn.init.ones_(ddp.module.weight)
-    for counts in ((1, 3), (2, 1)):
-        with ddp.join(divide_by_initial_world_size=False):
-            for _ in range(counts[rank]):
-                ddp(torch.ones(1, 2)).sum().backward()
-    ddp.zero_grad()
-    ddp(torch.full((1, 2), 1.0 + rank)).sum().backward()
-    assert torch.equal(ddp.module.weight.grad, torch.full((1, 2), 1.5))
+@on_ranks(timeout=100)
+def test_buffers_are_torchs(rank: int) -> None:
+    for counts in ((3, 5), (6, 2), (0, 3), (3, 3), (0, 0)):
+        for by_initial_world in (True, False):
+            options = {"divide_by_initial_world_size": by_initial_world}
+            with in_case(f"{counts}, {options}"):
+                theirs = train(TorchDDP(Normed(), bucket_cap_mb=0.0003), rank, counts, **options)
+                ours = trireme.DistributedDataParallel(Normed(), bucket_cap_mb=0.0003)
+                torch.testing.assert_close(train(ours, rank, counts, **options), theirs)
+                assert_same_on_all_ranks(list(ours.state_dict().values()))
 
 
 @on_ranks()
@@ -97,29 +64,6 @@ def test_joined_ranks_keep_their_gradients(rank: int) -> None:
             ddp(x).sum().backward()
             kept = [parameter.grad.clone() for parameter in ddp.parameters()]
     assert all(torch.equal(p.grad, k) for p, k in zip(ddp.parameters(), kept, strict=True))
-
-
-@on_ranks()
-def test_early_termination_raises_everywhere(rank: int) -> None:
-    ddp = trireme.DistributedDataParallel(mlp())
-    with pytest.raises(RuntimeError, match="exhausted"):
-        train(ddp, rank, (2, 4), throw_on_early_termination=True)
-    # Nothing is broken: the next step is in step again.
-    ddp._join_config = ddp._join_config.construct_disabled_join_config()
-    ddp(inputs(rank, 1)[0]).sum().backward()
-
-
-@on_ranks()
-def test_disabled(rank: int) -> None:
-    ddp = trireme.DistributedDataParallel(mlp())
-    alone = mlp()
-    optimizer = torch.optim.SGD(alone.parameters(), lr=0.1, momentum=0.9)
-    for step in range(2):
-        optimizer.zero_grad()
-        for of in range(WORLD):
-            (alone(inputs(of, 2)[step]).square().mean() / WORLD).backward()
-        optimizer.step()
-    torch.testing.assert_close(train(ddp, rank, (2, 2), enable=False), values(alone))
 
 
 @on_ranks()
@@ -143,30 +87,6 @@ def test_no_sync_inside_a_join(rank: int) -> None:
     torch.testing.assert_close(
         accumulate(trireme.DistributedDataParallel(mlp())), accumulate(TorchDDP(mlp()))
     )
-
-
-@pytest.mark.parametrize("clip", [nn.utils.clip_grad_norm_, trireme.clip_grad_norm_])
-@on_shm_and_gloo_ranks(WORLD)
-def test_a_schedule_and_clipping_inside_a_join(rank: int, clip: Any) -> None:
-    """A rank that has joined steps nothing itself: it gets what the others have stepped to."""
-
-    def follow(ddp: Any) -> list[dict[str, torch.Tensor]]:
-        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
-        schedule = ExponentialLR(optimizer, gamma=0.5)
-        seen = []
-        for counts in ((2, 5), (3, 1)):
-            with ddp.join():
-                for x in inputs(rank, counts[rank]):
-                    optimizer.zero_grad()
-                    ddp(x).square().mean().backward()
-                    clip(ddp.parameters(), 0.1)
-                    optimizer.step()
-                    schedule.step()
-            seen.append(values(ddp))
-        return seen
-
-    theirs = TorchDDP(mlp(), process_group=dist.new_group(backend="gloo"))
-    torch.testing.assert_close(follow(trireme.DistributedDataParallel(mlp())), follow(theirs))
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -3,13 +3,13 @@
 import pytest
 import torch
 import trireme
-from torch import nn
 
-from ddp.ranks import WORLD, batch, gradients, mlp, on_ranks, raises
-
-
-def loss_of(model: nn.Module, step: int, rank: int) -> torch.Tensor:
-    return model(batch(step)[rank::WORLD]).square().mean()
+from ddp.ranks import loss_of
+from harness.faults import raises
+from harness.meeting import say, stay_until
+from harness.models import batch, mlp
+from harness.on_ranks import on_ranks
+from harness.training import gradients
 
 
 def expected(*steps: int) -> dict[str, torch.Tensor | None]:
@@ -40,15 +40,14 @@ def test_backward_returns_before_the_other_rank_has_come(rank: int) -> None:
     """Rank 0's backward is over while rank 1 has not begun its own."""
     ddp = trireme.DistributedDataParallel(mlp())
     ddp.require_manual_backward_finalization = True
-    store = torch.distributed.distributed_c10d._get_default_store()
     for step in range(3):
         ddp.zero_grad()
         loss = loss_of(ddp, step, rank)
         if rank == 1:
-            store.wait([f"rank 0 is through {step}"])
+            stay_until(f"rank 0 is through {step}")
         loss.backward()
         if rank == 0:
-            store.set(f"rank 0 is through {step}", "yes")
+            say(f"rank 0 is through {step}")
         ddp.finalize_backward()
         torch.testing.assert_close(gradients(ddp), expected(step))
 

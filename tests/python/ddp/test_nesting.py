@@ -15,15 +15,14 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.checkpoint import checkpoint
 
-from ddp.ranks import RANKLESS_FORM, WORLD, batch, gradients, mlp, on_ranks, raises, run_steps, sgd
-from shm.ranks import on_shm_and_gloo_ranks
+from ddp.ranks import backward, run_steps, sgd
+from harness.faults import RANKLESS_FORM, raises
+from harness.models import batch, mlp
+from harness.on_ranks import WORLD, on_ranks, on_shm_and_gloo_ranks
+from harness.training import gradients
 
 Ours = trireme.DistributedDataParallel
 Api = Callable[..., Any]
-
-
-def step_fn(model: nn.Module, step: int, rank: int) -> None:
-    model(batch(step)[rank::WORLD]).square().mean().backward()
 
 
 def assert_alike(got: list[Any], expected: list[Any]) -> None:
@@ -84,9 +83,9 @@ def test_the_outer_one_averages(rank: int, make: Callable[[Api], nn.Module]) -> 
         theirs = TorchDDP(mlp(), process_group=gloo)
     else:
         theirs = make(functools.partial(TorchDDP, process_group=gloo))
-    expected = run_steps(theirs, sgd(theirs), step_fn, rank, 4)
+    expected = run_steps(theirs, sgd(theirs), backward, rank, 4)
     ours = make(Ours)
-    assert_alike(run_steps(ours, sgd(ours), step_fn, rank, 4), expected)
+    assert_alike(run_steps(ours, sgd(ours), backward, rank, 4), expected)
 
 
 @on_shm_and_gloo_ranks(WORLD)
@@ -131,8 +130,8 @@ def test_torchs_class(rank: int, wrappers: tuple[Api, Api]) -> None:
     model[0], model[2] = inner(model[0]), inner(model[2])
     model = outer(model)
     alone = TorchDDP(mlp())
-    expected = run_steps(alone, sgd(alone), step_fn, rank, 4)
-    assert_alike(run_steps(model, sgd(model), step_fn, rank, 4), expected)
+    expected = run_steps(alone, sgd(alone), backward, rank, 4)
+    assert_alike(run_steps(model, sgd(model), backward, rank, 4), expected)
 
 
 @on_ranks(backend="gloo")
@@ -173,8 +172,8 @@ def test_scripts(rank: int, kind: str) -> None:
     }[kind]
     theirs = TorchDDP(make(), process_group=dist.new_group(backend="gloo"))
     ours = Ours(make())
-    expected = run_steps(theirs, sgd(theirs), step_fn, rank, 4)
-    torch.testing.assert_close(run_steps(ours, sgd(ours), step_fn, rank, 4), expected)
+    expected = run_steps(theirs, sgd(theirs), backward, rank, 4)
+    torch.testing.assert_close(run_steps(ours, sgd(ours), backward, rank, 4), expected)
     assert gradients(ours).keys() == gradients(theirs).keys()
 
 

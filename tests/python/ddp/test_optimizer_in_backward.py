@@ -9,11 +9,11 @@ from torch import nn
 from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from ddp.ranks import WORLD, batch, mlp, on_ranks, raises, run_steps, sgd, values
-
-
-def step_fn(model: nn.Module, step: int, rank: int) -> None:
-    model(batch(step)[rank::WORLD]).square().mean().backward()
+from ddp.ranks import backward, run_steps, sgd
+from harness.faults import raises
+from harness.models import batch, mlp
+from harness.on_ranks import WORLD, on_ranks
+from harness.training import values
 
 
 class Nothing:
@@ -31,7 +31,7 @@ def momentum(parameters: Any, **options: Any) -> None:
 def expected_values(rank: int, steps: int = 4) -> dict[str, torch.Tensor]:
     """torch's DDP and the same optimizer after backward. In backward torch needs a GPU stream."""
     theirs = TorchDDP(mlp())
-    return run_steps(theirs, sgd(theirs), step_fn, rank, steps)[-1]
+    return run_steps(theirs, sgd(theirs), backward, rank, steps)[-1]
 
 
 @pytest.mark.parametrize("wrap_first", [False, True])
@@ -50,7 +50,7 @@ def test_equals_stepping_after_backward(
     if wrap_first:
         momentum(module.parameters(), **options)
     for step in range(4):
-        step_fn(ddp, step, rank)
+        backward(ddp, step, rank)
         assert all(parameter.grad is None for parameter in ddp.parameters())
     torch.testing.assert_close(values(ddp), expected_values(rank))
 
@@ -64,7 +64,7 @@ def test_some_parameters_in_backward_and_some_after(rank: int) -> None:
     optimizer = torch.optim.SGD(late, lr=0.1, momentum=0.9)
     for step in range(4):
         optimizer.zero_grad()
-        step_fn(ddp, step, rank)
+        backward(ddp, step, rank)
         assert all(parameter.grad is None for parameter in early)
         assert all(parameter.grad is not None for parameter in late)
         optimizer.step()
@@ -113,8 +113,8 @@ def test_fused_optimizer_registration(rank: int) -> None:
     theirs.load_state_dict(ddp.state_dict())
     for step in range(3):
         ddp.zero_grad()
-        step_fn(ddp, step, rank)
-    run_steps(theirs, sgd(theirs), step_fn, rank, 3)
+        backward(ddp, step, rank)
+    run_steps(theirs, sgd(theirs), backward, rank, 3)
     torch.testing.assert_close(values(ddp), values(theirs))
 
 
@@ -130,4 +130,4 @@ def test_a_hook_that_takes_the_gradient_is_refused(rank: int) -> None:
 
     ddp.module[2].weight.register_post_accumulate_grad_hook(take)
     with raises(NotImplementedError, "[ddp] got '2.weight' without its gradient"):
-        step_fn(ddp, 0, rank)
+        backward(ddp, 0, rank)

@@ -10,7 +10,10 @@ import torch
 import trireme
 from torch import nn
 
-from ddp.ranks import WORLD, assert_equals_torch, batch, gradients, mlp, on_ranks
+from ddp.ranks import assert_equals_torch
+from harness.models import batch, mlp
+from harness.on_ranks import WORLD, on_ranks
+from harness.training import gradients
 
 Pair = namedtuple("Pair", ["left", "right"])
 

@@ -7,7 +7,9 @@ import trireme
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
-from ddp.ranks import assert_same_on_all_ranks, batch, on_ranks
+from harness.models import batch
+from harness.on_ranks import on_ranks
+from harness.training import assert_same_on_all_ranks
 
 STAGES = 2
 MICRO_BATCHES = 4

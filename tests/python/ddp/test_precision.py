@@ -11,19 +11,11 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.nn.parallel.distributed import _MixedPrecision
 
-from ddp.ranks import (
-    RANKLESS_FORM,
-    WORLD,
-    assert_equals_torch,
-    assert_same_on_all_ranks,
-    batch,
-    gradients,
-    mlp,
-    on_ranks,
-    raises,
-    record_wire,
-    values,
-)
+from ddp.ranks import assert_equals_torch, record_wire
+from harness.faults import RANKLESS_FORM, raises
+from harness.models import batch, mlp
+from harness.on_ranks import WORLD, on_ranks
+from harness.training import assert_same_on_all_ranks, gradients, values
 
 
 @on_ranks()

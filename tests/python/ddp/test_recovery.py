@@ -1,7 +1,7 @@
 """On shared memory a backward that one rank abandons raises on all, and the next step works."""
 
+import itertools
 import os
-from typing import Any
 
 import pytest
 import torch
@@ -10,17 +10,12 @@ import trireme
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-from ddp.ranks import (
-    AGES_S,
-    WORLD,
-    assert_same_on_all_ranks,
-    batch,
-    gradients,
-    mlp,
-    on_ranks,
-    raises,
-)
-from ddp.test_faults import Fragile, backward
+from ddp.fragile import Fragile
+from ddp.ranks import backward
+from harness.faults import in_case, raises
+from harness.models import batch, mlp
+from harness.on_ranks import AGES_S, WORLD, on_ranks
+from harness.training import assert_same_on_all_ranks, gradients
 
 
 def assert_next_steps_work(ddp: nn.Module, rank: int, steps: int = 3) -> None:
@@ -48,19 +43,19 @@ def hooked(ddp: nn.Module) -> None:
     ddp.register_comm_hook(None, allreduce_hook)
 
 
-@pytest.mark.parametrize("failing", [0, 1])
-@pytest.mark.parametrize("steps_before", [0, 3])
-@pytest.mark.parametrize("prepare", [None, hooked], ids=["stream", "hook"])
-@on_ranks(timeout=40, patience_s=AGES_S, backend="trireme")
-def test_the_next_step_works(rank: int, failing: int, steps_before: int, prepare: Any) -> None:
-    ddp = trireme.DistributedDataParallel(Fragile(), bucket_cap_mb=0.0001)
-    if prepare:
-        prepare(ddp)
-    for step in range(steps_before):
-        backward(ddp, step, rank)
-    said = f"backward {steps_before + 1} was abandoned after the gradient of 'last."
-    fail_once(ddp, steps_before, rank, failing, said, f"(rank {failing} of 2)")
-    assert_next_steps_work(ddp, rank)
+@on_ranks(timeout=60, patience_s=AGES_S, backend="trireme")
+def test_the_next_step_works(rank: int) -> None:
+    """Where gradients stream, and where a hook takes buckets."""
+    for prepare, steps_before, failing in itertools.product((None, hooked), (0, 3), (0, 1)):
+        ddp = trireme.DistributedDataParallel(Fragile(), bucket_cap_mb=0.0001)
+        if prepare:
+            prepare(ddp)
+        for step in range(steps_before):
+            backward(ddp, step, rank)
+        said = f"backward {steps_before + 1} was abandoned after the gradient of 'last."
+        with in_case(f"{prepare=}, {steps_before=}, {failing=}"):
+            fail_once(ddp, steps_before, rank, failing, said, f"(rank {failing} of 2)")
+            assert_next_steps_work(ddp, rank)
 
 
 @pytest.mark.parametrize("world", [3, 5])

@@ -11,17 +11,15 @@ import trireme
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from ddp.ranks import WORLD, batch, mlp, on_ranks, say, stay_until
-from shm.ranks import until
+from ddp.ranks import backward
+from harness.meeting import say, stay_until, until
+from harness.models import batch, mlp
+from harness.on_ranks import WORLD, on_ranks
 
 KEYS = {
     *("step", "forward_ms", "backward_ms", "waiting_ms", "exposed_comm_ms", "hidden_comm_ms"),
     *("reduced_bytes", "buckets", "streamed"),
 }
-
-
-def backward(model: nn.Module, step: int, rank: int) -> None:
-    model(batch(step)[rank::WORLD]).square().mean().backward()
 
 
 @on_ranks()

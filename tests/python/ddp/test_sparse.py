@@ -7,7 +7,8 @@ import torch
 import trireme
 from torch import nn
 
-from ddp.ranks import WORLD, assert_equals_torch, on_ranks, record_wire
+from ddp.ranks import assert_equals_torch, record_wire
+from harness.on_ranks import WORLD, on_ranks
 
 
 class Words(nn.Module):

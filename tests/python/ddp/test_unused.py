@@ -7,7 +7,10 @@ import torch
 import trireme
 from torch import nn
 
-from ddp.ranks import WORLD, batch, gradients, mlp, on_ranks, record_wire
+from ddp.ranks import record_wire
+from harness.models import batch, mlp
+from harness.on_ranks import WORLD, on_ranks
+from harness.training import gradients
 
 
 class Branches(nn.Module):

@@ -21,8 +21,8 @@ import pytest
 import torch
 from torch import nn
 
-from ddp.ranks import on_ranks, signature_without_rank
 from device import sim_device
+from harness.on_ranks import on_ranks, signature_without_rank
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,7 @@ def on_device_ranks(
                 world,
                 backend=kind.backend_alone if alone else kind.backend,
                 prepare=functools.partial(_prepare, kind.name),
+                fresh=True,
                 **options,
             )(program)
             for kind in kinds

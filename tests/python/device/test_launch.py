@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 import trireme
 
-from distributed import run_ranks
+from harness.ranks import run_ranks
 
 GPUS = torch.cuda.device_count()
 

@@ -9,64 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import trireme
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
-from ddp.ranks import batch, mlp
 from device.devices import device_of, moved, on_device_ranks
-
-STEPS = 4
-
-
-def trained_alone(clips: bool = True) -> nn.Module:
-    model = mlp()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        model(batch(step)).square().mean().backward()
-        if clips:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-        optimizer.step()
-    return model
-
-
-def train(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    device: torch.device,
-    clip: Any = torch.nn.utils.clip_grad_norm_,
-) -> None:
-    rank, world = dist.get_rank(), dist.get_world_size()
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        part = batch(step).chunk(world)[rank].to(device)
-        model(part).float().square().mean().backward()
-        if clip is not None:
-            clip(model.parameters(), 0.1)
-        optimizer.step()
-
-
-def check(model: nn.Module, device: torch.device, expected: nn.Module, close: float) -> None:
-    rows = batch(9)
-    found = model(rows.to(device)).float().cpu()
-    torch.testing.assert_close(found, expected(rows), rtol=close, atol=close)
-
-
-def sharded(device: torch.device, **options: Any) -> nn.Module:
-    model = moved(mlp(), device)
-    for layer in model.children():
-        if isinstance(layer, nn.Linear):
-            trireme.fully_shard(layer, **options)
-    trireme.fully_shard(model, **options)
-    return model
-
-
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)
+from device.training import STEPS, adamw, check, sharded, train, trained_alone
+from harness.models import batch, mlp
 
 
 @pytest.mark.parametrize("static_graph", [False, True])

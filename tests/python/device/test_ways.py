@@ -15,10 +15,12 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import init_device_mesh
 
-from ddp.ranks import assert_same_on_all_ranks, batch, mlp, raises
 from device import sim_device
 from device.devices import CUDA, SIM, device_count, device_of, moved, on_device_ranks
-from device.test_strategies import adamw, check, sharded, train, trained_alone
+from device.training import adamw, check, sharded, train, trained_alone
+from harness.faults import raises
+from harness.models import batch, mlp
+from harness.training import assert_same_on_all_ranks
 
 
 def _part(step: int, device: torch.device) -> torch.Tensor:

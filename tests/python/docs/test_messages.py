@@ -9,8 +9,8 @@ import torch
 import trireme
 from torch import nn
 
-from distributed import run_ranks
 from docs.blocks import ROOT
+from harness.ranks import run_ranks
 
 
 def lose_a_rank(rank: int) -> str:

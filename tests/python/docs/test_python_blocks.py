@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import trireme
 
-from distributed import RankFailed, run_ranks
 from docs.blocks import PAGES, ROOT, Block, all_blocks, blocks_of, side_of
 from docs.ranks import run_alone, run_blocks
+from harness.ranks import RankFailed, run_ranks
 
 BLOCKS = all_blocks("python")
 ALONE = [block for block in BLOCKS if {"alone", "diff"} & block.marks]
@@ -21,12 +21,12 @@ TOGETHER = {page: list(blocks) for page, blocks in BY_PAGE}
 
 @pytest.mark.parametrize("page", TOGETHER)
 def test_blocks_run(page: str, tmp_path: Path) -> None:
-    run_ranks(run_blocks, 2, str(tmp_path), TOGETHER[page])
+    run_ranks(run_blocks, 2, str(tmp_path), TOGETHER[page], fresh=True)
 
 
 @pytest.mark.parametrize("block", ALONE, ids=str)
 def test_programs_run(block: Block, tmp_path: Path) -> None:
-    run_ranks(run_alone, 2, str(tmp_path), block)
+    run_ranks(run_alone, 2, str(tmp_path), block, fresh=True)
 
 
 def test_what_readme_starts_from_is_plain_torch(tmp_path: Path) -> None:
@@ -45,14 +45,14 @@ def test_what_readme_starts_from_is_plain_torch(tmp_path: Path) -> None:
     assert len(befores) == 2
     for before in befores:
         assert "trireme" not in before.code
-        run_ranks(run_alone, 1, str(tmp_path), before)
+        run_ranks(run_alone, 1, str(tmp_path), before, fresh=True)
 
 
 def test_a_block_that_fails_is_named(tmp_path: Path) -> None:
     (broken,) = blocks_of("docs/x.md", "text\n\n<!-- before:\nx = 1\n-->\n```python\nx + y\n```\n")
     assert (broken.line, broken.before, broken.code) == (7, "x = 1\n", "x + y\n")
     with pytest.raises(RankFailed, match=r"the block at docs/x\.md:7 failed: NameError"):
-        run_ranks(run_blocks, 1, str(tmp_path), [broken])
+        run_ranks(run_blocks, 1, str(tmp_path), [broken], fresh=True)
 
 
 def test_marks_are_read() -> None:

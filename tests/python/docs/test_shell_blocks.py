@@ -97,7 +97,7 @@ def program(path: str, options: Sequence[str]) -> None:
     source = ROOT / (f"examples/cpp/{compiled[2]}.cpp" if compiled else path)
     if not source.is_file():
         raise Wrong(f"there is no {path}")
-    shared = sorted((ROOT / "benchmarks" / "harness").glob("*.py"))
+    shared = sorted((ROOT / "benchmarks" / "measure").glob("*.py"))
     text = "".join(file.read_text() for file in [source, *shared])
     for option in options:
         if option.startswith("--") and f'"{option.split("=")[0]}"' not in text:

@@ -5,10 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from examples.test_train_ddp import cpp_program, losses
-from forked_programs import run_command
-
-TEXT = Path(__file__).with_name("text_to_learn.txt")
+from examples.programs import TEXT, cpp_program, losses
+from harness.forked_programs import run_command
 
 
 def train_gpt(ranks: int, *options: str) -> list[str]:

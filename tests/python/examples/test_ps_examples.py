@@ -4,8 +4,8 @@ import re
 
 import pytest
 
-from examples.test_train_ddp import ROOT, cpp_program, losses, run
-from forked_programs import run_script
+from examples.programs import ROOT, cpp_program, losses, run
+from harness.forked_programs import run_script
 
 PROGRAMS = ROOT / "examples" / "python"
 HYBRID = [str(PROGRAMS / "ps_hybrid_ddp.py")]

@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from examples.test_train_ddp import ROOT, cpp_program, losses
-from forked_programs import run_command, run_commands, run_script
+from examples.programs import ROOT, cpp_program, losses
+from harness.forked_programs import run_command, run_commands, run_script
 
 PROGRAMS = ROOT / "examples" / "python"
 GOOD = 100

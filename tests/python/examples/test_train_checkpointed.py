@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from examples.test_train_ddp import ROOT, cpp_program, losses, run
+from examples.programs import ROOT, cpp_program, losses, run
 
 PYTHON = [str(ROOT / "examples" / "python" / "train_checkpointed.py")]
 

@@ -1,39 +1,14 @@
 """examples/python/train_ddp.py and its C++ twins are one program: they print the same losses."""
 
-import re
 from pathlib import Path
 
 import pytest
 import torch
-import trireme
 from safetensors.torch import load_file
 
-from forked_programs import run_command, run_script
+from examples.programs import ROOT, cpp_program, losses, run
 
-ROOT = Path(__file__).resolve().parents[3]
-# A text that nobody edits: late losses depend on it by more than rounding.
-TEXT = Path(__file__).with_name("text_to_learn.txt")
 PYTHON = [str(ROOT / "examples" / "python" / "train_ddp.py")]
-# Beside the package in a build tree; an installed package has no examples.
-CPP = Path(trireme.__file__).parents[2] / "examples" / "cpp"
-
-
-def cpp_program(name: str) -> list[str]:
-    if not (CPP / name).exists():
-        pytest.skip("the C++ examples are not built beside this package")
-    return [str(CPP / name)]
-
-
-def run(program: list[str], ranks: int, *options: str, steps: int = 60) -> str:
-    """What so many steps print."""
-    options = (str(TEXT), str(steps), *options)
-    if program[0].endswith(".py"):
-        return run_script(Path(program[0]), ranks, *options)
-    return run_command([*program, *options], ranks)
-
-
-def losses(printed: str) -> list[float]:
-    return [float(loss) for loss in re.findall(r"loss ([\d.]+)", printed)]
 
 
 def test_the_python_program_learns_the_same_over_any_number_of_ranks() -> None:

@@ -12,9 +12,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from forked_programs import ON_CPU, run_script
+from examples.programs import ROOT
+from harness.forked_programs import ON_CPU, run_script
 
-TRAIN_GPT = Path(__file__).resolve().parents[3] / "examples" / "python" / "train_gpt.py"
+TRAIN_GPT = ROOT / "examples" / "python" / "train_gpt.py"
 SMALL = ["--width", "16", "--depth", "1", "--length", "32"]
 LIMIT_S = 100
 

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from examples.test_train_ddp import ROOT, losses, run
+from examples.programs import ROOT, losses, run
 
 MUON = [str(ROOT / "examples" / "python" / "train_muon.py")]
 

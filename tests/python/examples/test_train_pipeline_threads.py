@@ -2,7 +2,7 @@
 
 import pytest
 
-from examples.test_train_ddp import ROOT, cpp_program, losses, run
+from examples.programs import ROOT, cpp_program, losses, run
 
 PYTHON = [str(ROOT / "examples" / "python" / "train_pipeline_threads.py")]
 

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from examples.test_train_ddp import TEXT, cpp_program, losses, run
+from examples.programs import TEXT, cpp_program, losses, run
 
 CONTEXT, CHARACTERS, BATCH, WIDTH, READ = 32, 128, 64, 64, 16 * 32
 STEPS = 60

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from examples.test_train_ddp import ROOT, run
+from examples.programs import ROOT, run
 
 
 @pytest.mark.parametrize("parts", ["2", "3"])

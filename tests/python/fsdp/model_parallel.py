@@ -22,7 +22,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.optim import SGD
 
 from fsdp.ranks import FullyShard, local
-from zero.ranks import assert_close
+from harness.training import assert_close
 
 WORDS, LENGTH, ROWS = 17, 4, 8
 NAMES = ("dp", "tp")

@@ -25,9 +25,10 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim import SGD
 
-from ddp.ranks import batch, message_of
-from distributed import run_ranks
-from zero.ranks import ROWS, Training, alone, assert_close, backward_by_rank
+from harness.faults import message_of
+from harness.models import batch
+from harness.ranks import run_ranks
+from harness.training import ROWS, Training, alone, assert_close, backward_by_rank
 
 FullyShard = Callable[..., Any]
 ModelMaker = Callable[[], nn.Module]
@@ -227,3 +228,9 @@ def _one_after_another(rank: int, backend: str, programs: Sequence[Callable[[int
         torch.manual_seed(0)
         program(rank)
     dist.destroy_process_group()
+
+
+def has_memory(model: nn.Module) -> list[bool]:
+    """Tells of the units of ``mlp`` whether their unsharded parameters have any."""
+    leaves = [model[index]._get_fsdp_state().params[0].unsharded for index in (0, 2, 4)]
+    return [leaf.untyped_storage().nbytes() > 0 for leaf in leaves]

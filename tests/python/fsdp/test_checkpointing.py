@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,9 +10,10 @@ import trireme
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ddp.ranks import mlp
+from fsdp.models import Checkpointed, shard_list
 from fsdp.ranks import pair, rows_of, step_both, train_both
-from shm.ranks import on_shm_and_gloo_ranks, on_shm_ranks
+from harness.models import mlp
+from harness.on_ranks import on_shm_and_gloo_ranks, on_shm_ranks
 
 
 def again(module: nn.Module, x: torch.Tensor, reentrant: bool | None) -> torch.Tensor:
@@ -21,33 +21,6 @@ def again(module: nn.Module, x: torch.Tensor, reentrant: bool | None) -> torch.T
     if reentrant is None:
         return trireme.checkpoint(module, x)
     return checkpoint(module, x, use_reentrant=reentrant)
-
-
-class Checkpointed(nn.Module):
-    """Layers alone, nested, twice, and between those that run as usual; None: by our function."""
-
-    def __init__(self, reentrant: bool | None) -> None:
-        super().__init__()
-        torch.manual_seed(4)
-        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(6))
-        self.reentrant = reentrant
-
-    def again(self, run: Callable[..., torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-        if self.reentrant is None:
-            return trireme.checkpoint(run, x)
-        return checkpoint(run, x, use_reentrant=self.reentrant)
-
-    def nested(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.layers[3](x).tanh()
-        return self.again(self.layers[4], x).tanh() + self.layers[1](x)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.layers[0](x.clone().requires_grad_()).tanh()
-        x = self.again(self.layers[1], x).tanh()
-        x = self.layers[2](x).tanh()
-        x = self.again(self.nested, x)
-        x = self.again(self.layers[1], x).tanh()
-        return self.again(self.layers[5], x)
 
 
 class CheckpointedInside(Checkpointed):
@@ -65,12 +38,6 @@ class Recomputing(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return again(self.layer, x, self.reentrant)
-
-
-def shard_list(model: Any, **options: Any) -> None:
-    for layer in model.layers:
-        trireme.fully_shard(layer, **options)
-    trireme.fully_shard(model, **options)
 
 
 @pytest.mark.parametrize("world", [2, 3])

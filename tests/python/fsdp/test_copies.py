@@ -11,10 +11,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import SGD
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from ddp.ranks import Tied, batch, mlp
 from fsdp.ranks import SGD_OPTIONS, assert_parts, in_training, pair, sharded, train_both
-from shm.ranks import on_shm_ranks
-from zero.ranks import alone
+from harness.models import Tied, batch, mlp
+from harness.on_ranks import on_shm_ranks
+from harness.training import alone
 
 
 @on_shm_ranks(2)

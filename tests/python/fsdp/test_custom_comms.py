@@ -17,7 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim import SGD
 from trireme._fsdp import comms as fsdp_comms
 
-from ddp.ranks import AGES_S, mlp, on_gloo_ranks, on_ranks, raises
+from fsdp.models import Skipping
 from fsdp.ranks import (
     assert_locals,
     in_training,
@@ -29,8 +29,9 @@ from fsdp.ranks import (
     train_by_rank,
     units_of,
 )
-from fsdp.test_gradients import Skipping
-from zero.ranks import Shapes
+from harness.faults import raises
+from harness.models import Shapes, mlp
+from harness.on_ranks import AGES_S, on_gloo_ranks, on_ranks
 
 # Torch gave them other names in 2.15.
 ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -195,7 +196,7 @@ def test_symmetric_memory(rank: int) -> None:
     train_both(ours, one, 3)
 
 
-@on_gloo_ranks(2)
+@on_gloo_ranks(2, fresh=True)
 def test_what_is_refused(rank: int) -> None:
     ours = sharded(mlp)
     model = ours.model

@@ -12,7 +12,6 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import SGD, Adam, AdamW
 
-from ddp.ranks import Tied, mlp
 from fsdp.ranks import (
     assert_locals,
     assert_parts,
@@ -27,8 +26,10 @@ from fsdp.ranks import (
     torch_pair,
     train_both,
 )
-from shm.ranks import WORLDS, on_shm_ranks
-from zero.ranks import Shapes, alone, assert_close
+from harness.models import Shapes, Tied, mlp
+from harness.on_ranks import on_shm_ranks
+from harness.training import alone, assert_close
+from shm.ranks import WORLDS
 
 OPTIMIZERS: list[tuple[Any, dict[str, Any]]] = [
     (SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}),

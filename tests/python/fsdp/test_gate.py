@@ -11,17 +11,12 @@ import trireme
 from torch import nn
 from torch.optim import SGD, AdamW
 
-from ddp.ranks import batch, mlp
-from fsdp.ranks import (
-    assert_parts,
-    evaluate,
-    own,
-    pair,
-    shard_layers,
-    train_both,
-)
-from shm.ranks import WORLDS, on_shm_ranks, until_inside
-from zero.ranks import alone, scale
+from fsdp.ranks import assert_parts, evaluate, own, pair, shard_layers, train_both
+from harness.meeting import until_inside
+from harness.models import batch, mlp
+from harness.on_ranks import on_shm_ranks
+from harness.training import alone, scale
+from shm.ranks import WORLDS
 
 
 @pytest.mark.parametrize("world", WORLDS)

@@ -20,10 +20,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 
-from ddp.ranks import batch, mlp, on_gloo_ranks, raises
-from distributed import run_ranks
+from fsdp.models import Skipping, frozen_front
 from fsdp.ranks import (
     assert_locals,
+    has_memory,
     in_training,
     own,
     pair,
@@ -36,7 +36,10 @@ from fsdp.ranks import (
     train_both,
     train_by_rank,
 )
-from fsdp.test_gradients import Skipping
+from harness.faults import raises
+from harness.models import batch, mlp
+from harness.on_ranks import on_gloo_ranks
+from harness.ranks import run_ranks
 
 # --- What runs over shared memory, too -----------------------------------------------------------
 
@@ -146,12 +149,6 @@ def test_registration_in_another_order_and_first_an_evaluation(rank: int) -> Non
 
 
 # --- When units are there ------------------------------------------------------------------------
-
-
-def has_memory(model: nn.Module) -> list[bool]:
-    """Tells of the units of ``mlp`` whether their unsharded parameters have any."""
-    leaves = [model[index]._get_fsdp_state().params[0].unsharded for index in (0, 2, 4)]
-    return [leaf.untyped_storage().nbytes() > 0 for leaf in leaves]
 
 
 def watch(model: nn.Module) -> tuple[list[list[bool]], list[list[bool]]]:
@@ -312,13 +309,6 @@ class Adapted(nn.Module):
 def adapted() -> nn.Module:
     torch.manual_seed(5)
     return nn.Sequential(nn.Linear(6, 6).requires_grad_(False), Adapted(6, 5), Adapted(5, 3))
-
-
-def frozen_front() -> nn.Module:
-    model = mlp()
-    model[0].requires_grad_(False)
-    model[2].requires_grad_(False)
-    return model
 
 
 @on_gloo_ranks(2)

@@ -1,12 +1,11 @@
-"""A rank fails, dies or does not come where fully_shard gathers over Gloo: the others raise soon,
-and say who it was and which unit they were waiting for. The group must then be rebuilt.
+"""A rank fails where fully_shard gathers over Gloo: the others raise soon, and say who it was and
+which unit they were waiting for. The group must then be rebuilt.
 """
 
 from __future__ import annotations
 
 import functools
 import resource
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,18 +13,11 @@ import torch.distributed as dist
 import trireme
 from torch import nn
 
-from ddp.ranks import (
-    AGES_S,
-    break_it,
-    kill_this_rank,
-    mlp,
-    on_ranks,
-    raises,
-    say,
-    set_timeout,
-    stay_until,
-)
 from fsdp.ranks import own, sharded
+from harness.faults import break_it, raises
+from harness.memory import mapped_bytes
+from harness.models import mlp
+from harness.on_ranks import AGES_S, on_ranks
 
 on_gloo_ranks = functools.partial(on_ranks, backend="gloo", timeout=40, patience_s=AGES_S)
 
@@ -49,34 +41,6 @@ def test_a_forward_that_raises_on_one_rank(rank: int, steps_before: int) -> None
         ours.loss(6)
 
 
-@pytest.mark.parametrize("moment", ["forward", "backward"])
-@on_gloo_ranks(3, dying=(1,))
-def test_a_rank_is_killed(rank: int, moment: str) -> None:
-    """The error says which unit was gathered, or which bucket of gradients was reduced."""
-    ours = sharded(mlp)
-    ours.train(0)
-    ours.train(1)
-    if rank == 1 and moment == "forward":
-        kill_this_rank()
-    if rank == 1:
-        ours.model[2].register_full_backward_hook(kill_this_rank)
-    with raises(dist.DistBackendError, "0.weight", f"(rank {rank} of 3)"):
-        ours.train(2)
-
-
-@on_gloo_ranks(2)
-def test_a_rank_that_does_not_come(rank: int) -> None:
-    """To the first forward, in which ranks say what they need."""
-    dist.barrier()
-    set_timeout(4)  # what is made from now on takes it over
-    ours = sharded(mlp)
-    if rank == 1:
-        return stay_until("done")
-    with raises(dist.DistBackendError, "all_gather of units that ranks need", "rank 1"):
-        ours.loss(0)
-    say("done")
-
-
 @on_gloo_ranks(2)
 def test_no_memory_for_a_unit(rank: int) -> None:
     """The rank says how much of what it needed; the other one is told."""
@@ -84,7 +48,7 @@ def test_no_memory_for_a_unit(rank: int) -> None:
     model = trireme.fully_shard(nn.Linear(width, width, bias=False))
     x = torch.ones(1, width)
     if rank == 1:
-        taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        taken = mapped_bytes()
         limits = resource.getrlimit(resource.RLIMIT_AS)
         resource.setrlimit(resource.RLIMIT_AS, (taken + (16 << 20), limits[1]))
         try:

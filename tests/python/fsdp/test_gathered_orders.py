@@ -21,7 +21,6 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.optim import SGD
 from torch.utils.checkpoint import checkpoint
 
-from ddp.ranks import AGES_S, batch, kill_this_rank, on_gloo_ranks, on_ranks, raises
 from fsdp.ranks import (
     assert_locals,
     gloo_mesh,
@@ -32,7 +31,11 @@ from fsdp.ranks import (
     step_both,
     train_by_rank,
 )
-from zero.ranks import ROWS
+from harness.faults import kill_this_rank, raises
+from harness.meeting import store
+from harness.models import batch
+from harness.on_ranks import AGES_S, on_gloo_ranks, on_ranks
+from harness.training import ROWS
 
 Path = Sequence[int]
 
@@ -247,10 +250,9 @@ def errors_of(program: Callable[[], Any]) -> str:
         text = str(error)
     else:
         text = "no error"
-    store = dist.distributed_c10d._get_default_store()
-    store.set(f"said by {dist.get_rank()}", text)
+    store().set(f"said by {dist.get_rank()}", text)
     return " | ".join(
-        store.get(f"said by {rank}").decode() for rank in range(dist.get_world_size())
+        store().get(f"said by {rank}").decode() for rank in range(dist.get_world_size())
     )
 
 

@@ -14,9 +14,10 @@ from torch.distributed.tensor import Shard
 from torch.optim import SGD, AdamW
 from trireme._fsdp import offload as fsdp_offload
 
-from ddp.ranks import batch, on_gloo_ranks
+from fsdp.random_programs import CLOSE, Net, Program
 from fsdp.ranks import pair
-from fsdp.test_random import CLOSE, Net, Program
+from harness.models import batch
+from harness.on_ranks import on_gloo_ranks
 
 WORLD = 4
 

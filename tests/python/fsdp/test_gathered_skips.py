@@ -12,8 +12,8 @@ import trireme
 from torch import nn
 from torch.optim import SGD
 
-from ddp.ranks import on_gloo_ranks
 from fsdp.ranks import own
+from harness.on_ranks import on_gloo_ranks
 
 
 class Layer(nn.Linear):

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, AdamW
 
-from ddp.ranks import batch, mlp, raises
+from fsdp.models import Skipping
 from fsdp.ranks import (
     assert_parts,
     in_training,
@@ -26,13 +26,15 @@ from fsdp.ranks import (
     train_both,
     train_by_rank,
 )
-from shm.ranks import on_shm_and_gloo_ranks, on_shm_ranks
-from zero.ranks import ROWS, Training, alone, assert_close
+from harness.faults import raises
+from harness.models import batch, mlp
+from harness.on_ranks import on_shm_and_gloo_ranks, on_shm_ranks
+from harness.training import ROWS, Training, alone, assert_close
 
 SMALL_WORLDS = pytest.mark.parametrize("world", [2, 3])
 
 
-@on_shm_and_gloo_ranks(2)
+@on_shm_and_gloo_ranks(2, fresh=True)  # a process is warned once
 def test_create_graph_brings_averages_without_a_graph(rank: int) -> None:
     ours, one = pair(mlp)
     with warnings.catch_warnings(record=True) as caught:
@@ -121,6 +123,7 @@ def test_hooks_of_modules(rank: int) -> None:
 def test_an_optimizer_step_in_backward(rank: int) -> None:
     """One optimizer per parameter, stepped and zeroed by its hook."""
     ours, one = pair(mlp)
+    handles = []
     for training in (ours, one):
         for param in training.model.parameters():
             own = SGD([param], lr=0.1)
@@ -129,26 +132,13 @@ def test_an_optimizer_step_in_backward(rank: int) -> None:
                 own.step()
                 own.zero_grad()
 
-            param.register_post_accumulate_grad_hook(step_now)
+            handles.append(param.register_post_accumulate_grad_hook(step_now))
     for step in range(4):
         for training in (ours, one):
             training.backward(step)
         assert_parts(ours, one)
-
-
-class Skipping(nn.Module):
-    """Three units, of which a call uses those that it names."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(5)
-        self.a, self.b, self.c = (nn.Linear(6, 6) for _ in range(3))
-        self.spare = nn.Parameter(torch.ones(6))
-
-    def forward(self, x: torch.Tensor, used: str) -> torch.Tensor:
-        for name in used:
-            x = x * self.spare if name == "s" else self.get_submodule(name)(x).tanh()
-        return x
+    for handle in handles:  # each parameter would hold itself otherwise, by its optimizer
+        handle.remove()
 
 
 @SMALL_WORLDS

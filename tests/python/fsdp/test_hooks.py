@@ -19,8 +19,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.optim import SGD
 
-from ddp.ranks import mlp, raises
-from distributed import run_ranks
+from fsdp.grid import on_grid
+from fsdp.models import Skipping
 from fsdp.ranks import (
     assert_locals,
     assert_parts,
@@ -33,10 +33,11 @@ from fsdp.ranks import (
     step_both,
     units_of,
 )
-from fsdp.test_gradients import Skipping
-from fsdp.test_hybrid import on_grid
-from shm.ranks import BACKENDS
-from zero.ranks import Shapes, alone, assert_close, backward_by_rank
+from harness.faults import raises
+from harness.models import Shapes, mlp
+from harness.on_ranks import BACKENDS
+from harness.ranks import run_ranks
+from harness.training import alone, assert_close, backward_by_rank
 
 WORLD = 4
 
@@ -326,4 +327,4 @@ def survive(rank: int, backend: str) -> None:
 
 @BACKENDS
 def test_a_hook_that_raises_on_one_rank(backend: str) -> None:
-    run_ranks(survive, 2, backend, timeout=40)
+    run_ranks(survive, 2, backend, timeout=40, fresh=True)

@@ -7,9 +7,7 @@ Hosts are pretended by ``host_partition``; ranks that say different texts do not
 from __future__ import annotations
 
 import gc
-import os
 import resource
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -23,23 +21,22 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Shard
 from torch.optim import AdamW
 
-from ddp.ranks import HOUSE_FORM, Tied, break_it, mlp, raises, say, stay_until
-from distributed import run_ranks
 from fsdp.ranks import (
     assert_locals,
     assert_parts,
-    error_of_training,
     evaluate,
     own,
     pair,
     rows_of,
     shard_layers,
-    sharded,
     torch_pair,
     train_both,
 )
-from shm.hosts import LAYOUTS, join, on_hosts
-from zero.ranks import Shapes, alone, scale
+from harness.faults import raises
+from harness.meeting import say, stay_until
+from harness.models import Shapes, Tied, mlp
+from harness.pretended_hosts import LAYOUTS, on_hosts
+from harness.training import alone, scale
 
 BF16 = torch.bfloat16
 
@@ -197,54 +194,6 @@ def reading_and_writing(rank: int, world: int, layout: str, folder: str) -> None
 
 
 # --- What goes wrong -----------------------------------------------------------------------------
-
-
-def die_when_others_come(*_: Any) -> None:
-    stay_until("0 comes", "2 comes", "3 comes")
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def survive(rank: int, layout: str, moment: str) -> str | None:
-    join(rank, layout)
-    ours = sharded(mlp)
-    ours.train(0)
-    ours.train(1)
-    if rank == 1:
-        if moment == "forward":
-            die_when_others_come()
-        ours.model[0].register_full_backward_hook(die_when_others_come)
-    say(f"{rank} comes")
-    return error_of_training(ours)
-
-
-@pytest.mark.parametrize(("layout", "moment"), [("2x2", "forward"), ("1+3", "backward")])
-def test_a_rank_is_killed(layout: str, moment: str) -> None:
-    """Ranks of its host see it die; the others are told by them."""
-    texts = run_ranks(survive, 4, layout, moment, timeout=40, dying=(1,))
-    for rank in (0, 2, 3):
-        assert HOUSE_FORM.match(texts[rank]), texts[rank]
-        assert "rank 1" in texts[rank], texts[rank]
-        if LAYOUTS[layout][rank] == LAYOUTS[layout][1]:
-            assert "has died" in texts[rank], texts[rank]
-
-
-def abandon(rank: int, world: int) -> None:
-    ours = sharded(mlp)
-    ours.train(0)
-    loss = ours.loss(1)
-    if rank == 1:
-        ours.model[2].register_full_backward_hook(break_it)
-        loss = ours.loss(1)
-        with pytest.raises(ArithmeticError, match="the data of this rank"):
-            loss.backward()
-        return
-    with raises(dist.DistBackendError, "backward", "was abandoned", "(rank 1 of 4)"):
-        loss.backward()
-
-
-def test_a_backward_that_raises_on_one_rank() -> None:
-    """On all hosts at once."""
-    on_hosts("2x2", abandon, timeout=40)
 
 
 def refused(rank: int, world: int) -> None:

@@ -18,8 +18,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
-from distributed import run_ranks
-from network_hosts import (
+from harness.network_hosts import (
     ENVIRONMENT,
     about,
     join,
@@ -28,6 +27,7 @@ from network_hosts import (
     skip_without_namespaces,
     two_hosts_or_skip,
 )
+from harness.ranks import run_ranks
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 STEPS = 2  # that are counted

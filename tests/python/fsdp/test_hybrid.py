@@ -7,8 +7,6 @@ from __future__ import annotations
 import os
 import signal
 import tempfile
-from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -21,15 +19,15 @@ from torch.distributed.checkpoint.state_dict import (
     get_state_dict,
     set_state_dict,
 )
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import Replicate, Shard
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import SGD, AdamW
 
-from ddp.ranks import HOUSE_FORM, Tied, mlp
-from distributed import run_ranks
+from fsdp.grid import NAMES, WORLD, gloo_grid, grid, on_grid
+from fsdp.models import Skipping
 from fsdp.ranks import (
     assert_locals,
     error_of_training,
@@ -42,36 +40,11 @@ from fsdp.ranks import (
     train_both,
     train_by_rank,
 )
-from fsdp.test_gradients import Skipping
-from shm.ranks import BACKENDS
-from zero.ranks import Shapes, alone, assert_close, backward_by_rank
-
-WORLD = 4
-NAMES = ("replicate", "shard")
-
-
-def on_grid(backend: str, *programs: Callable[..., None]) -> None:
-    """Runs them one after another on two replicas of two shards; they get the mesh."""
-    run_ranks(one_after_another, WORLD, backend, programs)
-
-
-def one_after_another(rank: int, backend: str, programs: Any) -> None:
-    dist.init_process_group(backend, timeout=timedelta(seconds=30))
-    for program in programs:
-        torch.manual_seed(0)
-        program(rank, grid())
-    dist.destroy_process_group()
-
-
-def grid() -> DeviceMesh:
-    return init_device_mesh("cpu", (2, 2), mesh_dim_names=NAMES)
-
-
-def gloo_grid(rank: int) -> DeviceMesh:
-    """Makes a grid for torch's class."""
-    groups = [dist.new_group(ranks, backend="gloo") for ranks in ([0, 2], [1, 3], [0, 1], [2, 3])]
-    own = [groups[rank % 2], groups[2 + rank // 2]]
-    return DeviceMesh.from_group(own, "cpu", mesh=[[0, 1], [2, 3]], mesh_dim_names=NAMES)
+from harness.faults import HOUSE_FORM
+from harness.models import Shapes, Tied, mlp
+from harness.on_ranks import BACKENDS
+from harness.ranks import run_ranks
+from harness.training import alone, assert_close, backward_by_rank
 
 
 def as_one_process(rank: int, mesh: DeviceMesh) -> None:

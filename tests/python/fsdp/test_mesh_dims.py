@@ -17,10 +17,11 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from ddp.ranks import raises
 from fsdp.model_parallel import assert_parts, grid, sgd
 from fsdp.ranks import FullyShard, assert_locals, run_programs
-from shm.ranks import BACKENDS, TORCH
+from harness.faults import raises
+from harness.on_ranks import BACKENDS
+from shm.ranks import TORCH
 
 HAS_DIMS = hasattr(torch.distributed.fsdp, "DataParallelMeshDims")
 
@@ -29,6 +30,11 @@ HAS_DIMS = hasattr(torch.distributed.fsdp, "DataParallelMeshDims")
 def mesh_of(*sizes: int, names: tuple[str, ...]) -> DeviceMesh:
     """One object: torch's class compares meshes by identity."""
     return grid(*sizes, names=names)
+
+
+def forget_meshes(rank: int) -> None:
+    """Those of a group that ends with its test."""
+    mesh_of.cache_clear()
 
 
 def dims(**names: Any) -> Any:
@@ -150,12 +156,12 @@ def on_three_dimensions(rank: int) -> None:
 @pytest.mark.skipif(not HAS_DIMS, reason="this torch has no dp_mesh_dims")
 @BACKENDS
 def test_dimensions_of_a_mesh(backend: str) -> None:
-    run_programs(backend, 4, on_two_dimensions, replicated_only)
+    run_programs(backend, 4, on_two_dimensions, replicated_only, forget_meshes)
 
 
 @pytest.mark.skipif(not HAS_DIMS, reason="this torch has no dp_mesh_dims")
 def test_dimensions_put_together() -> None:
-    run_programs("gloo", 4, on_three_dimensions)
+    run_programs("gloo", 4, on_three_dimensions, forget_meshes)
 
 
 def refused(rank: int) -> None:

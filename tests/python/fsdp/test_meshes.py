@@ -21,11 +21,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from ddp.ranks import raises
 from fsdp.model_parallel import grid, sgd
 from fsdp.ranks import FullyShard, assert_locals, run_programs, units_of
-from shm.ranks import BACKENDS
-from zero.ranks import assert_close
+from harness.faults import raises
+from harness.on_ranks import BACKENDS
+from harness.training import assert_close
 
 TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
 NAMES = ("share", "expert")  # a row of the grid has all experts, a column shares one of them

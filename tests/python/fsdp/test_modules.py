@@ -13,7 +13,6 @@ from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import SGD, AdamW
 
-from ddp.ranks import batch, mlp, raises
 from fsdp.ranks import (
     SGD_OPTIONS,
     assert_parts,
@@ -26,8 +25,11 @@ from fsdp.ranks import (
     step_both,
     train_both,
 )
-from shm.ranks import WORLDS, on_shm_ranks
-from zero.ranks import Shapes, Training, alone
+from harness.faults import raises
+from harness.models import Shapes, batch, mlp
+from harness.on_ranks import on_shm_ranks
+from harness.training import Training, alone
+from shm.ranks import WORLDS
 
 BF16 = torch.bfloat16
 

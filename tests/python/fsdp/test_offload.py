@@ -16,9 +16,10 @@ from torch.optim import SGD, AdamW
 from trireme import Offload
 from trireme._fsdp import offload as fsdp_offload
 
-from ddp.ranks import RANKLESS_FORM, mlp, on_gloo_ranks, raises
 from fsdp.ranks import assert_locals, evaluate, pair, sharded, step_both, torch_pair, train_both
-from shm.ranks import on_shm_ranks
+from harness.faults import RANKLESS_FORM, raises
+from harness.models import mlp
+from harness.on_ranks import on_gloo_ranks, on_shm_ranks
 
 # --- Which parameters ----------------------------------------------------------------------------
 
@@ -146,7 +147,7 @@ def test_pinned_memory_is_refused(rank: int) -> None:
         trireme.fully_shard(mlp(), offload_policy=CPUOffloadPolicy())
 
 
-@on_shm_ranks(2)
+@on_shm_ranks(2, fresh=True)
 def test_on_cpu_there_is_nothing_to_do(rank: int) -> None:
     """It is said once, and nothing is pinned."""
     said: list[str] = []

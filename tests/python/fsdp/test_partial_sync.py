@@ -7,9 +7,10 @@ import trireme
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.optim import SGD
 
-from ddp.ranks import mlp, raises
 from fsdp.ranks import Sharded, assert_parts, gloo_mesh, in_training, local, pair, shard_layers
-from shm.ranks import on_shm_ranks
+from harness.faults import raises
+from harness.models import mlp
+from harness.on_ranks import on_shm_ranks
 
 HELD, SYNCED = "2.weight", ("0.weight", "0.bias", "4.weight", "4.bias")
 

@@ -15,7 +15,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD
 
-from ddp.ranks import batch, mlp, raises
 from fsdp.ranks import (
     Sharded,
     assert_locals,
@@ -29,8 +28,11 @@ from fsdp.ranks import (
     torch_pair,
     train_both,
 )
-from shm.ranks import TORCH, on_shm_ranks
-from zero.ranks import ROWS, alone, assert_close
+from harness.faults import raises
+from harness.models import batch, mlp
+from harness.on_ranks import on_shm_ranks
+from harness.training import ROWS, alone, assert_close
+from shm.ranks import TORCH
 
 BF16, FP32 = torch.bfloat16, torch.float32
 # One rounding to bf16, of a gradient or of an activation.
@@ -378,7 +380,7 @@ def test_an_overflow_in_one_shard_only(rank: int) -> None:
     ours.train(2)
 
 
-@on_shm_ranks(2)
+@on_shm_ranks(2, fresh=True)
 def test_offloading_is_said_to_do_nothing(rank: int) -> None:
     heard: list[str] = []
     handler = logging.Handler()

@@ -11,9 +11,10 @@ import trireme
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ddp.ranks import mlp, raises
 from fsdp.ranks import pair, shard_layers, train_both, train_by_rank
-from shm.ranks import on_shm_ranks
+from harness.faults import raises
+from harness.models import mlp
+from harness.on_ranks import on_shm_ranks
 
 
 class Failing(nn.Module):

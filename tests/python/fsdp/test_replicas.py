@@ -13,10 +13,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import SGD
 
-from ddp.ranks import HOUSE_FORM
-from distributed import run_ranks
 from fsdp.ranks import in_training
-from zero.ranks import alone
+from harness.faults import HOUSE_FORM
+from harness.ranks import run_ranks
+from harness.training import alone
 
 STEPS = 40
 WIDTH = 520  # a layer is a bucket of its own
@@ -85,7 +85,7 @@ def raise_on_rank_0(rank: int, backend: str) -> str | None:
 
 @pytest.mark.parametrize("backend", ["gloo", "trireme"])
 def test_an_exception_is_told_to_replicas(backend: str) -> None:
-    texts = run_ranks(raise_on_rank_0, 2, backend)
+    texts = run_ranks(raise_on_rank_0, 2, backend, fresh=True)
     assert texts[0] == "ours"
     assert texts[1] is not None and HOUSE_FORM.match(texts[1]), texts
     assert "was abandoned" in texts[1]

@@ -24,19 +24,11 @@ from trireme._C import RecordingCommunicator
 from trireme._core.meshes import timeout_of
 from trireme._fsdp.mesh import FsdpMesh, _neighbours_in
 
-from ddp.ranks import (
-    AGES_S,
-    break_it,
-    message_of,
-    mlp,
-    on_gloo_ranks,
-    raises,
-    say,
-    stay_until,
-)
+from fsdp.models import Checkpointed, Skipping, frozen_front, shard_list
 from fsdp.ranks import (
     assert_locals,
     evaluate,
+    has_memory,
     pair,
     shard_layers,
     sharded,
@@ -45,12 +37,12 @@ from fsdp.ranks import (
     train_both,
     train_by_rank,
 )
-from fsdp.test_checkpointing import Checkpointed
-from fsdp.test_gathered import frozen_front, has_memory
-from fsdp.test_gradients import Skipping
-from shm.ranks import on_shm_ranks
-from zero.ranks import scale
-from zero.test_join import OPTIONS, by_torchs_ddp, inputs, loop
+from harness.faults import break_it, message_of, raises
+from harness.joins import OPTIONS, by_torchs_ddp, inputs, loop
+from harness.meeting import say, stay_until
+from harness.models import mlp
+from harness.on_ranks import AGES_S, on_gloo_ranks, on_shm_ranks
+from harness.training import scale
 
 WORLD = 4
 AMONG_TWO: dict[str, Any] = {"reshard_after_forward": 2}
@@ -162,12 +154,6 @@ def test_when_pieces_are_gathered(rank: int) -> None:
     assert wires.gathers() == 0
     loss.backward()
     assert wires.gathers() == 3
-
-
-def shard_list(model: Any, **options: Any) -> None:
-    for layer in model.layers:
-        trireme.fully_shard(layer, **options)
-    trireme.fully_shard(model, **options)
 
 
 @on_gloo_ranks(WORLD)

@@ -25,8 +25,6 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.utils import clip_grad_norm_
 from torch.utils.checkpoint import checkpoint
 
-from ddp.ranks import raises
-from distributed import run_ranks
 from fsdp.model_parallel import (
     Language,
     assert_like_torchs,
@@ -41,8 +39,11 @@ from fsdp.model_parallel import (
     words,
 )
 from fsdp.ranks import assert_locals, gloo_mesh, run_programs
-from shm.ranks import BACKENDS, TORCH
-from zero.ranks import assert_close
+from harness.faults import raises
+from harness.on_ranks import BACKENDS
+from harness.ranks import run_ranks
+from harness.training import assert_close
+from shm.ranks import TORCH
 
 EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "python" / "fsdp_tp.py"
 # Values are rounded to 8 bits, and summed up in another order.
@@ -247,6 +248,7 @@ def dtensors_between_units(rank: int) -> None:
             out.square().mean().backward()
         assert shown == [True] * 2 * (step + 1)
         assert_parts(ours, one, grads=True)
+    ours.inner.clear()  # a graph whose hooks hold the model
 
 
 def parallel_loss(rank: int) -> None:

@@ -24,7 +24,7 @@ from fsdp.model_parallel import (
     words,
 )
 from fsdp.ranks import local, run_programs
-from shm.ranks import BACKENDS
+from harness.on_ranks import BACKENDS
 
 
 def from_meta(rank: int) -> None:

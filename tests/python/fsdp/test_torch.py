@@ -32,10 +32,10 @@ from torch.distributed.pipelining import (
 )
 from torch.optim import SGD, AdamW
 
-from ddp.ranks import batch
-from distributed import run_ranks
 from fsdp.ranks import in_training, shard_layers
-from shm.ranks import on_shm_ranks
+from harness.models import batch
+from harness.on_ranks import on_shm_ranks
+from harness.ranks import run_ranks
 
 MICRO_BATCHES = 4
 ROWS = 16

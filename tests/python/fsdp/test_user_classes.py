@@ -15,17 +15,9 @@ from torch import nn
 from torch.distributed.algorithms.join import Joinable
 from torch.distributed.tensor import DTensor
 
-from ddp.ranks import batch, mlp
-from fsdp.ranks import (
-    assert_parts,
-    in_training,
-    own,
-    pair,
-    run_programs,
-    sharded_in,
-    train_both,
-)
-from shm.ranks import BACKENDS
+from fsdp.ranks import assert_parts, in_training, own, pair, run_programs, sharded_in, train_both
+from harness.models import batch, mlp
+from harness.on_ranks import BACKENDS
 
 
 @BACKENDS

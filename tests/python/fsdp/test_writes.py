@@ -10,19 +10,12 @@ import trireme
 from torch import nn
 from torch.optim import SGD, AdamW
 
-from ddp.ranks import mlp, raises
-from fsdp.ranks import (
-    assert_parts,
-    evaluate,
-    local,
-    own,
-    pair,
-    sharded,
-    sharded_in,
-    train_both,
-)
-from shm.ranks import on_shm_ranks, until_inside
-from zero.ranks import scale
+from fsdp.ranks import assert_parts, evaluate, local, own, pair, sharded, sharded_in, train_both
+from harness.faults import raises
+from harness.meeting import until_inside
+from harness.models import mlp
+from harness.on_ranks import on_shm_ranks
+from harness.training import scale
 
 
 @on_shm_ranks(2)

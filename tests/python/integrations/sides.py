@@ -15,7 +15,7 @@ import trireme
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from distributed import run_ranks
+from harness.ranks import run_ranks
 
 WORLD = 2
 _AS_UNDER_TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "OMP_NUM_THREADS": "1"}

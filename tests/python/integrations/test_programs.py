@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from forked_programs import run_command
+from harness.forked_programs import run_command
 
 PROGRAMS = Path(__file__).parent / "programs"
 

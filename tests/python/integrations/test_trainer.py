@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
-from distributed import RankFailed
+from harness.ranks import RankFailed
 from integrations.sides import (
     OUR_BACKEND,
     OURS,

@@ -19,8 +19,8 @@ import torch.multiprocessing as mp
 import trireme
 from trireme import _C
 
-from distributed import run_ranks
-from shm.ranks import until
+from harness.meeting import store, until
+from harness.ranks import run_ranks
 
 
 def error_of(call: Any) -> str:
@@ -157,18 +157,15 @@ def free_port() -> int:
 
 def last_rank_leaves_late(rank: int, folder: Path) -> str:
     context = trireme.init(device="cpu")
-    store = dist.distributed_c10d._get_default_store()
     if rank == 0:
-        store.set("word of 0", "said")
-        del store
+        store().set("word of 0", "said")
         (folder / "rank 0 leaves").touch()
         with context:
             pass
         return (folder / "rank 1 has read").read_text()
     until((folder / "rank 0 leaves").exists)
-    word = store.get("word of 0").decode()
+    word = store().get("word of 0").decode()
     (folder / "rank 1 has read").write_text("before rank 0 had left")
-    del store
     with context:
         pass
     return word

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 import trireme
 
-from distributed import run_ranks
+from harness.ranks import run_ranks
 
 
 def means(rank: int) -> list[Any]:
@@ -128,7 +128,7 @@ def log_lines(rank: int) -> list[str]:
 
 
 def test_the_log_has_news_from_rank_0_and_trouble_from_all() -> None:
-    rank_0, rank_1 = run_ranks(log_lines, 2)
+    rank_0, rank_1 = run_ranks(log_lines, 2, fresh=True)  # it turns the log elsewhere
     assert rank_0 == ["[0/2] before", "[0/2] news", "[0/2] news of a part", "[0/2] trouble"]
     assert rank_1 == ["[1/2] trouble"]
 

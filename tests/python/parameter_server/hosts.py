@@ -12,10 +12,12 @@ import torch.distributed as dist
 from torch import Tensor
 from trireme import ps
 
-from ddp.ranks import AGES_S, message_of, say, stay_until
-from distributed import run_ranks
-from shm.hosts import LAYOUTS, join
-from shm.ranks import bits
+from harness.faults import message_of
+from harness.meeting import say, stay_until
+from harness.on_ranks import AGES_S
+from harness.pretended_hosts import LAYOUTS, join
+from harness.ranks import run_ranks
+from harness.tensors import bits
 
 Tables = list[ps.Dense | ps.Sparse]
 

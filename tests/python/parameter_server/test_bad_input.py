@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_module, distribute_tensor
 from trireme import ps
 
-from ddp.ranks import RANKLESS_FORM, raises
-from shm.ranks import on_shm_ranks
+from harness.faults import RANKLESS_FORM, raises
+from harness.on_ranks import on_shm_ranks
 
 SGD = ps.SGD(0.1)
 RANKED = re.compile(r".*\[ps\] .* \(rank \d+ of \d+\)\. .*", re.DOTALL)  # a KeyError quotes it

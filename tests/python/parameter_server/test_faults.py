@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -19,81 +17,47 @@ import torch.distributed as dist
 from torch import nn
 from trireme import ps
 
-from core.test_forked_children import in_child
-from ddp.ranks import (
-    AGES_S,
-    HOUSE_FORM,
-    kill_this_rank,
-    mlp,
-    process_of,
-    raises,
-    say,
-    stay_until,
-)
-from shm.ranks import on_shm_ranks, state_of, until, until_inside
+from harness.deaths import Death, assert_seen_soon, die, die_when_awaited, run_deaths
+from harness.faults import HOUSE_FORM, kill_this_rank, raises
+from harness.forks import in_child
+from harness.meeting import process_of, say, state_of, stay_until, until, until_inside
+from harness.models import mlp
+from harness.on_ranks import AGES_S, on_shm_ranks
+from parameter_server.counts import counts, push_and_clock
+from parameter_server.faults import gradient_that_kills
 
 
-def counts(**options: Any) -> ps.ParameterServer:
-    table = ps.Dense("counts", {"x": torch.zeros(1)}, optimizer=ps.Sum(), reduction="sum")
-    return ps.ParameterServer([table], **options)
-
-
-def store() -> dist.Store:
-    return dist.distributed_c10d._get_default_store()
-
-
-def push_and_clock(server: ps.ParameterServer) -> None:
-    server["counts"].push({"x": torch.ones(1)})
-    server.clock()
-
-
-@pytest.mark.parametrize("mode", ["bsp", "ssp"])
-@on_shm_ranks(3, timeout=40, patience_s=AGES_S, dying=[1])
-def test_a_killed_worker_is_named_by_who_waits(rank: int, mode: str) -> None:
+def outlive_a_worker(rank: int, mode: str) -> None:
+    """Who waits names it; under async nobody waits, and the next pull does."""
     server = counts(mode=mode)
     push_and_clock(server)
     server["counts"].pull()
     if rank == 1:
-        until_inside([0, 2], "pull of")
-        store().set("killed at", str(time.monotonic()))
-        kill_this_rank()
-    push_and_clock(server)
-    name = f"worker 1 (rank 1, process {process_of(1)}) has died at clock 1"
-    with raises(dist.DistBackendError, "[ps] pull of table 'counts' at clock 2: ", name):
-        server["counts"].pull()
-    # One clock for all processes; a second, and one more for a busy machine.
-    assert time.monotonic() - float(store().get("killed at")) < 2
+        die() if mode == "async" else die_when_awaited()
+    if mode == "async":
+        until(lambda: state_of(process_of(1)) == "Z")
+    else:
+        push_and_clock(server)
+    text = f"worker 1 (rank 1, process {process_of(1)}) has died"
+    if mode != "async":
+        text = f"[ps] pull of table 'counts' at clock 2: {text} at clock 1"
+    with raises(dist.DistBackendError, text):
+        while True:
+            server["counts"].pull()
+            assert mode == "async"
+    assert_seen_soon()
     say(f"rank {rank} has raised")
     stay_until("rank 0 has raised", "rank 2 has raised")
     assert server.stats()["lost"] == [1] and server.clocks()[1] == 1
 
 
-@on_shm_ranks(2, timeout=40, patience_s=AGES_S, dying=[1])
-def test_a_killed_worker_is_named_by_the_next_pull(rank: int) -> None:
-    """Under async nobody waits."""
-    server = counts(mode="async")
-    push_and_clock(server)
-    if rank == 1:
-        kill_this_rank()
-    until(lambda: state_of(process_of(1)) == "Z")
-    begin = time.monotonic()
-    with raises(dist.DistBackendError, "worker 1 (rank 1, process", "has died"):
-        while True:
-            server["counts"].pull()
-    assert time.monotonic() - begin < 1
-
-
-@pytest.mark.parametrize("mode", ["bsp", "ssp", "async"])
-@on_shm_ranks(3, timeout=40, patience_s=AGES_S, dying=[1])
-def test_the_others_go_on(rank: int, mode: str) -> None:
+def go_on_without_a_worker(rank: int, mode: str) -> None:
     """A push of the open clock is dropped under bsp; nothing later is collective."""
     server = counts(mode=mode, on_worker_loss="continue")
     push_and_clock(server)
     if rank == 1:
         server["counts"].push({"x": torch.full((1,), 100.0)})
-        if mode == "bsp":
-            until_inside([0, 2], "pull of")
-        kill_this_rank()
+        die_when_awaited() if mode == "bsp" else die()
     begin = time.monotonic()
     for _ in range(5):
         push_and_clock(server)
@@ -109,20 +73,12 @@ def test_the_others_go_on(rank: int, mode: str) -> None:
     server.close()
 
 
-def gradient_that_kills(numel: int) -> torch.Tensor:
-    """Whoever reads it is ended by a signal: the file behind its memory is cut off."""
-    with tempfile.TemporaryFile() as file:
-        file.truncate(4 * numel)
-        memory = mmap.mmap(file.fileno(), 4 * numel)
-        gradient = torch.frombuffer(memory, dtype=torch.float32)
-        file.truncate(0)
-        return gradient
+@pytest.mark.parametrize("outlive", [outlive_a_worker, go_on_without_a_worker])
+def test_a_killed_worker(outlive: Any) -> None:
+    run_deaths(outlive, 3, [Death(1, (mode,)) for mode in ("bsp", "ssp", "async")])
 
 
-@pytest.mark.parametrize("on_worker_loss", ["raise", "continue"])
-@on_shm_ranks(2, timeout=40, patience_s=AGES_S, dying=[1])
-def test_a_worker_dies_while_it_holds_a_block(rank: int, on_worker_loss: str) -> None:
-    """Nobody hangs; the block is named, and counted as torn."""
+def outlive_a_holder(rank: int, on_worker_loss: str) -> None:
     table = ps.Dense("big", {"w": torch.zeros(100_000)}, optimizer=ps.Sum())
     server = ps.ParameterServer([table], mode="ssp", staleness=9, on_worker_loss=on_worker_loss)
     if rank == 1:
@@ -141,6 +97,11 @@ def test_a_worker_dies_while_it_holds_a_block(rank: int, on_worker_loss: str) ->
     stats = server.stats()
     assert stats["torn"] == 1 and stats["torn_blocks"] == [block]
     server.close()
+
+
+def test_a_worker_dies_while_it_holds_a_block() -> None:
+    """Nobody hangs; the block is named, and counted as torn."""
+    run_deaths(outlive_a_holder, 2, [Death(1, ("raise",)), Death(1, ("continue",))])
 
 
 @pytest.mark.parametrize("mode", ["bsp", "ssp"])
@@ -344,27 +305,27 @@ def raises_in_a_pull(server: ps.ParameterServer, *texts: str) -> None:
             server["counts"].pull()
 
 
-@pytest.mark.parametrize("mode", ["bsp", "ssp", "async"])
-@on_shm_ranks(3, timeout=40, patience_s=AGES_S, dying=[2])
-def test_a_killed_rank_that_serves_is_named(rank: int, mode: str) -> None:
-    """By the worker that waits for another one, and by the other's next pull."""
+def outlive_who_serves(rank: int, mode: str) -> None:
     server = counts(mode=mode, servers=1)
     if rank == 2:
-        store().wait(["worker 0 has pulled"])
+        stay_until("worker 0 has pulled")
         if mode != "async":
             until_inside(1, "pull of")
-        store().set("killed at", str(time.monotonic()))
-        kill_this_rank()
+        die()
     if rank == 1:
         push_and_clock(server)
     if rank == 0:
         server["counts"].pull()
         say("worker 0 has pulled")
     raises_in_a_pull(server, f": server of rank 2 (process {process_of(2)}) has died", "SIGKILL")
-    # One clock for all processes; a second, and one more for a busy machine.
-    assert time.monotonic() - float(store().get("killed at")) < 2
+    assert_seen_soon()
     say(f"rank {rank} has raised")
     stay_until("rank 0 has raised", "rank 1 has raised")
+
+
+def test_a_killed_rank_that_serves_is_named() -> None:
+    """By the worker that waits for another one, and by the other's next pull."""
+    run_deaths(outlive_who_serves, 3, [Death(2, (mode,)) for mode in ("bsp", "ssp", "async")])
 
 
 @on_shm_ranks(2, timeout=40, patience_s=AGES_S, dying=[1])

@@ -18,7 +18,10 @@ import trireme
 from torch import Tensor, nn
 from trireme import ps
 
-from ddp.ranks import mlp, process_of, raises, say, stay_until
+from harness.faults import raises
+from harness.meeting import process_of, say, stay_until, store, until
+from harness.models import mlp
+from harness.pretended_hosts import LAYOUTS, on_hosts
 from parameter_server.hosts import (
     COUNTED,
     DIM,
@@ -43,10 +46,7 @@ from parameter_server.hosts import (
     uniform_items,
     work,
 )
-from parameter_server.test_faults import store
-from parameter_server.test_modes import assert_close, batch, synchronous
-from shm.hosts import LAYOUTS, on_hosts
-from shm.ranks import until
+from parameter_server.one_process import assert_close, batch, synchronous
 
 SGD = ps.SGD(0.25)
 

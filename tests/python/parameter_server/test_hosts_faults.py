@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from trireme import ps
 
-from ddp.ranks import kill_this_rank, process_of, raises
+from harness.faults import kill_this_rank, note_death, raises, seconds_since_death
+from harness.meeting import process_of, state_of, until, until_inside
 from parameter_server.hosts import (
     Abandoned,
     Run,
@@ -25,8 +26,6 @@ from parameter_server.hosts import (
     meet,
     survive,
 )
-from parameter_server.test_faults import store
-from shm.ranks import state_of, until, until_inside
 
 # All faults happen on two hosts, "aabbb", where ranks 1 and 4 serve; these work, by number.
 RANKS = [0, 2, 3]
@@ -65,17 +64,12 @@ def name_of(worker: int) -> str:
     return f"worker {worker} (rank {RANKS[worker]}, process {process_of(RANKS[worker])}"
 
 
-def note_death() -> None:
-    store().set("died at", str(time.monotonic()))
-
-
 def pull_until_it_raises(server: ps.ParameterServer, within_s: float, *parts: str) -> None:
     with raises(dist.DistBackendError, "[ps] pull of table 'counts' at clock ", *parts):
         deadline = time.monotonic() + 10
         while time.monotonic() < deadline:
             server["counts"].pull()
-    # One clock for all processes.
-    assert time.monotonic() - float(store().get("died at")) < within_s
+    assert seconds_since_death() < within_s
 
 
 def outlive_a_server(server: ps.ParameterServer, mode: str) -> None:

@@ -15,7 +15,9 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from trireme import ps
 
-from ddp.ranks import raises
+from harness.faults import raises
+from harness.pretended_hosts import on_hosts
+from harness.tensors import assert_lists
 from parameter_server.hosts import (
     ONE_HOST,
     OPTIMIZERS,
@@ -30,9 +32,7 @@ from parameter_server.hosts import (
     rates,
     work,
 )
-from parameter_server.test_saving import NOWHERE, net, seen_by, tables, train
-from shm.hosts import on_hosts
-from shm.ranks import assert_lists
+from parameter_server.training import NOWHERE, net, seen_by, tables, train
 
 SGD = ps.SGD(0.25)
 

@@ -15,16 +15,19 @@ import trireme
 from torch import nn
 from trireme import ps
 
-from ddp.ranks import AGES_S, kill_this_rank, mlp, process_of, raises, say, stay_until
-from parameter_server.test_faults import push_and_clock, store
-from shm.ranks import on_shm_ranks, state_of, until
+from harness.deaths import Death, run_deaths
+from harness.faults import kill_this_rank, raises
+from harness.meeting import process_of, say, state_of, stay_until, store, until
+from harness.models import mlp
+from harness.on_ranks import AGES_S, on_shm_ranks
+from parameter_server.counts import push_and_clock, table_of_counts
 
 MODES = pytest.mark.parametrize("mode", ["bsp", "ssp", "async"])
 
 
 def tables() -> list[ps.Dense | ps.Sparse]:
     return [
-        ps.Dense("counts", {"x": torch.zeros(1)}, optimizer=ps.Sum(), reduction="sum"),
+        table_of_counts(),
         ps.Sparse("items", 3, optimizer=ps.Sum(), reduction="sum"),
     ]
 
@@ -174,10 +177,7 @@ def test_what_a_worker_that_has_joined_may_not_do(rank: int, tmp_path: Any) -> N
     server.close()
 
 
-@pytest.mark.parametrize("on_worker_loss", ["raise", "continue"])
-@MODES
-@on_shm_ranks(3, timeout=60, patience_s=AGES_S, dying=[2])
-def test_a_worker_that_has_joined_is_killed(rank: int, mode: str, on_worker_loss: str) -> None:
+def outlive(rank: int, mode: str, on_worker_loss: str) -> None:
     server = begun(1, tables(), mode=mode, on_worker_loss=on_worker_loss)
     if rank == 2:
         server["counts"].push({"x": torch.full((1,), 100.0)})
@@ -198,6 +198,12 @@ def test_a_worker_that_has_joined_is_killed(rank: int, mode: str, on_worker_loss
     until(lambda: bool(server["counts"].pull()) and server.stats()["lost"] == [2])
     assert server["counts"].pull()["x"].item() == 8 + (0 if mode == "bsp" else 100)
     server.close()
+
+
+def test_a_worker_that_has_joined_is_killed() -> None:
+    modes, losses = ("bsp", "ssp", "async"), ("raise", "continue")
+    deaths = [Death(2, (mode, on_worker_loss)) for mode in modes for on_worker_loss in losses]
+    run_deaths(outlive, 3, deaths, timeout=120)
 
 
 @on_shm_ranks(3, timeout=60, patience_s=AGES_S)

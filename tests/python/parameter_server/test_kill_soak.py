@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from trireme import ps
 
-from ddp.ranks import AGES_S, process_of, say, stay_until
-from shm.ranks import on_shm_ranks, state_of, until
+from harness.deaths import Death, run_deaths
+from harness.meeting import process_of, say, state_of, stay_until, until
 
 CLOCKS = 60
 DIM = 500
@@ -45,10 +45,7 @@ def count(values: torch.Tensor, what: str, torn: int) -> int:
     return int(found.max().item())
 
 
-@pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize("on_worker_loss", ["raise", "continue"])
-@on_shm_ranks(3, timeout=60, patience_s=AGES_S, dying=[1])
-def test_killed_at_a_random_moment(rank: int, on_worker_loss: str, seed: int) -> None:
+def outlive(rank: int, on_worker_loss: str, seed: int) -> None:
     shared = random.Random(seed)
     options: dict[str, Any] = {"mode": shared.choice(["bsp", "ssp", "async"])}
     if options["mode"] == "ssp":
@@ -87,3 +84,9 @@ def test_killed_at_a_random_moment(rank: int, on_worker_loss: str, seed: int) ->
     for values, what in ((server["net"].pull()["w"], "net"), *((row, "row") for row in rows)):
         assert least <= count(values, what, 2 if what == "net" else stats["torn"]) <= most
     server.close()
+
+
+@pytest.mark.parametrize("on_worker_loss", ["raise", "continue"])
+def test_killed_at_a_random_moment(on_worker_loss: str) -> None:
+    deaths = [Death(1, (on_worker_loss, seed)) for seed in range(6)]
+    run_deaths(outlive, 3, deaths, timeout=180)

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import functools
-import operator
 import time
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import trireme
-from torch import Tensor, nn
 from trireme import ps
 
-from ddp.ranks import mlp, say, stay_until
-from shm.ranks import on_shm_ranks
+from harness.meeting import say, stay_until
+from harness.models import mlp
+from harness.on_ranks import on_shm_ranks
+from parameter_server.one_process import assert_close, batch, gradients, synchronous
 
 SPECS = {
     "sgd": (ps.SGD(0.1, momentum=0.9, weight_decay=0.01), torch.optim.SGD,
@@ -26,38 +23,6 @@ SPECS = {
               {"lr": 0.01, "betas": (0.8, 0.9)}),
     "adagrad": (ps.Adagrad(0.05), torch.optim.Adagrad, {"lr": 0.05}),
 }  # fmt: skip
-
-
-def batch(step: int, worker: int) -> tuple[Tensor, Tensor]:
-    drawn = torch.Generator().manual_seed(10 * step + worker)
-    return torch.randn(5, 6, generator=drawn), torch.randn(5, 3, generator=drawn)
-
-
-def gradients(net: nn.Module, step: int, worker: int) -> list[Tensor]:
-    x, y = batch(step, worker)
-    return list(torch.autograd.grad((net(x) - y).square().mean(), list(net.parameters())))
-
-
-def synchronous(workers: int, kind: Any, options: Any, reduction: str) -> Iterator[nn.Module]:
-    """One process: gradients of all workers added in their order, and one step; the net before
-    each step."""
-    net = mlp()
-    optimizer = kind(net.parameters(), **options)
-    step = 0
-    while True:
-        yield net
-        found = [gradients(net, step, worker) for worker in range(workers)]
-        for parameter, *grads in zip(net.parameters(), *found, strict=True):
-            parameter.grad = functools.reduce(operator.add, grads)
-            if reduction == "mean":
-                parameter.grad /= workers
-        optimizer.step()
-        step += 1
-
-
-def assert_close(net: nn.Module, other: nn.Module) -> None:
-    for one, two in zip(net.parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])

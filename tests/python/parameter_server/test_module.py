@@ -14,8 +14,9 @@ import trireme
 from torch import nn
 from trireme import ps
 
-from ddp.ranks import mlp, raises
-from shm.ranks import on_shm_ranks
+from harness.faults import raises
+from harness.models import mlp
+from harness.on_ranks import on_shm_ranks
 
 ANY = re.compile(r"\[ps\] .*", re.DOTALL)
 

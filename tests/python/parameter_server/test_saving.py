@@ -15,11 +15,11 @@ import trireme
 from torch import nn
 from trireme import ps
 
-from ddp.ranks import AGES_S, kill_this_rank, process_of, raises
-from distributed import run_ranks
-from shm.ranks import on_shm_ranks, state_of, until
-
-NOWHERE = "/proc/nowhere/checkpoint"
+from harness.faults import kill_this_rank, raises
+from harness.meeting import process_of, state_of, until
+from harness.on_ranks import AGES_S, on_shm_ranks
+from harness.ranks import run_ranks
+from parameter_server.training import NOWHERE, net, seen_by, tables, train
 
 
 @contextlib.contextmanager
@@ -27,39 +27,6 @@ def shm_group() -> Iterator[None]:
     dist.init_process_group("trireme")
     yield
     dist.destroy_process_group()
-
-
-def net() -> nn.Module:
-    torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(6, 200), nn.BatchNorm1d(200), nn.Linear(200, 200))
-
-
-def tables(model: nn.Module, dense: Any, rows: Any) -> list[ps.Dense | ps.Sparse]:
-    return [
-        ps.Dense("net", model, optimizer=dense, reduction="sum"),
-        ps.Sparse("items", 3, optimizer=rows, init=ps.Normal(1.0), reduction="sum"),
-    ]
-
-
-def train(server: ps.ParameterServer, model: nn.Module, clocks: range) -> None:
-    """Worker 0 alone has gradients, so that it does not matter how many workers there are."""
-    for clock in clocks:
-        server["net"].pull()
-        if server.worker == 0:
-            if clock == 3:
-                server["net"].set_lr(0.03)
-                server["items"].set_lr(0.02)
-            model(torch.full((4, 6), 1.0 + clock)).square().mean().backward()
-            server["net"].push()
-            ids = torch.tensor([clock, 5, -clock])
-            server["items"].push(ids, torch.full((3, 3), 0.5 + clock))
-        server.clock()
-    server["net"].pull()
-
-
-def seen_by(server: ps.ParameterServer, model: nn.Module) -> list[torch.Tensor]:
-    values = [tensor.detach().clone() for tensor in model.state_dict().values()]
-    return [*values, server["items"].ids(), server["items"].pull(torch.arange(-9, 9), create=False)]
 
 
 def run(rank: int, path: str, case: dict[str, Any]) -> list[torch.Tensor] | None:

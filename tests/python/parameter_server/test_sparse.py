@@ -13,10 +13,11 @@ import torch.distributed as dist
 from torch import nn
 from trireme import ps
 
-from core.test_forked_children import in_child
-from ddp.ranks import AGES_S, RANKLESS_FORM, kill_this_rank, process_of, raises
-from parameter_server.test_faults import gradient_that_kills
-from shm.ranks import on_shm_ranks, state_of, until
+from harness.faults import RANKLESS_FORM, kill_this_rank, raises
+from harness.forks import in_child
+from harness.meeting import process_of, state_of, until
+from harness.on_ranks import AGES_S, on_shm_ranks
+from parameter_server.faults import gradient_that_kills
 
 DIM = 4
 SUM = ps.Sum()

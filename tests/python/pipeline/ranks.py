@@ -23,8 +23,8 @@ import trireme
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
-from ddp.ranks import batch
-from zero.ranks import ROWS, Training
+from harness.models import batch
+from harness.training import ROWS, Training
 
 FORMS = ("gpipe", "1f1b", "looped-bfs", "interleaved-1f1b")
 WIDTH = 6
@@ -35,6 +35,15 @@ def tanh_layers(count: int = 8) -> nn.Sequential:
     torch.manual_seed(3)
     made = [nn.Linear(WIDTH, WIDTH) if i % 2 == 0 else nn.Tanh() for i in range(count)]
     return nn.Sequential(*made)
+
+
+def tied_layers(count: int = 8) -> nn.Sequential:
+    """The weights of all Linear layers are one; two of their biases are another."""
+    module = tanh_layers(count)
+    for i in range(2, count, 2):
+        module[i].weight = module[0].weight
+    module[6].bias = module[2].bias
+    return module
 
 
 def rows(seed: int, count: int = 10) -> Tensor:
@@ -54,6 +63,13 @@ def accumulate(
         if parameter.grad is not None:
             parameter.grad /= chunks
     return sum(losses[1:], losses[0]) / chunks
+
+
+def assert_same_on_all_ranks(tensor: Tensor, ranks: list[int]) -> None:
+    everybody = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(everybody, tensor.detach().contiguous())
+    for rank in ranks:
+        assert torch.equal(everybody[rank], everybody[ranks[0]])
 
 
 class Both:

@@ -12,9 +12,9 @@ import trireme
 from torch import nn
 from torch.nn.functional import mse_loss
 
-from ddp.ranks import RANKLESS_FORM, message_of, raises
+from harness.faults import RANKLESS_FORM, message_of, raises
+from harness.on_ranks import on_shm_and_gloo_ranks, on_shm_ranks
 from pipeline.ranks import WIDTH, Both, rows, tanh_layers
-from shm.ranks import on_shm_and_gloo_ranks, on_shm_ranks
 
 Pipeline = trireme.Pipeline
 

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ddp.ranks import RANKLESS_FORM, raises
+from harness.faults import RANKLESS_FORM, raises
+from harness.on_ranks import on_shm_and_gloo_ranks, on_shm_ranks
 from pipeline.ranks import FORMS, WIDTH, Both, rows
-from shm.ranks import on_shm_and_gloo_ranks, on_shm_ranks
 
 NAMES = ["running_mean", "running_var", "num_batches_tracked"]
 

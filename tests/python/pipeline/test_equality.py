@@ -12,9 +12,8 @@ from torch import nn
 from torch.distributed import pipelining
 from torch.nn.functional import mse_loss
 
-from ddp.ranks import on_gloo_ranks
+from harness.on_ranks import on_gloo_ranks, on_shm_and_gloo_ranks, on_shm_ranks
 from pipeline.ranks import FORMS, WIDTH, Both, accumulate, rows, tanh_layers
-from shm.ranks import on_shm_and_gloo_ranks, on_shm_ranks
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])

@@ -1,4 +1,4 @@
-"""A stage raises, is interrupted, killed or stopped: all ranks raise in time, and may go on."""
+"""A stage raises, is interrupted or stopped: all ranks raise in time, and may go on."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,18 +18,12 @@ import trireme
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
-from ddp.ranks import (
-    AGES_S,
-    kill_this_rank,
-    message_of,
-    process_of,
-    raises,
-    say,
-    set_timeout,
-    stay_until,
-)
+from harness.deaths import Death, run_deaths
+from harness.faults import message_of, raises
+from harness.meeting import process_of, say, set_timeout, state_of, stay_until, until, until_inside
+from harness.memory import mapped_bytes
+from harness.on_ranks import AGES_S, on_shm_and_gloo_ranks, on_shm_ranks
 from pipeline.ranks import FORMS, WIDTH, Both, rows, tanh_layers
-from shm.ranks import on_shm_and_gloo_ranks, on_shm_ranks, state_of, until, until_inside
 
 
 class Breaks(nn.Module):
@@ -208,10 +201,7 @@ def test_ctrl_c_in_a_stage_and_in_a_wait(rank: int) -> None:
     both.train(2)
 
 
-@pytest.mark.parametrize("in_backward", [False, True])
-@on_shm_ranks(3, timeout=40, patience_s=AGES_S, dying=[1])
-def test_a_rank_ends_in_mid_step(rank: int, in_backward: bool) -> None:
-    """sys.exit() in a layer is an interruption, of which the others hear, and the end is seen."""
+def outlive(rank: int, in_backward: bool) -> None:
     both = Both(fragile_layers, schedule="1f1b", balance=[2, 12, 2])
     both.train(0)
     if rank == 1:
@@ -230,6 +220,11 @@ def test_a_rank_ends_in_mid_step(rank: int, in_backward: bool) -> None:
     with raises(dist.DistBackendError, "rank 1", "ended", f"(rank {rank} of 3)"):
         both.pipe.step(rows(0), target=rows(1))
     assert time.monotonic() - begin < 2
+
+
+def test_a_rank_ends_in_mid_step() -> None:
+    """sys.exit() in a layer is an interruption, of which the others hear, and the end is seen."""
+    run_deaths(outlive, 3, [Death(1, (in_backward,)) for in_backward in (False, True)])
 
 
 class Grows(nn.Module):
@@ -259,7 +254,7 @@ def test_no_memory_for_a_slot(rank: int) -> None:
     pipe = trireme.Pipeline(module, 1, ranks=True, balance=[2, 1])
 
     def leave_no_room() -> None:
-        taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        taken = mapped_bytes()
         resource.setrlimit(resource.RLIMIT_AS, (taken + (16 << 20), resource.RLIM_INFINITY))
 
     grows.call = leave_no_room
@@ -271,28 +266,6 @@ def test_no_memory_for_a_slot(rank: int) -> None:
             resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY,) * 2)
     grows.call = None
     assert torch.isfinite(pipe.step(rows(0)))
-
-
-@pytest.mark.parametrize("moment", ["between steps", "forward", "backward"])
-@on_shm_ranks(3, timeout=40, patience_s=AGES_S, dying=[1])
-def test_a_rank_is_killed(rank: int, moment: str) -> None:
-    """The others raise within a second, and name it."""
-    both = Both(fragile_layers, schedule="1f1b", balance=[2, 12, 2])
-    both.train(0)
-    if rank == 1:
-        if moment == "between steps":
-            kill_this_rank()
-        breaks_of(both.pipe)[0].arm(1, kill_this_rank, moment == "backward")
-        both.pipe.step(rows(0), target=rows(1))
-    begin = time.monotonic()
-    parts = ["rank 1", f"(rank {rank} of 3)"]
-    if moment != "between steps":  # who waits says for which stage, and in which action
-        parts += [" of ", "by channel 'stage ", "stage 1"]
-    with raises(dist.DistBackendError, *parts):
-        both.pipe.step(rows(0), target=rows(1))
-    assert time.monotonic() - begin < 2  # the step up to there, and a second
-    with pytest.raises(dist.DistBackendError, match="rank 1"):
-        both.pipe.step(rows(0), target=rows(1))
 
 
 @pytest.mark.parametrize("moment", ["between steps", "forward"])

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.utils.checkpoint import checkpoint
 
-from ddp.ranks import RANKLESS_FORM, raises
+from harness.faults import RANKLESS_FORM, raises
+from harness.on_ranks import on_shm_and_gloo_ranks, on_shm_ranks
 from pipeline.ranks import WIDTH, rows, tanh_layers
-from shm.ranks import on_shm_and_gloo_ranks, on_shm_ranks
 
 CHUNKS = 4
 FORMS = ("gpipe", "1f1b", "interleaved-1f1b", "looped-bfs", "zb-h1", "zb-v", "dualpipe-v")

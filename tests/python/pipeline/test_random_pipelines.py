@@ -10,8 +10,8 @@ import torch
 import trireme
 from torch import Tensor, nn
 
+from harness.on_ranks import on_shm_ranks
 from pipeline.ranks import WIDTH, accumulate, rows
-from shm.ranks import on_shm_ranks
 
 _PER_WORLD = 25
 _FORMS = (

@@ -8,8 +8,8 @@ import trireme
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
+from harness.on_ranks import on_shm_and_gloo_ranks, on_shm_ranks
 from pipeline.ranks import WIDTH, Both, rows, tanh_layers
-from shm.ranks import on_shm_and_gloo_ranks, on_shm_ranks
 
 FORMS = ("gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb-v")
 

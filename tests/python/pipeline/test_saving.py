@@ -14,11 +14,18 @@ import trireme
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
-from ddp.ranks import raises
-from pipeline.ranks import WIDTH, accumulate, rows, tanh_layers
-from pipeline.test_tied import assert_same_on_all_ranks, tied_layers
+from harness.faults import raises
+from harness.on_ranks import on_shm_ranks
+from harness.tensors import assert_bits
+from pipeline.ranks import (
+    WIDTH,
+    accumulate,
+    assert_same_on_all_ranks,
+    rows,
+    tanh_layers,
+    tied_layers,
+)
 from saving.ranks import on_disk, run_on_ranks
-from shm.ranks import assert_bits, on_shm_ranks
 
 CHUNKS = 4
 COUNT = 12  # rows of a batch: each rank of DDP gets as many

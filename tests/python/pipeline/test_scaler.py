@@ -18,9 +18,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.functional import linear, mse_loss
 from torch.optim import SGD, Adam
 
-from ddp.ranks import RANKLESS_FORM, raises
+from harness.faults import RANKLESS_FORM, raises
+from harness.on_ranks import on_shm_and_gloo_ranks, on_shm_ranks
 from pipeline.ranks import WIDTH, rows, tanh_layers
-from shm.ranks import on_shm_and_gloo_ranks, on_shm_ranks
 
 CHUNKS = 4
 OPTIONS = {"init_scale": 1024.0, "growth_interval": 2}

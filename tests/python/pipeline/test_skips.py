@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from trireme import Namespace, pop, skippable, stash
 
-from ddp.ranks import HOUSE_FORM, RANKLESS_FORM, raises
+from harness.faults import HOUSE_FORM, RANKLESS_FORM, raises
+from harness.on_ranks import on_shm_and_gloo_ranks, on_shm_ranks
 from pipeline.ranks import FORMS, WIDTH, Both, accumulate, rows
-from shm.ranks import on_shm_and_gloo_ranks, on_shm_ranks
 
 
 @skippable(stash=["skip"])
@@ -263,7 +263,7 @@ def test_modules_whose_skips_do_not_fit_are_refused(rank: int) -> None:
         refuses([linear, StashesA(), PopsA()], "differs between ranks: skips", form=HOUSE_FORM)
 
 
-@on_shm_ranks(2, timeout=60)
+@on_shm_ranks(2, timeout=60, fresh=True)  # what was received lives as long as the errors
 def test_forwards_that_do_otherwise_fail_on_all_ranks(rank: int) -> None:
     def fails(layers: list[nn.Module], *parts: str) -> None:
         module = nn.Sequential(nn.Linear(WIDTH, WIDTH), *layers)

@@ -11,9 +11,9 @@ import trireme
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
-from ddp.ranks import RANKLESS_FORM, raises
+from harness.faults import RANKLESS_FORM, raises
+from harness.on_ranks import on_shm_and_gloo_ranks, on_shm_ranks
 from pipeline.ranks import WIDTH, rows
-from shm.ranks import on_shm_and_gloo_ranks, on_shm_ranks
 
 CHUNKS = 4
 

@@ -12,8 +12,8 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import mse_loss
 
+from harness.on_ranks import on_shm_and_gloo_ranks, on_shm_ranks
 from pipeline.ranks import rows, tanh_layers
-from shm.ranks import on_shm_and_gloo_ranks, on_shm_ranks
 
 WRAPS: dict[str, Any] = {
     "ours": trireme.DistributedDataParallel,
@@ -27,7 +27,7 @@ def whole(value: Any) -> Tensor:
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
-@on_shm_and_gloo_ranks(2, timeout=120)
+@on_shm_and_gloo_ranks(2, timeout=120, fresh=True)  # modules of torch's fully_shard stay
 def test_strategies_around_a_pipeline(rank: int) -> None:
     """Each rank has rows of its own; three steps of AdamW equal those of one process."""
     for wrap in WRAPS.values():

@@ -8,25 +8,23 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import trireme
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss
 
-from ddp.ranks import RANKLESS_FORM, message_of, raises
-from pipeline.ranks import FORMS, WIDTH, accumulate, rows, tanh_layers
-from shm.ranks import on_shm_and_gloo_ranks, on_shm_ranks
+from harness.faults import RANKLESS_FORM, message_of, raises
+from harness.on_ranks import on_shm_and_gloo_ranks, on_shm_ranks
+from pipeline.ranks import (
+    FORMS,
+    WIDTH,
+    accumulate,
+    assert_same_on_all_ranks,
+    rows,
+    tanh_layers,
+    tied_layers,
+)
 
 WORDS = 11
-
-
-def tied_layers(count: int = 8) -> nn.Sequential:
-    """The weights of all Linear layers are one; two of their biases are another."""
-    module = tanh_layers(count)
-    for i in range(2, count, 2):
-        module[i].weight = module[0].weight
-    module[6].bias = module[2].bias
-    return module
 
 
 def language_model(sparse: bool = False) -> nn.Sequential:
@@ -62,13 +60,6 @@ def embeddings() -> nn.Sequential:
 def words(seed: int, count: int = 10) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(WORDS, (count,), generator=generator)
-
-
-def assert_same_on_all_ranks(tensor: Tensor, ranks: list[int]) -> None:
-    everybody = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
-    dist.all_gather(everybody, tensor.detach().contiguous())
-    for rank in ranks:
-        assert torch.equal(everybody[rank], everybody[ranks[0]])
 
 
 class Close:

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
-from ddp.ranks import HOUSE_FORM, RANKLESS_FORM, raises
+from harness.faults import HOUSE_FORM, RANKLESS_FORM, raises
+from harness.on_ranks import on_shm_ranks
 from pipeline.ranks import rows
 from pipeline.torch_programs import (
     CPU,
@@ -21,7 +22,6 @@ from pipeline.torch_programs import (
     own_numbers,
     train_alone,
 )
-from shm.ranks import on_shm_ranks
 
 BAD_STEPS: dict[str, tuple[dict[str, Any], int, type[Exception], str]] = {
     "rows": ({"args": (rows(0, 3),)}, 0, ValueError, "got 3 chunks of the batch, expected 4"),

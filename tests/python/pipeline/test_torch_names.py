@@ -18,6 +18,7 @@ from torch.distributed import pipelining as torch_pipelining
 from torch.distributed.pipelining import schedules as torch_schedules
 from torch.nn.functional import mse_loss
 
+from harness.on_ranks import on_shm_and_gloo_ranks, on_shm_ranks
 from pipeline.ranks import WIDTH, rows
 from pipeline.torch_programs import (
     ALL,
@@ -36,7 +37,7 @@ from pipeline.torch_programs import (
     train,
     train_alone,
 )
-from shm.ranks import TORCH, on_shm_and_gloo_ranks, on_shm_ranks
+from shm.ranks import TORCH
 
 
 @on_shm_and_gloo_ranks(2, timeout=120)

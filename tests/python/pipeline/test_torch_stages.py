@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.functional import mse_loss
 
-from ddp.ranks import RANKLESS_FORM, raises
+from harness.faults import RANKLESS_FORM, raises
+from harness.on_ranks import on_shm_and_gloo_ranks, on_shm_ranks
 from pipeline.ranks import WIDTH, rows
 from pipeline.torch_programs import (
     ALL,
@@ -29,7 +30,6 @@ from pipeline.torch_programs import (
     train,
     train_alone,
 )
-from shm.ranks import on_shm_and_gloo_ranks, on_shm_ranks
 
 
 class Chain(nn.Module):

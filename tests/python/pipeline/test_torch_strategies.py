@@ -15,7 +15,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.functional import mse_loss
 from torch.optim import SGD
 
-from ddp.ranks import HOUSE_FORM, raises
+from harness.faults import HOUSE_FORM, raises
+from harness.on_ranks import on_shm_ranks
 from pipeline.ranks import rows
 from pipeline.torch_programs import (
     CPU,
@@ -28,7 +29,6 @@ from pipeline.torch_programs import (
     count_of,
     own_numbers,
 )
-from shm.ranks import on_shm_ranks
 
 NAMES = ("GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble")
 PIPELINES, COPIES = 2, 2

@@ -14,9 +14,9 @@ from torch.nn.functional import mse_loss
 from trireme._pipeline.micro_batches import BatchCut, merge, tensors_in
 from trireme._pipeline.values import put_together, take_apart
 
-from ddp.ranks import message_of
+from harness.faults import message_of
+from harness.on_ranks import on_shm_and_gloo_ranks, on_shm_ranks
 from pipeline.ranks import FORMS, WIDTH, accumulate, rows
-from shm.ranks import on_shm_and_gloo_ranks, on_shm_ranks
 
 
 class Pair(NamedTuple):

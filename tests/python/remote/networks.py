@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from trireme import ps, remote
 
+from remote.functions import gate
+
 PATIENCE_S = 30.0
 
-gate = threading.Event()
 shared: dict[str, nn.Module] = {}
 lock = threading.Lock()
 
@@ -220,11 +220,6 @@ def make_waiting() -> nn.Module:
 
 
 @remote.function
-def open_gate() -> None:
-    gate.set()
-
-
-@remote.function
 def no_module() -> int:
     return 3
 
@@ -239,8 +234,3 @@ def count_graphs() -> int:
 def memory_in_kib() -> int:
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS"))
-
-
-@remote.function
-def rank_there() -> int:
-    return dist.get_rank()

@@ -17,12 +17,12 @@ from typing import Any
 
 from trireme import remote
 
-from ddp.ranks import message_of
-from shm.ranks import on_shm_and_gloo_ranks, on_shm_ranks
+from harness.faults import message_of
+from harness.on_ranks import on_shm_and_gloo_ranks, on_shm_ranks
+from remote import functions, networks, objects
 
 # A death is seen within a second; a busy machine gets one more.
 DEATH_SEEN_S = 2.0
-FREED_S = 2.0
 
 
 def _among(on: Any, world: int, *, threads: int = 4, **options: Any) -> Any:
@@ -32,6 +32,7 @@ def _among(on: Any, world: int, *, threads: int = 4, **options: Any) -> Any:
             remote.start(f"p{rank}", threads=threads)
             program(rank, **case)
             remote.stop()
+            forget_case()
 
         return on(world, **{"timeout": 60, **options})(started)
 
@@ -41,6 +42,14 @@ def _among(on: Any, world: int, *, threads: int = 4, **options: Any) -> Any:
 # They do what on_ranks does; `threads` are those of each rank.
 on_remote_ranks = functools.partial(_among, on_shm_ranks)
 on_remote_shm_and_gloo_ranks = functools.partial(_among, on_shm_and_gloo_ranks)
+
+
+def forget_case() -> None:
+    """Makes what functions of the tests keep in this process as it was when that began."""
+    functions.gate.clear()
+    functions.entered.clear()
+    networks.shared.clear()
+    objects.kept.clear()
 
 
 def full_text(error: BaseException) -> str:

@@ -10,13 +10,16 @@ import torch.distributed as dist
 from trireme import remote
 from trireme.remote.signatures import parameters_of
 
+from harness.on_ranks import on_shm_and_gloo_ranks, on_shm_ranks
 from remote.ranks import refused
-from shm.ranks import on_shm_and_gloo_ranks, on_shm_ranks
 
 
 @remote.function
 def of_all(a: int, b: int = 2) -> int:
     return a * b
+
+
+# Definitions stay in a process, so cases that define something have processes of their own.
 
 
 def define_product(default: Any) -> Callable[..., Any]:
@@ -85,7 +88,7 @@ def test_a_group_of_some_ranks(rank: int) -> None:
     dist.barrier()
 
 
-@on_shm_and_gloo_ranks(2, timeout=60)
+@on_shm_and_gloo_ranks(2, timeout=60, fresh=True)
 def test_other_defaults(rank: int) -> None:
     define_product(rank)
     refuses_to_start(rank, "function product", "b=0", "b=1", "'p0' (rank 0)", "'p1' (rank 1)")
@@ -180,13 +183,13 @@ def another_method(rank: int) -> None:
      another_method],
     ids=lambda define: define.__name__,
 )  # fmt: skip
-@on_shm_ranks(2, timeout=60)
+@on_shm_ranks(2, timeout=60, fresh=True)
 def test_definitions_that_differ(rank: int, define: Callable[[int], None]) -> None:
     define(rank)
     refuses_to_start(rank, "differs", "rank 0", "rank 1")
 
 
-@on_shm_ranks(3, timeout=60)
+@on_shm_ranks(3, timeout=60, fresh=True)
 def test_one_of_three_differs(rank: int) -> None:
     """All raise, also those that agree."""
     define_product(rank == 2)
@@ -198,7 +201,7 @@ def test_one_of_three_differs(rank: int) -> None:
 
 
 @pytest.mark.parametrize("on", ["both", "one"])
-@on_shm_ranks(2, timeout=60)
+@on_shm_ranks(2, timeout=60, fresh=True)
 def test_a_function_that_is_defined_twice(rank: int, on: str) -> None:
     @remote.function
     def doubled(a: int) -> int:
@@ -213,7 +216,7 @@ def test_a_function_that_is_defined_twice(rank: int, on: str) -> None:
     refuses_to_start(rank, "two definitions", "doubled", "p0" if on == "both" else "p1")
 
 
-@on_shm_ranks(2, timeout=60)
+@on_shm_ranks(2, timeout=60, fresh=True)
 def test_a_class_that_is_defined_twice(rank: int) -> None:
     def first() -> type:
         class Doubled(remote.Object):
@@ -234,7 +237,7 @@ def test_a_class_that_is_defined_twice(rank: int) -> None:
     refuses_to_start(rank, "two definitions", "Doubled")
 
 
-@on_shm_and_gloo_ranks(2, timeout=60)
+@on_shm_and_gloo_ranks(2, timeout=60, fresh=True)
 def test_one_side_may_define_more(rank: int) -> None:
     if rank == 1:
 
@@ -259,7 +262,7 @@ def test_one_side_may_define_more(rank: int) -> None:
     remote.stop()
 
 
-@on_shm_ranks(2, timeout=60)
+@on_shm_ranks(2, timeout=60, fresh=True)
 def test_what_is_defined_later_is_there_after_the_next_start(rank: int) -> None:
     remote.start(f"p{rank}")
     remote.stop()

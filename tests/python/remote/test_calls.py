@@ -11,7 +11,10 @@ import torch
 import torch.distributed as dist
 from trireme import remote
 
-from ddp.ranks import say, stay_until
+from harness.meeting import say, stay_until, until
+from harness.memory import available_bytes
+from harness.on_ranks import on_shm_ranks
+from remote.functions import add, gate, gated, open_gate, rank_there
 from remote.ranks import (
     full_text,
     on_remote_ranks,
@@ -19,21 +22,13 @@ from remote.ranks import (
     raised,
     refused,
 )
-from shm.ranks import on_shm_ranks, until
-from shm.test_large import available_bytes
 
 PATIENCE_S = 30.0
 LARGE = 300 * 2**20
 HUGE = 2**31 + 64
 HUGE_NEEDS = 4 * HUGE + 2**30  # on both sides, what lies between them, and the result
 
-gate = threading.Event()
 lock = threading.Lock()
-
-
-@remote.function
-def add(a: Any, b: Any) -> Any:
-    return a + b
 
 
 @remote.function
@@ -47,26 +42,10 @@ def nothing() -> None:
 
 
 @remote.function
-def rank_there() -> int:
-    return dist.get_rank()
-
-
-@remote.function
 def slow() -> str:
     """Returns when somebody has opened the gate of that process."""
     assert gate.wait(PATIENCE_S)
     return "late"
-
-
-@remote.function
-def gated(number: int) -> int:
-    assert gate.wait(PATIENCE_S)
-    return number
-
-
-@remote.function
-def open_gate() -> None:
-    gate.set()
 
 
 @remote.function

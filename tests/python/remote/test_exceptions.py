@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 from trireme import remote
 
+from remote.functions import add
 from remote.ranks import full_text, on_remote_ranks, on_remote_shm_and_gloo_ranks, raised
-
-
-@remote.function
-def add(a: Any, b: Any) -> Any:
-    return a + b
 
 
 class Broken(Exception):
@@ -25,7 +19,7 @@ class Unprintable(Exception):
 
 
 @remote.function
-def fail(case: str) -> None:
+def fail_as(case: str) -> None:
     if case == "decoding":
         b"\xff".decode()
     if case == "division":
@@ -61,14 +55,14 @@ def test_built_in_exceptions_keep_type_and_text(rank: int) -> None:
     for to, where in (("p1", "p1 (rank 1)"), ("p0", "p0 (rank 0)")):
         for name, kind in KEPT.items():
             with pytest.raises(kind) as caught:
-                remote.call(to, fail, name)
+                remote.call(to, fail_as, name)
             assert type(caught.value) is kind and str(caught.value) == "the text of it"
             text = full_text(caught.value)
-            assert f"function fail at {where}" in text
+            assert f"function fail_as at {where}" in text
             for part in ("raise ERRORS[case]", "test_exceptions.py"):  # the traceback there
                 assert part in text, f"{name}: {text}"
         with raised(ZeroDivisionError, "division by zero", "print(1 / 0)"):
-            remote.call(to, fail, "division")
+            remote.call(to, fail_as, "division")
         assert remote.call(to, add, 1, 2) == 3
 
 
@@ -78,14 +72,14 @@ def test_other_exceptions_name_their_class(rank: int) -> None:
         return
     for to in ("p1", "p0"):
         for kind in CHANGED:
-            with raised(RuntimeError, kind.__name__, "the text of it", "function fail at " + to):
-                remote.call(to, fail, kind.__name__)
+            with raised(RuntimeError, kind.__name__, "the text of it", "function fail_as at " + to):
+                remote.call(to, fail_as, kind.__name__)
         with raised(RuntimeError, f"{Broken.__module__}.Broken: the text of it"):
-            remote.call(to, fail, "Broken")
+            remote.call(to, fail_as, "Broken")
         with raised(RuntimeError, "UnicodeDecodeError", "0xff"):
-            remote.call(to, fail, "decoding")
+            remote.call(to, fail_as, "decoding")
         with raised(RuntimeError, "Unprintable"):
-            remote.call(to, fail, "unprintable")
+            remote.call(to, fail_as, "unprintable")
         assert remote.call(to, add, 1, 2) == 3
 
 
@@ -95,16 +89,16 @@ def test_texts_of_exceptions(rank: int) -> None:
         return
     for to in ("p1", "p0"):
         with pytest.raises(KeyError) as key:
-            remote.call(to, fail, "key")
+            remote.call(to, fail_as, "key")
         assert str(key.value).strip("'\"") == "missing"
         with pytest.raises(ValueError) as strange:
-            remote.call(to, fail, "surrogates")
+            remote.call(to, fail_as, "surrogates")
         text = full_text(strange.value)
         assert "left " in text and " right" in text
         text.encode()
-        with raised(ValueError, "looks like ours", "second line", "function fail at " + to):
-            remote.call(to, fail, "nested")
-        with raised(ValueError, "function fail at " + to):
-            remote.call(to, fail, "empty")
+        with raised(ValueError, "looks like ours", "second line", "function fail_as at " + to):
+            remote.call(to, fail_as, "nested")
+        with raised(ValueError, "function fail_as at " + to):
+            remote.call(to, fail_as, "empty")
         with raised(ValueError, "x" * 1000):
-            remote.call(to, fail, "long")
+            remote.call(to, fail_as, "long")

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,43 +17,24 @@ import torch.distributed as dist
 from torch import nn
 from trireme import ps, remote
 
-from core.test_forked_children import in_child
-from ddp.ranks import AGES_S, kill_this_rank, process_of, say, stay_until
+from harness.faults import kill_this_rank, note_death, seconds_since_death
+from harness.forks import in_child
+from harness.meeting import process_of, say, state_of, stay_until, store, until
+from harness.models import batch
+from harness.on_ranks import AGES_S, on_shm_ranks
 from remote import networks
+from remote.functions import FREED_S, add, entered, gate, gated, open_gate
 from remote.networks import TOKENS, count_graphs, make_chain, make_counted, make_mlp
+from remote.objects import ALIVE, Box, Counter, count_alive
 from remote.ranks import (
     DEATH_SEEN_S,
-    FREED_S,
     on_remote_ranks,
     on_remote_shm_and_gloo_ranks,
     raised,
     refused,
 )
-from remote.test_module import batch
-from remote.test_objects import ALIVE, Box, Counter
-from shm.ranks import on_shm_ranks, state_of, until
 
 PATIENCE_S = 30.0
-
-gate = threading.Event()
-entered = threading.Event()
-
-
-@remote.function
-def add(a: Any, b: Any) -> Any:
-    return a + b
-
-
-@remote.function
-def gated(number: int) -> int:
-    entered.set()
-    assert gate.wait(PATIENCE_S)
-    return number
-
-
-@remote.function
-def free_gate() -> None:
-    gate.set()
 
 
 @remote.function
@@ -78,14 +58,6 @@ class Observer(remote.Object):
         return state + 1
 
 
-def store() -> dist.Store:
-    return dist.distributed_c10d._get_default_store()
-
-
-def note_death() -> None:
-    store().set("killed at", str(time.monotonic()))  # one clock for all processes
-
-
 def kill(rank: int) -> None:
     note_death()
     os.kill(process_of(rank), signal.SIGKILL)
@@ -96,7 +68,7 @@ def until_dead(rank: int) -> None:
 
 
 def assert_seen_soon() -> None:
-    assert time.monotonic() - float(store().get("killed at")) < DEATH_SEEN_S
+    assert seconds_since_death() < DEATH_SEEN_S
 
 
 on_dying_ranks = {"patience_s": AGES_S, "timeout": 40}
@@ -181,7 +153,7 @@ def test_a_death_ends_only_calls_with_that_rank(rank: int) -> None:
             pending.wait()
     assert_seen_soon()
     assert not any(pending.is_completed() for pending in others)
-    remote.call("p2", free_gate)
+    remote.call("p2", open_gate)
     assert [pending.wait() for pending in others] == [0, 1, 2]
     for verb in (
         lambda: remote.call("p1", add, 1, 2),
@@ -306,7 +278,7 @@ def test_ctrl_c_ends_a_wait_and_no_more(rank: int) -> None:
         pending.wait()
     say("a wait was interrupted")
     assert remote.call("p1", add, 1, 2) == 3
-    remote.call("p1", free_gate)
+    remote.call("p1", open_gate)
     assert pending.wait() == 2
     assert remote.call("p1", gated, 3) == 3
 
@@ -333,7 +305,7 @@ def test_a_forked_child_does_not_call(rank: int) -> None:
 
     for _ in range(2):
         assert in_child(in_the_child)
-    remote.call("p1", free_gate)
+    remote.call("p1", open_gate)
     assert pending.wait() == 3 and counter.add(1) == 1
     kept[2].sum().backward()
     assert kept[1].add(2) == 2
@@ -417,9 +389,4 @@ def test_a_chain_ends_with_its_middle(rank: int) -> None:
     until_dead(1)
     with refused(dist.DistBackendError, "p1 (rank 1)", "backward"):
         loss.backward()
-    until(lambda: remote.call("p2", count_objects) == 0, FREED_S)
-
-
-@remote.function
-def count_objects() -> int:
-    return len(ALIVE)
+    until(lambda: remote.call("p2", count_alive) == 0, FREED_S)

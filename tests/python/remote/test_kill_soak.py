@@ -18,8 +18,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from trireme import ps, remote
 
-from ddp.ranks import AGES_S, process_of, say, stay_until
-from shm.ranks import on_shm_ranks, state_of, until
+from harness.meeting import process_of, say, state_of, stay_until, until
+from harness.on_ranks import AGES_S, on_shm_ranks
+from remote.functions import echo
 
 WORLD = 3
 SEEDS = 3
@@ -27,11 +28,6 @@ SOAK_S = float(os.environ.get("TRIREME_REMOTE_SOAK_S", "60")) / SEEDS
 LAST_S = 0.4  # a victim lives at most so long
 AFTER = 30  # calls of a survivor after the death
 AT_MOST_S = 5.0  # one call
-
-
-@remote.function
-def echo(value: Any) -> Any:
-    return value
 
 
 @remote.function

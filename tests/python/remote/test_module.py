@@ -9,7 +9,11 @@ import torch
 from torch import Tensor, nn
 from trireme import ps, remote
 
+from harness.meeting import until
+from harness.models import batch
 from remote import networks
+from remote.equality import assert_equal, assert_state
+from remote.functions import FREED_S, rank_there
 from remote.networks import (
     count_graphs,
     make_chain,
@@ -21,16 +25,13 @@ from remote.networks import (
     make_several,
     memory_in_kib,
     no_module,
-    rank_there,
 )
 from remote.ranks import (
-    FREED_S,
     on_remote_ranks,
     on_remote_shm_and_gloo_ranks,
     raised,
     refused,
 )
-from shm.ranks import until
 
 SPECS: dict[str, Any] = {
     "sgd": (ps.SGD(0.1), torch.optim.SGD, {"lr": 0.1}),
@@ -43,22 +44,6 @@ SPECS: dict[str, Any] = {
     # It adds gradients: a step of SGD backwards.
     "sum": (ps.Sum(), torch.optim.SGD, {"lr": 1.0, "maximize": True}),
 }  # fmt: skip
-
-
-def batch(step: int, rows: int = 5, width: int = 6) -> Tensor:
-    return torch.randn(rows, width, generator=torch.Generator().manual_seed(100 + step))
-
-
-def assert_equal(got: Any, expected: Any) -> None:
-    """Of nested values; tensors have equal bits, and a gradient or none."""
-    torch.testing.assert_close(got, expected, rtol=0, atol=0)
-
-
-def assert_state(net: nn.Module, local: nn.Module, *, is_close: bool = False) -> None:
-    ours, expected = dict(net.state_dict()), dict(local.state_dict())
-    assert list(ours) == list(expected)
-    limits = {"rtol": 1e-5, "atol": 1e-6} if is_close else {"rtol": 0, "atol": 0}
-    torch.testing.assert_close(ours, expected, **limits)
 
 
 @pytest.mark.parametrize("optimizer", SPECS)

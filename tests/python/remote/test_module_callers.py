@@ -10,8 +10,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from trireme import ps, remote
 
-from ddp.ranks import say, stay_until
+from harness.meeting import say, stay_until, until
+from harness.models import batch
 from remote import networks
+from remote.equality import assert_equal, assert_state
+from remote.functions import FREED_S, open_gate
 from remote.networks import (
     count_graphs,
     make_mlp,
@@ -23,14 +26,11 @@ from remote.networks import (
     weight_of_shared,
 )
 from remote.ranks import (
-    FREED_S,
     on_remote_ranks,
     on_remote_shm_and_gloo_ranks,
     raised,
     refused,
 )
-from remote.test_module import assert_equal, assert_state, batch
-from shm.ranks import until
 
 
 def shared(to: str, lr: float = 1.0, **options: Any) -> remote.Module:
@@ -278,7 +278,7 @@ def test_a_forward_that_comes_late(rank: int) -> None:
     loss = net(x, "backward").sum()
     with refused(dist.DistBackendError, "p1 (rank 1)", "backward of make_waiting"):
         loss.backward()
-    remote.call("p1", networks.open_gate)
+    remote.call("p1", open_gate)
     net(x, "backward").sum().backward()
     assert x.grad is not None
 

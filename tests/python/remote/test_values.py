@@ -14,8 +14,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from trireme import remote
 
+from harness.tensors import assert_bits, bits
+from remote.functions import echo, type_there
 from remote.ranks import on_remote_ranks, on_remote_shm_and_gloo_ranks, raised, refused
-from shm.ranks import assert_bits, bits
 
 DTYPES = [
     *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
@@ -53,16 +54,6 @@ class Point(NamedTuple):
 
 class Color(enum.IntEnum):
     RED = 1
-
-
-@remote.function
-def echo(value: Any) -> Any:
-    return value
-
-
-@remote.function
-def type_there(value: Any) -> str:
-    return type(value).__name__
 
 
 @remote.function

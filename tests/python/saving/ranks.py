@@ -19,8 +19,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from shm.ranks import assert_bits, on_shm_ranks
-from zero.ranks import Shapes, Training, whole_state
+from harness.models import Shapes
+from harness.on_ranks import on_shm_ranks
+from harness.tensors import assert_bits
+from harness.training import Training
+from zero.ranks import whole_state
 
 # Strategy and number of ranks.
 CASES = (

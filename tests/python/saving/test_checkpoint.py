@@ -12,10 +12,12 @@ import trireme
 from torch import nn
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
-from ddp.ranks import mlp, on_gloo_ranks, raises
+from harness.faults import raises
+from harness.models import mlp
+from harness.on_ranks import on_gloo_ranks, on_shm_ranks
+from harness.tensors import assert_bits
+from harness.training import assert_close
 from saving.ranks import CASES, Net, assert_holds, held, load, make, on_disk, run_on_ranks, save
-from shm.ranks import assert_bits, on_shm_ranks
-from zero.ranks import assert_close
 
 
 def _save(rank: int, strategy: str, path: str) -> None:

@@ -13,7 +13,8 @@ import torch
 import trireme
 from torch import nn
 
-from ddp.ranks import mlp, raises
+from harness.faults import raises
+from harness.models import mlp
 
 
 def through(extra: Any, path: Path) -> Any:

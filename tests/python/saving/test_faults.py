@@ -15,9 +15,10 @@ import torch.distributed as dist
 import trireme
 from torch import nn
 
-from ddp.ranks import mlp, raises
+from harness.faults import raises
+from harness.models import mlp
+from harness.on_ranks import on_shm_ranks
 from saving.ranks import assert_holds, held, load, make, on_disk, save
-from shm.ranks import on_shm_ranks
 
 FIRST = "model-00001-of-00002.safetensors"
 SECOND = "model-00002-of-00002.safetensors"

@@ -19,9 +19,11 @@ import trireme
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from ddp.ranks import mlp, raises
+from harness.faults import raises
+from harness.models import mlp
+from harness.on_ranks import on_shm_ranks
+from harness.tensors import assert_bits
 from saving.ranks import on_disk
-from shm.ranks import assert_bits, on_shm_ranks
 
 INDEX = "model.safetensors.index.json"
 MAKING = INDEX + ".saving"

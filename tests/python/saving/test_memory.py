@@ -14,10 +14,11 @@ import torch.distributed as dist
 import trireme
 from torch import nn
 
-from ddp.ranks import raises
+from harness.faults import raises
+from harness.on_ranks import on_shm_ranks
+from harness.tensors import assert_bits
+from harness.training import Training
 from saving.ranks import held, load, make, most_allocated, run_on_ranks, save, state_bytes
-from shm.ranks import assert_bits, on_shm_ranks
-from zero.ranks import Training
 
 WIDTH, UNITS = 128, 8
 UNIT_BYTES = 8 * WIDTH * WIDTH

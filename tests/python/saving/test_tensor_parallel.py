@@ -20,8 +20,6 @@ from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.optim import AdamW
 
-from ddp.ranks import raises
-from distributed import run_ranks
 from fsdp.model_parallel import (
     Language,
     build,
@@ -34,8 +32,11 @@ from fsdp.model_parallel import (
     words,
 )
 from fsdp.ranks import own
+from harness.faults import raises
+from harness.on_ranks import BACKENDS, on_shm_ranks
+from harness.ranks import run_ranks
+from harness.tensors import assert_bits
 from saving.ranks import most_allocated, on_disk, state_bytes
-from shm.ranks import BACKENDS, assert_bits, on_shm_ranks
 
 WIDTH, LAYERS = 128, 4
 

@@ -13,8 +13,10 @@ import torch.distributed as dist
 from torch.distributed import ReduceOp
 from torch.distributed.distributed_c10d import AllgatherOptions
 
-from ddp.ranks import AGES_S, raises
-from shm.ranks import assert_bits, assert_lists, backend_of, of_all, on_shm_ranks, reduced, values
+from harness.faults import raises
+from harness.on_ranks import AGES_S, on_shm_ranks
+from harness.tensors import assert_bits, assert_lists
+from shm.ranks import backend_of, of_all, total, values
 
 WORLD = 3
 
@@ -28,10 +30,6 @@ LAYOUTS: dict[str, Layout] = {
     "some columns of a matrix": lambda t: torch.cat([t, t], dim=1)[:, : t.shape[1]],
     "a slice": lambda t: torch.cat([t, t])[t.shape[0] :],
 }
-
-
-def total(tensors: list[torch.Tensor]) -> torch.Tensor:
-    return reduced(ReduceOp.SUM, tensors)
 
 
 @pytest.mark.parametrize("rows", [4, 20_000])

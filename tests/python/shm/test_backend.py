@@ -10,17 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shm.ranks import (
-    MOVED,
-    TORCH,
-    WORLDS,
-    assert_bits,
-    assert_lists,
-    backend_of,
-    of_all,
-    on_shm_ranks,
-    values,
-)
+from harness.meeting import store
+from harness.on_ranks import on_shm_ranks
+from harness.tensors import assert_bits, assert_lists
+from shm.ranks import MOVED, TORCH, WORLDS, backend_of, of_all, values
 
 # Nothing, less than a cache line, less and more than a slot (256 KiB).
 SIZES = (0, 1, 7, 3001, 150_001)
@@ -197,14 +190,13 @@ def asynchronous_barrier() -> None:
 @on_shm_ranks("world")
 def test_barriers(rank: int, world: int) -> None:
     """Nobody leaves one before all have come."""
-    store = dist.distributed_c10d._get_default_store()
     monitored = dist.group.WORLD.monitored_barrier  # torch 2.11 has its own for Gloo only
     if TORCH >= (2, 14):
         monitored = dist.monitored_barrier
     for number, call in enumerate((dist.barrier, asynchronous_barrier, monitored)):
-        store.add(f"came to {number}", 1)
+        store().add(f"came to {number}", 1)
         call()
-        assert store.add(f"came to {number}", 0) == world
+        assert store().add(f"came to {number}", 0) == world
 
 
 @every_world

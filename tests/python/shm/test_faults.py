@@ -7,7 +7,6 @@ import sys
 import threading
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,74 +15,63 @@ from torch.distributed import ReduceOp
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.data import DataLoader, TensorDataset
 
-from ddp.ranks import (
-    HOUSE_FORM,
-    batch,
-    message_of,
-    mlp,
+from harness.deaths import Death, die_when_awaited, run_deaths
+from harness.faults import HOUSE_FORM, kill_this_rank, message_of, raises
+from harness.meeting import (
+    PATIENCE_S,
+    is_inside,
+    meet_again,
     process_of,
-    raises,
     say,
     set_timeout,
-    stay_until,
-    tell_process,
-)
-from distributed import run_ranks
-from shm.ranks import (
-    assert_bits,
-    backend_of,
-    is_inside,
-    of_all,
-    on_shm_ranks,
-    reduced,
     state_of,
+    stay_until,
     until,
     until_inside,
-    values,
 )
-
-
-def store_of() -> Any:
-    return dist.distributed_c10d._get_default_store()
-
+from harness.models import batch, mlp
+from harness.on_ranks import on_shm_ranks
+from harness.ranks import run_ranks
+from harness.tensors import assert_bits
+from shm.ranks import backend_of, of_all, reduced, values
 
 # --- Late ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
 @on_shm_ranks(3, timeout=40)
-def test_a_rank_that_does_not_come(rank: int, asynchronous: bool) -> None:
+def test_a_rank_that_does_not_come(rank: int) -> None:
     """The timeout that was set last counts, and the error says who, where and in what state."""
-    dist.all_reduce(torch.ones(5))
-    set_timeout(1)
-    if rank == 1:
-        store_of().wait(["0 is done", "2 is done"], timedelta(seconds=30))
-        with raises(dist.DistBackendError, "the group has failed", "(rank 1 of 3)"):
-            dist.all_reduce(torch.ones(7))
-        return
-    work = None
     parts = (
         "collective 2, all_reduce of 7 float32 by SUM",
         "rank 1 (process",
         f"(rank {rank} of 3)",
     )
-    with raises(dist.DistBackendError, *parts, "has not come within 1 s", "it is alive"):
-        work = dist.all_reduce(torch.ones(7), async_op=asynchronous)
-        if work is not None:
-            work.wait()
-    with raises(dist.DistBackendError, "collective 2, all_reduce of 7 float32"):
-        dist.barrier()  # nothing works any more, for the reason that was first
-    store_of().set(f"{rank} is done", "yes")
+    for asynchronous in (False, True):
+        meet_again(f"{asynchronous=}", PATIENCE_S)
+        dist.all_reduce(torch.ones(5))
+        set_timeout(1)
+        if rank == 1:
+            stay_until("0 is done", "2 is done")
+            with raises(dist.DistBackendError, "the group has failed", "(rank 1 of 3)"):
+                dist.all_reduce(torch.ones(7))
+            continue
+        with raises(dist.DistBackendError, *parts, "has not come within 1 s", "it is alive"):
+            work = dist.all_reduce(torch.ones(7), async_op=asynchronous)
+            if work is not None:
+                work.wait()
+        with raises(dist.DistBackendError, "collective 2, all_reduce of 7 float32"):
+            dist.barrier()  # nothing works any more, for the reason that was first
+        say(f"{rank} is done")
 
 
 @on_shm_ranks(2, timeout=40)
 def test_the_timeout_of_one_call(rank: int) -> None:
     """monitored_barrier has its own; that of the group is 30 s."""
     if rank == 1:
-        return store_of().wait(["done"], timedelta(seconds=30))
+        return stay_until("done")
     with raises(dist.DistBackendError, "barrier: rank 1 (process", "within 1 s; it is alive"):
         dist.group.WORLD.monitored_barrier(timedelta(seconds=1))
-    store_of().set("done", "yes")
+    say("done")
 
 
 @on_shm_ranks(4, timeout=40)
@@ -91,35 +79,27 @@ def test_a_monitored_barrier_names_all_that_are_missing(rank: int) -> None:
     dist.all_reduce(torch.ones(5))
     dist.group.WORLD.monitored_barrier(timedelta(seconds=20), wait_all_ranks=True)
     if rank in (1, 3):
-        return store_of().wait(["0 is done", "2 is done"], timedelta(seconds=30))
+        return stay_until("0 is done", "2 is done")
     missing = [f"rank {other} (process" for other in (1, 3)]
     with raises(dist.DistBackendError, *missing, "has not come within 1 s; it is alive"):
         dist.group.WORLD.monitored_barrier(timedelta(seconds=1), wait_all_ranks=True)
-    store_of().set(f"{rank} is done", "yes")
+    say(f"{rank} is done")
 
 
-def name_the_dead(rank: int) -> str | None:
-    dist.init_process_group("trireme")
+def name_the_dead(rank: int) -> None:
     dist.all_reduce(torch.ones(5))
     if rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
+        kill_this_rank()
     if rank == 2:
-        store_of().wait(["done"], timedelta(seconds=30))
-        return None
-    try:
+        return stay_until("done")
+    missing = ("has died", "; rank 2 (process", "has not come within 1 s")
+    with raises(dist.DistBackendError, "rank 1 (process", *missing):
         dist.group.WORLD.monitored_barrier(timedelta(seconds=1), wait_all_ranks=True)
-    except dist.DistBackendError as error:
-        return message_of(error)
-    finally:
-        store_of().set("done", "yes")
-    raise AssertionError("the barrier passed without rank 1")
+    say("done")
 
 
 def test_a_monitored_barrier_waits_behind_a_dead_rank() -> None:
-    text = run_ranks(name_the_dead, 3, timeout=40, dying=(1,))[0]
-    assert HOUSE_FORM.match(text), text
-    for part in ("rank 1 (process", "has died", "; rank 2 (process", "has not come within 1 s"):
-        assert part in text, text
+    run_deaths(name_the_dead, 3, [Death(1)])
 
 
 @on_shm_ranks(2, timeout=40)
@@ -127,10 +107,9 @@ def test_a_stopped_rank(rank: int) -> None:
     dist.barrier()
     set_timeout(2)
     if rank == 1:
-        store_of().set("process", str(os.getpid()))
         os.kill(os.getpid(), signal.SIGSTOP)
         return
-    stopped = int(store_of().get("process"))
+    stopped = process_of(1)
     until(lambda: state_of(stopped) == "T")
     with raises(dist.DistBackendError, "it is alive (stopped) but not progressing"):
         dist.all_reduce(torch.ones(2))
@@ -150,43 +129,32 @@ def test_a_slow_rank_is_waited_for(rank: int) -> None:
 # --- Dead and gone -------------------------------------------------------------------------------
 
 
-def survive(rank: int, when: str) -> str | None:
-    """Rank 1 dies; what the others raise is returned."""
-    dist.init_process_group("trireme")
-    tell_process(rank)
+def outlive(rank: int, when: str) -> None:
     dist.all_reduce(torch.ones(5))
     if rank == 1:
         if when == "in the middle":
             threading.Thread(target=die_inside, args=("all_reduce of 3000000",)).start()
             while True:
                 dist.all_reduce(torch.ones(3_000_000))
-        if when == "while others wait":
-            until_inside((0, 2), "all_reduce")
-        os.kill(os.getpid(), signal.SIGKILL)
+        die_when_awaited() if when == "while others wait" else kill_this_rank()
     if when == "before they call":
         until(lambda: state_of(process_of(1)) == "Z")
-    try:
+    parts = ("rank 1 (process", "has died", "all_reduce of 3000000 float32 by SUM")
+    with raises(dist.DistBackendError, *parts):
         while True:
             work = dist.all_reduce(torch.ones(3_000_000), async_op=when == "while others wait")
             if work is not None:
                 work.wait()
-    except dist.DistBackendError as error:
-        return message_of(error)
 
 
 def die_inside(what: str) -> None:
     until(lambda: is_inside(os.getpid(), what))
-    os.kill(os.getpid(), signal.SIGKILL)
+    kill_this_rank()
 
 
-@pytest.mark.parametrize("when", ["before they call", "while others wait", "in the middle"])
-def test_a_killed_rank(when: str) -> None:
-    texts = run_ranks(survive, 3, when, timeout=40, dying=(1,))
-    for rank in (0, 2):
-        text = texts[rank]
-        assert HOUSE_FORM.match(text), text
-        for part in ("rank 1 (process", "has died", "all_reduce of 3000000 float32 by SUM"):
-            assert part in text, text
+def test_a_killed_rank() -> None:
+    moments = ("before they call", "while others wait", "in the middle")
+    run_deaths(outlive, 3, [Death(1, (moment,)) for moment in moments])
 
 
 @on_shm_ranks(3, timeout=40)
@@ -228,7 +196,7 @@ def leave_without_a_word(rank: int, pending: bool) -> int:
 @pytest.mark.parametrize("pending", [False, True])
 def test_an_end_without_destroy_process_group(pending: bool) -> None:
     """run_ranks raises if a rank does not end by itself, and well."""
-    run_ranks(leave_without_a_word, 2, pending, timeout=40)
+    run_ranks(leave_without_a_word, 2, pending, timeout=40, fresh=True)
 
 
 ENDS = """
@@ -307,7 +275,7 @@ def test_a_forked_child_cannot_use_the_group(rank: int) -> None:
         assert_bits(tensor, reduced(ReduceOp.SUM, of_all(2, 9000, torch.float32)))
 
 
-@on_shm_ranks(2, timeout=60)
+@on_shm_ranks(2, timeout=60, fresh=True)  # a DataLoader leaves a signal handler
 def test_workers_of_a_data_loader_are_forked(rank: int) -> None:
     """They live and end beside the group, in every epoch anew."""
     data = TensorDataset(torch.stack([batch(step)[rank::2] for step in range(4)]))

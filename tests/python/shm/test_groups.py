@@ -11,12 +11,11 @@ from torch.distributed import ReduceOp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from ddp.ranks import raises
-from shm.ranks import TORCH, assert_bits, backend_of, of_all, on_shm_ranks, reduced, until, values
-
-
-def total(tensors: list[torch.Tensor]) -> torch.Tensor:
-    return reduced(ReduceOp.SUM, tensors)
+from harness.faults import raises
+from harness.meeting import until
+from harness.on_ranks import on_shm_ranks
+from harness.tensors import assert_bits
+from shm.ranks import TORCH, backend_of, of_all, reduced, total, values
 
 
 def check_sum(group: Any, members: list[int], numel: int = 500) -> None:
@@ -282,7 +281,7 @@ def test_a_mesh_of_two_dimensions(rank: int) -> None:
     check_sum(mesh._flatten().get_group(), [0, 1, 2, 3])
 
 
-@on_shm_ranks(4)
+@on_shm_ranks(4, fresh=True)
 def test_functional_collectives(rank: int) -> None:
     mine, all_of_them = values(rank, (8, 3), torch.float32), of_all(4, (8, 3), torch.float32)
     group = dist.group.WORLD

@@ -9,9 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ddp.ranks import raises, say, set_timeout, stay_until
-from distributed import run_ranks
-from shm.ranks import TORCH, backend_of, on_shm_ranks, until, until_inside
+from harness.faults import raises
+from harness.meeting import say, set_timeout, stay_until, store, until, until_inside
+from harness.on_ranks import on_shm_ranks
+from harness.ranks import run_ranks
+from shm.ranks import TORCH, backend_of
 
 has_hooks = pytest.mark.skipif(TORCH < (2, 15), reason="torch has these hooks since 2.15")
 has_errors = pytest.mark.skipif(
@@ -53,7 +55,7 @@ def test_abort_hooks(rank: int) -> None:
 
 
 @has_hooks
-@on_shm_ranks(2, timeout=40)
+@on_shm_ranks(2, timeout=40, fresh=True)
 def test_an_abort_hook_may_abort_and_throw(rank: int) -> None:
     backend = backend_of()
     called = []
@@ -124,12 +126,11 @@ def test_a_completion_hook_sees_kind_number_and_duration(rank: int) -> None:
     work.wait()
     with raises(dist.DistBackendError, "ranks do not agree"):
         dist.all_reduce(torch.ones(5 + rank))  # what fails is not reported
-    store = dist.distributed_c10d._get_default_store()
     if rank == 0:
         until_inside(1, "barrier")
         seen = time.monotonic()
         until_inside(1, "barrier")
-        store.set("rank 1 waited", str(time.monotonic() - seen))
+        store().set("rank 1 waited", str(time.monotonic() - seen))
     dist.barrier()
     tensor = torch.ones(3)
     dist.send(tensor, 1) if rank == 0 else dist.recv(tensor, 0)
@@ -144,7 +145,7 @@ def test_a_completion_hook_sees_kind_number_and_duration(rank: int) -> None:
     assert all(timedelta(0) < info.active_duration < elapsed for info in infos)
     assert all(info.time_started < info.time_finished for info in infos)
     if rank == 1:
-        waited = float(store.get("rank 1 waited"))
+        waited = float(store().get("rank 1 waited"))
         assert infos[2].active_duration >= timedelta(seconds=waited)
     with raises(ValueError, "got a second hook"):
         group._register_on_completion_hook(infos.append)

@@ -10,29 +10,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import trireme
 from torch.distributed import ReduceOp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from ddp.ranks import batch, mlp
-from distributed import run_ranks
-from shm.hosts import LAYOUTS, SOME_LAYOUTS, join, on_hosts
-from shm.ranks import (
-    COMPLEX,
-    HALVES,
-    INTEGERS,
-    MOVED,
-    REDUCED,
-    assert_bits,
-    assert_lists,
-    divided,
-    of_all,
-    reduced,
-    values,
-)
+from harness.models import batch, mlp
+from harness.pretended_hosts import LAYOUTS, SOME_LAYOUTS, join, on_hosts
+from harness.ranks import run_ranks
+from harness.tensors import assert_bits, assert_lists
+from shm.ranks import COMPLEX, HALVES, INTEGERS, MOVED, REDUCED, divided, of_all, reduced, values
 
 GLOOS_DTYPES = (torch.uint8, torch.int64, torch.bfloat16, torch.float64)
 # One element; less than a slice per host; several chunks that end in the middle of one.
@@ -278,8 +266,7 @@ def train(rank: int, world: int, kind: str) -> list[torch.Tensor]:
                 fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
     else:
-        wrapper = TorchDDP if kind == "ddp" else trireme.DistributedDataParallel
-        model = wrapper(model, bucket_cap_mb=0.001)
+        model = TorchDDP(model, bucket_cap_mb=0.001)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     for step in range(4):
         optimizer.zero_grad()
@@ -292,10 +279,10 @@ def train(rank: int, world: int, kind: str) -> list[torch.Tensor]:
     ]
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp", "trireme"])
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 @pytest.mark.parametrize("layout", ["2x2", "1+3"])
 def test_models_train_as_in_one_process(layout: str, kind: str) -> None:
-    """torch's DDP and FSDP2, and our DDP."""
+    """torch's DDP and FSDP2; contract/test_hosts.py has ours."""
     results = on_hosts(layout, train, kind)
     alone = mlp()
     optimizer = torch.optim.AdamW(alone.parameters(), lr=0.01)

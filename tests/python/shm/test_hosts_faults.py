@@ -1,7 +1,6 @@
 """What goes wrong where the ranks of the backend ``trireme`` are on several hosts."""
 
 import os
-import signal
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -9,23 +8,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import trireme
 from torch.distributed import ReduceOp
 
-from ddp.ranks import (
-    HOUSE_FORM,
-    batch,
-    message_of,
-    mlp,
-    process_of,
-    raises,
-    say,
-    set_timeout,
-    stay_until,
-)
-from distributed import run_ranks
-from shm.hosts import LAYOUTS, SOME_LAYOUTS, join, on_hosts, until_entered
-from shm.ranks import backend_of, state_of, until
+from harness.deaths import Death, run_deaths
+from harness.faults import kill_this_rank, message_of, raises
+from harness.meeting import process_of, say, set_timeout, state_of, stay_until, until
+from harness.pretended_hosts import LAYOUTS, SOME_LAYOUTS, on_hosts, until_entered
+from shm.ranks import backend_of
 
 
 def mismatches(rank: int, world: int) -> None:
@@ -55,11 +44,11 @@ def test_ranks_that_do_not_agree(layout: str) -> None:
 
 def die_after(event: threading.Event) -> None:
     event.wait(20)
-    os.kill(os.getpid(), signal.SIGKILL)
+    kill_this_rank()
 
 
-def survive(rank: int, layout: str, victim: int, when: str) -> str | None:
-    join(rank, layout)
+def outlive(rank: int, layout: str, victim: int, when: str) -> None:
+    """Who shares the memory of the dead saw it; so did, by its word, most of the others."""
     dist.all_reduce(torch.ones(5))
     what = "all_reduce of 3000000"
     if rank == victim:
@@ -71,60 +60,47 @@ def survive(rank: int, layout: str, victim: int, when: str) -> str | None:
                 has_begun.set()
         if when == "while others wait":
             until_entered({*range(len(LAYOUTS[layout]))} - {rank}, what)
-        os.kill(os.getpid(), signal.SIGKILL)
+        kill_this_rank()
     say(f"{rank} comes")
     if when == "before they call":
         until(lambda: state_of(process_of(victim)) == "Z")
-    try:
+    saw_it = LAYOUTS[layout][rank] == LAYOUTS[layout][victim]
+    parts = (f"rank {victim}", "all_reduce of 3000000 float32", "has died" if saw_it else "")
+    with raises(dist.DistBackendError, *parts):
         while True:
             dist.all_reduce(torch.ones(3_000_000))
-    except dist.DistBackendError as error:
-        with raises(dist.DistBackendError):
-            dist.barrier()  # nothing works any more
-        return message_of(error)
+    with raises(dist.DistBackendError):
+        dist.barrier()  # nothing works any more
 
 
-@pytest.mark.parametrize("when", ["before they call", "while others wait", "in the middle"])
-@pytest.mark.parametrize(
-    ("layout", "victim"), [("2x2", 3), ("2x2", 0), ("1+3", 0), ("1+3", 1), ("1+3", 3)]
-)
-def test_a_killed_rank(layout: str, victim: int, when: str) -> None:
-    world = len(LAYOUTS[layout])
-    texts = run_ranks(survive, world, layout, victim, when, timeout=60, dying=(victim,))
-    for rank in set(range(world)) - {victim}:
-        text = texts[rank]
-        assert HOUSE_FORM.match(text), text
-        assert f"rank {victim}" in text, text
-        assert "all_reduce of 3000000 float32" in text, text
-        # Those that shared its memory saw it die; so did, by their word, most of the others.
-        if LAYOUTS[layout][rank] == LAYOUTS[layout][victim]:
-            assert "has died" in text, text
+@pytest.mark.parametrize(("layout", "victims"), [("2x2", (3, 0)), ("1+3", (0, 1, 3))])
+def test_a_killed_rank(layout: str, victims: tuple[int, ...]) -> None:
+    moments = ("before they call", "while others wait", "in the middle")
+    deaths = [
+        Death(victim, (layout, victim, moment), LAYOUTS[layout])
+        for victim in victims
+        for moment in moments
+    ]
+    run_deaths(outlive, len(LAYOUTS[layout]), deaths, timeout=100)
 
 
-def late(rank: int, layout: str) -> str | None:
-    join(rank, layout)
+def late(rank: int, world: int) -> None:
+    """The host that it is missing from says so; the others quote it."""
     dist.all_reduce(torch.ones(5))
     if rank == 1:
         stay_until("0 is done", "2 is done", "3 is done")
         with raises(dist.DistBackendError, "the group has failed"):
             dist.barrier()
-        return None
+        return
     set_timeout(1.5)
-    text = ""
-    try:
+    parts = ("rank 1 (process", "has not come within 1500 ms", "it is alive")
+    with raises(dist.DistBackendError, *parts):
         dist.all_reduce(torch.ones(7))
-    except dist.DistBackendError as error:
-        text = message_of(error)
     say(f"{rank} is done")
-    return text
 
 
 def test_a_rank_that_does_not_come() -> None:
-    """The host that it is missing from says so; the others quote it."""
-    texts = run_ranks(late, 4, "2x2", timeout=60)
-    for rank in (0, 2, 3):
-        for part in ("rank 1 (process", "has not come within 1500 ms", "it is alive"):
-            assert part in texts[rank], texts[rank]
+    on_hosts("2x2", late)
 
 
 def aborted(rank: int, world: int) -> None:
@@ -140,23 +116,6 @@ def aborted(rank: int, world: int) -> None:
 @pytest.mark.parametrize("layout", ["2x2", "1+3"])
 def test_an_aborted_group(layout: str) -> None:
     on_hosts(layout, aborted)
-
-
-def abandon(rank: int, world: int) -> None:
-    """An exception in one rank's backward, while the others are in its collectives."""
-    model = trireme.DistributedDataParallel(mlp())
-    loss = model(batch(0)).square().mean()
-    if rank == 1:
-        model.module[0].weight.register_hook(lambda _: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            loss.backward()
-        return
-    with raises(dist.DistBackendError, "was abandoned", "(rank 1 of 4)"):
-        loss.backward()
-
-
-def test_a_backward_of_ddp_that_raises_on_one_rank() -> None:
-    on_hosts("2x2", abandon)
 
 
 def fork_and_go_on(rank: int, world: int) -> None:

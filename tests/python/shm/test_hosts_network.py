@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from distributed import run_ranks
-from network_hosts import ENVIRONMENT, about, join, of_hosts, sent_bytes, two_hosts_or_skip
+from harness.network_hosts import ENVIRONMENT, about, join, of_hosts, sent_bytes, two_hosts_or_skip
+from harness.ranks import run_ranks
 
 MIB = 1 << 20
 WORLD = 4

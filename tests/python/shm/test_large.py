@@ -1,23 +1,16 @@
 """Tensors beyond what 32 bits count, in bytes and in elements."""
 
-from pathlib import Path
-
 import pytest
 import torch
 import torch.distributed as dist
 
-from shm.ranks import on_shm_ranks
+from harness.memory import available_bytes
+from harness.on_ranks import on_shm_ranks
 
 NUMEL = 2**31 + 64  # elements of one byte each
 LITTLE = 64
 WORLD = 2
 NEEDED = WORLD * NUMEL + 2**30  # with the rings, and what the checks take
-
-
-def available_bytes() -> int:
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    fields = dict(line.split(":", 1) for line in lines)
-    return int(fields["MemAvailable"].split()[0]) * 1024
 
 
 def check(part: torch.Tensor, expected: int) -> None:

@@ -13,20 +13,14 @@ from torch.distributed import ReduceOp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from ddp.ranks import batch, mlp, raises, say, set_timeout, stay_until
-from distributed import run_ranks
-from shm.ranks import (
-    TORCH,
-    assert_bits,
-    backend_of,
-    files_in_memory,
-    left_in_memory,
-    of_all,
-    on_shm_ranks,
-    reduced,
-    until_inside,
-    values,
-)
+from harness.faults import raises
+from harness.leftovers import files_in_memory, left_in_memory
+from harness.meeting import say, set_timeout, stay_until, until_inside
+from harness.models import batch, mlp
+from harness.on_ranks import on_shm_ranks
+from harness.ranks import run_ranks
+from harness.tensors import assert_bits
+from shm.ranks import TORCH, backend_of, of_all, reduced, values
 
 CPU = torch.device("cpu")
 has_windows = pytest.mark.skipif(TORCH < (2, 15), reason="torch has windows since 2.15")
@@ -48,7 +42,7 @@ def is_shared(tensor: torch.Tensor) -> bool:
 # --- Tensors --------------------------------------------------------------------------------------
 
 
-@on_shm_ranks(3)
+@on_shm_ranks(3, fresh=True)
 def test_tensors_of_the_group(rank: int) -> None:
     assert backend_of().supports_tensor_alloc(CPU)
     if rank != 1:  # a local call
@@ -68,7 +62,7 @@ def test_tensors_of_the_group(rank: int) -> None:
     assert torch.all(grown == 3) and is_shared(view)
 
 
-@on_shm_ranks(1)
+@on_shm_ranks(1, fresh=True)
 def test_memory_is_kept_for_the_next_tensor_of_its_size(rank: int) -> None:
     place = allocate(1_000_000).data_ptr()
     assert allocate(1_000_000).data_ptr() == place
@@ -95,7 +89,7 @@ def test_too_much_memory_is_an_error(rank: int) -> None:
     dist.all_reduce(torch.ones(1))
 
 
-@on_shm_ranks(2)
+@on_shm_ranks(2, fresh=True)
 def test_a_forked_child_gives_nothing_back(rank: int) -> None:
     """It maps the same pages; what it frees its parent may still use."""
     kept = allocate(100_000).data_ptr()
@@ -146,7 +140,7 @@ def train(rank: int, shared: bool, seen: list[bool]) -> list[torch.Tensor]:
 
 
 @pytest.mark.filterwarnings("ignore")
-@on_shm_ranks(2, timeout=90)
+@on_shm_ranks(2, timeout=90, fresh=True)
 def test_fsdp_takes_its_buffers_from_the_group(rank: int) -> None:
     from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
 
@@ -173,7 +167,7 @@ def test_fsdp_takes_its_buffers_from_the_group(rank: int) -> None:
 
 
 @has_windows
-@on_shm_ranks(3)
+@on_shm_ranks(3, fresh=True)
 def test_put_signal_and_wait(rank: int) -> None:
     mine = allocate(8).fill_(-1)
     window = dist.group.WORLD.new_window(mine)
@@ -213,7 +207,7 @@ def test_put_signal_and_wait(rank: int) -> None:
 
 
 @has_windows
-@on_shm_ranks(2, timeout=40)
+@on_shm_ranks(2, timeout=40, fresh=True)
 def test_what_a_window_cannot_do(rank: int) -> None:
     group = dist.group.WORLD
     for odd, part in (

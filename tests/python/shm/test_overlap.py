@@ -6,15 +6,12 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed import ReduceOp
 
-from shm.ranks import assert_bits, assert_lists, backend_of, of_all, on_shm_ranks, reduced, values
+from harness.on_ranks import on_shm_ranks
+from harness.tensors import assert_bits, assert_lists
+from shm.ranks import backend_of, of_all, total, values
 
 WORLD = 3
-
-
-def total(tensors: list[torch.Tensor]) -> torch.Tensor:
-    return reduced(ReduceOp.SUM, tensors)
 
 
 def shifted(rows: int, by: int) -> tuple[torch.Tensor, Callable[[int, int], torch.Tensor]]:

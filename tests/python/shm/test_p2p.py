@@ -15,8 +15,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
-from ddp.ranks import AGES_S, message_of, raises, say, set_timeout, stay_until
-from shm.ranks import MOVED, assert_bits, backend_of, on_shm_ranks, until, values
+from harness.faults import message_of, raises
+from harness.meeting import say, set_timeout, stay_until, until
+from harness.on_ranks import AGES_S, on_shm_ranks
+from harness.tensors import assert_bits
+from shm.ranks import MOVED, backend_of, values
 
 # Nothing, one line, more than a chunk, more than a ring (256 KiB for two ranks).
 SIZES = (0, 1, 7, 3001, 40_000, 150_001)

@@ -14,30 +14,23 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp
 
-from ddp.ranks import (
-    AGES_S,
-    HOUSE_FORM,
-    message_of,
+from harness.faults import HOUSE_FORM, message_of, raises
+from harness.leftovers import files_in_memory, left_in_memory
+from harness.meeting import (
+    is_inside,
     process_of,
-    raises,
     say,
     set_timeout,
     stay_until,
     tell_process,
-)
-from distributed import run_ranks
-from shm.ranks import (
-    assert_bits,
-    files_in_memory,
-    is_inside,
-    left_in_memory,
-    of_all,
-    on_shm_ranks,
-    reduced,
     until,
     until_inside,
-    values,
 )
+from harness.memory import mapped_bytes
+from harness.on_ranks import AGES_S, on_shm_ranks
+from harness.ranks import run_ranks
+from harness.tensors import assert_bits
+from shm.ranks import of_all, reduced, values
 
 
 def hold_the_interpreter(until: Path) -> None:
@@ -140,14 +133,10 @@ def interrupted(rank: int, waits: bool) -> None:
 @pytest.mark.parametrize("waits", [False, True])
 def test_control_c(waits: bool) -> None:
     """Nobody stays in a collective that its peers have been interrupted out of."""
-    run_ranks(interrupted, 2, waits, timeout=60)
+    run_ranks(interrupted, 2, waits, timeout=60, fresh=True)
 
 
 # --- Memory ---------------------------------------------------------------------------------------
-
-
-def mapped_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 
 
 @on_shm_ranks(2, timeout=40, patience_s=AGES_S)
@@ -206,11 +195,10 @@ def meet_a_stranger(rank: int) -> str | None:
     """Rank 1 dies and another process gets its number."""
     dist.init_process_group("trireme")
     dist.all_reduce(torch.ones(5))
-    store = dist.distributed_c10d._get_default_store()
     if rank == 1:
-        store.set("process", str(os.getpid()))
+        tell_process(1)
         os.kill(os.getpid(), signal.SIGKILL)
-    dead = int(store.get("process"))
+    dead = process_of(1)
     until(lambda: not Path(f"/proc/{dead}").exists())
     for _ in range(20):
         try:

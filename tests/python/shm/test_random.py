@@ -8,7 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shm.ranks import assert_lists, on_shm_ranks, values
+from harness.on_ranks import on_shm_ranks
+from harness.tensors import assert_lists
+from shm.ranks import values
 
 CALLS = 200  # for each number of ranks
 LARGEST = 70_000  # elements: more than a slot holds

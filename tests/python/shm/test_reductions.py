@@ -10,7 +10,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp
 
-from ddp.ranks import raises
+from harness.faults import raises
+from harness.on_ranks import on_shm_ranks
+from harness.tensors import assert_bits, assert_lists, bits
 from shm.ranks import (
     COMPLEX,
     HALVES,
@@ -18,12 +20,8 @@ from shm.ranks import (
     REALS,
     REDUCED,
     WORLDS,
-    assert_bits,
-    assert_lists,
     backend_of,
-    bits,
     of_all,
-    on_shm_ranks,
     reduced,
     values,
 )
@@ -180,7 +178,7 @@ def run_of_sums(rank: int) -> list[torch.Tensor]:
 
 
 def test_the_same_bits_on_all_ranks_and_in_every_run() -> None:
-    from distributed import run_ranks
+    from harness.ranks import run_ranks
 
     runs = [*run_ranks(run_of_sums, 4), *run_ranks(run_of_sums, 4)]
     for run in runs[1:]:

@@ -14,8 +14,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp
 
-from distributed import run_ranks, without_launcher
-from shm.ranks import TORCH, assert_bits, of_all, on_shm_ranks, reduced, values
+from harness.on_ranks import on_shm_ranks
+from harness.processes import without_launcher
+from harness.ranks import run_ranks
+from harness.tensors import assert_bits
+from shm.ranks import TORCH, of_all, reduced, values
 
 ROOT = Path(__file__).resolve().parents[3]
 

@@ -20,8 +20,8 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from ddp.ranks import batch, mlp
-from distributed import run_ranks
+from harness.models import batch, mlp
+from harness.ranks import run_ranks
 
 WORLD = 2
 BACKENDS = ("gloo", "trireme")

@@ -17,16 +17,14 @@ import torch.distributed as dist
 import trireme
 from torch import nn
 
-from ddp.ranks import HOUSE_FORM, message_of, raises, say, set_timeout, stay_until
-from distributed import run_ranks
-from shm.ranks import backend_of, is_inside, on_shm_ranks, until
+from harness.faults import HOUSE_FORM, message_of, raises
+from harness.meeting import is_inside, process_of, say, set_timeout, stay_until, store, until
+from harness.on_ranks import on_shm_ranks
+from harness.ranks import run_ranks
+from shm.ranks import backend_of
 
 SHORT = timedelta(milliseconds=50)
 PATIENCE = timedelta(seconds=20)
-
-
-def store_of() -> Any:
-    return dist.distributed_c10d._get_default_store()
 
 
 def sent(numel: int = 3) -> torch.Tensor:
@@ -49,17 +47,16 @@ STARTS: dict[str, Callable[[int], Any]] = {
 @on_shm_ranks(2, timeout=100)
 def test_a_wait_keeps_its_own_timeout(rank: int) -> None:
     """Rank 1 comes to each operation after rank 0 gave up waiting for it, and nothing is lost."""
-    store = store_of()
     for name, start in STARTS.items():
         if rank == 1:
-            store.wait([f"{name}: rank 0 has given up"], PATIENCE)
+            stay_until(f"{name}: rank 0 has given up")
         work = start(rank)
         if rank == 0:
             for _ in range(2):
                 with raises(dist.DistBackendError, "is not done after a wait of 50 ms", "goes on"):
                     work.wait(SHORT)
             assert not work.is_completed()
-            store.set(f"{name}: rank 0 has given up", "yes")
+            say(f"{name}: rank 0 has given up")
         assert work.wait(PATIENCE) and work.is_completed()
         work.wait()
     tensor = sent()
@@ -70,15 +67,14 @@ def test_a_wait_keeps_its_own_timeout(rank: int) -> None:
 @on_shm_ranks(2, timeout=40)
 def test_a_wait_for_the_last_of_several(rank: int) -> None:
     """The queue's own thread works off what lies before it; results come in their order."""
-    store = store_of()
     if rank == 1:
-        store.wait(["rank 0 has given up"], PATIENCE)
+        stay_until("rank 0 has given up")
     tensors = [torch.full((5,), float(number)) for number in range(4)]
     works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
     if rank == 0:
         with raises(dist.DistBackendError, "operation 4 is not done"):
             works[-1].wait(SHORT)
-        store.set("rank 0 has given up", "yes")
+        say("rank 0 has given up")
     works[-1].wait(PATIENCE)
     assert all(work.is_completed() for work in works)
     assert [tensor[0].item() for tensor in tensors] == [0, 2, 4, 6]
@@ -92,7 +88,6 @@ VERY_LONG = (timedelta(days=365 * 300), timedelta.max)
 @on_shm_ranks(2, timeout=60)
 def test_timeouts_of_centuries(rank: int) -> None:
     """They are waited for like others: rank 1 comes late to each operation."""
-    store = store_of()
     for number, very_long in enumerate(VERY_LONG):
         made = dist.new_group(timeout=very_long)
         set_timeout(very_long)
@@ -105,12 +100,12 @@ def test_timeouts_of_centuries(rank: int) -> None:
             ),
         }.items():
             if rank == 1:
-                store.wait([f"{number} {name}"], PATIENCE)
+                stay_until(f"{number} {name}")
             work = start()
             if rank == 0:
                 with raises(dist.DistBackendError, "is not done after a wait of 50 ms"):
                     work.wait(SHORT)
-                store.set(f"{number} {name}", "rank 0 waits")
+                say(f"{number} {name}")
             work.wait(very_long)
 
 
@@ -171,14 +166,14 @@ class Stop(Exception):
 
 def signal_once_it_waits(what: str, number: int = signal.SIGUSR2) -> None:
     """To rank 0, of rank 1."""
-    pid = int(store_of().get("process"))
+    pid = process_of(0)
     until(lambda: is_inside(pid, what))
     os.kill(pid, number)
 
 
 def signal_once_it_sleeps(what: str, number: int) -> None:
     """As signal_once_it_waits, where another thread of rank 0 may be the one that is in it."""
-    pid = int(store_of().get("process"))
+    pid = process_of(0)
     stat = Path(f"/proc/{pid}/stat")
     until(lambda: is_inside(pid, what) and ") S " in stat.read_text())  # S: its first thread sleeps
     os.kill(pid, number)
@@ -196,7 +191,6 @@ def handled(handler: Any, number: int = signal.SIGUSR2) -> Iterator[None]:
 @on_shm_ranks(2, timeout=100)
 def test_signal_handlers_run_while_a_rank_waits(rank: int) -> None:
     """Rank 1 comes only after the handler has run on rank 0."""
-    store = store_of()
     backward, step = zero_step()
     starts: dict[str, tuple[str, Callable[[], Any]]] = {
         "at once": ("all_reduce of 3 float32", lambda: dist.all_reduce(sent())),
@@ -211,16 +205,14 @@ def test_signal_handlers_run_while_a_rank_waits(rank: int) -> None:
         "in a backward": ("", backward),
         "in a step": ("step gate", step),
     }
-    if rank == 0:
-        store.set("process", str(os.getpid()))
     for name, (what, start) in starts.items():
         if rank == 1:
             stay_until(f"{name}: rank 0 comes")  # rank 0 is not in what was before
             signal_once_it_waits(what)
-            store.wait([name], PATIENCE)
+            stay_until(name)
             start()
         else:
-            with handled(lambda *_, name=name: store.set(name, "was handled")):
+            with handled(lambda *_, name=name: say(name)):
                 say(f"{name}: rank 0 comes")
                 start()
     dist.barrier()
@@ -229,9 +221,8 @@ def test_signal_handlers_run_while_a_rank_waits(rank: int) -> None:
 @on_shm_ranks(2, timeout=60)
 def test_a_signal_while_a_message_is_waited_for(rank: int) -> None:
     """What the handler raises comes out; the message goes on."""
-    store = store_of()
     if rank == 1:
-        store.wait(["rank 0 was called away"], PATIENCE)
+        stay_until("rank 0 was called away")
         dist.send(sent(), 0)
         return
     came = queue.SimpleQueue()
@@ -254,7 +245,7 @@ def test_a_signal_while_a_message_is_waited_for(rank: int) -> None:
         thread.start()
         work.wait()
     thread.join()
-    store.set("rank 0 was called away", "yes")
+    say("rank 0 was called away")
     work.wait()
     assert torch.all(tensor == 1)
 
@@ -267,24 +258,21 @@ def stop(*_: Any) -> None:
 @on_shm_ranks(2, timeout=60)
 def test_a_handler_that_raises(rank: int, asynchronous: bool) -> None:
     """It leaves the collective; the peer hears by what, and the next step of both works."""
-    store = store_of()
     numel = 3_000_000
     for number, handler, error in (
         (signal.SIGUSR2, stop, Stop),
         (signal.SIGINT, signal.default_int_handler, KeyboardInterrupt),
     ):
-        if rank == 0:
-            store.set("process", str(os.getpid()))
         dist.barrier()
         if rank == 0:
             with handled(handler, number), pytest.raises(error):
                 work = dist.all_reduce(sent(numel), async_op=asynchronous)
                 if work is not None:
                     work.wait(PATIENCE)
-            store.set(f"left by {error.__name__}", "yes")
+            say(f"left by {error.__name__}")
         else:
             signal_once_it_sleeps(f"all_reduce of {numel} float32", number)
-            store.wait([f"left by {error.__name__}"], PATIENCE)
+            stay_until(f"left by {error.__name__}")
             parts = ("rank 0 (process", "has left it", error.__name__, "signal handler")
             with raises(dist.DistBackendError, *parts):
                 dist.all_reduce(sent(numel))
@@ -296,10 +284,9 @@ def test_a_handler_that_raises(rank: int, asynchronous: bool) -> None:
 @on_shm_ranks(2, timeout=60)
 def test_a_handler_that_calls_a_collective(rank: int) -> None:
     """Nobody could run it: it is refused, and the collective that was interrupted goes on."""
-    store = store_of()
     if rank == 1:
         signal_once_it_waits("all_reduce of 3 float32")
-        text = store.get("text").decode()
+        text = store().get("text").decode()
         assert HOUSE_FORM.match(text) and "from within a signal handler" in text, text
         assert "operation of that group (rank 0 of 2)" in text, text
         dist.all_reduce(sent())
@@ -309,9 +296,8 @@ def test_a_handler_that_calls_a_collective(rank: int) -> None:
         try:
             dist.barrier()
         except dist.DistBackendError as error:
-            store.set("text", message_of(error))
+            store().set("text", message_of(error))
 
-    store.set("process", str(os.getpid()))
     tensor = sent()
     with handled(collective):
         dist.all_reduce(tensor)
@@ -321,14 +307,12 @@ def test_a_handler_that_calls_a_collective(rank: int) -> None:
 @on_shm_ranks(2, timeout=60)
 def test_a_signal_while_a_group_ends(rank: int) -> None:
     """What is queued is given up, and the handler's exception comes out."""
-    store = store_of()
     made = dist.new_group()
     if rank == 1:
         signal_once_it_waits("all_reduce of 6 float32")
-        store.wait(["rank 0 has stopped"], PATIENCE)
+        stay_until("rank 0 has stopped")
         return
-    store.set("process", str(os.getpid()))
     with handled(stop), pytest.raises(Stop):
         dist.all_reduce(sent(6), group=made, async_op=True)
         dist.destroy_process_group(made)
-    store.set("rank 0 has stopped", "yes")
+    say("rank 0 has stopped")

@@ -15,17 +15,10 @@ from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.optim import SGD, AdamW
 
-from ddp.ranks import batch, mlp, on_gloo_ranks
-from shm.ranks import on_shm_ranks
-from zero.ranks import (
-    Shapes,
-    Training,
-    Zero,
-    alone,
-    assert_equal_parameters,
-    assert_trains_as_one_process,
-    sharded,
-)
+from harness.models import Shapes, batch, mlp
+from harness.on_ranks import on_gloo_ranks, on_shm_ranks
+from harness.training import Training, alone, assert_equal_parameters
+from zero.ranks import Zero, assert_trains_as_one_process, sharded
 
 STAGES = (1, 2)
 STEPS = 5

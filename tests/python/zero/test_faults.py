@@ -1,9 +1,8 @@
-"""A rank fails, is killed or does not come: the others raise in time, and may go on."""
+"""A rank fails, or leaves: the others raise in time, and may go on."""
 
 from __future__ import annotations
 
-import os
-import signal
+import itertools
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -15,24 +14,11 @@ import trireme
 from torch import nn
 from torch.optim import SGD
 
-from ddp.ranks import (
-    AGES_S,
-    HOUSE_FORM,
-    batch,
-    break_it,
-    message_of,
-    mlp,
-    on_gloo_ranks,
-    raises,
-    say,
-    set_timeout,
-    stay_until,
-    tell_process,
-)
-from ddp.test_faults import Breaks
-from distributed import run_ranks
-from shm.ranks import on_shm_and_gloo_ranks, on_shm_ranks, until_inside
-from zero.ranks import DDP, STAGES, Training, Zero, alone, assert_equal_parameters, sharded
+from harness.faults import Breaks, break_it, raises
+from harness.models import batch, mlp
+from harness.on_ranks import AGES_S, on_gloo_ranks, on_shm_and_gloo_ranks, on_shm_ranks
+from harness.training import Training, alone, assert_equal_parameters
+from zero.ranks import DDP, STAGES, Zero, sharded
 
 
 class Fragile(SGD):
@@ -86,11 +72,10 @@ def test_the_inner_optimizer_raises_on_one_rank(rank: int, stage: int) -> None:
         assert_goes_on(ours)
 
 
-@pytest.mark.parametrize("grown", [False, True], ids=["one part", "two parts"])
-@on_shm_ranks(3, timeout=40)
-def test_a_closure_raises_on_one_rank(rank: int, grown: bool) -> None:
-    """The others wait in the backward of theirs, or already in the step."""
-    for stage in (1, 2):
+@on_shm_ranks(3, timeout=60)
+def test_a_closure_raises_on_one_rank(rank: int) -> None:
+    """The others wait in the backward of theirs, or already in the step; of one part or two."""
+    for stage, grown in itertools.product((1, 2), (False, True)):
         ours = sharded(mlp, SGD, stage, lr=0.1)
         if grown:
             ours.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(5))]})
@@ -120,11 +105,10 @@ def hook_after_accumulation(parameter: torch.Tensor, break_it: Callable[..., Any
     return parameter.register_post_accumulate_grad_hook(break_it)
 
 
-@pytest.mark.parametrize("register", [hook_of_parameter, hook_after_accumulation])
-@on_shm_ranks(2, timeout=40, patience_s=AGES_S)
-def test_a_hook_raises_on_one_rank(rank: int, register: Any) -> None:
+@on_shm_ranks(2, timeout=60, patience_s=AGES_S)
+def test_a_hook_raises_on_one_rank(rank: int) -> None:
     """In the middle of a backward that averages; in the first one and in one that streams."""
-    for before in (0, 3):
+    for register, before in itertools.product((hook_of_parameter, hook_after_accumulation), (0, 3)):
         ours = sharded(mlp, SGD, 2, lr=0.1)
         for step in range(before):
             ours.train(step)
@@ -263,78 +247,10 @@ def test_an_optimizer_that_one_rank_cannot_make(rank: int) -> None:
         assert_goes_on(Training(model, net, optimizer, rank, 2))
 
 
-# --- Dead and gone --------------------------------------------------------------------------------
+# --- Gone and apart ------------------------------------------------------------------------------
 
 
-class Dies(SGD):
-    dies = False
-
-    def step(self, closure: Any = None) -> Any:
-        if self.dies:
-            die_when_others_wait()
-        return super().step(closure)
-
-
-def die_when_others_wait(*_: Any) -> None:
-    until_inside((0, 2))
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def survive(rank: int, stage: int, when: str) -> str | None:
-    """Rank 1 dies in its third step; what the others raise is returned."""
-    dist.init_process_group("trireme")
-    tell_process(rank)
-    torch.manual_seed(0)
-    ours = sharded(mlp, Dies, stage, lr=0.1)
-    ours.train(0)
-    ours.train(1)
-    if rank == 1:
-        if when == "before the step":
-            ours.optimizer.register_step_pre_hook(die_when_others_wait)
-        if when == "in the step":
-            ours.optimizer.optim.dies = True
-        if when == "in backward":
-            ours.model[2].weight.register_hook(die_when_others_wait)
-    try:
-        ours.train(2)
-    except dist.DistBackendError as error:
-        assert torch.isfinite(ours.model[0].weight).all()  # what is there can be saved
-        return message_of(error)
-    raise AssertionError("the step passed without rank 1")
-
-
-@pytest.mark.parametrize(
-    ("stage", "when", "what"),
-    [
-        (1, "before the step", "step gate: before writing"),
-        (2, "before the step", "step gate: before writing"),
-        (2, "in the step", "step gate: written"),
-        (2, "in backward", ""),
-    ],
-)
-def test_a_killed_rank(stage: int, when: str, what: str) -> None:
-    texts = run_ranks(survive, 3, stage, when, timeout=40, dying=(1,))
-    for rank in (0, 2):
-        assert HOUSE_FORM.match(texts[rank]), texts[rank]
-        for part in ("rank 1 (process", "has died", what):
-            assert part in texts[rank], texts[rank]
-
-
-@on_shm_ranks(2, timeout=40)
-def test_a_rank_that_does_not_step(rank: int) -> None:
-    """It lives, but does something else: the group's timeout ends the wait and names the gate."""
-    ours = sharded(mlp, SGD, 2, lr=0.1)
-    ours.train(0)
-    set_timeout(1)
-    if rank == 1:
-        return stay_until("done")
-    parts = ("step gate: before writing", "rank 1 (process", "has not come within 1 s")
-    with raises(dist.DistBackendError, *parts):
-        ours.optimizer.step()
-    say("done")
-
-
-@on_shm_ranks(2, timeout=40)
+@on_shm_ranks(2, timeout=40, fresh=True)  # its last backward is abandoned
 def test_a_rank_that_leaves(rank: int) -> None:
     ours = sharded(mlp, SGD, 2, lr=0.1)
     ours.train(0)
@@ -350,7 +266,7 @@ def test_a_rank_that_leaves(rank: int) -> None:
         ours.train(1)
 
 
-@on_shm_ranks(2)
+@on_shm_ranks(2, fresh=True)  # optimizers are numbered by process
 def test_two_optimizers_in_another_order_on_each_rank(rank: int) -> None:
     """Their parameters have the same names and shapes: only the optimizers can be told apart."""
     trainings = [sharded(mlp, SGD, 2, lr=0.1) for _ in range(2)]

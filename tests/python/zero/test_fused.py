@@ -11,7 +11,8 @@ import trireme
 import trireme.optim
 from torch import nn
 
-from ddp.ranks import on_ranks, raises
+from harness.faults import raises
+from harness.on_ranks import on_ranks
 
 
 class Mixed(nn.Module):

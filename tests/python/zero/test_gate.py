@@ -10,9 +10,11 @@ import trireme
 from torch import nn
 from torch.optim import SGD, AdamW
 
-from ddp.ranks import batch, mlp, values
-from shm.ranks import on_shm_and_gloo_ranks, on_shm_ranks, until_inside
-from zero.ranks import DDP, STAGES, Zero, alone, assert_equal_parameters, sharded
+from harness.meeting import until_inside
+from harness.models import batch, mlp
+from harness.on_ranks import on_shm_and_gloo_ranks, on_shm_ranks
+from harness.training import alone, assert_equal_parameters, values
+from zero.ranks import DDP, STAGES, Zero, sharded
 
 
 @STAGES

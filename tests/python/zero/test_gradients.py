@@ -12,20 +12,19 @@ import torch
 from torch import nn
 from torch.optim import SGD
 
-from ddp.ranks import batch, mlp, raises
-from shm.ranks import on_shm_and_gloo_ranks, on_shm_ranks
-from zero.ranks import (
+from harness.faults import raises
+from harness.models import batch, mlp
+from harness.on_ranks import on_shm_and_gloo_ranks, on_shm_ranks
+from harness.training import (
     ROWS,
     Training,
-    Zero,
     accumulate_both,
     alone,
     assert_close,
     assert_equal_parameters,
     backward_by_rank,
-    own_parts,
-    sharded,
 )
+from zero.ranks import Zero, own_parts, sharded
 
 
 def pair(make: Callable[[], nn.Module], **options: Any) -> tuple[Training, Training]:
@@ -48,7 +47,7 @@ def step_both(ours: Training, one: Training) -> None:
     assert_equal_parameters(ours.model, one.model)
 
 
-@on_shm_and_gloo_ranks(2)
+@on_shm_and_gloo_ranks(2, fresh=True)  # a process is warned once
 def test_create_graph_brings_averages_without_a_graph(rank: int) -> None:
     ours, one = pair(mlp)
     with warnings.catch_warnings(record=True) as caught:

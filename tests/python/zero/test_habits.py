@@ -18,18 +18,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.optim import SGD, AdamW
 
-from ddp.ranks import batch, mlp, raises, say, stay_until, values
-from shm.ranks import on_shm_and_gloo_ranks, on_shm_ranks
-from zero.ranks import (
-    DDP,
-    STAGES,
-    Training,
-    Zero,
-    alone,
-    assert_equal_parameters,
-    sharded,
-    train_both,
-)
+from harness.faults import raises
+from harness.meeting import say, stay_until
+from harness.models import batch, mlp
+from harness.on_ranks import on_shm_and_gloo_ranks, on_shm_ranks
+from harness.training import Training, alone, assert_equal_parameters, values
+from zero.ranks import DDP, STAGES, Zero, sharded, train_both
 
 State = dict[str, torch.Tensor]
 

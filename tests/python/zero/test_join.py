@@ -1,8 +1,7 @@
-"""Join: ranks with fewer inputs keep the others company, under stage 2 alone and stage 1 in DDP."""
+"""What Join does that is ZeroRedundancyOptimizer's alone, under stage 2 and stage 1 in DDP."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,40 +11,14 @@ from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.optim import SGD, AdamW
-from torch.optim.lr_scheduler import ExponentialLR, OneCycleLR
+from torch.optim.lr_scheduler import OneCycleLR
 
-from ddp.ranks import assert_same_on_all_ranks, mlp, on_gloo_ranks, raises, values
-from shm.ranks import on_shm_and_gloo_ranks, on_shm_ranks
+from harness.faults import raises
+from harness.joins import OPTIONS, by_torchs_ddp, inputs, loop
+from harness.models import mlp
+from harness.on_ranks import on_shm_and_gloo_ranks, on_shm_ranks
+from harness.training import assert_same_on_all_ranks, values
 from zero.ranks import DDP, Zero, whole_state
-
-OPTIONS: dict[str, Any] = {"lr": 0.1, "momentum": 0.9}
-Values = dict[str, torch.Tensor]
-
-
-def inputs(rank: int, count: int) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(rank)
-    return [torch.randn(4, 6, generator=generator) for _ in range(count)]
-
-
-def loop(net: nn.Module, optimizer: Any, rows: list[torch.Tensor], zero_first: bool) -> None:
-    for x in rows:
-        if zero_first:
-            optimizer.zero_grad()
-        net(x).square().mean().backward()
-        optimizer.step()
-        if not zero_first:
-            optimizer.zero_grad()
-
-
-def by_torchs_ddp(
-    rank: int, counts: tuple[int, ...], make: Callable[..., Any] = SGD, **join: Any
-) -> Values:
-    """What a plain optimizer trains there."""
-    ddp = TorchDDP(mlp())
-    optimizer = make(ddp.parameters(), **(OPTIONS if make is SGD else {}))
-    with ddp.join(**join):
-        loop(ddp, optimizer, inputs(rank, counts[rank]), zero_first=True)
-    return values(ddp)
 
 
 def sharded(stage: int, model: nn.Module) -> tuple[nn.Module, Zero, list[Any]]:
@@ -53,37 +26,6 @@ def sharded(stage: int, model: nn.Module) -> tuple[nn.Module, Zero, list[Any]]:
     net = DDP(model) if stage == 1 else model
     optimizer = Zero(model.parameters(), SGD, stage=stage, **OPTIONS)
     return net, optimizer, [net, optimizer] if stage == 1 else [optimizer]
-
-
-def _compare(rank: int, counts: tuple[int, ...]) -> None:
-    for by_initial_world in (True, False):
-        join = {"divide_by_initial_world_size": by_initial_world}
-        right = by_torchs_ddp(rank, counts, **join)
-        for stage in (1, 2):
-            for zero_first in (True, False):
-                model = mlp()
-                net, optimizer, joinables = sharded(stage, model)
-                with Join(joinables, **join):
-                    loop(net, optimizer, inputs(rank, counts[rank]), zero_first)
-                case = f"stage {stage}, {join}, zero_first={zero_first}"
-                torch.testing.assert_close(values(model), right, msg=lambda t, c=case: f"{c}: {t}")
-                assert_same_on_all_ranks(list(model.parameters()))
-
-
-@pytest.mark.parametrize("counts", [(3, 5), (6, 2), (0, 3), (3, 3)])
-@on_shm_ranks(2)
-def test_equals_torchs_ddp(rank: int, counts: tuple[int, int]) -> None:
-    _compare(rank, counts)
-
-
-@on_shm_ranks(3)
-def test_three_ranks_leave_one_after_another(rank: int) -> None:
-    _compare(rank, (5, 2, 3))
-
-
-@on_gloo_ranks(2)
-def test_over_gloo(rank: int) -> None:
-    _compare(rank, (2, 4))
 
 
 @on_shm_ranks(2)
@@ -131,32 +73,22 @@ def test_stage_1_alone(rank: int) -> None:
 
 
 @on_shm_and_gloo_ranks(2)
-def test_a_schedule_and_clipping_are_followed(rank: int) -> None:
-    """What only ranks with inputs do to options and gradients holds for all shards."""
-
-    def train(net: nn.Module, optimizer: Any) -> None:
-        schedule = ExponentialLR(optimizer, gamma=0.5)
-        for x in inputs(rank, 2 + 3 * rank):
-            optimizer.zero_grad()
-            net(x).square().mean().backward()
-            if clip == "torch's" or (clip is not None and net is ddp):
-                nn.utils.clip_grad_norm_(net.parameters(), 0.01)
-            elif clip == "trireme's":
-                trireme.clip_grad_norm_(net.parameters(), 0.01)
-            elif clip == "the optimizer's":
-                optimizer.clip_grad_norm_(0.01)
-            optimizer.step()
-            schedule.step()
-
-    ours = ["trireme's", "the optimizer's", None]
-    for stage, clip in [(1, "torch's"), *((stage, clip) for stage in (1, 2) for clip in ours)]:
+def test_clipping_by_the_optimizer_is_followed(rank: int) -> None:
+    for stage in (1, 2):
         ddp, model = TorchDDP(mlp()), mlp()
-        with ddp.join():
-            train(ddp, SGD(ddp.parameters(), **OPTIONS))
+        plain = SGD(ddp.parameters(), **OPTIONS)
         net, optimizer, joinables = sharded(stage, model)
-        with Join(joinables):
-            train(net, optimizer)
-        torch.testing.assert_close(values(model), values(ddp), msg=f"stage {stage}, {clip=}")
+        for trained, its, join in ((ddp, plain, [ddp]), (net, optimizer, joinables)):
+            with Join(join):
+                for x in inputs(rank, 2 + 3 * rank):
+                    its.zero_grad()
+                    trained(x).square().mean().backward()
+                    if its is optimizer:
+                        optimizer.clip_grad_norm_(0.01)
+                    else:
+                        nn.utils.clip_grad_norm_(ddp.parameters(), 0.01)
+                    its.step()
+        torch.testing.assert_close(values(model), values(ddp), msg=f"stage {stage}")
 
 
 @on_shm_and_gloo_ranks(2)
@@ -243,6 +175,7 @@ def test_gradients_with_a_graph_under_stage_1(rank: int, replaced: bool) -> None
         train(net, optimizer)
     torch.testing.assert_close(values(model), values(ddp))
     assert_same_on_all_ranks(list(model.parameters()))
+    optimizer.zero_grad()  # parameters in graphs of their own gradients would stay
 
 
 @on_shm_and_gloo_ranks(2)
@@ -295,48 +228,3 @@ def test_what_nobody_uses_any_more_is_not_stepped(rank: int) -> None:
                 if step == 0:
                     once = model.last.weight.detach().clone()
         assert torch.equal(model.last.weight, once), stage
-
-
-@on_shm_ranks(2)
-def test_early_termination_raises_everywhere(rank: int) -> None:
-    for stage in (1, 2):
-        model = mlp()
-        net, optimizer, joinables = sharded(stage, model)
-        with (
-            pytest.raises(RuntimeError, match="exhausted"),
-            Join(joinables, throw_on_early_termination=True),
-        ):
-            loop(net, optimizer, inputs(rank, 2 + 2 * rank), zero_first=True)
-        # Nothing is broken: the next step is in step again.
-        for joinable in joinables:
-            joinable._join_config = joinable._join_config.construct_disabled_join_config()
-        loop(net, optimizer, inputs(rank, 1), zero_first=True)
-        assert_same_on_all_ranks(list(model.parameters()))
-
-
-@on_shm_ranks(2)
-def test_disabled(rank: int) -> None:
-    model = mlp()
-    net, optimizer, joinables = sharded(2, model)
-    with Join(joinables, enable=False):
-        loop(net, optimizer, inputs(rank, 2), zero_first=True)
-    one = mlp()
-    plain = SGD(one.parameters(), **OPTIONS)
-    for pair in zip(inputs(0, 2), inputs(1, 2), strict=True):
-        loop(one, plain, [torch.cat(pair)], zero_first=True)
-    torch.testing.assert_close(values(model), values(one))
-
-
-@on_shm_ranks(2)
-def test_a_rank_that_joins_counts_in_the_average(rank: int) -> None:
-    """DDP divides so by default: by all ranks, also where one contributes zeros."""
-    for by_initial_world, factor in ((True, 0.5), (False, 1.0)):
-        model = nn.Linear(3, 2, bias=False)
-        nn.init.zeros_(model.weight)
-        optimizer = Zero(model.parameters(), SGD, stage=2, lr=1.0)
-        with Join([optimizer], divide_by_initial_world_size=by_initial_world):
-            for _ in range(rank):
-                model(torch.ones(1, 3)).sum().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-        assert torch.equal(model.weight, torch.full((2, 3), -factor))

@@ -10,18 +10,10 @@ import trireme.optim
 from torch import nn, optim
 from torch.optim.lr_scheduler import OneCycleLR, StepLR
 
-from ddp.ranks import mlp
-from shm.ranks import on_shm_and_gloo_ranks, on_shm_ranks
-from zero.ranks import (
-    DDP,
-    Shapes,
-    Training,
-    Zero,
-    alone,
-    assert_equal_parameters,
-    assert_trains_as_one_process,
-    sharded,
-)
+from harness.models import Shapes, mlp
+from harness.on_ranks import on_shm_and_gloo_ranks, on_shm_ranks
+from harness.training import Training, alone, assert_equal_parameters
+from zero.ranks import DDP, Zero, assert_trains_as_one_process, sharded
 
 STAGES = (1, 2)
 Case = tuple[Any, dict[str, Any]]

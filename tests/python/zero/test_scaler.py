@@ -11,9 +11,17 @@ from torch import nn
 from torch.amp import GradScaler
 from torch.optim import SGD, AdamW
 
-from ddp.ranks import RANKLESS_FORM, assert_same_on_all_ranks, batch, mlp, raises, values
-from shm.ranks import on_shm_and_gloo_ranks, on_shm_ranks
-from zero.ranks import DDP, STAGES, Shapes, Training, Zero, alone, assert_equal_parameters, sharded
+from harness.faults import RANKLESS_FORM, raises
+from harness.models import Shapes, batch, mlp
+from harness.on_ranks import on_shm_and_gloo_ranks, on_shm_ranks
+from harness.training import (
+    Training,
+    alone,
+    assert_equal_parameters,
+    assert_same_on_all_ranks,
+    values,
+)
+from zero.ranks import DDP, STAGES, Zero, sharded
 
 NORMS = (2.0, 1.0, 0.5, 3.5, -1.0, math.inf, -math.inf)
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}

@@ -13,19 +13,12 @@ import trireme.optim
 from torch import nn, optim
 from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
 
-from ddp.ranks import mlp, on_gloo_ranks, raises
-from shm.ranks import assert_bits, on_shm_and_gloo_ranks, on_shm_ranks
-from zero.ranks import (
-    Shapes,
-    Training,
-    Zero,
-    alone,
-    assert_close,
-    assert_equal_parameters,
-    sharded,
-    train_both,
-    whole_state,
-)
+from harness.faults import raises
+from harness.models import Shapes, mlp
+from harness.on_ranks import on_gloo_ranks, on_shm_and_gloo_ranks, on_shm_ranks
+from harness.tensors import assert_bits
+from harness.training import Training, alone, assert_close, assert_equal_parameters
+from zero.ranks import Zero, sharded, train_both, whole_state
 
 STAGES = (1, 2)
 StateDict = dict[str, Any]

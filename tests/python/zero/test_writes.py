@@ -14,9 +14,19 @@ from torch import nn
 from torch.optim import SGD, AdamW
 from torch.utils.data import DataLoader, Dataset
 
-from ddp.ranks import AGES_S, assert_same_on_all_ranks, batch, mlp, raises, values
-from shm.ranks import on_shm_and_gloo_ranks, on_shm_ranks, until_inside
-from zero.ranks import Training, Zero, alone, assert_equal_parameters, scale, sharded
+from harness.faults import raises
+from harness.meeting import until_inside
+from harness.models import batch, mlp
+from harness.on_ranks import AGES_S, on_shm_and_gloo_ranks, on_shm_ranks
+from harness.training import (
+    Training,
+    alone,
+    assert_equal_parameters,
+    assert_same_on_all_ranks,
+    scale,
+    values,
+)
+from zero.ranks import Zero, sharded
 
 
 def named(stage: int = 2, **options: Any) -> Training:
@@ -312,7 +322,7 @@ class Remembered(Dataset):
             return self.model(batch(index))
 
 
-@on_shm_ranks(2, timeout=60)
+@on_shm_ranks(2, timeout=60, fresh=True)  # a DataLoader leaves a signal handler
 def test_forked_readers(rank: int) -> None:
     """A worker of a DataLoader and a child read what the ranks hold, and end without a trace."""
     ours = named()

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from trireme import _C
 
-from ddp.ranks import AGES_S, process_of, stay_until, tell_process
-from distributed import run_ranks
-from shm.ranks import until
+from harness.meeting import process_of, stay_until, tell_process, until
+from harness.on_ranks import AGES_S
+from harness.ranks import run_ranks
 
 # Says by rank the host that it says it is on.
 LAYOUTS = {

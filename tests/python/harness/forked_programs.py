@@ -2,7 +2,7 @@
 
 A fresh interpreter takes four seconds of a core to import torch, and three more where torch makes
 its first optimizer. Most tests train for less than one. So what is tested is forked from the server
-of distributed.py; the tests of launchers, and one run of each program, start as users do.
+of processes.py; the tests of launchers, and one run of each program, start as users do.
 """
 
 import atexit
@@ -20,7 +20,8 @@ from typing import IO, Any
 import torch
 import torch.distributed as dist
 
-from distributed import PROCESSES, run_ranks, torchrun_variables
+from harness.processes import PROCESSES, torchrun_variables
+from harness.ranks import run_ranks
 
 ON_CPU = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 

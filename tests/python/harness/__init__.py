@@ -1,0 +1,1 @@
+"""What all rooms of the tests share: ranks, how they meet and fail, models, training, programs."""
