@@ -29,7 +29,7 @@ docs:
 	@scripts/dev.sh docs
 
 test:
-	@scripts/dev.sh run scripts/test.sh
+	@scripts/dev.sh test
 
 soak:
 	@scripts/dev.sh run scripts/soak.sh

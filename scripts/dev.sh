@@ -5,6 +5,7 @@
 #                                      these targets of CMake only; build/current leads to them
 #   scripts/dev.sh run COMMAND         build, then COMMAND with the environment's tools and this build
 #   scripts/dev.sh core COMMAND        as run, but only libtrireme and the Python module are built
+#   scripts/dev.sh test                says how long it will take, then run, with scripts/test.sh as COMMAND
 #   scripts/dev.sh demo [OPTION...]    core, with benchmarks/demo.py and its options as COMMAND
 #   scripts/dev.sh docs                core, then scripts/docs.sh, which writes the site
 #   scripts/dev.sh tool COMMAND        setup, then COMMAND; builds nothing
@@ -217,15 +218,37 @@ need_doxygen() {
   apt_install doxygen || die "apt-get failed, see $state/apt.log"
 }
 
+# --- the tests ------------------------------------------------------------------------------------
+
+whole_build_s=1100  # of one core, without ccache
+tests_s=900         # on two cores; then what they took the last time counts
+
+announce_tests() {
+  printf '[test] On this machine, if nothing else runs:\n'
+  announce_environment test
+  if [ ! -e build/current/tests/cpp/CTestTestfile.cmake ]; then
+    printf '[test]   %d minutes   libtrireme, the Python module, C++ tests and examples, on %d cores\n' \
+      $((whole_build_s / $(nproc) / 60 + 1)) "$(nproc)"
+  fi
+  local seconds
+  seconds="$(awk -F': ' '{ all += $2 } END { print all + 0 }' build/current/test_times.txt 2>/dev/null || echo 0)"
+  printf '[test]   %d minutes   C++ tests, Python tests; each stage says how far it is\n' \
+    $(((seconds > 0 ? seconds : tests_s) / 60 + 1))
+}
+
 # --- the demo -------------------------------------------------------------------------------------
+
+announce_environment() { # <area>
+  if [ ! -x "$VENV/bin/python" ]; then
+    printf '[%s]   2 minutes   %s with torch, a download of 2 to 3 GB\n' "$1" "$VENV"
+  fi
+}
 
 core_build_s=520  # of one core, without CUDA kernels and without ccache
 
 announce_demo() {
   printf '[demo] Two models, each trained in seven ways, Trireme beside torch. On this machine, if nothing else runs:\n'
-  if [ ! -x "$VENV/bin/python" ]; then
-    printf '[demo]   2 minutes   %s with torch, a download of 2 to 3 GB\n' "$VENV"
-  fi
+  announce_environment demo
   if ! compgen -G 'build/current/python/trireme/_C*.so' >/dev/null; then
     printf '[demo]   %d minutes   libtrireme and the Python module, without tests, on %d cores\n' \
       $((core_build_s / $(nproc) / 60 + 1)) "$(nproc)"
@@ -238,6 +261,7 @@ case "${1:-}" in
   build) shift; build "$@" ;;
   run) shift; build; exec "$@" ;;
   core) shift; build_core; exec "$@" ;;
+  test) announce_tests; build; exec scripts/test.sh ;;
   demo)
     shift
     announce_demo
@@ -249,5 +273,5 @@ case "${1:-}" in
     ;;
   docs) shift; build_core; need_doxygen; exec scripts/docs.sh ;;
   tool) shift; setup; exec "$@" ;;
-  *) sed -n '2,15p' "${BASH_SOURCE[0]}" | cut -c3-; exit 2 ;;
+  *) sed -n '2,16p' "${BASH_SOURCE[0]}" | cut -c3-; exit 2 ;;
 esac

@@ -3,6 +3,8 @@
 #   make test          everything
 #   make test FAST=1   what one runs after each edit: five minutes at most
 #   make test INTEGRATIONS=OFF   everything but the programs of other libraries, which are downloaded
+# It says at once how long it will take, and at each stage how far it is. What each stage took the last time is in
+# $BUILD/test_times.txt.
 # A test that fails runs again alone, twice. If it passes both times the run goes on, and the summary ends with its name
 # as FLAKY: a defect of the test or of the product like any other, to be found before other work goes on.
 set -uo pipefail
@@ -12,15 +14,39 @@ jobs=2
 # More failures than these are no accident, and nobody waits for each of them twice more.
 most_accidents=8
 integrations=".venv-integrations-$(basename "$BUILD")"
-report=() flaky=() failed=0
+times="$BUILD/test_times.txt"
+names=() commands=() expected=() report=() flaky=() failed=0
 
-# stage NAME FUNCTION ARGUMENT...: says what begins, and what it took.
-stage() {
-  local name="$1" began=$SECONDS status=ok
-  shift
-  printf '\n=== %s (after %d s)\n' "$name" "$SECONDS"
-  "$@" || { status=FAILED; failed=1; }
-  report+=("$(printf '%-28s %4d s  %s' "$name" $((SECONDS - began)) "$status")")
+# plan NAME SECONDS FUNCTION ARGUMENT...: a stage, and what it takes on two cores if it was never run here.
+plan() {
+  local last
+  last="$(sed -n "s/^$1: //p" "$times" 2>/dev/null)"
+  names+=("$1") expected+=("${last:-$2}")
+  shift 2
+  commands+=("$*")
+}
+
+minutes_of() { echo $((($1 + 59) / 60)); }
+
+# Runs what was planned; says before each stage what has passed and what is expected of all.
+run_plan() {
+  local all=0 i began status
+  for i in "${!names[@]}"; do all=$((all + expected[i])); done
+  printf '[test] %d stages, some %d minutes\n' ${#names[@]} "$(minutes_of $all)"
+  for i in "${!names[@]}"; do
+    printf '\n=== %s (%d of %d, after %d of some %d s)\n' "${names[i]}" $((i + 1)) ${#names[@]} $SECONDS "$all"
+    began=$SECONDS status=ok
+    # shellcheck disable=SC2086  # a function and its arguments, none of which has spaces
+    ${commands[i]} || { status=FAILED; failed=1; }
+    report+=("$(printf '%-28s %4d s  %s' "${names[i]}" $((SECONDS - began)) "$status")")
+    all=$((all - expected[i] + SECONDS - began))
+    if [ "$status" = ok ]; then note_time "${names[i]}" $((SECONDS - began)); fi
+  done
+}
+
+note_time() { # <name> <seconds>
+  { grep -v "^$1: " "$times" 2>/dev/null; echo "$1: $2"; } >"$times.new"
+  mv "$times.new" "$times"
 }
 
 # again COMMAND... -- TEST...: COMMAND with each of the tests by itself, twice.
@@ -89,28 +115,29 @@ integration_tests() {
   PATH="$PWD/$integrations/bin:$PATH" python_tests tests/python/integrations
 }
 
+structure="tests/test_structure.py tests/test_python_drawing.py tests/test_pages.py"
 if ! grep -qs add_test "$BUILD/tests/cpp/CTestTestfile.cmake"; then
   echo "[test] C++ tests skipped: Catch2 is not installed (apt-get install catch2)"
 elif [ -n "${FAST:-}" ]; then
-  stage "C++ tests, fast" cpp_tests -E '^(soak/|shm/[at]san|strategies/threads_tsan)'
+  plan "C++ tests, fast" 60 cpp_tests -E '^(soak/|shm/[at]san|strategies/threads_tsan)'
 else
-  stage "C++ tests" cpp_tests
+  plan "C++ tests" 150 cpp_tests
 fi
 if [ -n "${FAST:-}" ]; then
-  stage "Python tests, fast" python_tests tests/test_{structure,python_drawing,pages}.py \
+  plan "Python tests, fast" 60 python_tests $structure \
     tests/python/{core/test_stub,launch/test_launch,ddp/test_equality}.py
 else
-  stage "Python tests" python_tests tests/test_{structure,python_drawing,pages}.py tests/python \
-    --ignore=tests/python/integrations
-  stage "Python tests, shared memory" over_shared_memory \
+  plan "Python tests" 450 python_tests $structure tests/python --ignore=tests/python/integrations
+  plan "Python tests, shared memory" 60 over_shared_memory \
     tests/python/ddp/test_{accumulation,arming,buckets}.py \
     tests/python/ddp/test_{comm_hooks,equality,freezing,grad_memory,join,precision,unused}.py
   if [ "${INTEGRATIONS:-ON}" = ON ]; then
-    stage "programs of other libraries" integration_tests
+    plan "programs of other libraries" 90 integration_tests
   else
     echo "[test] programs of other libraries skipped: INTEGRATIONS=$INTEGRATIONS"
   fi
 fi
+run_plan
 
 printf '\n=== tests: summary\n'
 printf '%s\n' "${report[@]}"
