@@ -301,7 +301,7 @@ def wrap_sharded_blocks(model: Any) -> None:
     trireme.fully_shard(model)
 
 
-@on_shm_ranks(2, timeout=120, patience_s=60)
+@on_shm_ranks(2, timeout=120, patience_s=60, fresh=True)  # dynamo counts per process
 def test_compiled_units(rank: int) -> None:
     ways = (compile_blocks, compile_sharded_blocks, shard_compiled_blocks, wrap_sharded_blocks)
     for shard in ways:

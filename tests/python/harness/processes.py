@@ -182,7 +182,7 @@ def _run_cases(pipe: Connection, stacks: str) -> None:
 
 
 def _outcome_of(call: bytes, restores: bool) -> Outcome:
-    from harness import leftovers
+    from harness import leftovers  # the server has imported it; pytest need not
 
     try:
         fn, args = pickle.loads(call)
