@@ -127,12 +127,12 @@ if [ -n "${FAST:-}" ]; then
   plan "Python tests, fast" 60 python_tests $structure \
     tests/python/{core/test_stub,launch/test_launch,ddp/test_equality}.py
 else
-  plan "Python tests" 450 python_tests $structure tests/python --ignore=tests/python/integrations
-  plan "Python tests, shared memory" 60 over_shared_memory \
+  plan "Python tests" 820 python_tests $structure tests/python --ignore=tests/python/integrations
+  plan "Python tests, shared memory" 25 over_shared_memory \
     tests/python/ddp/test_{accumulation,arming,buckets}.py \
     tests/python/ddp/test_{comm_hooks,equality,freezing,grad_memory,join,precision,unused}.py
   if [ "${INTEGRATIONS:-ON}" = ON ]; then
-    plan "programs of other libraries" 90 integration_tests
+    plan "programs of other libraries" 65 integration_tests
   else
     echo "[test] programs of other libraries skipped: INTEGRATIONS=$INTEGRATIONS"
   fi

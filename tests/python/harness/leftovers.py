@@ -7,6 +7,7 @@ expect(before)  # raises, and names what is there now and was not then
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import logging
@@ -100,10 +101,6 @@ def _own(module: ModuleType) -> Iterator[tuple[str, Any]]:
             yield from ((name, getattr(own, "__func__", own)) for name, own in vars(value).items())
 
 
-def _texts(things: Iterable[Any]) -> dict[Any, str]:
-    return {str(thing): str(thing) for thing in things}
-
-
 def _objects(things: Iterable[Any]) -> dict[Any, str]:
     """The objects themselves are not kept, or they would be found again."""
     return {id(thing): repr(thing) for thing in things}
@@ -144,27 +141,20 @@ def _logging() -> dict[str, Any]:
     return {it.name: (it.level, [str(handler) for handler in it.handlers]) for it in loggers}
 
 
+def _of_threads(file: str) -> Iterator[tuple[str, str]]:
+    """The number of each thread of this process, and what that file of /proc says of it."""
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it ends meanwhile
+            yield task.name, (task / file).read_text().strip()
+
+
 def _native_threads() -> dict[Any, str]:
     """Those that Trireme names; torch keeps some of its own for ever."""
-    found = {}
-    for task in Path("/proc/self/task").iterdir():
-        try:
-            name = (task / "comm").read_text().strip()
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        if name.startswith("trireme"):
-            found[task.name] = name
-    return found
+    return {number: name for number, name in _of_threads("comm") if name.startswith("trireme")}
 
 
 def _children() -> dict[Any, str]:
-    found = {}
-    for task in Path("/proc/self/task").iterdir():
-        try:
-            found.update({pid: f"process {pid}" for pid in (task / "children").read_text().split()})
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-    return found
+    return {pid: f"process {pid}" for _, pids in _of_threads("children") for pid in pids.split()}
 
 
 def _open_files() -> dict[Any, str]:
@@ -185,7 +175,7 @@ _SHARED = re.compile(r"^\S+ \S+ \S+ \S+ \d+ +(/dev/shm/trireme\S*|/memfd:trireme
 
 
 def _shared_memory() -> dict[Any, str]:
-    return _texts(_SHARED.findall(Path("/proc/self/maps").read_text()))
+    return {name: name for name in _SHARED.findall(Path("/proc/self/maps").read_text())}
 
 
 def _tensors() -> dict[Any, str]:
