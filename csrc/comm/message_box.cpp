@@ -243,6 +243,15 @@ void MessageBox::take_of(Lane& lane, std::vector<Arrival>& arrivals) {
   }
 }
 
+// Says whether something of that rank is there to be taken. Over an engine all that will come is
+// there once the lane's thread has said why the rank is gone.
+bool MessageBox::has_arrived(const Lane& lane) const {
+  if (!lane.by_engine) return !lane.ended && lane.receiver->has_message().value_or(false);
+  const std::lock_guard lock(inbox_->mutex);
+  return std::any_of(inbox_->arrivals.begin(), inbox_->arrivals.end(),
+                     [&](const Arrival& arrival) { return arrival.from == lane.rank; });
+}
+
 void MessageBox::wake() { shm::ring(*bell_); }
 
 std::vector<int64_t> MessageBox::look() {
@@ -253,13 +262,10 @@ std::vector<int64_t> MessageBox::look() {
     if (!lane || lane->was_reported) continue;
     std::string absence;
     if (lane->place >= 0) absence = communicator_.host()->group().absence_of(lane->place);
-    // What it posted before it went counts.
-    if (!absence.empty() && !lane->by_engine && lane->receiver->has_message().value_or(false) &&
-        !lane->ended)
-      continue;
     const std::lock_guard lock(lane->mutex);
+    if (lane->why_gone.empty() && absence.empty()) continue;
+    if (has_arrived(*lane)) continue;  // what it posted before it went counts
     if (lane->why_gone.empty()) lane->why_gone = absence;
-    if (lane->why_gone.empty()) continue;
     lane->was_reported = true;
     gone.push_back(lane->rank);
   }

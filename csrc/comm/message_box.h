@@ -57,7 +57,7 @@ class TRIREME_API MessageBox {
   void wake();
 
   // Asks whether the other ranks are still there. Called every shm::kLookEvery by who waits.
-  // Returns those that are gone since the last call.
+  // Returns those that are gone since the last call, and of which everything has been taken.
   std::vector<int64_t> look();
   // Says why nothing can be posted to a rank: "p1 has died: ..."; nothing while it is there.
   std::optional<std::string> why_gone(int64_t rank) const;
@@ -80,6 +80,7 @@ class TRIREME_API MessageBox {
   void connect(const std::vector<ChannelRequest>& requests);
   bool try_send(Lane& lane, const TensorMessage& message, const std::string& label);
   void take_of(Lane& lane, std::vector<Arrival>& arrivals);
+  bool has_arrived(const Lane& lane) const;
   void say_alive();
 
   RankOf where_;

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from harness.meeting import group_of_ranks
 from harness.ranks import run_ranks
 
 WORLD = 4
@@ -22,11 +22,10 @@ def on_grid(backend: str, *programs: Callable[..., None]) -> None:
 
 
 def one_after_another(rank: int, backend: str, programs: Any) -> None:
-    dist.init_process_group(backend, timeout=timedelta(seconds=30))
-    for program in programs:
-        torch.manual_seed(0)
-        program(rank, grid())
-    dist.destroy_process_group()
+    with group_of_ranks(backend):
+        for program in programs:
+            torch.manual_seed(0)
+            program(rank, grid())
 
 
 def grid() -> DeviceMesh:

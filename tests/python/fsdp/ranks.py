@@ -12,7 +12,6 @@ Every rank's part of every gradient and parameter is compared with what one proc
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -26,6 +25,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim import SGD
 
 from harness.faults import message_of
+from harness.meeting import group_of_ranks
 from harness.models import batch
 from harness.ranks import run_ranks
 from harness.training import ROWS, Training, alone, assert_close, backward_by_rank
@@ -223,11 +223,10 @@ def run_programs(
 
 
 def _one_after_another(rank: int, backend: str, programs: Sequence[Callable[[int], None]]) -> None:
-    dist.init_process_group(backend, timeout=timedelta(seconds=30))
-    for program in programs:
-        torch.manual_seed(0)
-        program(rank)
-    dist.destroy_process_group()
+    with group_of_ranks(backend):
+        for program in programs:
+            torch.manual_seed(0)
+            program(rank)
 
 
 def has_memory(model: nn.Module) -> list[bool]:

@@ -1,9 +1,12 @@
 """How ranks of a test wait for each other: for words, processes, and what these are seen in."""
 
+import contextlib
+import gc
 import os
+import sys
 import time
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -13,6 +16,28 @@ from trireme import _C
 
 # How long a rank waits for what other ranks of a test say.
 PATIENCE_S = 30.0
+
+
+@contextlib.contextmanager
+def group_of_ranks(
+    backend: str, timeout_s: float = PATIENCE_S, options: object = None
+) -> Iterator[None]:
+    """All ranks of this test, which has no other group of them; destroyed if nothing is raised."""
+    timeout = timedelta(seconds=timeout_s)
+    dist.init_process_group(backend, timeout=timeout, pg_options=options)
+    tell_process(dist.get_rank())
+    yield
+    if not dist.is_initialized():  # the test is about how it ends
+        return
+    group = dist.group.WORLD
+    dist.destroy_process_group()
+    gc.collect()
+    # The callback of a future has told whoever waits for it, and may still hold the group. Were it
+    # the last to do so, Gloo's thread would join itself, and the process would be terminated.
+    deadline = time.monotonic() + PATIENCE_S
+    while sys.getrefcount(group) > 2:  # this variable, and the argument
+        assert time.monotonic() < deadline, f"{gc.get_referrers(group)} hold the group"
+        time.sleep(0.001)
 
 
 def store() -> dist.Store:

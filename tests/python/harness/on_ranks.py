@@ -13,13 +13,11 @@ import importlib
 import inspect
 import os
 from collections.abc import Callable, Collection
-from datetime import timedelta
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 
-from harness.meeting import PATIENCE_S, tell_process
+from harness.meeting import PATIENCE_S, group_of_ranks
 from harness.ranks import run_ranks
 
 WORLD = 2
@@ -97,10 +95,8 @@ def run_program(
     """Runs on one rank what ``on_ranks`` and its kin have decorated."""
     if prepare is not None:
         prepare(rank)
-    dist.init_process_group(backend, timeout=timedelta(seconds=patience_s))
-    tell_process(rank)
-    test.program(rank, **case)
-    dist.destroy_process_group()
+    with group_of_ranks(backend, patience_s):
+        test.program(rank, **case)
 
 
 # May be another one, to run the tests of a strategy over that.

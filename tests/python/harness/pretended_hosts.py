@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from trireme import _C
 
-from harness.meeting import process_of, stay_until, tell_process, until
+from harness.meeting import group_of_ranks, process_of, stay_until, tell_process, until
 from harness.on_ranks import AGES_S
 from harness.ranks import run_ranks
 
@@ -22,8 +22,12 @@ LAYOUTS = {
 SOME_LAYOUTS = ("2x2", "1+3", "1+1+2")
 
 
+def place_of(rank: int, layout: str) -> Any:
+    return SimpleNamespace(host_partition=LAYOUTS[layout][rank])
+
+
 def join(rank: int, layout: str, timeout_s: float = AGES_S) -> Any:
-    options = SimpleNamespace(host_partition=LAYOUTS[layout][rank])
+    options = place_of(rank, layout)
     dist.init_process_group("trireme", timeout=timedelta(seconds=timeout_s), pg_options=options)
     tell_process(rank)
     return options
@@ -48,11 +52,9 @@ def has_entered(process: int, what: str) -> bool:
 
 
 def under(rank: int, layout: str, program: Callable[..., Any], args: Sequence[Any]) -> Any:
-    join(rank, layout)
-    torch.manual_seed(0)
-    result = program(rank, dist.get_world_size(), *args)
-    dist.destroy_process_group()
-    return result
+    with group_of_ranks("trireme", AGES_S, place_of(rank, layout)):
+        torch.manual_seed(0)
+        return program(rank, dist.get_world_size(), *args)
 
 
 def on_hosts(layout: str, program: Callable[..., Any], *args: Any, timeout: float = 60) -> Any:
