@@ -106,6 +106,7 @@ class TestProcess:
             target=_run_cases, args=(far_end, self._stacks)
         )
         self._process.start()
+        self.last = "its start"
         far_end.close()  # the process holds the only other end: its death is the end of the pipe
 
     def begin(
@@ -115,6 +116,7 @@ class TestProcess:
 
         A case that ``restores`` its process fails if it leaves something behind.
         """
+        self.last = os.environ.get("PYTEST_CURRENT_TEST", repr(fn))
         call = bytes(ForkingPickler.dumps((fn, args)))
         self.pipe.send_bytes(pickle.dumps((dict(variables), restores, call)))
 
@@ -125,6 +127,10 @@ class TestProcess:
         except (EOFError, ConnectionResetError):
             self._process.join(5)
             return None
+
+    def has_ended(self) -> bool:
+        """Asked between two cases, when it has nothing to say."""
+        return self.pipe.poll()
 
     @property
     def exit_code(self) -> int | None:
@@ -138,11 +144,16 @@ class TestProcess:
         """What it has written so far since it was asked."""
         return Path(self._stacks).read_text()
 
-    def leave(self) -> None:
-        """Lets it end by itself: what it does then is part of the test."""
+    def leave(self) -> int | None:
+        """Lets it end by itself, and returns its exit code: what it does then is part of the test.
+
+        None if it does not end within 5 s.
+        """
         self.pipe.close()
         self._process.join(5)
+        code = self._process.exitcode
         self.kill()
+        return code
 
     def kill(self) -> None:
         """Ends it and what it has started."""

@@ -61,8 +61,9 @@ def run_ranks(
     that is ``fresh`` since it changes or measures its processes, has processes of its own.
 
     Raises:
-        RankFailed: a rank raised, left something behind, or died without being in ``dying`` (whose
-            result is None). Ranks that have not ended three seconds later are killed.
+        RankFailed: a rank raised, left something behind, died without being in ``dying`` (whose
+            result is None), or did not end well after its result. Ranks that have not ended three
+            seconds later are killed.
         TimeoutError: not all ranks ended within ``timeout`` seconds; with the stack of each.
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -70,6 +71,7 @@ def run_ranks(
     kept = restores and not _FRESH
     ranks = [_Rank(number, _process(kept)) for number in range(world)]
     passed = False
+    codes: dict[int, int | None] = {}
     try:
         for rank in ranks:
             variables = {**torchrun_variables(rank.number, world, store.port), **(env or {})}
@@ -77,24 +79,35 @@ def run_ranks(
         _collect(ranks, time.monotonic() + timeout, dying)
         results = [rank.outcome.value() for rank in ranks]
         passed = True
-        return results
     finally:
         if passed and kept:
             _idle[:0] = [rank.process for rank in ranks]
         else:
-            for rank in ranks:
-                _end(rank)
+            codes = {rank.number: _end(rank) for rank in ranks}
+    wrong = {rank: code for rank, code in codes.items() if code != 0 and rank not in dying}
+    if wrong:
+        text = "ended with exit code {} after its result"
+        raise RankFailed({rank: text.format(code) for rank, code in wrong.items()})
+    return results
 
 
-def _end(rank: _Rank) -> None:
+def _end(rank: _Rank) -> int | None:
     if rank.outcome is None:
         rank.process.kill()
-    else:
-        rank.process.leave()
+        return None
+    return rank.process.leave()
 
 
 def _process(kept: bool) -> TestProcess:
-    return _idle.pop(0) if kept and _idle else TestProcess()
+    if not (kept and _idle):
+        return TestProcess()
+    process = _idle.pop(0)
+    if process.has_ended():
+        code = process.leave()
+        raise AssertionError(
+            f"a kept rank ended with exit code {code} before its next case, after {process.last}"
+        )
+    return process
 
 
 def end_ranks() -> None:

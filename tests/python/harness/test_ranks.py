@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from multiprocessing import util
 from pathlib import Path
 
 import pytest
@@ -99,6 +100,17 @@ def test_a_death_is_a_failure_unless_it_is_expected() -> None:
     assert run_ranks(die_on_one, 2, dying=[1]) == ["alive", None]
 
 
+def end_badly(rank: int) -> None:
+    if rank == 1:
+        util.Finalize(None, os._exit, (3,), exitpriority=0)
+
+
+def test_a_bad_end_after_a_result_is_a_failure() -> None:
+    with pytest.raises(RankFailed, match="rank 1 failed:\nended with exit code 3 after its result"):
+        run_ranks(end_badly, 2, fresh=True)
+    run_ranks(end_badly, 2, dying=[1])
+
+
 # --- ranks that are kept -------------------------------------------------------------------------
 
 
@@ -133,6 +145,18 @@ def test_no_process_of_a_case_that_failed_is_used_again() -> None:
     with pytest.raises(RankFailed):
         run_ranks(fail_on_one, 2)
     assert not set(before) & set(run_ranks(own_pid, 2))
+
+
+@pytest.mark.usefixtures("kept_ranks")
+def test_a_kept_rank_that_dies_is_named_with_the_case_before() -> None:
+    pids = run_ranks(own_pid, 2)
+    os.kill(pids[0], signal.SIGKILL)
+    assert ranks._idle[0].pipe.poll(20)  # its end
+    with pytest.raises(
+        AssertionError, match=r"exit code -9 before its next case, after .*::test_a"
+    ):
+        run_ranks(own_pid, 2)
+    run_ranks(own_pid, 2)
 
 
 def variables(rank: int) -> dict[str, str]:
