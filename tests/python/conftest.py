@@ -1,5 +1,6 @@
 """What every test starts from: no launcher around it, a fixed seed, no group of another test."""
 
+import gc
 import os
 import subprocess
 from collections.abc import Iterator
@@ -9,6 +10,7 @@ import torch
 import torch.distributed as dist
 import trireme
 
+from harness import leftovers
 from harness.forked_programs import ForkedPopen
 from harness.processes import without_launcher
 
@@ -18,7 +20,15 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 
 @pytest.fixture(autouse=True)
-def fresh_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def restored_process() -> Iterator[None]:
+    """Looks for what a test leaves behind in this process, as each rank does for a case."""
+    before = leftovers.look()
+    yield
+    leftovers.expect(before)
+
+
+@pytest.fixture(autouse=True)
+def fresh_rank(restored_process: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in os.environ.keys() - without_launcher(os.environ).keys():
         monkeypatch.delenv(name)
     threads = torch.get_num_threads()
@@ -28,6 +38,10 @@ def fresh_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     trireme.shutdown()
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # what the collection has made stays: looking through it takes half a second
 
 
 @pytest.fixture(scope="module")

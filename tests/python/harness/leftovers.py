@@ -195,6 +195,10 @@ def _bytes_of(tensor: torch.Tensor) -> int:
         return 0
 
 
+def _environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+
+
 def _run() -> Any:
     launch = sys.modules.get("trireme._launch.launch")
     return launch and launch._run and "begun by trireme.init()"
@@ -224,7 +228,7 @@ _VALUES: dict[str, Callable[[], Any]] = {
     "cores": lambda: sorted(os.sched_getaffinity(0)),
     "network": lambda: os.readlink("/proc/thread-self/ns/net"),
     "standard files": _standard_files,
-    "environment": lambda: dict(os.environ),
+    "environment": _environment,
     "logging": _logging,
 }
 
