@@ -15,6 +15,8 @@ jobs=3
 most_accidents=8
 integrations=".venv-integrations-$(basename "$BUILD")"
 times="$BUILD/test_times.txt"
+log="$BUILD/pytest.log"
+failures="$BUILD/failures.txt"
 names=() commands=() expected=() report=() flaky=() failed=0
 
 # plan NAME SECONDS FUNCTION ARGUMENT...: a stage, and what it takes on two cores if it was never run here.
@@ -80,10 +82,19 @@ python_tests() {
   cache="$(realpath "$BUILD")/.pytest_cache"
   list="$cache/v/cache/lastfailed"
   rm -rf "$cache"
-  python -m pytest -q -n "$jobs" --dist worksteal --durations=15 -o cache_dir="$cache" "$@" && return
+  run_pytest -n "$jobs" --dist worksteal --durations=15 -o cache_dir="$cache" "$@" && return
   [ -f "$list" ] || return 1
   mapfile -t names < <(python -c 'import json, sys; print(*json.load(open(sys.argv[1])), sep="\n")' "$list")
-  again python -m pytest -q -p no:cacheprovider -- "${names[@]}"
+  again run_pytest -p no:cacheprovider -- "${names[@]}"
+}
+
+# Notes a line for each failure, with its reason; pytest cuts it to the width of the screen.
+run_pytest() {
+  local status
+  COLUMNS=400 python -m pytest -q "$@" | tee "$log"
+  status="${PIPESTATUS[0]}"
+  grep -E '^(FAILED|ERROR) ' "$log" >>"$failures"
+  return "$status"
 }
 
 # Tests of DDP run over Gloo; those that see most of the reducer run over shared memory, too.
@@ -137,10 +148,12 @@ else
     echo "[test] programs of other libraries skipped: INTEGRATIONS=$INTEGRATIONS"
   fi
 fi
+true >"$failures"
 run_plan
 
 printf '\n=== tests: summary\n'
 printf '%s\n' "${report[@]}"
+cat "$failures"
 printf '%s\n' "${flaky[@]+"${flaky[@]}"}" >"$BUILD/flaky.txt"
 if [ ${#flaky[@]} -gt 0 ]; then echo "FLAKY: ${flaky[*]}"; fi
 exit $failed

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import trireme
+from tqdm import tqdm
 
 from harness import leftovers
 from harness.forked_programs import ForkedPopen
@@ -41,7 +42,12 @@ def fresh_rank(restored_process: None, monkeypatch: pytest.MonkeyPatch) -> Itera
 
 
 def pytest_collection_finish() -> None:
+    tqdm.monitor_interval = 0  # torch.export draws progress, and tqdm keeps a thread for that
     gc.freeze()  # what the collection has made stays: looking through it takes half a second
+
+
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()  # libraries tell what nobody has freed
 
 
 @pytest.fixture(scope="module")

@@ -20,6 +20,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
+from multiprocessing import forkserver, resource_sharer, resource_tracker
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -141,6 +142,12 @@ def _logging() -> dict[str, Any]:
     return {it.name: (it.level, [str(handler) for handler in it.handlers]) for it in loggers}
 
 
+def _threads() -> dict[Any, str]:
+    """All but the one of multiprocessing that passes files to other processes."""
+    serving = getattr(resource_sharer._resource_sharer, "_thread", None)
+    return _objects(thread for thread in threading.enumerate() if thread is not serving)
+
+
 def _of_threads(file: str) -> Iterator[tuple[str, str]]:
     """The number of each thread of this process, and what that file of /proc says of it."""
     for task in Path("/proc/self/task").iterdir():
@@ -154,7 +161,14 @@ def _native_threads() -> dict[Any, str]:
 
 
 def _children() -> dict[Any, str]:
-    return {pid: f"process {pid}" for _, pids in _of_threads("children") for pid in pids.split()}
+    """All but the servers of multiprocessing, which the first test that forks starts for all."""
+    servers = (forkserver._forkserver._forkserver_pid, resource_tracker._resource_tracker._pid)
+    return {
+        pid: f"process {pid}"
+        for _, pids in _of_threads("children")
+        for pid in pids.split()
+        if int(pid) not in servers
+    }
 
 
 def _open_files() -> dict[Any, str]:
@@ -234,7 +248,7 @@ _VALUES: dict[str, Callable[[], Any]] = {
 
 _THINGS: dict[str, Callable[[], dict[Any, str]]] = {
     "groups": _groups,
-    "threads": lambda: _objects(threading.enumerate()),
+    "threads": _threads,
     "threads of Trireme": _native_threads,
     "processes": _children,
     "files": _open_files,

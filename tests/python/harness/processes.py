@@ -81,7 +81,8 @@ def torchrun_variables(rank: int, world: int, port: int) -> dict[str, str]:
 
 @dataclass
 class Outcome:
-    """What a case came to: its result as bytes of torch.save, or a traceback and when it arose."""
+    """What a case came to: its result as bytes of torch.save; or the error, then its traceback, and
+    when it arose."""
 
     result: bytes | None = None
     error: str | None = None
@@ -208,6 +209,7 @@ def _outcome_of(call: bytes, restores: bool) -> Outcome:
         if restores:
             leftovers.expect(before)
         return Outcome(result=buffer.getvalue())
-    except BaseException:
+    except BaseException as error:
         at = time.monotonic()  # one clock for all processes
-        return Outcome(error=traceback.format_exc(), at=at)
+        kind = traceback.format_exception_only(error)[-1].partition("\n")[0]
+        return Outcome(error=f"{kind}\n{traceback.format_exc()}", at=at)

@@ -29,7 +29,7 @@ class RankFailed(Exception):
     """Which rank failed first, and its traceback; then those that followed within _GRACE."""
 
     def __init__(self, failures: dict[int, str]) -> None:
-        texts = [f"rank {rank} failed:\n{text}" for rank, text in failures.items()]
+        texts = [f"rank {rank} failed: {text}" for rank, text in failures.items()]
         super().__init__("\n".join(texts))
         self.rank, self.text = next(iter(failures.items()))
 

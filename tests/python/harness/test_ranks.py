@@ -95,7 +95,7 @@ def die_on_one(rank: int) -> str:
 
 
 def test_a_death_is_a_failure_unless_it_is_expected() -> None:
-    with pytest.raises(RankFailed, match="rank 1 failed:\nended with exit code 7"):
+    with pytest.raises(RankFailed, match="rank 1 failed: ended with exit code 7"):
         run_ranks(die_on_one, 2)
     assert run_ranks(die_on_one, 2, dying=[1]) == ["alive", None]
 
@@ -106,7 +106,7 @@ def end_badly(rank: int) -> None:
 
 
 def test_a_bad_end_after_a_result_is_a_failure() -> None:
-    with pytest.raises(RankFailed, match="rank 1 failed:\nended with exit code 3 after its result"):
+    with pytest.raises(RankFailed, match="rank 1 failed: ended with exit code 3 after its result"):
         run_ranks(end_badly, 2, fresh=True)
     run_ranks(end_badly, 2, dying=[1])
 
