@@ -7,11 +7,13 @@
 #include <trireme/shm/shown_errand.h>
 
 #include <c10/util/Exception.h>
+#include <c10/util/ScopeExit.h>
 #include <c10/util/StringUtil.h>
 
 #include <algorithm>
 #include <bit>
 #include <cstring>
+#include <mutex>
 #include <unistd.h>
 #include <utility>
 
@@ -245,6 +247,24 @@ void ClockBoard::abandon() noexcept {
   shm::ring(line(own_).bell);
 }
 
+void ClockBoard::end_waits_of_others() noexcept {
+  leaver_ = std::this_thread::get_id();
+  shm::ring(line(own_).bell);
+}
+
+bool ClockBoard::is_ended_here() const {
+  const std::thread::id leaver = leaver_;
+  return leaver != std::thread::id() && leaver != std::this_thread::get_id();
+}
+
+void ClockBoard::check_not_ended(const Errand& errand) const {
+  TORCH_CHECK(!is_ended_here(),
+              error_text(kPsArea,
+                         errand.text() + ": got a server that another thread has closed or left "
+                                         "meanwhile, expected an open one",
+                         where_, "Call close() or leave() after the last use."));
+}
+
 void ClockBoard::leave(LineState state, std::string_view reason) noexcept {
   WorkerLine& own = line(own_);
   if (own.state.load(std::memory_order_relaxed) != LineState::kHere) return;
@@ -379,8 +399,10 @@ class ClockBoard::LineWatch final : public shm::Watch {
  public:
   LineWatch(ClockBoard& board, const Errand& errand) : board_(board), errand_(errand) {}
 
+  // These take the lock where the wait lets others have it.
   bool pointless() override {
-    if (board_.is_abandoned_) return true;
+    if (board_.is_abandoned_ || board_.is_ended_here()) return true;
+    const std::unique_lock turn(board_.worker_lock_);
     board_.note_ended();
     if (board_.options_.mode == Mode::kBsp) board_.close_clocks();
     if (board_.find_lost()) return true;
@@ -392,9 +414,12 @@ class ClockBoard::LineWatch final : public shm::Watch {
   }
   void look_around() override {
     check_interruption();
+    const std::unique_lock turn(board_.worker_lock_);
     if (board_.look_also_) board_.look_also_(errand_);
   }
   [[noreturn]] void give_up() override {
+    board_.check_not_ended(errand_);
+    const std::unique_lock turn(board_.worker_lock_);
     if (board_.is_abandoned_)
       C10_THROW_ERROR(DistBackendError,
                       error_text(kPsArea, errand_.text() + ": its server has stopped",
@@ -404,7 +429,10 @@ class ClockBoard::LineWatch final : public shm::Watch {
     C10_THROW_ERROR(DistBackendError, error_text(kPsArea, errand_.text() + ": " + *failure_,
                                                  board_.where_, "Make a new group."));
   }
-  [[noreturn]] void overdue() override { board_.refuse_late(errand_); }
+  [[noreturn]] void overdue() override {
+    const std::unique_lock turn(board_.worker_lock_);
+    board_.refuse_late(errand_);
+  }
 
  private:
   ClockBoard& board_;
@@ -414,16 +442,29 @@ class ClockBoard::LineWatch final : public shm::Watch {
 
 bool ClockBoard::wait(const std::atomic<uint64_t>& counter, uint64_t target, const Errand& errand) {
   if (counter.load(std::memory_order_acquire) >= target) return true;
-  const milliseconds limit = errand.has_deadline ? this->limit() : kLongestWait;
   std::optional<shm::ShownErrand> shown;
-  if (group_ != nullptr) {
+  if (group_ != nullptr && !is_shown_.exchange(true)) {
     std::string text = errand.text();
     if (errand.worker >= 0)
       text += c10::str(" for worker ", errand.worker, " at clock ", clock_of(errand.worker));
     shown.emplace(group_->block(group_->rank()), text);
   }
+  const auto hide = c10::make_scope_exit([&] {
+    if (shown) is_shown_ = false;
+  });
   const auto counts = wait_times_.count(errand.cause);
+  const bool has_come = wait_asleep(counter, target, errand);
+  // What the others have done meanwhile may have been the end.
+  if (errand.lets_others_in) check_not_ended(errand);
+  return has_come;
+}
+
+bool ClockBoard::wait_asleep(const std::atomic<uint64_t>& counter, uint64_t target,
+                             const Errand& errand) {
+  const milliseconds limit = errand.has_deadline ? this->limit() : kLongestWait;
   LineWatch watch(*this, errand);
+  std::optional<WorkerLock::Gap> gap;
+  if (errand.lets_others_in) gap.emplace(worker_lock_);
   try {
     flag_wait_->until(counter, target, deadline_after(limit), watch);
     return true;

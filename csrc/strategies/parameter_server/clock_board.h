@@ -6,6 +6,7 @@
 #include <trireme/shm/liveness.h>
 #include <trireme/shm/rank_block.h>
 #include <trireme/strategies/parameter_server/options.h>
+#include <trireme/strategies/parameter_server/worker_lock.h>
 
 #include <array>
 #include <atomic>
@@ -19,6 +20,7 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <thread>
 #include <vector>
 
 namespace trireme::shm {
@@ -101,6 +103,7 @@ struct Errand {
   int64_t worker = -1;                // the wait is for this one; -1: for whoever is behind
   uint64_t clock = 0;                 // the one that those have not come to
   bool has_deadline = true;
+  bool lets_others_in = false;  // threads of this worker; see worker_lock.h
 };
 
 // Adds up how long waits take. Any thread may call it.
@@ -131,8 +134,8 @@ struct BoardPlan {
   }
 };
 
-// Holds the lines of all workers and servers. The thread that uses the server calls it, but for
-// what is const.
+// Holds the lines of all workers and servers. The thread that has the worker's lock calls it, but
+// for what is const, and for wait() where nobody else uses it.
 class TRIREME_API ClockBoard {
  public:
   struct Request {
@@ -189,10 +192,16 @@ class TRIREME_API ClockBoard {
   void ring_all() noexcept;
   // Ends what another thread waits for by this board, now and later. Any thread may call it.
   void abandon() noexcept;
+  // Ends what threads but this one wait for by this board, now and later: it is about to leave.
+  void end_waits_of_others() noexcept;
+  // Throws RuntimeError where another thread has called that.
+  void check_not_ended(const Errand& errand) const;
+  WorkerLock& worker_lock() { return worker_lock_; }
 
   // Waits until a counter has come to a number; false if the worker of the errand is gone before.
   // Throws DistBackendError, naming who is missing, at the deadline, and under kRaise when a worker
-  // has died or failed; what a signal handler raised.
+  // has died or failed; RuntimeError where another thread closes the server; what a signal handler
+  // raised.
   bool wait(const std::atomic<uint64_t>& counter, uint64_t target, const Errand& errand);
   bool wait_closed(uint64_t target, const Errand& errand) {
     return wait(header().closed, target << BoardHeader::kJoinBits, errand);
@@ -238,6 +247,8 @@ class TRIREME_API ClockBoard {
   bool excuses(LineState state) const;
   bool close_next();
   bool note_ended();
+  bool is_ended_here() const;
+  bool wait_asleep(const std::atomic<uint64_t>& counter, uint64_t target, const Errand& errand);
   std::optional<int64_t> find_lost() const;
   std::string why_gone(int64_t worker) const;
   std::string state_text(int64_t worker) const;
@@ -256,7 +267,10 @@ class TRIREME_API ClockBoard {
   std::optional<int64_t> memory_kills_;
   // One per line; absent while a worker is about to join, and for those of other hosts.
   std::vector<std::optional<shm::PeerProcess>> processes_;
+  WorkerLock worker_lock_;
   std::atomic<bool> is_abandoned_{false};
+  std::atomic<std::thread::id> leaver_{};  // the thread that leaves, or has left
+  std::atomic<bool> is_shown_{false};      // onlookers see what one thread waits for
   std::optional<shm::FlagWait> flag_wait_;
   std::function<std::string(int64_t)> describe_held_;
   shm::Clock::time_point looked_at_;

@@ -26,7 +26,7 @@ namespace trireme::ps {
 // Every verb throws RuntimeError after close() or leave(), on a rank that only serves, and in a
 // forked child; DistBackendError where it waits in vain, or where there is no memory for more rows.
 // A push that waits in vain for a row that another worker holds (ssp, async) may have stepped other
-// rows; what is refused has changed nothing.
+// rows; what is refused has changed nothing. Any thread may call them.
 class TRIREME_API SparseTable final : public Table {
  public:
   struct Parts {
@@ -55,8 +55,8 @@ class TRIREME_API SparseTable final : public Table {
   // gradients of another shape, dtype or layout.
   void push(const at::Tensor& ids, const at::Tensor& gradients, double scale = 1);
 
-  // These return at once. What need not wait is done by then; the rest is done in wait(): there is
-  // no thread behind it. The result of a pull is one tensor. Throws RuntimeError from wait() under
+  // These return at once. What need not wait is done by then; the rest is done in wait(), on any
+  // thread: there is none behind it. The result of a pull is one tensor. Throws RuntimeError from wait() under
   // bsp once clock() was called.
   Pending pull_async(const at::Tensor& ids, bool create = true);
   Pending push_async(const at::Tensor& ids, const at::Tensor& gradients, double scale = 1);
@@ -95,7 +95,7 @@ class TRIREME_API SparseTable final : public Table {
   std::vector<CheckpointTensor> described(int64_t rows) const;
   at::Tensor gather(const at::Tensor& ids, bool create, const Asked& asked);
   void gather_rows(const at::Tensor& ids, bool create, const at::Tensor& to);
-  void push_checked(const at::Tensor& ids, const at::Tensor& gradients, double scale);
+  void push_now(const at::Tensor& ids, const at::Tensor& gradients, double scale);
   void push_here(const at::Tensor& ids, const at::Tensor& gradients, double scale,
                  const Errand& errand);
 

@@ -286,6 +286,7 @@ void ShareServer::close(std::string_view error) noexcept {
 }
 
 void ShareServer::stop() noexcept {
+  const std::lock_guard lock(stopping_);
   if (!thread_.joinable()) return;
   for (const auto& seat : seats_) seat->end();
   for (const auto& seat : seats_) seat->join();
