@@ -4,8 +4,10 @@
 
 #include <ATen/core/grad_mode.h>
 #include <c10/util/Exception.h>
+#include <c10/util/ScopeExit.h>
 
 #include <algorithm>
+#include <memory>
 #include <optional>
 #include <utility>
 
@@ -17,6 +19,14 @@ constexpr size_t kMostTasks = 16;
 // Is the task of tensors that were recomputed before a backward asked. No task of the engine, nor
 // one that current_task() makes up, has this number.
 constexpr int64_t kAhead = INT64_MIN;
+
+// A call of a frame's function on this thread, and how many kept results a recomputation has got.
+struct RunningCall {
+  CheckpointFrame* frame;
+  bool is_recomputation;
+  size_t taken = 0;
+};
+thread_local std::vector<std::unique_ptr<RunningCall>> running;
 
 thread_local bool checkpoints = false;
 thread_local bool recomputes = false;
@@ -86,6 +96,30 @@ class CheckpointFrame::RecomputationPacker : public TensorPacker {
   c10::intrusive_ptr<CheckpointFrame> frame_;
   int64_t task_;
 };
+
+class CheckpointFrame::Run : public CheckpointRun {
+ public:
+  explicit Run(RunningCall& call) : call_(call) {}
+  bool is_recomputation() const override { return call_.is_recomputation; }
+  void keep(const std::vector<at::Tensor>& result) override {
+    const FrameLock lock(call_.frame->mutex_);
+    call_.frame->kept_results_.push_back(result);
+  }
+  std::vector<at::Tensor> take() override {
+    const FrameLock lock(call_.frame->mutex_);
+    const auto& kept = call_.frame->kept_results_;
+    return call_.taken < kept.size() ? kept[call_.taken++] : std::vector<at::Tensor>();
+  }
+
+ private:
+  RunningCall& call_;
+};
+
+CheckpointRuns CheckpointFrame::runs() {
+  CheckpointRuns runs;
+  for (const auto& call : running) runs.push_back(std::make_unique<Run>(*call));
+  return runs;
+}
 
 SavedPlace::SavedPlace(c10::intrusive_ptr<CheckpointFrame> frame, size_t number)
     : frame_(std::move(frame)), number_(number) {}
@@ -232,6 +266,8 @@ void CheckpointFrame::recompute(int64_t id) {
     const FlagGuard is_again(recomputes, true);
     const PackerGuard guard(c10::make_intrusive<RecomputationPacker>(
         c10::intrusive_ptr<CheckpointFrame>::reclaim_copy(this), id));
+    running.push_back(std::make_unique<RunningCall>(RunningCall{this, true}));
+    const auto end = c10::make_scope_exit([] { running.pop_back(); });
     call_->run(inputs);
   }
   Task& task = recomputation_of(id);
@@ -287,9 +323,12 @@ bool is_checkpointing() { return checkpoints; }
 bool is_recomputing() { return recomputes; }
 
 CheckpointForward::CheckpointForward(const c10::intrusive_ptr<CheckpointFrame>& frame)
-    : frame_(frame), before_(std::exchange(checkpoints, true)), guard_(frame) {}
+    : frame_(frame), before_(std::exchange(checkpoints, true)), guard_(frame) {
+  running.push_back(std::make_unique<RunningCall>(RunningCall{frame_.get(), false}));
+}
 
 CheckpointForward::~CheckpointForward() {
+  running.pop_back();
   checkpoints = before_;
   frame_->end_forward();
 }

@@ -204,7 +204,8 @@ void bind_table(py::module_& module) {
   py::class_<DenseTable>(module, "PsDenseTable")
       .def_property_readonly("names", &DenseTable::tensor_names)
       .def_property_readonly("is_bound", py::cpp_function(&DenseTable::is_bound, WithoutGil()))
-      .def_property_readonly("is_readable", py::cpp_function(&DenseTable::is_readable, WithoutGil()))
+      .def_property_readonly("is_readable",
+                             py::cpp_function(&DenseTable::is_readable, WithoutGil()))
       .def("pull", wrap_pybind_function_no_gil(&DenseTable::pull))
       .def("push", wrap_pybind_function_no_gil(&DenseTable::push), py::arg("scale"))
       .def("pull_tensors", wrap_pybind_function_no_gil([](DenseTable& table, bool view) {

@@ -5,14 +5,19 @@
 #include <trireme/common/exception_text.h>
 
 #include <ATen/SavedTensorHooks.h>
+#include <ATen/core/grad_mode.h>
 #include <c10/core/AutogradState.h>
+#include <pybind11/stl.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/PyInterpreter.h>
+#include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/utils/pybind.h>
 
 #include <cstddef>
 #include <cstdint>
 #include <exception>
+#include <memory>
 #include <mutex>
 #include <optional>
 #include <structmember.h>
@@ -142,6 +147,30 @@ PyObject* find_user_hooks() {
   return PyTuple_Pack(2, first, top->second.ptr(getPyInterpreter()));
 }
 
+// One call of a checkpoint of torch's; see trireme/_core/torch_checkpoints.py.
+class TorchRun : public CheckpointRun {
+ public:
+  explicit TorchRun(py::object run)
+      : run_(std::move(run)), is_recomputation_(run_.attr("is_recomputation").cast<bool>()) {}
+  ~TorchRun() override {
+    const py::gil_scoped_acquire gil;
+    run_.release().dec_ref();
+  }
+  bool is_recomputation() const override { return is_recomputation_; }
+  void keep(const std::vector<at::Tensor>& result) override {
+    const py::gil_scoped_acquire gil;
+    run_.attr("keep")(result);
+  }
+  std::vector<at::Tensor> take() override {
+    const py::gil_scoped_acquire gil;
+    return run_.attr("take")().cast<std::vector<at::Tensor>>();
+  }
+
+ private:
+  py::object run_;
+  bool is_recomputation_;
+};
+
 class PythonHooks : public SavedTensorHooks {
  public:
   PythonHooks() {
@@ -196,6 +225,27 @@ class PythonHooks : public SavedTensorHooks {
   int64_t current_task() override {
     const auto& group = c10::AutogradState::get_tls_state().get_graph_exec_group();
     return group ? id_of(group->ptr(getPyInterpreter())) : SavedTensorHooks::current_task();
+  }
+
+  // Torch's older way runs the forward without gradients, and calls it again inside of a node.
+  CheckpointRuns runs_of_others() override {
+    const bool may_be_reentrant =
+        !at::GradMode::is_enabled() || torch::autograd::get_current_graph_task_id() >= 0;
+    auto stack = at::SavedTensorDefaultHooks::get_tls_state().stack;
+    if (stack.empty() && !may_be_reentrant) return {};
+    const py::gil_scoped_acquire gil;
+    py::list hooks;
+    for (; !stack.empty(); stack.pop()) {
+      PyObject* hook = stack.top().first.ptr(getPyInterpreter());
+      if (Py_TYPE(hook) != pack_hook_type) hooks.append(py::handle(hook));
+    }
+    if (hooks.empty() && !may_be_reentrant) return {};
+    CheckpointRuns runs;
+    const py::object find =
+        py::module_::import("trireme._core.torch_checkpoints").attr("runs_under_way");
+    for (const py::handle run : find(hooks, may_be_reentrant))
+      runs.push_back(std::make_unique<TorchRun>(py::reinterpret_borrow<py::object>(run)));
+    return runs;
   }
 
   void lock(std::recursive_mutex& mutex) override {

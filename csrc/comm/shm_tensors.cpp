@@ -1,5 +1,7 @@
 #include <trireme/comm/shm_tensors.h>
 
+#include <trireme/common/resolved.h>
+
 #include <ATen/ATen.h>
 
 #include <algorithm>
@@ -32,9 +34,7 @@ std::vector<Run> runs_of(const std::vector<shm::Pieces>& by_rank) {
   return runs;
 }
 
-bool is_plain(const at::Tensor& tensor) {
-  return tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg();
-}
+bool is_plain(const at::Tensor& tensor) { return tensor.is_contiguous() && is_resolved(tensor); }
 
 }  // namespace
 
@@ -83,7 +83,7 @@ ShmTensors::ShmTensors(std::vector<at::Tensor> tensors, Use use)
     } else if (use == Use::kWrite) {
       flat_.push_back(at::empty(tensor.sizes(), tensor.options()));
     } else {
-      flat_.push_back(tensor.detach().resolve_conj().resolve_neg().contiguous());
+      flat_.push_back(resolved(tensor.detach()).contiguous());
     }
   }
   if (use == Use::kReadWrite && tensors_.size() > 1 && would_read_results({pieces()}, {pieces()}))

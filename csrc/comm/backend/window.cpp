@@ -2,6 +2,7 @@
 
 #include <trireme/comm/backend/memory.h>
 #include <trireme/comm/translate_faults.h>
+#include <trireme/common/resolved.h>
 
 #include <ATen/ATen.h>
 
@@ -144,6 +145,7 @@ void ShmWindow::tensor_register(const at::Tensor& tensor, bool owning) {
   std::string complaint;
   if (!segment) complaint = "a window got a tensor in private memory";
   if (segment && !tensor.is_contiguous()) complaint = "a window got a tensor with gaps";
+  if (segment && !is_resolved(tensor)) complaint = "a window got a lazily negated or conj() tensor";
   if (segment && tensor.dim() > static_cast<int64_t>(kMaxDims))
     complaint = "a window got " + std::to_string(tensor.dim()) + " dimensions";
   Place mine;

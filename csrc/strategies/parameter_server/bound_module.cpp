@@ -134,10 +134,9 @@ void BoundModule::check_written() {
     const at::Tensor& place = places_[i];
     if (parameter.sizes() == place.sizes() && parameter.scalar_type() == place.scalar_type())
       continue;
-    const std::string got =
-        c10::str(errand().text(), ": got '", parts_.names[i], "' as ",
-                 dtype_name(parameter.scalar_type()), " ", parameter.sizes(), ", expected ",
-                 dtype_name(place.scalar_type()), " ", place.sizes());
+    const std::string got = c10::str(
+        errand().text(), ": got '", parts_.names[i], "' as ", dtype_name(parameter.scalar_type()),
+        " ", parameter.sizes(), ", expected ", dtype_name(place.scalar_type()), " ", place.sizes());
     abandon_writing(got);
     TORCH_CHECK_VALUE(false,
                       error_text(kPsArea, got, parts_.board->where(),

@@ -1,6 +1,8 @@
 #include <trireme/strategies/parameter_server/dense_table.h>
 
+#include <trireme/activation/kept_results.h>
 #include <trireme/common/dtype_name.h>
+#include <trireme/common/resolved.h>
 #include <trireme/common/trace.h>
 #include <trireme/kernels/span.h>
 #include <trireme/strategies/parameter_server/dense_checkpoint.h>
@@ -20,7 +22,8 @@ namespace trireme::ps {
 namespace {
 
 bool lies_as_in_table(const at::Tensor& tensor, const at::Tensor& value) {
-  return tensor.is_cpu() && tensor.is_contiguous() && tensor.scalar_type() == value.scalar_type();
+  return tensor.is_cpu() && tensor.is_contiguous() && is_resolved(tensor) &&
+         tensor.scalar_type() == value.scalar_type();
 }
 
 }  // namespace
@@ -125,6 +128,10 @@ NamedTensors DenseTable::read(bool view, const RemoteAnswers& answers) {
     tensors.push_back(view ? store_->whole(static_cast<int64_t>(i))
                            : at::empty(infos_[i].sizes, infos_[i].dtype));
   if (!view) copy_values(tensors, answers);
+  return named(tensors);
+}
+
+NamedTensors DenseTable::named(const std::vector<at::Tensor>& tensors) const {
   NamedTensors named;
   for (size_t i = 0; i < infos_.size(); ++i) named.insert(infos_[i].name, tensors[i]);
   return named;
@@ -141,11 +148,14 @@ void DenseTable::check_view(bool view) const {
 
 NamedTensors DenseTable::pull_tensors(bool view) {
   TRIREME_TRACE("ps.pull");
-  const auto turn = desk().enter("pull");
-  check_view(view);
-  RemoteAnswers answers;
-  wait_to_read([&] { answers = ask_others(); });
-  return read(view, answers);
+  const auto read_now = [&] {
+    const auto turn = desk().enter("pull");
+    check_view(view);
+    RemoteAnswers answers;
+    wait_to_read([&] { answers = ask_others(); });
+    return read(view, answers).values();
+  };
+  return named(view ? read_now() : once_per_forward(read_now));
 }
 
 // --- push ----------------------------------------------------------------------------------------
@@ -154,12 +164,12 @@ at::Tensor DenseTable::checked_gradient(size_t index, const at::Tensor& gradient
   if (!gradient.defined()) return {};
   const ParameterInfo& info = infos_[index];
   const auto refuse = [&](const std::string& got, const char* next_step) {
-    TORCH_CHECK_VALUE(
-        false, error_text(kPsArea,
-                          c10::str("push: got a gradient of ", got, " for '", info.name,
-                                   "' of table '", spec().name, "', expected ", dtype_name(info.dtype), " ",
-                                   at::IntArrayRef(info.sizes)),
-                          board().where(), next_step));
+    TORCH_CHECK_VALUE(false,
+                      error_text(kPsArea,
+                                 c10::str("push: got a gradient of ", got, " for '", info.name,
+                                          "' of table '", spec().name, "', expected ",
+                                          dtype_name(info.dtype), " ", at::IntArrayRef(info.sizes)),
+                                 board().where(), next_step));
   };
   if (gradient.unsafeGetTensorImpl()->is_python_dispatch())
     refuse("a subclass of Tensor", "Push a plain tensor: that of a DTensor is full_tensor().");
@@ -168,10 +178,11 @@ at::Tensor DenseTable::checked_gradient(size_t index, const at::Tensor& gradient
   if (gradient.sizes() != at::IntArrayRef(info.sizes))
     refuse(c10::str("shape ", gradient.sizes()), "Push gradients of the tensors of the table.");
   if (gradient.scalar_type() != info.dtype && gradient.scalar_type() != at::kFloat)
-    refuse(c10::str("dtype ", dtype_name(gradient.scalar_type())), "Cast it to that, or to float32.");
+    refuse(c10::str("dtype ", dtype_name(gradient.scalar_type())),
+           "Cast it to that, or to float32.");
   if (info.dtype == at::kDouble && gradient.scalar_type() != info.dtype)
-    return gradient.detach().to(at::kCPU, at::kDouble).contiguous();
-  return gradient.detach().to(at::kCPU).contiguous();
+    return resolved(gradient.detach().to(at::kCPU, at::kDouble)).contiguous();
+  return resolved(gradient.detach().to(at::kCPU)).contiguous();
 }
 
 DenseTable::Gradients DenseTable::take_own_gradients() {

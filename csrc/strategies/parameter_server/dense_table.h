@@ -92,8 +92,9 @@ class TRIREME_API DenseTable final : public Table {
   void push_tensors(const NamedTensors& gradients, double scale = 1);
 
   // These return at once. What need not wait is done by then; the rest is done in wait(), on any
-  // thread: there is none behind it. The result of a pull are the tensors in their order, none for a module.
-  // Gradients are taken at once. Throws RuntimeError from wait() under bsp once clock() was called.
+  // thread: there is none behind it. The result of a pull are the tensors in their order, none for
+  // a module. Gradients are taken at once. Throws RuntimeError from wait() under bsp once clock()
+  // was called.
   Pending pull_async();
   Pending pull_tensors_async(bool view = false);
   Pending push_async(double scale = 1);
@@ -123,6 +124,7 @@ class TRIREME_API DenseTable final : public Table {
   void check_view(bool view) const;
   void fill_parameters(const RemoteAnswers& answers);
   NamedTensors read(bool view, const RemoteAnswers& answers);
+  NamedTensors named(const std::vector<at::Tensor>& tensors) const;
   void copy_values(const std::vector<at::Tensor>& to, const RemoteAnswers& answers);
   void copy_once(const std::vector<at::Tensor>& to) const;
   RemoteAnswers ask_others();

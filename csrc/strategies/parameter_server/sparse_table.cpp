@@ -1,6 +1,8 @@
 #include <trireme/strategies/parameter_server/sparse_table.h>
 
+#include <trireme/activation/kept_results.h>
 #include <trireme/common/dtype_name.h>
+#include <trireme/common/resolved.h>
 #include <trireme/common/trace.h>
 #include <trireme/kernels/span.h>
 #include <trireme/strategies/parameter_server/hosts/remote_shares.h>
@@ -94,7 +96,7 @@ at::Tensor SparseTable::checked_ids(const at::Tensor& ids, std::string_view verb
                               c10::str(verb, " of table '", name(),
                                        "': got ids as a subclass of Tensor, expected a plain one"),
                               board().where(), "Pass plain ids."));
-  at::Tensor found = ids.detach().to(at::kCPU, at::kLong).contiguous();
+  at::Tensor found = resolved(ids.detach().to(at::kCPU, at::kLong)).contiguous();
   const std::optional<int64_t> rows = spec().rows->rows;
   if (!rows) return found;
   const auto* begin = found.const_data_ptr<int64_t>();
@@ -114,11 +116,11 @@ at::Tensor SparseTable::checked_gradients(const at::Tensor& ids,
   std::vector<int64_t> expected = ids.sizes().vec();
   expected.push_back(dim());
   const auto refuse = [&](const std::string& got, const char* next_step) {
-    TORCH_CHECK_VALUE(false,
-                      error_text(kPsArea,
-                                 c10::str("push of table '", name(), "': got gradients of ", got,
-                                          ", expected ", dtype_name(dtype()), " ", at::IntArrayRef(expected)),
-                                 board().where(), next_step));
+    TORCH_CHECK_VALUE(false, error_text(kPsArea,
+                                        c10::str("push of table '", name(), "': got gradients of ",
+                                                 got, ", expected ", dtype_name(dtype()), " ",
+                                                 at::IntArrayRef(expected)),
+                                        board().where(), next_step));
   };
   if (!gradients.defined()) refuse("nothing", "Pass a row per id.");
   if (gradients.unsafeGetTensorImpl()->is_python_dispatch())
@@ -128,9 +130,10 @@ at::Tensor SparseTable::checked_gradients(const at::Tensor& ids,
   if (gradients.sizes() != at::IntArrayRef(expected))
     refuse(c10::str("shape ", gradients.sizes()), "Pass a row per id.");
   if (gradients.scalar_type() != dtype() && gradients.scalar_type() != at::kFloat)
-    refuse(c10::str("dtype ", dtype_name(gradients.scalar_type())), "Cast them to that, or to float32.");
+    refuse(c10::str("dtype ", dtype_name(gradients.scalar_type())),
+           "Cast them to that, or to float32.");
   const at::ScalarType kept = dtype() == at::kDouble ? at::kDouble : gradients.scalar_type();
-  return gradients.detach().to(at::kCPU, kept).contiguous();
+  return resolved(gradients.detach().to(at::kCPU, kept)).contiguous();
 }
 
 // --- pull ----------------------------------------------------------------------------------------
@@ -186,16 +189,17 @@ at::Tensor SparseTable::gather(const at::Tensor& ids, bool create, const Asked& 
 
 at::Tensor SparseTable::pull(const at::Tensor& ids, bool create) {
   TRIREME_TRACE("ps.pull");
+  const auto read = [&] { return std::vector<at::Tensor>{pull_now(ids, create)}; };
+  return once_per_forward(read).front().to(ids.device());
+}
+
+at::Tensor SparseTable::pull_now(const at::Tensor& ids, bool create) {
   desk().check_worker("pull");
   const at::Tensor checked = checked_ids(ids, "pull");
-  at::Tensor rows;
-  {
-    const auto turn = desk().enter("pull");
-    Asked asked;
-    wait_to_read([&] { asked = ask_others(checked, create); });
-    rows = gather(checked, create, asked);
-  }
-  return rows.to(ids.device());
+  const auto turn = desk().enter("pull");
+  Asked asked;
+  wait_to_read([&] { asked = ask_others(checked, create); });
+  return gather(checked, create, asked);
 }
 
 Pending SparseTable::pull_async(const at::Tensor& ids, bool create) {

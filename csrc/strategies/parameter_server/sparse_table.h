@@ -48,7 +48,8 @@ class TRIREME_API SparseTable final : public Table {
 
   // Returns copies of rows: [*ids.shape, dim], without a graph. With `create` off, ids that have no
   // row give its first values, and no row comes into being. Throws TypeError for ids of another
-  // dtype, ValueError for one outside [0, rows).
+  // dtype, ValueError for one outside [0, rows). In a function of a checkpoint, ours or torch's, a
+  // recomputation gets the rows of its forward.
   at::Tensor pull(const at::Tensor& ids, bool create = true);
   // Takes gradients [*ids.shape, dim] of the table's dtype or fp32, times `scale`. Those of an id
   // that comes several times are added first. Throws what pull() throws, and ValueError for
@@ -56,8 +57,8 @@ class TRIREME_API SparseTable final : public Table {
   void push(const at::Tensor& ids, const at::Tensor& gradients, double scale = 1);
 
   // These return at once. What need not wait is done by then; the rest is done in wait(), on any
-  // thread: there is none behind it. The result of a pull is one tensor. Throws RuntimeError from wait() under
-  // bsp once clock() was called.
+  // thread: there is none behind it. The result of a pull is one tensor. Throws RuntimeError from
+  // wait() under bsp once clock() was called.
   Pending pull_async(const at::Tensor& ids, bool create = true);
   Pending push_async(const at::Tensor& ids, const at::Tensor& gradients, double scale = 1);
 
@@ -93,6 +94,7 @@ class TRIREME_API SparseTable final : public Table {
   PlacesByHost places_by_host(const at::Tensor& ids) const;
   Asked ask_others(const at::Tensor& ids, bool create);
   std::vector<CheckpointTensor> described(int64_t rows) const;
+  at::Tensor pull_now(const at::Tensor& ids, bool create);
   at::Tensor gather(const at::Tensor& ids, bool create, const Asked& asked);
   void gather_rows(const at::Tensor& ids, bool create, const at::Tensor& to);
   void push_now(const at::Tensor& ids, const at::Tensor& gradients, double scale);

@@ -43,7 +43,8 @@ namespace {
 std::string complaint_about_rows(const RowShape& rows) {
   if (rows.dim < 1) return c10::str("dim=", rows.dim, ", expected >= 1");
   if (c10::isComplexType(rows.dtype) || !is_supported(rows.dtype))
-    return c10::str("dtype ", dtype_name(rows.dtype), ", expected float32, float64, float16 or bfloat16");
+    return c10::str("dtype ", dtype_name(rows.dtype),
+                    ", expected float32, float64, float16 or bfloat16");
   if (rows.rows && *rows.rows < 1) return c10::str("rows=", *rows.rows, ", expected >= 1, or none");
   return complaint_about(rows.init);
 }
@@ -52,8 +53,8 @@ std::string complaint_about_tensor(const std::string& name, const at::Tensor& te
   if (!tensor.defined()) return c10::str("'", name, "' without a value, expected a tensor");
   if (tensor.layout() != at::kStrided || tensor.is_complex() ||
       !is_supported(tensor.scalar_type())) {
-    return c10::str("'", name, "' of dtype ", dtype_name(tensor.scalar_type()), " and layout ", tensor.layout(),
-                    ", expected a strided float32, float64, float16 or bfloat16");
+    return c10::str("'", name, "' of dtype ", dtype_name(tensor.scalar_type()), " and layout ",
+                    tensor.layout(), ", expected a strided float32, float64, float16 or bfloat16");
   }
   if (tensor.is_meta())
     return c10::str("'", name, "' on the meta device, expected one that has values");
@@ -109,8 +110,8 @@ std::string complaint_about(const std::vector<TableSpec>& tables, Mode mode) {
 }
 
 std::string to_string(const RowShape& rows) {
-  std::string text = c10::str("rows of ", rows.dim, " ", dtype_name(rows.dtype), ", ", to_string(rows.init),
-                              ", seed=", rows.seed);
+  std::string text = c10::str("rows of ", rows.dim, " ", dtype_name(rows.dtype), ", ",
+                              to_string(rows.init), ", seed=", rows.seed);
   if (rows.rows) text += c10::str(", rows=", *rows.rows);
   return text;
 }

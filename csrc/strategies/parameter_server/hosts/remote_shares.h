@@ -29,8 +29,8 @@ using RemoteAnswer = std::shared_ptr<AnswerOfHost>;
 using RemoteAnswers = std::vector<RemoteAnswer>;
 
 // Is how one worker, or a rank that serves, reaches the shares of other hosts; see [Note: a table
-// on several hosts] in table_shares.h. Called by the thread that has the worker's lock. A wait whose
-// errand says so lets others in.
+// on several hosts] in table_shares.h. Called by the thread that has the worker's lock. A wait
+// whose errand says so lets others in.
 class TRIREME_API RemoteShares {
  public:
   struct Parts {
