@@ -180,7 +180,7 @@ class TRIREME_API CheckpointFrame : public TensorPacker {
   std::vector<c10::weak_intrusive_ptr<SavedPlace>> places_;
   std::vector<Metadata> metadata_;  // one per place, if it is compared
   std::vector<Task> tasks_;
-  std::vector<std::vector<at::Tensor>> kept_results_;  // of once_per_forward()
+  std::vector<std::vector<at::Tensor>> kept_results_;  // once_per_forward() has made them
   bool has_differentiable_inputs_ = false;
   bool forward_has_ended_ = false;
   bool is_ahead_ = false;  // recompute_ahead() has run

@@ -20,7 +20,7 @@ std::vector<at::Tensor> once_per_forward(const std::function<std::vector<at::Ten
   std::vector<at::Tensor> result;
   for (const auto& run : runs) {
     if (!run->is_recomputation()) continue;
-    std::vector<at::Tensor> kept = run->take();  // of each, so that all go on together
+    std::vector<at::Tensor> kept = run->take();  // each takes, so that all go on together
     if (result.empty()) result = std::move(kept);
   }
   if (result.empty()) result = read();

@@ -231,9 +231,10 @@ class PythonHooks : public SavedTensorHooks {
   CheckpointRuns runs_of_others() override {
     const bool may_be_reentrant =
         !at::GradMode::is_enabled() || torch::autograd::get_current_graph_task_id() >= 0;
-    auto stack = at::SavedTensorDefaultHooks::get_tls_state().stack;
-    if (stack.empty() && !may_be_reentrant) return {};
+    const auto& state = at::SavedTensorDefaultHooks::get_tls_state();
+    if (state.stack.empty() && !may_be_reentrant) return {};
     const py::gil_scoped_acquire gil;
+    auto stack = state.stack;
     py::list hooks;
     for (; !stack.empty(); stack.pop()) {
       PyObject* hook = stack.top().first.ptr(getPyInterpreter());

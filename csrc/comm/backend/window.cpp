@@ -56,6 +56,11 @@ std::vector<Place> gather(shm::Collectives& collectives, Place& mine,
   return all;
 }
 
+// Says whether what others read at its place are its values.
+bool shows_values(const at::Tensor& tensor) {
+  return tensor.is_contiguous() && is_resolved(tensor);
+}
+
 }  // namespace
 
 // Is how a rank tells where its tensor lies.
@@ -144,8 +149,8 @@ void ShmWindow::tensor_register(const at::Tensor& tensor, bool owning) {
   const auto segment = segment_of(tensor);
   std::string complaint;
   if (!segment) complaint = "a window got a tensor in private memory";
-  if (segment && !tensor.is_contiguous()) complaint = "a window got a tensor with gaps";
-  if (segment && !is_resolved(tensor)) complaint = "a window got a lazily negated or conj() tensor";
+  if (segment && !shows_values(tensor))
+    complaint = "a window got a tensor with gaps, or a lazy minus";
   if (segment && tensor.dim() > static_cast<int64_t>(kMaxDims))
     complaint = "a window got " + std::to_string(tensor.dim()) + " dimensions";
   Place mine;

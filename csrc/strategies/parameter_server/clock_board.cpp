@@ -7,7 +7,6 @@
 #include <trireme/shm/shown_errand.h>
 
 #include <c10/util/Exception.h>
-#include <c10/util/ScopeExit.h>
 #include <c10/util/StringUtil.h>
 
 #include <algorithm>
@@ -242,29 +241,6 @@ void ClockBoard::ring_all() noexcept {
     shm::ring(line(index).bell);
 }
 
-void ClockBoard::abandon() noexcept {
-  is_abandoned_ = true;
-  shm::ring(line(own_).bell);
-}
-
-void ClockBoard::end_waits_of_others() noexcept {
-  leaver_ = std::this_thread::get_id();
-  shm::ring(line(own_).bell);
-}
-
-bool ClockBoard::is_ended_here() const {
-  const std::thread::id leaver = leaver_;
-  return leaver != std::thread::id() && leaver != std::this_thread::get_id();
-}
-
-void ClockBoard::check_not_ended(const Errand& errand) const {
-  TORCH_CHECK(!is_ended_here(),
-              error_text(kPsArea,
-                         errand.text() + ": got a server that another thread has closed or left "
-                                         "meanwhile, expected an open one",
-                         where_, "Call close() or leave() after the last use."));
-}
-
 void ClockBoard::leave(LineState state, std::string_view reason) noexcept {
   WorkerLine& own = line(own_);
   if (own.state.load(std::memory_order_relaxed) != LineState::kHere) return;
@@ -401,7 +377,7 @@ class ClockBoard::LineWatch final : public shm::Watch {
 
   // These take the lock where the wait lets others have it.
   bool pointless() override {
-    if (board_.is_abandoned_ || board_.is_ended_here()) return true;
+    if (board_.worker_lock_.is_ended_here()) return true;
     const std::unique_lock turn(board_.worker_lock_);
     board_.note_ended();
     if (board_.options_.mode == Mode::kBsp) board_.close_clocks();
@@ -418,12 +394,12 @@ class ClockBoard::LineWatch final : public shm::Watch {
     if (board_.look_also_) board_.look_also_(errand_);
   }
   [[noreturn]] void give_up() override {
-    board_.check_not_ended(errand_);
-    const std::unique_lock turn(board_.worker_lock_);
-    if (board_.is_abandoned_)
+    if (board_.worker_lock_.is_ended_here() && board_.line(board_.own_).is_elsewhere != 0)
       C10_THROW_ERROR(DistBackendError,
                       error_text(kPsArea, errand_.text() + ": its server has stopped",
                                  board_.where_, "Look for the error of that rank."));
+    board_.worker_lock_.check_not_ended(errand_.text, board_.where_);
+    const std::unique_lock turn(board_.worker_lock_);
     if (const auto lost = board_.find_lost()) board_.refuse_lost(errand_, *lost);
     if (!failure_) throw WorkerGone{};
     C10_THROW_ERROR(DistBackendError, error_text(kPsArea, errand_.text() + ": " + *failure_,
@@ -443,19 +419,16 @@ class ClockBoard::LineWatch final : public shm::Watch {
 bool ClockBoard::wait(const std::atomic<uint64_t>& counter, uint64_t target, const Errand& errand) {
   if (counter.load(std::memory_order_acquire) >= target) return true;
   std::optional<shm::ShownErrand> shown;
-  if (group_ != nullptr && !is_shown_.exchange(true)) {
+  if (group_ != nullptr) {
     std::string text = errand.text();
     if (errand.worker >= 0)
       text += c10::str(" for worker ", errand.worker, " at clock ", clock_of(errand.worker));
     shown.emplace(group_->block(group_->rank()), text);
   }
-  const auto hide = c10::make_scope_exit([&] {
-    if (shown) is_shown_ = false;
-  });
   const auto counts = wait_times_.count(errand.cause);
   const bool has_come = wait_asleep(counter, target, errand);
   // What the others have done meanwhile may have been the end.
-  if (errand.lets_others_in) check_not_ended(errand);
+  if (errand.lets_others_in) worker_lock_.check_not_ended(errand.text, where_);
   return has_come;
 }
 
@@ -471,16 +444,6 @@ bool ClockBoard::wait_asleep(const std::atomic<uint64_t>& counter, uint64_t targ
   } catch (const WorkerGone&) {
     return false;
   }
-}
-
-std::shared_ptr<void> WaitTimes::count(std::string_view cause) {
-  return {nullptr, [this, cause, begin = shm::Clock::now()](void*) {
-            const std::chrono::duration<double> took = shm::Clock::now() - begin;
-            const std::lock_guard<std::mutex> lock(mutex_);
-            const auto found = seconds_.find(cause);
-            (found != seconds_.end() ? found->second : seconds_[std::string(cause)]) +=
-                took.count();
-          }};
 }
 
 void ClockBoard::check_peers(const Errand& errand) {
@@ -506,11 +469,6 @@ void ClockBoard::check_deadline(std::chrono::steady_clock::time_point deadline,
                  c10::str(errand.text(), ": others have changed what it reads again and again for ",
                           limit_text(limit())),
                  where_, "Pull less at a time, or raise the timeout."));
-}
-
-std::map<std::string, double> WaitTimes::seconds() const {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  return {seconds_.begin(), seconds_.end()};
 }
 
 }  // namespace trireme::ps

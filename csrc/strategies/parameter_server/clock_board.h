@@ -2,6 +2,7 @@
 
 #include <trireme/common/error.h>
 #include <trireme/common/export.h>
+#include <trireme/common/wait_times.h>
 #include <trireme/shm/flag_wait.h>
 #include <trireme/shm/liveness.h>
 #include <trireme/shm/rank_block.h>
@@ -14,13 +15,10 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
-#include <map>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <string>
 #include <string_view>
-#include <thread>
 #include <vector>
 
 namespace trireme::shm {
@@ -106,19 +104,6 @@ struct Errand {
   bool lets_others_in = false;  // threads of this worker; see worker_lock.h
 };
 
-// Adds up how long waits take. Any thread may call it.
-class TRIREME_API WaitTimes {
- public:
-  // Counts a wait from now on until the result goes.
-  std::shared_ptr<void> count(std::string_view cause);
-  // Returns seconds by cause.
-  std::map<std::string, double> seconds() const;
-
- private:
-  mutable std::mutex mutex_;
-  std::map<std::string, double, std::less<>> seconds_;
-};
-
 // Says how many lines a board has, and for whom: workers first, those that are there at first
 // before those that may join, then ranks that only serve.
 struct BoardPlan {
@@ -190,12 +175,6 @@ class TRIREME_API ClockBoard {
   // Says that nobody has to wait for this worker, or server, any more. Never throws.
   void leave(LineState state, std::string_view reason) noexcept;
   void ring_all() noexcept;
-  // Ends what another thread waits for by this board, now and later. Any thread may call it.
-  void abandon() noexcept;
-  // Ends what threads but this one wait for by this board, now and later: it is about to leave.
-  void end_waits_of_others() noexcept;
-  // Throws RuntimeError where another thread has called that.
-  void check_not_ended(const Errand& errand) const;
   WorkerLock& worker_lock() { return worker_lock_; }
 
   // Waits until a counter has come to a number; false if the worker of the errand is gone before.
@@ -247,7 +226,6 @@ class TRIREME_API ClockBoard {
   bool excuses(LineState state) const;
   bool close_next();
   bool note_ended();
-  bool is_ended_here() const;
   bool wait_asleep(const std::atomic<uint64_t>& counter, uint64_t target, const Errand& errand);
   std::optional<int64_t> find_lost() const;
   std::string why_gone(int64_t worker) const;
@@ -268,9 +246,6 @@ class TRIREME_API ClockBoard {
   // One per line; absent while a worker is about to join, and for those of other hosts.
   std::vector<std::optional<shm::PeerProcess>> processes_;
   WorkerLock worker_lock_;
-  std::atomic<bool> is_abandoned_{false};
-  std::atomic<std::thread::id> leaver_{};  // the thread that leaves, or has left
-  std::atomic<bool> is_shown_{false};      // onlookers see what one thread waits for
   std::optional<shm::FlagWait> flag_wait_;
   std::function<std::string(int64_t)> describe_held_;
   shm::Clock::time_point looked_at_;

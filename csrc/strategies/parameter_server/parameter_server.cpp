@@ -291,7 +291,8 @@ std::exception_ptr ParameterServer::release_modules() noexcept {
 void ParameterServer::leave() {
   here_.desk->check_open("leave");
   if (!here_.board->worker() || here_.desk->has_left()) return;
-  here_.board->end_waits_of_others();
+  here_.board->worker_lock().end_for_others();
+  here_.board->ring_all();
   const WorkerLock::Kept turn(here_.board->worker_lock());
   if (here_.desk->has_left()) return;
   const std::exception_ptr raised = release_modules();
@@ -303,7 +304,8 @@ void ParameterServer::leave() {
 
 void ParameterServer::close(std::string_view error) {
   if (here_.desk->is_closed() || here_.desk->is_forked()) return;
-  here_.board->end_waits_of_others();
+  here_.board->worker_lock().end_for_others();
+  here_.board->ring_all();
   const WorkerLock::Kept turn(here_.board->worker_lock());
   if (here_.desk->is_closed()) return;
   const bool works = here_.board->worker() && !here_.desk->has_left();

@@ -3,6 +3,9 @@
 #include <trireme/common/interruption.h>
 #include <trireme/common/spin.h>
 #include <trireme/shm/flag_wait.h>
+#include <trireme/strategies/parameter_server/options.h>
+
+#include <c10/util/Exception.h>
 
 #include <utility>
 
@@ -48,6 +51,19 @@ void WorkerLock::let_go() noexcept {
 
 void WorkerLock::unlock() noexcept {
   if (--depth_ == 0) let_go();
+}
+
+bool WorkerLock::is_ended_here() const {
+  const std::thread::id leaver = leaver_;
+  return leaver != std::thread::id() && leaver != std::this_thread::get_id();
+}
+
+void WorkerLock::check_not_ended(const std::function<std::string()>& text, RankOf where) const {
+  TORCH_CHECK(!is_ended_here(),
+              error_text(kPsArea,
+                         text() + ": got a server that another thread has closed or left "
+                                  "meanwhile, expected an open one",
+                         where, "Call close() or leave() after the last use."));
 }
 
 WorkerLock::Gap::Gap(WorkerLock& lock) : lock_(lock) {

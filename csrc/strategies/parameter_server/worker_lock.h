@@ -1,10 +1,13 @@
 #pragma once
 
+#include <trireme/common/error.h>
 #include <trireme/common/export.h>
 #include <trireme/shm/rank_block.h>
 
 #include <atomic>
 #include <cstdint>
+#include <functional>
+#include <string>
 #include <thread>
 
 namespace trireme::ps {
@@ -22,15 +25,24 @@ namespace trireme::ps {
 // for room for a message, and those of save(), load() and writing(), where all have to stand still.
 //
 // close() and leave() wait for nobody: they first end what other threads of the worker wait for
-// (ClockBoard::end_waits_of_others), and take the lock then.
+// (end_for_others), and take the lock then.
 
-// A lock that a thread may take again. Taking one that is free costs some nanoseconds: what a pull
-// of a row takes otherwise is a few hundred.
+// Lets one thread of a worker at a time use its side of a server. A thread may take it again.
+// Taking one that is free costs some nanoseconds; what a pull of a row takes otherwise is a few
+// hundred.
 class TRIREME_API WorkerLock {
  public:
   // Throws what a signal handler raises while it waits for other threads.
   void lock() { take(true); }
   void unlock() noexcept;
+
+  // From now on no thread but this one may wait for other workers: it is about to leave. Any thread
+  // may call it, and the next two.
+  void end_for_others() noexcept { leaver_ = std::this_thread::get_id(); }
+  bool is_ended_here() const;
+  // Throws RuntimeError where another thread has called end_for_others(). `text`: what is waited
+  // for.
+  void check_not_ended(const std::function<std::string()>& text, RankOf where) const;
 
   // Keeps it as long as it lives, and hears no signal while it waits for it.
   class Kept {
@@ -66,8 +78,9 @@ class TRIREME_API WorkerLock {
   void let_go() noexcept;
 
   std::atomic<std::thread::id> owner_{};
-  int64_t depth_ = 0;  // of the owner
+  int64_t depth_ = 0;  // how often the owner has taken it
   shm::Bell bell_;
+  std::atomic<std::thread::id> leaver_{};
 };
 
 }  // namespace trireme::ps

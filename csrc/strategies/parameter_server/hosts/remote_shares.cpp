@@ -150,7 +150,7 @@ void RemoteShares::sleep(uint32_t rung, const Errand& errand) {
     if (errand.lets_others_in) gap.emplace(parts_.board->worker_lock());
     shm::sleep_on(parts_.box->bell(), rung);
   }
-  parts_.board->check_not_ended(errand);
+  parts_.board->worker_lock().check_not_ended(errand.text, parts_.board->where());
 }
 
 bool RemoteShares::has_come(const AnswerOfHost& answer, const Errand& errand) {
