@@ -150,7 +150,7 @@ void ShmWindow::tensor_register(const at::Tensor& tensor, bool owning) {
   std::string complaint;
   if (!segment) complaint = "a window got a tensor in private memory";
   if (segment && !shows_values(tensor))
-    complaint = "a window got a tensor with gaps, or a lazy minus";
+    complaint = "a window got a tensor with gaps, or lazy minus";
   if (segment && tensor.dim() > static_cast<int64_t>(kMaxDims))
     complaint = "a window got " + std::to_string(tensor.dim()) + " dimensions";
   Place mine;
