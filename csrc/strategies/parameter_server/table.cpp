@@ -41,6 +41,12 @@ Errand Table::errand(std::string_view cause) const {
           cause, -1, board_->clock()};
 }
 
+Errand Table::errand_of_answer() const {
+  Errand pull = errand("pull");
+  pull.lets_others_in = true;
+  return pull;
+}
+
 void Table::set_lr(double lr) {
   const auto turn = desk_->enter("set_lr");
   TORCH_CHECK_VALUE(

@@ -104,6 +104,8 @@ class TRIREME_API Table {
   const TableLayout& layout() const { return spread_.layout; }
   RemoteShares* remote() const { return spread_.remote.get(); }
   Errand errand(std::string_view cause) const;
+  // Returns that of a wait for what another host answers to a pull.
+  Errand errand_of_answer() const;
 
   // --- pulls ---
 

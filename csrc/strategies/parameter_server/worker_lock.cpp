@@ -15,7 +15,7 @@ namespace trireme::ps {
 namespace {
 
 // Most verbs are over by then.
-constexpr int kLooksBeforeSleep = 200;
+constexpr int kLooksForLock = 200;
 
 }  // namespace
 
@@ -31,7 +31,7 @@ void WorkerLock::take(bool hears_signals) {
 }
 
 void WorkerLock::wait(bool hears_signals) {
-  for (int look = 0; look < kLooksBeforeSleep; ++look) {
+  for (int look = 0; look < kLooksForLock; ++look) {
     if (try_take()) return;
     spin_pause();
   }
