@@ -34,8 +34,6 @@ std::vector<Run> runs_of(const std::vector<shm::Pieces>& by_rank) {
   return runs;
 }
 
-bool is_plain(const at::Tensor& tensor) { return tensor.is_contiguous() && is_resolved(tensor); }
-
 }  // namespace
 
 shm::Dtype shm_dtype(at::ScalarType dtype) {
@@ -78,7 +76,7 @@ shm::Dtype shm_dtype(at::ScalarType dtype) {
 ShmTensors::ShmTensors(std::vector<at::Tensor> tensors, Use use)
     : tensors_(std::move(tensors)), use_(use) {
   for (const at::Tensor& tensor : tensors_) {
-    if (is_plain(tensor)) {
+    if (lies_plain(tensor)) {
       flat_.push_back(tensor);
     } else if (use == Use::kWrite) {
       flat_.push_back(at::empty(tensor.sizes(), tensor.options()));

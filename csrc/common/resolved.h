@@ -12,6 +12,11 @@ inline bool is_resolved(const at::Tensor& tensor) {
   return !tensor.is_conj() && !tensor.is_neg() && !tensor._is_zerotensor();
 }
 
+// Says whether it does, in the order of the elements and without gaps.
+inline bool lies_plain(const at::Tensor& tensor) {
+  return tensor.is_contiguous() && is_resolved(tensor);
+}
+
 // Returns a tensor whose memory holds the values: the same one where it does. Who reads the memory
 // of a user's tensor calls it first.
 inline at::Tensor resolved(const at::Tensor& tensor) {

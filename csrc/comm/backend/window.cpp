@@ -56,9 +56,6 @@ std::vector<Place> gather(shm::Collectives& collectives, Place& mine,
   return all;
 }
 
-// Says whether what others read at its place are its values.
-bool is_plain(const at::Tensor& tensor) { return tensor.is_contiguous() && is_resolved(tensor); }
-
 }  // namespace
 
 // Is how a rank tells where its tensor lies.
@@ -147,7 +144,7 @@ void ShmWindow::tensor_register(const at::Tensor& tensor, bool owning) {
   const auto segment = segment_of(tensor);
   std::string complaint;
   if (!segment) complaint = "a window got a tensor in private memory";
-  if (segment && !is_plain(tensor)) complaint = "a window got a tensor with gaps or lazy minus";
+  if (segment && !lies_plain(tensor)) complaint = "a window got a tensor with gaps or lazy minus";
   if (segment && tensor.dim() > static_cast<int64_t>(kMaxDims))
     complaint = "a window got " + std::to_string(tensor.dim()) + " dimensions";
   Place mine;

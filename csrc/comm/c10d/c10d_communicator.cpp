@@ -36,8 +36,6 @@ at::Tensor as_real(const at::Tensor& tensor) {
 // Shows the same memory as bytes, for verbs that only move: any dtype, bool and float8 too.
 at::Tensor as_bytes(const at::Tensor& tensor) { return tensor.view({-1}).view(at::kByte); }
 
-bool lies_flat(const at::Tensor& tensor) { return tensor.is_contiguous() && is_resolved(tensor); }
-
 // Holds many tensors in one buffer, each at an offset that any dtype may be read from.
 class FlatGroup {
  public:
@@ -209,7 +207,7 @@ class C10dCommunicator final : public Communicator {
     auto state = begin("all_reduce", label);
     c10d::AllreduceOptions options;
     options.reduceOp = to_c10d(op);
-    if (tensors.size() == 1 && (tensors[0].is_sparse() || lies_flat(tensors[0]))) {
+    if (tensors.size() == 1 && (tensors[0].is_sparse() || lies_plain(tensors[0]))) {
       TensorList arguments{as_real(tensors[0])};
       add(*state, [&] { return group_->allreduce(arguments, options); }, arguments);
       return Pending(std::move(state));
@@ -229,7 +227,7 @@ class C10dCommunicator final : public Communicator {
     auto state = begin("broadcast", label);
     c10d::BroadcastOptions options;
     options.rootRank = root;
-    if (tensors.size() == 1 && lies_flat(tensors[0]) && tensors[0].numel() > 0) {
+    if (tensors.size() == 1 && lies_plain(tensors[0]) && tensors[0].numel() > 0) {
       TensorList arguments{as_bytes(tensors[0])};
       add(*state, [&] { return group_->broadcast(arguments, options); }, arguments);
       return Pending(std::move(state));
