@@ -3,6 +3,9 @@
 #include <trireme/activation/checkpoint_frame.h>
 #include <trireme/activation/saved_tensor_hooks.h>
 
+#include <c10/core/DispatchKeySet.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+
 #include <iterator>
 #include <utility>
 
@@ -17,6 +20,9 @@ std::vector<at::Tensor> once_per_forward(const std::function<std::vector<at::Ten
   CheckpointRuns others = SavedTensorHooks::get().runs_of_others();
   std::move(others.begin(), others.end(), std::back_inserter(runs));
   if (runs.empty()) return read();
+  // Selective policies count the operators of both calls; they see none of either here.
+  const c10::impl::ExcludeDispatchKeyGuard no_modes(
+      c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot}));
   std::vector<at::Tensor> result;
   for (const auto& run : runs) {
     if (!run->is_recomputation()) continue;

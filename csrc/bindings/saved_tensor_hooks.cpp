@@ -7,6 +7,7 @@
 #include <ATen/SavedTensorHooks.h>
 #include <ATen/core/grad_mode.h>
 #include <c10/core/AutogradState.h>
+#include <pybind11/gil_safe_call_once.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/PyInterpreter.h>
@@ -14,6 +15,7 @@
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <exception>
@@ -147,6 +149,28 @@ PyObject* find_user_hooks() {
   return PyTuple_Pack(2, first, top->second.ptr(getPyInterpreter()));
 }
 
+// Says whether a function of torch's older checkpoints is among the callers. Some 50 ns for each of
+// them.
+bool is_in_reentrant_checkpoint() {
+  PYBIND11_CONSTINIT static py::gil_safe_call_once_and_store<std::array<py::object, 2>> storage;
+  const auto find = [] {
+    const py::object function =
+        py::module_::import("torch.utils.checkpoint").attr("CheckpointFunction");
+    return std::array<py::object, 2>{function.attr("forward").attr("__code__"),
+                                     function.attr("backward").attr("__code__")};
+  };
+  const auto& codes = storage.call_once_and_store_result(find).get_stored();
+  auto frame = py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(PyEval_GetFrame()));
+  while (frame) {
+    auto* now = reinterpret_cast<PyFrameObject*>(frame.ptr());
+    const auto code =
+        py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(PyFrame_GetCode(now)));
+    if (code.is(codes[0]) || code.is(codes[1])) return true;
+    frame = py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(PyFrame_GetBack(now)));
+  }
+  return false;
+}
+
 // One call of a checkpoint of torch's; see trireme/_core/torch_checkpoints.py.
 class TorchRun : public CheckpointRun {
  public:
@@ -234,17 +258,18 @@ class PythonHooks : public SavedTensorHooks {
     const auto& state = at::SavedTensorDefaultHooks::get_tls_state();
     if (state.stack.empty() && !may_be_reentrant) return {};
     const py::gil_scoped_acquire gil;
+    const bool is_reentrant = may_be_reentrant && is_in_reentrant_checkpoint();
     auto stack = state.stack;
     py::list hooks;
     for (; !stack.empty(); stack.pop()) {
       PyObject* hook = stack.top().first.ptr(getPyInterpreter());
       if (Py_TYPE(hook) != pack_hook_type) hooks.append(py::handle(hook));
     }
-    if (hooks.empty() && !may_be_reentrant) return {};
+    if (hooks.empty() && !is_reentrant) return {};
     CheckpointRuns runs;
     const py::object find =
         py::module_::import("trireme._core.torch_checkpoints").attr("runs_under_way");
-    for (const py::handle run : find(hooks, may_be_reentrant))
+    for (const py::handle run : find(hooks, is_reentrant))
       runs.push_back(std::make_unique<TorchRun>(py::reinterpret_borrow<py::object>(run)));
     return runs;
   }

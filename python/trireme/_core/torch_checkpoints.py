@@ -44,10 +44,11 @@ class Run:
         return self._kept[place] if place < len(self._kept) else []
 
 
-def runs_under_way(pack_hooks: Iterable[Any], may_be_reentrant: bool) -> list[Run]:
-    """Returns them; ``pack_hooks`` are those of the thread's saved-tensor hooks."""
+def runs_under_way(pack_hooks: Iterable[Any], is_reentrant: bool) -> list[Run]:
+    """Returns them. ``pack_hooks`` are those of the thread's saved-tensor hooks; the older way is
+    looked for where ``is_reentrant``."""
     runs = [run for run in map(_run_of_hook, pack_hooks) if run is not None]
-    return runs + (_reentrant_runs(sys._getframe(1)) if may_be_reentrant else [])
+    return runs + (_reentrant_runs(sys._getframe(1)) if is_reentrant else [])
 
 
 def _run_of_hook(hook: Any) -> Run | None:
