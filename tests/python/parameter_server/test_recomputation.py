@@ -104,7 +104,7 @@ def test_what_is_kept_goes_with_its_graph(rank: int) -> None:
             pulls = server.stats()["pulls"]
             out = checkpoint(layer, torch.rand(4, DIM, requires_grad=True))
             out.sum().backward()
-            assert server.stats()["pulls"] == pulls + 4  # those of the forward
+            assert server.stats()["pulls"] == pulls + 4  # the forward's
         with torch.no_grad():
             layer(torch.rand(4, DIM))
         assert server.stats()["pulls"] == pulls + 8
