@@ -20,14 +20,6 @@ constexpr size_t kMostTasks = 16;
 // one that current_task() makes up, has this number.
 constexpr int64_t kAhead = INT64_MIN;
 
-// A call of a frame's function on this thread, and how many kept results a recomputation has got.
-struct RunningCall {
-  CheckpointFrame* frame;
-  bool is_recomputation;
-  size_t taken = 0;
-};
-thread_local std::vector<std::unique_ptr<RunningCall>> running;
-
 thread_local bool checkpoints = false;
 thread_local bool recomputes = false;
 
@@ -99,7 +91,7 @@ class CheckpointFrame::RecomputationPacker : public TensorPacker {
 
 class CheckpointFrame::Run : public CheckpointRun {
  public:
-  explicit Run(RunningCall& call) : call_(call) {}
+  explicit Run(Call& call) : call_(call) {}
   bool is_recomputation() const override { return call_.is_recomputation; }
   void keep(const std::vector<at::Tensor>& result) override {
     const FrameLock lock(call_.frame->mutex_);
@@ -112,12 +104,17 @@ class CheckpointFrame::Run : public CheckpointRun {
   }
 
  private:
-  RunningCall& call_;
+  Call& call_;
 };
+
+std::vector<std::unique_ptr<CheckpointFrame::Call>>& CheckpointFrame::calls() {
+  thread_local std::vector<std::unique_ptr<Call>> calls;
+  return calls;
+}
 
 CheckpointRuns CheckpointFrame::runs() {
   CheckpointRuns runs;
-  for (const auto& call : running) runs.push_back(std::make_unique<Run>(*call));
+  for (const auto& call : calls()) runs.push_back(std::make_unique<Run>(*call));
   return runs;
 }
 
@@ -266,8 +263,8 @@ void CheckpointFrame::recompute(int64_t id) {
     const FlagGuard is_again(recomputes, true);
     const PackerGuard guard(c10::make_intrusive<RecomputationPacker>(
         c10::intrusive_ptr<CheckpointFrame>::reclaim_copy(this), id));
-    running.push_back(std::make_unique<RunningCall>(RunningCall{this, true}));
-    const auto end = c10::make_scope_exit([] { running.pop_back(); });
+    calls().push_back(std::make_unique<Call>(Call{this, true}));
+    const auto end = c10::make_scope_exit([] { calls().pop_back(); });
     call_->run(inputs);
   }
   Task& task = recomputation_of(id);
@@ -324,11 +321,12 @@ bool is_recomputing() { return recomputes; }
 
 CheckpointForward::CheckpointForward(const c10::intrusive_ptr<CheckpointFrame>& frame)
     : frame_(frame), before_(std::exchange(checkpoints, true)), guard_(frame) {
-  running.push_back(std::make_unique<RunningCall>(RunningCall{frame_.get(), false}));
+  using Call = CheckpointFrame::Call;
+  CheckpointFrame::calls().push_back(std::make_unique<Call>(Call{frame_.get(), false}));
 }
 
 CheckpointForward::~CheckpointForward() {
-  running.pop_back();
+  CheckpointFrame::calls().pop_back();
   checkpoints = before_;
   frame_->end_forward();
 }

@@ -140,9 +140,17 @@ class TRIREME_API CheckpointFrame : public TensorPacker {
   size_t saved() const { return places_.size(); }
 
  private:
+  friend class CheckpointForward;
   friend class SavedPlace;
   class RecomputationPacker;
   class Run;
+
+  // A call of the function on a thread, and how many kept results a recomputation has got.
+  struct Call {
+    CheckpointFrame* frame;
+    bool is_recomputation;
+    size_t taken = 0;
+  };
 
   struct Metadata {
     c10::SmallVector<int64_t, 5> sizes;
@@ -162,6 +170,8 @@ class TRIREME_API CheckpointFrame : public TensorPacker {
   };
 
   static Metadata metadata_of(const at::Tensor& tensor);
+  // Returns those of this thread that are under way.
+  static std::vector<std::unique_ptr<Call>>& calls();
 
   // Takes a tensor that the recomputation for `task` saves, and returns what its graph holds; null
   // if that was the last one that is needed.
