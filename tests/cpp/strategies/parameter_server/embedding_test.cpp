@@ -99,7 +99,7 @@ TEST_CASE("sparse: bad input is refused by name, and changes nothing") {
   };
   refused(ps::sparse("t", 0, ps::SGD{}), "dim=0");
   refused(ps::sparse("t", 1, ps::SGD{}, {.init = ps::Normal{-1}}), "Normal(std=-1)");
-  refused(ps::sparse("t", 1, ps::SGD{}, {.dtype = at::kLong}), "dtype Long");
+  refused(ps::sparse("t", 1, ps::SGD{}, {.dtype = at::kLong}), "dtype int64");
   refused(ps::sparse("t", 1, ps::SGD{}, {.rows = 0}), "rows=0");
   refused(zeros_table("t", 3, ps::RowwiseAdagrad{}), "without rows");
   check_texts(on_workers<Texts>(2,
