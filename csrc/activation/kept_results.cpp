@@ -15,6 +15,10 @@ namespace trireme {
 
 CheckpointRun::~CheckpointRun() = default;
 
+bool is_checkpoint_under_way() {
+  return CheckpointFrame::is_under_way() || SavedTensorHooks::get().may_have_runs_of_others();
+}
+
 std::vector<at::Tensor> once_per_forward(const std::function<std::vector<at::Tensor>()>& read) {
   CheckpointRuns runs = CheckpointFrame::runs();
   CheckpointRuns others = SavedTensorHooks::get().runs_of_others();

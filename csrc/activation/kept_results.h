@@ -30,6 +30,9 @@ class TRIREME_API CheckpointRun {
 };
 using CheckpointRuns = std::vector<std::unique_ptr<CheckpointRun>>;
 
+// Says whether once_per_forward() may have anything to do on this thread; at almost no cost.
+TRIREME_API bool is_checkpoint_under_way();
+
 // Returns what `read` returns: tensors without a graph. In a function of a checkpoint the forward
 // keeps them until its graph goes, and a recomputation gets copies of what its forward has got.
 TRIREME_API std::vector<at::Tensor> once_per_forward(
