@@ -30,8 +30,10 @@ class TRIREME_API CheckpointRun {
 };
 using CheckpointRuns = std::vector<std::unique_ptr<CheckpointRun>>;
 
-// Says whether once_per_forward() may have anything to do on this thread; at almost no cost.
+// Say whether once_per_forward() has anything to do on this thread, and whether it may have, which
+// is known at almost no cost.
 TRIREME_API bool is_checkpoint_under_way();
+TRIREME_API bool may_be_in_checkpoint();
 
 // Returns what `read` returns: tensors without a graph. In a function of a checkpoint the forward
 // keeps them until its graph goes, and a recomputation gets copies of what its forward has got.

@@ -155,7 +155,7 @@ NamedTensors DenseTable::pull_tensors(bool view) {
     wait_to_read([&] { answers = ask_others(); });
     return read(view, answers).values();
   };
-  return named(view || !is_checkpoint_under_way() ? read_now() : once_per_forward(read_now));
+  return named(view || !may_be_in_checkpoint() ? read_now() : once_per_forward(read_now));
 }
 
 // --- push ----------------------------------------------------------------------------------------
@@ -303,6 +303,7 @@ Pending DenseTable::pull_async() {
 }
 
 Pending DenseTable::pull_tensors_async(bool view) {
+  if (!view && is_checkpoint_under_way()) return pulled(pull_tensors().values());
   const auto turn = desk().enter("pull");
   check_view(view);
   const RemoteAnswers answers = ask_others();

@@ -189,7 +189,7 @@ at::Tensor SparseTable::gather(const at::Tensor& ids, bool create, const Asked& 
 
 at::Tensor SparseTable::pull(const at::Tensor& ids, bool create) {
   TRIREME_TRACE("ps.pull");
-  if (!is_checkpoint_under_way()) return pull_now(ids, create).to(ids.device());
+  if (!may_be_in_checkpoint()) return pull_now(ids, create).to(ids.device());
   const auto read = [&] { return std::vector<at::Tensor>{pull_now(ids, create)}; };
   return once_per_forward(read).front().to(ids.device());
 }
@@ -204,6 +204,7 @@ at::Tensor SparseTable::pull_now(const at::Tensor& ids, bool create) {
 }
 
 Pending SparseTable::pull_async(const at::Tensor& ids, bool create) {
+  if (is_checkpoint_under_way()) return pulled({pull(ids, create)});
   desk().check_worker("pull");
   at::Tensor checked = checked_ids(ids, "pull");
   const auto turn = desk().enter("pull");

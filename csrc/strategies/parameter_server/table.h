@@ -133,6 +133,8 @@ class TRIREME_API Table {
   // `has_answers` says whether the other hosts have answered, for those who were asked.
   Pending pull_later(std::function<std::vector<at::Tensor>()> read,
                      std::function<bool()> has_answers = {});
+  // Returns a pull that is over. In a checkpoint none is left for later.
+  static Pending pulled(std::vector<at::Tensor> tensors);
 
   // --- pushes ---
 
@@ -151,6 +153,7 @@ class TRIREME_API Table {
 
  private:
   class Pull;
+  class Pulled;
   class Push;
   struct OpenPush;
 
