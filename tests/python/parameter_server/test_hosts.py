@@ -204,6 +204,27 @@ def test_embeddings_train_as_torchs(layout: str) -> None:
     work(layout, *(Run(embedded, embeddings_train, [mode]) for mode in ("mean", "sum", "max")))
 
 
+def lazily_negated(worker: int | None) -> Tables:
+    first = {"x": torch._neg_view(torch.ones(50_000))}
+    return [
+        ps.Dense("dense", first, optimizer=ps.Sum(), reduction="sum"),
+        ps.Sparse("rows", DIM, optimizer=ps.Sum(), reduction="sum"),
+    ]
+
+
+def pushes_a_lazy_minus(server: ps.ParameterServer) -> None:
+    assert (server["dense"].pull()["x"] == -1).all()
+    server["dense"].push({"x": torch._neg_view(torch.ones(50_000))})
+    server["rows"].push(torch.arange(20), torch._neg_view(torch.ones(20, DIM)))
+    server.clock()
+    assert (server["dense"].pull()["x"] == -1 - WORKERS).all()
+    assert (server["rows"].pull(torch.arange(20)) == -WORKERS).all()
+
+
+def test_a_lazy_minus_is_one() -> None:
+    work("2+3", Run(lazily_negated, pushes_a_lazy_minus))
+
+
 # --- what pulls see ------------------------------------------------------------------------------
 
 
@@ -372,7 +393,7 @@ def servers_that_cannot_be(rank: int, world: int) -> None:
     ):
         with raises(ValueError, "[ps] ", text):
             ps.ParameterServer([small()], **{"servers": [0, 4], **options})
-    with raises(ValueError, "[ps] ", "as Float [3] on rank 0 and", "as Float [4] on rank 4"):
+    with raises(ValueError, "[ps] ", "as float32 [3] on rank 0 and", "as float32 [4] on rank 4"):
         differs = ps.Dense("t", {"x": torch.zeros(3 + (rank == 4))}, optimizer=SGD)
         ps.ParameterServer([differs], servers=[0, 4])
     with raises(ValueError, "[ps] ", "got rank 7 as a server"):
@@ -409,7 +430,7 @@ def refuse_dense(table: ps.DenseTable) -> None:
             ({"y": torch.ones(40, 1000), "x": torch.ones(4)}, "of shape [4] for 'x' of table 't'"),
             ({"x": torch.ones(3), "y": torch.ones(40, 999)}, "of shape [40, 999] for 'y'"),
             ({"x": torch.ones(3), "z": torch.ones(3)}, "of 'z', expected names of table 't'"),
-            ({"x": torch.ones(3, dtype=torch.long)}, "of dtype Long for 'x'"),
+            ({"x": torch.ones(3, dtype=torch.long)}, "of dtype int64 for 'x'"),
             ({"x": torch.ones(3).to_sparse()}, "of layout Sparse for 'x' of table 't'"),
         ):
             with raises(ValueError, "[ps] push: got a gradient " + text):
@@ -426,11 +447,11 @@ def refuse_rows(table: ps.SparseTable) -> None:
     for verb in (table.pull, lambda ids: table.push(ids, torch.ones(*ids.shape, DIM))):
         with raises(ValueError, "of table 'items': got id 50, expected ids in [0, 50)"):
             verb(many)
-        with raises(TypeError, "of table 'items': got ids of Float, expected int64 or int32"):
+        with raises(TypeError, "of table 'items': got ids of float32, expected int64 or int32"):
             verb(torch.zeros(2))
     for gradients, text in (
-        (torch.ones(50, DIM + 1), "shape [50, 4], expected Float [50, 3]"),
-        (torch.ones(50, DIM, dtype=torch.half), "dtype Half"),
+        (torch.ones(50, DIM + 1), "shape [50, 4], expected float32 [50, 3]"),
+        (torch.ones(50, DIM, dtype=torch.half), "dtype float16"),
     ):
         with raises(ValueError, "[ps] push of table 'items': got gradients of " + text):
             table.push(torch.arange(50), gradients)
