@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 import os
 
 import torch.distributed as dist
@@ -108,7 +109,7 @@ def expect_name(to: object) -> None:
 
 
 def seconds_of(timeout: object) -> float | None:
-    """Returns a timeout in seconds, None for none.
+    """Returns a timeout in seconds, None for none. Any real number is one, numpy's too.
 
     Raises:
         TypeError, ValueError: it is no number; it is not above zero.
@@ -116,11 +117,15 @@ def seconds_of(timeout: object) -> float | None:
     if timeout is None:
         return None
     next_step = "Pass seconds, or leave it out."
-    AREA.expect("timeout", timeout, (int, float), "seconds", next_step=next_step)
-    assert isinstance(timeout, int | float)
-    if math.isnan(timeout) or timeout <= 0:
+    AREA.expect("timeout", timeout, numbers.Real, "seconds", next_step=next_step)
+    assert isinstance(timeout, numbers.Real)
+    try:
+        seconds = float(timeout)
+    except OverflowError:  # an int that no float has
+        seconds = math.inf if timeout > 0 else -math.inf
+    if math.isnan(seconds) or seconds <= 0:
         AREA.refuse(f"got timeout={timeout}, expected seconds above zero", next_step)
-    return float(timeout)
+    return seconds
 
 
 def _abandon(error: str) -> None:
