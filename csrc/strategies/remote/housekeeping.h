@@ -50,7 +50,7 @@ class TRIREME_API Housekeeping {
   std::list<std::thread> ended_;  // the last one that was not needed any more
   int64_t working_ = 0;           // threads with a chore
   uint64_t begun_ = 0;            // counts chores
-  uint64_t seen_begun_ = 0;       // by the last look
+  uint64_t seen_begun_ = 0;       // what the last look saw
   bool stopping_ = false;
 };
 

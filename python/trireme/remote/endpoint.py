@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 import os
+from typing import Any
 
 import torch.distributed as dist
 
@@ -35,7 +36,7 @@ def start(name: str, *, group: dist.ProcessGroup | None = None, threads: int = 4
 
     Collective, once per process until :func:`stop`: when it returns, all ranks can be called.
     Functions and classes are defined before it; those that several ranks have defined are compared.
-    Costs a process group of its own, ``threads`` + 2 threads, and 30 KiB of shared memory for each
+    Costs a process group of its own, ``threads`` + 2 threads, and 46 KiB of shared memory for each
     pair of ranks of a host.
 
     Args:
@@ -118,11 +119,11 @@ def seconds_of(timeout: object) -> float | None:
         return None
     next_step = "Pass seconds, or leave it out."
     AREA.expect("timeout", timeout, numbers.Real, "seconds", next_step=next_step)
-    assert isinstance(timeout, numbers.Real)
+    number: Any = timeout
     try:
-        seconds = float(timeout)
-    except OverflowError:  # an int that no float has
-        seconds = math.inf if timeout > 0 else -math.inf
+        seconds = float(number)
+    except OverflowError:  # no float is as large
+        seconds = math.inf if number > 0 else -math.inf
     if math.isnan(seconds) or seconds <= 0:
         AREA.refuse(f"got timeout={timeout}, expected seconds above zero", next_step)
     return seconds

@@ -145,7 +145,7 @@ TEST_CASE("hundreds of jobs that wait may not be joined, and leave no threads be
       CHECK(threads.wait([&] { return inner.load(); }, Clock::now() + kLong));
     };
     nest(0);
-    CHECK(deepest == 513);  // that of the first one is no job
+    CHECK(deepest == 513);  // the first one is no job
     CHECK_FALSE(threads.is_exhausted());
     const Clock::time_point until = Clock::now() + kLong;
     while (count_threads() > before && Clock::now() < until) std::this_thread::yield();
