@@ -139,7 +139,7 @@ def load_checkpoint(
     with writing_shards(plain_model(model)), torch.no_grad():
         reader.read(_MODEL, [*model_to_load(model, ranks), *elsewhere.to_load(ranks)])
         with ranks.together():
-            finish_loading(model)
+            finish_loading(model, ranks)
             elsewhere.put()
     if has_optimizer:
         with ranks.together():

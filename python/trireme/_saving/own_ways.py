@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -67,14 +67,11 @@ def expect_plain_states(model: nn.Module, ranks: Ranks) -> None:
 
 
 def _saves_in_own_way(owner: nn.Module) -> bool:
-    ways = (type(owner)._save_to_state_dict, type(owner).state_dict)
-    plain: Any = (nn.Module._save_to_state_dict, nn.Module.state_dict)
-    hooks = [*owner._state_dict_hooks.values(), *owner._state_dict_pre_hooks.values()]
-    has_own = any(not _is_harmless(way) for way in ways if way not in plain)
-    return has_own or any(not _is_harmless(hook) for hook in hooks)
+    hooks = (*owner._state_dict_hooks.values(), *owner._state_dict_pre_hooks.values())
+    return not all(map(_is_harmless, (owner._save_to_state_dict, owner.state_dict, *hooks)))
 
 
-def _is_harmless(code: Callable[..., Any]) -> bool:
+def _is_harmless(code: Any) -> bool:
     return (getattr(code, "__module__", None) or "").startswith(_HARMLESS)
 
 
@@ -110,29 +107,25 @@ def _is_same(saved: Any, own: torch.Tensor) -> bool:
     return saved.dtype == own.dtype and saved.data_ptr() == own.data_ptr()
 
 
-def finish_loading(model: nn.Module) -> None:
+def finish_loading(model: nn.Module, ranks: Ranks) -> None:
     """Lets modules that load in their own way do so, with the values that they have by now: they
     may derive others from them. The caller may write parameters."""
     for owner in plain_model(model).modules():
         if isinstance(owner, KeepsElsewhere):
             continue
         if _loads_in_own_way(owner):
-            _load_again(owner)
+            _load_again(owner, ranks)
         for hook in owner._load_state_dict_post_hooks.values():
             if not _is_harmless(hook):
                 hook(owner, _IncompatibleKeys([], []))
 
 
 def _loads_in_own_way(owner: nn.Module) -> bool:
-    way = type(owner)._load_from_state_dict
-    hooks = [
-        getattr(wrapped, "hook", wrapped) for wrapped in owner._load_state_dict_pre_hooks.values()
-    ]
-    has_own = way is not nn.Module._load_from_state_dict and not _is_harmless(way)
-    return has_own or any(not _is_harmless(hook) for hook in hooks)
+    hooks = (getattr(it, "hook", it) for it in owner._load_state_dict_pre_hooks.values())
+    return not all(map(_is_harmless, (owner._load_from_state_dict, *hooks)))
 
 
-def _load_again(owner: nn.Module) -> None:
+def _load_again(owner: nn.Module, ranks: Ranks) -> None:
     """Loads what its own parameters and buffers are into them."""
     state = {}
     kept = owner._non_persistent_buffers_set
@@ -146,4 +139,7 @@ def _load_again(owner: nn.Module) -> None:
     owner._load_from_state_dict(state, "", metadata, True, missing, unexpected, errors)
     if errors or missing or unexpected:
         said = "; ".join(errors) or f"missing {missing}, unexpected {unexpected}"
-        raise ValueError(f"{type(owner).__qualname__} cannot load what it had saved: {said}")
+        ranks.refuse(
+            f"got a {type(owner).__qualname__} that does not load what it had saved: {said}",
+            "Look at its _load_from_state_dict() and its hooks.",
+        )

@@ -148,8 +148,9 @@ def change(model: nn.Module) -> None:
 def test_a_checkpoint_has_what_is_elsewhere(rank: int, tmp_path: Path) -> None:
     """Each rank has modules at the other one; rank 0's are saved. A plain model has the same."""
     model = whole(f"p{1 - rank}")
+    change(model)
     if rank == 0:
-        change(model)
+        change(model.there)
     trireme.save_checkpoint(tmp_path / "ours", model)
     saved = {name: value.clone() for name, value in model.state_dict().items()}
     plain = whole(None)
