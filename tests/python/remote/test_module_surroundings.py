@@ -128,12 +128,13 @@ class Whole(nn.Module):
     def __init__(self, there: nn.Module, further: nn.Module) -> None:
         super().__init__()
         self.here = nn.Linear(6, 6)
+        for parameter in self.here.parameters():  # seeds are set by what others call here
+            nn.init.ones_(parameter)
         self.there = there
         self.rest = nn.ModuleDict({"further": further})
 
 
 def whole(to: str | None) -> Whole:
-    torch.manual_seed(3)
     if to is None:
         return Whole(make_normed(), make_embedding())
     return Whole(remote.Module(to, make_normed), remote.Module(to, make_embedding))
