@@ -124,6 +124,8 @@ class Check {
 
 void check_sendable(const CallMessage& call, bool reaches_devices) {
   Check check(reaches_devices);
+  if (call.verb == Verb::kLoad && call.args.size() == 1)
+    return check.value(call.args[0], {nullptr, "state_dict"});
   const Values* args = &call.args;
   const Dict* kwargs = &call.kwargs;
   // A module's arguments are among those of the call.
@@ -132,7 +134,7 @@ void check_sendable(const CallMessage& call, bool reaches_devices) {
     if (const auto* tuple = call.args[inner].get_if<Tuple>()) args = &tuple->items;
     if (const auto* dict = call.args[inner + 1].get_if<Dict>()) kwargs = dict;
   }
-  check.items(*args, {nullptr, call.verb == Verb::kLoad ? "state_dict" : "args"});
+  check.items(*args, {nullptr, "args"});
   check.pairs(*kwargs, {nullptr, "kwargs"});
 }
 

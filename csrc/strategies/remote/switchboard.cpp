@@ -170,10 +170,12 @@ Value Switchboard::finish(const PendingCallPtr& call) {
     C10_THROW_ERROR(
         DistBackendError,
         error_text("remote", lost.why, where_, "Look at that process, or pass a longer timeout=."));
-  C10_THROW_ERROR(DistBackendError, error_text("remote",
-                                               call->what() + " at " + name_of(call->to()) +
-                                                   " has no answer: " + lost.why,
-                                               where_, "Call who is there."));
+  const bool is_gone = closed_ || box_->why_gone(call->to());
+  C10_THROW_ERROR(
+      DistBackendError,
+      error_text("remote",
+                 call->what() + " at " + name_of(call->to()) + " has no answer: " + lost.why,
+                 where_, is_gone ? "Call who is there." : "Then call again."));
 }
 
 bool Switchboard::is_done(const PendingCall& call) {
