@@ -57,7 +57,7 @@ class Post final : public Source {
   std::atomic<int64_t> looks_{0};
 };
 
-int64_t count_threads() {
+[[maybe_unused]] int64_t count_threads() {
   const std::filesystem::directory_iterator tasks("/proc/self/task");
   return std::distance(begin(tasks), end(tasks));
 }
