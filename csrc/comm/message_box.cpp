@@ -187,8 +187,8 @@ bool MessageBox::try_send(Lane& lane, const TensorMessage& message, const std::s
   try {
     lane.sender->send(message, label);
   } catch (const c10::DistBackendError&) {
-    if (lane.sender->has_room()) throw;
-    return false;  // there is memory for it once the receiver is done with others
+    if (!lane.sender->may_find_memory()) throw;
+    return false;
   }
   return true;
 }

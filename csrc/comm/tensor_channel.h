@@ -40,6 +40,9 @@ class TRIREME_API TensorSender {
   virtual void send(const TensorMessage& message, const std::string& label) = 0;
   // Says whether send() would not wait. An engine that cannot tell says yes.
   virtual bool has_room() const { return true; }
+  // Says after a send() that found no memory whether there may be some when the receiver is done
+  // with what is on its way.
+  virtual bool may_find_memory() const { return false; }
   // Says whether what was sent stays when this end goes: over the memory of a host, whether it was
   // received. An engine waits for that, and throws c10::DistBackendError as send() does.
   virtual bool is_drained() { return true; }

@@ -122,6 +122,7 @@ std::byte* SlotSender::slot_for(int64_t bytes) {
   size_t replaced = slots_.size();
   int64_t free = 0;
   busy_ = {};
+  was_refused_for_now_ = false;
   for (size_t i = 0; i < slots_.size(); ++i) {
     Slot& slot = slots_[i];
     // Whoever is done with it has mapped it.
@@ -147,11 +148,10 @@ std::byte* SlotSender::slot_for(int64_t bytes) {
     return make_slot(slot, needed);
   } catch (const Fault& fault) {
     if (fault.kind() != FaultKind::kMemory || end_.reserve_bytes == 0) throw;
-    const bool is_empty = is_drained();
-    if (bytes > end_.reserve_bytes || !is_empty) {
-      if (!is_empty) full_until_ = block_.done.load(std::memory_order_acquire) + 1;
-      throw;
-    }
+    // As it was when the slots were looked at: one that is free since will be found.
+    was_refused_for_now_ = done < sent_;
+    if (was_refused_for_now_) full_until_ = done + 1;
+    if (was_refused_for_now_ || bytes > end_.reserve_bytes) throw;
     chosen_ = MessageHead::kReserve;
     return reserve_of(end_);
   }

@@ -112,6 +112,8 @@ class TRIREME_API SlotSender {
   // Returns memory for so many bytes of a message, aligned to a cache line; its next send() sends
   // what was written there. The channel is not full. Throws Fault(kMemory), after which it may be.
   std::byte* slot_for(int64_t bytes);
+  // Says whether slot_for() found no memory last, while messages were on their way.
+  bool was_refused_for_now() const { return was_refused_for_now_; }
   // Sends what lies in the slot. Sequence, slot and address of the head are filled in.
   void send(MessageHead head);
   int64_t slots() const { return static_cast<int64_t>(slots_.size()); }
@@ -134,6 +136,7 @@ class TRIREME_API SlotSender {
   LentMemory busy_ = {};  // without the chosen slot
   uint64_t sent_ = 0;
   uint64_t full_until_ = 0;  // so many messages are done
+  bool was_refused_for_now_ = false;
 };
 
 // Keeps a received message, in its slot or in a copy. Its last owner may be any thread, and may
