@@ -189,6 +189,8 @@ class Embedding(nn.Module):
     twice; the thread that runs it is the one that uses the server.
     """
 
+    sends_gradients = True
+
     def __init__(self, table: SparseTable | DenseTable) -> None:
         super().__init__()
         self.table = _expect_sparse(table)
@@ -207,6 +209,8 @@ class EmbeddingBag(nn.Module):
     Args:
         mode: "mean", "sum" or "max".
     """
+
+    sends_gradients = True
 
     def __init__(self, table: SparseTable | DenseTable, mode: str = "mean") -> None:
         super().__init__()
