@@ -364,6 +364,11 @@ void init_pipeline_engine(py::module_& module) {
                  return rows.for_pass(micro_batches, recomputation(checkpoint));
                }),
            py::arg("micro_batches"), py::arg("checkpoint"));
+  py::class_<BatchVersions, std::shared_ptr<BatchVersions>>(module, "BatchVersions")
+      .def(py::init())
+      .def("apart", wrap_pybind_function(&BatchVersions::apart), py::arg("piece"),
+           py::arg("micro_batch"))
+      .def("tell_batch", wrap_pybind_function(&BatchVersions::tell_batch));
   py::class_<PipelinePass, std::shared_ptr<PipelinePass>>(module, "PipelinePass")
       .def(py::init<std::shared_ptr<RowThreads>, std::shared_ptr<BatchVersions>>(), py::arg("rows"),
            py::arg("versions"))
@@ -371,11 +376,6 @@ void init_pipeline_engine(py::module_& module) {
            py::arg("micro_batch"))
       .def("forward", wrap_pybind_function(run_pass), py::arg("inputs"),
            py::arg("around_backward"));
-  py::class_<BatchVersions, std::shared_ptr<BatchVersions>>(module, "BatchVersions")
-      .def(py::init())
-      .def("apart", wrap_pybind_function(&BatchVersions::apart), py::arg("piece"),
-           py::arg("micro_batch"))
-      .def("tell_batch", wrap_pybind_function(&BatchVersions::tell_batch));
   py::class_<CallTurn>(module, "CallTurn")
       .def(py::init<std::shared_ptr<Communicator>>(), py::arg("ranks") = nullptr)
       .def("take", wrap_pybind_function_no_gil(&CallTurn::take), py::arg("runner").none(true))
