@@ -8,6 +8,8 @@
 
 #include <cstdint>
 #include <exception>
+#include <functional>
+#include <memory>
 #include <mutex>
 #include <string>
 #include <vector>
@@ -39,6 +41,9 @@ class TRIREME_API TensorPacker : public c10::intrusive_ptr_target {
 
   // Says whether tensors go nowhere and are recomputed: torch's selective policies ask.
   virtual bool is_checkpoint() const { return false; }
+
+  // Says whether tensors are counted in the order in which one thread saves them.
+  virtual bool is_ordered() const { return false; }
 };
 
 // How packers get onto the stack of a thread. Torch keeps that stack in Python objects: where
@@ -52,6 +57,10 @@ class TRIREME_API SavedTensorHooks {
   // there before see none meanwhile.
   virtual void push(c10::intrusive_ptr<TensorPacker> packer) = 0;
   virtual void pop() = 0;
+
+  // Returns what lets another thread have the hooks of this one for as long as the result of it
+  // lives. Nothing where there are none, and for those of a checkpoint, which are ordered.
+  virtual std::function<std::shared_ptr<void>()> carried() = 0;
 
   // Returns what tells one backward from another: the id of the engine's graph task, or a new
   // negative number outside of one.

@@ -1,16 +1,22 @@
 #include <trireme/strategies/pipeline/threads/row_threads.h>
 
+#include <trireme/activation/kept_tensor.h>
+#include <trireme/activation/saved_tensor_hooks.h>
+#include <trireme/comm/threads/thread_group.h>
 #include <trireme/strategies/pipeline/pipeline.h>
 #include <trireme/strategies/pipeline/schedule_forms.h>
 
 #include <torch/nn.h>
 
 #include <algorithm>
+#include <atomic>
 #include <catch_torch.h>
 #include <functional>
 #include <memory>
 #include <stdexcept>
 #include <string>
+#include <thread>
+#include <utility>
 #include <vector>
 
 #include "strategies/pipeline/losses.h"
@@ -128,7 +134,7 @@ TEST_CASE("an exception of a stage comes out as it is, and the next step works")
     Threads threads({{by_weight, {weight}}, {fails, {}}, {by_weight, {weight}}}, form);
     weight.mutable_grad().reset();
     CHECK_THROWS_AS(threads.rows->step(inputs(), {}), Refusal);
-    CHECK(threads.rows->raised_in() == "stage 1 in 1F2");
+    CHECK(threads.rows->raised_in() == "the forward of micro-batch 2 of stage 1");
     CHECK(!weight.grad().defined());
     CHECK(threads.rows->step(inputs(), {}).item<double>() > 0);
     CHECK(threads.rows->raised_in().empty());
@@ -174,6 +180,28 @@ torch::nn::Sequential net_of(int64_t layers) {
 at::Tensor mean_square(const at::Tensor& output, const at::Tensor& target) {
   return (output - target).square().mean();
 }
+
+// Adds the step's input, which it asks for.
+struct AddsInputImpl : torch::nn::Module {
+  at::Tensor forward(const at::Tensor& x) { return x + batch_input(); }
+};
+TORCH_MODULE(AddsInput);
+
+// Multiplies with a weight that it does not have.
+struct UsesImpl : torch::nn::Module {
+  explicit UsesImpl(at::Tensor weight) : weight_(std::move(weight)) {}
+  at::Tensor forward(const at::Tensor& x) { return x.mm(weight_); }
+
+ private:
+  at::Tensor weight_;
+};
+TORCH_MODULE(Uses);
+
+// Says that its gradients go elsewhere, and so it is the loss that is divided.
+struct SendsImpl : UsesImpl, SendsGradients {
+  using UsesImpl::UsesImpl;
+};
+TORCH_MODULE(Sends);
 
 TEST_CASE("Pipeline in one process needs no Context, and equals plain accumulation") {
   for (const char* checkpoint : {"never", "always"}) {
@@ -299,6 +327,124 @@ TEST_CASE("who calls a pipeline in one process collects parts of the loss") {
       const at::NoGradGuard no_grad;
       CHECK(pipe->forward(x).size(0) == 8);
     }
+  }
+}
+
+TEST_CASE("threads that call one pipeline get what is their own") {
+  Pipeline<> pipe(
+      torch::nn::Sequential(AddsInput(), torch::nn::Tanh(), AddsInput(), torch::nn::Tanh()),
+      PipelineOptions{.ranks = false, .threads = 2, .chunks = 4});
+  constexpr size_t kCallers = 3;
+  std::vector<int64_t> wrong(kCallers, 0);
+  std::vector<std::thread> callers;
+  for (size_t caller = 0; caller < kCallers; ++caller) {
+    callers.emplace_back([&, caller] {
+      for (int64_t call = 0; call < 40; ++call) {
+        at::Tensor x = at::full({8, 3}, double(caller) - 0.1 * double(call));
+        const at::Tensor expected = ((2 * x).tanh() + x).tanh();
+        if (call % 2 == 0) {
+          wrong[caller] += pipe->eval_step(x).equal(expected) ? 0 : 1;
+          continue;
+        }
+        x.set_requires_grad(true);
+        const at::Tensor output = pipe->forward(x);
+        output.sum().backward();
+        wrong[caller] += output.equal(expected) && x.grad().defined() ? 0 : 1;
+      }
+    });
+  }
+  for (std::thread& caller : callers) caller.join();
+  CHECK(wrong == std::vector<int64_t>(kCallers, 0));
+}
+
+TEST_CASE("a call during another one is refused over ranks, and within one thread") {
+  CallTurn turn(ThreadGroup(1).communicator(0));
+  turn.take(nullptr);
+  CHECK_THROWS_WITH(turn.take(nullptr), Contains("got a call from within another one"));
+  std::string heard;
+  std::thread([&] {
+    try {
+      turn.take(nullptr);
+    } catch (const c10::Error& error) {
+      heard = error.what();
+    }
+  }).join();
+  CHECK_THAT(heard, Contains("got a call during one of another thread"));
+  turn.give_back();
+  turn.take(nullptr);
+  turn.give_back();
+}
+
+// Counts what it packs.
+class CountingPacker final : public TensorPacker {
+ public:
+  c10::intrusive_ptr<PackedTensor> pack(const at::Tensor& tensor) override {
+    ++packed;
+    return c10::make_intrusive<KeptTensor>(tensor);
+  }
+  std::atomic<int64_t> packed = 0;
+};
+
+TEST_CASE("what packs saved tensors goes along to the rows") {
+  Pipeline<> pipe(net_of(4), PipelineOptions{.ranks = false, .threads = 2, .chunks = 4});
+  const at::Tensor x = at::sin(at::arange(24, at::kFloat)).view({8, 3});
+  const auto packer = c10::make_intrusive<CountingPacker>();
+  at::Tensor output;
+  {
+    const PackerGuard guard(packer);
+    output = pipe->forward(x);
+  }
+  const int64_t packed = packer->packed;
+  CHECK(packed >= 4 * 4);  // each layer saves something of each micro-batch
+  output.sum().backward();
+  pipe->forward(x).sum().backward();
+  CHECK(packer->packed == packed);
+}
+
+TEST_CASE("a first layer may work in place") {
+  for (const char* form : {"gpipe", "1f1b"}) {
+    torch::nn::Sequential net(torch::nn::ReLU(torch::nn::ReLUOptions().inplace(true)),
+                              torch::nn::Linear(3, 3), torch::nn::Tanh());
+    Pipeline<> pipe(net,
+                    PipelineOptions{.ranks = false, .threads = 2, .chunks = 4, .schedule = form});
+    at::Tensor x = at::sin(at::arange(24, at::kFloat)).view({8, 3});
+    const int64_t version = x._version();
+    const at::Tensor y = at::cos(x);
+    const at::Tensor expected = mean_square(net->forward(x.clone()), y).detach();
+    CHECK(at::allclose(pipe->step(x, y, mean_square), expected));
+    CHECK(x._version() > version);
+    CHECK(at::allclose(x, at::relu(at::sin(at::arange(24, at::kFloat)).view({8, 3}))));
+  }
+}
+
+TEST_CASE("gradients that come to no parameter of a layer are divided") {
+  const at::Tensor weight = weight_of(5);
+  const at::Tensor scale = at::full({}, 2.0).set_requires_grad(true);
+  for (const bool sends : {false, true}) {
+    torch::nn::Sequential net(torch::nn::Linear(3, 3), Sends(weight), torch::nn::Tanh());
+    if (!sends)
+      net = torch::nn::Sequential(torch::nn::Linear(3, 3), Uses(weight), torch::nn::Tanh());
+    const PipelineLoss loss = [scale](const at::Tensor& output, const at::Tensor& target) {
+      return mean_square(output * scale, target);
+    };
+    Pipeline<> pipe(net, PipelineOptions{.ranks = false, .threads = 2, .chunks = 4});
+    const at::Tensor x = at::sin(at::arange(24, at::kFloat)).view({8, 3}).set_requires_grad(true);
+    const at::Tensor y = at::cos(x).detach();
+    loss(net->forward(x), y).backward();
+    const auto take = [&] {
+      Tensors found{weight.grad(), scale.grad(), x.grad()};
+      for (const at::Tensor& tensor : {weight, scale, x}) tensor.mutable_grad().reset();
+      for (const at::Tensor& parameter : net->parameters()) {
+        found.push_back(parameter.grad());
+        parameter.mutable_grad().reset();
+      }
+      return found;
+    };
+    const Tensors expected = take();
+    pipe->step(x, y, loss);
+    const Tensors found = take();
+    REQUIRE(found.size() == expected.size());
+    for (size_t i = 0; i < found.size(); ++i) CHECK(at::allclose(found[i], expected[i]));
   }
 }
 
