@@ -1,5 +1,6 @@
 #include <trireme/activation/checkpoint_frame.h>
 
+#include <trireme/activation/operator_watch.h>
 #include <trireme/common/error.h>
 
 #include <ATen/core/grad_mode.h>
@@ -82,6 +83,8 @@ class CheckpointFrame::RecomputationPacker : public TensorPacker {
     return frame_->pack_again(task_, tensor);
   }
 
+  bool watches_operators() const override { return frame_->early_stop_; }
+
  private:
   c10::intrusive_ptr<CheckpointFrame> frame_;
   int64_t task_;
@@ -157,7 +160,7 @@ c10::intrusive_ptr<PackedTensor> CheckpointFrame::pack_again(int64_t id, const a
     kept.erase(std::remove_if(kept.begin(), kept.end(), was_given), kept.end());
     kept.push_back({id, detached});
   }
-  if (early_stop_ && task.saved == places_.size()) {
+  if (early_stop_ && task.saved == places_.size() && !may_write_what_it_saves()) {
     task.has_stopped = true;
     return nullptr;
   }

@@ -33,7 +33,8 @@ namespace trireme {
 //   by whoever asked; a second backward over the same graph recomputes again. Tensors of places
 //   that are gone, because a part of the graph was freed, are not kept.
 // * It ends as soon as the last tensor that the forward had saved is there (early stop), by an
-//   exception out of the operator that saved it.
+//   exception out of the operator that saved it. An operator that has yet to write what it saved
+//   is not left: the function runs to its end.
 // * A backward inside of the function works: a recomputation keeps its own graph alive, whose saved
 //   tensors are plain ones.
 //

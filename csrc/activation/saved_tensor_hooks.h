@@ -1,5 +1,6 @@
 #pragma once
 
+#include <trireme/activation/operator_watch.h>
 #include <trireme/common/export.h>
 
 #include <ATen/core/Tensor.h>
@@ -8,6 +9,7 @@
 #include <cstdint>
 #include <exception>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -38,6 +40,12 @@ class TRIREME_API TensorPacker : public c10::intrusive_ptr_target {
 
   // Says whether tensors go nowhere and are recomputed: torch's selective policies ask.
   virtual bool is_checkpoint() const { return false; }
+
+  // Says whether pack() asks may_write_what_it_saves().
+  virtual bool watches_operators() const { return false; }
+
+  // Hears that nothing more is saved.
+  virtual void end() noexcept {}
 };
 
 // How packers get onto the stack of a thread. Torch keeps that stack in Python objects: where
@@ -75,6 +83,10 @@ class TRIREME_API PackerGuard {
   ~PackerGuard();
   PackerGuard(const PackerGuard&) = delete;
   PackerGuard& operator=(const PackerGuard&) = delete;
+
+ private:
+  c10::intrusive_ptr<TensorPacker> packer_;
+  std::optional<OperatorWatch> watch_;
 };
 
 }  // namespace trireme
