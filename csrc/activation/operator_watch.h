@@ -26,7 +26,7 @@ class TRIREME_API OperatorWatch {
   OperatorWatch& operator=(const OperatorWatch&) = delete;
 
  private:
-  at::CallbackHandle callback_ = 0;  // of the outermost one
+  at::CallbackHandle callback_ = 0;  // the outermost one has it
 };
 
 // Says whether an operator that this thread is in may still write what it saves; also where nothing

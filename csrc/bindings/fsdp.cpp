@@ -33,7 +33,7 @@ struct Places final : ModuleFace {
   std::vector<Place> places;
   std::vector<py::object> sharded;
   std::vector<py::object> unsharded;   // what modules show
-  std::vector<c10::Storage> storages;  // of the sharded ones themselves, which hold no values
+  std::vector<c10::Storage> storages;  // sharded ones have these, without values
 
   // Dropped under the GIL.
   static std::shared_ptr<Places> make() {

@@ -245,7 +245,7 @@ def shard(group: ParamGroup, params: Sequence[ShardedParameter], mesh: FsdpMesh)
         sharded = nn.Parameter(param.as_dtensor(local), requires_grad=original.requires_grad)
         sharded.__dict__.update(original.__dict__)
         for kind in ("_backward_hooks", "_post_accumulate_grad_hooks"):
-            if user_hooks(original, kind):  # the same dictionary, so that their handles work
+            if user_hooks(original, kind):  # their handles know this dictionary
                 setattr(sharded, kind, getattr(original, kind))
         param.become(sharded)
         param.compute_with(wholes[index], requires_grad=original.requires_grad)
