@@ -15,6 +15,8 @@ namespace {
 
 // A frame remembers of as many backwards over one graph (retain_graph=True) that it has recomputed.
 constexpr size_t kMostTasks = 16;
+// Operators save fewer tensors, of those that write what they have saved.
+constexpr size_t kMostSaved = 8;
 // Is the task of tensors that were recomputed before a backward asked. No task of the engine, nor
 // one that current_task() makes up, has this number.
 constexpr int64_t kAhead = INT64_MIN;
@@ -80,14 +82,17 @@ class CheckpointFrame::RecomputationPacker : public TensorPacker {
       : frame_(std::move(frame)), task_(task) {}
 
   c10::intrusive_ptr<PackedTensor> pack(const at::Tensor& tensor) override {
+    if (!watch_ && frame_->stops_soon(frame_->recomputation_of(task_).saved)) watch_.emplace();
     return frame_->pack_again(task_, tensor);
   }
 
-  bool watches_operators() const override { return frame_->early_stop_; }
+  bool watches_operators() const override { return frame_->stops_soon(0); }
+  void end() noexcept override { watch_.reset(); }
 
  private:
   c10::intrusive_ptr<CheckpointFrame> frame_;
   int64_t task_;
+  std::optional<OperatorWatch> watch_;
 };
 
 SavedPlace::SavedPlace(c10::intrusive_ptr<CheckpointFrame> frame, size_t number)
@@ -165,6 +170,10 @@ c10::intrusive_ptr<PackedTensor> CheckpointFrame::pack_again(int64_t id, const a
     return nullptr;
   }
   return c10::make_intrusive<PlainTensor>(detached);
+}
+
+bool CheckpointFrame::stops_soon(size_t saved) const {
+  return early_stop_ && saved + kMostSaved >= places_.size();
 }
 
 void CheckpointFrame::end_forward() {

@@ -162,6 +162,8 @@ class TRIREME_API CheckpointFrame : public TensorPacker {
   // Takes a tensor that the recomputation for `task` saves, and returns what its graph holds; null
   // if that was the last one that is needed.
   c10::intrusive_ptr<PackedTensor> pack_again(int64_t task, const at::Tensor& tensor);
+  // Says whether an operator that begins when so many are saved may be the last one.
+  bool stops_soon(size_t saved) const;
   at::Tensor take_tensor(SavedPlace& place);
   Task& recomputation_of(int64_t task);
   void recompute(int64_t task);

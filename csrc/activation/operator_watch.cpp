@@ -14,9 +14,11 @@ namespace trireme {
 namespace {
 
 thread_local int watches = 0;
+thread_local bool has_seen_any = false;
 thread_local std::vector<const at::RecordFunction*> operators;
 
 std::unique_ptr<at::ObserverContext> enter(const at::RecordFunction& entered) {
+  has_seen_any = true;
   operators.push_back(&entered);
   return nullptr;
 }
@@ -43,6 +45,7 @@ bool writes_what_it_keeps(const at::RecordFunction& one) {
 
 OperatorWatch::OperatorWatch() {
   if (watches++ > 0) return;
+  has_seen_any = false;
   callback_ = at::addThreadLocalCallback(
       at::RecordFunctionCallback(enter, leave).scopes({at::RecordScope::FUNCTION}));
 }
@@ -53,7 +56,7 @@ OperatorWatch::~OperatorWatch() {
 }
 
 bool may_write_what_it_saves() {
-  if (watches == 0 || !at::isRecordFunctionEnabled()) return true;
+  if (watches == 0 || !has_seen_any || !at::isRecordFunctionEnabled()) return true;
   return std::any_of(operators.begin(), operators.end(),
                      [](const at::RecordFunction* one) { return writes_what_it_keeps(*one); });
 }

@@ -15,9 +15,10 @@ namespace trireme {
 // (What an operator in place returns is saved as a clone before, or as the result after.)
 //
 // Nobody tells a packer which operator saves. Torch's observers of operators do, so a thread has
-// one while its packer asks for it: some 0.1 us for each operator.
+// one while its packer asks for it: some 0.1 us for each operator. A recomputation asks near its
+// end only.
 
-// While it lives, this thread knows the operators that it is in.
+// While it lives, this thread knows the operators that it has begun since and is in.
 class TRIREME_API OperatorWatch {
  public:
   OperatorWatch();
@@ -30,7 +31,8 @@ class TRIREME_API OperatorWatch {
 };
 
 // Says whether an operator that this thread is in may still write what it saves; also where nothing
-// is known, because nobody watches or torch's observers are off.
+// is known, because nobody watches, torch's observers are off, or no operator has begun since one
+// watches: it may be that one.
 TRIREME_API bool may_write_what_it_saves();
 
 }  // namespace trireme
