@@ -171,7 +171,10 @@ TEST_CASE("operators that write what they have saved: bits of a plain call, also
       [](const Tensor& x) { return at::rrelu(x, 0.1, 0.9, /*training=*/true); },
       [](const Tensor& x) { return at::rrelu(x.exp(), 0.1, 0.9, /*training=*/true); },
       [](const Tensor& x) { return at::rrelu(x, 0.1, 0.9, /*training=*/true).exp().sin(); },
-      [](const Tensor& x) { return at::rrelu_(x.mul(2), 0.1, 0.9, /*training=*/true); }};
+      [](const Tensor& x) {
+        Tensor twice = x.mul(2);
+        return at::rrelu_(twice, 0.1, 0.9, /*training=*/true);
+      }};
   for (const auto& function : functions) {
     const auto run = [&](const std::function<Tensor(const Tensor&)>& call) {
       torch::manual_seed(7);
