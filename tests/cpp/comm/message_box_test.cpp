@@ -367,7 +367,7 @@ TEST_CASE("a rank that goes is named once, and nothing can be posted to it") {
           const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(20);
           while (gone.empty() && std::chrono::steady_clock::now() < deadline) {
             gone = box->look();
-            if (!gone.empty()) break;  // and everything of it has been taken
+            if (!gone.empty()) break;  // everything of it has been taken
             for (MessageBox::Arrival& arrival : box->take_arrivals())
               came.push_back(arrival.message.text);
           }
