@@ -56,7 +56,8 @@ OperatorWatch::~OperatorWatch() {
 }
 
 bool may_write_what_it_saves() {
-  if (watches == 0 || !has_seen_any || !at::isRecordFunctionEnabled()) return true;
+  if (watches == 0) return false;
+  if (!has_seen_any || !at::isRecordFunctionEnabled()) return true;
   return std::any_of(operators.begin(), operators.end(),
                      [](const at::RecordFunction* one) { return writes_what_it_keeps(*one); });
 }

@@ -30,9 +30,9 @@ class TRIREME_API OperatorWatch {
   at::CallbackHandle callback_ = 0;  // the outermost one has it
 };
 
-// Says whether an operator that this thread is in may still write what it saves; also where nothing
-// is known, because nobody watches, torch's observers are off, or no operator has begun since one
-// watches: it may be that one.
+// Says whether an operator that this thread is in may still write what it saves; also where that is
+// not known, because torch's observers are off, or no operator has begun since one watches: it may
+// be in one that began before. Where nobody watches it is in none.
 TRIREME_API bool may_write_what_it_saves();
 
 }  // namespace trireme

@@ -38,6 +38,14 @@ class Arming::Scope {
   bool finished_ = false;
 };
 
+// Lives in a callback of a backward whose steps have not begun, and may refuse to.
+struct Arming::Beginning {
+  ~Beginning() {
+    if (!is_over) free_abandoned_nodes();
+  }
+  bool is_over = false;
+};
+
 void Arming::before_forward() {
   const auto lock = this->lock();
   if (const auto steps = steps_.lock()) steps->forward_begins();
@@ -161,11 +169,15 @@ void Arming::arm() {
   if (!steps) return;
   const auto* visited = torch::autograd::get_current_graph_task_exec_info();
   if (visited != nullptr && !visited->empty() && !steps->is_visited_by(*visited)) return;
+  auto& engine = torch::autograd::Engine::get_default_engine();
+  const auto beginning = std::make_shared<Beginning>();
+  engine.queue_callback([beginning] { beginning->is_over = true; });
   if (armed_) armed_();
   if (at_parameters_) steps->look_around();
   begin(*steps, Part::kGradients);
+  beginning->is_over = true;
   const auto scope = std::make_shared<Scope>(steps);
-  torch::autograd::Engine::get_default_engine().queue_callback([scope] { scope->finish(); });
+  engine.queue_callback([scope] { scope->finish(); });
 }
 
 void Arming::begin(BackwardSteps& steps, Part part) {

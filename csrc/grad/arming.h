@@ -137,6 +137,7 @@ class TRIREME_API Arming : public HeldBackwards, public std::enable_shared_from_
  private:
   enum class Phase : uint8_t { kIdle, kRunning, kAwaitingFinalize };
   class Scope;
+  struct Beginning;
 
   bool synchronizes() const { return synchronize_ && !held_ && (!asked_ || asked_()); }
   void arm();

@@ -250,7 +250,7 @@ def test_an_optimizer_that_one_rank_cannot_make(rank: int) -> None:
 # --- Gone and apart ------------------------------------------------------------------------------
 
 
-@on_shm_ranks(2, timeout=40, fresh=True)  # its last backward is abandoned
+@on_shm_ranks(2, timeout=40)
 def test_a_rank_that_leaves(rank: int) -> None:
     ours = sharded(mlp, SGD, 2, lr=0.1)
     ours.train(0)
