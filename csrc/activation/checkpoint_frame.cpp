@@ -4,8 +4,10 @@
 
 #include <ATen/core/grad_mode.h>
 #include <c10/util/Exception.h>
+#include <c10/util/ScopeExit.h>
 
 #include <algorithm>
+#include <memory>
 #include <optional>
 #include <utility>
 
@@ -86,6 +88,35 @@ class CheckpointFrame::RecomputationPacker : public TensorPacker {
   c10::intrusive_ptr<CheckpointFrame> frame_;
   int64_t task_;
 };
+
+class CheckpointFrame::Run : public CheckpointRun {
+ public:
+  explicit Run(Call& call) : call_(call) {}
+  bool is_recomputation() const override { return call_.is_recomputation; }
+  void keep(const std::vector<at::Tensor>& result) override {
+    const FrameLock lock(call_.frame->mutex_);
+    call_.frame->kept_results_.push_back(result);
+  }
+  std::vector<at::Tensor> take() override {
+    const FrameLock lock(call_.frame->mutex_);
+    const auto& kept = call_.frame->kept_results_;
+    return call_.taken < kept.size() ? kept[call_.taken++] : std::vector<at::Tensor>();
+  }
+
+ private:
+  Call& call_;
+};
+
+std::vector<std::unique_ptr<CheckpointFrame::Call>>& CheckpointFrame::calls() {
+  thread_local std::vector<std::unique_ptr<Call>> calls;
+  return calls;
+}
+
+CheckpointRuns CheckpointFrame::runs() {
+  CheckpointRuns runs;
+  for (const auto& call : calls()) runs.push_back(std::make_unique<Run>(*call));
+  return runs;
+}
 
 SavedPlace::SavedPlace(c10::intrusive_ptr<CheckpointFrame> frame, size_t number)
     : frame_(std::move(frame)), number_(number) {}
@@ -232,6 +263,8 @@ void CheckpointFrame::recompute(int64_t id) {
     const FlagGuard is_again(recomputes, true);
     const PackerGuard guard(c10::make_intrusive<RecomputationPacker>(
         c10::intrusive_ptr<CheckpointFrame>::reclaim_copy(this), id));
+    calls().push_back(std::make_unique<Call>(Call{this, true}));
+    const auto end = c10::make_scope_exit([] { calls().pop_back(); });
     call_->run(inputs);
   }
   Task& task = recomputation_of(id);
@@ -287,9 +320,13 @@ bool is_checkpointing() { return checkpoints; }
 bool is_recomputing() { return recomputes; }
 
 CheckpointForward::CheckpointForward(const c10::intrusive_ptr<CheckpointFrame>& frame)
-    : frame_(frame), before_(std::exchange(checkpoints, true)), guard_(frame) {}
+    : frame_(frame), before_(std::exchange(checkpoints, true)), guard_(frame) {
+  using Call = CheckpointFrame::Call;
+  CheckpointFrame::calls().push_back(std::make_unique<Call>(Call{frame_.get(), false}));
+}
 
 CheckpointForward::~CheckpointForward() {
+  CheckpointFrame::calls().pop_back();
   checkpoints = before_;
   frame_->end_forward();
 }

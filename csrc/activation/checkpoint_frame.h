@@ -1,5 +1,6 @@
 #pragma once
 
+#include <trireme/activation/kept_results.h>
 #include <trireme/activation/saved_tensor_hooks.h>
 #include <trireme/common/export.h>
 
@@ -132,12 +133,24 @@ class TRIREME_API CheckpointFrame : public TensorPacker {
   // Says once per process that a checkpoint has nothing to recompute, if this one has not.
   void warn_if_useless() const;
 
+  // Returns the calls of functions that are under way on this thread, outer ones first.
+  static CheckpointRuns runs();
+
   // Returns how many tensors the forward has saved.
   size_t saved() const { return places_.size(); }
 
  private:
+  friend class CheckpointForward;
   friend class SavedPlace;
   class RecomputationPacker;
+  class Run;
+
+  // A call of the function on a thread, and how many kept results a recomputation has got.
+  struct Call {
+    CheckpointFrame* frame;
+    bool is_recomputation;
+    size_t taken = 0;
+  };
 
   struct Metadata {
     c10::SmallVector<int64_t, 5> sizes;
@@ -157,6 +170,8 @@ class TRIREME_API CheckpointFrame : public TensorPacker {
   };
 
   static Metadata metadata_of(const at::Tensor& tensor);
+  // Returns those of this thread that are under way.
+  static std::vector<std::unique_ptr<Call>>& calls();
 
   // Takes a tensor that the recomputation for `task` saves, and returns what its graph holds; null
   // if that was the last one that is needed.
@@ -175,6 +190,7 @@ class TRIREME_API CheckpointFrame : public TensorPacker {
   std::vector<c10::weak_intrusive_ptr<SavedPlace>> places_;
   std::vector<Metadata> metadata_;  // one per place, if it is compared
   std::vector<Task> tasks_;
+  std::vector<std::vector<at::Tensor>> kept_results_;  // once_per_forward() has made them
   bool has_differentiable_inputs_ = false;
   bool forward_has_ended_ = false;
   bool is_ahead_ = false;  // recompute_ahead() has run

@@ -1,6 +1,7 @@
 #include <trireme/activation/partitioned_input.h>
 
 #include <trireme/activation/partition.h>
+#include <trireme/common/resolved.h>
 #include <trireme/memory/flat_buffer.h>
 #include <trireme/memory/value_hash.h>
 
@@ -14,9 +15,8 @@ namespace trireme {
 bool is_partitioned(const at::Tensor& input) {
   return input.defined() && !input.unsafeGetTensorImpl()->is_python_dispatch() &&
          input.layout() == at::kStrided && !input.is_nested() && input.has_storage() &&
-         !input.is_meta() && !input.is_quantized() && !input.is_conj() && !input.is_neg() &&
-         !input.is_inference() && !(input.is_leaf() && input.requires_grad()) &&
-         input.is_non_overlapping_and_dense() &&
+         !input.is_meta() && !input.is_quantized() && is_resolved(input) && !input.is_inference() &&
+         !(input.is_leaf() && input.requires_grad()) && input.is_non_overlapping_and_dense() &&
          static_cast<int64_t>(input.nbytes()) >= kLeastPartitionedBytes;
 }
 

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <trireme/activation/kept_results.h>
 #include <trireme/common/export.h>
 
 #include <ATen/core/Tensor.h>
@@ -58,6 +59,9 @@ class TRIREME_API SavedTensorHooks {
 
   // Says whether an exception out of a function is the end that a null of pack() brings about.
   virtual bool is_stop(const std::exception_ptr& error);
+
+  // Returns the calls that are under way on this thread of checkpoints that are not ours.
+  virtual CheckpointRuns runs_of_others() { return {}; }
 
   // Waits for a lock. What the thread holds besides, such as the interpreter, it lets go meanwhile.
   virtual void lock(std::recursive_mutex& mutex) { mutex.lock(); }

@@ -148,6 +148,15 @@ void bind_row_inits(py::module_& module) {
       .def(py::init([](double bound) { return ps::Uniform{bound}; }), py::arg("bound") = 1.0);
 }
 
+// Lets threads that use a table of the server go on to their end, for which its end waits.
+struct EndWithoutGil {
+  void operator()(ps::ParameterServer* server) const {
+    const py::gil_scoped_release no_gil;
+    delete server;
+  }
+};
+using HeldServer = std::unique_ptr<ps::ParameterServer, EndWithoutGil>;
+
 void bind_sparse_table(py::module_& module) {
   using ps::SparseTable;
   using Shared = std::shared_ptr<SparseTable>;
@@ -194,8 +203,9 @@ void bind_table(py::module_& module) {
            }));
   py::class_<DenseTable>(module, "PsDenseTable")
       .def_property_readonly("names", &DenseTable::tensor_names)
-      .def_property_readonly("is_bound", &DenseTable::is_bound)
-      .def_property_readonly("is_readable", &DenseTable::is_readable)
+      .def_property_readonly("is_bound", py::cpp_function(&DenseTable::is_bound, WithoutGil()))
+      .def_property_readonly("is_readable",
+                             py::cpp_function(&DenseTable::is_readable, WithoutGil()))
       .def("pull", wrap_pybind_function_no_gil(&DenseTable::pull))
       .def("push", wrap_pybind_function_no_gil(&DenseTable::push), py::arg("scale"))
       .def("pull_tensors", wrap_pybind_function_no_gil([](DenseTable& table, bool view) {
@@ -267,11 +277,11 @@ void init_parameter_server(py::module_& module) {
       .def("go_on_after_losses",
            [](ps::Options& options) { options.on_worker_loss = ps::WorkerLoss::kContinue; });
   using Server = ps::ParameterServer;
-  py::class_<Server>(module, "PsServer")
+  py::class_<Server, HeldServer>(module, "PsServer")
       .def(py::init(wrap_pybind_function_no_gil([](std::shared_ptr<Communicator> communicator,
                                                    std::vector<ps::TableSpec> tables,
                                                    const ps::Options& options) {
-             return std::make_unique<Server>(std::move(communicator), std::move(tables), options);
+             return HeldServer(new Server(std::move(communicator), std::move(tables), options));
            })),
            py::arg("communicator"), py::arg("tables"), py::arg("options"))
       .def_property_readonly("worker", &Server::worker)
@@ -286,7 +296,11 @@ void init_parameter_server(py::module_& module) {
       .def("leave", wrap_pybind_function_no_gil(&Server::leave))
       .def("close", &Server::close, py::arg("error"), WithoutGil())
       .def("accept", wrap_pybind_function_no_gil(&Server::accept), py::arg("store"))
-      .def_static("join", wrap_pybind_function_no_gil(&Server::join), py::arg("store"))
+      .def_static("join",
+                  wrap_pybind_function_no_gil([](const c10::intrusive_ptr<c10d::Store>& store) {
+                    return HeldServer(Server::join(store).release());
+                  }),
+                  py::arg("store"))
       .def_property_readonly("table_names", &Server::table_names)
       .def("is_sparse", &Server::is_sparse, py::arg("name"))
       .def("dense", &Server::dense, py::arg("name"), py::return_value_policy::reference_internal)

@@ -5,14 +5,21 @@
 #include <trireme/common/exception_text.h>
 
 #include <ATen/SavedTensorHooks.h>
+#include <ATen/core/grad_mode.h>
 #include <c10/core/AutogradState.h>
+#include <pybind11/gil_safe_call_once.h>
+#include <pybind11/stl.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/PyInterpreter.h>
+#include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/utils/pybind.h>
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <exception>
+#include <memory>
 #include <mutex>
 #include <optional>
 #include <structmember.h>
@@ -142,6 +149,52 @@ PyObject* find_user_hooks() {
   return PyTuple_Pack(2, first, top->second.ptr(getPyInterpreter()));
 }
 
+// Says whether a function of torch's older checkpoints is among the callers. Some 50 ns for each of
+// them.
+bool is_in_reentrant_checkpoint() {
+  PYBIND11_CONSTINIT static py::gil_safe_call_once_and_store<std::array<py::object, 2>> storage;
+  const auto find = [] {
+    const py::object function =
+        py::module_::import("torch.utils.checkpoint").attr("CheckpointFunction");
+    return std::array<py::object, 2>{function.attr("forward").attr("__code__"),
+                                     function.attr("backward").attr("__code__")};
+  };
+  const auto& codes = storage.call_once_and_store_result(find).get_stored();
+  auto frame = py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(PyEval_GetFrame()));
+  while (frame) {
+    auto* now = reinterpret_cast<PyFrameObject*>(frame.ptr());
+    const auto code =
+        py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(PyFrame_GetCode(now)));
+    if (code.is(codes[0]) || code.is(codes[1])) return true;
+    frame = py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(PyFrame_GetBack(now)));
+  }
+  return false;
+}
+
+// One call of a checkpoint of torch's; see trireme/_core/torch_checkpoints.py.
+class TorchRun : public CheckpointRun {
+ public:
+  explicit TorchRun(py::object run)
+      : run_(std::move(run)), is_recomputation_(run_.attr("is_recomputation").cast<bool>()) {}
+  ~TorchRun() override {
+    const py::gil_scoped_acquire gil;
+    run_.release().dec_ref();
+  }
+  bool is_recomputation() const override { return is_recomputation_; }
+  void keep(const std::vector<at::Tensor>& result) override {
+    const py::gil_scoped_acquire gil;
+    run_.attr("keep")(result);
+  }
+  std::vector<at::Tensor> take() override {
+    const py::gil_scoped_acquire gil;
+    return run_.attr("take")().cast<std::vector<at::Tensor>>();
+  }
+
+ private:
+  py::object run_;
+  bool is_recomputation_;
+};
+
 class PythonHooks : public SavedTensorHooks {
  public:
   PythonHooks() {
@@ -196,6 +249,29 @@ class PythonHooks : public SavedTensorHooks {
   int64_t current_task() override {
     const auto& group = c10::AutogradState::get_tls_state().get_graph_exec_group();
     return group ? id_of(group->ptr(getPyInterpreter())) : SavedTensorHooks::current_task();
+  }
+
+  // Torch's older way runs the forward without gradients, and calls it again inside of a node.
+  CheckpointRuns runs_of_others() override {
+    const bool may_be_reentrant =
+        !at::GradMode::is_enabled() || torch::autograd::get_current_graph_task_id() >= 0;
+    const auto& state = at::SavedTensorDefaultHooks::get_tls_state();
+    if (state.stack.empty() && !may_be_reentrant) return {};
+    const py::gil_scoped_acquire gil;
+    const bool is_reentrant = may_be_reentrant && is_in_reentrant_checkpoint();
+    auto stack = state.stack;
+    py::list hooks;
+    for (; !stack.empty(); stack.pop()) {
+      PyObject* hook = stack.top().first.ptr(getPyInterpreter());
+      if (Py_TYPE(hook) != pack_hook_type) hooks.append(py::handle(hook));
+    }
+    if (hooks.empty() && !is_reentrant) return {};
+    CheckpointRuns runs;
+    const py::object find =
+        py::module_::import("trireme._core.torch_checkpoints").attr("runs_under_way");
+    for (const py::handle run : find(hooks, is_reentrant))
+      runs.push_back(std::make_unique<TorchRun>(py::reinterpret_borrow<py::object>(run)));
+    return runs;
   }
 
   void lock(std::recursive_mutex& mutex) override {

@@ -1,5 +1,7 @@
 #include <trireme/comm/messages.h>
 
+#include <trireme/common/resolved.h>
+
 #include <ATen/ATen.h>
 
 #include <algorithm>
@@ -10,7 +12,7 @@ namespace trireme {
 void Messages::send(const std::vector<at::Tensor>& tensors, const Issue& issue) {
   for (const at::Tensor& tensor : tensors) {
     if (tensor.numel() == 0) continue;
-    at::Tensor moved = tensor.contiguous();
+    at::Tensor moved = resolved(tensor).contiguous();
     WorkPtr work = issue(moved);
     messages_.push_back({std::move(work), std::move(moved), {}});
   }
@@ -19,7 +21,7 @@ void Messages::send(const std::vector<at::Tensor>& tensors, const Issue& issue) 
 void Messages::recv(const std::vector<at::Tensor>& tensors, const Issue& issue) {
   for (const at::Tensor& tensor : tensors) {
     if (tensor.numel() == 0) continue;
-    const bool in_place = tensor.is_contiguous();
+    const bool in_place = lies_plain(tensor);
     at::Tensor moved = in_place ? tensor : at::empty(tensor.sizes(), tensor.options());
     WorkPtr work = issue(moved);
     messages_.push_back({std::move(work), std::move(moved), in_place ? at::Tensor() : tensor});

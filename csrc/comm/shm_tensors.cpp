@@ -1,5 +1,7 @@
 #include <trireme/comm/shm_tensors.h>
 
+#include <trireme/common/resolved.h>
+
 #include <ATen/ATen.h>
 
 #include <algorithm>
@@ -30,10 +32,6 @@ std::vector<Run> runs_of(const std::vector<shm::Pieces>& by_rank) {
                         });
   }
   return runs;
-}
-
-bool is_plain(const at::Tensor& tensor) {
-  return tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg();
 }
 
 }  // namespace
@@ -78,12 +76,12 @@ shm::Dtype shm_dtype(at::ScalarType dtype) {
 ShmTensors::ShmTensors(std::vector<at::Tensor> tensors, Use use)
     : tensors_(std::move(tensors)), use_(use) {
   for (const at::Tensor& tensor : tensors_) {
-    if (is_plain(tensor)) {
+    if (lies_plain(tensor)) {
       flat_.push_back(tensor);
     } else if (use == Use::kWrite) {
       flat_.push_back(at::empty(tensor.sizes(), tensor.options()));
     } else {
-      flat_.push_back(tensor.detach().resolve_conj().resolve_neg().contiguous());
+      flat_.push_back(resolved(tensor.detach()).contiguous());
     }
   }
   if (use == Use::kReadWrite && tensors_.size() > 1 && would_read_results({pieces()}, {pieces()}))

@@ -1,5 +1,6 @@
 #include <trireme/comm/tensor_packing.h>
 
+#include <trireme/common/resolved.h>
 #include <trireme/shm/reduce.h>
 
 #include <ATen/ATen.h>
@@ -14,10 +15,6 @@ namespace {
 
 // So much would push out of the caches what the sender works on.
 constexpr size_t kLeavesCaches = size_t{8} << 20;
-
-bool lies_as_it_is(const at::Tensor& tensor) {
-  return !tensor.is_conj() && !tensor.is_neg() && !tensor._is_zerotensor();
-}
 
 // Returns a dtype of so many bytes that every operator knows, to copy others bit by bit.
 at::ScalarType bits_of(int64_t element_bytes) {
@@ -46,9 +43,7 @@ at::Tensor as_bits(void* data, at::IntArrayRef sizes, at::IntArrayRef strides,
 
 // Copies a tensor to memory of its device where it has those strides.
 void copy_tensor(std::byte* place, const at::Tensor& given, at::IntArrayRef strides) {
-  const at::Tensor tensor = lies_as_it_is(given)     ? given
-                            : given._is_zerotensor() ? at::zeros(given.sizes(), given.options())
-                                                     : given.detach().resolve_conj().resolve_neg();
+  const at::Tensor tensor = is_resolved(given) ? given : resolved(given.detach());
   const auto* data = static_cast<const std::byte*>(tensor.const_data_ptr());
   if (tensor.strides() == strides && tensor.is_cpu()) {
     if (tensor.nbytes() < kLeavesCaches) {

@@ -1,6 +1,7 @@
 #include <trireme/grad/bucket.h>
 
 #include <trireme/common/error.h>
+#include <trireme/common/resolved.h>
 #include <trireme/kernels/span.h>
 #include <trireme/memory/flat_buffer.h>
 
@@ -111,8 +112,7 @@ at::Tensor Bucket::arranged(const at::Tensor& grad, const Slot& slot) const {
                              " as its parameter was when the forward began",
                          {}, "Give parameters other data before the forward."));
   const bool is_arranged = grad.layout() == at::kStrided &&
-                           grad.strides() == at::IntArrayRef(slot.strides) && !grad.is_neg() &&
-                           !grad.is_conj();
+                           grad.strides() == at::IntArrayRef(slot.strides) && is_resolved(grad);
   if (is_arranged) return grad;
   const at::Tensor dense = grad.layout() == at::kStrided ? grad : grad.to_dense();
   return at::empty_strided(slot.sizes, slot.strides, dense.options()).copy_(dense);

@@ -1,6 +1,7 @@
 #include <trireme/kernels/flatten_check.h>
 
 #include <trireme/common/error.h>
+#include <trireme/common/resolved.h>
 #include <trireme/kernels/checks.h>
 
 #include <string>
@@ -41,6 +42,12 @@ void check_tensor(std::string_view area, const at::Tensor& tensor, size_t index,
                  text_of("got tensor ", index, " of shape ", tensor.sym_sizes(), " with strides ",
                          tensor.sym_strides(), ", expected non-overlapping and dense memory"),
                  {}, "Call contiguous() on it first."));
+  TORCH_CHECK_VALUE(is_resolved(tensor),
+                    error_text(area,
+                               text_of("got tensor ", index,
+                                       " with a minus or conj() that torch has put off, "
+                                       "expected its values in memory"),
+                               {}, "Call resolve_conj().resolve_neg() on it first."));
 }
 
 void check_flat(std::string_view area, const at::Tensor& flat) {

@@ -1,6 +1,7 @@
 #include <trireme/kernels/optimizer_rows.h>
 
 #include <trireme/common/error.h>
+#include <trireme/common/resolved.h>
 #include <trireme/kernels/checks.h>
 #include <trireme/kernels/span.h>
 
@@ -52,7 +53,7 @@ void check_place(const Checked& row, const char* name, const at::Tensor& tensor)
 }
 
 bool is_dense(const at::Tensor& tensor) {
-  return tensor.is_non_overlapping_and_dense() && !tensor.is_conj() && !tensor.is_neg();
+  return tensor.is_non_overlapping_and_dense() && is_resolved(tensor);
 }
 
 // Strides of dimensions of one element may differ for the same order.

@@ -1,5 +1,7 @@
 #include <trireme/memory/tensor_samples.h>
 
+#include <trireme/common/resolved.h>
+
 #include <c10/util/BFloat16.h>
 #include <c10/util/Half.h>
 
@@ -121,7 +123,8 @@ FactorRange CommonFactor::range() const {
 
 SampledMemory SampledMemory::of(const at::Tensor& tensor) {
   const bool lies_there = tensor.defined() && tensor.layout() == at::kStrided && tensor.is_cpu() &&
-                          tensor.numel() > 0 && tensor.is_non_overlapping_and_dense();
+                          tensor.numel() > 0 && tensor.is_non_overlapping_and_dense() &&
+                          is_resolved(tensor);
   if (!lies_there) return {};
   return {static_cast<const std::byte*>(tensor.const_data_ptr()), tensor.numel(),
           tensor.scalar_type()};

@@ -1,5 +1,7 @@
 #include <trireme/memory/value_hash.h>
 
+#include <trireme/common/resolved.h>
+
 #include <ATen/ATen.h>
 
 #include <array>
@@ -28,7 +30,7 @@ uint64_t word_at(const std::byte* bytes) {
 }  // namespace
 
 uint64_t hash_of_values(const at::Tensor& tensor) {
-  const at::Tensor dense = tensor.detach().cpu().contiguous();
+  const at::Tensor dense = resolved(tensor.detach().cpu()).contiguous();
   const size_t bytes = dense.nbytes();
   const auto* data = static_cast<const std::byte*>(dense.const_data_ptr());
   std::array<uint64_t, kLanes> lanes{1, 2, 3, 4};

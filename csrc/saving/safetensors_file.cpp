@@ -1,5 +1,6 @@
 #include <trireme/saving/safetensors_file.h>
 
+#include <trireme/common/resolved.h>
 #include <trireme/kernels/cpu/parallel.h>
 #include <trireme/saving/json_text.h>
 
@@ -273,7 +274,7 @@ int64_t SafetensorsFile::Runs::begin_of(int64_t run) const {
 void SafetensorsFile::write(const SafetensorsEntry& entry, const TensorPart& part) const {
   if (!part.values.defined()) return;
   TORCH_INTERNAL_ASSERT(part.values.scalar_type() == entry.dtype);
-  const at::Tensor values = part.values.detach().resolve_conj().resolve_neg().cpu().contiguous();
+  const at::Tensor values = resolved(part.values.detach()).cpu().contiguous();
   const auto* data = static_cast<const char*>(values.const_data_ptr());
   const Runs runs = runs_of(entry, part);
   for (int64_t i = 0; i < runs.numel; ++i)
@@ -284,8 +285,8 @@ void SafetensorsFile::read(const SafetensorsEntry& entry, const TensorPart& part
   if (!part.values.defined()) return;
   const at::NoGradGuard no_grad;
   const at::Tensor values = part.values.detach();
-  const bool in_place = values.is_cpu() && values.is_contiguous() && !values.is_conj() &&
-                        !values.is_neg() && values.scalar_type() == entry.dtype;
+  const bool in_place = values.is_cpu() && values.is_contiguous() && is_resolved(values) &&
+                        values.scalar_type() == entry.dtype;
   const at::Tensor target =
       in_place ? values : at::empty(values.sizes(), at::TensorOptions().dtype(entry.dtype));
   read_runs(static_cast<char*>(target.mutable_data_ptr()), runs_of(entry, part));

@@ -91,6 +91,7 @@ struct RankBlock {
   // when, 0 for none.
   std::array<char, 192> errand{};
   std::atomic<int64_t> errand_since_ns{0};
+  std::atomic<bool> errand_is_taken{false};  // a thread of the owner shows one
 
   Progress progress{};
 

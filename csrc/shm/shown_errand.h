@@ -9,22 +9,29 @@
 
 namespace trireme::shm {
 
-// Shows an onlooker (doctor.h) what a rank waits for beside the collectives, as long as it lives. A
-// rank waits on one thread at a time.
+// Shows an onlooker (doctor.h) what a rank waits for beside the collectives, as long as it lives.
+// Where several threads of a rank wait, what the first of them waits for is shown.
 class ShownErrand {
  public:
-  ShownErrand(RankBlock& own, std::string_view name) : own_(own) {
+  ShownErrand(RankBlock& own, std::string_view name)
+      : own_(own), is_shown_(!own.errand_is_taken.exchange(true)) {
+    if (!is_shown_) return;
     const size_t length = std::min(name.size(), own.errand.size() - 1);
     std::copy_n(name.begin(), length, own.errand.begin());
     own.errand[length] = '\0';
     own.errand_since_ns.store(Clock::now().time_since_epoch().count(), std::memory_order_release);
   }
-  ~ShownErrand() { own_.errand_since_ns.store(0, std::memory_order_relaxed); }
+  ~ShownErrand() {
+    if (!is_shown_) return;
+    own_.errand_since_ns.store(0, std::memory_order_relaxed);
+    own_.errand_is_taken = false;
+  }
   ShownErrand(const ShownErrand&) = delete;
   ShownErrand& operator=(const ShownErrand&) = delete;
 
  private:
   RankBlock& own_;
+  bool is_shown_;
 };
 
 }  // namespace trireme::shm

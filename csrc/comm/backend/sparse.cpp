@@ -1,6 +1,7 @@
 #include <trireme/comm/backend/sparse.h>
 
 #include <trireme/comm/shm_tensors.h>
+#include <trireme/common/resolved.h>
 
 #include <ATen/ATen.h>
 
@@ -49,7 +50,8 @@ void all_reduce_sparse(const GroupCollectives& collectives, const at::Tensor& te
   // Rows are entries of the tensor, so indices travel transposed.
   const at::Tensor indices =
       gather_rows(collectives, mine.indices().t().contiguous(), counts, options).t();
-  const at::Tensor values = gather_rows(collectives, mine.values().contiguous(), counts, options);
+  const at::Tensor values =
+      gather_rows(collectives, resolved(mine.values()).contiguous(), counts, options);
   user.copy_(at::sparse_coo_tensor(indices, values, mine.sizes(), mine.options()).coalesce());
 }
 

@@ -2,6 +2,7 @@
 
 #include <trireme/comm/backend/memory.h>
 #include <trireme/comm/translate_faults.h>
+#include <trireme/common/resolved.h>
 
 #include <ATen/ATen.h>
 
@@ -143,7 +144,7 @@ void ShmWindow::tensor_register(const at::Tensor& tensor, bool owning) {
   const auto segment = segment_of(tensor);
   std::string complaint;
   if (!segment) complaint = "a window got a tensor in private memory";
-  if (segment && !tensor.is_contiguous()) complaint = "a window got a tensor with gaps";
+  if (segment && !lies_plain(tensor)) complaint = "a window got a tensor with gaps or lazy minus";
   if (segment && tensor.dim() > static_cast<int64_t>(kMaxDims))
     complaint = "a window got " + std::to_string(tensor.dim()) + " dimensions";
   Place mine;

@@ -11,6 +11,7 @@
 #include <trireme/comm/scratch.h>
 #include <trireme/comm/shm_tensors.h>
 #include <trireme/comm/subgroups.h>
+#include <trireme/common/resolved.h>
 
 #include <ATen/ATen.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
@@ -206,7 +207,7 @@ class C10dCommunicator final : public Communicator {
     auto state = begin("all_reduce", label);
     c10d::AllreduceOptions options;
     options.reduceOp = to_c10d(op);
-    if (tensors.size() == 1 && (tensors[0].is_sparse() || tensors[0].is_contiguous())) {
+    if (tensors.size() == 1 && (tensors[0].is_sparse() || lies_plain(tensors[0]))) {
       TensorList arguments{as_real(tensors[0])};
       add(*state, [&] { return group_->allreduce(arguments, options); }, arguments);
       return Pending(std::move(state));
@@ -226,7 +227,7 @@ class C10dCommunicator final : public Communicator {
     auto state = begin("broadcast", label);
     c10d::BroadcastOptions options;
     options.rootRank = root;
-    if (tensors.size() == 1 && tensors[0].is_contiguous() && tensors[0].numel() > 0) {
+    if (tensors.size() == 1 && lies_plain(tensors[0]) && tensors[0].numel() > 0) {
       TensorList arguments{as_bytes(tensors[0])};
       add(*state, [&] { return group_->broadcast(arguments, options); }, arguments);
       return Pending(std::move(state));
@@ -247,7 +248,7 @@ class C10dCommunicator final : public Communicator {
     auto state = begin("all_gather", label);
     for (size_t i = 0; i < inputs.size(); ++i) {
       outputs[i] = as_bytes(outputs[i]);
-      inputs[i] = as_bytes(inputs[i]);
+      inputs[i] = as_bytes(resolved(inputs[i]));
     }
     if (sends_in_pieces(inputs)) {
       gather_in_pieces(*state, std::move(outputs), std::move(inputs));
@@ -267,7 +268,7 @@ class C10dCommunicator final : public Communicator {
     const bool in_pieces = sends_in_pieces(inputs);
     for (size_t i = 0; i < inputs.size(); ++i) {
       at::Tensor output = as_real(outputs[i]).view({-1});
-      at::Tensor input = as_real(inputs[i]).view({-1});
+      at::Tensor input = as_real(resolved(inputs[i])).view({-1});
       if (in_pieces && shm_dtype(output.scalar_type()) != shm::Dtype::kBytes) {
         scatter_in_pieces(*state, output, input, op);
       } else {

@@ -1,6 +1,7 @@
 #include <trireme/strategies/data_parallel/replica_tensors.h>
 
 #include <trireme/common/error.h>
+#include <trireme/common/resolved.h>
 #include <trireme/kernels/flatten.h>
 
 #include <ATen/ATen.h>
@@ -37,7 +38,7 @@ int64_t version_of(const at::Tensor& tensor) {
 // Says whether it is of real or complex floating point, which `flatten` takes.
 bool is_flattened(const at::Tensor& tensor) {
   return tensor.layout() == at::kStrided && tensor.is_non_overlapping_and_dense() &&
-         (tensor.is_floating_point() || tensor.is_complex()) &&
+         (tensor.is_floating_point() || tensor.is_complex()) && is_resolved(tensor) &&
          static_cast<int64_t>(tensor.nbytes()) < kCoalescedBytes;
 }
 

@@ -1,5 +1,6 @@
 #include <trireme/strategies/parameter_server/bound_module.h>
 
+#include <trireme/common/dtype_name.h>
 #include <trireme/common/exception_text.h>
 
 #include <ATen/ATen.h>
@@ -133,9 +134,9 @@ void BoundModule::check_written() {
     const at::Tensor& place = places_[i];
     if (parameter.sizes() == place.sizes() && parameter.scalar_type() == place.scalar_type())
       continue;
-    const std::string got =
-        c10::str(errand().text(), ": got '", parts_.names[i], "' as ", parameter.scalar_type(), " ",
-                 parameter.sizes(), ", expected ", place.scalar_type(), " ", place.sizes());
+    const std::string got = c10::str(
+        errand().text(), ": got '", parts_.names[i], "' as ", dtype_name(parameter.scalar_type()),
+        " ", parameter.sizes(), ", expected ", dtype_name(place.scalar_type()), " ", place.sizes());
     abandon_writing(got);
     TORCH_CHECK_VALUE(false,
                       error_text(kPsArea, got, parts_.board->where(),

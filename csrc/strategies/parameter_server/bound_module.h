@@ -29,7 +29,7 @@ namespace trireme::ps {
 // begin_writing() and end_writing(): each worker then writes a copy of its own, and those of the
 // first worker become everybody's.
 
-// Binds parameters to the values of a table. One thread at a time.
+// Binds parameters to the values of a table. Called by the thread that has the worker's lock.
 class TRIREME_API BoundModule {
  public:
   struct Parts {

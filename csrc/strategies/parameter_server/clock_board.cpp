@@ -12,6 +12,7 @@
 #include <algorithm>
 #include <bit>
 #include <cstring>
+#include <mutex>
 #include <unistd.h>
 #include <utility>
 
@@ -240,11 +241,6 @@ void ClockBoard::ring_all() noexcept {
     shm::ring(line(index).bell);
 }
 
-void ClockBoard::abandon() noexcept {
-  is_abandoned_ = true;
-  shm::ring(line(own_).bell);
-}
-
 void ClockBoard::leave(LineState state, std::string_view reason) noexcept {
   WorkerLine& own = line(own_);
   if (own.state.load(std::memory_order_relaxed) != LineState::kHere) return;
@@ -379,8 +375,10 @@ class ClockBoard::LineWatch final : public shm::Watch {
  public:
   LineWatch(ClockBoard& board, const Errand& errand) : board_(board), errand_(errand) {}
 
+  // These take the lock where the wait lets others have it.
   bool pointless() override {
-    if (board_.is_abandoned_) return true;
+    if (board_.worker_lock_.is_ended_here()) return true;
+    const std::unique_lock turn(board_.worker_lock_);
     board_.note_ended();
     if (board_.options_.mode == Mode::kBsp) board_.close_clocks();
     if (board_.find_lost()) return true;
@@ -392,19 +390,25 @@ class ClockBoard::LineWatch final : public shm::Watch {
   }
   void look_around() override {
     check_interruption();
+    const std::unique_lock turn(board_.worker_lock_);
     if (board_.look_also_) board_.look_also_(errand_);
   }
   [[noreturn]] void give_up() override {
-    if (board_.is_abandoned_)
+    if (board_.worker_lock_.is_ended_here() && board_.line(board_.own_).is_elsewhere != 0)
       C10_THROW_ERROR(DistBackendError,
                       error_text(kPsArea, errand_.text() + ": its server has stopped",
                                  board_.where_, "Look for the error of that rank."));
+    board_.worker_lock_.check_not_ended(errand_.text, board_.where_);
+    const std::unique_lock turn(board_.worker_lock_);
     if (const auto lost = board_.find_lost()) board_.refuse_lost(errand_, *lost);
     if (!failure_) throw WorkerGone{};
     C10_THROW_ERROR(DistBackendError, error_text(kPsArea, errand_.text() + ": " + *failure_,
                                                  board_.where_, "Make a new group."));
   }
-  [[noreturn]] void overdue() override { board_.refuse_late(errand_); }
+  [[noreturn]] void overdue() override {
+    const std::unique_lock turn(board_.worker_lock_);
+    board_.refuse_late(errand_);
+  }
 
  private:
   ClockBoard& board_;
@@ -414,7 +418,6 @@ class ClockBoard::LineWatch final : public shm::Watch {
 
 bool ClockBoard::wait(const std::atomic<uint64_t>& counter, uint64_t target, const Errand& errand) {
   if (counter.load(std::memory_order_acquire) >= target) return true;
-  const milliseconds limit = errand.has_deadline ? this->limit() : kLongestWait;
   std::optional<shm::ShownErrand> shown;
   if (group_ != nullptr) {
     std::string text = errand.text();
@@ -423,23 +426,24 @@ bool ClockBoard::wait(const std::atomic<uint64_t>& counter, uint64_t target, con
     shown.emplace(group_->block(group_->rank()), text);
   }
   const auto counts = wait_times_.count(errand.cause);
+  const bool has_come = wait_asleep(counter, target, errand);
+  // What the others have done meanwhile may have been the end.
+  if (errand.lets_others_in) worker_lock_.check_not_ended(errand.text, where_);
+  return has_come;
+}
+
+bool ClockBoard::wait_asleep(const std::atomic<uint64_t>& counter, uint64_t target,
+                             const Errand& errand) {
+  const milliseconds limit = errand.has_deadline ? this->limit() : kLongestWait;
   LineWatch watch(*this, errand);
+  std::optional<WorkerLock::Gap> gap;
+  if (errand.lets_others_in) gap.emplace(worker_lock_);
   try {
     flag_wait_->until(counter, target, deadline_after(limit), watch);
     return true;
   } catch (const WorkerGone&) {
     return false;
   }
-}
-
-std::shared_ptr<void> WaitTimes::count(std::string_view cause) {
-  return {nullptr, [this, cause, begin = shm::Clock::now()](void*) {
-            const std::chrono::duration<double> took = shm::Clock::now() - begin;
-            const std::lock_guard<std::mutex> lock(mutex_);
-            const auto found = seconds_.find(cause);
-            (found != seconds_.end() ? found->second : seconds_[std::string(cause)]) +=
-                took.count();
-          }};
 }
 
 void ClockBoard::check_peers(const Errand& errand) {
@@ -465,11 +469,6 @@ void ClockBoard::check_deadline(std::chrono::steady_clock::time_point deadline,
                  c10::str(errand.text(), ": others have changed what it reads again and again for ",
                           limit_text(limit())),
                  where_, "Pull less at a time, or raise the timeout."));
-}
-
-std::map<std::string, double> WaitTimes::seconds() const {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  return {seconds_.begin(), seconds_.end()};
 }
 
 }  // namespace trireme::ps

@@ -2,10 +2,12 @@
 
 #include <trireme/common/error.h>
 #include <trireme/common/export.h>
+#include <trireme/common/wait_times.h>
 #include <trireme/shm/flag_wait.h>
 #include <trireme/shm/liveness.h>
 #include <trireme/shm/rank_block.h>
 #include <trireme/strategies/parameter_server/options.h>
+#include <trireme/strategies/parameter_server/worker_lock.h>
 
 #include <array>
 #include <atomic>
@@ -13,9 +15,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
-#include <map>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -101,19 +101,7 @@ struct Errand {
   int64_t worker = -1;                // the wait is for this one; -1: for whoever is behind
   uint64_t clock = 0;                 // the one that those have not come to
   bool has_deadline = true;
-};
-
-// Adds up how long waits take. Any thread may call it.
-class TRIREME_API WaitTimes {
- public:
-  // Counts a wait from now on until the result goes.
-  std::shared_ptr<void> count(std::string_view cause);
-  // Returns seconds by cause.
-  std::map<std::string, double> seconds() const;
-
- private:
-  mutable std::mutex mutex_;
-  std::map<std::string, double, std::less<>> seconds_;
+  bool lets_others_in = false;  // threads of this worker; see worker_lock.h
 };
 
 // Says how many lines a board has, and for whom: workers first, those that are there at first
@@ -131,8 +119,8 @@ struct BoardPlan {
   }
 };
 
-// Holds the lines of all workers and servers. The thread that uses the server calls it, but for
-// what is const.
+// Holds the lines of all workers and servers. The thread that has the worker's lock calls it, but
+// for what is const, and for wait() where nobody else uses it.
 class TRIREME_API ClockBoard {
  public:
   struct Request {
@@ -187,12 +175,12 @@ class TRIREME_API ClockBoard {
   // Says that nobody has to wait for this worker, or server, any more. Never throws.
   void leave(LineState state, std::string_view reason) noexcept;
   void ring_all() noexcept;
-  // Ends what another thread waits for by this board, now and later. Any thread may call it.
-  void abandon() noexcept;
+  WorkerLock& worker_lock() { return worker_lock_; }
 
   // Waits until a counter has come to a number; false if the worker of the errand is gone before.
   // Throws DistBackendError, naming who is missing, at the deadline, and under kRaise when a worker
-  // has died or failed; what a signal handler raised.
+  // has died or failed; RuntimeError where another thread closes the server; what a signal handler
+  // raised.
   bool wait(const std::atomic<uint64_t>& counter, uint64_t target, const Errand& errand);
   bool wait_closed(uint64_t target, const Errand& errand) {
     return wait(header().closed, target << BoardHeader::kJoinBits, errand);
@@ -238,6 +226,7 @@ class TRIREME_API ClockBoard {
   bool excuses(LineState state) const;
   bool close_next();
   bool note_ended();
+  bool wait_asleep(const std::atomic<uint64_t>& counter, uint64_t target, const Errand& errand);
   std::optional<int64_t> find_lost() const;
   std::string why_gone(int64_t worker) const;
   std::string state_text(int64_t worker) const;
@@ -256,7 +245,7 @@ class TRIREME_API ClockBoard {
   std::optional<int64_t> memory_kills_;
   // One per line; absent while a worker is about to join, and for those of other hosts.
   std::vector<std::optional<shm::PeerProcess>> processes_;
-  std::atomic<bool> is_abandoned_{false};
+  WorkerLock worker_lock_;
   std::optional<shm::FlagWait> flag_wait_;
   std::function<std::string(int64_t)> describe_held_;
   shm::Clock::time_point looked_at_;

@@ -1,5 +1,8 @@
 #include <trireme/strategies/parameter_server/dense_table.h>
 
+#include <trireme/activation/kept_results.h>
+#include <trireme/common/dtype_name.h>
+#include <trireme/common/resolved.h>
 #include <trireme/common/trace.h>
 #include <trireme/kernels/span.h>
 #include <trireme/strategies/parameter_server/dense_checkpoint.h>
@@ -19,7 +22,8 @@ namespace trireme::ps {
 namespace {
 
 bool lies_as_in_table(const at::Tensor& tensor, const at::Tensor& value) {
-  return tensor.is_cpu() && tensor.is_contiguous() && tensor.scalar_type() == value.scalar_type();
+  return tensor.is_cpu() && tensor.is_contiguous() && is_resolved(tensor) &&
+         tensor.scalar_type() == value.scalar_type();
 }
 
 }  // namespace
@@ -38,6 +42,16 @@ DenseTable::DenseTable(DenseTable::Parts parts)
 int64_t DenseTable::memory_bytes() const {
   return HostStore::bytes_for(store_->parameters(), store_->where().world) +
          steps_.plan().used_bytes(board().workers());
+}
+
+bool DenseTable::is_bound() const {
+  const auto turn = desk().turn();
+  return bound_.has_value();
+}
+
+bool DenseTable::is_readable() const {
+  const auto turn = desk().turn();
+  return !bound_ || bound_->is_readable();
 }
 
 void DenseTable::require_module(std::string_view verb) const {
@@ -68,7 +82,7 @@ void DenseTable::copy_once(const std::vector<at::Tensor>& to) const {
 void DenseTable::copy_values(const std::vector<at::Tensor>& to, const RemoteAnswers& answers) {
   read_one_clock([&] { copy_once(to); });
   for (const RemoteAnswer& answer : answers) {
-    const std::vector<at::Tensor> found = remote()->wait(*answer, errand("pull"));
+    const std::vector<at::Tensor> found = remote()->wait(*answer, errand_of_answer());
     const std::vector<TableShare> shares = layout().shares_of(answer->host);
     for (size_t i = 0; i < shares.size(); ++i)
       rows_of(to[static_cast<size_t>(shares[i].tensor)], shares[i]).copy_(found.at(i));
@@ -98,11 +112,11 @@ void DenseTable::fill_parameters(const RemoteAnswers& answers) {
 
 void DenseTable::pull() {
   TRIREME_TRACE("ps.pull");
-  desk().check_worker("pull");
+  const auto turn = desk().enter("pull");
   require_module("pull");
   if (bound_) bound_->check_unchanged("pull");
-  const RemoteAnswers answers = ask_others();
-  wait_for(board().clock());
+  RemoteAnswers answers;
+  wait_to_read([&] { answers = ask_others(); });
   fill_parameters(answers);
 }
 
@@ -114,6 +128,10 @@ NamedTensors DenseTable::read(bool view, const RemoteAnswers& answers) {
     tensors.push_back(view ? store_->whole(static_cast<int64_t>(i))
                            : at::empty(infos_[i].sizes, infos_[i].dtype));
   if (!view) copy_values(tensors, answers);
+  return named(tensors);
+}
+
+NamedTensors DenseTable::named(const std::vector<at::Tensor>& tensors) const {
   NamedTensors named;
   for (size_t i = 0; i < infos_.size(); ++i) named.insert(infos_[i].name, tensors[i]);
   return named;
@@ -130,11 +148,14 @@ void DenseTable::check_view(bool view) const {
 
 NamedTensors DenseTable::pull_tensors(bool view) {
   TRIREME_TRACE("ps.pull");
-  desk().check_worker("pull");
-  check_view(view);
-  const RemoteAnswers answers = ask_others();
-  wait_for(board().clock());
-  return read(view, answers);
+  const auto read_now = [&] {
+    const auto turn = desk().enter("pull");
+    check_view(view);
+    RemoteAnswers answers;
+    wait_to_read([&] { answers = ask_others(); });
+    return read(view, answers).values();
+  };
+  return named(view ? read_now() : once_per_forward(read_now));
 }
 
 // --- push ----------------------------------------------------------------------------------------
@@ -143,12 +164,12 @@ at::Tensor DenseTable::checked_gradient(size_t index, const at::Tensor& gradient
   if (!gradient.defined()) return {};
   const ParameterInfo& info = infos_[index];
   const auto refuse = [&](const std::string& got, const char* next_step) {
-    TORCH_CHECK_VALUE(
-        false, error_text(kPsArea,
-                          c10::str("push: got a gradient of ", got, " for '", info.name,
-                                   "' of table '", spec().name, "', expected ", info.dtype, " ",
-                                   at::IntArrayRef(info.sizes)),
-                          board().where(), next_step));
+    TORCH_CHECK_VALUE(false,
+                      error_text(kPsArea,
+                                 c10::str("push: got a gradient of ", got, " for '", info.name,
+                                          "' of table '", spec().name, "', expected ",
+                                          dtype_name(info.dtype), " ", at::IntArrayRef(info.sizes)),
+                                 board().where(), next_step));
   };
   if (gradient.unsafeGetTensorImpl()->is_python_dispatch())
     refuse("a subclass of Tensor", "Push a plain tensor: that of a DTensor is full_tensor().");
@@ -157,10 +178,11 @@ at::Tensor DenseTable::checked_gradient(size_t index, const at::Tensor& gradient
   if (gradient.sizes() != at::IntArrayRef(info.sizes))
     refuse(c10::str("shape ", gradient.sizes()), "Push gradients of the tensors of the table.");
   if (gradient.scalar_type() != info.dtype && gradient.scalar_type() != at::kFloat)
-    refuse(c10::str("dtype ", gradient.scalar_type()), "Cast it to that, or to float32.");
+    refuse(c10::str("dtype ", dtype_name(gradient.scalar_type())),
+           "Cast it to that, or to float32.");
   if (info.dtype == at::kDouble && gradient.scalar_type() != info.dtype)
-    return gradient.detach().to(at::kCPU, at::kDouble).contiguous();
-  return gradient.detach().to(at::kCPU).contiguous();
+    return resolved(gradient.detach().to(at::kCPU, at::kDouble)).contiguous();
+  return resolved(gradient.detach().to(at::kCPU)).contiguous();
 }
 
 DenseTable::Gradients DenseTable::take_own_gradients() {
@@ -215,9 +237,10 @@ void DenseTable::push_here(const Gradients& own, double scale, const Errand& err
   is_bsp() ? steps_.deposit(own, scale) : steps_.step_now(own, scale, errand);
 }
 
-void DenseTable::push_gradients(const Gradients& gradients, double scale) {
+// Its place is free. No other thread of this worker comes in between, so that it is of one clock on
+// all hosts.
+void DenseTable::push_now(const Gradients& gradients, double scale) {
   const Errand errand = this->errand("push");
-  if (!begin_push(errand)) return;
   if (remote() == nullptr) {
     push_here(gradients, scale, errand);
   } else {
@@ -232,20 +255,24 @@ void DenseTable::push_gradients(const Gradients& gradients, double scale) {
 
 void DenseTable::push(double scale) {
   TRIREME_TRACE("ps.push");
-  desk().check_worker("push");
+  const auto turn = desk().enter("push");
   require_module("push");
   if (bound_) bound_->check_unchanged("push");
   finish_pushes();
-  push_gradients(take_own_gradients(), scale);
+  // What other threads add to .grad while it waits belongs to this push, too.
+  wait_to_push(errand("push"));
+  const Gradients gradients = take_own_gradients();
+  if (begin_push(errand("push"))) push_now(gradients, scale);
   for (const at::Tensor& tensor : spec().tensors) tensor.mutable_grad() = at::Tensor();
 }
 
 void DenseTable::push_tensors(const NamedTensors& gradients, double scale) {
   TRIREME_TRACE("ps.push");
-  desk().check_worker("push");
+  const auto turn = desk().enter("push");
   if (bound_) bound_->check_unchanged("push");
+  const Gradients found = gradients_by_name(gradients);
   finish_pushes();
-  push_gradients(gradients_by_name(gradients), scale);
+  if (begin_push(errand("push"))) push_now(found, scale);
 }
 
 // --- what returns at once ------------------------------------------------------------------------
@@ -253,17 +280,17 @@ void DenseTable::push_tensors(const NamedTensors& gradients, double scale) {
 Pending DenseTable::push_or_keep(Gradients gradients, double scale) {
   if (can_push()) {
     finish_pushes();
-    push_gradients(gradients, scale);
+    if (begin_push(errand("push"))) push_now(gradients, scale);
     return {};
   }
   for (at::Tensor& gradient : gradients)
     if (gradient.defined()) gradient = gradient.clone();  // the caller may write what he gave
   return push_later(
-      [this, gradients = std::move(gradients), scale] { push_gradients(gradients, scale); });
+      [this, gradients = std::move(gradients), scale] { push_now(gradients, scale); });
 }
 
 Pending DenseTable::pull_async() {
-  desk().check_worker("pull");
+  const auto turn = desk().enter("pull");
   require_module("pull");
   if (bound_) bound_->check_unchanged("pull");
   const RemoteAnswers answers = ask_others();
@@ -276,7 +303,7 @@ Pending DenseTable::pull_async() {
 }
 
 Pending DenseTable::pull_tensors_async(bool view) {
-  desk().check_worker("pull");
+  const auto turn = desk().enter("pull");
   check_view(view);
   const RemoteAnswers answers = ask_others();
   return pull_later([this, view, answers] { return read(view, answers).values(); },
@@ -284,7 +311,7 @@ Pending DenseTable::pull_tensors_async(bool view) {
 }
 
 Pending DenseTable::push_async(double scale) {
-  desk().check_worker("push");
+  const auto turn = desk().enter("push");
   require_module("push");
   if (bound_) bound_->check_unchanged("push");
   Gradients gradients = take_own_gradients();
@@ -293,7 +320,7 @@ Pending DenseTable::push_async(double scale) {
 }
 
 Pending DenseTable::push_tensors_async(const NamedTensors& gradients, double scale) {
-  desk().check_worker("push");
+  const auto turn = desk().enter("push");
   if (bound_) bound_->check_unchanged("push");
   return push_or_keep(gradients_by_name(gradients), scale);
 }
@@ -315,7 +342,7 @@ DenseTable::Writing::~Writing() noexcept(false) {
 
 void DenseTable::begin_writing() {
   const at::NoGradGuard no_grad;
-  desk().check_worker("writing");
+  const auto turn = desk().enter("writing");
   TORCH_CHECK_VALUE(bound_,
                     error_text(kPsArea,
                                c10::str("writing: got table '", spec().name,
@@ -330,11 +357,13 @@ void DenseTable::begin_writing() {
 }
 
 void DenseTable::end_writing() {
-  desk().check_worker("writing");
+  const auto turn = desk().enter("writing");
   bound_->end_writing();
 }
 
 void DenseTable::abandon_writing(const std::string& reason) noexcept {
+  if (desk().is_forked()) return;
+  const WorkerLock::Kept turn(board().worker_lock());
   if (bound_) bound_->abandon_writing(reason);
 }
 

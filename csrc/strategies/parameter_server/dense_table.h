@@ -19,12 +19,13 @@
 namespace trireme::ps {
 
 // Is a table of dense tensors, as one worker sees it. What its verbs return and when they wait is
-// said in parameter_server.h. It lives as long as its server; the server's rules for threads hold.
+// said in parameter_server.h. It lives as long as its server.
 //
 // Every verb throws RuntimeError after close() or leave(), on a rank that only serves, and in a
 // forked child; DistBackendError where it waits in vain. What it refuses has changed nothing; a
 // push that waits in vain for a block that another worker holds (ssp, async) may have stepped
-// others.
+// others. Any thread may call them; what reads or writes the parameters of a module beside them,
+// as a backward does their .grad, has to be ordered by the user.
 class TRIREME_API DenseTable final : public Table {
  public:
   struct Parts {
@@ -55,8 +56,8 @@ class TRIREME_API DenseTable final : public Table {
   void push(double scale = 1);
   // Says whether the parameters lie in the table's memory, and whether they may be read: from
   // pull() until clock().
-  bool is_bound() const { return bound_.has_value(); }
-  bool is_readable() const { return !bound_ || bound_->is_readable(); }
+  bool is_bound() const;
+  bool is_readable() const;
 
   // While the guard lives every worker may write the parameters, all of them the same values:
   //   { auto writing = table.writing(); torch::load(net, "net.pt"); }
@@ -90,9 +91,10 @@ class TRIREME_API DenseTable final : public Table {
   // ValueError for an unknown name.
   void push_tensors(const NamedTensors& gradients, double scale = 1);
 
-  // These return at once. What need not wait is done by then; the rest is done in wait(): there is
-  // no thread behind it. The result of a pull are the tensors in their order, none for a module.
-  // Gradients are taken at once. Throws RuntimeError from wait() under bsp once clock() was called.
+  // These return at once. What need not wait is done by then; the rest is done in wait(), on any
+  // thread: there is none behind it. The result of a pull are the tensors in their order, none for
+  // a module. Gradients are taken at once. Throws RuntimeError from wait() under bsp once clock()
+  // was called.
   Pending pull_async();
   Pending pull_tensors_async(bool view = false);
   Pending push_async(double scale = 1);
@@ -122,6 +124,7 @@ class TRIREME_API DenseTable final : public Table {
   void check_view(bool view) const;
   void fill_parameters(const RemoteAnswers& answers);
   NamedTensors read(bool view, const RemoteAnswers& answers);
+  NamedTensors named(const std::vector<at::Tensor>& tensors) const;
   void copy_values(const std::vector<at::Tensor>& to, const RemoteAnswers& answers);
   void copy_once(const std::vector<at::Tensor>& to) const;
   RemoteAnswers ask_others();
@@ -132,7 +135,7 @@ class TRIREME_API DenseTable final : public Table {
   Gradients take_own_gradients();
   Gradients gradients_by_name(const NamedTensors& gradients) const;
   at::Tensor checked_gradient(size_t index, const at::Tensor& gradient) const;
-  void push_gradients(const Gradients& gradients, double scale);
+  void push_now(const Gradients& gradients, double scale);
   Pending push_or_keep(Gradients gradients, double scale);
 
   std::shared_ptr<HostStore> store_;

@@ -16,9 +16,8 @@ namespace trireme::ps {
 
 // Pulls rows with a graph: their backward pushes the gradient of each id to the table, so that no
 // parameter has a gradient and no optimizer steps. A backward that runs twice (retain_graph) pushes
-// twice. The push is one of the thread that runs the backward; nobody else may use the server
-// meanwhile. Where gradients are not recorded it is table.pull(). Throws what pull() and push()
-// throw.
+// twice. The push is one of the thread that runs the backward. Where gradients are not recorded it
+// is table.pull(). Throws what pull() and push() throw.
 TRIREME_API at::Tensor pull_with_gradient(const std::shared_ptr<SparseTable>& table,
                                           const at::Tensor& ids, bool create = true);
 

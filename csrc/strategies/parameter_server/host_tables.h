@@ -17,7 +17,7 @@ class WorkerDesk;
 class WorkerMeeting;
 
 // Is what one worker, or a rank that serves, has of a server: its line on the board and the tables
-// as it sees them. One thread at a time.
+// as it sees them. Called by the thread that has the worker's lock.
 struct TRIREME_API HostTables {
   std::shared_ptr<ClockBoard> board;
   std::shared_ptr<WorkerDesk> desk;

@@ -14,6 +14,7 @@
 #include <c10/util/StringUtil.h>
 
 #include <exception>
+#include <mutex>
 #include <utility>
 
 namespace trireme::ps {
@@ -48,7 +49,7 @@ int64_t ParameterServer::workers() const { return here_.board->workers(); }
 
 int64_t ParameterServer::clock() {
   TRIREME_TRACE("ps.clock");
-  here_.desk->check_worker("clock");
+  const auto turn = here_.desk->enter("clock");
   here_.clock();
   if (ground_->remote() != nullptr) {
     ShareRequest request;
@@ -111,8 +112,10 @@ void ParameterServer::serve() {
       errand.worker = worker;
       here_.board->wait_clock(worker, WorkerLine::kGone, errand);
     }
+    const std::unique_lock turn(here_.board->worker_lock());
     here_.board->check_peers(errand);
   } catch (const std::exception& error) {
+    const WorkerLock::Kept turn(here_.board->worker_lock());
     ended_by_ = what_of(error);  // workers of other hosts hear of it, too
     throw;
   }
@@ -153,7 +156,7 @@ void ParameterServer::refuse_without_group(std::string_view verb) const {
 
 void ParameterServer::save(const std::string& path) {
   TRIREME_TRACE("ps.save");
-  here_.desk->check_worker("save");
+  const auto turn = here_.desk->enter("save");
   Errand errand{[this] { return c10::str("save at clock ", here_.board->clock()); }, "save"};
   errand.has_deadline = false;  // whoever saves takes as long as it takes
   RemoteAnswers answers;
@@ -227,7 +230,7 @@ void ParameterServer::check_clocks() const {
 
 void ParameterServer::load(const std::string& path) {
   TRIREME_TRACE("ps.load");
-  here_.desk->check_open("load");
+  const auto turn = here_.desk->enter_open("load");
   refuse_without_group("load");
   const bool works = here_.board->worker().has_value();
   if (works) here_.desk->check_worker("load");
@@ -288,6 +291,10 @@ std::exception_ptr ParameterServer::release_modules() noexcept {
 void ParameterServer::leave() {
   here_.desk->check_open("leave");
   if (!here_.board->worker() || here_.desk->has_left()) return;
+  here_.board->worker_lock().end_for_others();
+  here_.board->ring_all();
+  const WorkerLock::Kept turn(here_.board->worker_lock());
+  if (here_.desk->has_left()) return;
   const std::exception_ptr raised = release_modules();
   here_.desk->note_left();
   here_.board->leave(LineState::kLeft, {});
@@ -297,6 +304,10 @@ void ParameterServer::leave() {
 
 void ParameterServer::close(std::string_view error) {
   if (here_.desk->is_closed() || here_.desk->is_forked()) return;
+  here_.board->worker_lock().end_for_others();
+  here_.board->ring_all();
+  const WorkerLock::Kept turn(here_.board->worker_lock());
+  if (here_.desk->is_closed()) return;
   const bool works = here_.board->worker() && !here_.desk->has_left();
   const std::exception_ptr raised = works ? release_modules() : nullptr;
   here_.desk->note_closed();

@@ -91,9 +91,12 @@ struct Stats {
 // and is counted in stats(). Nothing after the construction is collective, but for load(), save()
 // and writing().
 //
-// One thread at a time, but for stats(). Tables live as long as the server. Errors are
-// c10::ValueError for a caller's mistake, c10::IndexError for an unknown table, c10::Error for use
-// after close(), leave() or a fork, c10::DistBackendError for the rest.
+// Any thread may use the server and its tables; those of a worker take turns, and share its clock.
+// What several of them push in a clock adds up; under bsp in the order in which they came. A thread
+// that waits for other workers lets the others in, but in save(), load() and writing(). close() and
+// leave() end what other threads wait for, by an error. Tables live as long as the server. Errors
+// are c10::ValueError for a caller's mistake, c10::IndexError for an unknown table, c10::Error for
+// use after close(), leave() or a fork, c10::DistBackendError for the rest.
 class TRIREME_API ParameterServer {
  public:
   // Collective. The ranks must have the same tables and options; worker 0's values count. Throws

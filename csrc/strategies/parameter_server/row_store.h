@@ -45,8 +45,8 @@ struct RowColumns {
   std::vector<at::Tensor> states;
 };
 
-// Keeps the rows of a sparse table. Called by the thread that uses the server, but for what is
-// const.
+// Keeps the rows of a sparse table. Called by the thread that has the worker's lock, but for what
+// is const and neither makes nor takes a row: a row knows the worker that holds it, not the thread.
 class TRIREME_API RowStore {
  public:
   struct Parts {

@@ -2,6 +2,7 @@
 
 #include <trireme/comm/gather_texts.h>
 #include <trireme/comm/host.h>
+#include <trireme/common/resolved.h>
 #include <trireme/memory/host_store.h>
 #include <trireme/shm/host_group.h>
 #include <trireme/strategies/parameter_server/table_agreement.h>
@@ -211,7 +212,7 @@ void ServerGround::write_first_values(const std::vector<TableSpec>& tables) cons
 // Returns worker 0's tensor on every rank that asks for it, where there are several hosts.
 at::Tensor ServerGround::first_values(const at::Tensor& own, int64_t source) const {
   if (ranks_.count() == 1) return own;
-  const at::Tensor values = own.detach().to(at::kCPU).contiguous().clone();
+  const at::Tensor values = resolved(own.detach().to(at::kCPU)).contiguous().clone();
   communicator_->broadcast({values}, source, "first values of tables").wait();
   return values;
 }

@@ -1,5 +1,8 @@
 #include <trireme/strategies/parameter_server/sparse_table.h>
 
+#include <trireme/activation/kept_results.h>
+#include <trireme/common/dtype_name.h>
+#include <trireme/common/resolved.h>
 #include <trireme/common/trace.h>
 #include <trireme/kernels/span.h>
 #include <trireme/strategies/parameter_server/hosts/remote_shares.h>
@@ -30,12 +33,12 @@ int64_t SparseTable::memory_bytes() const {
 }
 
 int64_t SparseTable::size() {
-  desk().check_open("len");
+  const auto turn = desk().enter_open("len");
   return remote() == nullptr ? steps_.rows().size() : ids().numel();
 }
 
 at::Tensor SparseTable::ids() {
-  desk().check_open("ids");
+  const auto turn = desk().enter_open("ids");
   const at::Tensor own = at::tensor(steps_.rows().ids(), at::kLong);
   if (remote() == nullptr) return own;
   ShareRequest request;
@@ -43,7 +46,7 @@ at::Tensor SparseTable::ids() {
   request.table = spread().index;
   std::vector<at::Tensor> all{own};
   for (const RemoteAnswer& answer : ask(request))
-    all.push_back(remote()->wait(*answer, errand("pull")).at(0));
+    all.push_back(remote()->wait(*answer, errand_of_answer()).at(0));
   return std::get<0>(at::cat(all).sort());
 }
 
@@ -85,7 +88,7 @@ at::Tensor SparseTable::checked_ids(const at::Tensor& ids, std::string_view verb
       ids.defined() && (ids.scalar_type() == at::kLong || ids.scalar_type() == at::kInt),
       error_text(kPsArea,
                  c10::str(verb, " of table '", name(), "': got ids of ",
-                          ids.defined() ? c10::str(ids.scalar_type()) : "nothing",
+                          ids.defined() ? dtype_name(ids.scalar_type()) : "nothing",
                           ", expected int64 or int32"),
                  board().where(), "Convert them by ids.long()."));
   TORCH_CHECK_TYPE(!ids.unsafeGetTensorImpl()->is_python_dispatch(),
@@ -93,7 +96,7 @@ at::Tensor SparseTable::checked_ids(const at::Tensor& ids, std::string_view verb
                               c10::str(verb, " of table '", name(),
                                        "': got ids as a subclass of Tensor, expected a plain one"),
                               board().where(), "Pass plain ids."));
-  at::Tensor found = ids.detach().to(at::kCPU, at::kLong).contiguous();
+  at::Tensor found = resolved(ids.detach().to(at::kCPU, at::kLong)).contiguous();
   const std::optional<int64_t> rows = spec().rows->rows;
   if (!rows) return found;
   const auto* begin = found.const_data_ptr<int64_t>();
@@ -113,11 +116,11 @@ at::Tensor SparseTable::checked_gradients(const at::Tensor& ids,
   std::vector<int64_t> expected = ids.sizes().vec();
   expected.push_back(dim());
   const auto refuse = [&](const std::string& got, const char* next_step) {
-    TORCH_CHECK_VALUE(false,
-                      error_text(kPsArea,
-                                 c10::str("push of table '", name(), "': got gradients of ", got,
-                                          ", expected ", dtype(), " ", at::IntArrayRef(expected)),
-                                 board().where(), next_step));
+    TORCH_CHECK_VALUE(false, error_text(kPsArea,
+                                        c10::str("push of table '", name(), "': got gradients of ",
+                                                 got, ", expected ", dtype_name(dtype()), " ",
+                                                 at::IntArrayRef(expected)),
+                                        board().where(), next_step));
   };
   if (!gradients.defined()) refuse("nothing", "Pass a row per id.");
   if (gradients.unsafeGetTensorImpl()->is_python_dispatch())
@@ -127,9 +130,10 @@ at::Tensor SparseTable::checked_gradients(const at::Tensor& ids,
   if (gradients.sizes() != at::IntArrayRef(expected))
     refuse(c10::str("shape ", gradients.sizes()), "Pass a row per id.");
   if (gradients.scalar_type() != dtype() && gradients.scalar_type() != at::kFloat)
-    refuse(c10::str("dtype ", gradients.scalar_type()), "Cast them to that, or to float32.");
+    refuse(c10::str("dtype ", dtype_name(gradients.scalar_type())),
+           "Cast them to that, or to float32.");
   const at::ScalarType kept = dtype() == at::kDouble ? at::kDouble : gradients.scalar_type();
-  return gradients.detach().to(at::kCPU, kept).contiguous();
+  return resolved(gradients.detach().to(at::kCPU, kept)).contiguous();
 }
 
 // --- pull ----------------------------------------------------------------------------------------
@@ -177,7 +181,7 @@ at::Tensor SparseTable::gather(const at::Tensor& ids, bool create, const Asked& 
     list.index_copy_(0, own, found);
     for (const RemoteAnswer& answer : asked.answers)
       list.index_copy_(0, asked.places[static_cast<size_t>(answer->host)],
-                       remote()->wait(*answer, errand("pull")).at(0));
+                       remote()->wait(*answer, errand_of_answer()).at(0));
   }
   desk().counts().bytes_pulled += static_cast<int64_t>(rows.nbytes());
   return rows;
@@ -185,16 +189,23 @@ at::Tensor SparseTable::gather(const at::Tensor& ids, bool create, const Asked& 
 
 at::Tensor SparseTable::pull(const at::Tensor& ids, bool create) {
   TRIREME_TRACE("ps.pull");
+  const auto read = [&] { return std::vector<at::Tensor>{pull_now(ids, create)}; };
+  return once_per_forward(read).front().to(ids.device());
+}
+
+at::Tensor SparseTable::pull_now(const at::Tensor& ids, bool create) {
   desk().check_worker("pull");
   const at::Tensor checked = checked_ids(ids, "pull");
-  const Asked asked = ask_others(checked, create);
-  wait_for(board().clock());
-  return gather(checked, create, asked).to(ids.device());
+  const auto turn = desk().enter("pull");
+  Asked asked;
+  wait_to_read([&] { asked = ask_others(checked, create); });
+  return gather(checked, create, asked);
 }
 
 Pending SparseTable::pull_async(const at::Tensor& ids, bool create) {
   desk().check_worker("pull");
   at::Tensor checked = checked_ids(ids, "pull");
+  const auto turn = desk().enter("pull");
   const bool is_read_later = remote() != nullptr || !has_come(board().clock());
   if (is_read_later && checked.is_alias_of(ids)) checked = checked.clone();
   const Asked asked = ask_others(checked, create);
@@ -330,9 +341,10 @@ void SparseTable::push_here(const at::Tensor& ids, const at::Tensor& gradients, 
   is_bsp() ? steps_.deposit(pushed_, scale, errand) : steps_.step_now(pushed_, scale, errand);
 }
 
-void SparseTable::push_checked(const at::Tensor& ids, const at::Tensor& gradients, double scale) {
+// Its place is free. No other thread of this worker comes in between, so that it is of one clock on
+// all hosts.
+void SparseTable::push_now(const at::Tensor& ids, const at::Tensor& gradients, double scale) {
   const Errand errand = this->errand("push");
-  if (!begin_push(errand)) return;
   desk().counts().bytes_pushed += static_cast<int64_t>(gradients.nbytes());
   if (remote() == nullptr) return push_here(ids, gradients, scale, errand);
   const at::Tensor list = ids.reshape({-1});
@@ -358,22 +370,24 @@ void SparseTable::push(const at::Tensor& ids, const at::Tensor& gradients, doubl
   desk().check_worker("push");
   const at::Tensor checked = checked_ids(ids, "push");
   const at::Tensor rows = checked_gradients(ids, gradients);
+  const auto turn = desk().enter("push");
   finish_pushes();
-  push_checked(checked, rows, scale);
+  if (begin_push(errand("push"))) push_now(checked, rows, scale);
 }
 
 Pending SparseTable::push_async(const at::Tensor& ids, const at::Tensor& gradients, double scale) {
   desk().check_worker("push");
   at::Tensor checked = checked_ids(ids, "push");
   at::Tensor rows = checked_gradients(ids, gradients);
+  const auto turn = desk().enter("push");
   if (can_push()) {
     finish_pushes();
-    push_checked(checked, rows, scale);
+    if (begin_push(errand("push"))) push_now(checked, rows, scale);
     return {};
   }
   if (checked.is_alias_of(ids)) checked = checked.clone();
   if (rows.is_alias_of(gradients)) rows = rows.clone();
-  return push_later([this, checked, rows, scale] { push_checked(checked, rows, scale); });
+  return push_later([this, checked, rows, scale] { push_now(checked, rows, scale); });
 }
 
 }  // namespace trireme::ps

@@ -26,7 +26,7 @@ namespace trireme::ps {
 // Every verb throws RuntimeError after close() or leave(), on a rank that only serves, and in a
 // forked child; DistBackendError where it waits in vain, or where there is no memory for more rows.
 // A push that waits in vain for a row that another worker holds (ssp, async) may have stepped other
-// rows; what is refused has changed nothing.
+// rows; what is refused has changed nothing. Any thread may call them.
 class TRIREME_API SparseTable final : public Table {
  public:
   struct Parts {
@@ -48,16 +48,17 @@ class TRIREME_API SparseTable final : public Table {
 
   // Returns copies of rows: [*ids.shape, dim], without a graph. With `create` off, ids that have no
   // row give its first values, and no row comes into being. Throws TypeError for ids of another
-  // dtype, ValueError for one outside [0, rows).
+  // dtype, ValueError for one outside [0, rows). In a function of a checkpoint, ours or torch's, a
+  // recomputation gets the rows of its forward.
   at::Tensor pull(const at::Tensor& ids, bool create = true);
   // Takes gradients [*ids.shape, dim] of the table's dtype or fp32, times `scale`. Those of an id
   // that comes several times are added first. Throws what pull() throws, and ValueError for
   // gradients of another shape, dtype or layout.
   void push(const at::Tensor& ids, const at::Tensor& gradients, double scale = 1);
 
-  // These return at once. What need not wait is done by then; the rest is done in wait(): there is
-  // no thread behind it. The result of a pull is one tensor. Throws RuntimeError from wait() under
-  // bsp once clock() was called.
+  // These return at once. What need not wait is done by then; the rest is done in wait(), on any
+  // thread: there is none behind it. The result of a pull is one tensor. Throws RuntimeError from
+  // wait() under bsp once clock() was called.
   Pending pull_async(const at::Tensor& ids, bool create = true);
   Pending push_async(const at::Tensor& ids, const at::Tensor& gradients, double scale = 1);
 
@@ -93,9 +94,10 @@ class TRIREME_API SparseTable final : public Table {
   PlacesByHost places_by_host(const at::Tensor& ids) const;
   Asked ask_others(const at::Tensor& ids, bool create);
   std::vector<CheckpointTensor> described(int64_t rows) const;
+  at::Tensor pull_now(const at::Tensor& ids, bool create);
   at::Tensor gather(const at::Tensor& ids, bool create, const Asked& asked);
   void gather_rows(const at::Tensor& ids, bool create, const at::Tensor& to);
-  void push_checked(const at::Tensor& ids, const at::Tensor& gradients, double scale);
+  void push_now(const at::Tensor& ids, const at::Tensor& gradients, double scale);
   void push_here(const at::Tensor& ids, const at::Tensor& gradients, double scale,
                  const Errand& errand);
 

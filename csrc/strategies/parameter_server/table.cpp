@@ -41,8 +41,14 @@ Errand Table::errand(std::string_view cause) const {
           cause, -1, board_->clock()};
 }
 
+Errand Table::errand_of_answer() const {
+  Errand pull = errand("pull");
+  pull.lets_others_in = true;
+  return pull;
+}
+
 void Table::set_lr(double lr) {
-  desk_->check_worker("set_lr");
+  const auto turn = desk_->enter("set_lr");
   TORCH_CHECK_VALUE(
       has_learning_rate(spec_->optimizer) && lr >= 0 && std::isfinite(lr),
       error_text(kPsArea,
@@ -55,9 +61,11 @@ void Table::set_lr(double lr) {
                  c10::str("set_lr: got table '", spec_->name,
                           "' with backup workers, whose clocks may close without this worker"),
                  board_->where(), "Give the learning rate to the optimizer, or use no backup."));
-  own_steps().set_learning_rate(lr, errand("push"));
-  if (remote() == nullptr) return;
+  if (remote() == nullptr) return own_steps().set_learning_rate(lr, errand("push"));
+  // From here on no other thread comes in between, so that it is one clock on all hosts.
+  wait_to_push(errand("push"));
   finish_pushes();
+  own_steps().set_learning_rate(lr, errand("push"));
   ShareRequest request;
   request.verb = ShareRequest::Verb::kSetRate;
   request.table = spread_.index;
@@ -119,10 +127,20 @@ void Table::wait_for(uint64_t clock) {
   if (is_bsp()) return own_steps().bring_to(clock, errand);
   if (board_->options().mode == Mode::kAsync || clock <= staleness_) return;
   errand.clock = clock - staleness_;
+  errand.lets_others_in = true;
   for (int64_t worker = 0; worker < board_->workers(); ++worker) {
     errand.worker = worker;
     board_->wait_clock(worker, errand.clock, errand);
   }
+}
+
+void Table::wait_to_read(const std::function<void()>& ask) {
+  uint64_t clock = 0;
+  do {
+    clock = board_->clock();
+    ask();
+    wait_for(clock);
+  } while (is_bsp() && board_->clock() != clock);
 }
 
 void Table::read_one_clock(const std::function<void()>& read) {
@@ -159,14 +177,19 @@ class Table::Pull final : public Pending::State {
     if (need_not_wait()) finish();
   }
   bool done() const override {
+    const auto turn = table_.desk_->turn();
     if (is_finished_ || table_.desk_->is_closed() || need_not_wait()) return true;
     table_.board_->check_peers(table_.errand("pull"));
     return false;
   }
+  // Another thread may finish it while this one waits.
   void wait() override {
+    const auto turn = table_.desk_->turn();
     if (is_finished_) return;
     table_.check_async(clock_, "pull");
     table_.wait_for(clock_);
+    if (is_finished_) return;
+    table_.check_async(clock_, "pull");
     finish();
   }
   std::vector<at::Tensor> result() override { return tensors_; }
@@ -175,8 +198,12 @@ class Table::Pull final : public Pending::State {
   bool need_not_wait() const {
     return table_.has_come(clock_) && (!has_answers_ || has_answers_());
   }
+  // Where there are other hosts it waits for their answers, too.
   void finish() {
-    tensors_ = read_();
+    const auto read = read_;
+    std::vector<at::Tensor> tensors = read();
+    if (is_finished_) return;
+    tensors_ = std::move(tensors);
     is_finished_ = true;
     read_ = nullptr;
     has_answers_ = nullptr;
@@ -201,24 +228,26 @@ bool Table::can_push() const {
   return !is_bsp() || board_->clock() == 0 || steps().applied() >= board_->clock() - 1;
 }
 
+void Table::wait_to_push(const Errand& errand) {
+  while (!can_push()) own_steps().bring_to(board_->clock() - 1, errand);
+}
+
 bool Table::begin_push(const Errand& errand) {
-  if (!can_push()) own_steps().bring_to(board_->clock() - 1, errand);
-  if (open_pushes_.empty()) return desk_->count_push();
-  // It is the first one that is kept. Where it has failed it is done again, and was counted.
-  std::optional<bool>& is_taken = open_pushes_.front()->is_taken;
-  if (!is_taken) is_taken = desk_->count_push();
-  return *is_taken;
+  wait_to_push(errand);
+  return desk_->count_push();
 }
 
 class Table::Push final : public Pending::State {
  public:
   Push(Table& table, std::shared_ptr<OpenPush> push) : table_(table), push_(std::move(push)) {}
   bool done() const override {
+    const auto turn = table_.desk_->turn();
     if (push_->push == nullptr || table_.desk_->is_closed() || table_.can_push()) return true;
     table_.board_->check_peers(table_.errand("push"));
     return false;
   }
   void wait() override {
+    const auto turn = table_.desk_->turn();
     if (push_->push == nullptr) return;
     table_.check_async(push_->clock, "push");
     table_.finish_pushes();
@@ -236,8 +265,13 @@ Pending Table::push_later(std::function<void()> push) {
 
 void Table::finish_pushes() {
   while (!open_pushes_.empty()) {
-    open_pushes_.front()->push();
-    open_pushes_.front()->push = nullptr;
+    wait_to_push(errand("push"));
+    if (open_pushes_.empty()) return;  // another thread has done them meanwhile
+    OpenPush& first = *open_pushes_.front();
+    // One that has failed is done again, and was counted.
+    if (!first.is_taken) first.is_taken = desk_->count_push();
+    if (*first.is_taken) first.push();
+    first.push = nullptr;
     open_pushes_.pop_front();
   }
 }

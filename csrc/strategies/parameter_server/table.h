@@ -26,7 +26,8 @@ class WorkerDesk;
 using SharesByHost = std::vector<std::vector<at::Tensor>>;
 
 // Is what tables of all kinds have: a name, a clock, and pushes that wait for their place. A table
-// lives as long as its server; the server's rules for threads hold.
+// lives as long as its server. Any thread may call what users call; see worker_lock.h. The rest is
+// called by the thread that has the worker's lock, but for what is const.
 class TRIREME_API Table {
  public:
   // Says where the shares of the table are, and how this worker reaches those of other hosts.
@@ -103,6 +104,8 @@ class TRIREME_API Table {
   const TableLayout& layout() const { return spread_.layout; }
   RemoteShares* remote() const { return spread_.remote.get(); }
   Errand errand(std::string_view cause) const;
+  // Returns that of a wait for what another host answers to a pull.
+  Errand errand_of_answer() const;
 
   // --- pulls ---
 
@@ -111,8 +114,11 @@ class TRIREME_API Table {
   bool have_come(const RemoteAnswers& answers) const;
   // Says whether a pull of that clock need not wait for another worker.
   bool has_come(uint64_t clock) const;
-  // Waits until a pull of that clock may read; under bsp the values are those of that clock then.
+  // Waits until a pull of that clock may read; under bsp the values are those of that clock then,
+  // unless another thread of this worker has ended it meanwhile.
   void wait_for(uint64_t clock);
+  // Waits for the open clock. `ask` asks the other hosts for what they have in it.
+  void wait_to_read(const std::function<void()>& ask);
   // Calls `read` until no clock was closed meanwhile, which can be with backup workers only.
   void read_one_clock(const std::function<void()>& read);
   // Returns a pull that `read` finishes: at once where it need not wait, else in wait().
@@ -124,11 +130,13 @@ class TRIREME_API Table {
 
   // Says whether a push of this clock finds its place free.
   bool can_push() const;
-  // Waits for the place of a push; false where its clock was closed without this worker, so that it
-  // is dropped.
+  // Waits until it does.
+  void wait_to_push(const Errand& errand);
+  // Does that, and counts the push; false where its clock was closed without this worker, so that
+  // it is dropped.
   bool begin_push(const Errand& errand);
-  // Returns a push whose place is not free: `push` follows in wait(), in the next push, or in
-  // clock().
+  // Returns a push whose place is not free: `push`, which waits for no clock, follows in wait(), in
+  // the next push, or in clock().
   Pending push_later(std::function<void()> push);
   // Does pushes that are kept, in their order.
   void finish_pushes();

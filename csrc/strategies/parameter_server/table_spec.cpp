@@ -1,5 +1,6 @@
 #include <trireme/strategies/parameter_server/table_spec.h>
 
+#include <trireme/common/dtype_name.h>
 #include <trireme/kernels/checks.h>
 #include <trireme/module/module_parameters.h>
 
@@ -42,7 +43,8 @@ namespace {
 std::string complaint_about_rows(const RowShape& rows) {
   if (rows.dim < 1) return c10::str("dim=", rows.dim, ", expected >= 1");
   if (c10::isComplexType(rows.dtype) || !is_supported(rows.dtype))
-    return c10::str("dtype ", rows.dtype, ", expected float32, float64, float16 or bfloat16");
+    return c10::str("dtype ", dtype_name(rows.dtype),
+                    ", expected float32, float64, float16 or bfloat16");
   if (rows.rows && *rows.rows < 1) return c10::str("rows=", *rows.rows, ", expected >= 1, or none");
   return complaint_about(rows.init);
 }
@@ -51,8 +53,8 @@ std::string complaint_about_tensor(const std::string& name, const at::Tensor& te
   if (!tensor.defined()) return c10::str("'", name, "' without a value, expected a tensor");
   if (tensor.layout() != at::kStrided || tensor.is_complex() ||
       !is_supported(tensor.scalar_type())) {
-    return c10::str("'", name, "' of dtype ", tensor.scalar_type(), " and layout ", tensor.layout(),
-                    ", expected a strided float32, float64, float16 or bfloat16");
+    return c10::str("'", name, "' of dtype ", dtype_name(tensor.scalar_type()), " and layout ",
+                    tensor.layout(), ", expected a strided float32, float64, float16 or bfloat16");
   }
   if (tensor.is_meta())
     return c10::str("'", name, "' on the meta device, expected one that has values");
@@ -108,8 +110,8 @@ std::string complaint_about(const std::vector<TableSpec>& tables, Mode mode) {
 }
 
 std::string to_string(const RowShape& rows) {
-  std::string text = c10::str("rows of ", rows.dim, " ", rows.dtype, ", ", to_string(rows.init),
-                              ", seed=", rows.seed);
+  std::string text = c10::str("rows of ", rows.dim, " ", dtype_name(rows.dtype), ", ",
+                              to_string(rows.init), ", seed=", rows.seed);
   if (rows.rows) text += c10::str(", rows=", *rows.rows);
   return text;
 }
@@ -124,7 +126,7 @@ std::string to_string(const TableSpec& table) {
   if (table.options.staleness) text += c10::str(", staleness=", *table.options.staleness);
   for (size_t i = 0; i < table.tensors.size(); ++i) {
     text += c10::str("\n'", table.names[i], "' of table '", table.name, "' as ",
-                     table.tensors[i].scalar_type(), " ", table.tensors[i].sizes());
+                     dtype_name(table.tensors[i].scalar_type()), " ", table.tensors[i].sizes());
   }
   return text;
 }

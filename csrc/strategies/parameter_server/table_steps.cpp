@@ -134,7 +134,9 @@ void TableSteps::bring_to(uint64_t clocks, const Errand& errand) {
     if (board_->closed() > now) {
       apply(now, &errand);
     } else {
-      board_->wait_closed(now + 1, errand);
+      Errand open = errand;
+      open.lets_others_in = true;
+      board_->wait_closed(now + 1, open);
     }
   }
 }
@@ -145,10 +147,13 @@ void TableSteps::apply_closed() {
 }
 
 void TableSteps::carry_learning_rate(const Errand& errand) {
-  const uint64_t clock = board_->clock();
   if (lr_since_ == 0) return;
-  // What the half held may still be wanted by who applies the clock before the last one.
-  if (lr_since_ + 1 >= clock && clock > 1) bring_to(clock - 1, errand);
+  uint64_t clock = 0;
+  do {
+    clock = board_->clock();
+    // What the half held may still be wanted by who applies the clock before the last one.
+    if (lr_since_ + 1 >= clock && clock > 1) bring_to(clock - 1, errand);
+  } while (board_->clock() != clock);
   LearningRate& place = memory_.marks(*board_->worker()).lr[clock & 1];
   place.value.store(lr_, std::memory_order_relaxed);
   place.since.store(lr_since_, std::memory_order_release);
@@ -194,8 +199,11 @@ void TableSteps::forget_learning_rate() {
 
 void TableSteps::set_learning_rate(double lr, const Errand& errand) {
   if (board_->options().mode == Mode::kBsp) {
-    const uint64_t clock = board_->clock();
-    if (clock > 0) bring_to(clock - 1, errand);
+    uint64_t clock = 0;
+    do {
+      clock = board_->clock();
+      if (clock > 0) bring_to(clock - 1, errand);
+    } while (board_->clock() != clock);
     lr_ = lr;
     lr_since_ = clock + 1;
     return;

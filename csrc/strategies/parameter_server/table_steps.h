@@ -33,7 +33,7 @@ namespace trireme::ps {
 // it over, counts it as torn and leaves it as it is.
 
 // Brings a table to the clocks that are closed. What a step of a block is, its kind of table says.
-// Called by the thread that uses the server, but for what is const.
+// Called by the thread that has the worker's lock, but for what is const.
 class TRIREME_API TableSteps {
  public:
   struct Parts {
@@ -54,7 +54,8 @@ class TRIREME_API TableSteps {
 
   // Returns how many clocks are in the values.
   uint64_t applied() const { return memory_.header().applied.load(std::memory_order_acquire); }
-  // Waits until so many clocks are closed and applied, and applies what is closed.
+  // Waits until so many clocks are closed and applied, and applies what is closed. Lets other
+  // threads of this worker in.
   void bring_to(uint64_t clocks, const Errand& errand);
   // Applies what is closed, as far as no other worker is at it.
   void apply_closed();

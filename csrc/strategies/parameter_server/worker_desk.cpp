@@ -39,6 +39,23 @@ void WorkerDesk::check_worker(std::string_view verb) const {
            "Call leave() after the last clock().");
 }
 
+std::unique_lock<WorkerLock> WorkerDesk::turn() const {
+  if (is_forked()) return {};
+  return std::unique_lock(board_->worker_lock());
+}
+
+std::unique_lock<WorkerLock> WorkerDesk::enter(std::string_view verb) const {
+  auto turn = this->turn();
+  check_worker(verb);
+  return turn;
+}
+
+std::unique_lock<WorkerLock> WorkerDesk::enter_open(std::string_view verb) const {
+  auto turn = this->turn();
+  check_open(verb);
+  return turn;
+}
+
 void WorkerDesk::settle_pushes() {
   while (!unsettled_.empty() && board_->closed() > unsettled_.front().clock) {
     const ClockPushes& first = unsettled_.front();

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <deque>
 #include <memory>
+#include <mutex>
 #include <string_view>
 
 namespace trireme::ps {
@@ -21,6 +22,7 @@ struct WorkerCounts {
 };
 
 // Says what this rank may do, and which pushes of it were taken. All tables of a server share it.
+// Who counts, moves or settles has the worker's lock.
 class TRIREME_API WorkerDesk {
  public:
   explicit WorkerDesk(std::shared_ptr<ClockBoard> board);
@@ -33,6 +35,12 @@ class TRIREME_API WorkerDesk {
   void check_worker(std::string_view verb) const;
   // Throws it after close() and in a forked child only.
   void check_open(std::string_view verb) const;
+  // Takes the worker's lock; see worker_lock.h. In a forked child it takes nothing, since a thread
+  // that is not there may hold it.
+  [[nodiscard]] std::unique_lock<WorkerLock> turn() const;
+  // Take it and check that.
+  [[nodiscard]] std::unique_lock<WorkerLock> enter(std::string_view verb) const;
+  [[nodiscard]] std::unique_lock<WorkerLock> enter_open(std::string_view verb) const;
   bool is_forked() const;
   void note_left() { has_left_ = true; }
   void note_closed() { has_left_ = is_closed_ = true; }
@@ -52,8 +60,8 @@ class TRIREME_API WorkerDesk {
   std::shared_ptr<ClockBoard> board_;
   WorkerCounts counts_;
   uint64_t forks_;
-  bool has_left_ = false;
-  bool is_closed_ = false;
+  std::atomic<bool> has_left_{false};
+  std::atomic<bool> is_closed_{false};
   // With backup these count pushes of this clock, and those of clocks of which it is not known yet
   // whether they were closed with them.
   struct ClockPushes {

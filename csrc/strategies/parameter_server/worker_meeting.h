@@ -19,7 +19,8 @@ namespace trireme::ps {
 // that of the next meeting begins; who leaves it by an exception says so first, and then nobody
 // goes on. A worker that did not come to some meetings begins with the latest.
 
-// Lets one worker do something while the others stand still. One thread at a time.
+// Lets one worker do something while the others stand still. Called by the thread that has the
+// worker's lock, so that its other threads stand still, too.
 class TRIREME_API WorkerMeeting {
  public:
   explicit WorkerMeeting(std::shared_ptr<ClockBoard> board) : board_(std::move(board)) {}

@@ -1,6 +1,7 @@
 #include <trireme/strategies/remote/module_step.h>
 
 #include <trireme/common/error.h>
+#include <trireme/common/resolved.h>
 #include <trireme/strategies/remote/wire_messages.h>
 
 #include <ATen/ATen.h>
@@ -37,7 +38,7 @@ void check(const OptimizerSpec& spec) {
 }
 
 at::Tensor real_and_contiguous(const at::Tensor& tensor) {
-  const at::Tensor contiguous = tensor.detach().contiguous();
+  const at::Tensor contiguous = resolved(tensor.detach()).contiguous();
   return contiguous.is_complex() ? at::view_as_real(contiguous) : contiguous;
 }
 

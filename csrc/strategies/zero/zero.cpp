@@ -2,6 +2,7 @@
 
 #include <trireme/comm/host.h>
 #include <trireme/common/language.h>
+#include <trireme/common/resolved.h>
 #include <trireme/common/trace.h>
 #include <trireme/grad/plan_agreement.h>
 #include <trireme/memory/flat_buffer.h>
@@ -289,7 +290,7 @@ bool Zero::begin_step(const ZeroStep& step) {
 // contiguous gradient.
 at::Tensor Zero::own_gradient(size_t index) const {
   at::Tensor grad = parameters_[index].grad();
-  if (!grad.is_contiguous()) grad = grad.contiguous();
+  if (!grad.is_contiguous() || !is_resolved(grad)) grad = resolved(grad).contiguous();
   return range_of(grad, shards_[index].sizes(), shards_[index].strides(),
                   grad.storage_offset() + own(index).begin);
 }

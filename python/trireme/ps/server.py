@@ -45,6 +45,10 @@ class ParameterServer:
 
     Collective; nothing afterwards is, but ``trireme.writing()``.
 
+    Any thread of a process may use it and its tables. They take turns, share the clock, and what
+    they push adds up. A thread that waits for other workers lets the others in, but in ``save()``,
+    ``load()`` and ``writing()``.
+
     Args:
         tables: the same on all ranks; worker 0's values count.
         servers: how many of the last ranks only serve, or which; they call ``serve()``. On several
@@ -213,7 +217,7 @@ class ParameterServer:
     def close(self, error: str = "") -> None:
         """Leaves, for good. ``error`` is what has ended this worker: then the others raise. Not
         collective; again it does nothing. What a signal handler raises meanwhile, as Ctrl-C does,
-        comes out once all is closed."""
+        comes out once all is closed. Threads that wait for other workers raise RuntimeError."""
         try:
             self._core.close(error)
         finally:

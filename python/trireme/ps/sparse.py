@@ -81,7 +81,8 @@ class Sparse:
 class SparseTable:
     """Is a table of rows by id, as one worker sees it. The server makes it.
 
-    One thread at a time uses the tables of a server, and the server. A copy is the same table.
+    Any thread may use it: those of a process take turns, and are one worker. A copy is the same
+    table.
     """
 
     def __init__(self, name: str, core: PsSparseTable, group: dist.ProcessGroup | None) -> None:
@@ -112,7 +113,8 @@ class SparseTable:
     ) -> Any:
         """Returns copies of rows, ``[*ids.shape, dim]``, on the device of ``ids``.
 
-        A row is never a mixture of two states.
+        A row is never a mixture of two states. In a checkpoint a recomputation gets the rows of its
+        forward.
 
         Args:
             ids: int64 or int32, of any shape.
@@ -186,7 +188,8 @@ class Embedding(nn.Module):
 
     Its backward pushes the gradient of each id to the table. It has no parameters, so no optimizer
     and no DDP sees it. In eval mode, ids without a row make none. A backward that runs twice pushes
-    twice; the thread that runs it is the one that uses the server.
+    twice; it may run on any thread. In a checkpoint, ours or torch's, a recomputation gets the rows
+    of its forward.
     """
 
     def __init__(self, table: SparseTable | DenseTable) -> None:

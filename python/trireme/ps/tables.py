@@ -144,7 +144,7 @@ def _refuse_dtensor(table: str, name: str, tensor: Tensor) -> None:
 
 class Pending:
     """Is a pull or push that was asked for. Whatever it has to wait for it waits for in ``wait()``:
-    no thread stands behind it."""
+    no thread stands behind it, and any may call it."""
 
     def __init__(self, core: PsPending, result: Callable[[list[Tensor]], Any]) -> None:
         self._core = core
@@ -190,7 +190,8 @@ def _no_guard() -> Callable[..., None]:
 class DenseTable:
     """Is a table of dense tensors, as one worker sees it. The server makes it.
 
-    One thread at a time uses the tables of a server, and the server.
+    Any thread may use it: those of a process take turns, and are one worker. What reads the
+    parameters of a module, or adds to their ``.grad``, is not among them.
     """
 
     def __init__(

@@ -27,6 +27,8 @@ std::vector<at::Tensor> shapes() {
           at::empty({3}, at::kBool),
           at::empty({4}, at::kComplexFloat),
           at::empty({4, 6}).t(),
+          at::_neg_view(at::empty({6})),
+          at::empty({3}, at::kComplexFloat).conj(),
           at::empty({300'000})};
 }
 
@@ -59,6 +61,32 @@ TEST_CASE("tensors of any dtype, shape and stride go round a ring") {
         },
         kTimeout, engine);
     CHECK(wrong == std::vector<int64_t>(kWorld));
+  }
+}
+
+// Torch's lazy minus is a bit of the tensor: its memory holds the values with the other sign.
+TEST_CASE("collectives read and write tensors with a lazy minus as they are") {
+  for (const Engine engine : {Engine::kGloo, Engine::kShm}) {
+    std::vector<int64_t> wrong(2);
+    run_thread_ranks(
+        2,
+        [&](ThreadRank& rank) {
+          Communicator& ranks = *rank.communicator;
+          const auto minus = [](double value) { return at::_neg_view(at::full({4}, -value)); };
+          const at::Tensor sum = minus(2);
+          ranks.all_reduce({sum}, ReduceOp::kSum, "a sum").wait();
+          const at::Tensor told = minus(rank.where.rank == 0 ? 3 : 0);
+          ranks.broadcast({told}, 0, "a number").wait();
+          const at::Tensor all = at::empty({8});
+          ranks.all_gather({all}, {minus(5)}, "numbers").wait();
+          const at::Tensor part = at::empty({2});
+          ranks.reduce_scatter({part}, {minus(7)}, ReduceOp::kSum, "parts").wait();
+          wrong[static_cast<size_t>(rank.where.rank)] =
+              !(sum == 4).all().item<bool>() + 2 * !(told == 3).all().item<bool>() +
+              4 * !(all == 5).all().item<bool>() + 8 * !(part == 14).all().item<bool>();
+        },
+        kTimeout, engine);
+    CHECK(wrong == std::vector<int64_t>(2));
   }
 }
 

@@ -99,7 +99,9 @@ def test_a_server_that_cannot_be(rank: int) -> None:
 @on_shm_ranks(2, timeout=60)
 def test_tables_that_differ_by_rank_are_named(rank: int) -> None:
     table = ps.Dense("items", {"x": torch.zeros(3 + rank)}, optimizer=SGD)
-    text = "got 'x' of table 'items' as Float [3] on rank 0 and 'x' of table 'items' as Float [4]"
+    text = (
+        "got 'x' of table 'items' as float32 [3] on rank 0 and 'x' of table 'items' as float32 [4]"
+    )
     with raises(ValueError, "[ps] " + text + " on rank 1"):
         ps.ParameterServer([table])
     ps.ParameterServer([dense()]).close()

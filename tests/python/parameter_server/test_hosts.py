@@ -372,7 +372,7 @@ def servers_that_cannot_be(rank: int, world: int) -> None:
     ):
         with raises(ValueError, "[ps] ", text):
             ps.ParameterServer([small()], **{"servers": [0, 4], **options})
-    with raises(ValueError, "[ps] ", "as Float [3] on rank 0 and", "as Float [4] on rank 4"):
+    with raises(ValueError, "[ps] ", "as float32 [3] on rank 0 and", "as float32 [4] on rank 4"):
         differs = ps.Dense("t", {"x": torch.zeros(3 + (rank == 4))}, optimizer=SGD)
         ps.ParameterServer([differs], servers=[0, 4])
     with raises(ValueError, "[ps] ", "got rank 7 as a server"):
@@ -426,11 +426,11 @@ def refuse_rows(table: ps.SparseTable) -> None:
     for verb in (table.pull, lambda ids: table.push(ids, torch.ones(*ids.shape, DIM))):
         with raises(ValueError, "of table 'items': got id 50, expected ids in [0, 50)"):
             verb(many)
-        with raises(TypeError, "of table 'items': got ids of Float, expected int64 or int32"):
+        with raises(TypeError, "of table 'items': got ids of float32, expected int64 or int32"):
             verb(torch.zeros(2))
     for gradients, text in (
-        (torch.ones(50, DIM + 1), "shape [50, 4], expected Float [50, 3]"),
-        (torch.ones(50, DIM, dtype=torch.half), "dtype Half"),
+        (torch.ones(50, DIM + 1), "shape [50, 4], expected float32 [50, 3]"),
+        (torch.ones(50, DIM, dtype=torch.half), "dtype float16"),
     ):
         with raises(ValueError, "[ps] push of table 'items': got gradients of " + text):
             table.push(torch.arange(50), gradients)

@@ -173,7 +173,7 @@ def test_writing_another_shape_is_refused(rank: int) -> None:
         server["net"].pull()
         before = net[0].weight.detach().clone()
         for worker in (0, 1):
-            text = "got '0.weight' as Float [2, 2], expected Float"
+            text = "got '0.weight' as float32 [2, 2], expected float32"
             kind = ValueError if rank == worker else dist.DistBackendError
             with raises(kind, "[ps] writing of table 'net'", text), trireme.writing(net):
                 if rank == worker:

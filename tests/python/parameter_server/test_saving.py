@@ -124,7 +124,7 @@ def test_other_strategies_load_a_dense_table(tmp_path: Path) -> None:
     run_ranks(save_for_others, 2, path)
     run_ranks(load_into_others, 2, path)
     said = json.loads((tmp_path / "checkpoint" / "extra.json").read_text())["parameter_server"]
-    assert said["items"]["rows"] == "rows of 3 Float, Normal(std=1), seed=0"
+    assert said["items"]["rows"] == "rows of 3 float32, Normal(std=1), seed=0"
     index = json.loads((tmp_path / "checkpoint" / "tables.safetensors.index.json").read_text())
     names = {"items.ids", "items.rows", "items.steps", "net.0.weight.exp_avg", "net.lr"}
     assert names <= set(index["weight_map"])
@@ -195,7 +195,7 @@ def load_into_other_tables(rank: int, path: str) -> None:
             dist.barrier()
         for table, text in (
             (small(init=ps.Normal(1.0)), "Normal(std=1)"),
-            (ps.Sparse("items", 3, optimizer=ps.Sum()), "rows of 3 Float"),
+            (ps.Sparse("items", 3, optimizer=ps.Sum()), "rows of 3 float32"),
             (small(optimizer=ps.Adam()), "Adam(beta1=0.9"),
             (ps.Sparse("users", 2, optimizer=ps.Sum()), "without table 'users'"),
             (ps.Dense("items", {"x": torch.zeros(1)}, optimizer=ps.Sum()), "dense"),

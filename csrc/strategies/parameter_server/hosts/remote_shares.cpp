@@ -8,6 +8,7 @@
 #include <c10/util/StringUtil.h>
 
 #include <exception>
+#include <optional>
 #include <utility>
 
 namespace trireme::ps {
@@ -139,8 +140,17 @@ void RemoteShares::wait_until(int64_t host, const Errand& errand,
           error_text(kPsArea, c10::str(errand.text(), ": ", name_of(host), " has not answered"),
                      parts_.board->where(),
                      "Look whether that rank is in serve(), or raise the timeout."));
-    shm::sleep_on(bell, rung);
+    sleep(rung, errand);
   }
+}
+
+void RemoteShares::sleep(uint32_t rung, const Errand& errand) {
+  {
+    std::optional<WorkerLock::Gap> gap;
+    if (errand.lets_others_in) gap.emplace(parts_.board->worker_lock());
+    shm::sleep_on(parts_.box->bell(), rung);
+  }
+  parts_.board->worker_lock().check_not_ended(errand.text, parts_.board->where());
 }
 
 bool RemoteShares::has_come(const AnswerOfHost& answer, const Errand& errand) {

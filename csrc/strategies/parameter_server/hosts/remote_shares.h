@@ -29,7 +29,8 @@ using RemoteAnswer = std::shared_ptr<AnswerOfHost>;
 using RemoteAnswers = std::vector<RemoteAnswer>;
 
 // Is how one worker, or a rank that serves, reaches the shares of other hosts; see [Note: a table
-// on several hosts] in table_shares.h. One thread at a time.
+// on several hosts] in table_shares.h. Called by the thread that has the worker's lock. A wait
+// whose errand says so lets others in.
 class TRIREME_API RemoteShares {
  public:
   struct Parts {
@@ -72,6 +73,7 @@ class TRIREME_API RemoteShares {
   void check(const Errand& errand);
   [[noreturn]] void refuse_gone(int64_t host, const std::string& how, const Errand& errand);
   void wait_until(int64_t host, const Errand& errand, const std::function<bool()>& is_done);
+  void sleep(uint32_t rung, const Errand& errand);
   std::string name_of(int64_t host) const;
 
   Parts parts_;

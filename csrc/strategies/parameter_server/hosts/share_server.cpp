@@ -87,7 +87,8 @@ class ShareServer::Seat {
   }
   // Ends its waits, and its thread when all that has come is answered.
   void end() noexcept {
-    tables_.board->abandon();
+    tables_.board->worker_lock().end_for_others();
+    tables_.board->ring_all();
     const std::lock_guard lock(mutex_);
     ends_ = true;
     has_task_.notify_one();
@@ -286,6 +287,7 @@ void ShareServer::close(std::string_view error) noexcept {
 }
 
 void ShareServer::stop() noexcept {
+  const std::lock_guard lock(stopping_);
   if (!thread_.joinable()) return;
   for (const auto& seat : seats_) seat->end();
   for (const auto& seat : seats_) seat->join();

@@ -9,6 +9,7 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <string_view>
 #include <thread>
 #include <vector>
@@ -58,7 +59,7 @@ class TRIREME_API ShareServer {
   // throws.
   void close(std::string_view error) noexcept;
   // Ends that, once what has come is answered; waits of these threads end by an error. Never
-  // throws.
+  // throws. Any thread may call it.
   void stop() noexcept;
 
  private:
@@ -70,6 +71,7 @@ class TRIREME_API ShareServer {
 
   Parts parts_;
   std::vector<std::unique_ptr<Seat>> seats_;
+  std::mutex stopping_;
   std::thread thread_;
   std::atomic<bool> is_stopping_{false};
 };

@@ -1,0 +1,40 @@
+#include <trireme/activation/kept_results.h>
+
+#include <trireme/activation/checkpoint_frame.h>
+#include <trireme/activation/saved_tensor_hooks.h>
+
+#include <c10/core/DispatchKeySet.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+
+#include <iterator>
+#include <utility>
+
+// See [Note: what a recomputation finds changed] in kept_results.h.
+
+namespace trireme {
+
+CheckpointRun::~CheckpointRun() = default;
+
+std::vector<at::Tensor> once_per_forward(const std::function<std::vector<at::Tensor>()>& read) {
+  CheckpointRuns runs = CheckpointFrame::runs();
+  CheckpointRuns others = SavedTensorHooks::get().runs_of_others();
+  std::move(others.begin(), others.end(), std::back_inserter(runs));
+  if (runs.empty()) return read();
+  // Selective policies count the operators of both calls; they see none of either here.
+  const c10::impl::ExcludeDispatchKeyGuard no_modes(
+      c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot}));
+  std::vector<at::Tensor> result;
+  for (const auto& run : runs) {
+    if (!run->is_recomputation()) continue;
+    std::vector<at::Tensor> kept = run->take();  // each takes, so that all go on together
+    if (result.empty()) result = std::move(kept);
+  }
+  if (result.empty()) result = read();
+  for (const auto& run : runs)
+    if (!run->is_recomputation()) run->keep(result);
+  // The function may write what it gets.
+  for (at::Tensor& tensor : result) tensor = tensor.clone();
+  return result;
+}
+
+}  // namespace trireme

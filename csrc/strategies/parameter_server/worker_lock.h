@@ -1,0 +1,86 @@
+#pragma once
+
+#include <trireme/common/error.h>
+#include <trireme/common/export.h>
+#include <trireme/shm/rank_block.h>
+
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <thread>
+
+namespace trireme::ps {
+
+// [Note: several threads of a worker]
+//
+// Any thread of a process may use its server: rows of a pipeline, replicas, served calls and the
+// user's own do. A worker has one line on the board, one clock and one place per table for what it
+// pushes, so its threads take turns: each verb holds the worker's lock.
+//
+// Who waits for other workers to come to a clock, or for the answer of another host, lets the
+// worker's other threads in meanwhile (Errand::lets_others_in), since those may be what the others
+// wait for. So whatever a verb has read before such a wait it reads again behind it, the clock
+// above all. All other waits keep the lock: for a block or a row that a worker is about to step,
+// for room for a message, and those of save(), load() and writing(), where all have to stand still.
+//
+// close() and leave() wait for nobody: they first end what other threads of the worker wait for
+// (end_for_others), and take the lock then.
+
+// Lets one thread of a worker at a time use its side of a server. A thread may take it again.
+// Taking one that is free costs some nanoseconds; what a pull of a row takes otherwise is a few
+// hundred.
+class TRIREME_API WorkerLock {
+ public:
+  // Throws what a signal handler raises while it waits for other threads.
+  void lock() { take(true); }
+  void unlock() noexcept;
+
+  // From now on no thread but this one may wait for other workers: it is about to leave. Any thread
+  // may call it, and the next two.
+  void end_for_others() noexcept { leaver_ = std::this_thread::get_id(); }
+  bool is_ended_here() const;
+  // Throws RuntimeError where another thread has called end_for_others(). `text`: what is waited
+  // for.
+  void check_not_ended(const std::function<std::string()>& text, RankOf where) const;
+
+  // Keeps it as long as it lives, and hears no signal while it waits for it.
+  class Kept {
+   public:
+    explicit Kept(WorkerLock& lock) : lock_(lock) { lock_.take(false); }
+    ~Kept() { lock_.unlock(); }
+    Kept(const Kept&) = delete;
+    Kept& operator=(const Kept&) = delete;
+
+   private:
+    WorkerLock& lock_;
+  };
+  // Lets others have it as long as it lives, where this thread has it.
+  class Gap {
+   public:
+    explicit Gap(WorkerLock& lock);
+    ~Gap();
+    Gap(const Gap&) = delete;
+    Gap& operator=(const Gap&) = delete;
+
+   private:
+    WorkerLock& lock_;
+    int64_t depth_ = 0;
+  };
+
+ private:
+  bool is_mine() const {
+    return owner_.load(std::memory_order_relaxed) == std::this_thread::get_id();
+  }
+  bool try_take();
+  void take(bool hears_signals);
+  void wait(bool hears_signals);
+  void let_go() noexcept;
+
+  std::atomic<std::thread::id> owner_{};
+  int64_t depth_ = 0;  // how often the owner has taken it
+  shm::Bell bell_;
+  std::atomic<std::thread::id> leaver_{};
+};
+
+}  // namespace trireme::ps
