@@ -1,6 +1,7 @@
 #include <trireme/activation/saved_tensor_hooks.h>
 
 #include <trireme/common/error.h>
+#include <trireme/common/worker_pool.h>
 
 #include <c10/util/Exception.h>
 #include <torch/csrc/autograd/engine.h>
@@ -72,6 +73,11 @@ class CppHooks : public SavedTensorHooks {
 
   void pop() override { packers.pop_back(); }
 
+  std::function<std::shared_ptr<void>()> carried() override {
+    if (packers.empty() || packers.back()->is_checkpoint()) return {};
+    return [packer = packers.back()] { return std::make_shared<PackerGuard>(packer); };
+  }
+
  private:
   static bool install() {
     const auto& engine = torch::autograd::Engine::get_default_engine();
@@ -82,6 +88,7 @@ class CppHooks : public SavedTensorHooks {
                    "libtorch_python, expected torch's own",
                    {}, "In a process with Python, import trireme there first."));
     torch::autograd::set_default_engine_stub(&PackingEngine::get);
+    carry_to_workers([] { return SavedTensorHooks::get().carried(); });
     return true;
   }
 };
@@ -120,7 +127,10 @@ SavedTensorHooks& SavedTensorHooks::get() {
   return hooks != nullptr ? *hooks : own;
 }
 
-void SavedTensorHooks::use(SavedTensorHooks& hooks) { registered = &hooks; }
+void SavedTensorHooks::use(SavedTensorHooks& hooks) {
+  registered = &hooks;
+  carry_to_workers([] { return get().carried(); });
+}
 
 PackerGuard::PackerGuard(c10::intrusive_ptr<TensorPacker> packer) {
   SavedTensorHooks::get().push(std::move(packer));

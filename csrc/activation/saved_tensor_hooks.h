@@ -8,6 +8,8 @@
 
 #include <cstdint>
 #include <exception>
+#include <functional>
+#include <memory>
 #include <mutex>
 #include <string>
 #include <vector>
@@ -52,6 +54,11 @@ class TRIREME_API SavedTensorHooks {
   // there before see none meanwhile.
   virtual void push(c10::intrusive_ptr<TensorPacker> packer) = 0;
   virtual void pop() = 0;
+
+  // Returns what lets another thread have the hooks of this one for as long as the result of it
+  // lives. Nothing where there are none, and for a checkpoint's: these count tensors in the order
+  // in which one thread saves them, and would repeat what a pool of threads computes.
+  virtual std::function<std::shared_ptr<void>()> carried() = 0;
 
   // Returns what tells one backward from another: the id of the engine's graph task, or a new
   // negative number outside of one.

@@ -86,6 +86,17 @@ void run_signal_handlers() {
   if (PyErr_CheckSignals() != 0) throw RaisedInSignalHandler();
 }
 
+// Returns str() of an exception, which may have no such text, or one that UTF-8 has not.
+std::string text_of_python(py::handle value) {
+  if (!value) return {};
+  const auto text = py::reinterpret_steal<py::object>(PyObject_Str(value.ptr()));
+  const auto bytes = py::reinterpret_steal<py::object>(
+      text ? PyUnicode_AsEncodedString(text.ptr(), "utf-8", "backslashreplace") : nullptr);
+  if (bytes) return PyBytes_AsString(bytes.ptr());
+  PyErr_Clear();
+  return "<its text cannot be made>";
+}
+
 // Returns "ValueError: no such file" for what Python raised; empty for what it did not.
 std::string name_python_exception(const std::exception& error) {
   const auto* raised = dynamic_cast<const python_error*>(&error);
@@ -94,7 +105,8 @@ std::string name_python_exception(const std::exception& error) {
   if (raised->type == nullptr) return {};
   const py::error_scope kept;  // the engine of autograd may have set it in this thread
   const auto type = py::handle(raised->type).attr("__name__").cast<std::string>();
-  return raised->message.empty() ? type : type + ": " + raised->message;
+  const std::string text = text_of_python(raised->value);
+  return text.empty() ? type : type + ": " + text;
 }
 
 std::optional<std::pair<int64_t, std::string>> first_failure(

@@ -3,6 +3,8 @@
 #include <trireme/bindings/shared_function.h>
 #include <trireme/comm/gather_texts.h>
 #include <trireme/common/interruption.h>
+#include <trireme/strategies/pipeline/batch_versions.h>
+#include <trireme/strategies/pipeline/call_turn.h>
 #include <trireme/strategies/pipeline/engine.h>
 #include <trireme/strategies/pipeline/stage_loss.h>
 #include <trireme/strategies/pipeline/threads/pipeline_pass.h>
@@ -143,8 +145,9 @@ NamedParameters to_parameters(Named named) {
 PipelineStageRequest make_stage_request(int64_t stage, std::string name, py::function forward,
                                         std::optional<py::function> loss, Named parameters,
                                         Named buffers, Strategies strategies,
-                                        std::optional<Weights> weights) {
+                                        std::optional<Weights> weights, bool sends_gradients) {
   PipelineStageRequest request;
+  request.sends_gradients = sends_gradients;
   request.stage = stage;
   request.name = std::move(name);
   auto function = std::make_shared<PythonStage>(std::move(forward), std::move(loss));
@@ -244,11 +247,10 @@ std::vector<std::pair<Tensors, std::string>> run_pass(PipelinePass& pass,
                                                       py::function around_backward) {
   const auto around = [function = shared_function(std::move(around_backward))](bool begins) {
     const py::gil_scoped_acquire gil;
-    try {
-      (*function)(begins);
-    } catch (py::error_already_set& error) {
-      error.discard_as_unraisable("a backward of a pipeline");
-    }
+    PyObject* result = PyObject_CallOneArg(function->ptr(), begins ? Py_True : Py_False);
+    if (result == nullptr && begins) throw_python_error();
+    if (result == nullptr) PyErr_WriteUnraisable(function->ptr());
+    Py_XDECREF(result);
   };
   const py::gil_scoped_release no_gil;
   return to_outputs(pass.forward(to_inputs(std::move(inputs)), around));
@@ -314,13 +316,14 @@ void init_pipeline_engine(py::module_& module) {
   py::class_<PipelineRunner, std::shared_ptr<PipelineRunner>>(module, "PipelineRunner")
       .def("step",
            wrap_pybind_function_no_gil([](PipelineRunner& engine, std::vector<Tensors> inputs,
-                                          bool synchronizes, std::optional<bool> has_strategies,
+                                          bool synchronizes, std::optional<bool> divides_losses,
                                           double loss_scale) {
-             return engine.step(to_inputs(std::move(inputs)),
-                                {synchronizes, has_strategies, loss_scale});
+             return engine.step(to_inputs(std::move(inputs)), {.synchronizes = synchronizes,
+                                                               .divides_losses = divides_losses,
+                                                               .loss_scale = loss_scale});
            }),
            py::arg("inputs"), py::arg("synchronizes") = true,
-           py::arg("has_strategies") = std::nullopt, py::arg("loss_scale") = 1.0)
+           py::arg("divides_losses") = std::nullopt, py::arg("loss_scale") = 1.0)
       .def("eval_step",
            wrap_pybind_function_no_gil(
                [](PipelineRunner& engine, std::vector<Tensors> inputs, bool has_loss) {
@@ -331,14 +334,15 @@ void init_pipeline_engine(py::module_& module) {
                }),
            py::arg("inputs"), py::arg("has_loss"))
       .def("recover", wrap_pybind_function_no_gil(&PipelineRunner::recover))
-      .def("has_strategies", wrap_pybind_function(&PipelineRunner::has_strategies))
+      .def("divides_losses", wrap_pybind_function(&PipelineRunner::divides_losses))
       .def("later_copies", wrap_pybind_function(&PipelineRunner::later_copies))
       .def("raised_in", &PipelineRunner::raised_in)
       .def("last_step", &last_step);
   py::class_<PipelineStageRequest>(module, "PipelineStageRequest")
       .def(py::init(&make_stage_request), py::kw_only(), py::arg("stage"), py::arg("name"),
            py::arg("forward"), py::arg("loss"), py::arg("parameters"), py::arg("buffers"),
-           py::arg("strategies"), py::arg("weights") = std::nullopt);
+           py::arg("strategies"), py::arg("weights") = std::nullopt,
+           py::arg("sends_gradients") = false);
   py::class_<PipelineEngine, PipelineRunner, std::shared_ptr<PipelineEngine>>(module,
                                                                               "PipelineEngine")
       .def(py::init(wrap_pybind_function(make_engine)), py::arg("schedule"), py::arg("stages"),
@@ -361,10 +365,21 @@ void init_pipeline_engine(py::module_& module) {
                }),
            py::arg("micro_batches"), py::arg("checkpoint"));
   py::class_<PipelinePass, std::shared_ptr<PipelinePass>>(module, "PipelinePass")
-      .def(py::init<std::shared_ptr<RowThreads>>(), py::arg("rows"))
-      .def("enter", wrap_pybind_function(&PipelinePass::enter), py::arg("input"))
+      .def(py::init<std::shared_ptr<RowThreads>, std::shared_ptr<BatchVersions>>(), py::arg("rows"),
+           py::arg("versions"))
+      .def("enter", wrap_pybind_function(&PipelinePass::enter), py::arg("input"),
+           py::arg("micro_batch"))
       .def("forward", wrap_pybind_function(run_pass), py::arg("inputs"),
            py::arg("around_backward"));
+  py::class_<BatchVersions, std::shared_ptr<BatchVersions>>(module, "BatchVersions")
+      .def(py::init())
+      .def("apart", wrap_pybind_function(&BatchVersions::apart), py::arg("piece"),
+           py::arg("micro_batch"))
+      .def("tell_batch", wrap_pybind_function(&BatchVersions::tell_batch));
+  py::class_<CallTurn>(module, "CallTurn")
+      .def(py::init<std::shared_ptr<Communicator>>(), py::arg("ranks") = nullptr)
+      .def("take", wrap_pybind_function_no_gil(&CallTurn::take), py::arg("runner").none(true))
+      .def("give_back", &CallTurn::give_back);
   module.def("row_pool", wrap_pybind_function(&row_pool), py::arg("devices"));
   module.def("lone_communicator", [] { return ThreadGroup(1).communicator(0); });
   module.def("find_tied", wrap_pybind_function([](std::vector<std::pair<int64_t, Named>> stages) {

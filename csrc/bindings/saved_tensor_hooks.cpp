@@ -132,6 +132,14 @@ PyTypeObject* make_pack_hook_type() {
   return reinterpret_cast<PyTypeObject*>(type);
 }
 
+// Says whether a hook is that of a checkpoint: ours, or torch's. Expects the GIL.
+bool is_of_checkpoint(py::handle hook) {
+  if (Py_TYPE(hook.ptr()) == pack_hook_type)
+    return reinterpret_cast<PackHook*>(hook.ptr())->packer->is_checkpoint();
+  const py::object module = py::getattr(hook, "__module__", py::none());
+  return py::isinstance<py::str>(module) && module.cast<std::string>() == "torch.utils.checkpoint";
+}
+
 // Returns the hooks of the user's that a tensor saved now would meet if no checkpoint were there,
 // or nullptr.
 PyObject* find_user_hooks() {
@@ -229,6 +237,19 @@ class PythonHooks : public SavedTensorHooks {
       Py_CLEAR(reinterpret_cast<PackHook*>(own)->user_hooks);
       return;
     } while (at::SavedTensorDefaultHooks::get_hooks(/*ignore_is_tracing=*/true));
+  }
+
+  std::function<std::shared_ptr<void>()> carried() override {
+    const auto top = at::SavedTensorDefaultHooks::get_hooks(/*ignore_is_tracing=*/true);
+    if (!top) return {};
+    {
+      const py::gil_scoped_acquire gil;
+      if (is_of_checkpoint(top->first.ptr(getPyInterpreter()))) return {};
+    }
+    return [state = at::SavedTensorDefaultHooks::get_tls_state()] {
+      at::SavedTensorDefaultHooks::set_tls_state(state);
+      return std::shared_ptr<void>();  // the job ends with the state of its thread
+    };
   }
 
   // Torch throws Python's exceptions as one of C++ out of its operators.

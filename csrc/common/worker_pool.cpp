@@ -11,6 +11,7 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <cstddef>
@@ -24,7 +25,16 @@ constexpr std::chrono::milliseconds kLookAround{50};
 
 thread_local const void* working_for = nullptr;  // the state of a pool
 
+std::atomic<Carried (*)()> capture_carried{nullptr};
+
+Carried carried_now() {
+  const auto capture = capture_carried.load();
+  return capture == nullptr ? Carried() : capture();
+}
+
 }  // namespace
+
+void carry_to_workers(Carried (*capture)()) noexcept { capture_carried = capture; }
 
 std::vector<c10::Stream> current_streams(const std::vector<c10::Device>& devices) {
   std::vector<c10::Stream> streams;
@@ -44,11 +54,13 @@ struct WorkerPool::Task {
   const Job* job;
   at::ThreadLocalState state;
   std::vector<c10::Stream> streams;  // one per device
+  Carried carried;
 
   void run(size_t worker, c10::Device device) const {
     const at::ThreadLocalStateGuard state_guard(state);
-    // Hooks of the caller count what is saved, in the order of one thread.
+    // Hooks of the caller may count what is saved, in the order of one thread: others are carried.
     at::SavedTensorDefaultHooks::set_tls_state({});
+    const std::shared_ptr<void> kept = carried ? carried() : nullptr;
     const c10::OptionalDeviceGuard device_guard(device);  // the last job may have chosen another
     const c10::MultiStreamGuard stream_guard(streams);
     (*job)(worker);
@@ -175,7 +187,7 @@ std::vector<std::exception_ptr> WorkerPool::run(const std::vector<size_t>& worke
   expect_call();
   const std::lock_guard turn(turn_);
   State& state = *state_;
-  const Task task{&job, {}, current_streams(devices())};
+  const Task task{&job, {}, current_streams(devices()), carried_now()};
   std::unique_lock lock(state.mutex);
   TORCH_CHECK_VALUE(!state.stopping,
                     error_text(words_.area,

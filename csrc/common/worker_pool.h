@@ -24,13 +24,19 @@ struct PoolWords {
   const char* maker = "DataParallel";
 };
 
+// Says what goes along with jobs, of a state of threads that this room does not know: `capture` is
+// called on the thread that gives a job, and what it returns on each worker, where the result lives
+// as long as the job. It may return nothing. One for the process.
+using Carried = std::function<std::shared_ptr<void>()>;
+TRIREME_API void carry_to_workers(Carried (*capture)()) noexcept;
+
 // Returns the current streams of devices, each once; those without streams are left out.
 TRIREME_API std::vector<c10::Stream> current_streams(const std::vector<c10::Device>& devices);
 
 // Holds threads that stay, one per replica or row. Each has its own current device and number of
 // intra-op threads, and for as long as a job runs the grad mode, autocast, profiler and dispatch
-// modes of the thread that gave it, and its current streams of the devices of all threads, but not
-// its hooks for saved tensors.
+// modes of the thread that gave it, its current streams of the devices of all threads, and what
+// carry_to_workers() says.
 //
 // The threads are the pool's own (start()), or the caller's, who calls a seat() on each: Python's
 // have to be made by Python. Thread-safe; one run() at a time, the next one waits. None from within

@@ -25,6 +25,8 @@ from trireme._c_activation import plan_of as plan_of
 from trireme._c_activation import run_with_packer as run_with_packer
 from trireme._c_activation import segment_bounds as segment_bounds
 from trireme._c_activation import square_root_segments as square_root_segments
+from trireme._c_pipeline import BatchVersions as BatchVersions
+from trireme._c_pipeline import CallTurn as CallTurn
 from trireme._c_pipeline import HeldBackwards as HeldBackwards
 from trireme._c_pipeline import LossCollector as LossCollector
 from trireme._c_pipeline import PipelineAction as PipelineAction

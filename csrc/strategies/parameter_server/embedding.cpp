@@ -1,6 +1,7 @@
 #include <trireme/strategies/parameter_server/embedding.h>
 
 #include <trireme/module/autograd_node.h>
+#include <trireme/module/sends_gradients.h>
 #include <trireme/strategies/parameter_server/id_places.h>
 
 #include <ATen/ATen.h>
@@ -15,7 +16,7 @@ namespace trireme::ps {
 namespace {
 
 // Pushes what comes to it. It has no edges: the rows' gradients go nowhere else.
-class PushRows final : public torch::autograd::Node {
+class PushRows final : public torch::autograd::Node, public SendsGradients {
  public:
   PushRows(std::shared_ptr<SparseTable> table, at::Tensor ids)
       : table_(std::move(table)), ids_(std::move(ids)) {}

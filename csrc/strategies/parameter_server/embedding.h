@@ -1,6 +1,7 @@
 #pragma once
 
 #include <trireme/common/export.h>
+#include <trireme/module/sends_gradients.h>
 #include <trireme/strategies/parameter_server/parameter_server.h>
 
 #include <ATen/core/Tensor.h>
@@ -33,7 +34,7 @@ TRIREME_API UniqueRows pull_unique_with_gradient(const std::shared_ptr<SparseTab
 // pushes. It has no parameters. In eval mode, ids that have no row make none. Moved to a device, it
 // looks up ids on any.
 //   trireme::ps::Embedding items(server, "items");
-class TRIREME_API EmbeddingImpl : public torch::nn::Module {
+class TRIREME_API EmbeddingImpl : public torch::nn::Module, public SendsGradients {
  public:
   EmbeddingImpl(ParameterServer& server, std::string_view table)
       : table_(server.shared_sparse(table)) {}
@@ -50,7 +51,7 @@ class TRIREME_API EmbeddingImpl : public torch::nn::Module {
 TORCH_MODULE(Embedding);
 
 // Reduces rows of bags by torch's embedding_bag; each id is pulled and pushed once per forward.
-class TRIREME_API EmbeddingBagImpl : public torch::nn::Module {
+class TRIREME_API EmbeddingBagImpl : public torch::nn::Module, public SendsGradients {
  public:
   EmbeddingBagImpl(ParameterServer& server, std::string_view table,
                    torch::nn::EmbeddingBagMode mode = torch::kMean)

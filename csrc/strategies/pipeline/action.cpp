@@ -111,6 +111,26 @@ bool PipelineAction::operator==(const PipelineAction& other) const {
          sub_actions == other.sub_actions;
 }
 
+std::string in_words(const PipelineAction& action) {
+  const auto what = [&]() -> const char* {
+    switch (action.kind) {
+      case ActionKind::kForward:
+        return "forward";
+      case ActionKind::kBackward:
+        return "backward";
+      case ActionKind::kBackwardInput:
+        return "backward to the inputs";
+      case ActionKind::kBackwardWeight:
+        return "backward to the weights";
+      case ActionKind::kRecompute:
+        return "recomputation";
+      default:
+        return "action";
+    }
+  };
+  return c10::str("the ", what(), " of micro-batch ", action.micro_batch, " of stage ", action.stage);
+}
+
 std::string_view kind_text(ActionKind kind) { return kKindInfos[static_cast<size_t>(kind)].text; }
 
 bool has_micro_batch(ActionKind kind) {

@@ -55,6 +55,8 @@ TRIREME_API std::string to_string(const PipelineAction& action);
 TRIREME_API PipelineAction parse_action(std::string_view text, TableCell cell = {});
 
 TRIREME_API std::string_view kind_text(ActionKind kind);
+// Returns "the forward of micro-batch 2 of stage 1", of one that computes: for messages.
+TRIREME_API std::string in_words(const PipelineAction& action);
 // Tells whether it is counted by micro-batches.
 TRIREME_API bool has_micro_batch(ActionKind kind);
 // Tells whether it computes: F, B, I, W, R and overlaps of them.

@@ -20,7 +20,8 @@ at::Tensor PipelineEngine::step(std::vector<PipelineValue> inputs, const StepMod
   return row_
       ->run(std::move(inputs), {.trains = true,
                                 .synchronizes = mode.synchronizes,
-                                .has_strategies = mode.has_strategies,
+                                .divides_losses = mode.divides_losses,
+                                .asks_to_divide_losses = mode.asks_to_divide_losses,
                                 .loss_scale = mode.loss_scale})
       .loss;
 }
@@ -40,6 +41,8 @@ void PipelineEngine::backward_pass(KeptRow& kept, const PassBackward& backward) 
 }
 
 bool PipelineEngine::has_strategies() const { return row_->has_strategies(); }
+
+bool PipelineEngine::divides_losses() const { return row_->divides_losses(); }
 
 void PipelineEngine::set_parameters(int64_t stage, NamedParameters parameters,
                                     std::vector<std::shared_ptr<HeldBackwards>> strategies) {

@@ -21,7 +21,8 @@
 
 namespace trireme {
 
-class LeafEdges;  // threads/leaf_edges.h
+class LeafEdges;          // threads/leaf_edges.h
+class UnlistedGradients;  // gradients/unlisted_gradients.h
 
 // Is a stage that this rank holds.
 struct PipelineStageRequest {
@@ -33,6 +34,9 @@ struct PipelineStageRequest {
   std::vector<std::pair<std::string, at::Tensor>> buffers = {};
   // Are strategies around layers of the stage, beside those that held_backwards_of() finds.
   std::vector<std::shared_ptr<HeldBackwards>> strategies = {};
+  // Says that a backward of the stage hands gradients to somebody else than .grad
+  // (module/sends_gradients.h), so that nothing divides them afterwards.
+  bool sends_gradients = false;
   // Says where gradients come to in place of parameters; null for these themselves.
   std::shared_ptr<const LeafEdges> leaves = nullptr;
 };
@@ -48,6 +52,8 @@ struct PipelineEngineOptions {
   // Says that rows are threads of one process: exceptions of stages come out as they were thrown,
   // and strategies are not led.
   bool on_threads = false;
+  // Has what rows on threads find together; null for what a row finds by itself.
+  std::shared_ptr<UnlistedGradients> unlisted = nullptr;
 };
 
 // Tells what a stage did in a step. Times are in milliseconds.
@@ -124,9 +130,11 @@ class TRIREME_API PipelineRunner {
 
   struct StepMode {
     bool synchronizes = true;  // false in steps that only accumulate
-    // Says whether any rank has_strategies(); where callers do not know, ranks ask each other: one
-    // more all-reduce of a number.
-    std::optional<bool> has_strategies = {};
+    // Says whether any rank divides_losses(), or the caller asks for it; where callers do not know,
+    // ranks ask each other: one more all-reduce of a number.
+    std::optional<bool> divides_losses = {};
+    bool asks_to_divide_losses =
+        false;  // this rank's caller does, where he does not know of others
     // Multiplies gradients, as that of a GradScaler, and not the loss that is returned. Equal on
     // all ranks.
     double loss_scale = 1;
@@ -152,16 +160,20 @@ class TRIREME_API PipelineRunner {
   virtual Evaluation eval_step(std::vector<PipelineValue> inputs, bool has_loss) = 0;
 
   // Says whether a strategy averages gradients of stages of this rank: DistributedDataParallel,
-  // ZeRO 2 or fully_shard. Losses are then divided by the number of micro-batches, in place of
-  // gradients.
+  // ZeRO 2 or fully_shard.
   virtual bool has_strategies() const = 0;
+  // Says whether losses are to be divided by the number of micro-batches in place of gradients: it
+  // has_strategies(), or a backward of a stage of this rank sends gradients away.
+  virtual bool divides_losses() const = 0;
+  // Throws ValueError where a call would wait for itself, or for threads that are not there.
+  virtual void expect_call() const {}
 
   // Returns the parameters of this rank that are copies of those of earlier stages.
   virtual std::vector<at::Tensor> later_copies() const = 0;
 
   virtual const PipelineSchedule& schedule() const = 0;
   // Says where the exception came from that ended the last step, if that was a stage of this rank:
-  // "stage 1 (layers 4..7) in 1F3"; empty otherwise.
+  // "the forward of micro-batch 3 of stage 1 (layers 4..7)"; empty otherwise.
   virtual const std::string& raised_in() const = 0;
   // Returns what this rank did in the last step that ended well. Costs one simulation of the
   // schedule.
@@ -187,7 +199,7 @@ class TRIREME_API PipelineRunner {
 //
 // Cost of a step: per micro-batch and pair of stages on different ranks one message onward and,
 // where gradients are due, one back, and as many for each pair of stages with skips; one all-reduce
-// of 24 bytes; TiedParameters and PipelineReplicas say what these cost. Memory: what autograd keeps
+// of 40 bytes; TiedParameters and PipelineReplicas say what these cost. Memory: what autograd keeps
 // of the micro-batches that are live, and slots for messages: check_schedule() says how many, and
 // skips have one per micro-batch.
 //
@@ -208,6 +220,7 @@ class TRIREME_API PipelineEngine final : public PipelineRunner {
   at::Tensor step(std::vector<PipelineValue> inputs, const StepMode& mode) override;
   Evaluation eval_step(std::vector<PipelineValue> inputs, bool has_loss) override;
   bool has_strategies() const override;
+  bool divides_losses() const override;
   std::vector<at::Tensor> later_copies() const override;
   const PipelineSchedule& schedule() const override;
   const std::string& raised_in() const override;

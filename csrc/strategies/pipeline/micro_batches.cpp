@@ -56,13 +56,23 @@ MicroBatches cut_batch(const BatchRequest& batch, Communicator& communicator) {
                    where, "Give every rank the whole batch."));
   }
   MicroBatches cut;
+  cut.versions = std::make_shared<BatchVersions>();
+  const auto pieces_of = [&](const at::Tensor& tensor) {
+    cut.has_graph = cut.has_graph || (tensor.requires_grad() && !tensor.is_leaf());
+    std::vector<at::Tensor> pieces = tensor.tensor_split(batch.chunks, batch.dim);
+    for (size_t i = 0; i < pieces.size(); ++i) {
+      if (!pieces[i].requires_grad())
+        pieces[i] = cut.versions->apart(pieces[i], static_cast<int64_t>(i));
+    }
+    return pieces;
+  };
   cut.inputs.resize(static_cast<size_t>(batch.chunks));
   for (const at::Tensor& input : batch.inputs) {
-    std::vector<at::Tensor> pieces = input.tensor_split(batch.chunks, batch.dim);
+    std::vector<at::Tensor> pieces = pieces_of(input);
     for (size_t i = 0; i < pieces.size(); ++i)
       cut.inputs[i].tensors.push_back(std::move(pieces[i]));
   }
-  if (batch.target.defined()) cut.targets = batch.target.tensor_split(batch.chunks, batch.dim);
+  if (batch.target.defined()) cut.targets = pieces_of(batch.target);
   return cut;
 }
 

@@ -2,11 +2,13 @@
 
 #include <trireme/comm/communicator.h>
 #include <trireme/common/export.h>
+#include <trireme/strategies/pipeline/batch_versions.h>
 #include <trireme/strategies/pipeline/stage_function.h>
 
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 namespace trireme {
@@ -23,6 +25,13 @@ struct BatchRequest {
 struct MicroBatches {
   std::vector<PipelineValue> inputs;  // each has a piece of every input
   std::vector<at::Tensor> targets;    // none without a target
+  std::shared_ptr<BatchVersions> versions = nullptr;
+  bool has_graph = false;  // behind it, where nobody divides gradients after a step
+
+  // Says that layers may have changed micro-batches in place.
+  void tell_batch() const {
+    if (versions) versions->tell_batch();
+  }
 };
 
 // Cuts a batch into `chunks` pieces as even as can be, the first ones larger. Collective: ranks

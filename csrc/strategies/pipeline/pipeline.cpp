@@ -117,20 +117,30 @@ std::unique_ptr<PipelineRunner> make_runner(const PipelineOptions& options,
 at::Tensor run_pass(RowThreads* threads, const PassRequest& request, MicroBatches& batch) {
   TORCH_CHECK_TYPE(threads != nullptr, error_text("pipeline", "got a call of a pipeline on ranks",
                                                   {}, "Call step(), or eval_step() for outputs."));
-  const auto& [input, dim, chunks, trains, checkpoint] = request;
+  CallTurn& turn = request.turn;
+  const CallTurn::Guard guard(turn, *threads);
+  const auto& [input, dim, chunks, trains, checkpoint, batch_norms, _] = request;
   const int64_t rows = input.dim() > dim ? input.size(dim) : 0;
   const int64_t count = std::clamp<int64_t>(rows, 1, chunks);
   const auto alone = ThreadGroup(1).communicator(0);
   MicroBatches cut = cut_batch({{input}, {}, dim, count}, *alone);
-  const auto pass = std::make_shared<PipelinePass>(threads->for_pass(
-      count, trains && at::GradMode::is_enabled() ? checkpoint : Recomputation::kNever));
-  for (PipelineValue& value : cut.inputs)
-    for (at::Tensor& tensor : value.tensors) tensor = pass->enter(tensor);
+  const auto pass = std::make_shared<PipelinePass>(
+      threads->for_pass(count,
+                        trains && at::GradMode::is_enabled() ? checkpoint : Recomputation::kNever),
+      cut.versions);
+  for (size_t i = 0; i < cut.inputs.size(); ++i)
+    for (at::Tensor& tensor : cut.inputs[i].tensors)
+      tensor = pass->enter(tensor, static_cast<int64_t>(i));
   batch = cut;
-  const auto around = [&batch, cut](bool begins) { batch = begins ? cut : MicroBatches(); };
+  const auto around = [threads, &turn, &batch, cut](bool begins) {
+    if (begins) turn.take(threads);
+    batch = begins ? cut : MicroBatches();
+    if (!begins) turn.give_back();
+  };
+  std::vector<PipelineValue> values =
+      batch_norms.whole_batch([&] { return pass->forward(std::move(cut.inputs), around); });
   std::vector<at::Tensor> outputs;
-  for (PipelineValue& value : pass->forward(std::move(cut.inputs), around))
-    outputs.push_back(std::move(value.tensors.front()));
+  for (PipelineValue& value : values) outputs.push_back(std::move(value.tensors.front()));
   return count == 1 ? outputs.front() : at::cat(outputs, dim);
 }
 

@@ -5,7 +5,9 @@
 #include <trireme/grad/grad_norm.h>
 #include <trireme/grad/no_sync.h>
 #include <trireme/module/deferred_batch_norm.h>
+#include <trireme/module/sends_gradients.h>
 #include <trireme/saving/held_parts.h>
+#include <trireme/strategies/pipeline/call_turn.h>
 #include <trireme/strategies/pipeline/engine.h>
 #include <trireme/strategies/pipeline/micro_batch_scope.h>
 #include <trireme/strategies/pipeline/partition.h>
@@ -92,6 +94,8 @@ struct PassRequest {
   int64_t chunks = 1;
   bool trains = true;
   Recomputation checkpoint = Recomputation::kNever;
+  DeferredBatchNorms& batch_norms;
+  CallTurn& turn;  // taken here; backwards take it again
 };
 // Runs it; see PipelineImpl::forward(). `batch` is what forwards of stages may ask for, now and in
 // recomputations.
@@ -127,6 +131,7 @@ class PipelineImpl : public torch::nn::Module, public HoldsStages {
       : dim_(options.dim), chunks_(options.chunks), checkpoint_(recomputation(options.checkpoint)) {
     const PipelineRanks ranks = ranks_of_copy(communicator, options);
     communicator_ = ranks.communicator;
+    turn_ = std::make_unique<CallTurn>(options.ranks ? communicator_ : nullptr);
     all_ = options.ranks ? std::move(communicator) : communicator_;
     const auto layers = static_cast<int64_t>(net->size());
     PipelineSchedule schedule = schedule_of(options, rows_of(options, ranks, layers));
@@ -155,6 +160,7 @@ class PipelineImpl : public torch::nn::Module, public HoldsStages {
         for (const auto& buffer : item.value()->named_buffers())
           request.buffers.emplace_back(item.key() + "." + buffer.key(), buffer.value());
         if (options.deferred_batch_norm) batch_norms_.add(item.value(), item.key());
+        request.sends_gradients = request.sends_gradients || sends_gradients(*item.value());
       }
       request.parameters.names = stages[static_cast<size_t>(stage)].names;
       request.parameters.tensors = stages[static_cast<size_t>(stage)].tensors;
@@ -179,10 +185,15 @@ class PipelineImpl : public torch::nn::Module, public HoldsStages {
   // what PipelineEngine::step() throws, and ValueError where the batch cannot be cut, before
   // anything is sent.
   at::Tensor step(const at::Tensor& input, const at::Tensor& target, const PipelineLoss& loss) {
+    const CallTurn::Guard turn(*turn_, *runner_);
     begin(input, target);
     loss_ = &loss;
-    return batch_norms_.whole_batch(
-        [&] { return runner_->step(batch_.inputs, {.synchronizes = synchronizes_}); });
+    at::Tensor found = batch_norms_.whole_batch([&] {
+      return runner_->step(batch_.inputs, {.synchronizes = synchronizes_,
+                                           .asks_to_divide_losses = batch_.has_graph});
+    });
+    batch_.tell_batch();
+    return found;
   }
 
   // Runs the net of a pipeline in one process, in the caller's graph: forwards of micro-batches
@@ -192,10 +203,10 @@ class PipelineImpl : public torch::nn::Module, public HoldsStages {
   // TypeError for a pipeline on ranks.
   at::Tensor forward(const at::Tensor& input) {
     auto* threads = dynamic_cast<RowThreads*>(runner_.get());
-    return batch_norms_.whole_batch([&] {
-      const at::Tensor there = for_first_stage(input);
-      return run_pass(threads, {there, dim_, chunks_, this->is_training(), checkpoint_}, batch_);
-    });
+    const at::Tensor there = for_first_stage(input);
+    return run_pass(threads,
+                    {there, dim_, chunks_, this->is_training(), checkpoint_, batch_norms_, *turn_},
+                    batch_);
   }
 
   // Steps while the guard lives only accumulate gradients in this copy of the pipeline; the first
@@ -205,6 +216,7 @@ class PipelineImpl : public torch::nn::Module, public HoldsStages {
   // Computes the loss of a batch, keeping no graph. Collective.
   at::Tensor eval_step(const at::Tensor& input, const at::Tensor& target,
                        const PipelineLoss& loss) {
+    const CallTurn::Guard turn(*turn_, *runner_);
     begin(input, target);
     loss_ = &loss;
     return run_forwards(/*has_loss=*/true).loss;
@@ -212,6 +224,7 @@ class PipelineImpl : public torch::nn::Module, public HoldsStages {
   // Computes the outputs of a batch, keeping no graph: on the rank of the last stage, undefined
   // elsewhere. Collective.
   at::Tensor eval_step(const at::Tensor& input) {
+    const CallTurn::Guard turn(*turn_, *runner_);
     begin(input, {});
     std::vector<at::Tensor> outputs;
     for (PipelineValue& value : run_forwards(/*has_loss=*/false).outputs)
@@ -282,7 +295,10 @@ class PipelineImpl : public torch::nn::Module, public HoldsStages {
   }
 
   PipelineRunner::Evaluation run_forwards(bool has_loss) {
-    return batch_norms_.whole_batch([&] { return runner_->eval_step(batch_.inputs, has_loss); });
+    PipelineRunner::Evaluation found =
+        batch_norms_.whole_batch([&] { return runner_->eval_step(batch_.inputs, has_loss); });
+    batch_.tell_batch();
+    return found;
   }
 
   // Lists the parameters of all stages, those of other ranks too.
@@ -313,6 +329,7 @@ class PipelineImpl : public torch::nn::Module, public HoldsStages {
   std::shared_ptr<Communicator> all_;  // the ranks of all copies
   std::shared_ptr<Communicator> communicator_;
   std::unordered_map<std::string, std::string> names_in_whole_;
+  std::unique_ptr<CallTurn> turn_;  // of what belongs to a call: batch_, loss_, batch_norms_
   MicroBatches batch_;
   const PipelineLoss* loss_ = nullptr;
   DeferredBatchNorms batch_norms_;

@@ -92,6 +92,7 @@ StagePipelineImpl::StagePipelineImpl(std::vector<PipelineStage> stages,
     : dim_(options.dim), chunks_(options.chunks) {
   const PipelineRanks ranks = ranks_of_copy(std::move(communicator), options);
   communicator_ = ranks.communicator;
+  turn_ = std::make_unique<CallTurn>(options.ranks ? communicator_ : nullptr);
   std::sort(stages.begin(), stages.end(), [](const PipelineStage& a, const PipelineStage& b) {
     return a.options().stage < b.options().stage;
   });
@@ -121,6 +122,7 @@ PipelineStageRequest StagePipelineImpl::request_of(const PipelineStage& stage, b
   PipelineStageRequest request;
   request.stage = stage.options().stage;
   request.name = stage.options().name;
+  request.sends_gradients = sends_gradients(*module);
   request.function = std::make_shared<Function>(*this, stage.module());
   for (const auto& parameter : module->named_parameters()) {
     request.parameters.names.push_back(name + "." + parameter.key());
@@ -133,20 +135,27 @@ PipelineStageRequest StagePipelineImpl::request_of(const PipelineStage& stage, b
 
 at::Tensor StagePipelineImpl::step(const PipelineTensors& inputs, const at::Tensor& target,
                                    const Loss& loss) {
+  const CallTurn::Guard turn(*turn_, *runner_);
   begin(inputs, target);
   loss_ = &loss;
-  return batch_norms_.whole_batch(
-      [&] { return runner_->step(batch_.inputs, {.synchronizes = synchronizes_}); });
+  at::Tensor found = batch_norms_.whole_batch([&] {
+    return runner_->step(
+        batch_.inputs, {.synchronizes = synchronizes_, .asks_to_divide_losses = batch_.has_graph});
+  });
+  batch_.tell_batch();
+  return found;
 }
 
 at::Tensor StagePipelineImpl::eval_step(const PipelineTensors& inputs, const at::Tensor& target,
                                         const Loss& loss) {
+  const CallTurn::Guard turn(*turn_, *runner_);
   begin(inputs, target);
   loss_ = &loss;
   return run_forwards(/*has_loss=*/true).loss;
 }
 
 std::vector<at::Tensor> StagePipelineImpl::eval_step(const PipelineTensors& inputs) {
+  const CallTurn::Guard turn(*turn_, *runner_);
   begin(inputs, {});
   const std::vector<PipelineValue> values = run_forwards(/*has_loss=*/false).outputs;
   std::vector<at::Tensor> outputs;
@@ -173,7 +182,10 @@ void StagePipelineImpl::begin(const PipelineTensors& inputs, const at::Tensor& t
 }
 
 PipelineRunner::Evaluation StagePipelineImpl::run_forwards(bool has_loss) {
-  return batch_norms_.whole_batch([&] { return runner_->eval_step(batch_.inputs, has_loss); });
+  PipelineRunner::Evaluation found =
+      batch_norms_.whole_batch([&] { return runner_->eval_step(batch_.inputs, has_loss); });
+  batch_.tell_batch();
+  return found;
 }
 
 }  // namespace trireme

@@ -161,7 +161,7 @@ at::Tensor Stage::loss(int64_t micro_batch, const PipelineValue& output) {
   TORCH_CHECK_VALUE(loss.defined() && loss.numel() == 1 && !loss.is_complex(),
                     "expected a loss of one real number");
   if (step_.trains) live.losses.push_back({loss});
-  return loss.detach();
+  return loss;
 }
 
 void Stage::recompute(int64_t micro_batch) {
@@ -214,6 +214,16 @@ Stage::Roots Stage::roots_of(const Live& live, const std::vector<at::Tensor>& gr
   }
   if (leaves_) leaves_->redirect(roots.edges);
   return roots;
+}
+
+torch::autograd::edge_list Stage::graph_of(int64_t micro_batch) const {
+  const Live& live = at(micro_batch);
+  torch::autograd::edge_list edges = live.outputs;
+  for (const StageLoss& loss : live.losses) {
+    if (loss.value.requires_grad())
+      edges.push_back(torch::autograd::impl::gradient_edge(loss.value));
+  }
+  return edges;
 }
 
 void Stage::end(const Live& live) {

@@ -70,6 +70,7 @@ class Stage {
   int64_t index() const { return index_; }
   // Returns "stage 1 (layers 4..7)".
   std::string text() const;
+  const std::string& name() const { return name_; }  // of its layers
   bool is_first() const { return index_ == 0; }
   bool is_last() const { return index_ + 1 == stages_; }
 
@@ -92,11 +93,13 @@ class Stage {
   std::vector<StageLoss> take_parts_of_loss();
   // Says, in a pass, what the gradients of those parts are; undefined where none came.
   void take_loss_gradients(int64_t micro_batch, std::vector<at::Tensor> gradients);
-  // Computes the loss of what forward() returned, and keeps it for backward().
+  // Computes the loss of what forward() returned, and keeps it for backward(). It has its graph.
   at::Tensor loss(int64_t micro_batch, const PipelineValue& output);
   // Calls layers and loss once more, for the backward that follows. Throws CheckpointError where
   // they do not do the same, and c10::Error where they had changed their input in place.
   void recompute(int64_t micro_batch);
+  // Returns where the graph of a micro-batch begins, behind forward() and loss().
+  torch::autograd::edge_list graph_of(int64_t micro_batch) const;
   // Says whether gradients of the outputs, or of the inputs, of a micro-batch are due, without
   // those of skips. The two sides of an edge say the same.
   bool wants_gradients(int64_t micro_batch) const { return at(micro_batch).wants_gradients; }

@@ -24,7 +24,7 @@ class StageEdges {
     int64_t step = 0;
     int64_t stage = 0;  // it sends or receives
     int64_t micro_batch = 0;
-    const std::string& label;  // the action: "2F3"
+    const std::string& label;  // the action, in words
   };
   // Give outputs to the next stage, and gradients of inputs to the one before.
   void send_onward(const Message& message, const PipelineValue& outputs);

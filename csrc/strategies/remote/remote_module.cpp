@@ -2,6 +2,7 @@
 
 #include <trireme/common/error.h>
 #include <trireme/module/autograd_node.h>
+#include <trireme/module/sends_gradients.h>
 #include <trireme/strategies/remote/module_step.h>
 #include <trireme/strategies/remote/nested_anchors.h>
 #include <trireme/strategies/remote/value_tensors.h>
@@ -39,7 +40,7 @@ const T& item(const Value& value, size_t place, size_t count) {
 }
 
 // Is the backward of one forward of a remote module, on the side of its caller.
-class RemoteBackward final : public torch::autograd::Node {
+class RemoteBackward final : public torch::autograd::Node, public SendsGradients {
  public:
   struct Call {
     std::shared_ptr<Switchboard> board;

@@ -83,6 +83,14 @@ class Area:
         return given
 
 
+def text_of(error: BaseException) -> str:
+    """Returns what an exception says, also where its ``__str__`` raises."""
+    try:
+        return str(error)
+    except Exception:
+        return "<its text cannot be made>"
+
+
 def note(error: BaseException, text: str) -> None:
     """Lets an exception of the user's say more."""
     if hasattr(error, "add_note"):  # Python 3.11

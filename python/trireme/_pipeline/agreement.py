@@ -8,6 +8,7 @@ from typing import Any
 
 from trireme import _C
 from trireme._C import Communicator
+from trireme._core.errors import text_of
 from trireme._pipeline import refuse
 
 _FAILED = "!"
@@ -26,7 +27,9 @@ def agree(
     A rank raises its own error; others raise a ValueError that names rank and cause. Returns
     whether any rank has set the ``flag``. Collective: one gather of a number where all is well.
     """
-    own = json.dumps(said) if error is None else f"{_FAILED}{type(error).__name__}: {error}"
+    own = json.dumps(said)
+    if error is not None:
+        own = f"{_FAILED}{type(error).__name__}: {text_of(error)}"
     texts, any_flag = _C.differing_texts(own.encode(errors="backslashreplace"), communicator, flag)
     if error is not None:
         try:

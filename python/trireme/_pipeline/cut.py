@@ -59,9 +59,9 @@ class Cut:
         else:
             show_under_own_names(pipe, layers.values(), self.module)
 
-    def names_in_whole(self, layers: Mapping[str, nn.Module]) -> dict[str, str]:
+    def names_in_whole(self, modules: Mapping[str, nn.Module]) -> dict[str, str]:
         """Returns what hangs in several places by its later names, with the first one."""
-        found = names_in_whole(layers)
+        found = names_in_whole(modules)
         if self.split is None:
             return found
         return {own_name(later): own_name(first) for later, first in found.items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from typing import Any, NoReturn, TypeAlias
@@ -16,6 +17,9 @@ from trireme._pipeline.verify_skippables import verify_skippables
 
 Device: TypeAlias = torch.device | int | str
 Tensors: TypeAlias = Tensor | tuple[Tensor, ...]
+
+_MAKING = threading.Lock()
+"""Held while the pipeline of a GPipe is made, which several threads may call first."""
 
 _ADVICE = """
 
@@ -96,6 +100,10 @@ class GPipe(nn.Module):
         object.__setattr__(self, "_pipeline", None)
 
     def _pipe(self) -> Pipeline:
+        with _MAKING:
+            return self._made_pipe()
+
+    def _made_pipe(self) -> Pipeline:
         if self._pipeline is None:
             pipe = Pipeline(
                 nn.Sequential(*self.partitions),  # whole, so that their hooks are called

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trireme import _C
 from trireme._pipeline import refuse
 
 
@@ -55,6 +56,9 @@ class BatchCut:
 
     def __init__(self, batch: Mapping[str, Any], chunks: int, dim: int) -> None:
         self.chunks, self._dim = chunks, dim
+        self.versions = _C.BatchVersions()
+        """Those of what was cut, so that micro-batches may be changed in place."""
+        self._cut: dict[int, tuple[Tensor, Sequence[Tensor]]] = {}
         rows: dict[int, str] = {}
         for name, value in batch.items():
             for tensor in [value] if isinstance(value, Tensor) else tensors_in(value):
@@ -86,19 +90,22 @@ class BatchCut:
             return (value,)
         if isinstance(value, Tensor):
             return self._pieces(value)
-        pieces: dict[int, Sequence[Tensor]] = {}
-        for tensor in tensors_in(value):
-            pieces.setdefault(id(tensor), self._pieces(tensor))
 
         def piece(number: int) -> Any:
-            return map_tensors(value, lambda tensor: pieces[id(tensor)][number])
+            return map_tensors(value, lambda tensor: self._pieces(tensor)[number])
 
         return [piece(number) for number in range(self.chunks)]
 
     def _pieces(self, tensor: Tensor) -> Sequence[Tensor]:
         if tensor.dim() == 0:
             return [tensor] * self.chunks
-        return torch.tensor_split(tensor, self.chunks, self._dim)
+        if id(tensor) not in self._cut:  # layers that get the same tensor see each other's changes
+            pieces: Sequence[Tensor] = torch.tensor_split(tensor, self.chunks, self._dim)
+            if not tensor.requires_grad:
+                apart = self.versions.apart
+                pieces = [apart(piece, number) for number, piece in enumerate(pieces)]
+            self._cut[id(tensor)] = (tensor, pieces)
+        return self._cut[id(tensor)][1]
 
 
 def merge(outputs: Sequence[Any], dim: int, where: str = "the output") -> Any:

@@ -2,60 +2,68 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from trireme import _C
-from trireme._C import RowThreads
-from trireme._pipeline.micro_batches import BatchCut, map_tensors, merge, tensors_in
+from trireme._C import BatchVersions, PipelinePass, RowThreads
+from trireme._pipeline.micro_batches import BatchCut, map_tensors, tensors_in
 from trireme._pipeline.stages import MicroBatches, StageCalls
-from trireme._pipeline.values import put_together
+from trireme._pipeline.values import one_or_text, put_together
 
 
-def cut_for_pass(
-    given: Any, keywords: Mapping[str, Any], chunks: int, dim: int
-) -> tuple[int, Sequence[Any], dict[str, Sequence[Any]]]:
-    """Returns how many micro-batches a batch has, fewer than ``chunks`` where it has fewer rows,
-    and what each of them gets."""
+@dataclass
+class PassInputs:
+    """What the micro-batches of a pass get."""
+
+    inputs: Sequence[Any]
+    keywords: dict[str, Sequence[Any]]
+    versions: BatchVersions
+
+    def enter(self, one: PipelinePass, pieces: Sequence[Any]) -> list[Any]:
+        """Returns what the stages of the pass are to be given for these."""
+        return [
+            map_tensors(piece, partial(one.enter, micro_batch=number))
+            for number, piece in enumerate(pieces)
+        ]
+
+
+def cut_for_pass(given: Any, keywords: Mapping[str, Any], chunks: int, dim: int) -> PassInputs:
+    """Cuts a batch, into fewer micro-batches than ``chunks`` where it has fewer rows."""
     parts = {"the input": given, **keywords}
     count = max(1, min(chunks, BatchCut(parts, 1, dim).rows))
     cut = BatchCut(parts, count, dim)
-    return count, cut.cut(given), {name: cut.cut(keyword) for name, keyword in keywords.items()}
+    of_keywords = {name: cut.cut(keyword) for name, keyword in keywords.items()}
+    return PassInputs(cut.cut(given), of_keywords, cut.versions)
 
 
 def run_pass(
     rows: RowThreads,
     calls: Sequence[StageCalls],
     names: Sequence[str],
-    inputs: Sequence[Any],
-    keywords: Mapping[str, Sequence[Any]],
-    dim: int,
-) -> Any:
-    """Returns what the last layer returns, put together, in the graph of the caller."""
-    one = _C.PipelinePass(rows)
+    given: PassInputs,
+    hand_over: Callable[[MicroBatches | None], None],
+) -> list[Any]:
+    """Returns what the last layer returns for each micro-batch, in the graph of the caller.
+
+    ``hand_over`` is called with what the stages of a backward get, and with None behind that.
+    """
+    one = _C.PipelinePass(rows, given.versions)
     asked = {name for call in calls for name in call.keywords}
-    entered = [map_tensors(piece, one.enter) for piece in inputs]
+    entered = given.enter(one, given.inputs)
     batch = MicroBatches([(piece,) for piece in entered], names)
-    of_names = {**dict.fromkeys(names, entered), **keywords}
-    batch.keywords = {
-        name: [map_tensors(piece, one.enter) for piece in pieces] if name in keywords else pieces
-        for name, pieces in of_names.items()
-        if name in asked
-    }
-
-    def show(begins: bool) -> None:
-        for call in calls:
-            call.batch, call.failure = batch if begins else MicroBatches(), None
-
-    show(True)
-    try:
-        outputs = one.forward([tensors_in(piece) for piece in entered], show)
-    finally:
-        show(False)
-    values = [put_together((tensors, text) if text else tensors[0]) for tensors, text in outputs]
-    return merge(values, dim)
+    batch.keywords = dict.fromkeys(asked.intersection(names), entered)
+    for name in asked & given.keywords.keys():
+        batch.keywords[name] = given.enter(one, given.keywords[name])
+    for call in calls:
+        call.begin(batch)
+    inputs = [tensors_in(piece) for piece in entered]
+    outputs = one.forward(inputs, lambda begins: hand_over(batch if begins else None))
+    return [put_together(one_or_text(*output)) for output in outputs]
 
 
 def is_tensors(value: Any) -> bool:

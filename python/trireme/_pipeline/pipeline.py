@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from trireme import _C
-from trireme._C import Communicator, PipelineEngine, PipelineStageRequest, RowThreads
+from trireme._C import Communicator, PipelineEngine, RowThreads
 from trireme._core.group_communicator import communicator_of
 from trireme._core.owners import note_stages
 from trireme._pipeline import AREA, refuse
@@ -26,19 +26,21 @@ from trireme._pipeline.passes import cut_for_pass, is_tensors, run_pass
 from trireme._pipeline.scaler import ScalesLosses
 from trireme._pipeline.schedule import Checkpoint, PipelineSchedule, Times
 from trireme._pipeline.skips import skips_between
+from trireme._pipeline.stage_requests import held_by_calls, requests_of
 from trireme._pipeline.stages import (
+    LOSS,
     Balance,
-    HeldTensors,
     MicroBatches,
     Stage,
     StageCalls,
     are_same,
-    held_by,
+    modules_of,
     note_where,
     refuse_meta,
     tied_between,
     with_causes,
 )
+from trireme._pipeline.step_batch import StepBatch, dealt_out
 from trireme._pipeline.threads import (
     checked_devices,
     choose_devices,
@@ -47,7 +49,7 @@ from trireme._pipeline.threads import (
     refuse_wrapped,
     rows_of,
 )
-from trireme._pipeline.values import put_together
+from trireme._pipeline.values import one_or_text, put_together
 
 
 class Pipeline(ScalesLosses, nn.Module):
@@ -145,7 +147,8 @@ class Pipeline(ScalesLosses, nn.Module):
             self._copies = communicator_of(copies) if copies is not None else None
         self._devices_of_rows = [] if devices is None else checked_devices(devices)
         self._synchronizes = True
-        self._chunks, self._dim, self._loss = chunks, dim, loss
+        self._chunks, self._dim = chunks, dim
+        self._turn = _C.CallTurn(None if self._is_threaded else self._communicator)
         said = {
             "micro-batches": chunks,
             "split": split if isinstance(split, str | None) else list(split),
@@ -159,13 +162,15 @@ class Pipeline(ScalesLosses, nn.Module):
         layers = self._agree_on_layers(cut, schedule, costs, checkpoint, said)
         counts = cut.deal_out(self._schedule.stages, self._communicator)
         self._stages = stages_of(list(layers), counts, self._schedule.stage_rank)
-        own = self._agree_on_stages(layers)
+        modules = {**layers, LOSS: loss} if isinstance(loss, nn.Module) else layers
+        own = self._agree_on_stages(modules)
+        self._keep_loss(loss, is_held=own[-1] is self._stages[-1])
         kept = [name for stage in own for name in stage.layers]
         self._norms = defer(layers, kept, chunks if deferred_batch_norm else None)
         cut.show({name: layers[name] for name in kept}, self)
-        self._names_in_whole = cut.names_in_whole(layers)
+        self._names_in_whole = cut.names_in_whole(modules)
         self._expected = ExpectedCalls(list(layers.values()), loss, self._group)
-        self._make_calls(own, layers, loss)
+        self._make_calls(own, modules, loss)
         self._seen = list(self.parameters())
         self._scale_grads, self._checkpoint = scale_grads, checkpoint
         if not self._is_threaded:
@@ -174,21 +179,29 @@ class Pipeline(ScalesLosses, nn.Module):
             self._pool = pool_of(self._devices_of_rows)
             self._core: PipelineEngine | RowThreads = self._make_threads()
         else:
-            self._core = self._make_engine(tied_between(layers, self._stages))
+            self._core = self._make_engine(tied_between(modules, self._stages))
 
     def _make_calls(
         self,
         own: Sequence[Stage],
-        layers: Mapping[str, nn.Module],
+        modules: Mapping[str, nn.Module],
         loss: Callable[..., Any] | None,
     ) -> None:
         if self._is_threaded:
-            self._devices_of_rows = choose_devices(self._devices_of_rows, self._stages, layers)
+            self._devices_of_rows = choose_devices(self._devices_of_rows, self._stages, modules)
         self._calls = []
         for stage in own:
-            held = [layers[name] for name in stage.layers]
+            held = [modules[name] for name in stage.layers]
             device = device_of(stage, self._devices_of_rows)
-            self._calls.append(StageCalls(stage, held, loss, device))
+            of_stage = loss if stage is self._stages[-1] else None
+            self._calls.append(StageCalls(stage, held, of_stage, device))
+
+    def _keep_loss(self, loss: Callable[..., Any] | None, *, is_held: bool) -> None:
+        """Has a loss with parameters among its modules on the rank of the last stage alone."""
+        if is_held:
+            self._loss = loss
+        else:
+            self.__dict__[LOSS] = loss
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy or a pickle has: all but the threads and what runs on them."""
@@ -200,7 +213,7 @@ class Pipeline(ScalesLosses, nn.Module):
         if self._loss_scale is not None:
             got = "got a copy or a pickle of a pipeline that has a GradScaler"
             refuse(got, "Copy it before scale_losses().", kind=TypeError)
-        left_out = ("_communicator", "_core", "_expected", "_pool")
+        left_out = ("_communicator", "_core", "_expected", "_pool", "_turn")
         return {name: value for name, value in self.__dict__.items() if name not in left_out}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -208,34 +221,21 @@ class Pipeline(ScalesLosses, nn.Module):
         layers = [layer for call in self._calls for layer in call.layers]
         self._expected = ExpectedCalls(layers, self._loss, None)
         self._communicator = _C.lone_communicator()
+        self._turn = _C.CallTurn()
         self._pool = pool_of(self._devices_of_rows)
         self._core = self._make_threads()
 
-    def _told_of_stages(self) -> list[PipelineStageRequest]:
-        last = self._schedule.stages - 1
-        return [
-            PipelineStageRequest(
-                stage=call.stage.number,
-                name=str(call.stage),
-                forward=call.forward,
-                loss=call.loss if call.stage.number == last else None,
-                parameters=held.parameters,
-                buffers=held.buffers,
-                strategies=held.strategies,
-            )
-            for call, held in zip(self._calls, self._held(), strict=True)
-        ]
-
     def _make_threads(self) -> RowThreads:
-        refuse_wrapped(layer for call in self._calls for layer in call.layers)
-        stages, skips = self._told_of_stages(), self._skips_of_stages()
+        refuse_wrapped(held for call in self._calls for held in call.held().values())
+        stages = requests_of(self._calls, self._schedule.stages - 1)
         table = self._schedule._core
+        skips = self._skips_of_stages()
         return RowThreads(table, stages, self._pool, self._scale_grads, skips, note_where)
 
     def _make_engine(self, tied: list[list[tuple[int, str]]]) -> PipelineEngine:
         return PipelineEngine(
             self._schedule._core,
-            self._told_of_stages(),
+            requests_of(self._calls, self._schedule.stages - 1),
             self._communicator,
             self._scale_grads,
             self._skips_of_stages(),
@@ -269,13 +269,14 @@ class Pipeline(ScalesLosses, nn.Module):
         agree(self._communicator, said, error, "a pipeline")
         return layers
 
-    def _agree_on_stages(self, layers: Mapping[str, nn.Module]) -> list[Stage]:
+    def _agree_on_stages(self, modules: Mapping[str, nn.Module]) -> list[Stage]:
         error = None
         rank = self._communicator.rank
         own = [stage for stage in self._stages if self._is_threaded or stage.rank == rank]
         try:
             for stage in own:
-                refuse_meta({name: layers[name] for name in stage.layers}, stage.number, stage.rank)
+                held = modules_of(stage, self._stages, modules)
+                refuse_meta(held, stage.number, stage.rank)
         except Exception as raised:
             error = raised
         dealt = [len(stage.layers) for stage in self._stages]
@@ -321,9 +322,10 @@ class Pipeline(ScalesLosses, nn.Module):
                 with that as its ``__cause__``. Gradients are as before, and the next step works.
             torch.distributed.DistBackendError: a rank has died or does not come.
         """
-        batch = self._begin("step", inputs, target, kwargs)
-        mode = (self._synchronizes, self._has_strategies, self._scale)
-        return self._run(lambda: self._core.step(batch, *mode))
+        with self._in_turn():
+            batch = self._begin("step", inputs, target, kwargs)
+            mode = (self._synchronizes, self._divides_losses, self._scale)
+            return self._run(lambda: self._core.step(batch, *mode))
 
     def eval_step(self, *inputs: Any, target: Any = None, **kwargs: Any) -> Any:
         """Runs the forwards of a batch, without gradients.
@@ -337,11 +339,12 @@ class Pipeline(ScalesLosses, nn.Module):
                 rank.
         """
         has_loss = target is not None
-        batch = self._begin("eval_step", inputs, target, kwargs)
-        loss, outputs = self._run(lambda: self._core.eval_step(batch, has_loss))
+        with self._in_turn():
+            batch = self._begin("eval_step", inputs, target, kwargs)
+            loss, outputs = self._run(lambda: self._core.eval_step(batch, has_loss))
         if has_loss:
             return loss
-        values = [put_together(_one_or_text(*output)) for output in outputs]
+        values = [put_together(one_or_text(*output)) for output in outputs]
         return merge(values, self._dim) if values else None
 
     def norm_over_stages(self) -> Communicator:
@@ -405,14 +408,38 @@ class Pipeline(ScalesLosses, nn.Module):
         if not is_tensors(given):
             got = f"got {type(given).__name__} as input, expected a tensor, or some in a tuple"
             refuse(got, "Pass the batch.", kind=TypeError)
+        with self._in_turn():
+            values = self._run(lambda: self._run_pass(given, kwargs))
+        return merge(values, self._dim)
+
+    def _run_pass(self, given: Any, kwargs: dict[str, Any]) -> list[Any]:
         self._look_at_parameters()
         self._expected.check("forward", (given,), None, kwargs)
-        count, inputs, keywords = cut_for_pass(given, kwargs, self._chunks, self._dim)
+        cut = cut_for_pass(given, kwargs, self._chunks, self._dim)
         trains = self.training and torch.is_grad_enabled()
-        rows = self._core.for_pass(count, self._checkpoint if trains else "never")
+        assert isinstance(self._core, RowThreads)
+        rows = self._core.for_pass(len(cut.inputs), self._checkpoint if trains else "never")
         names = self._expected.input_names[:1]
-        with whole_batch(self._norms):
-            return run_pass(rows, self._calls, names, inputs, keywords, self._dim)
+        return run_pass(rows, self._calls, names, cut, self._around_backward)
+
+    def _around_backward(self, batch: MicroBatches | None) -> None:
+        """Hands a batch to the stages for a backward, which is a call as any other."""
+        if batch is not None:
+            self._turn.take(self._core)
+        for call in self._calls:
+            call.begin(batch or MicroBatches())
+        if batch is None:
+            self._turn.give_back()
+
+    @contextmanager
+    def _in_turn(self) -> Iterator[None]:
+        """Lets calls of several threads come one after the other: what stages are given, and what
+        they leave, belongs to one. Over ranks it refuses a call during another one."""
+        self._turn.take(self._core)
+        try:
+            yield
+        finally:
+            self._turn.give_back()
 
     def _begin(
         self, name: str, inputs: tuple[Any, ...], target: Any, kwargs: dict[str, Any]
@@ -420,50 +447,41 @@ class Pipeline(ScalesLosses, nn.Module):
         """Hands the stages of this rank what they need; returns the first stage's inputs."""
         self._core.recover()
         error, rows, given = None, 0, MicroBatches()
+        divides_losses = self._core.divides_losses()
         try:
             self._look_at_parameters()
             self._expected.check(name, inputs, target, kwargs)
             parts = {f"input {number}": value for number, value in enumerate(inputs)}
             cut = BatchCut({**parts, **kwargs, "the target": target}, self._chunks, self._dim)
             rows = cut.rows
-            given = self._dealt(cut, inputs, target, kwargs)
+            names = self._expected.input_names[: len(inputs)]
+            given = dealt_out(self._calls, StepBatch(cut, inputs, names, target, kwargs))
+            # Behind inputs with a graph nobody divides gradients after the step.
+            whole = tensors_in((inputs, target, kwargs))
+            divides_losses |= any(one.requires_grad and not one.is_leaf for one in whole)
+            if name == "step" and self._loss_scale is not None:
+                self._loss_scale.refuse_what_leaves(self._calls, self._group)
         except Exception as raised:
             error = raised
         said = {"call": name, "rows": rows, "target": target is not None, "names": list(kwargs)}
         self._scale = 1.0
         if name == "step" and self._loss_scale is not None:
             self._scale = said["scale of the loss"] = self._loss_scale.value()
-        self._has_strategies = agree(
-            self._communicator, said, error, "a batch", flag=self._core.has_strategies()
+        self._divides_losses = agree(
+            self._communicator, said, error, "a batch", flag=divides_losses
         )
         for call in self._calls:
-            call.batch, call.failure = given, None
+            call.begin(given)
         return [tensors_in(value) for value in given.inputs]
-
-    def _dealt(
-        self, cut: BatchCut, inputs: tuple[Any, ...], target: Any, kwargs: dict[str, Any]
-    ) -> MicroBatches:
-        numbers = {call.stage.number for call in self._calls}
-        given = MicroBatches()
-        if 0 in numbers:
-            given.inputs = list(zip(*(cut.cut(value) for value in inputs), strict=True))
-        asked = {name for call in self._calls for name in call.keywords}
-        given.names = self._expected.input_names[: len(inputs)]
-        whole = {**dict(zip(given.names, inputs, strict=False)), **kwargs}
-        if target is not None:
-            whole["target"] = target
-        given.keywords = {name: cut.cut(value) for name, value in whole.items() if name in asked}
-        if self._schedule.stages - 1 in numbers and target is not None:
-            given.targets = cut.cut(target)
-        return given
 
     def _run(self, run: Callable[[], Any]) -> Any:
         try:
             with with_causes(self._calls), whole_batch(self._norms):
                 return run()
         finally:
+            self._calls[0].batch.versions.tell_batch()
             for call in self._calls:
-                call.batch, call.failure = MicroBatches(), None
+                call.begin(MicroBatches())
 
     def _look_at_parameters(self) -> None:
         """Notices those that were put in place of others, and those that are elsewhere."""
@@ -475,19 +493,7 @@ class Pipeline(ScalesLosses, nn.Module):
                 self._core = self._make_threads()
                 return
             note_stages(now, self)
-            for call, held in zip(self._calls, self._held(), strict=True):
+            for call, held in zip(self._calls, held_by_calls(self._calls), strict=True):
                 core.set_parameters(call.stage.number, held.parameters, held.strategies)
         for call in self._calls:
             call.expect_unmoved(self._group)
-
-    def _held(self) -> list[HeldTensors]:
-        """What the engine is told of by stage, each parameter once."""
-        seen: set[int] = set()
-        return [
-            held_by(dict(zip(call.stage.layers, call.layers, strict=True)), seen)
-            for call in self._calls
-        ]
-
-
-def _one_or_text(tensors: list[Tensor], text: str) -> Any:
-    return (tensors, text) if text else tensors[0]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.amp import GradScaler
 
@@ -12,6 +14,7 @@ from trireme._C import Communicator
 from trireme._core.found_inf import on_any_rank
 from trireme._core.owners import stages_of
 from trireme._pipeline import refuse
+from trireme._pipeline.stages import StageCalls
 
 
 class LossScale:
@@ -30,6 +33,18 @@ class LossScale:
     def value(self) -> float:
         """Returns the scale. On an accelerator it waits for that."""
         return float(self._value())
+
+    def refuse_what_leaves(
+        self, calls: Iterable[StageCalls], group: dist.ProcessGroup | None
+    ) -> None:
+        """Refuses stages whose backward sends gradients away."""
+        for call in calls:
+            if call.sends_gradients:
+                got = (
+                    f"got a GradScaler and stage {call.stage.number} ({call.stage}), whose "
+                    "backward sends gradients away before they are unscaled"
+                )
+                refuse(got, "Train without a scaler.", group, kind=NotImplementedError)
 
     def _unscale_on_all(
         self, optimizer: torch.optim.Optimizer, inverse: Tensor, found_inf: Tensor, *rest: Any

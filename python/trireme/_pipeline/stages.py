@@ -14,8 +14,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trireme import _C
-from trireme._C import Communicator, HeldBackwards
-from trireme._core.errors import note
+from trireme._C import BatchVersions, Communicator, HeldBackwards
+from trireme._core.errors import note, text_of
+from trireme._core.sent_gradients import sends_gradients
 from trireme._pipeline import refuse
 from trireme._pipeline.agreement import agree
 from trireme._pipeline.measure import measure_layers
@@ -23,6 +24,9 @@ from trireme._pipeline.micro_batches import map_tensors, tensors_in
 from trireme._pipeline.schedule import partition
 from trireme._pipeline.strategies import Strategies
 from trireme._pipeline.values import Text, put_together, take_apart
+
+LOSS = "_loss"
+"""What a pipeline calls a loss that is a module."""
 
 Balance = Sequence[int] | Literal["time", "bytes"] | None
 
@@ -119,16 +123,24 @@ def _costs_on_rank_0(
     return [float.fromhex(part) for part in texts[0].split()]
 
 
+def modules_of(
+    stage: Stage, stages: Sequence[Stage], modules: Mapping[str, nn.Module]
+) -> dict[str, nn.Module]:
+    """Returns the modules of a stage: its layers and, of the last one, a loss among the modules."""
+    names = [*stage.layers, LOSS] if stage is stages[-1] and LOSS in modules else stage.layers
+    return {name: modules[name] for name in names}
+
+
 def tied_between(
-    layers: Mapping[str, nn.Module], stages: Sequence[Stage]
+    modules: Mapping[str, nn.Module], stages: Sequence[Stage]
 ) -> list[list[tuple[int, str]]]:
     """Finds parameters that stages of several ranks have: of each, its stages and names."""
     listed = []
     for stage in stages:
         names: list[str] = []
         tensors: list[Tensor] = []
-        for name in stage.layers:
-            for inner, parameter in layers[name].named_parameters(name, remove_duplicate=False):
+        for name, module in modules_of(stage, stages, modules).items():
+            for inner, parameter in module.named_parameters(name, remove_duplicate=False):
                 names.append(inner)
                 tensors.append(parameter)
         listed.append((stage.rank, (names, tensors)))
@@ -233,13 +245,16 @@ class MicroBatches:
     inputs: Sequence[tuple[Any, ...]] = ()
     names: Sequence[str] = ()
     """What the first layer calls the inputs."""
-    keywords: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    keywords: dict[str, Sequence[Any]] = field(default_factory=dict)
     targets: Sequence[Any] | None = None
+    versions: BatchVersions = field(default_factory=_C.BatchVersions)
+    keyword_versions: dict[tuple[int, int], list[int]] = field(default_factory=dict)
+    """In forwards that stages are to compute again, by stage and micro-batch."""
 
 
 def note_where(error: BaseException, where: str) -> None:
     """Lets what came out of a stage on a thread say so, unless its forward or loss has."""
-    told = "\n".join([str(error), *getattr(error, "__notes__", ())])
+    told = "\n".join([text_of(error), *getattr(error, "__notes__", ())])
     if "[pipeline] in stage" not in told:
         note(error, f"[pipeline] raised in {where}")
 
@@ -254,21 +269,33 @@ class StageCalls:
         loss: Callable[..., Any] | None,
         device: torch.device | None = None,
     ) -> None:
+        """``loss`` is that of the last stage, None for others."""
         self.stage = stage
         self.layers = layers
+        self._loss = loss
         self._device = device  # where it computes, if what it gets is to be moved there
         self._devices = {str(parameter.device) for parameter in self._parameters()}
         self._keywords = [keywords_of(layer) for layer in layers]
         self.keywords = frozenset[str]().union(*self._keywords)
-        self._loss = loss
+        self.sends_gradients = any(map(sends_gradients, self.held().values()))
         self._where = f"stage {stage.number} ({stage})"
-        self.batch = MicroBatches()
-        self._versions: dict[int, list[int]] = {}
+        self.begin(MicroBatches())
+
+    def begin(self, batch: MicroBatches) -> None:
+        """Hands over what the micro-batches of a call get."""
+        self.batch = batch
         self.failure: Exception | None = None
 
+    def held(self) -> dict[str, nn.Module]:
+        """Returns the modules of the stage by name: its layers, and the loss if it is one."""
+        held = dict(zip(self.stage.layers, self.layers, strict=True))
+        if isinstance(self._loss, nn.Module):
+            held[LOSS] = self._loss
+        return held
+
     def _parameters(self) -> Iterator[nn.Parameter]:
-        for layer in self.layers:
-            yield from layer.parameters()
+        for module in self.held().values():
+            yield from module.parameters()
 
     def expect_unmoved(self, group: dist.ProcessGroup | None) -> None:
         """Refuses a parameter that is elsewhere than when the stage was made."""
@@ -348,9 +375,10 @@ class StageCalls:
             for tensor in tensors_in(given[name][micro_batch])
             if not tensor.is_inference()
         ]
+        known = self.batch.keyword_versions
         if _C.is_checkpointing():
-            self._versions[micro_batch] = versions
-        elif self._versions[micro_batch] != versions:
+            known[self.stage.number, micro_batch] = versions
+        elif known[self.stage.number, micro_batch] != versions:
             got = (
                 f"got a keyword of {self._where} that was changed in place before it is recomputed"
             )

@@ -15,7 +15,7 @@ from trireme._core.worker_threads import start_threads
 from trireme._pipeline import refuse
 from trireme._pipeline.place import refuse_split
 from trireme._pipeline.schedule import PipelineSchedule
-from trireme._pipeline.stages import Balance, Stage
+from trireme._pipeline.stages import Balance, Stage, modules_of
 
 
 def checked_devices(devices: Sequence[torch.device | str | int]) -> list[torch.device]:
@@ -38,36 +38,41 @@ def checked_devices(devices: Sequence[torch.device | str | int]) -> list[torch.d
 
 
 def choose_devices(
-    given: Sequence[torch.device], stages: Sequence[Stage], layers: Mapping[str, nn.Module]
+    given: Sequence[torch.device], stages: Sequence[Stage], modules: Mapping[str, nn.Module]
 ) -> list[torch.device]:
-    """Returns the device of each row: those given, to which it moves the layers; without any where
-    these are."""
+    """Returns the device of each row: those given, to which it moves layers and loss; without any
+    where these are."""
     if not given:
-        return _where_rows_are(stages, layers)
-    _move_to_rows(stages, layers, given)
+        return _where_rows_are(stages, modules)
+    _move_to_rows(stages, modules, given)
     return list(given)
 
 
 def _move_to_rows(
-    stages: Sequence[Stage], layers: Mapping[str, nn.Module], devices: Sequence[torch.device]
+    stages: Sequence[Stage], modules: Mapping[str, nn.Module], devices: Sequence[torch.device]
 ) -> None:
-    """Moves layers to the devices of their rows, or none of them."""
-    places = [(layers[name], devices[stage.rank]) for stage in stages for name in stage.layers]
+    """Moves modules to the devices of their rows, or none of them."""
+    places = [
+        (module, devices[stage.rank])
+        for stage in stages
+        for module in modules_of(stage, stages, modules).values()
+    ]
     refuse_split(places)
     for device in dict.fromkeys(devices):
         torch.empty(0, device=device)  # raises for one that does not exist
-    for layer, device in places:
-        layer.to(device)
+    for module, device in places:
+        module.to(device)
 
 
-def _where_rows_are(stages: Sequence[Stage], layers: Mapping[str, nn.Module]) -> list[torch.device]:
+def _where_rows_are(
+    stages: Sequence[Stage], modules: Mapping[str, nn.Module]
+) -> list[torch.device]:
     """Returns for each row where its layers are; one without parameters is where the first is."""
     found: dict[int, torch.device] = {}
     for stage in stages:
-        for parameter in (
-            parameter for name in stage.layers for parameter in layers[name].parameters()
-        ):
-            found.setdefault(stage.rank, parameter.device)
+        for module in modules_of(stage, stages, modules).values():
+            for parameter in module.parameters():
+                found.setdefault(stage.rank, parameter.device)
     first = next(iter(found.values()), torch.device("cpu"))
     return [found.get(row, first) for row in range(1 + max(stage.rank for stage in stages))]
 
@@ -95,9 +100,9 @@ def rows_of(
     return max(1, min(torch.get_num_threads(), layers))
 
 
-def refuse_wrapped(layers: Iterable[nn.Module]) -> None:
+def refuse_wrapped(held: Iterable[nn.Module]) -> None:
     """Refuses strategies around layers, whose threads would all call their collectives."""
-    for layer in layers:
+    for layer in held:
         for module in layer.modules():
             if isinstance(module, DistributedDataParallel | FSDPModule):
                 got = (

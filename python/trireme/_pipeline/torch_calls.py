@@ -12,6 +12,7 @@ from torch.distributed.pipelining.stage import _PipelineStage, _PipelineStageBas
 from torch.distributed.tensor import DTensor
 
 from trireme import _C
+from trireme._C import BatchVersions
 from trireme._pipeline import refuse
 from trireme._pipeline.micro_batches import map_tensors, tensors_in
 from trireme._pipeline.skips import SkipsOf, skips_of
@@ -30,6 +31,7 @@ class StepInputs:
     keeps_outputs: bool = False
     outputs: dict[int, Any] = field(default_factory=dict)
     losses: dict[int, Tensor] = field(default_factory=dict)
+    versions: BatchVersions = field(default_factory=_C.BatchVersions)
 
 
 class Wiring(Protocol):

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+from torch import Tensor
 from torch.distributed.pipelining.microbatch import (
     TensorChunkSpec,
     split_args_kwargs_into_chunks,
 )
 
+from trireme._C import BatchVersions
 from trireme._pipeline import refuse
+from trireme._pipeline.micro_batches import map_tensors, tensors_in
 
 
 @dataclass(frozen=True)
@@ -43,15 +48,16 @@ class ChunkSpecs:
 Cut = tuple[list[tuple[Any, ...]], list[dict[str, Any]], list[Any] | None]
 
 
-def cut_step(given: StepArguments, specs: ChunkSpecs) -> Cut:
+def cut_step(given: StepArguments, specs: ChunkSpecs, versions: BatchVersions) -> Cut:
     """Returns positional inputs, keywords and targets by micro-batch; targets None for none.
+    ``versions`` become those of a batch that is cut here.
 
     Raises:
         ValueError: whole batches beside micro-batches; not one per micro-batch.
         TypeError: micro-batches that are no lists, of tuples and dicts.
     """
     if given.arg_mbs is None and given.kwarg_mbs is None and given.target_mbs is None:
-        return _cut_batch(given, specs)
+        return _cut_batch(given, specs, versions)
     beside = [
         ("positional inputs", bool(given.args), "arg_mbs"),
         (f"'{next(iter(given.kwargs), '')}'", bool(given.kwargs), "kwarg_mbs"),
@@ -70,7 +76,7 @@ def cut_step(given: StepArguments, specs: ChunkSpecs) -> Cut:
     )
 
 
-def _cut_batch(given: StepArguments, specs: ChunkSpecs) -> Cut:
+def _cut_batch(given: StepArguments, specs: ChunkSpecs, versions: BatchVersions) -> Cut:
     args: list[tuple[Any, ...]] = [()] * specs.chunks
     kwargs: list[dict[str, Any]] = [{}] * specs.chunks
     if given.args or given.kwargs:
@@ -78,11 +84,26 @@ def _cut_batch(given: StepArguments, specs: ChunkSpecs) -> Cut:
             given.args, given.kwargs, specs.chunks, specs.args, specs.kwargs
         )
         _expect_count("the batch", args, specs.chunks)
-    if given.target is None:
-        return args, kwargs, None
-    targets, _ = split_args_kwargs_into_chunks((given.target,), None, specs.chunks)
-    _expect_count("the target", targets, specs.chunks)
-    return args, kwargs, [target for (target,) in targets]
+    targets: list[Any] | None = None
+    if given.target is not None:
+        targets, _ = split_args_kwargs_into_chunks((given.target,), None, specs.chunks)
+        _expect_count("the target", targets, specs.chunks)
+        targets = [target for (target,) in targets]
+    parts = zip(args, kwargs, targets or [None] * specs.chunks, strict=True)
+    apart = _apart(list(parts), versions)
+    args, kwargs = [one for one, _, _ in apart], [one for _, one, _ in apart]
+    return args, kwargs, None if targets is None else [one for _, _, one in apart]
+
+
+def _apart(parts: list[Any], versions: BatchVersions) -> list[Any]:
+    """Lets micro-batches be changed in place, but for what several of them have."""
+    found = Counter(number for part in parts for number in set(map(id, tensors_in(part))))
+
+    def own(number: int, tensor: Tensor) -> Tensor:
+        is_piece = tensor._is_view() and not tensor.requires_grad and found[id(tensor)] == 1
+        return versions.apart(tensor, number) if is_piece else tensor
+
+    return [map_tensors(part, partial(own, number)) for number, part in enumerate(parts)]
 
 
 def _expect_count(what: str, chunks: Sequence[Any], expected: int) -> None:

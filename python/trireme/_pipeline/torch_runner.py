@@ -11,8 +11,9 @@ import torch
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from trireme import _C
-from trireme._C import Communicator, PipelineEngine, PipelineStageRequest
+from trireme._C import CallTurn, Communicator, PipelineEngine, PipelineStageRequest
 from trireme._core.group_communicator import communicator_of
+from trireme._core.sent_gradients import sends_gradients
 from trireme._pipeline import AREA, refuse
 from trireme._pipeline.agreement import agree
 from trireme._pipeline.micro_batches import tensors_in
@@ -34,6 +35,7 @@ class StageRunner:
         self._stages = stages
         self._loss = loss
         self._communicator: Communicator | None = None
+        self._turn: CallTurn | None = None
         self._calls: list[TorchStageCalls] = []
         self._core: PipelineEngine | None = None
         self._made_for: tuple[PipelineSchedule, bool] | None = None
@@ -62,6 +64,25 @@ class StageRunner:
             Exception: what ``deal`` raised; ValueError on the other ranks.
         """
         communicator = self._meet()
+        assert self._turn is not None
+        self._turn.take(self._core)
+        try:
+            return self._run_in_turn(communicator, (table, scale_grads, trains), deal, synchronizes)
+        finally:
+            self._turn.give_back()
+
+    def _run_in_turn(
+        self,
+        communicator: Communicator,
+        form: tuple[PipelineSchedule, bool, bool],
+        deal: Callable[[], StepInputs],
+        synchronizes: bool,
+    ) -> StepInputs:
+        table, scale_grads, trains = form
+        if self._core is not None:
+            self._core.recover()
+        else:
+            communicator.recover()
         error, inputs = None, StepInputs()
         made_for = (table, scale_grads)
         try:
@@ -78,13 +99,13 @@ class StageRunner:
             "scale_grads": scale_grads,
             "schedule": self._digest,
         }
-        flag = self._core is not None and self._core.has_strategies()
-        has_strategies: bool | None = agree(communicator, said, error, "a step", flag=flag)
+        flag = self._core is not None and self._core.divides_losses()
+        divides_losses: bool | None = agree(communicator, said, error, "a step", flag=flag)
         if self._core is None or self._made_for != made_for:
-            has_strategies = None  # the engine is yet to look for them
+            divides_losses = None  # the engine is yet to look for strategies
             self._core, self._made_for = self._make(table, scale_grads, communicator), made_for
         self._look_at_parameters(self._core)
-        mode = (synchronizes, has_strategies)
+        mode = (synchronizes, divides_losses)
         self._run(self._core, inputs, mode if trains else None)
         return inputs
 
@@ -102,10 +123,7 @@ class StageRunner:
         if self._communicator is None:
             group = AREA.expect_group(self._stages[0].group, "Pass the group of its ranks.")
             self._communicator = communicator_of(group)
-        if self._core is not None:
-            self._core.recover()
-        else:
-            self._communicator.recover()
+            self._turn = CallTurn(self._communicator)
         return self._communicator
 
     def _calls_of_stages(self) -> list[TorchStageCalls]:
@@ -134,6 +152,7 @@ class StageRunner:
                     parameters=held.parameters,
                     buffers=held.buffers,
                     strategies=held.strategies,
+                    sends_gradients=sends_gradients(call.submod),
                     weights=None
                     if call.stage.dw_builder is None
                     else (call.begin_weights, call.finish_weights),
@@ -169,6 +188,7 @@ class StageRunner:
                 else:
                     core.eval_step(first, self.has_last_stage and inputs.targets is not None)
         finally:
+            inputs.versions.tell_batch()
             for call in self._calls:
                 call.begin(StepInputs())
 

@@ -196,7 +196,7 @@ def get_schedule_class(schedule_name: str) -> type[Any]:
     for name, found in _CLASSES.items():
         if name.lower() == schedule_name.lower():
             return found
-    got = f"got '{schedule_name}' as the name of a schedule, expected {', '.join(_CLASSES)}"
+    got = f"Unknown schedule name '{schedule_name}', expected one of {', '.join(_CLASSES)}"
     refuse(got, "Correct the name.")
 
 

@@ -151,10 +151,12 @@ class Steps:
                 refuse(got, "Call eval().", kind=RuntimeError)
             self._expect_losses(given, losses, trains)
             specs = ChunkSpecs(self._n_microbatches, self._args_chunk_spec, self._kwargs_chunk_spec)
-            cut_args, cut_kwargs, targets = cut_step(given, specs)
-            keeps = is_last and return_outputs
-            targets = targets if is_last else None
-            return StepInputs(cut_args, cut_kwargs, targets, loss_kwargs or {}, keeps)
+            made = StepInputs(loss_kwargs=loss_kwargs or {})
+            cut_args, cut_kwargs, targets = cut_step(given, specs, made.versions)
+            made.args, made.kwargs = cut_args, cut_kwargs
+            made.targets = targets if is_last else None
+            made.keeps_outputs = is_last and return_outputs
+            return made
 
         inputs = self._runner.run(self._table, self.scale_grads, trains, deal, synchronizes)
         numbers = range(self._n_microbatches)

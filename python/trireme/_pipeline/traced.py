@@ -165,5 +165,6 @@ def _join(
 
 
 def own_name(name: str) -> str:
-    """Returns what the module that was traced calls a tensor, of its name in the layers."""
-    return name.split(".traced.", 1)[1]
+    """Returns what the module that was traced calls a tensor, of its name in the layers; that of a
+    loss stays as it is."""
+    return name.split(".traced.", 1)[-1]

@@ -57,6 +57,11 @@ def take_apart(value: Any, where: str) -> Tensor | Text:
     return taking.tensors_of(value)
 
 
+def one_or_text(tensors: list[Tensor], text: str) -> Tensor | Text:
+    """Returns the one tensor that has no text, or both."""
+    return (tensors, text) if text else tensors[0]
+
+
 def put_together(value: Tensor | Text) -> Any:
     """Builds what :func:`take_apart` was given."""
     if isinstance(value, Tensor):

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from trireme import _C
 from trireme._C import CheckpointReader, CheckpointTensor
+from trireme._core.errors import Area
 from trireme._core.meshes import group_over
 from trireme._core.owners import group_of_stages
 from trireme._core.writing import writing_shards
@@ -150,14 +151,24 @@ def _read_optimizer(
     return loaded
 
 
+def _expect_living(stages: dist.ProcessGroup) -> None:
+    try:
+        dist.get_process_group_ranks(stages)
+    except KeyError:
+        got = "got a pipeline over ranks whose process group was destroyed, expected a living one"
+        Area("saving").refuse(got, "Save or load it before destroy_process_group().")
+
+
 def _group_for(
     model: nn.Module, optimizer: Optimizer | None, given: dist.ProcessGroup | None
 ) -> dist.ProcessGroup | None:
     """Finds the group over which the model is trained; None where nobody made one."""
-    if given is not None or not dist.is_initialized():
-        return given
     plain = plain_model(model)
     stages = group_of_stages(plain)
+    if stages is not None:
+        _expect_living(stages)
+    if given is not None or not dist.is_initialized():
+        return given
     if stages is not None:
         return stages
     parameters = plain.parameters()

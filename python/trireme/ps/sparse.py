@@ -192,6 +192,8 @@ class Embedding(nn.Module):
     of its forward.
     """
 
+    sends_gradients = True
+
     def __init__(self, table: SparseTable | DenseTable) -> None:
         super().__init__()
         self.table = _expect_sparse(table)
@@ -210,6 +212,8 @@ class EmbeddingBag(nn.Module):
     Args:
         mode: "mean", "sum" or "max".
     """
+
+    sends_gradients = True
 
     def __init__(self, table: SparseTable | DenseTable, mode: str = "mean") -> None:
         super().__init__()

@@ -63,6 +63,8 @@ class Module(nn.Module):
         backward, that it ended.
     """
 
+    sends_gradients = True
+
     def __init__(
         self, to: str, factory: Callable[..., nn.Module] | str, /, *args: Any,
         optimizer: OptimizerSpec | None = None, timeout: float | None = None, **kwargs: Any,

@@ -180,6 +180,12 @@ def test_saved_tensors_on_the_cpu() -> None:
     ours, one = pair(make)
     with torch.autograd.graph.save_on_cpu():
         assert_same_backward(ours, one, data())
+    packed = []
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: packed.append(threading.get_ident()) or tensor, lambda tensor: tensor
+    ):
+        assert_same_backward(ours, one, data())
+    assert len(set(packed) - {threading.get_ident()}) == 2
 
 
 def test_compiled_around() -> None:

@@ -298,3 +298,59 @@ def test_a_stopped_rank_is_alive(rank: int, moment: str) -> None:
         both.pipe.step(rows(0), target=rows(1))
     os.kill(process_of(1), signal.SIGCONT)
     return None
+
+
+class Unprintable(Exception):
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
+@on_shm_ranks(2)
+def test_errors_whose_text_cannot_be_sent(rank: int) -> None:
+    both = Both(fragile_layers, schedule="1f1b")
+    cases = {
+        ValueError("half \udcff"): r"ValueError: half \udcff",
+        Unprintable(): "Unprintable: <its text cannot be made>",
+    }
+    for error, text in cases.items():
+
+        def fail(error: Exception = error) -> None:
+            raise error
+
+        if rank == 1:
+            breaks_of(both.pipe)[0].arm(1, fail)
+        with pytest.raises(RuntimeError) as caught:
+            both.pipe.step(rows(0), target=rows(1))
+        assert text in message_of(caught.value)
+        assert "of micro-batch " in message_of(caught.value)
+
+
+@on_shm_ranks(2)
+def test_a_batch_that_fails_without_a_text(rank: int) -> None:
+    pipe = trireme.Pipeline(tanh_layers(), 2, ranks=True, loss=mse_loss)
+
+    def fail() -> None:
+        raise Unprintable
+
+    if rank == 1:
+        pipe._look_at_parameters = fail  # type: ignore[method-assign]
+    with pytest.raises(Unprintable if rank == 1 else ValueError) as caught:
+        pipe.step(rows(0), target=rows(1))
+    if rank == 0:
+        assert "Unprintable: <its text cannot be made>" in str(caught.value)
+
+
+@on_shm_and_gloo_ranks(2)
+def test_a_loss_without_a_graph_raises_on_all_ranks(rank: int) -> None:
+    """As torch's backward does; the next step works."""
+    net = tanh_layers()
+    pipe = trireme.Pipeline(net, 2, ranks=True, loss=mse_loss)
+    for parameter in net.parameters():
+        parameter.requires_grad_(False)
+    with raises(RuntimeError, "element 0 of tensors does not require grad"):
+        pipe.step(rows(0), target=rows(1))
+    pipe.eval_step(rows(0), target=rows(1))
+    net[6].requires_grad_()
+    pipe.step(rows(0), target=rows(1))
+    if rank == 1:
+        assert net[6].weight.grad is not None

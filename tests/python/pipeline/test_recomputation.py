@@ -53,7 +53,8 @@ def test_an_exception_in_a_recomputation(rank: int) -> None:
     )
     layer.bad_call = 3 if rank == 0 else 0  # behind two forwards
     with pytest.raises(
-        RuntimeError, match=r"stage 0 \(layers 0..1\) raised in 0R0 of step 1: .*luck"
+        RuntimeError,
+        match=r"recomputation of micro-batch 0 of stage 0 \(layers 0..1\) raised in step 1: .*luck",
     ):
         pipe.step(rows(0), target=rows(1))
     assert all(parameter.grad is None for parameter in pipe.parameters())

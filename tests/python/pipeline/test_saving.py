@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 import trireme
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import mse_loss
 
-from harness.faults import raises
+from harness.faults import RANKLESS_FORM, raises
 from harness.on_ranks import on_shm_ranks
 from harness.tensors import assert_bits
 from pipeline.ranks import (
@@ -310,3 +311,16 @@ def test_the_checkpoint_of_another_module_is_refused(rank: int, tmp_path: Path) 
         frozen.load(str(path))
     for name, tensor in pipe.net.state_dict().items():
         assert_bits(tensor, before[name], name)
+
+
+@on_shm_ranks(2)
+def test_after_the_group_was_destroyed(rank: int, tmp_path: Path) -> None:
+    group = dist.new_group([0, 1])
+    mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("pp",))
+    pipe = trireme.Pipeline(tanh_layers(), CHUNKS, mesh=mesh, loss=mse_loss)
+    dist.destroy_process_group(group)
+    for call in (trireme.save_checkpoint, trireme.load_checkpoint):
+        with raises(
+            ValueError, "pipeline over ranks whose process group was destroyed", form=RANKLESS_FORM
+        ):
+            call(tmp_path, pipe)

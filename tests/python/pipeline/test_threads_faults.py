@@ -65,7 +65,7 @@ def test_errors_say_stage_and_micro_batch(
     where = {
         "forward": "[pipeline] in stage 1 (layer 1), micro-batch 2",
         "recomputation": "[pipeline] in stage 1 (layer 1), micro-batch 1",
-        "backward": "[pipeline] raised in stage 1 (layer 1) in 1B0",
+        "backward": "[pipeline] raised in the backward of micro-batch 0 of stage 1 (layer 1)",
     }
     with pytest.raises(ArithmeticError, match="no luck") as caught:
         run(pipe)
@@ -169,3 +169,28 @@ def test_in_a_notebook() -> None:
     )
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.split("\n")[:-1] == ["1 ArithmeticError no number", "True"]
+
+
+def test_a_loss_without_a_graph_raises() -> None:
+    """As torch's backward does, unless a layer's part of the loss has one."""
+    net = tanh_layers()
+    detached = trireme.Pipeline(
+        net, CHUNKS, balance=[3, 5], loss=lambda output, target: mse_loss(output.detach(), target)
+    )
+    with pytest.raises(RuntimeError, match="element 0 of tensors does not require grad"):
+        by_step(detached)
+    assert all(parameter.grad is None for parameter in net.parameters())
+
+    class Penalty(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            trireme.pipeline_loss(x.square().mean())
+            return x
+
+    partly = trireme.Pipeline(
+        nn.Sequential(net[0], Penalty(), *net[1:]),
+        CHUNKS,
+        balance=[3, 6],
+        loss=lambda output, target: mse_loss(output.detach(), target),
+    )
+    by_step(partly)
+    assert net[0].weight.grad is not None

@@ -137,7 +137,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
     "micro-batches": (lambda _: OURS.ScheduleGPipe(stage(), 0), ValueError, "micro"),
     "name": (
         lambda _: OURS.get_schedule_class("zigzag"), ValueError,
-        "got 'zigzag' as the name of a schedule, expected 1F1B,"
+        "Unknown schedule name 'zigzag', expected one of 1F1B,"
     ),
     "no grad": (
         lambda _: torch.no_grad()(OURS.ScheduleGPipe(stage(), 2, mse_loss).step)(),

@@ -24,6 +24,8 @@ struct LossMessage {
   double value = 0;
   double dtype = 0;
   double has_loss = 0;
+  double without_graph = 0;  // micro-batches
+  double parts_with_graph = 0;
 };
 
 }  // namespace
@@ -41,6 +43,7 @@ PipelineEngine::Row::Row(PipelineSchedule schedule, std::vector<PipelineStageReq
   gradients_ = std::make_unique<RowGradients>(schedule_, stages, *communicator_, options_);
   for (PipelineStageRequest& request : stages) {
     StageSkips skips = skips_->skips_of(request.stage);
+    sends_gradients_ = sends_gradients_ || request.sends_gradients;
     stages_.push_back(std::make_unique<Stage>(std::move(request), schedule_, std::move(skips)));
   }
   const PipelineRow& row = schedule_.rows[static_cast<size_t>(where_.rank)];
@@ -89,6 +92,17 @@ void PipelineEngine::Row::recover() {
 PipelineRunner::Evaluation PipelineEngine::Row::run(std::vector<PipelineValue> inputs,
                                                     const Mode& mode) {
   recover();
+  Evaluation found = run_or_give_up(std::move(inputs), mode);  // all have finished
+  TORCH_CHECK(!lacks_graph_,
+              error_text("pipeline",
+                         "element 0 of tensors does not require grad and does not have a grad_fn: "
+                         "got a loss without a graph, so that the step has trained nothing",
+                         where_, "Let it depend on a parameter that requires a gradient."));
+  return found;
+}
+
+PipelineRunner::Evaluation PipelineEngine::Row::run_or_give_up(std::vector<PipelineValue> inputs,
+                                                               const Mode& mode) {
   try {
     return run_row(std::move(inputs), mode);
   } catch (const Interruption& interruption) {
@@ -106,15 +120,15 @@ void PipelineEngine::Row::add(const PipelineAction& action, bool is_recomputed) 
   for (size_t place = 0; place < stages_.size(); ++place) {
     Stage& stage = *stages_[place];
     if (stage.index() != action.stage) continue;
-    const std::string label = to_string(action);
-    actions_.push_back({action.kind, &stage, place, action.micro_batch, label,
-                        "trireme::pipeline::" + label, is_recomputed});
+    actions_.push_back({action.kind, &stage, place, action.micro_batch, in_words(action),
+                        "trireme::pipeline::" + to_string(action), is_recomputed});
   }
 }
 
-bool PipelineEngine::Row::find_strategies(const Mode& mode) {
-  const bool exist = gradients_->find_strategies();
-  if (mode.has_strategies) return *mode.has_strategies;
+bool PipelineEngine::Row::find_divided_losses(const Mode& mode) {
+  const bool exist =
+      gradients_->find_strategies() || sends_gradients_ || mode.asks_to_divide_losses;
+  if (mode.divides_losses) return *mode.divides_losses;
   const at::Tensor any = at::full({1}, exist ? 1.0 : 0.0, at::kDouble).to(communicator_->device());
   communicator_->all_reduce({any}, ReduceOp::kMax, "strategies of step " + std::to_string(step_))
       .wait();
@@ -137,14 +151,15 @@ PipelineRunner::Evaluation PipelineEngine::Row::run_row(std::vector<PipelineValu
                                                         const Mode& mode) {
   const auto started = Timed::Clock::now();
   begin(std::move(inputs), mode);
-  // Strategies average what backwards bring: then losses are divided, in place of gradients.
-  const bool divides_losses = mode.trains && !mode.is_pass && find_strategies(mode);
-  const bool is_divided = divides_losses && options_.scale_grads;
+  // Strategies average what backwards bring, and what they send away is out of reach afterwards:
+  // then losses are divided, in place of gradients.
+  divides_losses_ = mode.trains && !mode.is_pass && find_divided_losses(mode);
+  const bool is_divided = divides_losses_ && options_.scale_grads;
   const double divisor = is_divided ? static_cast<double>(schedule_.micro_batches) : 1;
   for (const auto& stage : stages_)
     stage->begin_step({mode.trains, mode.is_pass, mode.takes_losses, mode.loss_scale / divisor});
   const bool adds_up = mode.trains && !mode.is_pass;
-  if (adds_up) gradients_->begin_step({step_, mode.synchronizes, !divides_losses});
+  if (adds_up) gradients_->begin_step({step_, mode.synchronizes, !divides_losses_});
   run_actions();
   if (adds_up) gradients_->finish_row();
   if (!mode.is_pass) result_.loss = finish();
@@ -164,6 +179,8 @@ void PipelineEngine::Row::begin(std::vector<PipelineValue> inputs, const Mode& m
   result_ = {};
   losses_.clear();
   parts_of_loss_.clear();
+  losses_without_graph_ = parts_with_graph_ = 0;
+  lacks_graph_ = false;
   pass_losses_.clear();
   mode_ = mode;
 }
@@ -233,11 +250,16 @@ at::Tensor PipelineEngine::Row::finish() {
     if (options_.scale_grads) sum.div_(schedule_.micro_batches);
     message.value += sum.item<double>();
   }
-  at::Tensor sum = at::tensor({message.value, message.dtype, message.has_loss}, at::kDouble)
+  message.without_graph = static_cast<double>(losses_without_graph_);
+  message.parts_with_graph = static_cast<double>(parts_with_graph_);
+  at::Tensor sum = at::tensor({message.value, message.dtype, message.has_loss,
+                               message.without_graph, message.parts_with_graph},
+                              at::kDouble)
                        .to(communicator_->device());
   communicator_->all_reduce({sum}, ReduceOp::kSum, "loss of step " + std::to_string(step_)).wait();
   sum = sum.cpu();
   const auto* values = sum.const_data_ptr<double>();
+  lacks_graph_ = mode_.trains && values[3] > 0 && values[4] == 0;
   if (values[2] == 0) return {};
   return at::scalar_tensor(values[0],
                            at::TensorOptions().dtype(static_cast<at::ScalarType>(values[1])));
@@ -270,14 +292,15 @@ ScheduleCosts PipelineEngine::Row::measured_costs() const {
 std::string PipelineEngine::Row::give_up(const std::string& why) noexcept {
   std::string text = why;
   try {
-    const std::string action = current_ == nullptr ? "at the end of the step" : current_->label;
-    const std::string stage = current_ == nullptr ? std::string() : current_->stage->text();
-    if (is_in_stage_) raised_in_ = stage + " in " + action;
-    const std::string verb = is_in_stage_ ? " raised in " : " gave up in ";
-    text = error_text("pipeline",
-                      (stage.empty() ? "a rank" : stage) + verb + action + " of step " +
-                          std::to_string(step_) + ": " + why,
-                      where_, "See the error of that rank; the next step begins anew");
+    std::string who = "a rank gave up at the end of step ";
+    if (current_ != nullptr) {
+      const std::string& name = current_->stage->name();
+      const std::string place = current_->label + (name.empty() ? "" : " (" + name + ")");
+      if (is_in_stage_) raised_in_ = place;
+      who = place + (is_in_stage_ ? " raised in step " : " gave up in step ");
+    }
+    text = error_text("pipeline", who + std::to_string(step_) + ": " + why, where_,
+                      "See the error of that rank; the next step begins anew");
     communicator_->announce_failure(text);
     communicator_->show_step(step_, /*is_done=*/true);
   } catch (...) {  // out of memory: the peers see their deadline instead

@@ -42,6 +42,7 @@ class PipelineEngine::Row {
 
   std::vector<at::Tensor> later_copies() const { return gradients_->later_copies(); }
   bool has_strategies() const { return gradients_->has_strategies(); }
+  bool divides_losses() const { return sends_gradients_ || has_strategies(); }
 
   void recover();
 
@@ -50,7 +51,8 @@ class PipelineEngine::Row {
     bool trains = false;
     bool synchronizes = false;
     bool has_loss = true;
-    std::optional<bool> has_strategies = {};
+    std::optional<bool> divides_losses = {};
+    bool asks_to_divide_losses = false;
     double loss_scale = 1;
     bool is_pass = false;
     bool takes_losses = false;
@@ -72,7 +74,7 @@ class PipelineEngine::Row {
     Stage* stage;
     size_t place;  // the stage's among those of this rank
     int64_t micro_batch;
-    std::string label;  // "2F3"
+    std::string label;  // in words
     std::string trace;
     bool is_recomputed = false;  // there is an R of this stage and micro-batch
     bool completes = false;      // the gradients of its stage
@@ -80,13 +82,15 @@ class PipelineEngine::Row {
 
   void add(const PipelineAction& action, bool is_recomputed);
 
-  // Says whether any rank has strategies around its stages.
-  bool find_strategies(const Mode& mode);
+  // Says whether any rank divides losses in place of gradients.
+  bool find_divided_losses(const Mode& mode);
 
   // Marks the last action of each stage. Returns the places of stages in the order in which these
   // complete.
   std::vector<size_t> mark_last_actions();
 
+  // Tells the others of what it throws.
+  Evaluation run_or_give_up(std::vector<PipelineValue> inputs, const Mode& mode);
   Evaluation run_row(std::vector<PipelineValue> inputs, const Mode& mode);
   void begin(std::vector<PipelineValue> inputs, const Mode& mode);
   void run_actions();
@@ -107,7 +111,10 @@ class PipelineEngine::Row {
 
   void count_sent(StageReport& report, int64_t to, const std::vector<at::Tensor>& tensors) const;
 
-  void keep_loss(int64_t micro_batch, at::Tensor loss);
+  // Looks in the graph of a micro-batch for gradients that nobody has told of.
+  void look_for_unlisted(const RowAction& action);
+
+  void keep_loss(int64_t micro_batch, const at::Tensor& loss);
   void keep_part_of_loss(const RowAction& action, StageLoss part);
 
   // Takes the loss to all ranks, once all have finished, with what layers of any stage had of it.
@@ -132,6 +139,7 @@ class PipelineEngine::Row {
   std::unique_ptr<SkipEdges> skips_;
   std::unique_ptr<RowGradients> gradients_;
   std::vector<std::unique_ptr<Stage>> stages_;
+  bool sends_gradients_ = false;
   std::vector<RowAction> actions_;
   PipelineReport report_;
 
@@ -141,10 +149,14 @@ class PipelineEngine::Row {
   bool is_in_stage_ = false;
   std::string raised_in_;
   Mode mode_;
+  bool divides_losses_ = false;
   bool has_failed_ = false;
   std::vector<PipelineValue> inputs_;
   std::vector<at::Tensor> losses_;         // one per micro-batch
   std::vector<at::Tensor> parts_of_loss_;  // what layers of this rank added, in all micro-batches
+  int64_t losses_without_graph_ = 0;       // micro-batches
+  int64_t parts_with_graph_ = 0;
+  bool lacks_graph_ = false;  // nobody's part of the loss has one
   Evaluation result_;
   std::vector<PassLoss> pass_losses_;
   const PassBackward* pass_ = nullptr;  // is the one whose backward runs

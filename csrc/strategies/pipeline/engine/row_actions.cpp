@@ -1,5 +1,7 @@
 #include <trireme/common/error.h>
+#include <trireme/common/language.h>
 #include <trireme/strategies/pipeline/engine/row.h>
+#include <trireme/strategies/pipeline/refuse.h>
 #include <trireme/strategies/pipeline/timed.h>
 
 #include <ATen/ATen.h>
@@ -55,6 +57,7 @@ void PipelineEngine::Row::forward(const RowAction& action) {
     for (StageLoss& part : stage.take_parts_of_loss()) keep_part_of_loss(action, std::move(part));
     if (stage.is_last() && mode_.has_loss)
       keep_loss(action.micro_batch, stage.loss(action.micro_batch, output));
+    if (mode_.trains && !mode_.is_pass) look_for_unlisted(action);
     is_in_stage_ = false;
   }
   if (!mode_.trains) done_with_input(stage);
@@ -161,15 +164,31 @@ void PipelineEngine::Row::count_sent(StageReport& report, int64_t to,
   report.bytes += bytes_of(tensors);
 }
 
-void PipelineEngine::Row::keep_loss(int64_t micro_batch, at::Tensor loss) {
+void PipelineEngine::Row::look_for_unlisted(const RowAction& action) {
+  const bool divides = !divides_losses_ && options_.scale_grads && schedule_.micro_batches > 1;
+  if (!divides && mode_.loss_scale == 1) return;
+  const auto graph = action.stage->graph_of(action.micro_batch);
+  if (!gradients_->unlisted().add(graph, divides)) return;
+  refuse_pipeline(c10::str("got a backward of ", action.stage->text(),
+                           " that sends gradients away, to a table or another process, before ",
+                           divides ? "the step divides them by the number of micro-batches"
+                                   : "a GradScaler divides them by its scale"),
+                  divides ? in_language({"Derive the layer from SendsGradients.",
+                                         "Let the layer have sends_gradients = True."})
+                          : "Leave the scaler out.");
+}
+
+void PipelineEngine::Row::keep_loss(int64_t micro_batch, const at::Tensor& loss) {
   losses_.resize(static_cast<size_t>(schedule_.micro_batches));
-  losses_[static_cast<size_t>(micro_batch)] = std::move(loss);
+  if (!loss.requires_grad()) ++losses_without_graph_;
+  losses_[static_cast<size_t>(micro_batch)] = loss.detach();
 }
 
 void PipelineEngine::Row::keep_part_of_loss(const RowAction& action, StageLoss part) {
   if (mode_.is_pass) {
     pass_losses_.push_back({action.stage->index(), action.micro_batch, std::move(part)});
   } else if (mode_.has_loss) {
+    if (part.value.requires_grad()) ++parts_with_graph_;
     const at::Tensor value = part.value.detach().to(at::kDouble).reshape({});
     parts_of_loss_.push_back(value * part.weight);  // a double's memory is the layer's
   }

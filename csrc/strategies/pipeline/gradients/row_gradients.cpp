@@ -17,16 +17,27 @@ RowGradients::RowGradients(const PipelineSchedule& schedule,
       scale_grads_(options.scale_grads),
       leads_strategies_(!options.on_threads),
       tied_(schedule, options.tied, communicator),
-      replicas_(options.copies) {
+      replicas_(options.copies),
+      unlisted_(options.unlisted ? options.unlisted : std::make_shared<UnlistedGradients>()),
+      ends_unlisted_(!options.unlisted) {
   for (const PipelineStageRequest& request : stages) {
     stages_.push_back({request.stage, request.parameters.tensors});
     strategies_.emplace_back(request.strategies);
     tied_.set_parameters(request.stage, request.parameters);
   }
+  list_for_unlisted();
   find_strategies();
   spread_values(stages);
   for (StageStrategies& strategies : strategies_) strategies.end_step();
   tied_.spread_values();
+}
+
+void RowGradients::list_for_unlisted() {
+  if (!ends_unlisted_) return;
+  Tensors listed;
+  for (const StageParameters& stage : stages_)
+    listed.insert(listed.end(), stage.all.begin(), stage.all.end());
+  unlisted_->set_listed(listed);
 }
 
 void RowGradients::spread_values(const std::vector<PipelineStageRequest>& stages) {
@@ -48,6 +59,7 @@ void RowGradients::set_parameters(size_t place, NamedParameters parameters,
   if (!missing.empty()) refuse_pipeline("got " + missing, "Make the pipeline anew.");
   stage.all = std::move(parameters.tensors);
   strategies_[place] = StageStrategies(std::move(strategies));
+  list_for_unlisted();
 }
 
 void RowGradients::recover() {
@@ -125,6 +137,7 @@ void RowGradients::finish_row() {
 
 void RowGradients::end_step() {
   gradients_.end(divisor());
+  if (ends_unlisted_) unlisted_->end(divisor());
   for (StageStrategies& strategies : strategies_) strategies.end_step();
 }
 
@@ -133,6 +146,7 @@ void RowGradients::abandon(const std::string& why) noexcept {
   for (StageStrategies& strategies : strategies_) strategies.abandon(why);
   replicas_.abandon();
   gradients_.abandon();
+  if (ends_unlisted_) unlisted_->abandon();
 }
 
 }  // namespace trireme

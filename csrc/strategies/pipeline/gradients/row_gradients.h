@@ -5,6 +5,7 @@
 #include <trireme/strategies/pipeline/gradients/stage_strategies.h>
 #include <trireme/strategies/pipeline/gradients/step_gradients.h>
 #include <trireme/strategies/pipeline/gradients/tied_parameters.h>
+#include <trireme/strategies/pipeline/gradients/unlisted_gradients.h>
 
 #include <ATen/core/Tensor.h>
 
@@ -49,6 +50,8 @@ class RowGradients {
     bool divides = true;
   };
   void begin_step(const Step& step);
+  // Has the gradients of what layers use without having it.
+  UnlistedGradients& unlisted() { return *unlisted_; }
   void before_last_backward(size_t place) { strategies_[place].before_last_backward(); }
   void after_last_backward(size_t place);
   // Ends what needs other ranks.
@@ -65,6 +68,7 @@ class RowGradients {
     std::vector<at::Tensor> complete = {};  // what of it no later stage has, nor is tied
   };
 
+  void list_for_unlisted();
   void spread_values(const std::vector<PipelineStageRequest>& stages);
   void list_complete();
   void average(const std::vector<at::Tensor>& parameters, const std::string& label);
@@ -80,6 +84,8 @@ class RowGradients {
   PipelineReplicas replicas_;
   std::vector<at::Tensor> buffers_;
   StepGradients gradients_;
+  std::shared_ptr<UnlistedGradients> unlisted_;
+  bool ends_unlisted_;  // else rows on threads share them, and who runs these ends them
   Step step_;
   bool buffers_may_differ_ = false;  // copies have trained since they were equal
 };

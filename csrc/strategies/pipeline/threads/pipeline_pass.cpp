@@ -89,12 +89,15 @@ class EnteredNode final : public torch::autograd::Node {
 
 }  // namespace
 
-PipelinePass::PipelinePass(std::shared_ptr<RowThreads> rows)
-    : rows_(std::move(rows)), records_(at::GradMode::is_enabled()) {}
+PipelinePass::PipelinePass(std::shared_ptr<RowThreads> rows,
+                           std::shared_ptr<BatchVersions> versions)
+    : rows_(std::move(rows)),
+      versions_(std::move(versions)),
+      records_(at::GradMode::is_enabled()) {}
 
-at::Tensor PipelinePass::enter(const at::Tensor& input) {
+at::Tensor PipelinePass::enter(const at::Tensor& input, int64_t micro_batch) {
   if (!records_ || !input.requires_grad()) return input;
-  at::Tensor leaf = input.detach().set_requires_grad(true);
+  at::Tensor leaf = versions_->apart(input, micro_batch).detach().set_requires_grad(true);
   const auto node = make_node<EnteredNode>();
   node->set_next_edges({torch::autograd::impl::gradient_edge(leaf)});
   at::Tensor entered = leaf.detach();
@@ -111,6 +114,7 @@ std::vector<PipelineValue> PipelinePass::forward(std::vector<PipelineValue> inpu
   std::vector<StageLoss>* receiver = repeats ? nullptr : LossScope::current();
   PassOutputs found =
       rows_->forward_pass(std::move(inputs), state_, {records_, repeats || receiver != nullptr});
+  versions_->tell_batch();
   const auto hand_losses_out = [&] {
     if (receiver == nullptr) return;
     for (PassLoss& loss : found.losses) receiver->push_back(std::move(loss.part));
@@ -180,14 +184,7 @@ Tensors PipelinePass::backward(Tensors gradients, bool keep_graph) {
   };
   for (const std::vector<int64_t>& places : places_) pass.gradients.push_back(gradients_at(places));
   for (const auto& [of, places] : loss_places_) pass.of_losses[of] = gradients_at(places);
-  if (around_backward_) around_backward_(true);
-  try {
-    rows_->backward_pass(state_, pass);
-  } catch (...) {
-    if (around_backward_) around_backward_(false);
-    throw;
-  }
-  if (around_backward_) around_backward_(false);
+  run_backward(pass);
   if (!keep_graph) is_released_ = true;
   Tensors found;
   for (auto& [input, leaf] : inputs_)
@@ -195,6 +192,20 @@ Tensors PipelinePass::backward(Tensors gradients, bool keep_graph) {
   for (RowThreads::PassParameter& parameter : state_.parameters)
     found.push_back(parameter.take_gradient());
   return found;
+}
+
+void PipelinePass::run_backward(const PassBackward& backward) {
+  const auto around = around_backward_;  // release() may come meanwhile
+  if (around) around(true);
+  versions_->tell_micro_batches();
+  try {
+    rows_->backward_pass(state_, backward);
+  } catch (...) {
+    if (around) around(false);
+    throw;
+  }
+  versions_->tell_batch();
+  if (around) around(false);
 }
 
 void PipelinePass::release() {

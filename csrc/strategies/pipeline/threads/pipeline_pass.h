@@ -1,6 +1,7 @@
 #pragma once
 
 #include <trireme/common/export.h>
+#include <trireme/strategies/pipeline/batch_versions.h>
 #include <trireme/strategies/pipeline/engine.h>
 #include <trireme/strategies/pipeline/threads/row_threads.h>
 
@@ -42,16 +43,18 @@ namespace trireme {
 // Is one forward of a pipeline in one process, and what its backward needs. One thread at a time.
 class TRIREME_API PipelinePass : public std::enable_shared_from_this<PipelinePass> {
  public:
-  explicit PipelinePass(std::shared_ptr<RowThreads> rows);
+  // `versions` are those of its inputs.
+  PipelinePass(std::shared_ptr<RowThreads> rows, std::shared_ptr<BatchVersions> versions);
 
-  // Returns what the stages are to be given for an input that requires a gradient; others come back
-  // as they are. A first layer may work in place on it.
-  at::Tensor enter(const at::Tensor& input);
+  // Returns what the stages are to be given for an input of a micro-batch that requires a gradient;
+  // others come back as they are. A first layer may work in place on it.
+  at::Tensor enter(const at::Tensor& input, int64_t micro_batch);
 
   // Runs the forwards, once. Returns what the last stage returned, one per micro-batch, in the
   // caller's graph where gradients are recorded. Parts of the loss that layers had go to the
   // LossScope of this thread, in that graph, too. `around_backward` is called before (true) and
-  // after (false) each backward, on the thread of that; it may not throw.
+  // after (false) each backward, on the thread of that. If it throws before, there is no backward;
+  // after it, it may not throw.
   std::vector<PipelineValue> forward(std::vector<PipelineValue> inputs,
                                      std::function<void(bool begins)> around_backward = {});
 
@@ -60,10 +63,12 @@ class TRIREME_API PipelinePass : public std::enable_shared_from_this<PipelinePas
   friend class HandOverNode;
 
   std::vector<at::Tensor> backward(std::vector<at::Tensor> gradients, bool keep_graph);
+  void run_backward(const PassBackward& backward);
   void release();
   void wait_for_gradients();
 
   std::shared_ptr<RowThreads> rows_;
+  std::shared_ptr<BatchVersions> versions_;
   bool records_;  // gradients, when it was made
   std::function<void(bool)> around_backward_;
   std::vector<std::pair<at::Tensor, at::Tensor>> inputs_;  // with the leaf of each

@@ -6,6 +6,7 @@
 #include <trireme/common/intra_op_threads.h>
 #include <trireme/module/module_replicas.h>
 #include <trireme/strategies/pipeline/gradients/step_gradients.h>
+#include <trireme/strategies/pipeline/gradients/unlisted_gradients.h>
 #include <trireme/strategies/pipeline/refuse.h>
 #include <trireme/strategies/pipeline/threads/pass_schedule.h>
 
@@ -79,6 +80,7 @@ RowThreads::RowThreads(RowThreadsRequest request, std::shared_ptr<WorkerPool> po
                                  [](c10::Device device) { return !device.is_cpu(); })),
       group_(schedule_.ranks, devices_),
       shared_(static_cast<size_t>(schedule_.ranks)),
+      unlisted_(std::make_shared<UnlistedGradients>()),
       engines_(shared_.size()),
       given_(request.stages),
       skips_(request.skips),
@@ -92,6 +94,7 @@ RowThreads::RowThreads(RowThreadsRequest request, std::shared_ptr<WorkerPool> po
                                 .skips = std::move(request.skips),
                                 .tied = find_tied(tensors)};
   options.on_threads = true;
+  options.unlisted = unlisted_;
   std::vector<std::vector<PipelineStageRequest>> of_rows(shared_.size());
   for (size_t row = 0; row < shared_.size(); ++row) {
     rows_.push_back(row);
@@ -110,6 +113,9 @@ RowThreads::RowThreads(RowThreadsRequest request, std::shared_ptr<WorkerPool> po
     }
   }
   for (const PipelineStageRequest& stage : request.stages) list_parameters(stage);
+  std::vector<at::Tensor> listed;
+  for (const PassParameter& known : parameters_) listed.push_back(known.parameter);
+  unlisted_->set_listed(listed);
   for (PipelineStageRequest& stage : request.stages) {
     const auto row = static_cast<size_t>(schedule_.stage_rank[static_cast<size_t>(stage.stage)]);
     stage.parameters = with_stand_ins(row, std::move(stage.parameters));
@@ -297,13 +303,20 @@ at::Tensor RowThreads::step(std::vector<PipelineValue> inputs, const StepMode& m
   const std::lock_guard turn(turn_);
   look_at_shared();
   StepMode known = mode;
-  known.has_strategies = false;
+  known.divides_losses =
+      mode.divides_losses.value_or(mode.asks_to_divide_losses) || divides_losses();
   std::vector<at::Tensor> losses(engines_.size());
   const auto first = static_cast<size_t>(schedule_.stage_rank.front());
-  run([&](size_t row) {
-    losses[row] = row == first ? engines_[row]->step(std::move(inputs), known)
-                               : engines_[row]->step({}, known);
-  });
+  try {
+    run([&](size_t row) {
+      losses[row] = row == first ? engines_[row]->step(std::move(inputs), known)
+                                 : engines_[row]->step({}, known);
+    });
+  } catch (...) {
+    unlisted_->abandon();
+    throw;
+  }
+  unlisted_->end(scale_grads_ && !*known.divides_losses ? schedule_.micro_batches : 1);
   for (const std::vector<Shared>& of_row : shared_)
     for (const Shared& shared : of_row) shared.stand_in.mutable_grad().reset();
   return losses.front();
@@ -326,6 +339,11 @@ PipelineRunner::Evaluation RowThreads::eval_step(std::vector<PipelineValue> inpu
 bool RowThreads::has_strategies() const {
   return std::any_of(engines_.begin(), engines_.end(),
                      [](const auto& engine) { return engine->has_strategies(); });
+}
+
+bool RowThreads::divides_losses() const {
+  return std::any_of(engines_.begin(), engines_.end(),
+                     [](const auto& engine) { return engine->divides_losses(); });
 }
 
 PipelineReport RowThreads::last_step() const {

@@ -57,7 +57,7 @@ struct RowThreadsRequest {
 // (leaf_edges.h): their gradients are added up in the order of stages, as on ranks. Random layers
 // draw from a generator of their row, which torch.manual_seed() determines.
 //
-// Cost of a step: a wake-up of each thread, an all-reduce of 24 bytes in memory, and per message a
+// Cost of a step: a wake-up of each thread, an all-reduce of 40 bytes in memory, and per message a
 // hand-over under one lock. Callers take turns.
 class TRIREME_API RowThreads final : public PipelineRunner {
  public:
@@ -105,6 +105,8 @@ class TRIREME_API RowThreads final : public PipelineRunner {
 
   bool is_on_devices() const { return is_on_devices_; }  // other than the CPU
   bool has_strategies() const override;
+  bool divides_losses() const override;
+  void expect_call() const override { pool_->expect_call(); }
   std::vector<at::Tensor> later_copies() const override { return {}; }
   const PipelineSchedule& schedule() const override { return schedule_; }
   // Tells of all stages. Bubbles are means over rows.
@@ -136,6 +138,7 @@ class TRIREME_API RowThreads final : public PipelineRunner {
   std::vector<PassParameter> parameters_;           // with undefined stand-ins
   std::vector<std::vector<Shared>> shared_;         // has those of each row
   std::vector<std::shared_ptr<LeafEdges>> leaves_;  // one for each row
+  std::shared_ptr<UnlistedGradients> unlisted_;
   std::vector<std::unique_ptr<PipelineEngine>> engines_;
   std::string raised_in_;
   // Make what for_pass() returns.

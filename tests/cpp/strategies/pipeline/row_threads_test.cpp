@@ -11,6 +11,8 @@
 #include <memory>
 #include <stdexcept>
 #include <string>
+#include <thread>
+#include <utility>
 #include <vector>
 
 #include "strategies/pipeline/losses.h"
@@ -128,7 +130,7 @@ TEST_CASE("an exception of a stage comes out as it is, and the next step works")
     Threads threads({{by_weight, {weight}}, {fails, {}}, {by_weight, {weight}}}, form);
     weight.mutable_grad().reset();
     CHECK_THROWS_AS(threads.rows->step(inputs(), {}), Refusal);
-    CHECK(threads.rows->raised_in() == "stage 1 in 1F2");
+    CHECK(threads.rows->raised_in() == "the forward of micro-batch 2 of stage 1");
     CHECK(!weight.grad().defined());
     CHECK(threads.rows->step(inputs(), {}).item<double>() > 0);
     CHECK(threads.rows->raised_in().empty());
@@ -174,6 +176,28 @@ torch::nn::Sequential net_of(int64_t layers) {
 at::Tensor mean_square(const at::Tensor& output, const at::Tensor& target) {
   return (output - target).square().mean();
 }
+
+// Adds the step's input, which it asks for.
+struct AddsInputImpl : torch::nn::Module {
+  at::Tensor forward(const at::Tensor& x) { return x + batch_input(); }
+};
+TORCH_MODULE(AddsInput);
+
+// Multiplies with a weight that it does not have.
+struct UsesImpl : torch::nn::Module {
+  explicit UsesImpl(at::Tensor weight) : weight_(std::move(weight)) {}
+  at::Tensor forward(const at::Tensor& x) { return x.mm(weight_); }
+
+ private:
+  at::Tensor weight_;
+};
+TORCH_MODULE(Uses);
+
+// Says that its gradients go elsewhere, and so it is the loss that is divided.
+struct SendsImpl : UsesImpl, SendsGradients {
+  using UsesImpl::UsesImpl;
+};
+TORCH_MODULE(Sends);
 
 TEST_CASE("Pipeline in one process needs no Context, and equals plain accumulation") {
   for (const char* checkpoint : {"never", "always"}) {
@@ -299,6 +323,80 @@ TEST_CASE("who calls a pipeline in one process collects parts of the loss") {
       const at::NoGradGuard no_grad;
       CHECK(pipe->forward(x).size(0) == 8);
     }
+  }
+}
+
+TEST_CASE("threads that call one pipeline get what is their own") {
+  Pipeline<> pipe(
+      torch::nn::Sequential(AddsInput(), torch::nn::Tanh(), AddsInput(), torch::nn::Tanh()),
+      PipelineOptions{.ranks = false, .threads = 2, .chunks = 4});
+  constexpr size_t kCallers = 3;
+  std::vector<int64_t> wrong(kCallers, 0);
+  std::vector<std::thread> callers;
+  for (size_t caller = 0; caller < kCallers; ++caller) {
+    callers.emplace_back([&, caller] {
+      for (int64_t call = 0; call < 40; ++call) {
+        at::Tensor x = at::full({8, 3}, double(caller) - 0.1 * double(call));
+        const at::Tensor expected = ((2 * x).tanh() + x).tanh();
+        if (call % 2 == 0) {
+          wrong[caller] += pipe->eval_step(x).equal(expected) ? 0 : 1;
+          continue;
+        }
+        x.set_requires_grad(true);
+        const at::Tensor output = pipe->forward(x);
+        output.sum().backward();
+        wrong[caller] += output.equal(expected) && x.grad().defined() ? 0 : 1;
+      }
+    });
+  }
+  for (std::thread& caller : callers) caller.join();
+  CHECK(wrong == std::vector<int64_t>(kCallers, 0));
+}
+
+TEST_CASE("a first layer may work in place") {
+  for (const char* form : {"gpipe", "1f1b"}) {
+    torch::nn::Sequential net(torch::nn::ReLU(torch::nn::ReLUOptions().inplace(true)),
+                              torch::nn::Linear(3, 3), torch::nn::Tanh());
+    Pipeline<> pipe(net,
+                    PipelineOptions{.ranks = false, .threads = 2, .chunks = 4, .schedule = form});
+    at::Tensor x = at::sin(at::arange(24, at::kFloat)).view({8, 3});
+    const int64_t version = x._version();
+    const at::Tensor y = at::cos(x);
+    const at::Tensor expected = mean_square(net->forward(x.clone()), y).detach();
+    CHECK(at::allclose(pipe->step(x, y, mean_square), expected));
+    CHECK(x._version() > version);
+    CHECK(at::allclose(x, at::relu(at::sin(at::arange(24, at::kFloat)).view({8, 3}))));
+  }
+}
+
+TEST_CASE("gradients that come to no parameter of a layer are divided") {
+  const at::Tensor weight = weight_of(5);
+  const at::Tensor scale = at::full({}, 2.0).set_requires_grad(true);
+  for (const bool sends : {false, true}) {
+    torch::nn::Sequential net(torch::nn::Linear(3, 3), Sends(weight), torch::nn::Tanh());
+    if (!sends)
+      net = torch::nn::Sequential(torch::nn::Linear(3, 3), Uses(weight), torch::nn::Tanh());
+    const PipelineLoss loss = [scale](const at::Tensor& output, const at::Tensor& target) {
+      return mean_square(output * scale, target);
+    };
+    Pipeline<> pipe(net, PipelineOptions{.ranks = false, .threads = 2, .chunks = 4});
+    const at::Tensor x = at::sin(at::arange(24, at::kFloat)).view({8, 3}).set_requires_grad(true);
+    const at::Tensor y = at::cos(x).detach();
+    loss(net->forward(x), y).backward();
+    const auto take = [&] {
+      Tensors found{weight.grad(), scale.grad(), x.grad()};
+      for (const at::Tensor& tensor : {weight, scale, x}) tensor.mutable_grad().reset();
+      for (const at::Tensor& parameter : net->parameters()) {
+        found.push_back(parameter.grad());
+        parameter.mutable_grad().reset();
+      }
+      return found;
+    };
+    const Tensors expected = take();
+    pipe->step(x, y, loss);
+    const Tensors found = take();
+    REQUIRE(found.size() == expected.size());
+    for (size_t i = 0; i < found.size(); ++i) CHECK(at::allclose(found[i], expected[i]));
   }
 }
 
