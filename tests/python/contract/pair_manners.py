@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from contextlib import nullcontext
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ Seen = dict[str, Tensor]
 Manner = Callable[[Any, int], Seen]
 """Makes a step of a run (pair_columns.py) and returns what else has been seen."""
 
-CALLS = 3  # as many at once
+CALLS = 3  # that many at once
 
 
 def plainly(run: Any, number: int) -> Seen:

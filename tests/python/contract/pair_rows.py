@@ -20,10 +20,23 @@ import torch.distributed as dist
 import trireme
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
-from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from trireme import ps, remote
 
+from contract.pair_layers import (
+    IDS,
+    WIDTH,
+    Again,
+    Conjugated,
+    Counted,
+    LazyMinus,
+    Lookup,
+    Packed,
+    Phases,
+    Real,
+    Tempered,
+    square_mean,
+)
 from contract.pair_manners import (
     Manner,
     accumulating,
@@ -35,17 +48,11 @@ from contract.pair_manners import (
     writing,
 )
 
-WIDTH = 6
 LR = 0.125
-IDS = 5
 
 
 def nothing() -> None:
     """Is what most rows do between a column's passes."""
-
-
-def square_mean(output: Tensor, target: Tensor) -> Tensor:
-    return (output - target).square().mean()
 
 
 @dataclass
@@ -124,20 +131,6 @@ def simply(make: Callable[[], nn.Module]) -> Callable[[Place], AbstractContextMa
 # --- rows and tables of a server, remote modules -------------------------------------------------
 
 
-class Lookup(nn.Module):
-    """Adds rows to its input, by ids that are computed from that."""
-
-    def __init__(self, table: nn.Module, bags: bool, reads: bool) -> None:
-        super().__init__()
-        self.table, self.bags, self.reads = table, bags, reads
-
-    def forward(self, x: Tensor) -> Tensor:
-        ids = (x.detach().abs() * 3).long().clamp(max=IDS - 1)
-        rows = self.table(ids[:, :3] if self.bags else ids[:, 0])
-        # Where others step rows at any time, gradients must not depend on them.
-        return x + (rows if self.reads else rows - rows.detach())
-
-
 def lookup(mode: str, bags: bool) -> Callable[[Place], AbstractContextManager[Made]]:
     """A layer with rows of a server behind a first one, which trains through them."""
 
@@ -188,14 +181,12 @@ def bound(place: Place) -> Iterator[Made]:
             table.push()
             server.clock()
 
-        yield Made(
-            model,
-            before=table.pull,
-            after=after,
-            leave=server.leave,
-            foreign=tuple(model[0].parameters()),
-        )
-        table.pull()
+        def leave() -> None:
+            table.pull()  # what it holds from now on
+            server.leave()
+
+        parameters = tuple(model[0].parameters())
+        yield Made(model, before=table.pull, after=after, leave=leave, foreign=parameters)
         place.meet()
 
 
@@ -241,9 +232,7 @@ def remote_layer(place: Place) -> Iterator[Made]:
             net.zero_grad()
             place.meet()
 
-        yield Made(
-            layers(nn.Linear(WIDTH, WIDTH), net), after=after, seen=partial(_values_of, net)
-        )
+        yield Made(layers(nn.Linear(WIDTH, WIDTH), net), after=after, seen=partial(_values_of, net))
         place.meet()
 
 
@@ -263,17 +252,6 @@ def synchronized(place: Place) -> Iterator[Made]:
 
 def normalized() -> nn.Module:
     return layers(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))
-
-
-class Tempered(nn.Module):
-    """A loss that is trained, too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.tensor(1.5))
-
-    def forward(self, output: Tensor, target: Tensor) -> Tensor:
-        return square_mean(output * self.scale, target)
 
 
 @contextmanager
@@ -297,17 +275,6 @@ def frozen() -> nn.Module:
     return model
 
 
-class Again(nn.Module):
-    """Two layers in a checkpoint of some kind."""
-
-    def __init__(self, run: Callable[..., Any]) -> None:
-        super().__init__()
-        self.inner, self.run = nn.Sequential(nn.Linear(WIDTH, 8), nn.Linear(8, WIDTH)), run
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.run(self.inner, x)
-
-
 def again(run: Callable[..., Any]) -> Callable[[Place], AbstractContextManager[Made]]:
     return simply(lambda: layers(Again(run)))
 
@@ -319,76 +286,6 @@ def offloaded(place: Place) -> Iterator[Made]:
 
 
 checkpoint_of_torch = partial(checkpoint, use_reentrant=False)
-
-
-class Counted(nn.Linear):
-    """Has a count that state_dict() shows in torch's own way for what is no tensor."""
-
-    count = 3
-
-    def get_extra_state(self) -> dict[str, int]:
-        return {"count": self.count}
-
-    def set_extra_state(self, state: dict[str, int]) -> None:
-        self.count = state["count"]
-
-
-class Packed(nn.Linear):
-    """Saves its weight turned."""
-
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        destination[f"{prefix}turned"] = self.weight.detach().t()
-        destination[f"{prefix}bias"] = self.bias.detach()
-
-    def _load_from_state_dict(self, state: Any, prefix: str, *rest: Any) -> None:
-        with torch.no_grad():
-            self.weight.copy_(state[f"{prefix}turned"].t())
-            self.bias.copy_(state[f"{prefix}bias"])
-
-
-class Phases(nn.Module):
-    """A complex parameter between real inputs and outputs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.phase = nn.Parameter(torch.randn(WIDTH // 2, dtype=torch.complex64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        numbers = torch.view_as_complex(x.reshape(len(x), -1, 2).contiguous())
-        return torch.view_as_real(numbers * self.phase).flatten(1)
-
-
-class LazyGradient(torch.autograd.Function):
-    """The identity, whose gradient has torch's lazy minus."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return torch._neg_view(-gradient)
-
-
-class LazyMinus(nn.Linear):
-    """Its output and its gradients are negated lazily."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        weight = LazyGradient.apply(self.weight)
-        bias = LazyGradient.apply(self.bias)
-        return torch._neg_view(-functional.linear(LazyGradient.apply(x), weight, bias))
-
-
-class Conjugated(nn.Module):
-    """Hands on complex numbers that are conjugated lazily."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.view_as_complex(x.reshape(len(x), -1, 2).contiguous()).conj()
-
-
-class Real(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.view_as_real(x.resolve_conj()).flatten(1)
 
 
 def lazy() -> nn.Module:
@@ -431,7 +328,7 @@ def averaged_inside(place: Place) -> Iterator[Made]:
     yield Made(model)
 
 
-# --- around ----------------------------------------------------------------------------------------
+# --- around --------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -517,7 +414,11 @@ ROWS = {
         Row("several threads of the user's", simply(layers), manner=from_threads),
         Row("DistributedDataParallel inside", averaged_inside),
         Row("`load_state_dict` in `writing()`", simply(layers), manner=writing(_loaded)),
-        Row("`load_state_dict(assign=True)` in `writing()`", simply(layers), manner=writing(_assigned)),
+        Row(
+            "`load_state_dict(assign=True)` in `writing()`",
+            simply(layers),
+            manner=writing(_assigned),
+        ),
         Row("`to()` in `writing()`", simply(layers), manner=writing(_moved)),
     )
 }
