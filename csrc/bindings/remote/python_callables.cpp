@@ -136,6 +136,7 @@ std::shared_ptr<ModuleBody> body_of(const py::object& made) {
                               std::string("got a ") + Py_TYPE(made.ptr())->tp_name +
                                   " of a factory, expected a torch.nn.Module",
                               {}, "Return a module."));
+  py::module_::import("trireme.remote.owned").attr("check_owned")(made);
   return std::make_shared<PythonBody>(made);
 }
 

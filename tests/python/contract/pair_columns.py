@@ -133,7 +133,15 @@ def owned_elsewhere(row: Row, place: Place, made: Made) -> Run:
     _owned["model"] = judged(made)
     place.meet()
     rank = dist.get_rank()
-    net = remote.Module("p1", model_of_pairs, optimizer=ps.SGD(LR)) if rank == 0 else None
+    net, found = None, [None]
+    if rank == 0:
+        try:
+            net = remote.Module("p1", model_of_pairs, optimizer=ps.SGD(LR))
+        except Exception as error:
+            found = [error]
+    dist.broadcast_object_list(found, 0)  # the owner need not hear that it refuses
+    if found[0] is not None:
+        raise found[0]
     return Owned(row, place, made, judged(made), net, rank=rank)
 
 

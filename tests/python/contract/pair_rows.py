@@ -324,7 +324,8 @@ def hooked(place: Place) -> Iterator[Made]:
 def averaged_inside(place: Place) -> Iterator[Made]:
     model = layers()
     if not place.alone:
-        model[0] = trireme.DistributedDataParallel(model[0], process_group=place.group)
+        group = None if place.pushers > 1 else place.group
+        model[0] = trireme.DistributedDataParallel(model[0], process_group=group)
     yield Made(model)
 
 

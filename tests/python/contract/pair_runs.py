@@ -119,7 +119,7 @@ class Run:
 
     def judge(self, x: Tensor, y: Tensor) -> Tensor:
         if isinstance(self.model, Judged):
-            return self.net(x, y).mean()  # of replicas
+            return self.net(x, y).mean()  # that of replicas
         return self.made.loss(self.net(x), y)
 
     def no_sync(self) -> AbstractContextManager[Any]:

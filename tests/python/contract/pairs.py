@@ -89,7 +89,7 @@ sparse gradients                                +  Z1 Z1 +  +  +  +  +  +  +  + 
 `torch.compile`                                 +  +  +  +  +  D3 +  +  +  +  +  +  +  +
 `inference_mode`                                +  +  +  +  +  +  +  +  +  +  +  +  +  +
 several threads of the user's                   +  +  +  +  C1 D1 C1 +  C1 +  +  +  +  +
-DistributedDataParallel inside                  +  +  Z2 F2 F2 D3 +  P3 +  +  +  +  +  +
+DistributedDataParallel inside                  +  +  Z2 F2 F2 D3 P4 P3 P4 +  O1 +  +  +
 `load_state_dict` in `writing()`                +  +  +  +  +  +  +  +  +  +  +  +  +  +
 `load_state_dict(assign=True)` in `writing()`   A1 +  +  A1 A1 A1 A1 A1 A1 A1 +  W3 A1 A1
 `to()` in `writing()`                           +  +  +  +  +  +  +  +  +  +  +  +  +  +
@@ -102,8 +102,10 @@ CELLS: dict[str, Cell] = {
         "one, and give `fully_shard(model, ignored_params=...)` the table's parameters.",
         "RuntimeError",
     ),
-    "T2": NoPair(
-        "The owner of a module keeps its gradients for callers, and a table takes them from .grad."
+    "T2": Refused(
+        "[remote] got '0.weight' of a table of a server in a module of a factory",
+        "The owner keeps gradients for callers, while a table takes them from `.grad`: leave out "
+        "one of them.",
     ),
     "T3": Refused(
         "[ps] got '0.weight' for table 'model', which another table keeps",
@@ -155,6 +157,11 @@ CELLS: dict[str, Cell] = {
         "[pipeline] got a layer in DistributedDataParallel in a pipeline in one process",
         "Wrap the pipeline, or use ranks.",
         "NotImplementedError",
+    ),
+    "P4": Right("Its group has the ranks with the same stage, which average over their copies."),
+    "O1": Right(
+        "Its group has the owner alone. A factory whose module averages over several ranks is "
+        "refused, since gradients are kept apart for each caller."
     ),
     "H1": NoPair("What a forward saves is kept at the owner, and hooks of its caller stay here."),
     "G1": Right("`pipe.scale_losses(scaler)` in place of `scaler.scale(loss)`."),
