@@ -204,6 +204,27 @@ def test_embeddings_train_as_torchs(layout: str) -> None:
     work(layout, *(Run(embedded, embeddings_train, [mode]) for mode in ("mean", "sum", "max")))
 
 
+def lazily_negated(worker: int | None) -> Tables:
+    first = {"x": torch._neg_view(torch.ones(50_000))}
+    return [
+        ps.Dense("dense", first, optimizer=ps.Sum(), reduction="sum"),
+        ps.Sparse("rows", DIM, optimizer=ps.Sum(), reduction="sum"),
+    ]
+
+
+def pushes_a_lazy_minus(server: ps.ParameterServer) -> None:
+    assert (server["dense"].pull()["x"] == -1).all()
+    server["dense"].push({"x": torch._neg_view(torch.ones(50_000))})
+    server["rows"].push(torch.arange(20), torch._neg_view(torch.ones(20, DIM)))
+    server.clock()
+    assert (server["dense"].pull()["x"] == -1 - WORKERS).all()
+    assert (server["rows"].pull(torch.arange(20)) == -WORKERS).all()
+
+
+def test_a_lazy_minus_is_one() -> None:
+    work("2+3", Run(lazily_negated, pushes_a_lazy_minus))
+
+
 # --- what pulls see ------------------------------------------------------------------------------
 
 

@@ -125,6 +125,15 @@ def make_mlp(seed: int = 7, dtype: str = "float32") -> nn.Module:
 
 
 @remote.function
+def make_lazy() -> nn.Module:
+    """Its gradients have a minus that torch has put off."""
+    net = make_mlp()
+    for parameter in net.parameters():
+        parameter.register_hook(lambda gradient: torch._neg_view(-gradient))
+    return net
+
+
+@remote.function
 def make_counted(width: int = 6) -> nn.Module:
     torch.manual_seed(7)
     return Counted(nn.Linear(width, width))

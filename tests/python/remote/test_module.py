@@ -20,6 +20,7 @@ from remote.networks import (
     make_counted,
     make_embedding,
     make_frozen,
+    make_lazy,
     make_mlp,
     make_raising,
     make_several,
@@ -95,6 +96,18 @@ def test_gradients_have_the_bits_of_a_local_module(rank: int, dtype: str) -> Non
     net.step()
     for value, parameter in zip(net.state_dict().values(), local.parameters(), strict=True):
         assert_equal(-value, parameter.grad)
+
+
+@on_remote_ranks(2)
+def test_gradients_with_a_lazy_minus(rank: int) -> None:
+    if rank == 1:
+        return
+    lazy = remote.Module("p1", make_lazy, optimizer=ps.SGD(0.5))
+    plain = remote.Module("p1", make_mlp, optimizer=ps.SGD(0.5))
+    for net in (lazy, plain):
+        net(batch(0)).square().mean().backward()
+        net.step()
+    assert_equal(list(lazy.state_dict().values()), list(plain.state_dict().values()))
 
 
 @on_remote_ranks(2)

@@ -73,6 +73,16 @@ def test_stage_1_wherever_gradients_are_averaged(rank: int) -> None:
 
 
 @on_shm_ranks(2)
+def test_gradients_with_a_lazy_minus(rank: int) -> None:
+    ours, one = sharded(mlp, SGD, 1, lr=0.5), alone(mlp, SGD, lr=0.5)
+    for training in (ours, one):
+        for parameter in training.model.parameters():
+            parameter.grad = torch._neg_view(torch.full_like(parameter, 2.0))
+        training.optimizer.step()
+    assert_equal_parameters(ours.model, one.model)
+
+
+@on_shm_ranks(2)
 def test_a_module_and_its_optimizer_made_in_either_order(rank: int) -> None:
     model = mlp()
     optimizer = Zero(model.parameters(), AdamW, lr=0.01)
