@@ -67,6 +67,7 @@ class PackedBefore : public TensorPacker {
  public:
   explicit PackedBefore(c10::intrusive_ptr<PackedTensor> packed) : packed_(std::move(packed)) {}
   c10::intrusive_ptr<PackedTensor> pack(const at::Tensor& /*tensor*/) override { return packed_; }
+  bool is_ordered() const override { return true; }
 
  private:
   c10::intrusive_ptr<PackedTensor> packed_;
@@ -83,6 +84,7 @@ class CheckpointFrame::RecomputationPacker : public TensorPacker {
   c10::intrusive_ptr<PackedTensor> pack(const at::Tensor& tensor) override {
     return frame_->pack_again(task_, tensor);
   }
+  bool is_ordered() const override { return true; }
 
  private:
   c10::intrusive_ptr<CheckpointFrame> frame_;

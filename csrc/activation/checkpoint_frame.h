@@ -122,6 +122,7 @@ class TRIREME_API CheckpointFrame : public TensorPacker {
   c10::intrusive_ptr<PackedTensor> pack(const at::Tensor& tensor) override;
 
   bool is_checkpoint() const override { return true; }
+  bool is_ordered() const override { return true; }
 
   // The function has returned, or thrown.
   void end_forward();

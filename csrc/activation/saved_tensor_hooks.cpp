@@ -74,7 +74,7 @@ class CppHooks : public SavedTensorHooks {
   void pop() override { packers.pop_back(); }
 
   std::function<std::shared_ptr<void>()> carried() override {
-    if (packers.empty() || packers.back()->is_checkpoint()) return {};
+    if (packers.empty() || packers.back()->is_ordered()) return {};
     return [packer = packers.back()] { return std::make_shared<PackerGuard>(packer); };
   }
 

@@ -41,6 +41,9 @@ class TRIREME_API TensorPacker : public c10::intrusive_ptr_target {
 
   // Says whether tensors go nowhere and are recomputed: torch's selective policies ask.
   virtual bool is_checkpoint() const { return false; }
+
+  // Says whether tensors are counted in the order in which one thread saves them.
+  virtual bool is_ordered() const { return false; }
 };
 
 // How packers get onto the stack of a thread. Torch keeps that stack in Python objects: where
@@ -56,8 +59,7 @@ class TRIREME_API SavedTensorHooks {
   virtual void pop() = 0;
 
   // Returns what lets another thread have the hooks of this one for as long as the result of it
-  // lives. Nothing where there are none, and for a checkpoint's: these count tensors in the order
-  // in which one thread saves them, and would repeat what a pool of threads computes.
+  // lives. Nothing where there are none, and for those of a checkpoint, which are ordered.
   virtual std::function<std::shared_ptr<void>()> carried() = 0;
 
   // Returns what tells one backward from another: the id of the engine's graph task, or a new

@@ -4,9 +4,9 @@
 #include <trireme/comm/gather_texts.h>
 #include <trireme/common/interruption.h>
 #include <trireme/strategies/pipeline/batch_versions.h>
-#include <trireme/strategies/pipeline/call_turn.h>
 #include <trireme/strategies/pipeline/engine.h>
 #include <trireme/strategies/pipeline/stage_loss.h>
+#include <trireme/strategies/pipeline/threads/call_turn.h>
 #include <trireme/strategies/pipeline/threads/pipeline_pass.h>
 #include <trireme/strategies/pipeline/threads/row_threads.h>
 

@@ -132,10 +132,11 @@ PyTypeObject* make_pack_hook_type() {
   return reinterpret_cast<PyTypeObject*>(type);
 }
 
-// Says whether a hook is that of a checkpoint: ours, or torch's. Expects the GIL.
-bool is_of_checkpoint(py::handle hook) {
+// Says whether a hook counts tensors in the order in which one thread saves them, as those of
+// checkpoints do, ours and torch's. Expects the GIL.
+bool is_ordered(py::handle hook) {
   if (Py_TYPE(hook.ptr()) == pack_hook_type)
-    return reinterpret_cast<PackHook*>(hook.ptr())->packer->is_checkpoint();
+    return reinterpret_cast<PackHook*>(hook.ptr())->packer->is_ordered();
   const py::object module = py::getattr(hook, "__module__", py::none());
   return py::isinstance<py::str>(module) && module.cast<std::string>() == "torch.utils.checkpoint";
 }
@@ -244,7 +245,7 @@ class PythonHooks : public SavedTensorHooks {
     if (!top) return {};
     {
       const py::gil_scoped_acquire gil;
-      if (is_of_checkpoint(top->first.ptr(getPyInterpreter()))) return {};
+      if (is_ordered(top->first.ptr(getPyInterpreter()))) return {};
     }
     return [state = at::SavedTensorDefaultHooks::get_tls_state()] {
       at::SavedTensorDefaultHooks::set_tls_state(state);

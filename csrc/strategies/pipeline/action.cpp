@@ -128,7 +128,8 @@ std::string in_words(const PipelineAction& action) {
         return "action";
     }
   };
-  return c10::str("the ", what(), " of micro-batch ", action.micro_batch, " of stage ", action.stage);
+  return c10::str("the ", what(), " of micro-batch ", action.micro_batch, " of stage ",
+                  action.stage);
 }
 
 std::string_view kind_text(ActionKind kind) { return kKindInfos[static_cast<size_t>(kind)].text; }

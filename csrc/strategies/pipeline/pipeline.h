@@ -7,12 +7,12 @@
 #include <trireme/module/deferred_batch_norm.h>
 #include <trireme/module/sends_gradients.h>
 #include <trireme/saving/held_parts.h>
-#include <trireme/strategies/pipeline/call_turn.h>
 #include <trireme/strategies/pipeline/engine.h>
 #include <trireme/strategies/pipeline/micro_batch_scope.h>
 #include <trireme/strategies/pipeline/partition.h>
 #include <trireme/strategies/pipeline/schedule_forms.h>
 #include <trireme/strategies/pipeline/schedule_recomputation.h>
+#include <trireme/strategies/pipeline/threads/call_turn.h>
 #include <trireme/strategies/pipeline/threads/row_threads.h>
 
 #include <c10/core/Device.h>
@@ -329,7 +329,7 @@ class PipelineImpl : public torch::nn::Module, public HoldsStages {
   std::shared_ptr<Communicator> all_;  // the ranks of all copies
   std::shared_ptr<Communicator> communicator_;
   std::unordered_map<std::string, std::string> names_in_whole_;
-  std::unique_ptr<CallTurn> turn_;  // of what belongs to a call: batch_, loss_, batch_norms_
+  std::unique_ptr<CallTurn> turn_;  // who has batch_, loss_ and batch_norms_
   MicroBatches batch_;
   const PipelineLoss* loss_ = nullptr;
   DeferredBatchNorms batch_norms_;

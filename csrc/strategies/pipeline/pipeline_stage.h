@@ -110,7 +110,7 @@ class TRIREME_API StagePipelineImpl : public torch::nn::Module {
   int64_t chunks_;
   bool synchronizes_ = true;
   std::shared_ptr<Communicator> communicator_;
-  std::unique_ptr<CallTurn> turn_;  // of what belongs to a call: batch_, loss_, batch_norms_
+  std::unique_ptr<CallTurn> turn_;  // who has batch_, loss_ and batch_norms_
   MicroBatches batch_;
   const Loss* loss_ = nullptr;
   DeferredBatchNorms batch_norms_;

@@ -70,7 +70,7 @@ class Stage {
   int64_t index() const { return index_; }
   // Returns "stage 1 (layers 4..7)".
   std::string text() const;
-  const std::string& name() const { return name_; }  // of its layers
+  const std::string& name() const { return name_; }  // tells its layers
   bool is_first() const { return index_ == 0; }
   bool is_last() const { return index_ + 1 == stages_; }
 

@@ -92,7 +92,7 @@ class Pipeline(ScalesLosses, nn.Module):
             of its own, which average their gradients.
         schedule: A name or a table for :func:`pipeline_schedule`, or a schedule.
         loss: Called with what the last layer returns for a micro-batch, and its target; returns a
-            0-dim tensor. None where the last layer returns the loss.
+            0-dim tensor. A module is part of the last stage. None where the last layer returns it.
         checkpoint: Which micro-batches a stage computes once more before their backward, so that it
             keeps only its input meanwhile: "never", "except_last", "always", or "auto": those
             whose backward does not come right behind their forward.
@@ -479,9 +479,8 @@ class Pipeline(ScalesLosses, nn.Module):
             with with_causes(self._calls), whole_batch(self._norms):
                 return run()
         finally:
-            self._calls[0].batch.versions.tell_batch()
             for call in self._calls:
-                call.begin(MicroBatches())
+                call.end()
 
     def _look_at_parameters(self) -> None:
         """Notices those that were put in place of others, and those that are elsewhere."""

@@ -269,7 +269,7 @@ class MicroBatches:
     """What the first layer calls the inputs."""
     keywords: dict[str, Sequence[Any]] = field(default_factory=dict)
     targets: Sequence[Any] | None = None
-    versions: BatchVersions = field(default_factory=_C.BatchVersions)
+    versions: BatchVersions | None = None
     keyword_versions: dict[tuple[int, int], list[int]] = field(default_factory=dict)
     """In forwards that stages are to compute again, by stage and micro-batch."""
 
@@ -307,6 +307,12 @@ class StageCalls:
         """Hands over what the micro-batches of a call get."""
         self.batch = batch
         self.failure: Exception | None = None
+
+    def end(self) -> None:
+        """Drops it; the batch hears of what layers have changed in place."""
+        if self.batch.versions is not None:
+            self.batch.versions.tell_batch()
+        self.begin(MicroBatches())
 
     def held(self) -> dict[str, nn.Module]:
         """Returns the modules of the stage by name: its layers, and the loss if it is one."""

@@ -1,11 +1,15 @@
 #include <trireme/strategies/pipeline/threads/row_threads.h>
 
+#include <trireme/activation/kept_tensor.h>
+#include <trireme/activation/saved_tensor_hooks.h>
+#include <trireme/comm/threads/thread_group.h>
 #include <trireme/strategies/pipeline/pipeline.h>
 #include <trireme/strategies/pipeline/schedule_forms.h>
 
 #include <torch/nn.h>
 
 #include <algorithm>
+#include <atomic>
 #include <catch_torch.h>
 #include <functional>
 #include <memory>
@@ -351,6 +355,50 @@ TEST_CASE("threads that call one pipeline get what is their own") {
   }
   for (std::thread& caller : callers) caller.join();
   CHECK(wrong == std::vector<int64_t>(kCallers, 0));
+}
+
+TEST_CASE("a call during another one is refused over ranks, and within one thread") {
+  CallTurn turn(ThreadGroup(1).communicator(0));
+  turn.take(nullptr);
+  CHECK_THROWS_WITH(turn.take(nullptr), Contains("got a call from within another one"));
+  std::string heard;
+  std::thread([&] {
+    try {
+      turn.take(nullptr);
+    } catch (const c10::Error& error) {
+      heard = error.what();
+    }
+  }).join();
+  CHECK_THAT(heard, Contains("got a call during one of another thread"));
+  turn.give_back();
+  turn.take(nullptr);
+  turn.give_back();
+}
+
+// Counts what it packs.
+class CountingPacker final : public TensorPacker {
+ public:
+  c10::intrusive_ptr<PackedTensor> pack(const at::Tensor& tensor) override {
+    ++packed;
+    return c10::make_intrusive<KeptTensor>(tensor);
+  }
+  std::atomic<int64_t> packed = 0;
+};
+
+TEST_CASE("what packs saved tensors goes along to the rows") {
+  Pipeline<> pipe(net_of(4), PipelineOptions{.ranks = false, .threads = 2, .chunks = 4});
+  const at::Tensor x = at::sin(at::arange(24, at::kFloat)).view({8, 3});
+  const auto packer = c10::make_intrusive<CountingPacker>();
+  at::Tensor output;
+  {
+    const PackerGuard guard(packer);
+    output = pipe->forward(x);
+  }
+  const int64_t packed = packer->packed;
+  CHECK(packed >= 4 * 4);  // of each micro-batch what each layer saves
+  output.sum().backward();
+  pipe->forward(x).sum().backward();
+  CHECK(packer->packed == packed);
 }
 
 TEST_CASE("a first layer may work in place") {

@@ -1,4 +1,4 @@
-#include <trireme/strategies/pipeline/call_turn.h>
+#include <trireme/strategies/pipeline/threads/call_turn.h>
 
 #include <trireme/common/error.h>
 #include <trireme/common/interruption.h>
